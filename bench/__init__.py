@@ -1,0 +1,1 @@
+"""Benchmarks of tilenorm beside PyTorch and every peer that is installed: ``python -m bench``."""

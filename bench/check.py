@@ -1,0 +1,104 @@
+"""Whether a provider's outputs are right, before anything is timed.
+
+An error is counted in units in the last place of the output's dtype, relative to the expected
+value plus the root mean square of all expected values: |actual - expected| / (|expected| + rms).
+The gradient of a weight sums M independent terms, so its rms grows with the square root of M,
+and its budget with it.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from bench.cases import Op
+
+FLOOR_ULPS = 4.0
+OVER_EAGER = 4.0
+_CHUNK = 1 << 22  # elements in float64 at a time
+
+
+def as_tuple(value) -> tuple[torch.Tensor, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def oracle(op: Op, inputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]):
+    """Outputs and input gradients in float64, from the same rounded inputs.
+
+    Returns {"forward": outputs, "backward": gradients}, each in the op's order.
+    """
+    m, n = inputs[0].shape
+    n_rows = len(op.rows)
+    like = {"dtype": torch.float64, "device": inputs[0].device}
+    outputs = [torch.empty(m, n, **like) for _ in op.outputs]
+    row_grads = [torch.empty(m, n, **like) for _ in op.rows]
+    column_grads = [torch.zeros(n, **like) for _ in op.columns]
+    for part in _chunks(m, n):
+        rows = [x[part] for x in inputs[:n_rows]]
+        leaves = [x.detach().double().requires_grad_() for x in (*rows, *inputs[n_rows:])]
+        results = as_tuple(op.reference(*leaves))
+        found = torch.autograd.grad(results, leaves, [dy[part].double() for dy in grads])
+        for whole, result in zip(outputs, results, strict=True):
+            whole[part] = result.detach()
+        for whole, grad in zip(row_grads, found[:n_rows], strict=True):
+            whole[part] = grad
+        for whole, grad in zip(column_grads, found[n_rows:], strict=True):
+            whole += grad
+    return {"forward": outputs, "backward": row_grads + column_grads}
+
+
+def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest error in ulps; infinite where a value is not finite or the shape is wrong."""
+    if actual.shape != expected.shape:
+        return float("inf")
+    rms = torch.linalg.vector_norm(expected) / max(1, expected.numel()) ** 0.5
+    worst = torch.zeros((), dtype=torch.float64, device=expected.device)
+    actual, expected = actual.detach().reshape(-1), expected.reshape(-1)
+    for part in _chunks(expected.numel(), 1):
+        off = (actual[part].double() - expected[part]).abs() / (expected[part].abs() + rms)
+        worst = torch.maximum(worst, off.nan_to_num(nan=float("inf")).max())
+    return worst.item() / torch.finfo(actual.dtype).eps
+
+
+def budgets(eager_errors: Sequence[float], dtype: torch.dtype, m: int, columns: int) -> list[float]:
+    """The ulps allowed for each output: a multiple of eager's own, or a floor.
+
+    The last ``columns`` outputs are sums over M rows in float32, in an order that is the
+    provider's own: they may be off by sqrt(M) units of float32.
+    """
+    over_rows = m**0.5 * torch.finfo(torch.float32).eps / torch.finfo(dtype).eps
+    first_sum = len(eager_errors) - columns
+    return [
+        max(OVER_EAGER * ulps, FLOOR_ULPS, over_rows if i >= first_sum else 0.0)
+        for i, ulps in enumerate(eager_errors)
+    ]
+
+
+def names(op: Op, direction: str) -> list[str]:
+    """What the outputs of a direction are called in messages."""
+    if direction == "forward":
+        return list(op.outputs)
+    return [f"d{name}" for name in (*op.rows, *op.columns)]
+
+
+def complaint(actual, expected, allowed, called) -> str | None:
+    """What is wrong with the outputs, or None."""
+    wrong = []
+    for got, want, budget, name in zip(actual, expected, allowed, called, strict=True):
+        ulps = error(got, want)
+        if not ulps <= budget:
+            wrong.append(f"{name} is off by {ulps:.3g} ulps, {budget:.3g} are allowed")
+    return "; ".join(wrong) or None
+
+
+def poison(tensors: Sequence[torch.Tensor]) -> None:
+    """Leave NaN where the allocator will next place outputs of these sizes.
+
+    Otherwise a kernel that writes nothing could be handed memory that holds the right answer.
+    """
+    held = [torch.full_like(t, float("nan")) for t in tensors for _ in range(2)]
+    del held
+
+
+def _chunks(m: int, n: int) -> Iterator[slice]:
+    step = max(1, _CHUNK // n)
+    return (slice(start, start + step) for start in range(0, m, step))
