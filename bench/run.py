@@ -1,0 +1,190 @@
+"""The run itself: every provider on every case, checked and then timed."""
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from bench import check, timing
+from bench.cases import DTYPES, OPS, Case, Op
+from bench.providers import PROVIDERS
+from bench.record import Cell, Copy, Host, first_line
+
+# Small enough for the GPU to finish a call before the host has prepared the next one.
+HOST_CASE = Case("", "bfloat16", 16, 1024)
+# What Python code raises on purpose; everything else is a failure.
+_REFUSALS = (ValueError, TypeError, NotImplementedError, AssertionError)
+
+
+class GpuLost(RuntimeError):
+    """A provider left the GPU unusable for this process."""
+
+
+class Progress:
+    """One line a measurement on stderr: which, how long so far, and about how long still."""
+
+    def __init__(self, total: int):
+        self.total, self.done, self.start = total, 0, time.monotonic()
+
+    @property
+    def elapsed(self) -> float:
+        return time.monotonic() - self.start
+
+    def step(self, what: str) -> None:
+        left = self.elapsed / self.done * (self.total - self.done) if self.done else 0.0
+        about = f", about {left:.0f} s left" if self.done else ""
+        self.done += 1
+        line = f"[{self.done:{len(str(self.total))}}/{self.total}] {self.elapsed:4.0f} s{about}"
+        print(f"{line}  {what}", file=sys.stderr, flush=True)
+
+
+def run(
+    cases: Sequence[Case],
+    names: Sequence[str],
+    directions: Sequence[str],
+    device: str,
+    emit: Callable[[Cell | Copy | Host], None],
+    max_seconds: float | None = None,
+    budget_s: float = 0.15,
+) -> None:
+    """Measure everything, handing each result to ``emit`` at once.
+
+    On a GPU all work is put on one stream of its own: the autograd engine runs a backward on the
+    stream of its forward, which has to be the one that is captured.
+    """
+    ops = dict.fromkeys(case.op for case in cases)
+    progress = Progress(len(cases) * len(names) * len(directions) + len(ops) * len(names))
+
+    def late() -> bool:
+        return max_seconds is not None and progress.elapsed > max_seconds
+
+    stream = torch.cuda.Stream(device) if device != "cpu" else None
+    with torch.cuda.stream(stream):
+        for op in map(OPS.get, ops):
+            for name in names:
+                progress.step(f"{op.name} host time {name}")
+                emit(_host(op, name, device, skip=late()))
+        for case in cases:
+            _run_case(case, names, directions, device, emit, late, progress, budget_s)
+
+
+def _run_case(case, names, directions, device, emit, late, progress, budget_s) -> None:
+    op, dtype = OPS[case.op], DTYPES[case.dtype]
+    prepared = None
+    for name in names:
+        provider = None
+        for direction in directions:
+            progress.step(f"{case.op} {case.dtype} {case.m} x {case.n} {direction} {name}")
+            nbytes = op.bytes(direction, case.m, case.n, dtype.itemsize)
+            cell = {**vars(case), "direction": direction, "provider": name, "bytes": nbytes}
+            if late():
+                emit(Cell(**cell, status="skipped", error="out of time"))
+                continue
+            if prepared is None:
+                emit(_copy(case, dtype, device, budget_s))
+                prepared = _prepare(op, case, dtype, device)
+            try:
+                provider = provider or PROVIDERS[name].load(op)
+                found = _measure(provider, op, prepared, direction, nbytes, device, budget_s)
+            except Exception as error:  # a peer's failure is a result, and is shown as one
+                found = {"status": _status(error), "error": first_line(error)}
+            _require_gpu(device, name, found)
+            emit(Cell(**cell, **found))
+
+
+def _prepare(op: Op, case: Case, dtype: torch.dtype, device: str):
+    """Inputs, output gradients, what to expect of each direction, and how far off it may be."""
+    inputs = op.inputs(case.m, case.n, dtype, device)
+    grads = op.output_grads(case.m, case.n, dtype, device)
+    expected = check.oracle(op, inputs, grads)
+    allowed = {}
+    for direction, sums in (("forward", 0), ("backward", len(op.columns))):
+        eager = check.as_tuple(_call(op.eager, inputs, grads, direction)())
+        errors = [check.error(*pair) for pair in zip(eager, expected[direction], strict=True)]
+        allowed[direction] = check.budgets(errors, dtype, case.m, sums)
+    return inputs, grads, expected, allowed
+
+
+def _call(provider, inputs, grads, direction) -> Callable:
+    """A call that can be repeated, on copies of its own of everything that it may write to.
+
+    A forward is one of training: gradients are asked for, so what backward needs is saved.
+    """
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    if direction == "forward":
+        return lambda: provider(*leaves)
+    grads = [grad.clone() for grad in grads]
+    outputs = check.as_tuple(provider(*leaves))
+    return lambda: torch.autograd.grad(outputs, leaves, grads, retain_graph=True)
+
+
+def _measure(provider, op, prepared, direction, nbytes, device, budget_s) -> dict:
+    inputs, grads, expected, allowed = prepared
+    call = _call(provider, inputs, grads, direction)
+    check.poison(grads if direction == "forward" else inputs)
+    wrong = check.complaint(
+        check.as_tuple(call()), expected[direction], allowed[direction], check.names(op, direction)
+    )
+    if wrong:
+        return {"status": "wrong", "error": wrong}
+    sets = timing.rotating_sets(nbytes, device)
+    calls = [_call(provider, inputs, grads, direction) for _ in range(sets)]
+    return _fields(timing.measure(calls, nbytes, device, budget_s))
+
+
+def _fields(result: timing.Timing) -> dict:
+    found = {"median_us": result.median_us, "spread": result.spread, "samples": result.samples}
+    return {**found, "timing": result.kind, **({"error": result.note} if result.note else {})}
+
+
+def _copy(case: Case, dtype: torch.dtype, device: str, budget_s: float) -> Copy:
+    nbytes = 2 * case.m * case.n * dtype.itemsize
+    source = torch.randn(case.m, case.n, device=device).to(dtype)
+
+    def one() -> Callable:
+        x, y = source.clone(), torch.empty_like(source)
+        return lambda: y.copy_(x)
+
+    calls = [one() for _ in range(timing.rotating_sets(nbytes, device))]
+    found = timing.measure(calls, nbytes, device, budget_s)
+    where = {"dtype": case.dtype, "m": case.m, "n": case.n, "bytes": nbytes}
+    return Copy(**where, **{k: v for k, v in _fields(found).items() if k != "error"})
+
+
+def _host(op: Op, name: str, device: str, skip: bool) -> Host:
+    m, n, dtype = HOST_CASE.m, HOST_CASE.n, HOST_CASE.dtype
+    where = {"op": op.name, "dtype": dtype, "m": m, "n": n, "provider": name}
+    if skip:
+        return Host(**where, error="out of time")
+    leaves = [x.requires_grad_() for x in op.inputs(m, n, DTYPES[dtype], device)]
+    grads = op.output_grads(m, n, DTYPES[dtype], device)
+
+    def forward():
+        with torch.no_grad():
+            return provider(*leaves)
+
+    def forward_backward():
+        return torch.autograd.grad(check.as_tuple(provider(*leaves)), leaves, grads)
+
+    try:
+        provider = PROVIDERS[name].load(op)
+        times = timing.host(forward, device), timing.host(forward_backward, device)
+    except Exception as error:
+        _require_gpu(device, name, {"error": first_line(error)})
+        return Host(**where, error=first_line(error))
+    return Host(**where, forward_us=times[0], forward_backward_us=times[1])
+
+
+def _status(error: Exception) -> str:
+    # Liger refuses wide rows by a bare RuntimeError; CUDA's and the compilers' are subclasses.
+    return "refused" if isinstance(error, _REFUSALS) or type(error) is RuntimeError else "failed"
+
+
+def _require_gpu(device: str, name: str, found: dict) -> None:
+    if device == "cpu" or not found.get("error"):
+        return
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        raise GpuLost(f"after {name} ({found['error']}): {first_line(error)}") from error
