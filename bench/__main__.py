@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -70,6 +71,8 @@ def _measured(args: argparse.Namespace, argv: list[str]) -> record.Record:
     absent = {name: why[0] for name, why in reasons.items() if all(why)}
     present = [name for name in names if name not in absent]
     result = record.Record(record.describe_run(device, argv, absent))
+    if args.out:
+        Path(args.out).parent.mkdir(parents=True, exist_ok=True)
     with open(args.out or os.devnull, "w") as file:
 
         def emit(line) -> None:
@@ -84,6 +87,8 @@ def _measured(args: argparse.Namespace, argv: list[str]) -> record.Record:
             run(cases, present, directions, device, emit, args.max_seconds, **budget)
         except GpuLost as error:
             print(f"the GPU was lost, so the run ends here: {error}", file=sys.stderr)
+        except KeyboardInterrupt:
+            print("interrupted; what was measured follows", file=sys.stderr)
     return result
 
 

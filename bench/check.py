@@ -55,7 +55,7 @@ def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     actual, expected = actual.detach().reshape(-1), expected.reshape(-1)
     for part in _chunks(expected.numel(), 1):
         off = (actual[part].double() - expected[part]).abs() / (expected[part].abs() + rms)
-        worst = torch.maximum(worst, off.nan_to_num(nan=float("inf")).max())
+        worst = torch.maximum(worst, off.nan_to_num(nan=torch.inf, posinf=torch.inf).max())
     return worst.item() / torch.finfo(actual.dtype).eps
 
 

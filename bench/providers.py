@@ -79,11 +79,14 @@ def _tilegym(op: Op):
     import cuda.tile as ct
 
     launch = ct.launch
-    import tilegym
-
-    # Importing tilegym wraps ct.launch for the whole process, to print a notice once. That would
-    # be added to the host time of every other user of cuTile.
-    ct.launch = launch
+    try:
+        import tilegym
+    finally:
+        # Importing tilegym wraps ct.launch for the whole process, to print a notice once. That
+        # would be added to the host time of every other user of cuTile.
+        ct.launch = launch
+    if "cutile" not in tilegym.get_available_backends_for_op(op.name):
+        return None  # its dispatcher would fall back to Triton, with no more than a warning
 
     return {
         "rms_norm": lambda x, weight: tilegym.ops.rms_norm(

@@ -52,7 +52,7 @@ def _throughput(record: Record, cells: Sequence[Cell], markdown: bool) -> str:
     header = ["N", "M", *names, "copy", f"{OURS} / best peer"]
     spreads = [cell.spread for cell in cells if cell.spread is not None]
     notes = [f"largest spread (p80 - p20) / median: {max(spreads):.1%}"] if spreads else []
-    notes += [_note(cell) for cell in cells if cell.error]
+    notes += _notes(cells)
     return _titled(title, table(header, rows, markdown), notes, markdown)
 
 
@@ -64,9 +64,17 @@ def _rate(cell: Cell | None, copy: float | None) -> str:
     return f"{cell.gbps:.0f} ({cell.gbps / copy:.0%})" if copy else f"{cell.gbps:.0f}"
 
 
-def _note(cell: Cell) -> str:
-    status = cell.status if cell.status != "ok" else "timed by " + cell.timing
-    return f"{cell.provider}, N = {cell.n}: {status}: {cell.error}"
+def _notes(cells: Sequence[Cell]) -> list[str]:
+    """What went wrong, one line a provider and reason."""
+    sizes = {}
+    for cell in cells:
+        if cell.error:
+            status = cell.status if cell.status != "ok" else "timed by " + cell.timing
+            sizes.setdefault((cell.provider, status, cell.error), []).append(str(cell.n))
+    return [
+        f"{provider}, N = {', '.join(ns)}: {status}: {reason}"
+        for (provider, status, reason), ns in sizes.items()
+    ]
 
 
 def against_best_peer(cells: dict[str, Cell]) -> str:

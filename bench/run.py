@@ -12,7 +12,7 @@ from bench.providers import PROVIDERS
 from bench.record import Cell, Copy, Host, first_line
 
 # Small enough for the GPU to finish a call before the host has prepared the next one.
-HOST_CASE = Case("", "bfloat16", 16, 1024)
+HOST_M, HOST_N, HOST_DTYPE = 16, 1024, "bfloat16"
 # What Python code raises on purpose; everything else is a failure.
 _REFUSALS = (ValueError, TypeError, NotImplementedError, AssertionError)
 
@@ -89,8 +89,9 @@ def _run_case(case, names, directions, device, emit, late, progress, budget_s) -
                 found = _measure(provider, op, prepared, direction, nbytes, device, budget_s)
             except Exception as error:  # a peer's failure is a result, and is shown as one
                 found = {"status": _status(error), "error": first_line(error)}
-            _require_gpu(device, name, found)
             emit(Cell(**cell, **found))
+            if "error" in found:
+                _require_gpu(device, f"{name}: {found['error']}")
 
 
 def _prepare(op: Op, case: Case, dtype: torch.dtype, device: str):
@@ -153,12 +154,12 @@ def _copy(case: Case, dtype: torch.dtype, device: str, budget_s: float) -> Copy:
 
 
 def _host(op: Op, name: str, device: str, skip: bool) -> Host:
-    m, n, dtype = HOST_CASE.m, HOST_CASE.n, HOST_CASE.dtype
-    where = {"op": op.name, "dtype": dtype, "m": m, "n": n, "provider": name}
+    where = {"op": op.name, "dtype": HOST_DTYPE, "m": HOST_M, "n": HOST_N, "provider": name}
     if skip:
         return Host(**where, error="out of time")
-    leaves = [x.requires_grad_() for x in op.inputs(m, n, DTYPES[dtype], device)]
-    grads = op.output_grads(m, n, DTYPES[dtype], device)
+    shape = HOST_M, HOST_N, DTYPES[HOST_DTYPE], device
+    leaves = [x.requires_grad_() for x in op.inputs(*shape)]
+    grads = op.output_grads(*shape)
 
     def forward():
         with torch.no_grad():
@@ -171,7 +172,7 @@ def _host(op: Op, name: str, device: str, skip: bool) -> Host:
         provider = PROVIDERS[name].load(op)
         times = timing.host(forward, device), timing.host(forward_backward, device)
     except Exception as error:
-        _require_gpu(device, name, {"error": first_line(error)})
+        _require_gpu(device, f"{name}: {first_line(error)}")
         return Host(**where, error=first_line(error))
     return Host(**where, forward_us=times[0], forward_backward_us=times[1])
 
@@ -181,10 +182,11 @@ def _status(error: Exception) -> str:
     return "refused" if isinstance(error, _REFUSALS) or type(error) is RuntimeError else "failed"
 
 
-def _require_gpu(device: str, name: str, found: dict) -> None:
-    if device == "cpu" or not found.get("error"):
+def _require_gpu(device: str, after: str) -> None:
+    """Raise GpuLost if the GPU no longer works after what went wrong."""
+    if device == "cpu":
         return
     try:
         torch.cuda.synchronize()
     except RuntimeError as error:
-        raise GpuLost(f"after {name} ({found['error']}): {first_line(error)}") from error
+        raise GpuLost(f"{first_line(error)}, after {after}") from error

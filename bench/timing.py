@@ -85,6 +85,7 @@ def _by_graph(calls, bytes_per_call, budget_s) -> Timing:
 def _replay_rewrites(graph, results) -> None:
     """Raise if a replay leaves an output as it was: work launched on a stream of a provider's own
     would not be in the graph, and would seem to take no time."""
+    torch.cuda.synchronize()  # such work has then been done, and cannot hide the mark
     tensors = [tensor.detach() for result in results for tensor in as_tuple(result)]
     for tensor in tensors:
         tensor.fill_(_MARK)

@@ -1,0 +1,57 @@
+import math
+
+import pytest
+import torch
+
+from bench import check
+from bench.cases import OPS
+
+RMS_NORM = OPS["rms_norm"]
+
+
+def test_oracle_is_float64_autograd_and_does_not_depend_on_the_chunks(monkeypatch):
+    inputs = RMS_NORM.inputs(7, 12, torch.bfloat16, "cpu")
+    grads = RMS_NORM.output_grads(7, 12, torch.bfloat16, "cpu")
+    leaves = [x.double().requires_grad_() for x in inputs]
+    y = RMS_NORM.eager(*leaves)
+    dx, dw = torch.autograd.grad(y, leaves, grads[0].double())
+    monkeypatch.setattr(check, "_CHUNK", 24)  # two rows at a time, the last alone
+    found = check.oracle(RMS_NORM, inputs, grads)
+    torch.testing.assert_close(found["forward"][0], y.detach())
+    torch.testing.assert_close(found["backward"], [dx, dw])
+
+
+def test_error_counts_ulps_of_value_plus_rms():
+    expected = torch.ones(4, dtype=torch.float64)  # rms 1
+    actual = torch.ones(4)
+    actual[2] += 6 * torch.finfo(torch.float32).eps
+    assert check.error(actual, expected) == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_error_is_infinite_for_what_is_not_finite(bad, monkeypatch):
+    monkeypatch.setattr(check, "_CHUNK", 2)
+    actual = torch.ones(5)
+    actual[4] = bad
+    assert check.error(actual, torch.ones(5, dtype=torch.float64)) == math.inf
+
+
+def test_error_is_infinite_for_another_shape():
+    assert check.error(torch.ones(2, 3), torch.ones(3, 2, dtype=torch.float64)) == math.inf
+
+
+def test_budgets():
+    half = check.budgets([0.5, 3.0], torch.bfloat16, 1 << 18, columns=1)
+    assert half == [check.FLOOR_ULPS, 12.0]
+    single = check.budgets([0.5, 3.0], torch.float32, 1 << 18, columns=1)
+    assert single == [check.FLOOR_ULPS, 512.0]
+
+
+def test_complaint_names_the_output_and_the_budget():
+    expected = [torch.ones(3, dtype=torch.float64)] * 2
+    actual = [torch.ones(3), torch.zeros(3)]
+    names = check.names(RMS_NORM, "backward")
+    complaint = check.complaint(actual, expected, [4.0, 4.0], names)
+    assert complaint.startswith("dweight is off by ")
+    assert complaint.endswith(" 4 are allowed")
+    assert check.complaint(actual[:1], expected[:1], [4.0], ["y"]) is None

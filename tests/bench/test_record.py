@@ -1,0 +1,122 @@
+import pytest
+
+from bench import report
+from bench.plot import _STYLES, save
+from bench.providers import PROVIDERS
+from bench.record import Cell, Copy, Host, Record, first_line, read, to_json
+
+RUN = {
+    "date": "2026-01-02T03:04:05+00:00",
+    "command": "python -m bench",
+    "device": "cuda",
+    "machine": "Some GPU",
+    "python": "3.12",
+    "torch": "2.11",
+    "cuda": "13.0",
+    "tileiras": None,
+    "packages": {"triton": "3.6", "tilegym": None},
+    "tilenorm": "0.1",
+    "commit": "abc",
+    "absent": {"tilegym": "ModuleNotFoundError: No module named 'tilegym'"},
+}
+SHAPE = {"op": "rms_norm", "dtype": "bfloat16", "m": 1000, "n": 1024, "direction": "forward"}
+TIMED = {"bytes": 4_000_000, "spread": 0.01, "samples": 10, "timing": "graph"}
+
+
+@pytest.fixture
+def record():
+    wide = {**SHAPE, "m": 10, "n": 131072, "provider": "quack", "bytes": 1}
+    found = Record(RUN)
+    for line in (
+        Copy("bfloat16", 1000, 1024, 4_000_000, 1.0, 0.0, 10, "graph"),
+        Cell(**wide, status="refused", error="ValueError: too wide"),
+        Cell(**SHAPE, **TIMED, provider="tilenorm", median_us=2.0),
+        Cell(**SHAPE, **TIMED, provider="torch", median_us=4.0),
+        Cell(**SHAPE, **TIMED, provider="quack", median_us=1.6),
+        Host("rms_norm", "bfloat16", 16, 1024, "torch", 9.0, 70.25),
+    ):
+        found.add(line)
+    return found
+
+
+def written(record):
+    return [to_json(x) for x in (record.run, *record.copies, *record.cells, *record.hosts)]
+
+
+def test_what_is_written_is_read_back(record):
+    assert read(written(record)) == record
+
+
+def test_rates_are_written_beside_the_times(record):
+    assert '"gbps": 2000.0' in to_json(record.cells[1])
+    assert '"gbps": null' in to_json(record.cells[0])
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([], "no run line"),
+        (["{"], "line 1 "),
+        (['{"record": "run"}', '{"record": "mystery"}'], "line 2 "),
+        (['{"record": "run"}', '{"record": "cell", "op": "rms_norm"}'], "line 2 "),
+        (['{"record": "cell"}'], "line 1 "),
+    ],
+)
+def test_a_damaged_record_is_refused_by_line(lines, message):
+    with pytest.raises(ValueError, match=message):
+        read(lines)
+
+
+def test_table_rows_show_rate_share_of_copy_and_the_loss_to_the_best_peer(record):
+    text = report.render(record)
+    rows = {line.split()[0]: " ".join(line.split()) for line in text.splitlines() if line}
+    assert rows["1024"] == "1024 1000 2500 (62%) 2000 (50%) 1000 (25%) 4000 0.80 quack"
+    assert rows["131072"] == "131072 10 refused - - - -"
+    assert "quack, N = 131072: refused: ValueError: too wide" in text
+    assert "absent: tilegym (ModuleNotFoundError" in text
+    assert report.CPU_NOTICE not in text
+
+
+def test_markdown_tables_have_a_rule_and_as_many_cells_in_every_row(record):
+    lines = report.render(record, markdown=True).splitlines()
+    table = [line for line in lines if line.startswith("|")]
+    assert set(table[1]) <= set("|-: ")
+    throughput, hosts = table[:4], table[4:]
+    assert {line.count("|") for line in throughput} == {8}
+    assert hosts[-1].split() == ["|", "torch", "|", "9.0", "|", "70.2", "|"]
+
+
+def test_a_cpu_record_says_so_first_and_last(record):
+    record.run = {**RUN, "device": "cpu"}
+    lines = report.render(record).splitlines()
+    assert lines[0] == lines[-1] == report.CPU_NOTICE
+
+
+def test_equal_reasons_share_a_line(record):
+    for n in (2048, 4096):
+        late = {**SHAPE, "n": n, "provider": "torch", "bytes": 1}
+        record.add(Cell(**late, status="skipped", error="out of time"))
+    assert "torch, N = 2048, 4096: skipped: out of time" in report.render(record).splitlines()
+
+
+def test_nothing_to_compare_with_is_no_ratio():
+    ours = Cell(**SHAPE, **TIMED, provider="tilenorm", median_us=2.0)
+    failed = Cell(**SHAPE, provider="torch", bytes=1, status="failed", error="no")
+    assert report.against_best_peer({"tilenorm": ours, "torch": failed}) == "-"
+    assert report.against_best_peer({"torch": failed}) == "-"
+
+
+def test_first_line_skips_blank_lines():
+    assert first_line(RuntimeError("\n\n  the reason \nand more")) == "RuntimeError: the reason"
+    assert first_line(KeyError()) == "KeyError"
+
+
+def test_every_provider_has_a_style():
+    assert set(_STYLES) == set(PROVIDERS)
+
+
+def test_plot_is_an_svg(record, tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plot.svg"
+    save(record, str(path))
+    assert "<svg" in path.read_text()

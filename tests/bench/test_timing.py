@@ -1,0 +1,60 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from bench import timing
+
+
+def test_summarize_is_the_median_and_the_middle_three_fifths():
+    found = timing.summarize([1.0, 2.0, 3.0, 4.0, 5.0, 100.0], "clock")
+    assert found.median_us == 3.5
+    assert found.spread == pytest.approx((5.0 - 2.0) / 3.5)
+    assert (found.samples, found.kind) == (6, "clock")
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "sets"), [(1 << 30, 2), (60 << 20, 4), (61 << 20, 4), (1 << 10, timing.MOST_SETS)]
+)
+def test_rotating_sets_outgrow_the_cache(monkeypatch, nbytes, sets):
+    properties = SimpleNamespace(L2_cache_size=60 << 20)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert timing.rotating_sets(nbytes, "cuda") == sets
+
+
+def test_by_clock_calls_every_set_in_turn():
+    seen = []
+    found = timing.measure([lambda: seen.append(0), lambda: seen.append(1)], 1, "cpu", 0.0)
+    assert found.kind == "clock"
+    assert seen[:2] == [0, 1]  # warm-up
+    assert seen[2:] == [0, 1, 0, 1, 0]
+
+
+def test_host_divides_by_the_calls(monkeypatch):
+    clock = iter(range(1000))
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: float(next(clock)))
+    assert timing.host(lambda: None, "cpu", samples=3, calls=4) == pytest.approx(0.25e6)
+
+
+def test_gpu_time_is_by_graph(gpu):
+    x = [torch.randn(1 << 22, device=gpu) for _ in range(2)]
+    y = [torch.empty_like(t) for t in x]
+    with torch.cuda.stream(torch.cuda.Stream()):
+        calls = [lambda i=i: y[i].copy_(x[i]) for i in range(2)]
+        found = timing.measure(calls, 8 << 22, gpu, 0.02)
+    assert (found.kind, found.note) == ("graph", "")
+    assert 1.0 < found.median_us < 10_000.0
+
+
+def test_work_on_a_stream_of_its_own_is_not_taken_for_no_work(gpu):
+    x = torch.randn(1 << 22, device=gpu)
+    y, other = torch.empty_like(x), torch.cuda.Stream()
+
+    def stray():
+        with torch.cuda.stream(other):
+            return y.copy_(x)
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        found = timing.measure([stray], 8 << 22, gpu, 0.02)
+    assert found.kind == "events"
+    assert "does not write" in found.note
