@@ -55,8 +55,8 @@ def _measured(args: argparse.Namespace, argv: list[str]) -> record.Record:
     """Run, writing each line to ``--out`` as soon as it is known."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     cases = select(args.suite, args.op, args.dtype, args.hidden)
-    if not cases:
-        sizes = sorted({case.n for case in SUITES[args.suite]})
+    if not cases or set(args.hidden or ()) - {case.n for case in cases}:
+        sizes = sorted({case.n for case in select(args.suite, args.op, args.dtype)})
         sys.exit(f"suite {args.suite} has no such case; its N are {sizes}")
     if device == "cpu":
         print(report.CPU_NOTICE, file=sys.stderr)

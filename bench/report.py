@@ -89,15 +89,26 @@ def against_best_peer(cells: dict[str, Cell]) -> str:
 
 def _host_times(record: Record, op: str, markdown: bool) -> str:
     hosts = [host for host in record.hosts if host.op == op]
-    shown = [[host.provider, _us(host.forward_us), _us(host.forward_backward_us)] for host in hosts]
+    eager = next((host for host in hosts if host.provider == "torch"), hosts[0])
+    shown = [
+        [
+            host.provider,
+            _us(host.forward_us, eager.forward_us),
+            _us(host.forward_backward_us, eager.forward_backward_us),
+        ]
+        for host in hosts
+    ]
     header = ["provider", "forward without grad", "forward and backward"]
-    title = f"{op}: host time of a call in µs, {hosts[0].dtype}, {hosts[0].m} x {hosts[0].n}"
+    shape = f"{eager.dtype}, {eager.m} x {eager.n}"
+    title = f"{op}: host time of a call in µs (times {eager.provider}'s), {shape}"
     notes = [f"{host.provider}: {host.error}" for host in hosts if host.error]
     return _titled(title, table(header, shown, markdown), notes, markdown)
 
 
-def _us(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f}"
+def _us(value: float | None, unit: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.1f} ({value / unit:.2f})" if unit else f"{value:.1f}"
 
 
 def _footing(record: Record) -> str:

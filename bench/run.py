@@ -46,7 +46,7 @@ def run(
     device: str,
     emit: Callable[[Cell | Copy | Host], None],
     max_seconds: float | None = None,
-    budget_s: float = 0.15,
+    budget_s: float = 0.1,
 ) -> None:
     """Measure everything, handing each result to ``emit`` at once.
 

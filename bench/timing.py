@@ -62,7 +62,8 @@ def measure(calls: Sequence[Callable], bytes_per_call: int, device: str, budget_
         return _by_graph(calls, bytes_per_call, budget_s)
     except Exception as error:  # whatever a provider raises when it cannot be captured
         torch.cuda.synchronize()  # raises again if the GPU itself is lost
-        return _by_events(calls, device, f"no CUDA graph: {first_line(error)}")
+        cause = error.__context__ or error  # ending a broken capture raises once more
+        return _by_events(calls, device, f"no CUDA graph: {first_line(cause)}")
 
 
 def _by_graph(calls, bytes_per_call, budget_s) -> Timing:

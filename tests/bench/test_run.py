@@ -127,4 +127,4 @@ def test_a_record_is_narrowed_as_a_run_is(tiny, tmp_path, capsys):
 
 def test_a_size_outside_the_suite_is_refused_with_those_inside(tiny):
     with pytest.raises(SystemExit, match=r"its N are \[1024, 4096, 8192, 16384\]"):
-        main(["--hidden", "77"])
+        main(["--hidden", "1024", "77"])
