@@ -60,7 +60,7 @@ def _static_assert(condition, message=None):
         raise ct.TileTypeError(f"static_assert needs a constant boolean, got {describe(condition)}")
     if not condition:
         text = "" if message is None else describe(message)
-        raise ct.TileStaticAssertionError(f"Static assertion failed: {text}")
+        raise ct.TileStaticAssertionError(text)
 
 
 @implements(ct.ensure_constant)

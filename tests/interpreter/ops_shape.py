@@ -91,7 +91,9 @@ def _bitcast(x, dtype):
 
 @implements(ct.pack_to_bytes)
 def _pack_to_bytes(x):
-    return Tile(x.data.flatten().contiguous().view(torch.uint8), ct.uint8)
+    # A broadcast scalar counts as contiguous, and its stride of 0 still cannot be viewed.
+    data = x.data.flatten().clone(memory_format=torch.contiguous_format)
+    return Tile(data.view(torch.uint8), ct.uint8)
 
 
 @implements(ct.unpack_from_bytes)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from types import CodeType, FunctionType, ModuleType
 
 import cuda.tile as ct
+from cuda.tile._exception import make_static_exception
 
 from . import arguments, dtypes, ops_atomic, ops_control, ops_reduce, ops_shape
 from .dispatch import Interpreter
@@ -106,6 +107,8 @@ def _static_iter(iterable):
     return [ops_control.unwrap_loop_indices(item) for item in iterable]
 
 
+# Stubs that answer on the host by themselves, without asking the dispatch mode.
+_STUBS = {ct.static_iter: _static_iter, ct.static_exception: make_static_exception}
 _BUILTINS = {"range": TileRange, "min": _extremum("min"), "max": _extremum("max")}
 
 
@@ -118,11 +121,12 @@ def _tile_builtins(function: FunctionType):
         saved.append((namespace, name, name in namespace, namespace.get(name)))
         namespace[name] = value
 
-    replace(vars(ct), "static_iter", _static_iter)
-    for namespace in _namespaces(function):
+    for namespace in (vars(ct), *_namespaces(function)):
         for name, value in list(namespace.items()):
-            if value is saved[0][3]:
-                replace(namespace, name, _static_iter)
+            if isinstance(value, FunctionType) and value in _STUBS:
+                replace(namespace, name, _STUBS[value])
+        if namespace is vars(ct):
+            continue
         for name, value in _BUILTINS.items():
             if name not in namespace:
                 replace(namespace, name, value)

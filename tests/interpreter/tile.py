@@ -2,6 +2,7 @@
 
 import cuda.tile as ct
 import torch
+from cuda.tile._datatype import is_integral, is_signed
 
 from . import dtypes
 
@@ -98,8 +99,8 @@ def operand(value, dtype: ct.DType) -> torch.Tensor:
 def as_int(value, what: str, signed_only: bool = True) -> int:
     """The value of an integer constant or a 0-d integer tile."""
     tile = as_tile(value, what)
-    ok = dtypes.is_integral(tile.dtype) and tile.ndim == 0
-    if not ok or (signed_only and not dtypes.is_signed(tile.dtype)):
+    ok = is_integral(tile.dtype) and tile.ndim == 0
+    if not ok or (signed_only and not is_signed(tile.dtype)):
         raise ct.TileTypeError(f"{what} must be a signed integer scalar, got {tile.describe()}")
     return int(tile.data)
 
