@@ -97,7 +97,7 @@ def cast(data: torch.Tensor, source: ct.DType, target: ct.DType, mode=None) -> t
         return (data.to(torch.float32) if is_restricted_float(source) else data) != 0
     if is_float(source) and is_integral(target):
         return _float_to_int(data, target)
-    if is_float(source) and is_float(target) and mode in _DIRECTED:
+    if is_float(source) and is_float(target) and mode in DIRECTED:
         return round_directed(data.to(torch.float64), target, mode)
     data = data.to(storage)
     return _round_to_tf32(data) if target == ct.tfloat32 else data
@@ -119,13 +119,13 @@ def _round_to_tf32(data: torch.Tensor) -> torch.Tensor:
     return torch.where(data.isfinite(), bits.view(torch.float32), data)
 
 
-_DIRECTED = (ct.RoundingMode.RZ, ct.RoundingMode.RM, ct.RoundingMode.RP)
+DIRECTED = (ct.RoundingMode.RZ, ct.RoundingMode.RM, ct.RoundingMode.RP)
 
 
 def round_directed(exact: torch.Tensor, dtype: ct.DType, mode) -> torch.Tensor:
     """Round float64 values to `dtype` downward, upward or toward zero."""
     nearest = exact.to(torch_dtype(dtype))
-    if mode not in _DIRECTED or dtype == ct.float64:
+    if mode not in DIRECTED or dtype == ct.float64:
         return nearest
     error = nearest.to(torch.float64) - exact
     if mode is ct.RoundingMode.RM:

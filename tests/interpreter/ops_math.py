@@ -96,7 +96,7 @@ def compute(fn: str, dtype, *operands: torch.Tensor, rounding_mode=None, flush=F
         function = torch.minimum if fn == "min" else torch.maximum
     if flush:
         operands = tuple(dtypes.flush_subnormals(x) for x in operands)
-    if rounding_mode in dtypes._DIRECTED:
+    if rounding_mode in dtypes.DIRECTED:
         exact = function(*(x.to(torch.float64) for x in operands))
         result = dtypes.round_directed(exact, dtype, rounding_mode)
     else:
@@ -130,6 +130,8 @@ def _bitwise(fn: str, x, y):
         raise ct.TileTypeError(f"{fn} needs integers{' or booleans' * booleans}, got {kinds}")
     if booleans and is_constant(x) == is_constant(y) and kinds[0] != kinds[1]:
         raise ct.TileTypeError(f"{fn} needs operands of one dtype, got {kinds}")
+    if set(kinds) == {ct.bool_, ct.int8}:
+        raise ct.TileTypeError(f"{fn} does not combine bool_ and int8")
     dtype = dtypes.promote(loose_dtype(x), loose_dtype(y))
     a, b = operand(x, dtype), operand(y, dtype)
     common_shape(a.shape, b.shape)

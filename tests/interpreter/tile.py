@@ -24,6 +24,14 @@ class Tile(ct.Tile):
     def ndim(self) -> int:
         return self.data.ndim
 
+    def __getitem__(self, index) -> "Tile":
+        index = index if isinstance(index, tuple) else (index,)
+        if any(not (i is None or i is Ellipsis or i == slice(None)) for i in index):
+            raise ct.TileTypeError("a tile cannot be indexed; use ct.extract() or item()")
+        if sum(isinstance(i, slice) for i in index) > self.ndim:
+            raise ct.TileTypeError(f"too many subscripts for {self.describe()}")
+        return Tile(self.data[index], self.dtype)
+
     def __abs__(self):
         return ct.abs(self)
 
