@@ -1,6 +1,7 @@
 """The interpreter computes what kernels mean."""
 
 import time
+from types import ModuleType
 from typing import Annotated
 
 import cuda.tile as ct
@@ -138,6 +139,34 @@ def test_integers_wrap():
     y = torch.zeros(1, dtype=torch.int32)
     run(kernel, y, 1 << 16)
     assert y.item() == 0
+
+
+def test_unsigned_cdiv():
+    @ct.kernel
+    def kernel(X, Y):
+        ct.store(Y, 0, ct.cdiv(ct.load(X, 0, (2,)), ct.full((2,), 4, ct.uint32)))
+
+    y = torch.zeros(2, dtype=torch.uint32)
+    run(kernel, torch.tensor([8, 9], dtype=torch.uint32), y)
+    assert y.tolist() == [2, 3]
+
+
+def test_helpers_of_another_module():
+    helpers = ModuleType("helpers")
+    exec(
+        "def inner(i, n):\n    return min(i, n - 1)\n"
+        "def outer(n):\n    total = n - n\n    for i in range(n):\n"
+        "        total = total + inner(i, n)\n    return total\n",
+        vars(helpers),
+    )
+
+    @ct.kernel
+    def kernel(Y):
+        ct.store(Y, 0, helpers.outer(Y.shape[0]))
+
+    y = torch.zeros(5, dtype=torch.int32)
+    run(kernel, y)
+    assert y[0].item() == 10 and not {"range", "min"} & set(vars(helpers))
 
 
 def test_custom_reduction_and_scan():

@@ -10,8 +10,10 @@ import cuda.tile as ct
 import pytest
 import torch
 from cuda.tile import _stub
+from cuda.tile._execution import is_stub
 
 from tests import interpreter
+from tests.interpreter.run import is_served
 
 UNSERVED = {
     "mma_scaled": "float4 and block scales have no use in a normalisation kernel",
@@ -84,3 +86,10 @@ def test_docstring_example(code, wrap, expected, flags, monkeypatch, capsys):
 
 def test_examples_are_found():
     assert len(list(_examples())) > 100
+
+
+def test_every_operation_is_served():
+    operations = {name for name in ct.__all__ if is_stub(getattr(ct, name))}
+    missing = {name for name in operations if not is_served(getattr(ct, name))}
+    # A function of the host, which needs no help.
+    assert missing - {"foreign_pointer_dtype"} == set(UNSERVED)

@@ -24,6 +24,10 @@ def implements(*stubs):
     return register
 
 
+def is_implemented(stub) -> bool:
+    return stub in _TABLE
+
+
 class Interpreter(DispatchMode):
     """Runs stubs for one launch; holds what they need to know of it."""
 

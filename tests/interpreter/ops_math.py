@@ -84,9 +84,9 @@ def check_modes(fn: str, dtype, rounding_mode, flush_to_zero: bool) -> None:
 
 def compute(fn: str, dtype, *operands: torch.Tensor, rounding_mode=None, flush=False, nan=False):
     """Apply an operation to tensors of one dtype, rounding the result to it."""
+    if fn not in (_FLOAT if is_float(dtype) else _INTEGER):
+        raise ct.TileTypeError(f"{fn} is not defined for {dtype}")
     if not is_float(dtype):
-        if fn not in _INTEGER:
-            raise ct.TileTypeError(f"{fn} is not defined for {dtype}")
         if fn in ("floordiv", "cdiv", "mod") and not operands[1].all():
             raise InterpreterError(f"integer {fn} by zero")
         with np.errstate(all="ignore"):

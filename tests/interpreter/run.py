@@ -9,7 +9,7 @@ from types import CodeType, FunctionType, ModuleType
 import cuda.tile as ct
 from cuda.tile._exception import make_static_exception
 
-from . import arguments, dtypes, ops_atomic, ops_control, ops_reduce, ops_shape
+from . import arguments, dispatch, dtypes, ops_atomic, ops_control, ops_reduce, ops_shape
 from .dispatch import Interpreter
 from .ops_math import binary
 from .tile import LoopIndex, Tile, as_int, loose_dtype, scalar
@@ -108,8 +108,17 @@ def _static_iter(iterable):
 
 
 # Stubs that answer on the host by themselves, without asking the dispatch mode.
-_STUBS = {ct.static_iter: _static_iter, ct.static_exception: make_static_exception}
+_STUBS = {
+    ct.cdiv: lambda x, y: binary("cdiv", x, y),
+    ct.static_exception: make_static_exception,
+    ct.static_iter: _static_iter,
+}
 _BUILTINS = {"range": TileRange, "min": _extremum("min"), "max": _extremum("max")}
+
+
+def is_served(stub) -> bool:
+    """Whether the interpreter knows an operation."""
+    return stub in _STUBS or dispatch.is_implemented(stub)
 
 
 @contextmanager
