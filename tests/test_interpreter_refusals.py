@@ -73,19 +73,24 @@ def test_one_store_writes_an_element_twice():
 
 
 @ct.kernel
-def sum_by_last_block(X, PARTIALS, COUNT, Y, ORDERED: ct.Constant[bool]):
+def sum_by_last_block(X, PARTIALS, COUNT, Y, RELAXED: ct.Constant[bool]):
+    order = ct.MemoryOrder.RELAXED if RELAXED else ct.MemoryOrder.ACQ_REL
     ct.store(PARTIALS, ct.bid(0), ct.sum(ct.load(X, ct.bid(0), (4,))))
-    done = ct.atomic_add(COUNT, 0, 1) if ORDERED else ct.bid(0)
-    if done == ct.num_blocks(0) - 1:
+    if ct.atomic_add(COUNT, 0, 1, memory_order=order) == ct.num_blocks(0) - 1:
         ct.store(Y, 0, ct.sum(ct.load(PARTIALS, 0, (4,))))
 
 
-def test_a_counter_orders_blocks():
-    x, count, y = torch.arange(16.0), torch.zeros(1, dtype=torch.int32), torch.zeros(1)
-    run(sum_by_last_block, x, torch.zeros(4), count, y, True, grid=(4,), order=3)
-    assert y.item() == 120
-    with pytest.raises(RaceError):
-        run(sum_by_last_block, x, torch.zeros(4), count, y, False, grid=(4,))
+def test_only_acquire_and_release_order_blocks():
+    x, y = torch.arange(16.0), torch.zeros(1)
+    for relaxed in (False, True):
+        count = torch.zeros(1, dtype=torch.int32)
+        args = (x, torch.zeros(4), count, y, relaxed)
+        if relaxed:
+            with pytest.raises(RaceError):
+                run(sum_by_last_block, *args, grid=(4,))
+        else:
+            run(sum_by_last_block, *args, grid=(4,), order=3)
+            assert y.item() == 120
 
 
 def test_polling_another_block():

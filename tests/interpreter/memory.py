@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass, field
 
+import cuda.tile as ct
 import torch
+from cuda.tile._ir.ops_utils import memory_order_has_acquire, memory_order_has_release
 
 from .errors import AliasError, PollingError, RaceError
 
@@ -88,30 +90,32 @@ class Buffer:
         self._owners: dict[str, torch.Tensor] = {}
         self._released: dict[int, set[int]] = {}
 
-    def load(self, region, ordered: bool = False) -> torch.Tensor:
-        """Read a region; an ordered read synchronises instead of racing."""
-        if self.blocks.count > 1 and not ordered:
+    def load(self, region, order=ct.MemoryOrder.WEAK) -> torch.Tensor:
+        """Read a region; a read that is not weak may synchronise, and does not race."""
+        weak = order is ct.MemoryOrder.WEAK
+        if self.blocks.count > 1 and weak:
             self._check(region, "write", "reads")
             self._check(region, "atomic", "reads")
             self._claim(region, "read")
         values = region.read(self.flat)
-        if ordered:
-            self._synchronise(region, values)
+        if not weak:
+            self._synchronise(region, values, order)
         return values
 
-    def store(self, region, values: torch.Tensor, ordered: bool = False) -> None:
+    def store(self, region, values: torch.Tensor, order=ct.MemoryOrder.WEAK) -> None:
+        weak = order is ct.MemoryOrder.WEAK
         self._check_written()
         if region.repeats():
             raise RaceError(f"one store writes an element of '{self.name}' twice")
-        if self.blocks.count > 1 and not ordered:
+        if self.blocks.count > 1 and weak:
             for access in ("write", "atomic", "read"):
                 self._check(region, access, "writes")
             self._claim(region, "write")
         region.write(self.flat, values)
-        if ordered:
-            self._synchronise(region, values)
+        if not weak:
+            self._synchronise(region, values, order)
 
-    def update(self, offsets: torch.Tensor, function, *operands: torch.Tensor) -> torch.Tensor:
+    def update(self, offsets: torch.Tensor, function, *operands, order) -> torch.Tensor:
         """Read-modify-write each element atomically, in the order of the offsets."""
         self._check_written()
         region = Scattered(offsets)
@@ -126,7 +130,7 @@ class Buffer:
         else:
             old = region.read(self.flat)
             region.write(self.flat, function(old, *operands))
-        self._synchronise(region, old)
+        self._synchronise(region, old, order)
         return old
 
     def _check_written(self) -> None:
@@ -166,7 +170,7 @@ class Buffer:
                 f" block ({other}) {done}"
             )
 
-    def _synchronise(self, region, observed: torch.Tensor) -> None:
+    def _synchronise(self, region, observed: torch.Tensor, order) -> None:
         """Pass on what this block has seen through a flag, and take what others passed."""
         if observed.numel() > FLAG_ELEMENTS:
             return
@@ -177,8 +181,10 @@ class Buffer:
         seen = self.blocks.seen()
         for key in keys:
             released = self._released.setdefault(key, set())
-            seen |= released
-            released |= seen | {self.blocks.current}
+            if memory_order_has_acquire(order):
+                seen |= released
+            if memory_order_has_release(order):
+                released |= seen | {self.blocks.current}
         self.blocks.poll(id(self), tuple(keys), tuple(observed.flatten().tolist()))
 
 

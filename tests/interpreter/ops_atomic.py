@@ -22,7 +22,7 @@ from .tile import Tile, as_tile, loose_dtype, operand
 _COMPUTE = {"and": "and_", "or": "or_"}
 
 
-def _update(op: str, array: Array, value, offsets, active) -> Tile:
+def _update(op: str, array: Array, value, offsets, active, order) -> Tile:
     """Apply one read-modify-write to the active elements; the rest return anything."""
     spec = _ATOMIC_RMW_SPECS[op]
     if array.dtype not in spec.supported_dtypes:
@@ -37,11 +37,11 @@ def _update(op: str, array: Array, value, offsets, active) -> Tile:
 
     values = values_at(array, value, offsets.shape, "update")
     old = current().undefined(array.dtype).repeat(offsets.shape)
-    old[active] = array.buffer.update(offsets[active], apply, values[active])
+    old[active] = array.buffer.update(offsets[active], apply, values[active], order=order)
     return Tile(old, array.dtype)
 
 
-def _compare_and_swap(array: Array, expected, desired, offsets, active) -> Tile:
+def _compare_and_swap(array: Array, expected, desired, offsets, active, order) -> Tile:
     if array.dtype not in int_float_32_64_dtypes:
         raise ct.TileTypeError(f"atomic_cas does not support {array.dtype}")
     old = values_at(array, expected, offsets.shape, "expected value").clone()
@@ -51,6 +51,7 @@ def _compare_and_swap(array: Array, expected, desired, offsets, active) -> Tile:
         lambda actual, want, new: torch.where(actual == want, new, actual),
         old[active],
         desired[active],
+        order=order,
     )
     return Tile(old, array.dtype)
 
@@ -68,7 +69,7 @@ def _atomic_cas(
 ):
     validate_memory_order_and_scope(memory_order, memory_scope, TileAtomicCAS)
     where = elements(array, indices, None, check_bounds)
-    return _compare_and_swap(array, expected, desired, *where)
+    return _compare_and_swap(array, expected, desired, *where, memory_order)
 
 
 @implements(RawArrayMemory.atomic_cas_offset)
@@ -83,7 +84,8 @@ def _atomic_cas_offset(
     memory_scope=ct.MemoryScope.DEVICE,
 ):
     validate_memory_order_and_scope(memory_order, memory_scope, TileAtomicCAS)
-    return _compare_and_swap(raw.array, expected, desired, *offsets_of(raw, offset, mask))
+    where = offsets_of(raw, offset, mask)
+    return _compare_and_swap(raw.array, expected, desired, *where, memory_order)
 
 
 def _view_update(op: str, view, index, value) -> None:
@@ -94,7 +96,8 @@ def _view_update(op: str, view, index, value) -> None:
     region, covered = place(array, index, shape, view.traversal_steps, "C", True)
     offsets = region.read(torch.arange(array.buffer.span))
     value = value if dtypes.is_constant(value) else Tile(data[covered], array.dtype)
-    _update(op, array, value, offsets, torch.ones(offsets.shape, dtype=torch.bool))
+    active = torch.ones(offsets.shape, dtype=torch.bool)
+    _update(op, array, value, offsets, active, ct.MemoryOrder.RELAXED)
 
 
 def _register(op: str) -> None:
@@ -108,7 +111,8 @@ def _register(op: str) -> None:
         memory_scope=ct.MemoryScope.DEVICE,
     ):
         validate_memory_order_and_scope(memory_order, memory_scope, TileAtomicRMW)
-        return _update(op, array, update, *elements(array, indices, None, check_bounds))
+        where = elements(array, indices, None, check_bounds)
+        return _update(op, array, update, *where, memory_order)
 
     def atomic_offset(
         raw,
@@ -120,7 +124,8 @@ def _register(op: str) -> None:
         memory_scope=ct.MemoryScope.DEVICE,
     ):
         validate_memory_order_and_scope(memory_order, memory_scope, TileAtomicRMW)
-        return _update(op, raw.array, update, *offsets_of(raw, offset, mask))
+        where = offsets_of(raw, offset, mask)
+        return _update(op, raw.array, update, *where, memory_order)
 
     implements(getattr(ct, f"atomic_{op}"))(atomic)
     implements(getattr(RawArrayMemory, f"atomic_{op}_offset"))(atomic_offset)

@@ -22,6 +22,7 @@ from .tile import (
     scalar,
 )
 
+_WEAK = ct.MemoryOrder.WEAK
 _PADDING = {
     ct.PaddingMode.ZERO: 0.0,
     ct.PaddingMode.NEG_ZERO: -0.0,
@@ -87,10 +88,10 @@ def _ints(index) -> tuple[int, ...]:
     return tuple(as_int(i, "index") for i in index)
 
 
-def _load_tile(array, index, shape, steps, order, padding_mode, check_bounds, ordered=False):
+def _load_tile(array, index, shape, steps, order, padding_mode, check_bounds, memory_order=_WEAK):
     full = shape or (1,) * array.ndim
     region, covered = place(array, index, full, steps or full, order, check_bounds)
-    values = array.buffer.load(region, ordered)
+    values = array.buffer.load(region, memory_order)
     if region.size != full:
         padded = padding_of(padding_mode, array.dtype).repeat(full)
         padded[covered] = values
@@ -98,19 +99,14 @@ def _load_tile(array, index, shape, steps, order, padding_mode, check_bounds, or
     return Tile(values.reshape(shape), array.dtype)
 
 
-def _store_tile(array, index, value, steps, order, check_bounds, ordered=False):
+def _store_tile(array, index, value, steps, order, check_bounds, memory_order=_WEAK):
     dtypes.require_implicit_cast(loose_dtype(value), array.dtype, "stored tile")
     data = operand(value, array.dtype)
     shape = tuple(data.shape) or (1,) * array.ndim
     if len(shape) != array.ndim:
         raise ct.TileTypeError(f"a tile of shape {shape} cannot be stored at rank {array.ndim}")
     region, covered = place(array, index, shape, steps or shape, order, check_bounds)
-    array.buffer.store(region, data.reshape(shape)[covered], ordered)
-
-
-def _is_ordered(memory_order, memory_scope, operation) -> bool:
-    validate_memory_order_and_scope(memory_order, memory_scope, operation)
-    return memory_order is not ct.MemoryOrder.WEAK
+    array.buffer.store(region, data.reshape(shape)[covered], memory_order)
 
 
 @implements(ct.load)
@@ -124,13 +120,13 @@ def _load(
     check_bounds=True,
     latency=None,
     allow_tma=None,
-    memory_order=ct.MemoryOrder.WEAK,
+    memory_order=_WEAK,
     memory_scope=ct.MemoryScope.NONE,
 ):
     check_hints(latency, allow_tma)
-    ordered = _is_ordered(memory_order, memory_scope, TileLoad)
+    validate_memory_order_and_scope(memory_order, memory_scope, TileLoad)
     shape = constant_shape(shape, rank=array.ndim)
-    return _load_tile(array, index, shape, None, order, padding_mode, check_bounds, ordered)
+    return _load_tile(array, index, shape, None, order, padding_mode, check_bounds, memory_order)
 
 
 @implements(ct.store)
@@ -143,12 +139,12 @@ def _store(
     check_bounds=True,
     latency=None,
     allow_tma=None,
-    memory_order=ct.MemoryOrder.WEAK,
+    memory_order=_WEAK,
     memory_scope=ct.MemoryScope.NONE,
 ):
     check_hints(latency, allow_tma)
-    ordered = _is_ordered(memory_order, memory_scope, TileStore)
-    _store_tile(array, index, tile, None, order, check_bounds, ordered)
+    validate_memory_order_and_scope(memory_order, memory_scope, TileStore)
+    _store_tile(array, index, tile, None, order, check_bounds, memory_order)
 
 
 @implements(ct.num_tiles)
