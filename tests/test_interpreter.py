@@ -215,8 +215,11 @@ def test_scatter_out_of_bounds_is_dropped():
         ct.scatter(Y, ct.arange(4, dtype=ct.int32) - 1, 1.0)
 
     y = torch.zeros(8)
+    run(kernel, y[1:5])
+    assert y.tolist() == [0, 1, 1, 1, 0, 0, 0, 0]
+    y = torch.zeros(8)
     run(kernel, y[:2])
-    assert y.tolist() == [1, 1] + [0] * 6
+    assert y.tolist() == [1, 1, 0, 0, 0, 0, 0, 0]
 
 
 def test_atomics_do_not_race():

@@ -53,12 +53,14 @@ def test_two_blocks_write_one_element():
 @pytest.mark.parametrize("order", [None, "reverse"])
 def test_a_block_reads_what_another_writes(order):
     @ct.kernel
-    def kernel(X):
-        n = ct.num_blocks(0)
-        ct.store(X, ct.bid(0), ct.load(X, (ct.bid(0) + 1) % n, (1,)) + 1)
+    def kernel(X, Y):
+        if ct.bid(0) == 0:
+            ct.store(Y, 0, ct.load(X, 1, (1,)))
+        else:
+            ct.store(X, 1, 1.0)
 
-    with pytest.raises(RaceError):
-        run(kernel, torch.zeros(4), grid=(4,), order=order)
+    with pytest.raises(RaceError, match="'X'"):
+        run(kernel, torch.zeros(2), torch.zeros(1), grid=(2,), order=order)
 
 
 def test_one_store_writes_an_element_twice():
@@ -72,25 +74,25 @@ def test_one_store_writes_an_element_twice():
         run(copy, torch.zeros(4), torch.zeros(1).expand(4), 4)
 
 
-@ct.kernel
-def sum_by_last_block(X, PARTIALS, COUNT, Y, RELAXED: ct.Constant[bool]):
-    order = ct.MemoryOrder.RELAXED if RELAXED else ct.MemoryOrder.ACQ_REL
-    ct.store(PARTIALS, ct.bid(0), ct.sum(ct.load(X, ct.bid(0), (4,))))
-    if ct.atomic_add(COUNT, 0, 1, memory_order=order) == ct.num_blocks(0) - 1:
-        ct.store(Y, 0, ct.sum(ct.load(PARTIALS, 0, (4,))))
+@pytest.mark.parametrize("order", ["ACQ_REL", "ACQUIRE", "RELEASE", "RELAXED"])
+def test_only_acquire_and_release_order_blocks(order):
+    memory_order = ct.MemoryOrder[order]
 
+    @ct.kernel
+    def sum_by_last_block(X, PARTIALS, COUNT, Y):
+        ct.store(PARTIALS, ct.bid(0), ct.sum(ct.load(X, ct.bid(0), (4,))))
+        done = ct.atomic_add(COUNT, 0, 1, memory_order=memory_order)
+        if done == ct.num_blocks(0) - 1:
+            ct.store(Y, 0, ct.sum(ct.load(PARTIALS, 0, (4,))))
 
-def test_only_acquire_and_release_order_blocks():
     x, y = torch.arange(16.0), torch.zeros(1)
-    for relaxed in (False, True):
-        count = torch.zeros(1, dtype=torch.int32)
-        args = (x, torch.zeros(4), count, y, relaxed)
-        if relaxed:
-            with pytest.raises(RaceError):
-                run(sum_by_last_block, *args, grid=(4,))
-        else:
-            run(sum_by_last_block, *args, grid=(4,), order=3)
-            assert y.item() == 120
+    args = (x, torch.zeros(4), torch.zeros(1, dtype=torch.int32), y)
+    if order == "ACQ_REL":
+        run(sum_by_last_block, *args, grid=(4,), order=3)
+        assert y.item() == 120
+    else:
+        with pytest.raises(RaceError):
+            run(sum_by_last_block, *args, grid=(4,))
 
 
 def test_polling_another_block():
