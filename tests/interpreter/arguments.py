@@ -1,0 +1,87 @@
+"""Kernel arguments, converted and refused as ct.launch converts and refuses them."""
+
+import cuda.tile as ct
+import torch
+from cuda.tile._annotated_function import (
+    HeterogeneousTupleNode,
+    HomogeneousTupleNode,
+    LeafAnnotationNode,
+)
+
+from . import dtypes
+from .array import Array
+from .memory import Blocks, Buffer, find_aliases
+from .tile import scalar
+
+
+def bind(kernel: ct.kernel, args: tuple, blocks: Blocks) -> tuple:
+    """What a kernel's function receives for the arguments of a launch."""
+    function = kernel._annotated_function
+    names, nodes = tuple(function.pysig.parameters), function.parameter_annotations
+    if len(args) != len(names):
+        raise TypeError(f"Kernel expects {len(names)} arguments but {len(args)} was given")
+    buffers = []
+
+    def convert(value, node, name: str, where: str):
+        if isinstance(value, tuple):
+            return tuple(
+                convert(v, n, f"{name}[{i}]", f"item #{i} of {where}")
+                for i, (v, n) in enumerate(zip(value, _items(node, len(value)), strict=True))
+            )
+        if not isinstance(node, LeafAnnotationNode):
+            raise TypeError(f"Invalid {where}: expected a tuple")
+        if node.constant:
+            if type(value) not in (bool, int, float):
+                raise TypeError(
+                    f"Invalid {where}: Could not interpret object of type"
+                    f" '{type(value).__name__}' as a constant."
+                )
+            return value
+        if isinstance(value, torch.Tensor):
+            return array(value, node.array or ct.ArrayAnnotation(), name)
+        return _scalar(value, node.scalar.dtype if node.scalar else None, where)
+
+    def array(tensor: torch.Tensor, annotation, name: str) -> Array:
+        if tensor.device.type != "cpu":
+            raise ValueError(f"'{name}' is on {tensor.device}: the interpreter runs on the CPU")
+        if tensor.dtype not in dtypes.TILE_DTYPE:
+            raise TypeError(f"Unsupported array dtype: '{name}' has {tensor.dtype}")
+        tensor = tensor.detach()
+        buffer = Buffer(name, tensor, blocks)
+        buffers.append((buffer, tensor))
+        return Array(buffer, tensor, annotation)
+
+    bound = tuple(
+        convert(value, node, name, f"kernel argument #{i}")
+        for i, (value, node, name) in enumerate(zip(args, nodes, names, strict=True))
+    )
+    find_aliases(buffers)
+    return bound
+
+
+def _items(node, count: int) -> tuple:
+    if isinstance(node, HomogeneousTupleNode):
+        return (node.each,) * count
+    if isinstance(node, HeterogeneousTupleNode):
+        if len(node.items) != count:
+            raise TypeError(f"expected a tuple of {len(node.items)} items, got {count}")
+        return node.items
+    return (LeafAnnotationNode(constant=node.constant),) * count
+
+
+def _scalar(value, dtype, where: str):
+    if type(value) is bool:
+        natural = ct.bool_
+    elif type(value) is int:
+        natural = dtype or ct.int32
+        low = -1 << (natural.bitwidth - 1)
+        if not low <= value < -low:
+            raise OverflowError(f"Python int too large to convert to C {natural.name}_t")
+    elif type(value) is float:
+        natural = ct.float32
+    else:
+        name = type(value).__name__
+        raise TypeError(f"Invalid {where}: Objects of type '{name}' are not supported.")
+    if dtype is not None and natural != dtype:
+        raise TypeError(f"Invalid {where}: {natural} does not match the annotated dtype {dtype}.")
+    return scalar(value, natural)

@@ -1,0 +1,166 @@
+"""Access by index or by offset: gather, scatter, raw memory, advanced indexing."""
+
+import cuda.tile as ct
+import torch
+from cuda.tile._stub import RawArrayMemory
+
+from . import dtypes
+from .array import Array, RawMemory
+from .dispatch import current, implements
+from .dtypes import is_boolean, is_integral
+from .errors import OutOfBoundsError
+from .memory import Scattered
+from .ops_memory import check_hints, padding_of
+from .tile import (
+    Tile,
+    as_int,
+    as_tile,
+    broadcast,
+    common_shape,
+    constant_shape,
+    loose_dtype,
+    operand,
+)
+
+
+def elements(array: Array, indices, mask, check_bounds: bool):
+    """Offsets from the buffer's base of indexed elements, and which of them to touch."""
+    indices = indices if isinstance(indices, tuple) else (indices,)
+    if len(indices) != array.ndim:
+        raise ct.TileTypeError(f"{len(indices)} indices do not match the rank {array.ndim}")
+    tiles = [as_tile(i, "index") for i in indices]
+    for tile in tiles:
+        if not is_integral(tile.dtype):
+            raise ct.TileTypeError(f"an index must be an integer, got {tile.describe()}")
+    shape = common_shape(*(t.shape for t in tiles))
+    # The compiler, too, widens indices to 64 bits before it multiplies them by strides.
+    offsets = torch.full(shape, array.data.storage_offset() - array.buffer.base)
+    inside = torch.ones(shape, dtype=torch.bool)
+    for tile, extent, stride in zip(tiles, array.data.shape, array.data.stride(), strict=True):
+        wide = tile.data.to(torch.int64)
+        inside &= (wide >= 0) & (wide < extent)
+        offsets += wide * stride
+    return offsets, _active(array, mask, inside, check_bounds)
+
+
+def _active(array: Array, mask, inside: torch.Tensor, check_bounds: bool) -> torch.Tensor:
+    if mask is not None:
+        mask = as_tile(mask, "mask")
+        if not is_boolean(mask.dtype):
+            raise ct.TileTypeError(f"mask must be boolean, got {mask.describe()}")
+        mask = broadcast(mask.data, tuple(inside.shape), "mask")
+    if check_bounds:
+        return inside if mask is None else inside & mask
+    active = torch.ones_like(inside) if mask is None else mask
+    if (active & ~inside).any():
+        raise OutOfBoundsError(f"unchecked access outside '{array.buffer.name}'")
+    return active
+
+
+def offsets_of(raw: RawMemory, offset, mask):
+    """Like elements(), for offsets from an array's base pointer."""
+    tile = as_tile(offset, "offset")
+    if not is_integral(tile.dtype):
+        raise ct.TileTypeError(f"an offset must be an integer, got {tile.describe()}")
+    buffer = raw.array.buffer
+    offsets = tile.data.to(torch.int64) + (raw.array.data.storage_offset() - buffer.base)
+    inside = (offsets >= 0) & (offsets < buffer.span)
+    return offsets, _active(raw.array, mask, inside, check_bounds=False)
+
+
+def values_at(array: Array, value, shape, what: str) -> torch.Tensor:
+    """A stored or padding value, cast as the compiler casts it and broadcast to the indices."""
+    dtypes.require_implicit_cast(loose_dtype(value), array.dtype, what)
+    return broadcast(operand(value, array.dtype), tuple(shape), what)
+
+
+def _load_elements(array: Array, offsets, active, padding: torch.Tensor) -> Tile:
+    if active.all():
+        return Tile(array.buffer.load(Scattered(offsets)), array.dtype)
+    values = padding.expand(offsets.shape).clone()
+    values[active] = array.buffer.load(Scattered(offsets[active]))
+    return Tile(values, array.dtype)
+
+
+def _store_elements(array: Array, offsets, active, values: torch.Tensor) -> None:
+    array.buffer.store(Scattered(offsets[active]), values.expand(offsets.shape)[active])
+
+
+@implements(ct.gather)
+def _gather(array, indices, *, mask=None, padding_value=0, check_bounds=True, latency=None):
+    check_hints(latency, None)
+    offsets, active = elements(array, indices, mask, check_bounds)
+    padding = values_at(array, padding_value, offsets.shape, "padding value")
+    return _load_elements(array, offsets, active, padding)
+
+
+@implements(ct.scatter)
+def _scatter(array, indices, value, *, mask=None, check_bounds=True, latency=None):
+    check_hints(latency, None)
+    offsets, active = elements(array, indices, mask, check_bounds)
+    _store_elements(array, offsets, active, values_at(array, value, offsets.shape, "value"))
+
+
+@implements(ct.Array.get_raw_memory)
+def _get_raw_memory(array):
+    return RawMemory(array)
+
+
+@implements(RawArrayMemory.load_offset)
+def _load_offset(raw, offset, *, mask=None, padding_value=0, latency=None):
+    offsets, active = offsets_of(raw, offset, mask)
+    if padding_value is None:
+        padding = current().undefined(raw.dtype)
+    else:
+        padding = values_at(raw.array, padding_value, offsets.shape, "padding value")
+    return _load_elements(raw.array, offsets, active, padding)
+
+
+@implements(RawArrayMemory.store_offset)
+def _store_offset(raw, offset, value, *, mask=None, latency=None):
+    offsets, active = offsets_of(raw, offset, mask)
+    _store_elements(raw.array, offsets, active, values_at(raw.array, value, offsets.shape, "value"))
+
+
+@implements(ct.Slice.__init__)
+def _slice_index(self, start, length):
+    self.start, self.length = start, length
+
+
+def _advanced(array: Array, indices):
+    if array.ndim < 2 or len(indices) != array.ndim:
+        raise ct.TileTypeError("advanced indexing needs one index a dimension, and two or more")
+    if sum(isinstance(i, Tile) for i in indices) != 1:
+        raise ct.TileTypeError("exactly one index must be a 1-D integer tile")
+    parts = []
+    for dim, index in enumerate(indices):
+        if isinstance(index, Tile):
+            if index.ndim != 1:
+                raise ct.TileTypeError(f"the sparse index must be 1-D, got {index.describe()}")
+            positions = index.data.to(torch.int64)
+        else:
+            [length] = constant_shape(index.length, "ct.Slice")
+            positions = as_int(index.start, "start of ct.Slice") + torch.arange(length)
+        parts.append(positions.reshape([-1 if d == dim else 1 for d in range(array.ndim)]))
+    offsets, active = elements(array, tuple(Tile(p, ct.int64) for p in parts), None, True)
+    if not active.any():
+        raise OutOfBoundsError(f"the tile lies outside '{array.buffer.name}'")
+    return offsets, active
+
+
+@implements(ct.load_advanced_indexing)
+def _load_advanced(
+    array, indices, *, padding_mode=ct.PaddingMode.UNDETERMINED, latency=None, allow_tma=None
+):
+    check_hints(latency, allow_tma)
+    offsets, active = _advanced(array, indices)
+    return _load_elements(array, offsets, active, padding_of(padding_mode, array.dtype))
+
+
+@implements(ct.store_advanced_indexing)
+def _store_advanced(array, indices, tile, *, latency=None, allow_tma=None):
+    check_hints(latency, allow_tma)
+    offsets, active = _advanced(array, indices)
+    if as_tile(tile).shape != tuple(offsets.shape):
+        raise ct.TileTypeError(f"a tile of shape {as_tile(tile).shape} does not match the indices")
+    _store_elements(array, offsets, active, values_at(array, tile, offsets.shape, "tile"))

@@ -1,0 +1,189 @@
+"""Launching: one call of the kernel's function for each block of the grid."""
+
+import builtins
+import itertools
+import random
+from contextlib import contextmanager
+from types import CodeType, FunctionType, ModuleType
+
+import cuda.tile as ct
+from cuda.tile._exception import make_static_exception
+
+from . import arguments, dispatch, dtypes, ops_atomic, ops_control, ops_reduce, ops_shape
+from .dispatch import Interpreter
+from .ops_math import binary
+from .tile import LoopIndex, Tile, as_int, loose_dtype, scalar
+
+MAX_GRID_DIMENSION = (1 << 24) - 1
+
+
+def launch(grid, kernel, args, *, fill=float("nan"), order=None) -> None:
+    """Run a kernel on CPU tensors, block by block, writing its outputs in place.
+
+    Args:
+        grid: Up to three numbers of blocks; as on a GPU, none may be zero.
+        kernel: A function under @ct.kernel.
+        args: Its arguments, as ct.launch takes them.
+        fill: What undefined padding reads as; integers read an end of their range.
+        order: None to run blocks by index, "reverse", or a seed to shuffle them by.
+
+    Raises:
+        InterpreterError: the result on a GPU would be undefined (see errors).
+        TypeError, ValueError, OverflowError, RuntimeError: ct.launch would raise it.
+        ct.TileError: the compiler would raise it.
+    """
+    grid = _check_grid(grid)
+    mode = Interpreter(grid, fill)
+    bound = arguments.bind(kernel, tuple(args), mode.blocks)
+    with mode.as_current(), _tile_builtins(kernel._pyfunc):
+        for index, block in _blocks(grid, order):
+            mode.block, mode.blocks.current = block, index
+            kernel._pyfunc(*bound)
+
+
+def _check_grid(grid) -> tuple[int, int, int]:
+    if not isinstance(grid, tuple):
+        raise TypeError("Grid must be a tuple")
+    if len(grid) > 3:
+        raise ValueError(f"Grid dimensions must be at most 3, got length {len(grid)}")
+    for i, n in enumerate(grid):
+        if not isinstance(n, int):
+            raise TypeError("an integer is required")
+        if n < 0:
+            raise OverflowError("can't convert negative value to unsigned int")
+        if n > MAX_GRID_DIMENSION:
+            raise ValueError(f"Grid[{i}] exceeds 24-bit limit: max={MAX_GRID_DIMENSION}, got={n}.")
+    if 0 in grid:
+        # ct.launch passes the grid on, and the driver refuses it.
+        raise RuntimeError("Failed to launch cuTile kernel: invalid argument")
+    return (*grid, 1, 1, 1)[:3]
+
+
+def _blocks(grid, order):
+    blocks = [b[::-1] for b in itertools.product(*(range(n) for n in reversed(grid)))]
+    blocks = list(enumerate(blocks))
+    if order == "reverse":
+        blocks.reverse()
+    elif isinstance(order, int):
+        random.Random(order).shuffle(blocks)
+    elif order is not None:
+        raise ValueError(f"order must be None, 'reverse' or a seed, got {order!r}")
+    return blocks
+
+
+class TileRange:
+    """range() as the compiler types it: bounds and index of one dtype, at least int32."""
+
+    def __init__(self, *bounds):
+        if not 1 <= len(bounds) <= 3:
+            raise ct.TileTypeError(f"invalid number of arguments of range(): {len(bounds)}")
+        dtype = ct.int32
+        for bound in bounds:
+            dtype = dtypes.promote(dtype, loose_dtype(bound))
+        self._dtype = dtype
+        self._values = range(*(as_int(b, "bound of range()") for b in bounds))
+        if self._values.step <= 0:
+            raise ct.TileTypeError(f"step must be positive, got {self._values.step}")
+        self._kind = Tile if any(isinstance(b, Tile) for b in bounds) else LoopIndex
+
+    def __iter__(self):
+        for value in self._values:
+            index = scalar(value, self._dtype)
+            yield self._kind(index.data, index.dtype)
+
+
+def _extremum(fn: str):
+    plain = getattr(builtins, fn)
+
+    def choose(*args, **kwargs):
+        if any(isinstance(a, Tile) for a in args):
+            return binary(fn, *args, **kwargs)
+        return plain(*args, **kwargs)
+
+    return choose
+
+
+def _static_iter(iterable):
+    return [ops_control.unwrap_loop_indices(item) for item in iterable]
+
+
+# Stubs that answer on the host by themselves, without asking the dispatch mode.
+_STUBS = {
+    ct.cdiv: lambda x, y: binary("cdiv", x, y),
+    ct.static_exception: make_static_exception,
+    ct.static_iter: _static_iter,
+}
+_BUILTINS = {"range": TileRange, "min": _extremum("min"), "max": _extremum("max")}
+
+
+def is_served(stub) -> bool:
+    """Whether the interpreter knows an operation."""
+    return stub in _STUBS or dispatch.is_implemented(stub)
+
+
+@contextmanager
+def _tile_builtins(function: FunctionType):
+    """Replace the builtins that kernels call on tiles, in every module the kernel reaches."""
+    saved = []
+
+    def replace(namespace: dict, name: str, value) -> None:
+        saved.append((namespace, name, name in namespace, namespace.get(name)))
+        namespace[name] = value
+
+    for namespace in (vars(ct), *_namespaces(function)):
+        for name, value in list(namespace.items()):
+            if isinstance(value, FunctionType) and value in _STUBS:
+                replace(namespace, name, _STUBS[value])
+        if namespace is vars(ct):
+            continue
+        for name, value in _BUILTINS.items():
+            if name not in namespace:
+                replace(namespace, name, value)
+    try:
+        yield
+    finally:
+        for namespace, name, existed, value in reversed(saved):
+            if existed:
+                namespace[name] = value
+            else:
+                del namespace[name]
+
+
+def _namespaces(function: FunctionType) -> list[dict]:
+    """The global namespaces of a function and of the Python functions that it may call."""
+    found, seen, pending = {}, set(), [function]
+    while pending:
+        f = pending.pop()
+        f = getattr(f, "__wrapped__", f)
+        if not isinstance(f, FunctionType) or f in seen or _is_foreign(f.__module__):
+            continue
+        seen.add(f)
+        found[id(f.__globals__)] = f.__globals__
+        names = _names(f.__code__)
+        values = [f.__globals__.get(name) for name in names]
+        values += [cell.cell_contents for cell in f.__closure__ or () if _is_filled(cell)]
+        for value in values:
+            if isinstance(value, ModuleType) and not _is_foreign(value.__name__):
+                pending += [getattr(value, name, None) for name in names]
+            pending.append(value)
+    return list(found.values())
+
+
+def _is_filled(cell) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False
+
+
+def _is_foreign(module: str | None) -> bool:
+    return (module or "").split(".")[0] in ("cuda", "torch", "numpy", "operator", "math")
+
+
+def _names(code: CodeType) -> set[str]:
+    nested = (_names(c) for c in code.co_consts if isinstance(c, CodeType))
+    return set(code.co_names).union(*nested)
+
+
+# Imported for what they register.
+_OPERATIONS = (ops_atomic, ops_control, ops_reduce, ops_shape)

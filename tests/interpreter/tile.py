@@ -1,0 +1,155 @@
+"""Tiles: a torch tensor, a cuTile dtype, and the operators that ct.Tile already defines."""
+
+import cuda.tile as ct
+import torch
+from cuda.tile._datatype import is_integral, is_signed
+
+from . import dtypes
+
+
+class Tile(ct.Tile):
+    """A value in a kernel. Its operators are ct.Tile's, which come back through the stubs."""
+
+    __slots__ = ("data", "dtype")
+
+    def __init__(self, data: torch.Tensor, dtype: ct.DType):
+        self.data = data
+        self.dtype = dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.data.shape)
+
+    @property
+    def ndim(self) -> int:
+        return self.data.ndim
+
+    def __getitem__(self, index) -> "Tile":
+        index = index if isinstance(index, tuple) else (index,)
+        if any(not (i is None or i is Ellipsis or i == slice(None)) for i in index):
+            raise ct.TileTypeError("a tile cannot be indexed; use ct.extract() or item()")
+        if sum(isinstance(i, slice) for i in index) > self.ndim:
+            raise ct.TileTypeError(f"too many subscripts for {self.describe()}")
+        return Tile(self.data[index], self.dtype)
+
+    def __abs__(self):
+        return ct.abs(self)
+
+    def __pos__(self):
+        return ct.astype(self, ct.int32) if self.dtype == ct.bool_ else self
+
+    def __bool__(self) -> bool:
+        if self.data.ndim:
+            raise ct.TileTypeError(f"the truth value of a tile of shape {self.shape} is undefined")
+        return bool(self.data)
+
+    def __iter__(self):
+        raise ct.TileTypeError("a tile cannot be iterated over")
+
+    def _not_constant(self):
+        raise ct.TileTypeError(f"expected a compile-time constant, got {self.describe()}")
+
+    __index__ = __int__ = __float__ = __len__ = _not_constant
+
+    def describe(self) -> str:
+        return f"<tile[{self.dtype.name}, {self.shape}]>"
+
+    def __format__(self, spec: str) -> str:
+        default = ".6f" if self.data.is_floating_point() else "d"
+        return _format(self.data.tolist(), spec or default)
+
+    def __repr__(self) -> str:
+        return format(self, "")
+
+    __str__ = __repr__
+
+
+class LoopIndex(Tile):
+    """Index of a range() with constant bounds: a runtime value, but a constant to static_iter."""
+
+
+def _format(value, spec: str) -> str:
+    if isinstance(value, list):
+        return "[" + ", ".join(_format(v, spec) for v in value) + "]"
+    return format(value, spec)
+
+
+def as_tile(value, what: str = "value") -> Tile:
+    """A tile of a tile or a Python constant."""
+    if isinstance(value, Tile):
+        return value
+    if dtypes.is_constant(value):
+        dtype = dtypes.constant_dtype(value)
+        return Tile(dtypes.constant(value, dtype), dtype)
+    raise ct.TileTypeError(f"expected a tile or a scalar for {what}, got {type(value).__name__}")
+
+
+def scalar(value: int | float | bool, dtype: ct.DType) -> Tile:
+    return Tile(torch.tensor(value, dtype=dtypes.torch_dtype(dtype)), dtype)
+
+
+def loose_dtype(value):
+    """A tile's dtype, or the constant itself, which promotion treats as loosely typed."""
+    if dtypes.is_constant(value):
+        return value
+    if isinstance(value, Tile):
+        return value.dtype
+    raise ct.TileTypeError(f"expected a tile or a scalar, got {type(value).__name__}")
+
+
+def operand(value, dtype: ct.DType) -> torch.Tensor:
+    """The tensor of a tile or a constant, converted to `dtype`."""
+    if isinstance(value, Tile):
+        return dtypes.cast(value.data, value.dtype, dtype)
+    return dtypes.constant(value, dtype)
+
+
+def as_int(value, what: str, signed_only: bool = True) -> int:
+    """The value of an integer constant or a 0-d integer tile."""
+    tile = as_tile(value, what)
+    ok = is_integral(tile.dtype) and tile.ndim == 0
+    if not ok or (signed_only and not is_signed(tile.dtype)):
+        raise ct.TileTypeError(f"{what} must be a signed integer scalar, got {tile.describe()}")
+    return int(tile.data)
+
+
+def constant_int(value, what: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        got = value.describe() if isinstance(value, Tile) else repr(value)
+        raise ct.TileTypeError(f"{what} must be a constant integer, got {got}")
+    return value
+
+
+def constant_shape(shape, what: str = "shape", rank=None, power_of_two=True) -> tuple[int, ...]:
+    """A constant shape whose dimensions are powers of two, as the compiler demands."""
+    shape = shape if isinstance(shape, tuple) else (shape,)
+    shape = tuple(constant_int(n, f"dimension of {what}") for n in shape)
+    if rank is not None and shape and len(shape) != rank:
+        raise ct.TileTypeError(f"{what} {shape} must have {rank} dimensions")
+    for n in shape:
+        if n <= 0 or (power_of_two and n & (n - 1)):
+            raise ct.TileTypeError(f"dimension {n} of {what} {shape} is not a power of two")
+    return shape
+
+
+def normalize_axis(axis, ndim: int) -> int:
+    axis = constant_int(axis, "axis")
+    if not -ndim <= axis < ndim:
+        raise ct.TileTypeError(f"axis {axis} is out of range for rank {ndim}")
+    return axis % ndim
+
+
+def broadcast(data: torch.Tensor, shape: tuple[int, ...], what: str) -> torch.Tensor:
+    if not dtypes.ops_utils.is_shape_broadcastable_to(data.shape, shape):
+        raise ct.TileTypeError(f"{what} of shape {tuple(data.shape)} does not broadcast to {shape}")
+    return data.expand(shape)
+
+
+def common_shape(*shapes) -> tuple[int, ...]:
+    result = ()
+    for shape in shapes:
+        try:
+            result = dtypes.ops_utils.broadcast_shapes2(result, shape)
+        except dtypes.ops_utils.BroadcastError as e:
+            raise ct.TileTypeError(str(e)) from None
+    return result
