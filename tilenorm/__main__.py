@@ -1,0 +1,93 @@
+"""python -m tilenorm info | explain | precompile"""
+
+import argparse
+import sys
+
+from . import __version__
+from .launch.precompile import Compiled, precompile
+from .launch.target import MULTIPROCESSORS, Target
+from .ops.explain import OPS, explain_spec, planned_device
+from .ops.info import information
+from .ops.registry import DTYPES
+from .spec import NormSpec
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command; the exit status is 0 unless something is wrong."""
+    options = _parser().parse_args(argv)
+    return options.run(options)
+
+
+def info(_: argparse.Namespace) -> int:
+    """Print versions, GPUs, compiler, cache, what serves each op, and what is wrong."""
+    lines, wrong = information()
+    print("\n".join(lines))
+    return 1 if wrong else 0
+
+
+def explain(options: argparse.Namespace) -> int:
+    """Print the implementation and the launches of each spec on an architecture."""
+    for spec in _specs(options):
+        print(explain_spec(options.op, spec, options.rows, planned_device(options.arch)))
+    return 0
+
+
+def compile_ahead(options: argparse.Namespace) -> int:
+    """Compile each spec into cuTile's cache and print what came of it."""
+    for spec in _specs(options):
+        parameters = f"weight {spec.weight}, bias {spec.bias}, offset {spec.offset:g}"
+        print(f"{options.op} {spec.hidden} {spec.dtype} ({parameters}) for {options.arch}")
+        print(f"  {'kernel':<14} {'hints':<40} seconds  regs spill B  smem B")
+        for compiled in precompile(spec, Target.of(options.arch), options.processes):
+            print(_row(compiled))
+    return 0
+
+
+def _row(c: Compiled) -> str:
+    read = [str(v) if v is not None else "?" for v in (c.registers, c.spill_bytes, c.shared_bytes)]
+    numbers = f"{c.seconds:>7.2f} {read[0]:>5} {read[1]:>7} {read[2]:>7}"
+    return f"  {c.kernel:<14} {c.hints:<40} {numbers}"
+
+
+def _specs(options: argparse.Namespace) -> list[NormSpec]:
+    specs = []
+    for hidden in options.hidden:
+        for dtype in options.dtype:
+            weight = None if options.no_weight else options.weight_dtype or dtype
+            bias = (options.weight_dtype or dtype) if options.bias else None
+            specs.append(NormSpec("rms", hidden, dtype, weight, bias, options.offset))
+    return specs
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tilenorm", description=__doc__)
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(required=True)
+    commands.add_parser("info", help=info.__doc__).set_defaults(run=info)
+    for name, run in (("explain", explain), ("precompile", compile_ahead)):
+        command = commands.add_parser(name, help=run.__doc__)
+        command.set_defaults(run=run)
+        command.add_argument("--arch", required=True, choices=MULTIPROCESSORS)
+        command.add_argument("--op", default="rms_norm", choices=OPS)
+        command.add_argument("--hidden", type=_positive, nargs="+", required=True, metavar="N")
+        command.add_argument("--dtype", nargs="+", default=["bfloat16"], choices=DTYPES)
+        command.add_argument("--weight-dtype", choices=DTYPES, help="default: as --dtype")
+        command.add_argument("--no-weight", action="store_true")
+        command.add_argument("--bias", action="store_true", help="with a bias, dtype as the weight")
+        command.add_argument("--offset", type=float, default=0.0, help="added to the weight")
+        if run is explain:
+            command.add_argument("--rows", type=_positive, default=8192, metavar="M")
+        else:
+            command.add_argument("--processes", type=_positive, help="default: all cores")
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"got {text}, takes a positive number")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Device code: cuTile kernels and the tile functions they share."""

@@ -1,0 +1,51 @@
+"""Everything about a launch that can be tuned. The tables and the heuristics produce these."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Hints:
+    """What the compiler is asked for. None leaves the choice to it."""
+
+    occupancy: int | None = None
+    num_worker_warps: int | None = None
+
+    def given(self) -> dict[str, int]:
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Forward:
+    """Whole rows, `rows` of them a block."""
+
+    rows: int = 1
+    hints: Hints = Hints()
+
+
+@dataclass(frozen=True)
+class Backward:
+    """A persistent grid of `hints.occupancy` blocks a multiprocessor, `rows` rows at a time.
+
+    widths: the segments of a row. tma: read by tile loads instead of gathers, one row at a time.
+    """
+
+    widths: tuple[int, ...]
+    rows: int = 1
+    tma: bool = False
+    hints: Hints = Hints()
+
+
+@dataclass(frozen=True)
+class Wide:
+    """Rows in chunks of `tile` columns. occupancy: blocks a multiprocessor of the looping kernel"""
+
+    tile: int = 4096
+    occupancy: int = 4
+
+
+@dataclass(frozen=True)
+class ColumnSum:
+    """Tiles of rows × tile partial sums, one block a tile of columns."""
+
+    rows: int = 32
+    tile: int = 16

@@ -1,0 +1,138 @@
+"""Compiling without launching: the calls of a plan, into cuTile's cache, for any architecture."""
+
+import re
+import shutil
+import subprocess
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+
+from ..spec import NormSpec
+from .plan import Call, Needs, plan_backward, plan_forward
+from .signature import ArrayLike, signature
+from .target import Target
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One compiled kernel. Registers a thread; spill and shared bytes a block; None if unread."""
+
+    kernel: str
+    hints: str
+    seconds: float
+    registers: int | None
+    spill_bytes: int | None
+    shared_bytes: int | None
+
+
+def forward_calls(spec: NormSpec, target: Target, rows: int, save: bool) -> list[Call]:
+    """The calls of a forward pass over a contiguous input, with descriptions for arrays."""
+    plan = plan_forward(spec, target, save)
+    x = ArrayLike.contiguous(spec.dtype, rows, spec.hidden)
+    rstd = ArrayLike.contiguous("float32", rows) if save else x
+    weight, bias = (
+        ArrayLike.contiguous(dtype, spec.hidden) if dtype else x
+        for dtype in (spec.weight, spec.bias)
+    )
+    workspace = _float32(plan.workspace(rows), x)
+    return plan.calls(x, weight, bias, x, rstd, workspace, rows, 1e-6)
+
+
+def backward_calls(spec: NormSpec, target: Target, rows: int, needs: Needs) -> list[Call]:
+    """The calls of a backward pass over contiguous x and dy, with descriptions for arrays."""
+    plan = plan_backward(spec, target, needs)
+    x = ArrayLike.contiguous(spec.dtype, rows, spec.hidden)
+    rstd = ArrayLike.contiguous("float32", rows)
+    weight = ArrayLike.contiguous(spec.weight, spec.hidden) if spec.weight else x
+    dw = weight if needs.dw else x
+    db = ArrayLike.contiguous(spec.bias, spec.hidden) if needs.db else x
+    partials, workspace = _float32(plan.partials(rows), x), _float32(plan.workspace(rows), x)
+    return plan.calls(x, x, weight, rstd, x, partials, workspace, dw, db, rows)
+
+
+def training_calls(spec: NormSpec, target: Target) -> list[Call]:
+    """Every call that inference and training with contiguous tensors can make, for any M."""
+    needs = Needs(True, spec.weight is not None, spec.bias is not None)
+    tile = getattr(plan_backward(spec, target, needs).config, "rows", 1)
+    calls = []
+    # The compiler distinguishes extents of 1, multiples of 16, and others: of the rows, and of the
+    # partial rows, which follow the rows until the grid is full.
+    for rows in (1, 16 * tile, 16 * tile + 1, 65536, 65537):
+        for save in (False, True):
+            calls += forward_calls(spec, target, rows, save)
+        calls += backward_calls(spec, target, rows, needs)
+    return list({_key(call): call for call in calls}.values())
+
+
+def precompile(spec: NormSpec, target: Target, processes: int | None = None) -> list[Compiled]:
+    """Compile all of `training_calls` into cuTile's cache, on all cores. Needs no GPU.
+
+    Raises cuda.tile.TileError when a kernel does not compile, RuntimeError when the cache is off.
+    """
+    from cuda.tile._cext import default_tile_context
+
+    if default_tile_context.config.cache_dir is None:
+        raise RuntimeError("cuTile's cache is off (CUDA_TILE_CACHE_DIR): nothing would be kept")
+    count = len(training_calls(spec, target))
+    work = [(spec, target, index) for index in range(count)]
+    if processes == 1:
+        return [_compile_nth(item) for item in work]
+    # Fork is not safe once CUDA or threads are up; each worker imports tilenorm afresh.
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        return list(pool.map(_compile_nth, work))
+
+
+def compile_call(call: Call, arch: str) -> Compiled:
+    """Compile one call for an architecture, through cuTile's cache, and read its resources."""
+    from cuda.tile._cext import default_tile_context
+
+    capability = int(arch.removeprefix("sm_"))
+    start = time.perf_counter()
+    cubin, *_ = call.kernel._compile(
+        signature(call.kernel, call.arguments), default_tile_context, divmod(capability, 10)
+    )
+    seconds = time.perf_counter() - start
+    options = call.kernel._compiler_options
+    hints = f"occupancy={options.occupancy} worker_warps={options.num_worker_warps}"
+    return Compiled(call.kernel._pyfunc.__name__, hints, seconds, *resources(cubin))
+
+
+def resources(cubin: bytes) -> tuple[int | None, int | None, int | None]:
+    """(registers a thread, spilled bytes a thread, shared bytes a block) of a one-kernel cubin.
+
+    Read by cuobjdump, from PATH or the package nvidia-cuda-cuobjdump; (None, ...) without it.
+    """
+    tool = cuobjdump()
+    if tool is None:
+        return None, None, None
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [tool, "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)", text)
+    return tuple(int(group) for group in found.groups())
+
+
+def cuobjdump() -> str | None:
+    """Where cuobjdump is, if anywhere."""
+    try:
+        from nvidia import cu13
+    except ImportError:
+        return shutil.which("cuobjdump")
+    return shutil.which("cuobjdump", path=f"{cu13.__path__[0]}/bin") or shutil.which("cuobjdump")
+
+
+def _compile_nth(item: tuple[NormSpec, Target, int]) -> Compiled:
+    spec, target, index = item
+    return compile_call(training_calls(spec, target)[index], target.arch)
+
+
+def _float32(shape: tuple[int, int] | None, absent: ArrayLike) -> ArrayLike:
+    return ArrayLike.contiguous("float32", *shape) if shape else absent
+
+
+def _key(call: Call) -> str:
+    return f"{id(call.kernel)} {signature(call.kernel, call.arguments).symbol}"

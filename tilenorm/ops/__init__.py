@@ -1,0 +1,1 @@
+"""What PyTorch sees: the registry, its implementations, the torch.library ops, the functions."""

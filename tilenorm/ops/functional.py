@@ -1,0 +1,131 @@
+"""tilenorm.rms_norm, and the short way that eager calls on plain CUDA tensors take."""
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn import Parameter
+
+from ..launch.plan import Needs, plan_backward, plan_forward
+from . import arguments, cutile, library
+from .registry import MAX_ROWS, device_of, select
+
+
+def rms_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    bias: Tensor | None = None,
+    offset: float = 0.0,
+    backend: str | None = None,
+) -> Tensor:
+    """Root mean square normalisation over the trailing dimensions, as torch.nn.functional.rms_norm.
+
+        y = x / sqrt(mean(x²) + eps) · (weight + offset) + bias
+
+    after Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019), computed in float32
+    (float64 for a float64 input) and rounded once.
+
+    Args:
+        input: (..., *normalized_shape), float16, bfloat16, float32 or float64.
+        normalized_shape: the trailing sizes that are normalised together.
+        weight: of shape normalized_shape, in the input's dtype or another floating-point dtype.
+        eps: added to the mean square; None is the machine epsilon of float32 (of float64 for a
+            float64 input), which is what PyTorch takes.
+        bias: of shape normalized_shape. PyTorch's function has none.
+        offset: added to the weight, 1.0 for weights stored around zero.
+        backend: "cutile" or "reference" to insist on one; None chooses (see tilenorm.explain).
+
+    Returns:
+        A contiguous tensor of the input's shape and dtype. Differentiable in input, weight and
+        bias, to any order.
+
+    Raises:
+        TypeError, RuntimeError, NotImplementedError: an argument of the wrong type, shape, device
+            or dtype; nothing has been launched then.
+        RuntimeError: the backend asked for cannot serve, with the reason.
+        ValueError: an unknown backend.
+    """
+    hidden = arguments.check("rms_norm", input, normalized_shape, weight, bias, eps)
+    eps = arguments.default_eps(input.dtype) if eps is None else float(eps)
+    offset = float(offset)
+    needs_grad = torch.is_grad_enabled() and (
+        input.requires_grad
+        or (weight is not None and weight.requires_grad)
+        or (bias is not None and bias.requires_grad)
+    )
+    if _is_plain(input, weight, bias):
+        plans = _plans(
+            hidden,
+            input.dtype,
+            None if weight is None else weight.dtype,
+            None if bias is None else bias.dtype,
+            offset,
+            input.get_device(),
+            backend,
+        )
+        if plans is not None and input.numel() <= MAX_ROWS * hidden:
+            if needs_grad:
+                return _RMSNorm.apply(input, weight, bias, eps, plans)
+            return cutile.forward(plans.inference, input, weight, bias, eps)[0]
+    return torch.ops.tilenorm.rms_norm(
+        input, weight, bias, hidden, eps, offset, needs_grad, backend
+    )[0]
+
+
+class _Plans:
+    """What eager calls of one spec on one device need, found once."""
+
+    def __init__(self, spec, target, backend):
+        self.spec, self.target, self.backend = spec, target, backend
+        self.inference = plan_forward(spec, target, False)
+        self.training = plan_forward(spec, target, True)
+
+    def backward(self, needs):
+        return plan_backward(self.spec, self.target, Needs(*needs))
+
+
+@cache
+def _plans(hidden, dtype, weight, bias, offset, index, backend) -> _Plans | None:
+    """Plans if the kernels serve, else None: the op then decides, warns or raises."""
+    like = [None if d is None else torch.empty(0, dtype=d) for d in (dtype, weight, bias)]
+    spec = library.spec_of(*like, hidden, offset)
+    device = device_of("cuda", index)
+    if select("rms_norm", spec, 0, device, backend) != "cutile":
+        return None
+    return _Plans(spec, device.target, backend)
+
+
+def _is_plain(*tensors: Tensor | None) -> bool:
+    """Eager CUDA tensors that no compiler, mode, transform or subclass wants to see."""
+    if torch.compiler.is_compiling() or not tensors[0].is_cuda:
+        return False
+    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack():
+        return False
+    return all(t is None or type(t) is Tensor or type(t) is Parameter for t in tensors)
+
+
+class _RMSNorm(Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, eps, plans):
+        y, rstd = cutile.forward(plans.training, x, weight, bias, eps)
+        ctx.save_for_backward(x, weight, bias, rstd)
+        ctx.eps, ctx.plans = eps, plans
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight, bias, rstd = ctx.saved_tensors
+        plans, mask = ctx.plans, ctx.needs_input_grad[:3]
+        if _is_plain(dy) and not torch.is_grad_enabled():
+            grads = cutile.backward(plans.backward(mask), dy, x, weight, bias, rstd)
+        else:
+            spec = plans.spec
+            grads = library.gradients(
+                dy, x, weight, bias, rstd, spec.hidden, ctx.eps, spec.offset, mask, plans.backend
+            )
+        return *grads, None, None

@@ -1,0 +1,74 @@
+"""What this machine has for tilenorm: versions, GPUs, compiler, cache, and what is wrong."""
+
+import platform
+import subprocess
+from importlib import metadata
+
+import torch
+
+from ..spec import NormSpec
+from .registry import REGISTRY, device_of, refusals
+
+PACKAGES = ("tilenorm", "torch", "cuda-tile", "nvidia-cuda-tileiras", "triton")
+
+
+def information() -> tuple[list[str], list[str]]:
+    """Lines to print, and among them those that name something wrong."""
+    wrong = []
+    lines = [f"python {platform.python_version()}"]
+    lines += [f"{name} {_version(name)}" for name in PACKAGES]
+    lines.append(f"compiler {_compiler(wrong)}")
+    lines.append(f"compile cache {_cache(wrong)}")
+    devices = [("cuda", i) for i in range(torch.cuda.device_count())]
+    if devices:
+        driver = torch._C._cuda_getDriverVersion()
+        lines.append(f"driver serves CUDA {driver // 1000}.{driver % 1000 // 10}")
+    else:
+        lines.append("no NVIDIA GPU or no driver: the reference implementation serves every op")
+    for kind, index in devices or [("cpu", None)]:
+        device = device_of(kind, index)
+        name = torch.cuda.get_device_name(index) if kind == "cuda" else "cpu"
+        arch = f", {device.target.arch}" if device.target else ""
+        multiprocessors = f", {device.target.multiprocessors} SMs" if device.target else ""
+        lines.append(f"{kind}{'' if index is None else f':{index}'} {name}{arch}{multiprocessors}")
+        for op in dict.fromkeys(op for i in REGISTRY for op in i.ops):
+            spec = NormSpec("rms", 4096, "bfloat16", "bfloat16")
+            found = refusals(op, spec, 4096, device)
+            chosen = next(name for name, reason in found.items() if reason is None)
+            lines.append(f"  {op}: {chosen}")
+            for other, reason in found.items():
+                if reason is not None:
+                    lines.append(f"    {other} refuses: {reason}")
+                    if kind == "cuda":
+                        wrong.append(reason)
+    lines += [f"wrong: {reason}" for reason in dict.fromkeys(wrong)]
+    return lines, wrong
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _compiler(wrong: list[str]) -> str:
+    from cuda.tile._compile import _find_compiler_bin
+
+    try:
+        path = _find_compiler_bin().path
+        text = subprocess.run([path, "--version"], capture_output=True, text=True, check=True)
+    except (FileNotFoundError, subprocess.CalledProcessError) as error:
+        wrong.append(f"tileiras does not run: {error}")
+        return "missing"
+    return f"{path}: {text.stdout.strip().splitlines()[-1]}"
+
+
+def _cache(wrong: list[str]) -> str:
+    from cuda.tile._cext import default_tile_context
+
+    folder = default_tile_context.config.cache_dir
+    if folder is None:
+        wrong.append("cuTile's cache is off (CUDA_TILE_CACHE_DIR): every process compiles anew")
+        return "off"
+    return folder

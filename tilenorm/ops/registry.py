@@ -1,0 +1,126 @@
+"""Which implementation serves what: assembled here, in order of preference, and nowhere else."""
+
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from ..launch.target import MULTIPROCESSORS, Target
+from ..spec import NormSpec
+
+MAX_HIDDEN = 262144
+MAX_ROWS = 2**30  # row numbers are 32-bit, and the last tile of rows may reach past the end
+MIN_DRIVER = 13000  # the CUDA version of driver r580, the first to load cuTile's sm_80-90 code
+DTYPES = ("float16", "bfloat16", "float32")
+BACKENDS = ("cutile", "reference")
+
+
+class ReferenceWarning(UserWarning):
+    """tilenorm runs its reference implementation, and why."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """What selection needs to know of a device. driver: its CUDA version, 13000 for 13.0."""
+
+    kind: str
+    target: Target | None = None
+    driver: int | None = None
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """refuses(spec, rows, device) says why this one cannot serve, or None."""
+
+    name: str
+    ops: tuple[str, ...]
+    refuses: Callable[[NormSpec, int, Device], str | None]
+
+
+def cutile_refuses(spec: NormSpec, rows: int, device: Device) -> str | None:
+    if device.kind != "cuda":
+        return f"the input is on {device.kind}; cuTile runs on NVIDIA GPUs"
+    if device.target.arch not in MULTIPROCESSORS:
+        return f"{device.target.arch}: cuTile compiles for {', '.join(MULTIPROCESSORS)}"
+    if device.driver < MIN_DRIVER:
+        return f"the driver serves CUDA {device.driver // 1000}; cuTile takes CUDA 13 (r580) or up"
+    for name, dtype in (("input", spec.dtype), ("weight", spec.weight), ("bias", spec.bias)):
+        if dtype is not None and dtype not in DTYPES:
+            return f"{name} is {dtype}; the kernels take {', '.join(DTYPES)}"
+    if not 1 <= spec.hidden <= MAX_HIDDEN:
+        return f"normalized_shape holds {spec.hidden} elements; the kernels take 1 to {MAX_HIDDEN}"
+    if rows > MAX_ROWS:
+        return f"the input has {rows} rows; the kernels take up to {MAX_ROWS}"
+    return _compiler_missing()
+
+
+def serves_all(spec: NormSpec, rows: int, device: Device) -> None:
+    """The reference refuses nothing."""
+
+
+REGISTRY = (
+    Implementation("cutile", ("rms_norm",), cutile_refuses),
+    Implementation("reference", ("rms_norm",), serves_all),
+)
+
+
+def refusals(op: str, spec: NormSpec, rows: int, device: Device) -> dict[str, str | None]:
+    """Every implementation of an op in order of preference, with why it refuses, or None."""
+    return {i.name: i.refuses(spec, rows, device) for i in REGISTRY if op in i.ops}
+
+
+def select(op: str, spec: NormSpec, rows: int, device: Device, backend: str | None) -> str:
+    """The name of the implementation that serves; a warning, once, where it is not the first.
+
+    Raises ValueError for an unknown backend, RuntimeError when the one asked for refuses.
+    """
+    return _select(op, spec, min(rows, MAX_ROWS + 1) > MAX_ROWS, device, backend)
+
+
+@cache
+def _select(op: str, spec: NormSpec, too_long: bool, device: Device, backend: str | None) -> str:
+    backend = backend or requested_backend()
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"backend: got {backend!r}, takes one of {', '.join(BACKENDS)} or None")
+    found = refusals(op, spec, MAX_ROWS + 1 if too_long else 0, device)
+    if backend is not None:
+        if found[backend]:
+            raise RuntimeError(f"{op}: backend {backend!r} was asked for, but {found[backend]}")
+        return backend
+    chosen = next(name for name, reason in found.items() if reason is None)
+    for name, reason in found.items():
+        if name == chosen:
+            break
+        message = f"tilenorm: {chosen} runs instead of {name}: {reason}"
+        warnings.warn(message, ReferenceWarning, stacklevel=2)
+    return chosen
+
+
+def requested_backend() -> str | None:
+    """TILENORM_BACKEND: "cutile" or "reference". Read when an op first meets a spec."""
+    return os.environ.get("TILENORM_BACKEND") or None
+
+
+@cache
+def device_of(kind: str, index: int | None) -> Device:
+    """Describes a torch device; of a CUDA device, its architecture and driver."""
+    if kind != "cuda":
+        return Device(kind)
+    properties = torch.cuda.get_device_properties(index)
+    arch = f"sm_{properties.major}{properties.minor}"
+    target = Target(arch, properties.multi_processor_count)
+    return Device(kind, target, torch._C._cuda_getDriverVersion())
+
+
+@cache
+def _compiler_missing() -> str | None:
+    from cuda.tile._compile import _find_compiler_bin
+
+    try:
+        _find_compiler_bin()
+    except FileNotFoundError as error:
+        return f"its compiler is missing: {error}"
+    return None
