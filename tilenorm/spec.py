@@ -1,6 +1,7 @@
 """What is to be normalised: the one key for dispatch, plans, caches, tests and bench."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
@@ -24,7 +25,7 @@ class NormSpec:
     def item_bytes(self) -> int:
         return ITEM_BYTES[self.dtype]
 
-    @property
+    @cached_property
     def aligned(self) -> bool:
         """A row fills 16-byte vectors, so that every row of a contiguous matrix starts on one."""
         return self.hidden * self.item_bytes % 16 == 0

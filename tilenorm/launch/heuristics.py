@@ -10,10 +10,11 @@ from .config import Backward, ColumnSum, Forward, Hints, Wide
 from .target import Target
 from .tuned import TABLES
 
-# A block without TMA keeps at most this many elements of a row without spilling.
-GATHER_BACKWARD = 4096
-# What rows whose starts are not on 16 bytes can hold: element-wise loads take more addresses.
-UNALIGNED_FORWARD = 16384
+# Elements of a row that a block without TMA keeps without spilling, by sums over rows.
+GATHERED = {0: 4096, 1: 4096, 2: 2048}
+# The same for a whole row in the forward pass.
+FORWARD_TILE = 16384
+WIDE = Wide(tile=2048, occupancy=3)
 
 
 def tile_width(hidden: int) -> int:
@@ -22,30 +23,25 @@ def tile_width(hidden: int) -> int:
 
 
 def forward(spec: NormSpec, target: Target) -> Forward | Wide:
+    if spec.aligned and target.arch in TABLES:
+        return _first(TABLES[target.arch].FORWARD[spec.item_bytes], spec.hidden)
     width = tile_width(spec.hidden)
-    if not spec.aligned:
-        if width > UNALIGNED_FORWARD:
-            return Wide()
-        return Forward(rows=max(1, 2048 // width))
-    if target.arch in TABLES:
-        table = TABLES[target.arch].FORWARD[spec.item_bytes]
-        return _first(table, spec.hidden) or Wide()
-    if width > 16384:
+    if width > FORWARD_TILE:
         return Wide()
     return Forward(rows=max(1, 2048 // width))
 
 
-def backward(spec: NormSpec, target: Target) -> Backward | Wide:
+def backward(spec: NormSpec, target: Target, sums: int) -> Backward | Wide:
+    """sums: how many sums over rows are needed."""
+    if spec.aligned and target.arch in TABLES and spec.hidden >= 32:
+        return _first(TABLES[target.arch].BACKWARD[spec.item_bytes, max(1, sums)], spec.hidden)
     width = tile_width(spec.hidden)
-    if spec.aligned and target.arch in TABLES:
-        table = TABLES[target.arch].BACKWARD[spec.item_bytes]
-        return _first(table, spec.hidden) or Wide()
-    if width <= GATHER_BACKWARD:
-        rows = max(1, min(64, 2048 // width))
-        return Backward((width,), rows, hints=Hints(occupancy=2 if width == 4096 else 3))
+    if width <= GATHERED[sums]:
+        rows = max(1, 2048 // width)
+        return Backward((width,), rows, hints=Hints(occupancy=2))
     if width <= 8192 and target.has_tma and spec.aligned:
         return Backward((width,), tma=True, hints=Hints(1, 8))
-    return Wide()
+    return WIDE
 
 
 def column_sum(spec: NormSpec, target: Target) -> ColumnSum:
@@ -54,4 +50,4 @@ def column_sum(spec: NormSpec, target: Target) -> ColumnSum:
 
 
 def _first(table, hidden: int):
-    return next((config for largest, config in table if hidden <= largest), None)
+    return next(config for largest, config in table if hidden <= largest)

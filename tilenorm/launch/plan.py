@@ -2,7 +2,7 @@
 
 `calls` returns what is to be launched, as (kernel, grid, arguments). It is the one place that knows
 the order of a kernel's arguments: launching, compiling ahead and the tests' interpreter all use it.
-An array that a flag excludes is passed as x, which no kernel writes.
+An array that a flag excludes is passed as ABSENT, and its kernel does not touch it.
 """
 
 from dataclasses import dataclass
@@ -20,6 +20,7 @@ from . import heuristics
 from .config import Backward, ColumnSum, Forward, Hints, Wide
 from .target import Target
 
+ABSENT = 0
 MAX_GRID = (1 << 24) - 1  # blocks in one dimension of a cuTile grid
 
 
@@ -59,7 +60,7 @@ def plan_forward(spec: NormSpec, target: Target, save: bool) -> "RowForward | Wi
 @cache
 def plan_backward(spec: NormSpec, target: Target, needs: Needs) -> "RowBackward | WideBackward":
     """The plan for those of dx, dW and dB that are needed."""
-    config = heuristics.backward(spec, target)
+    config = heuristics.backward(spec, target, needs.sums)
     kind = WideBackward if isinstance(config, Wide) else RowBackward
     return kind(spec, target, config, heuristics.column_sum(spec, target), needs)
 
@@ -141,17 +142,28 @@ class _BackwardPlan:
 
     def partials(self, rows: int) -> tuple[int, int] | None:
         """Shape of the float32 scratch of partial sums over rows; None when none is needed."""
-        sums = self.needs.sums
-        return (sums * self.blocks(rows), self.spec.hidden) if sums else None
+        if self._sums == 0:
+            return None
+        return self._sums * self.blocks(rows), self.spec.hidden
 
-    def _column_sum(self, partials, dw, db, rows: int) -> list[Call]:
-        sums, config = self.needs.sums, self.sum_config
-        if not sums:
-            return []
-        first, second = (dw, db) if sums == 2 else (dw if self.needs.dw else db,) * 2
-        grid = (_cdiv(self.spec.hidden, config.tile), sums)
-        arguments = (partials, first, second, self.blocks(rows), sums, config.rows, config.tile)
-        return [Call(column_sum, grid, arguments)]
+    @cached_property
+    def _sums(self) -> int:
+        return self.needs.sums
+
+    @cached_property
+    def _sum_grid(self) -> tuple[int, int]:
+        return _cdiv(self.spec.hidden, self.sum_config.tile), self._sums
+
+    @cached_property
+    def _sum_constants(self) -> tuple:
+        return self._sums, self.sum_config.rows, self.sum_config.tile
+
+    def _column_sum(self, partials, dw, db, blocks: int) -> Call:
+        first = dw if self.needs.dw else db
+        second = db if self._sums == 2 else ABSENT
+        return Call(
+            column_sum, self._sum_grid, (partials, first, second, blocks, *self._sum_constants)
+        )
 
 
 @dataclass(frozen=True)
@@ -163,8 +175,12 @@ class RowBackward(_BackwardPlan):
 
     def blocks(self, rows: int) -> int:
         """How many blocks share the rows; each leaves one row of partial sums per output."""
-        resident = self.target.multiprocessors * (self.config.hints.occupancy or 1)
-        return min(_cdiv(rows, self.config.rows), resident)
+        tiles = -(-rows // self.config.rows)
+        return tiles if tiles < self._resident else self._resident
+
+    @cached_property
+    def _resident(self) -> int:
+        return self.target.multiprocessors * (self.config.hints.occupancy or 1)
 
     @cached_property
     def _kernel(self) -> ct.kernel:
@@ -177,9 +193,10 @@ class RowBackward(_BackwardPlan):
         return (spec.hidden, config.rows, config.widths, config.tma, *affine, *self.needs)
 
     def calls(self, x, dy, weight, rstd, dx, partials, workspace, dw, db, rows) -> list[Call]:
+        blocks = self.blocks(rows)
         arguments = (x, dy, weight, rstd, dx, partials, rows, *self._constants)
-        main = Call(self._kernel, (self.blocks(rows),), arguments)
-        return [main, *self._column_sum(partials, dw, db, rows)]
+        main = Call(self._kernel, (blocks,), arguments)
+        return [main, self._column_sum(partials, dw, db, blocks)] if self._sums else [main]
 
 
 @dataclass(frozen=True)
@@ -210,7 +227,9 @@ class WideBackward(_BackwardPlan):
             padded = heuristics.tile_width(self.chunks)
             apply = (x, dy, weight, rstd, workspace, dx, *size, padded, tile, *affine)
             calls.append(Call(wide.wide_backward, (rows * self.chunks,), apply))
-        return calls + self._column_sum(partials, dw, db, rows)
+        if self._sums:
+            calls.append(self._column_sum(partials, dw, db, self.blocks(rows)))
+        return calls
 
 
 def _affine(spec: NormSpec) -> tuple:

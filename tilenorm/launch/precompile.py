@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 
 from ..spec import NormSpec
-from .plan import Call, Needs, plan_backward, plan_forward
+from .plan import ABSENT, Call, Needs, plan_backward, plan_forward
 from .signature import ArrayLike, signature
 from .target import Target
 
@@ -31,12 +31,9 @@ def forward_calls(spec: NormSpec, target: Target, rows: int, save: bool) -> list
     """The calls of a forward pass over a contiguous input, with descriptions for arrays."""
     plan = plan_forward(spec, target, save)
     x = ArrayLike.contiguous(spec.dtype, rows, spec.hidden)
-    rstd = ArrayLike.contiguous("float32", rows) if save else x
-    weight, bias = (
-        ArrayLike.contiguous(dtype, spec.hidden) if dtype else x
-        for dtype in (spec.weight, spec.bias)
-    )
-    workspace = _float32(plan.workspace(rows), x)
+    rstd = ArrayLike.contiguous("float32", rows) if save else ABSENT
+    weight, bias = _parameter(spec.weight, spec), _parameter(spec.bias, spec)
+    workspace = _float32(plan.workspace(rows))
     return plan.calls(x, weight, bias, x, rstd, workspace, rows, 1e-6)
 
 
@@ -45,11 +42,11 @@ def backward_calls(spec: NormSpec, target: Target, rows: int, needs: Needs) -> l
     plan = plan_backward(spec, target, needs)
     x = ArrayLike.contiguous(spec.dtype, rows, spec.hidden)
     rstd = ArrayLike.contiguous("float32", rows)
-    weight = ArrayLike.contiguous(spec.weight, spec.hidden) if spec.weight else x
-    dw = weight if needs.dw else x
-    db = ArrayLike.contiguous(spec.bias, spec.hidden) if needs.db else x
-    partials, workspace = _float32(plan.partials(rows), x), _float32(plan.workspace(rows), x)
-    return plan.calls(x, x, weight, rstd, x, partials, workspace, dw, db, rows)
+    weight, bias = _parameter(spec.weight, spec), _parameter(spec.bias, spec)
+    dx = x if needs.dx else ABSENT
+    dw, db = (p if need else ABSENT for p, need in ((weight, needs.dw), (bias, needs.db)))
+    partials, workspace = _float32(plan.partials(rows)), _float32(plan.workspace(rows))
+    return plan.calls(x, x, weight, rstd, dx, partials, workspace, dw, db, rows)
 
 
 def training_calls(spec: NormSpec, target: Target) -> list[Call]:
@@ -130,8 +127,12 @@ def _compile_nth(item: tuple[NormSpec, Target, int]) -> Compiled:
     return compile_call(training_calls(spec, target)[index], target.arch)
 
 
-def _float32(shape: tuple[int, int] | None, absent: ArrayLike) -> ArrayLike:
-    return ArrayLike.contiguous("float32", *shape) if shape else absent
+def _parameter(dtype: str | None, spec: NormSpec) -> ArrayLike | int:
+    return ArrayLike.contiguous(dtype, spec.hidden) if dtype else ABSENT
+
+
+def _float32(shape: tuple[int, int] | None) -> ArrayLike | int:
+    return ArrayLike.contiguous("float32", *shape) if shape else ABSENT
 
 
 def _key(call: Call) -> str:

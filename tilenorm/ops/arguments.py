@@ -1,5 +1,6 @@
 """Checks of what a caller passes: at once, by name, in PyTorch's exception types."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -21,10 +22,10 @@ def check(
     """
     if not isinstance(input, Tensor):
         raise TypeError(f"{op}: argument 'input' takes a Tensor, got {_kind(input)}")
-    if not isinstance(normalized_shape, Sequence) or isinstance(normalized_shape, str):
+    if not isinstance(normalized_shape, (tuple, list)):
         got = _kind(normalized_shape)
         raise TypeError(f"{op}: argument 'normalized_shape' takes a tuple of ints, got {got}")
-    if eps is not None and not isinstance(eps, (float, int)):
+    if not (eps is None or isinstance(eps, (float, int))):
         raise TypeError(f"{op}: argument 'eps' takes a float or None, got {_kind(eps)}")
     if not input.is_floating_point():
         raise NotImplementedError(
@@ -35,24 +36,22 @@ def check(
         raise RuntimeError(
             f"{op}: argument 'normalized_shape' takes at least one size, got {shape}"
         )
-    if tuple(input.shape[-len(shape) :]) != shape:
+    if input.shape[-len(shape) :] != shape:
         raise RuntimeError(
             f"{op}: argument 'input' takes a shape that ends in normalized_shape {list(shape)},"
             f" got {list(input.shape)}"
         )
-    for name, parameter in (("weight", weight), ("bias", bias)):
-        if parameter is not None:
-            _check_parameter(op, name, parameter, shape, input)
-    hidden = 1
-    for size in shape:
-        hidden *= size
-    return hidden
+    if weight is not None:
+        _check_parameter(op, "weight", weight, shape, input)
+    if bias is not None:
+        _check_parameter(op, "bias", bias, shape, input)
+    return math.prod(shape)
 
 
 def _check_parameter(op: str, name: str, parameter: Tensor, shape: tuple, input: Tensor) -> None:
     if not isinstance(parameter, Tensor):
         raise TypeError(f"{op}: argument {name!r} takes a Tensor or None, got {_kind(parameter)}")
-    if tuple(parameter.shape) != shape:
+    if parameter.shape != shape:
         raise RuntimeError(
             f"{op}: argument {name!r} takes the shape of normalized_shape {list(shape)},"
             f" got {list(parameter.shape)}"

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..launch.plan import (
+    ABSENT,
     Call,
     RowBackward,
     RowForward,
@@ -13,18 +14,14 @@ from ..launch.plan import (
     WideForward,
     launch,
 )
-from .layout import rows_of, vector_of
+from .layout import flat, matrix_of, rows_of, vector_of
 
 Run = Callable[[list[Call], int], None]
 
 
 def on_device(calls: list[Call], index: int) -> None:
-    """Launch on the current stream of the CUDA device `index`, whatever the current device."""
-    if index == torch._C._cuda_getDevice():
-        launch(torch._C._cuda_getCurrentRawStream(index), calls)
-    else:
-        with torch.cuda.device(index):
-            launch(torch._C._cuda_getCurrentRawStream(index), calls)
+    """Launch on the current stream of the current CUDA device, which is `index`."""
+    launch(torch._C._cuda_getCurrentRawStream(index), calls)
 
 
 def forward(
@@ -36,18 +33,21 @@ def forward(
     run: Run = on_device,
 ) -> tuple[Tensor, Tensor | None]:
     """y, contiguous, in x's shape and dtype; rstd (rows,) float32 if the plan saves it."""
-    spec = plan.spec
-    rows = x.numel() // spec.hidden
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    hidden, aligned = plan.spec.hidden, plan.spec.aligned
+    rows = x.numel() // hidden
+    y = _like(x)
     rstd = x.new_empty(rows, dtype=torch.float32) if plan.save else None
     if rows:
-        x = rows_of(x, spec.hidden, spec.aligned)
-        weight = x if weight is None else vector_of(weight, spec.aligned)
-        bias = x if bias is None else vector_of(bias, spec.aligned)
-        workspace = _float32(plan.workspace(rows), x)
-        out = y if y.dim() == 2 and y.shape[1] == spec.hidden else y.view(rows, spec.hidden)
-        saved = x if rstd is None else rstd
-        calls = plan.calls(x, weight, bias, out, saved, workspace, rows, eps)
+        calls = plan.calls(
+            rows_of(x, hidden, aligned),
+            ABSENT if weight is None else vector_of(weight, aligned),
+            ABSENT if bias is None else vector_of(bias, aligned),
+            matrix_of(y, hidden),
+            ABSENT if rstd is None else rstd,
+            _float32(plan.workspace(rows), x),
+            rows,
+            eps,
+        )
         run(calls, x.get_device())
     return y, rstd
 
@@ -62,32 +62,38 @@ def backward(
     run: Run = on_device,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Those of dx, dW and dB that the plan needs, contiguous, each in its input's dtype."""
-    spec, needs = plan.spec, plan.needs
-    rows = x.numel() // spec.hidden
-    make = torch.empty if rows else torch.zeros
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs.dx else None
-    dw = make(weight.shape, dtype=weight.dtype, device=x.device) if needs.dw else None
-    db = make(bias.shape, dtype=bias.dtype, device=x.device) if needs.db else None
+    hidden, aligned = plan.spec.hidden, plan.spec.aligned
+    need_dx, need_dw, need_db = plan.needs
+    rows = x.numel() // hidden
+    dx = _like(x) if need_dx else None
+    dw = _like(weight) if need_dw else None
+    db = _like(bias) if need_db else None
     if rows:
-        x = rows_of(x, spec.hidden, spec.aligned)
         calls = plan.calls(
-            x,
-            rows_of(dy, spec.hidden, spec.aligned),
-            x if weight is None else vector_of(weight, spec.aligned),
+            rows_of(x, hidden, aligned),
+            rows_of(dy, hidden, aligned),
+            ABSENT if weight is None else vector_of(weight, aligned),
             rstd,
-            x if dx is None else dx.view(rows, spec.hidden),
+            ABSENT if dx is None else matrix_of(dx, hidden),
             _float32(plan.partials(rows), x),
             _float32(plan.workspace(rows), x),
-            x if dw is None else dw.view(-1),
-            x if db is None else db.view(-1),
+            ABSENT if dw is None else flat(dw),
+            ABSENT if db is None else flat(db),
             rows,
         )
         run(calls, x.get_device())
+    else:
+        for sums in (dw, db):
+            if sums is not None:
+                sums.zero_()
     return dx, dw, db
 
 
-def _float32(shape: tuple[int, int] | None, absent: Tensor) -> Tensor:
+def _like(x: Tensor) -> Tensor:
+    """A contiguous tensor of x's shape, unwritten."""
+    return torch.empty_like(x) if x.is_contiguous() else x.new_empty(x.shape)
+
+
+def _float32(shape: tuple[int, int] | None, x: Tensor) -> Tensor | int:
     """Scratch that kernels fill before they read it."""
-    if shape is None:
-        return absent
-    return torch.empty(shape, dtype=torch.float32, device=absent.device)
+    return ABSENT if shape is None else x.new_empty(shape, dtype=torch.float32)

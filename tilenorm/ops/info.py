@@ -7,7 +7,7 @@ from importlib import metadata
 import torch
 
 from ..spec import NormSpec
-from .registry import REGISTRY, device_of, refusals
+from .registry import REGISTRY, device_of, driver_version, refusals
 
 PACKAGES = ("tilenorm", "torch", "cuda-tile", "nvidia-cuda-tileiras", "triton")
 
@@ -21,7 +21,7 @@ def information() -> tuple[list[str], list[str]]:
     lines.append(f"compile cache {_cache(wrong)}")
     devices = [("cuda", i) for i in range(torch.cuda.device_count())]
     if devices:
-        driver = torch._C._cuda_getDriverVersion()
+        driver = driver_version()
         lines.append(f"driver serves CUDA {driver // 1000}.{driver % 1000 // 10}")
     else:
         lines.append("no NVIDIA GPU or no driver: the reference implementation serves every op")

@@ -14,7 +14,7 @@ def rows_of(x: Tensor, hidden: int, aligned: bool) -> Tensor:
     narrower pieces and summed in another order, so it is copied: the same bits come first.
     """
     if x.is_contiguous():
-        view = x if x.dim() == 2 and x.shape[1] == hidden else x.view(-1, hidden)
+        view = matrix_of(x, hidden)
         return view.clone() if aligned and x.data_ptr() % VECTOR_BYTES else view
     strided = _collapse(x, hidden)
     if strided is None:
@@ -28,8 +28,18 @@ def rows_of(x: Tensor, hidden: int, aligned: bool) -> Tensor:
 
 def vector_of(w: Tensor, aligned: bool) -> Tensor:
     """A weight or bias as a contiguous vector; copied if, when `aligned`, not on 16 bytes."""
-    flat = w if w.dim() == 1 and w.is_contiguous() else w.reshape(-1)
-    return flat.clone() if aligned and flat.data_ptr() % VECTOR_BYTES else flat
+    vector = flat(w)
+    return vector.clone() if aligned and vector.data_ptr() % VECTOR_BYTES else vector
+
+
+def matrix_of(x: Tensor, hidden: int) -> Tensor:
+    """A contiguous x as (rows, hidden)."""
+    return x if x.dim() == 2 and x.shape[1] == hidden else x.view(-1, hidden)
+
+
+def flat(w: Tensor) -> Tensor:
+    """w as a contiguous vector, copied only if it is not one."""
+    return w if w.dim() == 1 and w.is_contiguous() else w.reshape(-1)
 
 
 def _collapse(x: Tensor, hidden: int) -> tuple[list[int], list[int]] | None:

@@ -38,7 +38,9 @@ def rms_norm_forward(x, weight, bias, hidden, eps, offset, save, backend=None):
     device = device_of(x.device.type, x.device.index)
     rows = x.numel() // hidden if hidden else 0
     if select("rms_norm", spec, rows, device, backend) == "cutile":
-        y, rstd = cutile.forward(plan_forward(spec, device.target, save), x, weight, bias, eps)
+        plan = plan_forward(spec, device.target, save)
+        with torch.cuda.device(x.device):
+            y, rstd = cutile.forward(plan, x, weight, bias, eps)
     else:
         y, rstd = reference.rms_norm(x, weight, bias, hidden, eps, offset)
     return y, rstd if save else x.new_empty(0, dtype=_stat_dtype(x))
@@ -51,7 +53,8 @@ def rms_norm_backward(dy, x, weight, bias, rstd, hidden, eps, offset, output_mas
     rows = x.numel() // hidden if hidden else 0
     if select("rms_norm", spec, rows, device, backend) == "cutile":
         plan = plan_backward(spec, device.target, needs)
-        grads = cutile.backward(plan, dy, x, weight, bias, rstd)
+        with torch.cuda.device(x.device):
+            grads = cutile.backward(plan, dy, x, weight, bias, rstd)
     else:
         grads = reference.rms_norm_backward(dy, x, weight, bias, rstd, hidden, eps, offset, needs)
     return tuple(x.new_empty(0) if g is None else g for g in grads)

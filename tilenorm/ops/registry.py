@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
+from cuda.tile._cext import get_driver_version
 
 from ..launch.target import MULTIPROCESSORS, Target
 from ..spec import NormSpec
@@ -112,7 +113,13 @@ def device_of(kind: str, index: int | None) -> Device:
     properties = torch.cuda.get_device_properties(index)
     arch = f"sm_{properties.major}{properties.minor}"
     target = Target(arch, properties.multi_processor_count)
-    return Device(kind, target, torch._C._cuda_getDriverVersion())
+    return Device(kind, target, driver_version())
+
+
+def driver_version() -> int:
+    """The newest CUDA version that the driver serves, 13000 for 13.0."""
+    major, minor = get_driver_version()
+    return major * 1000 + minor * 10
 
 
 @cache

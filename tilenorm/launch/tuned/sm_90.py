@@ -1,56 +1,119 @@
 """Measured on an NVIDIA H200 (driver 580.159, tileiras 13.4.92, cuda-tile 1.7.0), 2026-11-21.
 
-64 Mi elements, cold L2, CUDA graph replay; GB/s of x + y or x + dy + dx in the comments, beside a
-device-to-device copy of 4158 in 16 bit and 4234 in float32. BACKWARD is the kernel alone.
+64 Mi elements, cold L2, CUDA graph replay. The comments give GB/s, of x + y, or of x + dy + dx with
+the column sum in the time, where a device-to-device copy moves 4158 in 16 bit and 4234 in float32.
 
-Each table lists, by bytes of an element, (largest hidden size served, configuration), ascending.
+A table lists (largest hidden size served, configuration), ascending. FORWARD is by the bytes of an
+element, BACKWARD by them and by the number of sums over rows, one for dW, two for dW and dB.
 """
 
-from ..config import Backward, Forward, Hints
+from ..config import Backward, Forward, Hints, Wide
+
+# (kernel, bytes of an element, hidden size): bytes a thread that the compiler spills, where every
+# configuration without spills that was timed is slower.
+SPILLS = {
+    ("norm_forward", 2, 12288): 16,
+    ("norm_forward", 2, 32768): 176,
+    ("norm_forward", 4, 32768): 376,
+    ("norm_backward", 2, 12288): 8,
+    ("norm_backward", 2, 16384): 56,
+    ("norm_backward", 4, 16384): 232,
+}
 
 FORWARD = {
     2: (
-        (128, Forward(rows=16, hints=Hints(occupancy=8))),
-        (512, Forward(rows=8, hints=Hints(occupancy=8))),  # 4105 at 256, 3997 at 512
-        (8192, Forward()),  # 3993 at 1024, 4065 at 2048, 4012 at 4096, 3979 at 8192
-        (12288, Forward(hints=Hints(occupancy=4))),  # 3956, against 3821 unhinted
-        (32768, Forward()),  # 3894 at 16384, 3767 at 24576, 3429 at 32768
+        (32, Forward(rows=32, hints=Hints(occupancy=8))),  # 4102
+        (128, Forward(rows=16, hints=Hints(occupancy=8))),  # 4094 at 64, 4088
+        (512, Forward(rows=8, hints=Hints(occupancy=8))),  # 4085 at 256, 4023
+        (8192, Forward()),  # 3944 at 1024, 4060 at 2048, 3965 at 4096, 3953
+        (12288, Forward(hints=Hints(occupancy=4))),  # 3896, unhinted 3821
+        (32768, Forward()),  # 3874 at 16384, 3491 at 24576, 3213
+        (262144, Wide()),  # 2616 at 65536, 2598
     ),
     4: (
-        (128, Forward(rows=8, hints=Hints(occupancy=8))),
-        (256, Forward(rows=4, hints=Hints(occupancy=8))),  # 4208
-        (512, Forward(rows=2)),  # 4195
-        (32768, Forward()),  # 4185 at 1024, 4062 at 4096, 4001 at 16384, 3556 at 32768
+        (128, Forward(rows=8, hints=Hints(occupancy=8))),  # 4206 at 64, 4155
+        (256, Forward(rows=4, hints=Hints(occupancy=8))),  # 4178
+        (512, Forward(rows=2)),  # 3987
+        (32768, Forward()),  # 4154 at 1024, 4027 at 4096, 3989 at 16384, 3111
+        (262144, Wide()),  # 2731 at 65536, 2727
     ),
 }
 
 BACKWARD = {
-    2: (
-        (256, Backward((256,), rows=32, hints=Hints(occupancy=2))),  # 3192
-        (512, Backward((512,), rows=16, hints=Hints(occupancy=2))),  # 3918
-        (1024, Backward((1024,), rows=8, hints=Hints(occupancy=2))),  # 4093
-        (2048, Backward((2048,), rows=2, hints=Hints(occupancy=3))),  # 4100, 3863 at 1536
-        (3072, Backward((4096,), hints=Hints(occupancy=3))),  # 3994, by TMA 3823
-        (4096, Backward((4096,), tma=True, hints=Hints(2, 8))),  # 4151, gathered 3942
-        (5120, Backward((4096, 1024), tma=True, hints=Hints(2, 4))),  # 3962
-        (6144, Backward((4096, 2048), tma=True, hints=Hints(2, 8))),  # 4053
-        (7168, Backward((4096, 2048, 1024), tma=True, hints=Hints(2, 4))),  # 3492
-        (8192, Backward((8192,), tma=True, hints=Hints(1, 8))),  # 3631
+    (2, 1): (
+        (64, Backward((64,), rows=32, hints=Hints(4))),  # 3197; 64 rows: 3796, but spills
+        (128, Backward((128,), rows=64, hints=Hints(2))),  # 3976
+        (256, Backward((256,), rows=32, hints=Hints(2))),  # 3374
+        (512, Backward((512,), rows=16, hints=Hints(2))),  # 3853
+        (1024, Backward((1024,), rows=4, hints=Hints(3))),  # 4027
+        (2048, Backward((2048,), rows=2, hints=Hints(3))),  # 3534 at 1536, 3999
+        (3072, Backward((4096,), hints=Hints(3))),  # 3930
+        (4096, Backward((4096,), tma=True, hints=Hints(2, 4))),  # 4079
+        (5120, Backward((4096, 1024), tma=True, hints=Hints(2, 4))),  # 3842
+        (6144, Backward((4096, 2048), tma=True, hints=Hints(2, 8))),  # 4028
+        (7168, Backward((8192,), tma=True, hints=Hints(2, 4))),  # 3736
+        (8192, Backward((4096, 4096), tma=True, hints=Hints(1, 8))),  # 3569
+        (9216, Backward((8192, 1024), tma=True, hints=Hints(1, 8))),  # 3234
+        (10240, Backward((8192, 2048), tma=True, hints=Hints(1, 8))),  # 3640
+        (12288, Backward((8192, 4096), tma=True, hints=Hints(1, 8))),  # 3699
+        (16384, Backward((16384,), tma=True, hints=Hints(1, 8))),  # 3363
+        (65536, Wide(tile=4096, occupancy=4)),  # 2389 at 32768, 2352
+        (262144, Wide(tile=2048, occupancy=3)),  # 2221 at 131072, 2151
+    ),
+    (2, 2): (
+        (64, Backward((64,), rows=32, hints=Hints(3))),
+        (128, Backward((128,), rows=16, hints=Hints(3))),
+        (256, Backward((256,), rows=16, hints=Hints(3))),  # 1919; 32 rows: 2524, but spills
+        (512, Backward((512,), rows=16, hints=Hints(2))),  # 3049
+        (1024, Backward((1024,), rows=4, hints=Hints(3))),  # 3885
+        (2048, Backward((2048,), hints=Hints(4))),  # 3335 at 1536, 3722
+        (3072, Backward((4096,), hints=Hints(3))),  # 3472
+        (4096, Backward((4096,), tma=True, hints=Hints(2, 8))),  # 3535
+        (5120, Backward((4096, 1024), tma=True, hints=Hints(2, 4))),  # 3717
+        (8192, Backward((8192,), tma=True, hints=Hints(1, 8))),  # 3173 at 6144, 3469
+        (9216, Backward((8192, 1024), tma=True, hints=Hints(1, 8))),  # 3485
+        (10240, Backward((8192, 2048), tma=True, hints=Hints(1, 8))),  # 3550
+        (12288, Backward((8192, 4096), tma=True, hints=Hints(1, 8))),  # 3405
+        (32768, Wide(tile=2048, occupancy=4)),  # 2342 at 16384, 2305
+        (262144, Wide(tile=2048, occupancy=3)),  # 2178 at 65536, 1915
+    ),
+    (4, 1): (
+        (64, Backward((64,), rows=32, hints=Hints(3))),
+        (128, Backward((128,), rows=16, hints=Hints(4))),
+        (256, Backward((256,), rows=8, hints=Hints(4))),  # 3903
+        (512, Backward((512,), rows=2, hints=Hints(4))),  # 3922
+        (1024, Backward((1024,), rows=2, hints=Hints(3))),  # 4027
+        (1536, Backward((2048,), rows=2, hints=Hints(2))),  # 4200
+        (2048, Backward((2048,), tma=True, hints=Hints(2, 8))),  # 3997
+        (3072, Backward((4096,), hints=Hints(2))),  # 4157
+        (4096, Backward((4096,), tma=True, hints=Hints(1, 4))),  # 4273
+        (5120, Backward((4096, 1024), tma=True, hints=Hints(1, 8))),  # 4053
+        (6144, Backward((4096, 2048), tma=True, hints=Hints(1, 8))),  # 4186
+        (7168, Backward((4096, 2048, 1024), tma=True, hints=Hints(1, 8))),  # 4216
+        (8192, Backward((4096, 4096), tma=True, hints=Hints(1, 8))),  # 3963
         (9216, Backward((8192, 1024), tma=True, hints=Hints(1, 8))),
         (10240, Backward((8192, 2048), tma=True, hints=Hints(1, 8))),
-        (12288, Backward((8192, 4096), tma=True, hints=Hints(1, 8))),  # 3974, one tile 3336
-        (16384, Backward((16384,), tma=True, hints=Hints(1, 8))),  # 3175
+        (12288, Backward((8192, 4096), tma=True, hints=Hints(1, 8))),  # 3954
+        (16384, Backward((8192, 8192), tma=True, hints=Hints(1, 8))),  # 3073 to 3515
+        (262144, Wide(tile=2048, occupancy=4)),  # 2561 at 32768, 2455
     ),
-    4: (
-        (256, Backward((256,), rows=8, hints=Hints(occupancy=4))),  # 4217
-        (512, Backward((512,), rows=2, hints=Hints(occupancy=4))),  # 4134
-        (1024, Backward((1024,), rows=2, hints=Hints(occupancy=3))),  # 4036
-        (1536, Backward((2048,), rows=2, hints=Hints(occupancy=2))),  # 4212
-        (2048, Backward((2048,), tma=True, hints=Hints(2, 8))),  # 4257
-        (3072, Backward((4096,), hints=Hints(occupancy=2))),  # 4207
-        (4096, Backward((4096,), tma=True, hints=Hints(1, 8))),  # 4113
-        (5120, Backward((4096, 1024), tma=True, hints=Hints(1, 8))),  # 4155
-        (8192, Backward((8192,), tma=True, hints=Hints(1, 8))),  # 3987
-        (16384, Backward((16384,), tma=True, hints=Hints(1, 8))),  # 4017 at 12288, 3274
+    (4, 2): (
+        (64, Backward((64,), rows=32, hints=Hints(3))),
+        (128, Backward((128,), rows=16, hints=Hints(4))),
+        (256, Backward((256,), rows=8, hints=Hints(4))),  # 3887
+        (512, Backward((512,), rows=2, hints=Hints(4))),  # 4098
+        (1024, Backward((1024,), rows=2, hints=Hints(3))),  # 3994
+        (1536, Backward((2048,), rows=2, hints=Hints(2))),  # 4174
+        (2048, Backward((2048,), tma=True, hints=Hints(2, 8))),  # 4256
+        (3072, Backward((4096,), hints=Hints(2))),  # 4136
+        (4096, Backward((4096,), tma=True, hints=Hints(1, 4))),  # 4239
+        (5120, Backward((4096, 1024), tma=True, hints=Hints(1, 8))),  # 4019
+        (6144, Backward((4096, 2048), tma=True, hints=Hints(1, 8))),  # 4160
+        (7168, Backward((4096, 2048, 1024), tma=True, hints=Hints(1, 8))),  # 4133
+        (8192, Backward((4096, 4096), tma=True, hints=Hints(1, 8))),  # 3901
+        (9216, Backward((8192, 1024), tma=True, hints=Hints(1, 8))),
+        (10240, Backward((8192, 2048), tma=True, hints=Hints(1, 8))),
+        (32768, Wide(tile=2048, occupancy=4)),
+        (262144, Wide(tile=2048, occupancy=3)),
     ),
 }
