@@ -16,6 +16,10 @@ from ..launch.plan import (
 )
 from .layout import flat, matrix_of, rows_of, vector_of
 
+# Inductor's allocator, on the current device. It takes 0.8 µs where torch.empty takes 2.2, and in
+# autograd's thread 4 where that takes 9, for it does not let go of the interpreter's lock.
+_empty_strided_cuda = torch._C._dynamo.guards._empty_strided_cuda
+
 Run = Callable[[list[Call], int], None]
 
 
@@ -36,7 +40,7 @@ def forward(
     hidden, aligned = plan.spec.hidden, plan.spec.aligned
     rows = x.numel() // hidden
     y = _like(x)
-    rstd = x.new_empty(rows, dtype=torch.float32) if plan.save else None
+    rstd = _float32((rows,), x) if plan.save else None
     if rows:
         calls = plan.calls(
             rows_of(x, hidden, aligned),
@@ -90,10 +94,18 @@ def backward(
 
 
 def _like(x: Tensor) -> Tensor:
-    """A contiguous tensor of x's shape, unwritten."""
-    return torch.empty_like(x) if x.is_contiguous() else x.new_empty(x.shape)
+    """An unwritten contiguous tensor of x's shape."""
+    if not x.is_contiguous():
+        return x.new_empty(x.shape)
+    if x.is_cuda:
+        return _empty_strided_cuda(tuple(x.shape), x.stride(), x.dtype)
+    return torch.empty(x.shape, dtype=x.dtype)
 
 
-def _float32(shape: tuple[int, int] | None, x: Tensor) -> Tensor | int:
+def _float32(shape: tuple[int, ...] | None, x: Tensor) -> Tensor | int:
     """Scratch that kernels fill before they read it."""
-    return ABSENT if shape is None else x.new_empty(shape, dtype=torch.float32)
+    if shape is None:
+        return ABSENT
+    if x.is_cuda:
+        return _empty_strided_cuda(shape, (*shape[1:], 1), torch.float32)
+    return torch.empty(shape, dtype=torch.float32)

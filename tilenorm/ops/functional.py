@@ -103,14 +103,18 @@ def _plans(hidden, dtype, weight, bias, offset, index, backend) -> _Plans | None
     return _Plans(spec, device.target, backend)
 
 
-def _is_plain(*tensors: Tensor | None) -> bool:
+def _is_plain(tensor: Tensor, *parameters: Tensor | None) -> bool:
     """Eager tensors on the current CUDA device that no compiler, mode or subclass wants to see."""
     if torch.compiler.is_compiling() or _modes() or _transforms():
         return False
-    for tensor in tensors:
-        if tensor is not None and type(tensor) is not Tensor and type(tensor) is not Parameter:
+    if not tensor.is_cuda or tensor.get_device() != _current_device():
+        return False
+    if type(tensor) is not Tensor and type(tensor) is not Parameter:
+        return False
+    for parameter in parameters:
+        if not (parameter is None or type(parameter) is Parameter or type(parameter) is Tensor):
             return False
-    return tensors[0].is_cuda and tensors[0].get_device() == _current_device()
+    return True
 
 
 class _RMSNorm(Function):
@@ -119,19 +123,20 @@ class _RMSNorm(Function):
         y, rstd = cutile.forward(plans.training, x, weight, bias, eps)
         ctx.save_for_backward(x, weight, bias, rstd)
         ctx.eps, ctx.plans = eps, plans
-        ctx.mask = mask = ctx.needs_input_grad[:3]
-        ctx.plan = plans.backward(mask)
+        ctx.plan = plans.backward(ctx.needs_input_grad[:3])
         return y
 
     @staticmethod
     def backward(ctx, dy):
         x, weight, bias, rstd = ctx.saved_tensors
+        plan = ctx.plan
         if _is_plain(dy) and not torch.is_grad_enabled():
-            dx, dw, db = cutile.backward(ctx.plan, dy, x, weight, bias, rstd)
+            dx, dw, db = cutile.backward(plan, dy, x, weight, bias, rstd)
         else:
-            spec, backend = ctx.plans.spec, ctx.plans.backend
+            affine = (plan.spec.hidden, ctx.eps, plan.spec.offset)
+            backend = ctx.plans.backend
             dx, dw, db = library.gradients(
-                dy, x, weight, bias, rstd, spec.hidden, ctx.eps, spec.offset, ctx.mask, backend
+                dy, x, weight, bias, rstd, *affine, list(plan.needs), backend
             )
         return dx, dw, db, None, None
 
