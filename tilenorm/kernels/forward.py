@@ -12,6 +12,7 @@ def norm_forward(
     B,
     Y,
     RSTD,
+    first: int,
     rows: int,
     eps: float,
     N: ct.Constant[int],
@@ -26,11 +27,11 @@ def norm_forward(
     """y = x · rstd · (w + offset) + b with rstd = 1 / sqrt(mean(x²) + eps).
 
     X (..., N) of rows in up to three leading dimensions, W and B (N,), Y (rows, N),
-    RSTD (rows,) float32, written if SAVE. Arrays that a flag excludes are not touched.
+    RSTD (rows,) float32, written if SAVE. Arrays that a flag excludes are not touched. A launch
+    starts at row `first`: there are more rows than a grid has blocks.
     """
-    block = ct.bid(1) * ct.num_blocks(0) + ct.bid(0)
-    row = block * TILE_ROWS + ct.arange(TILE_ROWS, dtype=ct.int32)[:, None]
-    in_rows = row < rows
+    row = first + ct.bid(0) * TILE_ROWS + ct.arange(TILE_ROWS, dtype=ct.int32)[:, None]
+    in_rows = row < rows if TILE_ROWS > 1 else None
     cols = columns(0, TILE)
     in_row = inside(X, cols, TILE, N, ALIGNED)
     mask = both(in_rows, in_row)

@@ -98,9 +98,19 @@ class RowForward:
         return (self.spec.hidden, self.config.rows, tile, *_affine(self.spec), self.save)
 
     def calls(self, x, weight, bias, y, rstd, workspace, rows: int, eps: float) -> list[Call]:
-        blocks = _cdiv(rows, self.config.rows)
-        grid = (blocks,) if blocks <= MAX_GRID else (1 << 20, _cdiv(blocks, 1 << 20))
-        return [Call(self._kernel, grid, (x, weight, bias, y, rstd, rows, eps, *self._constants))]
+        step = self.config.rows
+        blocks = -(-rows // step)
+        tail = (rows, eps, *self._constants)
+        if blocks <= MAX_GRID:
+            return [Call(self._kernel, (blocks,), (x, weight, bias, y, rstd, 0, *tail))]
+        return [
+            Call(
+                self._kernel,
+                (min(blocks - start, MAX_GRID),),
+                (x, weight, bias, y, rstd, start * step, *tail),
+            )
+            for start in range(0, blocks, MAX_GRID)
+        ]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from ..config import Backward, Forward, Hints, Wide
 # (kernel, bytes of an element, hidden size): bytes a thread that the compiler spills, where every
 # configuration without spills that was timed is slower.
 SPILLS = {
-    ("norm_forward", 2, 12288): 16,
     ("norm_forward", 2, 32768): 176,
     ("norm_forward", 4, 32768): 376,
     ("norm_backward", 2, 12288): 8,
@@ -22,19 +21,22 @@ SPILLS = {
 
 FORWARD = {
     2: (
-        (32, Forward(rows=32, hints=Hints(occupancy=8))),  # 4102
-        (128, Forward(rows=16, hints=Hints(occupancy=8))),  # 4094 at 64, 4088
-        (512, Forward(rows=8, hints=Hints(occupancy=8))),  # 4085 at 256, 4023
-        (8192, Forward()),  # 3944 at 1024, 4060 at 2048, 3965 at 4096, 3953
-        (12288, Forward(hints=Hints(occupancy=4))),  # 3896, unhinted 3821
-        (32768, Forward()),  # 3874 at 16384, 3491 at 24576, 3213
+        (32, Forward(rows=32, hints=Hints(8))),  # 4102
+        (64, Forward(rows=16, hints=Hints(8))),  # 4094
+        (256, Forward(rows=8)),  # 3967 at 128, 3951
+        (512, Forward(rows=8, hints=Hints(4))),  # 4004
+        (1024, Forward()),  # 3944
+        (1536, Forward(hints=Hints(8))),  # 3902
+        (32768, Forward()),  # 3959 at 4096, 3937 at 12288, 3868 at 16384, 3809 at 28672, 3375
         (262144, Wide()),  # 2616 at 65536, 2598
     ),
     4: (
-        (128, Forward(rows=8, hints=Hints(occupancy=8))),  # 4206 at 64, 4155
-        (256, Forward(rows=4, hints=Hints(occupancy=8))),  # 4178
-        (512, Forward(rows=2)),  # 3987
-        (32768, Forward()),  # 4154 at 1024, 4027 at 4096, 3989 at 16384, 3111
+        (32, Forward(rows=16)),
+        (64, Forward(rows=8)),
+        (128, Forward(rows=4)),  # 4091
+        (256, Forward(rows=2)),  # 4073
+        (512, Forward(rows=4)),  # 4133
+        (32768, Forward()),  # 4131 at 1024, 4032 at 4096, 3988 at 16384, 3505
         (262144, Wide()),  # 2731 at 65536, 2727
     ),
 }
