@@ -84,7 +84,7 @@ def explain(
     """
     if op not in OPS:
         raise ValueError(f"op: got {op!r}, takes one of {', '.join(OPS)}")
-    hidden = arguments.check(op, input, normalized_shape, weight, bias, eps)
+    hidden = arguments.check(op, input, normalized_shape, weight, bias, eps, offset, backend)
     spec = library.spec_of(input, weight, bias, hidden, float(offset))
     rows = input.numel() // hidden if hidden else 0
     device = device_of(input.device.type, input.device.index)

@@ -50,7 +50,9 @@ def rms_norm(
         RuntimeError: the backend asked for cannot serve, with the reason.
         ValueError: an unknown backend.
     """
-    hidden = arguments.check("rms_norm", input, normalized_shape, weight, bias, eps)
+    hidden = arguments.check(
+        "rms_norm", input, normalized_shape, weight, bias, eps, offset, backend
+    )
     eps = arguments.default_eps(input.dtype) if eps is None else float(eps)
     offset = float(offset)
     needs_grad = torch.is_grad_enabled() and (
