@@ -28,7 +28,7 @@ def rows_of(x: Tensor, hidden: int, aligned: bool) -> Tensor:
 
 def vector_of(w: Tensor, aligned: bool) -> Tensor:
     """A weight or bias as a contiguous vector; copied if, when `aligned`, not on 16 bytes."""
-    flat = w if w.dim() == 1 and w.is_contiguous() else w.reshape(-1)
+    flat = w if w.dim() == 1 and w.is_contiguous() else w.reshape(-1).contiguous()
     return flat.clone() if aligned and flat.data_ptr() % VECTOR_BYTES else flat
 
 
