@@ -83,7 +83,7 @@ def assert_within(
     scale = expected.abs().max() if expected.numel() else torch.tensor(0.0)
     scale = scale if terms is None else terms
     unit = torch.finfo(got.dtype)
-    allowed = unit.eps * expected.abs() + 8 * rows**0.5 * compute * scale + unit.smallest_normal
+    allowed = unit.eps * expected.abs() + 8 * rows**0.5 * compute * scale + unit.tiny * unit.eps
     if peer is not None and peer.numel():
         own = (peer.detach().cpu().double() - expected).abs().max()
         allowed = torch.maximum(allowed, 2 * own)

@@ -223,7 +223,7 @@ def test_transforms(device, transform):
 
 
 @NEEDS_GPU
-def test_transforms_on_a_gpu_say_that_the_reference_runs(monkeypatch):
+def test_transforms_on_a_gpu_say_that_the_reference_runs():
     x = random(3, 8, device="cuda")
     with pytest.warns(tilenorm.ReferenceWarning, match=r"torch\.func"):
         torch.func.vmap(lambda x: tilenorm.rms_norm(x, (8,)))(x)
