@@ -75,6 +75,14 @@ def test_the_same_bits_in_every_layout(n, layout):
 
 
 @pytest.mark.parametrize("n", [64, 1001, 4096, 12288, 65536])
+def test_one_row_of_an_odd_stride(n):
+    x, weight, bias, dy = tensors(1, n)
+    view = torch.cat([x.detach(), x.new_zeros(1, 1)], 1)[:, :n].requires_grad_()
+    assert view.stride(0) == n + 1
+    assert same(step(view, weight, bias, dy), step(x, weight, bias, dy))
+
+
+@pytest.mark.parametrize("n", [64, 1001, 4096, 12288, 65536])
 def test_the_ops_give_the_bits_of_the_eager_path(n):
     x, weight, bias, dy = tensors(333, n)
     y, rstd = torch.ops.tilenorm.rms_norm(x, weight, bias, n, 1e-6, 0.0, True)

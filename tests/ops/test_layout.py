@@ -60,6 +60,8 @@ IN_PLACE = {
     "three leading dimensions": (BASE.view(4, 3, 2, 32).permute(2, 1, 0, 3), 32, 4),
     "four that collapse to two": (BASE.view(2, 2, 3, 2, 32)[..., :16], 16, 2),
     "odd strides of size 1": (BASE.as_strided((1, 6, 1, 32), (7, 64, 13, 1)), 32, 2),
+    "one row of an odd stride": (random(1, 33)[:, :32], 32, 2),
+    "one row of an odd stride, by itself": (random(1, 1, 33)[..., :32], 32, 2),
     "one column": (BASE.view(-1, 4)[:, 0], 1, 2),
 }
 

@@ -14,7 +14,11 @@ def rows_of(x: Tensor, hidden: int, aligned: bool) -> Tensor:
     narrower pieces and summed in another order, so it is copied: the same bits come first.
     """
     if x.is_contiguous():
-        view = x if x.dim() == 2 and x.shape[1] == hidden else x.view(-1, hidden)
+        # A single row may have any stride, and the compiler reads by what the stride is.
+        if x.dim() == 2 and x.shape[1] == hidden == x.stride(0):
+            view = x
+        else:
+            view = x.as_strided((x.numel() // hidden, hidden), (hidden, 1))
         return view.clone() if aligned and x.data_ptr() % VECTOR_BYTES else view
     strided = _collapse(x, hidden)
     if strided is None:
