@@ -3,19 +3,29 @@
 import argparse
 import sys
 
+from cuda.tile._cext import default_tile_context
+
 from . import __version__
 from .launch.precompile import Compiled, precompile
 from .launch.target import MULTIPROCESSORS, Target
 from .ops.explain import OPS, explain_spec, planned_device
 from .ops.info import information
-from .ops.registry import DTYPES
+from .ops.registry import DTYPES, refusals
 from .spec import NormSpec
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command; the exit status is 0 unless something is wrong."""
-    options = _parser().parse_args(argv)
-    return options.run(options)
+    parser = _parser()
+    options = parser.parse_args(argv)
+    try:
+        return options.run(options)
+    except RefusedError as refused:
+        parser.error(str(refused))
+
+
+class RefusedError(Exception):
+    """What was asked for cannot be done, and why."""
 
 
 def info(_: argparse.Namespace) -> int:
@@ -34,7 +44,13 @@ def explain(options: argparse.Namespace) -> int:
 
 def compile_ahead(options: argparse.Namespace) -> int:
     """Compile each spec into cuTile's cache and print what came of it."""
-    for spec in _specs(options):
+    if default_tile_context.config.cache_dir is None:
+        raise RefusedError("cuTile's cache is off (CUDA_TILE_CACHE_DIR): nothing would be kept")
+    specs = _specs(options)
+    for spec in specs:
+        if reason := refusals(options.op, spec, 1, planned_device(options.arch))["cutile"]:
+            raise RefusedError(reason)
+    for spec in specs:
         parameters = f"weight {spec.weight}, bias {spec.bias}, offset {spec.offset:g}"
         print(f"{options.op} {spec.hidden} {spec.dtype} ({parameters}) for {options.arch}")
         print(f"  {'kernel':<14} {'hints':<40} seconds  regs spill B  smem B")
@@ -83,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
+    value = int(text) if text.isascii() and text.isdigit() else 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"got {text}, takes a positive number")
     return value

@@ -2,9 +2,12 @@
 
 import math
 from collections.abc import Sequence
+from numbers import Integral, Real
 
 import torch
-from torch import Tensor
+from torch import SymFloat, SymInt, Tensor
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check(
@@ -14,27 +17,40 @@ def check(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float | None,
+    offset: float,
+    backend: str | None,
 ) -> int:
     """The number of elements normalised together.
 
-    Raises TypeError for an argument of the wrong type, NotImplementedError for an input that is
-    not of floating point, RuntimeError for shapes or devices that do not fit.
+    Raises TypeError for an argument of the wrong type, NotImplementedError for a dtype that is not
+    served, ValueError for an input of too few dimensions, RuntimeError for shapes or devices that
+    do not fit.
     """
     if not isinstance(input, Tensor):
         raise TypeError(f"{op}: argument 'input' takes a Tensor, got {_kind(input)}")
     if not isinstance(normalized_shape, (tuple, list)):
         got = _kind(normalized_shape)
         raise TypeError(f"{op}: argument 'normalized_shape' takes a tuple of ints, got {got}")
-    if not (eps is None or isinstance(eps, (float, int))):
+    if eps is not None and not isinstance(eps, (float, Real, SymFloat)):
         raise TypeError(f"{op}: argument 'eps' takes a float or None, got {_kind(eps)}")
-    if not input.is_floating_point():
-        raise NotImplementedError(
-            f"{op}: argument 'input' takes a floating-point dtype, got {input.dtype}"
-        )
+    if not isinstance(offset, (float, Real, SymFloat)):
+        raise TypeError(f"{op}: argument 'offset' takes a float, got {_kind(offset)}")
+    if backend is not None and not isinstance(backend, str):
+        raise TypeError(f"{op}: argument 'backend' takes a str or None, got {_kind(backend)}")
+    _check_dtype(op, "input", input)
     shape = tuple(normalized_shape)
     if not shape:
         raise RuntimeError(
             f"{op}: argument 'normalized_shape' takes at least one size, got {shape}"
+        )
+    for size in shape:
+        # type() first: the abstract class takes longer than all the other checks of an int.
+        if type(size) is not int and not _is_size(size):
+            raise TypeError(f"{op}: argument 'normalized_shape' takes a tuple of ints, got {shape}")
+    if input.dim() < len(shape):
+        raise ValueError(
+            f"{op}: argument 'input' takes at least the {len(shape)} dimensions of"
+            f" normalized_shape, got {input.dim()}"
         )
     if input.shape[-len(shape) :] != shape:
         raise RuntimeError(
@@ -56,15 +72,22 @@ def _check_parameter(op: str, name: str, parameter: Tensor, shape: tuple, input:
             f"{op}: argument {name!r} takes the shape of normalized_shape {list(shape)},"
             f" got {list(parameter.shape)}"
         )
-    if not parameter.is_floating_point():
-        raise NotImplementedError(
-            f"{op}: argument {name!r} takes a floating-point dtype, got {parameter.dtype}"
-        )
+    _check_dtype(op, name, parameter)
     if parameter.device != input.device:
         raise RuntimeError(
             f"{op}: argument {name!r} takes the input's device {input.device},"
             f" got {parameter.device}"
         )
+
+
+def _check_dtype(op: str, name: str, tensor: Tensor) -> None:
+    if tensor.dtype not in DTYPES:
+        takes = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        raise NotImplementedError(f"{op}: argument {name!r} takes {takes}, got {tensor.dtype}")
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, (SymInt, Integral)) and not isinstance(value, bool)
 
 
 def default_eps(dtype: torch.dtype) -> float:

@@ -28,7 +28,8 @@ class Step:
 
 @dataclass(frozen=True)
 class Explanation:
-    """chosen: the implementation that serves. refused: the others preferred to it, with reasons.
+    """chosen: the implementation that serves; None where the backend asked for does not.
+    refused: the others preferred to it, with reasons.
 
     forward, backward: the launches, empty for the reference. Bytes: what the mathematics moves,
     each input read once and each output written once.
@@ -38,7 +39,7 @@ class Explanation:
     spec: NormSpec
     rows: int
     device: Device
-    chosen: str
+    chosen: str | None
     refused: dict[str, str]
     forward: tuple[Step, ...]
     backward: tuple[Step, ...]
@@ -50,7 +51,7 @@ class Explanation:
         lines = [
             f"{self.op} of {self.rows} rows of {spec.hidden} {spec.dtype} on {arch}"
             f" (weight {spec.weight}, bias {spec.bias}, offset {spec.offset:g})",
-            f"  served by {self.chosen}",
+            f"  served by {self.chosen or 'nothing: the call raises'}",
         ]
         lines += [f"  refused by {name}: {reason}" for name, reason in self.refused.items()]
         for name, steps, moved in (
@@ -84,7 +85,7 @@ def explain(
     """
     if op not in OPS:
         raise ValueError(f"op: got {op!r}, takes one of {', '.join(OPS)}")
-    hidden = arguments.check(op, input, normalized_shape, weight, bias, eps)
+    hidden = arguments.check(op, input, normalized_shape, weight, bias, eps, offset, backend)
     spec = library.spec_of(input, weight, bias, hidden, float(offset))
     rows = input.numel() // hidden if hidden else 0
     device = device_of(input.device.type, input.device.index)
@@ -100,9 +101,9 @@ def explain_spec(
     backend = backend or requested_backend()
     found = refusals(op, spec, rows, device)
     serving = [name for name, reason in found.items() if reason is None]
-    chosen = backend if backend in serving else serving[0]
+    chosen = serving[0] if backend is None else backend if backend in serving else None
     refused = {name: reason for name, reason in found.items() if reason is not None}
-    if backend not in (None, chosen):
+    if chosen is None:
         refused[backend] = f"asked for, but {found.get(backend, 'there is no such backend')}"
     elif chosen != serving[0]:
         refused[serving[0]] = f"backend {chosen!r} was asked for"

@@ -5,12 +5,12 @@ from functools import cache
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
+from torch.autograd import Function, forward_ad
 from torch.nn import Parameter
 
 from ..launch.plan import Needs, plan_backward, plan_forward
-from . import arguments, cutile, library
-from .registry import MAX_ROWS, device_of, select
+from . import arguments, cutile, library, reference
+from .registry import MAX_ROWS, device_of, select, select_transformed
 
 
 def rms_norm(
@@ -42,7 +42,7 @@ def rms_norm(
 
     Returns:
         A contiguous tensor of the input's shape and dtype. Differentiable in input, weight and
-        bias, to any order.
+        bias, to any order. torch.func's transforms and forward-mode derivatives run the reference.
 
     Raises:
         TypeError, RuntimeError, NotImplementedError: an argument of the wrong type, shape, device
@@ -50,7 +50,9 @@ def rms_norm(
         RuntimeError: the backend asked for cannot serve, with the reason.
         ValueError: an unknown backend.
     """
-    hidden = arguments.check("rms_norm", input, normalized_shape, weight, bias, eps)
+    hidden = arguments.check(
+        "rms_norm", input, normalized_shape, weight, bias, eps, offset, backend
+    )
     eps = arguments.default_eps(input.dtype) if eps is None else float(eps)
     offset = float(offset)
     needs_grad = torch.is_grad_enabled() and (
@@ -72,6 +74,12 @@ def rms_norm(
             if needs_grad:
                 return _apply(input, weight, bias, eps, plans)
             return cutile.forward(plans.inference, input, weight, bias, eps)[0]
+    if _is_transformed():
+        spec = library.spec_of(input, weight, bias, hidden, offset)
+        select_transformed(
+            "rms_norm", spec, device_of(input.device.type, input.get_device()), backend
+        )
+        return reference.rms_norm(input, weight, bias, hidden, eps, offset)[0]
     return torch.ops.tilenorm.rms_norm(
         input, weight, bias, hidden, eps, offset, needs_grad, backend
     )[0]
@@ -103,9 +111,16 @@ def _plans(hidden, dtype, weight, bias, offset, index, backend) -> _Plans | None
     return _Plans(spec, device.target, backend)
 
 
+def _is_transformed() -> bool:
+    """Whether torch.func or forward-mode derivatives want to see single operations."""
+    if torch.compiler.is_compiling():
+        return False
+    return _transforms() is not None or forward_ad._current_level >= 0
+
+
 def _is_plain(tensor: Tensor, *parameters: Tensor | None) -> bool:
     """Eager tensors on the current CUDA device that no compiler, mode or subclass wants to see."""
-    if torch.compiler.is_compiling() or _modes() or _transforms():
+    if torch.compiler.is_compiling() or _modes() or _is_transformed():
         return False
     if not tensor.is_cuda or tensor.get_device() != _current_device():
         return False

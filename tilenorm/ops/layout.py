@@ -34,12 +34,15 @@ def vector_of(w: Tensor, aligned: bool) -> Tensor:
 
 def matrix_of(x: Tensor, hidden: int) -> Tensor:
     """A contiguous x as (rows, hidden)."""
-    return x if x.dim() == 2 and x.shape[1] == hidden else x.view(-1, hidden)
+    # A single row may have any stride, and the compiler reads by what the stride is.
+    if x.dim() == 2 and x.shape[1] == hidden == x.stride(0):
+        return x
+    return x.as_strided((x.numel() // hidden, hidden), (hidden, 1))
 
 
 def flat(w: Tensor) -> Tensor:
     """w as a contiguous vector, copied only if it is not one."""
-    return w if w.dim() == 1 and w.is_contiguous() else w.reshape(-1)
+    return w if w.dim() == 1 and w.is_contiguous() else w.reshape(-1).contiguous()
 
 
 def _collapse(x: Tensor, hidden: int) -> tuple[list[int], list[int]] | None:

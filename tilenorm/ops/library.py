@@ -62,7 +62,8 @@ def rms_norm_backward(dy, x, weight, bias, rstd, hidden, eps, offset, output_mas
 
 def rms_norm_fake(x, weight, bias, hidden, eps, offset, save, backend=None):
     y = x.new_empty(x.shape)
-    return y, x.new_empty(x.numel() // hidden if save else 0, dtype=_stat_dtype(x))
+    rows = x.numel() // hidden if save and hidden else 0
+    return y, x.new_empty(rows, dtype=_stat_dtype(x))
 
 
 def rms_norm_backward_fake(

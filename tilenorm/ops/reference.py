@@ -11,9 +11,12 @@ from torch import Tensor
 def rms_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, hidden: int, eps: float, offset: float
 ) -> tuple[Tensor, Tensor]:
-    """y of x's shape and dtype, and rstd (rows,), computed in float32 or, for float64, in that."""
+    """y, contiguous, in x's shape and dtype, and rstd (rows,).
+
+    Computed in float32 or, for float64, in that.
+    """
     dtype = _compute_dtype(x)
-    rows = x.reshape(-1, hidden).to(dtype)
+    rows = _rows(x, hidden, dtype)
     rstd = _rstd(rows, eps)
     y = rows * rstd[:, None]
     if weight is not None:
@@ -34,10 +37,13 @@ def rms_norm_backward(
     offset: float,
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Those of dx, dW, dB that are needed; without rstd, as a differentiable function of x too."""
+    """Those of dx, dW, dB that are needed, contiguous.
+
+    Without rstd, as a differentiable function of x too.
+    """
     dtype = _compute_dtype(x)
-    rows = x.reshape(-1, hidden).to(dtype)
-    g = dy.reshape(-1, hidden).to(dtype)
+    rows = _rows(x, hidden, dtype)
+    g = _rows(dy, hidden, dtype)
     rstd = _rstd(rows, eps) if rstd is None else rstd
     x_hat = rows * rstd[:, None]
     dx = dw = db = None
@@ -51,6 +57,11 @@ def rms_norm_backward(
         mean = (g * x_hat).mean(1, keepdim=True)
         dx = ((g - x_hat * mean) * rstd[:, None]).to(x.dtype).reshape(x.shape)
     return dx, dw, db
+
+
+def _rows(x: Tensor, hidden: int, dtype: torch.dtype) -> Tensor:
+    """x as a contiguous matrix: PyTorch sums in another order along other strides."""
+    return x.reshape(x.numel() // hidden if hidden else 0, hidden).contiguous().to(dtype)
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:

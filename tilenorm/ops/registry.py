@@ -100,6 +100,19 @@ def _select(op: str, spec: NormSpec, too_long: bool, device: Device, backend: st
     return chosen
 
 
+def select_transformed(op: str, spec: NormSpec, device: Device, backend: str | None) -> None:
+    """Answer for the reference where a transform of PyTorch's has to see single operations.
+
+    Raises and warns as select does.
+    """
+    if select(op, spec, 0, device, backend) == "cutile":
+        reason = "torch.func and forward-mode derivatives see through the reference alone"
+        if backend or requested_backend():
+            raise RuntimeError(f"{op}: backend 'cutile' was asked for, but {reason}")
+        message = f"tilenorm: reference runs instead of cutile: {reason}"
+        warnings.warn(message, ReferenceWarning, stacklevel=2)
+
+
 def requested_backend() -> str | None:
     """TILENORM_BACKEND: "cutile" or "reference". Read when an op first meets a spec."""
     return os.environ.get("TILENORM_BACKEND") or None

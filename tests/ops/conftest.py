@@ -1,0 +1,62 @@
+import warnings
+
+import pytest
+import torch
+
+import tilenorm
+from tilenorm.launch import plan
+from tilenorm.ops import cutile, functional, reference, registry
+
+CACHES = (
+    registry._select,
+    registry.device_of,
+    registry._compiler_missing,
+    functional._plans,
+    plan.plan_forward,
+    plan.plan_backward,
+)
+
+
+@pytest.fixture
+def no_memory():
+    """What was decided before the test is forgotten, and so is what the test decides."""
+    for cache in CACHES:
+        cache.cache_clear()
+    yield
+    for cache in CACHES:
+        cache.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch):
+    """These tests choose the backend themselves, and know that the reference runs on the CPU."""
+    monkeypatch.delenv("TILENORM_BACKEND", raising=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", tilenorm.ReferenceWarning)
+        yield
+
+
+@pytest.fixture
+def gradients_made(monkeypatch):
+    """A list that gets, for each backward pass, which of dx, dW and dB were computed."""
+    made = []
+
+    def spy(function):
+        def call(*args, **kwargs):
+            outputs = function(*args, **kwargs)
+            made.append(tuple(t is not None for t in outputs))
+            return outputs
+
+        return call
+
+    monkeypatch.setattr(cutile, "backward", spy(cutile.backward))
+    monkeypatch.setattr(reference, "rms_norm_backward", spy(reference.rms_norm_backward))
+    return made
+
+
+@pytest.fixture
+def dynamo():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield torch._dynamo
+    torch._dynamo.reset()

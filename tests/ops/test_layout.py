@@ -1,0 +1,185 @@
+"""rows_of: in place where the kernels can read it and the bits stay, else one copy."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tilenorm.ops.layout import rows_of, vector_of
+
+from .helpers import random
+
+
+def described(shape, strides):
+    """A tensor by its description, whose strides no memory here could hold."""
+    copy = SimpleNamespace(contiguous=lambda: "copied")
+    return SimpleNamespace(
+        shape=shape,
+        stride=lambda: strides,
+        dim=lambda: len(shape),
+        is_contiguous=lambda: False,
+        data_ptr=lambda: 0,
+        element_size=lambda: 4,
+        as_strided=lambda *_: "in place",
+        reshape=lambda *_: copy,
+    )
+
+
+def in_place(view, x) -> bool:
+    return view.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+
+
+def check(x, hidden, aligned) -> torch.Tensor:
+    view = rows_of(x, hidden, aligned)
+    assert 2 <= view.dim() <= 4
+    assert view.shape[-1] == hidden
+    assert view.stride(-1) == 1 or hidden == 1
+    assert torch.equal(view.reshape(-1, hidden), x.reshape(-1, hidden))
+    if aligned:
+        assert view.data_ptr() % 16 == 0
+        assert all(s * view.element_size() % 16 == 0 for s in view.stride()[:-1])
+    return view
+
+
+QKV = random(2, 5, 3, 4, 8)  # batch, sequence, q k v, heads, columns
+BASE = random(4, 6, 32)
+
+IN_PLACE = {
+    "contiguous": (BASE, 32, 2),
+    "contiguous, two dimensions a row": (BASE, 6 * 32, 2),
+    "one row": (BASE[0, 0], 32, 2),
+    "q of qkv": (QKV[:, :, 0], 8, 3),
+    "k of qkv": (QKV[:, :, 1], 8, 3),
+    "k of qkv, heads in a row": (QKV[:, :, 1], 32, 2),
+    "columns": (BASE[..., 8:24], 16, 2),
+    "every second row": (BASE[:, ::2], 32, 2),
+    "rows and columns": (BASE[:, 1:3, 4:20], 16, 3),
+    "transposed batch": (BASE.transpose(0, 1), 32, 3),
+    "three leading dimensions": (BASE.view(4, 3, 2, 32).permute(2, 1, 0, 3), 32, 4),
+    "four that collapse to two": (BASE.view(2, 2, 3, 2, 32)[..., :16], 16, 2),
+    "odd strides of size 1": (BASE.as_strided((1, 6, 1, 32), (7, 64, 13, 1)), 32, 2),
+    "one row of an odd stride": (random(1, 33)[:, :32], 32, 2),
+    "one row of an odd stride, by itself": (random(1, 1, 33)[..., :32], 32, 2),
+    "one column": (BASE.view(-1, 4)[:, 0], 1, 2),
+}
+
+
+@pytest.mark.parametrize("case", IN_PLACE)
+def test_in_place(case):
+    x, hidden, dims = IN_PLACE[case]
+    view = check(x, hidden, aligned=hidden % 4 == 0)
+    assert view.data_ptr() == x.data_ptr()
+    assert view.dim() == dims
+
+
+COPIED = {
+    "columns transposed": (random(4, 8, 6).transpose(1, 2), 8),
+    "every second column": (BASE[..., ::2], 16),
+    "a row in two pieces": (BASE[..., :16], 6 * 16),
+    "one row many times": (BASE[:1].expand(4, 6, 32), 32),
+    "rows a zero stride apart": (BASE[0, :1].expand(6, 32), 32),
+    "columns a zero stride apart": (BASE[..., :1].expand(4, 6, 32), 32),
+    "four leading dimensions": (random(2, 2, 2, 2, 8).permute(3, 2, 1, 0, 4), 8),
+    "rows that overlap backwards": (BASE.flatten().as_strided((4, 32), (0, 1)), 32),
+}
+
+
+@pytest.mark.parametrize("aligned", [False, True])
+@pytest.mark.parametrize("case", COPIED)
+def test_copied_once(case, aligned, monkeypatch):
+    x, hidden = COPIED[case]
+    copies = []
+    for name in ("contiguous", "reshape"):
+        original = getattr(torch.Tensor, name)
+
+        def counted(self, *args, _original=original):
+            result = _original(self, *args)
+            if not in_place(result, self):
+                copies.append(result)
+            return result
+
+        monkeypatch.setattr(torch.Tensor, name, counted)
+    view = rows_of(x, hidden, aligned)
+    monkeypatch.undo()
+    assert len(copies) == 1 and view.is_contiguous()
+    check(x, hidden, aligned)
+
+
+MISALIGNED = {
+    "start": BASE.flatten()[3 : 3 + 64].view(2, 32),
+    "start of rows apart": BASE[:, 0, 1:17],
+    "distance of rows": BASE.flatten().as_strided((4, 32), (34, 1)),
+}
+
+
+@pytest.mark.parametrize("case", MISALIGNED)
+def test_misaligned_rows_are_copied_where_alignment_counts(case):
+    x = MISALIGNED[case]
+    hidden = x.shape[-1]
+    assert not in_place(check(x, hidden, aligned=True), x)
+    assert rows_of(x, hidden, aligned=False).data_ptr() == x.data_ptr()
+
+
+@pytest.mark.parametrize("dtype, unit", [(torch.bfloat16, 8), (torch.float32, 4)], ids=str)
+def test_sixteen_bytes_whatever_the_dtype(dtype, unit):
+    base = random(4, 64, dtype=dtype)
+    assert in_place(check(base[:, unit : unit + 16], 16, aligned=True), base)
+    assert not in_place(check(base[:, unit // 2 : unit // 2 + 16], 16, aligned=True), base)
+
+
+@pytest.mark.parametrize(
+    "stride, expected", [(2**31 - 16, "in place"), (2**31, "copied"), (2**32 + 16, "copied")]
+)
+def test_strides_that_need_more_than_32_bits_are_copied(stride, expected):
+    assert rows_of(described((3, 16), (stride, 1)), 16, aligned=True) == expected
+
+
+@st.composite
+def views(draw):
+    """A view of a contiguous tensor: permuted, sliced, expanded, with sizes of 1."""
+    shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=5))
+    x = torch.arange(draw(st.integers(0, 3)) + torch.Size(shape).numel(), dtype=torch.float32)
+    x = x[x.numel() - torch.Size(shape).numel() :].view(shape)
+    x = x.permute(draw(st.permutations(range(len(shape)))))
+    for dim in range(x.dim()):
+        action = draw(st.sampled_from(["keep", "keep", "step", "slice", "expand"]))
+        if action == "step":
+            x = x[(slice(None),) * dim + (slice(None, None, 2),)]
+        elif action == "slice":
+            x = x.narrow(dim, x.shape[dim] - 1, 1) if draw(st.booleans()) else x.narrow(dim, 0, 1)
+        elif action == "expand" and x.shape[dim] == 1:
+            x = x.expand(*x.shape[:dim], 3, *x.shape[dim + 1 :])
+    normalized = draw(st.integers(1, x.dim()))
+    return x, torch.Size(x.shape[-normalized:]).numel()
+
+
+@settings(deadline=None, max_examples=300)
+@given(views(), st.booleans())
+def test_the_same_rows_in_any_view(view, aligned):
+    x, hidden = view
+    check(x, hidden, aligned and hidden % 4 == 0)
+
+
+WEIGHTS = {
+    "vector": (BASE[0, 0], True),
+    "matrix": (BASE[0], True),
+    "strided": (BASE[0, 0, ::2], False),
+    "one number": (BASE[0, 0, :1].expand(32), False),
+    "transposed": (BASE[0].t(), False),
+    "misaligned": (BASE[0, 0, 1:17], False),
+}
+
+
+@pytest.mark.parametrize("case", WEIGHTS)
+def test_parameters_become_contiguous_vectors(case):
+    w, stays = WEIGHTS[case]
+    vector = vector_of(w, aligned=True)
+    assert vector.dim() == 1 and vector.is_contiguous() and vector.data_ptr() % 16 == 0
+    assert torch.equal(vector, w.reshape(-1))
+    assert in_place(vector, w) == stays
+
+
+def test_a_misaligned_parameter_stays_where_alignment_does_not_count():
+    assert vector_of(BASE[0, 0, 1:18], aligned=False).data_ptr() == BASE[0, 0, 1:].data_ptr()

@@ -1,0 +1,157 @@
+"""Which implementation serves, and how the others' refusals are told."""
+
+import warnings
+
+import cuda.tile._compile as cutile_compiler
+import pytest
+import torch
+
+import tilenorm
+from tilenorm.launch.target import MULTIPROCESSORS, Target
+from tilenorm.ops import registry
+from tilenorm.ops.registry import MAX_HIDDEN, MAX_ROWS, Device, refusals, select
+from tilenorm.spec import NormSpec
+
+from .helpers import NEEDS_GPU, random
+
+pytestmark = pytest.mark.usefixtures("no_memory")
+
+SPEC = NormSpec("rms", 4096, "bfloat16", "bfloat16")
+H200 = Device("cuda", Target.of("sm_90"), 13000)
+CPU = Device("cpu")
+
+REFUSED = {
+    "cpu": (SPEC, 1, CPU, "the input is on cpu"),
+    "meta": (SPEC, 1, Device("meta"), "the input is on meta"),
+    "driver before r580": (
+        SPEC,
+        1,
+        Device("cuda", Target.of("sm_90"), 12080),
+        r"the driver serves CUDA 12; cuTile takes CUDA 13 \(r580\)",
+    ),
+    "Turing": (SPEC, 1, Device("cuda", Target("sm_75", 72), 13000), "sm_75: cuTile compiles for"),
+    "float64 input": (NormSpec("rms", 64, "float64"), 1, H200, "input is float64; the kernels"),
+    "float64 weight": (NormSpec("rms", 64, "float32", "float64"), 1, H200, "weight is float64"),
+    "float64 bias": (NormSpec("rms", 64, "float32", None, "float64"), 1, H200, "bias is float64"),
+    "no columns": (NormSpec("rms", 0, "float32"), 1, H200, "holds 0 elements; the kernels take 1"),
+    "too wide": (
+        NormSpec("rms", MAX_HIDDEN + 1, "float32"),
+        1,
+        H200,
+        "holds 262145 elements; the kernels take 1 to 262144",
+    ),
+    "too many rows": (SPEC, MAX_ROWS + 1, H200, "has 1073741825 rows; the kernels take up to"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case):
+    spec, rows, device, reason = REFUSED[case]
+    with pytest.warns(
+        tilenorm.ReferenceWarning, match=f"reference runs instead of cutile.*{reason}"
+    ):
+        assert select("rms_norm", spec, rows, device, None) == "reference"
+    with pytest.raises(RuntimeError, match=f"backend 'cutile' was asked for, but .*{reason}"):
+        select("rms_norm", spec, rows, device, "cutile")
+    assert refusals("rms_norm", spec, rows, device)["reference"] is None
+
+
+@pytest.mark.parametrize("arch", MULTIPROCESSORS)
+def test_served_on_every_architecture(arch):
+    device = Device("cuda", Target.of(arch), 13000)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert select("rms_norm", SPEC, MAX_ROWS, device, None) == "cutile"
+
+
+@pytest.mark.parametrize("dtype", registry.DTYPES)
+@pytest.mark.parametrize("hidden", [1, MAX_HIDDEN])
+def test_served_to_the_ends_of_the_range(hidden, dtype):
+    spec = NormSpec("rms", hidden, dtype, "float32", "float32", 1.0)
+    assert refusals("rms_norm", spec, 0, H200) == {"cutile": None, "reference": None}
+
+
+def test_missing_compiler(monkeypatch):
+    def find():
+        raise FileNotFoundError("'tileiras' compiler not found")
+
+    monkeypatch.setattr(cutile_compiler, "_find_compiler_bin", find)
+    assert refusals("rms_norm", SPEC, 1, H200)["cutile"] == (
+        "its compiler is missing: 'tileiras' compiler not found"
+    )
+
+
+def test_the_cpu_asks_for_no_compiler(monkeypatch):
+    def find():
+        raise AssertionError("looked for the compiler")
+
+    monkeypatch.setattr(cutile_compiler, "_find_compiler_bin", find)
+    select("rms_norm", SPEC, 1, CPU, None)
+
+
+def test_one_warning_for_many_calls():
+    x = torch.ones(2, 8)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            tilenorm.rms_norm(x, (8,))
+            tilenorm.rms_norm(x[:1].requires_grad_(), (8,)).sum().backward()
+    assert [w.category for w in told] == [tilenorm.ReferenceWarning]
+    assert "the input is on cpu" in str(told[0].message)
+
+
+def test_no_warning_for_the_backend_that_was_asked_for():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tilenorm.rms_norm(torch.ones(2, 8), (8,), backend="reference")
+
+
+def test_backend_of_one_call():
+    with pytest.raises(RuntimeError, match="backend 'cutile' was asked for, but the input is on"):
+        tilenorm.rms_norm(torch.ones(2, 8), (8,), backend="cutile")
+    tilenorm.rms_norm(torch.ones(2, 8), (8,))
+
+
+def test_backend_of_the_environment(monkeypatch):
+    monkeypatch.setenv("TILENORM_BACKEND", "cutile")
+    with pytest.raises(RuntimeError, match="backend 'cutile' was asked for, but the input is on"):
+        tilenorm.rms_norm(torch.ones(2, 8), (8,))
+    tilenorm.rms_norm(torch.ones(2, 8), (8,), backend="reference")
+
+
+@pytest.mark.parametrize("backend", ["triton", "Cutile"])
+def test_unknown_backend(backend, monkeypatch):
+    with pytest.raises(ValueError, match=f"backend: got '{backend}', takes one of cutile, ref"):
+        tilenorm.rms_norm(torch.ones(2, 8), (8,), backend=backend)
+    monkeypatch.setenv("TILENORM_BACKEND", backend)
+    with pytest.raises(ValueError, match=f"backend: got '{backend}', takes one of cutile, ref"):
+        tilenorm.rms_norm(torch.ones(2, 8), (8,))
+
+
+def test_an_empty_environment_variable_asks_for_nothing(monkeypatch):
+    monkeypatch.setenv("TILENORM_BACKEND", "")
+    tilenorm.rms_norm(torch.ones(2, 8), (8,))
+
+
+def test_a_refusal_raises_every_time():
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="was asked for"):
+            tilenorm.rms_norm(torch.ones(2, 8), (8,), backend="cutile")
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_gpu_serves_what_the_kernels_take(dtype):
+    x = random(3, 8, dtype=dtype, device="cuda")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            y = tilenorm.rms_norm(x, (8,), backend=None)
+    assert y.is_cuda
+    assert len(told) == (1 if dtype == torch.float64 else 0)
+    if dtype == torch.float64:
+        with pytest.raises(RuntimeError, match="input is float64"):
+            tilenorm.rms_norm(x, (8,), backend="cutile")
+    else:
+        tilenorm.rms_norm(x, (8,), backend="cutile")
+        torch.testing.assert_close(tilenorm.rms_norm(x, (8,), backend="reference"), y)
