@@ -148,7 +148,7 @@ class _BackwardPlan:
         sums, config = self.needs.sums, self.sum_config
         if not sums:
             return []
-        first, second = (dw, db) if sums == 2 else (dw if self.needs.dw else db,) * 2
+        first, second = (dw, db) if self.needs.dw else (db, dw)
         grid = (_cdiv(self.spec.hidden, config.tile), sums)
         arguments = (partials, first, second, self.blocks(rows), sums, config.rows, config.tile)
         return [Call(column_sum, grid, arguments)]
