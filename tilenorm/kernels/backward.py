@@ -11,8 +11,12 @@ from .rows import both, columns, inside, read, row_index, scale, write
 
 def segments(WIDTHS):
     """(index, first column, width) of each segment."""
-    starts = [sum(WIDTHS[:i]) for i in range(len(WIDTHS))]
-    return tuple(zip(range(len(WIDTHS)), starts, WIDTHS, strict=True))
+    found = ()
+    start = 0
+    for width in WIDTHS:
+        found += ((len(found), start, width),)
+        start += width
+    return found
 
 
 def tma_load(X, i, start, TILE_ROWS, WIDTH):

@@ -169,8 +169,7 @@ class _BackwardPlan:
         return self._sums, self.sum_config.rows, self.sum_config.tile
 
     def _column_sum(self, partials, dw, db, blocks: int) -> Call:
-        first = dw if self.needs.dw else db
-        second = db if self._sums == 2 else ABSENT
+        first, second = (dw, db) if self.needs.dw else (db, ABSENT)
         return Call(
             column_sum, self._sum_grid, (partials, first, second, blocks, *self._sum_constants)
         )

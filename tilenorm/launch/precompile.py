@@ -52,15 +52,26 @@ def backward_calls(spec: NormSpec, target: Target, rows: int, needs: Needs) -> l
 def training_calls(spec: NormSpec, target: Target) -> list[Call]:
     """Every call that inference and training with contiguous tensors can make, for any M."""
     needs = Needs(True, spec.weight is not None, spec.bias is not None)
-    tile = getattr(plan_backward(spec, target, needs).config, "rows", 1)
     calls = []
-    # The compiler distinguishes extents of 1, multiples of 16, and others: of the rows, and of the
-    # partial rows, which follow the rows until the grid is full.
-    for rows in (1, 16 * tile, 16 * tile + 1, 65536, 65537):
+    for rows in _row_classes(plan_backward(spec, target, needs)):
         for save in (False, True):
             calls += forward_calls(spec, target, rows, save)
         calls += backward_calls(spec, target, rows, needs)
     return list({_key(call): call for call in calls}.values())
+
+
+def _row_classes(plan) -> list[int]:
+    """A row count for each way in which the compiler can tell row counts apart.
+
+    It distinguishes extents of 1, multiples of 16, and others: of the rows, and of the partial
+    rows, which grow with the rows until the grid is full.
+    """
+    tile = getattr(plan.config, "rows", 1)
+    classes = {}
+    for rows in (*range(1, 34 * tile), 65536, 65537):
+        extents = (rows, plan.blocks(rows))
+        classes.setdefault(tuple((n == 1, n % 16 == 0) for n in extents), rows)
+    return list(classes.values())
 
 
 def precompile(spec: NormSpec, target: Target, processes: int | None = None) -> list[Compiled]:

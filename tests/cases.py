@@ -1,0 +1,142 @@
+"""The test matrix as data: specs at both ends of every regime of the planner.
+
+A regime is a run of hidden sizes that get one configuration and one tile width, found by asking the
+heuristics, so that a new entry of a table is tested without being named here. The executors take
+different parts. The interpreter costs about a millisecond a block: it plans for a GPU of
+MULTIPROCESSORS multiprocessors, so that few rows fill its grid, skips what another architecture
+plans alike, and takes of HIDDEN what is narrow. A GPU plans for itself, and runs HIDDEN in each
+dtype and every size of the tables. The compiler takes one spec a regime (test_compile.py).
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from itertools import chain, cycle, pairwise, product
+
+from tilenorm.launch import heuristics
+from tilenorm.launch.config import Wide
+from tilenorm.launch.target import Target
+from tilenorm.launch.tuned import TABLES
+from tilenorm.spec import NormSpec
+
+DTYPES = ("bfloat16", "float16", "float32")
+MAX_HIDDEN = 262144
+WIDEST_ROW = 32768  # no plan holds more of a row in registers
+NARROW = 4100  # of HIDDEN, what the interpreter runs
+
+# fmt: off
+HIDDEN = (
+    1, 2, 7, 8, 16, 31, 64, 96, 127, 128, 255, 256, 257, 511, 512, 1000, 1001, 1024, 1536, 2047,
+    2048, 3072, 4096, 4100, 5120, 7168, 8192, 12288, 16384, 16392, 20480, 32768, 40000, 65544,
+    131072, 262144,
+)
+# fmt: on
+
+MULTIPROCESSORS = 2
+# Without TMA, each architecture with a table, and TMA without a table.
+INTERPRETED = tuple(dict.fromkeys(("sm_80", *TABLES, "sm_100")))
+INTERPRETERS = tuple(f"interpreter_{arch}" for arch in INTERPRETED)
+EXECUTORS = (*INTERPRETERS, "gpu")
+
+DIRECTIONS = {"forward": heuristics.forward, "backward": heuristics.backward}
+
+
+def affine(dtype: str) -> list[dict]:
+    """Every weight, bias and offset of an input dtype, as fields of a spec."""
+    found = [{}] + [{"bias": bias} for bias in dict.fromkeys((dtype, "float32"))]
+    for weight, offset in product(dict.fromkeys((dtype, "float32")), (0.0, 1.0)):
+        found += [{"weight": weight, "bias": bias, "offset": offset} for bias in (None, weight)]
+    return found
+
+
+def all_affine(hidden: int) -> list[NormSpec]:
+    """Every dtype, weight, bias and offset of one size."""
+    return [NormSpec("rms", hidden, dtype, **more) for dtype in DTYPES for more in affine(dtype)]
+
+
+def target(arch: str) -> Target:
+    """What the interpreter plans for: so few multiprocessors that blocks take several rows."""
+    return Target(arch, MULTIPROCESSORS)
+
+
+@cache
+def regimes(direction: str, arch: str, dtype: str, aligned: bool) -> list[tuple[int, int]]:
+    """(first, last) hidden size of each regime, over aligned sizes or over odd ones, ascending."""
+    unit = 16 // NormSpec("rms", 1, dtype).item_bytes if aligned else 2
+
+    def size(i: int) -> int:
+        return i * unit if aligned else i * unit - 1
+
+    def regime(i: int):
+        spec = NormSpec("rms", size(i), dtype)
+        width = heuristics.tile_width(spec.hidden)
+        return DIRECTIONS[direction](spec, target(arch)), width
+
+    count = MAX_HIDDEN // unit
+    fine = range(1, min(count, 1024 // unit))
+    points = [*fine, *range(1024 // unit, count, 256 // unit), count]
+    edges = [1]
+    for low, high in pairwise(points):
+        edges += _changes(regime, low, high)
+    return [(size(a), size(b - 1)) for a, b in pairwise([*edges, count + 1])]
+
+
+def _changes(regime: Callable, low: int, high: int) -> list[int]:
+    """Where in (low, high] a regime begins, if one does: by halving, so one is taken to."""
+    if regime(low) == regime(high):
+        return []
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if regime(middle) == regime(low) else (low, middle)
+    return [high]
+
+
+@cache
+def ends(direction: str, arch: str) -> list[NormSpec]:
+    """Both ends of every regime of an architecture, the weights and biases taking turns."""
+    specs = []
+    turns = {dtype: cycle(affine(dtype)) for dtype in DTYPES}
+    for aligned in (True, False):
+        # Plans see the size of an element only, so the 16-bit dtypes take turns.
+        for dtypes in (("bfloat16", "float16"), ("float32", "float32")):
+            for sizes in regimes(direction, arch, dtypes[0], aligned):
+                for hidden, dtype in zip(sizes, dtypes, strict=True):
+                    specs.append(NormSpec("rms", hidden, dtype, **next(turns[dtype])))
+    return list(dict.fromkeys(specs))
+
+
+@cache
+def listed() -> list[NormSpec]:
+    """HIDDEN in every dtype, the weights and biases taking turns."""
+    turns = {dtype: cycle(affine(dtype)) for dtype in DTYPES}
+    return [NormSpec("rms", n, dtype, **next(turns[dtype])) for n, dtype in product(HIDDEN, DTYPES)]
+
+
+def matrix(direction: str, wide: bool) -> list[tuple[str, NormSpec]]:
+    """(executor, spec): of plans that hold whole rows, or of those that cut rows into chunks."""
+    pairs, seen = [], set()
+    narrow = [spec for spec in listed() if spec.hidden <= NARROW]
+    for executor, arch in zip(INTERPRETERS, INTERPRETED, strict=True):
+        for spec in chain(ends(direction, arch), narrow):
+            config = DIRECTIONS[direction](spec, target(arch))
+            bare = replace(spec, weight=None, bias=None, offset=0.0)
+            if isinstance(config, Wide) == wide and (config, bare) not in seen:
+                seen.add((config, bare))
+                pairs.append((executor, spec))
+    # Which plan a GPU will choose is not known when tests are collected, and each spec costs it a
+    # compile: without a table the regimes end at powers of two, most of which HIDDEN has.
+    every = chain(listed(), *(ends(direction, arch) for arch in TABLES))
+    on_gpu = [s for s in dict.fromkeys(every) if (s.hidden > WIDEST_ROW) == wide]
+    return pairs + [("gpu", spec) for spec in on_gpu]
+
+
+def label(value) -> str:
+    """A test's id: "4096-bf16-w32-b-o1"."""
+    if not isinstance(value, NormSpec):
+        return str(value)
+    short = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+    parts = [str(value.hidden), short[value.dtype]]
+    for name, dtype in (("w", value.weight), ("b", value.bias)):
+        if dtype:
+            parts.append(name if dtype == value.dtype else f"{name}{short[dtype][2:]}")
+    return "-".join(parts + ["o1"] * bool(value.offset))

@@ -1,0 +1,15 @@
+import pytest
+import torch
+
+from . import cases
+from .executors import Executor, Gpu, Interpreter
+
+
+@pytest.fixture(params=cases.EXECUTORS)
+def executor(request) -> Executor:
+    """Each executor by name; tests over cases.matrix name the executor themselves."""
+    if request.param != "gpu":
+        return Interpreter(request.param.removeprefix("interpreter_"))
+    if not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU")
+    return Gpu()

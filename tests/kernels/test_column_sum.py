@@ -1,0 +1,77 @@
+"""column_sum: the second half of dW and dB."""
+
+import pytest
+import torch
+
+from tests.executors import Inputs
+from tests.oracle import Truth
+from tests.tolerance import assert_close
+from tilenorm.kernels.column_sum import column_sum
+from tilenorm.launch.plan import Call, Needs, plan_backward
+from tilenorm.ops import cutile
+from tilenorm.spec import NormSpec
+
+
+def summed(executor, partials, count, dtypes, tile_rows=32, tile=16):
+    """The kernel's outputs, each of one of the dtypes, over NaN."""
+    hidden = partials.shape[1]
+    make = {"device": executor.device}
+    outs = [torch.full((hidden,), torch.nan, dtype=dtype, **make) for dtype in dtypes]
+    first, second = (outs + [partials])[:2]
+    arguments = (partials, first, second, count, len(outs), tile_rows, tile)
+    grid = (-(-hidden // tile), len(outs))
+    executor.run()([Call(column_sum, grid, arguments)], partials.get_device())
+    return outs
+
+
+@pytest.mark.parametrize("count", [1, 2, 31, 32, 33, 131, 264])
+@pytest.mark.parametrize("hidden", [1, 16, 37])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_one_sum(executor, hidden, count, dtype):
+    generator = torch.Generator().manual_seed(count)
+    partials = torch.randn(count, hidden, generator=generator).to(executor.device)
+    [out] = summed(executor, partials, count, [dtype])
+    truth = Truth(partials.double().sum(0), partials.double().abs().sum(0))
+    assert_close("sum", out, truth, partials.sum(0).to(dtype))
+
+
+@pytest.mark.parametrize("count", [1, 33])
+def test_two_sums_in_two_dtypes(executor, count):
+    partials = torch.randn(2 * count, 37, generator=torch.Generator().manual_seed(0))
+    partials = partials.to(executor.device)
+    dtypes = [torch.bfloat16, torch.float32]
+    for out, half, dtype in zip(
+        summed(executor, partials, count, dtypes), partials.split(count), dtypes, strict=True
+    ):
+        truth = Truth(half.double().sum(0), half.double().abs().sum(0))
+        assert_close("sum", out, truth, half.sum(0).to(dtype))
+
+
+def test_is_exact_when_the_sums_are(executor):
+    # A row left out, or taken twice, changes a sum of distinct powers of two.
+    count = 20
+    partials = torch.exp2(torch.arange(count))[:, None].expand(count, 37).contiguous()
+    [out] = summed(executor, partials.to(executor.device), count, [torch.float32])
+    assert (out == 2**count - 1).all()
+
+
+@pytest.mark.parametrize("hidden", [24, 37, 4104])
+@pytest.mark.parametrize("rows", [1, 29])
+def test_sums_what_the_backward_pass_left(executor, hidden, rows):
+    spec = NormSpec("rms", hidden, "bfloat16", "float32", "float32")
+    inputs = Inputs.random(spec, rows, executor.device)
+    seen = []
+
+    def run(calls, index):
+        executor.run()(calls, index)
+        seen.extend(calls)
+
+    plan = plan_backward(spec, executor.target, Needs(True, True, True))
+    rstd = inputs.rstd(spec)
+    _, dw, db = cutile.backward(plan, inputs.dy, inputs.x, inputs.weight, inputs.bias, rstd, run)
+    partials, *_ = seen[-1].arguments
+    count = plan.blocks(rows)
+    assert partials.shape == (2 * count, hidden)
+    for out, half in zip((dw, db), partials.split(count), strict=True):
+        truth = Truth(half.double().sum(0), half.double().abs().sum(0))
+        assert_close("sum", out, truth, half.sum(0))

@@ -1,0 +1,135 @@
+"""A row's bits depend on the row: not on its layout, its neighbours, their number, or the order."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import cases
+from tests.executors import Inputs
+from tilenorm.spec import NormSpec
+
+# Several rows a tile, one row a tile, segments by TMA, chunks; masked or not; aligned or not.
+SPECS = (
+    NormSpec("rms", 24, "bfloat16", "bfloat16", "bfloat16"),
+    NormSpec("rms", 37, "float16", "float32"),
+    NormSpec("rms", 64, "float32", "float32", None, 1.0),
+    NormSpec("rms", 1001, "bfloat16", "bfloat16"),
+    NormSpec("rms", 5120, "bfloat16", "bfloat16"),
+    NormSpec("rms", 40000, "float16"),
+)
+HUGE = {"float16": 6e4, "bfloat16": 1e30, "float32": 1e30}
+ROWS = 12
+
+each_spec = pytest.mark.parametrize("spec", SPECS, ids=cases.label)
+interpreted = partial(pytest.mark.parametrize, "executor", cases.INTERPRETERS, indirect=True)
+
+
+def results(executor, spec, inputs, **how) -> dict[str, Tensor]:
+    """Every result, those of rows as (rows, ...), whatever the layout of the input."""
+    y, rstd = executor.forward(spec, inputs, **how)
+    found = executor.backward(spec, inputs, **how) | {"y": y, "rstd": rstd}
+    by_rows = {"y": (-1, spec.hidden), "dx": (-1, spec.hidden)}
+    return {name: t.reshape(by_rows.get(name, t.shape)) for name, t in found.items()}
+
+
+def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert set(found) == set(expected)
+    for name, t in found.items():
+        assert torch.equal(t, expected[name]), f"{name}: {(t != expected[name]).sum()} differ"
+
+
+def inside(x: Tensor, *leading: int, before: int = 0, extra: int | None = None) -> Tensor:
+    """x's rows with these leading dimensions, in NaN: none evenly spaced, none merges."""
+    hidden = x.shape[1]
+    extra = hidden if extra is None else extra
+    sizes = [n + 1 for n in leading[:-1]] + [leading[-1], before + hidden + extra]
+    around = torch.full(sizes, torch.nan, dtype=x.dtype, device=x.device)
+    view = around[..., before : before + hidden]
+    for dim, n in enumerate(leading[:-1]):
+        view = view.narrow(dim, 0, n)
+    return view.copy_(x.view(*leading, hidden))
+
+
+LAYOUTS = {
+    "row_stride": lambda x: inside(x, ROWS),
+    "second_third": lambda x: inside(x, ROWS, before=x.shape[1]),
+    "three_dimensions": lambda x: inside(x, 3, ROWS // 3),
+    "four_dimensions": lambda x: inside(x, 2, 2, ROWS // 4),
+    "five_dimensions": lambda x: inside(x, 2, 2, 1, ROWS // 4),
+    "off_by_one_element": lambda x: inside(x, ROWS, before=1, extra=2),
+    "columns": lambda x: x.t().contiguous().t(),
+    "every_second_element": lambda x: x.repeat_interleave(2, dim=1)[:, ::2],
+    "one_row_repeated": lambda x: x[:1].expand(ROWS, -1),
+}
+
+
+@each_spec
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("executor", ["interpreter_sm_90", "gpu"], indirect=True)
+def test_layout(executor, spec, layout):
+    inputs = Inputs.random(spec, ROWS, executor.device)
+    laid_out = replace(
+        inputs,
+        x=LAYOUTS[layout](inputs.x),
+        dy=LAYOUTS[layout](inputs.dy),
+    )
+    packed = replace(
+        inputs,
+        x=laid_out.x.reshape(ROWS, -1).clone(memory_format=torch.contiguous_format),
+        dy=laid_out.dy.reshape(ROWS, -1).clone(memory_format=torch.contiguous_format),
+    )
+    assert_same_bits(results(executor, spec, laid_out), results(executor, spec, packed))
+
+
+@each_spec
+def test_number_of_rows(executor, spec):
+    inputs = Inputs.random(spec, ROWS, executor.device)
+    every = results(executor, spec, inputs)
+    for start, stop in ((0, 1), (3, 4), (ROWS - 5, ROWS)):
+        part = replace(inputs, x=inputs.x[start:stop], dy=inputs.dy[start:stop])
+        alone = results(executor, spec, part)
+        for name in ("y", "rstd", "dx"):
+            assert torch.equal(alone[name], every[name][start:stop]), (name, start)
+
+
+@each_spec
+@pytest.mark.parametrize("value", ["huge", "nan"])
+def test_neighbours(executor, spec, value):
+    # A mask that lets a row see a column of the next, or a sum over a whole tile, shows.
+    row = 4
+    inputs = Inputs.random(spec, ROWS, executor.device)
+    others = torch.arange(ROWS, device=executor.device) != row
+    number = HUGE[spec.dtype] if value == "huge" else torch.nan
+    x, dy = inputs.x.clone(), inputs.dy.clone()
+    x[others] = dy[others] = number
+    found = results(executor, spec, replace(inputs, x=x, dy=dy))
+    expected = results(executor, spec, inputs)
+    for name in ("y", "rstd", "dx"):
+        assert torch.equal(found[name][row], expected[name][row]), name
+
+
+@each_spec
+def test_runs_repeat(executor, spec):
+    inputs = Inputs.random(spec, ROWS, executor.device)
+    assert_same_bits(results(executor, spec, inputs), results(executor, spec, inputs))
+
+
+@each_spec
+@interpreted()
+def test_padding_is_not_used(executor, spec):
+    inputs = Inputs.random(spec, 5, executor.device)
+    expected = results(executor, spec, inputs)
+    for fill in (1e30, -1e30):
+        assert_same_bits(results(executor, spec, inputs, fill=fill), expected)
+
+
+@each_spec
+@interpreted()
+@pytest.mark.parametrize("order", ["reverse", 1], ids=["reversed", "shuffled"])
+def test_order_of_blocks(executor, spec, order):
+    inputs = Inputs.random(spec, ROWS, executor.device)
+    expected = results(executor, spec, inputs)
+    assert_same_bits(results(executor, spec, inputs, order=order), expected)
