@@ -1,0 +1,139 @@
+"""Every kernel and plan the planner emits compiles, and those for tuned architectures do not spill.
+
+Nothing needs a GPU. A kernel takes 0.1-1 s, so that sm_90 and sm_100 compile every regime, and the
+other architectures one spec of each kind of plan. Tests wait for their own results only, which all
+cores produce from the moment the first test asks.
+"""
+
+import os
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from itertools import product
+from multiprocessing import get_context
+
+import pytest
+
+from tests import cases
+from tilenorm.launch.plan import Needs
+from tilenorm.launch.precompile import (
+    backward_calls,
+    compile_call,
+    cuobjdump,
+    forward_calls,
+    training_calls,
+)
+from tilenorm.launch.signature import ArrayLike
+from tilenorm.launch.target import MULTIPROCESSORS, Target
+from tilenorm.spec import NormSpec
+
+TUNED = ("sm_90", "sm_100")
+ROWS = 65537
+# One size of each kind of plan: rows a tile, a masked row, elements one by one, the widest of each.
+SIZES = (1, 8, 37, 1000, 4096, 8192, 16384, 40000, 65537)
+KINDS = [NormSpec("rms", n, "bfloat16", "bfloat16", "bfloat16", 1.0) for n in SIZES]
+KINDS += [NormSpec("rms", 1536, "float16", "float32"), NormSpec("rms", 1536, "float32")]
+NEEDS = [Needs(*flags) for flags in product((False, True), repeat=3) if any(flags)]
+
+
+def regime_specs(direction: str, arch: str) -> list[NormSpec]:
+    """A masked size and the last of each regime, without and with what costs most registers."""
+    specs = []
+    for dtype, aligned in product(("bfloat16", "float32"), (True, False)):
+        for first, last in cases.regimes(direction, arch, dtype, aligned):
+            weighted = NormSpec("rms", last, dtype, dtype)
+            most = replace(weighted, bias=dtype, offset=1.0)
+            specs += [weighted, most, replace(most, hidden=first)] if aligned else [most]
+    return list(dict.fromkeys(specs))
+
+
+def calls_of(direction: str, spec: NormSpec, arch: str):
+    if direction == "forward":
+        return forward_calls(spec, Target.of(arch), ROWS, True)
+    needs = Needs(True, spec.weight is not None, spec.bias is not None)
+    return backward_calls(spec, Target.of(arch), ROWS, needs)
+
+
+def calls_of_kind(spec: NormSpec, arch: str, needs: Needs, save: bool):
+    """Forward and backward with these flags."""
+    target = Target.of(arch)
+    return forward_calls(spec, target, ROWS, save) + backward_calls(spec, target, ROWS, needs)
+
+
+def calls_of_layout(spec: NormSpec, arch: str, leading: int):
+    """Forward and backward of rows in so many leading dimensions, none of which merge."""
+    shape = (5, 7, 9)[:leading] + (spec.hidden,)
+    row = 2 * spec.hidden
+    strides = (row * 200, row * 12, row)[3 - leading :] + (1,)
+    x = ArrayLike(spec.dtype, shape, strides)
+    needs = Needs(True, spec.weight is not None, spec.bias is not None)
+    calls = []
+    for call in calls_of_kind(spec, arch, needs, True):
+        names = call.kernel._annotated_function.pysig.parameters
+        pairs = zip(names, call.arguments, strict=True)
+        calls.append(call._replace(arguments=tuple(x if n in ("X", "DY") else a for n, a in pairs)))
+    return calls
+
+
+def calls_of_training(spec: NormSpec, arch: str):
+    return training_calls(spec, Target.of(arch))
+
+
+def compile_all(arch: str, make, arguments):
+    """In a worker: a kernel is not pickled, so calls are made where they are compiled."""
+    return [compile_call(call, arch) for call in make(*arguments)]
+
+
+def regime_params():
+    for arch, direction in product(TUNED, cases.DIRECTIONS):
+        for spec in regime_specs(direction, arch):
+            job = (arch, calls_of, (direction, spec, arch))
+            yield pytest.param(job, id=f"{arch}-{direction}-{cases.label(spec)}")
+
+
+def kind_params():
+    for arch, spec in product(MULTIPROCESSORS, KINDS):
+        if arch not in TUNED:
+            for direction in cases.DIRECTIONS:
+                job = (arch, calls_of, (direction, spec, arch))
+                yield pytest.param(job, id=f"{arch}-{direction}-{cases.label(spec)}")
+
+
+def flag_params():
+    for hidden in (1000, 5120, 40000):
+        spec = NormSpec("rms", hidden, "bfloat16", "bfloat16", "float32")
+        for needs in NEEDS:
+            asked = "+".join(k for k, v in needs._asdict().items() if v)
+            job = ("sm_90", calls_of_kind, (spec, "sm_90", needs, False))
+            yield pytest.param(job, id=f"{cases.label(spec)}-{asked}")
+        for leading in (1, 2, 3):
+            job = ("sm_90", calls_of_layout, (spec, "sm_90", leading))
+            yield pytest.param(job, id=f"{cases.label(spec)}-{leading}_leading_dimensions")
+        job = ("sm_90", calls_of_training, (spec, "sm_90"))
+        yield pytest.param(job, id=f"{cases.label(spec)}-training")
+
+
+@pytest.fixture(scope="module")
+def compiled(request, tmp_path_factory):
+    """job -> its results, from workers that share a cache; those of all selected tests at once."""
+    selected = [item for item in request.session.items if item.module is request.module]
+    jobs = dict.fromkeys(i.callspec.params["job"] for i in selected if hasattr(i, "callspec"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_TILE_CACHE_DIR", str(tmp_path_factory.mktemp("cutile")))
+        # Fork is not safe once threads are up.
+        workers = ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn"))
+        with workers:
+            results = {job: workers.submit(compile_all, *job) for job in jobs}
+            yield lambda job: results[job].result()
+            workers.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize("job", [*kind_params(), *flag_params()])
+def test_compiles(compiled, job):
+    assert compiled(job)
+
+
+@pytest.mark.parametrize("job", regime_params())
+def test_every_regime_compiles_and_does_not_spill(compiled, job):
+    results = compiled(job)
+    assert cuobjdump(), 'spills are read by cuobjdump: pip install -e ".[test]"'
+    assert {c.kernel: c.spill_bytes for c in results} == {c.kernel: 0 for c in results}

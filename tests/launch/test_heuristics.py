@@ -1,0 +1,115 @@
+"""Configurations: the tables are well formed, and every size gets one that can serve it."""
+
+from itertools import accumulate, pairwise
+
+import pytest
+
+from tests import cases
+from tilenorm.launch import heuristics
+from tilenorm.launch.config import Backward, Forward, Wide
+from tilenorm.launch.target import MULTIPROCESSORS, Target
+from tilenorm.launch.tuned import TABLES
+from tilenorm.spec import ITEM_BYTES, NormSpec
+
+TABLE_LIST = [
+    pytest.param(arch, direction, item, table, id=f"{arch}-{direction}-{item}")
+    for arch, module in TABLES.items()
+    for direction in ("FORWARD", "BACKWARD")
+    for item, table in getattr(module, direction).items()
+]
+each_table = pytest.mark.parametrize("arch, direction, item, table", TABLE_LIST)
+DTYPE = {2: "bfloat16", 4: "float32"}
+REGIMES = [
+    pytest.param(direction, arch, dtype, aligned, id=f"{arch}-{direction}-{dtype}-{aligned}")
+    for direction in cases.DIRECTIONS
+    for arch in MULTIPROCESSORS
+    for dtype in ("bfloat16", "float32")
+    for aligned in (True, False)
+]
+
+
+def power_of_two(n: int) -> bool:
+    return n > 0 and n & (n - 1) == 0
+
+
+@each_table
+def test_sizes_ascend(arch, direction, item, table):
+    largest = [n for n, _ in table]
+    assert largest == sorted(set(largest))
+    assert all(n * item % 16 == 0 for n in largest)
+
+
+@pytest.mark.parametrize("arch", TABLES)
+def test_tables_have_both_element_sizes(arch):
+    assert set(TABLES[arch].FORWARD) == set(TABLES[arch].BACKWARD) == {2, 4}
+
+
+@each_table
+def test_table_is_what_the_planner_returns(arch, direction, item, table):
+    configure = cases.DIRECTIONS[direction.lower()]
+    unit = 16 // item
+    starts = [unit] + [n + unit for n, _ in table]
+    for first, (last, config) in zip(starts, table, strict=False):
+        for hidden in (first, last):
+            assert configure(NormSpec("rms", hidden, DTYPE[item]), Target.of(arch)) is config
+    beyond = NormSpec("rms", starts[-1], DTYPE[item])
+    assert isinstance(configure(beyond, Target.of(arch)), Wide)
+
+
+@pytest.mark.parametrize("direction, arch, dtype, aligned", REGIMES)
+def test_every_regime_can_serve_its_sizes(direction, arch, dtype, aligned):
+    target = Target.of(arch)
+    for sizes in cases.regimes(direction, arch, dtype, aligned):
+        for hidden in sizes:
+            config = cases.DIRECTIONS[direction](NormSpec("rms", hidden, dtype), target)
+            CHECKS[type(config)](config, hidden, target, aligned)
+
+
+def check_forward(config: Forward, hidden, target, aligned):
+    assert power_of_two(config.rows)
+
+
+def check_backward(config: Backward, hidden, target, aligned):
+    starts = [0, *accumulate(config.widths)]
+    assert all(power_of_two(width) for width in config.widths)
+    assert all(a > b for a, b in pairwise(config.widths))
+    # A tile load's index counts tiles, so that a segment starts at a multiple of its width.
+    assert all(s % w == 0 for s, w in zip(starts, config.widths, strict=False))
+    assert starts[-1] >= hidden, "columns that no segment covers"
+    assert starts[-2] < hidden, "a segment outside the row"
+    assert power_of_two(config.rows)
+    if config.tma:
+        assert config.rows == 1 and target.has_tma and aligned
+
+
+def check_wide(config: Wide, hidden, target, aligned):
+    assert power_of_two(config.tile)
+    # A tile load of 16-byte vectors: chunks of an aligned row are aligned.
+    assert config.tile % 16 == 0
+
+
+CHECKS = {Forward: check_forward, Backward: check_backward, Wide: check_wide}
+
+
+@pytest.mark.parametrize("direction, arch, dtype, aligned", REGIMES)
+def test_regimes_cover_every_size_once(direction, arch, dtype, aligned):
+    found = cases.regimes(direction, arch, dtype, aligned)
+    step = 16 // ITEM_BYTES[dtype] if aligned else 2
+    assert found[0][0] == (step if aligned else 1)
+    assert found[-1][1] == cases.MAX_HIDDEN - (not aligned)
+    assert all(first <= last for first, last in found)
+    assert all(b[0] == a[1] + step for a, b in pairwise(found))
+
+
+@pytest.mark.parametrize("arch", MULTIPROCESSORS)
+def test_column_sum_fills_whole_tiles(arch):
+    for hidden in cases.HIDDEN:
+        config = heuristics.column_sum(NormSpec("rms", hidden, "bfloat16"), Target.of(arch))
+        assert power_of_two(config.rows) and power_of_two(config.tile)
+
+
+@pytest.mark.parametrize(
+    "hidden, width", [(1, 1), (2, 2), (3, 4), (4, 4), (255, 256), (256, 256), (257, 512)]
+)
+def test_tile_width(hidden, width):
+    assert heuristics.tile_width(hidden) == width

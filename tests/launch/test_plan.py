@@ -1,0 +1,127 @@
+"""Plans: pure functions of (spec, target), whose calls no row count specialises."""
+
+from dataclasses import FrozenInstanceError, fields, replace
+from itertools import product
+from types import FunctionType
+
+import pytest
+import torch
+
+from tests import cases
+from tilenorm.launch.plan import MAX_GRID, Needs, plan_backward, plan_forward
+from tilenorm.launch.precompile import backward_calls, forward_calls
+from tilenorm.launch.signature import signature
+from tilenorm.launch.target import MULTIPROCESSORS, Target
+from tilenorm.ops.registry import MAX_ROWS
+from tilenorm.spec import NormSpec
+
+ALL = Needs(True, True, True)
+LARGEST_TENSOR = 1 << 37  # bytes: half of a B300's memory
+SPECS = [
+    NormSpec("rms", hidden, dtype, dtype, dtype)
+    for hidden, dtype in product(cases.HIDDEN, ("bfloat16", "float32"))
+]
+each_arch = pytest.mark.parametrize("arch", MULTIPROCESSORS)
+
+
+def all_calls(spec, target, rows):
+    return forward_calls(spec, target, rows, True) + backward_calls(spec, target, rows, ALL)
+
+
+@each_arch
+def test_planning_asks_no_gpu(arch, monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("a plan asked CUDA")
+
+    for name, value in list(vars(torch.cuda).items()):
+        if isinstance(value, FunctionType):
+            monkeypatch.setattr(torch.cuda, name, refuse)
+    for name in dir(torch._C):
+        if name.startswith(("_cuda_get", "_cuda_init")):
+            monkeypatch.setattr(torch._C, name, refuse)
+    target = Target(arch, 3)  # a number that no other test has, so that nothing is remembered
+    for spec in SPECS:
+        assert all_calls(spec, target, 17)
+
+
+@pytest.mark.parametrize("hidden", [4096, 262144])
+def test_plans_are_made_once(hidden):
+    def spec():
+        return NormSpec("rms", hidden, "bfloat16", "bfloat16", "bfloat16")
+
+    target = Target("sm_90", 132)
+    for plan in (
+        lambda: plan_forward(spec(), target, True),
+        lambda: plan_backward(spec(), target, ALL),
+    ):
+        assert plan() is plan()
+        assert hash(plan()) == hash(replace(plan()))
+        for field in fields(plan()):
+            with pytest.raises(FrozenInstanceError):
+                setattr(plan(), field.name, None)
+
+
+def test_each_set_of_needs_has_its_plan():
+    spec, target = SPECS[0], Target("sm_90", 132)
+    plans = {plan_backward(spec, target, Needs(*n)) for n in product((False, True), repeat=3)}
+    assert len(plans) == 8
+
+
+@each_arch
+@pytest.mark.parametrize("spec", SPECS, ids=cases.label)
+def test_row_count_specialises_nothing(arch, spec):
+    # Neither count is 1 or divisible by 16, of which the compiler would take note, nor are the
+    # partial rows: those of a full grid, which does not depend on the row count.
+    one, other = (all_calls(spec, Target.of(arch), rows) for rows in (1_000_003, 2_000_003))
+    for a, b in zip(one, other, strict=True):
+        assert a.kernel is b.kernel
+        symbols = [signature(call.kernel, call.arguments).symbol for call in (a, b)]
+        assert symbols[0] == symbols[1]
+
+
+def test_hinted_kernels_are_kept():
+    target = Target("sm_90", 132)
+    specs = [NormSpec("rms", 4096, dtype, dtype) for dtype in ("bfloat16", "float16")]
+    kernels = []
+    for spec in specs:
+        for _ in range(2):
+            plan = plan_backward(spec, target, Needs(True, True, False))
+            plan = replace(plan)  # a plan made anew
+            calls = plan.calls(*[None] * 9, 5)
+            kernels.append(calls[0].kernel)
+    assert plan.config.hints.given()
+    assert all(kernel is kernels[0] for kernel in kernels)
+
+
+@each_arch
+@pytest.mark.parametrize("rows", [1, 1000, 1 << 20, MAX_ROWS])
+def test_scratch_is_bounded(arch, rows):
+    target = Target.of(arch)
+    for spec in SPECS:
+        for needs in (ALL, Needs(False, True, False), Needs(True, False, True)):
+            partial_rows, hidden = plan_backward(spec, target, needs).partials(rows)
+            assert hidden == spec.hidden
+            assert partial_rows // needs.sums <= min(rows, 4 * target.multiprocessors), spec
+
+
+def test_no_scratch_without_sums():
+    plan = plan_backward(SPECS[0], Target("sm_90", 132), Needs(True, False, False))
+    assert plan.partials(1000) is None
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=cases.label)
+def test_grids_can_be_launched(spec):
+    # As many rows as tilenorm accepts, of a tensor that fits the largest GPUs with its output.
+    rows = min(MAX_ROWS, LARGEST_TENSOR // (spec.hidden * spec.item_bytes))
+    for arch in MULTIPROCESSORS:
+        for kernel, grid, _ in all_calls(spec, Target.of(arch), rows):
+            assert all(1 <= n <= MAX_GRID for n in grid), (arch, kernel._pyfunc.__name__, grid)
+
+
+@pytest.mark.parametrize("rows", [1, MAX_GRID, MAX_GRID + 1, MAX_ROWS])
+def test_a_grid_reaches_every_row(rows):
+    spec = NormSpec("rms", 4096, "bfloat16")
+    [call] = forward_calls(spec, Target.of("sm_90"), rows, True)
+    plan = plan_forward(spec, Target.of("sm_90"), True)
+    blocks = torch.Size(call.grid).numel()
+    assert rows <= blocks * plan.config.rows < rows + (1 << 20) * plan.config.rows
