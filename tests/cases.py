@@ -37,8 +37,15 @@ MULTIPROCESSORS = 2
 INTERPRETED = tuple(dict.fromkeys(("sm_80", *TABLES, "sm_100")))
 INTERPRETERS = tuple(f"interpreter_{arch}" for arch in INTERPRETED)
 EXECUTORS = (*INTERPRETERS, "gpu")
+DIRECTIONS = ("forward", "backward")
 
-DIRECTIONS = {"forward": heuristics.forward, "backward": heuristics.backward}
+
+def config(direction: str, spec: NormSpec, target: Target):
+    """What the planner chooses for a spec whose every gradient is needed."""
+    if direction == "forward":
+        return heuristics.forward(spec, target)
+    sums = (spec.weight is not None) + (spec.bias is not None)
+    return heuristics.backward(spec, target, sums)
 
 
 def affine(dtype: str) -> list[dict]:
@@ -69,8 +76,9 @@ def regimes(direction: str, arch: str, dtype: str, aligned: bool) -> list[tuple[
 
     def regime(i: int):
         spec = NormSpec("rms", size(i), dtype)
-        width = heuristics.tile_width(spec.hidden)
-        return DIRECTIONS[direction](spec, target(arch)), width
+        parameters = ({"weight": dtype}, {"weight": dtype, "bias": dtype})
+        chosen = [config(direction, replace(spec, **more), target(arch)) for more in parameters]
+        return *chosen, heuristics.tile_width(spec.hidden)
 
     count = MAX_HIDDEN // unit
     fine = range(1, min(count, 1024 // unit))
@@ -118,10 +126,10 @@ def matrix(direction: str, wide: bool) -> list[tuple[str, NormSpec]]:
     narrow = [spec for spec in listed() if spec.hidden <= NARROW]
     for executor, arch in zip(INTERPRETERS, INTERPRETED, strict=True):
         for spec in chain(ends(direction, arch), narrow):
-            config = DIRECTIONS[direction](spec, target(arch))
+            chosen = config(direction, spec, target(arch))
             bare = replace(spec, weight=None, bias=None, offset=0.0)
-            if isinstance(config, Wide) == wide and (config, bare) not in seen:
-                seen.add((config, bare))
+            if isinstance(chosen, Wide) == wide and (chosen, bare) not in seen:
+                seen.add((chosen, bare))
                 pairs.append((executor, spec))
     # Which plan a GPU will choose is not known when tests are collected, and each spec costs it a
     # compile: without a table the regimes end at powers of two, most of which HIDDEN has.
