@@ -148,4 +148,5 @@ def test_compiles(compiled, job):
 def test_every_regime_compiles_and_does_not_spill(compiled, job):
     results = compiled(job)
     assert cuobjdump(), 'spills are read by cuobjdump: pip install -e ".[test]"'
-    assert {c.kernel: c.spill_bytes for c in results} == {c.kernel: 0 for c in results}
+    spilled = {c.kernel: c.spill_bytes for c in results if c.spill_bytes}
+    assert not spilled, f"bytes a thread: {spilled}"
