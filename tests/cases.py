@@ -22,7 +22,7 @@ from tilenorm.spec import NormSpec
 DTYPES = ("bfloat16", "float16", "float32")
 MAX_HIDDEN = 262144
 WIDEST_ROW = 32768  # no plan holds more of a row in registers
-NARROW = 4100  # of HIDDEN, what the interpreter runs
+NARROW = 1100  # of HIDDEN, what the interpreter runs
 
 # fmt: off
 HIDDEN = (

@@ -14,6 +14,7 @@ from multiprocessing import get_context
 import pytest
 
 from tests import cases
+from tilenorm.launch.config import Wide
 from tilenorm.launch.plan import Needs
 from tilenorm.launch.precompile import (
     backward_calls,
@@ -28,18 +29,29 @@ from tilenorm.spec import NormSpec
 
 TUNED = ("sm_90", "sm_100")
 ROWS = 65537
-# One size of each kind of plan: rows a tile, a masked row, elements one by one, the widest of each.
-SIZES = (1, 8, 37, 1000, 4096, 8192, 16384, 40000, 65537)
+# One size of each kind of plan: rows a tile, a row a tile, TMA where there is, chunks; by vectors
+# and by elements.
+SIZES = (8, 37, 1000, 4096, 8192, 40000, 65537)
 KINDS = [NormSpec("rms", n, "bfloat16", "bfloat16", "bfloat16", 1.0) for n in SIZES]
-KINDS += [NormSpec("rms", 1536, "float16", "float32"), NormSpec("rms", 1536, "float32")]
+KINDS += [NormSpec("rms", 1536, "float32")]
 NEEDS = [Needs(*flags) for flags in product((False, True), repeat=3) if any(flags)]
 
 
 def regime_specs(direction: str, arch: str) -> list[NormSpec]:
     """A masked size and the last of each regime, without and with what costs most registers."""
     specs = []
+    configure = cases.DIRECTIONS[direction]
     for dtype, aligned in product(("bfloat16", "float32"), (True, False)):
-        for first, last in cases.regimes(direction, arch, dtype, aligned):
+        found = cases.regimes(direction, arch, dtype, aligned)
+        chunked = [
+            isinstance(configure(NormSpec("rms", n, dtype), Target.of(arch)), Wide)
+            for n, _ in found
+        ]
+        # Chunks are the same kernels whatever their number: the first regime and the last.
+        kept = [
+            r for i, r in enumerate(found) if not (chunked[i] and chunked[i - 1]) or r is found[-1]
+        ]
+        for first, last in kept:
             weighted = NormSpec("rms", last, dtype, dtype)
             most = replace(weighted, bias=dtype, offset=1.0)
             specs += [weighted, most, replace(most, hidden=first)] if aligned else [most]
@@ -108,8 +120,8 @@ def flag_params():
         for leading in (1, 2, 3):
             job = ("sm_90", calls_of_layout, (spec, "sm_90", leading))
             yield pytest.param(job, id=f"{cases.label(spec)}-{leading}_leading_dimensions")
-        job = ("sm_90", calls_of_training, (spec, "sm_90"))
-        yield pytest.param(job, id=f"{cases.label(spec)}-training")
+    spec = NormSpec("rms", 1000, "bfloat16", "bfloat16")
+    yield pytest.param(("sm_90", calls_of_training, (spec, "sm_90")), id="any_number_of_rows")
 
 
 @pytest.fixture(scope="module")
@@ -132,8 +144,9 @@ def test_compiles(compiled, job):
     assert compiled(job)
 
 
-@pytest.mark.parametrize("job", regime_params())
+@pytest.mark.parametrize("job", [*regime_params()])
 def test_every_regime_compiles_and_does_not_spill(compiled, job):
     results = compiled(job)
     assert cuobjdump(), 'spills are read by cuobjdump: pip install -e ".[test]"'
-    assert {c.kernel: c.spill_bytes for c in results} == {c.kernel: 0 for c in results}
+    spilled = {c.kernel: c.spill_bytes for c in results if c.spill_bytes}
+    assert not spilled, f"bytes a thread: {spilled}"
