@@ -3,10 +3,8 @@
 import argparse
 import sys
 
-from cuda.tile._cext import default_tile_context
-
 from . import __version__
-from .launch.precompile import Compiled, precompile
+from .launch.precompile import Compiled, cache_folder, precompile
 from .launch.target import MULTIPROCESSORS, Target
 from .ops.explain import OPS, explain_spec, planned_device
 from .ops.info import information
@@ -44,7 +42,7 @@ def explain(options: argparse.Namespace) -> int:
 
 def compile_ahead(options: argparse.Namespace) -> int:
     """Compile each spec into cuTile's cache and print what came of it."""
-    if default_tile_context.config.cache_dir is None:
+    if cache_folder() is None:
         raise RefusedError("cuTile's cache is off (CUDA_TILE_CACHE_DIR): nothing would be kept")
     specs = _specs(options)
     for spec in specs:

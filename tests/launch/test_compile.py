@@ -25,6 +25,7 @@ from tilenorm.launch.precompile import (
 )
 from tilenorm.launch.signature import ArrayLike
 from tilenorm.launch.target import MULTIPROCESSORS, Target
+from tilenorm.launch.tuned import TABLES
 from tilenorm.spec import NormSpec
 
 TUNED = ("sm_90", "sm_100")
@@ -40,11 +41,10 @@ NEEDS = [Needs(*flags) for flags in product((False, True), repeat=3) if any(flag
 def regime_specs(direction: str, arch: str) -> list[NormSpec]:
     """A masked size and the last of each regime, without and with what costs most registers."""
     specs = []
-    configure = cases.DIRECTIONS[direction]
     for dtype, aligned in product(("bfloat16", "float32"), (True, False)):
         found = cases.regimes(direction, arch, dtype, aligned)
         chunked = [
-            isinstance(configure(NormSpec("rms", n, dtype), Target.of(arch)), Wide)
+            isinstance(cases.config(direction, NormSpec("rms", n, dtype), Target.of(arch)), Wide)
             for n, _ in found
         ]
         # Chunks are the same kernels whatever their number: the first regime and the last.
@@ -148,5 +148,18 @@ def test_compiles(compiled, job):
 def test_every_regime_compiles_and_does_not_spill(compiled, job):
     results = compiled(job)
     assert cuobjdump(), 'spills are read by cuobjdump: pip install -e ".[test]"'
+    arch, _, (direction, spec, _) = job
     spilled = {c.kernel: c.spill_bytes for c in results if c.spill_bytes}
-    assert not spilled, f"bytes a thread: {spilled}"
+    excess = {k: b for k, b in spilled.items() if b > allowed_spill(k, direction, spec, arch)}
+    assert not excess, f"bytes a thread: {excess}"
+
+
+def allowed_spill(kernel: str, direction: str, spec: NormSpec, arch: str) -> int:
+    """Bytes that the table of an architecture owns up to for this configuration."""
+    chosen = cases.config(direction, spec, Target.of(arch))
+    for (name, item_bytes, hidden), spilled in getattr(TABLES.get(arch), "SPILLS", {}).items():
+        edge = replace(spec, hidden=hidden)
+        same = (name, item_bytes) == (kernel, spec.item_bytes)
+        if same and cases.config(direction, edge, Target.of(arch)) == chosen:
+            return spilled
+    return 0

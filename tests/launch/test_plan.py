@@ -72,11 +72,11 @@ def test_each_set_of_needs_has_its_plan():
 def test_row_count_specialises_nothing(arch, spec):
     # Neither count is 1 or divisible by 16, of which the compiler would take note, nor are the
     # partial rows: those of a full grid, which does not depend on the row count.
-    one, other = (all_calls(spec, Target.of(arch), rows) for rows in (1_000_003, 2_000_003))
-    for a, b in zip(one, other, strict=True):
-        assert a.kernel is b.kernel
-        symbols = [signature(call.kernel, call.arguments).symbol for call in (a, b)]
-        assert symbols[0] == symbols[1]
+    one, other = (
+        {(call.kernel, signature(call.kernel, call.arguments).symbol) for call in calls}
+        for calls in (all_calls(spec, Target.of(arch), rows) for rows in (1_000_003, 2_000_003))
+    )
+    assert one == other
 
 
 def test_hinted_kernels_are_kept():
@@ -118,10 +118,16 @@ def test_grids_can_be_launched(spec):
             assert all(1 <= n <= MAX_GRID for n in grid), (arch, kernel._pyfunc.__name__, grid)
 
 
-@pytest.mark.parametrize("rows", [1, MAX_GRID, MAX_GRID + 1, MAX_ROWS])
-def test_a_grid_reaches_every_row(rows):
-    spec = NormSpec("rms", 4096, "bfloat16")
-    [call] = forward_calls(spec, Target.of("sm_90"), rows, True)
-    plan = plan_forward(spec, Target.of("sm_90"), True)
-    blocks = torch.Size(call.grid).numel()
-    assert rows <= blocks * plan.config.rows < rows + (1 << 20) * plan.config.rows
+@pytest.mark.parametrize("hidden", [64, 4096, 65536])
+@pytest.mark.parametrize("rows", [1, MAX_GRID, MAX_GRID + 1, 40_000_000])
+def test_launches_cover_every_row_once(rows, hidden):
+    spec = NormSpec("rms", hidden, "bfloat16")
+    config = plan_forward(spec, Target.of("sm_90"), True).config
+    reached = {}
+    for kernel, grid, arguments in forward_calls(spec, Target.of("sm_90"), rows, True):
+        names = list(kernel._annotated_function.pysig.parameters)
+        given = dict(zip(names, arguments, strict=True))
+        a_block = getattr(config, "rows", None) or 1 / given["CHUNKS"]
+        assert reached.get(kernel, 0) == given["first"]
+        reached[kernel] = given["first"] + grid[0] * a_block
+    assert all(rows <= n < rows + getattr(config, "rows", 1) for n in reached.values())

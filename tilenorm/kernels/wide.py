@@ -1,7 +1,8 @@
 """Rows too wide for one block's registers: two launches over chunks of a row, in each direction.
 
 The first leaves a partial sum per (row, chunk), the second adds them up in chunk order and applies
-the result. A row's bits depend on the chunk width alone.
+the result. A row's bits depend on the chunk width alone. As in norm_forward, a launch of one block
+a chunk starts at row `first`.
 """
 
 import cuda.tile as ct
@@ -13,13 +14,14 @@ from .rows import columns, inside, read, read_vector, scale, write
 def wide_squares(
     X,
     SQUARES,
+    first: int,
     N: ct.Constant[int],
     CHUNKS: ct.Constant[int],
     TILE: ct.Constant[int],
     ALIGNED: ct.Constant[bool],
 ):
     """squares[r, j] = Σ x² over chunk j of row r. X (..., N), SQUARES (rows, CHUNKS) float32."""
-    row = ct.bid(0) // CHUNKS
+    row = first + ct.bid(0) // CHUNKS
     chunk = ct.bid(0) % CHUNKS
     cols = columns(chunk * TILE, TILE)
     mask = inside(X, cols, CHUNKS * TILE, N, ALIGNED)
@@ -35,6 +37,7 @@ def wide_forward(
     SQUARES,
     Y,
     RSTD,
+    first: int,
     eps: float,
     N: ct.Constant[int],
     CHUNKS: ct.Constant[int],
@@ -47,7 +50,7 @@ def wide_forward(
     SAVE: ct.Constant[bool],
 ):
     """y = x · rstd · (w + offset) + b on one chunk, rstd from the partial sums of squares."""
-    row = ct.bid(0) // CHUNKS
+    row = first + ct.bid(0) // CHUNKS
     chunk = ct.bid(0) % CHUNKS
     cols = columns(chunk * TILE, TILE)
     mask = inside(X, cols, CHUNKS * TILE, N, ALIGNED)
@@ -122,6 +125,7 @@ def wide_backward(
     RSTD,
     DOTS,
     DX,
+    first: int,
     N: ct.Constant[int],
     CHUNKS: ct.Constant[int],
     PADDED_CHUNKS: ct.Constant[int],
@@ -131,7 +135,7 @@ def wide_backward(
     WEIGHT: ct.Constant[bool],
 ):
     """dx = rstd · (g − x̂ · mean(g · x̂)) on one chunk, the mean from the partial dots."""
-    row = ct.bid(0) // CHUNKS
+    row = first + ct.bid(0) // CHUNKS
     chunk = ct.bid(0) % CHUNKS
     cols = columns(chunk * TILE, TILE)
     mask = inside(X, cols, CHUNKS * TILE, N, ALIGNED)

@@ -72,6 +72,13 @@ def _hinted(kernel: ct.kernel, hints: Hints) -> ct.kernel:
     return kernel.replace_hints(**given) if given else kernel
 
 
+def _launches(rows: int, most: int) -> list[tuple[int, int]]:
+    """(first row, rows) of each launch, where one reaches at most `most` rows."""
+    if rows <= most:
+        return [(0, rows)]
+    return [(first, min(most, rows - first)) for first in range(0, rows, most)]
+
+
 def _cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
@@ -99,17 +106,10 @@ class RowForward:
 
     def calls(self, x, weight, bias, y, rstd, workspace, rows: int, eps: float) -> list[Call]:
         step = self.config.rows
-        blocks = -(-rows // step)
         tail = (rows, eps, *self._constants)
-        if blocks <= MAX_GRID:
-            return [Call(self._kernel, (blocks,), (x, weight, bias, y, rstd, 0, *tail))]
         return [
-            Call(
-                self._kernel,
-                (min(blocks - start, MAX_GRID),),
-                (x, weight, bias, y, rstd, start * step, *tail),
-            )
-            for start in range(0, blocks, MAX_GRID)
+            Call(self._kernel, (-(-count // step),), (x, weight, bias, y, rstd, first, *tail))
+            for first, count in _launches(rows, MAX_GRID * step)
         ]
 
 
@@ -131,14 +131,26 @@ class WideForward:
         return rows, self.chunks
 
     def calls(self, x, weight, bias, y, rstd, workspace, rows: int, eps: float) -> list[Call]:
-        spec, tile, grid = self.spec, self.config.tile, (rows * self.chunks,)
-        padded = heuristics.tile_width(self.chunks)
+        spec, tile = self.spec, self.config.tile
         size = (spec.hidden, self.chunks)
-        stats = (x, workspace, *size, tile, spec.aligned)
-        apply = (x, weight, bias, workspace, y, rstd, eps, *size, padded, tile, *_affine(spec))
-        return [
-            Call(wide.wide_squares, grid, stats),
-            Call(wide.wide_forward, grid, (*apply, self.save)),
+        padded = heuristics.tile_width(self.chunks)
+        tail = (eps, *size, padded, tile, *_affine(spec), self.save)
+        launches = _launches(rows, MAX_GRID // self.chunks)
+        stats = [
+            Call(
+                wide.wide_squares,
+                (count * self.chunks,),
+                (x, workspace, first, *size, tile, spec.aligned),
+            )
+            for first, count in launches
+        ]
+        return stats + [
+            Call(
+                wide.wide_forward,
+                (count * self.chunks,),
+                (x, weight, bias, workspace, y, rstd, first, *tail),
+            )
+            for first, count in launches
         ]
 
 
@@ -233,9 +245,15 @@ class WideBackward(_BackwardPlan):
         dots = (x, dy, weight, rstd, workspace, partials, rows, *size, tile, *affine, *self.needs)
         calls = [Call(kernel, (self.blocks(rows) * self.chunks,), dots)]
         if self.needs.dx:
-            padded = heuristics.tile_width(self.chunks)
-            apply = (x, dy, weight, rstd, workspace, dx, *size, padded, tile, *affine)
-            calls.append(Call(wide.wide_backward, (rows * self.chunks,), apply))
+            tail = (*size, heuristics.tile_width(self.chunks), tile, *affine)
+            calls += [
+                Call(
+                    wide.wide_backward,
+                    (count * self.chunks,),
+                    (x, dy, weight, rstd, workspace, dx, first, *tail),
+                )
+                for first, count in _launches(rows, MAX_GRID // self.chunks)
+            ]
         if self._sums:
             calls.append(self._column_sum(partials, dw, db, self.blocks(rows)))
         return calls

@@ -9,6 +9,8 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 
+from cuda.tile._cext import default_tile_context
+
 from ..spec import NormSpec
 from .plan import ABSENT, Call, Needs, plan_backward, plan_forward
 from .signature import ArrayLike, signature
@@ -69,9 +71,14 @@ def _row_classes(plan) -> list[int]:
     tile = getattr(plan.config, "rows", 1)
     classes = {}
     for rows in (*range(1, 34 * tile), 65536, 65537):
-        extents = (rows, plan.blocks(rows))
+        extents = (rows, *(plan.partials(rows) or ())[:1])
         classes.setdefault(tuple((n == 1, n % 16 == 0) for n in extents), rows)
     return list(classes.values())
+
+
+def cache_folder() -> str | None:
+    """Where cuTile keeps what it compiled, for any process of this user; None if it does not."""
+    return default_tile_context.config.cache_dir
 
 
 def precompile(spec: NormSpec, target: Target, processes: int | None = None) -> list[Compiled]:
@@ -79,9 +86,7 @@ def precompile(spec: NormSpec, target: Target, processes: int | None = None) -> 
 
     Raises cuda.tile.TileError when a kernel does not compile, RuntimeError when the cache is off.
     """
-    from cuda.tile._cext import default_tile_context
-
-    if default_tile_context.config.cache_dir is None:
+    if cache_folder() is None:
         raise RuntimeError("cuTile's cache is off (CUDA_TILE_CACHE_DIR): nothing would be kept")
     count = len(training_calls(spec, target))
     work = [(spec, target, index) for index in range(count)]
@@ -94,8 +99,6 @@ def precompile(spec: NormSpec, target: Target, processes: int | None = None) -> 
 
 def compile_call(call: Call, arch: str) -> Compiled:
     """Compile one call for an architecture, through cuTile's cache, and read its resources."""
-    from cuda.tile._cext import default_tile_context
-
     capability = int(arch.removeprefix("sm_"))
     start = time.perf_counter()
     cubin, *_ = call.kernel._compile(

@@ -6,6 +6,7 @@ from importlib import metadata
 
 import torch
 
+from ..launch.precompile import cache_folder
 from ..spec import NormSpec
 from .registry import REGISTRY, device_of, driver_version, refusals
 
@@ -65,9 +66,7 @@ def _compiler(wrong: list[str]) -> str:
 
 
 def _cache(wrong: list[str]) -> str:
-    from cuda.tile._cext import default_tile_context
-
-    folder = default_tile_context.config.cache_dir
+    folder = cache_folder()
     if folder is None:
         wrong.append("cuTile's cache is off (CUDA_TILE_CACHE_DIR): every process compiles anew")
         return "off"

@@ -14,7 +14,8 @@ from ..config import Backward, Forward, Hints, Wide
 SPILLS = {
     ("norm_forward", 2, 32768): 176,
     ("norm_forward", 4, 32768): 376,
-    ("norm_backward", 2, 12288): 8,
+    ("norm_backward", 2, 3072): 8,
+    ("norm_backward", 2, 12288): 56,
     ("norm_backward", 2, 16384): 56,
     ("norm_backward", 4, 16384): 232,
 }
