@@ -4,6 +4,10 @@ import torch
 from . import cases
 from .executors import Executor, Gpu, Interpreter
 
+# The interpreter's operations are small: threads would wait for each other, a hundred times longer
+# than they work where another process holds a core.
+torch.set_num_threads(1)
+
 
 @pytest.fixture(params=cases.EXECUTORS)
 def executor(request) -> Executor:

@@ -24,8 +24,7 @@ def tma_load(X, i, start, TILE_ROWS, WIDTH):
     if X.ndim == 2:
         return ct.load(X, (i, start // WIDTH), (TILE_ROWS, WIDTH), padding_mode=ct.PaddingMode.ZERO)
     index = row_index(X, i) + (start // WIDTH,)
-    shape = (1, 1, WIDTH) if X.ndim == 3 else (1, 1, 1, WIDTH)
-    return ct.load(X, index, shape, padding_mode=ct.PaddingMode.ZERO).reshape((1, WIDTH))
+    return ct.load(X, index, (1, 1, WIDTH), padding_mode=ct.PaddingMode.ZERO).reshape((1, WIDTH))
 
 
 def gather_tile(X, DY, RSTD, i, rows, N, TILE_ROWS, WIDTHS, ALIGNED):

@@ -26,7 +26,7 @@ def norm_forward(
 ):
     """y = x · rstd · (w + offset) + b with rstd = 1 / sqrt(mean(x²) + eps).
 
-    X (..., N) of rows in up to three leading dimensions, W and B (N,), Y (rows, N),
+    X (..., N) of rows in one or two leading dimensions, W and B (N,), Y (rows, N),
     RSTD (rows,) float32, written if SAVE. Arrays that a flag excludes are not touched. A launch
     starts at row `first`: there are more rows than a grid has blocks.
     """

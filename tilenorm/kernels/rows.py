@@ -11,13 +11,10 @@ import cuda.tile as ct
 
 
 def row_index(X, row):
-    """Indices over the leading dimensions of X, whose rows need not be evenly spaced."""
+    """Indices over the leading dimensions of X, one, or two whose rows are not evenly spaced."""
     if X.ndim == 2:
         return (row,)
-    if X.ndim == 3:
-        return (row // X.shape[1], row % X.shape[1])
-    inner = X.shape[1] * X.shape[2]
-    return (row // inner, row % inner // X.shape[2], row % X.shape[2])
+    return (row // X.shape[1], row % X.shape[1])
 
 
 def columns(start, WIDTH):
