@@ -45,10 +45,10 @@ def inside(x: Tensor, *leading: int, before: int = 0, extra: int | None = None) 
     """x's rows with these leading dimensions, in NaN: none evenly spaced, none merges."""
     hidden = x.shape[1]
     extra = hidden if extra is None else extra
-    sizes = [n + 1 for n in leading[:-1]] + [leading[-1], before + hidden + extra]
+    sizes = [n + 1 for n in leading] + [before + hidden + extra]
     around = torch.full(sizes, torch.nan, dtype=x.dtype, device=x.device)
     view = around[..., before : before + hidden]
-    for dim, n in enumerate(leading[:-1]):
+    for dim, n in enumerate(leading):
         view = view.narrow(dim, 0, n)
     return view.copy_(x.view(*leading, hidden))
 

@@ -32,7 +32,7 @@ def in_place(view, x) -> bool:
 
 
 def check(x, hidden, aligned) -> torch.Tensor:
-    view = rows_of(x, hidden, aligned)
+    view = rows_of(x, hidden, aligned, 2)
     assert 2 <= view.dim() <= 4
     assert view.shape[-1] == hidden
     assert view.stride(-1) == 1 or hidden == 1
@@ -101,7 +101,7 @@ def test_copied_once(case, aligned, monkeypatch):
             return result
 
         monkeypatch.setattr(torch.Tensor, name, counted)
-    view = rows_of(x, hidden, aligned)
+    view = rows_of(x, hidden, aligned, 2)
     monkeypatch.undo()
     assert len(copies) == 1 and view.is_contiguous()
     check(x, hidden, aligned)
@@ -119,7 +119,7 @@ def test_misaligned_rows_are_copied_where_alignment_counts(case):
     x = MISALIGNED[case]
     hidden = x.shape[-1]
     assert not in_place(check(x, hidden, aligned=True), x)
-    assert rows_of(x, hidden, aligned=False).data_ptr() == x.data_ptr()
+    assert rows_of(x, hidden, aligned=False, leading=2).data_ptr() == x.data_ptr()
 
 
 @pytest.mark.parametrize("dtype, unit", [(torch.bfloat16, 8), (torch.float32, 4)], ids=str)
@@ -133,7 +133,7 @@ def test_sixteen_bytes_whatever_the_dtype(dtype, unit):
     "stride, expected", [(2**31 - 16, "in place"), (2**31, "copied"), (2**32 + 16, "copied")]
 )
 def test_strides_that_need_more_than_32_bits_are_copied(stride, expected):
-    assert rows_of(described((3, 16), (stride, 1)), 16, aligned=True) == expected
+    assert rows_of(described((3, 16), (stride, 1)), 16, aligned=True, leading=2) == expected
 
 
 @st.composite

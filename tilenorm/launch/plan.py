@@ -65,6 +65,15 @@ def plan_backward(spec: NormSpec, target: Target, needs: Needs) -> "RowBackward 
     return kind(spec, target, config, heuristics.column_sum(spec, target), needs)
 
 
+def _leading(config: Forward | Backward | Wide) -> int:
+    """Leading dimensions of an input that is read in place: two where a tile is one row.
+
+    The rows of a tile are evenly spaced, else the compiler lays the tile out otherwise and sums it
+    in another order (seen at N = 37 and 64).
+    """
+    return 2 if getattr(config, "rows", 1) == 1 else 1
+
+
 @cache
 def _hinted(kernel: ct.kernel, hints: Hints) -> ct.kernel:
     """The kernel with hints: kept, because a hinted kernel has a compile cache of its own."""
@@ -91,6 +100,11 @@ class RowForward:
     target: Target
     config: Forward
     save: bool
+
+    @cached_property
+    def leading(self) -> int:
+        """Most leading dimensions of x that are read in place."""
+        return _leading(self.config)
 
     def workspace(self, rows: int) -> None:
         """No float32 workspace."""
@@ -121,6 +135,8 @@ class WideForward:
     target: Target
     config: Wide
     save: bool
+
+    leading = 2
 
     @cached_property
     def chunks(self) -> int:
@@ -161,6 +177,11 @@ class _BackwardPlan:
     config: Backward | Wide
     sum_config: ColumnSum
     needs: Needs
+
+    @cached_property
+    def leading(self) -> int:
+        """Most leading dimensions of x and dy that are read in place."""
+        return _leading(self.config)
 
     def partials(self, rows: int) -> tuple[int, int] | None:
         """Shape of the float32 scratch of partial sums over rows; None when none is needed."""

@@ -43,7 +43,7 @@ def forward(
     rstd = _float32((rows,), x) if plan.save else None
     if rows:
         calls = plan.calls(
-            rows_of(x, hidden, aligned),
+            rows_of(x, hidden, aligned, plan.leading),
             ABSENT if weight is None else vector_of(weight, aligned),
             ABSENT if bias is None else vector_of(bias, aligned),
             matrix_of(y, hidden),
@@ -74,8 +74,8 @@ def backward(
     db = _like(bias) if need_db else None
     if rows:
         calls = plan.calls(
-            rows_of(x, hidden, aligned),
-            rows_of(dy, hidden, aligned),
+            rows_of(x, hidden, aligned, plan.leading),
+            rows_of(dy, hidden, aligned, plan.leading),
             ABSENT if weight is None else vector_of(weight, aligned),
             rstd,
             ABSENT if dx is None else matrix_of(dx, hidden),

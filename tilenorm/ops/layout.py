@@ -6,19 +6,18 @@ VECTOR_BYTES = 16
 MAX_STRIDE = 2**31  # kernels hold extents and strides in 32 bits
 
 
-def rows_of(x: Tensor, hidden: int, aligned: bool) -> Tensor:
-    """x as (..., hidden) with one or two leading dimensions and a last stride of 1.
+def rows_of(x: Tensor, hidden: int, aligned: bool, leading: int) -> Tensor:
+    """x as (..., hidden) with at most `leading` leading dimensions and a last stride of 1.
 
-    In place if the normalised dimensions are contiguous, the leading ones collapse to at most
-    two, and, when `aligned`, every row starts on 16 bytes. A row that does not would be read in
-    narrower pieces and summed in another order, and so would tiles of rows in three uneven
-    dimensions (seen at N = 37 and 64), so these are copied: the same bits come first.
+    In place if the normalised dimensions are contiguous, the leading ones collapse to so few, and,
+    when `aligned`, every row starts on 16 bytes. A row that does not would be read in narrower
+    pieces and summed in another order, so it is copied: the same bits come first.
     """
     if x.is_contiguous():
         view = matrix_of(x, hidden)
         return view.clone() if aligned and x.data_ptr() % VECTOR_BYTES else view
     strided = _collapse(x, hidden)
-    if strided is None:
+    if strided is None or len(strided[0]) > leading:
         return x.reshape(-1, hidden).contiguous()
     shape, strides = strided
     unit = VECTOR_BYTES // x.element_size()
@@ -63,6 +62,6 @@ def _collapse(x: Tensor, hidden: int) -> tuple[list[int], list[int]] | None:
     if not merged:
         return [1], [hidden]
     shape, strides = map(list, zip(*merged, strict=True))
-    if len(shape) > 2 or not 0 < min(strides) <= max(strides) < MAX_STRIDE:
+    if not 0 < min(strides) <= max(strides) < MAX_STRIDE:
         return None
     return shape, strides
