@@ -63,17 +63,16 @@ def torch_own(
     offset: float = 0.0,
     dy: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """What PyTorch computes in these dtypes. It has no offset and no bias: those in float32."""
+    """What PyTorch computes in these dtypes: what it has no op for, in float32, rounded once."""
     x = x.detach().requires_grad_()
     w = None if weight is None else weight.detach().requires_grad_()
     b = None if bias is None else bias.detach().requires_grad_()
-    gain = w if w is None or not offset else w.float() + offset
-    if gain is not None and gain.dtype != x.dtype:
-        # PyTorch rounds the normalised value first when the weight has another dtype.
-        y = torch.nn.functional.rms_norm(x.float(), (hidden,), gain.float(), eps)
+    if b is None and not offset and (w is None or w.dtype == x.dtype):
+        y = torch.nn.functional.rms_norm(x, (hidden,), w, eps)
     else:
-        y = torch.nn.functional.rms_norm(x, (hidden,), gain, eps)
-    y = (y if b is None else y.float() + b.float()).to(x.dtype)
+        gain = None if w is None else w.float() + offset
+        y = torch.nn.functional.rms_norm(x.float(), (hidden,), gain, eps)
+        y = (y if b is None else y + b.float()).to(x.dtype)
     found = {"y": y.detach()}
     found["rstd"] = torch.rsqrt(x.detach().float().square().mean(-1) + eps).reshape(-1)
     if dy is not None:

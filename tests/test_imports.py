@@ -16,11 +16,11 @@ ALLOWED = {
     "kernels": {"cuda.tile"},
     "spec": set(),
     "launch": {"tilenorm.kernels", "tilenorm.spec", "cuda.tile", "nvidia"},
-    "ops": {"tilenorm.launch", "tilenorm.spec", "torch", "cuda.tile"},
+    "ops": {"tilenorm.launch", "tilenorm.spec", "torch"},
     "nn": {"tilenorm.ops", "torch"},
     "integrations": {"tilenorm.nn", "tilenorm.ops", "torch"},
     "__init__": {"tilenorm.ops", "tilenorm.nn"},
-    "__main__": {"tilenorm", "torch"},
+    "__main__": {"tilenorm"},
 }
 MUTABLE = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
 
