@@ -4,8 +4,9 @@ import argparse
 import sys
 
 from . import __version__
-from .launch.precompile import Compiled, cache_folder, precompile
+from .launch.precompile import Compiled, precompile
 from .launch.target import MULTIPROCESSORS, Target
+from .launch.toolchain import cache_folder
 from .ops.explain import OPS, explain_spec, planned_device
 from .ops.info import information
 from .ops.registry import DTYPES, refusals

@@ -15,6 +15,7 @@ from ..spec import NormSpec
 from .plan import ABSENT, Call, Needs, plan_backward, plan_forward
 from .signature import ArrayLike, signature
 from .target import Target
+from .toolchain import cache_folder
 
 
 @dataclass(frozen=True)
@@ -74,11 +75,6 @@ def _row_classes(plan) -> list[int]:
         extents = (rows, *(plan.partials(rows) or ())[:1])
         classes.setdefault(tuple((n == 1, n % 16 == 0) for n in extents), rows)
     return list(classes.values())
-
-
-def cache_folder() -> str | None:
-    """Where cuTile keeps what it compiled, for any process of this user; None if it does not."""
-    return default_tile_context.config.cache_dir
 
 
 def precompile(spec: NormSpec, target: Target, processes: int | None = None) -> list[Compiled]:

@@ -6,9 +6,9 @@ from importlib import metadata
 
 import torch
 
-from ..launch.precompile import cache_folder
+from ..launch.toolchain import cache_folder, compiler_path, driver_version
 from ..spec import NormSpec
-from .registry import REGISTRY, device_of, driver_version, refusals
+from .registry import REGISTRY, device_of, refusals
 
 PACKAGES = ("tilenorm", "torch", "cuda-tile", "nvidia-cuda-tileiras", "triton")
 
@@ -54,10 +54,8 @@ def _version(package: str) -> str:
 
 
 def _compiler(wrong: list[str]) -> str:
-    from cuda.tile._compile import _find_compiler_bin
-
     try:
-        path = _find_compiler_bin().path
+        path = compiler_path()
         text = subprocess.run([path, "--version"], capture_output=True, text=True, check=True)
     except (FileNotFoundError, subprocess.CalledProcessError) as error:
         wrong.append(f"tileiras does not run: {error}")

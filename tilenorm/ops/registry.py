@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-from cuda.tile._cext import get_driver_version
 
 from ..launch.target import MULTIPROCESSORS, Target
+from ..launch.toolchain import compiler_path, driver_version
 from ..spec import NormSpec
 
 MAX_HIDDEN = 262144
@@ -129,18 +129,10 @@ def device_of(kind: str, index: int | None) -> Device:
     return Device(kind, target, driver_version())
 
 
-def driver_version() -> int:
-    """The newest CUDA version that the driver serves, 13000 for 13.0."""
-    major, minor = get_driver_version()
-    return major * 1000 + minor * 10
-
-
 @cache
 def _compiler_missing() -> str | None:
-    from cuda.tile._compile import _find_compiler_bin
-
     try:
-        _find_compiler_bin()
+        compiler_path()
     except FileNotFoundError as error:
         return f"its compiler is missing: {error}"
     return None
