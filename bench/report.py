@@ -47,7 +47,7 @@ def _throughput(record: Record, cells: Sequence[Cell], markdown: bool) -> str:
         here = {cell.provider: cell for cell in cells if (cell.m, cell.n) == (m, n)}
         copy = copies.get((first.dtype, m, n))
         shown = [_rate(here.get(name), copy) for name in names]
-        rows.append([n, m, *shown, f"{copy:.0f}" if copy else "-", against_best_peer(here)])
+        rows.append([n, m, *shown, _speed(copy) if copy else "-", against_best_peer(here)])
     title = f"{first.op} {first.direction}, {first.dtype}: GB/s (% of a copy)"
     header = ["N", "M", *names, "copy", f"{OURS} / best peer"]
     spreads = [cell.spread for cell in cells if cell.spread is not None]
@@ -61,7 +61,13 @@ def _rate(cell: Cell | None, copy: float | None) -> str:
         return "-"
     if cell.gbps is None:
         return cell.status
-    return f"{cell.gbps:.0f} ({cell.gbps / copy:.0%})" if copy else f"{cell.gbps:.0f}"
+    speed = _speed(cell.gbps)
+    return f"{speed} ({cell.gbps / copy:.0%})" if copy else speed
+
+
+def _speed(gbps: float) -> str:
+    """Whole GB/s, but two digits of what is slow."""
+    return f"{gbps:.0f}" if gbps >= 10 else f"{gbps:.2g}"
 
 
 def _notes(cells: Sequence[Cell]) -> list[str]:
