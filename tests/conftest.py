@@ -9,6 +9,12 @@ from .executors import Executor, Gpu, Interpreter
 torch.set_num_threads(1)
 
 
+def pytest_configure() -> None:
+    # The interpreter's tiles are small: a second thread doubles the CPU time of the kernels' tests
+    # (116 s to 230 s), and where cores are shared its waiting takes minutes.
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(params=cases.EXECUTORS)
 def executor(request) -> Executor:
     """Each executor by name; tests over cases.matrix name the executor themselves."""
