@@ -4,10 +4,6 @@ import torch
 from . import cases
 from .executors import Executor, Gpu, Interpreter
 
-# The interpreter's operations are small: threads would wait for each other, a hundred times longer
-# than they work where another process holds a core.
-torch.set_num_threads(1)
-
 
 def pytest_configure() -> None:
     # The interpreter's tiles are small: a second thread doubles the CPU time of the kernels' tests
