@@ -20,7 +20,7 @@ from .toolchain import cache_folder
 
 @dataclass(frozen=True)
 class Compiled:
-    """One compiled kernel. Registers a thread; spill and shared bytes a block; None if unread."""
+    """One compiled kernel. Registers and spilled bytes a thread, shared bytes a block, or None."""
 
     kernel: str
     hints: str

@@ -8,7 +8,8 @@ import torch
 
 from ..launch.toolchain import cache_folder, compiler_path, driver_version
 from ..spec import NormSpec
-from .registry import REGISTRY, device_of, refusals
+from .explain import OPS
+from .registry import device_of, refusals
 
 PACKAGES = ("tilenorm", "torch", "cuda-tile", "nvidia-cuda-tileiras", "triton")
 
@@ -32,7 +33,7 @@ def information() -> tuple[list[str], list[str]]:
         arch = f", {device.target.arch}" if device.target else ""
         multiprocessors = f", {device.target.multiprocessors} SMs" if device.target else ""
         lines.append(f"{kind}{'' if index is None else f':{index}'} {name}{arch}{multiprocessors}")
-        for op in dict.fromkeys(op for i in REGISTRY for op in i.ops):
+        for op in OPS:
             spec = NormSpec("rms", 4096, "bfloat16", "bfloat16")
             found = refusals(op, spec, 4096, device)
             chosen = next(name for name, reason in found.items() if reason is None)

@@ -78,7 +78,7 @@ def select(op: str, spec: NormSpec, rows: int, device: Device, backend: str | No
 
     Raises ValueError for an unknown backend, RuntimeError when the one asked for refuses.
     """
-    return _select(op, spec, min(rows, MAX_ROWS + 1) > MAX_ROWS, device, backend)
+    return _select(op, spec, rows > MAX_ROWS, device, backend)
 
 
 @cache
