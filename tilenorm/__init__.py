@@ -1,8 +1,23 @@
-"""RMSNorm for NVIDIA GPUs in cuTile: forward and backward. Importing this never touches CUDA."""
+"""RMSNorm and LayerNorm for NVIDIA GPUs in cuTile: forward and backward, with what surrounds them.
 
+Importing this never touches CUDA.
+"""
+
+from .nn import LayerNorm, RMSNorm
 from .ops.explain import explain
-from .ops.functional import rms_norm
+from .ops.functional import add_layer_norm, add_rms_norm, gated_rms_norm, layer_norm, rms_norm
 from .ops.registry import ReferenceWarning
 
-__all__ = ["ReferenceWarning", "__version__", "explain", "rms_norm"]
+__all__ = [
+    "LayerNorm",
+    "RMSNorm",
+    "ReferenceWarning",
+    "__version__",
+    "add_layer_norm",
+    "add_rms_norm",
+    "explain",
+    "gated_rms_norm",
+    "layer_norm",
+    "rms_norm",
+]
 __version__ = "0.1.0"

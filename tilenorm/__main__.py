@@ -7,10 +7,11 @@ from . import __version__
 from .launch.precompile import Compiled, precompile
 from .launch.target import MULTIPROCESSORS, Target
 from .launch.toolchain import cache_folder
-from .ops.explain import OPS, explain_spec, planned_device
+from .ops.arguments import ROUNDINGS
+from .ops.explain import explain_spec, options_of, planned_device
 from .ops.info import information
 from .ops.registry import DTYPES, refusals
-from .spec import NormSpec
+from .spec import OPS, NormSpec
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -37,7 +38,7 @@ def info(_: argparse.Namespace) -> int:
 def explain(options: argparse.Namespace) -> int:
     """Print the implementation and the launches of each spec on an architecture."""
     for spec in _specs(options):
-        print(explain_spec(options.op, spec, options.rows, planned_device(options.arch)))
+        print(explain_spec(spec, options.rows, planned_device(options.arch)))
     return 0
 
 
@@ -47,11 +48,10 @@ def compile_ahead(options: argparse.Namespace) -> int:
         raise RefusedError("cuTile's cache is off (CUDA_TILE_CACHE_DIR): nothing would be kept")
     specs = _specs(options)
     for spec in specs:
-        if reason := refusals(options.op, spec, 1, planned_device(options.arch))["cutile"]:
+        if reason := refusals(spec, 1, planned_device(options.arch))["cutile"]:
             raise RefusedError(reason)
     for spec in specs:
-        parameters = f"weight {spec.weight}, bias {spec.bias}, offset {spec.offset:g}"
-        print(f"{options.op} {spec.hidden} {spec.dtype} ({parameters}) for {options.arch}")
+        print(f"{spec.op} {spec.hidden} {spec.dtype} ({options_of(spec)}) for {options.arch}")
         print(f"  {'kernel':<14} {'hints':<40} seconds  regs spill B  smem B")
         for compiled in precompile(spec, Target.of(options.arch), options.processes):
             print(_row(compiled))
@@ -68,9 +68,22 @@ def _specs(options: argparse.Namespace) -> list[NormSpec]:
     specs = []
     for hidden in options.hidden:
         for dtype in options.dtype:
-            weight = None if options.no_weight else options.weight_dtype or dtype
-            bias = (options.weight_dtype or dtype) if options.bias else None
-            specs.append(NormSpec("rms", hidden, dtype, weight, bias, options.offset))
+            parameter = options.weight_dtype or dtype
+            fields = {
+                "weight": None if options.no_weight else parameter,
+                "bias": parameter if options.bias else None,
+                "offset": options.offset,
+                "heads": options.heads,
+                "rounding": options.rounding,
+                "gate_first": options.gate_first,
+            }
+            if options.residual_dtype:
+                fields["residual"] = options.residual_dtype
+            specs.append(NormSpec.of(options.op, hidden, dtype, **fields))
+    if options.residual_dtype and not specs[0].op.startswith("add_"):
+        raise RefusedError(f"--residual-dtype: {options.op} takes no residual")
+    if options.gate_first and not specs[0].gate:
+        raise RefusedError(f"--gate-first: {options.op} takes no gate")
     return specs
 
 
@@ -90,6 +103,10 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--no-weight", action="store_true")
         command.add_argument("--bias", action="store_true", help="with a bias, dtype as the weight")
         command.add_argument("--offset", type=float, default=0.0, help="added to the weight")
+        command.add_argument("--heads", type=_positive, default=0, help="with a weight each")
+        command.add_argument("--rounding", default="late", choices=ROUNDINGS)
+        command.add_argument("--residual-dtype", choices=DTYPES, help="default: as --dtype")
+        command.add_argument("--gate-first", action="store_true", help="gate, then normalise")
         if run is explain:
             command.add_argument("--rows", type=_positive, default=8192, metavar="M")
         else:

@@ -4,14 +4,21 @@ from dataclasses import dataclass
 from functools import cached_property
 
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+OPS = ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm", "gated_rms_norm")
 
 
 @dataclass(frozen=True)
 class NormSpec:
     """One normalisation, independent of the number of rows and of the device.
 
-    norm: "rms". hidden: N, the elements of a row. dtype: of input and output. weight, bias: their
-    dtypes, or None when absent. offset: the constant added to the weight.
+    norm: "rms" or "layer". hidden: N, the elements of a row. dtype: of input and output. weight,
+    bias: their dtypes, or None when absent. offset: the constant added to the weight.
+
+    residual: the dtype of what is added to the input first, and of the sum. gate: the dtype of z
+    where silu(z) multiplies the normalised rows, or, with gate_first, the rows before they are
+    normalised. heads: H where weight and bias have a row of N for each of H heads, which take
+    turns over the input's rows; 0 where every row has the same. rounding: "late" computes in
+    float32 to the end, "early" rounds to the input's dtype before the weight.
     """
 
     norm: str
@@ -20,12 +27,41 @@ class NormSpec:
     weight: str | None = None
     bias: str | None = None
     offset: float = 0.0
+    residual: str | None = None
+    gate: str | None = None
+    gate_first: bool = False
+    heads: int = 0
+    rounding: str = "late"
+
+    @classmethod
+    def of(cls, op: str, hidden: int, dtype: str, **fields) -> "NormSpec":
+        """The spec of a function by its name, its residual or gate in the input's dtype."""
+        if op.startswith("add_"):
+            fields = {"residual": dtype} | fields
+        elif op.startswith("gated_"):
+            fields = {"gate": dtype} | fields
+        return cls("layer" if "layer" in op else "rms", hidden, dtype, **fields)
+
+    @property
+    def op(self) -> str:
+        """The name of the function that users call."""
+        return f"{'add_' if self.residual else 'gated_' if self.gate else ''}{self.norm}_norm"
 
     @property
     def item_bytes(self) -> int:
         return ITEM_BYTES[self.dtype]
 
     @cached_property
+    def _row_bytes(self) -> tuple[int, ...]:
+        """Bytes of an element of each tensor that has rows."""
+        return tuple(ITEM_BYTES[d] for d in (self.dtype, self.residual, self.gate) if d)
+
+    @property
+    def widest_item(self) -> int:
+        """Bytes of an element of the widest tensor that has rows."""
+        return max(self._row_bytes)
+
+    @cached_property
     def aligned(self) -> bool:
         """A row fills 16-byte vectors, so that every row of a contiguous matrix starts on one."""
-        return self.hidden * self.item_bytes % 16 == 0
+        return all(self.hidden * size % 16 == 0 for size in self._row_bytes)

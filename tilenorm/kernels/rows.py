@@ -1,5 +1,9 @@
 """How kernels see a matrix of rows.
 
+A place is where rows are: (row,), or, where weights belong to heads, (row, token, head), numbers or
+(TILE_ROWS, 1) tiles of them. Inputs have one or two leading dimensions and any strides; outputs are
+matrices of consecutive rows.
+
 The compiler adds up a tile in an order that follows the width of its loads. For a row to have the
 same bits in every layout that width must depend on N alone. ALIGNED says that N fills 16-byte
 vectors: columns are then masked by the constant N, and the host guarantees that every row starts on
@@ -10,11 +14,34 @@ every layout is read element by element.
 import cuda.tile as ct
 
 
-def row_index(X, row):
-    """Indices over the leading dimensions of X, one, or two whose rows are not evenly spaced."""
-    if X.ndim == 2:
+def tile_place(i, TILE_ROWS, HEADS, TILE_HEADS):
+    """The rows of tile i: consecutive ones, or TILE_HEADS heads of TILE_ROWS / TILE_HEADS tokens.
+
+    TILE_HEADS divides HEADS and TILE_ROWS. A tile's heads repeat every HEADS / TILE_HEADS tiles.
+    """
+    step = ct.arange(TILE_ROWS, dtype=ct.int32)[:, None]
+    if HEADS == 0:
+        return (i * TILE_ROWS + step,)
+    groups = HEADS // TILE_HEADS
+    token = i // groups * (TILE_ROWS // TILE_HEADS) + step // TILE_HEADS
+    head = i % groups * TILE_HEADS + step % TILE_HEADS
+    return token * HEADS + head, token, head
+
+
+def row_place(row, HEADS):
+    """One row, by its number."""
+    if HEADS == 0:
         return (row,)
-    return (row // X.shape[1], row % X.shape[1])
+    return row, row // HEADS, row % HEADS
+
+
+def leading(X, place):
+    """Indices over the leading dimensions of X."""
+    if X.ndim == 2:
+        return (place[0],)
+    if len(place) == 3:
+        return place[1:]
+    return place[0] // X.shape[1], place[0] % X.shape[1]
 
 
 def columns(start, WIDTH):
@@ -38,23 +65,48 @@ def both(mask, other):
     return mask & other
 
 
-def read(X, row, cols, mask):
-    """Elements (row, cols) of X where the mask is true, zero elsewhere."""
-    return ct.gather(X, row_index(X, row) + (cols,), mask=mask, check_bounds=False)
+def read(X, place, cols, mask):
+    """Elements of rows of X where the mask is true, zero elsewhere."""
+    return ct.gather(X, leading(X, place) + (cols,), mask=mask, check_bounds=False)
 
 
-def write(X, row, cols, tile, mask):
-    ct.scatter(X, (row, cols), tile.astype(X.dtype), mask=mask, check_bounds=False)
+def write(X, place, cols, tile, mask):
+    ct.scatter(X, (place[0], cols), tile.astype(X.dtype), mask=mask, check_bounds=False)
 
 
-def read_vector(W, cols, mask):
-    """Columns of a vector of N elements as a (1, WIDTH) tile of float32."""
-    return ct.gather(W, (cols,), mask=mask, check_bounds=False).astype(ct.float32)
+def read_parameter(W, place, cols, mask):
+    """Columns of a weight or bias, (N,) or (HEADS, N), as a tile of float32."""
+    if W.ndim == 1:
+        return ct.gather(W, (cols,), mask=mask, check_bounds=False).astype(ct.float32)
+    return ct.gather(W, (place[2], cols), mask=mask, check_bounds=False).astype(ct.float32)
 
 
-def scale(W, cols, mask, OFFSET):
+def scale(W, place, cols, mask, OFFSET):
     """w + offset."""
-    w = read_vector(W, cols, mask)
+    w = read_parameter(W, place, cols, mask)
     if OFFSET != 0.0:
         w = w + OFFSET
     return w
+
+
+def affine(x_hat, W, B, dtype, place, cols, mask, WEIGHT, BIAS, OFFSET, EARLY):
+    """x̂ · (w + offset) + b; EARLY rounds what is of the output's dtype in between."""
+    y = x_hat
+    if EARLY:
+        y = y.astype(dtype).astype(ct.float32)
+    if WEIGHT:
+        y = y * scale(W, place, cols, mask, OFFSET)
+        if EARLY and W.dtype == dtype:
+            y = y.astype(dtype).astype(ct.float32)
+    if BIAS:
+        y = y + read_parameter(B, place, cols, mask)
+    return y
+
+
+def write_partial(PARTIALS, first, place, cols, tile, mask, N):
+    """A block's sums, into one row from `first` on, or into the columns of their heads."""
+    if len(place) == 1:
+        ct.scatter(PARTIALS, (first + place[0], cols), tile, mask=mask, check_bounds=False)
+    else:
+        index = (first + place[1], place[2] * N + cols)
+        ct.scatter(PARTIALS, index, tile, mask=mask, check_bounds=False)

@@ -41,6 +41,7 @@ class Wide:
 
     tile: int = 4096
     occupancy: int = 4
+    rows = 1
 
 
 @dataclass(frozen=True)

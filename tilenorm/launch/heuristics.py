@@ -10,7 +10,8 @@ from .config import Backward, ColumnSum, Forward, Hints, Wide
 from .target import Target
 from .tuned import TABLES
 
-# Elements of a row that a block without TMA keeps without spilling, by sums over rows.
+# Elements of a row that a block without TMA keeps without spilling, by sums over rows, where it
+# reads x and dy; half of them where it reads a third input.
 GATHERED = {0: 4096, 1: 4096, 2: 2048}
 # The same for a whole row in the forward pass.
 FORWARD_TILE = 16384
@@ -23,20 +24,25 @@ def tile_width(hidden: int) -> int:
 
 
 def forward(spec: NormSpec, target: Target) -> Forward | Wide:
-    if spec.aligned and target.arch in TABLES:
-        return _first(TABLES[target.arch].FORWARD[spec.item_bytes], spec.hidden)
+    inputs = 1 + (spec.residual is not None) + (spec.gate is not None)
+    found = _tabled(spec, target, "FORWARD", (spec.widest_item, inputs))
+    if found:
+        return found
     width = tile_width(spec.hidden)
-    if width > FORWARD_TILE:
+    if width > FORWARD_TILE // inputs:
         return Wide()
     return Forward(rows=max(1, 2048 // width))
 
 
-def backward(spec: NormSpec, target: Target, sums: int) -> Backward | Wide:
-    """sums: how many sums over rows are needed."""
-    if spec.aligned and target.arch in TABLES and spec.hidden >= 32:
-        return _first(TABLES[target.arch].BACKWARD[spec.item_bytes, max(1, sums)], spec.hidden)
+def backward(spec: NormSpec, target: Target, needs) -> Backward | Wide:
+    """needs: which gradients (plan.Needs)."""
+    inputs = 2 + (spec.gate is not None) + needs.dsum
     width = tile_width(spec.hidden)
-    if width <= GATHERED[sums]:
+    found = _tabled(spec, target, "BACKWARD", (spec.widest_item, inputs, max(1, needs.sums)))
+    if found and width >= 32:  # no table has a tile for narrower rows
+        return found
+    gathered = GATHERED[needs.sums] * 2 // inputs
+    if width <= gathered:
         rows = max(1, 2048 // width)
         return Backward((width,), rows, hints=Hints(occupancy=2))
     if width <= 8192 and target.has_tma and spec.aligned:
@@ -46,8 +52,12 @@ def backward(spec: NormSpec, target: Target, sums: int) -> Backward | Wide:
 
 def column_sum(spec: NormSpec, target: Target) -> ColumnSum:
     """Narrow tiles while they are needed to fill the GPU: 1.5-2.5 µs from N = 256 to 16384."""
-    return ColumnSum(tile=16 if spec.hidden <= 4096 else 32)
+    return ColumnSum(tile=16 if spec.hidden * (spec.heads or 1) <= 4096 else 32)
 
 
-def _first(table, hidden: int):
-    return next(config for largest, config in table if hidden <= largest)
+def _tabled(spec: NormSpec, target: Target, direction: str, key: tuple):
+    """What the table of an architecture has, if there is one, for rows of whole vectors."""
+    if not spec.aligned or target.arch not in TABLES:
+        return None
+    table = getattr(TABLES[target.arch], direction).get(key, ())
+    return next((config for largest, config in table if spec.hidden <= largest), None)

@@ -5,8 +5,9 @@ the order of a kernel's arguments: launching, compiling ahead and the tests' int
 An array that a flag excludes is passed as ABSENT, and its kernel does not touch it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from math import gcd
 from typing import Any, NamedTuple
 
 import cuda.tile as ct
@@ -31,16 +32,66 @@ class Call(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """Which gradients are asked for."""
+    """Which gradients are asked for, and whether one of the sum with the residual comes in."""
 
     dx: bool
-    dw: bool
-    db: bool
+    dw: bool = False
+    db: bool = False
+    dresidual: bool = False
+    dgate: bool = False
+    dsum: bool = False
 
     @property
     def sums(self) -> int:
         """How many sums over rows."""
         return self.dw + self.db
+
+
+def every_gradient(spec: NormSpec) -> Needs:
+    """What a training step asks for; one gradient serves input and residual of one dtype."""
+    return Needs(
+        dx=True,
+        dw=spec.weight is not None,
+        db=spec.bias is not None,
+        dresidual=spec.residual not in (None, spec.dtype),
+        dgate=spec.gate is not None,
+        dsum=spec.residual is not None,
+    )
+
+
+class ForwardArrays(NamedTuple):
+    """What a forward pass reads and writes, of tensors or their descriptions."""
+
+    x: Any
+    residual: Any
+    gate: Any
+    weight: Any
+    bias: Any
+    y: Any
+    sum: Any
+    mean: Any
+    rstd: Any
+    workspace: Any = ABSENT
+
+
+class BackwardArrays(NamedTuple):
+    """What a backward pass reads and writes. x is the sum where a residual was added."""
+
+    x: Any
+    dy: Any
+    gate: Any
+    dsum: Any
+    weight: Any
+    bias: Any
+    mean: Any
+    rstd: Any
+    dx: Any
+    dresidual: Any
+    dgate: Any
+    partials: Any
+    workspace: Any
+    dw: Any
+    db: Any
 
 
 def launch(stream: int, calls: list[Call]) -> None:
@@ -51,7 +102,7 @@ def launch(stream: int, calls: list[Call]) -> None:
 
 @cache
 def plan_forward(spec: NormSpec, target: Target, save: bool) -> "RowForward | WideForward":
-    """The plan for y, and for rstd if `save`."""
+    """The plan for y and the sum, and for mean and rstd if `save`."""
     config = heuristics.forward(spec, target)
     kind = WideForward if isinstance(config, Wide) else RowForward
     return kind(spec, target, config, save)
@@ -59,19 +110,11 @@ def plan_forward(spec: NormSpec, target: Target, save: bool) -> "RowForward | Wi
 
 @cache
 def plan_backward(spec: NormSpec, target: Target, needs: Needs) -> "RowBackward | WideBackward":
-    """The plan for those of dx, dW and dB that are needed."""
-    config = heuristics.backward(spec, target, needs.sums)
+    """The plan for those gradients that are needed."""
+    spec = replace(spec, rounding="late")  # of the forward pass only
+    config = heuristics.backward(spec, target, needs)
     kind = WideBackward if isinstance(config, Wide) else RowBackward
     return kind(spec, target, config, heuristics.column_sum(spec, target), needs)
-
-
-def _leading(config: Forward | Backward | Wide) -> int:
-    """Leading dimensions of an input that is read in place: two where a tile is one row.
-
-    The rows of a tile are evenly spaced, else the compiler lays the tile out otherwise and sums it
-    in another order (seen at N = 37 and 64).
-    """
-    return 2 if getattr(config, "rows", 1) == 1 else 1
 
 
 @cache
@@ -81,11 +124,11 @@ def _hinted(kernel: ct.kernel, hints: Hints) -> ct.kernel:
     return kernel.replace_hints(**given) if given else kernel
 
 
-def _launches(rows: int, most: int) -> list[tuple[int, int]]:
-    """(first row, rows) of each launch, where one reaches at most `most` rows."""
-    if rows <= most:
-        return [(0, rows)]
-    return [(first, min(most, rows - first)) for first in range(0, rows, most)]
+def _launches(count: int, most: int) -> list[tuple[int, int]]:
+    """(first, count) of each launch, where one reaches at most `most`."""
+    if count <= most:
+        return [(0, count)]
+    return [(first, min(most, count - first)) for first in range(0, count, most)]
 
 
 def _cdiv(a: int, b: int) -> int:
@@ -93,18 +136,69 @@ def _cdiv(a: int, b: int) -> int:
 
 
 @dataclass(frozen=True)
-class RowForward:
-    """Whole rows in registers, one launch."""
+class _Plan:
+    """What plans of rows share: their tiles, and which inputs they read in place."""
 
     spec: NormSpec
     target: Target
-    config: Forward
-    save: bool
+    config: Forward | Backward | Wide
 
     @cached_property
     def leading(self) -> int:
-        """Most leading dimensions of x that are read in place."""
-        return _leading(self.config)
+        """Most leading dimensions of an input that is read in place: two where a tile is one row.
+
+        The rows of a tile are evenly spaced, else the compiler lays the tile out otherwise and sums
+        it in another order (seen at N = 37 and 64). Inputs with heads all have two.
+        """
+        return 2 if self.config.rows == 1 else 1
+
+    @cached_property
+    def tile_heads(self) -> int:
+        """Heads of a token in a tile: as many as divide both; 0 without heads."""
+        return gcd(self.spec.heads, self.config.rows) if self.spec.heads else 0
+
+    @cached_property
+    def _groups(self) -> int:
+        """Tiles after which the heads repeat."""
+        return self.spec.heads // self.tile_heads if self.spec.heads else 1
+
+    def tiles(self, rows: int) -> int:
+        heads, tile_rows = self.spec.heads, self.config.rows
+        if not heads:
+            return -(-rows // tile_rows)
+        return _cdiv(rows // heads, tile_rows // self.tile_heads) * self._groups
+
+    @cached_property
+    def _tile(self) -> tuple[int, int, int]:
+        """HEADS, TILE_ROWS, TILE_HEADS."""
+        return self.spec.heads, self.config.rows, self.tile_heads
+
+    @cached_property
+    def _chunks(self) -> tuple[int, int, int]:
+        """N, HEADS, CHUNKS."""
+        spec = self.spec
+        return spec.hidden, spec.heads, _cdiv(spec.hidden, self.config.tile)
+
+    def _moments(self, rows: int) -> tuple[int, int]:
+        """Shape of what chunks leave: one number for each, and one more for LayerNorm."""
+        return rows, self._chunks[2] * (2 if self.spec.norm == "layer" else 1)
+
+
+@dataclass(frozen=True)
+class _ForwardPlan(_Plan):
+    save: bool
+
+    @cached_property
+    def _flags(self) -> tuple:
+        """WEIGHT, BIAS, OFFSET, EARLY, SAVE."""
+        spec = self.spec
+        affine = (spec.weight is not None, spec.bias is not None, spec.offset)
+        return *affine, spec.rounding == "early", self.save
+
+
+@dataclass(frozen=True)
+class RowForward(_ForwardPlan):
+    """Whole rows in registers, one launch."""
 
     def workspace(self, rows: int) -> None:
         """No float32 workspace."""
@@ -115,79 +209,73 @@ class RowForward:
 
     @cached_property
     def _constants(self) -> tuple:
-        tile = heuristics.tile_width(self.spec.hidden)
-        return (self.spec.hidden, self.config.rows, tile, *_affine(self.spec), self.save)
+        spec = self.spec
+        width = heuristics.tile_width(spec.hidden)
+        norm = (spec.norm == "layer", spec.residual is not None, *_gated(spec))
+        return (spec.hidden, *self._tile, width, spec.aligned, *norm, *self._flags)
 
-    def calls(self, x, weight, bias, y, rstd, workspace, rows: int, eps: float) -> list[Call]:
-        step = self.config.rows
-        tail = (rows, eps, *self._constants)
+    def calls(self, arrays: ForwardArrays, rows: int, eps: float) -> list[Call]:
+        arguments, tail = arrays[:-1], (rows, eps, *self._constants)
         return [
-            Call(self._kernel, (-(-count // step),), (x, weight, bias, y, rstd, first, *tail))
-            for first, count in _launches(rows, MAX_GRID * step)
+            Call(self._kernel, (count,), (*arguments, first, *tail))
+            for first, count in _launches(self.tiles(rows), MAX_GRID)
         ]
 
 
 @dataclass(frozen=True)
-class WideForward:
-    """Chunks of rows, two launches: partial sums of squares, then y."""
-
-    spec: NormSpec
-    target: Target
-    config: Wide
-    save: bool
-
-    leading = 2
-
-    @cached_property
-    def chunks(self) -> int:
-        return _cdiv(self.spec.hidden, self.config.tile)
+class WideForward(_ForwardPlan):
+    """Chunks of rows, two launches: partial moments, and the sum with the residual, then y."""
 
     def workspace(self, rows: int) -> tuple[int, int]:
         """Shape of the float32 workspace."""
-        return rows, self.chunks
+        return self._moments(rows)
 
-    def calls(self, x, weight, bias, y, rstd, workspace, rows: int, eps: float) -> list[Call]:
-        spec, tile = self.spec, self.config.tile
-        size = (spec.hidden, self.chunks)
-        padded = heuristics.tile_width(self.chunks)
-        tail = (eps, *size, padded, tile, *_affine(spec), self.save)
-        launches = _launches(rows, MAX_GRID // self.chunks)
-        stats = [
-            Call(
-                wide.wide_squares,
-                (count * self.chunks,),
-                (x, workspace, first, *size, tile, spec.aligned),
-            )
+    def calls(self, arrays: ForwardArrays, rows: int, eps: float) -> list[Call]:
+        spec, tile, chunks = self.spec, self.config.tile, self._chunks
+        x, residual, gate, weight, bias, y, total, mean, rstd, workspace = arrays
+        layer, add, (gated, gate_first) = spec.norm == "layer", spec.residual, _gated(spec)
+        head = (*chunks, tile, spec.aligned, layer, add is not None, gate_first)
+        padded = heuristics.tile_width(chunks[2])
+        tail = (*chunks, padded, tile, spec.aligned, layer, gated, gate_first, *self._flags)
+        stats = (x, residual, gate, total, workspace)
+        apply = (total if add else x, gate, weight, bias, workspace, y, mean, rstd)
+        launches = _launches(rows, MAX_GRID // chunks[2])
+        return [
+            Call(wide.wide_moments, (count * chunks[2],), (*stats, first, *head))
             for first, count in launches
-        ]
-        return stats + [
-            Call(
-                wide.wide_forward,
-                (count * self.chunks,),
-                (x, weight, bias, workspace, y, rstd, first, *tail),
-            )
+        ] + [
+            Call(wide.wide_forward, (count * chunks[2],), (*apply, first, eps, *tail))
             for first, count in launches
         ]
 
 
 @dataclass(frozen=True)
-class _BackwardPlan:
-    spec: NormSpec
-    target: Target
-    config: Backward | Wide
+class _BackwardPlan(_Plan):
     sum_config: ColumnSum
     needs: Needs
 
-    @cached_property
-    def leading(self) -> int:
-        """Most leading dimensions of x and dy that are read in place."""
-        return _leading(self.config)
+    def blocks(self, rows: int) -> int:
+        """How many blocks, or groups of blocks, share the rows, each with its partial sums."""
+        raise NotImplementedError
+
+    def _sharing(self, tiles: int, resident: int) -> int:
+        """How many share the tiles: what is resident, in whole rounds of the heads."""
+        groups = self._groups
+        return min(tiles, max(groups, resident // groups * groups))
 
     def partials(self, rows: int) -> tuple[int, int] | None:
         """Shape of the float32 scratch of partial sums over rows; None when none is needed."""
         if self._sums == 0:
             return None
-        return self._sums * self.blocks(rows), self.spec.hidden
+        return self._sums * self._partial_rows(self.blocks(rows)), self._sum_width
+
+    def _partial_rows(self, blocks: int) -> int:
+        heads = self.spec.heads
+        return blocks * self.config.rows // heads if heads else blocks
+
+    @cached_property
+    def _sum_width(self) -> int:
+        return self.spec.hidden * (self.spec.heads or 1)
 
     @cached_property
     def _sums(self) -> int:
@@ -195,17 +283,27 @@ class _BackwardPlan:
 
     @cached_property
     def _sum_grid(self) -> tuple[int, int]:
-        return _cdiv(self.spec.hidden, self.sum_config.tile), self._sums
+        return _cdiv(self._sum_width, self.sum_config.tile), self._sums
 
     @cached_property
     def _sum_constants(self) -> tuple:
         return self._sums, self.sum_config.rows, self.sum_config.tile
 
-    def _column_sum(self, partials, dw, db, blocks: int) -> Call:
-        first, second = (dw, db) if self.needs.dw else (db, ABSENT)
-        return Call(
-            column_sum, self._sum_grid, (partials, first, second, blocks, *self._sum_constants)
-        )
+    def _column_sum(self, arrays: BackwardArrays, blocks: int) -> list[Call]:
+        """The launch that turns partial sums into dW and dB."""
+        if not self._sums:
+            return []
+        dw, db = arrays.dw, arrays.db
+        outputs = (dw, db) if self.needs.dw else (db, ABSENT)
+        arguments = (arrays.partials, *outputs, self._partial_rows(blocks), *self._sum_constants)
+        return [Call(column_sum, self._sum_grid, arguments)]
+
+    @cached_property
+    def _norm(self) -> tuple:
+        """LAYER, GATED, GATE_FIRST, WEIGHT, BIAS, OFFSET."""
+        spec = self.spec
+        affine = (spec.weight is not None, spec.bias is not None, spec.offset)
+        return (spec.norm == "layer", *_gated(spec), *affine)
 
 
 @dataclass(frozen=True)
@@ -216,9 +314,7 @@ class RowBackward(_BackwardPlan):
         """No float32 workspace beyond the partial sums."""
 
     def blocks(self, rows: int) -> int:
-        """How many blocks share the rows; each leaves one row of partial sums per output."""
-        tiles = -(-rows // self.config.rows)
-        return tiles if tiles < self._resident else self._resident
+        return self._sharing(self.tiles(rows), self._resident)
 
     @cached_property
     def _resident(self) -> int:
@@ -231,14 +327,13 @@ class RowBackward(_BackwardPlan):
     @cached_property
     def _constants(self) -> tuple:
         spec, config = self.spec, self.config
-        affine = (spec.aligned, spec.offset, spec.weight is not None)
-        return (spec.hidden, config.rows, config.widths, config.tma, *affine, *self.needs)
+        tile = (spec.hidden, *self._tile, config.widths, config.tma, spec.aligned)
+        return *tile, *self._norm, *self.needs
 
-    def calls(self, x, dy, weight, rstd, dx, partials, workspace, dw, db, rows) -> list[Call]:
+    def calls(self, arrays: BackwardArrays, rows: int) -> list[Call]:
         blocks = self.blocks(rows)
-        arguments = (x, dy, weight, rstd, dx, partials, rows, *self._constants)
-        main = Call(self._kernel, (blocks,), arguments)
-        return [main, self._column_sum(partials, dw, db, blocks)] if self._sums else [main]
+        main = Call(self._kernel, (blocks,), (*arrays[:12], rows, *self._constants))
+        return [main, *self._column_sum(arrays, blocks)]
 
 
 @dataclass(frozen=True)
@@ -246,39 +341,48 @@ class WideBackward(_BackwardPlan):
     """Chunks of rows: partial dots and partial sums, then dx, then the column sum."""
 
     @cached_property
-    def chunks(self) -> int:
-        return _cdiv(self.spec.hidden, self.config.tile)
+    def _through_norm(self) -> bool:
+        needs = self.needs
+        return needs.dx or needs.dresidual or (needs.dgate and self.spec.gate_first)
 
     def workspace(self, rows: int) -> tuple[int, int] | None:
         """Shape of the float32 workspace."""
-        return (rows, self.chunks) if self.needs.dx else None
+        return self._moments(rows) if self._through_norm else None
 
     def blocks(self, rows: int) -> int:
-        """How many groups share the rows; each leaves one row of partial sums per output."""
         resident = self.target.multiprocessors * self.config.occupancy
-        return min(rows, _cdiv(resident, self.chunks))
+        return self._sharing(rows, _cdiv(resident, self._chunks[2]))
 
-    def calls(self, x, dy, weight, rstd, dx, partials, workspace, dw, db, rows) -> list[Call]:
-        spec, tile = self.spec, self.config.tile
-        size = (spec.hidden, self.chunks)
-        affine = (spec.aligned, spec.offset, spec.weight is not None)
-        kernel = _hinted(wide.wide_dots, Hints(occupancy=self.config.occupancy))
-        dots = (x, dy, weight, rstd, workspace, partials, rows, *size, tile, *affine, *self.needs)
-        calls = [Call(kernel, (self.blocks(rows) * self.chunks,), dots)]
-        if self.needs.dx:
-            tail = (*size, heuristics.tile_width(self.chunks), tile, *affine)
+    def calls(self, arrays: BackwardArrays, rows: int) -> list[Call]:
+        spec, needs, chunks, tile = self.spec, self.needs, self._chunks, self.config.tile
+        x, dy, gate, dsum, weight, bias, mean, rstd, dx, dresidual, dgate, *rest = arrays
+        partials, workspace, *_ = rest
+        blocks = self.blocks(rows)
+        layer, gated, gate_first, has_weight, _, offset = self._norm
+        calls = []
+        if self._through_norm or self._sums:
+            flags = (layer, gated, gate_first, has_weight, offset)
+            dots = (x, dy, gate, weight, mean, rstd, workspace, partials, rows, *chunks, tile)
+            asked = (self._through_norm, needs.dw, needs.db)
+            kernel = _hinted(wide.wide_dots, Hints(occupancy=self.config.occupancy))
+            arguments = (*dots, spec.aligned, *flags, *asked)
+            calls.append(Call(kernel, (blocks * chunks[2],), arguments))
+        if self._through_norm or needs.dgate:
+            padded = heuristics.tile_width(chunks[2])
+            asked = (needs.dx, needs.dresidual, needs.dgate, needs.dsum)
+            tail = (*chunks, padded, tile, spec.aligned, *self._norm, *asked)
+            inputs = (x, dy, gate, dsum, weight, bias, mean, rstd, workspace)
             calls += [
                 Call(
                     wide.wide_backward,
-                    (count * self.chunks,),
-                    (x, dy, weight, rstd, workspace, dx, first, *tail),
+                    (count * chunks[2],),
+                    (*inputs, dx, dresidual, dgate, first, *tail),
                 )
-                for first, count in _launches(rows, MAX_GRID // self.chunks)
+                for first, count in _launches(rows, MAX_GRID // chunks[2])
             ]
-        if self._sums:
-            calls.append(self._column_sum(partials, dw, db, self.blocks(rows)))
-        return calls
+        return calls + self._column_sum(arrays, blocks)
 
 
-def _affine(spec: NormSpec) -> tuple:
-    return spec.aligned, spec.offset, spec.weight is not None, spec.bias is not None
+def _gated(spec: NormSpec) -> tuple[bool, bool]:
+    """GATED, GATE_FIRST."""
+    return spec.gate is not None, spec.gate is not None and spec.gate_first

@@ -12,7 +12,16 @@ from multiprocessing import get_context
 from cuda.tile._cext import default_tile_context
 
 from ..spec import NormSpec
-from .plan import ABSENT, Call, Needs, plan_backward, plan_forward
+from .plan import (
+    ABSENT,
+    BackwardArrays,
+    Call,
+    ForwardArrays,
+    Needs,
+    every_gradient,
+    plan_backward,
+    plan_forward,
+)
 from .signature import ArrayLike, signature
 from .target import Target
 from .toolchain import cache_folder
@@ -31,48 +40,78 @@ class Compiled:
 
 
 def forward_calls(spec: NormSpec, target: Target, rows: int, save: bool) -> list[Call]:
-    """The calls of a forward pass over a contiguous input, with descriptions for arrays."""
+    """The calls of a forward pass over contiguous inputs, with descriptions for arrays."""
     plan = plan_forward(spec, target, save)
-    x = ArrayLike.contiguous(spec.dtype, rows, spec.hidden)
-    rstd = ArrayLike.contiguous("float32", rows) if save else ABSENT
-    weight, bias = _parameter(spec.weight, spec), _parameter(spec.bias, spec)
-    workspace = _float32(plan.workspace(rows))
-    return plan.calls(x, weight, bias, x, rstd, workspace, rows, 1e-6)
+    stat = ArrayLike.contiguous("float32", rows) if save else ABSENT
+    arrays = ForwardArrays(
+        x=_input(spec.dtype, spec, rows),
+        residual=_input(spec.residual, spec, rows),
+        gate=_input(spec.gate, spec, rows),
+        weight=_parameter(spec.weight, spec),
+        bias=_parameter(spec.bias, spec),
+        y=_output(spec.dtype, spec, rows),
+        sum=_output(spec.residual, spec, rows),
+        mean=stat if spec.norm == "layer" else ABSENT,
+        rstd=stat,
+        workspace=_float32(plan.workspace(rows)),
+    )
+    return plan.calls(arrays, rows, 1e-6)
 
 
 def backward_calls(spec: NormSpec, target: Target, rows: int, needs: Needs) -> list[Call]:
-    """The calls of a backward pass over contiguous x and dy, with descriptions for arrays."""
+    """The calls of a backward pass over contiguous inputs, with descriptions for arrays."""
     plan = plan_backward(spec, target, needs)
-    x = ArrayLike.contiguous(spec.dtype, rows, spec.hidden)
-    rstd = ArrayLike.contiguous("float32", rows)
-    weight, bias = _parameter(spec.weight, spec), _parameter(spec.bias, spec)
-    dx = x if needs.dx else ABSENT
-    dw, db = (p if need else ABSENT for p, need in ((weight, needs.dw), (bias, needs.db)))
-    partials, workspace = _float32(plan.partials(rows)), _float32(plan.workspace(rows))
-    return plan.calls(x, x, weight, rstd, dx, partials, workspace, dw, db, rows)
+    stat = ArrayLike.contiguous("float32", rows)
+    sums = {"dw": spec.weight, "db": spec.bias}
+    width = spec.hidden * (spec.heads or 1)
+    dw, db = (
+        ArrayLike.contiguous(dtype, width) if dtype and getattr(needs, name) else ABSENT
+        for name, dtype in sums.items()
+    )
+    arrays = BackwardArrays(
+        x=_input(spec.residual or spec.dtype, spec, rows),
+        dy=_input(spec.dtype, spec, rows),
+        gate=_input(spec.gate, spec, rows),
+        dsum=_input(spec.residual if needs.dsum else None, spec, rows),
+        weight=_parameter(spec.weight, spec),
+        bias=_parameter(spec.bias, spec),
+        mean=stat if spec.norm == "layer" else ABSENT,
+        rstd=stat,
+        dx=_output(spec.dtype if needs.dx else None, spec, rows),
+        dresidual=_output(spec.residual if needs.dresidual else None, spec, rows),
+        dgate=_output(spec.gate if needs.dgate else None, spec, rows),
+        partials=_float32(plan.partials(rows)),
+        workspace=_float32(plan.workspace(rows)),
+        dw=dw,
+        db=db,
+    )
+    return plan.calls(arrays, rows)
 
 
 def training_calls(spec: NormSpec, target: Target) -> list[Call]:
-    """Every call that inference and training with contiguous tensors can make, for any M."""
-    needs = Needs(True, spec.weight is not None, spec.bias is not None)
+    """Every call that inference and training with contiguous tensors can make, for any M.
+
+    Training asks for every gradient, and, where a residual was added, uses the sum.
+    """
+    needs = every_gradient(spec)
     calls = []
-    for rows in _row_classes(plan_backward(spec, target, needs)):
+    for rows in _row_classes(plan_backward(spec, target, needs), spec.heads or 1):
         for save in (False, True):
             calls += forward_calls(spec, target, rows, save)
         calls += backward_calls(spec, target, rows, needs)
     return list({_key(call): call for call in calls}.values())
 
 
-def _row_classes(plan) -> list[int]:
+def _row_classes(plan, heads: int) -> list[int]:
     """A row count for each way in which the compiler can tell row counts apart.
 
-    It distinguishes extents of 1, multiples of 16, and others: of the rows, and of the partial
-    rows, which grow with the rows until the grid is full.
+    It distinguishes extents of 1, multiples of 16, and others: of the rows, or of the tokens, and
+    of the partial rows, which grow with the rows until the grid is full.
     """
-    tile = getattr(plan.config, "rows", 1)
     classes = {}
-    for rows in (*range(1, 34 * tile), 65536, 65537):
-        extents = (rows, *(plan.partials(rows) or ())[:1])
+    for tokens in (*range(1, 34 * plan.config.rows), 65536, 65537):
+        rows = tokens * heads
+        extents = (rows, tokens, *(plan.partials(rows) or ())[:1])
         classes.setdefault(tuple((n == 1, n % 16 == 0) for n in extents), rows)
     return list(classes.values())
 
@@ -138,7 +177,17 @@ def _compile_nth(item: tuple[NormSpec, Target, int]) -> Compiled:
 
 
 def _parameter(dtype: str | None, spec: NormSpec) -> ArrayLike | int:
-    return ArrayLike.contiguous(dtype, spec.hidden) if dtype else ABSENT
+    shape = (spec.heads, spec.hidden) if spec.heads else (spec.hidden,)
+    return ArrayLike.contiguous(dtype, *shape) if dtype else ABSENT
+
+
+def _input(dtype: str | None, spec: NormSpec, rows: int) -> ArrayLike | int:
+    shape = (rows // spec.heads, spec.heads) if spec.heads else (rows,)
+    return ArrayLike.contiguous(dtype, *shape, spec.hidden) if dtype else ABSENT
+
+
+def _output(dtype: str | None, spec: NormSpec, rows: int) -> ArrayLike | int:
+    return ArrayLike.contiguous(dtype, rows, spec.hidden) if dtype else ABSENT
 
 
 def _float32(shape: tuple[int, int] | None) -> ArrayLike | int:

@@ -8,6 +8,7 @@ import torch
 from torch import SymFloat, SymInt, Tensor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+ROUNDINGS = ("late", "early")
 
 
 def check(
@@ -18,13 +19,17 @@ def check(
     bias: Tensor | None,
     eps: float | None,
     offset: float,
+    rounding: str,
     backend: str | None,
-) -> int:
-    """The number of elements normalised together.
+    **others: Tensor,
+) -> tuple[int, int]:
+    """The number of elements normalised together, and of heads with a weight each, or 0.
+
+    others: what has the input's shape, by name.
 
     Raises TypeError for an argument of the wrong type, NotImplementedError for a dtype that is not
-    served, ValueError for an input of too few dimensions, RuntimeError for shapes or devices that
-    do not fit.
+    served, ValueError for an input of too few dimensions or an unknown word, RuntimeError for
+    shapes or devices that do not fit.
     """
     if not isinstance(input, Tensor):
         raise TypeError(f"{op}: argument 'input' takes a Tensor, got {_kind(input)}")
@@ -37,6 +42,9 @@ def check(
         raise TypeError(f"{op}: argument 'offset' takes a float, got {_kind(offset)}")
     if backend is not None and not isinstance(backend, str):
         raise TypeError(f"{op}: argument 'backend' takes a str or None, got {_kind(backend)}")
+    if rounding not in ROUNDINGS:
+        takes = " or ".join(map(repr, ROUNDINGS))
+        raise ValueError(f"{op}: argument 'rounding' takes {takes}, got {rounding!r}")
     _check_dtype(op, "input", input)
     shape = tuple(normalized_shape)
     if not shape:
@@ -57,26 +65,57 @@ def check(
             f"{op}: argument 'input' takes a shape that ends in normalized_shape {list(shape)},"
             f" got {list(input.shape)}"
         )
+    for name, tensor in others.items():
+        _check_like_input(op, name, tensor, input)
+    heads = 0
     if weight is not None:
-        _check_parameter(op, "weight", weight, shape, input)
+        heads = _check_parameter(op, "weight", weight, shape, input)
     if bias is not None:
-        _check_parameter(op, "bias", bias, shape, input)
-    return math.prod(shape)
+        bias_heads = _check_parameter(op, "bias", bias, shape, input)
+        if weight is not None and bias_heads != heads:
+            raise RuntimeError(
+                f"{op}: argument 'bias' takes the shape of weight {list(weight.shape)},"
+                f" got {list(bias.shape)}"
+            )
+        heads = bias_heads
+    return math.prod(shape), heads
 
 
-def _check_parameter(op: str, name: str, parameter: Tensor, shape: tuple, input: Tensor) -> None:
+def _check_like_input(op: str, name: str, tensor: Tensor, input: Tensor) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{op}: argument {name!r} takes a Tensor, got {_kind(tensor)}")
+    if tensor.shape != input.shape:
+        raise RuntimeError(
+            f"{op}: argument {name!r} takes the input's shape {list(input.shape)},"
+            f" got {list(tensor.shape)}"
+        )
+    _check_dtype(op, name, tensor)
+    _check_device(op, name, tensor, input)
+
+
+def _check_parameter(op: str, name: str, parameter: Tensor, shape: tuple, input: Tensor) -> int:
+    """The number of heads that have a row of the parameter each, or 0."""
     if not isinstance(parameter, Tensor):
         raise TypeError(f"{op}: argument {name!r} takes a Tensor or None, got {_kind(parameter)}")
+    heads = 0
     if parameter.shape != shape:
-        raise RuntimeError(
-            f"{op}: argument {name!r} takes the shape of normalized_shape {list(shape)},"
-            f" got {list(parameter.shape)}"
-        )
+        by_heads = input.shape[-len(shape) - 1 :]
+        if len(by_heads) == len(shape) or parameter.shape != by_heads:
+            or_heads = f" or, by heads, {list(by_heads)}" if len(by_heads) > len(shape) else ""
+            raise RuntimeError(
+                f"{op}: argument {name!r} takes the shape of normalized_shape {list(shape)}"
+                f"{or_heads}, got {list(parameter.shape)}"
+            )
+        heads = by_heads[0]
     _check_dtype(op, name, parameter)
-    if parameter.device != input.device:
+    _check_device(op, name, parameter, input)
+    return heads
+
+
+def _check_device(op: str, name: str, tensor: Tensor, input: Tensor) -> None:
+    if tensor.device != input.device:
         raise RuntimeError(
-            f"{op}: argument {name!r} takes the input's device {input.device},"
-            f" got {parameter.device}"
+            f"{op}: argument {name!r} takes the input's device {input.device}, got {tensor.device}"
         )
 
 
@@ -90,9 +129,10 @@ def _is_size(value: object) -> bool:
     return isinstance(value, (SymInt, Integral)) and not isinstance(value, bool)
 
 
-def default_eps(dtype: torch.dtype) -> float:
+def default_eps(*tensors: Tensor | None) -> float:
     """What PyTorch takes for eps=None: the machine epsilon of the dtype it computes in."""
-    return torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
+    double = any(t is not None and t.dtype == torch.float64 for t in tensors)
+    return torch.finfo(torch.float64 if double else torch.float32).eps
 
 
 def _kind(value: object) -> str:

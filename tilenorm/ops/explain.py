@@ -1,19 +1,15 @@
 """tilenorm.explain: which implementation serves a call, how it is launched, and why not others."""
 
-from collections.abc import Sequence
+import inspect
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from ..launch.plan import Needs
+from ..launch.plan import every_gradient
 from ..launch.precompile import backward_calls, forward_calls
 from ..launch.signature import ArrayLike
 from ..launch.target import Target
-from ..spec import ITEM_BYTES, NormSpec
-from . import arguments, library
-from .registry import MIN_DRIVER, REGISTRY, Device, device_of, refusals, requested_backend
-
-OPS = tuple(dict.fromkeys(op for implementation in REGISTRY for op in implementation.ops))
+from ..spec import ITEM_BYTES, OPS, NormSpec
+from . import arguments, functional, library
+from .registry import MIN_DRIVER, Device, device_of, refusals, requested_backend
 
 
 @dataclass(frozen=True)
@@ -35,7 +31,6 @@ class Explanation:
     each input read once and each output written once.
     """
 
-    op: str
     spec: NormSpec
     rows: int
     device: Device
@@ -49,8 +44,8 @@ class Explanation:
     def __str__(self) -> str:
         spec, arch = self.spec, self.device.target.arch if self.device.target else self.device.kind
         lines = [
-            f"{self.op} of {self.rows} rows of {spec.hidden} {spec.dtype} on {arch}"
-            f" (weight {spec.weight}, bias {spec.bias}, offset {spec.offset:g})",
+            f"{spec.op} of {self.rows} rows of {spec.hidden} {spec.dtype} on {arch}"
+            f" ({options_of(spec)})",
             f"  served by {self.chosen or 'nothing: the call raises'}",
         ]
         lines += [f"  refused by {name}: {reason}" for name, reason in self.refused.items()]
@@ -67,39 +62,38 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain(
-    op: str,
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    eps: float | None = None,
-    *,
-    bias: Tensor | None = None,
-    offset: float = 0.0,
-    backend: str | None = None,
-) -> Explanation:
-    """Print, and return, how `op` would serve this call. Launches nothing.
+def explain(op: str, *args, **kwargs) -> Explanation:
+    """Print, and return, how `op` would serve a call with these arguments. Launches nothing.
 
-    Args: op is "rms_norm", the rest is what it takes.
+    Args: op is the name of a function, "rms_norm" say; the rest is what that function takes.
     Raises: ValueError for an unknown op; what the op itself raises for bad input.
     """
     if op not in OPS:
         raise ValueError(f"op: got {op!r}, takes one of {', '.join(OPS)}")
-    hidden = arguments.check(op, input, normalized_shape, weight, bias, eps, offset, backend)
-    spec = library.spec_of(input, weight, bias, hidden, float(offset))
+    bound = inspect.signature(getattr(functional, op)).bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    gate_first = not given.pop("norm_before_gate", True)
+    hidden, heads = arguments.check(op, **given)
+    input, backend = given["input"], given["backend"]
+    tensors = (given.get(name) for name in ("residual", "gate", "weight", "bias"))
+    dtypes = (None if t is None else t.dtype for t in (input, *tensors))
+    norm = "layer" if "layer" in op else "rms"
+    how = (float(given["offset"]), gate_first, heads if heads > 1 else 0, given["rounding"])
+    spec = library.spec_of(norm, hidden, *dtypes, *how)
     rows = input.numel() // hidden if hidden else 0
     device = device_of(input.device.type, input.device.index)
-    found = explain_spec(op, spec, rows, device, backend)
+    found = explain_spec(spec, rows, device, backend)
     print(found)
     return found
 
 
 def explain_spec(
-    op: str, spec: NormSpec, rows: int, device: Device, backend: str | None = None
+    spec: NormSpec, rows: int, device: Device, backend: str | None = None
 ) -> Explanation:
     """The same for a spec, which may be for a GPU that is not here."""
     backend = backend or requested_backend()
-    found = refusals(op, spec, rows, device)
+    found = refusals(spec, rows, device)
     serving = [name for name, reason in found.items() if reason is None]
     chosen = serving[0] if backend is None else backend if backend in serving else None
     refused = {name: reason for name, reason in found.items() if reason is not None}
@@ -109,14 +103,10 @@ def explain_spec(
         refused[serving[0]] = f"backend {chosen!r} was asked for"
     forward = backward = ()
     if chosen == "cutile" and rows:
-        needs = Needs(True, spec.weight is not None, spec.bias is not None)
+        needs = every_gradient(spec)
         forward = _steps(forward_calls(spec, device.target, rows, True))
         backward = _steps(backward_calls(spec, device.target, rows, needs))
-    matrix = rows * spec.hidden * spec.item_bytes
-    parameters = sum(spec.hidden * ITEM_BYTES[dtype] for dtype in (spec.weight, spec.bias) if dtype)
-    weight = spec.hidden * ITEM_BYTES[spec.weight] if spec.weight else 0
     return Explanation(
-        op,
         spec,
         rows,
         device,
@@ -124,9 +114,43 @@ def explain_spec(
         refused,
         forward,
         backward,
-        2 * matrix + parameters,
-        3 * matrix + parameters + weight,
+        *moved_bytes(spec, rows),
     )
+
+
+def moved_bytes(spec: NormSpec, rows: int) -> tuple[int, int]:
+    """What the mathematics of forward and of backward moves: each input and output once."""
+    x, residual, gate, weight, bias = (
+        ITEM_BYTES[dtype] if dtype else 0
+        for dtype in (spec.dtype, spec.residual, spec.gate, spec.weight, spec.bias)
+    )
+    # x and y; residual and sum; the gate.
+    forward = 2 * x + 2 * residual + gate
+    # dy and dx; the saved x or sum, the gradient of the sum, and the residual's if it has its own
+    # dtype; the gate and its gradient.
+    own_dtype = spec.residual not in (None, spec.dtype)
+    saved = (2 + own_dtype) * residual if residual else x
+    backward = 2 * x + saved + 2 * gate
+    matrix, vector = rows * spec.hidden, spec.hidden * (spec.heads or 1)
+    kept = weight + (bias if spec.gate and not spec.gate_first else 0)
+    return (
+        matrix * forward + vector * (weight + bias),
+        matrix * backward + vector * (kept + weight + bias),
+    )
+
+
+def options_of(spec: NormSpec) -> str:
+    """What a spec asks for beyond its size and dtype."""
+    parts = [f"weight {spec.weight}", f"bias {spec.bias}", f"offset {spec.offset:g}"]
+    if spec.heads:
+        parts.append(f"{spec.heads} heads")
+    if spec.residual:
+        parts.append(f"residual {spec.residual}")
+    if spec.gate:
+        parts.append(f"gate {spec.gate} {'before' if spec.gate_first else 'after'} the norm")
+    if spec.rounding != "late":
+        parts.append(f"rounding {spec.rounding}")
+    return ", ".join(parts)
 
 
 def planned_device(arch: str) -> Device:

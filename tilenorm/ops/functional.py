@@ -1,16 +1,10 @@
-"""tilenorm.rms_norm, and the short way that eager calls on plain CUDA tensors take."""
+"""The functions that users call, as torch.nn.functional has them, and more."""
 
 from collections.abc import Sequence
-from functools import cache
 
-import torch
 from torch import Tensor
-from torch.autograd import Function, forward_ad
-from torch.nn import Parameter
 
-from ..launch.plan import Needs, plan_backward, plan_forward
-from . import arguments, cutile, library, reference
-from .registry import MAX_ROWS, device_of, select, select_transformed
+from .dispatch import normalize
 
 
 def rms_norm(
@@ -21,6 +15,7 @@ def rms_norm(
     *,
     bias: Tensor | None = None,
     offset: float = 0.0,
+    rounding: str = "late",
     backend: str | None = None,
 ) -> Tensor:
     """Root mean square normalisation over the trailing dimensions, as torch.nn.functional.rms_norm.
@@ -33,11 +28,15 @@ def rms_norm(
     Args:
         input: (..., *normalized_shape), float16, bfloat16, float32 or float64.
         normalized_shape: the trailing sizes that are normalised together.
-        weight: of shape normalized_shape, in the input's dtype or another floating-point dtype.
+        weight: of shape normalized_shape, in the input's dtype or another floating-point dtype. Or
+            (H, *normalized_shape), where the input is (..., H, *normalized_shape): one for each
+            head, as for the queries and keys of attention.
         eps: added to the mean square; None is the machine epsilon of float32 (of float64 for a
             float64 input), which is what PyTorch takes.
-        bias: of shape normalized_shape. PyTorch's function has none.
-        offset: added to the weight, 1.0 for weights stored around zero.
+        bias: as the weight. PyTorch's function has none.
+        offset: added to the weight, 1.0 for weights stored around zero, as Gemma's.
+        rounding: "late" rounds once, as PyTorch does. "early" rounds x / sqrt(...) to the input's
+            dtype before the weight, as Hugging Face's LlamaRMSNorm does.
         backend: "cutile" or "reference" to insist on one; None chooses (see tilenorm.explain).
 
     Returns:
@@ -48,113 +47,135 @@ def rms_norm(
         TypeError, RuntimeError, NotImplementedError: an argument of the wrong type, shape, device
             or dtype; nothing has been launched then.
         RuntimeError: the backend asked for cannot serve, with the reason.
-        ValueError: an unknown backend.
+        ValueError: an unknown backend or rounding.
     """
-    hidden = arguments.check(
-        "rms_norm", input, normalized_shape, weight, bias, eps, offset, backend
-    )
-    eps = arguments.default_eps(input.dtype) if eps is None else float(eps)
-    offset = float(offset)
-    needs_grad = torch.is_grad_enabled() and (
-        input.requires_grad
-        or (weight is not None and weight.requires_grad)
-        or (bias is not None and bias.requires_grad)
-    )
-    if _is_plain(input, weight, bias):
-        plans = _plans(
-            hidden,
-            input.dtype,
-            None if weight is None else weight.dtype,
-            None if bias is None else bias.dtype,
-            offset,
-            input.get_device(),
-            backend,
-        )
-        if plans is not None and input.numel() <= MAX_ROWS * hidden:
-            if needs_grad:
-                return _apply(input, weight, bias, eps, plans)
-            return cutile.forward(plans.inference, input, weight, bias, eps)[0]
-    if _is_transformed():
-        spec = library.spec_of(input, weight, bias, hidden, offset)
-        select_transformed(
-            "rms_norm", spec, device_of(input.device.type, input.get_device()), backend
-        )
-        return reference.rms_norm(input, weight, bias, hidden, eps, offset)[0]
-    return torch.ops.tilenorm.rms_norm(
-        input, weight, bias, hidden, eps, offset, needs_grad, backend
-    )[0]
+    return normalize(
+        "rms", "rms_norm", input, None, None, normalized_shape, weight, bias, eps, offset,
+        False, rounding, backend,
+    )[0]  # fmt: skip
 
 
-_modes = torch._C._len_torch_dispatch_stack
-_transforms = torch._C._functorch.peek_interpreter_stack
-_current_device = getattr(torch._C, "_cuda_getDevice", None)  # absent from a CPU build
+def layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    offset: float = 0.0,
+    rounding: str = "late",
+    backend: str | None = None,
+) -> Tensor:
+    """Layer normalisation over the trailing dimensions, as torch.nn.functional.layer_norm.
+
+        y = (x − mean(x)) / sqrt(var(x) + eps) · (weight + offset) + bias
+
+    after Ba, Kiros and Hinton, "Layer Normalization" (2016), with the variance of all elements, not
+    an estimate from a sample, computed from x − mean(x): a mean far larger than the standard
+    deviation costs no accuracy.
+
+    Args, returns, raises: as rms_norm.
+    """
+    return normalize(
+        "layer", "layer_norm", input, None, None, normalized_shape, weight, bias, eps, offset,
+        False, rounding, backend,
+    )[0]  # fmt: skip
 
 
-class _Plans:
-    """What eager calls of one spec on one device need, found once."""
+def add_rms_norm(
+    input: Tensor,
+    residual: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    bias: Tensor | None = None,
+    offset: float = 0.0,
+    rounding: str = "late",
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """input + residual and its RMSNorm, in one pass.
 
-    def __init__(self, spec, target, backend):
-        self.spec, self.backend = spec, backend
-        self.inference = plan_forward(spec, target, False)
-        self.training = plan_forward(spec, target, True)
-        self.backward = cache(lambda needs: plan_backward(spec, target, Needs(*needs)))
+        residual_out = input + residual        output = rms_norm(residual_out)
 
+    Args:
+        input: (..., *normalized_shape).
+        residual: of the input's shape, in its dtype or another floating-point dtype.
+        The others are those of rms_norm.
 
-@cache
-def _plans(hidden, dtype, weight, bias, offset, index, backend) -> _Plans | None:
-    """Plans if the kernels serve, else None: the op then decides, warns or raises."""
-    like = [None if d is None else torch.empty(0, dtype=d) for d in (dtype, weight, bias)]
-    spec = library.spec_of(*like, hidden, offset)
-    device = device_of("cuda", index)
-    if select("rms_norm", spec, 0, device, backend) != "cutile":
-        return None
-    return _Plans(spec, device.target, backend)
+    Returns:
+        (output, residual_out), contiguous: output in the input's dtype, residual_out in the
+        residual's. output is the norm of residual_out as rounded to that dtype, the same bits as
+        the norm of a sum computed before. The backward pass takes the gradients of both, either of
+        which may be absent, and returns that of the input and that of the residual, each in its own
+        dtype and in memory of its own or of the other's, never the caller's.
 
-
-def _is_transformed() -> bool:
-    """Whether torch.func or forward-mode derivatives want to see single operations."""
-    if torch.compiler.is_compiling():
-        return False
-    return _transforms() is not None or forward_ad._current_level >= 0
-
-
-def _is_plain(tensor: Tensor, *parameters: Tensor | None) -> bool:
-    """Eager tensors on the current CUDA device that no compiler, mode or subclass wants to see."""
-    if torch.compiler.is_compiling() or _modes() or _is_transformed():
-        return False
-    if not tensor.is_cuda or tensor.get_device() != _current_device():
-        return False
-    if type(tensor) is not Tensor and type(tensor) is not Parameter:
-        return False
-    for parameter in parameters:
-        if not (parameter is None or type(parameter) is Parameter or type(parameter) is Tensor):
-            return False
-    return True
+    Raises: as rms_norm.
+    """
+    return normalize(
+        "rms", "add_rms_norm", input, residual, None, normalized_shape, weight, bias, eps, offset,
+        False, rounding, backend,
+    )  # fmt: skip
 
 
-class _RMSNorm(Function):
-    @staticmethod
-    def forward(ctx, x, weight, bias, eps, plans):
-        y, rstd = cutile.forward(plans.training, x, weight, bias, eps)
-        ctx.save_for_backward(x, weight, bias, rstd)
-        ctx.eps, ctx.plans = eps, plans
-        ctx.plan = plans.backward(ctx.needs_input_grad[:3])
-        return y
+def add_layer_norm(
+    input: Tensor,
+    residual: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    offset: float = 0.0,
+    rounding: str = "late",
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """input + residual and its LayerNorm, in one pass.
 
-    @staticmethod
-    def backward(ctx, dy):
-        x, weight, bias, rstd = ctx.saved_tensors
-        plan = ctx.plan
-        if _is_plain(dy) and not torch.is_grad_enabled():
-            dx, dw, db = cutile.backward(plan, dy, x, weight, bias, rstd)
-        else:
-            affine = (plan.spec.hidden, ctx.eps, plan.spec.offset)
-            backend = ctx.plans.backend
-            dx, dw, db = library.gradients(
-                dy, x, weight, bias, rstd, *affine, list(plan.needs), backend
-            )
-        return dx, dw, db, None, None
+        residual_out = input + residual        output = layer_norm(residual_out)
+
+    Args, returns, raises: as add_rms_norm and layer_norm.
+    """
+    return normalize(
+        "layer", "add_layer_norm", input, residual, None, normalized_shape, weight, bias, eps,
+        offset, False, rounding, backend,
+    )  # fmt: skip
 
 
-# Past the Python half of Function.apply, which looks for the transforms that _is_plain excludes.
-_apply = super(Function, _RMSNorm).apply
+def gated_rms_norm(
+    input: Tensor,
+    gate: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    bias: Tensor | None = None,
+    offset: float = 0.0,
+    norm_before_gate: bool = True,
+    rounding: str = "late",
+    backend: str | None = None,
+) -> Tensor:
+    """RMSNorm with a gate, as in Mamba-2 and Qwen3-Next.
+
+        y = rms_norm(input) · silu(gate)          with norm_before_gate
+        y = rms_norm(input · silu(gate))          without
+
+    where silu(z) = z / (1 + exp(−z)), after Dao and Gu, "Transformers are SSMs" (2024). Nothing is
+    rounded between the norm and the gate, except by rounding="early" (see rms_norm), which rounds
+    x̂ and, where the weight has the input's dtype, x̂ · weight.
+
+    Args:
+        input: (..., *normalized_shape).
+        gate: of the input's shape, in its dtype or another floating-point dtype.
+        The others are those of rms_norm.
+
+    Returns:
+        A contiguous tensor of the input's shape and dtype, differentiable in input, gate, weight
+        and bias.
+
+    Raises: as rms_norm.
+    """
+    return normalize(
+        "rms", "gated_rms_norm", input, None, gate, normalized_shape, weight, bias, eps, offset,
+        not norm_before_gate, rounding, backend,
+    )[0]  # fmt: skip

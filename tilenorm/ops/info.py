@@ -7,8 +7,7 @@ from importlib import metadata
 import torch
 
 from ..launch.toolchain import cache_folder, compiler_path, driver_version
-from ..spec import NormSpec
-from .explain import OPS
+from ..spec import OPS, NormSpec
 from .registry import device_of, refusals
 
 PACKAGES = ("tilenorm", "torch", "cuda-tile", "nvidia-cuda-tileiras", "triton")
@@ -34,8 +33,8 @@ def information() -> tuple[list[str], list[str]]:
         multiprocessors = f", {device.target.multiprocessors} SMs" if device.target else ""
         lines.append(f"{kind}{'' if index is None else f':{index}'} {name}{arch}{multiprocessors}")
         for op in OPS:
-            spec = NormSpec("rms", 4096, "bfloat16", "bfloat16")
-            found = refusals(op, spec, 4096, device)
+            spec = NormSpec.of(op, 4096, "bfloat16", weight="bfloat16")
+            found = refusals(spec, 4096, device)
             chosen = next(name for name, reason in found.items() if reason is None)
             lines.append(f"  {op}: {chosen}")
             for other, reason in found.items():

@@ -1,35 +1,67 @@
 """Tensors as the kernels take them: rows in place where that keeps a row's bits, else one copy."""
 
+import torch
 from torch import Tensor
+
+from ..spec import NormSpec
 
 VECTOR_BYTES = 16
 MAX_STRIDE = 2**31  # kernels hold extents and strides in 32 bits
 
 
-def rows_of(x: Tensor, hidden: int, aligned: bool, leading: int) -> Tensor:
+def rows_of(x: Tensor, spec: NormSpec, leading: int) -> Tensor:
     """x as (..., hidden) with at most `leading` leading dimensions and a last stride of 1.
 
     In place if the normalised dimensions are contiguous, the leading ones collapse to so few, and,
-    when `aligned`, every row starts on 16 bytes. A row that does not would be read in narrower
-    pieces and summed in another order, so it is copied: the same bits come first.
+    when rows fill vectors, every row starts on 16 bytes. A row that does not would be read in
+    narrower pieces and summed in another order, so it is copied: the same bits come first.
     """
+    hidden, aligned = spec.hidden, spec.aligned
+    if spec.heads:
+        return _tokens_of(x, spec)
     if x.is_contiguous():
         view = matrix_of(x, hidden)
         return view.clone() if aligned and x.data_ptr() % VECTOR_BYTES else view
     strided = _collapse(x, hidden)
-    if strided is None or len(strided[0]) > leading:
+    if strided is None or len(strided[0]) > leading or not _starts_vectors(x, strided[1], aligned):
         return x.reshape(-1, hidden).contiguous()
     shape, strides = strided
-    unit = VECTOR_BYTES // x.element_size()
-    if aligned and (x.data_ptr() % VECTOR_BYTES or any(s % unit for s in strides)):
-        return x.reshape(-1, hidden).contiguous()
     return x.as_strided((*shape, hidden), (*strides, 1))
+
+
+def _tokens_of(x: Tensor, spec: NormSpec) -> Tensor:
+    """x as (tokens, heads, hidden), always, so that every layout is read by the same code."""
+    heads, hidden = spec.heads, spec.hidden
+    shape = (x.numel() // (heads * hidden), heads, hidden)
+    try:
+        view = x.view(shape)
+    except RuntimeError:  # the leading dimensions do not merge into one
+        view = x.contiguous().view(shape)
+    even = (heads * hidden, hidden, 1)
+    # An extent of 1 may have any stride, and the compiler reads by what the stride is.
+    strides = [e if n == 1 else s for n, s, e in zip(shape, view.stride(), even, strict=True)]
+    fits = strides[2] == 1 and 0 < min(strides) <= max(strides) < MAX_STRIDE
+    if fits and _starts_vectors(view, strides[:2], spec.aligned):
+        return view.as_strided(shape, strides)
+    return view.clone(memory_format=torch.contiguous_format).as_strided(shape, even)
+
+
+def _starts_vectors(x: Tensor, strides: list[int], aligned: bool) -> bool:
+    """Every row starts on 16 bytes, if that is asked for."""
+    unit = VECTOR_BYTES // x.element_size()
+    return not aligned or not (x.data_ptr() % VECTOR_BYTES or any(s % unit for s in strides))
 
 
 def vector_of(w: Tensor, aligned: bool) -> Tensor:
     """A weight or bias as a contiguous vector; copied if, when `aligned`, not on 16 bytes."""
     vector = flat(w)
     return vector.clone() if aligned and vector.data_ptr() % VECTOR_BYTES else vector
+
+
+def parameter_of(w: Tensor, spec: NormSpec) -> Tensor:
+    """A weight or bias as (hidden,), or (heads, hidden) where heads have their own."""
+    vector = vector_of(w, spec.aligned)
+    return vector.view(spec.heads, spec.hidden) if spec.heads else vector
 
 
 def matrix_of(x: Tensor, hidden: int) -> Tensor:

@@ -1,6 +1,7 @@
 """The torch.library ops: functional, with fakes and autograd, for graphs and for every mode.
 
-Eager calls on plain CUDA tensors take the shorter way of functional.py to the same kernels.
+One pair serves every normalisation; what it is travels as arguments. Eager calls on plain CUDA
+tensors take the shorter way of functional.py to the same kernels.
 """
 
 import torch
@@ -12,110 +13,207 @@ from . import cutile, reference
 from .registry import device_of, select
 
 LIBRARY = torch.library.Library("tilenorm", "DEF")
+_HOW = (
+    "str norm, SymInt hidden, float eps, float offset, bool gate_first, str rounding,"
+    " {}, str? backend=None"
+)
 LIBRARY.define(
-    "rms_norm(Tensor input, Tensor? weight, Tensor? bias, SymInt hidden, float eps, float offset,"
-    " bool save, str? backend=None) -> (Tensor output, Tensor rstd)",
+    "norm(Tensor input, Tensor? residual, Tensor? gate, Tensor? weight, Tensor? bias,"
+    f" {_HOW.format('bool save')}) -> (Tensor output, Tensor sum, Tensor mean, Tensor rstd)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 LIBRARY.define(
-    "rms_norm_backward(Tensor grad_output, Tensor input, Tensor? weight, Tensor? bias, Tensor rstd,"
-    " SymInt hidden, float eps, float offset, bool[3] output_mask, str? backend=None)"
-    " -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
+    "norm_backward(Tensor grad_output, Tensor? grad_sum, Tensor input, Tensor? gate,"
+    " Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, bool added,"
+    f" {_HOW.format('bool[5] output_mask')}) -> (Tensor grad_input, Tensor grad_residual,"
+    " Tensor grad_gate, Tensor grad_weight, Tensor grad_bias)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
 
 def spec_of(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, hidden: int, offset: float
+    norm: str,
+    hidden: int,
+    dtype: torch.dtype,
+    residual: torch.dtype | None,
+    gate: torch.dtype | None,
+    weight: torch.dtype | None,
+    bias: torch.dtype | None,
+    offset: float,
+    gate_first: bool,
+    heads: int,
+    rounding: str,
 ) -> NormSpec:
-    """The spec of an RMSNorm over the last `hidden` elements of x."""
-    names = [None if t is None else str(t.dtype).removeprefix("torch.") for t in (x, weight, bias)]
-    return NormSpec("rms", hidden, *names, offset)
+    """The spec of a norm over `hidden` elements of tensors of these dtypes."""
+    dtypes = (dtype, residual, gate, weight, bias)
+    x, r, z, w, b = (None if d is None else str(d).removeprefix("torch.") for d in dtypes)
+    return NormSpec(norm, hidden, x, w, b, offset, r, z, gate_first, heads, rounding)
 
 
-def rms_norm_forward(x, weight, bias, hidden, eps, offset, save, backend=None):
-    spec = spec_of(x, weight, bias, hidden, offset)
+def spec_of_tensors(
+    x, residual, gate, weight, bias, norm, hidden, eps, offset, gate_first, rounding
+) -> NormSpec:
+    """The spec of a call of the op."""
+    dtypes = (None if t is None else t.dtype for t in (x, residual, gate, weight, bias))
+    affine = bias if weight is None else weight
+    heads = affine.numel() // hidden if affine is not None and hidden else 0
+    heads = heads if heads > 1 else 0  # one row of a parameter serves every row
+    return spec_of(norm, hidden, *dtypes, offset, gate_first, heads, rounding)
+
+
+def norm_forward(
+    x, residual, gate, weight, bias,
+    norm, hidden, eps, offset, gate_first, rounding, save, backend=None,
+):  # fmt: skip
+    how = (norm, hidden, eps, offset, gate_first, rounding)
+    spec = spec_of_tensors(x, residual, gate, weight, bias, *how)
     device = device_of(x.device.type, x.device.index)
     rows = x.numel() // hidden if hidden else 0
-    if select("rms_norm", spec, rows, device, backend) == "cutile":
+    if select(spec, rows, device, backend) == "cutile":
         plan = plan_forward(spec, device.target, save)
         with torch.cuda.device(x.device):
-            y, rstd = cutile.forward(plan, x, weight, bias, eps)
+            found = cutile.forward(plan, x, residual, gate, weight, bias, eps)
     else:
-        y, rstd = reference.rms_norm(x, weight, bias, hidden, eps, offset)
-    return y, rstd if save else x.new_empty(0, dtype=_stat_dtype(x))
+        found = reference.forward(spec, x, residual, gate, weight, bias, eps)
+    total = x.new_empty(0) if found.sum is None else found.sum
+    stats = (found.mean, found.rstd) if save else (None, None)
+    nothing = x.new_empty(0, dtype=_stat_dtype(x, residual))
+    return found.y, total, *(nothing.clone() if s is None else s for s in stats)
 
 
-def rms_norm_backward(dy, x, weight, bias, rstd, hidden, eps, offset, output_mask, backend=None):
-    needs = _needs(weight, bias, output_mask)
-    spec = spec_of(x, weight, bias, hidden, offset)
+def norm_forward_fake(
+    x, residual, gate, weight, bias,
+    norm, hidden, eps, offset, gate_first, rounding, save, backend=None,
+):  # fmt: skip
+    rows = x.numel() // hidden if save and hidden else 0
+    dtype = _stat_dtype(x, residual)
+    total = x.new_empty(0) if residual is None else x.new_empty(x.shape, dtype=residual.dtype)
+    mean = x.new_empty(rows if norm == "layer" else 0, dtype=dtype)
+    return x.new_empty(x.shape), total, mean, x.new_empty(rows, dtype=dtype)
+
+
+def norm_backward(
+    dy, dsum, x, gate, weight, bias, mean, rstd, added,
+    norm, hidden, eps, offset, gate_first, rounding, output_mask, backend=None,
+):  # fmt: skip
+    residual = x if added else None
+    how = (norm, hidden, eps, offset, gate_first, rounding)
+    spec = spec_of_tensors(dy, residual, gate, weight, bias, *how)
+    needs = merged_needs(
+        dy.dtype, x.dtype if added else None, gate, weight, bias, dsum, output_mask
+    )
     device = device_of(x.device.type, x.device.index)
     rows = x.numel() // hidden if hidden else 0
-    if select("rms_norm", spec, rows, device, backend) == "cutile":
+    mean = mean if norm == "layer" else None
+    if select(spec, rows, device, backend) == "cutile":
         plan = plan_backward(spec, device.target, needs)
         with torch.cuda.device(x.device):
-            grads = cutile.backward(plan, dy, x, weight, bias, rstd)
+            grads = cutile.backward(plan, dy, dsum, x, gate, weight, bias, mean, rstd)
     else:
-        grads = reference.rms_norm_backward(dy, x, weight, bias, rstd, hidden, eps, offset, needs)
+        grads = reference.backward(spec, needs, dy, dsum, x, gate, weight, bias, mean, rstd, eps)
     return tuple(x.new_empty(0) if g is None else g for g in grads)
 
 
-def rms_norm_fake(x, weight, bias, hidden, eps, offset, save, backend=None):
-    y = x.new_empty(x.shape)
-    rows = x.numel() // hidden if save and hidden else 0
-    return y, x.new_empty(rows, dtype=_stat_dtype(x))
+def norm_backward_fake(
+    dy, dsum, x, gate, weight, bias, mean, rstd, added,
+    norm, hidden, eps, offset, gate_first, rounding, output_mask, backend=None,
+):  # fmt: skip
+    residual = x.dtype if added else None
+    needs = merged_needs(dy.dtype, residual, gate, weight, bias, dsum, output_mask)
+    asked = (needs.dx, needs.dresidual, needs.dgate, needs.dw, needs.db)
+    return tuple(
+        like.new_empty(like.shape) if need else x.new_empty(0)
+        for need, like in zip(asked, (dy, x, gate, weight, bias), strict=True)
+    )
 
 
-def rms_norm_backward_fake(
-    dy, x, weight, bias, rstd, hidden, eps, offset, output_mask, backend=None
-):
-    needs = _needs(weight, bias, output_mask)
-    inputs = zip(needs, (x, weight, bias), strict=True)
-    return tuple(t.new_empty(t.shape) if need else x.new_empty(0) for need, t in inputs)
+def merged_needs(dtype, residual, gate, weight, bias, dsum, mask) -> Needs:
+    """What to compute for a mask of input, residual, gate, weight and bias.
+
+    Input and residual of one dtype have one gradient, that of the input.
+    """
+    dx, dresidual, dgate, dw, db = map(bool, mask)
+    if residual is None or residual == dtype:
+        dx, dresidual = dx or (dresidual and residual is not None), False
+    return Needs(
+        dx,
+        dw and weight is not None,
+        db and bias is not None,
+        dresidual,
+        dgate and gate is not None,
+        dsum is not None,
+    )
 
 
 def setup_context(ctx, inputs, output):
-    x, weight, bias, *ctx.rest, save, ctx.backend = inputs
-    ctx.save_for_backward(x, weight, bias, output[1] if save else None)
+    x, residual, gate, weight, bias, *ctx.how, save, ctx.backend = inputs
+    _, total, mean, rstd = output
+    ctx.added = None if residual is None else residual.dtype
+    ctx.dtype = x.dtype
+    saved = total if residual is not None else x
+    ctx.save_for_backward(saved, gate, weight, bias, *((mean, rstd) if save else (None, None)))
     ctx.set_materialize_grads(False)
 
 
-def backward(ctx, dy, _):
-    x, weight, bias, rstd = ctx.saved_tensors
-    no_grads = (None,) * 5
+def backward(ctx, dy, dsum, *_):
+    mask = ctx.needs_input_grad[:5]
+    how = (ctx.added, ctx.dtype, ctx.how, mask, ctx.backend)
+    return *gradients(dy, dsum, ctx.saved_tensors, *how), *(None,) * 8
+
+
+def gradients(dy, dsum, saved, added, dtype, how, mask, backend) -> tuple[Tensor | None, ...]:
+    """Gradients of input, residual, gate, weight and bias, None where the mask is false.
+
+    Differentiable again under create_graph. saved: x, or the sum, gate, weight, bias, mean, rstd.
+    added: the residual's dtype. how: what the op takes between its tensors and `save`.
+    """
+    x, gate, weight, bias, mean, rstd = saved
+    dsum = dsum if added is not None else None
     if dy is None:
-        return None, None, None, *no_grads
-    mask = [ctx.needs_input_grad[i] for i in range(3)]
-    return *gradients(dy, x, weight, bias, rstd, *ctx.rest, mask, ctx.backend), *no_grads
+        return through_sum(dsum, added, dtype, mask)
+    if torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (dy, dsum, x, gate, weight, bias)
+    ):
+        needs = merged_needs(dtype, added, gate, weight, bias, dsum, mask)
+        spec = spec_of_tensors(dy, None if added is None else x, gate, weight, bias, *how)
+        eps = how[2]
+        grads = reference.backward(spec, needs, dy, dsum, x, gate, weight, bias, None, None, eps)
+    else:
+        if rstd is None:
+            raise RuntimeError("tilenorm::norm: save was False, its backward needs it; pass True")
+        grads = torch.ops.tilenorm.norm_backward(
+            dy, dsum, x, gate, weight, bias, mean, rstd, added is not None, *how, mask, backend
+        )
+    return spread(grads, added, dtype, mask)
 
 
-def gradients(dy, x, weight, bias, rstd, hidden, eps, offset, mask, backend):
-    """dx, dW and dB, None where the mask is false; differentiable again under create_graph."""
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (dy, x, weight)):
-        needs = _needs(weight, bias, mask)
-        return reference.rms_norm_backward(dy, x, weight, bias, None, hidden, eps, offset, needs)
-    if rstd is None:
-        raise RuntimeError("tilenorm::rms_norm: save was False, its backward needs rstd; pass True")
-    grads = torch.ops.tilenorm.rms_norm_backward(
-        dy, x, weight, bias, rstd, hidden, eps, offset, mask, backend
-    )
-    return tuple(g if asked else None for g, asked in zip(grads, mask, strict=True))
+def through_sum(dsum, added, dtype, mask) -> tuple[Tensor | None, ...]:
+    """The gradients where only the sum was used: copies, for dsum is the caller's."""
+    if dsum is None:
+        return (None,) * 5
+    dtypes = (dtype, added)
+    both = (dsum.to(d, copy=True) if m else None for d, m in zip(dtypes, mask[:2], strict=True))
+    return *both, None, None, None
 
 
-def _needs(weight, bias, mask) -> Needs:
-    dx, dw, db = mask
-    return Needs(bool(dx), bool(dw and weight is not None), bool(db and bias is not None))
+def spread(grads, added, dtype, mask) -> tuple[Tensor | None, ...]:
+    """What was computed, to whom it is due: one gradient may serve input and residual."""
+    dx, dresidual, *rest = grads
+    if added == dtype:
+        dresidual = dx
+    return tuple(g if m else None for g, m in zip((dx, dresidual, *rest), mask, strict=True))
 
 
-def _stat_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+def _stat_dtype(x: Tensor, residual: Tensor | None) -> torch.dtype:
+    double = x.dtype == torch.float64 or (residual is not None and residual.dtype == torch.float64)
+    return torch.float64 if double else torch.float32
 
 
 for key in ("CPU", "CUDA"):
-    LIBRARY.impl("rms_norm", rms_norm_forward, key)
-    LIBRARY.impl("rms_norm_backward", rms_norm_backward, key)
-torch.library.register_fake("tilenorm::rms_norm", rms_norm_fake, lib=LIBRARY)
-torch.library.register_fake("tilenorm::rms_norm_backward", rms_norm_backward_fake, lib=LIBRARY)
+    LIBRARY.impl("norm", norm_forward, key)
+    LIBRARY.impl("norm_backward", norm_backward, key)
+torch.library.register_fake("tilenorm::norm", norm_forward_fake, lib=LIBRARY)
+torch.library.register_fake("tilenorm::norm_backward", norm_backward_fake, lib=LIBRARY)
 torch.library.register_autograd(
-    "tilenorm::rms_norm", backward, setup_context=setup_context, lib=LIBRARY
+    "tilenorm::norm", backward, setup_context=setup_context, lib=LIBRARY
 )

@@ -10,7 +10,7 @@ import torch
 
 from ..launch.target import MULTIPROCESSORS, Target
 from ..launch.toolchain import compiler_path, driver_version
-from ..spec import NormSpec
+from ..spec import OPS, NormSpec
 
 MAX_HIDDEN = 262144
 MAX_ROWS = 2**30  # row numbers are 32-bit, and the last tile of rows may reach past the end
@@ -48,9 +48,11 @@ def cutile_refuses(spec: NormSpec, rows: int, device: Device) -> str | None:
         return f"{device.target.arch}: cuTile compiles for {', '.join(MULTIPROCESSORS)}"
     if device.driver < MIN_DRIVER:
         return f"the driver serves CUDA {device.driver // 1000}; cuTile takes CUDA 13 (r580) or up"
-    for name, dtype in (("input", spec.dtype), ("weight", spec.weight), ("bias", spec.bias)):
+    for name in ("dtype", "residual", "gate", "weight", "bias"):
+        dtype = getattr(spec, name)
         if dtype is not None and dtype not in DTYPES:
-            return f"{name} is {dtype}; the kernels take {', '.join(DTYPES)}"
+            argument = "input" if name == "dtype" else name
+            return f"{argument} is {dtype}; the kernels take {', '.join(DTYPES)}"
     if not 1 <= spec.hidden <= MAX_HIDDEN:
         return f"normalized_shape holds {spec.hidden} elements; the kernels take 1 to {MAX_HIDDEN}"
     if rows > MAX_ROWS:
@@ -63,33 +65,34 @@ def serves_all(spec: NormSpec, rows: int, device: Device) -> None:
 
 
 REGISTRY = (
-    Implementation("cutile", ("rms_norm",), cutile_refuses),
-    Implementation("reference", ("rms_norm",), serves_all),
+    Implementation("cutile", OPS, cutile_refuses),
+    Implementation("reference", OPS, serves_all),
 )
 
 
-def refusals(op: str, spec: NormSpec, rows: int, device: Device) -> dict[str, str | None]:
-    """Every implementation of an op in order of preference, with why it refuses, or None."""
-    return {i.name: i.refuses(spec, rows, device) for i in REGISTRY if op in i.ops}
+def refusals(spec: NormSpec, rows: int, device: Device) -> dict[str, str | None]:
+    """Every implementation of a spec's op in order of preference, with why it refuses, or None."""
+    return {i.name: i.refuses(spec, rows, device) for i in REGISTRY if spec.op in i.ops}
 
 
-def select(op: str, spec: NormSpec, rows: int, device: Device, backend: str | None) -> str:
+def select(spec: NormSpec, rows: int, device: Device, backend: str | None) -> str:
     """The name of the implementation that serves; a warning, once, where it is not the first.
 
     Raises ValueError for an unknown backend, RuntimeError when the one asked for refuses.
     """
-    return _select(op, spec, rows > MAX_ROWS, device, backend)
+    return _select(spec, rows > MAX_ROWS, device, backend)
 
 
 @cache
-def _select(op: str, spec: NormSpec, too_long: bool, device: Device, backend: str | None) -> str:
+def _select(spec: NormSpec, too_long: bool, device: Device, backend: str | None) -> str:
     backend = backend or requested_backend()
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"backend: got {backend!r}, takes one of {', '.join(BACKENDS)} or None")
-    found = refusals(op, spec, MAX_ROWS + 1 if too_long else 0, device)
+    found = refusals(spec, MAX_ROWS + 1 if too_long else 0, device)
     if backend is not None:
         if found[backend]:
-            raise RuntimeError(f"{op}: backend {backend!r} was asked for, but {found[backend]}")
+            reason = found[backend]
+            raise RuntimeError(f"{spec.op}: backend {backend!r} was asked for, but {reason}")
         return backend
     chosen = next(name for name, reason in found.items() if reason is None)
     for name, reason in found.items():
@@ -100,15 +103,15 @@ def _select(op: str, spec: NormSpec, too_long: bool, device: Device, backend: st
     return chosen
 
 
-def select_transformed(op: str, spec: NormSpec, device: Device, backend: str | None) -> None:
+def select_transformed(spec: NormSpec, device: Device, backend: str | None) -> None:
     """Answer for the reference where a transform of PyTorch's has to see single operations.
 
     Raises and warns as select does.
     """
-    if select(op, spec, 0, device, backend) == "cutile":
+    if select(spec, 0, device, backend) == "cutile":
         reason = "torch.func and forward-mode derivatives see through the reference alone"
         if backend or requested_backend():
-            raise RuntimeError(f"{op}: backend 'cutile' was asked for, but {reason}")
+            raise RuntimeError(f"{spec.op}: backend 'cutile' was asked for, but {reason}")
         message = f"tilenorm: reference runs instead of cutile: {reason}"
         warnings.warn(message, ReferenceWarning, stacklevel=2)
 

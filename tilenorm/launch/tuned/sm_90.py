@@ -21,7 +21,7 @@ SPILLS = {
 }
 
 FORWARD = {
-    2: (
+    (2, 1): (
         (32, Forward(rows=32, hints=Hints(8))),  # 4102
         (64, Forward(rows=16, hints=Hints(8))),  # 4094
         (256, Forward(rows=8)),  # 3967 at 128, 3951
@@ -31,7 +31,7 @@ FORWARD = {
         (32768, Forward()),  # 3959 at 4096, 3937 at 12288, 3868 at 16384, 3809 at 28672, 3375
         (262144, Wide()),  # 2616 at 65536, 2598
     ),
-    4: (
+    (4, 1): (
         (32, Forward(rows=16)),
         (64, Forward(rows=8)),
         (128, Forward(rows=4)),  # 4091
@@ -43,7 +43,7 @@ FORWARD = {
 }
 
 BACKWARD = {
-    (2, 1): (
+    (2, 2, 1): (
         (64, Backward((64,), rows=32, hints=Hints(4))),  # 3197; 64 rows: 3796, but spills
         (128, Backward((128,), rows=64, hints=Hints(2))),  # 3976
         (256, Backward((256,), rows=32, hints=Hints(2))),  # 3374
@@ -63,7 +63,7 @@ BACKWARD = {
         (65536, Wide(tile=4096, occupancy=4)),  # 2389 at 32768, 2352
         (262144, Wide(tile=2048, occupancy=3)),  # 2221 at 131072, 2151
     ),
-    (2, 2): (
+    (2, 2, 2): (
         (64, Backward((64,), rows=32, hints=Hints(3))),
         (128, Backward((128,), rows=16, hints=Hints(3))),
         (256, Backward((256,), rows=16, hints=Hints(3))),  # 1919; 32 rows: 2524, but spills
@@ -80,7 +80,7 @@ BACKWARD = {
         (32768, Wide(tile=2048, occupancy=4)),  # 2342 at 16384, 2305
         (262144, Wide(tile=2048, occupancy=3)),  # 2178 at 65536, 1915
     ),
-    (4, 1): (
+    (4, 2, 1): (
         (64, Backward((64,), rows=32, hints=Hints(3))),
         (128, Backward((128,), rows=16, hints=Hints(4))),
         (256, Backward((256,), rows=8, hints=Hints(4))),  # 3903
@@ -100,7 +100,7 @@ BACKWARD = {
         (16384, Backward((8192, 8192), tma=True, hints=Hints(1, 8))),  # 3073 to 3515
         (262144, Wide(tile=2048, occupancy=4)),  # 2561 at 32768, 2455
     ),
-    (4, 2): (
+    (4, 2, 2): (
         (64, Backward((64,), rows=32, hints=Hints(3))),
         (128, Backward((128,), rows=16, hints=Hints(4))),
         (256, Backward((256,), rows=8, hints=Hints(4))),  # 3887
