@@ -224,9 +224,10 @@ _FULL = (256, 512, 1024, 1536, 2048, 3072, 4096, 5120, 7168, 8192, 12288, 16384,
 
 SUITES = {
     # Few shapes, since torch.compile and some peers spend seconds of compiling on each.
-    "quick": _sweep(16 * _MI, ("rms_norm",), (1024, 4096, 8192, 16384), ("bfloat16",))
-    + _sweep(16 * _MI, ("rms_norm",), (4096,), ("float16", "float32"))
-    + _sweep(16 * _MI, (*_PLAIN[1:], "gated_rms_norm"), (4096,), ("bfloat16",))
+    "quick": _sweep(16 * _MI, ("rms_norm",), (1024, 4096, 16384), ("bfloat16",))
+    + _sweep(16 * _MI, ("rms_norm",), (4096,), ("float32",))
+    + _sweep(16 * _MI, ("layer_norm",), (4096,), ("float16",))
+    + _sweep(16 * _MI, (*_PLAIN[2:], "gated_rms_norm"), (4096,), ("bfloat16",))
     + _sweep(16 * _MI, ("head_rms_norm",), (128,), ("bfloat16",)),
     # Published sweeps: RMSNorm at 4096 rows, and that of Triton's LayerNorm tutorial.
     "seeds": _of_4096_rows("rms_norm", (1024, 2048, 4096, 8192, 16384))
