@@ -27,7 +27,13 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--provider", nargs="+", choices=PROVIDERS)
     parser.add_argument("--max-seconds", type=float, help="skip what is left after this time")
     parser.add_argument("--out", metavar="FILE.jsonl", help="write the record")
-    parser.add_argument("--from", dest="source", metavar="FILE.jsonl", help="print a record again")
+    parser.add_argument(
+        "--from",
+        dest="sources",
+        nargs="+",
+        metavar="FILE.jsonl",
+        help="print records of one machine again, as one report",
+    )
     parser.add_argument("--markdown", action="store_true", help="print Markdown tables")
     parser.add_argument("--plot", metavar="FILE.svg", help="draw GB/s against N (needs matplotlib)")
     return parser.parse_args(argv)
@@ -56,8 +62,11 @@ def _measured(args: argparse.Namespace, argv: list[str]) -> record.Record:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     cases = select(args.suite, args.op, args.dtype, args.hidden)
     if not cases or set(args.hidden or ()) - {case.n for case in cases}:
-        sizes = sorted({case.n for case in select(args.suite, args.op, args.dtype)})
-        sys.exit(f"suite {args.suite} has no such case; its N are {sizes}")
+        sizes = {}
+        for case in select(args.suite, None, args.dtype):
+            sizes.setdefault(case.op, {})[case.n] = None
+        listed = "; ".join(f"{op} {sorted(found)}" for op, found in sizes.items())
+        sys.exit(f"suite {args.suite} has no such case; its N are {listed}")
     if device == "cpu":
         print(report.CPU_NOTICE, file=sys.stderr)
         cases = [case.shrunk(CPU_ELEMENTS) for case in cases]
@@ -65,22 +74,17 @@ def _measured(args: argparse.Namespace, argv: list[str]) -> record.Record:
         # A shape that tilenorm's kernels do not serve is shown as refused. Timing the reference
         # in its place would not be a measurement of tilenorm.
         os.environ.setdefault("TILENORM_BACKEND", "cutile")
-    names = args.provider or list(PROVIDERS)
-    ops = [OPS[name] for name in dict.fromkeys(case.op for case in cases)]
-    reasons = {name: [PROVIDERS[name].absent(op, device) for op in ops] for name in names}
-    absent = {name: why[0] for name, why in reasons.items() if all(why)}
-    present = [name for name in names if name not in absent]
-    result = record.Record(record.describe_run(device, argv, absent))
+    present, absent = _attendance(cases, args.provider or list(PROVIDERS), device)
+    result = record.Record()
     if args.out:
         Path(args.out).parent.mkdir(parents=True, exist_ok=True)
     with open(args.out or os.devnull, "w") as file:
 
         def emit(line) -> None:
-            if not isinstance(line, dict):
-                result.add(line)
+            result.add(line)
             print(record.to_json(line), file=file, flush=True)
 
-        emit(result.run)
+        emit(record.describe_run(device, argv, absent))
         directions = args.direction or DIRECTIONS
         budget = {"budget_s": CPU_BUDGET_S} if device == "cpu" else {}
         try:
@@ -92,11 +96,26 @@ def _measured(args: argparse.Namespace, argv: list[str]) -> record.Record:
     return result
 
 
+def _attendance(cases, names, device) -> tuple[dict[str, list[str]], dict[str, str]]:
+    """Which providers take part in each op; and of those that miss some, why."""
+    present, reasons = {}, {}
+    for op in dict.fromkeys(case.op for case in cases):
+        why = {name: PROVIDERS[name].absent(OPS[op], device) for name in names}
+        present[op] = [name for name in names if why[name] is None]
+        for name in filter(why.get, names):
+            reasons.setdefault(name, {})[why[name]] = None  # a set that keeps its order
+    return present, {name: "; ".join(found) for name, found in reasons.items()}
+
+
+def _read(path: str) -> record.Record:
+    with open(path) as file:
+        return record.read(file)
+
+
 def main(argv: list[str]) -> None:
     args = _arguments(argv)
-    if args.source:
-        with open(args.source) as file:
-            found = _narrowed(record.read(file), args)
+    if args.sources:
+        found = _narrowed(record.merge([_read(path) for path in args.sources]), args)
     else:
         found = _measured(args, argv)
     print(report.render(found, args.markdown))

@@ -3,7 +3,7 @@
 An error is counted in units in the last place of the output's dtype, relative to the expected
 value plus the root mean square of all expected values: |actual - expected| / (|expected| + rms).
 The gradient of a weight sums M independent terms, so its rms grows with the square root of M,
-and its budget with it.
+and its budget with it. M is the number of rows that share the weight.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,13 +26,13 @@ def oracle(op: Op, inputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
 
     Returns {"forward": outputs, "backward": gradients}, each in the op's order.
     """
-    m, n = inputs[0].shape
     n_rows = len(op.rows)
+    shape = inputs[0].shape
     like = {"dtype": torch.float64, "device": inputs[0].device}
-    outputs = [torch.empty(m, n, **like) for _ in op.outputs]
-    row_grads = [torch.empty(m, n, **like) for _ in op.rows]
-    column_grads = [torch.zeros(n, **like) for _ in op.columns]
-    for part in _chunks(m, n):
+    outputs = [torch.empty(shape, **like) for _ in op.outputs]
+    row_grads = [torch.empty(shape, **like) for _ in op.rows]
+    column_grads = [torch.zeros(x.shape, **like) for x in inputs[n_rows:]]
+    for part in _chunks(len(inputs[0]), inputs[0][0].numel()):
         rows = [x[part] for x in inputs[:n_rows]]
         leaves = [x.detach().double().requires_grad_() for x in (*rows, *inputs[n_rows:])]
         results = as_tuple(op.reference(*leaves))

@@ -37,18 +37,20 @@ def save(record: Record, path: str) -> None:
     figure.legend(
         named.values(), named, loc="outside lower center", ncols=len(named), frameon=False
     )
-    notice = CPU_NOTICE if record.run["device"] == "cpu" else record.run["date"][:10]
-    figure.suptitle(f"{record.run['machine']}, {notice}")
+    last = max(record.runs, key=lambda run: run["date"])
+    notice = CPU_NOTICE if record.on_cpu else last["date"][:10]
+    figure.suptitle(f"{last['machine']}, {notice}")
     figure.set_layout_engine("constrained")
     figure.savefig(path, format="svg", metadata={"Date": None})
     plt.close(figure)
 
 
 def _panel(ax, record: Record, op: str, dtype: str, direction: str) -> None:
-    copies = sorted((c.n, c.gbps) for c in record.copies if c.dtype == dtype)
+    cells = [c for c in record.cells if (c.op, c.dtype, c.direction) == (op, dtype, direction)]
+    shapes = {(dtype, c.m, c.n) for c in cells}
+    copies = sorted((c.n, c.gbps) for c in record.copies if (c.dtype, c.m, c.n) in shapes)
     if copies:
         ax.plot(*zip(*copies, strict=True), color="#777777", linestyle="--", label="copy")
-    cells = [c for c in record.cells if (c.op, c.dtype, c.direction) == (op, dtype, direction)]
     for name, (color, marker) in _STYLES.items():
         points = sorted((c.n, c.gbps) for c in cells if c.provider == name and c.gbps is not None)
         if points:

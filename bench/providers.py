@@ -6,6 +6,9 @@ its own documentation shows, with the arguments that make it compute what PyTorc
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+
+import torch
 
 from bench.cases import EPS, Op
 from bench.record import first_line
@@ -30,10 +33,18 @@ class Provider:
 
 
 def _tilenorm(op: Op):
-    import tilenorm
+    import tilenorm as tn
+
+    def rms_norm(x, weight):
+        return tn.rms_norm(x, x.shape[-1:], weight, EPS)
 
     return {
-        "rms_norm": lambda x, weight: tilenorm.rms_norm(x, (x.shape[-1],), weight, EPS),
+        "rms_norm": rms_norm,
+        "layer_norm": lambda x, w, b: tn.layer_norm(x, x.shape[-1:], w, b, EPS),
+        "add_rms_norm": lambda x, r, w: tn.add_rms_norm(x, r, x.shape[-1:], w, EPS),
+        "add_layer_norm": lambda x, r, w, b: tn.add_layer_norm(x, r, x.shape[-1:], w, b, EPS),
+        "gated_rms_norm": lambda x, z, w: tn.gated_rms_norm(x, z, x.shape[-1:], w, EPS),
+        "head_rms_norm": rms_norm,
     }.get(op.name)
 
 
@@ -50,29 +61,68 @@ def _compile(op: Op):
 def _quack(op: Op):
     from quack import rmsnorm
 
-    return {"rms_norm": lambda x, weight: rmsnorm(x, weight, eps=EPS)}.get(op.name)
+    def rms_norm(x, weight):  # weights (H, D) are taken a row a head, and x in place
+        return rmsnorm(x, weight, eps=EPS)
 
-
-def _liger_norms(rms_norm):
-    # "gemma" keeps float32 to the end, as PyTorch does; "llama" would round before the weight.
-    # in_place=True is Liger's default: dx is written over dy. Without it the Triton version
-    # would also pay for clearing dx.
     return {
-        "rms_norm": lambda x, weight: rms_norm.apply(x, weight, EPS, 0.0, "gemma", True, None),
+        "rms_norm": rms_norm,
+        "layer_norm": _quack_layer_norm(),
+        "add_rms_norm": lambda x, r, w: rmsnorm(x, w, residual=r, eps=EPS, prenorm=True),
+        "head_rms_norm": rms_norm,
+    }.get(op.name)
+
+
+def _quack_layer_norm():
+    """Its forward and its backward, which it does not itself put under autograd."""
+    from quack.rmsnorm import layernorm_bwd, layernorm_fwd
+
+    class LayerNorm(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight, bias, *parameters):
+            y, rstd, mean = layernorm_fwd(x, *parameters, EPS, return_rstd=True, return_mean=True)
+            ctx.save_for_backward(x, weight, rstd, mean)
+            return y
+
+        @staticmethod
+        def backward(ctx, dy):
+            x, weight, rstd, mean = ctx.saved_tensors
+            return *layernorm_bwd(x, weight, dy, rstd, mean), None, None
+
+    @cache  # the forward asks for float32 parameters; what these cost is not its time
+    def widened(parameter):
+        return parameter.detach().float()
+
+    return lambda x, w, b: LayerNorm.apply(x, w, b, widened(w), widened(b))
+
+
+def _liger_norms(rms_norm, layer_norm, add_rms_norm):
+    # "gemma" keeps float32 to the end, as PyTorch does; "llama" would round before the weight.
+    # The last True and False are what Liger's modules pass for in_place. With True dx is written
+    # over dy; without it the Triton rms_norm would also pay for clearing dx, add_rms_norm not.
+    return {
+        "rms_norm": lambda x, w: rms_norm.apply(x, w, EPS, 0.0, "gemma", True, None),
+        "layer_norm": lambda x, w, b: layer_norm.apply(x, w, b, EPS),
+        "add_rms_norm": lambda x, r, w: add_rms_norm.apply(x, r, w, EPS, 0.0, "gemma", False),
     }
 
 
 def _liger(op: Op):
     # By submodule: names imported from liger_kernel.ops follow LIGER_KERNEL_IMPL.
-    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+    from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction as AddRMSNorm
+    from liger_kernel.ops.layer_norm import LigerLayerNormFunction as LayerNorm
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction as RMSNorm
 
-    return _liger_norms(LigerRMSNormFunction).get(op.name)
+    return _liger_norms(RMSNorm, LayerNorm, AddRMSNorm).get(op.name)
 
 
 def _liger_cutile(op: Op):
-    from liger_kernel.ops.cutile.ops.rms_norm import LigerRMSNormFunction
+    from liger_kernel.ops.cutile.ops import fused_add_rms_norm, layer_norm, rms_norm
 
-    return _liger_norms(LigerRMSNormFunction).get(op.name)
+    return _liger_norms(
+        rms_norm.LigerRMSNormFunction,
+        layer_norm.LigerLayerNormFunction,
+        fused_add_rms_norm.LigerFusedAddRMSNormFunction,
+    ).get(op.name)
 
 
 def _tilegym(op: Op):
@@ -88,10 +138,12 @@ def _tilegym(op: Op):
     if "cutile" not in tilegym.get_available_backends_for_op(op.name):
         return None  # its dispatcher would fall back to Triton, with no more than a warning
 
+    tiles = {"eps": EPS, "backend": "cutile"}
     return {
-        "rms_norm": lambda x, weight: tilegym.ops.rms_norm(
-            x, (x.shape[-1],), weight, EPS, backend="cutile"
-        ),
+        "rms_norm": lambda x, w: tilegym.ops.rms_norm(x, x.shape[-1:], w, **tiles),
+        # The axes from the first to before the second. Its persistent_layer_norm, which tunes
+        # itself, rounds to bfloat16 whatever the dtype.
+        "layer_norm": lambda x, w, b: tilegym.ops.layer_norm(x, 1, 2, w, b, **tiles),
     }.get(op.name)
 
 

@@ -1,4 +1,7 @@
-"""The record of a run: JSON lines, one ``run`` line and then one line a measurement."""
+"""The record of a run: JSON lines, one ``run`` line and then one line a measurement.
+
+Records of several runs on one machine can be merged, and are then read as one.
+"""
 
 import json
 import platform
@@ -6,7 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from importlib import metadata
@@ -78,15 +81,20 @@ KINDS = {"cell": Cell, "copy": Copy, "host": Host}
 
 @dataclass
 class Record:
-    """A whole run: ``run`` says where and when, and which providers were absent and why."""
+    """What was measured, and in which runs: where and when, and who was absent and why."""
 
-    run: dict
+    runs: list[dict] = field(default_factory=list)
     cells: list[Cell] = field(default_factory=list)
     copies: list[Copy] = field(default_factory=list)
     hosts: list[Host] = field(default_factory=list)
 
-    def add(self, line: Cell | Copy | Host) -> None:
-        {Cell: self.cells, Copy: self.copies, Host: self.hosts}[type(line)].append(line)
+    @property
+    def on_cpu(self) -> bool:
+        return any(run["device"] == "cpu" for run in self.runs)
+
+    def add(self, line: dict | Cell | Copy | Host) -> None:
+        lists = {dict: self.runs, Cell: self.cells, Copy: self.copies, Host: self.hosts}
+        lists[type(line)].append(line)
 
 
 def gbps(nbytes: int, us: float | None) -> float | None:
@@ -104,7 +112,7 @@ def to_json(line: Cell | Copy | Host | dict) -> str:
 
 def read(lines: Iterable[str]) -> Record:
     """The record in a file; ValueError names the line that is not part of one."""
-    record = None
+    record = Record()
     for number, text in enumerate(lines, 1):
         if not text.strip():
             continue
@@ -112,15 +120,31 @@ def read(lines: Iterable[str]) -> Record:
             values = json.loads(text)
             kind = values.pop("record")
             values.pop("gbps", None)
-            if kind == "run":
-                record = Record(values)
-            else:
-                record.add(KINDS[kind](**values))
+            record.add(values if kind == "run" else KINDS[kind](**values))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"line {number} is not part of a bench record: {error!r}") from error
-    if record is None:
+    if not record.runs:
         raise ValueError("no bench record: there is no run line")
     return record
+
+
+def merge(records: Sequence[Record]) -> Record:
+    """One record of several, of one machine. Of what was measured twice the last counts."""
+    runs = [run for record in records for run in record.runs]
+    machines = sorted({run["machine"] for run in runs})
+    if len(machines) > 1:
+        raise ValueError(f"records of different machines are no one report: {machines}")
+    merged = Record(runs)
+    for kind in ("cells", "copies", "hosts"):
+        lines = [line for record in records for line in getattr(record, kind)]
+        getattr(merged, kind).extend({_what(line): line for line in lines}.values())
+    return merged
+
+
+def _what(line: Cell | Copy | Host) -> tuple:
+    """What a line is a measurement of."""
+    names = ("op", "dtype", "m", "n", "direction", "provider")
+    return tuple(getattr(line, name, None) for name in names)
 
 
 def first_line(error: BaseException) -> str:

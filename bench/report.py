@@ -27,15 +27,24 @@ def render(record: Record, markdown: bool = False) -> str:
 
 
 def _heading(record: Record) -> str:
-    run = record.run
+    made = {}  # runs by what they were made with
+    for run in record.runs:
+        made.setdefault(_versions(run), []).append(
+            f"tilenorm {run['tilenorm']} ({run['commit'] or 'no commit'}) on {run['machine']}"
+            f", {run['date']}"
+        )
+    lines = [CPU_NOTICE] if record.on_cpu else []
+    for versions, runs in made.items():
+        lines += [*runs, versions]
+    absent = [(name, why) for run in record.runs for name, why in run["absent"].items()]
+    lines += [f"absent: {name} ({why})" for name, why in dict.fromkeys(absent)]
+    return "\n".join(lines)
+
+
+def _versions(run: dict) -> str:
     versions = {"torch": run["torch"], "CUDA": run["cuda"], "driver": run.get("driver")}
     versions |= {"tileiras": run["tileiras"], "Python": run["python"], **run["packages"]}
-    lines = [CPU_NOTICE] if run["device"] == "cpu" else []
-    lines.append(f"tilenorm {run['tilenorm']} ({run['commit'] or 'no commit'}) on {run['machine']}")
-    lines[-1] += f", {run['date']}"
-    lines.append(", ".join(f"{name} {value}" for name, value in versions.items() if value))
-    lines += [f"absent: {name} ({reason})" for name, reason in run["absent"].items()]
-    return "\n".join(lines)
+    return ", ".join(f"{name} {value}" for name, value in versions.items() if value)
 
 
 def _throughput(record: Record, cells: Sequence[Cell], markdown: bool) -> str:
@@ -125,7 +134,7 @@ def _footing(record: Record) -> str:
             "GPU time: median over replays of a CUDA graph whose calls rotate through more memory\n"
             "than the L2 cache holds several times. The forward is one of training."
         )
-    if record.run["device"] == "cpu":
+    if record.on_cpu:
         lines.append(CPU_NOTICE)
     return "\n".join(lines)
 

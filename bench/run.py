@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -12,7 +12,7 @@ from bench.providers import PROVIDERS
 from bench.record import Cell, Copy, Host, first_line
 
 # Small enough for the GPU to finish a call before the host has prepared the next one.
-HOST_M, HOST_N, HOST_DTYPE = 16, 1024, "bfloat16"
+HOST_M, HOST_N, HOST_DTYPE = 32, 1024, "bfloat16"
 # Elements that a copy is rounded up to.
 COPY_UNIT = 1 << 16
 # What Python code raises on purpose; everything else is a failure.
@@ -43,35 +43,39 @@ class Progress:
 
 def run(
     cases: Sequence[Case],
-    names: Sequence[str],
+    names: Mapping[str, Sequence[str]],
     directions: Sequence[str],
     device: str,
     emit: Callable[[Cell | Copy | Host], None],
     max_seconds: float | None = None,
     budget_s: float = 0.1,
 ) -> None:
-    """Measure everything, handing each result to ``emit`` at once.
+    """Measure the providers named for each op on its cases, handing results to ``emit`` at once.
 
     On a GPU all work is put on one stream of its own: the autograd engine runs a backward on the
     stream of its forward, which has to be the one that is captured.
     """
     ops = dict.fromkeys(case.op for case in cases)
-    progress = Progress(len(cases) * len(names) * len(directions) + len(ops) * len(names))
+    cells = sum(len(names[case.op]) for case in cases) * len(directions)
+    progress = Progress(cells + sum(len(names[op]) for op in ops))
 
     def late() -> bool:
         return max_seconds is not None and progress.elapsed > max_seconds
 
     stream = torch.cuda.Stream(device) if device != "cpu" else None
+    copied = set()
     with torch.cuda.stream(stream):
         for op in map(OPS.get, ops):
-            for name in names:
+            for name in names[op.name]:
                 progress.step(f"{op.name} host time {name}")
                 emit(_host(op, name, device, skip=late()))
         for case in cases:
-            _run_case(case, names, directions, device, emit, late, progress, budget_s)
+            _run_case(
+                case, names[case.op], directions, device, emit, late, progress, budget_s, copied
+            )
 
 
-def _run_case(case, names, directions, device, emit, late, progress, budget_s) -> None:
+def _run_case(case, names, directions, device, emit, late, progress, budget_s, copied) -> None:
     op, dtype = OPS[case.op], DTYPES[case.dtype]
     prepared = None
     for name in names:
@@ -84,7 +88,9 @@ def _run_case(case, names, directions, device, emit, late, progress, budget_s) -
                 emit(Cell(**cell, status="skipped", error="out of time"))
                 continue
             if prepared is None:
-                emit(_copy(case, dtype, device, budget_s))
+                if (case.dtype, case.m, case.n) not in copied:  # by another op's case
+                    emit(_copy(case, dtype, device, budget_s))
+                    copied.add((case.dtype, case.m, case.n))
                 prepared = _prepare(op, case, dtype, device)
             try:
                 provider = provider or PROVIDERS[name].load(op)
@@ -105,7 +111,7 @@ def _prepare(op: Op, case: Case, dtype: torch.dtype, device: str):
     for direction, sums in (("forward", 0), ("backward", len(op.columns))):
         eager = check.as_tuple(_call(op.eager, inputs, grads, direction)())
         errors = [check.error(*pair) for pair in zip(eager, expected[direction], strict=True)]
-        allowed[direction] = check.budgets(errors, dtype, case.m, sums)
+        allowed[direction] = check.budgets(errors, dtype, len(inputs[0]), sums)
     return inputs, grads, expected, allowed
 
 
@@ -114,12 +120,23 @@ def _call(provider, inputs, grads, direction) -> Callable:
 
     A forward is one of training: gradients are asked for, so what backward needs is saved.
     """
-    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    leaves = [_duplicate(x).requires_grad_() for x in inputs]
     if direction == "forward":
         return lambda: provider(*leaves)
     grads = [grad.clone() for grad in grads]
     outputs = check.as_tuple(provider(*leaves))
-    return lambda: torch.autograd.grad(outputs, leaves, grads, retain_graph=True)
+    return lambda: _gradients(outputs, leaves, grads, retain_graph=True)
+
+
+def _duplicate(x: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides, which clone() would close up where they leave gaps."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
+
+
+def _gradients(outputs, leaves, grads, **options) -> tuple[torch.Tensor, ...]:
+    if not all(output.requires_grad for output in outputs):
+        raise NotImplementedError("has a forward only")
+    return torch.autograd.grad(outputs, leaves, grads, **options)
 
 
 def _measure(provider, op, prepared, direction, nbytes, device, budget_s) -> dict:
@@ -170,15 +187,17 @@ def _host(op: Op, name: str, device: str, skip: bool) -> Host:
             return provider(*leaves)
 
     def forward_backward():
-        return torch.autograd.grad(check.as_tuple(provider(*leaves)), leaves, grads)
+        return _gradients(check.as_tuple(provider(*leaves)), leaves, grads)
 
+    found = {}
     try:
         provider = PROVIDERS[name].load(op)
-        times = timing.host(forward, device), timing.host(forward_backward, device)
+        found["forward_us"] = timing.host(forward, device)
+        found["forward_backward_us"] = timing.host(forward_backward, device)
     except Exception as error:
         _require_gpu(device, f"{name}: {first_line(error)}")
-        return Host(**where, error=first_line(error))
-    return Host(**where, forward_us=times[0], forward_backward_us=times[1])
+        found["error"] = first_line(error)
+    return Host(**where, **found)
 
 
 def _status(error: Exception) -> str:

@@ -5,14 +5,37 @@ import torch.nn.functional as F
 import tilenorm
 
 
+def _rms_norm(input, normalized_shape, weight=None, eps=None):
+    normed = F.rms_norm(input, normalized_shape, None, eps)
+    return normed if weight is None else normed * weight
+
+
+def _gated_rms_norm(input, gate, *rest):
+    return _rms_norm(input, *rest) * F.silu(gate)
+
+
+def _of_sum(norm):
+    def add_norm(input, residual, *rest):
+        total = input + residual
+        return norm(total, *rest), total
+
+    return add_norm
+
+
+_STAND_INS = {
+    "rms_norm": _rms_norm,
+    "layer_norm": F.layer_norm,
+    "add_rms_norm": _of_sum(_rms_norm),
+    "add_layer_norm": _of_sum(F.layer_norm),
+    "gated_rms_norm": _gated_rms_norm,
+}
+
+
 @pytest.fixture
 def stand_in(monkeypatch):
     """PyTorch in place of tilenorm: these tests are about the bench."""
-
-    def rms_norm(input, normalized_shape, weight=None, eps=None, *, bias=None, offset=0.0):
-        return F.rms_norm(input, normalized_shape, weight, eps)
-
-    monkeypatch.setattr(tilenorm, "rms_norm", rms_norm, raising=False)
+    for name, function in _STAND_INS.items():
+        monkeypatch.setattr(tilenorm, name, function, raising=False)
     monkeypatch.setattr(tilenorm, "__version__", "0.0", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 

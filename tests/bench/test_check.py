@@ -9,16 +9,18 @@ from bench.cases import OPS
 RMS_NORM = OPS["rms_norm"]
 
 
-def test_oracle_is_float64_autograd_and_does_not_depend_on_the_chunks(monkeypatch):
-    inputs = RMS_NORM.inputs(7, 12, torch.bfloat16, "cpu")
-    grads = RMS_NORM.output_grads(7, 12, torch.bfloat16, "cpu")
+@pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.name)
+def test_oracle_is_float64_autograd_and_does_not_depend_on_the_chunks(op, monkeypatch):
+    shape = 7 * (op.heads or 1), 12, torch.bfloat16, "cpu"
+    inputs, grads = op.inputs(*shape), op.output_grads(*shape)
     leaves = [x.double().requires_grad_() for x in inputs]
-    y = RMS_NORM.eager(*leaves)
-    dx, dw = torch.autograd.grad(y, leaves, grads[0].double())
-    monkeypatch.setattr(check, "_CHUNK", 24)  # two rows at a time, the last alone
-    found = check.oracle(RMS_NORM, inputs, grads)
-    torch.testing.assert_close(found["forward"][0], y.detach())
-    torch.testing.assert_close(found["backward"], [dx, dw])
+    outputs = check.as_tuple(op.eager(*leaves))
+    expected = torch.autograd.grad(outputs, leaves, [dy.double() for dy in grads])
+    # Two rows, or two tokens, at a time, the last alone.
+    monkeypatch.setattr(check, "_CHUNK", 24 * (op.heads or 1))
+    found = check.oracle(op, inputs, grads)
+    torch.testing.assert_close(found["forward"], [y.detach() for y in outputs])
+    torch.testing.assert_close(found["backward"], list(expected))
 
 
 def test_error_counts_ulps_of_value_plus_rms():

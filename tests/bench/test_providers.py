@@ -1,10 +1,14 @@
 import subprocess
 import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
+import torch.nn.functional as F
 
 from bench import providers
 from bench.cases import OPS
+from bench.check import as_tuple
 from bench.providers import PROVIDERS, Provider
 
 PEERS = ("quack", "liger_kernel", "tilegym", "triton", "matplotlib")
@@ -41,11 +45,91 @@ def test_an_op_that_a_provider_lacks_is_its_absence():
     assert nothing.absent(OPS["rms_norm"], "cpu") == "has no rms_norm"
 
 
-def test_liger_is_asked_for_pytorchs_rounding():
-    class Function:
-        @staticmethod
-        def apply(*arguments):
-            return arguments
+every_op = pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.name)
 
-    _, _, eps, offset, casting, in_place, _ = providers._liger_norms(Function)["rms_norm"](1, 2)
-    assert (eps, offset, casting, in_place) == (providers.EPS, 0.0, "gemma", True)
+
+def inputs_of(op):
+    return [x.requires_grad_() for x in op.inputs(64, 16, torch.float32, "cpu")]
+
+
+@every_op
+@pytest.mark.filterwarnings("ignore::tilenorm.ReferenceWarning")
+def test_tilenorm_computes_every_op(op):
+    inputs = inputs_of(op)
+    found = as_tuple(PROVIDERS["tilenorm"].load(op)(*inputs))
+    torch.testing.assert_close(found, as_tuple(op.reference(*inputs)))
+
+
+@every_op
+def test_torch_computes_every_op(op):
+    inputs = inputs_of(op)
+    found = as_tuple(PROVIDERS["torch"].load(op)(*inputs))
+    torch.testing.assert_close(found, as_tuple(op.reference(*inputs)))
+
+
+class Recorded:
+    """Stands for an autograd function of a peer and returns what it is applied to."""
+
+    @staticmethod
+    def apply(*arguments):
+        return arguments
+
+
+def test_liger_is_asked_for_pytorchs_rounding():
+    norms = providers._liger_norms(Recorded, Recorded, Recorded)
+    assert norms["rms_norm"](1, 2)[2:] == (providers.EPS, 0.0, "gemma", True, None)
+    assert norms["layer_norm"](1, 2, 3) == (1, 2, 3, providers.EPS)
+    assert norms["add_rms_norm"](1, 2, 3)[3:] == (providers.EPS, 0.0, "gemma", False)
+
+
+def _quack_rmsnorm(x, weight, *, residual=None, eps, prenorm=False):
+    total = x if residual is None else x + residual
+    y = F.rms_norm(total, x.shape[-1:], None, eps) * weight
+    return (y, total) if prenorm else y
+
+
+def _quack_layernorm_fwd(x, weight, bias, eps, return_rstd, return_mean):
+    assert weight.dtype == bias.dtype == torch.float32
+    assert return_rstd and return_mean
+    y = F.layer_norm(x.float(), x.shape[-1:], weight, bias, eps).to(x.dtype)
+    return y, torch.rsqrt(x.var(-1, correction=0) + eps), x.mean(-1)
+
+
+def _quack_layernorm_bwd(x, weight, dout, rstd, mean):
+    normed = (x - mean[:, None]) * rstd[:, None]
+    g = dout * weight
+    dx = g - normed * (g * normed).mean(-1, keepdim=True) - g.mean(-1, keepdim=True)
+    return dx * rstd[:, None], (dout * normed).sum(0), dout.sum(0)
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm", "add_rms_norm", "head_rms_norm"])
+def test_quack_is_called_by_its_signatures(name, monkeypatch):
+    """Those of its functions, which themselves need a GPU."""
+    inner = ModuleType("quack.rmsnorm")
+    inner.layernorm_fwd, inner.layernorm_bwd = _quack_layernorm_fwd, _quack_layernorm_bwd
+    monkeypatch.setitem(sys.modules, "quack.rmsnorm", inner)
+    monkeypatch.setitem(sys.modules, "quack", SimpleNamespace(rmsnorm=_quack_rmsnorm))
+    op = OPS[name]
+    inputs, grads = inputs_of(op), op.output_grads(64, 16, torch.float32, "cpu")
+    found, expected = (as_tuple(f(*inputs)) for f in (PROVIDERS["quack"].load(op), op.reference))
+    torch.testing.assert_close(found, expected)
+    found, expected = (torch.autograd.grad(out, inputs, grads) for out in (found, expected))
+    torch.testing.assert_close(found, expected)
+
+
+def test_quack_is_given_wider_parameters_once(monkeypatch):
+    seen = []
+
+    def forward(x, weight, bias, *rest, **options):
+        seen.append((weight, bias))
+        return x.clone(), x.new_empty(len(x)), x.new_empty(len(x))
+
+    inner = ModuleType("quack.rmsnorm")
+    inner.layernorm_fwd, inner.layernorm_bwd = forward, None
+    monkeypatch.setitem(sys.modules, "quack.rmsnorm", inner)
+    layer_norm, inputs = providers._quack_layer_norm(), inputs_of(OPS["layer_norm"])
+    inputs = [x.detach().bfloat16() for x in inputs]
+    layer_norm(*inputs)
+    layer_norm(*inputs)
+    assert [w.dtype for pair in seen for w in pair] == [torch.float32] * 4
+    assert seen[0][0] is seen[1][0]

@@ -3,7 +3,7 @@ import pytest
 from bench import report
 from bench.plot import _STYLES, save
 from bench.providers import PROVIDERS
-from bench.record import Cell, Copy, Host, Record, first_line, read, to_json
+from bench.record import Cell, Copy, Host, Record, first_line, merge, read, to_json
 
 RUN = {
     "date": "2026-01-02T03:04:05+00:00",
@@ -26,8 +26,9 @@ TIMED = {"bytes": 4_000_000, "spread": 0.01, "samples": 10, "timing": "graph"}
 @pytest.fixture
 def record():
     wide = {**SHAPE, "m": 10, "n": 131072, "provider": "quack", "bytes": 1}
-    found = Record(RUN)
+    found = Record()
     for line in (
+        RUN,
         Copy("bfloat16", 1000, 1024, 4_000_000, 1.0, 0.0, 10, "graph"),
         Cell(**wide, status="refused", error="ValueError: too wide"),
         Cell(**SHAPE, **TIMED, provider="tilenorm", median_us=2.0),
@@ -41,7 +42,7 @@ def record():
 
 
 def written(record):
-    return [to_json(x) for x in (record.run, *record.copies, *record.cells, *record.hosts)]
+    return [to_json(x) for x in (*record.runs, *record.copies, *record.cells, *record.hosts)]
 
 
 def test_what_is_written_is_read_back(record):
@@ -91,9 +92,45 @@ def test_markdown_tables_have_a_rule_and_as_many_cells_in_every_row(record):
 
 
 def test_a_cpu_record_says_so_first_and_last(record):
-    record.run = {**RUN, "device": "cpu"}
+    record.runs = [{**RUN, "device": "cpu"}]
     lines = report.render(record).splitlines()
     assert lines[0] == lines[-1] == report.CPU_NOTICE
+
+
+def test_records_of_one_machine_are_one_report(record):
+    later = {**RUN, "date": "2026-01-03", "absent": {"quack": "has no layer_norm"}}
+    norm = {**SHAPE, "op": "layer_norm"}
+    other = Record([later], [Cell(**norm, **TIMED, provider="tilenorm", median_us=4.0)])
+    lines = report.render(merge([record, other])).splitlines()
+    assert lines[:2] == [f"tilenorm 0.1 (abc) on Some GPU, {run['date']}" for run in (RUN, later)]
+    assert lines[2].startswith("torch 2.11, CUDA 13.0")
+    assert lines[3].startswith("absent: tilegym (ModuleNotFoundError")
+    assert lines[4] == "absent: quack (has no layer_norm)"
+    table = lines.index("layer_norm forward, bfloat16: GB/s (% of a copy)")
+    assert lines[table + 2].split() == ["1024", "1000", "1000", "(25%)", "4000", "-"]
+
+
+def test_versions_stand_below_the_runs_that_were_made_with_them(record):
+    record.add({**RUN, "date": "later", "torch": "2.12"})
+    assert [line.split(",")[0] for line in report.render(record).splitlines()[:4]] == [
+        "tilenorm 0.1 (abc) on Some GPU",
+        "torch 2.11",
+        "tilenorm 0.1 (abc) on Some GPU",
+        "torch 2.12",
+    ]
+
+
+def test_of_what_was_measured_twice_the_last_counts(record):
+    again = Cell(**SHAPE, **TIMED, provider="quack", median_us=3.0)
+    merged = merge([record, Record([RUN], [again])])
+    assert len(merged.cells) == len(record.cells)
+    assert [cell.median_us for cell in merged.cells if cell.n == 1024] == [2.0, 4.0, 3.0]
+    assert (merged.copies, merged.hosts) == (record.copies, record.hosts)
+
+
+def test_records_of_different_machines_are_no_one_report(record):
+    with pytest.raises(ValueError, match="Another GPU"):
+        merge([record, Record([{**RUN, "machine": "Another GPU"}])])
 
 
 def test_equal_reasons_share_a_line(record):
