@@ -1,73 +1,19 @@
-"""Backward: a persistent grid walks over the rows and adds up its share of dW and dB in registers.
-
-A row is cut into SEGMENTS, tiles whose widths are powers of two in descending order, so that
-N = 12288 is 8192 + 4096 and no lane is idle.
-"""
+"""Backward: a persistent grid walks over the rows and adds up its share of dW and dB."""
 
 import cuda.tile as ct
 
-from .formula import silu, silu_slope
+from .formula import silu, silu_slope, sums
 from .rows import (
     both,
     columns,
     inside,
-    leading,
-    read,
     read_parameter,
+    row_place,
     scale,
     tile_place,
-    write,
     write_partial,
 )
-
-
-def segments(WIDTHS):
-    """(index, first column, width) of each segment."""
-    found = ()
-    start = 0
-    for width in WIDTHS:
-        found += ((len(found), start, width),)
-        start += width
-    return found
-
-
-def tma_load(X, i, place, start, WIDTH):
-    """A segment of row i."""
-    if X.ndim == 2:
-        return ct.load(X, (i, start // WIDTH), (1, WIDTH), padding_mode=ct.PaddingMode.ZERO)
-    index = leading(X, place) + (start // WIDTH,)
-    return ct.load(X, index, (1, 1, WIDTH), padding_mode=ct.PaddingMode.ZERO).reshape((1, WIDTH))
-
-
-def gather_rows(inputs, numbers, place, rows, N, WIDTHS, ALIGNED):
-    """The segments of each input, zero past the last row and column, and each number of a row."""
-    in_rows = place[0] < rows
-    tiles = ()
-    for X in ct.static_iter(inputs):
-        found = ()
-        for _, start, width in ct.static_iter(segments(WIDTHS)):
-            cols = columns(start, width)
-            mask = both(in_rows, inside(X, cols, start + width, N, ALIGNED))
-            found += (read(X, place, cols, mask),)
-        tiles += (found,)
-    found = ()
-    for NUMBERS in ct.static_iter(numbers):
-        found += (ct.gather(NUMBERS, (place[0],), mask=in_rows, check_bounds=False),)
-    return tiles, found
-
-
-def load_row(inputs, numbers, i, place, WIDTHS):
-    """The same of row i, by tile loads."""
-    tiles = ()
-    for X in ct.static_iter(inputs):
-        found = ()
-        for _, start, width in ct.static_iter(segments(WIDTHS)):
-            found += (tma_load(X, i, place, start, width),)
-        tiles += (found,)
-    found = ()
-    for NUMBERS in ct.static_iter(numbers):
-        found += (ct.gather(NUMBERS, (place[0],), check_bounds=False),)
-    return tiles, found
+from .tiles import existing, gather_numbers, gather_tiles, load_tiles, segments, store, tiles_of
 
 
 @ct.kernel
@@ -91,6 +37,7 @@ def norm_backward(
     TILE_HEADS: ct.Constant[int],
     WIDTHS: ct.Constant[tuple[int, ...]],
     TMA: ct.Constant[bool],
+    STORE: ct.Constant[bool],
     ALIGNED: ct.Constant[bool],
     LAYER: ct.Constant[bool],
     GATED: ct.Constant[bool],
@@ -122,12 +69,12 @@ def norm_backward(
     step = ct.num_blocks(0)
     through_norm = NEED_DX or NEED_DRESIDUAL or (NEED_DGATE and GATE_FIRST)
     gate_after = GATED and not GATE_FIRST
-    sum_rows = TILE_ROWS if HEADS > 0 else 1  # rows of a block's sums
+    # With heads a row of the tile is of the same head in every turn; without, any row will do.
+    home = tile_place(b, TILE_ROWS if HEADS > 0 else 1, HEADS, TILE_HEADS)
     ws = ()
     bs = ()
     dws = ()
     dbs = ()
-    home = tile_place(b, sum_rows, HEADS, TILE_HEADS)
     for _, start, width in ct.static_iter(segments(WIDTHS)):
         cols = columns(start, width)
         in_row = inside(X, cols, start + width, N, ALIGNED)
@@ -136,9 +83,9 @@ def norm_backward(
         if BIAS and gate_after and NEED_DGATE:
             bs += (read_parameter(B, home, cols, in_row),)
         if NEED_DW:
-            dws += (ct.zeros((sum_rows, width), dtype=ct.float32),)
+            dws += (ct.zeros((TILE_ROWS, width), dtype=ct.float32),)
         if NEED_DB:
-            dbs += (ct.zeros((sum_rows, width), dtype=ct.float32),)
+            dbs += (ct.zeros((TILE_ROWS, width), dtype=ct.float32),)
 
     inputs = (X, DY)
     if GATED:
@@ -147,20 +94,29 @@ def norm_backward(
         inputs += (DSUM,)
     numbers = (RSTD, MEAN) if LAYER else (RSTD,)
 
-    # Gathered rows are fetched one tile ahead; TMA loads the compiler runs ahead by itself.
-    if not TMA:
-        there = tile_place(b, TILE_ROWS, HEADS, TILE_HEADS)
-        ahead = gather_rows(inputs, numbers, there, rows, N, WIDTHS, ALIGNED)
-
-    for i in range(b, tiles_of(rows, HEADS, TILE_ROWS, TILE_HEADS), step):
+    def gather(i):
         place = tile_place(i, TILE_ROWS, HEADS, TILE_HEADS)
-        in_rows = place[0] < rows if TILE_ROWS > 1 and TILE_HEADS != TILE_ROWS else None
+        in_rows = existing(place, rows, TILE_ROWS, TILE_HEADS)
+        tiles = gather_tiles(inputs, place, in_rows, N, WIDTHS, ALIGNED)
+        return tiles, gather_numbers(numbers, place, in_rows)
+
+    # Gathered rows are fetched one tile ahead; tile loads the compiler runs ahead by itself.
+    count = tiles_of(rows, HEADS, TILE_ROWS, TILE_HEADS)
+    if not TMA:
+        ahead = gather(b)
+
+    for i in range(b, count, step):
         if TMA:
-            tiles, stats = load_row(inputs, numbers, i, place, WIDTHS)
+            place = tile_place(i, 1, HEADS, 1)
+            in_rows = None
+            tiles = load_tiles(inputs, row_place(i, HEADS), WIDTHS)
+            stats = gather_numbers(numbers, place, None)
         else:
+            place = tile_place(i, TILE_ROWS, HEADS, TILE_HEADS)
+            in_rows = existing(place, rows, TILE_ROWS, TILE_HEADS)
             tiles, stats = ahead
-            there = tile_place(i + step, TILE_ROWS, HEADS, TILE_HEADS)
-            ahead = gather_rows(inputs, numbers, there, rows, N, WIDTHS, ALIGNED)
+            # Past the end it is the last tile of the same heads once more.
+            ahead = gather(i + step if i + step < count else i)
 
         dot = ct.zeros((TILE_ROWS, 1), dtype=ct.float32)
         total = ct.zeros((TILE_ROWS, 1), dtype=ct.float32)
@@ -182,19 +138,22 @@ def norm_backward(
                         y = y + bs[j]
                     cols = columns(start, width)
                     mask = both(in_rows, inside(X, cols, start + width, N, ALIGNED))
-                    write(DGATE, place, cols, dy * y * silu_slope(gate), mask)
+                    store(DGATE, place, start, cols, dy * y * silu_slope(gate), mask, width, STORE)
                 dy = dy * silu(gate)
             if through_norm:
                 g = dy * ws[j] if WEIGHT else dy
-                dot += ct.sum(x_hat * g, axis=1, keepdims=True)
                 if LAYER:
-                    total += ct.sum(g, axis=1, keepdims=True)
+                    more, more_total = sums(x_hat * g, g)
+                    total = total + more_total
+                else:
+                    more = ct.sum(x_hat * g, axis=1, keepdims=True)
+                dot = dot + more
                 x_hats += (x_hat,)
                 gs += (g,)
             if NEED_DW:
-                new_dws += (dws[j] + add_rows(dy * x_hat, TILE_ROWS, HEADS),)
+                new_dws += (dws[j] + dy * x_hat,)
             if NEED_DB:
-                new_dbs += (dbs[j] + add_rows(dy, TILE_ROWS, HEADS),)
+                new_dbs += (dbs[j] + dy,)
         dws = new_dws
         dbs = new_dbs
 
@@ -202,47 +161,37 @@ def norm_backward(
             for j, start, width in ct.static_iter(segments(WIDTHS)):
                 cols = columns(start, width)
                 mask = both(in_rows, inside(X, cols, start + width, N, ALIGNED))
-                dx = gs[j] - x_hats[j] * (dot / N)
+                dx = gs[j] - x_hats[j] * (dot * (1.0 / N))
                 if LAYER:
-                    dx = dx - total / N
+                    dx = dx - total * (1.0 / N)
                 dx = dx * stats[0]
                 if GATED and GATE_FIRST:
                     gate = tiles[2][j].astype(ct.float32)
                     if NEED_DGATE:
                         x = tiles[0][j].astype(ct.float32)
-                        write(DGATE, place, cols, dx * x * silu_slope(gate), mask)
+                        store(
+                            DGATE, place, start, cols, dx * x * silu_slope(gate), mask, width, STORE
+                        )
                     dx = dx * silu(gate)
                 if ADD_DSUM:
                     dx = dx + tiles[-1][j].astype(ct.float32)
                 if NEED_DX:
-                    write(DX, place, cols, dx, mask)
+                    store(DX, place, start, cols, dx, mask, width, STORE)
                 if NEED_DRESIDUAL:
-                    write(DRESIDUAL, place, cols, dx, mask)
+                    store(DRESIDUAL, place, start, cols, dx, mask, width, STORE)
+
+    def write_sums(first, tiles):
+        for j, start, width in ct.static_iter(segments(WIDTHS)):
+            cols = columns(start, width)
+            in_row = inside(X, cols, start + width, N, ALIGNED)
+            tile = tiles[j]
+            if HEADS == 0 and TILE_ROWS > 1:
+                tile = ct.sum(tile, axis=0, keepdims=True)
+            write_partial(PARTIALS, first, home, cols, tile, in_row, N)
 
     # The rows of partial sums of one output: a block has one, or a group of blocks shares some.
     partial_rows = step * TILE_ROWS // HEADS if HEADS > 0 else step
-    for j, start, width in ct.static_iter(segments(WIDTHS)):
-        cols = columns(start, width)
-        in_row = inside(X, cols, start + width, N, ALIGNED)
-        if NEED_DW:
-            write_partial(PARTIALS, 0, home, cols, dws[j], in_row, N)
-        if NEED_DB:
-            first = partial_rows if NEED_DW else 0
-            write_partial(PARTIALS, first, home, cols, dbs[j], in_row, N)
-
-
-def tiles_of(rows, HEADS, TILE_ROWS, TILE_HEADS):
-    """How many tiles `rows` rows make."""
-    if HEADS == 0:
-        return ct.cdiv(rows, TILE_ROWS)
-    return ct.cdiv(rows // HEADS, TILE_ROWS // TILE_HEADS) * (HEADS // TILE_HEADS)
-
-
-def add_rows(tile, TILE_ROWS, HEADS):
-    """Sum over the rows of a tile that share a weight: all of them, or, with heads, none.
-
-    A reduction over one row would move it through shared memory.
-    """
-    if TILE_ROWS == 1 or HEADS > 0:
-        return tile
-    return ct.sum(tile, axis=0, keepdims=True)
+    if NEED_DW:
+        write_sums(0, dws)
+    if NEED_DB:
+        write_sums(partial_rows if NEED_DW else 0, dbs)

@@ -1,9 +1,19 @@
-"""Forward: one block normalises TILE_ROWS whole rows, each held in registers as one tile."""
+"""Forward: rows held whole in registers, a tile a block, or a persistent grid that runs ahead."""
 
 import cuda.tile as ct
 
 from .formula import center, silu
-from .rows import affine, both, columns, inside, read, tile_place, write
+from .rows import (
+    affine,
+    both,
+    columns,
+    inside,
+    read_parameter,
+    row_place,
+    scale,
+    tile_place,
+)
+from .tiles import existing, gather_tiles, load_tiles, segments, store, tiles_of
 
 
 @ct.kernel
@@ -24,7 +34,10 @@ def norm_forward(
     HEADS: ct.Constant[int],
     TILE_ROWS: ct.Constant[int],
     TILE_HEADS: ct.Constant[int],
-    TILE: ct.Constant[int],
+    WIDTHS: ct.Constant[tuple[int, ...]],
+    LOOP: ct.Constant[bool],
+    TMA: ct.Constant[bool],
+    STORE: ct.Constant[bool],
     ALIGNED: ct.Constant[bool],
     LAYER: ct.Constant[bool],
     ADD: ct.Constant[bool],
@@ -44,35 +57,73 @@ def norm_forward(
 
     X, RESIDUAL, GATE (..., N) of rows in one or two leading dimensions; W and B (N,) or (HEADS, N);
     Y, SUM (rows, N); MEAN, RSTD (rows,) float32, written if SAVE. Arrays that a flag excludes are
-    not touched. A launch starts at tile `first`: there are more tiles than a grid has blocks.
+    not touched. Block b takes tile `first` + b, and with LOOP every tile that follows at steps of
+    the grid, fetched one ahead. There may be more tiles than a grid has blocks.
     """
-    place = tile_place(first + ct.bid(0), TILE_ROWS, HEADS, TILE_HEADS)
-    # A tile of one token's heads is whole.
-    in_rows = place[0] < rows if TILE_ROWS > 1 and TILE_HEADS != TILE_ROWS else None
-    cols = columns(0, TILE)
-    in_row = inside(X, cols, TILE, N, ALIGNED)
-    mask = both(in_rows, in_row)
-
-    x = read(X, place, cols, mask).astype(ct.float32)
+    inputs = (X,)
     if ADD:
-        total = (x + read(RESIDUAL, place, cols, mask).astype(ct.float32)).astype(SUM.dtype)
-        write(SUM, place, cols, total, mask)
-        x = total.astype(ct.float32)
+        inputs += (RESIDUAL,)
     if GATED:
-        gate = read(GATE, place, cols, mask).astype(ct.float32)
-        if GATE_FIRST:
-            x = x * silu(gate)
+        inputs += (GATE,)
 
-    if LAYER:
-        x, mean, variance = center(x, in_row, N)
-    else:
-        variance = ct.sum(x * x, axis=1, keepdims=True) / N
-    rstd = ct.rsqrt(variance + eps)
-    y = affine(x * rstd, W, B, Y.dtype, place, cols, in_row, WEIGHT, BIAS, OFFSET, EARLY)
-    if GATED and not GATE_FIRST:
-        y = y * silu(gate)
-    write(Y, place, cols, y, mask)
-    if SAVE:
-        ct.scatter(RSTD, (place[0],), rstd, mask=in_rows, check_bounds=False)
+    def gather(i):
+        place = tile_place(i, TILE_ROWS, HEADS, TILE_HEADS)
+        return gather_tiles(
+            inputs, place, existing(place, rows, TILE_ROWS, TILE_HEADS), N, WIDTHS, ALIGNED
+        )
+
+    def normalize(place, in_rows, tiles):
+        xs = ()
+        masks = ()
+        for j, start, width in ct.static_iter(segments(WIDTHS)):
+            cols = columns(start, width)
+            in_row = inside(X, cols, start + width, N, ALIGNED)
+            x = tiles[0][j].astype(ct.float32)
+            if ADD:
+                total = (x + tiles[1][j].astype(ct.float32)).astype(SUM.dtype)
+                store(SUM, place, start, cols, total, both(in_rows, in_row), width, STORE)
+                x = total.astype(ct.float32)
+            if GATED and GATE_FIRST:
+                x = x * silu(tiles[-1][j].astype(ct.float32))
+            xs += (x,)
+            masks += (in_row,)
         if LAYER:
-            ct.scatter(MEAN, (place[0],), mean, mask=in_rows, check_bounds=False)
+            EXACT = (SUM if ADD else X).dtype == ct.float32
+            xs, mean, variance = center(xs, masks, N, EXACT)
+        else:
+            squares = 0.0
+            for x in ct.static_iter(xs):
+                squares = squares + ct.sum(x * x, axis=1, keepdims=True)
+            variance = squares * (1.0 / N)
+        rstd = ct.rsqrt(variance + eps)
+        SAME = WEIGHT and W.dtype == Y.dtype
+        for j, start, width in ct.static_iter(segments(WIDTHS)):
+            cols = columns(start, width)
+            w = scale(W, place, cols, masks[j], OFFSET) if WEIGHT else None
+            b = read_parameter(B, place, cols, masks[j]) if BIAS else None
+            y = affine(xs[j] * rstd, w, b, Y.dtype, WEIGHT, BIAS, EARLY, SAME)
+            if GATED and not GATE_FIRST:
+                y = y * silu(tiles[-1][j].astype(ct.float32))
+            store(Y, place, start, cols, y, both(in_rows, masks[j]), width, STORE)
+        if SAVE:
+            ct.scatter(RSTD, (place[0],), rstd, mask=in_rows, check_bounds=False)
+            if LAYER:
+                ct.scatter(MEAN, (place[0],), mean, mask=in_rows, check_bounds=False)
+
+    first_tile = first + ct.bid(0)
+    count = tiles_of(rows, HEADS, TILE_ROWS, TILE_HEADS)
+    if not LOOP:
+        place = tile_place(first_tile, TILE_ROWS, HEADS, TILE_HEADS)
+        normalize(place, existing(place, rows, TILE_ROWS, TILE_HEADS), gather(first_tile))
+    elif TMA:
+        # Tile loads the compiler runs ahead by itself.
+        for i in range(first_tile, count, ct.num_blocks(0)):
+            tiles = load_tiles(inputs, row_place(i, HEADS), WIDTHS)
+            normalize(tile_place(i, 1, HEADS, 1), None, tiles)
+    else:
+        ahead = gather(first_tile)
+        for i in range(first_tile, count, ct.num_blocks(0)):
+            tiles = ahead
+            ahead = gather(ct.minimum(i + ct.num_blocks(0), count - 1))
+            place = tile_place(i, TILE_ROWS, HEADS, TILE_HEADS)
+            normalize(place, existing(place, rows, TILE_ROWS, TILE_HEADS), tiles)

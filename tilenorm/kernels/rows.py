@@ -89,17 +89,17 @@ def scale(W, place, cols, mask, OFFSET):
     return w
 
 
-def affine(x_hat, W, B, dtype, place, cols, mask, WEIGHT, BIAS, OFFSET, EARLY):
-    """x̂ · (w + offset) + b; EARLY rounds what is of the output's dtype in between."""
+def affine(x_hat, w, b, rounded, WEIGHT, BIAS, EARLY, SAME):
+    """x̂ · w + b; EARLY rounds to `rounded` before the weight, and, if it is the SAME, after."""
     y = x_hat
     if EARLY:
-        y = y.astype(dtype).astype(ct.float32)
+        y = y.astype(rounded).astype(ct.float32)
     if WEIGHT:
-        y = y * scale(W, place, cols, mask, OFFSET)
-        if EARLY and W.dtype == dtype:
-            y = y.astype(dtype).astype(ct.float32)
+        y = y * w
+        if EARLY and SAME:
+            y = y.astype(rounded).astype(ct.float32)
     if BIAS:
-        y = y + read_parameter(B, place, cols, mask)
+        y = y + b
     return y
 
 

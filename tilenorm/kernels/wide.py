@@ -56,7 +56,8 @@ def wide_moments(
         x = x * silu(read(GATE, place, cols, mask).astype(ct.float32))
     if LAYER:
         count = ct.minimum(N - chunk * TILE, TILE)
-        _, mean, variance = center(x, mask, count)
+        EXACT = (SUM if ADD else X).dtype == ct.float32
+        _, mean, variance = center((x,), (mask,), count, EXACT)
         ct.scatter(MOMENTS, (place[0], chunk), mean.item(), check_bounds=False)
         squares = variance.item() * count
         ct.scatter(MOMENTS, (place[0], CHUNKS + chunk), squares, check_bounds=False)
@@ -108,9 +109,12 @@ def wide_forward(
         near, offset, variance = combine(MOMENTS, place[0], N, CHUNKS, PADDED_CHUNKS, TILE)
         x = (x - near) - offset
     else:
-        variance = chunk_sum(MOMENTS, place[0], 0, CHUNKS, PADDED_CHUNKS) / N
+        variance = chunk_sum(MOMENTS, place[0], 0, CHUNKS, PADDED_CHUNKS) * (1.0 / N)
     rstd = ct.rsqrt(variance + eps)
-    y = affine(x * rstd, W, B, Y.dtype, place, cols, mask, WEIGHT, BIAS, OFFSET, EARLY)
+    w = scale(W, place, cols, mask, OFFSET) if WEIGHT else None
+    b = read_parameter(B, place, cols, mask) if BIAS else None
+    SAME = WEIGHT and W.dtype == Y.dtype
+    y = affine(x * rstd, w, b, Y.dtype, WEIGHT, BIAS, EARLY, SAME)
     if GATED and not GATE_FIRST:
         y = y * silu(gate)
     write(Y, place, cols, y, mask)
@@ -140,10 +144,10 @@ def combine(MOMENTS, row, N, CHUNKS, PADDED_CHUNKS, TILE):
     count = ct.minimum(ct.maximum(N - j * TILE, 0), TILE).astype(ct.float32)
     near = ct.gather(MOMENTS, (row, 0), check_bounds=False)
     apart = chunk_values(MOMENTS, row, 0, CHUNKS, PADDED_CHUNKS) - near
-    offset = ct.sum(count * apart) / N
+    offset = ct.sum(count * apart) * (1.0 / N)
     apart = apart - offset
     squares = chunk_sum(MOMENTS, row, 1, CHUNKS, PADDED_CHUNKS) + ct.sum(count * apart * apart)
-    return near, offset, squares / N
+    return near, offset, squares * (1.0 / N)
 
 
 @ct.kernel
@@ -277,9 +281,9 @@ def wide_backward(
     if NEED_DX or NEED_DRESIDUAL or (NEED_DGATE and GATE_FIRST):
         if WEIGHT:
             g = g * w
-        dx = g - x_hat * (chunk_sum(DOTS, place[0], 0, CHUNKS, PADDED_CHUNKS) / N)
+        dx = g - x_hat * (chunk_sum(DOTS, place[0], 0, CHUNKS, PADDED_CHUNKS) * (1.0 / N))
         if LAYER:
-            dx = dx - chunk_sum(DOTS, place[0], 1, CHUNKS, PADDED_CHUNKS) / N
+            dx = dx - chunk_sum(DOTS, place[0], 1, CHUNKS, PADDED_CHUNKS) * (1.0 / N)
         dx = dx * rstd
         if GATED and GATE_FIRST:
             if NEED_DGATE:

@@ -16,10 +16,19 @@ class Hints:
 
 @dataclass(frozen=True)
 class Forward:
-    """Whole rows, `rows` of them a block."""
+    """Whole rows, `rows` of them a tile.
+
+    loop: a persistent grid of `hints.occupancy` blocks a multiprocessor, instead of a block a tile.
+    tma: with that, read by tile loads instead of gathers, one row at a time. widths: the segments
+    of a row; None is one that holds it.
+    """
 
     rows: int = 1
     hints: Hints = Hints()
+    widths: tuple[int, ...] | None = None
+    loop: bool = False
+    tma: bool = False
+    store: bool = False
 
 
 @dataclass(frozen=True)
@@ -33,6 +42,7 @@ class Backward:
     rows: int = 1
     tma: bool = False
     hints: Hints = Hints()
+    store: bool = False
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from .config import Backward, ColumnSum, Forward, Hints, Wide
 from .target import Target
 from .tuned import TABLES
 
-# Elements of a row that a block without TMA keeps without spilling, by sums over rows, where it
-# reads x and dy; half of them where it reads a third input.
+TILE = 2048  # elements of a tile of several rows
+# Elements of a row that a block without TMA keeps without spilling, by sums over rows.
 GATHERED = {0: 4096, 1: 4096, 2: 2048}
 # The same for a whole row in the forward pass.
 FORWARD_TILE = 16384
@@ -24,27 +24,24 @@ def tile_width(hidden: int) -> int:
 
 
 def forward(spec: NormSpec, target: Target) -> Forward | Wide:
-    inputs = 1 + (spec.residual is not None) + (spec.gate is not None)
-    found = _tabled(spec, target, "FORWARD", (spec.widest_item, inputs))
-    if found:
+    if found := _tabled(spec, target, "FORWARD", spec.op):
         return found
     width = tile_width(spec.hidden)
+    inputs = 1 + (spec.residual is not None) + (spec.gate is not None)
     if width > FORWARD_TILE // inputs:
         return Wide()
-    return Forward(rows=max(1, 2048 // width))
+    return Forward(rows=max(1, TILE // width))
 
 
 def backward(spec: NormSpec, target: Target, needs) -> Backward | Wide:
     """needs: which gradients (plan.Needs)."""
-    inputs = 2 + (spec.gate is not None) + needs.dsum
     width = tile_width(spec.hidden)
-    found = _tabled(spec, target, "BACKWARD", (spec.widest_item, inputs, max(1, needs.sums)))
-    if found and width >= 32:  # no table has a tile for narrower rows
+    # No table has tiles for narrower rows.
+    if width >= 32 and (found := _tabled(spec, target, "BACKWARD", _backward_op(spec, needs))):
         return found
-    gathered = GATHERED[needs.sums] * 2 // inputs
-    if width <= gathered:
-        rows = max(1, 2048 // width)
-        return Backward((width,), rows, hints=Hints(occupancy=2))
+    inputs = 2 + (spec.gate is not None) + needs.dsum
+    if width <= GATHERED[needs.sums] * 2 // inputs:
+        return Backward((width,), max(1, TILE // width), hints=Hints(occupancy=2))
     if width <= 8192 and target.has_tma and spec.aligned:
         return Backward((width,), tma=True, hints=Hints(1, 8))
     return WIDE
@@ -55,9 +52,18 @@ def column_sum(spec: NormSpec, target: Target) -> ColumnSum:
     return ColumnSum(tile=16 if spec.hidden * (spec.heads or 1) <= 4096 else 32)
 
 
-def _tabled(spec: NormSpec, target: Target, direction: str, key: tuple):
+def _backward_op(spec: NormSpec, needs) -> str:
+    """The operation whose table serves: one that reads as much and keeps as many sums."""
+    if spec.gate:
+        alike = "gate_first" if spec.gate_first else "gated_rms_norm"
+        return alike if needs.sums < 2 else "none"
+    norm = "layer_norm" if spec.norm == "layer" or needs.sums == 2 else "rms_norm"
+    return f"add_{norm}" if needs.dsum else norm
+
+
+def _tabled(spec: NormSpec, target: Target, direction: str, op: str):
     """What the table of an architecture has, if there is one, for rows of whole vectors."""
     if not spec.aligned or target.arch not in TABLES:
         return None
-    table = getattr(TABLES[target.arch], direction).get(key, ())
+    table = getattr(TABLES[target.arch], direction).get((op, spec.widest_item), ())
     return next((config for largest, config in table if spec.hidden <= largest), None)

@@ -169,6 +169,11 @@ class _Plan:
         return _cdiv(rows // heads, tile_rows // self.tile_heads) * self._groups
 
     @cached_property
+    def _resident(self) -> int:
+        """Blocks of a persistent grid that run side by side."""
+        return self.target.multiprocessors * (self.config.hints.occupancy or 1)
+
+    @cached_property
     def _tile(self) -> tuple[int, int, int]:
         """HEADS, TILE_ROWS, TILE_HEADS."""
         return self.spec.heads, self.config.rows, self.tile_heads
@@ -210,12 +215,23 @@ class RowForward(_ForwardPlan):
     @cached_property
     def _constants(self) -> tuple:
         spec = self.spec
-        width = heuristics.tile_width(spec.hidden)
+        widths = self.config.widths or (heuristics.tile_width(spec.hidden),)
+        tile = (
+            spec.hidden,
+            *self._tile,
+            widths,
+            self.config.loop,
+            self.config.tma,
+            self.config.store,
+        )
         norm = (spec.norm == "layer", spec.residual is not None, *_gated(spec))
-        return (spec.hidden, *self._tile, width, spec.aligned, *norm, *self._flags)
+        return (*tile, spec.aligned, *norm, *self._flags)
 
     def calls(self, arrays: ForwardArrays, rows: int, eps: float) -> list[Call]:
         arguments, tail = arrays[:-1], (rows, eps, *self._constants)
+        if self.config.loop:
+            blocks = min(self.tiles(rows), self._resident)
+            return [Call(self._kernel, (blocks,), (*arguments, 0, *tail))]
         return [
             Call(self._kernel, (count,), (*arguments, first, *tail))
             for first, count in _launches(self.tiles(rows), MAX_GRID)
@@ -317,17 +333,13 @@ class RowBackward(_BackwardPlan):
         return self._sharing(self.tiles(rows), self._resident)
 
     @cached_property
-    def _resident(self) -> int:
-        return self.target.multiprocessors * (self.config.hints.occupancy or 1)
-
-    @cached_property
     def _kernel(self) -> ct.kernel:
         return _hinted(norm_backward, self.config.hints)
 
     @cached_property
     def _constants(self) -> tuple:
         spec, config = self.spec, self.config
-        tile = (spec.hidden, *self._tile, config.widths, config.tma, spec.aligned)
+        tile = (spec.hidden, *self._tile, config.widths, config.tma, config.store, spec.aligned)
         return *tile, *self._norm, *self.needs
 
     def calls(self, arrays: BackwardArrays, rows: int) -> list[Call]:

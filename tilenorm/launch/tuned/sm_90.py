@@ -1,122 +1,344 @@
 """Measured on an NVIDIA H200 (driver 580.159, tileiras 13.4.92, cuda-tile 1.7.0), 2026-11-21.
 
-64 Mi elements, cold L2, CUDA graph replay. The comments give GB/s, of x + y, or of x + dy + dx with
-the column sum in the time, where a device-to-device copy moves 4158 in 16 bit and 4234 in float32.
+64 Mi elements, cold L2, CUDA graph replay. The comments give GB/s of what the mathematics reads and
+writes, each tensor once, the column sum in the time; a device-to-device copy moves 4158 in 16 bit
+and 4234 in float32. Where one figure stands it is that of the largest size; (N) names another.
 
-A table lists (largest hidden size served, configuration), ascending. FORWARD is by the bytes of an
-element, BACKWARD by them and by the number of sums over rows, one for dW, two for dW and dB.
+A table lists (largest hidden size served, configuration), ascending. Its key is the operation and
+the bytes of an element; heuristics.py says which operation stands for which.
 """
 
 from ..config import Backward, Forward, Hints, Wide
 
-# (kernel, bytes of an element, hidden size): bytes a thread that the compiler spills, where every
+# (kernel, operation, bytes, hidden size): bytes a thread that the compiler spills, where every
 # configuration without spills that was timed is slower.
-SPILLS = {
-    ("norm_forward", 2, 32768): 176,
-    ("norm_forward", 4, 32768): 376,
-    ("norm_backward", 2, 3072): 8,
-    ("norm_backward", 2, 12288): 56,
-    ("norm_backward", 2, 16384): 56,
-    ("norm_backward", 4, 16384): 232,
-}
+SPILLS = {}
+
+
+def _tma(widths: tuple[int, ...], occupancy: int, warps: int, store: bool = False) -> Forward:
+    """A persistent grid that reads by tile loads."""
+    return Forward(1, Hints(occupancy, warps), widths, loop=True, tma=True, store=store)
+
+
+def _loop(rows: int, occupancy: int, widths: tuple[int, ...] | None = None) -> Forward:
+    """A persistent grid that reads by gathers."""
+    return Forward(rows, Hints(occupancy), widths, loop=True)
+
+
+def _rows(width: int, rows: int, occupancy: int) -> Backward:
+    return Backward((width,), rows, hints=Hints(occupancy))
+
+
+def _tile(widths: tuple[int, ...], occupancy: int, warps: int, store: bool = False) -> Backward:
+    """A row at a time by tile loads."""
+    return Backward(widths, tma=True, hints=Hints(occupancy, warps), store=store)
+
 
 FORWARD = {
-    (2, 1): (
-        (32, Forward(rows=32, hints=Hints(8))),  # 4102
-        (64, Forward(rows=16, hints=Hints(8))),  # 4094
-        (256, Forward(rows=8)),  # 3967 at 128, 3951
-        (512, Forward(rows=8, hints=Hints(4))),  # 4004
-        (1024, Forward()),  # 3944
-        (1536, Forward(hints=Hints(8))),  # 3902
-        (32768, Forward()),  # 3959 at 4096, 3937 at 12288, 3868 at 16384, 3809 at 28672, 3375
-        (262144, Wide()),  # 2616 at 65536, 2598
+    ("rms_norm", 2): (
+        (32, Forward(64, Hints(8))),  # 3993
+        (64, Forward(32, Hints(8))),  # 3997
+        (128, Forward(8)),  # 4017
+        (512, Forward(8, Hints(8))),  # 4001 (256), 3980
+        (1024, Forward(4)),  # 4023
+        (1536, Forward(2)),  # 4061
+        (2048, Forward(1, Hints(8))),  # 4073
+        (4096, Forward()),  # 4070 (3072), 3982
+        (5120, Forward(widths=(4096, 1024))),  # 4035
+        (6144, Forward()),
+        (7168, Forward(widths=(4096, 2048, 1024))),  # 4046
+        (16384, Forward()),  # 3991 (8192), 3972 (12288), 3921
+        (20480, _tma((16384, 4096), 1, 8)),  # 3844
+        (28672, Forward()),  # 3809
+        (32768, _tma((32768,), 1, 8, store=True)),  # 3565
+        (262144, Wide()),  # 2616 (65536), 2598
     ),
-    (4, 1): (
-        (32, Forward(rows=16)),
-        (64, Forward(rows=8)),
-        (128, Forward(rows=4)),  # 4091
-        (256, Forward(rows=2)),  # 4073
-        (512, Forward(rows=4)),  # 4133
-        (32768, Forward()),  # 4131 at 1024, 4032 at 4096, 3988 at 16384, 3505
-        (262144, Wide()),  # 2731 at 65536, 2727
+    ("layer_norm", 2): (
+        (64, Forward(64, Hints(8))),  # 3741 (32), 3790
+        (128, Forward(32, Hints(16))),  # 3827
+        (256, Forward(16, Hints(8))),  # 3840
+        (512, _loop(4, 8)),  # 3760
+        (1024, _loop(2, 8)),  # 3794
+        (1536, _loop(1, 8, (1024, 512))),  # 3780
+        (2048, Forward(2)),  # 3860
+        (3072, Forward(1, Hints(12))),  # 3937
+        (4096, Forward(1, Hints(8))),  # 3959
+        (5120, Forward(1, Hints(16))),  # 3941
+        (7168, Forward(1, Hints(4))),  # 3832
+        (8192, Forward()),  # 3898
+        (12288, Forward(1, Hints(4))),  # 3872
+        (32768, Forward()),  # 3702 (16384), 3593 (20480), 2863
+        (262144, Wide()),  # 2574 (32768)
+    ),
+    ("add_rms_norm", 2): (
+        (64, Forward(32, Hints(8))),  # 4103 (32), 4100
+        (128, Forward(8, Hints(12))),  # 4171
+        (256, Forward(4)),  # 4154
+        (512, Forward(2)),  # 4159
+        (2048, Forward()),  # 4150 (1024), 4159 (1536), 4151
+        (4096, Forward(1, Hints(8))),  # 4122 (3072), 4055
+        (8192, Forward()),  # 4115 (5120), 4076 (7168), 4084
+        (12288, _tma((4096, 4096, 4096), 1, 8)),  # 3911
+        (16384, _tma((16384,), 1, 8, store=True)),  # 3747
+        (20480, _tma((4096, 4096, 4096, 4096, 4096), 1, 8)),  # 3885
+        (32768, _tma((32768,), 1, 8, store=True)),  # 3583
+        (262144, Wide()),  # 3330 (32768)
+    ),
+    ("add_layer_norm", 2): (
+        (64, Forward(32, Hints(16))),  # 4038
+        (128, Forward(8, Hints(16))),  # 4095
+        (256, Forward(4)),  # 4073
+        (512, Forward(2, Hints(4))),  # 4124
+        (1024, Forward(1, Hints(16))),  # 4150
+        (1536, Forward(widths=(1024, 512))),  # 4151
+        (8192, Forward()),  # 4137 (2048), 4061 (4096), 4101 (5120), 3981 (7168), 4022
+        (12288, _tma((4096, 4096, 4096), 1, 8)),  # 3887
+        (16384, _tma((4096, 4096, 4096, 4096), 1, 8)),  # 3791
+        (262144, Wide()),  # 3291 (20480), 3289 (32768)
+    ),
+    ("gated_rms_norm", 2): (
+        (32, _loop(64, 6)),  # 3992
+        (64, _loop(32, 6)),  # 4053
+        (128, _loop(16, 6)),  # 4043
+        (256, _loop(8, 6)),  # 4088
+        (512, _loop(4, 6)),  # 4076
+        (1024, _loop(2, 6)),  # 4101
+        (1536, _loop(1, 6, (1024, 512))),  # 3895
+        (2048, _loop(1, 6)),  # 4032
+        (3072, _loop(1, 4, (2048, 1024))),  # 4129
+        (4096, _tma((4096,), 3, 4)),  # 4133
+        (5120, _tma((4096, 1024), 3, 4, store=True)),  # 3906
+        (7168, _tma((8192,), 2, 4, store=True)),  # 4082
+        (8192, _tma((4096, 4096), 2, 8, store=True)),  # 4007
+        (12288, _tma((4096, 4096, 4096), 2, 8, store=True)),  # 3983
+        (16384, _tma((16384,), 2, 8)),  # 3572
+        (20480, _tma((16384, 4096), 1, 8)),  # 3434
+        (32768, _tma((32768,), 1, 8)),  # 3348
+        (262144, Wide()),
+    ),
+    ("rms_norm", 4): (
+        (32, Forward(32, Hints(8))),  # 4070
+        (64, Forward(16)),  # 4081
+        (128, Forward(4)),  # 4122
+        (512, Forward(4, Hints(8))),  # 4127 (256), 4145
+        (32768, Forward()),  # 4155 (1024), 4055 (4096), 4045 (8192), 4016 (16384), 3594
+        (262144, Wide()),  # 2731 (65536), 2727
+    ),
+    ("layer_norm", 4): (
+        (32, Forward(32)),  # 3943
+        (64, Forward(16)),  # 3968
+        (256, Forward(8)),  # 4038 (128), 3998
+        (512, Forward(2, Hints(4))),  # 4097
+        (1024, Forward(2, Hints(8))),  # 4099
+        (1536, Forward(widths=(1024, 512))),  # 4143
+        (20480, Forward()),  # 4061 (4096), 4037 (8192), 4007 (16384), 3966
+        (262144, Wide()),  # 2731 (32768)
+    ),
+    ("add_rms_norm", 4): (
+        (64, Forward(16, Hints(8))),  # 4144
+        (256, Forward(2, Hints(8))),  # 4196
+        (7168, Forward(1, Hints(4))),  # 4210 (1024), 4165 (3072), 4108 (4096), 3971
+        (8192, _tma((8192,), 2, 4)),  # 3909
+        (12288, _tma((16384,), 2, 4)),  # 3915
+        (16384, _tma((16384,), 1, 8)),  # 3922
+        (262144, Wide(2048)),
+    ),
+    ("add_layer_norm", 4): (
+        (64, Forward(8, Hints(8))),  # 4054
+        (256, Forward(2, Hints(16))),  # 4187
+        (4096, Forward()),  # 4211 (512), 4205 (1024), 4140 (3072), 4115
+        (5120, Forward(1, Hints(8))),  # 4050
+        (7168, _tma((4096, 2048, 1024), 2, 8)),  # 3889
+        (8192, _tma((8192,), 1, 8)),  # 3840
+        (16384, _tma((16384,), 1, 8)),  # 3872 (12288), 3897
+        (262144, Wide(2048)),  # 3381 (32768)
     ),
 }
 
 BACKWARD = {
-    (2, 2, 1): (
-        (64, Backward((64,), rows=32, hints=Hints(4))),  # 3197; 64 rows: 3796, but spills
-        (128, Backward((128,), rows=64, hints=Hints(2))),  # 3976
-        (256, Backward((256,), rows=32, hints=Hints(2))),  # 3374
-        (512, Backward((512,), rows=16, hints=Hints(2))),  # 3853
-        (1024, Backward((1024,), rows=4, hints=Hints(3))),  # 4027
-        (2048, Backward((2048,), rows=2, hints=Hints(3))),  # 3534 at 1536, 3999
-        (3072, Backward((4096,), hints=Hints(3))),  # 3930
-        (4096, Backward((4096,), tma=True, hints=Hints(2, 4))),  # 4079
-        (5120, Backward((4096, 1024), tma=True, hints=Hints(2, 4))),  # 3842
-        (6144, Backward((4096, 2048), tma=True, hints=Hints(2, 8))),  # 4028
-        (7168, Backward((8192,), tma=True, hints=Hints(2, 4))),  # 3736
-        (8192, Backward((4096, 4096), tma=True, hints=Hints(1, 8))),  # 3569
-        (9216, Backward((8192, 1024), tma=True, hints=Hints(1, 8))),  # 3234
-        (10240, Backward((8192, 2048), tma=True, hints=Hints(1, 8))),  # 3640
-        (12288, Backward((8192, 4096), tma=True, hints=Hints(1, 8))),  # 3699
-        (16384, Backward((16384,), tma=True, hints=Hints(1, 8))),  # 3363
-        (65536, Wide(tile=4096, occupancy=4)),  # 2389 at 32768, 2352
-        (262144, Wide(tile=2048, occupancy=3)),  # 2221 at 131072, 2151
+    ("rms_norm", 2): (
+        (32, _rows(32, 64, 5)),  # 4003
+        (64, _rows(64, 32, 5)),  # 4006
+        (128, _rows(128, 16, 5)),  # 4013
+        (256, _rows(256, 8, 5)),  # 3970
+        (512, _rows(512, 4, 5)),  # 4026
+        (1024, _rows(1024, 4, 3)),  # 4020
+        (1536, Backward((1024, 512), 2, hints=Hints(4))),  # 3944
+        (2048, _rows(2048, 1, 5)),  # 4004
+        (3072, _rows(4096, 1, 3)),  # 3929
+        (4096, _tile((4096,), 2, 8, store=True)),  # 4014
+        (5120, _tile((4096, 1024), 2, 4)),  # 3880
+        (6144, _tile((4096, 2048), 2, 8, store=True)),  # 3984
+        (7168, _tile((8192,), 2, 4)),  # 3801
+        (8192, _tile((8192,), 1, 8, store=True)),  # 3613
+        (9216, _tile((8192, 1024), 1, 4)),  # 3513
+        (10240, _tile((8192, 2048), 1, 8, store=True)),  # 3704
+        (12288, _tile((4096, 4096, 4096), 1, 8)),  # 3765
+        (16384, _tile((16384,), 1, 8, store=True)),  # 3761
+        (65536, Wide(4096, 4)),  # 2389 (32768), 2352
+        (262144, Wide(2048, 3)),  # 2221 (131072), 2151
     ),
-    (2, 2, 2): (
-        (64, Backward((64,), rows=32, hints=Hints(3))),
-        (128, Backward((128,), rows=16, hints=Hints(3))),
-        (256, Backward((256,), rows=16, hints=Hints(3))),  # 1919; 32 rows: 2524, but spills
-        (512, Backward((512,), rows=16, hints=Hints(2))),  # 3049
-        (1024, Backward((1024,), rows=4, hints=Hints(3))),  # 3885
-        (2048, Backward((2048,), hints=Hints(4))),  # 3335 at 1536, 3722
-        (3072, Backward((4096,), hints=Hints(3))),  # 3472
-        (4096, Backward((4096,), tma=True, hints=Hints(2, 8))),  # 3535
-        (5120, Backward((4096, 1024), tma=True, hints=Hints(2, 4))),  # 3717
-        (8192, Backward((8192,), tma=True, hints=Hints(1, 8))),  # 3173 at 6144, 3469
-        (9216, Backward((8192, 1024), tma=True, hints=Hints(1, 8))),  # 3485
-        (10240, Backward((8192, 2048), tma=True, hints=Hints(1, 8))),  # 3550
-        (12288, Backward((8192, 4096), tma=True, hints=Hints(1, 8))),  # 3405
-        (32768, Wide(tile=2048, occupancy=4)),  # 2342 at 16384, 2305
-        (262144, Wide(tile=2048, occupancy=3)),  # 2178 at 65536, 1915
+    ("layer_norm", 2): (
+        (32, _rows(32, 64, 5)),  # 3855
+        (64, _rows(64, 32, 5)),  # 3876
+        (128, _rows(128, 16, 4)),  # 3745
+        (256, _rows(256, 8, 5)),  # 3829
+        (512, _rows(512, 4, 4)),  # 3653
+        (1024, _rows(1024, 2, 4)),  # 3770
+        (1536, Backward((1024, 512), hints=Hints(5))),  # 3700
+        (2048, _rows(2048, 1, 4)),  # 3796
+        (3072, _rows(4096, 1, 3)),  # 3796
+        (4096, _tile((4096,), 2, 8, store=True)),  # 3533
+        (5120, _tile((4096, 1024), 2, 4, store=True)),  # 3629
+        (6144, _tile((4096, 2048), 2, 4, store=True)),  # 3329
+        (7168, _tile((8192,), 1, 8)),  # 3185
+        (8192, _tile((4096, 4096), 1, 8)),  # 3374
+        (9216, _tile((8192, 1024), 1, 8)),  # 3336
+        (10240, _tile((8192, 2048), 1, 8, store=True)),  # 3422
+        (12288, _tile((4096, 4096, 4096), 1, 8)),  # 3292
+        (262144, Wide(2048, 4)),  # 2171 (16384), 2137 (32768)
     ),
-    (4, 2, 1): (
-        (64, Backward((64,), rows=32, hints=Hints(3))),
-        (128, Backward((128,), rows=16, hints=Hints(4))),
-        (256, Backward((256,), rows=8, hints=Hints(4))),  # 3903
-        (512, Backward((512,), rows=2, hints=Hints(4))),  # 3922
-        (1024, Backward((1024,), rows=2, hints=Hints(3))),  # 4027
-        (1536, Backward((2048,), rows=2, hints=Hints(2))),  # 4200
-        (2048, Backward((2048,), tma=True, hints=Hints(2, 8))),  # 3997
-        (3072, Backward((4096,), hints=Hints(2))),  # 4157
-        (4096, Backward((4096,), tma=True, hints=Hints(1, 4))),  # 4273
-        (5120, Backward((4096, 1024), tma=True, hints=Hints(1, 8))),  # 4053
-        (6144, Backward((4096, 2048), tma=True, hints=Hints(1, 8))),  # 4186
-        (7168, Backward((4096, 2048, 1024), tma=True, hints=Hints(1, 8))),  # 4216
-        (8192, Backward((4096, 4096), tma=True, hints=Hints(1, 8))),  # 3963
-        (9216, Backward((8192, 1024), tma=True, hints=Hints(1, 8))),
-        (10240, Backward((8192, 2048), tma=True, hints=Hints(1, 8))),
-        (12288, Backward((8192, 4096), tma=True, hints=Hints(1, 8))),  # 3954
-        (16384, Backward((8192, 8192), tma=True, hints=Hints(1, 8))),  # 3073 to 3515
-        (262144, Wide(tile=2048, occupancy=4)),  # 2561 at 32768, 2455
+    ("add_rms_norm", 2): (
+        (32, _rows(32, 64, 4)),  # 4117
+        (64, _rows(64, 32, 4)),  # 4140
+        (128, _rows(128, 16, 4)),  # 4138
+        (256, _rows(256, 8, 5)),  # 4084
+        (512, _rows(512, 4, 5)),  # 4127
+        (1024, _rows(1024, 2, 5)),  # 4146
+        (1536, Backward((1024, 512), hints=Hints(5))),  # 4134
+        (2048, _tile((2048,), 2, 4, store=True)),  # 4200
+        (3072, Backward((2048, 1024), hints=Hints(3))),  # 4124
+        (4096, _tile((4096,), 2, 4, store=True)),  # 4165
+        (5120, _tile((4096, 1024), 2, 8)),  # 4134
+        (6144, _tile((4096, 2048), 2, 8, store=True)),  # 4056
+        (8192, _tile((8192,), 1, 8, store=True)),  # 4009 (7168), 4143
+        (9216, _tile((8192, 1024), 1, 8, store=True)),  # 3656
+        (10240, _tile((8192, 2048), 1, 8, store=True)),  # 4093
+        (12288, _tile((4096, 4096, 4096), 1, 8, store=True)),  # 4137
+        (16384, _tile((8192, 8192), 1, 8, store=True)),  # 3654
+        (262144, Wide(2048, 4)),  # 2719 (32768)
     ),
-    (4, 2, 2): (
-        (64, Backward((64,), rows=32, hints=Hints(3))),
-        (128, Backward((128,), rows=16, hints=Hints(4))),
-        (256, Backward((256,), rows=8, hints=Hints(4))),  # 3887
-        (512, Backward((512,), rows=2, hints=Hints(4))),  # 4098
-        (1024, Backward((1024,), rows=2, hints=Hints(3))),  # 3994
-        (1536, Backward((2048,), rows=2, hints=Hints(2))),  # 4174
-        (2048, Backward((2048,), tma=True, hints=Hints(2, 8))),  # 4256
-        (3072, Backward((4096,), hints=Hints(2))),  # 4136
-        (4096, Backward((4096,), tma=True, hints=Hints(1, 4))),  # 4239
-        (5120, Backward((4096, 1024), tma=True, hints=Hints(1, 8))),  # 4019
-        (6144, Backward((4096, 2048), tma=True, hints=Hints(1, 8))),  # 4160
-        (7168, Backward((4096, 2048, 1024), tma=True, hints=Hints(1, 8))),  # 4133
-        (8192, Backward((4096, 4096), tma=True, hints=Hints(1, 8))),  # 3901
-        (9216, Backward((8192, 1024), tma=True, hints=Hints(1, 8))),
-        (10240, Backward((8192, 2048), tma=True, hints=Hints(1, 8))),
-        (32768, Wide(tile=2048, occupancy=4)),
-        (262144, Wide(tile=2048, occupancy=3)),
+    ("add_layer_norm", 2): (
+        (64, _rows(64, 32, 3)),  # 3922
+        (128, _rows(128, 32, 2)),  # 4048
+        (256, _rows(256, 8, 4)),  # 4018
+        (512, _rows(512, 4, 4)),  # 4032
+        (1024, _rows(1024, 2, 4)),  # 4023
+        (1536, _rows(2048, 1, 4)),  # 3684
+        (2048, _rows(2048, 1, 4)),  # 3984
+        (4096, _tile((4096,), 2, 4)),  # 3730 (3072), 4010
+        (5120, _tile((4096, 1024), 2, 4)),  # 3973
+        (8192, _tile((8192,), 1, 8)),  # 3586 (7168), 3770
+        (12288, _tile((8192, 4096), 1, 8)),  # 3223
+        (262144, Wide(2048, 4)),  # 2504 (16384), 2477 (32768)
+    ),
+    ("gated_rms_norm", 2): (
+        (32, _rows(32, 64, 3)),  # 3978
+        (64, _rows(64, 32, 3)),  # 3978
+        (128, _rows(128, 16, 3)),  # 3968
+        (256, _rows(256, 8, 4)),  # 4025
+        (512, _rows(512, 4, 4)),  # 4002
+        (1024, _rows(1024, 2, 4)),  # 4057
+        (1536, Backward((1024, 512), 2, hints=Hints(3))),  # 4014
+        (2048, _rows(2048, 2, 2)),  # 4023
+        (3072, _tile((2048, 1024), 2, 8)),  # 3707
+        (4096, _tile((2048, 2048), 2, 8, store=True)),  # 3854
+        (5120, _tile((4096, 1024), 2, 4, store=True)),  # 3958
+        (7168, _tile((4096, 2048, 1024), 1, 8, store=True)),  # 3420
+        (8192, _tile((2048, 2048, 2048, 2048), 1, 8)),  # 3514
+        (12288, _tile((8192, 4096), 1, 8, store=True)),  # 3152
+        (262144, Wide(2048, 3)),  # 2337 (12288), 2248 (16384)
+    ),
+    ("gate_first", 2): (
+        (32, _rows(32, 64, 3)),  # 3955
+        (64, _rows(64, 32, 3)),  # 3936
+        (128, _rows(128, 16, 3)),  # 3937
+        (256, _rows(256, 8, 4)),  # 3961
+        (512, _rows(512, 4, 3)),  # 3856
+        (1024, _rows(1024, 2, 3)),  # 3817
+        (1536, Backward((1024, 512), hints=Hints(4))),  # 3760
+        (2048, _rows(2048, 1, 3)),  # 3758
+        (3072, Backward((2048, 1024), hints=Hints(2))),  # 3621
+        (4096, _tile((4096,), 2, 4, store=True)),  # 3528
+        (5120, _tile((4096, 1024), 1, 8)),  # 2662
+        (7168, _tile((4096, 2048, 1024), 1, 8, store=True)),  # 3149
+        (8192, _tile((8192,), 1, 8)),  # 3289
+        (262144, Wide(2048, 3)),  # 2387 (12288), 2278 (16384)
+    ),
+    ("rms_norm", 4): (
+        (64, _rows(64, 16, 5)),  # 4164
+        (128, _rows(128, 8, 5)),  # 4176
+        (256, _rows(256, 4, 5)),  # 4175
+        (512, _rows(512, 2, 5)),  # 4181
+        (1024, _rows(1024, 1, 5)),  # 4177
+        (1536, _rows(2048, 2, 2)),  # 4159
+        (2048, _tile((2048,), 2, 8)),  # 3997
+        (3072, _rows(4096, 1, 2)),  # 4157
+        (4096, _tile((4096,), 1, 4)),  # 4273
+        (5120, _tile((4096, 1024), 1, 8)),  # 4053
+        (6144, _tile((4096, 2048), 1, 8)),  # 4186
+        (7168, _tile((4096, 2048, 1024), 1, 8)),  # 4216
+        (8192, _tile((8192,), 1, 8, store=True)),  # 3960
+        (9216, _tile((8192, 1024), 1, 8)),
+        (10240, _tile((8192, 2048), 1, 8)),
+        (12288, _tile((8192, 4096), 1, 8)),  # 3954
+        (16384, _tile((16384,), 1, 8, store=True)),  # 3245
+        (262144, Wide(2048, 4)),  # 2561 (32768), 2455
+    ),
+    ("layer_norm", 4): (
+        (64, _rows(64, 16, 5)),  # 4132
+        (128, _rows(128, 8, 5)),  # 4150
+        (256, _rows(256, 4, 5)),  # 4160
+        (512, _rows(512, 2, 5)),  # 4162
+        (1024, _rows(1024, 1, 5)),  # 4149
+        (1536, _rows(2048, 2, 2)),  # 4154
+        (2048, _tile((2048,), 2, 8)),  # 4256
+        (3072, _rows(4096, 1, 2)),  # 4136
+        (4096, _tile((4096,), 1, 4)),  # 4239
+        (5120, _tile((4096, 1024), 1, 8)),  # 4019
+        (6144, _tile((4096, 2048), 1, 8)),  # 4160
+        (7168, _tile((4096, 2048, 1024), 1, 8)),  # 4133
+        (8192, _tile((4096, 4096), 1, 8)),  # 3901
+        (9216, _tile((8192, 1024), 1, 8)),
+        (10240, _tile((8192, 2048), 1, 8)),
+        (32768, Wide(2048, 4)),
+        (262144, Wide(2048, 3)),
+    ),
+    ("add_rms_norm", 4): (
+        (64, _rows(64, 16, 5)),  # 4248
+        (128, _rows(128, 8, 5)),
+        (256, _rows(256, 4, 5)),  # 4258
+        (512, _rows(512, 2, 5)),  # 4264
+        (1024, _rows(1024, 1, 5)),  # 4265
+        (1536, _rows(2048, 1, 3)),  # 4266
+        (2048, _tile((2048,), 1, 8)),  # 4300
+        (3072, _tile((4096,), 1, 4)),  # 4293
+        (4096, _tile((2048, 2048), 1, 8)),  # 4319
+        (5120, _tile((4096, 1024), 1, 8)),  # 4166
+        (6144, _tile((4096, 2048), 1, 8)),  # 4220
+        (7168, _tile((4096, 2048, 1024), 1, 8)),  # 4243
+        (8192, _tile((8192,), 1, 8)),  # 4166
+        (10240, _tile((8192, 2048), 1, 8)),  # 4159
+        (12288, _tile((8192, 4096), 1, 8)),  # 4144
+        (16384, _tile((8192, 8192), 1, 8)),  # 3575
+        (262144, Wide(2048, 4)),
+    ),
+    ("add_layer_norm", 4): (
+        (64, _rows(64, 16, 4)),  # 4203
+        (128, _rows(128, 8, 4)),
+        (256, _rows(256, 4, 4)),  # 4239
+        (512, _rows(512, 4, 3)),  # 4257
+        (1024, _rows(1024, 1, 4)),  # 4236
+        (1536, _rows(2048, 1, 4)),  # 4279
+        (2048, _tile((2048,), 2, 8)),  # 4315
+        (3072, _tile((4096,), 1, 4)),  # 4303
+        (4096, _tile((4096,), 1, 8)),  # 4294
+        (5120, _tile((4096, 1024), 1, 4)),  # 4154
+        (6144, _tile((4096, 2048), 1, 8)),  # 4225
+        (7168, _tile((8192,), 1, 8)),  # 4130
+        (8192, _tile((4096, 4096), 1, 8)),  # 4108
+        (10240, _tile((8192, 2048), 1, 8)),  # 4091
+        (12288, _tile((8192, 4096), 1, 8)),  # 3761
+        (262144, Wide(2048, 4)),  # 2847 (16384)
     ),
 }
