@@ -69,17 +69,16 @@ COMBINATIONS = [
 ]
 
 
-@pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize(
     "name, asked", COMBINATIONS, ids=lambda v: v if v in FAMILY else "+".join(v)
 )
-def test_each_combination_of_gradients(device, name, asked, offset, gradients_made):
+def test_each_combination_of_gradients(device, name, asked, gradients_made):
     form = FAMILY[name]
     tensors = tensors_of(form, 19, 40, device=device)
-    got = step(form, tensors, asked=asked, offset=offset)
+    got = step(form, tensors, asked=asked, offset=1.0)
     assert got.keys() & tensors.keys() == set(asked)
     assert gradients_made == [computed(tensors, asked)], "computed other gradients than asked for"
-    assert_step(got, expected_of(form, tensors, offset=offset), got.keys())
+    assert_step(got, expected_of(form, tensors, offset=1.0), got.keys())
 
 
 @EACH_FORM
