@@ -7,11 +7,13 @@ import torch.nn.functional as F
 import tilenorm
 
 from .helpers import (
+    ADD,
     DTYPES,
     EACH_DEVICE,
     LAYER,
     RMS,
     assert_within,
+    call,
     expected_of,
     name_of,
     random,
@@ -20,6 +22,7 @@ from .helpers import (
 )
 
 pytestmark = EACH_DEVICE
+BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 EACH_OP = pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
 
 
@@ -87,6 +90,15 @@ def test_eps_none_is_what_pytorch_means(device, dtype, scale):
     eps = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
     assert_within("y", got, *expected_of(RMS, {"input": x}, eps=eps)["output"])
     torch.testing.assert_close(got, peer, rtol=4 * torch.finfo(dtype).eps, atol=0)
+
+
+@pytest.mark.parametrize("dtype, other", [(BF16, F32), (F32, F64), (F64, F32)], ids=str)
+def test_eps_none_of_a_sum_is_that_of_the_dtype_computed_in(device, dtype, other):
+    # The mean square is 1e-9, below float32's eps and far above float64's.
+    tensors = tensors_of(ADD, 7, 96, dtype=dtype, other=other, device=device)
+    tensors |= {n: tensors[n] * 2e-5 for n in ("input", "residual")}
+    eps = torch.finfo(F64 if F64 in (dtype, other) else F32).eps
+    assert torch.equal(call(ADD, tensors, eps=None)[0], call(ADD, tensors, eps=eps)[0])
 
 
 def test_eps_of_layer_norm_is_pytorchs(device):

@@ -1,8 +1,10 @@
 """rounding="early" gives the bits of Hugging Face's modules, "late" those of PyTorch's functions.
 
-The formulas are those of transformers 4.57: LlamaRMSNorm, Qwen3NextRMSNormGated, MambaRMSNormGated
-and GemmaRMSNorm.
+The formulas are those of LlamaRMSNorm, GemmaRMSNorm, Qwen3NextRMSNormGated and MambaRMSNormGated,
+the last by groups, in transformers 5.23.
 """
+
+import inspect
 
 import pytest
 import torch
@@ -50,8 +52,9 @@ def qwen3_next_gated(hidden, weight, gate):
     return (normed * F.silu(gate.to(F32))).to(hidden.dtype)
 
 
-def mamba_gated(hidden, weight, gate):
-    return weight * x_hat(hidden.to(F32) * F.silu(gate.to(F32))).to(hidden.dtype)
+def mamba_gated(hidden, weight, gate, groups=1):
+    product = (hidden.to(F32) * F.silu(gate.to(F32))).unflatten(-1, (groups, -1))
+    return weight * x_hat(product).flatten(-2).to(hidden.dtype)
 
 
 EARLY = {"rounding": "early"}
@@ -100,6 +103,21 @@ def test_the_bits_of_queries_and_keys(device, dtype):
     assert_bits(device, tilenorm.rms_norm(q, (128,), by_heads, EPS, **EARLY), llama(q, weight))
 
 
+def by_groups(form, tensors, groups):
+    """Every group a head."""
+    tensors = {n: t.unflatten(-1, (groups, -1)) for n, t in tensors.items()}
+    return call(form, tensors, **EARLY)[0].flatten(-2)
+
+
+@EACH_DEVICE
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=name_of)
+def test_the_bits_of_groups(device, dtype):
+    tensors = tensors_of(GATE_FIRST, 3, 32, 128, dtype=dtype, device=device)
+    del tensors["bias"]
+    expected = mamba_gated(*(tensors[n] for n in ("input", "weight", "gate")), groups=4)
+    assert_bits(device, by_groups(GATE_FIRST, tensors, 4), expected)
+
+
 CLASSES = {
     "Llama": ("llama", "LlamaRMSNorm"),
     "Gemma": ("gemma", "GemmaRMSNorm"),
@@ -112,15 +130,17 @@ CLASSES = {
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=name_of)
 def test_the_bits_of_transformers(model, dtype):
     folder, name = CLASSES[model]
-    modeling = f"transformers.models.{folder}.modeling_{folder}"
-    module = getattr(pytest.importorskip(modeling), name)(128, eps=EPS).to(dtype)
+    kind = getattr(pytest.importorskip(f"transformers.models.{folder}.modeling_{folder}"), name)
+    grouped = "group_size" in inspect.signature(kind).parameters
+    module = kind(128, **({"group_size": 32} if grouped else {}), eps=EPS).to(dtype)
     form, options, _ = MODELS[model]
     tensors = tensors_of(form, 3, 32, 128, dtype=dtype)
     del tensors["bias"]
     with torch.no_grad():
         module.weight.copy_(tensors["weight"])
         expected = module(tensors["input"], *([tensors["gate"]] if "gate" in tensors else []))
-    assert torch.equal(call(form, tensors, **options)[0], expected)
+    got = by_groups(form, tensors, 4) if grouped else call(form, tensors, **options)[0]
+    assert torch.equal(got, expected)
 
 
 @EACH_DEVICE
