@@ -65,6 +65,11 @@ def _row(c: Compiled) -> str:
 
 
 def _specs(options: argparse.Namespace) -> list[NormSpec]:
+    if options.residual_dtype and not options.op.startswith("add_"):
+        raise RefusedError(f"--residual-dtype: {options.op} takes no residual")
+    if options.gate_first and not options.op.startswith("gated_"):
+        raise RefusedError(f"--gate-first: {options.op} takes no gate")
+    affine = options.bias or not options.no_weight
     specs = []
     for hidden in options.hidden:
         for dtype in options.dtype:
@@ -73,17 +78,14 @@ def _specs(options: argparse.Namespace) -> list[NormSpec]:
                 "weight": None if options.no_weight else parameter,
                 "bias": parameter if options.bias else None,
                 "offset": options.offset,
-                "heads": options.heads,
+                # As a call has it: one head, or heads without parameters, are none.
+                "heads": options.heads if options.heads > 1 and affine else 0,
                 "rounding": options.rounding,
                 "gate_first": options.gate_first,
             }
             if options.residual_dtype:
                 fields["residual"] = options.residual_dtype
             specs.append(NormSpec.of(options.op, hidden, dtype, **fields))
-    if options.residual_dtype and not specs[0].op.startswith("add_"):
-        raise RefusedError(f"--residual-dtype: {options.op} takes no residual")
-    if options.gate_first and not specs[0].gate:
-        raise RefusedError(f"--gate-first: {options.op} takes no gate")
     return specs
 
 

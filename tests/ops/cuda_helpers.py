@@ -1,28 +1,60 @@
 """What the tests that need a GPU share. Importing it needs none."""
 
+import pytest
 import torch
+from torch import Tensor
 
-import tilenorm
+from tilenorm.launch.target import Target
+from tilenorm.ops.registry import device_of
+from tilenorm.spec import NormSpec
+
+from .helpers import FAMILY, Form, call
+
+OTHERS = [name for name in FAMILY if name != "rms_norm"]
 
 
-def tensors(rows, n, dtype=torch.bfloat16, device="cuda"):
-    """x, weight, bias and dy made on the GPU, the first three requiring gradients."""
+def forms_and_widths(widths, others, also=()):
+    """Parametrises with rms_norm over `widths`, and every other form over `others`: each new spec
+    takes the compiler half a second. also: pairs of a form's name and a width.
+    """
+    pairs = [("rms_norm", n) for n in widths] + [(name, n) for name in OTHERS for n in others]
+    return pytest.mark.parametrize(
+        "form, n", [pytest.param(FAMILY[name], n, id=f"{name}-{n}") for name, n in (*pairs, *also)]
+    )
+
+
+def made(form: Form, rows: int, n: int, dtype=torch.bfloat16, other=None, device="cuda"):
+    """The tensors of a form, made on the GPU, all of which require gradients; and incoming ones."""
     generator = torch.Generator(device).manual_seed(rows * 31 + n)
-    make = {"generator": generator, "device": device, "dtype": dtype}
-    x, dy = torch.randn(rows, n, **make), torch.randn(rows, n, **make)
-    weight, bias = torch.randn(n, **make), torch.randn(n, **make)
-    return x.requires_grad_(), weight.requires_grad_(), bias.requires_grad_(), dy
+
+    def random(*shape, dtype=dtype):
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype)
+
+    dtypes = {form.other: other or dtype}
+    sizes = {"weight": (n,), "bias": (n,)}
+    tensors = {
+        name: random(*sizes.get(name, (rows, n)), dtype=dtypes.get(name, dtype)).requires_grad_()
+        for name in form.names
+    }
+    outputs = [dtype] + ([dtypes["residual"]] if form.other == "residual" else [])
+    return tensors, [random(rows, n, dtype=d) for d in outputs]
 
 
-def call(x, weight, bias=None):
-    return tilenorm.rms_norm(x, x.shape[-1:], weight, 1e-6, bias=bias)
+def train(form: Form, tensors: dict[str, Tensor], incoming: list[Tensor]) -> dict[str, Tensor]:
+    """Outputs and gradients by name, of tensors that stay where they are."""
+    outputs = call(form, tensors)
+    grads = torch.autograd.grad(outputs, list(tensors.values()), incoming)
+    results = dict(zip(("output", "sum"), (y.detach() for y in outputs), strict=False))
+    return results | dict(zip(tensors, grads, strict=True))
 
 
-def step(x, weight, bias, dy):
-    """y, dx, dw, db."""
-    y = call(x, weight, bias)
-    return y.detach(), *torch.autograd.grad(y, (x, weight, bias), dy)
+def spec_of(form: Form, tensors: dict[str, Tensor]) -> NormSpec:
+    """The spec of a call without heads."""
+    dtypes = {n: str(t.dtype).removeprefix("torch.") for n, t in tensors.items()}
+    dtype, n = dtypes.pop("input"), tensors["input"].shape[-1]
+    gate_first = not form.options.get("norm_before_gate", True)
+    return NormSpec.of(form.op, n, dtype, gate_first=gate_first, **dtypes)
 
 
-def same(a, b) -> bool:
-    return all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
+def target() -> Target:
+    return device_of("cuda", 0).target

@@ -1,14 +1,46 @@
-"""What the tests of the ops share: devices, the float64 oracle, and the error budget."""
+"""What the tests of the ops share: the family as a table, its formulas, and the error budget."""
 
 from typing import NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+import tilenorm
+from tilenorm.spec import OPS
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+EPS = 1e-6
+
+
+class Form(NamedTuple):
+    """A function of tilenorm's, and what it is called with beside tensors, shape and eps."""
+
+    op: str
+    options: dict = {}  # noqa: RUF012
+
+    @property
+    def other(self) -> str | None:
+        """The argument of the input's shape, if it takes one."""
+        return {"add": "residual", "gated": "gate"}.get(self.op.split("_")[0])
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its tensors, in the order in which PyTorch's functions and tilenorm's ops take them."""
+        return tuple(filter(None, ("input", self.other, "weight", "bias")))
+
+
+FAMILY = {op: Form(op) for op in OPS}
+FAMILY["gated_rms_norm, gate first"] = Form("gated_rms_norm", {"norm_before_gate": False})
+EACH_DEVICE = pytest.mark.parametrize("device", DEVICES)
+EACH_FORM = pytest.mark.parametrize("form", FAMILY.values(), ids=FAMILY)
+WITH_OTHER = {name: form for name, form in FAMILY.items() if form.other}
+EACH_WITH_OTHER = pytest.mark.parametrize("form", WITH_OTHER.values(), ids=WITH_OTHER)
+LAYER, ADD = FAMILY["layer_norm"], FAMILY["add_rms_norm"]
+RMS, GATED = FAMILY["rms_norm"], FAMILY["gated_rms_norm"]
 
 
 def name_of(value: object) -> str | None:
@@ -20,78 +52,173 @@ def name_of(value: object) -> str | None:
     return None
 
 
-class Results(NamedTuple):
-    """What a forward and a backward pass give; None where it was not asked for.
-
-    dx_terms: for each row of dx, the largest of the terms that cancel in it.
-    """
-
-    y: Tensor
-    dx: Tensor | None = None
-    dw: Tensor | None = None
-    db: Tensor | None = None
-    dx_terms: Tensor | None = None
-
-
 def random(*shape: int, dtype=torch.float32, device="cpu", seed=0) -> Tensor:
     """Normal numbers, the same ones on every device."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).to(device)
 
 
-def formula(x, shape, weight=None, eps=1e-6, bias=None, offset=0.0) -> Tensor:
-    """The definition, one operation after the other."""
-    dims = tuple(range(-len(shape), 0))
-    y = x * (x.square().mean(dims, keepdim=True) + eps).rsqrt()
-    y = y if weight is None else y * (weight + offset)
-    return y if bias is None else y + bias
+def tensors_of(
+    form: Form,
+    *shape: int,
+    dtype=torch.float32,
+    other=None,
+    parameter=None,
+    parameter_shape=None,
+    device="cpu",
+) -> dict[str, Tensor]:
+    """Every tensor that a form takes, by name. other, parameter: dtypes, else the input's."""
+    other, parameter = other or dtype, parameter or dtype
+    dtypes = {"input": dtype, "weight": parameter, "bias": parameter}
+    sizes = dict.fromkeys(("weight", "bias"), parameter_shape or shape[-1:])
+    return {
+        name: random(*sizes.get(name, shape), dtype=dtypes.get(name, other), device=device, seed=i)
+        for i, name in enumerate(form.names)
+    }
 
 
-def oracle(x, shape, weight=None, eps=1e-6, bias=None, offset=0.0, dy=None) -> Results:
-    """The formula and its derivatives by autograd, in float64 on the CPU."""
-    inputs = [None if t is None else t.detach().cpu().double() for t in (x, weight, bias)]
-    given = [t.requires_grad_(dy is not None) for t in inputs if t is not None]
-    y = formula(inputs[0], shape, inputs[1], eps, inputs[2], offset)
-    if dy is None:
-        return Results(y)
-    dy = dy.detach().cpu().double()
-    grads = iter(torch.autograd.grad(y, given, dy))
-    grads = [None if t is None else next(grads) for t in inputs]
-    dims = tuple(range(-len(shape), 0))
-    rstd = (inputs[0].detach().square().mean(dims, keepdim=True) + eps).rsqrt()
-    g = dy if weight is None else dy * (inputs[1].detach() + offset)
-    terms = g.abs().amax(dims, keepdim=True) * rstd if x.numel() else None
-    return Results(y.detach(), *grads, terms)
+def incoming_of(tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    """A gradient for each output."""
+    likes = [tensors[name] for name in ("input", "residual") if name in tensors]
+    return tuple(
+        random(*like.shape, dtype=like.dtype, device=like.device, seed=10 + i)
+        for i, like in enumerate(likes)
+    )
+
+
+def call(form: Form, tensors: dict[str, Tensor], dims=1, eps=EPS, **options) -> tuple[Tensor, ...]:
+    """The outputs of tilenorm's function."""
+    shape = tensors["input"].shape[-dims:]
+    options = {**form.options, **options}
+    outputs = getattr(tilenorm, form.op)(**tensors, normalized_shape=shape, eps=eps, **options)
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def step(
+    form: Form, tensors: dict[str, Tensor], incoming=None, asked=None, function=call, **options
+) -> dict[str, Tensor]:
+    """Outputs, and gradients under the names of what they are of.
+
+    incoming: a gradient for each output, or None for one that is not used. asked: the names of what
+    requires grad, else all. function: as call, compiled say.
+    """
+    asked = tensors.keys() if asked is None else asked
+    leaves = {n: t.detach().requires_grad_(n in asked) for n, t in tensors.items()}
+    outputs = function(form, leaves, **options)
+    incoming = incoming_of(tensors) if incoming is None else incoming
+    used = [(y, dy) for y, dy in zip(outputs, incoming, strict=True) if dy is not None]
+    torch.autograd.backward(*zip(*used, strict=True))
+    results = dict(zip(("output", "sum"), (y.detach() for y in outputs), strict=False))
+    return results | {n: t.grad for n, t in leaves.items() if t.grad is not None}
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def definition(layer: bool, x: Tensor, dims: tuple[int, ...], eps: float) -> Tensor:
+    """x̂, one operation after the other."""
+    x = x - x.mean(dims, keepdim=True) if layer else x
+    return x * (x.square().mean(dims, keepdim=True) + eps).rsqrt()
+
+
+def pytorch(layer: bool, x: Tensor, dims: tuple[int, ...], eps: float) -> Tensor:
+    """x̂ by PyTorch's own function."""
+    return (F.layer_norm if layer else F.rms_norm)(x, x.shape[dims[0] :], eps=eps)
+
+
+class Expected(NamedTuple):
+    """The formula in float64; the same with PyTorch's functions in float32, or in float64 for a
+    float64 input; and for each element the size of the terms that cancel in it, if any do.
+    """
+
+    exact: Tensor
+    peer: Tensor
+    terms: Tensor | None = None
+
+
+def expected_of(
+    form: Form,
+    tensors: dict[str, Tensor],
+    incoming=None,
+    dims=1,
+    eps=EPS,
+    offset=0.0,
+    norm_before_gate=True,
+) -> dict[str, Expected]:
+    """What `step` should give, derivatives by autograd, on the CPU."""
+    norm_before_gate = form.options.get("norm_before_gate", norm_before_gate)
+    incoming = incoming_of(tensors) if incoming is None else incoming
+    given = {n: t.detach().cpu() for n, t in tensors.items()}
+    axes = tuple(range(-dims, 0))
+
+    def run(normalize, dtype):
+        t = {n: x.to(dtype).requires_grad_() for n, x in given.items()}
+        x, z, w, b = (t.get(name) for name in ("input", "gate", "weight", "bias"))
+        outputs = {}
+        if "residual" in t:
+            rounded = (given["input"] + given["residual"]).to(given["residual"].dtype)
+            x = x + t["residual"]
+            x = outputs["sum"] = x + (rounded.to(dtype) - x).detach()
+        u = x if z is None or norm_before_gate else x * F.silu(z)
+        x_hat = normalize("layer" in form.op, u, axes, eps)
+        y = x_hat if w is None else x_hat * (w + offset)
+        y = y if b is None else y + b
+        outputs = {"output": y if z is None or not norm_before_gate else y * F.silu(z), **outputs}
+        pairs = zip(outputs.values(), incoming, strict=True)
+        used = [(y, dy.detach().cpu().to(dtype)) for y, dy in pairs if dy is not None]
+        ys, dys = zip(*used, strict=True)
+        g, *grads = torch.autograd.grad(ys, (x_hat, *t.values()), dys, allow_unused=True)
+        found = outputs | {n: d for n, d in zip(t, grads, strict=True) if d is not None}
+        return {n: v.detach() for n, v in found.items()}, g, u.detach(), t
+
+    exact, g, u, t = run(definition, torch.float64)
+    double = any(x.dtype == torch.float64 for x in given.values())
+    peer = run(pytorch, torch.float64 if double else torch.float32)[0]
+    terms = {}
+    if g is not None and u.numel():
+        u = u - u.mean(axes, keepdim=True) if "layer" in form.op else u
+        rstd = (u.square().mean(axes, keepdim=True) + eps).rsqrt()
+        size = (g.abs().amax(axes, keepdim=True) * rstd).expand(u.shape)
+        if "gate" in t and not norm_before_gate:
+            terms["gate"] = size * t["input"].detach().abs()
+            size = size * F.silu(t["gate"].detach()).abs()
+        if "residual" in t and incoming[1] is not None:
+            size = size + incoming[1].detach().cpu().double().abs()
+        terms["input"] = terms["residual"] = size
+    return {n: Expected(exact[n], peer[n], terms.get(n)) for n in exact}
+
+
+def assert_step(got: dict[str, Tensor], expected: dict[str, Expected], names=None) -> None:
+    """Hold what `step` gave to the budget."""
+    for name in names or expected:
+        summed = name in ("weight", "bias")
+        rows = max(1, expected["output"].exact.numel() // max(1, got[name].numel()))
+        assert_within(name, got[name], *expected[name], rows=rows if summed else 1)
 
 
 def assert_within(
-    name: str,
-    got: Tensor,
-    expected: Tensor,
-    peer: Tensor | None = None,
-    *,
-    rows: int = 1,
-    terms: Tensor | None = None,
+    name: str, got: Tensor, exact: Tensor, peer: Tensor | None = None, terms=None, *, rows: int = 1
 ) -> None:
     """Hold the error budget: a unit in the last place and the rounding of float32 sums, or twice
     the error of `peer`, PyTorch's own result, whichever is larger.
 
     rows: how many were added up. terms: the size of what cancels, where that is not the result's.
     """
-    got64, expected = got.detach().cpu().double(), expected.double()
+    got64, exact = got.detach().cpu().double(), exact.double()
     compute = torch.finfo(torch.float64 if got.dtype == torch.float64 else torch.float32).eps
-    scale = expected.abs().max() if expected.numel() else torch.tensor(0.0)
+    scale = exact.abs().max() if exact.numel() else torch.tensor(0.0)
     scale = scale if terms is None else terms
     unit = torch.finfo(got.dtype)
-    allowed = unit.eps * expected.abs() + 8 * rows**0.5 * compute * scale + unit.tiny * unit.eps
+    allowed = unit.eps * exact.abs() + 8 * rows**0.5 * compute * scale + unit.tiny * unit.eps
     if peer is not None and peer.numel():
-        own = (peer.detach().cpu().double() - expected).abs().max()
+        own = (peer.detach().cpu().to(got.dtype).double() - exact).abs().max()
         allowed = torch.maximum(allowed, 2 * own)
-    assert got.shape == expected.shape, f"{name}: shape {got.shape}, not {expected.shape}"
-    wrong = ~((got64 - expected).abs() <= allowed)
+    assert got.shape == exact.shape, f"{name}: shape {got.shape}, not {exact.shape}"
+    wrong = ~((got64 - exact).abs() <= allowed)
     if wrong.any():
         at = tuple(wrong.nonzero()[0].tolist())
         raise AssertionError(
             f"{name}: {wrong.sum()} of {wrong.numel()} beyond the budget, the first at {at}:"
-            f" got {got64[at]:.9g}, expected {expected[at]:.9g} ± {allowed[at]:.2g}"
+            f" got {got64[at]:.9g}, expected {exact[at]:.9g} ± {allowed[at]:.2g}"
         )

@@ -5,8 +5,8 @@ import torch
 
 import tilenorm
 
-from .cuda_helpers import call, same, step, tensors
-from .helpers import NEEDS_GPU, name_of, random
+from .cuda_helpers import OTHERS, forms_and_widths, made, train
+from .helpers import EPS, FAMILY, NEEDS_GPU, RMS, call, name_of, random, same, step, tensors_of
 
 pytestmark = NEEDS_GPU
 
@@ -14,30 +14,60 @@ REGIMES = [64, 256, 1000, 1001, 1024, 2048, 3072, 4096, 5120, 8192, 12288, 16384
 REGIMES += [65536, 131072]
 
 
-CASES = [(n, torch.bfloat16) for n in REGIMES]
-CASES += [(n, torch.float32) for n in (64, 1001, 4096, 16384, 32768)]
+CASES = [("rms_norm", n, torch.bfloat16) for n in REGIMES]
+CASES += [("rms_norm", n, torch.float32) for n in (64, 1001, 4096, 16384, 32768)]
+CASES += [(name, n, torch.bfloat16) for name in OTHERS for n in (64, 4096, 65536)]
 
 
-@pytest.mark.parametrize("n, dtype", CASES, ids=name_of)
-def test_a_row_has_the_same_bits_whatever_is_beside_it(n, dtype):
-    x, weight, bias, dy = tensors(4096, n, dtype)
-    y, dx, _, _ = step(x, weight, bias, dy)
+@pytest.mark.parametrize("name, n, dtype", CASES, ids=name_of)
+def test_a_row_has_the_same_bits_whatever_is_beside_it(name, n, dtype):
+    form = FAMILY[name]
+    tensors, incoming = made(form, 4096, n, dtype)
+    expected = train(form, tensors, incoming)
+    by_rows = [n for n in expected if n not in ("weight", "bias")]
     for rows in (1, 2, 3, 15, 16, 17, 300):
         # From the end, so that a row's number in the tile and in the grid changes too.
-        part = x.detach()[-rows:].clone().requires_grad_()
-        got = step(part, weight, bias, dy[-rows:].clone())
-        assert torch.equal(got[0], y[-rows:]), f"y of {rows} rows"
-        assert torch.equal(got[1], dx[-rows:]), f"dx of {rows} rows"
+        part = {n: t.detach()[-rows:] if n in by_rows else t for n, t in tensors.items()}
+        part = {n: t.clone().detach().requires_grad_() for n, t in part.items()}
+        got = train(form, part, [dy[-rows:].clone() for dy in incoming])
+        for key in by_rows:
+            assert torch.equal(got[key], expected[key][-rows:]), f"{key} of {rows} rows"
 
 
-@pytest.mark.parametrize("n", REGIMES)
-def test_the_same_bits_again_and_without_grad(n):
-    inputs = tensors(1037, n)
-    first = step(*inputs)
+@pytest.mark.parametrize("heads, d", [(6, 128), (32, 64), (8, 1001)])
+def test_a_head_has_the_same_bits_whatever_is_beside_it(heads, d):
+    options = {"dtype": torch.bfloat16, "device": "cuda"}
+    tensors = tensors_of(RMS, 700, heads, d, parameter_shape=(heads, d), **options)
+    dy = random(700, heads, d, seed=9, **options)
+    expected = step(RMS, tensors, [dy])
+    for tokens in (1, 2, 3, 16, 17, 300):
+        part = tensors | {"input": tensors["input"][-tokens:].clone()}
+        got = step(RMS, part, [dy[-tokens:].clone()])
+        for key in ("output", "input"):
+            assert torch.equal(got[key], expected[key][-tokens:]), f"{key} of {tokens} tokens"
+
+
+@forms_and_widths(REGIMES, [64, 4096])
+def test_the_same_bits_again_and_without_grad(form, n):
+    tensors, incoming = made(form, 1037, n)
+    first = train(form, tensors, incoming)
     for _ in range(3):
-        assert same(step(*inputs), first)
+        assert same(train(form, tensors, incoming), first)
     with torch.no_grad():
-        assert torch.equal(call(*inputs[:3]), first[0])
+        for got, key in zip(call(form, tensors), ("output", "sum"), strict=False):
+            assert torch.equal(got, first[key])
+
+
+@pytest.mark.parametrize("n", [64, 1001, 4096, 16384, 65536])
+@pytest.mark.parametrize("name", ["add_rms_norm", "add_layer_norm"])
+def test_a_norm_of_a_sum_has_the_bits_of_the_sum_and_its_norm(name, n):
+    form, plain = FAMILY[name], FAMILY[name.removeprefix("add_")]
+    tensors, (dy, _) = made(form, 333, n)
+    output, total = call(form, tensors)
+    tensors["input"] = total.detach().requires_grad_()
+    del tensors["residual"]
+    expected = train(plain, tensors, [dy])
+    assert torch.equal(output, expected["output"])
 
 
 def strided(tensor, start, apart):
@@ -60,38 +90,49 @@ STRIDES = {
 
 
 @pytest.mark.parametrize("layout", STRIDES)
-@pytest.mark.parametrize("n", [64, 1001, 1024, 4096, 12288, 65536])
-def test_the_same_bits_in_every_layout(n, layout):
-    x, weight, bias, dy = tensors(102, n)
-    y, dx, dw, db = step(x, weight, bias, dy)
-    view, dy_view = (STRIDES[layout](t.detach()) for t in (x, dy))
-    if layout == "transposed batch":
-        view, dy_view = view.transpose(0, 1), dy_view.transpose(0, 1)
-    got = step(view.requires_grad_(), weight, bias, dy_view)
-    assert got[0].is_contiguous() and got[1].is_contiguous()
-    assert torch.equal(got[0].view_as(y), y), "y"
-    assert torch.equal(got[1].view_as(y), dx), "dx"
-    assert same(got[2:], (dw, db)), "dw or db"
+@forms_and_widths([64, 1001, 1024, 4096, 12288, 65536], [4096])
+def test_the_same_bits_in_every_layout(form, n, layout):
+    tensors, incoming = made(form, 102, n)
+    expected = train(form, tensors, incoming)
+
+    def view(tensor):
+        laid = STRIDES[layout](tensor.detach())
+        return laid.transpose(0, 1) if layout == "transposed batch" else laid
+
+    rows = {n: view(tensors[n]).requires_grad_() for n in tensors if n in ("input", form.other)}
+    got = train(form, tensors | rows, [view(dy) for dy in incoming])
+    assert all(got[key].is_contiguous() for key in got)
+    for key in got:
+        assert torch.equal(got[key].view_as(expected[key]), expected[key]), key
 
 
 @pytest.mark.parametrize("n", [64, 1001, 4096, 12288, 65536])
 def test_one_row_of_an_odd_stride(n):
-    x, weight, bias, dy = tensors(1, n)
-    view = torch.cat([x.detach(), x.new_zeros(1, 1)], 1)[:, :n].requires_grad_()
+    tensors, incoming = made(RMS, 1, n)
+    x = tensors["input"].detach()
+    view = torch.cat([x, x.new_zeros(1, 1)], 1)[:, :n].requires_grad_()
     assert view.stride(0) == n + 1
-    assert same(step(view, weight, bias, dy), step(x, weight, bias, dy))
+    expected = train(RMS, tensors, incoming)
+    assert same(train(RMS, tensors | {"input": view}, incoming), expected)
 
 
-@pytest.mark.parametrize("n", [64, 1001, 4096, 12288, 65536])
-def test_the_ops_give_the_bits_of_the_eager_path(n):
-    x, weight, bias, dy = tensors(333, n)
-    y, rstd = torch.ops.tilenorm.rms_norm(x, weight, bias, n, 1e-6, 0.0, True)
-    grads = torch.autograd.grad(y, (x, weight, bias), dy)
-    assert same((y, *grads), step(x, weight, bias, dy))
-    assert rstd.shape == (333,)
+@forms_and_widths([64, 1001, 4096, 12288, 65536], [4096])
+def test_the_ops_give_the_bits_of_the_eager_path(form, n):
+    tensors, incoming = made(form, 333, n)
+    given = [tensors.get(name) for name in ("input", "residual", "gate", "weight", "bias")]
+    norm = "layer" if "layer" in form.op else "rms"
+    gate_first = not form.options.get("norm_before_gate", True)
+    y, total, mean, rstd = torch.ops.tilenorm.norm(
+        *given, norm, n, EPS, 0.0, gate_first, "late", True
+    )
+    outputs = (y, total)[: len(incoming)]
+    grads = torch.autograd.grad(outputs, list(tensors.values()), incoming)
+    expected = train(form, tensors, incoming)
+    assert same(dict(zip(expected, (*outputs, *grads), strict=True)), expected)
+    assert rstd.shape == (333,) and mean.shape == ((333,) if norm == "layer" else (0,))
 
 
-def train(steps=5):
+def trained(steps=5):
     torch.manual_seed(0)
     weight = torch.nn.Parameter(torch.ones(1024, device="cuda"))
     bias = torch.nn.Parameter(torch.zeros(1024, device="cuda"))
@@ -99,7 +140,8 @@ def train(steps=5):
     optimizer = torch.optim.SGD([weight, bias, linear.weight], lr=0.1)
     for seed in range(steps):
         x = random(300, 1024, dtype=torch.bfloat16, device="cuda", seed=seed)
-        out = tilenorm.rms_norm(linear(x), (1024,), weight, bias=bias)
+        out, total = tilenorm.add_rms_norm(linear(x), x, (1024,), weight, bias=bias)
+        out = tilenorm.layer_norm(out + total, (1024,), weight, bias)
         optimizer.zero_grad()
         out.float().square().mean().backward()
         optimizer.step()
@@ -107,6 +149,6 @@ def train(steps=5):
 
 
 def test_training_twice_gives_the_same_weights():
-    first, second = train(), train()
-    assert same(first, second)
+    first, second = trained(), trained()
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     assert not torch.equal(first[0], torch.ones_like(first[0]))

@@ -5,39 +5,69 @@ import torch
 
 import tilenorm
 from tilenorm.launch.target import MULTIPROCESSORS
-from tilenorm.ops import cutile, reference
-from tilenorm.ops.explain import OPS, explain_spec, planned_device
+from tilenorm.ops import cutile, functional, reference
+from tilenorm.ops.explain import explain_spec, planned_device
 from tilenorm.spec import NormSpec
 
-from .helpers import NEEDS_GPU, random
+from .helpers import EACH_FORM, NEEDS_GPU, random, tensors_of
 
 pytestmark = pytest.mark.usefixtures("no_memory")
 
 X, W = torch.ones(6, 4096, dtype=torch.bfloat16), torch.ones(4096, dtype=torch.bfloat16)
 
 
-def planned(hidden=4096, rows=8192, arch="sm_90", backend=None, **parameters):
-    spec = NormSpec("rms", hidden, "bfloat16", **parameters)
-    return explain_spec("rms_norm", spec, rows, planned_device(arch), backend)
+def planned(hidden=4096, rows=8192, arch="sm_90", backend=None, op="rms_norm", **fields):
+    spec = NormSpec.of(op, hidden, "bfloat16", **fields)
+    return explain_spec(spec, rows, planned_device(arch), backend)
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_on_a_cpu_the_reference_serves(op, capsys, monkeypatch):
-    for module, name in ((cutile, "forward"), (reference, "rms_norm")):
-        monkeypatch.setattr(module, name, None)  # explaining runs nothing
-    found = tilenorm.explain(op, X, (4096,), W)
+@EACH_FORM
+def test_on_a_cpu_the_reference_serves(form, capsys, monkeypatch):
+    for module in (cutile, reference):
+        monkeypatch.setattr(module, "forward", None)  # explaining runs nothing
+    tensors = tensors_of(form, 6, 4096, dtype=torch.bfloat16)
+    op = form.op
+    found = tilenorm.explain(op, **tensors, normalized_shape=(4096,), **form.options)
+    assert found.spec == spec_of_call(monkeypatch, form, tensors)
     assert found.chosen == "reference"
     assert found.refused == {"cutile": "the input is on cpu; cuTile runs on NVIDIA GPUs"}
     assert found.forward == found.backward == ()
     assert capsys.readouterr().out == f"{found}\n"
-    assert f"{op} of 6 rows of 4096 bfloat16 on cpu (weight bfloat16, bias None" in str(found)
+    assert f"{op} of 6 rows of 4096 bfloat16 on cpu (weight bfloat16, bias bfloat16" in str(found)
     assert "served by reference\n  refused by cutile: the input is on cpu" in str(found)
 
 
+def spec_of_call(monkeypatch, form, tensors, **options) -> NormSpec:
+    """The spec that a call of the function reaches an implementation with."""
+    seen = []
+
+    def forward(spec, x, *_):
+        seen.append(spec)
+        return reference.Forward(x.clone(), None, None, x.new_empty(0))
+
+    monkeypatch.setattr(reference, "forward", forward)
+    arguments = {**tensors, "normalized_shape": tensors["input"].shape[-1:]}
+    getattr(functional, form.op)(**arguments, **form.options, **options)
+    return seen[0]
+
+
+@EACH_FORM
+@pytest.mark.parametrize("heads", [0, 1, 6])
+def test_the_spec_is_that_of_a_call(form, heads, monkeypatch, capsys):
+    shape = {"parameter_shape": (heads, 8)} if heads else {}
+    tensors = tensors_of(form, 2, heads or 3, 8, other=torch.float16, **shape)
+    options = {"offset": 0.5, "rounding": "early"}
+    found = tilenorm.explain(form.op, **tensors, normalized_shape=(8,), **form.options, **options)
+    assert found.spec == spec_of_call(monkeypatch, form, tensors, **options)
+    assert found.rows == tensors["input"].numel() // 8
+
+
+@EACH_FORM
 @pytest.mark.parametrize("arch", MULTIPROCESSORS)
-@pytest.mark.parametrize("hidden", [64, 4096, 16384, 131072])
-def test_every_launch_is_told(arch, hidden):
-    found = planned(hidden, arch=arch, weight="float32", bias="bfloat16")
+@pytest.mark.parametrize("hidden", [64, 4096, 131072])
+def test_every_launch_is_told(form, arch, hidden):
+    fields = {"gate_first": "norm_before_gate" in form.options}
+    found = planned(hidden, arch=arch, op=form.op, weight="float32", bias="bfloat16", **fields)
     assert (found.chosen, found.refused) == ("cutile", {})
     assert [s.kernel for s in found.backward][-1] == "column_sum"
     text = str(found)
@@ -46,7 +76,29 @@ def test_every_launch_is_told(arch, hidden):
         assert all(f"{k}={v}" in text for k, v in (step.hints | step.constants).items())
     for step in found.forward:
         assert step.constants["N"] == hidden
-    assert found.forward[-1].constants["WEIGHT"] is found.forward[-1].constants["BIAS"] is True
+    last = found.forward[-1].constants
+    assert last["WEIGHT"] is last["BIAS"] is True
+    assert last["LAYER"] is ("layer" in form.op)
+    assert last["GATED"] is ("gated" in form.op)
+
+
+OPTIONS = {
+    "6 heads": {"heads": 6},
+    "rounding early": {"rounding": "early"},
+    "offset 1": {"offset": 1.0},
+    "residual float32": {"op": "add_layer_norm", "residual": "float32"},
+    "gate bfloat16 after the norm": {"op": "gated_rms_norm"},
+    "gate float32 before the norm": {
+        "op": "gated_rms_norm",
+        "gate": "float32",
+        "gate_first": True,
+    },
+}
+
+
+@pytest.mark.parametrize("text", OPTIONS)
+def test_options_are_told(text):
+    assert text in str(planned(128, 600, weight="bfloat16", **OPTIONS[text]))
 
 
 def test_bytes_are_what_the_mathematics_moves():
@@ -56,6 +108,30 @@ def test_bytes_are_what_the_mathematics_moves():
     assert found.backward_bytes == 3 * matrix + 4 * vector + 4 * vector + 2 * vector
     assert planned(64, 10).backward_bytes == 3 * matrix
     assert f"forward: {found.forward_bytes:,} bytes" in str(found)
+
+
+MATRIX = 10 * 64 * 2  # a matrix of ten rows in 16 bits
+# Reads and writes of whole matrices: forward, backward.
+BYTES = {
+    "layer_norm": ({}, 2, 3),
+    "add_rms_norm": ({}, 4, 4),  # x, residual, sum, y; dy, dsum, sum, and one gradient for both
+    "add_layer_norm": ({"residual": "float32"}, 2 + 4, 2 + 4 + 2),
+    "gated_rms_norm": ({}, 3, 5),
+}
+
+
+@pytest.mark.parametrize("op", BYTES)
+def test_bytes_of_the_others(op):
+    fields, forward, backward = BYTES[op]
+    found = planned(64, 10, op=op, **fields)
+    assert (found.forward_bytes, found.backward_bytes) == (forward * MATRIX, backward * MATRIX)
+
+
+def test_bytes_of_heads():
+    found = planned(64, 10, weight="bfloat16", heads=5)
+    vectors = 5 * 64 * 2
+    assert found.forward_bytes == 2 * MATRIX + vectors
+    assert found.backward_bytes == 3 * MATRIX + 2 * vectors
 
 
 def test_no_parameters_no_column_sum():

@@ -7,9 +7,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tilenorm.ops.layout import rows_of, vector_of
+from tilenorm.ops.layout import parameter_of, rows_of, vector_of
+from tilenorm.spec import NormSpec
 
-from .helpers import random
+from .helpers import name_of, random
+
+
+def spec_of(hidden, aligned, heads=0) -> NormSpec:
+    """A spec of float32 rows, which fill vectors or, for the same rows, are not known to."""
+    spec = NormSpec("rms", hidden, "float32", heads=heads)
+    return spec if spec.aligned == aligned else Unaligned("rms", hidden, "float32", heads=heads)
+
+
+class Unaligned(NormSpec):
+    aligned = False
 
 
 def described(shape, strides):
@@ -32,7 +43,7 @@ def in_place(view, x) -> bool:
 
 
 def check(x, hidden, aligned) -> torch.Tensor:
-    view = rows_of(x, hidden, aligned, 2)
+    view = rows_of(x, spec_of(hidden, aligned), 2)
     assert 2 <= view.dim() <= 4
     assert view.shape[-1] == hidden
     assert view.stride(-1) == 1 or hidden == 1
@@ -44,7 +55,7 @@ def check(x, hidden, aligned) -> torch.Tensor:
 
 
 QKV = random(2, 5, 3, 4, 8)  # batch, sequence, q k v, heads, columns
-BASE = random(4, 6, 32)
+BASE = random(4, 6, 32)  # as tokens and heads: 4, 6
 
 IN_PLACE = {
     "contiguous": (BASE, 32, 2),
@@ -101,7 +112,7 @@ def test_copied_once(case, aligned, monkeypatch):
             return result
 
         monkeypatch.setattr(torch.Tensor, name, counted)
-    view = rows_of(x, hidden, aligned, 2)
+    view = rows_of(x, spec_of(hidden, aligned), 2)
     monkeypatch.undo()
     assert len(copies) == 1 and view.is_contiguous()
     check(x, hidden, aligned)
@@ -119,21 +130,21 @@ def test_misaligned_rows_are_copied_where_alignment_counts(case):
     x = MISALIGNED[case]
     hidden = x.shape[-1]
     assert not in_place(check(x, hidden, aligned=True), x)
-    assert rows_of(x, hidden, aligned=False, leading=2).data_ptr() == x.data_ptr()
+    assert rows_of(x, spec_of(hidden, False), 2).data_ptr() == x.data_ptr()
 
 
 @pytest.mark.parametrize("dtype, unit", [(torch.bfloat16, 8), (torch.float32, 4)], ids=str)
 def test_sixteen_bytes_whatever_the_dtype(dtype, unit):
-    base = random(4, 64, dtype=dtype)
-    assert in_place(check(base[:, unit : unit + 16], 16, aligned=True), base)
-    assert not in_place(check(base[:, unit // 2 : unit // 2 + 16], 16, aligned=True), base)
+    base, spec = random(4, 64, dtype=dtype), NormSpec("rms", 16, name_of(dtype))
+    assert in_place(rows_of(base[:, unit : unit + 16], spec, 2), base)
+    assert not in_place(rows_of(base[:, unit // 2 : unit // 2 + 16], spec, 2), base)
 
 
 @pytest.mark.parametrize(
     "stride, expected", [(2**31 - 16, "in place"), (2**31, "copied"), (2**32 + 16, "copied")]
 )
 def test_strides_that_need_more_than_32_bits_are_copied(stride, expected):
-    assert rows_of(described((3, 16), (stride, 1)), 16, aligned=True, leading=2) == expected
+    assert rows_of(described((3, 16), (stride, 1)), spec_of(16, True), 2) == expected
 
 
 @st.composite
@@ -183,3 +194,70 @@ def test_parameters_become_contiguous_vectors(case):
 
 def test_a_misaligned_parameter_stays_where_alignment_does_not_count():
     assert vector_of(BASE[0, 0, 1:18], aligned=False).data_ptr() == BASE[0, 0, 1:].data_ptr()
+
+
+TOKENS_IN_PLACE = {
+    "contiguous": BASE,
+    "one token": BASE[0],
+    "q of qkv": QKV[:, :, 0],
+    "a slice of a fused projection": random(2, 5, 7 * 32)[..., : 6 * 32].unflatten(-1, (6, 32)),
+    "heads apart": random(4, 6, 64)[..., :32],
+    "heads before tokens": random(6, 4, 32).transpose(0, 1),
+    "every second token": random(8, 6, 32)[::2],
+    "one batch, transposed": random(1, 6, 5, 32).transpose(1, 2),
+    "odd strides of size 1": random(6 * 32 + 7).as_strided((1, 6, 32), (5, 32, 1)),
+}
+TOKENS_COPIED = {
+    "batches that do not merge": random(5, 2, 6, 32).transpose(0, 1),
+    "batches transposed": random(2, 6, 5, 32).transpose(1, 2),
+    "columns apart": random(4, 6, 64)[..., ::2],
+    "columns transposed": random(4, 32, 6).transpose(1, 2),
+    "one head many times": BASE[:, :1].expand(4, 6, 32),
+    "one token many times": BASE[:1].expand(4, 6, 32),
+    "one element in": random(4 * 6 * 32 + 1)[1:].view(4, 6, 32),
+    "rows an odd distance apart": random(4, 6, 33)[..., :32],
+}
+
+
+def check_tokens(x, aligned=True) -> torch.Tensor:
+    heads, hidden = x.shape[-2:]
+    view = rows_of(x, spec_of(hidden, aligned, heads), 1)
+    assert view.shape == (x.numel() // (heads * hidden), heads, hidden)
+    assert view.stride(-1) == 1
+    assert torch.equal(view, x.reshape(view.shape))
+    # The compiler takes strides for what they are, so extents of 1 have those of a whole tensor.
+    assert all(view.stride(d) == (heads * hidden, hidden)[d] for d in (0, 1) if view.shape[d] == 1)
+    return view
+
+
+@pytest.mark.parametrize("case", TOKENS_IN_PLACE)
+def test_tokens_in_place(case):
+    x = TOKENS_IN_PLACE[case]
+    assert check_tokens(x).data_ptr() == x.data_ptr()
+
+
+@pytest.mark.parametrize("case", TOKENS_COPIED)
+def test_tokens_copied(case):
+    view = check_tokens(TOKENS_COPIED[case])
+    assert view.is_contiguous() and not in_place(view, TOKENS_COPIED[case])
+
+
+def test_misaligned_tokens_stay_where_alignment_does_not_count():
+    x = TOKENS_COPIED["one element in"]
+    assert check_tokens(x, aligned=False).data_ptr() == x.data_ptr()
+
+
+@settings(deadline=None, max_examples=100)
+@given(views(), st.booleans())
+def test_the_same_tokens_in_any_view(view, aligned):
+    x = view[0]
+    if x.dim() > 1:
+        check_tokens(x, aligned and x.shape[-1] % 4 == 0)
+
+
+def test_parameters_by_heads():
+    spec = spec_of(32, True, 6)
+    for w in (BASE[0], BASE[0].t().contiguous().t(), BASE[0, 0].expand(6, 32)):
+        matrix = parameter_of(w, spec)
+        assert matrix.is_contiguous() and torch.equal(matrix, w)
+    assert in_place(parameter_of(BASE[0], spec), BASE)

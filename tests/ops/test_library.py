@@ -1,188 +1,178 @@
-"""The torch.library ops: their contracts, and what compilers and tracers make of them."""
+"""The torch.library ops: their contracts, and what tracers make of them."""
+
+import itertools
 
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
 
-import tilenorm
-
-from .helpers import DEVICES, name_of, random
+from .helpers import (
+    ADD,
+    EACH_DEVICE,
+    EACH_FORM,
+    EPS,
+    FAMILY,
+    GATED,
+    LAYER,
+    RMS,
+    call,
+    incoming_of,
+    name_of,
+    random,
+    tensors_of,
+)
 
 OPS = torch.ops.tilenorm
-ON_EACH_DEVICE = pytest.mark.parametrize("device", DEVICES)
+BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 
 
-def parameters(names, n, dtype, device):
-    """Weight and bias as `names` tells, None where it does not."""
-    return tuple(
-        random(n, dtype=dtype, device=device, seed=seed).requires_grad_() if name in names else None
-        for seed, name in enumerate(("weight", "bias"), 1)
-    )
+def how(form, hidden, offset=1.0, rounding="late"):
+    """What both ops take between their tensors and the last arguments."""
+    norm = "layer" if "layer" in form.op else "rms"
+    gate_first = not form.options.get("norm_before_gate", True)
+    return norm, hidden, EPS, offset, gate_first, rounding
+
+
+def forward_arguments(form, tensors, save=True, **options):
+    given = [tensors.get(n) for n in ("input", "residual", "gate", "weight", "bias")]
+    return *given, *how(form, tensors["input"].shape[-1], **options), save
+
+
+def backward_arguments(form, tensors, dsum=True, mask=(True,) * 5, **options):
+    """With what a forward pass saves."""
+    tensors = {n: t.detach() for n, t in tensors.items()}
+    _, total, mean, rstd = OPS.norm(*forward_arguments(form, tensors, **options))
+    dy, *dsums = incoming_of(tensors)
+    added = "residual" in tensors
+    x = total if added else tensors["input"]
+    parameters = (tensors.get(n) for n in ("gate", "weight", "bias"))
+    incoming = dy, dsums[0] if added and dsum else None
+    arguments = (*incoming, x, *parameters, mean, rstd, added)
+    return *arguments, *how(form, x.shape[-1], **options), list(mask)
 
 
 INPUTS = {
     "matrix": lambda device: random(3, 40, device=device),
-    "bfloat16": lambda device: random(3, 40, dtype=torch.bfloat16, device=device),
-    "float64": lambda device: random(3, 40, dtype=torch.float64, device=device),
+    "bfloat16": lambda device: random(3, 40, dtype=BF16, device=device),
+    "float64": lambda device: random(3, 40, dtype=F64, device=device),
     "three dimensions": lambda device: random(2, 3, 40, device=device),
     "one row": lambda device: random(40, device=device),
     "no rows": lambda device: random(0, 40, device=device),
     "transposed": lambda device: random(40, 3, device=device).t(),
     "rows apart": lambda device: random(3, 48, device=device)[:, :40],
 }
+# form, shape, and what is not of the input's dtype or shape.
+FORMS = {name: (form, (3, 40), {}) for name, form in FAMILY.items() if form is not RMS} | {
+    "residual float32": (ADD, (3, 40), {"dtype": BF16, "other": F32}),
+    "residual float64": (ADD, (3, 40), {"other": F64}),
+    "gate float32": (GATED, (3, 40), {"dtype": BF16, "other": F32, "parameter": F32}),
+    "heads": (LAYER, (2, 3, 8), {"parameter_shape": (3, 8)}),
+}
+ABSENT = [("weight",), ("bias",), ("weight", "bias")]
+MASKS = [m for m in itertools.product((True, False), repeat=5) if sum(m) == 1]
 
 
-@ON_EACH_DEVICE
-@pytest.mark.parametrize("names", ["", "weight", "bias", "weight bias"], ids=lambda n: n or "none")
-@pytest.mark.parametrize("case", INPUTS)
-def test_opcheck_forward(device, case, names):
-    x = INPUTS[case](device).detach().requires_grad_()
-    weight, bias = parameters(names, 40, x.dtype, device)
-    opcheck(OPS.rms_norm.default, (x, weight, bias, 40, 1e-6, 1.0, True))
+def made(case, device, drop=()):
+    """A form and its tensors, which require grad, of a case of INPUTS or FORMS."""
+    if case in INPUTS:
+        form, x = RMS, INPUTS[case](device)
+        tensors = tensors_of(RMS, 40, dtype=x.dtype, device=device) | {"input": x.detach()}
+    else:
+        form, shape, options = FORMS[case]
+        tensors = tensors_of(form, *shape, device=device, **options)
+    kept = {n: t.requires_grad_() for n, t in tensors.items() if n not in drop}
+    return form, kept
 
 
-@ON_EACH_DEVICE
-@pytest.mark.parametrize("case", INPUTS)
+@EACH_DEVICE
+@pytest.mark.parametrize("case", [*INPUTS, *FORMS])
+def test_opcheck_forward(device, case):
+    form, tensors = made(case, device)
+    opcheck(OPS.norm.default, forward_arguments(form, tensors))
+
+
+@EACH_DEVICE
+@pytest.mark.parametrize("drop", ABSENT, ids="+".join)
+def test_opcheck_forward_of_absent_parameters(device, drop):
+    form, tensors = made("matrix", device, drop)
+    opcheck(OPS.norm.default, forward_arguments(form, tensors, rounding="early"))
+
+
+@EACH_DEVICE
+@pytest.mark.parametrize("case", ["matrix", "no rows", "rows apart", *FORMS])
 def test_opcheck_forward_without_saving(device, case):
-    x = INPUTS[case](device)
-    assert OPS.rms_norm(x, None, None, 40, 1e-6, 0.0, False)[1].shape == (0,)
-    opcheck(OPS.rms_norm.default, (x, None, None, 40, 1e-6, 0.0, False))
+    form, tensors = made(case, device)
+    arguments = forward_arguments(form, {n: t.detach() for n, t in tensors.items()}, save=False)
+    assert [t.shape for t in OPS.norm(*arguments)[2:]] == [(0,), (0,)]
+    opcheck(OPS.norm.default, arguments)
 
 
-@ON_EACH_DEVICE
-@pytest.mark.parametrize("mask", [(1, 1, 1), (1, 0, 0), (0, 1, 0), (0, 0, 1)], ids=name_of)
-@pytest.mark.parametrize("case", INPUTS)
-def test_opcheck_backward(device, case, mask):
-    x = INPUTS[case](device)
-    weight, bias = (p.detach() for p in parameters("weight bias", 40, torch.float32, device))
-    _, rstd = OPS.rms_norm(x, weight, bias, 40, 1e-6, 0.0, True)
-    dy = torch.ones_like(x)
-    mask = [bool(m) for m in mask]
-    opcheck(OPS.rms_norm_backward.default, (dy, x, weight, bias, rstd, 40, 1e-6, 0.0, mask))
+@EACH_DEVICE
+@pytest.mark.parametrize("case", [*INPUTS, *FORMS])
+def test_opcheck_backward(device, case):
+    opcheck(OPS.norm_backward.default, backward_arguments(*made(case, device)))
+
+
+@EACH_DEVICE
+@pytest.mark.parametrize("mask", MASKS, ids=lambda m: f"gradient {m.index(True)}")
+@pytest.mark.parametrize("case", ["residual float32", "gate float32"])
+def test_opcheck_backward_of_one_gradient(device, case, mask):
+    form, tensors = made(case, device)
+    opcheck(OPS.norm_backward.default, backward_arguments(form, tensors, False, mask))
 
 
 def test_a_backward_pass_without_rstd_says_so():
     x = random(3, 8).requires_grad_()
-    y, _ = OPS.rms_norm(x, None, None, 8, 1e-6, 0.0, False)
-    with pytest.raises(RuntimeError, match="save was False, its backward needs rstd; pass True"):
+    y = OPS.norm(*forward_arguments(RMS, {"input": x}, save=False))[0]
+    with pytest.raises(RuntimeError, match="save was False, its backward needs it; pass True"):
         y.sum().backward()
 
 
-def step(x, weight, bias):
-    y = tilenorm.rms_norm(x, x.shape[-1:], weight, bias=bias, offset=1.0)
-    return y, torch.autograd.grad(y, (x, weight, bias), torch.ones_like(y) * 0.5)
+def traced(form, tensors, mode):
+    """The graph of a training step."""
 
+    def function(*given):
+        leaves = dict(zip(tensors, given, strict=True))
+        outputs = call(form, leaves, offset=1.0)
+        incoming = [torch.ones_like(y) for y in outputs]
+        return outputs, torch.autograd.grad(outputs, given, incoming)
 
-def function(x, weight, bias):
-    return tilenorm.rms_norm(x, x.shape[-1:], weight, bias=bias, offset=1.0)
-
-
-def counting(device):
-    """A backend that counts graphs: inductor, where it needs no C++ compiler."""
-    backend = "inductor" if device == "cuda" else "aot_eager"
-    return torch._dynamo.testing.CompileCounterWithBackend(backend)
-
-
-@ON_EACH_DEVICE
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=name_of)
-@pytest.mark.parametrize("n", [40, 1001])
-def test_compiled_the_same_bits_without_recompiling(device, n, dtype, dynamo):
-    counter = counting(device)
-    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=counter)
-    weight, bias = parameters("weight bias", n, torch.float32, device)
-    for rows in (3, 16, 17, 1000):
-        x = random(rows, n, dtype=dtype, device=device).requires_grad_()
-        dy = random(rows, n, dtype=dtype, device=device, seed=9)
-        with dynamo.config.patch(error_on_recompile=rows != 3):
-            got = compiled(x, weight, bias)
-        expected = function(x, weight, bias)
-        assert torch.equal(got, expected)
-        grads = [torch.autograd.grad(y, (x, weight, bias), dy) for y in (got, expected)]
-        assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True)), rows
-    assert counter.frame_count == 1
-    assert not dynamo.utils.counters["graph_break"]
-
-
-@ON_EACH_DEVICE
-def test_compiled_without_gradients(device, dynamo):
-    counter = counting(device)
-    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=counter)
-    weight, bias = (p.detach() for p in parameters("weight bias", 40, torch.float32, device))
-    for rows in (3, 5):
-        x = random(rows, 40, device=device)
-        assert torch.equal(compiled(x, weight, bias), function(x, weight, bias))
-    assert counter.frame_count == 1
-
-
-@ON_EACH_DEVICE
-@pytest.mark.parametrize("layout", ["rows apart", "transposed"])
-def test_compiled_strided_input(device, layout, dynamo):
-    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=counting(device))
-    x = INPUTS[layout](device)
-    weight, bias = parameters("weight bias", 40, torch.float32, device)
-    assert torch.equal(compiled(x, weight, bias), function(x, weight, bias))
-
-
-@ON_EACH_DEVICE
-def test_compiled_between_other_operations(device, dynamo):
-    def block(x, weight):
-        return (tilenorm.rms_norm(x * 2, (40,), weight, 1e-5) + 1).relu()
-
-    compiled = torch.compile(block, fullgraph=True, dynamic=True, backend=counting(device))
-    x, weight = random(5, 40, device=device), random(40, device=device, seed=1)
-    torch.testing.assert_close(compiled(x, weight), block(x, weight), rtol=1e-6, atol=1e-6)
+    leaves = [t.requires_grad_() for t in tensors.values()]
+    return make_fx(function, tracing_mode=mode)(*leaves).graph
 
 
 def targets(graph) -> list:
     return [node.target for node in graph.nodes if node.op == "call_function"]
 
 
+@EACH_FORM
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
-def test_make_fx_sees_the_ops(mode):
-    inputs = random(3, 40).requires_grad_(), *parameters("weight bias", 40, torch.float32, "cpu")
-    seen = targets(make_fx(step, tracing_mode=mode)(*inputs).graph)
-    assert seen.count(OPS.rms_norm.default) == seen.count(OPS.rms_norm_backward.default) == 1
+def test_make_fx_sees_the_ops(form, mode):
+    seen = targets(traced(form, tensors_of(form, 3, 40), mode))
+    assert seen.count(OPS.norm.default) == seen.count(OPS.norm_backward.default) == 1
     assert not [t for t in seen if "mean" in str(t)], "the reference was traced, not the op"
 
 
-@pytest.mark.parametrize("strict", [False, True], ids=["lenient", "strict"])
-def test_export_sees_the_op_for_any_number_of_rows(strict):
-    class Module(torch.nn.Module):
-        def forward(self, x, weight):
-            return tilenorm.rms_norm(x, (40,), weight)
-
-    rows = torch.export.Dim("rows", min=2, max=1 << 20)
-    inputs = random(3, 40), random(40, seed=1)
-    program = torch.export.export(Module(), inputs, dynamic_shapes=({0: rows}, None), strict=strict)
-    assert OPS.rms_norm.default in targets(program.graph)
-    x = random(7, 40, seed=2)
-    assert torch.equal(program.module()(x, inputs[1]), tilenorm.rms_norm(x, (40,), inputs[1]))
+@EACH_FORM
+@pytest.mark.parametrize("dtype, other", [(BF16, F32), (F64, F64)], ids=name_of)
+@pytest.mark.parametrize("shape", [(3, 40), (2, 3, 40), (40,), (0, 40), (3, 0)], ids=name_of)
+def test_meta_tensors_are_as_real_ones(form, shape, dtype, other):
+    real = tensors_of(form, *shape, dtype=dtype, other=other, parameter=other)
+    meta = {n: t.to("meta") for n, t in real.items()}
+    for op, arguments in ((OPS.norm, forward_arguments), (OPS.norm_backward, backward_arguments)):
+        for a, b in zip(op(*arguments(form, meta)), op(*arguments(form, real)), strict=True):
+            assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
+            assert a.is_meta
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=name_of)
-@pytest.mark.parametrize("shape", [(3, 40), (2, 3, 40), (40,), (0, 40)], ids=name_of)
-def test_meta_tensors(shape, dtype):
-    x = torch.empty(shape, dtype=dtype, device="meta")
-    weight = torch.empty(shape[-1:], dtype=torch.float32, device="meta")
-    y, rstd = OPS.rms_norm(x, weight, None, shape[-1], 1e-6, 0.0, True)
-    assert (y.shape, y.dtype, y.device.type) == (x.shape, dtype, "meta")
-    assert rstd.shape == (x.numel() // shape[-1],)
-    assert rstd.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    grads = OPS.rms_norm_backward(
-        y, x, weight, None, rstd, shape[-1], 1e-6, 0.0, [True, True, False]
-    )
-    assert [g.shape for g in grads] == [x.shape, weight.shape, (0,)]
-    assert [g.dtype for g in grads[:2]] == [dtype, torch.float32]
-
-
-def test_a_fake_of_any_number_of_rows():
-    inputs = random(6, 40).requires_grad_(), *parameters("weight bias", 40, torch.float32, "cpu")
-    graph = make_fx(step, tracing_mode="symbolic")(*inputs).graph
-    (forward,) = (node for node in graph.nodes if node.target is OPS.rms_norm.default)
-    (backward,) = (node for node in graph.nodes if node.target is OPS.rms_norm_backward.default)
-    y, rstd = forward.meta["val"]
-    dx, dw, db = backward.meta["val"]
-    for tensor in (y, rstd, dx):
+@EACH_FORM
+def test_a_fake_of_any_number_of_rows(form):
+    graph = traced(form, tensors_of(form, 6, 40), "symbolic")
+    (forward,) = (node for node in graph.nodes if node.target is OPS.norm.default)
+    (backward,) = (node for node in graph.nodes if node.target is OPS.norm_backward.default)
+    of_rows = [t for t in (*forward.meta["val"], *backward.meta["val"][:3]) if t.shape != (0,)]
+    for tensor in of_rows:
         assert isinstance(tensor.shape[0], torch.SymInt), "the number of rows became a constant"
-    assert dw.shape == db.shape == y.shape[1:]
+    dw, db = backward.meta["val"][3:]
+    assert dw.shape == db.shape == (40,)

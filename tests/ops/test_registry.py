@@ -10,9 +10,9 @@ import tilenorm
 from tilenorm.launch.target import MULTIPROCESSORS, Target
 from tilenorm.ops import registry
 from tilenorm.ops.registry import MAX_HIDDEN, MAX_ROWS, Device, refusals, select
-from tilenorm.spec import NormSpec
+from tilenorm.spec import OPS, NormSpec
 
-from .helpers import NEEDS_GPU, random
+from .helpers import EACH_FORM, NEEDS_GPU, call, random, tensors_of
 
 pytestmark = pytest.mark.usefixtures("no_memory")
 
@@ -33,6 +33,18 @@ REFUSED = {
     "float64 input": (NormSpec("rms", 64, "float64"), 1, H200, "input is float64; the kernels"),
     "float64 weight": (NormSpec("rms", 64, "float32", "float64"), 1, H200, "weight is float64"),
     "float64 bias": (NormSpec("rms", 64, "float32", None, "float64"), 1, H200, "bias is float64"),
+    "float64 residual": (
+        NormSpec.of("add_rms_norm", 64, "float32", residual="float64"),
+        1,
+        H200,
+        "residual is float64",
+    ),
+    "float64 gate": (
+        NormSpec.of("gated_rms_norm", 64, "float32", gate="float64"),
+        1,
+        H200,
+        "gate is float64",
+    ),
     "no columns": (NormSpec("rms", 0, "float32"), 1, H200, "holds 0 elements; the kernels take 1"),
     "too wide": (
         NormSpec("rms", MAX_HIDDEN + 1, "float32"),
@@ -50,25 +62,28 @@ def test_refused(case):
     with pytest.warns(
         tilenorm.ReferenceWarning, match=f"reference runs instead of cutile.*{reason}"
     ):
-        assert select("rms_norm", spec, rows, device, None) == "reference"
+        assert select(spec, rows, device, None) == "reference"
     with pytest.raises(RuntimeError, match=f"backend 'cutile' was asked for, but .*{reason}"):
-        select("rms_norm", spec, rows, device, "cutile")
-    assert refusals("rms_norm", spec, rows, device)["reference"] is None
+        select(spec, rows, device, "cutile")
+    assert refusals(spec, rows, device)["reference"] is None
 
 
+@pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("arch", MULTIPROCESSORS)
-def test_served_on_every_architecture(arch):
+def test_served_on_every_architecture(arch, op):
     device = Device("cuda", Target.of(arch), 13000)
+    spec = NormSpec.of(op, 4096, "bfloat16", weight="bfloat16")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert select("rms_norm", SPEC, MAX_ROWS, device, None) == "cutile"
+        assert select(spec, MAX_ROWS, device, None) == "cutile"
 
 
+@pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("dtype", registry.DTYPES)
 @pytest.mark.parametrize("hidden", [1, MAX_HIDDEN])
-def test_served_to_the_ends_of_the_range(hidden, dtype):
-    spec = NormSpec("rms", hidden, dtype, "float32", "float32", 1.0)
-    assert refusals("rms_norm", spec, 0, H200) == {"cutile": None, "reference": None}
+def test_served_to_the_ends_of_the_range(hidden, dtype, op):
+    spec = NormSpec.of(op, hidden, dtype, weight="float32", bias="float32", offset=1.0)
+    assert refusals(spec, 0, H200) == {"cutile": None, "reference": None}
 
 
 def test_missing_compiler(monkeypatch):
@@ -76,7 +91,7 @@ def test_missing_compiler(monkeypatch):
         raise FileNotFoundError("'tileiras' compiler not found")
 
     monkeypatch.setattr(cutile_compiler, "_find_compiler_bin", find)
-    assert refusals("rms_norm", SPEC, 1, H200)["cutile"] == (
+    assert refusals(SPEC, 1, H200)["cutile"] == (
         "its compiler is missing: 'tileiras' compiler not found"
     )
 
@@ -86,7 +101,7 @@ def test_the_cpu_asks_for_no_compiler(monkeypatch):
         raise AssertionError("looked for the compiler")
 
     monkeypatch.setattr(cutile_compiler, "_find_compiler_bin", find)
-    select("rms_norm", SPEC, 1, CPU, None)
+    select(SPEC, 1, CPU, None)
 
 
 def test_one_warning_for_many_calls():
@@ -106,10 +121,13 @@ def test_no_warning_for_the_backend_that_was_asked_for():
         tilenorm.rms_norm(torch.ones(2, 8), (8,), backend="reference")
 
 
-def test_backend_of_one_call():
-    with pytest.raises(RuntimeError, match="backend 'cutile' was asked for, but the input is on"):
-        tilenorm.rms_norm(torch.ones(2, 8), (8,), backend="cutile")
-    tilenorm.rms_norm(torch.ones(2, 8), (8,))
+@EACH_FORM
+def test_backend_of_one_call(form):
+    tensors = tensors_of(form, 2, 8)
+    message = f"^{form.op}: backend 'cutile' was asked for, but the input is on cpu"
+    with pytest.raises(RuntimeError, match=message):
+        call(form, tensors, backend="cutile")
+    call(form, tensors)
 
 
 def test_backend_of_the_environment(monkeypatch):

@@ -28,16 +28,19 @@ def check(
     others: what has the input's shape, by name.
 
     Raises TypeError for an argument of the wrong type, NotImplementedError for a dtype that is not
-    served, ValueError for an input of too few dimensions or an unknown word, RuntimeError for
-    shapes or devices that do not fit.
+    served, ValueError for an unknown word, RuntimeError for shapes or devices that do not fit, but
+    ValueError for an RMSNorm's input of too few dimensions.
     """
     if not isinstance(input, Tensor):
         raise TypeError(f"{op}: argument 'input' takes a Tensor, got {_kind(input)}")
     if not isinstance(normalized_shape, (tuple, list)):
         got = _kind(normalized_shape)
         raise TypeError(f"{op}: argument 'normalized_shape' takes a tuple of ints, got {got}")
-    if eps is not None and not isinstance(eps, (float, Real, SymFloat)):
-        raise TypeError(f"{op}: argument 'eps' takes a float or None, got {_kind(eps)}")
+    # PyTorch's layer_norm takes no None, and has another exception for too few dimensions.
+    layer = "layer" in op
+    if not isinstance(eps, (float, Real, SymFloat)) and (layer or eps is not None):
+        takes = "a float" if layer else "a float or None"
+        raise TypeError(f"{op}: argument 'eps' takes {takes}, got {_kind(eps)}")
     if not isinstance(offset, (float, Real, SymFloat)):
         raise TypeError(f"{op}: argument 'offset' takes a float, got {_kind(offset)}")
     if backend is not None and not isinstance(backend, str):
@@ -56,7 +59,7 @@ def check(
         if type(size) is not int and not _is_size(size):
             raise TypeError(f"{op}: argument 'normalized_shape' takes a tuple of ints, got {shape}")
     if input.dim() < len(shape):
-        raise ValueError(
+        raise (RuntimeError if layer else ValueError)(
             f"{op}: argument 'input' takes at least the {len(shape)} dimensions of"
             f" normalized_shape, got {input.dim()}"
         )

@@ -47,7 +47,7 @@ def rms_norm(
         TypeError, RuntimeError, NotImplementedError: an argument of the wrong type, shape, device
             or dtype; nothing has been launched then.
         RuntimeError: the backend asked for cannot serve, with the reason.
-        ValueError: an unknown backend or rounding.
+        ValueError: an unknown backend or rounding, an input of too few dimensions.
     """
     return normalize(
         "rms", "rms_norm", input, None, None, normalized_shape, weight, bias, eps, offset,
@@ -74,7 +74,8 @@ def layer_norm(
     an estimate from a sample, computed from x − mean(x): a mean far larger than the standard
     deviation costs no accuracy.
 
-    Args, returns, raises: as rms_norm.
+    Args, returns, raises: as rms_norm, but eps takes no None, and too few dimensions raise
+    RuntimeError, as in PyTorch.
     """
     return normalize(
         "layer", "layer_norm", input, None, None, normalized_shape, weight, bias, eps, offset,

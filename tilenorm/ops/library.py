@@ -1,7 +1,7 @@
 """The torch.library ops: functional, with fakes and autograd, for graphs and for every mode.
 
 One pair serves every normalisation; what it is travels as arguments. Eager calls on plain CUDA
-tensors take the shorter way of functional.py to the same kernels.
+tensors take the shorter way of dispatch.py to the same kernels.
 """
 
 import torch

@@ -139,7 +139,7 @@ def _by_heads(spec: NormSpec, rows: Tensor, parameter: Tensor, function) -> Tens
 
 
 def _sum_rows(spec: NormSpec, rows: Tensor) -> Tensor:
-    return rows.reshape(-1, (spec.heads or 1) * spec.hidden).sum(0)
+    return (rows.reshape(-1, spec.heads * spec.hidden) if spec.heads else rows).sum(0)
 
 
 def _silu_slope(z: Tensor) -> Tensor:

@@ -1,0 +1,128 @@
+"""Memory on a GPU: outputs, what is saved, and scratch; no copies."""
+
+import pytest
+import torch
+
+import tilenorm
+from tilenorm.launch.plan import every_gradient, plan_backward, plan_forward
+
+from .cuda_helpers import forms_and_widths, made, spec_of, target, train
+from .helpers import EPS, FAMILY, NEEDS_GPU, RMS, call
+
+pytestmark = NEEDS_GPU
+
+ROWS = 4096
+WIDTHS = [256, 1000, 1024, 4096, 12288, 16384, 32768, 65536]
+
+
+def requested(which: str) -> int:
+    """Bytes that were asked for; what is allocated may be a larger block."""
+    return torch.cuda.memory_stats()[f"requested_bytes.all.{which}"]
+
+
+def peak_of(function) -> int:
+    """The bytes in use at the peak of a call, beyond those in use before it."""
+    torch.cuda.synchronize()
+    before = requested("current")
+    torch.cuda.reset_peak_memory_stats()
+    kept = function()
+    peak = requested("peak") - before
+    del kept
+    return peak
+
+
+def scratch_of(shape, most: int) -> int:
+    """Bytes of float32 scratch, and no more than `most`."""
+    size = 4 * shape[0] * shape[1] if shape else 0
+    assert size <= most
+    return size
+
+
+def bytes_of(*tensors) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["no grad", "grad"])
+@forms_and_widths(WIDTHS, [4096], [("layer_norm", 65536), ("add_rms_norm", 65536)])
+def test_forward(form, n, grad):
+    tensors, _ = made(form, ROWS, n)
+    for tensor in tensors.values():
+        tensor.requires_grad_(grad)
+    outputs = call(form, tensors)  # the first call compiles
+    plan = plan_forward(spec_of(form, tensors), target(), grad)
+    stats = ROWS * 4 * ("layer" in form.op) + ROWS * 4 if grad else 0
+    # A float32 or two for each chunk of a row that is too wide for one block.
+    scratch = scratch_of(plan.workspace(ROWS), ROWS * n * 2 // 128)
+    assert peak_of(lambda: call(form, tensors)) == bytes_of(*outputs) + stats + scratch
+
+
+@forms_and_widths(WIDTHS, [4096], [("layer_norm", 65536), ("add_rms_norm", 65536)])
+def test_backward(form, n):
+    tensors, incoming = made(form, ROWS, n)
+    check_backward(form, tensors, incoming)
+
+
+def test_backward_of_a_residual_of_another_dtype():
+    form = FAMILY["add_rms_norm"]
+    check_backward(form, *made(form, ROWS, 4096, other=torch.float32))
+
+
+def check_backward(form, tensors, incoming):
+    leaves = list(tensors.values())
+    train(form, tensors, incoming)
+    outputs = call(form, tensors)
+    peak = peak_of(lambda: torch.autograd.grad(outputs, leaves, incoming))
+    spec = spec_of(form, tensors)
+    plan = plan_backward(spec, target(), every_gradient(spec))
+    # One gradient serves an input and a residual of one dtype.
+    own = [t for name, t in tensors.items() if name != "residual" or spec.residual != spec.dtype]
+    n = spec.hidden
+    sums = scratch_of(plan.partials(ROWS), 2 * 4 * target().multiprocessors * n * 4)
+    chunks = scratch_of(plan.workspace(ROWS), ROWS * n * 2 // 128)
+    assert peak <= bytes_of(*own) + sums + chunks
+
+
+def test_a_step_leaves_nothing_but_gradients():
+    tensors, incoming = made(RMS, ROWS, 4096)
+    train(RMS, tensors, incoming)
+    before = requested("current")
+    grads = torch.autograd.grad(call(RMS, tensors), list(tensors.values()), incoming)
+    assert requested("current") - before == bytes_of(*grads)
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "gated_rms_norm", "add_layer_norm"])
+def test_frozen_parameters_take_no_scratch(name):
+    form = FAMILY[name]
+    tensors, incoming = made(form, ROWS, 4096)
+    for parameter in ("weight", "bias"):
+        tensors[parameter].requires_grad_(False)
+    leaves = [t for t in tensors.values() if t.requires_grad]
+    torch.autograd.grad(call(form, tensors), leaves, incoming)
+    outputs = call(form, tensors)
+    matrices = 2 if form.other == "gate" else 1
+    peak = peak_of(lambda: torch.autograd.grad(outputs, leaves, incoming))
+    assert peak == matrices * ROWS * 4096 * 2
+
+
+def test_the_gradient_of_a_sum_alone_is_copied_and_no_kernel_runs():
+    form = FAMILY["add_rms_norm"]
+    tensors, incoming = made(form, ROWS, 4096)
+    leaves = [tensors["input"], tensors["residual"]]
+    total = call(form, tensors)[1]
+    peak = peak_of(lambda: torch.autograd.grad(total, leaves, incoming[1]))
+    assert peak == 2 * ROWS * 4096 * 2
+
+
+@pytest.mark.parametrize("heads, start", [(32, 0), (8, 32)], ids=["q", "k"])
+def test_queries_and_keys_are_not_copied(heads, start):
+    d, options = 128, {"device": "cuda", "dtype": torch.bfloat16}
+    qkv = torch.randn(2, 1000, (32 + 8 + 8) * d, **options)
+    x = qkv[..., start * d : (start + heads) * d].unflatten(-1, (heads, d))
+    weight = torch.ones(heads, d, **options)
+    x, dy = x.detach().requires_grad_(), torch.randn(x.shape, **options)
+    y = tilenorm.rms_norm(x, (d,), weight, EPS)
+    torch.autograd.grad(y, x, dy, retain_graph=True)
+    rstd = x.numel() // d * 4
+    forward = peak_of(lambda: tilenorm.rms_norm(x, (d,), weight, EPS))
+    assert forward == bytes_of(y) + rstd
+    assert peak_of(lambda: torch.autograd.grad(y, x, dy)) == bytes_of(x)

@@ -1,0 +1,119 @@
+"""Second derivatives of every function, forward-mode derivatives and torch.func's transforms."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import tilenorm
+
+from .helpers import EACH_DEVICE, EACH_FORM, FAMILY, NEEDS_GPU, call, random, tensors_of
+
+
+def second(form, function, tensors, incoming, options):
+    """Derivatives of a function of the gradients, by every tensor and the incoming gradients."""
+    tensors = {n: t.detach().requires_grad_() for n, t in tensors.items()}
+    incoming = [t.detach().requires_grad_() for t in incoming]
+    outputs = function(form, tensors, **options)
+    grads = torch.autograd.grad(outputs, tensors.values(), incoming, create_graph=True)
+    loss = sum((g * random(*g.shape, seed=20).to(g)).sum() + g.square().sum() for g in grads)
+    return torch.autograd.grad(loss, (*tensors.values(), *incoming), allow_unused=True)
+
+
+@EACH_DEVICE
+@EACH_FORM
+def test_second_derivatives_agree_with_those_in_float64(device, form):
+    """The reference in float64 on the CPU, which the next test holds to differences."""
+    tensors = tensors_of(form, 5, 12, device=device)
+    incoming = [random(5, 12, device=device, seed=9)] * (2 if form.other == "residual" else 1)
+    got = second(form, call, tensors, incoming, {"offset": 1.0})
+    double = {n: t.cpu().double() for n, t in tensors.items()}
+    expected = second(form, call, double, [t.cpu().double() for t in incoming], {"offset": 1.0})
+    for a, b in zip(got, expected, strict=True):
+        if b is not None:
+            scale = b.abs().max().item()
+            torch.testing.assert_close(a.cpu().double(), b, rtol=1e-5, atol=2e-5 * scale)
+
+
+PARAMETERS = {"none": (), "weight": ("weight",), "both": ("weight", "bias"), "bias": ("bias",)}
+CHECKED = [("rms_norm", kept, offset) for kept in PARAMETERS for offset in (0.0, 1.0)]
+CHECKED += [(name, "both", 1.0) for name in FAMILY if name != "rms_norm"]
+
+
+@pytest.mark.parametrize("name, parameters, offset", CHECKED)
+def test_derivatives_of_the_reference_agree_with_differences(name, parameters, offset):
+    form, kept = FAMILY[name], PARAMETERS[parameters]
+    tensors = tensors_of(form, 2, 3, 2, dtype=torch.float64, parameter_shape=(3, 2))
+    names = [n for n in form.names if n in kept or n not in ("weight", "bias")]
+
+    def function(*tensors):
+        return call(form, dict(zip(names, tensors, strict=True)), 2, 1e-3, offset=offset)
+
+    inputs = [tensors[n].requires_grad_() for n in names]
+    assert torch.autograd.gradcheck(function, inputs)
+    assert torch.autograd.gradgradcheck(function, inputs)
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "add_rms_norm", "gated_rms_norm"])
+def test_derivatives_by_heads_agree_with_differences(name):
+    form = FAMILY[name]
+    tensors = tensors_of(form, 2, 2, 3, dtype=torch.float64, parameter_shape=(2, 3))
+
+    def function(*tensors):
+        return call(form, dict(zip(form.names, tensors, strict=True)), eps=1e-3)
+
+    inputs = [t.requires_grad_() for t in tensors.values()]
+    assert torch.autograd.gradcheck(function, inputs)
+    assert torch.autograd.gradgradcheck(function, inputs)
+
+
+def tangent_by_dual_numbers(function, x, v):
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, v)
+        return torch.autograd.forward_ad.unpack_dual(function(dual)).tangent
+
+
+TRANSFORMS = {
+    "forward mode": tangent_by_dual_numbers,
+    "jvp": lambda f, x, v: torch.func.jvp(f, (x,), (v,))[1],
+    "vjp": lambda f, x, v: torch.func.vjp(f, x)[1](v)[0],
+    "grad": lambda f, x, v: torch.func.grad(lambda x: f(x).mul(v).sum())(x),
+    "vmap": lambda f, x, v: torch.func.vmap(f)(torch.stack([x, v])),
+    "jacrev": lambda f, x, v: torch.func.jacrev(f)(x),
+    "hessian": lambda f, x, v: torch.func.hessian(lambda x: f(x).mul(v).sum())(x),
+}
+PAIRS = {
+    "rms_norm": (
+        lambda x, w, z: tilenorm.rms_norm(x, (8,), w, 1e-5),
+        lambda x, w, z: F.rms_norm(x, (8,), w, 1e-5),
+    ),
+    "layer_norm": (
+        lambda x, w, z: tilenorm.layer_norm(x, (8,), w),
+        lambda x, w, z: F.layer_norm(x, (8,), w),
+    ),
+    "add_rms_norm": (
+        lambda x, w, z: sum(tilenorm.add_rms_norm(x, z, (8,), w, 1e-5)),
+        lambda x, w, z: F.rms_norm(x + z, (8,), w, 1e-5) + (x + z),
+    ),
+    "gated_rms_norm": (
+        lambda x, w, z: tilenorm.gated_rms_norm(x, z, (8,), w, 1e-5),
+        lambda x, w, z: F.rms_norm(x, (8,), w, 1e-5) * F.silu(z),
+    ),
+}
+
+
+@EACH_DEVICE
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("name", PAIRS)
+def test_transforms(device, name, transform):
+    x, v, w, z = (random(3, 8, device=device, seed=s) for s in range(4))
+    ours, pytorch = (TRANSFORMS[transform](lambda x, f=f: f(x, w[0], z), x, v) for f in PAIRS[name])
+    torch.testing.assert_close(ours, pytorch, rtol=2e-6, atol=2e-6)
+
+
+@NEEDS_GPU
+def test_transforms_on_a_gpu_say_that_the_reference_runs():
+    x = random(3, 8, device="cuda")
+    with pytest.warns(tilenorm.ReferenceWarning, match=r"torch\.func"):
+        torch.func.vmap(lambda x: tilenorm.rms_norm(x, (8,)))(x)
+    with pytest.raises(RuntimeError, match=r"'cutile' was asked for, but torch\.func"):
+        torch.func.vmap(lambda x: tilenorm.rms_norm(x, (8,), backend="cutile"))(x)

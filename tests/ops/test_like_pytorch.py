@@ -1,0 +1,144 @@
+"""tilenorm.rms_norm and layer_norm take what PyTorch's take, and give what they give."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import tilenorm
+
+from .helpers import (
+    ADD,
+    DTYPES,
+    EACH_DEVICE,
+    LAYER,
+    RMS,
+    assert_within,
+    call,
+    expected_of,
+    name_of,
+    random,
+    step,
+    tensors_of,
+)
+
+pytestmark = EACH_DEVICE
+BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
+EACH_OP = pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
+
+
+def assert_same(got, expected):
+    """To five units in the last place of float32: both round at every step, each in its own way."""
+    options = {"rtol": 6e-7, "atol": 6e-7, "equal_nan": True, "check_device": False}
+    torch.testing.assert_close(got, expected, **options)
+
+
+FORMS = {
+    "keywords": lambda f, x, w: f(input=x, normalized_shape=(24,), weight=w, eps=1e-5),
+    "list": lambda f, x, w: f(x, [24], w),
+    "torch.Size": lambda f, x, w: f(x, x.shape[-1:], w),
+    "numpy sizes": lambda f, x, w: f(x, (w.cpu().numpy().astype("int64").size,), w),
+    "no weight": lambda f, x, w: f(x, (24,)),
+    "weight None": lambda f, x, w: f(x, (24,), None, eps=1e-3),
+    "eps 0": lambda f, x, w: f(x, (24,), w, eps=0.0),
+    "eps an int": lambda f, x, w: f(x, (24,), w, eps=1),
+    "two dimensions": lambda f, x, w: f(x.view(5, 4, 6), (4, 6), w.view(4, 6)),
+    "three dimensions": lambda f, x, w: f(x.view(5, 2, 3, 4), (2, 3, 4), w.view(2, 3, 4)),
+    "all dimensions": lambda f, x, w: f(x, (5, 24)),
+    "one row": lambda f, x, w: f(x[0], (24,), w),
+    "sizes of 1": lambda f, x, w: f(x.view(5, 1, 24, 1), (24, 1), w.view(24, 1)),
+    "no rows": lambda f, x, w: f(x[:0], (24,), w),
+    "no rows, three dimensions": lambda f, x, w: f(x.view(5, 2, 12)[:, :0], (12,), w[:12]),
+    "one column": lambda f, x, w: f(x.view(120, 1), (1,), w[:1]),
+    "no columns": lambda f, x, w: f(x[:, :0], (0,), w[:0]),
+}
+FORMS_OF = {("rms_norm", name): form for name, form in FORMS.items()}
+FORMS_OF |= {("layer_norm", name): form for name, form in FORMS.items()}
+FORMS_OF |= {
+    ("rms_norm", "positional"): lambda f, x, w: f(x, (24,), w, 1e-5),
+    ("rms_norm", "eps None"): lambda f, x, w: f(x, (24,), w, None),
+    ("layer_norm", "positional"): lambda f, x, w: f(x, (24,), w, w, 1e-3),
+    ("layer_norm", "bias by keyword"): lambda f, x, w: f(x, (24,), weight=w, bias=w),
+    ("layer_norm", "bias without weight"): lambda f, x, w: f(x, (24,), None, w),
+    ("layer_norm", "two dimensions with bias"): lambda f, x, w: f(
+        x.view(5, 4, 6), (4, 6), w.view(4, 6), w.view(4, 6)
+    ),
+}
+
+
+@pytest.mark.parametrize("op, form", FORMS_OF)
+def test_forms(device, op, form):
+    x, w = random(5, 24, device=device), random(24, device=device, seed=1)
+    expected = FORMS_OF[op, form](getattr(F, op), x.cpu(), w.cpu())
+    got = FORMS_OF[op, form](getattr(tilenorm, op), x, w)
+    assert got.device == x.device
+    assert_same(got, expected)
+
+
+@EACH_OP
+def test_eps_may_be_a_numpy_number(device, op):
+    numpy = pytest.importorskip("numpy")
+    x, function = random(3, 8, device=device), getattr(tilenorm, op)
+    assert torch.equal(function(x, (8,), eps=numpy.float32(0.25)), function(x, (8,), eps=0.25))
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_eps_none_is_what_pytorch_means(device, dtype, scale):
+    # At 1e-4 the mean square is 1e-8: another eps, the dtype's own say, changes the first digit.
+    x = (random(4, 64, dtype=torch.float64) * scale).to(dtype).to(device)
+    got, peer = tilenorm.rms_norm(x, (64,)), F.rms_norm(x, (64,))
+    eps = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
+    assert_within("y", got, *expected_of(RMS, {"input": x}, eps=eps)["output"])
+    torch.testing.assert_close(got, peer, rtol=4 * torch.finfo(dtype).eps, atol=0)
+
+
+@pytest.mark.parametrize("dtype, other", [(BF16, F32), (F32, F64), (F64, F32)], ids=str)
+def test_eps_none_of_a_sum_is_that_of_the_dtype_computed_in(device, dtype, other):
+    # The mean square is 1e-9, below float32's eps and far above float64's.
+    tensors = tensors_of(ADD, 7, 96, dtype=dtype, other=other, device=device)
+    tensors |= {n: tensors[n] * 2e-5 for n in ("input", "residual")}
+    eps = torch.finfo(F64 if F64 in (dtype, other) else F32).eps
+    assert torch.equal(call(ADD, tensors, eps=None)[0], call(ADD, tensors, eps=eps)[0])
+
+
+def test_eps_of_layer_norm_is_pytorchs(device):
+    x = random(4, 64, device=device) * 1e-3  # the variance is 1e-6
+    assert_same(tilenorm.layer_norm(x, (64,)), F.layer_norm(x.cpu(), (64,)))
+
+
+@EACH_OP
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")], ids=str)
+@pytest.mark.parametrize("n", [16, 17])
+def test_nan_and_inf_stay_in_their_row(device, op, value, n):
+    x = random(3, n, device=device)
+    x[1, n - 1] = value
+    function, peer = getattr(tilenorm, op), getattr(F, op)
+    got = function(x, (n,))
+    # PyTorch on the CPU: on CUDA it makes a NaN of the whole row where N does not fill vectors.
+    assert torch.equal(got.isnan().cpu(), peer(x.cpu(), (n,)).isnan())
+    assert_same(got[::2], function(x[::2], (n,)))
+
+
+FAR = {"float32": (torch.float32, 1000.0), "bfloat16": (torch.bfloat16, 100.0)}
+
+
+@pytest.mark.parametrize("n", [64, 4096])
+@pytest.mark.parametrize("case", FAR)
+def test_a_mean_far_larger_than_the_deviation(device, case, n):
+    dtype, mean = FAR[case]
+    tensors = tensors_of(LAYER, 8, n, dtype=dtype, device=device)
+    tensors["input"] = (random(8, n, dtype=torch.float64) + mean).to(dtype).to(device)
+    got, expected = step(LAYER, tensors), expected_of(LAYER, tensors)
+    for name in ("output", "input", "bias"):
+        assert_within(name, got[name], *expected[name])
+    assert_within("weight", got["weight"], *expected["weight"], rows=8)
+
+
+@EACH_OP
+def test_pytorch_calls_it_in_place_of_its_own(device, op, monkeypatch):
+    name = {"rms_norm": "RMSNorm", "layer_norm": "LayerNorm"}[op]
+    module = getattr(torch.nn, name)(24, device=device)
+    x = random(5, 24, device=device)
+    expected = module(x)
+    monkeypatch.setattr(F, op, getattr(tilenorm, op))
+    assert_same(module(x), expected)
