@@ -14,6 +14,7 @@ from functools import cache
 from itertools import chain, cycle, pairwise, product
 
 from tilenorm.launch import heuristics
+from tilenorm.launch.calls import every_gradient
 from tilenorm.launch.config import Wide
 from tilenorm.launch.target import Target
 from tilenorm.launch.tuned import TABLES
@@ -44,8 +45,7 @@ def config(direction: str, spec: NormSpec, target: Target):
     """What the planner chooses for a spec whose every gradient is needed."""
     if direction == "forward":
         return heuristics.forward(spec, target)
-    sums = (spec.weight is not None) + (spec.bias is not None)
-    return heuristics.backward(spec, target, sums)
+    return heuristics.backward(spec, target, every_gradient(spec))
 
 
 def affine(dtype: str) -> list[dict]:
@@ -56,14 +56,47 @@ def affine(dtype: str) -> list[dict]:
     return found
 
 
-def all_affine(hidden: int) -> list[NormSpec]:
-    """Every dtype, weight, bias and offset of one size."""
-    return [NormSpec("rms", hidden, dtype, **more) for dtype in DTYPES for more in affine(dtype)]
+def variants(dtype: str) -> list[dict]:
+    """What can be asked of each norm beyond its size and dtype, as fields of a spec."""
+    other = "bfloat16" if dtype == "float32" else "float32"
+    plain = [{"norm": norm, **more} for norm in ("rms", "layer") for more in affine(dtype)]
+    weighted = ({}, {"weight": dtype}, {"weight": dtype, "bias": dtype, "offset": 1.0})
+    both = product(("rms", "layer"), (dtype, other), weighted)
+    added = [{"norm": norm, "residual": residual, **more} for norm, residual, more in both]
+    orders = product((False, True), (dtype, other), weighted)
+    gated = [{"norm": "rms", "gate": z, "gate_first": first, **more} for first, z, more in orders]
+    by_heads = [
+        {**fields, "heads": heads, "weight": dtype, **more}
+        for fields, heads in zip(
+            ({"norm": "rms"}, {"norm": "layer"}, *added[::3], *gated[::3]), cycle((3, 2, 8))
+        )
+        for more in ({}, {"bias": dtype})
+    ]
+    early = [
+        {**fields, "rounding": "early", "weight": weight}
+        for fields in ({"norm": "rms"}, added[0], gated[0], gated[-1], {"norm": "layer"})
+        for weight in dict.fromkeys((dtype, "float32"))
+    ]
+    return [*plain, *added, *gated, *by_heads, *early]
+
+
+def every_variant(hidden: int) -> list[NormSpec]:
+    """Every dtype and variant of one size."""
+    specs = [NormSpec(hidden=hidden, dtype=d, **more) for d in DTYPES for more in variants(d)]
+    return list(dict.fromkeys(specs))
 
 
 def target(arch: str) -> Target:
     """What the interpreter plans for: so few multiprocessors that blocks take several rows."""
     return Target(arch, MULTIPROCESSORS)
+
+
+def tabled(dtype: str) -> list[dict]:
+    """Fields of a spec for each way in which the planner tells operations apart."""
+    norms = ({"weight": dtype}, {"norm": "layer", "weight": dtype, "bias": dtype})
+    added = [{**fields, "residual": dtype} for fields in norms]
+    gated = [{"weight": dtype, "gate": dtype, "gate_first": first} for first in (False, True)]
+    return [*norms, *added, *gated, {**gated[0], "bias": dtype}]
 
 
 @cache
@@ -76,8 +109,7 @@ def regimes(direction: str, arch: str, dtype: str, aligned: bool) -> list[tuple[
 
     def regime(i: int):
         spec = NormSpec("rms", size(i), dtype)
-        parameters = ({"weight": dtype}, {"weight": dtype, "bias": dtype})
-        chosen = [config(direction, replace(spec, **more), target(arch)) for more in parameters]
+        chosen = [config(direction, replace(spec, **more), target(arch)) for more in tabled(dtype)]
         return *chosen, heuristics.tile_width(spec.hidden)
 
     count = MAX_HIDDEN // unit
@@ -103,21 +135,24 @@ def _changes(regime: Callable, low: int, high: int) -> list[int]:
 def ends(direction: str, arch: str) -> list[NormSpec]:
     """Both ends of every regime of an architecture, the weights and biases taking turns."""
     specs = []
-    turns = {dtype: cycle(affine(dtype)) for dtype in DTYPES}
+    turns = {dtype: cycle(variants(dtype)) for dtype in DTYPES}
     for aligned in (True, False):
         # Plans see the size of an element only, so the 16-bit dtypes take turns.
         for dtypes in (("bfloat16", "float16"), ("float32", "float32")):
             for sizes in regimes(direction, arch, dtypes[0], aligned):
                 for hidden, dtype in zip(sizes, dtypes, strict=True):
-                    specs.append(NormSpec("rms", hidden, dtype, **next(turns[dtype])))
+                    specs.append(NormSpec(hidden=hidden, dtype=dtype, **next(turns[dtype])))
     return list(dict.fromkeys(specs))
 
 
 @cache
 def listed() -> list[NormSpec]:
     """HIDDEN in every dtype, the weights and biases taking turns."""
-    turns = {dtype: cycle(affine(dtype)) for dtype in DTYPES}
-    return [NormSpec("rms", n, dtype, **next(turns[dtype])) for n, dtype in product(HIDDEN, DTYPES)]
+    turns = {dtype: cycle(variants(dtype)) for dtype in DTYPES}
+    return [
+        NormSpec(hidden=n, dtype=dtype, **next(turns[dtype]))
+        for n, dtype in product(HIDDEN, DTYPES)
+    ]
 
 
 def matrix(direction: str, wide: bool) -> list[tuple[str, NormSpec]]:
@@ -127,9 +162,9 @@ def matrix(direction: str, wide: bool) -> list[tuple[str, NormSpec]]:
     for executor, arch in zip(INTERPRETERS, INTERPRETED, strict=True):
         for spec in chain(ends(direction, arch), narrow):
             chosen = config(direction, spec, target(arch))
-            bare = replace(spec, weight=None, bias=None, offset=0.0)
-            if isinstance(chosen, Wide) == wide and (chosen, bare) not in seen:
-                seen.add((chosen, bare))
+            size = (spec.hidden, spec.dtype)
+            if isinstance(chosen, Wide) == wide and (chosen, size) not in seen:
+                seen.add((chosen, size))
                 pairs.append((executor, spec))
     # Which plan a GPU will choose is not known when tests are collected, and each spec costs it a
     # compile: without a table the regimes end at powers of two, most of which HIDDEN has.
@@ -139,12 +174,19 @@ def matrix(direction: str, wide: bool) -> list[tuple[str, NormSpec]]:
 
 
 def label(value) -> str:
-    """A test's id: "4096-bf16-w32-b-o1"."""
+    """A test's id: "layer-4096-bf16-w32-b-o1"."""
     if not isinstance(value, NormSpec):
         return str(value)
     short = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-    parts = [str(value.hidden), short[value.dtype]]
-    for name, dtype in (("w", value.weight), ("b", value.bias)):
+    parts = [] if value.norm == "rms" else [value.norm]
+    parts += [str(value.hidden), short[value.dtype]]
+    for name, dtype in (
+        ("w", value.weight),
+        ("b", value.bias),
+        ("add", value.residual),
+        ("first" if value.gate_first else "gate", value.gate),
+    ):
         if dtype:
             parts.append(name if dtype == value.dtype else f"{name}{short[dtype][2:]}")
-    return "-".join(parts + ["o1"] * bool(value.offset))
+    parts += ["o1"] * bool(value.offset) + [f"h{value.heads}"] * bool(value.heads)
+    return "-".join(parts + ["early"] * (value.rounding == "early"))

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tilenorm.launch.plan import Needs, plan_backward, plan_forward
+from tilenorm.launch.calls import Needs, every_gradient
+from tilenorm.launch.plan import plan_backward, plan_forward
 from tilenorm.launch.target import Target
 from tilenorm.ops import cutile
 from tilenorm.spec import NormSpec
@@ -15,20 +16,25 @@ from tilenorm.spec import NormSpec
 from . import cases, interpreter, oracle
 
 EPS = 1e-6
+GRADIENTS = ("dx", "dresidual", "dgate", "dw", "db")
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a norm takes. rstd is the oracle's, so that the backward pass is tested alone."""
+    """What a norm takes. The backward pass gets the oracle's mean and rstd, to be tested alone."""
 
     x: Tensor
+    residual: Tensor | None
+    gate: Tensor | None
     weight: Tensor | None
     bias: Tensor | None
     dy: Tensor
+    dsum: Tensor | None
     eps: float = EPS
 
     @classmethod
     def random(cls, spec: NormSpec, rows: int, device: str, seed: int = 0) -> "Inputs":
+        """Of so many rows, or, with heads, of so many that no token is cut."""
         generator = torch.Generator().manual_seed(seed)
 
         def normal(dtype: str | None, *shape: int) -> Tensor | None:
@@ -37,21 +43,33 @@ class Inputs:
             values = torch.randn(shape, generator=generator)
             return values.to(getattr(torch, dtype)).to(device)
 
-        x, dy = (normal(spec.dtype, rows, spec.hidden) for _ in range(2))
-        return cls(x, normal(spec.weight, spec.hidden), normal(spec.bias, spec.hidden), dy)
+        heads = (spec.heads,) if spec.heads else ()
+        lead = (-(-rows // spec.heads), spec.heads) if spec.heads else (rows,)
+        return cls(
+            x=normal(spec.dtype, *lead, spec.hidden),
+            residual=normal(spec.residual, *lead, spec.hidden),
+            gate=normal(spec.gate, *lead, spec.hidden),
+            weight=normal(spec.weight, *heads, spec.hidden),
+            bias=normal(spec.bias, *heads, spec.hidden),
+            dy=normal(spec.dtype, *lead, spec.hidden),
+            dsum=normal(spec.residual, *lead, spec.hidden),
+        )
+
+    @property
+    def arguments(self) -> oracle.Arguments:
+        return oracle.Arguments(**vars(self))
 
     def truth(self, spec: NormSpec) -> dict[str, oracle.Truth]:
-        return oracle.rms_norm(*self._arguments(spec))
+        return oracle.norm(spec, self.arguments)
 
     def own(self, spec: NormSpec) -> dict[str, Tensor]:
-        return oracle.torch_own(*self._arguments(spec))
+        return oracle.torch_own(spec, self.arguments)
 
-    def rstd(self, spec: NormSpec) -> Tensor:
-        rows = self.x.reshape(-1, spec.hidden).double()
-        return (rows.square().mean(1) + self.eps).rsqrt().float()
-
-    def _arguments(self, spec: NormSpec) -> tuple:
-        return self.x, self.weight, self.bias, spec.hidden, self.eps, spec.offset, self.dy
+    def stats(self, spec: NormSpec) -> tuple[Tensor | None, Tensor]:
+        """mean and rstd, float32."""
+        found = oracle.norm(spec, self.arguments._replace(dy=None))
+        mean, rstd = (found[name].value.float() for name in ("mean", "rstd"))
+        return (mean if spec.norm == "layer" else None), rstd
 
 
 class Executor:
@@ -65,33 +83,42 @@ class Executor:
         """A function that runs a plan's calls."""
         raise NotImplementedError
 
-    def forward(self, spec: NormSpec, inputs: Inputs, save: bool = True, **how):
-        """y and rstd; memory that the kernels did not write is NaN."""
+    def forward(
+        self, spec: NormSpec, inputs: Inputs, save: bool = True, **how
+    ) -> dict[str, Tensor]:
+        """y, and the sum, mean and rstd there are; memory that was not written is NaN."""
         plan = plan_forward(spec, self.target, save)
+        given = (inputs.x, inputs.residual, inputs.gate, inputs.weight, inputs.bias)
         run = self.run(**how)
         with _poisoned():
-            return cutile.forward(plan, inputs.x, inputs.weight, inputs.bias, inputs.eps, run=run)
+            found = cutile.forward(plan, *given, inputs.eps, run=run)
+        return {name: t for name, t in found._asdict().items() if t is not None}
 
     def backward(
         self, spec: NormSpec, inputs: Inputs, needs: Needs | None = None, **how
     ) -> dict[str, Tensor]:
-        """Those of dx, dw, db that are needed (by default all there are), by name."""
-        plan = plan_backward(spec, self.target, needs or every_gradient(spec))
+        """The gradients that are needed (by default all there are), by name."""
+        needs = needs or every_gradient(spec)
+        plan = plan_backward(spec, self.target, needs)
+        x = oracle.total(spec, inputs.arguments)
+        given = (x, inputs.gate, inputs.weight, inputs.bias, *inputs.stats(spec))
+        dsum = inputs.dsum if needs.dsum else None
         run = self.run(**how)
-        rstd = inputs.rstd(spec)
         with _poisoned():
-            found = cutile.backward(
-                plan, inputs.dy, inputs.x, inputs.weight, inputs.bias, rstd, run=run
-            )
-        names = ("dx", "dw", "db")
-        return {name: t for name, t in zip(names, found, strict=True) if t is not None}
+            found = cutile.backward(plan, inputs.dy, dsum, *given, run=run)
+        grads = dict(zip(GRADIENTS, found, strict=True))
+        # A weight by heads is compared as the row of sums that it is made from.
+        grads |= {name: grads[name].reshape(-1) for name in ("dw", "db") if grads[name] is not None}
+        return {name: t for name, t in grads.items() if t is not None}
 
     def rows_beyond_grid(self, spec: NormSpec, direction: str) -> int:
         """So many rows that every block of a looping kernel takes two tiles, and some a part."""
         if direction == "forward":
-            return 2 * getattr(plan_forward(spec, self.target, True).config, "rows", 1) + 1
+            plan = plan_forward(spec, self.target, True)
+            looping = getattr(plan.config, "loop", False)
+            return (2 * plan.resident if looping else 2) * plan.config.rows + 1
         plan = plan_backward(spec, self.target, every_gradient(spec))
-        return 2 * plan.blocks(1 << 30) * getattr(plan.config, "rows", 1) + 3
+        return 2 * plan.blocks(1 << 30) * plan.config.rows + 3
 
 
 class Interpreter(Executor):
@@ -126,10 +153,6 @@ class Gpu(Executor):
 
     def run(self) -> Callable:
         return cutile.on_device
-
-
-def every_gradient(spec: NormSpec) -> Needs:
-    return Needs(True, spec.weight is not None, spec.bias is not None)
 
 
 @contextmanager

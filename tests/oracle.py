@@ -1,13 +1,17 @@
-"""RMSNorm in float64, gradients by autograd: what every executor is compared with.
+"""Every norm in float64, gradients by autograd: what every executor is compared with.
 
 Each value comes with its scale, the sum of the absolute values of the terms it is made of: rounding
 errors are proportional to that, not to a result in which the terms may cancel.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
+
+from tilenorm.spec import NormSpec
 
 
 @dataclass(frozen=True)
@@ -18,65 +22,165 @@ class Truth:
     scale: Tensor
 
 
-def rms_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    hidden: int,
-    eps: float,
-    offset: float = 0.0,
-    dy: Tensor | None = None,
-) -> dict[str, Truth]:
-    """y and rstd; with dy also dx, and dw and db of those there are. Keys: the results' names."""
-    rows = x.reshape(-1, hidden).double().detach().requires_grad_()
-    w = None if weight is None else weight.reshape(-1).double().detach().requires_grad_()
-    b = None if bias is None else bias.reshape(-1).double().detach().requires_grad_()
-    rstd = (rows.pow(2).mean(-1, keepdim=True) + eps).pow(-0.5)
-    gain = torch.ones(hidden, dtype=torch.float64, device=x.device) if w is None else w + offset
-    y = rows * rstd * gain
-    y_scale = y.abs()
-    if b is not None:
-        y = y + b
-        y_scale = y_scale + b.abs()
-    found = {"y": Truth(y.reshape(x.shape), y_scale.reshape(x.shape))}
-    found["rstd"] = Truth(rstd[:, 0], rstd[:, 0])
-    if dy is not None:
-        dys = dy.reshape(-1, hidden).double()
-        inputs = [t for t in (rows, w, b) if t is not None]
-        grads = iter(torch.autograd.grad(y, inputs, dys))
-        x_hat, g = rows * rstd, dys * gain
-        dx_scale = rstd * (g.abs() + x_hat.abs() * (g * x_hat).abs().mean(-1, keepdim=True))
-        found["dx"] = Truth(next(grads).reshape(x.shape), dx_scale.reshape(x.shape))
-        if w is not None:
-            found["dw"] = Truth(next(grads), (dys * x_hat).abs().sum(0))
-        if b is not None:
-            found["db"] = Truth(next(grads), dys.abs().sum(0))
+class Arguments(NamedTuple):
+    """What a norm takes, and the gradients of what it gives; None where absent.
+
+    Tensors with rows are (rows, N), or (tokens, heads, N).
+    """
+
+    x: Tensor
+    residual: Tensor | None
+    gate: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    dy: Tensor | None
+    dsum: Tensor | None
+    eps: float
+
+
+def total(spec: NormSpec, given: Arguments) -> Tensor:
+    """x, or its sum with the residual in the residual's dtype: what is normalised, as rounded."""
+    if given.residual is None:
+        return given.x
+    return (given.x.float() + given.residual.float()).to(given.residual.dtype)
+
+
+def norm(spec: NormSpec, given: Arguments) -> dict[str, Truth]:
+    """y, sum, mean and rstd; with dy also the gradients there are. Keys: the results' names."""
+
+    def leaf(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.detach().double().requires_grad_()
+
+    x, gate, w, b = map(leaf, (total(spec, given), given.gate, given.weight, given.bias))
+    u = x * functional.silu(gate) if spec.gate and spec.gate_first else x
+    mean = u.mean(-1, keepdim=True) if spec.norm == "layer" else torch.zeros_like(u[..., :1])
+    centered = u - mean
+    rstd = (centered.square().mean(-1, keepdim=True) + given.eps).rsqrt()
+    x_hat = centered * rstd
+    gain = torch.ones_like(x_hat) if w is None else (w + spec.offset).expand_as(x_hat)
+    shift = torch.zeros_like(x_hat) if b is None else b.expand_as(x_hat)
+    factor = torch.ones_like(x_hat)
+    if spec.gate and not spec.gate_first:
+        factor = functional.silu(gate)
+    y = (x_hat * gain + shift) * factor
+    # A difference from the mean, which is a mean of such differences.
+    spread = x_hat.abs() + (x_hat.abs().mean(-1, keepdim=True) if spec.norm == "layer" else 0.0)
+    plain_scale = spread * gain.abs() + shift.abs()
+    found = {
+        "y": Truth(y, plain_scale * factor.abs()),
+        "mean": Truth(mean.reshape(-1), u.abs().mean(-1).reshape(-1)),
+        "rstd": Truth(rstd.reshape(-1), rstd.reshape(-1)),
+    }
+    if given.residual is not None:
+        terms = given.x.double(), given.residual.double()
+        found["sum"] = Truth(terms[0] + terms[1], terms[0].abs() + terms[1].abs())
+    if given.dy is not None:
+        found |= _gradients(
+            spec, given, (x, gate, w, b), y, (x_hat, spread, rstd, gain, factor), plain_scale
+        )
     return {name: Truth(t.value.detach(), t.scale.detach()) for name, t in found.items()}
 
 
-def torch_own(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    hidden: int,
-    eps: float,
-    offset: float = 0.0,
-    dy: Tensor | None = None,
-) -> dict[str, Tensor]:
-    """What PyTorch computes in these dtypes: what it has no op for, in float32, rounded once."""
-    x = x.detach().requires_grad_()
-    w = None if weight is None else weight.detach().requires_grad_()
-    b = None if bias is None else bias.detach().requires_grad_()
-    if b is None and not offset and (w is None or w.dtype == x.dtype):
-        y = torch.nn.functional.rms_norm(x, (hidden,), w, eps)
-    else:
-        gain = None if w is None else w.float() + offset
-        y = torch.nn.functional.rms_norm(x.float(), (hidden,), gain, eps)
-        y = (y if b is None else y + b.float()).to(x.dtype)
-    found = {"y": y.detach()}
-    found["rstd"] = torch.rsqrt(x.detach().float().square().mean(-1) + eps).reshape(-1)
-    if dy is not None:
-        inputs = {"dx": x, "dw": w, "db": b}
-        given = {name: t for name, t in inputs.items() if t is not None}
-        found |= zip(given, torch.autograd.grad(y, list(given.values()), dy), strict=True)
+def _gradients(spec, given, leaves, y, parts, plain_scale) -> dict[str, Truth]:
+    x, gate, w, b = leaves
+    x_hat, spread, rstd, gain, factor = parts
+    dy = given.dy.double()
+    given_leaves = [t for t in leaves if t is not None]
+    grads = iter(torch.autograd.grad(y, given_leaves, dy))
+    dx, dgate, dw, db = (None if t is None else next(grads) for t in leaves)
+    dn = dy * factor
+    g = dn * gain
+    mean_g = g.abs().mean(-1, keepdim=True) if spec.norm == "layer" else 0.0
+    du_scale = rstd * (g.abs() + spread * (g * x_hat).abs().mean(-1, keepdim=True) + mean_g)
+    dx_scale = du_scale
+    if gate is not None:
+        slope = _silu_slope_scale(gate)
+        if spec.gate_first:
+            dgate_scale = du_scale * x.abs() * slope
+            dx_scale = du_scale * functional.silu(gate).abs()
+        else:
+            dgate_scale = dy.abs() * plain_scale * slope
+    if given.dsum is not None:
+        dx, dx_scale = dx + given.dsum.double(), dx_scale + given.dsum.double().abs()
+    found = {"dx": Truth(dx, dx_scale)}
+    if given.residual is not None:
+        found["dresidual"] = found["dx"]
+    if gate is not None:
+        found["dgate"] = Truth(dgate, dgate_scale)
+    rows = (-1, (spec.heads or 1) * spec.hidden)
+    if w is not None:
+        found["dw"] = Truth(dw.reshape(-1), (dn.abs() * spread).reshape(rows).sum(0))
+    if b is not None:
+        found["db"] = Truth(db.reshape(-1), dn.abs().reshape(rows).sum(0))
     return found
+
+
+def _silu_slope_scale(z: Tensor) -> Tensor:
+    s = torch.sigmoid(z)
+    return s * (1 + z.abs() * (1 - s))
+
+
+def torch_own(spec: NormSpec, given: Arguments) -> dict[str, Tensor]:
+    """What PyTorch computes in these dtypes: what it has no op for, in float32, rounded once.
+
+    Rounding early it is composed as models do.
+    """
+
+    def leaf(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.detach().requires_grad_()
+
+    x, gate, w, b = map(leaf, (total(spec, given), given.gate, given.weight, given.bias))
+    dtype = given.x.dtype
+    if spec.rounding == "late" and _plain(spec, x, dtype, w, b):
+        if spec.norm == "layer":
+            y = functional.layer_norm(x, (spec.hidden,), w, b, given.eps)
+        else:
+            y = functional.rms_norm(x, (spec.hidden,), w, given.eps)
+    else:
+        y = _composed(spec, x.float(), gate, w, b, given.eps, dtype)
+    u = x.detach().float()
+    if spec.gate and spec.gate_first:
+        u = u * functional.silu(gate.detach().float())
+    mean = u.mean(-1) if spec.norm == "layer" else torch.zeros_like(u[..., 0])
+    variance = (u - mean[..., None]).square().mean(-1)
+    found = {"y": y.detach(), "mean": mean.reshape(-1), "sum": x.detach()}
+    found["rstd"] = torch.rsqrt(variance + given.eps).reshape(-1)
+    if given.dy is None:
+        return found
+    leaves = {"dx": x, "dgate": gate, "dw": w, "db": b}
+    there = {name: t for name, t in leaves.items() if t is not None}
+    found |= zip(there, torch.autograd.grad(y, list(there.values()), given.dy), strict=True)
+    found |= {name: found[name].reshape(-1) for name in ("dw", "db") if name in found}
+    dx = found["dx"].float()
+    dx = dx if given.dsum is None else dx + given.dsum.float()
+    found["dresidual"] = dx.to(x.dtype)
+    found["dx"] = dx.to(dtype)
+    return found
+
+
+def _plain(spec: NormSpec, x: Tensor, dtype, w: Tensor | None, b: Tensor | None) -> bool:
+    """PyTorch's own op computes it, in the dtypes it was given."""
+    if spec.gate or spec.heads or spec.offset or x.dtype != dtype:
+        return False
+    if any(t is not None and t.dtype != dtype for t in (w, b)):
+        return False
+    return spec.norm == "layer" or b is None
+
+
+def _composed(spec, x, gate, w, b, eps, dtype) -> Tensor:
+    early = spec.rounding == "early"
+    if spec.gate and spec.gate_first:
+        x = x * functional.silu(gate.float())
+    kind = functional.layer_norm if spec.norm == "layer" else functional.rms_norm
+    y = kind(x, (spec.hidden,), eps=eps)
+    if early:
+        y = y.to(dtype).float()
+    if w is not None:
+        y = y * (w.float() + spec.offset)
+        if early and w.dtype == dtype:
+            y = y.to(dtype).float()
+    if b is not None:
+        y = y + b.float()
+    if spec.gate and not spec.gate_first:
+        y = y * functional.silu(gate.float())
+    return y.to(dtype)

@@ -1,24 +1,39 @@
 """norm_backward: whole rows in registers, a persistent grid; the column sum included."""
 
+from dataclasses import replace
 from functools import partial
-from itertools import product
 
 import pytest
 import torch
 
-from tests import cases
+from tests import cases, oracle
 from tests.executors import Inputs
 from tests.tolerance import assert_close
-from tilenorm.launch.plan import Needs, plan_backward
+from tilenorm.launch.calls import BackwardArrays, Needs, every_gradient
+from tilenorm.launch.plan import plan_backward
 from tilenorm.spec import NormSpec
 
 over = partial(pytest.mark.parametrize, "executor, spec", indirect=["executor"], ids=cases.label)
 each_spec = partial(pytest.mark.parametrize, "spec", ids=cases.label)
-NEEDS = [Needs(*flags) for flags in product((False, True), repeat=3) if any(flags)]
+GIVEN = ("dx", "dresidual", "dgate", "dw", "db")
+ASKED = [
+    NormSpec(hidden=n, **fields)
+    for n in (24, 37)
+    for fields in (
+        {"norm": "rms", "dtype": "float32", "weight": "float32", "bias": "float32"},
+        {"norm": "layer", "dtype": "bfloat16", "weight": "bfloat16", "residual": "float32"},
+        {"norm": "rms", "dtype": "float32", "weight": "float32", "bias": "float32", "heads": 3}
+        | {"gate": "float32"},
+        {"norm": "rms", "dtype": "bfloat16", "weight": "float32", "gate": "bfloat16"}
+        | {"gate_first": True},
+    )
+]
 
 
 def check(executor, spec, rows, needs=None):
     inputs = Inputs.random(spec, rows, executor.device)
+    if needs and not needs.dsum:
+        inputs = replace(inputs, dsum=None)
     truth, own = inputs.truth(spec), inputs.own(spec)
     grads = executor.backward(spec, inputs, needs)
     for name, grad in grads.items():
@@ -31,9 +46,9 @@ def test_every_regime(executor, spec):
     check(executor, spec, executor.rows_beyond_grid(spec, "backward"))
 
 
-@each_spec(argvalues=cases.all_affine(24) + cases.all_affine(37))
+@each_spec(argvalues=cases.every_variant(24) + cases.every_variant(37))
 @pytest.mark.parametrize("executor", ["interpreter_sm_90", "gpu"], indirect=True)
-def test_every_weight_bias_and_offset(executor, spec):
+def test_every_variant(executor, spec):
     check(executor, spec, 5)
 
 
@@ -43,47 +58,73 @@ def test_any_number_of_rows(executor, spec, rows):
     check(executor, spec, rows)
 
 
-@pytest.mark.parametrize("needs", NEEDS, ids=lambda n: "+".join(k for k, v in vars_of(n) if v))
-@each_spec(argvalues=[NormSpec("rms", n, "bfloat16", "bfloat16", "float32") for n in (24, 37)])
+def some_needs(spec: NormSpec) -> list[Needs]:
+    """Every gradient alone, all of them, and all but one."""
+    every = every_gradient(spec)
+    asked = [name for name in GIVEN if getattr(every, name)]
+    nothing = every._replace(**dict.fromkeys(asked, False))
+    found = [nothing._replace(**{name: True}) for name in asked]
+    found += [every._replace(**{name: False}) for name in asked] + [every]
+    if spec.residual:
+        found.append(every._replace(dsum=False))
+    return list(dict.fromkeys(needs for needs in found if any(getattr(needs, n) for n in GIVEN)))
+
+
+def with_needs(*specs: NormSpec):
+    return pytest.mark.parametrize(
+        "spec, needs",
+        [
+            pytest.param(s, n, id=f"{cases.label(s)}-{label(n)}")
+            for s in specs
+            for n in some_needs(s)
+        ],
+    )
+
+
+def label(needs: Needs) -> str:
+    return "+".join(name for name, asked in needs._asdict().items() if asked)
+
+
+@with_needs(*ASKED)
 def test_gradients_do_not_depend_on_which_are_asked(executor, spec, needs):
     grads = check(executor, spec, 13, needs)
-    assert set(grads) == {name for name, asked in vars_of(needs) if asked}
-    every = check(executor, spec, 13)
+    assert set(grads) == {name for name in GIVEN if getattr(needs, name)}
+    every = check(executor, spec, 13, every_gradient(spec)._replace(dsum=needs.dsum))
     for name, grad in grads.items():
         assert torch.equal(grad, every[name]), name
 
 
-@pytest.mark.parametrize("needs", NEEDS, ids=lambda n: "+".join(k for k, v in vars_of(n) if v))
-@each_spec(argvalues=[NormSpec("rms", n, "float32", "float32", "float32") for n in (24, 37, 4100)])
+@with_needs(*ASKED, NormSpec("rms", 4100, "float32", "float32", "float32"))
 def test_what_is_not_asked_is_not_written(executor, spec, needs):
-    rows = 5
-    inputs = Inputs.random(spec, rows, executor.device)
+    inputs = Inputs.random(spec, 6, executor.device)
+    rows = inputs.x.numel() // spec.hidden
     plan = plan_backward(spec, executor.target, needs)
+    mean, rstd = inputs.stats(spec)
 
     def poisoned(*shape: int) -> torch.Tensor:
         return torch.full(shape, torch.nan, device=executor.device)
 
-    dx, dw, db = poisoned(rows, spec.hidden), poisoned(spec.hidden), poisoned(spec.hidden)
+    sums = (spec.heads or 1) * spec.hidden
+    shapes = dict.fromkeys(("dx", "dresidual", "dgate"), (rows, spec.hidden))
+    shapes |= {"dw": (sums,), "db": (sums,)}
+    found = {name: poisoned(*shape) for name, shape in shapes.items()}
     shape = plan.partials(rows)
     partials = poisoned(*(shape or (2, spec.hidden)))
-    workspace = poisoned(*(plan.workspace(rows) or (rows, 128)))
-    calls = plan.calls(
-        inputs.x,
-        inputs.dy,
-        inputs.weight,
-        inputs.rstd(spec),
-        dx,
-        partials,
-        workspace,
-        dw,
-        db,
-        rows,
+    arrays = BackwardArrays(
+        x=oracle.total(spec, inputs.arguments),
+        dy=inputs.dy,
+        gate=inputs.gate if spec.gate else poisoned(1, 1),
+        dsum=inputs.dsum if needs.dsum else poisoned(1, 1),
+        weight=inputs.weight,
+        bias=inputs.bias if spec.bias else poisoned(1),
+        mean=poisoned(1) if mean is None else mean,
+        rstd=rstd,
+        partials=partials,
+        workspace=poisoned(*(plan.workspace(rows) or (rows, 128))),
+        **found,
     )
-    executor.run()(calls, inputs.x.get_device())
-    for (name, asked), grad in zip(vars_of(needs), (dx, dw, db), strict=True):
+    executor.run()(plan.calls(arrays, rows), inputs.x.get_device())
+    for name, grad in found.items():
+        asked = getattr(needs, name)
         assert (grad.isfinite() if asked else grad.isnan()).all(), name
     assert (partials.isfinite() if shape else partials.isnan()).all()
-
-
-def vars_of(needs: Needs) -> list[tuple[str, bool]]:
-    return list(needs._asdict().items())

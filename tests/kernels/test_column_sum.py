@@ -7,7 +7,8 @@ from tests.executors import Inputs
 from tests.oracle import Truth
 from tests.tolerance import assert_close
 from tilenorm.kernels.column_sum import column_sum
-from tilenorm.launch.plan import Call, Needs, plan_backward
+from tilenorm.launch.calls import Call, Needs
+from tilenorm.launch.plan import plan_backward
 from tilenorm.ops import cutile
 from tilenorm.spec import NormSpec
 
@@ -67,8 +68,8 @@ def test_sums_what_the_backward_pass_left(executor, hidden, rows):
         seen.extend(calls)
 
     plan = plan_backward(spec, executor.target, Needs(True, True, True))
-    rstd = inputs.rstd(spec)
-    _, dw, db = cutile.backward(plan, inputs.dy, inputs.x, inputs.weight, inputs.bias, rstd, run)
+    parameters = (inputs.weight, inputs.bias, *inputs.stats(spec))
+    *_, dw, db = cutile.backward(plan, inputs.dy, None, inputs.x, None, *parameters, run)
     partials, *_ = seen[-1].arguments
     count = plan.blocks(rows)
     assert partials.shape == (2 * count, hidden)

@@ -1,5 +1,6 @@
 """norm_forward: whole rows in registers."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -8,19 +9,25 @@ import torch
 from tests import cases
 from tests.executors import Inputs
 from tests.tolerance import assert_close
+from tilenorm.launch.calls import ForwardArrays
 from tilenorm.launch.plan import plan_forward
 from tilenorm.spec import NormSpec
 
 over = partial(pytest.mark.parametrize, "executor, spec", indirect=["executor"], ids=cases.label)
 each_spec = partial(pytest.mark.parametrize, "spec", ids=cases.label)
+SAVING = [
+    NormSpec(norm, n, "bfloat16", "float32", residual=residual)
+    for norm in ("rms", "layer")
+    for residual in (None, "bfloat16")
+    for n in (16, 37)
+]
 
 
 def check(executor, spec, rows):
     inputs = Inputs.random(spec, rows, executor.device)
-    y, rstd = executor.forward(spec, inputs)
     truth, own = inputs.truth(spec), inputs.own(spec)
-    assert_close("y", y, truth["y"], own["y"])
-    assert_close("rstd", rstd, truth["rstd"], own["rstd"])
+    for name, found in executor.forward(spec, inputs).items():
+        assert_close(name, found, truth[name], own[name])
 
 
 @over(argvalues=cases.matrix("forward", wide=False))
@@ -28,9 +35,9 @@ def test_every_regime(executor, spec):
     check(executor, spec, executor.rows_beyond_grid(spec, "forward"))
 
 
-@each_spec(argvalues=cases.all_affine(24) + cases.all_affine(37))
+@each_spec(argvalues=cases.every_variant(24) + cases.every_variant(37))
 @pytest.mark.parametrize("executor", ["interpreter_sm_90", "gpu"], indirect=True)
-def test_every_weight_bias_and_offset(executor, spec):
+def test_every_variant(executor, spec):
     check(executor, spec, 5)
 
 
@@ -40,13 +47,14 @@ def test_any_number_of_rows(executor, spec, rows):
     check(executor, spec, rows)
 
 
-@each_spec(argvalues=[NormSpec("rms", n, "bfloat16", "float32") for n in (16, 37, 1024)])
+@each_spec(argvalues=[*SAVING, NormSpec("rms", 1024, "bfloat16", "float32")])
 def test_output_does_not_depend_on_saving(executor, spec):
     inputs = Inputs.random(spec, 13, executor.device)
-    saved, _ = executor.forward(spec, inputs)
-    y, rstd = executor.forward(spec, inputs, save=False)
-    assert rstd is None
-    assert torch.equal(y, saved)
+    saved = executor.forward(spec, inputs)
+    found = executor.forward(spec, inputs, save=False)
+    assert set(saved) - set(found) == ({"mean", "rstd"} if spec.norm == "layer" else {"rstd"})
+    for name, tensor in found.items():
+        assert torch.equal(tensor, saved[name]), name
 
 
 @each_spec(argvalues=[NormSpec("rms", 24, "float32"), NormSpec("rms", 37, "float32")])
@@ -54,10 +62,23 @@ def test_absent_arrays_are_not_touched(executor, spec):
     # NaN read from a placeholder would show in y, and a write would replace it.
     rows = 5
     inputs = Inputs.random(spec, rows, executor.device)
-    weight, bias, rstd = (torch.full_like(inputs.x, torch.nan) for _ in range(3))
+    names = set(ForwardArrays._fields) - {"x", "y"}
+    absent = {name: torch.full_like(inputs.x, torch.nan) for name in names}
     y = torch.full_like(inputs.x, torch.nan)
     plan = plan_forward(spec, executor.target, False)
-    calls = plan.calls(inputs.x, weight, bias, y, rstd, inputs.x, rows, inputs.eps)
+    calls = plan.calls(ForwardArrays(x=inputs.x, y=y, **absent), rows, inputs.eps)
     executor.run()(calls, inputs.x.get_device())
     assert_close("y", y, inputs.truth(spec)["y"], inputs.own(spec)["y"])
-    assert all(t.isnan().all() for t in (weight, bias, rstd))
+    assert all(t.isnan().all() for t in absent.values())
+
+
+@pytest.mark.parametrize("dtype, mean", [("float32", 1000.0), ("bfloat16", 100.0)])
+@pytest.mark.parametrize("hidden", [37, 1024, 4096, 12288, 40000])
+@pytest.mark.parametrize("residual", [None, "float32"])
+def test_a_mean_far_larger_than_the_deviation(executor, hidden, dtype, mean, residual):
+    spec = NormSpec("layer", hidden, dtype, dtype, dtype, residual=residual)
+    inputs = Inputs.random(spec, 5, executor.device)
+    inputs = replace(inputs, x=inputs.x + mean)
+    truth, own = inputs.truth(spec), inputs.own(spec)
+    for name, found in executor.forward(spec, inputs).items():
+        assert_close(name, found, truth[name], own[name])

@@ -19,20 +19,36 @@ SPECS = (
     NormSpec("rms", 1001, "bfloat16", "bfloat16"),
     NormSpec("rms", 5120, "bfloat16", "bfloat16"),
     NormSpec("rms", 40000, "float16"),
+    NormSpec("layer", 40, "bfloat16", "bfloat16", "bfloat16", residual="float32"),
+    NormSpec("layer", 1536, "float16", "float16", "float16"),
+    NormSpec("layer", 40000, "bfloat16", residual="bfloat16"),
+    NormSpec("rms", 12288, "bfloat16", "bfloat16", residual="bfloat16"),
+    NormSpec("rms", 128, "bfloat16", "bfloat16", gate="bfloat16"),
+    NormSpec("rms", 520, "float16", gate="float32", gate_first=True),
+    NormSpec("rms", 64, "bfloat16", "bfloat16", heads=3),
+    NormSpec("layer", 37, "float32", "float32", "float32", heads=4),
 )
 HUGE = {"float16": 6e4, "bfloat16": 1e30, "float32": 1e30}
 ROWS = 12
+# What inputs have rows of, and what results do.
+WITH_ROWS = ("x", "residual", "gate", "dy", "dsum")
+OF_ROWS = ("y", "sum", "mean", "rstd", "dx", "dresidual", "dgate")
 
 each_spec = pytest.mark.parametrize("spec", SPECS, ids=cases.label)
 interpreted = partial(pytest.mark.parametrize, "executor", cases.INTERPRETERS, indirect=True)
 
 
+def change(inputs: Inputs, function) -> Inputs:
+    """The inputs with function(tensor) in place of each that has rows."""
+    there = {name: getattr(inputs, name) for name in WITH_ROWS}
+    return replace(inputs, **{n: function(t) for n, t in there.items() if t is not None})
+
+
 def results(executor, spec, inputs, **how) -> dict[str, Tensor]:
     """Every result, those of rows as (rows, ...), whatever the layout of the input."""
-    y, rstd = executor.forward(spec, inputs, **how)
-    found = executor.backward(spec, inputs, **how) | {"y": y, "rstd": rstd}
-    by_rows = {"y": (-1, spec.hidden), "dx": (-1, spec.hidden)}
-    return {name: t.reshape(by_rows.get(name, t.shape)) for name, t in found.items()}
+    found = executor.forward(spec, inputs, **how) | executor.backward(spec, inputs, **how)
+    whole = ("mean", "rstd", "dw", "db")
+    return {n: t if n in whole else t.reshape(-1, spec.hidden) for n, t in found.items()}
 
 
 def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -66,20 +82,13 @@ LAYOUTS = {
 }
 
 
-@each_spec
+@pytest.mark.parametrize("spec", [s for s in SPECS if not s.heads], ids=cases.label)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("executor", ["interpreter_sm_90", "gpu"], indirect=True)
 def test_layout(executor, spec, layout):
-    inputs = Inputs.random(spec, ROWS, executor.device)
-    laid_out = replace(
-        inputs,
-        x=LAYOUTS[layout](inputs.x),
-        dy=LAYOUTS[layout](inputs.dy),
-    )
-    packed = replace(
-        inputs,
-        x=laid_out.x.reshape(ROWS, -1).clone(memory_format=torch.contiguous_format),
-        dy=laid_out.dy.reshape(ROWS, -1).clone(memory_format=torch.contiguous_format),
+    laid_out = change(Inputs.random(spec, ROWS, executor.device), LAYOUTS[layout])
+    packed = change(
+        laid_out, lambda t: t.reshape(ROWS, -1).clone(memory_format=torch.contiguous_format)
     )
     assert_same_bits(results(executor, spec, laid_out), results(executor, spec, packed))
 
@@ -88,27 +97,32 @@ def test_layout(executor, spec, layout):
 def test_number_of_rows(executor, spec):
     inputs = Inputs.random(spec, ROWS, executor.device)
     every = results(executor, spec, inputs)
-    for start, stop in ((0, 1), (3, 4), (ROWS - 5, ROWS)):
-        part = replace(inputs, x=inputs.x[start:stop], dy=inputs.dy[start:stop])
-        alone = results(executor, spec, part)
-        for name in ("y", "rstd", "dx"):
-            assert torch.equal(alone[name], every[name][start:stop]), (name, start)
+    count, each = len(inputs.x), spec.heads or 1
+    for start, stop in ((0, 1), (1, 3), (count - 2, count)):
+        alone = results(executor, spec, change(inputs, lambda t: t[start:stop]))  # noqa: B023
+        for name in set(OF_ROWS) & set(every):
+            expected = every[name][start * each : stop * each]
+            assert torch.equal(alone[name], expected), (name, start)
 
 
 @each_spec
 @pytest.mark.parametrize("value", ["huge", "nan"])
 def test_neighbours(executor, spec, value):
     # A mask that lets a row see a column of the next, or a sum over a whole tile, shows.
-    row = 4
     inputs = Inputs.random(spec, ROWS, executor.device)
-    others = torch.arange(ROWS, device=executor.device) != row
+    row, each = 2, spec.heads or 1
+    others = torch.arange(len(inputs.x), device=executor.device) != row
     number = HUGE[spec.dtype] if value == "huge" else torch.nan
-    x, dy = inputs.x.clone(), inputs.dy.clone()
-    x[others] = dy[others] = number
-    found = results(executor, spec, replace(inputs, x=x, dy=dy))
-    expected = results(executor, spec, inputs)
-    for name in ("y", "rstd", "dx"):
-        assert torch.equal(found[name][row], expected[name][row]), name
+
+    def spoil(tensor: Tensor) -> Tensor:
+        tensor = tensor.clone()
+        tensor[others] = number
+        return tensor
+
+    found, expected = (results(executor, spec, i) for i in (change(inputs, spoil), inputs))
+    for name in set(OF_ROWS) & set(found):
+        kept = slice(row * each, (row + 1) * each)
+        assert torch.equal(found[name][kept], expected[name][kept]), name
 
 
 @each_spec

@@ -8,7 +8,8 @@ import torch
 from tests import cases
 from tests.executors import Inputs, Interpreter
 from tests.tolerance import assert_close
-from tilenorm.launch.plan import Needs, WideBackward, WideForward, plan_backward, plan_forward
+from tilenorm.launch.calls import Needs, every_gradient
+from tilenorm.launch.plan import WideBackward, WideForward, plan_backward, plan_forward
 from tilenorm.spec import NormSpec
 
 over = partial(pytest.mark.parametrize, "executor, spec", indirect=["executor"], ids=cases.label)
@@ -23,22 +24,34 @@ SHORT = NormSpec("rms", 4104, "bfloat16", "bfloat16", "bfloat16", 1.0)
 @over(argvalues=cases.matrix("forward", wide=True))
 def test_forward_in_every_regime(executor, spec):
     inputs = Inputs.random(spec, 3, executor.device)
-    y, rstd = executor.forward(spec, inputs)
     truth, own = inputs.truth(spec), inputs.own(spec)
-    assert_close("y", y, truth["y"], own["y"])
-    assert_close("rstd", rstd, truth["rstd"], own["rstd"])
+    for name, found in executor.forward(spec, inputs).items():
+        assert_close(name, found, truth[name], own[name])
 
 
 @over(argvalues=cases.matrix("backward", wide=True))
 def test_backward_in_every_regime(executor, spec):
     sums = executor.name == "gpu" or spec.hidden <= SUMMED
-    needs = Needs(True, sums and spec.weight is not None, sums and spec.bias is not None)
+    needs = every_gradient(spec)
+    if not sums:
+        needs = needs._replace(dw=False, db=False)
     # Two rows a group and one more; few are enough where the groups are many.
     rows = min(13, executor.rows_beyond_grid(spec, "backward"))
     inputs = Inputs.random(spec, rows, executor.device)
     truth, own = inputs.truth(spec), inputs.own(spec)
     for name, grad in executor.backward(spec, inputs, needs).items():
         assert_close(name, grad, truth[name], own[name])
+
+
+# The dtypes take turns over the variants, and again over those of rows that do not fill vectors.
+@each_spec(argvalues=cases.every_variant(4104)[::3] + cases.every_variant(4107)[1::3])
+@pytest.mark.parametrize("executor", ["interpreter_sm_80", "gpu"], indirect=True)
+def test_every_variant(executor, spec):
+    inputs = Inputs.random(spec, 2, executor.device)
+    truth, own = inputs.truth(spec), inputs.own(spec)
+    found = executor.forward(spec, inputs) | executor.backward(spec, inputs)
+    for name, tensor in found.items():
+        assert_close(name, tensor, truth[name], own[name])
 
 
 @pytest.mark.parametrize("rows", [1, 2, 13])
@@ -57,10 +70,10 @@ def test_groups_of_rows(executor, rows):
 def test_output_does_not_depend_on_saving(executor, spec):
     assert isinstance(plan_forward(spec, executor.target, True), WideForward)
     inputs = Inputs.random(spec, 2, executor.device)
-    saved, _ = executor.forward(spec, inputs)
-    y, rstd = executor.forward(spec, inputs, save=False)
-    assert rstd is None
-    assert torch.equal(y, saved)
+    saved = executor.forward(spec, inputs)
+    found = executor.forward(spec, inputs, save=False)
+    assert set(saved) - set(found) == {"rstd"}
+    assert torch.equal(found["y"], saved["y"])
 
 
 @pytest.mark.parametrize("needs", [Needs(True, False, False), Needs(False, True, True)], ids=str)

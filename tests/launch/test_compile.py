@@ -8,14 +8,16 @@ cores produce from the moment the first test asks.
 import os
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from itertools import product
+from itertools import cycle, product
 from multiprocessing import get_context
 
 import pytest
 
 from tests import cases
+from tests.kernels.test_backward import some_needs
+from tilenorm.launch import heuristics
+from tilenorm.launch.calls import Needs, every_gradient
 from tilenorm.launch.config import Wide
-from tilenorm.launch.plan import Needs
 from tilenorm.launch.precompile import (
     backward_calls,
     compile_call,
@@ -34,35 +36,35 @@ ROWS = 65537
 # and by elements.
 SIZES = (8, 37, 1000, 4096, 8192, 40000, 65537)
 KINDS = [NormSpec("rms", n, "bfloat16", "bfloat16", "bfloat16", 1.0) for n in SIZES]
-KINDS += [NormSpec("rms", 1536, "float32")]
-NEEDS = [Needs(*flags) for flags in product((False, True), repeat=3) if any(flags)]
+KINDS += [NormSpec("layer", n, "float16", "float16", "float16", residual="float32") for n in SIZES]
+KINDS += [NormSpec("rms", 1536, "float32", gate="bfloat16", gate_first=True)]
+KINDS += [NormSpec("rms", 128, "bfloat16", "bfloat16", heads=24, rounding="early")]
 
 
 def regime_specs(direction: str, arch: str) -> list[NormSpec]:
-    """A masked size and the last of each regime, without and with what costs most registers."""
+    """A size of each regime for each operation that has a table, or what needs most registers."""
     specs = []
-    for dtype, aligned in product(("bfloat16", "float32"), (True, False)):
-        found = cases.regimes(direction, arch, dtype, aligned)
-        chunked = [
-            isinstance(cases.config(direction, NormSpec("rms", n, dtype), Target.of(arch)), Wide)
-            for n, _ in found
-        ]
-        # Chunks are the same kernels whatever their number: the first regime and the last.
-        kept = [
-            r for i, r in enumerate(found) if not (chunked[i] and chunked[i - 1]) or r is found[-1]
-        ]
-        for first, last in kept:
-            weighted = NormSpec("rms", last, dtype, dtype)
-            most = replace(weighted, bias=dtype, offset=1.0)
-            specs += [weighted, most, replace(most, hidden=first)] if aligned else [most]
+    turns = cycle((False, True))
+    for dtype, aligned in (("bfloat16", True), ("float32", True), ("bfloat16", False)):
+        seen = set()
+        fields = cases.tabled(dtype)
+        for first, last in cases.regimes(direction, arch, dtype, aligned):
+            for more in fields if aligned and arch in TABLES else fields[0::3]:
+                spec = NormSpec(**{"norm": "rms", "hidden": last, "dtype": dtype, **more})
+                chosen = cases.config(direction, spec, Target.of(arch))
+                # Chunks are the same kernels whatever their number.
+                width = 0 if isinstance(chosen, Wide) else heuristics.tile_width(last)
+                if (chosen, width, str(more)) not in seen:
+                    seen.add((chosen, width, str(more)))
+                    # Of a regime's sizes the last and the first, which is masked, take turns.
+                    specs.append(replace(spec, hidden=first) if next(turns) else spec)
     return list(dict.fromkeys(specs))
 
 
 def calls_of(direction: str, spec: NormSpec, arch: str):
     if direction == "forward":
-        return forward_calls(spec, Target.of(arch), ROWS, True)
-    needs = Needs(True, spec.weight is not None, spec.bias is not None)
-    return backward_calls(spec, Target.of(arch), ROWS, needs)
+        return forward_calls(spec, Target.of(arch), ROWS * (spec.heads or 1), True)
+    return backward_calls(spec, Target.of(arch), ROWS * (spec.heads or 1), every_gradient(spec))
 
 
 def calls_of_kind(spec: NormSpec, arch: str, needs: Needs, save: bool):
@@ -77,7 +79,7 @@ def calls_of_layout(spec: NormSpec, arch: str, leading: int):
     row = 2 * spec.hidden
     strides = (row * 200, row * 12, row)[3 - leading :] + (1,)
     x = ArrayLike(spec.dtype, shape, strides)
-    needs = Needs(True, spec.weight is not None, spec.bias is not None)
+    needs = every_gradient(spec)
     calls = []
     for call in calls_of_kind(spec, arch, needs, True):
         names = call.kernel._annotated_function.pysig.parameters
@@ -111,9 +113,18 @@ def kind_params():
 
 
 def flag_params():
-    for hidden in (1000, 5120, 40000):
-        spec = NormSpec("rms", hidden, "bfloat16", "bfloat16", "float32")
-        for needs in NEEDS:
+    for hidden, fields in product(
+        (1000, 5120, 40000),
+        (
+            {"norm": "rms"},
+            {"norm": "layer", "residual": "float32"},
+            {"norm": "rms", "gate": "float16"},
+        ),
+    ):
+        spec = NormSpec(
+            hidden=hidden, dtype="bfloat16", weight="bfloat16", bias="float32", **fields
+        )
+        for needs in some_needs(spec):
             asked = "+".join(k for k, v in needs._asdict().items() if v)
             job = ("sm_90", calls_of_kind, (spec, "sm_90", needs, False))
             yield pytest.param(job, id=f"{cases.label(spec)}-{asked}")
@@ -157,9 +168,10 @@ def test_every_regime_compiles_and_does_not_spill(compiled, job):
 def allowed_spill(kernel: str, direction: str, spec: NormSpec, arch: str) -> int:
     """Bytes that the table of an architecture owns up to for this configuration."""
     chosen = cases.config(direction, spec, Target.of(arch))
-    for (name, item_bytes, hidden), spilled in getattr(TABLES.get(arch), "SPILLS", {}).items():
+    spills = getattr(TABLES.get(arch), "SPILLS", {})
+    for (name, op, size, hidden), spilled in spills.items():
         edge = replace(spec, hidden=hidden)
-        same = (name, item_bytes) == (kernel, spec.item_bytes)
+        same = (name, op, size) == (kernel, spec.op, spec.widest_item)
         if same and cases.config(direction, edge, Target.of(arch)) == chosen:
             return spilled
     return 0

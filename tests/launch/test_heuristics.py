@@ -9,7 +9,7 @@ from tilenorm.launch import heuristics
 from tilenorm.launch.config import Backward, Forward, Wide
 from tilenorm.launch.target import MULTIPROCESSORS, Target
 from tilenorm.launch.tuned import TABLES
-from tilenorm.spec import ITEM_BYTES, NormSpec
+from tilenorm.spec import ITEM_BYTES, OPS, NormSpec
 
 TABLE_LIST = [
     pytest.param(arch, direction, key, table, id=f"{arch}-{direction}-{key}")
@@ -28,15 +28,14 @@ REGIMES = [
 ]
 
 
-def item_bytes(key: int | tuple[int, int]) -> int:
-    return key if isinstance(key, int) else key[0]
-
-
-def spec_of(hidden: int, key: int | tuple[int, int]) -> NormSpec:
-    """A spec that a table's key serves: by bytes of an element, and by sums over rows."""
-    dtype = DTYPE[item_bytes(key)]
-    bias = dtype if isinstance(key, tuple) and key[1] == 2 else None
-    return NormSpec("rms", hidden, dtype, dtype, bias)
+def spec_of(hidden: int, key: tuple[str, int]) -> NormSpec:
+    """A spec that a table's key serves."""
+    op, size = key
+    dtype = DTYPE[size]
+    if op == "gate_first":
+        return NormSpec("rms", hidden, dtype, dtype, gate=dtype, gate_first=True)
+    bias = dtype if "layer" in op else None
+    return NormSpec.of(op, hidden, dtype, weight=dtype, bias=bias)
 
 
 def power_of_two(n: int) -> bool:
@@ -48,18 +47,25 @@ def test_sizes_ascend(arch, direction, key, table):
     largest = [n for n, _ in table]
     assert largest == sorted(set(largest))
     assert largest[-1] == cases.MAX_HIDDEN
-    assert all(n * item_bytes(key) % 16 == 0 for n in largest)
+    assert all(n * key[1] % 16 == 0 for n in largest)
 
 
 @pytest.mark.parametrize("arch", TABLES)
-def test_tables_have_every_key(arch):
-    assert set(TABLES[arch].FORWARD) == {2, 4}
-    assert set(TABLES[arch].BACKWARD) == {(2, 1), (2, 2), (4, 1), (4, 2)}
+def test_tables_have_the_plain_and_the_added_norms_in_every_size(arch):
+    keys = {(op, size) for op in OPS if not op.startswith("gated") for size in DTYPE}
+    assert keys <= set(TABLES[arch].FORWARD) and keys <= set(TABLES[arch].BACKWARD)
+
+
+@pytest.mark.parametrize("arch", TABLES)
+def test_every_key_is_asked_for(arch):
+    ops = {"FORWARD": set(OPS), "BACKWARD": {*OPS, "gate_first"}}
+    for direction, known in ops.items():
+        assert {op for op, _ in getattr(TABLES[arch], direction)} <= known
 
 
 @each_table
 def test_table_is_what_the_planner_returns(arch, direction, key, table):
-    unit = 16 // item_bytes(key)
+    unit = 16 // key[1]
     starts = [32] + [n + unit for n, _ in table]
     for first, (last, config) in zip(starts, table, strict=False):
         for hidden in (first, last):
@@ -72,27 +78,39 @@ def test_every_regime_can_serve_its_sizes(direction, arch, dtype, aligned):
     target = Target.of(arch)
     for sizes in cases.regimes(direction, arch, dtype, aligned):
         for hidden in sizes:
-            for bias in (None, dtype):
-                spec = NormSpec("rms", hidden, dtype, dtype, bias)
+            for fields in cases.tabled(dtype):
+                spec = NormSpec(**{"norm": "rms", "hidden": hidden, "dtype": dtype, **fields})
                 config = cases.config(direction, spec, target)
                 CHECKS[type(config)](config, hidden, target, aligned)
 
 
-def check_forward(config: Forward, hidden, target, aligned):
+def check_widths(widths: tuple[int, ...], hidden):
+    starts = [0, *accumulate(widths)]
+    assert all(power_of_two(width) for width in widths)
+    assert all(a >= b for a, b in pairwise(widths))
+    # A tile load's index counts tiles, so that a segment starts at a multiple of its width.
+    assert all(s % w == 0 for s, w in zip(starts, widths, strict=False))
+    assert starts[-1] >= hidden, "columns that no segment covers"
+    assert starts[-2] < hidden, "a segment outside the row"
+
+
+def check_loads(config: Forward | Backward, target, aligned):
     assert power_of_two(config.rows)
+    assert not config.store or config.tma, "rows that tile stores do not serve"
+    if config.tma:
+        assert config.rows == 1 and target.has_tma and aligned
+
+
+def check_forward(config: Forward, hidden, target, aligned):
+    check_loads(config, target, aligned)
+    assert config.loop or not config.tma
+    if config.widths:
+        check_widths(config.widths, hidden)
 
 
 def check_backward(config: Backward, hidden, target, aligned):
-    starts = [0, *accumulate(config.widths)]
-    assert all(power_of_two(width) for width in config.widths)
-    assert all(a >= b for a, b in pairwise(config.widths))
-    # A tile load's index counts tiles, so that a segment starts at a multiple of its width.
-    assert all(s % w == 0 for s, w in zip(starts, config.widths, strict=False))
-    assert starts[-1] >= hidden, "columns that no segment covers"
-    assert starts[-2] < hidden, "a segment outside the row"
-    assert power_of_two(config.rows)
-    if config.tma:
-        assert config.rows == 1 and target.has_tma and aligned
+    check_loads(config, target, aligned)
+    check_widths(config.widths, hidden)
 
 
 def check_wide(config: Wide, hidden, target, aligned):

@@ -1,14 +1,15 @@
 """Plans: pure functions of (spec, target), whose calls no row count specialises."""
 
 from dataclasses import FrozenInstanceError, fields, replace
-from itertools import product
+from itertools import cycle, product
 from types import FunctionType
 
 import pytest
 import torch
 
 from tests import cases
-from tilenorm.launch.plan import MAX_GRID, Needs, plan_backward, plan_forward
+from tilenorm.launch.calls import MAX_GRID, BackwardArrays, Needs, every_gradient
+from tilenorm.launch.plan import plan_backward, plan_forward
 from tilenorm.launch.precompile import backward_calls, forward_calls
 from tilenorm.launch.signature import signature
 from tilenorm.launch.target import MULTIPROCESSORS, Target
@@ -17,15 +18,24 @@ from tilenorm.spec import NormSpec
 
 ALL = Needs(True, True, True)
 LARGEST_TENSOR = 1 << 37  # bytes: half of a B300's memory
+FAMILY = (
+    {"norm": "rms"},
+    {"norm": "layer", "residual": "float32"},
+    {"norm": "rms", "gate": "bfloat16"},
+    {"norm": "layer", "heads": 6},
+)
 SPECS = [
-    NormSpec("rms", hidden, dtype, dtype, dtype)
+    NormSpec(hidden=hidden, dtype=dtype, weight=dtype, bias=dtype, **next(turns))
+    for turns in [cycle(FAMILY)]
     for hidden, dtype in product(cases.HIDDEN, ("bfloat16", "float32"))
 ]
 each_arch = pytest.mark.parametrize("arch", MULTIPROCESSORS)
 
 
 def all_calls(spec, target, rows):
-    return forward_calls(spec, target, rows, True) + backward_calls(spec, target, rows, ALL)
+    rows = rows // 6 * 6 if spec.heads else rows
+    needs = every_gradient(spec)
+    return forward_calls(spec, target, rows, True) + backward_calls(spec, target, rows, needs)
 
 
 @each_arch
@@ -87,7 +97,7 @@ def test_hinted_kernels_are_kept():
         for _ in range(2):
             plan = plan_backward(spec, target, Needs(True, True, False))
             plan = replace(plan)  # a plan made anew
-            calls = plan.calls(*[None] * 9, 5)
+            calls = plan.calls(BackwardArrays(*[None] * 15), 5)
             kernels.append(calls[0].kernel)
     assert plan.config.hints.given()
     assert all(kernel is kernels[0] for kernel in kernels)
@@ -99,9 +109,15 @@ def test_scratch_is_bounded(arch, rows):
     target = Target.of(arch)
     for spec in SPECS:
         for needs in (ALL, Needs(False, True, False), Needs(True, False, True)):
-            partial_rows, hidden = plan_backward(spec, target, needs).partials(rows)
-            assert hidden == spec.hidden
-            assert partial_rows // needs.sums <= min(rows, 4 * target.multiprocessors), spec
+            plan = plan_backward(spec, target, needs)
+            whole = rows // (spec.heads or 1) * (spec.heads or 1) or (spec.heads or 1)
+            partial_rows, width = plan.partials(whole)
+            # With heads the rows of a tile have their own sums.
+            tile = plan.config.rows if spec.heads else 1
+            assert width == spec.hidden * (spec.heads or 1)
+            elements = partial_rows * width // needs.sums
+            assert elements <= 6 * target.multiprocessors * tile * spec.hidden, spec
+            assert spec.heads or elements <= rows * spec.hidden
 
 
 def test_no_scratch_without_sums():
@@ -127,7 +143,7 @@ def test_launches_cover_every_row_once(rows, hidden):
     for kernel, grid, arguments in forward_calls(spec, Target.of("sm_90"), rows, True):
         names = list(kernel._annotated_function.pysig.parameters)
         given = dict(zip(names, arguments, strict=True))
-        a_block = getattr(config, "rows", None) or 1 / given["CHUNKS"]
+        a_block = 1 / given.get("CHUNKS", 1)
         assert reached.get(kernel, 0) == given["first"]
         reached[kernel] = given["first"] + grid[0] * a_block
-    assert all(rows <= n < rows + getattr(config, "rows", 1) for n in reached.values())
+    assert all(rows <= n * config.rows < rows + config.rows for n in reached.values())

@@ -5,7 +5,8 @@ import pytest
 import torch
 from cuda.tile.compilation import CallingConvention, KernelSignature
 
-from tilenorm.launch.plan import Needs, plan_backward, plan_forward
+from tilenorm.launch.calls import ABSENT, BackwardArrays, ForwardArrays, every_gradient
+from tilenorm.launch.plan import plan_backward, plan_forward
 from tilenorm.launch.precompile import backward_calls, forward_calls
 from tilenorm.launch.signature import ArrayLike, signature
 from tilenorm.launch.target import Target
@@ -88,25 +89,71 @@ def test_the_symbol_is_that_of_the_signature():
 
 @pytest.mark.parametrize("rows", [1, 5, 16])
 @pytest.mark.parametrize("hidden", [1, 37, 96, 4096, 40000])
-def test_agrees_with_cutile(hidden, rows):
+@pytest.mark.parametrize(
+    "fields",
+    [{"norm": "rms"}, {"norm": "layer", "residual": "float32"}, {"norm": "layer", "heads": 2}],
+    ids=str,
+)
+def test_agrees_with_cutile(hidden, rows, fields):
     if not torch.cuda.is_available():
         pytest.skip("needs an NVIDIA driver")
-    spec = NormSpec("rms", hidden, "bfloat16", "float32", "bfloat16")
-    target, needs = Target("sm_90", 2), Needs(True, True, True)
+    spec = NormSpec(hidden=hidden, dtype="bfloat16", weight="float32", bias="bfloat16", **fields)
+    target, needs = Target("sm_90", 2), every_gradient(spec)
 
     def tensor(dtype, *shape):
         return torch.empty(shape, dtype=dtype, device="cuda")
 
-    x, bias = tensor(torch.bfloat16, rows, hidden), tensor(torch.bfloat16, hidden)
-    weight, rstd = tensor(torch.float32, hidden), tensor(torch.float32, rows)
+    heads = spec.heads or 1
+    lead = (rows, heads) if spec.heads else (rows,)
+    rows = rows * heads
+    x, y = (tensor(torch.bfloat16, *shape, hidden) for shape in (lead, (rows,)))
+    residual, total = (tensor(torch.float32, *shape, hidden) for shape in (lead, (rows,)))
+    parameter = (heads, hidden) if spec.heads else (hidden,)
+    weight, bias = (tensor(d, *parameter) for d in (torch.float32, torch.bfloat16))
+    dw, db = (tensor(d, heads * hidden) for d in (torch.float32, torch.bfloat16))
+    mean, rstd = tensor(torch.float32, rows), tensor(torch.float32, rows)
+    added = spec.residual is not None
+    mean = mean if spec.norm == "layer" else ABSENT
     forward, backward = plan_forward(spec, target, True), plan_backward(spec, target, needs)
     workspaces = [
-        tensor(torch.float32, *plan.workspace(rows)) if plan.workspace(rows) else x
+        tensor(torch.float32, *plan.workspace(rows)) if plan.workspace(rows) else ABSENT
         for plan in (forward, backward)
     ]
     partials = tensor(torch.float32, *backward.partials(rows))
-    real = forward.calls(x, weight, bias, x, rstd, workspaces[0], rows, 1e-6) + backward.calls(
-        x, x, weight, rstd, x, partials, workspaces[1], weight, bias, rows
+    real = forward.calls(
+        ForwardArrays(
+            x=x,
+            residual=residual if added else ABSENT,
+            gate=ABSENT,
+            weight=weight,
+            bias=bias,
+            y=y,
+            sum=total if added else ABSENT,
+            mean=mean,
+            rstd=rstd,
+            workspace=workspaces[0],
+        ),
+        rows,
+        1e-6,
+    ) + backward.calls(
+        BackwardArrays(
+            x=residual if added else x,
+            dy=x,
+            gate=ABSENT,
+            dsum=residual if added else ABSENT,
+            weight=weight,
+            bias=bias,
+            mean=mean,
+            rstd=rstd,
+            dx=y,
+            dresidual=total if added else ABSENT,
+            dgate=ABSENT,
+            partials=partials,
+            workspace=workspaces[1],
+            dw=dw,
+            db=db,
+        ),
+        rows,
     )
     derived = forward_calls(spec, target, rows, True) + backward_calls(spec, target, rows, needs)
     for theirs, ours in zip(real, derived, strict=True):

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import tilenorm
-from tilenorm.launch.plan import every_gradient, plan_backward, plan_forward
+from tilenorm.launch.calls import every_gradient
+from tilenorm.launch.plan import plan_backward, plan_forward
 
 from .cuda_helpers import forms_and_widths, made, spec_of, target, train
 from .helpers import EPS, FAMILY, NEEDS_GPU, RMS, call

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import tilenorm
-from tilenorm.launch.plan import Needs, plan_backward, plan_forward
+from tilenorm.launch.calls import Needs
+from tilenorm.launch.plan import plan_backward, plan_forward
 from tilenorm.launch.target import Target
 from tilenorm.ops import cutile
 from tilenorm.spec import NormSpec

@@ -2,13 +2,11 @@
 
 `calls` returns what is to be launched, as (kernel, grid, arguments). It is the one place that knows
 the order of a kernel's arguments: launching, compiling ahead and the tests' interpreter all use it.
-An array that a flag excludes is passed as ABSENT, and its kernel does not touch it.
 """
 
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from math import gcd
-from typing import Any, NamedTuple
 
 import cuda.tile as ct
 
@@ -18,86 +16,18 @@ from ..kernels.column_sum import column_sum
 from ..kernels.forward import norm_forward
 from ..spec import NormSpec
 from . import heuristics
+from .calls import (
+    ABSENT,
+    MAX_GRID,
+    BackwardArrays,
+    Call,
+    ForwardArrays,
+    Needs,
+    hinted,
+    launches,
+)
 from .config import Backward, ColumnSum, Forward, Hints, Wide
 from .target import Target
-
-ABSENT = 0
-MAX_GRID = (1 << 24) - 1  # blocks in one dimension of a cuTile grid
-
-
-class Call(NamedTuple):
-    kernel: ct.kernel
-    grid: tuple[int, ...]
-    arguments: tuple[Any, ...]
-
-
-class Needs(NamedTuple):
-    """Which gradients are asked for, and whether one of the sum with the residual comes in."""
-
-    dx: bool
-    dw: bool = False
-    db: bool = False
-    dresidual: bool = False
-    dgate: bool = False
-    dsum: bool = False
-
-    @property
-    def sums(self) -> int:
-        """How many sums over rows."""
-        return self.dw + self.db
-
-
-def every_gradient(spec: NormSpec) -> Needs:
-    """What a training step asks for; one gradient serves input and residual of one dtype."""
-    return Needs(
-        dx=True,
-        dw=spec.weight is not None,
-        db=spec.bias is not None,
-        dresidual=spec.residual not in (None, spec.dtype),
-        dgate=spec.gate is not None,
-        dsum=spec.residual is not None,
-    )
-
-
-class ForwardArrays(NamedTuple):
-    """What a forward pass reads and writes, of tensors or their descriptions."""
-
-    x: Any
-    residual: Any
-    gate: Any
-    weight: Any
-    bias: Any
-    y: Any
-    sum: Any
-    mean: Any
-    rstd: Any
-    workspace: Any = ABSENT
-
-
-class BackwardArrays(NamedTuple):
-    """What a backward pass reads and writes. x is the sum where a residual was added."""
-
-    x: Any
-    dy: Any
-    gate: Any
-    dsum: Any
-    weight: Any
-    bias: Any
-    mean: Any
-    rstd: Any
-    dx: Any
-    dresidual: Any
-    dgate: Any
-    partials: Any
-    workspace: Any
-    dw: Any
-    db: Any
-
-
-def launch(stream: int, calls: list[Call]) -> None:
-    """Queue the calls on a CUDA stream of the current device."""
-    for kernel, grid, arguments in calls:
-        ct.launch(stream, grid, kernel, arguments)
 
 
 @cache
@@ -115,20 +45,6 @@ def plan_backward(spec: NormSpec, target: Target, needs: Needs) -> "RowBackward 
     config = heuristics.backward(spec, target, needs)
     kind = WideBackward if isinstance(config, Wide) else RowBackward
     return kind(spec, target, config, heuristics.column_sum(spec, target), needs)
-
-
-@cache
-def _hinted(kernel: ct.kernel, hints: Hints) -> ct.kernel:
-    """The kernel with hints: kept, because a hinted kernel has a compile cache of its own."""
-    given = hints.given()
-    return kernel.replace_hints(**given) if given else kernel
-
-
-def _launches(count: int, most: int) -> list[tuple[int, int]]:
-    """(first, count) of each launch, where one reaches at most `most`."""
-    if count <= most:
-        return [(0, count)]
-    return [(first, min(most, count - first)) for first in range(0, count, most)]
 
 
 def _cdiv(a: int, b: int) -> int:
@@ -169,7 +85,7 @@ class _Plan:
         return _cdiv(rows // heads, tile_rows // self.tile_heads) * self._groups
 
     @cached_property
-    def _resident(self) -> int:
+    def resident(self) -> int:
         """Blocks of a persistent grid that run side by side."""
         return self.target.multiprocessors * (self.config.hints.occupancy or 1)
 
@@ -210,7 +126,7 @@ class RowForward(_ForwardPlan):
 
     @cached_property
     def _kernel(self) -> ct.kernel:
-        return _hinted(norm_forward, self.config.hints)
+        return hinted(norm_forward, self.config.hints)
 
     @cached_property
     def _constants(self) -> tuple:
@@ -230,11 +146,11 @@ class RowForward(_ForwardPlan):
     def calls(self, arrays: ForwardArrays, rows: int, eps: float) -> list[Call]:
         arguments, tail = arrays[:-1], (rows, eps, *self._constants)
         if self.config.loop:
-            blocks = min(self.tiles(rows), self._resident)
+            blocks = min(self.tiles(rows), self.resident)
             return [Call(self._kernel, (blocks,), (*arguments, 0, *tail))]
         return [
             Call(self._kernel, (count,), (*arguments, first, *tail))
-            for first, count in _launches(self.tiles(rows), MAX_GRID)
+            for first, count in launches(self.tiles(rows), MAX_GRID)
         ]
 
 
@@ -255,13 +171,13 @@ class WideForward(_ForwardPlan):
         tail = (*chunks, padded, tile, spec.aligned, layer, gated, gate_first, *self._flags)
         stats = (x, residual, gate, total, workspace)
         apply = (total if add else x, gate, weight, bias, workspace, y, mean, rstd)
-        launches = _launches(rows, MAX_GRID // chunks[2])
+        parts = launches(rows, MAX_GRID // chunks[2])
         return [
             Call(wide.wide_moments, (count * chunks[2],), (*stats, first, *head))
-            for first, count in launches
+            for first, count in parts
         ] + [
             Call(wide.wide_forward, (count * chunks[2],), (*apply, first, eps, *tail))
-            for first, count in launches
+            for first, count in parts
         ]
 
 
@@ -270,20 +186,16 @@ class _BackwardPlan(_Plan):
     sum_config: ColumnSum
     needs: Needs
 
-    def blocks(self, rows: int) -> int:
-        """How many blocks, or groups of blocks, share the rows, each with its partial sums."""
-        raise NotImplementedError
-
     def _sharing(self, tiles: int, resident: int) -> int:
-        """How many share the tiles: what is resident, in whole rounds of the heads."""
+        """How many blocks share the tiles: what is resident, in whole rounds of the heads."""
         groups = self._groups
         return min(tiles, max(groups, resident // groups * groups))
 
     def partials(self, rows: int) -> tuple[int, int] | None:
         """Shape of the float32 scratch of partial sums over rows; None when none is needed."""
-        if self._sums == 0:
+        if self.needs.sums == 0:
             return None
-        return self._sums * self._partial_rows(self.blocks(rows)), self._sum_width
+        return self.needs.sums * self._partial_rows(self.blocks(rows)), self._sum_width
 
     def _partial_rows(self, blocks: int) -> int:
         heads = self.spec.heads
@@ -293,26 +205,15 @@ class _BackwardPlan(_Plan):
     def _sum_width(self) -> int:
         return self.spec.hidden * (self.spec.heads or 1)
 
-    @cached_property
-    def _sums(self) -> int:
-        return self.needs.sums
-
-    @cached_property
-    def _sum_grid(self) -> tuple[int, int]:
-        return _cdiv(self._sum_width, self.sum_config.tile), self._sums
-
-    @cached_property
-    def _sum_constants(self) -> tuple:
-        return self._sums, self.sum_config.rows, self.sum_config.tile
-
     def _column_sum(self, arrays: BackwardArrays, blocks: int) -> list[Call]:
         """The launch that turns partial sums into dW and dB."""
-        if not self._sums:
+        if not self.needs.sums:
             return []
         dw, db = arrays.dw, arrays.db
         outputs = (dw, db) if self.needs.dw else (db, ABSENT)
-        arguments = (arrays.partials, *outputs, self._partial_rows(blocks), *self._sum_constants)
-        return [Call(column_sum, self._sum_grid, arguments)]
+        config, rows = self.sum_config, self._partial_rows(blocks)
+        arguments = (arrays.partials, *outputs, rows, self.needs.sums, config.rows, config.tile)
+        return [Call(column_sum, (_cdiv(self._sum_width, config.tile), self.needs.sums), arguments)]
 
     @cached_property
     def _norm(self) -> tuple:
@@ -330,16 +231,16 @@ class RowBackward(_BackwardPlan):
         """No float32 workspace beyond the partial sums."""
 
     def blocks(self, rows: int) -> int:
-        return self._sharing(self.tiles(rows), self._resident)
+        return self._sharing(self.tiles(rows), self.resident)
 
     @cached_property
     def _kernel(self) -> ct.kernel:
-        return _hinted(norm_backward, self.config.hints)
+        return hinted(norm_backward, self.config.hints)
 
     @cached_property
     def _constants(self) -> tuple:
-        spec, config = self.spec, self.config
-        tile = (spec.hidden, *self._tile, config.widths, config.tma, config.store, spec.aligned)
+        config, aligned = self.config, self.spec.aligned
+        tile = (self.spec.hidden, *self._tile, config.widths, config.tma, config.store, aligned)
         return *tile, *self._norm, *self.needs
 
     def calls(self, arrays: BackwardArrays, rows: int) -> list[Call]:
@@ -369,16 +270,15 @@ class WideBackward(_BackwardPlan):
         spec, needs, chunks, tile = self.spec, self.needs, self._chunks, self.config.tile
         x, dy, gate, dsum, weight, bias, mean, rstd, dx, dresidual, dgate, *rest = arrays
         partials, workspace, *_ = rest
-        blocks = self.blocks(rows)
         layer, gated, gate_first, has_weight, _, offset = self._norm
         calls = []
-        if self._through_norm or self._sums:
+        if self._through_norm or self.needs.sums:
             flags = (layer, gated, gate_first, has_weight, offset)
             dots = (x, dy, gate, weight, mean, rstd, workspace, partials, rows, *chunks, tile)
             asked = (self._through_norm, needs.dw, needs.db)
-            kernel = _hinted(wide.wide_dots, Hints(occupancy=self.config.occupancy))
+            kernel = hinted(wide.wide_dots, Hints(occupancy=self.config.occupancy))
             arguments = (*dots, spec.aligned, *flags, *asked)
-            calls.append(Call(kernel, (blocks * chunks[2],), arguments))
+            calls.append(Call(kernel, (self.blocks(rows) * chunks[2],), arguments))
         if self._through_norm or needs.dgate:
             padded = heuristics.tile_width(chunks[2])
             asked = (needs.dx, needs.dresidual, needs.dgate, needs.dsum)
@@ -390,9 +290,9 @@ class WideBackward(_BackwardPlan):
                     (count * chunks[2],),
                     (*inputs, dx, dresidual, dgate, first, *tail),
                 )
-                for first, count in _launches(rows, MAX_GRID // chunks[2])
+                for first, count in launches(rows, MAX_GRID // chunks[2])
             ]
-        return calls + self._column_sum(arrays, blocks)
+        return calls + self._column_sum(arrays, self.blocks(rows))
 
 
 def _gated(spec: NormSpec) -> tuple[bool, bool]:

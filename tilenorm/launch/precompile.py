@@ -12,16 +12,8 @@ from multiprocessing import get_context
 from cuda.tile._cext import default_tile_context
 
 from ..spec import NormSpec
-from .plan import (
-    ABSENT,
-    BackwardArrays,
-    Call,
-    ForwardArrays,
-    Needs,
-    every_gradient,
-    plan_backward,
-    plan_forward,
-)
+from .calls import ABSENT, BackwardArrays, Call, ForwardArrays, Needs, every_gradient
+from .plan import plan_backward, plan_forward
 from .signature import ArrayLike, signature
 from .target import Target
 from .toolchain import cache_folder
@@ -109,7 +101,7 @@ def _row_classes(plan, heads: int) -> list[int]:
     of the partial rows, which grow with the rows until the grid is full.
     """
     classes = {}
-    for tokens in (*range(1, 34 * plan.config.rows), 65536, 65537):
+    for tokens in (*range(1, 34 * plan.config.rows), *range(65536, 65552)):
         rows = tokens * heads
         extents = (rows, tokens, *(plan.partials(rows) or ())[:1])
         classes.setdefault(tuple((n == 1, n % 16 == 0) for n in extents), rows)

@@ -5,17 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..launch.plan import (
-    ABSENT,
-    BackwardArrays,
-    Call,
-    ForwardArrays,
-    RowBackward,
-    RowForward,
-    WideBackward,
-    WideForward,
-    launch,
-)
+from ..launch.calls import ABSENT, BackwardArrays, Call, ForwardArrays, launch
+from ..launch.plan import RowBackward, RowForward, WideBackward, WideForward
 from .layout import flat, matrix_of, parameter_of, rows_of
 from .reference import Forward
 

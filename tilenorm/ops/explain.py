@@ -3,7 +3,7 @@
 import inspect
 from dataclasses import dataclass
 
-from ..launch.plan import every_gradient
+from ..launch.calls import every_gradient
 from ..launch.precompile import backward_calls, forward_calls
 from ..launch.signature import ArrayLike
 from ..launch.target import Target

@@ -7,7 +7,8 @@ tensors take the shorter way of dispatch.py to the same kernels.
 import torch
 from torch import Tensor
 
-from ..launch.plan import Needs, plan_backward, plan_forward
+from ..launch.calls import Needs
+from ..launch.plan import plan_backward, plan_forward
 from ..spec import NormSpec
 from . import cutile, reference
 from .registry import device_of, select

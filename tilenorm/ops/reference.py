@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from ..launch.plan import Needs
+from ..launch.calls import Needs
 from ..spec import NormSpec
 
 

@@ -1,0 +1,104 @@
+"""What plans are made of: the calls of kernels, the arrays they take, the gradients asked for.
+
+An array that a flag excludes is passed as ABSENT, and its kernel does not touch it.
+"""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import cuda.tile as ct
+
+from ..spec import NormSpec
+from .config import Hints
+
+ABSENT = 0
+MAX_GRID = (1 << 24) - 1  # blocks in one dimension of a cuTile grid
+
+
+class Call(NamedTuple):
+    kernel: ct.kernel
+    grid: tuple[int, ...]
+    arguments: tuple[Any, ...]
+
+
+class Needs(NamedTuple):
+    """Which gradients are asked for, and whether one of the sum with the residual comes in."""
+
+    dx: bool
+    dw: bool = False
+    db: bool = False
+    dresidual: bool = False
+    dgate: bool = False
+    dsum: bool = False
+
+    @property
+    def sums(self) -> int:
+        """How many sums over rows."""
+        return self.dw + self.db
+
+
+def every_gradient(spec: NormSpec) -> Needs:
+    """What a training step asks for; one gradient serves input and residual of one dtype."""
+    return Needs(
+        dx=True,
+        dw=spec.weight is not None,
+        db=spec.bias is not None,
+        dresidual=spec.residual not in (None, spec.dtype),
+        dgate=spec.gate is not None,
+        dsum=spec.residual is not None,
+    )
+
+
+class ForwardArrays(NamedTuple):
+    """What a forward pass reads and writes, of tensors or their descriptions."""
+
+    x: Any
+    residual: Any
+    gate: Any
+    weight: Any
+    bias: Any
+    y: Any
+    sum: Any
+    mean: Any
+    rstd: Any
+    workspace: Any = ABSENT
+
+
+class BackwardArrays(NamedTuple):
+    """What a backward pass reads and writes. x is the sum where a residual was added."""
+
+    x: Any
+    dy: Any
+    gate: Any
+    dsum: Any
+    weight: Any
+    bias: Any
+    mean: Any
+    rstd: Any
+    dx: Any
+    dresidual: Any
+    dgate: Any
+    partials: Any
+    workspace: Any
+    dw: Any
+    db: Any
+
+
+def launch(stream: int, calls: list[Call]) -> None:
+    """Queue the calls on a CUDA stream of the current device."""
+    for kernel, grid, arguments in calls:
+        ct.launch(stream, grid, kernel, arguments)
+
+
+@cache
+def hinted(kernel: ct.kernel, hints: Hints) -> ct.kernel:
+    """The kernel with hints: kept, because a hinted kernel has a compile cache of its own."""
+    given = hints.given()
+    return kernel.replace_hints(**given) if given else kernel
+
+
+def launches(count: int, most: int) -> list[tuple[int, int]]:
+    """(first, count) of each launch, where one reaches at most `most`."""
+    if count <= most:
+        return [(0, count)]
+    return [(first, min(most, count - first)) for first in range(0, count, most)]
