@@ -36,7 +36,10 @@ ROWS = 65537
 # and by elements.
 SIZES = (8, 37, 1000, 4096, 8192, 40000, 65537)
 KINDS = [NormSpec("rms", n, "bfloat16", "bfloat16", "bfloat16", 1.0) for n in SIZES]
-KINDS += [NormSpec("layer", n, "float16", "float16", "float16", residual="float32") for n in SIZES]
+KINDS += [
+    NormSpec("layer", n, "float16", "float16", "float16", residual="float32")
+    for n in (37, 4096, 65537)
+]
 KINDS += [NormSpec("rms", 1536, "float32", gate="bfloat16", gate_first=True)]
 KINDS += [NormSpec("rms", 128, "bfloat16", "bfloat16", heads=24, rounding="early")]
 
@@ -113,14 +116,8 @@ def kind_params():
 
 
 def flag_params():
-    for hidden, fields in product(
-        (1000, 5120, 40000),
-        (
-            {"norm": "rms"},
-            {"norm": "layer", "residual": "float32"},
-            {"norm": "rms", "gate": "float16"},
-        ),
-    ):
+    added, gated = {"norm": "layer", "residual": "float32"}, {"norm": "rms", "gate": "float16"}
+    for hidden, fields in ((1000, gated), (1000, {"norm": "rms"}), (5120, added), (40000, added)):
         spec = NormSpec(
             hidden=hidden, dtype="bfloat16", weight="bfloat16", bias="float32", **fields
         )
@@ -168,10 +165,11 @@ def test_every_regime_compiles_and_does_not_spill(compiled, job):
 def allowed_spill(kernel: str, direction: str, spec: NormSpec, arch: str) -> int:
     """Bytes that the table of an architecture owns up to for this configuration."""
     chosen = cases.config(direction, spec, Target.of(arch))
+    stands_for = "gate_first" if direction == "backward" and spec.gate_first else spec.op
     spills = getattr(TABLES.get(arch), "SPILLS", {})
     for (name, op, size, hidden), spilled in spills.items():
         edge = replace(spec, hidden=hidden)
-        same = (name, op, size) == (kernel, spec.op, spec.widest_item)
+        same = (name, op, size) == (kernel, stands_for, spec.widest_item)
         if same and cases.config(direction, edge, Target.of(arch)) == chosen:
             return spilled
     return 0

@@ -24,7 +24,9 @@ def tile_width(hidden: int) -> int:
 
 
 def forward(spec: NormSpec, target: Target) -> Forward | Wide:
-    if found := _tabled(spec, target, "FORWARD", spec.op):
+    # No table has gates with a bias, which takes more registers.
+    alike = "none" if spec.gate and spec.bias else spec.op
+    if found := _tabled(spec, target, "FORWARD", alike):
         return found
     width = tile_width(spec.hidden)
     inputs = 1 + (spec.residual is not None) + (spec.gate is not None)
@@ -42,7 +44,8 @@ def backward(spec: NormSpec, target: Target, needs) -> Backward | Wide:
     inputs = 2 + (spec.gate is not None) + needs.dsum
     if width <= GATHERED[needs.sums] * 2 // inputs:
         return Backward((width,), max(1, TILE // width), hints=Hints(occupancy=2))
-    if width <= 8192 and target.has_tma and spec.aligned:
+    fits = 4096 if inputs == 3 and needs.sums == 2 else 8192
+    if width <= fits and target.has_tma and spec.aligned:
         return Backward((width,), tma=True, hints=Hints(1, 8))
     return WIDE
 

@@ -106,10 +106,10 @@ def add_rms_norm(
 
     Returns:
         (output, residual_out), contiguous: output in the input's dtype, residual_out in the
-        residual's. output is the norm of residual_out as rounded to that dtype, the same bits as
-        the norm of a sum computed before. The backward pass takes the gradients of both, either of
-        which may be absent, and returns that of the input and that of the residual, each in its own
-        dtype and in memory of its own or of the other's, never the caller's.
+        residual's. output is the norm of residual_out as rounded to that dtype. The backward pass
+        takes the gradients of both, either of which may be absent, and returns that of the input
+        and that of the residual, each in its own dtype and in memory of its own or of the other's,
+        never the caller's.
 
     Raises: as rms_norm.
     """

@@ -12,7 +12,38 @@ from ..config import Backward, Forward, Hints, Wide
 
 # (kernel, operation, bytes, hidden size): bytes a thread that the compiler spills, where every
 # configuration without spills that was timed is slower.
-SPILLS = {}
+SPILLS = {
+    ("norm_forward", "layer_norm", 2, 32768): 200,
+    ("norm_forward", "add_rms_norm", 2, 32768): 24,
+    ("norm_forward", "gated_rms_norm", 2, 5120): 8,
+    ("norm_forward", "gated_rms_norm", 2, 16384): 64,
+    ("norm_forward", "rms_norm", 4, 32768): 128,
+    ("norm_forward", "add_layer_norm", 4, 7168): 48,
+    ("norm_forward", "add_layer_norm", 4, 16384): 88,
+    ("norm_backward", "rms_norm", 2, 2048): 16,
+    ("norm_backward", "rms_norm", 2, 6144): 8,
+    ("norm_backward", "rms_norm", 2, 7168): 24,
+    ("norm_backward", "rms_norm", 2, 16384): 40,
+    ("norm_backward", "layer_norm", 2, 6144): 64,
+    ("norm_backward", "layer_norm", 2, 12288): 24,
+    ("norm_backward", "add_rms_norm", 2, 6144): 16,
+    ("norm_backward", "add_rms_norm", 2, 10240): 24,
+    ("norm_backward", "add_rms_norm", 2, 16384): 40,
+    ("norm_backward", "gated_rms_norm", 2, 2048): 8,
+    ("norm_backward", "gated_rms_norm", 2, 4096): 72,
+    ("norm_backward", "gated_rms_norm", 2, 5120): 8,
+    ("norm_backward", "gate_first", 2, 64): 8,
+    ("norm_backward", "gate_first", 2, 1536): 8,
+    ("norm_backward", "gate_first", 2, 2048): 8,
+    ("norm_backward", "gate_first", 2, 4096): 200,
+    ("norm_backward", "gate_first", 2, 7168): 8,
+    ("norm_backward", "gate_first", 2, 8192): 120,
+    ("norm_backward", "rms_norm", 4, 16384): 280,
+    ("norm_backward", "add_rms_norm", 4, 16384): 184,
+    ("norm_backward", "add_layer_norm", 4, 1536): 8,
+    ("norm_backward", "add_layer_norm", 4, 10240): 8,
+    ("norm_backward", "add_layer_norm", 4, 12288): 88,
+}
 
 
 def _tma(widths: tuple[int, ...], occupancy: int, warps: int, store: bool = False) -> Forward:
@@ -148,7 +179,7 @@ FORWARD = {
         (256, Forward(2, Hints(16))),  # 4187
         (4096, Forward()),  # 4211 (512), 4205 (1024), 4140 (3072), 4115
         (5120, Forward(1, Hints(8))),  # 4050
-        (7168, _tma((4096, 2048, 1024), 2, 8)),  # 3889
+        (7168, _tma((4096, 2048, 1024), 2, 4)),  # 3870
         (8192, _tma((8192,), 1, 8)),  # 3840
         (16384, _tma((16384,), 1, 8)),  # 3872 (12288), 3897
         (262144, Wide(2048)),  # 3381 (32768)
@@ -259,7 +290,7 @@ BACKWARD = {
         (1536, Backward((1024, 512), hints=Hints(4))),  # 3760
         (2048, _rows(2048, 1, 3)),  # 3758
         (3072, Backward((2048, 1024), hints=Hints(2))),  # 3621
-        (4096, _tile((4096,), 2, 4, store=True)),  # 3528
+        (4096, _tile((2048, 2048), 2, 4, store=True)),  # 3458
         (5120, _tile((4096, 1024), 1, 8)),  # 2662
         (7168, _tile((4096, 2048, 1024), 1, 8, store=True)),  # 3149
         (8192, _tile((8192,), 1, 8)),  # 3289
