@@ -32,7 +32,7 @@ def center(xs, masks, N, EXACT):
 
     The mean is rounded to float32, and adding up x to find it rounds more. EXACT measures what is
     left on the differences and takes it from them, so that in float32 too a mean a thousand times
-    the standard deviation costs no accuracy. Rows of 16 bits have not the digits to show it.
+    the standard deviation costs no accuracy. Where all is of 16 bits no digit would show it.
     """
     total = 0.0
     for x in ct.static_iter(xs):

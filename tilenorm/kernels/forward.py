@@ -88,7 +88,7 @@ def norm_forward(
             xs += (x,)
             masks += (in_row,)
         if LAYER:
-            EXACT = (SUM if ADD else X).dtype == ct.float32
+            EXACT = X.dtype == ct.float32 or (ADD and SUM.dtype == ct.float32)
             xs, mean, variance = center(xs, masks, N, EXACT)
         else:
             squares = 0.0

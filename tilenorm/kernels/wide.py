@@ -56,7 +56,7 @@ def wide_moments(
         x = x * silu(read(GATE, place, cols, mask).astype(ct.float32))
     if LAYER:
         count = ct.minimum(N - chunk * TILE, TILE)
-        EXACT = (SUM if ADD else X).dtype == ct.float32
+        EXACT = X.dtype == ct.float32 or (ADD and SUM.dtype == ct.float32)
         _, mean, variance = center((x,), (mask,), count, EXACT)
         ct.scatter(MOMENTS, (place[0], chunk), mean.item(), check_bounds=False)
         squares = variance.item() * count

@@ -63,10 +63,10 @@ class _Plan:
     def leading(self) -> int:
         """Most leading dimensions of an input that is read in place: two where a tile is one row.
 
-        The rows of a tile are evenly spaced, else the compiler lays the tile out otherwise and sums
-        it in another order (seen at N = 37 and 64). Inputs with heads all have two.
+        Rows that are not evenly spaced the compiler may lay out otherwise, and sum in another order
+        (seen at N = 37, 64 and, in chunks, 65536). Inputs with heads all have two.
         """
-        return 2 if self.config.rows == 1 else 1
+        return 2 if self.config.rows == 1 and not isinstance(self.config, Wide) else 1
 
     @cached_property
     def tile_heads(self) -> int:
