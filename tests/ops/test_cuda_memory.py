@@ -1,5 +1,7 @@
 """Memory on a GPU: outputs, what is saved, and scratch; no copies."""
 
+import gc
+
 import pytest
 import torch
 
@@ -23,6 +25,7 @@ def requested(which: str) -> int:
 
 def peak_of(function) -> int:
     """The bytes in use at the peak of a call, beyond those in use before it."""
+    gc.collect()  # what an earlier test left in a cycle would be freed meanwhile
     torch.cuda.synchronize()
     before = requested("current")
     torch.cuda.reset_peak_memory_stats()
