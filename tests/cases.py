@@ -68,7 +68,7 @@ def variants(dtype: str) -> list[dict]:
     by_heads = [
         {**fields, "heads": heads, "weight": dtype, **more}
         for fields, heads in zip(
-            ({"norm": "rms"}, {"norm": "layer"}, *added[::3], *gated[::3]), cycle((3, 2, 8))
+            ({"norm": "rms"}, {"norm": "layer"}, *added[::3], *gated[::3]), cycle((3, 2, 4))
         )
         for more in ({}, {"bias": dtype})
     ]

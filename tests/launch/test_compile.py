@@ -28,7 +28,7 @@ from tilenorm.launch.precompile import (
 from tilenorm.launch.signature import ArrayLike
 from tilenorm.launch.target import MULTIPROCESSORS, Target
 from tilenorm.launch.tuned import TABLES
-from tilenorm.spec import NormSpec
+from tilenorm.spec import ITEM_BYTES, NormSpec
 
 TUNED = ("sm_90", "sm_100")
 ROWS = 65537
@@ -50,9 +50,12 @@ def regime_specs(direction: str, arch: str) -> list[NormSpec]:
     turns = cycle((False, True))
     for dtype, aligned in (("bfloat16", True), ("float32", True), ("bfloat16", False)):
         seen = set()
-        fields = cases.tabled(dtype)
+        tables = getattr(TABLES.get(arch), direction.upper(), {}) if aligned else {}
+        size = ITEM_BYTES[dtype]
+        every = cases.tabled(dtype)
+        tabled = [f for f in every if (stands_for(direction, dtype, f), size) in tables]
         for first, last in cases.regimes(direction, arch, dtype, aligned):
-            for more in fields if aligned and arch in TABLES else fields[0::3]:
+            for more in tabled or every[0::3]:
                 spec = NormSpec(**{"norm": "rms", "hidden": last, "dtype": dtype, **more})
                 chosen = cases.config(direction, spec, Target.of(arch))
                 # Chunks are the same kernels whatever their number.
@@ -62,6 +65,14 @@ def regime_specs(direction: str, arch: str) -> list[NormSpec]:
                     # Of a regime's sizes the last and the first, which is masked, take turns.
                     specs.append(replace(spec, hidden=first) if next(turns) else spec)
     return list(dict.fromkeys(specs))
+
+
+def stands_for(direction: str, dtype: str, fields: dict) -> str | None:
+    """The operation whose table serves such a spec, in a direction."""
+    spec = NormSpec(**{"norm": "rms", "hidden": 1024, "dtype": dtype, **fields})
+    if spec.gate and spec.bias:
+        return None
+    return "gate_first" if direction == "backward" and spec.gate_first else spec.op
 
 
 def calls_of(direction: str, spec: NormSpec, arch: str):
@@ -165,11 +176,11 @@ def test_every_regime_compiles_and_does_not_spill(compiled, job):
 def allowed_spill(kernel: str, direction: str, spec: NormSpec, arch: str) -> int:
     """Bytes that the table of an architecture owns up to for this configuration."""
     chosen = cases.config(direction, spec, Target.of(arch))
-    stands_for = "gate_first" if direction == "backward" and spec.gate_first else spec.op
+    alike = "gate_first" if direction == "backward" and spec.gate_first else spec.op
     spills = getattr(TABLES.get(arch), "SPILLS", {})
     for (name, op, size, hidden), spilled in spills.items():
         edge = replace(spec, hidden=hidden)
-        same = (name, op, size) == (kernel, stands_for, spec.widest_item)
+        same = (name, op, size) == (kernel, alike, spec.widest_item)
         if same and cases.config(direction, edge, Target.of(arch)) == chosen:
             return spilled
     return 0
