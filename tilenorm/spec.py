@@ -7,6 +7,11 @@ ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 OPS = ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm", "gated_rms_norm")
 
 
+def norm_of(op: str) -> str:
+    """The norm of a function by its name: "rms" or "layer"."""
+    return "layer" if "layer" in op else "rms"
+
+
 @dataclass(frozen=True)
 class NormSpec:
     """One normalisation, independent of the number of rows and of the device.
@@ -40,7 +45,7 @@ class NormSpec:
             fields = {"residual": dtype} | fields
         elif op.startswith("gated_"):
             fields = {"gate": dtype} | fields
-        return cls("layer" if "layer" in op else "rms", hidden, dtype, **fields)
+        return cls(norm_of(op), hidden, dtype, **fields)
 
     @property
     def op(self) -> str:

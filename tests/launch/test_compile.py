@@ -14,7 +14,6 @@ from multiprocessing import get_context
 import pytest
 
 from tests import cases
-from tests.kernels.test_backward import some_needs
 from tilenorm.launch import heuristics
 from tilenorm.launch.calls import Needs, every_gradient
 from tilenorm.launch.config import Wide
@@ -28,7 +27,7 @@ from tilenorm.launch.precompile import (
 from tilenorm.launch.signature import ArrayLike
 from tilenorm.launch.target import MULTIPROCESSORS, Target
 from tilenorm.launch.tuned import TABLES
-from tilenorm.spec import ITEM_BYTES, NormSpec
+from tilenorm.spec import NormSpec
 
 TUNED = ("sm_90", "sm_100")
 ROWS = 65537
@@ -51,28 +50,29 @@ def regime_specs(direction: str, arch: str) -> list[NormSpec]:
     for dtype, aligned in (("bfloat16", True), ("float32", True), ("bfloat16", False)):
         seen = set()
         tables = getattr(TABLES.get(arch), direction.upper(), {}) if aligned else {}
-        size = ITEM_BYTES[dtype]
-        every = cases.tabled(dtype)
-        tabled = [f for f in every if (stands_for(direction, dtype, f), size) in tables]
+        every = [
+            NormSpec(**{"norm": "rms", "hidden": 0, "dtype": dtype, **fields})
+            for fields in cases.tabled(dtype)
+        ]
+        tabled = [s for s in every if (stands_for(direction, s), s.widest_item) in tables]
         for first, last in cases.regimes(direction, arch, dtype, aligned):
-            for more in tabled or every[0::3]:
-                spec = NormSpec(**{"norm": "rms", "hidden": last, "dtype": dtype, **more})
+            for operation in tabled or every[0::3]:
+                spec = replace(operation, hidden=last)
                 chosen = cases.config(direction, spec, Target.of(arch))
                 # Chunks are the same kernels whatever their number.
                 width = 0 if isinstance(chosen, Wide) else heuristics.tile_width(last)
-                if (chosen, width, str(more)) not in seen:
-                    seen.add((chosen, width, str(more)))
+                if (chosen, width, operation) not in seen:
+                    seen.add((chosen, width, operation))
                     # Of a regime's sizes the last and the first, which is masked, take turns.
                     specs.append(replace(spec, hidden=first) if next(turns) else spec)
     return list(dict.fromkeys(specs))
 
 
-def stands_for(direction: str, dtype: str, fields: dict) -> str | None:
-    """The operation whose table serves such a spec, in a direction."""
-    spec = NormSpec(**{"norm": "rms", "hidden": 1024, "dtype": dtype, **fields})
-    if spec.gate and spec.bias:
-        return None
-    return "gate_first" if direction == "backward" and spec.gate_first else spec.op
+def stands_for(direction: str, spec: NormSpec) -> str | None:
+    """The operation whose table serves a spec, in a direction."""
+    if direction == "forward":
+        return heuristics.forward_op(spec)
+    return heuristics.backward_op(spec, every_gradient(spec))
 
 
 def calls_of(direction: str, spec: NormSpec, arch: str):
@@ -132,7 +132,7 @@ def flag_params():
         spec = NormSpec(
             hidden=hidden, dtype="bfloat16", weight="bfloat16", bias="float32", **fields
         )
-        for needs in some_needs(spec):
+        for needs in cases.some_needs(spec):
             asked = "+".join(k for k, v in needs._asdict().items() if v)
             job = ("sm_90", calls_of_kind, (spec, "sm_90", needs, False))
             yield pytest.param(job, id=f"{cases.label(spec)}-{asked}")
@@ -176,7 +176,7 @@ def test_every_regime_compiles_and_does_not_spill(compiled, job):
 def allowed_spill(kernel: str, direction: str, spec: NormSpec, arch: str) -> int:
     """Bytes that the table of an architecture owns up to for this configuration."""
     chosen = cases.config(direction, spec, Target.of(arch))
-    alike = "gate_first" if direction == "backward" and spec.gate_first else spec.op
+    alike = stands_for(direction, spec)
     spills = getattr(TABLES.get(arch), "SPILLS", {})
     for (name, op, size, hidden), spilled in spills.items():
         edge = replace(spec, hidden=hidden)

@@ -19,8 +19,8 @@ class Forward:
     """Whole rows, `rows` of them a tile.
 
     loop: a persistent grid of `hints.occupancy` blocks a multiprocessor, instead of a block a tile.
-    tma: with that, read by tile loads instead of gathers, one row at a time. widths: the segments
-    of a row; None is one that holds it.
+    tma: with that, read by tile loads instead of gathers, one row at a time. store: with that,
+    write by tile stores. widths: the segments of a row; None is one that holds it.
     """
 
     rows: int = 1
@@ -36,6 +36,7 @@ class Backward:
     """A persistent grid of `hints.occupancy` blocks a multiprocessor, `rows` rows at a time.
 
     widths: the segments of a row. tma: read by tile loads instead of gathers, one row at a time.
+    store: with that, write by tile stores.
     """
 
     widths: tuple[int, ...]

@@ -24,9 +24,7 @@ def tile_width(hidden: int) -> int:
 
 
 def forward(spec: NormSpec, target: Target) -> Forward | Wide:
-    # No table has gates with a bias, which takes more registers.
-    alike = "none" if spec.gate and spec.bias else spec.op
-    if found := _tabled(spec, target, "FORWARD", alike):
+    if found := _tabled(spec, target, "FORWARD", forward_op(spec)):
         return found
     width = tile_width(spec.hidden)
     inputs = 1 + (spec.residual is not None) + (spec.gate is not None)
@@ -36,10 +34,10 @@ def forward(spec: NormSpec, target: Target) -> Forward | Wide:
 
 
 def backward(spec: NormSpec, target: Target, needs) -> Backward | Wide:
-    """needs: which gradients (plan.Needs)."""
+    """needs: which gradients (calls.Needs)."""
     width = tile_width(spec.hidden)
     # No table has tiles for narrower rows.
-    if width >= 32 and (found := _tabled(spec, target, "BACKWARD", _backward_op(spec, needs))):
+    if width >= 32 and (found := _tabled(spec, target, "BACKWARD", backward_op(spec, needs))):
         return found
     inputs = 2 + (spec.gate is not None) + needs.dsum
     if width <= GATHERED[needs.sums] * 2 // inputs:
@@ -55,16 +53,21 @@ def column_sum(spec: NormSpec, target: Target) -> ColumnSum:
     return ColumnSum(tile=16 if spec.hidden * (spec.heads or 1) <= 4096 else 32)
 
 
-def _backward_op(spec: NormSpec, needs) -> str:
+def forward_op(spec: NormSpec) -> str | None:
+    """The operation whose table serves: none has gates with a bias, which takes more registers."""
+    return None if spec.gate and spec.bias else spec.op
+
+
+def backward_op(spec: NormSpec, needs) -> str | None:
     """The operation whose table serves: one that reads as much and keeps as many sums."""
     if spec.gate:
         alike = "gate_first" if spec.gate_first else "gated_rms_norm"
-        return alike if needs.sums < 2 else "none"
+        return alike if needs.sums < 2 else None
     norm = "layer_norm" if spec.norm == "layer" or needs.sums == 2 else "rms_norm"
     return f"add_{norm}" if needs.dsum else norm
 
 
-def _tabled(spec: NormSpec, target: Target, direction: str, op: str):
+def _tabled(spec: NormSpec, target: Target, direction: str, op: str | None):
     """What the table of an architecture has, if there is one, for rows of whole vectors."""
     if not spec.aligned or target.arch not in TABLES:
         return None

@@ -7,6 +7,8 @@ from numbers import Integral, Real
 import torch
 from torch import SymFloat, SymInt, Tensor
 
+from ..spec import norm_of
+
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 ROUNDINGS = ("late", "early")
 
@@ -37,7 +39,7 @@ def check(
         got = _kind(normalized_shape)
         raise TypeError(f"{op}: argument 'normalized_shape' takes a tuple of ints, got {got}")
     # PyTorch's layer_norm takes no None, and has another exception for too few dimensions.
-    layer = "layer" in op
+    layer = norm_of(op) == "layer"
     if not isinstance(eps, (float, Real, SymFloat)) and (layer or eps is not None):
         takes = "a float" if layer else "a float or None"
         raise TypeError(f"{op}: argument 'eps' takes {takes}, got {_kind(eps)}")
@@ -81,7 +83,7 @@ def check(
                 f" got {list(bias.shape)}"
             )
         heads = bias_heads
-    return math.prod(shape), heads
+    return math.prod(shape), heads if heads > 1 else 0  # one row of a parameter serves every row
 
 
 def _check_like_input(op: str, name: str, tensor: Tensor, input: Tensor) -> None:

@@ -9,12 +9,12 @@ from torch.autograd import Function, forward_ad
 from torch.nn import Parameter
 
 from ..launch.plan import plan_backward, plan_forward
+from ..spec import norm_of
 from . import arguments, cutile, library, reference
 from .registry import MAX_ROWS, device_of, select, select_transformed
 
 
 def normalize(
-    norm: str,
     op: str,
     input: Tensor,
     residual: Tensor | None,
@@ -30,8 +30,9 @@ def normalize(
 ) -> tuple[Tensor, Tensor | None]:
     """The norm, and the sum with the residual if there is one, by whatever serves the call.
 
-    norm: "rms" or "layer". op: the function's name, which says what else it takes.
+    op: the function's name, which says what it computes and takes.
     """
+    norm = norm_of(op)
     others = {}
     if op.startswith("add"):
         others["residual"] = residual
@@ -60,7 +61,7 @@ def normalize(
             None if bias is None else bias.dtype,
             offset,
             gate_first,
-            heads if heads > 1 else 0,
+            heads,
             rounding,
             input.get_device(),
             backend,

@@ -7,7 +7,7 @@ from ..launch.calls import every_gradient
 from ..launch.precompile import backward_calls, forward_calls
 from ..launch.signature import ArrayLike
 from ..launch.target import Target
-from ..spec import ITEM_BYTES, OPS, NormSpec
+from ..spec import ITEM_BYTES, OPS, NormSpec, norm_of
 from . import arguments, functional, library
 from .registry import MIN_DRIVER, Device, device_of, refusals, requested_backend
 
@@ -74,13 +74,11 @@ def explain(op: str, *args, **kwargs) -> Explanation:
     bound.apply_defaults()
     given = bound.arguments
     gate_first = not given.pop("norm_before_gate", True)
-    hidden, heads = arguments.check(op, **given)
-    input, backend = given["input"], given["backend"]
+    hidden, _ = arguments.check(op, **given)
+    input, backend, eps = given["input"], given["backend"], given["eps"]
     tensors = (given.get(name) for name in ("residual", "gate", "weight", "bias"))
-    dtypes = (None if t is None else t.dtype for t in (input, *tensors))
-    norm = "layer" if "layer" in op else "rms"
-    how = (float(given["offset"]), gate_first, heads if heads > 1 else 0, given["rounding"])
-    spec = library.spec_of(norm, hidden, *dtypes, *how)
+    how = (norm_of(op), hidden, eps, float(given["offset"]), gate_first, given["rounding"])
+    spec = library.spec_of_tensors(input, *tensors, *how)
     rows = input.numel() // hidden if hidden else 0
     device = device_of(input.device.type, input.device.index)
     found = explain_spec(spec, rows, device, backend)

@@ -50,7 +50,7 @@ def rms_norm(
         ValueError: an unknown backend or rounding, an input of too few dimensions.
     """
     return normalize(
-        "rms", "rms_norm", input, None, None, normalized_shape, weight, bias, eps, offset,
+        "rms_norm", input, None, None, normalized_shape, weight, bias, eps, offset,
         False, rounding, backend,
     )[0]  # fmt: skip
 
@@ -78,7 +78,7 @@ def layer_norm(
     RuntimeError, as in PyTorch.
     """
     return normalize(
-        "layer", "layer_norm", input, None, None, normalized_shape, weight, bias, eps, offset,
+        "layer_norm", input, None, None, normalized_shape, weight, bias, eps, offset,
         False, rounding, backend,
     )[0]  # fmt: skip
 
@@ -114,7 +114,7 @@ def add_rms_norm(
     Raises: as rms_norm.
     """
     return normalize(
-        "rms", "add_rms_norm", input, residual, None, normalized_shape, weight, bias, eps, offset,
+        "add_rms_norm", input, residual, None, normalized_shape, weight, bias, eps, offset,
         False, rounding, backend,
     )  # fmt: skip
 
@@ -138,7 +138,7 @@ def add_layer_norm(
     Args, returns, raises: as add_rms_norm and layer_norm.
     """
     return normalize(
-        "layer", "add_layer_norm", input, residual, None, normalized_shape, weight, bias, eps,
+        "add_layer_norm", input, residual, None, normalized_shape, weight, bias, eps,
         offset, False, rounding, backend,
     )  # fmt: skip
 
@@ -177,6 +177,6 @@ def gated_rms_norm(
     Raises: as rms_norm.
     """
     return normalize(
-        "rms", "gated_rms_norm", input, None, gate, normalized_shape, weight, bias, eps, offset,
+        "gated_rms_norm", input, None, gate, normalized_shape, weight, bias, eps, offset,
         not norm_before_gate, rounding, backend,
     )[0]  # fmt: skip
