@@ -14,7 +14,7 @@ from functools import cache
 from itertools import chain, cycle, pairwise, product
 
 from tilenorm.launch import heuristics
-from tilenorm.launch.calls import every_gradient
+from tilenorm.launch.calls import Needs, every_gradient
 from tilenorm.launch.config import Wide
 from tilenorm.launch.target import Target
 from tilenorm.launch.tuned import TABLES
@@ -39,6 +39,7 @@ INTERPRETED = tuple(dict.fromkeys(("sm_80", *TABLES, "sm_100")))
 INTERPRETERS = tuple(f"interpreter_{arch}" for arch in INTERPRETED)
 EXECUTORS = (*INTERPRETERS, "gpu")
 DIRECTIONS = ("forward", "backward")
+GRADIENTS = ("dx", "dresidual", "dgate", "dw", "db")  # in the order of their tensors
 
 
 def config(direction: str, spec: NormSpec, target: Target):
@@ -171,6 +172,20 @@ def matrix(direction: str, wide: bool) -> list[tuple[str, NormSpec]]:
     every = chain(listed(), *(ends(direction, arch) for arch in TABLES))
     on_gpu = [s for s in dict.fromkeys(every) if (s.hidden > WIDEST_ROW) == wide]
     return pairs + [("gpu", spec) for spec in on_gpu]
+
+
+def some_needs(spec: NormSpec) -> list[Needs]:
+    """Every gradient alone, all of them, and all but one."""
+    every = every_gradient(spec)
+    asked = [name for name in GRADIENTS if getattr(every, name)]
+    nothing = every._replace(**dict.fromkeys(asked, False))
+    found = [nothing._replace(**{name: True}) for name in asked]
+    found += [every._replace(**{name: False}) for name in asked] + [every]
+    if spec.residual:
+        found.append(every._replace(dsum=False))
+    return list(
+        dict.fromkeys(needs for needs in found if any(getattr(needs, n) for n in GRADIENTS))
+    )
 
 
 def label(value) -> str:

@@ -16,7 +16,6 @@ from tilenorm.spec import NormSpec
 from . import cases, interpreter, oracle
 
 EPS = 1e-6
-GRADIENTS = ("dx", "dresidual", "dgate", "dw", "db")
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ class Executor:
         run = self.run(**how)
         with _poisoned():
             found = cutile.backward(plan, inputs.dy, dsum, *given, run=run)
-        grads = dict(zip(GRADIENTS, found, strict=True))
+        grads = dict(zip(cases.GRADIENTS, found, strict=True))
         # A weight by heads is compared as the row of sums that it is made from.
         grads |= {name: grads[name].reshape(-1) for name in ("dw", "db") if grads[name] is not None}
         return {name: t for name, t in grads.items() if t is not None}

@@ -15,7 +15,6 @@ from tilenorm.spec import NormSpec
 
 over = partial(pytest.mark.parametrize, "executor, spec", indirect=["executor"], ids=cases.label)
 each_spec = partial(pytest.mark.parametrize, "spec", ids=cases.label)
-GIVEN = ("dx", "dresidual", "dgate", "dw", "db")
 ASKED = [
     NormSpec(hidden=n, **fields)
     for n in (24, 37)
@@ -58,25 +57,13 @@ def test_any_number_of_rows(executor, spec, rows):
     check(executor, spec, rows)
 
 
-def some_needs(spec: NormSpec) -> list[Needs]:
-    """Every gradient alone, all of them, and all but one."""
-    every = every_gradient(spec)
-    asked = [name for name in GIVEN if getattr(every, name)]
-    nothing = every._replace(**dict.fromkeys(asked, False))
-    found = [nothing._replace(**{name: True}) for name in asked]
-    found += [every._replace(**{name: False}) for name in asked] + [every]
-    if spec.residual:
-        found.append(every._replace(dsum=False))
-    return list(dict.fromkeys(needs for needs in found if any(getattr(needs, n) for n in GIVEN)))
-
-
 def with_needs(*specs: NormSpec):
     return pytest.mark.parametrize(
         "spec, needs",
         [
             pytest.param(s, n, id=f"{cases.label(s)}-{label(n)}")
             for s in specs
-            for n in some_needs(s)
+            for n in cases.some_needs(s)
         ],
     )
 
@@ -88,7 +75,7 @@ def label(needs: Needs) -> str:
 @with_needs(*ASKED)
 def test_gradients_do_not_depend_on_which_are_asked(executor, spec, needs):
     grads = check(executor, spec, 13, needs)
-    assert set(grads) == {name for name in GIVEN if getattr(needs, name)}
+    assert set(grads) == {name for name in cases.GRADIENTS if getattr(needs, name)}
     every = check(executor, spec, 13, every_gradient(spec)._replace(dsum=needs.dsum))
     if spec.gate and executor.name == "gpu":
         return  # what is computed beside a gradient decides which multiplications are fused
