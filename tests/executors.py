@@ -133,7 +133,7 @@ class Interpreter(Executor):
         """fill: what undefined padding reads as. order: of the blocks, as interpreter.launch."""
 
         def run(calls, index) -> None:
-            for kernel, grid, arguments in calls:
+            for kernel, grid, arguments, _ in calls:
                 interpreter.launch(grid, kernel, arguments, fill=fill, order=order)
 
         return run

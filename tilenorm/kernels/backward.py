@@ -2,7 +2,8 @@
 
 import cuda.tile as ct
 
-from .formula import silu, silu_slope, sums
+from .exchange import collect, publish
+from .formula import again, silu, silu_slope, sums
 from .rows import (
     both,
     columns,
@@ -30,14 +31,20 @@ def norm_backward(
     DRESIDUAL,
     DGATE,
     PARTIALS,
+    SLOTS,
     rows: int,
     N: ct.Constant[int],
     HEADS: ct.Constant[int],
     TILE_ROWS: ct.Constant[int],
     TILE_HEADS: ct.Constant[int],
     WIDTHS: ct.Constant[tuple[int, ...]],
+    CHUNKS: ct.Constant[int],
+    PADDED_CHUNKS: ct.Constant[int],
+    POLLS: ct.Constant[int],
+    OVERLAP: ct.Constant[bool],
     TMA: ct.Constant[bool],
     STORE: ct.Constant[bool],
+    PACKED: ct.Constant[bool],
     ALIGNED: ct.Constant[bool],
     LAYER: ct.Constant[bool],
     GATED: ct.Constant[bool],
@@ -64,24 +71,33 @@ def norm_backward(
     DRESIDUAL, DGATE (rows, N). Block b writes its sums over rows to PARTIALS (outputs · blocks, N)
     float32: that of dW to row b, that of dB behind all of dW's. With HEADS, PARTIALS is
     (outputs · n, HEADS · N), and a group of blocks, one for each part of the heads, writes rows.
+    With CHUNKS, so many blocks in turn share rows and stand for one block; they share what they
+    have of a row's sums by SLOTS. PACKED: x and dy of 16 bits stay in them over the sums.
     """
-    b = ct.bid(0)
-    step = ct.num_blocks(0)
+    b = ct.bid(0) // CHUNKS
+    chunk = ct.bid(0) % CHUNKS if CHUNKS > 1 else 0
+    step = ct.num_blocks(0) // CHUNKS
     through_norm = NEED_DX or NEED_DRESIDUAL or (NEED_DGATE and GATE_FIRST)
     gate_after = GATED and not GATE_FIRST
     # With heads a row of the tile is of the same head in every turn; without, any row will do.
     home = tile_place(b, TILE_ROWS if HEADS > 0 else 1, HEADS, TILE_HEADS)
-    ws = ()
+    TILE = ct.static_eval(sum(WIDTHS))
+
+    def weights(chunk):
+        ws = ()
+        for _, start, width, end in ct.static_iter(segments(WIDTHS, CHUNKS)):
+            cols = columns(chunk * TILE + start, width)
+            ws += (scale(W, home, cols, inside(X, cols, end, N, ALIGNED), OFFSET),)
+        return ws
+
+    ws = weights(chunk) if WEIGHT and (through_norm or NEED_DGATE) else ()
     bs = ()
     dws = ()
     dbs = ()
-    for _, start, width in ct.static_iter(segments(WIDTHS)):
-        cols = columns(start, width)
-        in_row = inside(X, cols, start + width, N, ALIGNED)
-        if WEIGHT and (through_norm or NEED_DGATE):
-            ws += (scale(W, home, cols, in_row, OFFSET),)
+    for _, start, width, end in ct.static_iter(segments(WIDTHS, CHUNKS)):
+        cols = columns(chunk * TILE + start, width)
         if BIAS and gate_after and NEED_DGATE:
-            bs += (read_parameter(B, home, cols, in_row),)
+            bs += (read_parameter(B, home, cols, inside(X, cols, end, N, ALIGNED)),)
         if NEED_DW:
             dws += (ct.zeros((TILE_ROWS, width), dtype=ct.float32),)
         if NEED_DB:
@@ -94,16 +110,54 @@ def norm_backward(
         inputs += (DSUM,)
     numbers = (RSTD, MEAN) if LAYER else (RSTD,)
 
-    def gather(i):
+    def gather(i, chunk):
         place = tile_place(i, TILE_ROWS, HEADS, TILE_HEADS)
         in_rows = existing(place, rows, TILE_ROWS, TILE_HEADS)
-        tiles = gather_tiles(inputs, place, in_rows, N, WIDTHS, ALIGNED)
+        left = chunk * TILE
+        tiles = gather_tiles(inputs, place, in_rows, left, N, WIDTHS, CHUNKS, ALIGNED)
         return tiles, gather_numbers(numbers, place, in_rows)
+
+    def normalized(x, dy, tiles, stats, j):
+        """x̂ and dy of segment j in float32, with what the gate does to them."""
+        x = x.astype(ct.float32)
+        dy = dy.astype(ct.float32)
+        if GATED and GATE_FIRST:
+            x = x * silu(tiles[2][j].astype(ct.float32))
+        x_hat = (x - stats[1]) * stats[0] if LAYER else x * stats[0]
+        if gate_after:
+            dy = dy * silu(tiles[2][j].astype(ct.float32))
+        return x_hat, dy
+
+    def added_up(tiles, stats, ws, dws, dbs):
+        """x̂ and g = dy · w of each segment, Σ g · x̂ and Σ g by rows, and the sums over rows."""
+        dot = ct.zeros((TILE_ROWS, 1), dtype=ct.float32)
+        total = ct.zeros((TILE_ROWS, 1), dtype=ct.float32)
+        pairs = ()
+        new_dws = ()
+        new_dbs = ()
+        for j, _, _, _ in ct.static_iter(segments(WIDTHS, CHUNKS)):
+            x_hat, dy = normalized(tiles[0][j], tiles[1][j], tiles, stats, j)
+            if through_norm:
+                g = dy * ws[j] if WEIGHT else dy
+                if LAYER:
+                    more, more_total = sums(x_hat * g, g)
+                    total = total + more_total
+                else:
+                    more = ct.sum(x_hat * g, axis=1, keepdims=True)
+                dot = dot + more
+                pairs += ((x_hat, g),)
+            if NEED_DW:
+                new_dws += (dws[j] + dy * x_hat,)
+            if NEED_DB:
+                new_dbs += (dbs[j] + dy,)
+        return pairs, dot, total, new_dws, new_dbs
 
     # Gathered rows are fetched one tile ahead; tile loads the compiler runs ahead by itself.
     count = tiles_of(rows, HEADS, TILE_ROWS, TILE_HEADS)
     if not TMA:
-        ahead = gather(b)
+        ahead = gather(b, chunk)
+    if OVERLAP:
+        ct.grid_dependency_control_wait()
 
     for i in range(b, count, step):
         if TMA:
@@ -116,52 +170,48 @@ def norm_backward(
             in_rows = existing(place, rows, TILE_ROWS, TILE_HEADS)
             tiles, stats = ahead
             # Past the end it is the last tile of the same heads once more.
-            ahead = gather(i + step if i + step < count else i)
+            ahead = gather(i + step if i + step < count else i, chunk)
 
-        dot = ct.zeros((TILE_ROWS, 1), dtype=ct.float32)
-        total = ct.zeros((TILE_ROWS, 1), dtype=ct.float32)
-        x_hats = ()
-        gs = ()
-        new_dws = ()
-        new_dbs = ()
-        for j, start, width in ct.static_iter(segments(WIDTHS)):
-            x = tiles[0][j].astype(ct.float32)
-            dy = tiles[1][j].astype(ct.float32)
-            if GATED and GATE_FIRST:
-                x = x * silu(tiles[2][j].astype(ct.float32))
-            x_hat = (x - stats[1]) * stats[0] if LAYER else x * stats[0]
-            if gate_after:
-                gate = tiles[2][j].astype(ct.float32)
-                if NEED_DGATE:
-                    y = x_hat * ws[j] if WEIGHT else x_hat
-                    if BIAS:
-                        y = y + bs[j]
-                    cols = columns(start, width)
-                    mask = both(in_rows, inside(X, cols, start + width, N, ALIGNED))
-                    store(DGATE, place, start, cols, dy * y * silu_slope(gate), mask, width, STORE)
-                dy = dy * silu(gate)
-            if through_norm:
-                g = dy * ws[j] if WEIGHT else dy
-                if LAYER:
-                    more, more_total = sums(x_hat * g, g)
-                    total = total + more_total
-                else:
-                    more = ct.sum(x_hat * g, axis=1, keepdims=True)
-                dot = dot + more
-                x_hats += (x_hat,)
-                gs += (g,)
-            if NEED_DW:
-                new_dws += (dws[j] + dy * x_hat,)
-            if NEED_DB:
-                new_dbs += (dbs[j] + dy,)
-        dws = new_dws
-        dbs = new_dbs
+        if gate_after and NEED_DGATE:
+            for j, start, width, end in ct.static_iter(segments(WIDTHS, CHUNKS)):
+                x_hat = normalized(tiles[0][j], tiles[1][j], tiles, stats, j)[0]
+                y = x_hat * ws[j] if WEIGHT else x_hat
+                if BIAS:
+                    y = y + bs[j]
+                dgate = tiles[1][j].astype(ct.float32) * y
+                dgate = dgate * silu_slope(tiles[2][j].astype(ct.float32))
+                cols = columns(chunk * TILE + start, width)
+                mask = both(in_rows, inside(X, cols, end, N, ALIGNED))
+                store(DGATE, place, start, cols, dgate, mask, width, STORE)
+        pairs, dot, total, dws, dbs = added_up(tiles, stats, ws, dws, dbs)
+        if CHUNKS > 1 and through_norm:
+            mine = (dot.item(), total.item()) if LAYER else (dot.item(),)
+
+            def missing(other):
+                found, numbers = gather(i, other)
+                there = weights(other) if WEIGHT else ()
+                theirs = added_up(found, numbers, there, dws, dbs)
+                return (theirs[1].item(), theirs[2].item()) if LAYER else (theirs[1].item(),)
+
+            publish(SLOTS, i, chunk, CHUNKS, mine)
+            found = collect(SLOTS, i, len(mine), CHUNKS, PADDED_CHUNKS, POLLS, missing)
+            dot = ct.sum(found[0])
+            if LAYER:
+                total = ct.sum(found[1])
 
         if through_norm:
-            for j, start, width in ct.static_iter(segments(WIDTHS)):
-                cols = columns(start, width)
-                mask = both(in_rows, inside(X, cols, start + width, N, ALIGNED))
-                dx = gs[j] - x_hats[j] * (dot * (1.0 / N))
+            for j, start, width, end in ct.static_iter(segments(WIDTHS, CHUNKS)):
+                cols = columns(chunk * TILE + start, width)
+                mask = both(in_rows, inside(X, cols, end, N, ALIGNED))
+                if PACKED:
+                    x = again(tiles[0][j], dot)
+                    dy = again(tiles[1][j], dot)
+                    x_hat, g = normalized(x, dy, tiles, stats, j)
+                    if WEIGHT:
+                        g = g * ws[j]
+                else:
+                    x_hat, g = pairs[j]
+                dx = g - x_hat * (dot * (1.0 / N))
                 if LAYER:
                     dx = dx - total * (1.0 / N)
                 dx = dx * stats[0]
@@ -169,9 +219,8 @@ def norm_backward(
                     gate = tiles[2][j].astype(ct.float32)
                     if NEED_DGATE:
                         x = tiles[0][j].astype(ct.float32)
-                        store(
-                            DGATE, place, start, cols, dx * x * silu_slope(gate), mask, width, STORE
-                        )
+                        dgate = dx * x * silu_slope(gate)
+                        store(DGATE, place, start, cols, dgate, mask, width, STORE)
                     dx = dx * silu(gate)
                 if ADD_DSUM:
                     dx = dx + tiles[-1][j].astype(ct.float32)
@@ -181,9 +230,9 @@ def norm_backward(
                     store(DRESIDUAL, place, start, cols, dx, mask, width, STORE)
 
     def write_sums(first, tiles):
-        for j, start, width in ct.static_iter(segments(WIDTHS)):
-            cols = columns(start, width)
-            in_row = inside(X, cols, start + width, N, ALIGNED)
+        for j, start, width, end in ct.static_iter(segments(WIDTHS, CHUNKS)):
+            cols = columns(chunk * TILE + start, width)
+            in_row = inside(X, cols, end, N, ALIGNED)
             tile = tiles[j]
             if HEADS == 0 and TILE_ROWS > 1:
                 tile = ct.sum(tile, axis=0, keepdims=True)

@@ -27,35 +27,55 @@ def sums(x, y):
     return ct.reduce((x, y), 1, add_both, (0.0, 0.0), keepdims=True)
 
 
-def center(xs, masks, N, EXACT):
-    """The segments of x − mean(x), zero outside the masks; the mean; mean((x − mean(x))²), by rows.
-
-    The mean is rounded to float32, and adding up x to find it rounds more. EXACT measures what is
-    left on the differences and takes it from them, so that in float32 too a mean a thousand times
-    the standard deviation costs no accuracy. Where all is of 16 bits no digit would show it.
-    """
+def mean_of(xs, N):
+    """The mean of segments, by rows."""
     total = 0.0
     for x in ct.static_iter(xs):
         total = total + ct.sum(x, axis=1, keepdims=True)
-    mean = total * (1.0 / N)
-    near = ()
-    left = 0.0
+    return total * (1.0 / N)
+
+
+def mean_square(xs, N):
     squares = 0.0
+    for x in ct.static_iter(xs):
+        squares = squares + ct.sum(x * x, axis=1, keepdims=True)
+    return squares * (1.0 / N)
+
+
+def centered(xs, masks, mean):
+    """The segments of x − mean, zero outside the masks."""
+    near = ()
     for j, mask in ct.static_iter(enumerate(masks)):
         x = xs[j] - mean
-        if mask is not None:
-            x = ct.where(mask, x, 0.0)
-        if EXACT:
-            differences, more = sums(x, x * x)
-            left = left + differences
-        else:
-            more = ct.sum(x * x, axis=1, keepdims=True)
+        near += (x if mask is None else ct.where(mask, x, 0.0),)
+    return near
+
+
+def recentered(xs, N):
+    """Segments whose mean is nearly 0 less that mean, the mean, and the variance.
+
+    The mean of x is rounded to float32, and adding up x to find it rounds more. What that left
+    is measured on the differences and taken from them, so that in float32 too a mean a thousand
+    times the standard deviation costs no accuracy.
+    """
+    left = 0.0
+    squares = 0.0
+    for x in ct.static_iter(xs):
+        differences, more = sums(x, x * x)
+        left = left + differences
         squares = squares + more
-        near += (x,)
-    if not EXACT:
-        return near, mean, squares * (1.0 / N)
     left = left * (1.0 / N)
-    found = ()
-    for x in ct.static_iter(near):
-        found += (x - left,)
-    return found, mean + left, squares * (1.0 / N) - left * left
+    near = ()
+    for x in ct.static_iter(xs):
+        near += (x - left,)
+    return near, left, squares * (1.0 / N) - left * left
+
+
+def again(tile, number):
+    """The tile, in such a way that the compiler takes it for new once `number` is known.
+
+    It is kept in its own 16 bits over the sum that makes the number, and converted a second time,
+    where the compiler would convert it once and keep float32. No 1 / √number² is negative.
+    """
+    nothing = (ct.rsqrt(number * number) < 0.0).astype(ct.int16)
+    return ct.bitcast(ct.bitcast(tile, ct.int16) ^ nothing, tile.dtype)

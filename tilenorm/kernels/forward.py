@@ -1,8 +1,9 @@
-"""Forward: rows held whole in registers, a tile a block, or a persistent grid that runs ahead."""
+"""Forward: a row held by a block, or by several that share it; a tile a block, or a persistent grid."""
 
 import cuda.tile as ct
 
-from .formula import center, silu
+from .exchange import collect, combine, publish
+from .formula import again, centered, mean_of, mean_square, recentered, silu
 from .rows import (
     affine,
     both,
@@ -27,6 +28,7 @@ def norm_forward(
     SUM,
     MEAN,
     RSTD,
+    SLOTS,
     first: int,
     rows: int,
     eps: float,
@@ -35,9 +37,14 @@ def norm_forward(
     TILE_ROWS: ct.Constant[int],
     TILE_HEADS: ct.Constant[int],
     WIDTHS: ct.Constant[tuple[int, ...]],
+    CHUNKS: ct.Constant[int],
+    PADDED_CHUNKS: ct.Constant[int],
+    POLLS: ct.Constant[int],
+    OVERLAP: ct.Constant[bool],
     LOOP: ct.Constant[bool],
     TMA: ct.Constant[bool],
     STORE: ct.Constant[bool],
+    PACKED: ct.Constant[bool],
     ALIGNED: ct.Constant[bool],
     LAYER: ct.Constant[bool],
     ADD: ct.Constant[bool],
@@ -58,72 +65,142 @@ def norm_forward(
     X, RESIDUAL, GATE (..., N) of rows in one or two leading dimensions; W and B (N,) or (HEADS, N);
     Y, SUM (rows, N); MEAN, RSTD (rows,) float32, written if SAVE. Arrays that a flag excludes are
     not touched. Block b takes tile `first` + b, and with LOOP every tile that follows at steps of
-    the grid, fetched one ahead. There may be more tiles than a grid has blocks.
+    the grid, fetched one ahead. There may be more tiles than a grid has blocks. With CHUNKS, so
+    many blocks in turn share a row, and what they have of its sums by SLOTS. PACKED: what has 16
+    bits stays in them over the sums.
     """
     inputs = (X,)
     if ADD:
         inputs += (RESIDUAL,)
     if GATED:
         inputs += (GATE,)
+    # Where all is of 16 bits no digit shows what rounding leaves of a mean.
+    EXACT = X.dtype == ct.float32 or (ADD and SUM.dtype == ct.float32)
+    TILE = ct.static_eval(sum(WIDTHS))
 
-    def gather(i):
+    def gather(i, chunk):
         place = tile_place(i, TILE_ROWS, HEADS, TILE_HEADS)
-        return gather_tiles(
-            inputs, place, existing(place, rows, TILE_ROWS, TILE_HEADS), N, WIDTHS, ALIGNED
-        )
+        in_rows = existing(place, rows, TILE_ROWS, TILE_HEADS)
+        return gather_tiles(inputs, place, in_rows, chunk * TILE, N, WIDTHS, CHUNKS, ALIGNED)
 
-    def normalize(place, in_rows, tiles):
+    def summed(tiles):
+        """Segments of x, or of x + residual as SUM holds it."""
+        if not ADD:
+            return tiles[0]
+        totals = ()
+        for x, residual in ct.static_iter(zip(tiles[0], tiles[1])):
+            totals += ((x.astype(ct.float32) + residual.astype(ct.float32)).astype(SUM.dtype),)
+        return totals
+
+    def values(kept, tiles):
+        """What is normalised, in float32."""
         xs = ()
-        masks = ()
-        for j, start, width in ct.static_iter(segments(WIDTHS)):
-            cols = columns(start, width)
-            in_row = inside(X, cols, start + width, N, ALIGNED)
-            x = tiles[0][j].astype(ct.float32)
-            if ADD:
-                total = (x + tiles[1][j].astype(ct.float32)).astype(SUM.dtype)
-                store(SUM, place, start, cols, total, both(in_rows, in_row), width, STORE)
-                x = total.astype(ct.float32)
+        for j, x in ct.static_iter(enumerate(kept)):
+            x = x.astype(ct.float32)
             if GATED and GATE_FIRST:
                 x = x * silu(tiles[-1][j].astype(ct.float32))
             xs += (x,)
-            masks += (in_row,)
+        return xs
+
+    def held(kept, number):
+        """The segments, to be converted again if they are PACKED."""
+        new = ()
+        for x in ct.static_iter(kept):
+            new += (again(x, number) if PACKED else x,)
+        return new
+
+    def moments(kept, tiles, masks, count):
+        """The segments of x − mean, the mean, what rounding left of it, and the variance."""
+        xs = values(kept, tiles)
+        if not LAYER:
+            return xs, 0.0, 0.0, mean_square(xs, count)
+        mean = mean_of(xs, count)
+        if PACKED:
+            xs = values(held(kept, mean), tiles)
+        near = centered(xs, masks, mean)
+        if EXACT:
+            near, left, variance = recentered(near, count)
+            return near, mean, left, variance
+        return near, mean, 0.0, mean_square(near, count)
+
+    def masks_of(chunk):
+        masks = ()
+        for _, start, width, end in ct.static_iter(segments(WIDTHS, CHUNKS)):
+            masks += (inside(X, columns(chunk * TILE + start, width), end, N, ALIGNED),)
+        return masks
+
+    def numbers_of(mean, left, variance, count):
+        """What a chunk publishes: Σ (x − mean)², after the mean if there is one."""
         if LAYER:
-            EXACT = X.dtype == ct.float32 or (ADD and SUM.dtype == ct.float32)
-            xs, mean, variance = center(xs, masks, N, EXACT)
+            return (mean + left).item(), variance.item() * count
+        return (variance.item() * count,)
+
+    def normalize(place, in_rows, chunk, tiles):
+        masks = masks_of(chunk)
+        kept = summed(tiles)
+        if ADD:
+            for j, start, width, _ in ct.static_iter(segments(WIDTHS, CHUNKS)):
+                cols = columns(chunk * TILE + start, width)
+                store(SUM, place, start, cols, kept[j], both(in_rows, masks[j]), width, STORE)
+        if CHUNKS == 1:
+            near, mean, left, variance = moments(kept, tiles, masks, N)
         else:
-            squares = 0.0
-            for x in ct.static_iter(xs):
-                squares = squares + ct.sum(x * x, axis=1, keepdims=True)
-            variance = squares * (1.0 / N)
+            count = ct.minimum(N - chunk * TILE, TILE)
+            near, mean, left, variance = moments(kept, tiles, masks, count)
+            numbers = numbers_of(mean, left, variance, count)
+
+            def missing(other):
+                found = gather(place[0].item(), other)
+                there = ct.minimum(N - other * TILE, TILE)
+                theirs = moments(summed(found), found, masks_of(other), there)
+                return numbers_of(theirs[1], theirs[2], theirs[3], there)
+
+            if OVERLAP:
+                ct.grid_dependency_control_wait()
+            row = place[0].item()
+            publish(SLOTS, row, chunk, CHUNKS, numbers)
+            found = collect(SLOTS, row, len(numbers), CHUNKS, PADDED_CHUNKS, POLLS, missing)
+            if LAYER:
+                mean, left, variance = combine(found[0], found[1], N, TILE, PADDED_CHUNKS)
+            else:
+                variance = ct.sum(found[0]) * (1.0 / N)
         rstd = ct.rsqrt(variance + eps)
+        if PACKED or CHUNKS > 1:
+            near = ()
+            xs = values(held(kept, rstd), tiles)
+            for x in ct.static_iter(xs):
+                near += ((x - mean) - left,) if LAYER else (x,)
         SAME = WEIGHT and W.dtype == Y.dtype
-        for j, start, width in ct.static_iter(segments(WIDTHS)):
-            cols = columns(start, width)
+        for j, start, width, _ in ct.static_iter(segments(WIDTHS, CHUNKS)):
+            cols = columns(chunk * TILE + start, width)
             w = scale(W, place, cols, masks[j], OFFSET) if WEIGHT else None
             b = read_parameter(B, place, cols, masks[j]) if BIAS else None
-            y = affine(xs[j] * rstd, w, b, Y.dtype, WEIGHT, BIAS, EARLY, SAME)
+            y = affine(near[j] * rstd, w, b, Y.dtype, WEIGHT, BIAS, EARLY, SAME)
             if GATED and not GATE_FIRST:
                 y = y * silu(tiles[-1][j].astype(ct.float32))
             store(Y, place, start, cols, y, both(in_rows, masks[j]), width, STORE)
         if SAVE:
-            ct.scatter(RSTD, (place[0],), rstd, mask=in_rows, check_bounds=False)
+            save = in_rows if CHUNKS == 1 else chunk == 0
+            ct.scatter(RSTD, (place[0],), rstd, mask=save, check_bounds=False)
             if LAYER:
-                ct.scatter(MEAN, (place[0],), mean, mask=in_rows, check_bounds=False)
+                ct.scatter(MEAN, (place[0],), mean + left, mask=save, check_bounds=False)
 
-    first_tile = first + ct.bid(0)
     count = tiles_of(rows, HEADS, TILE_ROWS, TILE_HEADS)
     if not LOOP:
-        place = tile_place(first_tile, TILE_ROWS, HEADS, TILE_HEADS)
-        normalize(place, existing(place, rows, TILE_ROWS, TILE_HEADS), gather(first_tile))
+        i = first + ct.bid(0) // CHUNKS
+        chunk = ct.bid(0) % CHUNKS if CHUNKS > 1 else 0
+        place = tile_place(i, TILE_ROWS, HEADS, TILE_HEADS)
+        in_rows = existing(place, rows, TILE_ROWS, TILE_HEADS)
+        normalize(place, in_rows, chunk, gather(i, chunk))
     elif TMA:
         # Tile loads the compiler runs ahead by itself.
-        for i in range(first_tile, count, ct.num_blocks(0)):
+        for i in range(first + ct.bid(0), count, ct.num_blocks(0)):
             tiles = load_tiles(inputs, row_place(i, HEADS), WIDTHS)
-            normalize(tile_place(i, 1, HEADS, 1), None, tiles)
+            normalize(tile_place(i, 1, HEADS, 1), None, 0, tiles)
     else:
-        ahead = gather(first_tile)
-        for i in range(first_tile, count, ct.num_blocks(0)):
+        ahead = gather(first + ct.bid(0), 0)
+        for i in range(first + ct.bid(0), count, ct.num_blocks(0)):
             tiles = ahead
-            ahead = gather(ct.minimum(i + ct.num_blocks(0), count - 1))
+            ahead = gather(ct.minimum(i + ct.num_blocks(0), count - 1), 0)
             place = tile_place(i, TILE_ROWS, HEADS, TILE_HEADS)
-            normalize(place, existing(place, rows, TILE_ROWS, TILE_HEADS), tiles)
+            normalize(place, existing(place, rows, TILE_ROWS, TILE_HEADS), 0, tiles)

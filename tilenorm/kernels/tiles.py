@@ -9,12 +9,16 @@ import cuda.tile as ct
 from .rows import both, columns, inside, leading, read, write
 
 
-def segments(WIDTHS):
-    """(index, first column, width) of each segment."""
+def segments(WIDTHS, CHUNKS):
+    """(index, first column, width, end) of each segment of a row, or of each chunk of it.
+
+    First columns count from that of the chunk. No column of the segment reaches the end.
+    """
     found = ()
     start = 0
     for width in WIDTHS:
-        found += ((len(found), start, width),)
+        end = start + width if CHUNKS == 1 else sum(WIDTHS) * CHUNKS
+        found += ((len(found), start, width, end),)
         start += width
     return found
 
@@ -33,16 +37,17 @@ def existing(place, rows, TILE_ROWS, TILE_HEADS):
     return place[0] < rows
 
 
-def gather_tiles(inputs, place, in_rows, N, WIDTHS, ALIGNED):
-    """Of each input, the segments of the rows at a place, zero past the last row and column."""
+def gather_tiles(inputs, place, in_rows, left, N, WIDTHS, CHUNKS, ALIGNED):
+    """Of each input, the segments of the rows at a place, zero past the last row and column.
+
+    left: the first column of the chunk.
+    """
     found = ()
     for X in ct.static_iter(inputs):
         tiles = ()
-        for _, start, width in ct.static_iter(segments(WIDTHS)):
-            cols = columns(start, width)
-            tiles += (
-                read(X, place, cols, both(in_rows, inside(X, cols, start + width, N, ALIGNED))),
-            )
+        for _, start, width, end in ct.static_iter(segments(WIDTHS, CHUNKS)):
+            cols = columns(left + start, width)
+            tiles += (read(X, place, cols, both(in_rows, inside(X, cols, end, N, ALIGNED))),)
         found += (tiles,)
     return found
 
@@ -52,7 +57,7 @@ def load_tiles(inputs, place, WIDTHS):
     found = ()
     for X in ct.static_iter(inputs):
         tiles = ()
-        for _, start, width in ct.static_iter(segments(WIDTHS)):
+        for _, start, width, _ in ct.static_iter(segments(WIDTHS, 1)):
             index = leading(X, place) + (start // width,)
             shape = (1, width) if X.ndim == 2 else (1, 1, width)
             tile = ct.load(X, index, shape, padding_mode=ct.PaddingMode.ZERO)

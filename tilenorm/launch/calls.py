@@ -16,9 +16,12 @@ MAX_GRID = (1 << 24) - 1  # blocks in one dimension of a cuTile grid
 
 
 class Call(NamedTuple):
+    """overlap: may start before the call ahead of it has ended; the kernel waits for its memory."""
+
     kernel: ct.kernel
     grid: tuple[int, ...]
     arguments: tuple[Any, ...]
+    overlap: bool = False
 
 
 class Needs(NamedTuple):
@@ -61,7 +64,7 @@ class ForwardArrays(NamedTuple):
     sum: Any
     mean: Any
     rstd: Any
-    workspace: Any = ABSENT
+    slots: Any = ABSENT
 
 
 class BackwardArrays(NamedTuple):
@@ -79,15 +82,18 @@ class BackwardArrays(NamedTuple):
     dresidual: Any
     dgate: Any
     partials: Any
-    workspace: Any
+    slots: Any
     dw: Any
     db: Any
 
 
 def launch(stream: int, calls: list[Call]) -> None:
     """Queue the calls on a CUDA stream of the current device."""
-    for kernel, grid, arguments in calls:
-        ct.launch(stream, grid, kernel, arguments)
+    for kernel, grid, arguments, overlap in calls:
+        if overlap:
+            ct.launch(stream, grid, kernel, arguments, programmatic_dependent_launch=True)
+        else:
+            ct.launch(stream, grid, kernel, arguments)
 
 
 @cache

@@ -16,11 +16,12 @@ class Hints:
 
 @dataclass(frozen=True)
 class Forward:
-    """Whole rows, `rows` of them a tile.
+    """A tile of `rows` rows a block; or, where `widths` do not span a row, blocks that share it.
 
-    loop: a persistent grid of `hints.occupancy` blocks a multiprocessor, instead of a block a tile.
-    tma: with that, read by tile loads instead of gathers, one row at a time. store: with that,
-    write by tile stores. widths: the segments of a row; None is one that holds it.
+    widths: the segments of a row, or of each chunk of it; None is one that holds the row. loop: a
+    persistent grid of `hints.occupancy` blocks a multiprocessor, instead of a block a tile. tma:
+    with that, read by tile loads instead of gathers, one row at a time. store: with that, write by
+    tile stores. packed: keep 16-bit inputs in 16 bits over the sums, and convert them again.
     """
 
     rows: int = 1
@@ -29,14 +30,16 @@ class Forward:
     loop: bool = False
     tma: bool = False
     store: bool = False
+    packed: bool = False
 
 
 @dataclass(frozen=True)
 class Backward:
     """A persistent grid of `hints.occupancy` blocks a multiprocessor, `rows` rows at a time.
 
-    widths: the segments of a row. tma: read by tile loads instead of gathers, one row at a time.
-    store: with that, write by tile stores.
+    widths: the segments of a row, or, where they do not span it, of each chunk of it, whose blocks
+    share the row. tma: read by tile loads instead of gathers, one row at a time. store: with that,
+    write by tile stores. packed: as in Forward.
     """
 
     widths: tuple[int, ...]
@@ -44,15 +47,7 @@ class Backward:
     tma: bool = False
     hints: Hints = Hints()
     store: bool = False
-
-
-@dataclass(frozen=True)
-class Wide:
-    """Rows in chunks of `tile` columns. occupancy: blocks a multiprocessor of the looping kernel"""
-
-    tile: int = 4096
-    occupancy: int = 4
-    rows = 1
+    packed: bool = False
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ values an element of its tile in the backward pass, two in the forward pass, ove
 """
 
 from ..spec import NormSpec
-from .config import Backward, ColumnSum, Forward, Hints, Wide
+from .config import Backward, ColumnSum, Forward, Hints
 from .target import Target
 from .tuned import TABLES
 
@@ -15,7 +15,9 @@ TILE = 2048  # elements of a tile of several rows
 GATHERED = {0: 4096, 1: 4096, 2: 2048}
 # The same for a whole row in the forward pass.
 FORWARD_TILE = 16384
-WIDE = Wide(tile=2048, occupancy=3)
+# Chunks of rows that blocks share: elements of all inputs together.
+FORWARD_CHUNK = 8192
+BACKWARD_CHUNK = 4096
 
 
 def tile_width(hidden: int) -> int:
@@ -23,17 +25,18 @@ def tile_width(hidden: int) -> int:
     return 1 << (hidden - 1).bit_length()
 
 
-def forward(spec: NormSpec, target: Target) -> Forward | Wide:
+def forward(spec: NormSpec, target: Target) -> Forward:
     if found := _tabled(spec, target, "FORWARD", forward_op(spec)):
         return found
     width = tile_width(spec.hidden)
     inputs = 1 + (spec.residual is not None) + (spec.gate is not None)
     if width > FORWARD_TILE // inputs:
-        return Wide()
+        chunk = _power_of_two(FORWARD_CHUNK // inputs)
+        return Forward(widths=(chunk,), packed=_packs(spec))
     return Forward(rows=max(1, TILE // width))
 
 
-def backward(spec: NormSpec, target: Target, needs) -> Backward | Wide:
+def backward(spec: NormSpec, target: Target, needs) -> Backward:
     """needs: which gradients (calls.Needs)."""
     width = tile_width(spec.hidden)
     # No table has tiles for narrower rows.
@@ -45,7 +48,8 @@ def backward(spec: NormSpec, target: Target, needs) -> Backward | Wide:
     fits = 4096 if inputs == 3 and needs.sums == 2 else 8192
     if width <= fits and target.has_tma and spec.aligned:
         return Backward((width,), tma=True, hints=Hints(1, 8))
-    return WIDE
+    chunk = _power_of_two(BACKWARD_CHUNK // inputs)
+    return Backward((chunk,), hints=Hints(occupancy=4), packed=_packs(spec))
 
 
 def column_sum(spec: NormSpec, target: Target) -> ColumnSum:
@@ -65,6 +69,15 @@ def backward_op(spec: NormSpec, needs) -> str | None:
         return alike if needs.sums < 2 else None
     norm = "layer_norm" if spec.norm == "layer" or needs.sums == 2 else "rms_norm"
     return f"add_{norm}" if needs.dsum else norm
+
+
+def _power_of_two(most: int) -> int:
+    return 1 << most.bit_length() - 1
+
+
+def _packs(spec: NormSpec) -> bool:
+    """Whether all that a row's sums are made of has 16 bits, and no gate asks for it in float32."""
+    return spec.widest_item == 2 and spec.gate is None
 
 
 def _tabled(spec: NormSpec, target: Target, direction: str, op: str | None):

@@ -10,9 +10,9 @@ from math import gcd
 
 import cuda.tile as ct
 
-from ..kernels import wide
 from ..kernels.backward import norm_backward
 from ..kernels.column_sum import column_sum
+from ..kernels.exchange import clear
 from ..kernels.forward import norm_forward
 from ..spec import NormSpec
 from . import heuristics
@@ -26,25 +26,25 @@ from .calls import (
     hinted,
     launches,
 )
-from .config import Backward, ColumnSum, Forward, Hints, Wide
+from .config import Backward, ColumnSum, Forward
 from .target import Target
 
+POLLS = 1 << 12  # about 4 ms: what another kernel on the same GPU may keep blocks of a row apart
+CLEARED = 1024  # slots that a block empties
+
 
 @cache
-def plan_forward(spec: NormSpec, target: Target, save: bool) -> "RowForward | WideForward":
+def plan_forward(spec: NormSpec, target: Target, save: bool) -> "ForwardPlan":
     """The plan for y and the sum, and for mean and rstd if `save`."""
-    config = heuristics.forward(spec, target)
-    kind = WideForward if isinstance(config, Wide) else RowForward
-    return kind(spec, target, config, save)
+    return ForwardPlan(spec, target, heuristics.forward(spec, target), save)
 
 
 @cache
-def plan_backward(spec: NormSpec, target: Target, needs: Needs) -> "RowBackward | WideBackward":
+def plan_backward(spec: NormSpec, target: Target, needs: Needs) -> "BackwardPlan":
     """The plan for those gradients that are needed."""
     spec = replace(spec, rounding="late")  # of the forward pass only
     config = heuristics.backward(spec, target, needs)
-    kind = WideBackward if isinstance(config, Wide) else RowBackward
-    return kind(spec, target, config, heuristics.column_sum(spec, target), needs)
+    return BackwardPlan(spec, target, config, heuristics.column_sum(spec, target), needs)
 
 
 def _cdiv(a: int, b: int) -> int:
@@ -53,11 +53,11 @@ def _cdiv(a: int, b: int) -> int:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What plans of rows share: their tiles, and which inputs they read in place."""
+    """What plans share: tiles, chunks, and which inputs they read in place."""
 
     spec: NormSpec
     target: Target
-    config: Forward | Backward | Wide
+    config: Forward | Backward
 
     @cached_property
     def leading(self) -> int:
@@ -66,7 +66,16 @@ class _Plan:
         Rows that are not evenly spaced the compiler may lay out otherwise, and sum in another order
         (seen at N = 37, 64 and, in chunks, 65536). Inputs with heads all have two.
         """
-        return 2 if self.config.rows == 1 and not isinstance(self.config, Wide) else 1
+        return 2 if self.config.rows == 1 and self.chunks == 1 else 1
+
+    @cached_property
+    def _widths(self) -> tuple[int, ...]:
+        return self.config.widths or (heuristics.tile_width(self.spec.hidden),)
+
+    @cached_property
+    def chunks(self) -> int:
+        """How many blocks share a row."""
+        return _cdiv(self.spec.hidden, sum(self._widths))
 
     @cached_property
     def tile_heads(self) -> int:
@@ -90,39 +99,43 @@ class _Plan:
         return self.target.multiprocessors * (self.config.hints.occupancy or 1)
 
     @cached_property
-    def _tile(self) -> tuple[int, int, int]:
-        """HEADS, TILE_ROWS, TILE_HEADS."""
-        return self.spec.heads, self.config.rows, self.tile_heads
+    def _shares(self) -> bool:
+        """Whether blocks tell each other what they have of a row's sums."""
+        return self.chunks > 1
 
     @cached_property
-    def _chunks(self) -> tuple[int, int, int]:
-        """N, HEADS, CHUNKS."""
-        spec = self.spec
-        return spec.hidden, spec.heads, _cdiv(spec.hidden, self.config.tile)
+    def _tile(self) -> tuple:
+        """N, HEADS, TILE_ROWS, TILE_HEADS, WIDTHS, CHUNKS, PADDED_CHUNKS, POLLS, OVERLAP."""
+        heads = (self.spec.heads, self.config.rows, self.tile_heads)
+        padded = heuristics.tile_width(self.chunks)
+        chunks = (self._widths, self.chunks, padded, POLLS, self._overlap)
+        return (self.spec.hidden, *heads, *chunks)
 
-    def _moments(self, rows: int) -> tuple[int, int]:
-        """Shape of what chunks leave: one number for each, and one more for LayerNorm."""
-        return rows, self._chunks[2] * (2 if self.spec.norm == "layer" else 1)
+    @cached_property
+    def _overlap(self) -> bool:
+        return self._shares and self.target.has_dependent_launch
+
+    def slots(self, rows: int) -> tuple[int, int] | None:
+        """Shape of the int32 slots by which blocks share rows: two a chunk for LayerNorm."""
+        if not self._shares:
+            return None
+        return rows, self.chunks * (2 if self.spec.norm == "layer" else 1)
+
+    def _clear(self, slots, rows: int) -> list[Call]:
+        """The launch that empties the slots."""
+        if not self._shares:
+            return []
+        width = self.slots(rows)[1]
+        padded = heuristics.tile_width(width)
+        tile_rows = max(1, CLEARED // padded)
+        return [Call(clear, (_cdiv(rows, tile_rows),), (slots, tile_rows, padded, self._overlap))]
 
 
 @dataclass(frozen=True)
-class _ForwardPlan(_Plan):
+class ForwardPlan(_Plan):
+    """One launch, after one that empties slots where blocks share rows."""
+
     save: bool
-
-    @cached_property
-    def _flags(self) -> tuple:
-        """WEIGHT, BIAS, OFFSET, EARLY, SAVE."""
-        spec = self.spec
-        affine = (spec.weight is not None, spec.bias is not None, spec.offset)
-        return *affine, spec.rounding == "early", self.save
-
-
-@dataclass(frozen=True)
-class RowForward(_ForwardPlan):
-    """Whole rows in registers, one launch."""
-
-    def workspace(self, rows: int) -> None:
-        """No float32 workspace."""
 
     @cached_property
     def _kernel(self) -> ct.kernel:
@@ -130,66 +143,45 @@ class RowForward(_ForwardPlan):
 
     @cached_property
     def _constants(self) -> tuple:
-        spec = self.spec
-        widths = self.config.widths or (heuristics.tile_width(spec.hidden),)
-        tile = (
-            spec.hidden,
-            *self._tile,
-            widths,
-            self.config.loop,
-            self.config.tma,
-            self.config.store,
-        )
+        spec, config = self.spec, self.config
+        how = (config.loop, config.tma, config.store, config.packed, spec.aligned)
         norm = (spec.norm == "layer", spec.residual is not None, *_gated(spec))
-        return (*tile, spec.aligned, *norm, *self._flags)
+        affine = (spec.weight is not None, spec.bias is not None, spec.offset)
+        return (*self._tile, *how, *norm, *affine, spec.rounding == "early", self.save)
 
     def calls(self, arrays: ForwardArrays, rows: int, eps: float) -> list[Call]:
-        arguments, tail = arrays[:-1], (rows, eps, *self._constants)
+        tail = (rows, eps, *self._constants)
         if self.config.loop:
             blocks = min(self.tiles(rows), self.resident)
-            return [Call(self._kernel, (blocks,), (*arguments, 0, *tail))]
-        return [
-            Call(self._kernel, (count,), (*arguments, first, *tail))
-            for first, count in launches(self.tiles(rows), MAX_GRID)
+            return [Call(self._kernel, (blocks,), (*arrays, 0, *tail))]
+        main = [
+            Call(self._kernel, (count * self.chunks,), (*arrays, first, *tail), self._overlap)
+            for first, count in launches(self.tiles(rows), MAX_GRID // self.chunks)
         ]
+        return [*self._clear(arrays.slots, rows), *main]
 
 
 @dataclass(frozen=True)
-class WideForward(_ForwardPlan):
-    """Chunks of rows, two launches: partial moments, and the sum with the residual, then y."""
+class BackwardPlan(_Plan):
+    """A persistent grid, then the column sum; before it, slots are emptied where rows are shared."""
 
-    def workspace(self, rows: int) -> tuple[int, int]:
-        """Shape of the float32 workspace."""
-        return self._moments(rows)
-
-    def calls(self, arrays: ForwardArrays, rows: int, eps: float) -> list[Call]:
-        spec, tile, chunks = self.spec, self.config.tile, self._chunks
-        x, residual, gate, weight, bias, y, total, mean, rstd, workspace = arrays
-        layer, add, (gated, gate_first) = spec.norm == "layer", spec.residual, _gated(spec)
-        head = (*chunks, tile, spec.aligned, layer, add is not None, gate_first)
-        padded = heuristics.tile_width(chunks[2])
-        tail = (*chunks, padded, tile, spec.aligned, layer, gated, gate_first, *self._flags)
-        stats = (x, residual, gate, total, workspace)
-        apply = (total if add else x, gate, weight, bias, workspace, y, mean, rstd)
-        parts = launches(rows, MAX_GRID // chunks[2])
-        return [
-            Call(wide.wide_moments, (count * chunks[2],), (*stats, first, *head))
-            for first, count in parts
-        ] + [
-            Call(wide.wide_forward, (count * chunks[2],), (*apply, first, eps, *tail))
-            for first, count in parts
-        ]
-
-
-@dataclass(frozen=True)
-class _BackwardPlan(_Plan):
     sum_config: ColumnSum
     needs: Needs
 
-    def _sharing(self, tiles: int, resident: int) -> int:
-        """How many blocks share the tiles: what is resident, in whole rounds of the heads."""
+    @cached_property
+    def _shares(self) -> bool:
+        needs = self.needs
+        through_norm = needs.dx or needs.dresidual or (needs.dgate and self.spec.gate_first)
+        return self.chunks > 1 and through_norm
+
+    def blocks(self, rows: int) -> int:
+        """How many blocks, or groups of them that share rows, split the tiles: what is resident,
+
+        in whole rounds of the heads.
+        """
+        resident = _cdiv(self.resident, self.chunks) if self.chunks > 1 else self.resident
         groups = self._groups
-        return min(tiles, max(groups, resident // groups * groups))
+        return min(self.tiles(rows), max(groups, resident // groups * groups))
 
     def partials(self, rows: int) -> tuple[int, int] | None:
         """Shape of the float32 scratch of partial sums over rows; None when none is needed."""
@@ -205,6 +197,24 @@ class _BackwardPlan(_Plan):
     def _sum_width(self) -> int:
         return self.spec.hidden * (self.spec.heads or 1)
 
+    @cached_property
+    def _kernel(self) -> ct.kernel:
+        return hinted(norm_backward, self.config.hints)
+
+    @cached_property
+    def _constants(self) -> tuple:
+        spec, config = self.spec, self.config
+        how = (config.tma, config.store, config.packed, spec.aligned)
+        affine = (spec.weight is not None, spec.bias is not None, spec.offset)
+        norm = (spec.norm == "layer", *_gated(spec), *affine)
+        return (*self._tile, *how, *norm, *self.needs)
+
+    def calls(self, arrays: BackwardArrays, rows: int) -> list[Call]:
+        blocks = self.blocks(rows)
+        arguments = (*arrays[:13], rows, *self._constants)
+        main = Call(self._kernel, (blocks * self.chunks,), arguments, self._overlap)
+        return [*self._clear(arrays.slots, rows), main, *self._column_sum(arrays, blocks)]
+
     def _column_sum(self, arrays: BackwardArrays, blocks: int) -> list[Call]:
         """The launch that turns partial sums into dW and dB."""
         if not self.needs.sums:
@@ -214,85 +224,6 @@ class _BackwardPlan(_Plan):
         config, rows = self.sum_config, self._partial_rows(blocks)
         arguments = (arrays.partials, *outputs, rows, self.needs.sums, config.rows, config.tile)
         return [Call(column_sum, (_cdiv(self._sum_width, config.tile), self.needs.sums), arguments)]
-
-    @cached_property
-    def _norm(self) -> tuple:
-        """LAYER, GATED, GATE_FIRST, WEIGHT, BIAS, OFFSET."""
-        spec = self.spec
-        affine = (spec.weight is not None, spec.bias is not None, spec.offset)
-        return (spec.norm == "layer", *_gated(spec), *affine)
-
-
-@dataclass(frozen=True)
-class RowBackward(_BackwardPlan):
-    """Whole rows in registers: a persistent grid, then the column sum."""
-
-    def workspace(self, rows: int) -> None:
-        """No float32 workspace beyond the partial sums."""
-
-    def blocks(self, rows: int) -> int:
-        return self._sharing(self.tiles(rows), self.resident)
-
-    @cached_property
-    def _kernel(self) -> ct.kernel:
-        return hinted(norm_backward, self.config.hints)
-
-    @cached_property
-    def _constants(self) -> tuple:
-        config, aligned = self.config, self.spec.aligned
-        tile = (self.spec.hidden, *self._tile, config.widths, config.tma, config.store, aligned)
-        return *tile, *self._norm, *self.needs
-
-    def calls(self, arrays: BackwardArrays, rows: int) -> list[Call]:
-        blocks = self.blocks(rows)
-        main = Call(self._kernel, (blocks,), (*arrays[:12], rows, *self._constants))
-        return [main, *self._column_sum(arrays, blocks)]
-
-
-@dataclass(frozen=True)
-class WideBackward(_BackwardPlan):
-    """Chunks of rows: partial dots and partial sums, then dx, then the column sum."""
-
-    @cached_property
-    def _through_norm(self) -> bool:
-        needs = self.needs
-        return needs.dx or needs.dresidual or (needs.dgate and self.spec.gate_first)
-
-    def workspace(self, rows: int) -> tuple[int, int] | None:
-        """Shape of the float32 workspace."""
-        return self._moments(rows) if self._through_norm else None
-
-    def blocks(self, rows: int) -> int:
-        resident = self.target.multiprocessors * self.config.occupancy
-        return self._sharing(rows, _cdiv(resident, self._chunks[2]))
-
-    def calls(self, arrays: BackwardArrays, rows: int) -> list[Call]:
-        spec, needs, chunks, tile = self.spec, self.needs, self._chunks, self.config.tile
-        x, dy, gate, dsum, weight, bias, mean, rstd, dx, dresidual, dgate, *rest = arrays
-        partials, workspace, *_ = rest
-        layer, gated, gate_first, has_weight, _, offset = self._norm
-        calls = []
-        if self._through_norm or self.needs.sums:
-            flags = (layer, gated, gate_first, has_weight, offset)
-            dots = (x, dy, gate, weight, mean, rstd, workspace, partials, rows, *chunks, tile)
-            asked = (self._through_norm, needs.dw, needs.db)
-            kernel = hinted(wide.wide_dots, Hints(occupancy=self.config.occupancy))
-            arguments = (*dots, spec.aligned, *flags, *asked)
-            calls.append(Call(kernel, (self.blocks(rows) * chunks[2],), arguments))
-        if self._through_norm or needs.dgate:
-            padded = heuristics.tile_width(chunks[2])
-            asked = (needs.dx, needs.dresidual, needs.dgate, needs.dsum)
-            tail = (*chunks, padded, tile, spec.aligned, *self._norm, *asked)
-            inputs = (x, dy, gate, dsum, weight, bias, mean, rstd, workspace)
-            calls += [
-                Call(
-                    wide.wide_backward,
-                    (count * chunks[2],),
-                    (*inputs, dx, dresidual, dgate, first, *tail),
-                )
-                for first, count in launches(rows, MAX_GRID // chunks[2])
-            ]
-        return calls + self._column_sum(arrays, self.blocks(rows))
 
 
 def _gated(spec: NormSpec) -> tuple[bool, bool]:

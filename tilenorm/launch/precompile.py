@@ -45,7 +45,7 @@ def forward_calls(spec: NormSpec, target: Target, rows: int, save: bool) -> list
         sum=_output(spec.residual, spec, rows),
         mean=stat if spec.norm == "layer" else ABSENT,
         rstd=stat,
-        workspace=_float32(plan.workspace(rows)),
+        slots=_scratch("int32", plan.slots(rows)),
     )
     return plan.calls(arrays, rows, 1e-6)
 
@@ -72,8 +72,8 @@ def backward_calls(spec: NormSpec, target: Target, rows: int, needs: Needs) -> l
         dx=_output(spec.dtype if needs.dx else None, spec, rows),
         dresidual=_output(spec.residual if needs.dresidual else None, spec, rows),
         dgate=_output(spec.gate if needs.dgate else None, spec, rows),
-        partials=_float32(plan.partials(rows)),
-        workspace=_float32(plan.workspace(rows)),
+        partials=_scratch("float32", plan.partials(rows)),
+        slots=_scratch("int32", plan.slots(rows)),
         dw=dw,
         db=db,
     )
@@ -182,8 +182,8 @@ def _output(dtype: str | None, spec: NormSpec, rows: int) -> ArrayLike | int:
     return ArrayLike.contiguous(dtype, rows, spec.hidden) if dtype else ABSENT
 
 
-def _float32(shape: tuple[int, int] | None) -> ArrayLike | int:
-    return ArrayLike.contiguous("float32", *shape) if shape else ABSENT
+def _scratch(dtype: str, shape: tuple[int, int] | None) -> ArrayLike | int:
+    return ArrayLike.contiguous(dtype, *shape) if shape else ABSENT
 
 
 def _key(call: Call) -> str:

@@ -18,9 +18,13 @@ from cuda.tile.compilation import (
     ScalarConstraint,
 )
 
-from ..spec import ITEM_BYTES
 
-_DTYPES = {"float16": ct.float16, "bfloat16": ct.bfloat16, "float32": ct.float32}
+_DTYPES = {
+    "float16": ct.float16,
+    "bfloat16": ct.bfloat16,
+    "float32": ct.float32,
+    "int32": ct.int32,  # slots
+}
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ class ArrayLike:
         return cls(dtype, shape, tuple(strides))
 
     def constraint(self) -> ArrayConstraint:
-        vector = 16 // ITEM_BYTES[self.dtype]
+        vector = 16 // (_DTYPES[self.dtype].bitwidth // 8)
         rows = sorted(zip(self.strides, self.shape, strict=True))
         overlapping = any(outer[0] < inner[0] * inner[1] for inner, outer in pairwise(rows))
         return ArrayConstraint(

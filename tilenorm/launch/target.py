@@ -39,3 +39,8 @@ class Target:
     def has_tma(self) -> bool:
         """Tile loads can use the bulk tensor copy engine, whose reads the compiler runs ahead."""
         return int(self.arch.removeprefix("sm_")) >= 90
+
+    @property
+    def has_dependent_launch(self) -> bool:
+        """A kernel can start before the one ahead of it has ended, and wait for it in its midst."""
+        return self.has_tma

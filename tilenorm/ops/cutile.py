@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..launch.calls import ABSENT, BackwardArrays, Call, ForwardArrays, launch
-from ..launch.plan import RowBackward, RowForward, WideBackward, WideForward
+from ..launch.plan import BackwardPlan, ForwardPlan
 from .layout import flat, matrix_of, parameter_of, rows_of
 from .reference import Forward
 
@@ -23,7 +23,7 @@ def on_device(calls: list[Call], index: int) -> None:
 
 
 def forward(
-    plan: RowForward | WideForward,
+    plan: ForwardPlan,
     x: Tensor,
     residual: Tensor | None,
     gate: Tensor | None,
@@ -38,8 +38,8 @@ def forward(
     rows = x.numel() // hidden
     y = _like(x, x.dtype)
     total = None if residual is None else _like(x, residual.dtype)
-    rstd = _float32((rows,), x) if plan.save else None
-    mean = _float32((rows,), x) if plan.save and spec.norm == "layer" else None
+    rstd = _scratch((rows,), x, torch.float32) if plan.save else None
+    mean = _scratch((rows,), x, torch.float32) if plan.save and spec.norm == "layer" else None
     if rows:
         leading = plan.leading
         arrays = ForwardArrays(
@@ -52,14 +52,14 @@ def forward(
             ABSENT if total is None else matrix_of(total, hidden),
             ABSENT if mean is None else mean,
             ABSENT if rstd is None else rstd,
-            _float32(plan.workspace(rows), x),
+            _scratch(plan.slots(rows), x, torch.int32),
         )
         run(plan.calls(arrays, rows, eps), x.get_device())
     return Forward(y, total, mean, rstd)
 
 
 def backward(
-    plan: RowBackward | WideBackward,
+    plan: BackwardPlan,
     dy: Tensor,
     dsum: Tensor | None,
     x: Tensor,
@@ -96,8 +96,8 @@ def backward(
             ABSENT if dx is None else matrix_of(dx, hidden),
             ABSENT if dresidual is None else matrix_of(dresidual, hidden),
             ABSENT if dgate is None else matrix_of(dgate, hidden),
-            _float32(plan.partials(rows), x),
-            _float32(plan.workspace(rows), x),
+            _scratch(plan.partials(rows), x, torch.float32),
+            _scratch(plan.slots(rows), x, torch.int32),
             ABSENT if dw is None else flat(dw),
             ABSENT if db is None else flat(db),
         )
@@ -118,10 +118,10 @@ def _like(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty(x.shape, dtype=dtype)
 
 
-def _float32(shape: tuple[int, ...] | None, x: Tensor) -> Tensor | int:
-    """Scratch that kernels fill before they read it."""
+def _scratch(shape: tuple[int, ...] | None, x: Tensor, dtype: torch.dtype) -> Tensor | int:
+    """What kernels fill before they read it."""
     if shape is None:
         return ABSENT
     if x.is_cuda:
-        return _empty_strided_cuda(shape, (*shape[1:], 1), torch.float32)
-    return torch.empty(shape, dtype=torch.float32)
+        return _empty_strided_cuda(shape, (*shape[1:], 1), dtype)
+    return torch.empty(shape, dtype=dtype)

@@ -158,7 +158,7 @@ def planned_device(arch: str) -> Device:
 
 def _steps(calls) -> tuple[Step, ...]:
     steps = []
-    for kernel, grid, values in calls:
+    for kernel, grid, values, _ in calls:
         annotated = kernel._annotated_function
         names = list(annotated.pysig.parameters)
         pairs = zip(names, values, strict=True)

@@ -8,7 +8,7 @@ A table lists (largest hidden size served, configuration), ascending. Its key is
 the bytes of an element; heuristics.py says which operation stands for which.
 """
 
-from ..config import Backward, Forward, Hints, Wide
+from ..config import Backward, Forward, Hints
 
 # (kernel, operation, bytes, hidden size): bytes a thread that the compiler spills, where every
 # configuration without spills that was timed is slower.
@@ -56,6 +56,11 @@ def _loop(rows: int, occupancy: int, widths: tuple[int, ...] | None = None) -> F
     return Forward(rows, Hints(occupancy), widths, loop=True)
 
 
+def _chunk(width: int, occupancy: int | None = None, packed: bool = False) -> Forward:
+    """A chunk of a row a block."""
+    return Forward(1, Hints(occupancy), (width,), packed=packed)
+
+
 def _rows(width: int, rows: int, occupancy: int) -> Backward:
     return Backward((width,), rows, hints=Hints(occupancy))
 
@@ -63,6 +68,11 @@ def _rows(width: int, rows: int, occupancy: int) -> Backward:
 def _tile(widths: tuple[int, ...], occupancy: int, warps: int, store: bool = False) -> Backward:
     """A row at a time by tile loads."""
     return Backward(widths, tma=True, hints=Hints(occupancy, warps), store=store)
+
+
+def _chunks(width: int, occupancy: int, packed: bool = False) -> Backward:
+    """A chunk of rows a block."""
+    return Backward((width,), hints=Hints(occupancy), packed=packed)
 
 
 FORWARD = {
@@ -82,7 +92,7 @@ FORWARD = {
         (20480, _tma((16384, 4096), 1, 8)),  # 3844
         (28672, Forward()),  # 3809
         (32768, _tma((32768,), 1, 8, store=True)),  # 3565
-        (262144, Wide()),  # 2616 (65536), 2598
+        (262144, _chunk(8192, packed=True)),
     ),
     ("layer_norm", 2): (
         (64, Forward(64, Hints(8))),  # 3741 (32), 3790
@@ -99,7 +109,7 @@ FORWARD = {
         (8192, Forward()),  # 3898
         (12288, Forward(1, Hints(4))),  # 3872
         (32768, Forward()),  # 3702 (16384), 3593 (20480), 2863
-        (262144, Wide()),  # 2574 (32768)
+        (262144, _chunk(8192, packed=True)),
     ),
     ("add_rms_norm", 2): (
         (64, Forward(32, Hints(8))),  # 4103 (32), 4100
@@ -113,7 +123,7 @@ FORWARD = {
         (16384, _tma((16384,), 1, 8, store=True)),  # 3747
         (20480, _tma((4096, 4096, 4096, 4096, 4096), 1, 8)),  # 3885
         (32768, _tma((32768,), 1, 8, store=True)),  # 3583
-        (262144, Wide()),  # 3330 (32768)
+        (262144, _chunk(4096, packed=True)),
     ),
     ("add_layer_norm", 2): (
         (64, Forward(32, Hints(16))),  # 4038
@@ -125,7 +135,7 @@ FORWARD = {
         (8192, Forward()),  # 4137 (2048), 4061 (4096), 4101 (5120), 3981 (7168), 4022
         (12288, _tma((4096, 4096, 4096), 1, 8)),  # 3887
         (16384, _tma((4096, 4096, 4096, 4096), 1, 8)),  # 3791
-        (262144, Wide()),  # 3291 (20480), 3289 (32768)
+        (262144, _chunk(4096, packed=True)),
     ),
     ("gated_rms_norm", 2): (
         (32, _loop(64, 6)),  # 3992
@@ -145,7 +155,7 @@ FORWARD = {
         (16384, _tma((16384,), 2, 8)),  # 3572
         (20480, _tma((16384, 4096), 1, 8)),  # 3434
         (32768, _tma((32768,), 1, 8)),  # 3348
-        (262144, Wide()),
+        (262144, _chunk(4096)),
     ),
     ("rms_norm", 4): (
         (32, Forward(32, Hints(8))),  # 4070
@@ -153,7 +163,7 @@ FORWARD = {
         (128, Forward(4)),  # 4122
         (512, Forward(4, Hints(8))),  # 4127 (256), 4145
         (32768, Forward()),  # 4155 (1024), 4055 (4096), 4045 (8192), 4016 (16384), 3594
-        (262144, Wide()),  # 2731 (65536), 2727
+        (262144, _chunk(4096)),
     ),
     ("layer_norm", 4): (
         (32, Forward(32)),  # 3943
@@ -163,7 +173,7 @@ FORWARD = {
         (1024, Forward(2, Hints(8))),  # 4099
         (1536, Forward(widths=(1024, 512))),  # 4143
         (20480, Forward()),  # 4061 (4096), 4037 (8192), 4007 (16384), 3966
-        (262144, Wide()),  # 2731 (32768)
+        (262144, _chunk(4096)),
     ),
     ("add_rms_norm", 4): (
         (64, Forward(16, Hints(8))),  # 4144
@@ -172,7 +182,7 @@ FORWARD = {
         (8192, _tma((8192,), 2, 4)),  # 3909
         (12288, _tma((16384,), 2, 4)),  # 3915
         (16384, _tma((16384,), 1, 8)),  # 3922
-        (262144, Wide(2048)),
+        (262144, _chunk(2048)),
     ),
     ("add_layer_norm", 4): (
         (64, Forward(8, Hints(8))),  # 4054
@@ -183,7 +193,7 @@ FORWARD = {
         (7168, _tma((4096, 2048, 1024), 2, 4)),  # 3870
         (8192, _tma((8192,), 1, 8)),  # 3840
         (16384, _tma((16384,), 1, 8)),  # 3872 (12288), 3897
-        (262144, Wide(2048)),  # 3381 (32768)
+        (262144, _chunk(2048)),
     ),
 }
 
@@ -207,8 +217,8 @@ BACKWARD = {
         (10240, _tile((8192, 2048), 1, 8, store=True)),  # 3704
         (12288, _tile((4096, 4096, 4096), 1, 8)),  # 3765
         (16384, _tile((16384,), 1, 8, store=True)),  # 3761
-        (65536, Wide(4096, 4)),  # 2389 (32768), 2352
-        (262144, Wide(2048, 3)),  # 2221 (131072), 2151
+        (65536, _chunks(2048, 6, packed=True)),
+        (262144, _chunks(2048, 6, packed=True)),
     ),
     ("layer_norm", 2): (
         (32, _rows(32, 64, 5)),  # 3855
@@ -228,7 +238,7 @@ BACKWARD = {
         (9216, _tile((8192, 1024), 1, 8)),  # 3336
         (10240, _tile((8192, 2048), 1, 8, store=True)),  # 3422
         (12288, _tile((4096, 4096, 4096), 1, 8)),  # 3292
-        (262144, Wide(2048, 4)),  # 2171 (16384), 2137 (32768)
+        (262144, _chunks(2048, 6, packed=True)),
     ),
     ("add_rms_norm", 2): (
         (32, _rows(32, 64, 4)),  # 4117
@@ -248,7 +258,7 @@ BACKWARD = {
         (10240, _tile((8192, 2048), 1, 8, store=True)),  # 4093
         (12288, _tile((4096, 4096, 4096), 1, 8, store=True)),  # 4137
         (16384, _tile((8192, 8192), 1, 8, store=True)),  # 3654
-        (262144, Wide(2048, 4)),  # 2719 (32768)
+        (262144, _chunks(2048, 6, packed=True)),
     ),
     ("add_layer_norm", 2): (
         (64, _rows(64, 32, 3)),  # 3922
@@ -262,7 +272,7 @@ BACKWARD = {
         (5120, _tile((4096, 1024), 2, 4)),  # 3973
         (8192, _tile((8192,), 1, 8)),  # 3586 (7168), 3770
         (12288, _tile((8192, 4096), 1, 8)),  # 3223
-        (262144, Wide(2048, 4)),  # 2504 (16384), 2477 (32768)
+        (262144, _chunks(2048, 6, packed=True)),
     ),
     ("gated_rms_norm", 2): (
         (32, _rows(32, 64, 3)),  # 3978
@@ -280,7 +290,7 @@ BACKWARD = {
         (7168, _tile((4096, 2048, 1024), 1, 8, store=True)),  # 3420
         (8192, _tile((2048, 2048, 2048, 2048), 1, 8)),  # 3514
         (12288, _tile((8192, 4096), 1, 8, store=True)),  # 3152
-        (262144, Wide(2048, 3)),  # 2337 (12288), 2248 (16384)
+        (262144, _chunks(2048, 4)),
     ),
     ("gate_first", 2): (
         (32, _rows(32, 64, 3)),  # 3955
@@ -297,7 +307,7 @@ BACKWARD = {
         (6144, _tile((2048, 2048, 2048), 1, 8, store=True)),
         (7168, _tile((4096, 2048, 1024), 1, 8, store=True)),  # 3149
         (8192, _tile((8192,), 1, 8)),  # 3289
-        (262144, Wide(2048, 3)),  # 2387 (12288), 2278 (16384)
+        (262144, _chunks(2048, 4)),
     ),
     ("rms_norm", 4): (
         (64, _rows(64, 16, 5)),  # 4164
@@ -317,7 +327,7 @@ BACKWARD = {
         (10240, _tile((8192, 2048), 1, 8)),
         (12288, _tile((8192, 4096), 1, 8)),  # 3954
         (16384, _tile((16384,), 1, 8, store=True)),  # 3245
-        (262144, Wide(2048, 4)),  # 2561 (32768), 2455
+        (262144, _chunks(2048, 4)),
     ),
     ("layer_norm", 4): (
         (64, _rows(64, 16, 5)),  # 4132
@@ -335,8 +345,8 @@ BACKWARD = {
         (8192, _tile((4096, 4096), 1, 8)),  # 3901
         (9216, _tile((8192, 1024), 1, 8)),
         (10240, _tile((8192, 2048), 1, 8)),
-        (32768, Wide(2048, 4)),
-        (262144, Wide(2048, 3)),
+        (32768, _chunks(2048, 4)),
+        (262144, _chunks(2048, 4)),
     ),
     ("add_rms_norm", 4): (
         (64, _rows(64, 16, 5)),  # 4248
@@ -355,7 +365,7 @@ BACKWARD = {
         (10240, _tile((8192, 2048), 1, 8)),  # 4159
         (12288, _tile((8192, 4096), 1, 8)),  # 4144
         (16384, _tile((8192, 8192), 1, 8)),  # 3575
-        (262144, Wide(2048, 4)),
+        (262144, _chunks(2048, 4)),
     ),
     ("add_layer_norm", 4): (
         (64, _rows(64, 16, 4)),  # 4203
@@ -373,6 +383,6 @@ BACKWARD = {
         (8192, _tile((4096, 4096), 1, 8)),  # 4108
         (10240, _tile((8192, 2048), 1, 8)),  # 4091
         (12288, _tile((8192, 4096), 1, 8)),  # 3761
-        (262144, Wide(2048, 4)),  # 2847 (16384)
+        (262144, _chunks(2048, 4)),
     ),
 }
