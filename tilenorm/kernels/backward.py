@@ -2,7 +2,7 @@
 
 import cuda.tile as ct
 
-from .exchange import collect, publish
+from .exchange import collect_sums, publish
 from .formula import again, silu, silu_slope, sums
 from .rows import (
     both,
@@ -152,6 +152,66 @@ def norm_backward(
                 new_dbs += (dbs[j] + dy,)
         return pairs, dot, total, new_dws, new_dbs
 
+    def finish(i, tiles, stats, pairs, dot, total):
+        """dx, and the gate's gradient where it depends on dx, of the rows of tile i."""
+        place = tile_place(i, TILE_ROWS, HEADS, TILE_HEADS)
+        in_rows = existing(place, rows, TILE_ROWS, TILE_HEADS)
+        for j, start, width, end in ct.static_iter(segments(WIDTHS, CHUNKS)):
+            cols = columns(chunk * TILE + start, width)
+            mask = both(in_rows, inside(X, cols, end, N, ALIGNED))
+            x_hat, g = pairs[j]
+            if PACKED:
+                x = again(tiles[0][j], dot)
+                dy = again(tiles[1][j], dot)
+                x_hat, g = normalized(x, dy, tiles, stats, j)
+                if WEIGHT:
+                    g = g * ws[j]
+            dx = g - x_hat * (dot * (1.0 / N))
+            if LAYER:
+                dx = dx - total * (1.0 / N)
+            dx = dx * stats[0]
+            if GATED and GATE_FIRST:
+                gate = tiles[2][j].astype(ct.float32)
+                if NEED_DGATE:
+                    dgate = dx * tiles[0][j].astype(ct.float32) * silu_slope(gate)
+                    store(DGATE, place, start, cols, dgate, mask, width, STORE)
+                dx = dx * silu(gate)
+            if ADD_DSUM:
+                dx = dx + tiles[-1][j].astype(ct.float32)
+            if NEED_DX:
+                store(DX, place, start, cols, dx, mask, width, STORE)
+            if NEED_DRESIDUAL:
+                store(DRESIDUAL, place, start, cols, dx, mask, width, STORE)
+
+    def write_dgate(i, tiles, stats):
+        """The gradient of a gate that comes after the norm."""
+        place = tile_place(i, TILE_ROWS, HEADS, TILE_HEADS)
+        in_rows = existing(place, rows, TILE_ROWS, TILE_HEADS)
+        for j, start, width, end in ct.static_iter(segments(WIDTHS, CHUNKS)):
+            cols = columns(chunk * TILE + start, width)
+            mask = both(in_rows, inside(X, cols, end, N, ALIGNED))
+            x_hat = normalized(tiles[0][j], tiles[1][j], tiles, stats, j)[0]
+            y = x_hat * ws[j] if WEIGHT else x_hat
+            if BIAS:
+                y = y + bs[j]
+            dgate = tiles[1][j].astype(ct.float32) * y
+            dgate = dgate * silu_slope(tiles[2][j].astype(ct.float32))
+            store(DGATE, place, start, cols, dgate, mask, width, STORE)
+
+    def whole(i, dot, total):
+        """Σ g · x̂ and Σ g of a row from those of its chunks."""
+        mine = (dot.item(), total.item()) if LAYER else (dot.item(),)
+
+        def missing(other):
+            tiles, stats = gather(i, other)
+            there = weights(other) if WEIGHT else ()
+            theirs = added_up(tiles, stats, there, dws, dbs)
+            return (theirs[1].item(), theirs[2].item()) if LAYER else (theirs[1].item(),)
+
+        publish(SLOTS, i, chunk, CHUNKS, mine)
+        sums = collect_sums(SLOTS, i, len(mine), CHUNKS, PADDED_CHUNKS, POLLS, missing)
+        return sums if LAYER else (sums[0], total)
+
     # Gathered rows are fetched one tile ahead; tile loads the compiler runs ahead by itself.
     count = tiles_of(rows, HEADS, TILE_ROWS, TILE_HEADS)
     if not TMA:
@@ -161,73 +221,19 @@ def norm_backward(
 
     for i in range(b, count, step):
         if TMA:
-            place = tile_place(i, 1, HEADS, 1)
-            in_rows = None
             tiles = load_tiles(inputs, row_place(i, HEADS), WIDTHS)
-            stats = gather_numbers(numbers, place, None)
+            stats = gather_numbers(numbers, tile_place(i, 1, HEADS, 1), None)
         else:
-            place = tile_place(i, TILE_ROWS, HEADS, TILE_HEADS)
-            in_rows = existing(place, rows, TILE_ROWS, TILE_HEADS)
             tiles, stats = ahead
             # Past the end it is the last tile of the same heads once more.
             ahead = gather(i + step if i + step < count else i, chunk)
-
         if gate_after and NEED_DGATE:
-            for j, start, width, end in ct.static_iter(segments(WIDTHS, CHUNKS)):
-                x_hat = normalized(tiles[0][j], tiles[1][j], tiles, stats, j)[0]
-                y = x_hat * ws[j] if WEIGHT else x_hat
-                if BIAS:
-                    y = y + bs[j]
-                dgate = tiles[1][j].astype(ct.float32) * y
-                dgate = dgate * silu_slope(tiles[2][j].astype(ct.float32))
-                cols = columns(chunk * TILE + start, width)
-                mask = both(in_rows, inside(X, cols, end, N, ALIGNED))
-                store(DGATE, place, start, cols, dgate, mask, width, STORE)
+            write_dgate(i, tiles, stats)
         pairs, dot, total, dws, dbs = added_up(tiles, stats, ws, dws, dbs)
-        if CHUNKS > 1 and through_norm:
-            mine = (dot.item(), total.item()) if LAYER else (dot.item(),)
-
-            def missing(other):
-                found, numbers = gather(i, other)
-                there = weights(other) if WEIGHT else ()
-                theirs = added_up(found, numbers, there, dws, dbs)
-                return (theirs[1].item(), theirs[2].item()) if LAYER else (theirs[1].item(),)
-
-            publish(SLOTS, i, chunk, CHUNKS, mine)
-            found = collect(SLOTS, i, len(mine), CHUNKS, PADDED_CHUNKS, POLLS, missing)
-            dot = ct.sum(found[0])
-            if LAYER:
-                total = ct.sum(found[1])
-
         if through_norm:
-            for j, start, width, end in ct.static_iter(segments(WIDTHS, CHUNKS)):
-                cols = columns(chunk * TILE + start, width)
-                mask = both(in_rows, inside(X, cols, end, N, ALIGNED))
-                if PACKED:
-                    x = again(tiles[0][j], dot)
-                    dy = again(tiles[1][j], dot)
-                    x_hat, g = normalized(x, dy, tiles, stats, j)
-                    if WEIGHT:
-                        g = g * ws[j]
-                else:
-                    x_hat, g = pairs[j]
-                dx = g - x_hat * (dot * (1.0 / N))
-                if LAYER:
-                    dx = dx - total * (1.0 / N)
-                dx = dx * stats[0]
-                if GATED and GATE_FIRST:
-                    gate = tiles[2][j].astype(ct.float32)
-                    if NEED_DGATE:
-                        x = tiles[0][j].astype(ct.float32)
-                        dgate = dx * x * silu_slope(gate)
-                        store(DGATE, place, start, cols, dgate, mask, width, STORE)
-                    dx = dx * silu(gate)
-                if ADD_DSUM:
-                    dx = dx + tiles[-1][j].astype(ct.float32)
-                if NEED_DX:
-                    store(DX, place, start, cols, dx, mask, width, STORE)
-                if NEED_DRESIDUAL:
-                    store(DRESIDUAL, place, start, cols, dx, mask, width, STORE)
+            if CHUNKS > 1:
+                dot, total = whole(i, dot, total)
+            finish(i, tiles, stats, pairs, dot, total)
 
     def write_sums(first, tiles):
         for j, start, width, end in ct.static_iter(segments(WIDTHS, CHUNKS)):

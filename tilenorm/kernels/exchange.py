@@ -34,31 +34,9 @@ def publish(SLOTS, row, chunk, CHUNKS, numbers):
         )
 
 
-def collect(SLOTS, row, PARTS, CHUNKS, PADDED, POLLS, numbers_of):
-    """For each of PARTS numbers, a tile of what all chunks of a row have; 0 past the last.
-
-    numbers_of(chunk) computes the numbers of a chunk that has not published in time.
-    """
+def poll(SLOTS, row, PARTS, CHUNKS, PADDED):
+    """For each of PARTS numbers, a tile of what the slots of a row hold."""
     j = ct.arange(PADDED, dtype=ct.int32)
-    found = poll(SLOTS, row, j, PARTS, CHUNKS)
-    polls = 0
-    while any_empty(found) & (polls < POLLS):
-        found = poll(SLOTS, row, j, PARTS, CHUNKS)
-        polls = polls + 1
-    if any_empty(found):
-        for chunk in range(CHUNKS):
-            own = numbers_of(chunk)
-            updated = ()
-            for part, number in ct.static_iter(enumerate(own)):
-                updated += (ct.where(j == chunk, ct.bitcast(number, ct.int32), found[part]),)
-            found = updated
-    numbers = ()
-    for tile in ct.static_iter(found):
-        numbers += (ct.where(j < CHUNKS, ct.bitcast(tile, ct.float32), 0.0),)
-    return numbers
-
-
-def poll(SLOTS, row, j, PARTS, CHUNKS):
     found = ()
     for part in ct.static_iter(range(PARTS)):
         slot = part * CHUNKS + ct.minimum(j, CHUNKS - 1)
@@ -71,6 +49,73 @@ def poll(SLOTS, row, j, PARTS, CHUNKS):
                 memory_order=ct.MemoryOrder.RELAXED,
             ),
         )
+    return found
+
+
+def collect(SLOTS, row, PARTS, CHUNKS, PADDED, POLLS, numbers_of):
+    """What all chunks of a row have published, a float32 tile for each of PARTS, 0 past the last.
+
+    numbers_of(chunk) computes the numbers of a chunk that has not published in time.
+    """
+    found = poll(SLOTS, row, PARTS, CHUNKS, PADDED)
+    return floats(settled(SLOTS, row, found, CHUNKS, PADDED, POLLS, numbers_of), CHUNKS, PADDED)
+
+
+def collect_sums(SLOTS, row, PARTS, CHUNKS, PADDED, POLLS, numbers_of):
+    """The sums over the chunks, of the same.
+
+    A sum is NaN while a slot is EMPTY: as long as it tells, no other reduction has to.
+    """
+    found = poll(SLOTS, row, PARTS, CHUNKS, PADDED)
+    sums = added(found, CHUNKS, PADDED)
+    polls = 0
+    while is_nan(sums) & (polls < 8):
+        found = poll(SLOTS, row, PARTS, CHUNKS, PADDED)
+        sums = added(found, CHUNKS, PADDED)
+        polls = polls + 1
+    if is_nan(sums):
+        found = settled(SLOTS, row, found, CHUNKS, PADDED, POLLS, numbers_of)
+        sums = added(found, CHUNKS, PADDED)
+    return sums
+
+
+def settled(SLOTS, row, found, CHUNKS, PADDED, POLLS, numbers_of):
+    """The slots of a row without an EMPTY one, from what was found in them."""
+    j = ct.arange(PADDED, dtype=ct.int32)
+    polls = 0
+    while any_empty(found) & (polls < POLLS):
+        found = poll(SLOTS, row, len(found), CHUNKS, PADDED)
+        polls = polls + 1
+    if any_empty(found):
+        for chunk in range(CHUNKS):
+            own = numbers_of(chunk)
+            updated = ()
+            for part, number in ct.static_iter(enumerate(own)):
+                updated += (ct.where(j == chunk, ct.bitcast(number, ct.int32), found[part]),)
+            found = updated
+    return found
+
+
+def floats(found, CHUNKS, PADDED):
+    j = ct.arange(PADDED, dtype=ct.int32)
+    numbers = ()
+    for tile in ct.static_iter(found):
+        numbers += (ct.where(j < CHUNKS, ct.bitcast(tile, ct.float32), 0.0),)
+    return numbers
+
+
+def added(found, CHUNKS, PADDED):
+    sums = ()
+    numbers = floats(found, CHUNKS, PADDED)
+    for tile in ct.static_iter(numbers):
+        sums += (ct.sum(tile),)
+    return sums
+
+
+def is_nan(numbers):
+    found = False
+    for number in ct.static_iter(numbers):
+        found = found | (number != number)
     return found
 
 

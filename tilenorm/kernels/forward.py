@@ -1,8 +1,8 @@
-"""Forward: a row held by a block, or by several that share it; a tile a block, or a persistent grid."""
+"""Forward: a tile of rows a block, or a chunk of one; or a persistent grid that runs ahead."""
 
 import cuda.tile as ct
 
-from .exchange import collect, combine, publish
+from .exchange import collect, collect_sums, combine, publish
 from .formula import again, centered, mean_of, mean_square, recentered, silu
 from .rows import (
     affine,
@@ -88,8 +88,9 @@ def norm_forward(
         if not ADD:
             return tiles[0]
         totals = ()
-        for x, residual in ct.static_iter(zip(tiles[0], tiles[1])):
-            totals += ((x.astype(ct.float32) + residual.astype(ct.float32)).astype(SUM.dtype),)
+        for j, x in ct.static_iter(enumerate(tiles[0])):
+            residual = tiles[1][j].astype(ct.float32)
+            totals += ((x.astype(ct.float32) + residual).astype(SUM.dtype),)
         return totals
 
     def values(kept, tiles):
@@ -159,11 +160,12 @@ def norm_forward(
                 ct.grid_dependency_control_wait()
             row = place[0].item()
             publish(SLOTS, row, chunk, CHUNKS, numbers)
-            found = collect(SLOTS, row, len(numbers), CHUNKS, PADDED_CHUNKS, POLLS, missing)
+            slots = (SLOTS, row, len(numbers), CHUNKS, PADDED_CHUNKS, POLLS)
             if LAYER:
-                mean, left, variance = combine(found[0], found[1], N, TILE, PADDED_CHUNKS)
+                means, squares = collect(*slots, missing)
+                mean, left, variance = combine(means, squares, N, TILE, PADDED_CHUNKS)
             else:
-                variance = ct.sum(found[0]) * (1.0 / N)
+                variance = collect_sums(*slots, missing)[0] * (1.0 / N)
         rstd = ct.rsqrt(variance + eps)
         if PACKED or CHUNKS > 1:
             near = ()

@@ -179,7 +179,7 @@ class BackwardPlan(_Plan):
 
         in whole rounds of the heads.
         """
-        resident = _cdiv(self.resident, self.chunks) if self.chunks > 1 else self.resident
+        resident = self.resident // self.chunks
         groups = self._groups
         return min(self.tiles(rows), max(groups, resident // groups * groups))
 
