@@ -27,19 +27,29 @@ def sums(x, y):
     return ct.reduce((x, y), 1, add_both, (0.0, 0.0), keepdims=True)
 
 
+def row_sum(xs):
+    """The sum of segments by rows. Those of one width are added up first: a block waits once."""
+    total = 0.0
+    added = xs[0]
+    for x in ct.static_iter(xs[1:]):
+        if x.shape[1] == added.shape[1]:
+            added = added + x
+        else:
+            total = total + ct.sum(added, axis=1, keepdims=True)
+            added = x
+    return total + ct.sum(added, axis=1, keepdims=True)
+
+
 def mean_of(xs, N):
     """The mean of segments, by rows."""
-    total = 0.0
-    for x in ct.static_iter(xs):
-        total = total + ct.sum(x, axis=1, keepdims=True)
-    return total * (1.0 / N)
+    return row_sum(xs) * (1.0 / N)
 
 
 def mean_square(xs, N):
-    squares = 0.0
+    squares = ()
     for x in ct.static_iter(xs):
-        squares = squares + ct.sum(x * x, axis=1, keepdims=True)
-    return squares * (1.0 / N)
+        squares += (x * x,)
+    return row_sum(squares) * (1.0 / N)
 
 
 def centered(xs, masks, mean):

@@ -163,7 +163,7 @@ class ForwardPlan(_Plan):
 
 @dataclass(frozen=True)
 class BackwardPlan(_Plan):
-    """A persistent grid, then the column sum; before it, slots are emptied where rows are shared."""
+    """A persistent grid, then the column sum; first, where rows are shared, slots are emptied."""
 
     sum_config: ColumnSum
     needs: Needs

@@ -91,7 +91,8 @@ FORWARD = {
         (64, Forward(32, Hints(8))),  # 3997
         (128, Forward(8)),  # 4017
         (512, Forward(8, Hints(8))),  # 4001 (256), 3980
-        (1024, Forward(4)),  # 4023
+        (768, Forward(4)),
+        (1024, Forward(8, widths=(256, 256, 256, 256))),  # 4018
         (1536, Forward(2)),  # 4061
         (2048, Forward(1, Hints(8))),  # 4073
         (3072, Forward()),  # 4086
@@ -110,14 +111,16 @@ FORWARD = {
         (64, Forward(64, Hints(8))),  # 3741 (32), 3790
         (128, Forward(32, Hints(16))),  # 3827
         (256, Forward(16, Hints(8))),  # 3840
-        (512, _loop(4, 8)),  # 3760
-        (1024, _loop(2, 8)),  # 3794
+        (512, Forward(8, widths=(256, 256))),  # 3999
+        (768, Forward(8, widths=(256, 256, 256))),
+        (1024, Forward(8, widths=(256, 256, 256, 256))),  # 4017
         (1536, _loop(1, 8, (1024, 512))),  # 3780
-        (2048, Forward(2)),  # 3860
-        (3072, Forward(1, Hints(12))),  # 3937
+        (2048, Forward(2, widths=(1024, 1024))),  # 3880
+        (3072, Forward(1, Hints(8), (1024, 1024, 1024))),  # 4031
         (4096, Forward(1, Hints(8))),  # 3959
         (5120, Forward(1, Hints(16))),  # 3941
-        (7168, Forward(1, Hints(4))),  # 3832
+        (6144, Forward(widths=(1024,) * 6)),
+        (7168, Forward(widths=(1024,) * 7)),  # 3940
         (8192, Forward()),  # 3898
         (12288, Forward(1, Hints(4))),  # 3872
         (16384, _packed(4)),  # 3820
