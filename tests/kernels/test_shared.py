@@ -1,4 +1,4 @@
-"""The wide kernels: rows in chunks, partial sums in a workspace."""
+"""Rows too wide for one block: blocks share them, and find or compute each other's numbers."""
 
 from functools import partial
 
@@ -9,7 +9,7 @@ from tests import cases
 from tests.executors import Inputs, Interpreter
 from tests.tolerance import assert_close
 from tilenorm.launch.calls import Needs, every_gradient
-from tilenorm.launch.plan import WideBackward, WideForward, plan_backward, plan_forward
+from tilenorm.launch.plan import plan_backward, plan_forward
 from tilenorm.spec import NormSpec
 
 over = partial(pytest.mark.parametrize, "executor, spec", indirect=["executor"], ids=cases.label)
@@ -17,11 +17,31 @@ each_spec = partial(pytest.mark.parametrize, "spec", ids=cases.label)
 
 # Beyond this the interpreter's column sum takes seconds, and is that of narrower rows.
 SUMMED = 20480
-# Wide on sm_80, which has no table: one chunk and a part of the second.
+# On sm_80, which has no table, blocks share these in both directions.
 SHORT = NormSpec("rms", 4104, "bfloat16", "bfloat16", "bfloat16", 1.0)
+# Two numbers a chunk and one; a mean within float32; sums of what no array holds; whole vectors or
+# not. The last chunk has 8 columns or 1.
+EXCHANGED = [
+    NormSpec("rms", 16392, "bfloat16", "bfloat16"),
+    NormSpec("rms", 16385, "float32", residual="bfloat16", heads=2, weight="float32"),
+    NormSpec("layer", 16392, "float16", "float16", "float16", residual="float16"),
+    NormSpec("layer", 16388, "float32", "float32", "float32", 1.0),
+    NormSpec("rms", 16392, "bfloat16", "bfloat16", gate="bfloat16"),
+    NormSpec("rms", 16385, "bfloat16", "float32", gate="float32", gate_first=True),
+]
+ON_GPU = [
+    NormSpec(hidden=n, dtype=dtype, weight=dtype, **fields)
+    for n, dtype in ((40000, "bfloat16"), (65537, "float32"), (262144, "bfloat16"))
+    for fields in (
+        {"norm": "rms"},
+        {"norm": "layer", "bias": dtype, "residual": dtype},
+        {"norm": "rms", "gate": dtype},
+        {"norm": "rms", "gate": dtype, "gate_first": True},
+    )
+]
 
 
-@over(argvalues=cases.matrix("forward", wide=True))
+@over(argvalues=cases.matrix("forward", shared=True))
 def test_forward_in_every_regime(executor, spec):
     inputs = Inputs.random(spec, 3, executor.device)
     truth, own = inputs.truth(spec), inputs.own(spec)
@@ -29,7 +49,7 @@ def test_forward_in_every_regime(executor, spec):
         assert_close(name, found, truth[name], own[name])
 
 
-@over(argvalues=cases.matrix("backward", wide=True))
+@over(argvalues=cases.matrix("backward", shared=True))
 def test_backward_in_every_regime(executor, spec):
     sums = executor.name == "gpu" or spec.hidden <= SUMMED
     needs = every_gradient(spec)
@@ -65,10 +85,46 @@ def test_groups_of_rows(executor, rows):
         assert_close(name, grad, truth[name], own[name])
 
 
+def results(executor, spec, inputs, **how) -> dict[str, torch.Tensor]:
+    for plan in plans(executor, spec):
+        assert plan.chunks > 1
+    return executor.forward(spec, inputs, **how) | executor.backward(spec, inputs, **how)
+
+
+def plans(executor, spec):
+    yield plan_forward(spec, executor.target, True)
+    yield plan_backward(spec, executor.target, every_gradient(spec))
+
+
+def assert_same_bits(found, expected):
+    assert set(found) == set(expected)
+    for name, tensor in found.items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+@each_spec(argvalues=EXCHANGED)
+@pytest.mark.parametrize("order", [None, "reverse", 1], ids=["ascending", "reversed", "shuffled"])
+def test_what_is_computed_has_the_bits_of_what_is_found(spec, order):
+    # The first block of a row computes what all others publish; the last finds all.
+    executor = Interpreter("sm_80")
+    inputs = Inputs.random(spec, 2, executor.device)
+    expected = results(executor, spec, inputs)
+    assert_same_bits(results(executor, spec, inputs, found=False, order=order), expected)
+
+
+@each_spec(argvalues=ON_GPU)
+@pytest.mark.parametrize("executor", ["gpu"], indirect=True)
+@pytest.mark.parametrize("rows", [1, 300])
+def test_who_does_not_wait_has_the_same_bits(executor, spec, rows):
+    inputs = Inputs.random(spec, rows, executor.device)
+    expected = results(executor, spec, inputs)
+    assert_same_bits(results(executor, spec, inputs, found=False), expected)
+
+
 @each_spec(argvalues=[NormSpec("rms", 40000, dtype, "float32") for dtype in cases.DTYPES])
 @pytest.mark.parametrize("executor", ["interpreter_sm_90", "gpu"], indirect=True)
 def test_output_does_not_depend_on_saving(executor, spec):
-    assert isinstance(plan_forward(spec, executor.target, True), WideForward)
+    assert plan_forward(spec, executor.target, True).chunks > 1
     inputs = Inputs.random(spec, 2, executor.device)
     saved = executor.forward(spec, inputs)
     found = executor.forward(spec, inputs, save=False)
@@ -79,7 +135,7 @@ def test_output_does_not_depend_on_saving(executor, spec):
 @pytest.mark.parametrize("needs", [Needs(True, False, False), Needs(False, True, True)], ids=str)
 def test_gradients_do_not_depend_on_which_are_asked(needs):
     executor = Interpreter("sm_80")
-    assert isinstance(plan_backward(SHORT, executor.target, needs), WideBackward)
+    assert plan_backward(SHORT, executor.target, needs).chunks > 1
     inputs = Inputs.random(SHORT, 5, executor.device)
     every = executor.backward(SHORT, inputs)
     for name, grad in executor.backward(SHORT, inputs, needs).items():
