@@ -24,6 +24,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 MAX_HIDDEN = 262144
 WIDEST_ROW = 32768  # no plan holds more of a row in registers
 NARROW = 1100  # of HIDDEN, what the interpreter runs
+SHARED = 40000  # of what blocks share; wider rows have more of the same blocks
 
 # fmt: off
 HIDDEN = (
@@ -167,6 +168,8 @@ def matrix(direction: str, shared: bool) -> list[tuple[str, NormSpec]]:
     narrow = [spec for spec in listed() if spec.hidden <= NARROW]
     for executor, arch in zip(INTERPRETERS, INTERPRETED, strict=True):
         for spec in chain(ends(direction, arch), narrow):
+            if shared and spec.hidden > SHARED:
+                continue
             chosen = config(direction, spec, target(arch))
             size = (spec.hidden, spec.dtype)
             if shares(chosen, spec.hidden) == shared and (chosen, size) not in seen:

@@ -19,8 +19,14 @@ each_spec = partial(pytest.mark.parametrize, "spec", ids=cases.label)
 SUMMED = 20480
 # On sm_80, which has no table, blocks share these in both directions.
 SHORT = NormSpec("rms", 4104, "bfloat16", "bfloat16", "bfloat16", 1.0)
-# Two numbers a chunk and one; a mean within float32; sums of what no array holds; whole vectors or
-# not. The last chunk has 8 columns or 1.
+# Beyond what cases.matrix gives the interpreter.
+WIDEST = [
+    NormSpec("layer", 65537, "bfloat16", "bfloat16", "bfloat16", residual="bfloat16"),
+    NormSpec("rms", 262144, "bfloat16", "bfloat16"),
+    NormSpec("layer", 262144, "float32", "float32"),
+]
+# One number a chunk or two, packed or not, of whole vectors or not, with every optional input; the
+# last chunk has 1, 4 or 8 columns.
 EXCHANGED = [
     NormSpec("rms", 16392, "bfloat16", "bfloat16"),
     NormSpec("rms", 16385, "float32", residual="bfloat16", heads=2, weight="float32"),
@@ -41,12 +47,16 @@ ON_GPU = [
 ]
 
 
+def check(inputs, spec, results):
+    truth, own = inputs.truth(spec), inputs.own(spec)
+    for name, found in results.items():
+        assert_close(name, found, truth[name], own[name])
+
+
 @over(argvalues=cases.matrix("forward", shared=True))
 def test_forward_in_every_regime(executor, spec):
     inputs = Inputs.random(spec, 3, executor.device)
-    truth, own = inputs.truth(spec), inputs.own(spec)
-    for name, found in executor.forward(spec, inputs).items():
-        assert_close(name, found, truth[name], own[name])
+    check(inputs, spec, executor.forward(spec, inputs))
 
 
 @over(argvalues=cases.matrix("backward", shared=True))
@@ -58,9 +68,16 @@ def test_backward_in_every_regime(executor, spec):
     # Two rows a group and one more; few are enough where the groups are many.
     rows = min(13, executor.rows_beyond_grid(spec, "backward"))
     inputs = Inputs.random(spec, rows, executor.device)
-    truth, own = inputs.truth(spec), inputs.own(spec)
-    for name, grad in executor.backward(spec, inputs, needs).items():
-        assert_close(name, grad, truth[name], own[name])
+    check(inputs, spec, executor.backward(spec, inputs, needs))
+
+
+@each_spec(argvalues=WIDEST)
+@pytest.mark.parametrize("executor", cases.INTERPRETERS, indirect=True)
+def test_many_blocks_a_row(executor, spec):
+    inputs = Inputs.random(spec, 1, executor.device)
+    needs = every_gradient(spec)._replace(dw=False, db=False)
+    check(inputs, spec, executor.forward(spec, inputs))
+    check(inputs, spec, executor.backward(spec, inputs, needs))
 
 
 # The flags are those of whole rows, whose tests try every variant: here some, in every dtype.
@@ -68,32 +85,22 @@ def test_backward_in_every_regime(executor, spec):
 @pytest.mark.parametrize("executor", ["interpreter_sm_80", "gpu"], indirect=True)
 def test_every_variant(executor, spec):
     inputs = Inputs.random(spec, 2, executor.device)
-    truth, own = inputs.truth(spec), inputs.own(spec)
-    found = executor.forward(spec, inputs) | executor.backward(spec, inputs)
-    for name, tensor in found.items():
-        assert_close(name, tensor, truth[name], own[name])
+    check(inputs, spec, executor.forward(spec, inputs) | executor.backward(spec, inputs))
 
 
 @pytest.mark.parametrize("rows", [1, 2, 13])
 @pytest.mark.parametrize("executor", ["interpreter_sm_80", "gpu"], indirect=True)
 def test_groups_of_rows(executor, rows):
     inputs = Inputs.random(SHORT, rows, executor.device)
-    truth, own = inputs.truth(SHORT), inputs.own(SHORT)
     grads = executor.backward(SHORT, inputs)
     assert set(grads) == {"dx", "dw", "db"}
-    for name, grad in grads.items():
-        assert_close(name, grad, truth[name], own[name])
+    check(inputs, SHORT, grads)
 
 
 def results(executor, spec, inputs, **how) -> dict[str, torch.Tensor]:
-    for plan in plans(executor, spec):
-        assert plan.chunks > 1
+    assert plan_forward(spec, executor.target, True).chunks > 1
+    assert plan_backward(spec, executor.target, every_gradient(spec)).chunks > 1
     return executor.forward(spec, inputs, **how) | executor.backward(spec, inputs, **how)
-
-
-def plans(executor, spec):
-    yield plan_forward(spec, executor.target, True)
-    yield plan_backward(spec, executor.target, every_gradient(spec))
 
 
 def assert_same_bits(found, expected):

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from tests import cases
+from tests.executors import arguments_of
+from tilenorm.kernels.exchange import clear
 from tilenorm.launch.calls import MAX_GRID, BackwardArrays, Needs, every_gradient
 from tilenorm.launch.plan import plan_backward, plan_forward
 from tilenorm.launch.precompile import backward_calls, forward_calls
@@ -130,7 +132,7 @@ def test_grids_can_be_launched(spec):
     # As many rows as tilenorm accepts, of a tensor that fits the largest GPUs with its output.
     rows = min(MAX_ROWS, LARGEST_TENSOR // (spec.hidden * spec.item_bytes))
     for arch in MULTIPROCESSORS:
-        for kernel, grid, _ in all_calls(spec, Target.of(arch), rows):
+        for kernel, grid, *_ in all_calls(spec, Target.of(arch), rows):
             assert all(1 <= n <= MAX_GRID for n in grid), (arch, kernel._pyfunc.__name__, grid)
 
 
@@ -139,11 +141,13 @@ def test_grids_can_be_launched(spec):
 def test_launches_cover_every_row_once(rows, hidden):
     spec = NormSpec("rms", hidden, "bfloat16")
     config = plan_forward(spec, Target.of("sm_90"), True).config
-    reached = {}
-    for kernel, grid, arguments in forward_calls(spec, Target.of("sm_90"), rows, True):
-        names = list(kernel._annotated_function.pysig.parameters)
-        given = dict(zip(names, arguments, strict=True))
-        a_block = 1 / given.get("CHUNKS", 1)
-        assert reached.get(kernel, 0) == given["first"]
-        reached[kernel] = given["first"] + grid[0] * a_block
-    assert all(rows <= n * config.rows < rows + config.rows for n in reached.values())
+    reached = 0
+    for call in forward_calls(spec, Target.of("sm_90"), rows, True):
+        given = arguments_of(call)
+        if call.kernel is clear:
+            cleared = call.grid[0] * given["TILE_ROWS"]
+            assert rows <= cleared < rows + given["TILE_ROWS"]
+            continue
+        assert given["first"] == reached
+        reached += call.grid[0] // given["CHUNKS"]
+    assert rows <= reached * config.rows < rows + config.rows

@@ -152,6 +152,13 @@ def norm_backward(
                 new_dbs += (dbs[j] + dy,)
         return pairs, dot, total, new_dws, new_dbs
 
+    def missing(row, other):
+        """What another chunk of a row publishes."""
+        tiles, stats = gather(row, other)
+        ws = weights(other) if WEIGHT else ()
+        _, dot, total, _, _ = added_up(tiles, stats, ws, dws, dbs)
+        return (dot.item(), total.item()) if LAYER else (dot.item(),)
+
     # Gathered rows are fetched one tile ahead; tile loads the compiler runs ahead by itself.
     count = tiles_of(rows, HEADS, TILE_ROWS, TILE_HEADS)
     if not TMA:
@@ -186,13 +193,6 @@ def norm_backward(
         pairs, dot, total, dws, dbs = added_up(tiles, stats, ws, dws, dbs)
         if CHUNKS > 1 and through_norm:
             mine = (dot.item(), total.item()) if LAYER else (dot.item(),)
-
-            def missing(other):
-                found, numbers = gather(i, other)
-                there = weights(other) if WEIGHT else ()
-                theirs = added_up(found, numbers, there, dws, dbs)
-                return (theirs[1].item(), theirs[2].item()) if LAYER else (theirs[1].item(),)
-
             publish(SLOTS, i, chunk, CHUNKS, mine)
             found = collect(SLOTS, i, len(mine), CHUNKS, PADDED_CHUNKS, POLLS, missing)
             dot = ct.sum(found[0])

@@ -37,7 +37,8 @@ def publish(SLOTS, row, chunk, CHUNKS, numbers):
 def collect(SLOTS, row, PARTS, CHUNKS, PADDED, POLLS, numbers_of):
     """For each of PARTS numbers, a tile of what all chunks of a row have; 0 past the last.
 
-    numbers_of(chunk) computes the numbers of a chunk that has not published in time.
+    numbers_of(row, chunk) computes the numbers of a chunk, which are used if one of them has not
+    been published in time.
     """
     j = ct.arange(PADDED, dtype=ct.int32)
     found = poll(SLOTS, row, j, PARTS, CHUNKS)
@@ -47,7 +48,7 @@ def collect(SLOTS, row, PARTS, CHUNKS, PADDED, POLLS, numbers_of):
         polls = polls + 1
     if any_empty(found):
         for chunk in range(CHUNKS):
-            own = numbers_of(chunk)
+            own = numbers_of(row, chunk)
             updated = ()
             for part, number in ct.static_iter(enumerate(own)):
                 updated += (ct.where(j == chunk, ct.bitcast(number, ct.int32), found[part]),)

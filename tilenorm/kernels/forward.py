@@ -1,4 +1,4 @@
-"""Forward: a row held by a block, or by several that share it; a tile a block, or a persistent grid."""
+"""Forward: a tile of rows a block or, in turn, a persistent grid; or blocks that share a row."""
 
 import cuda.tile as ct
 
@@ -88,8 +88,9 @@ def norm_forward(
         if not ADD:
             return tiles[0]
         totals = ()
-        for x, residual in ct.static_iter(zip(tiles[0], tiles[1])):
-            totals += ((x.astype(ct.float32) + residual.astype(ct.float32)).astype(SUM.dtype),)
+        for j, x in ct.static_iter(enumerate(tiles[0])):
+            total = x.astype(ct.float32) + tiles[1][j].astype(ct.float32)
+            totals += (total.astype(SUM.dtype),)
         return totals
 
     def values(kept, tiles):
@@ -149,8 +150,8 @@ def norm_forward(
             near, mean, left, variance = moments(kept, tiles, masks, count)
             numbers = numbers_of(mean, left, variance, count)
 
-            def missing(other):
-                found = gather(place[0].item(), other)
+            def missing(row, other):
+                found = gather(row, other)
                 there = ct.minimum(N - other * TILE, TILE)
                 theirs = moments(summed(found), found, masks_of(other), there)
                 return numbers_of(theirs[1], theirs[2], theirs[3], there)
