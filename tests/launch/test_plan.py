@@ -122,6 +122,45 @@ def test_scratch_is_bounded(arch, rows):
             assert spec.heads or elements <= rows * spec.hidden
 
 
+@each_arch
+def test_blocks_that_share_rows_are_resident_at_once(arch):
+    shared = 0
+    for spec in SPECS:
+        plan = plan_backward(spec, Target.of(arch), every_gradient(spec))
+        if plan.chunks > 1:
+            shared += 1
+            sets = plan.blocks(1 << 20)
+            assert sets * plan.chunks <= plan.resident or sets == (spec.heads or 1), spec
+    assert shared
+
+
+@pytest.mark.parametrize("norm, numbers", [("rms", 1), ("layer", 2)])
+def test_slots_are_as_many_as_numbers(norm, numbers):
+    target = Target.of("sm_90")
+    narrow, wide = (NormSpec(norm, n, "float32", "float32") for n in (4096, 65537))
+    for make, how in ((plan_forward, True), (plan_backward, ALL)):
+        assert make(narrow, target, how).slots(1000) is None
+        plan = make(wide, target, how)
+        assert plan.chunks * sum(plan.config.widths) >= 65537 > plan.chunks
+        assert plan.slots(1000) == (1000, plan.chunks * numbers)
+    # Sums over rows alone are not made of the whole row.
+    assert plan_backward(wide, target, Needs(False, True, False)).slots(1000) is None
+
+
+@pytest.mark.parametrize("arch, overlap", [("sm_80", False), ("sm_90", True)])
+def test_what_shares_rows_overlaps_what_empties_the_slots(arch, overlap):
+    spec = NormSpec("rms", 65536, "bfloat16", "bfloat16")
+    for calls in (
+        forward_calls(spec, Target.of(arch), 1000, True),
+        backward_calls(spec, Target.of(arch), 1000, every_gradient(spec)),
+    ):
+        first, main, *rest = calls
+        assert first.kernel is clear
+        assert arguments_of(first)["SLOTS"] == arguments_of(main)["SLOTS"]
+        assert [c.overlap for c in calls] == [False, overlap, *(False for _ in rest)]
+        assert arguments_of(first)["OVERLAP"] is arguments_of(main)["OVERLAP"] is overlap
+
+
 def test_no_scratch_without_sums():
     plan = plan_backward(SPECS[0], Target("sm_90", 132), Needs(True, False, False))
     assert plan.partials(1000) is None

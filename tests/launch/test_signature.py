@@ -31,6 +31,7 @@ def test_contiguous_strides():
         ("float32", (20, 1), [4, 1]),
         ("float32", (18, 1), [1, 1]),
         ("float16", (1, 16), [1, 8]),
+        ("int32", (20, 1), [4, 1]),
     ],
 )
 def test_a_stride_of_whole_vectors_is_known(dtype, strides, expected):
