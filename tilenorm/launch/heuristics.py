@@ -47,8 +47,11 @@ def backward(spec: NormSpec, target: Target, needs) -> Backward:
     fits = 4096 if inputs == 3 and needs.sums == 2 else 8192
     if width <= fits and target.has_tma and spec.aligned:
         return Backward((width,), tma=True, hints=Hints(1, 8))
-    widths = (BACKWARD_CHUNK // tile_width(inputs),)
-    return Backward(widths, hints=Hints(occupancy=4), packed=_packs(spec))
+    occupancy = 3 if inputs == 2 else 2  # without spills
+    # All blocks of a row are resident at once: each waits for the others, row after row.
+    least = -(-spec.hidden // (target.multiprocessors * occupancy))
+    chunk = max(BACKWARD_CHUNK // tile_width(inputs), tile_width(least))
+    return Backward((chunk,), hints=Hints(occupancy), packed=_packs(spec))
 
 
 def column_sum(spec: NormSpec, target: Target) -> ColumnSum:
