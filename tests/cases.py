@@ -15,7 +15,7 @@ from itertools import chain, cycle, pairwise, product
 
 from tilenorm.launch import heuristics
 from tilenorm.launch.calls import Needs, every_gradient
-from tilenorm.launch.config import Wide
+from tilenorm.launch.config import Backward, Forward
 from tilenorm.launch.target import Target
 from tilenorm.launch.tuned import TABLES
 from tilenorm.spec import NormSpec
@@ -24,6 +24,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 MAX_HIDDEN = 262144
 WIDEST_ROW = 32768  # no plan holds more of a row in registers
 NARROW = 1100  # of HIDDEN, what the interpreter runs
+SHARED = 40000  # of what blocks share; wider rows have more of the same blocks
 
 # fmt: off
 HIDDEN = (
@@ -47,6 +48,11 @@ def config(direction: str, spec: NormSpec, target: Target):
     if direction == "forward":
         return heuristics.forward(spec, target)
     return heuristics.backward(spec, target, every_gradient(spec))
+
+
+def shares(chosen: Forward | Backward, hidden: int) -> bool:
+    """Whether blocks share rows of a size: no block has segments that span them."""
+    return chosen.widths is not None and sum(chosen.widths) < hidden
 
 
 def affine(dtype: str) -> list[dict]:
@@ -156,21 +162,23 @@ def listed() -> list[NormSpec]:
     ]
 
 
-def matrix(direction: str, wide: bool) -> list[tuple[str, NormSpec]]:
-    """(executor, spec): of plans that hold whole rows, or of those that cut rows into chunks."""
+def matrix(direction: str, shared: bool) -> list[tuple[str, NormSpec]]:
+    """(executor, spec): of plans whose blocks hold whole rows, or of those that share them."""
     pairs, seen = [], set()
     narrow = [spec for spec in listed() if spec.hidden <= NARROW]
     for executor, arch in zip(INTERPRETERS, INTERPRETED, strict=True):
         for spec in chain(ends(direction, arch), narrow):
+            if shared and spec.hidden > SHARED:
+                continue
             chosen = config(direction, spec, target(arch))
             size = (spec.hidden, spec.dtype)
-            if isinstance(chosen, Wide) == wide and (chosen, size) not in seen:
+            if shares(chosen, spec.hidden) == shared and (chosen, size) not in seen:
                 seen.add((chosen, size))
                 pairs.append((executor, spec))
     # Which plan a GPU will choose is not known when tests are collected, and each spec costs it a
     # compile: without a table the regimes end at powers of two, most of which HIDDEN has.
     every = chain(listed(), *(ends(direction, arch) for arch in TABLES))
-    on_gpu = [s for s in dict.fromkeys(every) if (s.hidden > WIDEST_ROW) == wide]
+    on_gpu = [s for s in dict.fromkeys(every) if (s.hidden > WIDEST_ROW) == shared]
     return pairs + [("gpu", spec) for spec in on_gpu]
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tilenorm.launch.calls import Needs, every_gradient
+from tilenorm.kernels.exchange import clear
+from tilenorm.launch.calls import Call, Needs, every_gradient
 from tilenorm.launch.plan import plan_backward, plan_forward
 from tilenorm.launch.target import Target
 from tilenorm.ops import cutile
@@ -78,8 +79,12 @@ class Executor:
     device: str
     target: Target
 
-    def run(self, **how) -> Callable:
-        """A function that runs a plan's calls."""
+    def run(self, found: bool = True, **constants) -> Callable:
+        """A function that runs a plan's calls, with these of the kernels' constants instead.
+
+        found: blocks that share a row find what the others publish; without it they compute what is
+        not there at once.
+        """
         raise NotImplementedError
 
     def forward(
@@ -114,8 +119,7 @@ class Executor:
         """So many rows that every block of a looping kernel takes two tiles, and some a part."""
         if direction == "forward":
             plan = plan_forward(spec, self.target, True)
-            looping = getattr(plan.config, "loop", False)
-            return (2 * plan.resident if looping else 2) * plan.config.rows + 1
+            return (2 * plan.resident if plan.config.loop else 2) * plan.config.rows + 1
         plan = plan_backward(spec, self.target, every_gradient(spec))
         return 2 * plan.blocks(1 << 30) * plan.config.rows + 3
 
@@ -129,12 +133,23 @@ class Interpreter(Executor):
         self.name = f"interpreter_{arch}"
         self.target = cases.target(arch)
 
-    def run(self, fill: float = float("nan"), order=None) -> Callable:
-        """fill: what undefined padding reads as. order: of the blocks, as interpreter.launch."""
+    def run(
+        self, found: bool = True, fill: float = float("nan"), order=None, **constants
+    ) -> Callable:
+        """fill: what undefined padding reads as. order: of the blocks, as interpreter.launch.
+
+        Blocks run one after another, so that polling is in vain. For all to be found, blocks that
+        share rows run before with slots that hold zeros, and publish the same.
+        """
 
         def run(calls, index) -> None:
-            for kernel, grid, arguments, _ in calls:
+            for call in with_arguments(calls, **({"POLLS": 0} | constants)):
+                kernel, grid, arguments, _ = call
                 interpreter.launch(grid, kernel, arguments, fill=fill, order=order)
+                if found and kernel is clear:
+                    arguments[0].zero_()
+                elif found and arguments_of(call).get("CHUNKS", 1) > 1:
+                    interpreter.launch(grid, kernel, arguments, fill=fill, order=order)
 
         return run
 
@@ -150,8 +165,30 @@ class Gpu(Executor):
 
         self.target = device_of("cuda", torch.cuda.current_device()).target
 
-    def run(self) -> Callable:
-        return cutile.on_device
+    def run(self, found: bool = True, **constants) -> Callable:
+        if not found:
+            constants["POLLS"] = 0
+
+        def run(calls, index) -> None:
+            cutile.on_device(with_arguments(calls, **constants), index)
+
+        return run
+
+
+def arguments_of(call: Call) -> dict[str, object]:
+    """The arguments of a call by their names in the kernel."""
+    names = call.kernel._annotated_function.pysig.parameters
+    return dict(zip(names, call.arguments, strict=True))
+
+
+def with_arguments(calls: list[Call], **given) -> list[Call]:
+    """The calls, with these in place of what those kernels get that take them."""
+    found = []
+    for call in calls:
+        arguments = arguments_of(call)
+        arguments |= {name: given[name] for name in arguments.keys() & given.keys()}
+        found.append(call._replace(arguments=tuple(arguments.values())))
+    return found
 
 
 @contextmanager

@@ -30,7 +30,7 @@ def check(executor, spec, rows):
         assert_close(name, found, truth[name], own[name])
 
 
-@over(argvalues=cases.matrix("forward", wide=False))
+@over(argvalues=cases.matrix("forward", shared=False))
 def test_every_regime(executor, spec):
     check(executor, spec, executor.rows_beyond_grid(spec, "forward"))
 

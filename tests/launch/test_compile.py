@@ -14,9 +14,9 @@ from multiprocessing import get_context
 import pytest
 
 from tests import cases
+from tests.executors import with_arguments
 from tilenorm.launch import heuristics
 from tilenorm.launch.calls import Needs, every_gradient
-from tilenorm.launch.config import Wide
 from tilenorm.launch.precompile import (
     backward_calls,
     compile_call,
@@ -59,8 +59,9 @@ def regime_specs(direction: str, arch: str) -> list[NormSpec]:
             for operation in tabled or every[0::3]:
                 spec = replace(operation, hidden=last)
                 chosen = cases.config(direction, spec, Target.of(arch))
-                # Chunks are the same kernels whatever their number.
-                width = 0 if isinstance(chosen, Wide) else heuristics.tile_width(last)
+                # Blocks that share a row are the same whatever their number.
+                shared = cases.shares(chosen, last)
+                width = 0 if shared else heuristics.tile_width(last)
                 if (chosen, width, operation) not in seen:
                     seen.add((chosen, width, operation))
                     # Of a regime's sizes the last and the first, which is masked, take turns.
@@ -93,13 +94,7 @@ def calls_of_layout(spec: NormSpec, arch: str, leading: int):
     row = 2 * spec.hidden
     strides = (row * 200, row * 12, row)[3 - leading :] + (1,)
     x = ArrayLike(spec.dtype, shape, strides)
-    needs = every_gradient(spec)
-    calls = []
-    for call in calls_of_kind(spec, arch, needs, True):
-        names = call.kernel._annotated_function.pysig.parameters
-        pairs = zip(names, call.arguments, strict=True)
-        calls.append(call._replace(arguments=tuple(x if n in ("X", "DY") else a for n, a in pairs)))
-    return calls
+    return with_arguments(calls_of_kind(spec, arch, every_gradient(spec), True), X=x, DY=x)
 
 
 def calls_of_training(spec: NormSpec, arch: str):

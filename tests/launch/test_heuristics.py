@@ -6,7 +6,7 @@ import pytest
 
 from tests import cases
 from tilenorm.launch import heuristics
-from tilenorm.launch.config import Backward, Forward, Wide
+from tilenorm.launch.config import Backward, Forward
 from tilenorm.launch.target import MULTIPROCESSORS, Target
 from tilenorm.launch.tuned import TABLES
 from tilenorm.spec import ITEM_BYTES, OPS, NormSpec
@@ -80,8 +80,30 @@ def test_every_regime_can_serve_its_sizes(direction, arch, dtype, aligned):
         for hidden in sizes:
             for fields in cases.tabled(dtype):
                 spec = NormSpec(**{"norm": "rms", "hidden": hidden, "dtype": dtype, **fields})
-                config = cases.config(direction, spec, target)
-                CHECKS[type(config)](config, hidden, target, aligned)
+                check(cases.config(direction, spec, target), spec, target)
+
+
+def check(config: Forward | Backward, spec, target):
+    assert power_of_two(config.rows)
+    loops = isinstance(config, Backward) or config.loop
+    assert loops or not config.tma
+    assert not config.store or config.tma, "rows that tile stores do not serve"
+    if config.tma:
+        assert config.rows == 1 and target.has_tma and spec.aligned
+    if config.packed:
+        assert spec.widest_item == 2, "32 bits do not fit 16"
+    if cases.shares(config, spec.hidden):
+        check_chunks(config, spec)
+    elif config.widths:
+        check_widths(config.widths, spec.hidden)
+
+
+def check_chunks(config: Forward | Backward, spec):
+    assert config.rows == 1 and not config.tma and not getattr(config, "loop", False)
+    # The segments of every chunk but the last are full, and reads of an aligned row are of vectors.
+    assert all(power_of_two(width) for width in config.widths)
+    assert all(a >= b for a, b in pairwise(config.widths))
+    assert all(width * spec.item_bytes % 16 == 0 for width in config.widths)
 
 
 def check_widths(widths: tuple[int, ...], hidden):
@@ -92,34 +114,6 @@ def check_widths(widths: tuple[int, ...], hidden):
     assert all(s % w == 0 for s, w in zip(starts, widths, strict=False))
     assert starts[-1] >= hidden, "columns that no segment covers"
     assert starts[-2] < hidden, "a segment outside the row"
-
-
-def check_loads(config: Forward | Backward, target, aligned):
-    assert power_of_two(config.rows)
-    assert not config.store or config.tma, "rows that tile stores do not serve"
-    if config.tma:
-        assert config.rows == 1 and target.has_tma and aligned
-
-
-def check_forward(config: Forward, hidden, target, aligned):
-    check_loads(config, target, aligned)
-    assert config.loop or not config.tma
-    if config.widths:
-        check_widths(config.widths, hidden)
-
-
-def check_backward(config: Backward, hidden, target, aligned):
-    check_loads(config, target, aligned)
-    check_widths(config.widths, hidden)
-
-
-def check_wide(config: Wide, hidden, target, aligned):
-    assert power_of_two(config.tile)
-    # A tile load of 16-byte vectors: chunks of an aligned row are aligned.
-    assert config.tile % 16 == 0
-
-
-CHECKS = {Forward: check_forward, Backward: check_backward, Wide: check_wide}
 
 
 @pytest.mark.parametrize("direction, arch, dtype, aligned", REGIMES)

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from tests import cases
+from tests.executors import arguments_of
+from tilenorm.kernels.exchange import clear
 from tilenorm.launch.calls import MAX_GRID, BackwardArrays, Needs, every_gradient
 from tilenorm.launch.plan import plan_backward, plan_forward
 from tilenorm.launch.precompile import backward_calls, forward_calls
@@ -120,6 +122,46 @@ def test_scratch_is_bounded(arch, rows):
             assert spec.heads or elements <= rows * spec.hidden
 
 
+@each_arch
+def test_blocks_that_share_rows_are_resident_at_once(arch):
+    shared = 0
+    for spec in SPECS:
+        plan = plan_backward(spec, Target.of(arch), every_gradient(spec))
+        if plan.chunks > 1:
+            shared += 1
+            sets = plan.blocks(1 << 20)
+            assert plan.chunks <= plan.resident, spec
+            assert sets * plan.chunks <= plan.resident or sets == spec.heads, spec
+    assert shared
+
+
+@pytest.mark.parametrize("norm, numbers", [("rms", 1), ("layer", 2)])
+def test_slots_are_as_many_as_numbers(norm, numbers):
+    target = Target.of("sm_90")
+    narrow, wide = (NormSpec(norm, n, "float32", "float32") for n in (4096, 65537))
+    for make, how in ((plan_forward, True), (plan_backward, ALL)):
+        assert make(narrow, target, how).slots(1000) is None
+        plan = make(wide, target, how)
+        assert plan.chunks * sum(plan.config.widths) >= 65537 > plan.chunks
+        assert plan.slots(1000) == (1000, plan.chunks * numbers)
+    # Sums over rows alone are not made of the whole row.
+    assert plan_backward(wide, target, Needs(False, True, False)).slots(1000) is None
+
+
+@pytest.mark.parametrize("arch, overlap", [("sm_80", False), ("sm_90", True)])
+def test_what_shares_rows_overlaps_what_empties_the_slots(arch, overlap):
+    spec = NormSpec("rms", 65536, "bfloat16", "bfloat16")
+    for calls in (
+        forward_calls(spec, Target.of(arch), 1000, True),
+        backward_calls(spec, Target.of(arch), 1000, every_gradient(spec)),
+    ):
+        first, main, *rest = calls
+        assert first.kernel is clear
+        assert arguments_of(first)["SLOTS"] == arguments_of(main)["SLOTS"]
+        assert [c.overlap for c in calls] == [False, overlap, *(False for _ in rest)]
+        assert arguments_of(first)["OVERLAP"] is arguments_of(main)["OVERLAP"] is overlap
+
+
 def test_no_scratch_without_sums():
     plan = plan_backward(SPECS[0], Target("sm_90", 132), Needs(True, False, False))
     assert plan.partials(1000) is None
@@ -130,7 +172,7 @@ def test_grids_can_be_launched(spec):
     # As many rows as tilenorm accepts, of a tensor that fits the largest GPUs with its output.
     rows = min(MAX_ROWS, LARGEST_TENSOR // (spec.hidden * spec.item_bytes))
     for arch in MULTIPROCESSORS:
-        for kernel, grid, _ in all_calls(spec, Target.of(arch), rows):
+        for kernel, grid, *_ in all_calls(spec, Target.of(arch), rows):
             assert all(1 <= n <= MAX_GRID for n in grid), (arch, kernel._pyfunc.__name__, grid)
 
 
@@ -139,11 +181,13 @@ def test_grids_can_be_launched(spec):
 def test_launches_cover_every_row_once(rows, hidden):
     spec = NormSpec("rms", hidden, "bfloat16")
     config = plan_forward(spec, Target.of("sm_90"), True).config
-    reached = {}
-    for kernel, grid, arguments in forward_calls(spec, Target.of("sm_90"), rows, True):
-        names = list(kernel._annotated_function.pysig.parameters)
-        given = dict(zip(names, arguments, strict=True))
-        a_block = 1 / given.get("CHUNKS", 1)
-        assert reached.get(kernel, 0) == given["first"]
-        reached[kernel] = given["first"] + grid[0] * a_block
-    assert all(rows <= n * config.rows < rows + config.rows for n in reached.values())
+    reached = 0
+    for call in forward_calls(spec, Target.of("sm_90"), rows, True):
+        given = arguments_of(call)
+        if call.kernel is clear:
+            cleared = call.grid[0] * given["TILE_ROWS"]
+            assert rows <= cleared < rows + given["TILE_ROWS"]
+            continue
+        assert given["first"] == reached
+        reached += call.grid[0] // given["CHUNKS"]
+    assert rows <= reached * config.rows < rows + config.rows

@@ -31,6 +31,7 @@ def test_contiguous_strides():
         ("float32", (20, 1), [4, 1]),
         ("float32", (18, 1), [1, 1]),
         ("float16", (1, 16), [1, 8]),
+        ("int32", (20, 1), [4, 1]),
     ],
 )
 def test_a_stride_of_whole_vectors_is_known(dtype, strides, expected):
@@ -115,8 +116,8 @@ def test_agrees_with_cutile(hidden, rows, fields):
     added = spec.residual is not None
     mean = mean if spec.norm == "layer" else ABSENT
     forward, backward = plan_forward(spec, target, True), plan_backward(spec, target, needs)
-    workspaces = [
-        tensor(torch.float32, *plan.workspace(rows)) if plan.workspace(rows) else ABSENT
+    slots = [
+        tensor(torch.int32, *plan.slots(rows)) if plan.slots(rows) else ABSENT
         for plan in (forward, backward)
     ]
     partials = tensor(torch.float32, *backward.partials(rows))
@@ -131,7 +132,7 @@ def test_agrees_with_cutile(hidden, rows, fields):
             sum=total if added else ABSENT,
             mean=mean,
             rstd=rstd,
-            workspace=workspaces[0],
+            slots=slots[0],
         ),
         rows,
         1e-6,
@@ -149,7 +150,7 @@ def test_agrees_with_cutile(hidden, rows, fields):
             dresidual=total if added else ABSENT,
             dgate=ABSENT,
             partials=partials,
-            workspace=workspaces[1],
+            slots=slots[1],
             dw=dw,
             db=db,
         ),

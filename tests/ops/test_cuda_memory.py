@@ -36,7 +36,7 @@ def peak_of(function) -> int:
 
 
 def scratch_of(shape, most: int) -> int:
-    """Bytes of float32 scratch, and no more than `most`."""
+    """Bytes of scratch in 32 bits, and no more than `most`."""
     size = 4 * shape[0] * shape[1] if shape else 0
     assert size <= most
     return size
@@ -55,9 +55,9 @@ def test_forward(form, n, grad):
     outputs = call(form, tensors)  # the first call compiles
     plan = plan_forward(spec_of(form, tensors), target(), grad)
     stats = ROWS * 4 * ("layer" in form.op) + ROWS * 4 if grad else 0
-    # A float32 or two for each chunk of a row that is too wide for one block.
-    scratch = scratch_of(plan.workspace(ROWS), ROWS * n * 2 // 128)
-    assert peak_of(lambda: call(form, tensors)) == bytes_of(*outputs) + stats + scratch
+    # A slot or two for each block that shares a row.
+    slots = scratch_of(plan.slots(ROWS), ROWS * n * 2 // 128)
+    assert peak_of(lambda: call(form, tensors)) == bytes_of(*outputs) + stats + slots
 
 
 @forms_and_widths(WIDTHS, [4096], [("layer_norm", 65536), ("add_rms_norm", 65536)])
@@ -82,8 +82,8 @@ def check_backward(form, tensors, incoming):
     own = [t for name, t in tensors.items() if name != "residual" or spec.residual != spec.dtype]
     n = spec.hidden
     sums = scratch_of(plan.partials(ROWS), 2 * 4 * target().multiprocessors * n * 4)
-    chunks = scratch_of(plan.workspace(ROWS), ROWS * n * 2 // 128)
-    assert peak <= bytes_of(*own) + sums + chunks
+    slots = scratch_of(plan.slots(ROWS), ROWS * n * 2 // 128)
+    assert peak <= bytes_of(*own) + sums + slots
 
 
 def test_a_step_leaves_nothing_but_gradients():

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import tilenorm
+from tilenorm.launch.plan import POLLS
 from tilenorm.launch.target import MULTIPROCESSORS
 from tilenorm.ops import cutile, functional, reference
 from tilenorm.ops.explain import explain_spec, planned_device
@@ -74,12 +75,31 @@ def test_every_launch_is_told(form, arch, hidden):
     for step in found.forward + found.backward:
         assert f"{step.kernel} grid {step.grid}" in text
         assert all(f"{k}={v}" in text for k, v in (step.hints | step.constants).items())
-    for step in found.forward:
-        assert step.constants["N"] == hidden
     last = found.forward[-1].constants
+    assert last["N"] == hidden
     assert last["WEIGHT"] is last["BIAS"] is True
     assert last["LAYER"] is ("layer" in form.op)
     assert last["GATED"] is ("gated" in form.op)
+
+
+@pytest.mark.parametrize("arch, overlap", [("sm_80", False), ("sm_90", True)])
+def test_rows_that_blocks_share_have_slots_to_empty(arch, overlap):
+    found = planned(131072, arch=arch, weight="bfloat16")
+    assert [s.kernel for s in found.forward] == ["clear", "norm_forward"]
+    assert [s.kernel for s in found.backward] == ["clear", "norm_backward", "column_sum"]
+    for clear, norm in (found.forward, found.backward[:2]):
+        chunks, width = norm.constants["CHUNKS"], sum(norm.constants["WIDTHS"])
+        assert chunks > 1 and chunks * width >= 131072
+        assert norm.constants["POLLS"] == POLLS
+        assert norm.grid[0] % chunks == 0
+        assert clear.constants["OVERLAP"] is norm.constants["OVERLAP"] is overlap
+        assert clear.grid[0] * clear.constants["TILE_ROWS"] >= found.rows
+        assert clear.constants["TILE"] >= chunks
+
+
+def test_whole_rows_do_not_poll():
+    for step in (*planned().forward, *planned().backward):
+        assert (step.constants["CHUNKS"], step.constants["POLLS"]) == (1, 0)
 
 
 OPTIONS = {

@@ -21,7 +21,7 @@ BACKWARD_CHUNK = 4096
 
 
 def tile_width(hidden: int) -> int:
-    """The smallest power of two that holds a row."""
+    """The smallest power of two that holds so many columns."""
     return 1 << (hidden - 1).bit_length()
 
 
@@ -31,8 +31,7 @@ def forward(spec: NormSpec, target: Target) -> Forward:
     width = tile_width(spec.hidden)
     inputs = 1 + (spec.residual is not None) + (spec.gate is not None)
     if width > FORWARD_TILE // inputs:
-        chunk = _power_of_two(FORWARD_CHUNK // inputs)
-        return Forward(widths=(chunk,), packed=_packs(spec))
+        return Forward(widths=(FORWARD_CHUNK // tile_width(inputs),), packed=_packs(spec))
     return Forward(rows=max(1, TILE // width))
 
 
@@ -48,8 +47,11 @@ def backward(spec: NormSpec, target: Target, needs) -> Backward:
     fits = 4096 if inputs == 3 and needs.sums == 2 else 8192
     if width <= fits and target.has_tma and spec.aligned:
         return Backward((width,), tma=True, hints=Hints(1, 8))
-    chunk = _power_of_two(BACKWARD_CHUNK // inputs)
-    return Backward((chunk,), hints=Hints(occupancy=4), packed=_packs(spec))
+    occupancy = 3 if inputs == 2 else 2  # without spills
+    # All blocks of a row are resident at once: each waits for the others, row after row.
+    least = -(-spec.hidden // (target.multiprocessors * occupancy))
+    chunk = max(BACKWARD_CHUNK // tile_width(inputs), tile_width(least))
+    return Backward((chunk,), hints=Hints(occupancy), packed=_packs(spec))
 
 
 def column_sum(spec: NormSpec, target: Target) -> ColumnSum:
@@ -69,10 +71,6 @@ def backward_op(spec: NormSpec, needs) -> str | None:
         return alike if needs.sums < 2 else None
     norm = "layer_norm" if spec.norm == "layer" or needs.sums == 2 else "rms_norm"
     return f"add_{norm}" if needs.dsum else norm
-
-
-def _power_of_two(most: int) -> int:
-    return 1 << most.bit_length() - 1
 
 
 def _packs(spec: NormSpec) -> bool:

@@ -90,7 +90,7 @@ class _Plan:
     def tiles(self, rows: int) -> int:
         heads, tile_rows = self.spec.heads, self.config.rows
         if not heads:
-            return -(-rows // tile_rows)
+            return _cdiv(rows, tile_rows)
         return _cdiv(rows // heads, tile_rows // self.tile_heads) * self._groups
 
     @cached_property
@@ -108,7 +108,7 @@ class _Plan:
         """N, HEADS, TILE_ROWS, TILE_HEADS, WIDTHS, CHUNKS, PADDED_CHUNKS, POLLS, OVERLAP."""
         heads = (self.spec.heads, self.config.rows, self.tile_heads)
         padded = heuristics.tile_width(self.chunks)
-        chunks = (self._widths, self.chunks, padded, POLLS, self._overlap)
+        chunks = (self._widths, self.chunks, padded, POLLS if self._shares else 0, self._overlap)
         return (self.spec.hidden, *heads, *chunks)
 
     @cached_property
@@ -163,7 +163,7 @@ class ForwardPlan(_Plan):
 
 @dataclass(frozen=True)
 class BackwardPlan(_Plan):
-    """A persistent grid, then the column sum; first, where rows are shared, slots are emptied."""
+    """A persistent grid, then the column sum; ahead of them a launch that empties slots, if any."""
 
     sum_config: ColumnSum
     needs: Needs
@@ -175,12 +175,12 @@ class BackwardPlan(_Plan):
         return self.chunks > 1 and through_norm
 
     def blocks(self, rows: int) -> int:
-        """How many blocks, or groups of them that share rows, split the tiles: what is resident,
+        """How many blocks, or sets of blocks that share rows, split the tiles.
 
-        in whole rounds of the heads.
+        As many as are resident, in whole rounds of the heads: blocks of a set that is resident in
+        part would wait, in every row, for some that start when others have ended.
         """
-        resident = self.resident // self.chunks
-        groups = self._groups
+        resident, groups = self.resident // self.chunks, self._groups
         return min(self.tiles(rows), max(groups, resident // groups * groups))
 
     def partials(self, rows: int) -> tuple[int, int] | None:

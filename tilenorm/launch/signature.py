@@ -18,7 +18,6 @@ from cuda.tile.compilation import (
     ScalarConstraint,
 )
 
-
 _DTYPES = {
     "float16": ct.float16,
     "bfloat16": ct.bfloat16,

@@ -1,0 +1,35 @@
+"""PACKED converts 16-bit inputs twice, in whole rows and in chunks: the results are the same."""
+
+import pytest
+import torch
+
+from tests import cases
+from tests.executors import Inputs, Interpreter
+from tilenorm.spec import NormSpec
+
+EXECUTORS = [Interpreter("sm_80"), Interpreter("sm_90")]
+# Of tiles of several rows, one by gathers or, on sm_90, by tile loads, and chunks.
+SPECS = [
+    NormSpec(hidden=n, dtype="bfloat16", weight="bfloat16", **fields)
+    for n in (24, 37, 4096, 5120, 16392)
+    for fields in (
+        {"norm": "rms", "bias": "bfloat16"},
+        {"norm": "layer", "residual": "bfloat16", "heads": 2},
+        {"norm": "rms", "gate": "bfloat16"},
+        {"norm": "rms", "gate": "bfloat16", "gate_first": True},
+    )
+]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=cases.label)
+@pytest.mark.parametrize("executor", EXECUTORS, ids=lambda e: e.name)
+def test_the_same_bits(executor, spec):
+    inputs = Inputs.random(spec, 3, executor.device)
+    plain, packed = (
+        executor.forward(spec, inputs, PACKED=packed)
+        | executor.backward(spec, inputs, PACKED=packed)
+        for packed in (False, True)
+    )
+    assert set(plain) == set(packed)
+    for name, tensor in packed.items():
+        assert torch.equal(tensor, plain[name]), name
