@@ -9,7 +9,7 @@ from bench import providers, report
 from bench.__main__ import main
 from bench.cases import OPS, Case
 from bench.providers import Provider
-from bench.run import _call, run
+from bench.run import repeatable_call, run
 
 EAGER = OPS["rms_norm"].eager
 CASE = Case("rms_norm", "float32", 64, 128)
@@ -140,7 +140,9 @@ def test_a_slice_of_a_fused_projection_is_read_in_place_both_ways():
             seen.append(ctx.saved_tensors[0].stride())
             return dy, dy.sum(0)
 
-    _call(Strides.apply, inputs, op.output_grads(96, 16, torch.float32, "cpu"), "backward")()
+    repeatable_call(
+        Strides.apply, inputs, op.output_grads(96, 16, torch.float32, "cpu"), "backward"
+    )()
     assert seen == [inputs[0].stride()] * 2
 
 
