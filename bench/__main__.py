@@ -74,7 +74,7 @@ def _measured(args: argparse.Namespace, argv: list[str]) -> record.Record:
         sys.exit(f"suite {args.suite} has no such case; its N are {listed}")
     if device == "cpu":
         print(report.CPU_NOTICE, file=sys.stderr)
-        cases = [case.shrunk(CPU_ELEMENTS) for case in cases]
+        cases = list(dict.fromkeys(case.shrunk(CPU_ELEMENTS) for case in cases))
     ops = dict.fromkeys(case.op for case in cases)
     present, absent = attendance(ops, args.provider or list(PROVIDERS), device)
     directions = args.direction or SUITE_DIRECTIONS.get(args.suite, DIRECTIONS)

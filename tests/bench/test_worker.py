@@ -1,0 +1,40 @@
+import json
+import os
+import statistics
+import subprocess
+import time
+
+import pytest
+
+from bench import worker
+
+
+def test_a_function_is_called_in_a_process_of_its_own(tmp_path):
+    assert worker.run(json.dumps, str(tmp_path), 60.0, obj=[1, "two"]) == '[1, "two"]'
+    assert worker.run(os.getcwd, str(tmp_path), 60.0) == os.getcwd()
+
+
+def test_what_it_raises_is_raised_here(tmp_path):
+    with pytest.raises(worker.WorkerError, match="StatisticsError: mean requires at least one"):
+        worker.run(statistics.mean, str(tmp_path), 60.0, data=[])
+
+
+def test_a_process_that_dies_is_told_by_its_status(tmp_path):
+    with pytest.raises(worker.WorkerError, match="exit status 3: no message"):
+        worker.run(os._exit, str(tmp_path), 60.0, status=3)
+
+
+def test_what_takes_too_long_is_ended_with_what_it_started(tmp_path):
+    log = tmp_path / "log"
+    late = ["sh", "-c", f"sleep 2; echo still here > {log}"]
+    with pytest.raises(worker.WorkerError, match="not done after 1 s"):
+        worker.run(subprocess.run, str(tmp_path), 1.0, args=late)
+    time.sleep(2.0)
+    assert not log.exists()
+
+
+def test_every_compiler_keeps_its_cache_in_the_folder(tmp_path):
+    found = worker.caches(str(tmp_path))
+    assert len(set(found.values())) == len(found)
+    assert all(os.path.dirname(path) == str(tmp_path) for path in found.values())
+    assert all(os.path.isdir(path) for path in found.values())
