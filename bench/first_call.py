@@ -8,7 +8,6 @@ does once a process is in those of the first spec, a small one that stands for n
 import argparse
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 
@@ -60,9 +59,9 @@ def main(argv: list[str]) -> int:
 def _first_calls(cases: list[Case], name: str, device: str) -> Iterator[FirstCall]:
     """The first calls of one provider, cold and then warm."""
     arguments = {"cases": [vars(case) for case in cases], "provider": name, "device": device}
-    with tempfile.TemporaryDirectory() as folder:
+    with worker.temporary_folder() as folder:
         try:
-            cold, warm = (worker.run(measure, folder, TIMEOUT_S, **arguments) for _ in range(2))
+            cold, warm = (worker.run(measure, TIMEOUT_S, folder, **arguments) for _ in range(2))
         except worker.WorkerError as error:  # one line says so, of no spec's fault
             where = {**vars(cases[0]), "direction": "forward", "provider": name}
             yield FirstCall(**where, error=str(error))
@@ -97,13 +96,12 @@ def precompile(op: str, hidden: list[int], dtypes: list[str], arch: str) -> Prec
     bias = ["--bias"] if "bias" in OPS[op].columns else []
     arguments = ["--arch", arch, "--op", op, *bias, *shape]
     found = {"op": op, "arguments": " ".join(arguments), "cores": os.cpu_count()}
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            start = time.perf_counter()
-            worker.run(_precompile, folder, TIMEOUT_S, arguments=arguments)
-            return Precompile(**found, seconds=time.perf_counter() - start)
-        except worker.WorkerError as error:
-            return Precompile(**found, error=str(error))
+    try:
+        start = time.perf_counter()
+        worker.run(_precompile, TIMEOUT_S, arguments=arguments)
+        return Precompile(**found, seconds=time.perf_counter() - start)
+    except worker.WorkerError as error:
+        return Precompile(**found, error=str(error))
 
 
 def _precompile(arguments: list[str]) -> int:

@@ -5,7 +5,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -55,58 +55,79 @@ VARIANTS = {
 }
 
 
-def measure(
-    *,
-    variant: str,
-    shape: dict,
-    batch: int,
-    length: int,
-    optimizer: str,
-    checkpointing: bool,
-    whole: bool,
-    deterministic: bool,
-    warm_up: int,
-    steps: int,
-    seed: int,
-    device: str,
-) -> dict:
+@dataclass(frozen=True)
+class Settings:
+    """Of a training step, but for its variant."""
+
+    shape: Shape = field(default_factory=Shape)
+    batch: int = 2
+    length: int = 4096
+    optimizer: str = "adamw"
+    checkpointing: bool = False
+    whole: bool = False
+    deterministic: bool = False
+    warm_up: int = 2
+    steps: int = 8
+    seed: int = 0
+    device: str = "cuda"
+
+    @property
+    def name(self) -> str:
+        """All of it that tells two measurements apart."""
+        shape = self.shape
+        options = [name for name in ("checkpointing", "deterministic", "whole") if vars(self)[name]]
+        sizes = [
+            f"{shape.layers} layers of {shape.hidden} with {shape.heads} heads",
+            f"{shape.kv_heads} of keys",
+            f"ffn {shape.ffn}",
+            f"vocabulary {shape.vocab}",
+            f"{self.batch} x {self.length} tokens",
+            f"{self.optimizer} in bfloat16",
+        ]
+        return ", ".join([*sizes, *options])
+
+
+def measure(variant: str, settings: dict) -> dict:
     """What a record's Step says of a variant.
 
     The first ``warm_up`` steps are run once more at the end, from the same start, to see whether
     losses and weights are the same to the bit.
     """
-    if deterministic:
+    given = Settings(**settings | {"shape": Shape(**settings["shape"])})
+    device, seed = given.device, given.seed
+    if given.deterministic:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # before CUDA starts, for cuBLAS
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False
-    sizes = Shape(**shape)
-    model = Llama(sizes, length, checkpointing, device=device, dtype=torch.bfloat16)
-    call = prepared(model, VARIANTS[variant], whole)
-    stepper = OPTIMIZERS[optimizer].make(model.parameters(), device != "cpu")
+    factory = {"device": device, "dtype": torch.bfloat16}
+    model = Llama(given.shape, given.length, given.checkpointing, **factory)
+    call = prepared(model, VARIANTS[variant], given.whole)
+    optimizer = OPTIMIZERS[given.optimizer].make(model.parameters(), device != "cpu")
     make = torch.Generator(device).manual_seed(seed)
-    tokens = torch.randint(sizes.vocab, (batch, length + 1), generator=make, device=device)
+    size = given.batch, given.length + 1
+    tokens = torch.randint(given.shape.vocab, size, generator=make, device=device)
 
     def step() -> Tensor:
         loss = call(tokens)
         loss.backward()
-        stepper.step()
-        stepper.zero_grad(set_to_none=True)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
     model.reset(seed)
     start = time.perf_counter()
     losses = [step().item()]
     first_s = time.perf_counter() - start
-    losses += [step().item() for _ in range(warm_up - 1)]
+    losses += [step().item() for _ in range(given.warm_up - 1)]
     bits = losses[:], fingerprint(model)
     if device != "cpu":
         torch.cuda.reset_peak_memory_stats()
-    times, timed = _timed(step, steps, device)
+    times, timed = _timed(step, given.steps, device)
     peak = torch.cuda.max_memory_allocated() if device != "cpu" else None
     kernels = _norm_kernels(step) if device != "cpu" else {}
     model.reset(seed)
-    stepper.state.clear()
-    again = [step().item() for _ in range(warm_up)], fingerprint(model)
+    optimizer.state.clear()
+    again = [step().item() for _ in range(given.warm_up)], fingerprint(model)
     result = summarize(times, "")
     return {
         "median_us": result.median_us,

@@ -17,6 +17,11 @@ class WorkerError(Exception):
     """What went wrong in a process of its own."""
 
 
+def temporary_folder() -> tempfile.TemporaryDirectory:
+    """One that goes at the end, but for what a compiler's last process may still put there."""
+    return tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+
+
 def caches(folder: str) -> dict[str, str]:
     """Environment variables that keep every compiler's cache, on the disk, in a folder."""
     names = {
@@ -33,17 +38,17 @@ def caches(folder: str) -> dict[str, str]:
     return found
 
 
-def run(function: Callable, folder: str, timeout_s: float, **arguments):
+def run(function: Callable, timeout_s: float, folder: str | None = None, **arguments):
     """What a function at the top of a module returns, of and to what JSON can say.
 
-    Its compilers' caches are in the folder. Raises WorkerError with what it raised, or, if the
-    process ended otherwise or not in time, with that.
+    The compilers' caches are in the folder, or start empty and are thrown away. Raises WorkerError
+    with what the function raised, or, if the process ended otherwise or not in time, with that.
     """
-    with tempfile.TemporaryDirectory() as place:
+    with temporary_folder() as place:
         result = Path(place, "result")
         name = f"{function.__module__}:{function.__name__}"
         command = [sys.executable, "-m", __name__, name, json.dumps(arguments), str(result)]
-        environment = os.environ | caches(folder)
+        environment = os.environ | caches(folder or place)
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
         options = quiet | {"env": environment, "start_new_session": True}
         with subprocess.Popen(command, **options) as process:

@@ -16,7 +16,7 @@ CASE = vars(Case("rms_norm", "float32", 8, 16))
 def test_cold_and_warm_are_two_processes_with_one_cache(monkeypatch, tmp_path, capsys):
     folders = []
 
-    def run(function, folder, timeout_s, **arguments):
+    def run(function, timeout_s, folder, **arguments):
         folders.append(folder)
         return function(**arguments)
 

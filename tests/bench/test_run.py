@@ -6,6 +6,7 @@ import torch
 from bench import providers
 from bench.cases import OPS, Case
 from bench.providers import Provider
+from bench.record import Cell
 from bench.run import repeatable_call, run
 
 EAGER = OPS["rms_norm"].eager
@@ -194,3 +195,10 @@ def test_out_of_time_is_said_of_every_cell_left(monkeypatch):
     found = measured(monkeypatch, {"torch": EAGER}, max_seconds=0.0)
     assert found["torch", "backward"].status == "skipped"
     assert {line.error for line in found.values()} == {"out of time"}
+
+
+def test_inference_and_training_are_timed_by_graph(gpu):
+    lines, case = [], Case("rms_norm", "bfloat16", 4096, 4096)
+    run([case], {case.op: ["tilenorm", "torch"]}, ("inference", "training"), gpu, lines.append)
+    cells = [line for line in lines if isinstance(line, Cell)]
+    assert [(cell.status, cell.timing) for cell in cells] == [("ok", "graph")] * 4

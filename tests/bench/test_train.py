@@ -9,8 +9,12 @@ import tilenorm
 from bench import train, worker
 from bench.__main__ import main
 from bench.llama import Llama, Shape
-from bench.step import VARIANTS, measure, norm_kernels, prepared
-from bench.train import Settings, fitting_layers
+from bench.step import VARIANTS, Settings, measure, norm_kernels, prepared
+from bench.train import fitting_layers
+from tilenorm.launch.precompile import training_calls
+from tilenorm.launch.target import Target
+from tilenorm.ops.registry import MAX_HIDDEN
+from tilenorm.spec import NormSpec
 
 SHAPE = Shape(layers=3, hidden=32, heads=4, kv_heads=2, ffn=48, vocab=40)
 SETTINGS = Settings(SHAPE, batch=2, length=8, device="cpu", warm_up=2, steps=3)
@@ -42,8 +46,9 @@ def test_command_on_the_cpu_and_again_from_its_record(monkeypatch, tmp_path, cap
     assert capsys.readouterr().out == out
 
 
+@pytest.mark.filterwarnings("ignore::tilenorm.ReferenceWarning")
 def test_a_variant_that_fails_is_shown_and_the_next_one_run(monkeypatch, capsys):
-    def run(function, folder, timeout_s, **arguments):
+    def run(function, timeout_s, **arguments):
         if arguments.get("variant") == "compile":
             raise worker.WorkerError("OutOfMemoryError: CUDA out of memory")
         return function(**arguments)
@@ -96,9 +101,7 @@ def test_compiled_losses_are_close_and_weights_repeat(monkeypatch):
     torch._dynamo.reset()
     compiler = functools.partial(torch.compile, backend="aot_eager")
     monkeypatch.setattr(torch, "compile", compiler)
-    eager, compiled = (
-        measure(**asdict(SETTINGS), variant=variant) for variant in ("eager", "compile")
-    )
+    eager, compiled = (measure(variant, asdict(SETTINGS)) for variant in ("eager", "compile"))
     assert compiled["same_bits"]
     assert compiled["losses"] == pytest.approx(eager["losses"], rel=1e-2)
 
@@ -107,7 +110,7 @@ def test_other_weights_after_the_same_steps_are_no_same_bits(monkeypatch):
     resets = iter((0, 1))
     reset = Llama.reset
     monkeypatch.setattr(Llama, "reset", lambda model, seed: reset(model, next(resets)))
-    assert not measure(**asdict(SETTINGS), variant="eager")["same_bits"]
+    assert not measure("eager", asdict(SETTINGS))["same_bits"]
 
 
 def test_more_memory_and_less_kept_fit_more_layers():
@@ -127,7 +130,7 @@ def test_kernels_of_norms_are_told_by_name():
         "void at::native::(anonymous namespace)::GammaBetaBackwardCUDAKernelTemplate<float>",
         "triton_red_fused__fused_rms_norm__to_copy_add_mul_3",
         "triton_per_fused_add_mean_mul_pow_rsqrt_0",
-        *(name for name in vars(kernels_of_tilenorm()) if not name.startswith("_")),
+        *kernels_of_tilenorm(),
     ]
     others = ["nvjet_tst_192x192_64x4_h_bz", "flash_fwd_kernel", "triton_poi_fused_mul_silu_2"]
     others += ["void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>"]
@@ -137,23 +140,11 @@ def test_kernels_of_norms_are_told_by_name():
     }
 
 
-def kernels_of_tilenorm():
-    """A namespace of the names of every kernel that tilenorm launches."""
-    import importlib
-    import pkgutil
-    from types import SimpleNamespace
-
-    import cuda.tile as ct
-
-    import tilenorm.kernels
-
-    found = SimpleNamespace()
-    for info in pkgutil.iter_modules(tilenorm.kernels.__path__):
-        module = importlib.import_module(f"tilenorm.kernels.{info.name}")
-        for name, value in vars(module).items():
-            if isinstance(value, ct.kernel):
-                setattr(found, name, value)
-    return found
+def kernels_of_tilenorm() -> set[str]:
+    """The names of every kernel that tilenorm launches."""
+    specs = [NormSpec.of("rms_norm", n, "bfloat16", weight="bfloat16") for n in (4096, MAX_HIDDEN)]
+    calls = [call for spec in specs for call in training_calls(spec, Target.of("sm_90"))]
+    return {call.kernel._pyfunc.__name__ for call in calls}
 
 
 @pytest.mark.parametrize(
@@ -171,8 +162,14 @@ def test_bad_sizes_are_refused_before_anything_runs(options, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_norms_of_a_step_are_found_on_the_gpu(gpu):
-    settings = asdict(replace(SETTINGS, device=gpu))
-    found = measure(**settings, variant="eager")
+def test_without_a_gpu_the_layers_have_to_be_given(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="give --layers"):
+        train.main([])
+
+
+@pytest.mark.parametrize("variant", ["eager", "tilenorm"])
+def test_norms_of_a_step_are_found_on_the_gpu(gpu, variant):
+    found = measure(variant, asdict(replace(SETTINGS, device=gpu)))
     assert sum(found["norm_kernels_ms"].values()) > 0
     assert found["peak_bytes"] > 0
