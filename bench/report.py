@@ -11,7 +11,8 @@ CPU_NOTICE = "CPU reference, small shapes: not a GPU measurement"
 
 
 def render(record: Record, markdown: bool = False) -> str:
-    """Every table of a record: per op, dtype and direction; then host times; then how."""
+    """Every table of a record: per op, dtype and direction; host times; training steps; compiling;
+    then how."""
     parts = [_heading(record)]
     keys = dict.fromkeys((cell.op, cell.dtype) for cell in record.cells)
     for op, dtype in keys:
@@ -30,7 +31,7 @@ def render(record: Record, markdown: bool = False) -> str:
     for op in dict.fromkeys(call.op for call in record.first_calls):
         parts.append(_first_calls(record, op, markdown))
     parts.append(_footing(record))
-    return "\n\n".join(parts)
+    return "\n\n".join(filter(None, parts))
 
 
 def _heading(record: Record) -> str:
@@ -182,15 +183,8 @@ def _steps(steps: Sequence[Step], markdown: bool) -> str:
                 "yes" if step.same_bits else "no",
             ]
         )
-    header = [
-        "variant",
-        "ms a step (spread)",
-        "tokens/s",
-        "norms, ms a step",
-        "peak GiB",
-        "first step, s",
-    ]
-    header += ["loss", "largest change from eager's", "same bits twice"]
+    header = ["variant", "ms a step (spread)", "tokens/s", "norms, ms a step", "peak GiB"]
+    header += ["first step, s", "loss", "largest change from eager's", "same bits twice"]
     notes = [
         "Norms: GPU time of the kernels that are named after one. Those of torch.compile also do\n"
         "what is fused with the norm: what the norm costs of that cannot be told.",
