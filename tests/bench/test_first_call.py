@@ -1,5 +1,4 @@
 import json
-import math
 
 import pytest
 import torch
@@ -9,6 +8,7 @@ from bench import first_call, worker
 from bench.__main__ import main
 from bench.cases import OPS, Case
 from bench.providers import Provider
+from tilenorm.spec import NormSpec
 
 CASE = vars(Case("rms_norm", "float32", 8, 16))
 
@@ -67,14 +67,12 @@ def test_a_process_that_fails_is_one_line(monkeypatch):
 
 @pytest.mark.parametrize("op", ["rms_norm", "layer_norm", "add_layer_norm", "gated_rms_norm"])
 def test_precompile_is_of_the_specs_that_are_called(monkeypatch, op):
-    given = []
-    monkeypatch.setattr(worker, "run", lambda f, *rest, arguments: given.extend(arguments))
+    specs = []
+    monkeypatch.setattr(worker, "run", lambda function, timeout_s, arguments: function(arguments))
+    monkeypatch.setattr(
+        tilenorm.__main__, "precompile", lambda spec, *rest: specs.append(spec) or []
+    )
     found = first_call.precompile(op, [64, 128], ["float32"], "sm_90")
-    assert math.isfinite(found.seconds)
-    options = tilenorm.__main__._parser().parse_args(["precompile", *given])
-    specs = tilenorm.__main__._specs(options)
-    assert {(spec.op, spec.hidden, spec.dtype) for spec in specs} == {
-        (op, 64, "float32"),
-        (op, 128, "float32"),
-    }
-    assert {bool(spec.bias) for spec in specs} == {"bias" in OPS[op].columns}
+    assert found.seconds > 0
+    parameters = {"weight": "float32", "bias": "float32" if "bias" in OPS[op].columns else None}
+    assert specs == [NormSpec.of(op, n, "float32", **parameters) for n in (64, 128)]
