@@ -1,29 +1,31 @@
-"""``python -m bench``: measure, or with ``--from`` print what was measured before."""
+"""``python -m bench``: measure, or with ``--from`` print what was measured before.
+
+``python -m bench train`` and ``python -m bench first-call`` measure a training step, and compiling;
+what they record is printed by ``--from`` too.
+"""
 
 import argparse
-import os
 import sys
-from dataclasses import replace
-from pathlib import Path
 
-import torch
-
-from bench import plot, record, report
-from bench.cases import DIRECTIONS, DTYPES, OPS, SUITES, select
-from bench.providers import PROVIDERS
+from bench import compare, first_call, plot, provenance, record, report, train
+from bench.cases import DIRECTIONS, DTYPES, LATENCIES, OPS, SUITE_DIRECTIONS, SUITES, select
+from bench.providers import PROVIDERS, attendance
 from bench.run import GpuLost, run
 
+COMMANDS = {"train": train.main, "first-call": first_call.main}
 CPU_ELEMENTS = 1 << 18
 CPU_BUDGET_S = 0.02
 
 
 def _arguments(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("python -m bench", description=__doc__)
+    parser = argparse.ArgumentParser(
+        "python -m bench", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--suite", choices=SUITES, default="quick")
     parser.add_argument("--op", nargs="+", choices=OPS)
     parser.add_argument("--dtype", nargs="+", choices=DTYPES)
     parser.add_argument("--hidden", nargs="+", type=int, metavar="N")
-    parser.add_argument("--direction", nargs="+", choices=DIRECTIONS)
+    parser.add_argument("--direction", nargs="+", choices=DIRECTIONS + LATENCIES)
     parser.add_argument("--provider", nargs="+", choices=PROVIDERS)
     parser.add_argument("--max-seconds", type=float, help="skip what is left after this time")
     parser.add_argument("--out", metavar="FILE.jsonl", help="write the record")
@@ -33,6 +35,12 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
         nargs="+",
         metavar="FILE.jsonl",
         help="print records of one machine again, as one report",
+    )
+    parser.add_argument(
+        "--compare",
+        nargs="+",
+        metavar="OLD.jsonl",
+        help="also print what is slower than in these records; if anything is, exit with status 1",
     )
     parser.add_argument("--markdown", action="store_true", help="print Markdown tables")
     parser.add_argument("--plot", metavar="FILE.svg", help="draw GB/s against N (needs matplotlib)")
@@ -51,15 +59,12 @@ def _narrowed(whole: record.Record, args: argparse.Namespace) -> record.Record:
             not names or getattr(line, key, names[0]) in names for key, names in wanted.items()
         )
 
-    cells, copies, hosts = (
-        list(filter(kept, lines)) for lines in (whole.cells, whole.copies, whole.hosts)
-    )
-    return replace(whole, cells=cells, copies=copies, hosts=hosts)
+    return whole.filtered(kept)
 
 
 def _measured(args: argparse.Namespace, argv: list[str]) -> record.Record:
     """Run, writing each line to ``--out`` as soon as it is known."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = provenance.device()
     cases = select(args.suite, args.op, args.dtype, args.hidden)
     if not cases or set(args.hidden or ()) - {case.n for case in cases}:
         sizes = {}
@@ -69,24 +74,13 @@ def _measured(args: argparse.Namespace, argv: list[str]) -> record.Record:
         sys.exit(f"suite {args.suite} has no such case; its N are {listed}")
     if device == "cpu":
         print(report.CPU_NOTICE, file=sys.stderr)
-        cases = [case.shrunk(CPU_ELEMENTS) for case in cases]
-    else:
-        # A shape that tilenorm's kernels do not serve is shown as refused. Timing the reference
-        # in its place would not be a measurement of tilenorm.
-        os.environ.setdefault("TILENORM_BACKEND", "cutile")
-    present, absent = _attendance(cases, args.provider or list(PROVIDERS), device)
-    result = record.Record()
-    if args.out:
-        Path(args.out).parent.mkdir(parents=True, exist_ok=True)
-    with open(args.out or os.devnull, "w") as file:
-
-        def emit(line) -> None:
-            result.add(line)
-            print(record.to_json(line), file=file, flush=True)
-
-        emit(record.describe_run(device, argv, absent))
-        directions = args.direction or DIRECTIONS
-        budget = {"budget_s": CPU_BUDGET_S} if device == "cpu" else {}
+        cases = list(dict.fromkeys(case.shrunk(CPU_ELEMENTS) for case in cases))
+    ops = dict.fromkeys(case.op for case in cases)
+    present, absent = attendance(ops, args.provider or list(PROVIDERS), device)
+    directions = args.direction or SUITE_DIRECTIONS.get(args.suite, DIRECTIONS)
+    budget = {"budget_s": CPU_BUDGET_S} if device == "cpu" else {}
+    made = provenance.describe_run(device, argv, absent)
+    with record.writing(args.out, made) as (result, emit):
         try:
             run(cases, present, directions, device, emit, args.max_seconds, **budget)
         except GpuLost as error:
@@ -96,32 +90,30 @@ def _measured(args: argparse.Namespace, argv: list[str]) -> record.Record:
     return result
 
 
-def _attendance(cases, names, device) -> tuple[dict[str, list[str]], dict[str, str]]:
-    """Which providers take part in each op; and of those that miss some, why."""
-    present, reasons = {}, {}
-    for op in dict.fromkeys(case.op for case in cases):
-        why = {name: PROVIDERS[name].absent(OPS[op], device) for name in names}
-        present[op] = [name for name in names if why[name] is None]
-        for name in filter(why.get, names):
-            reasons.setdefault(name, {})[why[name]] = None  # a set that keeps its order
-    return present, {name: "; ".join(found) for name, found in reasons.items()}
+def _read(paths: list[str]) -> record.Record:
+    records = []
+    for path in paths:
+        with open(path) as file:
+            records.append(record.read(file))
+    return record.merge(records)
 
 
-def _read(path: str) -> record.Record:
-    with open(path) as file:
-        return record.read(file)
-
-
-def main(argv: list[str]) -> None:
+def main(argv: list[str]) -> int:
+    """Run a command; the exit status is 1 if something is slower than what it is compared with."""
+    if argv and argv[0] in COMMANDS:
+        return COMMANDS[argv[0]](argv[1:])
     args = _arguments(argv)
-    if args.sources:
-        found = _narrowed(record.merge([_read(path) for path in args.sources]), args)
-    else:
-        found = _measured(args, argv)
+    old = _read(args.compare) if args.compare else None
+    found = _narrowed(_read(args.sources), args) if args.sources else _measured(args, argv)
     print(report.render(found, args.markdown))
     if args.plot:
         plot.save(found, args.plot)
+    if old is None:
+        return 0
+    count, lines = compare.slower(old, found)
+    print("\n".join([f"\n{count} compared, {len(lines)} slower", *lines]))
+    return 1 if lines else 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

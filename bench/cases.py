@@ -17,7 +17,10 @@ DTYPES = {
     "float16": torch.float16,
     "float32": torch.float32,
 }
+# What a suite measures if nothing is asked for, shown in GB/s, and what is shown in µs: a forward
+# without grad, as a decode step has it, and a forward with its backward, as a training step.
 DIRECTIONS = ("forward", "backward")
+LATENCIES = ("inference", "training")
 
 
 class Traffic(NamedTuple):
@@ -58,9 +61,12 @@ class Op:
 
     def bytes(self, direction: str, m: int, n: int, itemsize: int) -> int:
         """Bytes moved by one call."""
-        traffic = self.forward if direction == "forward" else self.backward
+        passes = {"backward": (self.backward,), "training": (self.forward, self.backward)}
         row, column = map(math.prod, self.shapes(m, n))
-        return (traffic.rows * row + traffic.columns * column) * itemsize
+        return itemsize * sum(
+            traffic.rows * row + traffic.columns * column
+            for traffic in passes.get(direction, (self.forward,))
+        )
 
     def inputs(self, m: int, n: int, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
         """Random inputs, the same at every call.
@@ -220,7 +226,8 @@ def _of_4096_rows(op: str, hidden, dtypes=tuple(DTYPES)) -> tuple[Case, ...]:
 
 _MI = 1 << 20
 _PLAIN = ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm")
-_FULL = (256, 512, 1024, 1536, 2048, 3072, 4096, 5120, 7168, 8192, 12288, 16384, 32768, 65536)
+_POWERS = tuple(1 << k for k in range(8, 19))
+_FULL = tuple(sorted((*_POWERS, 1536, 3072, 5120, 7168, 12288, 20480, 49152)))
 
 SUITES = {
     # Few shapes, since torch.compile and some peers spend seconds of compiling on each.
@@ -232,10 +239,20 @@ SUITES = {
     # Published sweeps: RMSNorm at 4096 rows, and that of Triton's LayerNorm tutorial.
     "seeds": _of_4096_rows("rms_norm", (1024, 2048, 4096, 8192, 16384))
     + _of_4096_rows("layer_norm", range(1024, 15872 + 1, 512), ("float16",)),
-    "full": _sweep(64 * _MI, _PLAIN, (*_FULL, 131072))
+    "full": _sweep(64 * _MI, _PLAIN, _FULL)
     + _sweep(64 * _MI, ("gated_rms_norm",), (128, 1024, 4096, 8192))
     + _sweep(64 * _MI, ("head_rms_norm",), (32, 64, 128, 256, 512)),
+    # Decoding and short batches.
+    "latency": tuple(
+        Case(op, "bfloat16", 1 << k, n)
+        for op in _PLAIN[:3]
+        for n in (2048, 4096, 8192, 16384)
+        for k in range(10)
+    ),
+    # One norm of Llama 3 8B, on 8 sequences of 4096 tokens.
+    "layer": (Case("rms_norm", "bfloat16", 8 * 4096, 4096),),
 }
+SUITE_DIRECTIONS = {"latency": ("inference",), "layer": ("training",)}
 
 
 def select(suite: str, ops=None, dtypes=None, hidden=None) -> list[Case]:

@@ -24,7 +24,7 @@ def as_tuple(value) -> tuple[torch.Tensor, ...]:
 def oracle(op: Op, inputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]):
     """Outputs and input gradients in float64, from the same rounded inputs.
 
-    Returns {"forward": outputs, "backward": gradients}, each in the op's order.
+    Returns what each direction computes: outputs, gradients, or both, each in the op's order.
     """
     n_rows = len(op.rows)
     shape = inputs[0].shape
@@ -43,7 +43,13 @@ def oracle(op: Op, inputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
             whole[part] = grad
         for whole, grad in zip(column_grads, found[n_rows:], strict=True):
             whole += grad
-    return {"forward": outputs, "backward": row_grads + column_grads}
+    gradients = row_grads + column_grads
+    return {
+        "forward": outputs,
+        "backward": gradients,
+        "inference": outputs,
+        "training": outputs + gradients,
+    }
 
 
 def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -75,9 +81,9 @@ def budgets(eager_errors: Sequence[float], dtype: torch.dtype, m: int, columns: 
 
 def names(op: Op, direction: str) -> list[str]:
     """What the outputs of a direction are called in messages."""
-    if direction == "forward":
-        return list(op.outputs)
-    return [f"d{name}" for name in (*op.rows, *op.columns)]
+    outputs = [] if direction == "backward" else list(op.outputs)
+    gradients = [f"d{name}" for name in (*op.rows, *op.columns)]
+    return outputs + (gradients if direction in ("backward", "training") else [])
 
 
 def complaint(actual, expected, allowed, called) -> str | None:

@@ -23,8 +23,11 @@ def save(record: Record, path: str) -> None:
     matplotlib.use("svg")
     import matplotlib.pyplot as plt
 
-    rows = list(dict.fromkeys((cell.op, cell.dtype) for cell in record.cells))
-    columns = [d for d in DIRECTIONS if any(cell.direction == d for cell in record.cells)]
+    cells = [cell for cell in record.cells if cell.direction in DIRECTIONS]
+    if not cells:
+        raise ValueError("nothing to plot: no forward or backward was measured in GB/s")
+    rows = list(dict.fromkeys((cell.op, cell.dtype) for cell in cells))
+    columns = [d for d in DIRECTIONS if any(cell.direction == d for cell in cells)]
     figure, axes = plt.subplots(
         len(rows), len(columns), figsize=(6 * len(columns), 4.2 * len(rows)), squeeze=False
     )

@@ -4,13 +4,13 @@ Peers are imported when they are first asked for, never before, and each is call
 its own documentation shows, with the arguments that make it compute what PyTorch computes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 
-from bench.cases import EPS, Op
+from bench.cases import EPS, OPS, Op
 from bench.record import first_line
 
 
@@ -159,3 +159,16 @@ PROVIDERS = {
         Provider("tilegym", _tilegym),
     )
 }
+
+
+def attendance(
+    ops: Iterable[str], names: Sequence[str], device: str
+) -> tuple[dict[str, list[str]], dict[str, str]]:
+    """Which providers take part in each op; and of those that miss some, why."""
+    present, reasons = {}, {}
+    for op in ops:
+        why = {name: PROVIDERS[name].absent(OPS[op], device) for name in names}
+        present[op] = [name for name in names if why[name] is None]
+        for name in filter(why.get, names):
+            reasons.setdefault(name, {})[why[name]] = None  # a set that keeps its order
+    return present, {name: "; ".join(found) for name, found in reasons.items()}

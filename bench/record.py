@@ -4,20 +4,11 @@ Records of several runs on one machine can be merged, and are then read as one.
 """
 
 import json
-import platform
-import re
-import shutil
-import subprocess
-import sys
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from datetime import datetime, timezone
-from importlib import metadata
 from pathlib import Path
-
-import torch
-
-PACKAGES = ("triton", "cuda-tile", "quack-kernels", "liger-kernel", "tilegym")
 
 
 @dataclass(frozen=True)
@@ -76,7 +67,66 @@ class Host:
     error: str = ""
 
 
-KINDS = {"cell": Cell, "copy": Copy, "host": Host}
+@dataclass(frozen=True)
+class FirstCall:
+    """Seconds of the first call of a spec in a process, its compiling included: with empty caches,
+    and in a later process with what the former left on the disk."""
+
+    op: str
+    dtype: str
+    m: int
+    n: int
+    direction: str
+    provider: str
+    cold_s: float | None = None
+    warm_s: float | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Precompile:
+    """Seconds in which ``python -m tilenorm precompile`` compiles specs, from an empty cache."""
+
+    op: str
+    arguments: str
+    cores: int
+    seconds: float | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A training step of one variant of a model.
+
+    ``norm_kernels_ms`` is the GPU time in one step of each kernel that does a norm; ``same_bits``
+    whether a second run from the same start had the same losses and weights.
+    """
+
+    model: str
+    variant: str
+    tokens: int
+    status: str = "ok"
+    median_us: float | None = None
+    spread: float | None = None
+    samples: int = 0
+    first_s: float | None = None
+    norm_kernels_ms: dict[str, float] = field(default_factory=dict)
+    peak_bytes: int | None = None
+    losses: list[float] = field(default_factory=list)
+    same_bits: bool | None = None
+    error: str = ""
+
+
+LISTS = {
+    Cell: "cells",
+    Copy: "copies",
+    Host: "hosts",
+    FirstCall: "first_calls",
+    Precompile: "precompiles",
+    Step: "steps",
+}
+KINDS = {kind.__name__.lower(): kind for kind in LISTS}
+Line = Cell | Copy | Host | FirstCall | Precompile | Step
 
 
 @dataclass
@@ -87,27 +137,42 @@ class Record:
     cells: list[Cell] = field(default_factory=list)
     copies: list[Copy] = field(default_factory=list)
     hosts: list[Host] = field(default_factory=list)
+    first_calls: list[FirstCall] = field(default_factory=list)
+    precompiles: list[Precompile] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
 
     @property
     def on_cpu(self) -> bool:
         return any(run["device"] == "cpu" for run in self.runs)
 
-    def add(self, line: dict | Cell | Copy | Host) -> None:
-        lists = {dict: self.runs, Cell: self.cells, Copy: self.copies, Host: self.hosts}
-        lists[type(line)].append(line)
+    def add(self, line: dict | Line) -> None:
+        lines = self.runs if isinstance(line, dict) else getattr(self, LISTS[type(line)])
+        lines.append(line)
+
+    def filtered(self, kept: Callable[[Line], bool]) -> "Record":
+        """The same runs with those of their lines that are kept."""
+        lists = {name: list(filter(kept, getattr(self, name))) for name in LISTS.values()}
+        return Record(self.runs, **lists)
 
 
 def gbps(nbytes: int, us: float | None) -> float | None:
     return None if us is None else nbytes / us / 1e3
 
 
-def to_json(line: Cell | Copy | Host | dict) -> str:
+def to_json(line: Line | dict) -> str:
     """One line of the file. Rates are written beside the times they follow from."""
     if isinstance(line, dict):
         return json.dumps({"record": "run", **line})
-    kind = type(line).__name__.lower()
-    rate = {} if isinstance(line, Host) else {"gbps": line.gbps}
-    return json.dumps({"record": kind, **asdict(line), **rate})
+    rate = {"gbps": line.gbps} if hasattr(line, "gbps") else {}
+    return json.dumps({"record": type(line).__name__.lower(), **asdict(line), **rate})
+
+
+def from_json(text: str) -> Line | dict:
+    """What to_json wrote."""
+    values = json.loads(text)
+    kind = values.pop("record")
+    values.pop("gbps", None)
+    return values if kind == "run" else KINDS[kind](**values)
 
 
 def read(lines: Iterable[str]) -> Record:
@@ -117,15 +182,28 @@ def read(lines: Iterable[str]) -> Record:
         if not text.strip():
             continue
         try:
-            values = json.loads(text)
-            kind = values.pop("record")
-            values.pop("gbps", None)
-            record.add(values if kind == "run" else KINDS[kind](**values))
+            record.add(from_json(text))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"line {number} is not part of a bench record: {error!r}") from error
     if not record.runs:
         raise ValueError("no bench record: there is no run line")
     return record
+
+
+@contextmanager
+def writing(path: str | None, run: dict) -> Iterator[tuple[Record, Callable[[Line], None]]]:
+    """A record of one run, and what adds a line to it and, at once, to the file if there is one."""
+    if path:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+    record = Record()
+    with open(path or os.devnull, "w") as file:
+
+        def emit(line: Line | dict) -> None:
+            record.add(line)
+            print(to_json(line), file=file, flush=True)
+
+        emit(run)
+        yield record, emit
 
 
 def merge(records: Sequence[Record]) -> Record:
@@ -135,82 +213,19 @@ def merge(records: Sequence[Record]) -> Record:
     if len(machines) > 1:
         raise ValueError(f"records of different machines are no one report: {machines}")
     merged = Record(runs)
-    for kind in ("cells", "copies", "hosts"):
+    for kind in LISTS.values():
         lines = [line for record in records for line in getattr(record, kind)]
-        getattr(merged, kind).extend({_what(line): line for line in lines}.values())
+        getattr(merged, kind).extend({what(line): line for line in lines}.values())
     return merged
 
 
-def _what(line: Cell | Copy | Host) -> tuple:
+def what(line: Line) -> tuple:
     """What a line is a measurement of."""
-    names = ("op", "dtype", "m", "n", "direction", "provider")
-    return tuple(getattr(line, name, None) for name in names)
+    names = ("op", "dtype", "m", "n", "direction", "provider", "arguments", "model", "variant")
+    return type(line), *(getattr(line, name, None) for name in names)
 
 
 def first_line(error: BaseException) -> str:
     """The type and the first line that says something, in at most 200 characters."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return ": ".join([type(error).__name__, *lines[:1]])[:200]
-
-
-def describe_run(device: str, arguments: list[str], absent: dict[str, str]) -> dict:
-    """Where, when and with what this run is made."""
-    import tilenorm
-
-    return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": " ".join(["python -m bench", *arguments]),
-        "device": device,
-        **(_gpu(device) if device != "cpu" else {"machine": platform.machine()}),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "tileiras": _tileiras(),
-        "packages": {name: _version(name) for name in PACKAGES},
-        "tilenorm": tilenorm.__version__,
-        "commit": _commit(),
-        "absent": absent,
-    }
-
-
-def _gpu(device: str) -> dict:
-    properties = torch.cuda.get_device_properties(device)
-    return {
-        "machine": properties.name,
-        "capability": f"sm_{properties.major}{properties.minor}",
-        "multiprocessors": properties.multi_processor_count,
-        "memory_gib": round(properties.total_memory / 2**30, 1),
-        "l2_mib": round(properties.L2_cache_size / 2**20, 1),
-        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-    }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        module = sys.modules.get(package.removesuffix("-kernels"))  # importable, not installed
-        return getattr(module, "__version__", None)
-
-
-def _tileiras() -> str | None:
-    on_path = shutil.which("tileiras")
-    found = re.search(r"V(\d+(?:\.\d+)+)", _output(on_path, "--version") or "") if on_path else None
-    return found[1] if found else _version("nvidia-cuda-tileiras")
-
-
-def _commit() -> str | None:
-    """The commit of this checkout, with +dirty if it has been edited."""
-    git = ("git", "-C", str(Path(__file__).resolve().parents[1]))
-    commit = _output(*git, "rev-parse", "--short=12", "HEAD", lines=1)
-    edited = commit and _output(*git, "status", "--porcelain", "--untracked-files=no")
-    return f"{commit}+dirty" if edited else commit
-
-
-def _output(*command: str, lines: int | None = None) -> str | None:
-    """What a program prints, or None where it cannot be run."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return "\n".join(done.stdout.strip().splitlines()[:lines])

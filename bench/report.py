@@ -2,28 +2,36 @@
 
 from collections.abc import Iterable, Sequence
 
-from bench.cases import DIRECTIONS
-from bench.record import Cell, Record
+from bench.cases import DIRECTIONS, LATENCIES
+from bench.record import Cell, FirstCall, Record, Step
+from bench.timing import MOST_SETS
 
 OURS = "tilenorm"
 CPU_NOTICE = "CPU reference, small shapes: not a GPU measurement"
 
 
 def render(record: Record, markdown: bool = False) -> str:
-    """Every table of a record: per op, dtype and direction; then host times; then how."""
+    """Every table of a record: per op, dtype and direction; host times; training steps; compiling;
+    then how."""
     parts = [_heading(record)]
     keys = dict.fromkeys((cell.op, cell.dtype) for cell in record.cells)
     for op, dtype in keys:
-        for direction in DIRECTIONS:
+        for direction in DIRECTIONS + LATENCIES:
             cells = [
                 c for c in record.cells if (c.op, c.dtype, c.direction) == (op, dtype, direction)
             ]
-            if cells:
+            if cells and direction in DIRECTIONS:
                 parts.append(_throughput(record, cells, markdown))
+            elif cells:
+                parts.append(_latency(cells, markdown))
     for op in dict.fromkeys(host.op for host in record.hosts):
         parts.append(_host_times(record, op, markdown))
+    for model in dict.fromkeys(step.model for step in record.steps):
+        parts.append(_steps([step for step in record.steps if step.model == model], markdown))
+    for op in dict.fromkeys(call.op for call in record.first_calls):
+        parts.append(_first_calls(record, op, markdown))
     parts.append(_footing(record))
-    return "\n\n".join(parts)
+    return "\n\n".join(filter(None, parts))
 
 
 def _heading(record: Record) -> str:
@@ -48,21 +56,49 @@ def _versions(run: dict) -> str:
 
 
 def _throughput(record: Record, cells: Sequence[Cell], markdown: bool) -> str:
-    first = cells[0]
-    names = list(dict.fromkeys(cell.provider for cell in cells))
     copies = {(copy.dtype, copy.m, copy.n): copy.gbps for copy in record.copies}
+    names, shapes = _by_shape(cells)
     rows = []
-    for m, n in sorted(dict.fromkeys((cell.m, cell.n) for cell in cells), key=lambda s: s[::-1]):
-        here = {cell.provider: cell for cell in cells if (cell.m, cell.n) == (m, n)}
-        copy = copies.get((first.dtype, m, n))
+    for (m, n), here in shapes.items():
+        copy = copies.get((cells[0].dtype, m, n))
         shown = [_rate(here.get(name), copy) for name in names]
         rows.append([n, m, *shown, _speed(copy) if copy else "-", against_best_peer(here)])
-    title = f"{first.op} {first.direction}, {first.dtype}: GB/s (% of a copy)"
     header = ["N", "M", *names, "copy", f"{OURS} / best peer"]
+    return _of_cells(cells, "GB/s (% of a copy)", table(header, rows, markdown), markdown)
+
+
+def _latency(cells: Sequence[Cell], markdown: bool) -> str:
+    unit, us = {"inference": ("µs", 1.0), "training": ("ms", 1e3)}[cells[0].direction]
+    names, shapes = _by_shape(cells)
+    rows = [
+        [n, m, *(_time(here.get(name), us) for name in names), against_best_peer(here)]
+        for (m, n), here in shapes.items()
+    ]
+    header = ["N", "M", *names, f"speed of {OURS} / best peer"]
+    return _of_cells(cells, unit, table(header, rows, markdown), markdown)
+
+
+def _by_shape(cells: Sequence[Cell]) -> tuple[list[str], dict[tuple[int, int], dict[str, Cell]]]:
+    """The providers, and by (M, N), the wider last, the cell of each."""
+    shapes = {}
+    for cell in sorted(cells, key=lambda c: (c.n, c.m)):
+        shapes.setdefault((cell.m, cell.n), {})[cell.provider] = cell
+    return list(dict.fromkeys(cell.provider for cell in cells)), shapes
+
+
+def _of_cells(cells: Sequence[Cell], unit: str, body: str, markdown: bool) -> str:
+    first = cells[0]
+    title = f"{first.op} {first.direction}, {first.dtype}: {unit}"
     spreads = [cell.spread for cell in cells if cell.spread is not None]
     notes = [f"largest spread (p80 - p20) / median: {max(spreads):.1%}"] if spreads else []
-    notes += _notes(cells)
-    return _titled(title, table(header, rows, markdown), notes, markdown)
+    return _titled(title, body, notes + _notes(cells), markdown)
+
+
+def _time(cell: Cell | None, us: float) -> str:
+    """In a unit of so many microseconds."""
+    if cell is None:
+        return "-"
+    return cell.status if cell.median_us is None else f"{cell.median_us / us:.3g}"
 
 
 def _rate(cell: Cell | None, copy: float | None) -> str:
@@ -85,7 +121,7 @@ def _notes(cells: Sequence[Cell]) -> list[str]:
     for cell in cells:
         if cell.error:
             status = cell.status if cell.status != "ok" else "timed by " + cell.timing
-            sizes.setdefault((cell.provider, status, cell.error), []).append(str(cell.n))
+            sizes.setdefault((cell.provider, status, cell.error), {})[str(cell.n)] = None
     return [
         f"{provider}, N = {', '.join(ns)}: {status}: {reason}"
         for (provider, status, reason), ns in sizes.items()
@@ -126,13 +162,83 @@ def _us(value: float | None, unit: float | None) -> str:
     return f"{value:.1f} ({value / unit:.2f})" if unit else f"{value:.1f}"
 
 
+def _steps(steps: Sequence[Step], markdown: bool) -> str:
+    eager = next((step.losses for step in steps if step.variant == "eager"), [])
+    rows = []
+    for step in steps:
+        if step.median_us is None:
+            rows.append([step.variant, step.status, *"-------"])
+            continue
+        norms = sum(step.norm_kernels_ms.values())
+        rows.append(
+            [
+                step.variant,
+                f"{step.median_us / 1e3:.1f} ({step.spread:.1%})",
+                f"{step.tokens / step.median_us * 1e6:.0f}",
+                f"{norms:.2f} ({norms * 1e3 / step.median_us:.1%})" if norms else "-",
+                f"{step.peak_bytes / 2**30:.1f}" if step.peak_bytes else "-",
+                f"{step.first_s:.1f}",
+                f"{step.losses[0]:.4f} to {step.losses[-1]:.4f}",
+                _largest_change(step.losses, eager),
+                "yes" if step.same_bits else "no",
+            ]
+        )
+    header = ["variant", "ms a step (spread)", "tokens/s", "norms, ms a step", "peak GiB"]
+    header += ["first step, s", "loss", "largest change from eager's", "same bits twice"]
+    notes = [
+        "Norms: GPU time of the kernels that are named after one. Those of torch.compile also do\n"
+        "what is fused with the norm: what the norm costs of that cannot be told.",
+    ]
+    notes += [f"{step.variant}: {step.error}" for step in steps if step.error]
+    title = f"training step of Llama 3's form: {steps[0].model}"
+    return _titled(title, table(header, rows, markdown), notes, markdown)
+
+
+def _largest_change(losses: Sequence[float], eager: Sequence[float]) -> str:
+    changes = [abs(loss - other) for loss, other in zip(losses, eager, strict=False)]
+    return f"{max(changes):.2g}" if changes else "-"
+
+
+def _first_calls(record: Record, op: str, markdown: bool) -> str:
+    calls = [call for call in record.first_calls if call.op == op]
+    names = list(dict.fromkeys(call.provider for call in calls if call.cold_s is not None))
+    here = {(c.n, c.dtype, c.direction, c.provider): c for c in calls}
+    keys = dict.fromkeys(key[:3] for key, call in here.items() if call.cold_s is not None)
+    rows = [[*key, *(_cold_and_warm(here.get((*key, name))) for name in names)] for key in keys]
+    title = f"{op}: seconds of the first call, with empty caches / with a former process's"
+    notes = ["torch.compile compiles both directions in the forward's first call."]
+    notes += [f"{c.provider}: {c.error}" for c in calls if c.error]
+    for ahead in record.precompiles:
+        if ahead.op == op:
+            took = ahead.error or f"{ahead.seconds:.1f} s on {ahead.cores} cores"
+            notes.append(f"python -m tilenorm precompile {ahead.arguments}: {took}")
+    return _titled(
+        title, table(["N", "dtype", "direction", *names], rows, markdown), notes, markdown
+    )
+
+
+def _cold_and_warm(call: FirstCall | None) -> str:
+    if call is None or call.cold_s is None:
+        return "-"
+    return f"{call.cold_s:.2f} / " + ("-" if call.warm_s is None else f"{call.warm_s:.3f}")
+
+
 def _footing(record: Record) -> str:
     kinds = {cell.timing for cell in record.cells if cell.timing}
-    lines = ["Bytes: each input read once, each output written once, the same for every provider."]
+    lines = []
+    if record.cells:
+        lines.append(
+            "Bytes: each input read once, each output written once, the same for every provider."
+        )
     if "graph" in kinds:
         lines.append(
             "GPU time: median over replays of a CUDA graph whose calls rotate through more memory\n"
             "than the L2 cache holds several times. The forward is one of training."
+        )
+    if any(cell.direction == "inference" for cell in record.cells):
+        lines.append(
+            "Inference is a forward without grad; its calls rotate through at most\n"
+            f"{MOST_SETS} sets of tensors, so the smallest are read from L2."
         )
     if record.on_cpu:
         lines.append(CPU_NOTICE)

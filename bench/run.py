@@ -91,7 +91,7 @@ def _run_case(case, names, directions, device, emit, late, progress, budget_s, c
                 if (case.dtype, case.m, case.n) not in copied:  # by another op's case
                     emit(_copy(case, dtype, device, budget_s))
                     copied.add((case.dtype, case.m, case.n))
-                prepared = _prepare(op, case, dtype, device)
+                prepared = _prepare(op, case, dtype, directions, device)
             try:
                 provider = provider or PROVIDERS[name].load(op)
                 found = _measure(provider, op, prepared, direction, nbytes, device, budget_s)
@@ -102,20 +102,21 @@ def _run_case(case, names, directions, device, emit, late, progress, budget_s, c
                 _require_gpu(device, f"{name}: {found['error']}")
 
 
-def _prepare(op: Op, case: Case, dtype: torch.dtype, device: str):
+def _prepare(op: Op, case: Case, dtype: torch.dtype, directions: Sequence[str], device: str):
     """Inputs, output gradients, what to expect of each direction, and how far off it may be."""
     inputs = op.inputs(case.m, case.n, dtype, device)
     grads = op.output_grads(case.m, case.n, dtype, device)
     expected = check.oracle(op, inputs, grads)
     allowed = {}
-    for direction, sums in (("forward", 0), ("backward", len(op.columns))):
-        eager = check.as_tuple(_call(op.eager, inputs, grads, direction)())
+    for direction in directions:
+        sums = len(op.columns) if direction in ("backward", "training") else 0
+        eager = check.as_tuple(repeatable_call(op.eager, inputs, grads, direction)())
         errors = [check.error(*pair) for pair in zip(eager, expected[direction], strict=True)]
         allowed[direction] = check.budgets(errors, dtype, len(inputs[0]), sums)
     return inputs, grads, expected, allowed
 
 
-def _call(provider, inputs, grads, direction) -> Callable:
+def repeatable_call(provider, inputs, grads, direction) -> Callable:
     """A call that can be repeated, on copies of its own of everything that it may write to.
 
     A forward is one of training: gradients are asked for, so what backward needs is saved.
@@ -123,7 +124,16 @@ def _call(provider, inputs, grads, direction) -> Callable:
     leaves = [_duplicate(x).requires_grad_() for x in inputs]
     if direction == "forward":
         return lambda: provider(*leaves)
+    if direction == "inference":
+        return torch.no_grad()(lambda: provider(*leaves))
     grads = [grad.clone() for grad in grads]
+    if direction == "training":
+
+        def step():
+            outputs = check.as_tuple(provider(*leaves))
+            return *(y.detach() for y in outputs), *_gradients(outputs, leaves, grads)
+
+        return step
     outputs = check.as_tuple(provider(*leaves))
     return lambda: _gradients(outputs, leaves, grads, retain_graph=True)
 
@@ -141,15 +151,15 @@ def _gradients(outputs, leaves, grads, **options) -> tuple[torch.Tensor, ...]:
 
 def _measure(provider, op, prepared, direction, nbytes, device, budget_s) -> dict:
     inputs, grads, expected, allowed = prepared
-    call = _call(provider, inputs, grads, direction)
-    check.poison(grads if direction == "forward" else inputs)
+    call = repeatable_call(provider, inputs, grads, direction)
+    check.poison((*inputs, *grads))
     wrong = check.complaint(
         check.as_tuple(call()), expected[direction], allowed[direction], check.names(op, direction)
     )
     if wrong:
         return {"status": "wrong", "error": wrong}
     sets = timing.rotating_sets(nbytes, device)
-    calls = [_call(provider, inputs, grads, direction) for _ in range(sets)]
+    calls = [repeatable_call(provider, inputs, grads, direction) for _ in range(sets)]
     return _fields(timing.measure(calls, nbytes, device, budget_s))
 
 

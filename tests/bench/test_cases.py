@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from bench.cases import DTYPES, OPS, SUITES, Case, select
+from bench.cases import DIRECTIONS, DTYPES, OPS, SUITE_DIRECTIONS, SUITES, Case, select
 
 every_op = pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.name)
 
@@ -11,6 +11,9 @@ def test_bytes_of_rms_norm_count_each_tensor_once():
     x, w = 16 * 1024 * 2, 1024 * 2
     assert op.bytes("forward", 16, 1024, 2) == x + w + x
     assert op.bytes("backward", 16, 1024, 2) == x + x + w + x + w
+    assert op.bytes("inference", 16, 1024, 2) == op.bytes("forward", 16, 1024, 2)
+    both = sum(op.bytes(way, 16, 1024, 2) for way in DIRECTIONS)
+    assert op.bytes("training", 16, 1024, 2) == both
 
 
 def test_bytes_of_weights_of_a_head_count_every_head():
@@ -64,13 +67,22 @@ def test_reference_agrees_with_eager(op):
     torch.testing.assert_close(op.reference(*inputs), op.eager(*inputs))
 
 
-def test_suite_full_has_64_mi_elements_and_the_sizes_that_are_no_powers_of_two():
+def test_suite_full_has_64_mi_elements_at_every_n():
     assert all(64 * 2**20 - case.n < case.m * case.n <= 64 * 2**20 for case in SUITES["full"])
     sizes = {op: {case.n for case in select("full", [op])} for op in OPS}
-    assert {256, 1536, 3072, 5120, 7168, 12288, 131072} <= sizes["rms_norm"]
+    powers = {2**k for k in range(8, 19)}
+    assert sizes["rms_norm"] == powers | {1536, 3072, 5120, 7168, 12288, 20480, 49152}
     assert sizes["rms_norm"] == sizes["layer_norm"] == sizes["add_rms_norm"]
     assert sizes["gated_rms_norm"] == {128, 1024, 4096, 8192}
     assert sizes["head_rms_norm"] == {32, 64, 128, 256, 512}
+
+
+def test_suite_latency_is_small_m_at_the_widths_of_models():
+    for op in ("rms_norm", "layer_norm", "add_rms_norm"):
+        shapes = {(case.m, case.n) for case in select("latency", [op])}
+        rows = {2**k for k in range(10)}
+        assert shapes == {(m, n) for m in rows for n in (2048, 4096, 8192, 16384)}
+    assert SUITE_DIRECTIONS["latency"] == ("inference",)
 
 
 def test_suite_seeds_is_the_published_sweeps():
@@ -90,9 +102,10 @@ def test_quick_and_full_have_every_op_in_whole_tokens(op):
 
 
 @pytest.mark.parametrize("name", SUITES)
-def test_every_suite_shows_every_dtype_once(name):
-    assert {case.dtype for case in SUITES[name]} == set(DTYPES)
+def test_every_suite_shows_a_case_once_and_those_of_bandwidth_every_dtype(name):
     assert len(set(SUITES[name])) == len(SUITES[name])
+    if name not in SUITE_DIRECTIONS:
+        assert {case.dtype for case in SUITES[name]} == set(DTYPES)
 
 
 def test_select_narrows():

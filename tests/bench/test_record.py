@@ -1,9 +1,24 @@
+from dataclasses import replace
+
 import pytest
 
 from bench import report
 from bench.plot import _STYLES, save
 from bench.providers import PROVIDERS
-from bench.record import Cell, Copy, Host, Record, first_line, merge, read, to_json
+from bench.record import (
+    LISTS,
+    Cell,
+    Copy,
+    FirstCall,
+    Host,
+    Precompile,
+    Record,
+    Step,
+    first_line,
+    merge,
+    read,
+    to_json,
+)
 
 RUN = {
     "date": "2026-01-02T03:04:05+00:00",
@@ -41,12 +56,69 @@ def record():
     return found
 
 
+SPEC = {"op": "rms_norm", "dtype": "float32", "m": 2048, "n": 4096}
+COMPILING = (
+    FirstCall(**SPEC, direction="forward", provider="tilenorm", cold_s=1.25, warm_s=0.0312),
+    FirstCall(**SPEC, direction="forward", provider="compile", cold_s=4.5),
+    FirstCall(**SPEC, direction="backward", provider="quack", error="ValueError: no"),
+    Precompile("rms_norm", "--arch sm_90 --hidden 4096", 16, 7.5),
+)
+STEPS = (
+    Step(
+        "2 layers", "eager", 100, "ok", 4e4, 0.01, 8, 0.5, {"a": 3.0, "b": 1.0}, 2**31, [2.0, 1.5]
+    ),
+    Step("2 layers", "tilenorm", 100, "ok", 2e4, 0.02, 8, 2.5, {}, None, [2.0, 1.25], True),
+    Step("2 layers", "compile", 100, "failed", error="OutOfMemoryError: no"),
+)
+
+
 def written(record):
-    return [to_json(x) for x in (*record.runs, *record.copies, *record.cells, *record.hosts)]
+    lines = [line for name in ("runs", *LISTS.values()) for line in getattr(record, name)]
+    return [to_json(line) for line in lines]
 
 
 def test_what_is_written_is_read_back(record):
+    for line in (*COMPILING, *STEPS):
+        record.add(line)
     assert read(written(record)) == record
+    assert merge([record, record]) == replace(record, runs=[RUN, RUN])
+
+
+def rows_of(text):
+    return [" ".join(line.split()) for line in text.splitlines()]
+
+
+def test_first_calls_are_cold_and_warm_by_provider():
+    rows = rows_of(
+        report.render(Record([RUN], [], [], [], *map(list, (COMPILING[:3], COMPILING[3:]))))
+    )
+    assert "N dtype direction tilenorm compile" in rows
+    assert "4096 float32 forward 1.25 / 0.031 4.50 / -" in rows
+    assert "quack: ValueError: no" in rows
+    assert "python -m tilenorm precompile --arch sm_90 --hidden 4096: 7.5 s on 16 cores" in rows
+
+
+def test_steps_are_beside_eagers_losses():
+    rows = rows_of(report.render(Record([RUN], steps=list(STEPS))))
+    assert "eager 40.0 (1.0%) 2500 4.00 (10.0%) 2.0 0.5 2.0000 to 1.5000 0 no" in rows
+    assert "tilenorm 20.0 (2.0%) 5000 - - 2.5 2.0000 to 1.2500 0.25 yes" in rows
+    assert "compile failed - - - - - - -" in rows
+    assert "compile: OutOfMemoryError: no" in rows
+
+
+@pytest.mark.parametrize(
+    ("direction", "unit", "shown"),
+    [("inference", "µs", "2 1.6"), ("training", "ms", "0.002 0.0016")],
+)
+def test_latencies_are_times_with_the_ratio_of_speeds(direction, unit, shown):
+    line = {**SHAPE, **TIMED, "direction": direction}
+    cells = [
+        Cell(**line, provider="tilenorm", median_us=2.0),
+        Cell(**line, provider="quack", median_us=1.6),
+    ]
+    rows = rows_of(report.render(Record([RUN], cells)))
+    assert f"rms_norm {direction}, bfloat16: {unit}" in rows
+    assert f"1024 1000 {shown} 0.80 quack" in rows
 
 
 def test_rates_are_written_beside_the_times(record):
@@ -159,5 +231,13 @@ def test_every_provider_has_a_style():
 def test_plot_is_an_svg(record, tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "plot.svg"
+    record.add(
+        Cell(**{**SHAPE, "direction": "inference"}, **TIMED, provider="torch", median_us=1.0)
+    )
     save(record, str(path))
-    assert "<svg" in path.read_text()
+    text = path.read_text()
+    assert "<svg" in text
+    assert "rms_norm forward, bfloat16" in text
+    assert "inference" not in text
+    with pytest.raises(ValueError, match="nothing to plot"):
+        save(Record([RUN], steps=list(STEPS)), str(path))

@@ -1,15 +1,13 @@
-"""The run and the command line, on the CPU, with stand-ins for the providers."""
-
-import json
+"""The run, on the CPU, with stand-ins for the providers."""
 
 import pytest
 import torch
 
-from bench import providers, report
-from bench.__main__ import main
+from bench import providers
 from bench.cases import OPS, Case
 from bench.providers import Provider
-from bench.run import _call, run
+from bench.record import Cell
+from bench.run import repeatable_call, run
 
 EAGER = OPS["rms_norm"].eager
 CASE = Case("rms_norm", "float32", 64, 128)
@@ -140,7 +138,9 @@ def test_a_slice_of_a_fused_projection_is_read_in_place_both_ways():
             seen.append(ctx.saved_tensors[0].stride())
             return dy, dy.sum(0)
 
-    _call(Strides.apply, inputs, op.output_grads(96, 16, torch.float32, "cpu"), "backward")()
+    repeatable_call(
+        Strides.apply, inputs, op.output_grads(96, 16, torch.float32, "cpu"), "backward"
+    )()
     assert seen == [inputs[0].stride()] * 2
 
 
@@ -160,97 +160,45 @@ def test_a_backward_in_place_spoils_neither_its_check_nor_the_next_provider(monk
     assert found["torch", "backward"].status == "ok"
 
 
+@pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.name)
+def test_inference_is_without_grad_and_training_both_ways(monkeypatch, op):
+    case, ways = Case(op.name, "bfloat16", 96, 128), ("inference", "training")
+    grads = []
+
+    def seen(*inputs):
+        grads.append(torch.is_grad_enabled())
+        return op.eager(*inputs)
+
+    found = measured(monkeypatch, {"torch": seen}, case, ways[:1])
+    assert found["torch", "inference"].status == "ok"
+    assert not any(grads[-5:])
+    found = measured(monkeypatch, {"torch": op.eager}, case, ways)
+    assert found["torch", "training"].status == "ok"
+    assert found["torch", "training"].bytes > found["torch", "inference"].bytes
+
+
+def test_outputs_and_gradients_of_training_are_checked(monkeypatch):
+    loads = {
+        "late": lambda x, w: EAGER(x, w) * 1.0001,
+        "half": lambda x, w: EAGER(x, w + w.detach() - w),
+        "in-place": _InPlace.apply,
+    }
+    found = measured(monkeypatch, loads, directions=("training",))
+    late = found["late", "training"].error
+    assert late.startswith("y is off by ")
+    assert "dx is off by " in late
+    assert found["half", "training"].error.startswith("dweight is off by ")
+    assert found["in-place", "training"].status == "ok"
+
+
 def test_out_of_time_is_said_of_every_cell_left(monkeypatch):
     found = measured(monkeypatch, {"torch": EAGER}, max_seconds=0.0)
     assert found["torch", "backward"].status == "skipped"
     assert {line.error for line in found.values()} == {"out of time"}
 
 
-@pytest.fixture
-def tiny(monkeypatch, stand_in):
-    monkeypatch.setattr("bench.__main__.CPU_ELEMENTS", 4096)
-    monkeypatch.setattr("bench.__main__.CPU_BUDGET_S", 0.0)
-
-
-RMS_NORM = ("--op", "rms_norm", "--dtype", "bfloat16")
-
-
-def test_command_line_on_the_cpu_and_again_from_its_record(tiny, tmp_path, capsys):
-    path = str(tmp_path / "new" / "run.jsonl")
-    main([*RMS_NORM, "--hidden", "1024", "4096", "--out", path])
-    out, err = capsys.readouterr()
-    assert out.splitlines()[0] == out.splitlines()[-1] == report.CPU_NOTICE
-    assert "absent: compile (needs a GPU)" in out
-    assert err.count("\n") == 1 + 2 + 2 * 2 * 2  # notice, host times, N x provider x direction
-    with open(path) as file:
-        kinds = [json.loads(line)["record"] for line in file]
-    assert {kind: kinds.count(kind) for kind in kinds} == {
-        "run": 1,
-        "host": 2,
-        "copy": 2,
-        "cell": 8,
-    }
-    main(["--from", path])
-    assert capsys.readouterr().out == out
-
-
-def test_every_op_of_a_suite_has_its_tables_and_a_shape_is_copied_once(tiny, tmp_path, capsys):
-    path = str(tmp_path / "run.jsonl")
-    main(["--suite", "full", "--dtype", "bfloat16", "--hidden", "128", "512", "--out", path])
-    out = capsys.readouterr().out
-    titles = [line.split(":")[0] for line in out.splitlines() if "% of a copy" in line]
-    ops = ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm", "gated_rms_norm")
-    assert titles == [
-        f"{op} {direction}, bfloat16"
-        for op in (*ops, "head_rms_norm")
-        for direction in ("forward", "backward")
-    ]
-    assert all(status not in out for status in ("wrong", "failed", "refused"))
-    with open(path) as file:
-        lines = [json.loads(line) for line in file]
-    copies = [(line["m"], line["n"]) for line in lines if line["record"] == "copy"]
-    assert len(copies) == len(set(copies))
-
-
-def test_a_provider_without_an_op_is_absent_from_that_op_alone(tiny, monkeypatch, capsys):
-    some = Provider("some", lambda op: {"rms_norm": EAGER}.get(op.name), on_cpu=True)
-    broken = Provider("broken", lambda op: 1 / 0, on_cpu=True)
-    named = {provider.name: provider for provider in (some, broken)}
-    for module in ("bench.__main__", "bench.run"):
-        monkeypatch.setattr(f"{module}.PROVIDERS", named)
-    main(["--suite", "full", "--dtype", "bfloat16", "--hidden", "512"])
-    out = capsys.readouterr().out
-    lacks = ("layer_norm", "add_rms_norm", "add_layer_norm", "head_rms_norm")
-    assert f"absent: some ({'; '.join(f'has no {op}' for op in lacks)})" in out
-    assert "absent: broken (ZeroDivisionError: division by zero)" in out
-    assert "rms_norm forward, bfloat16" in out
-    assert "layer_norm forward" not in out
-
-
-def test_records_made_op_by_op_are_printed_as_one(tiny, tmp_path, capsys):
-    paths = [str(tmp_path / f"{op}.jsonl") for op in ("add_layer_norm", "gated_rms_norm")]
-    for path in paths:
-        main(["--op", path.rsplit("/", 1)[1].removesuffix(".jsonl"), "--out", path])
-    capsys.readouterr()
-    main(["--from", *paths])
-    lines = capsys.readouterr().out.splitlines()
-    assert sum(line.startswith("tilenorm 0.0 ") for line in lines) == 2
-    assert "add_layer_norm forward, bfloat16: GB/s (% of a copy)" in lines
-    assert "gated_rms_norm backward, bfloat16: GB/s (% of a copy)" in lines
-    assert sum(line.startswith("Bytes: ") for line in lines) == 1
-
-
-def test_a_record_is_narrowed_as_a_run_is(tiny, tmp_path, capsys):
-    path = str(tmp_path / "run.jsonl")
-    main([*RMS_NORM, "--hidden", "1024", "4096", "--out", path])
-    capsys.readouterr()
-    main(["--from", path, "--hidden", "4096", "--direction", "forward", "--provider", "torch"])
-    out = capsys.readouterr().out
-    assert "backward, bfloat16" not in out
-    assert "\n1024" not in out.replace(" ", "")
-    assert "tilenorm" not in [line.split()[0] for line in out.splitlines()[2:] if line.strip()]
-
-
-def test_a_size_outside_the_suite_is_refused_with_those_inside(tiny):
-    with pytest.raises(SystemExit, match=r"rms_norm \[1024, 4096, 16384\]; "):
-        main(["--hidden", "1024", "77"])
+def test_inference_and_training_are_timed_by_graph(gpu):
+    lines, case = [], Case("rms_norm", "bfloat16", 4096, 4096)
+    run([case], {case.op: ["tilenorm", "torch"]}, ("inference", "training"), gpu, lines.append)
+    cells = [line for line in lines if isinstance(line, Cell)]
+    assert [(cell.status, cell.timing) for cell in cells] == [("ok", "graph")] * 4

@@ -1,0 +1,49 @@
+"""What became slower from one record to another of the same machine."""
+
+from bench.record import Cell, Record, Step, what
+
+
+def slower(old: Record, new: Record) -> tuple[int, list[str]]:
+    """How many measurements both have, and a line for each that is slower in the new one.
+
+    Slower is a median above the old by more than both spreads together, and by more than the copy
+    of the same shape changed, which tells how much the machine itself did; or no median any more.
+
+    Raises ValueError for records of different machines.
+    """
+    machines = sorted({run["machine"] for run in (*old.runs, *new.runs)})
+    if len(machines) > 1:
+        raise ValueError(f"records of different machines cannot be compared: {machines}")
+    before = {what(line): line for line in (*old.cells, *old.steps) if line.median_us}
+    found = {what(line): line for line in (*new.cells, *new.steps)}
+    common = [key for key in before if key in found]
+    lines = [_complaint(before[key], found[key], _drift(old, new, before[key])) for key in common]
+    return len(common), [line for line in lines if line]
+
+
+def _complaint(old: Cell | Step, new: Cell | Step, drift: float) -> str | None:
+    was = f"{_label(old)}: {old.median_us:.4g} µs"
+    if new.median_us is None:
+        return f"{was}, now {new.status}: {new.error}"
+    allowed = old.spread + new.spread + drift
+    change = new.median_us / old.median_us - 1
+    if change <= allowed:
+        return None
+    return f"{was}, now {new.median_us:.4g} (+{change:.1%}, and {allowed:.1%} is no change)"
+
+
+def _drift(old: Record, new: Record, line: Cell | Step) -> float:
+    """By how much the copy of a cell's shape changed; 0 where it was not measured in both."""
+    if isinstance(line, Step):
+        return 0.0
+    before, after = (
+        [c.median_us for c in record.copies if (c.dtype, c.m, c.n) == (line.dtype, line.m, line.n)]
+        for record in (old, new)
+    )
+    return abs(after[0] / before[0] - 1) if before and after else 0.0
+
+
+def _label(line: Cell | Step) -> str:
+    if isinstance(line, Step):
+        return f"step of {line.model}, {line.variant}"
+    return f"{line.op} {line.direction} {line.dtype} {line.m} x {line.n}, {line.provider}"

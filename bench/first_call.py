@@ -1,0 +1,122 @@
+"""``python -m bench first-call``: how long the first call of a model's specs takes to compile.
+
+Each provider runs them twice, in processes of its own: with empty caches, and with what the first
+left on the disk. Importing the provider and starting CUDA are not in the times; what a compiler
+does once a process is in those of the first spec, a small one that stands for no model.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Iterator
+
+import torch
+
+from bench import provenance, record, report, worker
+from bench.cases import DIRECTIONS, DTYPES, OPS, Case
+from bench.providers import PROVIDERS, attendance
+from bench.record import FirstCall, Precompile, first_line
+from bench.run import repeatable_call
+
+HIDDEN = (1024, 4096, 8192, 16384)
+ROWS = 2048
+OPENING = ("float16", 512)
+TIMEOUT_S = 300.0
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        "python -m bench first-call",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    served = [name for name, op in OPS.items() if op.heads is None]
+    parser.add_argument("--op", nargs="+", choices=served, default=["rms_norm"])
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bfloat16", "float32"])
+    parser.add_argument("--hidden", nargs="+", type=int, metavar="N", default=HIDDEN)
+    parser.add_argument("--provider", nargs="+", choices=PROVIDERS, default=list(PROVIDERS))
+    parser.add_argument("--out", metavar="FILE.jsonl", help="write the record")
+    parser.add_argument("--markdown", action="store_true", help="print a Markdown table")
+    args = parser.parse_args(argv)
+    device = provenance.device()
+    specs = [OPENING, *((dtype, n) for n in args.hidden for dtype in args.dtype)]
+    present, absent = attendance(args.op, args.provider, device)
+    made = provenance.describe_run(device, ["first-call", *argv], absent)
+    with record.writing(args.out, made) as (found, emit):
+        for op in args.op:
+            for name in present[op]:
+                print(f"{op} first calls of {name}", file=sys.stderr, flush=True)
+                cases = [Case(op, dtype, ROWS, n) for dtype, n in specs]
+                for line in _first_calls(cases, name, device):
+                    emit(line)
+            if device != "cpu" and "tilenorm" in present[op]:
+                emit(precompile(op, args.hidden, args.dtype, found.runs[0]["capability"]))
+    print(report.render(found, args.markdown))
+    return 0
+
+
+def _first_calls(cases: list[Case], name: str, device: str) -> Iterator[FirstCall]:
+    """The first calls of one provider, cold and then warm."""
+    arguments = {"cases": [vars(case) for case in cases], "provider": name, "device": device}
+    with worker.temporary_folder() as folder:
+        try:
+            cold, warm = (worker.run(measure, TIMEOUT_S, folder, **arguments) for _ in range(2))
+        except worker.WorkerError as error:  # one line says so, of no spec's fault
+            where = {**vars(cases[0]), "direction": "forward", "provider": name}
+            yield FirstCall(**where, error=str(error))
+            return
+    for first, again in zip(cold, warm, strict=True):
+        times = {"cold_s": first.pop("seconds"), "warm_s": again["seconds"]}
+        yield FirstCall(**first, **times)
+
+
+def measure(cases: list[dict], provider: str, device: str) -> list[dict]:
+    """In a process of its own: seconds of the first call of each case, forward and backward."""
+    found = []
+    for fields in cases:
+        case, op = Case(**fields), OPS[fields["op"]]
+        shape = case.m, case.n, DTYPES[case.dtype], device
+        inputs, grads = op.inputs(*shape), op.output_grads(*shape)
+        for direction in DIRECTIONS:
+            line = {**fields, "direction": direction, "provider": provider, "error": ""}
+            try:
+                if direction == "forward":
+                    call = PROVIDERS[provider].load(op)
+                line["seconds"] = _seconds(repeatable_call(call, inputs, grads, direction), device)
+            except Exception as error:  # a peer's failure is a result, and is shown as one
+                line |= {"seconds": None, "error": first_line(error)}
+            found.append(line)
+    return found
+
+
+def precompile(op: str, hidden: list[int], dtypes: list[str], arch: str) -> Precompile:
+    """Seconds of ``python -m tilenorm precompile`` from an empty cache, the process included."""
+    shape = ["--hidden", *map(str, hidden), "--dtype", *dtypes]
+    bias = ["--bias"] if "bias" in OPS[op].columns else []
+    arguments = ["--arch", arch, "--op", op, *bias, *shape]
+    found = {"op": op, "arguments": " ".join(arguments), "cores": os.cpu_count()}
+    try:
+        start = time.perf_counter()
+        worker.run(_precompile, TIMEOUT_S, arguments=arguments)
+        return Precompile(**found, seconds=time.perf_counter() - start)
+    except worker.WorkerError as error:
+        return Precompile(**found, error=str(error))
+
+
+def _precompile(arguments: list[str]) -> int:
+    from tilenorm.__main__ import main
+
+    return main(["precompile", *arguments])
+
+
+def _seconds(call, device: str) -> float:
+    def synchronize() -> None:
+        if device != "cpu":
+            torch.cuda.synchronize()
+
+    synchronize()
+    start = time.perf_counter()
+    call()
+    synchronize()
+    return time.perf_counter() - start

@@ -1,0 +1,203 @@
+"""A training step of one variant, measured in a process of its own."""
+
+import itertools
+import os
+import re
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from bench.llama import Llama, Shape
+from bench.timing import summarize
+
+LEARNING_RATE = 1e-4
+# Kernels of norms: PyTorch's, tilenorm's, and Inductor's, which are named by the ops they fuse.
+NORM_KERNEL = re.compile(
+    r"rms_?norm|layer_?norm|RowwiseMoments|GammaBeta|rsqrt"
+    r"|norm_forward|norm_backward|column_sum|wide_(moments|forward|dots|backward)",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """``bytes_per_parameter``: of weight, gradient and state, all in bfloat16."""
+
+    make: Callable[[Iterable[nn.Parameter], bool], torch.optim.Optimizer]
+    bytes_per_parameter: int
+
+
+OPTIMIZERS = {
+    "adamw": Optimizer(lambda p, fused: torch.optim.AdamW(p, LEARNING_RATE, fused=fused), 8),
+    "sgd": Optimizer(lambda p, fused: torch.optim.SGD(p, LEARNING_RATE, fused=fused), 4),
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Whether tilenorm's modules replace the norms, and whose ``compile`` is given the model."""
+
+    patched: bool = False
+    compiler: str | None = None  # "torch" or "tilenorm"
+
+
+VARIANTS = {
+    "eager": Variant(),
+    "compile": Variant(compiler="torch"),
+    "tilenorm": Variant(patched=True),
+    "tilenorm-compile": Variant(patched=True, compiler="torch"),
+    "tilenorm-graph": Variant(compiler="tilenorm"),  # replaced in the graph, not in the model
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of a training step, but for its variant."""
+
+    shape: Shape = field(default_factory=Shape)
+    batch: int = 2
+    length: int = 4096
+    optimizer: str = "adamw"
+    checkpointing: bool = False
+    whole: bool = False
+    deterministic: bool = False
+    warm_up: int = 2
+    steps: int = 8
+    seed: int = 0
+    device: str = "cuda"
+
+    @property
+    def name(self) -> str:
+        """All of it that tells two measurements apart."""
+        shape = self.shape
+        options = [name for name in ("checkpointing", "deterministic", "whole") if vars(self)[name]]
+        sizes = [
+            f"{shape.layers} layers of {shape.hidden} with {shape.heads} heads",
+            f"{shape.kv_heads} of keys",
+            f"ffn {shape.ffn}",
+            f"vocabulary {shape.vocab}",
+            f"{self.batch} x {self.length} tokens",
+            f"{self.optimizer} in bfloat16",
+        ]
+        return ", ".join([*sizes, *options])
+
+
+def measure(variant: str, settings: dict) -> dict:
+    """What a record's Step says of a variant.
+
+    The first ``warm_up`` steps are run once more at the end, from the same start, to see whether
+    losses and weights are the same to the bit.
+    """
+    given = Settings(**settings | {"shape": Shape(**settings["shape"])})
+    device, seed = given.device, given.seed
+    if given.deterministic:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # before CUDA starts, for cuBLAS
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+    factory = {"device": device, "dtype": torch.bfloat16}
+    model = Llama(given.shape, given.length, given.checkpointing, **factory)
+    call = prepared(model, VARIANTS[variant], given.whole)
+    optimizer = OPTIMIZERS[given.optimizer].make(model.parameters(), device != "cpu")
+    make = torch.Generator(device).manual_seed(seed)
+    size = given.batch, given.length + 1
+    tokens = torch.randint(given.shape.vocab, size, generator=make, device=device)
+
+    def step() -> Tensor:
+        loss = call(tokens)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    model.reset(seed)
+    start = time.perf_counter()
+    losses = [step().item()]
+    first_s = time.perf_counter() - start
+    losses += [step().item() for _ in range(given.warm_up - 1)]
+    bits = losses[:], fingerprint(model)
+    if device != "cpu":
+        torch.cuda.reset_peak_memory_stats()
+    times, timed = _timed(step, given.steps, device)
+    peak = torch.cuda.max_memory_allocated() if device != "cpu" else None
+    kernels = _norm_kernels(step) if device != "cpu" else {}
+    model.reset(seed)
+    optimizer.state.clear()
+    again = [step().item() for _ in range(given.warm_up)], fingerprint(model)
+    result = summarize(times, "")
+    return {
+        "median_us": result.median_us,
+        "spread": result.spread,
+        "samples": result.samples,
+        "first_s": first_s,
+        "norm_kernels_ms": kernels,
+        "peak_bytes": peak,
+        "losses": losses + timed,
+        "same_bits": bits == again,
+    }
+
+
+def prepared(model: Llama, variant: Variant, whole: bool) -> Callable[[Tensor], Tensor]:
+    """The model as a variant calls it, its norms replaced and its parts compiled in place."""
+    import tilenorm
+
+    if variant.patched:
+        tilenorm.patch(model)
+    if variant.compiler is None:
+        return model
+    compiler = {"torch": torch, "tilenorm": tilenorm}[variant.compiler].compile
+    if whole:
+        return compiler(model)
+    model.blocks = nn.ModuleList(map(compiler, model.blocks))
+    model.head = compiler(model.head)
+    return model
+
+
+@torch.no_grad()
+def fingerprint(model: nn.Module) -> list[int]:
+    """A sum over the bits of each parameter."""
+    return [p.view(torch.int16).sum(dtype=torch.int64).item() for p in model.parameters()]
+
+
+def _timed(step: Callable, steps: int, device: str) -> tuple[list[float], list[float]]:
+    """Microseconds of each step, and its loss. The host runs ahead of the GPU, as in training."""
+
+    def mark():
+        if device == "cpu":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between(start, end) -> float:
+        return (end - start) * 1e6 if device == "cpu" else start.elapsed_time(end) * 1e3
+
+    losses, marks = [], [mark()]
+    for _ in range(steps):
+        losses.append(step())
+        marks.append(mark())
+    losses = [loss.item() for loss in losses]
+    if device != "cpu":
+        torch.cuda.synchronize()
+    return [between(*pair) for pair in itertools.pairwise(marks)], losses
+
+
+def _norm_kernels(step: Callable) -> dict[str, float]:
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        step()
+        torch.cuda.synchronize()
+    kernels = [e for e in profiler.events() if e.device_type == DeviceType.CUDA]
+    return norm_kernels((e.name, e.device_time_total) for e in kernels)
+
+
+def norm_kernels(kernels: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Milliseconds by kernel, of those that do norms, from names and microseconds."""
+    found = {}
+    for name, us in kernels:
+        if NORM_KERNEL.search(name):
+            found[name[:100]] = found.get(name[:100], 0.0) + us / 1e3
+    return found

@@ -1,0 +1,146 @@
+"""``python -m bench train``: a training step of Llama 3 8B's shape, in PyTorch and with tilenorm.
+
+Every variant starts from the same weights, sees the same tokens at every step, so that the loss
+falls, and runs in a process of its own with empty caches. It has as many of the 32 layers as are
+estimated to fit in the GPU's memory, or --layers. torch.compile compiles a layer once for all,
+as torchtitan does; with --whole, the model as one graph, which takes minutes where there are many.
+Variant tilenorm patches the model, tilenorm-compile compiles that, and tilenorm-graph, which is
+not among the default ones, gives the model to tilenorm.compile.
+
+Beside it, one norm alone, forward and backward, on 8 x 4096 tokens: eager, torch.compile (Inductor
+on the norm's region, with the options of torchtitan's pass), and tilenorm. What shape is behind the
+times in torchtitan's pull request 3132 we do not know: compare within a run.
+"""
+
+import argparse
+import sys
+from dataclasses import asdict, replace
+
+import torch
+
+from bench import provenance, record, report, run, worker
+from bench.cases import SUITES, Case
+from bench.llama import Shape
+from bench.providers import attendance
+from bench.record import Cell, Copy, Step
+from bench.step import OPTIMIZERS, VARIANTS, Settings, measure
+
+DEFAULT_VARIANTS = ("eager", "compile", "tilenorm", "tilenorm-compile")
+LAYER_PROVIDERS = ("tilenorm", "torch", "compile")
+# What is not in the estimate of the memory: the allocator's fragments, cuBLAS's workspaces, CUDA.
+MEMORY_SHARE = 0.92
+# Bytes for a logit and its gradient, in bfloat16 and, in the cross entropy, float32.
+LOGIT_BYTES = 16
+CPU_ELEMENTS = 1 << 16
+
+
+def fitting_layers(settings: Settings, memory: int) -> int:
+    """How many of the model's layers fit in so many bytes, by estimate; at least one."""
+    shape, tokens = settings.shape, settings.batch * settings.length
+    state = OPTIMIZERS[settings.optimizer].bytes_per_parameter
+    kept = shape.hidden if settings.checkpointing else shape.layer_activations
+    fixed = shape.other_parameters * state + tokens * shape.vocab * LOGIT_BYTES
+    if settings.checkpointing:  # the layer that is being computed again
+        fixed += tokens * shape.layer_activations * torch.bfloat16.itemsize
+    layer = shape.layer_parameters * state + tokens * kept * torch.bfloat16.itemsize
+    return max(1, min(shape.layers, int((memory * MEMORY_SHARE - fixed) // layer)))
+
+
+def main(argv: list[str]) -> int:
+    args = _arguments(argv)
+    device = provenance.device()
+    settings = _settings(args, device)
+    made = provenance.describe_run(device, ["train", *argv], {})
+    with record.writing(args.out, made) as (found, emit):
+        _say(f"a norm of {settings.shape.hidden} alone")
+        for line in _isolated(settings, args.timeout):
+            emit(line)
+        for variant in args.variant:
+            _say(f"{variant}: {settings.name}")
+            emit(_step(settings, variant, args.timeout))
+    print(report.render(found, args.markdown))
+    return 0
+
+
+def _arguments(argv: list[str]) -> argparse.Namespace:
+    default, shape = Settings(), Shape()
+    parser = argparse.ArgumentParser(
+        "python -m bench train",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--variant", nargs="+", choices=VARIANTS, default=DEFAULT_VARIANTS)
+    parser.add_argument("--layers", type=int, help="default: as many as fit in the memory")
+    for name in ("hidden", "heads", "kv-heads", "ffn", "vocab"):
+        parser.add_argument(f"--{name}", type=int, default=getattr(shape, name.replace("-", "_")))
+    for name in ("batch", "length", "warm-up", "steps", "seed"):
+        value = getattr(default, name.replace("-", "_"))
+        parser.add_argument(f"--{name}", type=int, default=value, help=f"default: {value}")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default=default.optimizer)
+    parser.add_argument("--checkpointing", action="store_true", help="of activations, by layer")
+    parser.add_argument("--whole", action="store_true", help="compile the model as one graph")
+    parser.add_argument(
+        "--deterministic", action="store_true", help="PyTorch's deterministic algorithms, for bits"
+    )
+    parser.add_argument("--timeout", type=float, default=240.0, help="seconds for a variant")
+    parser.add_argument("--out", metavar="FILE.jsonl", help="write the record")
+    parser.add_argument("--markdown", action="store_true", help="print Markdown tables")
+    args = parser.parse_args(argv)
+    for name, least in (("layers", 1), ("batch", 1), ("warm_up", 1), ("steps", 2)):
+        if (value := vars(args)[name]) is not None and value < least:
+            parser.error(f"--{name.replace('_', '-')}: got {value}, takes at least {least}")
+    for whole, part in (("hidden", "heads"), ("heads", "kv_heads")):
+        if vars(args)[whole] % vars(args)[part]:
+            parser.error(
+                f"--{whole}: got {vars(args)[whole]}, takes a multiple of "
+                f"--{part.replace('_', '-')}, {vars(args)[part]}"
+            )
+    return args
+
+
+def _settings(args: argparse.Namespace, device: str) -> Settings:
+    given = {name: value for name, value in vars(args).items() if name in vars(Settings())}
+    sizes = {name: vars(args)[name] for name in vars(Shape()) if vars(args)[name] is not None}
+    settings = Settings(**given, shape=Shape(**sizes), device=device)
+    if args.layers:
+        return settings
+    if device == "cpu":
+        sys.exit("there is no GPU to fit in: give --layers, and small --hidden, --ffn and --vocab")
+    memory = torch.cuda.get_device_properties(device).total_memory
+    fitting = fitting_layers(settings, memory)
+    return replace(settings, shape=replace(settings.shape, layers=fitting))
+
+
+def _isolated(settings: Settings, timeout_s: float) -> list:
+    """The lines of a norm's forward and backward by itself."""
+    case = replace(SUITES["layer"][0], n=settings.shape.hidden)
+    if settings.device == "cpu":
+        case = case.shrunk(CPU_ELEMENTS)
+    try:
+        lines = worker.run(isolated, timeout_s, case=vars(case), device=settings.device)
+    except worker.WorkerError as error:
+        _say(f"the norm alone failed: {error}")
+        return []
+    return [record.from_json(line) for line in lines]
+
+
+def isolated(case: dict, device: str) -> list[str]:
+    """In a process of its own: the lines of a record."""
+    lines, case = [], Case(**case)
+    present, _ = attendance([case.op], LAYER_PROVIDERS, device)
+    run.run([case], present, ("training",), device, lines.append)
+    return [record.to_json(line) for line in lines if isinstance(line, Cell | Copy)]
+
+
+def _step(settings: Settings, variant: str, timeout_s: float) -> Step:
+    tokens = settings.batch * settings.length
+    where = {"model": settings.name, "variant": variant, "tokens": tokens}
+    arguments = {"variant": variant, "settings": asdict(settings)}
+    try:
+        return Step(**where, **worker.run(measure, timeout_s, **arguments))
+    except worker.WorkerError as error:
+        return Step(**where, status="failed", error=str(error))
+
+
+def _say(what: str) -> None:
+    print(what, file=sys.stderr, flush=True)

@@ -1,0 +1,46 @@
+import json
+import os
+import statistics
+import subprocess
+import time
+
+import pytest
+
+from bench import worker
+
+
+def test_a_function_is_called_in_a_process_of_its_own():
+    assert worker.run(json.dumps, 60.0, obj=[1, "two"]) == '[1, "two"]'
+    assert worker.run(os.getcwd, 60.0) == os.getcwd()
+
+
+def test_what_it_raises_is_raised_here():
+    with pytest.raises(worker.WorkerError, match="StatisticsError: mean requires at least one"):
+        worker.run(statistics.mean, 60.0, data=[])
+
+
+def test_a_process_that_dies_is_told_by_its_status():
+    with pytest.raises(worker.WorkerError, match="exit status 3: no message"):
+        worker.run(os._exit, 60.0, status=3)
+
+
+def test_what_takes_too_long_is_ended_with_what_it_started(tmp_path):
+    log = tmp_path / "log"
+    late = ["sh", "-c", f"sleep 2; echo still here > {log}"]
+    with pytest.raises(worker.WorkerError, match="not done after 1 s"):
+        worker.run(subprocess.run, 1.0, args=late)
+    time.sleep(2.0)
+    assert not log.exists()
+
+
+def test_caches_are_in_the_folder_or_start_empty(tmp_path):
+    for folder in (str(tmp_path), None):
+        place = worker.run(os.getenv, 60.0, folder, key="CUDA_TILE_CACHE_DIR")
+        assert os.path.exists(place) == bool(folder)
+
+
+def test_every_compiler_keeps_its_cache_in_the_folder(tmp_path):
+    found = worker.caches(str(tmp_path))
+    assert len(set(found.values())) == len(found)
+    assert all(os.path.dirname(path) == str(tmp_path) for path in found.values())
+    assert all(os.path.isdir(path) for path in found.values())
