@@ -8,7 +8,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from ...ops.library import norm_backward_fake, norm_forward_fake
-from .nodes import VALUES, Left, is_check, key_of, name_of, operands, value_of, values_of, writes
+from .nodes import VALUES, Left, is_idle, key_of, name_of, operands, value_of, values_of, writes
 from .norms import Gradient, Norm, hidden_of
 
 ATEN = torch.ops.aten
@@ -144,9 +144,7 @@ def _take_over(graph: Graph, new: dict[Node, Node | None], parts: tuple[Node, ..
                 (user.args, user.kwargs), lambda n, old=old, node=node: node if n is old else n
             )
     for node in sorted({*parts, *new}, reverse=True):
-        if all(map(is_check, node.users)):
-            for check in list(node.users):
-                graph.erase_node(check)
-            graph.erase_node(node)
+        if all(map(is_idle, node.users)):
+            erase(graph, node)
             if new.get(node) is not None:
                 new[node].name = node.name

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensor
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 TORCH = ("torch", "torch.nn.functional", "_operator")
 VALUES = ("val", "example_value")
@@ -122,12 +122,23 @@ def widened(node: Node) -> Node:
     return node
 
 
-def is_check(node: Node) -> bool:
-    """Whether a node only looks at the metadata of another, as torch.export has it do."""
-    return node.target is torch.ops.aten._assert_tensor_metadata.default
+def is_idle(node: Node) -> bool:
+    """Whether a node only looks at another, as torch.export has it do, or is a detach for nobody,
+    as autograd leaves them.
+    """
+    if node.target is torch.ops.aten._assert_tensor_metadata.default:
+        return True
+    return name_of(node) == "detach" and all(map(is_idle, node.users))
 
 
 def only_user(node: Node) -> Node | None:
     """Who uses a node, if it is one."""
-    users = [user for user in node.users if not is_check(user)]
+    users = [user for user in node.users if not is_idle(user)]
     return users[0] if len(users) == 1 else None
+
+
+def erase(graph: Graph, node: Node) -> None:
+    """Erases a node that only idle ones use, and these."""
+    for user in list(node.users):
+        erase(graph, user)
+    graph.erase_node(node)

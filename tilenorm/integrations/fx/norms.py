@@ -102,7 +102,8 @@ def check_tensors(norm: str, x: Tensor, weight, bias, dims: int, rounding: str) 
     affine = {name: known(p) for name, p in (("weight", weight), ("bias", bias)) if p is not None}
     for name, parameter in affine.items():
         if not parameter_fits(parameter, x, dims) or parameter.device != x.device:
-            raise Left(f"its {name} is {tuple(parameter.shape)} on {parameter.device}")
+            of = f"{parameter.dtype} of shape {list(parameter.shape)} on {parameter.device}"
+            raise Left(f"its {name} is {of}, which does not fit the input")
     tensors = (x, None, None, affine.get("weight"), affine.get("bias"))
     spec = spec_of_tensors(*tensors, norm, hidden_of(x, dims), 0.0, 0.0, False, rounding)
     if x.device.type == "cuda":
