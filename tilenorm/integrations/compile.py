@@ -61,8 +61,3 @@ class _Replacing:
     def reset(self) -> None:
         """What torch.compiler.reset does with Inductor: it drops its CUDA graphs."""
         self.inner.reset()
-
-    def get_compiler_config(self) -> dict | None:
-        """What torch._dynamo tells of a compiled function: Inductor's config."""
-        config = getattr(self.inner, "get_compiler_config", None)
-        return config and config()

@@ -8,7 +8,18 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from ...ops.library import norm_backward_fake, norm_forward_fake
-from .nodes import VALUES, Left, is_idle, key_of, name_of, operands, value_of, values_of, writes
+from .nodes import (
+    VALUES,
+    Left,
+    erase,
+    is_idle,
+    key_of,
+    name_of,
+    operands,
+    value_of,
+    values_of,
+    writes,
+)
 from .norms import Gradient, Norm, hidden_of
 
 ATEN = torch.ops.aten
@@ -28,9 +39,8 @@ def emit_forward(graph: Graph, norm: Norm) -> str:
     if terms:
         at, outputs, parts = norm.x, {**outputs, SUM: norm.x}, (norm.x, *parts)
     x, residual = terms or (norm.x, None)
-    save = key_of(norm.at) == "val" or value_of(norm.at).requires_grad  # a value in dynamo knows
     hidden = hidden_of(value_of(x), norm.dims)
-    how = (norm.norm, hidden, norm.eps, norm.offset, False, norm.rounding, save)
+    how = (norm.norm, hidden, norm.eps, norm.offset, False, norm.rounding, _saves(norm))
     tensors = (x, residual, None, norm.weight, norm.bias)
     with graph.inserting_before(at):
         call = _call(graph, OPS.norm.default, norm_forward_fake, (*tensors, *how), norm.at)
@@ -59,6 +69,13 @@ def emit_backward(graph: Graph, norm: Gradient) -> str:
         }
     _take_over(graph, new, (norm.at,))
     return norm.kind
+
+
+def _saves(norm: Norm) -> bool:
+    """Whether the op has to save mean and rstd: they are used, or may be for a gradient."""
+    y = norm.outputs.get(0)
+    traced_with_gradients = y is not None and key_of(y) == "example_value"
+    return not traced_with_gradients or len(norm.outputs) > 1 or value_of(y).requires_grad
 
 
 def _terms(norm: Norm) -> tuple[Node, Node] | None:
