@@ -124,7 +124,8 @@ def test_the_numbers_of_eager(device, graphs, dynamo):
         got = (y, *torch.autograd.grad(y.sin().sum(), inputs))
         y = module(x)
         expected = (y, *torch.autograd.grad(y.sin().sum(), inputs))
-        torch.testing.assert_close(got, expected)
+        for a, b in zip(got, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * b.abs().max().item())
     assert [kind(node) for node in calls(graphs[-1])] == ["rms", "add_layer"]
     assert not dynamo.utils.counters["graph_break"]
 
@@ -149,6 +150,13 @@ def test_statistics_are_saved_only_for_a_gradient(grad, graphs, dynamo):
     with torch.set_grad_enabled(grad):
         assert tilenorm.compile(module, backend="eager")(x).requires_grad == grad
     assert [node.args[11] for node in calls(graphs[0])] == [grad] * 2
+
+
+def test_compiled_once_where_it_is_asked_for_twice(graphs, dynamo):
+    module, x = model("cpu"), random(ROWS, N)
+    for _ in range(2):
+        tilenorm.compile(module, backend="eager")(x)
+    assert len(graphs) == 1
 
 
 def test_a_filter(graphs, dynamo):

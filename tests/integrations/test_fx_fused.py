@@ -75,6 +75,7 @@ MASKS = [
     (norm, list(mask))
     for norm, names in NAMES.items()
     for mask in itertools.product([True, False], repeat=len(names))
+    if any(mask)
 ]
 
 

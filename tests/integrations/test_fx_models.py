@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..ops.helpers import EACH_DEVICE, EPS, LAYER, RMS, assert_step, expected_of, name_of, random
-from .graphs import NORM, TRACERS, calls
+from .graphs import NORM, TRACERS, by_dynamo, calls
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 N = 64
@@ -184,3 +184,24 @@ def test_by_heads(dynamo):
         replaced = TRACERS["dynamo"](function, x)
         assert NORM in [node.target for node in replaced.graph_module.graph.nodes]
         assert torch.equal(replaced.run(x), function(x))
+
+
+@EACH_DEVICE
+@pytest.mark.parametrize("name", ["Gemma 3", "Llama"])
+def test_transposed_queries_and_keys(device, name, dynamo):
+    """Gemma 3's: the rows are read where they are, and the output is laid out as it was."""
+    module = model(name, BF16, device)
+    x = random(2, 5, 4, N, dtype=BF16, device=device).transpose(1, 2)
+    for tracer in TRACERS.values():
+        replaced = tracer(module, x)
+        assert len(calls(replaced.graph_module)) == 1
+        got, expected = replaced.run(x), module(x)
+        assert got.stride() == expected.stride()
+        assert_bits(device, got, expected)
+    leaves = [x.detach().requires_grad_() for _ in range(2)]
+    dy = random(2, 4, 5, N, dtype=BF16, device=device, seed=2)
+    run = by_dynamo(module, leaves[0]).run
+    grads = [
+        torch.autograd.grad(f(x), x, dy)[0] for f, x in zip((run, module), leaves, strict=True)
+    ]
+    torch.testing.assert_close(*grads, rtol=2**-6, atol=2**-5)

@@ -33,7 +33,7 @@ def decomposed(root: Node) -> Norm | None:
     square, mean, added, dims, eps = found
     for node in (square, mean, added, root):
         if only_user(node) is None:
-            raise Left(f"{node.name}, within it, is used by others too")
+            raise Left(_shared(node))
     x_hat = only_user(root)
     multiplied = _multiplied(root, x_hat)
     if value_of(multiplied) is None or value_of(x_hat) is None:
@@ -51,23 +51,28 @@ def decomposed(root: Node) -> Norm | None:
 
 def _mean_square(root: Node) -> tuple[Node, Node, Node, int, float] | None:
     """square, mean, mean + eps, how many dimensions they are over, eps."""
-    if not _is_root(root) or (sum_ := shifted(root.args[0])) is None:
+    if not _is_root(root):
         return None
-    mean, eps = sum_
-    if name_of(mean) != "mean":
+    added = _input_of(root)
+    mean, eps = shifted(added) or (None, 0.0)
+    if mean is None or name_of(mean) != "mean":
         return None
     given = arguments(mean, "input", "dim", "keepdim")
     square, dims = given["input"], trailing(value_of(given["input"]), given.get("dim"))
     if not given.get("keepdim") or not dims or not _squared(square):
         return None
-    if any(value_of(node) is None for node in (root, root.args[0], mean, square)):
+    if any(value_of(node) is None for node in (root, added, mean, square)):
         return None
-    return square, mean, root.args[0], dims, eps
+    return square, mean, added, dims, eps
 
 
 def _is_root(node: Node) -> bool:
     name = name_of(node)
     return name in ("rsqrt", "sqrt") or (name == "pow" and _exponent(node) == -0.5)
+
+
+def _input_of(node: Node) -> object:
+    return arguments(node, "input").get("input")
 
 
 def _exponent(node: Node) -> float | None:
@@ -78,7 +83,7 @@ def _squared(node: object) -> Node | None:
     """x where a node is x²."""
     name = name_of(node) if isinstance(node, Node) else None
     if name == "square" or (name == "pow" and _exponent(node) == 2):
-        return node.args[0]
+        return _input_of(node)
     if name == "mul" and len(pair := operands(node)) == 2 and pair[0] is pair[1]:
         return pair[0]
     return None
@@ -120,14 +125,15 @@ def _outermost(x: Node, x_hat: Node, dims: int, eps: float, parts: set[Node]) ->
         parts.add(user)
         end = user
     if found is None:
-        raise Left(_why_nothing_ends_it(end, dtype))
+        shared = only_user(end) is None
+        raise Left(
+            _shared(end) if shared else f"its output is {value_of(end).dtype}, its input {dtype}"
+        )
     return found
 
 
-def _why_nothing_ends_it(end: Node, dtype: torch.dtype) -> str:
-    if len(end.users) > 1:
-        return f"{end.name}, within it, is used by others too"
-    return f"its output is {value_of(end).dtype}, its input {dtype}"
+def _shared(node: Node) -> str:
+    return f"{node.name}, within it, is used by others too, as by a gradient spelled out"
 
 
 def _factor(node: Node, x_hat: Node, x: torch.Tensor, dims: int) -> tuple[Node, Node, float] | None:

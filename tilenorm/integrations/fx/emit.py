@@ -34,18 +34,19 @@ def emit_forward(graph: Graph, norm: Norm) -> str:
     """
     if _written(norm.parts[0], norm.at, norm.parts):
         raise Left("a tensor is written to among its operations")
-    terms = _terms(norm)
+    order = norm.order
+    terms = _terms(norm) if order == sorted(order) else None
     at, outputs, parts = norm.at, norm.outputs, norm.parts
     if terms:
         at, outputs, parts = norm.x, {**outputs, SUM: norm.x}, (norm.x, *parts)
     x, residual = terms or (norm.x, None)
     hidden = hidden_of(value_of(x), norm.dims)
     how = (norm.norm, hidden, norm.eps, norm.offset, False, norm.rounding, _saves(norm))
-    tensors = (x, residual, None, norm.weight, norm.bias)
     with graph.inserting_before(at):
+        tensors = (_permuted(graph, x, order), residual, None, norm.weight, norm.bias)
         call = _call(graph, OPS.norm.default, norm_forward_fake, (*tensors, *how), norm.at)
         new = {
-            old: _result(graph, call, place, old, x) if old.users else None
+            old: _result(graph, call, place, old, x, order) if old.users else None
             for place, old in outputs.items()
         }
     _take_over(graph, new, (*parts, norm.at))
@@ -122,10 +123,15 @@ def _describe(node: Node, value: object, like: Node) -> None:
     node.meta = rest | {key_of(like): value}
 
 
-def _result(graph: Graph, call: Node, place: int, old: Node, x: Node) -> Node:
-    """What an op returns in a place, in the shape and dtype of the node it stands for."""
+def _result(graph: Graph, call: Node, place: int, old: Node, x: Node, order=None) -> Node:
+    """What an op returns in a place, in the shape, dtype and layout of the node it stands for.
+
+    order: of x's dimensions as the op has them.
+    """
     value, wanted = values_of(call)[place], value_of(old)
     node = _derived(graph, operator.getitem, (call, place), value, old)
+    if order is not None and place == 0:
+        node = _permuted(graph, node, [order.index(d) for d in range(len(order))])
     if value.dim() != wanted.dim():  # mean and rstd, of x's leading dimensions
         sizes = [_size(graph, x, i, size) for i, size in enumerate(wanted.shape)]
         value = value.view(wanted.shape)
@@ -135,6 +141,13 @@ def _result(graph: Graph, call: Node, place: int, old: Node, x: Node) -> Node:
         node = _derived(graph, target, (node,), wanted, old, dtype=wanted.dtype)
     node.meta = dict(old.meta)
     return node
+
+
+def _permuted(graph: Graph, node: Node, order: list[int]) -> Node:
+    if order == sorted(order):
+        return node
+    value = value_of(node).permute(order)
+    return _derived(graph, ATEN.permute.default, (node, order), value, node)
 
 
 def _size(graph: Graph, x: Node, dim: int, size: int | SymInt) -> int | Node:

@@ -15,6 +15,7 @@ CASTS = (
     *("to", "_to_copy", "type", "type_as", "convert_element_type"),
     *("float", "half", "bfloat16", "double"),
 )
+HALVES = (torch.float16, torch.bfloat16)
 ADDS_IN_PLACE = ("add_", torch.ops.aten.add_.Scalar, torch.ops.aten.add_.Tensor)
 WRITING = ("setitem", "iadd", "isub", "imul", "itruediv", "ipow", "ifloordiv", "imod", "imatmul")
 
@@ -31,7 +32,8 @@ def name_of(node: Node) -> str | None:
     if node.op == "call_method":
         return target
     if isinstance(target, OpOverload):
-        return target._opname if target.namespace in ("aten", "prims") else None
+        namespace, name = target._schema.name.split("::")
+        return name if namespace in ("aten", "prims") else None
     name = target.__name__ if getattr(target, "__module__", None) in TORCH else None
     return "div" if name == "truediv" else name
 
@@ -116,7 +118,7 @@ def widened(node: Node) -> Node:
     """What a node is the same numbers of: through casts that round nothing."""
     while (source := cast_of(node)) is not None:
         before, after = value_of(source).dtype, value_of(node).dtype
-        if before != after and not (after == torch.float32 and before.itemsize < after.itemsize):
+        if before != after and (before not in HALVES or after != torch.float32):
             break
         node = source
     return node
