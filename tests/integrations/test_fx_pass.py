@@ -134,6 +134,27 @@ def test_within_a_checkpoint(dynamo):
     torch.testing.assert_close(dx, torch.autograd.grad(spelled(x, weight).sin().sum(), x)[0])
 
 
+def normalized(x):
+    return F.rms_norm(x, (N,)).sin()
+
+
+TRANSFORMS = {
+    "grad": lambda x: torch.func.grad(lambda row: normalized(row).sum())(x),
+    "vmap": lambda x: torch.func.vmap(normalized)(x),
+    "jvp": lambda x: torch.func.jvp(normalized, (x,), (x,))[1],
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_left_to_a_transform(name, dynamo):
+    """torch.func sees through PyTorch's norm, and not through an op."""
+    transform, x = TRANSFORMS[name], random(3, N)
+    replaced = by_dynamo(transform, x)
+    ((_, reason),) = replaced.report.left
+    assert "no plain tensor" in reason
+    torch.testing.assert_close(replaced.run(x), transform(x))
+
+
 def rstd_used(x, weight):
     rstd = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
     return x * rstd * weight, rstd

@@ -68,12 +68,6 @@ def test_a_weight_made_after_the_sum(dynamo):
     torch.testing.assert_close(replaced.run(*tensors), function(*tensors))
 
 
-def written_between(x, weight):
-    square_root = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
-    x.mul_(2)
-    return x * square_root * weight
-
-
 def written_after_the_sum(x, weight):
     total = x + x
     total += 1
@@ -86,13 +80,37 @@ def gradients_off_between(x, weight):
         return F.rms_norm(total, (N,), weight), total
 
 
-def test_a_tensor_written_within(dynamo):
+def assigned(x):
+    x[0] = 1
+
+
+def added(x):
+    x += 1
+
+
+WRITERS = {
+    "method": lambda x: x.mul_(2),
+    "function": lambda x: torch.sin_(x),
+    "out": lambda x: torch.sin(x, out=x),
+    "in place, by name": lambda x: F.relu(x, inplace=True),
+    "in place, by position": lambda x: F.relu(x, True),
+    "assigned": assigned,
+    "added": added,
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_tensor_written_within(name, dynamo):
+    def function(x, weight):
+        rstd = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
+        WRITERS[name](x)
+        return x * rstd * weight
+
     x, weight = random(3, N), random(N)
-    replaced = by_dynamo(written_between, x.clone(), weight)
-    assert [reason for _, reason in replaced.report.left] == [
-        "a tensor is written to among its operations"
-    ]
-    assert torch.equal(replaced.run(x.clone(), weight), written_between(x.clone(), weight))
+    replaced = by_dynamo(function, x.clone(), weight)
+    ((_, reason),) = replaced.report.left
+    assert reason == "a tensor is written to among its operations"
+    assert torch.equal(replaced.run(x.clone(), weight), function(x.clone(), weight))
 
 
 @pytest.mark.parametrize("function", [written_after_the_sum, gradients_off_between])

@@ -4,6 +4,7 @@ from numbers import Real
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensor
 from torch.fx import Graph, Node
@@ -42,7 +43,8 @@ def writes(node: Node) -> bool:
     """Whether a node may change a tensor that is there, or what the nodes after it mean."""
     target = node.target
     if node.op == "call_method":
-        return (target.endswith("_") and not target.endswith("__")) or target in WRITING
+        private = target.startswith("__")
+        return target.startswith(("__i", "__set")) or (target.endswith("_") and not private)
     if node.op != "call_function":
         return node.op == "call_module"
     if isinstance(target, OpOverload):
@@ -67,10 +69,10 @@ def values_of(node: Node) -> object:
 
 
 def value_of(node: object) -> Tensor | None:
-    """The plain tensor that a node stands for."""
+    """The tensor that a node stands for, None for a subclass's and for what torch.func wraps."""
     value = values_of(node) if isinstance(node, Node) else None
     plain = isinstance(value, FakeTensor) or type(value) in (Tensor, torch.nn.Parameter)
-    return value if plain else None
+    return value if plain and not is_functorch_wrapped_tensor(value) else None
 
 
 def arguments(node: Node, *names: str) -> dict[str, object]:
