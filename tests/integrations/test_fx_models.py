@@ -6,6 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from tilenorm.integrations.fx import replace_norms
 
 from ..ops.helpers import EACH_DEVICE, EPS, LAYER, RMS, assert_step, expected_of, name_of, random
 from .graphs import NORM, TRACERS, by_dynamo, calls
@@ -134,6 +137,36 @@ def test_layer_norm(device, tracer, dynamo):
     tensors = {"input": x, "weight": module.weight, "bias": module.weight}
     output = {"output": expected_of(LAYER, tensors, [x])["output"]}
     assert_step({"output": replaced.run(x)}, output)
+
+
+UNITS = {"weight": lambda w: w, "1 + weight": lambda w: 1 + w, "float": lambda w: 1.0 + w.float()}
+ROUNDED = {
+    "before": lambda x_hat, w, x: w * x_hat.to(x.dtype),
+    "before, after": lambda x_hat, w, x: (x_hat.to(x.dtype) * w).to(x.dtype),
+    "before, float, after": lambda x_hat, w, x: (x_hat.to(x.dtype).float() * w).type_as(x),
+    "after": lambda x_hat, w, x: (x_hat * w).to(x.dtype),
+    "to the weight's": lambda x_hat, w, x: w * x_hat.to(w.dtype),
+    "never": lambda x_hat, w, x: x_hat * w,
+}
+
+
+@pytest.mark.parametrize("rounded", ROUNDED)
+@pytest.mark.parametrize("units", UNITS)
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=name_of)
+@pytest.mark.parametrize("parameter", [BF16, F16, F32], ids=name_of)
+def test_every_way_to_round(rounded, units, dtype, parameter):
+    """Whether one op, a part of it or none of it, the bits and the dtype are those it had."""
+
+    def function(x, w):
+        wide = x.float()
+        x_hat = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)
+        return ROUNDED[rounded](x_hat, UNITS[units](w), x)
+
+    x, w = random(3, N, dtype=dtype), random(N, dtype=parameter, seed=1)
+    graph_module = make_fx(function)(x, w)
+    report = replace_norms(graph_module)
+    assert len(report.replaced) + len(report.left) == 1
+    torch.testing.assert_close(graph_module(x, w), function(x, w), rtol=0, atol=0)
 
 
 def test_a_float32_weight_stays_outside(dynamo):
