@@ -3,6 +3,7 @@
 Importing this never touches CUDA.
 """
 
+from .integrations.compile import compile
 from .nn import LayerNorm, RMSNorm
 from .ops.explain import explain
 from .ops.functional import add_layer_norm, add_rms_norm, gated_rms_norm, layer_norm, rms_norm
@@ -15,6 +16,7 @@ __all__ = [
     "__version__",
     "add_layer_norm",
     "add_rms_norm",
+    "compile",
     "explain",
     "gated_rms_norm",
     "layer_norm",

@@ -48,6 +48,15 @@ def cutile_refuses(spec: NormSpec, rows: int, device: Device) -> str | None:
         return f"{device.target.arch}: cuTile compiles for {', '.join(MULTIPROCESSORS)}"
     if device.driver < MIN_DRIVER:
         return f"the driver serves CUDA {device.driver // 1000}; cuTile takes CUDA 13 (r580) or up"
+    if reason := spec_refused(spec):
+        return reason
+    if rows > MAX_ROWS:
+        return f"the input has {rows} rows; the kernels take up to {MAX_ROWS}"
+    return _compiler_missing()
+
+
+def spec_refused(spec: NormSpec) -> str | None:
+    """Why the kernels do not take a spec on any device, or None."""
     for name in ("dtype", "residual", "gate", "weight", "bias"):
         dtype = getattr(spec, name)
         if dtype is not None and dtype not in DTYPES:
@@ -55,9 +64,7 @@ def cutile_refuses(spec: NormSpec, rows: int, device: Device) -> str | None:
             return f"{argument} is {dtype}; the kernels take {', '.join(DTYPES)}"
     if not 1 <= spec.hidden <= MAX_HIDDEN:
         return f"normalized_shape holds {spec.hidden} elements; the kernels take 1 to {MAX_HIDDEN}"
-    if rows > MAX_ROWS:
-        return f"the input has {rows} rows; the kernels take up to {MAX_ROWS}"
-    return _compiler_missing()
+    return None
 
 
 def serves_all(spec: NormSpec, rows: int, device: Device) -> None:

@@ -1,0 +1,1 @@
+from ..ops.conftest import dynamo, gradients_made, quiet  # noqa: F401

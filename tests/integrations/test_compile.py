@@ -1,0 +1,221 @@
+"""tilenorm.compile: torch.compile with tilenorm's norms, forward and backward, and its options."""
+
+import importlib.util
+import shutil
+
+import pytest
+import torch
+from torch import nn
+from torch._inductor.utils import fresh_cache
+
+import tilenorm
+
+from ..ops.helpers import EACH_DEVICE, EPS, NEEDS_GPU, random
+from .graphs import calls
+
+N, ROWS, STEPS = 64, 6, 3
+INDUCTOR = {"cpu": shutil.which("g++"), "cuda": importlib.util.find_spec("triton")}
+
+
+class HuggingFaceNorm(nn.Module):
+    """As LlamaRMSNorm."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.variance_epsilon = nn.Parameter(torch.ones(N)), EPS
+
+    def forward(self, hidden_states):
+        dtype = hidden_states.dtype
+        hidden_states = hidden_states.to(torch.float32)
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+        return self.weight * hidden_states.to(dtype)
+
+
+class Model(nn.Module):
+    """A transformer's block without its attention, and the norm at the end."""
+
+    def __init__(self):
+        super().__init__()
+        self.before, self.after = HuggingFaceNorm(), nn.LayerNorm(N)
+        self.up, self.down = nn.Linear(N, 2 * N), nn.Linear(2 * N, N)
+
+    def forward(self, x):
+        return self.after(x + self.down(torch.relu(self.up(self.before(x)))))
+
+
+def model(device, dtype=torch.float32) -> Model:
+    torch.manual_seed(0)
+    return Model().to(device, dtype)
+
+
+@pytest.fixture
+def inductor(request, dynamo):
+    """Inductor with caches that are empty at first."""
+    if not INDUCTOR[request.node.callspec.params["device"]]:
+        pytest.skip("Inductor has no compiler here")
+    with fresh_cache():
+        yield
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """A list that gets every graph, after the norms in it have been replaced."""
+    found = []
+    module = importlib.import_module("tilenorm.integrations.compile")
+    replace = module.replace_norms
+
+    def spy(graph_module, **options):
+        found.append(graph_module)
+        return replace(graph_module, **options)
+
+    monkeypatch.setattr(module, "replace_norms", spy)
+    return found
+
+
+def train(module, run):
+    """Losses, gradients of the last step and weights of some steps of AdamW."""
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    device, dtype = module.up.weight.device, module.up.weight.dtype
+    losses = []
+    for step in range(STEPS):
+        x = random(2, ROWS, N, device=device, dtype=dtype, seed=step)
+        optimizer.zero_grad()
+        loss = (run(x) - x.roll(1, -1)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return [torch.stack(losses), *(p.grad for p in module.parameters()), *module.parameters()]
+
+
+@EACH_DEVICE
+def test_training_gives_the_same_bits_twice(device, inductor, gradients_made):
+    """The second time from Inductor's caches, in which graphs left as they are are others."""
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    results = []
+    for where in (lambda node: False, None, None):
+        torch._dynamo.reset()
+        gradients_made.clear()
+        module = model(device, dtype)
+        results.append(train(module, tilenorm.compile(module, where=where, fullgraph=True)))
+        assert len(gradients_made) == (0 if where else 2 * STEPS)
+    untouched, first, second = results
+    assert all(map(torch.equal, first, second))
+    counters = torch._dynamo.utils.counters
+    hits = counters["aot_autograd"]["autograd_cache_hit"], counters["inductor"]["fxgraph_cache_hit"]
+    assert any(hits)
+    assert not counters["graph_break"]
+    module = model(device, dtype)
+    eager = train(module, module)
+    for losses in (untouched[0], first[0]):
+        torch.testing.assert_close(losses, eager[0], rtol=16 * torch.finfo(dtype).eps, atol=0)
+
+
+@EACH_DEVICE
+def test_the_numbers_of_eager(device, graphs, dynamo):
+    """Forward and backward, for any batch by one graph without a break."""
+    module = model(device)
+    run = tilenorm.compile(module, backend="aot_eager", dynamic=True, fullgraph=True)
+    for rows in (5, 7, 9):
+        x = random(2, rows, N, device=device).requires_grad_()
+        with dynamo.config.patch(error_on_recompile=rows != 5):
+            y = run(x)
+        inputs = (x, *module.parameters())
+        got = (y, *torch.autograd.grad(y.sin().sum(), inputs))
+        y = module(x)
+        expected = (y, *torch.autograd.grad(y.sin().sum(), inputs))
+        for a, b in zip(got, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * b.abs().max().item())
+    assert [kind(node) for node in calls(graphs[-1])] == ["rms", "add_layer"]
+    assert not dynamo.utils.counters["graph_break"]
+
+
+def kind(node) -> str:
+    added, norm = node.args[1] is not None, node.args[5]
+    return f"add_{norm}" if added else norm
+
+
+@EACH_DEVICE
+def test_under_autocast(device, dynamo):
+    module, x = model(device), random(2, ROWS, N, device=device)
+    run = tilenorm.compile(module, backend="aot_eager", fullgraph=True)
+    with torch.autocast(device, torch.bfloat16):
+        got, expected = run(x), module(x)
+    torch.testing.assert_close(got, expected, rtol=2**-6, atol=2**-6)
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no grad"])
+def test_statistics_are_saved_only_for_a_gradient(grad, graphs, dynamo):
+    module, x = model("cpu"), random(2, ROWS, N)
+    with torch.set_grad_enabled(grad):
+        assert tilenorm.compile(module, backend="eager")(x).requires_grad == grad
+    assert [node.args[11] for node in calls(graphs[0])] == [grad] * 2
+
+
+def test_compiled_once_where_it_is_asked_for_twice(graphs, dynamo):
+    module, x = model("cpu"), random(ROWS, N)
+    for _ in range(2):
+        tilenorm.compile(module, backend="eager")(x)
+    assert len(graphs) == 1
+
+
+def test_a_filter(graphs, dynamo):
+    @tilenorm.compile(where=lambda node: "layer_norm" in node.name, backend="eager")
+    def function(x):
+        return torch.nn.functional.layer_norm(torch.rms_norm(x, (N,)), (N,)).relu()
+
+    function(random(ROWS, N))
+    assert [kind(node) for node in calls(graphs[0])] == ["layer"]
+
+
+def test_options_are_torch_compiles(dynamo):
+    seen = []
+
+    def keep_all(guards):
+        seen.append(len(guards))
+        return [True] * len(guards)
+
+    options = {"guard_filter_fn": keep_all}
+    x = random(ROWS, N)
+    module = model("cpu")
+    torch.testing.assert_close(
+        tilenorm.compile(module, backend="eager", options=options)(x), module(x)
+    )
+    assert seen
+    assert options == {"guard_filter_fn": keep_all}
+    with pytest.raises(RuntimeError, match="Unexpected optimization option mine"):
+        tilenorm.compile(module, options={"mine": 1})
+    with pytest.raises(RuntimeError, match="Unrecognized mode=mine"):
+        tilenorm.compile(module, mode="mine")
+    with pytest.raises(TypeError, match="compile: argument 'where' takes a function of a node"):
+        tilenorm.compile(module, where="layer_norm")
+
+
+def test_a_backend_of_the_users(dynamo):
+    given = []
+
+    def backend(graph_module, inputs, **options):
+        given.append((calls(graph_module), options))
+        return graph_module
+
+    tilenorm.compile(model("cpu"), backend=backend, options={"mine": 1})(random(ROWS, N))
+    ((nodes, options),) = given
+    assert len(nodes) == 2
+    assert options == {"options": {"mine": 1}}
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize("device", ["cuda"])
+def test_in_cuda_graphs(device, inductor):
+    module = model(device, torch.bfloat16)
+    run = tilenorm.compile(module, mode="reduce-overhead", fullgraph=True)
+    for step in range(4):
+        x = random(2, ROWS, N, device=device, dtype=torch.bfloat16, seed=step)
+        torch.compiler.cudagraph_mark_step_begin()
+        y = run(x)
+        got = [t.clone() for t in (y, *torch.autograd.grad(y.sum(), module.parameters()))]
+        y = module(x)
+        expected = [y, *torch.autograd.grad(y.sum(), module.parameters())]
+        for a, b in zip(got, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=2**-5, atol=2**-5 * b.abs().max().item())
+    assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 0

@@ -1,0 +1,191 @@
+"""aten's own norms and their gradients: one op each, and what they give besides the output."""
+
+import itertools
+import operator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from tilenorm.integrations.fx import replace_norms
+
+from ..ops.helpers import (
+    EACH_DEVICE,
+    EPS,
+    LAYER,
+    RMS,
+    assert_step,
+    expected_of,
+    name_of,
+    random,
+    tensors_of,
+)
+from .graphs import ATEN, NORM_BACKWARD, by_hand, calls
+
+BF16, F32 = torch.bfloat16, torch.float32
+N = 40
+FORMS = {"rms": RMS, "layer": LAYER}
+NAMES = {"rms": ("input", "weight"), "layer": ("input", "weight", "bias")}
+EACH_NORM = pytest.mark.parametrize("norm", FORMS)
+
+
+def made(norm, *shape, **options):
+    """Every tensor that aten's norm takes, by name."""
+    tensors = tensors_of(FORMS[norm], *shape, **options)
+    return {name: tensors[name] for name in NAMES[norm]}
+
+
+def both_passes(norm, mask):
+    """Builds the forward and the backward pass of a norm from aten's ops."""
+
+    def build(call, x, weight, *bias_and_dy):
+        def items(node, count):
+            return [call(operator.getitem, node, i) for i in range(count)]
+
+        *bias, dy = bias_and_dy
+        if norm == "rms":
+            y, *stats = items(call(ATEN._fused_rms_norm.default, x, [N], weight, EPS), 2)
+            gradient, affine = ATEN._fused_rms_norm_backward.default, (*stats, weight)
+        else:
+            y, *stats = items(call(ATEN.native_layer_norm.default, x, [N], weight, *bias, EPS), 3)
+            gradient, affine = ATEN.native_layer_norm_backward.default, (*stats, weight, *bias)
+        grads = items(call(gradient, dy, x, [N], *affine, mask), len(mask))
+        return (y, *stats, *grads)
+
+    return build
+
+
+def named(norm, results):
+    """Outputs and gradients by name, and the statistics."""
+    if norm == "rms":
+        y, rstd, *grads = results
+        stats = [rstd]
+    else:
+        y, *stats, _, _, _ = results
+        grads = results[3:]
+    step = {"output": y} | dict(zip(NAMES[norm], grads, strict=True))
+    return {name: t for name, t in step.items() if t is not None}, stats
+
+
+MASKS = [
+    (norm, list(mask))
+    for norm, names in NAMES.items()
+    for mask in itertools.product([True, False], repeat=len(names))
+    if any(mask)
+]
+
+
+@EACH_DEVICE
+@pytest.mark.parametrize("norm, mask", MASKS, ids=str)
+def test_gradients_asked_for(device, norm, mask):
+    tensors = made(norm, 2, 3, N, device=device)
+    dy = random(2, 3, N, device=device, seed=9)
+    graph_module = by_hand(both_passes(norm, mask), *tensors.values(), dy)
+    report = replace_norms(graph_module)
+    assert [kind for kind, _ in report.replaced] == [f"{norm}_norm", f"{norm}_norm_backward"]
+    assert not report.left
+    (call,) = calls(graph_module, NORM_BACKWARD)
+    step, _ = named(norm, graph_module(*tensors.values(), dy))
+    asked = [name for name, want in zip(tensors, mask, strict=True) if want]
+    assert sorted(step) == sorted(["output", *asked])
+    assert sum(call.args[15]) == len(asked)
+    assert_step(step, expected_of(FORMS[norm], tensors, [dy]), step)
+
+
+@EACH_DEVICE
+@EACH_NORM
+@pytest.mark.parametrize("parameter", [BF16, F32], ids=name_of)
+def test_shapes_dtypes_and_names_stay(device, norm, parameter):
+    tensors = made(norm, 2, 3, N, dtype=BF16, parameter=parameter, device=device)
+    arguments = (*tensors.values(), random(2, 3, N, dtype=BF16, device=device))
+    graph_module = by_hand(both_passes(norm, [True] * len(tensors)), *arguments)
+    values = {node.name: node.meta["val"] for node in graph_module.graph.nodes}
+    results = graph_module.graph.output_node().args[0]
+    replace_norms(graph_module)
+    replaced = graph_module.graph.output_node().args[0]
+    assert [str(node) for node in replaced] == [str(node) for node in results]
+    for node, got in zip(replaced, graph_module(*arguments), strict=True):
+        for like in (values[node.name], node.meta["val"]):
+            assert (got.shape, got.dtype, got.stride()) == (like.shape, like.dtype, like.stride())
+
+
+@EACH_DEVICE
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=name_of)
+def test_statistics_are_those_of_aten(device, dtype):
+    tensors = made("layer", 2, 3, N, dtype=dtype, device=device)
+    arguments = (*tensors.values(), random(2, 3, N, dtype=dtype, device=device))
+    graph_module = by_hand(both_passes("layer", [True] * 3), *arguments)
+    _, expected = named("layer", graph_module(*arguments))
+    replace_norms(graph_module)
+    _, got = named("layer", graph_module(*arguments))
+    for a, b in zip(got, expected, strict=True):
+        eps = torch.finfo(b.dtype).eps
+        torch.testing.assert_close(a, b, rtol=8 * eps, atol=8 * torch.finfo(F32).eps)
+
+
+@EACH_DEVICE
+@EACH_NORM
+def test_traced_with_its_gradients(device, norm):
+    """On a CPU aten has no op for RMSNorm, and what its gradient uses is not replaced."""
+    function = F.rms_norm if norm == "rms" else F.layer_norm
+
+    def step(dy, x, *affine):
+        y = function(x, (N,), *affine, eps=EPS)
+        return y, *torch.autograd.grad(y, (x, *affine), dy)
+
+    tensors = {n: t.requires_grad_() for n, t in made(norm, 7, N, device=device).items()}
+    dy = random(7, N, device=device, seed=9)
+    graph_module = make_fx(step)(dy, *tensors.values())
+    report = replace_norms(graph_module)
+    if norm == "rms" and device == "cpu":
+        ((name, reason),) = report.left
+        assert "used by others" in reason
+        assert name in str(report)
+    else:
+        assert len(calls(graph_module)) == len(calls(graph_module, NORM_BACKWARD)) == 1
+        assert not report.left
+    got = dict(zip(("output", *tensors), graph_module(dy, *tensors.values()), strict=True))
+    assert_step(got, expected_of(FORMS[norm], tensors, [dy]))
+
+
+@EACH_DEVICE
+@EACH_NORM
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_separate_graphs_of_aot_autograd(device, norm, dynamic, dynamo):
+    reports = []
+
+    def compiler(graph_module, _):
+        reports.append(replace_norms(graph_module))
+        return make_boxed_func(graph_module)
+
+    module = (nn.RMSNorm if norm == "rms" else nn.LayerNorm)(N, eps=EPS).to(device)
+    backend = aot_autograd(fw_compiler=compiler, bw_compiler=compiler)
+    run = torch.compile(module, backend=backend, dynamic=dynamic, fullgraph=True)
+    parameters = dict(module.named_parameters())
+    for rows in (3, 5) if dynamic else (3,):
+        x = random(2, rows, N, device=device).requires_grad_()
+        dy = random(2, rows, N, device=device, seed=9)
+        y = run(x)
+        grads = torch.autograd.grad(y, (x, *parameters.values()), dy)
+        got = dict(zip(("output", "input", *parameters), (y, *grads), strict=True))
+        assert_step(got, expected_of(FORMS[norm], {"input": x} | parameters, [dy]))
+    kinds = [kind for report in reports for kind, _ in report.replaced]
+    fused = norm == "layer" or device == "cuda"
+    assert kinds[:2] == ([f"{norm}_norm", f"{norm}_norm_backward"] if fused else [])
+
+
+@EACH_NORM
+@pytest.mark.parametrize("decomposed", [False, True], ids=["exported", "decomposed"])
+def test_exported_for_any_number_of_rows(norm, decomposed):
+    module = (nn.RMSNorm if norm == "rms" else nn.LayerNorm)(N, eps=EPS)
+    shapes = {0: torch.export.Dim("batch", min=2), 1: torch.export.Dim("rows", min=2)}
+    program = torch.export.export(module, (random(2, 3, N),), dynamic_shapes=(shapes,))
+    program = program.run_decompositions() if decomposed else program
+    assert len(replace_norms(program.graph_module).replaced) == 1
+    x = random(4, 7, N)
+    expected = expected_of(FORMS[norm], {"input": x, **dict(module.named_parameters())}, [x])
+    assert_step({"output": program.module()(x)}, expected, ["output"])

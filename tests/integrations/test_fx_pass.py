@@ -1,0 +1,236 @@
+"""The pass as such: what it touches and what not, what it keeps, reports and refuses."""
+
+import operator
+import traceback
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.fx import Graph, GraphModule, symbolic_trace
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
+
+from tilenorm.integrations.fx import replace_norms
+
+from ..ops.helpers import EPS, random
+from .graphs import ATEN, NORM, by_dynamo, by_export, by_hand, by_make_fx, calls, targets
+
+BF16, F32 = torch.bfloat16, torch.float32
+N = 40
+
+
+class Block(nn.Module):
+    """A norm before a layer, one after, and one whose input is their sum."""
+
+    def __init__(self):
+        super().__init__()
+        self.before, self.after = nn.RMSNorm(N, eps=EPS), nn.LayerNorm(N)
+        self.linear, self.last = nn.Linear(N, N), nn.RMSNorm(N, eps=EPS)
+
+    def forward(self, x):
+        x = x + self.after(self.linear(self.before(x)).relu())
+        return self.last(x), x.relu()
+
+
+def spelled(x, weight):
+    x_hat = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
+    return x_hat * weight
+
+
+@pytest.mark.parametrize("tracer", [by_dynamo, by_export, by_make_fx])
+def test_several_norms_and_nothing_else(tracer, dynamo):
+    module, x = Block(), random(3, N)
+    excluded = tracer(module, x, where=lambda node: False)
+    dynamo.reset()
+    replaced = tracer(module, x)
+    kinds = [kind for kind, _ in replaced.report.replaced]
+    assert kinds == ["rms_norm", "layer_norm", "add_rms_norm"]
+    assert len(calls(replaced.graph_module)) == 3
+    norms = (NORM, operator.getitem)
+    others = [t for t in targets(replaced.graph_module) if t not in norms]
+    untouched = targets(excluded.graph_module)
+    assert {F.linear, "relu"} <= {*others} or {ATEN.relu.default} <= {*others}
+    remaining = iter(untouched)
+    assert all(target in remaining for target in others)  # in the same order
+    for got, expected in zip(replaced.run(x), module(x), strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("tracer", [by_dynamo, by_export, by_make_fx])
+def test_a_filter_that_selects_nothing(tracer, dynamo):
+    module, x = Block(), random(3, N)
+    replaced = tracer(module, x, where=lambda node: False)
+    assert not replaced.report.replaced
+    assert [reason for _, reason in replaced.report.left] == ["where() excludes it"] * 3
+    assert NORM not in targets(replaced.graph_module)
+    assert torch.equal(replaced.run(x)[0], module(x)[0])
+
+
+def test_a_filter_sees_each_norm_once(dynamo):
+    seen = []
+    replaced = by_dynamo(
+        Block(), random(3, N), where=lambda node: seen.append(node.name) or len(seen) == 2
+    )
+    assert replaced.report.replaced == (("layer_norm", seen[1]),)
+    assert [name for name, _ in replaced.report.left] == [seen[0], seen[2]]
+
+
+def test_an_empty_graph():
+    graph = Graph()
+    graph.output(())
+    graph_module = GraphModule({}, graph)
+    code = graph_module.code
+    report = replace_norms(graph_module)
+    assert report.replaced == report.left == ()
+    assert graph_module.code == code
+
+
+def test_a_graph_without_norms_is_not_rewritten():
+    graph_module = make_fx(lambda x: torch.rsqrt(x.square().mean(0) + 1) @ x.t())(random(3, N))
+    code, forward = graph_module.code, graph_module.forward
+    report = replace_norms(graph_module)
+    assert report.replaced == report.left == ()
+    assert graph_module.code == code
+    assert graph_module.forward == forward
+
+
+@pytest.mark.parametrize("function", [spelled, lambda x, w: F.layer_norm(x, (N,), w)])
+def test_metadata_is_kept(function):
+    x, weight = random(3, N), random(N)
+    graph_module = make_fx(function, tracing_mode="fake")(x, weight)
+    with_norm = graph_module.graph.find_nodes(
+        op="call_function", target=ATEN.native_layer_norm.default
+    )
+    output = graph_module.graph.output_node().args[0]
+    for node in (output, *with_norm):
+        node.meta |= {"stack_trace": "here", "nn_module_stack": {"norm": "its"}, "custom": 1}
+    name, meta = output.name, dict(output.meta)
+    replace_norms(graph_module)
+    (call,) = calls(graph_module)
+    output = graph_module.graph.output_node().args[0]
+    assert (output.name, output.meta) == (name, meta)
+    assert {key: call.meta[key] for key in ("stack_trace", "nn_module_stack", "custom")} == {
+        "stack_trace": "here", "nn_module_stack": {"norm": "its"}, "custom": 1,
+    }  # fmt: skip
+    for value, result in zip(
+        call.meta["val"],
+        torch.ops.tilenorm.norm(x, *call.args[1:3], weight, *call.args[4:]),
+        strict=True,
+    ):
+        assert (value.shape, value.dtype) == (result.shape, result.dtype)
+
+
+def test_within_a_checkpoint(dynamo):
+    def function(x, weight):
+        return checkpoint(spelled, x, weight, use_reentrant=False)
+
+    x, weight = random(3, N).requires_grad_(), random(N)
+    replaced = by_dynamo(function, x, weight)
+    ((kind, name),) = replaced.report.replaced
+    assert kind == "rms_norm"
+    assert "." in name
+    (dx,) = torch.autograd.grad(replaced.run(x, weight).sin().sum(), x)
+    torch.testing.assert_close(dx, torch.autograd.grad(spelled(x, weight).sin().sum(), x)[0])
+
+
+def normalized(x):
+    return F.rms_norm(x, (N,)).sin()
+
+
+TRANSFORMS = {
+    "grad": lambda x: torch.func.grad(lambda row: normalized(row).sum())(x),
+    "vmap": lambda x: torch.func.vmap(normalized)(x),
+    "jvp": lambda x: torch.func.jvp(normalized, (x,), (x,))[1],
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_left_to_a_transform(name, dynamo):
+    """torch.func sees through PyTorch's norm, and not through an op."""
+    transform, x = TRANSFORMS[name], random(3, N)
+    replaced = by_dynamo(transform, x)
+    ((_, reason),) = replaced.report.left
+    assert "no plain tensor" in reason
+    torch.testing.assert_close(replaced.run(x), transform(x))
+
+
+def rstd_used(x, weight):
+    rstd = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
+    return x * rstd * weight, rstd
+
+
+LEFT = {
+    "float64": (lambda x, w: F.rms_norm(x.double(), (N,)), "input is float64"),
+    "output": (lambda x, w: spelled(x.bfloat16().float(), w), "output is torch.float32"),
+    "half sums": (lambda x, w: spelled(x.bfloat16(), w.bfloat16()), "not float32"),
+    "layout": (lambda x, w: spelled(x.t().contiguous().t(), w), "not contiguous"),
+    "used": (rstd_used, "is used by others"),
+    "weight": (lambda x, w: F.rms_norm(x, (N,), w.double()), "its weight is torch.float64"),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_left_with_a_reason(name, dynamo):
+    function, why = LEFT[name]
+    x, weight = random(3, N), random(N)
+    replaced = by_dynamo(function, x, weight)
+    assert NORM not in targets(replaced.graph_module)
+    ((node, reason),) = replaced.report.left
+    assert why in reason
+    assert node in [n.name for n in replaced.graph_module.graph.nodes]
+    assert f"{node} is left: {reason}" in str(replaced.report)
+
+
+def test_a_width_that_varies(dynamo):
+    graph_module = make_fx(spelled, tracing_mode="symbolic")(random(3, N), random(N))
+    ((_, reason),) = replace_norms(graph_module).left
+    assert "varies" in reason
+
+
+def test_without_metadata():
+    graph_module = symbolic_trace(lambda x: F.layer_norm(x, (N,)))
+    ((_, reason),) = replace_norms(graph_module).left
+    assert "neither shape nor dtype" in reason
+
+
+def test_results_used_together():
+    graph_module = by_hand(
+        lambda call, x: call(ATEN.native_layer_norm.default, x, [N], None, None, EPS), random(3, N)
+    )
+    ((_, reason),) = replace_norms(graph_module).left
+    assert "together" in reason
+
+
+def test_on_a_device_without_the_op():
+    with torch.device("meta"):
+        graph_module = by_hand(
+            lambda call, x: call(ATEN.layer_norm.default, x, [N]), torch.empty(3, N)
+        )
+    ((_, reason),) = replace_norms(graph_module).left
+    assert reason == "it is on meta"
+
+
+def test_a_report_reads_well(dynamo):
+    replaced = by_dynamo(Block(), random(3, N), where=lambda node: "layer" not in node.name)
+    first, *rest = str(replaced.report).splitlines()
+    assert first == "replaced 2 norms, left 1"
+    assert len(rest) == 3
+
+
+def test_bad_arguments():
+    graph_module = symbolic_trace(lambda x: x)
+    with pytest.raises(TypeError, match="'graph_module' takes a GraphModule, got Linear"):
+        replace_norms(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="'where' takes a function of a node, got str"):
+        replace_norms(graph_module, where="layer_norm")
+
+
+def test_an_error_of_the_filter_is_the_users(dynamo):
+    def where(node):
+        raise LookupError("mine")
+
+    graph_module = make_fx(spelled)(random(3, N), random(N))
+    with pytest.raises(LookupError, match="mine") as error:
+        replace_norms(graph_module, where=where)
+    assert "where" in traceback.format_tb(error.tb)[-1]

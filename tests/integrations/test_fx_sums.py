@@ -1,0 +1,124 @@
+"""A norm of a sum becomes one op with the sum, unless what stands between could tell."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ..ops.helpers import EPS, random
+from .graphs import by_dynamo
+
+N = 40
+
+
+SUMS = {
+    "of equals": (lambda x, r: x + r, True),
+    "by a function": (lambda x, r: torch.add(r, x), True),
+    "by a method": (lambda x, r: x.add(other=r), True),
+    "with itself": (lambda x, r: x + x, True),
+    "scaled": (lambda x, r: torch.add(x, r, alpha=2), False),
+    "of a row": (lambda x, r: x + r[0], False),
+    "of other dtypes": (lambda x, r: x + r.bfloat16(), False),
+    "of a number": (lambda x, r: x + 1.5, False),
+    "transposed": (lambda x, r: (x.t().contiguous() + r.t().contiguous()).t(), False),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+@pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
+def test_a_sum_and_its_norm(name, norm, dynamo):
+    add, fused = SUMS[name]
+
+    def function(x, residual, weight):
+        total = add(x, residual)
+        return getattr(F, norm)(total, (N,), weight, eps=EPS), total * 2
+
+    tensors = random(3, N), random(3, N, seed=1), random(N, seed=2)
+    replaced = by_dynamo(function, *tensors)
+    ((kind, _),) = replaced.report.replaced
+    assert kind == (f"add_{norm}" if fused else norm)
+    leaves = [[t.clone().requires_grad_() for t in tensors] for _ in range(2)]
+    results = [run(*inputs) for run, inputs in zip((replaced.run, function), leaves, strict=True)]
+    for outputs in results:
+        sum(y.sin().sum() for y in outputs).backward()
+    torch.testing.assert_close(results[0], results[1])
+    for a, b in zip(*leaves, strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_two_norms_of_one_sum(dynamo):
+    def function(x, residual, weight):
+        total = x + residual
+        return F.rms_norm(total, (N,), weight), F.layer_norm(total, (N,), weight)
+
+    replaced = by_dynamo(function, random(3, N), random(3, N, seed=1), random(N))
+    assert [kind for kind, _ in replaced.report.replaced] == ["add_rms_norm", "layer_norm"]
+
+
+def test_a_weight_made_after_the_sum(dynamo):
+    """The op cannot stand where the sum was: it is not made there."""
+
+    def function(x, residual, weight):
+        total = x + residual
+        used = total.sin()
+        return F.rms_norm(total, (N,), weight * 2), used
+
+    tensors = random(3, N), random(3, N, seed=1), random(N)
+    replaced = by_dynamo(function, *tensors)
+    assert [kind for kind, _ in replaced.report.replaced] == ["rms_norm"]
+    torch.testing.assert_close(replaced.run(*tensors), function(*tensors))
+
+
+def written_after_the_sum(x, weight):
+    total = x + x
+    total += 1
+    return F.rms_norm(total, (N,), weight), total
+
+
+def gradients_off_between(x, weight):
+    total = x + x
+    with torch.no_grad():
+        return F.rms_norm(total, (N,), weight), total
+
+
+def assigned(x):
+    x[0] = 1
+
+
+def added(x):
+    x += 1
+
+
+WRITERS = {
+    "method": lambda x: x.mul_(2),
+    "function": lambda x: torch.sin_(x),
+    "out": lambda x: torch.sin(x, out=x),
+    "in place, by name": lambda x: F.relu(x, inplace=True),
+    "in place, by position": lambda x: F.relu(x, True),
+    "assigned": assigned,
+    "added": added,
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_tensor_written_within(name, dynamo):
+    def function(x, weight):
+        rstd = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
+        WRITERS[name](x)
+        return x * rstd * weight
+
+    x, weight = random(3, N), random(N)
+    replaced = by_dynamo(function, x.clone(), weight)
+    ((_, reason),) = replaced.report.left
+    assert reason == "a tensor is written to among its operations"
+    assert torch.equal(replaced.run(x.clone(), weight), function(x.clone(), weight))
+
+
+@pytest.mark.parametrize("function", [written_after_the_sum, gradients_off_between])
+def test_what_stands_between_a_sum_and_its_norm(function, dynamo):
+    x, weight = random(3, N).requires_grad_(), random(N)
+    replaced = by_dynamo(function, x, weight)
+    assert [kind for kind, _ in replaced.report.replaced] == ["rms_norm"]
+    y, total = replaced.run(x, weight)
+    expected = function(x, weight)
+    torch.testing.assert_close((y, total), expected)
+    assert (y.requires_grad, total.requires_grad) == tuple(t.requires_grad for t in expected)

@@ -1,0 +1,59 @@
+"""A training step as one graph, forward and backward, run as it is after the pass."""
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from tilenorm.integrations.fx import replace_norms
+
+from ..ops.helpers import EACH_DEVICE, EPS, random
+from .graphs import NORM, NORM_BACKWARD, calls
+
+N, ROWS, STEPS = 64, 24, 3
+MODEL = {
+    "layer": lambda: [nn.LayerNorm(N), nn.Linear(N, N), nn.ReLU(), nn.LayerNorm(N, bias=False)],
+    "rms": lambda: [nn.RMSNorm(N, eps=EPS), nn.Linear(N, N), nn.ReLU(), nn.RMSNorm(N, eps=EPS)],
+}
+
+
+def traced(model, parameters):
+    """The loss and the gradients of a step."""
+
+    def step(parameters, x):
+        loss = (functional_call(model, parameters, (x,)) - x).square().mean()
+        return loss, torch.autograd.grad(loss, list(parameters.values()))
+
+    device = next(iter(parameters.values())).device
+    return make_fx(step)(parameters, random(ROWS, N, device=device))
+
+
+def train(graph_module, parameters):
+    parameters = {name: p.detach().clone().requires_grad_() for name, p in parameters.items()}
+    losses = []
+    for seed in range(STEPS):
+        device = next(iter(parameters.values())).device
+        loss, grads = graph_module(parameters, random(ROWS, N, device=device, seed=seed))
+        with torch.no_grad():
+            for p, grad in zip(parameters.values(), grads, strict=True):
+                p -= 0.1 * grad
+        losses.append(loss.detach())
+    return [*losses, *grads, *parameters.values()]
+
+
+@EACH_DEVICE
+@pytest.mark.parametrize("norm", MODEL)
+def test_the_same_bits_twice_and_the_numbers_of_aten(device, norm):
+    torch.manual_seed(0)
+    model = nn.Sequential(*MODEL[norm]()).to(device)
+    parameters = dict(model.named_parameters())
+    graph_module = traced(model, parameters)
+    expected = train(graph_module, parameters)
+    replace_norms(graph_module)
+    if norm == "layer" or device == "cuda":  # on a CPU aten has no op for RMSNorm
+        assert len(calls(graph_module, NORM)) == len(calls(graph_module, NORM_BACKWARD)) == 2
+    first, second = train(graph_module, parameters), train(graph_module, parameters)
+    assert all(map(torch.equal, first, second))
+    for got, wanted in zip(first, expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5 * wanted.abs().max().item())

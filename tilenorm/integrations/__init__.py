@@ -1,0 +1,1 @@
+"""tilenorm in models and graphs that were written for PyTorch's norms."""
