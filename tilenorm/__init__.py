@@ -3,6 +3,7 @@
 Importing this never touches CUDA.
 """
 
+from .integrations.aten import disable, enable, override
 from .nn import LayerNorm, RMSNorm
 from .ops.explain import explain
 from .ops.functional import add_layer_norm, add_rms_norm, gated_rms_norm, layer_norm, rms_norm
@@ -15,9 +16,12 @@ __all__ = [
     "__version__",
     "add_layer_norm",
     "add_rms_norm",
+    "disable",
+    "enable",
     "explain",
     "gated_rms_norm",
     "layer_norm",
+    "override",
     "rms_norm",
 ]
 __version__ = "0.1.0"

@@ -85,7 +85,7 @@ _transforms = torch._C._functorch.peek_interpreter_stack
 _current_device = getattr(torch._C, "_cuda_getDevice", None)  # absent from a CPU build
 
 
-class _Plans:
+class Plans:
     """What eager calls of one spec on one device need, found once."""
 
     def __init__(self, spec, target, backend):
@@ -99,14 +99,14 @@ class _Plans:
 def _plans(
     norm, hidden, dtype, residual, gate, weight, bias, offset, gate_first, heads, rounding, index,
     backend,
-) -> _Plans | None:  # fmt: skip
+) -> Plans | None:  # fmt: skip
     """Plans if the kernels serve, else None: the op then decides, warns or raises."""
     dtypes = (dtype, residual, gate, weight, bias)
     spec = library.spec_of(norm, hidden, *dtypes, offset, gate_first, heads, rounding)
     device = device_of("cuda", index)
     if select(spec, 0, device, backend) != "cutile":
         return None
-    return _Plans(spec, device.target, backend)
+    return Plans(spec, device.target, backend)
 
 
 def _is_transformed() -> bool:

@@ -1,0 +1,1 @@
+"""Ways to use tilenorm in code that calls PyTorch's own norms."""
