@@ -186,7 +186,7 @@ def _register(key: str, kernels: Kernels) -> Library:
         warnings.filterwarnings("ignore", "Warning only once for all operators")
         for name in OPERATORS:
             kernel = _first(getattr(kernels, name), former[name])
-            library.impl(name, kernel, key, with_keyset=True)
+            library.impl(name, kernel, key, with_keyset=True, allow_override=True)
     return library
 
 

@@ -41,6 +41,8 @@ def normalize(
     hidden, heads = arguments.check(
         op, input, normalized_shape, weight, bias, eps, offset, rounding, backend, **others
     )
+    if _autocast() and input.is_cuda:
+        input = library.autocast_input(input, norm)
     eps = arguments.default_eps(input, residual) if eps is None else float(eps)
     offset = float(offset)
     needs_grad = torch.is_grad_enabled() and (
@@ -80,6 +82,7 @@ def normalize(
     ]
 
 
+_autocast = torch.is_autocast_enabled  # for CUDA; given a device's name it takes twice as long
 _modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._functorch.peek_interpreter_stack
 _current_device = getattr(torch._C, "_cuda_getDevice", None)  # absent from a CPU build

@@ -31,6 +31,13 @@ LIBRARY.define(
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
+# Norms that PyTorch's autocast computes in float32 on CUDA; on the CPU it leaves them alone.
+AUTOCAST_NORMS = tuple(
+    norm
+    for norm in ("rms", "layer")
+    if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{norm}_norm", "AutocastCUDA")
+)
+
 
 def spec_of(
     norm: str,
@@ -146,6 +153,20 @@ def merged_needs(dtype, residual, gate, weight, bias, dsum, mask) -> Needs:
     )
 
 
+def norm_autocast(x, residual, gate, weight, bias, norm, *how):
+    with torch._C._ExcludeDispatchKeyGuard(AUTOCAST):
+        x = autocast_input(x, norm)
+        return torch.ops.tilenorm.norm(x, residual, gate, weight, bias, norm, *how)
+
+
+def autocast_input(x: Tensor, norm: str) -> Tensor:
+    """x as PyTorch's own norm gets it under autocast: in float32, and then so is the output.
+
+    The others stay: a sum keeps the residual's dtype, and the kernels take parameters of any.
+    """
+    return x.float() if norm in AUTOCAST_NORMS and x.dtype != torch.float64 else x
+
+
 def setup_context(ctx, inputs, output):
     x, residual, gate, weight, bias, *ctx.how, save, ctx.backend = inputs
     _, total, mean, rstd = output
@@ -213,6 +234,8 @@ def _stat_dtype(x: Tensor, residual: Tensor | None) -> torch.dtype:
 for key in ("CPU", "CUDA"):
     LIBRARY.impl("norm", norm_forward, key)
     LIBRARY.impl("norm_backward", norm_backward, key)
+AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
+LIBRARY.impl("norm", norm_autocast, "AutocastCUDA")
 torch.library.register_fake("tilenorm::norm", norm_forward_fake, lib=LIBRARY)
 torch.library.register_fake("tilenorm::norm_backward", norm_backward_fake, lib=LIBRARY)
 torch.library.register_autograd(
