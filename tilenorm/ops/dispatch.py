@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from ..launch.plan import plan_backward, plan_forward
 from ..spec import norm_of
 from . import arguments, cutile, library, reference
-from .registry import MAX_ROWS, device_of, select, select_transformed
+from .registry import MAX_ROWS, device_of, refuse_transformed, select, select_transformed
 
 
 def normalize(
@@ -75,7 +75,10 @@ def normalize(
     how = (norm, hidden, eps, offset, gate_first, rounding)
     if _is_transformed():
         spec = library.spec_of_tensors(input, residual, gate, weight, bias, *how)
-        select_transformed(spec, device_of(input.device.type, input.get_device()), backend)
+        if torch.compiler.is_compiling():
+            refuse_transformed(op, backend)  # a graph has no place for a warning
+        else:
+            select_transformed(spec, device_of(input.device.type, input.get_device()), backend)
         return reference.forward(spec, input, residual, gate, weight, bias, eps)[:2]
     return torch.ops.tilenorm.norm(input, residual, gate, weight, bias, *how, needs_grad, backend)[
         :2
@@ -85,6 +88,7 @@ def normalize(
 _autocast = torch.is_autocast_enabled  # for CUDA; given a device's name it takes twice as long
 _modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._functorch.peek_interpreter_stack
+_Transform = torch._C._functorch.CInterpreter
 _current_device = getattr(torch._C, "_cuda_getDevice", None)  # absent from a CPU build
 
 
@@ -114,9 +118,8 @@ def _plans(
 
 def _is_transformed() -> bool:
     """Whether torch.func or forward-mode derivatives want to see single operations."""
-    if torch.compiler.is_compiling():
-        return False
-    return _transforms() is not None or forward_ad._current_level >= 0
+    # A compiler takes `is not None` for true here.
+    return isinstance(_transforms(), _Transform) or forward_ad._current_level >= 0
 
 
 def _is_plain(tensor: Tensor, *others: Tensor | None) -> bool:
