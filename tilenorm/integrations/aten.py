@@ -151,43 +151,41 @@ class Override:
         self._key, self._kernels = key, kernels
         self._lock = threading.Lock()
         self._blocks, self._enabled = 0, False
-        self._library: Library | None = None
+        self._registered: Library | None = None
 
     def begin(self) -> None:
         with self._lock:
-            self._blocks += 1
-            self._update()
+            self._ask(self._blocks + 1, self._enabled)
 
     def end(self) -> None:
         with self._lock:
-            self._blocks -= 1
-            self._update()
+            self._ask(self._blocks - 1, self._enabled)
 
     def enable(self, enabled: bool) -> None:
         with self._lock:
-            self._enabled = enabled
-            self._update()
+            self._ask(self._blocks, enabled)
 
-    def _update(self) -> None:
-        wanted = self._enabled or self._blocks > 0
-        if wanted and self._library is None:
-            self._library = _register(self._key, self._kernels)
-        elif not wanted and self._library is not None:
-            self._library._destroy()
-            self._library = None
+    def _ask(self, blocks: int, enabled: bool) -> None:
+        wanted = enabled or blocks > 0
+        if wanted and self._registered is None:
+            self._registered = _register(self._key, self._kernels)
+        elif not wanted and self._registered is not None:
+            self._registered._destroy()
+            self._registered = None
+        self._blocks, self._enabled = blocks, enabled
 
 
 def _register(key: str, kernels: Kernels) -> Library:
     """Kernels in front of those that are registered for the key, which serve what these do not."""
     former = {name: get_kernel(f"aten::{name}", key) for name in OPERATORS}
-    library = Library("aten", "IMPL")
+    registered = Library("aten", "IMPL")
     with warnings.catch_warnings():
-        # That kernels are replaced is the purpose here.
+        # PyTorch warns that kernels are replaced, which is the purpose here.
         warnings.filterwarnings("ignore", "Warning only once for all operators")
         for name in OPERATORS:
             kernel = _first(getattr(kernels, name), former[name])
-            library.impl(name, kernel, key, with_keyset=True, allow_override=True)
-    return library
+            registered.impl(name, kernel, key, with_keyset=True, allow_override=True)
+    return registered
 
 
 def _first(ours: Callable, former) -> Callable:
