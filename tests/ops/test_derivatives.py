@@ -127,6 +127,18 @@ def test_compiled_transforms(device, name, transform, dynamo):
     torch.testing.assert_close(*both(device, name, transform, compiled), rtol=2e-6, atol=2e-6)
 
 
+@EACH_DEVICE
+@pytest.mark.parametrize("transform", ["forward mode", "jvp"])
+def test_the_op_itself_refuses_forward_mode(device, transform):
+    def norm(x):
+        how = ("rms", 8, 1e-5, 0.0, False, "late", False)
+        return torch.ops.tilenorm.norm(x, None, None, None, None, *how)[0]
+
+    x, v = random(3, 8, device=device), random(3, 8, device=device, seed=1)
+    with pytest.raises(NotImplementedError, match="has no forward-mode derivative"):
+        TRANSFORMS[transform](norm, x, v)
+
+
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_transforms_do_not_take_the_kernels(compiled, monkeypatch, dynamo):
     """As on a GPU: on the CPU, cutile refuses whatever calls it."""

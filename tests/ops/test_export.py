@@ -1,10 +1,13 @@
 """torch.export of modules, and AOTInductor, for any number of rows."""
 
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.cpp_extension import CUDA_HOME
 
 import tilenorm
 
@@ -43,14 +46,25 @@ def test_an_exported_module_runs_for_any_number_of_rows(device, tmp_path):
         assert torch.equal(loaded(x), block(x))
 
 
+WITHOUT_TILENORM = """
+import sys, torch
+package = torch._inductor.aoti_load_package(sys.argv[1])
+package(torch.ones(3, 16, device=sys.argv[2]))
+"""
+
+
 @EACH_DEVICE
 @pytest.mark.skipif(not shutil.which("g++"), reason="AOTInductor needs a C++ compiler")
-def test_aot_inductor_calls_the_op(device, tmp_path):
+def test_aot_inductor_calls_the_op_of_the_process(device, tmp_path):
+    if device == "cuda" and CUDA_HOME is None:
+        pytest.skip("AOTInductor needs CUDA's headers")
     block, program = exported(device)
-    path = torch._inductor.aoti_compile_and_package(
-        program, package_path=str(tmp_path / "block.pt2")
-    )
-    compiled = torch._inductor.aoti_load_package(path)
+    path = str(tmp_path / "block.pt2")
+    torch._inductor.aoti_compile_and_package(program, package_path=path)
+    package = torch._inductor.aoti_load_package(path)
     for rows in (3, 7):
         x = random(rows, 16, device=device, seed=rows)
-        torch.testing.assert_close(compiled(x), block(x), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(package(x), block(x), rtol=1e-5, atol=1e-5)
+    command = [sys.executable, "-c", WITHOUT_TILENORM, path, device]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode and "Could not find schema for tilenorm::norm" in done.stderr

@@ -6,6 +6,7 @@ tensors take the shorter way of dispatch.py to the same kernels.
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ..launch.calls import Needs
 from ..launch.plan import plan_backward, plan_forward
@@ -73,6 +74,7 @@ def norm_forward(
     x, residual, gate, weight, bias,
     norm, hidden, eps, offset, gate_first, rounding, save, backend=None,
 ):  # fmt: skip
+    _refuse_forward_mode()
     how = (norm, hidden, eps, offset, gate_first, rounding)
     spec = spec_of_tensors(x, residual, gate, weight, bias, *how)
     device = device_of(x.device.type, x.device.index)
@@ -104,6 +106,7 @@ def norm_backward(
     dy, dsum, x, gate, weight, bias, mean, rstd, added,
     norm, hidden, eps, offset, gate_first, rounding, output_mask, backend=None,
 ):  # fmt: skip
+    _refuse_forward_mode()
     residual = x if added else None
     how = (norm, hidden, eps, offset, gate_first, rounding)
     spec = spec_of_tensors(dy, residual, gate, weight, bias, *how)
@@ -151,6 +154,13 @@ def merged_needs(dtype, residual, gate, weight, bias, dsum, mask) -> Needs:
         dgate and gate is not None,
         dsum is not None,
     )
+
+
+def _refuse_forward_mode() -> None:
+    """For PyTorch would take the tangents of an op without such derivatives for zeros."""
+    if forward_ad._current_level >= 0:
+        what = "torch.ops.tilenorm.norm has no forward-mode derivative; tilenorm's functions have"
+        raise NotImplementedError(what)
 
 
 def norm_autocast(x, residual, gate, weight, bias, norm, *how):
