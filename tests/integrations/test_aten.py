@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tilenorm.ops import cutile, library
 
@@ -154,9 +155,7 @@ USES = {
     "inference_mode": lambda x: torch.inference_mode()(F.layer_norm)(x.detach(), (40,)),
     "vmap": lambda x: torch.func.vmap(lambda row: F.layer_norm(row, (40,)))(x),
     "grad": lambda x: torch.func.grad(lambda x: F.layer_norm(x, (40,)).square().sum())(x),
-    "checkpoint": lambda x: torch.utils.checkpoint.checkpoint(
-        F.layer_norm, x, (40,), use_reentrant=False
-    ),
+    "checkpoint": lambda x: checkpoint(F.layer_norm, x, (40,), use_reentrant=False),
     "compiled": lambda x: torch.compile(
         lambda x: F.layer_norm(x, (40,)), fullgraph=True, backend="aot_eager"
     )(x),

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import tilenorm
 from tilenorm.ops import cutile
@@ -194,7 +195,7 @@ def test_under_checkpointing_and_inference_mode(kernels, reentrant):
     x = random(5, 64, device="cuda").requires_grad_()
     norm = nn.LayerNorm(64, device="cuda")
     with tilenorm.override():
-        y = torch.utils.checkpoint.checkpoint(norm, x, use_reentrant=reentrant)
+        y = checkpoint(norm, x, use_reentrant=reentrant)
         y.sum().backward()
         assert kernels == ["forward", "forward", "backward"]
         with torch.inference_mode():
