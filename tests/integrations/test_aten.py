@@ -25,9 +25,9 @@ GIVEN = [("rms", False, False), ("rms", True, False)]
 GIVEN += [("layer", w, b) for w in (False, True) for b in (False, True)]
 
 
-def norm_of(layer: str, x, dims: int, w, b):
+def norm_of(norm: str, x, dims: int, w, b):
     shape = x.shape[-dims:]
-    return F.layer_norm(x, shape, w, b) if layer == "layer" else F.rms_norm(x, shape, w, 1e-5)
+    return F.layer_norm(x, shape, w, b) if norm == "layer" else F.rms_norm(x, shape, w, 1e-5)
 
 
 @pytest.mark.parametrize("norm, weight, bias", GIVEN)

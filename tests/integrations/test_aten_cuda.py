@@ -10,7 +10,7 @@ import tilenorm
 from tilenorm.ops import cutile
 
 from ..ops.helpers import NEEDS_GPU, name_of, random
-from .conftest import registered
+from .aten_helpers import registered
 
 pytestmark = NEEDS_GPU
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64

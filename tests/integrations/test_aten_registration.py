@@ -13,7 +13,7 @@ from tilenorm.ops import registry
 from tilenorm.ops.registry import Device
 
 from ..ops.helpers import random
-from .conftest import registered
+from .aten_helpers import registered
 
 
 def test_restored_exactly(cpu):

@@ -1,1 +1,1 @@
-"""Ways to use tilenorm in code that calls PyTorch's own norms."""
+"""tilenorm in models and graphs that were written for PyTorch's norms."""
