@@ -3,6 +3,7 @@
 Importing this never touches CUDA.
 """
 
+from .integrations.aten import disable, enable, override
 from .integrations.compile import compile
 from .nn import LayerNorm, RMSNorm
 from .ops.explain import explain
@@ -17,9 +18,12 @@ __all__ = [
     "add_layer_norm",
     "add_rms_norm",
     "compile",
+    "disable",
+    "enable",
     "explain",
     "gated_rms_norm",
     "layer_norm",
+    "override",
     "rms_norm",
 ]
 __version__ = "0.1.0"

@@ -48,6 +48,13 @@ def train(form: Form, tensors: dict[str, Tensor], incoming: list[Tensor]) -> dic
     return results | dict(zip(tensors, grads, strict=True))
 
 
+def ops_seen(function) -> set[str]:
+    """tilenorm's ops that the dispatcher called."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        function()
+    return {e.name for e in profile.events() if e.name.startswith("tilenorm::")}
+
+
 def spec_of(form: Form, tensors: dict[str, Tensor]) -> NormSpec:
     """The spec of a call without heads."""
     dtypes = {n: str(t.dtype).removeprefix("torch.") for n, t in tensors.items()}

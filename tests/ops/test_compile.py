@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import tilenorm
@@ -10,6 +11,7 @@ from .helpers import (
     EACH_DEVICE,
     EACH_FORM,
     FAMILY,
+    NEEDS_GPU,
     call,
     incoming_of,
     name_of,
@@ -124,13 +126,48 @@ def test_compiled_between_other_operations(device, dynamo):
     torch.testing.assert_close(got, block(None, tensors), rtol=1e-6, atol=2e-6)
 
 
+def trained(run, module, x, grad):
+    """The output, and gradients if asked for."""
+    x = x.clone().requires_grad_(grad)
+    with torch.set_grad_enabled(grad):
+        y = run(x)
+    parameters = list(module.parameters())
+    return y.detach(), *(torch.autograd.grad(y, [x, *parameters], x.detach()) if grad else ())
+
+
 @EACH_DEVICE
-def test_compiled_modules(device, dynamo):
-    block = torch.nn.Sequential(tilenorm.RMSNorm(40, offset=1.0), tilenorm.LayerNorm(40))
-    block = block.to(device)
-    x = random(5, 40, device=device)
-    got = torch.compile(block, fullgraph=True, backend="aot_eager")(x)
-    assert torch.equal(got, block(x))
+@pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("sizes", [1, 2], ids=["dynamic", "default"])
+def test_compiled_modules_without_recompiling(device, grad, sizes, dynamo):
+    """Left to itself, PyTorch takes the second batch size to tell which dimension varies."""
+    block = nn.Sequential(tilenorm.RMSNorm(40, offset=1.0), tilenorm.LayerNorm(40)).to(device)
+    counter = CompileCounterWithBackend("inductor" if device == "cuda" else "aot_eager")
+    dynamic = True if sizes == 1 else None
+    run = torch.compile(block, fullgraph=True, dynamic=dynamic, backend=counter)
+    counts = []
+    for rows in (5, 16, 17, 1000):
+        x = random(rows, 40, device=device, seed=rows)
+        with dynamo.config.patch(error_on_recompile=len(counts) >= sizes):
+            got = trained(run, block, x, grad)
+        counts.append(counter.frame_count)
+        for a, b in zip(got, trained(block, block, x, grad), strict=True):
+            assert torch.equal(a, b)
+    assert len(set(counts)) == sizes
+    assert not dynamo.utils.counters["graph_break"]
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
+def test_compiled_into_cuda_graphs(grad, dynamo):
+    block = nn.Sequential(tilenorm.RMSNorm(256), tilenorm.LayerNorm(256)).cuda()
+    run = torch.compile(block, fullgraph=True, mode="reduce-overhead")
+    for seed in range(5):  # warms up, records, replays
+        x = random(64, 256, device="cuda", seed=seed)
+        torch.compiler.cudagraph_mark_step_begin()
+        got = [t.clone() for t in trained(run, block, x, grad)]
+        for a, b in zip(got, trained(block, block, x, grad), strict=True):
+            assert torch.equal(a, b)
+    assert not dynamo.utils.counters["inductor"]["cudagraph_skips"]
 
 
 @EACH_FORM

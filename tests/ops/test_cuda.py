@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from .cuda_helpers import OTHERS, forms_and_widths, made, train
+from .cuda_helpers import OTHERS, forms_and_widths, made, ops_seen, train
 from .helpers import (
     EACH_FORM,
     EPS,
@@ -25,12 +25,6 @@ from .helpers import (
 pytestmark = NEEDS_GPU
 
 REGIMES = forms_and_widths([64, 4096, 65536], [4096], [("add_layer_norm", 65536)])
-
-
-def ops_seen(function) -> set[str]:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        function()
-    return {e.name for e in profile.events() if e.name.startswith("tilenorm::")}
 
 
 @EACH_FORM

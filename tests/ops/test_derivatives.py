@@ -1,10 +1,13 @@
 """Second derivatives of every function, forward-mode derivatives and torch.func's transforms."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 import tilenorm
+from tilenorm.ops import registry
 
 from .helpers import EACH_DEVICE, EACH_FORM, FAMILY, NEEDS_GPU, call, random, tensors_of
 
@@ -101,13 +104,49 @@ PAIRS = {
 }
 
 
+def both(device, name, transform, around=lambda f: f):
+    """What a transform makes of tilenorm's function, within another, and of PyTorch's."""
+    x, v, w, z = (random(3, 8, device=device, seed=s) for s in range(4))
+    ours, pytorchs = (lambda x, f=f: f(x, w[0], z) for f in PAIRS[name])
+    run = TRANSFORMS[transform]
+    return around(lambda x: run(ours, x, v))(x), run(pytorchs, x, v)
+
+
 @EACH_DEVICE
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("name", PAIRS)
 def test_transforms(device, name, transform):
-    x, v, w, z = (random(3, 8, device=device, seed=s) for s in range(4))
-    ours, pytorch = (TRANSFORMS[transform](lambda x, f=f: f(x, w[0], z), x, v) for f in PAIRS[name])
-    torch.testing.assert_close(ours, pytorch, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(*both(device, name, transform), rtol=2e-6, atol=2e-6)
+
+
+@EACH_DEVICE
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm"])
+def test_compiled_transforms(device, name, transform, dynamo):
+    compiled = partial(torch.compile, fullgraph=transform != "forward mode", backend="aot_eager")
+    torch.testing.assert_close(*both(device, name, transform, compiled), rtol=2e-6, atol=2e-6)
+
+
+@EACH_DEVICE
+@pytest.mark.parametrize("transform", ["forward mode", "jvp"])
+def test_the_op_itself_refuses_forward_mode(device, transform):
+    def norm(x):
+        how = ("rms", 8, 1e-5, 0.0, False, "late", False)
+        return torch.ops.tilenorm.norm(x, None, None, None, None, *how)[0]
+
+    x, v = random(3, 8, device=device), random(3, 8, device=device, seed=1)
+    with pytest.raises(NotImplementedError, match="has no forward-mode derivative"):
+        TRANSFORMS[transform](norm, x, v)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_transforms_do_not_take_the_kernels(compiled, monkeypatch, dynamo):
+    """As on a GPU: on the CPU, cutile refuses whatever calls it."""
+    monkeypatch.setattr(registry, "select", lambda *_: "cutile")
+    run = torch.func.vmap(lambda x: tilenorm.rms_norm(x, (8,), backend="cutile"))
+    run = torch.compile(run, fullgraph=True, backend="aot_eager") if compiled else run
+    with pytest.raises(RuntimeError, match=r"'cutile' was asked for, but torch\.func"):
+        run(random(3, 8))
 
 
 @NEEDS_GPU

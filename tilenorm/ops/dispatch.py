@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from ..launch.plan import plan_backward, plan_forward
 from ..spec import norm_of
 from . import arguments, cutile, library, reference
-from .registry import MAX_ROWS, device_of, select, select_transformed
+from .registry import MAX_ROWS, device_of, refuse_transformed, select, select_transformed
 
 
 def normalize(
@@ -41,6 +41,8 @@ def normalize(
     hidden, heads = arguments.check(
         op, input, normalized_shape, weight, bias, eps, offset, rounding, backend, **others
     )
+    if _autocast() and input.is_cuda:
+        input = library.autocast_input(input, norm)
     eps = arguments.default_eps(input, residual) if eps is None else float(eps)
     offset = float(offset)
     needs_grad = torch.is_grad_enabled() and (
@@ -73,19 +75,24 @@ def normalize(
     how = (norm, hidden, eps, offset, gate_first, rounding)
     if _is_transformed():
         spec = library.spec_of_tensors(input, residual, gate, weight, bias, *how)
-        select_transformed(spec, device_of(input.device.type, input.get_device()), backend)
+        if torch.compiler.is_compiling():
+            refuse_transformed(op, backend)  # a graph has no place for a warning
+        else:
+            select_transformed(spec, device_of(input.device.type, input.get_device()), backend)
         return reference.forward(spec, input, residual, gate, weight, bias, eps)[:2]
     return torch.ops.tilenorm.norm(input, residual, gate, weight, bias, *how, needs_grad, backend)[
         :2
     ]
 
 
+_autocast = torch.is_autocast_enabled  # for CUDA; given a device's name it takes twice as long
 _modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._functorch.peek_interpreter_stack
+_Transform = torch._C._functorch.CInterpreter
 _current_device = getattr(torch._C, "_cuda_getDevice", None)  # absent from a CPU build
 
 
-class _Plans:
+class Plans:
     """What eager calls of one spec on one device need, found once."""
 
     def __init__(self, spec, target, backend):
@@ -99,21 +106,20 @@ class _Plans:
 def _plans(
     norm, hidden, dtype, residual, gate, weight, bias, offset, gate_first, heads, rounding, index,
     backend,
-) -> _Plans | None:  # fmt: skip
+) -> Plans | None:  # fmt: skip
     """Plans if the kernels serve, else None: the op then decides, warns or raises."""
     dtypes = (dtype, residual, gate, weight, bias)
     spec = library.spec_of(norm, hidden, *dtypes, offset, gate_first, heads, rounding)
     device = device_of("cuda", index)
     if select(spec, 0, device, backend) != "cutile":
         return None
-    return _Plans(spec, device.target, backend)
+    return Plans(spec, device.target, backend)
 
 
 def _is_transformed() -> bool:
     """Whether torch.func or forward-mode derivatives want to see single operations."""
-    if torch.compiler.is_compiling():
-        return False
-    return _transforms() is not None or forward_ad._current_level >= 0
+    # A compiler takes `is not None` for true here.
+    return isinstance(_transforms(), _Transform) or forward_ad._current_level >= 0
 
 
 def _is_plain(tensor: Tensor, *others: Tensor | None) -> bool:

@@ -6,6 +6,7 @@ tensors take the shorter way of dispatch.py to the same kernels.
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ..launch.calls import Needs
 from ..launch.plan import plan_backward, plan_forward
@@ -29,6 +30,13 @@ LIBRARY.define(
     f" {_HOW.format('bool[5] output_mask')}) -> (Tensor grad_input, Tensor grad_residual,"
     " Tensor grad_gate, Tensor grad_weight, Tensor grad_bias)",
     tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+# Norms that PyTorch's autocast computes in float32 on CUDA, RMSNorm from 2.12 on; none on the CPU.
+AUTOCAST_NORMS = tuple(
+    norm
+    for norm in ("rms", "layer")
+    if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{norm}_norm", "AutocastCUDA")
 )
 
 
@@ -66,6 +74,7 @@ def norm_forward(
     x, residual, gate, weight, bias,
     norm, hidden, eps, offset, gate_first, rounding, save, backend=None,
 ):  # fmt: skip
+    _refuse_forward_mode()
     how = (norm, hidden, eps, offset, gate_first, rounding)
     spec = spec_of_tensors(x, residual, gate, weight, bias, *how)
     device = device_of(x.device.type, x.device.index)
@@ -97,6 +106,7 @@ def norm_backward(
     dy, dsum, x, gate, weight, bias, mean, rstd, added,
     norm, hidden, eps, offset, gate_first, rounding, output_mask, backend=None,
 ):  # fmt: skip
+    _refuse_forward_mode()
     residual = x if added else None
     how = (norm, hidden, eps, offset, gate_first, rounding)
     spec = spec_of_tensors(dy, residual, gate, weight, bias, *how)
@@ -144,6 +154,27 @@ def merged_needs(dtype, residual, gate, weight, bias, dsum, mask) -> Needs:
         dgate and gate is not None,
         dsum is not None,
     )
+
+
+def _refuse_forward_mode() -> None:
+    """For PyTorch would take the tangents of an op without such derivatives for zeros."""
+    if forward_ad._current_level >= 0:
+        what = "torch.ops.tilenorm.norm has no forward-mode derivative; tilenorm's functions have"
+        raise NotImplementedError(what)
+
+
+def norm_autocast(x, residual, gate, weight, bias, norm, *how):
+    with torch._C._ExcludeDispatchKeyGuard(AUTOCAST):
+        x = autocast_input(x, norm)
+        return torch.ops.tilenorm.norm(x, residual, gate, weight, bias, norm, *how)
+
+
+def autocast_input(x: Tensor, norm: str) -> Tensor:
+    """x as PyTorch's own norm gets it under autocast: in float32, and then so is the output.
+
+    The others stay: a sum keeps the residual's dtype, and the kernels take parameters of any.
+    """
+    return x.float() if norm in AUTOCAST_NORMS and x.dtype != torch.float64 else x
 
 
 def setup_context(ctx, inputs, output):
@@ -213,6 +244,8 @@ def _stat_dtype(x: Tensor, residual: Tensor | None) -> torch.dtype:
 for key in ("CPU", "CUDA"):
     LIBRARY.impl("norm", norm_forward, key)
     LIBRARY.impl("norm_backward", norm_backward, key)
+AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
+LIBRARY.impl("norm", norm_autocast, "AutocastCUDA")
 torch.library.register_fake("tilenorm::norm", norm_forward_fake, lib=LIBRARY)
 torch.library.register_fake("tilenorm::norm_backward", norm_backward_fake, lib=LIBRARY)
 torch.library.register_autograd(

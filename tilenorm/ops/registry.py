@@ -17,6 +17,7 @@ MAX_ROWS = 2**30  # row numbers are 32-bit, and the last tile of rows may reach 
 MIN_DRIVER = 13000  # the CUDA version of driver r580, the first to load cuTile's sm_80-90 code
 DTYPES = ("float16", "bfloat16", "float32")
 BACKENDS = ("cutile", "reference")
+TRANSFORMED = "torch.func and forward-mode derivatives see through the reference alone"
 
 
 class ReferenceWarning(UserWarning):
@@ -116,11 +117,15 @@ def select_transformed(spec: NormSpec, device: Device, backend: str | None) -> N
     Raises and warns as select does.
     """
     if select(spec, 0, device, backend) == "cutile":
-        reason = "torch.func and forward-mode derivatives see through the reference alone"
-        if backend or requested_backend():
-            raise RuntimeError(f"{spec.op}: backend 'cutile' was asked for, but {reason}")
-        message = f"tilenorm: reference runs instead of cutile: {reason}"
+        refuse_transformed(spec.op, backend)
+        message = f"tilenorm: reference runs instead of cutile: {TRANSFORMED}"
         warnings.warn(message, ReferenceWarning, stacklevel=2)
+
+
+def refuse_transformed(op: str, backend: str | None) -> None:
+    """Raise RuntimeError if cuTile was asked for where a transform has to see operations."""
+    if (backend or requested_backend()) == "cutile":
+        raise RuntimeError(f"{op}: backend 'cutile' was asked for, but {TRANSFORMED}")
 
 
 def requested_backend() -> str | None:

@@ -1,0 +1,55 @@
+"""aten's norms on the CPU by the interpreter, in place of the GPU's."""
+
+import pytest
+import torch
+
+from tilenorm.integrations import aten
+from tilenorm.launch.target import Target
+from tilenorm.ops.dispatch import Plans
+from tilenorm.ops.registry import Device, cutile_refuses
+
+from ..executors import Interpreter
+
+GPU = Device("cuda", Target("sm_90", 2), 13000)
+
+
+class CpuOverride(aten.Override):
+    """An override for the CPU's key. launches: the names of the kernels that ran."""
+
+    def __init__(self):
+        self.launches, self._interpreter = [], Interpreter("sm_90").run()
+        super().__init__("CPU", aten.Kernels(self.plans, self.run))
+
+    def plans(self, spec, index) -> Plans | None:
+        return None if cutile_refuses(spec, 0, GPU) else Plans(spec, GPU.target, None)
+
+    def run(self, calls, index) -> None:
+        self.launches.extend(call.kernel._pyfunc.__name__ for call in calls)
+        self._interpreter(calls, index)
+
+    def around(self, function, *arguments):
+        """What the function returns, in a block."""
+        self.begin()
+        try:
+            return function(*arguments)
+        finally:
+            self.end()
+
+
+@pytest.fixture
+def cpu():
+    # PyTorch has no CPU kernel of this operator, but a decomposition.
+    former = torch.library.Library("aten", "IMPL")
+    decomposed = torch._decomp.decomposition_table[torch.ops.aten._fused_rms_norm_backward.default]
+    former.impl("_fused_rms_norm_backward", decomposed, "CPU")
+    before = registered()
+    override = CpuOverride()
+    yield override
+    override.enable(False)
+    assert registered() == before
+    former._destroy()
+
+
+def registered() -> list[str]:
+    """Every kernel of the operators that are overridden."""
+    return [torch._C._dispatch_dump(f"aten::{name}") for name in aten.OPERATORS]

@@ -1,0 +1,188 @@
+"""The override's mechanics on the CPU's dispatch key, its kernels run by the interpreter."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tilenorm.ops import cutile, library
+
+from ..ops.helpers import name_of, random
+
+
+def grads(function, *tensors, dy=None):
+    """The output and the gradients of a function of tensors, None among them."""
+    leaves = [None if t is None else t.detach().clone().requires_grad_() for t in tensors]
+    y = function(*leaves)
+    dy = random(*y.shape, dtype=y.dtype, seed=9) if dy is None else dy
+    found = torch.autograd.grad(y, [t for t in leaves if t is not None], dy)
+    return y.detach(), *found
+
+
+SHAPES = {"matrix": ((5, 40), 1), "row": ((40,), 1), "odd": ((3, 37), 1), "two": ((2, 3, 4, 8), 2)}
+GIVEN = [("rms", False, False), ("rms", True, False)]
+GIVEN += [("layer", w, b) for w in (False, True) for b in (False, True)]
+
+
+def norm_of(norm: str, x, dims: int, w, b):
+    shape = x.shape[-dims:]
+    return F.layer_norm(x, shape, w, b) if norm == "layer" else F.rms_norm(x, shape, w, 1e-5)
+
+
+@pytest.mark.parametrize("norm, weight, bias", GIVEN)
+@pytest.mark.parametrize("case", SHAPES)
+def test_functions_run_the_kernels(cpu, norm, weight, bias, case):
+    shape, dims = SHAPES[case]
+    x = random(*shape)
+    w, b = (random(*shape[-dims:], seed=s) if on else None for s, on in ((1, weight), (2, bias)))
+
+    def function(x, w, b):
+        return norm_of(norm, x, dims, w, b)
+
+    expected = grads(function, x, w, b)
+    assert not cpu.launches
+    got = cpu.around(grads, function, x, w, b)
+    assert cpu.launches == ["norm_forward", "norm_backward"] + ["column_sum"] * (weight or bias)
+    for a, e in zip(got, expected, strict=True):
+        assert a.is_contiguous()
+        torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-5)
+    dtypes = (x.dtype, None, None, *(None if t is None else t.dtype for t in (w, b)))
+    spec = library.spec_of(norm, x.shape[-dims:].numel(), *dtypes, 0.0, False, 0, "late")
+    plan = cpu.plans(spec, None).training
+    direct = cutile.forward(plan, x, None, None, w, b, 1e-5, cpu.run)
+    assert torch.equal(got[0], direct.y)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=name_of)
+def test_statistics_have_the_shapes_and_dtypes_of_cudas(cpu, dtype):
+    x = random(2, 3, 4, 8, dtype=dtype)
+    y, mean, rstd = cpu.around(torch.native_layer_norm, x, (4, 8), None, None, 1e-5)
+    y_rms, rstd_rms = cpu.around(torch.ops.aten._fused_rms_norm, x, (4, 8), None, None)
+    assert y.dtype == y_rms.dtype == dtype
+    for stat in (mean, rstd, rstd_rms):
+        assert stat.shape == (2, 3, 1, 1) and stat.dtype == torch.float32
+    torch.testing.assert_close(mean, x.float().mean((2, 3), keepdim=True))
+    rms = x.float().square().mean((2, 3), keepdim=True) + torch.finfo(torch.float32).eps
+    torch.testing.assert_close(rstd_rms, rms.rsqrt())
+
+
+MASKS = [[bool(n & bit) for bit in (1, 2, 4)] for n in range(8)]
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_masks_are_honoured(cpu, mask):
+    x, dy, w, b = random(5, 40), random(5, 40, seed=1), random(40, seed=2), random(40, seed=3)
+    aten_ops = torch.ops.aten
+    _, mean, rstd = torch.native_layer_norm(x, (40,), w, b, 1e-5)
+    layer = dy, x, (40,), mean, rstd, w, b
+    expected = aten_ops.native_layer_norm_backward(*layer, [True] * 3)
+    got = cpu.around(aten_ops.native_layer_norm_backward, *layer, mask)
+    assert [g is not None for g in got] == mask
+    for a, e in zip(got, expected, strict=True):
+        assert a is None or torch.allclose(a, e, rtol=1e-5, atol=1e-5)
+    rms = dy, x, (40,), rstd, w
+    got = cpu.around(aten_ops._fused_rms_norm_backward, *rms, mask[:2])
+    assert [g is not None for g in got] == mask[:2]
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_each_direction_by_where_it_is_called(cpu, where):
+    x, dy, w = random(5, 40).requires_grad_(), random(5, 40, seed=1), random(40, seed=2)
+    around = {name: lambda f, *a: f(*a) for name in ("forward", "backward")} | {where: cpu.around}
+    y = around["forward"](F.layer_norm, x, (40,), w)
+    (dx,) = around["backward"](torch.autograd.grad, y, x, dy)
+    assert cpu.launches == [f"norm_{where}"]
+    expected = grads(lambda x: F.layer_norm(x, (40,), w), x, dy=dy)
+    torch.testing.assert_close((y.detach(), dx), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(0, 40), (2, 0, 40)], ids=name_of)
+def test_no_rows(cpu, shape):
+    w, b = random(40, seed=1), random(40, seed=2)
+    y, dx, dw, db = cpu.around(
+        grads, lambda x, w, b: F.layer_norm(x, (40,), w, b), random(*shape), w, b
+    )
+    assert y.shape == dx.shape == shape and not cpu.launches
+    assert torch.equal(dw, torch.zeros(40)) and torch.equal(db, torch.zeros(40))
+
+
+# A weight of another dtype F.layer_norm takes on the CPU alone.
+NOT_SERVED = {
+    "float64": lambda f: f(random(5, 40, dtype=torch.float64), (40,)),
+    "no columns": lambda f: f(random(5, 0), (0,)),
+    "weight of another dtype": lambda f: f(random(5, 40, dtype=torch.bfloat16), (40,), random(40)),
+}
+
+
+@pytest.mark.parametrize("case", NOT_SERVED)
+@pytest.mark.parametrize("function", [F.layer_norm, F.rms_norm])
+def test_what_the_kernels_do_not_take_runs_pytorchs(cpu, function, case):
+    expected = NOT_SERVED[case](function)
+    assert torch.equal(cpu.around(NOT_SERVED[case], function), expected)
+    assert not cpu.launches
+
+
+def test_gradients_of_what_the_kernels_do_not_take(cpu):
+    x, w = random(5, 40, dtype=torch.float64), random(40, dtype=torch.float64)
+    arguments = lambda x, w: F.layer_norm(x, (40,), w), x, w
+    for a, e in zip(cpu.around(grads, *arguments), grads(*arguments), strict=True):
+        assert torch.equal(a, e)
+    assert not cpu.launches
+
+
+def refused(function, *arguments):
+    with pytest.raises((RuntimeError, TypeError, ValueError)) as raised:
+        function(*arguments)
+    return raised.type, str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [(random(5, 40), (41,)), (random(5, 40), (40,), random(41)), (random(5, 40), ())],
+    ids=["shape", "weight", "empty shape"],
+)
+def test_bad_input_raises_as_before(cpu, arguments):
+    def native(x, shape, weight=None):
+        return torch.native_layer_norm(x, shape, weight, None, 1e-5)
+
+    for function in (F.layer_norm, F.rms_norm, native):
+        assert cpu.around(refused, function, *arguments) == refused(function, *arguments)
+
+
+USES = {
+    "module": lambda x: nn.LayerNorm(40)(x),
+    "inference_mode": lambda x: torch.inference_mode()(F.layer_norm)(x.detach(), (40,)),
+    "vmap": lambda x: torch.func.vmap(lambda row: F.layer_norm(row, (40,)))(x),
+    "grad": lambda x: torch.func.grad(lambda x: F.layer_norm(x, (40,)).square().sum())(x),
+    "checkpoint": lambda x: checkpoint(F.layer_norm, x, (40,), use_reentrant=False),
+    "compiled": lambda x: torch.compile(
+        lambda x: F.layer_norm(x, (40,)), fullgraph=True, backend="aot_eager"
+    )(x),
+    "encoder": lambda x: nn.TransformerEncoderLayer(40, 2, 8, dropout=0.0)(x),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_wherever_pytorch_calls_it(cpu, use):
+    def run():
+        torch.manual_seed(0)
+        x = random(5, 40).requires_grad_()
+        y = USES[use](x)
+        if y.requires_grad:
+            y.square().sum().backward()
+        return y.detach(), x.grad
+
+    expected, got = run(), cpu.around(run)
+    assert cpu.launches
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_second_derivatives(cpu):
+    def second():
+        x, w = random(5, 40).requires_grad_(), random(40, seed=1).requires_grad_()
+        y = F.layer_norm(x, (40,), w)
+        first = torch.autograd.grad(y, (x, w), random(5, 40, seed=2), create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in first), (x, w))
+
+    torch.testing.assert_close(cpu.around(second), second(), rtol=1e-4, atol=1e-4)

@@ -1,0 +1,224 @@
+"""The override on a GPU: PyTorch's own functions and modules give tilenorm's bits."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import tilenorm
+from tilenorm.ops import cutile
+
+from ..ops.helpers import NEEDS_GPU, name_of, random
+from .aten_helpers import registered
+
+pytestmark = NEEDS_GPU
+BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """A list of the passes that tilenorm's kernels ran."""
+    passes = []
+    for name in ("forward", "backward"):
+        function = getattr(cutile, name)
+
+        def spy(*args, name=name, function=function):
+            passes.append(name)
+            return function(*args)
+
+        monkeypatch.setattr(cutile, name, spy)
+    return passes
+
+
+@pytest.fixture(autouse=True)
+def restored():
+    """Every test leaves PyTorch's kernels as it found them."""
+    before = registered()
+    yield
+    tilenorm.disable()
+    assert registered() == before
+
+
+def inputs_of(norm: str, *shape: int, dtype=BF16) -> list[torch.Tensor]:
+    """Input and parameters."""
+    sizes = [shape] + [shape[-1:]] * (2 if norm == "layer" else 1)
+    return [random(*size, dtype=dtype, device="cuda", seed=s) for s, size in enumerate(sizes)]
+
+
+def trained(function, tensors, **options) -> tuple[torch.Tensor, ...]:
+    leaves = [t.detach().clone().requires_grad_() for t in tensors]
+    y = function(leaves[0], leaves[0].shape[-1:], *leaves[1:], **options)
+    dy = random(*y.shape, dtype=y.dtype, device="cuda", seed=9)
+    return y.detach(), *torch.autograd.grad(y, leaves, dy)
+
+
+def equal(a, b) -> bool:
+    return all(torch.equal(x, y) and x.dtype == y.dtype for x, y in zip(a, b, strict=True))
+
+
+EACH_NORM = pytest.mark.parametrize("norm", ["rms", "layer"])
+
+
+@EACH_NORM
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=name_of)
+@pytest.mark.parametrize("n", [64, 1001, 4096, 65536])
+def test_functions_give_tilenorms_bits(kernels, norm, dtype, n):
+    tensors = inputs_of(norm, 37, n, dtype=dtype)
+    expected = trained(getattr(tilenorm, f"{norm}_norm"), tensors)
+    kernels.clear()
+    with tilenorm.override():
+        got = trained(getattr(F, f"{norm}_norm"), tensors)
+    assert kernels == ["forward", "backward"]
+    assert equal(got, expected)
+
+
+MODULES = {
+    "RMSNorm": ({}, {"eps": 1e-3}, {"elementwise_affine": False}),
+    "LayerNorm": ({}, {"bias": False}, {"elementwise_affine": False}),
+}
+
+
+@pytest.mark.parametrize("name, options", [(n, o) for n, some in MODULES.items() for o in some])
+def test_modules_give_tilenorms_bits(kernels, name, options):
+    results = []
+    for source in (tilenorm, nn):
+        module = getattr(source, name)(96, **options, device="cuda")
+        x = random(2, 5, 96, device="cuda").requires_grad_()
+        with tilenorm.override():
+            y = module(x)
+            y.backward(random(2, 5, 96, device="cuda", seed=1))
+        results.append((y.detach(), x.grad, *(p.grad for p in module.parameters())))
+    assert equal(*results) and kernels == ["forward", "backward"] * 2
+
+
+@EACH_NORM
+@pytest.mark.parametrize("shape", [(0, 64), (2, 0, 64)], ids=name_of)
+def test_no_rows(norm, shape):
+    tensors = inputs_of(norm, *shape)
+    with tilenorm.override():
+        got = trained(getattr(F, f"{norm}_norm"), tensors)
+    assert [t.shape for t in got[:2]] == [shape] * 2
+    assert not any(g.any() for g in got[2:])
+
+
+@EACH_NORM
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=name_of)
+def test_statistics_have_pytorchs_shapes_and_dtypes(norm, dtype):
+    x, *parameters = inputs_of(norm, 2, 3, 64, dtype=dtype)
+    op = torch.ops.aten.native_layer_norm if norm == "layer" else torch.ops.aten._fused_rms_norm
+    expected = op(x, (64,), *parameters, 1e-5)
+    with tilenorm.override():
+        got = op(x, (64,), *parameters, 1e-5)
+    for a, b in zip(got, expected, strict=True):
+        assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
+        torch.testing.assert_close(a, b)
+
+
+@EACH_NORM
+@pytest.mark.parametrize("served", ["forward", "backward"])
+def test_each_direction_by_where_it_is_called(kernels, norm, served):
+    tensors = inputs_of(norm, 37, 4096, dtype=F32)
+    leaves = [t.clone().requires_grad_() for t in tensors]
+    dy = random(37, 4096, device="cuda", seed=9)
+    expected = trained(getattr(F, f"{norm}_norm"), tensors)
+    if served == "forward":
+        tilenorm.enable()
+    y = getattr(F, f"{norm}_norm")(leaves[0], (4096,), *leaves[1:])
+    (tilenorm.disable if served == "forward" else tilenorm.enable)()
+    grads = torch.autograd.grad(y, leaves, dy)
+    assert kernels == [served]
+    torch.testing.assert_close((y.detach(), *grads), expected, rtol=1e-4, atol=1e-4)
+
+
+@EACH_NORM
+def test_float64_and_rows_too_wide_run_pytorchs(kernels, norm):
+    for tensors in (inputs_of(norm, 5, 64, dtype=F64), inputs_of(norm, 2, 262145, dtype=F32)):
+        with tilenorm.override():
+            got = trained(getattr(F, f"{norm}_norm"), tensors)
+        torch.testing.assert_close(got, trained(getattr(F, f"{norm}_norm"), tensors))
+    assert not kernels
+
+
+def test_a_weight_of_another_dtype_is_pytorchs_own_affair(kernels):
+    x, w = random(5, 64, dtype=BF16, device="cuda"), random(64, device="cuda")
+
+    def outcome(function):
+        try:
+            return function(x, (64,), w)
+        except RuntimeError as error:
+            return str(error)
+
+    for function in (F.rms_norm, F.layer_norm):
+        with tilenorm.override():
+            got = outcome(function)
+        expected = outcome(function)
+        assert torch.equal(got, expected) if isinstance(got, torch.Tensor) else got == expected
+    assert not kernels
+
+
+@EACH_NORM
+def test_under_autocast(kernels, norm):
+    tensors = inputs_of(norm, 5, 64)
+    with torch.autocast("cuda", torch.bfloat16):
+        expected = trained(getattr(F, f"{norm}_norm"), tensors)
+        with tilenorm.override():
+            got = trained(getattr(F, f"{norm}_norm"), tensors)
+    assert kernels == ["forward", "backward"]
+    assert [t.dtype for t in got] == [t.dtype for t in expected]
+    torch.testing.assert_close(got[0], expected[0])
+
+
+@EACH_NORM
+def test_captured_in_a_graph(norm):
+    tensors = inputs_of(norm, 300, 4096)
+    function = getattr(F, f"{norm}_norm")
+    with tilenorm.override():
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            trained(function, tensors)
+        torch.cuda.current_stream().wait_stream(stream)
+        leaves = [t.clone().requires_grad_() for t in tensors]
+        dy = random(300, 4096, dtype=BF16, device="cuda", seed=9)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = function(leaves[0], (4096,), *leaves[1:])
+            captured = y.detach(), *torch.autograd.grad(y, leaves, dy)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert equal(captured, trained(getattr(tilenorm, f"{norm}_norm"), tensors))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_under_checkpointing_and_inference_mode(kernels, reentrant):
+    x = random(5, 64, device="cuda").requires_grad_()
+    norm = nn.LayerNorm(64, device="cuda")
+    with tilenorm.override():
+        y = checkpoint(norm, x, use_reentrant=reentrant)
+        y.sum().backward()
+        assert kernels == ["forward", "forward", "backward"]
+        with torch.inference_mode():
+            assert torch.equal(norm(x), y)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@EACH_NORM
+def test_on_the_device_of_the_input(kernels, norm):
+    tensors = inputs_of(norm, 37, 4096)
+    with tilenorm.override():
+        expected = trained(getattr(F, f"{norm}_norm"), tensors)
+        leaves = [t.to("cuda:1").requires_grad_() for t in tensors]
+        y = getattr(F, f"{norm}_norm")(leaves[0], (4096,), *leaves[1:])
+        assert y.get_device() == 1 and torch.cuda.current_device() == 0
+        assert torch.equal(y.to("cuda:0"), expected[0])
+    assert kernels == ["forward", "backward", "forward"]
+
+
+def test_restored_whatever_was_raised(kernels):
+    x = random(5, 64, device="cuda")
+    expected, before = F.rms_norm(x, (64,)), registered()
+    with pytest.raises(ZeroDivisionError), tilenorm.override(), tilenorm.override():
+        raise ZeroDivisionError
+    assert registered() == before
+    assert torch.equal(F.rms_norm(x, (64,)), expected) and not kernels

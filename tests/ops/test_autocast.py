@@ -1,0 +1,161 @@
+"""Under torch.autocast the outputs have the dtypes that PyTorch's own functions would give them."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses import FakeTensorMode
+
+import tilenorm
+from tilenorm.ops import library
+from tilenorm.spec import norm_of
+
+from .cuda_helpers import made, ops_seen, train
+from .helpers import (
+    DTYPES,
+    EACH_FORM,
+    FAMILY,
+    NEEDS_GPU,
+    call,
+    incoming_of,
+    name_of,
+    same,
+    step,
+    tensors_of,
+)
+
+BF16, F32 = torch.bfloat16, torch.float32
+
+
+def pytorchs(form, tensors):
+    """The outputs by PyTorch's functions, one after the other."""
+    x, z = tensors["input"], tensors.get(form.other)
+    norm = F.layer_norm if "layer" in form.op else F.rms_norm
+    given = (x.shape[-1:], tensors["weight"])
+    if form.other == "residual":
+        total = x + z
+        return norm(total, *given), total
+    if form.other == "gate":
+        first = not form.options.get("norm_before_gate", True)
+        return (norm(x * F.silu(z), *given) if first else norm(x, *given) * F.silu(z),)
+    return (norm(x, *given),)
+
+
+def without_bias(tensors):
+    return {n: t for n, t in tensors.items() if n != "bias"}
+
+
+@EACH_FORM
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_dtypes_on_the_cpu(form, dtype):
+    tensors = without_bias(tensors_of(form, 5, 40, dtype=dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        got, expected = call(form, tensors), pytorchs(form, tensors)
+    assert [y.dtype for y in got] == [y.dtype for y in expected]
+
+
+@contextlib.contextmanager
+def fake_cuda():
+    """Autocast for CUDA, with tensors that have no memory: needs no GPU."""
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        with FakeTensorMode():
+            yield
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+
+
+@EACH_FORM
+@pytest.mark.parametrize("parameter", [None, F32], ids=["parameters alike", "parameters float32"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_dtypes_on_cuda(form, dtype, parameter):
+    with fake_cuda():
+        tensors = {
+            n: torch.empty_like(t, device="cuda")
+            for n, t in tensors_of(form, 5, 40, dtype=dtype, parameter=parameter).items()
+        }
+        got, expected = call(form, tensors), pytorchs(form, without_bias(tensors))
+        assert [y.dtype for y in got] == [y.dtype for y in expected]
+        assert [y.shape for y in got] == [y.shape for y in expected]
+
+
+def test_the_cpu_is_not_concerned_by_autocast_for_cuda():
+    with fake_cuda():
+        x = torch.empty(5, 40, dtype=BF16)
+        assert tilenorm.rms_norm(x, (40,)).dtype == F.rms_norm(x, (40,)).dtype == BF16
+
+
+@pytest.fixture
+def cast_on_the_cpu(monkeypatch):
+    """What CUDA's autocast does to the op, for the CPU's autocast, which is on."""
+    key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+    monkeypatch.setattr(library, "AUTOCAST", key)
+    monkeypatch.setattr(library, "AUTOCAST_NORMS", ("rms", "layer"))
+    scoped = torch.library.Library("tilenorm", "IMPL")
+    scoped.impl("norm", library.norm_autocast, "AutocastCPU")
+    with torch.autocast("cpu", torch.bfloat16):
+        yield
+    scoped._destroy()
+
+
+def check_cast(form, tensors, function=call):
+    """Outputs and gradients are those of a float32 input, cast to what they are of."""
+    incoming = incoming_of(tensors | {"input": tensors["input"].float()})
+    got = step(form, tensors, incoming, function=function)
+    with torch.autocast("cpu", enabled=False):
+        expected = step(form, tensors | {"input": tensors["input"].float()}, incoming)
+    assert got["output"].dtype == F32
+    for name, tensor in tensors.items():
+        assert got[name].dtype == tensor.dtype
+    assert same(got, expected | {"input": expected["input"].to(tensors["input"].dtype)})
+
+
+@EACH_FORM
+def test_the_op_casts_its_input(form, cast_on_the_cpu):
+    check_cast(form, tensors_of(form, 5, 40, dtype=BF16))
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "add_rms_norm"])
+def test_compiled(name, cast_on_the_cpu, dynamo):
+    run = torch.compile(call, fullgraph=True, backend="aot_eager")
+    check_cast(FAMILY[name], tensors_of(FAMILY[name], 5, 40, dtype=BF16), run)
+
+
+@NEEDS_GPU
+@EACH_FORM
+@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=name_of)
+def test_on_a_gpu(form, dtype):
+    """The kernels take a float32 input, where PyTorch's norm does: RMSNorm since 2.12."""
+    tensors, incoming = made(form, 37, 4096, dtype)
+    cast = F32 if norm_of(form.op) in library.AUTOCAST_NORMS else dtype
+    incoming[0] = incoming[0].to(cast)
+    with torch.autocast("cuda", dtype):
+        got = train(form, tensors, incoming)
+        peers = pytorchs(form, without_bias(tensors))
+        assert not ops_seen(lambda: train(form, tensors, incoming)), "not by the short way"
+    for key, peer in zip(("output", "sum"), peers, strict=False):
+        assert got[key].dtype == peer.dtype
+    x = tensors["input"].detach().to(cast).requires_grad_()
+    expected = train(form, tensors | {"input": x}, incoming)
+    assert same(got, expected | {"input": expected["input"].to(dtype)})
+
+
+@NEEDS_GPU
+def test_on_a_gpu_a_region_without_autocast_keeps_the_dtype():
+    x = torch.randn(5, 64, device="cuda", dtype=BF16)
+    with torch.autocast("cuda", BF16), torch.autocast("cuda", enabled=False):
+        assert tilenorm.rms_norm(x, (64,)).dtype == BF16
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm"])
+def test_on_a_gpu_compiled_modules(name, dynamo):
+    block = nn.Sequential(nn.Linear(64, 64), getattr(tilenorm, name)(64)).cuda()
+    x = torch.randn(5, 64, device="cuda")
+    with torch.autocast("cuda", BF16):
+        got = torch.compile(block, fullgraph=True)(x)
+        expected = block(x)
+    assert got.dtype == expected.dtype
+    torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2)

@@ -1,0 +1,71 @@
+"""torch.export of modules, and AOTInductor, for any number of rows."""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.cpp_extension import CUDA_HOME
+
+import tilenorm
+
+from .helpers import EACH_DEVICE, random
+
+OPS = torch.ops.tilenorm
+
+
+class Block(nn.Module):
+    """Every module, and a function, between other operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = tilenorm.RMSNorm(16, offset=1.0), tilenorm.LayerNorm(16)
+
+    def forward(self, x):
+        y, total = tilenorm.add_rms_norm(self.first(x).relu(), x, (16,), self.last.weight)
+        return self.last(y + total)
+
+
+def exported(block, device):
+    block = block.to(device).requires_grad_(False)
+    rows = torch.export.Dim("rows", min=2, max=1 << 20)
+    given = (random(3, 16, device=device),)
+    return block, torch.export.export(block, given, dynamic_shapes=({0: rows},))
+
+
+@EACH_DEVICE
+def test_an_exported_module_runs_for_any_number_of_rows(device, tmp_path):
+    block, program = exported(Block(), device)
+    assert [node.target for node in program.graph.nodes].count(OPS.norm.default) == 3
+    torch.export.save(program, tmp_path / "block.pt2")
+    loaded = torch.export.load(tmp_path / "block.pt2").module()
+    for rows in (2, 7):
+        x = random(rows, 16, device=device, seed=rows)
+        assert torch.equal(loaded(x), block(x))
+
+
+WITHOUT_TILENORM = """
+import sys, torch
+package = torch._inductor.aoti_load_package(sys.argv[1])
+package(torch.ones(3, 16, device=sys.argv[2]))
+"""
+
+
+@EACH_DEVICE
+@pytest.mark.skipif(not shutil.which("g++"), reason="AOTInductor needs a C++ compiler")
+def test_aot_inductor_calls_the_op_of_the_process(device, tmp_path):
+    if device == "cuda" and CUDA_HOME is None:
+        pytest.skip("AOTInductor needs CUDA's headers")
+    # Norms alone: whatever Inductor generates beside them takes the C++ compiler seconds.
+    block, program = exported(nn.Sequential(tilenorm.RMSNorm(16), tilenorm.LayerNorm(16)), device)
+    path = str(tmp_path / "block.pt2")
+    torch._inductor.aoti_compile_and_package(program, package_path=path)
+    package = torch._inductor.aoti_load_package(path)
+    for rows in (3, 7):
+        x = random(rows, 16, device=device, seed=rows)
+        torch.testing.assert_close(package(x), block(x), rtol=1e-5, atol=1e-5)
+    command = [sys.executable, "-c", WITHOUT_TILENORM, path, device]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode and "Could not find schema for tilenorm::norm" in done.stderr
