@@ -19,7 +19,7 @@ ALLOWED = {
     "ops": {"tilenorm.launch", "tilenorm.spec", "torch"},
     "nn": {"tilenorm.ops", "torch"},
     "integrations": {"tilenorm.nn", "tilenorm.ops", "torch"},
-    "__init__": {"tilenorm.ops", "tilenorm.nn"},
+    "__init__": {"tilenorm.integrations", "tilenorm.nn", "tilenorm.ops"},
     "__main__": {"tilenorm"},
 }
 MUTABLE = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)

@@ -3,6 +3,7 @@
 Importing this never touches CUDA.
 """
 
+from .integrations.models import patch
 from .nn import LayerNorm, RMSNorm
 from .ops.explain import explain
 from .ops.functional import add_layer_norm, add_rms_norm, gated_rms_norm, layer_norm, rms_norm
@@ -18,6 +19,7 @@ __all__ = [
     "explain",
     "gated_rms_norm",
     "layer_norm",
+    "patch",
     "rms_norm",
 ]
 __version__ = "0.1.0"

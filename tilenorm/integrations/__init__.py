@@ -1,0 +1,1 @@
+"""tilenorm where PyTorch's norms are already: in models."""
