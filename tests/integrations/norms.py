@@ -127,6 +127,18 @@ class UnbiasedLayerNorm(Custom):
         return x * torch.rsqrt(x.var(-1, keepdim=True) + self.eps) * self.weight
 
 
+class ChannelsFirstRMSNorm(Custom):
+    def forward(self, x):
+        if x.dim() < 4:
+            return rms(x, self.eps) * self.weight
+        return rms(x, self.eps, 1) * self.weight[:, None, None]
+
+
+class PoolingRMSNorm(Custom):
+    def forward(self, x):
+        return (rms(x, self.eps) * self.weight).mean(-2)
+
+
 class BothRMSNorm(Custom):
     def forward(self, x, residual):
         return rms(x + residual, self.eps) * self.weight

@@ -4,6 +4,7 @@ The budget is twice the error of the model as it was, both against a run in floa
 """
 
 import copy
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import tilenorm
+from tilenorm.integrations.models import PatchedNorm
 
 from ..ops.helpers import EACH_DEVICE, NEEDS_GPU, name_of, random
 from ..tolerance import TIMES_TORCH
@@ -77,7 +79,7 @@ def built(name: str) -> nn.Module:
 
 
 def step(model: nn.Module, name: str, run=None) -> dict[str, Tensor]:
-    """The outputs and the gradient of every parameter, by name, float64."""
+    """The outputs and the gradient of every parameter, by name."""
     parameter = next(model.parameters())
     if name == "vit":
         given = {"pixel_values": random(2, 3, 16, 16, dtype=torch.bfloat16).to(parameter)}
@@ -89,8 +91,7 @@ def step(model: nn.Module, name: str, run=None) -> dict[str, Tensor]:
     dy = random(*y.shape, dtype=torch.bfloat16).to(y)
     named = dict(model.named_parameters())
     grads = torch.autograd.grad(y, list(named.values()), dy)
-    found = {"outputs": y.detach(), **dict(zip(named, grads, strict=True))}
-    return {n: t.cpu().double() for n, t in found.items()}
+    return {"outputs": y.detach(), **dict(zip(named, grads, strict=True))}
 
 
 class InFloat64(TorchFunctionMode):
@@ -119,7 +120,7 @@ def errors(found: dict[str, Tensor], truth: dict[str, Tensor], dtype) -> dict[st
         largest = tensor.abs().max()
         if name != "outputs" and largest < torch.finfo(dtype).eps * gradients:
             largest = gradients
-        result[name] = ((found[name] - tensor).abs().max() / largest).item()
+        result[name] = ((found[name].cpu() - tensor).abs().max() / largest).item()
     return result
 
 
@@ -139,33 +140,52 @@ def test_every_norm_is_recognised(name):
     assert not report.left
 
 
+def check(name, device, dtype, prepare=lambda model: model, autocast=False):
+    """prepare: what runs in place of the patched model, compiled say."""
+    model = built(name).to(device, dtype)
+    truth = exact(model, name)
+    with torch.autocast(device, torch.bfloat16, enabled=autocast):
+        own = step(model, name)
+        tilenorm.patch(model)
+        got = step(model, name, prepare(model))
+    assert {n: t.dtype for n, t in got.items()} == {n: t.dtype for n, t in own.items()}
+    assert_as_exact(got, own, truth, dtype)
+
+
 @EACH_DEVICE
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name_of)
 @EACH_MODEL
 def test_outputs_and_gradients(name, dtype, device):
-    model = built(name).to(device, dtype)
-    own, truth = step(model, name), exact(model, name)
-    tilenorm.patch(model)
-    assert_as_exact(step(model, name), own, truth, dtype)
+    check(name, device, dtype)
 
 
-def check_compiled(name, device, dtype, dynamo, **options):
-    model = built(name).to(device, dtype)
-    own, truth = step(model, name), exact(model, name)
-    tilenorm.patch(model)
-    run = torch.compile(model, fullgraph=True, **options)
-    assert_as_exact(step(model, name, run), own, truth, dtype)
-
-
-def test_compiled_without_a_graph_break(dynamo):
-    check_compiled("qwen3", "cpu", torch.float32, dynamo, backend="aot_eager")
+@EACH_DEVICE
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gpt-neox"])
+def test_under_autocast(name, device):
+    check(name, device, torch.float32, autocast=True)
 
 
 @NEEDS_GPU
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name_of)
 @EACH_MODEL
-def test_compiled_on_a_gpu(name, dtype, dynamo):
-    check_compiled(name, "cuda", dtype, dynamo)
+def test_compiled(name, dynamo):
+    check(name, "cuda", torch.bfloat16, partial(torch.compile, fullgraph=True))
+    assert dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_compiled_without_a_gpu(dynamo):
+    check(
+        "qwen3", "cpu", torch.float32, partial(torch.compile, fullgraph=True, backend="aot_eager")
+    )
+    assert dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_saved_and_loaded_without_the_patch(tmp_path):
+    model = built("llama")
+    tilenorm.patch(model)
+    model.save_pretrained(tmp_path)
+    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    assert not isinstance(again.model.norm, PatchedNorm)
+    assert all(torch.equal(again.get_parameter(n), p) for n, p in model.named_parameters())
 
 
 @EACH_DEVICE

@@ -102,6 +102,8 @@ LEFT = {
     "eps outside the root": (norms.OuterEpsRMSNorm, NO_NORM),
     "another eps": (norms.OtherEpsRMSNorm, NO_NORM),
     "over the batch": (norms.BatchRMSNorm, NO_NORM),
+    "other dimensions of images": (norms.ChannelsFirstRMSNorm, "its forward raised"),
+    "another shape": (norms.PoolingRMSNorm, r"its forward gives \[3, 24\] for \[3, 8, 24\]"),
     "dropout in training": (norms.NoisyRMSNorm, NO_NORM),
     "an output in float32": (
         norms.Float32OutputRMSNorm,
