@@ -134,6 +134,12 @@ class ChannelsFirstRMSNorm(Custom):
         return rms(x, self.eps, 1) * self.weight[:, None, None]
 
 
+class GroupedRMSNorm(Custom):
+    def forward(self, x):
+        groups = x.reshape(*x.shape[:-1], 3, -1)
+        return rms(groups, self.eps).reshape(x.shape) * self.weight
+
+
 class PoolingRMSNorm(Custom):
     def forward(self, x):
         return (rms(x, self.eps) * self.weight).mean(-2)

@@ -213,11 +213,15 @@ def test_where_chooses():
 
 
 def test_the_report_is_readable():
-    report = tilenorm.patch(nn.ModuleDict({"a": nn.LayerNorm(N), "b": norms.ScaledRMSNorm()}))
+    others = {"last": norms.Custom(), "b": norms.ScaledRMSNorm(), "c": norms.ScaledRMSNorm()}
+    layers = [nn.LayerNorm(N) for _ in range(4)]
+    report = tilenorm.patch(nn.ModuleDict({"layers": nn.ModuleList(layers), **others}))
     assert str(report).splitlines() == [
-        "1 norms patched, 1 left",
-        "  a: LayerNorm is layer_norm offset=0.0 rounding=late eps=1e-05",
-        "  b: ScaledRMSNorm is left: its outputs are those of no norm of tilenorm's",
+        "5 norms patched, 2 left",
+        "  LayerNorm is layer_norm offset=0.0 rounding=late eps=1e-05:"
+        " layers.0, 2 others and layers.3",
+        "  Custom is rms_norm offset=0.0 rounding=late eps=1e-06: last",
+        "  ScaledRMSNorm is left, its outputs are those of no norm of tilenorm's: b and c",
     ]
 
 

@@ -6,7 +6,6 @@ from itertools import product
 import pytest
 import torch
 from torch import nn
-from transformers.models.bamba.modeling_bamba import BambaRMSNormGated
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -114,7 +113,7 @@ LEFT = {
     "a residual": (norms.BothRMSNorm, NO_NORM),
     "in 16 bits all through": (norms.CoarseRMSNorm, "16 bits it rounds or casts in its own way"),
     "T5": (lambda: T5LayerNorm(N), "16 bits it rounds or casts in its own way"),
-    "groups": (lambda: BambaRMSNormGated(N, 8), NO_NORM),
+    "groups": (norms.GroupedRMSNorm, NO_NORM),
     "GroupNorm": (lambda: nn.GroupNorm(2, N), "its forward raised RuntimeError"),
     "BatchNorm": (lambda: nn.BatchNorm1d(N), "it has tensors that are not parameters"),
     "a buffer": (norms.BufferRMSNorm, "it has tensors that are not parameters"),

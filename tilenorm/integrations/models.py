@@ -82,9 +82,16 @@ class Report:
         self._undone, self._modules = True, []
 
     def __str__(self) -> str:
+        kinds = {}
+        for name, cls, how in self.patched:
+            kinds.setdefault(f"{cls.__name__} is {how}", []).append(name)
+        for name, cls, reason in self.left:
+            kinds.setdefault(f"{cls.__name__} is left, {reason}", []).append(name)
         lines = [f"{len(self.patched)} norms patched, {len(self.left)} left"]
-        lines += [f"  {e.name}: {e.cls.__name__} is {e.how}" for e in self.patched]
-        lines += [f"  {e.name}: {e.cls.__name__} is left: {e.reason}" for e in self.left]
+        for kind, names in kinds.items():
+            others = f", {len(names) - 2} others" if len(names) > 2 else ""
+            last = f" and {names[-1]}" if len(names) > 1 else ""
+            lines.append(f"  {kind}: {names[0]}{others}{last}")
         return "\n".join(lines)
 
 
