@@ -3,13 +3,18 @@
 import copy
 import io
 import pickle
+from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.func import functional_call
 
 import tilenorm
+from tilenorm.integrations.models import PatchedNorm
 
 from ..ops.helpers import random
 from . import norms
@@ -42,9 +47,9 @@ def gradients(model) -> dict[str, torch.Tensor]:
 
 
 def assert_same_numbers(model, other):
-    """To float32's rounding in another order."""
-    torch.testing.assert_close(model(random(5, N)), other(random(5, N)), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(gradients(model), gradients(other), rtol=1e-5, atol=1e-5)
+    """To what PyTorch takes for the rounding of float32."""
+    torch.testing.assert_close(model(random(5, N)), other(random(5, N)))
+    torch.testing.assert_close(gradients(model), gradients(other))
 
 
 def test_a_norm_in_two_places_and_a_tied_weight():
@@ -175,6 +180,35 @@ def test_arguments_by_their_names():
             module(*args, **kwargs)
     with pytest.raises(TypeError, match=r"forward takes \(x, z\), got 1 by position and \(x\)"):
         gated(x, x=x)
+
+
+@pytest.fixture
+def alone():
+    """A mesh of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+@pytest.mark.parametrize("order", ["patched, sharded", "sharded, patched"])
+def test_fully_sharded(alone, order):
+    model = nn.Sequential(nn.Linear(N, N), nn.LayerNorm(N), nn.Linear(N, N))
+    expected = copy.deepcopy(model)
+    tilenorm.patch(expected)
+    steps = {"sharded": partial(shard, mesh=alone), "patched": tilenorm.patch}
+    for step in order.split(", "):
+        steps[step](model)
+    assert isinstance(model[1], PatchedNorm) and isinstance(model[1], FSDPModule)
+    for module in (model, expected):
+        module(random(5, N)).square().sum().backward()
+    for name, parameter in expected.named_parameters():
+        assert torch.equal(model.get_parameter(name).grad.full_tensor(), parameter.grad)
+
+
+def shard(model, mesh):
+    fully_shard(model[1], mesh=mesh)
+    fully_shard(model, mesh=mesh)
 
 
 def test_a_model_on_meta():

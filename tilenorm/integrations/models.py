@@ -59,7 +59,9 @@ def _new(cls: type[nn.Module], form: Form) -> nn.Module:
 class Report:
     """What `patch` did: `patched` and `left`, of each module that looks like a norm."""
 
-    def __init__(self, patched: list[Patched], left: list[Left], modules: list[tuple]):
+    def __init__(
+        self, patched: list[Patched], left: list[Left], modules: list[tuple[nn.Module, type]]
+    ):
         self.patched, self.left = tuple(patched), tuple(left)
         self._modules = modules  # and their classes now, in the order of `patched`
         self._undone = False
