@@ -19,3 +19,11 @@ def executor(request) -> Executor:
     if not torch.cuda.is_available():
         pytest.skip("needs an NVIDIA GPU")
     return Gpu()
+
+
+@pytest.fixture
+def dynamo():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield torch._dynamo
+    torch._dynamo.reset()

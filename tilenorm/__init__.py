@@ -5,6 +5,7 @@ Importing this never touches CUDA.
 
 from .integrations.aten import disable, enable, override
 from .integrations.compile import compile
+from .integrations.models import patch
 from .nn import LayerNorm, RMSNorm
 from .ops.explain import explain
 from .ops.functional import add_layer_norm, add_rms_norm, gated_rms_norm, layer_norm, rms_norm
@@ -24,6 +25,7 @@ __all__ = [
     "gated_rms_norm",
     "layer_norm",
     "override",
+    "patch",
     "rms_norm",
 ]
 __version__ = "0.1.0"

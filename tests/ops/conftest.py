@@ -1,7 +1,6 @@
 import warnings
 
 import pytest
-import torch
 
 import tilenorm
 from tilenorm.launch import plan
@@ -53,11 +52,3 @@ def gradients_made(monkeypatch):
     for module in (cutile, reference):
         monkeypatch.setattr(module, "backward", spy(module.backward))
     return made
-
-
-@pytest.fixture
-def dynamo():
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    yield torch._dynamo
-    torch._dynamo.reset()

@@ -1,0 +1,297 @@
+"""A patched module stays what it was, but for who computes it; undo; the report; bad use."""
+
+import copy
+import io
+import pickle
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.func import functional_call
+
+import tilenorm
+from tilenorm.integrations.models import PatchedNorm
+
+from ..ops.helpers import random
+from . import norms
+from .norms import N
+
+pytestmark = pytest.mark.filterwarnings("ignore::tilenorm.ReferenceWarning")
+
+
+class Block(nn.Module):
+    """A norm in two places, and two norms with one weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.inner = nn.LayerNorm(N), nn.Linear(N, N)
+        self.last, self.tied = norms.Custom(), norms.Custom()
+        self.again = self.first
+        self.tied.weight = self.last.weight
+        with torch.no_grad():
+            for seed, parameter in enumerate(self.parameters()):
+                parameter.copy_(random(*parameter.shape, seed=seed))
+
+    def forward(self, x):
+        return self.tied(self.last(self.again(self.inner(self.first(x)))))
+
+
+def gradients(model) -> dict[str, torch.Tensor]:
+    y = model(random(5, N))
+    named = dict(model.named_parameters())
+    return dict(zip(named, torch.autograd.grad(y, named.values(), random(5, N)), strict=True))
+
+
+def assert_same_numbers(model, other):
+    """To what PyTorch takes for the rounding of float32."""
+    torch.testing.assert_close(model(random(5, N)), other(random(5, N)))
+    torch.testing.assert_close(gradients(model), gradients(other))
+
+
+def test_a_norm_in_two_places_and_a_tied_weight():
+    model = Block()
+    before = copy.deepcopy(model)
+    report = tilenorm.patch(model)
+    assert [entry.name for entry in report.patched] == ["first, again", "last", "tied"]
+    assert model.again is model.first and model.tied.weight is model.last.weight
+    assert_same_numbers(model, before)
+
+
+def test_modules_stay_what_they_were():
+    model = Block()
+    modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
+    attributes = {name: dict(vars(module)) for name, module in modules.items()}
+    text, state = str(model), model.state_dict()
+    tilenorm.patch(model)
+    assert isinstance(model.first, nn.LayerNorm) and isinstance(model.last, norms.Custom)
+    assert all(module is modules[name] for name, module in model.named_modules())
+    assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
+    assert {name: vars(module) for name, module in modules.items()} == attributes
+    assert str(model) == text
+    assert type(model.last).__qualname__ == "Custom"
+    assert list(model.state_dict()) == list(state)
+
+
+def test_undo_gives_back_what_was_there():
+    model = Block()
+    modules = dict(model.named_modules())
+    before = {name: (type(module), dict(vars(module))) for name, module in modules.items()}
+    expected = model(random(5, N))
+    report = tilenorm.patch(model)
+    report.undo()
+    assert all(module is modules[name] for name, module in model.named_modules())
+    assert {name: (type(m), vars(m)) for name, m in modules.items()} == before
+    assert torch.equal(model(random(5, N)), expected)
+    tilenorm.patch(model)
+
+
+def test_tilenorm_serves_it_and_says_if_by_the_reference():
+    module = norms.Custom(37)  # of no other test: it says so once
+    tilenorm.patch(module)
+    with pytest.warns(tilenorm.ReferenceWarning, match="reference runs instead of cutile"):
+        module(random(5, 37))
+
+
+def test_state_dicts_load_both_ways():
+    model, other = Block(), Block()
+    tilenorm.patch(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(2)
+    model.load_state_dict(other.state_dict())
+    assert_same_numbers(model, other)
+    again = Block()
+    again.load_state_dict(model.state_dict())
+    assert_same_numbers(model, again)
+
+
+def through_pickle(module):
+    return pickle.loads(pickle.dumps(module))
+
+
+def through_save(module):
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("through", [copy.deepcopy, through_pickle, through_save])
+def test_copies_are_whole_and_patched(through):
+    model = Block()
+    tilenorm.patch(model)
+    again = through(model)
+    assert type(again.last) is type(model.last) and type(again.first) is type(model.first)
+    assert again.again is again.first and again.last.weight is not model.last.weight
+    with torch.no_grad():
+        again.last.weight.zero_()
+    assert not again(random(5, N)).any() and model(random(5, N)).any()
+    with pytest.raises(RuntimeError, match="patched already"):
+        tilenorm.patch(again)
+
+
+def test_a_shallow_copy_has_its_own_attributes():
+    module = norms.Custom()
+    tilenorm.patch(module)
+    other = copy.copy(module)
+    other.eps = 1.0
+    assert not torch.equal(other(random(5, N)), module(random(5, N)))
+
+
+def test_hooks_run():
+    model, seen = Block(), []
+    model.first.register_forward_pre_hook(lambda *_: seen.append("before"))
+    tilenorm.patch(model)
+    model.first.register_forward_hook(lambda *_: seen.append("after"))
+    model.first.register_full_backward_hook(lambda *_: seen.append("backward"))
+    model(random(5, N).requires_grad_()).sum().backward()
+    assert seen == ["before", "after"] * 2 + ["backward"] * 2
+
+
+def test_a_changed_eps_counts():
+    module = norms.Custom()
+    tilenorm.patch(module)
+    module.eps = 1.0
+    expected = tilenorm.rms_norm(random(5, N), (N,), module.weight, 1.0)
+    assert torch.equal(module(random(5, N)), expected)
+
+
+def test_parameters_of_another_call():
+    module = norms.Custom()
+    tilenorm.patch(module)
+    weight = random(N, seed=3)
+    got = functional_call(module, {"weight": weight}, (random(5, N),))
+    assert torch.equal(got, tilenorm.rms_norm(random(5, N), (N,), weight, module.eps))
+
+
+def test_arguments_by_their_names():
+    model, x, z = nn.ModuleList([nn.LayerNorm(N), norms.GatedNorm()]), random(5, N), random(5, N)
+    tilenorm.patch(model)
+    layer, gated = model
+    assert torch.equal(layer(input=x), layer(x))
+    assert torch.equal(gated(x=x, z=z), gated(x, z)) and torch.equal(gated(x, z=z), gated(x, z))
+    assert torch.equal(gated(x, z=None), gated(x))
+    for module, args, kwargs in ((layer, (), {}), (layer, (x, z), {}), (layer, (x,), {"z": z})):
+        with pytest.raises(TypeError, match=r"forward takes \(input\), got"):
+            module(*args, **kwargs)
+    with pytest.raises(TypeError, match=r"forward takes \(x, z\), got 1 by position and \(x\)"):
+        gated(x, x=x)
+
+
+@pytest.fixture
+def alone():
+    """A mesh of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+@pytest.mark.parametrize("order", ["patched, sharded", "sharded, patched"])
+def test_fully_sharded(alone, order):
+    model = nn.Sequential(nn.Linear(N, N), nn.LayerNorm(N), nn.Linear(N, N))
+    expected = copy.deepcopy(model)
+    tilenorm.patch(expected)
+    steps = {"sharded": partial(shard, mesh=alone), "patched": tilenorm.patch}
+    for step in order.split(", "):
+        steps[step](model)
+    assert isinstance(model[1], PatchedNorm) and isinstance(model[1], FSDPModule)
+    for module in (model, expected):
+        module(random(5, N)).square().sum().backward()
+    for name, parameter in expected.named_parameters():
+        assert torch.equal(model.get_parameter(name).grad.full_tensor(), parameter.grad)
+
+
+def shard(model, mesh):
+    fully_shard(model[1], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def test_a_model_on_meta():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.LayerNorm(N), norms.Custom())
+    assert len(tilenorm.patch(model).patched) == 2
+    assert model(torch.empty(5, N, device="meta")).is_meta
+    model.to_empty(device="cpu")
+
+
+def test_compiled_before_it_is_patched(dynamo):
+    model = Block()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    compiled(random(5, N))
+    report, seen = tilenorm.patch(model), []
+    for _ in range(2):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            compiled(random(5, N))
+        seen.append("tilenorm::norm" in {event.name for event in profile.events()})
+        if len(seen) == 1:
+            report.undo()
+    assert seen == [True, False]
+
+
+def test_where_chooses():
+    model, asked = Block(), []
+
+    def where(name, module):
+        asked.append((name, module))
+        return name in ("again", "tied")
+
+    report = tilenorm.patch(model, where=where)
+    assert [entry.name for entry in report.patched] == ["first, again", "tied"]
+    assert [(e.name, e.cls) for e in report.left] == [("last", norms.Custom)]
+    assert ("last", model.last) in asked
+
+
+def test_the_report_is_readable():
+    others = {"last": norms.Custom(), "b": norms.ScaledRMSNorm(), "c": norms.ScaledRMSNorm()}
+    layers = [nn.LayerNorm(N) for _ in range(4)]
+    report = tilenorm.patch(nn.ModuleDict({"layers": nn.ModuleList(layers), **others}))
+    assert str(report).splitlines() == [
+        "5 norms patched, 2 left",
+        "  LayerNorm is layer_norm offset=0.0 rounding=late eps=1e-05:"
+        " layers.0, 2 others and layers.3",
+        "  Custom is rms_norm offset=0.0 rounding=late eps=1e-06: last",
+        "  ScaledRMSNorm is left, its outputs are those of no norm of tilenorm's: b and c",
+    ]
+
+
+def test_a_model_is_patched_once():
+    model = Block()
+    report = tilenorm.patch(model.last)
+    classes = [type(module) for module in model.modules()]
+    with pytest.raises(RuntimeError, match="last is patched already; undo that first"):
+        tilenorm.patch(model)
+    assert [type(module) for module in model.modules()] == classes
+    report.undo()
+    with pytest.raises(RuntimeError, match="this patch is undone already"):
+        report.undo()
+
+
+def test_undo_refuses_a_module_with_yet_another_class():
+    class Wrapped(type(nn.LayerNorm(N))):
+        pass
+
+    model = Block()
+    report = tilenorm.patch(model)
+    patched, ours = type(model.last), type(model.first)
+    model.first.__class__ = Wrapped
+    with pytest.raises(RuntimeError, match="first, again got another class after the patch"):
+        report.undo()
+    assert type(model.last) is patched
+    model.first.__class__ = ours
+    report.undo()
+
+
+@pytest.mark.parametrize("model", [None, "model", nn.LayerNorm, [nn.LayerNorm(N)]], ids=repr)
+def test_takes_a_module(model):
+    with pytest.raises(TypeError, match=r"patch: argument 'model' takes a torch.nn.Module, got"):
+        tilenorm.patch(model)
+
+
+def test_where_is_a_function():
+    with pytest.raises(TypeError, match=r"patch: argument 'where' takes a function or None"):
+        tilenorm.patch(Block(), where="first")
