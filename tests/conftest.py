@@ -1,3 +1,6 @@
+import os
+import tempfile
+
 import pytest
 import torch
 
@@ -9,6 +12,8 @@ def pytest_configure() -> None:
     # The interpreter's tiles are small: a second thread doubles the CPU time of the kernels' tests
     # (116 s to 230 s), and where cores are shared its waiting takes minutes.
     torch.set_num_threads(1)
+    # A user's own tables would change the plans. Processes that tests start inherit the variable.
+    os.environ["TILENORM_CACHE_DIR"] = tempfile.mkdtemp(prefix="tilenorm-tests-")
 
 
 @pytest.fixture(params=cases.EXECUTORS)

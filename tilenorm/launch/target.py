@@ -15,6 +15,8 @@ MULTIPROCESSORS = {
     "sm_120": 170,
     "sm_121": 48,
 }
+# KiB of a multiprocessor where they are not those of the data centre's GPUs since Hopper.
+SHARED_KIB = {"sm_80": 164, "sm_86": 100, "sm_89": 100, "sm_120": 100, "sm_121": 100}
 
 
 @dataclass(frozen=True)
@@ -39,3 +41,8 @@ class Target:
     def has_tma(self) -> bool:
         """Tile loads can use the bulk tensor copy engine, whose reads the compiler runs ahead."""
         return int(self.arch.removeprefix("sm_")) >= 90
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a multiprocessor."""
+        return SHARED_KIB.get(self.arch, 228) * 1024
