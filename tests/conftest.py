@@ -4,6 +4,8 @@ import tempfile
 import pytest
 import torch
 
+from tilenorm.launch import plan, user_table
+
 from . import cases
 from .executors import Executor, Gpu, Interpreter
 
@@ -14,6 +16,19 @@ def pytest_configure() -> None:
     torch.set_num_threads(1)
     # A user's own tables would change the plans. Processes that tests start inherit the variable.
     os.environ["TILENORM_CACHE_DIR"] = tempfile.mkdtemp(prefix="tilenorm-tests-")
+
+
+@pytest.fixture
+def tables(tmp_path, monkeypatch):
+    """An empty folder for a user's tables, of which nothing is remembered before or after."""
+    folder = tmp_path / "tables"
+    monkeypatch.setenv("TILENORM_CACHE_DIR", str(folder))
+    caches = (user_table.configs, plan.plan_forward, plan.plan_backward)
+    for cache in caches:
+        cache.cache_clear()
+    yield folder
+    for cache in caches:
+        cache.cache_clear()
 
 
 @pytest.fixture(params=cases.EXECUTORS)

@@ -1,4 +1,7 @@
-"""python -m tilenorm: info, explain, precompile, and what it says to wrong arguments."""
+"""python -m tilenorm: info, explain, precompile, and what it says to wrong arguments.
+
+tune is in test_main_tune.py.
+"""
 
 import re
 import subprocess

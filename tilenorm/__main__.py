@@ -104,7 +104,7 @@ def _list_candidates(options: argparse.Namespace) -> int:
         rows = whole_rows(spec, options.rows or 65536)
         how = (spec, device.target, direction)
         compiled = compile_candidates(*how, rows, configs, options.processes, _report)
-        reasons = prune(compiled, device.target, direction, options.spills, configs[0])
+        reasons = prune(compiled, device.target, options.spills, configs[0])
         timed = sum(reason is None for reason in reasons.values())
         print(f"{spec.op} {spec.hidden} {spec.dtype} ({options_of(spec)}) {direction}", end="")
         print(f" on {options.arch}: {timed} of {len(configs)} to be timed\n  {RESOURCES}")

@@ -44,5 +44,5 @@ class Target:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a multiprocessor."""
-        return SHARED_KIB.get(self.arch, 228) * 1024
+        """Shared memory that a block may take: what a multiprocessor has less 1 KiB of its own."""
+        return (SHARED_KIB.get(self.arch, 228) - 1) * 1024

@@ -100,7 +100,6 @@ def compile_candidates(
 def prune(
     candidates: list[Candidate],
     target: Target,
-    direction: str,
     spilled: int = MOST_SPILLED,
     keep: Config | None = None,
 ) -> dict[Config, str | None]:
@@ -109,7 +108,7 @@ def prune(
     spilled: bytes a thread that are tolerated; if all spill more, those that spill least stay.
     keep: stays though it spills.
     """
-    reasons = {c.config: c.failed or _too_large(c, target, direction) for c in candidates}
+    reasons = {c.config: c.failed or _too_large(c, target) for c in candidates}
     fitting = [c for c in candidates if not reasons[c.config]]
     most = max(spilled, min((c.spilled for c in fitting), default=0))
     first = {}
@@ -187,16 +186,15 @@ def _compiled(spec, target, direction, rows, config) -> Candidate:
     return Candidate(config, kernels, tuple(call.grid for call in calls))
 
 
-def _too_large(candidate: Candidate, target: Target, direction: str) -> str | None:
-    """Whether the blocks of a multiprocessor do not fit side by side on it."""
-    main, config = candidate.kernels[0], candidate.config
-    looping = direction == "backward" or getattr(config, "loop", False)
-    hints = getattr(config, "hints", config)  # chunks have an occupancy of their own
-    blocks = hints.occupancy or 1 if looping else 1
-    registers = blocks * main.threads * main.registers
-    shared = blocks * (main.shared_bytes + 1024)  # which each block takes besides
-    if registers > REGISTERS:
-        return f"{blocks} blocks take {registers} registers of {REGISTERS}"
-    if shared > target.shared_bytes:
-        return f"{blocks} blocks take {shared} bytes of shared memory of {target.shared_bytes}"
+def _too_large(candidate: Candidate, target: Target) -> str | None:
+    """Whether a block of some kernel does not fit on a multiprocessor.
+
+    That `occupancy` of them do is not asked: a grid of more than fit at once can be the fastest.
+    """
+    for kernel in candidate.kernels:
+        registers = kernel.threads * kernel.registers
+        if registers > REGISTERS:
+            return f"a block takes {registers} registers of {REGISTERS}"
+        if kernel.shared_bytes > target.shared_bytes:
+            return f"a block takes {kernel.shared_bytes} bytes of {target.shared_bytes} shared"
     return None

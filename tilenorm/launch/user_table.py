@@ -81,7 +81,10 @@ def versions() -> dict[str, str]:
 
 
 def write(path: Path, arch: str, entries: Iterable[Entry]) -> None:
-    """Put entries into the table at a path, which is made, or replaced where it does not serve."""
+    """Put entries into the table at a path, which is made, or replaced where it does not serve.
+
+    Plans that are made from then on see them.
+    """
     try:
         kept = {entry.key: entry for entry in read(path, arch)}
     except (OSError, ValueError):
@@ -94,6 +97,7 @@ def write(path: Path, arch: str, entries: Iterable[Entry]) -> None:
     draft = path.with_name(f"{path.name}.{os.getpid()}")
     draft.write_text(json.dumps(table, indent=1) + "\n")
     draft.replace(path)
+    configs.cache_clear()
 
 
 def read(path: Path, arch: str) -> list[Entry]:

@@ -144,7 +144,7 @@ def tune(
     op = served_op(spec, direction)
     configs = ordered_candidates(spec, target, direction)
     compiled = compile_candidates(spec, target, direction, rows, configs, processes, report)
-    reasons = prune(compiled, target, direction, spilled, configs[0])
+    reasons = prune(compiled, target, spilled, configs[0])
     found = {c.config: c for c in compiled if reasons[c.config] is None}
     report(f"{len(found)} of {len(configs)} to be timed")
     checked = min(rows, whole_rows(spec, _rows_to_check(spec, target, list(found))))
@@ -219,6 +219,7 @@ def whole_rows(spec: NormSpec, rows: int) -> int:
 
 def _rows_in_memory(spec: NormSpec) -> int:
     """ELEMENTS of them, if two sets of inputs and outputs take half of what is free at most."""
+    torch.cuda.empty_cache()  # what the search before kept
     free, _ = torch.cuda.mem_get_info()
     row = max(moved_bytes(spec, 1 << 20)) >> 20
     return min(ELEMENTS // spec.hidden, free // (4 * row))
