@@ -18,7 +18,7 @@ def pools(monkeypatch):
     started = []
 
     class Pool:
-        def __init__(self, processes, mp_context):
+        def __init__(self, processes, *_):
             started.append(processes)
 
         def __enter__(self):

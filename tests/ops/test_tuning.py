@@ -10,9 +10,10 @@ from tilenorm.__main__ import main
 from tilenorm.launch import heuristics, user_table
 from tilenorm.launch.calls import every_gradient
 from tilenorm.launch.candidates import candidates
-from tilenorm.launch.config import Forward, Wide
+from tilenorm.launch.config import Backward, Forward, Wide
 from tilenorm.launch.tuner import plan_of
 from tilenorm.ops import tuning
+from tilenorm.ops.explain import planned_device
 from tilenorm.ops.tuning import Trials, ordered_candidates, whole_rows
 from tilenorm.spec import NormSpec
 
@@ -92,6 +93,57 @@ def test_rows_are_whole_tokens():
     spec = SPECS[0]
     assert [whole_rows(spec, n) for n in (1, 16, 100)] == [16, 16, 96]
     assert [whole_rows(replace(spec, heads=3), n) for n in (1, 100)] == [48, 96]
+
+
+@pytest.fixture
+def pretended(tables, monkeypatch):
+    """A GPU of as many microseconds as `times` has for the rows of a tile; those of 16 are wrong."""
+    times = {2: 90.0, 4: 70.0, 8: 80.0, 16: 60.0}
+
+    class Pretended:
+        def __init__(self, spec, direction, rows, checked, device):
+            assert checked <= rows and device.type == "cuda"
+            self.bytes = 70_000_000
+
+        def wrong(self, plan):
+            return "it differs" if plan.config.rows == 16 else None
+
+        def sample(self, plan):
+            return times[plan.config.rows]
+
+    def configs(spec, target, direction):
+        kind = {"forward": Forward, "backward": Backward}[direction]
+        return [kind(rows=rows, widths=(256,)) for rows in times]
+
+    monkeypatch.setattr(tuning, "Trials", Pretended)
+    monkeypatch.setattr(tuning, "candidates", configs)
+    monkeypatch.setattr(tuning, "gpu", lambda: planned_device("sm_90"))
+    monkeypatch.setattr(tuning, "driver_release", lambda: "580")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 36, 1 << 36))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
+
+
+@each_direction
+def test_the_fastest_right_candidate_is_found(direction, pretended):
+    spec, told = NormSpec("rms", 256, "bfloat16", "bfloat16"), []
+    found = tuning.tune(spec, direction, seconds=5, processes=1, report=told.append)
+    assert (found.config.rows, found.config.widths) == (4, (256,))
+    assert found.key == user_table.Key(direction, "rms_norm", 2, 256, True, False)
+    assert (found.us, found.spread, found.gb_s) == (70.0, 0.0, 1000.0)
+    assert found.rows == tuning.ELEMENTS // 256
+    assert (found.gpu, found.driver, found.samples >= 3) == ("a GPU", "580", True)
+    assert f"norm_{direction}" in found.registers
+    assert any(line.startswith("dropped ") and "it differs" in line for line in told)
+    assert told[0] == "compiled 5 of 5"
+    assert any(line.startswith("70.00 µs; before, 80.00 µs by ") for line in told)
+
+
+def test_no_right_candidate(pretended, monkeypatch):
+    monkeypatch.setattr(tuning.Trials, "wrong", lambda self, plan: "it differs")
+    spec = NormSpec("rms", 256, "bfloat16", "bfloat16")
+    with pytest.raises(RuntimeError, match="no candidate gives the reference's results"):
+        tuning.tune(spec, "forward", processes=1)
 
 
 @NEEDS_GPU

@@ -2,6 +2,7 @@
 
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from .plan import RowBackward, RowForward, WideBackward, WideForward, plan_backw
 from .signature import ArrayLike, signature
 from .target import Target
 from .toolchain import cache_folder
+from .user_table import TableWarning
 
 
 @dataclass(frozen=True)
@@ -144,8 +146,13 @@ def compiling(function: Callable, work: list, processes: int | None) -> Iterator
         yield map(function, work)
         return
     # Fork is not safe once CUDA or threads are up; each worker imports tilenorm afresh.
-    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(processes, get_context("spawn"), _quietly) as pool:
         yield pool.map(function, work)
+
+
+def _quietly() -> None:
+    """In a worker: of a user's table that is ignored the first process tells."""
+    warnings.simplefilter("ignore", TableWarning)
 
 
 def cpus() -> int:
