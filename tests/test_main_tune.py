@@ -106,6 +106,7 @@ def test_dry_run(tables, capsys, monkeypatch):
 
 def test_dry_run_of_all_candidates(tables, capsys):
     arguments = ["--arch", "sm_100", "--hidden", "65536", "--direction", "forward"]
+    arguments += ["--processes", "1"]
     assert main(["tune", "--dry-run", *arguments]) == 0
     lines = capsys.readouterr().out.splitlines()[2:]
     told = [line.split(maxsplit=3)[-1] for line in lines]

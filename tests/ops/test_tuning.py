@@ -97,8 +97,8 @@ def test_rows_are_whole_tokens():
 
 @pytest.fixture
 def pretended(tables, monkeypatch):
-    """A GPU of as many microseconds as `times` has for the rows of a tile; those of 16 are wrong."""
-    times = {2: 90.0, 4: 70.0, 8: 80.0, 16: 60.0}
+    """A GPU of `times` µs by the rows of a tile; those of 16 are wrong, those of 1 do not run."""
+    times = {1: 50.0, 2: 90.0, 4: 70.0, 8: 80.0, 16: 60.0}
 
     class Pretended:
         def __init__(self, spec, direction, rows, checked, device):
@@ -106,6 +106,8 @@ def pretended(tables, monkeypatch):
             self.bytes = 70_000_000
 
         def wrong(self, plan):
+            if plan.config.rows == 1:
+                raise RuntimeError("invalid argument")
             return "it differs" if plan.config.rows == 16 else None
 
         def sample(self, plan):
@@ -134,8 +136,9 @@ def test_the_fastest_right_candidate_is_found(direction, pretended):
     assert found.rows == tuning.ELEMENTS // 256
     assert (found.gpu, found.driver, found.samples >= 3) == ("a GPU", "580", True)
     assert f"norm_{direction}" in found.registers
-    assert any(line.startswith("dropped ") and "it differs" in line for line in told)
-    assert told[0] == "compiled 5 of 5"
+    dropped = [line.partition(": ")[2] for line in told if line.startswith("dropped ")]
+    assert dropped == ["does not run: invalid argument", "it differs"]
+    assert told[0] == "compiled 6 of 6"
     assert any(line.startswith("70.00 µs; before, 80.00 µs by ") for line in told)
 
 

@@ -19,7 +19,7 @@ BACKWARD_OCCUPANCY = (1, 2, 3, 4, 5)  # each block has partial sums
 CHUNKS = (1024, 2048, 4096, 8192)
 
 MOST_SEGMENTS = 5
-NARROWEST_SEGMENT = 256
+NARROWEST_SEGMENT = 512
 TILES = (512, 4096)  # elements of a tile of gathered rows, more for a wider row
 NARROWEST_LOAD = 1024  # columns of a row by tile loads
 NARROWEST_WIDE = 8192

@@ -152,7 +152,11 @@ def tune(
     plans = {}
     for config in found:
         plan = plan_of(spec, target, direction, config)
-        if reason := trials.wrong(plan):
+        try:
+            reason = trials.wrong(plan)
+        except RuntimeError as error:  # whatever the driver has against a launch
+            reason = f"does not run: {error}"
+        if reason:
             report(f"dropped {written(config)}: {reason}")
         else:
             plans[config] = plan
