@@ -1,5 +1,5 @@
 import os
-import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +14,9 @@ def pytest_configure() -> None:
     # The interpreter's tiles are small: a second thread doubles the CPU time of the kernels' tests
     # (116 s to 230 s), and where cores are shared its waiting takes minutes.
     torch.set_num_threads(1)
-    # A user's own tables would change the plans. Processes that tests start inherit the variable.
-    os.environ["TILENORM_CACHE_DIR"] = tempfile.mkdtemp(prefix="tilenorm-tests-")
+    # A user's own tables would change the plans. There is no such folder; processes that tests
+    # start look there too.
+    os.environ["TILENORM_CACHE_DIR"] = str(Path(__file__).parent / "no_tables")
 
 
 @pytest.fixture

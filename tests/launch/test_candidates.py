@@ -34,6 +34,14 @@ def test_candidates_can_serve(arch, direction):
             CHECKS[type(config)](config, hidden, target, spec.aligned)
 
 
+def test_scratch_by_heads_is_bounded():
+    for hidden in (32, 128, 1024):
+        spec = NormSpec("rms", hidden, "bfloat16", "bfloat16", heads=16)
+        found = [c for c in candidates(spec, H200, "backward") if c.rows > 1]
+        assert found
+        assert all(c.hints.occupancy * c.rows * sum(c.widths) <= 6 * 2048 for c in found)
+
+
 @pytest.mark.parametrize(
     "hidden, some",
     [

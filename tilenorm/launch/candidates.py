@@ -26,6 +26,8 @@ NARROWEST_WIDE = 8192
 # Columns of the widest row that is held whole, and of the widest that is gathered.
 WIDEST = {"forward": (32768, 32768), "backward": (16384, 8192)}
 REGISTERS = 65536  # of a multiprocessor
+# Partial sums that the blocks of a multiprocessor have where those of a tile's rows are apart.
+HEADS_SCRATCH = 6 * 2048
 
 
 def candidates(spec: NormSpec, target: Target, direction: str) -> list[Config]:
@@ -108,7 +110,8 @@ def _backward(spec: NormSpec) -> Iterator[Backward]:
     widest, gathered = WIDEST["backward"]
     for widths in segmentations(spec.hidden) if spec.hidden <= widest else ():
         for rows in _rows(widths) if spec.hidden <= gathered else ():
-            for hints in _hints(BACKWARD_OCCUPANCY, False, rows * sum(widths)):
+            most = HEADS_SCRATCH if spec.heads and rows > 1 else REGISTERS
+            for hints in _hints(BACKWARD_OCCUPANCY, False, rows * sum(widths), most):
                 yield Backward(widths, rows, hints=hints)
         if spec.hidden >= NARROWEST_LOAD:
             for hints, store in product(_hints(TMA_OCCUPANCY, True, sum(widths)), (False, True)):
@@ -131,12 +134,12 @@ def _rows(widths: tuple[int, ...]) -> list[int]:
     return found or [1]
 
 
-def _hints(occupancies: tuple, tma: bool, elements: int = 0) -> list[Hints]:
-    """elements: those that each of the blocks of a multiprocessor holds, in a register at least."""
+def _hints(occupancies: tuple, tma: bool, elements: int = 0, most: int = REGISTERS) -> list[Hints]:
+    """elements: those that a block holds; most: those that all of a multiprocessor may hold."""
     return [
         Hints(occupancy, warps)
         for occupancy, warps in product(occupancies, WARPS[tma])
-        if (occupancy or 1) * elements <= REGISTERS
+        if (occupancy or 1) * elements <= most
     ]
 
 
