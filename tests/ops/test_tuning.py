@@ -149,6 +149,18 @@ def test_no_right_candidate(pretended, monkeypatch):
         tuning.tune(spec, "forward", processes=1)
 
 
+def test_no_candidate_that_compiles(pretended, monkeypatch):
+    monkeypatch.setattr(tuning, "candidates", lambda *_: [])
+    monkeypatch.setattr(heuristics, "forward", lambda *_: Forward(widths=(100,)))
+    with pytest.raises(RuntimeError, match="rms_norm 256: does not compile: "):
+        tuning.tune(NormSpec("rms", 256, "bfloat16"), "forward", processes=1)
+
+
+def test_no_time(pretended):
+    with pytest.raises(RuntimeError, match="too short to time anything"):
+        tuning.tune(NormSpec("rms", 256, "bfloat16"), "forward", seconds=0, processes=1)
+
+
 @NEEDS_GPU
 @pytest.mark.parametrize("op", ["rms_norm", "add_layer_norm"])
 def test_tuning_a_gpu(op, tables, no_memory, monkeypatch, capsys):

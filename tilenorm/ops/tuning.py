@@ -135,8 +135,8 @@ def tune(
     direction: "forward", saving what the backward pass needs, or "backward", every gradient.
     rows: of what is timed, by default 64 Mi elements or what memory holds. seconds: for timing,
     after compiling. report: is told what goes on, a line at a time.
-    Raises ValueError where no table serves the spec, RuntimeError where no candidate is right or
-    cuTile's cache is off.
+    Raises ValueError where no table serves the spec, RuntimeError where no candidate compiles or
+    is right, the time is too short, or cuTile's cache is off.
     """
     target = gpu().target
     index = torch.cuda.current_device()
@@ -147,6 +147,8 @@ def tune(
     reasons = prune(compiled, target, spilled, configs[0])
     found = {c.config: c for c in compiled if reasons[c.config] is None}
     report(f"{len(found)} of {len(configs)} to be timed")
+    if not found:
+        raise RuntimeError(f"{spec.op} {spec.hidden}: {reasons[configs[0]]}")
     checked = min(rows, whole_rows(spec, _rows_to_check(spec, target, list(found))))
     trials = Trials(spec, direction, rows, checked, torch.device("cuda", index))
     plans = {}
