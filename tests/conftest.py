@@ -1,5 +1,10 @@
+import os
+from pathlib import Path
+
 import pytest
 import torch
+
+from tilenorm.launch import plan, user_table
 
 from . import cases
 from .executors import Executor, Gpu, Interpreter
@@ -9,6 +14,22 @@ def pytest_configure() -> None:
     # The interpreter's tiles are small: a second thread doubles the CPU time of the kernels' tests
     # (116 s to 230 s), and where cores are shared its waiting takes minutes.
     torch.set_num_threads(1)
+    # A user's own tables would change the plans. There is no such folder; processes that tests
+    # start look there too.
+    os.environ["TILENORM_CACHE_DIR"] = str(Path(__file__).parent / "no_tables")
+
+
+@pytest.fixture
+def tables(tmp_path, monkeypatch):
+    """An empty folder for a user's tables, of which nothing is remembered before or after."""
+    folder = tmp_path / "tables"
+    monkeypatch.setenv("TILENORM_CACHE_DIR", str(folder))
+    caches = (user_table.configs, plan.plan_forward, plan.plan_backward)
+    for cache in caches:
+        cache.cache_clear()
+    yield folder
+    for cache in caches:
+        cache.cache_clear()
 
 
 @pytest.fixture(params=cases.EXECUTORS)

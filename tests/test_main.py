@@ -1,4 +1,7 @@
-"""python -m tilenorm: info, explain, precompile, and what it says to wrong arguments."""
+"""python -m tilenorm: info, explain, precompile, and what it says to wrong arguments.
+
+tune is in test_main_tune.py.
+"""
 
 import re
 import subprocess
@@ -115,7 +118,7 @@ def test_explain_a_refused_spec(capsys):
 
 WRONG = {
     "no command": ([], "required"),
-    "another command": (["tune"], "invalid choice: 'tune'"),
+    "another command": (["time"], "invalid choice: 'time'"),
     "no architecture": (["explain", "--hidden", "64"], "--arch"),
     "another architecture": (["explain", "--arch", "sm_75", "--hidden", "64"], "'sm_75'"),
     "no hidden": (["explain", "--arch", "sm_90"], "--hidden"),
@@ -178,11 +181,11 @@ def test_precompile_fills_the_cache(capsys, cache, compilations):
 @pytest.mark.parametrize("op", [op for op in OPS if op != "rms_norm"])
 def test_precompile_of_the_others(op, cache, monkeypatch, capsys):
     prepared = []
-    monkeypatch.setattr("tilenorm.__main__.precompile", lambda *a: prepared.append(a) or [])
+    monkeypatch.setattr("tilenorm.__main__.precompile", lambda *a: prepared.append(a) or [[]])
     arguments = ["--op", op, "--heads", "6", "--rounding", "early", "--processes", "1"]
     assert main(["precompile", *FOR_H200, *arguments]) == 0
     spec = NormSpec.of(op, 256, "bfloat16", weight="bfloat16", heads=6, rounding="early")
-    assert prepared == [(spec, Target.of("sm_90"), 1)]
+    assert prepared == [([spec], Target.of("sm_90"), 1)]
     assert f"{op} 256 bfloat16 (weight bfloat16, " in capsys.readouterr().out
 
 

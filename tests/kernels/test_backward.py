@@ -109,7 +109,7 @@ def test_what_is_not_asked_is_not_written(executor, spec, needs):
         mean=poisoned(1) if mean is None else mean,
         rstd=rstd,
         partials=partials,
-        slots=poisoned(1, 1),
+        slots=torch.full(plan.slots(rows) or (1, 1), 7, dtype=torch.int32, device=executor.device),
         **found,
     )
     executor.run()(plan.calls(arrays, rows), inputs.x.get_device())

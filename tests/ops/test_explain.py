@@ -4,6 +4,8 @@ import pytest
 import torch
 
 import tilenorm
+from tilenorm.launch import plan, user_table
+from tilenorm.launch.config import Forward
 from tilenorm.launch.plan import POLLS
 from tilenorm.launch.target import MULTIPROCESSORS
 from tilenorm.ops import cutile, functional, reference
@@ -152,6 +154,23 @@ def test_bytes_of_heads():
     vectors = 5 * 64 * 2
     assert found.forward_bytes == 2 * MATRIX + vectors
     assert found.backward_bytes == 3 * MATRIX + 2 * vectors
+
+
+def test_where_configurations_come_from(tables):
+    found = planned(weight="bfloat16")
+    assert (found.forward_source, found.backward_source) == ("tuned/sm_90", "tuned/sm_90")
+    assert f"backward: {found.backward_bytes:,} bytes, configuration: tuned/sm_90" in str(found)
+    assert planned(arch="sm_100").forward_source == "heuristic, untimed"
+    assert planned(backend="reference").forward_source is None
+    key = user_table.Key("forward", "rms_norm", 2, 4096, True, False)
+    measured = user_table.Entry(key, Forward(4), 1.0, 0.0, 1, 1.0, 16, "", {}, {}, "", "", "")
+    path = user_table.path_of("sm_90")
+    user_table.write(path, "sm_90", [measured])
+    plan.plan_forward.cache_clear()
+    found = planned(weight="bfloat16")
+    assert found.forward_source == f"user table {path}"
+    assert found.forward[0].constants["TILE_ROWS"] == 4
+    assert found.backward_source == "tuned/sm_90"
 
 
 def test_no_parameters_no_column_sum():

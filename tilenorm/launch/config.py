@@ -3,6 +3,11 @@
 from dataclasses import dataclass
 
 
+def tile_width(hidden: int) -> int:
+    """The smallest power of two that holds a row."""
+    return 1 << (hidden - 1).bit_length()
+
+
 @dataclass(frozen=True)
 class Hints:
     """What the compiler is asked for. None leaves the choice to it."""

@@ -1,4 +1,4 @@
-"""(spec, target) -> configuration: the measured table where there is one, resources otherwise.
+"""(spec, target) -> configuration: a user's table, the shipped one, or, without, resources.
 
 The resource rules are untimed. They start from what a kernel keeps in registers: about four float32
 values an element of its tile in the backward pass, two in the forward pass, over the 128 threads
@@ -6,7 +6,8 @@ values an element of its tile in the backward pass, two in the forward pass, ove
 """
 
 from ..spec import NormSpec
-from .config import Backward, ColumnSum, Forward, Hints
+from . import user_table
+from .config import Backward, ColumnSum, Forward, Hints, tile_width
 from .target import Target
 from .tuned import TABLES
 
@@ -20,14 +21,9 @@ FORWARD_CHUNK = 8192
 BACKWARD_CHUNK = 4096
 
 
-def tile_width(hidden: int) -> int:
-    """The smallest power of two that holds so many columns."""
-    return 1 << (hidden - 1).bit_length()
-
-
 def forward(spec: NormSpec, target: Target) -> Forward:
-    if found := _tabled(spec, target, "FORWARD", forward_op(spec)):
-        return found
+    if found := _tabled(spec, target, "forward", forward_op(spec)):
+        return found[0]
     width = tile_width(spec.hidden)
     inputs = 1 + (spec.residual is not None) + (spec.gate is not None)
     if width > FORWARD_TILE // inputs:
@@ -37,10 +33,9 @@ def forward(spec: NormSpec, target: Target) -> Forward:
 
 def backward(spec: NormSpec, target: Target, needs) -> Backward:
     """needs: which gradients (calls.Needs)."""
+    if found := _tabled(spec, target, "backward", backward_op(spec, needs)):
+        return found[0]
     width = tile_width(spec.hidden)
-    # No table has tiles for narrower rows.
-    if width >= 32 and (found := _tabled(spec, target, "BACKWARD", backward_op(spec, needs))):
-        return found
     inputs = 2 + (spec.gate is not None) + needs.dsum
     if width <= GATHERED[needs.sums] * 2 // inputs:
         return Backward((width,), max(1, TILE // width), hints=Hints(occupancy=2))
@@ -57,6 +52,15 @@ def backward(spec: NormSpec, target: Target, needs) -> Backward:
 def column_sum(spec: NormSpec, target: Target) -> ColumnSum:
     """Narrow tiles while they are needed to fill the GPU: 1.5-2.5 µs from N = 256 to 16384."""
     return ColumnSum(tile=16 if spec.hidden * (spec.heads or 1) <= 4096 else 32)
+
+
+def source(spec: NormSpec, target: Target, needs=None) -> str:
+    """Where the configuration comes from: of the backward pass for `needs`, or of the forward."""
+    if needs is None:
+        found = _tabled(spec, target, "forward", forward_op(spec))
+    else:
+        found = _tabled(spec, target, "backward", backward_op(spec, needs))
+    return found[1] if found else "heuristic, untimed"
 
 
 def forward_op(spec: NormSpec) -> str | None:
@@ -79,8 +83,15 @@ def _packs(spec: NormSpec) -> bool:
 
 
 def _tabled(spec: NormSpec, target: Target, direction: str, op: str | None):
-    """What the table of an architecture has, if there is one, for rows of whole vectors."""
-    if not spec.aligned or target.arch not in TABLES:
+    """(what a table has, which table), if one has something for a spec."""
+    if op is None:
         return None
-    table = getattr(TABLES[target.arch], direction).get((op, spec.widest_item), ())
-    return next((config for largest, config in table if spec.hidden <= largest), None)
+    if found := user_table.configs(target.arch).get(user_table.Key.of(spec, direction, op)):
+        return found, f"user table {user_table.path_of(target.arch)}"
+    # The shipped ones have no backward tiles for narrower rows, and nothing for parts of vectors.
+    narrow = direction == "backward" and tile_width(spec.hidden) < 32
+    if narrow or not spec.aligned or target.arch not in TABLES:
+        return None
+    table = getattr(TABLES[target.arch], direction.upper()).get((op, spec.widest_item), ())
+    found = next((config for largest, config in table if spec.hidden <= largest), None)
+    return found and (found, f"tuned/{target.arch}")

@@ -1,11 +1,11 @@
 """Compiling without launching: the calls of a plan, into cuTile's cache, for any architecture."""
 
-import re
-import shutil
-import subprocess
-import tempfile
+import os
 import time
+import warnings
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
 
@@ -13,28 +13,37 @@ from cuda.tile._cext import default_tile_context
 
 from ..spec import NormSpec
 from .calls import ABSENT, BackwardArrays, Call, ForwardArrays, Needs, every_gradient
-from .plan import plan_backward, plan_forward
+from .cubin import resources
+from .plan import BackwardPlan, ForwardPlan, plan_backward, plan_forward
 from .signature import ArrayLike, signature
 from .target import Target
 from .toolchain import cache_folder
+from .user_table import TableWarning
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """One compiled kernel. Registers and spilled bytes a thread, shared bytes a block, or None."""
+    """One compiled kernel; of its resources see cubin.Resources."""
 
     kernel: str
     hints: str
     seconds: float
-    registers: int | None
-    spill_bytes: int | None
-    shared_bytes: int | None
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    threads: int
+    code: str
 
 
 def forward_calls(spec: NormSpec, target: Target, rows: int, save: bool) -> list[Call]:
     """The calls of a forward pass over contiguous inputs, with descriptions for arrays."""
-    plan = plan_forward(spec, target, save)
-    stat = ArrayLike.contiguous("float32", rows) if save else ABSENT
+    return calls_forward(plan_forward(spec, target, save), rows)
+
+
+def calls_forward(plan: ForwardPlan, rows: int) -> list[Call]:
+    """The same of a plan."""
+    spec = plan.spec
+    stat = ArrayLike.contiguous("float32", rows) if plan.save else ABSENT
     arrays = ForwardArrays(
         x=_input(spec.dtype, spec, rows),
         residual=_input(spec.residual, spec, rows),
@@ -52,7 +61,12 @@ def forward_calls(spec: NormSpec, target: Target, rows: int, save: bool) -> list
 
 def backward_calls(spec: NormSpec, target: Target, rows: int, needs: Needs) -> list[Call]:
     """The calls of a backward pass over contiguous inputs, with descriptions for arrays."""
-    plan = plan_backward(spec, target, needs)
+    return calls_backward(plan_backward(spec, target, needs), rows)
+
+
+def calls_backward(plan: BackwardPlan, rows: int) -> list[Call]:
+    """The same of a plan."""
+    spec, needs = plan.spec, plan.needs
     stat = ArrayLike.contiguous("float32", rows)
     sums = {"dw": spec.weight, "db": spec.bias}
     width = spec.hidden * (spec.heads or 1)
@@ -108,20 +122,44 @@ def _row_classes(plan, heads: int) -> list[int]:
     return list(classes.values())
 
 
-def precompile(spec: NormSpec, target: Target, processes: int | None = None) -> list[Compiled]:
-    """Compile all of `training_calls` into cuTile's cache, on all cores. Needs no GPU.
+def precompile(
+    specs: list[NormSpec], target: Target, processes: int | None = None
+) -> Iterator[list[Compiled]]:
+    """Compile `training_calls` of each spec into cuTile's cache, on all cores. Needs no GPU.
 
     Raises cuda.tile.TileError when a kernel does not compile, RuntimeError when the cache is off.
     """
+    count = [len(training_calls(spec, target)) for spec in specs]
+    work = [(s, target, i) for s, n in zip(specs, count, strict=True) for i in range(n)]
+    with compiling(_compile_nth, work, processes) as results:
+        for n in count:
+            yield [next(results) for _ in range(n)]
+
+
+@contextmanager
+def compiling(function: Callable, work: list, processes: int | None) -> Iterator[Iterator]:
+    """function(item) of each item in order, by default in as many processes as there are CPUs."""
     if cache_folder() is None:
         raise RuntimeError("cuTile's cache is off (CUDA_TILE_CACHE_DIR): nothing would be kept")
-    count = len(training_calls(spec, target))
-    work = [(spec, target, index) for index in range(count)]
-    if processes == 1:
-        return [_compile_nth(item) for item in work]
+    processes = min(processes or cpus(), len(work))
+    if processes <= 1:
+        yield map(function, work)
+        return
     # Fork is not safe once CUDA or threads are up; each worker imports tilenorm afresh.
-    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        return list(pool.map(_compile_nth, work))
+    with ProcessPoolExecutor(processes, get_context("spawn"), _quietly) as pool:
+        yield pool.map(function, work)
+
+
+def _quietly() -> None:
+    """In a worker: of a user's table that is ignored the first process tells."""
+    warnings.simplefilter("ignore", TableWarning)
+
+
+def cpus() -> int:
+    """How many this process may use; os.cpu_count() is how many the machine has."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def compile_call(call: Call, arch: str) -> Compiled:
@@ -135,32 +173,6 @@ def compile_call(call: Call, arch: str) -> Compiled:
     options = call.kernel._compiler_options
     hints = f"occupancy={options.occupancy} worker_warps={options.num_worker_warps}"
     return Compiled(call.kernel._pyfunc.__name__, hints, seconds, *resources(cubin))
-
-
-def resources(cubin: bytes) -> tuple[int | None, int | None, int | None]:
-    """(registers a thread, spilled bytes a thread, shared bytes a block) of a one-kernel cubin.
-
-    Read by cuobjdump, from PATH or the package nvidia-cuda-cuobjdump; (None, ...) without it.
-    """
-    tool = cuobjdump()
-    if tool is None:
-        return None, None, None
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [tool, "--dump-resource-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)", text)
-    return tuple(int(group) for group in found.groups())
-
-
-def cuobjdump() -> str | None:
-    """Where cuobjdump is, if anywhere."""
-    try:
-        from nvidia import cu13
-    except ImportError:
-        return shutil.which("cuobjdump")
-    return shutil.which("cuobjdump", path=f"{cu13.__path__[0]}/bin") or shutil.which("cuobjdump")
 
 
 def _compile_nth(item: tuple[NormSpec, Target, int]) -> Compiled:

@@ -15,6 +15,8 @@ MULTIPROCESSORS = {
     "sm_120": 170,
     "sm_121": 48,
 }
+# KiB of a multiprocessor where they are not those of the data centre's GPUs since Hopper.
+SHARED_KIB = {"sm_80": 164, "sm_86": 100, "sm_89": 100, "sm_120": 100, "sm_121": 100}
 
 
 @dataclass(frozen=True)
@@ -44,3 +46,8 @@ class Target:
     def has_dependent_launch(self) -> bool:
         """A kernel can start before the one ahead of it has ended, and wait for it in its midst."""
         return self.has_tma
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory that a block may take: what a multiprocessor has less 1 KiB of its own."""
+        return (SHARED_KIB.get(self.arch, 228) - 1) * 1024

@@ -3,6 +3,7 @@
 import inspect
 from dataclasses import dataclass
 
+from ..launch import heuristics
 from ..launch.calls import every_gradient
 from ..launch.precompile import backward_calls, forward_calls
 from ..launch.signature import ArrayLike
@@ -27,8 +28,9 @@ class Explanation:
     """chosen: the implementation that serves; None where the backend asked for does not.
     refused: the others preferred to it, with reasons.
 
-    forward, backward: the launches, empty for the reference. Bytes: what the mathematics moves,
-    each input read once and each output written once.
+    forward, backward: the launches, empty for the reference. Sources: which table or rule their
+    configurations come from, or None. Bytes: what the mathematics moves, each input read once and
+    each output written once.
     """
 
     spec: NormSpec
@@ -38,6 +40,8 @@ class Explanation:
     refused: dict[str, str]
     forward: tuple[Step, ...]
     backward: tuple[Step, ...]
+    forward_source: str | None
+    backward_source: str | None
     forward_bytes: int
     backward_bytes: int
 
@@ -49,11 +53,12 @@ class Explanation:
             f"  served by {self.chosen or 'nothing: the call raises'}",
         ]
         lines += [f"  refused by {name}: {reason}" for name, reason in self.refused.items()]
-        for name, steps, moved in (
-            ("forward", self.forward, self.forward_bytes),
-            ("backward", self.backward, self.backward_bytes),
+        for name, steps, source, moved in (
+            ("forward", self.forward, self.forward_source, self.forward_bytes),
+            ("backward", self.backward, self.backward_source, self.backward_bytes),
         ):
-            lines.append(f"  {name}: {moved:,} bytes")
+            chosen = f", configuration: {source}" if source else ""
+            lines.append(f"  {name}: {moved:,} bytes{chosen}")
             for step in steps:
                 hints = " ".join(f"{k}={v}" for k, v in step.hints.items()) or "none"
                 constants = " ".join(f"{k}={v}" for k, v in step.constants.items())
@@ -99,11 +104,12 @@ def explain_spec(
         refused[backend] = f"asked for, but {found.get(backend, 'there is no such backend')}"
     elif chosen != serving[0]:
         refused[serving[0]] = f"backend {chosen!r} was asked for"
-    forward = backward = ()
+    forward, backward, sources = (), (), (None, None)
     if chosen == "cutile" and rows:
         needs = every_gradient(spec)
         forward = _steps(forward_calls(spec, device.target, rows, True))
         backward = _steps(backward_calls(spec, device.target, rows, needs))
+        sources = tuple(heuristics.source(spec, device.target, n) for n in (None, needs))
     return Explanation(
         spec,
         rows,
@@ -112,6 +118,7 @@ def explain_spec(
         refused,
         forward,
         backward,
+        *sources,
         *moved_bytes(spec, rows),
     )
 

@@ -6,6 +6,8 @@ from importlib import metadata
 
 import torch
 
+from ..launch import user_table
+from ..launch.target import MULTIPROCESSORS
 from ..launch.toolchain import cache_folder, compiler_path, driver_version
 from ..spec import OPS, NormSpec
 from .registry import device_of, refusals
@@ -20,6 +22,7 @@ def information() -> tuple[list[str], list[str]]:
     lines += [f"{name} {_version(name)}" for name in PACKAGES]
     lines.append(f"compiler {_compiler(wrong)}")
     lines.append(f"compile cache {_cache(wrong)}")
+    lines += _tables(wrong)
     devices = [("cuda", i) for i in range(torch.cuda.device_count())]
     if devices:
         driver = driver_version()
@@ -61,6 +64,20 @@ def _compiler(wrong: list[str]) -> str:
         wrong.append(f"tileiras does not run: {error}")
         return "missing"
     return f"{path}: {text.stdout.strip().splitlines()[-1]}"
+
+
+def _tables(wrong: list[str]) -> list[str]:
+    """The user's own tables, and what is wrong with one that does not serve."""
+    lines = []
+    for arch in MULTIPROCESSORS:
+        path = user_table.path_of(arch)
+        try:
+            lines.append(f"user table {path}: {len(user_table.read(path, arch))} configurations")
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError) as error:
+            wrong.append(f"the user table {path} is ignored: {error}")
+    return lines
 
 
 def _cache(wrong: list[str]) -> str:

@@ -1,6 +1,5 @@
 """Which implementation serves what: assembled here, in order of preference, and nowhere else."""
 
-import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ import torch
 
 from ..launch.target import MULTIPROCESSORS, Target
 from ..launch.toolchain import compiler_path, driver_version
+from ..settings import settings
 from ..spec import OPS, NormSpec
 
 MAX_HIDDEN = 262144
@@ -130,7 +130,7 @@ def refuse_transformed(op: str, backend: str | None) -> None:
 
 def requested_backend() -> str | None:
     """TILENORM_BACKEND: "cutile" or "reference". Read when an op first meets a spec."""
-    return os.environ.get("TILENORM_BACKEND") or None
+    return settings().backend
 
 
 @cache

@@ -1,0 +1,79 @@
+"""Resources read from a cubin: as cuobjdump tells them."""
+
+import re
+import shutil
+import subprocess
+
+import pytest
+from cuda.tile._cext import default_tile_context
+
+from tilenorm.launch import cubin
+from tilenorm.launch.config import Backward, Hints, Wide
+from tilenorm.launch.precompile import calls_backward
+from tilenorm.launch.signature import signature
+from tilenorm.launch.target import Target
+from tilenorm.launch.tuner import plan_of
+from tilenorm.spec import NormSpec
+
+# Without spills and with; threads that only load; another version of the ELF format; two launches.
+COMPILED = {
+    "sm_90 without spills": ("sm_90", Backward((1024,), hints=Hints(1))),
+    "sm_90 with spills": ("sm_90", Backward((1024,), 4, hints=Hints(5))),
+    "sm_90 by tile loads": ("sm_90", Backward((1024,), tma=True, hints=Hints(1, 8))),
+    "sm_80": ("sm_80", Backward((1024,), hints=Hints(1))),
+    "sm_100": ("sm_100", Wide(1024, 3)),
+}
+
+
+@pytest.fixture(scope="module", params=COMPILED)
+def cubins(request) -> list[bytes]:
+    arch, config = COMPILED[request.param]
+    spec = NormSpec("rms", 1024, "bfloat16", "bfloat16")
+    calls = calls_backward(plan_of(spec, Target.of(arch), "backward", config), 65536)
+    capability = divmod(int(arch.removeprefix("sm_")), 10)
+    return [
+        c.kernel._compile(signature(c.kernel, c.arguments), default_tile_context, capability)[0]
+        for c in calls
+    ]
+
+
+def cuobjdump() -> str | None:
+    """Where it is: from the package nvidia-cuda-cuobjdump, or on PATH."""
+    try:
+        from nvidia import cu13
+    except ImportError:
+        return shutil.which("cuobjdump")
+    return shutil.which("cuobjdump", path=f"{cu13.__path__[0]}/bin") or shutil.which("cuobjdump")
+
+
+def test_as_cuobjdump_tells(cubins, tmp_path):
+    tool = cuobjdump()
+    assert tool, 'pip install -e ".[test]" brings it'
+    for code in cubins:
+        path = tmp_path / "kernel.cubin"
+        path.write_bytes(code)
+        command = [tool, "--dump-resource-usage", str(path)]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        told = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)", text)
+        found = cubin.resources(code)
+        assert (found.registers, found.spill_bytes, found.shared_bytes) == tuple(
+            int(number) for number in told.groups()
+        )
+        assert found.threads % 32 == 0
+
+
+@pytest.mark.parametrize("cubins", ["sm_90 with spills"], indirect=True)
+def test_spills_are_seen(cubins):
+    """What the test above compares is not zero throughout."""
+    assert cubin.resources(cubins[0]).spill_bytes > 0
+
+
+@pytest.mark.parametrize("cut", [0, 3, 70, 1000])
+def test_what_is_no_cubin_is_refused(cubins, cut):
+    with pytest.raises(ValueError, match="not a cubin with one kernel"):
+        cubin.resources(cubins[0][:cut])
+
+
+def test_code_is_told_apart(cubins):
+    digests = [cubin.resources(code).code for code in cubins]
+    assert len(set(digests)) == len(cubins) == len(set(cubins))

@@ -1,0 +1,146 @@
+"""The search: what it compiles, what it drops, and that it finds the fastest under noise."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from tilenorm.launch.config import Forward, Hints
+from tilenorm.launch.precompile import Compiled
+from tilenorm.launch.target import Target
+from tilenorm.launch.tuner import (
+    MOST_SAMPLES,
+    Candidate,
+    Measured,
+    compile_candidates,
+    prune,
+    rank,
+)
+from tilenorm.spec import NormSpec
+
+H200 = Target.of("sm_90")
+
+
+def candidate(rows: int, code: str = "", **resources) -> Candidate:
+    usual = {"registers": 64, "spill_bytes": 0, "shared_bytes": 1024, "threads": 128}
+    kernel = Compiled("norm_forward", "", 0.1, **(usual | resources), code=code or str(rows))
+    return Candidate(Forward(rows), (kernel,), ((100,),))
+
+
+def kept(candidates, **how) -> list[int]:
+    reasons = prune(candidates, H200, **how)
+    assert list(reasons) == [c.config for c in candidates]
+    return [config.rows for config, reason in reasons.items() if reason is None]
+
+
+def test_spilling_candidates_are_dropped():
+    found = [candidate(1, spill_bytes=8), candidate(2), candidate(4, spill_bytes=200)]
+    assert kept(found) == [1, 2]
+    assert kept(found, spilled=0) == [2]
+    assert kept(found, spilled=0, keep=found[2].config) == [2, 4]
+    assert "spills 200 bytes" in prune(found, H200)[Forward(4)]
+
+
+def test_where_all_spill_the_least_spilling_stay():
+    spilling = [candidate(1, spill_bytes=800), candidate(2, spill_bytes=600)]
+    assert kept(spilling) == [2]
+
+
+def test_what_does_not_fit_is_dropped():
+    large = candidate(1, shared_bytes=228 * 1024)
+    assert kept([large, candidate(2, registers=255, threads=384), candidate(4)]) == [4]
+    assert kept([candidate(1, shared_bytes=227 * 1024)]) == [1]
+    # What would spill least is no measure if it cannot run.
+    assert kept([large, candidate(2, spill_bytes=900)]) == [2]
+
+
+def test_the_same_code_is_timed_once():
+    twin = candidate(2, code="a")
+    assert kept([candidate(1, code="a"), twin, candidate(4, code="b")]) == [1, 4]
+    assert kept([candidate(1, code="a"), replace(twin, grids=((50,),))]) == [1, 2]
+
+
+def test_what_does_not_compile_is_dropped():
+    failed = Candidate(Forward(8), failed="does not compile: because")
+    assert prune([failed, candidate(1)], H200)[Forward(8)] == "does not compile: because"
+    assert prune([failed], H200) == {Forward(8): "does not compile: because"}
+
+
+def test_compiling_candidates(tmp_path, monkeypatch):
+    spec = NormSpec("rms", 1024, "bfloat16", "bfloat16")
+    right = Forward(1, Hints(4), (1024,))
+    configs = [right, replace(right, hints=Hints(8)), replace(right, widths=(1000,))]
+    lines = []
+    found = compile_candidates(spec, H200, "forward", 4096, configs, 1, lines.append)
+    assert [c.config for c in found] == configs
+    assert found[0].failed is found[1].failed is None
+    assert found[0].grids == ((4096,),)
+    assert found[0].kernels[0].registers > 0 and found[0].spilled == 0
+    assert found[2].failed.startswith("does not compile: ")
+    assert lines == ["compiled 3 of 3"]
+
+
+class FakeGpu:
+    """Times choices by name, with noise, on a clock that a sample moves by a millisecond."""
+
+    def __init__(self, times: dict[str, float], noise: float, seed: int = 0):
+        self.times, self.noise, self.now = times, noise, 0.0
+        self.random = random.Random(seed)
+        self.taken = dict.fromkeys(times, 0)
+
+    def sample(self, name: str) -> float:
+        self.now += 1e-3
+        self.taken[name] += 1
+        return self.times[name] * (1 + self.noise * self.random.random())
+
+    def rank(self, seconds: float = 60.0):
+        return rank(list(self.times), self.sample, seconds, lambda _: None, lambda: self.now)
+
+
+def test_finds_the_fastest_under_noise():
+    # Noise of 5% hides the 1% between neighbours in single samples.
+    names = [f"config {i}" for i in range(60)]
+    for seed in range(10):
+        order = random.Random(seed).sample(names, len(names))
+        gpu = FakeGpu({n: 100 * 1.01**i for i, n in enumerate(order)}, 0.05, seed)
+        ranking = gpu.rank()
+        assert [n for n, _ in ranking[:2]] in (order[:2], [order[0], order[2]])
+        assert len(ranking) == len(names)
+        assert gpu.taken[order[0]] > 10 * gpu.taken[order[-1]], "slow ones take the time"
+
+
+def test_what_is_clearly_fastest_is_soon_found():
+    gpu = FakeGpu({"a": 100, "b": 50, "c": 100}, 0.01)
+    (first, measured), *_ = gpu.rank()
+    assert first == "b" and measured.samples < 20
+    assert 50 <= measured.us <= 50.5 and 0 < measured.spread_us < 0.5
+
+
+def test_equals_end_after_enough_samples():
+    gpu = FakeGpu({"a": 100, "b": 100}, 0.05)
+    assert all(MOST_SAMPLES <= m.samples <= 2 * MOST_SAMPLES for _, m in gpu.rank())
+
+
+@pytest.mark.parametrize("seconds", [0.01, 0.05, 0.2])
+def test_stops_in_time(seconds):
+    gpu = FakeGpu({f"config {i}": 100 + i for i in range(30)}, 0.05)
+    ranking = gpu.rank(seconds)
+    assert gpu.now <= seconds + 1e-3
+    assert len(ranking) == sum(n > 0 for n in gpu.taken.values())
+    fastest = ranking[0][1]
+    assert all(fastest.us <= m.us for _, m in ranking if m.samples >= fastest.samples)
+
+
+def test_without_time_nothing_is_ranked():
+    assert FakeGpu({"a": 1.0}, 0.0).rank(0.0) == []
+    assert rank([], lambda _: 0.0, 1.0, lambda _: None) == []
+
+
+def test_one_choice_is_measured():
+    ((name, measured),) = FakeGpu({"a": 10.0}, 0.0).rank()
+    assert (name, measured.us) == ("a", 10.0)
+
+
+def test_statistics():
+    assert Measured.of([5.0]) == Measured(5.0, 0.0, 1)
+    assert Measured.of([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]) == Measured(3.5, 3.0, 6)

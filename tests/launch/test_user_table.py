@@ -1,0 +1,224 @@
+"""A user's tables: what was written is what plans read, and what does not serve is ignored."""
+
+import json
+import warnings
+from dataclasses import replace
+
+import pytest
+
+from tilenorm.launch import heuristics, shipped, user_table
+from tilenorm.launch.calls import every_gradient
+from tilenorm.launch.config import Backward, Forward, Hints, Wide
+from tilenorm.launch.target import Target
+from tilenorm.launch.user_table import Entry, Key, TableWarning
+from tilenorm.settings import settings
+from tilenorm.spec import NormSpec
+
+H200 = Target.of("sm_90")
+SPEC = NormSpec("rms", 4096, "bfloat16", "bfloat16")
+NEEDS = every_gradient(SPEC)
+FORWARD = Forward(1, Hints(3, 8), (2048, 2048), loop=True, tma=True, store=True)
+BACKWARD = Backward((4096,), hints=Hints(2, 8))
+
+
+def entry(config, spec=SPEC, direction=None, op=None, **fields) -> Entry:
+    direction = direction or ("backward" if isinstance(config, Backward) else "forward")
+    measured = Entry(
+        Key.of(spec, direction, op or spec.op), config, 67.125, 0.0031, 96, 4000.5, 16384, "a spec",
+        {"norm_forward": 71}, {}, "NVIDIA H200", "580.159.04", "2026-11-21",
+    )  # fmt: skip
+    return replace(measured, **fields)
+
+
+@pytest.fixture
+def path(tables):
+    """Of a table with both directions."""
+    user_table.write(tables / "sm_90.json", "sm_90", [entry(FORWARD), entry(BACKWARD)])
+    return tables / "sm_90.json"
+
+
+def test_where_tables_are(monkeypatch):
+    monkeypatch.setenv("TILENORM_CACHE_DIR", "/some/folder")
+    assert str(user_table.path_of("sm_90")) == "/some/folder/sm_90.json"
+    monkeypatch.delenv("TILENORM_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
+    assert str(settings().tables) == "/cache/tilenorm"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/me")
+    assert str(settings().tables) == "/home/me/.cache/tilenorm"
+
+
+def test_what_was_written_is_read(path):
+    others = [entry(Wide(2048), replace(SPEC, hidden=65536)), entry(Forward(4), heads_of(SPEC))]
+    user_table.write(path, "sm_90", others)
+    expected = {e.key: e for e in (entry(FORWARD), entry(BACKWARD), *others)}
+    assert {e.key: e for e in user_table.read(path, "sm_90")} == expected
+    assert [p.name for p in path.parent.iterdir()] == ["sm_90.json"], "a draft was left"
+
+
+def heads_of(spec):
+    return replace(spec, heads=8)
+
+
+def test_a_later_measurement_replaces_an_earlier(path):
+    user_table.write(path, "sm_90", [entry(Forward(2), us=1.0)])
+    found = {e.key.direction: e.config for e in user_table.read(path, "sm_90")}
+    assert found == {"forward": Forward(2), "backward": BACKWARD}
+
+
+def test_plans_read_it(path):
+    assert heuristics.forward(SPEC, H200) == FORWARD
+    assert heuristics.backward(SPEC, H200, NEEDS) == BACKWARD
+    for needs in (None, NEEDS):
+        assert heuristics.source(SPEC, H200, needs) == f"user table {path}"
+
+
+def test_it_serves_what_it_was_measured_for_and_its_like(path):
+    like = (
+        replace(SPEC, dtype="float16", weight=None),
+        replace(SPEC, offset=1.0, rounding="early", weight="float32"),
+    )
+    unlike = (
+        replace(SPEC, hidden=4104),
+        replace(SPEC, dtype="float32"),
+        replace(SPEC, norm="layer"),
+        replace(SPEC, residual="bfloat16"),
+        heads_of(SPEC),
+    )
+    assert all(heuristics.forward(spec, H200) == FORWARD for spec in like)
+    assert all(heuristics.source(spec, H200) == "tuned/sm_90" for spec in unlike)
+    assert heuristics.source(SPEC, Target.of("sm_100")) == "heuristic, untimed"
+
+
+def test_sizes_that_no_shipped_table_has(tables):
+    narrow, parts = replace(SPEC, hidden=8), replace(SPEC, hidden=1001)
+    entries = [entry(Backward((8,), 128), narrow), entry(Backward((1024,), 2), parts)]
+    assert heuristics.source(narrow, H200, NEEDS) == "heuristic, untimed"
+    user_table.write(tables / "sm_90.json", "sm_90", entries)
+    assert heuristics.backward(narrow, H200, NEEDS) == Backward((8,), 128)
+    assert heuristics.backward(parts, H200, NEEDS) == Backward((1024,), 2)
+
+
+def test_it_is_read_once(path):
+    assert heuristics.forward(SPEC, H200) == FORWARD
+    path.unlink()
+    assert heuristics.forward(SPEC, H200) == FORWARD
+
+
+def edited(**fields):
+    return lambda table: table | fields
+
+
+def first(**fields):
+    """With other fields in the first entry, which is of the backward pass."""
+    return lambda table: table | {"entries": [table["entries"][0] | fields, *table["entries"][1:]]}
+
+
+def config(**fields):
+    return lambda table: first(config=table["entries"][0]["config"] | fields)(table)
+
+
+KEY = entry(BACKWARD).key._asdict()
+UNSERVING = {
+    "of another architecture": (edited(arch="sm_100"), "it is of sm_100, not of sm_90"),
+    "of another compiler": (
+        lambda table: table | {"versions": table["versions"] | {"tileiras": "13.9.1"}},
+        "measured with {'tileiras': '13.9.1'",
+    ),
+    "of a newer format": (edited(format=2), "no table of format 1"),
+    "no table": (lambda _: [1, 2], "no table of format 1"),
+    "a field more": (edited(extra=1), "its fields are"),
+    "entries of no list": (edited(entries=3), "its fields are"),
+    "an entry of no fields": (edited(entries=[7]), "entry 0"),
+    "an entry with a field more": (first(mean=3.0), "entry 0: Entry has"),
+    "an unknown form": (config(form="Cluster"), "entry 0: 'Cluster'"),
+    "a field of a newer configuration": (config(depth=2), "entry 0: Backward has"),
+    "another type": (config(tma=1), "entry 0: Backward: tma is 1"),
+    "no numbers": (config(widths=["4096"]), "entry 0"),
+    "no hints": (config(hints=None), "entry 0"),
+    "a configuration that cannot serve": (config(widths=[2048]), "do not end with a row of 4096"),
+    "of the other direction": (first(key=KEY | {"direction": "forward"}), "none of the forward"),
+    "a key of another kind": (first(key=KEY | {"rows": 3}), "entry 0"),
+    "a size that is no number": (first(key=KEY | {"hidden": "4096"}), "entry 0"),
+}
+
+
+def check_ignored(path, message):
+    with pytest.warns(TableWarning, match="tilenorm ignores") as caught:
+        found = heuristics.forward(SPEC, H200)
+    assert found != FORWARD and heuristics.source(SPEC, H200) == "tuned/sm_90"
+    (warning,) = caught
+    assert str(path) in str(warning.message) and message in str(warning.message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # once is enough
+        heuristics.backward(SPEC, H200, NEEDS)
+
+
+@pytest.mark.parametrize("case", UNSERVING)
+def test_a_foreign_table_is_ignored(case, path):
+    change, message = UNSERVING[case]
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+    check_ignored(path, message)
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"format": 1', "\x00\xff"])
+def test_a_damaged_table_is_ignored(text, path):
+    path.write_text(text, encoding="latin1")
+    check_ignored(path, "")
+
+
+def test_a_table_that_cannot_be_read_is_ignored(path):
+    path.unlink()
+    path.mkdir()
+    check_ignored(path, "directory")
+
+
+def test_what_does_not_serve_is_replaced(path):
+    path.write_text("{")
+    user_table.write(path, "sm_90", [entry(FORWARD)])
+    assert user_table.read(path, "sm_90") == [entry(FORWARD)]
+
+
+def defined(text: str) -> dict:
+    """What the text of a shipped table defines."""
+    names = {form.__name__: form for form in (Forward, Backward, Wide, Hints)}
+    exec(text, names)
+    return names
+
+
+def test_as_a_shipped_table():
+    sizes = [replace(SPEC, hidden=n) for n in (2048, 4096, 8192)]
+    found = defined(
+        shipped.render(
+            [
+                entry(Forward(1, Hints(8), (8192,)), sizes[2]),
+                entry(Forward(1, Hints(8), (4096,)), sizes[1], gb_s=3990.4),
+                entry(Forward(2, widths=(2048,)), sizes[0]),
+                entry(FORWARD, sizes[1], op="layer_norm", spills={"norm_forward": 8}),
+                entry(BACKWARD, sizes[1]),
+                entry(Forward(4), heads_of(sizes[1])),
+                entry(Forward(4), replace(SPEC, hidden=1001)),
+            ],
+            "sm_90",
+        )
+    )
+    assert found["FORWARD"] == {
+        ("rms_norm", 2): ((2048, Forward(2)), (8192, Forward(1, Hints(8)))),
+        ("layer_norm", 2): ((4096, FORWARD),),
+    }
+    assert found["BACKWARD"] == {("rms_norm", 2): ((4096, BACKWARD),)}
+    assert found["SPILLS"] == {("norm_forward", "layer_norm", 2, 4096): 8}
+
+
+def test_the_text_of_a_shipped_table():
+    sizes = [replace(SPEC, hidden=n) for n in (4096, 8192)]
+    entries = [entry(Forward(1, Hints(8)), spec, gb_s=4000.5 - spec.hidden) for spec in sizes]
+    text = shipped.render(entries, "sm_90")
+    assert "        (8192, Forward(hints=Hints(occupancy=8))),  # -96 (4096), -4192\n" in text
+
+
+def test_a_gap_in_a_shipped_table():
+    entries = [entry(Backward((n,)), replace(SPEC, hidden=n)) for n in (1024, 8192)]
+    entries[1] = replace(entries[1], config=Backward((4096, 4096)))
+    with pytest.raises(ValueError, match=r"would serve from 1032 on.*tune a size between"):
+        shipped.render(entries, "sm_90")

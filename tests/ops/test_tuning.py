@@ -1,0 +1,198 @@
+"""Tuning: wrong candidates are seen on the CPU; a GPU tunes, and serves what it found."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests import cases, interpreter
+from tilenorm.__main__ import main
+from tilenorm.launch import heuristics, user_table
+from tilenorm.launch.calls import every_gradient
+from tilenorm.launch.candidates import candidates
+from tilenorm.launch.config import Backward, Forward, Wide
+from tilenorm.launch.tuner import plan_of
+from tilenorm.ops import tuning
+from tilenorm.ops.explain import planned_device
+from tilenorm.ops.tuning import Trials, ordered_candidates, whole_rows
+from tilenorm.spec import NormSpec
+
+from .cuda_helpers import made, target, train
+from .helpers import FAMILY, NEEDS_GPU, assert_step, expected_of
+
+H200 = cases.target("sm_90")
+SPECS = [
+    NormSpec("rms", 40, "bfloat16", "bfloat16"),
+    NormSpec("rms", 40, "float16", "float16", "float16", 1.0, rounding="early"),
+    NormSpec("layer", 40, "bfloat16", "float32", "bfloat16", residual="float32"),
+    NormSpec("rms", 40, "float32", "float32", gate="bfloat16"),
+    NormSpec("rms", 40, "bfloat16", gate="bfloat16", gate_first=True),
+    NormSpec("layer", 40, "bfloat16", "bfloat16", "bfloat16", heads=3),
+]
+each_spec = pytest.mark.parametrize("spec", SPECS, ids=cases.label)
+each_direction = pytest.mark.parametrize("direction", cases.DIRECTIONS)
+
+
+def interpret(calls, index) -> None:
+    for kernel, grid, arguments in calls:
+        interpreter.launch(grid, kernel, arguments)
+
+
+def trials(spec, direction, run=interpret) -> Trials:
+    rows = whole_rows(spec, 48)
+    return Trials(spec, direction, rows, rows, torch.device("cpu"), run)
+
+
+@each_spec
+@each_direction
+def test_right_candidates_are_kept(spec, direction):
+    tried = trials(spec, direction)
+    for config in (*ordered_candidates(spec, H200, direction)[:2], Wide(32)):
+        assert tried.wrong(plan_of(spec, H200, direction, config)) is None, config
+
+
+@each_direction
+def test_wrong_results_are_seen(direction):
+    spec = SPECS[0]
+    plan = plan_of(replace(spec, offset=0.1), H200, direction, Wide(32))
+    assert "differs from the reference" in trials(spec, direction).wrong(plan)
+
+
+@each_direction
+def test_rows_that_are_not_written_are_seen(direction):
+    def all_but_one(calls, index) -> None:
+        outputs = ("Y", "DX")
+        for kernel, grid, arguments in calls:
+            interpreter.launch(grid, kernel, arguments)
+            names = kernel._annotated_function.pysig.parameters
+            for name, value in zip(names, arguments, strict=True):
+                if name in outputs:
+                    value[-1] = float("nan")
+
+    spec = SPECS[0]
+    plan = plan_of(spec, H200, direction, Wide(32))
+    message = "result 0 differs from the reference in 40 places"
+    assert trials(spec, direction, all_but_one).wrong(plan) == message
+
+
+@each_direction
+def test_what_serves_now_is_tried_first(direction):
+    for hidden in (37, 64, 4096, 65536):
+        spec = NormSpec("rms", hidden, "bfloat16", "bfloat16")
+        tried = ordered_candidates(spec, H200, direction)
+        chosen = cases.config(direction, spec, H200)
+        assert tried[0] in (chosen, replace(chosen, **widths(tried[0])))
+        assert len(tried) == len(set(tried))
+
+
+def widths(config) -> dict:
+    return {"widths": config.widths} if isinstance(config, Forward) else {}
+
+
+def test_rows_are_whole_tokens():
+    spec = SPECS[0]
+    assert [whole_rows(spec, n) for n in (1, 16, 100)] == [16, 16, 96]
+    assert [whole_rows(replace(spec, heads=3), n) for n in (1, 100)] == [48, 96]
+
+
+@pytest.fixture
+def pretended(tables, monkeypatch):
+    """A GPU of `times` µs by the rows of a tile; those of 16 are wrong, those of 1 do not run."""
+    times = {1: 50.0, 2: 90.0, 4: 70.0, 8: 80.0, 16: 60.0}
+
+    class Pretended:
+        def __init__(self, spec, direction, rows, checked, device):
+            assert checked <= rows and device.type == "cuda"
+            self.bytes = 70_000_000
+
+        def wrong(self, plan):
+            if plan.config.rows == 1:
+                raise RuntimeError("invalid argument")
+            return "it differs" if plan.config.rows == 16 else None
+
+        def sample(self, plan):
+            return times[plan.config.rows]
+
+    def configs(spec, target, direction):
+        kind = {"forward": Forward, "backward": Backward}[direction]
+        return [kind(rows=rows, widths=(256,)) for rows in times]
+
+    monkeypatch.setattr(tuning, "Trials", Pretended)
+    monkeypatch.setattr(tuning, "candidates", configs)
+    monkeypatch.setattr(tuning, "gpu", lambda: planned_device("sm_90"))
+    monkeypatch.setattr(tuning, "driver_release", lambda: "580")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 36, 1 << 36))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
+
+
+@each_direction
+def test_the_fastest_right_candidate_is_found(direction, pretended):
+    spec, told = NormSpec("rms", 256, "bfloat16", "bfloat16"), []
+    found = tuning.tune(spec, direction, seconds=5, processes=1, report=told.append)
+    assert (found.config.rows, found.config.widths) == (4, (256,))
+    assert found.key == user_table.Key(direction, "rms_norm", 2, 256, True, False)
+    assert (found.us, found.spread, found.gb_s) == (70.0, 0.0, 1000.0)
+    assert found.rows == tuning.ELEMENTS // 256
+    assert (found.gpu, found.driver, found.samples >= 3) == ("a GPU", "580", True)
+    assert f"norm_{direction}" in found.registers
+    dropped = [line.partition(": ")[2] for line in told if line.startswith("dropped ")]
+    assert dropped == ["does not run: invalid argument", "it differs"]
+    assert told[0] == "compiled 6 of 6"
+    assert any(line.startswith("70.00 µs; before, 80.00 µs by ") for line in told)
+
+
+def test_no_right_candidate(pretended, monkeypatch):
+    monkeypatch.setattr(tuning.Trials, "wrong", lambda self, plan: "it differs")
+    spec = NormSpec("rms", 256, "bfloat16", "bfloat16")
+    with pytest.raises(RuntimeError, match="no candidate gives the reference's results"):
+        tuning.tune(spec, "forward", processes=1)
+
+
+def test_no_candidate_that_compiles(pretended, monkeypatch):
+    monkeypatch.setattr(tuning, "candidates", lambda *_: [])
+    monkeypatch.setattr(heuristics, "forward", lambda *_: Forward(widths=(100,)))
+    with pytest.raises(RuntimeError, match="rms_norm 256: does not compile: "):
+        tuning.tune(NormSpec("rms", 256, "bfloat16"), "forward", processes=1)
+
+
+def test_no_time(pretended):
+    with pytest.raises(RuntimeError, match="too short to time anything"):
+        tuning.tune(NormSpec("rms", 256, "bfloat16"), "forward", seconds=0, processes=1)
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize("op", ["rms_norm", "add_layer_norm"])
+def test_tuning_a_gpu(op, tables, no_memory, monkeypatch, capsys):
+    monkeypatch.setattr(tuning, "candidates", lambda *a: candidates(*a)[:6])
+    arguments = f"--op {op} --hidden 1024 --rows 4096 --seconds 2 --processes 1 --bias"
+    assert main(["tune", *arguments.split()]) == 0
+    arch = target().arch
+    path = user_table.path_of(arch)
+    found = {e.key.direction: e for e in user_table.read(path, arch)}
+    assert set(found) == {"forward", "backward"}
+    for entry in found.values():
+        assert entry.gpu == torch.cuda.get_device_name()
+        assert entry.us > 0 and entry.samples >= 3 and 0 < entry.gb_s < 50_000
+        assert entry.driver and entry.registers
+    assert "dropped" not in capsys.readouterr().err, "a candidate is wrong"
+
+    spec = NormSpec.of(op, 1024, "bfloat16", weight="bfloat16", bias="bfloat16")
+    assert heuristics.forward(spec, target()) == found["forward"].config
+    assert heuristics.source(spec, target(), every_gradient(spec)) == f"user table {path}"
+    tensors, incoming = made(FAMILY[op], 300, 1024)
+    got = train(FAMILY[op], tensors, incoming)
+    assert_step(got, expected_of(FAMILY[op], tensors, incoming))
+
+
+@NEEDS_GPU
+def test_a_sample_is_the_time_of_a_call():
+    spec = NormSpec("rms", 4096, "bfloat16", "bfloat16")
+    config = heuristics.forward(spec, target())
+    plan = plan_of(spec, target(), "forward", config)
+    small, large = (
+        Trials(spec, "forward", rows, 16, torch.device("cuda", 0)) for rows in (4096, 32768)
+    )
+    # The first of each compiles.
+    times = [min(tried.sample(plan) for _ in range(10)) for tried in (small, large)]
+    assert 4 < times[1] / times[0] < 12, times

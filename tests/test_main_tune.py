@@ -1,0 +1,153 @@
+"""python -m tilenorm tune: what it lists, writes and prints; how it measures is in tests/ops."""
+
+import json
+
+import pytest
+import torch
+
+from tilenorm import __main__ as command
+from tilenorm.__main__ import main
+from tilenorm.launch import heuristics, user_table
+from tilenorm.launch.config import Backward, Forward, Hints, Wide
+from tilenorm.launch.target import Target
+from tilenorm.ops.explain import planned_device
+from tilenorm.spec import NormSpec
+
+H200 = Target.of("sm_90")
+BEST = {"forward": Forward(2, Hints(8), (1024,)), "backward": Backward((1024,), 2)}
+
+
+@pytest.fixture
+def measured(monkeypatch, tables):
+    """The specs that a pretended GPU has tuned."""
+    found = []
+
+    def tuned(spec, direction, rows, seconds, processes, spills, report):
+        found.append((spec, direction, rows, seconds))
+        report("halfway")
+        key = user_table.Key.of(spec, direction, command.served_op(spec, direction))
+        numbers = (67.125, 0.0031, 96, 4000.5, 16384, "a spec", {}, {}, "a GPU", "580", "a day")
+        return user_table.Entry(key, BEST[direction], *numbers)
+
+    monkeypatch.setattr(command, "tuned", tuned)
+    monkeypatch.setattr(command, "gpu", lambda: planned_device("sm_90"))
+    return found
+
+
+def test_tune(measured, tables, capsys):
+    assert main(["tune", "--hidden", "1024", "--seconds", "3", "--rows", "512"]) == 0
+    spec = NormSpec("rms", 1024, "bfloat16", "bfloat16")
+    assert measured == [(spec, "forward", 512, 3), (spec, "backward", 512, 3)]
+    out, err = capsys.readouterr()
+    title = "rms_norm 1024 bfloat16 (weight bfloat16, bias None, offset 0) forward"
+    assert f"{title}: 67.125 µs, spread 0.31%, 4000.5 GB/s, 96 samples\n" in out
+    assert "  Forward(rows=2, hints=Hints(occupancy=8), widths=(1024,))\n" in out
+    assert f"written to {tables / 'sm_90.json'}\n" in out
+    assert err.splitlines()[:2] == [title, "halfway"]
+    assert heuristics.forward(spec, H200) == BEST["forward"]
+
+
+def test_every_op_dtype_and_size(measured):
+    sizes = ["--hidden", "8", "64", "--dtype", "float16", "float32"]
+    main(["tune", "--op", "rms_norm", "add_layer_norm", *sizes])
+    told = [(s.op, s.hidden, s.dtype, direction) for s, direction, *_ in measured]
+    assert len(set(told)) == len(told) == 16
+    assert told[-1] == ("add_layer_norm", 64, "float32", "backward")
+
+
+def test_into_a_file(measured, tables, tmp_path, capsys):
+    path = tmp_path / "folder" / "mine.json"
+    main(["tune", "--hidden", "1024", "--direction", "forward", "--out", str(path)])
+    assert [e.config for e in user_table.read(path, "sm_90")] == [BEST["forward"]]
+    assert f"written to {path}" in capsys.readouterr().out
+    assert not tables.exists()
+
+
+def test_as_a_shipped_table(measured, capsys):
+    main(["tune", "--hidden", "1024", "--shipped"])
+    text = capsys.readouterr().out
+    assert "(1024, Backward(widths=(1024,), rows=2)),  # 4000" in text
+    main(["tune", "--arch", "sm_90", "--shipped"])
+    again = capsys.readouterr().out
+    assert again.startswith("SPILLS = {") and text.endswith(again)
+    assert len(measured) == 2, "printing a table tunes nothing"
+
+
+def test_info_tells_of_tables(measured, tables, capsys):
+    main(["info"])
+    assert "user table" not in capsys.readouterr().out
+    main(["tune", "--hidden", "1024"])
+    path = tables / "sm_90.json"
+    main(["info"])
+    assert f"user table {path}: 2 configurations\n" in capsys.readouterr().out
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"arch": "sm_80"}))
+    assert main(["info"]) == 1
+    told = capsys.readouterr().out
+    assert f"wrong: the user table {path} is ignored: it is of sm_80, not of sm_90" in told
+
+
+def test_dry_run(tables, capsys, monkeypatch):
+    some = {
+        "forward": [Forward(1, Hints(4), (1024,)), Forward(1, Hints(), (1024,))],
+        "backward": [Backward((1024,), hints=Hints(5)), Backward((1024,), 4, hints=Hints(5))],
+    }
+    monkeypatch.setattr(command, "ordered_candidates", lambda spec, target, d: some[d])
+    arguments = ["--arch", "sm_90", "--hidden", "1024", "--processes", "1", "--spills", "0"]
+    assert main(["tune", "--dry-run", *arguments]) == 0
+    out, err = capsys.readouterr()
+    forward, backward = out.split("rms_norm 1024 bfloat16")[1:]
+    assert "forward on sm_90: 1 of 2 to be timed\n" in forward
+    assert "Forward(widths=(1024,)): same code as Forward(hints=Hints(occupancy=4)" in forward
+    assert "backward on sm_90: 1 of 2 to be timed\n" in backward
+    assert "rows=4, hints=Hints(occupancy=5)): spills" in backward
+    assert err.count("compiled 2 of 2") == 2
+    assert not tables.exists()
+
+
+def test_dry_run_of_all_candidates(tables, capsys):
+    arguments = ["--arch", "sm_100", "--hidden", "65536", "--direction", "forward"]
+    arguments += ["--processes", "1"]
+    assert main(["tune", "--dry-run", *arguments]) == 0
+    lines = capsys.readouterr().out.splitlines()[2:]
+    told = [line.split(maxsplit=3)[-1] for line in lines]
+    assert {f"Wide(tile={tile})" for tile in (1024, 2048)} | {"Wide()"} <= set(told)
+    assert Wide().tile == 4096
+
+
+FOR_H200 = ["--arch", "sm_90", "--hidden", "64"]
+WRONG = {
+    "no size": (["tune"], "--hidden: takes at least one size"),
+    "another architecture": (
+        ["tune", *FOR_H200],
+        "--arch: this GPU is what is tuned for; --dry-run takes another",
+    ),
+    "a dry run for nothing": (["tune", "--dry-run", "--hidden", "64"], "takes an --arch"),
+    "what no table serves": (
+        ["tune", "--dry-run", *FOR_H200, "--op", "gated_rms_norm", "--bias"],
+        "no table serves gated_rms_norm forward with weight and bias",
+    ),
+    "a size that the kernels refuse": (
+        ["tune", "--dry-run", "--arch", "sm_90", "--hidden", "262145"],
+        "the kernels take 1 to 262144",
+    ),
+    "no table": (["tune", "--arch", "sm_90", "--shipped"], "--shipped: [Errno 2]"),
+    "no seconds": (["tune", "--hidden", "64", "--seconds", "0"], "got 0, takes a positive"),
+    "another direction": (["tune", "--direction", "up", "--hidden", "64"], "'up'"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_arguments(case, capsys, tables):
+    arguments, message = WRONG[case]
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_without_a_gpu(capsys, tables):
+    with pytest.raises(SystemExit) as stopped:
+        main(["tune", "--hidden", "64"])
+    assert stopped.value.code == 2
+    assert "there is no NVIDIA GPU, or no driver for it" in capsys.readouterr().err

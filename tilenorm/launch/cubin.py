@@ -1,0 +1,71 @@
+"""What a compiled kernel takes of a multiprocessor, read from its ELF file.
+
+The attributes of `.nv.info` sections are (format, attribute, size or value, bytes): see NVIDIA's
+cuobjdump, with which a test compares.
+"""
+
+import hashlib
+import struct
+from collections.abc import Iterator
+from typing import NamedTuple
+
+# Attributes of .nv.info, values of format _SIZED: (kernel's symbol, number).
+_FRAME_SIZE, _REGISTERS = 0x11, 0x2F
+_THREADS = 0x10  # the block's shape
+_SIZED = 4
+
+
+class Resources(NamedTuple):
+    """Registers and spilled bytes a thread, shared bytes and threads a block; the code's digest."""
+
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    threads: int
+    code: str
+
+
+def resources(cubin: bytes) -> Resources:
+    """Of a cubin with one kernel. Raises ValueError for bytes that are no such cubin."""
+    found, shared, code = {}, 0, hashlib.sha256()
+    try:
+        for name, size, data in _sections(cubin):
+            if name.startswith(".nv.info"):
+                found |= _attributes(data)
+            elif name.startswith(".nv.shared.") and name != ".nv.shared.reserved.0":
+                shared += size
+            elif name.startswith(".text."):
+                code.update(data)
+        shape = struct.unpack("<III", found[_THREADS])
+        registers, frame = (
+            struct.unpack("<II", found[key])[1] for key in (_REGISTERS, _FRAME_SIZE)
+        )
+    except (struct.error, LookupError, ValueError) as error:
+        raise ValueError(f"not a cubin with one kernel: {error!r}") from error
+    threads = shape[0] * shape[1] * shape[2]
+    return Resources(registers, frame, shared, threads, code.hexdigest())
+
+
+def _sections(elf: bytes) -> Iterator[tuple[str, int, bytes]]:
+    """Name, size and bytes of each section of a 64-bit little-endian ELF file."""
+    if elf[:6] != b"\x7fELF\x02\x01":
+        raise ValueError("no 64-bit ELF file")
+    (table,) = struct.unpack_from("<Q", elf, 0x28)
+    step, count, names_at = struct.unpack_from("<HHH", elf, 0x3A)
+    # Of a header: name, offset and size.
+    headers = [struct.unpack_from("<I20xQQ", elf, table + i * step) for i in range(count)]
+    names = headers[names_at][1]
+    for name, offset, size in headers:
+        start = names + name
+        yield elf[start : elf.index(b"\0", start)].decode(), size, elf[offset : offset + size]
+
+
+def _attributes(info: bytes) -> dict[int, bytes]:
+    found, at = {}, 0
+    while at < len(info):
+        kind, attribute, size = struct.unpack_from("<BBH", info, at)
+        at += 4
+        if kind == _SIZED:
+            found[attribute] = info[at : at + size]
+            at += size
+    return found

@@ -1,0 +1,72 @@
+"""What was measured, as the Python text of a table in launch/tuned/."""
+
+from collections.abc import Iterable
+from dataclasses import fields, replace
+from itertools import groupby, pairwise
+
+from .candidates import refusal
+from .config import Forward
+from .target import Target
+from .user_table import Entry
+
+
+def render(entries: Iterable[Entry], arch: str) -> str:
+    """FORWARD, BACKWARD and SPILLS, for rows of whole vectors without heads.
+
+    A row of the table serves every size down to the one before it. Raises ValueError where its
+    configuration cannot, with what to tune besides.
+    """
+    served = (e for e in entries if e.key.aligned and not e.key.heads)
+    entries = sorted(served, key=lambda entry: entry.key)
+    lines = ["SPILLS = {"]
+    for entry in entries:
+        _, op, size, hidden, *_ = entry.key
+        for kernel, spilled in entry.spills.items():
+            lines.append(f"    {(kernel, op, size, hidden)!r}: {spilled},")
+    lines.append("}")
+    for direction in ("forward", "backward"):
+        lines += ["", f"{direction.upper()} = {{"]
+        chosen = [entry for entry in entries if entry.key.direction == direction]
+        for (op, size), group in groupby(chosen, lambda e: (e.key.op, e.key.item_bytes)):
+            lines += [f"    {(op, size)!r}: (", *_rows(list(group), arch), "    ),"]
+        lines.append("}")
+    return "\n".join(lines).replace("'", '"') + "\n"
+
+
+def _rows(entries: list[Entry], arch: str) -> list[str]:
+    """One for each run of sizes of one configuration."""
+    for before, entry in pairwise(entries):
+        first = before.key.hidden + 16 // entry.key.item_bytes
+        config = _general(entry)
+        if reason := refusal(config, first, True, Target.of(arch), entry.key.direction):
+            raise ValueError(
+                f"{entry.key.op} {entry.key.direction}: what is fastest at {entry.key.hidden} would"
+                f" serve from {first} on, but {reason}: tune a size between"
+            )
+    lines = []
+    for config, run in groupby(entries, _general):
+        run = list(run)
+        told = ", ".join(f"{e.gb_s:.0f} ({e.key.hidden})" for e in run[:-1])
+        told += f"{', ' if told else ''}{run[-1].gb_s:.0f}"
+        lines.append(f"        ({run[-1].key.hidden}, {written(config)}),  # {told}")
+    return lines
+
+
+def _general(entry: Entry):
+    """A forward row in one segment is of whatever width holds it."""
+    config = entry.config
+    if isinstance(config, Forward) and len(config.widths or ()) == 1:
+        return replace(config, widths=None)
+    return config
+
+
+def written(value) -> str:
+    """A dataclass as the call that makes it, without what is the default."""
+    if not hasattr(value, "__dataclass_fields__"):
+        return repr(value)
+    given = (
+        f"{field.name}={written(getattr(value, field.name))}"
+        for field in fields(value)
+        if getattr(value, field.name) != field.default
+    )
+    return f"{type(value).__name__}({', '.join(given)})"

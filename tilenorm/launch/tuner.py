@@ -1,0 +1,200 @@
+"""The search for the fastest configuration: compile each, drop what cannot win, time the rest.
+
+What needs a GPU, running a plan and timing it, comes in as a function.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
+
+import cuda.tile as ct
+
+from ..spec import NormSpec
+from . import heuristics
+from .calls import every_gradient
+from .candidates import REGISTERS, Config
+from .config import Backward, Forward, Wide
+from .plan import RowBackward, RowForward, WideBackward, WideForward
+from .precompile import Compiled, calls_backward, calls_forward, compile_call, compiling
+from .shipped import written
+from .target import Target
+
+PLANS = {
+    ("forward", Forward): RowForward,
+    ("forward", Wide): WideForward,
+    ("backward", Backward): RowBackward,
+    ("backward", Wide): WideBackward,
+}
+# Bytes a thread. Of what is shipped for the H200 one configuration in six spills, most of them
+# under this, where none without spills is as fast.
+MOST_SPILLED = 64
+FIRST_SAMPLES, MOST_SAMPLES = 3, 200
+ENOUGH_SAMPLES = 12  # to tell two from each other by their spread
+HOPELESS = 1.3  # times the fastest
+
+Choice = TypeVar("Choice")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A configuration and what compiling it showed. failed: why it does not compile, or None."""
+
+    config: Config
+    kernels: tuple[Compiled, ...] = ()
+    grids: tuple[tuple[int, ...], ...] = ()
+    failed: str | None = None
+
+    @property
+    def spilled(self) -> int:
+        return max(kernel.spill_bytes for kernel in self.kernels)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Microseconds: the median of the samples, and their 80th less their 20th percentile."""
+
+    us: float
+    spread_us: float
+    samples: int
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> "Measured":
+        if len(samples) == 1:
+            return cls(samples[0], 0.0, 1)
+        low, *_, high = statistics.quantiles(samples, n=5, method="inclusive")
+        return cls(statistics.median(samples), high - low, len(samples))
+
+
+def plan_of(spec: NormSpec, target: Target, direction: str, config: Config):
+    """The plan of a training step with a configuration, whichever would be chosen."""
+    kind = PLANS[direction, type(config)]
+    if direction == "forward":
+        return kind(spec, target, config, True)
+    sums = heuristics.column_sum(spec, target)
+    return kind(replace(spec, rounding="late"), target, config, sums, every_gradient(spec))
+
+
+def compile_candidates(
+    spec: NormSpec,
+    target: Target,
+    direction: str,
+    rows: int,
+    configs: list[Config],
+    processes: int | None,
+    report: Callable[[str], None],
+) -> list[Candidate]:
+    """Each compiled for so many contiguous rows, into cuTile's cache, in as many processes."""
+    work = partial(_compiled, spec, target, direction, rows)
+    found = []
+    with compiling(work, configs, processes) as results:
+        for candidate in results:
+            found.append(candidate)
+            if len(found) % 20 == 0 or len(found) == len(configs):
+                report(f"compiled {len(found)} of {len(configs)}")
+    return found
+
+
+def prune(
+    candidates: list[Candidate],
+    target: Target,
+    spilled: int = MOST_SPILLED,
+    keep: Config | None = None,
+) -> dict[Config, str | None]:
+    """Why each configuration need not be timed, or None for those that are to be.
+
+    spilled: bytes a thread that are tolerated; if all spill more, those that spill least stay.
+    keep: stays though it spills.
+    """
+    reasons = {c.config: c.failed or _too_large(c, target) for c in candidates}
+    fitting = [c for c in candidates if not reasons[c.config]]
+    most = max(spilled, min((c.spilled for c in fitting), default=0))
+    first = {}
+    for candidate in fitting:
+        code = (candidate.grids, *(kernel.code for kernel in candidate.kernels))
+        if candidate.spilled > most and candidate.config != keep:
+            reasons[candidate.config] = f"spills {candidate.spilled} bytes a thread"
+        elif first.setdefault(code, candidate) is not candidate:
+            reasons[candidate.config] = f"same code as {written(first[code].config)}"
+    return reasons
+
+
+def rank(
+    choices: Sequence[Choice],
+    sample: Callable[[Choice], float],
+    seconds: float,
+    report: Callable[[str], None],
+    clock: Callable[[], float] = time.monotonic,
+) -> list[tuple[Choice, Measured]]:
+    """What was measured of each choice, the fastest first, by successive halving.
+
+    sample(choice) times it once, in microseconds. Every round takes as many samples of each as all
+    rounds before, in turns, so that what the clock of the GPU does is done to all, and keeps half.
+    It ends when the first two differ by more than their spread, after MOST_SAMPLES, or when the
+    time is out; choices never sampled are then left out.
+    """
+    deadline = clock() + seconds
+    taken, measured = {choice: [] for choice in choices}, {}
+    alive, count = list(choices), FIRST_SAMPLES
+    while alive:
+        late = not _take(taken, alive, count, sample, deadline, clock)
+        measured = {c: Measured.of(samples) for c, samples in taken.items() if samples}
+        alive = sorted((c for c in alive if c in measured), key=lambda c: measured[c].us)
+        if alive:
+            best = measured[alive[0]]
+            report(f"{len(alive)} left after {best.samples} samples, best {best.us:.2f} µs")
+        if late or _settled([measured[c] for c in alive[:2]]):
+            break
+        count = len(taken[alive[0]])
+        hopeful = [c for c in alive if measured[c].us <= HOPELESS * best.us]
+        alive = hopeful[: max(2, (len(alive) + 1) // 2)]
+    dropped = [c for c in measured if c not in alive]
+    dropped.sort(key=lambda c: (-measured[c].samples, measured[c].us))
+    return [(choice, measured[choice]) for choice in (*alive, *dropped)]
+
+
+def _take(taken, alive, count, sample, deadline, clock) -> bool:
+    """Take so many samples of each; False when the time is out."""
+    for _ in range(count):
+        for choice in alive:
+            if clock() >= deadline:
+                return False
+            taken[choice].append(sample(choice))
+    return True
+
+
+def _settled(firsts: list[Measured]) -> bool:
+    if len(firsts) < 2:
+        return True
+    best, second = firsts
+    if best.samples >= MOST_SAMPLES:
+        return True
+    apart = second.us - best.us > max(best.spread_us, second.spread_us)
+    return apart and min(best.samples, second.samples) >= ENOUGH_SAMPLES
+
+
+def _compiled(spec, target, direction, rows, config) -> Candidate:
+    """In a worker: a kernel is not pickled, so calls are made where they are compiled."""
+    plan = plan_of(spec, target, direction, config)
+    calls = (calls_forward if direction == "forward" else calls_backward)(plan, rows)
+    try:
+        kernels = tuple(compile_call(call, target.arch) for call in calls)
+    except ct.TileError as error:
+        return Candidate(config, failed=f"does not compile: {str(error).partition(chr(10))[0]}")
+    return Candidate(config, kernels, tuple(call.grid for call in calls))
+
+
+def _too_large(candidate: Candidate, target: Target) -> str | None:
+    """Whether a block of some kernel does not fit on a multiprocessor.
+
+    That `occupancy` of them do is not asked: a grid of more than fit at once can be the fastest.
+    """
+    for kernel in candidate.kernels:
+        registers = kernel.threads * kernel.registers
+        if registers > REGISTERS:
+            return f"a block takes {registers} registers of {REGISTERS}"
+        if kernel.shared_bytes > target.shared_bytes:
+            return f"a block takes {kernel.shared_bytes} bytes of {target.shared_bytes} shared"
+    return None

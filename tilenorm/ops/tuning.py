@@ -1,0 +1,237 @@
+"""Tuning on the GPU at hand: its inputs, whether a plan is right, how long it takes."""
+
+import datetime
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..launch import heuristics
+from ..launch.calls import every_gradient
+from ..launch.candidates import Config, candidates, explicit
+from ..launch.precompile import Compiled
+from ..launch.shipped import written
+from ..launch.target import Target
+from ..launch.toolchain import driver_release
+from ..launch.tuner import MOST_SPILLED, compile_candidates, plan_of, prune, rank
+from ..launch.user_table import Entry, Key
+from ..spec import NormSpec
+from . import cutile, reference
+from .explain import moved_bytes, options_of
+from .registry import Device, device_of
+
+EPS = 1e-6
+ELEMENTS = 1 << 26  # of a matrix that is timed
+MOST_CHECKED = 1 << 25  # elements of a matrix that is compared with the reference
+L2_MULTIPLE = 4
+MOST_SETS = 64
+SAMPLE_BYTES = 2_000_000_000  # a sample moves these at least: half a millisecond of an H200
+MOST_CALLS = 128
+HEAD_START = 60_000  # GPU cycles a call, 30 µs: longer than the host takes to queue it
+
+
+class Trials:
+    """Inputs of a spec on a device, on which plans of one direction run.
+
+    run: what launches a plan's calls. There are so many sets of inputs that every call finds a
+    cold L2, and one more of `checked` rows, on which plans are compared with the reference.
+    """
+
+    def __init__(
+        self,
+        spec: NormSpec,
+        direction: str,
+        rows: int,
+        checked: int,
+        device: torch.device,
+        run: cutile.Run = cutile.on_device,
+    ):
+        self.spec, self.direction, self._run = spec, direction, run
+        self.bytes = moved_bytes(spec, rows)[direction == "backward"]
+        copies = 1
+        if device.type == "cuda":
+            l2 = torch.cuda.get_device_properties(device).L2_cache_size
+            copies = min(MOST_SETS, max(2, -(-L2_MULTIPLE * l2 // self.bytes)))
+        generator = torch.Generator(device).manual_seed(0)
+        self._sets = [self._inputs(rows, device, generator) for _ in range(copies)]
+        self._few = self._inputs(checked, device, generator)
+        self._expected = self._reference(self._few)
+
+    def run(self, plan, inputs: tuple) -> tuple[Tensor | None, ...]:
+        function = cutile.forward if self.direction == "forward" else cutile.backward
+        return function(plan, *inputs, run=self._run)
+
+    def wrong(self, plan) -> str | None:
+        """How a plan's results differ from the reference's by more than rounding, or None."""
+        for number, (got, expected) in enumerate(
+            zip(self.run(plan, self._few), self._expected, strict=True)
+        ):
+            if got is None:
+                continue
+            got, expected, dtype = got.float(), expected.float(), expected.dtype
+            # Two units of the dtype, for each rounds, and what float32 may lose in the sums.
+            largest = expected.abs().max()
+            # Rounded early, what is rounded may be larger than the result.
+            scale = largest if self.spec.rounding == "early" else expected.abs()
+            budget = 2 * torch.finfo(dtype).eps * scale + 1e-5 * largest
+            outside = ~((got - expected).abs() <= budget)
+            if outside.any():
+                return f"result {number} differs from the reference in {int(outside.sum())} places"
+        return None
+
+    def sample(self, plan) -> float:
+        """Microseconds of a call, from several in a row on a GPU that never waits for the host."""
+        copies = len(self._sets)
+        calls = min(MOST_CALLS, -(-SAMPLE_BYTES // self.bytes) + copies - 1) // copies * copies
+        kept = [None] * copies  # memory of one call's results is not the next one's
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(HEAD_START * calls)
+        start.record()
+        for i in range(calls):
+            kept[i % copies] = self.run(plan, self._sets[i % copies])
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) * 1e3 / calls
+
+    def _inputs(self, rows: int, device, generator) -> tuple:
+        """The arguments of cutile.forward or cutile.backward after the plan."""
+        spec = self.spec
+
+        def normal(dtype: str | None, *lead: int) -> Tensor | None:
+            if dtype is None:
+                return None
+            shape, dtype = (*lead, spec.hidden), getattr(torch, dtype)
+            return torch.randn(shape, generator=generator, device=device, dtype=dtype)
+
+        heads = (spec.heads,) if spec.heads else ()
+        lead = (rows // spec.heads, spec.heads) if spec.heads else (rows,)
+        gate = normal(spec.gate, *lead)
+        weight, bias = (normal(dtype, *heads) for dtype in (spec.weight, spec.bias))
+        if self.direction == "forward":
+            x, residual = normal(spec.dtype, *lead), normal(spec.residual, *lead)
+            return x, residual, gate, weight, bias, EPS
+        x, dy = normal(spec.residual or spec.dtype, *lead), normal(spec.dtype, *lead)
+        mean, rstd = torch.rand(2, rows, generator=generator, device=device) + 0.5
+        mean = mean if spec.norm == "layer" else None
+        return dy, normal(spec.residual, *lead), x, gate, weight, bias, mean, rstd
+
+    def _reference(self, inputs: tuple) -> tuple[Tensor | None, ...]:
+        if self.direction == "forward":
+            return reference.forward(self.spec, *inputs)
+        return reference.backward(self.spec, every_gradient(self.spec), *inputs, EPS)
+
+
+def tune(
+    spec: NormSpec,
+    direction: str,
+    rows: int | None = None,
+    seconds: float = 20.0,
+    processes: int | None = None,
+    spilled: int = MOST_SPILLED,
+    report: Callable[[str], None] = lambda _: None,
+) -> Entry:
+    """The fastest configuration for a spec on the current GPU, and what was measured of it.
+
+    direction: "forward", saving what the backward pass needs, or "backward", every gradient.
+    rows: of what is timed, by default 64 Mi elements or what memory holds. seconds: for timing,
+    after compiling. report: is told what goes on, a line at a time.
+    Raises ValueError where no table serves the spec, RuntimeError where no candidate compiles or
+    is right, the time is too short, or cuTile's cache is off.
+    """
+    target = gpu().target
+    index = torch.cuda.current_device()
+    rows = whole_rows(spec, rows or _rows_in_memory(spec))
+    op = served_op(spec, direction)
+    configs = ordered_candidates(spec, target, direction)
+    compiled = compile_candidates(spec, target, direction, rows, configs, processes, report)
+    reasons = prune(compiled, target, spilled, configs[0])
+    found = {c.config: c for c in compiled if reasons[c.config] is None}
+    report(f"{len(found)} of {len(configs)} to be timed")
+    if not found:
+        raise RuntimeError(f"{spec.op} {spec.hidden}: {reasons[configs[0]]}")
+    checked = min(rows, whole_rows(spec, _rows_to_check(spec, target, list(found))))
+    trials = Trials(spec, direction, rows, checked, torch.device("cuda", index))
+    plans = {}
+    for config in found:
+        plan = plan_of(spec, target, direction, config)
+        try:
+            reason = trials.wrong(plan)
+        except RuntimeError as error:  # whatever the driver has against a launch
+            reason = f"does not run: {error}"
+        if reason:
+            report(f"dropped {written(config)}: {reason}")
+        else:
+            plans[config] = plan
+    if not plans:
+        raise RuntimeError(f"{spec.op} {spec.hidden}: no candidate gives the reference's results")
+    ranking = rank(list(plans), lambda config: trials.sample(plans[config]), seconds, report)
+    if not ranking:
+        raise RuntimeError(f"{spec.op} {spec.hidden}: {seconds} s are too short to time anything")
+    config, best = ranking[0]
+    before = dict(ranking).get(configs[0])
+    if before:
+        report(f"{best.us:.2f} µs; before, {before.us:.2f} µs by {written(configs[0])}")
+    kernels: tuple[Compiled, ...] = found[config].kernels
+    return Entry(
+        key=Key.of(spec, direction, op),
+        config=config,
+        us=round(best.us, 3),
+        spread=round(best.spread_us / best.us, 4),
+        samples=best.samples,
+        gb_s=round(trials.bytes / best.us / 1e3, 1),
+        rows=rows,
+        spec=f"{spec.op} {spec.hidden} {spec.dtype}, {options_of(spec)}",
+        registers={kernel.kernel: kernel.registers for kernel in kernels},
+        spills={kernel.kernel: kernel.spill_bytes for kernel in kernels if kernel.spill_bytes},
+        gpu=torch.cuda.get_device_name(index),
+        driver=driver_release(),
+        date=datetime.date.today().isoformat(),
+    )
+
+
+def gpu() -> Device:
+    """The current GPU. Raises RuntimeError where there is none."""
+    if not torch.cuda.is_available():
+        raise RuntimeError("there is no NVIDIA GPU, or no driver for it")
+    return device_of("cuda", torch.cuda.current_device())
+
+
+def served_op(spec: NormSpec, direction: str) -> str:
+    """The operation of the tables that serves a spec. Raises ValueError where there is none."""
+    if direction == "forward":
+        op = heuristics.forward_op(spec)
+    else:
+        op = heuristics.backward_op(spec, every_gradient(spec))
+    if op is None:
+        raise ValueError(f"no table serves {spec.op} {direction} with weight and bias")
+    return op
+
+
+def ordered_candidates(spec: NormSpec, target: Target, direction: str) -> list[Config]:
+    """The candidates, first what would serve without tuning, so that it is timed in any case."""
+    if direction == "forward":
+        chosen = heuristics.forward(spec, target)
+    else:
+        chosen = heuristics.backward(spec, target, every_gradient(spec))
+    chosen = explicit(chosen, spec.hidden)
+    return list(dict.fromkeys([chosen, *candidates(spec, target, direction)]))
+
+
+def whole_rows(spec: NormSpec, rows: int) -> int:
+    """So many, at least one, that no token is cut, and a multiple of 16, as candidates compile."""
+    unit = 16 * (spec.heads or 1)
+    return max(1, rows // unit) * unit
+
+
+def _rows_in_memory(spec: NormSpec) -> int:
+    """ELEMENTS of them, if two sets of inputs and outputs take half of what is free at most."""
+    torch.cuda.empty_cache()  # what the search before kept
+    free, _ = torch.cuda.mem_get_info()
+    row = max(moved_bytes(spec, 1 << 20)) >> 20
+    return min(ELEMENTS // spec.hidden, free // (4 * row))
+
+
+def _rows_to_check(spec: NormSpec, target: Target, configs: list[Config]) -> int:
+    """So many that every block of a looping kernel takes two tiles, if not too many."""
+    tiles = max((getattr(c, "hints", c).occupancy or 1) * c.rows for c in configs)
+    return min(2 * target.multiprocessors * tiles + 16, MOST_CHECKED // spec.hidden)
