@@ -18,7 +18,6 @@ SPECS = (
     NormSpec("rms", 64, "float32", "float32", None, 1.0),
     NormSpec("rms", 1001, "bfloat16", "bfloat16"),
     NormSpec("rms", 5120, "bfloat16", "bfloat16"),
-    NormSpec("rms", 32776, "float16"),
     NormSpec("layer", 40, "bfloat16", "bfloat16", "bfloat16", residual="float32"),
     NormSpec("layer", 1536, "float16", "float16", "float16"),
     NormSpec("layer", 32776, "bfloat16", residual="bfloat16"),
