@@ -20,7 +20,7 @@ SPECS = (
     NormSpec("rms", 5120, "bfloat16", "bfloat16"),
     NormSpec("layer", 40, "bfloat16", "bfloat16", "bfloat16", residual="float32"),
     NormSpec("layer", 1536, "float16", "float16", "float16"),
-    NormSpec("layer", 32776, "bfloat16", residual="bfloat16"),
+    NormSpec("rms", 16392, "bfloat16", residual="bfloat16"),
     NormSpec("rms", 12288, "bfloat16", "bfloat16", residual="bfloat16"),
     NormSpec("rms", 128, "bfloat16", "bfloat16", gate="bfloat16"),
     NormSpec("rms", 520, "float16", gate="float32", gate_first=True),
