@@ -99,6 +99,7 @@ def test_what_is_not_asked_is_not_written(executor, spec, needs):
     found = {name: poisoned(*shape) for name, shape in shapes.items()}
     shape = plan.partials(rows)
     partials = poisoned(*(shape or (2, spec.hidden)))
+    slots = torch.zeros(plan.slots(rows) or (1, 1), dtype=torch.int32, device=executor.device)
     arrays = BackwardArrays(
         x=oracle.total(spec, inputs.arguments),
         dy=inputs.dy,
@@ -109,7 +110,7 @@ def test_what_is_not_asked_is_not_written(executor, spec, needs):
         mean=poisoned(1) if mean is None else mean,
         rstd=rstd,
         partials=partials,
-        slots=torch.full(plan.slots(rows) or (1, 1), 7, dtype=torch.int32, device=executor.device),
+        slots=slots,
         **found,
     )
     executor.run()(plan.calls(arrays, rows), inputs.x.get_device())
@@ -117,3 +118,4 @@ def test_what_is_not_asked_is_not_written(executor, spec, needs):
         asked = getattr(needs, name)
         assert (grad.isfinite() if asked else grad.isnan()).all(), name
     assert (partials.isfinite() if shape else partials.isnan()).all()
+    assert bool(slots.any()) == (plan.slots(rows) is not None)
