@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tilenorm.kernels.exchange import clear
+from tilenorm.kernels.exchange import clear_slots
 from tilenorm.launch.calls import Call, Needs, every_gradient
 from tilenorm.launch.plan import plan_backward, plan_forward
 from tilenorm.launch.target import Target
@@ -146,7 +146,7 @@ class Interpreter(Executor):
             for call in with_arguments(calls, **({"POLLS": 0} | constants)):
                 kernel, grid, arguments, _ = call
                 interpreter.launch(grid, kernel, arguments, fill=fill, order=order)
-                if found and kernel is clear:
+                if found and kernel is clear_slots:
                     arguments[0].zero_()
                 elif found and arguments_of(call).get("CHUNKS", 1) > 1:
                     interpreter.launch(grid, kernel, arguments, fill=fill, order=order)

@@ -213,9 +213,11 @@ def test_in_cuda_graphs(device, inductor):
         x = random(2, ROWS, N, device=device, dtype=torch.bfloat16, seed=step)
         torch.compiler.cudagraph_mark_step_begin()
         y = run(x)
-        got = [t.clone() for t in (y, *torch.autograd.grad(y.sum(), module.parameters()))]
+        loss = (y.float() * x.float()).sum()
+        got = [t.clone() for t in (y, *torch.autograd.grad(loss, module.parameters()))]
         y = module(x)
-        expected = [y, *torch.autograd.grad(y.sum(), module.parameters())]
+        loss = (y.float() * x.float()).sum()
+        expected = [y, *torch.autograd.grad(loss, module.parameters())]
         for a, b in zip(got, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=2**-5, atol=2**-5 * b.abs().max().item())
     assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 0

@@ -110,17 +110,18 @@ def exact(model: nn.Module, name: str) -> dict[str, Tensor]:
 
 
 def errors(found: dict[str, Tensor], truth: dict[str, Tensor], dtype) -> dict[str, float]:
-    """The largest of each tensor, relative to its largest element.
+    """That of each tensor, relative to its own size, in the 2-norm: no single element decides.
 
-    To that of all where it is nothing beside: the gradient of attention's key bias is a sum to 0.
+    To the size of all where it is nothing beside: the gradient of attention's key bias is a sum to
+    0.
     """
-    gradients = max(t.abs().max() for n, t in truth.items() if n != "outputs")
+    gradients = max(t.norm() for n, t in truth.items() if n != "outputs")
     result = {}
     for name, tensor in truth.items():
-        largest = tensor.abs().max()
-        if name != "outputs" and largest < torch.finfo(dtype).eps * gradients:
-            largest = gradients
-        result[name] = ((found[name].cpu() - tensor).abs().max() / largest).item()
+        size = tensor.norm()
+        if name != "outputs" and size < torch.finfo(dtype).eps * gradients:
+            size = gradients
+        result[name] = ((found[name].cpu() - tensor).norm() / size).item()
     return result
 
 

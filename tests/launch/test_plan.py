@@ -9,7 +9,7 @@ import torch
 
 from tests import cases
 from tests.executors import arguments_of
-from tilenorm.kernels.exchange import clear
+from tilenorm.kernels.exchange import clear_slots
 from tilenorm.launch.calls import MAX_GRID, BackwardArrays, Needs, every_gradient
 from tilenorm.launch.plan import plan_backward, plan_forward
 from tilenorm.launch.precompile import backward_calls, forward_calls
@@ -156,7 +156,7 @@ def test_what_shares_rows_overlaps_what_empties_the_slots(arch, overlap):
         backward_calls(spec, Target.of(arch), 1000, every_gradient(spec)),
     ):
         first, main, *rest = calls
-        assert first.kernel is clear
+        assert first.kernel is clear_slots
         assert arguments_of(first)["SLOTS"] == arguments_of(main)["SLOTS"]
         assert [c.overlap for c in calls] == [False, overlap, *(False for _ in rest)]
         assert arguments_of(first)["OVERLAP"] is arguments_of(main)["OVERLAP"] is overlap
@@ -184,7 +184,7 @@ def test_launches_cover_every_row_once(rows, hidden):
     reached = 0
     for call in forward_calls(spec, Target.of("sm_90"), rows, True):
         given = arguments_of(call)
-        if call.kernel is clear:
+        if call.kernel is clear_slots:
             cleared = call.grid[0] * given["TILE_ROWS"]
             assert rows <= cleared < rows + given["TILE_ROWS"]
             continue

@@ -87,8 +87,8 @@ def test_every_launch_is_told(form, arch, hidden):
 @pytest.mark.parametrize("arch, overlap", [("sm_80", False), ("sm_90", True)])
 def test_rows_that_blocks_share_have_slots_to_empty(arch, overlap):
     found = planned(131072, arch=arch, weight="bfloat16")
-    assert [s.kernel for s in found.forward] == ["clear", "norm_forward"]
-    assert [s.kernel for s in found.backward] == ["clear", "norm_backward", "column_sum"]
+    assert [s.kernel for s in found.forward] == ["clear_slots", "norm_forward"]
+    assert [s.kernel for s in found.backward] == ["clear_slots", "norm_backward", "column_sum"]
     for clear, norm in (found.forward, found.backward[:2]):
         chunks, width = norm.constants["CHUNKS"], sum(norm.constants["WIDTHS"])
         assert chunks > 1 and chunks * width >= 131072

@@ -72,7 +72,8 @@ def norm_backward(
     float32: that of dW to row b, that of dB behind all of dW's. With HEADS, PARTIALS is
     (outputs · n, HEADS · N), and a group of blocks, one for each part of the heads, writes rows.
     With CHUNKS, so many blocks in turn share rows and stand for one block; they share what they
-    have of a row's sums by SLOTS. PACKED: x and dy of 16 bits stay in them over the sums.
+    have of a row's sums by SLOTS. PACKED: x and dy of 16 bits stay in them over the sums. OVERLAP:
+    this may start before the slots are emptied.
     """
     b = ct.bid(0) // CHUNKS
     chunk = ct.bid(0) % CHUNKS if CHUNKS > 1 else 0
@@ -216,7 +217,7 @@ def norm_backward(
     count = tiles_of(rows, HEADS, TILE_ROWS, TILE_HEADS)
     if not TMA:
         ahead = gather(b, chunk)
-    if OVERLAP:
+    if OVERLAP and CHUNKS > 1:
         ct.grid_dependency_control_wait()
 
     for i in range(b, count, step):

@@ -14,11 +14,15 @@ def column_sum(
     OUTPUTS: ct.Constant[int],
     TILE_ROWS: ct.Constant[int],
     TILE: ct.Constant[int],
+    OVERLAP: ct.Constant[bool],
 ):
     """out[c] = Σ_r partials[r, c] over `count` rows, in one fixed order.
 
     PARTIALS (OUTPUTS · count, N) float32; FIRST and SECOND (N,) in the parameter's own dtype.
+    OVERLAP: may start before the kernel that leaves the partial sums has ended.
     """
+    if OVERLAP:
+        ct.grid_dependency_control_wait()
     cols = columns(ct.bid(0) * TILE, TILE)
     first_row = ct.bid(1) * count
     total = ct.zeros((TILE_ROWS, TILE), dtype=ct.float32)

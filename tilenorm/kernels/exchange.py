@@ -13,7 +13,9 @@ EMPTY = -1  # a NaN that no arithmetic of the GPU makes: its own is 0x7fffffff
 
 
 @ct.kernel
-def clear(SLOTS, TILE_ROWS: ct.Constant[int], TILE: ct.Constant[int], OVERLAP: ct.Constant[bool]):
+def clear_slots(
+    SLOTS, TILE_ROWS: ct.Constant[int], TILE: ct.Constant[int], OVERLAP: ct.Constant[bool]
+):
     """Empties the slots (rows, n) of every row. OVERLAP: the kernel that uses them may start."""
     if OVERLAP:
         ct.grid_dependency_control_launch_dependents()

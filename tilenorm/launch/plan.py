@@ -12,7 +12,7 @@ import cuda.tile as ct
 
 from ..kernels.backward import norm_backward
 from ..kernels.column_sum import column_sum
-from ..kernels.exchange import clear
+from ..kernels.exchange import clear_slots
 from ..kernels.forward import norm_forward
 from ..spec import NormSpec
 from . import heuristics
@@ -64,9 +64,13 @@ class _Plan:
         """Most leading dimensions of an input that is read in place: two where a tile is one row.
 
         Rows that are not evenly spaced the compiler may lay out otherwise, and sum in another order
-        (seen at N = 37, 64 and, in chunks, 65536). Inputs with heads all have two.
+        (seen at N = 37, 64, on more warps at 4096, in chunks at 65536). Inputs with heads all have
+        two.
         """
-        return 2 if self.config.rows == 1 and self.chunks == 1 else 1
+        config = self.config
+        gathered_by_more_warps = config.hints.num_worker_warps is not None and not config.tma
+        one_row = config.rows == 1 and self.chunks == 1
+        return 2 if one_row and not gathered_by_more_warps else 1
 
     @cached_property
     def _widths(self) -> tuple[int, ...]:
@@ -113,7 +117,8 @@ class _Plan:
 
     @cached_property
     def _overlap(self) -> bool:
-        return self._shares and self.target.has_dependent_launch
+        """Whether a kernel starts while the one ahead of it, which it waits for, still runs."""
+        return self.target.has_dependent_launch
 
     def slots(self, rows: int) -> tuple[int, int] | None:
         """Shape of the int32 slots by which blocks share rows: two a chunk for LayerNorm."""
@@ -128,7 +133,9 @@ class _Plan:
         width = self.slots(rows)[1]
         padded = heuristics.tile_width(width)
         tile_rows = max(1, CLEARED // padded)
-        return [Call(clear, (_cdiv(rows, tile_rows),), (slots, tile_rows, padded, self._overlap))]
+        return [
+            Call(clear_slots, (_cdiv(rows, tile_rows),), (slots, tile_rows, padded, self._overlap))
+        ]
 
 
 @dataclass(frozen=True)
@@ -154,8 +161,9 @@ class ForwardPlan(_Plan):
         if self.config.loop:
             blocks = min(self.tiles(rows), self.resident)
             return [Call(self._kernel, (blocks,), (*arrays, 0, *tail))]
+        overlap = self._shares and self._overlap
         main = [
-            Call(self._kernel, (count * self.chunks,), (*arrays, first, *tail), self._overlap)
+            Call(self._kernel, (count * self.chunks,), (*arrays, first, *tail), overlap)
             for first, count in launches(self.tiles(rows), MAX_GRID // self.chunks)
         ]
         return [*self._clear(arrays.slots, rows), *main]
@@ -212,7 +220,8 @@ class BackwardPlan(_Plan):
     def calls(self, arrays: BackwardArrays, rows: int) -> list[Call]:
         blocks = self.blocks(rows)
         arguments = (*arrays[:13], rows, *self._constants)
-        main = Call(self._kernel, (blocks * self.chunks,), arguments, self._overlap)
+        overlap = self._shares and self._overlap
+        main = Call(self._kernel, (blocks * self.chunks,), arguments, overlap)
         return [*self._clear(arrays.slots, rows), main, *self._column_sum(arrays, blocks)]
 
     def _column_sum(self, arrays: BackwardArrays, blocks: int) -> list[Call]:
@@ -222,8 +231,10 @@ class BackwardPlan(_Plan):
         dw, db = arrays.dw, arrays.db
         outputs = (dw, db) if self.needs.dw else (db, ABSENT)
         config, rows = self.sum_config, self._partial_rows(blocks)
-        arguments = (arrays.partials, *outputs, rows, self.needs.sums, config.rows, config.tile)
-        return [Call(column_sum, (_cdiv(self._sum_width, config.tile), self.needs.sums), arguments)]
+        tile = (config.rows, config.tile, self._overlap)
+        arguments = (arrays.partials, *outputs, rows, self.needs.sums, *tile)
+        grid = (_cdiv(self._sum_width, config.tile), self.needs.sums)
+        return [Call(column_sum, grid, arguments, self._overlap)]
 
 
 def _gated(spec: NormSpec) -> tuple[bool, bool]:
