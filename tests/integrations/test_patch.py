@@ -16,7 +16,7 @@ from torch.func import functional_call
 import tilenorm
 from tilenorm.integrations.models import PatchedNorm
 
-from ..ops.helpers import random
+from ..ops.helpers import TORCH, random
 from . import norms
 from .norms import N
 
@@ -219,10 +219,7 @@ def test_a_model_on_meta():
     model.to_empty(device="cpu")
 
 
-@pytest.mark.skipif(
-    tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13),
-    reason="Dynamo of PyTorch 2.11 takes no notice of a module's new class",
-)
+@pytest.mark.skipif(TORCH < (2, 13), reason="Dynamo of 2.11 takes no notice of a new class")
 def test_compiled_before_it_is_patched(dynamo):
     model = Block()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")

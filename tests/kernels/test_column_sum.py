@@ -19,7 +19,7 @@ def summed(executor, partials, count, dtypes, tile_rows=32, tile=16):
     make = {"device": executor.device}
     outs = [torch.full((hidden,), torch.nan, dtype=dtype, **make) for dtype in dtypes]
     first, second = (outs + [partials])[:2]
-    arguments = (partials, first, second, count, len(outs), tile_rows, tile)
+    arguments = (partials, first, second, count, len(outs), tile_rows, tile, False)
     grid = (-(-hidden // tile), len(outs))
     executor.run()([Call(column_sum, grid, arguments)], partials.get_device())
     return outs

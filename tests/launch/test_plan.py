@@ -158,8 +158,8 @@ def test_what_shares_rows_overlaps_what_empties_the_slots(arch, overlap):
         first, main, *rest = calls
         assert first.kernel is clear_slots
         assert arguments_of(first)["SLOTS"] == arguments_of(main)["SLOTS"]
-        assert [c.overlap for c in calls] == [False, overlap, *(False for _ in rest)]
-        assert arguments_of(first)["OVERLAP"] is arguments_of(main)["OVERLAP"] is overlap
+        assert [c.overlap for c in calls] == [False, overlap, *(overlap for _ in rest)]
+        assert all(arguments_of(call)["OVERLAP"] is overlap for call in calls)
 
 
 def test_no_scratch_without_sums():

@@ -35,6 +35,7 @@ class Form(NamedTuple):
 
 FAMILY = {op: Form(op) for op in OPS}
 FAMILY["gated_rms_norm, gate first"] = Form("gated_rms_norm", {"norm_before_gate": False})
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 EACH_DEVICE = pytest.mark.parametrize("device", DEVICES)
 EACH_FORM = pytest.mark.parametrize("form", FAMILY.values(), ids=FAMILY)
 WITH_OTHER = {name: form for name, form in FAMILY.items() if form.other}

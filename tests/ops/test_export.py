@@ -11,10 +11,9 @@ from torch.utils.cpp_extension import CUDA_HOME
 
 import tilenorm
 
-from .helpers import EACH_DEVICE, random
+from .helpers import EACH_DEVICE, TORCH, random
 
 OPS = torch.ops.tilenorm
-TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 class Block(nn.Module):
