@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests import cases, interpreter
+from tests import cases
+from tests.executors import Interpreter, arguments_of
 from tilenorm.__main__ import main
 from tilenorm.launch import heuristics, user_table
 from tilenorm.launch.calls import every_gradient
@@ -31,12 +32,8 @@ SPECS = [
 ]
 each_spec = pytest.mark.parametrize("spec", SPECS, ids=cases.label)
 SHARED = {"forward": Forward(widths=(32,)), "backward": Backward((32,))}  # two blocks a row
+interpret = Interpreter("sm_90").run()
 each_direction = pytest.mark.parametrize("direction", cases.DIRECTIONS)
-
-
-def interpret(calls, index) -> None:
-    for kernel, grid, arguments, _ in calls:
-        interpreter.launch(grid, kernel, arguments)
 
 
 def trials(spec, direction, run=interpret) -> Trials:
@@ -62,12 +59,10 @@ def test_wrong_results_are_seen(direction):
 @each_direction
 def test_rows_that_are_not_written_are_seen(direction):
     def all_but_one(calls, index) -> None:
-        outputs = ("Y", "DX")
-        for kernel, grid, arguments, _ in calls:
-            interpreter.launch(grid, kernel, arguments)
-            names = kernel._annotated_function.pysig.parameters
-            for name, value in zip(names, arguments, strict=True):
-                if name in outputs:
+        interpret(calls, index)
+        for call in calls:
+            for name, value in arguments_of(call).items():
+                if name in ("Y", "DX"):
                     value[-1] = float("nan")
 
     spec = SPECS[0]
