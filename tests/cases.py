@@ -15,7 +15,7 @@ from itertools import chain, cycle, pairwise, product
 
 from tilenorm.launch import heuristics
 from tilenorm.launch.calls import Needs, every_gradient
-from tilenorm.launch.config import Backward, Forward
+from tilenorm.launch.config import Backward, Forward, tile_width
 from tilenorm.launch.target import Target
 from tilenorm.launch.tuned import TABLES
 from tilenorm.spec import NormSpec
@@ -117,7 +117,7 @@ def regimes(direction: str, arch: str, dtype: str, aligned: bool) -> list[tuple[
     def regime(i: int):
         spec = NormSpec("rms", size(i), dtype)
         chosen = [config(direction, replace(spec, **more), target(arch)) for more in tabled(dtype)]
-        return *chosen, heuristics.tile_width(spec.hidden)
+        return *chosen, tile_width(spec.hidden)
 
     count = MAX_HIDDEN // unit
     fine = range(1, min(count, 1024 // unit))

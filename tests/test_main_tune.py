@@ -7,8 +7,8 @@ import torch
 
 from tilenorm import __main__ as command
 from tilenorm.__main__ import main
-from tilenorm.launch import heuristics, user_table
-from tilenorm.launch.config import Backward, Forward, Hints, Wide
+from tilenorm.launch import candidates, heuristics, shipped, user_table
+from tilenorm.launch.config import Backward, Forward, Hints
 from tilenorm.launch.target import Target
 from tilenorm.ops.explain import planned_device
 from tilenorm.spec import NormSpec
@@ -104,14 +104,19 @@ def test_dry_run(tables, capsys, monkeypatch):
     assert not tables.exists()
 
 
-def test_dry_run_of_all_candidates(tables, capsys):
+def test_dry_run_of_all_candidates(tables, capsys, monkeypatch):
+    monkeypatch.setattr(candidates, "CHUNKS", {"forward": (2048, 4096)})
+    monkeypatch.setattr(candidates, "CHUNK_OCCUPANCY", (None,))
     arguments = ["--arch", "sm_100", "--hidden", "65536", "--direction", "forward"]
     arguments += ["--processes", "1"]
     assert main(["tune", "--dry-run", *arguments]) == 0
     lines = capsys.readouterr().out.splitlines()[2:]
-    told = [line.split(maxsplit=3)[-1] for line in lines]
-    assert {f"Wide(tile={tile})" for tile in (1024, 2048)} | {"Wide()"} <= set(told)
-    assert Wide().tile == 4096
+    told = [line.split(maxsplit=3)[-1].partition("): ")[0].removesuffix(")") for line in lines]
+    packed = NormSpec("rms", 65536, "bfloat16", "bfloat16")
+    tried = candidates.candidates(packed, Target.of("sm_100"), "forward")
+    assert len(tried) == 8  # of each width with 4 and with 8 warps, packed and not
+    assert {shipped.written(config).removesuffix(")") for config in tried} <= set(told)
+    assert all(int(line.split()[0]) > 32 for line in lines), "registers of another kernel"
 
 
 FOR_H200 = ["--arch", "sm_90", "--hidden", "64"]

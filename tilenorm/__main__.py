@@ -110,8 +110,9 @@ def _list_candidates(options: argparse.Namespace) -> int:
         print(f" on {options.arch}: {timed} of {len(configs)} to be timed\n  {RESOURCES}")
         for candidate in compiled:
             reason = reasons[candidate.config]
-            # Of several kernels the first is the one that the configuration is of.
-            numbers = _resources(candidate.kernels[0]) if candidate.kernels else " " * 21
+            # Others empty slots, or add up what blocks have of the sums over rows.
+            main = [k for k in candidate.kernels if k.kernel == f"norm_{direction}"]
+            numbers = _resources(main[0]) if main else " " * 21
             config = shipped.written(candidate.config)
             print(f"  {numbers} {config}{f': {reason}' if reason else ''}")
     return 0

@@ -6,11 +6,11 @@ import pytest
 
 from tests import cases
 from tilenorm.launch.candidates import candidates, explicit, refusal, segmentations
-from tilenorm.launch.config import Backward, Forward, Hints, Wide
+from tilenorm.launch.config import Backward, Forward, Hints
 from tilenorm.launch.target import Target
 from tilenorm.spec import NormSpec
 
-from .test_heuristics import CHECKS, each_table, spec_of
+from .test_heuristics import check, each_table, spec_of
 
 H200 = Target.of("sm_90")
 
@@ -31,7 +31,38 @@ def test_candidates_can_serve(arch, direction):
         found = candidates(spec, target, direction)
         assert found and len(found) == len(set(found))
         for config in found:
-            CHECKS[type(config)](config, hidden, target, spec.aligned)
+            check(config, spec, target)
+
+
+@pytest.mark.parametrize("direction", cases.DIRECTIONS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_candidates_are_few(dtype, direction):
+    for hidden in cases.HIDDEN:
+        for fields in cases.tabled(dtype):
+            spec = NormSpec(**{"norm": "rms", "hidden": hidden, "dtype": dtype, **fields})
+            assert len(candidates(spec, H200, direction)) < 400
+
+
+@pytest.mark.parametrize("direction", cases.DIRECTIONS)
+def test_blocks_share_wide_rows(direction):
+    for hidden in (8192, 65536):
+        spec = NormSpec("rms", hidden, "bfloat16", "bfloat16", gate="bfloat16")
+        found = [c for c in candidates(spec, H200, direction) if cases.shares(c, hidden)]
+        assert {c.packed for c in found} == {False, True}
+        assert {c.hints.num_worker_warps for c in found} == {None, 8}
+        assert len({c.widths for c in found}) >= 2
+        for wider in (replace(spec, gate="float32"), replace(spec, dtype="float32")):
+            assert not any(c.packed for c in candidates(wider, H200, direction))
+
+
+def test_backward_blocks_that_share_rows_are_resident():
+    for arch, heads in (("sm_90", 0), ("sm_121", 0), ("sm_90", 4)):
+        spec, target = NormSpec("rms", 131072, "bfloat16", heads=heads), Target.of(arch)
+        found = candidates(spec, target, "backward")
+        assert found
+        for config in found:
+            chunks = 131072 // config.widths[0] * (heads or 1)
+            assert chunks <= target.multiprocessors * config.hints.occupancy
 
 
 def test_scratch_by_heads_is_bounded():
@@ -49,6 +80,7 @@ def test_scratch_by_heads_is_bounded():
         (7168, {(8192,), (4096, 2048, 1024), (4096, 4096)}),
         (20480, {(16384, 4096), (8192, 8192, 4096), (4096,) * 5}),
         (5000, {(8192,), (4096, 1024)}),
+        (1024, {(1024,), (512, 512), (256,) * 4}),
         (37, {(64,)}),
     ],
 )
@@ -60,6 +92,7 @@ def test_segmentations(hidden, some):
 
 
 RIGHT = Forward(1, Hints(2, 8), (4096, 1024), loop=True, tma=True, store=True)
+SHARED = Forward(1, Hints(4), (1024,), packed=True)  # five blocks a row
 WRONG = {
     "no power of two": replace(RIGHT, rows=3),
     "no such hints": replace(RIGHT, hints=Hints(33)),
@@ -69,20 +102,38 @@ WRONG = {
     "tile loads come with a loop": replace(RIGHT, loop=False),
     "descending": replace(RIGHT, widths=(1024, 4096)),
     "powers of two": replace(RIGHT, widths=(4096, 1000)),
-    "do not end with a row": replace(RIGHT, widths=(4096, 512)),
-    "do not end": replace(RIGHT, widths=(4096, 1024, 1024)),
+    "do not end with a row of 5120": replace(RIGHT, widths=(4096, 1024, 1024)),
     "none of the forward pass": Backward((8192,)),
-    "no such chunks": Wide(tile=3000),
+    "of a chunk are no whole vectors": replace(SHARED, widths=(1024, 4)),
+    "gather one at a time, without": replace(SHARED, rows=2),
+    "without a loop or": replace(SHARED, loop=True),
+    "a loop or tile stores": replace(RIGHT, widths=(4096, 512)),
 }
 
 
 @pytest.mark.parametrize("message", WRONG)
 def test_what_cannot_serve(message):
-    assert refusal(RIGHT, 5120, True, H200, "forward") is None
-    assert message in refusal(WRONG[message], 5120, True, H200, "forward")
+    for right in (RIGHT, SHARED):
+        assert refusal(right, 5120, 2, True, H200, "forward") is None
+    assert message in refusal(WRONG[message], 5120, 2, True, H200, "forward")
+
+
+@pytest.mark.parametrize("config", [SHARED, Backward((8192,), packed=True)], ids=str)
+def test_packed_rows_have_16_bits(config):
+    direction = type(config).__name__.lower()
+    assert refusal(config, 5120, 2, False, H200, direction) is None
+    message = "packed takes rows of 16 bits an element"
+    assert refusal(config, 5120, 4, True, H200, direction) == message
+    assert refusal(replace(config, packed=False), 5120, 4, True, H200, direction) is None
+
+
+def test_as_many_chunks_as_a_block_collects():
+    config = Backward((16,))
+    assert refusal(config, 16384, 4, True, H200, "backward") is None
+    assert "takes more than 1024 chunks of 16" in refusal(config, 16388, 4, True, H200, "backward")
 
 
 def test_tile_loads_need_vectors_and_the_hardware():
     row = "one row at a time, of whole vectors, and a GPU that has them"
-    assert row in refusal(RIGHT, 5120, False, H200, "forward")
-    assert row in refusal(RIGHT, 5120, True, Target.of("sm_80"), "forward")
+    assert row in refusal(RIGHT, 5120, 2, False, H200, "forward")
+    assert row in refusal(RIGHT, 5120, 2, True, Target.of("sm_80"), "forward")

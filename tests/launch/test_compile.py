@@ -17,6 +17,7 @@ from tests import cases
 from tests.executors import with_arguments
 from tilenorm.launch import heuristics
 from tilenorm.launch.calls import Needs, every_gradient
+from tilenorm.launch.config import tile_width
 from tilenorm.launch.precompile import (
     backward_calls,
     compile_call,
@@ -60,7 +61,7 @@ def regime_specs(direction: str, arch: str) -> list[NormSpec]:
                 chosen = cases.config(direction, spec, Target.of(arch))
                 # Blocks that share a row are the same whatever their number.
                 shared = cases.shares(chosen, last)
-                width = 0 if shared else heuristics.tile_width(last)
+                width = 0 if shared else tile_width(last)
                 if (chosen, width, operation) not in seen:
                     seen.add((chosen, width, operation))
                     # Of a regime's sizes the last and the first, which is masked, take turns.

@@ -8,20 +8,21 @@ import pytest
 from cuda.tile._cext import default_tile_context
 
 from tilenorm.launch import cubin
-from tilenorm.launch.config import Backward, Hints, Wide
+from tilenorm.launch.config import Backward, Hints
 from tilenorm.launch.precompile import calls_backward
 from tilenorm.launch.signature import signature
 from tilenorm.launch.target import Target
 from tilenorm.launch.tuner import plan_of
 from tilenorm.spec import NormSpec
 
-# Without spills and with; threads that only load; another version of the ELF format; two launches.
+# Without spills and with; threads that only load; another version of the ELF format and three
+# launches, of blocks that share rows.
 COMPILED = {
     "sm_90 without spills": ("sm_90", Backward((1024,), hints=Hints(1))),
     "sm_90 with spills": ("sm_90", Backward((1024,), 4, hints=Hints(5))),
     "sm_90 by tile loads": ("sm_90", Backward((1024,), tma=True, hints=Hints(1, 8))),
     "sm_80": ("sm_80", Backward((1024,), hints=Hints(1))),
-    "sm_100": ("sm_100", Wide(1024, 3)),
+    "sm_100": ("sm_100", Backward((512,), hints=Hints(3))),
 }
 
 

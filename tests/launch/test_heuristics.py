@@ -6,7 +6,7 @@ import pytest
 
 from tests import cases
 from tilenorm.launch import heuristics
-from tilenorm.launch.config import Backward, Forward
+from tilenorm.launch.config import Backward, Forward, tile_width
 from tilenorm.launch.target import MULTIPROCESSORS, Target
 from tilenorm.launch.tuned import TABLES
 from tilenorm.spec import ITEM_BYTES, OPS, NormSpec
@@ -137,4 +137,4 @@ def test_column_sum_fills_whole_tiles(arch):
     "hidden, width", [(1, 1), (2, 2), (3, 4), (4, 4), (255, 256), (256, 256), (257, 512)]
 )
 def test_tile_width(hidden, width):
-    assert heuristics.tile_width(hidden) == width
+    assert tile_width(hidden) == width

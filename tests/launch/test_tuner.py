@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from tilenorm.launch.config import Forward, Hints
+from tilenorm.launch.config import Backward, Forward, Hints
 from tilenorm.launch.precompile import Compiled
 from tilenorm.launch.target import Target
 from tilenorm.launch.tuner import (
@@ -54,6 +54,17 @@ def test_what_does_not_fit_is_dropped():
     assert kept([large, candidate(2, spill_bytes=900)]) == [2]
 
 
+def test_blocks_that_wait_for_others_are_dropped():
+    waiting = replace(candidate(1, registers=128), together=5)
+    assert kept([waiting, candidate(2)]) == [2]
+    assert "5 × 16384 registers a block" in prune([waiting], H200)[waiting.config]
+    assert kept([waiting, candidate(2)], keep=waiting.config) == [1, 2]
+    assert kept([replace(waiting, together=4)]) == [1]
+    sharing = candidate(1, shared_bytes=64 * 1024)
+    assert kept([replace(sharing, together=3)]) == [1]
+    assert kept([replace(sharing, together=4)]) == []
+
+
 def test_the_same_code_is_timed_once():
     twin = candidate(2, code="a")
     assert kept([candidate(1, code="a"), twin, candidate(4, code="b")]) == [1, 4]
@@ -78,6 +89,21 @@ def test_compiling_candidates(tmp_path, monkeypatch):
     assert found[0].kernels[0].registers > 0 and found[0].spilled == 0
     assert found[2].failed.startswith("does not compile: ")
     assert lines == ["compiled 3 of 3"]
+
+
+@pytest.mark.parametrize(
+    "direction, config, together",
+    [
+        ("forward", Forward(1, Hints(6), (8192,), packed=True), 1),
+        ("backward", Backward((1024,), hints=Hints(2, 8), packed=True), 2),
+    ],
+)
+def test_compiling_blocks_that_share_rows(direction, config, together):
+    spec = NormSpec("rms", 65536, "bfloat16", "bfloat16")
+    (found,) = compile_candidates(spec, H200, direction, 64, [config], 1, lambda _: None)
+    assert found.failed is None and found.together == together
+    assert [k.kernel for k in found.kernels[:2]] == ["clear", f"norm_{direction}"]
+    assert prune([found], H200) == {config: None}
 
 
 class FakeGpu:

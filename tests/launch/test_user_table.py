@@ -8,7 +8,7 @@ import pytest
 
 from tilenorm.launch import heuristics, shipped, user_table
 from tilenorm.launch.calls import every_gradient
-from tilenorm.launch.config import Backward, Forward, Hints, Wide
+from tilenorm.launch.config import Backward, Forward, Hints
 from tilenorm.launch.target import Target
 from tilenorm.launch.user_table import Entry, Key, TableWarning
 from tilenorm.settings import settings
@@ -49,7 +49,8 @@ def test_where_tables_are(monkeypatch):
 
 
 def test_what_was_written_is_read(path):
-    others = [entry(Wide(2048), replace(SPEC, hidden=65536)), entry(Forward(4), heads_of(SPEC))]
+    shared = Forward(1, Hints(6), (8192,), packed=True)
+    others = [entry(shared, replace(SPEC, hidden=65536)), entry(Forward(4), heads_of(SPEC))]
     user_table.write(path, "sm_90", others)
     expected = {e.key: e for e in (entry(FORWARD), entry(BACKWARD), *others)}
     assert {e.key: e for e in user_table.read(path, "sm_90")} == expected
@@ -136,7 +137,14 @@ UNSERVING = {
     "another type": (config(tma=1), "entry 0: Backward: tma is 1"),
     "no numbers": (config(widths=["4096"]), "entry 0"),
     "no hints": (config(hints=None), "entry 0"),
-    "a configuration that cannot serve": (config(widths=[2048]), "do not end with a row of 4096"),
+    "a row that is not ended": (config(widths=[4096, 16]), "do not end with a row of 4096"),
+    "blocks that cannot share a row": (config(widths=[2048], rows=2), "gather one at a time"),
+    "32 bits packed": (
+        lambda table: first(
+            key=KEY | {"item_bytes": 4}, config=table["entries"][0]["config"] | {"packed": True}
+        )(table),
+        "packed takes rows of 16 bits",
+    ),
     "of the other direction": (first(key=KEY | {"direction": "forward"}), "none of the forward"),
     "a key of another kind": (first(key=KEY | {"rows": 3}), "entry 0"),
     "a size that is no number": (first(key=KEY | {"hidden": "4096"}), "entry 0"),
@@ -181,7 +189,7 @@ def test_what_does_not_serve_is_replaced(path):
 
 def defined(text: str) -> dict:
     """What the text of a shipped table defines."""
-    names = {form.__name__: form for form in (Forward, Backward, Wide, Hints)}
+    names = {form.__name__: form for form in (Forward, Backward, Hints)}
     exec(text, names)
     return names
 
@@ -208,6 +216,15 @@ def test_as_a_shipped_table():
     }
     assert found["BACKWARD"] == {("rms_norm", 2): ((4096, BACKWARD),)}
     assert found["SPILLS"] == {("norm_forward", "layer_norm", 2, 4096): 8}
+
+
+def test_blocks_share_what_a_shipped_row_is_too_narrow_for():
+    shared = Forward(1, Hints(6), (8192,), packed=True)
+    sizes = [replace(SPEC, hidden=n) for n in (8192, 65536)]
+    entries = [entry(Forward(1, Hints(8), (8192,)), sizes[0]), entry(shared, sizes[1])]
+    found = defined(shipped.render(entries, "sm_90"))
+    row = (8192, Forward(1, Hints(8))), (65536, shared)
+    assert found["FORWARD"] == {("rms_norm", 2): row}
 
 
 def test_the_text_of_a_shipped_table():

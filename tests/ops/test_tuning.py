@@ -5,12 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests import cases, interpreter
+from tests import cases
+from tests.executors import Interpreter, arguments_of
 from tilenorm.__main__ import main
 from tilenorm.launch import heuristics, user_table
 from tilenorm.launch.calls import every_gradient
 from tilenorm.launch.candidates import candidates
-from tilenorm.launch.config import Backward, Forward, Wide
+from tilenorm.launch.config import Backward, Forward
 from tilenorm.launch.tuner import plan_of
 from tilenorm.ops import tuning
 from tilenorm.ops.explain import planned_device
@@ -30,12 +31,9 @@ SPECS = [
     NormSpec("layer", 40, "bfloat16", "bfloat16", "bfloat16", heads=3),
 ]
 each_spec = pytest.mark.parametrize("spec", SPECS, ids=cases.label)
+SHARED = {"forward": Forward(widths=(32,)), "backward": Backward((32,))}  # two blocks a row
+interpret = Interpreter("sm_90").run()
 each_direction = pytest.mark.parametrize("direction", cases.DIRECTIONS)
-
-
-def interpret(calls, index) -> None:
-    for kernel, grid, arguments in calls:
-        interpreter.launch(grid, kernel, arguments)
 
 
 def trials(spec, direction, run=interpret) -> Trials:
@@ -47,30 +45,28 @@ def trials(spec, direction, run=interpret) -> Trials:
 @each_direction
 def test_right_candidates_are_kept(spec, direction):
     tried = trials(spec, direction)
-    for config in (*ordered_candidates(spec, H200, direction)[:2], Wide(32)):
+    for config in (*ordered_candidates(spec, H200, direction)[:2], SHARED[direction]):
         assert tried.wrong(plan_of(spec, H200, direction, config)) is None, config
 
 
 @each_direction
 def test_wrong_results_are_seen(direction):
     spec = SPECS[0]
-    plan = plan_of(replace(spec, offset=0.1), H200, direction, Wide(32))
+    plan = plan_of(replace(spec, offset=0.1), H200, direction, SHARED[direction])
     assert "differs from the reference" in trials(spec, direction).wrong(plan)
 
 
 @each_direction
 def test_rows_that_are_not_written_are_seen(direction):
     def all_but_one(calls, index) -> None:
-        outputs = ("Y", "DX")
-        for kernel, grid, arguments in calls:
-            interpreter.launch(grid, kernel, arguments)
-            names = kernel._annotated_function.pysig.parameters
-            for name, value in zip(names, arguments, strict=True):
-                if name in outputs:
+        interpret(calls, index)
+        for call in calls:
+            for name, value in arguments_of(call).items():
+                if name in ("Y", "DX"):
                     value[-1] = float("nan")
 
     spec = SPECS[0]
-    plan = plan_of(spec, H200, direction, Wide(32))
+    plan = plan_of(spec, H200, direction, SHARED[direction])
     message = "result 0 differs from the reference in 40 places"
     assert trials(spec, direction, all_but_one).wrong(plan) == message
 

@@ -5,67 +5,94 @@ from dataclasses import replace
 from itertools import pairwise, product
 
 from ..spec import NormSpec
-from .config import Backward, Forward, Hints, Wide, tile_width
+from .config import Backward, Forward, Hints, tile_width
 from .target import Target
 
-Config = Forward | Backward | Wide
+Config = Forward | Backward
+FORMS = {"forward": Forward, "backward": Backward}
 
 # What is tried of each field. Blocks without TMA have 4 warps, with 8 half the registers a thread.
 WARPS = {False: (None, 8), True: (4, 8)}
 ONE_TILE_OCCUPANCY = (None, 4, 8, 12, 16)  # of a block a tile it bounds the registers only
+PACKED_OCCUPANCY = (None, 1, 2, 3, 4)
 LOOP_OCCUPANCY = (1, 2, 3, 4, 5, 6, 8)
 TMA_OCCUPANCY = (1, 2, 3, 4)
 BACKWARD_OCCUPANCY = (1, 2, 3, 4, 5)  # each block has partial sums
-CHUNKS = (1024, 2048, 4096, 8192)
+CHUNK_OCCUPANCY = (None, 4, 6, 8)  # in the forward pass, where it bounds the registers only
+CHUNKS = {"forward": (2048, 4096, 8192, 16384), "backward": (1024, 2048, 4096, 8192)}
 
-MOST_SEGMENTS = 5
-NARROWEST_SEGMENT = 512
-TILES = (512, 4096)  # elements of a tile of gathered rows, more for a wider row
+# Segments at most of different widths, and of one, and the narrowest of each.
+MOST_SEGMENTS, NARROWEST_SEGMENT = 5, 512
+MOST_EQUAL_SEGMENTS, NARROWEST_EQUAL_SEGMENT = 7, 256
+# Elements of a tile of gathered rows, more for a wider row.
+TILES = {"forward": (512, 8192), "backward": (512, 4096)}
+LARGEST_AHEAD = 4096  # elements of a tile of which a loop gathers the next one ahead
+FEWEST_A_THREAD = 8  # elements, for 8 warps to be worth a try
 NARROWEST_LOAD = 1024  # columns of a row by tile loads
-NARROWEST_WIDE = 8192
-# Columns of the widest row that is held whole, and of the widest that is gathered.
-WIDEST = {"forward": (32768, 32768), "backward": (16384, 8192)}
+NARROWEST_PACKED = 4096
+NARROWEST_SHARED = 8192
+WIDEST = {"forward": 32768, "backward": 16384}  # columns of a row that is held whole
+WIDEST_GATHERED = 8192  # in the backward pass, and not packed
 REGISTERS = 65536  # of a multiprocessor
+THREADS = 2048
+# Elements that the blocks of a multiprocessor have of chunks, each with about four float32 values.
+BACKWARD_CHUNKS = REGISTERS // 4
 # Partial sums that the blocks of a multiprocessor have where those of a tile's rows are apart.
 HEADS_SCRATCH = 6 * 2048
+
+VECTOR = 8  # elements of 16 bytes of the narrowest dtype
+MOST_CHUNKS = 1024  # whose numbers a block collects at once
 
 
 def candidates(spec: NormSpec, target: Target, direction: str) -> list[Config]:
     """What the tuner tries, simple ones first. direction: "forward" or "backward"."""
-    tried = _forward if direction == "forward" else _backward
-    found = [*tried(spec), *_wide(spec, direction)]
-    row = spec.hidden, spec.aligned
+    if direction == "forward":
+        found = (*_forward(spec), *_forward_chunks(spec))
+    else:
+        found = (*_backward(spec), *_backward_chunks(spec, target))
+    row = spec.hidden, spec.widest_item, spec.aligned
     return [c for c in dict.fromkeys(found) if not refusal(c, *row, target, direction)]
 
 
 def explicit(config: Config, hidden: int) -> Config:
     """The same configuration with its widths written out."""
-    if isinstance(config, Wide) or config.widths:
-        return config
-    return replace(config, widths=(tile_width(hidden),))
+    return config if config.widths else replace(config, widths=(tile_width(hidden),))
 
 
 def refusal(
-    config: Config, hidden: int, aligned: bool, target: Target, direction: str
+    config: Config, hidden: int, item_bytes: int, aligned: bool, target: Target, direction: str
 ) -> str | None:
-    """Why a configuration cannot serve rows of so many elements in a direction, or None."""
-    if not isinstance(config, (Wide, Forward if direction == "forward" else Backward)):
+    """Why a configuration cannot serve rows of so many elements in a direction, or None.
+
+    item_bytes: of the widest tensor with rows.
+    """
+    if not isinstance(config, FORMS[direction]):
         return f"{type(config).__name__} is none of the {direction} pass"
-    if isinstance(config, Wide):
-        whole = _power_of_two(config.tile) and config.tile >= 16
-        return None if whole and 1 <= config.occupancy <= 32 else "no such chunks"
     if not _power_of_two(config.rows):
         return f"rows {config.rows} is no power of two"
     hints = config.hints
     if not 1 <= (hints.occupancy or 1) <= 32 or not _power_of_two(hints.num_worker_warps or 1):
         return f"no such hints: {hints}"
+    if config.packed and item_bytes != 2:
+        return "packed takes rows of 16 bits an element"
     if config.tma and not (config.rows == 1 and aligned and target.has_tma):
         return "tile loads take one row at a time, of whole vectors, and a GPU that has them"
     if config.store and not config.tma:
         return "tile stores come with tile loads"
-    if isinstance(config, Forward) and config.tma and not config.loop:
+    loops = isinstance(config, Forward) and config.loop
+    if isinstance(config, Forward) and config.tma and not loops:
         return "tile loads come with a loop"
-    return _wrong_widths(config.widths or (tile_width(hidden),), hidden)
+    widths = config.widths or (tile_width(hidden),)
+    # Of descending powers of two each starts at a multiple of its width, as tile loads need it.
+    descend = all(a >= b for a, b in pairwise(widths))
+    if not descend or not all(_power_of_two(width) for width in widths):
+        return f"widths {widths} are no descending powers of two"
+    if sum(widths) < hidden:
+        gathers_rows = config.rows == 1 and not config.tma and not loops
+        return _wrong_chunks(widths, hidden, gathers_rows)
+    if sum(widths) - widths[-1] >= hidden:
+        return f"widths {widths} do not end with a row of {hidden}"
+    return None
 
 
 def segmentations(hidden: int) -> list[tuple[int, ...]]:
@@ -74,10 +101,9 @@ def segmentations(hidden: int) -> list[tuple[int, ...]]:
     Of each largest width: as many as fit and what is left, exactly or padded to one power of two
     or to one more of the same width.
     """
-    whole = tile_width(hidden)
-    found = [(whole,)]
-    width = whole // 2
-    while width >= NARROWEST_SEGMENT and -(-hidden // width) <= MOST_SEGMENTS:
+    found = [(tile_width(hidden),)]
+    width = found[0][0] // 2
+    while width >= NARROWEST_EQUAL_SEGMENT and -(-hidden // width) <= MOST_EQUAL_SEGMENTS:
         count, left = divmod(hidden, width)
         head = (width,) * count
         if left:
@@ -86,70 +112,106 @@ def segmentations(hidden: int) -> list[tuple[int, ...]]:
         else:
             found.append(head)
         width //= 2
-    return [
-        widths
-        for widths in dict.fromkeys(found)
-        if len(widths) <= MOST_SEGMENTS and (widths[-1] >= NARROWEST_SEGMENT or len(widths) == 1)
-    ]
+    return [widths for widths in dict.fromkeys(found) if _few(widths)]
+
+
+def _few(widths: tuple[int, ...]) -> bool:
+    if len(set(widths)) == 1:
+        return len(widths) <= MOST_EQUAL_SEGMENTS
+    return len(widths) <= MOST_SEGMENTS and widths[-1] >= NARROWEST_SEGMENT
 
 
 def _forward(spec: NormSpec) -> Iterator[Forward]:
-    widest, _ = WIDEST["forward"]
-    for widths in segmentations(spec.hidden) if spec.hidden <= widest else ():
-        for rows in _rows(widths):
-            for hints in _hints(ONE_TILE_OCCUPANCY, False):
+    for widths in segmentations(spec.hidden) if spec.hidden <= WIDEST["forward"] else ():
+        for rows in _rows(widths, "forward"):
+            elements = rows * sum(widths)
+            for hints in _hints(ONE_TILE_OCCUPANCY, elements):
                 yield Forward(rows, hints, widths)
-            for hints in _hints(LOOP_OCCUPANCY, False, rows * sum(widths)):
-                yield Forward(rows, hints, widths, loop=True)
-        if spec.hidden >= NARROWEST_LOAD:
-            for hints, store in product(_hints(TMA_OCCUPANCY, True, sum(widths)), (False, True)):
-                yield Forward(1, hints, widths, loop=True, tma=True, store=store)
+            if rows == 1 or elements <= LARGEST_AHEAD:
+                for hints in _hints(LOOP_OCCUPANCY, elements, REGISTERS):
+                    yield Forward(rows, hints, widths, loop=True)
+        if _packs(spec):
+            for hints in _hints(PACKED_OCCUPANCY, sum(widths)):
+                yield Forward(1, hints, widths, packed=True)
+        for hints, store in _loads(spec, widths):
+            yield Forward(1, hints, widths, loop=True, tma=True, store=store)
 
 
 def _backward(spec: NormSpec) -> Iterator[Backward]:
-    widest, gathered = WIDEST["backward"]
-    for widths in segmentations(spec.hidden) if spec.hidden <= widest else ():
-        for rows in _rows(widths) if spec.hidden <= gathered else ():
+    for widths in segmentations(spec.hidden) if spec.hidden <= WIDEST["backward"] else ():
+        for rows in _rows(widths, "backward") if spec.hidden <= WIDEST_GATHERED else ():
             most = HEADS_SCRATCH if spec.heads and rows > 1 else REGISTERS
-            for hints in _hints(BACKWARD_OCCUPANCY, False, rows * sum(widths), most):
+            for hints in _hints(BACKWARD_OCCUPANCY, rows * sum(widths), most):
                 yield Backward(widths, rows, hints=hints)
-        if spec.hidden >= NARROWEST_LOAD:
-            for hints, store in product(_hints(TMA_OCCUPANCY, True, sum(widths)), (False, True)):
-                yield Backward(widths, tma=True, hints=hints, store=store)
+        if _packs(spec):
+            for hints in _hints(BACKWARD_OCCUPANCY, sum(widths), REGISTERS):
+                yield Backward(widths, hints=hints, packed=True)
+        for hints, store in _loads(spec, widths):
+            yield Backward(widths, tma=True, hints=hints, store=store)
 
 
-def _wide(spec: NormSpec, direction: str) -> Iterator[Wide]:
-    """Chunks. The forward pass has no looping kernel, and so no use for an occupancy."""
-    occupancies = (Wide.occupancy,) if direction == "forward" else BACKWARD_OCCUPANCY
-    if spec.hidden >= NARROWEST_WIDE:
-        for tile, occupancy in product(CHUNKS, occupancies):
-            yield Wide(tile, occupancy)
+def _forward_chunks(spec: NormSpec) -> Iterator[Forward]:
+    for width, packed in _chunks(spec, "forward"):
+        for hints in _hints(CHUNK_OCCUPANCY, width):
+            yield Forward(1, hints, (width,), packed=packed)
 
 
-def _rows(widths: tuple[int, ...]) -> list[int]:
+def _backward_chunks(spec: NormSpec, target: Target) -> Iterator[Backward]:
+    for width, packed in _chunks(spec, "backward"):
+        sharing = -(-spec.hidden // width) * (spec.heads or 1)
+        for hints in _hints(BACKWARD_OCCUPANCY, width, BACKWARD_CHUNKS):
+            # More than are resident wait, in every row, for some that start when others have ended.
+            if sharing <= target.multiprocessors * hints.occupancy:
+                yield Backward((width,), hints=hints, packed=packed)
+
+
+def _chunks(spec: NormSpec, direction: str) -> Iterator[tuple[int, bool]]:
+    """(columns of a chunk, packed) where blocks share rows."""
+    if spec.hidden >= NARROWEST_SHARED:
+        widths = [width for width in CHUNKS[direction] if width < spec.hidden]
+        yield from product(widths, (False, True) if _packs(spec) else (False,))
+
+
+def _packs(spec: NormSpec) -> bool:
+    """Whether a row is so wide that it pays to keep it in its own 16 bits."""
+    return spec.widest_item == 2 and spec.hidden >= NARROWEST_PACKED
+
+
+def _rows(widths: tuple[int, ...], direction: str) -> list[int]:
     """How many rows a tile of gathered rows may have."""
-    least, most = TILES
+    least, most = TILES[direction]
     counts = [1 << i for i in range(most.bit_length())]
     found = [n for n in counts if least <= n * sum(widths) <= most]
     return found or [1]
 
 
-def _hints(occupancies: tuple, tma: bool, elements: int = 0, most: int = REGISTERS) -> list[Hints]:
+def _loads(spec: NormSpec, widths: tuple[int, ...]) -> Iterator[tuple[Hints, bool]]:
+    """(hints, store) of rows that tile loads read."""
+    if spec.hidden >= NARROWEST_LOAD:
+        hints = _hints(TMA_OCCUPANCY, sum(widths), REGISTERS, tma=True)
+        yield from product(hints, (False, True))
+
+
+def _hints(
+    occupancies: tuple, elements: int, most: int | None = None, tma: bool = False
+) -> list[Hints]:
     """elements: those that a block holds; most: those that all of a multiprocessor may hold."""
-    return [
-        Hints(occupancy, warps)
-        for occupancy, warps in product(occupancies, WARPS[tma])
-        if (occupancy or 1) * elements <= most
-    ]
+    found = []
+    for occupancy, warps in product(occupancies, WARPS[tma]):
+        blocks, threads = occupancy or 1, 32 * (warps or 4)
+        idle = warps == 8 and not tma and elements < FEWEST_A_THREAD * threads
+        if (most is None or blocks * elements <= most) and blocks * threads <= THREADS and not idle:
+            found.append(Hints(occupancy, warps))
+    return found
 
 
-def _wrong_widths(widths: tuple[int, ...], hidden: int) -> str | None:
-    # Of descending powers of two each starts at a multiple of its width, as tile loads need it.
-    descend = all(a >= b for a, b in pairwise(widths))
-    if not descend or not all(_power_of_two(width) for width in widths):
-        return f"widths {widths} are no descending powers of two"
-    if not sum(widths) - widths[-1] < hidden <= sum(widths):
-        return f"widths {widths} do not end with a row of {hidden}"
+def _wrong_chunks(widths: tuple[int, ...], hidden: int, gathers_rows: bool) -> str | None:
+    if not gathers_rows:
+        return "blocks that share a row gather one at a time, without a loop or tile stores"
+    if widths[-1] % VECTOR:
+        return f"widths {widths} of a chunk are no whole vectors"
+    if hidden > MOST_CHUNKS * sum(widths):
+        return f"a row of {hidden} takes more than {MOST_CHUNKS} chunks of {sum(widths)}"
     return None
 
 

@@ -26,7 +26,7 @@ from .calls import (
     hinted,
     launches,
 )
-from .config import Backward, ColumnSum, Forward
+from .config import Backward, ColumnSum, Forward, tile_width
 from .target import Target
 
 POLLS = 1 << 12  # about 4 ms: what another kernel on the same GPU may keep blocks of a row apart
@@ -74,7 +74,7 @@ class _Plan:
 
     @cached_property
     def _widths(self) -> tuple[int, ...]:
-        return self.config.widths or (heuristics.tile_width(self.spec.hidden),)
+        return self.config.widths or (tile_width(self.spec.hidden),)
 
     @cached_property
     def chunks(self) -> int:
@@ -111,7 +111,7 @@ class _Plan:
     def _tile(self) -> tuple:
         """N, HEADS, TILE_ROWS, TILE_HEADS, WIDTHS, CHUNKS, PADDED_CHUNKS, POLLS, OVERLAP."""
         heads = (self.spec.heads, self.config.rows, self.tile_heads)
-        padded = heuristics.tile_width(self.chunks)
+        padded = tile_width(self.chunks)
         chunks = (self._widths, self.chunks, padded, POLLS if self._shares else 0, self._overlap)
         return (self.spec.hidden, *heads, *chunks)
 
@@ -131,7 +131,7 @@ class _Plan:
         if not self._shares:
             return []
         width = self.slots(rows)[1]
-        padded = heuristics.tile_width(width)
+        padded = tile_width(width)
         tile_rows = max(1, CLEARED // padded)
         return [
             Call(clear_slots, (_cdiv(rows, tile_rows),), (slots, tile_rows, padded, self._overlap))

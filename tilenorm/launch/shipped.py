@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 from itertools import groupby, pairwise
 
 from .candidates import refusal
-from .config import Forward
+from .config import Forward, tile_width
 from .target import Target
 from .user_table import Entry
 
@@ -36,9 +36,10 @@ def render(entries: Iterable[Entry], arch: str) -> str:
 def _rows(entries: list[Entry], arch: str) -> list[str]:
     """One for each run of sizes of one configuration."""
     for before, entry in pairwise(entries):
-        first = before.key.hidden + 16 // entry.key.item_bytes
-        config = _general(entry)
-        if reason := refusal(config, first, True, Target.of(arch), entry.key.direction):
+        item_bytes = entry.key.item_bytes
+        first = before.key.hidden + 16 // item_bytes
+        config, target = _general(entry), Target.of(arch)
+        if reason := refusal(config, first, item_bytes, True, target, entry.key.direction):
             raise ValueError(
                 f"{entry.key.op} {entry.key.direction}: what is fastest at {entry.key.hidden} would"
                 f" serve from {first} on, but {reason}: tune a size between"
@@ -55,7 +56,7 @@ def _rows(entries: list[Entry], arch: str) -> list[str]:
 def _general(entry: Entry):
     """A forward row in one segment is of whatever width holds it."""
     config = entry.config
-    if isinstance(config, Forward) and len(config.widths or ()) == 1:
+    if isinstance(config, Forward) and config.widths == (tile_width(entry.key.hidden),):
         return replace(config, widths=None)
     return config
 

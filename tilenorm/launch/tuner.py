@@ -16,18 +16,11 @@ from ..spec import NormSpec
 from . import heuristics
 from .calls import every_gradient
 from .candidates import REGISTERS, Config
-from .config import Backward, Forward, Wide
-from .plan import RowBackward, RowForward, WideBackward, WideForward
+from .plan import BackwardPlan, ForwardPlan
 from .precompile import Compiled, calls_backward, calls_forward, compile_call, compiling
 from .shipped import written
 from .target import Target
 
-PLANS = {
-    ("forward", Forward): RowForward,
-    ("forward", Wide): WideForward,
-    ("backward", Backward): RowBackward,
-    ("backward", Wide): WideBackward,
-}
 # Bytes a thread. Of what is shipped for the H200 one configuration in six spills, most of them
 # under this, where none without spills is as fast.
 MOST_SPILLED = 64
@@ -40,11 +33,15 @@ Choice = TypeVar("Choice")
 
 @dataclass(frozen=True)
 class Candidate:
-    """A configuration and what compiling it showed. failed: why it does not compile, or None."""
+    """A configuration and what compiling it showed. failed: why it does not compile, or None.
+
+    together: how many blocks of a multiprocessor have to run side by side.
+    """
 
     config: Config
     kernels: tuple[Compiled, ...] = ()
     grids: tuple[tuple[int, ...], ...] = ()
+    together: int = 1
     failed: str | None = None
 
     @property
@@ -68,13 +65,14 @@ class Measured:
         return cls(statistics.median(samples), high - low, len(samples))
 
 
-def plan_of(spec: NormSpec, target: Target, direction: str, config: Config):
+def plan_of(
+    spec: NormSpec, target: Target, direction: str, config: Config
+) -> ForwardPlan | BackwardPlan:
     """The plan of a training step with a configuration, whichever would be chosen."""
-    kind = PLANS[direction, type(config)]
     if direction == "forward":
-        return kind(spec, target, config, True)
+        return ForwardPlan(spec, target, config, True)
     sums = heuristics.column_sum(spec, target)
-    return kind(replace(spec, rounding="late"), target, config, sums, every_gradient(spec))
+    return BackwardPlan(replace(spec, rounding="late"), target, config, sums, every_gradient(spec))
 
 
 def compile_candidates(
@@ -106,9 +104,12 @@ def prune(
     """Why each configuration need not be timed, or None for those that are to be.
 
     spilled: bytes a thread that are tolerated; if all spill more, those that spill least stay.
-    keep: stays though it spills.
+    keep: stays though it spills, or has blocks that wait for others.
     """
-    reasons = {c.config: c.failed or _too_large(c, target) for c in candidates}
+    reasons = {
+        c.config: c.failed or _too_large(c, target, 1 if c.config == keep else c.together)
+        for c in candidates
+    }
     fitting = [c for c in candidates if not reasons[c.config]]
     most = max(spilled, min((c.spilled for c in fitting), default=0))
     first = {}
@@ -183,18 +184,23 @@ def _compiled(spec, target, direction, rows, config) -> Candidate:
         kernels = tuple(compile_call(call, target.arch) for call in calls)
     except ct.TileError as error:
         return Candidate(config, failed=f"does not compile: {str(error).partition(chr(10))[0]}")
-    return Candidate(config, kernels, tuple(call.grid for call in calls))
+    # Of a persistent grid whose blocks share rows, those that do not fit make all others wait.
+    shares = direction == "backward" and plan.chunks > 1
+    together = (config.hints.occupancy or 1) if shares else 1
+    return Candidate(config, kernels, tuple(call.grid for call in calls), together)
 
 
-def _too_large(candidate: Candidate, target: Target) -> str | None:
-    """Whether a block of some kernel does not fit on a multiprocessor.
+def _too_large(candidate: Candidate, target: Target, together: int) -> str | None:
+    """Whether so many blocks of some kernel do not fit on a multiprocessor.
 
-    That `occupancy` of them do is not asked: a grid of more than fit at once can be the fastest.
+    That `occupancy` of them do is asked of those that share rows alone: elsewhere a grid of more
+    than fit at once can be the fastest.
     """
     for kernel in candidate.kernels:
-        registers = kernel.threads * kernel.registers
+        registers = together * kernel.threads * kernel.registers
         if registers > REGISTERS:
-            return f"a block takes {registers} registers of {REGISTERS}"
-        if kernel.shared_bytes > target.shared_bytes:
-            return f"a block takes {kernel.shared_bytes} bytes of {target.shared_bytes} shared"
+            return f"{together} × {registers // together} registers a block, of {REGISTERS}"
+        shared = together * kernel.shared_bytes
+        if shared > target.shared_bytes:
+            return f"{together} × {kernel.shared_bytes} shared bytes, of {target.shared_bytes}"
     return None

@@ -19,12 +19,12 @@ import cuda.tile as ct
 from ..settings import settings
 from ..spec import NormSpec
 from .candidates import Config, refusal
-from .config import Backward, Forward, Hints, Wide
+from .config import Backward, Forward, Hints
 from .target import Target
 from .toolchain import compiler_version
 
 FORMAT = 1  # to be raised, too, when kernels change so much that older measurements mislead
-FORMS = {form.__name__: form for form in (Forward, Backward, Wide)}
+FORMS = {form.__name__: form for form in (Forward, Backward)}
 
 
 class TableWarning(UserWarning):
@@ -145,7 +145,8 @@ def _decoded(number: int, data: dict, arch: str) -> Entry:
         config = _built(FORMS[config.pop("form")], config)
         key = Key(**data.pop("key"))
         entry = _built(Entry, data | {"key": key, "config": config})
-        reason = refusal(config, key.hidden, key.aligned, Target.of(arch), key.direction)
+        row = key.hidden, key.item_bytes, key.aligned
+        reason = refusal(config, *row, Target.of(arch), key.direction)
     except (TypeError, ValueError, KeyError) as error:
         raise ValueError(f"entry {number}: {error}") from error
     if reason:

@@ -233,5 +233,5 @@ def _rows_in_memory(spec: NormSpec) -> int:
 
 def _rows_to_check(spec: NormSpec, target: Target, configs: list[Config]) -> int:
     """So many that every block of a looping kernel takes two tiles, if not too many."""
-    tiles = max((getattr(c, "hints", c).occupancy or 1) * c.rows for c in configs)
+    tiles = max((c.hints.occupancy or 1) * c.rows for c in configs)
     return min(2 * target.multiprocessors * tiles + 16, MOST_CHECKED // spec.hidden)
