@@ -60,6 +60,8 @@ def test_blocks_that_wait_for_others_are_dropped():
     assert "5 × 16384 registers a block" in prune([waiting], H200)[waiting.config]
     assert kept([waiting, candidate(2)], keep=waiting.config) == [1, 2]
     assert kept([replace(waiting, together=4)]) == [1]
+    others = tuple(replace(k, kernel="column_sum") for k in waiting.kernels)
+    assert kept([replace(waiting, kernels=others)]) == [1]
     sharing = candidate(1, shared_bytes=64 * 1024)
     assert kept([replace(sharing, together=3)]) == [1]
     assert kept([replace(sharing, together=4)]) == []
@@ -95,7 +97,7 @@ def test_compiling_candidates(tmp_path, monkeypatch):
     "direction, config, together",
     [
         ("forward", Forward(1, Hints(6), (8192,), packed=True), 1),
-        ("backward", Backward((1024,), hints=Hints(2, 8), packed=True), 2),
+        ("backward", Backward((2048,), hints=Hints(4, 8), packed=True), 4),
     ],
 )
 def test_compiling_blocks_that_share_rows(direction, config, together):

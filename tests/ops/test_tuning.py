@@ -158,10 +158,12 @@ def test_no_time(pretended):
 
 
 @NEEDS_GPU
-@pytest.mark.parametrize("op", ["rms_norm", "add_layer_norm"])
-def test_tuning_a_gpu(op, tables, no_memory, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "op, hidden", [("rms_norm", 1024), ("add_layer_norm", 1024), ("layer_norm", 65536)]
+)
+def test_tuning_a_gpu(op, hidden, tables, no_memory, monkeypatch, capsys):
     monkeypatch.setattr(tuning, "candidates", lambda *a: candidates(*a)[:6])
-    arguments = f"--op {op} --hidden 1024 --rows 4096 --seconds 2 --processes 1 --bias"
+    arguments = f"--op {op} --hidden {hidden} --rows 4096 --seconds 2 --processes 1 --bias"
     assert main(["tune", *arguments.split()]) == 0
     arch = target().arch
     path = user_table.path_of(arch)
@@ -173,10 +175,10 @@ def test_tuning_a_gpu(op, tables, no_memory, monkeypatch, capsys):
         assert entry.driver and entry.registers
     assert "dropped" not in capsys.readouterr().err, "a candidate is wrong"
 
-    spec = NormSpec.of(op, 1024, "bfloat16", weight="bfloat16", bias="bfloat16")
+    spec = NormSpec.of(op, hidden, "bfloat16", weight="bfloat16", bias="bfloat16")
     assert heuristics.forward(spec, target()) == found["forward"].config
     assert heuristics.source(spec, target(), every_gradient(spec)) == f"user table {path}"
-    tensors, incoming = made(FAMILY[op], 300, 1024)
+    tensors, incoming = made(FAMILY[op], 300, hidden)
     got = train(FAMILY[op], tensors, incoming)
     assert_step(got, expected_of(FAMILY[op], tensors, incoming))
 

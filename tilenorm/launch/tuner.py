@@ -35,7 +35,7 @@ Choice = TypeVar("Choice")
 class Candidate:
     """A configuration and what compiling it showed. failed: why it does not compile, or None.
 
-    together: how many blocks of a multiprocessor have to run side by side.
+    together: how many blocks of the norm have to run side by side on a multiprocessor.
     """
 
     config: Config
@@ -191,16 +191,16 @@ def _compiled(spec, target, direction, rows, config) -> Candidate:
 
 
 def _too_large(candidate: Candidate, target: Target, together: int) -> str | None:
-    """Whether so many blocks of some kernel do not fit on a multiprocessor.
+    """Whether a block of some kernel, or so many of the norm, do not fit on a multiprocessor.
 
     That `occupancy` of them do is asked of those that share rows alone: elsewhere a grid of more
     than fit at once can be the fastest.
     """
     for kernel in candidate.kernels:
-        registers = together * kernel.threads * kernel.registers
-        if registers > REGISTERS:
-            return f"{together} × {registers // together} registers a block, of {REGISTERS}"
-        shared = together * kernel.shared_bytes
-        if shared > target.shared_bytes:
-            return f"{together} × {kernel.shared_bytes} shared bytes, of {target.shared_bytes}"
+        blocks = together if kernel.kernel.startswith("norm_") else 1
+        registers = kernel.threads * kernel.registers
+        if blocks * registers > REGISTERS:
+            return f"{blocks} × {registers} registers a block, of {REGISTERS}"
+        if blocks * kernel.shared_bytes > target.shared_bytes:
+            return f"{blocks} × {kernel.shared_bytes} shared bytes, of {target.shared_bytes}"
     return None
