@@ -104,7 +104,7 @@ def test_compiling_blocks_that_share_rows(direction, config, together):
     spec = NormSpec("rms", 65536, "bfloat16", "bfloat16")
     (found,) = compile_candidates(spec, H200, direction, 64, [config], 1, lambda _: None)
     assert found.failed is None and found.together == together
-    assert [k.kernel for k in found.kernels[:2]] == ["clear", f"norm_{direction}"]
+    assert [k.kernel for k in found.kernels[:2]] == ["clear_slots", f"norm_{direction}"]
     assert prune([found], H200) == {config: None}
 
 

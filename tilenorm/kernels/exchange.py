@@ -10,6 +10,7 @@ POLLS times computes what is missing itself, from the same columns in the same w
 import cuda.tile as ct
 
 EMPTY = -1  # a NaN that no arithmetic of the GPU makes: its own is 0x7fffffff
+SUM_POLLS = 8  # after which a sum that is still NaN is taken for one that has NaN in it
 
 
 @ct.kernel
@@ -71,7 +72,7 @@ def collect_sums(SLOTS, row, PARTS, CHUNKS, PADDED, POLLS, numbers_of):
     found = poll(SLOTS, row, PARTS, CHUNKS, PADDED)
     sums = added(found, CHUNKS, PADDED)
     polls = 0
-    while is_nan(sums) & (polls < 8):
+    while is_nan(sums) & (polls < SUM_POLLS):
         found = poll(SLOTS, row, PARTS, CHUNKS, PADDED)
         sums = added(found, CHUNKS, PADDED)
         polls = polls + 1
@@ -131,8 +132,9 @@ def any_empty(found):
 def combine(means, squares, N, TILE, PADDED):
     """(near, offset, variance) of a row, whose mean is near + offset, from those of its chunks.
 
-    near is the first chunk's mean. Differences from it are exact, where a sum of means would lose
-    what a large mean has too many digits for. After Chan, Golub and LeVeque (1979).
+    near is the first chunk's mean. Differences from it are exact where means are close, and a sum
+    of means would lose what a large mean has too many digits for. After Chan, Golub and LeVeque
+    (1979).
     """
     j = ct.arange(PADDED, dtype=ct.int32)
     count = ct.minimum(ct.maximum(N - j * TILE, 0), TILE).astype(ct.float32)
