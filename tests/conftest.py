@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tilenorm.__main__ import main
 from tilenorm.launch import plan, user_table
 
 from . import cases
@@ -17,6 +18,19 @@ def pytest_configure() -> None:
     # A user's own tables would change the plans. There is no such folder; processes that tests
     # start look there too.
     os.environ["TILENORM_CACHE_DIR"] = str(Path(__file__).parent / "no_tables")
+
+
+@pytest.fixture
+def refused(capsys):
+    """A function of command line arguments that are refused, which returns what is said of them."""
+
+    def told(arguments: list[str]) -> str:
+        with pytest.raises(SystemExit) as stopped:
+            main(arguments)
+        assert stopped.value.code == 2
+        return capsys.readouterr().err
+
+    return told
 
 
 @pytest.fixture

@@ -149,20 +149,14 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_wrong_arguments(case, capsys, cache):
+def test_wrong_arguments(case, refused, cache):
     arguments, message = WRONG[case]
-    with pytest.raises(SystemExit) as stopped:
-        main(arguments)
-    assert stopped.value.code == 2
-    assert message in capsys.readouterr().err
+    assert message in refused(arguments)
 
 
-def test_precompile_without_a_cache(capsys, monkeypatch):
+def test_precompile_without_a_cache(refused, monkeypatch):
     monkeypatch.setattr(default_tile_context.config, "cache_dir", None)
-    with pytest.raises(SystemExit) as stopped:
-        main(["precompile", *FOR_H200])
-    assert stopped.value.code == 2
-    assert "cuTile's cache is off (CUDA_TILE_CACHE_DIR)" in capsys.readouterr().err
+    assert "cuTile's cache is off (CUDA_TILE_CACHE_DIR)" in refused(["precompile", *FOR_H200])
 
 
 def test_precompile_fills_the_cache(capsys, cache, compilations):

@@ -142,17 +142,11 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_wrong_arguments(case, capsys, tables):
+def test_wrong_arguments(case, refused, tables):
     arguments, message = WRONG[case]
-    with pytest.raises(SystemExit) as stopped:
-        main(arguments)
-    assert stopped.value.code == 2
-    assert message in capsys.readouterr().err
+    assert message in refused(arguments)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_without_a_gpu(capsys, tables):
-    with pytest.raises(SystemExit) as stopped:
-        main(["tune", "--hidden", "64"])
-    assert stopped.value.code == 2
-    assert "there is no NVIDIA GPU, or no driver for it" in capsys.readouterr().err
+def test_without_a_gpu(refused, tables):
+    assert "there is no NVIDIA GPU, or no driver for it" in refused(["tune", "--hidden", "64"])

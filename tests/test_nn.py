@@ -2,8 +2,6 @@
 
 import copy
 import inspect
-import io
-import pickle
 
 import pytest
 import torch
@@ -11,7 +9,7 @@ from torch import nn
 
 import tilenorm
 
-from .ops.helpers import EACH_DEVICE, assert_within, random
+from .ops.helpers import EACH_DEVICE, assert_within, random, through_pickle, through_save
 
 PAIRS = {"RMSNorm": (tilenorm.RMSNorm, nn.RMSNorm), "LayerNorm": (tilenorm.LayerNorm, nn.LayerNorm)}
 EACH_PAIR = pytest.mark.parametrize("ours, theirs", PAIRS.values(), ids=PAIRS)
@@ -149,17 +147,6 @@ def test_repr_tells_what_pytorchs_does_and_more(ours, theirs):
 def test_an_unknown_rounding_raises_at_once(ours, rounding):
     with pytest.raises(ValueError, match=r"rounding: got .*, takes 'late' or 'early'"):
         ours(24, rounding=rounding)
-
-
-def through_pickle(module):
-    return pickle.loads(pickle.dumps(module))
-
-
-def through_save(module):
-    file = io.BytesIO()
-    torch.save(module, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 @EACH

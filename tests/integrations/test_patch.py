@@ -1,8 +1,6 @@
 """A patched module stays what it was, but for who computes it; undo; the report; bad use."""
 
 import copy
-import io
-import pickle
 from functools import partial
 
 import pytest
@@ -16,7 +14,7 @@ from torch.func import functional_call
 import tilenorm
 from tilenorm.integrations.models import PatchedNorm
 
-from ..ops.helpers import TORCH, random
+from ..ops.helpers import TORCH, random, through_pickle, through_save
 from . import norms
 from .norms import N
 
@@ -107,17 +105,6 @@ def test_state_dicts_load_both_ways():
     again = Block()
     again.load_state_dict(model.state_dict())
     assert_same_numbers(model, again)
-
-
-def through_pickle(module):
-    return pickle.loads(pickle.dumps(module))
-
-
-def through_save(module):
-    file = io.BytesIO()
-    torch.save(module, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 @pytest.mark.parametrize("through", [copy.deepcopy, through_pickle, through_save])

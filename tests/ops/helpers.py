@@ -1,5 +1,7 @@
 """What the tests of the ops share: the family as a table, its formulas, and the error budget."""
 
+import io
+import pickle
 from typing import NamedTuple
 
 import pytest
@@ -223,3 +225,14 @@ def assert_within(
             f"{name}: {wrong.sum()} of {wrong.numel()} beyond the budget, the first at {at}:"
             f" got {got64[at]:.9g}, expected {exact[at]:.9g} ± {allowed[at]:.2g}"
         )
+
+
+def through_pickle(module):
+    return pickle.loads(pickle.dumps(module))
+
+
+def through_save(module):
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import pairwise, product
 
 from ..spec import NormSpec
-from .config import Backward, Forward, Hints, tile_width
+from .config import Backward, Forward, Hints, cdiv, tile_width
 from .target import Target
 
 Config = Forward | Backward
@@ -103,7 +103,7 @@ def segmentations(hidden: int) -> list[tuple[int, ...]]:
     """
     found = [(tile_width(hidden),)]
     width = found[0][0] // 2
-    while width >= NARROWEST_EQUAL_SEGMENT and -(-hidden // width) <= MOST_EQUAL_SEGMENTS:
+    while width >= NARROWEST_EQUAL_SEGMENT and cdiv(hidden, width) <= MOST_EQUAL_SEGMENTS:
         count, left = divmod(hidden, width)
         head = (width,) * count
         if left:
@@ -158,7 +158,7 @@ def _forward_chunks(spec: NormSpec) -> Iterator[Forward]:
 
 def _backward_chunks(spec: NormSpec, target: Target) -> Iterator[Backward]:
     for width, packed in _chunks(spec, "backward"):
-        sharing = -(-spec.hidden // width) * (spec.heads or 1)
+        sharing = cdiv(spec.hidden, width) * (spec.heads or 1)
         for hints in _hints(BACKWARD_OCCUPANCY, width, BACKWARD_CHUNKS):
             # More than are resident wait, in every row, for some that start when others have ended.
             if sharing <= target.multiprocessors * hints.occupancy:

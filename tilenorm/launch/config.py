@@ -3,6 +3,11 @@
 from dataclasses import dataclass
 
 
+def cdiv(a: int, b: int) -> int:
+    """How many parts of at most b make a."""
+    return -(-a // b)
+
+
 def tile_width(hidden: int) -> int:
     """The smallest power of two that holds a row."""
     return 1 << (hidden - 1).bit_length()

@@ -7,7 +7,7 @@ values an element of its tile in the backward pass, two in the forward pass, ove
 
 from ..spec import NormSpec
 from . import user_table
-from .config import Backward, ColumnSum, Forward, Hints, tile_width
+from .config import Backward, ColumnSum, Forward, Hints, cdiv, tile_width
 from .target import Target
 from .tuned import TABLES
 
@@ -44,7 +44,7 @@ def backward(spec: NormSpec, target: Target, needs) -> Backward:
         return Backward((width,), tma=True, hints=Hints(1, 8))
     occupancy = 3 if inputs == 2 else 2  # without spills
     # All blocks of a row are resident at once: each waits for the others, row after row.
-    least = -(-spec.hidden // (target.multiprocessors * occupancy))
+    least = cdiv(spec.hidden, target.multiprocessors * occupancy)
     chunk = max(BACKWARD_CHUNK // tile_width(inputs), tile_width(least))
     return Backward((chunk,), hints=Hints(occupancy), packed=_packs(spec))
 

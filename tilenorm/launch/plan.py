@@ -26,7 +26,7 @@ from .calls import (
     hinted,
     launches,
 )
-from .config import Backward, ColumnSum, Forward, tile_width
+from .config import Backward, ColumnSum, Forward, cdiv, tile_width
 from .target import Target
 
 POLLS = 1 << 12  # about 4 ms: what another kernel on the same GPU may keep blocks of a row apart
@@ -45,10 +45,6 @@ def plan_backward(spec: NormSpec, target: Target, needs: Needs) -> "BackwardPlan
     spec = replace(spec, rounding="late")  # of the forward pass only
     config = heuristics.backward(spec, target, needs)
     return BackwardPlan(spec, target, config, heuristics.column_sum(spec, target), needs)
-
-
-def _cdiv(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 @dataclass(frozen=True)
@@ -79,7 +75,7 @@ class _Plan:
     @cached_property
     def chunks(self) -> int:
         """How many blocks share a row."""
-        return _cdiv(self.spec.hidden, sum(self._widths))
+        return cdiv(self.spec.hidden, sum(self._widths))
 
     @cached_property
     def tile_heads(self) -> int:
@@ -94,8 +90,8 @@ class _Plan:
     def tiles(self, rows: int) -> int:
         heads, tile_rows = self.spec.heads, self.config.rows
         if not heads:
-            return _cdiv(rows, tile_rows)
-        return _cdiv(rows // heads, tile_rows // self.tile_heads) * self._groups
+            return cdiv(rows, tile_rows)
+        return cdiv(rows // heads, tile_rows // self.tile_heads) * self._groups
 
     @cached_property
     def resident(self) -> int:
@@ -115,10 +111,15 @@ class _Plan:
         chunks = (self._widths, self.chunks, padded, POLLS if self._shares else 0, self._overlap)
         return (self.spec.hidden, *heads, *chunks)
 
-    @cached_property
+    @property
     def _overlap(self) -> bool:
         """Whether a kernel starts while the one ahead of it, which it waits for, still runs."""
         return self.target.has_dependent_launch
+
+    @cached_property
+    def _starts_early(self) -> bool:
+        """Whether the norm's own kernel does: what is ahead of it empties its slots."""
+        return self._shares and self._overlap
 
     def slots(self, rows: int) -> tuple[int, int] | None:
         """Shape of the int32 slots by which blocks share rows: two a chunk for LayerNorm."""
@@ -134,7 +135,7 @@ class _Plan:
         padded = tile_width(width)
         tile_rows = max(1, CLEARED // padded)
         return [
-            Call(clear_slots, (_cdiv(rows, tile_rows),), (slots, tile_rows, padded, self._overlap))
+            Call(clear_slots, (cdiv(rows, tile_rows),), (slots, tile_rows, padded, self._overlap))
         ]
 
 
@@ -161,9 +162,8 @@ class ForwardPlan(_Plan):
         if self.config.loop:
             blocks = min(self.tiles(rows), self.resident)
             return [Call(self._kernel, (blocks,), (*arrays, 0, *tail))]
-        overlap = self._shares and self._overlap
         main = [
-            Call(self._kernel, (count * self.chunks,), (*arrays, first, *tail), overlap)
+            Call(self._kernel, (count * self.chunks,), (*arrays, first, *tail), self._starts_early)
             for first, count in launches(self.tiles(rows), MAX_GRID // self.chunks)
         ]
         return [*self._clear(arrays.slots, rows), *main]
@@ -220,8 +220,7 @@ class BackwardPlan(_Plan):
     def calls(self, arrays: BackwardArrays, rows: int) -> list[Call]:
         blocks = self.blocks(rows)
         arguments = (*arrays[:13], rows, *self._constants)
-        overlap = self._shares and self._overlap
-        main = Call(self._kernel, (blocks * self.chunks,), arguments, overlap)
+        main = Call(self._kernel, (blocks * self.chunks,), arguments, self._starts_early)
         return [*self._clear(arrays.slots, rows), main, *self._column_sum(arrays, blocks)]
 
     def _column_sum(self, arrays: BackwardArrays, blocks: int) -> list[Call]:
@@ -233,7 +232,7 @@ class BackwardPlan(_Plan):
         config, rows = self.sum_config, self._partial_rows(blocks)
         tile = (config.rows, config.tile, self._overlap)
         arguments = (arrays.partials, *outputs, rows, self.needs.sums, *tile)
-        grid = (_cdiv(self._sum_width, config.tile), self.needs.sums)
+        grid = (cdiv(self._sum_width, config.tile), self.needs.sums)
         return [Call(column_sum, grid, arguments, self._overlap)]
 
 

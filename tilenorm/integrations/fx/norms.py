@@ -8,10 +8,10 @@ from torch import SymInt, Tensor
 from torch.fx import Node
 
 from ...ops.library import spec_of_tensors
-from ...ops.registry import cutile_refuses, device_of, spec_refused
+from ...ops.registry import DTYPES, cutile_refuses, device_of, spec_refused
 from .nodes import Left, value_of
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+PARAMETER_DTYPES = tuple(getattr(torch, name) for name in DTYPES)
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,10 @@ def parameter_fits(parameter: Tensor, x: Tensor, dims: int) -> bool:
     by_heads = dims == 1 and parameter.dim() == 2 < x.dim()
     if parameter.dim() != dims and not by_heads:
         return False
-    return parameter.dtype in DTYPES and parameter.shape == x.shape[x.dim() - parameter.dim() :]
+    return (
+        parameter.dtype in PARAMETER_DTYPES
+        and parameter.shape == x.shape[x.dim() - parameter.dim() :]
+    )
 
 
 def trailing(x: Tensor | None, dim: object) -> int:
