@@ -1,4 +1,7 @@
-"""PACKED converts 16-bit inputs twice, in whole rows and in chunks: the results are the same."""
+"""What is done twice to save registers, in whole rows and in chunks: the results are the same.
+
+PACKED converts 16-bit inputs, REREAD reads weights.
+"""
 
 import pytest
 import torch
@@ -25,11 +28,12 @@ SPECS = [
 @pytest.mark.parametrize("executor", EXECUTORS, ids=lambda e: e.name)
 def test_the_same_bits(executor, spec):
     inputs = Inputs.random(spec, 3, executor.device)
-    plain, packed = (
+    once, packed, both = (
         executor.forward(spec, inputs, PACKED=packed)
-        | executor.backward(spec, inputs, PACKED=packed)
-        for packed in (False, True)
+        | executor.backward(spec, inputs, PACKED=packed, REREAD=reread)
+        for packed, reread in ((False, False), (True, False), (True, True))
     )
-    assert set(plain) == set(packed)
-    for name, tensor in packed.items():
-        assert torch.equal(tensor, plain[name]), name
+    assert set(once) == set(packed) == set(both)
+    for name, tensor in once.items():
+        assert torch.equal(tensor, packed[name]), name
+        assert torch.equal(tensor, both[name]), name

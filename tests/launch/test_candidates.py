@@ -127,6 +127,17 @@ def test_packed_rows_have_16_bits(config):
     assert refusal(replace(config, packed=False), 5120, 4, True, H200, direction) is None
 
 
+def test_weights_are_read_again_by_tiles_of_a_row():
+    config = Backward((512,), reread=True)
+    assert refusal(config, 512, 2, True, H200, "backward") is None
+    message = "weights are read again by tiles of one row"
+    assert refusal(replace(config, rows=2), 512, 2, True, H200, "backward") == message
+    for weight in (None, "bfloat16"):
+        spec = NormSpec("layer", 16384, "bfloat16", weight)
+        found = candidates(spec, H200, "backward")
+        assert any(c.reread for c in found) == (weight is not None)
+
+
 def test_as_many_chunks_as_a_block_collects():
     config = Backward((16,))
     assert refusal(config, 16384, 4, True, H200, "backward") is None

@@ -3,7 +3,7 @@
 import cuda.tile as ct
 
 from .exchange import collect_sums, publish
-from .formula import again, silu, silu_slope, sums
+from .formula import again, nothing, silu, silu_slope, sums
 from .rows import (
     both,
     columns,
@@ -14,7 +14,16 @@ from .rows import (
     tile_place,
     write_partial,
 )
-from .tiles import existing, gather_numbers, gather_tiles, load_tiles, segments, store, tiles_of
+from .tiles import (
+    VECTOR,
+    existing,
+    gather_numbers,
+    gather_tiles,
+    load_tiles,
+    segments,
+    store,
+    tiles_of,
+)
 
 
 @ct.kernel
@@ -45,6 +54,7 @@ def norm_backward(
     TMA: ct.Constant[bool],
     STORE: ct.Constant[bool],
     PACKED: ct.Constant[bool],
+    REREAD: ct.Constant[bool],
     ALIGNED: ct.Constant[bool],
     LAYER: ct.Constant[bool],
     GATED: ct.Constant[bool],
@@ -72,8 +82,8 @@ def norm_backward(
     float32: that of dW to row b, that of dB behind all of dW's. With HEADS, PARTIALS is
     (outputs · n, HEADS · N), and a group of blocks, one for each part of the heads, writes rows.
     With CHUNKS, so many blocks in turn share rows and stand for one block; they share what they
-    have of a row's sums by SLOTS. PACKED: x and dy of 16 bits stay in them over the sums. OVERLAP:
-    this may start before the slots are emptied.
+    have of a row's sums by SLOTS. PACKED: x and dy of 16 bits stay in them over the sums. REREAD:
+    weights are read again in every turn. OVERLAP: this may start before the slots are emptied.
     """
     b = ct.bid(0) // CHUNKS
     chunk = ct.bid(0) % CHUNKS if CHUNKS > 1 else 0
@@ -84,14 +94,23 @@ def norm_backward(
     home = tile_place(b, TILE_ROWS if HEADS > 0 else 1, HEADS, TILE_HEADS)
     TILE = ct.static_eval(sum(WIDTHS))
 
+    def weight(j, chunk, number):
+        """w + offset for segment j of a chunk; REREAD: read when the number is known."""
+        _, start, width, end = ct.static_eval(segments(WIDTHS, CHUNKS)[j])
+        cols = columns(chunk * TILE + start, width)
+        mask = inside(X, cols, end, N, ALIGNED)
+        if REREAD:
+            cols = cols + nothing(number, ct.int32) * VECTOR
+        return scale(W, home, cols, mask, OFFSET)
+
     def weights(chunk):
         ws = ()
-        for _, start, width, end in ct.static_iter(segments(WIDTHS, CHUNKS)):
-            cols = columns(chunk * TILE + start, width)
-            ws += (scale(W, home, cols, inside(X, cols, end, N, ALIGNED), OFFSET),)
+        for j, _, _, _ in ct.static_iter(segments(WIDTHS, CHUNKS)):
+            ws += (weight(j, chunk, 0.0),)
         return ws
 
-    ws = weights(chunk) if WEIGHT and (through_norm or NEED_DGATE) else ()
+    keeps_weights = WEIGHT and not REREAD
+    ws = weights(chunk) if keeps_weights and (through_norm or NEED_DGATE) else ()
     bs = ()
     dws = ()
     dbs = ()
@@ -129,24 +148,38 @@ def norm_backward(
             dy = dy * silu(tiles[2][j].astype(ct.float32))
         return x_hat, dy
 
-    def added_up(tiles, stats, ws, dws, dbs):
+    def weighted(dy, j, chunk, ws, number):
+        """dy · (w + offset) of segment j of a chunk."""
+        if not WEIGHT:
+            return dy
+        return dy * (weight(j, chunk, number) if REREAD else ws[j])
+
+    def added_up(i, tiles, stats, chunk, ws, dws, dbs):
         """x̂ and g = dy · w of each segment, Σ g · x̂ and Σ g by rows, and the sums over rows."""
         dot = ct.zeros((TILE_ROWS, 1), dtype=ct.float32)
         total = ct.zeros((TILE_ROWS, 1), dtype=ct.float32)
         pairs = ()
         new_dws = ()
         new_dbs = ()
-        for j, _, _, _ in ct.static_iter(segments(WIDTHS, CHUNKS)):
+        for j, _, width, _ in ct.static_iter(segments(WIDTHS, CHUNKS)):
             x_hat, dy = normalized(tiles[0][j], tiles[1][j], tiles, stats, j)
             if through_norm:
-                g = dy * ws[j] if WEIGHT else dy
-                if LAYER:
-                    more, more_total = sums(x_hat * g, g)
-                    total = total + more_total
-                else:
-                    more = ct.sum(x_hat * g, axis=1, keepdims=True)
-                dot = dot + more
+                g = weighted(dy, j, chunk, ws, ct.astype(i, ct.float32))
                 pairs += ((x_hat, g),)
+                # Segments of one width are added up before a block waits for their sum.
+                if width in WIDTHS[:j]:
+                    products = products + x_hat * g
+                    gs = gs + g
+                else:
+                    products = x_hat * g
+                    gs = g
+                if width not in WIDTHS[j + 1 :]:
+                    if LAYER:
+                        more, more_total = sums(products, gs)
+                        total = total + more_total
+                    else:
+                        more = ct.sum(products, axis=1, keepdims=True)
+                    dot = dot + more
             if NEED_DW:
                 new_dws += (dws[j] + dy * x_hat,)
             if NEED_DB:
@@ -157,16 +190,24 @@ def norm_backward(
         """dx, and the gate's gradient where it depends on dx, of the rows of tile i."""
         place = tile_place(i, TILE_ROWS, HEADS, TILE_HEADS)
         in_rows = existing(place, rows, TILE_ROWS, TILE_HEADS)
-        for j, start, width, end in ct.static_iter(segments(WIDTHS, CHUNKS)):
+
+        def write_dx(j, dx):
+            _, start, width, end = ct.static_eval(segments(WIDTHS, CHUNKS)[j])
             cols = columns(chunk * TILE + start, width)
             mask = both(in_rows, inside(X, cols, end, N, ALIGNED))
+            if NEED_DX:
+                store(DX, place, start, cols, dx, mask, width, STORE)
+            if NEED_DRESIDUAL:
+                store(DRESIDUAL, place, start, cols, dx, mask, width, STORE)
+
+        kept = ()
+        for j, start, width, end in ct.static_iter(segments(WIDTHS, CHUNKS)):
             x_hat, g = pairs[j]
             if PACKED:
                 x = again(tiles[0][j], dot)
                 dy = again(tiles[1][j], dot)
-                x_hat, g = normalized(x, dy, tiles, stats, j)
-                if WEIGHT:
-                    g = g * ws[j]
+                x_hat, dy = normalized(x, dy, tiles, stats, j)
+                g = weighted(dy, j, chunk, ws, dot)
             dx = g - x_hat * (dot * (1.0 / N))
             if LAYER:
                 dx = dx - total * (1.0 / N)
@@ -174,15 +215,20 @@ def norm_backward(
             if GATED and GATE_FIRST:
                 gate = tiles[2][j].astype(ct.float32)
                 if NEED_DGATE:
+                    cols = columns(chunk * TILE + start, width)
+                    mask = both(in_rows, inside(X, cols, end, N, ALIGNED))
                     dgate = dx * tiles[0][j].astype(ct.float32) * silu_slope(gate)
                     store(DGATE, place, start, cols, dgate, mask, width, STORE)
                 dx = dx * silu(gate)
             if ADD_DSUM:
                 dx = dx + tiles[-1][j].astype(ct.float32)
-            if NEED_DX:
-                store(DX, place, start, cols, dx, mask, width, STORE)
-            if NEED_DRESIDUAL:
-                store(DRESIDUAL, place, start, cols, dx, mask, width, STORE)
+            if REREAD:
+                kept += (dx.astype(DX.dtype) if NEED_DX and not NEED_DRESIDUAL else dx,)
+            else:
+                write_dx(j, dx)
+        # A block waits for itself at each write: what is read again is read ahead of all of them.
+        for j, dx in ct.static_iter(enumerate(kept)):
+            write_dx(j, dx)
 
     def write_dgate(i, tiles, stats):
         """The gradient of a gate that comes after the norm."""
@@ -192,7 +238,7 @@ def norm_backward(
             cols = columns(chunk * TILE + start, width)
             mask = both(in_rows, inside(X, cols, end, N, ALIGNED))
             x_hat = normalized(tiles[0][j], tiles[1][j], tiles, stats, j)[0]
-            y = x_hat * ws[j] if WEIGHT else x_hat
+            y = weighted(x_hat, j, chunk, ws, ct.astype(i, ct.float32))
             if BIAS:
                 y = y + bs[j]
             dgate = tiles[1][j].astype(ct.float32) * y
@@ -205,8 +251,8 @@ def norm_backward(
 
         def missing(other):
             tiles, stats = gather(i, other)
-            there = weights(other) if WEIGHT else ()
-            theirs = added_up(tiles, stats, there, dws, dbs)
+            there = weights(other) if keeps_weights else ()
+            theirs = added_up(i, tiles, stats, other, there, dws, dbs)
             return (theirs[1].item(), theirs[2].item()) if LAYER else (theirs[1].item(),)
 
         publish(SLOTS, i, chunk, CHUNKS, mine)
@@ -230,7 +276,7 @@ def norm_backward(
             ahead = gather(i + step if i + step < count else i, chunk)
         if gate_after and NEED_DGATE:
             write_dgate(i, tiles, stats)
-        pairs, dot, total, dws, dbs = added_up(tiles, stats, ws, dws, dbs)
+        pairs, dot, total, dws, dbs = added_up(i, tiles, stats, chunk, ws, dws, dbs)
         if through_norm:
             if CHUNKS > 1:
                 dot, total = whole(i, dot, total)

@@ -85,7 +85,12 @@ def again(tile, number):
     """The tile, in such a way that the compiler takes it for new once `number` is known.
 
     It is kept in its own 16 bits over the sum that makes the number, and converted a second time,
-    where the compiler would convert it once and keep float32. No 1 / √number² is negative.
+    where the compiler would convert it once and keep float32.
     """
-    nothing = (ct.rsqrt(number * number) < 0.0).astype(ct.int16)
-    return ct.bitcast(ct.bitcast(tile, ct.int16) ^ nothing, tile.dtype)
+    return ct.bitcast(ct.bitcast(tile, ct.int16) ^ nothing(number, ct.int16), tile.dtype)
+
+
+def nothing(number, dtype):
+    """An integer 0 of which the compiler knows nothing until `number` is there: no 1 / √number² is
+    negative."""
+    return (ct.rsqrt(number * number) < 0.0).astype(dtype)

@@ -23,7 +23,7 @@ CHUNKS = {"forward": (2048, 4096, 8192, 16384), "backward": (1024, 2048, 4096, 8
 
 # Segments at most of different widths, and of one, and the narrowest of each.
 MOST_SEGMENTS, NARROWEST_SEGMENT = 5, 512
-MOST_EQUAL_SEGMENTS, NARROWEST_EQUAL_SEGMENT = 7, 256
+MOST_EQUAL_SEGMENTS, NARROWEST_EQUAL_SEGMENT = 8, 256
 # Elements of a tile of gathered rows, more for a wider row.
 TILES = {"forward": (512, 8192), "backward": (512, 4096)}
 LARGEST_AHEAD = 4096  # elements of a tile of which a loop gathers the next one ahead
@@ -31,6 +31,7 @@ FEWEST_A_THREAD = 8  # elements, for 8 warps to be worth a try
 NARROWEST_LOAD = 1024  # columns of a row by tile loads
 NARROWEST_PACKED = 4096
 NARROWEST_SHARED = 8192
+NARROWEST_REREAD = 8192
 WIDEST = {"forward": 32768, "backward": 16384}  # columns of a row that is held whole
 WIDEST_GATHERED = 8192  # in the backward pass, and not packed
 REGISTERS = 65536  # of a multiprocessor
@@ -77,6 +78,8 @@ def refusal(
         return "packed takes rows of 16 bits an element"
     if config.tma and not (config.rows == 1 and aligned and target.has_tma):
         return "tile loads take one row at a time, of whole vectors, and a GPU that has them"
+    if isinstance(config, Backward) and config.reread and config.rows != 1:
+        return "weights are read again by tiles of one row"
     if config.store and not config.tma:
         return "tile stores come with tile loads"
     loops = isinstance(config, Forward) and config.loop
@@ -147,7 +150,12 @@ def _backward(spec: NormSpec) -> Iterator[Backward]:
             for hints in _hints(BACKWARD_OCCUPANCY, sum(widths), REGISTERS):
                 yield Backward(widths, hints=hints, packed=True)
         for hints, store in _loads(spec, widths):
-            yield Backward(widths, tma=True, hints=hints, store=store)
+            config = Backward(widths, tma=True, hints=hints, store=store)
+            yield config
+            if spec.weight and spec.hidden >= NARROWEST_REREAD:
+                yield replace(config, reread=True)
+                if _packs(spec):
+                    yield replace(config, packed=True, reread=True)
 
 
 def _forward_chunks(spec: NormSpec) -> Iterator[Forward]:

@@ -49,7 +49,8 @@ class Backward:
 
     widths: the segments of a row, or, where they do not span it, of each chunk of it, whose blocks
     share the row. tma: read by tile loads instead of gathers, one row at a time. store: with that,
-    write by tile stores. packed: as in Forward.
+    write by tile stores. packed: as in Forward. reread: weights are read again for each row, from
+    the L1 cache, instead of kept in registers.
     """
 
     widths: tuple[int, ...]
@@ -58,6 +59,7 @@ class Backward:
     hints: Hints = Hints()
     store: bool = False
     packed: bool = False
+    reread: bool = False
 
 
 @dataclass(frozen=True)

@@ -212,7 +212,7 @@ class BackwardPlan(_Plan):
     @cached_property
     def _constants(self) -> tuple:
         spec, config = self.spec, self.config
-        how = (config.tma, config.store, config.packed, spec.aligned)
+        how = (config.tma, config.store, config.packed, config.reread, spec.aligned)
         affine = (spec.weight is not None, spec.bias is not None, spec.offset)
         norm = (spec.norm == "layer", *_gated(spec), *affine)
         return (*self._tile, *how, *norm, *self.needs)

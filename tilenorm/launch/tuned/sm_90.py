@@ -84,6 +84,11 @@ def _tile(widths: tuple[int, ...], occupancy: int, warps: int, store: bool = Fal
     return Backward(widths, tma=True, hints=Hints(occupancy, warps), store=store)
 
 
+def _reread(widths: tuple[int, ...], packed: bool = False) -> Backward:
+    """The same, one block a multiprocessor, with weights that leave their registers to the row."""
+    return Backward(widths, tma=True, hints=Hints(1, 8), packed=packed, reread=True)
+
+
 def _wide(widths: tuple[int, ...], occupancy: int) -> Backward:
     """A row at a time by gathers, on twice the threads."""
     return Backward(widths, hints=Hints(occupancy, 8))
@@ -260,8 +265,11 @@ BACKWARD = {
         (8192, _wide((8192,), 1)),  # 3584
         (9216, _tile((8192, 1024), 1, 8)),  # 3336
         (10240, _tile((8192, 2048), 1, 8, store=True)),  # 3422
-        (12288, _tile((4096, 4096, 4096), 1, 8)),  # 3292
-        (65536, _chunks(2048, 4, packed=True)),  # 2213 (16384), 2085 (32768), 1997
+        (12288, _tile((4096, 4096, 4096), 1, 8)),  # 3618
+        (12800, _reread((4096, 4096, 4096, 512))),  # 3386
+        (14336, _reread((4096, 4096, 4096, 2048))),  # 3070
+        (16384, _reread((2048,) * 8, packed=True)),  # 2757
+        (65536, _chunks(2048, 4, packed=True)),  # 2085 (32768), 1997
         (262144, _chunks(4096, 2, 8, packed=True)),  # 1800 (131072)
     ),
     ("add_rms_norm", 2): (
@@ -295,7 +303,8 @@ BACKWARD = {
         (4096, _tile((4096,), 2, 4)),  # 3730 (3072), 4010
         (5120, _tile((4096, 1024), 2, 4)),  # 3973
         (8192, _tile((8192,), 1, 8)),  # 3586 (7168), 3770
-        (12288, _tile((8192, 4096), 1, 8)),  # 3223
+        (10240, _tile((4096, 4096, 2048), 1, 8, store=True)),  # 4031
+        (12288, _reread((4096, 4096, 4096))),  # 3960
         (20480, _chunks(4096, 2, packed=True)),  # 2706 (16384)
         (262144, _chunks(2048, 4, packed=True)),  # 2368 (32768)
     ),
@@ -370,6 +379,7 @@ BACKWARD = {
         (8192, _tile((4096, 4096), 1, 8)),  # 3901
         (9216, _tile((8192, 1024), 1, 8)),
         (10240, _tile((8192, 2048), 1, 8)),
+        (12288, _reread((2048,) * 6)),  # 3844
         (16384, _chunks(4096, 2, 8)),  # 3273
         (262144, _chunks(2048, 3)),  # 2898 (32768), 2411 (131072)
     ),
@@ -406,7 +416,7 @@ BACKWARD = {
         (7168, _tile((8192,), 1, 8)),  # 4130
         (8192, _tile((4096, 4096), 1, 8)),  # 4108
         (10240, _tile((8192, 2048), 1, 8)),  # 4091
-        (12288, _tile((8192, 4096), 1, 8)),  # 3761
+        (12288, _reread((2048,) * 6)),  # 4062
         (262144, _chunks(2048, 2, 8)),  # 2900 (20480), 2715 (65536)
     ),
 }
