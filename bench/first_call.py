@@ -9,7 +9,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -60,8 +60,9 @@ def _first_calls(cases: list[Case], name: str, device: str) -> Iterator[FirstCal
     """The first calls of one provider, cold and then warm."""
     arguments = {"cases": [vars(case) for case in cases], "provider": name, "device": device}
     with worker.temporary_folder() as folder:
+        places = worker.caches(folder)
         try:
-            cold, warm = (worker.run(measure, TIMEOUT_S, folder, **arguments) for _ in range(2))
+            cold, warm = (worker.run(measure, TIMEOUT_S, places, **arguments) for _ in range(2))
         except worker.WorkerError as error:  # one line says so, of no spec's fault
             where = {**vars(cases[0]), "direction": "forward", "provider": name}
             yield FirstCall(**where, error=str(error))
@@ -71,18 +72,20 @@ def _first_calls(cases: list[Case], name: str, device: str) -> Iterator[FirstCal
         yield FirstCall(**first, **times)
 
 
-def measure(cases: list[dict], provider: str, device: str) -> list[dict]:
-    """In a process of its own: seconds of the first call of each case, forward and backward."""
+def measure(
+    cases: list[dict], provider: str, device: str, directions: Sequence[str] = DIRECTIONS
+) -> list[dict]:
+    """In a process of its own: seconds of the first call of each case in each direction."""
     found = []
     for fields in cases:
         case, op = Case(**fields), OPS[fields["op"]]
         shape = case.m, case.n, DTYPES[case.dtype], device
         inputs, grads = op.inputs(*shape), op.output_grads(*shape)
-        for direction in DIRECTIONS:
+        call = None
+        for direction in directions:
             line = {**fields, "direction": direction, "provider": provider, "error": ""}
             try:
-                if direction == "forward":
-                    call = PROVIDERS[provider].load(op)
+                call = call or PROVIDERS[provider].load(op)
                 line["seconds"] = _seconds(repeatable_call(call, inputs, grads, direction), device)
             except Exception as error:  # a peer's failure is a result, and is shown as one
                 line |= {"seconds": None, "error": first_line(error)}

@@ -38,17 +38,18 @@ def caches(folder: str) -> dict[str, str]:
     return found
 
 
-def run(function: Callable, timeout_s: float, folder: str | None = None, **arguments):
+def run(function: Callable, timeout_s: float, places: dict[str, str] | None = None, **arguments):
     """What a function at the top of a module returns, of and to what JSON can say.
 
-    The compilers' caches are in the folder, or start empty and are thrown away. Raises WorkerError
-    with what the function raised, or, if the process ended otherwise or not in time, with that.
+    ``places`` are environment variables, as of ``caches``; without them the compilers' caches
+    start empty and are thrown away. Raises WorkerError with what the function raised, or, if the
+    process ended otherwise or not in time, with that.
     """
     with temporary_folder() as place:
         result = Path(place, "result")
         name = f"{function.__module__}:{function.__name__}"
         command = [sys.executable, "-m", __name__, name, json.dumps(arguments), str(result)]
-        environment = os.environ | caches(folder or place)
+        environment = os.environ | (caches(place) if places is None else places)
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
         options = quiet | {"env": environment, "start_new_session": True}
         with subprocess.Popen(command, **options) as process:

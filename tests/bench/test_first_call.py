@@ -1,4 +1,5 @@
 import json
+import os
 
 import pytest
 import torch
@@ -16,8 +17,8 @@ CASE = vars(Case("rms_norm", "float32", 8, 16))
 def test_cold_and_warm_are_two_processes_with_one_cache(monkeypatch, tmp_path, capsys):
     folders = []
 
-    def run(function, timeout_s, folder, **arguments):
-        folders.append(folder)
+    def run(function, timeout_s, places, **arguments):
+        folders.append(os.path.dirname(places["TRITON_CACHE_DIR"]))
         return function(**arguments)
 
     monkeypatch.setattr(worker, "run", run)

@@ -33,10 +33,10 @@ def test_what_takes_too_long_is_ended_with_what_it_started(tmp_path):
     assert not log.exists()
 
 
-def test_caches_are_in_the_folder_or_start_empty(tmp_path):
-    for folder in (str(tmp_path), None):
-        place = worker.run(os.getenv, 60.0, folder, key="CUDA_TILE_CACHE_DIR")
-        assert os.path.exists(place) == bool(folder)
+def test_caches_are_where_they_are_put_or_start_empty(tmp_path):
+    for places in (worker.caches(str(tmp_path)), None):
+        place = worker.run(os.getenv, 60.0, places, key="CUDA_TILE_CACHE_DIR")
+        assert os.path.exists(place) == bool(places)
 
 
 def test_every_compiler_keeps_its_cache_in_the_folder(tmp_path):
