@@ -158,6 +158,7 @@ def norm_backward(
         """x̂ and g = dy · w of each segment, Σ g · x̂ and Σ g by rows, and the sums over rows."""
         dot = ct.zeros((TILE_ROWS, 1), dtype=ct.float32)
         total = ct.zeros((TILE_ROWS, 1), dtype=ct.float32)
+        products = gs = 0.0
         pairs = ()
         new_dws = ()
         new_dbs = ()
@@ -191,10 +192,7 @@ def norm_backward(
         place = tile_place(i, TILE_ROWS, HEADS, TILE_HEADS)
         in_rows = existing(place, rows, TILE_ROWS, TILE_HEADS)
 
-        def write_dx(j, dx):
-            _, start, width, end = ct.static_eval(segments(WIDTHS, CHUNKS)[j])
-            cols = columns(chunk * TILE + start, width)
-            mask = both(in_rows, inside(X, cols, end, N, ALIGNED))
+        def write_dx(start, cols, mask, width, dx):
             if NEED_DX:
                 store(DX, place, start, cols, dx, mask, width, STORE)
             if NEED_DRESIDUAL:
@@ -202,6 +200,8 @@ def norm_backward(
 
         kept = ()
         for j, start, width, end in ct.static_iter(segments(WIDTHS, CHUNKS)):
+            cols = columns(chunk * TILE + start, width)
+            mask = both(in_rows, inside(X, cols, end, N, ALIGNED))
             x_hat, g = pairs[j]
             if PACKED:
                 x = again(tiles[0][j], dot)
@@ -215,20 +215,20 @@ def norm_backward(
             if GATED and GATE_FIRST:
                 gate = tiles[2][j].astype(ct.float32)
                 if NEED_DGATE:
-                    cols = columns(chunk * TILE + start, width)
-                    mask = both(in_rows, inside(X, cols, end, N, ALIGNED))
                     dgate = dx * tiles[0][j].astype(ct.float32) * silu_slope(gate)
                     store(DGATE, place, start, cols, dgate, mask, width, STORE)
                 dx = dx * silu(gate)
             if ADD_DSUM:
                 dx = dx + tiles[-1][j].astype(ct.float32)
-            if REREAD:
-                kept += (dx.astype(DX.dtype) if NEED_DX and not NEED_DRESIDUAL else dx,)
+            if not REREAD:
+                write_dx(start, cols, mask, width, dx)
+            elif NEED_DRESIDUAL:
+                kept += ((start, cols, mask, width, dx),)
             else:
-                write_dx(j, dx)
+                kept += ((start, cols, mask, width, dx.astype(DX.dtype)),)
         # A block waits for itself at each write: what is read again is read ahead of all of them.
-        for j, dx in ct.static_iter(enumerate(kept)):
-            write_dx(j, dx)
+        for segment in ct.static_iter(kept):
+            write_dx(*segment)
 
     def write_dgate(i, tiles, stats):
         """The gradient of a gate that comes after the norm."""
