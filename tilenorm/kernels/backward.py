@@ -5,6 +5,7 @@ import cuda.tile as ct
 from .exchange import collect_sums, publish
 from .formula import again, nothing, silu, silu_slope, sums
 from .rows import (
+    VECTOR,
     both,
     columns,
     inside,
@@ -14,16 +15,7 @@ from .rows import (
     tile_place,
     write_partial,
 )
-from .tiles import (
-    VECTOR,
-    existing,
-    gather_numbers,
-    gather_tiles,
-    load_tiles,
-    segments,
-    store,
-    tiles_of,
-)
+from .tiles import existing, gather_numbers, gather_tiles, load_tiles, segments, store, tiles_of
 
 
 @ct.kernel
@@ -83,7 +75,8 @@ def norm_backward(
     (outputs · n, HEADS · N), and a group of blocks, one for each part of the heads, writes rows.
     With CHUNKS, so many blocks in turn share rows and stand for one block; they share what they
     have of a row's sums by SLOTS. PACKED: x and dy of 16 bits stay in them over the sums. REREAD:
-    weights are read again in every turn. OVERLAP: this may start before the slots are emptied.
+    weights are read again in every turn, and dx is written last. OVERLAP: this may start before the
+    slots are emptied.
     """
     b = ct.bid(0) // CHUNKS
     chunk = ct.bid(0) % CHUNKS if CHUNKS > 1 else 0
@@ -148,11 +141,9 @@ def norm_backward(
             dy = dy * silu(tiles[2][j].astype(ct.float32))
         return x_hat, dy
 
-    def weighted(dy, j, chunk, ws, number):
-        """dy · (w + offset) of segment j of a chunk."""
-        if not WEIGHT:
-            return dy
-        return dy * (weight(j, chunk, number) if REREAD else ws[j])
+    def reweighted(dy, j, chunk, number):
+        """dy · (w + offset) of segment j of a chunk, with w as it is read once more."""
+        return dy * weight(j, chunk, number) if WEIGHT else dy
 
     def added_up(i, tiles, stats, chunk, ws, dws, dbs):
         """x̂ and g = dy · w of each segment, Σ g · x̂ and Σ g by rows, and the sums over rows."""
@@ -165,16 +156,19 @@ def norm_backward(
         for j, _, width, _ in ct.static_iter(segments(WIDTHS, CHUNKS)):
             x_hat, dy = normalized(tiles[0][j], tiles[1][j], tiles, stats, j)
             if through_norm:
-                g = weighted(dy, j, chunk, ws, ct.astype(i, ct.float32))
+                if REREAD:
+                    g = reweighted(dy, j, chunk, ct.astype(i, ct.float32))
+                else:
+                    g = dy * ws[j] if WEIGHT else dy
                 pairs += ((x_hat, g),)
                 # Segments of one width are added up before a block waits for their sum.
-                if width in WIDTHS[:j]:
+                if REREAD and width in WIDTHS[:j]:
                     products = products + x_hat * g
                     gs = gs + g
                 else:
                     products = x_hat * g
                     gs = g
-                if width not in WIDTHS[j + 1 :]:
+                if not REREAD or width not in WIDTHS[j + 1 :]:
                     if LAYER:
                         more, more_total = sums(products, gs)
                         total = total + more_total
@@ -206,8 +200,11 @@ def norm_backward(
             if PACKED:
                 x = again(tiles[0][j], dot)
                 dy = again(tiles[1][j], dot)
-                x_hat, dy = normalized(x, dy, tiles, stats, j)
-                g = weighted(dy, j, chunk, ws, dot)
+                x_hat, g = normalized(x, dy, tiles, stats, j)
+                if REREAD:
+                    g = reweighted(g, j, chunk, dot)
+                elif WEIGHT:
+                    g = g * ws[j]
             dx = g - x_hat * (dot * (1.0 / N))
             if LAYER:
                 dx = dx - total * (1.0 / N)
@@ -238,7 +235,10 @@ def norm_backward(
             cols = columns(chunk * TILE + start, width)
             mask = both(in_rows, inside(X, cols, end, N, ALIGNED))
             x_hat = normalized(tiles[0][j], tiles[1][j], tiles, stats, j)[0]
-            y = weighted(x_hat, j, chunk, ws, ct.astype(i, ct.float32))
+            if REREAD:
+                y = reweighted(x_hat, j, chunk, ct.astype(i, ct.float32))
+            else:
+                y = x_hat * ws[j] if WEIGHT else x_hat
             if BIAS:
                 y = y + bs[j]
             dgate = tiles[1][j].astype(ct.float32) * y

@@ -13,6 +13,8 @@ every layout is read element by element.
 
 import cuda.tile as ct
 
+VECTOR = 8  # elements of 16 bytes, of the narrowest dtype
+
 
 def tile_place(i, TILE_ROWS, HEADS, TILE_HEADS):
     """The rows of tile i: consecutive ones, or TILE_HEADS heads of TILE_ROWS / TILE_HEADS tokens.

@@ -8,8 +8,6 @@ import cuda.tile as ct
 
 from .rows import both, columns, inside, leading, read, write
 
-VECTOR = 8  # elements of 16 bytes, of 16 bits each
-
 
 def segments(WIDTHS, CHUNKS):
     """(index, first column, width, end) of each segment of a row, or of each chunk of it.

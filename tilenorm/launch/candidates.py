@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise, product
 
+from ..kernels.rows import VECTOR
 from ..spec import NormSpec
 from .config import Backward, Forward, Hints, cdiv, tile_width
 from .target import Target
@@ -41,7 +42,6 @@ BACKWARD_CHUNKS = REGISTERS // 4
 # Partial sums that the blocks of a multiprocessor have where those of a tile's rows are apart.
 HEADS_SCRATCH = 6 * 2048
 
-VECTOR = 8  # elements of 16 bytes of the narrowest dtype
 MOST_CHUNKS = 1024  # whose numbers a block collects at once
 
 

@@ -20,22 +20,21 @@ SPILLS = {
     ("norm_forward", "rms_norm", 4, 262144): 32,
     ("norm_forward", "add_layer_norm", 4, 7168): 48,
     ("norm_forward", "add_layer_norm", 4, 16384): 88,
-    ("norm_backward", "rms_norm", 2, 1024): 8,
     ("norm_backward", "rms_norm", 2, 2048): 16,
     ("norm_backward", "rms_norm", 2, 6144): 8,
-    ("norm_backward", "rms_norm", 2, 7168): 32,
-    ("norm_backward", "rms_norm", 2, 16384): 16,
-    ("norm_backward", "rms_norm", 2, 65536): 32,
+    ("norm_backward", "rms_norm", 2, 7168): 24,
+    ("norm_backward", "rms_norm", 2, 16384): 40,
+    ("norm_backward", "rms_norm", 2, 65536): 8,
+    ("norm_backward", "layer_norm", 2, 12288): 24,
     ("norm_backward", "layer_norm", 2, 14336): 40,
     ("norm_backward", "layer_norm", 2, 65536): 8,
     ("norm_backward", "layer_norm", 2, 262144): 8,
     ("norm_backward", "add_rms_norm", 2, 6144): 16,
     ("norm_backward", "add_rms_norm", 2, 10240): 24,
-    ("norm_backward", "add_rms_norm", 2, 16384): 64,
+    ("norm_backward", "add_rms_norm", 2, 16384): 40,
     ("norm_backward", "add_rms_norm", 2, 262144): 8,
-    ("norm_backward", "add_layer_norm", 2, 10240): 16,
-    ("norm_backward", "add_layer_norm", 2, 262144): 72,
-    ("norm_backward", "gated_rms_norm", 2, 2048): 16,
+    ("norm_backward", "add_layer_norm", 2, 262144): 64,
+    ("norm_backward", "gated_rms_norm", 2, 2048): 8,
     ("norm_backward", "gated_rms_norm", 2, 5120): 8,
     ("norm_backward", "gated_rms_norm", 2, 8192): 32,
     ("norm_backward", "gated_rms_norm", 2, 20480): 56,
@@ -43,12 +42,11 @@ SPILLS = {
     ("norm_backward", "gate_first", 2, 1536): 8,
     ("norm_backward", "gate_first", 2, 2048): 8,
     ("norm_backward", "gate_first", 2, 3072): 8,
-    ("norm_backward", "gate_first", 2, 4096): 88,
+    ("norm_backward", "gate_first", 2, 4096): 200,
     ("norm_backward", "gate_first", 2, 5120): 16,
     ("norm_backward", "gate_first", 2, 7168): 8,
-    ("norm_backward", "gate_first", 2, 8192): 56,
-    ("norm_backward", "gate_first", 2, 262144): 8,
-    ("norm_backward", "rms_norm", 4, 262144): 64,
+    ("norm_backward", "gate_first", 2, 8192): 120,
+    ("norm_backward", "rms_norm", 4, 262144): 48,
     ("norm_backward", "layer_norm", 4, 16384): 112,
     ("norm_backward", "layer_norm", 4, 262144): 16,
     ("norm_backward", "add_rms_norm", 4, 262144): 32,
@@ -268,7 +266,7 @@ BACKWARD = {
         (8192, _wide((8192,), 1)),  # 3584
         (9216, _tile((8192, 1024), 1, 8)),  # 3336
         (10240, _tile((8192, 2048), 1, 8, store=True)),  # 3422
-        (12288, _tile((4096, 4096, 4096), 1, 8)),  # 3618
+        (12288, _tile((4096, 4096, 4096), 1, 8)),  # 3292
         (12800, _reread((4096, 4096, 4096, 512))),  # 3386
         (14336, _reread((4096, 4096, 4096, 2048))),  # 3070
         (16384, _reread((2048,) * 8, packed=True)),  # 2757
@@ -306,7 +304,6 @@ BACKWARD = {
         (4096, _tile((4096,), 2, 4)),  # 3730 (3072), 4010
         (5120, _tile((4096, 1024), 2, 4)),  # 3973
         (8192, _tile((8192,), 1, 8)),  # 3586 (7168), 3770
-        (10240, _tile((4096, 4096, 2048), 1, 8, store=True)),  # 4031
         (12288, _reread((4096, 4096, 4096))),  # 3960
         (20480, _chunks(4096, 2, packed=True)),  # 2706 (16384)
         (262144, _chunks(2048, 4, packed=True)),  # 2368 (32768)
