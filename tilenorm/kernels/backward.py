@@ -75,8 +75,7 @@ def norm_backward(
     (outputs · n, HEADS · N), and a group of blocks, one for each part of the heads, writes rows.
     With CHUNKS, so many blocks in turn share rows and stand for one block; they share what they
     have of a row's sums by SLOTS. PACKED: x and dy of 16 bits stay in them over the sums. REREAD:
-    weights are read again in every turn, and dx is written last. OVERLAP: this may start before the
-    slots are emptied.
+    w is read again in every turn, and dx written last. OVERLAP: this starts ahead of empty slots.
     """
     b = ct.bid(0) // CHUNKS
     chunk = ct.bid(0) % CHUNKS if CHUNKS > 1 else 0
@@ -142,8 +141,10 @@ def norm_backward(
         return x_hat, dy
 
     def reweighted(dy, j, chunk, number):
-        """dy · (w + offset) of segment j of a chunk, with w as it is read once more."""
-        return dy * weight(j, chunk, number) if WEIGHT else dy
+        """dy · (w + offset) of segment j of a chunk, with w read once more."""
+        if not WEIGHT:
+            return dy
+        return dy * weight(j, chunk, number)
 
     def added_up(i, tiles, stats, chunk, ws, dws, dbs):
         """x̂ and g = dy · w of each segment, Σ g · x̂ and Σ g by rows, and the sums over rows."""
