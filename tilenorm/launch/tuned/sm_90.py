@@ -24,7 +24,7 @@ SPILLS = {
     ("norm_backward", "rms_norm", 2, 6144): 8,
     ("norm_backward", "rms_norm", 2, 7168): 24,
     ("norm_backward", "rms_norm", 2, 16384): 40,
-    ("norm_backward", "rms_norm", 2, 65536): 8,
+    ("norm_backward", "rms_norm", 2, 65536): 32,
     ("norm_backward", "layer_norm", 2, 12288): 24,
     ("norm_backward", "layer_norm", 2, 14336): 40,
     ("norm_backward", "layer_norm", 2, 65536): 8,
@@ -33,6 +33,7 @@ SPILLS = {
     ("norm_backward", "add_rms_norm", 2, 10240): 24,
     ("norm_backward", "add_rms_norm", 2, 16384): 40,
     ("norm_backward", "add_rms_norm", 2, 262144): 8,
+    ("norm_backward", "add_layer_norm", 2, 10240): 8,
     ("norm_backward", "add_layer_norm", 2, 262144): 64,
     ("norm_backward", "gated_rms_norm", 2, 2048): 8,
     ("norm_backward", "gated_rms_norm", 2, 5120): 8,
@@ -46,7 +47,7 @@ SPILLS = {
     ("norm_backward", "gate_first", 2, 5120): 16,
     ("norm_backward", "gate_first", 2, 7168): 8,
     ("norm_backward", "gate_first", 2, 8192): 120,
-    ("norm_backward", "rms_norm", 4, 262144): 48,
+    ("norm_backward", "rms_norm", 4, 262144): 64,
     ("norm_backward", "layer_norm", 4, 16384): 112,
     ("norm_backward", "layer_norm", 4, 262144): 16,
     ("norm_backward", "add_rms_norm", 4, 262144): 32,
@@ -304,7 +305,7 @@ BACKWARD = {
         (4096, _tile((4096,), 2, 4)),  # 3730 (3072), 4010
         (5120, _tile((4096, 1024), 2, 4)),  # 3973
         (8192, _tile((8192,), 1, 8)),  # 3586 (7168), 3770
-        (10240, _tile((8192, 4096), 1, 8)),
+        (10240, _tile((8192, 2048), 1, 8, store=True)),
         (12288, _reread((4096, 4096, 4096))),  # 3960
         (20480, _chunks(4096, 2, packed=True)),  # 2706 (16384)
         (262144, _chunks(2048, 4, packed=True)),  # 2368 (32768)
