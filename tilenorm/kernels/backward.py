@@ -220,10 +220,10 @@ def norm_backward(
                 dx = dx + tiles[-1][j].astype(ct.float32)
             if not REREAD:
                 write_dx(start, cols, mask, width, dx)
-            elif NEED_DRESIDUAL:
-                kept += ((start, cols, mask, width, dx),)
-            else:
+            elif NEED_DX and not NEED_DRESIDUAL:
                 kept += ((start, cols, mask, width, dx.astype(DX.dtype)),)
+            else:
+                kept += ((start, cols, mask, width, dx),)
         # A block waits for itself at each write: what is read again is read ahead of all of them.
         for segment in ct.static_iter(kept):
             write_dx(*segment)
