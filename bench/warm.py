@@ -32,12 +32,13 @@ def up(
     seconds spent. A failure is passed over: the run will meet it again, and show it."""
     start = time.monotonic()
     host = [Case(op, HOST_DTYPE, HOST_M, HOST_N) for op in dict.fromkeys(case.op for case in cases)]
-    tasks = [
-        {"cases": [vars(case)], "provider": name, "directions": list(ways), "device": device}
-        for some, ways in ((cases, directions), (host, LATENCIES))
-        for case in some
-        for name in names[case.op]
-    ]
+    tasks: list[dict] = []
+    for some, ways in ((cases, directions), (host, LATENCIES)):
+        for name in dict.fromkeys(name for case in some for name in names[case.op]):
+            found = [vars(case) for case in some if name in names[case.op]]
+            # A process takes seconds to start: there is one a job, not one a case.
+            for part in (found[job::jobs] for job in range(min(jobs, len(found)))):
+                tasks.append({"cases": part, "provider": name, "directions": list(ways)})
     tasks.sort(key=lambda task: task["provider"] != "compile")  # what takes longest is first
     # Triton's own default, which Inductor would change for the whole process once it compiles.
     os.environ.setdefault("TRITON_CACHE_DIR", os.path.expanduser("~/.triton/cache"))
@@ -50,13 +51,13 @@ def up(
             if left <= 0:
                 return 0
             try:
-                lines = worker.run(measure, min(left, TIMEOUT_S), places, **task)
+                lines = worker.run(measure, min(left, TIMEOUT_S), places, device=device, **task)
             except Exception:
                 return 0
             return sum(not line["error"] for line in lines)
 
         done = sum(pool.map(succeeded, tasks))
     spent = time.monotonic() - start
-    calls = sum(len(task["directions"]) for task in tasks)
+    calls = sum(len(task["cases"]) * len(task["directions"]) for task in tasks)
     print(f"{done} of {calls} calls in {spent:.0f} s", file=sys.stderr, flush=True)
     return spent

@@ -3,6 +3,8 @@
 PACKED converts 16-bit inputs, REREAD reads weights.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -37,3 +39,18 @@ def test_the_same_bits(executor, spec):
     for name, tensor in once.items():
         assert torch.equal(tensor, packed[name]), name
         assert torch.equal(tensor, both[name]), name
+
+
+@pytest.mark.parametrize("spec", [s for s in SPECS if s.hidden <= 37], ids=cases.label)
+@pytest.mark.parametrize("executor", EXECUTORS, ids=lambda e: e.name)
+def test_whichever_gradients_are_asked(executor, spec):
+    inputs = Inputs.random(spec, 3, executor.device)
+    for needs in cases.some_needs(spec):
+        given = inputs if needs.dsum else replace(inputs, dsum=None)
+        once, again = (
+            executor.backward(spec, given, needs, PACKED=reread, REREAD=reread)
+            for reread in (False, True)
+        )
+        assert set(once) == set(again)
+        for name, tensor in once.items():
+            assert torch.equal(tensor, again[name]), (needs, name)

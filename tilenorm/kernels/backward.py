@@ -140,11 +140,11 @@ def norm_backward(
             dy = dy * silu(tiles[2][j].astype(ct.float32))
         return x_hat, dy
 
-    def reweighted(dy, j, chunk, number):
-        """dy · (w + offset) of segment j of a chunk, with w read once more."""
+    def weighted(dy, j, chunk, ws, number):
+        """dy · (w + offset) of segment j of a chunk."""
         if not WEIGHT:
             return dy
-        return dy * weight(j, chunk, number)
+        return dy * (weight(j, chunk, number) if REREAD else ws[j])
 
     def added_up(i, tiles, stats, chunk, ws, dws, dbs):
         """x̂ and g = dy · w of each segment, Σ g · x̂ and Σ g by rows, and the sums over rows."""
@@ -157,19 +157,16 @@ def norm_backward(
         for j, _, width, _ in ct.static_iter(segments(WIDTHS, CHUNKS)):
             x_hat, dy = normalized(tiles[0][j], tiles[1][j], tiles, stats, j)
             if through_norm:
-                if REREAD:
-                    g = reweighted(dy, j, chunk, ct.astype(i, ct.float32))
-                else:
-                    g = dy * ws[j] if WEIGHT else dy
+                g = weighted(dy, j, chunk, ws, ct.astype(i, ct.float32))
                 pairs += ((x_hat, g),)
                 # Segments of one width are added up before a block waits for their sum.
-                if REREAD and width in WIDTHS[:j]:
+                if width in WIDTHS[:j]:
                     products = products + x_hat * g
                     gs = gs + g
                 else:
                     products = x_hat * g
                     gs = g
-                if not REREAD or width not in WIDTHS[j + 1 :]:
+                if width not in WIDTHS[j + 1 :]:
                     if LAYER:
                         more, more_total = sums(products, gs)
                         total = total + more_total
@@ -201,11 +198,8 @@ def norm_backward(
             if PACKED:
                 x = again(tiles[0][j], dot)
                 dy = again(tiles[1][j], dot)
-                x_hat, g = normalized(x, dy, tiles, stats, j)
-                if REREAD:
-                    g = reweighted(g, j, chunk, dot)
-                elif WEIGHT:
-                    g = g * ws[j]
+                x_hat, dy = normalized(x, dy, tiles, stats, j)
+                g = weighted(dy, j, chunk, ws, dot)
             dx = g - x_hat * (dot * (1.0 / N))
             if LAYER:
                 dx = dx - total * (1.0 / N)
@@ -236,10 +230,7 @@ def norm_backward(
             cols = columns(chunk * TILE + start, width)
             mask = both(in_rows, inside(X, cols, end, N, ALIGNED))
             x_hat = normalized(tiles[0][j], tiles[1][j], tiles, stats, j)[0]
-            if REREAD:
-                y = reweighted(x_hat, j, chunk, ct.astype(i, ct.float32))
-            else:
-                y = x_hat * ws[j] if WEIGHT else x_hat
+            y = weighted(x_hat, j, chunk, ws, ct.astype(i, ct.float32))
             if BIAS:
                 y = y + bs[j]
             dgate = tiles[1][j].astype(ct.float32) * y

@@ -20,35 +20,38 @@ SPILLS = {
     ("norm_forward", "rms_norm", 4, 262144): 32,
     ("norm_forward", "add_layer_norm", 4, 7168): 48,
     ("norm_forward", "add_layer_norm", 4, 16384): 88,
+    ("norm_backward", "rms_norm", 2, 1024): 8,
     ("norm_backward", "rms_norm", 2, 2048): 16,
     ("norm_backward", "rms_norm", 2, 6144): 8,
-    ("norm_backward", "rms_norm", 2, 7168): 24,
+    ("norm_backward", "rms_norm", 2, 7168): 40,
     ("norm_backward", "rms_norm", 2, 16384): 40,
     ("norm_backward", "rms_norm", 2, 65536): 32,
     ("norm_backward", "layer_norm", 2, 12288): 24,
     ("norm_backward", "layer_norm", 2, 14336): 40,
     ("norm_backward", "layer_norm", 2, 65536): 8,
     ("norm_backward", "layer_norm", 2, 262144): 8,
-    ("norm_backward", "add_rms_norm", 2, 6144): 16,
-    ("norm_backward", "add_rms_norm", 2, 10240): 24,
-    ("norm_backward", "add_rms_norm", 2, 16384): 40,
+    ("norm_backward", "add_rms_norm", 2, 6144): 112,
+    ("norm_backward", "add_rms_norm", 2, 16384): 80,
     ("norm_backward", "add_rms_norm", 2, 262144): 8,
-    ("norm_backward", "add_layer_norm", 2, 10240): 8,
-    ("norm_backward", "add_layer_norm", 2, 262144): 64,
-    ("norm_backward", "gated_rms_norm", 2, 2048): 8,
-    ("norm_backward", "gated_rms_norm", 2, 5120): 8,
-    ("norm_backward", "gated_rms_norm", 2, 8192): 32,
-    ("norm_backward", "gated_rms_norm", 2, 20480): 56,
+    ("norm_backward", "add_layer_norm", 2, 12288): 32,
+    ("norm_backward", "add_layer_norm", 2, 20480): 56,
+    ("norm_backward", "add_layer_norm", 2, 262144): 72,
+    ("norm_backward", "gated_rms_norm", 2, 2048): 16,
+    ("norm_backward", "gated_rms_norm", 2, 3072): 16,
+    ("norm_backward", "gated_rms_norm", 2, 5120): 16,
+    ("norm_backward", "gated_rms_norm", 2, 20480): 104,
+    ("norm_backward", "gated_rms_norm", 2, 262144): 8,
     ("norm_backward", "gate_first", 2, 64): 8,
     ("norm_backward", "gate_first", 2, 1536): 8,
     ("norm_backward", "gate_first", 2, 2048): 8,
     ("norm_backward", "gate_first", 2, 3072): 8,
-    ("norm_backward", "gate_first", 2, 4096): 200,
-    ("norm_backward", "gate_first", 2, 5120): 16,
-    ("norm_backward", "gate_first", 2, 7168): 8,
-    ("norm_backward", "gate_first", 2, 8192): 120,
+    ("norm_backward", "gate_first", 2, 4096): 88,
+    ("norm_backward", "gate_first", 2, 7168): 96,
+    ("norm_backward", "gate_first", 2, 8192): 72,
+    ("norm_backward", "gate_first", 2, 262144): 16,
+    ("norm_backward", "rms_norm", 4, 32768): 64,
     ("norm_backward", "rms_norm", 4, 262144): 64,
-    ("norm_backward", "layer_norm", 4, 16384): 112,
+    ("norm_backward", "layer_norm", 4, 16384): 104,
     ("norm_backward", "layer_norm", 4, 262144): 16,
     ("norm_backward", "add_rms_norm", 4, 262144): 32,
     ("norm_backward", "add_layer_norm", 4, 1536): 8,
@@ -238,15 +241,16 @@ BACKWARD = {
         (1536, Backward((1024, 512), 2, hints=Hints(4))),  # 3944
         (2048, _rows(2048, 1, 5)),  # 4004
         (3072, _rows(4096, 1, 3)),  # 3929
-        (4096, _tile((4096,), 2, 8, store=True)),  # 4014
-        (5120, _wide((4096, 1024), 2)),  # 3957
-        (6144, _tile((4096, 2048), 2, 8, store=True)),  # 3984
-        (7168, _tile((8192,), 2, 4)),  # 3801
-        (8192, _wide((8192,), 1)),  # 3765
-        (9216, _tile((8192, 1024), 1, 4)),  # 3513
-        (10240, _tile((8192, 2048), 1, 8, store=True)),  # 3704
-        (12288, _tile((4096, 4096, 4096), 1, 8)),  # 3765
-        (16384, _tile((16384,), 1, 8, store=True)),  # 3761
+        (4096, _tile((4096,), 2, 8, store=True)),  # 4032
+        (5120, _tile((1024,) * 5, 2, 4, store=True)),  # 4017
+        (6144, _tile((4096, 2048), 2, 8, store=True)),  # 4009
+        (7168, _tile((8192,), 2, 4)),  # 3709
+        (8192, _wide((8192,), 1)),  # 3752
+        (9216, _tile((8192, 1024), 1, 4)),  # 3486
+        (10240, _tile((2048,) * 5, 1, 8, store=True)),  # 3896
+        (12288, _tile((2048,) * 6, 1, 8, store=True)),  # 3986
+        (14336, _tile((4096, 4096, 4096, 2048), 1, 8, store=True)),  # 3883
+        (16384, _tile((8192, 8192), 1, 8)),  # 3927
         (65536, _chunks(2048, 4, 8, packed=True)),  # 2911 (32768), 2718
         (262144, _chunks(4096, 2, 8, packed=True)),  # 2515 (131072)
     ),
@@ -263,14 +267,14 @@ BACKWARD = {
         (4096, _wide((4096,), 2)),  # 3603
         (5120, _tile((4096, 1024), 2, 4, store=True)),  # 3629
         (6144, _wide((8192,), 1)),  # 3381
-        (7168, _tile((8192,), 1, 8)),  # 3185
+        (7168, _tile((8192,), 1, 8)),  # 3270
         (8192, _wide((8192,), 1)),  # 3584
         (9216, _tile((8192, 1024), 1, 8)),  # 3336
-        (10240, _tile((8192, 2048), 1, 8, store=True)),  # 3422
-        (12288, _tile((4096, 4096, 4096), 1, 8)),  # 3292
-        (12800, _reread((4096, 4096, 4096, 512))),  # 3386
-        (14336, _reread((4096, 4096, 4096, 2048))),  # 3070
-        (16384, _reread((2048,) * 8, packed=True)),  # 2757
+        (10240, _tile((8192, 2048), 1, 8, store=True)),  # 3481
+        (12288, _tile((4096, 4096, 4096), 1, 8)),  # 3642
+        (12800, _reread((4096, 4096, 4096, 512))),  # 3283
+        (14336, _reread((4096, 4096, 4096, 2048))),  # 2697
+        (16384, _reread((2048,) * 8, packed=True)),  # 2577
         (65536, _chunks(2048, 4, packed=True)),  # 2085 (32768), 1997
         (262144, _chunks(4096, 2, 8, packed=True)),  # 1800 (131072)
     ),
@@ -286,12 +290,13 @@ BACKWARD = {
         (3072, Backward((2048, 1024), hints=Hints(3))),  # 4124
         (4096, _tile((4096,), 2, 4, store=True)),  # 4165
         (5120, _tile((4096, 1024), 2, 8)),  # 4134
-        (6144, _tile((4096, 2048), 2, 8, store=True)),  # 4056
+        (6144, _tile((2048, 2048, 2048), 2, 8, store=True)),  # 4049
         (8192, _tile((8192,), 1, 8, store=True)),  # 4009 (7168), 4143
-        (9216, _tile((8192, 1024), 1, 8, store=True)),  # 3656
-        (10240, _tile((8192, 2048), 1, 8, store=True)),  # 4093
-        (12288, _tile((4096, 4096, 4096), 1, 8, store=True)),  # 4137
-        (16384, _tile((8192, 8192), 1, 8, store=True)),  # 3654
+        (9216, _tile((8192, 1024), 1, 8, store=True)),  # 3737
+        (10240, _tile((2048,) * 5, 1, 8, store=True)),  # 4173
+        (12288, _tile((8192, 4096), 1, 8)),  # 4112
+        (14336, _tile((8192, 4096, 2048), 1, 8)),  # 4052
+        (16384, _tile((4096,) * 4, 1, 8, store=True)),  # 3711
         (262144, _chunks(4096, 2, 8, packed=True)),  # 3458 (32768), 3163 (65536), 3056 (131072)
     ),
     ("add_layer_norm", 2): (
@@ -302,11 +307,12 @@ BACKWARD = {
         (1024, _rows(1024, 2, 4)),  # 4023
         (1536, _rows(2048, 1, 4)),  # 3684
         (2048, _rows(2048, 1, 4)),  # 3984
-        (4096, _tile((4096,), 2, 4)),  # 3730 (3072), 4010
-        (5120, _tile((4096, 1024), 2, 4)),  # 3973
-        (8192, _tile((8192,), 1, 8)),  # 3586 (7168), 3770
-        (10240, _tile((8192, 2048), 1, 8, store=True)),
-        (12288, _reread((4096, 4096, 4096))),  # 3960
+        (3072, _tile((1024, 1024, 1024), 2, 4, store=True)),  # 3944
+        (4096, _tile((4096,), 2, 4)),  # 4080
+        (5120, _tile((4096, 1024), 2, 4, store=True)),  # 4078
+        (8192, _tile((8192,), 1, 8, store=True)),  # 3912
+        (10240, _tile((8192, 2048), 1, 8, store=True)),  # 3828
+        (12288, _tile((4096, 4096, 4096), 1, 8)),  # 3945
         (20480, _chunks(4096, 2, packed=True)),  # 2706 (16384)
         (262144, _chunks(2048, 4, packed=True)),  # 2368 (32768)
     ),
@@ -319,12 +325,12 @@ BACKWARD = {
         (1024, _rows(1024, 2, 4)),  # 4057
         (1536, Backward((1024, 512), 2, hints=Hints(3))),  # 4014
         (2048, _rows(2048, 2, 2)),  # 4023
-        (3072, _wide((2048, 1024), 2)),  # 3920
-        (4096, _wide((4096,), 2)),  # 4340
-        (5120, _tile((4096, 1024), 2, 4, store=True)),  # 3958
-        (6144, _tile((2048, 2048, 2048), 1, 8, store=True)),
-        (7168, _tile((4096, 2048, 1024), 1, 8, store=True)),  # 3420
-        (8192, _wide((8192,), 1)),  # 3785
+        (3072, _tile((1024, 1024, 1024), 2, 4, store=True)),  # 4091
+        (4096, _wide((4096,), 2)),  # 4409
+        (5120, _tile((4096, 1024), 2, 4, store=True)),  # 4099
+        (6144, _tile((2048, 2048, 2048), 1, 8, store=True)),  # 3818
+        (7168, _tile((2048, 2048, 2048, 1024), 1, 8, store=True)),  # 3606
+        (8192, _tile((2048,) * 4, 1, 8)),  # 3832
         (20480, _chunks(4096, 2, 8)),  # 3437 (12288), 3475 (16384)
         (262144, _chunks(2048, 3)),  # 3389 (16384), 3073 (65536)
     ),
@@ -338,11 +344,11 @@ BACKWARD = {
         (1536, Backward((1024, 512), hints=Hints(4))),  # 3760
         (2048, _rows(2048, 1, 3)),  # 3758
         (3072, _wide((2048, 1024), 2)),  # 3893
-        (4096, _tile((2048, 2048), 2, 4, store=True)),  # 3458
-        (5120, _wide((4096, 1024), 1)),  # 3316
-        (6144, _tile((2048, 2048, 2048), 1, 8, store=True)),
-        (7168, _tile((4096, 2048, 1024), 1, 8, store=True)),  # 3149
-        (8192, _tile((8192,), 1, 8)),  # 3289
+        (4096, _tile((2048, 2048), 2, 4, store=True)),  # 3808
+        (5120, _tile((1024,) * 5, 1, 8, store=True)),  # 3578
+        (6144, _tile((2048, 2048, 2048), 1, 8, store=True)),  # 3262
+        (7168, _tile((2048, 2048, 2048, 1024), 1, 8, store=True)),  # 3068
+        (8192, _tile((4096, 4096), 1, 8, store=True)),  # 3160
         (262144, _chunks(4096, 1, 8)),  # 2386 (16384), 2167 (65536)
     ),
     ("rms_norm", 4): (
@@ -378,7 +384,7 @@ BACKWARD = {
         (5120, _tile((4096, 1024), 1, 8)),  # 4019
         (6144, _tile((4096, 2048), 1, 8)),  # 4160
         (7168, _tile((4096, 2048, 1024), 1, 8)),  # 4133
-        (8192, _tile((4096, 4096), 1, 8)),  # 3901
+        (8192, _tile((2048,) * 4, 1, 8)),  # 3976
         (9216, _tile((8192, 1024), 1, 8)),
         (10240, _tile((8192, 2048), 1, 8)),
         (12288, _reread((2048,) * 6)),  # 3844
