@@ -16,8 +16,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 from bench import worker
 from bench.cases import LATENCIES, Case
-from bench.first_call import TIMEOUT_S, measure
+from bench.first_call import measure
 from bench.run import HOST_DTYPE, HOST_M, HOST_N
+
+TIMEOUT_S = 3600.0
 
 
 def up(
@@ -32,32 +34,36 @@ def up(
     seconds spent. A failure is passed over: the run will meet it again, and show it."""
     start = time.monotonic()
     host = [Case(op, HOST_DTYPE, HOST_M, HOST_N) for op in dict.fromkeys(case.op for case in cases)]
-    tasks: list[dict] = []
-    for some, ways in ((cases, directions), (host, LATENCIES)):
-        for name in dict.fromkeys(name for case in some for name in names[case.op]):
-            found = [vars(case) for case in some if name in names[case.op]]
-            # A process takes seconds to start: there is one a job, not one a case.
-            for part in (found[job::jobs] for job in range(min(jobs, len(found)))):
-                tasks.append({"cases": part, "provider": name, "directions": list(ways)})
-    tasks.sort(key=lambda task: task["provider"] != "compile")  # what takes longest is first
+    calls = [
+        {"cases": [vars(case)], "provider": name, "directions": ways}
+        for some, ways in ((cases, directions), (host, LATENCIES))
+        for case in some
+        for name in names[case.op]
+    ]
+    calls.sort(key=lambda call: call["provider"])  # each process gets as many of what takes long
+    parts = [calls[job::jobs] for job in range(min(jobs, len(calls)))]
     # Triton's own default, which Inductor would change for the whole process once it compiles.
     os.environ.setdefault("TRITON_CACHE_DIR", os.path.expanduser("~/.triton/cache"))
     print(f"compiling in {jobs} processes: ", end="", file=sys.stderr, flush=True)
     with worker.temporary_folder() as folder, ThreadPoolExecutor(jobs) as pool:
         places = {"TORCHINDUCTOR_CACHE_DIR": folder, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
-        def succeeded(task: dict) -> int:
-            left = max_seconds / 2 - (time.monotonic() - start)
+        def succeeded(part: list[dict]) -> int:
+            left = min(TIMEOUT_S, max_seconds / 2 - (time.monotonic() - start))
             if left <= 0:
                 return 0
             try:
-                lines = worker.run(measure, min(left, TIMEOUT_S), places, device=device, **task)
+                return worker.run(succeeding, left, places, calls=part, device=device)
             except Exception:
                 return 0
-            return sum(not line["error"] for line in lines)
 
-        done = sum(pool.map(succeeded, tasks))
+        done = sum(pool.map(succeeded, parts))
     spent = time.monotonic() - start
-    calls = sum(len(task["cases"]) * len(task["directions"]) for task in tasks)
-    print(f"{done} of {calls} calls in {spent:.0f} s", file=sys.stderr, flush=True)
+    total = sum(len(call["directions"]) for call in calls)
+    print(f"{done} of {total} calls in {spent:.0f} s", file=sys.stderr, flush=True)
     return spent
+
+
+def succeeding(calls: list[dict], device: str) -> int:
+    """In a process of its own: make the calls, and count those that succeed."""
+    return sum(not line["error"] for call in calls for line in measure(device=device, **call))

@@ -49,10 +49,12 @@ def test_every_call_of_a_run_is_made_once(called, capsys):
         for name in NAMES[case.op]
     ]
     made = [
-        (Case(**case), task["provider"], tuple(task["directions"]))
+        (Case(**case), call["provider"], tuple(call["directions"]))
         for task, _ in called
-        for case in task["cases"]
+        for call in task["calls"]
+        for case in call["cases"]
     ]
+    assert len(called) == 2  # processes
     assert len(made) == len(expected) == 6
     assert set(made) == set(expected)
     assert capsys.readouterr().err.startswith("compiling in 2 processes: 12 of 12 calls in ")
@@ -74,14 +76,14 @@ def test_a_provider_or_a_process_that_fails_is_passed_over(called, monkeypatch, 
     run = worker.run
 
     def failing(function, timeout_s, places, **task):
-        if task["cases"][0]["op"] == "layer_norm":
+        if any(call["directions"] == LATENCIES for call in task["calls"]):
             raise worker.WorkerError("exit status -11: no message")
         return run(function, timeout_s, places, **task)
 
     monkeypatch.setattr(worker, "run", failing)
-    up()
-    # 4 of layer_norm, and of the other's backward and training
-    assert ": 6 of 12 calls in " in capsys.readouterr().err
+    warm.up(CASES, NAMES, DIRECTIONS, "cpu", 6)
+    # All of the host's, and of the other's backward
+    assert ": 5 of 12 calls in " in capsys.readouterr().err
 
 
 def test_no_process_is_started_when_half_of_the_time_is_over(called, capsys):
@@ -90,14 +92,11 @@ def test_no_process_is_started_when_half_of_the_time_is_over(called, capsys):
     assert ": 0 of 12 calls in " in capsys.readouterr().err
 
 
-def test_what_takes_longest_is_started_first(called, monkeypatch):
-    monkeypatch.setitem(
-        first_call.PROVIDERS, "compile", Provider("compile", lambda op: op.eager, on_cpu=True)
-    )
-    names = {"rms_norm": ["torch", "compile"]}
-    warm.up(CASES[:1], names, DIRECTIONS, "cpu", 1)
-    order = [task["provider"] for task, _ in called]
-    assert order == ["compile", "compile", "torch", "torch"]
+def test_each_process_gets_as_many_calls_of_a_provider(called):
+    up()
+    for name, most in (("torch", 2), ("other", 1)):
+        counts = [sum(c["provider"] == name for c in task["calls"]) for task, _ in called]
+        assert counts == [most, most]
 
 
 def test_a_run_is_the_same_with_and_without(stand_in, monkeypatch, tmp_path, capsys):
