@@ -1,8 +1,9 @@
 """``python -m bench first-call``: how long the first call of a model's specs takes to compile.
 
 Each provider runs them twice, in processes of its own: with empty caches, and with what the first
-left on the disk. Importing the provider and starting CUDA are not in the times; what a compiler
-does once a process is in those of the first spec, a small one that stands for no model.
+left on the disk. Importing the provider, starting CUDA and PyTorch's first gradient are not in the
+times; what a compiler does once a process is in those of the first spec, a small one that stands
+for no model.
 """
 
 import argparse
@@ -76,6 +77,8 @@ def measure(
     cases: list[dict], provider: str, device: str, directions: Sequence[str] = DIRECTIONS
 ) -> list[dict]:
     """In a process of its own: seconds of the first call of each case in each direction."""
+    one = torch.ones(1, device=device, requires_grad=True)
+    torch.autograd.grad(one * one, one, torch.ones_like(one))  # the first imports sympy
     found = []
     for fields in cases:
         case, op = Case(**fields), OPS[fields["op"]]
