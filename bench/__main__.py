@@ -8,7 +8,7 @@ import argparse
 import math
 import sys
 
-from bench import compare, first_call, plot, provenance, record, report, train, warm
+from bench import compare, first_call, plot, provenance, record, report, train
 from bench.cases import DIRECTIONS, DTYPES, LATENCIES, OPS, SUITE_DIRECTIONS, SUITES, select
 from bench.providers import PROVIDERS, attendance
 from bench.run import GpuLost, run
@@ -31,7 +31,6 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--max-seconds", type=float, default=math.inf, help="skip what is left after this time"
     )
-    parser.add_argument("--jobs", type=int, default=1, help="first compile in so many processes")
     parser.add_argument("--out", metavar="FILE.jsonl", help="write the record")
     parser.add_argument(
         "--from",
@@ -86,10 +85,7 @@ def _measured(args: argparse.Namespace, argv: list[str]) -> record.Record:
     made = provenance.describe_run(device, argv, absent)
     with record.writing(args.out, made) as (result, emit):
         try:
-            left = args.max_seconds
-            if args.jobs > 1:
-                left -= warm.up(cases, present, directions, device, args.jobs, left)
-            run(cases, present, directions, device, emit, left, **budget)
+            run(cases, present, directions, device, emit, args.max_seconds, **budget)
         except GpuLost as error:
             print(f"the GPU was lost, so the run ends here: {error}", file=sys.stderr)
         except KeyboardInterrupt:

@@ -10,7 +10,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
@@ -73,9 +73,7 @@ def _first_calls(cases: list[Case], name: str, device: str) -> Iterator[FirstCal
         yield FirstCall(**first, **times)
 
 
-def measure(
-    cases: list[dict], provider: str, device: str, directions: Sequence[str] = DIRECTIONS
-) -> list[dict]:
+def measure(cases: list[dict], provider: str, device: str) -> list[dict]:
     """In a process of its own: seconds of the first call of each case in each direction."""
     one = torch.ones(1, device=device, requires_grad=True)
     torch.autograd.grad(one * one, one, torch.ones_like(one))  # the first imports sympy
@@ -85,7 +83,7 @@ def measure(
         shape = case.m, case.n, DTYPES[case.dtype], device
         inputs, grads = op.inputs(*shape), op.output_grads(*shape)
         call = None
-        for direction in directions:
+        for direction in DIRECTIONS:
             line = {**fields, "direction": direction, "provider": provider, "error": ""}
             try:
                 call = call or PROVIDERS[provider].load(op)
