@@ -50,8 +50,7 @@ class Backward:
     widths: the segments of a row, or, where they do not span it, of each chunk of it, whose blocks
     share the row. tma: read by tile loads instead of gathers, one row at a time. store: with that,
     write by tile stores. packed: as in Forward. reread: for rows that fill the registers, weights
-    are read again for each instead of kept, segments of one width are added up before they are
-    summed, and dx is written last.
+    are read again for each instead of kept, and dx is written last.
     """
 
     widths: tuple[int, ...]
