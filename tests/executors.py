@@ -146,7 +146,7 @@ class Interpreter(Executor):
             for call in with_arguments(calls, **({"POLLS": 0} | constants)):
                 kernel, grid, arguments, _ = call
                 interpreter.launch(grid, kernel, arguments, fill=fill, order=order)
-                if found and kernel is clear_slots:
+                if found and kernel._pyfunc is clear_slots._pyfunc:
                     arguments[0].zero_()
                 elif found and arguments_of(call).get("CHUNKS", 1) > 1:
                     interpreter.launch(grid, kernel, arguments, fill=fill, order=order)

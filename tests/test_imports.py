@@ -16,7 +16,8 @@ ALLOWED = {
     "kernels": {"cuda.tile"},
     "settings": set(),
     "spec": set(),
-    "launch": {"tilenorm.kernels", "tilenorm.settings", "tilenorm.spec", "cuda.tile"},
+    "launch": {"tilenorm.kernels", "tilenorm.settings", "tilenorm.spec", "cuda.tile"}
+    | {"cutile_cache"},
     "ops": {"tilenorm.launch", "tilenorm.settings", "tilenorm.spec", "torch"},
     "nn": {"tilenorm.ops", "torch"},
     "integrations": {"tilenorm.nn", "tilenorm.ops", "torch"},

@@ -40,7 +40,7 @@ def test_candidates_are_few(dtype, direction):
     for hidden in cases.HIDDEN:
         for fields in cases.tabled(dtype):
             spec = NormSpec(**{"norm": "rms", "hidden": hidden, "dtype": dtype, **fields})
-            assert len(candidates(spec, H200, direction)) < 400
+            assert len(candidates(spec, H200, direction)) < 450
 
 
 @pytest.mark.parametrize("direction", cases.DIRECTIONS)
@@ -61,7 +61,7 @@ def test_backward_blocks_that_share_rows_are_resident():
         found = candidates(spec, target, "backward")
         assert found
         for config in found:
-            chunks = 131072 // config.widths[0] * (heads or 1)
+            chunks = 131072 // sum(config.widths) * (heads or 1)
             assert chunks <= target.multiprocessors * config.hints.occupancy
 
 
@@ -108,6 +108,8 @@ WRONG = {
     "gather one at a time, without": replace(SHARED, rows=2),
     "without a loop or": replace(SHARED, loop=True),
     "a loop or tile stores": replace(RIGHT, widths=(4096, 512)),
+    "fetched with a whole row, without a loop": replace(RIGHT, fetch=True),
+    "fetched with a whole row": replace(SHARED, fetch=True),
 }
 
 
@@ -136,6 +138,12 @@ def test_weights_are_read_again_by_tiles_of_a_row():
         spec = NormSpec("layer", 16384, "bfloat16", weight)
         found = candidates(spec, H200, "backward")
         assert any(c.reread for c in found) == (weight is not None)
+
+
+def test_weights_are_fetched_with_rows():
+    for weight in (None, "bfloat16"):
+        found = candidates(NormSpec("rms", 8192, "bfloat16", weight), H200, "forward")
+        assert any(c.fetch for c in found) == (weight is not None)
 
 
 def test_as_many_chunks_as_a_block_collects():

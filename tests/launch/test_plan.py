@@ -9,9 +9,17 @@ import torch
 
 from tests import cases
 from tests.executors import arguments_of
-from tilenorm.kernels.exchange import clear_slots
-from tilenorm.launch.calls import MAX_GRID, BackwardArrays, Needs, every_gradient
-from tilenorm.launch.plan import plan_backward, plan_forward
+from tilenorm.kernels.forward import norm_forward
+from tilenorm.launch.calls import (
+    MAX_GRID,
+    BackwardArrays,
+    ForwardArrays,
+    Needs,
+    every_gradient,
+    hinted,
+)
+from tilenorm.launch.config import Hints
+from tilenorm.launch.plan import CLEAR_SLOTS, plan_backward, plan_forward
 from tilenorm.launch.precompile import backward_calls, forward_calls
 from tilenorm.launch.signature import signature
 from tilenorm.launch.target import MULTIPROCESSORS, Target
@@ -105,6 +113,30 @@ def test_hinted_kernels_are_kept():
     assert all(kernel is kernels[0] for kernel in kernels)
 
 
+def test_few_rows_go_without_what_is_for_a_queue():
+    """The same sums by the same tiles and warps, whatever the number of rows."""
+    target, fetched = Target.of("sm_90"), 0
+    for hidden, dtype in product(cases.HIDDEN, ("bfloat16", "float32")):
+        spec = NormSpec("rms", hidden, dtype, dtype)
+        plan = plan_forward(spec, target, True)
+        few, many = (forward_calls(spec, target, rows, True)[-1] for rows in (1, 1_000_000))
+        given, others = arguments_of(few), arguments_of(many)
+        assert not plan.queues(1) and plan.queues(1_000_000)
+        constants = {*given} - {"first", "rows"} - {name.upper() for name in ForwardArrays._fields}
+        differ = {name for name in constants if given[name] != others[name]}
+        if not plan.config.fetch:
+            assert not differ and few.kernel is many.kernel
+            continue
+        fetched += 1
+        assert differ <= {"FETCH", "PACKED"}
+        assert (given["FETCH"], given["PACKED"]) == (False, False)
+        assert (others["FETCH"], others["PACKED"]) == (True, plan.config.packed)
+        assert few.kernel is hinted(norm_forward, Hints(None, plan.config.hints.num_worker_warps))
+        queue = next(rows for rows in range(1, 1000) if plan.queues(rows))
+        assert (queue - 1) // target.multiprocessors == (1 if hidden > 12288 else 2)
+    assert fetched
+
+
 @each_arch
 @pytest.mark.parametrize("rows", [1, 1000, 1 << 20, MAX_ROWS])
 def test_scratch_is_bounded(arch, rows):
@@ -156,7 +188,7 @@ def test_what_shares_rows_overlaps_what_empties_the_slots(arch, overlap):
         backward_calls(spec, Target.of(arch), 1000, every_gradient(spec)),
     ):
         first, main, *rest = calls
-        assert first.kernel is clear_slots
+        assert first.kernel is CLEAR_SLOTS
         assert arguments_of(first)["SLOTS"] == arguments_of(main)["SLOTS"]
         assert [c.overlap for c in calls] == [False, overlap, *(overlap for _ in rest)]
         assert all(arguments_of(call)["OVERLAP"] is overlap for call in calls)
@@ -184,7 +216,7 @@ def test_launches_cover_every_row_once(rows, hidden):
     reached = 0
     for call in forward_calls(spec, Target.of("sm_90"), rows, True):
         given = arguments_of(call)
-        if call.kernel is clear_slots:
+        if call.kernel is CLEAR_SLOTS:
             cleared = call.grid[0] * given["TILE_ROWS"]
             assert rows <= cleared < rows + given["TILE_ROWS"]
             continue

@@ -10,12 +10,15 @@ from .helpers import EPS, FAMILY, NEEDS_GPU, RMS, call, name_of, random, same, s
 
 pytestmark = NEEDS_GPU
 
-REGIMES = [64, 256, 1000, 1001, 1024, 2048, 3072, 4096, 5120, 8192, 12288, 16384, 20480, 32768]
-REGIMES += [65536, 131072]
+REGIMES = [64, 256, 1000, 1001, 1024, 2048, 3072, 4096, 5120, 6144, 7168, 8192, 10240, 12288]
+REGIMES += [16384, 20480, 32768, 65536, 131072]
 
 
 CASES = [("rms_norm", n, torch.bfloat16) for n in REGIMES]
-CASES += [("rms_norm", n, torch.float32) for n in (64, 1001, 4096, 16384, 32768)]
+CASES += [("rms_norm", n, torch.float32) for n in (64, 1001, 4096, 5120, 7168, 8192, 12288)]
+CASES += [("rms_norm", n, torch.float32) for n in (16384, 32768)] + [
+    ("layer_norm", 8192, torch.float32)
+]
 CASES += [(name, n, torch.bfloat16) for name in OTHERS for n in (64, 4096, 65536)]
 
 

@@ -90,6 +90,17 @@ def again(tile, number):
     return ct.bitcast(ct.bitcast(tile, ct.int16) ^ nothing(number, ct.int16), tile.dtype)
 
 
+def joined(tile, w, number):
+    """The tile, in such a way that the compiler has to have w, of any dtype, before it.
+
+    It would fetch a weight when the tile is normalised, a second wait for memory after the sum.
+    """
+    bits = ct.int32 if w.dtype == ct.float32 else ct.int16
+    zero = ct.bitcast(w, bits) & nothing(number, bits)
+    bits = ct.int32 if tile.dtype == ct.float32 else ct.int16
+    return ct.bitcast(ct.bitcast(tile, bits) | zero.astype(bits), tile.dtype)
+
+
 def nothing(number, dtype):
     """An integer 0 of which the compiler knows nothing until `number` is there: no 1 / √number² is
     negative."""

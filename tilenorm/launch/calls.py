@@ -10,6 +10,7 @@ import cuda.tile as ct
 
 from ..spec import NormSpec
 from .config import Hints
+from .disk_cache import Kernel
 
 ABSENT = 0
 MAX_GRID = (1 << 24) - 1  # blocks in one dimension of a cuTile grid
@@ -98,9 +99,8 @@ def launch(stream: int, calls: list[Call]) -> None:
 
 @cache
 def hinted(kernel: ct.kernel, hints: Hints) -> ct.kernel:
-    """The kernel with hints: kept, because a hinted kernel has a compile cache of its own."""
-    given = hints.given()
-    return kernel.replace_hints(**given) if given else kernel
+    """The kernel with hints: kept, because each has what cuTile compiled of it."""
+    return Kernel(kernel._pyfunc, **hints.given())
 
 
 def launches(count: int, most: int) -> list[tuple[int, int]]:

@@ -14,23 +14,25 @@ FORMS = {"forward": Forward, "backward": Backward}
 
 # What is tried of each field. Blocks without TMA have 4 warps, with 8 half the registers a thread.
 WARPS = {False: (None, 8), True: (4, 8)}
-ONE_TILE_OCCUPANCY = (None, 4, 8, 12, 16)  # of a block a tile it bounds the registers only
+ONE_TILE_OCCUPANCY = (None, 2, 3, 4, 8, 12, 16)  # of a block a tile it bounds the registers only
 PACKED_OCCUPANCY = (None, 1, 2, 3, 4)
+FETCH_OCCUPANCY = (None, 2, 3, 4, 6)
 LOOP_OCCUPANCY = (1, 2, 3, 4, 5, 6, 8)
 TMA_OCCUPANCY = (1, 2, 3, 4)
-BACKWARD_OCCUPANCY = (1, 2, 3, 4, 5)  # each block has partial sums
+BACKWARD_OCCUPANCY = (1, 2, 3, 4, 5, 6)  # each block has partial sums
 CHUNK_OCCUPANCY = (None, 4, 6, 8)  # in the forward pass, where it bounds the registers only
 CHUNKS = {"forward": (2048, 4096, 8192, 16384), "backward": (1024, 2048, 4096, 8192)}
 
 # Segments at most of different widths, and of one, and the narrowest of each.
 MOST_SEGMENTS, NARROWEST_SEGMENT = 5, 512
-MOST_EQUAL_SEGMENTS, NARROWEST_EQUAL_SEGMENT = 8, 256
+MOST_EQUAL_SEGMENTS, NARROWEST_EQUAL_SEGMENT = 9, 256
 # Elements of a tile of gathered rows, more for a wider row.
 TILES = {"forward": (512, 8192), "backward": (512, 4096)}
 LARGEST_AHEAD = 4096  # elements of a tile of which a loop gathers the next one ahead
 FEWEST_A_THREAD = 8  # elements, for 8 warps to be worth a try
 NARROWEST_LOAD = 1024  # columns of a row by tile loads
-NARROWEST_PACKED = 4096
+NARROWEST_PACKED = 2048
+NARROWEST_FETCHED = 1024
 NARROWEST_SHARED = 8192
 NARROWEST_REREAD = 8192  # columns of a row whose weights take registers that it lacks
 WIDEST = {"forward": 32768, "backward": 16384}  # columns of a row that is held whole
@@ -86,6 +88,8 @@ def refusal(
     if isinstance(config, Forward) and config.tma and not loops:
         return "tile loads come with a loop"
     widths = config.widths or (tile_width(hidden),)
+    if isinstance(config, Forward) and config.fetch and (loops or sum(widths) < hidden):
+        return "weights are fetched with a whole row, without a loop"
     # Of descending powers of two each starts at a multiple of its width, as tile loads need it.
     descend = all(a >= b for a, b in pairwise(widths))
     if not descend or not all(_power_of_two(width) for width in widths):
@@ -136,6 +140,10 @@ def _forward(spec: NormSpec) -> Iterator[Forward]:
         if _packs(spec):
             for hints in _hints(PACKED_OCCUPANCY, sum(widths)):
                 yield Forward(1, hints, widths, packed=True)
+        if spec.weight and spec.hidden >= NARROWEST_FETCHED:
+            for packed in (False, True) if _packs(spec) else (False,):
+                for hints in _hints(FETCH_OCCUPANCY, sum(widths)):
+                    yield Forward(1, hints, widths, packed=packed, fetch=True)
         for hints, store in _loads(spec, widths):
             yield Forward(1, hints, widths, loop=True, tma=True, store=store)
 
@@ -170,7 +178,8 @@ def _backward_chunks(spec: NormSpec, target: Target) -> Iterator[Backward]:
         for hints in _hints(BACKWARD_OCCUPANCY, width, BACKWARD_CHUNKS):
             # More than are resident wait, in every row, for some that start when others have ended.
             if sharing <= target.multiprocessors * hints.occupancy:
-                yield Backward((width,), hints=hints, packed=packed)
+                for widths in ((width,), (width // 2, width // 2)):
+                    yield Backward(widths, hints=hints, packed=packed)
 
 
 def _chunks(spec: NormSpec, direction: str) -> Iterator[tuple[int, bool]]:

@@ -5,6 +5,9 @@ values an element of its tile in the backward pass, two in the forward pass, ove
 (4 warps) that the compiler gives a block without TMA.
 """
 
+from dataclasses import replace
+from itertools import accumulate
+
 from ..spec import NormSpec
 from . import user_table
 from .config import Backward, ColumnSum, Forward, Hints, cdiv, tile_width
@@ -94,4 +97,13 @@ def _tabled(spec: NormSpec, target: Target, direction: str, op: str | None):
         return None
     table = getattr(TABLES[target.arch], direction.upper()).get((op, spec.widest_item), ())
     found = next((config for largest, config in table if spec.hidden <= largest), None)
-    return found and (found, f"tuned/{target.arch}")
+    return found and (_fitted(found, spec.hidden), f"tuned/{target.arch}")
+
+
+def _fitted(config: Forward | Backward, hidden: int) -> Forward | Backward:
+    """The configuration of a wider row without the segments that this one does not reach."""
+    if not config.widths:
+        return config
+    starts = accumulate(config.widths, initial=0)
+    reached = (w for w, start in zip(config.widths, starts, strict=False) if start < hidden)
+    return replace(config, widths=tuple(reached))

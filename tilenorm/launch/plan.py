@@ -26,11 +26,14 @@ from .calls import (
     hinted,
     launches,
 )
-from .config import Backward, ColumnSum, Forward, cdiv, tile_width
+from .config import Backward, ColumnSum, Forward, Hints, cdiv, tile_width
 from .target import Target
 
 POLLS = 1 << 12  # about 4 ms: what another kernel on the same GPU may keep blocks of a row apart
+CLEAR_SLOTS, COLUMN_SUM = (hinted(kernel, Hints()) for kernel in (clear_slots, column_sum))
 CLEARED = 1024  # slots that a block empties
+# Tiles a multiprocessor, and elements of these, that run side by side as few rows are planned.
+FEW_TILES, FEW_ELEMENTS = 2, 24576
 
 
 @cache
@@ -135,7 +138,7 @@ class _Plan:
         padded = tile_width(width)
         tile_rows = max(1, CLEARED // padded)
         return [
-            Call(clear_slots, (cdiv(rows, tile_rows),), (slots, tile_rows, padded, self._overlap))
+            Call(CLEAR_SLOTS, (cdiv(rows, tile_rows),), (slots, tile_rows, padded, self._overlap))
         ]
 
 
@@ -152,12 +155,29 @@ class ForwardPlan(_Plan):
     @cached_property
     def _constants(self) -> tuple:
         spec, config = self.spec, self.config
-        how = (config.loop, config.tma, config.store, config.packed, spec.aligned)
+        how = (config.loop, config.tma, config.store, config.packed, config.fetch, spec.aligned)
         norm = (spec.norm == "layer", spec.residual is not None, *_gated(spec))
         affine = (spec.weight is not None, spec.bias is not None, spec.offset)
         return (*self._tile, *how, *norm, *affine, spec.rounding == "early", self.save)
 
+    @cached_property
+    def _unqueued(self) -> "ForwardPlan | None":
+        """The plan for few rows, of the same sums, where registers are free and a wait is seen."""
+        config = self.config
+        if not config.fetch:
+            return None
+        hints = Hints(None, config.hints.num_worker_warps)
+        config = replace(config, hints=hints, packed=False, fetch=False)
+        return replace(self, config=config)
+
+    def queues(self, rows: int) -> bool:
+        """Whether there are more blocks than run side by side."""
+        at_once = max(1, min(FEW_TILES, FEW_ELEMENTS // (self.config.rows * self.spec.hidden)))
+        return self.tiles(rows) > at_once * self.target.multiprocessors
+
     def calls(self, arrays: ForwardArrays, rows: int, eps: float) -> list[Call]:
+        if self._unqueued and not self.queues(rows):
+            return self._unqueued.calls(arrays, rows, eps)
         tail = (rows, eps, *self._constants)
         if self.config.loop:
             blocks = min(self.tiles(rows), self.resident)
@@ -233,7 +253,7 @@ class BackwardPlan(_Plan):
         tile = (config.rows, config.tile, self._overlap)
         arguments = (arrays.partials, *outputs, rows, self.needs.sums, *tile)
         grid = (cdiv(self._sum_width, config.tile), self.needs.sums)
-        return [Call(column_sum, grid, arguments, self._overlap)]
+        return [Call(COLUMN_SUM, grid, arguments, self._overlap)]
 
 
 def _gated(spec: NormSpec) -> tuple[bool, bool]:

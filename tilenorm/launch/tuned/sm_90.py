@@ -15,21 +15,19 @@ from ..config import Backward, Forward, Hints
 # (kernel, operation, bytes, hidden size): bytes a thread that the compiler spills, where every
 # configuration without spills that was timed is slower.
 SPILLS = {
-    ("norm_forward", "layer_norm", 2, 262144): 32,
+    ("norm_forward", "layer_norm", 2, 262144): 40,
     ("norm_forward", "add_layer_norm", 2, 32768): 16,
     ("norm_forward", "gated_rms_norm", 2, 5120): 8,
-    ("norm_forward", "gated_rms_norm", 2, 262144): 40,
-    ("norm_forward", "rms_norm", 4, 262144): 32,
-    ("norm_forward", "add_layer_norm", 4, 7168): 48,
-    ("norm_forward", "add_layer_norm", 4, 16384): 88,
-    ("norm_backward", "rms_norm", 2, 1024): 8,
+    ("norm_forward", "gated_rms_norm", 2, 12288): 16,
+    ("norm_forward", "gated_rms_norm", 2, 262144): 280,
+    ("norm_forward", "rms_norm", 4, 262144): 48,
+    ("norm_forward", "layer_norm", 4, 262144): 16,
     ("norm_backward", "rms_norm", 2, 2048): 16,
-    ("norm_backward", "rms_norm", 2, 6144): 8,
-    ("norm_backward", "rms_norm", 2, 7168): 40,
+    ("norm_backward", "rms_norm", 2, 6144): 56,
     ("norm_backward", "rms_norm", 2, 16384): 40,
-    ("norm_backward", "rms_norm", 2, 65536): 32,
+    ("norm_backward", "rms_norm", 2, 262144): 24,
     ("norm_backward", "layer_norm", 2, 12288): 24,
-    ("norm_backward", "layer_norm", 2, 14336): 40,
+    ("norm_backward", "layer_norm", 2, 14336): 248,
     ("norm_backward", "layer_norm", 2, 65536): 8,
     ("norm_backward", "layer_norm", 2, 262144): 8,
     ("norm_backward", "add_rms_norm", 2, 6144): 112,
@@ -37,28 +35,31 @@ SPILLS = {
     ("norm_backward", "add_rms_norm", 2, 262144): 8,
     ("norm_backward", "add_layer_norm", 2, 12288): 32,
     ("norm_backward", "add_layer_norm", 2, 20480): 56,
-    ("norm_backward", "add_layer_norm", 2, 262144): 72,
-    ("norm_backward", "gated_rms_norm", 2, 2048): 16,
-    ("norm_backward", "gated_rms_norm", 2, 3072): 16,
+    ("norm_backward", "add_layer_norm", 2, 32768): 64,
+    ("norm_backward", "add_layer_norm", 2, 65536): 48,
+    ("norm_backward", "add_layer_norm", 2, 262144): 48,
+    ("norm_backward", "gated_rms_norm", 2, 3072): 8,
     ("norm_backward", "gated_rms_norm", 2, 5120): 16,
+    ("norm_backward", "gated_rms_norm", 2, 8192): 16,
     ("norm_backward", "gated_rms_norm", 2, 20480): 104,
     ("norm_backward", "gated_rms_norm", 2, 262144): 8,
     ("norm_backward", "gate_first", 2, 64): 8,
     ("norm_backward", "gate_first", 2, 1536): 8,
-    ("norm_backward", "gate_first", 2, 2048): 8,
-    ("norm_backward", "gate_first", 2, 3072): 8,
+    ("norm_backward", "gate_first", 2, 2048): 16,
     ("norm_backward", "gate_first", 2, 4096): 88,
-    ("norm_backward", "gate_first", 2, 7168): 96,
+    ("norm_backward", "gate_first", 2, 6144): 24,
+    ("norm_backward", "gate_first", 2, 7168): 16,
     ("norm_backward", "gate_first", 2, 8192): 72,
     ("norm_backward", "gate_first", 2, 262144): 16,
-    ("norm_backward", "rms_norm", 4, 32768): 64,
-    ("norm_backward", "rms_norm", 4, 262144): 64,
+    ("norm_backward", "rms_norm", 4, 65536): 24,
+    ("norm_backward", "rms_norm", 4, 262144): 48,
     ("norm_backward", "layer_norm", 4, 16384): 104,
     ("norm_backward", "layer_norm", 4, 262144): 16,
+    ("norm_backward", "add_rms_norm", 4, 65536): 96,
     ("norm_backward", "add_rms_norm", 4, 262144): 32,
-    ("norm_backward", "add_layer_norm", 4, 1536): 8,
     ("norm_backward", "add_layer_norm", 4, 10240): 8,
     ("norm_backward", "add_layer_norm", 4, 12288): 16,
+    ("norm_backward", "add_layer_norm", 4, 262144): 128,
 }
 
 
@@ -77,6 +78,16 @@ def _packed(occupancy: int | None = None, warps: int | None = None) -> Forward:
     return Forward(1, Hints(occupancy, warps), packed=True)
 
 
+def _fetch(
+    widths: tuple[int, ...] | None,
+    occupancy: int | None = None,
+    warps: int | None = None,
+    packed: bool = False,
+) -> Forward:
+    """A row a block, with its weights."""
+    return Forward(1, Hints(occupancy, warps), widths, packed=packed, fetch=True)
+
+
 def _chunk(width: int, occupancy: int | None = None, packed: bool = False) -> Forward:
     """A chunk of a row a block."""
     return Forward(1, Hints(occupancy), (width,), packed=packed)
@@ -91,13 +102,18 @@ def _tile(widths: tuple[int, ...], occupancy: int, warps: int, store: bool = Fal
     return Backward(widths, tma=True, hints=Hints(occupancy, warps), store=store)
 
 
-def _reread(widths: tuple[int, ...], packed: bool = False) -> Backward:
+def _reread(widths: tuple[int, ...], packed: bool = False, store: bool = False) -> Backward:
     """The same, one block a multiprocessor, with weights that leave their registers to the row."""
-    return Backward(widths, tma=True, hints=Hints(1, 8), packed=packed, reread=True)
+    return Backward(widths, tma=True, hints=Hints(1, 8), packed=packed, reread=True, store=store)
+
+
+def _row(widths: tuple[int, ...], occupancy: int, rows: int = 1) -> Backward:
+    """Rows by gathers."""
+    return Backward(widths, rows, hints=Hints(occupancy))
 
 
 def _wide(widths: tuple[int, ...], occupancy: int) -> Backward:
-    """A row at a time by gathers, on twice the threads."""
+    """A row, or a chunk of one, at a time by gathers, on twice the threads."""
     return Backward(widths, hints=Hints(occupancy, 8))
 
 
@@ -113,17 +129,20 @@ FORWARD = {
         (128, Forward(8)),  # 4017
         (512, Forward(8, Hints(8))),  # 4001 (256), 3980
         (768, Forward(4)),
-        (1024, Forward(8, widths=(256, 256, 256, 256))),  # 4018
-        (1536, Forward(2)),  # 4061
-        (2048, Forward(1, Hints(8))),  # 4073
-        (3072, Forward()),  # 4086
-        (4096, Forward(1, Hints(None, 8))),  # 4044
-        (5120, Forward(widths=(4096, 1024))),  # 4035
-        (6144, Forward()),
-        (7168, Forward(widths=(4096, 2048, 1024))),  # 4046
-        (12288, Forward()),  # 3987 (8192), 3972
-        (16384, Forward(1, Hints(None, 8))),  # 3968
-        (20480, _packed(None, 8)),  # 3935
+        (1024, Forward(2, widths=(512, 512))),  # 4064
+        (1536, Forward(1, Hints(8), (512, 512, 512))),  # 4055
+        (2048, Forward(widths=(512,) * 4)),  # 4089
+        (3072, _fetch((1024, 1024, 1024), packed=True)),  # 4138
+        (4096, Forward(1, Hints(4, 8), (1024,) * 4)),  # 4032
+        (5120, _fetch((4096, 1024), 4, packed=True)),  # 4085
+        (6144, _fetch((2048, 2048, 2048), None, 8)),  # 4121
+        (7168, _fetch((1024,) * 7)),  # 4080
+        (8192, _fetch((2048,) * 4, 3, 8)),  # 4056
+        (10240, _fetch((2048,) * 5, 3, 8, packed=True)),  # 4097
+        (12288, _fetch((4096,) * 3, 3, 8, packed=True)),  # 4054
+        (14336, Forward(1, Hints(None, 8))),  # 3979
+        (16384, _fetch((4096,) * 4, 2, 8)),  # 3985
+        (20480, _fetch(None, 2, 8, packed=True)),  # 3987
         (28672, _packed(3)),  # 3863
         (32768, _packed()),  # 3810
         (262144, _chunk(8192, 6, packed=True)),  # 3715 (65536), 3674 (131072)
@@ -136,14 +155,14 @@ FORWARD = {
         (768, Forward(8, widths=(256, 256, 256))),
         (1024, Forward(8, widths=(256, 256, 256, 256))),  # 4017
         (1536, _loop(1, 8, (1024, 512))),  # 3780
-        (2048, Forward(2, widths=(1024, 1024))),  # 3880
+        (2048, Forward(1, Hints(8), (512,) * 4)),  # 3969
         (3072, Forward(1, Hints(8), (1024, 1024, 1024))),  # 4031
         (4096, Forward(1, Hints(8))),  # 3959
-        (5120, Forward(1, Hints(16))),  # 3941
+        (5120, Forward(1, Hints(4, 8), (1024,) * 5)),  # 3962
         (6144, Forward(widths=(1024,) * 6)),
         (7168, Forward(widths=(1024,) * 7)),  # 3940
-        (8192, Forward()),  # 3898
-        (12288, Forward(1, Hints(4))),  # 3872
+        (8192, Forward(1, Hints(3, 8), (2048,) * 4)),  # 3950
+        (12288, Forward(1, Hints(3, 8), (2048,) * 6)),  # 3879
         (16384, _packed(4)),  # 3820
         (32768, _packed(1, 8)),  # 3769 (20480), 3784 (28672), 3752
         (262144, _chunk(8192, 6, packed=True)),  # 3029 (65536), 2986 (131072)
@@ -153,14 +172,17 @@ FORWARD = {
         (128, Forward(8, Hints(12))),  # 4171
         (256, Forward(4)),  # 4154
         (512, Forward(2)),  # 4159
-        (2048, Forward()),  # 4150 (1024), 4159 (1536), 4151
+        (1024, Forward(2, widths=(512, 512))),  # 4126
+        (2048, Forward()),  # 4159 (1536), 4151
         (4096, Forward(1, Hints(8))),  # 4122 (3072), 4055
         (8192, Forward()),  # 4115 (5120), 4076 (7168), 4084
-        (12288, _packed(None, 8)),  # 3989
+        (12288, Forward(1, Hints(4, 8), (4096, 4096, 4096), packed=True)),  # 4026
         (16384, _packed(2)),  # 4022
         (20480, _tma((4096, 4096, 4096, 4096, 4096), 1, 8)),  # 3885
         (24576, _tma((4096, 4096, 4096, 4096, 4096, 4096), 1, 8)),  # 3760
-        (262144, _chunk(4096, 8, packed=True)),  # 3635 (32768), 3615 (65536)
+        (28672, _chunk(4096, 8, packed=True)),  # 3705
+        (32768, Forward(1, Hints(1, 8), (8192,) * 4, packed=True)),  # 3881
+        (262144, _chunk(4096, 8, packed=True)),  # 3615 (65536)
     ),
     ("add_layer_norm", 2): (
         (64, Forward(32, Hints(16))),  # 4038
@@ -169,8 +191,9 @@ FORWARD = {
         (512, Forward(2, Hints(4))),  # 4124
         (1024, Forward(1, Hints(16))),  # 4150
         (1536, Forward(widths=(1024, 512))),  # 4151
-        (8192, Forward()),  # 4137 (2048), 4061 (4096), 4101 (5120), 3981 (7168), 4022
-        (16384, _packed(None, 8)),  # 3978 (12288), 3918
+        (8192, Forward()),  # 4137 (2048), 4061 (4096), 4101 (5120), 3981 (7168), 4030
+        (12288, Forward(1, Hints(3, 8), (4096,) * 3)),  # 4044
+        (16384, Forward(1, Hints(3, 8), (4096,) * 4, packed=True)),  # 3996
         (32768, _chunk(4096, 8, packed=True)),  # 3271 (20480), 3235
         (262144, _chunk(4096, 6, packed=True)),  # 2863 (65536)
     ),
@@ -187,8 +210,8 @@ FORWARD = {
         (4096, _tma((4096,), 3, 4)),  # 4133
         (5120, _tma((4096, 1024), 3, 4, store=True)),  # 3906
         (7168, _tma((8192,), 2, 4, store=True)),  # 4082
-        (8192, _tma((4096, 4096), 2, 8, store=True)),  # 4007
-        (12288, _tma((4096, 4096, 4096), 2, 8, store=True)),  # 3983
+        (8192, Forward(1, Hints(4, 8), (2048,) * 4)),  # 4069
+        (12288, Forward(1, Hints(3, 8), (2048,) * 6, packed=True)),  # 3927
         (262144, _chunk(8192, 4, packed=True)),  # 3656 (16384), 3647 (65536)
     ),
     ("rms_norm", 4): (
@@ -196,7 +219,14 @@ FORWARD = {
         (64, Forward(16)),  # 4081
         (128, Forward(4)),  # 4122
         (512, Forward(4, Hints(8))),  # 4127 (256), 4145
-        (16384, Forward()),  # 4155 (1024), 4055 (4096), 4045 (8192), 4016
+        (3072, Forward()),  # 4155 (1024)
+        (4096, _fetch(None, 6)),  # 4133
+        (5120, _fetch((1024,) * 5)),  # 4119
+        (6144, _fetch((2048,) * 3, 3, 8)),  # 4102
+        (7168, _fetch((1024,) * 7, 3, 8)),  # 4098
+        (8192, _fetch((4096, 4096), None, 8)),  # 4126
+        (12288, _fetch((4096,) * 3, None, 8)),  # 4097
+        (16384, Forward(1, Hints(None, 8), (4096,) * 4)),  # 4030
         (32768, _chunk(4096, 6)),  # 3971
         (262144, _chunk(4096, 8)),  # 4027 (65536)
     ),
@@ -207,16 +237,21 @@ FORWARD = {
         (512, Forward(2, Hints(4))),  # 4097
         (1024, Forward(2, Hints(8))),  # 4099
         (1536, Forward(widths=(1024, 512))),  # 4143
-        (20480, Forward()),  # 4061 (4096), 4037 (8192), 4007 (16384), 3966
+        (7168, Forward()),  # 4061 (4096)
+        (8192, _fetch(None, 2, 8)),  # 4139
+        (20480, Forward()),  # 4007 (16384), 3966
         (262144, _chunk(4096, 6)),  # 3696 (24576), 3589 (32768), 3472 (65536)
     ),
     ("add_rms_norm", 4): (
         (64, Forward(16, Hints(8))),  # 4144
         (256, Forward(2, Hints(8))),  # 4196
-        (7168, Forward(1, Hints(4))),  # 4210 (1024), 4165 (3072), 4108 (4096), 3971
-        (8192, _tma((8192,), 2, 4)),  # 3909
-        (12288, _tma((16384,), 2, 4)),  # 3915
-        (16384, _tma((16384,), 1, 8)),  # 3922
+        (4096, Forward(1, Hints(4))),  # 4210 (1024), 4165 (3072), 4108
+        (5120, Forward(1, Hints(2, 8), (1024,) * 5)),  # 4101
+        (6144, Forward(1, Hints(3, 8), (2048,) * 3)),  # 4122
+        (7168, Forward(1, Hints(3, 8), (1024,) * 7)),  # 4075
+        (8192, Forward(1, Hints(3, 8), (2048,) * 4)),  # 4102
+        (12288, Forward(1, Hints(2, 8), (4096,) * 3)),  # 4074
+        (16384, Forward(1, Hints(3, 8), (4096,) * 4)),  # 4025
         (262144, _chunk(4096, 8)),  # 3981 (20480), 3875 (65536)
     ),
     ("add_layer_norm", 4): (
@@ -224,10 +259,11 @@ FORWARD = {
         (256, Forward(2, Hints(16))),  # 4187
         (4096, Forward()),  # 4211 (512), 4205 (1024), 4140 (3072), 4115
         (5120, Forward(1, Hints(8))),  # 4050
-        (6144, _tma((4096, 2048), 2, 4)),
-        (7168, _tma((4096, 2048, 1024), 2, 4)),  # 3870
-        (8192, _tma((8192,), 1, 8)),  # 3840
-        (16384, _tma((16384,), 1, 8)),  # 3872 (12288), 3897
+        (6144, Forward(1, Hints(2, 8), (2048,) * 3)),  # 4126
+        (7168, Forward(1, Hints(3, 8), (1024,) * 7)),  # 4049
+        (8192, Forward(1, Hints(2, 8), (4096, 4096))),  # 4105
+        (12288, Forward(1, Hints(2, 8), (2048,) * 6)),  # 4028
+        (16384, Forward(1, Hints(2, 8), (4096,) * 4)),  # 4013
         (262144, _chunk(2048, 6)),  # 3518 (20480), 3563 (65536)
     ),
 }
@@ -239,22 +275,21 @@ BACKWARD = {
         (128, _rows(128, 16, 5)),  # 4042
         (256, _rows(256, 8, 5)),  # 3903
         (512, _rows(512, 4, 5)),  # 3899
-        (1024, _rows(1024, 4, 3)),  # 3955
-        (1536, Backward((1024, 512), 2, hints=Hints(4))),  # 3943
+        (1024, _row((512, 512), 5, 2)),  # 3982
+        (1536, _row((512,) * 3, 6)),  # 3996
         (2048, _rows(2048, 1, 5)),  # 4039
-        (3072, _rows(4096, 1, 3)),  # 3955
+        (3072, _row((1024,) * 3, 3)),  # 3985
         (4096, _tile((4096,), 2, 8, store=True)),  # 4032
         (5120, _tile((1024,) * 5, 2, 4, store=True)),  # 4017
-        (6144, _tile((4096, 2048), 2, 8, store=True)),  # 4009
-        (7168, _tile((8192,), 2, 4)),  # 3709
-        (8192, _wide((8192,), 1)),  # 3752
-        (9216, _tile((8192, 1024), 1, 4)),  # 3486
+        (6144, _tile((2048,) * 3, 2, 8, store=True)),  # 4007
+        (7168, _tile((1024,) * 7, 2, 4)),  # 3976
+        (8192, _wide((2048,) * 4, 1)),  # 3744
+        (9216, _tile((1024,) * 9, 1, 8, store=True)),  # 3546
         (10240, _tile((2048,) * 5, 1, 8, store=True)),  # 3896
         (12288, _tile((2048,) * 6, 1, 8, store=True)),  # 3986
         (14336, _tile((4096, 4096, 4096, 2048), 1, 8, store=True)),  # 3883
         (16384, _tile((8192, 8192), 1, 8)),  # 3927
-        (65536, _chunks(2048, 4, 8, packed=True)),  # 2911 (32768), 2718
-        (262144, _chunks(4096, 2, 8, packed=True)),  # 2515 (131072)
+        (262144, _wide((2048, 2048), 2)),  # 3060 (32768), 2876 (65536), 2738 (131072)
     ),
     ("layer_norm", 2): (
         (32, _rows(32, 64, 5)),  # 3887
@@ -264,18 +299,18 @@ BACKWARD = {
         (512, _rows(512, 4, 4)),  # 3664
         (1024, _rows(1024, 2, 4)),  # 3779
         (1536, Backward((1024, 512), hints=Hints(5))),  # 3731
-        (2048, _rows(2048, 1, 4)),  # 3548
-        (3072, _rows(4096, 1, 3)),  # 3776
-        (4096, _wide((4096,), 2)),  # 3574
+        (2048, _row((1024, 1024), 4)),  # 3815
+        (3072, _row((1024,) * 3, 3)),  # 3818
+        (4096, _wide((2048, 2048), 2)),  # 3737
         (5120, _tile((4096, 1024), 2, 4, store=True)),  # 3668
         (6144, _wide((8192,), 1)),  # 3373
-        (7168, _tile((8192,), 1, 8)),  # 3270
+        (7168, _wide((2048, 2048, 2048, 1024), 1)),  # 3425
         (8192, _wide((8192,), 1)),  # 3536
-        (9216, _tile((8192, 1024), 1, 8)),  # 3353
+        (9216, _tile((4096, 4096, 1024), 1, 8, store=True)),  # 3374
         (10240, _tile((8192, 2048), 1, 8, store=True)),  # 3481
         (12288, _tile((4096, 4096, 4096), 1, 8)),  # 3642
         (12800, _reread((4096, 4096, 4096, 512))),  # 3283
-        (14336, _reread((4096, 4096, 4096, 2048))),  # 2697
+        (14336, _reread((2048,) * 7, store=True)),  # 2918
         (16384, _reread((2048,) * 8, packed=True)),  # 2577
         (65536, _chunks(2048, 4, packed=True)),  # 2085 (32768), 1997
         (262144, _chunks(4096, 2, 8, packed=True)),  # 1800 (131072)
@@ -307,32 +342,36 @@ BACKWARD = {
         (256, _rows(256, 8, 4)),  # 4001
         (512, _rows(512, 4, 4)),  # 4028
         (1024, _rows(1024, 2, 4)),  # 4080
-        (1536, _rows(2048, 1, 4)),  # 3842
+        (1536, _row((512,) * 3, 4)),  # 3964
         (2048, _rows(2048, 1, 4)),  # 4068
         (3072, _tile((1024, 1024, 1024), 2, 4, store=True)),  # 3944
         (4096, _tile((4096,), 2, 4)),  # 4080
         (5120, _tile((4096, 1024), 2, 4, store=True)),  # 4078
-        (8192, _tile((8192,), 1, 8, store=True)),  # 3912
+        (6144, _tile((2048,) * 3, 1, 8, store=True)),  # 3709
+        (7168, _tile((8192,), 1, 8, store=True)),  # 3704
+        (8192, _tile((4096, 4096), 1, 8, store=True)),  # 3916
         (10240, _tile((8192, 2048), 1, 8, store=True)),  # 3828
         (12288, _tile((4096, 4096, 4096), 1, 8)),  # 3945
         (20480, _chunks(4096, 2, packed=True)),  # 2706 (16384)
-        (262144, _chunks(2048, 4, packed=True)),  # 2368 (32768)
+        (32768, _wide((4096, 4096), 1)),  # 2534
+        (65536, _row((1024, 1024), 3)),  # 2092
+        (262144, _chunks(2048, 4, packed=True)),  # 1940 (131072)
     ),
     ("gated_rms_norm", 2): (
         (32, _rows(32, 64, 3)),  # 4210
         (64, _rows(64, 32, 3)),  # 4209
         (128, _rows(128, 16, 3)),  # 4147
         (256, _rows(256, 8, 4)),  # 4229
-        (512, _rows(512, 4, 4)),  # 4230
-        (1024, _rows(1024, 2, 4)),  # 4253
-        (1536, Backward((1024, 512), 2, hints=Hints(3))),  # 3650
-        (2048, _rows(2048, 2, 2)),  # 4155
-        (3072, _tile((1024, 1024, 1024), 2, 4, store=True)),  # 4091
+        (512, _row((256, 256), 4, 4)),  # 4574
+        (1024, _row((256,) * 4, 4, 2)),  # 4616
+        (1536, _row((512,) * 3, 5)),  # 4454
+        (2048, _row((512,) * 4, 4)),  # 4403
+        (3072, _row((1024,) * 3, 3)),  # 4365
         (4096, _wide((4096,), 2)),  # 4409
         (5120, _tile((4096, 1024), 2, 4, store=True)),  # 4099
-        (6144, _tile((2048, 2048, 2048), 1, 8, store=True)),  # 3818
+        (6144, _wide((2048,) * 3, 1)),  # 4071
         (7168, _tile((2048, 2048, 2048, 1024), 1, 8, store=True)),  # 3606
-        (8192, _tile((2048,) * 4, 1, 8)),  # 3832
+        (8192, _wide((2048,) * 4, 1)),  # 4072
         (20480, _chunks(4096, 2, 8)),  # 3437 (12288), 3475 (16384)
         (262144, _chunks(2048, 3)),  # 3389 (16384), 3073 (65536)
     ),
@@ -342,14 +381,14 @@ BACKWARD = {
         (128, _rows(128, 16, 3)),  # 4207
         (256, _rows(256, 8, 4)),  # 4071
         (512, _rows(512, 4, 3)),  # 4187
-        (1024, _rows(1024, 2, 3)),  # 4201
+        (1024, _row((256,) * 4, 3, 2)),  # 4198
         (1536, Backward((1024, 512), hints=Hints(4))),  # 4241
-        (2048, _rows(2048, 1, 3)),  # 3817
-        (3072, _wide((2048, 1024), 2)),  # 3917
+        (2048, _row((1024, 1024), 3)),  # 3832
+        (3072, _row((1024,) * 3, 2)),  # 4103
         (4096, _tile((2048, 2048), 2, 4, store=True)),  # 3808
         (5120, _tile((1024,) * 5, 1, 8, store=True)),  # 3578
-        (6144, _tile((2048, 2048, 2048), 1, 8, store=True)),  # 3262
-        (7168, _tile((2048, 2048, 2048, 1024), 1, 8, store=True)),  # 3065
+        (6144, _wide((2048,) * 3, 1)),  # 3410
+        (7168, _wide((1024,) * 7, 1)),  # 3390
         (8192, _tile((4096, 4096), 1, 8, store=True)),  # 3160
         (262144, _chunks(4096, 1, 8)),  # 2386 (16384), 2167 (65536)
     ),
@@ -365,13 +404,14 @@ BACKWARD = {
         (4096, _tile((4096,), 1, 4)),  # 4053
         (5120, _tile((4096, 1024), 1, 8)),  # 4117
         (6144, _tile((4096, 2048), 1, 8)),  # 4075
-        (7168, _tile((4096, 2048, 1024), 1, 8)),  # 4121
-        (8192, _tile((8192,), 1, 8, store=True)),  # 3930
+        (7168, _tile((1024,) * 7, 1, 8)),  # 4206
+        (8192, _wide((2048,) * 4, 1)),  # 4008
         (9216, _tile((8192, 1024), 1, 8)),  # 3929
         (10240, _tile((8192, 2048), 1, 8)),  # 4077
         (12288, _tile((8192, 4096), 1, 8)),  # 3948
-        (32768, _chunks(4096, 2, 8)),  # 4167 (16384), 3561
-        (262144, _chunks(2048, 4)),  # 4098 (65536), 3602 (131072)
+        (16384, _chunks(4096, 2, 8)),  # 4172
+        (65536, _row((1024, 1024), 3)),  # 3878 (32768), 3812
+        (262144, _chunks(2048, 4)),  # 3625 (131072)
     ),
     ("layer_norm", 4): (
         (64, _rows(64, 16, 5)),  # 4137
@@ -384,10 +424,10 @@ BACKWARD = {
         (3072, _rows(4096, 1, 2)),  # 4120
         (4096, _tile((4096,), 1, 4)),  # 3885
         (5120, _tile((4096, 1024), 1, 8)),  # 3968
-        (6144, _tile((4096, 2048), 1, 8)),  # 3339
-        (7168, _tile((4096, 2048, 1024), 1, 8)),  # 3552
+        (6144, _tile((2048,) * 3, 1, 8)),  # 4172
+        (7168, _tile((1024,) * 7, 1, 8)),  # 4181
         (8192, _tile((2048,) * 4, 1, 8)),  # 3976
-        (9216, _tile((8192, 1024), 1, 8)),  # 3900
+        (9216, _tile((1024,) * 9, 1, 8)),  # 4115
         (10240, _tile((8192, 2048), 1, 8)),  # 3994
         (12288, _reread((2048,) * 6)),  # 3802
         (16384, _chunks(4096, 2, 8)),  # 3296
@@ -401,15 +441,17 @@ BACKWARD = {
         (1024, _rows(1024, 1, 5)),  # 4263
         (1536, _rows(2048, 1, 3)),  # 4260
         (2048, _tile((2048,), 1, 8)),  # 4295
-        (3072, _tile((4096,), 1, 4)),  # 4312
-        (4096, _tile((2048, 2048), 1, 8)),  # 4249
-        (5120, _tile((4096, 1024), 1, 8)),  # 4196
-        (6144, _tile((4096, 2048), 1, 8)),  # 4223
+        (3072, _row((1024,) * 3, 2)),  # 4286
+        (4096, _tile((2048, 2048), 1, 8)),  # 4280
+        (5120, _wide((1024,) * 5, 1)),  # 4286
+        (6144, _wide((2048,) * 3, 1)),  # 4292
         (7168, _tile((4096, 2048, 1024), 1, 8)),  # 4231
         (8192, _tile((8192,), 1, 8)),  # 4179
         (10240, _tile((8192, 2048), 1, 8)),  # 4151
         (12288, _tile((8192, 4096), 1, 8)),  # 4147
-        (262144, _chunks(2048, 3)),  # 4118 (20480), 4095 (65536)
+        (20480, _chunks(2048, 3)),  # 4118
+        (65536, _row((1024, 1024), 3)),  # 4224 (32768), 4161
+        (262144, _chunks(2048, 3)),  # 3752 (131072)
     ),
     ("add_layer_norm", 4): (
         (64, _rows(64, 16, 4)),  # 4220
@@ -417,16 +459,17 @@ BACKWARD = {
         (256, _rows(256, 4, 4)),  # 3692
         (512, _rows(512, 4, 3)),  # 4230
         (1024, _rows(1024, 1, 4)),  # 4239
-        (1536, _rows(2048, 1, 4)),  # 4206
+        (1536, _row((512,) * 3, 3)),  # 4287
         (2048, _tile((2048,), 2, 8)),  # 4259
         (3072, _tile((4096,), 1, 4)),  # 4315
-        (4096, _tile((4096,), 1, 8)),  # 4232
-        (5120, _tile((4096, 1024), 1, 4)),  # 4153
-        (6144, _tile((4096, 2048), 1, 8)),  # 4206
-        (7168, _tile((8192,), 1, 8)),  # 4158
+        (4096, _tile((1024,) * 4, 1, 8)),  # 4308
+        (5120, _wide((1024,) * 5, 1)),  # 4241
+        (6144, _wide((2048,) * 3, 1)),  # 4251
+        (7168, _tile((1024,) * 7, 1, 8)),  # 4269
         (8192, _tile((4096, 4096), 1, 8)),  # 4106
         (10240, _tile((8192, 2048), 1, 8)),  # 4082
         (12288, _reread((2048,) * 6)),  # 4082
-        (262144, _chunks(2048, 2, 8)),  # 2900 (20480), 2715 (65536)
+        (20480, _chunks(2048, 2, 8)),  # 2900
+        (262144, _chunks(2048, 3)),  # 2877 (65536), 2360 (131072)
     ),
 }

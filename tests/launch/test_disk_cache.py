@@ -1,0 +1,130 @@
+"""What an earlier process compiled is found without tracing, and only where it is the same."""
+
+import os
+import subprocess
+import sys
+
+import cuda.tile as ct
+import pytest
+from cuda.tile._cext import default_tile_context
+
+from tests.ops.helpers import NEEDS_GPU
+from tilenorm.kernels.forward import norm_forward
+from tilenorm.launch import disk_cache
+from tilenorm.launch.disk_cache import Kernel
+from tilenorm.launch.precompile import forward_calls
+from tilenorm.launch.signature import signature
+from tilenorm.launch.target import Target
+from tilenorm.spec import NormSpec
+
+SPEC = NormSpec("rms", 64, "bfloat16", "bfloat16")
+SIGNATURE = signature(
+    norm_forward, forward_calls(SPEC, Target.of("sm_90"), 1000, True)[0].arguments
+)
+
+
+@pytest.fixture
+def traced(monkeypatch, tmp_path):
+    """Compilations that cuTile was left with, over an empty cache."""
+    for name in [name for name in os.environ if name.startswith("CUDA_TILE_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(default_tile_context.config, "cache_dir", str(tmp_path))
+    disk_cache._origin.cache_clear()
+    calls = []
+
+    def compile(self, signature, context, compute_capability=None):
+        calls.append((self._compiler_options, signature.symbol, compute_capability))
+        return f"cubin {len(calls)}".encode(), "symbol", None, ()
+
+    monkeypatch.setattr(ct.kernel, "_compile", compile)
+    yield calls
+    disk_cache._origin.cache_clear()
+
+
+def compiled(signature=SIGNATURE, capability=(9, 0), **hints) -> bytes:
+    """By a kernel that has compiled nothing, as in a new process."""
+    kernel = Kernel(norm_forward._pyfunc, **hints)
+    cubin, _, *rest = kernel._compile(signature, default_tile_context, capability)
+    assert rest == [None, ()]
+    return cubin
+
+
+def test_traced_once(traced):
+    assert [compiled(), compiled()] == [b"cubin 1"] * 2
+    # cuTile asks with a signature that has no name yet, compiling ahead with one that has.
+    assert compiled(SIGNATURE.with_symbol(None)) == b"cubin 1"
+    assert len(traced) == 1
+
+
+def test_what_makes_other_code_is_compiled(traced, monkeypatch, tmp_path):
+    other = NormSpec("rms", 64, "float16", "bfloat16")
+    calls = forward_calls(other, Target.of("sm_90"), 1000, True)
+    found = [
+        compiled(),
+        compiled(signature(norm_forward, calls[0].arguments)),
+        compiled(capability=(10, 0)),
+        compiled(occupancy=2),
+        compiled(num_worker_warps=8),
+    ]
+    compiler = tmp_path / "tileiras"
+    compiler.write_text("")
+    for name, value in (("compiler_path", lambda: str(compiler)), ("kernels", None)):
+        if value is None:
+            folder = tmp_path / "kernels"
+            folder.mkdir()
+            (folder / "forward.py").write_text("# edited")
+            value = type("Package", (), {"__file__": str(folder / "__init__.py")})
+        monkeypatch.setattr(disk_cache, name, value)
+        disk_cache._origin.cache_clear()
+        found.append(compiled())
+    monkeypatch.setattr(ct, "__version__", "99")
+    disk_cache._origin.cache_clear()
+    found.append(compiled())
+    assert found == [f"cubin {i}".encode() for i in range(1, 9)]
+
+
+@pytest.mark.parametrize("name", ["CUDA_TILE_LOGS", "CUDA_TILE_DUMP_TILEIR", "CUDA_TILE_ANYTHING"])
+def test_who_looks_into_cutile_sees_everything(traced, monkeypatch, name):
+    monkeypatch.setenv(name, "1")
+    assert [compiled(), compiled()] == [b"cubin 1", b"cubin 2"]
+
+
+def test_no_cache_keeps_nothing(traced, monkeypatch):
+    monkeypatch.setattr(default_tile_context.config, "cache_dir", None)
+    assert [compiled(), compiled()] == [b"cubin 1", b"cubin 2"]
+
+
+def test_a_damaged_cache_is_no_error(traced, tmp_path):
+    compiled()
+    (tmp_path / "cache.db").write_bytes(b"damaged")
+    assert [compiled(), compiled()] == [b"cubin 2"] * 2
+
+
+AGAIN = """
+import sys, torch, tilenorm
+from cuda.tile import _compile
+def refuse(*_, **__): raise AssertionError("traced")
+if sys.argv[1] == "again": _compile.get_function_hir = refuse
+x = torch.ones(5, {n}, device="cuda", requires_grad=True)
+w = torch.ones({n}, device="cuda", requires_grad=True)
+tilenorm.rms_norm(x, ({n},), w).sum().backward()
+print(w.grad.sum().item())
+"""
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize("n", [64, 65536])
+def test_a_new_process_traces_nothing(tmp_path, n):
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("CUDA_TILE_")}
+    environment["CUDA_TILE_CACHE_DIR"] = str(tmp_path)
+    first, again = (
+        subprocess.run(
+            [sys.executable, "-c", AGAIN.format(n=n), which],
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        for which in ("first", "again")
+    )
+    assert (first.returncode, again.returncode) == (0, 0), first.stderr + again.stderr
+    assert first.stdout == again.stdout
