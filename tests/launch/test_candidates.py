@@ -110,6 +110,8 @@ WRONG = {
     "a loop or tile stores": replace(RIGHT, widths=(4096, 512)),
     "fetched with a whole row, without a loop": replace(RIGHT, fetch=True),
     "fetched with a whole row": replace(SHARED, fetch=True),
+    "one width, here at most 4096 bytes": Forward(1, widths=(4096, 1024), fetch=True),
+    "at most 8192 bytes": Forward(1, Hints(None, 8), (8192,), fetch=True),
 }
 
 

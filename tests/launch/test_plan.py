@@ -131,6 +131,7 @@ def test_few_rows_go_without_what_is_for_a_queue():
         assert differ <= {"FETCH", "PACKED"}
         assert (given["FETCH"], given["PACKED"]) == (False, False)
         assert (others["FETCH"], others["PACKED"]) == (True, plan.config.packed)
+        assert given["ORDERED"] and others["ORDERED"]
         assert few.kernel is hinted(norm_forward, Hints(None, plan.config.hints.num_worker_warps))
         queue = next(rows for rows in range(1, 1000) if plan.queues(rows))
         assert (queue - 1) // target.multiprocessors == (1 if hidden > 12288 else 2)

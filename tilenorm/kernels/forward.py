@@ -3,7 +3,17 @@
 import cuda.tile as ct
 
 from .exchange import collect, collect_sums, combine, publish
-from .formula import again, centered, joined, mean_of, mean_square, recentered, silu
+from .formula import (
+    again,
+    centered,
+    joined,
+    mean_of,
+    mean_square,
+    ordered_mean_square,
+    recentered,
+    silu,
+    unknown_zero,
+)
 from .rows import (
     affine,
     both,
@@ -46,6 +56,7 @@ def norm_forward(
     STORE: ct.Constant[bool],
     PACKED: ct.Constant[bool],
     FETCH: ct.Constant[bool],
+    ORDERED: ct.Constant[bool],
     ALIGNED: ct.Constant[bool],
     LAYER: ct.Constant[bool],
     ADD: ct.Constant[bool],
@@ -69,6 +80,7 @@ def norm_forward(
     the grid, fetched one ahead. There may be more tiles than a grid has blocks. With CHUNKS, so
     many blocks in turn share a row, and what they have of its sums by SLOTS. PACKED: what has 16
     bits stays in them over the sums. FETCH: w and b are fetched with the row, not after its sums.
+    ORDERED: kernels that differ in these two, and only so, give the same bits.
     """
     inputs = (X,)
     if ADD:
@@ -114,6 +126,9 @@ def norm_forward(
     def moments(kept, tiles, masks, count):
         """The segments of x − mean, the mean, what rounding left of it, and the variance."""
         xs = values(kept, tiles)
+        if ORDERED and not LAYER:
+            vector = ct.static_eval(4 if X.dtype == ct.float32 else 8)
+            return xs, 0.0, 0.0, ordered_mean_square(xs, count, unknown_zero(rows), vector)
         if not LAYER:
             return xs, 0.0, 0.0, mean_square(xs, count)
         mean = mean_of(xs, count)

@@ -88,8 +88,13 @@ def refusal(
     if isinstance(config, Forward) and config.tma and not loops:
         return "tile loads come with a loop"
     widths = config.widths or (tile_width(hidden),)
-    if isinstance(config, Forward) and config.fetch and (loops or sum(widths) < hidden):
-        return "weights are fetched with a whole row, without a loop"
+    if isinstance(config, Forward) and config.fetch:
+        if loops or sum(widths) < hidden:
+            return "weights are fetched with a whole row, without a loop"
+        # What is left of a thread's part of a segment has two terms, which add up in one order.
+        threads = 32 * (hints.num_worker_warps or 4)
+        if len(set(widths)) > 1 or not item_bytes <= widths[0] * item_bytes <= 32 * threads:
+            return f"with weights, segments have one width, here at most {32 * threads} bytes"
     # Of descending powers of two each starts at a multiple of its width, as tile loads need it.
     descend = all(a >= b for a, b in pairwise(widths))
     if not descend or not all(_power_of_two(width) for width in widths):
@@ -140,7 +145,7 @@ def _forward(spec: NormSpec) -> Iterator[Forward]:
         if _packs(spec):
             for hints in _hints(PACKED_OCCUPANCY, sum(widths)):
                 yield Forward(1, hints, widths, packed=True)
-        if spec.weight and spec.hidden >= NARROWEST_FETCHED:
+        if spec.norm == "rms" and spec.weight and spec.hidden >= NARROWEST_FETCHED:
             for packed in (False, True) if _packs(spec) else (False,):
                 for hints in _hints(FETCH_OCCUPANCY, sum(widths)):
                     yield Forward(1, hints, widths, packed=packed, fetch=True)

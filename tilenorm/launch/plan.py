@@ -144,31 +144,31 @@ class _Plan:
 
 @dataclass(frozen=True)
 class ForwardPlan(_Plan):
-    """One launch, after one that empties slots where blocks share rows."""
+    """One launch, after one that empties slots where blocks share rows.
+
+    few: for rows that all run at once, if the configuration fetches weights.
+    """
 
     save: bool
+    few: bool = False
 
     @cached_property
     def _kernel(self) -> ct.kernel:
-        return hinted(norm_forward, self.config.hints)
+        hints = self.config.hints
+        return hinted(norm_forward, Hints(None, hints.num_worker_warps) if self.few else hints)
 
     @cached_property
     def _constants(self) -> tuple:
         spec, config = self.spec, self.config
-        how = (config.loop, config.tma, config.store, config.packed, config.fetch, spec.aligned)
+        packed, fetch = (on and not self.few for on in (config.packed, config.fetch))
+        how = (config.loop, config.tma, config.store, packed, fetch, config.fetch, spec.aligned)
         norm = (spec.norm == "layer", spec.residual is not None, *_gated(spec))
         affine = (spec.weight is not None, spec.bias is not None, spec.offset)
         return (*self._tile, *how, *norm, *affine, spec.rounding == "early", self.save)
 
     @cached_property
-    def _unqueued(self) -> "ForwardPlan | None":
-        """The plan for few rows, of the same sums, where registers are free and a wait is seen."""
-        config = self.config
-        if not config.fetch:
-            return None
-        hints = Hints(None, config.hints.num_worker_warps)
-        config = replace(config, hints=hints, packed=False, fetch=False)
-        return replace(self, config=config)
+    def _of_few(self) -> "ForwardPlan":
+        return replace(self, few=True)
 
     def queues(self, rows: int) -> bool:
         """Whether there are more blocks than run side by side."""
@@ -176,8 +176,8 @@ class ForwardPlan(_Plan):
         return self.tiles(rows) > at_once * self.target.multiprocessors
 
     def calls(self, arrays: ForwardArrays, rows: int, eps: float) -> list[Call]:
-        if self._unqueued and not self.queues(rows):
-            return self._unqueued.calls(arrays, rows, eps)
+        if self.config.fetch and not self.few and not self.queues(rows):
+            return self._of_few.calls(arrays, rows, eps)
         tail = (rows, eps, *self._constants)
         if self.config.loop:
             blocks = min(self.tiles(rows), self.resident)
