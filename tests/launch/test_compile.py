@@ -18,7 +18,6 @@ from tests.executors import with_arguments
 from tilenorm.launch import heuristics
 from tilenorm.launch.calls import Needs, every_gradient
 from tilenorm.launch.config import tile_width
-from tilenorm.launch.plan import plan_forward
 from tilenorm.launch.precompile import (
     backward_calls,
     compile_call,
@@ -79,10 +78,7 @@ def stands_for(direction: str, spec: NormSpec) -> str | None:
 
 def calls_of(direction: str, spec: NormSpec, arch: str):
     if direction == "forward":
-        rows, few = ROWS * (spec.heads or 1), 33 * (spec.heads or 1)
-        more = plan_forward(spec, Target.of(arch), True).config.fetch
-        calls = forward_calls(spec, Target.of(arch), rows, True)
-        return calls + forward_calls(spec, Target.of(arch), few, True) if more else calls
+        return forward_calls(spec, Target.of(arch), ROWS * (spec.heads or 1), True)
     return backward_calls(spec, Target.of(arch), ROWS * (spec.heads or 1), every_gradient(spec))
 
 
