@@ -36,8 +36,13 @@ CLEARED = 1024  # slots that a block empties
 
 @cache
 def plan_forward(spec: NormSpec, target: Target, save: bool) -> "ForwardPlan":
-    """The plan for y and the sum, and for mean and rstd if `save`."""
-    return ForwardPlan(spec, target, heuristics.forward(spec, target), save)
+    """The plan for y and the sum, and for mean and rstd if `save`.
+
+    These are also written where an occupancy bounds the registers: by how many are left the
+    compiler orders what a thread adds up, so that a kernel without them could have other last bits.
+    """
+    config = heuristics.forward(spec, target)
+    return ForwardPlan(spec, target, config, save or config.hints.occupancy is not None)
 
 
 @cache
