@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tilenorm.kernels.exchange import clear_slots
 from tilenorm.launch.calls import Call, Needs, every_gradient
-from tilenorm.launch.plan import plan_backward, plan_forward
+from tilenorm.launch.plan import CLEAR_SLOTS, plan_backward, plan_forward
 from tilenorm.launch.target import Target
 from tilenorm.ops import cutile
 from tilenorm.spec import NormSpec
@@ -87,11 +86,9 @@ class Executor:
         """
         raise NotImplementedError
 
-    def forward(
-        self, spec: NormSpec, inputs: Inputs, save: bool = True, **how
-    ) -> dict[str, Tensor]:
+    def forward(self, spec: NormSpec, inputs: Inputs, **how) -> dict[str, Tensor]:
         """y, and the sum, mean and rstd there are; memory that was not written is NaN."""
-        plan = plan_forward(spec, self.target, save)
+        plan = plan_forward(spec, self.target, True)
         given = (inputs.x, inputs.residual, inputs.gate, inputs.weight, inputs.bias)
         run = self.run(**how)
         with _poisoned():
@@ -146,7 +143,7 @@ class Interpreter(Executor):
             for call in with_arguments(calls, **({"POLLS": 0} | constants)):
                 kernel, grid, arguments, _ = call
                 interpreter.launch(grid, kernel, arguments, fill=fill, order=order)
-                if found and kernel._pyfunc is clear_slots._pyfunc:
+                if found and kernel is CLEAR_SLOTS:
                     arguments[0].zero_()
                 elif found and arguments_of(call).get("CHUNKS", 1) > 1:
                     interpreter.launch(grid, kernel, arguments, fill=fill, order=order)

@@ -33,7 +33,7 @@ def traced(monkeypatch, tmp_path):
     calls = []
 
     def compile(self, signature, context, compute_capability=None):
-        calls.append((self._compiler_options, signature.symbol, compute_capability))
+        calls.append(signature)
         return f"cubin {len(calls)}".encode(), "symbol", None, ()
 
     monkeypatch.setattr(ct.kernel, "_compile", compile)
@@ -68,18 +68,17 @@ def test_what_makes_other_code_is_compiled(traced, monkeypatch, tmp_path):
     ]
     compiler = tmp_path / "tileiras"
     compiler.write_text("")
-    for name, value in (("compiler_path", lambda: str(compiler)), ("kernels", None)):
-        if value is None:
-            folder = tmp_path / "kernels"
-            folder.mkdir()
-            (folder / "forward.py").write_text("# edited")
-            value = type("Package", (), {"__file__": str(folder / "__init__.py")})
-        monkeypatch.setattr(disk_cache, name, value)
+    kernels = tmp_path / "kernels"
+    kernels.mkdir()
+    (kernels / "forward.py").write_text("# edited")
+    for owner, name, value in (
+        (disk_cache, "compiler_path", lambda: str(compiler)),
+        (disk_cache.kernels, "__file__", str(kernels / "__init__.py")),
+        (ct, "__version__", "99"),
+    ):
+        monkeypatch.setattr(owner, name, value)
         disk_cache._origin.cache_clear()
         found.append(compiled())
-    monkeypatch.setattr(ct, "__version__", "99")
-    disk_cache._origin.cache_clear()
-    found.append(compiled())
     assert found == [f"cubin {i}".encode() for i in range(1, 9)]
 
 
