@@ -1,6 +1,6 @@
 """What is done twice to save registers, in whole rows and in chunks: the results are the same.
 
-PACKED converts 16-bit inputs, REREAD reads weights.
+PACKED converts 16-bit inputs, REREAD reads weights; FETCH reads them earlier.
 """
 
 from dataclasses import replace
@@ -31,14 +31,26 @@ SPECS = [
 def test_the_same_bits(executor, spec):
     inputs = Inputs.random(spec, 3, executor.device)
     once, packed, both = (
-        executor.forward(spec, inputs, PACKED=packed)
-        | executor.backward(spec, inputs, PACKED=packed, REREAD=reread)
-        for packed, reread in ((False, False), (True, False), (True, True))
+        executor.forward(spec, inputs, PACKED=packed, FETCH=more)
+        | executor.backward(spec, inputs, PACKED=packed, REREAD=more)
+        for packed, more in ((False, False), (True, False), (True, True))
     )
     assert set(once) == set(packed) == set(both)
     for name, tensor in once.items():
         assert torch.equal(tensor, packed[name]), name
         assert torch.equal(tensor, both[name]), name
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("weight", cases.DTYPES)
+@pytest.mark.parametrize("executor", EXECUTORS, ids=lambda e: e.name)
+def test_fetched_with_a_row_of_another_dtype(executor, dtype, weight):
+    for more in ({"bias": "float32"}, {"rounding": "early"}, {"offset": 1.0, "heads": 2}):
+        spec = NormSpec("rms", 1000, dtype, weight, **more)
+        inputs = Inputs.random(spec, 4, executor.device)
+        late, fetched = (executor.forward(spec, inputs, FETCH=fetch) for fetch in (False, True))
+        for name, tensor in late.items():
+            assert torch.equal(tensor, fetched[name]), name
 
 
 @pytest.mark.parametrize("spec", [s for s in SPECS if s.hidden <= 37], ids=cases.label)

@@ -108,6 +108,10 @@ WRONG = {
     "gather one at a time, without": replace(SHARED, rows=2),
     "without a loop or": replace(SHARED, loop=True),
     "a loop or tile stores": replace(RIGHT, widths=(4096, 512)),
+    "fetched with a whole row, without a loop": replace(RIGHT, fetch=True),
+    "fetched with a whole row": replace(SHARED, fetch=True),
+    "one width, here at most 4096 bytes": Forward(1, widths=(4096, 1024), fetch=True),
+    "at most 8192 bytes": Forward(1, Hints(None, 8), (8192,), fetch=True),
 }
 
 
@@ -136,6 +140,12 @@ def test_weights_are_read_again_by_tiles_of_a_row():
         spec = NormSpec("layer", 16384, "bfloat16", weight)
         found = candidates(spec, H200, "backward")
         assert any(c.reread for c in found) == (weight is not None)
+
+
+def test_weights_are_fetched_with_rows():
+    for weight in (None, "bfloat16"):
+        found = candidates(NormSpec("rms", 8192, "bfloat16", weight), H200, "forward")
+        assert any(c.fetch for c in found) == (weight is not None)
 
 
 def test_as_many_chunks_as_a_block_collects():

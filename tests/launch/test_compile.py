@@ -18,6 +18,7 @@ from tests.executors import with_arguments
 from tilenorm.launch import heuristics
 from tilenorm.launch.calls import Needs, every_gradient
 from tilenorm.launch.config import tile_width
+from tilenorm.launch.plan import plan_forward
 from tilenorm.launch.precompile import (
     backward_calls,
     compile_call,
@@ -78,7 +79,10 @@ def stands_for(direction: str, spec: NormSpec) -> str | None:
 
 def calls_of(direction: str, spec: NormSpec, arch: str):
     if direction == "forward":
-        return forward_calls(spec, Target.of(arch), ROWS * (spec.heads or 1), True)
+        rows, few = ROWS * (spec.heads or 1), 33 * (spec.heads or 1)
+        more = plan_forward(spec, Target.of(arch), True).config.fetch
+        calls = forward_calls(spec, Target.of(arch), rows, True)
+        return calls + forward_calls(spec, Target.of(arch), few, True) if more else calls
     return backward_calls(spec, Target.of(arch), ROWS * (spec.heads or 1), every_gradient(spec))
 
 

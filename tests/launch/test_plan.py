@@ -9,7 +9,16 @@ import torch
 
 from tests import cases
 from tests.executors import arguments_of
-from tilenorm.launch.calls import MAX_GRID, BackwardArrays, Needs, every_gradient
+from tilenorm.kernels.forward import norm_forward
+from tilenorm.launch.calls import (
+    MAX_GRID,
+    BackwardArrays,
+    ForwardArrays,
+    Needs,
+    every_gradient,
+    hinted,
+)
+from tilenorm.launch.config import Hints
 from tilenorm.launch.plan import CLEAR_SLOTS, plan_backward, plan_forward
 from tilenorm.launch.precompile import backward_calls, forward_calls
 from tilenorm.launch.signature import signature
@@ -102,6 +111,31 @@ def test_hinted_kernels_are_kept():
             kernels.append(calls[0].kernel)
     assert plan.config.hints.given()
     assert all(kernel is kernels[0] for kernel in kernels)
+
+
+def test_few_rows_go_without_what_is_for_a_queue():
+    """The same sums by the same tiles and warps, whatever the number of rows."""
+    target, fetched = Target.of("sm_90"), 0
+    for hidden, dtype in product(cases.HIDDEN, ("bfloat16", "float32")):
+        spec = NormSpec("rms", hidden, dtype, dtype)
+        plan = plan_forward(spec, target, True)
+        few, many = (forward_calls(spec, target, rows, True)[-1] for rows in (1, 1_000_000))
+        given, others = arguments_of(few), arguments_of(many)
+        assert not plan.queues(1) and plan.queues(1_000_000)
+        constants = {*given} - {"first", "rows"} - {name.upper() for name in ForwardArrays._fields}
+        differ = {name for name in constants if given[name] != others[name]}
+        if not plan.config.fetch:
+            assert not differ and few.kernel is many.kernel
+            continue
+        fetched += 1
+        assert differ <= {"FETCH", "PACKED"}
+        assert (given["FETCH"], given["PACKED"]) == (False, False)
+        assert (others["FETCH"], others["PACKED"]) == (True, plan.config.packed)
+        assert given["ORDERED"] and others["ORDERED"]
+        assert few.kernel is hinted(norm_forward, Hints(None, plan.config.hints.num_worker_warps))
+        queue = next(rows for rows in range(1, 1000) if plan.queues(rows))
+        assert (queue - 1) // target.multiprocessors == (1 if hidden > 12288 else 2)
+    assert fetched
 
 
 @each_arch

@@ -10,12 +10,13 @@ from .helpers import EPS, FAMILY, NEEDS_GPU, RMS, call, name_of, random, same, s
 
 pytestmark = NEEDS_GPU
 
-REGIMES = [64, 256, 1000, 1001, 1024, 2048, 3072, 4096, 5120, 8192, 12288, 16384, 20480, 32768]
-REGIMES += [65536, 131072]
+REGIMES = [64, 256, 1000, 1001, 1024, 2048, 3072, 4096, 5120, 6144, 7168, 8192, 10240, 12288]
+REGIMES += [16384, 20480, 32768, 65536, 131072]
 
 
 CASES = [("rms_norm", n, torch.bfloat16) for n in REGIMES]
-CASES += [("rms_norm", n, torch.float32) for n in (64, 1001, 4096, 16384, 32768)]
+CASES += [("rms_norm", n, torch.float32) for n in (64, 1001, 4096, 5120, 7168, 8192, 12288)]
+CASES += [("rms_norm", n, torch.float32) for n in (16384, 32768)]
 CASES += [(name, n, torch.bfloat16) for name in OTHERS for n in (64, 4096, 65536)]
 
 
@@ -32,6 +33,22 @@ def test_a_row_has_the_same_bits_whatever_is_beside_it(name, n, dtype):
         got = train(form, part, [dy[-rows:].clone() for dy in incoming])
         for key in by_rows:
             assert torch.equal(got[key], expected[key][-rows:]), f"{key} of {rows} rows"
+
+
+@pytest.mark.parametrize("n", [3072, 5120, 6144, 7168, 8192, 10240, 12288, 16384])
+@pytest.mark.parametrize("weight", [None, torch.bfloat16, torch.float32])
+def test_few_rows_have_the_bits_of_many(n, weight):
+    """Where a few rows are not summed by the kernel that sums many."""
+    x = random(1037, n, dtype=torch.bfloat16, device="cuda")
+    w = None if weight is None else random(n, dtype=weight, device="cuda", seed=1)
+    for options in ({}, {"bias": w}, {} if w is None else {"offset": 1.0}):
+        expected = tilenorm.rms_norm(x, (n,), w, eps=EPS, **options)
+        for rows in (1, 7, 16, 100, 132, 133, 264, 265, 528):
+            few = x[-rows:].clone()
+            got = tilenorm.rms_norm(few, (n,), w, eps=EPS, **options)
+            assert torch.equal(got, expected[-rows:]), (rows, *options)
+            got = tilenorm.rms_norm(few.requires_grad_(), (n,), w, eps=EPS, **options)
+            assert torch.equal(got, expected[-rows:]), (rows, *options, "with grad")
 
 
 @pytest.mark.parametrize("heads, d", [(6, 128), (32, 64), (8, 1001)])

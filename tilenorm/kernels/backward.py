@@ -93,7 +93,7 @@ def norm_backward(
         mask = inside(X, cols, end, N, ALIGNED)
         if REREAD:
             cols = cols + nothing(number, ct.int32) * VECTOR
-        return scale(W, home, cols, mask, OFFSET)
+        return scale(read_parameter(W, home, cols, mask), OFFSET)
 
     def weights(chunk):
         ws = ()
@@ -109,7 +109,8 @@ def norm_backward(
     for _, start, width, end in ct.static_iter(segments(WIDTHS, CHUNKS)):
         cols = columns(chunk * TILE + start, width)
         if BIAS and gate_after and NEED_DGATE:
-            bs += (read_parameter(B, home, cols, inside(X, cols, end, N, ALIGNED)),)
+            bias = read_parameter(B, home, cols, inside(X, cols, end, N, ALIGNED))
+            bs += (bias.astype(ct.float32),)
         if NEED_DW:
             dws += (ct.zeros((TILE_ROWS, width), dtype=ct.float32),)
         if NEED_DB:

@@ -45,6 +45,29 @@ def mean_of(xs, N):
     return row_sum(xs) * (1.0 / N)
 
 
+def halves(x):
+    """The first half of the last dimension and the second, added."""
+    R, M, L = x.shape
+    return ct.extract(x, (0, 0, 0), (R, M, L // 2)) + ct.extract(x, (0, 0, 1), (R, M, L // 2))
+
+
+def ordered_mean_square(xs, N, zero, VECTOR):
+    """The mean of the squares of segments of one width, by rows, added up in an order of our own.
+
+    In which order a thread adds up what it has of a tile, the compiler decides by the registers
+    that are left, and of two products that are added it fuses one with the addition, not the same
+    one in all kernels. Here it is told both: squares begin with a zero that it does not know for
+    one, and the VECTOR elements that a thread reads at once are added by halves.
+    """
+    added = zero
+    for x in ct.static_iter(xs):
+        added = x * x + added
+    R, W = added.shape
+    quarters = halves(halves(added.reshape((R, W // VECTOR, VECTOR))))
+    sums = halves(quarters) if VECTOR == 8 else quarters
+    return ct.sum(sums.reshape((R, W // VECTOR)), axis=1, keepdims=True) * (1.0 / N)
+
+
 def mean_square(xs, N):
     squares = ()
     for x in ct.static_iter(xs):
@@ -88,6 +111,22 @@ def again(tile, number):
     where the compiler would convert it once and keep float32.
     """
     return ct.bitcast(ct.bitcast(tile, ct.int16) ^ nothing(number, ct.int16), tile.dtype)
+
+
+def joined(tile, w, number):
+    """The tile, in such a way that the compiler has to have w, of any dtype, before it.
+
+    It would fetch a weight when the tile is normalised, a second wait for memory after the sum.
+    """
+    bits = ct.int32 if w.dtype == ct.float32 else ct.int16
+    zero = ct.bitcast(w, bits) & nothing(number, bits)
+    bits = ct.int32 if tile.dtype == ct.float32 else ct.int16
+    return ct.bitcast(ct.bitcast(tile, bits) | zero.astype(bits), tile.dtype)
+
+
+def unknown_zero(rows):
+    """0.0, of which the compiler does not know that no count is negative."""
+    return ct.where(rows < 0, 1.0, 0.0)
 
 
 def nothing(number, dtype):

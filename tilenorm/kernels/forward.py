@@ -3,7 +3,17 @@
 import cuda.tile as ct
 
 from .exchange import collect, collect_sums, combine, publish
-from .formula import again, centered, mean_of, mean_square, recentered, silu
+from .formula import (
+    again,
+    centered,
+    joined,
+    mean_of,
+    mean_square,
+    ordered_mean_square,
+    recentered,
+    silu,
+    unknown_zero,
+)
 from .rows import (
     affine,
     both,
@@ -45,6 +55,8 @@ def norm_forward(
     TMA: ct.Constant[bool],
     STORE: ct.Constant[bool],
     PACKED: ct.Constant[bool],
+    FETCH: ct.Constant[bool],
+    ORDERED: ct.Constant[bool],
     ALIGNED: ct.Constant[bool],
     LAYER: ct.Constant[bool],
     ADD: ct.Constant[bool],
@@ -67,7 +79,8 @@ def norm_forward(
     not touched. Block b takes tile `first` + b, and with LOOP every tile that follows at steps of
     the grid, fetched one ahead. There may be more tiles than a grid has blocks. With CHUNKS, so
     many blocks in turn share a row, and what they have of its sums by SLOTS. PACKED: what has 16
-    bits stays in them over the sums.
+    bits stays in them over the sums. FETCH: w and b are fetched with the row, not after its sums.
+    ORDERED: kernels that differ in these two, and only so, give the same bits.
     """
     inputs = (X,)
     if ADD:
@@ -113,6 +126,9 @@ def norm_forward(
     def moments(kept, tiles, masks, count):
         """The segments of x − mean, the mean, what rounding left of it, and the variance."""
         xs = values(kept, tiles)
+        if ORDERED and not LAYER:
+            vector = ct.static_eval(4 if X.dtype == ct.float32 else 8)
+            return xs, 0.0, 0.0, ordered_mean_square(xs, count, unknown_zero(rows), vector)
         if not LAYER:
             return xs, 0.0, 0.0, mean_square(xs, count)
         mean = mean_of(xs, count)
@@ -136,8 +152,32 @@ def norm_forward(
             return (mean + left).item(), variance.item() * count
         return (variance.item() * count,)
 
+    def parameters(place, chunk, j, mask):
+        """w and b of a segment."""
+        _, start, width, _ = ct.static_eval(segments(WIDTHS, CHUNKS)[j])
+        cols = columns(chunk * TILE + start, width)
+        w = read_parameter(W, place, cols, mask) if WEIGHT else None
+        b = read_parameter(B, place, cols, mask) if BIAS else None
+        return w, b
+
+    def fetched(place, chunk, tiles, masks):
+        """The tiles when w and b are there, and these."""
+        found = ()
+        xs = ()
+        for j, x in ct.static_iter(enumerate(tiles[0])):
+            w, b = parameters(place, chunk, j, masks[j])
+            if WEIGHT:
+                x = joined(x, w, eps)
+            if BIAS:
+                x = joined(x, b, eps)
+            found += ((w, b),)
+            xs += (x,)
+        return (xs,) + tiles[1:], found
+
     def normalize(place, in_rows, chunk, tiles):
         masks = masks_of(chunk)
+        if FETCH:
+            tiles, ready = fetched(place, chunk, tiles, masks)
         kept = summed(tiles)
         if ADD:
             for j, start, width, _ in ct.static_iter(segments(WIDTHS, CHUNKS)):
@@ -175,8 +215,9 @@ def norm_forward(
         SAME = WEIGHT and W.dtype == Y.dtype
         for j, start, width, _ in ct.static_iter(segments(WIDTHS, CHUNKS)):
             cols = columns(chunk * TILE + start, width)
-            w = scale(W, place, cols, masks[j], OFFSET) if WEIGHT else None
-            b = read_parameter(B, place, cols, masks[j]) if BIAS else None
+            w, b = ready[j] if FETCH else parameters(place, chunk, j, masks[j])
+            w = scale(w, OFFSET) if WEIGHT else None
+            b = b.astype(ct.float32) if BIAS else None
             y = affine(near[j] * rstd, w, b, Y.dtype, WEIGHT, BIAS, EARLY, SAME)
             if GATED and not GATE_FIRST:
                 y = y * silu(tiles[-1][j].astype(ct.float32))

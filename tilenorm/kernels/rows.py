@@ -77,18 +77,16 @@ def write(X, place, cols, tile, mask):
 
 
 def read_parameter(W, place, cols, mask):
-    """Columns of a weight or bias, (N,) or (HEADS, N), as a tile of float32."""
+    """Columns of a weight or bias, (N,) or (HEADS, N), in its own dtype."""
     if W.ndim == 1:
-        return ct.gather(W, (cols,), mask=mask, check_bounds=False).astype(ct.float32)
-    return ct.gather(W, (place[2], cols), mask=mask, check_bounds=False).astype(ct.float32)
+        return ct.gather(W, (cols,), mask=mask, check_bounds=False)
+    return ct.gather(W, (place[2], cols), mask=mask, check_bounds=False)
 
 
-def scale(W, place, cols, mask, OFFSET):
-    """w + offset."""
-    w = read_parameter(W, place, cols, mask)
-    if OFFSET != 0.0:
-        w = w + OFFSET
-    return w
+def scale(w, OFFSET):
+    """w + offset, in float32."""
+    w = w.astype(ct.float32)
+    return w + OFFSET if OFFSET != 0.0 else w
 
 
 def affine(x_hat, w, b, rounded, WEIGHT, BIAS, EARLY, SAME):

@@ -16,6 +16,7 @@ FORMS = {"forward": Forward, "backward": Backward}
 WARPS = {False: (None, 8), True: (4, 8)}
 ONE_TILE_OCCUPANCY = (None, 2, 3, 4, 8, 12, 16)  # of a block a tile it bounds the registers only
 PACKED_OCCUPANCY = (None, 1, 2, 3, 4)
+FETCH_OCCUPANCY = (None, 2, 3, 4, 6)
 LOOP_OCCUPANCY = (1, 2, 3, 4, 5, 6, 8)
 TMA_OCCUPANCY = (1, 2, 3, 4)
 BACKWARD_OCCUPANCY = (1, 2, 3, 4, 5, 6)  # each block has partial sums
@@ -30,7 +31,8 @@ TILES = {"forward": (512, 8192), "backward": (512, 4096)}
 LARGEST_AHEAD = 4096  # elements of a tile of which a loop gathers the next one ahead
 FEWEST_A_THREAD = 8  # elements, for 8 warps to be worth a try
 NARROWEST_LOAD = 1024  # columns of a row by tile loads
-NARROWEST_PACKED = 4096
+NARROWEST_PACKED = 2048
+NARROWEST_FETCHED = 1024
 NARROWEST_SHARED = 8192
 NARROWEST_REREAD = 8192  # columns of a row whose weights take registers that it lacks
 WIDEST = {"forward": 32768, "backward": 16384}  # columns of a row that is held whole
@@ -86,6 +88,13 @@ def refusal(
     if isinstance(config, Forward) and config.tma and not loops:
         return "tile loads come with a loop"
     widths = config.widths or (tile_width(hidden),)
+    if isinstance(config, Forward) and config.fetch:
+        if loops or sum(widths) < hidden:
+            return "weights are fetched with a whole row, without a loop"
+        # What is left of a thread's part of a segment has two terms, which add up in one order.
+        threads = 32 * (hints.num_worker_warps or 4)
+        if len(set(widths)) > 1 or not item_bytes <= widths[0] * item_bytes <= 32 * threads:
+            return f"with weights, segments have one width, here at most {32 * threads} bytes"
     # Of descending powers of two each starts at a multiple of its width, as tile loads need it.
     descend = all(a >= b for a, b in pairwise(widths))
     if not descend or not all(_power_of_two(width) for width in widths):
@@ -136,6 +145,10 @@ def _forward(spec: NormSpec) -> Iterator[Forward]:
         if _packs(spec):
             for hints in _hints(PACKED_OCCUPANCY, sum(widths)):
                 yield Forward(1, hints, widths, packed=True)
+        if spec.norm == "rms" and spec.weight and spec.hidden >= NARROWEST_FETCHED:
+            for packed in (False, True) if _packs(spec) else (False,):
+                for hints in _hints(FETCH_OCCUPANCY, sum(widths)):
+                    yield Forward(1, hints, widths, packed=packed, fetch=True)
         for hints, store in _loads(spec, widths):
             yield Forward(1, hints, widths, loop=True, tma=True, store=store)
 

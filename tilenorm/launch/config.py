@@ -31,7 +31,9 @@ class Forward:
     widths: the segments of a row, or of each chunk of it; None is one that holds the row. loop: a
     persistent grid of `hints.occupancy` blocks a multiprocessor, instead of a block a tile. tma:
     with that, read by tile loads instead of gathers, one row at a time. store: with that, write by
-    tile stores. packed: keep 16-bit inputs in 16 bits over the sums, and convert them again.
+    tile stores. packed: keep 16-bit inputs in 16 bits over the sums, and convert them again. fetch:
+    weights with the row. That, packing and the occupancy are for rows that queue: few rows, of the
+    same sums, go without.
     """
 
     rows: int = 1
@@ -41,6 +43,7 @@ class Forward:
     tma: bool = False
     store: bool = False
     packed: bool = False
+    fetch: bool = False
 
 
 @dataclass(frozen=True)

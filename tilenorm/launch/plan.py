@@ -32,6 +32,8 @@ from .target import Target
 POLLS = 1 << 12  # about 4 ms: what another kernel on the same GPU may keep blocks of a row apart
 CLEAR_SLOTS, COLUMN_SUM = (hinted(kernel, Hints()) for kernel in (clear_slots, column_sum))
 CLEARED = 1024  # slots that a block empties
+# Tiles a multiprocessor, and elements of these, that run side by side as few rows are planned.
+FEW_TILES, FEW_ELEMENTS = 2, 24576
 
 
 @cache
@@ -147,23 +149,40 @@ class _Plan:
 
 @dataclass(frozen=True)
 class ForwardPlan(_Plan):
-    """One launch, after one that empties slots where blocks share rows."""
+    """One launch, after one that empties slots where blocks share rows.
+
+    few: for rows that all run at once, if the configuration fetches weights.
+    """
 
     save: bool
+    few: bool = False
 
     @cached_property
     def _kernel(self) -> ct.kernel:
-        return hinted(norm_forward, self.config.hints)
+        hints = self.config.hints
+        return hinted(norm_forward, Hints(None, hints.num_worker_warps) if self.few else hints)
 
     @cached_property
     def _constants(self) -> tuple:
         spec, config = self.spec, self.config
-        how = (config.loop, config.tma, config.store, config.packed, spec.aligned)
+        packed, fetch = (on and not self.few for on in (config.packed, config.fetch))
+        how = (config.loop, config.tma, config.store, packed, fetch, config.fetch, spec.aligned)
         norm = (spec.norm == "layer", spec.residual is not None, *_gated(spec))
         affine = (spec.weight is not None, spec.bias is not None, spec.offset)
         return (*self._tile, *how, *norm, *affine, spec.rounding == "early", self.save)
 
+    @cached_property
+    def _of_few(self) -> "ForwardPlan":
+        return replace(self, few=True)
+
+    def queues(self, rows: int) -> bool:
+        """Whether there are more blocks than run side by side."""
+        at_once = max(1, min(FEW_TILES, FEW_ELEMENTS // (self.config.rows * self.spec.hidden)))
+        return self.tiles(rows) > at_once * self.target.multiprocessors
+
     def calls(self, arrays: ForwardArrays, rows: int, eps: float) -> list[Call]:
+        if self.config.fetch and not self.few and not self.queues(rows):
+            return self._of_few.calls(arrays, rows, eps)
         tail = (rows, eps, *self._constants)
         if self.config.loop:
             blocks = min(self.tiles(rows), self.resident)

@@ -101,24 +101,26 @@ def training_calls(spec: NormSpec, target: Target) -> list[Call]:
     """
     needs = every_gradient(spec)
     calls = []
-    for rows in _row_classes(plan_backward(spec, target, needs), spec.heads or 1):
+    plans = plan_forward(spec, target, True), plan_backward(spec, target, needs)
+    for rows in _row_classes(*plans, spec.heads or 1):
         for save in (False, True):
             calls += forward_calls(spec, target, rows, save)
         calls += backward_calls(spec, target, rows, needs)
     return list({_key(call): call for call in calls}.values())
 
 
-def _row_classes(plan, heads: int) -> list[int]:
-    """A row count for each way in which the compiler can tell row counts apart.
+def _row_classes(forward: ForwardPlan, backward: BackwardPlan, heads: int) -> list[int]:
+    """A row count for each way in which plans and the compiler can tell row counts apart.
 
-    It distinguishes extents of 1, multiples of 16, and others: of the rows, or of the tokens, and
-    of the partial rows, which grow with the rows until the grid is full.
+    The compiler distinguishes extents of 1, multiples of 16, and others: of the rows, or of the
+    tokens, and of the partial rows, which grow with the rows until the grid is full.
     """
     classes = {}
-    for tokens in (*range(1, 34 * plan.config.rows), *range(65536, 65552)):
+    for tokens in (*range(1, 34 * backward.config.rows), *range(65536, 65552)):
         rows = tokens * heads
-        extents = (rows, tokens, *(plan.partials(rows) or ())[:1])
-        classes.setdefault(tuple((n == 1, n % 16 == 0) for n in extents), rows)
+        extents = (rows, tokens, *(backward.partials(rows) or ())[:1])
+        kinds = tuple((n == 1, n % 16 == 0) for n in extents)
+        classes.setdefault((forward.config.fetch and forward.queues(rows), kinds), rows)
     return list(classes.values())
 
 

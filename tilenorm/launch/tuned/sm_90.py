@@ -77,6 +77,16 @@ def _packed(occupancy: int | None = None, warps: int | None = None) -> Forward:
     return Forward(1, Hints(occupancy, warps), packed=True)
 
 
+def _fetch(
+    widths: tuple[int, ...] | None,
+    occupancy: int | None = None,
+    warps: int | None = None,
+    packed: bool = False,
+) -> Forward:
+    """A row a block, with its weights."""
+    return Forward(1, Hints(occupancy, warps), widths, packed=packed, fetch=True)
+
+
 def _chunk(width: int, occupancy: int | None = None, packed: bool = False) -> Forward:
     """A chunk of a row a block."""
     return Forward(1, Hints(occupancy), (width,), packed=packed)
@@ -113,14 +123,16 @@ FORWARD = {
         (1024, Forward(2, widths=(512, 512))),  # 4064
         (1536, Forward(1, Hints(8), (512, 512, 512))),  # 4055
         (2048, Forward(widths=(512,) * 4)),  # 4089
-        (3072, Forward()),  # 4051
+        (3072, _fetch((1024, 1024, 1024), packed=True)),  # 4138
         (4096, Forward(1, Hints(4, 8), (1024,) * 4)),  # 4032
-        (5120, Forward(widths=(4096, 1024))),  # 4005
-        (6144, Forward()),  # 3994
-        (7168, Forward(widths=(4096, 2048, 1024))),  # 4030
-        (8192, Forward(1, Hints(None, 8), (2048,) * 4)),  # 3971
-        (12288, Forward()),  # 3948 (10240), 3993
-        (16384, Forward(1, Hints(None, 8))),  # 3979 (14336), 4003
+        (5120, _fetch((1024,) * 5)),  # 4090
+        (6144, _fetch((2048, 2048, 2048), None, 8)),  # 4121
+        (7168, _fetch((1024,) * 7)),  # 4080
+        (8192, _fetch((2048,) * 4, 3, 8)),  # 4056
+        (10240, _fetch((2048,) * 5, 3, 8, packed=True)),  # 4097
+        (12288, _fetch((4096,) * 3, 3, 8, packed=True)),  # 4054
+        (14336, Forward(1, Hints(None, 8))),  # 3979
+        (16384, _fetch((4096,) * 4, 2, 8)),  # 3985
         (20480, _packed(None, 8)),  # 3935
         (28672, _packed(3)),  # 3863
         (32768, _packed()),  # 3810
@@ -199,9 +211,12 @@ FORWARD = {
         (128, Forward(4)),  # 4122
         (512, Forward(4, Hints(8))),  # 4127 (256), 4145
         (3072, Forward()),  # 4155 (1024)
-        (7168, Forward()),  # 4030 (4096), 4036
-        (8192, Forward(widths=(2048,) * 4)),  # 4083
-        (12288, Forward()),  # 4015
+        (4096, _fetch((1024,) * 4)),  # 4086
+        (5120, _fetch((1024,) * 5)),  # 4119
+        (6144, _fetch((2048,) * 3, 3, 8)),  # 4102
+        (7168, _fetch((1024,) * 7, 3, 8)),  # 4098
+        (8192, _fetch((2048,) * 4, None, 8)),  # 4113
+        (12288, _fetch((2048,) * 6, None, 8)),
         (16384, Forward(1, Hints(None, 8), (4096,) * 4)),  # 4030
         (32768, _chunk(4096, 6)),  # 3971
         (262144, _chunk(4096, 8)),  # 4027 (65536)
