@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -190,10 +191,15 @@ def with_arguments(calls: list[Call], **given) -> list[Call]:
 
 @contextmanager
 def _poisoned() -> Iterator[None]:
-    """torch.empty gives NaN: PyTorch's own switch, which reaches every way of allocating."""
+    """New tensors are NaN: PyTorch's own switch, and for Inductor's allocator, which it misses."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:
-        yield
+        with patch.object(cutile, "_empty_strided_cuda", _nan_cuda):
+            yield
     finally:
         torch.use_deterministic_algorithms(before)
+
+
+def _nan_cuda(size: tuple, stride: tuple, dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device="cuda")

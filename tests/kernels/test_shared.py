@@ -37,7 +37,14 @@ EXCHANGED = [
 ]
 ON_GPU = [
     NormSpec(hidden=n, dtype=dtype, weight=dtype, **fields)
-    for n, dtype in ((40000, "bfloat16"), (65537, "float32"), (262144, "bfloat16"))
+    for n, dtype in (
+        (20480, "float32"),
+        (40000, "bfloat16"),
+        (65536, "float16"),
+        (131072, "bfloat16"),
+        (65537, "float32"),
+        (262144, "bfloat16"),
+    )
     for fields in (
         {"norm": "rms"},
         {"norm": "layer", "bias": dtype, "residual": dtype},

@@ -3,7 +3,7 @@
 import cuda.tile as ct
 
 from .exchange import collect_sums, publish
-from .formula import again, nothing, silu, silu_slope, sums
+from .formula import again, folded, nothing, silu, silu_slope, sums, unfused, unknown_zero
 from .rows import (
     VECTOR,
     both,
@@ -13,6 +13,7 @@ from .rows import (
     row_place,
     scale,
     tile_place,
+    unit,
     write_partial,
 )
 from .tiles import existing, gather_numbers, gather_tiles, load_tiles, segments, store, tiles_of
@@ -85,6 +86,7 @@ def norm_backward(
     # With heads a row of the tile is of the same head in every turn; without, any row will do.
     home = tile_place(b, TILE_ROWS if HEADS > 0 else 1, HEADS, TILE_HEADS)
     TILE = ct.static_eval(sum(WIDTHS))
+    UNIT = ct.static_eval(unit(X, ALIGNED) if CHUNKS > 1 else 0)
 
     def weight(j, chunk, number):
         """w + offset for segment j of a chunk; REREAD: read when the number is known."""
@@ -152,6 +154,7 @@ def norm_backward(
         dot = ct.zeros((TILE_ROWS, 1), dtype=ct.float32)
         total = ct.zeros((TILE_ROWS, 1), dtype=ct.float32)
         products = gs = 0.0
+        zero = unknown_zero(rows) if CHUNKS > 1 else None
         pairs = ()
         new_dws = ()
         new_dbs = ()
@@ -159,20 +162,22 @@ def norm_backward(
             x_hat, dy = normalized(tiles[0][j], tiles[1][j], tiles, stats, j)
             if through_norm:
                 g = weighted(dy, j, chunk, ws, ct.astype(i, ct.float32))
+                if LAYER and WEIGHT:
+                    g = unfused(g, zero)
                 pairs += ((x_hat, g),)
                 # Segments of one width are added up before a block waits for their sum.
                 if width in WIDTHS[:j]:
                     products = products + x_hat * g
                     gs = gs + g
                 else:
-                    products = x_hat * g
+                    products = unfused(x_hat * g, zero)
                     gs = g
                 if width not in WIDTHS[j + 1 :]:
                     if LAYER:
-                        more, more_total = sums(products, gs)
+                        more, more_total = sums(folded(products, UNIT), folded(gs, UNIT))
                         total = total + more_total
                     else:
-                        more = ct.sum(products, axis=1, keepdims=True)
+                        more = ct.sum(folded(products, UNIT), axis=1, keepdims=True)
                     dot = dot + more
             if NEED_DW:
                 new_dws += (dws[j] + dy * x_hat,)

@@ -2,6 +2,8 @@
 
 import cuda.tile as ct
 
+FOLDED = 256  # the least number of threads of a block times the two that they can add in one order
+
 
 def sigmoid(z):
     return ct.truediv(1.0, 1.0 + ct.exp(-z), rounding_mode=ct.RoundingMode.FULL)
@@ -27,7 +29,44 @@ def sums(x, y):
     return ct.reduce((x, y), 1, add_both, (0.0, 0.0), keepdims=True)
 
 
-def row_sum(xs):
+def halves(x):
+    """The first half of the last dimension and the second, added."""
+    R, M, L = x.shape
+    return ct.extract(x, (0, 0, 0), (R, M, L // 2)) + ct.extract(x, (0, 0, 1), (R, M, L // 2))
+
+
+def folded(x, UNIT):
+    """A tile with the same sums by rows, of at most FOLDED columns, added up in an order of ours.
+
+    In which order a thread adds up what it has of a tile, the compiler decides by the registers
+    that are left: by halves here, in a chain there. It is told: first the UNIT elements that a
+    thread reads at once, by halves, then vectors, until a thread has two at most. UNIT 0: as the
+    compiler likes.
+    """
+    if UNIT > 0:
+        R, W = x.shape
+        vectors = W // UNIT
+        x = x.reshape((R, vectors, UNIT))
+        for _ in ct.static_iter(range(UNIT.bit_length() - 1)):
+            x = halves(x)
+        x = x.reshape((R, 1, vectors))
+        for _ in ct.static_iter(range((vectors // FOLDED).bit_length() - 1)):
+            x = halves(x)
+        x = x.reshape((R, min(vectors, FOLDED)))
+    return x
+
+
+def unfused(product, zero):
+    """The first of products that are added up.
+
+    Of two products that are added, the compiler fuses one with the addition, not the same one in
+    all kernels. Of a product and a sum it has no choice: given a zero that it does not know for
+    one, this is a sum.
+    """
+    return product if zero is None else product + zero
+
+
+def row_sum(xs, UNIT):
     """The sum of segments by rows. Those of one width are added up first: a block waits once."""
     total = 0.0
     added = xs[0]
@@ -35,44 +74,23 @@ def row_sum(xs):
         if x.shape[1] == added.shape[1]:
             added = added + x
         else:
-            total = total + ct.sum(added, axis=1, keepdims=True)
+            total = total + ct.sum(folded(added, UNIT), axis=1, keepdims=True)
             added = x
-    return total + ct.sum(added, axis=1, keepdims=True)
+    return total + ct.sum(folded(added, UNIT), axis=1, keepdims=True)
 
 
-def mean_of(xs, N):
+def mean_of(xs, N, UNIT):
     """The mean of segments, by rows."""
-    return row_sum(xs) * (1.0 / N)
+    return row_sum(xs, UNIT) * (1.0 / N)
 
 
-def halves(x):
-    """The first half of the last dimension and the second, added."""
-    R, M, L = x.shape
-    return ct.extract(x, (0, 0, 0), (R, M, L // 2)) + ct.extract(x, (0, 0, 1), (R, M, L // 2))
-
-
-def ordered_mean_square(xs, N, zero, VECTOR):
-    """The mean of the squares of segments of one width, by rows, added up in an order of our own.
-
-    In which order a thread adds up what it has of a tile, the compiler decides by the registers
-    that are left, and of two products that are added it fuses one with the addition, not the same
-    one in all kernels. Here it is told both: squares begin with a zero that it does not know for
-    one, and the VECTOR elements that a thread reads at once are added by halves.
-    """
-    added = zero
-    for x in ct.static_iter(xs):
-        added = x * x + added
-    R, W = added.shape
-    quarters = halves(halves(added.reshape((R, W // VECTOR, VECTOR))))
-    sums = halves(quarters) if VECTOR == 8 else quarters
-    return ct.sum(sums.reshape((R, W // VECTOR)), axis=1, keepdims=True) * (1.0 / N)
-
-
-def mean_square(xs, N):
+def mean_square(xs, N, zero, UNIT):
     squares = ()
+    width = 0
     for x in ct.static_iter(xs):
-        squares += (x * x,)
-    return row_sum(squares) * (1.0 / N)
+        squares += (unfused(x * x, zero if x.shape[1] != width else None),)
+        width = x.shape[1]
+    return row_sum(squares, UNIT) * (1.0 / N)
 
 
 def centered(xs, masks, mean):
@@ -84,7 +102,7 @@ def centered(xs, masks, mean):
     return near
 
 
-def recentered(xs, N):
+def recentered(xs, N, zero, UNIT):
     """Segments whose mean is nearly 0 less that mean, the mean, and the variance.
 
     The mean of x is rounded to float32, and adding up x to find it rounds more. What that left
@@ -94,7 +112,7 @@ def recentered(xs, N):
     left = 0.0
     squares = 0.0
     for x in ct.static_iter(xs):
-        differences, more = sums(x, x * x)
+        differences, more = sums(folded(x, UNIT), folded(unfused(x * x, zero), UNIT))
         left = left + differences
         squares = squares + more
     left = left * (1.0 / N)
@@ -126,7 +144,7 @@ def joined(tile, w, number):
 
 def unknown_zero(rows):
     """0.0, of which the compiler does not know that no count is negative."""
-    return ct.where(rows < 0, 1.0, 0.0)
+    return ct.astype(rows >> 31, ct.float32)
 
 
 def nothing(number, dtype):

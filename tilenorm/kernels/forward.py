@@ -9,7 +9,6 @@ from .formula import (
     joined,
     mean_of,
     mean_square,
-    ordered_mean_square,
     recentered,
     silu,
     unknown_zero,
@@ -23,6 +22,7 @@ from .rows import (
     row_place,
     scale,
     tile_place,
+    unit,
 )
 from .tiles import existing, gather_tiles, load_tiles, segments, store, tiles_of
 
@@ -80,7 +80,8 @@ def norm_forward(
     the grid, fetched one ahead. There may be more tiles than a grid has blocks. With CHUNKS, so
     many blocks in turn share a row, and what they have of its sums by SLOTS. PACKED: what has 16
     bits stays in them over the sums. FETCH: w and b are fetched with the row, not after its sums.
-    ORDERED: kernels that differ in these two, and only so, give the same bits.
+    ORDERED: kernels that differ in these two and SAVE, and only so, give the same bits, and a block
+    computes of a chunk what its own block does.
     """
     inputs = (X,)
     if ADD:
@@ -90,6 +91,8 @@ def norm_forward(
     # Where all is of 16 bits no digit shows what rounding leaves of a mean.
     EXACT = X.dtype == ct.float32 or (ADD and SUM.dtype == ct.float32)
     TILE = ct.static_eval(sum(WIDTHS))
+    UNIT = ct.static_eval(unit(X, ALIGNED) if ORDERED else 0)
+    zero = unknown_zero(rows) if ORDERED else None
 
     def gather(i, chunk):
         place = tile_place(i, TILE_ROWS, HEADS, TILE_HEADS)
@@ -126,19 +129,16 @@ def norm_forward(
     def moments(kept, tiles, masks, count):
         """The segments of x − mean, the mean, what rounding left of it, and the variance."""
         xs = values(kept, tiles)
-        if ORDERED and not LAYER:
-            vector = ct.static_eval(4 if X.dtype == ct.float32 else 8)
-            return xs, 0.0, 0.0, ordered_mean_square(xs, count, unknown_zero(rows), vector)
         if not LAYER:
-            return xs, 0.0, 0.0, mean_square(xs, count)
-        mean = mean_of(xs, count)
+            return xs, 0.0, 0.0, mean_square(xs, count, zero, UNIT)
+        mean = mean_of(xs, count, UNIT)
         if PACKED:
             xs = values(held(kept, mean), tiles)
         near = centered(xs, masks, mean)
         if EXACT:
-            near, left, variance = recentered(near, count)
+            near, left, variance = recentered(near, count, zero, UNIT)
             return near, mean, left, variance
-        return near, mean, 0.0, mean_square(near, count)
+        return near, mean, 0.0, mean_square(near, count, zero, UNIT)
 
     def masks_of(chunk):
         masks = ()

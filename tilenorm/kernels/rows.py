@@ -67,6 +67,11 @@ def both(mask, other):
     return mask & other
 
 
+def unit(X, ALIGNED):
+    """How many elements of a row of X a thread reads at once."""
+    return 128 // X.dtype.bitwidth if ALIGNED else 1
+
+
 def read(X, place, cols, mask):
     """Elements of rows of X where the mask is true, zero elsewhere."""
     return ct.gather(X, leading(X, place) + (cols,), mask=mask, check_bounds=False)

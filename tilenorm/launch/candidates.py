@@ -20,7 +20,15 @@ FETCH_OCCUPANCY = (None, 2, 3, 4, 6)
 LOOP_OCCUPANCY = (1, 2, 3, 4, 5, 6, 8)
 TMA_OCCUPANCY = (1, 2, 3, 4)
 BACKWARD_OCCUPANCY = (1, 2, 3, 4, 5, 6)  # each block has partial sums
-CHUNK_OCCUPANCY = (None, 4, 6, 8)  # in the forward pass, where it bounds the registers only
+CHUNK_OCCUPANCY = (
+    None,
+    4,
+    5,
+    6,
+    7,
+    8,
+    10,
+)  # in the forward pass, where it bounds the registers only
 CHUNKS = {"forward": (2048, 4096, 8192, 16384), "backward": (1024, 2048, 4096, 8192)}
 
 # Segments at most of different widths, and of one, and the narrowest of each.
@@ -174,7 +182,8 @@ def _backward(spec: NormSpec) -> Iterator[Backward]:
 def _forward_chunks(spec: NormSpec) -> Iterator[Forward]:
     for width, packed in _chunks(spec, "forward"):
         for hints in _hints(CHUNK_OCCUPANCY, width):
-            yield Forward(1, hints, (width,), packed=packed)
+            for widths in ((width,), (width // 2, width // 2)):
+                yield Forward(1, hints, widths, packed=packed)
 
 
 def _backward_chunks(spec: NormSpec, target: Target) -> Iterator[Backward]:

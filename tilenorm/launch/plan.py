@@ -40,11 +40,12 @@ FEW_TILES, FEW_ELEMENTS = 2, 24576
 def plan_forward(spec: NormSpec, target: Target, save: bool) -> "ForwardPlan":
     """The plan for y and the sum, and for mean and rstd if `save`.
 
-    These are also written where an occupancy bounds the registers: by how many are left the
-    compiler orders what a thread adds up, so that a kernel without them could have other last bits.
+    These are also written where an occupancy bounds the registers and the compiler orders what a
+    thread adds up, by the registers that are left: without them it could have other last bits.
     """
-    config = heuristics.forward(spec, target)
-    return ForwardPlan(spec, target, config, save or config.hints.occupancy is not None)
+    plan = ForwardPlan(spec, target, heuristics.forward(spec, target), save)
+    bounded = plan.config.hints.occupancy is not None
+    return replace(plan, save=True) if bounded and not plan.ordered else plan
 
 
 @cache
@@ -166,10 +167,15 @@ class ForwardPlan(_Plan):
     def _constants(self) -> tuple:
         spec, config = self.spec, self.config
         packed, fetch = (on and not self.few for on in (config.packed, config.fetch))
-        how = (config.loop, config.tma, config.store, packed, fetch, config.fetch, spec.aligned)
+        how = (config.loop, config.tma, config.store, packed, fetch, self.ordered, spec.aligned)
         norm = (spec.norm == "layer", spec.residual is not None, *_gated(spec))
         affine = (spec.weight is not None, spec.bias is not None, spec.offset)
         return (*self._tile, *how, *norm, *affine, spec.rounding == "early", self.save)
+
+    @property
+    def ordered(self) -> bool:
+        """Whether the kernel prescribes the order of what a thread adds up."""
+        return self.config.fetch or self.chunks > 1
 
     @cached_property
     def _of_few(self) -> "ForwardPlan":

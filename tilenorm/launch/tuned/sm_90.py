@@ -5,8 +5,8 @@ writes, each tensor once, the column sum in the time; a device-to-device copy mo
 Where one figure stands it is that of the largest size; (N) names another.
 
 A table lists (largest hidden size served, configuration), ascending; a narrower row goes without
-segments that it does not reach. Its key is the operation and the bytes of an element; heuristics.py
-says which operation stands for which.
+segments that it does not reach. None is the untimed rule of heuristics.py, which also says which
+operation stands for which; a table's key is the operation and the bytes of an element.
 """
 
 from ..config import Backward, Forward, Hints
@@ -113,6 +113,23 @@ def _reread(widths: tuple[int, ...], packed: bool = False, store: bool = False) 
     return Backward(widths, tma=True, hints=Hints(1, 8), packed=packed, reread=True, store=store)
 
 
+# Whole rows with a gate, where it comes after the norm or first.
+GATED_2 = (
+    (32, _loop(64, 6)),  # 3992
+    (64, _loop(32, 6)),  # 4053
+    (128, _loop(16, 6)),  # 4043
+    (256, _loop(8, 6)),  # 4088
+    (512, _loop(4, 6)),  # 4076
+    (1024, _loop(2, 6)),  # 4101
+    (1536, _loop(1, 6, (1024, 512))),  # 3895
+    (2048, _loop(1, 6)),  # 4032
+    (3072, _loop(1, 4, (2048, 1024))),  # 4129
+    (4096, _tma((4096,), 3, 4)),  # 4133
+    (5120, _tma((4096, 1024), 3, 4, store=True)),  # 3906
+    (7168, _tma((8192,), 2, 4, store=True)),  # 4082
+    (8192, Forward(1, Hints(4, 8), (2048,) * 4)),  # 4069
+    (12288, Forward(1, Hints(3, 8), (2048,) * 6, packed=True)),  # 3927
+)
 FORWARD = {
     ("rms_norm", 2): (
         (32, Forward(64, Hints(8))),  # 3993
@@ -136,7 +153,9 @@ FORWARD = {
         (20480, _packed(None, 8)),  # 3935
         (28672, _packed(3)),  # 3863
         (32768, _packed()),  # 3810
-        (262144, _chunk(8192, 6, packed=True)),  # 3715 (65536), 3674 (131072)
+        (49152, _chunk(8192, 6, packed=True)),  # 3743
+        (65536, _chunk(4096, 8, packed=True)),  # 3818
+        (262144, _chunk(4096, 10, packed=True)),  # 3696 (131072)
     ),
     ("layer_norm", 2): (
         (64, Forward(64, Hints(8))),  # 3741 (32), 3790
@@ -156,7 +175,7 @@ FORWARD = {
         (12288, Forward(1, Hints(3, 8), (2048,) * 6)),  # 3879
         (16384, _packed(4)),  # 3820
         (32768, _packed(1, 8)),  # 3769 (20480), 3784 (28672), 3752
-        (262144, _chunk(8192, 6, packed=True)),  # 3029 (65536), 2986 (131072)
+        (262144, _chunk(8192, 5, packed=True)),  # 2967 (49152), 2908 (65536), 2779 (131072)
     ),
     ("add_rms_norm", 2): (
         (64, Forward(32, Hints(8))),  # 4103 (32), 4100
@@ -185,25 +204,16 @@ FORWARD = {
         (8192, Forward()),  # 4137 (2048), 4061 (4096), 4101 (5120), 3981 (7168), 4030
         (12288, Forward(1, Hints(3, 8), (4096,) * 3)),  # 4044
         (16384, Forward(1, Hints(3, 8), (4096,) * 4, packed=True)),  # 3996
-        (32768, _chunk(4096, 8, packed=True)),  # 3271 (20480), 3235
-        (262144, _chunk(4096, 6, packed=True)),  # 2863 (65536)
+        # 3648 (20480), 3620 (32768), 3529 (65536)
+        (262144, Forward(1, Hints(6), (2048, 2048), packed=True)),
     ),
     ("gated_rms_norm", 2): (
-        (32, _loop(64, 6)),  # 3992
-        (64, _loop(32, 6)),  # 4053
-        (128, _loop(16, 6)),  # 4043
-        (256, _loop(8, 6)),  # 4088
-        (512, _loop(4, 6)),  # 4076
-        (1024, _loop(2, 6)),  # 4101
-        (1536, _loop(1, 6, (1024, 512))),  # 3895
-        (2048, _loop(1, 6)),  # 4032
-        (3072, _loop(1, 4, (2048, 1024))),  # 4129
-        (4096, _tma((4096,), 3, 4)),  # 4133
-        (5120, _tma((4096, 1024), 3, 4, store=True)),  # 3906
-        (7168, _tma((8192,), 2, 4, store=True)),  # 4082
-        (8192, Forward(1, Hints(4, 8), (2048,) * 4)),  # 4069
-        (12288, Forward(1, Hints(3, 8), (2048,) * 6, packed=True)),  # 3927
-        (262144, _chunk(8192, 4, packed=True)),  # 3656 (16384), 3647 (65536)
+        *GATED_2,
+        (262144, _chunk(8192, 4, packed=True)),  # 3673 (16384), 3645 (65536), 3640 (131072)
+    ),
+    ("gate_first", 2): (
+        *GATED_2,
+        (262144, _chunk(4096, 7, packed=True)),  # 3464 (16384), 3327 (32768), 3150 (131072)
     ),
     ("rms_norm", 4): (
         (32, Forward(32, Hints(8))),  # 4070
@@ -229,7 +239,7 @@ FORWARD = {
         (1024, Forward(2, Hints(8))),  # 4099
         (1536, Forward(widths=(1024, 512))),  # 4143
         (20480, Forward()),  # 4061 (4096), 4037 (8192), 4007 (16384), 3966
-        (262144, _chunk(4096, 6)),  # 3696 (24576), 3589 (32768), 3472 (65536)
+        (262144, _chunk(4096, 6)),  # 3596 (24576), 3535 (32768), 3380 (65536)
     ),
     ("add_rms_norm", 4): (
         (64, Forward(16, Hints(8))),  # 4144
@@ -253,7 +263,16 @@ FORWARD = {
         (8192, Forward(1, Hints(2, 8), (4096, 4096))),  # 4105
         (12288, Forward(1, Hints(2, 8), (2048,) * 6)),  # 4028
         (16384, Forward(1, Hints(2, 8), (4096,) * 4)),  # 4013
-        (262144, _chunk(2048, 6)),  # 3518 (20480), 3563 (65536)
+        (65536, _chunk(2048, 8)),  # 3479 (20480), 3553 (32768), 3473
+        (262144, _chunk(2048, 6)),  # 3004 (131072)
+    ),
+    ("gated_rms_norm", 4): (
+        (8192, None),
+        (262144, _chunk(2048, 10)),  # 4274 (12288), 4272 (16384), 4317 (32768), 4005 (131072)
+    ),
+    ("gate_first", 4): (
+        (8192, None),
+        (262144, _chunk(4096, 7)),  # 4244 (12288), 4201 (16384), 4207 (32768), 4024 (131072)
     ),
 }
 
@@ -301,8 +320,7 @@ BACKWARD = {
         (12800, _reread((4096, 4096, 4096, 512))),  # 3283
         (14336, _reread((2048,) * 7, store=True)),  # 2918
         (16384, _reread((2048,) * 8, packed=True)),  # 2577
-        (65536, _gather((2048,), 4, packed=True)),  # 2085 (32768), 1997
-        (262144, _gather((4096,), 2, 8, packed=True)),  # 1800 (131072)
+        (262144, _gather((4096,), 2, 8, packed=True)),  # 2075 (32768), 1940 (65536), 1816 (131072)
     ),
     ("add_rms_norm", 2): (
         (32, _gather((32,), 4, rows=64)),  # 4113
@@ -342,9 +360,8 @@ BACKWARD = {
         (10240, _tile((8192, 2048), 1, 8, store=True)),  # 3828
         (12288, _tile((4096, 4096, 4096), 1, 8)),  # 3945
         (20480, _gather((4096,), 2, packed=True)),  # 2706 (16384)
-        (32768, _gather((4096, 4096), 1, 8)),  # 2534
-        (65536, _gather((1024, 1024), 3)),  # 2092
-        (262144, _gather((2048,), 4, packed=True)),  # 1940 (131072)
+        (32768, _gather((4096, 4096), 1, 8)),  # 2423
+        (262144, _gather((1024, 1024), 3)),  # 2107 (65536), 1877 (131072)
     ),
     ("gated_rms_norm", 2): (
         (32, _gather((32,), 3, rows=64)),  # 4210
@@ -399,8 +416,8 @@ BACKWARD = {
         (10240, _tile((8192, 2048), 1, 8)),  # 4077
         (12288, _tile((8192, 4096), 1, 8)),  # 3948
         (16384, _gather((4096,), 2, 8)),  # 4172
-        (65536, _gather((1024, 1024), 3)),  # 3878 (32768), 3812
-        (262144, _gather((2048,), 4)),  # 3625 (131072)
+        (65536, _gather((2048,), 3)),  # 3902 (32768), 3801
+        (262144, _gather((2048,), 4)),  # 3640 (131072)
     ),
     ("layer_norm", 4): (
         (64, _gather((64,), 5, rows=16)),  # 4137
@@ -458,7 +475,16 @@ BACKWARD = {
         (8192, _tile((4096, 4096), 1, 8)),  # 4106
         (10240, _tile((8192, 2048), 1, 8)),  # 4082
         (12288, _reread((2048,) * 6)),  # 4082
-        (20480, _gather((2048,), 2, 8)),  # 2900
-        (262144, _gather((2048,), 3)),  # 2877 (65536), 2360 (131072)
+        (65536, _gather((2048,), 3)),  # 3109 (16384), 2941 (32768), 2726
+        (262144, _gather((1024, 1024), 3)),  # 2481 (131072)
+    ),
+    ("gated_rms_norm", 4): (
+        (8192, None),
+        (20480, _gather((2048,), 2)),  # 4125 (12288), 4144 (16384)
+        (262144, _gather((4096,), 1, 8)),  # 3621 (131072)
+    ),
+    ("gate_first", 4): (
+        (8192, None),
+        (262144, _gather((4096,), 1, 8)),  # 3661 (12288), 3672 (16384), 3406 (131072)
     ),
 }
