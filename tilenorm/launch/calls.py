@@ -3,7 +3,9 @@
 An array that a flag excludes is passed as ABSENT, and its kernel does not touch it.
 """
 
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import cuda.tile as ct
@@ -22,6 +24,16 @@ class Call(NamedTuple):
     kernel: ct.kernel
     grid: tuple[int, ...]
     arguments: tuple[Any, ...]
+    overlap: bool = False
+
+
+class Launch(NamedTuple):
+    """A call but for its arrays: of these it gets what `take` picks, and `rest` after them."""
+
+    kernel: ct.kernel
+    grid: tuple[int, ...]
+    take: Callable[[Sequence], tuple]
+    rest: tuple[Any, ...]
     overlap: bool = False
 
 
@@ -88,6 +100,23 @@ class BackwardArrays(NamedTuple):
     db: Any
 
 
+def taking(kind: type[NamedTuple], *names: str) -> Callable[[Sequence], tuple]:
+    """What picks these of a kind of arrays."""
+    places = [kind._fields.index(name) for name in names]
+    return itemgetter(*places) if len(places) > 1 else itemgetter(slice(places[0], places[0] + 1))
+
+
+_call = partial(tuple.__new__, Call)  # a third of the time of Call(...)
+
+
+def bound(launches: Sequence[Launch], arrays: Sequence) -> list[Call]:
+    """The calls of launches with these arrays."""
+    return [
+        _call((kernel, grid, take(arrays) + rest, overlap))
+        for kernel, grid, take, rest, overlap in launches
+    ]
+
+
 def launch(stream: int, calls: list[Call]) -> None:
     """Queue the calls on a CUDA stream of the current device."""
     for kernel, grid, arguments, overlap in calls:
@@ -103,7 +132,7 @@ def hinted(kernel: ct.kernel, hints: Hints) -> ct.kernel:
     return Kernel(kernel._pyfunc, **hints.given())
 
 
-def launches(count: int, most: int) -> list[tuple[int, int]]:
+def parts(count: int, most: int) -> list[tuple[int, int]]:
     """(first, count) of each launch, where one reaches at most `most`."""
     if count <= most:
         return [(0, count)]
