@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilenorm
+from tilenorm.launch.calls import bound
 from tilenorm.launch.target import Target
 from tilenorm.ops import cutile, dispatch
 from tilenorm.ops.prepared import MOST_CALLS, MOST_TENSORS, prepared
@@ -34,7 +35,7 @@ def checked(monkeypatch) -> list[str]:
     monkeypatch.setattr(dispatch, "_current_device", lambda: -1)  # what CPU tensors answer
     monkeypatch.setattr(dispatch, "_is_current", lambda tensor: True)
     monkeypatch.setattr(cutile, "_current_stream", lambda index: 0)
-    monkeypatch.setattr(cutile, "launch", lambda stream, calls: interpret(calls, -1))
+    monkeypatch.setattr(cutile, "launch", lambda stream, *made: interpret(*made, -1))
     seen, original = [], dispatch._checked
     monkeypatch.setattr(dispatch, "_checked", lambda op, *a: seen.append(op) or original(op, *a))
     return seen
@@ -120,7 +121,7 @@ def test_another_call_gives_the_bits_it_would_give_alone(name):
 def test_kernels_get_rows_that_fill_vectors(name, monkeypatch):
     x, w = random(6, N), random(N, seed=1)
     taken, launch = [], cutile.launch
-    monkeypatch.setattr(cutile, "launch", lambda *a: taken.extend(a[1]) or launch(*a))
+    monkeypatch.setattr(cutile, "launch", lambda *a: taken.extend(bound(*a[1:])) or launch(*a))
     rms(x, w)
     for _ in range(2):
         OTHER[name](x, w)

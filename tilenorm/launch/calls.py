@@ -4,7 +4,7 @@ An array that a flag excludes is passed as ABSENT, and its kernel does not touch
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ class Launch(NamedTuple):
 
     kernel: ct.kernel
     grid: tuple[int, ...]
-    take: Callable[[Sequence], tuple]
+    take: Callable[[tuple], tuple]
     rest: tuple[Any, ...]
     overlap: bool = False
 
@@ -100,26 +100,24 @@ class BackwardArrays(NamedTuple):
     db: Any
 
 
-def taking(kind: type[NamedTuple], *names: str) -> Callable[[Sequence], tuple]:
+def taking(kind: type[NamedTuple], *names: str) -> Callable[[tuple], tuple]:
     """What picks these of a kind of arrays."""
     places = [kind._fields.index(name) for name in names]
     return itemgetter(*places) if len(places) > 1 else itemgetter(slice(places[0], places[0] + 1))
 
 
-_call = partial(tuple.__new__, Call)  # a third of the time of Call(...)
-
-
-def bound(launches: Sequence[Launch], arrays: Sequence) -> list[Call]:
+def bound(launches: Sequence[Launch], arrays: tuple) -> list[Call]:
     """The calls of launches with these arrays."""
     return [
-        _call((kernel, grid, take(arrays) + rest, overlap))
+        Call(kernel, grid, take(arrays) + rest, overlap)
         for kernel, grid, take, rest, overlap in launches
     ]
 
 
-def launch(stream: int, calls: list[Call]) -> None:
-    """Queue the calls on a CUDA stream of the current device."""
-    for kernel, grid, arguments, overlap in calls:
+def launch(stream: int, launches: Sequence[Launch], arrays: tuple) -> None:
+    """Queue launches with these arrays on a CUDA stream of the current device."""
+    for kernel, grid, take, rest, overlap in launches:
+        arguments = take(arrays) + rest
         if overlap:
             ct.launch(stream, grid, kernel, arguments, programmatic_dependent_launch=True)
         else:

@@ -1,8 +1,9 @@
 """A plan turns a spec and a target into kernel calls; it is made once and kept.
 
-`calls` returns what is to be launched, as (kernel, grid, arguments). It is the one place that knows
-the order of a kernel's arguments: launching, compiling ahead and the tests' interpreter all use it.
-What it needs to know of a number of rows is kept for the last few numbers.
+`launches` returns what is to be launched, of arrays as ForwardArrays or BackwardArrays; `calls`
+the same with the arrays. It is the one place that knows the order of a kernel's arguments:
+launching, compiling ahead and the tests' interpreter all use it. What depends on the number of rows
+is kept for the last few numbers.
 """
 
 from collections.abc import Callable
@@ -171,10 +172,10 @@ class ForwardPlan(_Plan):
         return (*self._tile, *how, *norm, *affine, spec.rounding == "early", self.save)
 
     def calls(self, arrays: ForwardArrays, rows: int, eps: float) -> list[Call]:
-        return bound(self._launches(rows, eps), arrays)
+        return bound(self.launches(rows, eps), arrays)
 
     @cached_property
-    def _launches(self) -> Callable[[int, float], list[Launch]]:
+    def launches(self) -> Callable[[int, float], list[Launch]]:
         @lru_cache(SIZES)
         def launches(rows, eps):
             tail = (rows, eps, *self._constants)
@@ -246,10 +247,10 @@ class BackwardPlan(_Plan):
         return (*self._tile, *how, *norm, *self.needs)
 
     def calls(self, arrays: BackwardArrays, rows: int) -> list[Call]:
-        return bound(self._launches(rows), arrays)
+        return bound(self.launches(rows), arrays)
 
     @cached_property
-    def _launches(self) -> Callable[[int], list[Launch]]:
+    def launches(self) -> Callable[[int], list[Launch]]:
         @lru_cache(SIZES)
         def launches(rows):
             blocks = self.blocks(rows)

@@ -1,11 +1,11 @@
 """The cuTile implementation: allocate, plan, launch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from ..launch.calls import ABSENT, BackwardArrays, Call, ForwardArrays, launch
+from ..launch.calls import ABSENT, Launch, launch
 from ..launch.plan import BackwardPlan, ForwardPlan
 from .layout import parameter_of, rows_of, shaped_as
 from .reference import Forward
@@ -15,12 +15,12 @@ from .reference import Forward
 _empty_strided_cuda = torch._C._dynamo.guards._empty_strided_cuda
 _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # absent from a CPU build
 
-Run = Callable[[list[Call], int], None]
+Run = Callable[[Sequence[Launch], tuple, int], None]
 
 
-def on_device(calls: list[Call], index: int) -> None:
+def on_device(launches: Sequence[Launch], arrays: tuple, index: int) -> None:
     """Launch on the current stream of the current CUDA device, which is `index`."""
-    launch(_current_stream(index), calls)
+    launch(_current_stream(index), launches, arrays)
 
 
 def forward(
@@ -74,7 +74,7 @@ def forward_matrices(
             mean = empty((rows,), (1,), torch.float32)
     if rows:
         slots = plan.slots(rows)
-        arrays = ForwardArrays(
+        arrays = (  # as ForwardArrays, which take longer to make
             x,
             ABSENT if residual is None else residual,
             ABSENT if gate is None else gate,
@@ -86,7 +86,7 @@ def forward_matrices(
             ABSENT if rstd is None else rstd,
             ABSENT if slots is None else empty(slots, (slots[1], 1), torch.int32),
         )
-        run(plan.calls(arrays, rows, eps), x.get_device())
+        run(plan.launches(rows, eps), arrays, x.get_device())
     return y, total, mean, rstd
 
 
@@ -118,7 +118,7 @@ def backward(
     db = empty((bias.numel(),), (1,), bias.dtype) if needs.db else None
     if rows:
         leading, partials, slots = plan.leading, plan.partials(rows), plan.slots(rows)
-        arrays = BackwardArrays(
+        arrays = (  # as BackwardArrays
             rows_of(x, spec, leading),
             rows_of(dy, spec, leading),
             ABSENT if gate is None else rows_of(gate, spec, leading),
@@ -135,7 +135,7 @@ def backward(
             ABSENT if dw is None else dw,
             ABSENT if db is None else db,
         )
-        run(plan.calls(arrays, rows), x.get_device())
+        run(plan.launches(rows), arrays, x.get_device())
     else:
         for sums in (dw, db):
             if sums is not None:

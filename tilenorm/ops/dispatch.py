@@ -49,7 +49,7 @@ def normalize(
             )  # fmt: skip
         except TypeError:  # of what, the checks say
             known = []
-        for check, plans, index, hidden, differentiable, matrices in known:
+        for check, plans, index, hidden, value, differentiable, matrices in known:
             if (
                 check(*tensors)
                 and index == _current_device()
@@ -59,11 +59,10 @@ def normalize(
                 and not _modes()
                 and forward_ad._current_level < 0
             ):
-                eps = FLOAT32_EPS if eps is None else float(eps)
                 matrices = matrices and (not plans.aligned or all_aligned(tensors))
                 if differentiable and torch.is_grad_enabled():
-                    return _apply(input, residual, gate, weight, bias, eps, plans, matrices)
-                given = (plans.inference, input, residual, gate, weight, bias, eps)
+                    return _apply(input, residual, gate, weight, bias, value, plans, matrices)
+                given = (plans.inference, input, residual, gate, weight, bias, value)
                 if matrices:
                     return cutile.forward_matrices(rows, *given)[:2]
                 return cutile.forward(*given)[:2]
@@ -105,7 +104,8 @@ def _checked(
                 found = cutile.forward(plans.inference, x, residual, gate, weight, bias, eps)
             if x is input:
                 parameters = [t.dim() for t in (weight, bias) if t is not None]
-                prepare(known, tensors, max([len(normalized_shape), *parameters]), hidden, plans)
+                fixed = max([len(normalized_shape), *parameters])
+                prepare(known, tensors, fixed, hidden, eps, plans)
             return found[:2]
     if _is_transformed():
         spec = library.spec_of_tensors(x, residual, gate, weight, bias, *how)
@@ -117,11 +117,11 @@ def _checked(
     return torch.ops.tilenorm.norm(x, residual, gate, weight, bias, *how, needs_grad, backend)[:2]
 
 
-FLOAT32_EPS = arguments.default_eps()  # no other is None's where the kernels serve
 _autocast = torch.is_autocast_enabled  # for CUDA; given a device's name it takes twice as long
 _modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._functorch.peek_interpreter_stack
 _Transform = torch._C._functorch.CInterpreter
+_PLAIN = frozenset((Tensor, Parameter, type(None)))
 _current_device = getattr(torch._C, "_cuda_getDevice", None)  # absent from a CPU build
 
 
@@ -166,16 +166,9 @@ def _is_current(tensor: Tensor) -> bool:
 
 def _is_plain(tensor: Tensor, *others: Tensor | None) -> bool:
     """Eager tensors on the current CUDA device that no compiler, mode or subclass wants to see."""
-    if torch.compiler.is_compiling() or _modes() or _is_transformed():
+    if torch.compiler.is_compiling() or _modes() or _is_transformed() or not _is_current(tensor):
         return False
-    if not _is_current(tensor):
-        return False
-    if type(tensor) is not Tensor and type(tensor) is not Parameter:
-        return False
-    for other in others:
-        if not (other is None or type(other) is Parameter or type(other) is Tensor):
-            return False
-    return True
+    return _PLAIN.issuperset(map(type, (tensor, *others)))
 
 
 class _Norm(Function):

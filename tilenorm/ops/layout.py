@@ -21,12 +21,14 @@ def rows_of(x: Tensor, spec: NormSpec, leading: int) -> Tensor:
     when rows fill vectors, every row starts on 16 bytes. A row that does not would be read in
     narrower pieces and summed in another order, so it is copied: the same bits come first.
     """
-    hidden, aligned = spec.hidden, spec.aligned
     if spec.heads:
         return _tokens_of(x, spec)
+    hidden, aligned = spec.hidden, spec.aligned
     if x.is_contiguous():
-        view = matrix_of(x, hidden)
-        return view.clone() if aligned and x.data_ptr() % VECTOR_BYTES else view
+        # A single row may have any stride, and the compiler reads by what the stride is.
+        if x.stride() != (hidden, 1):
+            x = _reinterpret(x, (x.numel() // hidden, hidden), (hidden, 1))
+        return x.clone() if aligned and x.data_ptr() % VECTOR_BYTES else x
     strided = _collapse(x, hidden)
     if strided is None or len(strided[0]) > leading or not _starts_vectors(x, strided[1], aligned):
         return x.reshape(-1, hidden).contiguous()
@@ -79,21 +81,12 @@ def parameter_of(w: Tensor, spec: NormSpec) -> Tensor:
     return vector.view(spec.heads, spec.hidden) if spec.heads else vector
 
 
-def matrix_of(x: Tensor, hidden: int) -> Tensor:
-    """A contiguous x as (rows, hidden)."""
-    # A single row may have any stride, and the compiler reads by what the stride is.
-    if x.stride() == (hidden, 1):
-        return x
-    return _reinterpret(x, (x.numel() // hidden, hidden), (hidden, 1))
-
-
 def shaped_as(fresh: Tensor, like: Tensor) -> Tensor:
     """A contiguous tensor, which nothing else holds, in the shape of another."""
-    if like.stride() == fresh.stride() and like.shape == fresh.shape:
+    shape = like.shape
+    if fresh.shape == shape:
         return fresh
-    if like.is_contiguous():
-        return _reinterpret(fresh, like.shape, like.stride())
-    return fresh.view(like.shape)
+    return _reinterpret(fresh, shape, like.stride()) if like.is_contiguous() else fresh.view(shape)
 
 
 def flat(w: Tensor) -> Tensor:

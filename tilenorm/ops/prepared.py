@@ -27,6 +27,7 @@ class Prepared(NamedTuple):
     plans: Any
     index: int
     hidden: int
+    eps: float
     differentiable: bool
     matrices: bool
 
@@ -43,7 +44,12 @@ def prepared(op: str, *arguments) -> list[Prepared]:
 
 
 def prepare(
-    known: list[Prepared], tensors: Sequence[Tensor], fixed: int, hidden: int, plans: Any
+    known: list[Prepared],
+    tensors: Sequence[Tensor],
+    fixed: int,
+    hidden: int,
+    eps: float,
+    plans: Any,
 ) -> None:
     """Let plans serve calls like one that they have served.
 
@@ -61,5 +67,5 @@ def prepare(
     if not check(*tensors):
         return
     index, differentiable = tensors[0].get_device(), any(t.requires_grad for t in tensors)
-    known.insert(0, Prepared(check, plans, index, hidden, differentiable, matrices))
+    known.insert(0, Prepared(check, plans, index, hidden, eps, differentiable, matrices))
     del known[MOST_TENSORS:]
