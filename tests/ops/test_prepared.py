@@ -1,6 +1,6 @@
 """Calls that were checked before: found again where nothing that counts differs, and only there.
 
-On the CPU, whose tensors here take the way of CUDA's, with the interpreter for a GPU.
+The CPU's tensors take the way of CUDA's here, with the interpreter for a GPU.
 """
 
 import gc
@@ -20,22 +20,23 @@ from tilenorm.ops.prepared import MOST_CALLS, MOST_TENSORS, prepared
 from tilenorm.ops.registry import Device
 
 from ..executors import Interpreter
-from .helpers import EACH_FORM, RMS, call, random, same, step, tensors_of
+from .helpers import EACH_DEVICE, EACH_FORM, RMS, call, random, same, step, tensors_of
 
-pytestmark = pytest.mark.usefixtures("no_memory")
+pytestmark = [EACH_DEVICE, pytest.mark.usefixtures("no_memory")]
 N = 40
 
 
 @pytest.fixture(autouse=True)
-def checked(monkeypatch) -> list[str]:
+def checked(device, monkeypatch) -> list[str]:
     """A list that gets the names of the functions whose calls are checked."""
-    interpret = Interpreter("sm_90").run()
-    gpu = Device("cuda", Target("sm_90", 2), 13000)
-    monkeypatch.setattr(dispatch, "device_of", lambda *_: gpu)
-    monkeypatch.setattr(dispatch, "_current_device", lambda: -1)  # what CPU tensors answer
-    monkeypatch.setattr(dispatch, "_is_current", lambda tensor: True)
-    monkeypatch.setattr(cutile, "_current_stream", lambda index: 0)
-    monkeypatch.setattr(cutile, "launch", lambda stream, *made: interpret(*made, -1))
+    if device == "cpu":
+        interpret = Interpreter("sm_90").run()
+        gpu = Device("cuda", Target("sm_90", 2), 13000)
+        monkeypatch.setattr(dispatch, "device_of", lambda *_: gpu)
+        monkeypatch.setattr(dispatch, "_current_device", lambda: -1)  # what CPU tensors answer
+        monkeypatch.setattr(dispatch, "_is_current", lambda tensor: True)
+        monkeypatch.setattr(cutile, "_current_stream", lambda index: 0)
+        monkeypatch.setattr(cutile, "launch", lambda stream, *made: interpret(*made, -1))
     seen, original = [], dispatch._checked
     monkeypatch.setattr(dispatch, "_checked", lambda op, *a: seen.append(op) or original(op, *a))
     return seen
@@ -43,9 +44,11 @@ def checked(monkeypatch) -> list[str]:
 
 @EACH_FORM
 @pytest.mark.parametrize("lead", [(5,), (2, 3), ()], ids=str)
-def test_the_same_bits_without_checks(form, lead, checked):
+def test_the_same_bits_without_checks(device, form, lead, checked):
     shapes = {"input": (*lead, N), form.other: (*lead, N)}
-    tensors = {n: random(*shapes.get(n, (N,)), seed=i) for i, n in enumerate(form.names)}
+    tensors = {
+        n: random(*shapes.get(n, (N,)), device=device, seed=i) for i, n in enumerate(form.names)
+    }
     expected = step(form, tensors), call(form, tensors)
     assert len(checked) == 2
     assert same(step(form, tensors), expected[0])
@@ -54,10 +57,10 @@ def test_the_same_bits_without_checks(form, lead, checked):
 
 
 @EACH_FORM
-def test_any_number_of_rows(form, checked):
-    call(form, tensors_of(form, 5, N))
+def test_any_number_of_rows(device, form, checked):
+    call(form, tensors_of(form, 5, N, device=device))
     for rows in (1, 7, 0, 5):
-        tensors = tensors_of(form, rows, N)
+        tensors = tensors_of(form, rows, N, device=device)
         assert call(form, tensors)[0].shape == (rows, N)
     assert len(checked) == 1
 
@@ -65,6 +68,11 @@ def test_any_number_of_rows(form, checked):
 def one_element_in(x):
     """A copy that does not start on 16 bytes."""
     return torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape)
+
+
+def under_autocast(x, w):
+    with torch.autocast(x.device.type, torch.bfloat16):
+        return tilenorm.layer_norm(x.bfloat16(), (N,), w)
 
 
 def rms(x, w, eps=1e-6, shape=(N,), **options):
@@ -94,6 +102,7 @@ OTHER = {
     "one element in": lambda x, w: rms(one_element_in(x), w),
     "a weight one element in": lambda x, w: rms(x, one_element_in(w)),
     "a strided weight": lambda x, w: rms(x, w.repeat_interleave(2)[::2]),
+    "under autocast": under_autocast,
     "in inference mode": torch.inference_mode()(lambda x, w: rms(x, w)),
     "with gradients": lambda x, w: torch.autograd.grad(rms(x.requires_grad_(), w).sum(), x)[0],
     "without": lambda x, w: torch.no_grad()(rms)(x.requires_grad_(), w),
@@ -105,21 +114,22 @@ OTHER = {
 
 
 @pytest.mark.parametrize("name", OTHER)
-def test_another_call_gives_the_bits_it_would_give_alone(name):
-    other, x, w = OTHER[name], random(6, N), random(N, seed=1)
+def test_another_call_gives_the_bits_it_would_give_alone(device, name):
+    other, x, w = OTHER[name], random(6, N, device=device), random(N, device=device, seed=1)
     expected = other(x.clone(), w.clone())
     prepared.cache_clear()
     first = rms(x, w)
     for _ in range(2):
-        assert torch.equal(other(x.clone(), w.clone()), expected)
+        got = other(x.clone(), w.clone())
+        assert got.dtype == expected.dtype and torch.equal(got, expected)
         assert torch.equal(rms(x, w), first)
 
 
 @pytest.mark.parametrize(
     "name", ["one element in", "a weight one element in", "one row of an odd stride", "rows apart"]
 )
-def test_kernels_get_rows_that_fill_vectors(name, monkeypatch):
-    x, w = random(6, N), random(N, seed=1)
+def test_kernels_get_rows_that_fill_vectors(device, name, monkeypatch):
+    x, w = random(6, N, device=device), random(N, device=device, seed=1)
     taken, launch = [], cutile.launch
     monkeypatch.setattr(cutile, "launch", lambda *a: taken.extend(bound(*a[1:])) or launch(*a))
     rms(x, w)
@@ -134,57 +144,57 @@ def test_kernels_get_rows_that_fill_vectors(name, monkeypatch):
 
 @EACH_FORM
 @pytest.mark.parametrize("seen", ["input", "weight"])
-def test_subclasses_are_never_served(form, seen, checked):
+def test_subclasses_are_never_served(device, form, seen, checked):
     class Logged(torch.Tensor):
         pass
 
-    tensors = tensors_of(form, 5, N)
+    tensors = tensors_of(form, 5, N, device=device)
     call(form, tensors)
     call(form, tensors | {seen: tensors[seen].as_subclass(Logged)})
     call(form, tensors | {seen: tensors[seen].as_subclass(Logged)})
     assert len(checked) == 3
 
 
-def test_a_mode_sees_the_op():
+def test_a_mode_sees_the_op(device):
     class Seen(TorchDispatchMode):
         def __torch_dispatch__(self, op, types, args=(), kwargs=None):
             ops.append(op)
             return op(*args, **(kwargs or {}))
 
-    ops, tensors = [], tensors_of(RMS, 5, N)
+    ops, tensors = [], tensors_of(RMS, 5, N, device=device)
     call(RMS, tensors)
     with Seen():
         call(RMS, tensors)
     assert ops == [torch.ops.tilenorm.norm.default]
 
 
-def test_a_dual_level_runs_the_reference(checked):
-    tensors = tensors_of(RMS, 5, N)
+def test_a_dual_level_runs_the_reference(device, checked):
+    tensors = tensors_of(RMS, 5, N, device=device)
     call(RMS, tensors)
     with forward_ad.dual_level():
-        x = forward_ad.make_dual(tensors["input"], torch.ones(5, N))
+        x = forward_ad.make_dual(tensors["input"], torch.ones_like(tensors["input"]))
         (y,) = call(RMS, tensors | {"input": x})
         assert forward_ad.unpack_dual(y).tangent is not None
 
 
-def test_under_autocast_a_call_is_checked_again(checked):
-    tensors = tensors_of(RMS, 5, N)
+def test_under_autocast_a_call_is_checked_again(device, checked):
+    tensors = tensors_of(RMS, 5, N, device=device)
     call(RMS, tensors)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(device, torch.bfloat16):
         call(RMS, tensors)
     assert len(checked) == 2
 
 
-def test_another_current_device_is_not_served(checked, monkeypatch):
-    tensors = tensors_of(RMS, 5, N)
+def test_another_current_device_is_not_served(device, checked, monkeypatch):
+    tensors = tensors_of(RMS, 5, N, device=device)
     call(RMS, tensors)
     monkeypatch.setattr(dispatch, "_current_device", lambda: 1)
     call(RMS, tensors)
     assert len(checked) == 2
 
 
-def test_compiled_after_it_was_called(dynamo):
-    tensors = tensors_of(RMS, 5, N)
+def test_compiled_after_it_was_called(device, dynamo):
+    tensors = tensors_of(RMS, 5, N, device=device)
     expected = [call(RMS, tensors) for _ in range(2)][1]
     got = torch.compile(call, backend="aot_eager", fullgraph=True)(RMS, tensors)
     assert all(map(torch.equal, got, expected))
@@ -226,9 +236,10 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused_at_first_is_refused_later(name):
+def test_what_is_refused_at_first_is_refused_later(device, name):
     function, error = REFUSED[name]
-    x, r, w = random(5, N), random(5, N, seed=1), random(N, seed=2)
+    x, r = (random(5, N, device=device, seed=seed) for seed in range(2))
+    w = random(N, device=device)
     with pytest.raises(error) as first:
         function(x, r, w)
     tilenorm.add_layer_norm(x, r, (N,), w)
@@ -239,8 +250,8 @@ def test_what_is_refused_at_first_is_refused_later(name):
 
 
 @EACH_FORM
-def test_no_tensor_is_kept(form):
-    tensors = tensors_of(form, 5, N)
+def test_no_tensor_is_kept(device, form):
+    tensors = tensors_of(form, 5, N, device=device)
     step(form, tensors)
     step(form, tensors)
     alive = [weakref.ref(t) for t in tensors.values()]
@@ -249,22 +260,22 @@ def test_no_tensor_is_kept(form):
     assert not any(tensor() is not None for tensor in alive)
 
 
-def test_a_tensor_where_none_is_taken_is_not_kept():
+def test_a_tensor_where_none_is_taken_is_not_kept(device):
     eps = torch.tensor(1e-5)
     with pytest.raises(TypeError):
-        tilenorm.layer_norm(random(5, N), (N,), None, None, eps)
+        tilenorm.layer_norm(random(5, N, device=device), (N,), None, None, eps)
     alive = weakref.ref(eps)
     del eps
     gc.collect()
     assert alive() is None
 
 
-def test_what_is_remembered_is_bounded():
+def test_what_is_remembered_is_bounded(device):
     for number in range(MOST_CALLS + 9):
         prepared("rms_norm", 1e-6 * number)
     assert prepared.cache_info().currsize == MOST_CALLS
     prepared.cache_clear()
     for dims in range(1, MOST_TENSORS + 4):
-        rms(random(*[1] * dims, N), None)
+        rms(random(*[1] * dims, N, device=device), None)
     how = (1e-6, 0.0, False, "late", None, True, True, True, True, tuple, N)
     assert len(prepared("rms_norm", *how)) == MOST_TENSORS

@@ -46,7 +46,9 @@ def forward(
         eps,
         run,
     )
-    return Forward(shaped_as(y, x), None if total is None else shaped_as(total, x), mean, rstd)
+    if x.dim() != 2 or y.shape != x.shape:
+        y, total = shaped_as(y, x), None if total is None else shaped_as(total, x)
+    return Forward(y, total, mean, rstd)
 
 
 def forward_matrices(
@@ -140,13 +142,13 @@ def backward(
         for sums in (dw, db):
             if sums is not None:
                 sums.zero_()
-    return (
-        None if dx is None else shaped_as(dx, x),
-        None if dresidual is None else shaped_as(dresidual, x),
-        None if dgate is None else shaped_as(dgate, x),
-        None if dw is None else shaped_as(dw, weight),
-        None if db is None else shaped_as(db, bias),
-    )
+    if x.shape != shape:
+        dx, dresidual, dgate = (g if g is None else shaped_as(g, x) for g in (dx, dresidual, dgate))
+    if dw is not None and weight.dim() > 1:
+        dw = shaped_as(dw, weight)
+    if db is not None and bias.dim() > 1:
+        db = shaped_as(db, bias)
+    return dx, dresidual, dgate, dw, db
 
 
 def _empty_strided_cpu(shape: tuple[int, ...], strides: tuple, dtype: torch.dtype) -> Tensor:

@@ -71,7 +71,7 @@ def all_aligned(tensors: Sequence[Tensor]) -> bool:
 
 def vector_of(w: Tensor, aligned: bool) -> Tensor:
     """A weight or bias as a contiguous vector; copied if, when `aligned`, not on 16 bytes."""
-    vector = flat(w)
+    vector = w if w.stride() == (1,) else flat(w)
     return vector.clone() if aligned and vector.data_ptr() % VECTOR_BYTES else vector
 
 
@@ -83,15 +83,14 @@ def parameter_of(w: Tensor, spec: NormSpec) -> Tensor:
 
 def shaped_as(fresh: Tensor, like: Tensor) -> Tensor:
     """A contiguous tensor, which nothing else holds, in the shape of another."""
-    shape = like.shape
-    if fresh.shape == shape:
-        return fresh
-    return _reinterpret(fresh, shape, like.stride()) if like.is_contiguous() else fresh.view(shape)
+    if like.is_contiguous():
+        return _reinterpret(fresh, like.shape, like.stride())
+    return fresh.view(like.shape)
 
 
 def flat(w: Tensor) -> Tensor:
     """w as a contiguous vector, copied only if it is not one."""
-    return w if w.stride() == (1,) else w.reshape(-1).contiguous()
+    return w if w.dim() == 1 and w.is_contiguous() else w.reshape(-1).contiguous()
 
 
 def _collapse(x: Tensor, hidden: int) -> tuple[list[int], list[int]] | None:
