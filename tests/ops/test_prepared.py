@@ -88,6 +88,7 @@ OTHER = {
     "layer_norm": lambda x, w: tilenorm.layer_norm(x, (N,), w, None, 1e-6),
     "a list": lambda x, w: rms(x, w, shape=[N]),
     "both dimensions": lambda x, w: rms(x, None, shape=x.shape),
+    "a row of two dimensions": lambda x, w: rms(x[:1], w[None], shape=(1, N)),
     "heads": lambda x, w: rms(x.view(3, 2, N), torch.stack([w, 2 * w])),
     "a bias for a weight": lambda x, w: rms(x, None, bias=w),
     "no weight": lambda x, w: rms(x, None),
@@ -157,6 +158,10 @@ def test_subclasses_are_never_served(device, form, seen, checked):
 
 def test_a_mode_sees_the_op(device):
     class Seen(TorchDispatchMode):
+        @classmethod
+        def ignore_compile_internals(cls):
+            return True  # the guard does not see such a mode
+
         def __torch_dispatch__(self, op, types, args=(), kwargs=None):
             ops.append(op)
             return op(*args, **(kwargs or {}))
@@ -175,6 +180,14 @@ def test_a_dual_level_runs_the_reference(device, checked):
         x = forward_ad.make_dual(tensors["input"], torch.ones_like(tensors["input"]))
         (y,) = call(RMS, tensors | {"input": x})
         assert forward_ad.unpack_dual(y).tangent is not None
+
+
+def test_without_grad_autograd_is_not_called(device, monkeypatch):
+    tensors = {n: t.requires_grad_() for n, t in tensors_of(RMS, 5, N, device=device).items()}
+    call(RMS, tensors)
+    monkeypatch.setattr(dispatch, "_apply", None)
+    with torch.no_grad():
+        call(RMS, tensors)
 
 
 def test_under_autocast_a_call_is_checked_again(device, checked):
@@ -200,38 +213,29 @@ def test_compiled_after_it_was_called(device, dynamo):
     assert all(map(torch.equal, got, expected))
 
 
+def add(x, r, w, shape=(N,), eps=1e-5):
+    return tilenorm.add_layer_norm(x, r, shape, w, None, eps)
+
+
+def gated(x, r, w):
+    return tilenorm.gated_rms_norm(x, r, (N,), w, 1e-5)
+
+
 REFUSED = {
-    "a size that is no int": (
-        lambda x, r, w: tilenorm.add_layer_norm(x, r, (float(N),), w),
-        TypeError,
-    ),
-    "a bool for one": (lambda x, r, w: tilenorm.rms_norm(x[:, :1], (True,)), TypeError),
-    "a set": (lambda x, r, w: tilenorm.add_layer_norm(x, r, {N}, w), TypeError),
-    "an int": (lambda x, r, w: tilenorm.add_layer_norm(x, r, N, w), TypeError),
-    "a tensor for eps": (
-        lambda x, r, w: tilenorm.add_layer_norm(x, r, (N,), w, None, torch.tensor(1e-5)),
-        TypeError,
-    ),
-    "no eps": (lambda x, r, w: tilenorm.add_layer_norm(x, r, (N,), w, None, None), TypeError),
-    "no residual": (lambda x, r, w: tilenorm.add_layer_norm(x, None, (N,), w), TypeError),
-    "a vector for the residual": (
-        lambda x, r, w: tilenorm.add_layer_norm(x, r[0], (N,), w),
-        RuntimeError,
-    ),
-    "a shorter residual": (
-        lambda x, r, w: tilenorm.add_layer_norm(x, r[:3], (N,), w),
-        RuntimeError,
-    ),
-    "a shorter input": (
-        lambda x, r, w: tilenorm.add_layer_norm(x[:, 1:], r[:, 1:], (N,), w),
-        RuntimeError,
-    ),
-    "a matrix for the weight": (
-        lambda x, r, w: tilenorm.add_layer_norm(x, r, (N,), x.t()),
-        RuntimeError,
-    ),
-    "no tensor": (lambda x, r, w: tilenorm.add_layer_norm(1, r, (N,), w), TypeError),
-    "integers": (lambda x, r, w: tilenorm.add_layer_norm(x.int(), r, (N,), w), NotImplementedError),
+    "a size that is no int": (lambda x, r, w: add(x, r, w, (float(N),)), TypeError),
+    "a bool for one": (lambda x, r, w: rms(x[:, :1], None, shape=(True,)), TypeError),
+    "a set": (lambda x, r, w: add(x, r, w, {N}), TypeError),
+    "an int": (lambda x, r, w: add(x, r, w, N), TypeError),
+    "a tensor for eps": (lambda x, r, w: add(x, r, w, eps=torch.tensor(1e-5)), TypeError),
+    "no eps": (lambda x, r, w: add(x, r, w, eps=None), TypeError),
+    "no residual": (lambda x, r, w: add(x, None, w), TypeError),
+    "a vector for the residual": (lambda x, r, w: add(x, r[0], w), RuntimeError),
+    "a shorter residual": (lambda x, r, w: add(x, r[:3], w), RuntimeError),
+    "a shorter gate": (lambda x, r, w: gated(x, r[:3], w), RuntimeError),
+    "a shorter input": (lambda x, r, w: add(x[:, 1:], r[:, 1:], w), RuntimeError),
+    "a matrix for the weight": (lambda x, r, w: add(x, r, x.t()), RuntimeError),
+    "no tensor": (lambda x, r, w: add(1, r, w), TypeError),
+    "integers": (lambda x, r, w: add(x.int(), r, w), NotImplementedError),
 }
 
 
@@ -242,8 +246,7 @@ def test_what_is_refused_at_first_is_refused_later(device, name):
     w = random(N, device=device)
     with pytest.raises(error) as first:
         function(x, r, w)
-    tilenorm.add_layer_norm(x, r, (N,), w)
-    tilenorm.rms_norm(x[:, :1], (1,))
+    add(x, r, w), gated(x, r, w), rms(x[:, :1], None, shape=(1,))
     with pytest.raises(error) as later:
         function(x, r, w)
     assert str(first.value) == str(later.value)
@@ -279,3 +282,10 @@ def test_what_is_remembered_is_bounded(device):
         rms(random(*[1] * dims, N, device=device), None)
     how = (1e-6, 0.0, False, "late", None, True, True, True, True, tuple, N)
     assert len(prepared("rms_norm", *how)) == MOST_TENSORS
+
+
+def test_a_guard_that_takes_nothing_is_not_remembered(device):
+    x = random(5, N, device=device)
+    tilenorm.add_rms_norm(x, x, (N,), None, 1e-6)  # a guard takes no tensor twice
+    how = (1e-6, 0.0, False, "late", None, False, True, True, True, tuple, N)
+    assert prepared("add_rms_norm", *how) == []
