@@ -13,7 +13,7 @@ from ..launch.plan import BackwardPlan, plan_backward, plan_forward
 from ..launch.target import Target
 from ..spec import NormSpec, norm_of
 from . import arguments, cutile, library, reference
-from .layout import all_aligned
+from .layout import all_aligned, all_contiguous
 from .prepared import prepare, prepared
 from .registry import MAX_ROWS, device_of, refuse_transformed, select, select_transformed
 
@@ -49,23 +49,25 @@ def normalize(
             )  # fmt: skip
         except TypeError:  # of what, the checks say
             known = []
-        for check, plans, index, hidden, value, differentiable, matrices in known:
+        for check, plans, index, hidden, value, differentiable, simple in known:
             if (
                 check(*tensors)
                 and index == _current_device()
-                and (rows := input.numel() // hidden) <= MAX_ROWS
+                and input.numel() <= MAX_ROWS * hidden
                 and (residual is None or residual.shape == input.shape)
                 and (gate is None or gate.shape == input.shape)
                 and not _modes()
                 and forward_ad._current_level < 0
             ):
-                matrices = matrices and (not plans.aligned or all_aligned(tensors))
+                forward = cutile.forward
+                if simple and (not plans.aligned or all_aligned(tensors)):
+                    if input.dim() == 2:
+                        forward = cutile.forward_matrices
+                    elif all_contiguous(tensors):
+                        forward = cutile.forward_contiguous
                 if differentiable and torch.is_grad_enabled():
-                    return _apply(input, residual, gate, weight, bias, value, plans, matrices)
-                given = (plans.inference, input, residual, gate, weight, bias, value)
-                if matrices:
-                    return cutile.forward_matrices(rows, *given)[:2]
-                return cutile.forward(*given)[:2]
+                    return _apply(input, residual, gate, weight, bias, value, plans, forward)
+                return forward(plans.inference, input, residual, gate, weight, bias, value)[:2]
     return _checked(
         op, input, residual, gate, normalized_shape, weight, bias, eps, offset, gate_first,
         rounding, backend, known, tensors,
@@ -99,7 +101,7 @@ def _checked(
         plans = _plans(spec, x.get_device(), backend)
         if plans is not None and x.numel() <= MAX_ROWS * hidden:
             if needs_grad:
-                found = _apply(x, residual, gate, weight, bias, eps, plans, False)
+                found = _apply(x, residual, gate, weight, bias, eps, plans, cutile.forward)
             else:
                 found = cutile.forward(plans.inference, x, residual, gate, weight, bias, eps)
             if x is input:
@@ -173,12 +175,8 @@ def _is_plain(tensor: Tensor, *others: Tensor | None) -> bool:
 
 class _Norm(Function):
     @staticmethod
-    def forward(ctx, x, residual, gate, weight, bias, eps, plans, matrices):
-        given = (plans.training, x, residual, gate, weight, bias, eps)
-        if matrices:
-            y, total, mean, rstd = cutile.forward_matrices(x.shape[0], *given)
-        else:
-            y, total, mean, rstd = cutile.forward(*given)
+    def forward(ctx, x, residual, gate, weight, bias, eps, plans, forward):
+        y, total, mean, rstd = forward(plans.training, x, residual, gate, weight, bias, eps)
         ctx.save_for_backward(x if total is None else total, gate, weight, bias, mean, rstd)
         ctx.set_materialize_grads(False)
         ctx.eps, ctx.plans = eps, plans

@@ -11,7 +11,7 @@ VECTOR_BYTES = 16
 MAX_STRIDE = 2**31  # kernels hold extents and strides in 32 bits
 # A view that autograd knows nothing of, as Inductor makes it: half the time of as_strided, and it
 # does not let go of the interpreter's lock.
-_reinterpret = torch._C._dynamo.guards._reinterpret_tensor
+reinterpret = torch._C._dynamo.guards._reinterpret_tensor
 
 
 def rows_of(x: Tensor, spec: NormSpec, leading: int) -> Tensor:
@@ -27,7 +27,7 @@ def rows_of(x: Tensor, spec: NormSpec, leading: int) -> Tensor:
     if x.is_contiguous():
         # A single row may have any stride, and the compiler reads by what the stride is.
         if x.stride() != (hidden, 1):
-            x = _reinterpret(x, (x.numel() // hidden, hidden), (hidden, 1))
+            x = reinterpret(x, (x.numel() // hidden, hidden), (hidden, 1))
         return x.clone() if aligned and x.data_ptr() % VECTOR_BYTES else x
     strided = _collapse(x, hidden)
     if strided is None or len(strided[0]) > leading or not _starts_vectors(x, strided[1], aligned):
@@ -42,7 +42,7 @@ def _tokens_of(x: Tensor, spec: NormSpec) -> Tensor:
     shape = (x.numel() // (heads * hidden), heads, hidden)
     even = (heads * hidden, hidden, 1)
     if x.is_contiguous() and not (spec.aligned and x.data_ptr() % VECTOR_BYTES):
-        return x if x.stride() == even else _reinterpret(x, shape, even)
+        return x if x.stride() == even else reinterpret(x, shape, even)
     try:
         view = x.view(shape)
     except RuntimeError:  # the leading dimensions do not merge into one
@@ -69,6 +69,13 @@ def all_aligned(tensors: Sequence[Tensor]) -> bool:
     return not addresses % VECTOR_BYTES
 
 
+def all_contiguous(tensors: Sequence[Tensor]) -> bool:
+    for tensor in tensors:  # noqa: SIM110, all() takes twice as long
+        if not tensor.is_contiguous():
+            return False
+    return True
+
+
 def vector_of(w: Tensor, aligned: bool) -> Tensor:
     """A weight or bias as a contiguous vector; copied if, when `aligned`, not on 16 bytes."""
     vector = w if w.stride() == (1,) else flat(w)
@@ -84,7 +91,7 @@ def parameter_of(w: Tensor, spec: NormSpec) -> Tensor:
 def shaped_as(fresh: Tensor, like: Tensor) -> Tensor:
     """A contiguous tensor, which nothing else holds, in the shape of another."""
     if like.is_contiguous():
-        return _reinterpret(fresh, like.shape, like.stride())
+        return reinterpret(fresh, like.shape, like.stride())
     return fresh.view(like.shape)
 
 

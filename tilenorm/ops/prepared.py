@@ -19,8 +19,8 @@ MOST_TENSORS = 8  # for a call: dtypes, ranks, devices, which require gradients
 class Prepared(NamedTuple):
     """What serves calls with tensors that `check` takes.
 
-    Leading sizes may be any, and so may strides, but where all are `matrices`, and parameters
-    vectors, as kernels take them. differentiable: one of them requires a gradient.
+    Leading sizes may be any, and so may strides; but if `simple`, matrices have rows side by side,
+    and parameters are vectors. differentiable: one of the tensors requires a gradient.
     """
 
     check: Callable[..., bool]
@@ -29,7 +29,7 @@ class Prepared(NamedTuple):
     hidden: int
     eps: float
     differentiable: bool
-    matrices: bool
+    simple: bool
 
 
 @lru_cache(MOST_CALLS, typed=True)
@@ -56,16 +56,14 @@ def prepare(
     tensors: that were given. fixed: how many trailing sizes of theirs stay.
     """
     strides = [t.stride() for t in tensors]
-    matrices = (
-        fixed == 1 and all(s in ((hidden, 1), (1,)) for s in strides) and tensors[0].dim() == 2
-    )
+    simple = fixed == 1 and all(len(s) > 2 or s in ((hidden, 1), (1,)) for s in strides)
     check = _Guard(
         *tensors,
         dynamic_dims_sizes=[[*[None] * (t.dim() - fixed), *t.shape[-fixed:]] for t in tensors],
-        dynamic_dims_strides=[[*s] if matrices else [None] * len(s) for s in strides],
+        dynamic_dims_strides=[[*s] if simple and len(s) < 3 else [None] * len(s) for s in strides],
     ).check
     if not check(*tensors):
         return
     index, differentiable = tensors[0].get_device(), any(t.requires_grad for t in tensors)
-    known.insert(0, Prepared(check, plans, index, hidden, eps, differentiable, matrices))
+    known.insert(0, Prepared(check, plans, index, hidden, eps, differentiable, simple))
     del known[MOST_TENSORS:]
