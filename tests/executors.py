@@ -8,7 +8,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from tilenorm.launch.calls import Call, Needs, every_gradient
+from tilenorm.launch.calls import Call, Launch, Needs, bound, every_gradient
 from tilenorm.launch.plan import CLEAR_SLOTS, plan_backward, plan_forward
 from tilenorm.launch.target import Target
 from tilenorm.ops import cutile
@@ -140,7 +140,8 @@ class Interpreter(Executor):
         share rows run before with slots that hold zeros, and publish the same.
         """
 
-        def run(calls, index) -> None:
+        def run(launches, arrays, index) -> None:
+            calls = bound(launches, arrays)
             for call in with_arguments(calls, **({"POLLS": 0} | constants)):
                 kernel, grid, arguments, _ = call
                 interpreter.launch(grid, kernel, arguments, fill=fill, order=order)
@@ -167,8 +168,10 @@ class Gpu(Executor):
         if not found:
             constants["POLLS"] = 0
 
-        def run(calls, index) -> None:
-            cutile.on_device(with_arguments(calls, **constants), index)
+        def run(launches, arrays, index) -> None:
+            for call in with_arguments(bound(launches, arrays), **constants):
+                launch = Launch(call.kernel, call.grid, tuple, (), call.overlap)
+                cutile.on_device([launch], call.arguments, index)
 
         return run
 

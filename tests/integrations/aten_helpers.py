@@ -23,9 +23,9 @@ class CpuOverride(aten.Override):
     def plans(self, spec, index) -> Plans | None:
         return None if cutile_refuses(spec, 0, GPU) else Plans(spec, GPU.target, None)
 
-    def run(self, calls, index) -> None:
-        self.launches.extend(call.kernel._pyfunc.__name__ for call in calls)
-        self._interpreter(calls, index)
+    def run(self, launches, arrays, index) -> None:
+        self.launches.extend(launch.kernel._pyfunc.__name__ for launch in launches)
+        self._interpreter(launches, arrays, index)
 
     def around(self, function, *arguments):
         """What the function returns, in a block."""

@@ -113,7 +113,7 @@ def test_what_is_not_asked_is_not_written(executor, spec, needs):
         slots=slots,
         **found,
     )
-    executor.run()(plan.calls(arrays, rows), inputs.x.get_device())
+    executor.run()(plan.launches(rows), arrays, inputs.x.get_device())
     for name, grad in found.items():
         asked = getattr(needs, name)
         assert (grad.isfinite() if asked else grad.isnan()).all(), name

@@ -7,7 +7,7 @@ from tests.executors import Inputs
 from tests.oracle import Truth
 from tests.tolerance import assert_close
 from tilenorm.kernels.column_sum import column_sum
-from tilenorm.launch.calls import Call, Needs
+from tilenorm.launch.calls import Launch, Needs, bound
 from tilenorm.launch.plan import plan_backward
 from tilenorm.ops import cutile
 from tilenorm.spec import NormSpec
@@ -21,7 +21,7 @@ def summed(executor, partials, count, dtypes, tile_rows=32, tile=16):
     first, second = (outs + [partials])[:2]
     arguments = (partials, first, second, count, len(outs), tile_rows, tile, False)
     grid = (-(-hidden // tile), len(outs))
-    executor.run()([Call(column_sum, grid, arguments)], partials.get_device())
+    executor.run()([Launch(column_sum, grid, tuple, ())], arguments, partials.get_device())
     return outs
 
 
@@ -63,9 +63,9 @@ def test_sums_what_the_backward_pass_left(executor, hidden, rows):
     inputs = Inputs.random(spec, rows, executor.device)
     seen = []
 
-    def run(calls, index):
-        executor.run()(calls, index)
-        seen.extend(calls)
+    def run(launches, arrays, index):
+        executor.run()(launches, arrays, index)
+        seen.extend(bound(launches, arrays))
 
     plan = plan_backward(spec, executor.target, Needs(True, True, True))
     parameters = (inputs.weight, inputs.bias, *inputs.stats(spec))

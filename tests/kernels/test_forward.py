@@ -68,8 +68,8 @@ def test_absent_arrays_are_not_touched(executor, spec):
     absent = {name: torch.full_like(inputs.x, torch.nan) for name in names}
     y = torch.full_like(inputs.x, torch.nan)
     plan = replace(plan_forward(spec, executor.target, False), save=False)
-    calls = plan.calls(ForwardArrays(x=inputs.x, y=y, **absent), rows, inputs.eps)
-    executor.run()(calls, inputs.x.get_device())
+    arrays = ForwardArrays(x=inputs.x, y=y, **absent)
+    executor.run()(plan.launches(rows, inputs.eps), arrays, inputs.x.get_device())
     assert_close("y", y, inputs.truth(spec)["y"], inputs.own(spec)["y"])
     assert all(t.isnan().all() for t in absent.values())
 

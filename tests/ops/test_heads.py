@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tilenorm
-from tilenorm.launch.calls import Needs
+from tilenorm.launch.calls import Needs, bound
 from tilenorm.launch.plan import plan_backward, plan_forward
 from tilenorm.launch.target import Target
 from tilenorm.ops import cutile
@@ -152,7 +152,7 @@ TARGET = Target.of("sm_90")
 def passed(function, plan, *tensors) -> list:
     """The arguments of the launches that the implementation prepares."""
     calls = []
-    function(plan, *tensors, run=lambda made, _: calls.extend(made))
+    function(plan, *tensors, run=lambda launches, arrays, _: calls.extend(bound(launches, arrays)))
     return [a for made in calls for a in made.arguments if isinstance(a, torch.Tensor)]
 
 

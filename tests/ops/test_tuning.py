@@ -9,7 +9,7 @@ from tests import cases
 from tests.executors import Interpreter, arguments_of
 from tilenorm.__main__ import main
 from tilenorm.launch import heuristics, user_table
-from tilenorm.launch.calls import every_gradient
+from tilenorm.launch.calls import bound, every_gradient
 from tilenorm.launch.candidates import candidates
 from tilenorm.launch.config import Backward, Forward
 from tilenorm.launch.tuner import plan_of
@@ -58,9 +58,9 @@ def test_wrong_results_are_seen(direction):
 
 @each_direction
 def test_rows_that_are_not_written_are_seen(direction):
-    def all_but_one(calls, index) -> None:
-        interpret(calls, index)
-        for call in calls:
+    def all_but_one(launches, arrays, index) -> None:
+        interpret(launches, arrays, index)
+        for call in bound(launches, arrays):
             for name, value in arguments_of(call).items():
                 if name in ("Y", "DX"):
                     value[-1] = float("nan")

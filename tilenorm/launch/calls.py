@@ -3,7 +3,9 @@
 An array that a flag excludes is passed as ABSENT, and its kernel does not touch it.
 """
 
+from collections.abc import Callable, Sequence
 from functools import cache
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import cuda.tile as ct
@@ -22,6 +24,16 @@ class Call(NamedTuple):
     kernel: ct.kernel
     grid: tuple[int, ...]
     arguments: tuple[Any, ...]
+    overlap: bool = False
+
+
+class Launch(NamedTuple):
+    """A call but for its arrays: of these it gets what `take` picks, and `rest` after them."""
+
+    kernel: ct.kernel
+    grid: tuple[int, ...]
+    take: Callable[[tuple], tuple]
+    rest: tuple[Any, ...]
     overlap: bool = False
 
 
@@ -88,9 +100,24 @@ class BackwardArrays(NamedTuple):
     db: Any
 
 
-def launch(stream: int, calls: list[Call]) -> None:
-    """Queue the calls on a CUDA stream of the current device."""
-    for kernel, grid, arguments, overlap in calls:
+def taking(kind: type[NamedTuple], *names: str) -> Callable[[tuple], tuple]:
+    """What picks these of a kind of arrays."""
+    places = [kind._fields.index(name) for name in names]
+    return itemgetter(*places) if len(places) > 1 else itemgetter(slice(places[0], places[0] + 1))
+
+
+def bound(launches: Sequence[Launch], arrays: tuple) -> list[Call]:
+    """The calls of launches with these arrays."""
+    return [
+        Call(kernel, grid, take(arrays) + rest, overlap)
+        for kernel, grid, take, rest, overlap in launches
+    ]
+
+
+def launch(stream: int, launches: Sequence[Launch], arrays: tuple) -> None:
+    """Queue launches with these arrays on a CUDA stream of the current device."""
+    for kernel, grid, take, rest, overlap in launches:
+        arguments = take(arrays) + rest
         if overlap:
             ct.launch(stream, grid, kernel, arguments, programmatic_dependent_launch=True)
         else:
@@ -103,7 +130,7 @@ def hinted(kernel: ct.kernel, hints: Hints) -> ct.kernel:
     return Kernel(kernel._pyfunc, **hints.given())
 
 
-def launches(count: int, most: int) -> list[tuple[int, int]]:
+def parts(count: int, most: int) -> list[tuple[int, int]]:
     """(first, count) of each launch, where one reaches at most `most`."""
     if count <= most:
         return [(0, count)]

@@ -1,11 +1,14 @@
 """A plan turns a spec and a target into kernel calls; it is made once and kept.
 
-`calls` returns what is to be launched, as (kernel, grid, arguments). It is the one place that knows
-the order of a kernel's arguments: launching, compiling ahead and the tests' interpreter all use it.
+`launches` returns what is to be launched, of arrays as ForwardArrays or BackwardArrays; `calls`
+the same with the arrays. It is the one place that knows the order of a kernel's arguments:
+launching, compiling ahead and the tests' interpreter all use it. What depends on the number of rows
+is kept for the last few numbers.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from math import gcd
 
 import cuda.tile as ct
@@ -22,9 +25,12 @@ from .calls import (
     BackwardArrays,
     Call,
     ForwardArrays,
+    Launch,
     Needs,
+    bound,
     hinted,
-    launches,
+    parts,
+    taking,
 )
 from .config import Backward, ColumnSum, Forward, Hints, cdiv, tile_width
 from .target import Target
@@ -34,6 +40,9 @@ CLEAR_SLOTS, COLUMN_SUM = (hinted(kernel, Hints()) for kernel in (clear_slots, c
 CLEARED = 1024  # slots that a block empties
 # Tiles a multiprocessor, and elements of these, that run side by side as few rows are planned.
 FEW_TILES, FEW_ELEMENTS = 2, 24576
+SIZES = 64  # numbers of rows that a plan remembers
+_FORWARD_SLOTS, _BACKWARD_SLOTS = (taking(a, "slots") for a in (ForwardArrays, BackwardArrays))
+_BACKWARD = taking(BackwardArrays, *BackwardArrays._fields[:13])  # without dw and db
 
 
 @cache
@@ -136,16 +145,15 @@ class _Plan:
             return None
         return rows, self.chunks * (2 if self.spec.norm == "layer" else 1)
 
-    def _clear(self, slots, rows: int) -> list[Call]:
+    def _clear(self, take: Callable, rows: int) -> list[Launch]:
         """The launch that empties the slots."""
         if not self._shares:
             return []
         width = self.slots(rows)[1]
         padded = tile_width(width)
         tile_rows = max(1, CLEARED // padded)
-        return [
-            Call(CLEAR_SLOTS, (cdiv(rows, tile_rows),), (slots, tile_rows, padded, self._overlap))
-        ]
+        rest = (tile_rows, padded, self._overlap)
+        return [Launch(CLEAR_SLOTS, (cdiv(rows, tile_rows),), take, rest)]
 
 
 @dataclass(frozen=True)
@@ -187,17 +195,27 @@ class ForwardPlan(_Plan):
         return self.tiles(rows) > at_once * self.target.multiprocessors
 
     def calls(self, arrays: ForwardArrays, rows: int, eps: float) -> list[Call]:
-        if self.config.fetch and not self.few and not self.queues(rows):
-            return self._of_few.calls(arrays, rows, eps)
-        tail = (rows, eps, *self._constants)
-        if self.config.loop:
-            blocks = min(self.tiles(rows), self.resident)
-            return [Call(self._kernel, (blocks,), (*arrays, 0, *tail))]
-        main = [
-            Call(self._kernel, (count * self.chunks,), (*arrays, first, *tail), self._starts_early)
-            for first, count in launches(self.tiles(rows), MAX_GRID // self.chunks)
-        ]
-        return [*self._clear(arrays.slots, rows), *main]
+        return bound(self.launches(rows, eps), arrays)
+
+    @cached_property
+    def launches(self) -> Callable[[int, float], list[Launch]]:
+        @lru_cache(SIZES)
+        def launches(rows, eps):
+            if self.config.fetch and not self.few and not self.queues(rows):
+                return self._of_few.launches(rows, eps)
+            tail = (rows, eps, *self._constants)
+            tiles = self.tiles(rows)
+            if self.config.loop:
+                return [Launch(self._kernel, (min(tiles, self.resident),), tuple, (0, *tail))]
+            main = [
+                Launch(
+                    self._kernel, (count * self.chunks,), tuple, (first, *tail), self._starts_early
+                )
+                for first, count in parts(tiles, MAX_GRID // self.chunks)
+            ]
+            return [*self._clear(_FORWARD_SLOTS, rows), *main]
+
+        return launches
 
 
 @dataclass(frozen=True)
@@ -222,11 +240,16 @@ class BackwardPlan(_Plan):
         resident, groups = self.resident // self.chunks, self._groups
         return min(self.tiles(rows), max(groups, resident // groups * groups))
 
-    def partials(self, rows: int) -> tuple[int, int] | None:
+    @cached_property
+    def partials(self) -> Callable[[int], tuple[int, int] | None]:
         """Shape of the float32 scratch of partial sums over rows; None when none is needed."""
-        if self.needs.sums == 0:
-            return None
-        return self.needs.sums * self._partial_rows(self.blocks(rows)), self._sum_width
+
+        @lru_cache(SIZES)
+        def partials(rows):
+            sums = self.needs.sums
+            return (sums * self._partial_rows(self.blocks(rows)), self._sum_width) if sums else None
+
+        return partials
 
     def _partial_rows(self, blocks: int) -> int:
         heads = self.spec.heads
@@ -249,22 +272,30 @@ class BackwardPlan(_Plan):
         return (*self._tile, *how, *norm, *self.needs)
 
     def calls(self, arrays: BackwardArrays, rows: int) -> list[Call]:
-        blocks = self.blocks(rows)
-        arguments = (*arrays[:13], rows, *self._constants)
-        main = Call(self._kernel, (blocks * self.chunks,), arguments, self._starts_early)
-        return [*self._clear(arrays.slots, rows), main, *self._column_sum(arrays, blocks)]
+        return bound(self.launches(rows), arrays)
 
-    def _column_sum(self, arrays: BackwardArrays, blocks: int) -> list[Call]:
+    @cached_property
+    def launches(self) -> Callable[[int], list[Launch]]:
+        @lru_cache(SIZES)
+        def launches(rows):
+            blocks = self.blocks(rows)
+            grid, tail = (blocks * self.chunks,), (rows, *self._constants)
+            main = Launch(self._kernel, grid, _BACKWARD, tail, self._starts_early)
+            return [*self._clear(_BACKWARD_SLOTS, rows), main, *self._column_sum(blocks)]
+
+        return launches
+
+    def _column_sum(self, blocks: int) -> list[Launch]:
         """The launch that turns partial sums into dW and dB."""
         if not self.needs.sums:
             return []
-        dw, db = arrays.dw, arrays.db
-        outputs = (dw, db) if self.needs.dw else (db, ABSENT)
         config, rows = self.sum_config, self._partial_rows(blocks)
+        sums = [name for name in ("dw", "db") if getattr(self.needs, name)]
+        take = taking(BackwardArrays, "partials", *sums)
         tile = (config.rows, config.tile, self._overlap)
-        arguments = (arrays.partials, *outputs, rows, self.needs.sums, *tile)
-        grid = (cdiv(self._sum_width, config.tile), self.needs.sums)
-        return [Call(COLUMN_SUM, grid, arguments, self._overlap)]
+        rest = (*[ABSENT] * (2 - len(sums)), rows, len(sums), *tile)
+        grid = (cdiv(self._sum_width, config.tile), len(sums))
+        return [Launch(COLUMN_SUM, grid, take, rest, self._overlap)]
 
 
 def _gated(spec: NormSpec) -> tuple[bool, bool]:

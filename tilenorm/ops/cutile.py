@@ -1,25 +1,26 @@
 """The cuTile implementation: allocate, plan, launch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from ..launch.calls import ABSENT, BackwardArrays, Call, ForwardArrays, launch
+from ..launch.calls import ABSENT, Launch, launch
 from ..launch.plan import BackwardPlan, ForwardPlan
-from .layout import flat, matrix_of, parameter_of, rows_of
+from .layout import parameter_of, reinterpret, rows_of, shaped_as
 from .reference import Forward
 
 # Inductor's allocator, on the current device. It takes 0.8 µs where torch.empty takes 2.2, and in
 # autograd's thread 4 where that takes 9, for it does not let go of the interpreter's lock.
 _empty_strided_cuda = torch._C._dynamo.guards._empty_strided_cuda
+_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # absent from a CPU build
 
-Run = Callable[[list[Call], int], None]
+Run = Callable[[Sequence[Launch], tuple, int], None]
 
 
-def on_device(calls: list[Call], index: int) -> None:
+def on_device(launches: Sequence[Launch], arrays: tuple, index: int) -> None:
     """Launch on the current stream of the current CUDA device, which is `index`."""
-    launch(torch._C._cuda_getCurrentRawStream(index), calls)
+    launch(_current_stream(index), launches, arrays)
 
 
 def forward(
@@ -33,29 +34,92 @@ def forward(
     run: Run = on_device,
 ) -> Forward:
     """y and the sum, contiguous; mean and rstd (rows,) float32 where the plan saves them."""
+    spec, leading = plan.spec, plan.leading
+    y, total, mean, rstd = forward_matrices(
+        plan,
+        rows_of(x, spec, leading),
+        None if residual is None else rows_of(residual, spec, leading),
+        None if gate is None else rows_of(gate, spec, leading),
+        None if weight is None else parameter_of(weight, spec),
+        None if bias is None else parameter_of(bias, spec),
+        eps,
+        run,
+    )
+    if x.dim() != 2 or y.shape != x.shape:
+        y, total = shaped_as(y, x), None if total is None else shaped_as(total, x)
+    return Forward(y, total, mean, rstd)
+
+
+def forward_contiguous(
+    plan: ForwardPlan,
+    x: Tensor,
+    residual: Tensor | None,
+    gate: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """The same of contiguous tensors and of vectors, all on 16 bytes if that counts."""
+    hidden = plan.spec.hidden
+    matrix = (x.numel() // hidden, hidden), (hidden, 1)
+    y, total, mean, rstd = forward_matrices(
+        plan,
+        reinterpret(x, *matrix),
+        None if residual is None else reinterpret(residual, *matrix),
+        None if gate is None else reinterpret(gate, *matrix),
+        weight,
+        bias,
+        eps,
+    )
+    given = x.shape, x.stride()
+    return (
+        reinterpret(y, *given),
+        None if total is None else reinterpret(total, *given),
+        mean,
+        rstd,
+    )
+
+
+def forward_matrices(
+    plan: ForwardPlan,
+    x: Tensor,
+    residual: Tensor | None,
+    gate: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    run: Run = on_device,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """The same of tensors as the kernels take them; y and the sum are (rows, hidden)."""
     spec = plan.spec
     hidden = spec.hidden
     rows = x.numel() // hidden
-    y = _like(x, x.dtype)
-    total = None if residual is None else _like(x, residual.dtype)
-    rstd = _scratch((rows,), x, torch.float32) if plan.save else None
-    mean = _scratch((rows,), x, torch.float32) if plan.save and spec.norm == "layer" else None
+    shape, strides = (rows, hidden), (hidden, 1)
+    empty = _empty_strided_cuda if x.is_cuda else _empty_strided_cpu
+    y = empty(shape, strides, x.dtype)
+    total = mean = rstd = None
+    if residual is not None:
+        total = empty(shape, strides, residual.dtype)
+    if plan.save:
+        rstd = empty((rows,), (1,), torch.float32)
+        if spec.norm == "layer":
+            mean = empty((rows,), (1,), torch.float32)
     if rows:
-        leading = plan.leading
-        arrays = ForwardArrays(
-            rows_of(x, spec, leading),
-            ABSENT if residual is None else rows_of(residual, spec, leading),
-            ABSENT if gate is None else rows_of(gate, spec, leading),
-            ABSENT if weight is None else parameter_of(weight, spec),
-            ABSENT if bias is None else parameter_of(bias, spec),
-            matrix_of(y, hidden),
-            ABSENT if total is None else matrix_of(total, hidden),
+        slots = plan.slots(rows)
+        arrays = (  # as ForwardArrays, which take longer to make
+            x,
+            ABSENT if residual is None else residual,
+            ABSENT if gate is None else gate,
+            ABSENT if weight is None else weight,
+            ABSENT if bias is None else bias,
+            y,
+            ABSENT if total is None else total,
             ABSENT if mean is None else mean,
             ABSENT if rstd is None else rstd,
-            _scratch(plan.slots(rows), x, torch.int32),
+            ABSENT if slots is None else empty(slots, (slots[1], 1), torch.int32),
         )
-        run(plan.calls(arrays, rows, eps), x.get_device())
-    return Forward(y, total, mean, rstd)
+        run(plan.launches(rows, eps), arrays, x.get_device())
+    return y, total, mean, rstd
 
 
 def backward(
@@ -77,14 +141,16 @@ def backward(
     spec, needs = plan.spec, plan.needs
     hidden = spec.hidden
     rows = x.numel() // hidden
-    dx = _like(x, dy.dtype) if needs.dx else None
-    dresidual = _like(x, x.dtype) if needs.dresidual else None
-    dgate = _like(gate, gate.dtype) if needs.dgate else None
-    dw = _like(weight, weight.dtype) if needs.dw else None
-    db = _like(bias, bias.dtype) if needs.db else None
+    empty = _empty_strided_cuda if x.is_cuda else _empty_strided_cpu
+    shape, strides = (rows, hidden), (hidden, 1)
+    dx = empty(shape, strides, dy.dtype) if needs.dx else None
+    dresidual = empty(shape, strides, x.dtype) if needs.dresidual else None
+    dgate = empty(shape, strides, gate.dtype) if needs.dgate else None
+    dw = empty((weight.numel(),), (1,), weight.dtype) if needs.dw else None
+    db = empty((bias.numel(),), (1,), bias.dtype) if needs.db else None
     if rows:
-        leading = plan.leading
-        arrays = BackwardArrays(
+        leading, partials, slots = plan.leading, plan.partials(rows), plan.slots(rows)
+        arrays = (  # as BackwardArrays
             rows_of(x, spec, leading),
             rows_of(dy, spec, leading),
             ABSENT if gate is None else rows_of(gate, spec, leading),
@@ -93,35 +159,28 @@ def backward(
             ABSENT if bias is None else parameter_of(bias, spec),
             ABSENT if mean is None else mean,
             rstd,
-            ABSENT if dx is None else matrix_of(dx, hidden),
-            ABSENT if dresidual is None else matrix_of(dresidual, hidden),
-            ABSENT if dgate is None else matrix_of(dgate, hidden),
-            _scratch(plan.partials(rows), x, torch.float32),
-            _scratch(plan.slots(rows), x, torch.int32),
-            ABSENT if dw is None else flat(dw),
-            ABSENT if db is None else flat(db),
+            ABSENT if dx is None else dx,
+            ABSENT if dresidual is None else dresidual,
+            ABSENT if dgate is None else dgate,
+            ABSENT if partials is None else empty(partials, (partials[1], 1), torch.float32),
+            ABSENT if slots is None else empty(slots, (slots[1], 1), torch.int32),
+            ABSENT if dw is None else dw,
+            ABSENT if db is None else db,
         )
-        run(plan.calls(arrays, rows), x.get_device())
+        run(plan.launches(rows), arrays, x.get_device())
     else:
         for sums in (dw, db):
             if sums is not None:
                 sums.zero_()
+    if x.shape != shape:
+        dx, dresidual, dgate = (g if g is None else shaped_as(g, x) for g in (dx, dresidual, dgate))
+    if dw is not None and weight.dim() > 1:
+        dw = shaped_as(dw, weight)
+    if db is not None and bias.dim() > 1:
+        db = shaped_as(db, bias)
     return dx, dresidual, dgate, dw, db
 
 
-def _like(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """An unwritten contiguous tensor of x's shape."""
-    if not x.is_contiguous():
-        return x.new_empty(x.shape, dtype=dtype)
-    if x.is_cuda:
-        return _empty_strided_cuda(tuple(x.shape), x.stride(), dtype)
-    return torch.empty(x.shape, dtype=dtype)
-
-
-def _scratch(shape: tuple[int, ...] | None, x: Tensor, dtype: torch.dtype) -> Tensor | int:
-    """What kernels fill before they read it."""
-    if shape is None:
-        return ABSENT
-    if x.is_cuda:
-        return _empty_strided_cuda(shape, (*shape[1:], 1), dtype)
+def _empty_strided_cpu(shape: tuple[int, ...], strides: tuple, dtype: torch.dtype) -> Tensor:
+    """A contiguous tensor. Inductor's allocator does not fill it where PyTorch is told to."""
     return torch.empty(shape, dtype=dtype)

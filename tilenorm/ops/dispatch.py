@@ -1,16 +1,20 @@
 """From a function's arguments to an implementation; and the short way of eager CUDA tensors."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
+from operator import itemgetter
 
 import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
 from torch.nn import Parameter
 
-from ..launch.plan import plan_backward, plan_forward
-from ..spec import norm_of
+from ..launch.plan import BackwardPlan, plan_backward, plan_forward
+from ..launch.target import Target
+from ..spec import NormSpec, norm_of
 from . import arguments, cutile, library, reference
+from .layout import all_aligned, all_contiguous
+from .prepared import prepare, prepared
 from .registry import MAX_ROWS, device_of, refuse_transformed, select, select_transformed
 
 
@@ -32,84 +36,120 @@ def normalize(
 
     op: the function's name, which says what it computes and takes.
     """
+    known, tensors = [], [input]
+    if not torch.compiler.is_compiling():
+        for other in (residual, gate, weight, bias):
+            if other is not None:
+                tensors.append(other)
+        try:
+            known = prepared(
+                op, eps, offset, gate_first, rounding, backend,
+                residual is None, gate is None, weight is None, bias is None,
+                type(normalized_shape), *normalized_shape,
+            )  # fmt: skip
+        except TypeError:  # of what, the checks say
+            known = []
+        for check, plans, index, hidden, value, differentiable, simple in known:
+            if (
+                check(*tensors)
+                and index == _current_device()
+                and input.numel() <= MAX_ROWS * hidden
+                and (residual is None or residual.shape == input.shape)
+                and (gate is None or gate.shape == input.shape)
+                and not _modes()
+                and forward_ad._current_level < 0
+            ):
+                forward = cutile.forward
+                if simple and (not plans.aligned or all_aligned(tensors)):
+                    if input.dim() == 2:
+                        forward = cutile.forward_matrices
+                    elif all_contiguous(tensors):
+                        forward = cutile.forward_contiguous
+                if differentiable and torch.is_grad_enabled():
+                    return _apply(input, residual, gate, weight, bias, value, plans, forward)
+                return forward(plans.inference, input, residual, gate, weight, bias, value)[:2]
+    return _checked(
+        op, input, residual, gate, normalized_shape, weight, bias, eps, offset, gate_first,
+        rounding, backend, known, tensors,
+    )  # fmt: skip
+
+
+def _checked(
+    op, input, residual, gate, normalized_shape, weight, bias, eps, offset, gate_first, rounding,
+    backend, known, tensors,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """The same after checks, and remembered where the kernels serve plain tensors."""
     norm = norm_of(op)
     others = {}
     if op.startswith("add"):
         others["residual"] = residual
     elif op.startswith("gated"):
         others["gate"] = gate
-    hidden, heads = arguments.check(
+    hidden, _ = arguments.check(
         op, input, normalized_shape, weight, bias, eps, offset, rounding, backend, **others
     )
+    x = input
     if _autocast() and input.is_cuda:
-        input = library.autocast_input(input, norm)
-    eps = arguments.default_eps(input, residual) if eps is None else float(eps)
-    offset = float(offset)
-    needs_grad = torch.is_grad_enabled() and (
-        input.requires_grad
-        or (weight is not None and weight.requires_grad)
-        or (bias is not None and bias.requires_grad)
-        or (residual is not None and residual.requires_grad)
-        or (gate is not None and gate.requires_grad)
+        x = library.autocast_input(input, norm)
+    eps = arguments.default_eps(x, residual) if eps is None else float(eps)
+    how = (norm, hidden, eps, float(offset), gate_first, rounding)
+    needs_grad = torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (x, residual, gate, weight, bias)
     )
-    if _is_plain(input, residual, gate, weight, bias):
-        plans = _plans(
-            norm,
-            hidden,
-            input.dtype,
-            None if residual is None else residual.dtype,
-            None if gate is None else gate.dtype,
-            None if weight is None else weight.dtype,
-            None if bias is None else bias.dtype,
-            offset,
-            gate_first,
-            heads,
-            rounding,
-            input.get_device(),
-            backend,
-        )
-        if plans is not None and input.numel() <= MAX_ROWS * hidden:
+    if _is_plain(x, residual, gate, weight, bias):
+        spec = library.spec_of_tensors(x, residual, gate, weight, bias, *how)
+        plans = _plans(spec, x.get_device(), backend)
+        if plans is not None and x.numel() <= MAX_ROWS * hidden:
             if needs_grad:
-                return _apply(input, residual, gate, weight, bias, eps, plans)
-            return cutile.forward(plans.inference, input, residual, gate, weight, bias, eps)[:2]
-    how = (norm, hidden, eps, offset, gate_first, rounding)
+                found = _apply(x, residual, gate, weight, bias, eps, plans, cutile.forward)
+            else:
+                found = cutile.forward(plans.inference, x, residual, gate, weight, bias, eps)
+            if x is input:
+                parameters = [t.dim() for t in (weight, bias) if t is not None]
+                fixed = max([len(normalized_shape), *parameters])
+                prepare(known, tensors, fixed, hidden, eps, plans)
+            return found[:2]
     if _is_transformed():
-        spec = library.spec_of_tensors(input, residual, gate, weight, bias, *how)
+        spec = library.spec_of_tensors(x, residual, gate, weight, bias, *how)
         if torch.compiler.is_compiling():
             refuse_transformed(op, backend)  # a graph has no place for a warning
         else:
-            select_transformed(spec, device_of(input.device.type, input.get_device()), backend)
-        return reference.forward(spec, input, residual, gate, weight, bias, eps)[:2]
-    return torch.ops.tilenorm.norm(input, residual, gate, weight, bias, *how, needs_grad, backend)[
-        :2
-    ]
+            select_transformed(spec, device_of(x.device.type, x.get_device()), backend)
+        return reference.forward(spec, x, residual, gate, weight, bias, eps)[:2]
+    return torch.ops.tilenorm.norm(x, residual, gate, weight, bias, *how, needs_grad, backend)[:2]
 
 
 _autocast = torch.is_autocast_enabled  # for CUDA; given a device's name it takes twice as long
 _modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._functorch.peek_interpreter_stack
 _Transform = torch._C._functorch.CInterpreter
+_PLAIN = frozenset((Tensor, Parameter, type(None)))
 _current_device = getattr(torch._C, "_cuda_getDevice", None)  # absent from a CPU build
 
 
 class Plans:
     """What eager calls of one spec on one device need, found once."""
 
-    def __init__(self, spec, target, backend):
-        self.spec, self.backend = spec, backend
+    def __init__(self, spec: NormSpec, target: Target, backend: str | None):
+        self.spec, self.backend, self.aligned = spec, backend, spec.aligned
+        self.dtype, self.added = (d and getattr(torch, d) for d in (spec.dtype, spec.residual))
         self.inference = plan_forward(spec, target, False)
         self.training = plan_forward(spec, target, True)
         self.backward = cache(lambda needs: plan_backward(spec, target, needs))
+        self.gradients = cache(self._gradients)
+
+    def _gradients(self, mask: tuple[bool, ...], dsum: bool) -> tuple[BackwardPlan, Callable]:
+        """The backward plan for a mask of what _Norm takes, and what sorts its results and None."""
+        spec = self.spec
+        has = (spec.dtype, spec.residual, spec.gate, spec.weight, spec.bias)
+        plan = self.backward(library.merged_needs(*has, dsum or None, mask[:5]))
+        places = library.spread(range(5), spec.residual, spec.dtype, mask[:5])
+        return plan, itemgetter(*(-1 if p is None else p for p in places), *[-1] * len(mask[5:]))
 
 
 @cache
-def _plans(
-    norm, hidden, dtype, residual, gate, weight, bias, offset, gate_first, heads, rounding, index,
-    backend,
-) -> Plans | None:  # fmt: skip
+def _plans(spec: NormSpec, index: int, backend: str | None) -> Plans | None:
     """Plans if the kernels serve, else None: the op then decides, warns or raises."""
-    dtypes = (dtype, residual, gate, weight, bias)
-    spec = library.spec_of(norm, hidden, *dtypes, offset, gate_first, heads, rounding)
     device = device_of("cuda", index)
     if select(spec, 0, device, backend) != "cutile":
         return None
@@ -122,46 +162,39 @@ def _is_transformed() -> bool:
     return isinstance(_transforms(), _Transform) or forward_ad._current_level >= 0
 
 
+def _is_current(tensor: Tensor) -> bool:
+    return tensor.is_cuda and tensor.get_device() == _current_device()
+
+
 def _is_plain(tensor: Tensor, *others: Tensor | None) -> bool:
     """Eager tensors on the current CUDA device that no compiler, mode or subclass wants to see."""
-    if torch.compiler.is_compiling() or _modes() or _is_transformed():
+    if torch.compiler.is_compiling() or _modes() or _is_transformed() or not _is_current(tensor):
         return False
-    if not tensor.is_cuda or tensor.get_device() != _current_device():
-        return False
-    if type(tensor) is not Tensor and type(tensor) is not Parameter:
-        return False
-    for other in others:
-        if not (other is None or type(other) is Parameter or type(other) is Tensor):
-            return False
-    return True
+    return _PLAIN.issuperset(map(type, (tensor, *others)))
 
 
 class _Norm(Function):
     @staticmethod
-    def forward(ctx, x, residual, gate, weight, bias, eps, plans):
-        y, total, mean, rstd = cutile.forward(plans.training, x, residual, gate, weight, bias, eps)
+    def forward(ctx, x, residual, gate, weight, bias, eps, plans, forward):
+        y, total, mean, rstd = forward(plans.training, x, residual, gate, weight, bias, eps)
         ctx.save_for_backward(x if total is None else total, gate, weight, bias, mean, rstd)
         ctx.set_materialize_grads(False)
         ctx.eps, ctx.plans = eps, plans
-        ctx.added = None if total is None else total.dtype
-        ctx.dtype = x.dtype
         return y, total
 
     @staticmethod
     def backward(ctx, dy, dsum):
-        mask = ctx.needs_input_grad[:5]
-        added, dtype, plans = ctx.added, ctx.dtype, ctx.plans
+        mask, plans, saved = ctx.needs_input_grad, ctx.plans, ctx.saved_tensors
         if dy is None or torch.is_grad_enabled() or not _is_plain(dy, dsum):
-            spec = plans.spec
+            spec, of = plans.spec, (plans.added, plans.dtype)
             how = (spec.norm, spec.hidden, ctx.eps, spec.offset, spec.gate_first, spec.rounding)
-            saved = ctx.saved_tensors
-            grads = library.gradients(dy, dsum, saved, added, dtype, how, mask, plans.backend)
-            return *grads, None, None
-        x, gate, weight, bias, mean, rstd = ctx.saved_tensors
-        plan = plans.backward(library.merged_needs(dtype, added, gate, weight, bias, dsum, mask))
-        grads = cutile.backward(plan, dy, dsum, x, gate, weight, bias, mean, rstd)
-        return *library.spread(grads, added, dtype, mask), None, None
+            grads = library.gradients(dy, dsum, saved, *of, how, mask[:5], plans.backend)
+            return *grads, None, None, None
+        plan, sort = plans.gradients(mask, dsum is not None)
+        return sort((*cutile.backward(plan, dy, dsum, *saved), None))
 
 
 # Past the Python half of Function.apply, which looks for the transforms that _is_plain excludes.
 _apply = super(Function, _Norm).apply
+# And past the Python half of the backward pass, which finds this function by its name.
+_Norm._backward_cls.apply = _Norm.backward

@@ -1,5 +1,7 @@
 """Tensors as the kernels take them: rows in place where that keeps a row's bits, else one copy."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -7,6 +9,9 @@ from ..spec import NormSpec
 
 VECTOR_BYTES = 16
 MAX_STRIDE = 2**31  # kernels hold extents and strides in 32 bits
+# A view that autograd knows nothing of, as Inductor makes it: half the time of as_strided, and it
+# does not let go of the interpreter's lock.
+reinterpret = torch._C._dynamo.guards._reinterpret_tensor
 
 
 def rows_of(x: Tensor, spec: NormSpec, leading: int) -> Tensor:
@@ -16,12 +21,14 @@ def rows_of(x: Tensor, spec: NormSpec, leading: int) -> Tensor:
     when rows fill vectors, every row starts on 16 bytes. A row that does not would be read in
     narrower pieces and summed in another order, so it is copied: the same bits come first.
     """
-    hidden, aligned = spec.hidden, spec.aligned
     if spec.heads:
         return _tokens_of(x, spec)
+    hidden, aligned = spec.hidden, spec.aligned
     if x.is_contiguous():
-        view = matrix_of(x, hidden)
-        return view.clone() if aligned and x.data_ptr() % VECTOR_BYTES else view
+        # A single row may have any stride, and the compiler reads by what the stride is.
+        if x.stride() != (hidden, 1):
+            x = reinterpret(x, (x.numel() // hidden, hidden), (hidden, 1))
+        return x.clone() if aligned and x.data_ptr() % VECTOR_BYTES else x
     strided = _collapse(x, hidden)
     if strided is None or len(strided[0]) > leading or not _starts_vectors(x, strided[1], aligned):
         return x.reshape(-1, hidden).contiguous()
@@ -33,11 +40,13 @@ def _tokens_of(x: Tensor, spec: NormSpec) -> Tensor:
     """x as (tokens, heads, hidden), always, so that every layout is read by the same code."""
     heads, hidden = spec.heads, spec.hidden
     shape = (x.numel() // (heads * hidden), heads, hidden)
+    even = (heads * hidden, hidden, 1)
+    if x.is_contiguous() and not (spec.aligned and x.data_ptr() % VECTOR_BYTES):
+        return x if x.stride() == even else reinterpret(x, shape, even)
     try:
         view = x.view(shape)
     except RuntimeError:  # the leading dimensions do not merge into one
         view = x.contiguous().view(shape)
-    even = (heads * hidden, hidden, 1)
     # An extent of 1 may have any stride, and the compiler reads by what the stride is.
     strides = [e if n == 1 else s for n, s, e in zip(shape, view.stride(), even, strict=True)]
     fits = strides[2] == 1 and 0 < min(strides) <= max(strides) < MAX_STRIDE
@@ -52,9 +61,24 @@ def _starts_vectors(x: Tensor, strides: list[int], aligned: bool) -> bool:
     return not aligned or not (x.data_ptr() % VECTOR_BYTES or any(s % unit for s in strides))
 
 
+def all_aligned(tensors: Sequence[Tensor]) -> bool:
+    """Whether every one starts on 16 bytes."""
+    addresses = 0
+    for tensor in tensors:
+        addresses |= tensor.data_ptr()
+    return not addresses % VECTOR_BYTES
+
+
+def all_contiguous(tensors: Sequence[Tensor]) -> bool:
+    for tensor in tensors:  # noqa: SIM110, all() takes twice as long
+        if not tensor.is_contiguous():
+            return False
+    return True
+
+
 def vector_of(w: Tensor, aligned: bool) -> Tensor:
     """A weight or bias as a contiguous vector; copied if, when `aligned`, not on 16 bytes."""
-    vector = flat(w)
+    vector = w if w.stride() == (1,) else flat(w)
     return vector.clone() if aligned and vector.data_ptr() % VECTOR_BYTES else vector
 
 
@@ -64,12 +88,11 @@ def parameter_of(w: Tensor, spec: NormSpec) -> Tensor:
     return vector.view(spec.heads, spec.hidden) if spec.heads else vector
 
 
-def matrix_of(x: Tensor, hidden: int) -> Tensor:
-    """A contiguous x as (rows, hidden)."""
-    # A single row may have any stride, and the compiler reads by what the stride is.
-    if x.dim() == 2 and x.shape[1] == hidden == x.stride(0):
-        return x
-    return x.as_strided((x.numel() // hidden, hidden), (hidden, 1))
+def shaped_as(fresh: Tensor, like: Tensor) -> Tensor:
+    """A contiguous tensor, which nothing else holds, in the shape of another."""
+    if like.is_contiguous():
+        return reinterpret(fresh, like.shape, like.stride())
+    return fresh.view(like.shape)
 
 
 def flat(w: Tensor) -> Tensor:

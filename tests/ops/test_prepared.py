@@ -1,0 +1,291 @@
+"""Calls that were checked before: found again where nothing that counts differs, and only there.
+
+The CPU's tensors take the way of CUDA's here, with the interpreter for a GPU.
+"""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import tilenorm
+from tilenorm.launch.calls import bound
+from tilenorm.launch.target import Target
+from tilenorm.ops import cutile, dispatch
+from tilenorm.ops.prepared import MOST_CALLS, MOST_TENSORS, prepared
+from tilenorm.ops.registry import Device
+
+from ..executors import Interpreter
+from .helpers import EACH_DEVICE, EACH_FORM, RMS, call, random, same, step, tensors_of
+
+pytestmark = [EACH_DEVICE, pytest.mark.usefixtures("no_memory")]
+N = 40
+
+
+@pytest.fixture(autouse=True)
+def checked(device, monkeypatch) -> list[str]:
+    """A list that gets the names of the functions whose calls are checked."""
+    if device == "cpu":
+        interpret = Interpreter("sm_90").run()
+        gpu = Device("cuda", Target("sm_90", 2), 13000)
+        monkeypatch.setattr(dispatch, "device_of", lambda *_: gpu)
+        monkeypatch.setattr(dispatch, "_current_device", lambda: -1)  # what CPU tensors answer
+        monkeypatch.setattr(dispatch, "_is_current", lambda tensor: True)
+        monkeypatch.setattr(cutile, "_current_stream", lambda index: 0)
+        monkeypatch.setattr(cutile, "launch", lambda stream, *made: interpret(*made, -1))
+    seen, original = [], dispatch._checked
+    monkeypatch.setattr(dispatch, "_checked", lambda op, *a: seen.append(op) or original(op, *a))
+    return seen
+
+
+@EACH_FORM
+@pytest.mark.parametrize("lead", [(5,), (2, 3), ()], ids=str)
+def test_the_same_bits_without_checks(device, form, lead, checked):
+    shapes = {"input": (*lead, N), form.other: (*lead, N)}
+    tensors = {
+        n: random(*shapes.get(n, (N,)), device=device, seed=i) for i, n in enumerate(form.names)
+    }
+    expected = step(form, tensors), call(form, tensors)
+    assert len(checked) == 2
+    assert same(step(form, tensors), expected[0])
+    assert all(map(torch.equal, call(form, tensors), expected[1]))
+    assert len(checked) == 2
+
+
+@EACH_FORM
+def test_any_number_of_rows(device, form, checked):
+    call(form, tensors_of(form, 5, N, device=device))
+    for rows in (1, 7, 0, 5):
+        tensors = tensors_of(form, rows, N, device=device)
+        assert call(form, tensors)[0].shape == (rows, N)
+    assert len(checked) == 1
+
+
+def one_element_in(x):
+    """A copy that does not start on 16 bytes."""
+    return torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape)
+
+
+def under_autocast(x, w):
+    with torch.autocast(x.device.type, torch.bfloat16):
+        return tilenorm.layer_norm(x.bfloat16(), (N,), w)
+
+
+def rms(x, w, eps=1e-6, shape=(N,), **options):
+    return tilenorm.rms_norm(x, shape, w, eps, **options)
+
+
+OTHER = {
+    "another eps": lambda x, w: rms(x, w, 1e-3),
+    "no eps": lambda x, w: rms(x, w, None),
+    "an offset": lambda x, w: rms(x, w, offset=1.0),
+    "rounded early": lambda x, w: rms(x.bfloat16(), w.bfloat16(), rounding="early"),
+    "the reference": lambda x, w: rms(x, w, backend="reference"),
+    "layer_norm": lambda x, w: tilenorm.layer_norm(x, (N,), w, None, 1e-6),
+    "a list": lambda x, w: rms(x, w, shape=[N]),
+    "both dimensions": lambda x, w: rms(x, None, shape=x.shape),
+    "a row of two dimensions": lambda x, w: rms(x[:1], w[None], shape=(1, N)),
+    "heads": lambda x, w: rms(x.view(3, 2, N), torch.stack([w, 2 * w])),
+    "a bias for a weight": lambda x, w: rms(x, None, bias=w),
+    "no weight": lambda x, w: rms(x, None),
+    "a parameter": lambda x, w: rms(x, nn.Parameter(w)).detach(),
+    "another dtype": lambda x, w: rms(x.bfloat16(), w),
+    "three dimensions": lambda x, w: rms(x.view(2, 3, N), w),
+    "one dimension": lambda x, w: rms(x[0], w),
+    "no rows": lambda x, w: rms(x[:0], w),
+    "rows apart": lambda x, w: rms(torch.cat([x, x], 1)[:, :N], w),
+    "columns first": lambda x, w: rms(x.t().contiguous().t(), w),
+    "one row of an odd stride": lambda x, w: rms(x[:1].as_strided((1, N), (7, 1)), w),
+    "one element in": lambda x, w: rms(one_element_in(x), w),
+    "a weight one element in": lambda x, w: rms(x, one_element_in(w)),
+    "a strided weight": lambda x, w: rms(x, w.repeat_interleave(2)[::2]),
+    "under autocast": under_autocast,
+    "in inference mode": torch.inference_mode()(lambda x, w: rms(x, w)),
+    "with gradients": lambda x, w: torch.autograd.grad(rms(x.requires_grad_(), w).sum(), x)[0],
+    "without": lambda x, w: torch.no_grad()(rms)(x.requires_grad_(), w),
+    "its own residual": lambda x, w: tilenorm.add_rms_norm(x, x, (N,), w, 1e-6)[0],
+    "transformed": lambda x, w: torch.func.vmap(lambda row: rms(row, w))(x),
+    "a constant of a transform": lambda x, w: torch.func.vmap(lambda i: i * rms(x, w))(x),
+    "a gradient of torch.func": lambda x, w: torch.func.grad(lambda x: rms(x, w).sum())(x),
+}
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_another_call_gives_the_bits_it_would_give_alone(device, name):
+    other, x, w = OTHER[name], random(6, N, device=device), random(N, device=device, seed=1)
+    expected = other(x.clone(), w.clone())
+    prepared.cache_clear()
+    first = rms(x, w)
+    for _ in range(2):
+        got = other(x.clone(), w.clone())
+        assert got.dtype == expected.dtype and torch.equal(got, expected)
+        assert torch.equal(rms(x, w), first)
+
+
+@pytest.mark.parametrize(
+    "name", ["one element in", "a weight one element in", "one row of an odd stride", "rows apart"]
+)
+def test_kernels_get_rows_that_fill_vectors(device, name, monkeypatch):
+    x, w = random(6, N, device=device), random(N, device=device, seed=1)
+    taken, launch = [], cutile.launch
+    monkeypatch.setattr(cutile, "launch", lambda *a: taken.extend(bound(*a[1:])) or launch(*a))
+    rms(x, w)
+    for _ in range(2):
+        OTHER[name](x, w)
+    assert len(taken) == 3
+    for made in taken:
+        tensors = [a for a in made.arguments if isinstance(a, torch.Tensor)]
+        assert not any(t.data_ptr() % 16 for t in tensors)
+        assert all(t.stride()[0] in (1, N, 2 * N) for t in tensors)
+
+
+@EACH_FORM
+@pytest.mark.parametrize("seen", ["input", "weight"])
+def test_subclasses_are_never_served(device, form, seen, checked):
+    class Logged(torch.Tensor):
+        pass
+
+    tensors = tensors_of(form, 5, N, device=device)
+    call(form, tensors)
+    call(form, tensors | {seen: tensors[seen].as_subclass(Logged)})
+    call(form, tensors | {seen: tensors[seen].as_subclass(Logged)})
+    assert len(checked) == 3
+
+
+def test_a_mode_sees_the_op(device):
+    class Seen(TorchDispatchMode):
+        @classmethod
+        def ignore_compile_internals(cls):
+            return True  # the guard does not see such a mode
+
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            ops.append(op)
+            return op(*args, **(kwargs or {}))
+
+    ops, tensors = [], tensors_of(RMS, 5, N, device=device)
+    call(RMS, tensors)
+    with Seen():
+        call(RMS, tensors)
+    assert ops == [torch.ops.tilenorm.norm.default]
+
+
+def test_a_dual_level_runs_the_reference(device, checked):
+    tensors = tensors_of(RMS, 5, N, device=device)
+    call(RMS, tensors)
+    with forward_ad.dual_level():
+        x = forward_ad.make_dual(tensors["input"], torch.ones_like(tensors["input"]))
+        (y,) = call(RMS, tensors | {"input": x})
+        assert forward_ad.unpack_dual(y).tangent is not None
+
+
+def test_without_grad_autograd_is_not_called(device, monkeypatch):
+    tensors = {n: t.requires_grad_() for n, t in tensors_of(RMS, 5, N, device=device).items()}
+    call(RMS, tensors)
+    monkeypatch.setattr(dispatch, "_apply", None)
+    with torch.no_grad():
+        call(RMS, tensors)
+
+
+def test_under_autocast_a_call_is_checked_again(device, checked):
+    tensors = tensors_of(RMS, 5, N, device=device)
+    call(RMS, tensors)
+    with torch.autocast(device, torch.bfloat16):
+        call(RMS, tensors)
+    assert len(checked) == 2
+
+
+def test_another_current_device_is_not_served(device, checked, monkeypatch):
+    tensors = tensors_of(RMS, 5, N, device=device)
+    call(RMS, tensors)
+    monkeypatch.setattr(dispatch, "_current_device", lambda: 1)
+    call(RMS, tensors)
+    assert len(checked) == 2
+
+
+def test_compiled_after_it_was_called(device, dynamo):
+    tensors = tensors_of(RMS, 5, N, device=device)
+    expected = [call(RMS, tensors) for _ in range(2)][1]
+    got = torch.compile(call, backend="aot_eager", fullgraph=True)(RMS, tensors)
+    assert all(map(torch.equal, got, expected))
+
+
+def add(x, r, w, shape=(N,), eps=1e-5):
+    return tilenorm.add_layer_norm(x, r, shape, w, None, eps)
+
+
+def gated(x, r, w):
+    return tilenorm.gated_rms_norm(x, r, (N,), w, 1e-5)
+
+
+REFUSED = {
+    "a size that is no int": (lambda x, r, w: add(x, r, w, (float(N),)), TypeError),
+    "a bool for one": (lambda x, r, w: rms(x[:, :1], None, shape=(True,)), TypeError),
+    "a set": (lambda x, r, w: add(x, r, w, {N}), TypeError),
+    "an int": (lambda x, r, w: add(x, r, w, N), TypeError),
+    "a tensor for eps": (lambda x, r, w: add(x, r, w, eps=torch.tensor(1e-5)), TypeError),
+    "no eps": (lambda x, r, w: add(x, r, w, eps=None), TypeError),
+    "no residual": (lambda x, r, w: add(x, None, w), TypeError),
+    "a vector for the residual": (lambda x, r, w: add(x, r[0], w), RuntimeError),
+    "a shorter residual": (lambda x, r, w: add(x, r[:3], w), RuntimeError),
+    "a shorter gate": (lambda x, r, w: gated(x, r[:3], w), RuntimeError),
+    "a shorter input": (lambda x, r, w: add(x[:, 1:], r[:, 1:], w), RuntimeError),
+    "a matrix for the weight": (lambda x, r, w: add(x, r, x.t()), RuntimeError),
+    "no tensor": (lambda x, r, w: add(1, r, w), TypeError),
+    "integers": (lambda x, r, w: add(x.int(), r, w), NotImplementedError),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_at_first_is_refused_later(device, name):
+    function, error = REFUSED[name]
+    x, r = (random(5, N, device=device, seed=seed) for seed in range(2))
+    w = random(N, device=device)
+    with pytest.raises(error) as first:
+        function(x, r, w)
+    add(x, r, w), gated(x, r, w), rms(x[:, :1], None, shape=(1,))
+    with pytest.raises(error) as later:
+        function(x, r, w)
+    assert str(first.value) == str(later.value)
+
+
+@EACH_FORM
+def test_no_tensor_is_kept(device, form):
+    tensors = tensors_of(form, 5, N, device=device)
+    step(form, tensors)
+    step(form, tensors)
+    alive = [weakref.ref(t) for t in tensors.values()]
+    del tensors
+    gc.collect()
+    assert not any(tensor() is not None for tensor in alive)
+
+
+def test_a_tensor_where_none_is_taken_is_not_kept(device):
+    eps = torch.tensor(1e-5)
+    with pytest.raises(TypeError):
+        tilenorm.layer_norm(random(5, N, device=device), (N,), None, None, eps)
+    alive = weakref.ref(eps)
+    del eps
+    gc.collect()
+    assert alive() is None
+
+
+def test_what_is_remembered_is_bounded(device):
+    for number in range(MOST_CALLS + 9):
+        prepared("rms_norm", 1e-6 * number)
+    assert prepared.cache_info().currsize == MOST_CALLS
+    prepared.cache_clear()
+    for dims in range(1, MOST_TENSORS + 4):
+        rms(random(*[1] * dims, N, device=device), None)
+    how = (1e-6, 0.0, False, "late", None, True, True, True, True, tuple, N)
+    assert len(prepared("rms_norm", *how)) == MOST_TENSORS
+
+
+def test_a_guard_that_takes_nothing_is_not_remembered(device):
+    x = random(5, N, device=device)
+    tilenorm.add_rms_norm(x, x, (N,), None, 1e-6)  # a guard takes no tensor twice
+    how = (1e-6, 0.0, False, "late", None, False, True, True, True, tuple, N)
+    assert prepared("add_rms_norm", *how) == []
