@@ -33,7 +33,7 @@ CHUNKS = {"forward": (2048, 4096, 8192, 16384), "backward": (1024, 2048, 4096, 8
 
 # Segments at most of different widths, and of one, and the narrowest of each.
 MOST_SEGMENTS, NARROWEST_SEGMENT = 5, 512
-MOST_EQUAL_SEGMENTS, NARROWEST_EQUAL_SEGMENT = 9, 256
+MOST_EQUAL_SEGMENTS, NARROWEST_EQUAL_SEGMENT = 9, 128
 # Elements of a tile of gathered rows, more for a wider row.
 TILES = {"forward": (512, 8192), "backward": (512, 4096)}
 LARGEST_AHEAD = 4096  # elements of a tile of which a loop gathers the next one ahead

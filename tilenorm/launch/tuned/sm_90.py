@@ -5,7 +5,7 @@ writes, each tensor once, the column sum in the time; a device-to-device copy mo
 Where one figure stands it is that of the largest size; (N) names another.
 
 A table lists (largest hidden size served, configuration), ascending; a narrower row goes without
-segments that it does not reach. None is the untimed rule of heuristics.py, which also says which
+segments that it does not reach. None is the rule of heuristics.py, which also says which
 operation stands for which; a table's key is the operation and the bytes of an element.
 """
 
@@ -14,34 +14,31 @@ from ..config import Backward, Forward, Hints
 # (kernel, operation, bytes, hidden size): bytes a thread that the compiler spills, where every
 # configuration without spills that was timed is slower.
 SPILLS = {
-    ("norm_forward", "layer_norm", 2, 262144): 40,
-    ("norm_forward", "add_layer_norm", 2, 32768): 16,
-    ("norm_forward", "gated_rms_norm", 2, 5120): 8,
-    ("norm_forward", "gated_rms_norm", 2, 12288): 16,
-    ("norm_forward", "gated_rms_norm", 2, 262144): 280,
-    ("norm_forward", "rms_norm", 4, 262144): 48,
-    ("norm_forward", "layer_norm", 4, 262144): 16,
+    ("norm_forward", "layer_norm", 2, 262144): 8,
+    ("norm_forward", "gate_first", 2, 5120): 8,
+    ("norm_forward", "gate_first", 2, 12288): 16,
+    ("norm_forward", "gate_first", 2, 262144): 144,
+    ("norm_forward", "layer_norm", 4, 262144): 32,
+    ("norm_forward", "add_rms_norm", 4, 262144): 96,
+    ("norm_forward", "gate_first", 4, 262144): 56,
     ("norm_backward", "rms_norm", 2, 2048): 16,
     ("norm_backward", "rms_norm", 2, 6144): 56,
     ("norm_backward", "rms_norm", 2, 16384): 40,
-    ("norm_backward", "rms_norm", 2, 262144): 24,
     ("norm_backward", "layer_norm", 2, 12288): 24,
     ("norm_backward", "layer_norm", 2, 14336): 248,
-    ("norm_backward", "layer_norm", 2, 65536): 8,
-    ("norm_backward", "layer_norm", 2, 262144): 8,
+    ("norm_backward", "layer_norm", 2, 262144): 24,
     ("norm_backward", "add_rms_norm", 2, 6144): 112,
     ("norm_backward", "add_rms_norm", 2, 16384): 80,
-    ("norm_backward", "add_rms_norm", 2, 262144): 8,
     ("norm_backward", "add_layer_norm", 2, 12288): 32,
-    ("norm_backward", "add_layer_norm", 2, 20480): 56,
-    ("norm_backward", "add_layer_norm", 2, 32768): 64,
-    ("norm_backward", "add_layer_norm", 2, 65536): 48,
-    ("norm_backward", "add_layer_norm", 2, 262144): 48,
+    ("norm_backward", "add_layer_norm", 2, 20480): 280,
+    ("norm_backward", "add_layer_norm", 2, 32768): 328,
+    ("norm_backward", "add_layer_norm", 2, 262144): 88,
     ("norm_backward", "gated_rms_norm", 2, 3072): 8,
+    ("norm_backward", "gated_rms_norm", 2, 4096): 24,
     ("norm_backward", "gated_rms_norm", 2, 5120): 16,
     ("norm_backward", "gated_rms_norm", 2, 8192): 16,
     ("norm_backward", "gated_rms_norm", 2, 20480): 104,
-    ("norm_backward", "gated_rms_norm", 2, 262144): 8,
+    ("norm_backward", "gated_rms_norm", 2, 262144): 16,
     ("norm_backward", "gate_first", 2, 64): 8,
     ("norm_backward", "gate_first", 2, 1536): 8,
     ("norm_backward", "gate_first", 2, 2048): 16,
@@ -49,16 +46,21 @@ SPILLS = {
     ("norm_backward", "gate_first", 2, 6144): 24,
     ("norm_backward", "gate_first", 2, 7168): 16,
     ("norm_backward", "gate_first", 2, 8192): 72,
-    ("norm_backward", "gate_first", 2, 262144): 16,
-    ("norm_backward", "rms_norm", 4, 65536): 24,
-    ("norm_backward", "rms_norm", 4, 262144): 48,
+    ("norm_backward", "gate_first", 2, 262144): 56,
+    ("norm_backward", "rms_norm", 4, 262144): 64,
     ("norm_backward", "layer_norm", 4, 16384): 104,
-    ("norm_backward", "layer_norm", 4, 262144): 16,
-    ("norm_backward", "add_rms_norm", 4, 65536): 96,
+    ("norm_backward", "layer_norm", 4, 262144): 24,
+    ("norm_backward", "add_rms_norm", 4, 20480): 48,
+    ("norm_backward", "add_rms_norm", 4, 65536): 40,
     ("norm_backward", "add_rms_norm", 4, 262144): 32,
     ("norm_backward", "add_layer_norm", 4, 10240): 8,
     ("norm_backward", "add_layer_norm", 4, 12288): 16,
-    ("norm_backward", "add_layer_norm", 4, 262144): 128,
+    ("norm_backward", "add_layer_norm", 4, 65536): 136,
+    ("norm_backward", "add_layer_norm", 4, 262144): 112,
+    ("norm_backward", "gated_rms_norm", 4, 8192): 32,
+    ("norm_backward", "gated_rms_norm", 4, 20480): 48,
+    ("norm_backward", "gate_first", 4, 8192): 144,
+    ("norm_backward", "gate_first", 4, 262144): 8,
 }
 
 
@@ -135,10 +137,13 @@ FORWARD = {
         (32, Forward(64, Hints(8))),  # 3993
         (64, Forward(32, Hints(8))),  # 3997
         (128, Forward(8)),  # 4017
-        (512, Forward(8, Hints(8))),  # 4001 (256), 3980
-        (768, Forward(4)),
-        (1024, Forward(2, widths=(512, 512))),  # 4064
-        (1536, Forward(1, Hints(8), (512, 512, 512))),  # 4055
+        (256, Forward(8, Hints(8))),  # 4001
+        (384, Forward(8, widths=(128,) * 3)),  # 4108
+        (512, Forward(4, widths=(128,) * 4)),  # 4091
+        (768, Forward(4, widths=(256,) * 3)),  # 4101 (640), 4063
+        (896, Forward(4, widths=(256,) * 4)),  # 4085
+        (1024, Forward(2, widths=(256,) * 4)),  # 4086
+        (1536, Forward(1, Hints(8), (512, 512, 512))),  # 4021 (1152), 4079 (1280), 4055
         (2048, Forward(widths=(512,) * 4)),  # 4089
         (3072, _fetch((1024, 1024, 1024), packed=True)),  # 4138
         (4096, Forward(1, Hints(4, 8), (1024,) * 4)),  # 4032
@@ -161,8 +166,9 @@ FORWARD = {
         (64, Forward(64, Hints(8))),  # 3741 (32), 3790
         (128, Forward(32, Hints(16))),  # 3827
         (256, Forward(16, Hints(8))),  # 3840
+        (384, Forward(16, widths=(128,) * 3)),  # 3948
         (512, Forward(8, widths=(256, 256))),  # 3999
-        (768, Forward(8, widths=(256, 256, 256))),
+        (768, Forward(8, widths=(256, 256, 256))),  # 3675 (640), 3969
         (1024, Forward(8, widths=(256, 256, 256, 256))),  # 4017
         (1536, _loop(1, 8, (1024, 512))),  # 3780
         (2048, Forward(1, Hints(8), (512,) * 4)),  # 3969
@@ -181,8 +187,9 @@ FORWARD = {
         (64, Forward(32, Hints(8))),  # 4103 (32), 4100
         (128, Forward(8, Hints(12))),  # 4171
         (256, Forward(4)),  # 4154
+        (384, Forward(8, widths=(128,) * 3)),  # 4135
         (512, Forward(2)),  # 4159
-        (1024, Forward(2, widths=(512, 512))),  # 4126
+        (1024, Forward(2, widths=(512, 512))),  # 4131 (640), 4126
         (2048, Forward()),  # 4159 (1536), 4151
         (4096, Forward(1, Hints(8))),  # 4122 (3072), 4055
         (8192, Forward()),  # 4115 (5120), 4076 (7168), 4084
@@ -267,11 +274,11 @@ FORWARD = {
         (262144, _chunk(2048, 6)),  # 3004 (131072)
     ),
     ("gated_rms_norm", 4): (
-        (8192, None),
+        (8192, None),  # 4322 (2048), 4148 (4096), 4261
         (262144, _chunk(2048, 10)),  # 4274 (12288), 4272 (16384), 4317 (32768), 4005 (131072)
     ),
     ("gate_first", 4): (
-        (8192, None),
+        (8192, None),  # 4330 (2048), 4301 (4096), 4046
         (262144, _chunk(4096, 7)),  # 4244 (12288), 4201 (16384), 4207 (32768), 4024 (131072)
     ),
 }
@@ -282,7 +289,9 @@ BACKWARD = {
         (64, _gather((64,), 5, rows=32)),  # 4040
         (128, _gather((128,), 5, rows=16)),  # 4042
         (256, _gather((256,), 5, rows=8)),  # 3903
+        (384, _gather((128,) * 3, 5, rows=4)),  # 3834
         (512, _gather((512,), 5, rows=4)),  # 3899
+        (768, _gather((256,) * 3, 5, rows=2)),  # 3847
         (1024, _gather((512, 512), 5, rows=2)),  # 3982
         (1536, _gather((512,) * 3, 6)),  # 3996
         (2048, _gather((2048,), 5)),  # 4039
@@ -304,7 +313,9 @@ BACKWARD = {
         (64, _gather((64,), 5, rows=32)),  # 3911
         (128, _gather((128,), 4, rows=16)),  # 3813
         (256, _gather((256,), 5, rows=8)),  # 3778
+        (384, _gather((128,) * 3, 5, rows=4)),  # 3754
         (512, _gather((512,), 4, rows=4)),  # 3664
+        (768, _gather((256,) * 3, 5, rows=2)),  # 3753
         (1024, _gather((1024,), 4, rows=2)),  # 3779
         (1536, _gather((1024, 512), 5)),  # 3731
         (2048, _gather((1024, 1024), 4)),  # 3815
@@ -327,6 +338,7 @@ BACKWARD = {
         (64, _gather((64,), 4, rows=32)),  # 4157
         (128, _gather((128,), 4, rows=16)),  # 4164
         (256, _gather((256,), 5, rows=8)),  # 4097
+        (384, _gather((128,) * 3, 5, rows=4)),  # 4119
         (512, _gather((512,), 5, rows=4)),  # 4110
         (1024, _gather((1024,), 5, rows=2)),  # 4160
         (1536, _gather((1024, 512), 5)),  # 4145
@@ -479,12 +491,12 @@ BACKWARD = {
         (262144, _gather((1024, 1024), 3)),  # 2481 (131072)
     ),
     ("gated_rms_norm", 4): (
-        (8192, None),
+        (8192, None),  # 4685 (2048), 4763 (4096), 4737
         (20480, _gather((2048,), 2)),  # 4125 (12288), 4144 (16384)
         (262144, _gather((4096,), 1, 8)),  # 3621 (131072)
     ),
     ("gate_first", 4): (
-        (8192, None),
+        (8192, None),  # 4696 (2048), 4752 (4096), 4425
         (262144, _gather((4096,), 1, 8)),  # 3661 (12288), 3672 (16384), 3406 (131072)
     ),
 }
