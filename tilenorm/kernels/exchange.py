@@ -4,7 +4,8 @@ A row too wide for one block is cut into chunks, a block a chunk. Each block pub
 in slots of the row and reads those of the others, in chunk order, so that a sum has one order. A
 slot holds a number or is EMPTY, so that nothing but the slot itself has to be visible: relaxed
 atomics do. Nothing depends on the blocks of a row running side by side: a block that has polled
-POLLS times computes what is missing itself, from the same columns in the same way.
+POLLS times computes what is missing itself, from the same columns in the same order: what a thread
+adds up is prescribed by formula.folded.
 """
 
 import cuda.tile as ct

@@ -143,7 +143,7 @@ def joined(tile, w, number):
 
 
 def unknown_zero(rows):
-    """0.0, of which the compiler does not know that no count is negative."""
+    """0.0, of a count's sign: the compiler does not know that counts are never negative."""
     return ct.astype(rows >> 31, ct.float32)
 
 

@@ -38,7 +38,7 @@ from .target import Target
 POLLS = 1 << 12  # about 4 ms: what another kernel on the same GPU may keep blocks of a row apart
 CLEAR_SLOTS, COLUMN_SUM = (hinted(kernel, Hints()) for kernel in (clear_slots, column_sum))
 CLEARED = 1024  # slots that a block empties
-# Tiles a multiprocessor, and elements of these, that run side by side as few rows are planned.
+# Rows are few while a multiprocessor gets at most so many tiles, or elements of tiles.
 FEW_TILES, FEW_ELEMENTS = 2, 24576
 SIZES = 64  # numbers of rows that a plan remembers
 _FORWARD_SLOTS, _BACKWARD_SLOTS = (taking(a, "slots") for a in (ForwardArrays, BackwardArrays))
