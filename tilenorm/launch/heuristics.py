@@ -22,6 +22,7 @@ FORWARD_TILE = 16384
 # Chunks of rows that blocks share: elements of all inputs together.
 FORWARD_CHUNK = 8192
 BACKWARD_CHUNK = 4096
+CHUNK_OCCUPANCY = 2  # in the backward pass: with three blocks some spill
 
 
 def forward(spec: NormSpec, target: Target) -> Forward:
@@ -45,11 +46,10 @@ def backward(spec: NormSpec, target: Target, needs) -> Backward:
     fits = 4096 if inputs == 3 and needs.sums == 2 else 8192
     if width <= fits and target.has_tma and spec.aligned:
         return Backward((width,), tma=True, hints=Hints(1, 8))
-    occupancy = 3 if inputs == 2 else 2  # without spills
     # All blocks of a row are resident at once: each waits for the others, row after row.
-    least = cdiv(spec.hidden, target.multiprocessors * occupancy)
+    least = cdiv(spec.hidden, target.multiprocessors * CHUNK_OCCUPANCY)
     chunk = max(BACKWARD_CHUNK // tile_width(inputs), tile_width(least))
-    return Backward((chunk,), hints=Hints(occupancy), packed=_packs(spec))
+    return Backward((chunk,), hints=Hints(CHUNK_OCCUPANCY), packed=_packs(spec))
 
 
 def column_sum(spec: NormSpec, target: Target) -> ColumnSum:

@@ -203,17 +203,14 @@ class ForwardPlan(_Plan):
         def launches(rows, eps):
             if self.config.fetch and not self.few and not self.queues(rows):
                 return self._of_few.launches(rows, eps)
-            tail = (rows, eps, *self._constants)
-            tiles = self.tiles(rows)
+            tiles, tail = self.tiles(rows), (rows, eps, *self._constants)
             if self.config.loop:
                 return [Launch(self._kernel, (min(tiles, self.resident),), tuple, (0, *tail))]
-            main = [
-                Launch(
-                    self._kernel, (count * self.chunks,), tuple, (first, *tail), self._starts_early
-                )
-                for first, count in parts(tiles, MAX_GRID // self.chunks)
-            ]
-            return [*self._clear(_FORWARD_SLOTS, rows), *main]
+            made = self._clear(_FORWARD_SLOTS, rows)
+            for first, count in parts(tiles, MAX_GRID // self.chunks):
+                rest, grid = (first, *tail), (count * self.chunks,)
+                made.append(Launch(self._kernel, grid, tuple, rest, self._starts_early))
+            return made
 
         return launches
 
@@ -292,9 +289,9 @@ class BackwardPlan(_Plan):
         config, rows = self.sum_config, self._partial_rows(blocks)
         sums = [name for name in ("dw", "db") if getattr(self.needs, name)]
         take = taking(BackwardArrays, "partials", *sums)
-        tile = (config.rows, config.tile, self._overlap)
-        rest = (*[ABSENT] * (2 - len(sums)), rows, len(sums), *tile)
-        grid = (cdiv(self._sum_width, config.tile), len(sums))
+        absent = [ABSENT] * (2 - len(sums))
+        rest = (*absent, rows, len(sums), config.rows, config.tile, self._overlap)
+        grid = cdiv(self._sum_width, config.tile), len(sums)
         return [Launch(COLUMN_SUM, grid, take, rest, self._overlap)]
 
 
