@@ -19,10 +19,11 @@ TILE = 2048  # elements of a tile of several rows
 GATHERED = {0: 4096, 1: 4096, 2: 2048}
 # The same for a whole row in the forward pass.
 FORWARD_TILE = 16384
-# Chunks of rows that blocks share: elements of all inputs together.
+# Chunks of rows that blocks share. Forward, elements of all inputs together.
 FORWARD_CHUNK = 8192
-BACKWARD_CHUNK = 4096
-CHUNK_OCCUPANCY = 2  # in the backward pass: with three blocks some spill
+# In the backward pass, elements of a chunk and blocks a multiprocessor: of two inputs by the bytes
+# of an element, and of more. With a block more some spill.
+BACKWARD_CHUNK, MORE_CHUNK = {2: (2048, 2), 4: (1024, 3)}, (1024, 2)
 
 
 def forward(spec: NormSpec, target: Target) -> Forward:
@@ -46,10 +47,10 @@ def backward(spec: NormSpec, target: Target, needs) -> Backward:
     fits = 4096 if inputs == 3 and needs.sums == 2 else 8192
     if width <= fits and target.has_tma and spec.aligned:
         return Backward((width,), tma=True, hints=Hints(1, 8))
+    chunk, occupancy = BACKWARD_CHUNK[spec.widest_item] if inputs == 2 else MORE_CHUNK
     # All blocks of a row are resident at once: each waits for the others, row after row.
-    least = cdiv(spec.hidden, target.multiprocessors * CHUNK_OCCUPANCY)
-    chunk = max(BACKWARD_CHUNK // tile_width(inputs), tile_width(least))
-    return Backward((chunk,), hints=Hints(CHUNK_OCCUPANCY), packed=_packs(spec))
+    least = tile_width(cdiv(spec.hidden, target.multiprocessors * occupancy))
+    return Backward((max(chunk, least),), hints=Hints(occupancy), packed=_packs(spec))
 
 
 def column_sum(spec: NormSpec, target: Target) -> ColumnSum:
