@@ -16,7 +16,7 @@ import tilenorm
 from tilenorm.launch.calls import bound
 from tilenorm.launch.target import Target
 from tilenorm.ops import cutile, dispatch
-from tilenorm.ops.prepared import MOST_CALLS, MOST_TENSORS, prepared
+from tilenorm.ops.prepared import MOST_CALLS, MOST_GUARDS, prepared
 from tilenorm.ops.registry import Device
 
 from ..executors import Interpreter
@@ -278,10 +278,10 @@ def test_what_is_remembered_is_bounded(device):
         prepared("rms_norm", 1e-6 * number)
     assert prepared.cache_info().currsize == MOST_CALLS
     prepared.cache_clear()
-    for dims in range(1, MOST_TENSORS + 4):
+    for dims in range(1, MOST_GUARDS + 4):
         rms(random(*[1] * dims, N, device=device), None)
     how = (1e-6, 0.0, False, "late", None, True, True, True, True, tuple, N)
-    assert len(prepared("rms_norm", *how)) == MOST_TENSORS
+    assert len(prepared("rms_norm", *how)) == MOST_GUARDS
 
 
 def test_a_guard_that_takes_nothing_is_not_remembered(device):

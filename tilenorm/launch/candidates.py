@@ -20,15 +20,7 @@ FETCH_OCCUPANCY = (None, 2, 3, 4, 6)
 LOOP_OCCUPANCY = (1, 2, 3, 4, 5, 6, 8)
 TMA_OCCUPANCY = (1, 2, 3, 4)
 BACKWARD_OCCUPANCY = (1, 2, 3, 4, 5, 6)  # each block has partial sums
-CHUNK_OCCUPANCY = (
-    None,
-    4,
-    5,
-    6,
-    7,
-    8,
-    10,
-)  # in the forward pass, where it bounds the registers only
+CHUNK_OCCUPANCY = (None, 4, 5, 6, 7, 8, 10)  # in the forward pass: it bounds the registers only
 CHUNKS = {"forward": (2048, 4096, 8192, 16384), "backward": (1024, 2048, 4096, 8192)}
 
 # Segments at most of different widths, and of one, and the narrowest of each.
@@ -154,7 +146,7 @@ def _forward(spec: NormSpec) -> Iterator[Forward]:
             for hints in _hints(PACKED_OCCUPANCY, sum(widths)):
                 yield Forward(1, hints, widths, packed=True)
         if spec.norm == "rms" and spec.weight and spec.hidden >= NARROWEST_FETCHED:
-            for packed in (False, True) if _packs(spec) else (False,):
+            for packed in _packings(spec):
                 for hints in _hints(FETCH_OCCUPANCY, sum(widths)):
                     yield Forward(1, hints, widths, packed=packed, fetch=True)
         for hints, store in _loads(spec, widths):
@@ -182,7 +174,7 @@ def _backward(spec: NormSpec) -> Iterator[Backward]:
 def _forward_chunks(spec: NormSpec) -> Iterator[Forward]:
     for width, packed in _chunks(spec, "forward"):
         for hints in _hints(CHUNK_OCCUPANCY, width):
-            for widths in ((width,), (width // 2, width // 2)):
+            for widths in _whole_or_halved(width):
                 yield Forward(1, hints, widths, packed=packed)
 
 
@@ -192,7 +184,7 @@ def _backward_chunks(spec: NormSpec, target: Target) -> Iterator[Backward]:
         for hints in _hints(BACKWARD_OCCUPANCY, width, BACKWARD_CHUNKS):
             # More than are resident wait, in every row, for some that start when others have ended.
             if sharing <= target.multiprocessors * hints.occupancy:
-                for widths in ((width,), (width // 2, width // 2)):
+                for widths in _whole_or_halved(width):
                     yield Backward(widths, hints=hints, packed=packed)
 
 
@@ -200,7 +192,16 @@ def _chunks(spec: NormSpec, direction: str) -> Iterator[tuple[int, bool]]:
     """(columns of a chunk, packed) where blocks share rows."""
     if spec.hidden >= NARROWEST_SHARED:
         widths = [width for width in CHUNKS[direction] if width < spec.hidden]
-        yield from product(widths, (False, True) if _packs(spec) else (False,))
+        yield from product(widths, _packings(spec))
+
+
+def _whole_or_halved(width: int) -> tuple[tuple[int, ...], ...]:
+    """The widths of a chunk of so many columns: one segment, or two."""
+    return (width,), (width // 2, width // 2)
+
+
+def _packings(spec: NormSpec) -> tuple[bool, ...]:
+    return (False, True) if _packs(spec) else (False,)
 
 
 def _packs(spec: NormSpec) -> bool:

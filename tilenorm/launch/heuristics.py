@@ -69,21 +69,20 @@ def source(spec: NormSpec, target: Target, needs=None) -> str:
 
 def forward_op(spec: NormSpec) -> str | None:
     """The operation whose table serves: none has gates with a bias, which takes more registers."""
-    return None if spec.gate and spec.bias else _gated_op(spec) or spec.op
+    return None if spec.gate and spec.bias else _operation(spec)
 
 
 def backward_op(spec: NormSpec, needs) -> str | None:
     """The operation whose table serves: one that reads as much and keeps as many sums."""
     if spec.gate:
-        return _gated_op(spec) if needs.sums < 2 else None
+        return _operation(spec) if needs.sums < 2 else None
     norm = "layer_norm" if spec.norm == "layer" or needs.sums == 2 else "rms_norm"
     return f"add_{norm}" if needs.dsum else norm
 
 
-def _gated_op(spec: NormSpec) -> str | None:
-    if spec.gate is None:
-        return None
-    return "gate_first" if spec.gate_first else "gated_rms_norm"
+def _operation(spec: NormSpec) -> str:
+    """The function's name, but for gates that come first, which have tables of their own."""
+    return "gate_first" if spec.gate and spec.gate_first else spec.op
 
 
 def _packs(spec: NormSpec) -> bool:

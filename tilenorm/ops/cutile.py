@@ -45,7 +45,7 @@ def forward(
         eps,
         run,
     )
-    if x.dim() != 2 or y.shape != x.shape:
+    if y.shape != x.shape:
         y, total = shaped_as(y, x), None if total is None else shaped_as(total, x)
     return Forward(y, total, mean, rstd)
 
@@ -71,13 +71,7 @@ def forward_contiguous(
         bias,
         eps,
     )
-    given = x.shape, x.stride()
-    return (
-        reinterpret(y, *given),
-        None if total is None else reinterpret(total, *given),
-        mean,
-        rstd,
-    )
+    return shaped_as(y, x), None if total is None else shaped_as(total, x), mean, rstd
 
 
 def forward_matrices(

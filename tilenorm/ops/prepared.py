@@ -13,7 +13,7 @@ from torch import Tensor
 _Guard = torch._C._dynamo.guards.TensorGuards
 
 MOST_CALLS = 1024
-MOST_TENSORS = 8  # for a call: dtypes, ranks, devices, which require gradients
+MOST_GUARDS = 8  # for a call: dtypes, ranks, devices, which require gradients
 
 
 class Prepared(NamedTuple):
@@ -66,4 +66,4 @@ def prepare(
         return
     index, differentiable = tensors[0].get_device(), any(t.requires_grad for t in tensors)
     known.insert(0, Prepared(check, plans, index, hidden, eps, differentiable, simple))
-    del known[MOST_TENSORS:]
+    del known[MOST_GUARDS:]
