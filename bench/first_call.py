@@ -33,10 +33,11 @@ def main(argv: list[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     served = [name for name, op in OPS.items() if op.heads is None]
+    names = [name for name, provider in PROVIDERS.items() if not provider.host_only]
     parser.add_argument("--op", nargs="+", choices=served, default=["rms_norm"])
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bfloat16", "float32"])
     parser.add_argument("--hidden", nargs="+", type=int, metavar="N", default=HIDDEN)
-    parser.add_argument("--provider", nargs="+", choices=PROVIDERS, default=list(PROVIDERS))
+    parser.add_argument("--provider", nargs="+", choices=names, default=names)
     parser.add_argument("--out", metavar="FILE.jsonl", help="write the record")
     parser.add_argument("--markdown", action="store_true", help="print a Markdown table")
     args = parser.parse_args(argv)

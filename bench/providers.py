@@ -16,11 +16,15 @@ from bench.record import first_line
 
 @dataclass(frozen=True)
 class Provider:
-    """``load(op)`` returns ``f(*inputs) -> output(s)``, or None where it does not have the op."""
+    """``load(op)`` returns ``f(*inputs) -> output(s)``, or None where it does not have the op.
+
+    host_only: runs the kernels of another provider, so that only its host times are its own.
+    """
 
     name: str
     load: Callable[[Op], Callable | None]
     on_cpu: bool = False
+    host_only: bool = False
 
     def absent(self, op: Op, device: str) -> str | None:
         """Why this provider cannot take part, or None if it can."""
@@ -49,13 +53,22 @@ def _tilenorm(op: Op):
 
 
 def _compile(op: Op):
+    return _compiled(op.eager)
+
+
+def _tilenorm_compile(op: Op):
+    ours = _tilenorm(op)
+    return ours and _compiled(ours)
+
+
+def _compiled(function: Callable) -> Callable:
     import torch._dynamo
     import torch._functorch.config
 
     # Donated buffers may be overwritten by the first backward, which rules out repeating it.
     torch._functorch.config.donated_buffer = False
     torch._dynamo.reset()  # each shape is compiled on its own, and no recompile limit is reached
-    return torch.compile(op.eager, mode="max-autotune-no-cudagraphs", dynamic=False)
+    return torch.compile(function, mode="max-autotune-no-cudagraphs", dynamic=False)
 
 
 def _quack(op: Op):
@@ -153,6 +166,7 @@ PROVIDERS = {
         Provider("tilenorm", _tilenorm, on_cpu=True),
         Provider("torch", lambda op: op.eager, on_cpu=True),
         Provider("compile", _compile),
+        Provider("tilenorm-compile", _tilenorm_compile, host_only=True),
         Provider("quack", _quack),
         Provider("liger", _liger),
         Provider("liger-cutile", _liger_cutile),

@@ -57,7 +57,8 @@ def run(
     stream of its forward, which has to be the one that is captured.
     """
     ops = dict.fromkeys(case.op for case in cases)
-    cells = sum(len(names[case.op]) for case in cases) * len(directions)
+    timed = {op: [n for n in names[op] if not PROVIDERS[n].host_only] for op in ops}
+    cells = sum(len(timed[case.op]) for case in cases) * len(directions)
     progress = Progress(cells + sum(len(names[op]) for op in ops))
 
     def late() -> bool:
@@ -72,7 +73,7 @@ def run(
                 emit(_host(op, name, device, skip=late()))
         for case in cases:
             _run_case(
-                case, names[case.op], directions, device, emit, late, progress, budget_s, copied
+                case, timed[case.op], directions, device, emit, late, progress, budget_s, copied
             )
 
 

@@ -6,7 +6,7 @@ import torch
 from bench import providers
 from bench.cases import OPS, Case
 from bench.providers import Provider
-from bench.record import Cell
+from bench.record import Cell, Host
 from bench.run import repeatable_call, run
 
 EAGER = OPS["rms_norm"].eager
@@ -49,6 +49,20 @@ def measured(monkeypatch, loads, case=CASE, directions=("forward", "backward"), 
         for line in lines
         if hasattr(line, "provider")
     }
+
+
+def test_of_a_provider_with_the_kernels_of_another_only_the_host_is_timed(monkeypatch):
+    named = {
+        "torch": Provider("torch", lambda op: EAGER, on_cpu=True),
+        "wrapped": Provider("wrapped", lambda op: EAGER, on_cpu=True, host_only=True),
+    }
+    monkeypatch.setattr("bench.run.PROVIDERS", named)
+    lines = []
+    run([CASE], {CASE.op: list(named)}, ("forward",), "cpu", lines.append, budget_s=0.0)
+    assert [line.provider for line in lines if isinstance(line, Cell)] == ["torch"]
+    hosts = [line for line in lines if isinstance(line, Host)]
+    assert [host.provider for host in hosts] == ["torch", "wrapped"]
+    assert all(host.forward_us > 0 for host in hosts)
 
 
 def test_a_wrong_output_is_not_timed(monkeypatch):

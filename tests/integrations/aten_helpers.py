@@ -5,7 +5,7 @@ import torch
 
 from tilenorm.integrations import aten
 from tilenorm.launch.target import Target
-from tilenorm.ops.dispatch import Plans
+from tilenorm.ops.plans import Plans
 from tilenorm.ops.registry import Device, cutile_refuses
 
 from ..executors import Interpreter

@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tilenorm.ops import cutile, library
+from tilenorm.ops import cutile
+from tilenorm.ops.plans import spec_of
 
 from ..ops.helpers import name_of, random
 
@@ -48,7 +49,7 @@ def test_functions_run_the_kernels(cpu, norm, weight, bias, case):
         assert a.is_contiguous()
         torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-5)
     dtypes = (x.dtype, None, None, *(None if t is None else t.dtype for t in (w, b)))
-    spec = library.spec_of(norm, x.shape[-dims:].numel(), *dtypes, 0.0, False, 0, "late")
+    spec = spec_of(norm, x.shape[-dims:].numel(), *dtypes, 0.0, False, 0, "late")
     plan = cpu.plans(spec, None).training
     direct = cutile.forward(plan, x, None, None, w, b, 1e-5, cpu.run)
     assert torch.equal(got[0], direct.y)

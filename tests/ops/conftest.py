@@ -4,13 +4,13 @@ import pytest
 
 import tilenorm
 from tilenorm.launch import plan
-from tilenorm.ops import cutile, dispatch, prepared, reference, registry
+from tilenorm.ops import cutile, plans, prepared, reference, registry
 
 CACHES = (
     registry._select,
     registry.device_of,
     registry._compiler_missing,
-    dispatch._plans,
+    plans._plans,
     prepared.prepared,
     plan.plan_forward,
     plan.plan_backward,

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tilenorm
 from tilenorm.launch.calls import bound
 from tilenorm.launch.target import Target
-from tilenorm.ops import cutile, dispatch
+from tilenorm.ops import cutile, dispatch, plans
 from tilenorm.ops.prepared import MOST_CALLS, MOST_GUARDS, prepared
 from tilenorm.ops.registry import Device
 
@@ -32,7 +32,7 @@ def checked(device, monkeypatch) -> list[str]:
     if device == "cpu":
         interpret = Interpreter("sm_90").run()
         gpu = Device("cuda", Target("sm_90", 2), 13000)
-        monkeypatch.setattr(dispatch, "device_of", lambda *_: gpu)
+        monkeypatch.setattr(plans, "device_of", lambda *_: gpu)
         monkeypatch.setattr(dispatch, "_current_device", lambda: -1)  # what CPU tensors answer
         monkeypatch.setattr(dispatch, "_is_current", lambda tensor: True)
         monkeypatch.setattr(cutile, "_current_stream", lambda index: 0)

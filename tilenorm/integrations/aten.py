@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.library import Library, get_kernel
 
-from ..ops import cutile, library
+from ..ops import cutile
 from ..ops.arguments import default_eps
-from ..ops.dispatch import Plans
 from ..ops.layout import flat
+from ..ops.plans import Plans, merged_needs, spec_of
 from ..ops.registry import MAX_ROWS, cutile_refuses, device_of
 
 OPERATORS = (
@@ -77,7 +77,7 @@ class Kernels:
         @cache
         def plans(norm, hidden, dtype, weight, bias, index):
             dtypes = (dtype, None, None, dtype if weight else None, dtype if bias else None)
-            return plans_of(library.spec_of(norm, hidden, *dtypes, 0.0, False, 0, "late"), index)
+            return plans_of(spec_of(norm, hidden, *dtypes, 0.0, False, 0, "late"), index)
 
         self._plans, self._run = plans, run
 
@@ -99,7 +99,7 @@ class Kernels:
         plans = self._serving(norm, x, shape, weight, bias)
         if plans is None:
             return None
-        with torch.cuda.device(x.get_device()):
+        with cutile.on_device_of(x):
             found = cutile.forward(plans.training, x, None, None, weight, bias, eps, self._run)
         of_rows = (*x.shape[: x.dim() - len(shape)], *(1 for _ in shape))
         stats = (found.mean, found.rstd) if norm == "layer" else (found.rstd,)
@@ -112,12 +112,12 @@ class Kernels:
         if plans is None or (dy.dtype, dy.shape, rstd.dtype) != (x.dtype, x.shape, torch.float32):
             return None
         asked = (mask[0], False, False, *mask[1:])
-        needs = library.merged_needs(x.dtype, None, None, weight, bias, None, asked)
+        needs = merged_needs(x.dtype, None, None, weight, bias, None, asked)
         if not any(needs):
             return None, None, None
         saved = None if mean is None else flat(mean), flat(rstd)
         plan = plans.backward(needs)
-        with torch.cuda.device(x.get_device()):
+        with cutile.on_device_of(x):
             grads = cutile.backward(plan, dy, None, x, None, weight, bias, *saved, self._run)
         return grads[0], *grads[3:]
 
@@ -204,7 +204,7 @@ def _cuda_plans(spec, index: int) -> Plans | None:
 def _check_served() -> None:
     reasons = ["PyTorch sees no CUDA GPU"]
     if torch.cuda.is_available():
-        spec = library.spec_of("rms", 1024, torch.bfloat16, *[None] * 4, 0.0, False, 0, "late")
+        spec = spec_of("rms", 1024, torch.bfloat16, *[None] * 4, 0.0, False, 0, "late")
         devices = [device_of("cuda", index) for index in range(torch.cuda.device_count())]
         reasons = [cutile_refuses(spec, 0, device) for device in devices]
     if all(reasons):

@@ -1,6 +1,7 @@
 """The cuTile implementation: allocate, plan, launch."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -13,7 +14,10 @@ from .reference import Forward
 # Inductor's allocator, on the current device. It takes 0.8 µs where torch.empty takes 2.2, and in
 # autograd's thread 4 where that takes 9, for it does not let go of the interpreter's lock.
 _empty_strided_cuda = torch._C._dynamo.guards._empty_strided_cuda
-_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # absent from a CPU build
+# Absent from a CPU build, where no tensor has a device's number.
+_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+current_device = getattr(torch._C, "_cuda_getDevice", lambda: -1)
+_HERE = nullcontext()
 
 Run = Callable[[Sequence[Launch], tuple, int], None]
 
@@ -21,6 +25,12 @@ Run = Callable[[Sequence[Launch], tuple, int], None]
 def on_device(launches: Sequence[Launch], arrays: tuple, index: int) -> None:
     """Launch on the current stream of the current CUDA device, which is `index`."""
     launch(_current_stream(index), launches, arrays)
+
+
+def on_device_of(x: Tensor) -> AbstractContextManager:
+    """A context in which x's CUDA device is current; nothing is done where it is."""
+    index = x.get_device()
+    return _HERE if index == current_device() else torch.cuda.device(index)
 
 
 def forward(

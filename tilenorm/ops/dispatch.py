@@ -1,21 +1,18 @@
 """From a function's arguments to an implementation; and the short way of eager CUDA tensors."""
 
-from collections.abc import Callable, Sequence
-from functools import cache
-from operator import itemgetter
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
 from torch.nn import Parameter
 
-from ..launch.plan import BackwardPlan, plan_backward, plan_forward
-from ..launch.target import Target
-from ..spec import NormSpec, norm_of
+from ..spec import norm_of
 from . import arguments, cutile, library, reference
 from .layout import all_aligned, all_contiguous
+from .plans import plans_of, spec_of_tensors
 from .prepared import prepare, prepared
-from .registry import MAX_ROWS, device_of, refuse_transformed, select, select_transformed
+from .registry import MAX_ROWS, device_of, refuse_transformed, select_transformed
 
 
 def normalize(
@@ -97,8 +94,7 @@ def _checked(
         t is not None and t.requires_grad for t in (x, residual, gate, weight, bias)
     )
     if _is_plain(x, residual, gate, weight, bias):
-        spec = library.spec_of_tensors(x, residual, gate, weight, bias, *how)
-        plans = _plans(spec, x.get_device(), backend)
+        plans = plans_of(x, residual, gate, weight, bias, *how, backend)
         if plans is not None and x.numel() <= MAX_ROWS * hidden:
             if needs_grad:
                 found = _apply(x, residual, gate, weight, bias, eps, plans, cutile.forward)
@@ -110,7 +106,7 @@ def _checked(
                 prepare(known, tensors, fixed, hidden, eps, plans)
             return found[:2]
     if _is_transformed():
-        spec = library.spec_of_tensors(x, residual, gate, weight, bias, *how)
+        spec = spec_of_tensors(x, residual, gate, weight, bias, *how)
         if torch.compiler.is_compiling():
             refuse_transformed(op, backend)  # a graph has no place for a warning
         else:
@@ -124,36 +120,7 @@ _modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._functorch.peek_interpreter_stack
 _Transform = torch._C._functorch.CInterpreter
 _PLAIN = frozenset((Tensor, Parameter, type(None)))
-_current_device = getattr(torch._C, "_cuda_getDevice", None)  # absent from a CPU build
-
-
-class Plans:
-    """What eager calls of one spec on one device need, found once."""
-
-    def __init__(self, spec: NormSpec, target: Target, backend: str | None):
-        self.spec, self.backend, self.aligned = spec, backend, spec.aligned
-        self.dtype, self.added = (d and getattr(torch, d) for d in (spec.dtype, spec.residual))
-        self.inference = plan_forward(spec, target, False)
-        self.training = plan_forward(spec, target, True)
-        self.backward = cache(lambda needs: plan_backward(spec, target, needs))
-        self.gradients = cache(self._gradients)
-
-    def _gradients(self, mask: tuple[bool, ...], dsum: bool) -> tuple[BackwardPlan, Callable]:
-        """The backward plan for a mask of what _Norm takes, and what sorts its results and None."""
-        spec = self.spec
-        has = (spec.dtype, spec.residual, spec.gate, spec.weight, spec.bias)
-        plan = self.backward(library.merged_needs(*has, dsum or None, mask[:5]))
-        places = library.spread(range(5), spec.residual, spec.dtype, mask[:5])
-        return plan, itemgetter(*(-1 if p is None else p for p in places), *[-1] * len(mask[5:]))
-
-
-@cache
-def _plans(spec: NormSpec, index: int, backend: str | None) -> Plans | None:
-    """Plans if the kernels serve, else None: the op then decides, warns or raises."""
-    device = device_of("cuda", index)
-    if select(spec, 0, device, backend) != "cutile":
-        return None
-    return Plans(spec, device.target, backend)
+_current_device = cutile.current_device
 
 
 def _is_transformed() -> bool:

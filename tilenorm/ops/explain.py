@@ -9,7 +9,8 @@ from ..launch.precompile import backward_calls, forward_calls
 from ..launch.signature import ArrayLike
 from ..launch.target import Target
 from ..spec import ITEM_BYTES, OPS, NormSpec, norm_of
-from . import arguments, functional, library
+from . import arguments, functional
+from .plans import spec_of_tensors
 from .registry import MIN_DRIVER, Device, device_of, refusals, requested_backend
 
 
@@ -83,7 +84,7 @@ def explain(op: str, *args, **kwargs) -> Explanation:
     input, backend, eps = given["input"], given["backend"], given["eps"]
     tensors = (given.get(name) for name in ("residual", "gate", "weight", "bias"))
     how = (norm_of(op), hidden, eps, float(given["offset"]), gate_first, given["rounding"])
-    spec = library.spec_of_tensors(input, *tensors, *how)
+    spec = spec_of_tensors(input, *tensors, *how)
     rows = input.numel() // hidden if hidden else 0
     device = device_of(input.device.type, input.device.index)
     found = explain_spec(spec, rows, device, backend)

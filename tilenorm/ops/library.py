@@ -8,11 +8,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..launch.calls import Needs
-from ..launch.plan import plan_backward, plan_forward
-from ..spec import NormSpec
 from . import cutile, reference
-from .registry import device_of, select
+from .plans import Plans, merged_needs, plans_of, spec_of_tensors, spread
+from .registry import MAX_ROWS, device_of, select
 
 LIBRARY = torch.library.Library("tilenorm", "DEF")
 _HOW = (
@@ -40,55 +38,23 @@ AUTOCAST_NORMS = tuple(
 )
 
 
-def spec_of(
-    norm: str,
-    hidden: int,
-    dtype: torch.dtype,
-    residual: torch.dtype | None,
-    gate: torch.dtype | None,
-    weight: torch.dtype | None,
-    bias: torch.dtype | None,
-    offset: float,
-    gate_first: bool,
-    heads: int,
-    rounding: str,
-) -> NormSpec:
-    """The spec of a norm over `hidden` elements of tensors of these dtypes."""
-    dtypes = (dtype, residual, gate, weight, bias)
-    x, r, z, w, b = (None if d is None else str(d).removeprefix("torch.") for d in dtypes)
-    return NormSpec(norm, hidden, x, w, b, offset, r, z, gate_first, heads, rounding)
-
-
-def spec_of_tensors(
-    x, residual, gate, weight, bias, norm, hidden, eps, offset, gate_first, rounding
-) -> NormSpec:
-    """The spec of a call of the op."""
-    dtypes = (None if t is None else t.dtype for t in (x, residual, gate, weight, bias))
-    affine = bias if weight is None else weight
-    heads = affine.numel() // hidden if affine is not None and hidden else 0
-    heads = heads if heads > 1 else 0  # one row of a parameter serves every row
-    return spec_of(norm, hidden, *dtypes, offset, gate_first, heads, rounding)
-
-
 def norm_forward(
     x, residual, gate, weight, bias,
     norm, hidden, eps, offset, gate_first, rounding, save, backend=None,
 ):  # fmt: skip
     _refuse_forward_mode()
+    tensors = (x, residual, gate, weight, bias)
     how = (norm, hidden, eps, offset, gate_first, rounding)
-    spec = spec_of_tensors(x, residual, gate, weight, bias, *how)
-    device = device_of(x.device.type, x.device.index)
-    rows = x.numel() // hidden if hidden else 0
-    if select(spec, rows, device, backend) == "cutile":
-        plan = plan_forward(spec, device.target, save)
-        with torch.cuda.device(x.device):
-            found = cutile.forward(plan, x, residual, gate, weight, bias, eps)
+    plans = _plans(tensors, how, backend)
+    if plans is not None:
+        with cutile.on_device_of(x):
+            found = cutile.forward(plans.training if save else plans.inference, *tensors, eps)
     else:
-        found = reference.forward(spec, x, residual, gate, weight, bias, eps)
+        found = reference.forward(spec_of_tensors(*tensors, *how), *tensors, eps)
     total = x.new_empty(0) if found.sum is None else found.sum
     stats = (found.mean, found.rstd) if save else (None, None)
-    nothing = x.new_empty(0, dtype=_stat_dtype(x, residual))
-    return found.y, total, *(nothing.clone() if s is None else s for s in stats)
+    dtype = _stat_dtype(x, residual)
+    return found.y, total, *(x.new_empty(0, dtype=dtype) if s is None else s for s in stats)
 
 
 def norm_forward_fake(
@@ -108,20 +74,20 @@ def norm_backward(
 ):  # fmt: skip
     _refuse_forward_mode()
     residual = x if added else None
+    tensors = (dy, residual, gate, weight, bias)
     how = (norm, hidden, eps, offset, gate_first, rounding)
-    spec = spec_of_tensors(dy, residual, gate, weight, bias, *how)
-    needs = merged_needs(
-        dy.dtype, x.dtype if added else None, gate, weight, bias, dsum, output_mask
-    )
-    device = device_of(x.device.type, x.device.index)
-    rows = x.numel() // hidden if hidden else 0
     mean = mean if norm == "layer" else None
-    if select(spec, rows, device, backend) == "cutile":
-        plan = plan_backward(spec, device.target, needs)
-        with torch.cuda.device(x.device):
-            grads = cutile.backward(plan, dy, dsum, x, gate, weight, bias, mean, rstd)
+    saved = (dsum, x, gate, weight, bias, mean, rstd)
+    plans = _plans(tensors, how, backend)
+    if plans is not None:
+        plan, _ = plans.gradients(tuple(output_mask), dsum is not None)
+        with cutile.on_device_of(x):
+            grads = cutile.backward(plan, dy, *saved)
     else:
-        grads = reference.backward(spec, needs, dy, dsum, x, gate, weight, bias, mean, rstd, eps)
+        spec = spec_of_tensors(*tensors, *how)
+        added = x.dtype if added else None
+        needs = merged_needs(dy.dtype, added, gate, weight, bias, dsum, output_mask)
+        grads = reference.backward(spec, needs, dy, *saved, eps)
     return tuple(x.new_empty(0) if g is None else g for g in grads)
 
 
@@ -138,22 +104,15 @@ def norm_backward_fake(
     )
 
 
-def merged_needs(dtype, residual, gate, weight, bias, dsum, mask) -> Needs:
-    """What to compute for a mask of input, residual, gate, weight and bias.
-
-    Input and residual of one dtype have one gradient, that of the input.
-    """
-    dx, dresidual, dgate, dw, db = map(bool, mask)
-    if residual is None or residual == dtype:
-        dx, dresidual = dx or (dresidual and residual is not None), False
-    return Needs(
-        dx,
-        dw and weight is not None,
-        db and bias is not None,
-        dresidual,
-        dgate and gate is not None,
-        dsum is not None,
-    )
+def _plans(tensors: tuple, how: tuple, backend: str | None) -> Plans | None:
+    """Plans if the kernels are to serve, None if the reference. Raises and warns as select does."""
+    x, hidden = tensors[0], how[1]
+    rows = x.numel() // hidden if hidden else 0
+    if x.is_cuda and rows <= MAX_ROWS:
+        return plans_of(*tensors, *how, backend)
+    device = device_of(x.device.type, x.device.index)
+    select(spec_of_tensors(*tensors, *how), rows, device, backend)
+    return None
 
 
 def _refuse_forward_mode() -> None:
@@ -226,14 +185,6 @@ def through_sum(dsum, added, dtype, mask) -> tuple[Tensor | None, ...]:
     dtypes = (dtype, added)
     both = (dsum.to(d, copy=True) if m else None for d, m in zip(dtypes, mask[:2], strict=True))
     return *both, None, None, None
-
-
-def spread(grads, added, dtype, mask) -> tuple[Tensor | None, ...]:
-    """What was computed, to whom it is due: one gradient may serve input and residual."""
-    dx, dresidual, *rest = grads
-    if added == dtype:
-        dresidual = dx
-    return tuple(g if m else None for g, m in zip((dx, dresidual, *rest), mask, strict=True))
 
 
 def _stat_dtype(x: Tensor, residual: Tensor | None) -> torch.dtype:

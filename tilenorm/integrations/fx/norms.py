@@ -7,7 +7,7 @@ import torch
 from torch import SymInt, Tensor
 from torch.fx import Node
 
-from ...ops.library import spec_of_tensors
+from ...ops.plans import spec_of_tensors
 from ...ops.registry import DTYPES, cutile_refuses, device_of, spec_refused
 from .nodes import Left, value_of
 
