@@ -178,7 +178,7 @@ def allowed_spill(kernel: str, direction: str, spec: NormSpec, arch: str) -> int
     spills = getattr(TABLES.get(arch), "SPILLS", {})
     for (name, op, size, hidden), spilled in spills.items():
         edge = replace(spec, hidden=hidden)
-        same = (name, op, size) == (kernel, alike, spec.widest_item)
+        same = (name, op, size) == (kernel, alike, spec.widest_item) and spec.hidden <= hidden
         if same and cases.config(direction, edge, Target.of(arch)) == chosen:
             return spilled
     return 0

@@ -91,12 +91,15 @@ def settled(SLOTS, row, found, CHUNKS, PADDED, POLLS, numbers_of):
         found = poll(SLOTS, row, len(found), CHUNKS, PADDED)
         polls = polls + 1
     if any_empty(found):
-        for chunk in range(CHUNKS):
+        # A for loop takes the compiler five seconds more: it tries to unroll it.
+        chunk = 0
+        while chunk < CHUNKS:
             own = numbers_of(chunk)
             updated = ()
             for part, number in ct.static_iter(enumerate(own)):
                 updated += (ct.where(j == chunk, ct.bitcast(number, ct.int32), found[part]),)
             found = updated
+            chunk = chunk + 1
     return found
 
 

@@ -30,15 +30,14 @@ SPILLS = {
     ("norm_backward", "add_rms_norm", 2, 6144): 112,
     ("norm_backward", "add_rms_norm", 2, 16384): 80,
     ("norm_backward", "add_layer_norm", 2, 12288): 32,
-    ("norm_backward", "add_layer_norm", 2, 20480): 280,
-    ("norm_backward", "add_layer_norm", 2, 32768): 328,
+    ("norm_backward", "add_layer_norm", 2, 20480): 400,
     ("norm_backward", "add_layer_norm", 2, 262144): 88,
     ("norm_backward", "gated_rms_norm", 2, 3072): 8,
     ("norm_backward", "gated_rms_norm", 2, 4096): 24,
     ("norm_backward", "gated_rms_norm", 2, 5120): 16,
     ("norm_backward", "gated_rms_norm", 2, 8192): 16,
     ("norm_backward", "gated_rms_norm", 2, 20480): 104,
-    ("norm_backward", "gated_rms_norm", 2, 262144): 16,
+    ("norm_backward", "gated_rms_norm", 2, 262144): 56,
     ("norm_backward", "gate_first", 2, 64): 8,
     ("norm_backward", "gate_first", 2, 1536): 8,
     ("norm_backward", "gate_first", 2, 2048): 16,
@@ -46,9 +45,10 @@ SPILLS = {
     ("norm_backward", "gate_first", 2, 6144): 24,
     ("norm_backward", "gate_first", 2, 7168): 16,
     ("norm_backward", "gate_first", 2, 8192): 72,
-    ("norm_backward", "gate_first", 2, 262144): 56,
+    ("norm_backward", "gate_first", 2, 262144): 40,
+    ("norm_backward", "rms_norm", 4, 16384): 72,
     ("norm_backward", "rms_norm", 4, 262144): 64,
-    ("norm_backward", "layer_norm", 4, 16384): 104,
+    ("norm_backward", "layer_norm", 4, 16384): 184,
     ("norm_backward", "layer_norm", 4, 262144): 24,
     ("norm_backward", "add_rms_norm", 4, 20480): 48,
     ("norm_backward", "add_rms_norm", 4, 65536): 40,
@@ -58,9 +58,9 @@ SPILLS = {
     ("norm_backward", "add_layer_norm", 4, 65536): 136,
     ("norm_backward", "add_layer_norm", 4, 262144): 112,
     ("norm_backward", "gated_rms_norm", 4, 8192): 32,
-    ("norm_backward", "gated_rms_norm", 4, 20480): 48,
+    ("norm_backward", "gated_rms_norm", 4, 20480): 40,
     ("norm_backward", "gate_first", 4, 8192): 144,
-    ("norm_backward", "gate_first", 4, 262144): 8,
+    ("norm_backward", "gate_first", 4, 262144): 32,
 }
 
 
@@ -159,8 +159,8 @@ FORWARD = {
         (28672, _packed(3)),  # 3863
         (32768, _packed()),  # 3810
         (49152, _chunk(8192, 6, packed=True)),  # 3743
-        (65536, _chunk(4096, 8, packed=True)),  # 3818
-        (262144, _chunk(4096, 10, packed=True)),  # 3696 (131072)
+        (65536, _chunk(4096, 8, packed=True)),  # 3713
+        (262144, _chunk(4096, 10, packed=True)),  # 3572 (131072)
     ),
     ("layer_norm", 2): (
         (64, Forward(64, Hints(8))),  # 3741 (32), 3790
@@ -279,7 +279,7 @@ FORWARD = {
     ),
     ("gate_first", 4): (
         (8192, None),  # 4330 (2048), 4301 (4096), 4046
-        (262144, _chunk(4096, 7)),  # 4244 (12288), 4201 (16384), 4207 (32768), 4024 (131072)
+        (262144, _chunk(4096, 7)),  # 4119 (16384), 4087 (32768), 3922 (131072)
     ),
 }
 
@@ -371,9 +371,8 @@ BACKWARD = {
         (8192, _tile((4096, 4096), 1, 8, store=True)),  # 3916
         (10240, _tile((8192, 2048), 1, 8, store=True)),  # 3828
         (12288, _tile((4096, 4096, 4096), 1, 8)),  # 3945
-        (20480, _gather((4096,), 2, packed=True)),  # 2706 (16384)
-        (32768, _gather((4096, 4096), 1, 8)),  # 2423
-        (262144, _gather((1024, 1024), 3)),  # 2107 (65536), 1877 (131072)
+        (20480, _gather((4096,), 2, packed=True)),  # 2399 (16384), 2361
+        (262144, _gather((1024, 1024), 3)),  # 2198 (32768), 2097 (65536), 1873 (131072)
     ),
     ("gated_rms_norm", 2): (
         (32, _gather((32,), 3, rows=64)),  # 4210
@@ -391,7 +390,7 @@ BACKWARD = {
         (7168, _tile((2048, 2048, 2048, 1024), 1, 8, store=True)),  # 3606
         (8192, _gather((2048,) * 4, 1, 8)),  # 4072
         (20480, _gather((4096,), 2, 8)),  # 3437 (12288), 3475 (16384)
-        (262144, _gather((2048,), 3)),  # 3389 (16384), 3073 (65536)
+        (262144, _gather((2048,), 3)),  # 3072 (32768), 2965 (65536), 2761 (131072)
     ),
     ("gate_first", 2): (
         (32, _gather((32,), 3, rows=64)),  # 4180
@@ -427,7 +426,7 @@ BACKWARD = {
         (9216, _tile((8192, 1024), 1, 8)),  # 3929
         (10240, _tile((8192, 2048), 1, 8)),  # 4077
         (12288, _tile((8192, 4096), 1, 8)),  # 3948
-        (16384, _gather((4096,), 2, 8)),  # 4172
+        (16384, _gather((4096,), 2, 8)),  # 3901
         (65536, _gather((2048,), 3)),  # 3902 (32768), 3801
         (262144, _gather((2048,), 4)),  # 3640 (131072)
     ),
@@ -448,7 +447,7 @@ BACKWARD = {
         (9216, _tile((1024,) * 9, 1, 8)),  # 4115
         (10240, _tile((8192, 2048), 1, 8)),  # 3994
         (12288, _reread((2048,) * 6)),  # 3802
-        (16384, _gather((4096,), 2, 8)),  # 3296
+        (16384, _gather((4096,), 2, 8)),  # 2929
         (262144, _gather((2048,), 3)),  # 2898 (32768), 2411 (131072)
     ),
     ("add_rms_norm", 4): (
@@ -487,7 +486,7 @@ BACKWARD = {
         (8192, _tile((4096, 4096), 1, 8)),  # 4106
         (10240, _tile((8192, 2048), 1, 8)),  # 4082
         (12288, _reread((2048,) * 6)),  # 4082
-        (65536, _gather((2048,), 3)),  # 3109 (16384), 2941 (32768), 2726
+        (65536, _gather((2048,), 3)),  # 3137 (16384), 2954 (32768), 2825
         (262144, _gather((1024, 1024), 3)),  # 2481 (131072)
     ),
     ("gated_rms_norm", 4): (
