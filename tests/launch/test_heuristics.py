@@ -85,6 +85,23 @@ def test_table_is_what_the_planner_returns(arch, direction, key, table):
         assert widths is None or config.widths[: len(widths)] == widths
 
 
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+@pytest.mark.parametrize("bias", [None, "bfloat16"])
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
+@pytest.mark.parametrize("hidden", [37, 4096, 20001, 20480])
+def test_a_gate_of_a_sum_is_planned_as_a_gate(hidden, arch, bias, norm):
+    """No function has both; the op takes them."""
+    spec = NormSpec(
+        norm, hidden, "bfloat16", "bfloat16", bias, residual="bfloat16", gate="bfloat16"
+    )
+    alone = replace(spec, norm="rms", residual=None)
+    needs = every_gradient(spec)
+    assert heuristics.forward_op(spec) == heuristics.forward_op(alone)
+    assert heuristics.backward_op(spec, needs) == heuristics.backward_op(alone, needs)
+    for direction in cases.DIRECTIONS:
+        check(cases.config(direction, spec, Target.of(arch)), spec, Target.of(arch))
+
+
 @pytest.mark.parametrize("direction, arch, dtype, aligned", REGIMES)
 def test_every_regime_can_serve_its_sizes(direction, arch, dtype, aligned):
     target = Target.of(arch)

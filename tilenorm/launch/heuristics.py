@@ -21,9 +21,9 @@ GATHERED = {0: 4096, 1: 4096, 2: 2048}
 FORWARD_TILE = 16384
 # Chunks of rows that blocks share. Forward, elements of all inputs together.
 FORWARD_CHUNK = 8192
-# In the backward pass, elements of a chunk and blocks a multiprocessor: where a chunk of so many
-# does not spill, and by the number of inputs elsewhere. With a block more some spill.
-WIDE_CHUNK, CHUNK = (2048, 2), {2: (1024, 3), 3: (1024, 2)}
+# In the backward pass, elements of a chunk and blocks a multiprocessor: where so many elements do
+# not spill, else of two inputs, and of more. With a block more some spill.
+WIDE_CHUNK, CHUNK, MORE_CHUNK = (2048, 2), (1024, 3), (1024, 2)
 
 
 def forward(spec: NormSpec, target: Target) -> Forward:
@@ -47,9 +47,9 @@ def backward(spec: NormSpec, target: Target, needs) -> Backward:
     fits = 4096 if inputs == 3 and needs.sums == 2 else 8192
     if width <= fits and target.has_tma and spec.aligned:
         return Backward((width,), tma=True, hints=Hints(1, 8))
-    # What is read element by element is not held in vectors that wait.
+    # Rows that are read element by element spill less than those that are read in vectors.
     wide = not spec.gate and (not spec.aligned or (inputs == 2 and spec.widest_item == 2))
-    chunk, occupancy = WIDE_CHUNK if wide else CHUNK[inputs]
+    chunk, occupancy = WIDE_CHUNK if wide else CHUNK if inputs == 2 else MORE_CHUNK
     # All blocks of a row are resident at once: each waits for the others, row after row.
     least = tile_width(cdiv(spec.hidden, target.multiprocessors * occupancy))
     return Backward((max(chunk, least),), hints=Hints(occupancy), packed=_packs(spec))
@@ -83,8 +83,10 @@ def backward_op(spec: NormSpec, needs) -> str | None:
 
 
 def _operation(spec: NormSpec) -> str:
-    """The function's name, but for gates that come first, which have tables of their own."""
-    return "gate_first" if spec.gate and spec.gate_first else spec.op
+    """That of the gate, if there is one, also of a sum; else the function's name."""
+    if spec.gate:
+        return "gate_first" if spec.gate_first else "gated_rms_norm"
+    return spec.op
 
 
 def _packs(spec: NormSpec) -> bool:
