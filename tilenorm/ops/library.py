@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ..spec import NormSpec
 from . import cutile, reference
 from .plans import Plans, merged_needs, plans_of, spec_of_tensors, spread
 from .registry import MAX_ROWS, device_of, select
@@ -45,12 +46,12 @@ def norm_forward(
     _refuse_forward_mode()
     tensors = (x, residual, gate, weight, bias)
     how = (norm, hidden, eps, offset, gate_first, rounding)
-    plans = _plans(tensors, how, backend)
+    spec, plans = _served(tensors, how, backend)
     if plans is not None:
         with cutile.on_device_of(x):
             found = cutile.forward(plans.training if save else plans.inference, *tensors, eps)
     else:
-        found = reference.forward(spec_of_tensors(*tensors, *how), *tensors, eps)
+        found = reference.forward(spec, *tensors, eps)
     total = x.new_empty(0) if found.sum is None else found.sum
     stats = (found.mean, found.rstd) if save else (None, None)
     dtype = _stat_dtype(x, residual)
@@ -78,13 +79,12 @@ def norm_backward(
     how = (norm, hidden, eps, offset, gate_first, rounding)
     mean = mean if norm == "layer" else None
     saved = (dsum, x, gate, weight, bias, mean, rstd)
-    plans = _plans(tensors, how, backend)
+    spec, plans = _served(tensors, how, backend)
     if plans is not None:
         plan, _ = plans.gradients(tuple(output_mask), dsum is not None)
         with cutile.on_device_of(x):
             grads = cutile.backward(plan, dy, *saved)
     else:
-        spec = spec_of_tensors(*tensors, *how)
         added = x.dtype if added else None
         needs = merged_needs(dy.dtype, added, gate, weight, bias, dsum, output_mask)
         grads = reference.backward(spec, needs, dy, *saved, eps)
@@ -104,15 +104,20 @@ def norm_backward_fake(
     )
 
 
-def _plans(tensors: tuple, how: tuple, backend: str | None) -> Plans | None:
-    """Plans if the kernels are to serve, None if the reference. Raises and warns as select does."""
+def _served(tensors: tuple, how: tuple, backend: str | None) -> tuple[NormSpec, Plans | None]:
+    """What is asked for; and plans if the kernels are to serve, None if the reference.
+
+    Raises and warns as select does.
+    """
     x, hidden = tensors[0], how[1]
     rows = x.numel() // hidden if hidden else 0
     if x.is_cuda and rows <= MAX_ROWS:
-        return plans_of(*tensors, *how, backend)
-    device = device_of(x.device.type, x.device.index)
-    select(spec_of_tensors(*tensors, *how), rows, device, backend)
-    return None
+        plans = plans_of(*tensors, *how, backend)
+        if plans is not None:
+            return plans.spec, plans
+    spec = spec_of_tensors(*tensors, *how)
+    select(spec, rows, device_of(x.device.type, x.device.index), backend)
+    return spec, None
 
 
 def _refuse_forward_mode() -> None:
