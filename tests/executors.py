@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from tilenorm.launch.calls import Call, Launch, Needs, bound, every_gradient
-from tilenorm.launch.plan import CLEAR_SLOTS, plan_backward, plan_forward
+from tilenorm.launch.plan import plan_backward, plan_forward
 from tilenorm.launch.target import Target
+from tilenorm.launch.tiling import CLEAR_SLOTS
 from tilenorm.ops import cutile
 from tilenorm.spec import NormSpec
 

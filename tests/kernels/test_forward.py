@@ -9,8 +9,10 @@ import torch
 from tests import cases
 from tests.executors import Inputs
 from tests.tolerance import assert_close
+from tilenorm.launch import calls
 from tilenorm.launch.calls import ForwardArrays
 from tilenorm.launch.plan import plan_forward
+from tilenorm.ops import cutile
 from tilenorm.spec import NormSpec
 
 over = partial(pytest.mark.parametrize, "executor, spec", indirect=["executor"], ids=cases.label)
@@ -72,6 +74,19 @@ def test_absent_arrays_are_not_touched(executor, spec):
     executor.run()(plan.launches(rows, inputs.eps), arrays, inputs.x.get_device())
     assert_close("y", y, inputs.truth(spec)["y"], inputs.own(spec)["y"])
     assert all(t.isnan().all() for t in absent.values())
+
+
+@each_spec(argvalues=[NormSpec("rms", 37, "float32"), NormSpec("layer", 4096, "bfloat16")])
+def test_more_tiles_than_a_side_of_a_grid(executor, spec, monkeypatch):
+    monkeypatch.setattr(calls, "MAX_SIDE", 3)
+    plan = replace(plan_forward(spec, executor.target, True))  # remembers no grids
+    rows = 11 * plan.config.rows - (plan.config.rows > 1)
+    grids = [launch.grid for launch in plan.launches(rows, 1e-6)]
+    assert grids == [(1, 2, 4), (1, 3, 1)]
+    inputs = Inputs.random(spec, rows, executor.device)
+    given = inputs.x, None, None, inputs.weight, inputs.bias, inputs.eps
+    y = cutile.forward(plan, *given, run=executor.run()).y
+    assert_close("y", y, inputs.truth(spec)["y"], inputs.own(spec)["y"])
 
 
 @pytest.mark.parametrize("dtype, mean", [("float32", 1000.0), ("bfloat16", 100.0)])

@@ -12,6 +12,7 @@ from tests.executors import arguments_of
 from tilenorm.kernels.forward import norm_forward
 from tilenorm.launch.calls import (
     MAX_GRID,
+    MAX_SIDE,
     BackwardArrays,
     ForwardArrays,
     Needs,
@@ -19,10 +20,11 @@ from tilenorm.launch.calls import (
     hinted,
 )
 from tilenorm.launch.config import Hints
-from tilenorm.launch.plan import CLEAR_SLOTS, plan_backward, plan_forward
+from tilenorm.launch.plan import plan_backward, plan_forward
 from tilenorm.launch.precompile import backward_calls, forward_calls
 from tilenorm.launch.signature import signature
 from tilenorm.launch.target import MULTIPROCESSORS, Target
+from tilenorm.launch.tiling import CLEAR_SLOTS
 from tilenorm.ops.registry import MAX_ROWS
 from tilenorm.spec import NormSpec
 
@@ -122,7 +124,9 @@ def test_few_rows_go_without_what_is_for_a_queue():
         few, many = (forward_calls(spec, target, rows, True)[-1] for rows in (1, 1_000_000))
         given, others = arguments_of(few), arguments_of(many)
         assert not plan.queues(1) and plan.queues(1_000_000)
-        constants = {*given} - {"first", "rows"} - {name.upper() for name in ForwardArrays._fields}
+        constants = (
+            {*given} - {"first", "step", "rows"} - {name.upper() for name in ForwardArrays._fields}
+        )
         differ = {name for name in constants if given[name] != others[name]}
         if not plan.config.fetch:
             assert not differ and few.kernel is many.kernel
@@ -206,11 +210,13 @@ def test_grids_can_be_launched(spec):
     rows = min(MAX_ROWS, LARGEST_TENSOR // (spec.hidden * spec.item_bytes))
     for arch in MULTIPROCESSORS:
         for kernel, grid, *_ in all_calls(spec, Target.of(arch), rows):
-            assert all(1 <= n <= MAX_GRID for n in grid), (arch, kernel._pyfunc.__name__, grid)
+            most = (MAX_GRID, MAX_SIDE, MAX_SIDE)
+            fits = all(1 <= n <= m for n, m in zip(grid, most, strict=False))
+            assert fits, (arch, kernel._pyfunc.__name__, grid)
 
 
 @pytest.mark.parametrize("hidden", [64, 4096, 65536])
-@pytest.mark.parametrize("rows", [1, MAX_GRID, MAX_GRID + 1, 40_000_000])
+@pytest.mark.parametrize("rows", [1, MAX_SIDE, MAX_SIDE + 1, MAX_GRID, MAX_GRID + 1, 40_000_000])
 def test_launches_cover_every_row_once(rows, hidden):
     spec = NormSpec("rms", hidden, "bfloat16")
     config = plan_forward(spec, Target.of("sm_90"), True).config
@@ -222,7 +228,12 @@ def test_launches_cover_every_row_once(rows, hidden):
             assert rows <= cleared < rows + given["TILE_ROWS"]
             continue
         assert given["first"] == reached
-        reached += call.grid[0] // given["CHUNKS"]
+        if given["CHUNKS"] > 1:
+            reached += call.grid[0] // given["CHUNKS"]
+        else:
+            x, y, z = call.grid
+            assert (x, given["step"]) == (1, y) and y * z < 1 << 31
+            reached += y * z
     assert rows <= reached * config.rows < rows + config.rows
 
 

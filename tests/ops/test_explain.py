@@ -6,8 +6,8 @@ import torch
 import tilenorm
 from tilenorm.launch import plan, user_table
 from tilenorm.launch.config import Forward
-from tilenorm.launch.plan import POLLS
 from tilenorm.launch.target import MULTIPROCESSORS
+from tilenorm.launch.tiling import POLLS
 from tilenorm.ops import cutile, functional, reference
 from tilenorm.ops.explain import explain_spec, planned_device
 from tilenorm.spec import NormSpec

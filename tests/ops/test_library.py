@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .helpers import (
     ADD,
@@ -106,6 +108,28 @@ def test_opcheck_forward_without_saving(device, case):
     arguments = forward_arguments(form, {n: t.detach() for n, t in tensors.items()}, save=False)
     assert [t.shape for t in OPS.norm(*arguments)[2:]] == [(0,), (0,)]
     opcheck(OPS.norm.default, arguments)
+
+
+@EACH_DEVICE
+@pytest.mark.parametrize("grad", [True, False])
+def test_modes_and_subclasses_see_the_op(device, grad):
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    form, tensors = made("matrix", device)
+    arguments = forward_arguments(form, tensors)
+    with torch.set_grad_enabled(grad):
+        alone = OPS.norm(*arguments)
+        seen = []
+        with Mode():
+            found = OPS.norm(*arguments)
+        assert seen[0] is OPS.norm.default
+        assert all(map(torch.equal, found, alone))
+        assert [t.requires_grad for t in found[:1]] == [grad]
+        inner = TwoTensor(arguments[0].detach(), arguments[0].detach())
+        assert type(OPS.norm(inner, *arguments[1:])[0]) is TwoTensor
 
 
 @EACH_DEVICE

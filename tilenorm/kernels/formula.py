@@ -142,9 +142,9 @@ def joined(tile, w, number):
     return ct.bitcast(ct.bitcast(tile, bits) | zero.astype(bits), tile.dtype)
 
 
-def unknown_zero(rows):
+def unknown_zero(count):
     """0.0, of a count's sign: the compiler does not know that counts are never negative."""
-    return ct.astype(rows >> 31, ct.float32)
+    return ct.astype(count >> 31, ct.float32)
 
 
 def nothing(number, dtype):

@@ -29,19 +29,20 @@ from .tiles import existing, gather_tiles, load_tiles, segments, store, tiles_of
 
 @ct.kernel
 def norm_forward(
+    first: int,
+    step: int,
     X,
-    RESIDUAL,
-    GATE,
+    Y,
     W,
     B,
-    Y,
+    RESIDUAL,
+    GATE,
     SUM,
     MEAN,
     RSTD,
     SLOTS,
-    first: int,
-    rows: int,
     eps: float,
+    rows: int,
     N: ct.Constant[int],
     HEADS: ct.Constant[int],
     TILE_ROWS: ct.Constant[int],
@@ -76,12 +77,14 @@ def norm_forward(
 
     X, RESIDUAL, GATE (..., N) of rows in one or two leading dimensions; W and B (N,) or (HEADS, N);
     Y, SUM (rows, N); MEAN, RSTD (rows,) float32, written if SAVE. Arrays that a flag excludes are
-    not touched. Block b takes tile `first` + b, and with LOOP every tile that follows at steps of
-    the grid, fetched one ahead. There may be more tiles than a grid has blocks. With CHUNKS, so
-    many blocks in turn share a row, and what they have of its sums by SLOTS. PACKED: what has 16
-    bits stays in them over the sums. FETCH: w and b are fetched with the row, not after its sums.
-    ORDERED: kernels that differ in these two and SAVE, and only so, give the same bits, and a block
-    computes of a chunk what its own block does.
+    not touched. Block (0, y, z) takes tile `first` + z · `step` + y. With LOOP block b takes that
+    at `first` + b and every one that follows at steps of the grid, fetched one ahead. There may be
+    more tiles than a grid has blocks. With CHUNKS, so many blocks in turn share a row, and what
+    they have of its sums by SLOTS. PACKED: what has 16 bits stays in them over the sums. FETCH: w
+    and b are fetched with the row, not after its sums. ORDERED: kernels that differ in these two
+    and SAVE, and only so, give the same bits, and a block computes of a chunk what its own block
+    does. What is needed first stands first: parameters come in lines of 64 bytes, and a block that
+    waits for one more of them ends 0.03 to 0.06 µs later.
     """
     inputs = (X,)
     if ADD:
@@ -92,7 +95,7 @@ def norm_forward(
     EXACT = X.dtype == ct.float32 or (ADD and SUM.dtype == ct.float32)
     TILE = ct.static_eval(sum(WIDTHS))
     UNIT = ct.static_eval(unit(X, ALIGNED) if ORDERED else 0)
-    zero = unknown_zero(rows) if ORDERED else None
+    zero = unknown_zero(first) if ORDERED else None
 
     def gather(i, chunk):
         place = tile_place(i, TILE_ROWS, HEADS, TILE_HEADS)
@@ -230,8 +233,13 @@ def norm_forward(
 
     count = tiles_of(rows, HEADS, TILE_ROWS, TILE_HEADS)
     if not LOOP:
-        i = first + ct.bid(0) // CHUNKS
-        chunk = ct.bid(0) % CHUNKS if CHUNKS > 1 else 0
+        if CHUNKS > 1:
+            i = first + ct.bid(0) // CHUNKS
+            chunk = ct.bid(0) % CHUNKS
+        else:
+            # Not by bid(0), which is a division by the size of a cluster.
+            i = first + ct.bid(2) * step + ct.bid(1)
+            chunk = 0
         place = tile_place(i, TILE_ROWS, HEADS, TILE_HEADS)
         in_rows = existing(place, rows, TILE_ROWS, TILE_HEADS)
         normalize(place, in_rows, chunk, gather(i, chunk))

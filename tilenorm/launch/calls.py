@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 import cuda.tile as ct
 
 from ..spec import NormSpec
-from .config import Hints
+from .config import Hints, cdiv
 from .disk_cache import Kernel
 
-ABSENT = 0
-MAX_GRID = (1 << 24) - 1  # blocks in one dimension of a cuTile grid
+ABSENT = ()  # takes no room among a kernel's parameters
+MAX_GRID = (1 << 24) - 1  # blocks in the first dimension of a cuTile grid
+MAX_SIDE = (1 << 16) - 1  # and in each other one, of any grid
 
 
 class Call(NamedTuple):
@@ -69,11 +70,11 @@ class ForwardArrays(NamedTuple):
     """What a forward pass reads and writes, of tensors or their descriptions."""
 
     x: Any
-    residual: Any
-    gate: Any
+    y: Any
     weight: Any
     bias: Any
-    y: Any
+    residual: Any
+    gate: Any
     sum: Any
     mean: Any
     rstd: Any
@@ -135,3 +136,14 @@ def parts(count: int, most: int) -> list[tuple[int, int]]:
     if count <= most:
         return [(0, count)]
     return [(first, min(most, count - first)) for first in range(0, count, most)]
+
+
+def rectangles(count: int) -> list[tuple[int, int, int]]:
+    """(first, y, z) of grids of y · z blocks in the second and third dimension."""
+    made, first = [], 0
+    while first < count:
+        z = cdiv(count - first, MAX_SIDE)
+        y = (count - first) // z
+        made.append((first, y, z))
+        first += y * z
+    return made

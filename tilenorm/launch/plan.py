@@ -9,13 +9,11 @@ is kept for the last few numbers.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
-from math import gcd
 
 import cuda.tile as ct
 
 from ..kernels.backward import norm_backward
 from ..kernels.column_sum import column_sum
-from ..kernels.exchange import clear_slots
 from ..kernels.forward import norm_forward
 from ..spec import NormSpec
 from . import heuristics
@@ -30,14 +28,14 @@ from .calls import (
     bound,
     hinted,
     parts,
+    rectangles,
     taking,
 )
-from .config import Backward, ColumnSum, Forward, Hints, cdiv, tile_width
+from .config import ColumnSum, Hints, cdiv
 from .target import Target
+from .tiling import Tiling
 
-POLLS = 1 << 12  # about 4 ms: what another kernel on the same GPU may keep blocks of a row apart
-CLEAR_SLOTS, COLUMN_SUM = (hinted(kernel, Hints()) for kernel in (clear_slots, column_sum))
-CLEARED = 1024  # slots that a block empties
+COLUMN_SUM = hinted(column_sum, Hints())
 # Rows are few while a multiprocessor gets at most so many tiles, or elements of tiles.
 FEW_TILES, FEW_ELEMENTS = 2, 24576
 SIZES = 64  # numbers of rows that a plan remembers
@@ -66,98 +64,7 @@ def plan_backward(spec: NormSpec, target: Target, needs: Needs) -> "BackwardPlan
 
 
 @dataclass(frozen=True)
-class _Plan:
-    """What plans share: tiles, chunks, and which inputs they read in place."""
-
-    spec: NormSpec
-    target: Target
-    config: Forward | Backward
-
-    @cached_property
-    def leading(self) -> int:
-        """Most leading dimensions of an input that is read in place: two where a tile is one row.
-
-        Rows that are not evenly spaced the compiler may lay out otherwise, and sum in another order
-        (seen at N = 37, 64, on more warps at 4096, in chunks at 65536). Inputs with heads all have
-        two.
-        """
-        config = self.config
-        gathered_by_more_warps = config.hints.num_worker_warps is not None and not config.tma
-        one_row = config.rows == 1 and self.chunks == 1
-        return 2 if one_row and not gathered_by_more_warps else 1
-
-    @cached_property
-    def _widths(self) -> tuple[int, ...]:
-        return self.config.widths or (tile_width(self.spec.hidden),)
-
-    @cached_property
-    def chunks(self) -> int:
-        """How many blocks share a row."""
-        return cdiv(self.spec.hidden, sum(self._widths))
-
-    @cached_property
-    def tile_heads(self) -> int:
-        """Heads of a token in a tile: as many as divide both; 0 without heads."""
-        return gcd(self.spec.heads, self.config.rows) if self.spec.heads else 0
-
-    @cached_property
-    def _groups(self) -> int:
-        """Tiles after which the heads repeat."""
-        return self.spec.heads // self.tile_heads if self.spec.heads else 1
-
-    def tiles(self, rows: int) -> int:
-        heads, tile_rows = self.spec.heads, self.config.rows
-        if not heads:
-            return cdiv(rows, tile_rows)
-        return cdiv(rows // heads, tile_rows // self.tile_heads) * self._groups
-
-    @cached_property
-    def resident(self) -> int:
-        """Blocks of a persistent grid that run side by side."""
-        return self.target.multiprocessors * (self.config.hints.occupancy or 1)
-
-    @cached_property
-    def _shares(self) -> bool:
-        """Whether blocks tell each other what they have of a row's sums."""
-        return self.chunks > 1
-
-    @cached_property
-    def _tile(self) -> tuple:
-        """N, HEADS, TILE_ROWS, TILE_HEADS, WIDTHS, CHUNKS, PADDED_CHUNKS, POLLS, OVERLAP."""
-        heads = (self.spec.heads, self.config.rows, self.tile_heads)
-        padded = tile_width(self.chunks)
-        chunks = (self._widths, self.chunks, padded, POLLS if self._shares else 0, self._overlap)
-        return (self.spec.hidden, *heads, *chunks)
-
-    @property
-    def _overlap(self) -> bool:
-        """Whether a kernel starts while the one ahead of it, which it waits for, still runs."""
-        return self.target.has_dependent_launch
-
-    @cached_property
-    def _starts_early(self) -> bool:
-        """Whether the norm's own kernel does: what is ahead of it empties its slots."""
-        return self._shares and self._overlap
-
-    def slots(self, rows: int) -> tuple[int, int] | None:
-        """Shape of the int32 slots by which blocks share rows: two a chunk for LayerNorm."""
-        if not self._shares:
-            return None
-        return rows, self.chunks * (2 if self.spec.norm == "layer" else 1)
-
-    def _clear(self, take: Callable, rows: int) -> list[Launch]:
-        """The launch that empties the slots."""
-        if not self._shares:
-            return []
-        width = self.slots(rows)[1]
-        padded = tile_width(width)
-        tile_rows = max(1, CLEARED // padded)
-        rest = (tile_rows, padded, self._overlap)
-        return [Launch(CLEAR_SLOTS, (cdiv(rows, tile_rows),), take, rest)]
-
-
-@dataclass(frozen=True)
-class ForwardPlan(_Plan):
+class ForwardPlan(Tiling):
     """One launch, after one that empties slots where blocks share rows.
 
     few: for rows that all run at once, if the configuration fetches weights.
@@ -203,20 +110,25 @@ class ForwardPlan(_Plan):
         def launches(rows, eps):
             if self.config.fetch and not self.few and not self.queues(rows):
                 return self._of_few.launches(rows, eps)
-            tiles, tail = self.tiles(rows), (rows, eps, *self._constants)
+            tiles, rest = self.tiles(rows), (eps, rows, *self._constants)
             if self.config.loop:
-                return [Launch(self._kernel, (min(tiles, self.resident),), tuple, (0, *tail))]
-            made = self._clear(_FORWARD_SLOTS, rows)
-            for first, count in parts(tiles, MAX_GRID // self.chunks):
-                rest, grid = (first, *tail), (count * self.chunks,)
-                made.append(Launch(self._kernel, grid, tuple, rest, self._starts_early))
+                grid = (min(tiles, self.resident),)
+                return [Launch(self._kernel, grid, _from(0, 1), rest)]
+            made, early = self._clear(_FORWARD_SLOTS, rows), self._starts_early
+            if self.chunks > 1:
+                for first, count in parts(tiles, MAX_GRID // self.chunks):
+                    grid = (count * self.chunks,)
+                    made.append(Launch(self._kernel, grid, _from(first, 1), rest, early))
+            else:
+                for first, y, z in rectangles(tiles):
+                    made.append(Launch(self._kernel, (1, y, z), _from(first, y), rest))
             return made
 
         return launches
 
 
 @dataclass(frozen=True)
-class BackwardPlan(_Plan):
+class BackwardPlan(Tiling):
     """A persistent grid, then the column sum; ahead of them a launch that empties slots, if any."""
 
     sum_config: ColumnSum
@@ -293,6 +205,11 @@ class BackwardPlan(_Plan):
         rest = (*absent, rows, len(sums), config.rows, config.tile, self._overlap)
         grid = cdiv(self._sum_width, config.tile), len(sums)
         return [Launch(COLUMN_SUM, grid, take, rest, self._overlap)]
+
+
+def _from(first: int, step: int) -> Callable:
+    """What gives a forward kernel its arrays, after the tile it starts at and a step."""
+    return lambda arrays: (first, step, *arrays)
 
 
 def _gated(spec: NormSpec) -> tuple[bool, bool]:

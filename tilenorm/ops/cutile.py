@@ -112,11 +112,11 @@ def forward_matrices(
         slots = plan.slots(rows)
         arrays = (  # as ForwardArrays, which take longer to make
             x,
-            ABSENT if residual is None else residual,
-            ABSENT if gate is None else gate,
+            y,
             ABSENT if weight is None else weight,
             ABSENT if bias is None else bias,
-            y,
+            ABSENT if residual is None else residual,
+            ABSENT if gate is None else gate,
             ABSENT if total is None else total,
             ABSENT if mean is None else mean,
             ABSENT if rstd is None else rstd,

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
-from torch.nn import Parameter
 
 from ..spec import norm_of
 from . import arguments, cutile, library, reference
 from .layout import all_aligned, all_contiguous
+from .plain import is_plain, is_transformed, modes
 from .plans import plans_of, spec_of_tensors
 from .prepared import prepare, prepared
 from .registry import MAX_ROWS, device_of, refuse_transformed, select_transformed
@@ -53,7 +53,7 @@ def normalize(
                 and input.numel() <= MAX_ROWS * hidden
                 and (residual is None or residual.shape == input.shape)
                 and (gate is None or gate.shape == input.shape)
-                and not _modes()
+                and not modes()
                 and forward_ad._current_level < 0
             ):
                 forward = cutile.forward
@@ -93,7 +93,7 @@ def _checked(
     needs_grad = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (x, residual, gate, weight, bias)
     )
-    if _is_plain(x, residual, gate, weight, bias):
+    if _is_served(x, residual, gate, weight, bias):
         plans = plans_of(x, residual, gate, weight, bias, *how, backend)
         if plans is not None and x.numel() <= MAX_ROWS * hidden:
             if needs_grad:
@@ -105,7 +105,7 @@ def _checked(
                 fixed = max([len(normalized_shape), *parameters])
                 prepare(known, tensors, fixed, hidden, eps, plans)
             return found[:2]
-    if _is_transformed():
+    if is_transformed():
         spec = spec_of_tensors(x, residual, gate, weight, bias, *how)
         if torch.compiler.is_compiling():
             refuse_transformed(op, backend)  # a graph has no place for a warning
@@ -116,28 +116,18 @@ def _checked(
 
 
 _autocast = torch.is_autocast_enabled  # for CUDA; given a device's name it takes twice as long
-_modes = torch._C._len_torch_dispatch_stack
-_transforms = torch._C._functorch.peek_interpreter_stack
-_Transform = torch._C._functorch.CInterpreter
-_PLAIN = frozenset((Tensor, Parameter, type(None)))
 _current_device = cutile.current_device
-
-
-def _is_transformed() -> bool:
-    """Whether torch.func or forward-mode derivatives want to see single operations."""
-    # A compiler takes `is not None` for true here.
-    return isinstance(_transforms(), _Transform) or forward_ad._current_level >= 0
 
 
 def _is_current(tensor: Tensor) -> bool:
     return tensor.is_cuda and tensor.get_device() == _current_device()
 
 
-def _is_plain(tensor: Tensor, *others: Tensor | None) -> bool:
-    """Eager tensors on the current CUDA device that no compiler, mode or subclass wants to see."""
-    if torch.compiler.is_compiling() or _modes() or _is_transformed() or not _is_current(tensor):
+def _is_served(tensor: Tensor, *others: Tensor | None) -> bool:
+    """Eager tensors on the current CUDA device that nothing else wants to see."""
+    if torch.compiler.is_compiling() or not _is_current(tensor):
         return False
-    return _PLAIN.issuperset(map(type, (tensor, *others)))
+    return is_plain(tensor, *others)
 
 
 class _Norm(Function):
@@ -152,7 +142,7 @@ class _Norm(Function):
     @staticmethod
     def backward(ctx, dy, dsum):
         mask, plans, saved = ctx.needs_input_grad, ctx.plans, ctx.saved_tensors
-        if dy is None or torch.is_grad_enabled() or not _is_plain(dy, dsum):
+        if dy is None or torch.is_grad_enabled() or not _is_served(dy, dsum):
             spec, of = plans.spec, (plans.added, plans.dtype)
             how = (spec.norm, spec.hidden, ctx.eps, spec.offset, spec.gate_first, spec.rounding)
             grads = library.gradients(dy, dsum, saved, *of, how, mask[:5], plans.backend)
@@ -161,7 +151,7 @@ class _Norm(Function):
         return sort((*cutile.backward(plan, dy, dsum, *saved), None))
 
 
-# Past the Python half of Function.apply, which looks for the transforms that _is_plain excludes.
+# Past the Python half of Function.apply, which looks for the transforms that is_plain excludes.
 _apply = super(Function, _Norm).apply
 # And past the Python half of the backward pass, which finds this function by its name.
 _Norm._backward_cls.apply = _Norm.backward
