@@ -1,11 +1,15 @@
 """torch.compile and torch.export: one graph for any number of rows, and the bits of eager calls."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor.utils import run_and_get_code
 
 import tilenorm
+from tilenorm.ops import inductor
 
 from .helpers import (
     EACH_DEVICE,
@@ -58,6 +62,27 @@ def test_compiled_the_same_bits_without_recompiling(device, name, dtype, n, dyna
     # One, or two where PyTorch first takes eps and offset for numbers that vary.
     assert len(set(counts)) == 1
     assert not dynamo.utils.counters["graph_break"]
+
+
+@EACH_DEVICE
+@EACH_FORM
+@pytest.mark.parametrize("grad", [False, True])
+def test_inductor_calls_past_the_dispatcher(device, form, grad, dynamo):
+    pytest.importorskip(inductor.REGISTRY, reason="PyTorch before 2.11")
+    tensors = tensors_of(form, 3, 16, device=device)
+    run = torch.compile(lambda tensors: call(form, tensors))
+    with torch.set_grad_enabled(grad), torch._inductor.config.patch(force_disable_caches=True):
+        if grad:
+            compiled = partial(step, form, tensors, function=lambda _, tensors: run(tensors))
+            got, codes = run_and_get_code(compiled)
+            assert same(got, step(form, tensors))
+        else:
+            got, codes = run_and_get_code(run, tensors)
+            assert all(map(torch.equal, got, call(form, tensors)))
+    names = ["tilenorm_norm(", "tilenorm_norm_backward("] if grad else ["tilenorm_norm("]
+    assert len(codes) == len(names)
+    for code, name in zip(codes, names, strict=True):
+        assert name in code and "= torch.ops.tilenorm" not in code
 
 
 @EACH_DEVICE

@@ -10,6 +10,7 @@ from torch.autograd import Function, forward_ad
 
 from ..spec import NormSpec
 from . import cutile, reference
+from .inductor import call_directly
 from .plain import is_plain
 from .plans import Plans, merged_needs, plans_of, spec_of_tensors, spread
 from .registry import MAX_ROWS, device_of, select
@@ -42,8 +43,9 @@ AUTOCAST_NORMS = tuple(
 
 def norm_forward(
     x, residual, gate, weight, bias,
-    norm, hidden, eps, offset, gate_first, rounding, save, backend=None,
+    norm, hidden, eps, offset, gate_first, rounding, save, backend=None, wanted=(True,) * 4,
 ):  # fmt: skip
+    """wanted: which results are used. Of the others, those that do not exist are None."""
     _refuse_forward_mode()
     tensors = (x, residual, gate, weight, bias)
     how = (norm, hidden, eps, offset, gate_first, rounding)
@@ -53,16 +55,21 @@ def norm_forward(
             found = cutile.forward(plans.training if save else plans.inference, *tensors, eps)
     else:
         found = reference.forward(spec, *tensors, eps)
-    total = x.new_empty(0) if found.sum is None else found.sum
-    stats = (found.mean, found.rstd) if save else (None, None)
-    dtype = _stat_dtype(x, residual)
-    return found.y, total, *(x.new_empty(0, dtype=dtype) if s is None else s for s in stats)
+    y, total, mean, rstd = found if save else (*found[:2], None, None)
+    if total is None and wanted[1]:
+        total = x.new_empty(0)
+    if mean is None and wanted[2]:
+        mean = x.new_empty(0, dtype=_stat_dtype(x, residual))
+    if rstd is None and wanted[3]:
+        rstd = x.new_empty(0, dtype=_stat_dtype(x, residual))
+    return y, total, mean, rstd
 
 
 def norm_forward_fake(
     x, residual, gate, weight, bias,
     norm, hidden, eps, offset, gate_first, rounding, save, backend=None,
 ):  # fmt: skip
+    call_directly("norm", norm_forward.__name__)
     rows = x.numel() // hidden if save and hidden else 0
     dtype = _stat_dtype(x, residual)
     total = x.new_empty(0) if residual is None else x.new_empty(x.shape, dtype=residual.dtype)
@@ -72,8 +79,9 @@ def norm_forward_fake(
 
 def norm_backward(
     dy, dsum, x, gate, weight, bias, mean, rstd, added,
-    norm, hidden, eps, offset, gate_first, rounding, output_mask, backend=None,
+    norm, hidden, eps, offset, gate_first, rounding, output_mask, backend=None, wanted=(True,) * 5,
 ):  # fmt: skip
+    """wanted: as for norm_forward."""
     _refuse_forward_mode()
     residual = x if added else None
     tensors = (dy, residual, gate, weight, bias)
@@ -89,13 +97,15 @@ def norm_backward(
         added = x.dtype if added else None
         needs = merged_needs(dy.dtype, added, gate, weight, bias, dsum, output_mask)
         grads = reference.backward(spec, needs, dy, *saved, eps)
-    return tuple(x.new_empty(0) if g is None else g for g in grads)
+    pairs = zip(grads, wanted, strict=True)
+    return tuple([x.new_empty(0) if g is None and used else g for g, used in pairs])
 
 
 def norm_backward_fake(
     dy, dsum, x, gate, weight, bias, mean, rstd, added,
     norm, hidden, eps, offset, gate_first, rounding, output_mask, backend=None,
 ):  # fmt: skip
+    call_directly("norm_backward", norm_backward.__name__)
     residual = x.dtype if added else None
     needs = merged_needs(dy.dtype, residual, gate, weight, bias, dsum, output_mask)
     asked = (needs.dx, needs.dresidual, needs.dgate, needs.dw, needs.db)
