@@ -87,7 +87,7 @@ def test_compiling_candidates(tmp_path, monkeypatch):
     found = compile_candidates(spec, H200, "forward", 4096, configs, 1, lines.append)
     assert [c.config for c in found] == configs
     assert found[0].failed is found[1].failed is None
-    assert found[0].grids == ((4096,),)
+    assert found[0].grids == ((1, 4096, 1),)
     assert found[0].kernels[0].registers > 0 and found[0].spilled == 0
     assert found[2].failed.startswith("does not compile: ")
     assert lines == ["compiled 3 of 3"]
