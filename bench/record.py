@@ -55,7 +55,10 @@ class Copy:
 
 @dataclass(frozen=True)
 class Host:
-    """Microseconds of the host for one call: forward without grad; forward and backward."""
+    """Microseconds of the host for one call: forward without grad; forward and backward.
+
+    Medians; of several rounds, the least.
+    """
 
     op: str
     dtype: str
@@ -65,6 +68,7 @@ class Host:
     forward_us: float | None = None
     forward_backward_us: float | None = None
     error: str = ""
+    rounds: int = 1
 
 
 @dataclass(frozen=True)

@@ -235,6 +235,8 @@ def _footing(record: Record) -> str:
             "GPU time: median over replays of a CUDA graph whose calls rotate through more memory\n"
             "than the L2 cache holds several times. The forward is one of training."
         )
+    if any(host.rounds > 1 for host in record.hosts):
+        lines.append("Host time: the least median of rounds that all providers took part in.")
     if any(cell.direction == "inference" for cell in record.cells):
         lines.append(
             "Inference is a forward without grad; its calls rotate through at most\n"

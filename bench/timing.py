@@ -22,8 +22,7 @@ MOST_SETS = 64
 # microseconds that launching a graph adds are lost in it.
 GRAPH_BYTES = 4_000_000_000
 MOST_CALLS = 512
-# What a process measured first read 22 µs on an H200's host, and 15 after another provider.
-WARM_UP_S = 0.5
+WARM_UP_S = 0.2
 _HEAD_START = 2_000_000  # GPU cycles, about a millisecond: the host is never what is waited for
 _MARK = 7.0
 

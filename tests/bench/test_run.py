@@ -65,6 +65,23 @@ def test_of_a_provider_with_the_kernels_of_another_only_the_host_is_timed(monkey
     assert all(host.forward_us > 0 for host in hosts)
 
 
+def test_host_times_are_the_least_of_rounds_in_turn(monkeypatch):
+    taken = iter(float(us) for us in (9, 90, 7, 70, 5, 95, 8, 60, 6, 80, 4, 65))
+    seen = []
+
+    def host(call, device):
+        seen.append(call.args[0])
+        return next(taken)
+
+    monkeypatch.setattr("bench.run.timing.host", host)
+    loads = {"a": EAGER, "b": lambda x, w: EAGER(x, w)}
+    found = measured(monkeypatch, loads, directions=("forward",))
+    assert seen == [f for _ in range(3) for f in loads.values() for _ in range(2)]
+    times = {n: (found[n, "host"].forward_us, found[n, "host"].forward_backward_us) for n in loads}
+    assert times == {"a": (5.0, 80.0), "b": (4.0, 60.0)}
+    assert found["a", "host"].rounds == 3
+
+
 def test_a_wrong_output_is_not_timed(monkeypatch):
     found = measured(monkeypatch, {"late": lambda x, w: EAGER(x, w) * 1.0001})
     for direction, output in (("forward", "y"), ("backward", "dx")):
