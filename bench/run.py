@@ -208,20 +208,19 @@ def _hosts(op: Op, names: Sequence[str], device: str, late, progress) -> list[Ho
         for name, least in found.items():
             if turn == 0:
                 progress.step(f"{op.name} host time {name}")
-            if late():
-                if not least:
-                    least["error"] = "out of time"
-            elif "error" not in least:
-                try:
-                    provider = loaded[name] = loaded.get(name) or PROVIDERS[name].load(op)
-                    for field, call in calls.items():
-                        us = timing.host(partial(call, provider), device)
-                        least[field] = min(us, least.get(field, us))
-                except Exception as error:
-                    _require_gpu(device, f"{name}: {first_line(error)}")
-                    least["error"] = first_line(error)
+            if late() or "error" in least:
+                continue
+            try:
+                provider = loaded[name] = loaded.get(name) or PROVIDERS[name].load(op)
+                for field, call in calls.items():
+                    us = timing.host(partial(call, provider), device)
+                    least[field] = min(us, least.get(field, us))
+            except Exception as error:
+                _require_gpu(device, f"{name}: {first_line(error)}")
+                least["error"] = first_line(error)
     where = {"op": op.name, "dtype": HOST_DTYPE, "m": HOST_M, "n": HOST_N, "rounds": HOST_ROUNDS}
-    return [Host(**where, provider=name, **least) for name, least in found.items()]
+    skipped = {"error": "out of time"}
+    return [Host(**where, provider=name, **(least or skipped)) for name, least in found.items()]
 
 
 def _status(error: Exception) -> str:

@@ -9,7 +9,7 @@ from torch.autograd import Function, forward_ad
 from ..spec import norm_of
 from . import arguments, cutile, library, reference
 from .layout import all_aligned, all_contiguous
-from .plain import is_plain, is_transformed, modes
+from .plain import is_plain, is_transformed, modes, needs_grad
 from .plans import plans_of, spec_of_tensors
 from .prepared import prepare, prepared
 from .registry import MAX_ROWS, device_of, refuse_transformed, select_transformed
@@ -90,13 +90,11 @@ def _checked(
         x = library.autocast_input(input, norm)
     eps = arguments.default_eps(x, residual) if eps is None else float(eps)
     how = (norm, hidden, eps, float(offset), gate_first, rounding)
-    needs_grad = torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (x, residual, gate, weight, bias)
-    )
+    recorded = needs_grad(x, residual, gate, weight, bias)
     if _is_served(x, residual, gate, weight, bias):
         plans = plans_of(x, residual, gate, weight, bias, *how, backend)
         if plans is not None and x.numel() <= MAX_ROWS * hidden:
-            if needs_grad:
+            if recorded:
                 found = _apply(x, residual, gate, weight, bias, eps, plans, cutile.forward)
             else:
                 found = cutile.forward(plans.inference, x, residual, gate, weight, bias, eps)
@@ -112,7 +110,7 @@ def _checked(
         else:
             select_transformed(spec, device_of(x.device.type, x.get_device()), backend)
         return reference.forward(spec, x, residual, gate, weight, bias, eps)[:2]
-    return torch.ops.tilenorm.norm(x, residual, gate, weight, bias, *how, needs_grad, backend)[:2]
+    return torch.ops.tilenorm.norm(x, residual, gate, weight, bias, *how, recorded, backend)[:2]
 
 
 _autocast = torch.is_autocast_enabled  # for CUDA; given a device's name it takes twice as long

@@ -4,32 +4,29 @@ The dispatcher and its Python layers take 13 µs of a call, more than the launch
 """
 
 import sys
+from collections.abc import Callable
 
 # Where Inductor looks for what is to stand for an op, from PyTorch 2.11 on; else it calls the op.
 REGISTRY = "torch._inductor.codegen.custom_extern_kernel_codegen"
 
 
-def call_directly(op: str, implementation: str) -> None:
-    """Have Inductor, once it is loaded, call tilenorm.ops.library's function for an op.
+def call_directly(op: str, implementation: Callable) -> None:
+    """Have Inductor, once it is loaded, call a module's function for an op.
 
-    Generated code is kept on the disk: the function has to keep its name.
+    Generated code is kept on the disk: the function has to keep its name and place.
     """
     registry, name = sys.modules.get(REGISTRY), f"torch.ops.tilenorm.{op}.default"
-    if registry is not None and name not in registry.CUSTOM_EXTERN_KERNEL_CODEGEN:
-        generate = _Call(f"tilenorm_{op}", implementation)
-        found = registry.CustomCodegen(python=generate)
-        registry.CUSTOM_EXTERN_KERNEL_CODEGEN[name] = found
+    if registry is None or name in registry.CUSTOM_EXTERN_KERNEL_CODEGEN:
+        return
+    called = f"tilenorm_{op}"
+    line = f"from {implementation.__module__} import {implementation.__name__} as {called}"
 
-
-class _Call:
-    def __init__(self, name: str, implementation: str):
-        self.name = name
-        self.line = f"from tilenorm.ops.library import {implementation} as {name}"
-
-    def __call__(self, node, writeline) -> None:
+    def generate(node, writeline):
         from torch._inductor.virtualized import V
 
-        V.graph.wrapper_code.add_import_once(self.line)
+        V.graph.wrapper_code.add_import_once(line)
         wanted = tuple(out.get_name() not in V.graph.removed_buffers for out in node.outputs)
         given = [*node.codegen_args(), *node.codegen_kwargs(), f"wanted={wanted}"]
-        writeline(f"{node.get_name()} = {self.name}({', '.join(given)})")
+        writeline(f"{node.get_name()} = {called}({', '.join(given)})")
+
+    registry.CUSTOM_EXTERN_KERNEL_CODEGEN[name] = registry.CustomCodegen(python=generate)

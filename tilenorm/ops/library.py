@@ -11,7 +11,7 @@ from torch.autograd import Function, forward_ad
 from ..spec import NormSpec
 from . import cutile, reference
 from .inductor import call_directly
-from .plain import is_plain
+from .plain import is_plain, needs_grad
 from .plans import Plans, merged_needs, plans_of, spec_of_tensors, spread
 from .registry import MAX_ROWS, device_of, select
 
@@ -69,7 +69,7 @@ def norm_forward_fake(
     x, residual, gate, weight, bias,
     norm, hidden, eps, offset, gate_first, rounding, save, backend=None,
 ):  # fmt: skip
-    call_directly("norm", norm_forward.__name__)
+    call_directly("norm", norm_forward)
     rows = x.numel() // hidden if save and hidden else 0
     dtype = _stat_dtype(x, residual)
     total = x.new_empty(0) if residual is None else x.new_empty(x.shape, dtype=residual.dtype)
@@ -105,7 +105,7 @@ def norm_backward_fake(
     dy, dsum, x, gate, weight, bias, mean, rstd, added,
     norm, hidden, eps, offset, gate_first, rounding, output_mask, backend=None,
 ):  # fmt: skip
-    call_directly("norm_backward", norm_backward.__name__)
+    call_directly("norm_backward", norm_backward)
     residual = x.dtype if added else None
     needs = merged_needs(dy.dtype, residual, gate, weight, bias, dsum, output_mask)
     asked = (needs.dx, needs.dresidual, needs.dgate, needs.dw, needs.db)
@@ -180,10 +180,9 @@ def norm_autograd(
     in every call of compiled code."""
     tensors = (x, residual, gate, weight, bias)
     inputs = (*tensors, norm, hidden, eps, offset, gate_first, rounding, save, backend)
-    if torch.is_grad_enabled():
-        if any(t is not None and t.requires_grad for t in tensors):
-            return _Norm.apply(*inputs)
-    elif is_plain(*tensors):
+    if needs_grad(*tensors):
+        return _Norm.apply(*inputs)
+    if is_plain(*tensors):
         return norm_forward(*inputs)
     return _below_autograd(*inputs)
 
@@ -203,9 +202,7 @@ def gradients(dy, dsum, saved, added, dtype, how, mask, backend) -> tuple[Tensor
     dsum = dsum if added is not None else None
     if dy is None:
         return through_sum(dsum, added, dtype, mask)
-    if torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (dy, dsum, x, gate, weight, bias)
-    ):
+    if needs_grad(dy, dsum, x, gate, weight, bias):
         needs = merged_needs(dtype, added, gate, weight, bias, dsum, mask)
         spec = spec_of_tensors(dy, None if added is None else x, gate, weight, bias, *how)
         eps = how[2]

@@ -1,4 +1,4 @@
-"""Whether eager PyTorch alone sees what is done to tensors: no mode, transform or subclass."""
+"""Who sees what is done to tensors: autograd, a mode, a transform or subclass, or PyTorch alone."""
 
 import torch
 from torch import Tensor
@@ -17,5 +17,11 @@ def is_transformed() -> bool:
     return isinstance(_transforms(), _Transform) or forward_ad._current_level >= 0
 
 
+def needs_grad(*tensors: Tensor | None) -> bool:
+    """Whether autograd is to record it."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
 def is_plain(*tensors: Tensor | None) -> bool:
+    """Whether neither a mode nor a transform nor a subclass wants to see it."""
     return not modes() and not is_transformed() and _PLAIN.issuperset(map(type, tensors))
