@@ -15,12 +15,12 @@ from ..config import Backward, Forward, Hints
 # configuration without spills that was timed is slower.
 SPILLS = {
     ("norm_forward", "layer_norm", 2, 262144): 8,
+    ("norm_forward", "add_rms_norm", 2, 262144): 16,
+    ("norm_forward", "gated_rms_norm", 2, 20480): 72,
     ("norm_forward", "gate_first", 2, 5120): 8,
     ("norm_forward", "gate_first", 2, 12288): 16,
     ("norm_forward", "gate_first", 2, 262144): 144,
     ("norm_forward", "layer_norm", 4, 262144): 32,
-    ("norm_forward", "add_rms_norm", 4, 262144): 96,
-    ("norm_forward", "gate_first", 4, 262144): 56,
     ("norm_backward", "rms_norm", 2, 2048): 16,
     ("norm_backward", "rms_norm", 2, 6144): 56,
     ("norm_backward", "rms_norm", 2, 16384): 40,
@@ -37,7 +37,7 @@ SPILLS = {
     ("norm_backward", "gated_rms_norm", 2, 5120): 16,
     ("norm_backward", "gated_rms_norm", 2, 8192): 16,
     ("norm_backward", "gated_rms_norm", 2, 20480): 104,
-    ("norm_backward", "gated_rms_norm", 2, 262144): 56,
+    ("norm_backward", "gated_rms_norm", 2, 262144): 80,
     ("norm_backward", "gate_first", 2, 64): 8,
     ("norm_backward", "gate_first", 2, 1536): 8,
     ("norm_backward", "gate_first", 2, 2048): 16,
@@ -45,7 +45,7 @@ SPILLS = {
     ("norm_backward", "gate_first", 2, 6144): 24,
     ("norm_backward", "gate_first", 2, 7168): 16,
     ("norm_backward", "gate_first", 2, 8192): 72,
-    ("norm_backward", "gate_first", 2, 262144): 40,
+    ("norm_backward", "gate_first", 2, 20480): 40,
     ("norm_backward", "rms_norm", 4, 16384): 72,
     ("norm_backward", "rms_norm", 4, 262144): 64,
     ("norm_backward", "layer_norm", 4, 16384): 184,
@@ -59,6 +59,7 @@ SPILLS = {
     ("norm_backward", "add_layer_norm", 4, 262144): 112,
     ("norm_backward", "gated_rms_norm", 4, 8192): 32,
     ("norm_backward", "gated_rms_norm", 4, 20480): 40,
+    ("norm_backward", "gated_rms_norm", 4, 262144): 24,
     ("norm_backward", "gate_first", 4, 8192): 144,
     ("norm_backward", "gate_first", 4, 262144): 32,
 }
@@ -89,9 +90,9 @@ def _fetch(
     return Forward(1, Hints(occupancy, warps), widths, packed=packed, fetch=True)
 
 
-def _chunk(width: int, occupancy: int | None = None, packed: bool = False) -> Forward:
+def _chunk(widths: tuple[int, ...], occupancy: int, packed: bool = False) -> Forward:
     """A chunk of a row a block."""
-    return Forward(1, Hints(occupancy), (width,), packed=packed)
+    return Forward(1, Hints(occupancy), widths, packed=packed)
 
 
 def _gather(
@@ -137,7 +138,7 @@ FORWARD = {
         (32, Forward(64, Hints(8))),  # 3993
         (64, Forward(32, Hints(8))),  # 3997
         (128, Forward(8)),  # 4017
-        (256, Forward(8, Hints(8))),  # 4001
+        (256, Forward(8, widths=(128, 128))),  # 4140
         (384, Forward(8, widths=(128,) * 3)),  # 4108
         (512, Forward(4, widths=(128,) * 4)),  # 4091
         (768, Forward(4, widths=(256,) * 3)),  # 4101 (640), 4063
@@ -158,19 +159,19 @@ FORWARD = {
         (20480, _packed(None, 8)),  # 3935
         (28672, _packed(3)),  # 3863
         (32768, _packed()),  # 3810
-        (49152, _chunk(8192, 6, packed=True)),  # 3743
-        (65536, _chunk(4096, 8, packed=True)),  # 3713
-        (262144, _chunk(4096, 10, packed=True)),  # 3572 (131072)
+        (49152, _chunk((8192,), 6, packed=True)),  # 3743
+        (65536, _chunk((4096,), 8, packed=True)),  # 3713
+        (262144, _chunk((8192,), 5, packed=True)),  # 3647 (131072)
     ),
     ("layer_norm", 2): (
         (64, Forward(64, Hints(8))),  # 3741 (32), 3790
         (128, Forward(32, Hints(16))),  # 3827
-        (256, Forward(16, Hints(8))),  # 3840
+        (256, Forward(8, Hints(12), (128, 128))),  # 3898
         (384, Forward(16, widths=(128,) * 3)),  # 3948
         (512, Forward(8, widths=(256, 256))),  # 3999
         (768, Forward(8, widths=(256, 256, 256))),  # 3675 (640), 3969
         (1024, Forward(8, widths=(256, 256, 256, 256))),  # 4017
-        (1536, _loop(1, 8, (1024, 512))),  # 3780
+        (1536, Forward(widths=(512,) * 3)),  # 3874
         (2048, Forward(1, Hints(8), (512,) * 4)),  # 3969
         (3072, Forward(1, Hints(8), (1024, 1024, 1024))),  # 4031
         (4096, Forward(1, Hints(8))),  # 3959
@@ -181,7 +182,7 @@ FORWARD = {
         (12288, Forward(1, Hints(3, 8), (2048,) * 6)),  # 3879
         (16384, _packed(4)),  # 3820
         (32768, _packed(1, 8)),  # 3769 (20480), 3784 (28672), 3752
-        (262144, _chunk(8192, 5, packed=True)),  # 2967 (49152), 2908 (65536), 2779 (131072)
+        (262144, _chunk((8192,), 5, packed=True)),  # 2967 (49152), 2908 (65536), 2779 (131072)
     ),
     ("add_rms_norm", 2): (
         (64, Forward(32, Hints(8))),  # 4103 (32), 4100
@@ -191,15 +192,14 @@ FORWARD = {
         (512, Forward(2)),  # 4159
         (1024, Forward(2, widths=(512, 512))),  # 4131 (640), 4126
         (2048, Forward()),  # 4159 (1536), 4151
-        (4096, Forward(1, Hints(8))),  # 4122 (3072), 4055
+        (3072, Forward(1, Hints(8))),  # 4132
+        (4096, _fetch((2048, 2048), None, 8)),  # 4073
         (8192, Forward()),  # 4115 (5120), 4076 (7168), 4084
         (12288, Forward(1, Hints(4, 8), (4096, 4096, 4096), packed=True)),  # 4026
-        (16384, _packed(2)),  # 4022
-        (20480, _tma((4096, 4096, 4096, 4096, 4096), 1, 8)),  # 3885
-        (24576, _tma((4096, 4096, 4096, 4096, 4096, 4096), 1, 8)),  # 3760
-        (28672, _chunk(4096, 8, packed=True)),  # 3705
-        (32768, Forward(1, Hints(1, 8), (8192,) * 4, packed=True)),  # 3881
-        (262144, _chunk(4096, 8, packed=True)),  # 3615 (65536)
+        (16384, _fetch((4096,) * 4, 2, 8, packed=True)),  # 4053
+        (20480, Forward(1, Hints(2, 8), (4096,) * 5, packed=True)),  # 3993
+        # 3970 (24576), 3984 (32768), 4018 (65536), 3984 (131072)
+        (262144, _chunk((1024,) * 4, 8, packed=True)),
     ),
     ("add_layer_norm", 2): (
         (64, Forward(32, Hints(16))),  # 4038
@@ -211,16 +211,19 @@ FORWARD = {
         (8192, Forward()),  # 4137 (2048), 4061 (4096), 4101 (5120), 3981 (7168), 4030
         (12288, Forward(1, Hints(3, 8), (4096,) * 3)),  # 4044
         (16384, Forward(1, Hints(3, 8), (4096,) * 4, packed=True)),  # 3996
-        # 3648 (20480), 3620 (32768), 3529 (65536)
-        (262144, Forward(1, Hints(6), (2048, 2048), packed=True)),
+        (20480, Forward(1, Hints(2, 8), (4096,) * 5, packed=True)),  # 3914
+        (24576, Forward(1, Hints(2, 8), (4096,) * 6, packed=True)),  # 3866
+        # 3804 (32768), 3722 (65536), 3662 (131072)
+        (262144, _chunk((1024,) * 4, 6, packed=True)),
     ),
     ("gated_rms_norm", 2): (
         *GATED_2,
-        (262144, _chunk(8192, 4, packed=True)),  # 3673 (16384), 3645 (65536), 3640 (131072)
+        (20480, _chunk((2048, 2048), 8, packed=True)),  # 3695 (16384), 3451
+        (262144, _chunk((8192,), 4, packed=True)),  # 3653 (32768), 3668 (65536), 3640 (131072)
     ),
     ("gate_first", 2): (
         *GATED_2,
-        (262144, _chunk(4096, 7, packed=True)),  # 3464 (16384), 3327 (32768), 3150 (131072)
+        (262144, _chunk((4096,), 7, packed=True)),  # 3464 (16384), 3327 (32768), 3150 (131072)
     ),
     ("rms_norm", 4): (
         (32, Forward(32, Hints(8))),  # 4070
@@ -235,8 +238,8 @@ FORWARD = {
         (8192, _fetch((2048,) * 4, None, 8)),  # 4113
         (12288, _fetch((2048,) * 6, None, 8)),
         (16384, Forward(1, Hints(None, 8), (4096,) * 4)),  # 4030
-        (32768, _chunk(4096, 6)),  # 3971
-        (262144, _chunk(4096, 8)),  # 4027 (65536)
+        (32768, _chunk((4096,), 6)),  # 3971
+        (262144, _chunk((4096,), 8)),  # 4027 (65536)
     ),
     ("layer_norm", 4): (
         (32, Forward(32)),  # 3943
@@ -246,19 +249,19 @@ FORWARD = {
         (1024, Forward(2, Hints(8))),  # 4099
         (1536, Forward(widths=(1024, 512))),  # 4143
         (20480, Forward()),  # 4061 (4096), 4037 (8192), 4007 (16384), 3966
-        (262144, _chunk(4096, 6)),  # 3596 (24576), 3535 (32768), 3380 (65536)
+        (262144, _chunk((4096,), 6)),  # 3596 (24576), 3535 (32768), 3380 (65536)
     ),
     ("add_rms_norm", 4): (
         (64, Forward(16, Hints(8))),  # 4144
         (256, Forward(2, Hints(8))),  # 4196
         (4096, Forward(1, Hints(4))),  # 4210 (1024), 4165 (3072), 4108
         (5120, Forward(1, Hints(2, 8), (1024,) * 5)),  # 4101
-        (6144, Forward(1, Hints(3, 8), (2048,) * 3)),  # 4122
-        (7168, Forward(1, Hints(3, 8), (1024,) * 7)),  # 4075
-        (8192, Forward(1, Hints(3, 8), (2048,) * 4)),  # 4102
-        (12288, Forward(1, Hints(2, 8), (4096,) * 3)),  # 4074
+        (6144, _fetch((2048,) * 3, 3, 8)),  # 4142
+        (7168, _fetch((1024,) * 7, 3, 8)),  # 4098
+        (8192, _fetch((2048,) * 4, 3, 8)),  # 4131
+        (12288, Forward(1, Hints(2, 8), (4096,) * 3)),  # 4083
         (16384, Forward(1, Hints(3, 8), (4096,) * 4)),  # 4025
-        (262144, _chunk(4096, 8)),  # 3981 (20480), 3875 (65536)
+        (262144, _chunk((512,) * 4, 8)),  # 4088 (32768), 4010 (131072)
     ),
     ("add_layer_norm", 4): (
         (64, Forward(8, Hints(8))),  # 4054
@@ -270,16 +273,15 @@ FORWARD = {
         (8192, Forward(1, Hints(2, 8), (4096, 4096))),  # 4105
         (12288, Forward(1, Hints(2, 8), (2048,) * 6)),  # 4028
         (16384, Forward(1, Hints(2, 8), (4096,) * 4)),  # 4013
-        (65536, _chunk(2048, 8)),  # 3479 (20480), 3553 (32768), 3473
-        (262144, _chunk(2048, 6)),  # 3004 (131072)
+        (262144, _chunk((512,) * 4, 8)),  # 3936 (32768), 3660 (131072)
     ),
     ("gated_rms_norm", 4): (
         (8192, None),  # 4322 (2048), 4148 (4096), 4261
-        (262144, _chunk(2048, 10)),  # 4274 (12288), 4272 (16384), 4317 (32768), 4005 (131072)
+        (262144, _chunk((2048,), 10)),  # 4274 (12288), 4272 (16384), 4317 (32768), 4005 (131072)
     ),
     ("gate_first", 4): (
         (8192, None),  # 4330 (2048), 4301 (4096), 4046
-        (262144, _chunk(4096, 7)),  # 4119 (16384), 4087 (32768), 3922 (131072)
+        (262144, _chunk((1024, 1024), 8)),  # 4082 (65536)
     ),
 }
 
@@ -306,7 +308,8 @@ BACKWARD = {
         (12288, _tile((2048,) * 6, 1, 8, store=True)),  # 3986
         (14336, _tile((4096, 4096, 4096, 2048), 1, 8, store=True)),  # 3883
         (16384, _tile((8192, 8192), 1, 8)),  # 3927
-        (262144, _gather((2048, 2048), 2, 8)),  # 3060 (32768), 2876 (65536), 2738 (131072)
+        (65536, _gather((1024, 1024), 4)),  # 3175 (32768), 3004
+        (262144, _gather((2048, 2048), 2, 8)),  # 2747 (131072)
     ),
     ("layer_norm", 2): (
         (32, _gather((32,), 5, rows=64)),  # 3887
@@ -353,7 +356,9 @@ BACKWARD = {
         (12288, _tile((8192, 4096), 1, 8)),  # 4112
         (14336, _tile((8192, 4096, 2048), 1, 8)),  # 4052
         (16384, _tile((4096,) * 4, 1, 8, store=True)),  # 3711
-        (262144, _gather((4096,), 2, 8, packed=True)),  # 3458 (32768), 3163 (65536), 3056 (131072)
+        (20480, _gather((4096,), 2, 8, packed=True)),  # 3391
+        (65536, _gather((1024, 1024), 4, packed=True)),  # 3606 (32768), 3373
+        (262144, _gather((4096,), 2, 8, packed=True)),  # 3040 (131072)
     ),
     ("add_layer_norm", 2): (
         (64, _gather((64,), 3, rows=32)),  # 3934
@@ -390,7 +395,7 @@ BACKWARD = {
         (7168, _tile((2048, 2048, 2048, 1024), 1, 8, store=True)),  # 3606
         (8192, _gather((2048,) * 4, 1, 8)),  # 4072
         (20480, _gather((4096,), 2, 8)),  # 3437 (12288), 3475 (16384)
-        (262144, _gather((2048,), 3)),  # 3072 (32768), 2965 (65536), 2761 (131072)
+        (262144, _gather((1024, 1024), 3)),  # 3053 (65536)
     ),
     ("gate_first", 2): (
         (32, _gather((32,), 3, rows=64)),  # 4180
@@ -407,7 +412,8 @@ BACKWARD = {
         (6144, _gather((2048,) * 3, 1, 8)),  # 3410
         (7168, _gather((1024,) * 7, 1, 8)),  # 3390
         (8192, _tile((4096, 4096), 1, 8, store=True)),  # 3160
-        (262144, _gather((4096,), 1, 8)),  # 2386 (16384), 2167 (65536)
+        (20480, _gather((4096,), 1, 8)),  # 2386 (16384)
+        (262144, _gather((1024, 1024), 2)),  # 2265 (65536)
     ),
     ("rms_norm", 4): (
         (64, _gather((64,), 5, rows=16)),  # 4176
@@ -492,7 +498,7 @@ BACKWARD = {
     ("gated_rms_norm", 4): (
         (8192, None),  # 4685 (2048), 4763 (4096), 4737
         (20480, _gather((2048,), 2)),  # 4125 (12288), 4144 (16384)
-        (262144, _gather((4096,), 1, 8)),  # 3621 (131072)
+        (262144, _gather((1024, 1024), 3)),  # 4426 (65536)
     ),
     ("gate_first", 4): (
         (8192, None),  # 4696 (2048), 4752 (4096), 4425
