@@ -9,7 +9,16 @@ import math
 import sys
 
 from bench import compare, first_call, plot, provenance, record, report, train
-from bench.cases import DIRECTIONS, DTYPES, LATENCIES, OPS, SUITE_DIRECTIONS, SUITES, select
+from bench.cases import (
+    DIRECTIONS,
+    DTYPES,
+    HOST,
+    LATENCIES,
+    OPS,
+    SUITE_DIRECTIONS,
+    SUITES,
+    select,
+)
 from bench.providers import PROVIDERS, attendance
 from bench.run import GpuLost, run
 
@@ -26,7 +35,12 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--op", nargs="+", choices=OPS)
     parser.add_argument("--dtype", nargs="+", choices=DTYPES)
     parser.add_argument("--hidden", nargs="+", type=int, metavar="N")
-    parser.add_argument("--direction", nargs="+", choices=DIRECTIONS + LATENCIES)
+    parser.add_argument(
+        "--direction",
+        nargs="+",
+        choices=(*DIRECTIONS, *LATENCIES, HOST),
+        help="by default those of the suite, and host times",
+    )
     parser.add_argument("--provider", nargs="+", choices=PROVIDERS)
     parser.add_argument(
         "--max-seconds", type=float, default=math.inf, help="skip what is left after this time"
@@ -58,6 +72,8 @@ def _narrowed(whole: record.Record, args: argparse.Namespace) -> record.Record:
         wanted |= {"direction": args.direction, "provider": args.provider}
         if isinstance(line, record.Host):  # of one shape, whatever shapes are asked for
             wanted = {"op": args.op, "provider": args.provider}
+            if args.direction and HOST not in args.direction:
+                return False
         return all(
             not names or getattr(line, key, names[0]) in names for key, names in wanted.items()
         )
@@ -80,7 +96,7 @@ def _measured(args: argparse.Namespace, argv: list[str]) -> record.Record:
         cases = list(dict.fromkeys(case.shrunk(CPU_ELEMENTS) for case in cases))
     ops = dict.fromkeys(case.op for case in cases)
     present, absent = attendance(ops, args.provider or list(PROVIDERS), device)
-    directions = args.direction or SUITE_DIRECTIONS.get(args.suite, DIRECTIONS)
+    directions = args.direction or (HOST, *SUITE_DIRECTIONS.get(args.suite, DIRECTIONS))
     budget = {"budget_s": CPU_BUDGET_S} if device == "cpu" else {}
     made = provenance.describe_run(device, argv, absent)
     with record.writing(args.out, made) as (result, emit):

@@ -21,6 +21,7 @@ DTYPES = {
 # without grad, as a decode step has it, and a forward with its backward, as a training step.
 DIRECTIONS = ("forward", "backward")
 LATENCIES = ("inference", "training")
+HOST = "host"  # what a call takes of the host, of one shape
 
 
 class Traffic(NamedTuple):

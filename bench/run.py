@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from bench import check, timing
-from bench.cases import DTYPES, OPS, Case, Op
+from bench.cases import DTYPES, HOST, OPS, Case, Op
 from bench.providers import PROVIDERS
 from bench.record import Cell, Copy, Host, first_line
 
@@ -60,8 +60,10 @@ def run(
     """
     ops = dict.fromkeys(case.op for case in cases)
     timed = {op: [n for n in names[op] if not PROVIDERS[n].host_only] for op in ops}
-    cells = sum(len(timed[case.op]) for case in cases) * len(directions)
-    progress = Progress(cells + sum(len(names[op]) for op in ops))
+    on_gpu = [direction for direction in directions if direction != HOST]
+    host_ops = ops if HOST in directions else ()
+    cells = sum(len(timed[case.op]) for case in cases) * len(on_gpu)
+    progress = Progress(cells + sum(len(names[op]) for op in host_ops))
 
     def late() -> bool:
         return progress.elapsed > max_seconds
@@ -69,13 +71,11 @@ def run(
     stream = torch.cuda.Stream(device) if device != "cpu" else None
     copied = set()
     with torch.cuda.stream(stream):
-        for op in map(OPS.get, ops):
+        for op in map(OPS.get, host_ops):
             for host in _hosts(op, names[op.name], device, late, progress):
                 emit(host)
         for case in cases:
-            _run_case(
-                case, timed[case.op], directions, device, emit, late, progress, budget_s, copied
-            )
+            _run_case(case, timed[case.op], on_gpu, device, emit, late, progress, budget_s, copied)
 
 
 def _run_case(case, names, directions, device, emit, late, progress, budget_s, copied) -> None:

@@ -94,6 +94,19 @@ def test_a_record_is_narrowed_as_a_run_is(tiny, tmp_path, capsys):
     assert "backward, bfloat16" not in out
     assert "\n1024" not in out.replace(" ", "")
     assert "tilenorm" not in [line.split()[0] for line in out.splitlines()[2:] if line.strip()]
+    assert "host time" not in out
+    main(["--from", path, "--direction", "host"])
+    out = capsys.readouterr().out
+    assert "rms_norm: host time" in out and "GB/s (" not in out
+
+
+@pytest.mark.parametrize("direction", ["host", "forward"])
+def test_a_direction_is_measured_alone(direction, tiny, capsys):
+    main([*RMS_NORM, "--hidden", "1024", "--provider", "torch", "--direction", direction])
+    out = capsys.readouterr().out
+    assert ("rms_norm: host time" in out) == (direction == "host")
+    assert ("rms_norm forward, bfloat16: GB/s" in out) == (direction == "forward")
+    assert "backward, bfloat16" not in out
 
 
 def test_small_m_is_measured_in_microseconds(tiny, capsys):

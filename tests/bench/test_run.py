@@ -37,7 +37,7 @@ def _fails(x, weight):
     raise OSError("no compiler")
 
 
-def measured(monkeypatch, loads, case=CASE, directions=("forward", "backward"), **options):
+def measured(monkeypatch, loads, case=CASE, directions=("host", "forward", "backward"), **options):
     """The results of one case for the given functions, by provider and direction."""
     named = {name: Provider(name, lambda op, f=f: f, on_cpu=True) for name, f in loads.items()}
     monkeypatch.setattr(providers, "PROVIDERS", named)
@@ -58,7 +58,7 @@ def test_of_a_provider_with_the_kernels_of_another_only_the_host_is_timed(monkey
     }
     monkeypatch.setattr("bench.run.PROVIDERS", named)
     lines = []
-    run([CASE], {CASE.op: list(named)}, ("forward",), "cpu", lines.append, budget_s=0.0)
+    run([CASE], {CASE.op: list(named)}, ("host", "forward"), "cpu", lines.append, budget_s=0.0)
     assert [line.provider for line in lines if isinstance(line, Cell)] == ["torch"]
     hosts = [line for line in lines if isinstance(line, Host)]
     assert [host.provider for host in hosts] == ["torch", "wrapped"]
@@ -75,7 +75,7 @@ def test_host_times_are_the_least_of_rounds_in_turn(monkeypatch):
 
     monkeypatch.setattr("bench.run.timing.host", host)
     loads = {"a": EAGER, "b": lambda x, w: EAGER(x, w)}
-    found = measured(monkeypatch, loads, directions=("forward",))
+    found = measured(monkeypatch, loads, directions=("host",))
     assert seen == [f for _ in range(3) for f in loads.values() for _ in range(2)]
     times = {n: (found[n, "host"].forward_us, found[n, "host"].forward_backward_us) for n in loads}
     assert times == {"a": (5.0, 80.0), "b": (4.0, 60.0)}
