@@ -55,14 +55,16 @@ def run(
 ) -> None:
     """Measure the providers named for each op on its cases, handing results to ``emit`` at once.
 
+    Of the directions HOST is measured once for each op, the others for each case.
+
     On a GPU all work is put on one stream of its own: the autograd engine runs a backward on the
     stream of its forward, which has to be the one that is captured.
     """
     ops = dict.fromkeys(case.op for case in cases)
     timed = {op: [n for n in names[op] if not PROVIDERS[n].host_only] for op in ops}
-    on_gpu = [direction for direction in directions if direction != HOST]
+    ways = [direction for direction in directions if direction != HOST]
     host_ops = ops if HOST in directions else ()
-    cells = sum(len(timed[case.op]) for case in cases) * len(on_gpu)
+    cells = sum(len(timed[case.op]) for case in cases) * len(ways)
     progress = Progress(cells + sum(len(names[op]) for op in host_ops))
 
     def late() -> bool:
@@ -75,7 +77,7 @@ def run(
             for host in _hosts(op, names[op.name], device, late, progress):
                 emit(host)
         for case in cases:
-            _run_case(case, timed[case.op], on_gpu, device, emit, late, progress, budget_s, copied)
+            _run_case(case, timed[case.op], ways, device, emit, late, progress, budget_s, copied)
 
 
 def _run_case(case, names, directions, device, emit, late, progress, budget_s, copied) -> None:

@@ -22,6 +22,7 @@ TMA_OCCUPANCY = (1, 2, 3, 4)
 BACKWARD_OCCUPANCY = (1, 2, 3, 4, 5, 6)  # each block has partial sums
 CHUNK_OCCUPANCY = (None, 4, 5, 6, 7, 8, 10)  # in the forward pass: it bounds the registers only
 CHUNKS = {"forward": (2048, 4096, 8192), "backward": (1024, 2048, 4096, 8192)}
+CHUNK_SEGMENTS = {"forward": (1, 2, 4), "backward": (1, 2)}
 
 # Segments at most of different widths, and of one, and the narrowest of each.
 MOST_SEGMENTS, NARROWEST_SEGMENT = 5, 512
@@ -174,8 +175,8 @@ def _backward(spec: NormSpec) -> Iterator[Backward]:
 def _forward_chunks(spec: NormSpec) -> Iterator[Forward]:
     for width, packed in _chunks(spec, "forward"):
         for hints in _hints(CHUNK_OCCUPANCY, width):
-            for segments in (1, 2, 4):
-                yield Forward(1, hints, (width // segments,) * segments, packed=packed)
+            for widths in _cuts(width, "forward"):
+                yield Forward(1, hints, widths, packed=packed)
 
 
 def _backward_chunks(spec: NormSpec, target: Target) -> Iterator[Backward]:
@@ -184,8 +185,8 @@ def _backward_chunks(spec: NormSpec, target: Target) -> Iterator[Backward]:
         for hints in _hints(BACKWARD_OCCUPANCY, width, BACKWARD_CHUNKS):
             # More than are resident wait, in every row, for some that start when others have ended.
             if sharing <= target.multiprocessors * hints.occupancy:
-                for segments in (1, 2):
-                    yield Backward((width // segments,) * segments, hints=hints, packed=packed)
+                for widths in _cuts(width, "backward"):
+                    yield Backward(widths, hints=hints, packed=packed)
 
 
 def _chunks(spec: NormSpec, direction: str) -> Iterator[tuple[int, bool]]:
@@ -193,6 +194,11 @@ def _chunks(spec: NormSpec, direction: str) -> Iterator[tuple[int, bool]]:
     if spec.hidden >= NARROWEST_SHARED:
         widths = [width for width in CHUNKS[direction] if width < spec.hidden]
         yield from product(widths, _packings(spec))
+
+
+def _cuts(width: int, direction: str) -> list[tuple[int, ...]]:
+    """The segments of a chunk of so many columns."""
+    return [(width // count,) * count for count in CHUNK_SEGMENTS[direction]]
 
 
 def _packings(spec: NormSpec) -> tuple[bool, ...]:

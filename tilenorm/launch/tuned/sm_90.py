@@ -75,9 +75,11 @@ def _loop(rows: int, occupancy: int, widths: tuple[int, ...] | None = None) -> F
     return Forward(rows, Hints(occupancy), widths, loop=True)
 
 
-def _packed(occupancy: int | None = None, warps: int | None = None) -> Forward:
+def _packed(
+    occupancy: int | None = None, warps: int | None = None, widths: tuple[int, ...] | None = None
+) -> Forward:
     """A row a block, in its own 16 bits over the sums."""
-    return Forward(1, Hints(occupancy, warps), packed=True)
+    return Forward(1, Hints(occupancy, warps), widths, packed=True)
 
 
 def _fetch(
@@ -131,7 +133,7 @@ GATED_2 = (
     (5120, _tma((4096, 1024), 3, 4, store=True)),  # 3906
     (7168, _tma((8192,), 2, 4, store=True)),  # 4082
     (8192, Forward(1, Hints(4, 8), (2048,) * 4)),  # 4069
-    (12288, Forward(1, Hints(3, 8), (2048,) * 6, packed=True)),  # 3927
+    (12288, _packed(3, 8, (2048,) * 6)),  # 3927
 )
 FORWARD = {
     ("rms_norm", 2): (
@@ -195,9 +197,9 @@ FORWARD = {
         (3072, Forward(1, Hints(8))),  # 4132
         (4096, _fetch((2048, 2048), None, 8)),  # 4073
         (8192, Forward()),  # 4115 (5120), 4076 (7168), 4084
-        (12288, Forward(1, Hints(4, 8), (4096, 4096, 4096), packed=True)),  # 4026
+        (12288, _packed(4, 8, (4096, 4096, 4096))),  # 4026
         (16384, _fetch((4096,) * 4, 2, 8, packed=True)),  # 4053
-        (20480, Forward(1, Hints(2, 8), (4096,) * 5, packed=True)),  # 3993
+        (20480, _packed(2, 8, (4096,) * 5)),  # 3993
         # 3970 (24576), 3984 (32768), 3967 (49152), 4018 (65536), 3984 (131072)
         (262144, _chunk((1024,) * 4, 8, packed=True)),
     ),
@@ -210,9 +212,9 @@ FORWARD = {
         (1536, Forward(widths=(1024, 512))),  # 4151
         (8192, Forward()),  # 4137 (2048), 4061 (4096), 4101 (5120), 3981 (7168), 4030
         (12288, Forward(1, Hints(3, 8), (4096,) * 3)),  # 4044
-        (16384, Forward(1, Hints(3, 8), (4096,) * 4, packed=True)),  # 3996
-        (20480, Forward(1, Hints(2, 8), (4096,) * 5, packed=True)),  # 3914
-        (24576, Forward(1, Hints(2, 8), (4096,) * 6, packed=True)),  # 3866
+        (16384, _packed(3, 8, (4096,) * 4)),  # 3996
+        (20480, _packed(2, 8, (4096,) * 5)),  # 3914
+        (24576, _packed(2, 8, (4096,) * 6)),  # 3866
         # 3804 (32768), 3722 (65536), 3662 (131072)
         (262144, _chunk((1024,) * 4, 6, packed=True)),
     ),
