@@ -1,6 +1,6 @@
 """What is done twice to save registers, in whole rows and in chunks: the results are the same.
 
-PACKED converts 16-bit inputs, REREAD reads weights; FETCH reads them earlier.
+PACKED converts 16-bit inputs, REREAD reads weights; FETCH reads them earlier, TOGETHER several.
 """
 
 from dataclasses import replace
@@ -10,6 +10,7 @@ import torch
 
 from tests import cases
 from tests.executors import Inputs, Interpreter
+from tilenorm.launch.plan import plan_forward
 from tilenorm.spec import NormSpec
 
 EXECUTORS = [Interpreter("sm_80"), Interpreter("sm_90")]
@@ -51,6 +52,31 @@ def test_fetched_with_a_row_of_another_dtype(executor, dtype, weight):
         late, fetched = (executor.forward(spec, inputs, FETCH=fetch) for fetch in (False, True))
         for name, tensor in late.items():
             assert torch.equal(tensor, fetched[name]), name
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"weight": "bfloat16"},
+        {"weight": "bfloat16", "bias": "float32"},
+        {"weight": "float32", "bias": "float16", "offset": 1.0},
+        {"bias": "bfloat16", "heads": 2},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("hidden", [5120, 40000])
+def test_weights_of_several_segments_at_once(hidden, more):
+    executor = Interpreter("sm_90")
+    for norm in ("rms", "layer"):
+        spec = NormSpec(norm, hidden, "bfloat16", **more)
+        widths = plan_forward(spec, executor.target, True).config.widths
+        assert len(widths) > 3 and len(set(widths)) == 1
+        inputs = Inputs.random(spec, 2, executor.device)
+        once = executor.forward(spec, inputs, TOGETHER=1, FETCH=False)
+        for together in (2, 3, len(widths)):
+            found = executor.forward(spec, inputs, TOGETHER=together, FETCH=False)
+            for name, tensor in once.items():
+                assert torch.equal(tensor, found[name]), (norm, together, name)
 
 
 @pytest.mark.parametrize("spec", [s for s in SPECS if s.hidden <= 37], ids=cases.label)

@@ -110,6 +110,9 @@ WRONG = {
     "a loop or tile stores": replace(RIGHT, widths=(4096, 512)),
     "fetched with a whole row, without a loop": replace(RIGHT, fetch=True),
     "fetched with a whole row": replace(SHARED, fetch=True),
+    "weights are read together after the sums": Forward(widths=(1024,) * 5, together=6),
+    "of segments of one width": Forward(widths=(4096, 1024), together=2),
+    "together after the sums, of": Forward(widths=(1024,) * 5, fetch=True, together=2),
     "one width, here at most 4096 bytes": Forward(1, widths=(4096, 1024), fetch=True),
     "at most 8192 bytes": Forward(1, Hints(None, 8), (8192,), fetch=True),
 }
@@ -146,6 +149,17 @@ def test_weights_are_fetched_with_rows():
     for weight in (None, "bfloat16"):
         found = candidates(NormSpec("rms", 8192, "bfloat16", weight), H200, "forward")
         assert any(c.fetch for c in found) == (weight is not None)
+
+
+def test_weights_of_chunks_are_read_together():
+    """Where a thread reads a vector of each segment: of wider ones it reads a store apart."""
+    for weight, dtype in ((None, "bfloat16"), ("float32", "bfloat16"), ("float32", "float32")):
+        found = candidates(NormSpec("rms", 65536, dtype, weight), H200, "forward")
+        assert {c.together for c in found} == ({1, 2, 4} if weight else {1})
+        for config in found:
+            if config.together > 1:
+                vectors = 8 if dtype == "bfloat16" else 4
+                assert config.widths[0] == vectors * 32 * (config.hints.num_worker_warps or 4)
 
 
 def test_as_many_chunks_as_a_block_collects():

@@ -253,7 +253,7 @@ def norm_backward(
             theirs = added_up(i, tiles, stats, other, there, dws, dbs)
             return (theirs[1].item(), theirs[2].item()) if LAYER else (theirs[1].item(),)
 
-        publish(SLOTS, i, chunk, CHUNKS, mine)
+        publish(SLOTS, i, chunk, mine)
         sums = collect_sums(SLOTS, i, len(mine), CHUNKS, PADDED_CHUNKS, POLLS, missing)
         return sums if LAYER else (sums[0], total)
 

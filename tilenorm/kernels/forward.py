@@ -57,6 +57,7 @@ def norm_forward(
     STORE: ct.Constant[bool],
     PACKED: ct.Constant[bool],
     FETCH: ct.Constant[bool],
+    TOGETHER: ct.Constant[int],
     ORDERED: ct.Constant[bool],
     ALIGNED: ct.Constant[bool],
     LAYER: ct.Constant[bool],
@@ -81,10 +82,11 @@ def norm_forward(
     at `first` + b and every one that follows at steps of the grid, fetched one ahead. There may be
     more tiles than a grid has blocks. With CHUNKS, so many blocks in turn share a row, and what
     they have of its sums by SLOTS. PACKED: what has 16 bits stays in them over the sums. FETCH: w
-    and b are fetched with the row, not after its sums. ORDERED: kernels that differ in these two
-    and SAVE, and only so, give the same bits, and a block computes of a chunk what its own block
-    does. What is needed first stands first: parameters come in lines of 64 bytes, and a block that
-    waits for one more of them ends 0.03 to 0.06 µs later.
+    and b are fetched with the row, else TOGETHER: those of so many segments at once, after the
+    sums. ORDERED: kernels that differ in these three and SAVE, and only so, give the same bits, and
+    a block computes of a chunk what its own block does. What is needed first stands first:
+    parameters come in lines of 64 bytes, and a block that waits for one more of them ends 0.03 to
+    0.06 µs later.
     """
     inputs = (X,)
     if ADD:
@@ -177,6 +179,24 @@ def norm_forward(
             xs += (x,)
         return (xs,) + tiles[1:], found
 
+    def read_together(first, place, chunk, masks):
+        """w and b of TOGETHER segments, the first w, or if there is none b, when all are there.
+
+        No read passes a store: a block would wait for memory once a segment.
+        """
+        found = ()
+        for j in ct.static_iter(range(first, min(first + TOGETHER, len(WIDTHS)))):
+            found += (parameters(place, chunk, j, masks[j]),)
+        w, b = found[0]
+        for other_w, other_b in ct.static_iter(found[1:]):
+            if WEIGHT:
+                w = joined(w, other_w, eps)
+            if BIAS and WEIGHT:
+                w = joined(w, other_b, eps)
+            elif BIAS:
+                b = joined(b, other_b, eps)
+        return ((w, b),) + found[1:]
+
     def normalize(place, in_rows, chunk, tiles):
         masks = masks_of(chunk)
         if FETCH:
@@ -202,11 +222,11 @@ def norm_forward(
             if OVERLAP:
                 ct.grid_dependency_control_wait()
             row = place[0].item()
-            publish(SLOTS, row, chunk, CHUNKS, numbers)
+            publish(SLOTS, row, chunk, numbers)
             slots = (SLOTS, row, len(numbers), CHUNKS, PADDED_CHUNKS, POLLS)
             if LAYER:
-                means, squares = collect(*slots, missing)
-                mean, left, variance = combine(means, squares, N, TILE, PADDED_CHUNKS)
+                found = collect(*slots, missing)
+                mean, left, variance = combine(found, N, CHUNKS, TILE, PADDED_CHUNKS)
             else:
                 variance = collect_sums(*slots, missing)[0] * (1.0 / N)
         rstd = ct.rsqrt(variance + eps)
@@ -218,7 +238,9 @@ def norm_forward(
         SAME = WEIGHT and W.dtype == Y.dtype
         for j, start, width, _ in ct.static_iter(segments(WIDTHS, CHUNKS)):
             cols = columns(chunk * TILE + start, width)
-            w, b = ready[j] if FETCH else parameters(place, chunk, j, masks[j])
+            if not FETCH and j % TOGETHER == 0:
+                ready = read_together(j, place, chunk, masks)
+            w, b = ready[j if FETCH else j % TOGETHER]
             w = scale(w, OFFSET) if WEIGHT else None
             b = b.astype(ct.float32) if BIAS else None
             y = affine(near[j] * rstd, w, b, Y.dtype, WEIGHT, BIAS, EARLY, SAME)

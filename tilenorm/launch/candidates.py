@@ -20,9 +20,10 @@ FETCH_OCCUPANCY = (None, 2, 3, 4, 6)
 LOOP_OCCUPANCY = (1, 2, 3, 4, 5, 6, 8)
 TMA_OCCUPANCY = (1, 2, 3, 4)
 BACKWARD_OCCUPANCY = (1, 2, 3, 4, 5, 6)  # each block has partial sums
-CHUNK_OCCUPANCY = (None, 4, 5, 6, 7, 8, 10)  # in the forward pass: it bounds the registers only
+CHUNK_OCCUPANCY = (4, 5, 6, 7, 8, 10)  # in the forward pass: it bounds the registers only
 CHUNKS = {"forward": (2048, 4096, 8192), "backward": (1024, 2048, 4096, 8192)}
-CHUNK_SEGMENTS = {"forward": (1, 2, 4), "backward": (1, 2)}
+CHUNK_SEGMENTS = {"forward": (1, 2, 4, 8), "backward": (1, 2)}
+CHUNK_TOGETHER = (1, 2, 4)  # where a thread reads one vector of a segment
 
 # Segments at most of different widths, and of one, and the narrowest of each.
 MOST_SEGMENTS, NARROWEST_SEGMENT = 5, 512
@@ -96,6 +97,9 @@ def refusal(
         threads = 32 * (hints.num_worker_warps or 4)
         if len(set(widths)) > 1 or not item_bytes <= widths[0] * item_bytes <= 32 * threads:
             return f"with weights, segments have one width, here at most {32 * threads} bytes"
+    several = isinstance(config, Forward) and config.together > 1
+    if several and (config.fetch or config.together > len(widths) or len(set(widths)) > 1):
+        return "weights are read together after the sums, of segments of one width that exist"
     # Of descending powers of two each starts at a multiple of its width, as tile loads need it.
     descend = all(a >= b for a, b in pairwise(widths))
     if not descend or not all(_power_of_two(width) for width in widths):
@@ -175,8 +179,9 @@ def _backward(spec: NormSpec) -> Iterator[Backward]:
 def _forward_chunks(spec: NormSpec) -> Iterator[Forward]:
     for width, packed in _chunks(spec, "forward"):
         for hints in _hints(CHUNK_OCCUPANCY, width):
-            for widths in _cuts(width, "forward"):
-                yield Forward(1, hints, widths, packed=packed)
+            for widths in _cuts(spec, width, hints, "forward"):
+                for together in _together(spec, widths, hints):
+                    yield Forward(1, hints, widths, packed=packed, together=together)
 
 
 def _backward_chunks(spec: NormSpec, target: Target) -> Iterator[Backward]:
@@ -185,8 +190,11 @@ def _backward_chunks(spec: NormSpec, target: Target) -> Iterator[Backward]:
         for hints in _hints(BACKWARD_OCCUPANCY, width, BACKWARD_CHUNKS):
             # More than are resident wait, in every row, for some that start when others have ended.
             if sharing <= target.multiprocessors * hints.occupancy:
-                for widths in _cuts(width, "backward"):
-                    yield Backward(widths, hints=hints, packed=packed)
+                for widths in _cuts(spec, width, hints, "backward"):
+                    config = Backward(widths, hints=hints, packed=packed)
+                    yield config
+                    if spec.weight:
+                        yield replace(config, reread=True)
 
 
 def _chunks(spec: NormSpec, direction: str) -> Iterator[tuple[int, bool]]:
@@ -196,9 +204,22 @@ def _chunks(spec: NormSpec, direction: str) -> Iterator[tuple[int, bool]]:
         yield from product(widths, _packings(spec))
 
 
-def _cuts(width: int, direction: str) -> list[tuple[int, ...]]:
-    """The segments of a chunk of so many columns."""
-    return [(width // count,) * count for count in CHUNK_SEGMENTS[direction]]
+def _cuts(spec: NormSpec, width: int, hints: Hints, direction: str) -> list[tuple[int, ...]]:
+    """The segments of a chunk of so many columns, of which every thread has a vector at least."""
+    counts = [n for n in CHUNK_SEGMENTS[direction] if n == 1 or width // n >= _vectors(spec, hints)]
+    return [(width // count,) * count for count in counts]
+
+
+def _together(spec: NormSpec, widths: tuple[int, ...], hints: Hints) -> list[int]:
+    """Of how many segments of a chunk the weights may be read at once."""
+    read = spec.weight or spec.bias
+    several = read and widths[0] == _vectors(spec, hints)
+    return [n for n in CHUNK_TOGETHER if n == 1 or (several and n < len(widths))]
+
+
+def _vectors(spec: NormSpec, hints: Hints) -> int:
+    """Columns of a vector for each thread of a block without TMA."""
+    return 16 // spec.widest_item * 32 * (hints.num_worker_warps or 4)
 
 
 def _packings(spec: NormSpec) -> tuple[bool, ...]:

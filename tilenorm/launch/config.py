@@ -32,8 +32,8 @@ class Forward:
     persistent grid of `hints.occupancy` blocks a multiprocessor, instead of a block a tile. tma:
     with that, read by tile loads instead of gathers, one row at a time. store: with that, write by
     tile stores. packed: keep 16-bit inputs in 16 bits over the sums, and convert them again. fetch:
-    weights with the row. That, packing and the occupancy are for rows that queue: few rows, of the
-    same sums, go without.
+    weights with the row, else, together: those of so many segments at once, after the sums. What is
+    fetched, packing and the occupancy are for rows that queue: few, of the same sums, go without.
     """
 
     rows: int = 1
@@ -44,6 +44,7 @@ class Forward:
     store: bool = False
     packed: bool = False
     fetch: bool = False
+    together: int = 1
 
 
 @dataclass(frozen=True)

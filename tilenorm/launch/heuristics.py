@@ -14,13 +14,15 @@ from .config import Backward, ColumnSum, Forward, Hints, cdiv, tile_width
 from .target import Target
 from .tuned import TABLES
 
+THREADS = 128  # of a block without TMA
 TILE = 2048  # elements of a tile of several rows
 # Elements of a row that a block without TMA keeps without spilling, by sums over rows.
 GATHERED = {0: 4096, 1: 4096, 2: 2048}
 # The same for a whole row in the forward pass.
 FORWARD_TILE = 16384
-# Chunks of rows that blocks share. Forward, elements of all inputs together.
-FORWARD_CHUNK = 8192
+# Chunks of rows that blocks share. Forward, blocks a multiprocessor by inputs, and vectors that a
+# thread reads of all inputs together, one a segment; where rows do not fill vectors, elements.
+FORWARD_BLOCKS, FORWARD_VECTORS, FORWARD_CHUNK = {1: 3, 2: 2}, 8, 4096
 # In the backward pass, elements of a chunk and blocks a multiprocessor: where so many elements do
 # not spill, else of two inputs, and of more. With a block more some spill.
 WIDE_CHUNK, CHUNK, MORE_CHUNK = (2048, 2), (1024, 3), (1024, 2)
@@ -32,8 +34,17 @@ def forward(spec: NormSpec, target: Target) -> Forward:
     width = tile_width(spec.hidden)
     inputs = 1 + (spec.residual is not None) + (spec.gate is not None)
     if width > FORWARD_TILE // inputs:
-        return Forward(widths=(FORWARD_CHUNK // tile_width(inputs),), packed=_packs(spec))
+        return _forward_chunk(spec, inputs)
     return Forward(rows=max(1, TILE // width))
+
+
+def _forward_chunk(spec: NormSpec, inputs: int) -> Forward:
+    hints = Hints(FORWARD_BLOCKS[min(inputs, 2)])
+    if not spec.aligned:
+        fits = inputs == 1 and spec.norm == "rms"
+        return Forward(1, hints, (2 * FORWARD_CHUNK if fits else FORWARD_CHUNK,))
+    widths = (THREADS * 16 // spec.widest_item,) * (FORWARD_VECTORS // tile_width(inputs))
+    return Forward(1, hints, widths, packed=_packs(spec), together=2)
 
 
 def backward(spec: NormSpec, target: Target, needs) -> Backward:

@@ -92,9 +92,11 @@ def _fetch(
     return Forward(1, Hints(occupancy, warps), widths, packed=packed, fetch=True)
 
 
-def _chunk(widths: tuple[int, ...], occupancy: int, packed: bool = False) -> Forward:
+def _chunk(
+    widths: tuple[int, ...], occupancy: int, packed: bool = False, together: int = 1
+) -> Forward:
     """A chunk of a row a block."""
-    return Forward(1, Hints(occupancy), widths, packed=packed)
+    return Forward(1, Hints(occupancy), widths, packed=packed, together=together)
 
 
 def _gather(
@@ -103,9 +105,10 @@ def _gather(
     warps: int | None = None,
     rows: int = 1,
     packed: bool = False,
+    reread: bool = False,
 ) -> Backward:
     """Rows, or a chunk of one, by gathers."""
-    return Backward(widths, rows, hints=Hints(occupancy, warps), packed=packed)
+    return Backward(widths, rows, hints=Hints(occupancy, warps), packed=packed, reread=reread)
 
 
 def _tile(widths: tuple[int, ...], occupancy: int, warps: int, store: bool = False) -> Backward:
@@ -160,10 +163,8 @@ FORWARD = {
         (16384, _fetch((4096,) * 4, 2, 8)),  # 3985
         (20480, _packed(None, 8)),  # 3935
         (28672, _packed(3)),  # 3863
-        (32768, _packed()),  # 3810
-        (49152, _chunk((8192,), 6, packed=True)),  # 3743
-        (65536, _chunk((4096,), 8, packed=True)),  # 3713
-        (262144, _chunk((8192,), 5, packed=True)),  # 3647 (131072)
+        # 3785 (32768), 3787 (49152), 3804 (65536), 3762 (131072)
+        (262144, _chunk((1024,) * 8, 7, packed=True, together=4)),
     ),
     ("layer_norm", 2): (
         (64, Forward(64, Hints(8))),  # 3741 (32), 3790
@@ -184,7 +185,8 @@ FORWARD = {
         (12288, Forward(1, Hints(3, 8), (2048,) * 6)),  # 3879
         (16384, _packed(4)),  # 3820
         (32768, _packed(1, 8)),  # 3769 (20480), 3784 (28672), 3752
-        (262144, _chunk((8192,), 5, packed=True)),  # 2967 (49152), 2908 (65536), 2779 (131072)
+        # 3219 (49152), 3214 (65536), 3187 (131072)
+        (262144, _chunk((1024,) * 8, 6, packed=True)),
     ),
     ("add_rms_norm", 2): (
         (64, Forward(32, Hints(8))),  # 4103 (32), 4100
@@ -200,8 +202,8 @@ FORWARD = {
         (12288, _packed(4, 8, (4096, 4096, 4096))),  # 4026
         (16384, _fetch((4096,) * 4, 2, 8, packed=True)),  # 4053
         (20480, _packed(2, 8, (4096,) * 5)),  # 3993
-        # 3970 (24576), 3984 (32768), 3967 (49152), 4018 (65536), 3984 (131072)
-        (262144, _chunk((1024,) * 4, 8, packed=True)),
+        # 3923 (32768), 4036 (65536), 3742 (131072); in turn with 3779, 3977, 3680 of eight blocks
+        (262144, _chunk((1024,) * 4, 6, packed=True, together=2)),
     ),
     ("add_layer_norm", 2): (
         (64, Forward(32, Hints(16))),  # 4038
@@ -215,13 +217,14 @@ FORWARD = {
         (16384, _packed(3, 8, (4096,) * 4)),  # 3996
         (20480, _packed(2, 8, (4096,) * 5)),  # 3914
         (24576, _packed(2, 8, (4096,) * 6)),  # 3866
-        # 3804 (32768), 3722 (65536), 3662 (131072)
-        (262144, _chunk((1024,) * 4, 6, packed=True)),
+        # 3919 (32768), 3679 (65536), 3674 (131072)
+        (262144, _chunk((1024,) * 4, 7, packed=True)),
     ),
     ("gated_rms_norm", 2): (
         *GATED_2,
         (20480, _chunk((2048, 2048), 8, packed=True)),  # 3695 (16384), 3451
-        (262144, _chunk((8192,), 4, packed=True)),  # 3653 (32768), 3668 (65536), 3640 (131072)
+        # 3796 (32768), 3748 (65536), 3747 (131072)
+        (262144, _chunk((1024,) * 8, 5, packed=True, together=2)),
     ),
     ("gate_first", 2): (
         *GATED_2,
@@ -240,8 +243,8 @@ FORWARD = {
         (8192, _fetch((2048,) * 4, None, 8)),  # 4113
         (12288, _fetch((2048,) * 6, None, 8)),
         (16384, Forward(1, Hints(None, 8), (4096,) * 4)),  # 4030
-        (32768, _chunk((4096,), 6)),  # 3971
-        (262144, _chunk((4096,), 8)),  # 4027 (65536)
+        # 4002 (32768), 4026 (65536), 3924 (131072)
+        (262144, _chunk((512,) * 8, 8, together=4)),
     ),
     ("layer_norm", 4): (
         (32, Forward(32)),  # 3943
@@ -251,7 +254,7 @@ FORWARD = {
         (1024, Forward(2, Hints(8))),  # 4099
         (1536, Forward(widths=(1024, 512))),  # 4143
         (20480, Forward()),  # 4061 (4096), 4037 (8192), 4007 (16384), 3966
-        (262144, _chunk((4096,), 6)),  # 3596 (24576), 3535 (32768), 3380 (65536)
+        (262144, _chunk((4096,), 6)),  # 3375 (32768), 3656 (65536), 3375 (131072)
     ),
     ("add_rms_norm", 4): (
         (64, Forward(16, Hints(8))),  # 4144
@@ -310,8 +313,8 @@ BACKWARD = {
         (12288, _tile((2048,) * 6, 1, 8, store=True)),  # 3986
         (14336, _tile((4096, 4096, 4096, 2048), 1, 8, store=True)),  # 3883
         (16384, _tile((8192, 8192), 1, 8)),  # 3927
-        (65536, _gather((1024, 1024), 4)),  # 3175 (32768), 3004
-        (262144, _gather((2048, 2048), 2, 8)),  # 2747 (131072)
+        # 3459 (20480), 3443 (32768), 3312 (65536), 3063 (131072)
+        (262144, _gather((4096,), 3, packed=True)),
     ),
     ("layer_norm", 2): (
         (32, _gather((32,), 5, rows=64)),  # 3887
@@ -335,8 +338,8 @@ BACKWARD = {
         (12288, _tile((4096, 4096, 4096), 1, 8)),  # 3642
         (12800, _reread((4096, 4096, 4096, 512))),  # 3283
         (14336, _reread((2048,) * 7, store=True)),  # 2918
-        (16384, _reread((2048,) * 8, packed=True)),  # 2577
-        (262144, _gather((4096,), 2, 8, packed=True)),  # 2075 (32768), 1940 (65536), 1816 (131072)
+        # 2726 (16384), 2561 (20480), 2604 (32768), 2471 (65536), 2209 (131072)
+        (262144, _gather((4096,), 2, 8, reread=True)),
     ),
     ("add_rms_norm", 2): (
         (32, _gather((32,), 4, rows=64)),  # 4113
@@ -378,8 +381,9 @@ BACKWARD = {
         (8192, _tile((4096, 4096), 1, 8, store=True)),  # 3916
         (10240, _tile((8192, 2048), 1, 8, store=True)),  # 3828
         (12288, _tile((4096, 4096, 4096), 1, 8)),  # 3945
-        (20480, _gather((4096,), 2, packed=True)),  # 2399 (16384), 2361
-        (262144, _gather((1024, 1024), 3)),  # 2198 (32768), 2097 (65536), 1873 (131072)
+        # 2936 (16384), 2627 (32768), 2495
+        (65536, _gather((4096,), 2, 8, packed=True, reread=True)),
+        (262144, _gather((2048, 2048), 2, 8, packed=True, reread=True)),  # 2270 (131072)
     ),
     ("gated_rms_norm", 2): (
         (32, _gather((32,), 3, rows=64)),  # 4210
@@ -434,7 +438,7 @@ BACKWARD = {
         (9216, _tile((8192, 1024), 1, 8)),  # 3929
         (10240, _tile((8192, 2048), 1, 8)),  # 4077
         (12288, _tile((8192, 4096), 1, 8)),  # 3948
-        (16384, _gather((4096,), 2, 8)),  # 3901
+        (16384, _gather((1024,), 6)),  # 4078
         (65536, _gather((2048,), 3)),  # 3902 (32768), 3801
         (262144, _gather((2048,), 4)),  # 3640 (131072)
     ),
@@ -455,8 +459,8 @@ BACKWARD = {
         (9216, _tile((1024,) * 9, 1, 8)),  # 4115
         (10240, _tile((8192, 2048), 1, 8)),  # 3994
         (12288, _reread((2048,) * 6)),  # 3802
-        (16384, _gather((4096,), 2, 8)),  # 2929
-        (262144, _gather((2048,), 3)),  # 2898 (32768), 2411 (131072)
+        # 3894 (16384), 3817 (32768), 3627 (65536), 3239 (131072)
+        (262144, _gather((4096,), 2, reread=True)),
     ),
     ("add_rms_norm", 4): (
         (64, _gather((64,), 5, rows=16)),  # 4251
@@ -494,8 +498,8 @@ BACKWARD = {
         (8192, _tile((4096, 4096), 1, 8)),  # 4106
         (10240, _tile((8192, 2048), 1, 8)),  # 4082
         (12288, _reread((2048,) * 6)),  # 4082
-        (65536, _gather((2048,), 3)),  # 3137 (16384), 2954 (32768), 2825
-        (262144, _gather((1024, 1024), 3)),  # 2481 (131072)
+        # 3680 (32768), 3412 (65536), 3238 (131072)
+        (262144, _gather((2048,), 3, reread=True)),
     ),
     ("gated_rms_norm", 4): (
         (8192, None),  # 4685 (2048), 4763 (4096), 4737
