@@ -132,10 +132,9 @@ def test_few_rows_go_without_what_is_for_a_queue():
             assert not differ and few.kernel is many.kernel
             continue
         fetched += 1
-        assert differ <= {"FETCH", "PACKED", "TOGETHER"}
+        assert differ <= {"FETCH", "PACKED"}
         assert (given["FETCH"], given["PACKED"]) == (False, False)
         assert (others["FETCH"], others["PACKED"]) == (True, plan.config.packed)
-        assert (given["TOGETHER"], others["TOGETHER"]) == (len(given["WIDTHS"]), 1)
         assert given["ORDERED"] and others["ORDERED"]
         assert few.kernel is hinted(norm_forward, Hints(None, plan.config.hints.num_worker_warps))
         queue = next(rows for rows in range(1, 1000) if plan.queues(rows))

@@ -82,8 +82,7 @@ class ForwardPlan(Tiling):
     def _constants(self) -> tuple:
         spec, config = self.spec, self.config
         packed, fetch = (on and not self.few for on in (config.packed, config.fetch))
-        together = len(self._widths) if self.few else config.together
-        how = (config.loop, config.tma, config.store, packed, fetch, together)
+        how = (config.loop, config.tma, config.store, packed, fetch, config.together)
         how += (self.ordered, spec.aligned)
         norm = (spec.norm == "layer", spec.residual is not None, *_gated(spec))
         affine = (spec.weight is not None, spec.bias is not None, spec.offset)
