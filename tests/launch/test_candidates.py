@@ -111,6 +111,7 @@ WRONG = {
     "fetched with a whole row, without a loop": replace(RIGHT, fetch=True),
     "fetched with a whole row": replace(SHARED, fetch=True),
     "weights are read together after the sums": Forward(widths=(1024,) * 5, together=6),
+    "are read together": Forward(widths=(1024,) * 5, together=0),
     "of segments of one width": Forward(widths=(4096, 1024), together=2),
     "together after the sums, of": Forward(widths=(1024,) * 5, fetch=True, together=2),
     "one width, here at most 4096 bytes": Forward(1, widths=(4096, 1024), fetch=True),

@@ -126,8 +126,9 @@ UNSERVING = {
         lambda table: table | {"versions": table["versions"] | {"tileiras": "13.9.1"}},
         "measured with {'tileiras': '13.9.1'",
     ),
-    "of a newer format": (edited(format=2), "no table of format 1"),
-    "no table": (lambda _: [1, 2], "no table of format 1"),
+    "of a newer format": (edited(format=3), "no table of format 2"),
+    "no table": (lambda _: [1, 2], "no table of format 2"),
+    "of an older format": (edited(format=1), "no table of format 2"),
     "a field more": (edited(extra=1), "its fields are"),
     "entries of no list": (edited(entries=3), "its fields are"),
     "an entry of no fields": (edited(entries=[7]), "entry 0"),
@@ -169,7 +170,7 @@ def test_a_foreign_table_is_ignored(case, path):
     check_ignored(path, message)
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"format": 1', "\x00\xff"])
+@pytest.mark.parametrize("text", ["", "{", '{"format": 2', "\x00\xff"])
 def test_a_damaged_table_is_ignored(text, path):
     path.write_text(text, encoding="latin1")
     check_ignored(path, "")

@@ -97,8 +97,9 @@ def refusal(
         threads = 32 * (hints.num_worker_warps or 4)
         if len(set(widths)) > 1 or not item_bytes <= widths[0] * item_bytes <= 32 * threads:
             return f"with weights, segments have one width, here at most {32 * threads} bytes"
-    several = isinstance(config, Forward) and config.together > 1
-    if several and (config.fetch or config.together > len(widths) or len(set(widths)) > 1):
+    several = isinstance(config, Forward) and config.together != 1
+    exist = several and 1 < config.together <= len(widths)
+    if several and (config.fetch or not exist or len(set(widths)) > 1):
         return "weights are read together after the sums, of segments of one width that exist"
     # Of descending powers of two each starts at a multiple of its width, as tile loads need it.
     descend = all(a >= b for a, b in pairwise(widths))
