@@ -94,12 +94,11 @@ def refusal(
         if loops or sum(widths) < hidden:
             return "weights are fetched with a whole row, without a loop"
         # What is left of a thread's part of a segment has two terms, which add up in one order.
-        threads = 32 * (hints.num_worker_warps or 4)
-        if len(set(widths)) > 1 or not item_bytes <= widths[0] * item_bytes <= 32 * threads:
-            return f"with weights, segments have one width, here at most {32 * threads} bytes"
-    several = isinstance(config, Forward) and config.together != 1
-    exist = several and 1 < config.together <= len(widths)
-    if several and (config.fetch or not exist or len(set(widths)) > 1):
+        most = 32 * hints.threads
+        if len(set(widths)) > 1 or not item_bytes <= widths[0] * item_bytes <= most:
+            return f"with weights, segments have one width, here at most {most} bytes"
+    together = config.together if isinstance(config, Forward) else 1
+    if together != 1 and (config.fetch or len(set(widths)) > 1 or not 1 < together <= len(widths)):
         return "weights are read together after the sums, of segments of one width that exist"
     # Of descending powers of two each starts at a multiple of its width, as tile loads need it.
     descend = all(a >= b for a, b in pairwise(widths))
@@ -207,20 +206,16 @@ def _chunks(spec: NormSpec, direction: str) -> Iterator[tuple[int, bool]]:
 
 def _cuts(spec: NormSpec, width: int, hints: Hints, direction: str) -> list[tuple[int, ...]]:
     """The segments of a chunk of so many columns, of which every thread has a vector at least."""
-    counts = [n for n in CHUNK_SEGMENTS[direction] if n == 1 or width // n >= _vectors(spec, hints)]
-    return [(width // count,) * count for count in counts]
+    least = hints.vectors(spec.widest_item)
+    counts = CHUNK_SEGMENTS[direction]
+    return [(width // n,) * n for n in counts if n == 1 or width // n >= least]
 
 
 def _together(spec: NormSpec, widths: tuple[int, ...], hints: Hints) -> list[int]:
     """Of how many segments of a chunk the weights may be read at once."""
     read = spec.weight or spec.bias
-    several = read and widths[0] == _vectors(spec, hints)
+    several = read and widths[0] == hints.vectors(spec.widest_item)
     return [n for n in CHUNK_TOGETHER if n == 1 or (several and n < len(widths))]
-
-
-def _vectors(spec: NormSpec, hints: Hints) -> int:
-    """Columns of a vector for each thread of a block without TMA."""
-    return 16 // spec.widest_item * 32 * (hints.num_worker_warps or 4)
 
 
 def _packings(spec: NormSpec) -> tuple[bool, ...]:
@@ -253,10 +248,11 @@ def _hints(
     """elements: those that a block holds; most: those that all of a multiprocessor may hold."""
     found = []
     for occupancy, warps in product(occupancies, WARPS[tma]):
-        blocks, threads = occupancy or 1, 32 * (warps or 4)
+        hints = Hints(occupancy, warps)
+        blocks, threads = occupancy or 1, hints.threads
         idle = warps == 8 and not tma and elements < FEWEST_A_THREAD * threads
         if (most is None or blocks * elements <= most) and blocks * threads <= THREADS and not idle:
-            found.append(Hints(occupancy, warps))
+            found.append(hints)
     return found
 
 

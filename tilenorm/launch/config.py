@@ -20,6 +20,15 @@ class Hints:
     occupancy: int | None = None
     num_worker_warps: int | None = None
 
+    @property
+    def threads(self) -> int:
+        """Of a block's worker warps, which are 4 if none are asked for."""
+        return 32 * (self.num_worker_warps or 4)
+
+    def vectors(self, item_bytes: int) -> int:
+        """Elements of so many bytes of which each of these threads reads one vector."""
+        return 16 // item_bytes * self.threads
+
     def given(self) -> dict[str, int]:
         return {name: value for name, value in vars(self).items() if value is not None}
 

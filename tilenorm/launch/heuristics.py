@@ -14,7 +14,6 @@ from .config import Backward, ColumnSum, Forward, Hints, cdiv, tile_width
 from .target import Target
 from .tuned import TABLES
 
-THREADS = 128  # of a block without TMA
 TILE = 2048  # elements of a tile of several rows
 # Elements of a row that a block without TMA keeps without spilling, by sums over rows.
 GATHERED = {0: 4096, 1: 4096, 2: 2048}
@@ -43,7 +42,7 @@ def _forward_chunk(spec: NormSpec, inputs: int) -> Forward:
     if not spec.aligned:
         fits = inputs == 1 and spec.norm == "rms"
         return Forward(1, hints, (2 * FORWARD_CHUNK if fits else FORWARD_CHUNK,))
-    widths = (THREADS * 16 // spec.widest_item,) * (FORWARD_VECTORS // tile_width(inputs))
+    widths = (hints.vectors(spec.widest_item),) * (FORWARD_VECTORS // tile_width(inputs))
     return Forward(1, hints, widths, packed=_packs(spec), together=2)
 
 
