@@ -1,5 +1,6 @@
 """torch.compile and torch.export: one graph for any number of rows, and the bits of eager calls."""
 
+import re
 from functools import partial
 
 import pytest
@@ -79,10 +80,26 @@ def test_inductor_calls_past_the_dispatcher(device, form, grad, dynamo):
         else:
             got, codes = run_and_get_code(run, tensors)
             assert all(map(torch.equal, got, call(form, tensors)))
-    names = ["tilenorm_norm(", "tilenorm_norm_backward("] if grad else ["tilenorm_norm("]
+    names = ["norm", "norm_backward"] if grad else ["norm"]
     assert len(codes) == len(names)
     for code, name in zip(codes, names, strict=True):
-        assert name in code and "= torch.ops.tilenorm" not in code
+        assert re.search(rf"^tilenorm_{name}_\w{{8}} = bind_{name}\(", code, re.MULTILINE)
+        assert re.search(rf"buf\d+ = tilenorm_{name}_\w{{8}}\(", code)
+        assert "= torch.ops.tilenorm" not in code
+
+
+@EACH_DEVICE
+def test_inductor_calls_of_any_width(device, dynamo):
+    pytest.importorskip(inductor.REGISTRY, reason="PyTorch before 2.11")
+    run = torch.compile(lambda x: tilenorm.rms_norm(x, x.shape[-1:]), dynamic=True, fullgraph=True)
+    x = random(5, 24, device=device)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        got, (code,) = run_and_get_code(run, x)
+    assert re.search(r"buf\d+ = bind_norm\(", code)
+    with dynamo.config.patch(error_on_recompile=True):
+        wide = random(5, 40, device=device)
+        assert torch.equal(run(wide), tilenorm.rms_norm(wide, (40,)))
+    assert torch.equal(got, tilenorm.rms_norm(x, (24,)))
 
 
 @EACH_DEVICE

@@ -6,14 +6,19 @@ tensors take the shorter way of dispatch.py to the same kernels.
 
 import torch
 from torch import Tensor
-from torch.autograd import Function, forward_ad
+from torch.autograd import Function
 
-from ..spec import NormSpec
-from . import cutile, reference
+from . import reference
+from .implementation import (
+    bind_norm,
+    bind_norm_backward,
+    norm_backward,
+    norm_forward,
+    stat_dtype,
+)
 from .inductor import call_directly
 from .plain import is_plain, needs_grad
-from .plans import Plans, merged_needs, plans_of, spec_of_tensors, spread
-from .registry import MAX_ROWS, device_of, select
+from .plans import merged_needs, spec_of_tensors, spread
 
 LIBRARY = torch.library.Library("tilenorm", "DEF")
 _HOW = (
@@ -41,71 +46,23 @@ AUTOCAST_NORMS = tuple(
 )
 
 
-def norm_forward(
-    x, residual, gate, weight, bias,
-    norm, hidden, eps, offset, gate_first, rounding, save, backend=None, wanted=(True,) * 4,
-):  # fmt: skip
-    """wanted: which results are used. Of the others, those that do not exist are None."""
-    _refuse_forward_mode()
-    tensors = (x, residual, gate, weight, bias)
-    how = (norm, hidden, eps, offset, gate_first, rounding)
-    spec, plans = _served(tensors, how, backend)
-    if plans is not None:
-        with cutile.on_device_of(x):
-            found = cutile.forward(plans.training if save else plans.inference, *tensors, eps)
-    else:
-        found = reference.forward(spec, *tensors, eps)
-    y, total, mean, rstd = found if save else (*found[:2], None, None)
-    if total is None and wanted[1]:
-        total = x.new_empty(0)
-    if mean is None and wanted[2]:
-        mean = x.new_empty(0, dtype=_stat_dtype(x, residual))
-    if rstd is None and wanted[3]:
-        rstd = x.new_empty(0, dtype=_stat_dtype(x, residual))
-    return y, total, mean, rstd
-
-
 def norm_forward_fake(
     x, residual, gate, weight, bias,
     norm, hidden, eps, offset, gate_first, rounding, save, backend=None,
 ):  # fmt: skip
-    call_directly("norm", norm_forward)
+    call_directly("norm", bind_norm, 5)
     rows = x.numel() // hidden if save and hidden else 0
-    dtype = _stat_dtype(x, residual)
+    dtype = stat_dtype(x, residual)
     total = x.new_empty(0) if residual is None else x.new_empty(x.shape, dtype=residual.dtype)
     mean = x.new_empty(rows if norm == "layer" else 0, dtype=dtype)
     return x.new_empty(x.shape), total, mean, x.new_empty(rows, dtype=dtype)
-
-
-def norm_backward(
-    dy, dsum, x, gate, weight, bias, mean, rstd, added,
-    norm, hidden, eps, offset, gate_first, rounding, output_mask, backend=None, wanted=(True,) * 5,
-):  # fmt: skip
-    """wanted: as for norm_forward."""
-    _refuse_forward_mode()
-    residual = x if added else None
-    tensors = (dy, residual, gate, weight, bias)
-    how = (norm, hidden, eps, offset, gate_first, rounding)
-    mean = mean if norm == "layer" else None
-    saved = (dsum, x, gate, weight, bias, mean, rstd)
-    spec, plans = _served(tensors, how, backend)
-    if plans is not None:
-        plan, _ = plans.gradients(tuple(output_mask), dsum is not None)
-        with cutile.on_device_of(x):
-            grads = cutile.backward(plan, dy, *saved)
-    else:
-        added = x.dtype if added else None
-        needs = merged_needs(dy.dtype, added, gate, weight, bias, dsum, output_mask)
-        grads = reference.backward(spec, needs, dy, *saved, eps)
-    pairs = zip(grads, wanted, strict=True)
-    return tuple([x.new_empty(0) if g is None and used else g for g, used in pairs])
 
 
 def norm_backward_fake(
     dy, dsum, x, gate, weight, bias, mean, rstd, added,
     norm, hidden, eps, offset, gate_first, rounding, output_mask, backend=None,
 ):  # fmt: skip
-    call_directly("norm_backward", norm_backward)
+    call_directly("norm_backward", bind_norm_backward, 8)
     residual = x.dtype if added else None
     needs = merged_needs(dy.dtype, residual, gate, weight, bias, dsum, output_mask)
     asked = (needs.dx, needs.dresidual, needs.dgate, needs.dw, needs.db)
@@ -113,29 +70,6 @@ def norm_backward_fake(
         like.new_empty(like.shape) if need else x.new_empty(0)
         for need, like in zip(asked, (dy, x, gate, weight, bias), strict=True)
     )
-
-
-def _served(tensors: tuple, how: tuple, backend: str | None) -> tuple[NormSpec, Plans | None]:
-    """What is asked for; and plans if the kernels are to serve, None if the reference.
-
-    Raises and warns as select does.
-    """
-    x, hidden = tensors[0], how[1]
-    rows = x.numel() // hidden if hidden else 0
-    if x.is_cuda and rows <= MAX_ROWS:
-        plans = plans_of(*tensors, *how, backend)
-        if plans is not None:
-            return plans.spec, plans
-    spec = spec_of_tensors(*tensors, *how)
-    select(spec, rows, device_of(x.device.type, x.device.index), backend)
-    return spec, None
-
-
-def _refuse_forward_mode() -> None:
-    """For PyTorch would take the tangents of an op without such derivatives for zeros."""
-    if forward_ad._current_level >= 0:
-        what = "torch.ops.tilenorm.norm has no forward-mode derivative; tilenorm's functions have"
-        raise NotImplementedError(what)
 
 
 def norm_autocast(x, residual, gate, weight, bias, norm, *how):
@@ -223,11 +157,6 @@ def through_sum(dsum, added, dtype, mask) -> tuple[Tensor | None, ...]:
     dtypes = (dtype, added)
     both = (dsum.to(d, copy=True) if m else None for d, m in zip(dtypes, mask[:2], strict=True))
     return *both, None, None, None
-
-
-def _stat_dtype(x: Tensor, residual: Tensor | None) -> torch.dtype:
-    double = x.dtype == torch.float64 or (residual is not None and residual.dtype == torch.float64)
-    return torch.float64 if double else torch.float32
 
 
 for key in ("CPU", "CUDA"):
