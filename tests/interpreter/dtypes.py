@@ -1,6 +1,7 @@
 """cuTile dtypes on torch: storage, promotion and conversion, by the compiler's own rules."""
 
-from functools import cache
+from functools import lru_cache
+from math import copysign
 
 import cuda.tile as ct
 import torch
@@ -38,11 +39,12 @@ TORCH_DTYPE = {
 TILE_DTYPE = {v: k for k, v in TORCH_DTYPE.items()}
 # tfloat32 is stored as float32 with 13 zero bits; no torch tensor has that dtype.
 TORCH_DTYPE[ct.tfloat32] = torch.float32
+CONSTANTS = 1 << 14  # how many constants are remembered
 
 
 def is_constant(value) -> bool:
     """Whether a value is one that the compiler types loosely."""
-    return isinstance(value, bool | int | float)
+    return isinstance(value, (int, float))
 
 
 def torch_dtype(dtype: ct.DType) -> torch.dtype:
@@ -55,17 +57,11 @@ def constant_dtype(value: bool | int | float) -> ct.DType:
     return dtype_of_constant_scalar(value)
 
 
-@cache
-def _promote(x: ct.DType, y: ct.DType, force_float: bool) -> ct.DType:
-    return ops_utils.promote_dtypes(x, y, force_float)
-
-
+@lru_cache(CONSTANTS, typed=True)
 def promote(x, y, force_float: bool = False) -> ct.DType:
     """Common dtype of two operands, each a dtype or a Python constant."""
-    if is_constant(x) or is_constant(y):
-        loose = (LooselyTypedScalar(v) if is_constant(v) else v for v in (x, y))
-        return ops_utils.promote_dtypes(*loose, force_float)
-    return _promote(x, y, force_float)
+    x, y = (LooselyTypedScalar(v) if is_constant(v) else v for v in (x, y))
+    return ops_utils.promote_dtypes(x, y, force_float)
 
 
 def require_implicit_cast(source, target: ct.DType, what: str) -> None:
@@ -80,7 +76,13 @@ def require_implicit_cast(source, target: ct.DType, what: str) -> None:
 
 
 def constant(value: bool | int | float, dtype: ct.DType) -> torch.Tensor:
-    """A 0-d tensor of a Python constant; integers wrap, as the compiler's constants do."""
+    """A 0-d tensor of a Python constant, not to be written; integers wrap, as the compiler's do."""
+    return _constant(value, dtype, copysign(1.0, value))
+
+
+@lru_cache(CONSTANTS, typed=True)
+def _constant(value: bool | int | float, dtype: ct.DType, sign: float) -> torch.Tensor:
+    """sign: that of a zero, which is equal to the other one."""
     if is_integral(dtype):
         low = integer_dtype_min(dtype)
         value = (int(value) - low) % (1 << dtype.bitwidth) + low

@@ -34,13 +34,13 @@ def elements(array: Array, indices, mask, check_bounds: bool):
             raise ct.TileTypeError(f"an index must be an integer, got {tile.describe()}")
     shape = common_shape(*(t.shape for t in tiles))
     # The compiler, too, widens indices to 64 bits before it multiplies them by strides.
-    offsets = torch.full(shape, array.data.storage_offset() - array.buffer.base)
-    inside = torch.ones(shape, dtype=torch.bool)
+    offsets = torch.tensor(array.data.storage_offset() - array.buffer.base)
+    inside = torch.tensor(True)
     for tile, extent, stride in zip(tiles, array.data.shape, array.data.stride(), strict=True):
         wide = tile.data.to(torch.int64)
-        inside &= (wide >= 0) & (wide < extent)
-        offsets += wide * stride
-    return offsets, _active(array, mask, inside, check_bounds)
+        inside = inside & ((wide >= 0) & (wide < extent))
+        offsets = offsets + wide * stride
+    return offsets.expand(shape), _active(array, mask, inside.expand(shape), check_bounds)
 
 
 def _active(array: Array, mask, inside: torch.Tensor, check_bounds: bool) -> torch.Tensor:

@@ -38,6 +38,10 @@ _INTEGER = {
     "bitwise_not": np.invert,
 }
 
+# But of what wraps in torch too, in the dtypes of indices.
+_INDEX = {name: getattr(torch, name) for name in ("add", "sub", "mul", "eq", "ne")}
+_INDEX |= {name: getattr(torch, name) for name in ("lt", "le", "gt", "ge")}
+
 
 def _float_mod(x, y):
     rest = torch.fmod(x, y)
@@ -71,6 +75,8 @@ _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 
 def check_modes(fn: str, dtype, rounding_mode, flush_to_zero: bool) -> None:
     """Refuse a rounding mode or a flush that the compiler refuses for this operation."""
+    if rounding_mode is None and not flush_to_zero:
+        return
     definition = BINOP_REGISTRY.get(fn) or UNARYOP_REGISTRY[fn]
     if rounding_mode is not None:
         only_float32 = rounding_mode in (ct.RoundingMode.APPROX, ct.RoundingMode.FULL)
@@ -86,6 +92,8 @@ def compute(fn: str, dtype, *operands: torch.Tensor, rounding_mode=None, flush=F
     """Apply an operation to tensors of one dtype, rounding the result to it."""
     if fn not in (_FLOAT if is_float(dtype) else _INTEGER):
         raise ct.TileTypeError(f"{fn} is not defined for {dtype}")
+    if fn in _INDEX and dtype in (ct.int32, ct.int64):
+        return _INDEX[fn](*operands)
     if not is_float(dtype):
         if fn in ("floordiv", "cdiv", "mod") and not operands[1].all():
             raise InterpreterError(f"integer {fn} by zero")

@@ -1,5 +1,7 @@
 """Creation, conversion and rearrangement of tiles."""
 
+from functools import cache
+
 import cuda.tile as ct
 import torch
 from cuda.tile._ir.typing_support import to_dtype
@@ -40,12 +42,18 @@ def _ones(shape, dtype):
     return _full(shape, 1, dtype)
 
 
+@cache
+def _counted(size: int, dtype: torch.dtype) -> torch.Tensor:
+    """Not to be written."""
+    return torch.arange(size).to(dtype)
+
+
 @implements(ct.arange)
 def _arange(size, *, dtype, start=0, step=1):
     dtype = to_dtype(dtype)
     [size] = constant_shape(size, "arange")
     index_dtype = dtype if is_integral(dtype) else ct.int32
-    index = Tile(torch.arange(size).to(dtypes.torch_dtype(index_dtype)), index_dtype)
+    index = Tile(_counted(size, dtypes.torch_dtype(index_dtype)), index_dtype)
     result = _astype(index, dtype)
     if not (dtypes.is_constant(step) and step == 1):
         result = binary("mul", result, _astype(step, dtype))

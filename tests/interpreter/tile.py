@@ -1,5 +1,7 @@
 """Tiles: a torch tensor, a cuTile dtype, and the operators that ct.Tile already defines."""
 
+from functools import cache
+
 import cuda.tile as ct
 import torch
 from cuda.tile._datatype import is_integral, is_signed
@@ -145,7 +147,8 @@ def broadcast(data: torch.Tensor, shape: tuple[int, ...], what: str) -> torch.Te
     return data.expand(shape)
 
 
-def common_shape(*shapes) -> tuple[int, ...]:
+@cache
+def common_shape(*shapes: tuple[int, ...]) -> tuple[int, ...]:
     result = ()
     for shape in shapes:
         try:
