@@ -13,10 +13,12 @@ import tilenorm
 from tilenorm.ops import inductor
 
 from .helpers import (
+    ADD,
     EACH_DEVICE,
     EACH_FORM,
     FAMILY,
     NEEDS_GPU,
+    RMS,
     call,
     incoming_of,
     name_of,
@@ -83,9 +85,42 @@ def test_inductor_calls_past_the_dispatcher(device, form, grad, dynamo):
     names = ["norm", "norm_backward"] if grad else ["norm"]
     assert len(codes) == len(names)
     for code, name in zip(codes, names, strict=True):
-        assert re.search(rf"^tilenorm_{name}_\w{{8}} = bind_{name}\(", code, re.MULTILINE)
-        assert re.search(rf"buf\d+ = tilenorm_{name}_\w{{8}}\(", code)
+        assert re.search(rf"^tilenorm_{name}_\w{{16}} = bind_{name}\(", code, re.MULTILINE)
+        assert re.search(rf"buf\d+ = tilenorm_{name}_\w{{16}}\(", code)
         assert "= torch.ops.tilenorm" not in code
+
+
+@EACH_DEVICE
+@pytest.mark.parametrize("grad", [False, True])
+def test_inductor_calls_that_differ_in_their_tensors(device, grad, dynamo):
+    """Each has a plan of its own, though all else among their arguments is the same."""
+    pytest.importorskip(inductor.REGISTRY, reason="PyTorch before 2.11")
+    low, full = torch.bfloat16, torch.float32
+    kinds = [(RMS, {"dtype": d, "parameter": p}) for d in (low, full) for p in (low, full)]
+    kinds += [(ADD, {"dtype": d, "other": o}) for d in (low, full) for o in (low, full)]
+    calls = [(form, tensors_of(form, 6, 64, device=device, **kind)) for form, kind in kinds]
+    for form, given in (calls[0], calls[4]):
+        for left in ("weight", "bias"):
+            calls.append((form, {name: t for name, t in given.items() if name != left}))
+
+    def norms(given):
+        return [y for (form, _), t in zip(calls, given, strict=True) for y in call(form, t)]
+
+    def run(function):
+        given = [{n: t.clone() for n, t in tensors.items()} for _, tensors in calls]
+        of = [t.requires_grad_(grad) for tensors in given for t in tensors.values()]
+        outputs = function(given)
+        grads = torch.autograd.grad(outputs, of, [*map(torch.ones_like, outputs)]) if grad else ()
+        return *outputs, *grads
+
+    compiled, expected = torch.compile(norms, fullgraph=True), run(norms)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        got, codes = run_and_get_code(run, compiled)
+    for results in (got, run(compiled)):
+        assert all(map(torch.equal, results, expected))
+    for code, op in zip(codes, ("norm", "norm_backward"), strict=False):
+        called = re.findall(rf"buf\d+ = (tilenorm_{op}_\w{{16}})\(", code)
+        assert len(called) == len(set(called)) == len(calls)
 
 
 @EACH_DEVICE

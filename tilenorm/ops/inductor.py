@@ -4,8 +4,8 @@ The dispatcher and its Python layers take 13 µs of a call, more than the launch
 """
 
 import ast
+import hashlib
 import sys
-import zlib
 from collections.abc import Callable
 
 # Where Inductor looks for what is to stand for an op, from PyTorch 2.11 on; else it calls the op.
@@ -16,9 +16,10 @@ def call_directly(op: str, bind: Callable, tensors: int) -> None:
     """Have Inductor, once it is loaded, call for an op what a module's function makes.
 
     bind: takes what follows the op's first `tensors` arguments, and which results are `wanted`, and
-    returns a function of the tensors. It is called when generated code is loaded, or in each call
-    where a size is among its arguments. That code is kept on the disk: bind has to keep its name
-    and place.
+    returns a function of the tensors, that is called with tensors of one description alone: which
+    there are, and their dtypes, devices and numbers of dimensions. It is called when generated code
+    is loaded, or in each call where a size is among its arguments. That code is kept on the disk:
+    bind has to keep its name and place.
     """
     registry, name = sys.modules.get(REGISTRY), f"torch.ops.tilenorm.{op}.default"
     if registry is None or name in registry.CUSTOM_EXTERN_KERNEL_CODEGEN:
@@ -33,7 +34,10 @@ def call_directly(op: str, bind: Callable, tensors: int) -> None:
         add_once = V.graph.wrapper_code.add_import_once
         add_once(f"from {bind.__module__} import {bind.__name__}")
         if _is_constant(call):
-            bound = f"tilenorm_{op}_{zlib.crc32(call.encode()):08x}"
+            there = [argument != "None" for argument in given[:tensors]]
+            kinds = [(t.get_dtype(), t.get_device(), len(t.get_size())) for t in node.inputs]
+            key = hashlib.sha256(repr((call, there, kinds)).encode()).hexdigest()
+            bound = f"tilenorm_{op}_{key[:16]}"
             add_once(f"{bound} = {call}")
             call = bound
         writeline(f"{node.get_name()} = {call}({', '.join(given[:tensors])})")
