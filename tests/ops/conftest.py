@@ -4,7 +4,10 @@ import pytest
 
 import tilenorm
 from tilenorm.launch import plan
-from tilenorm.ops import cutile, plans, prepared, reference, registry
+from tilenorm.launch.target import Target
+from tilenorm.ops import cutile, dispatch, implementation, plans, prepared, reference, registry
+
+from ..executors import Interpreter
 
 CACHES = (
     registry._select,
@@ -25,6 +28,29 @@ def no_memory():
     yield
     for cache in CACHES:
         cache.cache_clear()
+
+
+@pytest.fixture
+def as_on_a_gpu(device, no_memory, monkeypatch):
+    """The CPU's tensors take the way of CUDA's, with the interpreter for a GPU."""
+    if device == "cuda":
+        return
+
+    by_device = implementation._served
+
+    def served(tensors, how, backend):
+        found = plans.plans_of(*tensors, *how, backend)
+        return (found.spec, found) if found else by_device(tensors, how, backend)
+
+    interpret = Interpreter("sm_90").run()
+    gpu = registry.Device("cuda", Target("sm_90", 2), 13000)
+    monkeypatch.setattr(plans, "device_of", lambda *_: gpu)
+    monkeypatch.setattr(dispatch, "_current_device", lambda: -1)  # what CPU tensors answer
+    monkeypatch.setattr(dispatch, "_is_current", lambda tensor: True)
+    monkeypatch.setattr(implementation, "_served", served)
+    monkeypatch.setattr(cutile, "current_device", lambda: -1)
+    monkeypatch.setattr(cutile, "_current_stream", lambda index: 0)
+    monkeypatch.setattr(cutile, "launch", lambda stream, *made: interpret(*made, -1))
 
 
 @pytest.fixture(autouse=True)

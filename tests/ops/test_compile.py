@@ -91,6 +91,7 @@ def test_inductor_calls_past_the_dispatcher(device, form, grad, dynamo):
 
 
 @EACH_DEVICE
+@pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("grad", [False, True])
 def test_inductor_calls_that_differ_in_their_tensors(device, grad, dynamo):
     """Each has a plan of its own, though all else among their arguments is the same."""

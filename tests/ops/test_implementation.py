@@ -10,9 +10,10 @@ from torch.autograd import forward_ad
 from tilenorm.ops import implementation
 from tilenorm.ops.implementation import bind_norm, bind_norm_backward
 
-from .helpers import EACH_DEVICE, EACH_FORM, FAMILY, NEEDS_GPU, RMS, random, tensors_of
+from .helpers import EACH_DEVICE, EACH_FORM, RMS, random, tensors_of
 from .test_library import OPS, backward_arguments, forward_arguments
 
+SHORT_WAY = pytest.mark.usefixtures("as_on_a_gpu")
 WIDE = 64
 
 
@@ -54,6 +55,7 @@ def used(results, wanted):
 
 @EACH_DEVICE
 @EACH_FORM
+@SHORT_WAY
 @pytest.mark.parametrize("save", [False, True])
 @pytest.mark.parametrize("later", LATER)
 def test_forward(device, form, save, later):
@@ -69,6 +71,7 @@ def test_forward(device, form, save, later):
 
 @EACH_DEVICE
 @EACH_FORM
+@SHORT_WAY
 @pytest.mark.parametrize("later", LATER)
 @pytest.mark.parametrize("wanted", [(True,) * 5, (True, False, False, True, False)])
 def test_backward(device, form, later, wanted):
@@ -81,12 +84,13 @@ def test_backward(device, form, later, wanted):
             assert torch.equal(got, d) and got.is_contiguous()
 
 
-@NEEDS_GPU
+@EACH_DEVICE
 @EACH_FORM
+@SHORT_WAY
 @pytest.mark.parametrize("later", LATER)
-def test_the_way_is_short(form, later, monkeypatch):
+def test_the_way_is_short(device, form, later, monkeypatch):
     """The long one is that of layouts that have to be looked at."""
-    first, then = changed(form, later, "cuda")
+    first, then = changed(form, later, device)
     long = []
     for name in ("norm_forward", "norm_backward"):
         implemented = getattr(implementation, name)
@@ -107,20 +111,30 @@ def test_the_way_is_short(form, later, monkeypatch):
 
 
 @EACH_DEVICE
-def test_parameters_of_heads(device):
-    tensors = tensors_of(RMS, 4, 3, 32, parameter_shape=(3, 32), device=device)
-    arguments = forward_arguments(RMS, tensors, True)
-    bound = bind_norm(*arguments[5:], wanted=(True, False, False, True))
-    y, _, _, rstd = bound(*arguments[:5])
-    expected = OPS.norm(*arguments)
-    assert torch.equal(y, expected[0]) and torch.equal(rstd, expected[3])
+@EACH_FORM
+@SHORT_WAY
+@pytest.mark.parametrize("heads", [(3, 1, 4), (1, 3)])
+def test_parameters_of_heads(device, form, heads):
+    """As many as are given, whatever there were in the first call."""
+    made = []
+    for h in heads:
+        tensors = tensors_of(form, 4, h, 32, parameter_shape=(h, 32), device=device)
+        made.append((forward_arguments(form, tensors), backward_arguments(form, tensors)))
+    bound = bind_norm(*made[0][0][5:], wanted=(True, "residual" in tensors, False, True))
+    back = bind_norm_backward(*made[0][1][8:], wanted=(True, False, False, True, True))
+    for forward, backward in made:
+        expected, grads = OPS.norm(*forward), OPS.norm_backward(*backward)
+        y, _, _, rstd = bound(*forward[:5])
+        dx, _, _, dw, db = back(*backward[:8])
+        assert torch.equal(y, expected[0]) and torch.equal(rstd, expected[3])
+        assert all(map(torch.equal, (dx, dw, db), (grads[0], grads[3], grads[4])))
 
 
 @EACH_DEVICE
+@SHORT_WAY
 def test_forward_mode_is_refused(device):
-    form = FAMILY["rms_norm"]
-    tensors = tensors_of(form, 3, WIDE, device=device)
-    arguments = forward_arguments(form, tensors, False)
+    tensors = tensors_of(RMS, 3, WIDE, device=device)
+    arguments = forward_arguments(RMS, tensors, False)
     bound = bind_norm(*arguments[5:], wanted=(True, False, False, False))
     bound(*arguments[:5])
     with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):

@@ -1,7 +1,4 @@
-"""Calls that were checked before: found again where nothing that counts differs, and only there.
-
-The CPU's tensors take the way of CUDA's here, with the interpreter for a GPU.
-"""
+"""Calls that were checked before: found again where nothing that counts differs, and only there."""
 
 import gc
 import weakref
@@ -14,29 +11,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilenorm
 from tilenorm.launch.calls import bound
-from tilenorm.launch.target import Target
-from tilenorm.ops import cutile, dispatch, plans
+from tilenorm.ops import cutile, dispatch
 from tilenorm.ops.prepared import MOST_CALLS, MOST_GUARDS, prepared
-from tilenorm.ops.registry import Device
 
-from ..executors import Interpreter
 from .helpers import EACH_DEVICE, EACH_FORM, RMS, call, random, same, step, tensors_of
 
-pytestmark = [EACH_DEVICE, pytest.mark.usefixtures("no_memory")]
+pytestmark = EACH_DEVICE
 N = 40
 
 
 @pytest.fixture(autouse=True)
-def checked(device, monkeypatch) -> list[str]:
+def checked(as_on_a_gpu, monkeypatch) -> list[str]:
     """A list that gets the names of the functions whose calls are checked."""
-    if device == "cpu":
-        interpret = Interpreter("sm_90").run()
-        gpu = Device("cuda", Target("sm_90", 2), 13000)
-        monkeypatch.setattr(plans, "device_of", lambda *_: gpu)
-        monkeypatch.setattr(dispatch, "_current_device", lambda: -1)  # what CPU tensors answer
-        monkeypatch.setattr(dispatch, "_is_current", lambda tensor: True)
-        monkeypatch.setattr(cutile, "_current_stream", lambda index: 0)
-        monkeypatch.setattr(cutile, "launch", lambda stream, *made: interpret(*made, -1))
     seen, original = [], dispatch._checked
     monkeypatch.setattr(dispatch, "_checked", lambda op, *a: seen.append(op) or original(op, *a))
     return seen

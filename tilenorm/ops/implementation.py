@@ -44,7 +44,8 @@ def norm_forward(
 def bind_norm(
     norm, hidden, eps, offset, gate_first, rounding, save, backend=None, *, wanted
 ) -> Callable:  # fmt: skip
-    """norm_forward with these, of tensors of which all but the leading sizes stay the same."""
+    """norm_forward with these, of tensors of one description in every call: which there are, and
+    their dtypes, devices and numbers of dimensions."""
     how = (norm, hidden, eps, offset, gate_first, rounding)
     plan, index = None, None
 
@@ -56,9 +57,9 @@ def bind_norm(
             _, plans = _served(tensors, how, backend)
             made = (True, residual is not None, save and norm == "layer", save)
             vectors = hidden > 1 and all(w is None or w.dim() == 1 for w in (weight, bias))
-            if plans is not None and vectors and _covers(made, wanted):
+            if vectors and _binds(plans, made, wanted):
                 plan, index = plans.training if save else plans.inference, x.get_device()
-        if _is_here(x, index, hidden):
+        if _is_here(x, weight, bias, index, hidden):
             given = [t for t in tensors if t is not None]
             if all_contiguous(given) and (not plan.spec.aligned or all_aligned(given)):
                 # A single row may have any stride.
@@ -97,7 +98,7 @@ def norm_backward(
 def bind_norm_backward(
     added, norm, hidden, eps, offset, gate_first, rounding, output_mask, backend=None, *, wanted
 ) -> Callable:  # fmt: skip
-    """norm_backward with these, of tensors of which all but the leading sizes stay the same."""
+    """norm_backward with these, of tensors of one description in every call."""
     how = (norm, hidden, eps, offset, gate_first, rounding)
     plan, index = None, None
 
@@ -110,9 +111,9 @@ def bind_norm_backward(
                 found, _ = plans.gradients(tuple(output_mask), dsum is not None)
                 needs = found.needs
                 made = (needs.dx, needs.dresidual, needs.dgate, needs.dw, needs.db)
-                if _covers(made, wanted):
+                if _binds(plans, made, wanted):
                     plan, index = found, x.get_device()
-        if _is_here(x, index, hidden):
+        if _is_here(x, weight, bias, index, hidden):
             saved = (x, gate, weight, bias, mean if norm == "layer" else None, rstd)
             return cutile.backward(plan, dy, dsum, *saved)
         tensors = (dy, dsum, x, gate, weight, bias, mean, rstd)
@@ -121,14 +122,24 @@ def bind_norm_backward(
     return bound
 
 
-def _covers(made: Sequence[bool], wanted: Sequence[bool]) -> bool:
-    return all(there or not used for there, used in zip(made, wanted, strict=True))
+def _binds(plans: Plans | None, made: Sequence[bool], wanted: Sequence[bool]) -> bool:
+    """Whether the kernels serve, without heads, of which there may be others in another call; and
+    make all that is wanted."""
+    there = all(m or not used for m, used in zip(made, wanted, strict=True))
+    return there and plans is not None and not plans.spec.heads
 
 
-def _is_here(x: Tensor, index: int, hidden: int) -> bool:
-    """Whether x is on the current CUDA device, which is `index`, and what the kernels take."""
-    on_it = index == x.get_device() == cutile.current_device()
-    return on_it and x.numel() <= MAX_ROWS * hidden and forward_ad._current_level < 0
+def _is_here(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, index: int, hidden: int
+) -> bool:
+    """Whether x is on the current CUDA device, which is `index`, and has what the kernels take."""
+    return (
+        index == x.get_device() == cutile.current_device()
+        and (weight is None or weight.numel() == hidden)
+        and (bias is None or bias.numel() == hidden)
+        and x.numel() <= MAX_ROWS * hidden
+        and forward_ad._current_level < 0
+    )
 
 
 def _served(tensors: tuple, how: tuple, backend: str | None) -> tuple[NormSpec, Plans | None]:
