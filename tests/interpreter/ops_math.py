@@ -38,10 +38,6 @@ _INTEGER = {
     "bitwise_not": np.invert,
 }
 
-# But of what wraps in torch too, in the dtypes of indices.
-_INDEX = {name: getattr(torch, name) for name in ("add", "sub", "mul", "eq", "ne")}
-_INDEX |= {name: getattr(torch, name) for name in ("lt", "le", "gt", "ge")}
-
 
 def _float_mod(x, y):
     rest = torch.fmod(x, y)
@@ -71,6 +67,8 @@ _TO_FLOAT = ("exp", "exp2", "log", "log2", "sqrt", "rsqrt")
 _TO_FLOAT += ("sin", "cos", "tan", "sinh", "cosh", "tanh")
 _FLOAT |= {name: getattr(torch, name) for name in (*_TO_FLOAT, "abs", "floor", "ceil")}
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+# What wraps in torch too, in the dtypes of indices.
+_INDEX = {name: _FLOAT[name] for name in ("add", "sub", "mul", *_COMPARISONS)}
 
 
 def check_modes(fn: str, dtype, rounding_mode, flush_to_zero: bool) -> None:

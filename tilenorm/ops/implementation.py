@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from ..spec import NormSpec
 from . import cutile, reference
 from .layout import all_aligned, all_contiguous
-from .plans import Plans, merged_needs, plans_of, spec_of_tensors
+from .plans import Plans, computed, merged_needs, plans_of, spec_of_tensors
 from .registry import MAX_ROWS, device_of, select
 
 ELSEWHERE = -2  # no device's number, nor what PyTorch says of a CPU's
@@ -109,9 +109,7 @@ def bind_norm_backward(
             _, plans = _served((dy, x if added else None, gate, weight, bias), how, backend)
             if plans is not None:
                 found, _ = plans.gradients(tuple(output_mask), dsum is not None)
-                needs = found.needs
-                made = (needs.dx, needs.dresidual, needs.dgate, needs.dw, needs.db)
-                if _binds(plans, made, wanted):
+                if _binds(plans, computed(found.needs), wanted):
                     plan, index = found, x.get_device()
         if _is_here(x, weight, bias, index, hidden):
             saved = (x, gate, weight, bias, mean if norm == "layer" else None, rstd)

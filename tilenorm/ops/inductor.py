@@ -30,17 +30,17 @@ def call_directly(op: str, bind: Callable, tensors: int) -> None:
 
         wanted = tuple(out.get_name() not in V.graph.removed_buffers for out in node.outputs)
         given = [*node.codegen_args(), *node.codegen_kwargs(), f"wanted={wanted}"]
-        call = f"{bind.__name__}({', '.join(given[tensors:])})"
+        bound = f"{bind.__name__}({', '.join(given[tensors:])})"
         add_once = V.graph.wrapper_code.add_import_once
         add_once(f"from {bind.__module__} import {bind.__name__}")
-        if _is_constant(call):
+        if _is_constant(bound):
             there = [argument != "None" for argument in given[:tensors]]
             kinds = [(t.get_dtype(), t.get_device(), len(t.get_size())) for t in node.inputs]
-            key = hashlib.sha256(repr((call, there, kinds)).encode()).hexdigest()
-            bound = f"tilenorm_{op}_{key[:16]}"
-            add_once(f"{bound} = {call}")
-            call = bound
-        writeline(f"{node.get_name()} = {call}({', '.join(given[:tensors])})")
+            key = hashlib.sha256(repr((bound, there, kinds)).encode()).hexdigest()
+            once = f"tilenorm_{op}_{key[:16]}"
+            add_once(f"{once} = {bound}")
+            bound = once
+        writeline(f"{node.get_name()} = {bound}({', '.join(given[:tensors])})")
 
     registry.CUSTOM_EXTERN_KERNEL_CODEGEN[name] = registry.CustomCodegen(python=generate)
 

@@ -9,16 +9,10 @@ from torch import Tensor
 from torch.autograd import Function
 
 from . import reference
-from .implementation import (
-    bind_norm,
-    bind_norm_backward,
-    norm_backward,
-    norm_forward,
-    stat_dtype,
-)
+from .implementation import bind_norm, bind_norm_backward, norm_backward, norm_forward, stat_dtype
 from .inductor import call_directly
 from .plain import is_plain, needs_grad
-from .plans import merged_needs, spec_of_tensors, spread
+from .plans import computed, merged_needs, spec_of_tensors, spread
 
 LIBRARY = torch.library.Library("tilenorm", "DEF")
 _HOW = (
@@ -65,10 +59,9 @@ def norm_backward_fake(
     call_directly("norm_backward", bind_norm_backward, 8)
     residual = x.dtype if added else None
     needs = merged_needs(dy.dtype, residual, gate, weight, bias, dsum, output_mask)
-    asked = (needs.dx, needs.dresidual, needs.dgate, needs.dw, needs.db)
     return tuple(
         like.new_empty(like.shape) if need else x.new_empty(0)
-        for need, like in zip(asked, (dy, x, gate, weight, bias), strict=True)
+        for need, like in zip(computed(needs), (dy, x, gate, weight, bias), strict=True)
     )
 
 

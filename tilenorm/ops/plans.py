@@ -123,6 +123,11 @@ def merged_needs(dtype, residual, gate, weight, bias, dsum, mask) -> Needs:
     )
 
 
+def computed(needs: Needs) -> tuple[bool, ...]:
+    """Of the gradients of input, residual, gate, weight and bias, which are computed."""
+    return needs.dx, needs.dresidual, needs.dgate, needs.dw, needs.db
+
+
 def spread(grads, added, dtype, mask) -> tuple[Tensor | None, ...]:
     """What was computed, to whom it is due: one gradient may serve input and residual."""
     dx, dresidual, *rest = grads
