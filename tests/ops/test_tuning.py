@@ -138,6 +138,23 @@ def test_the_fastest_right_candidate_is_found(direction, pretended):
     assert any(line.startswith("70.00 µs; before, 80.00 µs by ") for line in told)
 
 
+def test_first_samples_do_not_count(pretended, monkeypatch):
+    sample, rank, sampled = tuning.Trials.sample, tuning.rank, []
+
+    def noted(self, plan):
+        sampled.append(plan.config)
+        return sample(self, plan)
+
+    def ranked(configs, *rest):
+        assert sampled == configs and len(configs) > 1
+        return rank(configs, *rest)
+
+    monkeypatch.setattr(tuning.Trials, "sample", noted)
+    monkeypatch.setattr(tuning, "rank", ranked)
+    tuning.tune(NormSpec("rms", 256, "bfloat16"), "forward", seconds=5, processes=1)
+    assert len(sampled) > len(set(sampled))
+
+
 def test_no_right_candidate(pretended, monkeypatch):
     monkeypatch.setattr(tuning.Trials, "wrong", lambda self, plan: "it differs")
     spec = NormSpec("rms", 256, "bfloat16", "bfloat16")
