@@ -3,7 +3,8 @@
 64 Mi elements, cold L2, CUDA graph replay. The comments give GB/s of what the mathematics reads and
 writes, each tensor once, the column sum in the time; a device-to-device copy moved 4051 to 4234.
 Where one figure stands it is that of the largest size; (N) names another. a → b: what stood here
-before and this, 2026-11-23, by the tuner, whose samples are about 2% under those of a graph.
+before and this, 2026-11-23, by the tuner, whose samples are about 2% under those of a graph. What
+stood before has only three to six samples where it was dropped first.
 
 A table lists (largest hidden size served, configuration), ascending; a narrower row goes without
 segments that it does not reach. None is the rule of heuristics.py, which also says which
