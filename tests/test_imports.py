@@ -19,9 +19,11 @@ ALLOWED = {
     "launch": {"tilenorm.kernels", "tilenorm.settings", "tilenorm.spec", "cuda.tile"}
     | {"cutile_cache"},
     "ops": {"tilenorm.launch", "tilenorm.settings", "tilenorm.spec", "torch"},
+    "tools": {"tilenorm.launch", "tilenorm.ops", "tilenorm.settings", "tilenorm.spec"}
+    | {"cuda.tile", "torch"},
     "nn": {"tilenorm.ops", "torch"},
     "integrations": {"tilenorm.nn", "tilenorm.ops", "torch"},
-    "__init__": {"tilenorm.ops", "tilenorm.nn", "tilenorm.integrations"},
+    "__init__": {"tilenorm.ops", "tilenorm.nn", "tilenorm.tools", "tilenorm.integrations"},
     "__main__": {"tilenorm"},
 }
 MUTABLE = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)

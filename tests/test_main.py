@@ -15,10 +15,10 @@ from cuda.tile._cext import default_tile_context
 from tilenorm import __version__
 from tilenorm.__main__ import main
 from tilenorm.launch.calls import every_gradient
-from tilenorm.launch.precompile import backward_calls, forward_calls, training_calls
-from tilenorm.launch.signature import signature
 from tilenorm.launch.target import Target
 from tilenorm.spec import OPS, NormSpec
+from tilenorm.tools.precompile import backward_calls, forward_calls, training_calls
+from tilenorm.tools.signature import signature
 
 FOR_H200 = ["--arch", "sm_90", "--hidden", "256"]
 

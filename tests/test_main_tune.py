@@ -7,11 +7,12 @@ import torch
 
 from tilenorm import __main__ as command
 from tilenorm.__main__ import main
-from tilenorm.launch import candidates, heuristics, shipped, user_table
+from tilenorm.launch import heuristics, user_table
 from tilenorm.launch.config import Backward, Forward, Hints
 from tilenorm.launch.target import Target
-from tilenorm.ops.explain import planned_device
 from tilenorm.spec import NormSpec
+from tilenorm.tools import candidates, shipped
+from tilenorm.tools.explain import planned_device
 
 H200 = Target.of("sm_90")
 BEST = {"forward": Forward(2, Hints(8), (1024,)), "backward": Backward((1024,), 2)}

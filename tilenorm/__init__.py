@@ -7,9 +7,9 @@ from .integrations.aten import disable, enable, override
 from .integrations.compile import compile
 from .integrations.models import patch
 from .nn import LayerNorm, RMSNorm
-from .ops.explain import explain
 from .ops.functional import add_layer_norm, add_rms_norm, gated_rms_norm, layer_norm, rms_norm
 from .ops.registry import ReferenceWarning
+from .tools.explain import explain
 
 __all__ = [
     "LayerNorm",

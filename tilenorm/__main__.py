@@ -6,18 +6,19 @@ from itertools import product
 from pathlib import Path
 
 from . import __version__
-from .launch import shipped, user_table
-from .launch.precompile import Compiled, precompile
+from .launch import user_table
 from .launch.target import MULTIPROCESSORS, Target
 from .launch.toolchain import cache_folder
-from .launch.tuner import MOST_SPILLED, compile_candidates, prune
 from .ops.arguments import ROUNDINGS
-from .ops.explain import explain_spec, options_of, planned_device
-from .ops.info import information
 from .ops.registry import DTYPES, Device, refusals
-from .ops.tuning import gpu, ordered_candidates, served_op, whole_rows
-from .ops.tuning import tune as tuned
 from .spec import OPS, NormSpec
+from .tools import shipped
+from .tools.explain import explain_spec, options_of, planned_device
+from .tools.info import information
+from .tools.precompile import Compiled, precompile
+from .tools.search import MOST_SPILLED, compile_candidates, prune
+from .tools.tune import gpu, ordered_candidates, served_op, whole_rows
+from .tools.tune import tune as tuned
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -11,10 +11,10 @@ from bench.__main__ import main
 from bench.llama import Llama, Shape
 from bench.step import VARIANTS, Settings, measure, norm_kernels, prepared
 from bench.train import fitting_layers
-from tilenorm.launch.precompile import training_calls
 from tilenorm.launch.target import Target
 from tilenorm.ops.registry import MAX_HIDDEN
 from tilenorm.spec import NormSpec
+from tilenorm.tools.precompile import training_calls
 
 SHAPE = Shape(layers=3, hidden=32, heads=4, kv_heads=2, ffn=48, vocab=40)
 SETTINGS = Settings(SHAPE, batch=2, length=8, device="cpu", warm_up=2, steps=3)

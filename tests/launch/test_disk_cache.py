@@ -12,10 +12,10 @@ from tests.ops.helpers import NEEDS_GPU
 from tilenorm.kernels.forward import norm_forward
 from tilenorm.launch import disk_cache
 from tilenorm.launch.disk_cache import Kernel
-from tilenorm.launch.precompile import forward_calls
-from tilenorm.launch.signature import signature
 from tilenorm.launch.target import Target
 from tilenorm.spec import NormSpec
+from tilenorm.tools.precompile import forward_calls
+from tilenorm.tools.signature import signature
 
 SPEC = NormSpec("rms", 64, "bfloat16", "bfloat16")
 SIGNATURE = signature(

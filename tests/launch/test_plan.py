@@ -21,12 +21,12 @@ from tilenorm.launch.calls import (
 )
 from tilenorm.launch.config import Hints
 from tilenorm.launch.plan import plan_backward, plan_forward
-from tilenorm.launch.precompile import backward_calls, forward_calls
-from tilenorm.launch.signature import signature
 from tilenorm.launch.target import MULTIPROCESSORS, Target
 from tilenorm.launch.tiling import CLEAR_SLOTS
 from tilenorm.ops.registry import MAX_ROWS
 from tilenorm.spec import NormSpec
+from tilenorm.tools.precompile import backward_calls, forward_calls
+from tilenorm.tools.signature import signature
 
 ALL = Needs(True, True, True)
 LARGEST_TENSOR = 1 << 37  # bytes: half of a B300's memory

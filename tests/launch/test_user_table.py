@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from tilenorm.launch import heuristics, shipped, user_table
+from tilenorm.launch import heuristics, user_table
 from tilenorm.launch.calls import every_gradient
 from tilenorm.launch.config import Backward, Forward, Hints
 from tilenorm.launch.target import Target
 from tilenorm.launch.user_table import Entry, Key, TableWarning
 from tilenorm.settings import settings
 from tilenorm.spec import NormSpec
+from tilenorm.tools import shipped
 
 H200 = Target.of("sm_90")
 SPEC = NormSpec("rms", 4096, "bfloat16", "bfloat16")

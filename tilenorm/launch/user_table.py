@@ -18,8 +18,7 @@ import cuda.tile as ct
 
 from ..settings import settings
 from ..spec import NormSpec
-from .candidates import Config, refusal
-from .config import Backward, Forward, Hints
+from .config import Backward, Config, Forward, Hints, refusal
 from .target import Target
 from .toolchain import compiler_version
 

@@ -2,15 +2,11 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import product
 
-from ..kernels.rows import VECTOR
+from ..launch.config import Backward, Config, Forward, Hints, cdiv, refusal, tile_width
+from ..launch.target import Target
 from ..spec import NormSpec
-from .config import Backward, Forward, Hints, cdiv, tile_width
-from .target import Target
-
-Config = Forward | Backward
-FORMS = {"forward": Forward, "backward": Backward}
 
 # What is tried of each field. Blocks without TMA have 4 warps, with 8 half the registers a thread.
 WARPS = {False: (None, 8), True: (4, 8)}
@@ -46,8 +42,6 @@ BACKWARD_CHUNKS = REGISTERS // 4
 # Partial sums that the blocks of a multiprocessor have where those of a tile's rows are apart.
 HEADS_SCRATCH = 6 * 2048
 
-MOST_CHUNKS = 1024  # whose numbers a block collects at once
-
 
 def candidates(spec: NormSpec, target: Target, direction: str) -> list[Config]:
     """What the tuner tries, simple ones first. direction: "forward" or "backward"."""
@@ -62,54 +56,6 @@ def candidates(spec: NormSpec, target: Target, direction: str) -> list[Config]:
 def explicit(config: Config, hidden: int) -> Config:
     """The same configuration with its widths written out."""
     return config if config.widths else replace(config, widths=(tile_width(hidden),))
-
-
-def refusal(
-    config: Config, hidden: int, item_bytes: int, aligned: bool, target: Target, direction: str
-) -> str | None:
-    """Why a configuration cannot serve rows of so many elements in a direction, or None.
-
-    item_bytes: of the widest tensor with rows.
-    """
-    if not isinstance(config, FORMS[direction]):
-        return f"{type(config).__name__} is none of the {direction} pass"
-    if not _power_of_two(config.rows):
-        return f"rows {config.rows} is no power of two"
-    hints = config.hints
-    if not 1 <= (hints.occupancy or 1) <= 32 or not _power_of_two(hints.num_worker_warps or 1):
-        return f"no such hints: {hints}"
-    if config.packed and item_bytes != 2:
-        return "packed takes rows of 16 bits an element"
-    if config.tma and not (config.rows == 1 and aligned and target.has_tma):
-        return "tile loads take one row at a time, of whole vectors, and a GPU that has them"
-    if isinstance(config, Backward) and config.reread and config.rows != 1:
-        return "weights are read again by tiles of one row"
-    if config.store and not config.tma:
-        return "tile stores come with tile loads"
-    loops = isinstance(config, Forward) and config.loop
-    if isinstance(config, Forward) and config.tma and not loops:
-        return "tile loads come with a loop"
-    widths = config.widths or (tile_width(hidden),)
-    if isinstance(config, Forward) and config.fetch:
-        if loops or sum(widths) < hidden:
-            return "weights are fetched with a whole row, without a loop"
-        # What is left of a thread's part of a segment has two terms, which add up in one order.
-        most = 32 * hints.threads
-        if len(set(widths)) > 1 or not item_bytes <= widths[0] * item_bytes <= most:
-            return f"with weights, segments have one width, here at most {most} bytes"
-    together = config.together if isinstance(config, Forward) else 1
-    if together != 1 and (config.fetch or len(set(widths)) > 1 or not 1 < together <= len(widths)):
-        return "weights are read together after the sums, of segments of one width that exist"
-    # Of descending powers of two each starts at a multiple of its width, as tile loads need it.
-    descend = all(a >= b for a, b in pairwise(widths))
-    if not descend or not all(_power_of_two(width) for width in widths):
-        return f"widths {widths} are no descending powers of two"
-    if sum(widths) < hidden:
-        gathers_rows = config.rows == 1 and not config.tma and not loops
-        return _wrong_chunks(widths, hidden, gathers_rows)
-    if sum(widths) - widths[-1] >= hidden:
-        return f"widths {widths} do not end with a row of {hidden}"
-    return None
 
 
 def segmentations(hidden: int) -> list[tuple[int, ...]]:
@@ -254,17 +200,3 @@ def _hints(
         if (most is None or blocks * elements <= most) and blocks * threads <= THREADS and not idle:
             found.append(hints)
     return found
-
-
-def _wrong_chunks(widths: tuple[int, ...], hidden: int, gathers_rows: bool) -> str | None:
-    if not gathers_rows:
-        return "blocks that share a row gather one at a time, without a loop or tile stores"
-    if widths[-1] % VECTOR:
-        return f"widths {widths} of a chunk are no whole vectors"
-    if hidden > MOST_CHUNKS * sum(widths):
-        return f"a row of {hidden} takes more than {MOST_CHUNKS} chunks of {sum(widths)}"
-    return None
-
-
-def _power_of_two(n: int) -> bool:
-    return n > 0 and n & (n - 1) == 0

@@ -7,19 +7,18 @@ import torch
 
 from tests import cases
 from tests.executors import Interpreter, arguments_of
+from tests.ops.cuda_helpers import made, target, train
+from tests.ops.helpers import FAMILY, NEEDS_GPU, assert_step, expected_of
 from tilenorm.__main__ import main
 from tilenorm.launch import heuristics, user_table
 from tilenorm.launch.calls import bound, every_gradient
-from tilenorm.launch.candidates import candidates
 from tilenorm.launch.config import Backward, Forward
-from tilenorm.launch.tuner import plan_of
-from tilenorm.ops import tuning
-from tilenorm.ops.explain import planned_device
-from tilenorm.ops.tuning import Trials, ordered_candidates, whole_rows
 from tilenorm.spec import NormSpec
-
-from .cuda_helpers import made, target, train
-from .helpers import FAMILY, NEEDS_GPU, assert_step, expected_of
+from tilenorm.tools import tune as tuning
+from tilenorm.tools.candidates import candidates
+from tilenorm.tools.explain import planned_device
+from tilenorm.tools.search import plan_of
+from tilenorm.tools.tune import Trials, ordered_candidates, whole_rows
 
 H200 = cases.target("sm_90")
 SPECS = [

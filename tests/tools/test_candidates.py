@@ -5,12 +5,11 @@ from dataclasses import replace
 import pytest
 
 from tests import cases
-from tilenorm.launch.candidates import candidates, explicit, refusal, segmentations
-from tilenorm.launch.config import Backward, Forward, Hints
+from tests.launch.test_heuristics import check, each_table, spec_of
+from tilenorm.launch.config import Backward, Forward, Hints, refusal
 from tilenorm.launch.target import Target
 from tilenorm.spec import NormSpec
-
-from .test_heuristics import check, each_table, spec_of
+from tilenorm.tools.candidates import candidates, explicit, segmentations
 
 H200 = Target.of("sm_90")
 

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 
 from ..launch import heuristics
 from ..launch.calls import every_gradient
-from ..launch.precompile import backward_calls, forward_calls
-from ..launch.signature import ArrayLike
 from ..launch.target import Target
+from ..ops import arguments, functional
+from ..ops.plans import spec_of_tensors
+from ..ops.registry import MIN_DRIVER, Device, device_of, refusals, requested_backend
 from ..spec import ITEM_BYTES, OPS, NormSpec, norm_of
-from . import arguments, functional
-from .plans import spec_of_tensors
-from .registry import MIN_DRIVER, Device, device_of, refusals, requested_backend
+from .precompile import backward_calls, forward_calls
+from .signature import ArrayLike
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 
 from tilenorm.launch.config import Backward, Forward, Hints
-from tilenorm.launch.precompile import Compiled
 from tilenorm.launch.target import Target
-from tilenorm.launch.tuner import (
+from tilenorm.spec import NormSpec
+from tilenorm.tools.precompile import Compiled
+from tilenorm.tools.search import (
     MOST_SAMPLES,
     Candidate,
     Measured,
@@ -16,7 +17,6 @@ from tilenorm.launch.tuner import (
     prune,
     rank,
 )
-from tilenorm.spec import NormSpec
 
 H200 = Target.of("sm_90")
 

@@ -7,13 +7,13 @@ import subprocess
 import pytest
 from cuda.tile._cext import default_tile_context
 
-from tilenorm.launch import cubin
 from tilenorm.launch.config import Backward, Hints
-from tilenorm.launch.precompile import calls_backward
-from tilenorm.launch.signature import signature
 from tilenorm.launch.target import Target
-from tilenorm.launch.tuner import plan_of
 from tilenorm.spec import NormSpec
+from tilenorm.tools import cubin
+from tilenorm.tools.precompile import calls_backward
+from tilenorm.tools.search import plan_of
+from tilenorm.tools.signature import signature
 
 # Without spills and with; threads that only load; another version of the ELF format and three
 # launches, of blocks that share rows.

@@ -11,14 +11,14 @@ from multiprocessing import get_context
 
 from cuda.tile._cext import default_tile_context
 
+from ..launch.calls import ABSENT, BackwardArrays, Call, ForwardArrays, Needs, every_gradient
+from ..launch.plan import BackwardPlan, ForwardPlan, plan_backward, plan_forward
+from ..launch.target import Target
+from ..launch.toolchain import cache_folder
+from ..launch.user_table import TableWarning
 from ..spec import NormSpec
-from .calls import ABSENT, BackwardArrays, Call, ForwardArrays, Needs, every_gradient
 from .cubin import resources
-from .plan import BackwardPlan, ForwardPlan, plan_backward, plan_forward
 from .signature import ArrayLike, signature
-from .target import Target
-from .toolchain import cache_folder
-from .user_table import TableWarning
 
 
 @dataclass(frozen=True)

@@ -20,16 +20,16 @@ from tilenorm.launch import heuristics
 from tilenorm.launch.calls import Needs, every_gradient
 from tilenorm.launch.config import tile_width
 from tilenorm.launch.plan import plan_forward
-from tilenorm.launch.precompile import (
+from tilenorm.launch.target import MULTIPROCESSORS, Target
+from tilenorm.launch.tuned import TABLES
+from tilenorm.spec import NormSpec
+from tilenorm.tools.precompile import (
     backward_calls,
     compile_call,
     forward_calls,
     training_calls,
 )
-from tilenorm.launch.signature import ArrayLike
-from tilenorm.launch.target import MULTIPROCESSORS, Target
-from tilenorm.launch.tuned import TABLES
-from tilenorm.spec import NormSpec
+from tilenorm.tools.signature import ArrayLike
 
 TUNED = ("sm_90", "sm_100")
 ROWS = 65537

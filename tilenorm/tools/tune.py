@@ -8,17 +8,18 @@ from torch import Tensor
 
 from ..launch import heuristics
 from ..launch.calls import every_gradient
-from ..launch.candidates import Config, candidates, explicit
-from ..launch.precompile import Compiled
-from ..launch.shipped import written
+from ..launch.config import Config
 from ..launch.target import Target
 from ..launch.toolchain import driver_release
-from ..launch.tuner import MOST_SPILLED, compile_candidates, plan_of, prune, rank
 from ..launch.user_table import Entry, Key
+from ..ops import cutile, reference
+from ..ops.registry import Device, device_of
 from ..spec import NormSpec
-from . import cutile, reference
+from .candidates import candidates, explicit
 from .explain import moved_bytes, options_of
-from .registry import Device, device_of
+from .precompile import Compiled
+from .search import MOST_SPILLED, compile_candidates, plan_of, prune, rank
+from .shipped import written
 
 EPS = 1e-6
 ELEMENTS = 1 << 26  # of a matrix that is timed

@@ -7,10 +7,10 @@ from cuda.tile.compilation import CallingConvention, KernelSignature
 
 from tilenorm.launch.calls import ABSENT, BackwardArrays, ForwardArrays, every_gradient
 from tilenorm.launch.plan import plan_backward, plan_forward
-from tilenorm.launch.precompile import backward_calls, forward_calls
-from tilenorm.launch.signature import ArrayLike, signature
 from tilenorm.launch.target import Target
 from tilenorm.spec import NormSpec
+from tilenorm.tools.precompile import backward_calls, forward_calls
+from tilenorm.tools.signature import ArrayLike, signature
 
 
 @ct.kernel

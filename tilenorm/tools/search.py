@@ -12,14 +12,15 @@ from typing import TypeVar
 
 import cuda.tile as ct
 
+from ..launch import heuristics
+from ..launch.calls import every_gradient
+from ..launch.config import Config
+from ..launch.plan import BackwardPlan, ForwardPlan
+from ..launch.target import Target
 from ..spec import NormSpec
-from . import heuristics
-from .calls import every_gradient
-from .candidates import REGISTERS, Config
-from .plan import BackwardPlan, ForwardPlan
+from .candidates import REGISTERS
 from .precompile import Compiled, calls_backward, calls_forward, compile_call, compiling
 from .shipped import written
-from .target import Target
 
 # Bytes a thread. Of what is shipped for the H200 one configuration in eight spills, most of them
 # under this, where none without spills is as fast.

@@ -5,9 +5,9 @@ import os
 import pytest
 from cuda.tile._cext import default_tile_context
 
-from tilenorm.launch import precompile
 from tilenorm.launch.target import Target
 from tilenorm.spec import NormSpec
+from tilenorm.tools import precompile
 
 SPECS = [NormSpec("rms", n, "bfloat16") for n in (64, 128)]
 

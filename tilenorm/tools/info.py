@@ -9,8 +9,8 @@ import torch
 from ..launch import user_table
 from ..launch.target import MULTIPROCESSORS
 from ..launch.toolchain import cache_folder, compiler_path, driver_version
+from ..ops.registry import device_of, refusals
 from ..spec import OPS, NormSpec
-from .registry import device_of, refusals
 
 PACKAGES = ("tilenorm", "torch", "cuda-tile", "nvidia-cuda-tileiras", "triton")
 

@@ -4,15 +4,14 @@ import pytest
 import torch
 
 import tilenorm
+from tests.ops.helpers import EACH_FORM, NEEDS_GPU, random, tensors_of
 from tilenorm.launch import plan, user_table
 from tilenorm.launch.config import Forward
 from tilenorm.launch.target import MULTIPROCESSORS
 from tilenorm.launch.tiling import POLLS
 from tilenorm.ops import cutile, functional, reference
-from tilenorm.ops.explain import explain_spec, planned_device
 from tilenorm.spec import NormSpec
-
-from .helpers import EACH_FORM, NEEDS_GPU, random, tensors_of
+from tilenorm.tools.explain import explain_spec, planned_device
 
 pytestmark = pytest.mark.usefixtures("no_memory")
 

@@ -4,10 +4,9 @@ from collections.abc import Iterable
 from dataclasses import fields, replace
 from itertools import groupby, pairwise
 
-from .candidates import refusal
-from .config import Forward, tile_width
-from .target import Target
-from .user_table import Entry
+from ..launch.config import Forward, refusal, tile_width
+from ..launch.target import Target
+from ..launch.user_table import Entry
 
 
 def render(entries: Iterable[Entry], arch: str) -> str:

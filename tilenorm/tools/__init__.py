@@ -1,0 +1,1 @@
+"""What no call needs: compiling ahead, tuning, explaining, and what this machine has."""
