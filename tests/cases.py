@@ -15,7 +15,7 @@ from itertools import chain, cycle, pairwise, product
 
 from tilenorm.launch import heuristics
 from tilenorm.launch.calls import Needs, every_gradient
-from tilenorm.launch.config import Backward, Forward, tile_width
+from tilenorm.launch.config import Config, tile_width
 from tilenorm.launch.target import Target
 from tilenorm.launch.tuned import TABLES
 from tilenorm.spec import NormSpec
@@ -50,7 +50,7 @@ def config(direction: str, spec: NormSpec, target: Target):
     return heuristics.backward(spec, target, every_gradient(spec))
 
 
-def shares(chosen: Forward | Backward, hidden: int) -> bool:
+def shares(chosen: Config, hidden: int) -> bool:
     """Whether blocks share rows of a size: no block has segments that span them."""
     return chosen.widths is not None and sum(chosen.widths) < hidden
 

@@ -2,18 +2,20 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from tilenorm.launch.calls import Call, Launch, Needs, bound, every_gradient
+from tilenorm.launch.calls import Call, Launch, Needs, bound, every_gradient, groups
+from tilenorm.launch.config import StreamForward
 from tilenorm.launch.plan import plan_backward, plan_forward
 from tilenorm.launch.target import Target
 from tilenorm.launch.tiling import CLEAR_SLOTS
 from tilenorm.ops import cutile
 from tilenorm.spec import NormSpec
+from tilenorm.tools.precompile import calls_of
 
 from . import cases, interpreter, oracle
 
@@ -118,7 +120,8 @@ class Executor:
         """So many rows that every block of a looping kernel takes two tiles, and some a part."""
         if direction == "forward":
             plan = plan_forward(spec, self.target, True)
-            return (2 * plan.resident if plan.config.loop else 2) * plan.config.rows + 1
+            streams = isinstance(plan.config, StreamForward)
+            return (2 * plan.resident if streams else 2) * plan.config.rows + 1
         plan = plan_backward(spec, self.target, every_gradient(spec))
         return 2 * plan.blocks(1 << 30) * plan.config.rows + 3
 
@@ -147,7 +150,7 @@ class Interpreter(Executor):
                 kernel, grid, arguments, _ = call
                 interpreter.launch(grid, kernel, arguments, fill=fill, order=order)
                 if found and kernel is CLEAR_SLOTS:
-                    arguments[0].zero_()
+                    arguments_of(call)["SLOTS"].zero_()
                 elif found and arguments_of(call).get("CHUNKS", 1) > 1:
                     interpreter.launch(grid, kernel, arguments, fill=fill, order=order)
 
@@ -171,26 +174,59 @@ class Gpu(Executor):
 
         def run(launches, arrays, index) -> None:
             for call in with_arguments(bound(launches, arrays), **constants):
-                launch = Launch(call.kernel, call.grid, tuple, (), call.overlap)
-                cutile.on_device([launch], call.arguments, index)
+                before, last = call.arguments[:-1], call.arguments[-1]
+                launch = Launch(call.kernel, call.grid, before, lambda last: last, (), call.overlap)
+                cutile.on_device([launch], last, index)
 
         return run
 
 
+def forward_calls(spec: NormSpec, target: Target, rows: int, save: bool) -> list[Call]:
+    """The calls of a forward pass over contiguous inputs, with descriptions for arrays."""
+    return calls_of(plan_forward(spec, target, save), rows)
+
+
+def backward_calls(spec: NormSpec, target: Target, rows: int, needs: Needs) -> list[Call]:
+    """The calls of a backward pass over contiguous inputs, with descriptions for arrays."""
+    return calls_of(plan_backward(spec, target, needs), rows)
+
+
 def arguments_of(call: Call) -> dict[str, object]:
-    """The arguments of a call by their names in the kernel."""
-    names = call.kernel._annotated_function.pysig.parameters
-    return dict(zip(names, call.arguments, strict=True))
+    """The arguments of a call by name: arrays and constants of a group by their names in it.
+
+    DX, DRESIDUAL and DGATE are arrays here, not what is asked for.
+    """
+    found = {}
+    for name, group, value in _grouped(call):
+        found = (dict(zip(group, value, strict=True)) if group else {name: value}) | found
+    return found
 
 
 def with_arguments(calls: list[Call], **given) -> list[Call]:
     """The calls, with these in place of what those kernels get that take them."""
-    found = []
-    for call in calls:
-        arguments = arguments_of(call)
-        arguments |= {name: given[name] for name in arguments.keys() & given.keys()}
-        found.append(call._replace(arguments=tuple(arguments.values())))
-    return found
+    return [
+        call._replace(
+            arguments=tuple(
+                tuple(given.get(n, v) for n, v in zip(group, value, strict=True))
+                if group
+                else given.get(name, value)
+                for name, group, value in _grouped(call)
+            )
+        )
+        for call in calls
+    ]
+
+
+def _grouped(call: Call) -> list[tuple[str, tuple[str, ...], object]]:
+    """(parameter, names of what its tuple holds or nothing, argument) of a call."""
+    kinds = groups(call.kernel)
+    if "Arrays" in call.kernel._pyfunc.__globals__:
+        kinds["ARRAYS"] = call.kernel._pyfunc.__globals__["Arrays"]
+    names = call.kernel._annotated_function.pysig.parameters
+    return [
+        (name, tuple(f.name for f in fields(kinds[name])) if name in kinds else (), value)
+        for name, value in zip(names, call.arguments, strict=True)
+    ]
 
 
 @contextmanager

@@ -12,12 +12,13 @@ import pytest
 import torch
 from cuda.tile._cext import default_tile_context
 
+from tests.executors import backward_calls, forward_calls
 from tilenorm import __version__
 from tilenorm.__main__ import main
 from tilenorm.launch.calls import every_gradient
 from tilenorm.launch.target import Target
 from tilenorm.spec import OPS, NormSpec
-from tilenorm.tools.precompile import backward_calls, forward_calls, training_calls
+from tilenorm.tools.precompile import training_calls
 from tilenorm.tools.signature import signature
 
 FOR_H200 = ["--arch", "sm_90", "--hidden", "256"]
@@ -166,7 +167,7 @@ def test_precompile_fills_the_cache(capsys, cache, compilations):
     assert 0 < count <= len(calls)
     rows = re.findall(r"^  (\w+) +occupancy=.*? +(\d+\.\d+) +(\S+) +(\S+) +(\S+)$", first, re.M)
     assert len(rows) == len(calls)
-    assert {kernel for kernel, *_ in rows} == {"norm_forward", "norm_backward", "column_sum"}
+    assert {kernel for kernel, *_ in rows} == {"row_forward", "norm_backward", "column_sum"}
 
     assert main(["precompile", *FOR_H200, "--processes", "1"]) == 0
     assert len(compilations) == count, "the second time, the compiler ran again"
@@ -175,7 +176,7 @@ def test_precompile_fills_the_cache(capsys, cache, compilations):
 @pytest.mark.parametrize("op", [op for op in OPS if op != "rms_norm"])
 def test_precompile_of_the_others(op, cache, monkeypatch, capsys):
     prepared = []
-    monkeypatch.setattr("tilenorm.__main__.precompile", lambda *a: prepared.append(a) or [[]])
+    monkeypatch.setattr("tilenorm.tools.lines.precompile", lambda *a: prepared.append(a) or [[]])
     arguments = ["--op", op, "--heads", "6", "--rounding", "early", "--processes", "1"]
     assert main(["precompile", *FOR_H200, *arguments]) == 0
     spec = NormSpec.of(op, 256, "bfloat16", weight="bfloat16", heads=6, rounding="early")

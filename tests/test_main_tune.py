@@ -8,14 +8,14 @@ import torch
 from tilenorm import __main__ as command
 from tilenorm.__main__ import main
 from tilenorm.launch import heuristics, user_table
-from tilenorm.launch.config import Backward, Forward, Hints
+from tilenorm.launch.config import Backward, Hints, RowForward
 from tilenorm.launch.target import Target
 from tilenorm.spec import NormSpec
-from tilenorm.tools import candidates, shipped
+from tilenorm.tools import candidates, lines, shipped
 from tilenorm.tools.explain import planned_device
 
 H200 = Target.of("sm_90")
-BEST = {"forward": Forward(2, Hints(8), (1024,)), "backward": Backward((1024,), 2)}
+BEST = {"forward": RowForward(2, Hints(8), (1024,)), "backward": Backward((1024,), 2)}
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def measured(monkeypatch, tables):
         numbers = (67.125, 0.0031, 96, 4000.5, 16384, "a spec", {}, {}, "a GPU", "580", "a day")
         return user_table.Entry(key, BEST[direction], *numbers)
 
-    monkeypatch.setattr(command, "tuned", tuned)
+    monkeypatch.setattr(lines, "tune", tuned)
     monkeypatch.setattr(command, "gpu", lambda: planned_device("sm_90"))
     return found
 
@@ -42,7 +42,7 @@ def test_tune(measured, tables, capsys):
     out, err = capsys.readouterr()
     title = "rms_norm 1024 bfloat16 (weight bfloat16, bias None, offset 0) forward"
     assert f"{title}: 67.125 µs, spread 0.31%, 4000.5 GB/s, 96 samples\n" in out
-    assert "  Forward(rows=2, hints=Hints(occupancy=8), widths=(1024,))\n" in out
+    assert "  RowForward(rows=2, hints=Hints(occupancy=8), widths=(1024,))\n" in out
     assert f"written to {tables / 'sm_90.json'}\n" in out
     assert err.splitlines()[:2] == [title, "halfway"]
     assert heuristics.forward(spec, H200) == BEST["forward"]
@@ -89,16 +89,16 @@ def test_info_tells_of_tables(measured, tables, capsys):
 
 def test_dry_run(tables, capsys, monkeypatch):
     some = {
-        "forward": [Forward(1, Hints(4), (1024,)), Forward(1, Hints(), (1024,))],
+        "forward": [RowForward(1, Hints(4), (1024,)), RowForward(1, Hints(), (1024,))],
         "backward": [Backward((1024,), hints=Hints(5)), Backward((1024,), 4, hints=Hints(5))],
     }
-    monkeypatch.setattr(command, "ordered_candidates", lambda spec, target, d: some[d])
+    monkeypatch.setattr(lines, "ordered_candidates", lambda spec, target, d: some[d])
     arguments = ["--arch", "sm_90", "--hidden", "1024", "--processes", "1", "--spills", "0"]
     assert main(["tune", "--dry-run", *arguments]) == 0
     out, err = capsys.readouterr()
     forward, backward = out.split("rms_norm 1024 bfloat16")[1:]
     assert "forward on sm_90: 1 of 2 to be timed\n" in forward
-    assert "Forward(widths=(1024,)): same code as Forward(hints=Hints(occupancy=4)" in forward
+    assert "RowForward(widths=(1024,)): same code as RowForward(hints=Hints(occupancy=4)" in forward
     assert "backward on sm_90: 1 of 2 to be timed\n" in backward
     assert "rows=4, hints=Hints(occupancy=5)): spills" in backward
     assert err.count("compiled 2 of 2") == 2

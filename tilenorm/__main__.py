@@ -1,4 +1,4 @@
-"""python -m tilenorm info | explain | precompile | tune"""
+"""The command line: what serves, compiling ahead, tuning, and digests of compiled kernels."""
 
 import argparse
 import sys
@@ -12,13 +12,12 @@ from .launch.toolchain import cache_folder
 from .ops.arguments import ROUNDINGS
 from .ops.registry import DTYPES, Device, refusals
 from .spec import OPS, NormSpec
-from .tools import shipped
-from .tools.explain import explain_spec, options_of, planned_device
+from .tools import digests as code
+from .tools import lines, shipped
+from .tools.explain import explain_spec, planned_device
 from .tools.info import information
-from .tools.precompile import Compiled, precompile
-from .tools.search import MOST_SPILLED, compile_candidates, prune
-from .tools.tune import gpu, ordered_candidates, served_op, whole_rows
-from .tools.tune import tune as tuned
+from .tools.search import MOST_SPILLED
+from .tools.tune import gpu, served_op
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -37,8 +36,8 @@ class RefusedError(Exception):
 
 def info(_: argparse.Namespace) -> int:
     """Print versions, GPUs, compiler, cache, what serves each op, and what is wrong."""
-    lines, wrong = information()
-    print("\n".join(lines))
+    found, wrong = information()
+    print("\n".join(found))
     return 1 if wrong else 0
 
 
@@ -52,71 +51,45 @@ def explain(options: argparse.Namespace) -> int:
 def compile_ahead(options: argparse.Namespace) -> int:
     """Compile each spec into cuTile's cache and print what came of it."""
     specs = _served(options, planned_device(options.arch))
-    results = precompile(specs, Target.of(options.arch), options.processes)
-    for spec, compiled in zip(specs, results, strict=True):
-        print(f"{spec.op} {spec.hidden} {spec.dtype} ({options_of(spec)}) for {options.arch}")
-        print(f"  {'kernel':<14} {'hints':<40} seconds {RESOURCES}")
-        for kernel in compiled:
-            name = f"  {kernel.kernel:<14} {kernel.hints:<40} {kernel.seconds:>7.2f}"
-            print(f"{name} {_resources(kernel)}")
-    return 0
+    return _print(lines.compiled(specs, Target.of(options.arch), options.processes))
+
+
+def digests(options: argparse.Namespace) -> int:
+    """Print what every plan of an architecture compiles to: compare before and after a change."""
+    _check_cache()
+    return _print(code.digests(options.arch, options.processes))
 
 
 def tune(options: argparse.Namespace) -> int:
     """Find the fastest configuration of each spec on this GPU, for the table that plans read."""
     if not options.hidden and not options.shipped:
         raise RefusedError("--hidden: takes at least one size")
+    device = _tuned_device(options)
+    searches, target = _searches(options, device), device.target
     if options.dry_run:
-        return _list_candidates(options)
-    if options.arch and options.hidden:
-        raise RefusedError("--arch: this GPU is what is tuned for; --dry-run takes another")
-    try:
-        device = planned_device(options.arch) if options.arch else gpu()
-    except RuntimeError as error:
-        raise RefusedError(str(error)) from error
-    arch = device.target.arch
-    path = options.out or user_table.path_of(arch)
-    for spec, direction in _searches(options, device):
-        title = f"{spec.op} {spec.hidden} {spec.dtype} ({options_of(spec)}) {direction}"
-        _report(title)
-        limits = (options.rows, options.seconds, options.processes, options.spills)
-        entry = tuned(spec, direction, *limits, report=_report)
-        user_table.write(path, arch, [entry])
-        measured = f"{entry.us} µs, spread {entry.spread:.2%}, {entry.gb_s} GB/s"
-        print(f"{title}: {measured}, {entry.samples} samples")
-        print(f"  {shipped.written(entry.config)}")
-    if options.hidden:
-        print(f"written to {path}")
+        limits = (options.rows, options.processes, options.spills)
+        return _print(lines.candidates(searches, target, *limits, _report))
+    path = options.out or user_table.path_of(target.arch)
+    limits = (options.rows, options.seconds, options.processes, options.spills)
+    _print(lines.tuned(searches, target.arch, path, *limits, _report))
     if options.shipped:
         try:
-            print(shipped.render(user_table.read(path, arch), arch), end="")
+            print(shipped.render(user_table.read(path, target.arch), target.arch), end="")
         except (OSError, ValueError) as error:
             raise RefusedError(f"--shipped: {error}") from error
     return 0
 
 
-def _list_candidates(options: argparse.Namespace) -> int:
-    """What would be timed, and why the rest would not."""
-    if not options.arch:
+def _tuned_device(options: argparse.Namespace) -> Device:
+    """The GPU that is tuned for, or, where nothing is timed, one of the architecture named."""
+    if options.dry_run and not options.arch:
         raise RefusedError("--dry-run: takes an --arch")
-    device = planned_device(options.arch)
-    for spec, direction in _searches(options, device):
-        configs = ordered_candidates(spec, device.target, direction)
-        rows = whole_rows(spec, options.rows or 65536)
-        how = (spec, device.target, direction)
-        compiled = compile_candidates(*how, rows, configs, options.processes, _report)
-        reasons = prune(compiled, device.target, options.spills, configs[0])
-        timed = sum(reason is None for reason in reasons.values())
-        print(f"{spec.op} {spec.hidden} {spec.dtype} ({options_of(spec)}) {direction}", end="")
-        print(f" on {options.arch}: {timed} of {len(configs)} to be timed\n  {RESOURCES}")
-        for candidate in compiled:
-            reason = reasons[candidate.config]
-            # Others empty slots, or add up what blocks have of the sums over rows.
-            main = [k for k in candidate.kernels if k.kernel == f"norm_{direction}"]
-            numbers = _resources(main[0]) if main else " " * 21
-            config = shipped.written(candidate.config)
-            print(f"  {numbers} {config}{f': {reason}' if reason else ''}")
-    return 0
+    if options.arch and options.hidden and not options.dry_run:
+        raise RefusedError("--arch: this GPU is what is tuned for; --dry-run takes another")
+    try:
+        return planned_device(options.arch) if options.arch else gpu()
+    except RuntimeError as error:
+        raise RefusedError(str(error)) from error
 
 
 def _searches(options: argparse.Namespace, device: Device) -> list[tuple[NormSpec, str]]:
@@ -130,21 +103,24 @@ def _searches(options: argparse.Namespace, device: Device) -> list[tuple[NormSpe
     return searches
 
 
-RESOURCES = " regs spill B  smem B"
-
-
-def _resources(kernel: Compiled) -> str:
-    return f"{kernel.registers:>5} {kernel.spill_bytes:>7} {kernel.shared_bytes:>7}"
+def _print(found) -> int:
+    for line in found:
+        print(line, flush=True)
+    return 0
 
 
 def _report(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _served(options: argparse.Namespace, device: Device) -> list[NormSpec]:
-    """Specs that the kernels serve, with a cache to compile them into; others are refused."""
+def _check_cache() -> None:
     if cache_folder() is None:
         raise RefusedError("cuTile's cache is off (CUDA_TILE_CACHE_DIR): nothing would be kept")
+
+
+def _served(options: argparse.Namespace, device: Device) -> list[NormSpec]:
+    """Specs that the kernels serve, with a cache to compile them into; others are refused."""
+    _check_cache()
     specs = _specs(options)
     for spec in specs:
         if reason := refusals(spec, 1, device)["cutile"]:
@@ -180,31 +156,46 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tilenorm", description=__doc__)
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True)
-    commands.add_parser("info", help=info.__doc__).set_defaults(run=info)
-    for name, run in (("explain", explain), ("precompile", compile_ahead), ("tune", tune)):
-        tunes = run is tune
+
+    def add(name: str, run) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=run.__doc__, description=run.__doc__)
         command.set_defaults(run=run)
-        command.add_argument("--arch", required=not tunes, choices=MULTIPROCESSORS)
-        command.add_argument("--op", nargs="+", default=["rms_norm"], choices=OPS)
-        size = {"default": []} if tunes else {"required": True}
-        command.add_argument("--hidden", type=_positive, nargs="+", metavar="N", **size)
-        command.add_argument("--dtype", nargs="+", default=["bfloat16"], choices=DTYPES)
-        command.add_argument("--weight-dtype", choices=DTYPES, help="default: as --dtype")
-        command.add_argument("--no-weight", action="store_true")
-        command.add_argument("--bias", action="store_true", help="with a bias, dtype as the weight")
-        command.add_argument("--offset", type=float, default=0.0, help="added to the weight")
-        command.add_argument("--heads", type=_positive, default=0, help="with a weight each")
-        command.add_argument("--rounding", default="late", choices=ROUNDINGS)
-        command.add_argument("--residual-dtype", choices=DTYPES, help="default: as --dtype")
-        command.add_argument("--gate-first", action="store_true", help="gate, then normalise")
+        return command
+
+    add("info", info)
+    command = add("digests", digests)
+    command.add_argument("--arch", required=True, choices=MULTIPROCESSORS)
+    _add_processes(command)
+    for name, run in (("explain", explain), ("precompile", compile_ahead), ("tune", tune)):
+        command = add(name, run)
+        command.add_argument("--arch", required=run is not tune, choices=MULTIPROCESSORS)
+        _add_spec(command, {"default": []} if run is tune else {"required": True})
         if run is explain:
             command.add_argument("--rows", type=_positive, default=8192, metavar="M")
         else:
-            command.add_argument("--processes", type=_positive, help="default: all cores")
-        if tunes:
+            _add_processes(command)
+        if run is tune:
             _add_tuning(command)
     return parser
+
+
+def _add_processes(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--processes", type=_positive, help="default: all cores")
+
+
+def _add_spec(command: argparse.ArgumentParser, size: dict) -> None:
+    """Options that say what is computed; size: whether --hidden has to be given."""
+    command.add_argument("--op", nargs="+", default=["rms_norm"], choices=OPS)
+    command.add_argument("--hidden", type=_positive, nargs="+", metavar="N", **size)
+    command.add_argument("--dtype", nargs="+", default=["bfloat16"], choices=DTYPES)
+    command.add_argument("--weight-dtype", choices=DTYPES, help="default: as --dtype")
+    command.add_argument("--no-weight", action="store_true")
+    command.add_argument("--bias", action="store_true", help="with a bias, dtype as the weight")
+    command.add_argument("--offset", type=float, default=0.0, help="added to the weight")
+    command.add_argument("--heads", type=_positive, default=0, help="with a weight each")
+    command.add_argument("--rounding", default="late", choices=ROUNDINGS)
+    command.add_argument("--residual-dtype", choices=DTYPES, help="default: as --dtype")
+    command.add_argument("--gate-first", action="store_true", help="gate, then normalise")
 
 
 def _add_tuning(command: argparse.ArgumentParser) -> None:

@@ -155,6 +155,8 @@ def _namespaces(function: FunctionType) -> list[dict]:
     while pending:
         f = pending.pop()
         f = getattr(f, "__wrapped__", f)
+        if isinstance(f, type) and not _is_foreign(f.__module__):
+            pending += [getattr(method, "fget", method) for method in vars(f).values()]
         if not isinstance(f, FunctionType) or f in seen or _is_foreign(f.__module__):
             continue
         seen.add(f)

@@ -18,10 +18,9 @@ def summed(executor, partials, count, dtypes, tile_rows=32, tile=16):
     hidden = partials.shape[1]
     make = {"device": executor.device}
     outs = [torch.full((hidden,), torch.nan, dtype=dtype, **make) for dtype in dtypes]
-    first, second = (outs + [partials])[:2]
-    arguments = (partials, first, second, count, len(outs), tile_rows, tile, False)
     grid = (-(-hidden // tile), len(outs))
-    executor.run()([Launch(column_sum, grid, tuple, ())], arguments, partials.get_device())
+    launch = Launch(column_sum, grid, (), tuple, (count, tile_rows, tile, False))
+    executor.run()([launch], (partials, *outs), partials.get_device())
     return outs
 
 
@@ -70,7 +69,7 @@ def test_sums_what_the_backward_pass_left(executor, hidden, rows):
     plan = plan_backward(spec, executor.target, Needs(True, True, True))
     parameters = (inputs.weight, inputs.bias, *inputs.stats(spec))
     *_, dw, db = cutile.backward(plan, inputs.dy, None, inputs.x, None, *parameters, run)
-    partials, *_ = seen[-1].arguments
+    partials, *_ = seen[-1].arguments[0]
     count = plan.blocks(rows)
     assert partials.shape == (2 * count, hidden)
     for out, half in zip((dw, db), partials.split(count), strict=True):

@@ -1,4 +1,4 @@
-"""norm_forward: whole rows in registers."""
+"""row_forward and stream_forward: whole rows in registers."""
 
 from dataclasses import replace
 from functools import partial

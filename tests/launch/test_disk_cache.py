@@ -8,19 +8,17 @@ import cuda.tile as ct
 import pytest
 from cuda.tile._cext import default_tile_context
 
+from tests.executors import forward_calls
 from tests.ops.helpers import NEEDS_GPU
-from tilenorm.kernels.forward import norm_forward
+from tilenorm.kernels.forward import row_forward
 from tilenorm.launch import disk_cache
 from tilenorm.launch.disk_cache import Kernel
 from tilenorm.launch.target import Target
 from tilenorm.spec import NormSpec
-from tilenorm.tools.precompile import forward_calls
 from tilenorm.tools.signature import signature
 
 SPEC = NormSpec("rms", 64, "bfloat16", "bfloat16")
-SIGNATURE = signature(
-    norm_forward, forward_calls(SPEC, Target.of("sm_90"), 1000, True)[0].arguments
-)
+SIGNATURE = signature(row_forward, forward_calls(SPEC, Target.of("sm_90"), 1000, True)[0].arguments)
 
 
 @pytest.fixture
@@ -43,7 +41,7 @@ def traced(monkeypatch, tmp_path):
 
 def compiled(signature=SIGNATURE, capability=(9, 0), **hints) -> bytes:
     """By a kernel that has compiled nothing, as in a new process."""
-    kernel = Kernel(norm_forward._pyfunc, **hints)
+    kernel = Kernel(row_forward._pyfunc, **hints)
     cubin, _, *rest = kernel._compile(signature, default_tile_context, capability)
     assert rest == [None, ()]
     return cubin
@@ -61,7 +59,7 @@ def test_what_makes_other_code_is_compiled(traced, monkeypatch, tmp_path):
     calls = forward_calls(other, Target.of("sm_90"), 1000, True)
     found = [
         compiled(),
-        compiled(signature(norm_forward, calls[0].arguments)),
+        compiled(signature(row_forward, calls[0].arguments)),
         compiled(capability=(10, 0)),
         compiled(occupancy=2),
         compiled(num_worker_warps=8),

@@ -8,7 +8,7 @@ import pytest
 from tests import cases
 from tilenorm.launch import heuristics
 from tilenorm.launch.calls import every_gradient
-from tilenorm.launch.config import Backward, Forward, tile_width
+from tilenorm.launch.config import Backward, Config, SharedForward, StreamForward, tile_width
 from tilenorm.launch.target import MULTIPROCESSORS, Target
 from tilenorm.launch.tuned import TABLES
 from tilenorm.spec import ITEM_BYTES, OPS, NormSpec
@@ -112,14 +112,13 @@ def test_every_regime_can_serve_its_sizes(direction, arch, dtype, aligned):
                 check(cases.config(direction, spec, target), spec, target)
 
 
-def check(config: Forward | Backward, spec, target):
+def check(config: Config, spec, target):
     assert power_of_two(config.rows)
-    loops = isinstance(config, Backward) or config.loop
-    assert loops or not config.tma
-    assert not config.store or config.tma, "rows that tile stores do not serve"
     if config.tma:
         assert config.rows == 1 and target.has_tma and spec.aligned
-    if config.packed:
+    if isinstance(config, StreamForward | Backward):
+        assert not config.store or config.tma, "rows that tile stores do not serve"
+    if getattr(config, "packed", False):
         assert spec.widest_item == 2, "32 bits do not fit 16"
     if cases.shares(config, spec.hidden):
         check_chunks(config, spec)
@@ -127,8 +126,8 @@ def check(config: Forward | Backward, spec, target):
         check_widths(config.widths, spec.hidden)
 
 
-def check_chunks(config: Forward | Backward, spec):
-    assert config.rows == 1 and not config.tma and not getattr(config, "loop", False)
+def check_chunks(config: SharedForward | Backward, spec):
+    assert config.rows == 1 and not config.tma
     # The segments of every chunk but the last are full, and reads of an aligned row are of vectors.
     assert all(power_of_two(width) for width in config.widths)
     assert all(a >= b for a, b in pairwise(config.widths))

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from tests import cases
-from tests.executors import arguments_of
-from tilenorm.kernels.forward import norm_forward
+from tests.executors import arguments_of, backward_calls, forward_calls
+from tilenorm.kernels.forward import row_forward
 from tilenorm.launch.calls import (
     MAX_GRID,
     MAX_SIDE,
     BackwardArrays,
-    ForwardArrays,
     Needs,
+    constants_of,
     every_gradient,
     hinted,
 )
@@ -25,7 +25,6 @@ from tilenorm.launch.target import MULTIPROCESSORS, Target
 from tilenorm.launch.tiling import CLEAR_SLOTS
 from tilenorm.ops.registry import MAX_ROWS
 from tilenorm.spec import NormSpec
-from tilenorm.tools.precompile import backward_calls, forward_calls
 from tilenorm.tools.signature import signature
 
 ALL = Needs(True, True, True)
@@ -115,20 +114,17 @@ def test_hinted_kernels_are_kept():
     assert all(kernel is kernels[0] for kernel in kernels)
 
 
-def test_few_rows_go_without_what_is_for_a_queue():
+def test_small_batches_use_the_variant_without_prefetch():
     """The same sums by the same tiles and warps, whatever the number of rows."""
     target, fetched = Target.of("sm_90"), 0
     for hidden, dtype in product(cases.HIDDEN, ("bfloat16", "float32")):
         spec = NormSpec("rms", hidden, dtype, dtype)
         plan = plan_forward(spec, target, True)
         few, many = (forward_calls(spec, target, rows, True)[-1] for rows in (1, 1_000_000))
-        given, others = arguments_of(few), arguments_of(many)
+        given, others = (constants_of(call.kernel, call.arguments) for call in (few, many))
         assert not plan.queues(1) and plan.queues(1_000_000)
-        constants = (
-            {*given} - {"first", "step", "rows"} - {name.upper() for name in ForwardArrays._fields}
-        )
-        differ = {name for name in constants if given[name] != others[name]}
-        if not plan.config.fetch:
+        differ = {name for name in given if given[name] != others[name]}
+        if not plan.fetches:
             assert not differ and few.kernel is many.kernel
             continue
         fetched += 1
@@ -136,7 +132,7 @@ def test_few_rows_go_without_what_is_for_a_queue():
         assert (given["FETCH"], given["PACKED"]) == (False, False)
         assert (others["FETCH"], others["PACKED"]) == (True, plan.config.packed)
         assert given["ORDERED"] and others["ORDERED"]
-        assert few.kernel is hinted(norm_forward, Hints(None, plan.config.hints.num_worker_warps))
+        assert few.kernel is hinted(row_forward, Hints(None, plan.config.hints.num_worker_warps))
         queue = next(rows for rows in range(1, 1000) if plan.queues(rows))
         assert (queue - 1) // target.multiprocessors == (1 if hidden > 12288 else 2)
     assert fetched

@@ -8,7 +8,7 @@ import pytest
 
 from tilenorm.launch import heuristics, user_table
 from tilenorm.launch.calls import every_gradient
-from tilenorm.launch.config import Backward, Forward, Hints
+from tilenorm.launch.config import FORMS, Backward, Hints, RowForward, SharedForward, StreamForward
 from tilenorm.launch.target import Target
 from tilenorm.launch.user_table import Entry, Key, TableWarning
 from tilenorm.settings import settings
@@ -18,7 +18,7 @@ from tilenorm.tools import shipped
 H200 = Target.of("sm_90")
 SPEC = NormSpec("rms", 4096, "bfloat16", "bfloat16")
 NEEDS = every_gradient(SPEC)
-FORWARD = Forward(1, Hints(3, 8), (2048, 2048), loop=True, tma=True, store=True)
+FORWARD = StreamForward(1, Hints(3, 8), (2048, 2048), tma=True, store=True)
 BACKWARD = Backward((4096,), hints=Hints(2, 8))
 
 
@@ -26,7 +26,7 @@ def entry(config, spec=SPEC, direction=None, op=None, **fields) -> Entry:
     direction = direction or ("backward" if isinstance(config, Backward) else "forward")
     measured = Entry(
         Key.of(spec, direction, op or spec.op), config, 67.125, 0.0031, 96, 4000.5, 16384, "a spec",
-        {"norm_forward": 71}, {}, "NVIDIA H200", "580.159.04", "2026-11-21",
+        {"row_forward": 71}, {}, "NVIDIA H200", "580.159.04", "2026-11-21",
     )  # fmt: skip
     return replace(measured, **fields)
 
@@ -50,8 +50,8 @@ def test_where_tables_are(monkeypatch):
 
 
 def test_what_was_written_is_read(path):
-    shared = Forward(1, Hints(6), (8192,), packed=True)
-    others = [entry(shared, replace(SPEC, hidden=65536)), entry(Forward(4), heads_of(SPEC))]
+    shared = SharedForward(Hints(6), (8192,), packed=True)
+    others = [entry(shared, replace(SPEC, hidden=65536)), entry(RowForward(4), heads_of(SPEC))]
     user_table.write(path, "sm_90", others)
     expected = {e.key: e for e in (entry(FORWARD), entry(BACKWARD), *others)}
     assert {e.key: e for e in user_table.read(path, "sm_90")} == expected
@@ -63,9 +63,9 @@ def heads_of(spec):
 
 
 def test_a_later_measurement_replaces_an_earlier(path):
-    user_table.write(path, "sm_90", [entry(Forward(2), us=1.0)])
+    user_table.write(path, "sm_90", [entry(RowForward(2), us=1.0)])
     found = {e.key.direction: e.config for e in user_table.read(path, "sm_90")}
-    assert found == {"forward": Forward(2), "backward": BACKWARD}
+    assert found == {"forward": RowForward(2), "backward": BACKWARD}
 
 
 def test_plans_read_it(path):
@@ -127,9 +127,9 @@ UNSERVING = {
         lambda table: table | {"versions": table["versions"] | {"tileiras": "13.9.1"}},
         "measured with {'tileiras': '13.9.1'",
     ),
-    "of a newer format": (edited(format=3), "no table of format 2"),
-    "no table": (lambda _: [1, 2], "no table of format 2"),
-    "of an older format": (edited(format=1), "no table of format 2"),
+    "of a newer format": (edited(format=4), "no table of format 3"),
+    "no table": (lambda _: [1, 2], "no table of format 3"),
+    "of an older format": (edited(format=1), "no table of format 3"),
     "a field more": (edited(extra=1), "its fields are"),
     "entries of no list": (edited(entries=3), "its fields are"),
     "an entry of no fields": (edited(entries=[7]), "entry 0"),
@@ -191,7 +191,7 @@ def test_what_does_not_serve_is_replaced(path):
 
 def defined(text: str) -> dict:
     """What the text of a shipped table defines."""
-    names = {form.__name__: form for form in (Forward, Backward, Hints)}
+    names = {form.__name__: form for form in (*FORMS, Hints)}
     exec(text, names)
     return names
 
@@ -201,39 +201,39 @@ def test_as_a_shipped_table():
     found = defined(
         shipped.render(
             [
-                entry(Forward(1, Hints(8), (8192,)), sizes[2]),
-                entry(Forward(1, Hints(8), (4096,)), sizes[1], gb_s=3990.4),
-                entry(Forward(2, widths=(2048,)), sizes[0]),
-                entry(FORWARD, sizes[1], op="layer_norm", spills={"norm_forward": 8}),
+                entry(RowForward(1, Hints(8), (8192,)), sizes[2]),
+                entry(RowForward(1, Hints(8), (4096,)), sizes[1], gb_s=3990.4),
+                entry(RowForward(2, widths=(2048,)), sizes[0]),
+                entry(FORWARD, sizes[1], op="layer_norm", spills={"row_forward": 8}),
                 entry(BACKWARD, sizes[1]),
-                entry(Forward(4), heads_of(sizes[1])),
-                entry(Forward(4), replace(SPEC, hidden=1001)),
+                entry(RowForward(4), heads_of(sizes[1])),
+                entry(RowForward(4), replace(SPEC, hidden=1001)),
             ],
             "sm_90",
         )
     )
     assert found["FORWARD"] == {
-        ("rms_norm", 2): ((2048, Forward(2)), (8192, Forward(1, Hints(8)))),
+        ("rms_norm", 2): ((2048, RowForward(2)), (8192, RowForward(1, Hints(8)))),
         ("layer_norm", 2): ((4096, FORWARD),),
     }
     assert found["BACKWARD"] == {("rms_norm", 2): ((4096, BACKWARD),)}
-    assert found["SPILLS"] == {("norm_forward", "layer_norm", 2, 4096): 8}
+    assert found["SPILLS"] == {("row_forward", "layer_norm", 2, 4096): 8}
 
 
 def test_blocks_share_what_a_shipped_row_is_too_narrow_for():
-    shared = Forward(1, Hints(6), (8192,), packed=True)
+    shared = SharedForward(Hints(6), (8192,), packed=True)
     sizes = [replace(SPEC, hidden=n) for n in (8192, 65536)]
-    entries = [entry(Forward(1, Hints(8), (8192,)), sizes[0]), entry(shared, sizes[1])]
+    entries = [entry(RowForward(1, Hints(8), (8192,)), sizes[0]), entry(shared, sizes[1])]
     found = defined(shipped.render(entries, "sm_90"))
-    row = (8192, Forward(1, Hints(8))), (65536, shared)
+    row = (8192, RowForward(1, Hints(8))), (65536, shared)
     assert found["FORWARD"] == {("rms_norm", 2): row}
 
 
 def test_the_text_of_a_shipped_table():
     sizes = [replace(SPEC, hidden=n) for n in (4096, 8192)]
-    entries = [entry(Forward(1, Hints(8)), spec, gb_s=4000.5 - spec.hidden) for spec in sizes]
+    entries = [entry(RowForward(1, Hints(8)), spec, gb_s=4000.5 - spec.hidden) for spec in sizes]
     text = shipped.render(entries, "sm_90")
-    assert "        (8192, Forward(hints=Hints(occupancy=8))),  # -96 (4096), -4192\n" in text
+    assert "        (8192, RowForward(hints=Hints(occupancy=8))),  # -96 (4096), -4192\n" in text
 
 
 def test_a_gap_in_a_shipped_table():

@@ -6,7 +6,14 @@ import pytest
 
 from tests import cases
 from tests.launch.test_heuristics import check, each_table, spec_of
-from tilenorm.launch.config import Backward, Forward, Hints, refusal
+from tilenorm.launch.config import (
+    Backward,
+    Hints,
+    RowForward,
+    Served,
+    SharedForward,
+    StreamForward,
+)
 from tilenorm.launch.target import Target
 from tilenorm.spec import NormSpec
 from tilenorm.tools.candidates import candidates, explicit, segmentations
@@ -51,7 +58,7 @@ def test_blocks_share_wide_rows(direction):
         assert {c.hints.num_worker_warps for c in found} == {None, 8}
         assert len({c.widths for c in found}) >= 2
         for wider in (replace(spec, gate="float32"), replace(spec, dtype="float32")):
-            assert not any(c.packed for c in candidates(wider, H200, direction))
+            assert not any(getattr(c, "packed", False) for c in candidates(wider, H200, direction))
 
 
 def test_backward_blocks_that_share_rows_are_resident():
@@ -90,55 +97,62 @@ def test_segmentations(hidden, some):
         assert sum(widths) >= hidden > sum(widths[:-1])
 
 
-RIGHT = Forward(1, Hints(2, 8), (4096, 1024), loop=True, tma=True, store=True)
-SHARED = Forward(1, Hints(4), (1024,), packed=True)  # five blocks a row
+ROW = RowForward(1, Hints(2, 8), (4096, 1024))
+STREAM = StreamForward(1, Hints(2, 8), (4096, 1024), tma=True, store=True)
+SHARED = SharedForward(Hints(4), (1024,), packed=True)  # five blocks a row
+WHOLE, CHUNK = Backward((8192,)), Backward((1024,))
+RIGHT = (ROW, STREAM, SHARED, WHOLE, CHUNK)
 WRONG = {
-    "no power of two": replace(RIGHT, rows=3),
-    "no such hints": replace(RIGHT, hints=Hints(33)),
-    "no such hints:": replace(RIGHT, hints=Hints(2, 5)),
-    "one row at a time": replace(RIGHT, rows=2),
-    "tile stores come with tile loads": replace(RIGHT, tma=False),
-    "tile loads come with a loop": replace(RIGHT, loop=False),
-    "descending": replace(RIGHT, widths=(1024, 4096)),
-    "powers of two": replace(RIGHT, widths=(4096, 1000)),
-    "do not end with a row of 5120": replace(RIGHT, widths=(4096, 1024, 1024)),
-    "none of the forward pass": Backward((8192,)),
+    "rows 3 is no power of two": replace(ROW, rows=3),
+    "no such hints": replace(STREAM, hints=Hints(33)),
+    "no such hints:": replace(SHARED, hints=Hints(2, 5)),
+    "one row at a time": replace(STREAM, rows=2),
+    "tile stores come with tile loads": replace(STREAM, tma=False),
+    "no descending": replace(ROW, widths=(1024, 4096)),
+    "powers of two": replace(STREAM, widths=(4096, 1000)),
+    "do not end with a row of 5120": replace(ROW, widths=(4096, 1024, 1024)),
+    "(4096, 512) do not end": replace(STREAM, widths=(4096, 512)),
+    "(8192,) hold a whole row of 5120, which no blocks share": replace(SHARED, widths=(8192,)),
     "of a chunk are no whole vectors": replace(SHARED, widths=(1024, 4)),
-    "gather one at a time, without": replace(SHARED, rows=2),
-    "without a loop or": replace(SHARED, loop=True),
-    "a loop or tile stores": replace(RIGHT, widths=(4096, 512)),
-    "fetched with a whole row, without a loop": replace(RIGHT, fetch=True),
-    "fetched with a whole row": replace(SHARED, fetch=True),
-    "weights are read together after the sums": Forward(widths=(1024,) * 5, together=6),
-    "are read together": Forward(widths=(1024,) * 5, together=0),
-    "of segments of one width": Forward(widths=(4096, 1024), together=2),
-    "together after the sums, of": Forward(widths=(1024,) * 5, fetch=True, together=2),
-    "one width, here at most 4096 bytes": Forward(1, widths=(4096, 1024), fetch=True),
-    "at most 8192 bytes": Forward(1, Hints(None, 8), (8192,), fetch=True),
+    "gather one at a time, without tile loads": replace(CHUNK, rows=2),
+    "one at a time, without tile loads": replace(CHUNK, tma=True),
+    "weights are read together for at most all segments": SharedForward(
+        Hints(), (1024,) * 4, together=5
+    ),
+    "are read together": SharedForward(Hints(), (1024,) * 4, together=0),
+    "which have one width": SharedForward(Hints(), (2048, 1024), together=2),
+    "one width, here at most 4096 bytes": RowForward(1, widths=(4096, 1024), fetch=True),
+    "at most 8192 bytes": RowForward(1, Hints(None, 8), (8192,), fetch=True),
 }
+
+
+def served(hidden=5120, item_bytes=2, aligned=True, target=H200) -> Served:
+    return Served(hidden, item_bytes, aligned, target)
+
+
+@pytest.mark.parametrize("config", RIGHT, ids=str)
+def test_what_can_serve(config):
+    assert config.refusal(served()) is None
 
 
 @pytest.mark.parametrize("message", WRONG)
 def test_what_cannot_serve(message):
-    for right in (RIGHT, SHARED):
-        assert refusal(right, 5120, 2, True, H200, "forward") is None
-    assert message in refusal(WRONG[message], 5120, 2, True, H200, "forward")
+    assert message in WRONG[message].refusal(served())
 
 
 @pytest.mark.parametrize("config", [SHARED, Backward((8192,), packed=True)], ids=str)
 def test_packed_rows_have_16_bits(config):
-    direction = type(config).__name__.lower()
-    assert refusal(config, 5120, 2, False, H200, direction) is None
+    assert config.refusal(served(aligned=False)) is None
     message = "packed takes rows of 16 bits an element"
-    assert refusal(config, 5120, 4, True, H200, direction) == message
-    assert refusal(replace(config, packed=False), 5120, 4, True, H200, direction) is None
+    assert config.refusal(served(item_bytes=4)) == message
+    assert replace(config, packed=False).refusal(served(item_bytes=4)) is None
 
 
 def test_weights_are_read_again_by_tiles_of_a_row():
     config = Backward((512,), reread=True)
-    assert refusal(config, 512, 2, True, H200, "backward") is None
+    assert config.refusal(served(512)) is None
     message = "weights are read again by tiles of one row"
-    assert refusal(replace(config, rows=2), 512, 2, True, H200, "backward") == message
+    assert replace(config, rows=2).refusal(served(512)) == message
     for weight in (None, "bfloat16"):
         spec = NormSpec("layer", 16384, "bfloat16", weight)
         found = candidates(spec, H200, "backward")
@@ -148,13 +162,14 @@ def test_weights_are_read_again_by_tiles_of_a_row():
 def test_weights_are_fetched_with_rows():
     for weight in (None, "bfloat16"):
         found = candidates(NormSpec("rms", 8192, "bfloat16", weight), H200, "forward")
-        assert any(c.fetch for c in found) == (weight is not None)
+        assert any(getattr(c, "fetch", False) for c in found) == (weight is not None)
 
 
 def test_weights_of_chunks_are_read_together():
     """Where a thread reads a vector of each segment: of wider ones it reads a store apart."""
     for weight, dtype in ((None, "bfloat16"), ("float32", "bfloat16"), ("float32", "float32")):
         found = candidates(NormSpec("rms", 65536, dtype, weight), H200, "forward")
+        found = [c for c in found if isinstance(c, SharedForward)]
         assert {c.together for c in found} == ({1, 2, 4} if weight else {1})
         for config in found:
             if config.together > 1:
@@ -164,11 +179,11 @@ def test_weights_of_chunks_are_read_together():
 
 def test_as_many_chunks_as_a_block_collects():
     config = Backward((16,))
-    assert refusal(config, 16384, 4, True, H200, "backward") is None
-    assert "takes more than 1024 chunks of 16" in refusal(config, 16388, 4, True, H200, "backward")
+    assert config.refusal(served(16384, 4)) is None
+    assert "takes more than 1024 chunks of 16" in config.refusal(served(16388, 4))
 
 
 def test_tile_loads_need_vectors_and_the_hardware():
     row = "one row at a time, of whole vectors, and a GPU that has them"
-    assert row in refusal(RIGHT, 5120, 2, False, H200, "forward")
-    assert row in refusal(RIGHT, 5120, 2, True, Target.of("sm_80"), "forward")
+    assert row in STREAM.refusal(served(aligned=False))
+    assert row in STREAM.refusal(served(target=Target.of("sm_80")))

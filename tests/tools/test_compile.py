@@ -15,7 +15,7 @@ from multiprocessing import get_context
 import pytest
 
 from tests import cases
-from tests.executors import with_arguments
+from tests.executors import backward_calls, forward_calls, with_arguments
 from tilenorm.launch import heuristics
 from tilenorm.launch.calls import Needs, every_gradient
 from tilenorm.launch.config import tile_width
@@ -23,12 +23,7 @@ from tilenorm.launch.plan import plan_forward
 from tilenorm.launch.target import MULTIPROCESSORS, Target
 from tilenorm.launch.tuned import TABLES
 from tilenorm.spec import NormSpec
-from tilenorm.tools.precompile import (
-    backward_calls,
-    compile_call,
-    forward_calls,
-    training_calls,
-)
+from tilenorm.tools.precompile import compile_call, training_calls
 from tilenorm.tools.signature import ArrayLike
 
 TUNED = ("sm_90", "sm_100")
@@ -81,7 +76,7 @@ def stands_for(direction: str, spec: NormSpec) -> str | None:
 def calls_of(direction: str, spec: NormSpec, arch: str):
     if direction == "forward":
         rows, few = ROWS * (spec.heads or 1), 33 * (spec.heads or 1)
-        more = plan_forward(spec, Target.of(arch), True).config.fetch
+        more = plan_forward(spec, Target.of(arch), True).fetches
         calls = forward_calls(spec, Target.of(arch), rows, True)
         return calls + forward_calls(spec, Target.of(arch), few, True) if more else calls
     return backward_calls(spec, Target.of(arch), ROWS * (spec.heads or 1), every_gradient(spec))

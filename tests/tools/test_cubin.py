@@ -11,7 +11,7 @@ from tilenorm.launch.config import Backward, Hints
 from tilenorm.launch.target import Target
 from tilenorm.spec import NormSpec
 from tilenorm.tools import cubin
-from tilenorm.tools.precompile import calls_backward
+from tilenorm.tools.precompile import calls_of
 from tilenorm.tools.search import plan_of
 from tilenorm.tools.signature import signature
 
@@ -30,7 +30,7 @@ COMPILED = {
 def cubins(request) -> list[bytes]:
     arch, config = COMPILED[request.param]
     spec = NormSpec("rms", 1024, "bfloat16", "bfloat16")
-    calls = calls_backward(plan_of(spec, Target.of(arch), "backward", config), 65536)
+    calls = calls_of(plan_of(spec, Target.of(arch), "backward", config), 65536)
     capability = divmod(int(arch.removeprefix("sm_")), 10)
     return [
         c.kernel._compile(signature(c.kernel, c.arguments), default_tile_context, capability)[0]

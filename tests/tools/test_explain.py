@@ -6,7 +6,7 @@ import torch
 import tilenorm
 from tests.ops.helpers import EACH_FORM, NEEDS_GPU, random, tensors_of
 from tilenorm.launch import plan, user_table
-from tilenorm.launch.config import Forward
+from tilenorm.launch.config import RowForward
 from tilenorm.launch.target import MULTIPROCESSORS
 from tilenorm.launch.tiling import POLLS
 from tilenorm.ops import cutile, functional, reference
@@ -86,7 +86,7 @@ def test_every_launch_is_told(form, arch, hidden):
 @pytest.mark.parametrize("arch, overlap", [("sm_80", False), ("sm_90", True)])
 def test_rows_that_blocks_share_have_slots_to_empty(arch, overlap):
     found = planned(131072, arch=arch, weight="bfloat16")
-    assert [s.kernel for s in found.forward] == ["clear_slots", "norm_forward"]
+    assert [s.kernel for s in found.forward] == ["clear_slots", "shared_forward"]
     assert [s.kernel for s in found.backward] == ["clear_slots", "norm_backward", "column_sum"]
     for clear, norm in (found.forward, found.backward[:2]):
         chunks, width = norm.constants["CHUNKS"], sum(norm.constants["WIDTHS"])
@@ -99,8 +99,11 @@ def test_rows_that_blocks_share_have_slots_to_empty(arch, overlap):
 
 
 def test_whole_rows_do_not_poll():
-    for step in (*planned().forward, *planned().backward):
-        assert (step.constants["CHUNKS"], step.constants["POLLS"]) == (1, 0)
+    forward, backward = planned().forward, planned().backward
+    assert [s.kernel for s in forward] == ["row_forward"]
+    assert "POLLS" not in forward[0].constants
+    for step in (*forward, *backward):
+        assert step.constants["CHUNKS"] == 1 and step.constants.get("POLLS", 0) == 0
 
 
 OPTIONS = {
@@ -162,13 +165,13 @@ def test_where_configurations_come_from(tables):
     assert planned(arch="sm_100").forward_source == "heuristic, untimed"
     assert planned(backend="reference").forward_source is None
     key = user_table.Key("forward", "rms_norm", 2, 4096, True, False)
-    measured = user_table.Entry(key, Forward(4), 1.0, 0.0, 1, 1.0, 16, "", {}, {}, "", "", "")
+    measured = user_table.Entry(key, RowForward(4), 1.0, 0.0, 1, 1.0, 16, "", {}, {}, "", "", "")
     path = user_table.path_of("sm_90")
     user_table.write(path, "sm_90", [measured])
     plan.plan_forward.cache_clear()
     found = planned(weight="bfloat16")
     assert found.forward_source == f"user table {path}"
-    assert found.forward[0].constants["TILE_ROWS"] == 4
+    assert found.forward[0].constants["ROWS"] == 4
     assert found.backward_source == "tuned/sm_90"
 
 

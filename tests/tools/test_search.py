@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from tilenorm.launch.config import Backward, Forward, Hints
+from tilenorm.launch.config import Backward, Hints, RowForward, SharedForward
 from tilenorm.launch.target import Target
 from tilenorm.spec import NormSpec
 from tilenorm.tools.precompile import Compiled
@@ -23,8 +23,8 @@ H200 = Target.of("sm_90")
 
 def candidate(rows: int, code: str = "", **resources) -> Candidate:
     usual = {"registers": 64, "spill_bytes": 0, "shared_bytes": 1024, "threads": 128}
-    kernel = Compiled("norm_forward", "", 0.1, **(usual | resources), code=code or str(rows))
-    return Candidate(Forward(rows), (kernel,), ((100,),))
+    kernel = Compiled("row_forward", "", 0.1, **(usual | resources), code=code or str(rows))
+    return Candidate(RowForward(rows), (kernel,), ((100,),))
 
 
 def kept(candidates, **how) -> list[int]:
@@ -38,7 +38,7 @@ def test_spilling_candidates_are_dropped():
     assert kept(found) == [1, 2]
     assert kept(found, spilled=0) == [2]
     assert kept(found, spilled=0, keep=found[2].config) == [2, 4]
-    assert "spills 200 bytes" in prune(found, H200)[Forward(4)]
+    assert "spills 200 bytes" in prune(found, H200)[RowForward(4)]
 
 
 def test_where_all_spill_the_least_spilling_stay():
@@ -74,14 +74,14 @@ def test_the_same_code_is_timed_once():
 
 
 def test_what_does_not_compile_is_dropped():
-    failed = Candidate(Forward(8), failed="does not compile: because")
-    assert prune([failed, candidate(1)], H200)[Forward(8)] == "does not compile: because"
-    assert prune([failed], H200) == {Forward(8): "does not compile: because"}
+    failed = Candidate(RowForward(8), failed="does not compile: because")
+    assert prune([failed, candidate(1)], H200)[RowForward(8)] == "does not compile: because"
+    assert prune([failed], H200) == {RowForward(8): "does not compile: because"}
 
 
 def test_compiling_candidates(tmp_path, monkeypatch):
     spec = NormSpec("rms", 1024, "bfloat16", "bfloat16")
-    right = Forward(1, Hints(4), (1024,))
+    right = RowForward(1, Hints(4), (1024,))
     configs = [right, replace(right, hints=Hints(8)), replace(right, widths=(1000,))]
     lines = []
     found = compile_candidates(spec, H200, "forward", 4096, configs, 1, lines.append)
@@ -94,17 +94,18 @@ def test_compiling_candidates(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "direction, config, together",
+    "kernel, config, together",
     [
-        ("forward", Forward(1, Hints(6), (8192,), packed=True), 1),
-        ("backward", Backward((2048,), hints=Hints(4, 8), packed=True), 4),
+        ("shared_forward", SharedForward(Hints(6), (8192,), packed=True), 1),
+        ("norm_backward", Backward((2048,), hints=Hints(4, 8), packed=True), 4),
     ],
 )
-def test_compiling_blocks_that_share_rows(direction, config, together):
+def test_compiling_blocks_that_share_rows(kernel, config, together):
     spec = NormSpec("rms", 65536, "bfloat16", "bfloat16")
-    (found,) = compile_candidates(spec, H200, direction, 64, [config], 1, lambda _: None)
+    how = (spec, H200, config.direction)
+    (found,) = compile_candidates(*how, 64, [config], 1, lambda _: None)
     assert found.failed is None and found.together == together
-    assert [k.kernel for k in found.kernels[:2]] == ["clear_slots", f"norm_{direction}"]
+    assert [k.kernel for k in found.kernels[:2]] == ["clear_slots", kernel]
     assert prune([found], H200) == {config: None}
 
 

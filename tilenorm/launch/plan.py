@@ -9,16 +9,17 @@ is kept for the last few numbers.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
+from operator import itemgetter
 
 import cuda.tile as ct
 
 from ..kernels.backward import norm_backward
 from ..kernels.column_sum import column_sum
-from ..kernels.forward import norm_forward
+from ..kernels.constants import BackwardHow, RowHow, SharedHow, StreamHow
+from ..kernels.forward import row_forward, shared_forward, stream_forward
 from ..spec import NormSpec
 from . import heuristics
 from .calls import (
-    ABSENT,
     MAX_GRID,
     BackwardArrays,
     Call,
@@ -26,21 +27,27 @@ from .calls import (
     Launch,
     Needs,
     bound,
+    constants,
     hinted,
     parts,
     rectangles,
     taking,
 )
-from .config import ColumnSum, Hints, cdiv
+from .config import ColumnSum, Hints, RowForward, SharedForward, StreamForward, cdiv
 from .target import Target
 from .tiling import Tiling
 
 COLUMN_SUM = hinted(column_sum, Hints())
-# Rows are few while a multiprocessor gets at most so many tiles, or elements of tiles.
+FORWARD = {RowForward: row_forward, StreamForward: stream_forward, SharedForward: shared_forward}
+# A batch is small while a multiprocessor gets at most so many tiles, or elements of tiles.
 FEW_TILES, FEW_ELEMENTS = 2, 24576
 SIZES = 64  # numbers of rows that a plan remembers
 _FORWARD_SLOTS, _BACKWARD_SLOTS = (taking(a, "slots") for a in (ForwardArrays, BackwardArrays))
-_BACKWARD = taking(BackwardArrays, *BackwardArrays._fields[:13])  # without dw and db
+_BACKWARD = itemgetter(slice(BackwardArrays._fields.index("dw")))  # the arrays before dw and db
+
+
+def _all(arrays: tuple) -> tuple:
+    return arrays
 
 
 @cache
@@ -67,35 +74,44 @@ def plan_backward(spec: NormSpec, target: Target, needs: Needs) -> "BackwardPlan
 class ForwardPlan(Tiling):
     """One launch, after one that empties slots where blocks share rows.
 
-    few: for rows that all run at once, if the configuration fetches weights.
+    small: the variant of a configuration with fetch for batches whose tiles all run at once.
     """
 
     save: bool
-    few: bool = False
+    small: bool = False
 
     @cached_property
     def _kernel(self) -> ct.kernel:
         hints = self.config.hints
-        return hinted(norm_forward, Hints(None, hints.num_worker_warps) if self.few else hints)
+        if self.small:
+            hints = Hints(None, hints.num_worker_warps)
+        return hinted(FORWARD[type(self.config)], hints)
 
     @cached_property
-    def _constants(self) -> tuple:
-        spec, config = self.spec, self.config
-        packed, fetch = (on and not self.few for on in (config.packed, config.fetch))
-        how = (config.loop, config.tma, config.store, packed, fetch, config.together)
-        how += (self.ordered, spec.aligned)
-        norm = (spec.norm == "layer", spec.residual is not None, *_gated(spec))
-        affine = (spec.weight is not None, spec.bias is not None, spec.offset)
-        return (*self._tile, *how, *norm, *affine, spec.rounding == "early", self.save)
+    def _how(self) -> RowHow | StreamHow | SharedHow:
+        config = self.config
+        match config:
+            case RowForward():
+                packed, fetch = (on and not self.small for on in (config.packed, config.fetch))
+                return RowHow(packed, fetch, self.ordered)
+            case StreamForward():
+                return StreamHow(config.tma, config.store)
+            case SharedForward():
+                return SharedHow(config.packed, config.together, *self._sharing)
+
+    @property
+    def fetches(self) -> bool:
+        """Whether weights are read with the row, and small batches have a variant."""
+        return isinstance(self.config, RowForward) and self.config.fetch
 
     @property
     def ordered(self) -> bool:
         """Whether the kernel prescribes the order of what a thread adds up."""
-        return self.config.fetch or self.chunks > 1
+        return self.fetches or self.chunks > 1
 
     @cached_property
-    def _of_few(self) -> "ForwardPlan":
-        return replace(self, few=True)
+    def _of_small(self) -> "ForwardPlan":
+        return replace(self, small=True)
 
     def queues(self, rows: int) -> bool:
         """Whether there are more blocks than run side by side."""
@@ -107,25 +123,35 @@ class ForwardPlan(Tiling):
 
     @cached_property
     def launches(self) -> Callable[[int, float], list[Launch]]:
+        groups = tuple(map(constants, (self.norm(self.save), self.cut, self._how)))
+
         @lru_cache(SIZES)
         def launches(rows, eps):
-            if self.config.fetch and not self.few and not self.queues(rows):
-                return self._of_few.launches(rows, eps)
-            tiles, rest = self.tiles(rows), (eps, rows, *self._constants)
-            if self.config.loop:
-                grid = (min(tiles, self.resident),)
-                return [Launch(self._kernel, grid, _from(0, 1), rest)]
-            made, early = self._clear(_FORWARD_SLOTS, rows), self._starts_early
-            if self.chunks > 1:
-                for first, count in parts(tiles, MAX_GRID // self.chunks):
-                    grid = (count * self.chunks,)
-                    made.append(Launch(self._kernel, grid, _from(first, 1), rest, early))
-            else:
-                for first, y, z in rectangles(tiles):
-                    made.append(Launch(self._kernel, (1, y, z), _from(first, y), rest))
-            return made
+            if self.fetches and not self.small and not self.queues(rows):
+                return self._of_small.launches(rows, eps)
+            after = (eps, rows, *groups)
+            return [
+                *self._clear(_FORWARD_SLOTS, rows),
+                *(
+                    Launch(self._kernel, grid, start, _all, after, self._starts_early)
+                    for grid, start in self._grids(rows)
+                ),
+            ]
 
         return launches
+
+    def _grids(self, rows: int) -> list[tuple[tuple[int, ...], tuple[int, int]]]:
+        """The grid of each launch, with the tile that it starts at and a step."""
+        tiles = self.tiles(rows)
+        match self.config:
+            case RowForward():
+                return [((1, y, z), (first, y)) for first, y, z in rectangles(tiles)]
+            case StreamForward():
+                return [((min(tiles, self.resident),), (0, 1))]
+            case SharedForward():
+                chunks = self.chunks
+                found = parts(tiles, MAX_GRID // chunks)
+                return [((count * chunks,), (first, 1)) for first, count in found]
 
 
 @dataclass(frozen=True)
@@ -173,46 +199,32 @@ class BackwardPlan(Tiling):
     def _kernel(self) -> ct.kernel:
         return hinted(norm_backward, self.config.hints)
 
-    @cached_property
-    def _constants(self) -> tuple:
-        spec, config = self.spec, self.config
-        how = (config.tma, config.store, config.packed, config.reread, spec.aligned)
-        affine = (spec.weight is not None, spec.bias is not None, spec.offset)
-        norm = (spec.norm == "layer", *_gated(spec), *affine)
-        return (*self._tile, *how, *norm, *self.needs)
-
     def calls(self, arrays: BackwardArrays, rows: int) -> list[Call]:
         return bound(self.launches(rows), arrays)
 
     @cached_property
     def launches(self) -> Callable[[int], list[Launch]]:
+        config = self.config
+        how = (config.tma, config.store, config.packed, config.reread)
+        groups = (self.norm(False), self.cut, BackwardHow(*how, *self._sharing))
+        groups = (*map(constants, groups), tuple(self.needs))
+
         @lru_cache(SIZES)
         def launches(rows):
             blocks = self.blocks(rows)
-            grid, tail = (blocks * self.chunks,), (rows, *self._constants)
-            main = Launch(self._kernel, grid, _BACKWARD, tail, self._starts_early)
+            grid, after = (blocks * self.chunks,), (rows, *groups)
+            main = Launch(self._kernel, grid, (), _BACKWARD, after, self._starts_early)
             return [*self._clear(_BACKWARD_SLOTS, rows), main, *self._column_sum(blocks)]
 
         return launches
 
     def _column_sum(self, blocks: int) -> list[Launch]:
         """The launch that turns partial sums into dW and dB."""
-        if not self.needs.sums:
+        sums = [name for name in ("dw", "db") if getattr(self.needs, name)]
+        if not sums:
             return []
         config, rows = self.sum_config, self._partial_rows(blocks)
-        sums = [name for name in ("dw", "db") if getattr(self.needs, name)]
         take = taking(BackwardArrays, "partials", *sums)
-        absent = [ABSENT] * (2 - len(sums))
-        rest = (*absent, rows, len(sums), config.rows, config.tile, self._overlap)
+        after = (rows, config.rows, config.tile, self._overlap)
         grid = cdiv(self._sum_width, config.tile), len(sums)
-        return [Launch(COLUMN_SUM, grid, take, rest, self._overlap)]
-
-
-def _from(first: int, step: int) -> Callable:
-    """What gives a forward kernel its arrays, after the tile it starts at and a step."""
-    return lambda arrays: (first, step, *arrays)
-
-
-def _gated(spec: NormSpec) -> tuple[bool, bool]:
-    """GATED, GATE_FIRST."""
-    return spec.gate is not None, spec.gate is not None and spec.gate_first
+        return [Launch(COLUMN_SUM, grid, (), take, after, self._overlap)]

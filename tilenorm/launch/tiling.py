@@ -5,10 +5,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
 
+from ..kernels.constants import Norm
 from ..kernels.exchange import clear_slots
+from ..kernels.tiles import Cut
 from ..spec import NormSpec
 from .calls import Launch, hinted
-from .config import Backward, Forward, Hints, cdiv, tile_width
+from .config import Config, Hints, cdiv, tile_width
 from .target import Target
 
 POLLS = 1 << 12  # about 4 ms: what another kernel on the same GPU may keep blocks of a row apart
@@ -18,11 +20,11 @@ CLEARED = 1024  # slots that a block empties
 
 @dataclass(frozen=True)
 class Tiling:
-    """What plans of both directions share, and which inputs they read in place."""
+    """What plans of both directions share."""
 
     spec: NormSpec
     target: Target
-    config: Forward | Backward
+    config: Config
 
     @cached_property
     def leading(self) -> int:
@@ -39,7 +41,7 @@ class Tiling:
 
     @cached_property
     def _widths(self) -> tuple[int, ...]:
-        return self.config.widths or (tile_width(self.spec.hidden),)
+        return self.config.segments(self.spec.hidden)
 
     @cached_property
     def chunks(self) -> int:
@@ -57,6 +59,7 @@ class Tiling:
         return self.spec.heads // self.tile_heads if self.spec.heads else 1
 
     def tiles(self, rows: int) -> int:
+        """How many tiles so many rows make."""
         heads, tile_rows = self.spec.heads, self.config.rows
         if not heads:
             return cdiv(rows, tile_rows)
@@ -73,12 +76,29 @@ class Tiling:
         return self.chunks > 1
 
     @cached_property
-    def _tile(self) -> tuple:
-        """N, HEADS, TILE_ROWS, TILE_HEADS, WIDTHS, CHUNKS, PADDED_CHUNKS, POLLS, OVERLAP."""
-        heads = (self.spec.heads, self.config.rows, self.tile_heads)
-        padded = tile_width(self.chunks)
-        chunks = (self._widths, self.chunks, padded, POLLS if self._shares else 0, self._overlap)
-        return (self.spec.hidden, *heads, *chunks)
+    def cut(self) -> Cut:
+        spec, rows = self.spec, self.config.rows
+        heads = (spec.heads, rows, self.tile_heads)
+        return Cut(spec.hidden, *heads, self._widths, self.chunks, spec.aligned)
+
+    def norm(self, save: bool) -> Norm:
+        spec = self.spec
+        return Norm(
+            LAYER=spec.norm == "layer",
+            ADD=spec.residual is not None,
+            GATED=spec.gate is not None,
+            GATE_FIRST=spec.gate is not None and spec.gate_first,
+            WEIGHT=spec.weight is not None,
+            BIAS=spec.bias is not None,
+            OFFSET=spec.offset,
+            EARLY=spec.rounding == "early",
+            SAVE=save,
+        )
+
+    @cached_property
+    def _sharing(self) -> tuple[int, int, bool]:
+        """PADDED_CHUNKS, POLLS and OVERLAP."""
+        return tile_width(self.chunks), POLLS if self._shares else 0, self._overlap
 
     @property
     def _overlap(self) -> bool:
@@ -103,5 +123,5 @@ class Tiling:
         width = self.slots(rows)[1]
         padded = tile_width(width)
         tile_rows = max(1, CLEARED // padded)
-        rest = (tile_rows, padded, self._overlap)
-        return [Launch(CLEAR_SLOTS, (cdiv(rows, tile_rows),), take, rest)]
+        grid, constants = (cdiv(rows, tile_rows),), (tile_rows, padded, self._overlap)
+        return [Launch(CLEAR_SLOTS, grid, (), take, constants)]

@@ -18,12 +18,11 @@ import cuda.tile as ct
 
 from ..settings import settings
 from ..spec import NormSpec
-from .config import Backward, Config, Forward, Hints, refusal
+from .config import FORMS, Backward, Config, Hints, RowForward, Served, SharedForward, StreamForward
 from .target import Target
 from .toolchain import compiler_version
 
-FORMAT = 2  # to be raised, too, when kernels change so much that older measurements mislead
-FORMS = {form.__name__: form for form in (Forward, Backward)}
+FORMAT = 3  # to be raised, too, when kernels change so much that older measurements mislead
 
 
 class TableWarning(UserWarning):
@@ -57,7 +56,7 @@ class Entry:
     """
 
     key: Key
-    config: Config
+    config: RowForward | StreamForward | SharedForward | Backward
     us: float
     spread: float
     samples: int
@@ -141,11 +140,13 @@ def _decoded(number: int, data: dict, arch: str) -> Entry:
     try:
         data = dict(data)
         config = dict(data.pop("config"))
-        config = _built(FORMS[config.pop("form")], config)
+        forms = {form.__name__: form for form in FORMS}
+        config = _built(forms[config.pop("form")], config)
         key = Key(**data.pop("key"))
         entry = _built(Entry, data | {"key": key, "config": config})
-        row = key.hidden, key.item_bytes, key.aligned
-        reason = refusal(config, *row, Target.of(arch), key.direction)
+        reason = config.refusal(Served(key.hidden, key.item_bytes, key.aligned, Target.of(arch)))
+        if config.direction != key.direction:
+            reason = f"{type(config).__name__} is none of the {key.direction} pass"
     except (TypeError, ValueError, KeyError) as error:
         raise ValueError(f"entry {number}: {error}") from error
     if reason:

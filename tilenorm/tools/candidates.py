@@ -4,7 +4,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
-from ..launch.config import Backward, Config, Forward, Hints, cdiv, refusal, tile_width
+from ..launch.config import (
+    Backward,
+    Config,
+    Hints,
+    RowForward,
+    Served,
+    SharedForward,
+    StreamForward,
+    cdiv,
+    tile_width,
+)
 from ..launch.target import Target
 from ..spec import NormSpec
 
@@ -49,8 +59,8 @@ def candidates(spec: NormSpec, target: Target, direction: str) -> list[Config]:
         found = (*_forward(spec), *_forward_chunks(spec))
     else:
         found = (*_backward(spec), *_backward_chunks(spec, target))
-    row = spec.hidden, spec.widest_item, spec.aligned
-    return [c for c in dict.fromkeys(found) if not refusal(c, *row, target, direction)]
+    served = Served(spec.hidden, spec.widest_item, spec.aligned, target)
+    return [c for c in dict.fromkeys(found) if not c.refusal(served)]
 
 
 def explicit(config: Config, hidden: int) -> Config:
@@ -84,24 +94,24 @@ def _few(widths: tuple[int, ...]) -> bool:
     return len(widths) <= MOST_SEGMENTS and widths[-1] >= NARROWEST_SEGMENT
 
 
-def _forward(spec: NormSpec) -> Iterator[Forward]:
+def _forward(spec: NormSpec) -> Iterator[RowForward | StreamForward]:
     for widths in segmentations(spec.hidden) if spec.hidden <= WIDEST["forward"] else ():
         for rows in _rows(widths, "forward"):
             elements = rows * sum(widths)
             for hints in _hints(ONE_TILE_OCCUPANCY, elements):
-                yield Forward(rows, hints, widths)
+                yield RowForward(rows, hints, widths)
             if rows == 1 or elements <= LARGEST_AHEAD:
                 for hints in _hints(LOOP_OCCUPANCY, elements, REGISTERS):
-                    yield Forward(rows, hints, widths, loop=True)
+                    yield StreamForward(rows, hints, widths)
         if _packs(spec):
             for hints in _hints(PACKED_OCCUPANCY, sum(widths)):
-                yield Forward(1, hints, widths, packed=True)
+                yield RowForward(1, hints, widths, packed=True)
         if spec.norm == "rms" and spec.weight and spec.hidden >= NARROWEST_FETCHED:
             for packed in _packings(spec):
                 for hints in _hints(FETCH_OCCUPANCY, sum(widths)):
-                    yield Forward(1, hints, widths, packed=packed, fetch=True)
+                    yield RowForward(1, hints, widths, packed=packed, fetch=True)
         for hints, store in _loads(spec, widths):
-            yield Forward(1, hints, widths, loop=True, tma=True, store=store)
+            yield StreamForward(1, hints, widths, tma=True, store=store)
 
 
 def _backward(spec: NormSpec) -> Iterator[Backward]:
@@ -122,12 +132,12 @@ def _backward(spec: NormSpec) -> Iterator[Backward]:
                     yield replace(config, packed=True, reread=True)
 
 
-def _forward_chunks(spec: NormSpec) -> Iterator[Forward]:
+def _forward_chunks(spec: NormSpec) -> Iterator[SharedForward]:
     for width, packed in _chunks(spec, "forward"):
         for hints in _hints(CHUNK_OCCUPANCY, width):
             for widths in _cuts(spec, width, hints, "forward"):
                 for together in _together(spec, widths, hints):
-                    yield Forward(1, hints, widths, packed=packed, together=together)
+                    yield SharedForward(hints, widths, packed=packed, together=together)
 
 
 def _backward_chunks(spec: NormSpec, target: Target) -> Iterator[Backward]:

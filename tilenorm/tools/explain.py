@@ -4,14 +4,14 @@ import inspect
 from dataclasses import dataclass
 
 from ..launch import heuristics
-from ..launch.calls import every_gradient
+from ..launch.calls import constants_of, every_gradient
+from ..launch.plan import plan_backward, plan_forward
 from ..launch.target import Target
 from ..ops import arguments, functional
 from ..ops.plans import spec_of_tensors
 from ..ops.registry import MIN_DRIVER, Device, device_of, refusals, requested_backend
 from ..spec import ITEM_BYTES, OPS, NormSpec, norm_of
-from .precompile import backward_calls, forward_calls
-from .signature import ArrayLike
+from .precompile import calls_of
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,8 @@ def explain_spec(
     forward, backward, sources = (), (), (None, None)
     if chosen == "cutile" and rows:
         needs = every_gradient(spec)
-        forward = _steps(forward_calls(spec, device.target, rows, True))
-        backward = _steps(backward_calls(spec, device.target, rows, needs))
+        forward = _steps(calls_of(plan_forward(spec, device.target, True), rows))
+        backward = _steps(calls_of(plan_backward(spec, device.target, needs), rows))
         sources = tuple(heuristics.source(spec, device.target, n) for n in (None, needs))
     return Explanation(
         spec,
@@ -167,12 +167,8 @@ def planned_device(arch: str) -> Device:
 def _steps(calls) -> tuple[Step, ...]:
     steps = []
     for kernel, grid, values, _ in calls:
-        annotated = kernel._annotated_function
-        names = list(annotated.pysig.parameters)
-        pairs = zip(names, values, strict=True)
-        constants = {k: v for k, v in pairs if k.isupper() and not isinstance(v, ArrayLike)}
         options = kernel._compiler_options
         hints = {k: getattr(options, k) for k in ("occupancy", "num_worker_warps")}
         given = {k: v for k, v in hints.items() if v is not None}
-        steps.append(Step(annotated.pyfunc.__name__, grid, given, constants))
+        steps.append(Step(kernel._pyfunc.__name__, grid, given, constants_of(kernel, values)))
     return tuple(steps)

@@ -11,7 +11,7 @@ from multiprocessing import get_context
 
 from cuda.tile._cext import default_tile_context
 
-from ..launch.calls import ABSENT, BackwardArrays, Call, ForwardArrays, Needs, every_gradient
+from ..launch.calls import ABSENT, BackwardArrays, Call, ForwardArrays, every_gradient
 from ..launch.plan import BackwardPlan, ForwardPlan, plan_backward, plan_forward
 from ..launch.target import Target
 from ..launch.toolchain import cache_folder
@@ -35,16 +35,17 @@ class Compiled:
     code: str
 
 
-def forward_calls(spec: NormSpec, target: Target, rows: int, save: bool) -> list[Call]:
-    """The calls of a forward pass over contiguous inputs, with descriptions for arrays."""
-    return calls_forward(plan_forward(spec, target, save), rows)
+def calls_of(plan: ForwardPlan | BackwardPlan, rows: int) -> list[Call]:
+    """The calls of a plan over contiguous inputs, with descriptions for arrays."""
+    if isinstance(plan, ForwardPlan):
+        return plan.calls(_forward_arrays(plan, rows), rows, 1e-6)
+    return plan.calls(_backward_arrays(plan, rows), rows)
 
 
-def calls_forward(plan: ForwardPlan, rows: int) -> list[Call]:
-    """The same of a plan."""
+def _forward_arrays(plan: ForwardPlan, rows: int) -> ForwardArrays:
     spec = plan.spec
     stat = ArrayLike.contiguous("float32", rows) if plan.save else ABSENT
-    arrays = ForwardArrays(
+    return ForwardArrays(
         x=_input(spec.dtype, spec, rows),
         residual=_input(spec.residual, spec, rows),
         gate=_input(spec.gate, spec, rows),
@@ -56,25 +57,13 @@ def calls_forward(plan: ForwardPlan, rows: int) -> list[Call]:
         rstd=stat,
         slots=_scratch("int32", plan.slots(rows)),
     )
-    return plan.calls(arrays, rows, 1e-6)
 
 
-def backward_calls(spec: NormSpec, target: Target, rows: int, needs: Needs) -> list[Call]:
-    """The calls of a backward pass over contiguous inputs, with descriptions for arrays."""
-    return calls_backward(plan_backward(spec, target, needs), rows)
-
-
-def calls_backward(plan: BackwardPlan, rows: int) -> list[Call]:
-    """The same of a plan."""
+def _backward_arrays(plan: BackwardPlan, rows: int) -> BackwardArrays:
     spec, needs = plan.spec, plan.needs
     stat = ArrayLike.contiguous("float32", rows)
-    sums = {"dw": spec.weight, "db": spec.bias}
     width = spec.hidden * (spec.heads or 1)
-    dw, db = (
-        ArrayLike.contiguous(dtype, width) if dtype and getattr(needs, name) else ABSENT
-        for name, dtype in sums.items()
-    )
-    arrays = BackwardArrays(
+    return BackwardArrays(
         x=_input(spec.residual or spec.dtype, spec, rows),
         dy=_input(spec.dtype, spec, rows),
         gate=_input(spec.gate, spec, rows),
@@ -88,10 +77,9 @@ def calls_backward(plan: BackwardPlan, rows: int) -> list[Call]:
         dgate=_output(spec.gate if needs.dgate else None, spec, rows),
         partials=_scratch("float32", plan.partials(rows)),
         slots=_scratch("int32", plan.slots(rows)),
-        dw=dw,
-        db=db,
+        dw=ArrayLike.contiguous(spec.weight, width) if needs.dw else ABSENT,
+        db=ArrayLike.contiguous(spec.bias, width) if needs.db else ABSENT,
     )
-    return plan.calls(arrays, rows)
 
 
 def training_calls(spec: NormSpec, target: Target) -> list[Call]:
@@ -99,13 +87,12 @@ def training_calls(spec: NormSpec, target: Target) -> list[Call]:
 
     Training asks for every gradient, and, where a residual was added, uses the sum.
     """
-    needs = every_gradient(spec)
+    inference, training = (plan_forward(spec, target, save) for save in (False, True))
+    backward = plan_backward(spec, target, every_gradient(spec))
     calls = []
-    plans = plan_forward(spec, target, True), plan_backward(spec, target, needs)
-    for rows in _row_classes(*plans, spec.heads or 1):
-        for save in (False, True):
-            calls += forward_calls(spec, target, rows, save)
-        calls += backward_calls(spec, target, rows, needs)
+    for rows in _row_classes(training, backward, spec.heads or 1):
+        for plan in (inference, training, backward):
+            calls += calls_of(plan, rows)
     return list({_key(call): call for call in calls}.values())
 
 
@@ -120,7 +107,7 @@ def _row_classes(forward: ForwardPlan, backward: BackwardPlan, heads: int) -> li
         rows = tokens * heads
         extents = (rows, tokens, *(backward.partials(rows) or ())[:1])
         kinds = tuple((n == 1, n % 16 == 0) for n in extents)
-        classes.setdefault((forward.config.fetch and forward.queues(rows), kinds), rows)
+        classes.setdefault((forward.fetches and forward.queues(rows), kinds), rows)
     return list(classes.values())
 
 

@@ -19,12 +19,13 @@ from ..launch.plan import BackwardPlan, ForwardPlan
 from ..launch.target import Target
 from ..spec import NormSpec
 from .candidates import REGISTERS
-from .precompile import Compiled, calls_backward, calls_forward, compile_call, compiling
+from .precompile import Compiled, calls_of, compile_call, compiling
 from .shipped import written
 
 # Bytes a thread. Of what is shipped for the H200 one configuration in eight spills, most of them
 # under this, where none without spills is as fast.
 MOST_SPILLED = 64
+HELPERS = ("clear_slots", "column_sum")  # the kernels that run before and after the norm's own
 FIRST_SAMPLES, MOST_SAMPLES = 3, 200
 ENOUGH_SAMPLES = 12  # to tell two from each other by their spread
 HOPELESS = 1.3  # times the fastest
@@ -180,7 +181,7 @@ def _settled(firsts: list[Measured]) -> bool:
 def _compiled(spec, target, direction, rows, config) -> Candidate:
     """In a worker: a kernel is not pickled, so calls are made where they are compiled."""
     plan = plan_of(spec, target, direction, config)
-    calls = (calls_forward if direction == "forward" else calls_backward)(plan, rows)
+    calls = calls_of(plan, rows)
     try:
         kernels = tuple(compile_call(call, target.arch) for call in calls)
     except ct.TileError as error:
@@ -198,7 +199,7 @@ def _too_large(candidate: Candidate, target: Target, together: int) -> str | Non
     than fit at once can be the fastest.
     """
     for kernel in candidate.kernels:
-        blocks = together if kernel.kernel.startswith("norm_") else 1
+        blocks = together if kernel.kernel not in HELPERS else 1
         registers = kernel.threads * kernel.registers
         if blocks * registers > REGISTERS:
             return f"{blocks} × {registers} registers a block, of {REGISTERS}"

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import fields, replace
 from itertools import groupby, pairwise
 
-from ..launch.config import Forward, refusal, tile_width
+from ..launch.config import RowForward, Served, StreamForward, tile_width
 from ..launch.target import Target
 from ..launch.user_table import Entry
 
@@ -37,8 +37,8 @@ def _rows(entries: list[Entry], arch: str) -> list[str]:
     for before, entry in pairwise(entries):
         item_bytes = entry.key.item_bytes
         first = before.key.hidden + 16 // item_bytes
-        config, target = _general(entry), Target.of(arch)
-        if reason := refusal(config, first, item_bytes, True, target, entry.key.direction):
+        served = Served(first, item_bytes, True, Target.of(arch))
+        if reason := _general(entry).refusal(served):
             raise ValueError(
                 f"{entry.key.op} {entry.key.direction}: what is fastest at {entry.key.hidden} would"
                 f" serve from {first} on, but {reason}: tune a size between"
@@ -55,7 +55,8 @@ def _rows(entries: list[Entry], arch: str) -> list[str]:
 def _general(entry: Entry):
     """A forward row in one segment is of whatever width holds it."""
     config = entry.config
-    if isinstance(config, Forward) and config.widths == (tile_width(entry.key.hidden),):
+    whole = isinstance(config, RowForward | StreamForward)
+    if whole and config.widths == (tile_width(entry.key.hidden),):
         return replace(config, widths=None)
     return config
 

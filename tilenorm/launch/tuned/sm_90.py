@@ -13,21 +13,21 @@ operation stands for which; a table's key is the operation and the bytes of an e
 
 from dataclasses import replace
 
-from ..config import Backward, Forward, Hints
+from ..config import Backward, Hints, RowForward, SharedForward, StreamForward
 
 # (kernel, operation, bytes, hidden size): bytes a thread that the compiler spills, where every
 # configuration without spills that was timed is slower.
 SPILLS = {
-    ("norm_forward", "rms_norm", 2, 20480): 24,
-    ("norm_forward", "layer_norm", 2, 262144): 48,
-    ("norm_forward", "add_rms_norm", 2, 32768): 16,
-    ("norm_forward", "add_rms_norm", 2, 49152): 72,
-    ("norm_forward", "gated_rms_norm", 2, 20480): 72,
-    ("norm_forward", "gated_rms_norm", 2, 262144): 176,
-    ("norm_forward", "gate_first", 2, 5120): 8,
-    ("norm_forward", "gate_first", 2, 12288): 16,
-    ("norm_forward", "gate_first", 2, 262144): 144,
-    ("norm_forward", "layer_norm", 4, 262144): 40,
+    ("row_forward", "rms_norm", 2, 20480): 24,
+    ("shared_forward", "layer_norm", 2, 262144): 48,
+    ("shared_forward", "add_rms_norm", 2, 32768): 16,
+    ("shared_forward", "add_rms_norm", 2, 49152): 72,
+    ("shared_forward", "gated_rms_norm", 2, 20480): 72,
+    ("shared_forward", "gated_rms_norm", 2, 262144): 176,
+    ("stream_forward", "gate_first", 2, 5120): 8,
+    ("row_forward", "gate_first", 2, 12288): 16,
+    ("shared_forward", "gate_first", 2, 262144): 144,
+    ("shared_forward", "layer_norm", 4, 262144): 40,
     ("norm_backward", "rms_norm", 2, 2048): 16,
     ("norm_backward", "rms_norm", 2, 6144): 56,
     ("norm_backward", "rms_norm", 2, 16384): 40,
@@ -66,21 +66,21 @@ SPILLS = {
 }
 
 
-def _tma(widths: tuple[int, ...], occupancy: int, warps: int, store: bool = False) -> Forward:
+def _tma(widths: tuple[int, ...], occupancy: int, warps: int, store: bool = False) -> StreamForward:
     """A persistent grid that reads by tile loads."""
-    return Forward(1, Hints(occupancy, warps), widths, loop=True, tma=True, store=store)
+    return StreamForward(1, Hints(occupancy, warps), widths, tma=True, store=store)
 
 
-def _loop(rows: int, occupancy: int, widths: tuple[int, ...] | None = None) -> Forward:
+def _loop(rows: int, occupancy: int, widths: tuple[int, ...] | None = None) -> StreamForward:
     """A persistent grid that reads by gathers."""
-    return Forward(rows, Hints(occupancy), widths, loop=True)
+    return StreamForward(rows, Hints(occupancy), widths)
 
 
 def _packed(
     occupancy: int | None = None, warps: int | None = None, widths: tuple[int, ...] | None = None
-) -> Forward:
+) -> RowForward:
     """A row a block, in its own 16 bits over the sums."""
-    return Forward(1, Hints(occupancy, warps), widths, packed=True)
+    return RowForward(1, Hints(occupancy, warps), widths, packed=True)
 
 
 def _fetch(
@@ -88,9 +88,9 @@ def _fetch(
     occupancy: int | None = None,
     warps: int | None = None,
     packed: bool = False,
-) -> Forward:
+) -> RowForward:
     """A row a block, with its weights."""
-    return Forward(1, Hints(occupancy, warps), widths, packed=packed, fetch=True)
+    return RowForward(1, Hints(occupancy, warps), widths, packed=packed, fetch=True)
 
 
 def _chunk(
@@ -99,9 +99,9 @@ def _chunk(
     warps: int | None = None,
     packed: bool = False,
     together: int = 1,
-) -> Forward:
+) -> SharedForward:
     """A chunk of a row a block."""
-    return Forward(1, Hints(occupancy, warps), widths, packed=packed, together=together)
+    return SharedForward(Hints(occupancy, warps), widths, packed=packed, together=together)
 
 
 def _gather(
@@ -142,31 +142,31 @@ GATED_2 = (
     (4096, _tma((4096,), 3, 4)),  # 4133
     (5120, _tma((4096, 1024), 3, 4, store=True)),  # 3906
     (7168, _tma((8192,), 2, 4, store=True)),  # 4082
-    (8192, Forward(1, Hints(4, 8), (2048,) * 4)),  # 4069
+    (8192, RowForward(1, Hints(4, 8), (2048,) * 4)),  # 4069
     (12288, _packed(3, 8, (2048,) * 6)),  # 3927
 )
 FORWARD = {
     ("rms_norm", 2): (
-        (32, Forward(64, Hints(8))),  # 3993
-        (64, Forward(32, Hints(8))),  # 3997
-        (128, Forward(8)),  # 4017
-        (256, Forward(8, widths=(128, 128))),  # 4140
-        (384, Forward(8, widths=(128,) * 3)),  # 4108
-        (512, Forward(4, widths=(128,) * 4)),  # 4091
-        (768, Forward(4, widths=(256,) * 3)),  # 4101 (640), 4063
-        (896, Forward(4, widths=(256,) * 4)),  # 4085
-        (1024, Forward(2, widths=(256,) * 4)),  # 4086
-        (1536, Forward(1, Hints(8), (512, 512, 512))),  # 4021 (1152), 4079 (1280), 4055
+        (32, RowForward(64, Hints(8))),  # 3993
+        (64, RowForward(32, Hints(8))),  # 3997
+        (128, RowForward(8)),  # 4017
+        (256, RowForward(8, widths=(128, 128))),  # 4140
+        (384, RowForward(8, widths=(128,) * 3)),  # 4108
+        (512, RowForward(4, widths=(128,) * 4)),  # 4091
+        (768, RowForward(4, widths=(256,) * 3)),  # 4101 (640), 4063
+        (896, RowForward(4, widths=(256,) * 4)),  # 4085
+        (1024, RowForward(2, widths=(256,) * 4)),  # 4086
+        (1536, RowForward(1, Hints(8), (512, 512, 512))),  # 4021 (1152), 4079 (1280), 4055
         (2048, _fetch((1024, 1024))),  # 4110
         (3072, _fetch((1024, 1024, 1024), packed=True)),  # 4138
-        (4096, Forward(1, Hints(4, 8), (1024,) * 4)),  # 4032
+        (4096, RowForward(1, Hints(4, 8), (1024,) * 4)),  # 4032
         (5120, _fetch((1024,) * 5)),  # 4090
         (6144, _fetch((2048, 2048, 2048), None, 8)),  # 4121
         (7168, _fetch((1024,) * 7)),  # 4080
         (8192, _fetch((2048,) * 4, 3, 8)),  # 4056
         (10240, _fetch((2048,) * 5, 3, 8, packed=True)),  # 4097
         (12288, _fetch((4096,) * 3, 3, 8, packed=True)),  # 4054
-        (14336, Forward(1, Hints(None, 8))),  # 3979
+        (14336, RowForward(1, Hints(None, 8))),  # 3979
         (16384, _fetch((4096,) * 4, 2, 8)),  # 3985
         (20480, _fetch((4096,) * 5, 2, 8)),  # 3863 → 3915
         (24576, _packed(2, 8)),  # 3772 → 3848
@@ -175,38 +175,38 @@ FORWARD = {
         (262144, _chunk((1024,) * 8, 7, packed=True, together=4)),
     ),
     ("layer_norm", 2): (
-        (64, Forward(64, Hints(8))),  # 3741 (32), 3790
-        (128, Forward(32, Hints(16))),  # 3827
-        (256, Forward(16, widths=(128, 128))),  # 3765 → 3909
-        (384, Forward(16, widths=(128,) * 3)),  # 3948
-        (512, Forward(8, widths=(256, 256))),  # 3999
-        (768, Forward(8, widths=(256, 256, 256))),  # 3675 (640), 3969
-        (1024, Forward(8, widths=(256, 256, 256, 256))),  # 4017
-        (1536, Forward(widths=(512,) * 3)),  # 3874
-        (2048, Forward(1, Hints(8), (512,) * 4)),  # 3969
-        (3072, Forward(1, Hints(8), (1024, 1024, 1024))),  # 4031
-        (4096, Forward(1, Hints(8))),  # 3959
-        (5120, Forward(1, Hints(4, 8), (1024,) * 5)),  # 3962
-        (6144, Forward(widths=(1024,) * 6)),
-        (7168, Forward(widths=(1024,) * 7)),  # 3940
-        (8192, Forward(1, Hints(3, 8), (2048,) * 4)),  # 3950
-        (12288, Forward(1, Hints(3, 8), (2048,) * 6)),  # 3879
+        (64, RowForward(64, Hints(8))),  # 3741 (32), 3790
+        (128, RowForward(32, Hints(16))),  # 3827
+        (256, RowForward(16, widths=(128, 128))),  # 3765 → 3909
+        (384, RowForward(16, widths=(128,) * 3)),  # 3948
+        (512, RowForward(8, widths=(256, 256))),  # 3999
+        (768, RowForward(8, widths=(256, 256, 256))),  # 3675 (640), 3969
+        (1024, RowForward(8, widths=(256, 256, 256, 256))),  # 4017
+        (1536, RowForward(widths=(512,) * 3)),  # 3874
+        (2048, RowForward(1, Hints(8), (512,) * 4)),  # 3969
+        (3072, RowForward(1, Hints(8), (1024, 1024, 1024))),  # 4031
+        (4096, RowForward(1, Hints(8))),  # 3959
+        (5120, RowForward(1, Hints(4, 8), (1024,) * 5)),  # 3962
+        (6144, RowForward(widths=(1024,) * 6)),
+        (7168, RowForward(widths=(1024,) * 7)),  # 3940
+        (8192, RowForward(1, Hints(3, 8), (2048,) * 4)),  # 3950
+        (12288, RowForward(1, Hints(3, 8), (2048,) * 6)),  # 3879
         (16384, _packed(4)),  # 3820
         (32768, _packed(1, 8)),  # 3769 (20480), 3784 (28672), 3752
         # 3219 (49152), 3214 (65536), 3187 (131072)
         (262144, _chunk((1024,) * 8, 6, packed=True)),
     ),
     ("add_rms_norm", 2): (
-        (64, Forward(32, Hints(8))),  # 4103 (32), 4100
-        (128, Forward(8, Hints(12))),  # 4171
-        (256, Forward(4)),  # 4154
-        (384, Forward(8, widths=(128,) * 3)),  # 4135
-        (512, Forward(2)),  # 4159
-        (1024, Forward(2, widths=(512, 512))),  # 4131 (640), 4126
-        (2048, Forward()),  # 4159 (1536), 4151
-        (3072, Forward(1, Hints(8))),  # 4132
+        (64, RowForward(32, Hints(8))),  # 4103 (32), 4100
+        (128, RowForward(8, Hints(12))),  # 4171
+        (256, RowForward(4)),  # 4154
+        (384, RowForward(8, widths=(128,) * 3)),  # 4135
+        (512, RowForward(2)),  # 4159
+        (1024, RowForward(2, widths=(512, 512))),  # 4131 (640), 4126
+        (2048, RowForward()),  # 4159 (1536), 4151
+        (3072, RowForward(1, Hints(8))),  # 4132
         (4096, _fetch((2048, 2048), None, 8)),  # 4073
-        (8192, Forward()),  # 4115 (5120), 4076 (7168), 4084
+        (8192, RowForward()),  # 4115 (5120), 4076 (7168), 4084
         (12288, _packed(4, 8, (4096, 4096, 4096))),  # 4026
         (16384, _fetch((4096,) * 4, 2, 8, packed=True)),  # 4053
         (20480, _fetch((4096,) * 5, 2, 8, packed=True)),  # 3948 → 3984
@@ -216,14 +216,14 @@ FORWARD = {
         (262144, _chunk((1024,) * 4, 7, packed=True, together=2)),
     ),
     ("add_layer_norm", 2): (
-        (64, Forward(32, Hints(16))),  # 4038
-        (128, Forward(8, Hints(16))),  # 4095
-        (256, Forward(4)),  # 4073
-        (512, Forward(2, Hints(4))),  # 4124
-        (1024, Forward(1, Hints(16))),  # 4150
-        (1536, Forward(widths=(1024, 512))),  # 4151
-        (8192, Forward()),  # 4137 (2048), 4061 (4096), 4101 (5120), 3981 (7168), 4030
-        (12288, Forward(1, Hints(3, 8), (4096,) * 3)),  # 4044
+        (64, RowForward(32, Hints(16))),  # 4038
+        (128, RowForward(8, Hints(16))),  # 4095
+        (256, RowForward(4)),  # 4073
+        (512, RowForward(2, Hints(4))),  # 4124
+        (1024, RowForward(1, Hints(16))),  # 4150
+        (1536, RowForward(widths=(1024, 512))),  # 4151
+        (8192, RowForward()),  # 4137 (2048), 4061 (4096), 4101 (5120), 3981 (7168), 4030
+        (12288, RowForward(1, Hints(3, 8), (4096,) * 3)),  # 4044
         (16384, _packed(3, 8, (4096,) * 4)),  # 3996
         (20480, _packed(2, 8, (4096,) * 5)),  # 3914
         (24576, _packed(2, 8, (4096,) * 6)),  # 3866
@@ -241,42 +241,42 @@ FORWARD = {
         (262144, _chunk((4096,), 7, packed=True)),  # 3464 (16384), 3327 (32768), 3150 (131072)
     ),
     ("rms_norm", 4): (
-        (32, Forward(32, Hints(8))),  # 4070
-        (64, Forward(16)),  # 4081
-        (128, Forward(4)),  # 4122
-        (512, Forward(4, Hints(8))),  # 4127 (256), 4145
-        (3072, Forward()),  # 4155 (1024)
+        (32, RowForward(32, Hints(8))),  # 4070
+        (64, RowForward(16)),  # 4081
+        (128, RowForward(4)),  # 4122
+        (512, RowForward(4, Hints(8))),  # 4127 (256), 4145
+        (3072, RowForward()),  # 4155 (1024)
         (4096, _fetch((2048, 2048), 6, 8)),  # 4032 → 4101
         (5120, _fetch((1024,) * 5)),  # 4119
         (6144, _fetch((2048,) * 3, 3, 8)),  # 4102
         (7168, _fetch((1024,) * 7, 3, 8)),  # 4098
         (8192, _fetch((2048,) * 4, None, 8)),  # 4113
         (12288, _fetch((2048,) * 6, None, 8)),
-        (16384, Forward(1, Hints(None, 8), (4096,) * 4)),  # 4030
+        (16384, RowForward(1, Hints(None, 8), (4096,) * 4)),  # 4030
         # 4002 (32768), 4026 (65536), 3924 (131072)
         (262144, _chunk((512,) * 8, 8, together=4)),
     ),
     ("layer_norm", 4): (
-        (32, Forward(32)),  # 3943
-        (64, Forward(16)),  # 3968
-        (256, Forward(8)),  # 4038 (128), 3998
-        (512, Forward(2, Hints(4))),  # 4097
-        (1024, Forward(2, Hints(8))),  # 4099
-        (1536, Forward(widths=(1024, 512))),  # 4143
-        (3072, Forward()),
-        (4096, Forward(widths=(1024,) * 4)),  # 4040 → 4069
-        (5120, Forward()),
-        (6144, Forward(widths=(1024,) * 6)),  # 4009 → 4062
-        (7168, Forward()),
-        (8192, Forward(1, Hints(None, 8), (4096, 4096))),  # 4016 → 4061
-        (20480, Forward()),  # 4007 (16384), 3966
+        (32, RowForward(32)),  # 3943
+        (64, RowForward(16)),  # 3968
+        (256, RowForward(8)),  # 4038 (128), 3998
+        (512, RowForward(2, Hints(4))),  # 4097
+        (1024, RowForward(2, Hints(8))),  # 4099
+        (1536, RowForward(widths=(1024, 512))),  # 4143
+        (3072, RowForward()),
+        (4096, RowForward(widths=(1024,) * 4)),  # 4040 → 4069
+        (5120, RowForward()),
+        (6144, RowForward(widths=(1024,) * 6)),  # 4009 → 4062
+        (7168, RowForward()),
+        (8192, RowForward(1, Hints(None, 8), (4096, 4096))),  # 4016 → 4061
+        (20480, RowForward()),  # 4007 (16384), 3966
         (262144, _chunk((4096,), 6)),  # 3375 (32768), 3656 (65536), 3375 (131072)
     ),
     ("add_rms_norm", 4): (
-        (64, Forward(16, Hints(8))),  # 4144
-        (256, Forward(2, Hints(8))),  # 4196
-        (4096, Forward(1, Hints(4))),  # 4210 (1024), 4165 (3072), 4108
-        (5120, Forward(1, Hints(2, 8), (1024,) * 5)),  # 4101
+        (64, RowForward(16, Hints(8))),  # 4144
+        (256, RowForward(2, Hints(8))),  # 4196
+        (4096, RowForward(1, Hints(4))),  # 4210 (1024), 4165 (3072), 4108
+        (5120, RowForward(1, Hints(2, 8), (1024,) * 5)),  # 4101
         (6144, _fetch((2048,) * 3, 3, 8)),  # 4142
         (7168, _fetch((1024,) * 7, 3, 8)),  # 4098
         (8192, _fetch((2048,) * 4, 3, 8)),  # 4131
@@ -285,15 +285,15 @@ FORWARD = {
         (262144, _chunk((512,) * 4, 8)),  # 4088 (32768), 4010 (131072)
     ),
     ("add_layer_norm", 4): (
-        (64, Forward(8, Hints(8))),  # 4054
-        (256, Forward(2, Hints(16))),  # 4187
-        (4096, Forward()),  # 4211 (512), 4205 (1024), 4140 (3072), 4115
-        (5120, Forward(1, Hints(8))),  # 4050
-        (6144, Forward(1, Hints(2, 8), (2048,) * 3)),  # 4126
-        (7168, Forward(1, Hints(3, 8), (1024,) * 7)),  # 4049
-        (8192, Forward(1, Hints(2, 8), (4096, 4096))),  # 4105
-        (12288, Forward(1, Hints(2, 8), (2048,) * 6)),  # 4028
-        (16384, Forward(1, Hints(2, 8), (4096,) * 4)),  # 4013
+        (64, RowForward(8, Hints(8))),  # 4054
+        (256, RowForward(2, Hints(16))),  # 4187
+        (4096, RowForward()),  # 4211 (512), 4205 (1024), 4140 (3072), 4115
+        (5120, RowForward(1, Hints(8))),  # 4050
+        (6144, RowForward(1, Hints(2, 8), (2048,) * 3)),  # 4126
+        (7168, RowForward(1, Hints(3, 8), (1024,) * 7)),  # 4049
+        (8192, RowForward(1, Hints(2, 8), (4096, 4096))),  # 4105
+        (12288, RowForward(1, Hints(2, 8), (2048,) * 6)),  # 4028
+        (16384, RowForward(1, Hints(2, 8), (4096,) * 4)),  # 4013
         (262144, _chunk((512,) * 4, 8)),  # 3936 (32768), 3660 (131072)
     ),
     ("gated_rms_norm", 4): (

@@ -1,0 +1,162 @@
+"""Stage: what is done to a normalised row (weight, bias, rounding, gate), and its gradients."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cuda.tile as ct
+
+from .activation import silu, silu_slope
+from .inputs import x_hat_of
+from .opaque import depend_on, dependent_zero
+from .tiles import VECTOR, gather_parameter, write_segment
+
+
+def scale(w, OFFSET):
+    """w + offset, in float32."""
+    w = w.astype(ct.float32)
+    return w + OFFSET if OFFSET != 0.0 else w
+
+
+def affine(x_hat, w, b, norm, dtype, SAME):
+    """x̂ · w + b, with w in float32. EARLY rounds to dtype before the weight, and, if the weight has
+    the SAME dtype, after."""
+    y = x_hat
+    if norm.EARLY:
+        y = y.astype(dtype).astype(ct.float32)
+    if norm.WEIGHT:
+        y = y * w
+        if norm.EARLY and SAME:
+            y = y.astype(dtype).astype(ct.float32)
+    if norm.BIAS:
+        y = y + b
+    return y
+
+
+def read_parameters(a, norm, tile, j):
+    """w and b of a segment, None where there is none."""
+    cols, mask = tile.segments[j].cols, tile.segments[j].mask
+    w = gather_parameter(a.W, tile, cols, mask) if norm.WEIGHT else None
+    b = gather_parameter(a.B, tile, cols, mask) if norm.BIAS else None
+    return w, b
+
+
+def fetch_parameters(a, norm, tile, tiles, number):
+    """The tiles of the inputs, which can be used when w and b are read; and w and b by segments."""
+    parameters = ()
+    xs = ()
+    for j, x in ct.static_iter(enumerate(tiles[0])):
+        w, b = read_parameters(a, norm, tile, j)
+        if norm.WEIGHT:
+            x = depend_on(x, w, number)
+        if norm.BIAS:
+            x = depend_on(x, b, number)
+        parameters += ((w, b),)
+        xs += (x,)
+    return (xs,) + tiles[1:], parameters
+
+
+def read_together(a, norm, tile, first, COUNT, number):
+    """w and b of COUNT segments, of which the first can be used when all are read.
+
+    No read passes a store: without this a block would wait for memory once a segment.
+    """
+    found = ()
+    for j in ct.static_iter(range(first, min(first + COUNT, len(tile.segments)))):
+        found += (read_parameters(a, norm, tile, j),)
+    w, b = found[0]
+    for other_w, other_b in ct.static_iter(found[1:]):
+        if norm.WEIGHT:
+            w = depend_on(w, other_w, number)
+        if norm.BIAS and norm.WEIGHT:
+            w = depend_on(w, other_b, number)
+        elif norm.BIAS:
+            b = depend_on(b, other_b, number)
+    return ((w, b),) + found[1:]
+
+
+@dataclass(frozen=True)
+class Normalized:
+    """Normalised rows: x̂ = centered · rstd; and the gate. centered, gate: by segments."""
+
+    centered: Any
+    rstd: Any
+    gate: Any
+
+
+def write_output(a, norm, tile, j, rows, parameters, STORE):
+    """Write y of segment j of normalised rows; parameters: its w and b."""
+    w, b = parameters
+    w = scale(w, norm.OFFSET) if norm.WEIGHT else None
+    b = b.astype(ct.float32) if norm.BIAS else None
+    SAME = norm.WEIGHT and a.W.dtype == a.Y.dtype
+    y = affine(rows.centered[j] * rows.rstd, w, b, norm, a.Y.dtype, SAME)
+    if norm.GATE_AFTER:
+        y = y * silu(rows.gate[j].astype(ct.float32))
+    write_segment(a.Y, tile, j, y, STORE)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """w + offset of a chunk, in float32, for the backward pass.
+
+    home: a tile whose heads are those of every tile of the block. kept: the segments, or () where
+    they are read again whenever they are needed.
+    """
+
+    a: Any
+    norm: Any
+    home: Any
+    kept: Any
+
+    def times(self, tile, j, number):
+        """The tile times w + offset of segment j. A weight read again waits for `number`."""
+        if not self.norm.WEIGHT:
+            return tile
+        return tile * (self.kept[j] if len(self.kept) > 0 else self.read(j, number))
+
+    def read(self, j, number):
+        """Segment j. number: None, or what has to be known before the segment is read."""
+        segment = self.home.segments[j]
+        cols = segment.cols
+        if number is not None:
+            cols = cols + dependent_zero(number, ct.int32) * VECTOR
+        w = gather_parameter(self.a.W, self.home, cols, segment.mask)
+        return scale(w, self.norm.OFFSET)
+
+
+def weights_of(a, norm, home, REREAD):
+    """The weights of a block's chunk: read now, or REREAD whenever they are needed."""
+    weights = Weights(a, norm, home, ())
+    kept = ()
+    if norm.WEIGHT and not REREAD:
+        for j in ct.static_iter(range(len(home.segments))):
+            kept += (weights.read(j, None),)
+    return Weights(a, norm, home, kept)
+
+
+def read_biases(a, home):
+    """b of each segment, in float32."""
+    found = ()
+    for segment in ct.static_iter(home.segments):
+        b = gather_parameter(a.B, home, segment.cols, segment.mask)
+        found += (b.astype(ct.float32),)
+    return found
+
+
+def dy_of(saved, norm):
+    """dy of an unpacked segment, times silu(gate) where the gate comes after the norm."""
+    dy = saved.dy
+    if norm.GATE_AFTER:
+        dy = dy * silu(saved.gate.astype(ct.float32))
+    return dy
+
+
+def write_gate_gradient(a, norm, tile, row, weights, biases, number, STORE):
+    """The gradient dy · ŷ · silu'(gate) of a gate that comes after the norm, ŷ being ungated y."""
+    for j, saved in ct.static_iter(enumerate(row)):
+        y = weights.times(x_hat_of(saved.unpacked(), norm), j, number)
+        if norm.BIAS:
+            y = y + biases[j]
+        dgate = saved.dy.astype(ct.float32) * y
+        dgate = dgate * silu_slope(saved.gate.astype(ct.float32))
+        write_segment(a.DGATE, tile, j, dgate, STORE)
