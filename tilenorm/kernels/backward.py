@@ -123,6 +123,8 @@ def norm_backward(
                 dots = whole(i, dots)
             tile = cut.tile(a.X, i, chunk, rows)
             write_gradients(a, norm, needs, how, tile, row, weights, pairs, dots, cut.N)
+    # Made anew: over the loop its masks would take registers.
+    home = cut.home(a.X, b, chunk)
     # The rows of partial sums of one output: a block has one, or a group of blocks shares some.
     partial_rows = step * cut.ROWS // cut.HEADS if cut.HEADS > 0 else step
     if needs.DW:
