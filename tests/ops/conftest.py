@@ -4,10 +4,9 @@ import pytest
 
 import tilenorm
 from tilenorm.launch import plan
-from tilenorm.launch.target import Target
 from tilenorm.ops import cutile, dispatch, plans, reference, registry
 
-from ..executors import Interpreter
+from .pretended import pretended_gpu
 
 CACHES = (
     registry._select,
@@ -31,18 +30,13 @@ def no_memory():
 
 
 @pytest.fixture
-def as_on_a_gpu(device, no_memory, monkeypatch):
-    """The CPU's tensors take the way of CUDA's, with the interpreter for a GPU."""
+def as_on_a_gpu(device, no_memory):
+    """On a CPU, its tensors take CUDA's path."""
     if device == "cuda":
-        return
-
-    interpret = Interpreter("sm_90").run()
-    gpu = registry.Device("cuda", Target("sm_90", 2), 13000)
-    monkeypatch.setattr(plans, "device_of", lambda *_: gpu)
-    monkeypatch.setattr(dispatch, "_index_of", lambda tensor: 0)
-    monkeypatch.setattr(dispatch, "current_device", lambda: 0)
-    monkeypatch.setattr(cutile, "current_stream", lambda index: 0)
-    monkeypatch.setattr(cutile, "launch", lambda stream, *made: interpret(*made, -1))
+        yield
+    else:
+        with pretended_gpu():
+            yield
 
 
 @pytest.fixture(autouse=True)

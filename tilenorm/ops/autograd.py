@@ -56,12 +56,14 @@ class Norm(Function):
     """
 
     @staticmethod
-    def forward(ctx, x, residual, gate, weight, bias, eps, runner, run):
-        found = run((x, residual, gate, weight, bias), eps)
+    def forward(ctx, *inputs):
+        tensors, (eps, runner, run) = inputs[:5], inputs[5:]
+        found = run(tensors, eps)
         _, total, mean, rstd = found
         if runner.gradients is None:
             mean, rstd = runner.saved(mean, rstd)
-        ctx.save_for_backward(x if residual is None else total, gate, weight, bias, mean, rstd)
+        x = tensors[0] if runner.added is None else total
+        ctx.save_for_backward(x, *tensors[2:], mean, rstd)
         ctx.set_materialize_grads(False)
         ctx.eps, ctx.runner = eps, runner
         return found if runner.gradients is None else found[:2]

@@ -35,25 +35,25 @@ def forward(plan: ForwardPlan, tensors: Tensors, eps: float, run: Run = on_devic
 
     What is returned is a plain tuple in the order of Results, which takes longer to make.
     """
-    given = x, residual, gate, weight, bias = tensors
-    spec = plan.spec
+    spec, like = plan.spec, tensors[0]
     hidden = spec.hidden
-    rows = x.numel() // hidden
+    rows = like.numel() // hidden
     shape, strides = (rows, hidden), (hidden, 1)
-    empty = empty_strided_cuda if x.is_cuda else _empty_strided_cpu
-    y = empty(shape, strides, x.dtype)
+    empty = empty_strided_cuda if like.is_cuda else _empty_strided_cpu
+    y = empty(shape, strides, like.dtype)
     total = mean = rstd = None
-    if residual is not None:
-        total = empty(shape, strides, residual.dtype)
+    if tensors[1] is not None:
+        total = empty(shape, strides, tensors[1].dtype)
     if plan.save:
         rstd = empty((rows,), (1,), torch.float32)
         if spec.norm == "layer":
             mean = empty((rows,), (1,), torch.float32)
-    matrices = x.shape == shape
+    matrices = like.shape == shape
     if rows:
-        index, slots = x.get_device(), plan.slots(rows)
-        if not (matrices and rows > 1 and plain(given)):
-            x, residual, gate, weight, bias = as_read(given, spec, plan.leading)
+        slots = plan.slots(rows)
+        if not (matrices and rows > 1 and plain(tensors)):
+            tensors = as_read(tensors, spec, plan.leading)
+        x, residual, gate, weight, bias = tensors
         arrays = (  # in the order of ForwardArrays, which takes longer to make
             x,
             y,
@@ -66,10 +66,10 @@ def forward(plan: ForwardPlan, tensors: Tensors, eps: float, run: Run = on_devic
             ABSENT if rstd is None else rstd,
             ABSENT if slots is None else empty(slots, (slots[1], 1), torch.int32),
         )
-        run(plan.launches(rows, eps), arrays, index)
+        run(plan.launches(rows, eps), arrays, like.get_device())
     if not matrices:
-        y = shaped_as(y, given[0])
-        total = None if total is None else shaped_as(total, given[0])
+        y = shaped_as(y, like)
+        total = None if total is None else shaped_as(total, like)
     return y, total, mean, rstd
 
 

@@ -49,15 +49,15 @@ def normalize(
     """
     known = None
     if not torch.compiler.is_compiling():
-        x, residual, gate, weight, bias = tensors
+        x, residual, gate = tensors[:3]
         given = []
         for tensor in tensors:
             if tensor is not None:
                 given.append(tensor)  # a comprehension takes longer
         try:
             known = remembered(
-                op, eps, backend, residual is None, gate is None, weight is None, bias is None,
-                type(normalized_shape), *asked, *normalized_shape,
+                op, eps, backend, residual is None, gate is None, tensors[3] is None,
+                tensors[4] is None, type(normalized_shape), *asked, *normalized_shape,
             )  # fmt: skip
         except TypeError:  # the checks say what is wrong
             known = []

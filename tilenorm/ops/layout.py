@@ -72,22 +72,19 @@ def plain(tensors: Sequence[Tensor | None]) -> bool:
 
 def as_read(tensors: Sequence[Tensor | None], spec: NormSpec, leading: int) -> list[Tensor | None]:
     """A norm's tensors as the kernels read them, copied only where they cannot be read in place."""
-    x, residual, gate, weight, bias = tensors
-    if plain(tensors) and not spec.heads:
-        hidden = spec.hidden
-        shape, strides = (x.numel() // hidden, hidden), (hidden, 1)
-        x = reinterpret(x, shape, strides)
-        if residual is not None:
-            residual = reinterpret(residual, shape, strides)
-        if gate is not None:
-            gate = reinterpret(gate, shape, strides)
-        if weight is not None and weight.dim() > 1:
-            weight = reinterpret(weight, (hidden,), (1,))
-        if bias is not None and bias.dim() > 1:
-            bias = reinterpret(bias, (hidden,), (1,))
-        return x, residual, gate, weight, bias
-    rows = (t if t is None else rows_of(t, spec, leading) for t in tensors[:3])
-    return *rows, *(w if w is None else parameter_of(w, spec) for w in (weight, bias))
+    hidden, read = spec.hidden, []
+    if spec.heads or not plain(tensors):
+        for number, t in enumerate(tensors):
+            if t is not None:
+                t = rows_of(t, spec, leading) if number < 3 else parameter_of(t, spec)
+            read.append(t)
+        return read
+    shape, strides = (tensors[0].numel() // hidden, hidden), (hidden, 1)
+    for t in tensors[:3]:
+        read.append(t if t is None else reinterpret(t, shape, strides))
+    for w in tensors[3:]:
+        read.append(w if w is None or w.dim() == 1 else reinterpret(w, (hidden,), (1,)))
+    return read
 
 
 def shaped_as(fresh: Tensor, like: Tensor) -> Tensor:

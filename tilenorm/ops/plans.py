@@ -46,15 +46,11 @@ class Runner:
 
 def runner_of(tensors: Tensors, options: Options, backend: str | None) -> Runner:
     """The runner of a call. It raises and warns as registry.select does."""
-    x, residual, gate, weight, bias = tensors
+    x = tensors[0]
     return _runner(
         options,
-        x.dtype,
-        dtype_of(residual),
-        dtype_of(gate),
-        dtype_of(weight),
-        dtype_of(bias),
-        heads_of(weight, bias, options.hidden),
+        tuple([None if t is None else t.dtype for t in tensors]),
+        heads_of(*tensors[3:], options.hidden),
         x.device.type,
         x.get_device(),
         x.numel() > MAX_ROWS * options.hidden,
@@ -63,8 +59,8 @@ def runner_of(tensors: Tensors, options: Options, backend: str | None) -> Runner
 
 
 @cache
-def _runner(options, dtype, residual, gate, weight, bias, heads, kind, index, long, backend):
-    spec = spec_of(options, Tensors(dtype, residual, gate, weight, bias), heads)
+def _runner(options, dtypes, heads, kind, index, long, backend) -> Runner:
+    spec = spec_of(options, Tensors(*dtypes), heads)
     device = device_of(kind, index)
     return Runner(select(spec, MAX_ROWS + 1 if long else 0, device, backend), spec, device, backend)
 

@@ -58,17 +58,11 @@ def merged_needs(dtypes: Tensors, dsum: bool, mask: tuple[bool, ...]) -> Needs:
     in. An input and a residual of one dtype have the same gradient, which is computed once.
     """
     dx, dresidual, dgate, dw, db = map(bool, mask)
-    dtype, residual, gate, weight, bias = dtypes
-    if residual is None or residual == dtype:
-        dx, dresidual = dx or (dresidual and residual is not None), False
-    return Needs(
-        dx,
-        dw and weight is not None,
-        db and bias is not None,
-        dresidual,
-        dgate and gate is not None,
-        dsum,
-    )
+    added = dtypes[1]
+    if added is None or added == dtypes[0]:
+        dx, dresidual = dx or (dresidual and added is not None), False
+    dgate, dw, db = (d and t is not None for d, t in zip((dgate, dw, db), dtypes[2:], strict=True))
+    return Needs(dx, dw, db, dresidual, dgate, dsum)
 
 
 def computed(needs: Needs) -> tuple[bool, ...]:
