@@ -106,7 +106,8 @@ def _is_direct(tensors: Tensors) -> bool:
     """Whether eager plain tensors are on the CPU or on the current CUDA device."""
     if torch.compiler.is_compiling():
         return False
-    return _is_here(tensors.input) and is_plain(*tensors)
+    # A fake CUDA tensor is not plain, and there may be no device to ask for.
+    return is_plain(*tensors) and _is_here(tensors.input)
 
 
 def _is_here(x: Tensor) -> bool:

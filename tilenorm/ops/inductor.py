@@ -1,7 +1,8 @@
 """What Inductor's generated code calls in place of the ops: the functions under them.
 
-PyTorch's dispatcher, its layers in Python and the empty tensors for absent results take more host
-time than a launch.
+That leaves out PyTorch's dispatcher, its layers in Python and the empty tensors for absent results:
+25 of 63 µs of a compiled forward call, and 60 to 75 of 270 to 300 µs forward and backward. Measured
+as CPU time without a GPU, where a launch did nothing.
 """
 
 from collections.abc import Callable
