@@ -3,6 +3,8 @@
 from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
+from torch import Tensor
+
 from tilenorm.launch.target import Target
 from tilenorm.ops import cutile, dispatch, plans, registry
 
@@ -29,3 +31,9 @@ def pretended_gpu():
         for module, name, function in replaced:
             stack.enter_context(patch.object(module, name, function))
         yield
+
+
+def tensors_among(arguments: tuple) -> list[Tensor]:
+    """The tensors of a kernel's arguments, some of which are groups."""
+    groups = [a if isinstance(a, tuple) else (a,) for a in arguments]
+    return [a for group in groups for a in group if isinstance(a, Tensor)]

@@ -15,6 +15,7 @@ from tilenorm.ops import cutile, dispatch
 from tilenorm.ops.dispatch import MOST_CALLS, MOST_GUARDS, remembered
 
 from .helpers import EACH_DEVICE, EACH_FORM, RMS, call, random, same, step, tensors_of
+from .pretended import tensors_among
 
 pytestmark = EACH_DEVICE
 N = 40
@@ -124,7 +125,8 @@ def test_kernels_get_rows_that_fill_vectors(device, name, monkeypatch):
         OTHER[name](x, w)
     assert len(taken) == 3
     for made in taken:
-        tensors = [a for a in made.arguments if isinstance(a, torch.Tensor)]
+        tensors = tensors_among(made.arguments)
+        assert len(tensors) == 3  # x, y and the weight
         assert not any(t.data_ptr() % 16 for t in tensors)
         assert all(t.stride()[0] in (1, N, 2 * N) for t in tensors)
 

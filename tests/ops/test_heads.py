@@ -27,6 +27,7 @@ from .helpers import (
     step,
     tensors_of,
 )
+from .pretended import tensors_among
 
 BATCH, LENGTH, HQ, HKV, D = 2, 5, 6, 3, 16
 
@@ -154,7 +155,7 @@ def passed(function, plan, *given) -> list:
     """The tensors that the implementation hands to the launches."""
     calls = []
     function(plan, *given, run=lambda launches, arrays, _: calls.extend(bound(launches, arrays)))
-    return [a for made in calls for a in made.arguments if isinstance(a, torch.Tensor)]
+    return [a for made in calls for a in tensors_among(made.arguments)]
 
 
 def reads(arguments, tensor) -> bool:
