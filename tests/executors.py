@@ -14,6 +14,7 @@ from tilenorm.launch.plan import plan_backward, plan_forward
 from tilenorm.launch.target import Target
 from tilenorm.launch.tiling import CLEAR_SLOTS
 from tilenorm.ops import cutile
+from tilenorm.ops.tensors import Results
 from tilenorm.spec import NormSpec
 from tilenorm.tools.precompile import calls_of
 
@@ -96,7 +97,7 @@ class Executor:
         given = (inputs.x, inputs.residual, inputs.gate, inputs.weight, inputs.bias)
         run = self.run(**how)
         with _poisoned():
-            found = cutile.forward(plan, *given, inputs.eps, run=run)
+            found = Results(*cutile.forward(plan, given, inputs.eps, run=run))
         return {name: t for name, t in found._asdict().items() if t is not None}
 
     def backward(
@@ -110,7 +111,7 @@ class Executor:
         dsum = inputs.dsum if needs.dsum else None
         run = self.run(**how)
         with _poisoned():
-            found = cutile.backward(plan, inputs.dy, dsum, *given, run=run)
+            found = cutile.backward(plan, inputs.dy, dsum, given, run=run)
         grads = dict(zip(cases.GRADIENTS, found, strict=True))
         # A weight by heads is compared as the row of sums that it is made from.
         grads |= {name: grads[name].reshape(-1) for name in ("dw", "db") if grads[name] is not None}
@@ -235,7 +236,7 @@ def _poisoned() -> Iterator[None]:
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:
-        with patch.object(cutile, "_empty_strided_cuda", _nan_cuda):
+        with patch.object(cutile, "empty_strided_cuda", _nan_cuda):
             yield
     finally:
         torch.use_deterministic_algorithms(before)

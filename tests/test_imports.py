@@ -22,7 +22,7 @@ ALLOWED = {
     "tools": {"tilenorm.launch", "tilenorm.ops", "tilenorm.settings", "tilenorm.spec"}
     | {"cuda.tile", "torch"},
     "nn": {"tilenorm.ops", "torch"},
-    "integrations": {"tilenorm.nn", "tilenorm.ops", "torch"},
+    "integrations": {"tilenorm.nn", "tilenorm.ops", "tilenorm.spec", "torch"},
     "__init__": {"tilenorm.ops", "tilenorm.nn", "tilenorm.tools", "tilenorm.integrations"},
     "__main__": {"tilenorm"},
 }

@@ -2,9 +2,24 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 OPS = ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm", "gated_rms_norm")
+WORDS = {"norm": ("rms", "layer"), "rounding": ("late", "early")}  # the values that a word may have
+
+
+class Options(NamedTuple):
+    """What a call asks for beside its tensors and eps: the fields of NormSpec that no tensor tells.
+
+    The torch.library ops take these fields one by one, in this order, after their tensors.
+    """
+
+    hidden: int
+    norm: str
+    offset: float = 0.0
+    gate_first: bool = False
+    rounding: str = "late"
 
 
 def norm_of(op: str) -> str:
@@ -46,6 +61,27 @@ class NormSpec:
         elif op.startswith("gated_"):
             fields = {"gate": dtype} | fields
         return cls(norm_of(op), hidden, dtype, **fields)
+
+    @classmethod
+    def joined(cls, options: Options, dtype, residual, gate, weight, bias, heads=0) -> "NormSpec":
+        """The spec of options for tensors of these dtypes, in the order in which ops take them."""
+        dtypes = {
+            "dtype": dtype,
+            "residual": residual,
+            "gate": gate,
+            "weight": weight,
+            "bias": bias,
+        }
+        return cls(**options._asdict(), **dtypes, heads=heads)
+
+    @property
+    def options(self) -> Options:
+        return Options(*(getattr(self, name) for name in Options._fields))
+
+    @property
+    def dtypes(self) -> tuple[str | None, ...]:
+        """Of input, residual, gate, weight and bias, None for an absent one."""
+        return self.dtype, self.residual, self.gate, self.weight, self.bias
 
     @property
     def op(self) -> str:

@@ -5,8 +5,8 @@ import torch
 
 from tilenorm.integrations import aten
 from tilenorm.launch.target import Target
-from tilenorm.ops.plans import Plans
-from tilenorm.ops.registry import Device, cutile_refuses
+from tilenorm.ops.plans import Runner
+from tilenorm.ops.registry import Device, cutile_implementation
 
 from ..executors import Interpreter
 
@@ -18,10 +18,11 @@ class CpuOverride(aten.Override):
 
     def __init__(self):
         self.launches, self._interpreter = [], Interpreter("sm_90").run()
-        super().__init__("CPU", aten.Kernels(self.plans, self.run))
+        super().__init__("CPU", aten.Kernels(self.runner))
 
-    def plans(self, spec, index) -> Plans | None:
-        return None if cutile_refuses(spec, 0, GPU) else Plans(spec, GPU.target, None)
+    def runner(self, spec, index) -> Runner | None:
+        kernels = cutile_implementation(self.run)
+        return None if kernels.refuses(spec, 0, GPU) else Runner(kernels, spec, GPU)
 
     def run(self, launches, arrays, index) -> None:
         self.launches.extend(launch.kernel._pyfunc.__name__ for launch in launches)

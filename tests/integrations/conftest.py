@@ -1,2 +1,2 @@
-from ..ops.conftest import gradients_made, quiet  # noqa: F401
+from ..ops.conftest import gradients_made, no_memory, quiet  # noqa: F401
 from .aten_helpers import cpu  # noqa: F401

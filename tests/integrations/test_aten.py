@@ -6,8 +6,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tilenorm.ops import cutile
-from tilenorm.ops.plans import spec_of
+from tilenorm.ops.plans import spec_of_tensors
+from tilenorm.ops.tensors import Tensors
+from tilenorm.spec import Options
 
 from ..ops.helpers import name_of, random
 
@@ -48,11 +49,10 @@ def test_functions_run_the_kernels(cpu, norm, weight, bias, case):
     for a, e in zip(got, expected, strict=True):
         assert a.is_contiguous()
         torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-5)
-    dtypes = (x.dtype, None, None, *(None if t is None else t.dtype for t in (w, b)))
-    spec = spec_of(norm, x.shape[-dims:].numel(), *dtypes, 0.0, False, 0, "late")
-    plan = cpu.plans(spec, None).training
-    direct = cutile.forward(plan, x, None, None, w, b, 1e-5, cpu.run)
-    assert torch.equal(got[0], direct.y)
+    tensors = Tensors(x, weight=w, bias=b)
+    spec = spec_of_tensors(tensors, Options(x.shape[-dims:].numel(), norm))
+    direct = cpu.runner(spec, None).training(tensors, 1e-5)
+    assert torch.equal(got[0], direct[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=name_of)
@@ -93,7 +93,7 @@ def test_each_direction_by_where_it_is_called(cpu, where):
     around = {name: lambda f, *a: f(*a) for name in ("forward", "backward")} | {where: cpu.around}
     y = around["forward"](F.layer_norm, x, (40,), w)
     (dx,) = around["backward"](torch.autograd.grad, y, x, dy)
-    assert cpu.launches == [f"norm_{where}"]
+    assert cpu.launches == [{"forward": "row_forward", "backward": "norm_backward"}[where]]
     expected = grads(lambda x: F.layer_norm(x, (40,), w), x, dy=dy)
     torch.testing.assert_close((y.detach(), dx), expected, rtol=1e-5, atol=1e-5)
 

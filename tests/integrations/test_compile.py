@@ -131,7 +131,7 @@ def test_the_numbers_of_eager(device, graphs, dynamo):
 
 
 def kind(node) -> str:
-    added, norm = node.args[1] is not None, node.args[5]
+    added, norm = node.args[1] is not None, node.args[6]
     return f"add_{norm}" if added else norm
 
 

@@ -93,7 +93,7 @@ def test_classes_of_transformers(device, tracer, dtype, name, dynamo):
     replaced = TRACERS[tracer](module, x)
     (node,) = calls(replaced.graph_module)
     assert not replaced.report.left
-    offset, rounding = node.args[8], node.args[10]
+    offset, rounding = node.args[7], node.args[9]
     assert offset == OFFSET.get(name, 0.0)
     assert rounding == (ROUNDING.get(name, "late") if dtype == BF16 else "late")
     assert_bits(device, replaced.run(x), module(x))
@@ -189,7 +189,7 @@ def test_inside_a_cast_of_the_product(dynamo):
     replaced = TRACERS["dynamo"](module, x)
     (node,) = calls(replaced.graph_module)
     assert node.args[3] is not None
-    assert node.args[10] == "early"
+    assert node.args[9] == "early"
     torch.testing.assert_close(replaced.run(x), module(x), rtol=2**-7, atol=0)
 
 
@@ -200,7 +200,7 @@ def test_one_plus_a_weight_in_16_bits_is_rounded_as_it_was(dynamo):
     x = random(2, 3, N, dtype=BF16)
     replaced = TRACERS["dynamo"](module, x)
     (node,) = calls(replaced.graph_module)
-    assert node.args[8] == 0.0
+    assert node.args[7] == 0.0
     assert torch.equal(replaced.run(x), module(x))
 
 

@@ -67,8 +67,8 @@ def test_sums_what_the_backward_pass_left(executor, hidden, rows):
         seen.extend(bound(launches, arrays))
 
     plan = plan_backward(spec, executor.target, Needs(True, True, True))
-    parameters = (inputs.weight, inputs.bias, *inputs.stats(spec))
-    *_, dw, db = cutile.backward(plan, inputs.dy, None, inputs.x, None, *parameters, run)
+    saved = (inputs.x, None, inputs.weight, inputs.bias, *inputs.stats(spec))
+    *_, dw, db = cutile.backward(plan, inputs.dy, None, saved, run=run)
     partials, *_ = seen[-1].arguments[0]
     count = plan.blocks(rows)
     assert partials.shape == (2 * count, hidden)

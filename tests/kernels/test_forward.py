@@ -84,8 +84,8 @@ def test_more_tiles_than_a_side_of_a_grid(executor, spec, monkeypatch):
     grids = [launch.grid for launch in plan.launches(rows, 1e-6)]
     assert grids == [(1, 2, 4), (1, 3, 1)]
     inputs = Inputs.random(spec, rows, executor.device)
-    given = inputs.x, None, None, inputs.weight, inputs.bias, inputs.eps
-    y = cutile.forward(plan, *given, run=executor.run()).y
+    given = inputs.x, None, None, inputs.weight, inputs.bias
+    y, *_ = cutile.forward(plan, given, inputs.eps, run=executor.run())
     assert_close("y", y, inputs.truth(spec)["y"], inputs.own(spec)["y"])
 
 

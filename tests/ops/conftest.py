@@ -4,17 +4,16 @@ import pytest
 
 import tilenorm
 from tilenorm.launch import plan
-from tilenorm.launch.target import Target
-from tilenorm.ops import cutile, dispatch, implementation, plans, prepared, reference, registry
+from tilenorm.ops import cutile, dispatch, plans, reference, registry
 
-from ..executors import Interpreter
+from .pretended import pretended_gpu
 
 CACHES = (
     registry._select,
     registry.device_of,
     registry._compiler_missing,
-    plans._plans,
-    prepared.prepared,
+    plans._runner,
+    dispatch.remembered,
     plan.plan_forward,
     plan.plan_backward,
 )
@@ -31,26 +30,13 @@ def no_memory():
 
 
 @pytest.fixture
-def as_on_a_gpu(device, no_memory, monkeypatch):
-    """The CPU's tensors take the way of CUDA's, with the interpreter for a GPU."""
+def as_on_a_gpu(device, no_memory):
+    """On a CPU, its tensors take CUDA's path."""
     if device == "cuda":
-        return
-
-    by_device = implementation._served
-
-    def served(tensors, how, backend):
-        found = plans.plans_of(*tensors, *how, backend)
-        return (found.spec, found) if found else by_device(tensors, how, backend)
-
-    interpret = Interpreter("sm_90").run()
-    gpu = registry.Device("cuda", Target("sm_90", 2), 13000)
-    monkeypatch.setattr(plans, "device_of", lambda *_: gpu)
-    monkeypatch.setattr(dispatch, "_current_device", lambda: -1)  # what CPU tensors answer
-    monkeypatch.setattr(dispatch, "_is_current", lambda tensor: True)
-    monkeypatch.setattr(implementation, "_served", served)
-    monkeypatch.setattr(cutile, "current_device", lambda: -1)
-    monkeypatch.setattr(cutile, "_current_stream", lambda index: 0)
-    monkeypatch.setattr(cutile, "launch", lambda stream, *made: interpret(*made, -1))
+        yield
+    else:
+        with pretended_gpu():
+            yield
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +49,7 @@ def quiet(monkeypatch):
 
 
 @pytest.fixture
-def gradients_made(monkeypatch):
+def gradients_made(no_memory, monkeypatch):
     """A list that gets, for each backward pass, the names of what gradients were computed of."""
     made = []
     names = ("input", "residual", "gate", "weight", "bias")

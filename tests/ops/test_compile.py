@@ -1,24 +1,17 @@
 """torch.compile and torch.export: one graph for any number of rows, and the bits of eager calls."""
 
-import re
-from functools import partial
-
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch._inductor.utils import run_and_get_code
 
 import tilenorm
-from tilenorm.ops import inductor
 
 from .helpers import (
-    ADD,
     EACH_DEVICE,
     EACH_FORM,
     FAMILY,
     NEEDS_GPU,
-    RMS,
     call,
     incoming_of,
     name_of,
@@ -65,77 +58,6 @@ def test_compiled_the_same_bits_without_recompiling(device, name, dtype, n, dyna
     # One, or two where PyTorch first takes eps and offset for numbers that vary.
     assert len(set(counts)) == 1
     assert not dynamo.utils.counters["graph_break"]
-
-
-@EACH_DEVICE
-@EACH_FORM
-@pytest.mark.parametrize("grad", [False, True])
-def test_inductor_calls_past_the_dispatcher(device, form, grad, dynamo):
-    pytest.importorskip(inductor.REGISTRY, reason="PyTorch before 2.11")
-    tensors = tensors_of(form, 3, 16, device=device)
-    run = torch.compile(lambda tensors: call(form, tensors))
-    with torch.set_grad_enabled(grad), torch._inductor.config.patch(force_disable_caches=True):
-        if grad:
-            compiled = partial(step, form, tensors, function=lambda _, tensors: run(tensors))
-            got, codes = run_and_get_code(compiled)
-            assert same(got, step(form, tensors))
-        else:
-            got, codes = run_and_get_code(run, tensors)
-            assert all(map(torch.equal, got, call(form, tensors)))
-    names = ["norm", "norm_backward"] if grad else ["norm"]
-    assert len(codes) == len(names)
-    for code, name in zip(codes, names, strict=True):
-        assert re.search(rf"^tilenorm_{name}_\w{{16}} = bind_{name}\(", code, re.MULTILINE)
-        assert re.search(rf"buf\d+ = tilenorm_{name}_\w{{16}}\(", code)
-        assert "= torch.ops.tilenorm" not in code
-
-
-@EACH_DEVICE
-@pytest.mark.usefixtures("as_on_a_gpu")
-@pytest.mark.parametrize("grad", [False, True])
-def test_inductor_calls_that_differ_in_their_tensors(device, grad, dynamo):
-    """Each has a plan of its own, though all else among their arguments is the same."""
-    pytest.importorskip(inductor.REGISTRY, reason="PyTorch before 2.11")
-    low, full = torch.bfloat16, torch.float32
-    kinds = [(RMS, {"dtype": d, "parameter": p}) for d in (low, full) for p in (low, full)]
-    kinds += [(ADD, {"dtype": d, "other": o}) for d in (low, full) for o in (low, full)]
-    calls = [(form, tensors_of(form, 6, 64, device=device, **kind)) for form, kind in kinds]
-    for form, given in (calls[0], calls[4]):
-        for left in ("weight", "bias"):
-            calls.append((form, {name: t for name, t in given.items() if name != left}))
-
-    def norms(given):
-        return [y for (form, _), t in zip(calls, given, strict=True) for y in call(form, t)]
-
-    def run(function):
-        given = [{n: t.clone() for n, t in tensors.items()} for _, tensors in calls]
-        of = [t.requires_grad_(grad) for tensors in given for t in tensors.values()]
-        outputs = function(given)
-        grads = torch.autograd.grad(outputs, of, [*map(torch.ones_like, outputs)]) if grad else ()
-        return *outputs, *grads
-
-    compiled, expected = torch.compile(norms, fullgraph=True), run(norms)
-    with torch._inductor.config.patch(force_disable_caches=True):
-        got, codes = run_and_get_code(run, compiled)
-    for results in (got, run(compiled)):
-        assert all(map(torch.equal, results, expected))
-    for code, op in zip(codes, ("norm", "norm_backward"), strict=False):
-        called = re.findall(rf"buf\d+ = (tilenorm_{op}_\w{{16}})\(", code)
-        assert len(called) == len(set(called)) == len(calls)
-
-
-@EACH_DEVICE
-def test_inductor_calls_of_any_width(device, dynamo):
-    pytest.importorskip(inductor.REGISTRY, reason="PyTorch before 2.11")
-    run = torch.compile(lambda x: tilenorm.rms_norm(x, x.shape[-1:]), dynamic=True, fullgraph=True)
-    x = random(5, 24, device=device)
-    with torch._inductor.config.patch(force_disable_caches=True):
-        got, (code,) = run_and_get_code(run, x)
-    assert re.search(r"buf\d+ = bind_norm\(", code)
-    with dynamo.config.patch(error_on_recompile=True):
-        wide = random(5, 40, device=device)
-        assert torch.equal(run(wide), tilenorm.rms_norm(wide, (40,)))
-    assert torch.equal(got, tilenorm.rms_norm(x, (24,)))
 
 
 @EACH_DEVICE

@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tilenorm.spec import Options
+
 from .cuda_helpers import OTHERS, forms_and_widths, made, ops_seen, train
 from .helpers import (
     EACH_FORM,
@@ -38,7 +40,7 @@ def test_eager_calls_do_not_go_through_the_dispatcher(form):
 
 def test_calls_of_the_op_are_seen():
     x = random(5, 64, device="cuda")
-    how = ("rms", 64, EPS, 0.0, False, "late", False)
+    how = (*Options(64, "rms"), EPS, False)
     seen = ops_seen(lambda: torch.ops.tilenorm.norm(x, None, None, None, None, *how))
     assert seen == {"tilenorm::norm"}
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 import tilenorm
 from tilenorm.ops import registry
+from tilenorm.spec import Options
 
 from .helpers import EACH_DEVICE, EACH_FORM, FAMILY, NEEDS_GPU, call, random, tensors_of
 
@@ -131,7 +132,7 @@ def test_compiled_transforms(device, name, transform, dynamo):
 @pytest.mark.parametrize("transform", ["forward mode", "jvp"])
 def test_the_op_itself_refuses_forward_mode(device, transform):
     def norm(x):
-        how = ("rms", 8, 1e-5, 0.0, False, "late", False)
+        how = (*Options(8, "rms"), 1e-5, False)
         return torch.ops.tilenorm.norm(x, None, None, None, None, *how)[0]
 
     x, v = random(3, 8, device=device), random(3, 8, device=device, seed=1)
@@ -142,7 +143,7 @@ def test_the_op_itself_refuses_forward_mode(device, transform):
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_transforms_do_not_take_the_kernels(compiled, monkeypatch, dynamo):
     """As on a GPU: on the CPU, cutile refuses whatever calls it."""
-    monkeypatch.setattr(registry, "select", lambda *_: "cutile")
+    monkeypatch.setattr(registry, "select", lambda *_: registry.REGISTRY[0])
     run = torch.func.vmap(lambda x: tilenorm.rms_norm(x, (8,), backend="cutile"))
     run = torch.compile(run, fullgraph=True, backend="aot_eager") if compiled else run
     with pytest.raises(RuntimeError, match=r"'cutile' was asked for, but torch\.func"):

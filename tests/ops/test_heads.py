@@ -8,6 +8,7 @@ from tilenorm.launch.calls import Needs, bound
 from tilenorm.launch.plan import plan_backward, plan_forward
 from tilenorm.launch.target import Target
 from tilenorm.ops import cutile
+from tilenorm.ops.tensors import Saved, Tensors
 from tilenorm.spec import NormSpec
 
 from .helpers import (
@@ -26,6 +27,7 @@ from .helpers import (
     step,
     tensors_of,
 )
+from .pretended import tensors_among
 
 BATCH, LENGTH, HQ, HKV, D = 2, 5, 6, 3, 16
 
@@ -149,11 +151,11 @@ SPEC = NormSpec("rms", 128, "bfloat16", "bfloat16", heads=HQ)
 TARGET = Target.of("sm_90")
 
 
-def passed(function, plan, *tensors) -> list:
-    """The arguments of the launches that the implementation prepares."""
+def passed(function, plan, *given) -> list:
+    """The tensors that the implementation hands to the launches."""
     calls = []
-    function(plan, *tensors, run=lambda launches, arrays, _: calls.extend(bound(launches, arrays)))
-    return [a for made in calls for a in made.arguments if isinstance(a, torch.Tensor)]
+    function(plan, *given, run=lambda launches, arrays, _: calls.extend(bound(launches, arrays)))
+    return [a for made in calls for a in tensors_among(made.arguments)]
 
 
 def reads(arguments, tensor) -> bool:
@@ -167,8 +169,8 @@ def test_queries_of_a_fused_projection_are_read_in_place():
     stats = torch.empty(q.numel() // 128)
     forward = plan_forward(SPEC, TARGET, True)
     backward = plan_backward(SPEC, TARGET, Needs(True, True))
-    assert reads(passed(cutile.forward, forward, q, None, None, weight, None, 1e-6), q)
-    inputs = (dy, None, q, None, weight, None, None, stats)
+    assert reads(passed(cutile.forward, forward, Tensors(q, weight=weight), 1e-6), q)
+    inputs = (dy, None, Saved(q, None, weight, None, None, stats))
     assert reads(passed(cutile.backward, backward, *inputs), q)
 
 
@@ -188,7 +190,7 @@ def test_a_batch_that_does_not_merge_with_the_length_is_copied_once(monkeypatch)
 
         monkeypatch.setattr(torch.Tensor, name, counted)
     weight = random(HQ, 128, dtype=torch.bfloat16)
-    arguments = passed(cutile.forward, plan, q, None, None, weight, None, 1e-6)
+    arguments = passed(cutile.forward, plan, Tensors(q, weight=weight), 1e-6)
     assert len(copies) == 1
     assert reads(arguments, copies[0]) and not reads(arguments, base)
 

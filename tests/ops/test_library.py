@@ -9,6 +9,8 @@ from torch.library import opcheck
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tilenorm.spec import Options, norm_of
+
 from .helpers import (
     ADD,
     EACH_DEVICE,
@@ -31,9 +33,8 @@ BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 
 def how(form, hidden, offset=1.0, rounding="late"):
     """What both ops take between their tensors and the last arguments."""
-    norm = "layer" if "layer" in form.op else "rms"
     gate_first = not form.options.get("norm_before_gate", True)
-    return norm, hidden, EPS, offset, gate_first, rounding
+    return *Options(hidden, norm_of(form.op), offset, gate_first, rounding), EPS
 
 
 def forward_arguments(form, tensors, save=True, **options):
@@ -50,8 +51,8 @@ def backward_arguments(form, tensors, dsum=True, mask=(True,) * 5, **options):
     x = total if added else tensors["input"]
     parameters = (tensors.get(n) for n in ("gate", "weight", "bias"))
     incoming = dy, dsums[0] if added and dsum else None
-    arguments = (*incoming, x, *parameters, mean, rstd, added)
-    return *arguments, *how(form, x.shape[-1], **options), list(mask)
+    arguments = (*incoming, x, *parameters, mean if "layer" in form.op else None, rstd)
+    return *arguments, *how(form, x.shape[-1], **options), added, list(mask)
 
 
 INPUTS = {

@@ -32,7 +32,7 @@ def test_checkpointing_gives_the_same_bits(device, form, reentrant):
 
 
 @pytest.mark.parametrize("keep", [False, True], ids=["recompute", "keep"])
-def test_selective_checkpointing_sees_the_op(device, keep, monkeypatch):
+def test_selective_checkpointing_sees_the_op(device, keep, no_memory, monkeypatch):
     calls = []
     for module in (cutile, reference):
         forward = module.forward

@@ -8,11 +8,11 @@ import torch
 
 import tilenorm
 from tilenorm.launch.target import MULTIPROCESSORS, Target
-from tilenorm.ops import registry
+from tilenorm.ops import reference, registry
 from tilenorm.ops.registry import MAX_HIDDEN, MAX_ROWS, Device, refusals, select
 from tilenorm.spec import OPS, NormSpec
 
-from .helpers import EACH_FORM, NEEDS_GPU, call, random, tensors_of
+from .helpers import EACH_FORM, NEEDS_GPU, call, random, step, tensors_of
 
 pytestmark = pytest.mark.usefixtures("no_memory")
 
@@ -62,7 +62,7 @@ def test_refused(case):
     with pytest.warns(
         tilenorm.ReferenceWarning, match=f"reference runs instead of cutile.*{reason}"
     ):
-        assert select(spec, rows, device, None) == "reference"
+        assert select(spec, rows, device, None).name == "reference"
     with pytest.raises(RuntimeError, match=f"backend 'cutile' was asked for, but .*{reason}"):
         select(spec, rows, device, "cutile")
     assert refusals(spec, rows, device)["reference"] is None
@@ -75,7 +75,7 @@ def test_served_on_every_architecture(arch, op):
     spec = NormSpec.of(op, 4096, "bfloat16", weight="bfloat16")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert select(spec, MAX_ROWS, device, None) == "cutile"
+        assert select(spec, MAX_ROWS, device, None).name == "cutile"
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -173,3 +173,40 @@ def test_a_gpu_serves_what_the_kernels_take(dtype):
     else:
         tilenorm.rms_norm(x, (8,), backend="cutile")
         torch.testing.assert_close(tilenorm.rms_norm(x, (8,), backend="reference"), y)
+
+
+@EACH_FORM
+def test_an_implementation_of_a_user_is_one_entry(form, monkeypatch):
+    """It refuses, is preferred, is asked for by name, and gets the calls of both directions."""
+    seen = []
+
+    def refuses(spec, rows, device):
+        return "it takes 8 columns" if spec.hidden != 8 else None
+
+    def forward(spec, device, save):
+        seen.append(("forward", spec.op, device.kind, save))
+        return lambda tensors, eps: reference.formula(spec, tensors, eps)
+
+    def backward(spec, device, needs):
+        seen.append(("backward", needs.dx))
+        return lambda *given: reference.backward(spec, needs, *given)
+
+    mine = registry.Implementation("mine", refuses, forward, backward)
+    monkeypatch.setattr(registry, "REGISTRY", (mine, *registry.REGISTRY))
+    tensors = tensors_of(form, 3, 8)
+    for options in ({}, {"backend": "mine"}):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            got = step(form, tensors, **options)
+        assert ("forward", form.op, "cpu", True) in seen and ("backward", True) in seen
+        seen.clear()
+        expected = step(form, tensors, backend="reference")
+        assert not seen and got.keys() == expected.keys()
+        for name in got:
+            torch.testing.assert_close(got[name], expected[name])
+    wide = tensors_of(form, 3, 16)
+    with pytest.warns(tilenorm.ReferenceWarning, match="instead of mine: it takes 8 columns"):
+        call(form, wide)
+    with pytest.raises(RuntimeError, match="'mine' was asked for, but it takes 8 columns"):
+        call(form, wide, backend="mine")
+    assert not seen

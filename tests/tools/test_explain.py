@@ -43,9 +43,9 @@ def spec_of_call(monkeypatch, form, tensors, **options) -> NormSpec:
     """The spec that a call of the function reaches an implementation with."""
     seen = []
 
-    def forward(spec, x, *_):
+    def forward(spec, tensors, eps):
         seen.append(spec)
-        return reference.Forward(x.clone(), None, None, x.new_empty(0))
+        return tensors[0].clone(), None, None, None
 
     monkeypatch.setattr(reference, "forward", forward)
     arguments = {**tensors, "normalized_shape": tensors["input"].shape[-1:]}

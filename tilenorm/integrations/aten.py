@@ -17,9 +17,11 @@ from torch.library import Library, get_kernel
 
 from ..ops import cutile
 from ..ops.arguments import default_eps
-from ..ops.layout import flat
-from ..ops.plans import Plans, merged_needs, spec_of
-from ..ops.registry import MAX_ROWS, cutile_refuses, device_of
+from ..ops.layout import vector_of
+from ..ops.plans import Runner, spec_of
+from ..ops.registry import MAX_ROWS, cutile_implementation, device_of
+from ..ops.tensors import Saved, Tensors, merged_needs
+from ..spec import Options
 
 OPERATORS = (
     "native_layer_norm",
@@ -70,16 +72,17 @@ def disable() -> None:
 class Kernels:
     """The operators by name, as aten calls them; each returns None for what it does not serve.
 
-    plans_of: the plans of a spec and a device's index, or None. run: as cutile.forward takes it.
+    runner_of: the kernels' runner for a spec and a device's index, or None where they do not serve.
     """
 
-    def __init__(self, plans_of: Callable[..., Plans | None], run: cutile.Run = cutile.on_device):
+    def __init__(self, runner_of: Callable[..., Runner | None]):
         @cache
-        def plans(norm, hidden, dtype, weight, bias, index):
-            dtypes = (dtype, None, None, dtype if weight else None, dtype if bias else None)
-            return plans_of(spec_of(norm, hidden, *dtypes, 0.0, False, 0, "late"), index)
+        def runner(norm, hidden, dtype, weight, bias, index):
+            weight, bias = (dtype if there else None for there in (weight, bias))
+            spec = spec_of(Options(hidden, norm), Tensors(dtype, weight=weight, bias=bias))
+            return runner_of(spec, index)
 
-        self._plans, self._run = plans, run
+        self._runner = runner
 
     def native_layer_norm(self, x, shape, weight, bias, eps):
         return self._forward("layer", x, shape, weight, bias, eps)
@@ -96,35 +99,34 @@ class Kernels:
         return found and found[:2]
 
     def _forward(self, norm, x, shape, weight, bias, eps) -> tuple[Tensor, ...] | None:
-        plans = self._serving(norm, x, shape, weight, bias)
-        if plans is None:
+        runner = self._serving(norm, x, shape, weight, bias)
+        if runner is None:
             return None
         with cutile.on_device_of(x):
-            found = cutile.forward(plans.training, x, None, None, weight, bias, eps, self._run)
+            y, _, *stats = runner.training(Tensors(x, weight=weight, bias=bias), eps)
         of_rows = (*x.shape[: x.dim() - len(shape)], *(1 for _ in shape))
-        stats = (found.mean, found.rstd) if norm == "layer" else (found.rstd,)
-        return found.y, *(s.view(of_rows) for s in stats)
+        return y, *(s.view(of_rows) for s in stats if s is not None)
 
     def _backward(
         self, norm, dy, x, shape, mean, rstd, weight, bias, mask
     ) -> tuple[Tensor | None, ...] | None:
-        plans = self._serving(norm, x, shape, weight, bias)
-        if plans is None or (dy.dtype, dy.shape, rstd.dtype) != (x.dtype, x.shape, torch.float32):
+        runner = self._serving(norm, x, shape, weight, bias)
+        if runner is None or (dy.dtype, dy.shape, rstd.dtype) != (x.dtype, x.shape, torch.float32):
             return None
         asked = (mask[0], False, False, *mask[1:])
-        needs = merged_needs(x.dtype, None, None, weight, bias, None, asked)
+        needs = merged_needs(runner.dtypes, False, asked)
         if not any(needs):
             return None, None, None
-        saved = None if mean is None else flat(mean), flat(rstd)
-        plan = plans.backward(needs)
+        mean = None if mean is None else vector_of(mean)
+        saved = Saved(x, None, weight, bias, mean, vector_of(rstd))
         with cutile.on_device_of(x):
-            grads = cutile.backward(plan, dy, None, x, None, weight, bias, *saved, self._run)
+            grads = runner.backward(needs)(dy, None, saved, 0.0)  # rstd holds eps
         return grads[0], *grads[3:]
 
     def _serving(
         self, norm: str, x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None
-    ) -> Plans | None:
-        """Plans for tensors of one dtype and device whose shapes fit."""
+    ) -> Runner | None:
+        """The runner for tensors of one dtype and device whose shapes fit."""
         shape, dtype, index = tuple(shape), x.dtype, x.get_device()
         if not shape or x.shape[-len(shape) :] != shape:
             return None
@@ -138,7 +140,7 @@ class Kernels:
         hidden = math.prod(shape)
         if x.numel() > MAX_ROWS * hidden:
             return None
-        return self._plans(norm, hidden, dtype, weight is not None, bias is not None, index)
+        return self._runner(norm, hidden, dtype, weight is not None, bias is not None, index)
 
 
 class Override:
@@ -196,19 +198,19 @@ def _first(ours: Callable, former) -> Callable:
     return kernel
 
 
-def _cuda_plans(spec, index: int) -> Plans | None:
-    device = device_of("cuda", index)
-    return None if cutile_refuses(spec, 0, device) else Plans(spec, device.target, None)
+def _cuda_runner(spec, index: int) -> Runner | None:
+    device, kernels = device_of("cuda", index), cutile_implementation()
+    return None if kernels.refuses(spec, 0, device) else Runner(kernels, spec, device)
 
 
 def _check_served() -> None:
     reasons = ["PyTorch sees no CUDA GPU"]
     if torch.cuda.is_available():
-        spec = spec_of("rms", 1024, torch.bfloat16, *[None] * 4, 0.0, False, 0, "late")
+        spec = spec_of(Options(1024, "rms"), Tensors(torch.bfloat16))
         devices = [device_of("cuda", index) for index in range(torch.cuda.device_count())]
-        reasons = [cutile_refuses(spec, 0, device) for device in devices]
+        reasons = [cutile_implementation().refuses(spec, 0, device) for device in devices]
     if all(reasons):
         raise RuntimeError(f"tilenorm.override: cuTile serves no GPU here: {reasons[0]}")
 
 
-_CUDA = Override("CUDA", Kernels(_cuda_plans))
+_CUDA = Override("CUDA", Kernels(_cuda_runner))

@@ -3,36 +3,36 @@
 import math
 from collections.abc import Sequence
 from numbers import Integral, Real
+from typing import get_type_hints
 
 import torch
 from torch import SymFloat, SymInt, Tensor
 
-from ..spec import norm_of
+from ..spec import WORDS, Options, norm_of
+from .tensors import Tensors
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-ROUNDINGS = ("late", "early")
+ROUNDINGS = WORDS["rounding"]
+OPTION_TYPES = get_type_hints(Options)
 
 
 def check(
     op: str,
-    input: Tensor,
+    tensors: Tensors,
     normalized_shape: Sequence[int],
-    weight: Tensor | None,
-    bias: Tensor | None,
     eps: float | None,
-    offset: float,
-    rounding: str,
+    asked: tuple,
     backend: str | None,
-    **others: Tensor,
-) -> tuple[int, int]:
-    """The number of elements normalised together, and of heads with a weight each, or 0.
+) -> Options:
+    """What a call asks for.
 
-    others: what has the input's shape, by name.
+    asked: the values of the fields of Options that follow `hidden` and `norm`.
 
     Raises TypeError for an argument of the wrong type, NotImplementedError for a dtype that is not
-    served, ValueError for an unknown word, RuntimeError for shapes or devices that do not fit, but
-    ValueError for an RMSNorm's input of too few dimensions.
+    served, ValueError for an unknown word, RuntimeError for shapes or devices that do not fit. An
+    RMSNorm's input of too few dimensions raises ValueError.
     """
+    input, residual, gate, weight, bias = tensors
     if not isinstance(input, Tensor):
         raise TypeError(f"{op}: argument 'input' takes a Tensor, got {_kind(input)}")
     if not isinstance(normalized_shape, (tuple, list)):
@@ -43,13 +43,11 @@ def check(
     if not isinstance(eps, (float, Real, SymFloat)) and (layer or eps is not None):
         takes = "a float" if layer else "a float or None"
         raise TypeError(f"{op}: argument 'eps' takes {takes}, got {_kind(eps)}")
-    if not isinstance(offset, (float, Real, SymFloat)):
-        raise TypeError(f"{op}: argument 'offset' takes a float, got {_kind(offset)}")
     if backend is not None and not isinstance(backend, str):
         raise TypeError(f"{op}: argument 'backend' takes a str or None, got {_kind(backend)}")
-    if rounding not in ROUNDINGS:
-        takes = " or ".join(map(repr, ROUNDINGS))
-        raise ValueError(f"{op}: argument 'rounding' takes {takes}, got {rounding!r}")
+    options = Options(0, norm_of(op), *asked)
+    for name, value in zip(Options._fields[2:], options[2:], strict=True):
+        _check_option(op, name, value)
     _check_dtype(op, "input", input)
     shape = tuple(normalized_shape)
     if not shape:
@@ -70,8 +68,10 @@ def check(
             f"{op}: argument 'input' takes a shape that ends in normalized_shape {list(shape)},"
             f" got {list(input.shape)}"
         )
-    for name, tensor in others.items():
-        _check_like_input(op, name, tensor, input)
+    if op.startswith("add"):
+        _check_like_input(op, "residual", residual, input)
+    elif op.startswith("gated"):
+        _check_like_input(op, "gate", gate, input)
     heads = 0
     if weight is not None:
         heads = _check_parameter(op, "weight", weight, shape, input)
@@ -82,8 +82,18 @@ def check(
                 f"{op}: argument 'bias' takes the shape of weight {list(weight.shape)},"
                 f" got {list(bias.shape)}"
             )
-        heads = bias_heads
-    return math.prod(shape), heads if heads > 1 else 0  # one row of a parameter serves every row
+    values = [OPTION_TYPES[n](v) for n, v in zip(Options._fields[2:], options[2:], strict=True)]
+    return Options(math.prod(shape), options.norm, *values)
+
+
+def _check_option(op: str, name: str, value: object) -> None:
+    """Check that an option has its field's type, or is one of the words for it."""
+    if name in WORDS:
+        if value not in WORDS[name]:
+            takes = " or ".join(map(repr, WORDS[name]))
+            raise ValueError(f"{op}: argument {name!r} takes {takes}, got {value!r}")
+    elif OPTION_TYPES[name] is float and not isinstance(value, (float, Real, SymFloat)):
+        raise TypeError(f"{op}: argument {name!r} takes a float, got {_kind(value)}")
 
 
 def _check_like_input(op: str, name: str, tensor: Tensor, input: Tensor) -> None:

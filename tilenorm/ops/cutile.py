@@ -8,15 +8,10 @@ from torch import Tensor
 
 from ..launch.calls import ABSENT, Launch, launch
 from ..launch.plan import BackwardPlan, ForwardPlan
-from .layout import parameter_of, reinterpret, rows_of, shaped_as
-from .reference import Forward
+from .layout import as_read, parameter_of, plain, rows_of, shaped_as
+from .tensors import Results, Saved, Tensors
+from .torch_private import current_device, current_stream, empty_strided_cuda
 
-# Inductor's allocator, on the current device. It takes 0.8 µs where torch.empty takes 2.2, and in
-# autograd's thread 4 where that takes 9, for it does not let go of the interpreter's lock.
-_empty_strided_cuda = torch._C._dynamo.guards._empty_strided_cuda
-# Absent from a CPU build, where no tensor has a device's number.
-_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-current_device = getattr(torch._C, "_cuda_getDevice", lambda: -1)
 _HERE = nullcontext()
 
 Run = Callable[[Sequence[Launch], tuple, int], None]
@@ -24,93 +19,42 @@ Run = Callable[[Sequence[Launch], tuple, int], None]
 
 def on_device(launches: Sequence[Launch], arrays: tuple, index: int) -> None:
     """Launch on the current stream of the current CUDA device, which is `index`."""
-    launch(_current_stream(index), launches, arrays)
+    launch(current_stream(index), launches, arrays)
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager:
-    """A context in which x's CUDA device is current; nothing is done where it is."""
+    """A context in which x's CUDA device is current. It does nothing where that device is current
+    already, or where x is not on a CUDA device.
+    """
     index = x.get_device()
-    return _HERE if index == current_device() else torch.cuda.device(index)
+    return _HERE if index < 0 or index == current_device() else torch.cuda.device(index)
 
 
-def forward(
-    plan: ForwardPlan,
-    x: Tensor,
-    residual: Tensor | None,
-    gate: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    run: Run = on_device,
-) -> Forward:
-    """y and the sum, contiguous; mean and rstd (rows,) float32 where the plan saves them."""
-    spec, leading = plan.spec, plan.leading
-    y, total, mean, rstd = forward_matrices(
-        plan,
-        rows_of(x, spec, leading),
-        None if residual is None else rows_of(residual, spec, leading),
-        None if gate is None else rows_of(gate, spec, leading),
-        None if weight is None else parameter_of(weight, spec),
-        None if bias is None else parameter_of(bias, spec),
-        eps,
-        run,
-    )
-    if y.shape != x.shape:
-        y, total = shaped_as(y, x), None if total is None else shaped_as(total, x)
-    return Forward(y, total, mean, rstd)
+def forward(plan: ForwardPlan, tensors: Tensors, eps: float, run: Run = on_device) -> Results:
+    """y and the sum, contiguous; mean and rstd (rows,) float32 where the plan saves them.
 
-
-def forward_contiguous(
-    plan: ForwardPlan,
-    x: Tensor,
-    residual: Tensor | None,
-    gate: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """The same of contiguous tensors and of vectors, all on 16 bytes if that counts."""
-    hidden = plan.spec.hidden
-    matrix = (x.numel() // hidden, hidden), (hidden, 1)
-    y, total, mean, rstd = forward_matrices(
-        plan,
-        reinterpret(x, *matrix),
-        None if residual is None else reinterpret(residual, *matrix),
-        None if gate is None else reinterpret(gate, *matrix),
-        weight,
-        bias,
-        eps,
-    )
-    return shaped_as(y, x), None if total is None else shaped_as(total, x), mean, rstd
-
-
-def forward_matrices(
-    plan: ForwardPlan,
-    x: Tensor,
-    residual: Tensor | None,
-    gate: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    run: Run = on_device,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """The same of tensors as the kernels take them; y and the sum are (rows, hidden)."""
-    spec = plan.spec
+    What is returned is a plain tuple in the order of Results, which takes longer to make.
+    """
+    spec, like = plan.spec, tensors[0]
     hidden = spec.hidden
-    rows = x.numel() // hidden
+    rows = like.numel() // hidden
     shape, strides = (rows, hidden), (hidden, 1)
-    empty = _empty_strided_cuda if x.is_cuda else _empty_strided_cpu
-    y = empty(shape, strides, x.dtype)
+    empty = empty_strided_cuda if like.is_cuda else _empty_strided_cpu
+    y = empty(shape, strides, like.dtype)
     total = mean = rstd = None
-    if residual is not None:
-        total = empty(shape, strides, residual.dtype)
+    if tensors[1] is not None:
+        total = empty(shape, strides, tensors[1].dtype)
     if plan.save:
         rstd = empty((rows,), (1,), torch.float32)
         if spec.norm == "layer":
             mean = empty((rows,), (1,), torch.float32)
+    matrices = like.shape == shape
     if rows:
         slots = plan.slots(rows)
-        arrays = (  # as ForwardArrays, which take longer to make
+        if not (matrices and rows > 1 and plain(tensors)):
+            tensors = as_read(tensors, spec, plan.leading)
+        x, residual, gate, weight, bias = tensors
+        arrays = (  # in the order of ForwardArrays, which takes longer to make
             x,
             y,
             ABSENT if weight is None else weight,
@@ -122,7 +66,10 @@ def forward_matrices(
             ABSENT if rstd is None else rstd,
             ABSENT if slots is None else empty(slots, (slots[1], 1), torch.int32),
         )
-        run(plan.launches(rows, eps), arrays, x.get_device())
+        run(plan.launches(rows, eps), arrays, like.get_device())
+    if not matrices:
+        y = shaped_as(y, like)
+        total = None if total is None else shaped_as(total, like)
     return y, total, mean, rstd
 
 
@@ -130,22 +77,19 @@ def backward(
     plan: BackwardPlan,
     dy: Tensor,
     dsum: Tensor | None,
-    x: Tensor,
-    gate: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor,
+    saved: Saved,
+    eps: float = 0.0,
     run: Run = on_device,
-) -> tuple[Tensor | None, ...]:
-    """Those of dx, dresidual, dgate, dW and dB that the plan needs, contiguous.
+) -> Tensors:
+    """The gradients of Tensors that the plan needs, contiguous, each in its own tensor's dtype.
 
-    x is the sum where a residual was added. Each gradient has the dtype of what it is of.
+    dsum: the gradient of the sum. eps: is not read, because the saved rstd holds it.
     """
     spec, needs = plan.spec, plan.needs
+    x, gate, weight, bias, mean, rstd = saved
     hidden = spec.hidden
     rows = x.numel() // hidden
-    empty = _empty_strided_cuda if x.is_cuda else _empty_strided_cpu
+    empty = empty_strided_cuda if x.is_cuda else _empty_strided_cpu
     shape, strides = (rows, hidden), (hidden, 1)
     dx = empty(shape, strides, dy.dtype) if needs.dx else None
     dresidual = empty(shape, strides, x.dtype) if needs.dresidual else None
@@ -154,7 +98,7 @@ def backward(
     db = empty((bias.numel(),), (1,), bias.dtype) if needs.db else None
     if rows:
         leading, partials, slots = plan.leading, plan.partials(rows), plan.slots(rows)
-        arrays = (  # as BackwardArrays
+        arrays = (  # in the order of BackwardArrays
             rows_of(x, spec, leading),
             rows_of(dy, spec, leading),
             ABSENT if gate is None else rows_of(gate, spec, leading),

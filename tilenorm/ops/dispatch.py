@@ -1,155 +1,154 @@
-"""From a function's arguments to an implementation; and the short way of eager CUDA tensors."""
+"""From a public function to an implementation: remembered? else check, select, run, remember."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import Function, forward_ad
 
-from ..spec import norm_of
-from . import arguments, cutile, library, reference
-from .layout import all_aligned, all_contiguous
-from .plain import is_plain, is_transformed, modes, needs_grad
-from .plans import plans_of, spec_of_tensors
-from .prepared import prepare, prepared
+from . import arguments, library, reference
+from .autograd import apply, is_plain, is_transformed, needs_grad
+from .plans import Runner, runner_of, spec_of_tensors
 from .registry import MAX_ROWS, device_of, refuse_transformed, select_transformed
+from .tensors import Results, Tensors
+from .torch_private import TensorGuards, current_device, in_forward_mode, modes
+
+MOST_CALLS = 1024
+MOST_GUARDS = 8  # for calls that differ in their tensors' dtypes, ranks, devices, requires_grad
+_autocast = torch.is_autocast_enabled  # for CUDA; given a device's name it takes twice as long
+
+
+class Known(NamedTuple):
+    """What serves calls whose tensors `check` takes. Leading sizes and strides may differ.
+
+    index: the CUDA device's, or None. most: how many elements the input may have.
+    recorded: whether one of the tensors requires a gradient.
+    """
+
+    check: Callable[..., bool]
+    index: int | None
+    most: int
+    eps: float
+    recorded: bool
+    runner: Runner
 
 
 def normalize(
     op: str,
-    input: Tensor,
-    residual: Tensor | None,
-    gate: Tensor | None,
+    tensors: Tensors,
     normalized_shape: Sequence[int],
-    weight: Tensor | None,
-    bias: Tensor | None,
     eps: float | None,
-    offset: float,
-    gate_first: bool,
-    rounding: str,
+    asked: tuple,
     backend: str | None,
-) -> tuple[Tensor, Tensor | None]:
+) -> Results:
     """The norm, and the sum with the residual if there is one, by whatever serves the call.
 
-    op: the function's name, which says what it computes and takes.
+    op: the public function's name. tensors: as Tensors. asked: the fields of Options that the
+    caller gives, which follow `hidden` and `norm`.
     """
-    known, tensors = [], [input]
+    known = None
     if not torch.compiler.is_compiling():
-        for other in (residual, gate, weight, bias):
-            if other is not None:
-                tensors.append(other)
+        x, residual, gate = tensors[:3]
+        given = []
+        for tensor in tensors:
+            if tensor is not None:
+                given.append(tensor)  # a comprehension takes longer
         try:
-            known = prepared(
-                op, eps, offset, gate_first, rounding, backend,
-                residual is None, gate is None, weight is None, bias is None,
-                type(normalized_shape), *normalized_shape,
+            known = remembered(
+                op, eps, backend, residual is None, gate is None, tensors[3] is None,
+                tensors[4] is None, type(normalized_shape), *asked, *normalized_shape,
             )  # fmt: skip
-        except TypeError:  # of what, the checks say
+        except TypeError:  # the checks say what is wrong
             known = []
-        for check, plans, index, hidden, value, differentiable, simple in known:
+        for check, index, most, wanted, recorded, runner in known:
             if (
-                check(*tensors)
-                and index == _current_device()
-                and input.numel() <= MAX_ROWS * hidden
-                and (residual is None or residual.shape == input.shape)
-                and (gate is None or gate.shape == input.shape)
+                check(*given)
+                and (index is None or index == current_device())
+                and x.numel() <= most
+                and (residual is None or residual.shape == x.shape)
+                and (gate is None or gate.shape == x.shape)
                 and not modes()
-                and forward_ad._current_level < 0
+                and not in_forward_mode(given)
             ):
-                forward = cutile.forward
-                if simple and (not plans.aligned or all_aligned(tensors)):
-                    if input.dim() == 2:
-                        forward = cutile.forward_matrices
-                    elif all_contiguous(tensors):
-                        forward = cutile.forward_contiguous
-                if differentiable and torch.is_grad_enabled():
-                    return _apply(input, residual, gate, weight, bias, value, plans, forward)
-                return forward(plans.inference, input, residual, gate, weight, bias, value)[:2]
-    return _checked(
-        op, input, residual, gate, normalized_shape, weight, bias, eps, offset, gate_first,
-        rounding, backend, known, tensors,
-    )  # fmt: skip
+                if recorded and torch.is_grad_enabled():
+                    return apply(*tensors, wanted, runner, runner.training)
+                return runner.inference(tensors, wanted)
+    return _checked(op, tensors, normalized_shape, eps, asked, backend, known)
 
 
-def _checked(
-    op, input, residual, gate, normalized_shape, weight, bias, eps, offset, gate_first, rounding,
-    backend, known, tensors,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """The same after checks, and remembered where the kernels serve plain tensors."""
-    norm = norm_of(op)
-    others = {}
-    if op.startswith("add"):
-        others["residual"] = residual
-    elif op.startswith("gated"):
-        others["gate"] = gate
-    hidden, _ = arguments.check(
-        op, input, normalized_shape, weight, bias, eps, offset, rounding, backend, **others
-    )
-    x = input
-    if _autocast() and input.is_cuda:
-        x = library.autocast_input(input, norm)
-    eps = arguments.default_eps(x, residual) if eps is None else float(eps)
-    how = (norm, hidden, eps, float(offset), gate_first, rounding)
-    recorded = needs_grad(x, residual, gate, weight, bias)
-    if _is_served(x, residual, gate, weight, bias):
-        plans = plans_of(x, residual, gate, weight, bias, *how, backend)
-        if plans is not None and x.numel() <= MAX_ROWS * hidden:
-            if recorded:
-                found = _apply(x, residual, gate, weight, bias, eps, plans, cutile.forward)
-            else:
-                found = cutile.forward(plans.inference, x, residual, gate, weight, bias, eps)
-            if x is input:
-                parameters = [t.dim() for t in (weight, bias) if t is not None]
-                fixed = max([len(normalized_shape), *parameters])
-                prepare(known, tensors, fixed, hidden, eps, plans)
-            return found[:2]
-    if is_transformed():
-        spec = spec_of_tensors(x, residual, gate, weight, bias, *how)
+def _checked(op, tensors, normalized_shape, eps, asked, backend, known) -> Results:
+    """The same after checks, and remembered where an implementation is called directly."""
+    options = arguments.check(op, tensors, normalized_shape, eps, asked, backend)
+    x, *others = tensors
+    if x.is_cuda and _autocast():
+        x = library.autocast_input(x, options.norm)
+    eps = arguments.default_eps(*tensors[:2]) if eps is None else float(eps)
+    cast, recorded = Tensors(x, *others), needs_grad(x, *others)
+    if _is_direct(cast):
+        runner = runner_of(cast, options, backend)
+        if known is not None and x is tensors[0]:
+            _remember(known, tensors, len(normalized_shape), eps, runner)
+        if recorded:
+            return apply(*cast, eps, runner, runner.training)
+        return runner.inference(cast, eps)
+    if is_transformed(cast):
+        spec = spec_of_tensors(cast, options)
         if torch.compiler.is_compiling():
             refuse_transformed(op, backend)  # a graph has no place for a warning
         else:
             select_transformed(spec, device_of(x.device.type, x.get_device()), backend)
-        return reference.forward(spec, x, residual, gate, weight, bias, eps)[:2]
-    return torch.ops.tilenorm.norm(x, residual, gate, weight, bias, *how, recorded, backend)[:2]
+        return reference.formula(spec, cast, eps)
+    return torch.ops.tilenorm.norm(*cast, *options, eps, recorded, backend)
 
 
-_autocast = torch.is_autocast_enabled  # for CUDA; given a device's name it takes twice as long
-_current_device = cutile.current_device
-
-
-def _is_current(tensor: Tensor) -> bool:
-    return tensor.is_cuda and tensor.get_device() == _current_device()
-
-
-def _is_served(tensor: Tensor, *others: Tensor | None) -> bool:
-    """Eager tensors on the current CUDA device that nothing else wants to see."""
-    if torch.compiler.is_compiling() or not _is_current(tensor):
+def _is_direct(tensors: Tensors) -> bool:
+    """Whether eager plain tensors are on the CPU or on the current CUDA device."""
+    if torch.compiler.is_compiling():
         return False
-    return is_plain(tensor, *others)
+    # A fake CUDA tensor is not plain, and there may be no device to ask for.
+    return is_plain(*tensors) and _is_here(tensors.input)
 
 
-class _Norm(Function):
-    @staticmethod
-    def forward(ctx, x, residual, gate, weight, bias, eps, plans, forward):
-        y, total, mean, rstd = forward(plans.training, x, residual, gate, weight, bias, eps)
-        ctx.save_for_backward(x if total is None else total, gate, weight, bias, mean, rstd)
-        ctx.set_materialize_grads(False)
-        ctx.eps, ctx.plans = eps, plans
-        return y, total
-
-    @staticmethod
-    def backward(ctx, dy, dsum):
-        mask, plans, saved = ctx.needs_input_grad, ctx.plans, ctx.saved_tensors
-        if dy is None or torch.is_grad_enabled() or not _is_served(dy, dsum):
-            spec, of = plans.spec, (plans.added, plans.dtype)
-            how = (spec.norm, spec.hidden, ctx.eps, spec.offset, spec.gate_first, spec.rounding)
-            grads = library.gradients(dy, dsum, saved, *of, how, mask[:5], plans.backend)
-            return *grads, None, None, None
-        plan, sort = plans.gradients(mask, dsum is not None)
-        return sort((*cutile.backward(plan, dy, dsum, *saved), None))
+def _is_here(x: Tensor) -> bool:
+    return x.is_cpu or (x.is_cuda and x.get_device() == current_device())
 
 
-# Past the Python half of Function.apply, which looks for the transforms that is_plain excludes.
-_apply = super(Function, _Norm).apply
-# And past the Python half of the backward pass, which finds this function by its name.
-_Norm._backward_cls.apply = _Norm.backward
+def _index_of(x: Tensor) -> int | None:
+    return x.get_device() if x.is_cuda else None
+
+
+@lru_cache(MOST_CALLS, typed=True)
+def remembered(op: str, *arguments) -> list[Known]:
+    """What is remembered of calls with these arguments beside the tensors, the last first.
+
+    Raises TypeError if one is a tensor, which would be kept, or has no hash.
+    """
+    if any(isinstance(a, Tensor) for a in arguments):
+        raise TypeError(f"{op}: a tensor where none is taken")
+    return []
+
+
+def _remember(known: list[Known], tensors, dims: int, eps: float, runner: Runner) -> None:
+    """Remember what serves calls like this one, unless no guard can tell them.
+
+    The guard holds the type, dispatch keys, dtype, device and requires_grad of each tensor, and as
+    many of its trailing sizes as the call's normalized_shape or parameters have. Dispatch keys come
+    and go with a thread's state: autocast, inference mode, torch.func. It holds no tensor, and
+    refuses a tensor that is given twice.
+    """
+    if TensorGuards is None:
+        return
+    given = [t for t in tensors if t is not None]
+    fixed = max(dims, *(0 if t is None else t.dim() for t in tensors[3:]))
+    check = TensorGuards(
+        *given,
+        dynamic_dims_sizes=[[*[None] * (t.dim() - fixed), *t.shape[-fixed:]] for t in given],
+        dynamic_dims_strides=[[None] * t.dim() for t in given],
+    ).check
+    if not check(*given):
+        return
+    x, recorded = tensors[0], any(t.requires_grad for t in given)
+    most = MAX_ROWS * runner.spec.hidden
+    known.insert(0, Known(check, _index_of(x), most, eps, recorded, runner))
+    del known[MOST_GUARDS:]

@@ -1,4 +1,8 @@
-"""The functions that users call, as torch.nn.functional has them, and more."""
+"""The functions that users call: those of torch.nn.functional, and more.
+
+Each makes two groups of its arguments: the tensors, in the order of Tensors, and what Options asks
+for after `hidden` and `norm`.
+"""
 
 from collections.abc import Sequence
 
@@ -51,10 +55,8 @@ def rms_norm(
         RuntimeError: the backend asked for cannot serve, with the reason.
         ValueError: an unknown backend or rounding, an input of too few dimensions.
     """
-    return normalize(
-        "rms_norm", input, None, None, normalized_shape, weight, bias, eps, offset,
-        False, rounding, backend,
-    )[0]  # fmt: skip
+    tensors, asked = (input, None, None, weight, bias), (offset, False, rounding)
+    return normalize("rms_norm", tensors, normalized_shape, eps, asked, backend)[0]
 
 
 def layer_norm(
@@ -79,10 +81,8 @@ def layer_norm(
     Args, returns, raises: as rms_norm, but eps takes no None, and too few dimensions raise
     RuntimeError, as in PyTorch.
     """
-    return normalize(
-        "layer_norm", input, None, None, normalized_shape, weight, bias, eps, offset,
-        False, rounding, backend,
-    )[0]  # fmt: skip
+    tensors, asked = (input, None, None, weight, bias), (offset, False, rounding)
+    return normalize("layer_norm", tensors, normalized_shape, eps, asked, backend)[0]
 
 
 def add_rms_norm(
@@ -115,10 +115,8 @@ def add_rms_norm(
 
     Raises: as rms_norm.
     """
-    return normalize(
-        "add_rms_norm", input, residual, None, normalized_shape, weight, bias, eps, offset,
-        False, rounding, backend,
-    )  # fmt: skip
+    tensors, asked = (input, residual, None, weight, bias), (offset, False, rounding)
+    return normalize("add_rms_norm", tensors, normalized_shape, eps, asked, backend)[:2]
 
 
 def add_layer_norm(
@@ -139,10 +137,8 @@ def add_layer_norm(
 
     Args, returns, raises: as add_rms_norm and layer_norm.
     """
-    return normalize(
-        "add_layer_norm", input, residual, None, normalized_shape, weight, bias, eps,
-        offset, False, rounding, backend,
-    )  # fmt: skip
+    tensors, asked = (input, residual, None, weight, bias), (offset, False, rounding)
+    return normalize("add_layer_norm", tensors, normalized_shape, eps, asked, backend)[:2]
 
 
 def gated_rms_norm(
@@ -178,7 +174,5 @@ def gated_rms_norm(
 
     Raises: as rms_norm.
     """
-    return normalize(
-        "gated_rms_norm", input, None, gate, normalized_shape, weight, bias, eps, offset,
-        not norm_before_gate, rounding, backend,
-    )[0]  # fmt: skip
+    tensors, asked = (input, None, gate, weight, bias), (offset, not norm_before_gate, rounding)
+    return normalize("gated_rms_norm", tensors, normalized_shape, eps, asked, backend)[0]

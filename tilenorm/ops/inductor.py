@@ -1,51 +1,34 @@
-"""What Inductor's generated code calls: the implementations of the ops, past PyTorch's dispatcher.
+"""What Inductor's generated code calls in place of the ops: the functions under them.
 
-The dispatcher and its Python layers take 13 µs of a call, more than the launch of a kernel.
+That leaves out PyTorch's dispatcher, its layers in Python and the empty tensors for absent results:
+25 of 63 µs of a compiled forward call, and 60 to 75 of 270 to 300 µs forward and backward. Measured
+as CPU time without a GPU, where a launch did nothing.
 """
 
-import ast
-import hashlib
-import sys
 from collections.abc import Callable
 
-# Where Inductor looks for what is to stand for an op, from PyTorch 2.11 on; else it calls the op.
-REGISTRY = "torch._inductor.codegen.custom_extern_kernel_codegen"
+from .torch_private import inductor_calls
 
 
-def call_directly(op: str, bind: Callable, tensors: int) -> None:
-    """Have Inductor, once it is loaded, call for an op what a module's function makes.
+def call_directly(op: str, function: Callable) -> None:
+    """Have Inductor, once it is loaded, generate calls of a module's function for an op.
 
-    bind: takes what follows the op's first `tensors` arguments, and which results are `wanted`, and
-    returns a function of the tensors, that is called with tensors of one description alone: which
-    there are, and their dtypes, devices and numbers of dimensions. It is called when generated code
-    is loaded, or in each call where a size is among its arguments. That code is kept on the disk:
-    bind has to keep its name and place.
+    The function takes the op's arguments, and returns None for absent results, which are empty
+    tensors of the op. Generated code is kept on the disk, so the function keeps its name and place.
     """
-    registry, name = sys.modules.get(REGISTRY), f"torch.ops.tilenorm.{op}.default"
-    if registry is None or name in registry.CUSTOM_EXTERN_KERNEL_CODEGEN:
+    calls, name = inductor_calls(), f"torch.ops.tilenorm.{op}.default"
+    if calls is None or name in calls.CUSTOM_EXTERN_KERNEL_CODEGEN:
         return
 
-    def generate(node, writeline):
+    def generate(node, writeline: Callable[[str], None]) -> None:
         from torch._inductor.virtualized import V
 
-        wanted = tuple(out.get_name() not in V.graph.removed_buffers for out in node.outputs)
-        given = [*node.codegen_args(), *node.codegen_kwargs(), f"wanted={wanted}"]
-        bound = f"{bind.__name__}({', '.join(given[tensors:])})"
-        add_once = V.graph.wrapper_code.add_import_once
-        add_once(f"from {bind.__module__} import {bind.__name__}")
-        if _is_constant(bound):
-            there = [argument != "None" for argument in given[:tensors]]
-            kinds = [(t.get_dtype(), t.get_device(), len(t.get_size())) for t in node.inputs]
-            key = hashlib.sha256(repr((bound, there, kinds)).encode()).hexdigest()
-            once = f"tilenorm_{op}_{key[:16]}"
-            add_once(f"{once} = {bound}")
-            bound = once
-        writeline(f"{node.get_name()} = {bound}({', '.join(given[:tensors])})")
+        called = function.__name__
+        V.graph.wrapper_code.add_import_once(f"from {function.__module__} import {called}")
+        used = [out for out in node.outputs if out.get_name() not in V.graph.removed_buffers]
+        if any(list(out.get_size()) == [0] for out in used):  # an absent result is asked for
+            called = name
+        arguments = ", ".join([*node.codegen_args(), *node.codegen_kwargs()])
+        writeline(f"{node.get_name()} = {called}({arguments})")
 
-    registry.CUSTOM_EXTERN_KERNEL_CODEGEN[name] = registry.CustomCodegen(python=generate)
-
-
-def _is_constant(call: str) -> bool:
-    """Whether a call's arguments name nothing."""
-    names = [node for node in ast.walk(ast.parse(call)) if isinstance(node, ast.Name)]
-    return len(names) == 1  # what is called
+    calls.CUSTOM_EXTERN_KERNEL_CODEGEN[name] = calls.CustomCodegen(python=generate)

@@ -6,12 +6,10 @@ import torch
 from torch import Tensor
 
 from ..spec import NormSpec
+from .torch_private import reinterpret
 
 VECTOR_BYTES = 16
 MAX_STRIDE = 2**31  # kernels hold extents and strides in 32 bits
-# A view that autograd knows nothing of, as Inductor makes it: half the time of as_strided, and it
-# does not let go of the interpreter's lock.
-reinterpret = torch._C._dynamo.guards._reinterpret_tensor
 
 
 def rows_of(x: Tensor, spec: NormSpec, leading: int) -> Tensor:
@@ -61,24 +59,52 @@ def _starts_vectors(x: Tensor, strides: list[int], aligned: bool) -> bool:
     return not aligned or not (x.data_ptr() % VECTOR_BYTES or any(s % unit for s in strides))
 
 
-def all_aligned(tensors: Sequence[Tensor]) -> bool:
-    """Whether every one starts on 16 bytes."""
+def plain(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether every tensor that is there is contiguous and starts on 16 bytes."""
     addresses = 0
     for tensor in tensors:
-        addresses |= tensor.data_ptr()
+        if tensor is not None:
+            if not tensor.is_contiguous():
+                return False
+            addresses |= tensor.data_ptr()
     return not addresses % VECTOR_BYTES
 
 
-def all_contiguous(tensors: Sequence[Tensor]) -> bool:
-    for tensor in tensors:  # noqa: SIM110, all() takes twice as long
-        if not tensor.is_contiguous():
-            return False
-    return True
+def as_read(tensors: Sequence[Tensor | None], spec: NormSpec, leading: int) -> list[Tensor | None]:
+    """A norm's tensors as the kernels read them, copied only where they cannot be read in place."""
+    hidden, read = spec.hidden, []
+    if spec.heads or not plain(tensors):
+        for number, t in enumerate(tensors):
+            if t is not None:
+                t = rows_of(t, spec, leading) if number < 3 else parameter_of(t, spec)
+            read.append(t)
+        return read
+    shape, strides = (tensors[0].numel() // hidden, hidden), (hidden, 1)
+    for t in tensors[:3]:
+        read.append(t if t is None else reinterpret(t, shape, strides))
+    for w in tensors[3:]:
+        read.append(w if w is None or w.dim() == 1 else reinterpret(w, (hidden,), (1,)))
+    return read
 
 
-def vector_of(w: Tensor, aligned: bool) -> Tensor:
-    """A weight or bias as a contiguous vector; copied if, when `aligned`, not on 16 bytes."""
-    vector = w if w.stride() == (1,) else flat(w)
+def shaped_as(fresh: Tensor, like: Tensor) -> Tensor:
+    """A contiguous tensor, which nothing else holds, in the shape of another."""
+    return reinterpret(fresh, like.shape, contiguous_strides(like))
+
+
+def contiguous_strides(x: Tensor) -> tuple[int, ...]:
+    """The strides of a contiguous tensor of x's shape."""
+    if x.is_contiguous():
+        return x.stride()
+    strides = [1]
+    for size in x.shape[:0:-1]:
+        strides.append(strides[-1] * max(size, 1))
+    return tuple(reversed(strides))
+
+
+def vector_of(w: Tensor, aligned: bool = False) -> Tensor:
+    """w as a contiguous vector, copied where it is not one, or, if `aligned`, not on 16 bytes."""
+    vector = w if w.stride() == (1,) else w.reshape(-1).contiguous()
     return vector.clone() if aligned and vector.data_ptr() % VECTOR_BYTES else vector
 
 
@@ -86,18 +112,6 @@ def parameter_of(w: Tensor, spec: NormSpec) -> Tensor:
     """A weight or bias as (hidden,), or (heads, hidden) where heads have their own."""
     vector = vector_of(w, spec.aligned)
     return vector.view(spec.heads, spec.hidden) if spec.heads else vector
-
-
-def shaped_as(fresh: Tensor, like: Tensor) -> Tensor:
-    """A contiguous tensor, which nothing else holds, in the shape of another."""
-    if like.is_contiguous():
-        return reinterpret(fresh, like.shape, like.stride())
-    return fresh.view(like.shape)
-
-
-def flat(w: Tensor) -> Tensor:
-    """w as a contiguous vector, copied only if it is not one."""
-    return w if w.dim() == 1 and w.is_contiguous() else w.reshape(-1).contiguous()
 
 
 def _collapse(x: Tensor, hidden: int) -> tuple[list[int], list[int]] | None:

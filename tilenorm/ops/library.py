@@ -1,162 +1,216 @@
 """The torch.library ops: functional, with fakes and autograd, for graphs and for every mode.
 
-One pair serves every normalisation; what it is travels as arguments. Eager calls on plain CUDA
-tensors take the shorter way of dispatch.py to the same kernels.
+One pair of ops serves every norm. After its tensors an op takes the fields of Options one by one,
+then eps and what is particular to its direction. Eager calls on plain tensors go past the ops, from
+dispatch.py to the same implementations.
 """
+
+from typing import NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
-from . import reference
-from .implementation import bind_norm, bind_norm_backward, norm_backward, norm_forward, stat_dtype
+from ..spec import Options
+from . import cutile
+from .autograd import ByDispatcher, Norm, gradients, is_plain, needs_grad
 from .inductor import call_directly
-from .plain import is_plain, needs_grad
-from .plans import computed, merged_needs, spec_of_tensors, spread
+from .plans import runner_of
+from .tensors import Results, Saved, Tensors, computed, dtype_of, merged_needs, statistics_dtype
+from .torch_private import BelowAutograd, autocast_casts, in_forward_mode
 
 LIBRARY = torch.library.Library("tilenorm", "DEF")
-_HOW = (
-    "str norm, SymInt hidden, float eps, float offset, bool gate_first, str rounding,"
-    " {}, str? backend=None"
-)
+_TYPES = {int: "SymInt", float: "float", bool: "bool", str: "str"}
+_OPTIONS = ", ".join(f"{_TYPES[kind]} {name}" for name, kind in get_type_hints(Options).items())
 LIBRARY.define(
     "norm(Tensor input, Tensor? residual, Tensor? gate, Tensor? weight, Tensor? bias,"
-    f" {_HOW.format('bool save')}) -> (Tensor output, Tensor sum, Tensor mean, Tensor rstd)",
+    f" {_OPTIONS}, float eps, bool save, str? backend=None)"
+    " -> (Tensor output, Tensor sum, Tensor mean, Tensor rstd)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 LIBRARY.define(
     "norm_backward(Tensor grad_output, Tensor? grad_sum, Tensor input, Tensor? gate,"
-    " Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, bool added,"
-    f" {_HOW.format('bool[5] output_mask')}) -> (Tensor grad_input, Tensor grad_residual,"
-    " Tensor grad_gate, Tensor grad_weight, Tensor grad_bias)",
+    " Tensor? weight, Tensor? bias, Tensor? mean, Tensor rstd,"
+    f" {_OPTIONS}, float eps, bool added, bool[5] output_mask, str? backend=None)"
+    " -> (Tensor grad_input, Tensor grad_residual, Tensor grad_gate, Tensor grad_weight,"
+    " Tensor grad_bias)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
 # Norms that PyTorch's autocast computes in float32 on CUDA, RMSNorm from 2.12 on; none on the CPU.
-AUTOCAST_NORMS = tuple(
-    norm
-    for norm in ("rms", "layer")
-    if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{norm}_norm", "AutocastCUDA")
-)
+AUTOCAST_NORMS = tuple(filter(autocast_casts, ("rms", "layer")))
 
 
-def norm_forward_fake(
-    x, residual, gate, weight, bias,
-    norm, hidden, eps, offset, gate_first, rounding, save, backend=None,
-):  # fmt: skip
-    call_directly("norm", bind_norm, 5)
-    rows = x.numel() // hidden if save and hidden else 0
-    dtype = stat_dtype(x, residual)
+class Forward(NamedTuple):
+    """The arguments of the op norm."""
+
+    tensors: Tensors
+    options: Options
+    eps: float
+    save: bool
+    backend: str | None = None
+
+    @classmethod
+    def of(cls, arguments: tuple, **by_name) -> "Forward":
+        end = 5 + len(Options._fields)
+        options = Options(*arguments[5:end])
+        return cls(Tensors(*arguments[:5]), options, *arguments[end:], **by_name)
+
+
+class Backward(NamedTuple):
+    """The arguments of the op norm_backward. added: whether there was a residual."""
+
+    dy: Tensor
+    dsum: Tensor | None
+    saved: Saved
+    options: Options
+    eps: float
+    added: bool
+    mask: tuple[bool, ...]
+    backend: str | None = None
+
+    @classmethod
+    def of(cls, arguments: tuple, **by_name) -> "Backward":
+        end = 8 + len(Options._fields)
+        options = Options(*arguments[8:end])
+        return cls(*arguments[:2], Saved(*arguments[2:8]), options, *arguments[end:], **by_name)
+
+    @property
+    def tensors(self) -> Tensors:
+        """Tensors with the dtypes and the device of those that the forward pass had."""
+        x, gate, weight, bias = self.saved[:4]
+        return Tensors(self.dy, x if self.added else None, gate, weight, bias)
+
+
+def run_norm(*arguments, **by_name) -> Results:
+    """What the op norm computes for real tensors, None for what is absent."""
+    tensors, options, eps, save, backend = Forward.of(arguments, **by_name)
+    _refuse_forward_mode(tensors)
+    runner = runner_of(tensors, options, backend)
+    with cutile.on_device_of(tensors[0]):
+        return (runner.training if save else runner.inference)(tensors, eps)
+
+
+def run_norm_backward(*arguments, **by_name) -> Tensors:
+    """What the op norm_backward computes for real tensors, None for what is absent."""
+    dy, dsum, saved, options, eps, added, mask, backend = Backward.of(arguments, **by_name)
+    _refuse_forward_mode((dy, dsum, *saved))
+    x, gate, weight, bias, _, rstd = saved
+    if options.norm != "layer":
+        saved = Saved(x, gate, weight, bias, None, rstd)
+    tensors = (dy, x if added else None, gate, weight, bias)
+    run, _ = runner_of(tensors, options, backend).gradients(tuple(mask), dsum is not None)
+    with cutile.on_device_of(dy):
+        return run(dy, dsum, saved, eps)
+
+
+def norm(*arguments) -> tuple[Tensor, ...]:
+    """The op, for real tensors. Results that are absent are empty tensors."""
+    (x, residual, *_), _, _, save, _ = Forward.of(arguments)
+    y, total, *statistics = run_norm(*arguments)
+    if total is None:
+        total = x.new_empty(0)
+    dtype = statistics_dtype(x, residual)
+    there = [t if save and t is not None else x.new_empty(0, dtype=dtype) for t in statistics]
+    return y, total, *there
+
+
+def norm_backward(*arguments) -> tuple[Tensor, ...]:
+    """The op, for real tensors. Gradients that are not asked for are empty tensors."""
+    dy = arguments[0]
+    return tuple([dy.new_empty(0) if g is None else g for g in run_norm_backward(*arguments)])
+
+
+def norm_fake(*arguments) -> tuple[Tensor, ...]:
+    call_directly("norm", run_norm)
+    (x, residual, *_), options, _, save, _ = Forward.of(arguments)
+    rows = x.numel() // options.hidden if save and options.hidden else 0
+    dtype = statistics_dtype(x, residual)
     total = x.new_empty(0) if residual is None else x.new_empty(x.shape, dtype=residual.dtype)
-    mean = x.new_empty(rows if norm == "layer" else 0, dtype=dtype)
+    mean = x.new_empty(rows if options.norm == "layer" else 0, dtype=dtype)
     return x.new_empty(x.shape), total, mean, x.new_empty(rows, dtype=dtype)
 
 
-def norm_backward_fake(
-    dy, dsum, x, gate, weight, bias, mean, rstd, added,
-    norm, hidden, eps, offset, gate_first, rounding, output_mask, backend=None,
-):  # fmt: skip
-    call_directly("norm_backward", bind_norm_backward, 8)
-    residual = x.dtype if added else None
-    needs = merged_needs(dy.dtype, residual, gate, weight, bias, dsum, output_mask)
+def norm_backward_fake(*arguments) -> tuple[Tensor, ...]:
+    call_directly("norm_backward", run_norm_backward)
+    call = Backward.of(arguments)
+    dtypes = Tensors(*map(dtype_of, call.tensors))
+    needs = merged_needs(dtypes, call.dsum is not None, call.mask)
+    likes = (call.dy, *call.saved[:4])
     return tuple(
-        like.new_empty(like.shape) if need else x.new_empty(0)
-        for need, like in zip(computed(needs), (dy, x, gate, weight, bias), strict=True)
+        like.new_empty(like.shape) if need else call.dy.new_empty(0)
+        for need, like in zip(computed(needs), likes, strict=True)
     )
 
 
-def norm_autocast(x, residual, gate, weight, bias, norm, *how):
-    with torch._C._ExcludeDispatchKeyGuard(AUTOCAST):
-        x = autocast_input(x, norm)
-        return torch.ops.tilenorm.norm(x, residual, gate, weight, bias, norm, *how)
+def norm_autograd(*arguments) -> tuple[Tensor, ...]:
+    """What torch.library.register_autograd would make, which takes 8 µs more in every call that
+    needs no gradient.
+    """
+    tensors, options, eps, save, backend = Forward.of(arguments)
+    if needs_grad(*tensors):
+        runner = _by_dispatcher(tensors, options, save, backend)
+        last = (*options, eps, save, backend)
+        return Norm.apply(*tensors, eps, runner, lambda given, _: _below_autograd(*given, *last))
+    if is_plain(*tensors):
+        return norm(*arguments)
+    return _below_autograd(*arguments)
+
+
+def _below_autograd(*arguments) -> tuple[Tensor, ...]:
+    with BelowAutograd():
+        return torch.ops.tilenorm.norm(*arguments)
+
+
+def _by_dispatcher(tensors: Tensors, options: Options, save: bool, backend) -> ByDispatcher:
+    return ByDispatcher(options, backend, *map(dtype_of, tensors[:2]), save)
+
+
+def _setup_context(ctx, inputs: tuple, output: tuple) -> None:
+    tensors, options, eps, save, backend = Forward.of(inputs)
+    x, residual, *others = tensors
+    _, total, mean, rstd = output
+    ctx.runner, ctx.eps = _by_dispatcher(tensors, options, save, backend), eps
+    ctx.save_for_backward(x if residual is None else total, *others, *ctx.runner.saved(mean, rstd))
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, dy, dsum, *_) -> tuple:
+    """As torch.library.register_autograd takes it: a gradient, or None, for each argument."""
+    return *gradients(ctx, dy, dsum), *[None] * (len(ctx.needs_input_grad) - 5)
+
+
+def norm_autocast(*arguments) -> tuple[Tensor, ...]:
+    x, *others = arguments
+    with torch.autocast(x.device.type, enabled=False):
+        norm = Forward.of(arguments).options.norm
+        return torch.ops.tilenorm.norm(autocast_input(x, norm), *others)
 
 
 def autocast_input(x: Tensor, norm: str) -> Tensor:
     """x as PyTorch's own norm gets it under autocast: in float32, and then so is the output.
 
-    The others stay: a sum keeps the residual's dtype, and the kernels take parameters of any.
+    The other tensors stay as they are: a sum keeps the residual's dtype, and the kernels take
+    parameters of any dtype.
     """
     return x.float() if norm in AUTOCAST_NORMS and x.dtype != torch.float64 else x
 
 
-class _Norm(Function):
-    @staticmethod
-    def forward(ctx, *inputs):
-        x, residual, gate, weight, bias, *ctx.how, save, ctx.backend = inputs
-        found = _below_autograd(*inputs)
-        _, total, mean, rstd = found
-        ctx.added = None if residual is None else residual.dtype
-        ctx.dtype = x.dtype
-        saved = total if residual is not None else x
-        ctx.save_for_backward(saved, gate, weight, bias, *((mean, rstd) if save else (None, None)))
-        ctx.set_materialize_grads(False)
-        return found
-
-    @staticmethod
-    def backward(ctx, dy, dsum, *_):
-        mask = ctx.needs_input_grad[:5]
-        how = (ctx.added, ctx.dtype, ctx.how, mask, ctx.backend)
-        return *gradients(dy, dsum, ctx.saved_tensors, *how), *(None,) * 8
-
-
-def norm_autograd(
-    x, residual, gate, weight, bias,
-    norm, hidden, eps, offset, gate_first, rounding, save, backend=None,
-):  # fmt: skip
-    """As torch.library.register_autograd makes it, which takes 8 µs where no gradient is asked for,
-    in every call of compiled code."""
-    tensors = (x, residual, gate, weight, bias)
-    inputs = (*tensors, norm, hidden, eps, offset, gate_first, rounding, save, backend)
-    if needs_grad(*tensors):
-        return _Norm.apply(*inputs)
-    if is_plain(*tensors):
-        return norm_forward(*inputs)
-    return _below_autograd(*inputs)
-
-
-def _below_autograd(*inputs):
-    with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.tilenorm.norm(*inputs)
-
-
-def gradients(dy, dsum, saved, added, dtype, how, mask, backend) -> tuple[Tensor | None, ...]:
-    """Gradients of input, residual, gate, weight and bias, None where the mask is false.
-
-    Differentiable again under create_graph. saved: x, or the sum, gate, weight, bias, mean, rstd.
-    added: the residual's dtype. how: what the op takes between its tensors and `save`.
-    """
-    x, gate, weight, bias, mean, rstd = saved
-    dsum = dsum if added is not None else None
-    if dy is None:
-        return through_sum(dsum, added, dtype, mask)
-    if needs_grad(dy, dsum, x, gate, weight, bias):
-        needs = merged_needs(dtype, added, gate, weight, bias, dsum, mask)
-        spec = spec_of_tensors(dy, None if added is None else x, gate, weight, bias, *how)
-        eps = how[2]
-        grads = reference.backward(spec, needs, dy, dsum, x, gate, weight, bias, None, None, eps)
-    else:
-        if rstd is None:
-            raise RuntimeError("tilenorm::norm: save was False, its backward needs it; pass True")
-        grads = torch.ops.tilenorm.norm_backward(
-            dy, dsum, x, gate, weight, bias, mean, rstd, added is not None, *how, mask, backend
-        )
-    return spread(grads, added, dtype, mask)
-
-
-def through_sum(dsum, added, dtype, mask) -> tuple[Tensor | None, ...]:
-    """The gradients where only the sum was used: copies, for dsum is the caller's."""
-    if dsum is None:
-        return (None,) * 5
-    dtypes = (dtype, added)
-    both = (dsum.to(d, copy=True) if m else None for d, m in zip(dtypes, mask[:2], strict=True))
-    return *both, None, None, None
+def _refuse_forward_mode(tensors: tuple) -> None:
+    """PyTorch would take the derivatives of an op without a forward mode for zeros."""
+    if in_forward_mode(tensors):
+        what = "torch.ops.tilenorm.norm has no forward-mode derivative; tilenorm's functions have"
+        raise NotImplementedError(what)
 
 
 for key in ("CPU", "CUDA"):
-    LIBRARY.impl("norm", norm_forward, key)
+    LIBRARY.impl("norm", norm, key)
     LIBRARY.impl("norm_backward", norm_backward, key)
-AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
 LIBRARY.impl("norm", norm_autocast, "AutocastCUDA")
-torch.library.register_fake("tilenorm::norm", norm_forward_fake, lib=LIBRARY)
+torch.library.register_fake("tilenorm::norm", norm_fake, lib=LIBRARY)
 torch.library.register_fake("tilenorm::norm_backward", norm_backward_fake, lib=LIBRARY)
-LIBRARY.impl("norm", norm_autograd, "Autograd")
+if BelowAutograd is None:
+    torch.library.register_autograd(
+        "tilenorm::norm", _backward, setup_context=_setup_context, lib=LIBRARY
+    )
+else:
+    LIBRARY.impl("norm", norm_autograd, "Autograd")

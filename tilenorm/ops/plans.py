@@ -1,136 +1,84 @@
-"""The plans of calls: what a call's tensors and arguments say of them, found once and kept."""
+"""Runners: what serves the calls of one spec on one device, found once and kept."""
 
-from collections.abc import Callable
 from functools import cache
 from operator import itemgetter
 
 import torch
 from torch import Tensor
 
-from ..launch.calls import Needs
-from ..launch.plan import BackwardPlan, plan_backward, plan_forward
-from ..launch.target import Target
-from ..spec import NormSpec
-from .registry import device_of, select
+from ..spec import NormSpec, Options
+from .registry import MAX_ROWS, Device, Implementation, device_of, select
+from .tensors import Tensors, distributed, dtype_of, merged_needs
 
 
-class Plans:
-    """What calls of one spec on one device need, found once."""
+class Runner:
+    """Runs the calls of one spec on one device by an implementation.
 
-    def __init__(self, spec: NormSpec, target: Target, backend: str | None):
-        self.spec, self.backend, self.aligned = spec, backend, spec.aligned
-        self.dtype, self.added = (d and getattr(torch, d) for d in (spec.dtype, spec.residual))
-        self.inference = plan_forward(spec, target, False)
-        self.training = plan_forward(spec, target, True)
-        self.backward = cache(lambda needs: plan_backward(spec, target, needs))
+    inference, training: functions of (tensors, eps) that return Results. Training saves mean and
+    rstd.
+    """
+
+    def __init__(
+        self,
+        implementation: Implementation,
+        spec: NormSpec,
+        device: Device,
+        backend: str | None = None,
+    ):
+        self.spec, self.options, self.backend = spec, spec.options, backend
+        self.dtypes = Tensors(*(d and getattr(torch, d) for d in spec.dtypes))
+        self.dtype, self.added = self.dtypes[:2]
+        self.inference = implementation.forward(spec, device, False)
+        self.training = implementation.forward(spec, device, True)
+        self.backward = cache(lambda needs: implementation.backward(spec, device, needs))
         self.gradients = cache(self._gradients)
 
-    def _gradients(self, mask: tuple[bool, ...], dsum: bool) -> tuple[BackwardPlan, Callable]:
-        """The backward plan for a mask over inputs, and what sorts its results, and None, to these.
+    def _gradients(self, mask: tuple[bool, ...], dsum: bool) -> tuple:
+        """A backward function for the gradients that `mask` asks for, and one that orders results.
 
-        The first five inputs are input, residual, gate, weight and bias; the others have none.
+        mask: one truth value for each input of the autograd Function: Tensors and more. The second
+        function takes the gradients, and None as the last, and returns one for each of the inputs.
         """
-        spec = self.spec
-        has = (spec.dtype, spec.residual, spec.gate, spec.weight, spec.bias)
-        plan = self.backward(merged_needs(*has, dsum or None, mask[:5]))
-        places = spread(range(5), spec.residual, spec.dtype, mask[:5])
-        return plan, itemgetter(*(-1 if p is None else p for p in places), *[-1] * len(mask[5:]))
+        run = self.backward(merged_needs(self.dtypes, dsum, mask[:5]))
+        places = distributed(range(5), self.added, self.dtype, mask[:5])
+        return run, itemgetter(*(-1 if p is None else p for p in places), *[-1] * len(mask[5:]))
 
 
-def spec_of(
-    norm: str,
-    hidden: int,
-    dtype: torch.dtype,
-    residual: torch.dtype | None,
-    gate: torch.dtype | None,
-    weight: torch.dtype | None,
-    bias: torch.dtype | None,
-    offset: float,
-    gate_first: bool,
-    heads: int,
-    rounding: str,
-) -> NormSpec:
-    """The spec of a norm over `hidden` elements of tensors of these dtypes."""
-    dtypes = (dtype, residual, gate, weight, bias)
-    x, r, z, w, b = (None if d is None else str(d).removeprefix("torch.") for d in dtypes)
-    return NormSpec(norm, hidden, x, w, b, offset, r, z, gate_first, heads, rounding)
-
-
-def spec_of_tensors(
-    x, residual, gate, weight, bias, norm, hidden, eps, offset, gate_first, rounding
-) -> NormSpec:
-    """The spec of a call of the op."""
-    dtypes = (None if t is None else t.dtype for t in (x, residual, gate, weight, bias))
-    heads = _heads(weight, bias, hidden)
-    return spec_of(norm, hidden, *dtypes, offset, gate_first, heads, rounding)
-
-
-def plans_of(
-    x, residual, gate, weight, bias, norm, hidden, eps, offset, gate_first, rounding, backend
-) -> Plans | None:
-    """Plans of a call of the op on CUDA tensors if the kernels serve, else None.
-
-    Raises and warns as select does.
-    """
-    return _plans(
-        norm,
-        hidden,
-        x.dtype,
-        None if residual is None else residual.dtype,
-        None if gate is None else gate.dtype,
-        None if weight is None else weight.dtype,
-        None if bias is None else bias.dtype,
-        offset,
-        gate_first,
-        _heads(weight, bias, hidden),
-        rounding,
+def runner_of(tensors: Tensors, options: Options, backend: str | None) -> Runner:
+    """The runner of a call. It raises and warns as registry.select does."""
+    x = tensors[0]
+    return _runner(
+        options,
+        tuple([None if t is None else t.dtype for t in tensors]),
+        heads_of(*tensors[3:], options.hidden),
+        x.device.type,
         x.get_device(),
+        x.numel() > MAX_ROWS * options.hidden,
         backend,
     )
 
 
 @cache
-def _plans(*described) -> Plans | None:
-    *of_spec, index, backend = described
-    spec, device = spec_of(*of_spec), device_of("cuda", index)
-    if select(spec, 0, device, backend) != "cutile":
-        return None
-    return Plans(spec, device.target, backend)
+def _runner(options, dtypes, heads, kind, index, long, backend) -> Runner:
+    spec = spec_of(options, Tensors(*dtypes), heads)
+    device = device_of(kind, index)
+    return Runner(select(spec, MAX_ROWS + 1 if long else 0, device, backend), spec, device, backend)
 
 
-def _heads(weight: Tensor | None, bias: Tensor | None, hidden: int) -> int:
-    """How many rows the parameters have; 0 where one row of each serves every row."""
+def spec_of(options: Options, dtypes: Tensors, heads: int = 0) -> NormSpec:
+    """The spec of options for tensors of these dtypes, None for an absent one."""
+    names = (None if d is None else str(d).removeprefix("torch.") for d in dtypes)
+    return NormSpec.joined(options, *names, heads=heads)
+
+
+def spec_of_tensors(tensors: Tensors, options: Options) -> NormSpec:
+    """The spec of a call."""
+    heads = heads_of(*tensors[3:], options.hidden)
+    return spec_of(options, Tensors(*map(dtype_of, tensors)), heads)
+
+
+def heads_of(weight: Tensor | None, bias: Tensor | None, hidden: int) -> int:
+    """How many rows of `hidden` elements weight and bias have, or 0 where they have one."""
     affine = bias if weight is None else weight
     heads = affine.numel() // hidden if affine is not None and hidden else 0
     return heads if heads > 1 else 0
-
-
-def merged_needs(dtype, residual, gate, weight, bias, dsum, mask) -> Needs:
-    """What to compute for a mask of input, residual, gate, weight and bias.
-
-    Input and residual of one dtype have one gradient, that of the input.
-    """
-    dx, dresidual, dgate, dw, db = map(bool, mask)
-    if residual is None or residual == dtype:
-        dx, dresidual = dx or (dresidual and residual is not None), False
-    return Needs(
-        dx,
-        dw and weight is not None,
-        db and bias is not None,
-        dresidual,
-        dgate and gate is not None,
-        dsum is not None,
-    )
-
-
-def computed(needs: Needs) -> tuple[bool, ...]:
-    """Of the gradients of input, residual, gate, weight and bias, which are computed."""
-    return needs.dx, needs.dresidual, needs.dgate, needs.dw, needs.db
-
-
-def spread(grads, added, dtype, mask) -> tuple[Tensor | None, ...]:
-    """What was computed, to whom it is due: one gradient may serve input and residual."""
-    dx, dresidual, *rest = grads
-    if added == dtype:
-        dresidual = dx
-    return tuple(g if m else None for g, m in zip((dx, dresidual, *rest), mask, strict=True))

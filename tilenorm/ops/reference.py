@@ -1,10 +1,10 @@
 """The reference implementation: the formulas in plain PyTorch, for any device and dtype.
 
 It serves what cuTile does not, and, being made of differentiable operations, gives derivatives of
-any order. Computed in float32 or, where an input is float64, in that.
+any order. It computes in float32 or, where an input is float64, in that. On a CPU, a norm
+without a gate and without heads calls the operators under F.rms_norm and F.layer_norm, which take
+less time.
 """
-
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,91 +12,144 @@ from torch.nn.functional import silu
 
 from ..launch.calls import Needs
 from ..spec import NormSpec
+from .tensors import Results, Saved, Tensors, statistics_dtype
+from .torch_private import fused_rms_norm
+
+native_layer_norm_backward = torch.ops.aten.native_layer_norm_backward
 
 
-class Forward(NamedTuple):
-    """y, and the sum with the residual, contiguous in the input's shape; mean, rstd (rows,)."""
+def forward(spec: NormSpec, tensors: Tensors, eps: float) -> Results:
+    x, residual, _, weight, bias = tensors
+    if not _is_fast(spec, x):
+        return formula(spec, tensors, eps)
+    total = _sum(x, residual)
+    rows = _rows(x if total is None else total, spec, x.dtype)
+    hidden, mean = (spec.hidden,), None
+    if spec.norm == "layer":
+        parameters = _fast_parameters(spec, weight, bias, statistics_dtype(x))
+        y, mean, rstd = torch.native_layer_norm(rows, hidden, *parameters, eps)
+        mean = mean.view(-1)
+    else:
+        y, rstd = fused_rms_norm(
+            rows, hidden, weight if weight is None else weight.reshape(-1), eps
+        )
+    return Results(y.view(x.shape), total, mean, rstd.view(-1))
 
-    y: Tensor
-    sum: Tensor | None
-    mean: Tensor | None
-    rstd: Tensor
 
-
-def forward(
-    spec: NormSpec,
-    x: Tensor,
-    residual: Tensor | None,
-    gate: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-) -> Forward:
-    dtype = _compute_dtype(x, residual)
-    total = None
-    if residual is not None:
-        total = (x.to(dtype) + residual.to(dtype)).to(residual.dtype).contiguous()
+def formula(spec: NormSpec, tensors: Tensors, eps: float) -> Results:
+    """The same of differentiable operations alone."""
+    x, residual, gate, weight, bias = tensors
+    dtype, total = statistics_dtype(x, residual), _sum(x, residual)
     rows = _rows(x if total is None else total, spec, dtype)
     z = None if gate is None else _rows(gate, spec, dtype)
     x_hat, mean, rstd = _normalize(spec, rows, z, eps)
     y = _affine(spec, x_hat, weight, bias, x.dtype)
     if z is not None and not spec.gate_first:
         y = y * silu(z)
-    return Forward(y.to(x.dtype).reshape(x.shape), total, mean, rstd)
+    return Results(y.to(x.dtype).reshape(x.shape), total, mean, rstd)
 
 
 def backward(
-    spec: NormSpec,
-    needs: Needs,
-    dy: Tensor,
-    dsum: Tensor | None,
-    x: Tensor,
-    gate: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor | None,
-    eps: float,
-) -> tuple[Tensor | None, ...]:
-    """Those of dx, dresidual, dgate, dW and dB that are needed, contiguous; x is the sum if any.
+    spec: NormSpec, needs: Needs, dy: Tensor, dsum: Tensor | None, saved: Saved, eps: float
+) -> Tensors:
+    """The gradients of Tensors that are needed, contiguous. x is the sum if there is one.
 
-    Without rstd, as a differentiable function of x too.
+    Without a saved rstd, as a differentiable function of x too.
     """
-    dtype = _compute_dtype(dy, x)
+    x, gate, weight, bias, mean, rstd = saved
+    dtype = statistics_dtype(dy, x)
     rows, g = _rows(x, spec, dtype), _rows(dy, spec, dtype)
     z = None if gate is None else _rows(gate, spec, dtype)
-    if rstd is None:
-        x_hat, mean, rstd = _normalize(spec, rows, z, eps)
-    else:
-        u = rows * silu(z) if spec.gate_first and z is not None else rows
-        x_hat = (u if mean is None else u - mean[:, None]) * rstd[:, None]
+    through_norm = needs.dx or needs.dresidual or (needs.dgate and spec.gate_first)
     dx = dgate = dw = db = None
-    if z is not None and not spec.gate_first:
-        if needs.dgate:
-            plain = _affine(spec, x_hat, weight, bias, dtype)
-            dgate = (g * plain * _silu_slope(z)).to(gate.dtype).reshape(gate.shape)
-        g = g * silu(z)
-    if needs.dw:
-        dw = _sum_rows(spec, g * x_hat).to(weight.dtype).reshape(weight.shape)
-    if needs.db:
-        db = _sum_rows(spec, g).to(bias.dtype).reshape(bias.shape)
-    dresidual = None
-    if needs.dx or needs.dresidual or (needs.dgate and spec.gate_first):
-        if weight is not None:
-            g = _by_heads(spec, g, weight.to(dtype) + spec.offset, torch.mul)
-        dx = g - x_hat * (g * x_hat).mean(1, keepdim=True)
-        if mean is not None:
-            dx = dx - g.mean(1, keepdim=True)
-        dx = dx * rstd[:, None]
-        if z is not None and spec.gate_first:
+    if rstd is not None and spec.norm == "layer" and _is_fast(spec, x) and spec.hidden > 1:
+        parameters = _fast_parameters(spec, weight, bias, dtype)
+        statistics, mask = (mean[:, None], rstd[:, None]), [through_norm, needs.dw, needs.db]
+        dx, dw, db = native_layer_norm_backward(
+            g, rows, (spec.hidden,), *statistics, *parameters, mask
+        )
+    else:
+        if rstd is None:
+            x_hat, mean, rstd = _normalize(spec, rows, z, eps)
+        else:
+            u = rows * silu(z) if spec.gate_first and z is not None else rows
+            x_hat = (u if mean is None else u - mean[:, None]) * rstd[:, None]
+        if z is not None and not spec.gate_first:
             if needs.dgate:
-                dgate = (dx * rows * _silu_slope(z)).to(gate.dtype).reshape(gate.shape)
-            dx = dx * silu(z)
-        if dsum is not None:
-            dx = dx + _rows(dsum, spec, dtype)
-        dresidual = dx.to(x.dtype).reshape(x.shape) if needs.dresidual else None
-        dx = dx.to(dy.dtype).reshape(x.shape) if needs.dx else None
-    return dx, dresidual, dgate, dw, db
+                dgate = g * _affine(spec, x_hat, weight, bias, dtype) * _silu_slope(z)
+            g = g * silu(z)
+        dw = _sum_rows(spec, g * x_hat) if needs.dw else None
+        db = _sum_rows(spec, g) if needs.db else None
+        if through_norm:
+            dx = _through_norm(spec, g, x_hat, weight, mean is not None, rstd)
+            if z is not None and spec.gate_first:
+                dgate = dx * rows * _silu_slope(z) if needs.dgate else None
+                dx = dx * silu(z)
+    if dsum is not None and dx is not None:
+        dx = dx + _rows(dsum, spec, dtype)
+    return (
+        dx.to(dy.dtype).reshape(x.shape) if needs.dx else None,
+        dx.to(x.dtype).reshape(x.shape) if needs.dresidual else None,
+        dgate.to(gate.dtype).reshape(gate.shape) if needs.dgate else None,
+        dw.to(weight.dtype).reshape(weight.shape) if needs.dw else None,
+        db.to(bias.dtype).reshape(bias.shape) if needs.db else None,
+    )
+
+
+def _through_norm(
+    spec: NormSpec, g: Tensor, x_hat: Tensor, weight: Tensor | None, centred: bool, rstd: Tensor
+) -> Tensor:
+    """rstd · (g − x̂ · mean(g · x̂)), less the mean of g if x̂ is centred, for g times the weight."""
+    if weight is not None:
+        g = _by_heads(spec, g, _scale(spec, weight, g.dtype), torch.mul)
+    dx = g - x_hat * (g * x_hat).mean(1, keepdim=True)
+    if centred:
+        dx = dx - g.mean(1, keepdim=True)
+    return dx * rstd[:, None]
+
+
+def _is_fast(spec: NormSpec, x: Tensor) -> bool:
+    """Whether PyTorch's own operators on the CPU compute the norm as precisely as the formula.
+
+    A sum may be in another dtype than the input, a weight too, and then no operator fits. Rounding
+    early differs from rounding late in 16 bits alone.
+    """
+    if not x.is_cpu or not spec.hidden or spec.gate or spec.heads:
+        return False
+    if spec.residual not in (None, spec.dtype):
+        return False
+    if spec.rounding == "early" and spec.dtype not in ("float32", "float64"):
+        return False
+    if spec.norm == "layer":
+        double = spec.dtype == "float64"
+        return all((d == "float64") == double for d in (spec.weight, spec.bias) if d)
+    plain = spec.weight in (None, spec.dtype) and spec.bias is None and spec.offset == 0.0
+    return plain and fused_rms_norm is not None
+
+
+def _fast_parameters(
+    spec: NormSpec, weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor | None, Tensor | None]:
+    """weight + offset, and bias, in the dtype of the sums, in which mean and rstd then come too."""
+    if weight is not None:
+        weight = _scale(spec, weight, dtype).reshape(-1)
+    elif spec.item_bytes < dtype.itemsize:
+        weight = torch.ones(spec.hidden, dtype=dtype)
+    return weight, bias if bias is None else bias.to(dtype).reshape(-1)
+
+
+def _sum(x: Tensor, residual: Tensor | None) -> Tensor | None:
+    """x + residual in the residual's dtype."""
+    if residual is None:
+        return None
+    dtype = statistics_dtype(x, residual)
+    return (x.to(dtype) + residual.to(dtype)).to(residual.dtype).contiguous()
+
+
+def _scale(spec: NormSpec, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """weight + offset."""
+    weight = weight.to(dtype)
+    return weight + spec.offset if spec.offset else weight
 
 
 def _normalize(
@@ -109,8 +162,8 @@ def _normalize(
     if spec.norm == "layer":
         mean = rows.mean(1)
         rows = rows - mean[:, None]
-        left = rows.mean(1)  # what rounding left of the mean
-        rows, mean = rows - left[:, None], mean + left
+        rest = rows.mean(1)  # rounding left this much of the mean in the rows
+        rows, mean = rows - rest[:, None], mean + rest
     rstd = torch.rsqrt(rows.square().mean(1) + eps)
     return rows * rstd[:, None], mean, rstd
 
@@ -118,11 +171,11 @@ def _normalize(
 def _affine(
     spec: NormSpec, x_hat: Tensor, weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """x̂ · (w + offset) + b; rounding early, what is of the output's dtype is in between."""
+    """x̂ · (weight + offset) + bias. dtype: the output's, to which early rounding rounds x̂ first."""
     compute, early = x_hat.dtype, spec.rounding == "early"
     y = x_hat.to(dtype).to(compute) if early else x_hat
     if weight is not None:
-        y = _by_heads(spec, y, weight.to(compute) + spec.offset, torch.mul)
+        y = _by_heads(spec, y, _scale(spec, weight, compute), torch.mul)
         if early and weight.dtype == dtype:
             y = y.to(dtype).to(compute)
     if bias is not None:
@@ -131,7 +184,7 @@ def _affine(
 
 
 def _by_heads(spec: NormSpec, rows: Tensor, parameter: Tensor, function) -> Tensor:
-    """function(rows, parameter), the rows of the parameter taking turns."""
+    """function(rows, parameter). With heads, each head's rows meet that head's parameter."""
     if not spec.heads:
         return function(rows, parameter.reshape(-1))
     tokens = rows.reshape(-1, spec.heads, spec.hidden)
@@ -151,8 +204,3 @@ def _rows(x: Tensor, spec: NormSpec, dtype: torch.dtype) -> Tensor:
     """x as a contiguous matrix: PyTorch sums in another order along other strides."""
     hidden = spec.hidden
     return x.reshape(x.numel() // hidden if hidden else 0, hidden).contiguous().to(dtype)
-
-
-def _compute_dtype(*tensors: Tensor | None) -> torch.dtype:
-    double = any(t is not None and t.dtype == torch.float64 for t in tensors)
-    return torch.float64 if double else torch.float32

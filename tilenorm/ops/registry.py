@@ -3,20 +3,22 @@
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 
+from ..launch.calls import Needs
+from ..launch.plan import plan_backward, plan_forward
 from ..launch.target import MULTIPROCESSORS, Target
 from ..launch.toolchain import compiler_path, driver_version
 from ..settings import settings
-from ..spec import OPS, NormSpec
+from ..spec import NormSpec
+from . import cutile, reference
 
 MAX_HIDDEN = 262144
 MAX_ROWS = 2**30  # row numbers are 32-bit, and the last tile of rows may reach past the end
 MIN_DRIVER = 13000  # the CUDA version of driver r580, the first to load cuTile's sm_80-90 code
 DTYPES = ("float16", "bfloat16", "float32")
-BACKENDS = ("cutile", "reference")
 TRANSFORMED = "torch.func and forward-mode derivatives see through the reference alone"
 
 
@@ -35,11 +37,18 @@ class Device:
 
 @dataclass(frozen=True)
 class Implementation:
-    """refuses(spec, rows, device) says why this one cannot serve, or None."""
+    """Something that can serve calls. Its functions are asked once for a spec and a device.
+
+    refuses(spec, rows, device) says why it cannot serve, or None where it can.
+    forward(spec, device, save) returns a function of (tensors, eps) that returns Results.
+    backward(spec, device, needs) returns a function of (dy, dsum, saved, eps) that returns
+    gradients in the order of Tensors.
+    """
 
     name: str
-    ops: tuple[str, ...]
     refuses: Callable[[NormSpec, int, Device], str | None]
+    forward: Callable[[NormSpec, Device, bool], Callable]
+    backward: Callable[[NormSpec, Device, Needs], Callable]
 
 
 def cutile_refuses(spec: NormSpec, rows: int, device: Device) -> str | None:
@@ -68,23 +77,38 @@ def spec_refused(spec: NormSpec) -> str | None:
     return None
 
 
-def serves_all(spec: NormSpec, rows: int, device: Device) -> None:
-    """The reference refuses nothing."""
+def cutile_implementation(run: cutile.Run = cutile.on_device) -> Implementation:
+    """The kernels. run: what launches them; the tests interpret them instead."""
+    launcher = {} if run is cutile.on_device else {"run": run}
+
+    def forward(spec: NormSpec, device: Device, save: bool) -> Callable:
+        return partial(cutile.forward, plan_forward(spec, device.target, save), **launcher)
+
+    def backward(spec: NormSpec, device: Device, needs: Needs) -> Callable:
+        return partial(cutile.backward, plan_backward(spec, device.target, needs), **launcher)
+
+    return Implementation("cutile", cutile_refuses, forward, backward)
 
 
+# In order of preference. The last one refuses nothing.
 REGISTRY = (
-    Implementation("cutile", OPS, cutile_refuses),
-    Implementation("reference", OPS, serves_all),
+    cutile_implementation(),
+    Implementation(
+        "reference",
+        lambda spec, rows, device: None,
+        lambda spec, device, save: partial(reference.forward, spec),
+        lambda spec, device, needs: partial(reference.backward, spec, needs),
+    ),
 )
 
 
 def refusals(spec: NormSpec, rows: int, device: Device) -> dict[str, str | None]:
-    """Every implementation of a spec's op in order of preference, with why it refuses, or None."""
-    return {i.name: i.refuses(spec, rows, device) for i in REGISTRY if spec.op in i.ops}
+    """Every implementation's name in order of preference, with why it refuses, or None."""
+    return {i.name: i.refuses(spec, rows, device) for i in REGISTRY}
 
 
-def select(spec: NormSpec, rows: int, device: Device, backend: str | None) -> str:
-    """The name of the implementation that serves; a warning, once, where it is not the first.
+def select(spec: NormSpec, rows: int, device: Device, backend: str | None) -> Implementation:
+    """The implementation that serves, with a warning, once, where it is not the preferred one.
 
     Raises ValueError for an unknown backend, RuntimeError when the one asked for refuses.
     """
@@ -92,44 +116,47 @@ def select(spec: NormSpec, rows: int, device: Device, backend: str | None) -> st
 
 
 @cache
-def _select(spec: NormSpec, too_long: bool, device: Device, backend: str | None) -> str:
+def _select(spec: NormSpec, long: bool, device: Device, backend: str | None) -> Implementation:
     backend = backend or requested_backend()
-    if backend is not None and backend not in BACKENDS:
-        raise ValueError(f"backend: got {backend!r}, takes one of {', '.join(BACKENDS)} or None")
-    found = refusals(spec, MAX_ROWS + 1 if too_long else 0, device)
+    known = {i.name: i for i in REGISTRY}
+    if backend is not None and backend not in known:
+        raise ValueError(f"backend: got {backend!r}, takes one of {', '.join(known)} or None")
+    found = refusals(spec, MAX_ROWS + 1 if long else 0, device)
     if backend is not None:
         if found[backend]:
             reason = found[backend]
             raise RuntimeError(f"{spec.op}: backend {backend!r} was asked for, but {reason}")
-        return backend
+        return known[backend]
     chosen = next(name for name, reason in found.items() if reason is None)
     for name, reason in found.items():
         if name == chosen:
             break
         message = f"tilenorm: {chosen} runs instead of {name}: {reason}"
         warnings.warn(message, ReferenceWarning, stacklevel=2)
-    return chosen
+    return known[chosen]
 
 
 def select_transformed(spec: NormSpec, device: Device, backend: str | None) -> None:
-    """Answer for the reference where a transform of PyTorch's has to see single operations.
+    """Check that the reference may serve where a transform has to see single operations.
 
     Raises and warns as select does.
     """
-    if select(spec, 0, device, backend) == "cutile":
+    chosen = select(spec, 0, device, backend).name
+    if chosen != "reference":
         refuse_transformed(spec.op, backend)
-        message = f"tilenorm: reference runs instead of cutile: {TRANSFORMED}"
+        message = f"tilenorm: reference runs instead of {chosen}: {TRANSFORMED}"
         warnings.warn(message, ReferenceWarning, stacklevel=2)
 
 
 def refuse_transformed(op: str, backend: str | None) -> None:
-    """Raise RuntimeError if cuTile was asked for where a transform has to see operations."""
-    if (backend or requested_backend()) == "cutile":
-        raise RuntimeError(f"{op}: backend 'cutile' was asked for, but {TRANSFORMED}")
+    """Raise RuntimeError if another backend than the reference was asked for in a transform."""
+    backend = backend or requested_backend()
+    if backend not in (None, "reference"):
+        raise RuntimeError(f"{op}: backend {backend!r} was asked for, but {TRANSFORMED}")
 
 
 def requested_backend() -> str | None:
-    """TILENORM_BACKEND: "cutile" or "reference". Read when an op first meets a spec."""
+    """TILENORM_BACKEND, an implementation's name. It is read when an op first meets a spec."""
     return settings().backend
 
 

@@ -10,7 +10,8 @@ from ..launch.target import Target
 from ..ops import arguments, functional
 from ..ops.plans import spec_of_tensors
 from ..ops.registry import MIN_DRIVER, Device, device_of, refusals, requested_backend
-from ..spec import ITEM_BYTES, OPS, NormSpec, norm_of
+from ..ops.tensors import Tensors
+from ..spec import ITEM_BYTES, OPS, NormSpec, Options
 from .precompile import calls_of
 
 
@@ -79,13 +80,13 @@ def explain(op: str, *args, **kwargs) -> Explanation:
     bound = inspect.signature(getattr(functional, op)).bind(*args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments
-    gate_first = not given.pop("norm_before_gate", True)
-    hidden, _ = arguments.check(op, **given)
-    input, backend, eps = given["input"], given["backend"], given["eps"]
-    tensors = (given.get(name) for name in ("residual", "gate", "weight", "bias"))
-    how = (norm_of(op), hidden, eps, float(given["offset"]), gate_first, given["rounding"])
-    spec = spec_of_tensors(input, *tensors, *how)
-    rows = input.numel() // hidden if hidden else 0
+    given["gate_first"] = not given.pop("norm_before_gate", True)
+    tensors = Tensors(*(given.get(name) for name in Tensors._fields))
+    asked = tuple(given.get(n, Options._field_defaults[n]) for n in Options._fields[2:])
+    backend = given["backend"]
+    options = arguments.check(op, tensors, given["normalized_shape"], given["eps"], asked, backend)
+    spec, input = spec_of_tensors(tensors, options), tensors.input
+    rows = input.numel() // spec.hidden if spec.hidden else 0
     device = device_of(input.device.type, input.device.index)
     found = explain_spec(spec, rows, device, backend)
     print(found)

@@ -14,6 +14,7 @@ from ..launch.toolchain import driver_release
 from ..launch.user_table import Entry, Key
 from ..ops import cutile, reference
 from ..ops.registry import Device, device_of
+from ..ops.tensors import Saved, Tensors
 from ..spec import NormSpec
 from .candidates import candidates, explicit
 from .explain import moved_bytes, options_of
@@ -110,16 +111,17 @@ class Trials:
         weight, bias = (normal(dtype, *heads) for dtype in (spec.weight, spec.bias))
         if self.direction == "forward":
             x, residual = normal(spec.dtype, *lead), normal(spec.residual, *lead)
-            return x, residual, gate, weight, bias, EPS
+            return Tensors(x, residual, gate, weight, bias), EPS
         x, dy = normal(spec.residual or spec.dtype, *lead), normal(spec.dtype, *lead)
         mean, rstd = torch.rand(2, rows, generator=generator, device=device) + 0.5
         mean = mean if spec.norm == "layer" else None
-        return dy, normal(spec.residual, *lead), x, gate, weight, bias, mean, rstd
+        dsum = normal(spec.residual, *lead)
+        return dy, dsum, Saved(x, gate, weight, bias, mean, rstd), EPS
 
     def _reference(self, inputs: tuple) -> tuple[Tensor | None, ...]:
         if self.direction == "forward":
             return reference.forward(self.spec, *inputs)
-        return reference.backward(self.spec, every_gradient(self.spec), *inputs, EPS)
+        return reference.backward(self.spec, every_gradient(self.spec), *inputs)
 
 
 def tune(

@@ -7,7 +7,8 @@ from torch import SymInt, Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from ...ops.library import norm_backward_fake, norm_forward_fake
+from ...ops.library import norm_backward_fake, norm_fake
+from ...spec import Options
 from .nodes import (
     VALUES,
     Left,
@@ -41,10 +42,11 @@ def emit_forward(graph: Graph, norm: Norm) -> str:
         at, outputs, parts = norm.x, {**outputs, SUM: norm.x}, (norm.x, *parts)
     x, residual = terms or (norm.x, None)
     hidden = hidden_of(value_of(x), norm.dims)
-    how = (norm.norm, hidden, norm.eps, norm.offset, False, norm.rounding, _saves(norm))
+    options = Options(hidden, norm.norm, norm.offset, rounding=norm.rounding)
+    how = (*options, norm.eps, _saves(norm))
     with graph.inserting_before(at):
         tensors = (_permuted(graph, x, order), residual, None, norm.weight, norm.bias)
-        call = _call(graph, OPS.norm.default, norm_forward_fake, (*tensors, *how), norm.at)
+        call = _call(graph, OPS.norm.default, norm_fake, (*tensors, *how), norm.at)
         new = {
             old: _result(graph, call, place, old, x, order) if old.users else None
             for place, old in outputs.items()
@@ -57,11 +59,11 @@ def emit_backward(graph: Graph, norm: Gradient) -> str:
     """Replaces aten's gradient of a norm; its kind."""
     with graph.inserting_before(norm.at):
         rstd = _rows(graph, norm.rstd)
-        mean = rstd if norm.mean is None else _rows(graph, norm.mean)  # an RMSNorm's is not read
+        mean = None if norm.mean is None else _rows(graph, norm.mean)
         tensors = (norm.dy, None, norm.x, None, norm.weight, norm.bias, mean, rstd)
         hidden = hidden_of(value_of(norm.x), norm.dims)
         # Only second derivatives use eps, and aten's op has none.
-        how = (False, norm.norm, hidden, 0.0, 0.0, False, "late", norm.mask)
+        how = (*Options(hidden, norm.norm), 0.0, False, norm.mask)
         target = OPS.norm_backward.default
         call = _call(graph, target, norm_backward_fake, (*tensors, *how), norm.at)
         new = {

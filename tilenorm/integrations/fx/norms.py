@@ -9,6 +9,8 @@ from torch.fx import Node
 
 from ...ops.plans import spec_of_tensors
 from ...ops.registry import DTYPES, cutile_refuses, device_of, spec_refused
+from ...ops.tensors import Tensors
+from ...spec import Options
 from .nodes import Left, value_of
 
 PARAMETER_DTYPES = tuple(getattr(torch, name) for name in DTYPES)
@@ -130,8 +132,8 @@ def check_tensors(norm: str, x: Tensor, weight, bias, dims: int, rounding: str) 
         if not parameter_fits(parameter, x, dims) or parameter.device != x.device:
             of = f"{parameter.dtype} of shape {list(parameter.shape)} on {parameter.device}"
             raise Left(f"its {name} is {of}, which does not fit the input")
-    tensors = (x, None, None, affine.get("weight"), affine.get("bias"))
-    spec = spec_of_tensors(*tensors, norm, hidden_of(x, dims), 0.0, 0.0, False, rounding)
+    options = Options(hidden_of(x, dims), norm, rounding=rounding)
+    spec = spec_of_tensors(Tensors(x, **affine), options)
     if x.device.type == "cuda":
         reason = cutile_refuses(spec, 0, device_of("cuda", x.device.index))
     else:

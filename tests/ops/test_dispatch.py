@@ -12,9 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tilenorm
 from tilenorm.launch.calls import bound
 from tilenorm.ops import cutile, dispatch
-from tilenorm.ops.prepared import MOST_CALLS, MOST_GUARDS, prepared
+from tilenorm.ops.dispatch import MOST_CALLS, MOST_GUARDS, remembered
 
 from .helpers import EACH_DEVICE, EACH_FORM, RMS, call, random, same, step, tensors_of
+from .pretended import tensors_among
 
 pytestmark = EACH_DEVICE
 N = 40
@@ -104,7 +105,7 @@ OTHER = {
 def test_another_call_gives_the_bits_it_would_give_alone(device, name):
     other, x, w = OTHER[name], random(6, N, device=device), random(N, device=device, seed=1)
     expected = other(x.clone(), w.clone())
-    prepared.cache_clear()
+    remembered.cache_clear()
     first = rms(x, w)
     for _ in range(2):
         got = other(x.clone(), w.clone())
@@ -124,7 +125,8 @@ def test_kernels_get_rows_that_fill_vectors(device, name, monkeypatch):
         OTHER[name](x, w)
     assert len(taken) == 3
     for made in taken:
-        tensors = [a for a in made.arguments if isinstance(a, torch.Tensor)]
+        tensors = tensors_among(made.arguments)
+        assert len(tensors) == 3  # x, y and the weight
         assert not any(t.data_ptr() % 16 for t in tensors)
         assert all(t.stride()[0] in (1, N, 2 * N) for t in tensors)
 
@@ -171,7 +173,7 @@ def test_a_dual_level_runs_the_reference(device, checked):
 def test_without_grad_autograd_is_not_called(device, monkeypatch):
     tensors = {n: t.requires_grad_() for n, t in tensors_of(RMS, 5, N, device=device).items()}
     call(RMS, tensors)
-    monkeypatch.setattr(dispatch, "_apply", None)
+    monkeypatch.setattr(dispatch, "apply", None)
     with torch.no_grad():
         call(RMS, tensors)
 
@@ -187,7 +189,7 @@ def test_under_autocast_a_call_is_checked_again(device, checked):
 def test_another_current_device_is_not_served(device, checked, monkeypatch):
     tensors = tensors_of(RMS, 5, N, device=device)
     call(RMS, tensors)
-    monkeypatch.setattr(dispatch, "_current_device", lambda: 1)
+    monkeypatch.setattr(dispatch, "current_device", lambda: 1)
     call(RMS, tensors)
     assert len(checked) == 2
 
@@ -261,17 +263,17 @@ def test_a_tensor_where_none_is_taken_is_not_kept(device):
 
 def test_what_is_remembered_is_bounded(device):
     for number in range(MOST_CALLS + 9):
-        prepared("rms_norm", 1e-6 * number)
-    assert prepared.cache_info().currsize == MOST_CALLS
-    prepared.cache_clear()
+        remembered("rms_norm", 1e-6 * number)
+    assert remembered.cache_info().currsize == MOST_CALLS
+    remembered.cache_clear()
     for dims in range(1, MOST_GUARDS + 4):
         rms(random(*[1] * dims, N, device=device), None)
-    how = (1e-6, 0.0, False, "late", None, True, True, True, True, tuple, N)
-    assert len(prepared("rms_norm", *how)) == MOST_GUARDS
+    how = (1e-6, None, True, True, True, True, tuple, 0.0, False, "late", N)
+    assert len(remembered("rms_norm", *how)) == MOST_GUARDS
 
 
 def test_a_guard_that_takes_nothing_is_not_remembered(device):
     x = random(5, N, device=device)
     tilenorm.add_rms_norm(x, x, (N,), None, 1e-6)  # a guard takes no tensor twice
-    how = (1e-6, 0.0, False, "late", None, False, True, True, True, tuple, N)
-    assert prepared("add_rms_norm", *how) == []
+    how = (1e-6, None, False, True, True, True, tuple, 0.0, False, "late", N)
+    assert remembered("add_rms_norm", *how) == []

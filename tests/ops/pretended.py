@@ -1,0 +1,39 @@
+"""CPU tensors on CUDA's path, with the interpreter for a GPU."""
+
+from contextlib import ExitStack, contextmanager
+from unittest.mock import patch
+
+from torch import Tensor
+
+from tilenorm.launch.target import Target
+from tilenorm.ops import cutile, dispatch, plans, registry
+
+from ..executors import Interpreter
+
+GPU = registry.Device("cuda", Target("sm_90", 2), 13000)
+
+
+@contextmanager
+def pretended_gpu():
+    """In this block calls on CPU tensors are served as on the current device 0 of CUDA."""
+    interpret = Interpreter("sm_90").run()
+    replaced = (
+        (plans, "device_of", lambda *_: GPU),
+        (dispatch, "_index_of", lambda tensor: 0),
+        (dispatch, "current_device", lambda: 0),
+        (cutile, "current_stream", lambda index: 0),
+        (cutile, "launch", lambda stream, *made: interpret(*made, -1)),
+    )
+    with ExitStack() as stack:
+        for cache in (registry._select, plans._runner, dispatch.remembered):
+            cache.cache_clear()
+            stack.callback(cache.cache_clear)
+        for module, name, function in replaced:
+            stack.enter_context(patch.object(module, name, function))
+        yield
+
+
+def tensors_among(arguments: tuple) -> list[Tensor]:
+    """The tensors of a kernel's arguments, some of which are groups."""
+    groups = [a if isinstance(a, tuple) else (a,) for a in arguments]
+    return [a for group in groups for a in group if isinstance(a, Tensor)]

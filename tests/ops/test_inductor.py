@@ -1,0 +1,95 @@
+"""What Inductor's generated code calls in place of the ops."""
+
+import re
+from functools import partial
+
+import pytest
+import torch
+from torch._inductor.utils import run_and_get_code
+
+import tilenorm
+
+from .helpers import ADD, EACH_DEVICE, EACH_FORM, RMS, call, random, same, step, tensors_of
+
+OPS = torch.ops.tilenorm
+CALLS = "torch._inductor.codegen.custom_extern_kernel_codegen"
+
+
+@EACH_DEVICE
+@EACH_FORM
+@pytest.mark.parametrize("grad", [False, True])
+def test_inductor_calls_past_the_dispatcher(device, form, grad, dynamo):
+    pytest.importorskip(CALLS, reason="PyTorch before 2.11")
+    tensors = tensors_of(form, 3, 16, device=device)
+    run = torch.compile(lambda tensors: call(form, tensors))
+    with torch.set_grad_enabled(grad), torch._inductor.config.patch(force_disable_caches=True):
+        if grad:
+            compiled = partial(step, form, tensors, function=lambda _, tensors: run(tensors))
+            got, codes = run_and_get_code(compiled)
+            assert same(got, step(form, tensors))
+        else:
+            got, codes = run_and_get_code(run, tensors)
+            assert all(map(torch.equal, got, call(form, tensors)))
+    names = ["norm", "norm_backward"] if grad else ["norm"]
+    assert len(codes) == len(names)
+    for code, name in zip(codes, names, strict=True):
+        assert re.search(rf"buf\d+ = run_{name}\(", code)
+        assert "= torch.ops.tilenorm" not in code
+
+
+@EACH_DEVICE
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("grad", [False, True])
+def test_inductor_calls_that_differ_in_their_tensors(device, grad, dynamo):
+    """Each call finds the plan of its own tensors."""
+    pytest.importorskip(CALLS, reason="PyTorch before 2.11")
+    low, full = torch.bfloat16, torch.float32
+    kinds = [(RMS, {"dtype": d, "parameter": p}) for d in (low, full) for p in (low, full)]
+    kinds += [(ADD, {"dtype": d, "other": o}) for d in (low, full) for o in (low, full)]
+    calls = [(form, tensors_of(form, 6, 64, device=device, **kind)) for form, kind in kinds]
+    for form, given in (calls[0], calls[4]):
+        for left in ("weight", "bias"):
+            calls.append((form, {name: t for name, t in given.items() if name != left}))
+
+    def norms(given):
+        return [y for (form, _), t in zip(calls, given, strict=True) for y in call(form, t)]
+
+    def run(function):
+        given = [{n: t.clone() for n, t in tensors.items()} for _, tensors in calls]
+        of = [t.requires_grad_(grad) for tensors in given for t in tensors.values()]
+        outputs = function(given)
+        grads = torch.autograd.grad(outputs, of, [*map(torch.ones_like, outputs)]) if grad else ()
+        return *outputs, *grads
+
+    compiled, expected = torch.compile(norms, fullgraph=True), run(norms)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        got, codes = run_and_get_code(run, compiled)
+    for results in (got, run(compiled)):
+        assert all(map(torch.equal, results, expected))
+    for code, op in zip(codes, ("norm", "norm_backward"), strict=False):
+        assert len(re.findall(rf"buf\d+ = run_{op}\(", code)) == len(calls)
+
+
+@EACH_DEVICE
+def test_inductor_calls_of_any_width(device, dynamo):
+    pytest.importorskip(CALLS, reason="PyTorch before 2.11")
+    run = torch.compile(lambda x: tilenorm.rms_norm(x, x.shape[-1:]), dynamic=True, fullgraph=True)
+    x = random(5, 24, device=device)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        got, (code,) = run_and_get_code(run, x)
+    assert re.search(r"buf\d+ = run_norm\(", code)
+    with dynamo.config.patch(error_on_recompile=True):
+        wide = random(5, 40, device=device)
+        assert torch.equal(run(wide), tilenorm.rms_norm(wide, (40,)))
+    assert torch.equal(got, tilenorm.rms_norm(x, (24,)))
+
+
+@EACH_DEVICE
+def test_inductor_asks_the_op_for_an_absent_result(device, dynamo):
+    """Of an RMSNorm that saves nothing, sum, mean and rstd are empty tensors."""
+    how = (16, "rms", 0.0, False, "late", 1e-6, False)
+    x = random(3, 16, device=device)
+    run = torch.compile(lambda x: OPS.norm(x, None, None, None, None, *how), fullgraph=True)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        for got, expected in zip(run(x), OPS.norm(x, None, None, None, None, *how), strict=True):
+            assert torch.equal(got, expected)
