@@ -40,24 +40,26 @@ class Arguments(NamedTuple):
     eps: float
 
 
-def total(spec: NormSpec, given: Arguments) -> Tensor:
+def total(spec: NormSpec, arguments: Arguments) -> Tensor:
     """The tensor that is normalised: x, or x + residual rounded to the residual's dtype."""
-    if given.residual is None:
-        return given.x
-    return (given.x.float() + given.residual.float()).to(given.residual.dtype)
+    if arguments.residual is None:
+        return arguments.x
+    return (arguments.x.float() + arguments.residual.float()).to(arguments.residual.dtype)
 
 
-def norm(spec: NormSpec, given: Arguments) -> dict[str, Truth]:
-    """The true y, sum, mean and rstd by name, and the gradients if dy is given."""
+def norm(spec: NormSpec, arguments: Arguments) -> dict[str, Truth]:
+    """The true y, sum, mean and rstd by name, and the gradients if there is a dy."""
 
     def leaf(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.detach().double().requires_grad_()
 
-    x, gate, w, b = map(leaf, (total(spec, given), given.gate, given.weight, given.bias))
+    x, gate, w, b = map(
+        leaf, (total(spec, arguments), arguments.gate, arguments.weight, arguments.bias)
+    )
     u = x * functional.silu(gate) if spec.gate and spec.gate_first else x
     mean = u.mean(-1, keepdim=True) if spec.norm == "layer" else torch.zeros_like(u[..., :1])
     centered = u - mean
-    rstd = (centered.square().mean(-1, keepdim=True) + given.eps).rsqrt()
+    rstd = (centered.square().mean(-1, keepdim=True) + arguments.eps).rsqrt()
     x_hat = centered * rstd
     gain = torch.ones_like(x_hat) if w is None else (w + spec.offset).expand_as(x_hat)
     shift = torch.zeros_like(x_hat) if b is None else b.expand_as(x_hat)
@@ -73,20 +75,20 @@ def norm(spec: NormSpec, given: Arguments) -> dict[str, Truth]:
         "mean": Truth(mean.reshape(-1), u.abs().mean(-1).reshape(-1)),
         "rstd": Truth(rstd.reshape(-1), rstd.reshape(-1)),
     }
-    if given.residual is not None:
-        terms = given.x.double(), given.residual.double()
+    if arguments.residual is not None:
+        terms = arguments.x.double(), arguments.residual.double()
         truths["sum"] = Truth(terms[0] + terms[1], terms[0].abs() + terms[1].abs())
-    if given.dy is not None:
+    if arguments.dy is not None:
         truths |= _gradients(
-            spec, given, (x, gate, w, b), y, (x_hat, spread, rstd, gain, factor), plain_scale
+            spec, arguments, (x, gate, w, b), y, (x_hat, spread, rstd, gain, factor), plain_scale
         )
     return {name: Truth(t.value.detach(), t.scale.detach()) for name, t in truths.items()}
 
 
-def _gradients(spec, given, leaves, y, parts, plain_scale) -> dict[str, Truth]:
+def _gradients(spec, arguments, leaves, y, parts, plain_scale) -> dict[str, Truth]:
     x, gate, w, b = leaves
     x_hat, spread, rstd, gain, factor = parts
-    dy = given.dy.double()
+    dy = arguments.dy.double()
     present = [t for t in leaves if t is not None]
     grads = iter(torch.autograd.grad(y, present, dy))
     dx, dgate, dw, db = (None if t is None else next(grads) for t in leaves)
@@ -102,10 +104,10 @@ def _gradients(spec, given, leaves, y, parts, plain_scale) -> dict[str, Truth]:
             dx_scale = du_scale * functional.silu(gate).abs()
         else:
             dgate_scale = dy.abs() * plain_scale * slope
-    if given.dsum is not None:
-        dx, dx_scale = dx + given.dsum.double(), dx_scale + given.dsum.double().abs()
+    if arguments.dsum is not None:
+        dx, dx_scale = dx + arguments.dsum.double(), dx_scale + arguments.dsum.double().abs()
     truths = {"dx": Truth(dx, dx_scale)}
-    if given.residual is not None:
+    if arguments.residual is not None:
         truths["dresidual"] = truths["dx"]
     if gate is not None:
         truths["dgate"] = Truth(dgate, dgate_scale)
@@ -123,8 +125,8 @@ def _silu_slope_scale(z: Tensor) -> Tensor:
     return s * (1 + z.abs() * (1 - s))
 
 
-def torch_own(spec: NormSpec, given: Arguments) -> dict[str, Tensor]:
-    """PyTorch's own results in the given dtypes; tolerance.py derives the error budget from them.
+def torch_own(spec: NormSpec, arguments: Arguments) -> dict[str, Tensor]:
+    """PyTorch's own results in the arguments' dtypes. The error budget depends on their errors.
 
     If PyTorch has no op for the norm, the norm is composed from operations in float32 and rounded
     once at the end. With early rounding, models also round before the product with the weight, and
@@ -134,37 +136,41 @@ def torch_own(spec: NormSpec, given: Arguments) -> dict[str, Tensor]:
     def leaf(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.detach().requires_grad_()
 
-    x, gate, w, b = map(leaf, (total(spec, given), given.gate, given.weight, given.bias))
-    dtype = given.x.dtype
+    x, gate, w, b = map(
+        leaf, (total(spec, arguments), arguments.gate, arguments.weight, arguments.bias)
+    )
+    dtype = arguments.x.dtype
     if spec.rounding == "late" and _has_pytorch_op(spec, x, dtype, w, b):
         if spec.norm == "layer":
-            y = functional.layer_norm(x, (spec.hidden,), w, b, given.eps)
+            y = functional.layer_norm(x, (spec.hidden,), w, b, arguments.eps)
         else:
-            y = functional.rms_norm(x, (spec.hidden,), w, given.eps)
+            y = functional.rms_norm(x, (spec.hidden,), w, arguments.eps)
     else:
-        y = _composed(spec, x.float(), gate, w, b, given.eps, dtype)
+        y = _composed(spec, x.float(), gate, w, b, arguments.eps, dtype)
     u = x.detach().float()
     if spec.gate and spec.gate_first:
         u = u * functional.silu(gate.detach().float())
     mean = u.mean(-1) if spec.norm == "layer" else torch.zeros_like(u[..., 0])
     variance = (u - mean[..., None]).square().mean(-1)
     results = {"y": y.detach(), "mean": mean.reshape(-1), "sum": x.detach()}
-    results["rstd"] = torch.rsqrt(variance + given.eps).reshape(-1)
-    if given.dy is None:
+    results["rstd"] = torch.rsqrt(variance + arguments.eps).reshape(-1)
+    if arguments.dy is None:
         return results
     leaves = {"dx": x, "dgate": gate, "dw": w, "db": b}
     present = {name: t for name, t in leaves.items() if t is not None}
-    results |= zip(present, torch.autograd.grad(y, list(present.values()), given.dy), strict=True)
+    results |= zip(
+        present, torch.autograd.grad(y, list(present.values()), arguments.dy), strict=True
+    )
     results |= {name: results[name].reshape(-1) for name in ("dw", "db") if name in results}
     dx = results["dx"].float()
-    dx = dx if given.dsum is None else dx + given.dsum.float()
+    dx = dx if arguments.dsum is None else dx + arguments.dsum.float()
     results["dresidual"] = dx.to(x.dtype)
     results["dx"] = dx.to(dtype)
     return results
 
 
 def _has_pytorch_op(spec: NormSpec, x: Tensor, dtype, w: Tensor | None, b: Tensor | None) -> bool:
-    """Whether F.rms_norm or F.layer_norm computes this norm in the given dtypes."""
+    """Whether F.rms_norm or F.layer_norm computes this norm in the arguments' dtypes."""
     if spec.gate or spec.heads or spec.offset or x.dtype != dtype:
         return False
     if any(t is not None and t.dtype != dtype for t in (w, b)):

@@ -150,12 +150,9 @@ class Buffer:
             return
         old = region.read(last_blocks)
         shared = (old != NO_BLOCK) & (old != current)
-        region.write(
-            last_blocks,
-            torch.where(shared, SEVERAL_BLOCKS, current).to(torch.int32)
-            if shared.any()
-            else current,
-        )
+        if shared.any():
+            current = torch.where(shared, SEVERAL_BLOCKS, current).to(torch.int32)
+        region.write(last_blocks, current)
 
     def _check_race(self, region, access: str, verb: str) -> None:
         if access not in self._last_blocks:

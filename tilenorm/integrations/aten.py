@@ -49,9 +49,9 @@ def override() -> Iterator[None]:
     - F.rms_norm of a channels-last input, for the same reason.
     - Norms inside code that torch.compile generates.
 
-    Blocks may be nested. PyTorch's own kernels are restored when the outermost block ends, also
-    when it ends with an exception. A block should not begin or end while another thread is inside
-    a norm.
+    Blocks may be nested. PyTorch's own kernels are restored when the last open block ends, also if
+    it ends with an exception. A block should not begin or end while another thread is inside a
+    norm.
 
     Raises:
         RuntimeError: cuTile supports no GPU of this machine. The message gives the reason.

@@ -11,15 +11,15 @@ from torch.fx import Node
 
 from .nodes import (
     Left,
+    added_number,
     arguments,
-    cast_of,
+    before_exact_casts,
+    cast_input,
     name_of,
     number_of,
     only_user,
     operands,
-    shifted,
     value_of,
-    widened,
     writes,
 )
 from .norms import Norm, parameter_fits, trailing
@@ -41,8 +41,8 @@ def match_decomposed(root: Node) -> Norm | None:
     factor = _factor_beside_root(root, x_hat)
     if value_of(factor) is None or value_of(x_hat) is None:
         return None
-    x = widened(factor)
-    if widened(_squared(square)) is not x:
+    x = before_exact_casts(factor)
+    if before_exact_casts(_squared(square)) is not x:
         return None
     parts = {square, mean, mean_plus_eps, root, x_hat}
     for node in parts:
@@ -59,12 +59,12 @@ def _match_mean_square(root: Node) -> tuple[Node, Node, Node, int, float] | None
     if not _is_root(root):
         return None
     mean_plus_eps = _input_of(root)
-    mean, eps = shifted(mean_plus_eps) or (None, 0.0)
+    mean, eps = added_number(mean_plus_eps) or (None, 0.0)
     if mean is None or name_of(mean) != "mean":
         return None
-    given = arguments(mean, "input", "dim", "keepdim")
-    square, dims = given["input"], trailing(value_of(given["input"]), given.get("dim"))
-    if not given.get("keepdim") or not dims or not _squared(square):
+    args = arguments(mean, "input", "dim", "keepdim")
+    square, dims = args["input"], trailing(value_of(args["input"]), args.get("dim"))
+    if not args.get("keepdim") or not dims or not _squared(square):
         return None
     if any(value_of(node) is None for node in (root, mean_plus_eps, mean, square)):
         return None
@@ -117,7 +117,7 @@ def _extend(x: Node, x_hat: Node, dims: int, eps: float, parts: set[Node]) -> No
         user = only_user(end)
         if user is None or value_of(user) is None:
             break
-        if cast_of(user) is end:
+        if cast_input(user) is end:
             target_dtype = value_of(user).dtype
             if target_dtype not in (dtype, torch.float32):
                 break
@@ -150,8 +150,8 @@ def _match_weight(
         return None
     weight, offset = others[0], 0.0
     if value_of(weight).dtype == torch.float32 and not writes(weight):
-        weight, offset = shifted(weight) or (weight, 0.0)
-    return others[0], widened(weight), offset
+        weight, offset = added_number(weight) or (weight, 0.0)
+    return others[0], before_exact_casts(weight), offset
 
 
 def _path(source: Node, node: Node) -> set[Node]:
@@ -159,5 +159,5 @@ def _path(source: Node, node: Node) -> set[Node]:
     path = set()
     while node is not source:
         path.add(node)
-        node = cast_of(node) or shifted(node)[0]
+        node = cast_input(node) or added_number(node)[0]
     return path

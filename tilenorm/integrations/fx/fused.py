@@ -43,28 +43,28 @@ def match_fused(node: Node) -> Norm | Gradient | None:
     return None if names is None else _backward(node, arguments(node, *names))
 
 
-def _forward(node: Node, given: dict, single: bool) -> Norm:
+def _forward(node: Node, args: dict, single: bool) -> Norm:
     norm = _norm_of(node)
-    eps = given.get("eps", 1e-5 if norm == "layer" else None)
-    eps = default_eps(known(given["input"])) if eps is None else number_of(eps)
+    eps = args.get("eps", 1e-5 if norm == "layer" else None)
+    eps = default_eps(known(args["input"])) if eps is None else number_of(eps)
     if eps is None:
         raise Left("its eps is a tensor")
     outputs = {0: node} if single else _items(node, FORWARD_INDICES[norm])
     return Norm(
-        norm, given["input"], given.get("weight"), given.get("bias"), _dims(given), eps,
+        norm, args["input"], args.get("weight"), args.get("bias"), _dims(args), eps,
         0.0, "late", outputs, node, (node,),
     )  # fmt: skip
 
 
-def _backward(node: Node, given: dict) -> Gradient:
+def _backward(node: Node, args: dict) -> Gradient:
     norm = _norm_of(node)
     indices = BACKWARD_INDICES[norm]
-    wanted = {index for index, want in zip(indices, given["output_mask"], strict=True) if want}
-    present = {0: True, 3: given.get("weight") is not None, 4: given.get("bias") is not None}
+    wanted = {index for index, want in zip(indices, args["output_mask"], strict=True) if want}
+    present = {0: True, 3: args.get("weight") is not None, 4: args.get("bias") is not None}
     mask = tuple(index in wanted and present.get(index, False) for index in range(5))
     return Gradient(
-        norm, given["grad_out"], given["input"], given.get("weight"), given.get("bias"),
-        given.get("mean"), given["rstd"], _dims(given), mask, _items(node, indices), node,
+        norm, args["grad_out"], args["input"], args.get("weight"), args.get("bias"),
+        args.get("mean"), args["rstd"], _dims(args), mask, _items(node, indices), node,
     )  # fmt: skip
 
 
@@ -72,8 +72,8 @@ def _norm_of(node: Node) -> str:
     return "layer" if "layer" in name_of(node) else "rms"
 
 
-def _dims(given: dict) -> int:
-    shape = given["normalized_shape"]
+def _dims(args: dict) -> int:
+    shape = args["normalized_shape"]
     return len(shape) if isinstance(shape, tuple | list) else 1
 
 

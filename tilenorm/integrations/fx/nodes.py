@@ -19,19 +19,9 @@ CASTS = (
     *("to", "_to_copy", "type", "type_as", "convert_element_type"),
     *("float", "half", "bfloat16", "double"),
 )
-HALVES = (torch.float16, torch.bfloat16)
+DTYPES_16_BIT = (torch.float16, torch.bfloat16)
 ADDS_IN_PLACE = ("add_", torch.ops.aten.add_.Scalar, torch.ops.aten.add_.Tensor)
-IN_PLACE_OPERATORS = (
-    "setitem",
-    "iadd",
-    "isub",
-    "imul",
-    "itruediv",
-    "ipow",
-    "ifloordiv",
-    "imod",
-    "imatmul",
-)
+IN_PLACE = ("setitem", "iadd", "isub", "imul", "itruediv", "ipow", "ifloordiv", "imod", "imatmul")
 
 
 class Left(Exception):
@@ -64,11 +54,7 @@ def writes(node: Node) -> bool:
         return target._schema.is_mutable
     if getattr(target, "__module__", None) not in PURE_MODULES:
         return True  # for example: a call of a subgraph, or a switch of grad mode or autocast
-    if (
-        target.__name__ in IN_PLACE_OPERATORS
-        or target.__name__.endswith("_")
-        or "out" in node.kwargs
-    ):
+    if target.__name__ in IN_PLACE or target.__name__.endswith("_") or "out" in node.kwargs:
         return True
     # relu, dropout and similar functions also accept `inplace` by position, after other bools. Any
     # positional True therefore counts as inplace=True.
@@ -100,12 +86,12 @@ def arguments(node: Node, *names: str) -> dict[str, object]:
 
 def operands(node: Node) -> tuple[object, ...]:
     """The two operands of an add, mul or div; () if the call has alpha or other arguments."""
-    given = arguments(node, "input", "other", "alpha")
-    scaled = given.pop("alpha", 1) != 1
-    return () if scaled or len(given) != 2 else tuple(given.values())
+    args = arguments(node, "input", "other", "alpha")
+    scaled = args.pop("alpha", 1) != 1
+    return () if scaled or len(args) != 2 else tuple(args.values())
 
 
-def shifted(node: object) -> tuple[Node, float] | None:
+def added_number(node: object) -> tuple[Node, float] | None:
     """The tensor and the number that a node adds, in place or not; None for any other node."""
     if not isinstance(node, Node) or (name_of(node) != "add" and node.target not in ADDS_IN_PLACE):
         return None
@@ -127,7 +113,7 @@ def number_of(value: object) -> float | None:
     return float(value) if symbolic or isinstance(value, Real) else None
 
 
-def cast_of(node: object) -> Node | None:
+def cast_input(node: object) -> Node | None:
     """The input of a node that only changes the dtype; None for any other node."""
     if not isinstance(node, Node) or name_of(node) not in CASTS or not node.args:
         return None
@@ -137,11 +123,11 @@ def cast_of(node: object) -> Node | None:
     return node.args[0]
 
 
-def widened(node: Node) -> Node:
+def before_exact_casts(node: Node) -> Node:
     """The node before all casts that change no number: to the same dtype, or 16 bits to float32."""
-    while (source := cast_of(node)) is not None:
+    while (source := cast_input(node)) is not None:
         before, after = value_of(source).dtype, value_of(node).dtype
-        if before != after and (before not in HALVES or after != torch.float32):
+        if before != after and (before not in DTYPES_16_BIT or after != torch.float32):
             break
         node = source
     return node
