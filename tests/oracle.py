@@ -1,7 +1,8 @@
-"""Every norm in float64, gradients by autograd: what every executor is compared with.
+"""The tests' oracle: every norm in float64, with gradients by autograd.
 
-Each value comes with its scale, the sum of the absolute values of the terms it is made of: rounding
-errors are proportional to that, not to a result in which the terms may cancel.
+Tests compare the results of every executor with the oracle. Each value has a scale: the sum of the
+absolute values of the terms that add up to the value. Rounding errors are proportional to the
+scale. The value itself may be much smaller, because the terms may cancel.
 """
 
 from dataclasses import dataclass
@@ -16,16 +17,17 @@ from tilenorm.spec import NormSpec
 
 @dataclass(frozen=True)
 class Truth:
-    """value and scale, float64, in the shape of the result."""
+    """A true result: its value and its scale, both float64, in the shape of the result."""
 
     value: Tensor
     scale: Tensor
 
 
 class Arguments(NamedTuple):
-    """What a norm takes, and the gradients of what it gives; None where absent.
+    """The inputs of a norm and the gradients of its outputs; None for an absent tensor.
 
-    Tensors with rows are (rows, N), or (tokens, heads, N).
+    weight and bias have the shape (N,) or (heads, N). The other tensors have the shape (rows, N) or
+    (tokens, heads, N).
     """
 
     x: Tensor
@@ -38,24 +40,26 @@ class Arguments(NamedTuple):
     eps: float
 
 
-def total(spec: NormSpec, given: Arguments) -> Tensor:
-    """x, or its sum with the residual in the residual's dtype: what is normalised, as rounded."""
-    if given.residual is None:
-        return given.x
-    return (given.x.float() + given.residual.float()).to(given.residual.dtype)
+def total(spec: NormSpec, arguments: Arguments) -> Tensor:
+    """The tensor that is normalised: x, or x + residual rounded to the residual's dtype."""
+    if arguments.residual is None:
+        return arguments.x
+    return (arguments.x.float() + arguments.residual.float()).to(arguments.residual.dtype)
 
 
-def norm(spec: NormSpec, given: Arguments) -> dict[str, Truth]:
-    """y, sum, mean and rstd; with dy also the gradients there are. Keys: the results' names."""
+def norm(spec: NormSpec, arguments: Arguments) -> dict[str, Truth]:
+    """The true y, sum, mean and rstd by name, and the gradients if there is a dy."""
 
     def leaf(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.detach().double().requires_grad_()
 
-    x, gate, w, b = map(leaf, (total(spec, given), given.gate, given.weight, given.bias))
+    x, gate, w, b = map(
+        leaf, (total(spec, arguments), arguments.gate, arguments.weight, arguments.bias)
+    )
     u = x * functional.silu(gate) if spec.gate and spec.gate_first else x
     mean = u.mean(-1, keepdim=True) if spec.norm == "layer" else torch.zeros_like(u[..., :1])
     centered = u - mean
-    rstd = (centered.square().mean(-1, keepdim=True) + given.eps).rsqrt()
+    rstd = (centered.square().mean(-1, keepdim=True) + arguments.eps).rsqrt()
     x_hat = centered * rstd
     gain = torch.ones_like(x_hat) if w is None else (w + spec.offset).expand_as(x_hat)
     shift = torch.zeros_like(x_hat) if b is None else b.expand_as(x_hat)
@@ -63,30 +67,30 @@ def norm(spec: NormSpec, given: Arguments) -> dict[str, Truth]:
     if spec.gate and not spec.gate_first:
         factor = functional.silu(gate)
     y = (x_hat * gain + shift) * factor
-    # A difference from the mean, which is a mean of such differences.
+    # Scale of x_hat: x_hat is a difference from the mean, and the mean's own error adds to it.
     spread = x_hat.abs() + (x_hat.abs().mean(-1, keepdim=True) if spec.norm == "layer" else 0.0)
     plain_scale = spread * gain.abs() + shift.abs()
-    found = {
+    truths = {
         "y": Truth(y, plain_scale * factor.abs()),
         "mean": Truth(mean.reshape(-1), u.abs().mean(-1).reshape(-1)),
         "rstd": Truth(rstd.reshape(-1), rstd.reshape(-1)),
     }
-    if given.residual is not None:
-        terms = given.x.double(), given.residual.double()
-        found["sum"] = Truth(terms[0] + terms[1], terms[0].abs() + terms[1].abs())
-    if given.dy is not None:
-        found |= _gradients(
-            spec, given, (x, gate, w, b), y, (x_hat, spread, rstd, gain, factor), plain_scale
+    if arguments.residual is not None:
+        terms = arguments.x.double(), arguments.residual.double()
+        truths["sum"] = Truth(terms[0] + terms[1], terms[0].abs() + terms[1].abs())
+    if arguments.dy is not None:
+        truths |= _gradients(
+            spec, arguments, (x, gate, w, b), y, (x_hat, spread, rstd, gain, factor), plain_scale
         )
-    return {name: Truth(t.value.detach(), t.scale.detach()) for name, t in found.items()}
+    return {name: Truth(t.value.detach(), t.scale.detach()) for name, t in truths.items()}
 
 
-def _gradients(spec, given, leaves, y, parts, plain_scale) -> dict[str, Truth]:
+def _gradients(spec, arguments, leaves, y, parts, plain_scale) -> dict[str, Truth]:
     x, gate, w, b = leaves
     x_hat, spread, rstd, gain, factor = parts
-    dy = given.dy.double()
-    given_leaves = [t for t in leaves if t is not None]
-    grads = iter(torch.autograd.grad(y, given_leaves, dy))
+    dy = arguments.dy.double()
+    present = [t for t in leaves if t is not None]
+    grads = iter(torch.autograd.grad(y, present, dy))
     dx, dgate, dw, db = (None if t is None else next(grads) for t in leaves)
     dn = dy * factor
     g = dn * gain
@@ -100,66 +104,73 @@ def _gradients(spec, given, leaves, y, parts, plain_scale) -> dict[str, Truth]:
             dx_scale = du_scale * functional.silu(gate).abs()
         else:
             dgate_scale = dy.abs() * plain_scale * slope
-    if given.dsum is not None:
-        dx, dx_scale = dx + given.dsum.double(), dx_scale + given.dsum.double().abs()
-    found = {"dx": Truth(dx, dx_scale)}
-    if given.residual is not None:
-        found["dresidual"] = found["dx"]
+    if arguments.dsum is not None:
+        dx, dx_scale = dx + arguments.dsum.double(), dx_scale + arguments.dsum.double().abs()
+    truths = {"dx": Truth(dx, dx_scale)}
+    if arguments.residual is not None:
+        truths["dresidual"] = truths["dx"]
     if gate is not None:
-        found["dgate"] = Truth(dgate, dgate_scale)
+        truths["dgate"] = Truth(dgate, dgate_scale)
     rows = (-1, (spec.heads or 1) * spec.hidden)
     if w is not None:
-        found["dw"] = Truth(dw.reshape(-1), (dn.abs() * spread).reshape(rows).sum(0))
+        truths["dw"] = Truth(dw.reshape(-1), (dn.abs() * spread).reshape(rows).sum(0))
     if b is not None:
-        found["db"] = Truth(db.reshape(-1), dn.abs().reshape(rows).sum(0))
-    return found
+        truths["db"] = Truth(db.reshape(-1), dn.abs().reshape(rows).sum(0))
+    return truths
 
 
 def _silu_slope_scale(z: Tensor) -> Tensor:
+    """The scale of silu's derivative at z."""
     s = torch.sigmoid(z)
     return s * (1 + z.abs() * (1 - s))
 
 
-def torch_own(spec: NormSpec, given: Arguments) -> dict[str, Tensor]:
-    """What PyTorch computes in these dtypes: what it has no op for, in float32, rounded once.
+def torch_own(spec: NormSpec, arguments: Arguments) -> dict[str, Tensor]:
+    """PyTorch's own results in the arguments' dtypes. The error budget depends on their errors.
 
-    Rounding early it is composed as models do.
+    If PyTorch has no op for the norm, the norm is composed from operations in float32 and rounded
+    once at the end. With early rounding, models also round before the product with the weight, and
+    after the product if the weight has the input's dtype; the composed norm does the same.
     """
 
     def leaf(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.detach().requires_grad_()
 
-    x, gate, w, b = map(leaf, (total(spec, given), given.gate, given.weight, given.bias))
-    dtype = given.x.dtype
-    if spec.rounding == "late" and _plain(spec, x, dtype, w, b):
+    x, gate, w, b = map(
+        leaf, (total(spec, arguments), arguments.gate, arguments.weight, arguments.bias)
+    )
+    dtype = arguments.x.dtype
+    if spec.rounding == "late" and _has_pytorch_op(spec, x, dtype, w, b):
         if spec.norm == "layer":
-            y = functional.layer_norm(x, (spec.hidden,), w, b, given.eps)
+            y = functional.layer_norm(x, (spec.hidden,), w, b, arguments.eps)
         else:
-            y = functional.rms_norm(x, (spec.hidden,), w, given.eps)
+            y = functional.rms_norm(x, (spec.hidden,), w, arguments.eps)
     else:
-        y = _composed(spec, x.float(), gate, w, b, given.eps, dtype)
+        y = _composed(spec, x.float(), gate, w, b, arguments.eps, dtype)
     u = x.detach().float()
     if spec.gate and spec.gate_first:
         u = u * functional.silu(gate.detach().float())
     mean = u.mean(-1) if spec.norm == "layer" else torch.zeros_like(u[..., 0])
     variance = (u - mean[..., None]).square().mean(-1)
-    found = {"y": y.detach(), "mean": mean.reshape(-1), "sum": x.detach()}
-    found["rstd"] = torch.rsqrt(variance + given.eps).reshape(-1)
-    if given.dy is None:
-        return found
+    results = {"y": y.detach(), "mean": mean.reshape(-1), "sum": x.detach()}
+    results["rstd"] = torch.rsqrt(variance + arguments.eps).reshape(-1)
+    if arguments.dy is None:
+        return results
     leaves = {"dx": x, "dgate": gate, "dw": w, "db": b}
-    there = {name: t for name, t in leaves.items() if t is not None}
-    found |= zip(there, torch.autograd.grad(y, list(there.values()), given.dy), strict=True)
-    found |= {name: found[name].reshape(-1) for name in ("dw", "db") if name in found}
-    dx = found["dx"].float()
-    dx = dx if given.dsum is None else dx + given.dsum.float()
-    found["dresidual"] = dx.to(x.dtype)
-    found["dx"] = dx.to(dtype)
-    return found
+    present = {name: t for name, t in leaves.items() if t is not None}
+    results |= zip(
+        present, torch.autograd.grad(y, list(present.values()), arguments.dy), strict=True
+    )
+    results |= {name: results[name].reshape(-1) for name in ("dw", "db") if name in results}
+    dx = results["dx"].float()
+    dx = dx if arguments.dsum is None else dx + arguments.dsum.float()
+    results["dresidual"] = dx.to(x.dtype)
+    results["dx"] = dx.to(dtype)
+    return results
 
 
-def _plain(spec: NormSpec, x: Tensor, dtype, w: Tensor | None, b: Tensor | None) -> bool:
-    """PyTorch's own op computes it, in the dtypes it was given."""
+def _has_pytorch_op(spec: NormSpec, x: Tensor, dtype, w: Tensor | None, b: Tensor | None) -> bool:
+    """Whether F.rms_norm or F.layer_norm computes this norm in the arguments' dtypes."""
     if spec.gate or spec.heads or spec.offset or x.dtype != dtype:
         return False
     if any(t is not None and t.dtype != dtype for t in (w, b)):
@@ -168,11 +179,12 @@ def _plain(spec: NormSpec, x: Tensor, dtype, w: Tensor | None, b: Tensor | None)
 
 
 def _composed(spec, x, gate, w, b, eps, dtype) -> Tensor:
+    """The norm in float32 operations, rounded to dtype. x is float32."""
     early = spec.rounding == "early"
     if spec.gate and spec.gate_first:
         x = x * functional.silu(gate.float())
-    kind = functional.layer_norm if spec.norm == "layer" else functional.rms_norm
-    y = kind(x, (spec.hidden,), eps=eps)
+    function = functional.layer_norm if spec.norm == "layer" else functional.rms_norm
+    y = function(x, (spec.hidden,), eps=eps)
     if early:
         y = y.to(dtype).float()
     if w is not None:

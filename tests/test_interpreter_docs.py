@@ -1,4 +1,4 @@
-"""cuda.tile's own docstring examples, run by the interpreter, print what they say they print."""
+"""The interpreter runs the examples in cuda.tile's docstrings and prints their expected output."""
 
 import builtins
 import doctest
@@ -13,9 +13,9 @@ from cuda.tile import _stub
 from cuda.tile._execution import is_stub
 
 from tests import interpreter
-from tests.interpreter.run import is_served
+from tests.interpreter.run import is_supported
 
-UNSERVED = {
+UNSUPPORTED = {
     "mma_scaled": "float4 and block scales have no use in a normalisation kernel",
 }
 _BLOCK = re.compile(
@@ -25,7 +25,7 @@ _BLOCK = re.compile(
 
 def _documented():
     """Every object of the public API that has a docstring, by name."""
-    found = {"kernel.replace_hints": ct.kernel.replace_hints}
+    objects = {"kernel.replace_hints": ct.kernel.replace_hints}
     classes = {"": ct, "RawArrayMemory.": _stub.RawArrayMemory}
     for name in ("Array", "Tile", "TiledView"):
         classes[f"{name}."] = getattr(ct, name)
@@ -34,11 +34,12 @@ def _documented():
             if isinstance(value, property):
                 value = value.fget
             if getattr(value, "__module__", "") == "cuda.tile._stub":
-                found[prefix + name] = value
-    return found
+                objects[prefix + name] = value
+    return objects
 
 
 def _examples():
+    """A pytest parameter for each example: code, wrap it in a kernel, expected output, flags."""
     for name, value in _documented().items():
         blocks = _BLOCK.findall(textwrap.dedent(inspect.getdoc(value) or "") + "\n")
         for i, (_, kind, options, body) in enumerate(blocks):
@@ -46,7 +47,7 @@ def _examples():
                 continue
             output = blocks[i + 1] if i + 1 < len(blocks) else ("", "testcode", "", "")
             expected, flags = ("", "") if output[1] == "testcode" else (output[3], output[2])
-            marks = [pytest.mark.skip(UNSERVED[name])] if name in UNSERVED else []
+            marks = [pytest.mark.skip(UNSUPPORTED[name])] if name in UNSUPPORTED else []
             yield pytest.param(
                 textwrap.dedent(body),
                 "kernel_wrapper.py" in options,
@@ -69,14 +70,14 @@ def test_docstring_example(code, wrap, expected, flags, monkeypatch, capsys):
     if wrap:
         code = "@ct.kernel\ndef kernel():\n" + textwrap.indent(code, "    ")
         code += "\nct.launch(stream, (1,), kernel, ())\n"
-    # A module of its own, so that what the interpreter replaces does not leak into this one.
+    # A namespace of its own: the interpreter replaces names in a kernel's module.
     namespace = {"ct": ct, "torch": torch, "stream": None, "__builtins__": builtins}
     namespace["__name__"] = "example"
     if expected.startswith("Traceback"):
-        raised = expected.strip().splitlines()[-1].split(":")[0]
+        expected_error = expected.strip().splitlines()[-1].split(":")[0]
         with pytest.raises(Exception) as failure:
             exec(code, namespace)
-        assert failure.type.__name__.removeprefix("Tile") == raised
+        assert failure.type.__name__.removeprefix("Tile") == expected_error
         return
     exec(code, namespace)
     options = doctest.NORMALIZE_WHITESPACE if "NORMALIZE_WHITESPACE" in flags else 0
@@ -88,8 +89,8 @@ def test_examples_are_found():
     assert len(list(_examples())) > 100
 
 
-def test_every_operation_is_served():
+def test_every_operation_is_supported():
     operations = {name for name in ct.__all__ if is_stub(getattr(ct, name))}
-    missing = {name for name in operations if not is_served(getattr(ct, name))}
-    # A function of the host, which needs no help.
-    assert missing - {"foreign_pointer_dtype"} == set(UNSERVED)
+    missing = {name for name in operations if not is_supported(getattr(ct, name))}
+    # foreign_pointer_dtype is a host function. Kernels do not call it.
+    assert missing - {"foreign_pointer_dtype"} == set(UNSUPPORTED)

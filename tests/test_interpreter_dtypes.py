@@ -1,4 +1,7 @@
-"""The interpreter types and refuses expressions as the compiler does, which needs no GPU for it."""
+"""The interpreter gives expressions the compiler's dtypes, and rejects what the compiler rejects.
+
+The compiler's type checking needs no GPU.
+"""
 
 import itertools
 import operator
@@ -30,7 +33,7 @@ REDUCTIONS = [ct.sum, ct.max, ct.prod, ct.argmax, ct.cumsum]
 
 
 def compiled(kernel, *constraints):
-    """Compile a kernel as far as the compiler types it."""
+    """Compile a kernel up to the compiler's type checking, without making a cubin."""
     signature = KernelSignature(constraints, CallingConvention.cutile_python_v1())
     compile_tile(kernel._annotated_function, [signature], return_cubin=False)
 
@@ -50,36 +53,39 @@ def interpreted(kernel, *args):
     interpreter.launch((1,), kernel, args)
 
 
-def typed(run, kernel, noted, *args):
-    """The dtype that a kernel noted under an executor, or None where it was refused."""
-    noted.clear()
+def result_dtype(run, kernel, dtypes, *args):
+    """The dtype that a probe kernel appends to `dtypes`, or None if `run` rejects the kernel."""
+    dtypes.clear()
     try:
         run(kernel, *args)
     except (ct.TileTypeError, ct.TileValueError):
         return None
-    return noted[0].name
+    return dtypes[0].name
 
 
 def disagreements(cases):
     """Kernels whose dtype differs between compiler and interpreter."""
-    found = {}
-    for name, kernel, noted in cases:
-        expected, actual = typed(compiled, kernel, noted), typed(interpreted, kernel, noted)
+    differences = {}
+    for name, kernel, dtypes in cases:
+        expected, actual = (result_dtype(run, kernel, dtypes) for run in (compiled, interpreted))
         if expected != actual:
-            found[name] = f"compiler {expected}, interpreter {actual}"
-    return found
+            differences[name] = f"compiler {expected}, interpreter {actual}"
+    return differences
 
 
 def probe(expression):
-    """A kernel that notes the dtype of an expression, evaluated when it is compiled or run."""
-    noted = []
+    """A kernel that evaluates an expression, and the list to which it appends the result's dtype.
+
+    The kernel appends the dtype when it is compiled and when it is interpreted.
+    """
+    dtypes = []
 
     @ct.kernel
     def kernel():
         result = expression()
-        ct.static_eval(noted.append(result.dtype))
+        ct.static_eval(dtypes.append(result.dtype))
 
-    return kernel, noted
+    return kernel, dtypes
 
 
 def tile(dtype):
@@ -87,7 +93,7 @@ def tile(dtype):
 
 
 def binary_probe(op, x, y):
-    """Probe op(x, y), each a dtype, for a tile of it, or a constant."""
+    """A probe of op(x, y). An operand is a constant, or a dtype for a tile of that dtype."""
     x_is_tile, y_is_tile = isinstance(x, ct.DType), isinstance(y, ct.DType)
 
     def expression():
@@ -99,6 +105,8 @@ def binary_probe(op, x, y):
 
 
 def unary_probe(op, x):
+    """A probe of op(tile of dtype x)."""
+
     def expression():
         return op(tile(x))
 
@@ -106,19 +114,19 @@ def unary_probe(op, x):
 
 
 @pytest.mark.parametrize("op", BINARY, ids=lambda op: op.__name__)
-def test_tiles(op):
+def test_binary_of_two_tiles(op):
     pairs = itertools.product(DTYPES, DTYPES)
     assert disagreements(((x.name, y.name), *binary_probe(op, x, y)) for x, y in pairs) == {}
 
 
 @pytest.mark.parametrize("op", BINARY, ids=lambda op: op.__name__)
-def test_tile_and_constant(op):
+def test_binary_of_tile_and_constant(op):
     pairs = [*itertools.product(DTYPES, CONSTANTS), *itertools.product(CONSTANTS, DTYPES)]
     assert disagreements(((x, y), *binary_probe(op, x, y)) for x, y in pairs) == {}
 
 
 def test_power_of_floats():
-    # Integer powers are typed, and fail later: the compiler has no code for them.
+    # Integer powers pass the type checking and fail later: the compiler has no code for them.
     pairs = itertools.product(DTYPES[-4:], CONSTANTS)
     assert disagreements(((x, y), *binary_probe(operator.pow, x, y)) for x, y in pairs) == {}
 
@@ -133,7 +141,7 @@ def choose(x, y):
 
 
 @pytest.mark.parametrize("op", UNARY, ids=lambda op: op.__name__)
-def test_one_tile(op):
+def test_unary(op):
     assert disagreements((x.name, *unary_probe(op, x)) for x in DTYPES) == {}
 
 
@@ -143,7 +151,7 @@ def test_reductions(op):
 
 
 def test_implicit_casts_of_stores():
-    found = {}
+    differences = {}
     for x in DTYPES:
 
         @ct.kernel
@@ -151,96 +159,96 @@ def test_implicit_casts_of_stores():
             ct.store(Y, 0, ct.full((2,), 1, x))  # noqa: B023
 
         for y in DTYPES:
-            outcomes = []
+            accepted = []
             for run, arg in (
                 (compiled, array_constraint(y)),
                 (interpreted, torch.zeros(2, dtype=TORCH_DTYPE[y])),
             ):
                 try:
                     run(kernel, arg)
-                    outcomes.append(True)
+                    accepted.append(True)
                 except (ct.TileTypeError, ct.TileValueError):
-                    outcomes.append(False)
-            if outcomes[0] != outcomes[1]:
-                found[x.name, y.name] = outcomes
-    assert found == {}
+                    accepted.append(False)
+            if accepted[0] != accepted[1]:
+                differences[x.name, y.name] = accepted
+    assert differences == {}
 
 
-def refused_shape():
+def rejected_shape():
     ct.zeros((3,), ct.float32)
 
 
-def refused_arange():
+def rejected_arange():
     ct.arange(6, dtype=ct.int32)
 
 
-def refused_runtime_shape():
+def rejected_runtime_shape():
     ct.zeros((ct.bid(0),), ct.float32)
 
 
-def refused_reshape():
+def rejected_reshape():
     ct.zeros((4,), ct.float32).reshape((2, 4))
 
 
-def refused_broadcast():
+def rejected_broadcast():
     ct.zeros((4,), ct.float32) + ct.zeros((2,), ct.float32)
 
 
-def refused_broadcast_to():
+def rejected_broadcast_to():
     ct.broadcast_to(ct.zeros((4,), ct.float32), (4, 2))
 
 
-def refused_cat():
+def rejected_cat():
     ct.cat((ct.zeros(4, ct.float32), ct.zeros(2, ct.float32)), 0)
 
 
-def refused_truth_of_a_tile():
+def rejected_truth_of_a_tile():
     if ct.zeros((2,), ct.bool_):
         ct.print("true")
 
 
-def refused_float_of_a_runtime_value():
+def rejected_float_of_a_runtime_value():
     float(ct.bid(0))
 
 
-def refused_runtime_item_of_a_tuple():
+def rejected_runtime_item_of_a_tuple():
     (1, 2)[ct.bid(0)]
 
 
-def refused_subscript():
+def rejected_subscript():
     ct.zeros((4,), ct.float32)[0]
 
 
-def refused_bits_of_a_float():
+def rejected_bits_of_a_float():
     ct.zeros((4,), ct.float32) & 1
 
 
-def refused_constant_out_of_range():
+def rejected_constant_out_of_range():
     ct.zeros((4,), ct.int8) + 300
 
 
-def refused_rounding_of_an_integer():
+def rejected_rounding_of_an_integer():
     ct.add(ct.zeros((4,), ct.int32), 1, rounding_mode=ct.RoundingMode.RZ)
 
 
-def refused_axis():
+def rejected_axis():
     ct.sum(ct.zeros((4,), ct.float32), 1)
 
 
-def refused_block_axis():
+def rejected_block_axis():
     ct.bid(3)
 
 
-def refused_step():
+def rejected_step():
     for _ in range(4, 0, -1):
         ct.print("never")
 
 
-REFUSED = {name: f for name, f in globals().items() if name.startswith("refused_")}
+REJECTED = {name: f for name, f in globals().items() if name.startswith("rejected_")}
 
 
-@pytest.mark.parametrize("expression", REFUSED.values(), ids=REFUSED.keys())
-def test_both_refuse(expression):
+@pytest.mark.parametrize("expression", REJECTED.values(), ids=REJECTED.keys())
+def test_compiler_and_interpreter_reject(expression):
     @ct.kernel
     def kernel():
         expression()
@@ -248,5 +256,5 @@ def test_both_refuse(expression):
     for run in (compiled, interpreted):
         with pytest.raises(ct.TileError) as failure:
             run(kernel)
-        # A failed assertion would mean that the compiler met something else than the fault.
+        # An AssertionError would be a failure inside the compiler, not its rejection of the kernel.
         assert not isinstance(failure.value.__cause__, AssertionError)

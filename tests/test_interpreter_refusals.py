@@ -1,4 +1,4 @@
-"""The interpreter refuses what a GPU leaves undefined, and what ct.launch refuses."""
+"""The interpreter raises for undefined behaviour, and for arguments that ct.launch rejects."""
 
 import cuda.tile as ct
 import pytest
@@ -14,14 +14,14 @@ from tests.interpreter import (
 from tests.test_interpreter import copy, run
 
 
-def test_tile_outside_its_array():
+def test_tile_outside_its_array_raises():
     with pytest.raises(OutOfBoundsError, match="'X'"):
         run(copy, torch.ones(4), torch.ones(8), 4, grid=(2,))
     with pytest.raises(OutOfBoundsError, match="'Y'"):
         run(copy, torch.ones(8), torch.ones(4), 4, grid=(2,))
 
 
-def test_unchecked_access_out_of_bounds():
+def test_unchecked_access_out_of_bounds_raises():
     @ct.kernel
     def gather(X):
         ct.gather(X, ct.arange(4, dtype=ct.int32), check_bounds=False)
@@ -40,7 +40,7 @@ def test_unchecked_access_out_of_bounds():
             run(kernel, torch.ones(3))
 
 
-def test_two_blocks_write_one_element():
+def test_write_by_two_blocks_is_a_race():
     @ct.kernel
     def kernel(Y):
         ct.store(Y, 0, ct.bid(0))
@@ -51,7 +51,7 @@ def test_two_blocks_write_one_element():
 
 
 @pytest.mark.parametrize("order", [None, "reverse"])
-def test_a_block_reads_what_another_writes(order):
+def test_read_of_another_blocks_write_is_a_race(order):
     @ct.kernel
     def kernel(X, Y):
         if ct.bid(0) == 0:
@@ -63,7 +63,7 @@ def test_a_block_reads_what_another_writes(order):
         run(kernel, torch.zeros(2), torch.zeros(1), grid=(2,), order=order)
 
 
-def test_one_store_writes_an_element_twice():
+def test_one_store_with_duplicate_elements_is_a_race():
     @ct.kernel
     def kernel(Y):
         ct.scatter(Y, ct.arange(4, dtype=ct.int32) // 2, 1.0)
@@ -75,7 +75,7 @@ def test_one_store_writes_an_element_twice():
 
 
 @pytest.mark.parametrize("order", ["ACQ_REL", "ACQUIRE", "RELEASE", "RELAXED"])
-def test_only_acquire_and_release_order_blocks(order):
+def test_only_acquire_release_synchronises_blocks(order):
     memory_order = ct.MemoryOrder[order]
 
     @ct.kernel
@@ -95,7 +95,7 @@ def test_only_acquire_and_release_order_blocks(order):
             run(sum_by_last_block, *args, grid=(4,))
 
 
-def test_polling_another_block():
+def test_polling_of_a_later_block_raises():
     @ct.kernel
     def kernel(FLAG):
         if ct.bid(0) == 0:
@@ -109,16 +109,16 @@ def test_polling_another_block():
     run(kernel, torch.zeros(1, dtype=torch.int32), grid=(2,), order="reverse")
 
 
-def test_arguments_that_overlap():
+def test_written_argument_must_not_overlap_another():
     memory = torch.zeros(2, 8)
     with pytest.raises(AliasError, match="'Y' is written and overlaps 'X'"):
         run(copy, memory[0, :4], memory[0, 3:7], 4)
     run(copy, memory[0], memory[1], 8)
-    # Even and odd columns share a range of addresses, and no element.
+    # Even and odd columns have overlapping address ranges, but share no element.
     run(copy, memory[0, ::2], memory[0, 1::2], 4)
 
 
-def test_store_of_another_rank():
+def test_store_of_another_rank_is_rejected():
     @ct.kernel
     def kernel(Y):
         ct.store(Y, (0, 0), ct.zeros((4,), ct.float32))
@@ -127,7 +127,7 @@ def test_store_of_another_rank():
         run(kernel, torch.zeros(4, 4))
 
 
-def test_division_by_zero():
+def test_integer_division_by_zero_raises():
     @ct.kernel
     def kernel(n):
         ct.cdiv(4, n)
@@ -167,7 +167,7 @@ def one_int64(x: ct.ScalarInt64):
         (one_int64, (1.5,), TypeError),
     ],
 )
-def test_refused_arguments(kernel, args, error):
+def test_rejected_arguments(kernel, args, error):
     with pytest.raises(error):
         run(kernel, *args)
 
@@ -183,17 +183,17 @@ def test_refused_arguments(kernel, args, error):
         ((1 << 24,), ValueError),
     ],
 )
-def test_refused_grids(grid, error):
+def test_rejected_grids(grid, error):
     with pytest.raises(error):
         run(one, 1, grid=grid)
 
 
-def test_extents_beyond_int32():
+def test_extent_beyond_int32_is_rejected():
     with pytest.raises(OverflowError, match="IndexedWithInt64"):
         run(one, torch.zeros(1).expand(1 << 31))
 
 
-def test_slice_offset_overflows():
+def test_slice_offset_that_overflows_is_rejected():
     @ct.kernel
     def narrow(X, start):
         X.slice(0, start, start + 1)
@@ -202,7 +202,9 @@ def test_slice_offset_overflows():
     def wide(X: ct.IndexedWithInt64, start):
         X.slice(0, start, start + 1)
 
-    x = torch.empty(3, 1 << 30, dtype=torch.int8)  # never touched, so never resident
+    x = torch.empty(
+        3, 1 << 30, dtype=torch.int8
+    )  # the pages are never touched, so they take no memory
     run(wide, x, 2)
     with pytest.raises(OverflowError, match="int32"):
         run(narrow, x, 2)

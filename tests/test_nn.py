@@ -1,4 +1,4 @@
-"""tilenorm.RMSNorm and LayerNorm stand in for torch.nn's, both ways."""
+"""tilenorm.RMSNorm and tilenorm.LayerNorm: the same interface and results as torch.nn's modules."""
 
 import copy
 import inspect
@@ -14,13 +14,13 @@ from .ops.helpers import EACH_DEVICE, assert_within, random, through_pickle, thr
 PAIRS = {"RMSNorm": (tilenorm.RMSNorm, nn.RMSNorm), "LayerNorm": (tilenorm.LayerNorm, nn.LayerNorm)}
 EACH_PAIR = pytest.mark.parametrize("ours, theirs", PAIRS.values(), ids=PAIRS)
 EACH = pytest.mark.parametrize("ours", [tilenorm.RMSNorm, tilenorm.LayerNorm])
-BEYOND = {"offset": 0.0, "rounding": "late"}
+EXTRA_ARGUMENTS = {"offset": 0.0, "rounding": "late"}
 
 pytestmark = pytest.mark.filterwarnings("ignore::tilenorm.ReferenceWarning")
 
 
 def randomized(module: nn.Module) -> nn.Module:
-    """With parameters that are not all ones and zeros."""
+    """Give the module random parameters, so that they are not all ones and zeros."""
     with torch.no_grad():
         for seed, parameter in enumerate(module.parameters()):
             parameter.copy_(random(*parameter.shape, seed=seed))
@@ -28,31 +28,33 @@ def randomized(module: nn.Module) -> nn.Module:
 
 
 @EACH_PAIR
-def test_the_signature_is_pytorchs_and_more(ours, theirs):
-    mine, other = (inspect.signature(c.__init__).parameters for c in (ours, theirs))
-    assert [(n, mine[n].default, mine[n].kind) for n in other] == [
-        (n, p.default, p.kind) for n, p in other.items()
+def test_signature_extends_pytorchs(ours, theirs):
+    our_parameters, their_parameters = (
+        inspect.signature(c.__init__).parameters for c in (ours, theirs)
+    )
+    assert [(n, our_parameters[n].default, our_parameters[n].kind) for n in their_parameters] == [
+        (n, p.default, p.kind) for n, p in their_parameters.items()
     ]
-    more = {n: p for n, p in mine.items() if n not in other}
-    assert {n: p.default for n, p in more.items()} == BEYOND
-    assert all(p.kind is p.KEYWORD_ONLY for p in more.values())
+    extra = {n: p for n, p in our_parameters.items() if n not in their_parameters}
+    assert {n: p.default for n, p in extra.items()} == EXTRA_ARGUMENTS
+    assert all(p.kind is p.KEYWORD_ONLY for p in extra.values())
 
 
 @EACH_PAIR
-def test_is_one_of_pytorchs(ours, theirs):
+def test_is_a_subclass_of_pytorchs_module(ours, theirs):
     assert isinstance(ours(8), theirs)
 
 
 @EACH_PAIR
 @pytest.mark.parametrize("shape", [24, (24,), [4, 6], torch.Size([4, 6])], ids=str)
 def test_state_dicts_load_both_ways(ours, theirs, shape):
-    mine, other = randomized(ours(shape)), theirs(shape)
-    other.load_state_dict(mine.state_dict())
-    back = ours(shape)
-    back.load_state_dict(other.state_dict())
-    assert mine.state_dict().keys() == other.state_dict().keys() == back.state_dict().keys()
-    for name, parameter in mine.named_parameters():
-        assert torch.equal(back.get_parameter(name), parameter)
+    source, intermediate, target = randomized(ours(shape)), theirs(shape), ours(shape)
+    intermediate.load_state_dict(source.state_dict())
+    target.load_state_dict(intermediate.state_dict())
+    assert source.state_dict().keys() == intermediate.state_dict().keys()
+    assert source.state_dict().keys() == target.state_dict().keys()
+    for name, parameter in source.named_parameters():
+        assert torch.equal(target.get_parameter(name), parameter)
 
 
 ARGUMENTS = {
@@ -68,22 +70,23 @@ ARGUMENTS = {
 @EACH_DEVICE
 @EACH_PAIR
 @pytest.mark.parametrize("case", ARGUMENTS)
-def test_gives_what_pytorchs_gives(device, ours, theirs, case):
-    check_equal(device, ours, theirs, ARGUMENTS[case])
+def test_results_match_pytorchs_module(device, ours, theirs, case):
+    check_results(device, ours, theirs, ARGUMENTS[case])
 
 
 @EACH_DEVICE
 def test_layer_norm_without_bias(device):
     module = tilenorm.LayerNorm(24, bias=False)
     assert module.bias is None and list(module.state_dict()) == ["weight"]
-    check_equal(device, tilenorm.LayerNorm, nn.LayerNorm, {"bias": False})
+    check_results(device, tilenorm.LayerNorm, nn.LayerNorm, {"bias": False})
 
 
-def check_equal(device, ours, theirs, arguments):
+def check_results(device, ours, theirs, arguments):
+    """The output and the gradients are as accurate as those of PyTorch's module."""
     arguments = {"normalized_shape": 24, "device": device, **arguments}
     dtype = arguments.get("dtype", torch.float32)
-    mine, other = randomized(ours(**arguments)), randomized(theirs(**arguments))
-    oracle = copy.deepcopy(other).double().cpu()
+    our_module, their_module = randomized(ours(**arguments)), randomized(theirs(**arguments))
+    oracle = copy.deepcopy(their_module).double().cpu()
     shape = (5, 4, 24)
     x, dy = (random(*shape, dtype=dtype, seed=seed) for seed in (5, 6))
 
@@ -96,17 +99,17 @@ def check_equal(device, ours, theirs, arguments):
     if "eps" not in arguments and theirs is nn.RMSNorm:
         oracle.eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
     exact = results(oracle, x.double(), dy.double())
-    peer = results(other, x.to(device), dy.to(device))
-    for name, got in results(mine, x.to(device), dy.to(device)).items():
-        assert got.dtype == peer[name].dtype and got.device == peer[name].device
-        summed = got.shape != shape
-        rows = x.numel() // got.numel() if summed else 1
-        assert_within(name, got, exact[name], peer[name], rows=rows)
+    pytorch = results(their_module, x.to(device), dy.to(device))
+    for name, got in results(our_module, x.to(device), dy.to(device)).items():
+        assert got.dtype == pytorch[name].dtype and got.device == pytorch[name].device
+        is_sum_over_rows = got.shape != shape
+        rows = x.numel() // got.numel() if is_sum_over_rows else 1
+        assert_within(name, got, exact[name], pytorch[name], rows=rows)
 
 
 @EACH
 @pytest.mark.parametrize("offset", [0.0, 1.0, -0.5])
-def test_starts_and_is_reset_as_a_plain_norm(ours, offset):
+def test_initial_and_reset_module_is_a_plain_norm(ours, offset):
     module = ours(24, offset=offset)
     for _ in range(2):
         assert torch.equal(module.weight, torch.full((24,), 1.0 - offset))
@@ -117,14 +120,14 @@ def test_starts_and_is_reset_as_a_plain_norm(ours, offset):
 
 
 @EACH
-def test_without_affine_there_is_nothing_to_reset(ours):
+def test_reset_without_affine_does_nothing(ours):
     module = ours(24, elementwise_affine=False, offset=1.0)
     module.reset_parameters()
     assert module.weight is None and not module.state_dict()
 
 
 @EACH
-def test_offset_and_rounding_reach_the_function(ours):
+def test_offset_and_rounding_are_passed_to_the_function(ours):
     module = randomized(ours(24, offset=1.0, rounding="early").bfloat16())
     x = random(5, 24, dtype=torch.bfloat16)
     options = {"eps": module.eps, "offset": 1.0, "rounding": "early"}
@@ -136,7 +139,7 @@ def test_offset_and_rounding_reach_the_function(ours):
 
 
 @EACH_PAIR
-def test_repr_tells_what_pytorchs_does_and_more(ours, theirs):
+def test_repr_extends_pytorchs(ours, theirs):
     assert ours(24).extra_repr() == theirs(24).extra_repr()
     text = ours(24, offset=1.0, rounding="early").extra_repr()
     assert text == f"{theirs(24).extra_repr()}, offset=1, rounding='early'"
@@ -144,23 +147,23 @@ def test_repr_tells_what_pytorchs_does_and_more(ours, theirs):
 
 @EACH
 @pytest.mark.parametrize("rounding", ["Early", None, ""])
-def test_an_unknown_rounding_raises_at_once(ours, rounding):
+def test_unknown_rounding_raises(ours, rounding):
     with pytest.raises(ValueError, match=r"rounding: got .*, takes 'late' or 'early'"):
         ours(24, rounding=rounding)
 
 
 @EACH
-@pytest.mark.parametrize("through", [copy.deepcopy, through_pickle, through_save])
-def test_copies_are_whole(ours, through):
+@pytest.mark.parametrize("make_copy", [copy.deepcopy, through_pickle, through_save])
+def test_copies_compute_the_same(ours, make_copy):
     module = randomized(ours(24, offset=1.0, rounding="early"))
-    again, x = through(module), random(5, 24)
-    assert torch.equal(again(x), module(x))
-    assert repr(again) == repr(module)
-    assert again.weight is not module.weight
+    other, x = make_copy(module), random(5, 24)
+    assert torch.equal(other(x), module(x))
+    assert repr(other) == repr(module)
+    assert other.weight is not module.weight
 
 
 @EACH
-def test_made_on_meta_and_filled_later(ours):
+def test_module_on_meta_can_be_materialised(ours):
     module = ours(24, device="meta", offset=1.0)
     assert module(torch.empty(5, 24, device="meta")).is_meta
     module = module.to_empty(device="cpu")
@@ -170,7 +173,7 @@ def test_made_on_meta_and_filled_later(ours):
 
 
 @EACH
-def test_half(ours):
+def test_half_converts_parameters_and_output(ours):
     module = randomized(ours(24)).half()
     y = module(random(5, 24, dtype=torch.float16))
     assert module.weight.dtype == y.dtype == torch.float16
@@ -186,17 +189,17 @@ def test_float32_parameters_with_a_16_bit_input(ours):
 
 
 @EACH_PAIR
-def test_input_by_its_keyword(ours, theirs):
-    """The name is not the same in both of PyTorch's."""
+def test_forwards_argument_has_pytorchs_name(ours, theirs):
+    """torch.nn.RMSNorm names the argument x, torch.nn.LayerNorm names it input."""
     names = [list(inspect.signature(c.forward).parameters) for c in (ours, theirs)]
     assert names[0] == names[1]
 
 
-def test_a_model_trains_as_with_pytorchs():
+def test_training_matches_pytorchs_modules():
     x = random(64, 8)
     target = x[:, :1] * x[:, 1:2]
     losses = {tilenorm: [], nn: []}
-    for source, found in losses.items():
+    for source, source_losses in losses.items():
         torch.manual_seed(0)
         norms = source.RMSNorm(24), source.LayerNorm(24)
         model = nn.Sequential(nn.Linear(8, 24), norms[0], nn.Linear(24, 24), norms[1])
@@ -206,6 +209,6 @@ def test_a_model_trains_as_with_pytorchs():
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            found.append(loss.item())
+            source_losses.append(loss.item())
     assert losses[tilenorm] == pytest.approx(losses[nn], rel=1e-5)
     assert losses[nn][-1] < losses[nn][0]

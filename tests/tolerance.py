@@ -1,15 +1,22 @@
-"""The error budget: twice PyTorch's own error, or a few units in the last place if that is larger.
+"""assert_close: the error budget that every test of results uses.
 
-A kernel computes in float32 and rounds once, so that "a few units" are one unit of the output's
-dtype (half of one from rounding; a whole one where the result crosses a power of two) and
-FLOAT32_UNITS units of float32 of the scale, the sum of the absolute values of the terms.
+The budget of an element is twice PyTorch's own error or "a few units", whichever is larger.
 
-The latter is what scales dW and dB by the row count. Their error is that of adding up M products:
-each addition errs by half a unit of the sum so far. Terms of random sign of size s leave sums of
-s √k after k additions, whose errors add up in quadrature to s M units / √2, about the unit of the
-scale M s, while the result is s √M: against the result the budget grows as √M, against the scale
-it does not grow. It is the kernels' own order, M / blocks additions one after the other and then a
-tree, that keeps terms of one sign within the budget too.
+A kernel computes in float32 and rounds once at the end. "A few units" are therefore the sum of two
+terms:
+
+- One unit in the last place of the output's dtype. Rounding makes an error of half a unit, and up
+  to a whole unit where the result crosses a power of two.
+- FLOAT32_UNITS float32 units of the scale. The scale is the sum of the absolute values of the terms
+  that add up to the result (see oracle.py).
+
+The second term gives dW and dB a budget that grows with the row count M, as their error does. Let
+the M products have random signs and the size s. After k additions the sum is about s √k, and the
+next addition makes an error of half a float32 unit of it. The errors of all additions add up in
+quadrature to about s M / √2 units, which is about one unit of the scale M s. The result itself is
+only about s √M, so the error in units of the result grows as √M. Products of one sign stay within
+the budget because of the kernels' order of addition: M / blocks products one after the other, and
+then the blocks' sums as a tree.
 """
 
 import torch
@@ -22,16 +29,16 @@ TIMES_TORCH = 2
 
 
 def unit(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """The distance between numbers of a dtype around each value, float64."""
+    """The unit in the last place of a dtype at each value, as float64."""
     info = torch.finfo(dtype)
     magnitude = value.abs().double().clamp(info.tiny, info.max)
     return torch.exp2(torch.floor(torch.log2(magnitude))) * info.eps
 
 
 def assert_close(name: str, actual: Tensor, truth: Truth, own: Tensor) -> None:
-    """`actual` is within the budget of `truth` everywhere; `own` is what PyTorch computes.
+    """Assert that each element of `actual` is within its budget; `own` is PyTorch's own result.
 
-    NaN and infinities must be where rounding the truth to the dtype puts them, with its sign.
+    NaN and infinities must be where they are in the truth rounded to the dtype, with equal signs.
     """
     dtype = actual.dtype
     assert actual.shape == truth.value.shape, f"{name}: {actual.shape}, not {truth.value.shape}"
@@ -39,25 +46,30 @@ def assert_close(name: str, actual: Tensor, truth: Truth, own: Tensor) -> None:
     rounded = truth.value.to(dtype)
     finite = rounded.isfinite()
     special = torch.where(finite, 0.0, rounded)
-    found = torch.where(actual.isfinite(), 0.0, actual)
+    actual_special = torch.where(actual.isfinite(), 0.0, actual)
     torch.testing.assert_close(
-        found, special, rtol=0, atol=0, equal_nan=True, msg=lambda m: f"{name}: NaN or inf: {m}"
+        actual_special,
+        special,
+        rtol=0,
+        atol=0,
+        equal_nan=True,
+        msg=lambda m: f"{name}: NaN or inf: {m}",
     )
     few = unit(truth.value, dtype) + FLOAT32_UNITS * unit(truth.scale, torch.float32)
-    # Where terms cancel PyTorch's error is many units of the result; taken in units of the scale it
-    # does not widen the budget of the elements where they do not.
+    # PyTorch's largest error is measured in units of the scale. In units of the result it would be
+    # large at elements whose terms cancel, and would widen the budget of all other elements.
     scale_unit = unit(truth.scale, dtype)
-    torchs = torch.where(finite & own.isfinite(), (own.double() - truth.value).abs(), 0.0)
-    torchs = (torchs / scale_unit).max().item() if torchs.numel() else 0.0
-    budget = few.maximum(TIMES_TORCH * torchs * scale_unit)
+    own_error = torch.where(finite & own.isfinite(), (own.double() - truth.value).abs(), 0.0)
+    own_units = (own_error / scale_unit).max().item() if own_error.numel() else 0.0
+    budget = few.maximum(TIMES_TORCH * own_units * scale_unit)
     excess = torch.where(finite, (actual.double() - truth.value).abs() / budget, 0.0)
     if excess.numel() and excess.max() > 1:
         worst = int(excess.argmax())
         at = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), excess.shape))
         raise AssertionError(
             f"{name} {dtype}: {int((excess > 1).sum())} of {excess.numel()} elements are outside"
-            f" the budget; the worst, at {at}, is {actual.flatten()[worst].item():.9g}, should be"
-            f" {truth.value.flatten()[worst].item():.9g}, may differ by"
-            f" {budget.flatten()[worst].item():.3g}; PyTorch has"
+            f" the budget; the worst, at {at}, is {actual.flatten()[worst].item():.9g}; the truth"
+            f" is {truth.value.flatten()[worst].item():.9g}, the budget"
+            f" {budget.flatten()[worst].item():.3g}, PyTorch's result"
             f" {own.flatten()[worst].item():.9g}"
         )

@@ -1,4 +1,4 @@
-"""Modules in place of torch.nn's, with their signatures and state_dicts."""
+"""RMSNorm and LayerNorm: modules with torch.nn's signatures and state_dicts, run by tilenorm."""
 
 from torch import Tensor, nn
 
@@ -7,17 +7,17 @@ from .ops.functional import layer_norm, rms_norm
 
 
 class RMSNorm(nn.RMSNorm):
-    """tilenorm.rms_norm over the trailing dimensions, in place of torch.nn.RMSNorm.
+    """A replacement for torch.nn.RMSNorm that calls tilenorm.rms_norm.
 
     Args:
-        normalized_shape: int or sizes of the trailing dimensions.
-        eps: None is the machine epsilon of float32, as in torch.nn.
-        elementwise_affine: whether there is a weight, of shape normalized_shape.
-        offset: added to the weight, which then starts at 1 - offset: the module starts as a plain
-            RMSNorm. 1.0 is Gemma's.
+        normalized_shape: sizes of the trailing dimensions to normalise, or an int for one size.
+        eps: added to the mean square; None means the machine epsilon of float32, as in torch.nn.
+        elementwise_affine: whether the module has a weight, of shape normalized_shape.
+        offset: added to the weight in the forward pass. Gemma's models use 1.0. The weight is
+            initialised to 1 - offset, so that a new module computes a plain RMSNorm.
         rounding: "late" or "early" (see tilenorm.rms_norm).
 
-    A state_dict is torch.nn.RMSNorm's, and loads both ways.
+    state_dicts can be exchanged with torch.nn.RMSNorm.
     """
 
     def __init__(
@@ -31,35 +31,35 @@ class RMSNorm(nn.RMSNorm):
         offset: float = 0.0,
         rounding: str = "late",
     ):
-        self.offset, self.rounding = offset, _known(rounding)
+        self.offset, self.rounding = offset, _checked_rounding(rounding)
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
 
     def reset_parameters(self) -> None:
-        """The weight becomes 1 - offset."""
+        """Set the weight to 1 - offset."""
         if self.elementwise_affine:
             nn.init.constant_(self.weight, 1.0 - self.offset)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., *normalized_shape) -> the same, in x's dtype."""
+        """Normalise x, of shape (..., *normalized_shape). The output has the same dtype."""
         options = {"offset": self.offset, "rounding": self.rounding}
         return rms_norm(x, self.normalized_shape, self.weight, self.eps, **options)
 
     def extra_repr(self) -> str:
-        return super().extra_repr() + _options(self)
+        return super().extra_repr() + _extra_options(self)
 
 
 class LayerNorm(nn.LayerNorm):
-    """tilenorm.layer_norm over the trailing dimensions, in place of torch.nn.LayerNorm.
+    """A replacement for torch.nn.LayerNorm that calls tilenorm.layer_norm.
 
     Args:
-        normalized_shape: int or sizes of the trailing dimensions.
+        normalized_shape: sizes of the trailing dimensions to normalise, or an int for one size.
         eps: added to the variance.
-        elementwise_affine: whether there is a weight, of shape normalized_shape.
-        bias: whether there is one, with the weight.
-        offset: added to the weight, which then starts at 1 - offset.
+        elementwise_affine: whether the module has a weight, of shape normalized_shape.
+        bias: whether a module with a weight also has a bias.
+        offset: added to the weight in the forward pass. The weight is initialised to 1 - offset.
         rounding: "late" or "early" (see tilenorm.rms_norm).
 
-    A state_dict is torch.nn.LayerNorm's, and loads both ways.
+    state_dicts can be exchanged with torch.nn.LayerNorm.
     """
 
     def __init__(
@@ -74,33 +74,33 @@ class LayerNorm(nn.LayerNorm):
         offset: float = 0.0,
         rounding: str = "late",
     ):
-        self.offset, self.rounding = offset, _known(rounding)
+        self.offset, self.rounding = offset, _checked_rounding(rounding)
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
 
     def reset_parameters(self) -> None:
-        """The weight becomes 1 - offset, the bias 0."""
+        """Set the weight to 1 - offset and the bias to 0."""
         if self.elementwise_affine:
             nn.init.constant_(self.weight, 1.0 - self.offset)
             if self.bias is not None:
                 nn.init.zeros_(self.bias)
 
     def forward(self, input: Tensor) -> Tensor:
-        """(..., *normalized_shape) -> the same, in the input's dtype."""
+        """Normalise input, of shape (..., *normalized_shape). The output has the same dtype."""
         options = {"offset": self.offset, "rounding": self.rounding}
         return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps, **options)
 
     def extra_repr(self) -> str:
-        return super().extra_repr() + _options(self)
+        return super().extra_repr() + _extra_options(self)
 
 
-def _known(rounding: str) -> str:
+def _checked_rounding(rounding: str) -> str:
     if rounding not in ROUNDINGS:
         takes = " or ".join(map(repr, ROUNDINGS))
         raise ValueError(f"rounding: got {rounding!r}, takes {takes}")
     return rounding
 
 
-def _options(module: nn.Module) -> str:
-    """What the module does beyond torch.nn's."""
+def _extra_options(module: nn.Module) -> str:
+    """The options that torch.nn's module does not have, unless they have their default values."""
     text = f", offset={module.offset:g}" if module.offset else ""
     return text + (f", rounding={module.rounding!r}" if module.rounding != "late" else "")

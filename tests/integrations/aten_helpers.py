@@ -1,4 +1,4 @@
-"""aten's norms on the CPU by the interpreter, in place of the GPU's."""
+"""The aten override for the CPU's dispatch key: the interpreter runs the kernels, without a GPU."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ GPU = Device("cuda", Target("sm_90", 2), 13000)
 
 
 class CpuOverride(aten.Override):
-    """An override for the CPU's key. launches: the names of the kernels that ran."""
+    """An override for the CPU's dispatch key. launches: the names of the kernels that ran."""
 
     def __init__(self):
         self.launches, self._interpreter = [], Interpreter("sm_90").run()
@@ -29,7 +29,7 @@ class CpuOverride(aten.Override):
         self._interpreter(launches, arrays, index)
 
     def around(self, function, *arguments):
-        """What the function returns, in a block."""
+        """Call a function inside an override block, and return its result."""
         self.begin()
         try:
             return function(*arguments)
@@ -39,18 +39,19 @@ class CpuOverride(aten.Override):
 
 @pytest.fixture
 def cpu():
-    # PyTorch has no CPU kernel of this operator, but a decomposition.
-    former = torch.library.Library("aten", "IMPL")
+    """An override for the CPU that is not active. Checks that the test restored the operators."""
+    # PyTorch has no CPU kernel for this operator, only a decomposition. Register that one.
+    library = torch.library.Library("aten", "IMPL")
     decomposed = torch._decomp.decomposition_table[torch.ops.aten._fused_rms_norm_backward.default]
-    former.impl("_fused_rms_norm_backward", decomposed, "CPU")
+    library.impl("_fused_rms_norm_backward", decomposed, "CPU")
     before = registered()
     override = CpuOverride()
     yield override
     override.enable(False)
     assert registered() == before
-    former._destroy()
+    library._destroy()
 
 
 def registered() -> list[str]:
-    """Every kernel of the operators that are overridden."""
+    """A dump of every kernel that is registered for the operators that the override replaces."""
     return [torch._C._dispatch_dump(f"aten::{name}") for name in aten.OPERATORS]

@@ -1,2 +1,4 @@
+"""Fixtures for the integration tests."""
+
 from ..ops.conftest import gradients_made, no_memory, quiet  # noqa: F401
 from .aten_helpers import cpu  # noqa: F401

@@ -1,4 +1,4 @@
-"""Graphs for the pass: traced in each way that PyTorch has, and made by hand."""
+"""Graphs for tests of the FX pass: traced by TorchDynamo, torch.export or make_fx, or by hand."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -17,7 +17,7 @@ NORM, NORM_BACKWARD = torch.ops.tilenorm.norm.default, torch.ops.tilenorm.norm_b
 
 
 class Replaced(NamedTuple):
-    """What the pass made of a module: how to call it, the graph and the report."""
+    """A module after the pass: a callable that runs it, its graph, and the report of the pass."""
 
     run: Callable
     graph_module: GraphModule
@@ -25,25 +25,27 @@ class Replaced(NamedTuple):
 
 
 def by_dynamo(module: Callable, *args: Tensor, **options) -> Replaced:
-    """The graph that a backend of torch.compile is given."""
-    found = []
+    """Run the pass on the graph that TorchDynamo gives to a torch.compile backend."""
+    graph_and_report = []
 
     def backend(graph_module, _):
-        found[:] = [graph_module, replace_norms(graph_module, **options)]
+        graph_and_report[:] = [graph_module, replace_norms(graph_module, **options)]
         return graph_module
 
     run = torch.compile(module, backend=backend, fullgraph=True)
     run(*args)
-    return Replaced(run, *found)
+    return Replaced(run, *graph_and_report)
 
 
 def by_export(module: nn.Module, *args: Tensor, **options) -> Replaced:
+    """Run the pass on the graph of torch.export."""
     program = torch.export.export(module, args)
     report = replace_norms(program.graph_module, **options)
     return Replaced(program.module(), program.graph_module, report)
 
 
 def by_make_fx(module: nn.Module, *args: Tensor, **options) -> Replaced:
+    """Run the pass on the graph of make_fx."""
     parameters = dict(module.named_parameters())
     graph_module = make_fx(lambda p, *a: functional_call(module, p, a))(parameters, *args)
     report = replace_norms(graph_module, **options)
@@ -54,9 +56,9 @@ TRACERS = {"dynamo": by_dynamo, "export": by_export, "make_fx": by_make_fx}
 
 
 def by_hand(build: Callable[..., object], *args: Tensor) -> GraphModule:
-    """A graph whose output is what build(call, *placeholders) returns; call makes a node.
+    """A graph whose output is the result of build(call, *placeholders); call adds a node.
 
-    For nodes that no tracer leaves on a CPU, or none at all.
+    Some nodes cannot be traced on a CPU, because PyTorch decomposes them there.
     """
     graph = Graph()
     placeholders = [graph.placeholder(f"arg{i}") for i in range(len(args))]
@@ -73,10 +75,11 @@ def by_hand(build: Callable[..., object], *args: Tensor) -> GraphModule:
 
 
 def calls(graph_module: GraphModule, target: object = NORM) -> list[Node]:
+    """The nodes that call `target`."""
     return [node for node in graph_module.graph.nodes if node.target == target]
 
 
 def targets(graph_module: GraphModule) -> list[object]:
-    """What a graph calls, in order."""
-    called = ("call_function", "call_method")
-    return [node.target for node in graph_module.graph.nodes if node.op in called]
+    """The functions and methods that a graph calls, in order."""
+    ops = ("call_function", "call_method")
+    return [node.target for node in graph_module.graph.nodes if node.op in ops]

@@ -1,4 +1,4 @@
-"""Norms written by hand: some that tilenorm knows, and some that only look like it."""
+"""Norm modules for tests of patch: some that tilenorm can compute, and some that it cannot."""
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,7 @@ def rms(x, eps, dims=-1):
 
 
 class Custom(nn.Module):
-    """A norm written by hand; those below say what they change."""
+    """RMSNorm in float32, rounded at the end. The subclasses below each change one thing."""
 
     def __init__(self, shape=N):
         super().__init__()
@@ -24,7 +24,7 @@ class Custom(nn.Module):
 
 
 class Scale(nn.Module):
-    """Nothing in the name, or in the names of the parameters, tells; the bias is first."""
+    """RMSNorm whose class and parameter names do not say so. The bias is the first parameter."""
 
     def __init__(self):
         super().__init__()
@@ -61,11 +61,11 @@ class GatedNorm(Custom):
         return (y * self.weight).to(x.dtype)
 
 
-# From here on none is a norm of tilenorm's.
+# tilenorm computes none of the modules below.
 
 
 class DetachedLayerNorm(Custom):
-    """In float32 and in its outputs a LayerNorm."""
+    """In float32 its outputs are those of a LayerNorm, but its gradients are not."""
 
     def forward(self, x):
         x = x.float() - x.float().mean(-1, keepdim=True).detach()
@@ -103,7 +103,7 @@ class NoisyRMSNorm(Custom):
 
 
 class CoarseRMSNorm(Custom):
-    """A norm in float32, and in 16 bits all through."""
+    """With a 16-bit input, every operation rounds to 16 bits."""
 
     def forward(self, x):
         return rms(x, self.eps) * self.weight
@@ -115,7 +115,7 @@ class Float32OutputRMSNorm(Custom):
 
 
 class RoundedOffsetRMSNorm(Custom):
-    """1 + w is rounded to 16 bits, which Gemma's is not."""
+    """With a 16-bit weight, 1 + weight is rounded to 16 bits. Gemma computes it in float32."""
 
     def forward(self, x):
         return (rms(x.float(), self.eps) * (1 + self.weight)).to(x.dtype)
@@ -145,17 +145,17 @@ class PoolingRMSNorm(Custom):
         return (rms(x, self.eps) * self.weight).mean(-2)
 
 
-class BothRMSNorm(Custom):
+class ResidualRMSNorm(Custom):
     def forward(self, x, residual):
         return rms(x + residual, self.eps) * self.weight
 
 
-class OptionRMSNorm(Custom):
+class FlagRMSNorm(Custom):
     def forward(self, x, flip=False):
         return rms(x, self.eps) * (-self.weight if flip else self.weight)
 
 
-class TwoRMSNorm(Custom):
+class TwoOutputsRMSNorm(Custom):
     def forward(self, x):
         return rms(x, self.eps) * self.weight, x
 
@@ -179,13 +179,13 @@ class PlainTensorRMSNorm(Custom):
         self.weight = torch.ones(N)
 
 
-class ThreeRMSNorm(Custom):
+class ManyParametersRMSNorm(Custom):
     def __init__(self):
         super().__init__()
         self.a = self.b = nn.Parameter(torch.ones(2))
 
 
-def replaced():
+def replaced_forward():
     module = Custom()
     module.forward = lambda x: x
     return module

@@ -1,4 +1,4 @@
-"""The override's mechanics on the CPU's dispatch key, its kernels run by the interpreter."""
+"""tilenorm.override on the CPU: the override's kernels run in the interpreter."""
 
 import pytest
 import torch
@@ -13,18 +13,17 @@ from tilenorm.spec import Options
 from ..ops.helpers import name_of, random
 
 
-def grads(function, *tensors, dy=None):
-    """The output and the gradients of a function of tensors, None among them."""
+def output_and_grads(function, *tensors, dy=None):
+    """The output of function(*tensors), and the gradients of the tensors that are not None."""
     leaves = [None if t is None else t.detach().clone().requires_grad_() for t in tensors]
     y = function(*leaves)
     dy = random(*y.shape, dtype=y.dtype, seed=9) if dy is None else dy
-    found = torch.autograd.grad(y, [t for t in leaves if t is not None], dy)
-    return y.detach(), *found
+    return y.detach(), *torch.autograd.grad(y, [t for t in leaves if t is not None], dy)
 
 
 SHAPES = {"matrix": ((5, 40), 1), "row": ((40,), 1), "odd": ((3, 37), 1), "two": ((2, 3, 4, 8), 2)}
-GIVEN = [("rms", False, False), ("rms", True, False)]
-GIVEN += [("layer", w, b) for w in (False, True) for b in (False, True)]
+NORM_WEIGHT_BIAS = [("rms", False, False), ("rms", True, False)]
+NORM_WEIGHT_BIAS += [("layer", w, b) for w in (False, True) for b in (False, True)]
 
 
 def norm_of(norm: str, x, dims: int, w, b):
@@ -32,9 +31,9 @@ def norm_of(norm: str, x, dims: int, w, b):
     return F.layer_norm(x, shape, w, b) if norm == "layer" else F.rms_norm(x, shape, w, 1e-5)
 
 
-@pytest.mark.parametrize("norm, weight, bias", GIVEN)
+@pytest.mark.parametrize("norm, weight, bias", NORM_WEIGHT_BIAS)
 @pytest.mark.parametrize("case", SHAPES)
-def test_functions_run_the_kernels(cpu, norm, weight, bias, case):
+def test_functional_norms_run_the_kernels(cpu, norm, weight, bias, case):
     shape, dims = SHAPES[case]
     x = random(*shape)
     w, b = (random(*shape[-dims:], seed=s) if on else None for s, on in ((1, weight), (2, bias)))
@@ -42,9 +41,9 @@ def test_functions_run_the_kernels(cpu, norm, weight, bias, case):
     def function(x, w, b):
         return norm_of(norm, x, dims, w, b)
 
-    expected = grads(function, x, w, b)
+    expected = output_and_grads(function, x, w, b)
     assert not cpu.launches
-    got = cpu.around(grads, function, x, w, b)
+    got = cpu.around(output_and_grads, function, x, w, b)
     assert cpu.launches == ["row_forward", "norm_backward"] + ["column_sum"] * (weight or bias)
     for a, e in zip(got, expected, strict=True):
         assert a.is_contiguous()
@@ -56,7 +55,7 @@ def test_functions_run_the_kernels(cpu, norm, weight, bias, case):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=name_of)
-def test_statistics_have_the_shapes_and_dtypes_of_cudas(cpu, dtype):
+def test_statistics_have_shapes_and_dtypes_of_pytorchs_cuda_kernels(cpu, dtype):
     x = random(2, 3, 4, 8, dtype=dtype)
     y, mean, rstd = cpu.around(torch.native_layer_norm, x, (4, 8), None, None, 1e-5)
     y_rms, rstd_rms = cpu.around(torch.ops.aten._fused_rms_norm, x, (4, 8), None, None)
@@ -72,7 +71,7 @@ MASKS = [[bool(n & bit) for bit in (1, 2, 4)] for n in range(8)]
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
-def test_masks_are_honoured(cpu, mask):
+def test_output_mask_selects_gradients(cpu, mask):
     x, dy, w, b = random(5, 40), random(5, 40, seed=1), random(40, seed=2), random(40, seed=3)
     aten_ops = torch.ops.aten
     _, mean, rstd = torch.native_layer_norm(x, (40,), w, b, 1e-5)
@@ -87,14 +86,14 @@ def test_masks_are_honoured(cpu, mask):
     assert [g is not None for g in got] == mask[:2]
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_each_direction_by_where_it_is_called(cpu, where):
+@pytest.mark.parametrize("inside", ["forward", "backward"])
+def test_block_affects_only_the_pass_called_inside(cpu, inside):
     x, dy, w = random(5, 40).requires_grad_(), random(5, 40, seed=1), random(40, seed=2)
-    around = {name: lambda f, *a: f(*a) for name in ("forward", "backward")} | {where: cpu.around}
-    y = around["forward"](F.layer_norm, x, (40,), w)
-    (dx,) = around["backward"](torch.autograd.grad, y, x, dy)
-    assert cpu.launches == [{"forward": "row_forward", "backward": "norm_backward"}[where]]
-    expected = grads(lambda x: F.layer_norm(x, (40,), w), x, dy=dy)
+    call = {name: lambda f, *a: f(*a) for name in ("forward", "backward")} | {inside: cpu.around}
+    y = call["forward"](F.layer_norm, x, (40,), w)
+    (dx,) = call["backward"](torch.autograd.grad, y, x, dy)
+    assert cpu.launches == [{"forward": "row_forward", "backward": "norm_backward"}[inside]]
+    expected = output_and_grads(lambda x: F.layer_norm(x, (40,), w), x, dy=dy)
     torch.testing.assert_close((y.detach(), dx), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -102,37 +101,38 @@ def test_each_direction_by_where_it_is_called(cpu, where):
 def test_no_rows(cpu, shape):
     w, b = random(40, seed=1), random(40, seed=2)
     y, dx, dw, db = cpu.around(
-        grads, lambda x, w, b: F.layer_norm(x, (40,), w, b), random(*shape), w, b
+        output_and_grads, lambda x, w, b: F.layer_norm(x, (40,), w, b), random(*shape), w, b
     )
     assert y.shape == dx.shape == shape and not cpu.launches
     assert torch.equal(dw, torch.zeros(40)) and torch.equal(db, torch.zeros(40))
 
 
-# A weight of another dtype F.layer_norm takes on the CPU alone.
-NOT_SERVED = {
+# F.layer_norm accepts a weight of another dtype on the CPU, but not on CUDA.
+UNSUPPORTED = {
     "float64": lambda f: f(random(5, 40, dtype=torch.float64), (40,)),
     "no columns": lambda f: f(random(5, 0), (0,)),
     "weight of another dtype": lambda f: f(random(5, 40, dtype=torch.bfloat16), (40,), random(40)),
 }
 
 
-@pytest.mark.parametrize("case", NOT_SERVED)
+@pytest.mark.parametrize("case", UNSUPPORTED)
 @pytest.mark.parametrize("function", [F.layer_norm, F.rms_norm])
-def test_what_the_kernels_do_not_take_runs_pytorchs(cpu, function, case):
-    expected = NOT_SERVED[case](function)
-    assert torch.equal(cpu.around(NOT_SERVED[case], function), expected)
+def test_unsupported_inputs_run_pytorchs_kernel(cpu, function, case):
+    expected = UNSUPPORTED[case](function)
+    assert torch.equal(cpu.around(UNSUPPORTED[case], function), expected)
     assert not cpu.launches
 
 
-def test_gradients_of_what_the_kernels_do_not_take(cpu):
+def test_gradients_of_unsupported_inputs_run_pytorchs_kernel(cpu):
     x, w = random(5, 40, dtype=torch.float64), random(40, dtype=torch.float64)
     arguments = lambda x, w: F.layer_norm(x, (40,), w), x, w
-    for a, e in zip(cpu.around(grads, *arguments), grads(*arguments), strict=True):
-        assert torch.equal(a, e)
+    expected = output_and_grads(*arguments)
+    assert all(map(torch.equal, cpu.around(output_and_grads, *arguments), expected))
     assert not cpu.launches
 
 
-def refused(function, *arguments):
+def error_of(function, *arguments):
+    """The type and the message of the exception that a call raises."""
     with pytest.raises((RuntimeError, TypeError, ValueError)) as raised:
         function(*arguments)
     return raised.type, str(raised.value)
@@ -143,15 +143,15 @@ def refused(function, *arguments):
     [(random(5, 40), (41,)), (random(5, 40), (40,), random(41)), (random(5, 40), ())],
     ids=["shape", "weight", "empty shape"],
 )
-def test_bad_input_raises_as_before(cpu, arguments):
+def test_bad_input_raises_pytorchs_error(cpu, arguments):
     def native(x, shape, weight=None):
         return torch.native_layer_norm(x, shape, weight, None, 1e-5)
 
     for function in (F.layer_norm, F.rms_norm, native):
-        assert cpu.around(refused, function, *arguments) == refused(function, *arguments)
+        assert cpu.around(error_of, function, *arguments) == error_of(function, *arguments)
 
 
-USES = {
+CALLERS = {
     "module": lambda x: nn.LayerNorm(40)(x),
     "inference_mode": lambda x: torch.inference_mode()(F.layer_norm)(x.detach(), (40,)),
     "vmap": lambda x: torch.func.vmap(lambda row: F.layer_norm(row, (40,)))(x),
@@ -164,12 +164,12 @@ USES = {
 }
 
 
-@pytest.mark.parametrize("use", USES)
-def test_wherever_pytorch_calls_it(cpu, use):
+@pytest.mark.parametrize("caller", CALLERS)
+def test_every_caller_runs_the_kernels(cpu, caller):
     def run():
         torch.manual_seed(0)
         x = random(5, 40).requires_grad_()
-        y = USES[use](x)
+        y = CALLERS[caller](x)
         if y.requires_grad:
             y.square().sum().backward()
         return y.detach(), x.grad

@@ -1,4 +1,4 @@
-"""The override on a GPU: PyTorch's own functions and modules give tilenorm's bits."""
+"""tilenorm.override on a GPU: PyTorch's functions and modules return tilenorm's exact results."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float6
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """A list of the passes that tilenorm's kernels ran."""
+    """A list to which each pass that tilenorm's kernels run is added: "forward" or "backward"."""
     passes = []
     for name in ("forward", "backward"):
         function = getattr(cutile, name)
@@ -33,7 +33,7 @@ def kernels(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def restored():
-    """Every test leaves PyTorch's kernels as it found them."""
+    """Check that every test leaves PyTorch's kernels registered as before."""
     before = registered()
     yield
     tilenorm.disable()
@@ -41,12 +41,12 @@ def restored():
 
 
 def inputs_of(norm: str, *shape: int, dtype=BF16) -> list[torch.Tensor]:
-    """Input and parameters."""
+    """An input, a weight and, for a LayerNorm, a bias."""
     sizes = [shape] + [shape[-1:]] * (2 if norm == "layer" else 1)
     return [random(*size, dtype=dtype, device="cuda", seed=s) for s, size in enumerate(sizes)]
 
 
-def trained(function, tensors, **options) -> tuple[torch.Tensor, ...]:
+def output_and_grads(function, tensors, **options) -> tuple[torch.Tensor, ...]:
     leaves = [t.detach().clone().requires_grad_() for t in tensors]
     y = function(leaves[0], leaves[0].shape[-1:], *leaves[1:], **options)
     dy = random(*y.shape, dtype=y.dtype, device="cuda", seed=9)
@@ -63,12 +63,12 @@ EACH_NORM = pytest.mark.parametrize("norm", ["rms", "layer"])
 @EACH_NORM
 @pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=name_of)
 @pytest.mark.parametrize("n", [64, 1001, 4096, 65536])
-def test_functions_give_tilenorms_bits(kernels, norm, dtype, n):
+def test_functional_norms_return_tilenorms_bits(kernels, norm, dtype, n):
     tensors = inputs_of(norm, 37, n, dtype=dtype)
-    expected = trained(getattr(tilenorm, f"{norm}_norm"), tensors)
+    expected = output_and_grads(getattr(tilenorm, f"{norm}_norm"), tensors)
     kernels.clear()
     with tilenorm.override():
-        got = trained(getattr(F, f"{norm}_norm"), tensors)
+        got = output_and_grads(getattr(F, f"{norm}_norm"), tensors)
     assert kernels == ["forward", "backward"]
     assert equal(got, expected)
 
@@ -80,7 +80,7 @@ MODULES = {
 
 
 @pytest.mark.parametrize("name, options", [(n, o) for n, some in MODULES.items() for o in some])
-def test_modules_give_tilenorms_bits(kernels, name, options):
+def test_modules_return_tilenorms_bits(kernels, name, options):
     results = []
     for source in (tilenorm, nn):
         module = getattr(source, name)(96, **options, device="cuda")
@@ -97,7 +97,7 @@ def test_modules_give_tilenorms_bits(kernels, name, options):
 def test_no_rows(norm, shape):
     tensors = inputs_of(norm, *shape)
     with tilenorm.override():
-        got = trained(getattr(F, f"{norm}_norm"), tensors)
+        got = output_and_grads(getattr(F, f"{norm}_norm"), tensors)
     assert [t.shape for t in got[:2]] == [shape] * 2
     assert not any(g.any() for g in got[2:])
 
@@ -116,31 +116,31 @@ def test_statistics_have_pytorchs_shapes_and_dtypes(norm, dtype):
 
 
 @EACH_NORM
-@pytest.mark.parametrize("served", ["forward", "backward"])
-def test_each_direction_by_where_it_is_called(kernels, norm, served):
+@pytest.mark.parametrize("enabled", ["forward", "backward"])
+def test_enable_affects_only_the_passes_called_after_it(kernels, norm, enabled):
     tensors = inputs_of(norm, 37, 4096, dtype=F32)
     leaves = [t.clone().requires_grad_() for t in tensors]
     dy = random(37, 4096, device="cuda", seed=9)
-    expected = trained(getattr(F, f"{norm}_norm"), tensors)
-    if served == "forward":
+    expected = output_and_grads(getattr(F, f"{norm}_norm"), tensors)
+    if enabled == "forward":
         tilenorm.enable()
     y = getattr(F, f"{norm}_norm")(leaves[0], (4096,), *leaves[1:])
-    (tilenorm.disable if served == "forward" else tilenorm.enable)()
+    (tilenorm.disable if enabled == "forward" else tilenorm.enable)()
     grads = torch.autograd.grad(y, leaves, dy)
-    assert kernels == [served]
+    assert kernels == [enabled]
     torch.testing.assert_close((y.detach(), *grads), expected, rtol=1e-4, atol=1e-4)
 
 
 @EACH_NORM
-def test_float64_and_rows_too_wide_run_pytorchs(kernels, norm):
+def test_float64_and_too_wide_rows_run_pytorchs_kernel(kernels, norm):
     for tensors in (inputs_of(norm, 5, 64, dtype=F64), inputs_of(norm, 2, 262145, dtype=F32)):
         with tilenorm.override():
-            got = trained(getattr(F, f"{norm}_norm"), tensors)
-        torch.testing.assert_close(got, trained(getattr(F, f"{norm}_norm"), tensors))
+            got = output_and_grads(getattr(F, f"{norm}_norm"), tensors)
+        torch.testing.assert_close(got, output_and_grads(getattr(F, f"{norm}_norm"), tensors))
     assert not kernels
 
 
-def test_a_weight_of_another_dtype_is_pytorchs_own_affair(kernels):
+def test_weight_of_another_dtype_runs_pytorchs_kernel(kernels):
     x, w = random(5, 64, dtype=BF16, device="cuda"), random(64, device="cuda")
 
     def outcome(function):
@@ -158,26 +158,26 @@ def test_a_weight_of_another_dtype_is_pytorchs_own_affair(kernels):
 
 
 @EACH_NORM
-def test_under_autocast(kernels, norm):
+def test_autocast_output_dtypes_match_pytorchs(kernels, norm):
     tensors = inputs_of(norm, 5, 64)
     with torch.autocast("cuda", torch.bfloat16):
-        expected = trained(getattr(F, f"{norm}_norm"), tensors)
+        expected = output_and_grads(getattr(F, f"{norm}_norm"), tensors)
         with tilenorm.override():
-            got = trained(getattr(F, f"{norm}_norm"), tensors)
+            got = output_and_grads(getattr(F, f"{norm}_norm"), tensors)
     assert kernels == ["forward", "backward"]
     assert [t.dtype for t in got] == [t.dtype for t in expected]
     torch.testing.assert_close(got[0], expected[0])
 
 
 @EACH_NORM
-def test_captured_in_a_graph(norm):
+def test_capture_in_a_cuda_graph(norm):
     tensors = inputs_of(norm, 300, 4096)
     function = getattr(F, f"{norm}_norm")
     with tilenorm.override():
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            trained(function, tensors)
+            output_and_grads(function, tensors)
         torch.cuda.current_stream().wait_stream(stream)
         leaves = [t.clone().requires_grad_() for t in tensors]
         dy = random(300, 4096, dtype=BF16, device="cuda", seed=9)
@@ -187,11 +187,11 @@ def test_captured_in_a_graph(norm):
             captured = y.detach(), *torch.autograd.grad(y, leaves, dy)
     graph.replay()
     torch.cuda.synchronize()
-    assert equal(captured, trained(getattr(tilenorm, f"{norm}_norm"), tensors))
+    assert equal(captured, output_and_grads(getattr(tilenorm, f"{norm}_norm"), tensors))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_under_checkpointing_and_inference_mode(kernels, reentrant):
+def test_checkpointing_and_inference_mode(kernels, reentrant):
     x = random(5, 64, device="cuda").requires_grad_()
     norm = nn.LayerNorm(64, device="cuda")
     with tilenorm.override():
@@ -204,10 +204,10 @@ def test_under_checkpointing_and_inference_mode(kernels, reentrant):
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @EACH_NORM
-def test_on_the_device_of_the_input(kernels, norm):
+def test_kernels_run_on_the_inputs_device(kernels, norm):
     tensors = inputs_of(norm, 37, 4096)
     with tilenorm.override():
-        expected = trained(getattr(F, f"{norm}_norm"), tensors)
+        expected = output_and_grads(getattr(F, f"{norm}_norm"), tensors)
         leaves = [t.to("cuda:1").requires_grad_() for t in tensors]
         y = getattr(F, f"{norm}_norm")(leaves[0], (4096,), *leaves[1:])
         assert y.get_device() == 1 and torch.cuda.current_device() == 0
@@ -215,7 +215,7 @@ def test_on_the_device_of_the_input(kernels, norm):
     assert kernels == ["forward", "backward", "forward"]
 
 
-def test_restored_whatever_was_raised(kernels):
+def test_kernels_are_restored_after_an_exception(kernels):
     x = random(5, 64, device="cuda")
     expected, before = F.rms_norm(x, (64,)), registered()
     with pytest.raises(ZeroDivisionError), tilenorm.override(), tilenorm.override():

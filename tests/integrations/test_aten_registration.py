@@ -1,4 +1,4 @@
-"""When the override is registered, how it ends, and what it says where it cannot serve."""
+"""When tilenorm.override registers and removes its kernels, and its errors without a usable GPU."""
 
 import threading
 
@@ -16,7 +16,7 @@ from ..ops.helpers import random
 from .aten_helpers import registered
 
 
-def test_restored_exactly(cpu):
+def test_kernels_are_restored_exactly(cpu):
     before, x = registered(), random(5, 40)
     expected = F.layer_norm(x, (40,))
     with pytest.raises(ZeroDivisionError):
@@ -32,7 +32,7 @@ def test_restored_exactly(cpu):
 def test_blocks_and_enable_together(cpu):
     before = registered()
 
-    def serves() -> bool:
+    def is_active() -> bool:
         cpu.launches.clear()
         F.layer_norm(random(1, 8), (8,))
         assert (registered() != before) == bool(cpu.launches)
@@ -41,18 +41,18 @@ def test_blocks_and_enable_together(cpu):
     cpu.begin()
     cpu.begin()
     cpu.end()
-    assert serves(), "a nested block ended the one around it"
+    assert is_active(), "the end of a nested block ended the outer block"
     cpu.enable(True)
     cpu.enable(True)
     cpu.end()
-    assert serves(), "a block ended what enable began"
+    assert is_active(), "the end of a block undid enable()"
     cpu.begin()
     cpu.enable(False)
-    assert serves(), "disable ended a block"
+    assert is_active(), "disable() ended an open block"
     cpu.end()
-    assert not serves()
+    assert not is_active()
     cpu.enable(False)
-    assert not serves()
+    assert not is_active()
 
 
 def test_blocks_of_two_threads(cpu):
@@ -71,7 +71,7 @@ def test_blocks_of_two_threads(cpu):
     cpu.around(F.layer_norm, x, (8,))
     cpu.launches.clear()
     F.layer_norm(x, (8,))
-    assert cpu.launches, "the end of one thread's block ended another's"
+    assert cpu.launches, "the end of one thread's block ended another thread's block"
     finish.set()
     thread.join()
     assert registered() == before
@@ -84,24 +84,24 @@ MACHINES = {
     "sm_75: cuTile compiles for": (Device("cuda", Target("sm_75", 40), 13000), None),
     "its compiler is missing": (Device("cuda", SM_90, 13000), "its compiler is missing"),
 }
-ASKS = {"enable": tilenorm.enable, "override": lambda: tilenorm.override().__enter__()}
+ENTRIES = {"enable": tilenorm.enable, "override": lambda: tilenorm.override().__enter__()}
 
 
-@pytest.mark.parametrize("ask", ASKS)
+@pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("reason", MACHINES)
-def test_a_machine_that_cutile_does_not_serve(monkeypatch, ask, reason):
+def test_unsupported_machine_raises_with_the_reason(monkeypatch, entry, reason):
     device, compiler = MACHINES[reason]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: device is not None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(aten, "device_of", lambda kind, index: device)
     monkeypatch.setattr(registry, "_compiler_missing", lambda: compiler)
     before = registered()
-    with pytest.raises(RuntimeError, match=f"tilenorm.override: cuTile serves no .*{reason}"):
-        ASKS[ask]()
+    with pytest.raises(RuntimeError, match=f"tilenorm.override: cuTile supports no .*{reason}"):
+        ENTRIES[entry]()
     assert registered() == before
 
 
-def test_disabling_what_was_not_enabled_does_nothing():
+def test_disable_without_enable_does_nothing():
     before = registered()
     tilenorm.disable()
     assert registered() == before

@@ -1,4 +1,4 @@
-"""tilenorm.compile: torch.compile with tilenorm's norms, forward and backward, and its options."""
+"""tilenorm.compile: forward, backward, caches, options of torch.compile, and CUDA graphs."""
 
 import importlib.util
 import shutil
@@ -18,7 +18,7 @@ INDUCTOR = {"cpu": shutil.which("g++"), "cuda": importlib.util.find_spec("triton
 
 
 class HuggingFaceNorm(nn.Module):
-    """As LlamaRMSNorm."""
+    """The same operations as transformers' LlamaRMSNorm."""
 
     def __init__(self):
         super().__init__()
@@ -33,7 +33,7 @@ class HuggingFaceNorm(nn.Module):
 
 
 class Model(nn.Module):
-    """A transformer's block without its attention, and the norm at the end."""
+    """A transformer block without attention, followed by a LayerNorm."""
 
     def __init__(self):
         super().__init__()
@@ -51,30 +51,30 @@ def model(device, dtype=torch.float32) -> Model:
 
 @pytest.fixture
 def inductor(request, dynamo):
-    """Inductor with caches that are empty at first."""
+    """Inductor with empty caches; skips the test if Inductor's compiler is missing."""
     if not INDUCTOR[request.node.callspec.params["device"]]:
-        pytest.skip("Inductor has no compiler here")
+        pytest.skip("Inductor needs g++ on the CPU and Triton on CUDA")
     with fresh_cache():
         yield
 
 
 @pytest.fixture
 def graphs(monkeypatch):
-    """A list that gets every graph, after the norms in it have been replaced."""
-    found = []
+    """A list of all graphs that tilenorm.compile passes to replace_norms, in order."""
+    graph_modules = []
     module = importlib.import_module("tilenorm.integrations.compile")
     replace = module.replace_norms
 
     def spy(graph_module, **options):
-        found.append(graph_module)
+        graph_modules.append(graph_module)
         return replace(graph_module, **options)
 
     monkeypatch.setattr(module, "replace_norms", spy)
-    return found
+    return graph_modules
 
 
 def train(module, run):
-    """Losses, gradients of the last step and weights of some steps of AdamW."""
+    """Run STEPS steps of AdamW; the losses, the last step's gradients and the final weights."""
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
     device, dtype = module.up.weight.device, module.up.weight.dtype
     losses = []
@@ -89,8 +89,8 @@ def train(module, run):
 
 
 @EACH_DEVICE
-def test_training_gives_the_same_bits_twice(device, inductor, gradients_made):
-    """The second time from Inductor's caches, in which graphs left as they are are others."""
+def test_training_is_deterministic_with_inductors_caches(device, inductor, gradients_made):
+    """The third run uses the graphs that the second run cached, not the first run's graphs."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     results = []
     for where in (lambda node: False, None, None):
@@ -99,7 +99,7 @@ def test_training_gives_the_same_bits_twice(device, inductor, gradients_made):
         module = model(device, dtype)
         results.append(train(module, tilenorm.compile(module, where=where, fullgraph=True)))
         assert len(gradients_made) == (0 if where else 2 * STEPS)
-    untouched, first, second = results
+    not_replaced, first, second = results
     assert all(map(torch.equal, first, second))
     counters = torch._dynamo.utils.counters
     hits = counters["aot_autograd"]["autograd_cache_hit"], counters["inductor"]["fxgraph_cache_hit"]
@@ -107,13 +107,13 @@ def test_training_gives_the_same_bits_twice(device, inductor, gradients_made):
     assert not counters["graph_break"]
     module = model(device, dtype)
     eager = train(module, module)
-    for losses in (untouched[0], first[0]):
+    for losses in (not_replaced[0], first[0]):
         torch.testing.assert_close(losses, eager[0], rtol=16 * torch.finfo(dtype).eps, atol=0)
 
 
 @EACH_DEVICE
-def test_the_numbers_of_eager(device, graphs, dynamo):
-    """Forward and backward, for any batch by one graph without a break."""
+def test_matches_eager_with_dynamic_batch(device, graphs, dynamo):
+    """One graph without breaks serves every batch size, forward and backward."""
     module = model(device)
     run = tilenorm.compile(module, backend="aot_eager", dynamic=True, fullgraph=True)
     for rows in (5, 7, 9):
@@ -136,7 +136,7 @@ def kind(node) -> str:
 
 
 @EACH_DEVICE
-def test_under_autocast(device, dynamo):
+def test_matches_eager_under_autocast(device, dynamo):
     module, x = model(device), random(2, ROWS, N, device=device)
     run = tilenorm.compile(module, backend="aot_eager", fullgraph=True)
     with torch.autocast(device, torch.bfloat16):
@@ -145,21 +145,21 @@ def test_under_autocast(device, dynamo):
 
 
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no grad"])
-def test_statistics_are_saved_only_for_a_gradient(grad, graphs, dynamo):
+def test_statistics_are_saved_only_if_a_gradient_is_needed(grad, graphs, dynamo):
     module, x = model("cpu"), random(2, ROWS, N)
     with torch.set_grad_enabled(grad):
         assert tilenorm.compile(module, backend="eager")(x).requires_grad == grad
     assert [node.args[11] for node in calls(graphs[0])] == [grad] * 2
 
 
-def test_compiled_once_where_it_is_asked_for_twice(graphs, dynamo):
+def test_second_compile_call_reuses_the_first(graphs, dynamo):
     module, x = model("cpu"), random(ROWS, N)
     for _ in range(2):
         tilenorm.compile(module, backend="eager")(x)
     assert len(graphs) == 1
 
 
-def test_a_filter(graphs, dynamo):
+def test_where_selects_norms(graphs, dynamo):
     @tilenorm.compile(where=lambda node: "layer_norm" in node.name, backend="eager")
     def function(x):
         return torch.nn.functional.layer_norm(torch.rms_norm(x, (N,)), (N,)).relu()
@@ -168,11 +168,11 @@ def test_a_filter(graphs, dynamo):
     assert [kind(node) for node in calls(graphs[0])] == ["layer"]
 
 
-def test_options_are_torch_compiles(dynamo):
-    seen = []
+def test_options_have_the_meaning_of_torch_compile(dynamo):
+    guard_counts = []
 
     def keep_all(guards):
-        seen.append(len(guards))
+        guard_counts.append(len(guards))
         return [True] * len(guards)
 
     options = {"guard_filter_fn": keep_all}
@@ -181,7 +181,7 @@ def test_options_are_torch_compiles(dynamo):
     torch.testing.assert_close(
         tilenorm.compile(module, backend="eager", options=options)(x), module(x)
     )
-    assert seen
+    assert guard_counts
     assert options == {"guard_filter_fn": keep_all}
     with pytest.raises(RuntimeError, match="Unexpected optimization option mine"):
         tilenorm.compile(module, options={"mine": 1})
@@ -191,22 +191,22 @@ def test_options_are_torch_compiles(dynamo):
         tilenorm.compile(module, where="layer_norm")
 
 
-def test_a_backend_of_the_users(dynamo):
-    given = []
+def test_user_defined_backend_receives_graph_and_options(dynamo):
+    backend_calls = []
 
     def backend(graph_module, inputs, **options):
-        given.append((calls(graph_module), options))
+        backend_calls.append((calls(graph_module), options))
         return graph_module
 
     tilenorm.compile(model("cpu"), backend=backend, options={"mine": 1})(random(ROWS, N))
-    ((nodes, options),) = given
+    ((nodes, options),) = backend_calls
     assert len(nodes) == 2
     assert options == {"options": {"mine": 1}}
 
 
 @NEEDS_GPU
 @pytest.mark.parametrize("device", ["cuda"])
-def test_in_cuda_graphs(device, inductor):
+def test_reduce_overhead_captures_cuda_graphs(device, inductor):
     module = model(device, torch.bfloat16)
     run = tilenorm.compile(module, mode="reduce-overhead", fullgraph=True)
     for step in range(4):

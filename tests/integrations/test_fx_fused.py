@@ -1,4 +1,4 @@
-"""aten's own norms and their gradients: one op each, and what they give besides the output."""
+"""The FX pass on aten's fused norms and their gradients, with their statistics and masks."""
 
 import itertools
 import operator
@@ -33,14 +33,14 @@ NAMES = {"rms": ("input", "weight"), "layer": ("input", "weight", "bias")}
 EACH_NORM = pytest.mark.parametrize("norm", FORMS)
 
 
-def made(norm, *shape, **options):
+def aten_tensors(norm, *shape, **options):
     """Every tensor that aten's norm takes, by name."""
     tensors = tensors_of(FORMS[norm], *shape, **options)
     return {name: tensors[name] for name in NAMES[norm]}
 
 
 def both_passes(norm, mask):
-    """Builds the forward and the backward pass of a norm from aten's ops."""
+    """A builder for graphs.by_hand: a norm's forward and backward pass in aten's ops."""
 
     def build(call, x, weight, *bias_and_dy):
         def items(node, count):
@@ -60,7 +60,7 @@ def both_passes(norm, mask):
 
 
 def named(norm, results):
-    """Outputs and gradients by name, and the statistics."""
+    """Split a graph's results into a dict of output and gradients, and a list of statistics."""
     if norm == "rms":
         y, rstd, *grads = results
         stats = [rstd]
@@ -81,8 +81,8 @@ MASKS = [
 
 @EACH_DEVICE
 @pytest.mark.parametrize("norm, mask", MASKS, ids=str)
-def test_gradients_asked_for(device, norm, mask):
-    tensors = made(norm, 2, 3, N, device=device)
+def test_only_requested_gradients_are_computed(device, norm, mask):
+    tensors = aten_tensors(norm, 2, 3, N, device=device)
     dy = random(2, 3, N, device=device, seed=9)
     graph_module = by_hand(both_passes(norm, mask), *tensors.values(), dy)
     report = replace_norms(graph_module)
@@ -90,17 +90,17 @@ def test_gradients_asked_for(device, norm, mask):
     assert not report.left
     (call,) = calls(graph_module, NORM_BACKWARD)
     step, _ = named(norm, graph_module(*tensors.values(), dy))
-    asked = [name for name, want in zip(tensors, mask, strict=True) if want]
-    assert sorted(step) == sorted(["output", *asked])
-    assert sum(call.args[15]) == len(asked)
+    requested = [name for name, want in zip(tensors, mask, strict=True) if want]
+    assert sorted(step) == sorted(["output", *requested])
+    assert sum(call.args[15]) == len(requested)
     assert_step(step, expected_of(FORMS[norm], tensors, [dy]), step)
 
 
 @EACH_DEVICE
 @EACH_NORM
 @pytest.mark.parametrize("parameter", [BF16, F32], ids=name_of)
-def test_shapes_dtypes_and_names_stay(device, norm, parameter):
-    tensors = made(norm, 2, 3, N, dtype=BF16, parameter=parameter, device=device)
+def test_shapes_dtypes_and_names_are_kept(device, norm, parameter):
+    tensors = aten_tensors(norm, 2, 3, N, dtype=BF16, parameter=parameter, device=device)
     arguments = (*tensors.values(), random(2, 3, N, dtype=BF16, device=device))
     graph_module = by_hand(both_passes(norm, [True] * len(tensors)), *arguments)
     values = {node.name: node.meta["val"] for node in graph_module.graph.nodes}
@@ -115,8 +115,8 @@ def test_shapes_dtypes_and_names_stay(device, norm, parameter):
 
 @EACH_DEVICE
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=name_of)
-def test_statistics_are_those_of_aten(device, dtype):
-    tensors = made("layer", 2, 3, N, dtype=dtype, device=device)
+def test_statistics_match_atens(device, dtype):
+    tensors = aten_tensors("layer", 2, 3, N, dtype=dtype, device=device)
     arguments = (*tensors.values(), random(2, 3, N, dtype=dtype, device=device))
     graph_module = by_hand(both_passes("layer", [True] * 3), *arguments)
     _, expected = named("layer", graph_module(*arguments))
@@ -129,21 +129,21 @@ def test_statistics_are_those_of_aten(device, dtype):
 
 @EACH_DEVICE
 @EACH_NORM
-def test_traced_with_its_gradients(device, norm):
-    """On a CPU aten has no op for RMSNorm, and what its gradient uses is not replaced."""
+def test_forward_and_gradients_in_one_graph(device, norm):
+    """aten decomposes RMSNorm on the CPU. The gradient uses its parts, so it is not replaced."""
     function = F.rms_norm if norm == "rms" else F.layer_norm
 
     def step(dy, x, *affine):
         y = function(x, (N,), *affine, eps=EPS)
         return y, *torch.autograd.grad(y, (x, *affine), dy)
 
-    tensors = {n: t.requires_grad_() for n, t in made(norm, 7, N, device=device).items()}
+    tensors = {n: t.requires_grad_() for n, t in aten_tensors(norm, 7, N, device=device).items()}
     dy = random(7, N, device=device, seed=9)
     graph_module = make_fx(step)(dy, *tensors.values())
     report = replace_norms(graph_module)
     if norm == "rms" and device == "cpu":
         ((name, reason),) = report.left
-        assert "used by others" in reason
+        assert "use its intermediate result" in reason
         assert name in str(report)
     else:
         assert len(calls(graph_module)) == len(calls(graph_module, NORM_BACKWARD)) == 1
@@ -155,7 +155,7 @@ def test_traced_with_its_gradients(device, norm):
 @EACH_DEVICE
 @EACH_NORM
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-def test_separate_graphs_of_aot_autograd(device, norm, dynamic, dynamo):
+def test_separate_forward_and_backward_graphs_of_aot_autograd(device, norm, dynamic, dynamo):
     reports = []
 
     def compiler(graph_module, _):
@@ -180,7 +180,7 @@ def test_separate_graphs_of_aot_autograd(device, norm, dynamic, dynamo):
 
 @EACH_NORM
 @pytest.mark.parametrize("decomposed", [False, True], ids=["exported", "decomposed"])
-def test_exported_for_any_number_of_rows(norm, decomposed):
+def test_export_with_dynamic_rows(norm, decomposed):
     module = (nn.RMSNorm if norm == "rms" else nn.LayerNorm)(N, eps=EPS)
     shapes = {0: torch.export.Dim("batch", min=2), 1: torch.export.Dim("rows", min=2)}
     program = torch.export.export(module, (random(2, 3, N),), dynamic_shapes=(shapes,))

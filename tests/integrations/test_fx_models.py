@@ -1,4 +1,4 @@
-"""RMSNorm as models spell it, traced in each way: one op, with the bits that the model had."""
+"""The FX pass on RMSNorm as models write it, with every tracer: one op, and the same bits."""
 
 import importlib
 
@@ -17,8 +17,8 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 N = 64
 
 
-class Spelled(nn.Module):
-    """A norm by a formula of x and the weight."""
+class FormulaNorm(nn.Module):
+    """A module whose forward is formula(x, weight)."""
 
     def __init__(self, formula):
         super().__init__()
@@ -62,7 +62,7 @@ ROUNDING = dict.fromkeys(("Llama", "Qwen3", "T5"), "early")
 
 def model(name: str, dtype, device) -> nn.Module:
     if name in FORMULAS:
-        module = Spelled(FORMULAS[name])
+        module = FormulaNorm(FORMULAS[name])
     else:
         folder, kind = CLASSES[name]
         pytest.importorskip("transformers")
@@ -75,7 +75,7 @@ def model(name: str, dtype, device) -> nn.Module:
 
 
 def assert_bits(device, got, expected):
-    """Of the CPU; on a GPU sums have another order, which may tip a rounding or two."""
+    """Equal bits on the CPU. A GPU adds up in another order, so a few roundings may differ."""
     if device == "cpu":
         assert torch.equal(got, expected)
     else:
@@ -87,7 +87,7 @@ def assert_bits(device, got, expected):
 @pytest.mark.parametrize("tracer", TRACERS)
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=name_of)
 @pytest.mark.parametrize("name", CLASSES)
-def test_classes_of_transformers(device, tracer, dtype, name, dynamo):
+def test_transformers_classes(device, tracer, dtype, name, dynamo):
     module = model(name, dtype, device)
     x = random(2, 3, N, dtype=dtype, device=device)
     replaced = TRACERS[tracer](module, x)
@@ -114,7 +114,7 @@ def test_formulas(tracer, name, dynamo):
 @EACH_DEVICE
 @pytest.mark.parametrize("name", ["Llama", "Gemma 3", "OLMo 2", "T5", "F.rms_norm"])
 @pytest.mark.parametrize("tracer", ["dynamo", "export"])
-def test_gradients_are_tilenorms(device, name, tracer, dynamo, gradients_made):
+def test_backward_pass_uses_tilenorms_gradients(device, name, tracer, dynamo, gradients_made):
     module = model(name, BF16, device)
     x = random(2, 3, N, dtype=BF16, device=device).requires_grad_()
     replaced = TRACERS[tracer](module, x)
@@ -130,7 +130,7 @@ def test_gradients_are_tilenorms(device, name, tracer, dynamo, gradients_made):
 @EACH_DEVICE
 @pytest.mark.parametrize("tracer", TRACERS)
 def test_layer_norm(device, tracer, dynamo):
-    module = Spelled(with_bias).to(device)
+    module = FormulaNorm(with_bias).to(device)
     x = random(5, N, device=device)
     replaced = TRACERS[tracer](module, x)
     assert len(calls(replaced.graph_module)) == 1
@@ -139,8 +139,8 @@ def test_layer_norm(device, tracer, dynamo):
     assert_step({"output": replaced.run(x)}, output)
 
 
-UNITS = {"weight": lambda w: w, "1 + weight": lambda w: 1 + w, "float": lambda w: 1.0 + w.float()}
-ROUNDED = {
+FACTORS = {"weight": lambda w: w, "1 + weight": lambda w: 1 + w, "float": lambda w: 1.0 + w.float()}
+CASTS = {
     "before": lambda x_hat, w, x: w * x_hat.to(x.dtype),
     "before, after": lambda x_hat, w, x: (x_hat.to(x.dtype) * w).to(x.dtype),
     "before, float, after": lambda x_hat, w, x: (x_hat.to(x.dtype).float() * w).type_as(x),
@@ -150,17 +150,17 @@ ROUNDED = {
 }
 
 
-@pytest.mark.parametrize("rounded", ROUNDED)
-@pytest.mark.parametrize("units", UNITS)
+@pytest.mark.parametrize("cast", CASTS)
+@pytest.mark.parametrize("factor", FACTORS)
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=name_of)
 @pytest.mark.parametrize("parameter", [BF16, F16, F32], ids=name_of)
-def test_every_way_to_round(rounded, units, dtype, parameter):
-    """Whether one op, a part of it or none of it, the bits and the dtype are those it had."""
+def test_bits_are_kept_wherever_the_model_casts(cast, factor, dtype, parameter):
+    """The pass may replace the whole norm, a part of it, or nothing; the results stay equal."""
 
     def function(x, w):
         wide = x.float()
         x_hat = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)
-        return ROUNDED[rounded](x_hat, UNITS[units](w), x)
+        return CASTS[cast](x_hat, FACTORS[factor](w), x)
 
     x, w = random(3, N, dtype=dtype), random(N, dtype=parameter, seed=1)
     graph_module = make_fx(function)(x, w)
@@ -169,8 +169,8 @@ def test_every_way_to_round(rounded, units, dtype, parameter):
     torch.testing.assert_close(graph_module(x, w), function(x, w), rtol=0, atol=0)
 
 
-def test_a_float32_weight_stays_outside(dynamo):
-    """Llama's output is float32 then; the norm without its weight has the input's dtype."""
+def test_float32_weight_with_16_bit_input_is_not_part_of_the_op(dynamo):
+    """Llama's output is float32 here. The op without the weight returns the input's dtype."""
     module = model("Llama", F32, "cpu")
     x = random(2, 3, N, dtype=BF16)
     replaced = TRACERS["dynamo"](module, x)
@@ -181,10 +181,10 @@ def test_a_float32_weight_stays_outside(dynamo):
     assert torch.equal(got, module(x))
 
 
-def test_inside_a_cast_of_the_product(dynamo):
-    """A float32 weight times what was rounded before it, rounded again."""
+def test_cast_after_the_product_with_a_float32_weight_is_part_of_the_op(dynamo):
+    """The model rounds before the product with the float32 weight, and again after it."""
     formula = FORMULAS["divided"]
-    module = Spelled(lambda x, w: formula(x, w).to(x.dtype))
+    module = FormulaNorm(lambda x, w: formula(x, w).to(x.dtype))
     x = random(2, 3, N, dtype=BF16)
     replaced = TRACERS["dynamo"](module, x)
     (node,) = calls(replaced.graph_module)
@@ -193,8 +193,9 @@ def test_inside_a_cast_of_the_product(dynamo):
     torch.testing.assert_close(replaced.run(x), module(x), rtol=2**-7, atol=0)
 
 
-def test_one_plus_a_weight_in_16_bits_is_rounded_as_it_was(dynamo):
-    module = Spelled(lambda x, w: FORMULAS["F.rms_norm"](x, 1 + w)).to(BF16)
+def test_one_plus_a_16_bit_weight_is_still_rounded(dynamo):
+    """1 + weight in 16 bits is not the op's offset, because the op adds in float32."""
+    module = FormulaNorm(lambda x, w: FORMULAS["F.rms_norm"](x, 1 + w)).to(BF16)
     with torch.no_grad():
         module.weight.copy_(random(N, seed=1) / 64)
     x = random(2, 3, N, dtype=BF16)
@@ -204,8 +205,8 @@ def test_one_plus_a_weight_in_16_bits_is_rounded_as_it_was(dynamo):
     assert torch.equal(replaced.run(x), module(x))
 
 
-def test_by_heads(dynamo):
-    """Weights of (heads, N), and Qwen3's, one for all heads."""
+def test_weights_per_head(dynamo):
+    """A weight of shape (heads, N), and Qwen3's weight of shape (N,) for all heads."""
     for shape in ((4, N), (N,)):
         weight = random(*shape, dtype=BF16, seed=1)
 
@@ -222,7 +223,7 @@ def test_by_heads(dynamo):
 @EACH_DEVICE
 @pytest.mark.parametrize("name", ["Gemma 3", "Llama"])
 def test_transposed_queries_and_keys(device, name, dynamo):
-    """Gemma 3's: the rows are read where they are, and the output is laid out as it was."""
+    """Gemma 3 normalises transposed views. The output keeps the strides of the model's output."""
     module = model(name, BF16, device)
     x = random(2, 5, 4, N, dtype=BF16, device=device).transpose(1, 2)
     for tracer in TRACERS.values():

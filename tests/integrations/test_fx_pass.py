@@ -1,4 +1,4 @@
-"""The pass as such: what it touches and what not, what it keeps, reports and refuses."""
+"""replace_norms: which nodes it replaces and keeps, its report, and its errors."""
 
 import operator
 import traceback
@@ -21,7 +21,7 @@ N = 40
 
 
 class Block(nn.Module):
-    """A norm before a layer, one after, and one whose input is their sum."""
+    """An RMSNorm before a linear layer, a LayerNorm after it, and an RMSNorm of a sum."""
 
     def __init__(self):
         super().__init__()
@@ -33,13 +33,13 @@ class Block(nn.Module):
         return self.last(x), x.relu()
 
 
-def spelled(x, weight):
+def rms_norm_in_operations(x, weight):
     x_hat = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
     return x_hat * weight
 
 
 @pytest.mark.parametrize("tracer", [by_dynamo, by_export, by_make_fx])
-def test_several_norms_and_nothing_else(tracer, dynamo):
+def test_replaces_every_norm_and_no_other_node(tracer, dynamo):
     module, x = Block(), random(3, N)
     excluded = tracer(module, x, where=lambda node: False)
     dynamo.reset()
@@ -49,16 +49,15 @@ def test_several_norms_and_nothing_else(tracer, dynamo):
     assert len(calls(replaced.graph_module)) == 3
     norms = (NORM, operator.getitem)
     others = [t for t in targets(replaced.graph_module) if t not in norms]
-    untouched = targets(excluded.graph_module)
     assert {F.linear, "relu"} <= {*others} or {ATEN.relu.default} <= {*others}
-    remaining = iter(untouched)
-    assert all(target in remaining for target in others)  # in the same order
+    original = iter(targets(excluded.graph_module))
+    assert all(target in original for target in others)  # `in` consumes: the order is the same
     for got, expected in zip(replaced.run(x), module(x), strict=True):
         torch.testing.assert_close(got, expected)
 
 
 @pytest.mark.parametrize("tracer", [by_dynamo, by_export, by_make_fx])
-def test_a_filter_that_selects_nothing(tracer, dynamo):
+def test_where_that_excludes_every_norm(tracer, dynamo):
     module, x = Block(), random(3, N)
     replaced = tracer(module, x, where=lambda node: False)
     assert not replaced.report.replaced
@@ -67,16 +66,16 @@ def test_a_filter_that_selects_nothing(tracer, dynamo):
     assert torch.equal(replaced.run(x)[0], module(x)[0])
 
 
-def test_a_filter_sees_each_norm_once(dynamo):
-    seen = []
+def test_where_is_called_once_for_each_norm(dynamo):
+    names = []
     replaced = by_dynamo(
-        Block(), random(3, N), where=lambda node: seen.append(node.name) or len(seen) == 2
+        Block(), random(3, N), where=lambda node: names.append(node.name) or len(names) == 2
     )
-    assert replaced.report.replaced == (("layer_norm", seen[1]),)
-    assert [name for name, _ in replaced.report.left] == [seen[0], seen[2]]
+    assert replaced.report.replaced == (("layer_norm", names[1]),)
+    assert [name for name, _ in replaced.report.left] == [names[0], names[2]]
 
 
-def test_an_empty_graph():
+def test_empty_graph():
     graph = Graph()
     graph.output(())
     graph_module = GraphModule({}, graph)
@@ -86,7 +85,7 @@ def test_an_empty_graph():
     assert graph_module.code == code
 
 
-def test_a_graph_without_norms_is_not_rewritten():
+def test_graph_without_norms_is_not_recompiled():
     graph_module = make_fx(lambda x: torch.rsqrt(x.square().mean(0) + 1) @ x.t())(random(3, N))
     code, forward = graph_module.code, graph_module.forward
     report = replace_norms(graph_module)
@@ -95,7 +94,9 @@ def test_a_graph_without_norms_is_not_rewritten():
     assert graph_module.forward == forward
 
 
-@pytest.mark.parametrize("function", [spelled, lambda x, w: F.layer_norm(x, (N,), w)])
+@pytest.mark.parametrize(
+    "function", [rms_norm_in_operations, lambda x, w: F.layer_norm(x, (N,), w)]
+)
 def test_metadata_is_kept(function):
     x, weight = random(3, N), random(N)
     graph_module = make_fx(function, tracing_mode="fake")(x, weight)
@@ -121,9 +122,9 @@ def test_metadata_is_kept(function):
         assert (value.shape, value.dtype) == (result.shape, result.dtype)
 
 
-def test_within_a_checkpoint(dynamo):
+def test_norm_inside_a_checkpoint(dynamo):
     def function(x, weight):
-        return checkpoint(spelled, x, weight, use_reentrant=False)
+        return checkpoint(rms_norm_in_operations, x, weight, use_reentrant=False)
 
     x, weight = random(3, N).requires_grad_(), random(N)
     replaced = by_dynamo(function, x, weight)
@@ -131,7 +132,8 @@ def test_within_a_checkpoint(dynamo):
     assert kind == "rms_norm"
     assert "." in name
     (dx,) = torch.autograd.grad(replaced.run(x, weight).sin().sum(), x)
-    torch.testing.assert_close(dx, torch.autograd.grad(spelled(x, weight).sin().sum(), x)[0])
+    y = rms_norm_in_operations(x, weight)
+    torch.testing.assert_close(dx, torch.autograd.grad(y.sin().sum(), x)[0])
 
 
 def normalized(x):
@@ -146,12 +148,12 @@ TRANSFORMS = {
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_left_to_a_transform(name, dynamo):
-    """torch.func sees through PyTorch's norm, and not through an op."""
+def test_norm_inside_a_functorch_transform_is_not_replaced(name, dynamo):
+    """torch.func transforms PyTorch's norm, but cannot transform tilenorm's op."""
     transform, x = TRANSFORMS[name], random(3, N)
     replaced = by_dynamo(transform, x)
     ((_, reason),) = replaced.report.left
-    assert "no plain tensor" in reason
+    assert "not a plain tensor" in reason
     torch.testing.assert_close(replaced.run(x), transform(x))
 
 
@@ -160,65 +162,74 @@ def rstd_used(x, weight):
     return x * rstd * weight, rstd
 
 
-LEFT = {
+NOT_REPLACED = {
     "float64": (lambda x, w: F.rms_norm(x.double(), (N,)), "input is float64"),
-    "output": (lambda x, w: spelled(x.bfloat16().float(), w), "output is torch.float32"),
-    "half sums": (lambda x, w: spelled(x.bfloat16(), w.bfloat16()), "not float32"),
-    "layout": (lambda x, w: spelled(x.t().contiguous().t(), w), "not contiguous"),
-    "used": (rstd_used, "is used by others"),
+    "output dtype": (
+        lambda x, w: rms_norm_in_operations(x.bfloat16().float(), w),
+        "output is torch.float32",
+    ),
+    "16-bit sums": (
+        lambda x, w: rms_norm_in_operations(x.bfloat16(), w.bfloat16()),
+        "not float32",
+    ),
+    "layout": (
+        lambda x, w: rms_norm_in_operations(x.t().contiguous().t(), w),
+        "not contiguous",
+    ),
+    "rstd is used": (rstd_used, "use its intermediate result"),
     "weight": (lambda x, w: F.rms_norm(x, (N,), w.double()), "its weight is torch.float64"),
 }
 
 
-@pytest.mark.parametrize("name", LEFT)
-def test_left_with_a_reason(name, dynamo):
-    function, why = LEFT[name]
+@pytest.mark.parametrize("name", NOT_REPLACED)
+def test_report_gives_the_reason_for_a_norm_that_is_not_replaced(name, dynamo):
+    function, expected_reason = NOT_REPLACED[name]
     x, weight = random(3, N), random(N)
     replaced = by_dynamo(function, x, weight)
     assert NORM not in targets(replaced.graph_module)
     ((node, reason),) = replaced.report.left
-    assert why in reason
+    assert expected_reason in reason
     assert node in [n.name for n in replaced.graph_module.graph.nodes]
-    assert f"{node} is left: {reason}" in str(replaced.report)
+    assert f"{node} is not replaced: {reason}" in str(replaced.report)
 
 
-def test_a_width_that_varies(dynamo):
-    graph_module = make_fx(spelled, tracing_mode="symbolic")(random(3, N), random(N))
+def test_symbolic_width_is_not_replaced(dynamo):
+    graph_module = make_fx(rms_norm_in_operations, tracing_mode="symbolic")(random(3, N), random(N))
     ((_, reason),) = replace_norms(graph_module).left
-    assert "varies" in reason
+    assert "is symbolic" in reason
 
 
-def test_without_metadata():
+def test_node_without_metadata_is_not_replaced():
     graph_module = symbolic_trace(lambda x: F.layer_norm(x, (N,)))
     ((_, reason),) = replace_norms(graph_module).left
-    assert "neither shape nor dtype" in reason
+    assert "no shape and dtype in its metadata" in reason
 
 
-def test_results_used_together():
+def test_user_of_the_whole_result_tuple_prevents_replacement():
     graph_module = by_hand(
         lambda call, x: call(ATEN.native_layer_norm.default, x, [N], None, None, EPS), random(3, N)
     )
     ((_, reason),) = replace_norms(graph_module).left
-    assert "together" in reason
+    assert "uses the tuple of its results" in reason
 
 
-def test_on_a_device_without_the_op():
+def test_unsupported_device_is_not_replaced():
     with torch.device("meta"):
         graph_module = by_hand(
             lambda call, x: call(ATEN.layer_norm.default, x, [N]), torch.empty(3, N)
         )
     ((_, reason),) = replace_norms(graph_module).left
-    assert reason == "it is on meta"
+    assert reason == "its input is on meta"
 
 
-def test_a_report_reads_well(dynamo):
+def test_report_as_text(dynamo):
     replaced = by_dynamo(Block(), random(3, N), where=lambda node: "layer" not in node.name)
     first, *rest = str(replaced.report).splitlines()
-    assert first == "replaced 2 norms, left 1"
+    assert first == "2 norms replaced, 1 not replaced"
     assert len(rest) == 3
 
 
-def test_bad_arguments():
+def test_wrong_argument_types_raise():
     graph_module = symbolic_trace(lambda x: x)
     with pytest.raises(TypeError, match="'graph_module' takes a GraphModule, got Linear"):
         replace_norms(nn.Linear(2, 2))
@@ -226,11 +237,11 @@ def test_bad_arguments():
         replace_norms(graph_module, where="layer_norm")
 
 
-def test_an_error_of_the_filter_is_the_users(dynamo):
+def test_exception_in_where_reaches_the_caller(dynamo):
     def where(node):
         raise LookupError("mine")
 
-    graph_module = make_fx(spelled)(random(3, N), random(N))
+    graph_module = make_fx(rms_norm_in_operations)(random(3, N), random(N))
     with pytest.raises(LookupError, match="mine") as error:
         replace_norms(graph_module, where=where)
     assert "where" in traceback.format_tb(error.tb)[-1]

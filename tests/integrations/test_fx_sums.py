@@ -1,4 +1,4 @@
-"""A norm of a sum becomes one op with the sum, unless what stands between could tell."""
+"""The FX pass fuses a sum with its norm, unless a node in between could see the difference."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ SUMS = {
 
 @pytest.mark.parametrize("name", SUMS)
 @pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
-def test_a_sum_and_its_norm(name, norm, dynamo):
+def test_sum_is_fused_with_its_norm(name, norm, dynamo):
     add, fused = SUMS[name]
 
     def function(x, residual, weight):
@@ -54,8 +54,8 @@ def test_two_norms_of_one_sum(dynamo):
     assert [kind for kind, _ in replaced.report.replaced] == ["add_rms_norm", "layer_norm"]
 
 
-def test_a_weight_made_after_the_sum(dynamo):
-    """The op cannot stand where the sum was: it is not made there."""
+def test_weight_computed_after_the_sum_prevents_fusion(dynamo):
+    """The fused op would stand at the sum's place, before its weight is computed."""
 
     def function(x, residual, weight):
         total = x + residual
@@ -100,7 +100,7 @@ WRITERS = {
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_a_tensor_written_within(name, dynamo):
+def test_write_between_the_norms_nodes_prevents_replacement(name, dynamo):
     def function(x, weight):
         rstd = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
         WRITERS[name](x)
@@ -109,12 +109,12 @@ def test_a_tensor_written_within(name, dynamo):
     x, weight = random(3, N), random(N)
     replaced = by_dynamo(function, x.clone(), weight)
     ((_, reason),) = replaced.report.left
-    assert reason == "a tensor is written to among its operations"
+    assert reason == "a node between its operations may write to a tensor"
     assert torch.equal(replaced.run(x.clone(), weight), function(x.clone(), weight))
 
 
 @pytest.mark.parametrize("function", [written_after_the_sum, gradients_off_between])
-def test_what_stands_between_a_sum_and_its_norm(function, dynamo):
+def test_write_or_grad_mode_change_after_the_sum_prevents_fusion(function, dynamo):
     x, weight = random(3, N).requires_grad_(), random(N)
     replaced = by_dynamo(function, x, weight)
     assert [kind for kind, _ in replaced.report.replaced] == ["rms_norm"]

@@ -1,4 +1,4 @@
-"""A training step as one graph, forward and backward, run as it is after the pass."""
+"""The FX pass on the graph of a whole training step, forward and backward."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ MODEL = {
 
 
 def traced(model, parameters):
-    """The loss and the gradients of a step."""
+    """The graph of a training step. It returns the loss and the gradients."""
 
     def step(parameters, x):
         loss = (functional_call(model, parameters, (x,)) - x).square().mean()
@@ -44,16 +44,18 @@ def train(graph_module, parameters):
 
 @EACH_DEVICE
 @pytest.mark.parametrize("norm", MODEL)
-def test_the_same_bits_twice_and_the_numbers_of_aten(device, norm):
+def test_training_is_deterministic_and_matches_aten(device, norm):
     torch.manual_seed(0)
     model = nn.Sequential(*MODEL[norm]()).to(device)
     parameters = dict(model.named_parameters())
     graph_module = traced(model, parameters)
-    expected = train(graph_module, parameters)
+    aten_results = train(graph_module, parameters)
     replace_norms(graph_module)
     if norm == "layer" or device == "cuda":  # on a CPU aten has no op for RMSNorm
         assert len(calls(graph_module, NORM)) == len(calls(graph_module, NORM_BACKWARD)) == 2
     first, second = train(graph_module, parameters), train(graph_module, parameters)
     assert all(map(torch.equal, first, second))
-    for got, wanted in zip(first, expected, strict=True):
-        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5 * wanted.abs().max().item())
+    for got, expected in zip(first, aten_results, strict=True):
+        torch.testing.assert_close(
+            got, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item()
+        )

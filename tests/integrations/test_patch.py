@@ -1,4 +1,4 @@
-"""A patched module stays what it was, but for who computes it; undo; the report; bad use."""
+"""tilenorm.patch: what a patched module keeps, undo, the report, and errors."""
 
 import copy
 from functools import partial
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::tilenorm.ReferenceWarning")
 
 
 class Block(nn.Module):
-    """A norm in two places, and two norms with one weight."""
+    """A module with one norm registered under two names, and two norms that share a weight."""
 
     def __init__(self):
         super().__init__()
@@ -45,12 +45,12 @@ def gradients(model) -> dict[str, torch.Tensor]:
 
 
 def assert_same_numbers(model, other):
-    """To what PyTorch takes for the rounding of float32."""
+    """Outputs and gradients agree within the default tolerance of torch.testing."""
     torch.testing.assert_close(model(random(5, N)), other(random(5, N)))
     torch.testing.assert_close(gradients(model), gradients(other))
 
 
-def test_a_norm_in_two_places_and_a_tied_weight():
+def test_norm_with_two_names_and_tied_weights():
     model = Block()
     before = copy.deepcopy(model)
     report = tilenorm.patch(model)
@@ -59,7 +59,7 @@ def test_a_norm_in_two_places_and_a_tied_weight():
     assert_same_numbers(model, before)
 
 
-def test_modules_stay_what_they_were():
+def test_patch_keeps_modules_parameters_and_attributes():
     model = Block()
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     attributes = {name: dict(vars(module)) for name, module in modules.items()}
@@ -74,7 +74,7 @@ def test_modules_stay_what_they_were():
     assert list(model.state_dict()) == list(state)
 
 
-def test_undo_gives_back_what_was_there():
+def test_undo_restores_classes_attributes_and_outputs():
     model = Block()
     modules = dict(model.named_modules())
     before = {name: (type(module), dict(vars(module))) for name, module in modules.items()}
@@ -87,8 +87,8 @@ def test_undo_gives_back_what_was_there():
     tilenorm.patch(model)
 
 
-def test_tilenorm_serves_it_and_says_if_by_the_reference():
-    module = norms.Custom(37)  # of no other test: it says so once
+def test_patched_module_runs_tilenorm_and_warns_about_the_reference():
+    module = norms.Custom(37)  # no other test uses this size: the warning is given once per spec
     tilenorm.patch(module)
     with pytest.warns(tilenorm.ReferenceWarning, match="reference runs instead of cutile"):
         module(random(5, 37))
@@ -102,26 +102,26 @@ def test_state_dicts_load_both_ways():
             parameter.mul_(2)
     model.load_state_dict(other.state_dict())
     assert_same_numbers(model, other)
-    again = Block()
-    again.load_state_dict(model.state_dict())
-    assert_same_numbers(model, again)
+    unpatched = Block()
+    unpatched.load_state_dict(model.state_dict())
+    assert_same_numbers(model, unpatched)
 
 
-@pytest.mark.parametrize("through", [copy.deepcopy, through_pickle, through_save])
-def test_copies_are_whole_and_patched(through):
+@pytest.mark.parametrize("make_copy", [copy.deepcopy, through_pickle, through_save])
+def test_deep_copies_are_patched_too(make_copy):
     model = Block()
     tilenorm.patch(model)
-    again = through(model)
-    assert type(again.last) is type(model.last) and type(again.first) is type(model.first)
-    assert again.again is again.first and again.last.weight is not model.last.weight
+    other = make_copy(model)
+    assert type(other.last) is type(model.last) and type(other.first) is type(model.first)
+    assert other.again is other.first and other.last.weight is not model.last.weight
     with torch.no_grad():
-        again.last.weight.zero_()
-    assert not again(random(5, N)).any() and model(random(5, N)).any()
-    with pytest.raises(RuntimeError, match="patched already"):
-        tilenorm.patch(again)
+        other.last.weight.zero_()
+    assert not other(random(5, N)).any() and model(random(5, N)).any()
+    with pytest.raises(RuntimeError, match="already patched"):
+        tilenorm.patch(other)
 
 
-def test_a_shallow_copy_has_its_own_attributes():
+def test_shallow_copy_has_its_own_attributes():
     module = norms.Custom()
     tilenorm.patch(module)
     other = copy.copy(module)
@@ -130,16 +130,16 @@ def test_a_shallow_copy_has_its_own_attributes():
 
 
 def test_hooks_run():
-    model, seen = Block(), []
-    model.first.register_forward_pre_hook(lambda *_: seen.append("before"))
+    model, events = Block(), []
+    model.first.register_forward_pre_hook(lambda *_: events.append("before"))
     tilenorm.patch(model)
-    model.first.register_forward_hook(lambda *_: seen.append("after"))
-    model.first.register_full_backward_hook(lambda *_: seen.append("backward"))
+    model.first.register_forward_hook(lambda *_: events.append("after"))
+    model.first.register_full_backward_hook(lambda *_: events.append("backward"))
     model(random(5, N).requires_grad_()).sum().backward()
-    assert seen == ["before", "after"] * 2 + ["backward"] * 2
+    assert events == ["before", "after"] * 2 + ["backward"] * 2
 
 
-def test_a_changed_eps_counts():
+def test_later_change_of_eps_takes_effect():
     module = norms.Custom()
     tilenorm.patch(module)
     module.eps = 1.0
@@ -147,7 +147,7 @@ def test_a_changed_eps_counts():
     assert torch.equal(module(random(5, N)), expected)
 
 
-def test_parameters_of_another_call():
+def test_functional_call_with_other_parameters():
     module = norms.Custom()
     tilenorm.patch(module)
     weight = random(N, seed=3)
@@ -155,7 +155,7 @@ def test_parameters_of_another_call():
     assert torch.equal(got, tilenorm.rms_norm(random(5, N), (N,), weight, module.eps))
 
 
-def test_arguments_by_their_names():
+def test_keyword_arguments():
     model, x, z = nn.ModuleList([nn.LayerNorm(N), norms.GatedNorm()]), random(5, N), random(5, N)
     tilenorm.patch(model)
     layer, gated = model
@@ -165,13 +165,15 @@ def test_arguments_by_their_names():
     for module, args, kwargs in ((layer, (), {}), (layer, (x, z), {}), (layer, (x,), {"z": z})):
         with pytest.raises(TypeError, match=r"forward takes \(input\), got"):
             module(*args, **kwargs)
-    with pytest.raises(TypeError, match=r"forward takes \(x, z\), got 1 by position and \(x\)"):
+    with pytest.raises(
+        TypeError, match=r"forward takes \(x, z\), got 1 positional arguments and \(x\)"
+    ):
         gated(x, x=x)
 
 
 @pytest.fixture
-def alone():
-    """A mesh of this process."""
+def one_process_mesh():
+    """A device mesh that holds only this process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
     dist.destroy_process_group()
@@ -179,11 +181,11 @@ def alone():
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 @pytest.mark.parametrize("order", ["patched, sharded", "sharded, patched"])
-def test_fully_sharded(alone, order):
+def test_fully_shard_before_and_after_patch(one_process_mesh, order):
     model = nn.Sequential(nn.Linear(N, N), nn.LayerNorm(N), nn.Linear(N, N))
     expected = copy.deepcopy(model)
     tilenorm.patch(expected)
-    steps = {"sharded": partial(shard, mesh=alone), "patched": tilenorm.patch}
+    steps = {"sharded": partial(shard, mesh=one_process_mesh), "patched": tilenorm.patch}
     for step in order.split(", "):
         steps[step](model)
     assert isinstance(model[1], PatchedNorm) and isinstance(model[1], FSDPModule)
@@ -198,7 +200,7 @@ def shard(model, mesh):
     fully_shard(model, mesh=mesh)
 
 
-def test_a_model_on_meta():
+def test_model_on_meta():
     with torch.device("meta"):
         model = nn.Sequential(nn.LayerNorm(N), norms.Custom())
     assert len(tilenorm.patch(model).patched) == 2
@@ -206,80 +208,80 @@ def test_a_model_on_meta():
     model.to_empty(device="cpu")
 
 
-@pytest.mark.skipif(TORCH < (2, 13), reason="Dynamo of 2.11 takes no notice of a new class")
-def test_compiled_before_it_is_patched(dynamo):
+@pytest.mark.skipif(TORCH < (2, 13), reason="TorchDynamo 2.11 has no guard on a module's class")
+def test_patch_and_undo_after_torch_compile(dynamo):
     model = Block()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     compiled(random(5, N))
-    report, seen = tilenorm.patch(model), []
+    report, runs_tilenorm = tilenorm.patch(model), []
     for _ in range(2):
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             compiled(random(5, N))
-        seen.append("tilenorm::norm" in {event.name for event in profile.events()})
-        if len(seen) == 1:
+        runs_tilenorm.append("tilenorm::norm" in {event.name for event in profile.events()})
+        if len(runs_tilenorm) == 1:
             report.undo()
-    assert seen == [True, False]
+    assert runs_tilenorm == [True, False]
 
 
-def test_where_chooses():
-    model, asked = Block(), []
+def test_where_selects_modules():
+    model, where_calls = Block(), []
 
     def where(name, module):
-        asked.append((name, module))
+        where_calls.append((name, module))
         return name in ("again", "tied")
 
     report = tilenorm.patch(model, where=where)
     assert [entry.name for entry in report.patched] == ["first, again", "tied"]
     assert [(e.name, e.cls) for e in report.left] == [("last", norms.Custom)]
-    assert ("last", model.last) in asked
+    assert ("last", model.last) in where_calls
 
 
-def test_the_report_is_readable():
+def test_report_as_text():
     others = {"last": norms.Custom(), "b": norms.ScaledRMSNorm(), "c": norms.ScaledRMSNorm()}
     layers = [nn.LayerNorm(N) for _ in range(4)]
     report = tilenorm.patch(nn.ModuleDict({"layers": nn.ModuleList(layers), **others}))
     assert str(report).splitlines() == [
-        "5 norms patched, 2 left",
-        "  LayerNorm is layer_norm offset=0.0 rounding=late eps=1e-05:"
+        "5 norms patched, 2 not patched",
+        "  LayerNorm runs layer_norm offset=0.0 rounding=late eps=1e-05:"
         " layers.0, 2 others and layers.3",
-        "  Custom is rms_norm offset=0.0 rounding=late eps=1e-06: last",
-        "  ScaledRMSNorm is left, its outputs are those of no norm of tilenorm's: b and c",
+        "  Custom runs rms_norm offset=0.0 rounding=late eps=1e-06: last",
+        "  ScaledRMSNorm is not patched (its outputs match no norm of tilenorm): b and c",
     ]
 
 
-def test_a_model_is_patched_once():
+def test_second_patch_and_second_undo_raise():
     model = Block()
     report = tilenorm.patch(model.last)
     classes = [type(module) for module in model.modules()]
-    with pytest.raises(RuntimeError, match="last is patched already; undo that first"):
+    with pytest.raises(RuntimeError, match="last is already patched; undo that patch first"):
         tilenorm.patch(model)
     assert [type(module) for module in model.modules()] == classes
     report.undo()
-    with pytest.raises(RuntimeError, match="this patch is undone already"):
+    with pytest.raises(RuntimeError, match="this patch has already been undone"):
         report.undo()
 
 
-def test_undo_refuses_a_module_with_yet_another_class():
+def test_undo_raises_if_a_class_changed_after_the_patch():
     class Wrapped(type(nn.LayerNorm(N))):
         pass
 
     model = Block()
     report = tilenorm.patch(model)
-    patched, ours = type(model.last), type(model.first)
+    last_class, first_class = type(model.last), type(model.first)
     model.first.__class__ = Wrapped
-    with pytest.raises(RuntimeError, match="first, again got another class after the patch"):
+    with pytest.raises(RuntimeError, match="class of first, again changed after the patch"):
         report.undo()
-    assert type(model.last) is patched
-    model.first.__class__ = ours
+    assert type(model.last) is last_class
+    model.first.__class__ = first_class
     report.undo()
 
 
 @pytest.mark.parametrize("model", [None, "model", nn.LayerNorm, [nn.LayerNorm(N)]], ids=repr)
-def test_takes_a_module(model):
+def test_model_of_wrong_type_raises(model):
     with pytest.raises(TypeError, match=r"patch: argument 'model' takes a torch.nn.Module, got"):
         tilenorm.patch(model)
 
 
-def test_where_is_a_function():
+def test_where_of_wrong_type_raises():
     with pytest.raises(TypeError, match=r"patch: argument 'where' takes a function or None"):
         tilenorm.patch(Block(), where="first")

@@ -1,6 +1,7 @@
-"""Patched models of transformers: logits, gradients and tokens, of random weights.
+"""Patched models of transformers with random weights: outputs, gradients and generated tokens.
 
-The budget is twice the error of the model as it was, both against a run in float64.
+The error of a patched model may be twice the error of the original model. Both errors are measured
+against a run in float64.
 """
 
 import copy
@@ -30,7 +31,7 @@ IMAGE = SIZES | {"image_size": 16, "patch_size": 4}
 
 
 class Model(NamedTuple):
-    """norms: how many there are in two layers and at the end. how: what each of them is."""
+    """norms: the number of norms in two layers and at the end. how: their entry in the report."""
 
     cls: str
     config: str
@@ -40,17 +41,17 @@ class Model(NamedTuple):
     options: dict = {}  # noqa: RUF012
 
 
-EARLY = "rms_norm offset=0.0 rounding=early eps=1e-06 in the dtype of input and weight"
+EARLY = "rms_norm offset=0.0 rounding=early eps=1e-06 output_dtype=promote_types(input, weight)"
 LATE = "rms_norm offset=0.0 rounding=late eps=1e-05"
-CENTRED = "rms_norm offset=1.0 rounding=late eps=1e-06"
+OFFSET_1 = "rms_norm offset=1.0 rounding=late eps=1e-06"
 LAYER = "layer_norm offset=0.0 rounding=late eps={}"
 MODELS = {
     "llama": Model("LlamaForCausalLM", "LlamaConfig", HEADS, 5, EARLY),
     "mistral": Model("MistralForCausalLM", "MistralConfig", HEADS, 5, EARLY),
     "qwen2": Model("Qwen2ForCausalLM", "Qwen2Config", HEADS, 5, EARLY),
     "qwen3": Model("Qwen3ForCausalLM", "Qwen3Config", HEADS, 9, EARLY),
-    "gemma2": Model("Gemma2ForCausalLM", "Gemma2Config", HEADS, 9, CENTRED),
-    "gemma3": Model("Gemma3ForCausalLM", "Gemma3TextConfig", HEADS, 13, CENTRED),
+    "gemma2": Model("Gemma2ForCausalLM", "Gemma2Config", HEADS, 9, OFFSET_1),
+    "gemma3": Model("Gemma3ForCausalLM", "Gemma3TextConfig", HEADS, 13, OFFSET_1),
     "olmo2": Model("Olmo2ForCausalLM", "Olmo2Config", HEADS, 9, LATE),
     "phi3": Model("Phi3ForCausalLM", "Phi3Config", HEADS, 5, EARLY.replace("06", "05")),
     "gpt-neox": Model("GPTNeoXForCausalLM", "GPTNeoXConfig", TEXT, 5, LAYER.format(1e-5)),
@@ -66,28 +67,28 @@ CAUSAL = [name for name, model in MODELS.items() if "Causal" in model.cls]
 
 
 def built(name: str) -> nn.Module:
-    """With norm weights and biases that are not all ones and zeros."""
+    """A model whose norm weights and biases are not all ones and zeros."""
     model = MODELS[name]
     torch.manual_seed(0)
     config = getattr(transformers, model.config)(**model.sizes)
-    made = getattr(transformers, model.cls)(config, **model.options).eval()
+    module = getattr(transformers, model.cls)(config, **model.options).eval()
     with torch.no_grad():
-        for seed, parameter in enumerate(made.parameters()):
+        for seed, parameter in enumerate(module.parameters()):
             if parameter.dim() == 1:
                 parameter += 0.3 * random(*parameter.shape, seed=seed)
-    return made
+    return module
 
 
 def step(model: nn.Module, name: str, run=None) -> dict[str, Tensor]:
     """The outputs and the gradient of every parameter, by name."""
     parameter = next(model.parameters())
     if name == "vit":
-        given = {"pixel_values": random(2, 3, 16, 16, dtype=torch.bfloat16).to(parameter)}
+        inputs = {"pixel_values": random(2, 3, 16, 16, dtype=torch.bfloat16).to(parameter)}
     else:
-        given = {"input_ids": torch.arange(24, device=parameter.device).reshape(2, 12) * 5 % 128}
+        inputs = {"input_ids": torch.arange(24, device=parameter.device).reshape(2, 12) * 5 % 128}
     if name in CAUSAL:
-        given["use_cache"] = False
-    y = (model if run is None else run)(**given)[0]
+        inputs["use_cache"] = False
+    y = (model if run is None else run)(**inputs)[0]
     dy = random(*y.shape, dtype=torch.bfloat16).to(y)
     named = dict(model.named_parameters())
     grads = torch.autograd.grad(y, list(named.values()), dy)
@@ -95,7 +96,7 @@ def step(model: nn.Module, name: str, run=None) -> dict[str, Tensor]:
 
 
 class InFloat64(TorchFunctionMode):
-    """What a model casts to float32 on its way becomes float64."""
+    """Turns every cast to float32 inside a model into a cast to float64."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         function = torch.Tensor.double if function is torch.Tensor.float else function
@@ -109,11 +110,11 @@ def exact(model: nn.Module, name: str) -> dict[str, Tensor]:
         return step(copy.deepcopy(model).cpu().double(), name)
 
 
-def errors(found: dict[str, Tensor], truth: dict[str, Tensor], dtype) -> dict[str, float]:
-    """That of each tensor, relative to its own size, in the 2-norm: no single element decides.
+def errors(results: dict[str, Tensor], truth: dict[str, Tensor], dtype) -> dict[str, float]:
+    """The error of each tensor in the 2-norm, relative to the norm of the true tensor.
 
-    To the size of all where it is nothing beside: the gradient of attention's key bias is a sum to
-    0.
+    The error of a gradient that is nearly zero is relative to the largest gradient's norm. The
+    gradient of attention's key bias is such a gradient: its terms add up to 0.
     """
     gradients = max(t.norm() for n, t in truth.items() if n != "outputs")
     result = {}
@@ -121,17 +122,17 @@ def errors(found: dict[str, Tensor], truth: dict[str, Tensor], dtype) -> dict[st
         size = tensor.norm()
         if name != "outputs" and size < torch.finfo(dtype).eps * gradients:
             size = gradients
-        result[name] = ((found[name].cpu() - tensor).norm() / size).item()
+        result[name] = ((results[name].cpu() - tensor).norm() / size).item()
     return result
 
 
-def assert_as_exact(found, own, truth, dtype):
-    """The outputs, and each gradient, against the worst that the model had of each."""
-    got, before = (errors(f, truth, dtype) for f in (found, own))
+def assert_as_exact(patched, original, truth, dtype):
+    """The budget of a gradient is twice the largest error of the original model's gradients."""
+    patched_errors, original_errors = (errors(r, truth, dtype) for r in (patched, original))
     for names in (["outputs"], [n for n in truth if n != "outputs"]):
-        budget = TIMES_TORCH * max(before[n] for n in names)
-        beyond = {n: got[n] for n in names if not got[n] <= budget}
-        assert not beyond, f"beyond {budget:.2g}: {beyond}"
+        budget = TIMES_TORCH * max(original_errors[n] for n in names)
+        over = {n: patched_errors[n] for n in names if not patched_errors[n] <= budget}
+        assert not over, f"errors over the budget of {budget:.2g}: {over}"
 
 
 @EACH_MODEL
@@ -142,15 +143,15 @@ def test_every_norm_is_recognised(name):
 
 
 def check(name, device, dtype, prepare=lambda model: model, autocast=False):
-    """prepare: what runs in place of the patched model, compiled say."""
+    """Compare a patched model with the original. prepare: maps the patched model to what runs."""
     model = built(name).to(device, dtype)
     truth = exact(model, name)
     with torch.autocast(device, torch.bfloat16, enabled=autocast):
-        own = step(model, name)
+        original = step(model, name)
         tilenorm.patch(model)
-        got = step(model, name, prepare(model))
-    assert {n: t.dtype for n, t in got.items()} == {n: t.dtype for n, t in own.items()}
-    assert_as_exact(got, own, truth, dtype)
+        patched = step(model, name, prepare(model))
+    assert {n: t.dtype for n, t in patched.items()} == {n: t.dtype for n, t in original.items()}
+    assert_as_exact(patched, original, truth, dtype)
 
 
 @EACH_DEVICE
@@ -162,7 +163,7 @@ def test_outputs_and_gradients(name, dtype, device):
 
 @EACH_DEVICE
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gpt-neox"])
-def test_under_autocast(name, device):
+def test_outputs_and_gradients_under_autocast(name, device):
     check(name, device, torch.float32, autocast=True)
 
 
@@ -180,13 +181,13 @@ def test_compiled_without_a_gpu(dynamo):
     assert dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-def test_saved_and_loaded_without_the_patch(tmp_path):
+def test_saved_model_loads_unpatched(tmp_path):
     model = built("llama")
     tilenorm.patch(model)
     model.save_pretrained(tmp_path)
-    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
-    assert not isinstance(again.model.norm, PatchedNorm)
-    assert all(torch.equal(again.get_parameter(n), p) for n, p in model.named_parameters())
+    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    assert not isinstance(loaded.model.norm, PatchedNorm)
+    assert all(torch.equal(loaded.get_parameter(n), p) for n, p in model.named_parameters())
 
 
 @EACH_DEVICE

@@ -1,4 +1,4 @@
-"""What tilenorm.patch takes for a norm, and what it leaves: by numbers, whatever the name."""
+"""Which modules tilenorm.patch recognises by their results, and its reasons for the others."""
 
 import re
 from itertools import product
@@ -24,7 +24,7 @@ from .norms import N
 
 RMS = "rms_norm offset=0.0 rounding=late eps=1e-06"
 LAYER = "layer_norm offset=0.0 rounding=late eps=1e-05"
-EARLY = RMS.replace("late", "early") + " in the dtype of input and weight"
+EARLY = RMS.replace("late", "early") + " output_dtype=promote_types(input, weight)"
 GATED = f"gated_{RMS} norm_before_gate="
 RECOGNISED = {
     "LayerNorm": (lambda: nn.LayerNorm(N), LAYER),
@@ -67,7 +67,7 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
 @EACH
 @pytest.mark.filterwarnings("ignore:Mismatch dtype", "ignore::tilenorm.ReferenceWarning")
-def test_gives_the_dtype_and_the_values_that_it_gave(name, autocast, device):
+def test_patched_module_keeps_values_and_dtype(name, autocast, device):
     make, how = RECOGNISED[name]
     for dtype, parameter in product(DTYPES, DTYPES):
         module = make().to(device, parameter)
@@ -80,7 +80,7 @@ def test_gives_the_dtype_and_the_values_that_it_gave(name, autocast, device):
         with torch.autocast(device, torch.bfloat16, enabled=autocast):
             try:
                 expected = module(*tensors).detach()
-            except RuntimeError:  # PyTorch's own do not take all dtypes
+            except RuntimeError:  # PyTorch's norms do not accept every pair of dtypes
                 assert dtype != parameter or "cast" in name
                 continue
             tilenorm.patch(module)
@@ -90,47 +90,48 @@ def test_gives_the_dtype_and_the_values_that_it_gave(name, autocast, device):
         torch.testing.assert_close(got, expected, rtol=close, atol=close * expected.abs().max())
 
 
-NO_NORM = "its outputs are those of no norm of tilenorm's"
-LEFT = {
+NO_NORM = "its outputs match no norm of tilenorm"
+ROUNDS_DIFFERENTLY = "rounds or casts 16 bits differently"
+NOT_RECOGNISED = {
     "detached mean": (
         norms.DetachedLayerNorm,
-        "outputs are those of layer_norm.*gradient of the input",
+        "outputs match layer_norm.*gradient of the input does not",
     ),
-    "detached weight": (norms.FrozenRMSNorm, "outputs are those of rms_norm.*gradient of weight"),
+    "detached weight": (
+        norms.FrozenRMSNorm,
+        "outputs match rms_norm.*gradient of weight does not",
+    ),
     "another scale": (norms.ScaledRMSNorm, NO_NORM),
     "eps outside the root": (norms.OuterEpsRMSNorm, NO_NORM),
     "another eps": (norms.OtherEpsRMSNorm, NO_NORM),
     "over the batch": (norms.BatchRMSNorm, NO_NORM),
     "other dimensions of images": (norms.ChannelsFirstRMSNorm, "its forward raised"),
-    "another shape": (norms.PoolingRMSNorm, r"its forward gives \[3, 24\] for \[3, 8, 24\]"),
+    "another shape": (norms.PoolingRMSNorm, r"its forward maps shape \[3, 8, 24\] to \[3, 24\]"),
     "dropout in training": (norms.NoisyRMSNorm, NO_NORM),
-    "an output in float32": (
-        norms.Float32OutputRMSNorm,
-        "16 bits it rounds or casts in its own way",
-    ),
-    "a rounded offset": (norms.RoundedOffsetRMSNorm, "16 bits it rounds or casts in its own way"),
+    "an output in float32": (norms.Float32OutputRMSNorm, ROUNDS_DIFFERENTLY),
+    "a rounded offset": (norms.RoundedOffsetRMSNorm, ROUNDS_DIFFERENTLY),
     "an estimate of the variance": (norms.UnbiasedLayerNorm, NO_NORM),
-    "a residual": (norms.BothRMSNorm, NO_NORM),
-    "in 16 bits all through": (norms.CoarseRMSNorm, "16 bits it rounds or casts in its own way"),
-    "T5": (lambda: T5LayerNorm(N), "16 bits it rounds or casts in its own way"),
+    "a residual": (norms.ResidualRMSNorm, NO_NORM),
+    "every operation in 16 bits": (norms.CoarseRMSNorm, ROUNDS_DIFFERENTLY),
+    "T5": (lambda: T5LayerNorm(N), ROUNDS_DIFFERENTLY),
     "groups": (norms.GroupedRMSNorm, NO_NORM),
     "GroupNorm": (lambda: nn.GroupNorm(2, N), "its forward raised RuntimeError"),
     "BatchNorm": (lambda: nn.BatchNorm1d(N), "it has tensors that are not parameters"),
     "a buffer": (norms.BufferRMSNorm, "it has tensors that are not parameters"),
     "a tensor": (norms.PlainTensorRMSNorm, "it has tensors that are not parameters"),
-    "more parameters": (norms.ThreeRMSNorm, r"its parameters are weight \[24\], a \[2\]"),
-    "an option": (norms.OptionRMSNorm, r"its forward takes \(x, flip=False\)"),
-    "two outputs": (norms.TwoRMSNorm, "its forward gives a tuple"),
+    "more parameters": (norms.ManyParametersRMSNorm, r"its parameters are weight \[24\], a \[2\]"),
+    "an option": (norms.FlagRMSNorm, r"its forward takes \(x, flip=False\)"),
+    "two outputs": (norms.TwoOutputsRMSNorm, "its forward returns a tuple"),
     "a submodule": (norms.NestedRMSNorm, "it has submodules"),
-    "a forward of its own": (norms.replaced, "its forward was replaced on this instance"),
+    "a forward of its own": (norms.replaced_forward, "its forward was replaced on this instance"),
     "one element": (lambda: nn.LayerNorm(1), "its rows have one element"),
-    "tilenorm's": (lambda: tilenorm.RMSNorm(N), "it is tilenorm's"),
+    "tilenorm's": (lambda: tilenorm.RMSNorm(N), "it is a tilenorm module"),
 }
 
 
-@pytest.mark.parametrize("name", LEFT)
-def test_is_left(name):
-    make, reason = LEFT[name]
+@pytest.mark.parametrize("name", NOT_RECOGNISED)
+def test_is_not_recognised(name):
+    make, reason = NOT_RECOGNISED[name]
     module = make()
     cls, attributes = type(module), dict(vars(module))
     report = tilenorm.patch(module)
@@ -141,12 +142,12 @@ def test_is_left(name):
     assert re.search(reason, entry.reason)
 
 
-def test_what_does_not_look_like_a_norm_is_not_reported():
+def test_module_that_does_not_look_like_a_norm_is_not_reported():
     report = tilenorm.patch(nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Embedding(3, 4)))
     assert report.patched == report.left == ()
 
 
-def test_looking_changes_nothing():
+def test_recognition_has_no_side_effects():
     module = norms.GatedNorm()
     module.register_forward_hook(lambda *_: pytest.fail("a hook was called"))
     parameter, values = module.weight, module.weight.detach().clone()
@@ -157,7 +158,7 @@ def test_looking_changes_nothing():
     assert torch.equal(parameter, values)
 
 
-AROUND = {
+CONTEXTS = {
     "no_grad": torch.no_grad,
     "inference_mode": torch.inference_mode,
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
@@ -165,9 +166,9 @@ AROUND = {
 }
 
 
-@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
-def test_recognised_whatever_is_around(around):
+@pytest.mark.parametrize("context", CONTEXTS.values(), ids=CONTEXTS)
+def test_recognised_in_any_context(context):
     modules = norms.Custom(), nn.LayerNorm(N), norms.Custom().to("meta")
-    with around():
+    with context():
         reports = [tilenorm.patch(module) for module in modules]
     assert [report.patched[0].how for report in reports] == [RMS, LAYER, RMS]

@@ -1,4 +1,7 @@
-"""Runs cuTile kernels on CPU tensors, block by block, and refuses what a GPU leaves undefined."""
+"""An interpreter for cuTile kernels: runs them on CPU tensors, one block after another.
+
+It raises an InterpreterError where the result of a kernel on a GPU would be undefined.
+"""
 
 from .errors import AliasError, InterpreterError, OutOfBoundsError, PollingError, RaceError
 from .run import launch

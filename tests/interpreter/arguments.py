@@ -1,4 +1,4 @@
-"""Kernel arguments, converted and refused as ct.launch converts and refuses them."""
+"""Convert a launch's arguments for the kernel, and reject the arguments that ct.launch rejects."""
 
 import cuda.tile as ct
 import torch
@@ -15,31 +15,31 @@ from .tile import scalar
 
 
 def bind(kernel: ct.kernel, args: tuple, blocks: Blocks) -> tuple:
-    """What a kernel's function receives for the arguments of a launch."""
+    """The values that a kernel's function receives for the arguments of a launch."""
     function = kernel._annotated_function
     names, nodes = tuple(function.pysig.parameters), function.parameter_annotations
     if len(args) != len(names):
         raise TypeError(f"Kernel expects {len(names)} arguments but {len(args)} was given")
     buffers = []
 
-    def convert(value, node, name: str, where: str):
+    def convert(value, node, name: str, label: str):
         if isinstance(value, tuple):
             return tuple(
-                convert(v, n, f"{name}[{i}]", f"item #{i} of {where}")
+                convert(v, n, f"{name}[{i}]", f"item #{i} of {label}")
                 for i, (v, n) in enumerate(zip(value, _items(node, len(value)), strict=True))
             )
         if not isinstance(node, LeafAnnotationNode):
-            raise TypeError(f"Invalid {where}: expected a tuple")
+            raise TypeError(f"Invalid {label}: expected a tuple")
         if node.constant:
             if type(value) not in (bool, int, float):
                 raise TypeError(
-                    f"Invalid {where}: Could not interpret object of type"
+                    f"Invalid {label}: Could not interpret object of type"
                     f" '{type(value).__name__}' as a constant."
                 )
             return value
         if isinstance(value, torch.Tensor):
             return array(value, node.array or ct.ArrayAnnotation(), name)
-        return _scalar(value, node.scalar.dtype if node.scalar else None, where)
+        return _scalar(value, node.scalar.dtype if node.scalar else None, label)
 
     def array(tensor: torch.Tensor, annotation, name: str) -> Array:
         if tensor.device.type != "cpu":
@@ -60,6 +60,7 @@ def bind(kernel: ct.kernel, args: tuple, blocks: Blocks) -> tuple:
 
 
 def _items(node, count: int) -> tuple:
+    """The annotation nodes of the items of a tuple argument."""
     if isinstance(node, HomogeneousTupleNode):
         return (node.each,) * count
     if isinstance(node, HeterogeneousTupleNode):
@@ -69,7 +70,8 @@ def _items(node, count: int) -> tuple:
     return (LeafAnnotationNode(constant=node.constant),) * count
 
 
-def _scalar(value, dtype, where: str):
+def _scalar(value, dtype, label: str):
+    """A 0-d tile of a Python number, in the annotated dtype if there is one."""
     if type(value) is bool:
         natural = ct.bool_
     elif type(value) is int:
@@ -81,7 +83,7 @@ def _scalar(value, dtype, where: str):
         natural = ct.float32
     else:
         name = type(value).__name__
-        raise TypeError(f"Invalid {where}: Objects of type '{name}' are not supported.")
+        raise TypeError(f"Invalid {label}: Objects of type '{name}' are not supported.")
     if dtype is not None and natural != dtype:
-        raise TypeError(f"Invalid {where}: {natural} does not match the annotated dtype {dtype}.")
+        raise TypeError(f"Invalid {label}: {natural} does not match the annotated dtype {dtype}.")
     return scalar(value, natural)

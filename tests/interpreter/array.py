@@ -1,4 +1,4 @@
-"""Array arguments as a kernel sees them: typed shapes and strides over a buffer."""
+"""Array arguments inside a kernel: Array, TiledView and RawMemory, all over a Buffer."""
 
 import cuda.tile as ct
 import torch
@@ -10,9 +10,9 @@ from .tile import scalar
 
 
 class Array(ct.Array):
-    """A global array: a strided window of a buffer."""
+    """An array in global memory: a strided window of a buffer."""
 
-    # Slots take the place of ct.Array's properties, which only the compiler can answer.
+    # These slots override ct.Array's properties, which work only in the compiler.
     __slots__ = (
         "annotation",
         "buffer",
@@ -34,11 +34,12 @@ class Array(ct.Array):
         self.shape = self._extents(data.shape, annotation.static_shape_dims, "shape")
         self.strides = self._extents(data.stride(), annotation.static_stride_dims, "strides")
 
-    def _extents(self, values, static_dims: tuple[int, ...], what: str) -> tuple:
+    def _extents(self, values, static_dims: tuple[int, ...], name: str) -> tuple:
+        """Sizes or strides: constants in the static dimensions, tiles of index_dtype elsewhere."""
         limit = 1 << (self.index_dtype.bitwidth - 1)
         if any(v >= limit for v in values):
             raise OverflowError(
-                f"{what} {tuple(values)} of '{self.buffer.name}' exceed {self.index_dtype.name};"
+                f"{name} {tuple(values)} of '{self.buffer.name}' exceed {self.index_dtype.name};"
                 " annotate the parameter with ct.IndexedWithInt64"
             )
         static = {d % self.ndim for d in static_dims}
@@ -47,7 +48,7 @@ class Array(ct.Array):
         )
 
     def window(self, data: torch.Tensor) -> Strided:
-        """The region of the buffer that a view of this array's tensor covers."""
+        """The region of the buffer that `data`, a view of this array's tensor, covers."""
         offset = data.storage_offset() - self.buffer.base
         return Strided(tuple(data.shape), data.stride(), offset)
 

@@ -1,4 +1,4 @@
-"""The table of operations, and the mode that sends every ct.* stub through it."""
+"""The table of implemented operations, and the dispatch mode that routes ct.* stubs to it."""
 
 from cuda.tile._dispatch_mode import DispatchMode
 from cuda.tile._execution import is_stub
@@ -11,11 +11,12 @@ _TABLE = {}
 
 
 def implements(*stubs):
-    """Register a function as the meaning of ct stubs."""
+    """Register a function as the implementation of ct stubs."""
 
     def register(function):
         for stub in stubs:
-            # Decorators that only rewrite docstrings hide the stub that is dispatched.
+            # A decorator that rewrites docstrings wraps the stub. Register the wrapped stub too,
+            # because that is the one that is dispatched.
             while stub is not None:
                 _TABLE[stub] = function
                 stub = getattr(stub, "__wrapped__", None)
@@ -25,11 +26,12 @@ def implements(*stubs):
 
 
 def is_implemented(stub) -> bool:
+    """Whether a function is registered for a stub."""
     return stub in _TABLE
 
 
 class Interpreter(DispatchMode):
-    """Runs stubs for one launch; holds what they need to know of it."""
+    """The dispatch mode of one launch, with the launch's grid, current block and fill value."""
 
     def __init__(self, grid: tuple[int, int, int], fill: float):
         self.grid = grid
@@ -42,17 +44,19 @@ class Interpreter(DispatchMode):
         if implementation is not None:
             return implementation(*args, **kwargs)
         if is_stub(func):
-            raise NotImplementedError(f"the interpreter does not serve ct.{func.__qualname__}")
+            raise NotImplementedError(f"the interpreter does not implement ct.{func.__qualname__}")
         return func.__wrapped__(*args, **kwargs)
 
     def undefined(self, dtype):
-        """A 0-d tensor of what undefined memory reads as."""
+        """A 0-d tensor of the value that undefined elements have in this launch."""
         return dtypes.constant(dtypes.extreme(self.fill, dtype), dtype)
 
 
 def current() -> Interpreter:
+    """The dispatch mode of the launch that is running."""
     return DispatchMode.get_current()
 
 
 def describe(value) -> str:
+    """A readable form of a value, for error messages."""
     return value.describe() if isinstance(value, Tile) else str(value)

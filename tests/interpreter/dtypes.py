@@ -1,4 +1,4 @@
-"""cuTile dtypes on torch: storage, promotion and conversion, by the compiler's own rules."""
+"""cuTile dtypes in torch: storage, promotion and conversion, by the rules of cuTile's compiler."""
 
 from functools import lru_cache
 from math import copysign
@@ -37,13 +37,13 @@ TORCH_DTYPE = {
     ct.float8_e8m0fnu: torch.float8_e8m0fnu,
 }
 TILE_DTYPE = {v: k for k, v in TORCH_DTYPE.items()}
-# tfloat32 is stored as float32 with 13 zero bits; no torch tensor has that dtype.
+# torch has no tfloat32. It is stored as float32 whose 13 lowest bits are zero.
 TORCH_DTYPE[ct.tfloat32] = torch.float32
-CONSTANTS = 1 << 14  # how many constants are remembered
+CACHE_SIZE = 1 << 14  # entries in each cache of constants and promotions
 
 
 def is_constant(value) -> bool:
-    """Whether a value is one that the compiler types loosely."""
+    """Whether a value is a Python constant. The compiler types such a constant loosely."""
     return isinstance(value, (int, float))
 
 
@@ -54,35 +54,36 @@ def torch_dtype(dtype: ct.DType) -> torch.dtype:
 
 
 def constant_dtype(value: bool | int | float) -> ct.DType:
+    """The dtype that the compiler gives a Python constant."""
     return dtype_of_constant_scalar(value)
 
 
-@lru_cache(CONSTANTS, typed=True)
+@lru_cache(CACHE_SIZE, typed=True)
 def promote(x, y, force_float: bool = False) -> ct.DType:
     """Common dtype of two operands, each a dtype or a Python constant."""
     x, y = (LooselyTypedScalar(v) if is_constant(v) else v for v in (x, y))
     return ops_utils.promote_dtypes(x, y, force_float)
 
 
-def require_implicit_cast(source, target: ct.DType, what: str) -> None:
-    """Refuse a store that the compiler refuses, such as float32 into a bfloat16 array."""
+def require_implicit_cast(source, target: ct.DType, name: str) -> None:
+    """Raise TileTypeError for an implicit cast that the compiler rejects: float32 to bfloat16."""
     if source == target and not is_constant(source):
         return
     source_type = LooselyTypedScalar(source) if is_constant(source) else TileTy(source, ())
     try:
         check_implicit_cast(source_type, target)
     except ct.TileTypeError as e:
-        raise ct.TileTypeError(f"{what}: {e}") from None
+        raise ct.TileTypeError(f"{name}: {e}") from None
 
 
 def constant(value: bool | int | float, dtype: ct.DType) -> torch.Tensor:
-    """A 0-d tensor of a Python constant, not to be written; integers wrap, as the compiler's do."""
+    """A cached 0-d tensor of a constant: do not write to it. Integers wrap, as in the compiler."""
     return _constant(value, dtype, copysign(1.0, value))
 
 
-@lru_cache(CONSTANTS, typed=True)
+@lru_cache(CACHE_SIZE, typed=True)
 def _constant(value: bool | int | float, dtype: ct.DType, sign: float) -> torch.Tensor:
-    """sign: that of a zero, which is equal to the other one."""
+    """sign: part of the cache key, because 0.0 == -0.0."""
     if is_integral(dtype):
         low = integer_dtype_min(dtype)
         value = (int(value) - low) % (1 << dtype.bitwidth) + low
@@ -92,6 +93,7 @@ def _constant(value: bool | int | float, dtype: ct.DType, sign: float) -> torch.
 
 
 def cast(data: torch.Tensor, source: ct.DType, target: ct.DType, mode=None) -> torch.Tensor:
+    """Convert between cuTile dtypes. mode: a rounding mode for conversions between floats."""
     if source == target:
         return data
     storage = torch_dtype(target)
@@ -106,7 +108,7 @@ def cast(data: torch.Tensor, source: ct.DType, target: ct.DType, mode=None) -> t
 
 
 def _float_to_int(data: torch.Tensor, target: ct.DType) -> torch.Tensor:
-    # The hardware conversion saturates and takes NaN to 0; torch leaves both undefined.
+    # The GPU saturates and converts NaN to 0. torch leaves both undefined.
     wide = data.to(torch.float64).nan_to_num(0.0, float("inf"), float("-inf")).trunc()
     low, high = integer_dtype_min(target), integer_dtype_max(target)
     storage = torch_dtype(target)
@@ -125,28 +127,29 @@ DIRECTED = (ct.RoundingMode.RZ, ct.RoundingMode.RM, ct.RoundingMode.RP)
 
 
 def round_directed(exact: torch.Tensor, dtype: ct.DType, mode) -> torch.Tensor:
-    """Round float64 values to `dtype` downward, upward or toward zero."""
+    """Round float64 values to `dtype` in the given rounding mode."""
     nearest = exact.to(torch_dtype(dtype))
     if mode not in DIRECTED or dtype == ct.float64:
         return nearest
     error = nearest.to(torch.float64) - exact
     if mode is ct.RoundingMode.RM:
-        wrong, toward = error > 0, -torch.inf
+        wrong, direction = error > 0, -torch.inf
     elif mode is ct.RoundingMode.RP:
-        wrong, toward = error < 0, torch.inf
+        wrong, direction = error < 0, torch.inf
     else:
-        wrong, toward = error * exact.sign() > 0, 0.0
-    step = torch.nextafter(nearest, torch.full_like(nearest, toward))
+        wrong, direction = error * exact.sign() > 0, 0.0
+    step = torch.nextafter(nearest, torch.full_like(nearest, direction))
     return torch.where(wrong, step, nearest)
 
 
 def flush_subnormals(data: torch.Tensor) -> torch.Tensor:
+    """Replace subnormal float32 values by zeros of their sign."""
     tiny = torch.finfo(torch.float32).tiny
     return torch.where(data.abs() < tiny, torch.copysign(torch.zeros_like(data), data), data)
 
 
 def extreme(fill: float, dtype: ct.DType) -> bool | int | float:
-    """What memory nobody defined reads as: `fill`, or for integers an end of their range."""
+    """The value of undefined elements: `fill`; for integers, their largest or smallest value."""
     if is_float(dtype):
         return fill
     if is_boolean(dtype):

@@ -1,21 +1,21 @@
-"""What the interpreter refuses beyond what the compiler refuses."""
+"""Errors that the interpreter raises where the compiler accepts a kernel."""
 
 
 class InterpreterError(RuntimeError):
-    """A kernel did something whose result on a GPU is undefined."""
+    """A kernel did something that has an undefined result on a GPU."""
 
 
 class RaceError(InterpreterError):
-    """Two blocks touched one element, at least one of them writing, without synchronisation."""
+    """Two blocks accessed one element without synchronisation, and at least one wrote it."""
 
 
 class AliasError(InterpreterError):
-    """A written array shares memory with another argument; the JIT assumes that none does."""
+    """A written array shares memory with another argument. The compiler assumes that none does."""
 
 
 class OutOfBoundsError(InterpreterError):
-    """An unchecked access left its array, or a tile lies wholly outside it."""
+    """An unchecked access is outside its array, or a whole tile is."""
 
 
 class PollingError(InterpreterError):
-    """A block waits for another: sequential execution would never end."""
+    """A block waits for another block. Blocks run one after another here, so it would never end."""

@@ -1,4 +1,4 @@
-"""Memory behind the array arguments: who wrote and read each element, and what may overlap."""
+"""Buffers behind the array arguments: race detection between blocks, and overlap of arguments."""
 
 from dataclasses import dataclass, field
 
@@ -9,14 +9,15 @@ from cuda.tile._ir.ops_utils import memory_order_has_acquire, memory_order_has_r
 from .errors import AliasError, PollingError, RaceError
 
 POLL_LIMIT = 10_000
-# An atomic over more elements than this is a sum, not a flag: it synchronises nothing.
+# An atomic over at most this many elements may be a flag that synchronises blocks. An atomic over
+# more elements is taken for a sum, which synchronises nothing.
 FLAG_ELEMENTS = 16
-NOBODY, SEVERAL = -1, -2
+NO_BLOCK, SEVERAL_BLOCKS = -1, -2
 
 
 @dataclass(frozen=True)
 class Strided:
-    """A strided window of a buffer, in elements from its base."""
+    """A strided window of a buffer. The offset counts elements from the buffer's base."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -31,13 +32,13 @@ class Strided:
     def write(self, flat: torch.Tensor, values) -> None:
         self._view(flat)[...] = values
 
-    def repeats(self) -> bool:
+    def has_duplicates(self) -> bool:
         return any(n > 1 and s == 0 for n, s in zip(self.size, self.stride, strict=True))
 
 
 @dataclass(frozen=True)
 class Scattered:
-    """Elements of a buffer listed by their offsets from its base."""
+    """Elements of a buffer, given by their offsets from the buffer's base."""
 
     offsets: torch.Tensor
 
@@ -47,14 +48,14 @@ class Scattered:
     def write(self, flat: torch.Tensor, values) -> None:
         flat[self.offsets] = values
 
-    def repeats(self) -> bool:
+    def has_duplicates(self) -> bool:
         flat = self.offsets.flatten()
         return not bool((flat[1:] > flat[:-1]).all()) and flat.unique().numel() < flat.numel()
 
 
 @dataclass
 class Blocks:
-    """The block that runs, and the blocks whose writes it has acquired."""
+    """The block that is running, and for each block the blocks whose writes it has acquired."""
 
     count: int = 1
     current: int = 0
@@ -62,23 +63,24 @@ class Blocks:
     _last_poll: tuple = ()
     _polls: int = 0
 
-    def seen(self) -> set[int]:
+    def visible(self) -> set[int]:
+        """The blocks whose writes the current block has acquired."""
         return self.acquired.setdefault(self.current, set())
 
     def poll(self, *observed) -> None:
-        """Count a synchronising read; the same value again and again is a wait."""
+        """Count repeated synchronising reads of one value. Too many mean that the block waits."""
         key = (self.current, *observed)
         self._polls = self._polls + 1 if key == self._last_poll else 0
         self._last_poll = key
         if self._polls > POLL_LIMIT:
             raise PollingError(
                 f"block {self.current} read the same flag {POLL_LIMIT} times: it waits for another"
-                " block, and blocks run one after another here"
+                " block, but the interpreter runs blocks one after another"
             )
 
 
 class Buffer:
-    """One array argument's memory, with the last block that touched each element."""
+    """The memory of one array argument, with the last block that accessed each element."""
 
     def __init__(self, name: str, tensor: torch.Tensor, blocks: Blocks):
         self.name = name
@@ -87,16 +89,16 @@ class Buffer:
         self.span = _span(tensor)
         self.flat = tensor.as_strided((self.span,), (1,), self.base)
         self.aliases: list[str] = []
-        self._owners: dict[str, torch.Tensor] = {}
+        self._last_blocks: dict[str, torch.Tensor] = {}
         self._released: dict[int, set[int]] = {}
 
     def load(self, region, order=ct.MemoryOrder.WEAK) -> torch.Tensor:
-        """Read a region; a read that is not weak may synchronise, and does not race."""
+        """Read a region. A read with a memory order may synchronise blocks and does not race."""
         weak = order is ct.MemoryOrder.WEAK
         if self.blocks.count > 1 and weak:
-            self._check(region, "write", "reads")
-            self._check(region, "atomic", "reads")
-            self._claim(region, "read")
+            self._check_race(region, "write", "reads")
+            self._check_race(region, "atomic", "reads")
+            self._record_access(region, "read")
         values = region.read(self.flat)
         if not weak:
             self._synchronise(region, values, order)
@@ -104,25 +106,25 @@ class Buffer:
 
     def store(self, region, values: torch.Tensor, order=ct.MemoryOrder.WEAK) -> None:
         weak = order is ct.MemoryOrder.WEAK
-        self._check_written()
-        if region.repeats():
+        self._check_aliases()
+        if region.has_duplicates():
             raise RaceError(f"one store writes an element of '{self.name}' twice")
         if self.blocks.count > 1 and weak:
             for access in ("write", "atomic", "read"):
-                self._check(region, access, "writes")
-            self._claim(region, "write")
+                self._check_race(region, access, "writes")
+            self._record_access(region, "write")
         region.write(self.flat, values)
         if not weak:
             self._synchronise(region, values, order)
 
     def update(self, offsets: torch.Tensor, function, *operands, order) -> torch.Tensor:
-        """Read-modify-write each element atomically, in the order of the offsets."""
-        self._check_written()
+        """Update each element atomically, in the order of the offsets; returns the old values."""
+        self._check_aliases()
         region = Scattered(offsets)
         if self.blocks.count > 1:
-            self._check(region, "write", "updates")
-            self._claim(region, "atomic")
-        if region.repeats():
+            self._check_race(region, "write", "updates")
+            self._record_access(region, "atomic")
+        if region.has_duplicates():
             old = torch.empty(offsets.shape, dtype=self.flat.dtype)
             for i, offset in enumerate(offsets.tolist()):
                 old[i] = self.flat[offset]
@@ -133,62 +135,63 @@ class Buffer:
         self._synchronise(region, old, order)
         return old
 
-    def _check_written(self) -> None:
+    def _check_aliases(self) -> None:
         if self.aliases:
             raise AliasError(f"'{self.name}' is written and overlaps '{self.aliases[0]}'")
 
-    def _claim(self, region, access: str) -> None:
-        owners = self._owners.get(access)
-        if owners is None:
-            owners = torch.full((self.span,), NOBODY, dtype=torch.int32)
-            self._owners[access] = owners
-        me = self.blocks.current
+    def _record_access(self, region, access: str) -> None:
+        last_blocks = self._last_blocks.get(access)
+        if last_blocks is None:
+            last_blocks = torch.full((self.span,), NO_BLOCK, dtype=torch.int32)
+            self._last_blocks[access] = last_blocks
+        current = self.blocks.current
         if access == "write":
-            region.write(owners, me)
+            region.write(last_blocks, current)
             return
-        old = region.read(owners)
-        shared = (old != NOBODY) & (old != me)
-        region.write(
-            owners, torch.where(shared, SEVERAL, me).to(torch.int32) if shared.any() else me
-        )
+        old = region.read(last_blocks)
+        shared = (old != NO_BLOCK) & (old != current)
+        if shared.any():
+            current = torch.where(shared, SEVERAL_BLOCKS, current).to(torch.int32)
+        region.write(last_blocks, current)
 
-    def _check(self, region, access: str, doing: str) -> None:
-        if access not in self._owners:
+    def _check_race(self, region, access: str, verb: str) -> None:
+        if access not in self._last_blocks:
             return
-        owners = region.read(self._owners[access])
-        foreign = owners[(owners != NOBODY) & (owners != self.blocks.current)]
+        last_blocks = region.read(self._last_blocks[access])
+        foreign = last_blocks[(last_blocks != NO_BLOCK) & (last_blocks != self.blocks.current)]
         if not foreign.numel():
             return
-        seen = self.blocks.seen()
+        visible = self.blocks.visible()
         others = set(foreign.unique().tolist())
-        # Which blocks SEVERAL stands for is not kept; having acquired from any must do.
-        if not (others - {SEVERAL} <= seen and seen):
+        # SEVERAL_BLOCKS does not say which blocks. Accept it if this block acquired from any block.
+        if not (others - {SEVERAL_BLOCKS} <= visible and visible):
             done = {"write": "wrote", "read": "read", "atomic": "updated"}[access]
-            other = next(iter(others - {SEVERAL}), "more than one")
+            other = next(iter(others - {SEVERAL_BLOCKS}), "more than one")
             raise RaceError(
-                f"block {self.blocks.current} {doing} an element of '{self.name}' that another"
+                f"block {self.blocks.current} {verb} an element of '{self.name}' that another"
                 f" block ({other}) {done}"
             )
 
     def _synchronise(self, region, observed: torch.Tensor, order) -> None:
-        """Pass on what this block has seen through a flag, and take what others passed."""
+        """Release the visible blocks through a flag, and acquire what other blocks released."""
         if observed.numel() > FLAG_ELEMENTS:
             return
         if isinstance(region, Scattered):
             keys = region.offsets.flatten().tolist()
         else:
             keys = region.read(torch.arange(self.span)).flatten().tolist()
-        seen = self.blocks.seen()
+        visible = self.blocks.visible()
         for key in keys:
             released = self._released.setdefault(key, set())
             if memory_order_has_acquire(order):
-                seen |= released
+                visible |= released
             if memory_order_has_release(order):
-                released |= seen | {self.blocks.current}
+                released |= visible | {self.blocks.current}
         self.blocks.poll(id(self), tuple(keys), tuple(observed.flatten().tolist()))
 
 
 def _span(tensor: torch.Tensor) -> int:
+    """The number of elements from a tensor's first to its last element in memory."""
     if not tensor.numel():
         return 0
     strides = zip(tensor.shape, tensor.stride(), strict=True)
@@ -196,7 +199,7 @@ def _span(tensor: torch.Tensor) -> int:
 
 
 def find_aliases(buffers: list[tuple[Buffer, torch.Tensor]]) -> None:
-    """Note on each buffer the arguments that share an element with it."""
+    """Add to each buffer's aliases the names of the arguments that share an element with it."""
     for i, (a, x) in enumerate(buffers):
         for b, y in buffers[i + 1 :]:
             if _overlap(x, y):
@@ -209,12 +212,13 @@ def _overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
     start, stop = min(e[0] for e in ends), max(e[1] for e in ends)
     if max(e[0] for e in ends) >= min(e[1] for e in ends):
         return False
-    # Column slices of one tensor interleave without sharing a byte, so mark every byte.
-    touched = torch.zeros(stop - start, dtype=torch.bool)
+    # Column slices of one tensor have overlapping address ranges, but may share no byte. Mark the
+    # bytes of one tensor and look for the marks in the other.
+    marked = torch.zeros(stop - start, dtype=torch.bool)
     views = []
     for t in (x, y):
         width = t.element_size()
         stride = (*(s * width for s in t.stride()), 1)
-        views.append(touched.as_strided((*t.shape, width), stride, t.data_ptr() - start))
+        views.append(marked.as_strided((*t.shape, width), stride, t.data_ptr() - start))
     views[0].fill_(True)
     return bool(views[1].any())

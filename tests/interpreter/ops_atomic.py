@@ -1,4 +1,4 @@
-"""Atomic operations, with the sequential meaning that one block at a time gives them."""
+"""Atomic operations. Blocks run one after another, so each is a plain read, compute and write."""
 
 import cuda.tile as ct
 import torch
@@ -14,16 +14,16 @@ from cuda.tile._stub import RawArrayMemory
 from . import dtypes
 from .array import Array
 from .dispatch import current, implements
-from .ops_gather import elements, offsets_of, values_at
+from .ops_gather import broadcast_value, element_offsets, raw_offsets
 from .ops_math import compute
-from .ops_memory import place
+from .ops_memory import tile_window
 from .tile import Tile, as_tile, loose_dtype, operand
 
 _COMPUTE = {"and": "and_", "or": "or_"}
 
 
 def _update(op: str, array: Array, value, offsets, active, order) -> Tile:
-    """Apply one read-modify-write to the active elements; the rest return anything."""
+    """Update the active elements; the result is undefined at the other elements."""
     spec = _ATOMIC_RMW_SPECS[op]
     if array.dtype not in spec.supported_dtypes:
         raise ct.TileTypeError(f"atomic_{op} does not support {array.dtype}")
@@ -35,7 +35,7 @@ def _update(op: str, array: Array, value, offsets, active, order) -> Tile:
             return new
         return compute(_COMPUTE.get(op, op), array.dtype, old, new)
 
-    values = values_at(array, value, offsets.shape, "update")
+    values = broadcast_value(array, value, offsets.shape, "update")
     old = current().undefined(array.dtype).repeat(offsets.shape)
     old[active] = array.buffer.update(offsets[active], apply, values[active], order=order)
     return Tile(old, array.dtype)
@@ -44,11 +44,11 @@ def _update(op: str, array: Array, value, offsets, active, order) -> Tile:
 def _compare_and_swap(array: Array, expected, desired, offsets, active, order) -> Tile:
     if array.dtype not in int_float_32_64_dtypes:
         raise ct.TileTypeError(f"atomic_cas does not support {array.dtype}")
-    old = values_at(array, expected, offsets.shape, "expected value").clone()
-    desired = values_at(array, desired, offsets.shape, "desired value")
+    old = broadcast_value(array, expected, offsets.shape, "expected value").clone()
+    desired = broadcast_value(array, desired, offsets.shape, "desired value")
     old[active] = array.buffer.update(
         offsets[active],
-        lambda actual, want, new: torch.where(actual == want, new, actual),
+        lambda actual, expected, new: torch.where(actual == expected, new, actual),
         old[active],
         desired[active],
         order=order,
@@ -68,8 +68,8 @@ def _atomic_cas(
     memory_scope=ct.MemoryScope.DEVICE,
 ):
     validate_memory_order_and_scope(memory_order, memory_scope, TileAtomicCAS)
-    where = elements(array, indices, None, check_bounds)
-    return _compare_and_swap(array, expected, desired, *where, memory_order)
+    offsets, active = element_offsets(array, indices, None, check_bounds)
+    return _compare_and_swap(array, expected, desired, offsets, active, memory_order)
 
 
 @implements(RawArrayMemory.atomic_cas_offset)
@@ -84,8 +84,8 @@ def _atomic_cas_offset(
     memory_scope=ct.MemoryScope.DEVICE,
 ):
     validate_memory_order_and_scope(memory_order, memory_scope, TileAtomicCAS)
-    where = offsets_of(raw, offset, mask)
-    return _compare_and_swap(raw.array, expected, desired, *where, memory_order)
+    offsets, active = raw_offsets(raw, offset, mask)
+    return _compare_and_swap(raw.array, expected, desired, offsets, active, memory_order)
 
 
 def _view_update(op: str, view, index, value) -> None:
@@ -93,7 +93,7 @@ def _view_update(op: str, view, index, value) -> None:
     shape = view.tile_shape or (1,) * array.ndim
     dtypes.require_implicit_cast(loose_dtype(value), array.dtype, "update")
     data = operand(value, array.dtype).expand(shape)
-    region, covered = place(array, index, shape, view.traversal_steps, "C", True)
+    region, covered = tile_window(array, index, shape, view.traversal_steps, "C", True)
     offsets = region.read(torch.arange(array.buffer.span))
     value = value if dtypes.is_constant(value) else Tile(data[covered], array.dtype)
     active = torch.ones(offsets.shape, dtype=torch.bool)
@@ -111,8 +111,8 @@ def _register(op: str) -> None:
         memory_scope=ct.MemoryScope.DEVICE,
     ):
         validate_memory_order_and_scope(memory_order, memory_scope, TileAtomicRMW)
-        where = elements(array, indices, None, check_bounds)
-        return _update(op, array, update, *where, memory_order)
+        offsets, active = element_offsets(array, indices, None, check_bounds)
+        return _update(op, array, update, offsets, active, memory_order)
 
     def atomic_offset(
         raw,
@@ -124,8 +124,8 @@ def _register(op: str) -> None:
         memory_scope=ct.MemoryScope.DEVICE,
     ):
         validate_memory_order_and_scope(memory_order, memory_scope, TileAtomicRMW)
-        where = offsets_of(raw, offset, mask)
-        return _update(op, raw.array, update, *where, memory_order)
+        offsets, active = raw_offsets(raw, offset, mask)
+        return _update(op, raw.array, update, offsets, active, memory_order)
 
     implements(getattr(ct, f"atomic_{op}"))(atomic)
     implements(getattr(RawArrayMemory, f"atomic_{op}_offset"))(atomic_offset)

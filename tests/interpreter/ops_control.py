@@ -1,4 +1,4 @@
-"""Where a block is, what the compiler evaluates, and what a kernel prints."""
+"""Block indices, compile-time evaluation, assertions and printing."""
 
 import re
 import sys
@@ -30,7 +30,7 @@ def _num_blocks(axis):
 @implements(ct.assume_divisible_by)
 def _assume_divisible_by(x, divisor):
     if as_int(x, "x", signed_only=False) % constant_int(divisor, "divisor"):
-        raise InterpreterError(f"{x} is assumed to be divisible by {divisor} and is not")
+        raise InterpreterError(f"{x} is not divisible by {divisor}, as assume_divisible_by() says")
     return x
 
 
@@ -41,7 +41,7 @@ def _grid_dependency_control():
 
 
 def unwrap_loop_indices(value):
-    """Constants for the loop indices that a plain range() would have given."""
+    """Turn loop indices into Python integers, as the compiler does in static expressions."""
     if isinstance(value, LoopIndex):
         return int(value.data)
     if isinstance(value, tuple):

@@ -1,4 +1,4 @@
-"""Access by index or by offset: gather, scatter, raw memory, advanced indexing."""
+"""Element accesses by index or by offset: gather, scatter, raw memory, advanced indexing."""
 
 import cuda.tile as ct
 import torch
@@ -23,8 +23,8 @@ from .tile import (
 )
 
 
-def elements(array: Array, indices, mask, check_bounds: bool):
-    """Offsets from the buffer's base of indexed elements, and which of them to touch."""
+def element_offsets(array: Array, indices, mask, check_bounds: bool):
+    """The indexed elements' offsets from the buffer's base, and a mask of those to access."""
     indices = indices if isinstance(indices, tuple) else (indices,)
     if len(indices) != array.ndim:
         raise ct.TileTypeError(f"{len(indices)} indices do not match the rank {array.ndim}")
@@ -33,7 +33,7 @@ def elements(array: Array, indices, mask, check_bounds: bool):
         if not is_integral(tile.dtype):
             raise ct.TileTypeError(f"an index must be an integer, got {tile.describe()}")
     shape = common_shape(*(t.shape for t in tiles))
-    # The compiler, too, widens indices to 64 bits before it multiplies them by strides.
+    # The compiler also widens indices to 64 bits before it multiplies them by strides.
     offsets = torch.tensor(array.data.storage_offset() - array.buffer.base)
     inside = torch.tensor(True)
     for tile, extent, stride in zip(tiles, array.data.shape, array.data.stride(), strict=True):
@@ -44,6 +44,7 @@ def elements(array: Array, indices, mask, check_bounds: bool):
 
 
 def _active(array: Array, mask, inside: torch.Tensor, check_bounds: bool) -> torch.Tensor:
+    """A mask of the elements to access: inside the array and selected by the kernel's mask."""
     if mask is not None:
         mask = as_tile(mask, "mask")
         if not is_boolean(mask.dtype):
@@ -57,8 +58,8 @@ def _active(array: Array, mask, inside: torch.Tensor, check_bounds: bool) -> tor
     return active
 
 
-def offsets_of(raw: RawMemory, offset, mask):
-    """Like elements(), for offsets from an array's base pointer."""
+def raw_offsets(raw: RawMemory, offset, mask):
+    """Like element_offsets(), for offsets from an array's base pointer."""
     tile = as_tile(offset, "offset")
     if not is_integral(tile.dtype):
         raise ct.TileTypeError(f"an offset must be an integer, got {tile.describe()}")
@@ -68,10 +69,10 @@ def offsets_of(raw: RawMemory, offset, mask):
     return offsets, _active(raw.array, mask, inside, check_bounds=False)
 
 
-def values_at(array: Array, value, shape, what: str) -> torch.Tensor:
-    """A stored or padding value, cast as the compiler casts it and broadcast to the indices."""
-    dtypes.require_implicit_cast(loose_dtype(value), array.dtype, what)
-    return broadcast(operand(value, array.dtype), tuple(shape), what)
+def broadcast_value(array: Array, value, shape, name: str) -> torch.Tensor:
+    """A value cast to the array's dtype by the compiler's rules, and broadcast to a shape."""
+    dtypes.require_implicit_cast(loose_dtype(value), array.dtype, name)
+    return broadcast(operand(value, array.dtype), tuple(shape), name)
 
 
 def _load_elements(array: Array, offsets, active, padding: torch.Tensor) -> Tile:
@@ -89,16 +90,16 @@ def _store_elements(array: Array, offsets, active, values: torch.Tensor) -> None
 @implements(ct.gather)
 def _gather(array, indices, *, mask=None, padding_value=0, check_bounds=True, latency=None):
     check_hints(latency, None)
-    offsets, active = elements(array, indices, mask, check_bounds)
-    padding = values_at(array, padding_value, offsets.shape, "padding value")
+    offsets, active = element_offsets(array, indices, mask, check_bounds)
+    padding = broadcast_value(array, padding_value, offsets.shape, "padding value")
     return _load_elements(array, offsets, active, padding)
 
 
 @implements(ct.scatter)
 def _scatter(array, indices, value, *, mask=None, check_bounds=True, latency=None):
     check_hints(latency, None)
-    offsets, active = elements(array, indices, mask, check_bounds)
-    _store_elements(array, offsets, active, values_at(array, value, offsets.shape, "value"))
+    offsets, active = element_offsets(array, indices, mask, check_bounds)
+    _store_elements(array, offsets, active, broadcast_value(array, value, offsets.shape, "value"))
 
 
 @implements(ct.Array.get_raw_memory)
@@ -108,18 +109,20 @@ def _get_raw_memory(array):
 
 @implements(RawArrayMemory.load_offset)
 def _load_offset(raw, offset, *, mask=None, padding_value=0, latency=None):
-    offsets, active = offsets_of(raw, offset, mask)
+    offsets, active = raw_offsets(raw, offset, mask)
     if padding_value is None:
         padding = current().undefined(raw.dtype)
     else:
-        padding = values_at(raw.array, padding_value, offsets.shape, "padding value")
+        padding = broadcast_value(raw.array, padding_value, offsets.shape, "padding value")
     return _load_elements(raw.array, offsets, active, padding)
 
 
 @implements(RawArrayMemory.store_offset)
 def _store_offset(raw, offset, value, *, mask=None, latency=None):
-    offsets, active = offsets_of(raw, offset, mask)
-    _store_elements(raw.array, offsets, active, values_at(raw.array, value, offsets.shape, "value"))
+    offsets, active = raw_offsets(raw, offset, mask)
+    _store_elements(
+        raw.array, offsets, active, broadcast_value(raw.array, value, offsets.shape, "value")
+    )
 
 
 @implements(ct.Slice.__init__)
@@ -127,9 +130,12 @@ def _slice_index(self, start, length):
     self.start, self.length = start, length
 
 
-def _advanced(array: Array, indices):
+def _advanced_offsets(array: Array, indices):
+    """Like element_offsets(), for one tile of indices and ct.Slice in the other dimensions."""
     if array.ndim < 2 or len(indices) != array.ndim:
-        raise ct.TileTypeError("advanced indexing needs one index a dimension, and two or more")
+        raise ct.TileTypeError(
+            "advanced indexing needs two or more dimensions and one index for each"
+        )
     if sum(isinstance(i, Tile) for i in indices) != 1:
         raise ct.TileTypeError("exactly one index must be a 1-D integer tile")
     parts = []
@@ -142,7 +148,7 @@ def _advanced(array: Array, indices):
             [length] = constant_shape(index.length, "ct.Slice")
             positions = as_int(index.start, "start of ct.Slice") + torch.arange(length)
         parts.append(positions.reshape([-1 if d == dim else 1 for d in range(array.ndim)]))
-    offsets, active = elements(array, tuple(Tile(p, ct.int64) for p in parts), None, True)
+    offsets, active = element_offsets(array, tuple(Tile(p, ct.int64) for p in parts), None, True)
     if not active.any():
         raise OutOfBoundsError(f"the tile lies outside '{array.buffer.name}'")
     return offsets, active
@@ -153,14 +159,14 @@ def _load_advanced(
     array, indices, *, padding_mode=ct.PaddingMode.UNDETERMINED, latency=None, allow_tma=None
 ):
     check_hints(latency, allow_tma)
-    offsets, active = _advanced(array, indices)
+    offsets, active = _advanced_offsets(array, indices)
     return _load_elements(array, offsets, active, padding_of(padding_mode, array.dtype))
 
 
 @implements(ct.store_advanced_indexing)
 def _store_advanced(array, indices, tile, *, latency=None, allow_tma=None):
     check_hints(latency, allow_tma)
-    offsets, active = _advanced(array, indices)
+    offsets, active = _advanced_offsets(array, indices)
     if as_tile(tile).shape != tuple(offsets.shape):
         raise ct.TileTypeError(f"a tile of shape {as_tile(tile).shape} does not match the indices")
-    _store_elements(array, offsets, active, values_at(array, tile, offsets.shape, "tile"))
+    _store_elements(array, offsets, active, broadcast_value(array, tile, offsets.shape, "tile"))

@@ -11,7 +11,7 @@ from .dtypes import is_boolean, is_constant, is_float, is_integral
 from .errors import InterpreterError
 from .tile import Tile, as_tile, broadcast, common_shape, loose_dtype, operand
 
-# Integers go through NumPy: it wraps, and torch lacks arithmetic on wide unsigned dtypes.
+# Integers use NumPy, which wraps on overflow. torch has no arithmetic for wide unsigned dtypes.
 _INTEGER = {
     "add": np.add,
     "sub": np.subtract,
@@ -40,8 +40,8 @@ _INTEGER = {
 
 
 def _float_mod(x, y):
-    rest = torch.fmod(x, y)
-    return torch.where((rest != 0) & ((rest < 0) != (y < 0)), rest + y, rest)
+    remainder = torch.fmod(x, y)
+    return torch.where((remainder != 0) & ((remainder < 0) != (y < 0)), remainder + y, remainder)
 
 
 _FLOAT = {
@@ -67,12 +67,12 @@ _TO_FLOAT = ("exp", "exp2", "log", "log2", "sqrt", "rsqrt")
 _TO_FLOAT += ("sin", "cos", "tan", "sinh", "cosh", "tanh")
 _FLOAT |= {name: getattr(torch, name) for name in (*_TO_FLOAT, "abs", "floor", "ceil")}
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
-# What wraps in torch too, in the dtypes of indices.
-_INDEX = {name: _FLOAT[name] for name in ("add", "sub", "mul", *_COMPARISONS)}
+# torch wraps in these operations on int32 and int64, the dtypes of indices, and is faster.
+_WRAPPING = {name: _FLOAT[name] for name in ("add", "sub", "mul", *_COMPARISONS)}
 
 
 def check_modes(fn: str, dtype, rounding_mode, flush_to_zero: bool) -> None:
-    """Refuse a rounding mode or a flush that the compiler refuses for this operation."""
+    """Raise TileTypeError for a rounding mode or flush that the compiler rejects for `fn`."""
     if rounding_mode is None and not flush_to_zero:
         return
     definition = BINOP_REGISTRY.get(fn) or UNARYOP_REGISTRY[fn]
@@ -87,11 +87,11 @@ def check_modes(fn: str, dtype, rounding_mode, flush_to_zero: bool) -> None:
 
 
 def compute(fn: str, dtype, *operands: torch.Tensor, rounding_mode=None, flush=False, nan=False):
-    """Apply an operation to tensors of one dtype, rounding the result to it."""
+    """Apply an operation to tensors of one dtype. The result is rounded to this dtype."""
     if fn not in (_FLOAT if is_float(dtype) else _INTEGER):
         raise ct.TileTypeError(f"{fn} is not defined for {dtype}")
-    if fn in _INDEX and dtype in (ct.int32, ct.int64):
-        return _INDEX[fn](*operands)
+    if fn in _WRAPPING and dtype in (ct.int32, ct.int64):
+        return _WRAPPING[fn](*operands)
     if not is_float(dtype):
         if fn in ("floordiv", "cdiv", "mod") and not operands[1].all():
             raise InterpreterError(f"integer {fn} by zero")
@@ -111,6 +111,7 @@ def compute(fn: str, dtype, *operands: torch.Tensor, rounding_mode=None, flush=F
 
 
 def binary(fn: str, x, y, *, rounding_mode=None, flush_to_zero=False, propagate_nan=False):
+    """Apply a binary operation to tiles or constants, with the compiler's promotion."""
     if is_constant(x) and is_constant(y):
         return BINOP_REGISTRY[fn].impl(x, y)
     dtype = dtypes.promote(loose_dtype(x), loose_dtype(y), fn == "truediv")

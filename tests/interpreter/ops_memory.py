@@ -1,4 +1,4 @@
-"""Loads and stores of tiles, and views of arrays."""
+"""Tile loads and stores, tiled views and slices of arrays."""
 
 import cuda.tile as ct
 import torch
@@ -33,6 +33,7 @@ _PADDING = {
 
 
 def padding_of(mode, dtype) -> torch.Tensor:
+    """A 0-d tensor of the value that a padding mode gives elements outside the array."""
     if mode is ct.PaddingMode.UNDETERMINED:
         return current().undefined(dtype)
     if not dtypes.is_float(dtype) and mode is not ct.PaddingMode.ZERO:
@@ -41,6 +42,7 @@ def padding_of(mode, dtype) -> torch.Tensor:
 
 
 def axis_order(order, ndim: int) -> tuple[int, ...]:
+    """The permutation of axes that the `order` argument of ct.load means."""
     if isinstance(order, str):
         if order not in ("C", "F"):
             raise ct.TileTypeError(f"expected 'C' or 'F', got {order!r}")
@@ -52,18 +54,19 @@ def axis_order(order, ndim: int) -> tuple[int, ...]:
 
 
 def check_hints(latency, allow_tma) -> None:
+    """Raise for values of the performance hints that the compiler rejects."""
     if latency is not None and not 1 <= latency <= 10:
         raise ct.TileValueError(f"latency must be between 1 and 10, got {latency}")
     if allow_tma is not None and not isinstance(allow_tma, bool):
         raise ct.TileTypeError(f"allow_tma must be a boolean, got {allow_tma}")
 
 
-def place(array: Array, index, shape, steps, order, check_bounds: bool):
-    """The part of an array that a tile covers, and the part of the tile that it covers."""
+def tile_window(array: Array, index, shape, steps, order, check_bounds: bool):
+    """The part of an array that a tile overlaps, and the slices of the tile inside the array."""
     data = array.data.permute(axis_order(order, array.ndim))
     index = index if isinstance(index, tuple) else (index,)
     if len(index) != array.ndim:
-        raise ct.TileTypeError(f"index {len(index)} does not match the rank {array.ndim}")
+        raise ct.TileTypeError(f"{len(index)} indices do not match the rank {array.ndim}")
     inside, covered = [], []
     for i, n, step, extent in zip(index, shape, steps, data.shape, strict=True):
         start = as_int(i, "index") * step
@@ -90,7 +93,7 @@ def _ints(index) -> tuple[int, ...]:
 
 def _load_tile(array, index, shape, steps, order, padding_mode, check_bounds, memory_order=_WEAK):
     full = shape or (1,) * array.ndim
-    region, covered = place(array, index, full, steps or full, order, check_bounds)
+    region, covered = tile_window(array, index, full, steps or full, order, check_bounds)
     values = array.buffer.load(region, memory_order)
     if region.size != full:
         padded = padding_of(padding_mode, array.dtype).repeat(full)
@@ -105,7 +108,7 @@ def _store_tile(array, index, value, steps, order, check_bounds, memory_order=_W
     shape = tuple(data.shape) or (1,) * array.ndim
     if len(shape) != array.ndim:
         raise ct.TileTypeError(f"a tile of shape {shape} cannot be stored at rank {array.ndim}")
-    region, covered = place(array, index, shape, steps or shape, order, check_bounds)
+    region, covered = tile_window(array, index, shape, steps or shape, order, check_bounds)
     array.buffer.store(region, data.reshape(shape)[covered], memory_order)
 
 

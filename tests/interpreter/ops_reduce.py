@@ -1,7 +1,8 @@
 """Reductions, scans and matrix products.
 
-A reduction halves its axis again and again and rounds every partial result to the tile's dtype:
-one of the orders a compiler may choose, and the same for every launch.
+A reduction repeatedly adds the second half of its axis to the first half, and rounds every partial
+result to the tile's dtype. The compiler may choose this order or another one. The interpreter uses
+the same order in every launch.
 """
 
 import cuda.tile as ct
@@ -16,6 +17,7 @@ from .tile import Tile, as_tile, broadcast, common_shape, constant_int, normaliz
 
 
 def _fold(parts: list[Tile], axis: int, function) -> list[Tile]:
+    """Reduce an axis to size 1 by combining its halves."""
     while (n := parts[0].shape[axis]) > 1:
         low = [Tile(p.data.narrow(axis, 0, n // 2), p.dtype) for p in parts]
         high = [Tile(p.data.narrow(axis, n // 2, n // 2), p.dtype) for p in parts]
@@ -24,6 +26,7 @@ def _fold(parts: list[Tile], axis: int, function) -> list[Tile]:
 
 
 def _prefix(parts: list[Tile], axis: int, function) -> list[Tile]:
+    """The inclusive scan along an axis."""
     n, distance = parts[0].shape[axis], 1
     while distance < n:
         before = [Tile(p.data.narrow(axis, 0, n - distance), p.dtype) for p in parts]
@@ -71,7 +74,8 @@ def _reduce(x, axis, function, keepdims: bool):
     return tuple(parts) if isinstance(x, tuple) else parts[0]
 
 
-def _simple(fn: str, x, **modes):
+def _named_operation(fn: str, x, **modes):
+    """x as a tile, and the binary operation `fn` with the given modes, for a reduction or scan."""
     x = as_tile(x)
     if dtypes.is_restricted_float(x.dtype):
         raise ct.TileTypeError(f"non-arithmetic dtype {x.dtype} is unsupported here")
@@ -84,14 +88,14 @@ def _simple(fn: str, x, **modes):
 def _register():
     def reduction(fn):
         def run(x, axis=None, *, keepdims=False, **modes):
-            x, function = _simple(fn, x, **modes)
+            x, function = _named_operation(fn, x, **modes)
             return _reduce(x, axis, function, keepdims)
 
         return run
 
     def prefix(fn):
         def run(x, axis=0, *, reverse=False, **modes):
-            x, function = _simple(fn, x, **modes)
+            x, function = _named_operation(fn, x, **modes)
             return _scan(x, axis, function, None, reverse=reverse)
 
         return run
@@ -124,15 +128,15 @@ _register()
 
 @implements(ct.argmax)
 def _argmax(x, axis=None, *, keepdims=False, propagate_nan=False):
-    return _arg(torch.gt, x, axis, keepdims, propagate_nan)
+    return _arg_extremum(torch.gt, x, axis, keepdims, propagate_nan)
 
 
 @implements(ct.argmin)
 def _argmin(x, axis=None, *, keepdims=False, propagate_nan=False):
-    return _arg(torch.lt, x, axis, keepdims, propagate_nan)
+    return _arg_extremum(torch.lt, x, axis, keepdims, propagate_nan)
 
 
-def _arg(better, x, axis, keepdims: bool, propagate_nan: bool):
+def _arg_extremum(better, x, axis, keepdims: bool, propagate_nan: bool):
     x = as_tile(x)
     shape = (1,) * x.ndim
     if axis is None:
@@ -140,7 +144,7 @@ def _arg(better, x, axis, keepdims: bool, propagate_nan: bool):
     else:
         axis = normalize_axis(axis, x.ndim)
         shape = tuple(1 if i == axis else n for i, n in enumerate(x.shape))
-    # float64 and int64 order every narrower dtype as it orders itself.
+    # Every narrower dtype has the same order after conversion to float64 or int64.
     wide = x.data.to(torch.float64 if is_float(x.dtype) else torch.int64)
     index = torch.arange(wide.shape[axis], dtype=torch.int32)
     index = index.reshape([-1 if i == axis else 1 for i in range(wide.ndim)])
@@ -161,7 +165,7 @@ def _arg(better, x, axis, keepdims: bool, propagate_nan: bool):
 
 
 def _product(x: torch.Tensor, y: torch.Tensor, dtype) -> torch.Tensor:
-    # Integer products are exact in float64, as long as K stays below 2^20.
+    # Sums of integer products are exact in float64 if K is below 2^20.
     wide = torch.float64 if dtype in (ct.int32, ct.float64) else torch.float32
     return torch.matmul(x.to(wide), y.to(wide))
 

@@ -1,5 +1,6 @@
-"""Creation, conversion and rearrangement of tiles."""
+"""Tile creation, dtype conversion, and changes of shape."""
 
+import math
 from functools import cache
 
 import cuda.tile as ct
@@ -43,8 +44,8 @@ def _ones(shape, dtype):
 
 
 @cache
-def _counted(size: int, dtype: torch.dtype) -> torch.Tensor:
-    """Not to be written."""
+def _cached_arange(size: int, dtype: torch.dtype) -> torch.Tensor:
+    """0, 1, ..., size - 1. Do not write to the result: it is cached."""
     return torch.arange(size).to(dtype)
 
 
@@ -53,7 +54,7 @@ def _arange(size, *, dtype, start=0, step=1):
     dtype = to_dtype(dtype)
     [size] = constant_shape(size, "arange")
     index_dtype = dtype if is_integral(dtype) else ct.int32
-    index = Tile(_counted(size, dtypes.torch_dtype(index_dtype)), index_dtype)
+    index = Tile(_cached_arange(size, dtypes.torch_dtype(index_dtype)), index_dtype)
     result = _astype(index, dtype)
     if not (dtypes.is_constant(step) and step == 1):
         result = binary("mul", result, _astype(step, dtype))
@@ -99,7 +100,7 @@ def _bitcast(x, dtype):
 
 @implements(ct.pack_to_bytes)
 def _pack_to_bytes(x):
-    # A broadcast scalar counts as contiguous, and its stride of 0 still cannot be viewed.
+    # torch calls a broadcast scalar contiguous, but cannot view its stride of 0 as another dtype.
     data = x.data.flatten().clone(memory_format=torch.contiguous_format)
     return Tile(data.view(torch.uint8), ct.uint8)
 
@@ -116,13 +117,11 @@ def _unpack_from_bytes(x, dtype):
 def reshape(x, shape):
     x = as_tile(x)
     shape = tuple(constant_int(n, "dimension of shape") for n in shape)
-    known = 1
-    for n in shape:
-        known *= n if n > 0 else 1
+    explicit_size = math.prod(n for n in shape if n > 0)
     size = x.data.numel()
-    if min(shape, default=1) < -1 or shape.count(-1) > 1 or size % known:
+    if min(shape, default=1) < -1 or shape.count(-1) > 1 or size % explicit_size:
         raise ct.TileTypeError(f"cannot reshape {x.shape} to {shape}")
-    shape = tuple(size // known if n == -1 else n for n in shape)
+    shape = tuple(size // explicit_size if n == -1 else n for n in shape)
     if -1 not in shape and size != torch.Size(shape).numel():
         raise ct.TileTypeError(f"cannot reshape {x.shape} to {shape}")
     return Tile(x.data.reshape(constant_shape(shape)), x.dtype)
@@ -174,9 +173,12 @@ def _cat(tiles, axis):
 
 
 def _subtile(x: Tile, index, shape: tuple[int, ...]) -> tuple[slice, ...]:
+    """The slices of x that the subtile with this index covers."""
     index = index if isinstance(index, tuple) else (index,)
     if len(index) != x.ndim or len(shape) != x.ndim:
-        raise ct.TileTypeError(f"index {len(index)} and shape {shape} must match {x.describe()}")
+        raise ct.TileTypeError(
+            f"{len(index)} indices and shape {shape} do not match {x.describe()}"
+        )
     window = []
     for i, n, size in zip(index, shape, x.shape, strict=True):
         i = as_int(i, "index")

@@ -1,4 +1,4 @@
-"""Launching: one call of the kernel's function for each block of the grid."""
+"""launch: run a kernel by calling its Python function once for each block of the grid."""
 
 import builtins
 import itertools
@@ -18,19 +18,20 @@ MAX_GRID_DIMENSION = (1 << 24) - 1
 
 
 def launch(grid, kernel, args, *, fill=float("nan"), order=None) -> None:
-    """Run a kernel on CPU tensors, block by block, writing its outputs in place.
+    """Run a kernel on CPU tensors, one block after another. It writes its outputs in place.
 
     Args:
-        grid: Up to three numbers of blocks; as on a GPU, none may be zero.
-        kernel: A function under @ct.kernel.
-        args: Its arguments, as ct.launch takes them.
-        fill: What undefined padding reads as; integers read an end of their range.
-        order: None to run blocks by index, "reverse", or a seed to shuffle them by.
+        grid: up to three numbers of blocks. As on a GPU, none may be zero.
+        kernel: a function decorated with @ct.kernel.
+        args: its arguments, as ct.launch takes them.
+        fill: the value of undefined padding. Integer padding is the dtype's largest value if fill
+            is positive, else its smallest value.
+        order: None runs the blocks by index, "reverse" in reverse, and a seed in a shuffled order.
 
     Raises:
-        InterpreterError: the result on a GPU would be undefined (see errors).
-        TypeError, ValueError, OverflowError, RuntimeError: ct.launch would raise it.
-        ct.TileError: the compiler would raise it.
+        InterpreterError: the result on a GPU would be undefined (see errors.py).
+        TypeError, ValueError, OverflowError, RuntimeError: where ct.launch raises them.
+        ct.TileError: where the compiler raises it.
     """
     grid = _check_grid(grid)
     mode = Interpreter(grid, fill)
@@ -54,12 +55,13 @@ def _check_grid(grid) -> tuple[int, int, int]:
         if n > MAX_GRID_DIMENSION:
             raise ValueError(f"Grid[{i}] exceeds 24-bit limit: max={MAX_GRID_DIMENSION}, got={n}.")
     if 0 in grid:
-        # ct.launch passes the grid on, and the driver refuses it.
+        # ct.launch does not check this; the driver rejects the launch with this message.
         raise RuntimeError("Failed to launch cuTile kernel: invalid argument")
     return (*grid, 1, 1, 1)[:3]
 
 
 def _blocks(grid, order):
+    """(linear index, block coordinates) of every block, in the order of execution."""
     blocks = [b[::-1] for b in itertools.product(*(range(n) for n in reversed(grid)))]
     blocks = list(enumerate(blocks))
     if order == "reverse":
@@ -72,7 +74,7 @@ def _blocks(grid, order):
 
 
 class TileRange:
-    """range() as the compiler types it: bounds and index of one dtype, at least int32."""
+    """range() with the compiler's typing: bounds and index have one dtype, at least int32."""
 
     def __init__(self, *bounds):
         if not 1 <= len(bounds) <= 3:
@@ -93,6 +95,7 @@ class TileRange:
 
 
 def _extremum(fn: str):
+    """min or max of tiles, or the builtin of the same name for other values."""
     plain = getattr(builtins, fn)
 
     def choose(*args, **kwargs):
@@ -107,8 +110,8 @@ def _static_iter(iterable):
     return [ops_control.unwrap_loop_indices(item) for item in iterable]
 
 
-# Stubs that answer on the host by themselves, without asking the dispatch mode.
-_STUBS = {
+# Stubs that run on the host without calling the dispatch mode, and their replacements.
+_HOST_STUBS = {
     ct.cdiv: lambda x, y: binary("cdiv", x, y),
     ct.static_exception: make_static_exception,
     ct.static_iter: _static_iter,
@@ -116,14 +119,14 @@ _STUBS = {
 _BUILTINS = {"range": TileRange, "min": _extremum("min"), "max": _extremum("max")}
 
 
-def is_served(stub) -> bool:
-    """Whether the interpreter knows an operation."""
-    return stub in _STUBS or dispatch.is_implemented(stub)
+def is_supported(stub) -> bool:
+    """Whether the interpreter implements an operation."""
+    return stub in _HOST_STUBS or dispatch.is_implemented(stub)
 
 
 @contextmanager
 def _tile_builtins(function: FunctionType):
-    """Replace the builtins that kernels call on tiles, in every module the kernel reaches."""
+    """Replace host stubs, range, min and max in every module whose functions the kernel calls."""
     saved = []
 
     def replace(namespace: dict, name: str, value) -> None:
@@ -132,8 +135,8 @@ def _tile_builtins(function: FunctionType):
 
     for namespace in (vars(ct), *_namespaces(function)):
         for name, value in list(namespace.items()):
-            if isinstance(value, FunctionType) and value in _STUBS:
-                replace(namespace, name, _STUBS[value])
+            if isinstance(value, FunctionType) and value in _HOST_STUBS:
+                replace(namespace, name, _HOST_STUBS[value])
         if namespace is vars(ct):
             continue
         for name, value in _BUILTINS.items():
@@ -151,16 +154,16 @@ def _tile_builtins(function: FunctionType):
 
 def _namespaces(function: FunctionType) -> list[dict]:
     """The global namespaces of a function and of the Python functions that it may call."""
-    found, seen, pending = {}, set(), [function]
+    namespaces, visited, pending = {}, set(), [function]
     while pending:
         f = pending.pop()
         f = getattr(f, "__wrapped__", f)
         if isinstance(f, type) and not _is_foreign(f.__module__):
             pending += [getattr(method, "fget", method) for method in vars(f).values()]
-        if not isinstance(f, FunctionType) or f in seen or _is_foreign(f.__module__):
+        if not isinstance(f, FunctionType) or f in visited or _is_foreign(f.__module__):
             continue
-        seen.add(f)
-        found[id(f.__globals__)] = f.__globals__
+        visited.add(f)
+        namespaces[id(f.__globals__)] = f.__globals__
         names = _names(f.__code__)
         values = [f.__globals__.get(name) for name in names]
         values += [cell.cell_contents for cell in f.__closure__ or () if _is_filled(cell)]
@@ -168,10 +171,11 @@ def _namespaces(function: FunctionType) -> list[dict]:
             if isinstance(value, ModuleType) and not _is_foreign(value.__name__):
                 pending += [getattr(value, name, None) for name in names]
             pending.append(value)
-    return list(found.values())
+    return list(namespaces.values())
 
 
 def _is_filled(cell) -> bool:
+    """Whether a closure cell has a value."""
     try:
         return cell.cell_contents is not cell
     except ValueError:
@@ -179,13 +183,15 @@ def _is_filled(cell) -> bool:
 
 
 def _is_foreign(module: str | None) -> bool:
+    """Whether a module is a library's, whose functions the interpreter does not change."""
     return (module or "").split(".")[0] in ("cuda", "torch", "numpy", "operator", "math")
 
 
 def _names(code: CodeType) -> set[str]:
+    """The global and attribute names that a code object and its nested code objects use."""
     nested = (_names(c) for c in code.co_consts if isinstance(c, CodeType))
     return set(code.co_names).union(*nested)
 
 
-# Imported for what they register.
+# These modules register their operations when they are imported.
 _OPERATIONS = (ops_atomic, ops_control, ops_reduce, ops_shape)

@@ -1,4 +1,4 @@
-"""Tiles: a torch tensor, a cuTile dtype, and the operators that ct.Tile already defines."""
+"""Tile: a torch tensor with a cuTile dtype. Also conversions and checks of arguments of ct.*."""
 
 from functools import cache
 
@@ -10,7 +10,7 @@ from . import dtypes
 
 
 class Tile(ct.Tile):
-    """A value in a kernel. Its operators are ct.Tile's, which come back through the stubs."""
+    """A value in a kernel. It inherits its operators from ct.Tile; they call the ct.* stubs."""
 
     __slots__ = ("data", "dtype")
 
@@ -67,7 +67,7 @@ class Tile(ct.Tile):
 
 
 class LoopIndex(Tile):
-    """Index of a range() with constant bounds: a runtime value, but a constant to static_iter."""
+    """The index of a range() with constant bounds: a tile, but a constant in static expressions."""
 
 
 def _format(value, spec: str) -> str:
@@ -76,22 +76,23 @@ def _format(value, spec: str) -> str:
     return format(value, spec)
 
 
-def as_tile(value, what: str = "value") -> Tile:
-    """A tile of a tile or a Python constant."""
+def as_tile(value, name: str = "value") -> Tile:
+    """Convert a Python constant to a tile; a tile is returned as it is."""
     if isinstance(value, Tile):
         return value
     if dtypes.is_constant(value):
         dtype = dtypes.constant_dtype(value)
         return Tile(dtypes.constant(value, dtype), dtype)
-    raise ct.TileTypeError(f"expected a tile or a scalar for {what}, got {type(value).__name__}")
+    raise ct.TileTypeError(f"expected a tile or a scalar for {name}, got {type(value).__name__}")
 
 
 def scalar(value: int | float | bool, dtype: ct.DType) -> Tile:
+    """A 0-d tile."""
     return Tile(torch.tensor(value, dtype=dtypes.torch_dtype(dtype)), dtype)
 
 
 def loose_dtype(value):
-    """A tile's dtype, or the constant itself, which promotion treats as loosely typed."""
+    """A tile's dtype, or a constant itself. Promotion treats a constant as loosely typed."""
     if dtypes.is_constant(value):
         return value
     if isinstance(value, Tile):
@@ -106,49 +107,53 @@ def operand(value, dtype: ct.DType) -> torch.Tensor:
     return dtypes.constant(value, dtype)
 
 
-def as_int(value, what: str, signed_only: bool = True) -> int:
+def as_int(value, name: str, signed_only: bool = True) -> int:
     """The value of an integer constant or a 0-d integer tile."""
-    tile = as_tile(value, what)
+    tile = as_tile(value, name)
     ok = is_integral(tile.dtype) and tile.ndim == 0
     if not ok or (signed_only and not is_signed(tile.dtype)):
-        raise ct.TileTypeError(f"{what} must be a signed integer scalar, got {tile.describe()}")
+        raise ct.TileTypeError(f"{name} must be a signed integer scalar, got {tile.describe()}")
     return int(tile.data)
 
 
-def constant_int(value, what: str) -> int:
+def constant_int(value, name: str) -> int:
+    """Check that a value is a constant integer."""
     if isinstance(value, bool) or not isinstance(value, int):
         got = value.describe() if isinstance(value, Tile) else repr(value)
-        raise ct.TileTypeError(f"{what} must be a constant integer, got {got}")
+        raise ct.TileTypeError(f"{name} must be a constant integer, got {got}")
     return value
 
 
-def constant_shape(shape, what: str = "shape", rank=None, power_of_two=True) -> tuple[int, ...]:
-    """A constant shape whose dimensions are powers of two, as the compiler demands."""
+def constant_shape(shape, name: str = "shape", rank=None, power_of_two=True) -> tuple[int, ...]:
+    """Check that a shape is constant and, as the compiler requires, of powers of two."""
     shape = shape if isinstance(shape, tuple) else (shape,)
-    shape = tuple(constant_int(n, f"dimension of {what}") for n in shape)
+    shape = tuple(constant_int(n, f"dimension of {name}") for n in shape)
     if rank is not None and shape and len(shape) != rank:
-        raise ct.TileTypeError(f"{what} {shape} must have {rank} dimensions")
+        raise ct.TileTypeError(f"{name} {shape} must have {rank} dimensions")
     for n in shape:
         if n <= 0 or (power_of_two and n & (n - 1)):
-            raise ct.TileTypeError(f"dimension {n} of {what} {shape} is not a power of two")
+            raise ct.TileTypeError(f"dimension {n} of {name} {shape} is not a power of two")
     return shape
 
 
 def normalize_axis(axis, ndim: int) -> int:
+    """Check a constant axis, and return it as a non-negative number."""
     axis = constant_int(axis, "axis")
     if not -ndim <= axis < ndim:
         raise ct.TileTypeError(f"axis {axis} is out of range for rank {ndim}")
     return axis % ndim
 
 
-def broadcast(data: torch.Tensor, shape: tuple[int, ...], what: str) -> torch.Tensor:
+def broadcast(data: torch.Tensor, shape: tuple[int, ...], name: str) -> torch.Tensor:
+    """Expand a tensor to a shape by the compiler's rules."""
     if not dtypes.ops_utils.is_shape_broadcastable_to(data.shape, shape):
-        raise ct.TileTypeError(f"{what} of shape {tuple(data.shape)} does not broadcast to {shape}")
+        raise ct.TileTypeError(f"{name} of shape {tuple(data.shape)} does not broadcast to {shape}")
     return data.expand(shape)
 
 
 @cache
 def common_shape(*shapes: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape to which all shapes broadcast."""
     result = ()
     for shape in shapes:
         try:

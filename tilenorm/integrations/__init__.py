@@ -1,1 +1,1 @@
-"""tilenorm in models and graphs that were written for PyTorch's norms."""
+"""tilenorm in existing models: patch modules, override aten, torch.compile, the FX pass."""

@@ -1,7 +1,8 @@
-"""PyTorch's own F.rms_norm, F.layer_norm, nn.RMSNorm and nn.LayerNorm by tilenorm's kernels.
+"""override, enable and disable: PyTorch's own norms run tilenorm's CUDA kernels.
 
-What is replaced are the CUDA kernels of four operators of aten. Autograd, autocast, torch.func and
-torch.compile come before these, and stay as they are.
+F.rms_norm, F.layer_norm, nn.RMSNorm and nn.LayerNorm call four aten operators. The override
+replaces the CUDA kernels of these operators. PyTorch's dispatcher runs autograd, autocast,
+torch.func and torch.compile before it reaches a CUDA kernel, so all of them work as before.
 """
 
 import math
@@ -33,22 +34,29 @@ OPERATORS = (
 
 @contextmanager
 def override() -> Iterator[None]:
-    """In this block PyTorch's norms on CUDA run tilenorm's kernels, in every thread.
+    """Run tilenorm's kernels for PyTorch's norms on CUDA inside this block, in every thread.
 
         with tilenorm.override():
             model(x).sum().backward()
 
-    F.rms_norm, F.layer_norm, their modules, and whatever else calls the aten operators under them:
-    forward and backward, each by where it is called, with the shapes and dtypes that PyTorch's
-    have. What the kernels do not take runs PyTorch's, as before: float64, more than 262144 elements
-    in a row, a GPU that cuTile does not serve. Not reached are F.rms_norm with a weight of another
-    dtype than the input's, or of a channels-last input, which PyTorch composes of single
-    operations, and norms for which torch.compile generates code.
+    The block affects F.rms_norm, F.layer_norm, their modules, and all other code that calls the
+    same aten operators. The outputs have the shapes and dtypes that PyTorch gives. A backward pass
+    runs tilenorm's kernels if it is called inside the block, wherever its forward pass was called.
 
-    Blocks may be nested; when the last one ends, whatever was raised in it, PyTorch's own kernels
-    are back. A block should not begin or end while another thread is inside a norm.
+    PyTorch's kernel still runs for a float64 input, for a row of more than 262144 elements, and on
+    a GPU that cuTile does not support. The override does not reach three kinds of norms:
 
-    Raises RuntimeError, with the reason, where cuTile serves no GPU.
+    - F.rms_norm with a weight whose dtype differs from the input's. PyTorch composes it from
+      elementwise operations and a mean.
+    - F.rms_norm of a channels-last input, for the same reason.
+    - Norms inside code that torch.compile generates.
+
+    Blocks may be nested. PyTorch's own kernels are restored when the last open block ends, also if
+    it ends with an exception. A block should not begin or end while another thread is inside a
+    norm.
+
+    Raises:
+        RuntimeError: cuTile supports no GPU of this machine. The message gives the reason.
     """
     _check_served()
     _CUDA.begin()
@@ -59,20 +67,24 @@ def override() -> Iterator[None]:
 
 
 def enable() -> None:
-    """As override(), until disable() is called. Once enabled, does nothing."""
+    """Like override(), but until disable() is called. A second call does nothing."""
     _check_served()
     _CUDA.enable(True)
 
 
 def disable() -> None:
-    """Undo enable(). Blocks of override() last until their own end."""
+    """Undo enable(). An override() block that is open keeps its effect until it ends."""
     _CUDA.enable(False)
 
 
 class Kernels:
-    """The operators by name, as aten calls them; each returns None for what it does not serve.
+    """Replacements for the aten operators: one method per operator, with its name and arguments.
 
-    runner_of: the kernels' runner for a spec and a device's index, or None where they do not serve.
+    A method returns None if tilenorm's kernels do not support the call.
+
+    Args:
+        runner_of: takes a spec and a device index; returns the kernels' runner, or None if they do
+            not support the spec on that device.
     """
 
     def __init__(self, runner_of: Callable[..., Runner | None]):
@@ -126,7 +138,7 @@ class Kernels:
     def _serving(
         self, norm: str, x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None
     ) -> Runner | None:
-        """The runner for tensors of one dtype and device whose shapes fit."""
+        """The runner for a call, or None if its dtypes, devices or shapes are not supported."""
         shape, dtype, index = tuple(shape), x.dtype, x.get_device()
         if not shape or x.shape[-len(shape) :] != shape:
             return None
@@ -144,9 +156,10 @@ class Kernels:
 
 
 class Override:
-    """Kernels registered for a dispatch key while a block or a call of enable asks for them.
+    """Registers the kernels under a dispatch key while a block is open or enable() is in effect.
 
-    The state of a registry of PyTorch's, which is the process's: how many ask, and its handle.
+    PyTorch's operator registry belongs to the process. This class holds the matching state: the
+    number of open blocks, whether enable() is in effect, and the handle of the registration.
     """
 
     def __init__(self, key: str, kernels: Kernels):
@@ -178,11 +191,11 @@ class Override:
 
 
 def _register(key: str, kernels: Kernels) -> Library:
-    """Kernels in front of those that are registered for the key, which serve what these do not."""
+    """Register the kernels for a dispatch key; calls that they do not support run the old ones."""
     former = {name: get_kernel(f"aten::{name}", key) for name in OPERATORS}
     registered = Library("aten", "IMPL")
     with warnings.catch_warnings():
-        # PyTorch warns that kernels are replaced, which is the purpose here.
+        # PyTorch warns when a registered kernel is replaced. Replacing it is the purpose here.
         warnings.filterwarnings("ignore", "Warning only once for all operators")
         for name in OPERATORS:
             kernel = _first(getattr(kernels, name), former[name])
@@ -210,7 +223,7 @@ def _check_served() -> None:
         devices = [device_of("cuda", index) for index in range(torch.cuda.device_count())]
         reasons = [cutile_implementation().refuses(spec, 0, device) for device in devices]
     if all(reasons):
-        raise RuntimeError(f"tilenorm.override: cuTile serves no GPU here: {reasons[0]}")
+        raise RuntimeError(f"tilenorm.override: cuTile supports no GPU here: {reasons[0]}")
 
 
 _CUDA = Override("CUDA", Kernels(_cuda_runner))

@@ -1,4 +1,4 @@
-"""torch.compile with the norms of what is compiled run by tilenorm."""
+"""tilenorm.compile: torch.compile with the model's norms replaced by tilenorm's ops."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,45 +19,52 @@ def compile(
     dynamic: bool | None = None,
     **others,
 ) -> Callable:
-    """torch.compile(model, ...), with the model's norms replaced by tilenorm's.
+    """Compile a model like torch.compile(model, ...), with its norms replaced by tilenorm's ops.
 
-    Each graph that TorchDynamo makes goes through tilenorm.integrations.fx.replace_norms before its
-    backend, and before autograd: the gradients of norms are tilenorm's too. The caches of Inductor
-    and AOTAutograd see, and have as their keys, the graphs with tilenorm's ops in them.
+    Each graph that TorchDynamo captures goes through tilenorm.integrations.fx.replace_norms before
+    it reaches the backend. The replacement happens before autograd, so the backward pass uses
+    tilenorm's gradients too. Inductor and AOTAutograd compute their cache keys from the graphs
+    after the replacement.
 
     Args:
-        model: a module or function; without it, the result is a decorator, as torch.compile's.
-        where: which norms to replace, as in replace_norms. Inductor fuses a norm with elementwise
-            operations around it, but not an op of tilenorm's, so that a small one may better be
-            left: `lambda node: node.meta["example_value"].shape[-1] >= 1024`.
-        The others are torch.compile's.
+        model: a module or function. Without a model, the result is a decorator, as in
+            torch.compile.
+        where: selects the norms to replace, as in replace_norms. Inductor fuses PyTorch's norm
+            with neighbouring elementwise operations, but it cannot fuse an op of tilenorm. A small
+            norm can therefore be faster if it is not replaced:
+            `lambda node: node.meta["example_value"].shape[-1] >= 1024`.
+        backend, mode, options, dynamic, others: as in torch.compile.
 
     Raises:
-        TypeError: where is neither None nor a function. Else as torch.compile.
+        TypeError: `where` is neither None nor a function.
+        All exceptions that torch.compile raises.
     """
     check_where("compile", where)
     options = dict(options or {})
-    of_dynamo = {k: options.pop(k) for k in ("guard_filter_fn",) if k in options}
-    # torch.compile makes one of these of its arguments, but not for a backend of its user's.
+    dynamo_options = {k: options.pop(k) for k in ("guard_filter_fn",) if k in options}
+    # torch.compile wraps a backend given by name in one of these, but not a backend given as a
+    # function. The wrapper here keeps mode, options and the checks of them.
     if backend == "inductor":
-        inner = torch._TorchCompileInductorWrapper(mode, options, dynamic)
+        wrapped = torch._TorchCompileInductorWrapper(mode, options, dynamic)
     else:
-        inner = torch._TorchCompileWrapper(backend, mode, options, dynamic)
-    replacing = _Replacing(inner, where)
-    return torch.compile(model, backend=replacing, dynamic=dynamic, options=of_dynamo, **others)
+        wrapped = torch._TorchCompileWrapper(backend, mode, options, dynamic)
+    replacing = _ReplacingBackend(wrapped, where)
+    return torch.compile(
+        model, backend=replacing, dynamic=dynamic, options=dynamo_options, **others
+    )
 
 
 @dataclass(frozen=True)
-class _Replacing:
-    """A backend that replaces norms and leaves the rest to another."""
+class _ReplacingBackend:
+    """A torch.compile backend that replaces norms and then calls another backend."""
 
-    inner: Callable
+    backend: Callable
     where: Callable[[Node], bool] | None
 
     def __call__(self, graph_module: GraphModule, inputs: list) -> Callable:
         replace_norms(graph_module, where=self.where)
-        return self.inner(graph_module, inputs)
+        return self.backend(graph_module, inputs)
 
     def reset(self) -> None:
-        """What torch.compiler.reset does with Inductor: it drops its CUDA graphs."""
-        self.inner.reset()
+        """Reset the other backend. torch.compiler.reset calls this; Inductor drops CUDA graphs."""
+        self.backend.reset()

@@ -1,4 +1,4 @@
-"""What a norm module's forward computes, as a value, and the same by tilenorm's functions."""
+"""Form: a description of what a norm module's forward computes, and how tilenorm computes it."""
 
 from dataclasses import dataclass
 
@@ -10,16 +10,23 @@ from ..ops.functional import gated_rms_norm, layer_norm, rms_norm
 
 @dataclass(frozen=True)
 class Form:
-    """A forward of one tensor, or of one and a gate.
+    """What the forward of a norm module computes from its input, and from a gate if it takes one.
 
-    norm: "rms" or "layer". eps: the module's attribute that holds it, by name, or the value.
-    shape: what is normalised together, or None for the last dimension. weight, bias: the names of
-    the module's parameters. offset, rounding: as in tilenorm.rms_norm.
-
-    promotes: what is rounded early, to the input's dtype, goes on in the one that it and the weight
-    promote to, as PyTorch's product does; otherwise the output has the input's.
-    autocasts: it follows torch.autocast as PyTorch's own functions do. gate: "after" or "before",
-    where the norm is of the gate. arguments: the names of forward's; required: how many it needs.
+    Attributes:
+        norm: "rms" or "layer".
+        eps: the name of the module's attribute that holds eps, or the value of eps.
+        shape: the sizes of the trailing dimensions that are normalised together; None means the
+            last dimension, of any size.
+        weight, bias: names of the module's parameters, or None.
+        offset, rounding: as in tilenorm.rms_norm.
+        promotes: whether the output has the dtype to which input and weight promote. The
+            normalised row is then rounded to the input's dtype before it is multiplied by the
+            weight. If False, the output has the input's dtype.
+        autocasts: whether the forward follows torch.autocast as PyTorch's own norms do.
+        gate: "after" if silu(gate) multiplies the normalised row, "before" if it multiplies the
+            input of the norm, None if there is no gate.
+        arguments: the names of forward's arguments.
+        required: how many of forward's arguments have no default.
     """
 
     norm: str
@@ -36,7 +43,7 @@ class Form:
     required: int = 1
 
     def forward(self, module: nn.Module, *args: Tensor, **kwargs: Tensor) -> Tensor:
-        """What `module` gives for an input, and a gate, by tilenorm."""
+        """The result of the module's forward, computed by tilenorm."""
         if kwargs or len(args) != self.required:
             args = self._bind(args, kwargs)
         if args[0].is_cuda and not self.autocasts and torch.is_autocast_enabled():
@@ -45,18 +52,20 @@ class Form:
         return self.compute(module, *args)
 
     def _bind(self, args: tuple, kwargs: dict) -> tuple:
-        """All arguments by position."""
+        """Turn keyword arguments into positional ones; raise TypeError if they do not fit."""
         rest = self.arguments[len(args) :]
         given = args + tuple(kwargs[name] for name in rest if name in kwargs)
         if not self.required <= len(given) <= len(self.arguments) or not kwargs.keys() <= {*rest}:
             takes, got = ", ".join(self.arguments), ", ".join(kwargs)
-            raise TypeError(f"forward takes ({takes}), got {len(args)} by position and ({got})")
+            raise TypeError(
+                f"forward takes ({takes}), got {len(args)} positional arguments and ({got})"
+            )
         return given
 
     def compute(
         self, module: nn.Module, x: Tensor, gate: Tensor | None = None, backend: str | None = None
     ) -> Tensor:
-        """The same, whatever autocast says; backend: that of tilenorm's functions."""
+        """Like forward, but without regard to autocast. backend: as in tilenorm.rms_norm."""
         weight = getattr(module, self.weight) if self.weight else None
         bias = getattr(module, self.bias) if self.bias else None
         eps = self.epsilon(module)
@@ -81,9 +90,9 @@ class Form:
         return getattr(module, self.eps) if isinstance(self.eps, str) else self.eps
 
     def describe(self, module: nn.Module) -> str:
-        """The function and its options, for people."""
+        """A readable line: the tilenorm function and its options."""
         text = f"{'gated_' if self.gate else ''}{self.norm}_norm offset={self.offset}"
         text += f" rounding={self.rounding} eps={self.epsilon(module)}"
         if self.gate:
             text += f" norm_before_gate={self.gate == 'after'}"
-        return text + (" in the dtype of input and weight" if self.promotes else "")
+        return text + (" output_dtype=promote_types(input, weight)" if self.promotes else "")

@@ -1,4 +1,4 @@
-"""Norm modules of a model, served by tilenorm in place."""
+"""patch: give the norm modules of a model tilenorm's forward, in place, with a report and undo."""
 
 from collections.abc import Callable
 from functools import cache
@@ -12,7 +12,11 @@ from .recognition import Unrecognised, looks_like_a_norm, recognise
 
 
 class Patched(NamedTuple):
-    """A module that tilenorm serves: its names in the model, its class, what it computes."""
+    """A report entry for a patched module.
+
+    name: the module's qualified names in the model, joined by commas. cls: its class before the
+    patch. how: the tilenorm function and the options that compute its forward.
+    """
 
     name: str
     cls: type[nn.Module]
@@ -20,7 +24,7 @@ class Patched(NamedTuple):
 
 
 class Left(NamedTuple):
-    """A module that looks like a norm and stays as it is, and why."""
+    """A report entry for a module that looks like a norm and was not patched; reason says why."""
 
     name: str
     cls: type[nn.Module]
@@ -28,7 +32,7 @@ class Left(NamedTuple):
 
 
 class PatchedNorm:
-    """Goes before a norm's own class in the class that a patched module gets."""
+    """Mixin with tilenorm's forward: the first base class of a patched module's class."""
 
     _tilenorm_class: type[nn.Module]
     _tilenorm_form: Form
@@ -42,122 +46,130 @@ class PatchedNorm:
 
 
 @cache
-def _patched(cls: type[nn.Module], form: Form) -> type[nn.Module]:
-    """A subclass of cls, under its name, with the forward of the form."""
-    same = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(cls)(
-        cls.__name__, (PatchedNorm, cls), same | {"_tilenorm_class": cls, "_tilenorm_form": form}
-    )
+def _patched_class(cls: type[nn.Module], form: Form) -> type[nn.Module]:
+    """A subclass of cls with the same name, whose forward computes the form."""
+    namespace = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+    namespace |= {"_tilenorm_class": cls, "_tilenorm_form": form}
+    return type(cls)(cls.__name__, (PatchedNorm, cls), namespace)
 
 
 def _new(cls: type[nn.Module], form: Form) -> nn.Module:
-    """An instance without its state, for pickle and deepcopy."""
-    patched = _patched(cls, form)
-    return patched.__new__(patched)
+    """An instance without attributes, for pickle and deepcopy. Pickles contain this name."""
+    patched_class = _patched_class(cls, form)
+    return patched_class.__new__(patched_class)
 
 
 class Report:
-    """What `patch` did: `patched` and `left`, of each module that looks like a norm."""
+    """The result of `patch`: an entry for each module that looks like a norm.
+
+    patched: the entries of the patched modules. left: the entries of the others, with a reason.
+    """
 
     def __init__(
         self, patched: list[Patched], left: list[Left], modules: list[tuple[nn.Module, type]]
     ):
         self.patched, self.left = tuple(patched), tuple(left)
-        self._modules = modules  # and their classes now, in the order of `patched`
+        self._modules = modules  # (module, its class after the patch), in the order of `patched`
         self._undone = False
 
     def undo(self) -> None:
-        """Give the patched modules their own classes again: they are as they were.
+        """Give every patched module back the class that it had before the patch.
 
-        Raises RuntimeError, before anything changes, when that was done already, or when a module
-        has got yet another class since, as from fully_shard.
+        Raises:
+            RuntimeError: undo() was called before, or the class of a module has changed since the
+                patch (fully_shard changes it). No module is changed in these cases.
         """
         if self._undone:
-            raise RuntimeError("undo: this patch is undone already")
+            raise RuntimeError("undo: this patch has already been undone")
         for (module, cls), entry in zip(self._modules, self.patched, strict=True):
             if type(module) is not cls:
+                now = f"{type(module).__module__}.{type(module).__qualname__}"
                 raise RuntimeError(
-                    f"undo: {entry.name} got another class after the patch, {_path(type(module))}"
+                    f"undo: the class of {entry.name} changed after the patch, to {now}"
                 )
         for (module, _), entry in zip(self._modules, self.patched, strict=True):
             module.__class__ = entry.cls
         self._undone, self._modules = True, []
 
     def __str__(self) -> str:
-        kinds = {}
+        """One line for each combination of class and result, with the names of its modules."""
+        names_by_result = {}
         for name, cls, how in self.patched:
-            kinds.setdefault(f"{cls.__name__} is {how}", []).append(name)
+            names_by_result.setdefault(f"{cls.__name__} runs {how}", []).append(name)
         for name, cls, reason in self.left:
-            kinds.setdefault(f"{cls.__name__} is left, {reason}", []).append(name)
-        lines = [f"{len(self.patched)} norms patched, {len(self.left)} left"]
-        for kind, names in kinds.items():
+            result = f"{cls.__name__} is not patched ({reason})"
+            names_by_result.setdefault(result, []).append(name)
+        lines = [f"{len(self.patched)} norms patched, {len(self.left)} not patched"]
+        for result, names in names_by_result.items():
             others = f", {len(names) - 2} others" if len(names) > 2 else ""
             last = f" and {names[-1]}" if len(names) > 1 else ""
-            lines.append(f"  {kind}: {names[0]}{others}{last}")
+            lines.append(f"  {result}: {names[0]}{others}{last}")
         return "\n".join(lines)
 
 
 def patch(model: nn.Module, *, where: Callable[[str, nn.Module], bool] | None = None) -> Report:
-    """Let tilenorm compute the norms of a model, in place.
+    """Make tilenorm compute the norms of a model. The model is changed in place.
 
-    A module is taken for a norm by its numbers, not by its name: a twin of its class with random
-    parameters is run on the CPU, in float32 and 16 bits, and has to give, with its gradients, what
-    tilenorm.rms_norm, layer_norm or gated_rms_norm give for one choice of weight offset, rounding
-    and eps. So are torch.nn's norms recognised, those of Hugging Face's models, and others. What
-    looks like a norm and is none of these is left, and the report says why.
+    patch recognises a norm by what it computes, not by its name. It makes a copy of the module with
+    random parameters and runs the copy on the CPU. The float32 outputs and gradients and the 16-bit
+    outputs must match tilenorm.rms_norm, layer_norm or gated_rms_norm for one choice of weight
+    offset, rounding and eps. The norms of torch.nn and most norms of Hugging Face's models match. A
+    module that looks like a norm and matches no choice is not patched, and the report gives the
+    reason.
 
-    A patched module stays the same object, with its parameters, hooks and attributes (a changed
-    eps counts), and gets another class: a subclass of its own, under the same name, with tilenorm's
-    forward. isinstance, state_dict, copies and pickles are as before; a copy is patched too.
-    Outputs have the dtypes that they had, under torch.autocast too.
+    A patched module is the same object, with the same parameters, hooks and attributes. A later
+    change of its eps takes effect. Its class becomes a subclass of its former class, with the same
+    name and with tilenorm's forward. isinstance, state_dict, copying and pickling work as before,
+    and a copy of a patched module is patched too. Outputs keep their dtypes, also under
+    torch.autocast.
 
     Args:
-        model: any module, which may be a norm itself, on any device, or on meta. Patch it before
-            FSDP1, or hooks that replace forward, as Accelerate's, take hold of it.
-        where: where(name, module) says which modules to patch, by their qualified names; None is
-            all. A module in two places is patched if it holds for one of them.
+        model: a module on any device, including meta; it may be a norm itself. Patch the model
+            before FSDP1 wraps it, and before hooks such as Accelerate's replace a forward.
+        where: where(name, module) returns whether to patch a module, given its qualified name.
+            None patches every norm. A module that appears at several places of the model is
+            patched if where returns true for one of its names.
 
     Returns:
-        A report of what was patched and what was left, readable as a str, with undo().
+        A report of the modules that were patched and of those that were not. str(report) is
+        readable, and report.undo() reverts the patch.
 
     Raises:
-        TypeError: model is not a module, or where not a function.
-        RuntimeError: some of it is patched already; nothing has changed then.
+        TypeError: model is not a module, or where is neither a function nor None.
+        RuntimeError: a module of the model is already patched. No module is changed in this case.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"patch: argument 'model' takes a torch.nn.Module, got {_kind(model)}")
+        raise TypeError(
+            f"patch: argument 'model' takes a torch.nn.Module, got {type(model).__name__}"
+        )
     if where is not None and not callable(where):
-        raise TypeError(f"patch: argument 'where' takes a function or None, got {_kind(where)}")
+        raise TypeError(
+            f"patch: argument 'where' takes a function or None, got {type(where).__name__}"
+        )
     names = {}
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(module, []).append(name)
     for module, (name, *_) in names.items():
         if isinstance(module, PatchedNorm):
-            raise RuntimeError(f"patch: {name or 'the model'} is patched already; undo that first")
-    patched, left, found = [], [], []
-    for module, places in names.items():
+            raise RuntimeError(
+                f"patch: {name or 'the model'} is already patched; undo that patch first"
+            )
+    patched, left, new_classes = [], [], []
+    for module, module_names in names.items():
         if not looks_like_a_norm(module):
             continue
-        name, cls = ", ".join(places) or "the model", type(module)
+        name, cls = ", ".join(module_names) or "the model", type(module)
         try:
             if isinstance(module, (RMSNorm, LayerNorm)):
-                raise Unrecognised("it is tilenorm's")
-            if where is not None and not any(where(place, module) for place in places):
-                raise Unrecognised("where does not hold")
+                raise Unrecognised("it is a tilenorm module")
+            if where is not None and not any(where(n, module) for n in module_names):
+                raise Unrecognised("where() excludes it")
             form = recognise(module)
         except Unrecognised as reason:
             left.append(Left(name, cls, str(reason)))
         else:
             patched.append(Patched(name, cls, form.describe(module)))
-            found.append((module, _patched(cls, form)))
-    for module, cls in found:
+            new_classes.append((module, _patched_class(cls, form)))
+    for module, cls in new_classes:
         module.__class__ = cls
-    return Report(patched, left, found)
-
-
-def _kind(value: object) -> str:
-    return type(value).__name__
-
-
-def _path(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
+    return Report(patched, left, new_classes)

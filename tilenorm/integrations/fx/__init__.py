@@ -1,4 +1,4 @@
-"""Norms in FX graphs become tilenorm's ops."""
+"""The FX pass: replace norms in a graph by tilenorm's ops."""
 
 from .rewrite import Report, replace_norms
 

@@ -1,6 +1,9 @@
-"""RMSNorm spelled out, as models write it and as PyTorch decomposes its own.
+"""Match RMSNorm written as elementary operations, as models write it and PyTorch decomposes it.
 
-x / sqrt(mean(x²) + eps), times a weight before or after a cast to x's dtype
+The pattern is x / sqrt(mean(x²) + eps), times a weight before or after a cast to x's dtype. The
+code gives the nodes these names; root is an rsqrt, a sqrt or a power of -0.5:
+
+    square -> mean -> mean_plus_eps -> root -> x_hat -> casts and the product with the weight
 """
 
 import torch
@@ -8,62 +11,64 @@ from torch.fx import Node
 
 from .nodes import (
     Left,
+    added_number,
     arguments,
-    cast_of,
+    before_exact_casts,
+    cast_input,
     name_of,
     number_of,
     only_user,
     operands,
-    shifted,
     value_of,
-    widened,
     writes,
 )
 from .norms import Norm, parameter_fits, trailing
 
 
-def decomposed(root: Node) -> Norm | None:
-    """The RMSNorm whose reciprocal root mean square, or root, is `root`; None if it is not one.
+def match_decomposed(root: Node) -> Norm | None:
+    """The RMSNorm whose (reciprocal) root of the mean square is `root`, or None if there is none.
 
-    Raises Left if it is one that no single op can stand for.
+    Raises Left if the nodes compute an RMSNorm that no single op can replace.
     """
-    found = _mean_square(root)
-    if found is None:
+    mean_square = _match_mean_square(root)
+    if mean_square is None:
         return None
-    square, mean, added, dims, eps = found
-    for node in (square, mean, added, root):
+    square, mean, mean_plus_eps, dims, eps = mean_square
+    for node in (square, mean, mean_plus_eps, root):
         if only_user(node) is None:
-            raise Left(_shared(node))
+            raise Left(_other_users(node))
     x_hat = only_user(root)
-    multiplied = _multiplied(root, x_hat)
-    if value_of(multiplied) is None or value_of(x_hat) is None:
+    factor = _factor_beside_root(root, x_hat)
+    if value_of(factor) is None or value_of(x_hat) is None:
         return None
-    x = widened(multiplied)
-    if widened(_squared(square)) is not x:
+    x = before_exact_casts(factor)
+    if before_exact_casts(_squared(square)) is not x:
         return None
-    parts = {square, mean, added, root, x_hat}
+    parts = {square, mean, mean_plus_eps, root, x_hat}
     for node in parts:
         if value_of(node).dtype != torch.float32:
-            raise Left(f"{node.name}, within it, is {value_of(node).dtype}, not float32")
-    parts.update(_made_of(multiplied, x), _made_of(_squared(square), x))
-    return _outermost(x, x_hat, dims, eps, parts)
+            raise Left(
+                f"its intermediate result {node.name} is {value_of(node).dtype}, not float32"
+            )
+    parts.update(_path(x, factor), _path(x, _squared(square)))
+    return _extend(x, x_hat, dims, eps, parts)
 
 
-def _mean_square(root: Node) -> tuple[Node, Node, Node, int, float] | None:
-    """square, mean, mean + eps, how many dimensions they are over, eps."""
+def _match_mean_square(root: Node) -> tuple[Node, Node, Node, int, float] | None:
+    """square, mean, mean_plus_eps, the number of dimensions that mean reduces, and eps."""
     if not _is_root(root):
         return None
-    added = _input_of(root)
-    mean, eps = shifted(added) or (None, 0.0)
+    mean_plus_eps = _input_of(root)
+    mean, eps = added_number(mean_plus_eps) or (None, 0.0)
     if mean is None or name_of(mean) != "mean":
         return None
-    given = arguments(mean, "input", "dim", "keepdim")
-    square, dims = given["input"], trailing(value_of(given["input"]), given.get("dim"))
-    if not given.get("keepdim") or not dims or not _squared(square):
+    args = arguments(mean, "input", "dim", "keepdim")
+    square, dims = args["input"], trailing(value_of(args["input"]), args.get("dim"))
+    if not args.get("keepdim") or not dims or not _squared(square):
         return None
-    if any(value_of(node) is None for node in (root, added, mean, square)):
+    if any(value_of(node) is None for node in (root, mean_plus_eps, mean, square)):
         return None
-    return square, mean, added, dims, eps
+    return square, mean, mean_plus_eps, dims, eps
 
 
 def _is_root(node: Node) -> bool:
@@ -80,7 +85,7 @@ def _exponent(node: Node) -> float | None:
 
 
 def _squared(node: object) -> Node | None:
-    """x where a node is x²."""
+    """x if the node computes x², else None."""
     name = name_of(node) if isinstance(node, Node) else None
     if name == "square" or (name == "pow" and _exponent(node) == 2):
         return _input_of(node)
@@ -89,8 +94,8 @@ def _squared(node: object) -> Node | None:
     return None
 
 
-def _multiplied(root: Node, x_hat: Node) -> object:
-    """x, or a cast of it, where x_hat is x / sqrt(mean(x²) + eps)."""
+def _factor_beside_root(root: Node, x_hat: Node) -> object:
+    """x, or a cast of x, if x_hat is x * rsqrt(...) or x / sqrt(...), else None."""
     pair = operands(x_hat) if name_of(x_hat) in ("mul", "div") else ()
     if name_of(root) == "sqrt":
         return pair[0] if name_of(x_hat) == "div" and pair and pair[1] is root else None
@@ -98,60 +103,61 @@ def _multiplied(root: Node, x_hat: Node) -> object:
     return others[0] if others else None
 
 
-def _outermost(x: Node, x_hat: Node, dims: int, eps: float, parts: set[Node]) -> Norm:
-    """As much of what follows x̂ as one op computes, up to where there is x's dtype again."""
+def _extend(x: Node, x_hat: Node, dims: int, eps: float, parts: set[Node]) -> Norm:
+    """The longest norm that starts with x_hat, ends in x's dtype, and one op can compute."""
     dtype = value_of(x).dtype
-    end, weight, offset, rounded, found = x_hat, None, 0.0, False, None
+    end, weight, offset, rounded, norm = x_hat, None, 0.0, False, None
     while True:
         if value_of(end).dtype == dtype:
             rounding = "early" if rounded and weight is not None else "late"
-            found = Norm(
+            norm = Norm(
                 "rms", x, weight, None, dims, eps, offset, rounding, {0: end}, end,
                 tuple(sorted(parts)),
             )  # fmt: skip
         user = only_user(end)
         if user is None or value_of(user) is None:
             break
-        if cast_of(user) is end:
-            to = value_of(user).dtype
-            if to not in (dtype, torch.float32):
+        if cast_input(user) is end:
+            target_dtype = value_of(user).dtype
+            if target_dtype not in (dtype, torch.float32):
                 break
-            rounded = rounded or (weight is None and to == dtype != torch.float32)
-        elif weight is None and (factor := _factor(user, end, value_of(x), dims)) is not None:
-            product, weight, offset = factor
-            parts.update(_made_of(product, weight))
+            rounded = rounded or (weight is None and target_dtype == dtype != torch.float32)
+        elif weight is None and (match := _match_weight(user, end, value_of(x), dims)) is not None:
+            product_factor, weight, offset = match
+            parts.update(_path(weight, product_factor))
         else:
             break
         parts.add(user)
         end = user
-    if found is None:
-        shared = only_user(end) is None
-        raise Left(
-            _shared(end) if shared else f"its output is {value_of(end).dtype}, its input {dtype}"
-        )
-    return found
+    if norm is None and only_user(end) is None:
+        raise Left(_other_users(end))
+    if norm is None:
+        raise Left(f"its output is {value_of(end).dtype}, its input {dtype}")
+    return norm
 
 
-def _shared(node: Node) -> str:
-    return f"{node.name}, within it, is used by others too, as by a gradient spelled out"
+def _other_users(node: Node) -> str:
+    return f"other nodes (perhaps of its gradient) use its intermediate result {node.name}"
 
 
-def _factor(node: Node, x_hat: Node, x: torch.Tensor, dims: int) -> tuple[Node, Node, float] | None:
-    """weight + offset, weight and offset where a node is x̂ · (weight + offset)."""
+def _match_weight(
+    node: Node, x_hat: Node, x: torch.Tensor, dims: int
+) -> tuple[Node, Node, float] | None:
+    """If a node is x_hat * (weight + offset): the node of that sum, the weight and the offset."""
     pair = operands(node) if name_of(node) == "mul" else ()
     others = [p for p in pair if p is not x_hat and value_of(p) is not None]
     if len(others) != 1 or not parameter_fits(value_of(others[0]), x, dims):
         return None
     weight, offset = others[0], 0.0
     if value_of(weight).dtype == torch.float32 and not writes(weight):
-        weight, offset = shifted(weight) or (weight, 0.0)
-    return others[0], widened(weight), offset
+        weight, offset = added_number(weight) or (weight, 0.0)
+    return others[0], before_exact_casts(weight), offset
 
 
-def _made_of(node: Node, source: Node) -> set[Node]:
-    """The casts and shifts that make a node of its source."""
-    found = set()
+def _path(source: Node, node: Node) -> set[Node]:
+    """The casts and additions of a number that lead from source to node, including node."""
+    path = set()
     while node is not source:
-        found.add(node)
-        node = cast_of(node) or shifted(node)[0]
-    return found
+        path.add(node)
+        node = cast_input(node) or added_number(node)[0]
+    return path

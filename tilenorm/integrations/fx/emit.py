@@ -1,4 +1,4 @@
-"""Calls of tilenorm's ops in the place of a norm's nodes, under these nodes' names and metadata."""
+"""Insert tilenorm's ops into a graph in place of a norm's nodes; names and metadata are kept."""
 
 import operator
 
@@ -25,16 +25,17 @@ from .norms import Gradient, Norm, hidden_of
 
 ATEN = torch.ops.aten
 OPS = torch.ops.tilenorm
-SUM = 1  # its place among what tilenorm::norm returns
+SUM = 1  # index of the sum among the results of tilenorm::norm
 
 
 def emit_forward(graph: Graph, norm: Norm) -> str:
-    """Replaces a norm, with the sum that it is of if there is one. The kind of what is there now.
+    """Replace a norm, and the sum that it normalises if there is one. Returns the new op's kind.
 
-    Raises Left if moving the reading of its inputs would change what is read.
+    Raises Left if a node between the norm's first and last node may write to a tensor: the new op
+    reads its inputs at another place of the graph and could read other values.
     """
     if _written(norm.parts[0], norm.at, norm.parts):
-        raise Left("a tensor is written to among its operations")
+        raise Left("a node between its operations may write to a tensor")
     order = norm.order
     terms = _terms(norm) if order == sorted(order) else None
     at, outputs, parts = norm.at, norm.outputs, norm.parts
@@ -56,13 +57,13 @@ def emit_forward(graph: Graph, norm: Norm) -> str:
 
 
 def emit_backward(graph: Graph, norm: Gradient) -> str:
-    """Replaces aten's gradient of a norm; its kind."""
+    """Replace aten's gradient of a norm. Returns the new op's kind."""
     with graph.inserting_before(norm.at):
         rstd = _rows(graph, norm.rstd)
         mean = None if norm.mean is None else _rows(graph, norm.mean)
         tensors = (norm.dy, None, norm.x, None, norm.weight, norm.bias, mean, rstd)
         hidden = hidden_of(value_of(norm.x), norm.dims)
-        # Only second derivatives use eps, and aten's op has none.
+        # Only second derivatives use eps. aten's op does not have it, so 0.0 stands for it here.
         how = (*Options(hidden, norm.norm), 0.0, False, norm.mask)
         target = OPS.norm_backward.default
         call = _call(graph, target, norm_backward_fake, (*tensors, *how), norm.at)
@@ -75,14 +76,14 @@ def emit_backward(graph: Graph, norm: Gradient) -> str:
 
 
 def _saves(norm: Norm) -> bool:
-    """Whether the op has to save mean and rstd: they are used, or may be for a gradient."""
+    """Whether the op has to return mean and rstd: the graph or a later backward pass uses them."""
     y = norm.outputs.get(0)
     traced_with_gradients = y is not None and key_of(y) == "example_value"
     return not traced_with_gradients or len(norm.outputs) > 1 or value_of(y).requires_grad
 
 
 def _terms(norm: Norm) -> tuple[Node, Node] | None:
-    """The two tensors that x is the sum of, if the op can make the sum where it is made now."""
+    """The two tensors whose sum is x, if the op can compute the sum at x's place in the graph."""
     terms = operands(norm.x) if name_of(norm.x) == "add" else ()
     values = [value_of(node) for node in (norm.x, *terms)]
     if len(values) != 3 or any(v is None for v in values) or not values[0].is_contiguous():
@@ -97,7 +98,7 @@ def _terms(norm: Norm) -> tuple[Node, Node] | None:
 
 
 def _written(first: Node, last: Node, parts: tuple[Node, ...]) -> bool:
-    """Whether a node between two that is none of the parts may write to a tensor."""
+    """Whether a node from `first` up to `last`, outside `parts`, may write to a tensor."""
     while first is not last:
         if writes(first) and first not in parts:
             return True
@@ -106,7 +107,7 @@ def _written(first: Node, last: Node, parts: tuple[Node, ...]) -> bool:
 
 
 def _call(graph: Graph, target, fake, arguments: tuple, like: Node) -> Node:
-    """A call with the metadata of a node, and values of its own."""
+    """A new call with the metadata of the node `like`, and the values that `fake` computes."""
     call = graph.call_function(target, arguments)
     values = [value_of(a) if isinstance(a, Node) else a for a in arguments]
     _describe(call, fake(*values), like)
@@ -114,7 +115,7 @@ def _call(graph: Graph, target, fake, arguments: tuple, like: Node) -> Node:
 
 
 def _derived(graph: Graph, target, arguments: tuple, value: Tensor, like: Node, **kwargs) -> Node:
-    """A call that gives one tensor, with the metadata of the node it is for."""
+    """A new call that returns one tensor, with the metadata of the node `like`."""
     node = graph.call_function(target, arguments, kwargs)
     _describe(node, value, like)
     return node
@@ -126,15 +127,15 @@ def _describe(node: Node, value: object, like: Node) -> None:
 
 
 def _result(graph: Graph, call: Node, place: int, old: Node, x: Node, order=None) -> Node:
-    """What an op returns in a place, in the shape, dtype and layout of the node it stands for.
+    """One result of an op, in the shape, dtype and layout of the node `old` that it replaces.
 
-    order: of x's dimensions as the op has them.
+    place: the index of the result. order: the order of x's dimensions in which the op was called.
     """
     value, wanted = values_of(call)[place], value_of(old)
     node = _derived(graph, operator.getitem, (call, place), value, old)
     if order is not None and place == 0:
         node = _permuted(graph, node, [order.index(d) for d in range(len(order))])
-    if value.dim() != wanted.dim():  # mean and rstd, of x's leading dimensions
+    if value.dim() != wanted.dim():  # mean and rstd have one dimension here, aten's have x's rank
         sizes = [_size(graph, x, i, size) for i, size in enumerate(wanted.shape)]
         value = value.view(wanted.shape)
         node = _derived(graph, ATEN.view.default, (node, sizes), value, old)
@@ -159,7 +160,7 @@ def _size(graph: Graph, x: Node, dim: int, size: int | SymInt) -> int | Node:
 
 
 def _rows(graph: Graph, statistic: Node) -> Node:
-    """A mean or rstd of aten's as tilenorm's op takes it: (rows,), float32."""
+    """aten's mean or rstd in the shape and dtype that tilenorm's op takes: (rows,), float32."""
     value = value_of(statistic).view(-1)
     node = _derived(graph, ATEN.view.default, (statistic, [-1]), value, statistic)
     if value.dtype != torch.float32:
@@ -169,7 +170,10 @@ def _rows(graph: Graph, statistic: Node) -> Node:
 
 
 def _take_over(graph: Graph, new: dict[Node, Node | None], parts: tuple[Node, ...]) -> None:
-    """New nodes, or None, in the place of old ones, and what nobody uses any more is erased."""
+    """Replace old nodes by new ones (or by None), and erase the nodes that nothing uses any more.
+
+    new: the new node, or None, for each old node. parts: more nodes to erase if unused.
+    """
     for old, node in new.items():
         for user in list(old.users):
             user.args, user.kwargs = map_arg(

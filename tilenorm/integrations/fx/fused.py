@@ -1,4 +1,4 @@
-"""PyTorch's own norms: functions with one output, and aten's ops with saved statistics."""
+"""Match PyTorch's own norms: F.rms_norm, F.layer_norm and aten's fused ops with statistics."""
 
 import operator
 
@@ -25,13 +25,16 @@ BACKWARD_ARGUMENTS = {
         "output_mask",
     ),
 }
-# Where tilenorm's ops return what aten's return.
-FORWARD_PLACES = {"rms": (0, 3), "layer": (0, 2, 3)}  # output, mean and rstd
-BACKWARD_PLACES = {"rms": (0, 3), "layer": (0, 3, 4)}  # gradients of input, weight and bias
+# For each result of aten's op: its index among the results of tilenorm's op.
+FORWARD_INDICES = {"rms": (0, 3), "layer": (0, 2, 3)}  # output, mean (LayerNorm only), rstd
+BACKWARD_INDICES = {"rms": (0, 3), "layer": (0, 3, 4)}  # gradients of input, weight, bias
 
 
-def fused(node: Node) -> Norm | Gradient | None:
-    """The norm or gradient that a node is by itself, or None. Raises Left if it cannot be read."""
+def match_fused(node: Node) -> Norm | Gradient | None:
+    """The norm or gradient that a single node computes, or None if it computes neither.
+
+    Raises Left if the node is a norm that tilenorm's op cannot replace.
+    """
     single = name_of(node) in ("rms_norm", "layer_norm")
     names = FORWARD_ARGUMENTS.get(name_of(node) if single else node.target)
     if names is not None:
@@ -40,28 +43,28 @@ def fused(node: Node) -> Norm | Gradient | None:
     return None if names is None else _backward(node, arguments(node, *names))
 
 
-def _forward(node: Node, given: dict, single: bool) -> Norm:
+def _forward(node: Node, args: dict, single: bool) -> Norm:
     norm = _norm_of(node)
-    eps = given.get("eps", 1e-5 if norm == "layer" else None)
-    eps = default_eps(known(given["input"])) if eps is None else number_of(eps)
+    eps = args.get("eps", 1e-5 if norm == "layer" else None)
+    eps = default_eps(known(args["input"])) if eps is None else number_of(eps)
     if eps is None:
         raise Left("its eps is a tensor")
-    outputs = {0: node} if single else _items(node, FORWARD_PLACES[norm])
+    outputs = {0: node} if single else _items(node, FORWARD_INDICES[norm])
     return Norm(
-        norm, given["input"], given.get("weight"), given.get("bias"), _dims(given), eps,
+        norm, args["input"], args.get("weight"), args.get("bias"), _dims(args), eps,
         0.0, "late", outputs, node, (node,),
     )  # fmt: skip
 
 
-def _backward(node: Node, given: dict) -> Gradient:
+def _backward(node: Node, args: dict) -> Gradient:
     norm = _norm_of(node)
-    places = BACKWARD_PLACES[norm]
-    asked = {place for place, want in zip(places, given["output_mask"], strict=True) if want}
-    present = {0: True, 3: given.get("weight") is not None, 4: given.get("bias") is not None}
-    mask = tuple(place in asked and present.get(place, False) for place in range(5))
+    indices = BACKWARD_INDICES[norm]
+    wanted = {index for index, want in zip(indices, args["output_mask"], strict=True) if want}
+    present = {0: True, 3: args.get("weight") is not None, 4: args.get("bias") is not None}
+    mask = tuple(index in wanted and present.get(index, False) for index in range(5))
     return Gradient(
-        norm, given["grad_out"], given["input"], given.get("weight"), given.get("bias"),
-        given.get("mean"), given["rstd"], _dims(given), mask, _items(node, places), node,
+        norm, args["grad_out"], args["input"], args.get("weight"), args.get("bias"),
+        args.get("mean"), args["rstd"], _dims(args), mask, _items(node, indices), node,
     )  # fmt: skip
 
 
@@ -69,16 +72,16 @@ def _norm_of(node: Node) -> str:
     return "layer" if "layer" in name_of(node) else "rms"
 
 
-def _dims(given: dict) -> int:
-    shape = given["normalized_shape"]
+def _dims(args: dict) -> int:
+    shape = args["normalized_shape"]
     return len(shape) if isinstance(shape, tuple | list) else 1
 
 
-def _items(node: Node, places: tuple[int, ...]) -> dict[int, Node]:
-    """The nodes that take an op's results, by the place of each among those of tilenorm's op."""
-    found = {}
+def _items(node: Node, indices: tuple[int, ...]) -> dict[int, Node]:
+    """The getitem nodes of an op's results, by index among the results of tilenorm's op."""
+    items = {}
     for user in node.users:
         if user.target is not operator.getitem:
-            raise Left(f"its results are used together, by {user.name}")
-        found[places[user.args[1]]] = user
-    return found
+            raise Left(f"{user.name} uses the tuple of its results")
+        items[indices[user.args[1]]] = user
+    return items

@@ -1,4 +1,4 @@
-"""What a norm in a graph computes, whatever nodes spell it, and whether tilenorm takes it."""
+"""Norm and Gradient: descriptions of a norm in a graph, and checks that tilenorm supports it."""
 
 import math
 from dataclasses import dataclass
@@ -20,9 +20,12 @@ PARAMETER_DTYPES = tuple(getattr(torch, name) for name in DTYPES)
 class Norm:
     """The norm of x over its last `dims` dimensions.
 
-    outputs: the nodes that stand for output, mean and rstd, by their place among what
-    tilenorm::norm returns. at: the node that gives the place in the graph and the metadata. parts:
-    the nodes that compute it, of which those that nothing else uses are no longer needed.
+    Attributes:
+        norm: "rms" or "layer".
+        outputs: the nodes of output, mean and rstd, by their index among the results of
+            tilenorm::norm.
+        at: tilenorm's op goes to this node's place in the graph and takes over its metadata.
+        parts: the nodes that compute the norm. Those that nothing else uses are erased.
     """
 
     norm: str
@@ -43,10 +46,10 @@ class Norm:
 
     @property
     def order(self) -> list[int]:
-        """The dimensions as they are in memory, those that are normalised last.
+        """The output's dimensions in memory order, with the normalised dimensions last.
 
-        Elementwise operations, unlike tilenorm's, write their output in the order of their input:
-        of queries and keys that are transposed views, say.
+        Elementwise operations give their output the memory order of their input, which may be a
+        transposed view (queries and keys often are). tilenorm's output is always contiguous.
         """
         y = known(self.outputs[0]) if 0 in self.outputs else known(self.x)
         by_heads = self.weight is not None and known(self.weight).dim() > self.dims
@@ -56,7 +59,7 @@ class Norm:
         return [*rows, *range(y.dim() - self.dims, y.dim())]
 
     def check(self) -> None:
-        """Raises Left, with the reason, if tilenorm's op would not give what the nodes give."""
+        """Raise Left, with the reason, if tilenorm's op would give another result."""
         x, outputs = known(self.x), {place: known(node) for place, node in self.outputs.items()}
         if 0 in outputs:
             check_dtype("output", outputs[0], x)
@@ -66,7 +69,10 @@ class Norm:
 
 @dataclass(frozen=True)
 class Gradient:
-    """The gradients of a norm, by aten's op for it; outputs, at: as Norm's."""
+    """The gradients of a norm, computed by aten's op.
+
+    outputs, at: as in Norm. mask: which results of tilenorm::norm_backward to compute.
+    """
 
     norm: str
     dy: Node
@@ -85,7 +91,7 @@ class Gradient:
         return f"{self.norm}_norm_backward"
 
     def check(self) -> None:
-        """Raises Left, with the reason, if tilenorm's op would not give what the node gives."""
+        """Raise Left, with the reason, if tilenorm's op would give another result."""
         x, dy = known(self.x), known(self.dy)
         if dy.dtype != x.dtype:
             raise Left(f"its incoming gradient is {dy.dtype}, its input {x.dtype}")
@@ -99,21 +105,21 @@ class Gradient:
 
 
 def known(node: object) -> Tensor:
-    """The value of a node, which has one."""
+    """The fake tensor of a node. Raises Left if tracing stored none."""
     value = value_of(node)
     if value is None:
-        raise Left(f"of {node} neither shape nor dtype is known, or it is no plain tensor")
+        raise Left(f"{node} has no shape and dtype in its metadata, or is not a plain tensor")
     return value
 
 
 def check_dtype(name: str, result: Tensor, x: Tensor) -> None:
-    """Raises Left if a result is not of the input's dtype, as tilenorm's are."""
+    """Raise Left if a result's dtype is not the input's. tilenorm's results have that dtype."""
     if result.dtype != x.dtype:
         raise Left(f"its {name} is {result.dtype}, its input {x.dtype}")
 
 
 def check_contiguous(name: str, result: Tensor) -> None:
-    """Raises Left if a result is not laid out as tilenorm's are."""
+    """Raise Left if a result is not contiguous. tilenorm's results are contiguous."""
     if not result.is_contiguous():
         raise Left(f"its {name} is not contiguous")
 
@@ -124,9 +130,9 @@ def hidden_of(x: Tensor, dims: int) -> int:
 
 
 def check_tensors(norm: str, x: Tensor, weight, bias, dims: int, rounding: str) -> None:
-    """Raises Left if a norm's tensors are not those that the kernels take."""
+    """Raise Left if the kernels do not support a norm's tensors."""
     if not all(map(_is_known, x.shape[x.dim() - dims :])):
-        raise Left("it normalises a number of elements that varies")
+        raise Left("the number of elements that it normalises together is symbolic")
     affine = {name: known(p) for name, p in (("weight", weight), ("bias", bias)) if p is not None}
     for name, parameter in affine.items():
         if not parameter_fits(parameter, x, dims) or parameter.device != x.device:
@@ -139,7 +145,7 @@ def check_tensors(norm: str, x: Tensor, weight, bias, dims: int, rounding: str) 
     else:
         reason = spec_refused(spec)
     if x.device.type not in ("cpu", "cuda"):
-        reason = f"it is on {x.device.type}"
+        reason = f"its input is on {x.device.type}"
     if reason:
         raise Left(reason)
 
@@ -149,7 +155,7 @@ def _is_known(size: int | SymInt) -> bool:
 
 
 def parameter_fits(parameter: Tensor, x: Tensor, dims: int) -> bool:
-    """Whether there is one number for each element of a row, or, by heads, of each head's row."""
+    """Whether a parameter has one number per element of a row, or per element of each head."""
     by_heads = dims == 1 and parameter.dim() == 2 < x.dim()
     if parameter.dim() != dims and not by_heads:
         return False
@@ -160,7 +166,7 @@ def parameter_fits(parameter: Tensor, x: Tensor, dims: int) -> bool:
 
 
 def trailing(x: Tensor | None, dim: object) -> int:
-    """How many dimensions `dim` names, if these are the last of x; else 0."""
+    """The number of dimensions that `dim` names if they are the last ones of x, else 0."""
     named = (dim,) if isinstance(dim, int) else tuple(dim) if isinstance(dim, tuple | list) else ()
     if x is None or not all(isinstance(d, int) for d in named):
         return 0

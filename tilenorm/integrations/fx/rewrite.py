@@ -1,57 +1,63 @@
-"""The pass: norms in a graph become calls of tilenorm::norm and tilenorm::norm_backward."""
+"""replace_norms: replace the norms in an FX graph by tilenorm::norm and tilenorm::norm_backward."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch.fx import Graph, GraphModule, Node
 
-from .decomposed import decomposed
+from .decomposed import match_decomposed
 from .emit import emit_backward, emit_forward
-from .fused import fused
+from .fused import match_fused
 from .nodes import Left
 from .norms import Norm
 
 
 @dataclass(frozen=True)
 class Report:
-    """replaced: kind and node of each norm that is now tilenorm's. left: node of each other, why.
+    """The result of replace_norms: the norms that were replaced, and those that were not.
 
-    A node is named as in the graph; one in a subgraph has the subgraph's name before it.
+    replaced: (kind, node name) of each norm that is now an op of tilenorm. left: (node name,
+    reason) of each other norm. The name of a node in a subgraph starts with the subgraph's name.
     """
 
     replaced: tuple[tuple[str, str], ...]
     left: tuple[tuple[str, str], ...]
 
     def __str__(self) -> str:
-        lines = [f"replaced {len(self.replaced)} norms, left {len(self.left)}"]
+        lines = [f"{len(self.replaced)} norms replaced, {len(self.left)} not replaced"]
         lines += [f"  {name}: {kind}" for kind, name in self.replaced]
-        lines += [f"  {name} is left: {reason}" for name, reason in self.left]
+        lines += [f"  {name} is not replaced: {reason}" for name, reason in self.left]
         return "\n".join(lines)
 
 
 def replace_norms(
     graph_module: GraphModule, *, where: Callable[[Node], bool] | None = None
 ) -> Report:
-    """Replace the norms in a graph, in place, by tilenorm's ops.
+    """Replace the norms in a graph by tilenorm's ops. The graph is changed in place.
 
-    Takes graphs of torch.compile's backends (before autograd), of torch.export, of make_fx and of
-    AOTAutograd (forward, backward or both). Found are PyTorch's rms_norm and layer_norm; aten's
-    fused forms of them and of their gradients; RMSNorm spelled out as in Hugging Face's models,
-    with the weight before or after the cast, or 1 + weight. A norm of a sum of two tensors becomes
-    one op with the sum. The gradient of a norm spelled out is not found: replace those before
-    autograd, and tilenorm's own gradient follows.
+    The graph may come from a torch.compile backend (before autograd), from torch.export, from
+    make_fx, or from AOTAutograd (forward, backward, or both in one graph). replace_norms finds:
 
-    Every replaced node keeps its name, metadata, shape, strides and dtype. A norm is left alone
-    where tilenorm would not keep these, where its intermediate results are used by others, where
-    its dtype or size is not one that the kernels take, and where a tensor is written to in between.
+    - PyTorch's rms_norm and layer_norm,
+    - aten's fused norms and their gradients,
+    - RMSNorm written as elementary operations, as in Hugging Face's models: with the weight before
+      or after the cast, or with 1 + weight.
+
+    A norm of the sum of two tensors becomes one op that also computes the sum. The gradient of an
+    RMSNorm written as elementary operations is not found. Replace such a norm before autograd; its
+    gradient is then tilenorm's.
+
+    Every replaced node keeps its name, metadata, shape, strides and dtype. A norm is not replaced
+    if tilenorm's op would change one of these, if other nodes use its intermediate results, if the
+    kernels do not support its dtype or size, or if a node in between writes to a tensor.
 
     Args:
         graph_module: its nodes need the metadata "val" or "example_value" that tracing gives.
-        where: takes the node that a norm's output or results are, before it is replaced; where it
-            returns false the norm is left alone.
+        where: takes the node of a norm's output (of its tuple of results, for aten's fused ops)
+            before it is replaced, and returns whether to replace the norm. None replaces all.
 
     Raises:
-        TypeError: an argument of the wrong type.
+        TypeError: an argument has the wrong type.
     """
     if not isinstance(graph_module, GraphModule):
         got = type(graph_module).__name__
@@ -61,31 +67,31 @@ def replace_norms(
     for path, module in list(graph_module.named_modules()):
         if isinstance(module, GraphModule):
             prefix = f"{path}." if path else ""
-            done, not_done = _replace(module.graph, where)
-            replaced += [(kind, prefix + name) for kind, name in done]
-            left += [(prefix + name, reason) for name, reason in not_done]
-            if done:
+            graph_replaced, graph_left = _replace(module.graph, where)
+            replaced += [(kind, prefix + name) for kind, name in graph_replaced]
+            left += [(prefix + name, reason) for name, reason in graph_left]
+            if graph_replaced:
                 module.graph.lint()
                 module.recompile()
     return Report(tuple(replaced), tuple(left))
 
 
 def check_where(function: str, where: object) -> None:
-    """Raises TypeError for a filter that cannot be called."""
+    """Raise TypeError if `where` is neither None nor callable."""
     if where is not None and not callable(where):
         got = type(where).__name__
         raise TypeError(f"{function}: argument 'where' takes a function of a node, got {got}")
 
 
 def _replace(graph: Graph, where) -> tuple[list, list]:
-    """Kind and name of the norms replaced; name and reason of those left."""
+    """Replace the norms of one graph; the lists of a Report, with names as in this graph."""
     replaced, left = [], []
     for node in list(graph.nodes):
         if node.op not in ("call_function", "call_method"):
             continue
         name = node.name
         try:
-            norm = fused(node) or decomposed(node)
+            norm = match_fused(node) or match_decomposed(node)
             if norm is None:
                 continue
             name = norm.at.name
