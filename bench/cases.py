@@ -257,11 +257,16 @@ SUITE_DIRECTIONS = {"latency": ("inference",), "layer": ("training",)}
 
 
 def select(suite: str, ops=None, dtypes=None, hidden=None) -> list[Case]:
-    """The cases of a suite, narrowed to the given names and sizes where these are given."""
-    return [
+    """The cases of a suite, or only those with the given names and sizes.
+
+    The cases are in the order of ``hidden`` if it is given, with all ops and dtypes of an N side by
+    side: a run that is cut off has then measured the first sizes completely.
+    """
+    cases = [
         case
         for case in SUITES[suite]
         if (not ops or case.op in ops)
         and (not dtypes or case.dtype in dtypes)
         and (not hidden or case.n in hidden)
     ]
+    return sorted(cases, key=lambda case: hidden.index(case.n)) if hidden else cases

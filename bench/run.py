@@ -3,7 +3,7 @@
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -52,19 +52,23 @@ def run(
     emit: Callable[[Cell | Copy | Host], None],
     max_seconds: float = math.inf,
     budget_s: float = 0.1,
+    only: Mapping[str, Collection[int]] | None = None,
 ) -> None:
-    """Measure the providers named for each op on its cases, handing results to ``emit`` at once.
+    """Measure the providers that ``names`` gives for each op, and hand each result to ``emit``.
 
-    Of the directions HOST is measured once for each op, the others for each case.
+    The direction HOST is measured once for each op, and the other directions for each case. A
+    provider that is in ``only`` is measured at these N alone.
 
-    On a GPU all work is put on one stream of its own: the autograd engine runs a backward on the
-    stream of its forward, which has to be the one that is captured.
+    On a GPU the run has a stream of its own. The autograd engine runs a backward on the stream of
+    its forward, and a CUDA graph captures one stream, which must not be the default stream.
     """
+    only = only or {}
     ops = dict.fromkeys(case.op for case in cases)
     timed = {op: [n for n in names[op] if not PROVIDERS[n].host_only] for op in ops}
     ways = [direction for direction in directions if direction != HOST]
     host_ops = ops if HOST in directions else ()
-    cells = sum(len(timed[case.op]) for case in cases) * len(ways)
+    here = {case: [n for n in timed[case.op] if case.n in only.get(n, (case.n,))] for case in cases}
+    cells = sum(map(len, here.values())) * len(ways)
     progress = Progress(cells + sum(len(names[op]) for op in host_ops))
 
     def late() -> bool:
@@ -77,7 +81,7 @@ def run(
             for host in _hosts(op, names[op.name], device, late, progress):
                 emit(host)
         for case in cases:
-            _run_case(case, timed[case.op], ways, device, emit, late, progress, budget_s, copied)
+            _run_case(case, here[case], ways, device, emit, late, progress, budget_s, copied)
 
 
 def _run_case(case, names, directions, device, emit, late, progress, budget_s, copied) -> None:

@@ -19,7 +19,7 @@ LEARNING_RATE = 1e-4
 # Kernels of norms: PyTorch's, tilenorm's, and Inductor's, which are named by the ops they fuse.
 NORM_KERNEL = re.compile(
     r"rms_?norm|layer_?norm|RowwiseMoments|GammaBeta|rsqrt"
-    r"|norm_forward|norm_backward|column_sum|clear_slots",
+    r"|(row|stream|shared|norm)_forward|norm_backward|column_sum|clear_slots",
     re.IGNORECASE,
 )
 

@@ -126,6 +126,14 @@ def test_rates_are_written_beside_the_times(record):
     assert '"gbps": null' in to_json(record.cells[0])
 
 
+def test_last_line_of_a_run_that_was_cut_off_is_ignored(record):
+    lines = written(record)
+    whole = read(lines)
+    assert read([*lines, lines[-1][:-9]]) == whole
+    with pytest.raises(ValueError, match="line 2 "):
+        read([lines[0], lines[1][:-9] + "}", lines[2]])
+
+
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
@@ -205,11 +213,29 @@ def test_records_of_different_machines_are_no_one_report(record):
         merge([record, Record([{**RUN, "machine": "Another GPU"}])])
 
 
-def test_equal_reasons_share_a_line(record):
+def test_sizes_with_one_reason_share_a_line(record):
     for n in (2048, 4096):
-        late = {**SHAPE, "n": n, "provider": "torch", "bytes": 1}
+        wide = {**SHAPE, "n": n, "provider": "torch", "bytes": 1}
+        record.add(Cell(**wide, status="refused", error="ValueError: too wide"))
+    lines = report.render(record).splitlines()
+    assert "torch, N = 2048, 4096: refused: ValueError: too wide" in lines
+
+
+def test_shape_that_the_run_had_no_time_for_is_a_note_and_no_row(record):
+    for provider in ("torch", "tilenorm"):
+        late = {**SHAPE, "n": 2048, "provider": provider, "bytes": 1}
         record.add(Cell(**late, status="skipped", error="out of time"))
-    assert "torch, N = 2048, 4096: skipped: out of time" in report.render(record).splitlines()
+    lines = report.render(record).splitlines()
+    assert not [line for line in lines if line.split()[:1] == ["2048"]]
+    late = "torch, N = 2048; tilenorm, N = 2048"
+    assert f"not measured, because the run was out of time: {late}" in lines
+
+
+def test_row_with_a_cell_that_the_run_had_no_time_for_has_no_ratio(record):
+    cells = [cell for cell in record.cells if cell.n == 1024 and cell.provider != "quack"]
+    late = Cell(**SHAPE, provider="quack", bytes=1, status="skipped", error="out of time")
+    rows = rows_of(report.render(Record([RUN], [*cells, late])))
+    assert "1024 1000 2000 1000 - -" in rows
 
 
 def test_nothing_to_compare_with_is_no_ratio():
