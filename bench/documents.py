@@ -15,7 +15,8 @@ summary  speeds beside the fastest other provider, with a column for each op
 losses   one sentence that names every shape at which another provider is faster
 plot     a link to the plot of the record, an SVG file beside the record
 
-``python -m bench --markdown DOCUMENT ...`` prints every block again and draws the plots.
+``python -m bench --markdown DOCUMENT ...`` prints every block again. It draws a plot again if the
+record has changed; delete the SVG file to draw the plot in any case.
 """
 
 import re
@@ -63,11 +64,17 @@ def blocks(path: Path) -> list[Block]:
 
 
 def update(path: Path) -> None:
-    """Rewrite a document in place and draw its plots."""
+    """Rewrite a document in place, and draw those of its plots that do not show their record."""
     path.write_text(rewritten(path))
     for block in blocks(path):
-        if block.kind == "plot":
+        if block.kind == "plot" and not is_drawn(path, block):
             plot.save(block.record, str(path.parent / _svg(block)))
+
+
+def is_drawn(document: Path, block: Block) -> bool:
+    """Whether the SVG file of a plot exists and shows its record."""
+    svg = document.parent / _svg(block)
+    return svg.exists() and plot.digest_in(svg.read_text()) == plot.digest(block.record)
 
 
 def _block(document: Path, match: re.Match) -> Block:

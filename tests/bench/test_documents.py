@@ -38,8 +38,7 @@ def test_every_marker_is_read(path):
 def test_plots_show_their_records(path):
     for block in documents.blocks(path):
         if block.kind == "plot":
-            svg = (path.parent / block.link).with_suffix(".svg")
-            assert plot.digest_in(svg.read_text()) == plot.digest(block.record)
+            assert documents.is_drawn(path, block)
 
 
 def test_every_table_of_measurements_stands_between_markers():
