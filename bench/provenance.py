@@ -16,7 +16,7 @@ PACKAGES = ("triton", "cuda-tile", "quack-kernels", "liger-kernel", "tilegym")
 
 
 def device() -> str:
-    """ "cuda" if there is a GPU, else "cpu".
+    """The device of a run: "cuda" if there is a GPU, else "cpu".
 
     On a GPU this sets TILENORM_BACKEND=cutile for this process and the processes that it starts:
     tilenorm then refuses a shape that its kernels do not serve. Otherwise the bench would time the

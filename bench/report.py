@@ -137,21 +137,30 @@ def _speed(gbps: float) -> str:
 
 def _notes(cells: Sequence[Cell]) -> list[str]:
     """Why cells have no time, or why CUDA graphs did not time them: one line for each reason."""
-    sizes, late = {}, {}
+    sizes = {}
     for cell in cells:
-        if cell.status == "skipped":
-            late.setdefault(cell.provider, {})[str(cell.n)] = None
-        elif cell.error:
+        if cell.error and cell.status != "skipped":
             status = cell.status if cell.status != "ok" else "timed by " + cell.timing
             sizes.setdefault((cell.provider, status, cell.error), {})[str(cell.n)] = None
     lines = [
         f"{provider}, N = {', '.join(ns)}: {status}: {reason}"
         for (provider, status, reason), ns in sizes.items()
     ]
-    if late:
-        left = "; ".join(f"{provider}, N = {', '.join(ns)}" for provider, ns in late.items())
-        lines.append(f"not measured, because the run was out of time: {left}")
+    if late := _out_of_time(cells):
+        lines.append(f"not measured, because the run was out of time: N = {', '.join(late)}")
     return lines
+
+
+def _out_of_time(cells: Sequence[Cell]) -> list[str]:
+    """The N that the run had no time for, with the providers where it is not all of them."""
+    late = {}
+    for cell in sorted(cells, key=lambda c: c.n):
+        late.setdefault(cell.n, {})[cell.provider] = cell.status == "skipped"
+    return [
+        str(n) if all(skipped.values()) else f"{n} ({', '.join(filter(skipped.get, skipped))})"
+        for n, skipped in late.items()
+        if any(skipped.values())
+    ]
 
 
 def best_peer(cells: dict[str, Cell]) -> tuple[float, str] | None:

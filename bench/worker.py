@@ -56,9 +56,7 @@ def run(function: Callable, timeout_s: float, places: dict[str, str] | None = No
             try:
                 _, said = process.communicate(timeout=timeout_s)
             except BaseException as error:
-                os.killpg(
-                    process.pid, signal.SIGKILL
-                )  # also ends the compilers that the process started
+                os.killpg(process.pid, signal.SIGKILL)  # and the processes that it started
                 if isinstance(error, subprocess.TimeoutExpired):
                     raise WorkerError(f"not done after {timeout_s:.0f} s") from error
                 raise
