@@ -1,1 +1,1 @@
-"""Benchmarks of tilenorm beside PyTorch and every peer that is installed: ``python -m bench``."""
+"""Benchmarks of tilenorm beside PyTorch and the installed peer libraries: ``python -m bench``."""

@@ -1,14 +1,18 @@
-"""``python -m bench``: measure, or with ``--from`` print what was measured before.
+"""``python -m bench`` measures, and prints what it measured.
 
-``python -m bench train`` and ``python -m bench first-call`` measure a training step, and compiling;
-what they record is printed by ``--from`` too.
+``--from`` prints records of earlier runs, and ``--markdown DOCUMENT ...`` prints the tables of
+documents again. Neither measures anything.
+
+``python -m bench train`` measures a training step, and ``python -m bench first-call`` measures how
+long compiling takes. ``--from`` prints their records too.
 """
 
 import argparse
 import math
 import sys
+from pathlib import Path
 
-from bench import compare, first_call, plot, provenance, record, report, train
+from bench import compare, documents, first_call, plot, provenance, record, report, train
 from bench.cases import (
     DIRECTIONS,
     DTYPES,
@@ -39,11 +43,19 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
         "--direction",
         nargs="+",
         choices=(*DIRECTIONS, *LATENCIES, HOST),
-        help="by default those of the suite, and host times",
+        help="default: the directions of the suite, and host times",
     )
     parser.add_argument("--provider", nargs="+", choices=PROVIDERS)
     parser.add_argument(
-        "--max-seconds", type=float, default=math.inf, help="skip what is left after this time"
+        "--only",
+        nargs="+",
+        action="append",
+        default=[],
+        metavar=("PROVIDER", "N"),
+        help="measure this provider at these N alone; host times are not affected",
+    )
+    parser.add_argument(
+        "--max-seconds", type=float, default=math.inf, help="measure nothing more after this time"
     )
     parser.add_argument("--out", metavar="FILE.jsonl", help="write the record")
     parser.add_argument(
@@ -51,38 +63,41 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
         dest="sources",
         nargs="+",
         metavar="FILE.jsonl",
-        help="print records of one machine again, as one report",
+        help="print the records of one machine as one report, and measure nothing",
     )
     parser.add_argument(
         "--compare",
         nargs="+",
         metavar="OLD.jsonl",
-        help="also print what is slower than in these records; if anything is, exit with status 1",
+        help="also print what is slower than in these records; exit with status 1 if anything is",
     )
-    parser.add_argument("--markdown", action="store_true", help="print Markdown tables")
+    parser.add_argument(
+        "--markdown",
+        nargs="*",
+        metavar="DOCUMENT",
+        help="print Markdown tables; with documents, rewrite the tables between their markers",
+    )
     parser.add_argument("--plot", metavar="FILE.svg", help="draw GB/s against N (needs matplotlib)")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    for name, *sizes in args.only:
+        if name not in PROVIDERS or not sizes or not all(size.isdigit() for size in sizes):
+            parser.error(f"--only: got {' '.join([name, *sizes])}, takes a provider and sizes")
+    return args
 
 
 def _narrowed(whole: record.Record, args: argparse.Namespace) -> record.Record:
-    """What the options leave of a record."""
-
-    def kept(line) -> bool:
-        wanted = {"op": args.op, "dtype": args.dtype, "n": args.hidden}
-        wanted |= {"direction": args.direction, "provider": args.provider}
-        if isinstance(line, record.Host):  # of one shape, whatever shapes are asked for
-            wanted = {"op": args.op, "provider": args.provider}
-            if args.direction and HOST not in args.direction:
-                return False
-        return all(
-            not names or getattr(line, key, names[0]) in names for key, names in wanted.items()
-        )
-
-    return whole.filtered(kept)
+    """The lines of a record that the options ask for."""
+    return whole.narrowed(
+        op=args.op,
+        dtype=args.dtype,
+        n=args.hidden,
+        direction=args.direction,
+        provider=args.provider,
+    )
 
 
 def _measured(args: argparse.Namespace, argv: list[str]) -> record.Record:
-    """Run, writing each line to ``--out`` as soon as it is known."""
+    """The record of a run. Each line is written to ``--out`` as soon as it is measured."""
     device = provenance.device()
     cases = select(args.suite, args.op, args.dtype, args.hidden)
     if not cases or set(args.hidden or ()) - {case.n for case in cases}:
@@ -97,34 +112,31 @@ def _measured(args: argparse.Namespace, argv: list[str]) -> record.Record:
     ops = dict.fromkeys(case.op for case in cases)
     present, absent = attendance(ops, args.provider or list(PROVIDERS), device)
     directions = args.direction or (HOST, *SUITE_DIRECTIONS.get(args.suite, DIRECTIONS))
-    budget = {"budget_s": CPU_BUDGET_S} if device == "cpu" else {}
+    options = {"budget_s": CPU_BUDGET_S} if device == "cpu" else {}
+    options["only"] = {name: list(map(int, sizes)) for name, *sizes in args.only}
     made = provenance.describe_run(device, argv, absent)
     with record.writing(args.out, made) as (result, emit):
         try:
-            run(cases, present, directions, device, emit, args.max_seconds, **budget)
+            run(cases, present, directions, device, emit, args.max_seconds, **options)
         except GpuLost as error:
-            print(f"the GPU was lost, so the run ends here: {error}", file=sys.stderr)
+            print(f"the GPU no longer works, so the run ends here: {error}", file=sys.stderr)
         except KeyboardInterrupt:
-            print("interrupted; what was measured follows", file=sys.stderr)
+            print("interrupted; the measurements until now follow", file=sys.stderr)
     return result
 
 
-def _read(paths: list[str]) -> record.Record:
-    records = []
-    for path in paths:
-        with open(path) as file:
-            records.append(record.read(file))
-    return record.merge(records)
-
-
 def main(argv: list[str]) -> int:
-    """Run a command; the exit status is 1 if something is slower than what it is compared with."""
+    """Run a command. The exit status is 1 if ``--compare`` found anything slower."""
     if argv and argv[0] in COMMANDS:
         return COMMANDS[argv[0]](argv[1:])
     args = _arguments(argv)
-    old = _read(args.compare) if args.compare else None
-    found = _narrowed(_read(args.sources), args) if args.sources else _measured(args, argv)
-    print(report.render(found, args.markdown))
+    if args.markdown:
+        for path in map(Path, args.markdown):
+            documents.update(path)
+        return 0
+    old = record.load(args.compare) if args.compare else None
+    found = _narrowed(record.load(args.sources), args) if args.sources else _measured(args, argv)
+    print(report.render(found, args.markdown is not None))
     if args.plot:
         plot.save(found, args.plot)
     if old is None:

@@ -1,6 +1,7 @@
-"""What is measured, as data: operations, with what they read and write, and suites of shapes.
+"""The measured operations and the suites of shapes, as data.
 
-A new operation is one more ``Op`` in ``OPS``; nothing else here or in the harness knows its name.
+A new operation is one more ``Op`` in ``OPS`` and one line in each provider that has it. The rest of
+the bench does not know the operations' names.
 """
 
 import math
@@ -17,15 +18,21 @@ DTYPES = {
     "float16": torch.float16,
     "float32": torch.float32,
 }
-# What a suite measures if nothing is asked for, shown in GB/s, and what is shown in µs: a forward
-# without grad, as a decode step has it, and a forward with its backward, as a training step.
+# These directions are shown in GB/s. A suite measures them unless it has other directions.
 DIRECTIONS = ("forward", "backward")
+# These directions are shown as times. "inference" is a forward without grad, as in a decode step.
+# "training" is a forward together with its backward, as in a training step.
 LATENCIES = ("inference", "training")
-HOST = "host"  # what a call takes of the host, of one shape
+# The time that the host needs for a call, measured on one shape.
+HOST = "host"
 
 
 class Traffic(NamedTuple):
-    """Tensors that the mathematics moves: of the input's shape, and of the parameters'."""
+    """How many tensors the mathematics reads and writes.
+
+    ``rows`` counts tensors of the input's shape, and ``columns`` counts tensors of the parameters'
+    shape.
+    """
 
     rows: int
     columns: int
@@ -33,15 +40,16 @@ class Traffic(NamedTuple):
 
 @dataclass(frozen=True)
 class Op:
-    """An operation on M rows of N: on inputs ``rows`` and parameters ``columns``, in that order.
+    """An operation on M rows of N elements. Its arguments are ``rows`` and then ``columns``.
 
-    The inputs are (M, N) and the parameters (N,). With ``heads`` each head has parameters of its
-    own, (heads, N), and the inputs are (M / heads, heads, N), each the first third of a fused
-    projection (M / heads, 3, heads, N), as queries are: there are gaps between the tokens.
+    The inputs ``rows`` have the shape (M, N), and the parameters ``columns`` have the shape (N,).
+    With ``heads``, the parameters have the shape (heads, N) and the inputs have the shape
+    (M / heads, heads, N). Each input is then the first third of a fused projection of shape
+    (M / heads, 3, heads, N), as the queries of attention are, so there are gaps between tokens.
 
-    ``forward`` and ``backward`` count each input once and each output once, the same for every
-    provider and without anybody's workspace. ``reference`` is differentiable PyTorch, run in
-    float64 as the oracle; ``eager`` is what a model in PyTorch does.
+    ``forward`` and ``backward`` count every input and every output once. The counts are the same
+    for every provider and contain no workspace. ``reference`` is differentiable PyTorch code, which
+    runs in float64 as the oracle. ``eager`` is the code of a PyTorch model.
     """
 
     name: str
@@ -55,13 +63,13 @@ class Op:
     heads: int | None = None
 
     def shapes(self, m: int, n: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The shape of an input or output, and that of a parameter."""
+        """The shape of an input or output, and the shape of a parameter."""
         if self.heads is None:
             return (m, n), (n,)
         return (m // self.heads, self.heads, n), (self.heads, n)
 
     def bytes(self, direction: str, m: int, n: int, itemsize: int) -> int:
-        """Bytes moved by one call."""
+        """The bytes that one call has to read and write."""
         passes = {"backward": (self.backward,), "training": (self.forward, self.backward)}
         row, column = map(math.prod, self.shapes(m, n))
         return itemsize * sum(
@@ -70,10 +78,10 @@ class Op:
         )
 
     def inputs(self, m: int, n: int, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
-        """Random inputs, the same at every call.
+        """Random inputs, equal at every call.
 
-        Weights lie in [0.25, 0.75]: a backward that overwrites the gradient it is given, as
-        Liger's does, is repeated on its own result, which must not overflow.
+        Weights lie in [0.25, 0.75]. The backward of Liger overwrites the gradient that it is given,
+        so a repeated backward runs on its own result, and that result must not overflow.
         """
         make = torch.Generator(device).manual_seed(m * n + n)
         like = {"generator": make, "dtype": torch.float32, "device": device}
@@ -84,7 +92,7 @@ class Op:
         return rows + columns
 
     def output_grads(self, m: int, n: int, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
-        """Random gradients of the outputs, the same at every call."""
+        """Random gradients of the outputs, equal at every call."""
         make = torch.Generator(device).manual_seed(m * n + n + 1)
         shape, _ = self.shapes(m, n)
         return [torch.randn(shape, generator=make, device=device).to(dtype) for _ in self.outputs]
@@ -115,12 +123,12 @@ def _eager_gated_rms_norm(x, gate, weight):
 
 
 def _eager_head_rms_norm(x, weight):
-    # PyTorch's own takes weights of the normalised shape alone.
+    # F.rms_norm takes only weights of the normalised shape.
     return F.rms_norm(x, x.shape[-1:], eps=EPS) * weight
 
 
 def _of_sum(norm: Callable) -> Callable:
-    """The norm of x + residual, and that sum."""
+    """A function that returns the norm of x + residual, and x + residual."""
 
     def add_norm(x, residual, *parameters):
         total = x + residual
@@ -158,7 +166,7 @@ OPS = {
             columns=("weight",),
             outputs=("y", "sum"),
             forward=Traffic(rows=4, columns=1),  # x, residual, weight -> y, sum
-            # sum, dy, dsum, weight -> dx, dweight; dresidual is dx
+            # sum, dy, dsum, weight -> dx, dweight; dresidual equals dx
             backward=Traffic(rows=4, columns=2),
             reference=_of_sum(_rms_norm),
             eager=_of_sum(_eager_rms_norm),
@@ -169,7 +177,7 @@ OPS = {
             columns=("weight", "bias"),
             outputs=("y", "sum"),
             forward=Traffic(rows=4, columns=2),  # x, residual, weight, bias -> y, sum
-            # sum, dy, dsum, weight -> dx, dweight, dbias; dresidual is dx
+            # sum, dy, dsum, weight -> dx, dweight, dbias; dresidual equals dx
             backward=Traffic(rows=4, columns=3),
             reference=_of_sum(_layer_norm),
             eager=_of_sum(_eager_layer_norm),
@@ -201,7 +209,7 @@ OPS = {
 
 @dataclass(frozen=True)
 class Case:
-    """One shape of one operation in one dtype, all by name so that it can be written down."""
+    """One shape of one operation in one dtype, with plain values that a record can hold."""
 
     op: str
     dtype: str
@@ -209,8 +217,10 @@ class Case:
     n: int
 
     def shrunk(self, elements: int) -> "Case":
-        """The same case with at most ``elements`` elements, by taking fewer rows, but at least
-        one, or one a head."""
+        """The same case with fewer rows, so that it has at most ``elements`` elements.
+
+        At least one row is left, or one row for each head.
+        """
         heads = OPS[self.op].heads or 1
         return replace(self, m=max(heads, min(self.m, elements // self.n) // heads * heads))
 
@@ -231,19 +241,19 @@ _POWERS = tuple(1 << k for k in range(8, 19))
 _FULL = tuple(sorted((*_POWERS, 1536, 3072, 5120, 7168, 12288, 20480, 49152)))
 
 SUITES = {
-    # Few shapes, since torch.compile and some peers spend seconds of compiling on each.
+    # Few shapes, because torch.compile and some peers compile for seconds on each shape.
     "quick": _sweep(16 * _MI, ("rms_norm",), (1024, 4096, 16384), ("bfloat16",))
     + _sweep(16 * _MI, ("rms_norm",), (4096,), ("float32",))
     + _sweep(16 * _MI, ("layer_norm",), (4096,), ("float16",))
     + _sweep(16 * _MI, (*_PLAIN[2:], "gated_rms_norm"), (4096,), ("bfloat16",))
     + _sweep(16 * _MI, ("head_rms_norm",), (128,), ("bfloat16",)),
-    # Published sweeps: RMSNorm at 4096 rows, and that of Triton's LayerNorm tutorial.
+    # Published sweeps: RMSNorm on 4096 rows, and the sweep of Triton's LayerNorm tutorial.
     "seeds": _of_4096_rows("rms_norm", (1024, 2048, 4096, 8192, 16384))
     + _of_4096_rows("layer_norm", range(1024, 15872 + 1, 512), ("float16",)),
     "full": _sweep(64 * _MI, _PLAIN, _FULL)
     + _sweep(64 * _MI, ("gated_rms_norm",), (128, 1024, 4096, 8192))
     + _sweep(64 * _MI, ("head_rms_norm",), (32, 64, 128, 256, 512)),
-    # Decoding and short batches.
+    # Decode steps and small batches.
     "latency": tuple(
         Case(op, "bfloat16", 1 << k, n)
         for op in _PLAIN[:3]
@@ -257,11 +267,16 @@ SUITE_DIRECTIONS = {"latency": ("inference",), "layer": ("training",)}
 
 
 def select(suite: str, ops=None, dtypes=None, hidden=None) -> list[Case]:
-    """The cases of a suite, narrowed to the given names and sizes where these are given."""
-    return [
+    """The cases of a suite, or only those with the given names and sizes.
+
+    The cases are in the order of ``hidden`` if it is given, with all ops and dtypes of an N side by
+    side: a run that is cut off has then measured the first sizes completely.
+    """
+    cases = [
         case
         for case in SUITES[suite]
         if (not ops or case.op in ops)
         and (not dtypes or case.dtype in dtypes)
         and (not hidden or case.n in hidden)
     ]
+    return sorted(cases, key=lambda case: hidden.index(case.n)) if hidden else cases

@@ -1,9 +1,9 @@
-"""Whether a provider's outputs are right, before anything is timed.
+"""The check of a provider's outputs, which comes before any timing.
 
-An error is counted in units in the last place of the output's dtype, relative to the expected
-value plus the root mean square of all expected values: |actual - expected| / (|expected| + rms).
-The gradient of a weight sums M independent terms, so its rms grows with the square root of M,
-and its budget with it. M is the number of rows that share the weight.
+The error of a value is |actual - expected| / (|expected| + rms), in units in the last place (ulps)
+of the output's dtype. rms is the root mean square of all expected values. The gradient of a weight
+sums M terms, where M is the number of rows that share the weight. Its budget grows with √M, because
+the error of the sum does.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,9 +22,9 @@ def as_tuple(value) -> tuple[torch.Tensor, ...]:
 
 
 def oracle(op: Op, inputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]):
-    """Outputs and input gradients in float64, from the same rounded inputs.
+    """The expected results of each direction, in float64 and from the same rounded inputs.
 
-    Returns what each direction computes: outputs, gradients, or both, each in the op's order.
+    The results are outputs, gradients, or both, in the order of the op's fields.
     """
     n_rows = len(op.rows)
     shape = inputs[0].shape
@@ -53,7 +53,7 @@ def oracle(op: Op, inputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
 
 
 def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest error in ulps; infinite where a value is not finite or the shape is wrong."""
+    """The largest error in ulps. It is infinite if a value is not finite or the shape is wrong."""
     if actual.shape != expected.shape:
         return float("inf")
     rms = torch.linalg.vector_norm(expected) / max(1, expected.numel()) ** 0.5
@@ -66,10 +66,10 @@ def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def budgets(eager_errors: Sequence[float], dtype: torch.dtype, m: int, columns: int) -> list[float]:
-    """The ulps allowed for each output: a multiple of eager's own, or a floor.
+    """The ulps that each output may be off: a multiple of eager PyTorch's own error, or a floor.
 
-    The last ``columns`` outputs are sums over M rows in float32, in an order that is the
-    provider's own: they may be off by sqrt(M) units of float32.
+    The last ``columns`` outputs are float32 sums over M rows, and each provider adds in an order of
+    its own. These outputs may be off by √M ulps of float32.
     """
     over_rows = m**0.5 * torch.finfo(torch.float32).eps / torch.finfo(dtype).eps
     first_sum = len(eager_errors) - columns
@@ -80,14 +80,14 @@ def budgets(eager_errors: Sequence[float], dtype: torch.dtype, m: int, columns: 
 
 
 def names(op: Op, direction: str) -> list[str]:
-    """What the outputs of a direction are called in messages."""
+    """The names of a direction's results in messages."""
     outputs = [] if direction == "backward" else list(op.outputs)
     gradients = [f"d{name}" for name in (*op.rows, *op.columns)]
     return outputs + (gradients if direction in ("backward", "training") else [])
 
 
 def complaint(actual, expected, allowed, called) -> str | None:
-    """What is wrong with the outputs, or None."""
+    """A message that names each wrong result, or None if all are right."""
     wrong = []
     for got, want, budget, name in zip(actual, expected, allowed, called, strict=True):
         ulps = error(got, want)
@@ -97,9 +97,9 @@ def complaint(actual, expected, allowed, called) -> str | None:
 
 
 def poison(tensors: Sequence[torch.Tensor]) -> None:
-    """Leave NaN where the allocator will next place outputs of these sizes.
+    """Fill memory with NaN that the allocator will reuse for outputs of these sizes.
 
-    Otherwise a kernel that writes nothing could be handed memory that holds the right answer.
+    Otherwise a kernel that writes nothing could get memory that still holds the right answer.
     """
     held = [torch.full_like(t, float("nan")) for t in tensors for _ in range(2)]
     del held

@@ -1,13 +1,14 @@
-"""What became slower from one record to another of the same machine."""
+"""The comparison of two records of one machine: what became slower."""
 
 from bench.record import Cell, Record, Step, what
 
 
 def slower(old: Record, new: Record) -> tuple[int, list[str]]:
-    """How many measurements both have, and a line for each that is slower in the new one.
+    """The number of measurements in both records, and a line for each that became slower.
 
-    Slower is a median above the old by more than both spreads together, and by more than the copy
-    of the same shape changed, which tells how much the machine itself did; or no median any more.
+    A measurement became slower if its median grew by more than the sum of both spreads and of the
+    change of the copy of the same shape. The change of the copy shows by how much the speed of the
+    machine changed. A measurement that has no median any more counts as slower, too.
 
     Raises ValueError for records of different machines.
     """
@@ -29,11 +30,11 @@ def _complaint(old: Cell | Step, new: Cell | Step, drift: float) -> str | None:
     change = new.median_us / old.median_us - 1
     if change <= allowed:
         return None
-    return f"{was}, now {new.median_us:.4g} (+{change:.1%}, and {allowed:.1%} is no change)"
+    return f"{was}, now {new.median_us:.4g} (+{change:.1%}, more than the allowed {allowed:.1%})"
 
 
 def _drift(old: Record, new: Record, line: Cell | Step) -> float:
-    """By how much the copy of a cell's shape changed; 0 where it was not measured in both."""
+    """The relative change of the copy of a cell's shape, or 0 unless both records measured it."""
     if isinstance(line, Step):
         return 0.0
     before, after = (

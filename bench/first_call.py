@@ -1,9 +1,9 @@
-"""``python -m bench first-call``: how long the first call of a model's specs takes to compile.
+"""``python -m bench first-call`` measures how long the first call of a spec takes, with compiling.
 
-Each provider runs them twice, in processes of its own: with empty caches, and with what the first
-left on the disk. Importing the provider, starting CUDA and PyTorch's first gradient are not in the
-times; what a compiler does once a process is in those of the first spec, a small one that stands
-for no model.
+Each provider runs all specs in two processes. The first process starts with empty caches, and the
+second process finds the caches that the first process left on the disk. The times do not contain
+importing the provider, starting CUDA and PyTorch's first gradient. A compiler's own start is in the
+time of the first spec, a small spec that is there for this purpose alone.
 """
 
 import argparse
@@ -59,13 +59,13 @@ def main(argv: list[str]) -> int:
 
 
 def _first_calls(cases: list[Case], name: str, device: str) -> Iterator[FirstCall]:
-    """The first calls of one provider, cold and then warm."""
+    """The first calls of one provider, from both processes."""
     arguments = {"cases": [vars(case) for case in cases], "provider": name, "device": device}
     with worker.temporary_folder() as folder:
         places = worker.caches(folder)
         try:
             cold, warm = (worker.run(measure, TIMEOUT_S, places, **arguments) for _ in range(2))
-        except worker.WorkerError as error:  # one line says so, of no spec's fault
+        except worker.WorkerError as error:  # one line, since it concerns all specs
             where = {**vars(cases[0]), "direction": "forward", "provider": name}
             yield FirstCall(**where, error=str(error))
             return
@@ -75,9 +75,9 @@ def _first_calls(cases: list[Case], name: str, device: str) -> Iterator[FirstCal
 
 
 def measure(cases: list[dict], provider: str, device: str) -> list[dict]:
-    """In a process of its own: seconds of the first call of each case in each direction."""
+    """Seconds of the first call of each case in each direction. Runs in a worker process."""
     one = torch.ones(1, device=device, requires_grad=True)
-    torch.autograd.grad(one * one, one, torch.ones_like(one))  # the first imports sympy
+    torch.autograd.grad(one * one, one, torch.ones_like(one))  # the first gradient imports sympy
     found = []
     for fields in cases:
         case, op = Case(**fields), OPS[fields["op"]]
@@ -89,14 +89,14 @@ def measure(cases: list[dict], provider: str, device: str) -> list[dict]:
             try:
                 call = call or PROVIDERS[provider].load(op)
                 line["seconds"] = _seconds(repeatable_call(call, inputs, grads, direction), device)
-            except Exception as error:  # a peer's failure is a result, and is shown as one
+            except Exception as error:  # the failure of a peer is a result
                 line |= {"seconds": None, "error": first_line(error)}
             found.append(line)
     return found
 
 
 def precompile(op: str, hidden: list[int], dtypes: list[str], arch: str) -> Precompile:
-    """Seconds of ``python -m tilenorm precompile`` from an empty cache, the process included."""
+    """Seconds of ``python -m tilenorm precompile`` with an empty cache, including the process."""
     shape = ["--hidden", *map(str, hidden), "--dtype", *dtypes]
     bias = ["--bias"] if "bias" in OPS[op].columns else []
     arguments = ["--arch", arch, "--op", op, *bias, *shape]

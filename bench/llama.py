@@ -1,4 +1,4 @@
-"""A transformer of Llama 3's form in plain PyTorch, for a training step to be measured on."""
+"""A transformer with the structure of Llama 3 in plain PyTorch, for measuring a training step."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ INITIAL_DEVIATION = 0.02
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of the model; by default those of Llama 3 8B."""
+    """The sizes of the model. The defaults are those of Llama 3 8B."""
 
     layers: int = 32
     hidden: int = 4096
@@ -38,13 +38,15 @@ class Shape:
 
     @property
     def layer_activations(self) -> int:
-        """Elements that eager PyTorch keeps of a layer for the backward of a token: the input of
-        each norm, each projection and each product, and attention's q, k, v."""
+        """The elements that eager PyTorch saves for the backward, for each token and layer.
+
+        These are the inputs of every norm, projection and product, and attention's q, k and v.
+        """
         return 7 * self.hidden + 2 * self.kv_heads * self.head + 4 * self.ffn
 
 
 class Attention(nn.Module):
-    """Causal, with rotary positions; ``heads`` queries share ``kv_heads`` keys and values."""
+    """Causal attention with rotary positions. ``heads`` queries share ``kv_heads`` keys."""
 
     def __init__(self, shape: Shape, **factory):
         super().__init__()
@@ -79,7 +81,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """A layer: attention and then a feed-forward, each on a norm, each added to its input."""
+    """A layer: x + attention(norm(x)), and then x + ffn(norm(x))."""
 
     def __init__(self, shape: Shape, **factory):
         super().__init__()
@@ -94,7 +96,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """The last norm, the logits, and their cross entropy in float32."""
+    """The last norm, the logits, and the cross entropy of the logits in float32."""
 
     def __init__(self, shape: Shape, **factory):
         super().__init__()
@@ -107,9 +109,9 @@ class Head(nn.Module):
 
 
 class Llama(nn.Module):
-    """tokens (batch, T + 1) -> the loss, a scalar, of predicting each from those before it.
+    """tokens (batch, T + 1) -> the scalar loss of predicting each token from the tokens before it.
 
-    With ``checkpointing`` a layer keeps its input alone, and is computed again in the backward.
+    With ``checkpointing``, a layer saves only its input, and the backward recomputes the layer.
     """
 
     def __init__(self, shape: Shape, length: int, checkpointing: bool, **factory):
@@ -123,7 +125,7 @@ class Llama(nn.Module):
 
     @torch.no_grad()
     def reset(self, seed: int) -> None:
-        """Every weight anew: random from the seed, those of norms 1."""
+        """Set the weights of norms to 1, and all other weights to random values from the seed."""
         make = torch.Generator(self.cos.device).manual_seed(seed)
         for parameter in self.parameters():
             if parameter.ndim == 1:
@@ -142,7 +144,7 @@ class Llama(nn.Module):
 
 
 def _rotation(shape: Shape, length: int) -> tuple[Tensor, Tensor]:
-    """cos and sin, (length, head), of each position times each frequency, the halves alike."""
+    """cos and sin of position · frequency, each of shape (length, head) with two equal halves."""
     frequencies = ROPE_THETA ** -(torch.arange(0, shape.head, 2).double() / shape.head)
     angles = torch.arange(length).double()[:, None] * frequencies
     angles = torch.cat((angles, angles), -1)

@@ -1,10 +1,14 @@
-"""GB/s against N as an SVG: a column a direction, a row an op and dtype."""
+"""GB/s against N as an SVG file: a row for each direction, a column for each op and dtype."""
+
+import hashlib
+import re
 
 from bench.cases import DIRECTIONS
-from bench.record import Record
-from bench.report import CPU_NOTICE, OURS
+from bench.record import Cell, Record
+from bench.report import CPU_NOTICE, OURS, ops_and_dtypes
 
-# Okabe and Ito's palette, which survives the common kinds of colour blindness; markers differ too.
+# The palette of Okabe and Ito, which readers with the common kinds of colour blindness can tell
+# apart. The markers differ too.
 _STYLES = {
     "torch": ("#000000", "s"),
     "compile": ("#0072B2", "^"),
@@ -12,8 +16,21 @@ _STYLES = {
     "liger": ("#CC79A7", "D"),
     "liger-cutile": ("#56B4E9", "P"),
     "tilegym": ("#E69F00", "X"),
-    OURS: ("#009E73", "o"),  # last, so drawn on top
+    OURS: ("#009E73", "o"),  # the last line is drawn on top
 }
+
+
+def digest(record: Record) -> str:
+    """A digest of everything that the plot of a record shows."""
+    shown = [(c.op, c.dtype, c.direction, c.provider, c.n, c.gbps) for c in _plotted(record)]
+    copies = [(copy.dtype, copy.n, copy.gbps) for copy in record.copies]
+    return hashlib.sha256(repr((sorted(map(repr, shown)), copies)).encode()).hexdigest()[:16]
+
+
+def digest_in(svg: str) -> str | None:
+    """The digest that ``save`` wrote into an SVG file, given the file's text."""
+    found = re.search(r"digest ([0-9a-f]{16})", svg)
+    return found[1] if found else None
 
 
 def save(record: Record, path: str) -> None:
@@ -23,16 +40,16 @@ def save(record: Record, path: str) -> None:
     matplotlib.use("svg")
     import matplotlib.pyplot as plt
 
-    cells = [cell for cell in record.cells if cell.direction in DIRECTIONS]
+    cells = _plotted(record)
     if not cells:
         raise ValueError("nothing to plot: no forward or backward was measured in GB/s")
-    rows = list(dict.fromkeys((cell.op, cell.dtype) for cell in cells))
-    columns = [d for d in DIRECTIONS if any(cell.direction == d for cell in cells)]
+    columns = ops_and_dtypes(cells)
+    rows = [d for d in DIRECTIONS if any(cell.direction == d for cell in cells)]
     figure, axes = plt.subplots(
-        len(rows), len(columns), figsize=(6 * len(columns), 4.2 * len(rows)), squeeze=False
+        len(rows), len(columns), figsize=(5 * len(columns), 3.6 * len(rows)), squeeze=False
     )
-    for (op, dtype), line in zip(rows, axes, strict=True):
-        for direction, ax in zip(columns, line, strict=True):
+    for direction, line in zip(rows, axes, strict=True):
+        for (op, dtype), ax in zip(columns, line, strict=True):
             _panel(ax, record, op, dtype, direction)
     named = {}
     for ax in axes.flat:
@@ -44,8 +61,13 @@ def save(record: Record, path: str) -> None:
     notice = CPU_NOTICE if record.on_cpu else last["date"][:10]
     figure.suptitle(f"{last['machine']}, {notice}")
     figure.set_layout_engine("constrained")
-    figure.savefig(path, format="svg", metadata={"Date": None})
+    metadata = {"Date": None, "Description": f"digest {digest(record)}"}
+    figure.savefig(path, format="svg", metadata=metadata)
     plt.close(figure)
+
+
+def _plotted(record: Record) -> list[Cell]:
+    return [cell for cell in record.cells if cell.direction in DIRECTIONS]
 
 
 def _panel(ax, record: Record, op: str, dtype: str, direction: str) -> None:

@@ -1,4 +1,4 @@
-"""Where, when and with what a run is made."""
+"""The run line of a record: where, when and with which versions the run was made."""
 
 import os
 import platform
@@ -16,10 +16,11 @@ PACKAGES = ("triton", "cuda-tile", "quack-kernels", "liger-kernel", "tilegym")
 
 
 def device() -> str:
-    """The GPU if there is one, else the CPU.
+    """The device of a run: "cuda" if there is a GPU, else "cpu".
 
-    On a GPU, a shape that tilenorm's kernels do not serve is from now on refused, in this process
-    and those it starts: timing the reference in its place would be no measurement of tilenorm.
+    On a GPU this sets TILENORM_BACKEND=cutile for this process and the processes that it starts:
+    tilenorm then refuses a shape that its kernels do not serve. Otherwise the bench would time the
+    reference implementation in place of the kernels.
     """
     if not torch.cuda.is_available():
         return "cpu"
@@ -28,12 +29,12 @@ def device() -> str:
 
 
 def describe_run(device: str, arguments: list[str], absent: dict[str, str]) -> dict:
-    """The line of a record that says so."""
+    """The run line of a record. In the command, the file of ``--out`` stands without its folder."""
     import tilenorm
 
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": " ".join(["python -m bench", *arguments]),
+        "command": " ".join(["python -m bench", *_without_folder(arguments)]),
         "device": device,
         **(_gpu(device) if device != "cpu" else {"machine": platform.machine()}),
         "python": platform.python_version(),
@@ -45,6 +46,11 @@ def describe_run(device: str, arguments: list[str], absent: dict[str, str]) -> d
         "commit": _commit(),
         "absent": absent,
     }
+
+
+def _without_folder(arguments: list[str]) -> list[str]:
+    pairs = zip(["", *arguments], arguments, strict=False)
+    return [Path(value).name if option == "--out" else value for option, value in pairs]
 
 
 def _gpu(device: str) -> dict:
@@ -63,7 +69,7 @@ def _version(package: str) -> str | None:
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
-        module = sys.modules.get(package.removesuffix("-kernels"))  # importable, not installed
+        module = sys.modules.get(package.removesuffix("-kernels"))  # imported, but not installed
         return getattr(module, "__version__", None)
 
 
@@ -74,7 +80,7 @@ def _tileiras() -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit of this checkout, with +dirty if it has been edited."""
+    """The commit of this checkout, followed by +dirty if tracked files were edited since."""
     git = ("git", "-C", str(Path(__file__).resolve().parents[1]))
     commit = _output(*git, "rev-parse", "--short=12", "HEAD", lines=1)
     edited = commit and _output(*git, "status", "--porcelain", "--untracked-files=no")
@@ -82,7 +88,7 @@ def _commit() -> str | None:
 
 
 def _output(*command: str, lines: int | None = None) -> str | None:
-    """What a program prints, or None where it cannot be run."""
+    """The output of a program, or None if it cannot be run."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):

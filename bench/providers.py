@@ -1,7 +1,7 @@
-"""Who is measured: each provider turns an ``Op`` into a callable under autograd.
+"""The measured implementations. Each provider turns an ``Op`` into a differentiable function.
 
-Peers are imported when they are first asked for, never before, and each is called the way that
-its own documentation shows, with the arguments that make it compute what PyTorch computes.
+A peer library is imported when it is first needed. It is called as its documentation shows, with
+arguments that make it compute the same function as PyTorch.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -16,9 +16,10 @@ from bench.record import first_line
 
 @dataclass(frozen=True)
 class Provider:
-    """``load(op)`` returns ``f(*inputs) -> output(s)``, or None where it does not have the op.
+    """``load(op)`` returns ``f(*inputs) -> output(s)``, or None if the provider lacks the op.
 
-    host_only: runs the kernels of another provider, so that only its host times are its own.
+    A provider with ``host_only`` runs the kernels of another provider, so only its host time is
+    measured.
     """
 
     name: str
@@ -27,12 +28,12 @@ class Provider:
     host_only: bool = False
 
     def absent(self, op: Op, device: str) -> str | None:
-        """Why this provider cannot take part, or None if it can."""
+        """Why this provider cannot be measured, or None if it can be."""
         if device == "cpu" and not self.on_cpu:
             return "needs a GPU"
         try:
             return None if self.load(op) else f"has no {op.name}"
-        except Exception as error:  # a peer's import may raise anything; it is shown, not hidden
+        except Exception as error:  # importing a peer may raise anything
             return first_line(error)
 
 
@@ -65,16 +66,16 @@ def _compiled(function: Callable) -> Callable:
     import torch._dynamo
     import torch._functorch.config
 
-    # Donated buffers may be overwritten by the first backward, which rules out repeating it.
+    # A backward may overwrite donated buffers, and could then not be repeated.
     torch._functorch.config.donated_buffer = False
-    torch._dynamo.reset()  # each shape is compiled on its own, and no recompile limit is reached
+    torch._dynamo.reset()  # compile each shape anew, and stay below the limit of recompiles
     return torch.compile(function, mode="max-autotune-no-cudagraphs", dynamic=False)
 
 
 def _quack(op: Op):
     from quack import rmsnorm
 
-    def rms_norm(x, weight):  # weights (H, D) are taken a row a head, and x in place
+    def rms_norm(x, weight):  # takes weights (H, D), and reads a strided x in place
         return rmsnorm(x, weight, eps=EPS)
 
     return {
@@ -86,7 +87,7 @@ def _quack(op: Op):
 
 
 def _quack_layer_norm():
-    """Its forward and its backward, which it does not itself put under autograd."""
+    """quack has a forward and a backward of LayerNorm, but no autograd function for them."""
     from quack.rmsnorm import layernorm_bwd, layernorm_fwd
 
     class LayerNorm(torch.autograd.Function):
@@ -101,7 +102,7 @@ def _quack_layer_norm():
             x, weight, rstd, mean = ctx.saved_tensors
             return *layernorm_bwd(x, weight, dy, rstd, mean), None, None
 
-    @cache  # the forward asks for float32 parameters; what these cost is not its time
+    @cache  # quack needs float32 parameters, and the conversion shall not be in its time
     def widened(parameter):
         return parameter.detach().float()
 
@@ -109,9 +110,10 @@ def _quack_layer_norm():
 
 
 def _liger_norms(rms_norm, layer_norm, add_rms_norm):
-    # "gemma" keeps float32 to the end, as PyTorch does; "llama" would round before the weight.
-    # The last True and False are what Liger's modules pass for in_place. With True dx is written
-    # over dy; without it the Triton rms_norm would also pay for clearing dx, add_rms_norm not.
+    # "gemma" computes in float32 to the end, as PyTorch does. "llama" rounds before the weight.
+    # The last True and False are the values of in_place that Liger's modules pass. With True the
+    # backward writes dx over dy. With False the Triton rms_norm would also clear a new dx, which
+    # add_rms_norm does not do.
     return {
         "rms_norm": lambda x, w: rms_norm.apply(x, w, EPS, 0.0, "gemma", True, None),
         "layer_norm": lambda x, w, b: layer_norm.apply(x, w, b, EPS),
@@ -120,7 +122,7 @@ def _liger_norms(rms_norm, layer_norm, add_rms_norm):
 
 
 def _liger(op: Op):
-    # By submodule: names imported from liger_kernel.ops follow LIGER_KERNEL_IMPL.
+    # From the submodules, because LIGER_KERNEL_IMPL changes the names in liger_kernel.ops.
     from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction as AddRMSNorm
     from liger_kernel.ops.layer_norm import LigerLayerNormFunction as LayerNorm
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction as RMSNorm
@@ -145,17 +147,17 @@ def _tilegym(op: Op):
     try:
         import tilegym
     finally:
-        # Importing tilegym wraps ct.launch for the whole process, to print a notice once. That
-        # would be added to the host time of every other user of cuTile.
+        # Importing tilegym wraps ct.launch for the whole process, which would add to the host time
+        # of all other users of cuTile.
         ct.launch = launch
     if "cutile" not in tilegym.get_available_backends_for_op(op.name):
-        return None  # its dispatcher would fall back to Triton, with no more than a warning
+        return None  # its dispatcher would only warn, and run Triton
 
     tiles = {"eps": EPS, "backend": "cutile"}
     return {
         "rms_norm": lambda x, w: tilegym.ops.rms_norm(x, x.shape[-1:], w, **tiles),
-        # The axes from the first to before the second. Its persistent_layer_norm, which tunes
-        # itself, rounds to bfloat16 whatever the dtype.
+        # 1 and 2 are the first normalised axis and the end of the axes. TileGym also has
+        # persistent_layer_norm, but it rounds to bfloat16 for every dtype.
         "layer_norm": lambda x, w, b: tilegym.ops.layer_norm(x, 1, 2, w, b, **tiles),
     }.get(op.name)
 
@@ -178,11 +180,11 @@ PROVIDERS = {
 def attendance(
     ops: Iterable[str], names: Sequence[str], device: str
 ) -> tuple[dict[str, list[str]], dict[str, str]]:
-    """Which providers take part in each op; and of those that miss some, why."""
+    """The providers that have each op, and for every provider that lacks an op the reasons."""
     present, reasons = {}, {}
     for op in ops:
         why = {name: PROVIDERS[name].absent(OPS[op], device) for name in names}
         present[op] = [name for name in names if why[name] is None]
         for name in filter(why.get, names):
-            reasons.setdefault(name, {})[why[name]] = None  # a set that keeps its order
+            reasons.setdefault(name, {})[why[name]] = None  # a dict is an ordered set
     return present, {name: "; ".join(found) for name, found in reasons.items()}

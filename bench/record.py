@@ -1,6 +1,7 @@
-"""The record of a run: JSON lines, one ``run`` line and then one line a measurement.
+"""A record is a JSON-lines file: one ``run`` line, then one line for each measurement.
 
-Records of several runs on one machine can be merged, and are then read as one.
+A record is written line by line while the run goes on, so a run that is cut off leaves a record of
+everything that it had measured. Records of several runs on one machine can be merged into one.
 """
 
 import json
@@ -10,11 +11,16 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from bench.cases import HOST
+
 
 @dataclass(frozen=True)
 class Cell:
-    """One provider on one shape. ``status`` is ok, wrong, refused, failed or skipped; what was
-    not timed has no numbers, and ``error`` says why."""
+    """The time of one provider on one shape in one direction.
+
+    ``status`` is ok, wrong, refused, failed or skipped. A cell that is not ok has no numbers, and
+    ``error`` says why.
+    """
 
     op: str
     dtype: str
@@ -37,7 +43,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Copy:
-    """A device-to-device copy of an (M, N) tensor: what memory can do."""
+    """The time of a device-to-device copy of an (M, N) tensor: the speed that memory allows."""
 
     dtype: str
     m: int
@@ -55,9 +61,9 @@ class Copy:
 
 @dataclass(frozen=True)
 class Host:
-    """Microseconds of the host for one call: forward without grad; forward and backward.
+    """Host microseconds of one call: a forward without grad, and a forward with its backward.
 
-    Medians; of several rounds, the least.
+    Each is the median of its samples. Where there were several rounds, it is the least median.
     """
 
     op: str
@@ -73,8 +79,11 @@ class Host:
 
 @dataclass(frozen=True)
 class FirstCall:
-    """Seconds of the first call of a spec in a process, its compiling included: with empty caches,
-    and in a later process with what the former left on the disk."""
+    """Seconds of the first call of a spec in a process, with the compilation in it.
+
+    ``cold_s`` starts from empty caches. ``warm_s`` is measured in a second process, which finds the
+    caches that the first process left on the disk.
+    """
 
     op: str
     dtype: str
@@ -89,7 +98,7 @@ class FirstCall:
 
 @dataclass(frozen=True)
 class Precompile:
-    """Seconds in which ``python -m tilenorm precompile`` compiles specs, from an empty cache."""
+    """Seconds that ``python -m tilenorm precompile`` takes with an empty cache."""
 
     op: str
     arguments: str
@@ -102,8 +111,8 @@ class Precompile:
 class Step:
     """A training step of one variant of a model.
 
-    ``norm_kernels_ms`` is the GPU time in one step of each kernel that does a norm; ``same_bits``
-    whether a second run from the same start had the same losses and weights.
+    ``norm_kernels_ms`` maps each kernel that computes a norm to its GPU time in one step.
+    ``same_bits`` says whether a second run from the same start had the same losses and weights.
     """
 
     model: str
@@ -135,7 +144,11 @@ Line = Cell | Copy | Host | FirstCall | Precompile | Step
 
 @dataclass
 class Record:
-    """What was measured, and in which runs: where and when, and who was absent and why."""
+    """All measurements of one or more runs.
+
+    Each of ``runs`` says where, when and with which versions it was made, and which providers were
+    absent and why.
+    """
 
     runs: list[dict] = field(default_factory=list)
     cells: list[Cell] = field(default_factory=list)
@@ -153,8 +166,24 @@ class Record:
         lines = self.runs if isinstance(line, dict) else getattr(self, LISTS[type(line)])
         lines.append(line)
 
-    def filtered(self, kept: Callable[[Line], bool]) -> "Record":
-        """The same runs with those of their lines that are kept."""
+    def narrowed(self, **wanted: Sequence | None) -> "Record":
+        """The same runs, with only the lines whose fields have one of the wanted values.
+
+        ``wanted`` maps a field's name to a list of values, or to None for all values. A field that
+        a line does not have is not compared. Host times have the direction "host", and they are
+        not narrowed by shape or dtype, because they are measured on one shape only.
+        """
+        asked = {name: values for name, values in wanted.items() if values}
+
+        def kept(line: Line) -> bool:
+            if isinstance(line, Host):
+                if HOST not in asked.get("direction", [HOST]):
+                    return False
+                names = [name for name in ("op", "provider") if name in asked]
+            else:
+                names = [name for name in asked if hasattr(line, name)]
+            return all(getattr(line, name) in asked[name] for name in names)
+
         lists = {name: list(filter(kept, getattr(self, name))) for name in LISTS.values()}
         return Record(self.runs, **lists)
 
@@ -164,7 +193,7 @@ def gbps(nbytes: int, us: float | None) -> float | None:
 
 
 def to_json(line: Line | dict) -> str:
-    """One line of the file. Rates are written beside the times they follow from."""
+    """One line of the file. A rate is written beside the time that it is computed from."""
     if isinstance(line, dict):
         return json.dumps({"record": "run", **line})
     rate = {"gbps": line.gbps} if hasattr(line, "gbps") else {}
@@ -172,7 +201,7 @@ def to_json(line: Line | dict) -> str:
 
 
 def from_json(text: str) -> Line | dict:
-    """What to_json wrote."""
+    """The line that ``to_json`` wrote."""
     values = json.loads(text)
     kind = values.pop("record")
     values.pop("gbps", None)
@@ -180,7 +209,11 @@ def from_json(text: str) -> Line | dict:
 
 
 def read(lines: Iterable[str]) -> Record:
-    """The record in a file; ValueError names the line that is not part of one."""
+    """The record in a file.
+
+    A last line that was cut off while it was written is ignored. Raises ValueError with the number
+    of the first other line that is not part of a record.
+    """
     record = Record()
     for number, text in enumerate(lines, 1):
         if not text.strip():
@@ -188,15 +221,29 @@ def read(lines: Iterable[str]) -> Record:
         try:
             record.add(from_json(text))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
+            if record.runs and not text.rstrip().endswith("}"):
+                break  # only the last line of a run that was cut off has no closing brace
             raise ValueError(f"line {number} is not part of a bench record: {error!r}") from error
     if not record.runs:
         raise ValueError("no bench record: there is no run line")
     return record
 
 
+def load(paths: Sequence[str | Path]) -> Record:
+    """The records in several files, merged."""
+    records = []
+    for path in paths:
+        with open(path) as file:
+            records.append(read(file))
+    return merge(records)
+
+
 @contextmanager
 def writing(path: str | None, run: dict) -> Iterator[tuple[Record, Callable[[Line], None]]]:
-    """A record of one run, and what adds a line to it and, at once, to the file if there is one."""
+    """An empty record of one run, and a function that adds a line to it.
+
+    The function also writes the line at once to the file at ``path``, if a path is given.
+    """
     if path:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
     record = Record()
@@ -211,11 +258,14 @@ def writing(path: str | None, run: dict) -> Iterator[tuple[Record, Callable[[Lin
 
 
 def merge(records: Sequence[Record]) -> Record:
-    """One record of several, of one machine. Of what was measured twice the last counts."""
+    """One record of several, all of one machine.
+
+    Where two records measured the same thing, the later record counts.
+    """
     runs = [run for record in records for run in record.runs]
     machines = sorted({run["machine"] for run in runs})
     if len(machines) > 1:
-        raise ValueError(f"records of different machines are no one report: {machines}")
+        raise ValueError(f"records of different machines cannot be merged: {machines}")
     merged = Record(runs)
     for kind in LISTS.values():
         lines = [line for record in records for line in getattr(record, kind)]
@@ -224,12 +274,12 @@ def merge(records: Sequence[Record]) -> Record:
 
 
 def what(line: Line) -> tuple:
-    """What a line is a measurement of."""
+    """The key of what a line measures: two lines with equal keys measure the same thing."""
     names = ("op", "dtype", "m", "n", "direction", "provider", "arguments", "model", "variant")
     return type(line), *(getattr(line, name, None) for name in names)
 
 
 def first_line(error: BaseException) -> str:
-    """The type and the first line that says something, in at most 200 characters."""
+    """The type of an error and the first non-blank line of its message, cut to 200 characters."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return ": ".join([type(error).__name__, *lines[:1]])[:200]

@@ -1,9 +1,10 @@
-"""Tables from a record, as text or as Markdown. Nothing here measures anything."""
+"""Tables printed from a record, as text or as Markdown. Nothing in this module measures."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from bench.cases import DIRECTIONS, LATENCIES
+from bench.cases import DIRECTIONS, LATENCIES, OPS
 from bench.record import Cell, FirstCall, Record, Step
+from bench.text import table, titled
 from bench.timing import MOST_SETS
 
 OURS = "tilenorm"
@@ -11,11 +12,19 @@ CPU_NOTICE = "CPU reference, small shapes: not a GPU measurement"
 
 
 def render(record: Record, markdown: bool = False) -> str:
-    """Every table of a record: per op, dtype and direction; host times; training steps; compiling;
-    then how."""
-    parts = [_heading(record)]
-    keys = dict.fromkeys((cell.op, cell.dtype) for cell in record.cells)
-    for op, dtype in keys:
+    """A whole report: the runs with their versions, every table, and how the times were taken."""
+    parts = [_heading(record), *tables(record, markdown), _footing(record)]
+    return "\n\n".join(filter(None, parts))
+
+
+def tables(record: Record, markdown: bool = False) -> list[str]:
+    """Every table of a record, each with its title and notes.
+
+    First one table for each op, dtype and direction, then host times, training steps, and first
+    calls.
+    """
+    parts = []
+    for op, dtype in ops_and_dtypes(record.cells):
         for direction in DIRECTIONS + LATENCIES:
             cells = [
                 c for c in record.cells if (c.op, c.dtype, c.direction) == (op, dtype, direction)
@@ -30,29 +39,35 @@ def render(record: Record, markdown: bool = False) -> str:
         parts.append(_steps([step for step in record.steps if step.model == model], markdown))
     for op in dict.fromkeys(call.op for call in record.first_calls):
         parts.append(_first_calls(record, op, markdown))
-    parts.append(_footing(record))
-    return "\n\n".join(filter(None, parts))
+    return parts
+
+
+def ops_and_dtypes(cells: Sequence[Cell]) -> list[tuple[str, str]]:
+    """Every pair of an op and a dtype, with the ops in the order of ``OPS``."""
+    pairs = dict.fromkeys((cell.op, cell.dtype) for cell in cells)
+    return sorted(pairs, key=lambda pair: list(OPS).index(pair[0]))
 
 
 def _heading(record: Record) -> str:
-    made = {}  # runs by what they were made with
+    made = {}  # the runs by their versions
     for run in record.runs:
-        made.setdefault(_versions(run), []).append(
+        made.setdefault(versions(run), []).append(
             f"tilenorm {run['tilenorm']} ({run['commit'] or 'no commit'}) on {run['machine']}"
             f", {run['date']}"
         )
     lines = [CPU_NOTICE] if record.on_cpu else []
-    for versions, runs in made.items():
-        lines += [*runs, versions]
+    for used, runs in made.items():
+        lines += [*runs, used]
     absent = [(name, why) for run in record.runs for name, why in run["absent"].items()]
     lines += [f"absent: {name} ({why})" for name, why in dict.fromkeys(absent)]
     return "\n".join(lines)
 
 
-def _versions(run: dict) -> str:
-    versions = {"torch": run["torch"], "CUDA": run["cuda"], "driver": run.get("driver")}
-    versions |= {"tileiras": run["tileiras"], "Python": run["python"], **run["packages"]}
-    return ", ".join(f"{name} {value}" for name, value in versions.items() if value)
+def versions(run: dict) -> str:
+    """The versions that a run was made with."""
+    found = {"torch": run["torch"], "CUDA": run["cuda"], "driver": run.get("driver")}
+    found |= {"tileiras": run["tileiras"], "Python": run["python"], **run["packages"]}
+    return ", ".join(f"{name} {value}" for name, value in found.items() if value)
 
 
 def _throughput(record: Record, cells: Sequence[Cell], markdown: bool) -> str:
@@ -79,11 +94,16 @@ def _latency(cells: Sequence[Cell], markdown: bool) -> str:
 
 
 def _by_shape(cells: Sequence[Cell]) -> tuple[list[str], dict[tuple[int, int], dict[str, Cell]]]:
-    """The providers, and by (M, N), the wider last, the cell of each."""
-    shapes = {}
+    """The providers, and the cells of each shape (M, N) by provider, narrow shapes first.
+
+    A shape is left out if the run had no time for any of its cells.
+    """
+    shapes, measured = {}, [cell for cell in cells if cell.status != "skipped"]
     for cell in sorted(cells, key=lambda c: (c.n, c.m)):
         shapes.setdefault((cell.m, cell.n), {})[cell.provider] = cell
-    return list(dict.fromkeys(cell.provider for cell in cells)), shapes
+    some = {(cell.m, cell.n) for cell in measured}
+    shapes = {shape: here for shape, here in shapes.items() if shape in some}
+    return list(dict.fromkeys(cell.provider for cell in measured)), shapes
 
 
 def _of_cells(cells: Sequence[Cell], unit: str, body: str, markdown: bool) -> str:
@@ -91,18 +111,18 @@ def _of_cells(cells: Sequence[Cell], unit: str, body: str, markdown: bool) -> st
     title = f"{first.op} {first.direction}, {first.dtype}: {unit}"
     spreads = [cell.spread for cell in cells if cell.spread is not None]
     notes = [f"largest spread (p80 - p20) / median: {max(spreads):.1%}"] if spreads else []
-    return _titled(title, body, notes + _notes(cells), markdown)
+    return titled(title, body, notes + _notes(cells), markdown)
 
 
 def _time(cell: Cell | None, us: float) -> str:
-    """In a unit of so many microseconds."""
-    if cell is None:
+    """The time of a cell, in a unit that is ``us`` microseconds long."""
+    if cell is None or cell.status == "skipped":
         return "-"
     return cell.status if cell.median_us is None else f"{cell.median_us / us:.3g}"
 
 
 def _rate(cell: Cell | None, copy: float | None) -> str:
-    if cell is None:
+    if cell is None or cell.status == "skipped":
         return "-"
     if cell.gbps is None:
         return cell.status
@@ -111,31 +131,57 @@ def _rate(cell: Cell | None, copy: float | None) -> str:
 
 
 def _speed(gbps: float) -> str:
-    """Whole GB/s, but two digits of what is slow."""
+    """A rate in whole GB/s. A rate below 10 GB/s has two significant digits."""
     return f"{gbps:.0f}" if gbps >= 10 else f"{gbps:.2g}"
 
 
 def _notes(cells: Sequence[Cell]) -> list[str]:
-    """What went wrong, one line a provider and reason."""
+    """Why cells have no time, or why CUDA graphs did not time them: one line for each reason."""
     sizes = {}
     for cell in cells:
-        if cell.error:
+        if cell.error and cell.status != "skipped":
             status = cell.status if cell.status != "ok" else "timed by " + cell.timing
             sizes.setdefault((cell.provider, status, cell.error), {})[str(cell.n)] = None
-    return [
+    lines = [
         f"{provider}, N = {', '.join(ns)}: {status}: {reason}"
         for (provider, status, reason), ns in sizes.items()
     ]
+    if late := _out_of_time(cells):
+        lines.append(f"not measured, because the run was out of time: N = {', '.join(late)}")
+    return lines
 
 
-def against_best_peer(cells: dict[str, Cell]) -> str:
-    """Our rate over that of the fastest other provider, below 1 where we lose, and its name."""
+def _out_of_time(cells: Sequence[Cell]) -> list[str]:
+    """The N that the run had no time for, with the providers where it is not all of them."""
+    late = {}
+    for cell in sorted(cells, key=lambda c: c.n):
+        late.setdefault(cell.n, {})[cell.provider] = cell.status == "skipped"
+    return [
+        str(n) if all(skipped.values()) else f"{n} ({', '.join(filter(skipped.get, skipped))})"
+        for n, skipped in late.items()
+        if any(skipped.values())
+    ]
+
+
+def best_peer(cells: dict[str, Cell]) -> tuple[float, str] | None:
+    """Our rate divided by the fastest other provider's rate, and that provider's name.
+
+    None if there is nothing to compare, or if the run had no time for one of the cells.
+    """
+    if any(cell.status == "skipped" for cell in cells.values()):
+        return None
     rates = {name: cell.gbps for name, cell in cells.items() if cell.gbps is not None}
     ours = rates.pop(OURS, None)
     if not rates or ours is None:
-        return "-"
+        return None
     best = max(rates, key=rates.get)
-    return f"{ours / rates[best]:.2f} {best}"
+    return ours / rates[best], best
+
+
+def against_best_peer(cells: dict[str, Cell]) -> str:
+    """``best_peer`` as a table shows it. A ratio below 1 is a loss."""
+    found = best_peer(cells)
+    return f"{found[0]:.2f} {found[1]}" if found else "-"
 
 
 def _host_times(record: Record, op: str, markdown: bool) -> str:
@@ -153,7 +199,7 @@ def _host_times(record: Record, op: str, markdown: bool) -> str:
     shape = f"{eager.dtype}, {eager.m} x {eager.n}"
     title = f"{op}: host time of a call in µs (times {eager.provider}'s), {shape}"
     notes = [f"{host.provider}: {host.error}" for host in hosts if host.error]
-    return _titled(title, table(header, shown, markdown), notes, markdown)
+    return titled(title, table(header, shown, markdown), notes, markdown)
 
 
 def _us(value: float | None, unit: float | None) -> str:
@@ -186,12 +232,12 @@ def _steps(steps: Sequence[Step], markdown: bool) -> str:
     header = ["variant", "ms a step (spread)", "tokens/s", "norms, ms a step", "peak GiB"]
     header += ["first step, s", "loss", "largest change from eager's", "same bits twice"]
     notes = [
-        "Norms: GPU time of the kernels that are named after one. Those of torch.compile also do\n"
-        "what is fused with the norm: what the norm costs of that cannot be told.",
+        "Norms: the GPU time of all kernels whose name contains the name of a norm. torch.compile\n"
+        "fuses other operations into these kernels, and their share of the time is not known.",
     ]
     notes += [f"{step.variant}: {step.error}" for step in steps if step.error]
     title = f"training step of Llama 3's form: {steps[0].model}"
-    return _titled(title, table(header, rows, markdown), notes, markdown)
+    return titled(title, table(header, rows, markdown), notes, markdown)
 
 
 def _largest_change(losses: Sequence[float], eager: Sequence[float]) -> str:
@@ -205,14 +251,16 @@ def _first_calls(record: Record, op: str, markdown: bool) -> str:
     here = {(c.n, c.dtype, c.direction, c.provider): c for c in calls}
     keys = dict.fromkeys(key[:3] for key, call in here.items() if call.cold_s is not None)
     rows = [[*key, *(_cold_and_warm(here.get((*key, name))) for name in names)] for key in keys]
-    title = f"{op}: seconds of the first call, with empty caches / with a former process's"
-    notes = ["torch.compile compiles both directions in the forward's first call."]
+    title = f"{op}: seconds of the first call, with empty caches / with caches on the disk"
+    notes = []
+    if "compile" in names:
+        notes.append("torch.compile compiles both directions in the first call of the forward.")
     notes += [f"{c.provider}: {c.error}" for c in calls if c.error]
     for ahead in record.precompiles:
         if ahead.op == op:
             took = ahead.error or f"{ahead.seconds:.1f} s on {ahead.cores} cores"
             notes.append(f"python -m tilenorm precompile {ahead.arguments}: {took}")
-    return _titled(
+    return titled(
         title, table(["N", "dtype", "direction", *names], rows, markdown), notes, markdown
     )
 
@@ -228,37 +276,22 @@ def _footing(record: Record) -> str:
     lines = []
     if record.cells:
         lines.append(
-            "Bytes: each input read once, each output written once, the same for every provider."
+            "Bytes: every input is read once and every output is written once. The count is the\n"
+            "same for every provider."
         )
     if "graph" in kinds:
         lines.append(
-            "GPU time: median over replays of a CUDA graph whose calls rotate through more memory\n"
-            "than the L2 cache holds several times. The forward is one of training."
+            "GPU time: the median over replays of a CUDA graph. The calls in the graph rotate\n"
+            "through tensors of several times the size of the L2 cache. A forward saves what its\n"
+            "backward needs."
         )
     if any(host.rounds > 1 for host in record.hosts):
-        lines.append("Host time: the least median of rounds that all providers took part in.")
+        lines.append("Host time: the least median of several rounds, which providers take in turn.")
     if any(cell.direction == "inference" for cell in record.cells):
         lines.append(
-            "Inference is a forward without grad; its calls rotate through at most\n"
-            f"{MOST_SETS} sets of tensors, so the smallest are read from L2."
+            "Inference is a forward without grad. Its calls rotate through at most\n"
+            f"{MOST_SETS} sets of tensors, so the smallest tensors are read from the L2 cache."
         )
     if record.on_cpu:
         lines.append(CPU_NOTICE)
     return "\n".join(lines)
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence], markdown: bool = False) -> str:
-    """Right-aligned columns, or a Markdown table."""
-    lines = [[str(value) for value in row] for row in (header, *rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    padded = [[v.rjust(w) for v, w in zip(row, widths, strict=True)] for row in lines]
-    if not markdown:
-        return "\n".join("  ".join(row) for row in padded)
-    padded.insert(1, ["-" * (width - 1) + ":" for width in widths])
-    return "\n".join(f"| {' | '.join(row)} |" for row in padded)
-
-
-def _titled(title: str, body: str, notes: Sequence[str], markdown: bool) -> str:
-    if markdown:
-        return "\n\n".join([f"**{title}**", body, *notes])
-    return "\n".join([title, body, *notes])

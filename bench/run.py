@@ -1,9 +1,9 @@
-"""The run itself: every provider on every case, checked and then timed."""
+"""A run checks every provider on every case, and then times it."""
 
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -13,21 +13,21 @@ from bench.cases import DTYPES, HOST, OPS, Case, Op
 from bench.providers import PROVIDERS
 from bench.record import Cell, Copy, Host, first_line
 
-# Small enough for the GPU to finish a call before the host has prepared the next one.
+# A shape so small that the GPU finishes a call before the host has prepared the next call.
 HOST_M, HOST_N, HOST_DTYPE = 32, 1024, "bfloat16"
 HOST_ROUNDS = 3
-# Elements that a copy is rounded up to.
+# The number of elements of a copy is rounded up to a multiple of this.
 COPY_UNIT = 1 << 16
-# What Python code raises on purpose; everything else is a failure.
+# Exceptions that Python code raises on purpose. All others are failures.
 _REFUSALS = (ValueError, TypeError, NotImplementedError, AssertionError)
 
 
 class GpuLost(RuntimeError):
-    """A provider left the GPU unusable for this process."""
+    """The GPU no longer works in this process."""
 
 
 class Progress:
-    """One line a measurement on stderr: which, how long so far, and about how long still."""
+    """Prints one line for each measurement to stderr, with the time so far and an estimate."""
 
     def __init__(self, total: int):
         self.total, self.done, self.start = total, 0, time.monotonic()
@@ -52,19 +52,23 @@ def run(
     emit: Callable[[Cell | Copy | Host], None],
     max_seconds: float = math.inf,
     budget_s: float = 0.1,
+    only: Mapping[str, Collection[int]] | None = None,
 ) -> None:
-    """Measure the providers named for each op on its cases, handing results to ``emit`` at once.
+    """Measure the providers that ``names`` gives for each op, and hand each result to ``emit``.
 
-    Of the directions HOST is measured once for each op, the others for each case.
+    The direction HOST is measured once for each op, and the other directions for each case. A
+    provider that is in ``only`` is measured at these N alone.
 
-    On a GPU all work is put on one stream of its own: the autograd engine runs a backward on the
-    stream of its forward, which has to be the one that is captured.
+    On a GPU the run has a stream of its own. The autograd engine runs a backward on the stream of
+    its forward, and a CUDA graph captures one stream, which must not be the default stream.
     """
+    only = only or {}
     ops = dict.fromkeys(case.op for case in cases)
     timed = {op: [n for n in names[op] if not PROVIDERS[n].host_only] for op in ops}
     ways = [direction for direction in directions if direction != HOST]
     host_ops = ops if HOST in directions else ()
-    cells = sum(len(timed[case.op]) for case in cases) * len(ways)
+    here = {case: [n for n in timed[case.op] if case.n in only.get(n, (case.n,))] for case in cases}
+    cells = sum(map(len, here.values())) * len(ways)
     progress = Progress(cells + sum(len(names[op]) for op in host_ops))
 
     def late() -> bool:
@@ -77,7 +81,7 @@ def run(
             for host in _hosts(op, names[op.name], device, late, progress):
                 emit(host)
         for case in cases:
-            _run_case(case, timed[case.op], ways, device, emit, late, progress, budget_s, copied)
+            _run_case(case, here[case], ways, device, emit, late, progress, budget_s, copied)
 
 
 def _run_case(case, names, directions, device, emit, late, progress, budget_s, copied) -> None:
@@ -93,14 +97,14 @@ def _run_case(case, names, directions, device, emit, late, progress, budget_s, c
                 emit(Cell(**cell, status="skipped", error="out of time"))
                 continue
             if prepared is None:
-                if (case.dtype, case.m, case.n) not in copied:  # by another op's case
+                if (case.dtype, case.m, case.n) not in copied:  # not yet copied for another op
                     emit(_copy(case, dtype, device, budget_s))
                     copied.add((case.dtype, case.m, case.n))
                 prepared = _prepare(op, case, dtype, directions, device)
             try:
                 provider = provider or PROVIDERS[name].load(op)
                 found = _measure(provider, op, prepared, direction, nbytes, device, budget_s)
-            except Exception as error:  # a peer's failure is a result, and is shown as one
+            except Exception as error:  # the failure of a peer is a result
                 found = {"status": _status(error), "error": first_line(error)}
             emit(Cell(**cell, **found))
             if "error" in found:
@@ -108,7 +112,7 @@ def _run_case(case, names, directions, device, emit, late, progress, budget_s, c
 
 
 def _prepare(op: Op, case: Case, dtype: torch.dtype, directions: Sequence[str], device: str):
-    """Inputs, output gradients, what to expect of each direction, and how far off it may be."""
+    """Inputs, output gradients, and the expected results and allowed errors of each direction."""
     inputs = op.inputs(case.m, case.n, dtype, device)
     grads = op.output_grads(case.m, case.n, dtype, device)
     expected = check.oracle(op, inputs, grads)
@@ -122,9 +126,9 @@ def _prepare(op: Op, case: Case, dtype: torch.dtype, directions: Sequence[str], 
 
 
 def repeatable_call(provider, inputs, grads, direction) -> Callable:
-    """A call that can be repeated, on copies of its own of everything that it may write to.
+    """A call that can be repeated. It works on its own copies of all tensors that it may write to.
 
-    A forward is one of training: gradients are asked for, so what backward needs is saved.
+    The inputs of a forward require gradients, so the forward saves what a backward needs.
     """
     leaves = [_duplicate(x).requires_grad_() for x in inputs]
     if direction == "forward":
@@ -144,7 +148,7 @@ def repeatable_call(provider, inputs, grads, direction) -> Callable:
 
 
 def _duplicate(x: torch.Tensor) -> torch.Tensor:
-    """A copy with the same strides, which clone() would close up where they leave gaps."""
+    """A copy with the same strides. clone() would remove the gaps between the rows."""
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
 
 
@@ -174,7 +178,7 @@ def _fields(result: timing.Timing) -> dict:
 
 
 def _copy(case: Case, dtype: torch.dtype, device: str, budget_s: float) -> Copy:
-    # Rounded up: the driver's copy of 21845 x 3072 ran at two thirds of the speed of 64 Mi's.
+    # Rounded up, because a copy of 21845 x 3072 elements ran at two thirds of the speed of 64 Mi.
     count = -(-case.m * case.n // COPY_UNIT) * COPY_UNIT
     nbytes = 2 * count * dtype.itemsize
     source = torch.randn(count, device=device).to(dtype)
@@ -190,8 +194,10 @@ def _copy(case: Case, dtype: torch.dtype, device: str, budget_s: float) -> Copy:
 
 
 def _hosts(op: Op, names: Sequence[str], device: str, late, progress) -> list[Host]:
-    """The least of rounds that all providers take part in: a virtual machine's host may take twice
-    as long for seconds, which is no provider's doing.
+    """The host times of all providers: each is the least median of several rounds.
+
+    The providers take turns in every round, because the host of a virtual machine may be slow for
+    seconds.
     """
     shape = HOST_M, HOST_N, DTYPES[HOST_DTYPE], device
     leaves = [x.requires_grad_() for x in op.inputs(*shape)]
@@ -226,12 +232,12 @@ def _hosts(op: Op, names: Sequence[str], device: str, late, progress) -> list[Ho
 
 
 def _status(error: Exception) -> str:
-    # Liger refuses wide rows by a bare RuntimeError; CUDA's and the compilers' are subclasses.
+    # Liger refuses wide rows with a RuntimeError. CUDA and the compilers raise subclasses of it.
     return "refused" if isinstance(error, _REFUSALS) or type(error) is RuntimeError else "failed"
 
 
 def _require_gpu(device: str, after: str) -> None:
-    """Raise GpuLost if the GPU no longer works after what went wrong."""
+    """Raise GpuLost if the GPU no longer works. ``after`` names the failure before."""
     if device == "cpu":
         return
     try:

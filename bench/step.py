@@ -1,4 +1,4 @@
-"""A training step of one variant, measured in a process of its own."""
+"""The measurement of one variant of a training step. It runs in a worker process."""
 
 import itertools
 import os
@@ -16,17 +16,18 @@ from bench.llama import Llama, Shape
 from bench.timing import summarize
 
 LEARNING_RATE = 1e-4
-# Kernels of norms: PyTorch's, tilenorm's, and Inductor's, which are named by the ops they fuse.
+# Names of kernels that compute norms, in PyTorch, Inductor and tilenorm. Inductor names a kernel
+# after the ops that it fuses. norm_forward is in records of earlier versions of tilenorm.
 NORM_KERNEL = re.compile(
     r"rms_?norm|layer_?norm|RowwiseMoments|GammaBeta|rsqrt"
-    r"|norm_forward|norm_backward|column_sum|clear_slots",
+    r"|(row|stream|shared|norm)_forward|norm_backward|column_sum|clear_slots",
     re.IGNORECASE,
 )
 
 
 @dataclass(frozen=True)
 class Optimizer:
-    """``bytes_per_parameter``: of weight, gradient and state, all in bfloat16."""
+    """``bytes_per_parameter`` counts the weight, the gradient and the state, all in bfloat16."""
 
     make: Callable[[Iterable[nn.Parameter], bool], torch.optim.Optimizer]
     bytes_per_parameter: int
@@ -40,7 +41,7 @@ OPTIMIZERS = {
 
 @dataclass(frozen=True)
 class Variant:
-    """Whether tilenorm's modules replace the norms, and whose ``compile`` is given the model."""
+    """Whether ``tilenorm.patch`` replaces the norms, and which ``compile`` gets the model."""
 
     patched: bool = False
     compiler: str | None = None  # "torch" or "tilenorm"
@@ -51,13 +52,13 @@ VARIANTS = {
     "compile": Variant(compiler="torch"),
     "tilenorm": Variant(patched=True),
     "tilenorm-compile": Variant(patched=True, compiler="torch"),
-    "tilenorm-graph": Variant(compiler="tilenorm"),  # replaced in the graph, not in the model
+    "tilenorm-graph": Variant(compiler="tilenorm"),  # replaces norms in the graph, not in the model
 }
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Of a training step, but for its variant."""
+    """All settings of a training step except its variant."""
 
     shape: Shape = field(default_factory=Shape)
     batch: int = 2
@@ -73,7 +74,7 @@ class Settings:
 
     @property
     def name(self) -> str:
-        """All of it that tells two measurements apart."""
+        """The settings as text. Two measurements are comparable if their names are equal."""
         shape = self.shape
         options = [name for name in ("checkpointing", "deterministic", "whole") if vars(self)[name]]
         sizes = [
@@ -88,15 +89,15 @@ class Settings:
 
 
 def measure(variant: str, settings: dict) -> dict:
-    """What a record's Step says of a variant.
+    """The fields of a record's Step for one variant.
 
-    The first ``warm_up`` steps are run once more at the end, from the same start, to see whether
-    losses and weights are the same to the bit.
+    At the end the first ``warm_up`` steps run once more from the same start, to find out whether
+    the losses and weights have the same bits.
     """
     given = Settings(**settings | {"shape": Shape(**settings["shape"])})
     device, seed = given.device, given.seed
     if given.deterministic:
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # before CUDA starts, for cuBLAS
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS reads it when CUDA starts
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False
     factory = {"device": device, "dtype": torch.bfloat16}
@@ -142,7 +143,7 @@ def measure(variant: str, settings: dict) -> dict:
 
 
 def prepared(model: Llama, variant: Variant, whole: bool) -> Callable[[Tensor], Tensor]:
-    """The model as a variant calls it, its norms replaced and its parts compiled in place."""
+    """The model of a variant: its norms are replaced, and its layers are compiled, in place."""
     import tilenorm
 
     if variant.patched:
@@ -159,12 +160,12 @@ def prepared(model: Llama, variant: Variant, whole: bool) -> Callable[[Tensor], 
 
 @torch.no_grad()
 def fingerprint(model: nn.Module) -> list[int]:
-    """A sum over the bits of each parameter."""
+    """For each parameter, the sum of its bit patterns read as integers."""
     return [p.view(torch.int16).sum(dtype=torch.int64).item() for p in model.parameters()]
 
 
 def _timed(step: Callable, steps: int, device: str) -> tuple[list[float], list[float]]:
-    """Microseconds of each step, and its loss. The host runs ahead of the GPU, as in training."""
+    """The microseconds and the loss of each step. The host runs ahead of the GPU."""
 
     def mark():
         if device == "cpu":
@@ -195,7 +196,7 @@ def _norm_kernels(step: Callable) -> dict[str, float]:
 
 
 def norm_kernels(kernels: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """Milliseconds by kernel, of those that do norms, from names and microseconds."""
+    """The milliseconds of each kernel that computes a norm, given (name, microseconds) pairs."""
     found = {}
     for name, us in kernels:
         if NORM_KERNEL.search(name):

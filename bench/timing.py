@@ -1,8 +1,8 @@
-"""How long a call takes: on the GPU by replaying a CUDA graph, on the CPU by the clock.
+"""The time of a call: on the GPU from replays of a CUDA graph, on the CPU from the clock.
 
-``calls`` are functions without arguments, each on its own copy of the inputs. They are called in
-turn and the last ``len(calls)`` results are kept, so inputs and outputs alike are cold: between
-two uses of a tensor, several times the L2 cache has been moved.
+``calls`` are functions without arguments, and each has its own copy of the inputs. They are called
+in turn, and the last ``len(calls)`` results are kept. Between two uses of a tensor the calls move
+several times the size of the L2 cache, so inputs and outputs are cold.
 """
 
 import gc
@@ -18,35 +18,35 @@ from bench.record import first_line
 
 L2_MULTIPLE = 4
 MOST_SETS = 64
-# One graph moves this much at least, a millisecond on the fastest GPU, so that the few
-# microseconds that launching a graph adds are lost in it.
+# A graph moves at least so many bytes, which take a millisecond on the fastest GPU. Launching the
+# graph adds a few microseconds, which do not matter then.
 GRAPH_BYTES = 4_000_000_000
 MOST_CALLS = 512
 WARM_UP_S = 0.2
-_HEAD_START = 2_000_000  # GPU cycles, about a millisecond: the host is never what is waited for
+_HEAD_START = 2_000_000  # GPU cycles, about a millisecond, in which the host runs ahead
 _MARK = 7.0
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Microseconds a call: the median of the samples, and (p80 - p20) / median."""
+    """Microseconds of a call: the median of the samples. ``spread`` is (p80 - p20) / median."""
 
     median_us: float
     spread: float
     samples: int
     kind: str  # "graph", "events" or "clock"
-    note: str = ""  # why it is not the kind that was hoped for
+    note: str = ""  # why no CUDA graph was used
 
 
 def summarize(samples_us: Sequence[float], kind: str, note: str = "") -> Timing:
-    """The statistics of at least two samples."""
+    """The timing of at least two samples."""
     p20, *_, p80 = statistics.quantiles(samples_us, n=5, method="inclusive")
     median = statistics.median(samples_us)
     return Timing(median, (p80 - p20) / median, len(samples_us), kind, note)
 
 
 def rotating_sets(bytes_per_call: int, device: str) -> int:
-    """How many copies of the inputs make every call find a cold L2."""
+    """The number of copies of the inputs with which every call finds a cold L2 cache."""
     if device == "cpu":
         return 2
     l2 = torch.cuda.get_device_properties(device).L2_cache_size
@@ -54,16 +54,16 @@ def rotating_sets(bytes_per_call: int, device: str) -> int:
 
 
 def measure(calls: Sequence[Callable], bytes_per_call: int, device: str, budget_s: float) -> Timing:
-    """Time a call; on a GPU by graph, or, where the calls cannot be captured, by events."""
+    """Time a call. On a GPU, calls that a graph cannot capture are timed by events."""
     if device == "cpu":
         return _by_clock(calls, budget_s)
     for call in calls:
         call()
     try:
         return _by_graph(calls, bytes_per_call, budget_s)
-    except Exception as error:  # whatever a provider raises when it cannot be captured
-        torch.cuda.synchronize()  # raises again if the GPU itself is lost
-        cause = error.__context__ or error  # ending a broken capture raises once more
+    except Exception as error:  # providers raise many types when capturing fails
+        torch.cuda.synchronize()  # raises again if the GPU no longer works
+        cause = error.__context__ or error  # ending a broken capture raises another error
         return _by_events(calls, device, f"no CUDA graph: {first_line(cause)}")
 
 
@@ -85,9 +85,12 @@ def _by_graph(calls, bytes_per_call, budget_s) -> Timing:
 
 
 def _replay_rewrites(graph, results) -> None:
-    """Raise if a replay leaves an output as it was: work launched on a stream of a provider's own
-    would not be in the graph, and would seem to take no time."""
-    torch.cuda.synchronize()  # such work has then been done, and cannot hide the mark
+    """Raise if a replay does not write an output.
+
+    A provider may launch work on a stream of its own. That work is not in the graph, and would seem
+    to take no time.
+    """
+    torch.cuda.synchronize()  # wait for such work, which could otherwise overwrite the mark later
     tensors = [tensor.detach() for result in results for tensor in as_tuple(result)]
     for tensor in tensors:
         tensor.fill_(_MARK)
@@ -97,7 +100,7 @@ def _replay_rewrites(graph, results) -> None:
 
 
 def _replay(graph, times: int) -> list[float]:
-    """Milliseconds of each replay."""
+    """The milliseconds of each replay."""
     events = [_event_pair() for _ in range(times)]
     for start, end in events:
         start.record()
@@ -112,7 +115,7 @@ def _by_events(calls, device, note) -> Timing:
     flush = torch.zeros(L2_MULTIPLE * l2 // 4, device=device)
     events = [_event_pair() for _ in range(30)]
     for i, (start, end) in enumerate(events):
-        flush.sum()  # read, not written: no dirty lines are left for the call to write back
+        flush.sum()  # only reads, so the call has no dirty cache lines to write back
         torch.cuda._sleep(_HEAD_START)
         start.record()
         calls[i % len(calls)]()
@@ -137,12 +140,12 @@ def _by_clock(calls, budget_s) -> Timing:
 
 
 def host(call: Callable, device: str, samples: int = 40, calls: int = 20) -> float:
-    """Median microseconds that the host spends on one call.
+    """The median of the microseconds that the host spends on one call.
 
-    The call must be small: its GPU work has to be shorter than its host work, and the GPU is
-    waited for only between samples.
+    The GPU work of the call has to be shorter than its host work, because only the time between two
+    samples waits for the GPU.
     """
-    call()  # which may compile
+    call()  # may compile
     warm = time.perf_counter() + WARM_UP_S
     while time.perf_counter() < warm:
         call()

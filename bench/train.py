@@ -1,15 +1,15 @@
-"""``python -m bench train``: a training step of Llama 3 8B's shape, in PyTorch and with tilenorm.
+"""``python -m bench train`` measures a training step of a model with the shape of Llama 3 8B.
 
-Every variant starts from the same weights, sees the same tokens at every step, so that the loss
-falls, and runs in a process of its own with empty caches. It has as many of the 32 layers as are
-estimated to fit in the GPU's memory, or --layers. torch.compile compiles a layer once for all,
-as torchtitan does; with --whole, the model as one graph, which takes minutes where there are many.
-Variant tilenorm patches the model, tilenorm-compile compiles that, and tilenorm-graph, which is
-not among the default ones, gives the model to tilenorm.compile.
+Every variant runs in its own process with empty caches. It starts from the same weights, and sees
+the same tokens at every step, so that the loss falls. The model has as many of the 32 layers as fit
+in the GPU's memory by an estimate, or --layers.
 
-Beside it, one norm alone, forward and backward, on 8 x 4096 tokens: eager, torch.compile (Inductor
-on the norm's region, with the options of torchtitan's pass), and tilenorm. What shape is behind the
-times in torchtitan's pull request 3132 we do not know: compare within a run.
+Variants: eager is PyTorch. compile is torch.compile. tilenorm patches the model. tilenorm-compile
+patches the model and compiles it. tilenorm-graph gives the model to tilenorm.compile; it is not a
+default variant. A compiler compiles one layer for all layers, as torchtitan does. With --whole it
+compiles the model as one graph, which takes minutes for many layers.
+
+The command also measures one norm alone, forward and backward, on 8 x 4096 tokens.
 """
 
 import argparse
@@ -27,20 +27,20 @@ from bench.step import OPTIMIZERS, VARIANTS, Settings, measure
 
 DEFAULT_VARIANTS = ("eager", "compile", "tilenorm", "tilenorm-compile")
 LAYER_PROVIDERS = ("tilenorm", "torch", "compile")
-# What is not in the estimate of the memory: the allocator's fragments, cuBLAS's workspaces, CUDA.
+# The rest of the memory is for the allocator's fragments, cuBLAS's workspaces, and CUDA itself.
 MEMORY_SHARE = 0.92
-# Bytes for a logit and its gradient, in bfloat16 and, in the cross entropy, float32.
+# Bytes of a logit and its gradient, which exist in bfloat16 and, in the cross entropy, in float32.
 LOGIT_BYTES = 16
 CPU_ELEMENTS = 1 << 16
 
 
 def fitting_layers(settings: Settings, memory: int) -> int:
-    """How many of the model's layers fit in so many bytes, by estimate; at least one."""
+    """An estimate of how many of the model's layers fit in ``memory`` bytes; at least 1."""
     shape, tokens = settings.shape, settings.batch * settings.length
     state = OPTIMIZERS[settings.optimizer].bytes_per_parameter
     kept = shape.hidden if settings.checkpointing else shape.layer_activations
     fixed = shape.other_parameters * state + tokens * shape.vocab * LOGIT_BYTES
-    if settings.checkpointing:  # the layer that is being computed again
+    if settings.checkpointing:  # the layer that is being recomputed
         fixed += tokens * shape.layer_activations * torch.bfloat16.itemsize
     layer = shape.layer_parameters * state + tokens * kept * torch.bfloat16.itemsize
     return max(1, min(shape.layers, int((memory * MEMORY_SHARE - fixed) // layer)))
@@ -77,12 +77,16 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
         value = getattr(default, name.replace("-", "_"))
         parser.add_argument(f"--{name}", type=int, default=value, help=f"default: {value}")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default=default.optimizer)
-    parser.add_argument("--checkpointing", action="store_true", help="of activations, by layer")
+    parser.add_argument(
+        "--checkpointing", action="store_true", help="checkpoint the activations of every layer"
+    )
     parser.add_argument("--whole", action="store_true", help="compile the model as one graph")
     parser.add_argument(
-        "--deterministic", action="store_true", help="PyTorch's deterministic algorithms, for bits"
+        "--deterministic", action="store_true", help="use PyTorch's deterministic algorithms"
     )
-    parser.add_argument("--timeout", type=float, default=240.0, help="seconds for a variant")
+    parser.add_argument(
+        "--timeout", type=float, default=240.0, help="seconds that a variant may take"
+    )
     parser.add_argument("--out", metavar="FILE.jsonl", help="write the record")
     parser.add_argument("--markdown", action="store_true", help="print Markdown tables")
     args = parser.parse_args(argv)
@@ -105,14 +109,14 @@ def _settings(args: argparse.Namespace, device: str) -> Settings:
     if args.layers:
         return settings
     if device == "cpu":
-        sys.exit("there is no GPU to fit in: give --layers, and small --hidden, --ffn and --vocab")
+        sys.exit("there is no GPU, so give --layers, and small --hidden, --ffn and --vocab")
     memory = torch.cuda.get_device_properties(device).total_memory
     fitting = fitting_layers(settings, memory)
     return replace(settings, shape=replace(settings.shape, layers=fitting))
 
 
 def _isolated(settings: Settings, timeout_s: float) -> list:
-    """The lines of a norm's forward and backward by itself."""
+    """The lines of a norm's forward and backward without a model around it."""
     case = replace(SUITES["layer"][0], n=settings.shape.hidden)
     if settings.device == "cpu":
         case = case.shrunk(CPU_ELEMENTS)
@@ -125,7 +129,7 @@ def _isolated(settings: Settings, timeout_s: float) -> list:
 
 
 def isolated(case: dict, device: str) -> list[str]:
-    """In a process of its own: the lines of a record."""
+    """The lines of a record. Runs in a worker process."""
     lines, case = [], Case(**case)
     present, _ = attendance([case.op], LAYER_PROVIDERS, device)
     run.run([case], present, ("training",), device, lines.append)

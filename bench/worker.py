@@ -1,4 +1,4 @@
-"""Work in a process of its own, so that its memory, its compilers' caches and its failure are."""
+"""Run a function in a worker process with its own memory and its own compilers' caches."""
 
 import importlib
 import json
@@ -14,23 +14,23 @@ from bench.record import first_line
 
 
 class WorkerError(Exception):
-    """What went wrong in a process of its own."""
+    """A failure of a worker process."""
 
 
 def temporary_folder() -> tempfile.TemporaryDirectory:
-    """One that goes at the end, but for what a compiler's last process may still put there."""
+    """A temporary folder. Files that a compiler's process still writes at the end may stay."""
     return tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
 
 
 def caches(folder: str) -> dict[str, str]:
-    """Environment variables that keep every compiler's cache, on the disk, in a folder."""
+    """Environment variables that put the disk caches of all compilers into a folder."""
     names = {
         "CUDA_TILE_CACHE_DIR": "cutile",
         "TORCHINDUCTOR_CACHE_DIR": "inductor",
         "TRITON_CACHE_DIR": "triton",
-        "CUDA_CACHE_PATH": "cuda",  # the driver's
+        "CUDA_CACHE_PATH": "cuda",  # the driver's cache
         "XDG_CACHE_HOME": "home",
-        "TMPDIR": "temporary",  # where quack and CuTe DSL keep theirs
+        "TMPDIR": "temporary",  # the caches of quack and CuTe DSL
     }
     found = {name: os.path.join(folder, place) for name, place in names.items()}
     for path in found.values():
@@ -39,11 +39,11 @@ def caches(folder: str) -> dict[str, str]:
 
 
 def run(function: Callable, timeout_s: float, places: dict[str, str] | None = None, **arguments):
-    """What a function at the top of a module returns, of and to what JSON can say.
+    """The result of a module-level function, called in a worker process.
 
-    ``places`` are environment variables, as of ``caches``; without them the compilers' caches
-    start empty and are thrown away. Raises WorkerError with what the function raised, or, if the
-    process ended otherwise or not in time, with that.
+    JSON has to be able to hold the arguments and the result. ``places`` are environment variables
+    from ``caches``. Without them the compilers' caches start empty and are deleted at the end.
+    Raises WorkerError if the function raises, if the process dies, or if it takes too long.
     """
     with temporary_folder() as place:
         result = Path(place, "result")
@@ -56,7 +56,7 @@ def run(function: Callable, timeout_s: float, places: dict[str, str] | None = No
             try:
                 _, said = process.communicate(timeout=timeout_s)
             except BaseException as error:
-                os.killpg(process.pid, signal.SIGKILL)  # and the compilers that it started
+                os.killpg(process.pid, signal.SIGKILL)  # and the processes that it started
                 if isinstance(error, subprocess.TimeoutExpired):
                     raise WorkerError(f"not done after {timeout_s:.0f} s") from error
                 raise
@@ -70,7 +70,7 @@ def run(function: Callable, timeout_s: float, places: dict[str, str] | None = No
 
 
 def main(name: str, arguments: str, result: str) -> None:
-    """In the process of its own: call the function and write down what it returns or raises."""
+    """The worker process: call the function, and write its result or its exception to a file."""
     module, function = name.split(":")
     value, error = None, ""
     try:

@@ -36,7 +36,7 @@ _STAND_INS = {
 
 @pytest.fixture(autouse=True)
 def brief(monkeypatch):
-    """On the CPU host times, of which none is kept, are of few calls and do not warm up."""
+    """On the CPU, time the host with few calls and without warming up: no test uses the value."""
     if not torch.cuda.is_available():
         monkeypatch.setattr(timing, "WARM_UP_S", 0.0)
         monkeypatch.setattr(timing, "host", partial(timing.host, samples=2, calls=2))

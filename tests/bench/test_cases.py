@@ -16,7 +16,7 @@ def test_bytes_of_rms_norm_count_each_tensor_once():
     assert op.bytes("training", 16, 1024, 2) == both
 
 
-def test_bytes_of_weights_of_a_head_count_every_head():
+def test_bytes_of_per_head_weights_count_every_head():
     op = OPS["head_rms_norm"]
     x, w = 64 * 128 * 2, 32 * 128 * 2
     assert op.bytes("forward", 64, 128, 2) == x + w + x
@@ -24,7 +24,7 @@ def test_bytes_of_weights_of_a_head_count_every_head():
 
 
 @every_op
-def test_a_forward_moves_its_inputs_and_outputs(op):
+def test_bytes_of_a_forward_are_its_inputs_and_outputs(op):
     assert op.forward == (len(op.rows) + len(op.outputs), len(op.columns))
 
 
@@ -39,12 +39,12 @@ def test_a_forward_moves_its_inputs_and_outputs(op):
         ("head_rms_norm", (3, 2)),
     ],
 )
-def test_a_backward_moves_what_the_mathematics_needs(name, backward):
+def test_bytes_of_a_backward_are_what_the_mathematics_needs(name, backward):
     assert OPS[name].backward == backward
 
 
 @every_op
-def test_inputs_are_the_same_at_every_call_and_differ_from_the_gradients(op):
+def test_inputs_are_equal_at_every_call_and_differ_from_the_gradients(op):
     args = (64, 32, torch.bfloat16, "cpu")
     first, again, grads = op.inputs(*args), op.inputs(*args), op.output_grads(*args)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
@@ -54,7 +54,7 @@ def test_inputs_are_the_same_at_every_call_and_differ_from_the_gradients(op):
     assert not torch.equal(first[0], grads[0])
 
 
-def test_an_input_with_heads_is_a_slice_of_a_fused_projection():
+def test_input_with_heads_is_a_slice_of_a_fused_projection():
     op = OPS["head_rms_norm"]
     x, weight = op.inputs(96, 16, torch.float32, "cpu")
     assert (x.shape, weight.shape) == ((3, 32, 16), (32, 16))
@@ -77,7 +77,7 @@ def test_suite_full_has_64_mi_elements_at_every_n():
     assert sizes["head_rms_norm"] == {32, 64, 128, 256, 512}
 
 
-def test_suite_latency_is_small_m_at_the_widths_of_models():
+def test_suite_latency_has_few_rows_at_the_widths_of_models():
     for op in ("rms_norm", "layer_norm", "add_rms_norm"):
         shapes = {(case.m, case.n) for case in select("latency", [op])}
         rows = {2**k for k in range(10)}
@@ -85,7 +85,7 @@ def test_suite_latency_is_small_m_at_the_widths_of_models():
     assert SUITE_DIRECTIONS["latency"] == ("inference",)
 
 
-def test_suite_seeds_is_the_published_sweeps():
+def test_suite_seeds_has_the_published_sweeps():
     assert {case.m for case in SUITES["seeds"]} == {4096}
     assert {case.n for case in select("seeds", ["rms_norm"])} == {1024, 2048, 4096, 8192, 16384}
     tutorial = select("seeds", ["layer_norm"])
@@ -94,7 +94,7 @@ def test_suite_seeds_is_the_published_sweeps():
 
 
 @every_op
-def test_quick_and_full_have_every_op_in_whole_tokens(op):
+def test_suites_quick_and_full_have_every_op_with_whole_tokens(op):
     for suite in ("quick", "full"):
         cases = select(suite, [op.name])
         assert cases
@@ -102,20 +102,20 @@ def test_quick_and_full_have_every_op_in_whole_tokens(op):
 
 
 @pytest.mark.parametrize("name", SUITES)
-def test_every_suite_shows_a_case_once_and_those_of_bandwidth_every_dtype(name):
+def test_suites_have_no_case_twice_and_bandwidth_suites_have_every_dtype(name):
     assert len(set(SUITES[name])) == len(SUITES[name])
     if name not in SUITE_DIRECTIONS:
         assert {case.dtype for case in SUITES[name]} == set(DTYPES)
 
 
-def test_select_narrows():
+def test_select_keeps_only_the_given_names_and_sizes():
     cases = select("full", ["layer_norm"], ["float16"], [1024, 7168])
     assert [(case.dtype, case.n) for case in cases] == [("float16", 1024), ("float16", 7168)]
     assert {case.op for case in cases} == {"layer_norm"}
     assert select("seeds", hidden=[7]) == []
 
 
-def test_shrunk_takes_fewer_rows_and_never_none():
+def test_shrunk_takes_fewer_rows_but_at_least_one():
     assert Case("rms_norm", "float32", 4096, 1024).shrunk(1 << 18).m == 256
     assert Case("rms_norm", "float32", 512, 131072).shrunk(1024).m == 1
     assert Case("rms_norm", "float32", 2, 64).shrunk(1024).m == 2

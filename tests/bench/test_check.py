@@ -10,20 +10,20 @@ RMS_NORM = OPS["rms_norm"]
 
 
 @pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.name)
-def test_oracle_is_float64_autograd_and_does_not_depend_on_the_chunks(op, monkeypatch):
+def test_oracle_equals_float64_autograd_for_any_chunk_size(op, monkeypatch):
     shape = 7 * (op.heads or 1), 12, torch.bfloat16, "cpu"
     inputs, grads = op.inputs(*shape), op.output_grads(*shape)
     leaves = [x.double().requires_grad_() for x in inputs]
     outputs = check.as_tuple(op.eager(*leaves))
     expected = torch.autograd.grad(outputs, leaves, [dy.double() for dy in grads])
-    # Two rows, or two tokens, at a time, the last alone.
+    # Two rows or tokens in each chunk, and one in the last chunk.
     monkeypatch.setattr(check, "_CHUNK", 24 * (op.heads or 1))
     found = check.oracle(op, inputs, grads)
     torch.testing.assert_close(found["forward"], [y.detach() for y in outputs])
     torch.testing.assert_close(found["backward"], list(expected))
 
 
-def test_error_counts_ulps_of_value_plus_rms():
+def test_error_is_in_ulps_of_value_plus_rms():
     expected = torch.ones(4, dtype=torch.float64)  # rms 1
     actual = torch.ones(4)
     actual[2] += 6 * torch.finfo(torch.float32).eps
@@ -31,18 +31,18 @@ def test_error_counts_ulps_of_value_plus_rms():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_error_is_infinite_for_what_is_not_finite(bad, monkeypatch):
+def test_error_is_infinite_for_values_that_are_not_finite(bad, monkeypatch):
     monkeypatch.setattr(check, "_CHUNK", 2)
     actual = torch.ones(5)
     actual[4] = bad
     assert check.error(actual, torch.ones(5, dtype=torch.float64)) == math.inf
 
 
-def test_error_is_infinite_for_another_shape():
+def test_error_is_infinite_for_a_wrong_shape():
     assert check.error(torch.ones(2, 3), torch.ones(3, 2, dtype=torch.float64)) == math.inf
 
 
-def test_budgets():
+def test_budget_is_a_floor_a_multiple_of_eager_or_grows_with_rows():
     half = check.budgets([0.5, 3.0], torch.bfloat16, 1 << 18, columns=1)
     assert half == [check.FLOOR_ULPS, 12.0]
     single = check.budgets([0.5, 3.0], torch.float32, 1 << 18, columns=1)

@@ -20,7 +20,7 @@ def compared(old, new, old_copy=None, new_copy=None):
     return slower(*records)
 
 
-def test_slower_is_by_more_than_both_spreads():
+def test_slower_means_by_more_than_both_spreads():
     assert compared(CELL, replace(CELL, median_us=101.9)) == (1, [])
     count, (line,) = compared(CELL, replace(CELL, median_us=102.1))
     assert count == 1
@@ -28,14 +28,14 @@ def test_slower_is_by_more_than_both_spreads():
     assert compared(CELL, replace(CELL, median_us=50.0)) == (1, [])
 
 
-def test_what_the_machine_changed_by_is_no_change():
+def test_change_of_the_machine_is_subtracted():
     new = replace(CELL, median_us=104.0)
     assert compared(CELL, new, COPY, replace(COPY, median_us=10.3)) == (1, [])
     assert len(compared(CELL, new, COPY, COPY)[1]) == 1
     assert len(compared(CELL, new, COPY)[1]) == 1  # no copy to compare with
 
 
-def test_what_is_not_timed_any_more_is_slower():
+def test_cell_that_has_no_time_any_more_is_slower():
     wrong = replace(CELL, median_us=None, spread=None, status="wrong", error="dx is off")
     assert compared(CELL, wrong)[1] == [
         "rms_norm forward bfloat16 1000 x 1024, tilenorm: 100 µs, now wrong: dx is off"
@@ -43,7 +43,7 @@ def test_what_is_not_timed_any_more_is_slower():
     assert compared(wrong, CELL) == (0, [])
 
 
-def test_only_what_both_measured_is_compared():
+def test_only_cells_in_both_records_are_compared():
     assert compared(CELL, replace(CELL, provider="torch", median_us=900.0)) == (0, [])
     assert compared(CELL, replace(CELL, direction="inference", median_us=900.0)) == (0, [])
 

@@ -14,7 +14,7 @@ from tilenorm.spec import NormSpec
 CASE = vars(Case("rms_norm", "float32", 8, 16))
 
 
-def test_cold_and_warm_are_two_processes_with_one_cache(monkeypatch, tmp_path, capsys):
+def test_cold_and_warm_calls_run_in_two_processes_with_one_cache(monkeypatch, tmp_path, capsys):
     folders = []
 
     def run(function, timeout_s, places, **arguments):
@@ -44,7 +44,7 @@ def test_cold_and_warm_are_two_processes_with_one_cache(monkeypatch, tmp_path, c
     assert capsys.readouterr().out == out
 
 
-def test_a_failure_is_a_result_of_its_direction(monkeypatch):
+def test_failure_is_shown_for_its_direction_alone(monkeypatch):
     def forward_only(op):
         return lambda x, w: op.eager(x.detach(), w.detach())
 
@@ -57,7 +57,7 @@ def test_a_failure_is_a_result_of_its_direction(monkeypatch):
     assert backward["error"] == "NotImplementedError: has a forward only"
 
 
-def test_a_process_that_fails_is_one_line(monkeypatch):
+def test_failed_process_is_one_line(monkeypatch):
     def run(*arguments, **options):
         raise worker.WorkerError("not done after 1 s")
 
@@ -67,7 +67,7 @@ def test_a_process_that_fails_is_one_line(monkeypatch):
 
 
 @pytest.mark.parametrize("op", ["rms_norm", "layer_norm", "add_layer_norm", "gated_rms_norm"])
-def test_precompile_is_of_the_specs_that_are_called(monkeypatch, op):
+def test_precompile_compiles_the_specs_that_are_called(monkeypatch, op):
     specs = []
     monkeypatch.setattr(worker, "run", lambda function, timeout_s, arguments: function(arguments))
     monkeypatch.setattr(

@@ -14,12 +14,12 @@ def small(checkpointing=False, dtype=torch.float32):
     return model, tokens
 
 
-def test_the_default_shape_has_as_many_parameters_as_llama_3_8b():
+def test_default_shape_has_the_parameters_of_llama_3_8b():
     shape = Shape()
     assert shape.layers * shape.layer_parameters + shape.other_parameters == 8_030_261_248
 
 
-def test_parameters_are_counted_as_they_are():
+def test_counted_parameters_are_those_of_the_model():
     counted = SMALL.layers * SMALL.layer_parameters + SMALL.other_parameters
     assert counted == sum(p.numel() for p in small()[0].parameters())
 
@@ -47,7 +47,7 @@ def theirs(name: str) -> str:
     return name
 
 
-def test_it_computes_what_transformers_llama_does():
+def test_model_computes_the_same_as_llama_in_transformers():
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         hidden_size=SMALL.hidden,
@@ -64,7 +64,7 @@ def test_it_computes_what_transformers_llama_does():
     other.load_state_dict({theirs(name): value for name, value in model.state_dict().items()})
     model(tokens).backward()
     loss = other(input_ids=tokens, labels=tokens).loss
-    # Theirs predicts each token but the first, of all that come before: the same.
+    # Both models predict each token except the first from the tokens before it.
     loss.backward()
     torch.testing.assert_close(model(tokens), loss)
     found = dict(other.named_parameters())
@@ -72,7 +72,7 @@ def test_it_computes_what_transformers_llama_does():
         torch.testing.assert_close(parameter.grad, found[theirs(name)].grad, msg=name)
 
 
-def test_a_token_does_not_see_those_after_it():
+def test_token_does_not_see_later_tokens():
     model, tokens = small()
     seen = []
     model.head.register_forward_hook(lambda head, inputs, output: seen.append(inputs[0]))
@@ -84,7 +84,7 @@ def test_a_token_does_not_see_those_after_it():
     assert not torch.equal(seen[0][:, LENGTH // 2 :], seen[1][:, LENGTH // 2 :])
 
 
-def test_checkpointing_keeps_the_bits():
+def test_checkpointing_does_not_change_the_bits():
     found = []
     for checkpointing in (False, True):
         model, tokens = small(checkpointing, torch.bfloat16)
@@ -94,7 +94,7 @@ def test_checkpointing_keeps_the_bits():
     assert all(map(torch.equal, *found))
 
 
-def test_reset_is_the_same_start_for_a_seed():
+def test_reset_gives_equal_weights_for_equal_seeds():
     model, _ = small()
     start = [p.clone() for p in model.parameters()]
     model.reset(1)

@@ -1,4 +1,4 @@
-"""The command line, on the CPU, with stand-ins for the providers."""
+"""The command line on the CPU, with stand-ins for the providers."""
 
 import json
 
@@ -19,7 +19,7 @@ def tiny(monkeypatch, stand_in):
 RMS_NORM = ("--op", "rms_norm", "--dtype", "bfloat16")
 
 
-def test_command_line_on_the_cpu_and_again_from_its_record(tiny, tmp_path, capsys):
+def test_command_prints_the_same_from_its_record(tiny, tmp_path, capsys):
     path = str(tmp_path / "new" / "run.jsonl")
     main([*RMS_NORM, "--hidden", "1024", "4096", "--out", path])
     out, err = capsys.readouterr()
@@ -38,7 +38,7 @@ def test_command_line_on_the_cpu_and_again_from_its_record(tiny, tmp_path, capsy
     assert capsys.readouterr().out == out
 
 
-def test_every_op_of_a_suite_has_its_tables_and_a_shape_is_copied_once(tiny, tmp_path, capsys):
+def test_every_op_of_a_suite_has_tables_and_each_shape_is_copied_once(tiny, tmp_path, capsys):
     path = str(tmp_path / "run.jsonl")
     main(["--suite", "full", "--dtype", "bfloat16", "--hidden", "128", "512", "--out", path])
     out = capsys.readouterr().out
@@ -56,7 +56,7 @@ def test_every_op_of_a_suite_has_its_tables_and_a_shape_is_copied_once(tiny, tmp
     assert len(copies) == len(set(copies))
 
 
-def test_a_provider_without_an_op_is_absent_from_that_op_alone(tiny, monkeypatch, capsys):
+def test_provider_without_an_op_is_absent_from_that_op_alone(tiny, monkeypatch, capsys):
     eager = OPS["rms_norm"].eager
     some = Provider("some", lambda op: {"rms_norm": eager}.get(op.name), on_cpu=True)
     broken = Provider("broken", lambda op: 1 / 0, on_cpu=True)
@@ -72,7 +72,7 @@ def test_a_provider_without_an_op_is_absent_from_that_op_alone(tiny, monkeypatch
     assert "layer_norm forward" not in out
 
 
-def test_records_made_op_by_op_are_printed_as_one(tiny, tmp_path, capsys):
+def test_records_of_single_ops_are_printed_as_one_report(tiny, tmp_path, capsys):
     paths = [str(tmp_path / f"{op}.jsonl") for op in ("add_layer_norm", "gated_rms_norm")]
     for path in paths:
         main(["--op", path.rsplit("/", 1)[1].removesuffix(".jsonl"), "--out", path])
@@ -85,7 +85,7 @@ def test_records_made_op_by_op_are_printed_as_one(tiny, tmp_path, capsys):
     assert sum(line.startswith("Bytes: ") for line in lines) == 1
 
 
-def test_a_record_is_narrowed_as_a_run_is(tiny, tmp_path, capsys):
+def test_options_narrow_a_record_like_a_run(tiny, tmp_path, capsys):
     path = str(tmp_path / "run.jsonl")
     main([*RMS_NORM, "--hidden", "1024", "4096", "--out", path])
     capsys.readouterr()
@@ -101,7 +101,7 @@ def test_a_record_is_narrowed_as_a_run_is(tiny, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("direction", ["host", "forward"])
-def test_a_direction_is_measured_alone(direction, tiny, capsys):
+def test_single_direction_is_measured_alone(direction, tiny, capsys):
     main([*RMS_NORM, "--hidden", "1024", "--provider", "torch", "--direction", direction])
     out = capsys.readouterr().out
     assert ("rms_norm: host time" in out) == (direction == "host")
@@ -109,16 +109,16 @@ def test_a_direction_is_measured_alone(direction, tiny, capsys):
     assert "backward, bfloat16" not in out
 
 
-def test_small_m_is_measured_in_microseconds(tiny, capsys):
+def test_small_batches_are_shown_in_microseconds(tiny, capsys):
     main(["--suite", "latency", "--op", "rms_norm", "--hidden", "2048"])
     out = capsys.readouterr().out
     assert "rms_norm inference, bfloat16: µs" in out
     assert "GB/s" not in out
     lines = [line.split() for line in out.splitlines()]
-    assert [row[1] for row in lines if row[:1] == ["2048"]] == ["1", "2"]  # as many as fit a CPU
+    assert [row[1] for row in lines if row[:1] == ["2048"]] == ["1", "2"]  # fewer rows on a CPU
 
 
-def test_what_is_slower_than_a_record_is_the_exit_status(tiny, tmp_path, capsys):
+def test_exit_status_tells_whether_anything_is_slower_than_a_record(tiny, tmp_path, capsys):
     old, new = (str(tmp_path / name) for name in ("old.jsonl", "new.jsonl"))
     assert main([*RMS_NORM, "--hidden", "1024", "--provider", "torch", "--out", old]) == 0
     with open(old) as file, open(new, "w") as other:
@@ -138,6 +138,34 @@ def test_what_is_slower_than_a_record_is_the_exit_status(tiny, tmp_path, capsys)
     assert capsys.readouterr().out.splitlines()[-1] == "1 compared, 0 slower"
 
 
-def test_a_size_outside_the_suite_is_refused_with_those_inside(tiny):
+def test_size_outside_the_suite_is_refused_with_a_list_of_sizes(tiny):
     with pytest.raises(SystemExit, match=r"rms_norm \[1024, 4096, 16384\]; "):
         main(["--hidden", "1024", "77"])
+
+
+def test_sizes_are_measured_in_the_given_order_with_all_ops_of_a_size_together(tiny, tmp_path):
+    path = str(tmp_path / "run.jsonl")
+    both = ["--op", "rms_norm", "layer_norm", "--dtype", "bfloat16", "--direction", "forward"]
+    main(["--suite", "full", *both, "--hidden", "512", "256", "--provider", "torch", "--out", path])
+    with open(path) as file:
+        cells = [line for line in map(json.loads, file) if line["record"] == "cell"]
+    assert [(cell["n"], cell["op"]) for cell in cells] == [
+        (n, op) for n in (512, 256) for op in ("rms_norm", "layer_norm")
+    ]
+
+
+def test_only_measures_a_provider_at_the_given_sizes(tiny, capsys):
+    ways = ["--provider", "torch", "tilenorm", "--direction", "forward"]
+    main([*RMS_NORM, "--hidden", "1024", "4096", *ways, "--only", "torch", "4096"])
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    table = {row[0]: row for row in rows if row[:1] in (["1024"], ["4096"])}
+    assert [(row[-1], "-" in row) for row in table.values()] == [("-", True), ("torch", False)]
+    with pytest.raises(SystemExit):
+        main([*RMS_NORM, "--only", "nobody", "4096"])
+
+
+def test_record_names_the_file_of_its_command_without_the_folder(tiny, tmp_path):
+    path = str(tmp_path / "run.jsonl")
+    main([*RMS_NORM, "--hidden", "1024", "--provider", "torch", "--out", path])
+    with open(path) as file:
+        assert json.loads(file.readline())["command"].endswith("--provider torch --out run.jsonl")

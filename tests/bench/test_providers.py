@@ -27,20 +27,20 @@ def test_importing_the_bench_imports_no_peer_and_starts_no_gpu():
 
 
 @pytest.mark.parametrize("name", ["quack", "liger", "liger-cutile", "tilegym"])
-def test_a_missing_peer_is_named_with_the_import_error(name, monkeypatch):
+def test_missing_peer_is_shown_with_its_import_error(name, monkeypatch):
     for module in PEERS:
         monkeypatch.setitem(sys.modules, module, None)
     assert "Error: " in PROVIDERS[name].absent(OPS["rms_norm"], "cuda")
 
 
-def test_what_needs_a_gpu_is_absent_without_one():
+def test_providers_that_need_a_gpu_are_absent_without_one():
     op = OPS["rms_norm"]
     absent = {name: p.absent(op, "cpu") for name, p in PROVIDERS.items() if name != "tilenorm"}
     assert absent.pop("torch") is None
     assert set(absent.values()) == {"needs a GPU"}
 
 
-def test_an_op_that_a_provider_lacks_is_its_absence():
+def test_provider_without_an_op_is_absent():
     nothing = Provider("nothing", lambda op: None, on_cpu=True)
     assert nothing.absent(OPS["rms_norm"], "cpu") == "has no rms_norm"
 
@@ -68,14 +68,14 @@ def test_torch_computes_every_op(op):
 
 
 class Recorded:
-    """Stands for an autograd function of a peer and returns what it is applied to."""
+    """Stands for an autograd function of a peer. Its result is its arguments."""
 
     @staticmethod
     def apply(*arguments):
         return arguments
 
 
-def test_liger_is_asked_for_pytorchs_rounding():
+def test_liger_is_called_with_the_rounding_of_pytorch():
     norms = providers._liger_norms(Recorded, Recorded, Recorded)
     assert norms["rms_norm"](1, 2)[2:] == (providers.EPS, 0.0, "gemma", True, None)
     assert norms["layer_norm"](1, 2, 3) == (1, 2, 3, providers.EPS)
@@ -103,8 +103,8 @@ def _quack_layernorm_bwd(x, weight, dout, rstd, mean):
 
 
 @pytest.mark.parametrize("name", ["rms_norm", "layer_norm", "add_rms_norm", "head_rms_norm"])
-def test_quack_is_called_by_its_signatures(name, monkeypatch):
-    """Those of its functions, which themselves need a GPU."""
+def test_quack_is_called_with_its_own_signatures(name, monkeypatch):
+    """quack needs a GPU, so functions with the same signatures stand in for it."""
     inner = ModuleType("quack.rmsnorm")
     inner.layernorm_fwd, inner.layernorm_bwd = _quack_layernorm_fwd, _quack_layernorm_bwd
     monkeypatch.setitem(sys.modules, "quack.rmsnorm", inner)
@@ -117,7 +117,7 @@ def test_quack_is_called_by_its_signatures(name, monkeypatch):
     torch.testing.assert_close(found, expected)
 
 
-def test_quack_is_given_wider_parameters_once(monkeypatch):
+def test_parameters_are_converted_to_float32_for_quack_only_once(monkeypatch):
     seen = []
 
     def forward(x, weight, bias, *rest, **options):

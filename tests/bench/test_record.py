@@ -77,7 +77,7 @@ def written(record):
     return [to_json(line) for line in lines]
 
 
-def test_what_is_written_is_read_back(record):
+def test_written_record_is_read_back(record):
     for line in (*COMPILING, *STEPS):
         record.add(line)
     assert read(written(record)) == record
@@ -88,7 +88,7 @@ def rows_of(text):
     return [" ".join(line.split()) for line in text.splitlines()]
 
 
-def test_first_calls_are_cold_and_warm_by_provider():
+def test_first_calls_have_a_column_for_each_provider():
     rows = rows_of(
         report.render(Record([RUN], [], [], [], *map(list, (COMPILING[:3], COMPILING[3:]))))
     )
@@ -98,7 +98,7 @@ def test_first_calls_are_cold_and_warm_by_provider():
     assert "python -m tilenorm precompile --arch sm_90 --hidden 4096: 7.5 s on 16 cores" in rows
 
 
-def test_steps_are_beside_eagers_losses():
+def test_steps_show_the_largest_change_from_the_losses_of_eager():
     rows = rows_of(report.render(Record([RUN], steps=list(STEPS))))
     assert "eager 40.0 (1.0%) 2500 4.00 (10.0%) 2.0 0.5 2.0000 to 1.5000 0 no" in rows
     assert "tilenorm 20.0 (2.0%) 5000 - - 2.5 2.0000 to 1.2500 0.25 yes" in rows
@@ -110,7 +110,7 @@ def test_steps_are_beside_eagers_losses():
     ("direction", "unit", "shown"),
     [("inference", "µs", "2 1.6"), ("training", "ms", "0.002 0.0016")],
 )
-def test_latencies_are_times_with_the_ratio_of_speeds(direction, unit, shown):
+def test_latencies_are_times_with_a_ratio_of_speeds(direction, unit, shown):
     line = {**SHAPE, **TIMED, "direction": direction}
     cells = [
         Cell(**line, provider="tilenorm", median_us=2.0),
@@ -126,6 +126,14 @@ def test_rates_are_written_beside_the_times(record):
     assert '"gbps": null' in to_json(record.cells[0])
 
 
+def test_last_line_of_a_run_that_was_cut_off_is_ignored(record):
+    lines = written(record)
+    whole = read(lines)
+    assert read([*lines, lines[-1][:-9]]) == whole
+    with pytest.raises(ValueError, match="line 2 "):
+        read([lines[0], lines[1][:-9] + "}", lines[2]])
+
+
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
@@ -136,12 +144,12 @@ def test_rates_are_written_beside_the_times(record):
         (['{"record": "cell"}'], "line 1 "),
     ],
 )
-def test_a_damaged_record_is_refused_by_line(lines, message):
+def test_damaged_record_is_refused_with_its_line(lines, message):
     with pytest.raises(ValueError, match=message):
         read(lines)
 
 
-def test_table_rows_show_rate_share_of_copy_and_the_loss_to_the_best_peer(record):
+def test_rows_show_rate_share_of_copy_and_ratio_to_the_best_peer(record):
     text = report.render(record)
     rows = {line.split()[0]: " ".join(line.split()) for line in text.splitlines() if line}
     assert rows["1024"] == "1024 1000 2500 (62%) 2000 (50%) 1000 (25%) 4000 0.80 quack"
@@ -151,7 +159,7 @@ def test_table_rows_show_rate_share_of_copy_and_the_loss_to_the_best_peer(record
     assert report.CPU_NOTICE not in text
 
 
-def test_markdown_tables_have_a_rule_and_as_many_cells_in_every_row(record):
+def test_markdown_tables_have_a_rule_and_equally_many_cells_in_every_row(record):
     lines = report.render(record, markdown=True).splitlines()
     table = [line for line in lines if line.startswith("|")]
     assert set(table[1]) <= set("|-: ")
@@ -163,13 +171,13 @@ def test_markdown_tables_have_a_rule_and_as_many_cells_in_every_row(record):
     ]
 
 
-def test_a_cpu_record_says_so_first_and_last(record):
+def test_cpu_record_starts_and_ends_with_a_notice(record):
     record.runs = [{**RUN, "device": "cpu"}]
     lines = report.render(record).splitlines()
     assert lines[0] == lines[-1] == report.CPU_NOTICE
 
 
-def test_records_of_one_machine_are_one_report(record):
+def test_records_of_one_machine_are_merged_into_one_report(record):
     later = {**RUN, "date": "2026-01-03", "absent": {"quack": "has no layer_norm"}}
     norm = {**SHAPE, "op": "layer_norm"}
     other = Record([later], [Cell(**norm, **TIMED, provider="tilenorm", median_us=4.0)])
@@ -182,7 +190,7 @@ def test_records_of_one_machine_are_one_report(record):
     assert lines[table + 2].split() == ["1024", "1000", "1000", "(25%)", "4000", "-"]
 
 
-def test_versions_stand_below_the_runs_that_were_made_with_them(record):
+def test_versions_stand_below_their_runs(record):
     record.add({**RUN, "date": "later", "torch": "2.12"})
     assert [line.split(",")[0] for line in report.render(record).splitlines()[:4]] == [
         "tilenorm 0.1 (abc) on Some GPU",
@@ -192,7 +200,7 @@ def test_versions_stand_below_the_runs_that_were_made_with_them(record):
     ]
 
 
-def test_of_what_was_measured_twice_the_last_counts(record):
+def test_later_record_counts_where_both_measured_the_same(record):
     again = Cell(**SHAPE, **TIMED, provider="quack", median_us=3.0)
     merged = merge([record, Record([RUN], [again])])
     assert len(merged.cells) == len(record.cells)
@@ -200,19 +208,36 @@ def test_of_what_was_measured_twice_the_last_counts(record):
     assert (merged.copies, merged.hosts) == (record.copies, record.hosts)
 
 
-def test_records_of_different_machines_are_no_one_report(record):
+def test_records_of_different_machines_are_not_merged(record):
     with pytest.raises(ValueError, match="Another GPU"):
         merge([record, Record([{**RUN, "machine": "Another GPU"}])])
 
 
-def test_equal_reasons_share_a_line(record):
+def test_sizes_with_one_reason_share_a_line(record):
     for n in (2048, 4096):
-        late = {**SHAPE, "n": n, "provider": "torch", "bytes": 1}
+        wide = {**SHAPE, "n": n, "provider": "torch", "bytes": 1}
+        record.add(Cell(**wide, status="refused", error="ValueError: too wide"))
+    lines = report.render(record).splitlines()
+    assert "torch, N = 2048, 4096: refused: ValueError: too wide" in lines
+
+
+def test_shape_that_the_run_had_no_time_for_is_a_note_and_no_row(record):
+    for n, provider in ((1024, "liger"), (2048, "torch"), (2048, "tilenorm")):
+        late = {**SHAPE, "n": n, "provider": provider, "bytes": 1}
         record.add(Cell(**late, status="skipped", error="out of time"))
-    assert "torch, N = 2048, 4096: skipped: out of time" in report.render(record).splitlines()
+    lines = report.render(record).splitlines()
+    assert not [line for line in lines if line.split()[:1] == ["2048"]]
+    assert "not measured, because the run was out of time: N = 1024 (liger), 2048" in lines
 
 
-def test_nothing_to_compare_with_is_no_ratio():
+def test_row_with_a_cell_that_the_run_had_no_time_for_has_no_ratio(record):
+    cells = [cell for cell in record.cells if cell.n == 1024 and cell.provider != "quack"]
+    late = Cell(**SHAPE, provider="quack", bytes=1, status="skipped", error="out of time")
+    rows = rows_of(report.render(Record([RUN], [*cells, late])))
+    assert "1024 1000 2000 1000 - -" in rows
+
+
+def test_without_a_time_of_both_there_is_no_ratio():
     ours = Cell(**SHAPE, **TIMED, provider="tilenorm", median_us=2.0)
     failed = Cell(**SHAPE, provider="torch", bytes=1, status="failed", error="no")
     assert report.against_best_peer({"tilenorm": ours, "torch": failed}) == "-"

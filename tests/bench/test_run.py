@@ -1,4 +1,4 @@
-"""The run, on the CPU, with stand-ins for the providers."""
+"""The run on the CPU, with stand-ins for the providers."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ CASE = Case("rms_norm", "float32", 64, 128)
 
 
 class _InPlace(torch.autograd.Function):
-    """RMSNorm whose backward writes dx over the gradient that it is given, as Liger's does."""
+    """RMSNorm whose backward overwrites the gradient that it is given, like Liger's."""
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -51,7 +51,7 @@ def measured(monkeypatch, loads, case=CASE, directions=("host", "forward", "back
     }
 
 
-def test_of_a_provider_with_the_kernels_of_another_only_the_host_is_timed(monkeypatch):
+def test_only_the_host_time_of_a_host_only_provider_is_measured(monkeypatch):
     named = {
         "torch": Provider("torch", lambda op: EAGER, on_cpu=True),
         "wrapped": Provider("wrapped", lambda op: EAGER, on_cpu=True, host_only=True),
@@ -65,7 +65,7 @@ def test_of_a_provider_with_the_kernels_of_another_only_the_host_is_timed(monkey
     assert all(host.forward_us > 0 for host in hosts)
 
 
-def test_host_times_are_the_least_of_rounds_in_turn(monkeypatch):
+def test_host_time_is_the_least_of_rounds_that_providers_take_in_turn(monkeypatch):
     taken = iter(float(us) for us in (9, 90, 7, 70, 5, 95, 8, 60, 6, 80, 4, 65))
     seen = []
 
@@ -82,7 +82,7 @@ def test_host_times_are_the_least_of_rounds_in_turn(monkeypatch):
     assert found["a", "host"].rounds == 3
 
 
-def test_a_wrong_output_is_not_timed(monkeypatch):
+def test_wrong_output_is_not_timed(monkeypatch):
     found = measured(monkeypatch, {"late": lambda x, w: EAGER(x, w) * 1.0001})
     for direction, output in (("forward", "y"), ("backward", "dx")):
         cell = found["late", direction]
@@ -90,13 +90,13 @@ def test_a_wrong_output_is_not_timed(monkeypatch):
         assert cell.error.startswith(f"{output} is off by ")
 
 
-def test_a_wrong_weight_gradient_alone_is_found(monkeypatch):
+def test_wrong_weight_gradient_alone_is_found(monkeypatch):
     found = measured(monkeypatch, {"half": lambda x, w: EAGER(x, w + w.detach() - w)})
     assert found["half", "forward"].status == "ok"
     assert found["half", "backward"].error.startswith("dweight is off by ")
 
 
-def test_refusals_and_failures_are_results_and_do_not_end_the_run(monkeypatch):
+def test_refusals_and_failures_are_recorded_and_the_run_goes_on(monkeypatch):
     found = measured(monkeypatch, {"small": _refuses, "broken": _fails, "torch": EAGER})
     assert found["small", "forward"].status == "refused"
     assert found["small", "forward"].error == "ValueError: at most 64 columns"
@@ -114,10 +114,10 @@ def test_eager_is_right_and_timed_in_every_op(monkeypatch, op, dtype):
     assert found["torch", "host"].forward_backward_us > 0
 
 
-def test_every_output_and_its_gradient_count(monkeypatch):
+def test_every_output_and_its_gradient_are_checked(monkeypatch):
     eager = OPS["add_rms_norm"].eager
 
-    def dropped(x, residual, weight):  # the sum is right, but no gradient comes by it
+    def dropped(x, residual, weight):  # the sum is right, but its gradient is lost
         y, total = eager(x, residual, weight)
         return y, total.detach() + 0 * total
 
@@ -130,7 +130,7 @@ def test_every_output_and_its_gradient_count(monkeypatch):
     assert "sum is off by " in found["swapped", "forward"].error
 
 
-def test_one_buffer_for_two_equal_gradients_is_right(monkeypatch):
+def test_one_buffer_for_two_equal_gradients_is_accepted(monkeypatch):
     class Shared(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x, residual, weight):
@@ -152,7 +152,7 @@ def test_one_buffer_for_two_equal_gradients_is_right(monkeypatch):
     )
 
 
-def test_a_slice_of_a_fused_projection_is_read_in_place_both_ways():
+def test_slice_of_a_fused_projection_keeps_its_strides_in_both_directions():
     op = OPS["head_rms_norm"]
     inputs = op.inputs(96, 16, torch.float32, "cpu")
     seen = []
@@ -175,7 +175,7 @@ def test_a_slice_of_a_fused_projection_is_read_in_place_both_ways():
     assert seen == [inputs[0].stride()] * 2
 
 
-def test_a_provider_with_a_forward_only_is_timed_forward_and_refused_backward(monkeypatch):
+def test_provider_without_a_backward_is_timed_forward_and_refused_backward(monkeypatch):
     found = measured(monkeypatch, {"half": lambda x, w: EAGER(x.detach(), w.detach())})
     assert found["half", "forward"].status == "ok"
     assert found["half", "backward"].status == "refused"
@@ -185,14 +185,14 @@ def test_a_provider_with_a_forward_only_is_timed_forward_and_refused_backward(mo
     assert found["half", "host"].error == "NotImplementedError: has a forward only"
 
 
-def test_a_backward_in_place_spoils_neither_its_check_nor_the_next_provider(monkeypatch):
+def test_backward_in_place_spoils_neither_its_check_nor_the_next_provider(monkeypatch):
     found = measured(monkeypatch, {"in-place": _InPlace.apply, "torch": EAGER})
     assert found["in-place", "backward"].status == "ok"
     assert found["torch", "backward"].status == "ok"
 
 
 @pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.name)
-def test_inference_is_without_grad_and_training_both_ways(monkeypatch, op):
+def test_inference_runs_without_grad_and_training_runs_both_directions(monkeypatch, op):
     case, ways = Case(op.name, "bfloat16", 96, 128), ("inference", "training")
     grads = []
 
@@ -222,13 +222,13 @@ def test_outputs_and_gradients_of_training_are_checked(monkeypatch):
     assert found["in-place", "training"].status == "ok"
 
 
-def test_out_of_time_is_said_of_every_cell_left(monkeypatch):
+def test_cells_after_the_time_limit_are_marked_as_skipped(monkeypatch):
     found = measured(monkeypatch, {"torch": EAGER}, max_seconds=0.0)
     assert found["torch", "backward"].status == "skipped"
     assert {line.error for line in found.values()} == {"out of time"}
 
 
-def test_inference_and_training_are_timed_by_graph(gpu):
+def test_inference_and_training_are_timed_by_a_graph(gpu):
     lines, case = [], Case("rms_norm", "bfloat16", 4096, 4096)
     run([case], {case.op: ["tilenorm", "torch"]}, ("inference", "training"), gpu, lines.append)
     cells = [line for line in lines if isinstance(line, Cell)]

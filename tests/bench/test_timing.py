@@ -6,7 +6,7 @@ import torch
 from bench import timing
 
 
-def test_summarize_is_the_median_and_the_middle_three_fifths():
+def test_summary_is_the_median_and_the_spread_of_the_middle_three_fifths():
     found = timing.summarize([1.0, 2.0, 3.0, 4.0, 5.0, 100.0], "clock")
     assert found.median_us == 3.5
     assert found.spread == pytest.approx((5.0 - 2.0) / 3.5)
@@ -16,13 +16,13 @@ def test_summarize_is_the_median_and_the_middle_three_fifths():
 @pytest.mark.parametrize(
     ("nbytes", "sets"), [(1 << 30, 2), (60 << 20, 4), (61 << 20, 4), (1 << 10, timing.MOST_SETS)]
 )
-def test_rotating_sets_outgrow_the_cache(monkeypatch, nbytes, sets):
+def test_rotating_sets_exceed_the_cache(monkeypatch, nbytes, sets):
     properties = SimpleNamespace(L2_cache_size=60 << 20)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     assert timing.rotating_sets(nbytes, "cuda") == sets
 
 
-def test_by_clock_calls_every_set_in_turn():
+def test_clock_calls_every_set_in_turn():
     seen = []
     found = timing.measure([lambda: seen.append(0), lambda: seen.append(1)], 1, "cpu", 0.0)
     assert found.kind == "clock"
@@ -30,13 +30,13 @@ def test_by_clock_calls_every_set_in_turn():
     assert seen[2:] == [0, 1, 0, 1, 0]
 
 
-def test_host_divides_by_the_calls(monkeypatch):
+def test_host_time_is_divided_by_the_number_of_calls(monkeypatch):
     clock = iter(range(1000))
     monkeypatch.setattr(timing.time, "perf_counter", lambda: float(next(clock)))
     assert timing.host(lambda: None, "cpu", samples=3, calls=4) == pytest.approx(0.25e6)
 
 
-def test_gpu_time_is_by_graph(gpu):
+def test_gpu_time_comes_from_a_graph(gpu):
     x = [torch.randn(1 << 22, device=gpu) for _ in range(2)]
     y = [torch.empty_like(t) for t in x]
     with torch.cuda.stream(torch.cuda.Stream()):
@@ -46,7 +46,7 @@ def test_gpu_time_is_by_graph(gpu):
     assert 1.0 < found.median_us < 10_000.0
 
 
-def test_work_on_a_stream_of_its_own_is_not_taken_for_no_work(gpu):
+def test_work_on_another_stream_is_noticed(gpu):
     x = torch.randn(1 << 22, device=gpu)
     y, other = torch.empty_like(x), torch.cuda.Stream()
 

@@ -9,22 +9,22 @@ import pytest
 from bench import worker
 
 
-def test_a_function_is_called_in_a_process_of_its_own():
+def test_function_runs_in_a_worker_process():
     assert worker.run(json.dumps, 60.0, obj=[1, "two"]) == '[1, "two"]'
     assert worker.run(os.getcwd, 60.0) == os.getcwd()
 
 
-def test_what_it_raises_is_raised_here():
+def test_exception_of_the_function_is_raised_here():
     with pytest.raises(worker.WorkerError, match="StatisticsError: mean requires at least one"):
         worker.run(statistics.mean, 60.0, data=[])
 
 
-def test_a_process_that_dies_is_told_by_its_status():
+def test_process_that_dies_is_reported_with_its_status():
     with pytest.raises(worker.WorkerError, match="exit status 3: no message"):
         worker.run(os._exit, 60.0, status=3)
 
 
-def test_what_takes_too_long_is_ended_with_what_it_started(tmp_path):
+def test_function_that_takes_too_long_is_ended_with_its_child_processes(tmp_path):
     log = tmp_path / "log"
     late = ["sh", "-c", f"sleep 2; echo still here > {log}"]
     with pytest.raises(worker.WorkerError, match="not done after 1 s"):
@@ -33,7 +33,7 @@ def test_what_takes_too_long_is_ended_with_what_it_started(tmp_path):
     assert not log.exists()
 
 
-def test_caches_are_where_they_are_put_or_start_empty(tmp_path):
+def test_caches_are_in_the_given_folder_or_start_empty(tmp_path):
     for places in (worker.caches(str(tmp_path)), None):
         place = worker.run(os.getenv, 60.0, places, key="CUDA_TILE_CACHE_DIR")
         assert os.path.exists(place) == bool(places)
