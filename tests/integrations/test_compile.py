@@ -88,6 +88,7 @@ def train(module, run):
     return [torch.stack(losses), *(p.grad for p in module.parameters()), *module.parameters()]
 
 
+@pytest.mark.slow
 @EACH_DEVICE
 def test_training_gives_the_same_bits_twice(device, inductor, gradients_made):
     """The second time from Inductor's caches, in which graphs left as they are are others."""
