@@ -15,7 +15,7 @@ from itertools import chain, cycle, pairwise, product
 
 from tilenorm.launch import heuristics
 from tilenorm.launch.calls import Needs, every_gradient
-from tilenorm.launch.config import Config, tile_width
+from tilenorm.launch.config import Backward, Config, tile_width
 from tilenorm.launch.target import Target
 from tilenorm.launch.tuned import TABLES
 from tilenorm.spec import NormSpec
@@ -53,6 +53,15 @@ def config(direction: str, spec: NormSpec, target: Target):
 def shares(chosen: Config, hidden: int) -> bool:
     """Whether blocks share rows of a size: no block has segments that span them."""
     return chosen.widths is not None and sum(chosen.widths) < hidden
+
+
+def schedule(chosen: Config, hidden: int) -> str:
+    """The name of the schedule that a configuration selects for rows of a size."""
+    if not isinstance(chosen, Backward):
+        return type(chosen).__name__
+    if shares(chosen, hidden):
+        return "shared"
+    return "tile loads" if chosen.tma else "gathered"
 
 
 def affine(dtype: str) -> list[dict]:
@@ -114,6 +123,7 @@ def regimes(direction: str, arch: str, dtype: str, aligned: bool) -> list[tuple[
     def size(i: int) -> int:
         return i * unit if aligned else i * unit - 1
 
+    @cache  # halving asks for the ends of an interval again
     def regime(i: int):
         spec = NormSpec("rms", size(i), dtype)
         chosen = [config(direction, replace(spec, **more), target(arch)) for more in tabled(dtype)]

@@ -1,17 +1,21 @@
-"""The direction of the imports, what importing does, and what a module may hold."""
+"""Rules for every file: which imports it may have, what a module may hold, how long it may be.
+
+Each test collects every violation of one rule, and names the file and the line of each.
+"""
 
 import ast
 import subprocess
 import sys
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = sorted((ROOT / "tilenorm").rglob("*.py"))
+KERNELS = sorted((ROOT / "tilenorm" / "kernels").glob("*.py"))
 ALL = [*PACKAGE, *sorted((ROOT / "tests").rglob("*.py")), *sorted((ROOT / "bench").rglob("*.py"))]
 
-# What a folder or module of tilenorm may import beside itself and the standard library.
+# What each folder or module of tilenorm may import beside itself and the standard library.
 ALLOWED = {
     "kernels": {"cuda.tile", "dataclasses", "typing"},
     "settings": set(),
@@ -19,31 +23,49 @@ ALLOWED = {
     "launch": {"tilenorm.kernels", "tilenorm.settings", "tilenorm.spec", "cuda.tile"}
     | {"cutile_cache"},
     "ops": {"tilenorm.launch", "tilenorm.settings", "tilenorm.spec", "torch"},
+    "nn": {"tilenorm.ops", "torch"},
     "tools": {"tilenorm.launch", "tilenorm.ops", "tilenorm.settings", "tilenorm.spec"}
     | {"cuda.tile", "torch"},
-    "nn": {"tilenorm.ops", "torch"},
     "integrations": {"tilenorm.nn", "tilenorm.ops", "tilenorm.spec", "torch"},
     "__init__": {"tilenorm.ops", "tilenorm.nn", "tilenorm.tools", "tilenorm.integrations"},
-    "__main__": {"tilenorm"},
+    "__main__": {"tilenorm.tools", "tilenorm.ops", "tilenorm.launch", "tilenorm.spec"}
+    | {"tilenorm.__version__"},
 }
+# Device code: of the standard library, groups of constants and their types alone.
+NO_STANDARD_LIBRARY = {"kernels"}
 MUTABLE = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
+MAX_FILE_LINES = 300
 
-each_module = pytest.mark.parametrize("path", PACKAGE, ids=lambda p: str(p.relative_to(ROOT)))
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
-def imports(path: Path) -> set[str]:
-    """Absolute names of what a file imports, anywhere in it."""
+def at(path: Path, line: int, problem: str) -> str:
+    """A violation: where it is, and what it is."""
+    return f"{path.relative_to(ROOT)}:{line}: {problem}"
+
+
+def listed(violations: list[str]) -> str:
+    """One violation a line."""
+    return "\n" + "\n".join(violations)
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """The line and the absolute name of each import, those inside functions included."""
     package = path.relative_to(ROOT).with_suffix("").parts[:-1]
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.level:
-            base = (*package[: len(package) - node.level + 1], *filter(None, [node.module]))
-            found |= {".".join((*base, alias.name)) for alias in node.names}
+            names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+            above = package[: len(package) - node.level + 1] if node.level else ()
+            base = (*above, *filter(None, [node.module]))
+            names = [".".join((*base, alias.name)) for alias in node.names]
+        else:
+            continue
+        for name in names:
+            yield node.lineno, name
 
 
 def part(path: Path) -> str:
@@ -51,27 +73,36 @@ def part(path: Path) -> str:
     return path.relative_to(ROOT / "tilenorm").with_suffix("").parts[0]
 
 
-@each_module
-def test_direction(path):
-    mine = part(path)
-    assert mine in ALLOWED, f"where does {mine} belong? see ALLOWED"
-    allowed = ALLOWED[mine] | {f"tilenorm.{mine}"}
-    refused = {
-        name
-        for name in imports(path)
-        if not any(name == a or name.startswith(a + ".") for a in allowed)
-        and (mine == "kernels" or name.split(".")[0] not in sys.stdlib_module_names)
-    }
-    assert not refused
+def inside(name: str, packages: set[str]) -> bool:
+    return any(name == package or name.startswith(package + ".") for package in packages)
 
 
-@pytest.mark.parametrize("path", ALL, ids=lambda p: str(p.relative_to(ROOT)))
-def test_nothing_depends_on_tests_or_bench(path):
-    folder = path.relative_to(ROOT).parts[0]
-    others = {"tests", "bench"} - {folder}
-    if folder == "tests" and path.relative_to(ROOT).parts[1] == "bench":
-        others -= {"bench"}
-    assert not {name for name in imports(path) if name.split(".")[0] in others}
+def test_each_folder_imports_only_what_the_design_allows():
+    missing = {part(path) for path in PACKAGE} - set(ALLOWED)
+    assert not missing, "ALLOWED names no imports for these parts of tilenorm"
+    violations = []
+    for path in PACKAGE:
+        mine = part(path)
+        standard = set() if mine in NO_STANDARD_LIBRARY else set(sys.stdlib_module_names)
+        allowed = ALLOWED[mine] | {f"tilenorm.{mine}"} | standard
+        for line, name in imports(path):
+            if not inside(name, allowed):
+                violations.append(at(path, line, f"{mine} may not import {name}"))
+    assert not violations, listed(violations)
+
+
+def test_nothing_imports_tests_or_bench():
+    """But tests import tests, bench imports bench, and tests/bench imports both."""
+    violations = []
+    for path in ALL:
+        folders = path.relative_to(ROOT).parts
+        refused = {"tests", "bench"} - {folders[0]}
+        if folders[:2] == ("tests", "bench"):
+            refused = set()
+        for line, name in imports(path):
+            if inside(name, refused):
+                violations.append(at(path, line, f"{folders[0]} may not import {name}"))
+    assert not violations, listed(violations)
 
 
 def test_importing_touches_no_cuda():
@@ -87,32 +118,55 @@ assert not torch.cuda.is_initialized()
     assert run.returncode == 0, run.stderr
 
 
-@each_module
-def test_no_mutable_state(path):
+def test_modules_hold_no_mutable_state():
     """Tables in capitals are data, and nothing in the package writes to one."""
-    tree = ast.parse(path.read_text())
-    for node in tree.body:
+    violations = []
+    for path in PACKAGE:
+        violations += mutable_names(path) + globals_written(path)
+    assert not violations, listed(violations)
+
+
+def mutable_names(path: Path) -> list[str]:
+    """Lists, dicts and sets at the top of a module whose names are not in capitals."""
+    found = []
+    for node in tree_of(path).body:
         if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, MUTABLE):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            names = [target.id for target in targets]
-            assert all(n.strip("_").isupper() or n == "__all__" for n in names), names
-    for node in ast.walk(tree):
-        assert not isinstance(node, ast.Global), f"global in line {node.lineno}"
-        written = getattr(node, "targets", None) or [getattr(node, "target", None)]
-        if isinstance(node, ast.Assign | ast.AugAssign):
-            for target in written:
+            for name in (target.id for target in targets):
+                if not name.strip("_").isupper() and name != "__all__":
+                    found.append(at(path, node.lineno, f"{name} is mutable"))
+    return found
+
+
+def globals_written(path: Path) -> list[str]:
+    """`global` statements, and assignments to an element of a name in capitals."""
+    found = []
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Global):
+            found.append(at(path, node.lineno, f"global {', '.join(node.names)}"))
+        elif isinstance(node, ast.Assign | ast.AugAssign):
+            for target in getattr(node, "targets", None) or [node.target]:
                 name = getattr(getattr(target, "value", None), "id", "")
-                indexed = isinstance(target, ast.Subscript)
-                assert not (indexed and name.isupper()), f"{name} is written, line {node.lineno}"
+                if isinstance(target, ast.Subscript) and name.isupper():
+                    found.append(at(path, node.lineno, f"{name} is written"))
+    return found
 
 
-@pytest.mark.parametrize("path", ALL, ids=lambda p: str(p.relative_to(ROOT)))
-def test_files_are_short(path):
-    tables = path.parent.name == "tuned"  # data
-    assert tables or len(path.read_text().splitlines()) <= 300
+def test_files_are_short():
+    violations = []
+    for path in ALL:
+        lines = len(path.read_text().splitlines())
+        if lines > MAX_FILE_LINES and path.parent.name != "tuned":  # tuned/ holds tables of data
+            violations.append(at(path, lines, f"longer than {MAX_FILE_LINES} lines"))
+    assert not violations, listed(violations)
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "tilenorm" / "kernels").glob("*.py")), ids=str)
-def test_kernels_keep_their_annotations(path):
-    # cuda.tile reads ct.Constant from the annotation itself, not from its text.
-    assert "__future__.annotations" not in imports(path)
+def test_kernels_keep_their_annotations():
+    """cuTile reads ct.Constant from the annotation itself, not from its text."""
+    violations = [
+        at(path, line, "turns annotations into text")
+        for path in KERNELS
+        for line, name in imports(path)
+        if name == "__future__.annotations"
+    ]
+    assert not violations, listed(violations)

@@ -1,6 +1,6 @@
-"""python -m tilenorm: info, explain, precompile, and what it says to wrong arguments.
+"""The commands info, explain and precompile, and the messages for wrong arguments.
 
-tune is in test_main_tune.py.
+test_main_tune.py tests the command tune.
 """
 
 import re
@@ -32,7 +32,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def compilations(monkeypatch):
-    """A list that grows by one whenever the compiler runs rather than the cache is read."""
+    """A list that grows by one at each run of the compiler. Reading the cache adds nothing."""
     runs = []
     original = cutile_compiler.compile_cubin
 
@@ -88,7 +88,7 @@ def test_explain(op, capsys):
 
 
 PLAIN = "weight bfloat16, bias None, offset 0"
-# What is asked for, and what is told of it.
+# Options of explain, and the words of its output that show them.
 OPTIONS = {
     "--weight-dtype float32 --offset 1": "weight float32, bias None, offset 1",
     "--no-weight": "weight None, bias None, offset 0",
@@ -119,30 +119,33 @@ def test_explain_a_refused_spec(capsys):
 
 WRONG = {
     "no command": ([], "required"),
-    "another command": (["time"], "invalid choice: 'time'"),
+    "unknown command": (["time"], "invalid choice: 'time'"),
     "no architecture": (["explain", "--hidden", "64"], "--arch"),
-    "another architecture": (["explain", "--arch", "sm_75", "--hidden", "64"], "'sm_75'"),
+    "unknown architecture": (["explain", "--arch", "sm_75", "--hidden", "64"], "'sm_75'"),
     "no hidden": (["explain", "--arch", "sm_90"], "--hidden"),
     "hidden 0": (["explain", "--arch", "sm_90", "--hidden", "0"], "got 0, takes a positive"),
-    "hidden no number": (["explain", "--arch", "sm_90", "--hidden", "4k"], "got 4k, takes a pos"),
-    "another op": (["explain", *FOR_H200, "--op", "softmax"], "'softmax'"),
-    "another dtype": (["explain", *FOR_H200, "--dtype", "float64"], "'float64'"),
-    "another rounding": (["explain", *FOR_H200, "--rounding", "up"], "'up'"),
-    "no heads": (["explain", *FOR_H200, "--heads", "0"], "got 0, takes a positive"),
-    "a residual of none": (
+    "hidden not a number": (
+        ["explain", "--arch", "sm_90", "--hidden", "4k"],
+        "got 4k, takes a pos",
+    ),
+    "unknown op": (["explain", *FOR_H200, "--op", "softmax"], "'softmax'"),
+    "unknown dtype": (["explain", *FOR_H200, "--dtype", "float64"], "'float64'"),
+    "unknown rounding": (["explain", *FOR_H200, "--rounding", "up"], "'up'"),
+    "0 heads": (["explain", *FOR_H200, "--heads", "0"], "got 0, takes a positive"),
+    "a residual dtype for an op without a residual": (
         ["explain", *FOR_H200, "--residual-dtype", "float32"],
         "--residual-dtype: rms_norm takes no residual",
     ),
-    "a residual for a gate": (
+    "a residual dtype for a gated op": (
         ["explain", *FOR_H200, "--op", "gated_rms_norm", "--residual-dtype", "float32"],
         "--residual-dtype: gated_rms_norm takes no residual",
     ),
-    "a gate of none": (
+    "gate first for an op without a gate": (
         ["precompile", *FOR_H200, "--op", "add_rms_norm", "--gate-first"],
         "--gate-first: add_rms_norm takes no gate",
     ),
-    "rows when compiling": (["precompile", *FOR_H200, "--rows", "5"], "--rows"),
-    "compiling what is refused": (
+    "rows for precompile": (["precompile", *FOR_H200, "--rows", "5"], "--rows"),
+    "a size that the kernels refuse": (
         ["precompile", "--arch", "sm_90", "--hidden", "262145"],
         "normalized_shape holds 262145 elements; the kernels take 1 to 262144",
     ),
@@ -174,7 +177,7 @@ def test_precompile_fills_the_cache(capsys, cache, compilations):
 
 
 @pytest.mark.parametrize("op", [op for op in OPS if op != "rms_norm"])
-def test_precompile_of_the_others(op, cache, monkeypatch, capsys):
+def test_precompile_of_the_other_ops(op, cache, monkeypatch, capsys):
     prepared = []
     monkeypatch.setattr("tilenorm.tools.lines.precompile", lambda *a: prepared.append(a) or [[]])
     arguments = ["--op", op, "--heads", "6", "--rounding", "early", "--processes", "1"]
@@ -184,8 +187,9 @@ def test_precompile_of_the_others(op, cache, monkeypatch, capsys):
     assert f"{op} 256 bfloat16 (weight bfloat16, " in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_precompile_in_processes_fills_the_same_cache(cache, monkeypatch, compilations, capsys):
-    # The workers are new processes, which read the folder's name from the environment.
+    # The workers are new processes. They read the cache's folder from the environment.
     monkeypatch.setenv("CUDA_TILE_CACHE_DIR", str(cache))
     main(["precompile", "--arch", "sm_90", "--hidden", "64", "--processes", "2"])
     main(["precompile", "--arch", "sm_90", "--hidden", "64", "--processes", "1"])
@@ -236,14 +240,14 @@ OTHERS = {
 
 @pytest.mark.parametrize("hidden", [64, 1001, 4096, 131072])
 @pytest.mark.parametrize("case", OTHERS)
-def test_a_training_step_of_the_others_compiles_nothing_new(case, hidden):
+def test_a_training_step_of_the_other_ops_compiles_nothing_new(case, hidden):
     parameters = {"weight": "bfloat16", "bias": "float32"}
     spec = NormSpec.of(case.split(",")[0], hidden, "bfloat16", **parameters, **OTHERS[case])
     check_training_step("sm_90", spec)
 
 
 @pytest.mark.parametrize("heads", [2, 6])
-def test_a_training_step_by_heads_compiles_nothing_new(heads):
+def test_a_training_step_with_heads_compiles_nothing_new(heads):
     for arch in ("sm_80", "sm_100"):
         for hidden in (128, 1001, 4096):
             spec = NormSpec("rms", hidden, "bfloat16", "bfloat16", heads=heads)

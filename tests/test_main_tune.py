@@ -1,4 +1,7 @@
-"""python -m tilenorm tune: what it lists, writes and prints; how it measures is in tests/ops."""
+"""The command tune: what it lists, writes and prints.
+
+tests/tools/test_tune.py tests how it measures.
+"""
 
 import json
 
@@ -20,7 +23,7 @@ BEST = {"forward": RowForward(2, Hints(8), (1024,)), "backward": Backward((1024,
 
 @pytest.fixture
 def measured(monkeypatch, tables):
-    """The specs that a pretended GPU has tuned."""
+    """A list of what was tuned, by a fake GPU that measures the same for every configuration."""
     found = []
 
     def tuned(spec, direction, rows, seconds, processes, spills, report):
@@ -51,9 +54,9 @@ def test_tune(measured, tables, capsys):
 def test_every_op_dtype_and_size(measured):
     sizes = ["--hidden", "8", "64", "--dtype", "float16", "float32"]
     main(["tune", "--op", "rms_norm", "add_layer_norm", *sizes])
-    told = [(s.op, s.hidden, s.dtype, direction) for s, direction, *_ in measured]
-    assert len(set(told)) == len(told) == 16
-    assert told[-1] == ("add_layer_norm", 64, "float32", "backward")
+    tuned = [(s.op, s.hidden, s.dtype, direction) for s, direction, *_ in measured]
+    assert len(set(tuned)) == len(tuned) == 16
+    assert tuned[-1] == ("add_layer_norm", 64, "float32", "backward")
 
 
 def test_into_a_file(measured, tables, tmp_path, capsys):
@@ -74,7 +77,7 @@ def test_as_a_shipped_table(measured, capsys):
     assert len(measured) == 2, "printing a table tunes nothing"
 
 
-def test_info_tells_of_tables(measured, tables, capsys):
+def test_info_lists_user_tables(measured, tables, capsys):
     main(["info"])
     assert "user table" not in capsys.readouterr().out
     main(["tune", "--hidden", "1024"])
@@ -83,8 +86,8 @@ def test_info_tells_of_tables(measured, tables, capsys):
     assert f"user table {path}: 2 configurations\n" in capsys.readouterr().out
     path.write_text(json.dumps(json.loads(path.read_text()) | {"arch": "sm_80"}))
     assert main(["info"]) == 1
-    told = capsys.readouterr().out
-    assert f"wrong: the user table {path} is ignored: it is of sm_80, not of sm_90" in told
+    printed = capsys.readouterr().out
+    assert f"wrong: the user table {path} is ignored: it is of sm_80, not of sm_90" in printed
 
 
 def test_dry_run(tables, capsys, monkeypatch):
@@ -105,6 +108,7 @@ def test_dry_run(tables, capsys, monkeypatch):
     assert not tables.exists()
 
 
+@pytest.mark.slow
 def test_dry_run_of_all_candidates(tables, capsys, monkeypatch):
     monkeypatch.setattr(candidates, "CHUNKS", {"forward": (2048, 4096)})
     monkeypatch.setattr(candidates, "CHUNK_OCCUPANCY", (None,))
@@ -112,25 +116,29 @@ def test_dry_run_of_all_candidates(tables, capsys, monkeypatch):
     arguments += ["--processes", "1"]
     assert main(["tune", "--dry-run", *arguments]) == 0
     lines = capsys.readouterr().out.splitlines()[2:]
-    told = [line.split(maxsplit=3)[-1].partition("): ")[0].removesuffix(")") for line in lines]
+    printed = [line.split(maxsplit=3)[-1].partition("): ")[0].removesuffix(")") for line in lines]
     packed = NormSpec("rms", 65536, "bfloat16", "bfloat16")
     tried = candidates.candidates(packed, Target.of("sm_100"), "forward")
-    # By 4 warps 2048, twice 1024, 4096, twice 2048, four times 1024, of these the weights of one
-    # segment or of two; by 8 warps what leaves each thread a vector: 2048, 4096, twice 2048.
-    assert len(tried) == 2 * (6 + 3), "packed or not"
-    assert {shipped.written(config).removesuffix(")") for config in tried} <= set(told)
+    # With 4 warps a chunk is 2048, 2 × 1024, 4096, 2 × 2048 or 4 × 1024 columns wide. The last
+    # reads the weights of one segment or of two at once. With 8 warps a chunk is 2048, 4096 or
+    # 2 × 2048 wide, so that each thread has a vector. Each is tried packed and not packed.
+    assert len(tried) == 2 * (6 + 3)
+    assert {shipped.written(config).removesuffix(")") for config in tried} <= set(printed)
     assert all(int(line.split()[0]) > 32 for line in lines), "registers of another kernel"
 
 
 FOR_H200 = ["--arch", "sm_90", "--hidden", "64"]
 WRONG = {
     "no size": (["tune"], "--hidden: takes at least one size"),
-    "another architecture": (
+    "an architecture without a dry run": (
         ["tune", *FOR_H200],
         "--arch: this GPU is what is tuned for; --dry-run takes another",
     ),
-    "a dry run for nothing": (["tune", "--dry-run", "--hidden", "64"], "takes an --arch"),
-    "what no table serves": (
+    "a dry run without an architecture": (
+        ["tune", "--dry-run", "--hidden", "64"],
+        "takes an --arch",
+    ),
+    "an op that no table serves": (
         ["tune", "--dry-run", *FOR_H200, "--op", "gated_rms_norm", "--bias"],
         "no table serves gated_rms_norm forward with weight and bias",
     ),
@@ -140,7 +148,7 @@ WRONG = {
     ),
     "no table": (["tune", "--arch", "sm_90", "--shipped"], "--shipped: [Errno 2]"),
     "no seconds": (["tune", "--hidden", "64", "--seconds", "0"], "got 0, takes a positive"),
-    "another direction": (["tune", "--direction", "up", "--hidden", "64"], "'up'"),
+    "unknown direction": (["tune", "--direction", "up", "--hidden", "64"], "'up'"),
 }
 
 

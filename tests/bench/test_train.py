@@ -27,6 +27,7 @@ def small() -> tuple[Llama, torch.Tensor]:
     return model, torch.zeros(1, SETTINGS.length + 1, dtype=torch.int64)
 
 
+@pytest.mark.slow
 def test_command_prints_the_same_from_its_record(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     path = str(tmp_path / "run.jsonl")

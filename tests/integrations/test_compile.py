@@ -88,6 +88,7 @@ def train(module, run):
     return [torch.stack(losses), *(p.grad for p in module.parameters()), *module.parameters()]
 
 
+@pytest.mark.slow
 @EACH_DEVICE
 def test_training_is_deterministic_with_inductors_caches(device, inductor, gradients_made):
     """The third run uses the graphs that the second run cached, not the first run's graphs."""

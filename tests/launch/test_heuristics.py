@@ -22,7 +22,11 @@ TABLE_LIST = [
 each_table = pytest.mark.parametrize("arch, direction, key, table", TABLE_LIST)
 DTYPE = {2: "bfloat16", 4: "float32"}
 REGIMES = [
-    pytest.param(direction, arch, dtype, aligned, id=f"{arch}-{direction}-{dtype}-{aligned}")
+    pytest.param(
+        *(direction, arch, dtype, aligned),
+        id=f"{arch}-{direction}-{dtype}-{aligned}",
+        marks=() if arch in cases.INTERPRETED else pytest.mark.slow,
+    )
     for direction in cases.DIRECTIONS
     for arch in MULTIPROCESSORS
     for dtype in ("bfloat16", "float32")

@@ -53,6 +53,7 @@ package(torch.ones(3, 16, device=sys.argv[2]))
 """
 
 
+@pytest.mark.slow
 @EACH_DEVICE
 @pytest.mark.skipif(TORCH < (2, 13), reason="AOTInductor of PyTorch 2.11 crashes on the op")
 @pytest.mark.skipif(not shutil.which("g++"), reason="AOTInductor needs a C++ compiler")

@@ -1,8 +1,9 @@
 """Every kernel and plan the planner emits compiles, and those for tuned architectures do not spill.
 
 Nothing needs a GPU. A kernel takes 0.1-1 s, so that sm_90 and sm_100 compile every regime, and the
-other architectures one spec of each kind of plan. Tests wait for their own results only, which all
-cores produce from the moment the first test asks.
+other architectures one spec of each kind of plan. The quick cases compile one regime of each
+schedule and of each op, and each kind of plan for one other architecture, forward or backward.
+Tests wait for their own results only, which all cores produce from the moment the first test asks.
 """
 
 import gc
@@ -112,19 +113,30 @@ def compile_all(arch: str, make, arguments):
     return [compile_call(call, arch) for call in make(*arguments)]
 
 
+def param(job, quick: bool, name: str):
+    return pytest.param(job, id=name, marks=() if quick else pytest.mark.slow)
+
+
 def regime_params():
+    quick = set()
     for arch, direction in product(TUNED, cases.DIRECTIONS):
         for spec in regime_specs(direction, arch):
+            chosen = cases.config(direction, spec, Target.of(arch))
+            reaches = {(arch, direction, cases.schedule(chosen, spec.hidden)), (arch, spec.op)}
             job = (arch, calls_of, (direction, spec, arch))
-            yield pytest.param(job, id=f"{arch}-{direction}-{cases.label(spec)}")
+            name = f"{arch}-{direction}-{cases.label(spec)}"
+            yield param(job, not reaches <= quick, name)
+            quick |= reaches
 
 
 def kind_params():
-    for arch, spec in product(MULTIPROCESSORS, KINDS):
-        if arch not in TUNED:
-            for direction in cases.DIRECTIONS:
-                job = (arch, calls_of, (direction, spec, arch))
-                yield pytest.param(job, id=f"{arch}-{direction}-{cases.label(spec)}")
+    others = [arch for arch in MULTIPROCESSORS if arch not in TUNED]
+    for (i, arch), (j, spec) in product(enumerate(others), enumerate(KINDS)):
+        for direction in cases.DIRECTIONS:
+            turns = KINDS[: len(others)] if direction == "forward" else KINDS[-len(others) :]
+            job = (arch, calls_of, (direction, spec, arch))
+            quick = spec in turns and j % len(others) == i
+            yield param(job, quick, f"{arch}-{direction}-{cases.label(spec)}")
 
 
 def flag_params():
@@ -136,12 +148,15 @@ def flag_params():
         for needs in cases.some_needs(spec):
             asked = "+".join(k for k, v in needs._asdict().items() if v)
             job = ("sm_90", calls_of_kind, (spec, "sm_90", needs, False))
-            yield pytest.param(job, id=f"{cases.label(spec)}-{asked}")
+            quick = hidden == 1000 and needs == cases.some_needs(spec)[0]
+            yield param(job, quick, f"{cases.label(spec)}-{asked}")
         for leading in (1, 2):
             job = ("sm_90", calls_of_layout, (spec, "sm_90", leading))
-            yield pytest.param(job, id=f"{cases.label(spec)}-{leading}_leading_dimensions")
+            name = f"{cases.label(spec)}-{leading}_leading_dimensions"
+            yield param(job, hidden == 1000 and leading == 2, name)
     spec = NormSpec("rms", 1000, "bfloat16", "bfloat16")
-    yield pytest.param(("sm_90", calls_of_training, (spec, "sm_90")), id="any_number_of_rows")
+    # test_main.py runs `precompile`, which compiles the same, so that this is not quick.
+    yield param(("sm_90", calls_of_training, (spec, "sm_90")), False, "any_number_of_rows")
 
 
 @pytest.fixture(scope="module")

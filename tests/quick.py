@@ -1,0 +1,60 @@
+"""Which cases of tests/kernels are quick. All others get the marker `slow`.
+
+A case is quick if its rows are narrow, or if its rows are the narrowest for which the test runs
+some schedule of the kernels, or anything on some architecture. A GPU runs wide rows as fast as
+narrow ones, so that all of its cases are quick.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+
+import pytest
+
+from tilenorm.spec import NormSpec
+
+from . import cases
+from .executed import executor_of, parameters
+
+ARCH = "sm_80"  # for tests that have no parameter `executor`
+
+
+def spec_of(item: pytest.Item) -> NormSpec | None:
+    """The spec of a case, or a spec of its size where the test makes the spec itself."""
+    params = parameters(item)
+    if "spec" in params:
+        return params["spec"]
+    return NormSpec("rms", params["hidden"], "bfloat16") if "hidden" in params else None
+
+
+def arch_of(item: pytest.Item) -> str:
+    executor = executor_of(item) if "executor" in parameters(item) else ARCH
+    return executor.removeprefix("interpreter_")
+
+
+def directions_of(item: pytest.Item) -> tuple[str, ...]:
+    """Those that the name of the test or of its file mentions, or both."""
+    name = f"{item.path.stem} {item.originalname}"
+    return tuple(d for d in cases.DIRECTIONS if d in name) or cases.DIRECTIONS
+
+
+def schedules_of(item: pytest.Item) -> set[tuple[str, str]]:
+    """(direction, schedule) of each kernel that a case runs."""
+    spec, target = spec_of(item), cases.target(arch_of(item))
+    chosen = {direction: cases.config(direction, spec, target) for direction in directions_of(item)}
+    return {(d, cases.schedule(config, spec.hidden)) for d, config in chosen.items()}
+
+
+def slow_kernel_cases(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
+    """The slow ones of the cases of tests/kernels."""
+    by_size = defaultdict(list)
+    for item in items:
+        if spec_of(item) and executor_of(item) != "gpu":
+            hidden, arch = spec_of(item).hidden, cases.INTERPRETED.index(arch_of(item))
+            by_size[hidden, arch, item.function].append(item)
+    reached = defaultdict(set)
+    for hidden, arch, function in sorted(by_size, key=lambda key: key[:2]):
+        alike = by_size[hidden, arch, function]
+        reaches = {arch}.union(*map(schedules_of, alike))
+        if hidden > cases.NARROW and reaches <= reached[function]:
+            yield from alike
+        reached[function] |= reaches

@@ -1,0 +1,150 @@
+"""What the quick run, which leaves out the cases marked `slow`, still tests.
+
+Each test looks at the cases of the whole suite, and needs that all files are collected.
+"""
+
+from collections import defaultdict
+from dataclasses import fields
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from tilenorm.launch.target import MULTIPROCESSORS
+from tilenorm.spec import OPS, NormSpec
+
+from . import cases
+from .conftest import COLLECTED
+from .executed import COMPILER, executor_of, parameters
+from .ops.helpers import DTYPES, FAMILY
+from .quick import arch_of, directions_of, schedules_of, spec_of
+
+# Tests that have no quick case, and what the quick run tests of the same.
+ALL_SLOW = {
+    # 45 s of the C++ compiler. The quick run exports, saves, loads and runs the same modules.
+    "tests/ops/test_export.py::test_aot_inductor_calls_the_op_of_the_process",
+    # 28 s of the C++ compiler. test_fx_training has the same graphs without Inductor.
+    "tests/integrations/test_compile.py::test_training_gives_the_same_bits_twice",
+    # 13 s of training. The quick run trains for one variant that fails and one that does not.
+    "tests/bench/test_train.py::test_command_prints_the_same_from_its_record",
+    # 11 s of new processes. test_precompile_fills_the_cache compiles the same in one process.
+    "tests/test_main.py::test_precompile_in_processes_fills_the_same_cache",
+    # 17 s of compiling 18 configurations. test_dry_run compiles four.
+    "tests/test_main_tune.py::test_dry_run_of_all_candidates",
+}
+# Parameters whose values are sizes, or which other tests of this file count.
+COUNTED = {"spec", "hidden", "job", "arch"}
+FORMS = {(op, False) for op in OPS} | {("gated_rms_norm", True)}  # True: the gate comes first
+
+
+@pytest.fixture
+def collected(request) -> list[pytest.Item]:
+    """Every case that needs no GPU, whatever -m and -k choose."""
+    items = request.config.stash[COLLECTED]
+    folder = Path(__file__).parent
+    if set(folder.rglob("test_*.py")) - {item.path for item in items}:
+        pytest.skip("needs all test files: run pytest without a path")
+    return [item for item in items if executor_of(item) != "gpu"]
+
+
+@pytest.fixture
+def quick(collected) -> list[pytest.Item]:
+    return [item for item in collected if not item.get_closest_marker("slow")]
+
+
+@pytest.fixture
+def interpreted(quick) -> list[pytest.Item]:
+    return [item for item in quick if is_of_kernels(item)]
+
+
+def is_of_kernels(item: pytest.Item) -> bool:
+    """Whether a case runs kernels on a spec."""
+    return item.path.parent.name == "kernels" and spec_of(item) is not None
+
+
+def test_every_test_has_a_quick_case(collected, quick):
+    assert {name_of(i) for i in collected} - {name_of(i) for i in quick} == ALL_SLOW
+
+
+def name_of(item: pytest.Item) -> str:
+    """The id of a test without the parameters of the case."""
+    return item.nodeid.partition("[")[0]
+
+
+def test_every_value_of_a_parameter_has_a_quick_case(collected, quick):
+    every, found = parameter_values(collected), parameter_values(quick)
+    missing = {
+        key: values - found[key]
+        for key, values in every.items()
+        if key[0] not in ALL_SLOW and key[1] not in COUNTED and values - found[key]
+    }
+    assert not missing
+
+
+def parameter_values(items: list[pytest.Item]) -> dict[tuple[str, str], set[str]]:
+    """(test, parameter) -> its values."""
+    found = defaultdict(set)
+    for item in items:
+        for name, value in parameters(item).items():
+            found[name_of(item), name].add(str(value))
+    return found
+
+
+def test_kernels_of_every_op_direction_and_dtype(interpreted):
+    found = {
+        (direction, form_of(spec_of(item)), spec_of(item).dtype)
+        for item in interpreted
+        for direction in directions_of(item)
+    }
+    assert set(product(cases.DIRECTIONS, FORMS, cases.DTYPES)) <= found
+
+
+def form_of(spec: NormSpec) -> tuple[str, bool]:
+    return spec.op, spec.gate_first
+
+
+def test_kernels_with_every_value_of_every_field_of_a_spec(collected, interpreted):
+    every = [item for item in collected if is_of_kernels(item)]
+    assert values_of_fields(every) == values_of_fields(interpreted)
+
+
+def values_of_fields(items: list[pytest.Item]) -> set[tuple[str, str, object]]:
+    """(direction, field of a spec, value), sizes left out."""
+    return {
+        (direction, field.name, getattr(spec_of(item), field.name))
+        for item in items
+        for direction in directions_of(item)
+        for field in fields(NormSpec)
+        if field.name != "hidden"
+    }
+
+
+def test_kernels_of_every_schedule_and_architecture(collected, interpreted):
+    every = [item for item in collected if is_of_kernels(item)]
+    schedules = set().union(*map(schedules_of, every))
+    assert set().union(*map(schedules_of, interpreted)) == schedules
+    assert {direction for direction, _ in schedules} == set(cases.DIRECTIONS)
+    found = {(arch_of(item), d) for item in interpreted for d in directions_of(item)}
+    assert found == set(product(cases.INTERPRETED, cases.DIRECTIONS))
+
+
+def test_compiles_for_every_architecture_of_every_op_direction_and_dtype(quick):
+    jobs = [parameters(item)["job"] for item in quick if executor_of(item) == COMPILER]
+    specs = [value for _, _, given in jobs for value in given if isinstance(value, NormSpec)]
+    assert {arch for arch, *_ in jobs} == set(MULTIPROCESSORS)
+    assert {form_of(spec) for spec in specs} == FORMS
+    assert {spec.dtype for spec in specs} == set(cases.DTYPES)
+    directions = {(arch, d) for arch, _, given in jobs for d in cases.DIRECTIONS if d in given}
+    assert directions == set(product(MULTIPROCESSORS, cases.DIRECTIONS))
+
+
+@pytest.mark.parametrize("file", ["test_forward", "test_gradients"])
+def test_ops_of_every_form_and_dtype(quick, file):
+    found = set()
+    for item in quick:
+        params = parameters(item)
+        if name_of(item) == f"tests/ops/{file}.py::test_accuracy":
+            form = params["form"] if "form" in params else FAMILY[params["name"]]
+            gate_first = not form.options.get("norm_before_gate", True)
+            found.add(((form.op, gate_first), params["dtype"]))
+    assert found == set(product(FORMS, DTYPES))
