@@ -199,7 +199,7 @@ def write_sums(a, cut, home, tiles, first):
         tile = tiles[j]
         if cut.HEADS == 0 and cut.ROWS > 1:
             tile = ct.sum(tile, axis=0, keepdims=True)
-        cols = segment.cols
+        cols = segment.cols()
         index = (first + home.place[0], cols)
         if cut.HEADS > 0:
             index = (first + home.place[1], home.place[2] * cut.N + cols)

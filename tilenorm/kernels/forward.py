@@ -151,8 +151,8 @@ def shared_forward(
     def missing(other):
         """The numbers of a chunk whose block has not published them."""
         there = cut.tile(a.X, tile.place[0].item(), other, rows)
-        theirs = row_of(a, norm, gather_tiles(inputs, cut, there), how.PACKED)
-        count = cut.count(other)
+        tiles, count = gather_tiles(inputs, cut, there), cut.count(other)
+        theirs = row_of(a, norm, tiles, how.PACKED)
         found = moments(theirs, there.masks(), count, order, norm.LAYER, exact)
         return numbers_of(found, count, norm.LAYER)
 

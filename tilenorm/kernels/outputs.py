@@ -34,7 +34,7 @@ def affine(x_hat, w, b, norm, dtype, SAME):
 
 def read_parameters(a, norm, tile, j):
     """w and b of a segment, None where there is none."""
-    cols, mask = tile.segments[j].cols, tile.segments[j].mask
+    cols, mask = tile.segments[j].cols(), tile.segments[j].mask
     w = gather_parameter(a.W, tile, cols, mask) if norm.WEIGHT else None
     b = gather_parameter(a.B, tile, cols, mask) if norm.BIAS else None
     return w, b
@@ -117,7 +117,7 @@ class Weights:
     def read(self, j, number):
         """Segment j. number: None, or what has to be known before the segment is read."""
         segment = self.home.segments[j]
-        cols = segment.cols
+        cols = segment.cols()
         if number is not None:
             cols = cols + dependent_zero(number, ct.int32) * VECTOR
         w = gather_parameter(self.a.W, self.home, cols, segment.mask)
@@ -138,7 +138,7 @@ def read_biases(a, home):
     """b of each segment, in float32."""
     found = ()
     for segment in ct.static_iter(home.segments):
-        b = gather_parameter(a.B, home, segment.cols, segment.mask)
+        b = gather_parameter(a.B, home, segment.cols(), segment.mask)
         found += (b.astype(ct.float32),)
     return found
 

@@ -109,11 +109,12 @@ class Cut:
         return Tile(place, None, chunk, self.parts(X, chunk))
 
     def parts(self, X, chunk):
-        """The columns of each segment of a chunk, and which of them exist."""
+        """The segments of a chunk, and which of their columns exist."""
         found = ()
         for _, start, width, end in ct.static_iter(self.segments()):
             cols = columns(chunk * self.chunk_width() + start, width)
-            found += (Columns(start, width, cols, self.inside(X, cols, end)),)
+            mask = self.inside(X, cols, end)
+            found += (Segment(chunk, self.chunk_width(), start, width, mask),)
         return found
 
     def count(self, chunk):
@@ -122,13 +123,18 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Columns:
-    """A segment: its first column in the chunk, its width, its columns, and which of them exist."""
+class Segment:
+    """A segment of a chunk: its first column in the chunk, its width, and which columns exist."""
 
+    chunk: Any
+    CHUNK_WIDTH: int
     START: int
     WIDTH: int
-    cols: Any
     mask: Any
+
+    def cols(self):
+        """Computed where they are used, so that they take no registers."""
+        return columns(self.chunk * self.CHUNK_WIDTH + self.START, self.WIDTH)
 
 
 @dataclass(frozen=True)
@@ -174,11 +180,12 @@ def leading(X, place):
 
 def gather_tiles(inputs, cut, tile):
     """The segments of each input's rows, zero past the last row and column."""
+    left = tile.chunk * cut.chunk_width()
     found = ()
     for X in ct.static_iter(inputs):
         tiles = ()
-        for j, _, _, end in ct.static_iter(cut.segments()):
-            cols = tile.segments[j].cols
+        for j, start, width, end in ct.static_iter(cut.segments()):
+            cols = columns(left + start, width)
             mask = both(tile.in_rows, cut.inside(X, cols, end))
             index = leading(X, tile.place) + (cols,)
             tiles += (ct.gather(X, index, mask=mask, check_bounds=False),)
@@ -223,6 +230,6 @@ def write_segment(X, tile, j, values, STORE):
         index = (tile.place[0].item(), segment.START // segment.WIDTH)
         ct.store(X, index, values.astype(X.dtype), allow_tma=False)
     else:
-        index = (tile.place[0], segment.cols)
+        index = (tile.place[0], segment.cols())
         mask = both(tile.in_rows, segment.mask)
         ct.scatter(X, index, values.astype(X.dtype), mask=mask, check_bounds=False)
