@@ -81,6 +81,7 @@ def variants(dtype: str) -> list[dict]:
     added = [{"norm": norm, "residual": residual, **more} for norm, residual, more in both]
     orders = product((False, True), (dtype, other), weighted)
     gated = [{"norm": "rms", "gate": z, "gate_first": first, **more} for first, z, more in orders]
+    gated += [{**fields, "activation": "sigmoid"} for fields in gated[:: len(weighted)]]
     by_heads = [
         {**fields, "heads": heads, "weight": dtype, **more}
         for fields, heads in zip(
@@ -222,4 +223,5 @@ def label(value) -> str:
         if dtype:
             parts.append(name if dtype == value.dtype else f"{name}{short[dtype][2:]}")
     parts += ["o1"] * bool(value.offset) + [f"h{value.heads}"] * bool(value.heads)
+    parts += ["sigmoid"] * (value.activation == "sigmoid")
     return "-".join(parts + ["early"] * (value.rounding == "early"))

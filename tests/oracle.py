@@ -56,7 +56,7 @@ def norm(spec: NormSpec, arguments: Arguments) -> dict[str, Truth]:
     x, gate, w, b = map(
         leaf, (total(spec, arguments), arguments.gate, arguments.weight, arguments.bias)
     )
-    u = x * functional.silu(gate) if spec.gate and spec.gate_first else x
+    u = x * act(spec, gate) if spec.gate and spec.gate_first else x
     mean = u.mean(-1, keepdim=True) if spec.norm == "layer" else torch.zeros_like(u[..., :1])
     centered = u - mean
     rstd = (centered.square().mean(-1, keepdim=True) + arguments.eps).rsqrt()
@@ -65,7 +65,7 @@ def norm(spec: NormSpec, arguments: Arguments) -> dict[str, Truth]:
     shift = torch.zeros_like(x_hat) if b is None else b.expand_as(x_hat)
     factor = torch.ones_like(x_hat)
     if spec.gate and not spec.gate_first:
-        factor = functional.silu(gate)
+        factor = act(spec, gate)
     y = (x_hat * gain + shift) * factor
     # Scale of x_hat: x_hat is a difference from the mean, and the mean's own error adds to it.
     spread = x_hat.abs() + (x_hat.abs().mean(-1, keepdim=True) if spec.norm == "layer" else 0.0)
@@ -98,10 +98,10 @@ def _gradients(spec, arguments, leaves, y, parts, plain_scale) -> dict[str, Trut
     du_scale = rstd * (g.abs() + spread * (g * x_hat).abs().mean(-1, keepdim=True) + mean_g)
     dx_scale = du_scale
     if gate is not None:
-        slope = _silu_slope_scale(gate)
+        slope = _slope_scale(spec, gate)
         if spec.gate_first:
             dgate_scale = du_scale * x.abs() * slope
-            dx_scale = du_scale * functional.silu(gate).abs()
+            dx_scale = du_scale * act(spec, gate).abs()
         else:
             dgate_scale = dy.abs() * plain_scale * slope
     if arguments.dsum is not None:
@@ -119,10 +119,15 @@ def _gradients(spec, arguments, leaves, y, parts, plain_scale) -> dict[str, Trut
     return truths
 
 
-def _silu_slope_scale(z: Tensor) -> Tensor:
-    """The scale of silu's derivative at z."""
+def act(spec: NormSpec, z: Tensor) -> Tensor:
+    """The activation of the gate."""
+    return torch.sigmoid(z) if spec.activation == "sigmoid" else functional.silu(z)
+
+
+def _slope_scale(spec: NormSpec, z: Tensor) -> Tensor:
+    """The scale of the activation's derivative at z."""
     s = torch.sigmoid(z)
-    return s * (1 + z.abs() * (1 - s))
+    return s * (1 - s) if spec.activation == "sigmoid" else s * (1 + z.abs() * (1 - s))
 
 
 def torch_own(spec: NormSpec, arguments: Arguments) -> dict[str, Tensor]:
@@ -149,7 +154,7 @@ def torch_own(spec: NormSpec, arguments: Arguments) -> dict[str, Tensor]:
         y = _composed(spec, x.float(), gate, w, b, arguments.eps, dtype)
     u = x.detach().float()
     if spec.gate and spec.gate_first:
-        u = u * functional.silu(gate.detach().float())
+        u = u * act(spec, gate.detach().float())
     mean = u.mean(-1) if spec.norm == "layer" else torch.zeros_like(u[..., 0])
     variance = (u - mean[..., None]).square().mean(-1)
     results = {"y": y.detach(), "mean": mean.reshape(-1), "sum": x.detach()}
@@ -182,7 +187,7 @@ def _composed(spec, x, gate, w, b, eps, dtype) -> Tensor:
     """The norm in float32 operations, rounded to dtype. x is float32."""
     early = spec.rounding == "early"
     if spec.gate and spec.gate_first:
-        x = x * functional.silu(gate.float())
+        x = x * act(spec, gate.float())
     function = functional.layer_norm if spec.norm == "layer" else functional.rms_norm
     y = function(x, (spec.hidden,), eps=eps)
     if early:
@@ -194,5 +199,5 @@ def _composed(spec, x, gate, w, b, eps, dtype) -> Tensor:
     if b is not None:
         y = y + b.float()
     if spec.gate and not spec.gate_first:
-        y = y * functional.silu(gate.float())
+        y = y * act(spec, gate.float())
     return y.to(dtype)

@@ -99,8 +99,11 @@ OPTIONS = {
     "--heads 6 --no-weight": "weight None, bias None, offset 0",
     "--op add_rms_norm": f"{PLAIN}, residual bfloat16",
     "--op add_layer_norm --residual-dtype float32": f"{PLAIN}, residual float32",
-    "--op gated_rms_norm": f"{PLAIN}, gate bfloat16 after the norm",
-    "--op gated_rms_norm --gate-first": f"{PLAIN}, gate bfloat16 before the norm",
+    "--op gated_rms_norm": f"{PLAIN}, gate bfloat16 after the norm, activation silu",
+    "--op gated_rms_norm --activation sigmoid": (
+        f"{PLAIN}, gate bfloat16 after the norm, activation sigmoid"
+    ),
+    "--op gated_rms_norm --gate-first": f"{PLAIN}, gate bfloat16 before the norm, activation silu",
 }
 
 
@@ -139,6 +142,10 @@ WRONG = {
     "a residual dtype for a gated op": (
         ["explain", *FOR_H200, "--op", "gated_rms_norm", "--residual-dtype", "float32"],
         "--residual-dtype: gated_rms_norm takes no residual",
+    ),
+    "an activation for an op without a gate": (
+        ["explain", *FOR_H200, "--op", "layer_norm", "--activation", "sigmoid"],
+        "--activation: layer_norm takes no gate",
     ),
     "gate first for an op without a gate": (
         ["precompile", *FOR_H200, "--op", "add_rms_norm", "--gate-first"],

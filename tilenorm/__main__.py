@@ -11,7 +11,7 @@ from .launch.target import MULTIPROCESSORS, Target
 from .launch.toolchain import cache_folder
 from .ops.arguments import ROUNDINGS
 from .ops.registry import DTYPES, Device, refusals
-from .spec import OPS, NormSpec
+from .spec import OPS, WORDS, NormSpec
 from .tools import digests as code
 from .tools import lines, shipped
 from .tools.explain import explain_spec, planned_device
@@ -136,6 +136,8 @@ def _specs(options: argparse.Namespace) -> list[NormSpec]:
             raise RefusedError(f"--residual-dtype: {op} takes no residual")
         if options.gate_first and not op.startswith("gated_"):
             raise RefusedError(f"--gate-first: {op} takes no gate")
+        if options.activation and not op.startswith("gated_"):
+            raise RefusedError(f"--activation: {op} takes no gate")
         parameter = options.weight_dtype or dtype
         fields = {
             "weight": None if options.no_weight else parameter,
@@ -145,6 +147,7 @@ def _specs(options: argparse.Namespace) -> list[NormSpec]:
             "heads": options.heads if options.heads > 1 and affine else 0,
             "rounding": options.rounding,
             "gate_first": options.gate_first,
+            "activation": options.activation or "silu",
         }
         if options.residual_dtype:
             fields["residual"] = options.residual_dtype
@@ -196,6 +199,7 @@ def _add_spec(command: argparse.ArgumentParser, size: dict) -> None:
     command.add_argument("--rounding", default="late", choices=ROUNDINGS)
     command.add_argument("--residual-dtype", choices=DTYPES, help="default: as --dtype")
     command.add_argument("--gate-first", action="store_true", help="gate, then normalise")
+    command.add_argument("--activation", choices=WORDS["activation"], help="of the gate")
 
 
 def _add_tuning(command: argparse.ArgumentParser) -> None:

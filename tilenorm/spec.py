@@ -6,7 +6,12 @@ from typing import NamedTuple
 
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 OPS = ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm", "gated_rms_norm")
-WORDS = {"norm": ("rms", "layer"), "rounding": ("late", "early")}  # the values that a word may have
+# The values that a word may have.
+WORDS = {
+    "norm": ("rms", "layer"),
+    "rounding": ("late", "early"),
+    "activation": ("silu", "sigmoid"),
+}
 
 
 class Options(NamedTuple):
@@ -20,6 +25,7 @@ class Options(NamedTuple):
     offset: float = 0.0
     gate_first: bool = False
     rounding: str = "late"
+    activation: str = "silu"
 
 
 def norm_of(op: str) -> str:
@@ -35,10 +41,11 @@ class NormSpec:
     bias: their dtypes, or None when absent. offset: the constant added to the weight.
 
     residual: the dtype of what is added to the input first, and of the sum. gate: the dtype of z
-    where silu(z) multiplies the normalised rows, or, with gate_first, the rows before they are
+    where act(z) multiplies the normalised rows, or, with gate_first, the rows before they are
     normalised. heads: H where weight and bias have a row of N for each of H heads, which take
     turns over the input's rows; 0 where every row has the same. rounding: "late" computes in
-    float32 to the end, "early" rounds to the input's dtype before the weight.
+    float32 to the end, "early" rounds to the input's dtype before the weight. activation: of the
+    gate, act(z) = z · σ(z) for "silu" and σ(z) for "sigmoid".
     """
 
     norm: str
@@ -52,6 +59,7 @@ class NormSpec:
     gate_first: bool = False
     heads: int = 0
     rounding: str = "late"
+    activation: str = "silu"
 
     @classmethod
     def of(cls, op: str, hidden: int, dtype: str, **fields) -> "NormSpec":

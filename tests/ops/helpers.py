@@ -37,6 +37,7 @@ class Form(NamedTuple):
 
 FAMILY = {op: Form(op) for op in OPS}
 FAMILY["gated_rms_norm, gate first"] = Form("gated_rms_norm", {"norm_before_gate": False})
+FAMILY["gated_rms_norm, sigmoid"] = Form("gated_rms_norm", {"activation": "sigmoid"})
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 EACH_DEVICE = pytest.mark.parametrize("device", DEVICES)
 EACH_FORM = pytest.mark.parametrize("form", FAMILY.values(), ids=FAMILY)
@@ -151,6 +152,7 @@ def expected_of(
 ) -> dict[str, Expected]:
     """What `step` should give, derivatives by autograd, on the CPU."""
     norm_before_gate = form.options.get("norm_before_gate", norm_before_gate)
+    act = torch.sigmoid if form.options.get("activation") == "sigmoid" else F.silu
     incoming = incoming_of(tensors) if incoming is None else incoming
     given = {n: t.detach().cpu() for n, t in tensors.items()}
     axes = tuple(range(-dims, 0))
@@ -163,11 +165,11 @@ def expected_of(
             rounded = (given["input"] + given["residual"]).to(given["residual"].dtype)
             x = x + t["residual"]
             x = outputs["sum"] = x + (rounded.to(dtype) - x).detach()
-        u = x if z is None or norm_before_gate else x * F.silu(z)
+        u = x if z is None or norm_before_gate else x * act(z)
         x_hat = normalize("layer" in form.op, u, axes, eps)
         y = x_hat if w is None else x_hat * (w + offset)
         y = y if b is None else y + b
-        outputs = {"output": y if z is None or not norm_before_gate else y * F.silu(z), **outputs}
+        outputs = {"output": y if z is None or not norm_before_gate else y * act(z), **outputs}
         pairs = zip(outputs.values(), incoming, strict=True)
         used = [(y, dy.detach().cpu().to(dtype)) for y, dy in pairs if dy is not None]
         ys, dys = zip(*used, strict=True)
@@ -185,7 +187,7 @@ def expected_of(
         size = (g.abs().amax(axes, keepdim=True) * rstd).expand(u.shape)
         if "gate" in t and not norm_before_gate:
             terms["gate"] = size * t["input"].detach().abs()
-            size = size * F.silu(t["gate"].detach()).abs()
+            size = size * act(t["gate"].detach()).abs()
         if "residual" in t and incoming[1] is not None:
             size = size + incoming[1].detach().cpu().double().abs()
         terms["input"] = terms["residual"] = size

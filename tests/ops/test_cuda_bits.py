@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import tilenorm
+from tilenorm.spec import Options
 
 from .cuda_helpers import OTHERS, forms_and_widths, made, train
 from .helpers import EPS, FAMILY, NEEDS_GPU, RMS, call, name_of, random, same, step, tensors_of
@@ -135,9 +136,9 @@ def test_the_ops_give_the_bits_of_the_eager_path(form, n):
     given = [tensors.get(name) for name in ("input", "residual", "gate", "weight", "bias")]
     norm = "layer" if "layer" in form.op else "rms"
     gate_first = not form.options.get("norm_before_gate", True)
-    y, total, mean, rstd = torch.ops.tilenorm.norm(
-        *given, norm, n, EPS, 0.0, gate_first, "late", True
-    )
+    activation = form.options.get("activation", "silu")
+    options = Options(n, norm, gate_first=gate_first, activation=activation)
+    y, total, mean, rstd = torch.ops.tilenorm.norm(*given, *options, EPS, True)
     outputs = (y, total)[: len(incoming)]
     grads = torch.autograd.grad(outputs, list(tensors.values()), incoming)
     expected = train(form, tensors, incoming)

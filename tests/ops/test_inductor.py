@@ -8,6 +8,7 @@ import torch
 from torch._inductor.utils import run_and_get_code
 
 import tilenorm
+from tilenorm.spec import Options
 
 from .helpers import ADD, EACH_DEVICE, EACH_FORM, RMS, call, random, same, step, tensors_of
 
@@ -87,7 +88,7 @@ def test_inductor_calls_of_any_width(device, dynamo):
 @EACH_DEVICE
 def test_inductor_asks_the_op_for_an_absent_result(device, dynamo):
     """Of an RMSNorm that saves nothing, sum, mean and rstd are empty tensors."""
-    how = (16, "rms", 0.0, False, "late", 1e-6, False)
+    how = (*Options(16, "rms"), 1e-6, False)
     x = random(3, 16, device=device)
     run = torch.compile(lambda x: OPS.norm(x, None, None, None, None, *how), fullgraph=True)
     with torch._inductor.config.patch(force_disable_caches=True):

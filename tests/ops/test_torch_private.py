@@ -29,6 +29,7 @@ def take_away(name):
 
 
 def run():
+    from tilenorm.spec import Options
     from tests.ops.helpers import FAMILY, call, step, tensors_of
     from tests.ops.pretended import pretended_gpu
 
@@ -42,7 +43,7 @@ def run():
                     found.extend(call(form, tensors))
     all_calls(FAMILY)
     x = torch.linspace(-1, 2, 120).view(3, 40).requires_grad_()
-    how = (40, "layer", 0.0, False, "late", 1e-6, True)
+    how = (*Options(40, "layer"), 1e-6, True)
     y = torch.ops.tilenorm.norm(x, None, None, None, None, *how)[0]
     found.extend((y.detach(), *torch.autograd.grad(y.square().sum(), x)))
     with pretended_gpu():

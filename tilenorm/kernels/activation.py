@@ -1,6 +1,17 @@
-"""The activation of a gate, and its derivative."""
+"""The activation of a gate, and its derivative: silu(z) = z · σ(z), or σ(z)."""
 
 import cuda.tile as ct
+
+
+def activated(z, norm):
+    """act(z), in float32."""
+    return sigmoid(z) if norm.SIGMOID else silu(z)
+
+
+def slope(z, norm):
+    """act'(z): σ(z) · (1 + z · (1 − σ(z))), or σ(z) · (1 − σ(z))."""
+    s = sigmoid(z)
+    return s * (1.0 - s) if norm.SIGMOID else s * (1.0 + z * (1.0 - s))
 
 
 def sigmoid(z):
@@ -8,11 +19,4 @@ def sigmoid(z):
 
 
 def silu(z):
-    """z · σ(z)."""
     return ct.truediv(z, 1.0 + ct.exp(-z), rounding_mode=ct.RoundingMode.FULL)
-
-
-def silu_slope(z):
-    """silu'(z) = σ(z) · (1 + z · (1 − σ(z)))."""
-    s = sigmoid(z)
-    return s * (1.0 + z * (1.0 - s))

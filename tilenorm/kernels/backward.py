@@ -53,9 +53,9 @@ def norm_backward(
 
     mean and mean(g) are 0 unless NORM.LAYER. The sums over rows are dW = Σ dy · x̂ and dB = Σ dy.
     DSUM: dx grows by dsum; it is both the gradient of the input and that of the residual, each in
-    its own dtype. GATED: dy is dy · silu(gate) throughout, and dgate = dy · ŷ · silu'(gate) with
-    ŷ = x̂ · (w + offset) + b; if GATE_FIRST, x is x · silu(gate) throughout, dgate = dx · x ·
-    silu'(gate), and then dx is dx · silu(gate).
+    its own dtype. GATED: dy is dy · act(gate) throughout, and dgate = dy · ŷ · act'(gate) with
+    ŷ = x̂ · (w + offset) + b; if GATE_FIRST, x is x · act(gate) throughout, dgate = dx · x ·
+    act'(gate), and then dx is dx · act(gate).
 
     Block b takes tile b, and every one that follows at steps of the grid. With CHUNKS, so many
     blocks in turn share rows and stand for one block.

@@ -21,8 +21,9 @@ class Constants:
 class Norm:
     """What is computed.
 
-    LAYER: the mean is subtracted. ADD: the input is x + residual. GATED: silu(gate) multiplies the
-    normalised rows, or, with GATE_FIRST, the rows before they are normalised. WEIGHT, BIAS: the
+    LAYER: the mean is subtracted. ADD: the input is x + residual. GATED: act(gate) multiplies the
+    normalised rows, or, with GATE_FIRST, the rows before they are normalised; act is silu, or, with
+    SIGMOID, the sigmoid. WEIGHT, BIAS: the
     array is there. OFFSET is added to the weight. EARLY: x̂ is rounded to y's dtype before the
     weight, and so is its product with a weight of that dtype. SAVE: mean and rstd are written.
     EARLY and SAVE are for the forward pass alone.
@@ -37,6 +38,7 @@ class Norm:
     OFFSET: float
     EARLY: bool
     SAVE: bool
+    SIGMOID: bool
 
     @property
     def GATE_AFTER(self):

@@ -1,11 +1,11 @@
-"""Stage: what is normalised, and its gradients: x, x + residual, or x · silu(gate)."""
+"""Stage: what is normalised, and its gradients: x, x + residual, or x · act(gate)."""
 
 from dataclasses import dataclass
 from typing import Any
 
 import cuda.tile as ct
 
-from .activation import silu, silu_slope
+from .activation import activated, slope
 from .opaque import rematerialize
 from .tiles import write_segment
 
@@ -19,7 +19,7 @@ class Row:
 
     x: Any
     gate: Any
-    GATE_FIRST: bool
+    norm: Any
     PACKED: bool
 
     def values(self):
@@ -27,8 +27,8 @@ class Row:
         found = ()
         for j, x in ct.static_iter(enumerate(self.x)):
             x = x.astype(ct.float32)
-            if self.GATE_FIRST:
-                x = x * silu(self.gate[j].astype(ct.float32))
+            if self.norm.GATED and self.norm.GATE_FIRST:
+                x = x * activated(self.gate[j].astype(ct.float32), self.norm)
             found += (x,)
         return found
 
@@ -37,7 +37,7 @@ class Row:
         xs = ()
         for x in ct.static_iter(self.x):
             xs += (rematerialize(x, number) if self.PACKED else x,)
-        return Row(xs, self.gate, self.GATE_FIRST, self.PACKED).values()
+        return Row(xs, self.gate, self.norm, self.PACKED).values()
 
 
 def inputs_of(a, norm):
@@ -53,14 +53,13 @@ def inputs_of(a, norm):
 def row_of(a, norm, tiles, PACKED):
     """What is normalised, from the tiles of inputs_of."""
     gate = tiles[-1] if norm.GATED else ()
-    GATE_FIRST = norm.GATED and norm.GATE_FIRST
     if not norm.ADD:
-        return Row(tiles[0], gate, GATE_FIRST, PACKED)
+        return Row(tiles[0], gate, norm, PACKED)
     totals = ()
     for j, x in ct.static_iter(enumerate(tiles[0])):
         residual = tiles[1][j].astype(ct.float32)
         totals += ((x.astype(ct.float32) + residual).astype(a.SUM.dtype),)
-    return Row(totals, gate, GATE_FIRST, PACKED)
+    return Row(totals, gate, norm, PACKED)
 
 
 def is_exact(a, norm):
@@ -122,7 +121,7 @@ def x_hat_of(saved, norm):
     """x̂ of an unpacked segment."""
     x = saved.x
     if norm.GATED and norm.GATE_FIRST:
-        x = x * silu(saved.gate.astype(ct.float32))
+        x = x * activated(saved.gate.astype(ct.float32), norm)
     return (x - saved.mean) * saved.rstd if norm.LAYER else x * saved.rstd
 
 
@@ -134,9 +133,9 @@ def input_gradient(a, norm, needs, tile, j, saved, dx, STORE):
     if norm.GATED and norm.GATE_FIRST:
         gate = saved.gate.astype(ct.float32)
         if needs.DGATE:
-            dgate = dx * saved.x.astype(ct.float32) * silu_slope(gate)
+            dgate = dx * saved.x.astype(ct.float32) * slope(gate, norm)
             write_segment(a.DGATE, tile, j, dgate, STORE)
-        dx = dx * silu(gate)
+        dx = dx * activated(gate, norm)
     if needs.DSUM:
         dx = dx + saved.dsum.astype(ct.float32)
     return dx

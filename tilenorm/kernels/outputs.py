@@ -5,7 +5,7 @@ from typing import Any
 
 import cuda.tile as ct
 
-from .activation import silu, silu_slope
+from .activation import activated, slope
 from .inputs import x_hat_of
 from .opaque import depend_on, dependent_zero
 from .tiles import VECTOR, gather_parameter, write_segment
@@ -91,7 +91,7 @@ def write_output(a, norm, tile, j, rows, parameters, STORE):
     SAME = norm.WEIGHT and a.W.dtype == a.Y.dtype
     y = affine(rows.centered[j] * rows.rstd, w, b, norm, a.Y.dtype, SAME)
     if norm.GATE_AFTER:
-        y = y * silu(rows.gate[j].astype(ct.float32))
+        y = y * activated(rows.gate[j].astype(ct.float32), norm)
     write_segment(a.Y, tile, j, y, STORE)
 
 
@@ -144,19 +144,19 @@ def read_biases(a, home):
 
 
 def dy_of(saved, norm):
-    """dy of an unpacked segment, times silu(gate) where the gate comes after the norm."""
+    """dy of an unpacked segment, times act(gate) where the gate comes after the norm."""
     dy = saved.dy
     if norm.GATE_AFTER:
-        dy = dy * silu(saved.gate.astype(ct.float32))
+        dy = dy * activated(saved.gate.astype(ct.float32), norm)
     return dy
 
 
 def write_gate_gradient(a, norm, tile, row, weights, biases, number, STORE):
-    """The gradient dy · ŷ · silu'(gate) of a gate that comes after the norm, ŷ being ungated y."""
+    """The gradient dy · ŷ · act'(gate) of a gate that comes after the norm, ŷ being ungated y."""
     for j, saved in ct.static_iter(enumerate(row)):
         y = weights.times(x_hat_of(saved.unpacked(), norm), j, number)
         if norm.BIAS:
             y = y + biases[j]
         dgate = saved.dy.astype(ct.float32) * y
-        dgate = dgate * silu_slope(saved.gate.astype(ct.float32))
+        dgate = dgate * slope(saved.gate.astype(ct.float32), norm)
         write_segment(a.DGATE, tile, j, dgate, STORE)

@@ -184,7 +184,7 @@ def gather_tiles(inputs, cut, tile):
     found = ()
     for X in ct.static_iter(inputs):
         tiles = ()
-        for j, start, width, end in ct.static_iter(cut.segments()):
+        for _, start, width, end in ct.static_iter(cut.segments()):
             cols = columns(left + start, width)
             mask = both(tile.in_rows, cut.inside(X, cols, end))
             index = leading(X, tile.place) + (cols,)

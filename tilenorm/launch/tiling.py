@@ -93,6 +93,7 @@ class Tiling:
             OFFSET=spec.offset,
             EARLY=spec.rounding == "early",
             SAVE=save,
+            SIGMOID=spec.activation == "sigmoid",
         )
 
     @cached_property

@@ -151,21 +151,25 @@ def gated_rms_norm(
     bias: Tensor | None = None,
     offset: float = 0.0,
     norm_before_gate: bool = True,
+    activation: str = "silu",
     rounding: str = "late",
     backend: str | None = None,
 ) -> Tensor:
-    """RMSNorm with a gate, as in Mamba-2 and Qwen3-Next.
+    """RMSNorm with a gate, as in Mamba-2, Qwen3-Next and Kimi Linear.
 
-        y = rms_norm(input) · silu(gate)          with norm_before_gate
-        y = rms_norm(input · silu(gate))          without
+        y = rms_norm(input) · act(gate)          with norm_before_gate
+        y = rms_norm(input · act(gate))          without
 
-    where silu(z) = z / (1 + exp(−z)), after Dao and Gu, "Transformers are SSMs" (2024). Nothing is
-    rounded between the norm and the gate, except by rounding="early" (see rms_norm), which rounds
-    x̂ and, where the weight has the input's dtype, x̂ · weight.
+    where act(z) is silu(z) = z / (1 + exp(−z)), after Dao and Gu, "Transformers are SSMs" (2024),
+    or the sigmoid 1 / (1 + exp(−z)), after Kimi Team, "Kimi Linear" (2025). Nothing is rounded
+    between the norm and the gate, except by rounding="early" (see rms_norm), which rounds x̂ and,
+    where the weight has the input's dtype, x̂ · weight.
 
     Args:
         input: (..., *normalized_shape).
         gate: of the input's shape, in its dtype or another floating-point dtype.
+        norm_before_gate: whether the rows are normalised before the gate multiplies them.
+        activation: act, "silu" or "sigmoid".
         The others are those of rms_norm.
 
     Returns:
@@ -174,5 +178,6 @@ def gated_rms_norm(
 
     Raises: as rms_norm.
     """
-    tensors, asked = (input, None, gate, weight, bias), (offset, not norm_before_gate, rounding)
+    tensors = (input, None, gate, weight, bias)
+    asked = (offset, not norm_before_gate, rounding, activation)
     return normalize("gated_rms_norm", tensors, normalized_shape, eps, asked, backend)[0]

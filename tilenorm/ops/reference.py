@@ -45,7 +45,7 @@ def formula(spec: NormSpec, tensors: Tensors, eps: float) -> Results:
     x_hat, mean, rstd = _normalize(spec, rows, z, eps)
     y = _affine(spec, x_hat, weight, bias, x.dtype)
     if z is not None and not spec.gate_first:
-        y = y * silu(z)
+        y = y * _act(spec, z)
     return Results(y.to(x.dtype).reshape(x.shape), total, mean, rstd)
 
 
@@ -72,19 +72,19 @@ def backward(
         if rstd is None:
             x_hat, mean, rstd = _normalize(spec, rows, z, eps)
         else:
-            u = rows * silu(z) if spec.gate_first and z is not None else rows
+            u = rows * _act(spec, z) if spec.gate_first and z is not None else rows
             x_hat = (u if mean is None else u - mean[:, None]) * rstd[:, None]
         if z is not None and not spec.gate_first:
             if needs.dgate:
-                dgate = g * _affine(spec, x_hat, weight, bias, dtype) * _silu_slope(z)
-            g = g * silu(z)
+                dgate = g * _affine(spec, x_hat, weight, bias, dtype) * _slope(spec, z)
+            g = g * _act(spec, z)
         dw = _sum_rows(spec, g * x_hat) if needs.dw else None
         db = _sum_rows(spec, g) if needs.db else None
         if through_norm:
             dx = _through_norm(spec, g, x_hat, weight, mean is not None, rstd)
             if z is not None and spec.gate_first:
-                dgate = dx * rows * _silu_slope(z) if needs.dgate else None
-                dx = dx * silu(z)
+                dgate = dx * rows * _slope(spec, z) if needs.dgate else None
+                dx = dx * _act(spec, z)
     if dsum is not None and dx is not None:
         dx = dx + _rows(dsum, spec, dtype)
     return (
@@ -157,7 +157,7 @@ def _normalize(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """x̂, mean and rstd."""
     if gate is not None and spec.gate_first:
-        rows = rows * silu(gate)
+        rows = rows * _act(spec, gate)
     mean = None
     if spec.norm == "layer":
         mean = rows.mean(1)
@@ -195,9 +195,15 @@ def _sum_rows(spec: NormSpec, rows: Tensor) -> Tensor:
     return (rows.reshape(-1, spec.heads * spec.hidden) if spec.heads else rows).sum(0)
 
 
-def _silu_slope(z: Tensor) -> Tensor:
+def _act(spec: NormSpec, z: Tensor) -> Tensor:
+    """The activation of the gate."""
+    return torch.sigmoid(z) if spec.activation == "sigmoid" else silu(z)
+
+
+def _slope(spec: NormSpec, z: Tensor) -> Tensor:
+    """The derivative of the gate's activation."""
     s = torch.sigmoid(z)
-    return s * (1 + z * (1 - s))
+    return s * (1 - s) if spec.activation == "sigmoid" else s * (1 + z * (1 - s))
 
 
 def _rows(x: Tensor, spec: NormSpec, dtype: torch.dtype) -> Tensor:

@@ -48,6 +48,7 @@ class Case(NamedTuple):
             if dtype := getattr(spec, name):
                 parts.append(f"{name}:{dtype}")
         parts += ["gate_first"] * spec.gate_first + [spec.rounding] * (spec.rounding != "late")
+        parts += [spec.activation] * (spec.activation != "silu")
         parts += [f"offset:{spec.offset:g}"] * bool(spec.offset)
         parts += [f"heads:{spec.heads}"] * bool(spec.heads)
         if self.needs is None:

@@ -154,7 +154,8 @@ def options_of(spec: NormSpec) -> str:
     if spec.residual:
         parts.append(f"residual {spec.residual}")
     if spec.gate:
-        parts.append(f"gate {spec.gate} {'before' if spec.gate_first else 'after'} the norm")
+        place = "before" if spec.gate_first else "after"
+        parts.append(f"gate {spec.gate} {place} the norm, activation {spec.activation}")
     if spec.rounding != "late":
         parts.append(f"rounding {spec.rounding}")
     return ", ".join(parts)
