@@ -106,8 +106,9 @@ def _layer_norm(x, weight, bias):
     return _rms_norm(x - x.mean(-1, keepdim=True), weight) + bias
 
 
-def _gated_rms_norm(x, gate, weight):
-    return _rms_norm(x, weight) * gate * torch.sigmoid(gate)
+def _gated(norm: Callable) -> Callable:
+    """A function that returns norm(x) · silu(gate), spelled out."""
+    return lambda x, gate, *parameters: norm(x, *parameters) * gate * torch.sigmoid(gate)
 
 
 def _eager_rms_norm(x, weight):
@@ -118,8 +119,9 @@ def _eager_layer_norm(x, weight, bias):
     return F.layer_norm(x, x.shape[-1:], weight, bias, EPS)
 
 
-def _eager_gated_rms_norm(x, gate, weight):
-    return F.rms_norm(x, x.shape[-1:], weight, EPS) * F.silu(gate)
+def _eager_gated(norm: Callable) -> Callable:
+    """The same by PyTorch's own functions."""
+    return lambda x, gate, *parameters: norm(x, *parameters) * F.silu(gate)
 
 
 def _eager_head_rms_norm(x, weight):
@@ -189,8 +191,19 @@ OPS = {
             outputs=("y",),
             forward=Traffic(rows=3, columns=1),  # x, gate, weight -> y
             backward=Traffic(rows=5, columns=2),  # x, gate, dy, weight -> dx, dgate, dweight
-            reference=_gated_rms_norm,
-            eager=_eager_gated_rms_norm,
+            reference=_gated(_rms_norm),
+            eager=_eager_gated(_eager_rms_norm),
+        ),
+        Op(
+            name="gated_layer_norm",
+            rows=("x", "gate"),
+            columns=("weight", "bias"),
+            outputs=("y",),
+            forward=Traffic(rows=3, columns=2),  # x, gate, weight, bias -> y
+            # x, gate, dy, weight, bias -> dx, dgate, dweight, dbias
+            backward=Traffic(rows=5, columns=4),
+            reference=_gated(_layer_norm),
+            eager=_eager_gated(_eager_layer_norm),
         ),
         Op(
             name="head_rms_norm",
@@ -245,13 +258,13 @@ SUITES = {
     "quick": _sweep(16 * _MI, ("rms_norm",), (1024, 4096, 16384), ("bfloat16",))
     + _sweep(16 * _MI, ("rms_norm",), (4096,), ("float32",))
     + _sweep(16 * _MI, ("layer_norm",), (4096,), ("float16",))
-    + _sweep(16 * _MI, (*_PLAIN[2:], "gated_rms_norm"), (4096,), ("bfloat16",))
+    + _sweep(16 * _MI, (*_PLAIN[2:], "gated_rms_norm", "gated_layer_norm"), (4096,), ("bfloat16",))
     + _sweep(16 * _MI, ("head_rms_norm",), (128,), ("bfloat16",)),
     # Published sweeps: RMSNorm on 4096 rows, and the sweep of Triton's LayerNorm tutorial.
     "seeds": _of_4096_rows("rms_norm", (1024, 2048, 4096, 8192, 16384))
     + _of_4096_rows("layer_norm", range(1024, 15872 + 1, 512), ("float16",)),
     "full": _sweep(64 * _MI, _PLAIN, _FULL)
-    + _sweep(64 * _MI, ("gated_rms_norm",), (128, 1024, 4096, 8192))
+    + _sweep(64 * _MI, ("gated_rms_norm", "gated_layer_norm"), (128, 1024, 4096, 8192))
     + _sweep(64 * _MI, ("head_rms_norm",), (32, 64, 128, 256, 512)),
     # Decode steps and small batches.
     "latency": tuple(

@@ -43,12 +43,16 @@ def _tilenorm(op: Op):
     def rms_norm(x, weight):
         return tn.rms_norm(x, x.shape[-1:], weight, EPS)
 
+    def gated_layer_norm(x, gate, weight, bias):
+        return tn.gated_layer_norm(x, gate, x.shape[-1:], weight, bias, EPS)
+
     return {
         "rms_norm": rms_norm,
         "layer_norm": lambda x, w, b: tn.layer_norm(x, x.shape[-1:], w, b, EPS),
         "add_rms_norm": lambda x, r, w: tn.add_rms_norm(x, r, x.shape[-1:], w, EPS),
         "add_layer_norm": lambda x, r, w, b: tn.add_layer_norm(x, r, x.shape[-1:], w, b, EPS),
         "gated_rms_norm": lambda x, z, w: tn.gated_rms_norm(x, z, x.shape[-1:], w, EPS),
+        "gated_layer_norm": gated_layer_norm,
         "head_rms_norm": rms_norm,
     }.get(op.name)
 

@@ -82,6 +82,7 @@ def variants(dtype: str) -> list[dict]:
     orders = product((False, True), (dtype, other), weighted)
     gated = [{"norm": "rms", "gate": z, "gate_first": first, **more} for first, z, more in orders]
     gated += [{**fields, "activation": "sigmoid"} for fields in gated[:: len(weighted)]]
+    gated += [{**fields, "norm": "layer"} for fields in gated]
     by_heads = [
         {**fields, "heads": heads, "weight": dtype, **more}
         for fields, heads in zip(

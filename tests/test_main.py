@@ -242,6 +242,8 @@ OTHERS = {
     "add_layer_norm, float32": {"residual": "float32"},
     "gated_rms_norm": {},
     "gated_rms_norm, gate first": {"gate_first": True, "gate": "float32"},
+    "gated_layer_norm": {},
+    "gated_layer_norm, sigmoid": {"activation": "sigmoid"},
 }
 
 

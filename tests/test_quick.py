@@ -34,7 +34,10 @@ ALL_SLOW = {
 }
 # Parameters whose values are sizes, or which other tests of this file count.
 COUNTED = {"spec", "hidden", "job", "arch"}
-FORMS = {(op, False) for op in OPS} | {("gated_rms_norm", True)}  # True: the gate comes first
+FORMS = {(op, False) for op in OPS} | {
+    ("gated_rms_norm", True),
+    ("gated_layer_norm", True),
+}  # True: the gate comes first
 
 
 @pytest.fixture

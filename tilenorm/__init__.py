@@ -7,7 +7,14 @@ from .integrations.aten import disable, enable, override
 from .integrations.compile import compile
 from .integrations.models import patch
 from .nn import LayerNorm, RMSNorm
-from .ops.functional import add_layer_norm, add_rms_norm, gated_rms_norm, layer_norm, rms_norm
+from .ops.functional import (
+    add_layer_norm,
+    add_rms_norm,
+    gated_layer_norm,
+    gated_rms_norm,
+    layer_norm,
+    rms_norm,
+)
 from .ops.registry import ReferenceWarning
 from .tools.explain import explain
 
@@ -22,6 +29,7 @@ __all__ = [
     "disable",
     "enable",
     "explain",
+    "gated_layer_norm",
     "gated_rms_norm",
     "layer_norm",
     "override",

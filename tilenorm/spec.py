@@ -5,7 +5,14 @@ from functools import cached_property
 from typing import NamedTuple
 
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
-OPS = ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm", "gated_rms_norm")
+OPS = (
+    "rms_norm",
+    "layer_norm",
+    "add_rms_norm",
+    "add_layer_norm",
+    "gated_rms_norm",
+    "gated_layer_norm",
+)
 # The values that a word may have.
 WORDS = {
     "norm": ("rms", "layer"),

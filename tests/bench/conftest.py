@@ -13,8 +13,8 @@ def _rms_norm(input, normalized_shape, weight=None, eps=None):
     return normed if weight is None else normed * weight
 
 
-def _gated_rms_norm(input, gate, *rest):
-    return _rms_norm(input, *rest) * F.silu(gate)
+def _gated(norm):
+    return lambda input, gate, *rest: norm(input, *rest) * F.silu(gate)
 
 
 def _of_sum(norm):
@@ -30,7 +30,8 @@ _STAND_INS = {
     "layer_norm": F.layer_norm,
     "add_rms_norm": _of_sum(_rms_norm),
     "add_layer_norm": _of_sum(F.layer_norm),
-    "gated_rms_norm": _gated_rms_norm,
+    "gated_rms_norm": _gated(_rms_norm),
+    "gated_layer_norm": _gated(F.layer_norm),
 }
 
 

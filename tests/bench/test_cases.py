@@ -36,6 +36,7 @@ def test_bytes_of_a_forward_are_its_inputs_and_outputs(op):
         ("add_rms_norm", (4, 2)),  # the gradients of x and residual are one tensor
         ("add_layer_norm", (4, 3)),
         ("gated_rms_norm", (5, 2)),
+        ("gated_layer_norm", (5, 4)),
         ("head_rms_norm", (3, 2)),
     ],
 )

@@ -37,6 +37,7 @@ class Form(NamedTuple):
 
 FAMILY = {op: Form(op) for op in OPS}
 FAMILY["gated_rms_norm, gate first"] = Form("gated_rms_norm", {"norm_before_gate": False})
+FAMILY["gated_layer_norm, gate first"] = Form("gated_layer_norm", {"norm_before_gate": False})
 FAMILY["gated_rms_norm, sigmoid"] = Form("gated_rms_norm", {"activation": "sigmoid"})
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 EACH_DEVICE = pytest.mark.parametrize("device", DEVICES)

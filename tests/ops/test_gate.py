@@ -1,4 +1,4 @@
-"""gated_rms_norm: both orders, gates of other dtypes, and gates that overflow."""
+"""gated_rms_norm and gated_layer_norm: both orders, other dtypes, and gates that overflow."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from .helpers import (
 )
 
 FORMS = {name: form for name, form in FAMILY.items() if form.other == "gate"}
-EACH_ORDER = pytest.mark.parametrize("form", FORMS.values(), ids=["norm first", "gate first"])
+EACH_ORDER = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 pytestmark = EACH_DEVICE
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
@@ -100,6 +100,13 @@ def tensors_without_gate(tensors, product):
     return {"input": product, "weight": tensors["weight"], "bias": tensors["bias"]}
 
 
+def test_the_sigmoid_of_zeros_gives_half_the_norm(device):
+    form = FAMILY["gated_rms_norm, sigmoid"]
+    tensors = tensors_of(form, 3, 24, device=device) | {"gate": random(3, 24, device=device) * 0}
+    plain = call(FAMILY["rms_norm"], {n: t for n, t in tensors.items() if n != "gate"})[0]
+    assert torch.equal(call(form, tensors)[0], 0.5 * plain)
+
+
 @EACH_ORDER
 def test_input_and_gate_may_be_halves_of_one_projection(device, form):
     tensors = tensors_of(form, 7, 96, device=device)
@@ -108,9 +115,11 @@ def test_input_and_gate_may_be_halves_of_one_projection(device, form):
     assert torch.equal(call(form, tensors | {"input": x, "gate": z})[0], call(form, tensors)[0])
 
 
-@EACH_ORDER
-def test_a_gate_of_zeros_gives_the_bias_or_nothing(device, form):
+@pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
+@pytest.mark.parametrize("order", ["", ", gate first"], ids=["norm first", "gate first"])
+def test_a_gate_of_zeros_gives_the_bias_or_nothing(device, norm, order):
+    form = FAMILY[f"gated_{norm}{order}"]
     tensors = tensors_of(form, 3, 24, device=device) | {"gate": random(3, 24, device=device) * 0}
     y = call(form, tensors)[0]
-    expected = torch.zeros_like(y) if form is GATED else tensors["bias"].expand_as(y)
+    expected = tensors["bias"].expand_as(y) if order else torch.zeros_like(y)
     assert torch.equal(y, expected)

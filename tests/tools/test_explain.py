@@ -141,6 +141,7 @@ BYTES = {
     "add_rms_norm": ({}, 4, 4),  # x, residual, sum, y; dy, dsum, sum, and one gradient for both
     "add_layer_norm": ({"residual": "float32"}, 2 + 4, 2 + 4 + 2),
     "gated_rms_norm": ({}, 3, 5),
+    "gated_layer_norm": ({}, 3, 5),
 }
 
 

@@ -181,3 +181,29 @@ def gated_rms_norm(
     tensors = (input, None, gate, weight, bias)
     asked = (offset, not norm_before_gate, rounding, activation)
     return normalize("gated_rms_norm", tensors, normalized_shape, eps, asked, backend)[0]
+
+
+def gated_layer_norm(
+    input: Tensor,
+    gate: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    offset: float = 0.0,
+    norm_before_gate: bool = True,
+    activation: str = "silu",
+    rounding: str = "late",
+    backend: str | None = None,
+) -> Tensor:
+    """LayerNorm with a gate.
+
+        y = layer_norm(input) · act(gate)          with norm_before_gate
+        y = layer_norm(input · act(gate))          without
+
+    Args, returns, raises: as gated_rms_norm and layer_norm.
+    """
+    tensors = (input, None, gate, weight, bias)
+    asked = (offset, not norm_before_gate, rounding, activation)
+    return normalize("gated_layer_norm", tensors, normalized_shape, eps, asked, backend)[0]
