@@ -9,6 +9,7 @@ from bench.__main__ import main
 from bench.cases import OPS, Case
 from bench.providers import Provider
 from tilenorm.spec import NormSpec
+from tilenorm.tools import lines
 
 CASE = vars(Case("rms_norm", "float32", 8, 16))
 
