@@ -40,6 +40,65 @@ class Arrays:
     SLOTS: Any
 
 
+@dataclass(frozen=True)
+class Pass:
+    """A backward pass: its arrays, its constants, and the order of its sums."""
+
+    a: Arrays
+    norm: Norm
+    cut: Cut
+    how: BackwardHow
+    needs: Needs
+    rows: Any
+    order: Order
+
+    @property
+    def GATES(self):
+        """Whether the gradient of a gate after the norm is written."""
+        return self.needs.DGATE and self.norm.GATE_AFTER
+
+    @property
+    def THROUGH(self):
+        """Whether a gradient goes through the norm, so that the dot products are needed."""
+        needs = self.needs
+        return needs.DX or needs.DRESIDUAL or (needs.DGATE and self.norm.GATE_FIRST)
+
+    def tile(self, i, chunk):
+        return self.cut.tile(self.a.X, i, chunk, self.rows)
+
+    def weights(self, b, chunk):
+        """The weights that block b needs for a chunk."""
+        again = self.how.REREAD or not (self.THROUGH or self.GATES)
+        return weights_of(self.a, self.norm, self.cut.home(self.a.X, b, chunk), again)
+
+    def gather(self, i, chunk):
+        """The tiles and the numbers of tile i, by gathers."""
+        inputs, numbers = saved_inputs_of(self.a, self.norm, self.needs)
+        tile = self.tile(i, chunk)
+        return gather_tiles(inputs, self.cut, tile), gather_numbers(numbers, tile)
+
+    def load(self, i):
+        """The same by tile loads."""
+        inputs, numbers = saved_inputs_of(self.a, self.norm, self.needs)
+        tiles = load_tiles(inputs, self.cut, i)
+        return tiles, gather_numbers(numbers, self.tile(i, 0))
+
+    def whole(self, i, b, chunk, dots):
+        """The dot products of a row from those of its chunks, which blocks share."""
+        LAYER, cut, how = self.norm.LAYER, self.cut, self.how
+
+        def missing(other):
+            row = saved_of(self.norm, self.needs, *self.gather(i, other))
+            weights, number = self.weights(b, other), ct.astype(i, ct.float32)
+            return add_up(self, row, weights, number, (), ())[1].numbers(LAYER)
+
+        mine = dots.numbers(LAYER)
+        slots = Slots(self.a.SLOTS, i, len(mine), cut.CHUNKS, how.PADDED_CHUNKS, how.POLLS)
+        slots.publish(chunk, mine)
+        sums = slots.collect_sums(missing)
+        return Dots(sums[0], sums[1] if LAYER else dots.total, 0.0, 0.0)
+
+
 @ct.kernel
 def norm_backward(
     ARRAYS: tuple,
@@ -61,69 +120,40 @@ def norm_backward(
     blocks in turn share rows and stand for one block.
     """
     a, norm, cut, how = Arrays(*ARRAYS), Norm(*NORM), Cut(*CUT), BackwardHow(*HOW)
-    needs = Needs(*NEEDS)
-    through = needs.DX or needs.DRESIDUAL or (needs.DGATE and norm.GATE_FIRST)
-    gates = needs.DGATE and norm.GATE_AFTER
-    inputs, numbers = saved_inputs_of(a, norm, needs)
-    order = Order(0, None)
-    if cut.CHUNKS > 1:
-        order = Order(unit(a.X, cut.ALIGNED), opaque_zero(rows))
+    needs, shared = Needs(*NEEDS), cut.CHUNKS > 1
+    order = Order(unit(a.X, cut.ALIGNED), opaque_zero(rows)) if shared else Order(0, None)
+    this = Pass(a, norm, cut, how, needs, rows, order)
     b = ct.bid(0) // cut.CHUNKS
-    chunk = ct.bid(0) % cut.CHUNKS if cut.CHUNKS > 1 else 0
+    chunk = ct.bid(0) % cut.CHUNKS if shared else 0
     step = ct.num_blocks(0) // cut.CHUNKS
-    home = cut.home(a.X, b, chunk)
-    weights = weights_of(a, norm, home, how.REREAD or not (through or gates))
-    biases = read_biases(a, home) if norm.BIAS and gates else ()
+    weights = this.weights(b, chunk)
+    biases = read_biases(a, cut.home(a.X, b, chunk)) if norm.BIAS and this.GATES else ()
     dws = zeros(cut) if needs.DW else ()
     dbs = zeros(cut) if needs.DB else ()
-
-    def gather(i, chunk):
-        tile = cut.tile(a.X, i, chunk, rows)
-        return gather_tiles(inputs, cut, tile), gather_numbers(numbers, tile)
-
-    def whole(i, dots):
-        """The dot products of rows that blocks share."""
-
-        def missing(other):
-            row = saved_of(norm, needs, *gather(i, other))
-            theirs = weights_of(a, norm, cut.home(a.X, b, other), how.REREAD)
-            number = ct.astype(i, ct.float32)
-            return add_up(row, norm, cut, theirs, order, True, number, (), ())[1].numbers(
-                norm.LAYER
-            )
-
-        mine = dots.numbers(norm.LAYER)
-        slots = Slots(a.SLOTS, i, len(mine), cut.CHUNKS, how.PADDED_CHUNKS, how.POLLS)
-        slots.publish(chunk, mine)
-        sums = slots.collect_sums(missing)
-        return Dots(sums[0], sums[1] if norm.LAYER else dots.total, 0.0, 0.0)
-
-    # Gathered rows are read one tile ahead; the compiler itself runs tile loads ahead.
     count = cut.tiles(rows)
+    # Gathered rows are read one tile ahead; the compiler itself runs tile loads ahead.
     if not how.TMA:
-        ahead = gather(b, chunk)
-    if how.OVERLAP and cut.CHUNKS > 1:
+        ahead = this.gather(b, chunk)
+    if how.OVERLAP and shared:
         ct.grid_dependency_control_wait()
     for i in range(b, count, step):
         if how.TMA:
-            tiles = load_tiles(inputs, cut, i)
-            read = tiles, gather_numbers(numbers, cut.tile(a.X, i, 0, rows))
+            read = this.load(i)
         else:
             read = ahead
             # Past the end it is the last tile of the same heads once more.
-            ahead = gather(i + step if i + step < count else i, chunk)
+            ahead = this.gather(i + step if i + step < count else i, chunk)
         row = saved_of(norm, needs, *read)
         number = ct.astype(i, ct.float32)
-        if gates:
-            tile = cut.tile(a.X, i, chunk, rows)
+        if this.GATES:
+            tile = this.tile(i, chunk)
             write_gate_gradient(a, norm, tile, row, weights, biases, number, how.STORE)
-        pairs, dots, dws, dbs = add_up(row, norm, cut, weights, order, through, number, dws, dbs)
-        if through:
-            if cut.CHUNKS > 1:
-                dots = whole(i, dots)
-            tile = cut.tile(a.X, i, chunk, rows)
-            write_gradients(a, norm, needs, how, tile, row, weights, pairs, dots, cut.N)
-    # Made anew: over the loop its masks would take registers.
+        pairs, dots, dws, dbs = add_up(this, row, weights, number, dws, dbs)
+        if this.THROUGH:
+            if shared:
+                dots = this.whole(i, b, chunk, dots)
+            write_gradients(this, this.tile(i, chunk), row, weights, pairs, dots)
+    # Its place is made anew: over the loop the masks would take registers.
     home = cut.home(a.X, b, chunk)
     # The rows of partial sums of one output: a block has one, or a group of blocks shares some.
     partial_rows = step * cut.ROWS // cut.HEADS if cut.HEADS > 0 else step
@@ -141,22 +171,24 @@ def zeros(cut):
     return found
 
 
-def add_up(row, norm, cut, weights, order, THROUGH, number, dws, dbs):
+def add_up(this, row, weights, number, dws, dbs):
     """(pairs, dots, dws, dbs): x̂ and g = dy · (w + offset) of each segment and their dot products,
-    if THROUGH; and the sums over rows so far."""
+    if a gradient goes THROUGH the norm; and the sums over rows so far.
+    """
+    norm, order = this.norm, this.order
     pairs = ()
-    dots = no_dots(cut.ROWS)
+    dots = no_dots(this.cut.ROWS)
     new_dws = ()
     new_dbs = ()
     for j, saved in ct.static_iter(enumerate(row)):
         unpacked = saved.unpacked()
         x_hat, dy = x_hat_of(unpacked, norm), dy_of(unpacked, norm)
-        if THROUGH:
+        if this.THROUGH:
             g = weights.times(dy, j, number)
             if norm.LAYER and norm.WEIGHT:
                 g = order.unfused(g)
             pairs += ((x_hat, g),)
-            dots = dots.plus(x_hat, g, j, cut.WIDTHS, order, norm.LAYER)
+            dots = dots.plus(x_hat, g, j, this.cut.WIDTHS, order, norm.LAYER)
         if len(dws) > 0:
             new_dws += (dws[j] + dy * x_hat,)
         if len(dbs) > 0:
@@ -164,15 +196,16 @@ def add_up(row, norm, cut, weights, order, THROUGH, number, dws, dbs):
     return pairs, dots, new_dws, new_dbs
 
 
-def write_gradients(a, norm, needs, how, tile, row, weights, pairs, dots, N):
+def write_gradients(this, tile, row, weights, pairs, dots):
     """Write dx and dresidual, and the gradient of a gate before the norm."""
+    a, norm, how, needs = this.a, this.norm, this.how, this.needs
     kept = ()
     for j, saved in ct.static_iter(enumerate(row)):
         x_hat, g = pairs[j]
         if how.PACKED:
             again = saved.rematerialized(dots.dot).unpacked()
             x_hat, g = x_hat_of(again, norm), weights.times(dy_of(again, norm), j, dots.dot)
-        dx = dots.through_norm(x_hat, g, saved.rstd, N, norm.LAYER)
+        dx = dots.through_norm(x_hat, g, saved.rstd, this.cut.N, norm.LAYER)
         dx = input_gradient(a, norm, needs, tile, j, saved, dx, how.STORE)
         if not how.REREAD:
             write_dx(a, needs, tile, j, dx, how.STORE)
