@@ -35,6 +35,8 @@ ALLOWED = {
 NO_STANDARD_LIBRARY = {"kernels"}
 MUTABLE = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
 MAX_FILE_LINES = 300
+MAX_FUNCTION_LINES = 70
+MAX_PARAMETERS = 9  # of a function that a kernel calls
 
 
 @cache
@@ -170,3 +172,31 @@ def test_kernels_keep_their_annotations():
         if name == "__future__.annotations"
     ]
     assert not violations, listed(violations)
+
+
+def test_kernel_functions_are_short_and_helpers_take_few_parameters():
+    """A kernel itself may take more: its arrays, and its constants in groups."""
+    violations = []
+    for path in KERNELS:
+        for node in ast.walk(tree_of(path)):
+            if not isinstance(node, ast.FunctionDef):
+                continue
+            lines = node.end_lineno - node.lineno + 1
+            if lines > MAX_FUNCTION_LINES:
+                violations.append(at(path, node.lineno, f"{node.name} has {lines} lines"))
+            taken = len(parameters(node))
+            if taken > MAX_PARAMETERS and not is_kernel(node):
+                violations.append(at(path, node.lineno, f"{node.name} takes {taken} parameters"))
+    assert not violations, listed(violations)
+
+
+def parameters(function: ast.FunctionDef) -> list[str]:
+    """The names of a function's parameters, without the instance of a method."""
+    given = function.args
+    every = [*given.posonlyargs, *given.args, given.vararg, *given.kwonlyargs, given.kwarg]
+    return [a.arg for a in every if a and a.arg not in ("self", "cls")]
+
+
+def is_kernel(function: ast.FunctionDef) -> bool:
+    """Whether a function is decorated with ct.kernel or with ct.kernel(...)."""
+    return any("ct.kernel" in ast.unparse(decorator) for decorator in function.decorator_list)
