@@ -164,6 +164,8 @@ def test_where_configurations_come_from(tables):
     assert (found.forward_source, found.backward_source) == ("tuned/sm_90", "tuned/sm_90")
     assert f"backward: {found.backward_bytes:,} bytes, configuration: tuned/sm_90" in str(found)
     assert planned(arch="sm_100").forward_source == "heuristic, untimed"
+    gated = planned(op="gated_layer_norm", weight="bfloat16")
+    assert gated.forward_source == gated.backward_source == "tuned/sm_90, timed with RMSNorm"
     assert planned(backend="reference").forward_source is None
     key = user_table.Key("forward", "rms_norm", 2, 4096, True, False)
     measured = user_table.Entry(key, RowForward(4), 1.0, 0.0, 1, 1.0, 16, "", {}, {}, "", "", "")

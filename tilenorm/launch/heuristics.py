@@ -85,7 +85,9 @@ def source(spec: NormSpec, target: Target, needs=None) -> str:
         found = _tabled(spec, target, "forward", forward_op(spec))
     else:
         found = _tabled(spec, target, "backward", backward_op(spec, needs))
-    return found[1] if found else "heuristic, untimed"
+    if not found:
+        return "heuristic, untimed"
+    return f"{found[1]}, timed with RMSNorm" if spec.gate and spec.norm == "layer" else found[1]
 
 
 def forward_op(spec: NormSpec) -> str | None:

@@ -1,0 +1,65 @@
+"""Digests: every configuration of a table has a line, and a line changes with the machine code."""
+
+from dataclasses import replace
+
+import pytest
+
+from tilenorm.__main__ import main
+from tilenorm.launch.calls import every_gradient
+from tilenorm.launch.target import MULTIPROCESSORS, Target
+from tilenorm.launch.tuned import TABLES
+from tilenorm.spec import NormSpec
+from tilenorm.tools import digests
+from tilenorm.tools.digests import Case
+
+TARGET = Target.of("sm_90")
+RMS = NormSpec("rms", 128, "bfloat16", "bfloat16")
+CASES = [
+    Case(RMS, TARGET, 1000, save=False),
+    Case(replace(RMS, norm="layer"), TARGET, 1000, save=False),
+    Case(RMS, TARGET, 1000, needs=every_gradient(RMS)),
+]
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("arch", TABLES)
+def test_every_configuration_of_a_table_has_a_case(arch, direction):
+    tables = getattr(TABLES[arch], direction.upper())
+    sizes = {(len(row), key) for key, row in tables.items()}
+    found = [c for c in digests.cases(arch) if (c.needs is None) == (direction == "forward")]
+    configured = {(c.spec.widest_item, c.spec.hidden, c.plan.config) for c in found}
+    missing = [
+        (key, hidden)
+        for key, table in tables.items()
+        for hidden, config in table
+        if config is not None and (key[1], hidden, config) not in configured
+    ]
+    assert sizes and not missing
+
+
+@pytest.mark.parametrize("arch", MULTIPROCESSORS)
+def test_lines_are_told_apart(arch):
+    labels = [str(case) for case in digests.cases(arch)]
+    assert labels and len(set(labels)) == len(labels)
+
+
+@pytest.fixture
+def some(monkeypatch):
+    monkeypatch.setattr(digests, "cases", lambda arch: CASES)
+
+
+def test_a_line_for_each_launch(some, capsys):
+    assert main(["digests", "--arch", "sm_90", "--processes", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.rsplit(" ", 2)[1:][0] for line in lines] == ["launch:0"] * 3 + ["launch:1"]
+    assert lines[0].startswith("sm_90 forward rms_norm 128 bfloat16 weight:bfloat16 rows:1000 ")
+    codes = [line.split()[-1] for line in lines]
+    assert len(set(codes)) == 4 and all(len(code) == digests.DIGITS for code in codes)
+    assert list(digests.digests("sm_90", 1)) == lines, "the same code has the same digest"
+
+
+def test_a_digest_follows_the_constants_of_a_kernel(some, monkeypatch):
+    (line, *_) = digests.digests("sm_90", 1)
+    monkeypatch.setattr(digests, "cases", lambda arch: [CASES[0]._replace(save=True)])
+    (other,) = digests.digests("sm_90", 1)
+    assert line.split()[-1] != other.split()[-1]
