@@ -61,6 +61,13 @@ class GatedNorm(Custom):
         return (y * self.weight).to(x.dtype)
 
 
+class SigmoidGatedLayerNorm(nn.LayerNorm):
+    def forward(self, x, z):
+        y = F.layer_norm(x.float(), self.normalized_shape, None, None, self.eps)
+        y = y * self.weight.float() + self.bias.float()
+        return (y * torch.sigmoid(z.float())).to(x.dtype)
+
+
 # tilenorm computes none of the modules below.
 
 

@@ -41,14 +41,21 @@ RECOGNISED = {
     "hard-coded eps": (lambda: norms.HardCodedNorm(), RMS.replace("1e-06", "1e-08")),
     "cast around": (lambda: norms.Float32LayerNorm(N), LAYER),
     "a subclass": (lambda: norms.SameLayerNorm(N), LAYER),
-    "gate first": (lambda: norms.GatedNorm(), GATED + "False"),
+    "gate first": (lambda: norms.GatedNorm(), GATED + "False activation=silu"),
+    "sigmoid gate of a LayerNorm": (
+        lambda: norms.SigmoidGatedLayerNorm(N),
+        f"gated_{LAYER} norm_before_gate=True activation=sigmoid",
+    ),
     "Cohere by heads": (lambda: CohereLayerNorm((4, N)), LAYER),
     "Llama 4 without weight": (lambda: Llama4TextL2Norm(), RMS),
     "Llama": (lambda: LlamaRMSNorm(N), EARLY),
     "Gemma 2": (lambda: Gemma2RMSNorm(N), RMS.replace("0.0", "1.0")),
     "OLMo 2": (lambda: Olmo2RMSNorm(N), RMS),
     "OLMo": (lambda: OlmoLayerNorm(N), LAYER),
-    "Qwen3-Next gated": (lambda: Qwen3NextRMSNormGated(N), GATED.replace("late", "early") + "True"),
+    "Qwen3-Next gated": (
+        lambda: Qwen3NextRMSNormGated(N),
+        GATED.replace("late", "early") + "True activation=silu",
+    ),
 }
 EACH = pytest.mark.parametrize("name", RECOGNISED)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..ops.functional import gated_rms_norm, layer_norm, rms_norm
+from ..ops.functional import gated_layer_norm, gated_rms_norm, layer_norm, rms_norm
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,9 @@ class Form:
             normalised row is then rounded to the input's dtype before it is multiplied by the
             weight. If False, the output has the input's dtype.
         autocasts: whether the forward follows torch.autocast as PyTorch's own norms do.
-        gate: "after" if silu(gate) multiplies the normalised row, "before" if it multiplies the
+        gate: "after" if act(gate) multiplies the normalised row, "before" if it multiplies the
             input of the norm, None if there is no gate.
+        activation: act, as in tilenorm.gated_rms_norm.
         arguments: the names of forward's arguments.
         required: how many of forward's arguments have no default.
     """
@@ -39,6 +40,7 @@ class Form:
     promotes: bool = False
     autocasts: bool = False
     gate: str | None = None
+    activation: str = "silu"
     arguments: tuple[str, ...] = ("input",)
     required: int = 1
 
@@ -80,7 +82,9 @@ class Form:
         shape = x.shape[-1:] if self.shape is None else self.shape
         options = {"offset": self.offset, "rounding": self.rounding, "backend": backend}
         if gate is not None:
-            options["norm_before_gate"] = self.gate == "after"
+            options |= {"norm_before_gate": self.gate == "after", "activation": self.activation}
+            if self.norm == "layer":
+                return gated_layer_norm(x, gate, shape, weight, bias, eps, **options)
             return gated_rms_norm(x, gate, shape, weight, eps, bias=bias, **options)
         if self.norm == "layer":
             return layer_norm(x, shape, weight, bias, eps, **options)
@@ -94,5 +98,5 @@ class Form:
         text = f"{'gated_' if self.gate else ''}{self.norm}_norm offset={self.offset}"
         text += f" rounding={self.rounding} eps={self.epsilon(module)}"
         if self.gate:
-            text += f" norm_before_gate={self.gate == 'after'}"
+            text += f" norm_before_gate={self.gate == 'after'} activation={self.activation}"
         return text + (" output_dtype=promote_types(input, weight)" if self.promotes else "")

@@ -112,7 +112,7 @@ def patch(model: nn.Module, *, where: Callable[[str, nn.Module], bool] | None = 
 
     patch recognises a norm by what it computes, not by its name. It makes a copy of the module with
     random parameters and runs the copy on the CPU. The float32 outputs and gradients and the 16-bit
-    outputs must match tilenorm.rms_norm, layer_norm or gated_rms_norm for one choice of weight
+    outputs must match tilenorm.rms_norm, layer_norm or a gated norm for one choice of weight
     offset, rounding and eps. The norms of torch.nn and most norms of Hugging Face's models match. A
     module that looks like a norm and matches no choice is not patched, and the report gives the
     reason.

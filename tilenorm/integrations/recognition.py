@@ -3,7 +3,7 @@
 The name of a module does not say what it computes. recognise therefore makes a twin: a module of
 the same class and attributes, with random parameters on the CPU. It runs the twin in several dtypes
 and compares the results with every form that tilenorm's functions can compute. The module itself
-does not run and does not change, and it may be on any device.
+may be on any device. It does not run or change.
 """
 
 import inspect
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
+from ..spec import WORDS
 from .form import Form
 
 # The rows' mean squares range from 1e6 to 1e-12. eps is much smaller than the largest, near some of
@@ -148,16 +149,18 @@ def _forms(module: nn.Module, arguments: tuple[str, ...], required: int) -> Iter
     shape, names = _shape(module), tuple(_parameters(module))
     shapes = dict.fromkeys((shape[-1:], shape)) if _has_shape(module) else (None,)
     affine = dict.fromkeys(permutations((*names, None, None)[:2]))
-    for norm, eps, sizes, (weight, bias), offset, gate in product(
-        ("rms", "layer") if len(arguments) == 1 else ("rms",),
+    places = (None,) if len(arguments) == 1 else ("after", "before")
+    for norm, eps, sizes, (weight, bias), offset, gate, activation in product(
+        WORDS["norm"],
         _eps_names(module) or HARD_CODED_EPS,
         shapes,
         affine,
         (0.0, 1.0) if names else (0.0,),
-        (None,) if len(arguments) == 1 else ("after", "before"),
+        places,
+        WORDS["activation"] if len(arguments) == 2 else ("silu",),
     ):
-        signature = {"gate": gate, "arguments": arguments, "required": required}
-        form = Form(norm, eps, sizes, weight, bias, offset, **signature)
+        options = {"activation": activation, "arguments": arguments, "required": required}
+        form = Form(norm, eps, sizes, weight, bias, offset, gate=gate, **options)
         if norm == "rms" or form.epsilon(module) is not None:
             yield form
 
@@ -209,8 +212,7 @@ def _matches(got: Tensor, expected: Tensor, share: float = 1.0) -> bool:
     """Whether at least a share of the elements match: equal in 16 bits, close in float32."""
     error, allowed = (got.double() - expected.double()).abs(), 0.0
     if got.dtype == torch.float32:
-        # The maximum includes dimension 0, the copies: a row of few elements may have a gradient
-        # whose terms all cancel.
+        # The maximum includes dimension 0, the copies: all terms of one row's gradient may cancel.
         largest = expected.double().abs().amax((0, -1)[: got.dim()], keepdim=True)
         allowed = FLOAT32_UNITS * torch.finfo(torch.float32).eps * largest
     return (error <= allowed).double().mean().item() >= share
@@ -284,9 +286,8 @@ def _has_shape(module: nn.Module) -> bool:
 
 def _shape(module: nn.Module) -> tuple[int, ...]:
     """The shape of the module's parameters, or its normalized_shape if it has no parameters."""
-    for parameter in _parameters(module).values():
-        return tuple(parameter.shape)
-    shape = getattr(module, "normalized_shape", MIN_ELEMENTS)
+    parameters = [*_parameters(module).values()]
+    shape = parameters[0].shape if parameters else getattr(module, "normalized_shape", MIN_ELEMENTS)
     return (shape,) if isinstance(shape, int) else tuple(shape)
 
 
