@@ -11,7 +11,7 @@ from .inputs import input_gradient, saved_inputs_of, saved_of, x_hat_of
 from .opaque import opaque_zero
 from .outputs import dy_of, read_biases, weights_of, write_gate_gradient
 from .statistics import Dots, Order, no_dots, unit
-from .tiles import Cut, gather_numbers, gather_tiles, load_tiles, write_segment
+from .tiles import Cut, Tile, gather_numbers, gather_tiles, load_tiles, write
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,10 @@ class Pass:
     def tile(self, i, chunk):
         return self.cut.tile(self.a.X, i, chunk, self.rows)
 
-    def weights(self, b, chunk):
-        """The weights that block b needs for a chunk."""
+    def weights(self, home):
+        """The weights that a block needs; home: see Weights."""
         again = self.how.REREAD or not (self.THROUGH or self.GATES)
-        return weights_of(self.a, self.norm, self.cut.home(self.a.X, b, chunk), again)
+        return weights_of(self.a, self.norm, home, again)
 
     def gather(self, i, chunk):
         """The tiles and the numbers of tile i, by gathers."""
@@ -89,7 +89,8 @@ class Pass:
 
         def missing(other):
             row = saved_of(self.norm, self.needs, *self.gather(i, other))
-            weights, number = self.weights(b, other), ct.astype(i, ct.float32)
+            weights = self.weights(cut.home(self.a.X, b, other))
+            number = ct.astype(i, ct.float32)
             return add_up(self, row, weights, number, (), ())[1].numbers(LAYER)
 
         mine = dots.numbers(LAYER)
@@ -126,8 +127,9 @@ def norm_backward(
     b = ct.bid(0) // cut.CHUNKS
     chunk = ct.bid(0) % cut.CHUNKS if shared else 0
     step = ct.num_blocks(0) // cut.CHUNKS
-    weights = this.weights(b, chunk)
-    biases = read_biases(a, cut.home(a.X, b, chunk)) if norm.BIAS and this.GATES else ()
+    home = cut.home(a.X, b, chunk)
+    weights = this.weights(home)
+    biases = read_biases(a, home) if norm.BIAS and this.GATES else ()
     dws = zeros(cut) if needs.DW else ()
     dbs = zeros(cut) if needs.DB else ()
     count = cut.tiles(rows)
@@ -153,8 +155,8 @@ def norm_backward(
             if shared:
                 dots = this.whole(i, b, chunk, dots)
             write_gradients(this, this.tile(i, chunk), row, weights, pairs, dots)
-    # Its place is made anew: over the loop the masks would take registers.
-    home = cut.home(a.X, b, chunk)
+    # Made anew: over the loop the masks would take registers.
+    home = Tile(home.place, None, chunk, cut.parts(a.X, chunk))
     # The rows of partial sums of one output: a block has one, or a group of blocks shares some.
     partial_rows = step * cut.ROWS // cut.HEADS if cut.HEADS > 0 else step
     if needs.DW:
@@ -201,38 +203,38 @@ def write_gradients(this, tile, row, weights, pairs, dots):
     a, norm, how, needs = this.a, this.norm, this.how, this.needs
     kept = ()
     for j, saved in ct.static_iter(enumerate(row)):
+        at = tile.at(j)
         x_hat, g = pairs[j]
         if how.PACKED:
             again = saved.rematerialized(dots.dot).unpacked()
             x_hat, g = x_hat_of(again, norm), weights.times(dy_of(again, norm), j, dots.dot)
         dx = dots.through_norm(x_hat, g, saved.rstd, this.cut.N, norm.LAYER)
-        dx = input_gradient(a, norm, needs, tile, j, saved, dx, how.STORE)
+        dx = input_gradient(a, norm, needs, at, saved, dx, how.STORE)
         if not how.REREAD:
-            write_dx(a, needs, tile, j, dx, how.STORE)
+            write_dx(a, needs, at, dx, how.STORE)
         elif needs.DX and not needs.DRESIDUAL:
-            kept += (dx.astype(a.DX.dtype),)
+            kept += ((at, dx.astype(a.DX.dtype)),)
         else:
-            kept += (dx,)
+            kept += ((at, dx),)
     # A block waits for itself at each write: what is read again is read ahead of all of them.
-    for j, dx in ct.static_iter(enumerate(kept)):
-        write_dx(a, needs, tile, j, dx, how.STORE)
+    for at, dx in ct.static_iter(kept):
+        write_dx(a, needs, at, dx, how.STORE)
 
 
-def write_dx(a, needs, tile, j, dx, STORE):
+def write_dx(a, needs, at, dx, STORE):
     if needs.DX:
-        write_segment(a.DX, tile, j, dx, STORE)
+        write(a.DX, at, dx, STORE)
     if needs.DRESIDUAL:
-        write_segment(a.DRESIDUAL, tile, j, dx, STORE)
+        write(a.DRESIDUAL, at, dx, STORE)
 
 
 def write_sums(a, cut, home, tiles, first):
     """Write a block's sums over rows, into one row from `first` on, or into the columns of their
     heads."""
     for j, segment in ct.static_iter(enumerate(home.segments)):
-        tile = tiles[j]
+        tile, cols = tiles[j], segment.cols()
         if cut.HEADS == 0 and cut.ROWS > 1:
             tile = ct.sum(tile, axis=0, keepdims=True)
-        cols = segment.cols()
         index = (first + home.place[0], cols)
         if cut.HEADS > 0:
             index = (first + home.place[1], home.place[2] * cut.N + cols)

@@ -7,7 +7,7 @@ import cuda.tile as ct
 
 from .activation import activated, slope
 from .opaque import rematerialize
-from .tiles import write_segment
+from .tiles import write
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def write_sum(a, norm, tile, row, STORE):
     """Write x + residual, which the next layer and the backward pass read."""
     if norm.ADD:
         for j, x in ct.static_iter(enumerate(row.x)):
-            write_segment(a.SUM, tile, j, x, STORE)
+            write(a.SUM, tile.at(j), x, STORE)
 
 
 @dataclass(frozen=True)
@@ -125,8 +125,8 @@ def x_hat_of(saved, norm):
     return (x - saved.mean) * saved.rstd if norm.LAYER else x * saved.rstd
 
 
-def input_gradient(a, norm, needs, tile, j, saved, dx, STORE):
-    """The gradient of the input of segment j, from that of the row that is normalised.
+def input_gradient(a, norm, needs, at, saved, dx, STORE):
+    """The gradient of the input, from that of the row that is normalised.
 
     Writes the gradient of a gate before the norm, and adds the gradient of the sum.
     """
@@ -134,7 +134,7 @@ def input_gradient(a, norm, needs, tile, j, saved, dx, STORE):
         gate = saved.gate.astype(ct.float32)
         if needs.DGATE:
             dgate = dx * saved.x.astype(ct.float32) * slope(gate, norm)
-            write_segment(a.DGATE, tile, j, dgate, STORE)
+            write(a.DGATE, at, dgate, STORE)
         dx = dx * activated(gate, norm)
     if needs.DSUM:
         dx = dx + saved.dsum.astype(ct.float32)

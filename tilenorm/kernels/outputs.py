@@ -8,7 +8,7 @@ import cuda.tile as ct
 from .activation import activated, slope
 from .inputs import x_hat_of
 from .opaque import depend_on, dependent_zero
-from .tiles import VECTOR, gather_parameter, write_segment
+from .tiles import VECTOR, gather_parameter, write
 
 
 def scale(w, OFFSET):
@@ -85,6 +85,7 @@ class Normalized:
 
 def write_output(a, norm, tile, j, rows, parameters, STORE):
     """Write y of segment j of normalised rows; parameters: its w and b."""
+    at = tile.at(j)
     w, b = parameters
     w = scale(w, norm.OFFSET) if norm.WEIGHT else None
     b = b.astype(ct.float32) if norm.BIAS else None
@@ -92,7 +93,7 @@ def write_output(a, norm, tile, j, rows, parameters, STORE):
     y = affine(rows.centered[j] * rows.rstd, w, b, norm, a.Y.dtype, SAME)
     if norm.GATE_AFTER:
         y = y * activated(rows.gate[j].astype(ct.float32), norm)
-    write_segment(a.Y, tile, j, y, STORE)
+    write(a.Y, at, y, STORE)
 
 
 @dataclass(frozen=True)
@@ -154,9 +155,10 @@ def dy_of(saved, norm):
 def write_gate_gradient(a, norm, tile, row, weights, biases, number, STORE):
     """The gradient dy · ŷ · act'(gate) of a gate that comes after the norm, ŷ being ungated y."""
     for j, saved in ct.static_iter(enumerate(row)):
+        at = tile.at(j)
         y = weights.times(x_hat_of(saved.unpacked(), norm), j, number)
         if norm.BIAS:
             y = y + biases[j]
         dgate = saved.dy.astype(ct.float32) * y
         dgate = dgate * slope(saved.gate.astype(ct.float32), norm)
-        write_segment(a.DGATE, tile, j, dgate, STORE)
+        write(a.DGATE, at, dgate, STORE)

@@ -138,6 +138,19 @@ class Segment:
 
 
 @dataclass(frozen=True)
+class At:
+    """Where a segment of a tile is written: its rows, columns, and which of both exist.
+
+    NUMBER: how many tiles of its width are ahead of it in the row.
+    """
+
+    place: Any
+    cols: Any
+    mask: Any
+    NUMBER: int
+
+
+@dataclass(frozen=True)
 class Tile:
     """Where a tile lies: its rows, which of them exist, its chunk of the row, and its segments.
 
@@ -148,6 +161,12 @@ class Tile:
     in_rows: Any
     chunk: Any
     segments: tuple
+
+    def at(self, j):
+        """Where segment j is written."""
+        segment = self.segments[j]
+        cols, mask = segment.cols(), both(self.in_rows, segment.mask)
+        return At(self.place, cols, mask, segment.START // segment.WIDTH)
 
     def masks(self):
         """Which columns of each segment exist."""
@@ -223,13 +242,10 @@ def gather_parameter(W, tile, cols, mask):
     return ct.gather(W, (tile.place[2], cols), mask=mask, check_bounds=False)
 
 
-def write_segment(X, tile, j, values, STORE):
-    """Write segment j of the rows of a tile, by a tile store of one row or by elements."""
-    segment = tile.segments[j]
+def write(X, at, values, STORE):
+    """Write a segment of a tile, by a tile store of one row or by elements."""
     if STORE:
-        index = (tile.place[0].item(), segment.START // segment.WIDTH)
-        ct.store(X, index, values.astype(X.dtype), allow_tma=False)
+        ct.store(X, (at.place[0].item(), at.NUMBER), values.astype(X.dtype), allow_tma=False)
     else:
-        index = (tile.place[0], segment.cols())
-        mask = both(tile.in_rows, segment.mask)
-        ct.scatter(X, index, values.astype(X.dtype), mask=mask, check_bounds=False)
+        index = (at.place[0], at.cols)
+        ct.scatter(X, index, values.astype(X.dtype), mask=at.mask, check_bounds=False)
