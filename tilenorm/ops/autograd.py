@@ -50,38 +50,46 @@ class ByDispatcher(NamedTuple):
 
 
 class Norm(Function):
-    """Of Tensors, eps, a runner, and the runner's function to call.
+    """Of (eps, rows, a runner, the runner's function to call), and Tensors.
 
     Its results are y and the sum; by the dispatcher, all that torch.ops.tilenorm.norm returns.
     """
 
     @staticmethod
-    def forward(ctx, *inputs):
-        tensors, (eps, runner, run) = inputs[:5], inputs[5:]
-        found = run(tensors, eps)
-        _, total, mean, rstd = found
+    def forward(ctx, how, *tensors):
+        eps, rows, runner, run = how
+        found = run(tensors, eps, rows) if rows else run(tensors, eps)
+        y, total, mean, rstd = found
         if runner.gradients is None:
             mean, rstd = runner.saved(mean, rstd)
+        else:
+            found = y, total
         x = tensors[0] if runner.added is None else total
-        ctx.save_for_backward(x, *tensors[2:], mean, rstd)
+        ctx.save_for_backward(x, tensors[2], tensors[3], tensors[4], mean, rstd)
         ctx.set_materialize_grads(False)
         ctx.eps, ctx.runner = eps, runner
-        return found if runner.gradients is None else found[:2]
+        return found
 
     @staticmethod
     def backward(ctx, dy, dsum, *_):
         runner = ctx.runner
+        mask = ctx.needs_input_grad
         if dy is None or runner.gradients is None or torch.is_grad_enabled():
-            return *gradients(ctx, dy, dsum), None, None, None
+            return None, *gradients(ctx, dy, dsum, mask[1:])
         if not is_plain(dy, dsum):
-            return *gradients(ctx, dy, dsum), None, None, None
-        run, ordered = runner.gradients(ctx.needs_input_grad, dsum is not None)
+            return None, *gradients(ctx, dy, dsum, mask[1:])
+        run, ordered = runner.gradients(mask, dsum is not None)
         return ordered((*run(dy, dsum, ctx.saved_tensors, ctx.eps), None))
 
 
-def gradients(ctx, dy: Tensor | None, dsum: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The gradients of Tensors, by single operations under create_graph, else by the op."""
-    runner, mask, saved = ctx.runner, ctx.needs_input_grad[:5], Saved(*ctx.saved_tensors)
+def gradients(
+    ctx, dy: Tensor | None, dsum: Tensor | None, mask: tuple[bool, ...]
+) -> tuple[Tensor | None, ...]:
+    """The gradients of Tensors, by single operations under create_graph, else by the op.
+
+    mask: whether each of Tensors needs its gradient.
+    """
+    runner, saved = ctx.runner, Saved(*ctx.saved_tensors)
     added, dtype, options = runner.added, runner.dtype, runner.options
     dsum = dsum if added is not None else None
     if dy is None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..launch.calls import ABSENT, Launch, launch
 from ..launch.plan import BackwardPlan, ForwardPlan
-from .layout import as_read, parameter_of, plain, rows_of, shaped_as
+from .layout import as_read, parameter_of, plain, rows_of, shaped_as, start_vectors
 from .tensors import Results, Saved, Tensors
 from .torch_private import current_device, current_stream, empty_strided_cuda
 
@@ -30,14 +30,20 @@ def on_device_of(x: Tensor) -> AbstractContextManager:
     return _HERE if index < 0 or index == current_device() else torch.cuda.device(index)
 
 
-def forward(plan: ForwardPlan, tensors: Tensors, eps: float, run: Run = on_device) -> Results:
+def forward(
+    plan: ForwardPlan, tensors: Tensors, eps: float, rows: int = 0, run: Run = on_device
+) -> Results:
     """y and the sum, contiguous; mean and rstd (rows,) float32 where the plan saves them.
 
+    rows: how many, if the caller knows that the tensors are contiguous matrices of rows, and
+    vectors; else 0.
     What is returned is a plain tuple in the order of Results, which takes longer to make.
     """
     spec, like = plan.spec, tensors[0]
     hidden = spec.hidden
-    rows = like.numel() // hidden
+    known = rows > 0
+    if not known:
+        rows = like.numel() // hidden
     shape, strides = (rows, hidden), (hidden, 1)
     empty = empty_strided_cuda if like.is_cuda else _empty_strided_cpu
     y = empty(shape, strides, like.dtype)
@@ -48,11 +54,15 @@ def forward(plan: ForwardPlan, tensors: Tensors, eps: float, run: Run = on_devic
         rstd = empty((rows,), (1,), torch.float32)
         if spec.norm == "layer":
             mean = empty((rows,), (1,), torch.float32)
-    matrices = like.shape == shape
+    matrices = known or (like.dim() == 2 and like.shape == shape)
     if rows:
         slots = plan.slots(rows)
-        if not (matrices and rows > 1 and plain(tensors)):
-            tensors = as_read(tensors, spec, plan.leading)
+        if known:
+            ready = start_vectors(tensors)
+        else:
+            ready = matrices and rows > 1 and not spec.heads and plain(tensors)
+        if not ready:
+            tensors = as_read(tensors, spec, plan.leading, shape)
         x, residual, gate, weight, bias = tensors
         arrays = (  # in the order of ForwardArrays, which takes longer to make
             x,

@@ -6,13 +6,14 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from . import arguments, library, reference
 from .autograd import apply, is_plain, is_transformed, needs_grad
 from .plans import Runner, runner_of, spec_of_tensors
 from .registry import MAX_ROWS, device_of, refuse_transformed, select_transformed
 from .tensors import Results, Tensors
-from .torch_private import TensorGuards, current_device, in_forward_mode, modes
+from .torch_private import TensorGuards, current_device, forward_mode, modes
 
 MOST_CALLS = 1024
 MOST_GUARDS = 8  # for calls that differ in their tensors' dtypes, ranks, devices, requires_grad
@@ -23,12 +24,15 @@ class Known(NamedTuple):
     """What serves calls whose tensors `check` takes. Leading sizes and strides may differ.
 
     index: the CUDA device's, or None. most: how many elements the input may have.
+    hidden: how long rows are, if the tensors are contiguous matrices of rows, and vectors, and the
+    implementation takes the number of rows; else 0.
     recorded: whether one of the tensors requires a gradient.
     """
 
     check: Callable[..., bool]
     index: int | None
     most: int
+    hidden: int
     eps: float
     recorded: bool
     runner: Runner
@@ -48,7 +52,7 @@ def normalize(
     caller gives, which follow `hidden` and `norm`.
     """
     known = None
-    if not torch.compiler.is_compiling():
+    if not is_compiling():
         x, residual, gate = tensors[:3]
         given = []
         for tensor in tensors:
@@ -61,18 +65,21 @@ def normalize(
             )  # fmt: skip
         except TypeError:  # the checks say what is wrong
             known = []
-        for check, index, most, wanted, recorded, runner in known:
+        for check, index, most, hidden, wanted, recorded, runner in known:
             if (
                 check(*given)
                 and (index is None or index == current_device())
-                and x.numel() <= most
+                and (size := x.numel()) <= most
                 and (residual is None or residual.shape == x.shape)
                 and (gate is None or gate.shape == x.shape)
                 and not modes()
-                and not in_forward_mode(given)
+                and forward_mode._current_level < 0
             ):
+                rows = size // hidden if hidden else 0
                 if recorded and torch.is_grad_enabled():
-                    return apply(*tensors, wanted, runner, runner.training)
+                    return apply((wanted, rows, runner, runner.training), *tensors)
+                if rows:
+                    return runner.inference(tensors, wanted, rows)
                 return runner.inference(tensors, wanted)
     return _checked(op, tensors, normalized_shape, eps, asked, backend, known)
 
@@ -90,7 +97,7 @@ def _checked(op, tensors, normalized_shape, eps, asked, backend, known) -> Resul
         if known is not None and x is tensors[0]:
             _remember(known, tensors, len(normalized_shape), eps, runner)
         if recorded:
-            return apply(*cast, eps, runner, runner.training)
+            return apply((eps, 0, runner, runner.training), *cast)
         return runner.inference(cast, eps)
     if is_transformed(cast):
         spec = spec_of_tensors(cast, options)
@@ -133,22 +140,26 @@ def _remember(known: list[Known], tensors, dims: int, eps: float, runner: Runner
     """Remember what serves calls like this one, unless no guard can tell them.
 
     The guard holds the type, dispatch keys, dtype, device and requires_grad of each tensor, and as
-    many of its trailing sizes as the call's normalized_shape or parameters have. Dispatch keys come
-    and go with a thread's state: autocast, inference mode, torch.func. It holds no tensor, and
-    refuses a tensor that is given twice.
+    many of its trailing sizes as the call's normalized_shape or parameters have, and the strides
+    where all are contiguous matrices and vectors. Dispatch keys come and go with a thread's state:
+    autocast, inference mode, torch.func. It holds no tensor, and refuses a tensor that is given
+    twice.
     """
     if TensorGuards is None:
         return
     given = [t for t in tensors if t is not None]
     fixed = max(dims, *(0 if t is None else t.dim() for t in tensors[3:]))
+    hidden = runner.spec.hidden
+    matrices = fixed == 1 and all(t.stride() in ((hidden, 1), (1,)) for t in given)
+    matrices = matrices and tensors[0].dim() == 2 and runner.takes_rows
     check = TensorGuards(
         *given,
         dynamic_dims_sizes=[[*[None] * (t.dim() - fixed), *t.shape[-fixed:]] for t in given],
-        dynamic_dims_strides=[[None] * t.dim() for t in given],
+        dynamic_dims_strides=[[*t.stride()] if matrices else [None] * t.dim() for t in given],
     ).check
     if not check(*given):
         return
     x, recorded = tensors[0], any(t.requires_grad for t in given)
-    most = MAX_ROWS * runner.spec.hidden
-    known.insert(0, Known(check, _index_of(x), most, eps, recorded, runner))
+    most, rows_of = MAX_ROWS * hidden, hidden if matrices else 0
+    known.insert(0, Known(check, _index_of(x), most, rows_of, eps, recorded, runner))
     del known[MOST_GUARDS:]

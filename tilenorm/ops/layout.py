@@ -59,6 +59,15 @@ def _starts_vectors(x: Tensor, strides: list[int], aligned: bool) -> bool:
     return not aligned or not (x.data_ptr() % VECTOR_BYTES or any(s % unit for s in strides))
 
 
+def start_vectors(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether every tensor that is there starts on 16 bytes."""
+    addresses = 0
+    for tensor in tensors:
+        if tensor is not None:
+            addresses |= tensor.data_ptr()
+    return not addresses % VECTOR_BYTES
+
+
 def plain(tensors: Sequence[Tensor | None]) -> bool:
     """Whether every tensor that is there is contiguous and starts on 16 bytes."""
     addresses = 0
@@ -70,18 +79,23 @@ def plain(tensors: Sequence[Tensor | None]) -> bool:
     return not addresses % VECTOR_BYTES
 
 
-def as_read(tensors: Sequence[Tensor | None], spec: NormSpec, leading: int) -> list[Tensor | None]:
-    """A norm's tensors as the kernels read them, copied only where they cannot be read in place."""
-    hidden, read = spec.hidden, []
+def as_read(
+    tensors: Sequence[Tensor | None], spec: NormSpec, leading: int, shape: tuple[int, int]
+) -> list[Tensor | None]:
+    """A norm's tensors as the kernels read them, copied only where they cannot be read in place.
+
+    shape: (rows, hidden).
+    """
+    read = []
     if spec.heads or not plain(tensors):
         for number, t in enumerate(tensors):
             if t is not None:
                 t = rows_of(t, spec, leading) if number < 3 else parameter_of(t, spec)
             read.append(t)
         return read
-    shape, strides = (tensors[0].numel() // hidden, hidden), (hidden, 1)
+    hidden = spec.hidden
     for t in tensors[:3]:
-        read.append(t if t is None else reinterpret(t, shape, strides))
+        read.append(t if t is None else reinterpret(t, shape, (hidden, 1)))
     for w in tensors[3:]:
         read.append(w if w is None or w.dim() == 1 else reinterpret(w, (hidden,), (1,)))
     return read
@@ -89,7 +103,8 @@ def as_read(tensors: Sequence[Tensor | None], spec: NormSpec, leading: int) -> l
 
 def shaped_as(fresh: Tensor, like: Tensor) -> Tensor:
     """A contiguous tensor, which nothing else holds, in the shape of another."""
-    return reinterpret(fresh, like.shape, contiguous_strides(like))
+    strides = like.stride() if like.is_contiguous() else contiguous_strides(like)
+    return reinterpret(fresh, like.shape, strides)
 
 
 def contiguous_strides(x: Tensor) -> tuple[int, ...]:

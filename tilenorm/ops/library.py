@@ -150,7 +150,9 @@ def norm_autograd(*arguments) -> tuple[Tensor, ...]:
     if needs_grad(*tensors):
         runner = _by_dispatcher(tensors, options, save, backend)
         last = (*options, eps, save, backend)
-        return Norm.apply(*tensors, eps, runner, lambda given, _: _below_autograd(*given, *last))
+        return Norm.apply(
+            (eps, 0, runner, lambda given, _: _below_autograd(*given, *last)), *tensors
+        )
     if is_plain(*tensors):
         return norm(*arguments)
     return _below_autograd(*arguments)
@@ -176,7 +178,8 @@ def _setup_context(ctx, inputs: tuple, output: tuple) -> None:
 
 def _backward(ctx, dy, dsum, *_) -> tuple:
     """As torch.library.register_autograd takes it: a gradient, or None, for each argument."""
-    return *gradients(ctx, dy, dsum), *[None] * (len(ctx.needs_input_grad) - 5)
+    mask = ctx.needs_input_grad
+    return *gradients(ctx, dy, dsum, mask[:5]), *[None] * (len(mask) - 5)
 
 
 def norm_autocast(*arguments) -> tuple[Tensor, ...]:

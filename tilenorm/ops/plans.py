@@ -14,8 +14,8 @@ from .tensors import Tensors, distributed, dtype_of, merged_needs
 class Runner:
     """Runs the calls of one spec on one device by an implementation.
 
-    inference, training: functions of (tensors, eps) that return Results. Training saves mean and
-    rstd.
+    inference, training: functions of (tensors, eps) that return Results, or also of the rows that
+    Implementation.takes_rows is about. Training saves mean and rstd.
     """
 
     def __init__(
@@ -28,6 +28,7 @@ class Runner:
         self.spec, self.options, self.backend = spec, spec.options, backend
         self.dtypes = Tensors(*(d and getattr(torch, d) for d in spec.dtypes))
         self.dtype, self.added = self.dtypes[:2]
+        self.takes_rows = implementation.takes_rows
         self.inference = implementation.forward(spec, device, False)
         self.training = implementation.forward(spec, device, True)
         self.backward = cache(lambda needs: implementation.backward(spec, device, needs))
@@ -36,12 +37,14 @@ class Runner:
     def _gradients(self, mask: tuple[bool, ...], dsum: bool) -> tuple:
         """A backward function for the gradients that `mask` asks for, and one that orders results.
 
-        mask: one truth value for each input of the autograd Function: Tensors and more. The second
-        function takes the gradients, and None as the last, and returns one for each of the inputs.
+        mask: one truth value for each input of the autograd Function, the last five for Tensors.
+        The second function takes the gradients, and None as the last, and returns one for each of
+        the inputs.
         """
-        run = self.backward(merged_needs(self.dtypes, dsum, mask[:5]))
-        places = distributed(range(5), self.added, self.dtype, mask[:5])
-        return run, itemgetter(*(-1 if p is None else p for p in places), *[-1] * len(mask[5:]))
+        mask, others = mask[-5:], len(mask) - 5
+        run = self.backward(merged_needs(self.dtypes, dsum, mask))
+        places = distributed(range(5), self.added, self.dtype, mask)
+        return run, itemgetter(*[-1] * others, *(-1 if p is None else p for p in places))
 
 
 def runner_of(tensors: Tensors, options: Options, backend: str | None) -> Runner:

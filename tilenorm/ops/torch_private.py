@@ -8,6 +8,7 @@ others on a CPU.
 import sys
 from collections.abc import Sequence
 from operator import attrgetter
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -108,12 +109,15 @@ else:
 
 
 if _forward_mode:
+    # An attribute, because a function takes longer in every call.
+    forward_mode = forward_ad
 
     def in_forward_mode(tensors: Sequence[Tensor | None]) -> bool:
         """Whether forward-mode derivatives may be asked for. True says so of no tensor alone."""
-        return forward_ad._current_level >= 0
+        return forward_mode._current_level >= 0
 
 else:
+    forward_mode = SimpleNamespace(_current_level=0)  # unknown, so perhaps in one
 
     def in_forward_mode(tensors: Sequence[Tensor | None]) -> bool:
         given = [t for t in tensors if t is not None]
