@@ -6,14 +6,16 @@ A block of a document looks like this::
     ... what the record prints ...
     <!-- end -->
 
-The first word names what is printed, and the path, relative to the document, names the one record.
-The options narrow the record; a list of values is written with commas. The words are:
+The first word names what is printed, and the path, relative to the document, names the record.
+The options after a path narrow that record; a list of values is written with commas. A table has
+one record. The other words may have several records, which measure different things. The words are:
 
 run      the machine, the versions, the date and the command of each run of the record
 table    the tables of ``python -m bench --from RECORD --markdown``, without heading and footing
 summary  speeds beside the fastest other provider, with a column for each op
 losses   one sentence that names every shape at which another provider is faster
-plot     a link to the plot of the record, an SVG file beside the record
+plot     a link to the plot of the records, an SVG file; a path that ends in .svg names the file,
+         and without one the file stands beside the record
 
 ``python -m bench --markdown DOCUMENT ...`` prints every block again. It draws a plot again if the
 record has changed; delete the SVG file to draw the plot in any case.
@@ -25,12 +27,12 @@ from pathlib import Path
 
 from bench import plot, report
 from bench.cases import DIRECTIONS
-from bench.record import Cell, Record, load
+from bench.record import Cell, Record, load, merge
 from bench.text import table
 
 OPTIONS = {"op": str, "dtype": str, "n": int, "direction": str, "provider": str}
 BLOCK = re.compile(
-    r"(?P<opening><!-- (?P<kind>\w+): (?P<path>\S+\.jsonl)(?P<options>[^>]*) -->\n)"
+    r"(?P<opening><!-- (?P<kind>\w+): (?P<words>[^>]*?\.jsonl[^>]*) -->\n)"
     r"(?P<text>.*?)(?P<closing><!-- end -->)",
     re.DOTALL,
 )
@@ -38,11 +40,19 @@ BLOCK = re.compile(
 
 @dataclass(frozen=True)
 class Block:
-    """What a pair of markers asks for. ``link`` is the record's path as the document writes it."""
+    """What a pair of markers asks for.
+
+    ``sources`` holds the path of each record, as the document writes it, and the narrowed record.
+    """
 
     kind: str
-    link: str
-    record: Record
+    sources: list[tuple[str, Record]]
+    svg: str
+
+    @property
+    def record(self) -> Record:
+        """The narrowed records together."""
+        return merge([record for _, record in self.sources])
 
     def text(self) -> str:
         """What stands between the markers."""
@@ -68,37 +78,51 @@ def update(path: Path) -> None:
     path.write_text(rewritten(path))
     for block in blocks(path):
         if block.kind == "plot" and not is_drawn(path, block):
-            plot.save(block.record, str(path.parent / _svg(block)))
+            plot.save(block.record, str(path.parent / block.svg))
 
 
 def is_drawn(document: Path, block: Block) -> bool:
     """Whether the SVG file of a plot exists and shows its record."""
-    svg = document.parent / _svg(block)
+    svg = document.parent / block.svg
     return svg.exists() and plot.digest_in(svg.read_text()) == plot.digest(block.record)
 
 
 def _block(document: Path, match: re.Match) -> Block:
-    """Raises ValueError for a word or an option that is not known."""
-    options = dict(option.split("=", 1) for option in match["options"].split())
-    unknown = sorted({match["kind"]} - KINDS.keys()) + sorted(options.keys() - OPTIONS.keys())
-    if unknown:
-        raise ValueError(f"{document}: {unknown[0]} is unknown in {match['opening'].strip()}")
-    wanted = {
-        name: [OPTIONS[name](value) for value in values.split(",")]
-        for name, values in options.items()
-    }
-    record = load([document.parent / match["path"]]).narrowed(**wanted)
-    return Block(match["kind"], match["path"], record)
+    """Raises ValueError for a word that is not known, and where two records have one cell."""
+    kind, opening = match["kind"], match["opening"].strip()
+    options, svg = [], ""
+    for word in match["words"].split():
+        name, equals, values = word.partition("=")
+        if word.endswith(".svg"):
+            svg = word
+        elif not equals:
+            options.append((word, {}))
+        elif name in OPTIONS:
+            options[-1][1][name] = [OPTIONS[name](value) for value in values.split(",")]
+        else:
+            raise ValueError(f"{document}: {name} is unknown in {opening}")
+    if kind not in KINDS:
+        raise ValueError(f"{document}: {kind} is unknown in {opening}")
+    if kind == "table" and len(options) > 1:
+        raise ValueError(f"{document}: a table has one record, and not those of {opening}")
+    sources = [
+        (path, load([document.parent / path]).narrowed(**wanted)) for path, wanted in options
+    ]
+    block = Block(kind, sources, svg or sources[0][0].removesuffix(".jsonl") + ".svg")
+    if len(block.record.cells) < sum(len(record.cells) for _, record in sources):
+        raise ValueError(f"{document}: two records have the same cells in {opening}")
+    return block
 
 
 def _run(block: Block) -> str:
-    """Where, when and how the record was made."""
+    """Where, when and how the records were made."""
     parts = []
-    for run in block.record.runs:
-        machine = f"{run['machine']}, {run['date'][:10]}, {report.versions(run)}"
-        commit = f"tilenorm {run['tilenorm']} at commit {run['commit'] or 'unknown'}"
-        link = f"[{Path(block.link).name}]({block.link})"
-        parts.append(f"Record {link}: {machine}, {commit}, by `{run['command']}`.")
+    for path, record in dict(block.sources).items():
+        for run in record.runs:
+            machine = f"{run['machine']}, {run['date'][:10]}, {report.versions(run)}"
+            commit = f"tilenorm {run['tilenorm']} at commit {run['commit'] or 'unknown'}"
+            link = f"[{Path(path).name}]({path})"
+            parts.append(f"Record {link}: {machine}, {commit}, by `{run['command']}`.")
     return "\n\n".join(parts)
 
 
@@ -121,9 +145,14 @@ def _summary(block: Block) -> str:
 
 
 def _speed(cells: dict[str, Cell]) -> str:
-    """Our GB/s, and our speed relative to the fastest other provider."""
-    found = report.best_peer(cells)
-    return f"{cells[report.OURS].gbps:.0f} ({found[0]:.2f} × {found[1]})" if found else "-"
+    """Our GB/s, and our speed relative to the fastest other provider.
+
+    A star marks a cell whose record does not have torch.compile at this shape.
+    """
+    if not (found := report.best_peer(cells)):
+        return "-"
+    star = "" if "compile" in cells else " *"
+    return f"{cells[report.OURS].gbps:.0f} ({found[0]:.2f} × {found[1]}){star}"
 
 
 def _losses(block: Block) -> str:
@@ -152,12 +181,7 @@ def _shapes(record: Record) -> dict[tuple[str, str, int], dict[str, Cell]]:
 
 
 def _plot(block: Block) -> str:
-    return f"![GB/s against N]({_svg(block)})"
-
-
-def _svg(block: Block) -> str:
-    """The path of the plot, beside the record."""
-    return block.link.removesuffix(".jsonl") + ".svg"
+    return f"![GB/s against N]({block.svg})"
 
 
 KINDS = {"run": _run, "table": _table, "summary": _summary, "losses": _losses, "plot": _plot}

@@ -47,7 +47,13 @@ def test_every_table_of_measurements_stands_between_markers():
 
 
 def test_every_record_is_shown_in_a_document():
-    shown = {(p.parent / block.link).resolve() for p in DOCUMENTS for block in documents.blocks(p)}
+    shown = {
+        (path.parent / source).resolve()
+        for path in DOCUMENTS
+        for block in documents.blocks(path)
+        if block.kind != "run"
+        for source, _ in block.sources
+    }
     assert shown == set(RESULTS.glob("*.jsonl"))
 
 
@@ -74,7 +80,7 @@ def folder(tmp_path):
         for op in ("layer_norm", "rms_norm")
         for direction in ("forward", "backward")
     ]
-    times = {"tilenorm": 2.0, "torch": 4.0, "quack": 1.6}
+    times = {"tilenorm": 2.0, "torch": 4.0, "compile": 3.0, "quack": 1.6}
     lines = [
         Cell(**shape, **TIMED, provider=name, median_us=us)
         for shape in shapes
@@ -123,6 +129,25 @@ def test_summary_has_a_row_for_each_n_and_direction_and_a_column_for_each_op(fol
     ]
 
 
+def test_summary_of_several_records_marks_shapes_without_torch_compile(folder):
+    others = "provider=tilenorm,torch,quack"
+    path = folder(
+        f"<!-- summary: a.jsonl op=rms_norm direction=forward {others}\na.jsonl op=layer_norm -->"
+    )
+    rows = [" ".join(row.split()) for row in documents.rewritten(path).splitlines()]
+    assert [row for row in rows if row.startswith("| 1024")] == [
+        "| 1024 | forward | 2000 (0.80 × quack) * | 2000 (0.80 × quack) |",
+        "| 1024 | backward | - | 2000 (0.80 × quack) |",
+    ]
+
+
+def test_table_has_one_record_and_other_words_no_cell_twice(folder):
+    with pytest.raises(ValueError, match="a table has one record"):
+        documents.rewritten(folder("<!-- table: a.jsonl op=rms_norm a.jsonl op=layer_norm -->"))
+    with pytest.raises(ValueError, match="two records have the same cells"):
+        documents.rewritten(folder("<!-- losses: a.jsonl op=rms_norm a.jsonl -->"))
+
+
 def test_losses_name_every_shape_at_which_a_peer_is_faster(folder):
     text = documents.rewritten(folder("<!-- losses: a.jsonl op=rms_norm -->"))
     assert "Another provider is faster at 2 of the 2 measured shapes." in text
@@ -144,6 +169,12 @@ def test_plot_is_drawn_beside_its_record(folder):
     assert "![GB/s against N](a.svg)" in path.read_text()
     record = load([path.with_name("a.jsonl")])
     svg = path.with_name("a.svg").read_text()
+    named = folder(
+        "<!-- plot: other.svg\na.jsonl op=rms_norm direction=forward a.jsonl op=layer_norm -->"
+    )
+    main(["--markdown", str(named)])
+    assert "![GB/s against N](other.svg)" in named.read_text()
+    assert plot.digest_in(named.with_name("other.svg").read_text()) is not None
     assert plot.digest_in(svg) == plot.digest(record.narrowed(op=["rms_norm"]))
     assert plot.digest_in(svg) != plot.digest(record)
 
