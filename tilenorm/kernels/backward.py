@@ -20,9 +20,9 @@ class Arrays:
     MEAN and RSTD (rows,) float32; DX, DRESIDUAL, DGATE (rows, N); SLOTS (rows, n) int32.
 
     X is the sum where a residual was added. PARTIALS (outputs · blocks, N) float32: block b writes
-    its sum over rows of dW to row b, that of dB behind all of dW's. With HEADS, PARTIALS is
-    (outputs · n, HEADS · N), and a group of blocks, one for each part of the heads, writes rows. An
-    array that a constant excludes is an empty tuple.
+    its part of dW to row b, and its part of dB to a row behind all rows of dW. With HEADS, PARTIALS
+    is (outputs · n, HEADS · N), and a group of blocks, one for each part of the heads, writes one
+    row. An array that a constant excludes is an empty tuple.
     """
 
     X: Any
@@ -117,8 +117,8 @@ def norm_backward(
     ŷ = x̂ · (w + offset) + b; if GATE_FIRST, x is x · act(gate) throughout, dgate = dx · x ·
     act'(gate), and then dx is dx · act(gate).
 
-    Block b takes tile b, and every one that follows at steps of the grid. With CHUNKS, so many
-    blocks in turn share rows and stand for one block.
+    Block b takes tile b, and then every tile that is a multiple of the grid's size further on. With
+    CHUNKS, each group of CHUNKS blocks shares its rows and counts as one block.
     """
     a, norm, cut, how = Arrays(*ARRAYS), Norm(*NORM), Cut(*CUT), BackwardHow(*HOW)
     needs, shared = Needs(*NEEDS), cut.CHUNKS > 1

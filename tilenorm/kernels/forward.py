@@ -1,9 +1,12 @@
-"""The forward pass in three schedules: a block a tile, a persistent grid, several blocks a row.
+"""The forward pass in three schedules, each load -> sum -> statistics -> output -> store.
 
-Each reads load -> sum -> statistics -> output -> store. The parameters of each kernel: `first`, the
-tile where the launch starts; ARRAYS, see Arrays; eps; rows, the number of rows; and its constants,
-see constants.py and tiles.Cut. What a block needs first stands first: parameters come in lines of
-64 bytes, and a block that waits for one more of them ends 0.03 to 0.06 µs later.
+row_forward has one block for each tile of rows. stream_forward is a persistent grid whose blocks
+read the next tile ahead. shared_forward has several blocks for each row.
+
+All three take: `first`, the tile where the launch starts; `step`, which row_forward alone uses;
+ARRAYS, see Arrays; eps; rows, the number of rows; and their constants, see constants.py and
+tiles.Cut. The arguments that a block needs first are the first parameters: parameters are read in
+lines of 64 bytes, and a block that waits for one more line ends 0.03 to 0.06 µs later.
 """
 
 from dataclasses import dataclass
@@ -53,13 +56,13 @@ def row_forward(
 ):
     """y = (x − mean) · rstd · (w + offset) + b with rstd = 1 / sqrt(mean((x − mean)²) + eps).
 
-    mean is 0 unless NORM.LAYER. Block (0, y, z) normalises the tile at `first` + z · `step` + y.
+    mean is 0 unless NORM.LAYER. Block (0, y, z) normalises tile `first` + z · `step` + y.
     """
     a, norm, cut, how = Arrays(*ARRAYS), Norm(*NORM), Cut(*CUT), RowHow(*HOW)
     order = Order(0, None)
     if how.ORDERED:
         order = Order(unit(a.X, cut.ALIGNED), opaque_zero(first))
-    # Not by bid(0), which is a division by the size of a cluster.
+    # bid(0) would compile to a division by the size of a cluster.
     i = first + ct.bid(2) * step + ct.bid(1)
     tile = cut.tile(a.X, i, 0, rows)
     tiles = gather_tiles(inputs_of(a, norm), cut, tile)
@@ -89,10 +92,10 @@ def stream_forward(
     CUT: Constants[Cut],
     HOW: Constants[StreamHow],
 ):
-    """The same by a persistent grid: a block takes a tile in every round and reads the next ahead.
+    """The formula of row_forward, by a persistent grid.
 
-    Block b takes the tile at `first` + b, and every one that follows at steps of the grid. `step`
-    is not used.
+    Block b normalises tile `first` + b, and then every tile that is a multiple of the grid's size
+    further on. It reads one tile ahead.
     """
     a, norm, cut, how = Arrays(*ARRAYS), Norm(*NORM), Cut(*CUT), StreamHow(*HOW)
     inputs = inputs_of(a, norm)
@@ -132,9 +135,9 @@ def shared_forward(
     CUT: Constants[Cut],
     HOW: Constants[SharedHow],
 ):
-    """The same with CHUNKS blocks a row, which exchange their sums.
+    """The formula of row_forward, by CHUNKS blocks for each row, which exchange their sums.
 
-    Block b takes chunk b % CHUNKS of the row at `first` + b // CHUNKS. `step` is not used.
+    Block b normalises chunk b % CHUNKS of row `first` + b // CHUNKS.
     """
     a, norm, cut, how = Arrays(*ARRAYS), Norm(*NORM), Cut(*CUT), SharedHow(*HOW)
     inputs, exact = inputs_of(a, norm), is_exact(a, norm)

@@ -100,8 +100,8 @@ def write_output(a, norm, tile, j, rows, parameters, STORE):
 class Weights:
     """w + offset of a chunk, in float32, for the backward pass.
 
-    home: a tile whose heads are those of every tile of the block. kept: the segments, or () where
-    they are read again whenever they are needed.
+    home: a tile that has the same heads as every tile of the block. kept: the segments, or () where
+    a segment is read again whenever it is needed.
     """
 
     a: Any
