@@ -24,7 +24,7 @@ ALL_SLOW = {
     # 45 s of the C++ compiler. The quick run exports, saves, loads and runs the same modules.
     "tests/ops/test_export.py::test_aot_inductor_calls_the_op_of_the_process",
     # 28 s of the C++ compiler. test_fx_training has the same graphs without Inductor.
-    "tests/integrations/test_compile.py::test_training_gives_the_same_bits_twice",
+    "tests/integrations/test_compile.py::test_training_is_deterministic_with_inductors_caches",
     # 13 s of training. The quick run trains for one variant that fails and one that does not.
     "tests/bench/test_train.py::test_command_prints_the_same_from_its_record",
     # 11 s of new processes. test_precompile_fills_the_cache compiles the same in one process.
@@ -34,10 +34,8 @@ ALL_SLOW = {
 }
 # Parameters whose values are sizes, or which other tests of this file count.
 COUNTED = {"spec", "hidden", "job", "arch"}
-FORMS = {(op, False) for op in OPS} | {
-    ("gated_rms_norm", True),
-    ("gated_layer_norm", True),
-}  # True: the gate comes first
+# (function, whether the gate comes first).
+FORMS = {(op, False) for op in OPS} | {("gated_rms_norm", True), ("gated_layer_norm", True)}
 
 
 @pytest.fixture

@@ -24,6 +24,12 @@ class Replaced(NamedTuple):
     report: Report
 
 
+def argument(call, name: str):
+    """The argument of an op's call in a graph, by its name in the schema."""
+    names = [a.name for a in call.target._schema.arguments]
+    return call.args[names.index(name)]
+
+
 def by_dynamo(module: Callable, *args: Tensor, **options) -> Replaced:
     """Run the pass on the graph that TorchDynamo gives to a torch.compile backend."""
     graph_and_report = []

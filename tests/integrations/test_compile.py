@@ -11,7 +11,7 @@ from torch._inductor.utils import fresh_cache
 import tilenorm
 
 from ..ops.helpers import EACH_DEVICE, EPS, NEEDS_GPU, random
-from .graphs import calls
+from .graphs import argument, calls
 
 N, ROWS, STEPS = 64, 6, 3
 INDUCTOR = {"cpu": shutil.which("g++"), "cuda": importlib.util.find_spec("triton")}
@@ -132,7 +132,7 @@ def test_matches_eager_with_dynamic_batch(device, graphs, dynamo):
 
 
 def kind(node) -> str:
-    added, norm = node.args[1] is not None, node.args[6]
+    added, norm = node.args[1] is not None, argument(node, "norm")
     return f"add_{norm}" if added else norm
 
 
@@ -150,7 +150,7 @@ def test_statistics_are_saved_only_if_a_gradient_is_needed(grad, graphs, dynamo)
     module, x = model("cpu"), random(2, ROWS, N)
     with torch.set_grad_enabled(grad):
         assert tilenorm.compile(module, backend="eager")(x).requires_grad == grad
-    assert [node.args[11] for node in calls(graphs[0])] == [grad] * 2
+    assert [argument(node, "save") for node in calls(graphs[0])] == [grad] * 2
 
 
 def test_second_compile_call_reuses_the_first(graphs, dynamo):

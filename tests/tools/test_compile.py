@@ -141,7 +141,9 @@ def kind_params():
 
 def flag_params():
     added, gated = {"norm": "layer", "residual": "float32"}, {"norm": "rms", "gate": "float16"}
-    for hidden, fields in ((1000, gated), (1000, {"norm": "rms"}), (5120, added), (40000, added)):
+    forms = [(1000, gated), (1000, {"norm": "rms"}), (5120, added), (40000, added)]
+    forms += [(1000, gated | {"norm": "layer", "gate_first": first}) for first in (False, True)]
+    for hidden, fields in forms:
         spec = NormSpec(
             hidden=hidden, dtype="bfloat16", weight="bfloat16", bias="float32", **fields
         )

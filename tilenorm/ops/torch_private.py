@@ -1,8 +1,8 @@
 """Every private name of PyTorch's that the ops use, with what it saves and what replaces it.
 
 A name that this PyTorch lacks is None here, and the function beside it takes the public way. The
-times are host times of a call, measured by PyTorch 2.13: those with a GPU on an H200's host, the
-others on a CPU.
+times are host times of a call: those with a GPU by PyTorch 2.11 on the host of an H200, the
+others by PyTorch 2.13 on a CPU.
 """
 
 import sys

@@ -72,8 +72,8 @@ def signature(kernel: ct.kernel, arguments: tuple) -> KernelSignature:
 def _parameter(argument, annotation):
     if isinstance(argument, ArrayLike):
         return argument.constraint()
-    if isinstance(argument, tuple):  # of arrays or of constants
-        return tuple(_parameter(item, annotation) for item in argument)
+    if isinstance(argument, tuple):  # of arrays, or of constants
+        return tuple(a.constraint() if isinstance(a, ArrayLike) else a for a in argument)
     if annotation.constant:
         return ConstantConstraint(argument)
     return ScalarConstraint(ct.float32 if isinstance(argument, float) else ct.int32)
