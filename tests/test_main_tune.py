@@ -87,7 +87,7 @@ def test_info_lists_user_tables(measured, tables, capsys):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"arch": "sm_80"}))
     assert main(["info"]) == 1
     printed = capsys.readouterr().out
-    assert f"wrong: the user table {path} is ignored: it is of sm_80, not of sm_90" in printed
+    assert f"wrong: the user table {path} is ignored: it is for sm_80, not for sm_90" in printed
 
 
 def test_dry_run(tables, capsys, monkeypatch):
