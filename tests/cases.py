@@ -1,11 +1,13 @@
-"""The test matrix as data: specs at both ends of every regime of the planner.
+"""The specs that the tests run: both ends of every regime of the planner.
 
-A regime is a run of hidden sizes that get one configuration and one tile width, found by asking the
-heuristics, so that a new entry of a table is tested without being named here. The executors take
-different parts. The interpreter costs about a millisecond a block: it plans for a GPU of
-MULTIPROCESSORS multiprocessors, so that few rows fill its grid, skips what another architecture
-plans alike, and takes of HIDDEN what is narrow. A GPU plans for itself, and runs HIDDEN in each
-dtype and every size of the tables. The compiler takes one spec a regime (test_compile.py).
+A regime is a range of hidden sizes with one configuration and one tile width. The heuristics tell
+the regimes, so that a new entry of a table is tested without an entry here.
+
+The executors run different specs. The interpreter takes about a millisecond for a block. It plans
+for a GPU with MULTIPROCESSORS multiprocessors, so that a small batch fills the grid. It skips specs
+with the same plan on another architecture, and wide sizes of HIDDEN. A GPU uses its own plans, and
+runs HIDDEN in each dtype and every size of the tables. The compiler compiles one spec of each
+regime (test_compile.py).
 """
 
 from collections.abc import Callable
@@ -23,8 +25,8 @@ from tilenorm.spec import NormSpec
 DTYPES = ("bfloat16", "float16", "float32")
 MAX_HIDDEN = 262144
 WIDEST_ROW = 32768  # no plan holds more of a row in registers
-NARROW = 1100  # of HIDDEN, what the interpreter runs
-SHARED = 40000  # of what blocks share; wider rows have more of the same blocks
+NARROW = 1100  # the widest row of HIDDEN that the interpreter runs
+SHARED = 40000  # the widest shared row that the interpreter runs; wider ones only add blocks
 
 # fmt: off
 HIDDEN = (
@@ -35,7 +37,7 @@ HIDDEN = (
 # fmt: on
 
 MULTIPROCESSORS = 2
-# Without TMA, each architecture with a table, and TMA without a table.
+# An architecture without TMA, each one with a table, and one with TMA and without a table.
 INTERPRETED = tuple(dict.fromkeys(("sm_80", *TABLES, "sm_100")))
 INTERPRETERS = tuple(f"interpreter_{arch}" for arch in INTERPRETED)
 EXECUTORS = (*INTERPRETERS, "gpu")
@@ -44,19 +46,19 @@ GRADIENTS = ("dx", "dresidual", "dgate", "dw", "db")  # in the order of their te
 
 
 def config(direction: str, spec: NormSpec, target: Target):
-    """What the planner chooses for a spec whose every gradient is needed."""
+    """The configuration that the planner chooses if every gradient is needed."""
     if direction == "forward":
         return heuristics.forward(spec, target)
     return heuristics.backward(spec, target, every_gradient(spec))
 
 
 def shares(chosen: Config, hidden: int) -> bool:
-    """Whether blocks share rows of a size: no block has segments that span them."""
+    """Whether blocks share rows of this size: the segments of a block do not span a row."""
     return chosen.widths is not None and sum(chosen.widths) < hidden
 
 
 def schedule(chosen: Config, hidden: int) -> str:
-    """The name of the schedule that a configuration selects for rows of a size."""
+    """The name of the schedule that a configuration selects for rows of this size."""
     if not isinstance(chosen, Backward):
         return type(chosen).__name__
     if shares(chosen, hidden):
@@ -65,7 +67,7 @@ def schedule(chosen: Config, hidden: int) -> str:
 
 
 def affine(dtype: str) -> list[dict]:
-    """Every weight, bias and offset of an input dtype, as fields of a spec."""
+    """Every combination of weight, bias and offset for an input dtype, as fields of a spec."""
     found = [{}] + [{"bias": bias} for bias in dict.fromkeys((dtype, "float32"))]
     for weight, offset in product(dict.fromkeys((dtype, "float32")), (0.0, 1.0)):
         found += [{"weight": weight, "bias": bias, "offset": offset} for bias in (None, weight)]
@@ -73,7 +75,7 @@ def affine(dtype: str) -> list[dict]:
 
 
 def variants(dtype: str) -> list[dict]:
-    """What can be asked of each norm beyond its size and dtype, as fields of a spec."""
+    """Variants of each norm besides size and dtype, as fields of a spec."""
     other = "bfloat16" if dtype == "float32" else "float32"
     plain = [{"norm": norm, **more} for norm in ("rms", "layer") for more in affine(dtype)]
     weighted = ({}, {"weight": dtype}, {"weight": dtype, "bias": dtype, "offset": 1.0})
@@ -99,18 +101,18 @@ def variants(dtype: str) -> list[dict]:
 
 
 def every_variant(hidden: int) -> list[NormSpec]:
-    """Every dtype and variant of one size."""
+    """Specs of one size in every dtype and variant."""
     specs = [NormSpec(hidden=hidden, dtype=d, **more) for d in DTYPES for more in variants(d)]
     return list(dict.fromkeys(specs))
 
 
 def target(arch: str) -> Target:
-    """What the interpreter plans for: so few multiprocessors that blocks take several rows."""
+    """The target of the interpreter: so few multiprocessors that blocks take several rows."""
     return Target(arch, MULTIPROCESSORS)
 
 
 def tabled(dtype: str) -> list[dict]:
-    """Fields of a spec for each way in which the planner tells operations apart."""
+    """Fields of a spec for each operation that the planner distinguishes."""
     norms = ({"weight": dtype}, {"norm": "layer", "weight": dtype, "bias": dtype})
     added = [{**fields, "residual": dtype} for fields in norms]
     gated = [{"weight": dtype, "gate": dtype, "gate_first": first} for first in (False, True)]
@@ -119,13 +121,13 @@ def tabled(dtype: str) -> list[dict]:
 
 @cache
 def regimes(direction: str, arch: str, dtype: str, aligned: bool) -> list[tuple[int, int]]:
-    """(first, last) hidden size of each regime, over aligned sizes or over odd ones, ascending."""
+    """(first, last) hidden size of each regime in ascending order: aligned sizes, or odd ones."""
     unit = 16 // NormSpec("rms", 1, dtype).item_bytes if aligned else 2
 
     def size(i: int) -> int:
         return i * unit if aligned else i * unit - 1
 
-    @cache  # halving asks for the ends of an interval again
+    @cache  # bisection asks for the ends of an interval again
     def regime(i: int):
         spec = NormSpec("rms", size(i), dtype)
         chosen = [config(direction, replace(spec, **more), target(arch)) for more in tabled(dtype)]
@@ -141,7 +143,7 @@ def regimes(direction: str, arch: str, dtype: str, aligned: bool) -> list[tuple[
 
 
 def _changes(regime: Callable, low: int, high: int) -> list[int]:
-    """Where in (low, high] a regime begins, if one does: by halving, so one is taken to."""
+    """Where in (low, high] a new regime begins, by bisection: at most one is found."""
     if regime(low) == regime(high):
         return []
     while high - low > 1:
@@ -152,11 +154,11 @@ def _changes(regime: Callable, low: int, high: int) -> list[int]:
 
 @cache
 def ends(direction: str, arch: str) -> list[NormSpec]:
-    """Both ends of every regime of an architecture, the weights and biases taking turns."""
+    """Both ends of every regime of an architecture. The variants take turns."""
     specs = []
     turns = {dtype: cycle(variants(dtype)) for dtype in DTYPES}
     for aligned in (True, False):
-        # Plans see the size of an element only, so the 16-bit dtypes take turns.
+        # Plans depend only on the size of an element, so the 16-bit dtypes take turns.
         for dtypes in (("bfloat16", "float16"), ("float32", "float32")):
             for sizes in regimes(direction, arch, dtypes[0], aligned):
                 for hidden, dtype in zip(sizes, dtypes, strict=True):
@@ -166,7 +168,7 @@ def ends(direction: str, arch: str) -> list[NormSpec]:
 
 @cache
 def listed() -> list[NormSpec]:
-    """HIDDEN in every dtype, the weights and biases taking turns."""
+    """HIDDEN in every dtype. The variants take turns."""
     turns = {dtype: cycle(variants(dtype)) for dtype in DTYPES}
     return [
         NormSpec(hidden=n, dtype=dtype, **next(turns[dtype]))
@@ -175,7 +177,7 @@ def listed() -> list[NormSpec]:
 
 
 def matrix(direction: str, shared: bool) -> list[tuple[str, NormSpec]]:
-    """(executor, spec): of plans whose blocks hold whole rows, or of those that share them."""
+    """(executor, spec) of plans whose blocks share rows (`shared`) or hold whole rows."""
     pairs, seen = [], set()
     narrow = [spec for spec in listed() if spec.hidden <= NARROW]
     for executor, arch in zip(INTERPRETERS, INTERPRETED, strict=True):
@@ -187,20 +189,20 @@ def matrix(direction: str, shared: bool) -> list[tuple[str, NormSpec]]:
             if shares(chosen, spec.hidden) == shared and (chosen, size) not in seen:
                 seen.add((chosen, size))
                 pairs.append((executor, spec))
-    # Which plan a GPU will choose is not known when tests are collected, and each spec costs it a
-    # compile: without a table the regimes end at powers of two, most of which HIDDEN has.
+    # The plans of a GPU are not known when tests are collected, and each spec costs a compile.
+    # Regimes without a table end at powers of two, and HIDDEN has most of these.
     every = chain(listed(), *(ends(direction, arch) for arch in TABLES))
     on_gpu = [s for s in dict.fromkeys(every) if (s.hidden > WIDEST_ROW) == shared]
     return pairs + [("gpu", spec) for spec in on_gpu]
 
 
 def some_needs(spec: NormSpec) -> list[Needs]:
-    """Every gradient alone, all of them, and all but one."""
+    """Each gradient alone, all gradients, and all but one."""
     every = every_gradient(spec)
-    asked = [name for name in GRADIENTS if getattr(every, name)]
-    nothing = every._replace(**dict.fromkeys(asked, False))
-    found = [nothing._replace(**{name: True}) for name in asked]
-    found += [every._replace(**{name: False}) for name in asked] + [every]
+    names = [name for name in GRADIENTS if getattr(every, name)]
+    nothing = every._replace(**dict.fromkeys(names, False))
+    found = [nothing._replace(**{name: True}) for name in names]
+    found += [every._replace(**{name: False}) for name in names] + [every]
     if spec.residual:
         found.append(every._replace(dsum=False))
     return list(
@@ -209,7 +211,7 @@ def some_needs(spec: NormSpec) -> list[Needs]:
 
 
 def label(value) -> str:
-    """A test's id: "layer-4096-bf16-w32-b-o1"."""
+    """The id of a test, such as "layer-4096-bf16-w32-b-o1"."""
     if not isinstance(value, NormSpec):
         return str(value)
     short = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}

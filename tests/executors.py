@@ -1,4 +1,4 @@
-"""Where a plan runs in the tests: the interpreter on CPU tensors, or the GPU that is here."""
+"""Where the tests run plans: in the interpreter on CPU tensors, or on the current GPU."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,7 +25,11 @@ EPS = 1e-6
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a norm takes. The backward pass gets the oracle's mean and rstd, to be tested alone."""
+    """The inputs of a norm.
+
+    The backward pass gets mean and rstd from the oracle, so that errors of the forward pass do not
+    matter.
+    """
 
     x: Tensor
     residual: Tensor | None
@@ -38,7 +42,7 @@ class Inputs:
 
     @classmethod
     def random(cls, spec: NormSpec, rows: int, device: str, seed: int = 0) -> "Inputs":
-        """Of so many rows, or, with heads, of so many that no token is cut."""
+        """Random inputs with `rows` rows, rounded up to whole tokens if there are heads."""
         generator = torch.Generator().manual_seed(seed)
 
         def normal(dtype: str | None, *shape: int) -> Tensor | None:
@@ -83,27 +87,27 @@ class Executor:
     device: str
     target: Target
 
-    def run(self, found: bool = True, **constants) -> Callable:
-        """A function that runs a plan's calls, with these of the kernels' constants instead.
+    def run(self, exchange: bool = True, **constants) -> Callable:
+        """A function that runs a plan's calls. `constants` replace constants of the kernels.
 
-        found: blocks that share a row find what the others publish; without it they compute what is
-        not there at once.
+        exchange: a block that shares a row uses the partial sums that other blocks publish. Without
+        exchange it computes the missing ones itself, and does not wait.
         """
         raise NotImplementedError
 
     def forward(self, spec: NormSpec, inputs: Inputs, **how) -> dict[str, Tensor]:
-        """y, and the sum, mean and rstd there are; memory that was not written is NaN."""
+        """The results by name: y, and sum, mean and rstd if any. Unwritten memory is NaN."""
         plan = plan_forward(spec, self.target, True)
         given = (inputs.x, inputs.residual, inputs.gate, inputs.weight, inputs.bias)
         run = self.run(**how)
         with _poisoned():
-            found = Results(*cutile.forward(plan, given, inputs.eps, run=run))
-        return {name: t for name, t in found._asdict().items() if t is not None}
+            results = Results(*cutile.forward(plan, given, inputs.eps, run=run))
+        return {name: t for name, t in results._asdict().items() if t is not None}
 
     def backward(
         self, spec: NormSpec, inputs: Inputs, needs: Needs | None = None, **how
     ) -> dict[str, Tensor]:
-        """The gradients that are needed (by default all there are), by name."""
+        """The needed gradients by name; by default every gradient."""
         needs = needs or every_gradient(spec)
         plan = plan_backward(spec, self.target, needs)
         x = oracle.total(spec, inputs.arguments)
@@ -111,14 +115,14 @@ class Executor:
         dsum = inputs.dsum if needs.dsum else None
         run = self.run(**how)
         with _poisoned():
-            found = cutile.backward(plan, inputs.dy, dsum, given, run=run)
-        grads = dict(zip(cases.GRADIENTS, found, strict=True))
-        # A weight by heads is compared as the row of sums that it is made from.
+            tensors = cutile.backward(plan, inputs.dy, dsum, given, run=run)
+        grads = dict(zip(cases.GRADIENTS, tensors, strict=True))
+        # The oracle has dw and db of all heads in one row.
         grads |= {name: grads[name].reshape(-1) for name in ("dw", "db") if grads[name] is not None}
         return {name: t for name, t in grads.items() if t is not None}
 
     def rows_beyond_grid(self, spec: NormSpec, direction: str) -> int:
-        """So many rows that every block of a looping kernel takes two tiles, and some a part."""
+        """Rows with which every block of a persistent grid handles two tiles, and some a third."""
         if direction == "forward":
             plan = plan_forward(spec, self.target, True)
             streams = isinstance(plan.config, StreamForward)
@@ -128,7 +132,7 @@ class Executor:
 
 
 class Interpreter(Executor):
-    """The function under each kernel, block by block, on CPU tensors."""
+    """Runs the Python function of each kernel block by block, on CPU tensors."""
 
     device = "cpu"
 
@@ -137,12 +141,13 @@ class Interpreter(Executor):
         self.target = cases.target(arch)
 
     def run(
-        self, found: bool = True, fill: float = float("nan"), order=None, **constants
+        self, exchange: bool = True, fill: float = float("nan"), order=None, **constants
     ) -> Callable:
-        """fill: what undefined padding reads as. order: of the blocks, as interpreter.launch.
+        """See Executor.run. fill: the value of undefined padding. order: see interpreter.launch.
 
-        Blocks run one after another, so that polling is in vain. For all to be found, blocks that
-        share rows run before with slots that hold zeros, and publish the same.
+        Blocks run one after another, so polling would never end with a result. To exchange partial
+        sums, a kernel whose blocks share rows runs twice: the first run publishes all of them, and
+        the second run finds them.
         """
 
         def run(launches, arrays, index) -> None:
@@ -150,16 +155,16 @@ class Interpreter(Executor):
             for call in with_arguments(calls, **({"POLLS": 0} | constants)):
                 kernel, grid, arguments, _ = call
                 interpreter.launch(grid, kernel, arguments, fill=fill, order=order)
-                if found and kernel is CLEAR_SLOTS:
+                if exchange and kernel is CLEAR_SLOTS:
                     arguments_of(call)["SLOTS"].zero_()
-                elif found and arguments_of(call).get("CHUNKS", 1) > 1:
+                elif exchange and arguments_of(call).get("CHUNKS", 1) > 1:
                     interpreter.launch(grid, kernel, arguments, fill=fill, order=order)
 
         return run
 
 
 class Gpu(Executor):
-    """The current GPU, with the plans it would get outside the tests."""
+    """Runs on the current GPU, with the plans that users get."""
 
     name = "gpu"
     device = "cuda"
@@ -169,8 +174,8 @@ class Gpu(Executor):
 
         self.target = device_of("cuda", torch.cuda.current_device()).target
 
-    def run(self, found: bool = True, **constants) -> Callable:
-        if not found:
+    def run(self, exchange: bool = True, **constants) -> Callable:
+        if not exchange:
             constants["POLLS"] = 0
 
         def run(launches, arrays, index) -> None:
@@ -183,28 +188,28 @@ class Gpu(Executor):
 
 
 def forward_calls(spec: NormSpec, target: Target, rows: int, save: bool) -> list[Call]:
-    """The calls of a forward pass over contiguous inputs, with descriptions for arrays."""
+    """The calls of a forward pass for contiguous inputs, with descriptions for arrays."""
     return calls_of(plan_forward(spec, target, save), rows)
 
 
 def backward_calls(spec: NormSpec, target: Target, rows: int, needs: Needs) -> list[Call]:
-    """The calls of a backward pass over contiguous inputs, with descriptions for arrays."""
+    """The calls of a backward pass for contiguous inputs, with descriptions for arrays."""
     return calls_of(plan_backward(spec, target, needs), rows)
 
 
 def arguments_of(call: Call) -> dict[str, object]:
-    """The arguments of a call by name: arrays and constants of a group by their names in it.
+    """The arguments of a call by name. Tuples of arrays and of constants are unpacked.
 
-    DX, DRESIDUAL and DGATE are arrays here, not what is asked for.
+    DX, DRESIDUAL and DGATE name both arrays and flags of Needs; here they are the arrays.
     """
-    found = {}
+    arguments = {}
     for name, group, value in _grouped(call):
-        found = (dict(zip(group, value, strict=True)) if group else {name: value}) | found
-    return found
+        arguments = (dict(zip(group, value, strict=True)) if group else {name: value}) | arguments
+    return arguments
 
 
 def with_arguments(calls: list[Call], **given) -> list[Call]:
-    """The calls, with these in place of what those kernels get that take them."""
+    """The calls with the arguments of these names replaced, in the kernels that have them."""
     return [
         call._replace(
             arguments=tuple(
@@ -219,7 +224,7 @@ def with_arguments(calls: list[Call], **given) -> list[Call]:
 
 
 def _grouped(call: Call) -> list[tuple[str, tuple[str, ...], object]]:
-    """(parameter, names of what its tuple holds or nothing, argument) of a call."""
+    """(parameter, names of its tuple's items, argument) of a call; () if it is not a tuple."""
     kinds = groups(call.kernel)
     if "Arrays" in call.kernel._pyfunc.__globals__:
         kinds["ARRAYS"] = call.kernel._pyfunc.__globals__["Arrays"]
@@ -232,7 +237,10 @@ def _grouped(call: Call) -> list[tuple[str, tuple[str, ...], object]]:
 
 @contextmanager
 def _poisoned() -> Iterator[None]:
-    """New tensors are NaN: PyTorch's own switch, and for Inductor's allocator, which it misses."""
+    """Fill new tensors with NaN.
+
+    PyTorch does so in deterministic mode. The allocator of Inductor does not, so it is replaced.
+    """
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:

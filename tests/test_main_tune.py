@@ -87,7 +87,7 @@ def test_info_lists_user_tables(measured, tables, capsys):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"arch": "sm_80"}))
     assert main(["info"]) == 1
     printed = capsys.readouterr().out
-    assert f"wrong: the user table {path} is ignored: it is of sm_80, not of sm_90" in printed
+    assert f"wrong: the user table {path} is ignored: it is for sm_80, not for sm_90" in printed
 
 
 def test_dry_run(tables, capsys, monkeypatch):
@@ -129,14 +129,14 @@ def test_dry_run_of_all_candidates(tables, capsys, monkeypatch):
 
 FOR_H200 = ["--arch", "sm_90", "--hidden", "64"]
 WRONG = {
-    "no size": (["tune"], "--hidden: takes at least one size"),
+    "no size": (["tune"], "--hidden: needs at least one size"),
     "an architecture without a dry run": (
         ["tune", *FOR_H200],
-        "--arch: this GPU is what is tuned for; --dry-run takes another",
+        "--arch: tune times on this GPU; only --dry-run takes an architecture",
     ),
     "a dry run without an architecture": (
         ["tune", "--dry-run", "--hidden", "64"],
-        "takes an --arch",
+        "--dry-run: needs --arch",
     ),
     "an op that no table serves": (
         ["tune", "--dry-run", *FOR_H200, "--op", "gated_rms_norm", "--bias"],

@@ -1,7 +1,8 @@
-"""The command line: what serves, compiling ahead, tuning, and digests of compiled kernels."""
+"""Inspect this machine, explain calls, precompile, tune, and compare compiled code."""
 
 import argparse
 import sys
+from collections.abc import Iterable
 from itertools import product
 from pathlib import Path
 
@@ -31,13 +32,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 class RefusedError(Exception):
-    """What was asked for cannot be done, and why."""
+    """The command cannot run; the message says why."""
 
 
 def info(_: argparse.Namespace) -> int:
     """Print versions, GPUs, compiler, cache, what serves each op, and what is wrong."""
-    found, wrong = information()
-    print("\n".join(found))
+    text, wrong = information()
+    print("\n".join(text))
     return 1 if wrong else 0
 
 
@@ -49,13 +50,13 @@ def explain(options: argparse.Namespace) -> int:
 
 
 def compile_ahead(options: argparse.Namespace) -> int:
-    """Compile each spec into cuTile's cache and print what came of it."""
+    """Compile each spec into cuTile's cache and print the resources of the kernels."""
     specs = _served(options, planned_device(options.arch))
     return _print(lines.compiled(specs, Target.of(options.arch), options.processes))
 
 
 def digests(options: argparse.Namespace) -> int:
-    """Print what every plan of an architecture compiles to: compare before and after a change."""
+    """Print a digest of the code of every plan, to compare before and after a change."""
     _check_cache()
     return _print(code.digests(options.arch, options.processes))
 
@@ -63,7 +64,7 @@ def digests(options: argparse.Namespace) -> int:
 def tune(options: argparse.Namespace) -> int:
     """Find the fastest configuration of each spec on this GPU, for the table that plans read."""
     if not options.hidden and not options.shipped:
-        raise RefusedError("--hidden: takes at least one size")
+        raise RefusedError("--hidden: needs at least one size")
     device = _tuned_device(options)
     searches, target = _searches(options, device), device.target
     if options.dry_run:
@@ -81,11 +82,11 @@ def tune(options: argparse.Namespace) -> int:
 
 
 def _tuned_device(options: argparse.Namespace) -> Device:
-    """The GPU that is tuned for, or, where nothing is timed, one of the architecture named."""
+    """This machine's GPU, or, in a dry run, a GPU of the architecture from --arch."""
     if options.dry_run and not options.arch:
-        raise RefusedError("--dry-run: takes an --arch")
+        raise RefusedError("--dry-run: needs --arch")
     if options.arch and options.hidden and not options.dry_run:
-        raise RefusedError("--arch: this GPU is what is tuned for; --dry-run takes another")
+        raise RefusedError("--arch: tune times on this GPU; only --dry-run takes an architecture")
     try:
         return planned_device(options.arch) if options.arch else gpu()
     except RuntimeError as error:
@@ -93,7 +94,7 @@ def _tuned_device(options: argparse.Namespace) -> Device:
 
 
 def _searches(options: argparse.Namespace, device: Device) -> list[tuple[NormSpec, str]]:
-    """What is to be tuned; refused where no table would serve it."""
+    """(spec, direction) of each search. Refuses specs that no table can serve."""
     searches = list(product(_served(options, device), options.direction))
     for spec, direction in searches:
         try:
@@ -103,8 +104,8 @@ def _searches(options: argparse.Namespace, device: Device) -> list[tuple[NormSpe
     return searches
 
 
-def _print(found) -> int:
-    for line in found:
+def _print(text: Iterable[str]) -> int:
+    for line in text:
         print(line, flush=True)
     return 0
 
@@ -119,7 +120,7 @@ def _check_cache() -> None:
 
 
 def _served(options: argparse.Namespace, device: Device) -> list[NormSpec]:
-    """Specs that the kernels serve, with a cache to compile them into; others are refused."""
+    """The specs. Refuses specs that the kernels do not serve, and a cache that is off."""
     _check_cache()
     specs = _specs(options)
     for spec in specs:
@@ -143,7 +144,7 @@ def _specs(options: argparse.Namespace) -> list[NormSpec]:
             "weight": None if options.no_weight else parameter,
             "bias": parameter if options.bias else None,
             "offset": options.offset,
-            # As a call has it: one head, or heads without parameters, are none.
+            # As in a call: one head, or heads without parameters, count as no heads.
             "heads": options.heads if options.heads > 1 and affine else 0,
             "rounding": options.rounding,
             "gate_first": options.gate_first,
@@ -187,19 +188,19 @@ def _add_processes(command: argparse.ArgumentParser) -> None:
 
 
 def _add_spec(command: argparse.ArgumentParser, size: dict) -> None:
-    """Options that say what is computed; size: whether --hidden has to be given."""
+    """Add the options that describe specs. size: whether --hidden is required."""
     command.add_argument("--op", nargs="+", default=["rms_norm"], choices=OPS)
     command.add_argument("--hidden", type=_positive, nargs="+", metavar="N", **size)
     command.add_argument("--dtype", nargs="+", default=["bfloat16"], choices=DTYPES)
-    command.add_argument("--weight-dtype", choices=DTYPES, help="default: as --dtype")
+    command.add_argument("--weight-dtype", choices=DTYPES, help="default: --dtype")
     command.add_argument("--no-weight", action="store_true")
-    command.add_argument("--bias", action="store_true", help="with a bias, dtype as the weight")
+    command.add_argument("--bias", action="store_true", help="with a bias of the weight's dtype")
     command.add_argument("--offset", type=float, default=0.0, help="added to the weight")
-    command.add_argument("--heads", type=_positive, default=0, help="with a weight each")
+    command.add_argument("--heads", type=_positive, default=0, help="each head has its own weight")
     command.add_argument("--rounding", default="late", choices=ROUNDINGS)
-    command.add_argument("--residual-dtype", choices=DTYPES, help="default: as --dtype")
+    command.add_argument("--residual-dtype", choices=DTYPES, help="default: --dtype")
     command.add_argument("--gate-first", action="store_true", help="gate, then normalise")
-    command.add_argument("--activation", choices=WORDS["activation"], help="of the gate")
+    command.add_argument("--activation", choices=WORDS["activation"], help="of the gate (silu)")
 
 
 def _add_tuning(command: argparse.ArgumentParser) -> None:
@@ -207,14 +208,16 @@ def _add_tuning(command: argparse.ArgumentParser) -> None:
     command.add_argument("--direction", nargs="+", default=both, choices=both)
     command.add_argument("--rows", type=_positive, metavar="M", help="default: 64 Mi elements")
     command.add_argument(
-        "--seconds", type=_positive, default=20, help="of timing, for each spec and direction"
+        "--seconds", type=_positive, default=20, help="time for timing each spec and direction"
     )
     command.add_argument(
-        "--spills", type=int, default=MOST_SPILLED, help="bytes a thread that a candidate may spill"
+        "--spills", type=int, default=MOST_SPILLED, help="bytes that each thread may spill"
     )
     command.add_argument("--out", type=Path, help="default: the table that plans read")
     command.add_argument("--dry-run", action="store_true", help="list candidates; needs no GPU")
-    command.add_argument("--shipped", action="store_true", help="print it as launch/tuned/ has it")
+    command.add_argument(
+        "--shipped", action="store_true", help="print the table as in launch/tuned/"
+    )
 
 
 def _positive(text: str) -> int:

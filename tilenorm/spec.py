@@ -1,4 +1,4 @@
-"""What is to be normalised: the one key for dispatch, plans, caches, tests and bench."""
+"""NormSpec describes a normalisation: the key for dispatch, plans, caches, tests and bench."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +13,7 @@ OPS = (
     "gated_rms_norm",
     "gated_layer_norm",
 )
-# The values that a word may have.
+# The values of the options that are words.
 WORDS = {
     "norm": ("rms", "layer"),
     "rounding": ("late", "early"),
@@ -22,7 +22,7 @@ WORDS = {
 
 
 class Options(NamedTuple):
-    """What a call asks for beside its tensors and eps: the fields of NormSpec that no tensor tells.
+    """The options of a call: the fields of NormSpec that do not follow from the tensors.
 
     The torch.library ops take these fields one by one, in this order, after their tensors.
     """
@@ -36,7 +36,7 @@ class Options(NamedTuple):
 
 
 def norm_of(op: str) -> str:
-    """The norm of a function by its name: "rms" or "layer"."""
+    """The norm of a function, given its name: "rms" or "layer"."""
     return "layer" if "layer" in op else "rms"
 
 
@@ -44,15 +44,15 @@ def norm_of(op: str) -> str:
 class NormSpec:
     """One normalisation, independent of the number of rows and of the device.
 
-    norm: "rms" or "layer". hidden: N, the elements of a row. dtype: of input and output. weight,
-    bias: their dtypes, or None when absent. offset: the constant added to the weight.
+    norm: "rms" or "layer". hidden: N, the elements of a row. dtype: the dtype of input and output.
+    weight, bias: their dtypes, or None without them. offset: a constant added to the weight.
 
-    residual: the dtype of what is added to the input first, and of the sum. gate: the dtype of z
-    where act(z) multiplies the normalised rows, or, with gate_first, the rows before they are
-    normalised. heads: H where weight and bias have a row of N for each of H heads, which take
-    turns over the input's rows; 0 where every row has the same. rounding: "late" computes in
-    float32 to the end, "early" rounds to the input's dtype before the weight. activation: of the
-    gate, act(z) = z · σ(z) for "silu" and σ(z) for "sigmoid".
+    residual: the dtype of the residual and of the sum x + residual, which is normalised. gate: the
+    dtype of the gate z; act(z) multiplies the normalised rows, or, with gate_first, the rows before
+    the norm. activation: act(z) is z · σ(z) for "silu" and σ(z) for "sigmoid". heads: 0, or the
+    number of heads H; each head has its own N weights and biases, and row i of the input belongs
+    to head i mod H. rounding: "late" computes in float32 to the end; "early" rounds to the input's
+    dtype before the weight is applied.
     """
 
     norm: str
@@ -70,7 +70,7 @@ class NormSpec:
 
     @classmethod
     def of(cls, op: str, hidden: int, dtype: str, **fields) -> "NormSpec":
-        """The spec of a function by its name, its residual or gate in the input's dtype."""
+        """The spec of a function, given its name. A residual or gate has the input's dtype."""
         if op.startswith("add_"):
             fields = {"residual": dtype} | fields
         elif op.startswith("gated_"):
@@ -79,7 +79,7 @@ class NormSpec:
 
     @classmethod
     def joined(cls, options: Options, dtype, residual, gate, weight, bias, heads=0) -> "NormSpec":
-        """The spec of options for tensors of these dtypes, in the order in which ops take them."""
+        """The spec for options and tensors of these dtypes, in the order of the ops' tensors."""
         dtypes = {
             "dtype": dtype,
             "residual": residual,
@@ -95,7 +95,7 @@ class NormSpec:
 
     @property
     def dtypes(self) -> tuple[str | None, ...]:
-        """Of input, residual, gate, weight and bias, None for an absent one."""
+        """The dtypes of input, residual, gate, weight and bias; None for an absent tensor."""
         return self.dtype, self.residual, self.gate, self.weight, self.bias
 
     @property
@@ -119,5 +119,5 @@ class NormSpec:
 
     @cached_property
     def aligned(self) -> bool:
-        """A row fills 16-byte vectors, so that every row of a contiguous matrix starts on one."""
+        """Whether a row is whole 16-byte vectors: then each row of a matrix starts at a vector."""
         return all(self.hidden * size % 16 == 0 for size in self._row_bytes)

@@ -1,4 +1,4 @@
-"""norm_backward: whole rows in registers, a persistent grid; the column sum included."""
+"""norm_backward on rows that one block holds, and the column sum."""
 
 from dataclasses import replace
 from functools import partial
@@ -15,7 +15,7 @@ from tilenorm.spec import NormSpec
 
 over = partial(pytest.mark.parametrize, "executor, spec", indirect=["executor"], ids=cases.label)
 each_spec = partial(pytest.mark.parametrize, "spec", ids=cases.label)
-ASKED = [
+NEEDED = [
     NormSpec(hidden=n, **fields)
     for n in (24, 37)
     for fields in (
@@ -69,22 +69,22 @@ def with_needs(*specs: NormSpec):
 
 
 def label(needs: Needs) -> str:
-    return "+".join(name for name, asked in needs._asdict().items() if asked)
+    return "+".join(name for name, is_needed in needs._asdict().items() if is_needed)
 
 
-@with_needs(*ASKED)
-def test_gradients_do_not_depend_on_which_are_asked(executor, spec, needs):
+@with_needs(*NEEDED)
+def test_gradients_do_not_depend_on_other_needed_gradients(executor, spec, needs):
     grads = check(executor, spec, 13, needs)
     assert set(grads) == {name for name in cases.GRADIENTS if getattr(needs, name)}
     every = check(executor, spec, 13, every_gradient(spec)._replace(dsum=needs.dsum))
     if spec.gate and executor.name == "gpu":
-        return  # what is computed beside a gradient decides which multiplications are fused
+        return  # the other gradients decide which multiplications the compiler fuses
     for name, grad in grads.items():
         assert torch.equal(grad, every[name]), name
 
 
-@with_needs(*ASKED, NormSpec("rms", 4100, "float32", "float32", "float32"))
-def test_what_is_not_asked_is_not_written(executor, spec, needs):
+@with_needs(*NEEDED, NormSpec("rms", 4100, "float32", "float32", "float32"))
+def test_gradients_that_are_not_needed_are_not_written(executor, spec, needs):
     inputs = Inputs.random(spec, 6, executor.device)
     rows = inputs.x.numel() // spec.hidden
     plan = plan_backward(spec, executor.target, needs)
@@ -115,7 +115,7 @@ def test_what_is_not_asked_is_not_written(executor, spec, needs):
     )
     executor.run()(plan.launches(rows), arrays, inputs.x.get_device())
     for name, grad in found.items():
-        asked = getattr(needs, name)
-        assert (grad.isfinite() if asked else grad.isnan()).all(), name
+        is_needed = getattr(needs, name)
+        assert (grad.isfinite() if is_needed else grad.isnan()).all(), name
     assert (partials.isfinite() if shape else partials.isnan()).all()
     assert bool(slots.any()) == (plan.slots(rows) is not None)

@@ -1,4 +1,4 @@
-"""column_sum: the second half of dW and dB."""
+"""column_sum, which adds up the partial sums of dW and dB."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from tilenorm.spec import NormSpec
 
 
 def summed(executor, partials, count, dtypes, tile_rows=32, tile=16):
-    """The kernel's outputs, each of one of the dtypes, over NaN."""
+    """The kernel's outputs, one for each dtype. Unwritten elements are NaN."""
     hidden = partials.shape[1]
     make = {"device": executor.device}
     outs = [torch.full((hidden,), torch.nan, dtype=dtype, **make) for dtype in dtypes]
@@ -47,8 +47,8 @@ def test_two_sums_in_two_dtypes(executor, count):
         assert_close("sum", out, truth, half.sum(0).to(dtype))
 
 
-def test_is_exact_when_the_sums_are(executor):
-    # A row left out, or taken twice, changes a sum of distinct powers of two.
+def test_sums_of_powers_of_two_are_exact(executor):
+    # A row that is left out or added twice changes the sum of distinct powers of two.
     count = 20
     partials = torch.exp2(torch.arange(count))[:, None].expand(count, 37).contiguous()
     [out] = summed(executor, partials.to(executor.device), count, [torch.float32])
@@ -57,19 +57,19 @@ def test_is_exact_when_the_sums_are(executor):
 
 @pytest.mark.parametrize("hidden", [24, 37, 4104])
 @pytest.mark.parametrize("rows", [1, 29])
-def test_sums_what_the_backward_pass_left(executor, hidden, rows):
+def test_sums_the_partial_sums_of_the_backward_pass(executor, hidden, rows):
     spec = NormSpec("rms", hidden, "bfloat16", "float32", "float32")
     inputs = Inputs.random(spec, rows, executor.device)
-    seen = []
+    launched = []
 
     def run(launches, arrays, index):
         executor.run()(launches, arrays, index)
-        seen.extend(bound(launches, arrays))
+        launched.extend(bound(launches, arrays))
 
     plan = plan_backward(spec, executor.target, Needs(True, True, True))
     saved = (inputs.x, None, inputs.weight, inputs.bias, *inputs.stats(spec))
     *_, dw, db = cutile.backward(plan, inputs.dy, None, saved, run=run)
-    partials, *_ = seen[-1].arguments[0]
+    partials, *_ = launched[-1].arguments[0]
     count = plan.blocks(rows)
     assert partials.shape == (2 * count, hidden)
     for out, half in zip((dw, db), partials.split(count), strict=True):

@@ -1,4 +1,4 @@
-"""row_forward and stream_forward: whole rows in registers."""
+"""row_forward and stream_forward, which hold whole rows in registers."""
 
 from dataclasses import replace
 from functools import partial
@@ -63,7 +63,7 @@ def test_output_does_not_depend_on_saving(executor, spec):
 
 @each_spec(argvalues=[NormSpec("rms", 24, "float32"), NormSpec("rms", 37, "float32")])
 def test_absent_arrays_are_not_touched(executor, spec):
-    # NaN read from a placeholder would show in y, and a write would replace it.
+    # A kernel that reads a placeholder would put NaN into y. A write would replace the NaN.
     rows = 5
     inputs = Inputs.random(spec, rows, executor.device)
     names = set(ForwardArrays._fields) - {"x", "y"}
@@ -79,7 +79,9 @@ def test_absent_arrays_are_not_touched(executor, spec):
 @each_spec(argvalues=[NormSpec("rms", 37, "float32"), NormSpec("layer", 4096, "bfloat16")])
 def test_more_tiles_than_a_side_of_a_grid(executor, spec, monkeypatch):
     monkeypatch.setattr(calls, "MAX_SIDE", 3)
-    plan = replace(plan_forward(spec, executor.target, True))  # remembers no grids
+    plan = replace(
+        plan_forward(spec, executor.target, True)
+    )  # a new plan, which remembers no grids
     rows = 11 * plan.config.rows - (plan.config.rows > 1)
     grids = [launch.grid for launch in plan.launches(rows, 1e-6)]
     assert grids == [(1, 2, 4), (1, 3, 1)]

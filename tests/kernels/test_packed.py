@@ -1,6 +1,7 @@
-"""What is done twice to save registers, in whole rows and in chunks: the results are the same.
+"""Constants that save registers or move reads do not change the bits of any result.
 
-PACKED converts 16-bit inputs, REREAD reads weights; FETCH reads them earlier, TOGETHER several.
+PACKED converts 16-bit inputs twice. REREAD reads weights for each row. FETCH reads weights with the
+row. TOGETHER reads the weights of several segments at once.
 """
 
 from dataclasses import replace
@@ -14,7 +15,7 @@ from tilenorm.launch.plan import plan_forward
 from tilenorm.spec import NormSpec
 
 EXECUTORS = [Interpreter("sm_80"), Interpreter("sm_90")]
-# Of tiles of several rows, one by gathers or, on sm_90, by tile loads, and chunks.
+# Tiles of several rows, tiles of one row (gathers, or tile loads on sm_90), and shared rows.
 SPECS = [
     NormSpec(hidden=n, dtype="bfloat16", weight="bfloat16", **fields)
     for n in (24, 37, 4096, 5120, 16392)
@@ -29,7 +30,7 @@ SPECS = [
 
 @pytest.mark.parametrize("spec", SPECS, ids=cases.label)
 @pytest.mark.parametrize("executor", EXECUTORS, ids=lambda e: e.name)
-def test_the_same_bits(executor, spec):
+def test_packed_and_reread_give_the_same_bits(executor, spec):
     inputs = Inputs.random(spec, 3, executor.device)
     once, packed, both = (
         executor.forward(spec, inputs, PACKED=packed, FETCH=more)
@@ -45,7 +46,7 @@ def test_the_same_bits(executor, spec):
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize("weight", cases.DTYPES)
 @pytest.mark.parametrize("executor", EXECUTORS, ids=lambda e: e.name)
-def test_fetched_with_a_row_of_another_dtype(executor, dtype, weight):
+def test_fetch_gives_the_same_bits_with_any_weight_dtype(executor, dtype, weight):
     for more in ({"bias": "float32"}, {"rounding": "early"}, {"offset": 1.0, "heads": 2}):
         spec = NormSpec("rms", 1000, dtype, weight, **more)
         inputs = Inputs.random(spec, 4, executor.device)
@@ -65,7 +66,7 @@ def test_fetched_with_a_row_of_another_dtype(executor, dtype, weight):
     ids=str,
 )
 @pytest.mark.parametrize("hidden", [5120, 40000])
-def test_weights_of_several_segments_at_once(hidden, more):
+def test_together_gives_the_same_bits(hidden, more):
     executor = Interpreter("sm_90")
     for norm in ("rms", "layer"):
         spec = NormSpec(norm, hidden, "bfloat16", **more)
@@ -81,7 +82,7 @@ def test_weights_of_several_segments_at_once(hidden, more):
 
 @pytest.mark.parametrize("spec", [s for s in SPECS if s.hidden <= 37], ids=cases.label)
 @pytest.mark.parametrize("executor", EXECUTORS, ids=lambda e: e.name)
-def test_whichever_gradients_are_asked(executor, spec):
+def test_the_same_bits_with_any_needed_gradients(executor, spec):
     inputs = Inputs.random(spec, 3, executor.device)
     for needs in cases.some_needs(spec):
         given = inputs if needs.dsum else replace(inputs, dsum=None)

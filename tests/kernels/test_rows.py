@@ -1,4 +1,4 @@
-"""A row's bits depend on the row: not on its layout, its neighbours, their number, or the order."""
+"""A row's bits depend on the row alone: not on layout, other rows, row count or block order."""
 
 from dataclasses import replace
 from functools import partial
@@ -11,7 +11,7 @@ from tests import cases
 from tests.executors import Inputs
 from tilenorm.spec import NormSpec
 
-# Several rows a tile, one row a tile, segments by TMA, chunks; masked or not; aligned or not.
+# Tiles of several rows and of one, tile loads, shared rows; masked and not; aligned and not.
 SPECS = (
     NormSpec("rms", 24, "bfloat16", "bfloat16", "bfloat16"),
     NormSpec("rms", 37, "float16", "float32"),
@@ -29,22 +29,22 @@ SPECS = (
 )
 HUGE = {"float16": 6e4, "bfloat16": 1e30, "float32": 1e30}
 ROWS = 12
-# What inputs have rows of, and what results do.
+# Inputs, and results, with one row for each row of x.
 WITH_ROWS = ("x", "residual", "gate", "dy", "dsum")
-OF_ROWS = ("y", "sum", "mean", "rstd", "dx", "dresidual", "dgate")
+RESULTS_WITH_ROWS = ("y", "sum", "mean", "rstd", "dx", "dresidual", "dgate")
 
 each_spec = pytest.mark.parametrize("spec", SPECS, ids=cases.label)
 interpreted = partial(pytest.mark.parametrize, "executor", cases.INTERPRETERS, indirect=True)
 
 
 def change(inputs: Inputs, function) -> Inputs:
-    """The inputs with function(tensor) in place of each that has rows."""
-    there = {name: getattr(inputs, name) for name in WITH_ROWS}
-    return replace(inputs, **{n: function(t) for n, t in there.items() if t is not None})
+    """Apply a function to each input that has rows."""
+    tensors = {name: getattr(inputs, name) for name in WITH_ROWS}
+    return replace(inputs, **{n: function(t) for n, t in tensors.items() if t is not None})
 
 
 def results(executor, spec, inputs, **how) -> dict[str, Tensor]:
-    """Every result, those of rows as (rows, ...), whatever the layout of the input."""
+    """Every result. Results with rows are (rows, hidden), whatever the layout of the input."""
     found = executor.forward(spec, inputs, **how) | executor.backward(spec, inputs, **how)
     whole = ("mean", "rstd", "dw", "db")
     return {n: t if n in whole else t.reshape(-1, spec.hidden) for n, t in found.items()}
@@ -57,7 +57,10 @@ def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> N
 
 
 def inside(x: Tensor, *leading: int, before: int = 0, extra: int | None = None) -> Tensor:
-    """x's rows with these leading dimensions, in NaN: none evenly spaced, none merges."""
+    """A copy of x with these leading dimensions, inside a larger tensor of NaN.
+
+    Rows are not evenly spaced, and no two dimensions can be merged into one.
+    """
     hidden = x.shape[1]
     extra = hidden if extra is None else extra
     sizes = [n + 1 for n in leading] + [before + hidden + extra]
@@ -84,7 +87,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("spec", [s for s in SPECS if not s.heads], ids=cases.label)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("executor", ["interpreter_sm_90", "gpu"], indirect=True)
-def test_layout(executor, spec, layout):
+def test_bits_do_not_depend_on_layout(executor, spec, layout):
     laid_out = change(Inputs.random(spec, ROWS, executor.device), LAYOUTS[layout])
     packed = change(
         laid_out, lambda t: t.reshape(ROWS, -1).clone(memory_format=torch.contiguous_format)
@@ -93,21 +96,21 @@ def test_layout(executor, spec, layout):
 
 
 @each_spec
-def test_number_of_rows(executor, spec):
+def test_bits_do_not_depend_on_the_number_of_rows(executor, spec):
     inputs = Inputs.random(spec, ROWS, executor.device)
     every = results(executor, spec, inputs)
     count, each = len(inputs.x), spec.heads or 1
     for start, stop in ((0, 1), (1, 3), (count - 2, count)):
         alone = results(executor, spec, change(inputs, lambda t: t[start:stop]))  # noqa: B023
-        for name in set(OF_ROWS) & set(every):
+        for name in set(RESULTS_WITH_ROWS) & set(every):
             expected = every[name][start * each : stop * each]
             assert torch.equal(alone[name], expected), (name, start)
 
 
 @each_spec
 @pytest.mark.parametrize("value", ["huge", "nan"])
-def test_neighbours(executor, spec, value):
-    # A mask that lets a row see a column of the next, or a sum over a whole tile, shows.
+def test_bits_do_not_depend_on_other_rows(executor, spec, value):
+    # Fails if a mask lets a row read the next one, or if a sum runs over a whole tile.
     inputs = Inputs.random(spec, ROWS, executor.device)
     row, each = 2, spec.heads or 1
     others = torch.arange(len(inputs.x), device=executor.device) != row
@@ -119,20 +122,20 @@ def test_neighbours(executor, spec, value):
         return tensor
 
     found, expected = (results(executor, spec, i) for i in (change(inputs, spoil), inputs))
-    for name in set(OF_ROWS) & set(found):
+    for name in set(RESULTS_WITH_ROWS) & set(found):
         kept = slice(row * each, (row + 1) * each)
         assert torch.equal(found[name][kept], expected[name][kept]), name
 
 
 @each_spec
-def test_runs_repeat(executor, spec):
+def test_a_second_run_has_the_same_bits(executor, spec):
     inputs = Inputs.random(spec, ROWS, executor.device)
     assert_same_bits(results(executor, spec, inputs), results(executor, spec, inputs))
 
 
 @each_spec
 @interpreted()
-def test_padding_is_not_used(executor, spec):
+def test_bits_do_not_depend_on_padding(executor, spec):
     inputs = Inputs.random(spec, 5, executor.device)
     expected = results(executor, spec, inputs)
     for fill in (1e30, -1e30):
@@ -142,7 +145,7 @@ def test_padding_is_not_used(executor, spec):
 @each_spec
 @interpreted()
 @pytest.mark.parametrize("order", ["reverse", 1], ids=["reversed", "shuffled"])
-def test_order_of_blocks(executor, spec, order):
+def test_bits_do_not_depend_on_the_order_of_blocks(executor, spec, order):
     inputs = Inputs.random(spec, ROWS, executor.device)
     expected = results(executor, spec, inputs)
     assert_same_bits(results(executor, spec, inputs, order=order), expected)

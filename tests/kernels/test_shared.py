@@ -1,4 +1,4 @@
-"""Rows too wide for one block: blocks share them, and find or compute each other's numbers."""
+"""Blocks share rows too wide for one block, and exchange or compute each other's partial sums."""
 
 from functools import partial
 
@@ -15,18 +15,18 @@ from tilenorm.spec import NormSpec
 over = partial(pytest.mark.parametrize, "executor, spec", indirect=["executor"], ids=cases.label)
 each_spec = partial(pytest.mark.parametrize, "spec", ids=cases.label)
 
-# Beyond this the interpreter's column sum takes seconds, and is that of narrower rows.
+# For wider rows the interpreter's column sum takes seconds, and works as for narrower rows.
 SUMMED = 20480
-# On sm_80, which has no table, blocks share these in both directions.
+# On sm_80, which has no table, blocks share rows of this spec in both directions.
 SHORT = NormSpec("rms", 4104, "bfloat16", "bfloat16", "bfloat16", 1.0)
-# Beyond what cases.matrix gives the interpreter.
+# Wider than the rows that cases.matrix gives the interpreter.
 WIDEST = [
     NormSpec("layer", 65537, "bfloat16", "bfloat16", "bfloat16", residual="bfloat16"),
     NormSpec("rms", 262144, "bfloat16", "bfloat16"),
     NormSpec("layer", 262144, "float32", "float32"),
 ]
-# One number a chunk or two, packed or not, of whole vectors or not, with every optional input; the
-# last chunk has 1, 4 or 8 columns.
+# These specs cover one and two partial sums for each chunk, packed and not, whole vectors and not,
+# and every optional input. The last chunk has 1, 4 or 8 columns.
 EXCHANGED = [
     NormSpec("rms", 16392, "bfloat16", "bfloat16"),
     NormSpec("rms", 16385, "float32", residual="bfloat16", heads=2, weight="float32"),
@@ -72,7 +72,7 @@ def test_backward_in_every_regime(executor, spec):
     needs = every_gradient(spec)
     if not sums:
         needs = needs._replace(dw=False, db=False)
-    # Two rows a group and one more; few are enough where the groups are many.
+    # Some sets of blocks take two rows or more. If there are many sets, 13 rows save time.
     rows = min(13, executor.rows_beyond_grid(spec, "backward"))
     inputs = Inputs.random(spec, rows, executor.device)
     check(inputs, spec, executor.backward(spec, inputs, needs))
@@ -80,14 +80,14 @@ def test_backward_in_every_regime(executor, spec):
 
 @each_spec(argvalues=WIDEST)
 @pytest.mark.parametrize("executor", cases.INTERPRETERS, indirect=True)
-def test_many_blocks_a_row(executor, spec):
+def test_many_blocks_share_a_row(executor, spec):
     inputs = Inputs.random(spec, 1, executor.device)
     needs = every_gradient(spec)._replace(dw=False, db=False)
     check(inputs, spec, executor.forward(spec, inputs))
     check(inputs, spec, executor.backward(spec, inputs, needs))
 
 
-# The flags are those of whole rows, whose tests try every variant: here some, in every dtype.
+# The tests of whole rows try every variant; here some variants of each dtype are enough.
 @each_spec(argvalues=cases.every_variant(4104)[::8] + cases.every_variant(4107)[4::8])
 @pytest.mark.parametrize("executor", ["interpreter_sm_80", "gpu"], indirect=True)
 def test_every_variant(executor, spec):
@@ -97,7 +97,7 @@ def test_every_variant(executor, spec):
 
 @pytest.mark.parametrize("rows", [1, 2, 13])
 @pytest.mark.parametrize("executor", ["interpreter_sm_80", "gpu"], indirect=True)
-def test_groups_of_rows(executor, rows):
+def test_any_number_of_rows(executor, rows):
     inputs = Inputs.random(SHORT, rows, executor.device)
     grads = executor.backward(SHORT, inputs)
     assert set(grads) == {"dx", "dw", "db"}
@@ -118,21 +118,21 @@ def assert_same_bits(found, expected):
 
 @each_spec(argvalues=EXCHANGED)
 @pytest.mark.parametrize("order", [None, "reverse", 1], ids=["ascending", "reversed", "shuffled"])
-def test_what_is_computed_has_the_bits_of_what_is_found(spec, order):
-    # The first block of a row computes what all others publish; the last finds all.
+def test_computed_and_exchanged_partial_sums_have_the_same_bits(spec, order):
+    # Without exchange the first block of a row computes all partial sums, and the last finds all.
     executor = Interpreter("sm_80")
     inputs = Inputs.random(spec, 2, executor.device)
     expected = results(executor, spec, inputs)
-    assert_same_bits(results(executor, spec, inputs, found=False, order=order), expected)
+    assert_same_bits(results(executor, spec, inputs, exchange=False, order=order), expected)
 
 
 @each_spec(argvalues=ON_GPU)
 @pytest.mark.parametrize("executor", ["gpu"], indirect=True)
-def test_who_does_not_wait_has_the_same_bits(executor, spec):
+def test_blocks_that_do_not_wait_have_the_same_bits(executor, spec):
     for rows in (1, 300):
         inputs = Inputs.random(spec, rows, executor.device)
         expected = results(executor, spec, inputs)
-        assert_same_bits(results(executor, spec, inputs, found=False), expected)
+        assert_same_bits(results(executor, spec, inputs, exchange=False), expected)
 
 
 @each_spec(argvalues=[NormSpec("rms", 40000, dtype, "float32") for dtype in cases.DTYPES])
@@ -147,7 +147,7 @@ def test_output_does_not_depend_on_saving(executor, spec):
 
 
 @pytest.mark.parametrize("needs", [Needs(True, False, False), Needs(False, True, True)], ids=str)
-def test_gradients_do_not_depend_on_which_are_asked(needs):
+def test_gradients_do_not_depend_on_other_needed_gradients(needs):
     executor = Interpreter("sm_80")
     assert plan_backward(SHORT, executor.target, needs).chunks > 1
     inputs = Inputs.random(SHORT, 5, executor.device)

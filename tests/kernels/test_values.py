@@ -1,4 +1,4 @@
-"""Large and tiny magnitudes, zeros, NaN and infinities: as in PyTorch."""
+"""Large and tiny magnitudes, zeros, NaN and infinities give the results of PyTorch."""
 
 import math
 from dataclasses import replace
@@ -14,7 +14,7 @@ from tilenorm.spec import NormSpec
 
 SIZES = (24, 37, 4104)
 WEIGHTED = [NormSpec("rms", n, dtype, dtype) for n in SIZES for dtype in cases.DTYPES]
-# x² must neither overflow float32, nor vanish in it.
+# In float32 x² must not overflow and must not become zero.
 LARGE = {"float16": 1.5e4, "bfloat16": 1e17, "float32": 1e17}
 TINY = {"float16": 1e-6, "bfloat16": 1e-17, "float32": 1e-17}
 
@@ -37,25 +37,25 @@ def check(executor, spec, inputs, names) -> dict[str, Tensor]:
 def test_magnitudes(executor, spec, scales, eps):
     inputs = Inputs.random(spec, 5, executor.device)
     x = (inputs.x.float().clamp(-3, 3) * scales[spec.dtype]).to(inputs.x.dtype)
-    # float16 overflows in dx where x is tiny and nothing is added to its mean square.
+    # With a tiny x and eps = 0, dx would overflow float16, so dy is tiny too.
     dy = inputs.dy * (TINY["float16"] if scales is TINY and spec.dtype == "float16" else 1)
     check(executor, spec, replace(inputs, x=x, dy=dy, eps=eps), ("y", "rstd", "dx", "dw"))
 
 
 @each_spec
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf], ids=str)
-def test_one_special_element_of_the_input(executor, spec, value):
+def test_one_special_element_in_x(executor, spec, value):
     inputs = Inputs.random(spec, 5, executor.device)
     inputs.x[2, 7] = value
     found = check(executor, spec, inputs, ("y", "rstd", "dx", "dw"))
-    # A special element spoils its own row; an infinite one makes the others of its row zero.
+    # A special element makes its own row NaN or zero. Infinity makes the other elements zero.
     assert found["y"].isnan().any(1).tolist() == [False, False, True, False, False]
-    spoilt = int(found["dw"].isnan().sum())
-    assert spoilt == (spec.hidden if math.isnan(value) else 1)
+    nans = int(found["dw"].isnan().sum())
+    assert nans == (spec.hidden if math.isnan(value) else 1)
 
 
 @each_spec
-def test_one_nan_of_the_gradient(executor, spec):
+def test_one_nan_in_dy(executor, spec):
     inputs = Inputs.random(spec, 5, executor.device)
     inputs.dy[2, 7] = torch.nan
     check(executor, spec, inputs, ("dx", "dw"))

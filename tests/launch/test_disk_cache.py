@@ -1,4 +1,4 @@
-"""What an earlier process compiled is found without tracing, and only where it is the same."""
+"""Kernels that an earlier process compiled are found without tracing, if nothing has changed."""
 
 import os
 import subprocess
@@ -23,7 +23,7 @@ SIGNATURE = signature(row_forward, forward_calls(SPEC, Target.of("sm_90"), 1000,
 
 @pytest.fixture
 def traced(monkeypatch, tmp_path):
-    """Compilations that cuTile was left with, over an empty cache."""
+    """A list of the signatures that cuTile itself compiles. The cache starts empty."""
     for name in [name for name in os.environ if name.startswith("CUDA_TILE_")]:
         monkeypatch.delenv(name)
     monkeypatch.setattr(default_tile_context.config, "cache_dir", str(tmp_path))
@@ -40,21 +40,21 @@ def traced(monkeypatch, tmp_path):
 
 
 def compiled(signature=SIGNATURE, capability=(9, 0), **hints) -> bytes:
-    """By a kernel that has compiled nothing, as in a new process."""
+    """The cubin that a new kernel object gets, as in a new process."""
     kernel = Kernel(row_forward._pyfunc, **hints)
     cubin, _, *rest = kernel._compile(signature, default_tile_context, capability)
     assert rest == [None, ()]
     return cubin
 
 
-def test_traced_once(traced):
+def test_a_kernel_is_traced_once(traced):
     assert [compiled(), compiled()] == [b"cubin 1"] * 2
-    # cuTile asks with a signature that has no name yet, compiling ahead with one that has.
+    # A launch asks with a signature without a symbol, precompile with one that has a symbol.
     assert compiled(SIGNATURE.with_symbol(None)) == b"cubin 1"
     assert len(traced) == 1
 
 
-def test_what_makes_other_code_is_compiled(traced, monkeypatch, tmp_path):
+def test_anything_that_changes_the_code_compiles_anew(traced, monkeypatch, tmp_path):
     other = NormSpec("rms", 64, "float16", "bfloat16")
     calls = forward_calls(other, Target.of("sm_90"), 1000, True)
     found = [
@@ -81,23 +81,23 @@ def test_what_makes_other_code_is_compiled(traced, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["CUDA_TILE_LOGS", "CUDA_TILE_DUMP_TILEIR", "CUDA_TILE_ANYTHING"])
-def test_who_looks_into_cutile_sees_everything(traced, monkeypatch, name):
+def test_other_cutile_variables_turn_the_lookup_off(traced, monkeypatch, name):
     monkeypatch.setenv(name, "1")
     assert [compiled(), compiled()] == [b"cubin 1", b"cubin 2"]
 
 
-def test_no_cache_keeps_nothing(traced, monkeypatch):
+def test_without_a_cache_nothing_is_kept(traced, monkeypatch):
     monkeypatch.setattr(default_tile_context.config, "cache_dir", None)
     assert [compiled(), compiled()] == [b"cubin 1", b"cubin 2"]
 
 
-def test_a_damaged_cache_is_no_error(traced, tmp_path):
+def test_a_damaged_cache_is_not_an_error(traced, tmp_path):
     compiled()
     (tmp_path / "cache.db").write_bytes(b"damaged")
     assert [compiled(), compiled()] == [b"cubin 2"] * 2
 
 
-AGAIN = """
+PROGRAM = """
 import sys, torch, tilenorm
 from cuda.tile import _compile
 def refuse(*_, **__): raise AssertionError("traced")
@@ -116,7 +116,7 @@ def test_a_new_process_traces_nothing(tmp_path, n):
     environment["CUDA_TILE_CACHE_DIR"] = str(tmp_path)
     first, again = (
         subprocess.run(
-            [sys.executable, "-c", AGAIN.format(n=n), which],
+            [sys.executable, "-c", PROGRAM.format(n=n), which],
             env=environment,
             capture_output=True,
             text=True,

@@ -1,4 +1,4 @@
-"""Configurations: the tables are well formed, and every size gets one that can serve it."""
+"""The tables are well formed, and every size gets a configuration that can serve it."""
 
 from dataclasses import replace
 from itertools import accumulate, pairwise
@@ -49,7 +49,7 @@ def power_of_two(n: int) -> bool:
 
 
 @each_table
-def test_sizes_ascend(arch, direction, key, table):
+def test_sizes_of_a_table_ascend(arch, direction, key, table):
     largest = [n for n, _ in table]
     assert largest == sorted(set(largest))
     assert largest[-1] == cases.MAX_HIDDEN
@@ -57,23 +57,23 @@ def test_sizes_ascend(arch, direction, key, table):
 
 
 @pytest.mark.parametrize("arch", TABLES)
-def test_tables_have_the_plain_and_the_added_norms_in_every_size(arch):
+def test_tables_have_every_norm_without_a_gate_in_every_item_size(arch):
     keys = {(op, size) for op in OPS if not op.startswith("gated") for size in DTYPE}
     assert keys <= set(TABLES[arch].FORWARD) and keys <= set(TABLES[arch].BACKWARD)
 
 
 @pytest.mark.parametrize("arch", TABLES)
-def test_every_key_is_asked_for(arch):
+def test_every_key_belongs_to_an_operation(arch):
     for direction in ("FORWARD", "BACKWARD"):
         assert {op for op, _ in getattr(TABLES[arch], direction)} <= {*OPS, "gate_first"}
 
 
 @each_table
-def test_table_is_what_the_planner_returns(arch, direction, key, table):
+def test_the_planner_returns_what_the_table_has(arch, direction, key, table):
     unit = 16 // key[1]
     starts = [32] + [n + unit for n, _ in table]
     for first, (last, config) in zip(starts, table, strict=False):
-        found, of_last = (
+        for_first, for_last = (
             cases.config(direction.lower(), spec_of(hidden, key), Target.of(arch))
             for hidden in (first, last)
         )
@@ -82,10 +82,10 @@ def test_table_is_what_the_planner_returns(arch, direction, key, table):
             needs = None if direction == "FORWARD" else every_gradient(spec)
             assert "untimed" in heuristics.source(spec, Target.of(arch), needs)
             continue
-        assert of_last == config
+        assert for_last == config
         # The narrowest row may not reach its last segments.
-        widths = found.widths
-        assert found == (config if widths is None else replace(config, widths=widths))
+        widths = for_first.widths
+        assert for_first == (config if widths is None else replace(config, widths=widths))
         assert widths is None or config.widths[: len(widths)] == widths
 
 
@@ -93,21 +93,22 @@ def test_table_is_what_the_planner_returns(arch, direction, key, table):
 @pytest.mark.parametrize("bias", [None, "bfloat16"])
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
 @pytest.mark.parametrize("hidden", [37, 4096, 20001, 20480])
-def test_a_gate_of_a_sum_is_planned_as_a_gate(hidden, arch, bias, norm):
-    """No function has both; the op takes them."""
+def test_a_gate_with_a_residual_is_planned_like_a_gate(hidden, arch, bias, norm):
+    """No public function takes both, but the torch.library ops do."""
     spec = NormSpec(
         norm, hidden, "bfloat16", "bfloat16", bias, residual="bfloat16", gate="bfloat16"
     )
-    alone = replace(spec, norm="rms", residual=None)
+    without_residual = replace(spec, norm="rms", residual=None)
     needs = every_gradient(spec)
-    assert heuristics.forward_op(spec) == heuristics.forward_op(alone)
-    assert heuristics.backward_op(spec, needs) == heuristics.backward_op(alone, needs)
+    assert heuristics.forward_op(spec) == heuristics.forward_op(without_residual)
+    backward_op = heuristics.backward_op(without_residual, needs)
+    assert heuristics.backward_op(spec, needs) == backward_op
     for direction in cases.DIRECTIONS:
         check(cases.config(direction, spec, Target.of(arch)), spec, Target.of(arch))
 
 
 @pytest.mark.parametrize("direction, arch, dtype, aligned", REGIMES)
-def test_every_regime_can_serve_its_sizes(direction, arch, dtype, aligned):
+def test_every_configuration_can_serve_its_sizes(direction, arch, dtype, aligned):
     target = Target.of(arch)
     for sizes in cases.regimes(direction, arch, dtype, aligned):
         for hidden in sizes:
@@ -121,9 +122,9 @@ def check(config: Config, spec, target):
     if config.tma:
         assert config.rows == 1 and target.has_tma and spec.aligned
     if isinstance(config, StreamForward | Backward):
-        assert not config.store or config.tma, "rows that tile stores do not serve"
+        assert not config.store or config.tma, "tile stores need tile loads"
     if getattr(config, "packed", False):
-        assert spec.widest_item == 2, "32 bits do not fit 16"
+        assert spec.widest_item == 2, "packed needs 16-bit rows"
     if cases.shares(config, spec.hidden):
         check_chunks(config, spec)
     elif config.widths:
@@ -132,7 +133,7 @@ def check(config: Config, spec, target):
 
 def check_chunks(config: SharedForward | Backward, spec):
     assert config.rows == 1 and not config.tma
-    # The segments of every chunk but the last are full, and reads of an aligned row are of vectors.
+    # All segments are full, except in the last chunk, and aligned rows are read in vectors.
     assert all(power_of_two(width) for width in config.widths)
     assert all(a >= b for a, b in pairwise(config.widths))
     assert all(width * spec.item_bytes % 16 == 0 for width in config.widths)
@@ -142,7 +143,7 @@ def check_widths(widths: tuple[int, ...], hidden):
     starts = [0, *accumulate(widths)]
     assert all(power_of_two(width) for width in widths)
     assert all(a >= b for a, b in pairwise(widths))
-    # A tile load's index counts tiles, so that a segment starts at a multiple of its width.
+    # The index of a tile load counts tiles, so a segment has to start at a multiple of its width.
     assert all(s % w == 0 for s, w in zip(starts, widths, strict=False))
     assert starts[-1] >= hidden, "columns that no segment covers"
     assert starts[-2] < hidden, "a segment outside the row"
@@ -150,16 +151,16 @@ def check_widths(widths: tuple[int, ...], hidden):
 
 @pytest.mark.parametrize("direction, arch, dtype, aligned", REGIMES)
 def test_regimes_cover_every_size_once(direction, arch, dtype, aligned):
-    found = cases.regimes(direction, arch, dtype, aligned)
+    ranges = cases.regimes(direction, arch, dtype, aligned)
     step = 16 // ITEM_BYTES[dtype] if aligned else 2
-    assert found[0][0] == (step if aligned else 1)
-    assert found[-1][1] == cases.MAX_HIDDEN - (not aligned)
-    assert all(first <= last for first, last in found)
-    assert all(b[0] == a[1] + step for a, b in pairwise(found))
+    assert ranges[0][0] == (step if aligned else 1)
+    assert ranges[-1][1] == cases.MAX_HIDDEN - (not aligned)
+    assert all(first <= last for first, last in ranges)
+    assert all(b[0] == a[1] + step for a, b in pairwise(ranges))
 
 
 @pytest.mark.parametrize("arch", MULTIPROCESSORS)
-def test_column_sum_fills_whole_tiles(arch):
+def test_column_sum_has_tiles_of_powers_of_two(arch):
     for hidden in cases.HIDDEN:
         config = heuristics.column_sum(NormSpec("rms", hidden, "bfloat16"), Target.of(arch))
         assert power_of_two(config.rows) and power_of_two(config.tile)

@@ -1,4 +1,4 @@
-"""Plans: pure functions of (spec, target), whose calls no row count specialises."""
+"""Plans depend on the spec and the target alone, and no row count specialises their kernels."""
 
 from dataclasses import FrozenInstanceError, fields, replace
 from itertools import cycle, product
@@ -50,9 +50,9 @@ def all_calls(spec, target, rows):
 
 
 @each_arch
-def test_planning_asks_no_gpu(arch, monkeypatch):
+def test_planning_does_not_use_cuda(arch, monkeypatch):
     def refuse(*_, **__):
-        raise AssertionError("a plan asked CUDA")
+        raise AssertionError("a plan called CUDA")
 
     for name, value in list(vars(torch.cuda).items()):
         if isinstance(value, FunctionType):
@@ -60,7 +60,7 @@ def test_planning_asks_no_gpu(arch, monkeypatch):
     for name in dir(torch._C):
         if name.startswith(("_cuda_get", "_cuda_init")):
             monkeypatch.setattr(torch._C, name, refuse)
-    target = Target(arch, 3)  # a number that no other test has, so that nothing is remembered
+    target = Target(arch, 3)  # no other test has this number, so that no plan is remembered
     for spec in SPECS:
         assert all_calls(spec, target, 17)
 
@@ -82,7 +82,7 @@ def test_plans_are_made_once(hidden):
                 setattr(plan(), field.name, None)
 
 
-def test_each_set_of_needs_has_its_plan():
+def test_each_set_of_gradients_has_its_plan():
     spec, target = SPECS[0], Target("sm_90", 132)
     plans = {plan_backward(spec, target, Needs(*n)) for n in product((False, True), repeat=3)}
     assert len(plans) == 8
@@ -91,8 +91,8 @@ def test_each_set_of_needs_has_its_plan():
 @each_arch
 @pytest.mark.parametrize("spec", SPECS, ids=cases.label)
 def test_row_count_specialises_nothing(arch, spec):
-    # Neither count is 1 or divisible by 16, of which the compiler would take note, nor are the
-    # partial rows: those of a full grid, which does not depend on the row count.
+    # cuTile specialises extents of 1 and multiples of 16. Neither row count is one of these. Nor is
+    # the number of partial rows: the grid is full with both row counts.
     one, other = (
         {(call.kernel, signature(call.kernel, call.arguments).symbol) for call in calls}
         for calls in (all_calls(spec, Target.of(arch), rows) for rows in (1_000_003, 2_000_003))
@@ -100,14 +100,14 @@ def test_row_count_specialises_nothing(arch, spec):
     assert one == other
 
 
-def test_hinted_kernels_are_kept():
+def test_plans_with_the_same_hints_share_a_kernel():
     target = Target("sm_90", 132)
     specs = [NormSpec("rms", 4096, dtype, dtype) for dtype in ("bfloat16", "float16")]
     kernels = []
     for spec in specs:
         for _ in range(2):
             plan = plan_backward(spec, target, Needs(True, True, False))
-            plan = replace(plan)  # a plan made anew
+            plan = replace(plan)  # a new plan
             calls = plan.calls(BackwardArrays(*[None] * 15), 5)
             kernels.append(calls[0].kernel)
     assert plan.config.hints.given()
@@ -115,27 +115,27 @@ def test_hinted_kernels_are_kept():
 
 
 def test_small_batches_use_the_variant_without_prefetch():
-    """The same sums by the same tiles and warps, whatever the number of rows."""
-    target, fetched = Target.of("sm_90"), 0
+    """Small and large batches differ in FETCH, PACKED and the occupancy hint only."""
+    target, variants = Target.of("sm_90"), 0
     for hidden, dtype in product(cases.HIDDEN, ("bfloat16", "float32")):
         spec = NormSpec("rms", hidden, dtype, dtype)
         plan = plan_forward(spec, target, True)
-        few, many = (forward_calls(spec, target, rows, True)[-1] for rows in (1, 1_000_000))
-        given, others = (constants_of(call.kernel, call.arguments) for call in (few, many))
+        small, large = (forward_calls(spec, target, rows, True)[-1] for rows in (1, 1_000_000))
+        in_small, in_large = (constants_of(c.kernel, c.arguments) for c in (small, large))
         assert not plan.queues(1) and plan.queues(1_000_000)
-        differ = {name for name in given if given[name] != others[name]}
+        differ = {name for name in in_small if in_small[name] != in_large[name]}
         if not plan.fetches:
-            assert not differ and few.kernel is many.kernel
+            assert not differ and small.kernel is large.kernel
             continue
-        fetched += 1
+        variants += 1
         assert differ <= {"FETCH", "PACKED"}
-        assert (given["FETCH"], given["PACKED"]) == (False, False)
-        assert (others["FETCH"], others["PACKED"]) == (True, plan.config.packed)
-        assert given["ORDERED"] and others["ORDERED"]
-        assert few.kernel is hinted(row_forward, Hints(None, plan.config.hints.num_worker_warps))
-        queue = next(rows for rows in range(1, 1000) if plan.queues(rows))
-        assert (queue - 1) // target.multiprocessors == (1 if hidden > 12288 else 2)
-    assert fetched
+        assert (in_small["FETCH"], in_small["PACKED"]) == (False, False)
+        assert (in_large["FETCH"], in_large["PACKED"]) == (True, plan.config.packed)
+        assert in_small["ORDERED"] and in_large["ORDERED"]
+        assert small.kernel is hinted(row_forward, Hints(None, plan.config.hints.num_worker_warps))
+        fewest_queued = next(rows for rows in range(1, 1000) if plan.queues(rows))
+        assert (fewest_queued - 1) // target.multiprocessors == (1 if hidden > 12288 else 2)
+    assert variants
 
 
 @each_arch
@@ -145,9 +145,10 @@ def test_scratch_is_bounded(arch, rows):
     for spec in SPECS:
         for needs in (ALL, Needs(False, True, False), Needs(True, False, True)):
             plan = plan_backward(spec, target, needs)
+            # The row count is a multiple of the heads.
             whole = rows // (spec.heads or 1) * (spec.heads or 1) or (spec.heads or 1)
             partial_rows, width = plan.partials(whole)
-            # With heads the rows of a tile have their own sums.
+            # With heads each row of a tile has its own partial sums.
             tile = plan.config.rows if spec.heads else 1
             assert width == spec.hidden * (spec.heads or 1)
             elements = partial_rows * width // needs.sums
@@ -169,7 +170,7 @@ def test_blocks_that_share_rows_are_resident_at_once(arch):
 
 
 @pytest.mark.parametrize("norm, numbers", [("rms", 1), ("layer", 2)])
-def test_slots_are_as_many_as_numbers(norm, numbers):
+def test_each_chunk_has_a_slot_for_each_number_it_publishes(norm, numbers):
     target = Target.of("sm_90")
     narrow, wide = (NormSpec(norm, n, "float32", "float32") for n in (4096, 65537))
     for make, how in ((plan_forward, True), (plan_backward, ALL)):
@@ -177,12 +178,12 @@ def test_slots_are_as_many_as_numbers(norm, numbers):
         plan = make(wide, target, how)
         assert plan.chunks * sum(plan.config.widths) >= 65537 > plan.chunks
         assert plan.slots(1000) == (1000, plan.chunks * numbers)
-    # Sums over rows alone are not made of the whole row.
+    # dw alone does not need sums over a whole row, so blocks exchange nothing.
     assert plan_backward(wide, target, Needs(False, True, False)).slots(1000) is None
 
 
 @pytest.mark.parametrize("arch, overlap", [("sm_80", False), ("sm_90", True)])
-def test_what_shares_rows_overlaps_what_empties_the_slots(arch, overlap):
+def test_the_norm_kernel_overlaps_clear_slots(arch, overlap):
     spec = NormSpec("rms", 65536, "bfloat16", "bfloat16")
     for calls in (
         forward_calls(spec, Target.of(arch), 1000, True),
@@ -202,7 +203,7 @@ def test_no_scratch_without_sums():
 
 @pytest.mark.parametrize("spec", SPECS, ids=cases.label)
 def test_grids_can_be_launched(spec):
-    # As many rows as tilenorm accepts, of a tensor that fits the largest GPUs with its output.
+    # The most rows that tilenorm accepts, and that fit the largest GPU with the output.
     rows = min(MAX_ROWS, LARGEST_TENSOR // (spec.hidden * spec.item_bytes))
     for arch in MULTIPROCESSORS:
         for kernel, grid, *_ in all_calls(spec, Target.of(arch), rows):
@@ -233,12 +234,12 @@ def test_launches_cover_every_row_once(rows, hidden):
     assert rows <= reached * config.rows < rows + config.rows
 
 
-def test_one_kernel_with_and_without_rstd_where_registers_decide_on_sums():
-    """Seen in SASS: of kernels that differ by that store alone some add up in another order."""
-    target, bound = Target.of("sm_90"), set()
+def test_kernels_whose_order_depends_on_registers_always_write_rstd():
+    """SASS shows why: some kernels that differ only in writing rstd add in another order."""
+    target, kinds = Target.of("sm_90"), set()
     for spec in SPECS:
         plans = [plan_forward(spec, target, save) for save in (False, True)]
         bounded = plans[0].config.hints.occupancy is not None
-        bound.add((bounded, plans[0].ordered))
+        kinds.add((bounded, plans[0].ordered))
         assert [plan.save for plan in plans] == [bounded and not plans[0].ordered, True]
-    assert bound >= {(False, False), (True, False), (True, True)}
+    assert kinds >= {(False, False), (True, False), (True, True)}

@@ -1,4 +1,4 @@
-"""A user's tables: what was written is what plans read, and what does not serve is ignored."""
+"""Plans read the tables that were written, and ignore tables that are invalid here."""
 
 import json
 import warnings
@@ -33,7 +33,7 @@ def entry(config, spec=SPEC, direction=None, op=None, **fields) -> Entry:
 
 @pytest.fixture
 def path(tables):
-    """Of a table with both directions."""
+    """The path of a table with an entry for each direction."""
     user_table.write(tables / "sm_90.json", "sm_90", [entry(FORWARD), entry(BACKWARD)])
     return tables / "sm_90.json"
 
@@ -49,33 +49,33 @@ def test_where_tables_are(monkeypatch):
     assert str(settings().tables) == "/home/me/.cache/tilenorm"
 
 
-def test_what_was_written_is_read(path):
+def test_entries_are_read_as_they_were_written(path):
     shared = SharedForward(Hints(6), (8192,), packed=True)
     others = [entry(shared, replace(SPEC, hidden=65536)), entry(RowForward(4), heads_of(SPEC))]
     user_table.write(path, "sm_90", others)
     expected = {e.key: e for e in (entry(FORWARD), entry(BACKWARD), *others)}
     assert {e.key: e for e in user_table.read(path, "sm_90")} == expected
-    assert [p.name for p in path.parent.iterdir()] == ["sm_90.json"], "a draft was left"
+    assert [p.name for p in path.parent.iterdir()] == ["sm_90.json"], "a temporary file was left"
 
 
 def heads_of(spec):
     return replace(spec, heads=8)
 
 
-def test_a_later_measurement_replaces_an_earlier(path):
+def test_a_later_measurement_replaces_an_earlier_one(path):
     user_table.write(path, "sm_90", [entry(RowForward(2), us=1.0)])
     found = {e.key.direction: e.config for e in user_table.read(path, "sm_90")}
     assert found == {"forward": RowForward(2), "backward": BACKWARD}
 
 
-def test_plans_read_it(path):
+def test_plans_use_the_table(path):
     assert heuristics.forward(SPEC, H200) == FORWARD
     assert heuristics.backward(SPEC, H200, NEEDS) == BACKWARD
     for needs in (None, NEEDS):
         assert heuristics.source(SPEC, H200, needs) == f"user table {path}"
 
 
-def test_it_serves_what_it_was_measured_for_and_its_like(path):
+def test_an_entry_serves_all_specs_with_its_key(path):
     like = (
         replace(SPEC, dtype="float16", weight=None),
         replace(SPEC, offset=1.0, rounding="early", weight="float32"),
@@ -92,7 +92,7 @@ def test_it_serves_what_it_was_measured_for_and_its_like(path):
     assert heuristics.source(SPEC, Target.of("sm_100")) == "heuristic, untimed"
 
 
-def test_sizes_that_no_shipped_table_has(tables):
+def test_a_table_serves_sizes_that_no_shipped_table_has(tables):
     narrow, parts = replace(SPEC, hidden=8), replace(SPEC, hidden=1001)
     entries = [entry(Backward((8,), 128), narrow), entry(Backward((1024,), 2), parts)]
     assert heuristics.source(narrow, H200, NEEDS) == "heuristic, untimed"
@@ -101,7 +101,7 @@ def test_sizes_that_no_shipped_table_has(tables):
     assert heuristics.backward(parts, H200, NEEDS) == Backward((1024,), 2)
 
 
-def test_it_is_read_once(path):
+def test_a_table_is_read_once(path):
     assert heuristics.forward(SPEC, H200) == FORWARD
     path.unlink()
     assert heuristics.forward(SPEC, H200) == FORWARD
@@ -112,7 +112,7 @@ def edited(**fields):
 
 
 def first(**fields):
-    """With other fields in the first entry, which is of the backward pass."""
+    """Change fields of the first entry, which is for the backward pass."""
     return lambda table: table | {"entries": [table["entries"][0] | fields, *table["entries"][1:]]}
 
 
@@ -122,34 +122,40 @@ def config(**fields):
 
 KEY = entry(BACKWARD).key._asdict()
 UNSERVING = {
-    "of another architecture": (edited(arch="sm_100"), "it is of sm_100, not of sm_90"),
+    "for another architecture": (edited(arch="sm_100"), "it is for sm_100, not for sm_90"),
     "of another compiler": (
         lambda table: table | {"versions": table["versions"] | {"tileiras": "13.9.1"}},
         "measured with {'tileiras': '13.9.1'",
     ),
-    "of a newer format": (edited(format=4), "no table of format 3"),
-    "no table": (lambda _: [1, 2], "no table of format 3"),
-    "of an older format": (edited(format=1), "no table of format 3"),
-    "a field more": (edited(extra=1), "its fields are"),
-    "entries of no list": (edited(entries=3), "its fields are"),
-    "an entry of no fields": (edited(entries=[7]), "entry 0"),
-    "an entry with a field more": (first(mean=3.0), "entry 0: Entry has"),
+    "of a newer format": (edited(format=4), "not a table of format 3"),
+    "a list": (lambda _: [1, 2], "not a table of format 3"),
+    "of an older format": (edited(format=1), "not a table of format 3"),
+    "an extra field": (edited(extra=1), "its fields are"),
+    "entries that are not a list": (edited(entries=3), "its fields are"),
+    "an entry without fields": (edited(entries=[7]), "entry 0"),
+    "an entry with an extra field": (first(mean=3.0), "entry 0: Entry has"),
     "an unknown form": (config(form="Cluster"), "entry 0: 'Cluster'"),
     "a field of a newer configuration": (config(depth=2), "entry 0: Backward has"),
-    "another type": (config(tma=1), "entry 0: Backward: tma is 1"),
-    "no numbers": (config(widths=["4096"]), "entry 0"),
+    "a value of another type": (config(tma=1), "entry 0: Backward: tma is 1"),
+    "widths that are not numbers": (config(widths=["4096"]), "entry 0"),
     "no hints": (config(hints=None), "entry 0"),
-    "a row that is not ended": (config(widths=[4096, 16]), "do not end with a row of 4096"),
-    "blocks that cannot share a row": (config(widths=[2048], rows=2), "gather one at a time"),
+    "widths that do not fit": (config(widths=[4096, 16]), "do not fit a row of 4096"),
+    "blocks that cannot share a row": (
+        config(widths=[2048], rows=2),
+        "need rows=1 and no tile loads",
+    ),
     "32 bits packed": (
         lambda table: first(
             key=KEY | {"item_bytes": 4}, config=table["entries"][0]["config"] | {"packed": True}
         )(table),
-        "packed takes rows of 16 bits",
+        "packed needs rows with 16-bit elements",
     ),
-    "of the other direction": (first(key=KEY | {"direction": "forward"}), "none of the forward"),
-    "a key of another kind": (first(key=KEY | {"rows": 3}), "entry 0"),
-    "a size that is no number": (first(key=KEY | {"hidden": "4096"}), "entry 0"),
+    "for the other direction": (
+        first(key=KEY | {"direction": "forward"}),
+        "Backward does not serve the forward pass",
+    ),
+    "a key with an extra field": (first(key=KEY | {"rows": 3}), "entry 0"),
+    "a size that is not a number": (first(key=KEY | {"hidden": "4096"}), "entry 0"),
 }
 
 
@@ -160,7 +166,7 @@ def check_ignored(path, message):
     (warning,) = caught
     assert str(path) in str(warning.message) and message in str(warning.message)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # once is enough
+        warnings.simplefilter("error")  # a table is warned about once
         heuristics.backward(SPEC, H200, NEEDS)
 
 
@@ -183,20 +189,20 @@ def test_a_table_that_cannot_be_read_is_ignored(path):
     check_ignored(path, "directory")
 
 
-def test_what_does_not_serve_is_replaced(path):
+def test_writing_replaces_an_invalid_table(path):
     path.write_text("{")
     user_table.write(path, "sm_90", [entry(FORWARD)])
     assert user_table.read(path, "sm_90") == [entry(FORWARD)]
 
 
 def defined(text: str) -> dict:
-    """What the text of a shipped table defines."""
+    """The names that the text of a shipped table defines."""
     names = {form.__name__: form for form in (*FORMS, Hints)}
     exec(text, names)
     return names
 
 
-def test_as_a_shipped_table():
+def test_entries_as_a_shipped_table():
     sizes = [replace(SPEC, hidden=n) for n in (2048, 4096, 8192)]
     found = defined(
         shipped.render(
@@ -220,7 +226,7 @@ def test_as_a_shipped_table():
     assert found["SPILLS"] == {("row_forward", "layer_norm", 2, 4096): 8}
 
 
-def test_blocks_share_what_a_shipped_row_is_too_narrow_for():
+def test_a_shipped_table_with_whole_rows_and_shared_rows():
     shared = SharedForward(Hints(6), (8192,), packed=True)
     sizes = [replace(SPEC, hidden=n) for n in (8192, 65536)]
     entries = [entry(RowForward(1, Hints(8), (8192,)), sizes[0]), entry(shared, sizes[1])]
@@ -236,7 +242,7 @@ def test_the_text_of_a_shipped_table():
     assert "        (8192, RowForward(hints=Hints(occupancy=8))),  # -96 (4096), -4192\n" in text
 
 
-def test_a_gap_in_a_shipped_table():
+def test_a_gap_in_a_shipped_table_is_refused():
     entries = [entry(Backward((n,)), replace(SPEC, hidden=n)) for n in (1024, 8192)]
     entries[1] = replace(entries[1], config=Backward((4096, 4096)))
     with pytest.raises(ValueError, match=r"would serve from 1032 on.*tune a size between"):

@@ -1,4 +1,4 @@
-"""Candidates: every shipped configuration is one, all of them can serve, and the others say why."""
+"""Every shipped configuration is a candidate, all candidates can serve, and refusals say why."""
 
 from dataclasses import replace
 
@@ -42,7 +42,7 @@ def test_candidates_can_serve(arch, direction):
 
 @pytest.mark.parametrize("direction", cases.DIRECTIONS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_candidates_are_few(dtype, direction):
+def test_the_number_of_candidates_is_bounded(dtype, direction):
     for hidden in cases.HIDDEN:
         for fields in cases.tabled(dtype):
             spec = NormSpec(**{"norm": "rms", "hidden": hidden, "dtype": dtype, **fields})
@@ -50,7 +50,7 @@ def test_candidates_are_few(dtype, direction):
 
 
 @pytest.mark.parametrize("direction", cases.DIRECTIONS)
-def test_blocks_share_wide_rows(direction):
+def test_candidates_for_wide_rows_share_rows(direction):
     for hidden in (8192, 65536):
         spec = NormSpec("rms", hidden, "bfloat16", "bfloat16", gate="bfloat16")
         found = [c for c in candidates(spec, H200, direction) if cases.shares(c, hidden)]
@@ -71,7 +71,7 @@ def test_backward_blocks_that_share_rows_are_resident():
             assert chunks <= target.multiprocessors * config.hints.occupancy
 
 
-def test_scratch_by_heads_is_bounded():
+def test_scratch_with_heads_is_bounded():
     for hidden in (32, 128, 1024):
         spec = NormSpec("rms", hidden, "bfloat16", "bfloat16", heads=16)
         found = [c for c in candidates(spec, H200, "backward") if c.rows > 1]
@@ -99,29 +99,31 @@ def test_segmentations(hidden, some):
 
 ROW = RowForward(1, Hints(2, 8), (4096, 1024))
 STREAM = StreamForward(1, Hints(2, 8), (4096, 1024), tma=True, store=True)
-SHARED = SharedForward(Hints(4), (1024,), packed=True)  # five blocks a row
+SHARED = SharedForward(Hints(4), (1024,), packed=True)  # five blocks share a row
 WHOLE, CHUNK = Backward((8192,)), Backward((1024,))
 RIGHT = (ROW, STREAM, SHARED, WHOLE, CHUNK)
 WRONG = {
-    "rows 3 is no power of two": replace(ROW, rows=3),
-    "no such hints": replace(STREAM, hints=Hints(33)),
-    "no such hints:": replace(SHARED, hints=Hints(2, 5)),
-    "one row at a time": replace(STREAM, rows=2),
-    "tile stores come with tile loads": replace(STREAM, tma=False),
-    "no descending": replace(ROW, widths=(1024, 4096)),
+    "rows 3 is not a power of two": replace(ROW, rows=3),
+    "hints out of range": replace(STREAM, hints=Hints(33)),
+    "hints out of range: Hints(": replace(SHARED, hints=Hints(2, 5)),
+    "tile loads need rows=1, ": replace(STREAM, rows=2),
+    "tile stores need tile loads": replace(STREAM, tma=False),
+    "not descending": replace(ROW, widths=(1024, 4096)),
     "powers of two": replace(STREAM, widths=(4096, 1000)),
-    "do not end with a row of 5120": replace(ROW, widths=(4096, 1024, 1024)),
-    "(4096, 512) do not end": replace(STREAM, widths=(4096, 512)),
-    "(8192,) hold a whole row of 5120, which no blocks share": replace(SHARED, widths=(8192,)),
-    "of a chunk are no whole vectors": replace(SHARED, widths=(1024, 4)),
-    "gather one at a time, without tile loads": replace(CHUNK, rows=2),
-    "one at a time, without tile loads": replace(CHUNK, tma=True),
-    "weights are read together for at most all segments": SharedForward(
+    "do not fit a row of 5120": replace(ROW, widths=(4096, 1024, 1024)),
+    "(4096, 512) do not fit": replace(STREAM, widths=(4096, 512)),
+    "(8192,) hold a whole row of 5120, so that no blocks share it": replace(SHARED, widths=(8192,)),
+    "of a chunk do not end at a whole vector": replace(SHARED, widths=(1024, 4)),
+    "blocks that share rows need rows=1 and no tile loads": replace(CHUNK, rows=2),
+    "need rows=1 and no tile loads": replace(CHUNK, tma=True),
+    "together is 1, or at most the number of segments": SharedForward(
         Hints(), (1024,) * 4, together=5
     ),
-    "are read together": SharedForward(Hints(), (1024,) * 4, together=0),
-    "which have one width": SharedForward(Hints(), (2048, 1024), together=2),
-    "one width, here at most 4096 bytes": RowForward(1, widths=(4096, 1024), fetch=True),
+    "or at most the number of segments": SharedForward(Hints(), (1024,) * 4, together=0),
+    "which then have one width": SharedForward(Hints(), (2048, 1024), together=2),
+    "fetch needs segments of one width, here at most 4096 bytes": RowForward(
+        1, widths=(4096, 1024), fetch=True
+    ),
     "at most 8192 bytes": RowForward(1, Hints(None, 8), (8192,), fetch=True),
 }
 
@@ -131,27 +133,27 @@ def served(hidden=5120, item_bytes=2, aligned=True, target=H200) -> Served:
 
 
 @pytest.mark.parametrize("config", RIGHT, ids=str)
-def test_what_can_serve(config):
+def test_right_configurations_can_serve(config):
     assert config.refusal(served()) is None
 
 
 @pytest.mark.parametrize("message", WRONG)
-def test_what_cannot_serve(message):
+def test_wrong_configurations_say_why(message):
     assert message in WRONG[message].refusal(served())
 
 
 @pytest.mark.parametrize("config", [SHARED, Backward((8192,), packed=True)], ids=str)
 def test_packed_rows_have_16_bits(config):
     assert config.refusal(served(aligned=False)) is None
-    message = "packed takes rows of 16 bits an element"
+    message = "packed needs rows with 16-bit elements"
     assert config.refusal(served(item_bytes=4)) == message
     assert replace(config, packed=False).refusal(served(item_bytes=4)) is None
 
 
-def test_weights_are_read_again_by_tiles_of_a_row():
+def test_tiles_of_one_row_may_reread_weights():
     config = Backward((512,), reread=True)
     assert config.refusal(served(512)) is None
-    message = "weights are read again by tiles of one row"
+    message = "reread needs rows=1"
     assert replace(config, rows=2).refusal(served(512)) == message
     for weight in (None, "bfloat16"):
         spec = NormSpec("layer", 16384, "bfloat16", weight)
@@ -159,14 +161,17 @@ def test_weights_are_read_again_by_tiles_of_a_row():
         assert any(c.reread for c in found) == (weight is not None)
 
 
-def test_weights_are_fetched_with_rows():
+def test_candidates_fetch_weights_if_there_are_weights():
     for weight in (None, "bfloat16"):
         found = candidates(NormSpec("rms", 8192, "bfloat16", weight), H200, "forward")
         assert any(getattr(c, "fetch", False) for c in found) == (weight is not None)
 
 
-def test_weights_of_chunks_are_read_together():
-    """Where a thread reads a vector of each segment: of wider ones it reads a store apart."""
+def test_weights_of_several_segments_are_read_together():
+    """Only if a thread reads one vector of each segment.
+
+    The weights of wider segments are read one segment at a time, each before its store.
+    """
     for weight, dtype in ((None, "bfloat16"), ("float32", "bfloat16"), ("float32", "float32")):
         found = candidates(NormSpec("rms", 65536, dtype, weight), H200, "forward")
         found = [c for c in found if isinstance(c, SharedForward)]
@@ -177,13 +182,13 @@ def test_weights_of_chunks_are_read_together():
                 assert config.widths[0] == vectors * 32 * (config.hints.num_worker_warps or 4)
 
 
-def test_as_many_chunks_as_a_block_collects():
+def test_the_number_of_chunks_is_bounded():
     config = Backward((16,))
     assert config.refusal(served(16384, 4)) is None
-    assert "takes more than 1024 chunks of 16" in config.refusal(served(16388, 4))
+    assert "needs more than 1024 chunks of 16" in config.refusal(served(16388, 4))
 
 
 def test_tile_loads_need_vectors_and_the_hardware():
-    row = "one row at a time, of whole vectors, and a GPU that has them"
-    assert row in STREAM.refusal(served(aligned=False))
-    assert row in STREAM.refusal(served(target=Target.of("sm_80")))
+    message = "tile loads need rows=1, rows of whole vectors, and a GPU with TMA"
+    assert message in STREAM.refusal(served(aligned=False))
+    assert message in STREAM.refusal(served(target=Target.of("sm_80")))

@@ -1,1 +1,1 @@
-"""How a kernel is launched: configurations, plans, and the one call of ct.launch."""
+"""How kernels are launched: configurations, plans, and the only calls to ct.launch."""

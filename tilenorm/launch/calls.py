@@ -1,6 +1,6 @@
-"""What plans are made of: the calls of kernels, the arrays they take, the gradients asked for.
+"""The parts of a plan: kernel calls, the arrays that they take, and the requested gradients.
 
-An array that a flag excludes is passed as ABSENT, and its kernel does not touch it.
+ABSENT stands for an array that a flag turns off. The kernel does not touch it.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,13 +15,17 @@ from ..spec import NormSpec
 from .config import Hints, cdiv
 from .disk_cache import Kernel
 
-ABSENT = ()  # takes no room among a kernel's parameters
+ABSENT = ()  # an empty tuple adds no parameter to the compiled kernel
 MAX_GRID = (1 << 24) - 1  # blocks in the first dimension of a cuTile grid
-MAX_SIDE = (1 << 16) - 1  # and in each other one, of any grid
+MAX_SIDE = (1 << 16) - 1  # blocks in the second and in the third dimension
 
 
 class Call(NamedTuple):
-    """overlap: may start before the call ahead of it has ended; the kernel waits for its memory."""
+    """One kernel launch with its arguments.
+
+    overlap: the kernel may start before the previous call has ended. The kernel itself waits until
+    the results of the previous call are in memory.
+    """
 
     kernel: ct.kernel
     grid: tuple[int, ...]
@@ -30,10 +34,11 @@ class Call(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A launch template; `take` selects its arrays, which go between `before` and `after`.
+    """A launch template. `take` selects the arrays; they go between `before` and `after`.
 
-    The arrays travel as one argument, and constants in groups: on an H200 the host takes 5.7 µs for
-    a launch with tuples and 6.1 µs with flat arguments (bench/results/h200-launch-arguments.md).
+    The arrays are one tuple argument, and each group of constants is one tuple argument. On an
+    H200 the host takes 5.7 µs to launch a kernel with 8 arguments, some of them tuples, and 6.1 µs
+    with the same values as 40 arguments (bench/results/h200-launch-arguments.md).
     """
 
     kernel: ct.kernel
@@ -45,7 +50,7 @@ class Launch(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """Which gradients are asked for, and whether one of the sum with the residual comes in."""
+    """Which gradients are requested. dsum: the sum x + residual has an incoming gradient."""
 
     dx: bool
     dw: bool = False
@@ -56,12 +61,15 @@ class Needs(NamedTuple):
 
     @property
     def sums(self) -> int:
-        """How many sums over rows."""
+        """The number of requested gradients that are sums over rows: dw and db."""
         return self.dw + self.db
 
 
 def every_gradient(spec: NormSpec) -> Needs:
-    """What a training step asks for; one gradient serves input and residual of one dtype."""
+    """The gradients of a training step.
+
+    An input and a residual of the same dtype share one gradient, dx.
+    """
     return Needs(
         dx=True,
         dw=spec.weight is not None,
@@ -73,7 +81,7 @@ def every_gradient(spec: NormSpec) -> Needs:
 
 
 class ForwardArrays(NamedTuple):
-    """What a forward pass reads and writes, of tensors or their descriptions."""
+    """What a forward pass reads and writes: tensors, or descriptions of tensors."""
 
     x: Any
     y: Any
@@ -88,7 +96,7 @@ class ForwardArrays(NamedTuple):
 
 
 class BackwardArrays(NamedTuple):
-    """What a backward pass reads and writes. x is the sum where a residual was added."""
+    """What a backward pass reads and writes. x is the sum x + residual if there is a residual."""
 
     x: Any
     dy: Any
@@ -108,37 +116,40 @@ class BackwardArrays(NamedTuple):
 
 
 def taking(kind: type[NamedTuple], *names: str) -> Callable[[tuple], Any]:
-    """A function that selects from arrays of a kind: one array, or a tuple of several."""
+    """A function that selects the named arrays of a ForwardArrays or BackwardArrays.
+
+    It returns one array for one name, and a tuple for several.
+    """
     return itemgetter(*map(kind._fields.index, names))
 
 
 def constants(group: Any) -> tuple:
-    """A group of constants (kernels/constants.py) as the tuple that a kernel takes."""
+    """The tuple that a kernel takes for a group of constants (kernels/constants.py)."""
     return tuple(vars(group).values())
 
 
 def groups(kernel: ct.kernel) -> dict[str, type]:
-    """The parameters of a kernel that are groups of constants, and their dataclasses."""
+    """The dataclass of each kernel parameter that is a group of constants, by parameter name."""
     hints = get_type_hints(kernel._pyfunc, include_extras=True).items()
     metadata = {name: getattr(hint, "__metadata__", ())[-1:] for name, hint in hints}
-    return {name: kind for name, found in metadata.items() for kind in found if is_dataclass(kind)}
+    return {name: kind for name, last in metadata.items() for kind in last if is_dataclass(kind)}
 
 
 def constants_of(kernel: ct.kernel, arguments: tuple) -> dict[str, Any]:
-    """The compile-time constants of a call, by the names that they have in the kernel."""
-    annotated, found = kernel._annotated_function, {}
+    """The compile-time constants of a call, by their names in the kernel."""
+    annotated, values = kernel._annotated_function, {}
     kinds = groups(kernel)
     nodes = annotated.parameter_annotations
     for name, node, value in zip(annotated.pysig.parameters, nodes, arguments, strict=True):
         if name in kinds:
-            found |= vars(kinds[name](*value))
+            values |= vars(kinds[name](*value))
         elif node.constant:
-            found[name] = value
-    return found
+            values[name] = value
+    return values
 
 
 def bound(launches: Sequence[Launch], arrays: tuple) -> list[Call]:
-    """The calls of launches with these arrays."""
+    """The launches with these arrays filled in."""
     return [
         Call(kernel, grid, (*before, take(arrays), *after), overlap)
         for kernel, grid, before, take, after, overlap in launches
@@ -146,7 +157,7 @@ def bound(launches: Sequence[Launch], arrays: tuple) -> list[Call]:
 
 
 def launch(stream: int, launches: Sequence[Launch], arrays: tuple) -> None:
-    """Queue launches with these arrays on a CUDA stream of the current device."""
+    """Queue the launches, with these arrays filled in, on a CUDA stream of the current device."""
     for kernel, grid, before, take, after, overlap in launches:
         arguments = (*before, take(arrays), *after)
         if overlap:
@@ -157,23 +168,23 @@ def launch(stream: int, launches: Sequence[Launch], arrays: tuple) -> None:
 
 @cache
 def hinted(kernel: ct.kernel, hints: Hints) -> ct.kernel:
-    """The kernel with hints: kept, because each has what cuTile compiled of it."""
+    """A kernel with compiler hints. It is kept, because it holds the code compiled so far."""
     return Kernel(kernel._pyfunc, **hints.given())
 
 
 def parts(count: int, most: int) -> list[tuple[int, int]]:
-    """(first, count) of each launch, where one reaches at most `most`."""
+    """Split `count` items over launches of at most `most` items: (first, count) of each launch."""
     if count <= most:
         return [(0, count)]
     return [(first, min(most, count - first)) for first in range(0, count, most)]
 
 
 def rectangles(count: int) -> list[tuple[int, int, int]]:
-    """(first, y, z) of grids of y · z blocks in the second and third dimension."""
-    made, first = [], 0
+    """Split `count` blocks over grids of shape (1, y, z): (first, y, z) of each grid."""
+    grids, first = [], 0
     while first < count:
         z = cdiv(count - first, MAX_SIDE)
         y = (count - first) // z
-        made.append((first, y, z))
+        grids.append((first, y, z))
         first += y * z
-    return made
+    return grids

@@ -1,8 +1,9 @@
-"""Everything about a launch that can be tuned, one class a schedule.
+"""Everything about a launch that can be tuned: one class for each schedule.
 
-The tables and the heuristics make these; each says itself which rows it cannot serve, and why.
-`widths` are the segments of a row, or of each chunk of it, in columns; None is one segment that
-holds the row.
+The tables and the heuristics create configurations. The method `refusal` of a configuration says
+which rows the configuration cannot serve, and why. A row, or a chunk of a row, is cut into
+segments; `widths` holds the number of columns of each. `widths=None` is one segment that holds the
+whole row.
 """
 
 from dataclasses import dataclass
@@ -12,11 +13,11 @@ from typing import ClassVar
 from ..kernels.tiles import VECTOR
 from .target import Target
 
-MOST_CHUNKS = 1024  # whose numbers a block collects at once
+MOST_CHUNKS = 1024  # a block loads the partial results of all chunks of a row at once
 
 
 def cdiv(a: int, b: int) -> int:
-    """How many parts of at most b make a."""
+    """a / b, rounded up."""
     return -(-a // b)
 
 
@@ -27,18 +28,18 @@ def tile_width(hidden: int) -> int:
 
 @dataclass(frozen=True)
 class Hints:
-    """What the compiler is asked for. None leaves the choice to it."""
+    """Hints for the compiler. With None the compiler chooses."""
 
     occupancy: int | None = None
     num_worker_warps: int | None = None
 
     @property
     def threads(self) -> int:
-        """Of a block's worker warps, which are 4 if none are asked for."""
+        """Worker threads of a block. A block has 4 worker warps if num_worker_warps is None."""
         return 32 * (self.num_worker_warps or 4)
 
     def vectors(self, item_bytes: int) -> int:
-        """How many elements of so many bytes these threads read at once, a vector each."""
+        """Elements that a block reads at once if each thread reads one 16-byte vector."""
         return 16 // item_bytes * self.threads
 
     def given(self) -> dict[str, int]:
@@ -47,7 +48,10 @@ class Hints:
 
 @dataclass(frozen=True)
 class Served:
-    """The rows that a configuration is to serve: item_bytes is of the widest tensor with rows."""
+    """The rows that a configuration has to serve.
+
+    item_bytes: bytes of an element of the widest tensor that has rows.
+    """
 
     hidden: int
     item_bytes: int
@@ -56,7 +60,7 @@ class Served:
 
 
 class Config:
-    """What the four configurations share."""
+    """Base class of the four configurations."""
 
     direction: ClassVar[str]
     tma: ClassVar[bool] = False
@@ -67,7 +71,7 @@ class Config:
         return self.widths or (tile_width(hidden),)
 
     def refusal(self, served: Served) -> str | None:
-        """Why this configuration cannot serve these rows, or None."""
+        """The reason why this configuration cannot serve these rows, or None."""
         return _first(
             _wrong_rows(self.rows),
             _wrong_hints(self.hints),
@@ -76,20 +80,20 @@ class Config:
         )
 
     def _spans(self, hidden: int) -> str | None:
-        """Why the segments do not hold exactly one row, or None."""
+        """The reason why the segments do not hold exactly one row, or None."""
         widths = self.segments(hidden)
         if sum(widths) < hidden or sum(widths) - widths[-1] >= hidden:
-            return f"widths {widths} do not end with a row of {hidden}"
+            return f"widths {widths} do not fit a row of {hidden}"
         return None
 
 
 @dataclass(frozen=True)
 class RowForward(Config):
-    """row_forward: a block a tile of `rows` rows.
+    """row_forward: each block handles one tile of `rows` rows.
 
-    packed: 16-bit inputs stay in 16 bits over the sums, and are converted again. fetch: weights are
-    read with the row, not after its sums. Small batches use a variant without packing, fetching and
-    the occupancy hint; the results have the same bits.
+    packed: 16-bit inputs stay in 16 bits while the row is summed, and are converted to float32
+    twice. fetch: weights are read with the row, not after its sums. With fetch, small batches use a
+    variant without packing, fetch and the occupancy hint; the results have the same bits.
     """
 
     rows: int = 1
@@ -104,19 +108,19 @@ class RowForward(Config):
         wrong_fetch = None
         if self.fetch:
             widths, item_bytes = self.segments(served.hidden), served.item_bytes
-            # So that a thread adds up at most two terms of what is left of a folded segment.
+            # At this width folding a segment leaves at most two terms for each thread.
             most = 32 * self.hints.threads
             if len(set(widths)) > 1 or not item_bytes <= widths[0] * item_bytes <= most:
-                wrong_fetch = f"with fetch, segments have one width, here at most {most} bytes"
+                wrong_fetch = f"fetch needs segments of one width, here at most {most} bytes"
         return _first(_wrong_packing(self.packed, served), wrong_fetch, self._spans(served.hidden))
 
 
 @dataclass(frozen=True)
 class StreamForward(Config):
-    """stream_forward: a persistent grid of `hints.occupancy` blocks a multiprocessor.
+    """stream_forward: a persistent grid with `hints.occupancy` blocks on each multiprocessor.
 
-    tma: rows are read by tile loads instead of gathers, one row at a time. store: with tma, rows
-    are written by tile stores.
+    tma: rows are read one at a time, by tile loads instead of gathers. store: rows are written by
+    tile stores; needs tma.
     """
 
     rows: int = 1
@@ -134,10 +138,10 @@ class StreamForward(Config):
 
 @dataclass(frozen=True)
 class SharedForward(Config):
-    """shared_forward: blocks that share a row, each with a chunk of it that `widths` make up.
+    """shared_forward: several blocks share a row. `widths` are the segments of one block's chunk.
 
-    packed: as in RowForward. together: after the sums, the weights of so many segments are read at
-    once.
+    packed: as in RowForward. together: the number of segments whose weights are read at once,
+    after the sums.
     """
 
     hints: Hints
@@ -152,18 +156,19 @@ class SharedForward(Config):
         wrong = None
         one_width = len(set(self.widths)) == 1
         if self.together != 1 and not (one_width and 1 < self.together <= len(self.widths)):
-            wrong = "weights are read together for at most all segments, which have one width"
+            wrong = "together is 1, or at most the number of segments, which then have one width"
         chunks = _wrong_chunks(self.widths, served.hidden)
         return _first(_wrong_packing(self.packed, served), wrong, chunks)
 
 
 @dataclass(frozen=True)
 class Backward(Config):
-    """norm_backward: a persistent grid of `hints.occupancy` blocks a multiprocessor.
+    """norm_backward: a persistent grid with `hints.occupancy` blocks on each multiprocessor.
 
-    rows: of a tile. widths: where these do not span a row, they are those of a chunk, and blocks
-    share the row. tma, store: as in StreamForward. packed: as in RowForward. reread: for rows that
-    fill the registers, weights are read again for each row instead of kept, and dx is written last.
+    rows: the rows of a tile. widths: segments that are narrower than a row in total make up one
+    chunk, and several blocks share the row. tma, store: as in StreamForward. packed: as in
+    RowForward. reread: each row reads the weights again, and dx is written last; this saves
+    registers.
     """
 
     widths: tuple[int, ...]
@@ -179,11 +184,11 @@ class Backward(Config):
     def _refusal(self, served: Served) -> str | None:
         wrong = None
         if self.reread and self.rows != 1:
-            wrong = "weights are read again by tiles of one row"
+            wrong = "reread needs rows=1"
         if sum(self.widths) >= served.hidden:
             cut = self._spans(served.hidden)
         elif self.rows != 1 or self.tma:
-            cut = "blocks that share a row gather one at a time, without tile loads"
+            cut = "blocks that share rows need rows=1 and no tile loads"
         else:
             cut = _wrong_chunks(self.widths, served.hidden)
         wrong_tma = _wrong_tma(self.tma, self.store, self.rows, served)
@@ -195,7 +200,7 @@ FORMS = (RowForward, StreamForward, SharedForward, Backward)
 
 @dataclass(frozen=True)
 class ColumnSum:
-    """Tiles of rows × tile partial sums, one block a tile of columns."""
+    """column_sum: each block adds up `tile` columns, `rows` rows of partial sums at a time."""
 
     rows: int = 32
     tile: int = 16
@@ -206,41 +211,41 @@ def _first(*reasons: str | None) -> str | None:
 
 
 def _wrong_rows(rows: int) -> str | None:
-    return None if _power_of_two(rows) else f"rows {rows} is no power of two"
+    return None if _power_of_two(rows) else f"rows {rows} is not a power of two"
 
 
 def _wrong_hints(hints: Hints) -> str | None:
     if not 1 <= (hints.occupancy or 1) <= 32 or not _power_of_two(hints.num_worker_warps or 1):
-        return f"no such hints: {hints}"
+        return f"hints out of range: {hints}"
     return None
 
 
 def _wrong_widths(widths: tuple[int, ...]) -> str | None:
-    # Of descending powers of two each starts at a multiple of its width, as tile loads need it.
+    # Tile loads need segments that start at a multiple of their width. Descending powers of two do.
     descend = all(a >= b for a, b in pairwise(widths))
     if not descend or not all(map(_power_of_two, widths)):
-        return f"widths {widths} are no descending powers of two"
+        return f"widths {widths} are not descending powers of two"
     return None
 
 
 def _wrong_packing(packed: bool, served: Served) -> str | None:
-    return "packed takes rows of 16 bits an element" if packed and served.item_bytes != 2 else None
+    return "packed needs rows with 16-bit elements" if packed and served.item_bytes != 2 else None
 
 
 def _wrong_tma(tma: bool, store: bool, rows: int, served: Served) -> str | None:
     if tma and not (rows == 1 and served.aligned and served.target.has_tma):
-        return "tile loads take one row at a time, of whole vectors, and a GPU that has them"
-    return "tile stores come with tile loads" if store and not tma else None
+        return "tile loads need rows=1, rows of whole vectors, and a GPU with TMA"
+    return "tile stores need tile loads" if store and not tma else None
 
 
 def _wrong_chunks(widths: tuple[int, ...], hidden: int) -> str | None:
     width = sum(widths)
     if width >= hidden:
-        return f"widths {widths} hold a whole row of {hidden}, which no blocks share"
+        return f"widths {widths} hold a whole row of {hidden}, so that no blocks share it"
     if widths[-1] % VECTOR:
-        return f"widths {widths} of a chunk are no whole vectors"
+        return f"widths {widths} of a chunk do not end at a whole vector"
     if hidden > MOST_CHUNKS * width:
-        return f"a row of {hidden} takes more than {MOST_CHUNKS} chunks of {width}"
+        return f"a row of {hidden} needs more than {MOST_CHUNKS} chunks of {width}"
     return None
 
 

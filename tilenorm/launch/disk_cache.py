@@ -1,8 +1,9 @@
-"""Kernels that an earlier process compiled, found without being traced again.
+"""Finds kernels that an earlier process compiled, without tracing them again.
 
-cuTile keeps cubins by their bytecode, which it makes anew from a kernel's Python in every process,
-in 0.05 to 0.3 s a kernel. Here a cubin's key is of what that bytecode is made of. Cubins lie in
-cuTile's own cache, next to those it keeps, and leave it with them.
+The key of a cubin in cuTile's cache is its bytecode. To compute that key, every process traces the
+kernel's Python again, which takes 0.05 to 0.3 s for each kernel. This module adds a second key: a
+hash of everything that the bytecode depends on. The cubins of this module lie in cuTile's cache
+folder, and cuTile evicts them like its own.
 """
 
 import hashlib
@@ -19,13 +20,13 @@ from cutile_cache._cache import MetadataV1, cache_lookup, cache_store
 from .. import kernels
 from .toolchain import compiler_path
 
-# What a process can be told that changes nothing of a kernel; anything else may be meant to show or
-# to alter its compilation.
+# Environment variables that do not change a kernel. Any other CUDA_TILE_ variable may change or log
+# the compilation, so it turns this module off.
 HARMLESS = {"CUDA_TILE_CACHE_DIR", "CUDA_TILE_CACHE_SIZE", "CUDA_TILE_TEMP_DIR"}
 
 
 class Kernel(ct.kernel):
-    """A cuTile kernel that asks the cache before it is traced."""
+    """A cuTile kernel that looks in the cache before it is traced."""
 
     def _compile(
         self,
@@ -33,7 +34,7 @@ class Kernel(ct.kernel):
         context: TileContext,
         compute_capability: tuple[int, int] | None = None,
     ):
-        """What cuTile calls when it has not launched a signature before, and what it returns."""
+        """Compile for a signature. cuTile calls this method when a signature is launched first."""
         folder = context.config.cache_dir
         if folder is None or any(k.startswith("CUDA_TILE_") for k in os.environ.keys() - HARMLESS):
             return super()._compile(signature, context, compute_capability)
@@ -53,11 +54,12 @@ class Kernel(ct.kernel):
 
 @cache
 def _origin() -> str:
-    """The sources of all kernels, and which cuTile, compiler and Python make code of them."""
+    """A hash of the kernels' sources, and the identity of cuTile, the compiler and Python."""
     sources = hashlib.sha256()
     for path in sorted(Path(kernels.__file__).parent.glob("*.py")):
         sources.update(path.name.encode() + path.read_bytes())
     compiler = os.path.realpath(compiler_path())
-    found = os.stat(compiler)
-    made = f"{compiler} {found.st_size} {found.st_mtime_ns}"
-    return f"{sources.hexdigest()} cuda-tile {ct.__version__} {made} Python {sys.version_info[:2]}"
+    stat = os.stat(compiler)
+    built = f"{compiler} {stat.st_size} {stat.st_mtime_ns}"
+    python = f"Python {sys.version_info[:2]}"
+    return f"{sources.hexdigest()} cuda-tile {ct.__version__} {built} {python}"

@@ -1,8 +1,8 @@
-"""(spec, target) -> configuration: a user's table, the shipped one, or, without, resources.
+"""Chooses the configuration for a spec and a target.
 
-The resource rules are untimed. They start from what a kernel keeps in registers: about four float32
-values an element of its tile in the backward pass, two in the forward pass, over the 128 threads
-(4 warps) that the compiler gives a block without TMA.
+A user's table comes first, then the shipped table, then rules about resources. The rules are not
+timed. They estimate the registers of a kernel: about four float32 values for each element of a tile
+in the backward pass, and two in the forward pass. A block without TMA has 128 threads (4 warps).
 """
 
 from dataclasses import replace
@@ -24,15 +24,17 @@ from .target import Target
 from .tuned import TABLES
 
 TILE = 2048  # elements of a tile of several rows
-# Elements of a row that a block without TMA keeps without spilling, by sums over rows.
+# The most elements of a row that a block without TMA keeps without spilling, by the number of sums
+# over rows (dw, db).
 GATHERED = {0: 4096, 1: 4096, 2: 2048}
-# The same for a whole row in the forward pass.
+# The most elements of a row that a block keeps in the forward pass.
 FORWARD_TILE = 16384
-# Chunks of rows that blocks share. Forward, blocks a multiprocessor by inputs, and vectors that a
-# thread reads of all inputs together, one a segment; where rows do not fill vectors, elements.
+# Forward, rows that blocks share: blocks on a multiprocessor by the number of inputs; vectors that
+# a thread reads, over all inputs; elements of a chunk if rows do not fill vectors.
 FORWARD_BLOCKS, FORWARD_VECTORS, FORWARD_CHUNK = {1: 3, 2: 2}, 8, 4096
-# In the backward pass, elements of a chunk and blocks a multiprocessor: where so many elements do
-# not spill, else of two inputs, and of more. With a block more some spill.
+# Backward, rows that blocks share: elements of a chunk and blocks on a multiprocessor. WIDE_CHUNK
+# is for kernels that do not spill with it, CHUNK for other kernels with two inputs, and MORE_CHUNK
+# for more inputs. With one more block on a multiprocessor some of these kernels spill.
 WIDE_CHUNK, CHUNK, MORE_CHUNK = (2048, 2), (1024, 3), (1024, 2)
 
 
@@ -69,18 +71,21 @@ def backward(spec: NormSpec, target: Target, needs) -> Backward:
     # Rows that are read element by element spill less than those that are read in vectors.
     wide = not spec.gate and (not spec.aligned or (inputs == 2 and spec.widest_item == 2))
     chunk, occupancy = WIDE_CHUNK if wide else CHUNK if inputs == 2 else MORE_CHUNK
-    # All blocks of a row are resident at once: each waits for the others, row after row.
+    # Blocks that share a row wait for each other at every row, so all have to be resident at once.
     least = tile_width(cdiv(spec.hidden, target.multiprocessors * occupancy))
     return Backward((max(chunk, least),), hints=Hints(occupancy), packed=_packs(spec))
 
 
 def column_sum(spec: NormSpec, target: Target) -> ColumnSum:
-    """Narrow tiles while they are needed to fill the GPU: 1.5-2.5 µs from N = 256 to 16384."""
+    """Narrow tiles for a narrow sum, to fill the GPU: 1.5-2.5 µs from N = 256 to 16384."""
     return ColumnSum(tile=16 if spec.hidden * (spec.heads or 1) <= 4096 else 32)
 
 
 def source(spec: NormSpec, target: Target, needs=None) -> str:
-    """Where the configuration comes from: of the backward pass for `needs`, or of the forward."""
+    """The table or rule that a configuration comes from.
+
+    needs: the gradients of a backward pass; None asks about the forward pass.
+    """
     if needs is None:
         found = _tabled(spec, target, "forward", forward_op(spec))
     else:
@@ -91,12 +96,15 @@ def source(spec: NormSpec, target: Target, needs=None) -> str:
 
 
 def forward_op(spec: NormSpec) -> str | None:
-    """The operation whose table serves: none has gates with a bias, which takes more registers."""
+    """The operation whose table serves a spec.
+
+    A gate with a bias needs more registers than the tables were tuned for, so no table serves it.
+    """
     return None if spec.gate and spec.bias else _operation(spec)
 
 
 def backward_op(spec: NormSpec, needs) -> str | None:
-    """The operation whose table serves: one that reads as much and keeps as many sums."""
+    """The operation whose table serves a spec: it reads as much and keeps as many sums."""
     if spec.gate:
         return _operation(spec) if needs.sums < 2 else None
     norm = "layer_norm" if spec.norm == "layer" or needs.sums == 2 else "rms_norm"
@@ -104,24 +112,24 @@ def backward_op(spec: NormSpec, needs) -> str | None:
 
 
 def _operation(spec: NormSpec) -> str:
-    """That of the gate, if there is one, also of a sum; else the function's name."""
+    """The gate's operation if there is a gate, with or without a residual; else the op's name."""
     if spec.gate:
         return "gate_first" if spec.gate_first else "gated_rms_norm"
     return spec.op
 
 
 def _packs(spec: NormSpec) -> bool:
-    """Whether all that a row's sums are made of has 16 bits, and no gate asks for it in float32."""
+    """Whether a row can stay in 16 bits: no tensor is wider, and no gate needs it in float32."""
     return spec.widest_item == 2 and spec.gate is None
 
 
 def _tabled(spec: NormSpec, target: Target, direction: str, op: str | None):
-    """(what a table has, which table), if one has something for a spec."""
+    """(configuration, source) from a user's or the shipped table, or None."""
     if op is None:
         return None
     if found := user_table.configs(target.arch).get(user_table.Key.of(spec, direction, op)):
         return found, f"user table {user_table.path_of(target.arch)}"
-    # The shipped ones have no backward tiles for narrower rows, and nothing for parts of vectors.
+    # The shipped tables serve backward rows from 17 elements on, and rows that fill vectors.
     narrow = direction == "backward" and tile_width(spec.hidden) < 32
     if narrow or not spec.aligned or target.arch not in TABLES:
         return None
@@ -131,7 +139,7 @@ def _tabled(spec: NormSpec, target: Target, direction: str, op: str | None):
 
 
 def _fitted(config: Config, hidden: int) -> Config:
-    """The configuration of a wider row without the segments that this one does not reach."""
+    """A wider row's configuration, without the segments that a row of `hidden` does not reach."""
     if not config.widths:
         return config
     starts = accumulate(config.widths, initial=0)

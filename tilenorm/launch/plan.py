@@ -1,9 +1,9 @@
-"""A plan turns a spec and a target into kernel calls; it is made once and kept.
+"""A plan turns a spec and a target into kernel launches. It is made once and kept.
 
-`launches` returns what is to be launched, of arrays as ForwardArrays or BackwardArrays; `calls`
-the same with the arrays. It is the one place that knows the order of a kernel's arguments:
-launching, compiling ahead and the tests' interpreter all use it. What depends on the number of rows
-is kept for the last few numbers.
+`launches` returns launch templates, without arrays. `calls` returns the same launches with the
+given ForwardArrays or BackwardArrays. Only this module knows the order of a kernel's arguments:
+ops, precompile and the tests' interpreter all use plans. A plan remembers its launches for the
+row counts that were used last.
 """
 
 from collections.abc import Callable
@@ -39,11 +39,11 @@ from .tiling import Tiling
 
 COLUMN_SUM = hinted(column_sum, Hints())
 FORWARD = {RowForward: row_forward, StreamForward: stream_forward, SharedForward: shared_forward}
-# A batch is small while a multiprocessor gets at most so many tiles, or elements of tiles.
-FEW_TILES, FEW_ELEMENTS = 2, 24576
-SIZES = 64  # numbers of rows that a plan remembers
+# In a small batch a multiprocessor gets at most this many tiles, and at most this many elements.
+SMALL_BATCH_TILES, SMALL_BATCH_ELEMENTS = 2, 24576
+SIZES = 64  # row counts that a plan remembers
 _FORWARD_SLOTS, _BACKWARD_SLOTS = (taking(a, "slots") for a in (ForwardArrays, BackwardArrays))
-_BACKWARD = itemgetter(slice(BackwardArrays._fields.index("dw")))  # the arrays before dw and db
+_BACKWARD = itemgetter(slice(BackwardArrays._fields.index("dw")))  # all arrays but dw and db
 
 
 def _all(arrays: tuple) -> tuple:
@@ -54,8 +54,9 @@ def _all(arrays: tuple) -> tuple:
 def plan_forward(spec: NormSpec, target: Target, save: bool) -> "ForwardPlan":
     """The plan for y and the sum, and for mean and rstd if `save`.
 
-    These are also written where an occupancy bounds the registers and the compiler orders what a
-    thread adds up, by the registers that are left: without them it could have other last bits.
+    The compiler may choose the order in which a thread adds, and the choice depends on the free
+    registers. An occupancy hint bounds the registers, so that a kernel that does not write mean and
+    rstd could give y other last bits. In this case the plan always writes mean and rstd.
     """
     plan = ForwardPlan(spec, target, heuristics.forward(spec, target), save)
     bounded = plan.config.hints.occupancy is not None
@@ -64,17 +65,18 @@ def plan_forward(spec: NormSpec, target: Target, save: bool) -> "ForwardPlan":
 
 @cache
 def plan_backward(spec: NormSpec, target: Target, needs: Needs) -> "BackwardPlan":
-    """The plan for those gradients that are needed."""
-    spec = replace(spec, rounding="late")  # of the forward pass only
+    """The plan for the needed gradients."""
+    spec = replace(spec, rounding="late")  # rounding concerns the forward pass only
     config = heuristics.backward(spec, target, needs)
     return BackwardPlan(spec, target, config, heuristics.column_sum(spec, target), needs)
 
 
 @dataclass(frozen=True)
 class ForwardPlan(Tiling):
-    """One launch, after one that empties slots where blocks share rows.
+    """The launches of a forward pass. If blocks share rows, the first launch empties the slots.
 
-    small: the variant of a configuration with fetch for batches whose tiles all run at once.
+    small: for a configuration with fetch, the variant for small batches, whose tiles all run at
+    once.
     """
 
     save: bool
@@ -101,21 +103,22 @@ class ForwardPlan(Tiling):
 
     @property
     def fetches(self) -> bool:
-        """Whether weights are read with the row, and small batches have a variant."""
+        """Whether weights are read with the row. If so, small batches have a variant."""
         return isinstance(self.config, RowForward) and self.config.fetch
 
     @property
     def ordered(self) -> bool:
-        """Whether the kernel prescribes the order of what a thread adds up."""
+        """Whether the kernel prescribes the order in which a thread adds."""
         return self.fetches or self.chunks > 1
 
     @cached_property
-    def _of_small(self) -> "ForwardPlan":
+    def _small_variant(self) -> "ForwardPlan":
         return replace(self, small=True)
 
     def queues(self, rows: int) -> bool:
-        """Whether there are more blocks than run side by side."""
-        at_once = max(1, min(FEW_TILES, FEW_ELEMENTS // (self.config.rows * self.spec.hidden)))
+        """Whether there are more tiles than run side by side: the batch is not small."""
+        elements = self.config.rows * self.spec.hidden
+        at_once = max(1, min(SMALL_BATCH_TILES, SMALL_BATCH_ELEMENTS // elements))
         return self.tiles(rows) > at_once * self.target.multiprocessors
 
     def calls(self, arrays: ForwardArrays, rows: int, eps: float) -> list[Call]:
@@ -128,7 +131,7 @@ class ForwardPlan(Tiling):
         @lru_cache(SIZES)
         def launches(rows, eps):
             if self.fetches and not self.small and not self.queues(rows):
-                return self._of_small.launches(rows, eps)
+                return self._small_variant.launches(rows, eps)
             after = (eps, rows, *groups)
             return [
                 *self._clear(_FORWARD_SLOTS, rows),
@@ -141,7 +144,11 @@ class ForwardPlan(Tiling):
         return launches
 
     def _grids(self, rows: int) -> list[tuple[tuple[int, ...], tuple[int, int]]]:
-        """The grid of each launch, with the tile that it starts at and a step."""
+        """(grid, (first, step)) of each launch.
+
+        first: the tile that the launch starts at. step: the kernel's factor for the third grid
+        dimension.
+        """
         tiles = self.tiles(rows)
         match self.config:
             case RowForward():
@@ -150,19 +157,22 @@ class ForwardPlan(Tiling):
                 return [((min(tiles, self.resident),), (0, 1))]
             case SharedForward():
                 chunks = self.chunks
-                found = parts(tiles, MAX_GRID // chunks)
-                return [((count * chunks,), (first, 1)) for first, count in found]
+                split = parts(tiles, MAX_GRID // chunks)
+                return [((count * chunks,), (first, 1)) for first, count in split]
 
 
 @dataclass(frozen=True)
 class BackwardPlan(Tiling):
-    """A persistent grid, then the column sum; ahead of them a launch that empties slots, if any."""
+    """The launches of a backward pass: the norm and, if there are sums over rows, the column sum.
+
+    If blocks share rows, the first launch empties the slots.
+    """
 
     sum_config: ColumnSum
     needs: Needs
 
     @cached_property
-    def _shares(self) -> bool:
+    def _exchanges(self) -> bool:
         needs = self.needs
         through_norm = needs.dx or needs.dresidual or (needs.dgate and self.spec.gate_first)
         return self.chunks > 1 and through_norm
@@ -170,15 +180,16 @@ class BackwardPlan(Tiling):
     def blocks(self, rows: int) -> int:
         """How many blocks, or sets of blocks that share rows, split the tiles.
 
-        As many as are resident, in whole rounds of the heads: blocks of a set that is resident in
-        part would wait, in every row, for some that start when others have ended.
+        As many as are resident at once. A set with blocks that are not resident would wait at every
+        row until another set has ended. With heads the number is rounded down to a multiple of the
+        groups of heads, so that a block always has the same heads.
         """
         resident, groups = self.resident // self.chunks, self._groups
         return min(self.tiles(rows), max(groups, resident // groups * groups))
 
     @cached_property
     def partials(self) -> Callable[[int], tuple[int, int] | None]:
-        """Shape of the float32 scratch of partial sums over rows; None when none is needed."""
+        """Shape of the float32 scratch for partial sums over rows; None without dw and db."""
 
         @lru_cache(SIZES)
         def partials(rows):

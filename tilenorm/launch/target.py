@@ -1,9 +1,9 @@
-"""The GPU that a plan is for, described by what planning needs to know of it."""
+"""The GPU that a plan is made for, as far as planning has to know it."""
 
 from dataclasses import dataclass
 
-# Architectures that cuTile compiles for, with the multiprocessors of a typical part. Only grids
-# depend on the number; a plan for a GPU at hand takes it from the device.
+# Architectures that cuTile compiles for, with the number of multiprocessors of a typical GPU. Only
+# grids depend on the number. A plan for the GPU of this machine takes the number from the device.
 MULTIPROCESSORS = {
     "sm_80": 108,
     "sm_86": 84,
@@ -15,20 +15,20 @@ MULTIPROCESSORS = {
     "sm_120": 170,
     "sm_121": 48,
 }
-# KiB of a multiprocessor where they are not those of the data centre's GPUs since Hopper.
+# KiB of shared memory of a multiprocessor. Architectures that are not listed have 228 KiB.
 SHARED_KIB = {"sm_80": 164, "sm_86": 100, "sm_89": 100, "sm_120": 100, "sm_121": 100}
 
 
 @dataclass(frozen=True)
 class Target:
-    """arch: "sm_90". multiprocessors: how many blocks run side by side at one block each."""
+    """A GPU architecture, such as "sm_90", and a number of multiprocessors."""
 
     arch: str
     multiprocessors: int
 
     @classmethod
     def of(cls, arch: str) -> "Target":
-        """The target of an architecture's name, for planning without its GPU.
+        """The target for the name of an architecture, to plan without the GPU.
 
         Raises ValueError for an architecture that cuTile does not compile for.
         """
@@ -39,15 +39,15 @@ class Target:
 
     @property
     def has_tma(self) -> bool:
-        """Tile loads can use the bulk tensor copy engine, whose reads the compiler runs ahead."""
+        """Whether the compiler can turn tile loads into TMA copies and prefetch with them."""
         return int(self.arch.removeprefix("sm_")) >= 90
 
     @property
     def has_dependent_launch(self) -> bool:
-        """A kernel can start before the one ahead of it has ended, and wait for it in its midst."""
+        """Whether a kernel can start before the previous one has ended, and wait for it later."""
         return self.has_tma
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory that a block may take: what a multiprocessor has less 1 KiB of its own."""
+        """Shared memory that a block may use: that of a multiprocessor, less 1 KiB reserved."""
         return (SHARED_KIB.get(self.arch, 228) - 1) * 1024

@@ -1,4 +1,4 @@
-"""How a plan cuts rows: into tiles, segments, and chunks that blocks share."""
+"""How a plan cuts its work: rows into tiles, a row into chunks and segments."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ from .calls import Launch, hinted
 from .config import Config, Hints, cdiv, tile_width
 from .target import Target
 
-POLLS = 1 << 12  # about 4 ms: what another kernel on the same GPU may keep blocks of a row apart
+POLLS = 1 << 12  # about 4 ms: another kernel on the GPU may delay some blocks of a row by this
 CLEAR_SLOTS = hinted(clear_slots, Hints())
-CLEARED = 1024  # slots that a block empties
+CLEARED = 1024  # slots that one block empties
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """What plans of both directions share."""
+    """Base class of the plans of both directions."""
 
     spec: NormSpec
     target: Target
@@ -28,11 +28,12 @@ class Tiling:
 
     @cached_property
     def leading(self) -> int:
-        """Most leading dimensions of an input that is read in place: two where a tile is one row.
+        """The most leading dimensions with which an input is read in place, without a copy.
 
-        Rows that are not evenly spaced the compiler may lay out otherwise, and sum in another order
-        (seen at N = 37, 64, on more warps at 4096, in chunks at 65536). Inputs with heads all have
-        two.
+        With two leading dimensions rows may be unevenly spaced. The compiler may then distribute a
+        tile over threads differently and add in another order (seen at N = 37 and 64, at 4096 with
+        more warps, and at 65536 in chunks). Tiles of one row that one block reads without a warp
+        hint do not show this. Inputs with heads always have two leading dimensions.
         """
         config = self.config
         gathered_by_more_warps = config.hints.num_worker_warps is not None and not config.tma
@@ -50,16 +51,16 @@ class Tiling:
 
     @cached_property
     def tile_heads(self) -> int:
-        """Heads of a token in a tile: as many as divide both; 0 without heads."""
+        """Heads of a token in a tile: the largest divisor of both; 0 without heads."""
         return gcd(self.spec.heads, self.config.rows) if self.spec.heads else 0
 
     @cached_property
     def _groups(self) -> int:
-        """Tiles after which the heads repeat."""
+        """Number of tiles after which the heads repeat."""
         return self.spec.heads // self.tile_heads if self.spec.heads else 1
 
     def tiles(self, rows: int) -> int:
-        """How many tiles so many rows make."""
+        """Number of tiles of a number of rows."""
         heads, tile_rows = self.spec.heads, self.config.rows
         if not heads:
             return cdiv(rows, tile_rows)
@@ -67,12 +68,12 @@ class Tiling:
 
     @cached_property
     def resident(self) -> int:
-        """Blocks of a persistent grid that run side by side."""
+        """Number of blocks of a persistent grid that run side by side."""
         return self.target.multiprocessors * (self.config.hints.occupancy or 1)
 
     @cached_property
-    def _shares(self) -> bool:
-        """Whether blocks tell each other what they have of a row's sums."""
+    def _exchanges(self) -> bool:
+        """Whether blocks share rows and exchange their partial sums of each row."""
         return self.chunks > 1
 
     @cached_property
@@ -98,28 +99,31 @@ class Tiling:
 
     @cached_property
     def _sharing(self) -> tuple[int, int, bool]:
-        """PADDED_CHUNKS, POLLS and OVERLAP."""
-        return tile_width(self.chunks), POLLS if self._shares else 0, self._overlap
+        """The constants PADDED_CHUNKS, POLLS and OVERLAP."""
+        return tile_width(self.chunks), POLLS if self._exchanges else 0, self._overlap
 
     @property
     def _overlap(self) -> bool:
-        """Whether a kernel starts while the one ahead of it, which it waits for, still runs."""
+        """Whether a kernel starts while the previous one still runs, and waits for it later."""
         return self.target.has_dependent_launch
 
     @cached_property
     def _starts_early(self) -> bool:
-        """Whether the norm's own kernel does: what is ahead of it empties its slots."""
-        return self._shares and self._overlap
+        """Whether the norm's kernel starts while clear_slots still runs."""
+        return self._exchanges and self._overlap
 
     def slots(self, rows: int) -> tuple[int, int] | None:
-        """Shape of the int32 slots by which blocks share rows: two a chunk for LayerNorm."""
-        if not self._shares:
+        """Shape of the int32 slots through which blocks exchange partial sums, or None.
+
+        A chunk has one slot for RMSNorm and two for LayerNorm.
+        """
+        if not self._exchanges:
             return None
         return rows, self.chunks * (2 if self.spec.norm == "layer" else 1)
 
     def _clear(self, take: Callable, rows: int) -> list[Launch]:
-        """The launch that empties the slots."""
-        if not self._shares:
+        """The launch that empties the slots, if there are slots."""
+        if not self._exchanges:
             return []
         width = self.slots(rows)[1]
         padded = tile_width(width)

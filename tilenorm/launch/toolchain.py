@@ -1,4 +1,4 @@
-"""What cuTile itself finds on this machine: driver, compiler, cache."""
+"""The driver, compiler and cache that cuTile uses on this machine."""
 
 import re
 import subprocess
@@ -8,36 +8,42 @@ from cuda.tile._cext import default_tile_context, get_driver_version
 
 
 def driver_version() -> int:
-    """The newest CUDA version that the driver serves, 13000 for 13.0."""
+    """The newest CUDA version that the driver supports: 13000 is CUDA 13.0."""
     major, minor = get_driver_version()
     return major * 1000 + minor * 10
 
 
 def compiler_path() -> str:
-    """Where tileiras is. Raises FileNotFoundError, with how to install it, if nowhere."""
+    """The path of the compiler tileiras.
+
+    Raises FileNotFoundError, which says how to install tileiras, if there is none.
+    """
     return _compile._find_compiler_bin().path
 
 
 def compiler_version() -> str:
-    """Of tileiras, "13.4.92"; "unknown" where there is none that runs. Asked once a process."""
+    """The version of tileiras, such as "13.4.92"; "unknown" if tileiras does not run."""
     try:
-        told = _compile._get_compiler_version_string()
+        text = _compile._get_compiler_version_string()
     except FileNotFoundError:
-        told = None
-    found = re.search(r"V(\d[\d.]*)", told or "")
-    return found[1] if found else "unknown"
+        text = None
+    version = re.search(r"V(\d[\d.]*)", text or "")
+    return version[1] if version else "unknown"
 
 
 def cache_folder() -> str | None:
-    """Where cuTile keeps what it compiled, for any process of this user; None if it does not."""
+    """The folder in which cuTile keeps compiled kernels for later processes; None if it is off."""
     return default_tile_context.config.cache_dir
 
 
 def driver_release() -> str:
-    """As nvidia-smi tells it, "580.159.04"; where it does not, the CUDA version that it serves."""
+    """The driver's version from nvidia-smi, such as "580.159.04".
+
+    Without nvidia-smi it is the newest CUDA version that the driver supports.
+    """
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        return told.splitlines()[0].strip()
+        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return printed.splitlines()[0].strip()
     except (OSError, subprocess.CalledProcessError, IndexError):
         return f"CUDA {driver_version() / 1000:g}"

@@ -1,7 +1,8 @@
-"""A user's own measured configurations: what `python -m tilenorm tune` writes and plans read.
+"""A user's own measured configurations: `python -m tilenorm tune` writes them, plans read them.
 
-One JSON file an architecture, in the folder of settings.py. It serves only the versions that it was
-measured with, and is used whole or not at all.
+Each architecture has one JSON file, in the folder that settings.py names. A table serves only the
+versions of cuTile and of its compiler that it was measured with. A table with one invalid entry is
+ignored as a whole.
 """
 
 import json
@@ -22,18 +23,19 @@ from .config import FORMS, Backward, Config, Hints, RowForward, Served, SharedFo
 from .target import Target
 from .toolchain import compiler_version
 
-FORMAT = 3  # to be raised, too, when kernels change so much that older measurements mislead
+FORMAT = 3  # raise it too if kernels change so much that older measurements mislead
 
 
 class TableWarning(UserWarning):
-    """A user's table is ignored, and why."""
+    """A user's table is ignored; the message says why."""
 
 
 class Key(NamedTuple):
-    """Which specs an entry serves: rows of N, of one operation, in one direction.
+    """The specs that an entry serves.
 
-    op: as in the shipped tables. item_bytes: of the widest tensor with rows. aligned: as in
-    NormSpec. heads: whether weights belong to heads.
+    op: the operation, as in the shipped tables. item_bytes: bytes of an element of the widest
+    tensor that has rows. hidden: N. aligned: as in NormSpec. heads: whether each head has its own
+    weights.
     """
 
     direction: str
@@ -50,9 +52,11 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Entry:
-    """A configuration and what was measured of it: median and spread of the samples, GB/s.
+    """A configuration and its measurement.
 
-    rows, spec: what was timed. spills: bytes a thread by kernel. gpu, driver, date: where and when.
+    us: median of the samples. spread: relative to the median. rows, spec: what was timed.
+    registers, spills: registers and spilled bytes of a thread, by kernel. gpu, driver, date: where
+    and when it was measured.
     """
 
     key: Key
@@ -75,14 +79,14 @@ def path_of(arch: str) -> Path:
 
 
 def versions() -> dict[str, str]:
-    """On which code a kernel's speed depends."""
+    """The versions of the tools on which a kernel's speed depends."""
     return {"tileiras": compiler_version(), "cuda-tile": ct.__version__}
 
 
 def write(path: Path, arch: str, entries: Iterable[Entry]) -> None:
-    """Put entries into the table at a path, which is made, or replaced where it does not serve.
+    """Add entries to the table at a path. A missing or invalid table is replaced.
 
-    Plans that are made from then on see them.
+    Plans that are made later use the entries.
     """
     try:
         kept = {entry.key: entry for entry in read(path, arch)}
@@ -92,7 +96,7 @@ def write(path: Path, arch: str, entries: Iterable[Entry]) -> None:
     table = {"format": FORMAT, "arch": arch, "versions": versions()}
     table["entries"] = [_encoded(kept[key]) for key in sorted(kept)]
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Whoever reads meanwhile finds the old table or the new one.
+    # A process that reads at the same time finds the old table or the new one.
     draft = path.with_name(f"{path.name}.{os.getpid()}")
     draft.write_text(json.dumps(table, indent=1) + "\n")
     draft.replace(path)
@@ -100,17 +104,18 @@ def write(path: Path, arch: str, entries: Iterable[Entry]) -> None:
 
 
 def read(path: Path, arch: str) -> list[Entry]:
-    """The entries of a table. Raises ValueError, which says why, for one that does not serve here.
+    """The entries of a table.
 
-    Raises OSError for one that cannot be read.
+    Raises OSError if the file cannot be read, and ValueError with the reason if the table is
+    invalid or is for another machine.
     """
     table = json.loads(path.read_text())
     if not isinstance(table, dict) or table.get("format") != FORMAT:
-        raise ValueError(f"it is no table of format {FORMAT}")
+        raise ValueError(f"it is not a table of format {FORMAT}")
     if table.get("arch") != arch:
-        raise ValueError(f"it is of {table.get('arch')}, not of {arch}")
+        raise ValueError(f"it is for {table.get('arch')}, not for {arch}")
     if table.get("versions") != versions():
-        raise ValueError(f"it was measured with {table.get('versions')}, here are {versions()}")
+        raise ValueError(f"it was measured with {table.get('versions')}, not with {versions()}")
     known = {"format", "arch", "versions", "entries"}
     if set(table) != known or not isinstance(table["entries"], list):
         raise ValueError(f"its fields are {', '.join(table)}")
@@ -119,7 +124,7 @@ def read(path: Path, arch: str) -> list[Entry]:
 
 @cache
 def configs(arch: str) -> dict[Key, Config]:
-    """What plans for an architecture read: once a process, with one warning for a table ignored."""
+    """The configurations of a user's table. A process reads the table, or warns about it, once."""
     path = path_of(arch)
     try:
         return {entry.key: entry.config for entry in read(path, arch)}
@@ -146,7 +151,7 @@ def _decoded(number: int, data: dict, arch: str) -> Entry:
         entry = _built(Entry, data | {"key": key, "config": config})
         reason = config.refusal(Served(key.hidden, key.item_bytes, key.aligned, Target.of(arch)))
         if config.direction != key.direction:
-            reason = f"{type(config).__name__} is none of the {key.direction} pass"
+            reason = f"{type(config).__name__} does not serve the {key.direction} pass"
     except (TypeError, ValueError, KeyError) as error:
         raise ValueError(f"entry {number}: {error}") from error
     if reason:
@@ -155,7 +160,7 @@ def _decoded(number: int, data: dict, arch: str) -> Entry:
 
 
 def _built(form: type, data: dict):
-    """A dataclass from exactly its fields, each of its type."""
+    """Build a dataclass. Raises ValueError for missing or extra fields and for wrong types."""
     kinds = get_type_hints(form)
     names = [field.name for field in fields(form)]
     if set(data) != set(names):

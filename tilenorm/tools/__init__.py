@@ -1,1 +1,1 @@
-"""What no call needs: compiling ahead, tuning, explaining, and what this machine has."""
+"""Tools that no call of an op needs: precompile, tune, explain, info and digests."""

@@ -1,4 +1,4 @@
-"""Configurations that can serve a spec: those worth trying, and why another cannot."""
+"""The configurations that the tuner tries for a spec."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,49 +18,53 @@ from ..launch.config import (
 from ..launch.target import Target
 from ..spec import NormSpec
 
-# What is tried of each field. Blocks without TMA have 4 warps, with 8 half the registers a thread.
+# The values that are tried for each field. Blocks without TMA have 4 warps by default; with 8 warps
+# a thread has half the registers.
 WARPS = {False: (None, 8), True: (4, 8)}
-ONE_TILE_OCCUPANCY = (None, 2, 3, 4, 8, 12, 16)  # of a block a tile it bounds the registers only
+ONE_TILE_OCCUPANCY = (None, 2, 3, 4, 8, 12, 16)  # here it only bounds the registers
 PACKED_OCCUPANCY = (None, 1, 2, 3, 4)
 FETCH_OCCUPANCY = (None, 2, 3, 4, 6)
 LOOP_OCCUPANCY = (1, 2, 3, 4, 5, 6, 8)
 TMA_OCCUPANCY = (1, 2, 3, 4)
 BACKWARD_OCCUPANCY = (1, 2, 3, 4, 5, 6)  # each block has partial sums
-CHUNK_OCCUPANCY = (4, 5, 6, 7, 8, 10)  # in the forward pass: it bounds the registers only
+CHUNK_OCCUPANCY = (4, 5, 6, 7, 8, 10)  # forward; here it only bounds the registers
 CHUNKS = {"forward": (2048, 4096, 8192), "backward": (1024, 2048, 4096, 8192)}
 CHUNK_SEGMENTS = {"forward": (1, 2, 4, 8), "backward": (1, 2)}
-CHUNK_TOGETHER = (1, 2, 4)  # where a thread reads one vector of a segment
+CHUNK_TOGETHER = (1, 2, 4)  # if a thread reads one vector of each segment
 
-# Segments at most of different widths, and of one, and the narrowest of each.
+# The most segments of a row, and the narrowest: of different widths, and of equal width.
 MOST_SEGMENTS, NARROWEST_SEGMENT = 5, 512
 MOST_EQUAL_SEGMENTS, NARROWEST_EQUAL_SEGMENT = 9, 128
-# Elements of a tile of gathered rows, more for a wider row.
+# The fewest and the most elements of a tile of gathered rows. A wider row is a tile of its own.
 TILES = {"forward": (512, 8192), "backward": (512, 4096)}
-LARGEST_AHEAD = 4096  # elements of a tile of which a loop gathers the next one ahead
-FEWEST_A_THREAD = 8  # elements, for 8 warps to be worth a try
-NARROWEST_LOAD = 1024  # columns of a row by tile loads
+LARGEST_AHEAD = 4096  # elements of a tile that a loop prefetches by gathers
+FEWEST_A_THREAD = 8  # elements; with fewer, 8 warps are not tried
+NARROWEST_LOAD = 1024  # columns of a row that tile loads read
 NARROWEST_PACKED = 2048
 NARROWEST_FETCHED = 1024
 NARROWEST_SHARED = 8192
-NARROWEST_REREAD = 6144  # columns of a row whose weights take registers that it lacks
-WIDEST = {"forward": 32768, "backward": 16384}  # columns of a row that is held whole
-WIDEST_GATHERED = 8192  # in the backward pass, and not packed
-REGISTERS = 65536  # of a multiprocessor
-THREADS = 2048
-# Elements that the blocks of a multiprocessor have of chunks, each with about four float32 values.
+NARROWEST_REREAD = 6144  # columns; narrower rows have registers for the weights
+WIDEST = {"forward": 32768, "backward": 16384}  # columns of a row that one block holds
+WIDEST_GATHERED = 8192  # columns of a gathered backward row that is not packed
+REGISTERS = 65536  # registers of a multiprocessor
+THREADS = 2048  # threads of a multiprocessor
+# The most elements of all chunks on a multiprocessor. Each element takes about four float32 values.
 BACKWARD_CHUNKS = REGISTERS // 4
-# Partial sums that the blocks of a multiprocessor have where those of a tile's rows are apart.
+# The most partial sums of all blocks on a multiprocessor if each row of a tile has its own.
 HEADS_SCRATCH = 6 * 2048
 
 
 def candidates(spec: NormSpec, target: Target, direction: str) -> list[Config]:
-    """What the tuner tries, simple ones first. direction: "forward" or "backward"."""
+    """The configurations that the tuner tries, simple ones first.
+
+    direction: "forward" or "backward".
+    """
     if direction == "forward":
-        found = (*_forward(spec), *_forward_chunks(spec))
+        tried = (*_forward(spec), *_forward_chunks(spec))
     else:
-        found = (*_backward(spec), *_backward_chunks(spec, target))
+        tried = (*_backward(spec), *_backward_chunks(spec, target))
     served = Served(spec.hidden, spec.widest_item, spec.aligned, target)
-    return [c for c in dict.fromkeys(found) if not c.refusal(served)]
+    return [c for c in dict.fromkeys(tried) if not c.refusal(served)]
 
 
 def explicit(config: Config, hidden: int) -> Config:
@@ -69,26 +73,27 @@ def explicit(config: Config, hidden: int) -> Config:
 
 
 def segmentations(hidden: int) -> list[tuple[int, ...]]:
-    """Ways to cut a row into segments of powers of two in descending order, the widest first.
+    """Ways to cut a row into segments: powers of two in descending order.
 
-    Of each largest width: as many as fit and what is left, exactly or padded to one power of two
-    or to one more of the same width.
+    A row starts with as many segments of one width as fit. The rest of the row is cut exactly, or
+    is padded to one power of two, or is padded to one more segment of the same width.
     """
-    found = [(tile_width(hidden),)]
-    width = found[0][0] // 2
+    cuts = [(tile_width(hidden),)]
+    width = cuts[0][0] // 2
     while width >= NARROWEST_EQUAL_SEGMENT and cdiv(hidden, width) <= MOST_EQUAL_SEGMENTS:
-        count, left = divmod(hidden, width)
+        count, rest = divmod(hidden, width)
         head = (width,) * count
-        if left:
-            exact = tuple(1 << b for b in reversed(range(left.bit_length())) if left >> b & 1)
-            found += [head + exact, head + (tile_width(left),), head + (width,)]
+        if rest:
+            exact = tuple(1 << b for b in reversed(range(rest.bit_length())) if rest >> b & 1)
+            cuts += [head + exact, head + (tile_width(rest),), head + (width,)]
         else:
-            found.append(head)
+            cuts.append(head)
         width //= 2
-    return [widths for widths in dict.fromkeys(found) if _few(widths)]
+    return [widths for widths in dict.fromkeys(cuts) if _is_tried(widths)]
 
 
-def _few(widths: tuple[int, ...]) -> bool:
+def _is_tried(widths: tuple[int, ...]) -> bool:
+    """Whether there are not too many segments, and none is too narrow."""
     if len(set(widths)) == 1:
         return len(widths) <= MOST_EQUAL_SEGMENTS
     return len(widths) <= MOST_SEGMENTS and widths[-1] >= NARROWEST_SEGMENT
@@ -144,7 +149,7 @@ def _backward_chunks(spec: NormSpec, target: Target) -> Iterator[Backward]:
     for width, packed in _chunks(spec, "backward"):
         sharing = cdiv(spec.hidden, width) * (spec.heads or 1)
         for hints in _hints(BACKWARD_OCCUPANCY, width, BACKWARD_CHUNKS):
-            # More than are resident wait, in every row, for some that start when others have ended.
+            # Blocks that share a row wait for each other at every row, so all have to be resident.
             if sharing <= target.multiprocessors * hints.occupancy:
                 for widths in _cuts(spec, width, hints, "backward"):
                     config = Backward(widths, hints=hints, packed=packed)
@@ -154,23 +159,23 @@ def _backward_chunks(spec: NormSpec, target: Target) -> Iterator[Backward]:
 
 
 def _chunks(spec: NormSpec, direction: str) -> Iterator[tuple[int, bool]]:
-    """(columns of a chunk, packed) where blocks share rows."""
+    """(columns of a chunk, packed) for rows that blocks share."""
     if spec.hidden >= NARROWEST_SHARED:
         widths = [width for width in CHUNKS[direction] if width < spec.hidden]
         yield from product(widths, _packings(spec))
 
 
 def _cuts(spec: NormSpec, width: int, hints: Hints, direction: str) -> list[tuple[int, ...]]:
-    """The segments of a chunk of so many columns, of which every thread has a vector at least."""
+    """Ways to cut a chunk of `width` columns so that each thread has a vector of each segment."""
     least = hints.vectors(spec.widest_item)
     counts = CHUNK_SEGMENTS[direction]
     return [(width // n,) * n for n in counts if n == 1 or width // n >= least]
 
 
 def _together(spec: NormSpec, widths: tuple[int, ...], hints: Hints) -> list[int]:
-    """Of how many segments of a chunk the weights may be read at once."""
-    read = spec.weight or spec.bias
-    several = read and widths[0] == hints.vectors(spec.widest_item)
+    """The values of `together`: for how many segments the weights are read at once."""
+    affine = spec.weight or spec.bias
+    several = affine and widths[0] == hints.vectors(spec.widest_item)
     return [n for n in CHUNK_TOGETHER if n == 1 or (several and n < len(widths))]
 
 
@@ -179,20 +184,19 @@ def _packings(spec: NormSpec) -> tuple[bool, ...]:
 
 
 def _packs(spec: NormSpec) -> bool:
-    """Whether a row is so wide that it pays to keep it in its own 16 bits."""
+    """Whether rows have 16 bits and are so wide that it pays to keep them in 16 bits."""
     return spec.widest_item == 2 and spec.hidden >= NARROWEST_PACKED
 
 
 def _rows(widths: tuple[int, ...], direction: str) -> list[int]:
-    """How many rows a tile of gathered rows may have."""
+    """The row counts that are tried for a tile of gathered rows."""
     least, most = TILES[direction]
     counts = [1 << i for i in range(most.bit_length())]
-    found = [n for n in counts if least <= n * sum(widths) <= most]
-    return found or [1]
+    return [n for n in counts if least <= n * sum(widths) <= most] or [1]
 
 
 def _loads(spec: NormSpec, widths: tuple[int, ...]) -> Iterator[tuple[Hints, bool]]:
-    """(hints, store) of rows that tile loads read."""
+    """(hints, store) for rows that tile loads read."""
     if spec.hidden >= NARROWEST_LOAD:
         hints = _hints(TMA_OCCUPANCY, sum(widths), REGISTERS, tma=True)
         yield from product(hints, (False, True))
@@ -201,7 +205,10 @@ def _loads(spec: NormSpec, widths: tuple[int, ...]) -> Iterator[tuple[Hints, boo
 def _hints(
     occupancies: tuple, elements: int, most: int | None = None, tma: bool = False
 ) -> list[Hints]:
-    """elements: those that a block holds; most: those that all of a multiprocessor may hold."""
+    """The hints that are tried.
+
+    elements: what one block holds. most: what all blocks on a multiprocessor may hold.
+    """
     found = []
     for occupancy, warps in product(occupancies, WARPS[tma]):
         hints = Hints(occupancy, warps)

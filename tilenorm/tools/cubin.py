@@ -1,7 +1,7 @@
-"""What a compiled kernel takes of a multiprocessor, read from its ELF file.
+"""Reads the resources of a compiled kernel from its ELF file.
 
-The attributes of `.nv.info` sections are (format, attribute, size or value, bytes): see NVIDIA's
-cuobjdump, with which a test compares.
+A `.nv.info` section is a list of attributes: (format, attribute, size or value, bytes). A test
+compares the results with NVIDIA's cuobjdump.
 """
 
 import hashlib
@@ -9,14 +9,18 @@ import struct
 from collections.abc import Iterator
 from typing import NamedTuple
 
-# Attributes of .nv.info, values of format _SIZED: (kernel's symbol, number).
+# Attributes of .nv.info. Format _SIZED: bytes follow. The first two hold (kernel's symbol, number).
 _FRAME_SIZE, _REGISTERS = 0x11, 0x2F
 _THREADS = 0x10  # the block's shape
 _SIZED = 4
 
 
 class Resources(NamedTuple):
-    """Registers and spilled bytes a thread, shared bytes and threads a block; the code's digest."""
+    """Resources of a kernel.
+
+    registers, spill_bytes: for each thread. shared_bytes, threads: for each block. code: a digest
+    of the machine code.
+    """
 
     registers: int
     spill_bytes: int
@@ -26,7 +30,7 @@ class Resources(NamedTuple):
 
 
 def resources(cubin: bytes) -> Resources:
-    """Of a cubin with one kernel. Raises ValueError for bytes that are no such cubin."""
+    """The resources of the kernel of a cubin. Raises ValueError unless there is exactly one."""
     found, shared, code = {}, 0, hashlib.sha256()
     try:
         for name, size, data in _sections(cubin):
@@ -52,7 +56,7 @@ def _sections(elf: bytes) -> Iterator[tuple[str, int, bytes]]:
         raise ValueError("no 64-bit ELF file")
     (table,) = struct.unpack_from("<Q", elf, 0x28)
     step, count, names_at = struct.unpack_from("<HHH", elf, 0x3A)
-    # Of a header: name, offset and size.
+    # A header has the section's name (as an offset), offset and size.
     headers = [struct.unpack_from("<I20xQQ", elf, table + i * step) for i in range(count)]
     names = headers[names_at][1]
     for name, offset, size in headers:

@@ -1,10 +1,10 @@
-"""What the plans of an architecture compile to, so that a refactoring can show what it changes.
+"""Digests of the code of every plan, so that a refactoring can show that no code has changed.
 
     python -m tilenorm digests --arch sm_90 > before.txt     # and after the change
     diff before.txt after.txt
 
-A line is a launch: what is computed, and a digest of the machine code of its kernel. A digest does
-not depend on a kernel's name, nor on how its parameters are grouped.
+Each line is a launch: the spec, and a digest of the kernel's machine code. The digest does not
+depend on the kernel's name or on how its parameters are grouped.
 """
 
 from collections.abc import Iterator
@@ -17,16 +17,19 @@ from ..launch.tuned import TABLES
 from ..spec import ITEM_BYTES, NormSpec
 from .precompile import calls_of, compile_call, compiling
 
-MANY, FEW = 65537, 33  # rows of a large batch and of a small one
+LARGE, SMALL = 65537, 33  # rows of a large batch and of a small batch
 DTYPES = ("bfloat16", "float32")
-# Sizes of every kind of plan of the rules, and sizes that fill no vectors.
+# RULE_SIZES: for each kind of plan of the rules. PART_SIZES: rows that do not fill vectors.
 RULE_SIZES = (8, 37, 1000, 4096, 16384, 65537)
 PART_SIZES = {"bfloat16": (37, 1001, 16391, 65537), "float32": (37, 1001)}
-DIGITS = 32  # of a digest
+DIGITS = 32  # printed digits of a digest
 
 
 class Case(NamedTuple):
-    """A plan to compile: forward, saving statistics or not, or backward with these gradients."""
+    """A plan to compile. `needs` are the gradients of a backward pass; None is a forward pass.
+
+    save: whether the forward pass writes mean and rstd.
+    """
 
     spec: NormSpec
     target: Target
@@ -54,26 +57,26 @@ class Case(NamedTuple):
         if self.needs is None:
             parts += ["saving"] * self.save
         else:
-            asked = (name for name, needed in self.needs._asdict().items() if needed)
-            parts.append("+".join(asked))
+            needed = (name for name, is_needed in self.needs._asdict().items() if is_needed)
+            parts.append("+".join(needed))
         return " ".join((*parts, f"rows:{self.rows}"))
 
 
 def cases(arch: str) -> list[Case]:
-    """Every configuration of the architecture's table, or of its rules, and what varies them."""
+    """Cases for every configuration of an architecture's table or rules, and for spec variants."""
     target, found = Target.of(arch), []
     for spec in _specs(arch, "forward"):
         for save in (False, True):
             plan = plan_forward(spec, target, save)
             if plan.save == save:
-                batches = (MANY, FEW) if plan.fetches else (MANY,)
+                batches = (LARGE, SMALL) if plan.fetches else (LARGE,)
                 found += [Case(spec, target, rows * (spec.heads or 1), save) for rows in batches]
     for spec in _specs(arch, "backward"):
         every = every_gradient(spec)
-        found.append(Case(spec, target, MANY * (spec.heads or 1), needs=every))
+        found.append(Case(spec, target, LARGE * (spec.heads or 1), needs=every))
         if arch in TABLES and spec.hidden in (37, 1024) and not spec.heads:
-            some = (every._replace(**{n: False}) for n in _gradients(every))
-            found += [Case(spec, target, MANY, needs=needs) for needs in some]
+            all_but_one = (every._replace(**{n: False}) for n in _gradients(every))
+            found += [Case(spec, target, LARGE, needs=needs) for needs in all_but_one]
     return found
 
 
@@ -91,7 +94,7 @@ def digests(arch: str, processes: int | None = None) -> Iterator[str]:
 
 
 def _codes(case: Case) -> list[str]:
-    """In a worker: a kernel is not pickled, so calls are made where they are compiled."""
+    """Runs in a worker. Kernels cannot be pickled, so the worker makes the calls itself."""
     calls = calls_of(case.plan, case.rows)
     return [compile_call(call, case.target.arch).code for call in calls]
 
@@ -101,7 +104,7 @@ def _gradients(needs: Needs) -> list[str]:
 
 
 def _operations(dtype: str) -> dict[str, dict]:
-    """Fields of a spec for each operation that a table has, by its name there."""
+    """Fields of a spec for each operation of the tables, by the operation's name."""
     rms = {"norm": "rms", "dtype": dtype, "weight": dtype}
     layer = rms | {"norm": "layer", "bias": dtype}
     return {
@@ -128,7 +131,7 @@ def _specs(arch: str, direction: str) -> list[NormSpec]:
 
 
 def _variants() -> Iterator[NormSpec]:
-    """What no table tells apart: weights by head, dtypes, offset, rounding, missing parameters."""
+    """Specs that differ in ways the tables ignore: heads, dtypes, offset, rounding, parameters."""
     b, f = "bfloat16", "float32"
     for hidden in (128, 1000):
         for fields in _operations(b).values():

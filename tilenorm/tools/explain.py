@@ -1,4 +1,4 @@
-"""tilenorm.explain: which implementation serves a call, how it is launched, and why not others."""
+"""tilenorm.explain: which implementation serves a call, why others do not, and its launches."""
 
 import inspect
 from dataclasses import dataclass
@@ -27,12 +27,13 @@ class Step:
 
 @dataclass(frozen=True)
 class Explanation:
-    """chosen: the implementation that serves; None where the backend asked for does not.
-    refused: the others preferred to it, with reasons.
+    """How a call is served.
 
-    forward, backward: the launches, empty for the reference. Sources: which table or rule their
-    configurations come from, or None. Bytes: what the mathematics moves, each input read once and
-    each output written once.
+    chosen: the implementation that serves, or None if the requested backend cannot serve.
+    refused: the implementations that were not chosen although they come first, with the reasons.
+    forward, backward: the launches; empty for the reference. forward_source, backward_source: the
+    table or rule of the configuration, or None. forward_bytes, backward_bytes: bytes that the
+    mathematics moves, with each input read once and each output written once.
     """
 
     spec: NormSpec
@@ -72,8 +73,9 @@ class Explanation:
 def explain(op: str, *args, **kwargs) -> Explanation:
     """Print, and return, how `op` would serve a call with these arguments. Launches nothing.
 
-    Args: op is the name of a function, "rms_norm" say; the rest is what that function takes.
-    Raises: ValueError for an unknown op; what the op itself raises for bad input.
+    Args: op is the name of a function, such as "rms_norm". The other arguments are those of the
+    function.
+    Raises: ValueError for an unknown op, and whatever the op raises for bad input.
     """
     if op not in OPS:
         raise ValueError(f"op: got {op!r}, takes one of {', '.join(OPS)}")
@@ -82,28 +84,28 @@ def explain(op: str, *args, **kwargs) -> Explanation:
     given = bound.arguments
     given["gate_first"] = not given.pop("norm_before_gate", True)
     tensors = Tensors(*(given.get(name) for name in Tensors._fields))
-    asked = tuple(given.get(n, Options._field_defaults[n]) for n in Options._fields[2:])
-    backend = given["backend"]
-    options = arguments.check(op, tensors, given["normalized_shape"], given["eps"], asked, backend)
+    values = tuple(given.get(n, Options._field_defaults[n]) for n in Options._fields[2:])
+    shape, eps, backend = given["normalized_shape"], given["eps"], given["backend"]
+    options = arguments.check(op, tensors, shape, eps, values, backend)
     spec, input = spec_of_tensors(tensors, options), tensors.input
     rows = input.numel() // spec.hidden if spec.hidden else 0
     device = device_of(input.device.type, input.device.index)
-    found = explain_spec(spec, rows, device, backend)
-    print(found)
-    return found
+    explanation = explain_spec(spec, rows, device, backend)
+    print(explanation)
+    return explanation
 
 
 def explain_spec(
     spec: NormSpec, rows: int, device: Device, backend: str | None = None
 ) -> Explanation:
-    """The same for a spec, which may be for a GPU that is not here."""
+    """Explain how a spec would be served on a device, which need not be in this machine."""
     backend = backend or requested_backend()
-    found = refusals(spec, rows, device)
-    serving = [name for name, reason in found.items() if reason is None]
+    reasons = refusals(spec, rows, device)
+    serving = [name for name, reason in reasons.items() if reason is None]
     chosen = serving[0] if backend is None else backend if backend in serving else None
-    refused = {name: reason for name, reason in found.items() if reason is not None}
+    refused = {name: reason for name, reason in reasons.items() if reason is not None}
     if chosen is None:
-        refused[backend] = f"asked for, but {found.get(backend, 'there is no such backend')}"
+        refused[backend] = f"asked for, but {reasons.get(backend, 'there is no such backend')}"
     elif chosen != serving[0]:
         refused[serving[0]] = f"backend {chosen!r} was asked for"
     forward, backward, sources = (), (), (None, None)
@@ -126,15 +128,15 @@ def explain_spec(
 
 
 def moved_bytes(spec: NormSpec, rows: int) -> tuple[int, int]:
-    """What the mathematics of forward and of backward moves: each input and output once."""
+    """Bytes that the mathematics moves, (forward, backward): each input and output once."""
     x, residual, gate, weight, bias = (
         ITEM_BYTES[dtype] if dtype else 0
         for dtype in (spec.dtype, spec.residual, spec.gate, spec.weight, spec.bias)
     )
-    # x and y; residual and sum; the gate.
+    # Terms: x and y; residual and sum; gate.
     forward = 2 * x + 2 * residual + gate
-    # dy and dx; the saved x or sum, the gradient of the sum, and the residual's if it has its own
-    # dtype; the gate and its gradient.
+    # Terms: dy and dx; the saved x, or the saved sum with its gradient (and the residual's gradient
+    # if the residual has another dtype); the gate and its gradient.
     own_dtype = spec.residual not in (None, spec.dtype)
     saved = (2 + own_dtype) * residual if residual else x
     backward = 2 * x + saved + 2 * gate
@@ -147,7 +149,7 @@ def moved_bytes(spec: NormSpec, rows: int) -> tuple[int, int]:
 
 
 def options_of(spec: NormSpec) -> str:
-    """What a spec asks for beyond its size and dtype."""
+    """The fields of a spec besides op, size and dtype, as text."""
     parts = [f"weight {spec.weight}", f"bias {spec.bias}", f"offset {spec.offset:g}"]
     if spec.heads:
         parts.append(f"{spec.heads} heads")
@@ -162,7 +164,7 @@ def options_of(spec: NormSpec) -> str:
 
 
 def planned_device(arch: str) -> Device:
-    """A device of an architecture that need not be here, with a driver that serves."""
+    """A device of an architecture, with a sufficient driver. It need not be in this machine."""
     return Device("cuda", Target.of(arch), MIN_DRIVER)
 
 

@@ -1,4 +1,4 @@
-"""What this machine has for tilenorm: versions, GPUs, compiler, cache, and what is wrong."""
+"""Lists what tilenorm finds on this machine: versions, GPUs, compiler, cache, and problems."""
 
 import platform
 import subprocess
@@ -16,7 +16,7 @@ PACKAGES = ("tilenorm", "torch", "cuda-tile", "nvidia-cuda-tileiras", "triton")
 
 
 def information() -> tuple[list[str], list[str]]:
-    """Lines to print, and among them those that name something wrong."""
+    """(lines to print, problems). The lines name the problems too."""
     wrong = []
     lines = [f"python {platform.python_version()}"]
     lines += [f"{name} {_version(name)}" for name in PACKAGES]
@@ -37,10 +37,10 @@ def information() -> tuple[list[str], list[str]]:
         lines.append(f"{kind}{'' if index is None else f':{index}'} {name}{arch}{multiprocessors}")
         for op in OPS:
             spec = NormSpec.of(op, 4096, "bfloat16", weight="bfloat16")
-            found = refusals(spec, 4096, device)
-            chosen = next(name for name, reason in found.items() if reason is None)
+            reasons = refusals(spec, 4096, device)
+            chosen = next(name for name, reason in reasons.items() if reason is None)
             lines.append(f"  {op}: {chosen}")
-            for other, reason in found.items():
+            for other, reason in reasons.items():
                 if reason is not None:
                     lines.append(f"    {other} refuses: {reason}")
                     if kind == "cuda":
@@ -67,7 +67,7 @@ def _compiler(wrong: list[str]) -> str:
 
 
 def _tables(wrong: list[str]) -> list[str]:
-    """The user's own tables, and what is wrong with one that does not serve."""
+    """Lines about the user's own tables. An invalid table is added to `wrong`."""
     lines = []
     for arch in MULTIPROCESSORS:
         path = user_table.path_of(arch)

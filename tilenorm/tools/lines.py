@@ -1,4 +1,4 @@
-"""What the commands print, line by line as it becomes known."""
+"""The lines that the commands print. Each line is yielded as soon as it is known."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -13,12 +13,12 @@ from .shipped import written
 from .tune import ordered_candidates, tune, whole_rows
 
 RESOURCES = " regs spill B  smem B"
-Searches = Sequence[tuple[NormSpec, str]]  # specs, each with a direction
+Searches = Sequence[tuple[NormSpec, str]]  # (spec, direction) of each
 Report = Callable[[str], None]
 
 
 def compiled(specs: list[NormSpec], target: Target, processes: int | None) -> Iterator[str]:
-    """Compile each spec into cuTile's cache: its kernels, and what they take."""
+    """Compile each spec into cuTile's cache, and list the kernels with their resources."""
     results = precompile(specs, target, processes)
     for spec, kernels in zip(specs, results, strict=True):
         yield f"{_title(spec)} for {target.arch}"
@@ -36,18 +36,18 @@ def candidates(
     spills: int,
     report: Report,
 ) -> Iterator[str]:
-    """Compile every candidate: which would be timed, and why the others would not."""
+    """Compile every candidate, and list which would be timed and why the others would not."""
     for spec, direction in searches:
         configs = ordered_candidates(spec, target, direction)
-        how = (spec, target, direction, whole_rows(spec, rows or 65536), configs)
-        found = compile_candidates(*how, processes, report)
-        reasons = prune(found, target, spills, configs[0])
+        search = (spec, target, direction, whole_rows(spec, rows or 65536), configs)
+        results = compile_candidates(*search, processes, report)
+        reasons = prune(results, target, spills, configs[0])
         timed = sum(reason is None for reason in reasons.values())
         yield (
             f"{_title(spec)} {direction} on {target.arch}: {timed} of {len(configs)} to be timed"
         )
         yield f"  {RESOURCES}"
-        for candidate in found:
+        for candidate in results:
             reason = reasons[candidate.config]
             main = [k for k in candidate.kernels if k.kernel not in HELPERS]
             numbers = _resources(main[0]) if main else " " * 21
@@ -64,7 +64,7 @@ def tuned(
     spills: int,
     report: Report,
 ) -> Iterator[str]:
-    """Tune each spec on this GPU and put what is found into the table at a path."""
+    """Tune each spec on this GPU, and write the fastest configuration into the table at a path."""
     for spec, direction in searches:
         title = f"{_title(spec)} {direction}"
         report(title)

@@ -1,4 +1,4 @@
-"""Compiling without launching: the calls of a plan, into cuTile's cache, for any architecture."""
+"""Compiles the calls of plans into cuTile's cache, for any architecture, without a GPU."""
 
 import os
 import time
@@ -23,7 +23,7 @@ from .signature import ArrayLike, signature
 
 @dataclass(frozen=True)
 class Compiled:
-    """One compiled kernel; of its resources see cubin.Resources."""
+    """One compiled kernel. cubin.Resources explains the fields from `registers` on."""
 
     kernel: str
     hints: str
@@ -36,7 +36,7 @@ class Compiled:
 
 
 def calls_of(plan: ForwardPlan | BackwardPlan, rows: int) -> list[Call]:
-    """The calls of a plan over contiguous inputs, with descriptions for arrays."""
+    """The calls of a plan for contiguous inputs, with array descriptions instead of tensors."""
     if isinstance(plan, ForwardPlan):
         return plan.calls(_forward_arrays(plan, rows), rows, 1e-6)
     return plan.calls(_backward_arrays(plan, rows), rows)
@@ -85,7 +85,7 @@ def _backward_arrays(plan: BackwardPlan, rows: int) -> BackwardArrays:
 def training_calls(spec: NormSpec, target: Target) -> list[Call]:
     """Every call that inference and training with contiguous tensors can make, for any M.
 
-    Training asks for every gradient, and, where a residual was added, uses the sum.
+    Training needs every gradient. With a residual, the sum x + residual has a gradient too.
     """
     inference, training = (plan_forward(spec, target, save) for save in (False, True))
     backward = plan_backward(spec, target, every_gradient(spec))
@@ -97,10 +97,10 @@ def training_calls(spec: NormSpec, target: Target) -> list[Call]:
 
 
 def _row_classes(forward: ForwardPlan, backward: BackwardPlan, heads: int) -> list[int]:
-    """A row count for each way in which plans and the compiler can tell row counts apart.
+    """One row count for each class of row counts that compiles to the same kernels.
 
-    The compiler distinguishes extents of 1, multiples of 16, and others: of the rows, or of the
-    tokens, and of the partial rows, which grow with the rows until the grid is full.
+    The compiler distinguishes extents of 1, multiples of 16, and others. Extents are the number of
+    rows, of tokens and of partial rows. Partial rows grow with the rows until the grid is full.
     """
     classes = {}
     for tokens in (*range(1, 34 * backward.config.rows), *range(65536, 65552)):
@@ -118,34 +118,34 @@ def precompile(
 
     Raises cuda.tile.TileError when a kernel does not compile, RuntimeError when the cache is off.
     """
-    count = [len(training_calls(spec, target)) for spec in specs]
-    work = [(s, target, i) for s, n in zip(specs, count, strict=True) for i in range(n)]
+    counts = [len(training_calls(spec, target)) for spec in specs]
+    work = [(s, target, i) for s, n in zip(specs, counts, strict=True) for i in range(n)]
     with compiling(_compile_nth, work, processes) as results:
-        for n in count:
+        for n in counts:
             yield [next(results) for _ in range(n)]
 
 
 @contextmanager
 def compiling(function: Callable, work: list, processes: int | None) -> Iterator[Iterator]:
-    """function(item) of each item in order, by default in as many processes as there are CPUs."""
+    """Results of function(item) in order, by default from as many processes as there are CPUs."""
     if cache_folder() is None:
         raise RuntimeError("cuTile's cache is off (CUDA_TILE_CACHE_DIR): nothing would be kept")
     processes = min(processes or cpus(), len(work))
     if processes <= 1:
         yield map(function, work)
         return
-    # Fork is not safe once CUDA or threads are up; each worker imports tilenorm afresh.
+    # Fork is not safe after CUDA or threads have started, so each worker imports tilenorm anew.
     with ProcessPoolExecutor(processes, get_context("spawn"), _quietly) as pool:
         yield pool.map(function, work)
 
 
 def _quietly() -> None:
-    """In a worker: of a user's table that is ignored the first process tells."""
+    """Runs in a worker. The main process alone warns about an ignored user's table."""
     warnings.simplefilter("ignore", TableWarning)
 
 
 def cpus() -> int:
-    """How many this process may use; os.cpu_count() is how many the machine has."""
+    """Number of CPUs that this process may use. os.cpu_count() counts all CPUs of the machine."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

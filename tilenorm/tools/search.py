@@ -1,6 +1,6 @@
-"""The search for the fastest configuration: compile each, drop what cannot win, time the rest.
+"""Finds the fastest configuration: compiles all, drops those that cannot win, times the rest.
 
-What needs a GPU, running a plan and timing it, comes in as a function.
+This module needs no GPU: the caller passes a function that times a configuration.
 """
 
 import statistics
@@ -22,22 +22,23 @@ from .candidates import REGISTERS
 from .precompile import Compiled, calls_of, compile_call, compiling
 from .shipped import written
 
-# Bytes a thread. Of what is shipped for the H200 one configuration in eight spills, most of them
-# under this, where none without spills is as fast.
+# Bytes that a thread may spill. One in eight of the configurations shipped for the H200 spills,
+# because no configuration without spills is as fast. Most of them spill less than this.
 MOST_SPILLED = 64
-HELPERS = ("clear_slots", "column_sum")  # the kernels that run before and after the norm's own
+HELPERS = ("clear_slots", "column_sum")  # kernels that run before and after the norm's kernel
 FIRST_SAMPLES, MOST_SAMPLES = 3, 200
-ENOUGH_SAMPLES = 12  # to tell two from each other by their spread
-HOPELESS = 1.3  # times the fastest
+ENOUGH_SAMPLES = 12  # with fewer samples the spread does not tell two choices apart
+HOPELESS = 1.3  # times the fastest; a slower choice is dropped
 
 Choice = TypeVar("Choice")
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A configuration and what compiling it showed. failed: why it does not compile, or None.
+    """A configuration and its compiled kernels.
 
-    together: how many blocks of the norm have to run side by side on a multiprocessor.
+    failed: why the configuration does not compile, or None. together: how many blocks of the norm's
+    kernel have to run side by side on a multiprocessor.
     """
 
     config: Config
@@ -53,7 +54,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Measured:
-    """Microseconds: the median of the samples, and their 80th less their 20th percentile."""
+    """Median of the samples, and their 80th minus their 20th percentile, in microseconds."""
 
     us: float
     spread_us: float
@@ -70,7 +71,7 @@ class Measured:
 def plan_of(
     spec: NormSpec, target: Target, direction: str, config: Config
 ) -> ForwardPlan | BackwardPlan:
-    """The plan of a training step with a configuration, whichever would be chosen."""
+    """The plan of a training step with this configuration instead of the chosen one."""
     if direction == "forward":
         return ForwardPlan(spec, target, config, True)
     sums = heuristics.column_sum(spec, target)
@@ -86,15 +87,15 @@ def compile_candidates(
     processes: int | None,
     report: Callable[[str], None],
 ) -> list[Candidate]:
-    """Each compiled for so many contiguous rows, into cuTile's cache, in as many processes."""
+    """Compile each configuration for `rows` contiguous rows into cuTile's cache."""
     work = partial(_compiled, spec, target, direction, rows)
-    found = []
+    compiled = []
     with compiling(work, configs, processes) as results:
         for candidate in results:
-            found.append(candidate)
-            if len(found) % 20 == 0 or len(found) == len(configs):
-                report(f"compiled {len(found)} of {len(configs)}")
-    return found
+            compiled.append(candidate)
+            if len(compiled) % 20 == 0 or len(compiled) == len(configs):
+                report(f"compiled {len(compiled)} of {len(configs)}")
+    return compiled
 
 
 def prune(
@@ -103,10 +104,10 @@ def prune(
     spilled: int = MOST_SPILLED,
     keep: Config | None = None,
 ) -> dict[Config, str | None]:
-    """Why each configuration need not be timed, or None for those that are to be.
+    """The reason why each configuration is not timed, or None if it is timed.
 
-    spilled: bytes a thread that are tolerated; if all spill more, those that spill least stay.
-    keep: stays though it spills, or has blocks that wait for others.
+    spilled: bytes that a thread may spill. If all spill more, those that spill least are timed.
+    keep: this configuration is timed although it spills or its blocks wait for each other.
     """
     reasons = {
         c.config: c.failed or _too_large(c, target, 1 if c.config == keep else c.together)
@@ -131,12 +132,12 @@ def rank(
     report: Callable[[str], None],
     clock: Callable[[], float] = time.monotonic,
 ) -> list[tuple[Choice, Measured]]:
-    """What was measured of each choice, the fastest first, by successive halving.
+    """(choice, measurement), the fastest first, by successive halving.
 
-    sample(choice) times it once, in microseconds. Every round takes as many samples of each as all
-    rounds before, in turns, so that what the clock of the GPU does is done to all, and keeps half.
-    It ends when the first two differ by more than their spread, after MOST_SAMPLES, or when the
-    time is out; choices never sampled are then left out.
+    sample(choice) returns one time in microseconds. Each round doubles the samples of each choice
+    and keeps the faster half. Choices are sampled in turns, so that changes of the GPU's clock
+    affect all. The search ends when the two fastest differ by more than their spread, after
+    MOST_SAMPLES samples, or when the time is over. A choice without a sample is left out.
     """
     deadline = clock() + seconds
     taken, measured = {choice: [] for choice in choices}, {}
@@ -159,7 +160,7 @@ def rank(
 
 
 def _take(taken, alive, count, sample, deadline, clock) -> bool:
-    """Take so many samples of each; False when the time is out."""
+    """Take `count` samples of each choice. Returns False if the time is over."""
     for _ in range(count):
         for choice in alive:
             if clock() >= deadline:
@@ -168,10 +169,11 @@ def _take(taken, alive, count, sample, deadline, clock) -> bool:
     return True
 
 
-def _settled(firsts: list[Measured]) -> bool:
-    if len(firsts) < 2:
+def _settled(fastest: list[Measured]) -> bool:
+    """Whether the fastest of (at most) two choices is certain."""
+    if len(fastest) < 2:
         return True
-    best, second = firsts
+    best, second = fastest
     if best.samples >= MOST_SAMPLES:
         return True
     apart = second.us - best.us > max(best.spread_us, second.spread_us)
@@ -179,24 +181,25 @@ def _settled(firsts: list[Measured]) -> bool:
 
 
 def _compiled(spec, target, direction, rows, config) -> Candidate:
-    """In a worker: a kernel is not pickled, so calls are made where they are compiled."""
+    """Runs in a worker. Kernels cannot be pickled, so the worker makes the calls itself."""
     plan = plan_of(spec, target, direction, config)
     calls = calls_of(plan, rows)
     try:
         kernels = tuple(compile_call(call, target.arch) for call in calls)
     except ct.TileError as error:
         return Candidate(config, failed=f"does not compile: {str(error).partition(chr(10))[0]}")
-    # Of a persistent grid whose blocks share rows, those that do not fit make all others wait.
-    shares = direction == "backward" and plan.chunks > 1
-    together = (config.hints.occupancy or 1) if shares else 1
+    # In a persistent grid whose blocks share rows, blocks wait for those that do not fit.
+    waits = direction == "backward" and plan.chunks > 1
+    together = (config.hints.occupancy or 1) if waits else 1
     return Candidate(config, kernels, tuple(call.grid for call in calls), together)
 
 
 def _too_large(candidate: Candidate, target: Target, together: int) -> str | None:
-    """Whether a block of some kernel, or so many of the norm, do not fit on a multiprocessor.
+    """The reason why the blocks do not fit on a multiprocessor, or None.
 
-    That `occupancy` of them do is asked of those that share rows alone: elsewhere a grid of more
-    than fit at once can be the fastest.
+    One block of each helper kernel and `together` blocks of the norm's kernel have to fit. Only
+    persistent blocks that share rows have to fit `occupancy` at a time. A grid with more blocks
+    than fit at once can otherwise be the fastest.
     """
     for kernel in candidate.kernels:
         blocks = together if kernel.kernel not in HELPERS else 1

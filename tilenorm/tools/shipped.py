@@ -1,4 +1,4 @@
-"""What was measured, as the Python text of a table in launch/tuned/."""
+"""Prints a user's table as the Python text of a table in launch/tuned/."""
 
 from collections.abc import Iterable
 from dataclasses import fields, replace
@@ -10,10 +10,10 @@ from ..launch.user_table import Entry
 
 
 def render(entries: Iterable[Entry], arch: str) -> str:
-    """FORWARD, BACKWARD and SPILLS, for rows of whole vectors without heads.
+    """The text of SPILLS, FORWARD and BACKWARD, for rows of whole vectors without heads.
 
-    A row of the table serves every size down to the one before it. Raises ValueError where its
-    configuration cannot, with what to tune besides.
+    A table row serves every size between the previous row's size and its own. Raises ValueError if
+    the configuration cannot serve one of these sizes; the message says what to tune.
     """
     served = (e for e in entries if e.key.aligned and not e.key.heads)
     entries = sorted(served, key=lambda entry: entry.key)
@@ -33,7 +33,7 @@ def render(entries: Iterable[Entry], arch: str) -> str:
 
 
 def _rows(entries: list[Entry], arch: str) -> list[str]:
-    """One for each run of sizes of one configuration."""
+    """One line for each run of sizes that have the same configuration."""
     for before, entry in pairwise(entries):
         item_bytes = entry.key.item_bytes
         first = before.key.hidden + 16 // item_bytes
@@ -46,14 +46,14 @@ def _rows(entries: list[Entry], arch: str) -> list[str]:
     lines = []
     for config, run in groupby(entries, _general):
         run = list(run)
-        told = ", ".join(f"{e.gb_s:.0f} ({e.key.hidden})" for e in run[:-1])
-        told += f"{', ' if told else ''}{run[-1].gb_s:.0f}"
-        lines.append(f"        ({run[-1].key.hidden}, {written(config)}),  # {told}")
+        numbers = [f"{e.gb_s:.0f} ({e.key.hidden})" for e in run[:-1]] + [f"{run[-1].gb_s:.0f}"]
+        comment = ", ".join(numbers)
+        lines.append(f"        ({run[-1].key.hidden}, {written(config)}),  # {comment}")
     return lines
 
 
 def _general(entry: Entry):
-    """A forward row in one segment is of whatever width holds it."""
+    """The configuration, with widths=None if one segment holds the whole forward row."""
     config = entry.config
     whole = isinstance(config, RowForward | StreamForward)
     if whole and config.widths == (tile_width(entry.key.hidden),):
@@ -62,7 +62,7 @@ def _general(entry: Entry):
 
 
 def written(value) -> str:
-    """A dataclass as the call that makes it, without what is the default."""
+    """The Python call that creates a dataclass, without arguments that are the default."""
     if not hasattr(value, "__dataclass_fields__"):
         return repr(value)
     given = (

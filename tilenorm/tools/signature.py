@@ -1,9 +1,9 @@
-"""What the compiler assumes of a kernel's arguments, derived without a GPU.
+"""Derives what cuTile assumes about a kernel's arguments, without a GPU.
 
-cuTile specialises a kernel on its arguments the first time it sees them. The rules, which the tests
-compare with cuTile's own on a machine with a driver: an extent or stride of 1 is a constant, an
-extent divisible by 16 is known to be, a stride divisible by 16 bytes' worth of elements is known
-to be, and so is a base address divisible by 16.
+cuTile specialises a kernel on its arguments when it first sees them. An extent or stride of 1 is a
+constant. The compiler knows whether an extent is divisible by 16, whether a stride is divisible by
+16 bytes, and whether the base address is divisible by 16. On a machine with a driver the tests
+compare these rules with cuTile's own.
 """
 
 from dataclasses import dataclass
@@ -65,8 +65,8 @@ def signature(kernel: ct.kernel, arguments: tuple) -> KernelSignature:
     """The signature with which a launch with these arguments would compile the kernel."""
     annotations = kernel._annotated_function.parameter_annotations
     parameters = [_parameter(*pair) for pair in zip(arguments, annotations, strict=True)]
-    made = KernelSignature(parameters, CallingConvention.cutile_python_v2())
-    return made.with_mangled_symbol(kernel._pyfunc.__name__)
+    unnamed = KernelSignature(parameters, CallingConvention.cutile_python_v2())
+    return unnamed.with_mangled_symbol(kernel._pyfunc.__name__)
 
 
 def _parameter(argument, annotation):

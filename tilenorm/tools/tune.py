@@ -1,4 +1,4 @@
-"""Tuning on the GPU at hand: its inputs, whether a plan is right, how long it takes."""
+"""Tunes on the current GPU: makes inputs, checks the results of plans, and times them."""
 
 import datetime
 from collections.abc import Callable
@@ -23,20 +23,21 @@ from .search import MOST_SPILLED, compile_candidates, plan_of, prune, rank
 from .shipped import written
 
 EPS = 1e-6
-ELEMENTS = 1 << 26  # of a matrix that is timed
+ELEMENTS = 1 << 26  # elements of a matrix that is timed
 MOST_CHECKED = 1 << 25  # elements of a matrix that is compared with the reference
+# The sets of inputs together are this many times as large as the L2, with at most MOST_SETS sets.
 L2_MULTIPLE = 4
 MOST_SETS = 64
-SAMPLE_BYTES = 2_000_000_000  # a sample moves these at least: half a millisecond of an H200
+SAMPLE_BYTES = 2_000_000_000  # a sample moves at least this: half a millisecond on an H200
 MOST_CALLS = 128
-HEAD_START = 60_000  # GPU cycles a call, 30 µs: longer than the host takes to queue it
+HEAD_START = 60_000  # GPU cycles (30 µs) for each call: the host queues a call faster
 
 
 class Trials:
-    """Inputs of a spec on a device, on which plans of one direction run.
+    """Inputs for the plans of one spec and direction, on a device.
 
-    run: what launches a plan's calls. There are so many sets of inputs that every call finds a
-    cold L2, and one more of `checked` rows, on which plans are compared with the reference.
+    There are so many sets of inputs that every call finds a cold L2. One more set, of `checked`
+    rows, serves to compare results with the reference. `run` launches the calls of a plan.
     """
 
     def __init__(
@@ -56,24 +57,24 @@ class Trials:
             copies = min(MOST_SETS, max(2, -(-L2_MULTIPLE * l2 // self.bytes)))
         generator = torch.Generator(device).manual_seed(0)
         self._sets = [self._inputs(rows, device, generator) for _ in range(copies)]
-        self._few = self._inputs(checked, device, generator)
-        self._expected = self._reference(self._few)
+        self._checked = self._inputs(checked, device, generator)
+        self._expected = self._reference(self._checked)
 
     def run(self, plan, inputs: tuple) -> tuple[Tensor | None, ...]:
         function = cutile.forward if self.direction == "forward" else cutile.backward
         return function(plan, *inputs, run=self._run)
 
     def wrong(self, plan) -> str | None:
-        """How a plan's results differ from the reference's by more than rounding, or None."""
+        """How the results of a plan differ from the reference, or None if only by rounding."""
         for number, (got, expected) in enumerate(
-            zip(self.run(plan, self._few), self._expected, strict=True)
+            zip(self.run(plan, self._checked), self._expected, strict=True)
         ):
             if got is None:
                 continue
             got, expected, dtype = got.float(), expected.float(), expected.dtype
-            # Two units of the dtype, for each rounds, and what float32 may lose in the sums.
+            # Both results are rounded, so two units of the dtype, and the error of float32 sums.
             largest = expected.abs().max()
-            # Rounded early, what is rounded may be larger than the result.
+            # With early rounding the rounded value may be larger than the result.
             scale = largest if self.spec.rounding == "early" else expected.abs()
             budget = 2 * torch.finfo(dtype).eps * scale + 1e-5 * largest
             outside = ~((got - expected).abs() <= budget)
@@ -82,10 +83,14 @@ class Trials:
         return None
 
     def sample(self, plan) -> float:
-        """Microseconds of a call, from several in a row on a GPU that never waits for the host."""
+        """Microseconds of a call.
+
+        Several calls are queued before the first one starts, so that the GPU never waits for the
+        host.
+        """
         copies = len(self._sets)
         calls = min(MOST_CALLS, -(-SAMPLE_BYTES // self.bytes) + copies - 1) // copies * copies
-        kept = [None] * copies  # memory of one call's results is not the next one's
+        kept = [None] * copies  # keeps results alive, so that the next call writes elsewhere
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(HEAD_START * calls)
         start.record()
@@ -133,13 +138,13 @@ def tune(
     spilled: int = MOST_SPILLED,
     report: Callable[[str], None] = lambda _: None,
 ) -> Entry:
-    """The fastest configuration for a spec on the current GPU, and what was measured of it.
+    """The fastest configuration for a spec on the current GPU, with its measurement.
 
-    direction: "forward", saving what the backward pass needs, or "backward", every gradient.
-    rows: of what is timed, by default 64 Mi elements or what memory holds. seconds: for timing,
-    after compiling. report: is told what goes on, a line at a time.
-    Raises ValueError where no table serves the spec, RuntimeError where no candidate compiles or
-    is right, the time is too short, or cuTile's cache is off.
+    direction: "forward" saves what the backward pass needs; "backward" computes every gradient.
+    rows: rows of the timed input; by default 64 Mi elements, or fewer if memory is short.
+    seconds: time for timing, after compiling. report: called with each line of progress.
+    Raises ValueError if no table serves the spec. Raises RuntimeError if no candidate compiles or
+    gives right results, if the time is too short, or if cuTile's cache is off.
     """
     target = gpu().target
     index = torch.cuda.current_device()
@@ -148,18 +153,18 @@ def tune(
     configs = ordered_candidates(spec, target, direction)
     compiled = compile_candidates(spec, target, direction, rows, configs, processes, report)
     reasons = prune(compiled, target, spilled, configs[0])
-    found = {c.config: c for c in compiled if reasons[c.config] is None}
-    report(f"{len(found)} of {len(configs)} to be timed")
-    if not found:
+    timed = {c.config: c for c in compiled if reasons[c.config] is None}
+    report(f"{len(timed)} of {len(configs)} to be timed")
+    if not timed:
         raise RuntimeError(f"{spec.op} {spec.hidden}: {reasons[configs[0]]}")
-    checked = min(rows, whole_rows(spec, _rows_to_check(spec, target, list(found))))
+    checked = min(rows, whole_rows(spec, _rows_to_check(spec, target, list(timed))))
     trials = Trials(spec, direction, rows, checked, torch.device("cuda", index))
     plans = {}
-    for config in found:
+    for config in timed:
         plan = plan_of(spec, target, direction, config)
         try:
             reason = trials.wrong(plan)
-        except RuntimeError as error:  # whatever the driver has against a launch
+        except RuntimeError as error:  # the driver refuses the launch
             reason = f"does not run: {error}"
         if reason:
             report(f"dropped {written(config)}: {reason}")
@@ -168,7 +173,7 @@ def tune(
     if not plans:
         raise RuntimeError(f"{spec.op} {spec.hidden}: no candidate gives the reference's results")
     for plan in plans.values():
-        trials.sample(plan)  # does not count: a GPU that was at rest is slow, and memory is found
+        trials.sample(plan)  # not counted: an idle GPU is slow at first, and memory is allocated
     ranking = rank(list(plans), lambda config: trials.sample(plans[config]), seconds, report)
     if not ranking:
         raise RuntimeError(f"{spec.op} {spec.hidden}: {seconds} s are too short to time anything")
@@ -176,7 +181,7 @@ def tune(
     before = dict(ranking).get(configs[0])
     if before:
         report(f"{best.us:.2f} µs; before, {before.us:.2f} µs by {written(configs[0])}")
-    kernels: tuple[Compiled, ...] = found[config].kernels
+    kernels: tuple[Compiled, ...] = timed[config].kernels
     return Entry(
         key=Key.of(spec, direction, op),
         config=config,
@@ -195,14 +200,14 @@ def tune(
 
 
 def gpu() -> Device:
-    """The current GPU. Raises RuntimeError where there is none."""
+    """The current GPU. Raises RuntimeError if there is none."""
     if not torch.cuda.is_available():
         raise RuntimeError("there is no NVIDIA GPU, or no driver for it")
     return device_of("cuda", torch.cuda.current_device())
 
 
 def served_op(spec: NormSpec, direction: str) -> str:
-    """The operation of the tables that serves a spec. Raises ValueError where there is none."""
+    """The operation whose table serves a spec. Raises ValueError if there is none."""
     if direction == "forward":
         op = heuristics.forward_op(spec)
     else:
@@ -213,7 +218,7 @@ def served_op(spec: NormSpec, direction: str) -> str:
 
 
 def ordered_candidates(spec: NormSpec, target: Target, direction: str) -> list[Config]:
-    """The candidates, first what would serve without tuning, so that it is timed in any case."""
+    """The candidates. The configuration that serves without tuning is first and always timed."""
     if direction == "forward":
         chosen = heuristics.forward(spec, target)
     else:
@@ -223,20 +228,23 @@ def ordered_candidates(spec: NormSpec, target: Target, direction: str) -> list[C
 
 
 def whole_rows(spec: NormSpec, rows: int) -> int:
-    """So many, at least one, that no token is cut, and a multiple of 16, as candidates compile."""
+    """Round rows down to whole tokens and a multiple of 16 (for which candidates compile)."""
     unit = 16 * (spec.heads or 1)
     return max(1, rows // unit) * unit
 
 
 def _rows_in_memory(spec: NormSpec) -> int:
-    """ELEMENTS of them, if two sets of inputs and outputs take half of what is free at most."""
-    torch.cuda.empty_cache()  # what the search before kept
+    """The rows of ELEMENTS elements, or fewer.
+
+    Two sets of inputs and outputs have to fit in half of the free memory.
+    """
+    torch.cuda.empty_cache()  # frees what the previous search used
     free, _ = torch.cuda.mem_get_info()
     row = max(moved_bytes(spec, 1 << 20)) >> 20
     return min(ELEMENTS // spec.hidden, free // (4 * row))
 
 
 def _rows_to_check(spec: NormSpec, target: Target, configs: list[Config]) -> int:
-    """So many that every block of a looping kernel takes two tiles, if not too many."""
+    """Rows with which every block of a persistent grid handles two tiles, up to MOST_CHECKED."""
     tiles = max((c.hints.occupancy or 1) * c.rows for c in configs)
     return min(2 * target.multiprocessors * tiles + 16, MOST_CHECKED // spec.hidden)

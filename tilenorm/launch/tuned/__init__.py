@@ -1,4 +1,4 @@
-"""Measured configurations, one module an architecture; see sm_90.py for their form."""
+"""Measured configurations, one module for each architecture. sm_90.py explains the form."""
 
 from . import sm_90
 

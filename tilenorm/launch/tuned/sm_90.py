@@ -1,22 +1,24 @@
 """Measured on an NVIDIA H200 (driver 580.159, tileiras 13.4.92, cuda-tile 1.7.0), 2026-11-22.
 
-64 Mi elements, cold L2, CUDA graph replay. The comments give GB/s of what the mathematics reads and
-writes, each tensor once, the column sum in the time; a device-to-device copy moved 4051 to 4234.
-Where one figure stands it is that of the largest size; (N) names another. a → b: what stood here
-before and this, 2026-11-23, by the tuner, whose samples are about 2% under those of a graph. What
-stood before has only three to six samples where it was dropped first.
+Measured with 64 Mi elements, cold L2 and CUDA graph replay. The comments give GB/s. The bytes are
+those of the mathematics: each tensor is read or written once. The time includes the column sum. A
+device-to-device copy moved 4051 to 4234 GB/s. A single number is for the largest size of its row;
+a number followed by (N) is for size N. "a → b" means: the tuner measured a for the previous
+configuration and b for this one, on 2026-11-23. The tuner's numbers are about 2% below those of a
+graph. A previous configuration that the tuner dropped first has only three to six samples.
 
-A table lists (largest hidden size served, configuration), ascending; a narrower row goes without
-segments that it does not reach. None is the rule of heuristics.py, which also says which
-operation stands for which; a table's key is the operation and the bytes of an element.
+The key of a table is (operation, bytes of an element). A table lists (largest hidden size served,
+configuration) in ascending order. A narrower row leaves out the segments that it does not reach.
+None means: use the rules of heuristics.py. heuristics.py also says which operation's table serves a
+spec.
 """
 
 from dataclasses import replace
 
 from ..config import Backward, Hints, RowForward, SharedForward, StreamForward
 
-# (kernel, operation, bytes, hidden size): bytes a thread that the compiler spills, where every
-# configuration without spills that was timed is slower.
+# (kernel, operation, bytes of an element, hidden size): bytes that each thread spills. Every
+# configuration without spills that was timed is slower than these.
 SPILLS = {
     ("row_forward", "rms_norm", 2, 20480): 24,
     ("shared_forward", "layer_norm", 2, 262144): 48,
@@ -79,7 +81,7 @@ def _loop(rows: int, occupancy: int, widths: tuple[int, ...] | None = None) -> S
 def _packed(
     occupancy: int | None = None, warps: int | None = None, widths: tuple[int, ...] | None = None
 ) -> RowForward:
-    """A row a block, in its own 16 bits over the sums."""
+    """Each block handles one row, which stays in 16 bits while it is summed."""
     return RowForward(1, Hints(occupancy, warps), widths, packed=True)
 
 
@@ -89,7 +91,7 @@ def _fetch(
     warps: int | None = None,
     packed: bool = False,
 ) -> RowForward:
-    """A row a block, with its weights."""
+    """Each block handles one row, and reads the weights with the row."""
     return RowForward(1, Hints(occupancy, warps), widths, packed=packed, fetch=True)
 
 
@@ -100,7 +102,7 @@ def _chunk(
     packed: bool = False,
     together: int = 1,
 ) -> SharedForward:
-    """A chunk of a row a block."""
+    """Each block handles one chunk of a row."""
     return SharedForward(Hints(occupancy, warps), widths, packed=packed, together=together)
 
 
@@ -112,23 +114,23 @@ def _gather(
     packed: bool = False,
     reread: bool = False,
 ) -> Backward:
-    """Rows, or a chunk of one, by gathers."""
+    """Gathers read rows, or chunks of a row."""
     return Backward(widths, rows, hints=Hints(occupancy, warps), packed=packed, reread=reread)
 
 
 def _tile(widths: tuple[int, ...], occupancy: int, warps: int, store: bool = False) -> Backward:
-    """A row at a time by tile loads."""
+    """Tile loads read one row at a time."""
     return Backward(widths, tma=True, hints=Hints(occupancy, warps), store=store)
 
 
 def _reread(
     widths: tuple[int, ...], occupancy: int = 1, warps: int = 8, store: bool = False
 ) -> Backward:
-    """The same with weights that leave their registers to the row."""
+    """Tile loads read one row at a time, and each row reads the weights again."""
     return replace(_tile(widths, occupancy, warps, store), reread=True)
 
 
-# Whole rows with a gate, where it comes after the norm or first.
+# Whole rows with a gate, after the norm or before.
 GATED_2 = (
     (32, _loop(64, 6)),  # 3992
     (64, _loop(32, 6)),  # 4053
