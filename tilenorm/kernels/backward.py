@@ -216,7 +216,7 @@ def write_gradients(this, tile, row, weights, pairs, dots):
             kept += ((at, dx.astype(a.DX.dtype)),)
         else:
             kept += ((at, dx),)
-    # A block waits for itself at each write: what is read again is read ahead of all of them.
+    # Each write has a barrier of the block, so every weight is read again before the first write.
     for at, dx in ct.static_iter(kept):
         write_dx(a, needs, at, dx, how.STORE)
 

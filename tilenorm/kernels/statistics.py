@@ -53,7 +53,8 @@ class Order:
     def row_sum(self, xs):
         """The sum of segments by rows.
 
-        Segments of one width are added up before they are summed: a block waits for itself once.
+        Segments of one width are added up first, so that the block has one reduction, which is one
+        barrier, for each width.
         """
         total = 0.0
         added = xs[0]
@@ -159,14 +160,17 @@ def add_both(a, b, c, d):
 
 
 def two_sums(x, y):
-    """Σ x and Σ y by rows, in one reduction: a block waits for itself once."""
+    """Σ x and Σ y by rows, in one reduction, which is one barrier of the block."""
     return ct.reduce((x, y), 1, add_both, (0.0, 0.0), keepdims=True)
 
 
 @dataclass(frozen=True)
 class Dots:
-    """Σ g · x̂ and Σ g by rows, (ROWS, 1), so far; and the products and g of segments of one width,
-    which are added up before they are summed: a block waits for itself once."""
+    """Σ g · x̂ and Σ g by rows so far, each (ROWS, 1).
+
+    products, gs: g · x̂ and g of the segments of one width, which are added up before one reduction
+    sums them.
+    """
 
     dot: Any
     total: Any
