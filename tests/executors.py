@@ -145,7 +145,7 @@ class Interpreter(Executor):
     ) -> Callable:
         """See Executor.run. fill: the value of undefined padding. order: see interpreter.launch.
 
-        Blocks run one after another, so polling would never end with a result. To exchange partial
+        Blocks run one after another, so polling would find nothing. To exchange partial
         sums, a kernel whose blocks share rows runs twice: the first run publishes all of them, and
         the second run finds them.
         """

@@ -63,7 +63,7 @@ def test_output_does_not_depend_on_saving(executor, spec):
 
 @each_spec(argvalues=[NormSpec("rms", 24, "float32"), NormSpec("rms", 37, "float32")])
 def test_absent_arrays_are_not_touched(executor, spec):
-    # A kernel that reads a placeholder would put NaN into y. A write would replace the NaN.
+    # A kernel that reads a placeholder would put NaN into y. A write would replace NaN.
     rows = 5
     inputs = Inputs.random(spec, rows, executor.device)
     names = set(ForwardArrays._fields) - {"x", "y"}
