@@ -3,8 +3,9 @@
 ``--from`` prints records of earlier runs, and ``--markdown DOCUMENT ...`` prints the tables of
 documents again. Neither measures anything.
 
-``python -m bench train`` measures a training step, and ``python -m bench first-call`` measures how
-long compiling takes. ``--from`` prints their records too.
+``python -m bench train`` measures a training step, ``python -m bench first-call`` measures how long
+compiling takes, and ``python -m bench accuracy`` measures errors. ``--from`` prints their records
+too.
 """
 
 import argparse
@@ -12,7 +13,7 @@ import math
 import sys
 from pathlib import Path
 
-from bench import compare, documents, first_call, plot, provenance, record, report, train
+from bench import accuracy, compare, documents, first_call, plot, provenance, record, report, train
 from bench.cases import (
     DIRECTIONS,
     DTYPES,
@@ -26,7 +27,7 @@ from bench.cases import (
 from bench.providers import PROVIDERS, attendance
 from bench.run import GpuLost, run
 
-COMMANDS = {"train": train.main, "first-call": first_call.main}
+COMMANDS = {"train": train.main, "first-call": first_call.main, "accuracy": accuracy.main}
 CPU_ELEMENTS = 1 << 18
 CPU_BUDGET_S = 0.02
 

@@ -81,8 +81,7 @@ class Host:
 class FirstCall:
     """Seconds of the first call of a spec in a process, with the compilation in it.
 
-    ``cold_s`` starts from empty caches. ``warm_s`` is measured in a second process, which finds the
-    caches that the first process left on the disk.
+    ``cold_s`` starts from empty caches. ``warm_s`` is of a second process, with the first's caches.
     """
 
     op: str
@@ -130,6 +129,20 @@ class Step:
     error: str = ""
 
 
+@dataclass(frozen=True)
+class Accuracy:
+    """The largest errors of one provider on one kind of inputs, by the result's name."""
+
+    op: str
+    dtype: str
+    m: int
+    n: int
+    inputs: str
+    provider: str
+    ulps: dict[str, float] = field(default_factory=dict)
+    error: str = ""
+
+
 LISTS = {
     Cell: "cells",
     Copy: "copies",
@@ -137,9 +150,10 @@ LISTS = {
     FirstCall: "first_calls",
     Precompile: "precompiles",
     Step: "steps",
+    Accuracy: "accuracies",
 }
 KINDS = {kind.__name__.lower(): kind for kind in LISTS}
-Line = Cell | Copy | Host | FirstCall | Precompile | Step
+Line = Cell | Copy | Host | FirstCall | Precompile | Step | Accuracy
 
 
 @dataclass
@@ -157,6 +171,7 @@ class Record:
     first_calls: list[FirstCall] = field(default_factory=list)
     precompiles: list[Precompile] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
+    accuracies: list[Accuracy] = field(default_factory=list)
 
     @property
     def on_cpu(self) -> bool:
@@ -275,8 +290,8 @@ def merge(records: Sequence[Record]) -> Record:
 
 def what(line: Line) -> tuple:
     """The key of what a line measures: two lines with equal keys measure the same thing."""
-    names = ("op", "dtype", "m", "n", "direction", "provider", "arguments", "model", "variant")
-    return type(line), *(getattr(line, name, None) for name in names)
+    names = "op dtype m n direction provider arguments model variant inputs"
+    return type(line), *(getattr(line, name, None) for name in names.split())
 
 
 def first_line(error: BaseException) -> str:

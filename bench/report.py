@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from bench import accuracy_table
 from bench.cases import DIRECTIONS, LATENCIES, OPS
 from bench.record import Cell, FirstCall, Record, Step
 from bench.text import table, titled
@@ -20,8 +21,8 @@ def render(record: Record, markdown: bool = False) -> str:
 def tables(record: Record, markdown: bool = False) -> list[str]:
     """Every table of a record, each with its title and notes.
 
-    First one table for each op, dtype and direction, then host times, training steps, and first
-    calls.
+    First one table for each op, dtype and direction, then host times, training steps, first calls,
+    and errors.
     """
     parts = []
     for op, dtype in ops_and_dtypes(record.cells):
@@ -39,7 +40,7 @@ def tables(record: Record, markdown: bool = False) -> list[str]:
         parts.append(_steps([step for step in record.steps if step.model == model], markdown))
     for op in dict.fromkeys(call.op for call in record.first_calls):
         parts.append(_first_calls(record, op, markdown))
-    return parts
+    return parts + accuracy_table.tables(record.accuracies, markdown)
 
 
 def ops_and_dtypes(cells: Sequence[Cell]) -> list[tuple[str, str]]:

@@ -11,6 +11,7 @@ from . import cases
 from .executed import executor_of, needs_missing_gpu, pytest_terminal_summary  # noqa: F401
 from .executors import Executor, Gpu, Interpreter
 from .quick import slow_kernel_cases
+from .stand_in_compiler import Compiler
 
 COLLECTED = pytest.StashKey[list]()  # every case, before any is deselected
 
@@ -60,6 +61,12 @@ def tables(tmp_path, monkeypatch):
     yield folder
     for cache in caches:
         cache.cache_clear()
+
+
+@pytest.fixture
+def compiler(tables, tmp_path, monkeypatch) -> Compiler:
+    """A program in the place of tileiras. Plans keep kernels, and are forgotten with it."""
+    return Compiler(tmp_path, monkeypatch)
 
 
 @pytest.fixture(params=cases.EXECUTORS)

@@ -1,9 +1,7 @@
 """Where the tests run plans: in the interpreter on CPU tensors, or on the current GPU."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -16,9 +14,11 @@ from tilenorm.launch.tiling import CLEAR_SLOTS
 from tilenorm.ops import cutile
 from tilenorm.ops.tensors import Results
 from tilenorm.spec import NormSpec
-from tilenorm.tools.precompile import calls_of
+from tilenorm.tools.precompile import calls_of, compile_call
+from tilenorm.tools.signature import ArrayLike
 
 from . import cases, interpreter, oracle
+from .guarded import guarded
 
 EPS = 1e-6
 
@@ -96,11 +96,11 @@ class Executor:
         raise NotImplementedError
 
     def forward(self, spec: NormSpec, inputs: Inputs, **how) -> dict[str, Tensor]:
-        """The results by name: y, and sum, mean and rstd if any. Unwritten memory is NaN."""
+        """The results by name: y, and sum, mean and rstd if any. See guarded about their memory."""
         plan = plan_forward(spec, self.target, True)
         given = (inputs.x, inputs.residual, inputs.gate, inputs.weight, inputs.bias)
         run = self.run(**how)
-        with _poisoned():
+        with guarded():
             results = Results(*cutile.forward(plan, given, inputs.eps, run=run))
         return {name: t for name, t in results._asdict().items() if t is not None}
 
@@ -114,7 +114,7 @@ class Executor:
         given = (x, inputs.gate, inputs.weight, inputs.bias, *inputs.stats(spec))
         dsum = inputs.dsum if needs.dsum else None
         run = self.run(**how)
-        with _poisoned():
+        with guarded():
             tensors = cutile.backward(plan, inputs.dy, dsum, given, run=run)
         grads = dict(zip(cases.GRADIENTS, tensors, strict=True))
         # The oracle has dw and db of all heads in one row.
@@ -187,6 +187,32 @@ class Gpu(Executor):
         return run
 
 
+class Compiler(Executor):
+    """Compiles the calls of plans into cuTile's cache and runs none. Needs no GPU."""
+
+    name, device = "compiler", "cpu"
+
+    def __init__(self, target: Target):
+        self.target = target
+
+    def run(self, exchange: bool = True, **constants) -> Callable:
+        def run(launches, arrays, index) -> None:
+            for call in bound(launches, described(arrays)):
+                compile_call(call, self.target.arch)
+
+        return run
+
+
+def described(arrays: tuple) -> tuple:
+    """The arrays of a launch, as the compiler sees them."""
+    return tuple(_array_like(a) if isinstance(a, Tensor) else a for a in arrays)
+
+
+def _array_like(t: Tensor) -> ArrayLike:
+    dtype = str(t.dtype).removeprefix("torch.")
+    return ArrayLike(dtype, tuple(t.shape), t.stride(), t.data_ptr() % 16 == 0)
+
+
 def forward_calls(spec: NormSpec, target: Target, rows: int, save: bool) -> list[Call]:
     """The calls of a forward pass for contiguous inputs, with descriptions for arrays."""
     return calls_of(plan_forward(spec, target, save), rows)
@@ -233,22 +259,3 @@ def _grouped(call: Call) -> list[tuple[str, tuple[str, ...], object]]:
         (name, tuple(f.name for f in fields(kinds[name])) if name in kinds else (), value)
         for name, value in zip(names, call.arguments, strict=True)
     ]
-
-
-@contextmanager
-def _poisoned() -> Iterator[None]:
-    """Fill new tensors with NaN.
-
-    PyTorch does so in deterministic mode. The allocator of Inductor does not, so it is replaced.
-    """
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    try:
-        with patch.object(cutile, "empty_strided_cuda", _nan_cuda):
-            yield
-    finally:
-        torch.use_deterministic_algorithms(before)
-
-
-def _nan_cuda(size: tuple, stride: tuple, dtype: torch.dtype) -> Tensor:
-    return torch.empty_strided(size, stride, dtype=dtype, device="cuda")

@@ -13,6 +13,7 @@ import torch
 from cuda.tile._cext import default_tile_context
 
 from tests.executors import backward_calls, forward_calls
+from tests.stand_in_compiler import ERROR
 from tilenorm import __version__
 from tilenorm.__main__ import main
 from tilenorm.launch.calls import every_gradient
@@ -59,6 +60,13 @@ def test_info_tells_what_is_wrong(capsys, monkeypatch):
     monkeypatch.setattr(default_tile_context.config, "cache_dir", None)
     assert main(["info"]) == 1
     assert "wrong: cuTile's cache is off (CUDA_TILE_CACHE_DIR)" in capsys.readouterr().out
+
+
+def test_a_kernel_that_does_not_compile_is_named(capsys, compiler):
+    compiler.breaks(row_forward=ERROR)
+    assert main(["precompile", *FOR_H200, "--processes", "1"]) == 1
+    message = "its kernel row_forward does not compile for sm_90: Return code 5 out of registers"
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

@@ -29,11 +29,17 @@ ALL_SLOW = {
     "tests/bench/test_train.py::test_command_prints_the_same_from_its_record",
     # 11 s of new processes. test_precompile_fills_the_cache compiles the same in one process.
     "tests/test_main.py::test_precompile_in_processes_fills_the_same_cache",
+    # 5 s of the compiler in a new process. test_kernel has threads and a program in its place.
+    "tests/launch/test_origin.py::test_threads_that_launch_at_once_compile_once_for_each_architecture",
+    # 30 s of graphs with one malformed call. test_drawn_malformed_calls draws fewer of the same.
+    "tests/integrations/test_fx_malformed.py::test_many_drawn_malformed_calls",
+    # 60 s of compiled code, run by instructions. The quick run has the specs that once failed.
+    "tests/machine/test_machine.py::test_drawn_rows_have_the_same_bits_in_every_place",
     # 17 s of compiling 18 configurations. test_dry_run compiles four.
     "tests/test_main_tune.py::test_dry_run_of_all_candidates",
 }
 # Parameters whose values are sizes, or which other tests of this file count.
-COUNTED = {"spec", "hidden", "job", "arch"}
+COUNTED = {"spec", "hidden", "job", "arch", "examples", "calls", "of_kernels"}
 # (function, whether the gate comes first).
 FORMS = {(op, False) for op in OPS} | {("gated_rms_norm", True), ("gated_layer_norm", True)}
 

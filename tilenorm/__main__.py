@@ -8,9 +8,9 @@ from pathlib import Path
 
 from . import __version__
 from .launch import user_table
+from .launch.kernel import CompileError
 from .launch.target import MULTIPROCESSORS, Target
-from .launch.toolchain import cache_folder
-from .ops.arguments import ROUNDINGS
+from .launch.toolchain import cache_problem
 from .ops.registry import DTYPES, Device, refusals
 from .spec import OPS, WORDS, NormSpec
 from .tools import digests as code
@@ -29,6 +29,9 @@ def main(argv: list[str] | None = None) -> int:
         return options.run(options)
     except RefusedError as refused:
         parser.error(str(refused))
+    except CompileError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 1
 
 
 class RefusedError(Exception):
@@ -70,7 +73,10 @@ def tune(options: argparse.Namespace) -> int:
     if options.dry_run:
         limits = (options.rows, options.processes, options.spills)
         return _print(lines.candidates(searches, target, *limits, _report))
-    path = options.out or user_table.path_of(target.arch)
+    try:
+        path = options.out or user_table.path_of(target.arch)
+    except FileNotFoundError as error:
+        raise RefusedError(str(error)) from error
     limits = (options.rows, options.seconds, options.processes, options.spills)
     _print(lines.tuned(searches, target.arch, path, *limits, _report))
     if options.shipped:
@@ -115,8 +121,8 @@ def _report(line: str) -> None:
 
 
 def _check_cache() -> None:
-    if cache_folder() is None:
-        raise RefusedError("cuTile's cache is off (CUDA_TILE_CACHE_DIR): nothing would be kept")
+    if problem := cache_problem():
+        raise RefusedError(f"{problem}: nothing would be kept")
 
 
 def _served(options: argparse.Namespace, device: Device) -> list[NormSpec]:
@@ -197,7 +203,7 @@ def _add_spec(command: argparse.ArgumentParser, size: dict) -> None:
     command.add_argument("--bias", action="store_true", help="with a bias of the weight's dtype")
     command.add_argument("--offset", type=float, default=0.0, help="added to the weight")
     command.add_argument("--heads", type=_positive, default=0, help="each head has its own weight")
-    command.add_argument("--rounding", default="late", choices=ROUNDINGS)
+    command.add_argument("--rounding", default="late", choices=WORDS["rounding"])
     command.add_argument("--residual-dtype", choices=DTYPES, help="default: --dtype")
     command.add_argument("--gate-first", action="store_true", help="gate, then normalise")
     command.add_argument("--activation", choices=WORDS["activation"], help="of the gate (silu)")

@@ -1,8 +1,9 @@
 """RMSNorm and LayerNorm: modules with torch.nn's signatures and state_dicts, run by tilenorm."""
 
+import torch
 from torch import Tensor, nn
 
-from .ops.arguments import ROUNDINGS
+from .ops.arguments import check_option, sizes_of
 from .ops.functional import layer_norm, rms_norm
 
 
@@ -31,7 +32,9 @@ class RMSNorm(nn.RMSNorm):
         offset: float = 0.0,
         rounding: str = "late",
     ):
-        self.offset, self.rounding = offset, _checked_rounding(rounding)
+        normalized_shape = sizes_of("RMSNorm", normalized_shape)
+        _check("RMSNorm", dtype, offset, rounding)
+        self.offset, self.rounding = offset, rounding
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
 
     def reset_parameters(self) -> None:
@@ -74,7 +77,9 @@ class LayerNorm(nn.LayerNorm):
         offset: float = 0.0,
         rounding: str = "late",
     ):
-        self.offset, self.rounding = offset, _checked_rounding(rounding)
+        normalized_shape = sizes_of("LayerNorm", normalized_shape)
+        _check("LayerNorm", dtype, offset, rounding)
+        self.offset, self.rounding = offset, rounding
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
 
     def reset_parameters(self) -> None:
@@ -93,11 +98,15 @@ class LayerNorm(nn.LayerNorm):
         return super().extra_repr() + _extra_options(self)
 
 
-def _checked_rounding(rounding: str) -> str:
-    if rounding not in ROUNDINGS:
-        takes = " or ".join(map(repr, ROUNDINGS))
-        raise ValueError(f"rounding: got {rounding!r}, takes {takes}")
-    return rounding
+def _check(name: str, dtype, offset, rounding) -> None:
+    """Check what a module is made with. PyTorch's own messages name `device` and its values."""
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        got = type(dtype).__name__
+        raise TypeError(f"{name}: argument 'dtype' takes a torch.dtype or None, got {got}")
+    if dtype is not None and not (dtype.is_floating_point or dtype.is_complex):
+        raise RuntimeError(f"{name}: argument 'dtype' takes a floating-point dtype, got {dtype}")
+    check_option(name, "offset", offset)
+    check_option(name, "rounding", rounding)
 
 
 def _extra_options(module: nn.Module) -> str:

@@ -9,15 +9,18 @@ class Settings(NamedTuple):
     """The settings of this process.
 
     backend: the value of TILENORM_BACKEND ("cutile" or "reference"), or None if it is not set.
-    tables: the folder of the tables that `python -m tilenorm tune` writes; it need not exist.
+    tables: the folder of the tables that `python -m tilenorm tune` writes; it need not exist. None
+    where no variable names it and the user has no home folder, as in some containers.
     """
 
     backend: str | None
-    tables: Path
+    tables: Path | None
 
 
 def settings() -> Settings:
     """Read the environment. The tables are in TILENORM_CACHE_DIR, or in the user's cache folder."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    tables = os.environ.get("TILENORM_CACHE_DIR") or Path(cache) / "tilenorm"
-    return Settings(os.environ.get("TILENORM_BACKEND") or None, Path(tables))
+    tables = os.environ.get("TILENORM_CACHE_DIR")
+    if not tables:
+        cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        tables = None if cache.startswith("~") else Path(cache) / "tilenorm"
+    return Settings(os.environ.get("TILENORM_BACKEND") or None, tables and Path(tables))

@@ -36,6 +36,7 @@ def by_dynamo(module: Callable, *args: Tensor, **options) -> Replaced:
 
     def backend(graph_module, _):
         graph_and_report[:] = [graph_module, replace_norms(graph_module, **options)]
+        graph_module.graph.lint()
         return graph_module
 
     run = torch.compile(module, backend=backend, fullgraph=True)
@@ -47,6 +48,7 @@ def by_export(module: nn.Module, *args: Tensor, **options) -> Replaced:
     """Run the pass on the graph of torch.export."""
     program = torch.export.export(module, args)
     report = replace_norms(program.graph_module, **options)
+    program.graph_module.graph.lint()
     return Replaced(program.module(), program.graph_module, report)
 
 
@@ -55,6 +57,7 @@ def by_make_fx(module: nn.Module, *args: Tensor, **options) -> Replaced:
     parameters = dict(module.named_parameters())
     graph_module = make_fx(lambda p, *a: functional_call(module, p, a))(parameters, *args)
     report = replace_norms(graph_module, **options)
+    graph_module.graph.lint()
     return Replaced(lambda *a: graph_module(parameters, *a), graph_module, report)
 
 

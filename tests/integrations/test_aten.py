@@ -131,6 +131,20 @@ def test_gradients_of_unsupported_inputs_run_pytorchs_kernel(cpu):
     assert not cpu.launches
 
 
+@pytest.mark.parametrize("more", ["mean", "rstd"])
+def test_statistics_of_other_rows_run_pytorchs_kernel(cpu, more):
+    x, dy, w = random(5, 40), random(5, 40, seed=1), random(40, seed=2)
+    _, mean, rstd = torch.native_layer_norm(x, (40,), w, None, 1e-5)
+    stats = {"mean": mean, "rstd": rstd}
+    stats[more] = torch.cat([stats[more], torch.ones(2, 1)])
+    backward = torch.ops.aten.native_layer_norm_backward
+    arguments = dy, x, [40], *stats.values(), w, None, [True, True, False]
+    expected = backward(*arguments)
+    got = cpu.around(backward, *arguments)
+    assert all(map(torch.equal, got[:2], expected[:2]))
+    assert not cpu.launches
+
+
 def error_of(function, *arguments):
     """The type and the message of the exception that a call raises."""
     with pytest.raises((RuntimeError, TypeError, ValueError)) as raised:
@@ -187,3 +201,42 @@ def test_second_derivatives(cpu):
         return torch.autograd.grad(sum(g.square().sum() for g in first), (x, w))
 
     torch.testing.assert_close(cpu.around(second), second(), rtol=1e-4, atol=1e-4)
+
+
+STATES = {
+    "negative": lambda x: torch._neg_view(-x),
+    "imaginary": lambda x: torch.complex(x, -x).conj().imag,
+    "zero": lambda x: torch._efficientzerotensor(x.shape),
+    "copy on write": torch._lazy_clone,
+}
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+@pytest.mark.parametrize("state", STATES)
+def test_kernels_get_tensors_whose_memory_holds_their_values(cpu, norm, state):
+    """PyTorch's dispatcher resolves a state before it calls them. Each tensor in turn is in it."""
+    x, w, b, dy = (
+        random(*shape, seed=s) for s, shape in enumerate([(5, 40), (40,), (40,), (5, 40)])
+    )
+    aten_ops, shape = torch.ops.aten, (40,)
+    if norm == "layer":
+        mean, rstd = torch.native_layer_norm(x, shape, w, b, 1e-5)[1:]
+        calls = {
+            aten_ops.native_layer_norm: (x, shape, w, b, 1e-5),
+            aten_ops.native_layer_norm_backward: (dy, x, shape, mean, rstd, w, b, [True] * 3),
+        }
+    else:
+        rstd = aten_ops._fused_rms_norm(x, shape, w, 1e-5)[1]
+        calls = {
+            aten_ops._fused_rms_norm: (x, shape, w, 1e-5),
+            aten_ops._fused_rms_norm_backward: (dy, x, shape, rstd, w, [True] * 2),
+        }
+    for op, given in calls.items():
+        for place, tensor in enumerate(given):
+            if isinstance(tensor, torch.Tensor):
+                special, plain = list(given), list(given)
+                special[place] = STATES[state](tensor)
+                plain[place] = torch.empty(tensor.shape).copy_(special[place])
+                got, expected = (cpu.around(op, *arguments) for arguments in (special, plain))
+                assert all(map(torch.equal, got, expected))
+    assert "row_forward" in cpu.launches and "norm_backward" in cpu.launches

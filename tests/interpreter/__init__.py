@@ -3,7 +3,14 @@
 It raises an InterpreterError where the result of a kernel on a GPU would be undefined.
 """
 
-from .errors import AliasError, InterpreterError, OutOfBoundsError, PollingError, RaceError
+from .errors import (
+    AliasError,
+    InterpreterError,
+    OutOfBoundsError,
+    PollingError,
+    RaceError,
+    StateError,
+)
 from .run import launch
 
 __all__ = [
@@ -12,5 +19,6 @@ __all__ = [
     "OutOfBoundsError",
     "PollingError",
     "RaceError",
+    "StateError",
     "launch",
 ]

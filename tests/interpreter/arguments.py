@@ -7,9 +7,11 @@ from cuda.tile._annotated_function import (
     HomogeneousTupleNode,
     LeafAnnotationNode,
 )
+from torch._subclasses.fake_tensor import FakeTensor
 
 from . import dtypes
 from .array import Array
+from .errors import StateError
 from .memory import Blocks, Buffer, find_aliases
 from .tile import scalar
 
@@ -46,6 +48,8 @@ def bind(kernel: ct.kernel, args: tuple, blocks: Blocks) -> tuple:
             raise ValueError(f"'{name}' is on {tensor.device}: the interpreter runs on the CPU")
         if tensor.dtype not in dtypes.TILE_DTYPE:
             raise TypeError(f"Unsupported array dtype: '{name}' has {tensor.dtype}")
+        if (state := _unresolved(tensor)) is not None:
+            raise StateError(f"'{name}' is {state}: a kernel would read its memory as it is")
         tensor = tensor.detach()
         buffer = Buffer(name, tensor, blocks)
         buffers.append((buffer, tensor))
@@ -57,6 +61,19 @@ def bind(kernel: ct.kernel, args: tuple, blocks: Blocks) -> tuple:
     )
     find_aliases(buffers)
     return bound
+
+
+def _unresolved(tensor: torch.Tensor) -> str | None:
+    """The state of a tensor that PyTorch's dispatcher resolves before it calls a kernel."""
+    if tensor.is_neg():
+        return "lazily negated"
+    if tensor._is_zerotensor():
+        return "a zero tensor"
+    if torch._is_functional_tensor(tensor):
+        return "a functional wrapper"
+    if isinstance(tensor, FakeTensor):
+        return "fake"
+    return None
 
 
 def _items(node, count: int) -> tuple:

@@ -12,7 +12,7 @@ from tests.executors import forward_calls
 from tests.ops.helpers import NEEDS_GPU
 from tilenorm.kernels.forward import row_forward
 from tilenorm.launch import disk_cache
-from tilenorm.launch.disk_cache import Kernel
+from tilenorm.launch.kernel import Kernel
 from tilenorm.launch.target import Target
 from tilenorm.spec import NormSpec
 from tilenorm.tools.signature import signature

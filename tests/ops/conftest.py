@@ -10,6 +10,8 @@ from .pretended import pretended_gpu
 
 CACHES = (
     registry._select,
+    registry._told,
+    registry.failures,
     registry.device_of,
     registry._compiler_missing,
     plans._runner,

@@ -40,9 +40,14 @@ def made(form: Form, rows: int, n: int, dtype=torch.bfloat16, other=None, device
     return tensors, [random(rows, n, dtype=d) for d in outputs]
 
 
-def train(form: Form, tensors: dict[str, Tensor], incoming: list[Tensor]) -> dict[str, Tensor]:
-    """Outputs and gradients by name, of tensors that stay where they are."""
-    outputs = call(form, tensors)
+def train(
+    form: Form, tensors: dict[str, Tensor], incoming: list[Tensor], function=call
+) -> dict[str, Tensor]:
+    """Outputs and gradients by name, of tensors that stay where they are.
+
+    function: as call, compiled say.
+    """
+    outputs = function(form, tensors)
     grads = torch.autograd.grad(outputs, list(tensors.values()), incoming)
     results = dict(zip(("output", "sum"), (y.detach() for y in outputs), strict=False))
     return results | dict(zip(tensors, grads, strict=True))

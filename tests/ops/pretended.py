@@ -1,31 +1,34 @@
 """CPU tensors on CUDA's path, with the interpreter for a GPU."""
 
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from unittest.mock import patch
 
 from torch import Tensor
 
-from tilenorm.launch.target import Target
 from tilenorm.ops import cutile, dispatch, plans, registry
 
+from ..cases import target
 from ..executors import Interpreter
 
-GPU = registry.Device("cuda", Target("sm_90", 2), 13000)
+CACHES = registry._select, registry._told, registry.failures
+GPU = registry.Device("cuda", target("sm_90"), 13000)
 
 
 @contextmanager
-def pretended_gpu():
+def pretended_gpu(arch: str = "sm_90"):
     """In this block calls on CPU tensors are served as on the current device 0 of CUDA."""
-    interpret = Interpreter("sm_90").run()
+    interpret = Interpreter(arch).run()
+    gpu = replace(GPU, target=target(arch))
     replaced = (
-        (plans, "device_of", lambda *_: GPU),
+        (plans, "device_of", lambda *_: gpu),
         (dispatch, "_index_of", lambda tensor: 0),
         (dispatch, "current_device", lambda: 0),
         (cutile, "current_stream", lambda index: 0),
         (cutile, "launch", lambda stream, *made: interpret(*made, -1)),
     )
     with ExitStack() as stack:
-        for cache in (registry._select, plans._runner, dispatch.remembered):
+        for cache in (*CACHES, plans._runner, dispatch.remembered):
             cache.cache_clear()
             stack.callback(cache.cache_clear)
         for module, name, function in replaced:

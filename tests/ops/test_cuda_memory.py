@@ -1,6 +1,8 @@
 """Memory on a GPU: outputs, what is saved, and scratch; no copies."""
 
 import gc
+import sys
+from random import Random
 
 import pytest
 import torch
@@ -130,3 +132,36 @@ def test_queries_and_keys_are_not_copied(heads, start):
     forward = peak_of(lambda: tilenorm.rms_norm(x, (d,), weight, EPS))
     assert forward == bytes_of(y) + rstd
     assert peak_of(lambda: torch.autograd.grad(y, x, dy)) == bytes_of(x)
+
+
+def test_nothing_grows_over_ten_thousand_calls():
+    """Of every form, with gradients and without, contiguous, strided and lazily negated."""
+    draw, made_of = Random(0), {}
+    for name, form in FAMILY.items():
+        made_of[name] = made(form, 64, 1024)
+
+    def calls(number: int) -> None:
+        for _ in range(number):
+            name = draw.choice(list(FAMILY))
+            tensors, incoming = made_of[name]
+            match draw.randrange(4):
+                case 0:
+                    train(FAMILY[name], tensors, incoming)
+                case 1:
+                    train(FAMILY[name], tensors, [torch._neg_view(dy) for dy in incoming])
+                case 2:
+                    call(FAMILY[name], tensors | {"input": torch._neg_view(tensors["input"])})
+                case _:
+                    rows = draw.randrange(1, 64)
+                    fewer = {n: t[:rows] for n, t in tensors.items() if t.dim() > 1}
+                    call(FAMILY[name], tensors | fewer)
+
+    calls(2000)
+    gc.collect()
+    torch.cuda.synchronize()
+    before, blocks = requested("current"), sys.getallocatedblocks()
+    calls(10_000)
+    gc.collect()
+    torch.cuda.synchronize()
+    assert requested("current") == before
+    assert sys.getallocatedblocks() - blocks < 1000

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -214,7 +215,7 @@ REFUSED = {
     "a bool for one": (lambda x, r, w: rms(x[:, :1], None, shape=(True,)), TypeError),
     "a set": (lambda x, r, w: add(x, r, w, {N}), TypeError),
     "an int": (lambda x, r, w: add(x, r, w, N), TypeError),
-    "a tensor for eps": (lambda x, r, w: add(x, r, w, eps=torch.tensor(1e-5)), TypeError),
+    "a vector for eps": (lambda x, r, w: add(x, r, w, eps=torch.tensor([1e-5])), TypeError),
     "no eps": (lambda x, r, w: add(x, r, w, eps=None), TypeError),
     "no residual": (lambda x, r, w: add(x, None, w), TypeError),
     "a vector for the residual": (lambda x, r, w: add(x, r[0], w), RuntimeError),
@@ -251,9 +252,10 @@ def test_no_tensor_is_kept(device, form):
     assert not any(tensor() is not None for tensor in alive)
 
 
-def test_a_tensor_where_none_is_taken_is_not_kept(device):
-    eps = torch.tensor(1e-5)
-    with pytest.raises(TypeError):
+@pytest.mark.parametrize("shape", [(), (1,)], ids=["taken", "refused"])
+def test_a_tensor_in_place_of_a_number_is_not_kept(device, shape):
+    eps = torch.full(shape, 1e-5)
+    with pytest.raises(TypeError) if shape else nullcontext():
         tilenorm.layer_norm(random(5, N, device=device), (N,), None, None, eps)
     alive = weakref.ref(eps)
     del eps
@@ -268,12 +270,12 @@ def test_what_is_remembered_is_bounded(device):
     remembered.cache_clear()
     for dims in range(1, MOST_GUARDS + 4):
         rms(random(*[1] * dims, N, device=device), None)
-    how = (1e-6, None, True, True, True, True, tuple, 0.0, False, "late", N)
+    how = (1e-6, None, False, True, True, True, True, tuple, 0.0, False, "late", N)
     assert len(remembered("rms_norm", *how)) == MOST_GUARDS
 
 
 def test_a_guard_that_takes_nothing_is_not_remembered(device):
     x = random(5, N, device=device)
     tilenorm.add_rms_norm(x, x, (N,), None, 1e-6)  # a guard takes no tensor twice
-    how = (1e-6, None, False, True, True, True, tuple, 0.0, False, "late", N)
+    how = (1e-6, None, False, False, True, True, True, tuple, 0.0, False, "late", N)
     assert remembered("add_rms_norm", *how) == []

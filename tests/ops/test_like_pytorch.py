@@ -41,6 +41,9 @@ FORMS = {
     "weight None": lambda f, x, w: f(x, (24,), None, eps=1e-3),
     "eps 0": lambda f, x, w: f(x, (24,), w, eps=0.0),
     "eps an int": lambda f, x, w: f(x, (24,), w, eps=1),
+    "eps a tensor": lambda f, x, w: f(x, (24,), w, eps=torch.tensor(1e-3)),
+    "eps a tensor of an int": lambda f, x, w: f(x, (24,), w, eps=torch.tensor(1)),
+    "a size that is a tensor": lambda f, x, w: f(x, [torch.tensor(24)], w),
     "two dimensions": lambda f, x, w: f(x.view(5, 4, 6), (4, 6), w.view(4, 6)),
     "three dimensions": lambda f, x, w: f(x.view(5, 2, 3, 4), (2, 3, 4), w.view(2, 3, 4)),
     "all dimensions": lambda f, x, w: f(x, (5, 24)),
@@ -72,6 +75,27 @@ def test_forms(device, op, form):
     got = FORMS_OF[op, form](getattr(tilenorm, op), x, w)
     assert got.device == x.device
     assert_same(got, expected)
+
+
+@EACH_OP
+@pytest.mark.parametrize(
+    "eps",
+    [torch.ones(1), torch.ones((), requires_grad=True), torch.tensor(1j)],
+    ids=["vector", "requires grad", "complex"],
+)
+def test_eps_that_pytorch_refuses(device, op, eps):
+    x = random(5, 24, device=device)
+    for function in (getattr(F, op), getattr(tilenorm, op)):
+        with pytest.raises((TypeError, RuntimeError)):
+            function(x, (24,), eps=eps)
+
+
+@EACH_OP
+def test_a_size_that_pytorch_refuses(device, op):
+    x = random(5, 24, device=device)
+    for function in (getattr(F, op), getattr(tilenorm, op)):
+        with pytest.raises(TypeError):
+            function(x, (torch.tensor(24.0),))
 
 
 @EACH_OP

@@ -1,12 +1,15 @@
 """Which implementation serves, and how the others' refusals are told."""
 
 import warnings
+from types import SimpleNamespace
 
 import cuda.tile._compile as cutile_compiler
 import pytest
 import torch
 
 import tilenorm
+from tests import stand_in_driver
+from tilenorm.launch import toolchain
 from tilenorm.launch.target import MULTIPROCESSORS, Target
 from tilenorm.ops import reference, registry
 from tilenorm.ops.registry import MAX_HIDDEN, MAX_ROWS, Device, refusals, select
@@ -84,6 +87,18 @@ def test_served_on_every_architecture(arch, op):
 def test_served_to_the_ends_of_the_range(hidden, dtype, op):
     spec = NormSpec.of(op, hidden, dtype, weight="float32", bias="float32", offset=1.0)
     assert refusals(spec, 0, H200) == {"cutile": None, "reference": None}
+
+
+@pytest.mark.parametrize("version", [12080, 13000])
+def test_the_driver_itself_says_how_old_it_is(version, monkeypatch, tmp_path):
+    """cuTile raises RuntimeError where the driver is older than CUDA 13."""
+    monkeypatch.setattr(toolchain, "DRIVER", str(stand_in_driver.built(tmp_path)))
+    monkeypatch.setenv("STAND_IN_CUDA", str(version))
+    h200 = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: h200)
+    device = registry.device_of("cuda", 0)
+    assert device == Device("cuda", Target.of("sm_90"), version)
+    assert (refusals(SPEC, 1, device)["cutile"] is None) == (version == 13000)
 
 
 def test_missing_compiler(monkeypatch):

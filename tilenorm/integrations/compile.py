@@ -36,10 +36,16 @@ def compile(
         backend, mode, options, dynamic, others: as in torch.compile.
 
     Raises:
-        TypeError: `where` is neither None nor a function.
+        TypeError: `where` is neither None nor a function, or `options` is neither None nor a dict.
+        RuntimeError: both mode and options are given, as in torch.compile.
         All exceptions that torch.compile raises.
     """
     check_where("compile", where)
+    if options is not None and not isinstance(options, dict):
+        got = type(options).__name__
+        raise TypeError(f"compile: argument 'options' takes a dict or None, got {got}")
+    if mode is not None and options is not None:
+        raise RuntimeError(f"compile: argument 'mode' takes None beside options, got {mode!r}")
     options = dict(options or {})
     dynamo_options = {k: options.pop(k) for k in ("guard_filter_fn",) if k in options}
     # torch.compile wraps a backend given by name in one of these, but not a backend given as a

@@ -4,9 +4,17 @@ A row too wide for one block is cut into chunks, one block a chunk. Each block p
 in slots of the row, chunk by chunk, and reads those of the others, so that a sum has one order. A
 slot holds a number or is EMPTY, so that nothing but the slot itself has to be visible: relaxed
 atomics suffice. Loads would not: each warp does those for itself, and one warp would leave a loop
-that another stays in. Nothing depends on the blocks of a row running side by side: a block that has
-polled POLLS times computes the missing numbers itself, from the same columns in the order that
-statistics.Order prescribes.
+that another stays in.
+
+Every block ends, and its bits are the same, whichever blocks run beside it, before it or never:
+1. It waits for the end of clear_slots, whose blocks have all started before it, and never wait.
+2. A block publishes before it polls, and to publish it waits for no other block of its kernel.
+3. It polls at most 1 + POLLS times for a row, and SUM_POLLS more in collect_sums. No loop but
+   these depends on another block, and there is no lock.
+4. Then it computes the missing numbers itself, from inputs that no block writes.
+5. So the number of steps that a block takes has a bound that no other block can change.
+6. A slot is EMPTY, or holds what its chunk's columns give in the order that statistics.Order
+   prescribes. A block that computes a missing number adds the same columns in this order.
 """
 
 from dataclasses import dataclass
@@ -14,7 +22,7 @@ from typing import Any
 
 import cuda.tile as ct
 
-from .statistics import two_sums
+from .statistics import add_both, two_sums
 
 EMPTY = -1  # a NaN that no arithmetic of the GPU makes: its own is 0x7fffffff
 SUM_POLLS = 8  # after which a sum that is still NaN is taken for one that has NaN in it
@@ -117,7 +125,7 @@ class Slots:
             return (ct.sum(numbers),)
         first = ct.where(j % 2 == 0, numbers, 0.0)
         second = ct.where(j % 2 == 0, 0.0, numbers)
-        totals = two_sums(first[None, :], second[None, :])
+        totals = two_sums(first[None, :], second[None, :], add_both)
         return totals[0].item(), totals[1].item()
 
     def combine(self, numbers, cut):

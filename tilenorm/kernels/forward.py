@@ -17,9 +17,8 @@ import cuda.tile as ct
 from .constants import Constants, Norm, RowHow, SharedHow, StreamHow
 from .exchange import Slots
 from .inputs import inputs_of, is_exact, row_of, write_sum
-from .opaque import opaque_zero
 from .outputs import Normalized, fetch_parameters, read_parameters, read_together, write_output
-from .statistics import Moments, Order, moments, recentered, unit
+from .statistics import Moments, moments, order_of, recentered
 from .tiles import Cut, gather_tiles, load_tiles
 
 
@@ -59,9 +58,7 @@ def row_forward(
     mean is 0 unless NORM.LAYER. Block (0, y, z) normalises tile `first` + z · `step` + y.
     """
     a, norm, cut, how = Arrays(*ARRAYS), Norm(*NORM), Cut(*CUT), RowHow(*HOW)
-    order = Order(0, None)
-    if how.ORDERED:
-        order = Order(unit(a.X, cut.ALIGNED), opaque_zero(first))
+    order = order_of(a.X, cut, first, how.ORDERED)
     # bid(0) would compile to a division by the size of a cluster.
     i = first + ct.bid(2) * step + ct.bid(1)
     tile = cut.tile(a.X, i, 0, rows)
@@ -113,7 +110,7 @@ def stream_forward(
         tile = cut.tile(a.X, i, 0, rows)
         row = row_of(a, norm, tiles, False)
         write_sum(a, norm, tile, row, how.STORE)
-        order = Order(0, None)
+        order = order_of(a.X, cut, first, False)
         found = moments(row, tile.masks(), cut.N, order, norm.LAYER, is_exact(a, norm))
         rstd = ct.rsqrt(found.variance + eps)
         normalized = Normalized(found.centered, rstd, row.gate)
@@ -141,7 +138,7 @@ def shared_forward(
     """
     a, norm, cut, how = Arrays(*ARRAYS), Norm(*NORM), Cut(*CUT), SharedHow(*HOW)
     inputs, exact = inputs_of(a, norm), is_exact(a, norm)
-    order = Order(unit(a.X, cut.ALIGNED), opaque_zero(first))
+    order = order_of(a.X, cut, first, False)
     i = first + ct.bid(0) // cut.CHUNKS
     chunk = ct.bid(0) % cut.CHUNKS
     tile = cut.tile(a.X, i, chunk, rows)

@@ -1,13 +1,16 @@
 """Stage: the mean, variance and rstd of rows, and the sums of the backward pass, in float32.
 
-The compiler chooses the order in which a thread adds up its elements, by the registers that are
-left, unless an Order prescribes it. Either way a compiled kernel always adds in the same order.
+The compiler chooses the order in which a thread adds up its elements of a row, by the registers
+that are left, unless an Order prescribes it. It chooses anew for each row of a tile, so that rows
+of one tile could have different last bits.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
 import cuda.tile as ct
+
+from .opaque import opaque_zero
 
 FOLDED = 256  # the least number of threads of a block, times the two terms that each may have left
 
@@ -16,12 +19,14 @@ FOLDED = 256  # the least number of threads of a block, times the two terms that
 class Order:
     """The order in which a block adds up a row.
 
-    UNIT: how many elements a thread reads at once, or 0 where the compiler chooses the order. zero:
-    an opaque zero, or None where the compiler may fuse a product with an addition as it likes.
+    UNIT: how many elements a thread reads at once, or 0 where tiles are not folded. zero: an opaque
+    zero, or None where the compiler may fuse a product with an addition as it likes. FUSED: see
+    `total`.
     """
 
     UNIT: int
     zero: Any
+    FUSED: bool
 
     def unfused(self, product):
         """The first of several products that are added up.
@@ -50,6 +55,20 @@ class Order:
             x = x.reshape((R, min(vectors, FOLDED)))
         return x
 
+    def total(self, x):
+        """Σ x by rows.
+
+        FUSED: the additions are fused multiply-adds, 1 · x + y. Those the compiler does not
+        reorder, and it emits plain additions for them. So every row of a tile is added up alike.
+        """
+        if self.FUSED:
+            return ct.reduce(x, 1, fused_add, 0.0, keepdims=True)
+        return ct.sum(self.folded(x), axis=1, keepdims=True)
+
+    def totals(self, x, y):
+        """Σ x and Σ y by rows, in one reduction, which is one barrier of the block."""
+        return two_sums(self.folded(x), self.folded(y), fused_add_both if self.FUSED else add_both)
+
     def row_sum(self, xs):
         """The sum of segments by rows.
 
@@ -62,9 +81,9 @@ class Order:
             if x.shape[1] == added.shape[1]:
                 added = added + x
             else:
-                total = total + ct.sum(self.folded(added), axis=1, keepdims=True)
+                total = total + self.total(added)
                 added = x
-        return total + ct.sum(self.folded(added), axis=1, keepdims=True)
+        return total + self.total(added)
 
     def mean_square(self, xs, count):
         """The mean of the squares of segments, by rows."""
@@ -76,9 +95,36 @@ class Order:
         return self.row_sum(squares) * (1.0 / count)
 
 
-def unit(X, ALIGNED):
+def order_of(X, cut, count, VARIANTS):
+    """The order of the sums over a row of X. count: a number that is never negative.
+
+    VARIANTS: the kernel has variants with other instructions and the same bits. Those, and blocks
+    that share a row, fold it. Elsewhere a tile of several rows has fused additions: they compile to
+    as many instructions as sums without an order, and folding to up to 5 more barriers (rms_norm
+    of 512 bfloat16, sm_90).
+    """
+    if VARIANTS or cut.CHUNKS > 1:
+        return Order(unit(X, cut), opaque_zero(count), False)
+    return Order(0, None, cut.ROWS > 1)
+
+
+def order_of_dots(X, cut, count, COPIES):
+    """The order of the sums of the backward pass.
+
+    Tiles whose rows have one segment are folded: fused additions would spill up to 112 bytes
+    (gated_rms_norm of 256 bfloat16, sm_90). With more segments, folding has up to 6 barriers more.
+    COPIES: rows that the compiler adds up in several copies of the code (backward.copied).
+    """
+    if COPIES:
+        return Order(unit(X, cut), opaque_zero(count), False)
+    if cut.CHUNKS == 1 and cut.ROWS > 1 and len(cut.WIDTHS) == 1:
+        return Order(unit(X, cut), None, False)
+    return order_of(X, cut, count, False)
+
+
+def unit(X, cut):
     """How many elements of a row of X a thread reads at once."""
-    return ct.static_eval(128 // X.dtype.bitwidth if ALIGNED else 1)
+    return ct.static_eval(128 // X.dtype.bitwidth if cut.ALIGNED else 1)
 
 
 @dataclass(frozen=True)
@@ -143,10 +189,12 @@ def correct_mean(xs, count, order):
     total = 0.0
     squares = 0.0
     for x in ct.static_iter(xs):
-        more, more_squares = two_sums(order.folded(x), order.folded(order.unfused(x * x)))
+        more, more_squares = order.totals(x, order.unfused(x * x))
         total = total + more
         squares = squares + more_squares
-    return total * (1.0 / count), squares * (1.0 / count)
+    # The sum with 0.0 is no bare product: `mean + correction` would be a sum of two products, of
+    # which the compiler fuses one in some kernels and the other in others.
+    return total * (1.0 / count) + 0.0, squares * (1.0 / count)
 
 
 def halves(x):
@@ -155,13 +203,21 @@ def halves(x):
     return ct.extract(x, (0, 0, 0), (R, M, L // 2)) + ct.extract(x, (0, 0, 1), (R, M, L // 2))
 
 
+def fused_add(a, b):
+    return a * 1.0 + b
+
+
+def fused_add_both(a, b, c, d):
+    return a * 1.0 + c, b * 1.0 + d
+
+
 def add_both(a, b, c, d):
     return a + c, b + d
 
 
-def two_sums(x, y):
-    """Σ x and Σ y by rows, in one reduction, which is one barrier of the block."""
-    return ct.reduce((x, y), 1, add_both, (0.0, 0.0), keepdims=True)
+def two_sums(x, y, add):
+    """Σ x and Σ y by rows, in one reduction."""
+    return ct.reduce((x, y), 1, add, (0.0, 0.0), keepdims=True)
 
 
 @dataclass(frozen=True)
@@ -189,10 +245,10 @@ class Dots:
             gs = g
         if ct.static_eval(width not in WIDTHS[j + 1 :]):
             if LAYER:
-                more, more_total = two_sums(order.folded(products), order.folded(gs))
+                more, more_total = order.totals(products, gs)
                 total = total + more_total
             else:
-                more = ct.sum(order.folded(products), axis=1, keepdims=True)
+                more = order.total(products)
             dot = dot + more
         return Dots(dot, total, products, gs)
 

@@ -1,1 +1,1 @@
-"""How kernels are launched: configurations, plans, and the only calls to ct.launch."""
+"""How kernels are launched: configurations, plans, and the only calls to cuTile's launch."""

@@ -11,9 +11,13 @@ from typing import Any, NamedTuple, get_type_hints
 
 import cuda.tile as ct
 
+# The function as cuTile's C extension defines it. Other packages replace cuda.tile.launch for the
+# whole process: TileGym by a function that takes no programmatic_dependent_launch.
+from cuda.tile._cext import launch as launch_kernel
+
 from ..spec import NormSpec
 from .config import Hints, cdiv
-from .disk_cache import Kernel
+from .kernel import Kernel
 
 ABSENT = ()  # an empty tuple adds no parameter to the compiled kernel
 MAX_GRID = (1 << 24) - 1  # blocks in the first dimension of a cuTile grid
@@ -161,15 +165,24 @@ def launch(stream: int, launches: Sequence[Launch], arrays: tuple) -> None:
     for kernel, grid, before, take, after, overlap in launches:
         arguments = (*before, take(arrays), *after)
         if overlap:
-            ct.launch(stream, grid, kernel, arguments, programmatic_dependent_launch=True)
+            launch_kernel(stream, grid, kernel, arguments, programmatic_dependent_launch=True)
         else:
-            ct.launch(stream, grid, kernel, arguments)
+            launch_kernel(stream, grid, kernel, arguments)
+
+
+def hinted(kernel: ct.kernel, hints: Hints) -> Kernel:
+    """A kernel with compiler hints. It is kept, because it holds the code compiled so far.
+
+    Threads that ask at once get the same kernel: cuTile may crash if a kernel is destroyed after
+    its launch. What a thread made in vain was not launched.
+    """
+    key, kernels = (kernel._pyfunc, hints), _hinted()
+    return kernels.get(key) or kernels.setdefault(key, Kernel(kernel._pyfunc, **hints.given()))
 
 
 @cache
-def hinted(kernel: ct.kernel, hints: Hints) -> ct.kernel:
-    """A kernel with compiler hints. It is kept, because it holds the code compiled so far."""
-    return Kernel(kernel._pyfunc, **hints.given())
+def _hinted() -> dict[tuple[Callable, Hints], Kernel]:
+    return {}
 
 
 def parts(count: int, most: int) -> list[tuple[int, int]]:

@@ -13,7 +13,6 @@ from functools import cache
 from pathlib import Path
 
 import cuda.tile as ct
-from cuda.tile._cext import TileContext, get_compute_capability
 from cuda.tile.compilation import KernelSignature
 from cutile_cache._cache import MetadataV1, cache_lookup, cache_store
 
@@ -23,33 +22,28 @@ from .toolchain import compiler_path
 # Environment variables that do not change a kernel. Any other CUDA_TILE_ variable may change or log
 # the compilation, so it turns this module off.
 HARMLESS = {"CUDA_TILE_CACHE_DIR", "CUDA_TILE_CACHE_SIZE", "CUDA_TILE_TEMP_DIR"}
+HARMLESS |= {"CUDA_TILE_COMPILER_TIMEOUT_SEC"}
 
 
-class Kernel(ct.kernel):
-    """A cuTile kernel that looks in the cache before it is traced."""
+def key_of(kernel: ct.kernel, signature: KernelSignature, capability: tuple[int, int]) -> str:
+    """The key of what a kernel compiles to. The signature has a symbol."""
+    parts = kernel._pyfunc.__name__, signature, kernel._compiler_options, capability
+    return hashlib.sha256("\n".join([_origin(), *map(repr, parts)]).encode()).hexdigest()
 
-    def _compile(
-        self,
-        signature: KernelSignature,
-        context: TileContext,
-        compute_capability: tuple[int, int] | None = None,
-    ):
-        """Compile for a signature. cuTile calls this method when a signature is launched first."""
-        folder = context.config.cache_dir
-        if folder is None or any(k.startswith("CUDA_TILE_") for k in os.environ.keys() - HARMLESS):
-            return super()._compile(signature, context, compute_capability)
-        name = self._pyfunc.__name__
-        symbol = signature.symbol or signature.with_mangled_symbol(name).symbol
-        capability = compute_capability or get_compute_capability()
-        parts = (name, signature.with_symbol(symbol), self._compiler_options, capability)
-        key = hashlib.sha256("\n".join([_origin(), *map(repr, parts)]).encode()).hexdigest()
-        if cubin := cache_lookup(folder, key):
-            return cubin, symbol, None, ()
-        cubin, symbol, _, libraries = compiled = super()._compile(signature, context, capability)
-        if not libraries:
-            metadata = MetadataV1(kernel_names=[symbol])
-            cache_store(folder, key, cubin, metadata.to_dict())
-        return compiled
+
+def is_off(folder: str | None) -> bool:
+    """Whether kernels are neither looked up in a folder nor stored there."""
+    return folder is None or any(k.startswith("CUDA_TILE_") for k in os.environ.keys() - HARMLESS)
+
+
+def lookup(folder: str, key: str) -> bytes | None:
+    """The cubin that an earlier process stored under a key."""
+    return cache_lookup(folder, key)
+
+
+def store(folder: str, key: str, cubin: bytes, symbol: str) -> None:
+    """Keep a cubin for later processes. A folder that cannot be written is not an error."""
+    cache_store(folder, key, cubin, MetadataV1(kernel_names=[symbol]).to_dict())
 
 
 @cache

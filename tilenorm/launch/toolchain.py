@@ -1,16 +1,26 @@
 """The driver, compiler and cache that cuTile uses on this machine."""
 
+import ctypes
+import os
 import re
 import subprocess
+import tempfile
 
 from cuda.tile import _compile
-from cuda.tile._cext import default_tile_context, get_driver_version
+from cuda.tile._cext import default_tile_context
+
+DRIVER = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
 
 
 def driver_version() -> int:
-    """The newest CUDA version that the driver supports: 13000 is CUDA 13.0."""
-    major, minor = get_driver_version()
-    return major * 1000 + minor * 10
+    """The newest CUDA version that the driver supports: 13000 is CUDA 13.0.
+
+    The driver itself is asked, because cuTile raises RuntimeError for one before CUDA 13.
+    Raises OSError without a driver.
+    """
+    version = ctypes.c_int()
+    ctypes.CDLL(DRIVER).cuDriverGetVersion(ctypes.byref(version))
+    return version.value
 
 
 def compiler_path() -> str:
@@ -31,9 +41,45 @@ def compiler_version() -> str:
     return version[1] if version else "unknown"
 
 
+def toolkit_variable() -> str | None:
+    """The environment variable, as NAME=VALUE, that tells tileiras which CUDA toolkit to use.
+
+    None if it is not set, or if cuTile hides it from tileiras, as from the one of the pip package.
+    """
+    if not _compile._find_compiler_bin().pass_cuda_home_var:
+        return None
+    found = (name for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name))
+    return next((f"{name}={os.environ[name]}" for name in found), None)
+
+
 def cache_folder() -> str | None:
     """The folder in which cuTile keeps compiled kernels for later processes; None if it is off."""
     return default_tile_context.config.cache_dir
+
+
+def make_folder(folder: str) -> None:
+    """Make cuTile's cache folder.
+
+    Raises OSError if it cannot be made, or if there is no home folder: cuTile would then make a
+    folder named ~ in the working directory.
+    """
+    if folder.startswith("~"):
+        raise FileNotFoundError("there is no home folder, and CUDA_TILE_CACHE_DIR names no other")
+    os.makedirs(folder, exist_ok=True)
+
+
+def cache_problem() -> str | None:
+    """Why cuTile keeps no compiled kernel for later processes, or None."""
+    folder = cache_folder()
+    if folder is None:
+        return "cuTile's cache is off (CUDA_TILE_CACHE_DIR)"
+    try:
+        make_folder(folder)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(1 << 20))  # a full disk has no room for this
+    except OSError as error:
+        return f"cuTile's cache cannot be written ({error})"
+    return None
 
 
 def driver_release() -> str:

@@ -75,7 +75,11 @@ class Entry:
 
 
 def path_of(arch: str) -> Path:
-    return settings().tables / f"{arch}.json"
+    """The file of an architecture's table. Raises FileNotFoundError where there is no folder."""
+    folder = settings().tables
+    if folder is None:
+        raise FileNotFoundError("there is no home folder: set TILENORM_CACHE_DIR to a folder")
+    return folder / f"{arch}.json"
 
 
 def versions() -> dict[str, str]:
@@ -125,8 +129,8 @@ def read(path: Path, arch: str) -> list[Entry]:
 @cache
 def configs(arch: str) -> dict[Key, Config]:
     """The configurations of a user's table. A process reads the table, or warns about it, once."""
-    path = path_of(arch)
     try:
+        path = path_of(arch)
         return {entry.key: entry.config for entry in read(path, arch)}
     except FileNotFoundError:
         return {}

@@ -1,7 +1,7 @@
 """Checks of what a caller passes: at once, by name, in PyTorch's exception types."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from numbers import Integral, Real
 from typing import get_type_hints
 
@@ -12,7 +12,7 @@ from ..spec import WORDS, Options, norm_of
 from .tensors import Tensors
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-ROUNDINGS = WORDS["rounding"]
+MAX_SIZE = 2**63 - 1
 OPTION_TYPES = get_type_hints(Options)
 
 
@@ -28,9 +28,10 @@ def check(
 
     asked: the values of the fields of Options that follow `hidden` and `norm`.
 
-    Raises TypeError for an argument of the wrong type, NotImplementedError for a dtype that is not
-    served, ValueError for an unknown word, RuntimeError for shapes or devices that do not fit. An
-    RMSNorm's input of too few dimensions raises ValueError.
+    Raises TypeError for an argument of the wrong type, NotImplementedError for a dtype or layout
+    that is not served, ValueError for an unknown word, RuntimeError for shapes or devices that do
+    not fit, OverflowError for a number that no float holds. An RMSNorm's input of too few
+    dimensions raises ValueError.
     """
     input, residual, gate, weight, bias = tensors
     if not isinstance(input, Tensor):
@@ -40,24 +41,19 @@ def check(
         raise TypeError(f"{op}: argument 'normalized_shape' takes a tuple of ints, got {got}")
     # PyTorch's layer_norm takes no None, and has another exception for too few dimensions.
     layer = norm_of(op) == "layer"
-    if not isinstance(eps, (float, Real, SymFloat)) and (layer or eps is not None):
-        takes = "a float" if layer else "a float or None"
-        raise TypeError(f"{op}: argument 'eps' takes {takes}, got {_kind(eps)}")
+    if layer or eps is not None:
+        _check_float(op, "eps", eps, "a float" if layer else "a float or None")
     if backend is not None and not isinstance(backend, str):
         raise TypeError(f"{op}: argument 'backend' takes a str or None, got {_kind(backend)}")
     options = Options(0, norm_of(op), *asked)
     for name, value in zip(Options._fields[2:], options[2:], strict=True):
-        _check_option(op, name, value)
+        check_option(op, name, value)
     _check_dtype(op, "input", input)
-    shape = tuple(normalized_shape)
+    shape = _sizes(op, normalized_shape, "a tuple of ints")
     if not shape:
         raise RuntimeError(
             f"{op}: argument 'normalized_shape' takes at least one size, got {shape}"
         )
-    for size in shape:
-        # type() first: the abstract class takes longer than all the other checks of an int.
-        if type(size) is not int and not _is_size(size):
-            raise TypeError(f"{op}: argument 'normalized_shape' takes a tuple of ints, got {shape}")
     if input.dim() < len(shape):
         raise (RuntimeError if layer else ValueError)(
             f"{op}: argument 'input' takes at least the {len(shape)} dimensions of"
@@ -86,14 +82,58 @@ def check(
     return Options(math.prod(shape), options.norm, *values)
 
 
-def _check_option(op: str, name: str, value: object) -> None:
+def without_tensor(number: object) -> object:
+    """A number instead of a tensor that PyTorch takes for one: without dimensions or a gradient."""
+    if isinstance(number, Tensor) and not number.dim() and not number.requires_grad:
+        return number.item()
+    return number
+
+
+def _sizes(op: str, sizes: Sequence[int], takes: str) -> tuple[int, ...]:
+    """The sizes of a normalized_shape. PyTorch takes integer tensors as sizes too."""
+    sizes = tuple([int(n) if _is_integer_tensor(n) else n for n in sizes])
+    for size in sizes:
+        # type() first: the abstract class takes longer than all the other checks of an int.
+        if not (-MAX_SIZE <= size <= MAX_SIZE if type(size) is int else _is_size(size)):
+            raise TypeError(f"{op}: argument 'normalized_shape' takes {takes}, got {sizes}")
+    return sizes
+
+
+def sizes_of(module: str, normalized_shape: object) -> tuple[int, ...]:
+    """What a module takes as its normalized_shape, an int or sizes, as a tuple."""
+    takes = "an int or a tuple of ints, from 0 on"
+    given = (normalized_shape,) if _is_size(normalized_shape) else normalized_shape
+    if not isinstance(given, Iterable):
+        got = _kind(given)
+        raise TypeError(f"{module}: argument 'normalized_shape' takes {takes}, got {got}")
+    sizes = _sizes(module, given, takes)
+    if any(size < 0 for size in sizes):
+        raise RuntimeError(f"{module}: argument 'normalized_shape' takes {takes}, got {sizes}")
+    return sizes
+
+
+def check_option(op: str, name: str, value: object) -> None:
     """Check that an option has its field's type, or is one of the words for it."""
     if name in WORDS:
-        if value not in WORDS[name]:
+        if not isinstance(value, str) or value not in WORDS[name]:
             takes = " or ".join(map(repr, WORDS[name]))
             raise ValueError(f"{op}: argument {name!r} takes {takes}, got {value!r}")
-    elif OPTION_TYPES[name] is float and not isinstance(value, (float, Real, SymFloat)):
-        raise TypeError(f"{op}: argument {name!r} takes a float, got {_kind(value)}")
+    elif OPTION_TYPES[name] is float:
+        _check_float(op, name, value, "a float")
+    elif not isinstance(value, bool):
+        name = "norm_before_gate" if name == "gate_first" else name  # the caller's name
+        raise TypeError(f"{op}: argument {name!r} takes a bool, got {_kind(value)}")
+
+
+def _check_float(op: str, name: str, value: object, takes: str) -> None:
+    if not isinstance(value, (float, Real, SymFloat)):
+        raise TypeError(f"{op}: argument {name!r} takes {takes}, got {_kind(value)}")
+    try:
+        isinstance(value, Integral) and float(value)
+    except OverflowError:
+        raise OverflowError(
+            f"{op}: argument {name!r} takes {takes}, got an int that no float holds"
+        ) from None
 
 
 def _check_like_input(op: str, name: str, tensor: Tensor, input: Tensor) -> None:
@@ -135,9 +175,19 @@ def _check_device(op: str, name: str, tensor: Tensor, input: Tensor) -> None:
 
 
 def _check_dtype(op: str, name: str, tensor: Tensor) -> None:
+    if tensor.layout != torch.strided:
+        raise NotImplementedError(
+            f"{op}: argument {name!r} takes the layout torch.strided, got {tensor.layout}"
+        )
     if tensor.dtype not in DTYPES:
         takes = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         raise NotImplementedError(f"{op}: argument {name!r} takes {takes}, got {tensor.dtype}")
+
+
+def _is_integer_tensor(value: object) -> bool:
+    if not isinstance(value, Tensor) or value.dim():
+        return False
+    return not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
 
 
 def _is_size(value: object) -> bool:

@@ -11,26 +11,12 @@ from ..spec import Options
 from . import reference
 from .plans import spec_of_tensors
 from .tensors import Saved, Tensors, distributed, dtype_of, merged_needs
-from .torch_private import fast_apply, in_forward_mode, in_transform, modes
-
-_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
+from .torch_private import fast_apply
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:
     """Whether autograd is to record an operation on these tensors."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-
-
-def is_transformed(tensors: Tensors) -> bool:
-    """Whether torch.func or forward-mode derivatives have to see single operations."""
-    return in_transform() or in_forward_mode(tensors)
-
-
-def is_plain(*tensors: Tensor | None) -> bool:
-    """Whether no mode, transform or subclass has to see what is done to the tensors, so that an
-    implementation may be called directly, without PyTorch's dispatcher.
-    """
-    return not modes() and not is_transformed(tensors) and _PLAIN.issuperset(map(type, tensors))
 
 
 class ByDispatcher(NamedTuple):
@@ -76,24 +62,27 @@ class Norm(Function):
         mask = ctx.needs_input_grad
         if dy is None or runner.gradients is None or torch.is_grad_enabled():
             return None, *gradients(ctx, dy, dsum, mask[1:])
-        if not is_plain(dy, dsum):
-            return None, *gradients(ctx, dy, dsum, mask[1:])
-        run, ordered = runner.gradients(mask, dsum is not None)
-        return ordered((*run(dy, dsum, ctx.saved_tensors, ctx.eps), None))
+        run, ordered, plain = runner.gradients(mask, dsum is not None)
+        saved = ctx.saved_tensors
+        if not plain.takes((dy, dsum, *saved)):  # a hook of saved tensors may return any tensor
+            return None, *gradients(ctx, dy, dsum, mask[1:], saved)
+        return ordered((*run(dy, dsum, saved, ctx.eps), None))
 
 
 def gradients(
-    ctx, dy: Tensor | None, dsum: Tensor | None, mask: tuple[bool, ...]
+    ctx, dy: Tensor | None, dsum: Tensor | None, mask: tuple[bool, ...], saved: tuple | None = None
 ) -> tuple[Tensor | None, ...]:
     """The gradients of Tensors, by single operations under create_graph, else by the op.
 
-    mask: whether each of Tensors needs its gradient.
+    mask: whether each of Tensors needs its gradient. saved: what ctx saved, if it was asked for
+    before: asking calls the hooks of saved tensors.
     """
-    runner, saved = ctx.runner, Saved(*ctx.saved_tensors)
+    runner = ctx.runner
     added, dtype, options = runner.added, runner.dtype, runner.options
     dsum = dsum if added is not None else None
     if dy is None:
         return _through_sum(dsum, added, dtype, mask)
+    saved = Saved(*(ctx.saved_tensors if saved is None else saved))
     x, *parameters = saved[:4]
     if needs_grad(dy, dsum, *saved[:4]):
         tensors = Tensors(dy, None if added is None else x, *parameters)

@@ -5,18 +5,19 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 from torch.compiler import is_compiling
+from torch.overrides import has_torch_function
 
-from . import arguments, library, reference
-from .autograd import apply, is_plain, is_transformed, needs_grad
+from . import arguments, library, overrides, reference
+from .autograd import apply, needs_grad
+from .direct import MOST_GUARDS, is_plain, is_transformed
 from .plans import Runner, runner_of, spec_of_tensors
 from .registry import MAX_ROWS, device_of, refuse_transformed, select_transformed
 from .tensors import Results, Tensors
 from .torch_private import TensorGuards, current_device, forward_mode, modes
 
 MOST_CALLS = 1024
-MOST_GUARDS = 8  # for calls that differ in their tensors' dtypes, ranks, devices, requires_grad
 _autocast = torch.is_autocast_enabled  # for CUDA; given a device's name it takes twice as long
 
 
@@ -53,19 +54,24 @@ def normalize(
     """
     known = None
     if not is_compiling():
-        x, residual, gate = tensors[:3]
+        if has_torch_function(tensors):  # torch.compile calls it at the operations in the graph
+            what = op, tensors, normalized_shape, eps, asked, backend
+            return overrides.overridden(normalize, *what)
+        x, residual, gate = tensors[0], tensors[1], tensors[2]  # a slice takes longer
         given = []
-        for tensor in tensors:
-            if tensor is not None:
-                given.append(tensor)  # a comprehension takes longer
         try:
+            for tensor in tensors:  # a comprehension takes longer
+                if tensor is not None:
+                    if tensor.is_nested:  # the guard of one that is not jagged ends the process
+                        raise TypeError
+                    given.append(tensor)
             known = remembered(
-                op, eps, backend, residual is None, gate is None, tensors[3] is None,
+                op, eps, backend, x is None, residual is None, gate is None, tensors[3] is None,
                 tensors[4] is None, type(normalized_shape), *asked, *normalized_shape,
             )  # fmt: skip
-        except TypeError:  # the checks say what is wrong
-            known = []
-        for check, index, most, hidden, wanted, recorded, runner in known:
+        except (AttributeError, TypeError):  # nothing is remembered; the checks say what is wrong
+            pass
+        for check, index, most, hidden, wanted, recorded, runner in known or ():
             if (
                 check(*given)
                 and (index is None or index == current_device())
@@ -76,7 +82,7 @@ def normalize(
                 and forward_mode._current_level < 0
             ):
                 rows = size // hidden if hidden else 0
-                if recorded and torch.is_grad_enabled():
+                if recorded and is_grad_enabled():
                     return apply((wanted, rows, runner, runner.training), *tensors)
                 if rows:
                     return runner.inference(tensors, wanted, rows)
@@ -86,17 +92,23 @@ def normalize(
 
 def _checked(op, tensors, normalized_shape, eps, asked, backend, known) -> Results:
     """The same after checks, and remembered where an implementation is called directly."""
+    if overrides.has_nested(tensors):
+        what = op, tensors, normalized_shape, eps, asked, backend
+        return overrides.of_jagged(normalize, *what)
+    eps = arguments.without_tensor(eps)
     options = arguments.check(op, tensors, normalized_shape, eps, asked, backend)
     x, *others = tensors
     if x.is_cuda and _autocast():
         x = library.autocast_input(x, options.norm)
     eps = arguments.default_eps(*tensors[:2]) if eps is None else float(eps)
-    cast, recorded = Tensors(x, *others), needs_grad(x, *others)
+    cast = Tensors(x, *others)
+    # What torch.jit traces may be called with and without gradients.
+    recorded = needs_grad(*cast) or torch.jit.is_tracing()
     if _is_direct(cast):
         runner = runner_of(cast, options, backend)
         if known is not None and x is tensors[0]:
             _remember(known, tensors, len(normalized_shape), eps, runner)
-        if recorded:
+        if recorded:  # and not traced, because then nothing is direct
             return apply((eps, 0, runner, runner.training), *cast)
         return runner.inference(cast, eps)
     if is_transformed(cast):

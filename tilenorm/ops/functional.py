@@ -30,13 +30,16 @@ def rms_norm(
     (float64 for a float64 input) and rounded once.
 
     Args:
-        input: (..., *normalized_shape), float16, bfloat16, float32 or float64.
+        input: (..., *normalized_shape), float16, bfloat16, float32 or float64. Or a jagged nested
+            tensor, if the normalised dimensions come after the ragged one: its sequences' rows are
+            rows like any others, and the output has its ragged sizes.
         normalized_shape: the trailing sizes that are normalised together.
         weight: of shape normalized_shape, in the input's dtype or another floating-point dtype. Or
             (H, *normalized_shape), where the input is (..., H, *normalized_shape): one for each
             head, as for the queries and keys of attention.
         eps: added to the mean square; None is the machine epsilon of float32 (of float64 for a
-            float64 input), which is what PyTorch takes.
+            float64 input), which is what PyTorch takes. A tensor without dimensions is read at
+            once.
         bias: as the weight. PyTorch's function has none.
         offset: added to the weight, 1.0 for weights stored around zero, as Gemma's.
         rounding: "late" rounds once, as PyTorch does. "early" rounds x / sqrt(...) to the input's
@@ -179,7 +182,9 @@ def gated_rms_norm(
     Raises: as rms_norm.
     """
     tensors = (input, None, gate, weight, bias)
-    asked = (offset, not norm_before_gate, rounding, activation)
+    # The checks refuse what is no bool.
+    first = not norm_before_gate if type(norm_before_gate) is bool else norm_before_gate
+    asked = (offset, first, rounding, activation)
     return normalize("gated_rms_norm", tensors, normalized_shape, eps, asked, backend)[0]
 
 
@@ -205,5 +210,7 @@ def gated_layer_norm(
     Args, returns, raises: as gated_rms_norm and layer_norm.
     """
     tensors = (input, None, gate, weight, bias)
-    asked = (offset, not norm_before_gate, rounding, activation)
+    # The checks refuse what is no bool.
+    first = not norm_before_gate if type(norm_before_gate) is bool else norm_before_gate
+    asked = (offset, first, rounding, activation)
     return normalize("gated_layer_norm", tensors, normalized_shape, eps, asked, backend)[0]

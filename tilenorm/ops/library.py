@@ -5,6 +5,7 @@ then eps and what is particular to its direction. Eager calls on plain tensors g
 dispatch.py to the same implementations.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple, get_type_hints
 
 import torch
@@ -12,10 +13,10 @@ from torch import Tensor
 
 from ..spec import Options
 from . import cutile
-from .autograd import ByDispatcher, Norm, gradients, is_plain, needs_grad
+from .autograd import ByDispatcher, Norm, gradients, needs_grad
 from .inductor import call_directly
-from .plans import runner_of
-from .tensors import Results, Saved, Tensors, computed, dtype_of, merged_needs, statistics_dtype
+from .plans import Runner, runner_of
+from .tensors import Saved, Tensors, computed, dtype_of, merged_needs, statistics_dtype
 from .torch_private import BelowAutograd, autocast_casts, in_forward_mode
 
 LIBRARY = torch.library.Library("tilenorm", "DEF")
@@ -81,32 +82,53 @@ class Backward(NamedTuple):
         return Tensors(self.dy, x if self.added else None, gate, weight, bias)
 
 
-def run_norm(*arguments, **by_name) -> Results:
-    """What the op norm computes for real tensors, None for what is absent."""
+def run_norm(*arguments, **by_name) -> Sequence[Tensor | None]:
+    """The op norm for Inductor's code. Plain tensors go past the op, and None stands for what is
+    absent then. Others go to the op, as those of any operator that Inductor's code calls.
+    """
     tensors, options, eps, save, backend = Forward.of(arguments, **by_name)
-    _refuse_forward_mode(tensors)
     runner = runner_of(tensors, options, backend)
+    if not runner.plain.takes(tensors):
+        return torch.ops.tilenorm.norm(*arguments, **by_name)
     with cutile.on_device_of(tensors[0]):
         return (runner.training if save else runner.inference)(tensors, eps)
 
 
-def run_norm_backward(*arguments, **by_name) -> Tensors:
-    """What the op norm_backward computes for real tensors, None for what is absent."""
-    dy, dsum, saved, options, eps, added, mask, backend = Backward.of(arguments, **by_name)
-    _refuse_forward_mode((dy, dsum, *saved))
-    x, gate, weight, bias, _, rstd = saved
-    if options.norm != "layer":
-        saved = Saved(x, gate, weight, bias, None, rstd)
-    tensors = (dy, x if added else None, gate, weight, bias)
-    run, _ = runner_of(tensors, options, backend).gradients(tuple(mask), dsum is not None)
+def run_norm_backward(*arguments, **by_name) -> Sequence[Tensor | None]:
+    """The op norm_backward for Inductor's code, as run_norm."""
+    run, plain, dy, dsum, saved, eps = _backward_of(arguments, by_name)
+    if not plain.takes((dy, dsum, *saved)):
+        return torch.ops.tilenorm.norm_backward(*arguments, **by_name)
     with cutile.on_device_of(dy):
         return run(dy, dsum, saved, eps)
 
 
+def _backward_of(arguments: tuple, by_name: dict) -> tuple:
+    """A backward function, what tells whether tensors may be given to it directly, and what else
+    it takes.
+    """
+    dy, dsum, saved, options, eps, added, mask, backend = Backward.of(arguments, **by_name)
+    x, gate, weight, bias, _, rstd = saved
+    if options.norm != "layer":
+        saved = Saved(x, gate, weight, bias, None, rstd)
+    tensors = (dy, x if added else None, gate, weight, bias)
+    runner = runner_of(tensors, options, backend)
+    run, _, plain = runner.gradients(tuple(mask), dsum is not None)
+    return run, plain, dy, dsum, saved, eps
+
+
 def norm(*arguments) -> tuple[Tensor, ...]:
     """The op, for real tensors. Results that are absent are empty tensors."""
-    (x, residual, *_), _, _, save, _ = Forward.of(arguments)
-    y, total, *statistics = run_norm(*arguments)
+    tensors, options, eps, save, backend = Forward.of(arguments)
+    _refuse_forward_mode(tensors)
+    return _norm_by(runner_of(tensors, options, backend), tensors, eps, save)
+
+
+def _norm_by(runner: Runner, tensors: Tensors, eps: float, save: bool) -> tuple[Tensor, ...]:
+    x, residual = tensors[:2]
+    with cutile.on_device_of(x):
+        found = (runner.training if save else runner.inference)(tensors, eps)
+    y, total, *statistics = found
     if total is None:
         total = x.new_empty(0)
     dtype = statistics_dtype(x, residual)
@@ -116,8 +138,11 @@ def norm(*arguments) -> tuple[Tensor, ...]:
 
 def norm_backward(*arguments) -> tuple[Tensor, ...]:
     """The op, for real tensors. Gradients that are not asked for are empty tensors."""
-    dy = arguments[0]
-    return tuple([dy.new_empty(0) if g is None else g for g in run_norm_backward(*arguments)])
+    run, _, dy, dsum, saved, eps = _backward_of(arguments, {})
+    _refuse_forward_mode((dy, dsum, *saved))
+    with cutile.on_device_of(dy):
+        grads = run(dy, dsum, saved, eps)
+    return tuple([dy.new_empty(0) if g is None else g for g in grads])
 
 
 def norm_fake(*arguments) -> tuple[Tensor, ...]:
@@ -153,8 +178,11 @@ def norm_autograd(*arguments) -> tuple[Tensor, ...]:
         return Norm.apply(
             (eps, 0, runner, lambda given, _: _below_autograd(*given, *last)), *tensors
         )
-    if is_plain(*tensors):
-        return norm(*arguments)
+    x = tensors[0]
+    if type(x) is Tensor and (x.is_cpu or x.is_cuda):
+        runner = runner_of(tensors, options, backend)
+        if runner.plain.takes(tensors):
+            return _norm_by(runner, tensors, eps, save)
     return _below_autograd(*arguments)
 
 

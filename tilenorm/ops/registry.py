@@ -46,6 +46,8 @@ class Implementation:
     gradients in the order of Tensors.
     takes_rows: whether the forward function has a third argument, the number of rows, which is
     given where the tensors are known to be contiguous matrices of rows, and vectors.
+    The two functions that are returned may raise CompileError. The implementation is then not used
+    for that spec and device again.
     """
 
     name: str
@@ -109,9 +111,19 @@ REGISTRY = (
 )
 
 
+@cache
+def failures() -> dict[tuple[str, NormSpec, Device], str]:
+    """Why implementations could not serve what they did not refuse, as calls have found out."""
+    return {}
+
+
 def refusals(spec: NormSpec, rows: int, device: Device) -> dict[str, str | None]:
-    """Every implementation's name in order of preference, with why it refuses, or None."""
-    return {i.name: i.refuses(spec, rows, device) for i in REGISTRY}
+    """Every implementation's name in order of preference, with why it does not serve, or None."""
+    failed = failures()
+    return {
+        i.name: i.refuses(spec, rows, device) or failed.get((i.name, spec, device))
+        for i in REGISTRY
+    }
 
 
 def select(spec: NormSpec, rows: int, device: Device, backend: str | None) -> Implementation:
@@ -119,11 +131,15 @@ def select(spec: NormSpec, rows: int, device: Device, backend: str | None) -> Im
 
     Raises ValueError for an unknown backend, RuntimeError when the one asked for refuses.
     """
-    return _select(spec, rows > MAX_ROWS, device, backend)
+    failed = frozenset(i.name for i in REGISTRY if (i.name, spec, device) in failures())
+    return _select(spec, rows > MAX_ROWS, device, backend, failed)
 
 
 @cache
-def _select(spec: NormSpec, long: bool, device: Device, backend: str | None) -> Implementation:
+def _select(
+    spec: NormSpec, long: bool, device: Device, backend: str | None, failed: frozenset[str]
+) -> Implementation:
+    """failed: the implementations with an entry in `failures`, so that a new one is seen."""
     backend = backend or requested_backend()
     known = {i.name: i for i in REGISTRY}
     if backend is not None and backend not in known:
@@ -138,9 +154,16 @@ def _select(spec: NormSpec, long: bool, device: Device, backend: str | None) -> 
     for name, reason in found.items():
         if name == chosen:
             break
-        message = f"tilenorm: {chosen} runs instead of {name}: {reason}"
-        warnings.warn(message, ReferenceWarning, stacklevel=2)
+        message, thread = f"tilenorm: {chosen} runs instead of {name}: {reason}", object()
+        if _told().setdefault((spec, long, device, message), thread) is thread:
+            warnings.warn(message, ReferenceWarning, stacklevel=2)
     return known[chosen]
+
+
+@cache
+def _told() -> dict[tuple, object]:
+    """The warnings so far: threads that meet a spec at once are told once."""
+    return {}
 
 
 def select_transformed(spec: NormSpec, device: Device, backend: str | None) -> None:

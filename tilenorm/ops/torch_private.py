@@ -7,7 +7,8 @@ others by PyTorch 2.13 on a CPU.
 
 import sys
 from collections.abc import Sequence
-from operator import attrgetter
+from functools import reduce
+from operator import attrgetter, or_
 from types import SimpleNamespace
 
 import torch
@@ -45,6 +46,13 @@ _cuda_get_device = _found("_C._cuda_getDevice")
 # How many modes see every operation. PyTorch has no public way to ask: without it no call is
 # direct, and the dispatcher, which knows the modes, takes every call to the ops.
 _dispatch_modes = _found("_C._len_torch_dispatch_stack")
+
+# A tensor's dispatch keys, and those that a thread adds to every tensor's. Without one of these
+# names no call is direct either.
+_keys_of = _found("_C._dispatch_keys")
+_thread_keys = _found("_C._dispatch_tls_local_include_set")
+_Keys = _found("_C.DispatchKeySet")
+_Key = _found("_C.DispatchKey")
 
 # torch.func's transforms that are active. Without these two no call is direct either, and PyTorch
 # refuses to transform the ops.
@@ -108,6 +116,28 @@ else:
         return isinstance(_transforms(), _Transform)
 
 
+if _keys_of is None or _thread_keys is None or _Keys is None or _Key is None:
+
+    def has_ordinary_keys(tensors: Sequence[Tensor | None]) -> bool:
+        """Whether tensors have only the dispatch keys of ordinary ones: unknown, so no."""
+        return False
+
+else:
+    _ORDINARY = ("CPU", "CUDA", "BackendSelect", "ADInplaceOrView", "AutogradCPU", "AutogradCUDA")
+    _ORDINARY += ("AutocastCPU", "AutocastCUDA")  # the callers cast as autocast does
+    _OTHER_BITS = ~reduce(or_, (_Keys(getattr(_Key, name)).raw_repr() for name in _ORDINARY))
+
+    def has_ordinary_keys(tensors: Sequence[Tensor | None]) -> bool:
+        """Whether no tensor has, and the thread adds, another dispatch key than those of ordinary
+        tensors on the CPU or on CUDA.
+        """
+        keys = _thread_keys().raw_repr()
+        for tensor in tensors:
+            if tensor is not None:
+                keys |= _keys_of(tensor).raw_repr()
+        return not keys & _OTHER_BITS
+
+
 if _forward_mode:
     # An attribute, because a function takes longer in every call.
     forward_mode = forward_ad
@@ -130,6 +160,13 @@ def fast_apply(function: type[Function]):
         return function.apply
     function._backward_cls.apply = function.backward  # autograd finds it by this name
     return super(Function, function).apply
+
+
+def ragged_dimension(x: Tensor) -> int:
+    """The ragged dimension of a jagged nested tensor. Without the attribute, the first after the
+    batch, where nested tensors have it until they are transposed.
+    """
+    return getattr(x, "_ragged_idx", 1)
 
 
 def autocast_casts(norm: str) -> bool:

@@ -83,7 +83,7 @@ def cases(arch: str) -> list[Case]:
 def digests(arch: str, processes: int | None = None) -> Iterator[str]:
     """The lines of every case of an architecture. Needs no GPU.
 
-    Raises cuda.tile.TileError when a kernel does not compile, RuntimeError when cuTile's cache is
+    Raises CompileError when a kernel does not compile, RuntimeError when cuTile's cache is
     off.
     """
     work = cases(arch)

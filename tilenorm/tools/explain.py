@@ -78,11 +78,12 @@ def explain(op: str, *args, **kwargs) -> Explanation:
     Raises: ValueError for an unknown op, and whatever the op raises for bad input.
     """
     if op not in OPS:
-        raise ValueError(f"op: got {op!r}, takes one of {', '.join(OPS)}")
+        raise ValueError(f"explain: argument 'op' takes one of {', '.join(OPS)}, got {op!r}")
     bound = inspect.signature(getattr(functional, op)).bind(*args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments
-    given["gate_first"] = not given.pop("norm_before_gate", True)
+    before = given.pop("norm_before_gate", True)
+    given["gate_first"] = not before if type(before) is bool else before
     tensors = Tensors(*(given.get(name) for name in Tensors._fields))
     values = tuple(given.get(n, Options._field_defaults[n]) for n in Options._fields[2:])
     shape, eps, backend = given["normalized_shape"], given["eps"], given["backend"]

@@ -7,11 +7,16 @@ from importlib import metadata
 import torch
 
 from ..launch import user_table
-from ..launch.target import MULTIPROCESSORS
-from ..launch.toolchain import cache_folder, compiler_path, driver_version
+from ..launch.calls import every_gradient
+from ..launch.kernel import CompileError
+from ..launch.plan import plan_backward, plan_forward
+from ..launch.target import MULTIPROCESSORS, Target
+from ..launch.toolchain import cache_folder, cache_problem, compiler_path, driver_version
 from ..ops.registry import device_of, refusals
 from ..spec import OPS, NormSpec
+from .precompile import calls_of, compile_call
 
+ROWS = 4096
 PACKAGES = ("tilenorm", "torch", "cuda-tile", "nvidia-cuda-tileiras", "triton")
 
 
@@ -37,7 +42,9 @@ def information() -> tuple[list[str], list[str]]:
         lines.append(f"{kind}{'' if index is None else f':{index}'} {name}{arch}{multiprocessors}")
         for op in OPS:
             spec = NormSpec.of(op, 4096, "bfloat16", weight="bfloat16")
-            reasons = refusals(spec, 4096, device)
+            reasons = refusals(spec, ROWS, device)
+            if reasons["cutile"] is None:
+                reasons["cutile"] = _not_compiled(spec, device.target)
             chosen = next(name for name, reason in reasons.items() if reason is None)
             lines.append(f"  {op}: {chosen}")
             for other, reason in reasons.items():
@@ -47,6 +54,18 @@ def information() -> tuple[list[str], list[str]]:
                         wrong.append(reason)
     lines += [f"wrong: {reason}" for reason in dict.fromkeys(wrong)]
     return lines, wrong
+
+
+def _not_compiled(spec: NormSpec, target: Target) -> str | None:
+    """Why the kernels of a training step do not compile, or None. They go into cuTile's cache."""
+    plans = plan_forward(spec, target, True), plan_backward(spec, target, every_gradient(spec))
+    try:
+        for plan in plans:
+            for call in calls_of(plan, ROWS):
+                compile_call(call, target.arch)
+    except CompileError as error:
+        return str(error)
+    return None
 
 
 def _version(package: str) -> str:
@@ -59,8 +78,9 @@ def _version(package: str) -> str:
 def _compiler(wrong: list[str]) -> str:
     try:
         path = compiler_path()
-        text = subprocess.run([path, "--version"], capture_output=True, text=True, check=True)
-    except (FileNotFoundError, subprocess.CalledProcessError) as error:
+        command = [path, "--version"]
+        text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+    except (OSError, subprocess.SubprocessError) as error:
         wrong.append(f"tileiras does not run: {error}")
         return "missing"
     return f"{path}: {text.stdout.strip().splitlines()[-1]}"
@@ -70,8 +90,8 @@ def _tables(wrong: list[str]) -> list[str]:
     """Lines about the user's own tables. An invalid table is added to `wrong`."""
     lines = []
     for arch in MULTIPROCESSORS:
-        path = user_table.path_of(arch)
         try:
+            path = user_table.path_of(arch)
             lines.append(f"user table {path}: {len(user_table.read(path, arch))} configurations")
         except FileNotFoundError:
             continue
@@ -81,8 +101,6 @@ def _tables(wrong: list[str]) -> list[str]:
 
 
 def _cache(wrong: list[str]) -> str:
-    folder = cache_folder()
-    if folder is None:
-        wrong.append("cuTile's cache is off (CUDA_TILE_CACHE_DIR): every process compiles anew")
-        return "off"
-    return folder
+    if problem := cache_problem():
+        wrong.append(f"{problem}: every process compiles anew")
+    return cache_folder() or "off"

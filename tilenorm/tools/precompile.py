@@ -14,7 +14,7 @@ from cuda.tile._cext import default_tile_context
 from ..launch.calls import ABSENT, BackwardArrays, Call, ForwardArrays, every_gradient
 from ..launch.plan import BackwardPlan, ForwardPlan, plan_backward, plan_forward
 from ..launch.target import Target
-from ..launch.toolchain import cache_folder
+from ..launch.toolchain import cache_problem
 from ..launch.user_table import TableWarning
 from ..spec import NormSpec
 from .cubin import resources
@@ -116,7 +116,7 @@ def precompile(
 ) -> Iterator[list[Compiled]]:
     """Compile `training_calls` of each spec into cuTile's cache, on all cores. Needs no GPU.
 
-    Raises cuda.tile.TileError when a kernel does not compile, RuntimeError when the cache is off.
+    Raises CompileError when a kernel does not compile, RuntimeError when nothing would be kept.
     """
     counts = [len(training_calls(spec, target)) for spec in specs]
     work = [(s, target, i) for s, n in zip(specs, counts, strict=True) for i in range(n)]
@@ -128,8 +128,8 @@ def precompile(
 @contextmanager
 def compiling(function: Callable, work: list, processes: int | None) -> Iterator[Iterator]:
     """Results of function(item) in order, by default from as many processes as there are CPUs."""
-    if cache_folder() is None:
-        raise RuntimeError("cuTile's cache is off (CUDA_TILE_CACHE_DIR): nothing would be kept")
+    if problem := cache_problem():
+        raise RuntimeError(f"{problem}: nothing would be kept")
     processes = min(processes or cpus(), len(work))
     if processes <= 1:
         yield map(function, work)

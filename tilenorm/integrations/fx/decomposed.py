@@ -9,20 +9,16 @@ code gives the nodes these names; root is an rsqrt, a sqrt or a power of -0.5:
 import torch
 from torch.fx import Node
 
-from .nodes import (
-    Left,
+from .calls import (
     added_number,
-    arguments,
     before_exact_casts,
+    bind,
     cast_input,
-    name_of,
-    number_of,
-    only_user,
     operands,
-    value_of,
-    writes,
+    summands,
 )
-from .norms import Norm, parameter_fits, trailing
+from .nodes import Left, name_of, number_of, only_user, value_of, writes
+from .norms import Norm, known, parameter_fits, trailing
 
 
 def match_decomposed(root: Node) -> Norm | None:
@@ -33,42 +29,42 @@ def match_decomposed(root: Node) -> Norm | None:
     mean_square = _match_mean_square(root)
     if mean_square is None:
         return None
-    square, mean, mean_plus_eps, dims, eps = mean_square
+    square, mean, mean_plus_eps, dim, eps = mean_square
     for node in (square, mean, mean_plus_eps, root):
         if only_user(node) is None:
             raise Left(_other_users(node))
     x_hat = only_user(root)
     factor = _factor_beside_root(root, x_hat)
-    if value_of(factor) is None or value_of(x_hat) is None:
-        return None
-    x = before_exact_casts(factor)
-    if before_exact_casts(_squared(square)) is not x:
+    x = before_exact_casts(factor) if isinstance(factor, Node) else None
+    if x is None or before_exact_casts(_squared(square)) is not x:
         return None
     parts = {square, mean, mean_plus_eps, root, x_hat}
-    for node in parts:
-        if value_of(node).dtype != torch.float32:
+    for node in sorted(parts):
+        if known(node).dtype != torch.float32:
             raise Left(
                 f"its intermediate result {node.name} is {value_of(node).dtype}, not float32"
             )
+    dims = trailing(value_of(square), dim)
+    if not dims:
+        return None
+    if eps is None:
+        raise Left("its eps is a tensor, or a number that depends on data")
     parts.update(_path(x, factor), _path(x, _squared(square)))
     return _extend(x, x_hat, dims, eps, parts)
 
 
-def _match_mean_square(root: Node) -> tuple[Node, Node, Node, int, float] | None:
-    """square, mean, mean_plus_eps, the number of dimensions that mean reduces, and eps."""
+def _match_mean_square(root: Node) -> tuple[Node, Node, Node, object, float | None] | None:
+    """square, mean, mean_plus_eps, the dimensions that mean reduces, and eps if it is a number."""
     if not _is_root(root):
         return None
     mean_plus_eps = _input_of(root)
-    mean, eps = added_number(mean_plus_eps) or (None, 0.0)
-    if mean is None or name_of(mean) != "mean":
-        return None
-    args = arguments(mean, "input", "dim", "keepdim")
-    square, dims = args["input"], trailing(value_of(args["input"]), args.get("dim"))
-    if not args.get("keepdim") or not dims or not _squared(square):
-        return None
-    if any(value_of(node) is None for node in (root, mean_plus_eps, mean, square)):
-        return None
-    return square, mean, mean_plus_eps, dims, eps
+    pair = summands(mean_plus_eps)
+    for mean, eps in (pair, pair[::-1]) if pair else ():
+        if isinstance(mean, Node) and name_of(mean) == "mean":
+            args, square = bind(mean), _input_of(mean)
+            if args.get("keepdim") and isinstance(_squared(square), Node):
+                return square, mean, mean_plus_eps, args.get("dim"), number_of(eps)
+    return None
 
 
 def _is_root(node: Node) -> bool:
@@ -77,11 +73,12 @@ def _is_root(node: Node) -> bool:
 
 
 def _input_of(node: Node) -> object:
-    return arguments(node, "input").get("input")
+    return next(iter(bind(node).values()))
 
 
 def _exponent(node: Node) -> float | None:
-    return number_of(arguments(node, "input", "exponent").get("exponent"))
+    _, exponent = bind(node).values()  # prims' op has another name for the second argument
+    return number_of(exponent)
 
 
 def _squared(node: object) -> Node | None:
@@ -105,7 +102,7 @@ def _factor_beside_root(root: Node, x_hat: Node) -> object:
 
 def _extend(x: Node, x_hat: Node, dims: int, eps: float, parts: set[Node]) -> Norm:
     """The longest norm that starts with x_hat, ends in x's dtype, and one op can compute."""
-    dtype = value_of(x).dtype
+    dtype = known(x).dtype
     end, weight, offset, rounded, norm = x_hat, None, 0.0, False, None
     while True:
         if value_of(end).dtype == dtype:
@@ -137,6 +134,8 @@ def _extend(x: Node, x_hat: Node, dims: int, eps: float, parts: set[Node]) -> No
 
 
 def _other_users(node: Node) -> str:
+    if not node.users:
+        return f"nothing uses its intermediate result {node.name}"
     return f"other nodes (perhaps of its gradient) use its intermediate result {node.name}"
 
 

@@ -9,6 +9,7 @@ from torch.fx.node import map_arg
 
 from ...ops.library import norm_backward_fake, norm_fake
 from ...spec import Options
+from .calls import operands
 from .nodes import (
     VALUES,
     Left,
@@ -16,12 +17,11 @@ from .nodes import (
     is_idle,
     key_of,
     name_of,
-    operands,
     value_of,
     values_of,
     writes,
 )
-from .norms import Gradient, Norm, hidden_of
+from .norms import Gradient, Norm, hidden_of, same_sizes
 
 ATEN = torch.ops.aten
 OPS = torch.ops.tilenorm
@@ -91,7 +91,7 @@ def _terms(norm: Norm) -> tuple[Node, Node] | None:
     total, *added = values
     if any((v.dim(), v.dtype, v.device) != (total.dim(), total.dtype, total.device) for v in added):
         return None
-    if any(v.shape != total.shape for v in added):
+    if not all(same_sizes(v.shape, total.shape) for v in added):
         return None
     late = any(p is not None and norm.x < p for p in (norm.weight, norm.bias))
     return None if late or _written(norm.x, norm.at, norm.parts) else terms

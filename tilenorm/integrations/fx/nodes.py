@@ -1,5 +1,10 @@
-"""Helpers that read FX nodes of torch-level graphs (from TorchDynamo) and of aten-level graphs."""
+"""Helpers that read FX nodes of torch-level graphs (from TorchDynamo) and of aten-level graphs.
 
+No helper raises for a node of any form. The arguments of a call are read by calls.py.
+"""
+
+import inspect
+from functools import cache
 from numbers import Real
 
 import torch
@@ -8,6 +13,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensor
 from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 TORCH_MODULES = ("torch", "torch.nn.functional", "_operator")
 # Modules whose functions write to no tensor, apart from those that `writes` lists.
@@ -15,12 +21,6 @@ PURE_MODULES = (*TORCH_MODULES, "torch._C._nn", "math", "builtins")
 # The metadata keys of a node's traced value: make_fx and torch.export use "val", TorchDynamo uses
 # "example_value".
 VALUES = ("val", "example_value")
-CASTS = (
-    *("to", "_to_copy", "type", "type_as", "convert_element_type"),
-    *("float", "half", "bfloat16", "double"),
-)
-DTYPES_16_BIT = (torch.float16, torch.bfloat16)
-ADDS_IN_PLACE = ("add_", torch.ops.aten.add_.Scalar, torch.ops.aten.add_.Tensor)
 IN_PLACE = ("setitem", "iadd", "isub", "imul", "itruediv", "ipow", "ifloordiv", "imod", "imatmul")
 
 
@@ -34,11 +34,12 @@ def name_of(node: Node) -> str | None:
         return None
     target = node.target
     if node.op == "call_method":
-        return target
+        return target if hasattr(Tensor, target) else None
     if isinstance(target, OpOverload):
         namespace, name = target._schema.name.split("::")
         return name if namespace in ("aten", "prims") else None
-    name = target.__name__ if getattr(target, "__module__", None) in TORCH_MODULES else None
+    named = getattr(target, "__module__", None) in TORCH_MODULES
+    name = getattr(target, "__name__", None) if named else None
     return "div" if name == "truediv" else name
 
 
@@ -54,12 +55,22 @@ def writes(node: Node) -> bool:
         return target._schema.is_mutable
     if getattr(target, "__module__", None) not in PURE_MODULES:
         return True  # for example: a call of a subgraph, or a switch of grad mode or autocast
-    if target.__name__ in IN_PLACE or target.__name__.endswith("_") or "out" in node.kwargs:
+    name = getattr(target, "__name__", "")
+    if name in IN_PLACE or name.endswith("_") or "out" in node.kwargs:
         return True
     # relu, dropout and similar functions also accept `inplace` by position, after other bools. Any
-    # positional True therefore counts as inplace=True.
-    functional = target.__module__ == "torch.nn.functional"
-    return functional and any(a is True for a in (*node.args, node.kwargs.get("inplace")))
+    # positional True of such a function therefore counts as inplace=True.
+    takes_inplace = target.__module__ == "torch.nn.functional" and _takes_inplace(target)
+    return takes_inplace and any(a is True for a in (*node.args, node.kwargs.get("inplace")))
+
+
+@cache
+def _takes_inplace(function) -> bool:
+    """Whether a function has an argument `inplace`, or may have one."""
+    try:
+        return "inplace" in inspect.signature(function).parameters
+    except ValueError:
+        return True
 
 
 def key_of(node: Node) -> str:
@@ -73,64 +84,31 @@ def values_of(node: Node) -> object:
 
 
 def value_of(node: object) -> Tensor | None:
-    """The fake tensor of a node; None for tensor subclasses, torch.func wrappers and numbers."""
+    """The fake tensor of a node; None for tensor subclasses, torch.func wrappers and numbers.
+
+    None also for a layout without strides, such as that of a sparse tensor.
+    """
     value = values_of(node) if isinstance(node, Node) else None
     plain = isinstance(value, FakeTensor) or type(value) in (Tensor, torch.nn.Parameter)
-    return value if plain and not is_functorch_wrapped_tensor(value) else None
-
-
-def arguments(node: Node, *names: str) -> dict[str, object]:
-    """The positional and keyword arguments of a node's call, by name."""
-    return dict(zip(names, node.args, strict=False)) | node.kwargs
-
-
-def operands(node: Node) -> tuple[object, ...]:
-    """The two operands of an add, mul or div; () if the call has alpha or other arguments."""
-    args = arguments(node, "input", "other", "alpha")
-    scaled = args.pop("alpha", 1) != 1
-    return () if scaled or len(args) != 2 else tuple(args.values())
-
-
-def added_number(node: object) -> tuple[Node, float] | None:
-    """The tensor and the number that a node adds, in place or not; None for any other node."""
-    if not isinstance(node, Node) or (name_of(node) != "add" and node.target not in ADDS_IN_PLACE):
+    if not plain or value.layout != torch.strided or is_functorch_wrapped_tensor(value):
         return None
-    pair = operands(node)
-    for tensor, number in (pair, pair[::-1]) if pair else ():
-        if value_of(tensor) is not None and (value := number_of(number)) is not None:
-            return tensor, value
-    return None
+    return value
 
 
 def number_of(value: object) -> float | None:
     """The value of a number or of a node that stands for one, else None.
 
-    Reading the value of a symbolic number adds a guard on this value to the graph.
+    Reading the value of a symbolic number adds a guard on this value to the graph. A number that
+    depends on data has no value while a graph is traced.
     """
     if isinstance(value, Node):
         value = values_of(value)
-    symbolic = isinstance(value, torch.SymFloat | torch.SymInt)
-    return float(value) if symbolic or isinstance(value, Real) else None
-
-
-def cast_input(node: object) -> Node | None:
-    """The input of a node that only changes the dtype; None for any other node."""
-    if not isinstance(node, Node) or name_of(node) not in CASTS or not node.args:
+    if not isinstance(value, Real | torch.SymFloat | torch.SymInt):
         return None
-    source, result = value_of(node.args[0]), value_of(node)
-    if source is None or result is None or source.device != result.device:
+    try:
+        return float(value)
+    except (GuardOnDataDependentSymNode, OverflowError):
         return None
-    return node.args[0]
-
-
-def before_exact_casts(node: Node) -> Node:
-    """The node before all casts that change no number: to the same dtype, or 16 bits to float32."""
-    while (source := cast_input(node)) is not None:
-        before, after = value_of(source).dtype, value_of(node).dtype
-        if before != after and (before not in DTYPES_16_BIT or after != torch.float32):
-            break
-        node = source
-    return node
 
 
 def is_idle(node: Node) -> bool:
@@ -140,7 +118,8 @@ def is_idle(node: Node) -> bool:
     """
     if node.target is torch.ops.aten._assert_tensor_metadata.default:
         return True
-    return name_of(node) == "detach" and all(map(is_idle, node.users))
+    detaches = name_of(node) == "detach" and len(node.args) == 1 and not node.kwargs
+    return detaches and all(map(is_idle, node.users))
 
 
 def only_user(node: Node) -> Node | None:

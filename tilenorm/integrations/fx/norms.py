@@ -1,11 +1,13 @@
 """Norm and Gradient: descriptions of a norm in a graph, and checks that tilenorm supports it."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import SymInt, Tensor
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ...ops.plans import spec_of_tensors
 from ...ops.registry import DTYPES, cutile_refuses, device_of, spec_refused
@@ -61,6 +63,10 @@ class Norm:
     def check(self) -> None:
         """Raise Left, with the reason, if tilenorm's op would give another result."""
         x, outputs = known(self.x), {place: known(node) for place, node in self.outputs.items()}
+        rows = (*x.shape[: x.dim() - self.dims], *[1] * self.dims)
+        for place, output in outputs.items():
+            name, shape = ("output", x.shape) if place == 0 else ("statistic", rows)
+            check_shape(name, output, shape)
         if 0 in outputs:
             check_dtype("output", outputs[0], x)
             check_contiguous("output", outputs[0].permute(self.order))
@@ -95,9 +101,16 @@ class Gradient:
         x, dy = known(self.x), known(self.dy)
         if dy.dtype != x.dtype:
             raise Left(f"its incoming gradient is {dy.dtype}, its input {x.dtype}")
-        for statistic in filter(None, (self.mean, self.rstd)):
-            known(statistic)
+        check_shape("incoming gradient", dy, x.shape)
+        rows = (*x.shape[: x.dim() - self.dims], *[1] * self.dims)
+        for name, statistic in (("mean", self.mean), ("rstd", self.rstd)):
+            if statistic is not None:
+                check_shape(name, known(statistic), rows)
+                check_statistic(name, known(statistic), x)
         outputs = {p: known(node) for p, node in self.outputs.items() if self.mask[p]}
+        for place, output in outputs.items():
+            like = {0: self.x, 3: self.weight, 4: self.bias}[place]
+            check_shape(f"gradient of {like}", output, known(like).shape)
         if 0 in outputs:
             check_dtype("gradient", outputs[0], x)
             check_contiguous("gradient", outputs[0])
@@ -122,6 +135,19 @@ def check_contiguous(name: str, result: Tensor) -> None:
     """Raise Left if a result is not contiguous. tilenorm's results are contiguous."""
     if not result.is_contiguous():
         raise Left(f"its {name} is not contiguous")
+
+
+def check_shape(name: str, value: Tensor, expected: Sequence[int | SymInt]) -> None:
+    """Raise Left if a value does not have the shape that PyTorch's op takes or gives."""
+    if not same_sizes(value.shape, expected):
+        raise Left(f"its {name} has the shape {list(value.shape)}, not {list(expected)}")
+
+
+def check_statistic(name: str, statistic: Tensor, x: Tensor) -> None:
+    """Raise Left if tilenorm's op cannot read a mean or rstd."""
+    if statistic.dtype not in PARAMETER_DTYPES or statistic.device != x.device:
+        raise Left(f"its {name} is {statistic.dtype} on {statistic.device}")
+    check_contiguous(name, statistic)
 
 
 def hidden_of(x: Tensor, dims: int) -> int:
@@ -154,21 +180,26 @@ def _is_known(size: int | SymInt) -> bool:
     return isinstance(size, int) or size.node.maybe_as_int() is not None
 
 
+def same_sizes(a: Sequence[int | SymInt], b: Sequence[int | SymInt]) -> bool:
+    """Whether two lists of sizes are equal for all values of their symbols."""
+    pairs = zip(a, b, strict=False)
+    return len(a) == len(b) and all(statically_known_true(m == n) for m, n in pairs)
+
+
 def parameter_fits(parameter: Tensor, x: Tensor, dims: int) -> bool:
     """Whether a parameter has one number per element of a row, or per element of each head."""
     by_heads = dims == 1 and parameter.dim() == 2 < x.dim()
     if parameter.dim() != dims and not by_heads:
         return False
-    return (
-        parameter.dtype in PARAMETER_DTYPES
-        and parameter.shape == x.shape[x.dim() - parameter.dim() :]
+    return parameter.dtype in PARAMETER_DTYPES and same_sizes(
+        parameter.shape, x.shape[x.dim() - parameter.dim() :]
     )
 
 
 def trailing(x: Tensor | None, dim: object) -> int:
     """The number of dimensions that `dim` names if they are the last ones of x, else 0."""
     named = (dim,) if isinstance(dim, int) else tuple(dim) if isinstance(dim, tuple | list) else ()
-    if x is None or not all(isinstance(d, int) for d in named):
+    if x is None or not all(isinstance(d, int) and -x.dim() <= d < x.dim() for d in named):
         return 0
-    positions = sorted(d % x.dim() for d in named) if x.dim() else []
+    positions = sorted(d % x.dim() for d in named)
     return len(named) if positions == list(range(x.dim() - len(named), x.dim())) else 0

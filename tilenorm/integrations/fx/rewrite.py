@@ -17,7 +17,8 @@ class Report:
     """The result of replace_norms: the norms that were replaced, and those that were not.
 
     replaced: (kind, node name) of each norm that is now an op of tilenorm. left: (node name,
-    reason) of each other norm. The name of a node in a subgraph starts with the subgraph's name.
+    reason) of each other norm, and of each node whose arguments do not fit its op. The name of a
+    node in a subgraph starts with the subgraph's name.
     """
 
     replaced: tuple[tuple[str, str], ...]
@@ -51,6 +52,9 @@ def replace_norms(
     if tilenorm's op would change one of these, if other nodes use its intermediate results, if the
     kernels do not support its dtype or size, or if a node in between writes to a tensor.
 
+    The pass raises for no node. A node that has the name of an op of a norm, and arguments that do
+    not fit this op's schema, stays as it is, and the report gives the reason.
+
     Args:
         graph_module: its nodes need the metadata "val" or "example_value" that tracing gives.
         where: takes the node of a norm's output (of its tuple of results, for aten's fused ops)
@@ -71,7 +75,6 @@ def replace_norms(
             replaced += [(kind, prefix + name) for kind, name in graph_replaced]
             left += [(prefix + name, reason) for name, reason in graph_left]
             if graph_replaced:
-                module.graph.lint()
                 module.recompile()
     return Report(tuple(replaced), tuple(left))
 

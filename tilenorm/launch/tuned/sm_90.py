@@ -18,9 +18,10 @@ from dataclasses import replace
 from ..config import Backward, Hints, RowForward, SharedForward, StreamForward
 
 # (kernel, operation, bytes of an element, hidden size): bytes that each thread spills. Every
-# configuration without spills that was timed is slower than these.
+# configuration without spills that was timed was slower than these, before sums had an order.
 SPILLS = {
     ("row_forward", "rms_norm", 2, 20480): 24,
+    ("row_forward", "layer_norm", 2, 128): 8,
     ("shared_forward", "layer_norm", 2, 262144): 48,
     ("shared_forward", "add_rms_norm", 2, 32768): 16,
     ("shared_forward", "add_rms_norm", 2, 49152): 72,
@@ -30,6 +31,8 @@ SPILLS = {
     ("row_forward", "gate_first", 2, 12288): 16,
     ("shared_forward", "gate_first", 2, 262144): 144,
     ("shared_forward", "layer_norm", 4, 262144): 40,
+    ("norm_backward", "rms_norm", 2, 32): 8,
+    ("norm_backward", "rms_norm", 2, 64): 8,
     ("norm_backward", "rms_norm", 2, 2048): 16,
     ("norm_backward", "rms_norm", 2, 6144): 56,
     ("norm_backward", "rms_norm", 2, 16384): 40,
@@ -37,7 +40,9 @@ SPILLS = {
     ("norm_backward", "layer_norm", 2, 12288): 24,
     ("norm_backward", "layer_norm", 2, 14336): 248,
     ("norm_backward", "layer_norm", 2, 262144): 24,
+    ("norm_backward", "add_rms_norm", 2, 128): 8,
     ("norm_backward", "add_rms_norm", 2, 6144): 112,
+    ("norm_backward", "add_rms_norm", 2, 10240): 16,
     ("norm_backward", "add_rms_norm", 2, 16384): 80,
     ("norm_backward", "add_layer_norm", 2, 12288): 32,
     ("norm_backward", "add_layer_norm", 2, 65536): 8,
@@ -48,10 +53,9 @@ SPILLS = {
     ("norm_backward", "gated_rms_norm", 2, 8192): 16,
     ("norm_backward", "gated_rms_norm", 2, 20480): 104,
     ("norm_backward", "gated_rms_norm", 2, 262144): 80,
-    ("norm_backward", "gate_first", 2, 64): 8,
     ("norm_backward", "gate_first", 2, 1536): 8,
     ("norm_backward", "gate_first", 2, 2048): 16,
-    ("norm_backward", "gate_first", 2, 4096): 88,
+    ("norm_backward", "gate_first", 2, 4096): 112,
     ("norm_backward", "gate_first", 2, 6144): 24,
     ("norm_backward", "gate_first", 2, 7168): 16,
     ("norm_backward", "gate_first", 2, 8192): 72,
@@ -177,7 +181,7 @@ FORWARD = {
         (262144, _chunk((1024,) * 8, 7, packed=True, together=4)),
     ),
     ("layer_norm", 2): (
-        (64, RowForward(64, Hints(8))),  # 3741 (32), 3790
+        (64, RowForward(64, Hints(4))),  # 3741 (32), 3826 → 3881
         (128, RowForward(32, Hints(16))),  # 3827
         (256, RowForward(16, widths=(128, 128))),  # 3765 → 3909
         (384, RowForward(16, widths=(128,) * 3)),  # 3948
@@ -246,7 +250,8 @@ FORWARD = {
         (32, RowForward(32, Hints(8))),  # 4070
         (64, RowForward(16)),  # 4081
         (128, RowForward(4)),  # 4122
-        (512, RowForward(4, Hints(8))),  # 4127 (256), 4145
+        (256, RowForward(4, Hints(8))),  # 4127
+        (512, RowForward(2)),  # 4151 → 4198
         (3072, RowForward()),  # 4155 (1024)
         (4096, _fetch((2048, 2048), 6, 8)),  # 4032 → 4101
         (5120, _fetch((1024,) * 5)),  # 4119
@@ -263,7 +268,7 @@ FORWARD = {
         (64, RowForward(16)),  # 3968
         (256, RowForward(8)),  # 4038 (128), 3998
         (512, RowForward(2, Hints(4))),  # 4097
-        (1024, RowForward(2, Hints(8))),  # 4099
+        (1024, RowForward()),  # 4119 → 4137
         (1536, RowForward(widths=(1024, 512))),  # 4143
         (3072, RowForward()),
         (4096, RowForward(widths=(1024,) * 4)),  # 4040 → 4069
@@ -346,7 +351,7 @@ BACKWARD = {
         (2048, _gather((1024, 1024), 4)),  # 3815
         (3072, _gather((1024,) * 3, 3)),  # 3818
         (4096, _gather((2048, 2048), 2, 8)),  # 3737
-        (5120, _tile((4096, 1024), 2, 4, store=True)),  # 3668
+        (5120, _tile((4096, 1024), 2, 4)),  # 3668
         (6144, _reread((2048,) * 3, 2, 4)),  # 3304 → 3625
         (7168, _gather((2048, 2048, 2048, 1024), 1, 8)),  # 3425
         (8192, _gather((8192,), 1, 8)),  # 3536

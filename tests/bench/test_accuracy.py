@@ -1,0 +1,143 @@
+import math
+
+import pytest
+import torch
+
+from bench import accuracy, documents, record, report
+from bench.__main__ import main
+from bench.accuracy import INPUTS, difficult_inputs, error_in_ulps, measure
+from bench.accuracy_table import worse
+from bench.cases import DTYPES, OPS
+from bench.record import Accuracy, Record
+
+from ..ops.pretended import pretended_gpu
+from .test_record import RUN
+
+EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+BOTH = ["tilenorm", "torch"]
+QUICK = ("rms_norm", "add_layer_norm")
+
+
+@pytest.mark.filterwarnings("ignore::tilenorm.ReferenceWarning")
+def test_command_prints_a_table_and_writes_a_record(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    file = tmp_path / "a.jsonl"
+    options = ["--op", "rms_norm", "add_layer_norm", "--dtype", "bfloat16", "--provider", *BOTH]
+    sizes = ["--hidden", "48", "--rows", "8", "--out", str(file)]
+    assert main(["accuracy", *options, *sizes]) == 0
+    printed = capsys.readouterr().out
+    assert "bfloat16: largest error against float64, in ulps" in printed
+    assert "torch's error on the same inputs and 4 ulps: nowhere" in printed
+    assert report.CPU_NOTICE in printed
+    found = record.load([file])
+    assert len(found.accuracies) == 2 * len(INPUTS) * len(BOTH)
+    assert not [line.error for line in found.accuracies if line.error]
+    assert list(found.accuracies[0].ulps) == ["y", "dx", "dweight"]
+    assert main(["--from", str(file)]) == 0
+    assert capsys.readouterr().out == printed
+
+
+@pytest.mark.parametrize(
+    "of_kernels", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in OPS]
+)
+def test_kernels_are_not_worse_than_twice_pytorch(of_kernels):
+    """By the interpreter of the kernels."""
+    op, m, n = OPS[of_kernels], OPS[of_kernels].heads or 6, 32 if OPS[of_kernels].heads else 96
+    with pretended_gpu():
+        lines = [x for d in ("bfloat16", "float32") for x in measure(op, d, m, n, BOTH, "cpu")]
+    assert not [line.error for line in lines if line.error]
+    assert worse(lines) == []
+
+
+@EACH_DTYPE
+def test_error_in_ulps(dtype):
+    one = torch.ones(2, 3, dtype=torch.float64)
+    eps = torch.finfo(dtype).eps
+    off = one.clone()
+    off[1, 2] += eps
+    assert error_in_ulps(off.to(dtype), one, True) == 1.0
+    assert error_in_ulps(one.to(dtype), off, True) == 1.0
+    largest = torch.finfo(dtype).max
+    assert error_in_ulps(torch.full((1,), math.inf, dtype=dtype), one[0, :1], False) == math.inf
+    assert error_in_ulps(torch.full((1,), math.nan, dtype=dtype), one[0, :1], False) == math.inf
+    # The true value overflows too.
+    infinite, true = torch.full((1,), math.inf, dtype=dtype), torch.tensor([2.0 * largest])
+    assert error_in_ulps(infinite, true.double() * 2, False) == 0.0
+
+
+def test_ulps_are_those_of_the_largest_value_of_a_row_or_of_all():
+    true = torch.tensor([[4.0, 0.5], [0.25, 0.0]], dtype=torch.float64)
+    actual = true.float()
+    actual[1, 1] = 2**-25
+    assert error_in_ulps(actual, true, True) == 1.0
+    assert error_in_ulps(actual, true, False) == 1 / 16
+    zero = torch.zeros(1, 2, dtype=torch.float64)
+    assert error_in_ulps(zero.float(), zero, True) == 0.0
+
+
+@EACH_DTYPE
+def test_inputs_are_what_their_names_say(dtype):
+    m, n, info = 64, 256, torch.finfo(dtype)
+    made = {k: difficult_inputs(OPS["rms_norm"], k, m, n, dtype, "cpu")[0] for k in INPUTS}
+    assert all(x.dtype == dtype and x.isfinite().all() for x in made.values())
+    deviation = {k: x.double().std(1, correction=0).max() for k, x in made.items()}
+    mean = {k: x.double().mean(1).abs().min() for k, x in made.items()}
+    assert mean["large mean"] > 20 * deviation["large mean"]
+    assert 0.9 < mean["tiny variance"] < 1.1
+    assert deviation["tiny variance"] < 0.005
+    subnormal = made["subnormal"].abs()
+    assert 0 < subnormal.max() < info.tiny
+    squares = made["near overflow"].float().square().sum(1)
+    assert squares.isfinite().all()
+    assert made["near overflow"].abs().max() > min(info.max / 8, 1e17)
+    assert (made["one huge value"].abs() > 1000).sum() == m
+    assert made["cancelling"].double().mean(1).abs().max() < 0.01 * deviation["cancelling"]
+    assert (made["zero rows"] == 0).all(1).sum() == m // 2
+
+
+def test_a_residual_cancels_its_input():
+    x, residual, _ = difficult_inputs(
+        OPS["add_rms_norm"], "cancelling", 8, 32, torch.float32, "cpu"
+    )
+    assert (x + residual).abs().max() < 0.01 * x.abs().max()
+
+
+def test_inputs_of_heads_keep_their_strides():
+    op = OPS["head_rms_norm"]
+    x, _ = difficult_inputs(op, "normal", 64, 16, torch.float16, "cpu")
+    like, _ = op.inputs(64, 16, torch.float16, "cpu")
+    assert x.stride() == like.stride()
+
+
+def lines_of(ours: float, eager: float, inputs="normal") -> list[Accuracy]:
+    where = {"op": "rms_norm", "dtype": "bfloat16", "m": 8, "n": 64, "inputs": inputs}
+    errors = {"tilenorm": ours, "torch": eager}
+    return [Accuracy(**where, provider=name, ulps={"y": e}) for name, e in errors.items()]
+
+
+@pytest.mark.parametrize(
+    "ours, eager, is_worse",
+    [(0.5, 0.1, False), (4, 1, False), (8, 4, False), (8.1, 4, True), (math.inf, 4, True)],
+)
+def test_what_is_worse_than_pytorch(ours, eager, is_worse):
+    assert bool(worse(lines_of(ours, eager))) == is_worse
+    assert bool(worse([*lines_of(ours, eager), *lines_of(0.5, 1e9, "other")])) == is_worse
+
+
+def test_exit_status_says_that_tilenorm_is_worse(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(accuracy, "measure", lambda *_: lines_of(9.0, 1.0))
+    assert main(["accuracy", "--op", "rms_norm", "--dtype", "bfloat16", "--provider", *BOTH]) == 1
+
+
+def test_document_shows_a_record_of_errors(tmp_path):
+    failed = Accuracy("rms_norm", "bfloat16", 8, 64, "normal", "quack", error="OSError: no")
+    lines = [RUN, *lines_of(1.0, 2.0), *lines_of(9.0, 1.0, "zero rows"), failed]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(record.to_json, lines)))
+    path = tmp_path / "DOCUMENT.md"
+    path.write_text("<!-- table: a.jsonl dtype=bfloat16 -->\n<!-- end -->\n")
+    rows = [" ".join(row.split()) for row in documents.rewritten(path).splitlines()]
+    assert "| rms_norm | y | 9 | 2 | zero rows | 4.50 |" in rows
+    assert "quack, rms_norm: OSError: no" in rows
+    assert any("rms_norm bfloat16 8 x 64, y, zero rows: 9 ulps, torch 1" in row for row in rows)
+    assert record.merge([Record([RUN], accuracies=lines[1:])] * 2).accuracies == lines[1:]

@@ -1,0 +1,49 @@
+"""Draws specs. Every function takes a random.Random, so that a seed or hypothesis decides."""
+
+import math
+from random import Random
+
+from tilenorm.spec import WORDS, NormSpec
+
+from .cases import DTYPES
+
+HEADS = (2, 3, 4, 5, 8)
+WIDEST_OF_HEADS = 4096  # wider rows have at most two heads
+
+
+def spec(rng: Random, op: str, dtype: str, hidden: int) -> NormSpec:
+    """A spec of an op, a dtype and a size. The other fields are drawn."""
+
+    def some(*absent: None) -> str | None:
+        """None, as often as it is given, the dtype of the input, or any other."""
+        return rng.choice((*absent, dtype, dtype, *DTYPES))
+
+    weight, bias = some(None), some(None, None, None, None)
+    fields = {"weight": weight, "bias": bias, "offset": rng.choice((0.0, 0.0, 1.0))}
+    if weight is None:
+        del fields["offset"]  # is added to nothing
+    if op.startswith("add_"):
+        fields["residual"] = some()
+    elif op.startswith("gated_"):
+        fields["gate"] = some()
+        fields["gate_first"] = rng.choice((False, True))
+        fields["activation"] = rng.choice(WORDS["activation"])
+    if (weight or bias) and rng.randint(0, 5) == 5:
+        fields["heads"] = rng.choice(HEADS) if hidden <= WIDEST_OF_HEADS else 2
+    fields["rounding"] = rng.choice((*["late"] * 4, "early"))
+    return NormSpec.of(op, hidden, dtype, **fields)
+
+
+def size(rng: Random, most: int) -> int:
+    """A size of at most `most`. Each power of two has somewhat fewer sizes than the one below."""
+    exponent = math.log2(most) * rng.random() ** 1.3
+    return max(1, min(most, round(2**exponent)))
+
+
+def hidden(rng: Random, most: int) -> int:
+    """A power of two, a multiple of eight, or an odd number."""
+    near = size(rng, most)
+    kind = rng.choice(("power", "eights", "eights", "odd"))
+    if kind == "power":
+        return 1 << (near.bit_length() - 1)
+    return near - near % 8 or 8 if kind == "eights" else near - 1 + near % 2 or 1

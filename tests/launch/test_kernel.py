@@ -1,0 +1,285 @@
+"""A kernel compiles once, in bounded time, whatever threads, the cache and the compiler do."""
+
+import multiprocessing
+import os
+import pickle
+import signal
+import sqlite3
+import threading
+import time
+
+import cuda.tile as ct
+import cutile_cache._cache as cutile_cache
+import pytest
+from cuda.tile._cext import default_tile_context
+
+from tests.executors import backward_calls, forward_calls
+from tests.stand_in_compiler import CAPABILITY, CRASH, ERROR
+from tilenorm.launch.calls import every_gradient, hinted
+from tilenorm.launch.config import Hints
+from tilenorm.launch.kernel import TIMEOUT, CompileError, Kernel, bounded
+from tilenorm.launch.target import Target
+from tilenorm.launch.toolchain import cache_problem
+from tilenorm.spec import NormSpec
+from tilenorm.tools.precompile import precompile
+from tilenorm.tools.signature import ArrayLike, signature
+
+SPEC = NormSpec("rms", 64, "bfloat16", "bfloat16")
+TARGET = Target.of("sm_90")
+THREADS = 8
+
+
+def forward_call(rows=1000):
+    [call] = forward_calls(SPEC, TARGET, rows, True)
+    return call
+
+
+def compiled(kernel=None, rows=1000, capability=CAPABILITY):
+    """What a launch of the forward kernel gets; of a new kernel, as in a new process."""
+    call = forward_call(rows)
+    made = signature(call.kernel, call.arguments)
+    kernel = kernel or Kernel(call.kernel._pyfunc)
+    return kernel._compile(made, default_tile_context, capability)
+
+
+def at_once(function, *arguments) -> list:
+    """What THREADS threads get that call a function at once. Exceptions are results too."""
+    barrier, found = threading.Barrier(THREADS), []
+
+    def run():
+        barrier.wait()
+        try:
+            found.append(function(*arguments))
+        except Exception as error:
+            found.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+@pytest.mark.parametrize("folder", ["cache", "off"])
+def test_threads_share_one_compilation(folder, compiler, monkeypatch):
+    if folder == "off":
+        monkeypatch.setattr(default_tile_context.config, "cache_dir", None)
+    compiler.breaks(row_forward='sleep 0.3; echo cubin > "$3"; exit')
+    kernel = Kernel(forward_call().kernel._pyfunc)
+    found = at_once(compiled, kernel)
+    assert len({id(result) for result in found}) == 1
+    assert compiler.runs("row_forward") == 1
+    assert found[0][0] == b"cubin\n"
+
+
+def test_threads_share_one_failure(compiler):
+    compiler.breaks(row_forward=f"sleep 0.3; {CRASH}")
+    found = at_once(compiled, Kernel(forward_call().kernel._pyfunc))
+    assert all(type(error) is CompileError for error in found)
+    assert len(set(map(str, found))) == 1
+    assert compiler.runs("row_forward") == 1
+
+
+def test_threads_share_one_kernel(compiler, monkeypatch):
+    """cuTile may crash after the destruction of a kernel that was launched."""
+    made, begin = [], Kernel.__init__
+
+    def slowly(self, *args, **kwargs):
+        made.append(self)
+        threading.Event().wait(0.1)
+        begin(self, *args, **kwargs)
+
+    monkeypatch.setattr(Kernel, "__init__", slowly)
+    kernel = forward_call().kernel
+    found = at_once(hinted, kernel, Hints(occupancy=3))
+    assert len(set(found)) == 1
+    assert len(made) > 1  # the test was about a race
+    assert hinted(kernel, Hints(occupancy=3)) is found[0]
+
+
+def test_devices_of_two_architectures_each_have_their_code(compiler):
+    kernel = Kernel(forward_call().kernel._pyfunc)
+    compiled(kernel)
+    compiled(kernel, capability=(10, 0))
+    assert compiler.runs("row_forward") == 2
+
+
+def test_a_failure_is_told_in_one_line_and_not_tried_again(compiler):
+    compiler.breaks(row_forward="printf 'error: one\\nmore\\n' >&2; exit 7")
+    kernel = Kernel(forward_call().kernel._pyfunc)
+    message = "its kernel row_forward does not compile for sm_90: Return code 7 one more"
+    for _ in range(2):
+        with pytest.raises(CompileError) as raised:
+            compiled(kernel)
+        assert str(raised.value) == message
+    assert str(pickle.loads(pickle.dumps(raised.value))) == message  # from precompile's processes
+    assert compiler.runs("row_forward") == 1
+    compiler.breaks()
+    compiled(kernel, rows=16)  # another signature
+    assert compiler.runs("row_forward") == 2
+
+
+def test_a_failure_is_not_kept_for_later_processes(compiler):
+    compiler.breaks(row_forward=ERROR)
+    with pytest.raises(CompileError):
+        compiled()
+    compiler.breaks()
+    assert compiled()[0] == b"cubin\n"
+
+
+@pytest.mark.parametrize("given, used", [(None, TIMEOUT), (7.0, 7.0)])
+def test_the_time_limit(given, used, monkeypatch):
+    config = default_tile_context.config
+    monkeypatch.setattr(config, "compiler_timeout_sec", given)
+    assert bounded(default_tile_context).config.compiler_timeout_sec == used
+    assert default_tile_context.config is config  # other users of cuTile see no change
+    assert config.compiler_timeout_sec == given
+
+
+def under_a_file(folder, monkeypatch):
+    (folder / "file").touch()
+    return folder / "file" / "cache"
+
+
+def read_only(folder, monkeypatch):
+    """As the superuser sees a read-only file system: files cannot be made."""
+    (folder / "cache" / "cache.db").mkdir(parents=True)
+    return folder / "cache"
+
+
+def full(folder, monkeypatch):
+    """SQLite itself says that the disk is full."""
+    opened = cutile_cache._open_db
+
+    def limited(path):
+        connection = opened(path)
+        [used] = connection.execute("PRAGMA page_count").fetchone()
+        connection.execute(f"PRAGMA max_page_count = {used}")
+        return connection
+
+    monkeypatch.setattr(cutile_cache, "_open_db", limited)
+    return folder / "cache"
+
+
+def no_home(folder, monkeypatch):
+    """cuTile's folder where there is no home folder; it would be in the working directory."""
+    monkeypatch.chdir(folder)
+    return "~/.cache/cutile-python"
+
+
+FOLDERS = {"cannot be made": under_a_file, "no home": no_home, "read-only": read_only, "full": full}
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_a_cache_that_keeps_nothing(kind, compiler, monkeypatch):
+    folder = FOLDERS[kind](compiler.folder, monkeypatch)
+    monkeypatch.setattr(default_tile_context.config, "cache_dir", str(folder))
+    # Larger than a page, so that a full database has no room for it.
+    compiler.breaks(row_forward='head -c 100000 /dev/zero > "$3"; exit')
+    for runs in (1, 2):
+        assert compiled()[0] == bytes(100_000)
+        assert compiler.runs("row_forward") == runs
+    assert not (compiler.folder / "~").exists()
+
+
+@pytest.mark.parametrize(
+    "kind, words",
+    [
+        ("cannot be made", "cannot be written ([Errno 20] Not a directory"),
+        ("no home", "cannot be written (there is no home folder"),
+    ],
+)
+def test_a_cache_that_keeps_nothing_is_told(kind, words, compiler, monkeypatch):
+    folder = FOLDERS[kind](compiler.folder, monkeypatch)
+    monkeypatch.setattr(default_tile_context.config, "cache_dir", str(folder))
+    assert words in cache_problem()
+    with pytest.raises(RuntimeError, match="nothing would be kept"):
+        next(precompile([SPEC], TARGET))
+
+
+def test_a_process_that_died_while_it_stored(compiler, monkeypatch):
+    """What it had not committed is gone, and the cache serves on."""
+    compiled()
+    folder = default_tile_context.config.cache_dir
+    if (child := os.fork()) == 0:
+        connection = sqlite3.connect(os.path.join(folder, "cache.db"))
+        connection.execute("PRAGMA cache_size = 1")  # so that pages are written before a commit
+        row = "half", bytes(1 << 20), 1 << 20, 0.0
+        statement = "INSERT INTO cache (key, blob, blob_size, atime) VALUES (?, ?, ?, ?)"
+        connection.execute(statement, row)
+        os._exit(9)
+    os.waitpid(child, 0)
+    assert os.path.exists(os.path.join(folder, "cache.db-journal"))
+    assert compiled()[0] == b"cubin\n"
+    assert compiler.runs("row_forward") == 1
+    assert cutile_cache.cache_lookup(folder, "half") is None
+
+
+def test_a_process_that_was_killed_while_it_compiled(compiler):
+    compiler.breaks(row_forward="exec sleep 5")
+    if (child := os.fork()) == 0:
+        compiled()
+        os._exit(0)
+    while not compiler.runs("row_forward"):
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    compiler.breaks()
+    assert compiled()[0] == b"cubin\n"
+    assert compiler.runs("row_forward") == 2
+    compiled()
+    assert compiler.runs("row_forward") == 2
+
+
+def fill(specs, number, started):
+    """Compile the forward kernels of some specs, each process in another order."""
+    started.wait()
+    for i in range(len(specs)):
+        [call] = forward_calls(specs[(i + number) % len(specs)], TARGET, 1000, True)
+        made = signature(call.kernel, call.arguments)
+        assert call.kernel._compile(made, default_tile_context, CAPABILITY)[0] == b"cubin\n"
+
+
+def test_eight_processes_fill_one_cache(compiler):
+    specs = [NormSpec("rms", 16 * n, "float32") for n in (1, 2, 3)]
+    fork = multiprocessing.get_context("fork")
+    started = fork.Barrier(8)
+    children = [fork.Process(target=fill, args=(specs, n, started)) for n in range(8)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join()
+    assert [child.exitcode for child in children] == [0] * 8
+    runs = compiler.runs("row_forward")
+    assert len(specs) <= runs <= 8 * len(specs)
+    fill(specs, 0, fork.Barrier(1))
+    assert compiler.runs("row_forward") == runs  # the cache has all of them
+
+
+def test_a_killed_compiler_leaves_nothing(compiler):
+    compiler.breaks(row_forward='echo half > "$3"; kill -KILL $$')
+    with pytest.raises(CompileError, match="Return code -9"):
+        compiled()
+    compiler.breaks()
+    assert compiled()[0] == b"cubin\n"
+
+
+def test_every_kernel_of_a_step_is_named(compiler):
+    calls = backward_calls(SPEC, TARGET, 1000, every_gradient(SPEC))
+    for call in calls:
+        name = call.kernel._pyfunc.__name__
+        compiler.breaks(**{name: ERROR})
+        made = signature(call.kernel, call.arguments)
+        with pytest.raises(CompileError, match=f"its kernel {name} does not compile for sm_90"):
+            call.kernel._compile(made, default_tile_context, CAPABILITY)
+
+
+def test_errors_of_the_language_name_the_kernel_too(compiler):
+    @ct.kernel
+    def wrong(X):
+        ct.store(X, (0,), "text")
+
+    made = signature(wrong, (ArrayLike.contiguous("float32", 16),))
+    with pytest.raises(CompileError, match="its kernel wrong does not compile for sm_90"):
+        Kernel(wrong._pyfunc)._compile(made, default_tile_context, CAPABILITY)

@@ -1,0 +1,107 @@
+"""The machine computes what the kernels compute, and its disturbances show what they should."""
+
+from itertools import islice
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from tests import cases, tolerance
+from tests.executors import Inputs
+from tilenorm.launch.calls import every_gradient
+from tilenorm.spec import NormSpec
+
+from . import survey
+from .code import nvdisasm
+from .executor import Compiled, moved
+from .floats import product_of, rounded, sum_of
+
+pytestmark = pytest.mark.skipif(nvdisasm() is None, reason="needs nvdisasm")
+B, F, H = "bfloat16", "float32", "float16"
+SPECS = (
+    NormSpec("layer", 1024, F, F, F),
+    NormSpec("rms", 256, B, B, residual=B),
+    NormSpec("rms", 37, H, H, gate=H),
+)
+# Rows of these had other bits in another place while ct.sum added them up, as a GPU showed first.
+ONCE_MOVED = (
+    (NormSpec("layer", 1024, F, F, F), True),
+    (NormSpec("rms", 160, B, B, residual=B), False),
+    (NormSpec("rms", 256, B, B, residual=B), False),
+    (NormSpec("rms", 512, B, B, residual=B), False),
+    (NormSpec("rms", 160, B, B, gate=B, gate_first=True), False),
+    (NormSpec("rms", 64, F, F, residual=F), True),
+    (NormSpec("rms", 160, F, F, gate=F), True),
+)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("spec", SPECS, ids=cases.label)
+def test_results_are_those_of_the_oracle(spec, arch):
+    executor, inputs = Compiled(arch), Inputs.random(spec, 5, "cpu")
+    found = executor.forward(spec, inputs) | executor.backward(spec, inputs)
+    truth, own = inputs.truth(spec), inputs.own(spec)
+    for name, value in found.items():
+        tolerance.assert_close(name, value, truth[name], own[name])
+
+
+@pytest.mark.parametrize("spec, every", ONCE_MOVED, ids=str)
+def test_a_row_has_the_same_bits_in_every_place(spec, every):
+    needs = every_gradient(spec)
+    if not every:
+        needs = needs._replace(dw=False, db=False)
+    for what in (None, needs):
+        assert not any(moved("sm_90", spec, what).values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("draw", range(12))
+def test_drawn_rows_have_the_same_bits_in_every_place(arch, draw):
+    subject = next(islice(survey.subjects(arch, draw), draw, None))
+    assert survey.fault(arch, *subject) is None
+
+
+def values(*numbers: float) -> np.ndarray:
+    return np.array(numbers, np.float32).astype(np.float64)
+
+
+PLAIN = SimpleNamespace(disturbs=True), SimpleNamespace(modifiers=())
+
+
+def add(a, b):
+    machine, instruction = PLAIN
+    return sum_of(machine, a, b, instruction).astype(np.float64)
+
+
+def multiply(a, b):
+    machine, instruction = PLAIN
+    return product_of(machine, a, b, instruction).astype(np.float64)
+
+
+A, Z = values(1.25, -3.1, 0.7, 2e-3), values(0, 0, 0, 0)
+X, Y = values(0.3, 9.5, -0.11, 1e-3), values(-4.0, 0.77, 12.0, 5e-3)
+
+
+def test_equal_computations_stay_equal():
+    assert (add(A, X) == add(X, A)).all()
+    assert (add(-A, -X) == -add(A, X)).all()
+    assert (add(A, Z) == A).all()
+    assert (multiply(A, X) == multiply(-X, -A)).all()
+    assert (multiply(A, values(1, 1, 1, 1)) == A).all()
+
+
+def test_other_orders_and_other_fusions_show_in_16_bits():
+    def bits(x):
+        return torch.tensor(x).bfloat16()
+
+    assert (bits(add(add(A, X), Y)) != bits(add(A, add(X, Y)))).any()
+    assert (bits(add(A * X, Y)) != bits(add(multiply(A, X), Y))).any()
+
+
+@pytest.mark.parametrize(
+    "modifier, expected", [("RM", 1.0), ("RP", 1.0 + 2**-23), ("RZ", 1.0), ("SAT", 1.0)]
+)
+def test_rounding(modifier, expected):
+    assert rounded(np.array([1 + 2**-24]), (modifier,))[0] == np.float32(expected)

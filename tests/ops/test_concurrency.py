@@ -1,0 +1,93 @@
+"""Threads and processes that call at once get what one caller gets, and one warning."""
+
+import threading
+import warnings
+from functools import partial
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import tilenorm
+
+from .helpers import FAMILY, assert_step, call, expected_of, incoming_of, same, step, tensors_of
+
+pytestmark = pytest.mark.usefixtures("no_memory")
+
+THREADS = 6
+NAMES = ("rms_norm", "add_layer_norm", "gated_rms_norm")
+
+
+def at_once(functions) -> list:
+    """What functions return, each called in a thread of its own, all at once."""
+    barrier, found = threading.Barrier(len(functions)), {}
+
+    def run(number, function):
+        barrier.wait()
+        found[number] = function()
+
+    threads = [threading.Thread(target=run, args=pair) for pair in enumerate(functions)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [found[number] for number in range(len(functions))]
+
+
+def trained(name, seed):
+    """A training step of random inputs of its own."""
+    form = FAMILY[name]
+    torch.manual_seed(seed)
+    tensors = {n: t + seed for n, t in tensors_of(form, 5, 64).items()}
+    return step(form, tensors, incoming_of(tensors))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_threads_that_meet_a_spec_at_once(name):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = at_once([partial(trained, name, seed) for seed in range(THREADS)])
+    for seed, results in enumerate(found):
+        assert same(results, trained(name, seed))
+    ours = [w for w in told if w.category is tilenorm.ReferenceWarning]
+    assert len(ours) == 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_backward_passes_of_one_graph_in_many_threads(name):
+    """Each thread computes the gradients of outputs that another thread has computed."""
+    form = FAMILY[name]
+    tensors = tensors_of(form, 5, 64)
+    incoming = incoming_of(tensors)
+    leaves = [t.requires_grad_() for t in tensors.values()]
+    outputs = [call(form, tensors) for _ in range(THREADS)]
+    grads = at_once([partial(torch.autograd.grad, y, leaves, incoming) for y in outputs])
+    for found in grads[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found, grads[0], strict=True))
+    expected = expected_of(form, {n: t.detach() for n, t in tensors.items()}, incoming)
+    results = dict(zip(tensors, grads[0], strict=True))
+    results |= dict(zip(("output", "sum"), (y.detach() for y in outputs[0]), strict=False))
+    assert_step(results, expected)
+
+
+class Normalized(Dataset):
+    """Rows that a DataLoader's worker normalises, and their gradient."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        x = (torch.arange(32.0).view(2, 16) + index).requires_grad_()
+        y = tilenorm.layer_norm(x, (16,))
+        (grad,) = torch.autograd.grad(y.square().sum(), x)
+        return y.detach(), grad
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_workers_of_a_data_loader(method):
+    data = Normalized()
+    expected = [data[i] for i in range(len(data))]  # what a forked worker remembers
+    loader = DataLoader(data, batch_size=2, num_workers=1, multiprocessing_context=method)
+    ys, grads = (torch.cat(parts) for parts in zip(*loader, strict=True))
+    assert torch.equal(ys, torch.stack([y for y, _ in expected]))
+    assert torch.equal(grads, torch.stack([g for _, g in expected]))

@@ -1,0 +1,141 @@
+"""No call leaves memory behind: nothing grows with their number, and no tensor is kept alive.
+
+Host memory, with launches that do nothing. test_cuda_memory.py has the GPU's.
+"""
+
+import gc
+import sys
+import weakref
+from pathlib import Path
+from random import Random
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+
+import tilenorm
+from tilenorm.ops import cutile
+from tilenorm.ops.dispatch import MOST_CALLS
+from tilenorm.ops.library import run_norm
+from tilenorm.spec import Options
+
+from .helpers import EACH_FORM, FAMILY, call, incoming_of, random, step, tensors_of
+from .pretended import pretended_gpu
+
+KINDS = ("plain", "steps", "negative", "strided", "op", "refused")
+
+
+@pytest.fixture(params=["reference", "kernels"])
+def served(request):
+    """By the reference, or up to the launches, which do nothing."""
+    if request.param == "reference":
+        yield
+    else:
+        with pretended_gpu(), patch.object(cutile, "launch", lambda *_: None):
+            yield
+
+
+def made() -> list[tuple]:
+    """Forms with tensors of several shapes and dtypes."""
+    return [
+        (form, tensors_of(form, *lead, n, dtype=dtype))
+        for form in FAMILY.values()
+        for lead, n, dtype in (((5,), 16, torch.float32), ((2, 3), 9, torch.bfloat16))
+    ]
+
+
+def one_call(kind: str, form, tensors, eps: float) -> None:
+    x, w = tensors["input"], tensors["weight"]
+    match kind:
+        case "plain":
+            call(form, tensors, eps=eps)
+        case "steps":
+            step(form, tensors, eps=eps)
+        case "negative":
+            incoming = [torch._neg_view(dy) for dy in incoming_of(tensors)]
+            step(form, tensors | {"input": torch._neg_view(x)}, incoming, eps=eps)
+        case "strided":
+            call(form, tensors | {"input": x.unsqueeze(-1).expand(*x.shape, 2)[..., 0]}, eps=eps)
+        case "op":
+            run_norm(x, None, None, w, None, *Options(w.numel(), "rms"), eps, True)
+        case "refused":
+            with pytest.raises(RuntimeError):
+                call(form, tensors | {"weight": x.new_ones(77)}, eps=eps)
+
+
+def held() -> tuple[int, int, int]:
+    """Blocks of Python's allocator, objects of its collector, and pages of the process."""
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return sys.getallocatedblocks(), len(gc.get_objects()), pages
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")
+@pytest.mark.parametrize("calls", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_nothing_grows_with_the_number_of_calls(served, calls):
+    every = [(k, *m, eps) for k in KINDS for m in made() for eps in (1e-6, 1e-3)]
+    draw = Random(0)
+    for one in every:
+        one_call(*one)
+    before = held()
+    for _ in range(calls):
+        one_call(*draw.choice(every))
+    blocks, objects, pages = (b - a for a, b in zip(before, held(), strict=True))
+    # Less than one block for two calls, and 4 MB, which the allocators may keep for themselves.
+    assert blocks < 500 and objects < 100 and pages < 1024
+
+
+def test_numbers_that_never_come_again_fill_caches_of_a_fixed_size(served):
+    """Row counts and eps are keys of caches. Their entries are as many after more calls."""
+    x, w = torch.ones(3 * MOST_CALLS, 8), random(8)
+
+    def calls(first: int) -> None:
+        for number in range(first, first + MOST_CALLS + 9):
+            tilenorm.rms_norm(x[:number], (8,), w, 1e-9 * number)
+
+    calls(1)
+    before = held()
+    calls(MOST_CALLS + 10)
+    blocks, objects, _ = (b - a for a, b in zip(before, held(), strict=True))
+    assert blocks < 500 and objects < 100
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "refused"])
+def test_no_tensor_is_kept_alive(served, kind):
+    alive = []
+    for form in FAMILY.values():
+        for _ in range(3):  # checked, remembered, and once more
+            tensors = tensors_of(form, 5, 16)
+            one_call(kind, form, tensors, 1e-6)
+            alive += map(weakref.ref, tensors.values())
+            alive += [weakref.ref(t.untyped_storage()) for t in tensors.values()]
+    del tensors
+    gc.collect()
+    assert not any(one() is not None for one in alive)
+
+
+@EACH_FORM
+def test_a_graph_that_is_dropped_frees_what_it_saved(served, form):
+    """Without the garbage collector: no cycle holds an output, or what the backward pass needs."""
+    tensors = {n: t.requires_grad_() for n, t in tensors_of(form, 5, 16).items()}
+    gc.disable()
+    try:
+        for backward in (False, True):
+            outputs = call(form, tensors)
+            alive = [weakref.ref(y.grad_fn) for y in outputs] + [weakref.ref(y) for y in outputs]
+            if backward:
+                torch.autograd.backward(outputs, [torch.ones_like(y) for y in outputs])
+            del outputs
+            assert not any(one() is not None for one in alive)
+    finally:
+        gc.enable()
+
+
+def test_a_report_of_patched_modules_keeps_no_model_alive():
+    model = nn.Sequential(nn.RMSNorm(16), nn.Linear(16, 16), nn.LayerNorm(16))
+    report = tilenorm.patch(model)
+    parameters = [weakref.ref(p) for p in model.parameters()]
+    del model, report
+    gc.collect()
+    assert not any(one() is not None for one in parameters)

@@ -1,0 +1,124 @@
+"""Jagged nested tensors: the rows of ragged sequences are rows like any others."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import tilenorm
+
+from .helpers import EACH_DEVICE, EACH_FORM, FAMILY, RMS, call, random, step, tensors_of
+
+LENGTHS = (2, 0, 1)
+ROWS = ("input", "residual", "gate")
+
+
+def jagged(values: Tensor, like: Tensor | None = None, ragged: int = 1) -> Tensor:
+    """A nested tensor of sequences of LENGTHS, or with the structure of another."""
+    if like is None:
+        offsets = torch.tensor([0, *LENGTHS], device=values.device).cumsum(0)
+    else:
+        offsets = like.offsets()
+    return torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=ragged)
+
+
+def call_nested(form, tensors: dict[str, Tensor], **options) -> tuple[Tensor, ...]:
+    """The values of what the function gives for nested tensors of these values."""
+    x = jagged(tensors["input"])
+    nested = {n: jagged(t, x) if n in ROWS else t for n, t in tensors.items()}
+    outputs = call(form, nested | {"input": x}, **options)
+    for y in outputs:
+        assert y.is_nested and y.shape == x.shape  # the same ragged sizes
+        assert y.offsets() is x.offsets()
+    return tuple(y.values() for y in outputs)
+
+
+def same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return got.keys() == expected.keys() and all(torch.equal(got[n], expected[n]) for n in got)
+
+
+@EACH_DEVICE
+@EACH_FORM
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("heads", [None, 2], ids=["one weight", "heads"])
+def test_outputs_and_gradients_are_those_of_the_values(device, form, heads):
+    lead = (sum(LENGTHS),) if heads is None else (sum(LENGTHS), heads)
+    shape = (16,) if heads is None else (heads, 16)
+    tensors = tensors_of(form, *lead, 16, parameter_shape=shape, device=device)
+    for _ in range(2):
+        assert same(step(form, tensors, function=call_nested), step(form, tensors))
+
+
+@EACH_DEVICE
+@pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
+def test_as_pytorchs_function(device, op):
+    x, w = jagged(random(sum(LENGTHS), 2, 16, device=device)), random(16, device=device, seed=1)
+    for given in (x, x.transpose(1, 2)):
+        ours, theirs = (getattr(library, op)(given, (16,), w) for library in (tilenorm, F))
+        assert ours.shape == theirs.shape
+        for a, b in zip(ours.unbind(), theirs.unbind(), strict=True):
+            torch.testing.assert_close(a, b)
+
+
+@EACH_DEVICE
+@pytest.mark.parametrize("module", [tilenorm.RMSNorm, tilenorm.LayerNorm])
+def test_modules(device, module):
+    norm, values = module((2, 16), device=device), random(sum(LENGTHS), 2, 16, device=device)
+    y = norm(jagged(values) + 1)
+    assert torch.equal(y.values(), norm(values + 1))
+    nn.Sequential(norm, nn.Linear(16, 4, device=device))(jagged(values)).values().sum().backward()
+    assert all(p.grad is not None for p in norm.parameters())
+
+
+def test_compiled(dynamo):
+    run = torch.compile(call_nested_rms, backend="aot_eager", fullgraph=True)
+    x, w = jagged(random(sum(LENGTHS), 16)), random(16, seed=1)
+    assert torch.equal(run(x, w).values(), call_nested_rms(x, w).values())
+
+
+def call_nested_rms(x, w):
+    return tilenorm.rms_norm(x, (16,), w) * 2
+
+
+X = jagged(random(sum(LENGTHS), 16))
+DENSE = random(3, 3, 16)
+HOLES = torch.nested.narrow(
+    DENSE, 1, torch.zeros(3).long(), torch.tensor([3, 1, 2]), layout=torch.jagged
+)
+REFUSED = {
+    "the ragged dimension": (RMS, {"input": X}, ValueError, "after the ragged one"),
+    "a weight of the ragged dimension": (
+        RMS,
+        {"input": jagged(random(2, 3, 16), ragged=2), "weight": random(3, 16)},
+        ValueError,
+        "after the ragged one",
+    ),
+    "a nested weight": (RMS, {"input": X, "weight": X}, RuntimeError, "'weight' takes no nested"),
+    "a nested weight alone": (RMS, {"input": DENSE, "weight": X}, RuntimeError, "'weight' takes"),
+    "a dense residual": (
+        "add_rms_norm",
+        {"input": X, "residual": DENSE},
+        RuntimeError,
+        "'residual'",
+    ),
+    "a dense input": ("add_rms_norm", {"input": DENSE, "residual": X}, RuntimeError, "'input'"),
+    "other lengths": (
+        "gated_rms_norm",
+        {"input": X, "gate": jagged(random(sum(LENGTHS), 16))},
+        RuntimeError,
+        "'gate' takes the input's shape",
+    ),
+    "no gate": ("gated_rms_norm", {"input": X, "gate": None}, TypeError, "'gate' takes a Tensor"),
+    "holes": (RMS, {"input": HOLES}, RuntimeError, "holes"),
+    "another size": (RMS, {"input": X, "weight": random(7)}, RuntimeError, "'weight' takes"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    form, tensors, error, message = REFUSED[name]
+    form = FAMILY[form] if isinstance(form, str) else form
+    shape = X.shape[1:] if name == "the ragged dimension" else (16,)
+    for _ in range(2):
+        with pytest.raises(error, match=message):
+            getattr(tilenorm, form.op)(**tensors, normalized_shape=shape, **form.options)

@@ -1,0 +1,180 @@
+"""PyTorch's own test samples of F.rms_norm and F.layer_norm (OpInfo), run with tilenorm.
+
+A sample holds arguments of one call. PyTorch's tests run its functions with these samples. Here
+tilenorm's functions have to give PyTorch's values, derivatives and exceptions.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._internal.opinfo.core import OpInfo, SampleInput
+
+import tilenorm
+from tilenorm.ops.arguments import DTYPES, default_eps
+
+from .helpers import EACH_DEVICE, FAMILY, assert_within, expected_of, name_of, random
+
+OPINFO = {
+    name: info
+    for name in ("rms_norm", "layer_norm")
+    for info in op_db
+    if info.name == f"nn.functional.{name}"
+}
+NAMES = {"rms_norm": ("weight", "eps"), "layer_norm": ("weight", "bias", "eps")}
+pytestmark = [EACH_DEVICE, pytest.mark.parametrize("op", OPINFO)]
+EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+
+
+class Call(NamedTuple):
+    """The arguments of one sample: its tensors by name, normalized_shape and eps."""
+
+    tensors: dict[str, Tensor]
+    shape: tuple[int, ...]
+    eps: float | None
+
+    @classmethod
+    def of(cls, op: str, sample: SampleInput) -> "Call":
+        shape, *rest = sample.args
+        named = dict(zip(NAMES[op], rest, strict=False)) | sample.kwargs
+        eps = named.pop("eps", None if op == "rms_norm" else 1e-5)
+        tensors = {"input": sample.input} | {n: t for n, t in named.items() if t is not None}
+        return cls(tensors, tuple(shape), eps)
+
+    def run(self, function) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """The output, its gradients, and the second derivatives with fixed incoming gradients."""
+        leaves = {n: t.detach().requires_grad_() for n, t in self.tensors.items()}
+        y = function(**leaves, normalized_shape=self.shape, eps=self.eps)
+        dy = random(*y.shape, dtype=y.dtype, device=y.device, seed=1).requires_grad_()
+        grads = torch.autograd.grad(y, list(leaves.values()), dy, create_graph=True)
+        incoming = [random(*g.shape, dtype=g.dtype, device=g.device, seed=2) for g in grads]
+        second = torch.autograd.grad(grads, [*leaves.values(), dy], incoming, allow_unused=True)
+        return y, [*grads], [g for g in second if g is not None]
+
+
+def samples_of(info: OpInfo, device: str, dtype: torch.dtype) -> Iterator[SampleInput]:
+    """Each sample, and the same sample with tensors that are not contiguous."""
+    for make in (info.sample_inputs, info.reference_inputs):
+        for sample in make(device, dtype):
+            yield sample
+            yield sample.noncontiguous()
+
+
+def assert_budget(name: str, got: Tensor, exact: Tensor, peer: Tensor, *terms, **options) -> None:
+    """assert_within, where a NaN has to stand for a NaN. A negative eps makes rows of NaN.
+
+    PyTorch's second derivatives in float16 may be NaN where the true ones are not. Such an element
+    of `peer` adds nothing to the budget.
+    """
+    nan, peer = exact.isnan(), peer.detach().cpu()
+    assert torch.equal(got.detach().cpu().isnan(), nan), f"{name}: other elements are NaN"
+    exact = exact.masked_fill(nan, 0)
+    peer = torch.where(peer.isfinite() & ~nan, peer.double(), exact)
+    terms = [t if t is None else t.masked_fill(nan, 0) for t in terms]
+    assert_within(name, got.detach().cpu().masked_fill(nan, 0), exact, peer, *terms, **options)
+
+
+def second_terms(call: Call) -> float:
+    """The size of the terms that cancel in a second derivative of a call with normal numbers."""
+    rows = call.tensors["input"].double().reshape(-1, math.prod(call.shape))
+    variance = rows.var(1, correction=0) if rows.numel() else torch.zeros(1)
+    rstd = (variance + (call.eps or 0)).rsqrt().nan_to_num(1.0, posinf=1.0).max().item()
+    largest = max(t.abs().max().item() if t.numel() else 0.0 for t in call.tensors.values())
+    return 10 * max(1.0, rstd) ** 2 * max(1.0, largest)
+
+
+@EACH_DTYPE
+def test_samples_give_pytorchs_values_and_gradients(device, op, dtype):
+    assert_samples(device, op, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=name_of)
+def test_kernels_give_pytorchs_values_and_gradients(as_on_a_gpu, device, op, dtype):
+    """By the kernels in the interpreter, if the device is the CPU."""
+    assert_samples(device, op, dtype)
+
+
+def assert_samples(device, op, dtype) -> None:
+    count = 0
+    for sample in samples_of(OPINFO[op], device, dtype):
+        call = Call.of(op, sample)
+        y, grads, _ = call.run(getattr(tilenorm, op))
+        theirs, *_ = call.run(OPINFO[op].op)
+        assert (y.shape, y.dtype, y.device) == (theirs.shape, theirs.dtype, theirs.device)
+        eps = default_eps(call.tensors["input"]) if call.eps is None else call.eps
+        incoming = [random(*y.shape, dtype=dtype, seed=1)]
+        dims = len(call.shape)
+        expected = expected_of(FAMILY[op], call.tensors, incoming, dims=dims, eps=eps)
+        assert_budget("output", y, *expected["output"])
+        rows = max(1, y.numel() // max(1, call.tensors["input"][:1].numel()))
+        for (name, tensor), grad in zip(call.tensors.items(), grads, strict=True):
+            assert (grad.shape, grad.dtype) == (tensor.shape, tensor.dtype)
+            assert_budget(name, grad, *expected[name], rows=1 if name == "input" else rows)
+        count += 1
+    assert count >= 24
+
+
+@EACH_DTYPE
+def test_samples_give_pytorchs_second_derivatives(device, op, dtype):
+    for sample in samples_of(OPINFO[op], device, dtype):
+        call = Call.of(op, sample)
+        exact = Call({n: t.double() for n, t in call.tensors.items()}, call.shape, call.eps)
+        if call.eps is None:
+            exact = exact._replace(eps=default_eps(call.tensors["input"]))
+        *_, got = call.run(getattr(tilenorm, op))
+        *_, theirs = call.run(OPINFO[op].op)
+        *_, true = exact.run(OPINFO[op].op)
+        for number, (a, b, t) in enumerate(zip(got, theirs, true, strict=True)):
+            assert (a.shape, a.dtype) == (b.shape, b.dtype)
+            terms = torch.full_like(t.cpu(), second_terms(exact))
+            assert_budget(f"second derivative {number}", a, t.cpu(), b, terms)
+
+
+def test_derivatives_agree_with_differences(device, op):
+    """PyTorch's tests of the samples: gradcheck and gradgradcheck in float64."""
+    function = getattr(tilenorm, op)
+    for sample in OPINFO[op].sample_inputs(device, torch.float64):
+        call = Call.of(op, sample)
+        if call.eps is not None and call.eps < 0:  # a step may cross the edge of the NaN
+            continue
+        leaves = [t.detach().requires_grad_() for t in call.tensors.values()]
+
+        def run(*tensors, call=call):
+            named = dict(zip(call.tensors, tensors, strict=True))
+            options = {} if call.eps is None else {"eps": call.eps}
+            return function(**named, normalized_shape=call.shape, **options)
+
+        options = {"check_batched_grad": True, "check_forward_ad": True}
+        assert torch.autograd.gradcheck(run, leaves, **options)
+        assert torch.autograd.gradgradcheck(run, leaves)
+
+
+def test_error_inputs_raise_pytorchs_exception(device, op):
+    """PyTorch has error inputs for rms_norm alone. LayerNorm's function takes their shapes too."""
+    count = 0
+    for error in OPINFO["rms_norm"].error_inputs(device):
+        sample = error.sample_input
+        shape, weight, eps = sample.args
+        with pytest.raises(Exception) as theirs:
+            OPINFO[op].op(sample.input, shape, weight, eps=eps)
+        with pytest.raises(theirs.type, match=f"^{op}: argument") as ours:
+            getattr(tilenorm, op)(sample.input, shape, weight, eps=eps)
+        assert ours.type is theirs.type
+        count += 1
+    assert count
+
+
+def test_dtypes_that_pytorch_takes_alone_are_refused(device, op):
+    """README, Limits: complex numbers. Every other dtype of the samples is tested above."""
+    kind = torch.device(device).type
+    others = OPINFO[op].supported_dtypes(kind) - {*DTYPES}
+    assert all(dtype.is_complex for dtype in others)
+    assert {*DTYPES} <= OPINFO[op].supported_dtypes(kind)
+    for dtype in others:
+        sample = next(iter(OPINFO[op].sample_inputs(device, dtype)))
+        with pytest.raises(NotImplementedError, match="argument 'input' takes float16"):
+            getattr(tilenorm, op)(sample.input, *sample.args, **sample.kwargs)

@@ -1,0 +1,139 @@
+"""The public functions under __torch_function__, as PyTorch's own: torch.fx, modes, subclasses."""
+
+import inspect
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx import symbolic_trace
+from torch.overrides import TorchFunctionMode
+
+import tilenorm
+
+from .helpers import EACH_DEVICE, EACH_FORM, call, random, tensors_of
+
+N = 16
+OPTIONS = {"offset": 1.0, "rounding": "early", "backend": "reference"}
+
+
+def options_of(form) -> dict:
+    """Every keyword of a function, none with its default value."""
+    gated = {"norm_before_gate": False, "activation": "sigmoid"}
+    return {**OPTIONS, **(gated if form.other == "gate" else {})}
+
+
+class Seen(TorchFunctionMode):
+    """Keeps the calls of tilenorm's and PyTorch's norms that it sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if "norm" in getattr(function, "__name__", ""):
+            self.calls.append((function, args, kwargs or {}))
+        return function(*args, **(kwargs or {}))
+
+
+class Subclass(Tensor):
+    pass
+
+
+class Answers:
+    """No tensor, but something that says what a function gives for it."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        return function, args, kwargs
+
+
+def bound(form, args, kwargs) -> dict:
+    """The arguments of a call by the function's own names."""
+    return inspect.signature(getattr(tilenorm, form.op)).bind(*args, **kwargs).arguments
+
+
+@EACH_DEVICE
+@EACH_FORM
+@pytest.mark.parametrize("remembered", [False, True])
+def test_a_mode_sees_the_public_function_with_its_arguments(device, form, remembered):
+    tensors, options = tensors_of(form, 3, N, device=device), options_of(form)
+    expected = call(form, tensors, **options) if remembered else None
+    with Seen() as seen:
+        got = call(form, tensors, **options)
+    ((function, args, kwargs),) = (c for c in seen.calls if c[0].__module__.startswith("tilenorm"))
+    assert function is getattr(tilenorm, form.op)
+    found = bound(form, args, kwargs)
+    for name, value in {**tensors, **options, "normalized_shape": (N,), "eps": 1e-6}.items():
+        assert found[name] is value or found[name] == value
+    expected = expected or call(form, tensors, **options)
+    assert all(map(torch.equal, got, expected))
+
+
+@pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
+def test_a_mode_sees_what_it_sees_of_pytorchs_function(op):
+    x, w = random(3, N), random(N, seed=1)
+    seen = {}
+    for library in (F, tilenorm):
+        with Seen() as mode:
+            getattr(library, op)(x, (N,), w)
+        (_, args, kwargs), *_ = mode.calls
+        seen[library] = args, kwargs
+    (args, kwargs), (ours, our_kwargs) = seen[F], seen[tilenorm]
+    assert len(ours) == len(args) and ours[0] is args[0] and ours[1:] == args[1:]
+    assert kwargs.items() <= {n: v for n, v in our_kwargs.items() if n in kwargs}.items()
+
+
+@EACH_DEVICE
+@EACH_FORM
+def test_a_subclass_stays_one(device, form):
+    tensors = tensors_of(form, 3, N, device=device)
+    for name in form.names:
+        got = call(form, tensors | {name: tensors[name].as_subclass(Subclass)})
+        for y, plain in zip(got, call(form, tensors), strict=True):
+            assert type(y) is Subclass and torch.equal(y.as_subclass(Tensor), plain)
+
+
+@EACH_FORM
+def test_any_tensor_argument_may_answer(form):
+    tensors = tensors_of(form, 3, N)
+    for name in form.names:
+        answers = Answers()
+        given = {**tensors, **form.options, name: answers}
+        function, args, kwargs = getattr(tilenorm, form.op)(**given, normalized_shape=(N,))
+        assert function is getattr(tilenorm, form.op)
+        assert bound(form, args, kwargs)[name] is answers
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = tilenorm.RMSNorm(N), tilenorm.LayerNorm(N, offset=1.0)
+        self.linear = nn.Linear(N, N)
+
+    def forward(self, x):
+        y, total = tilenorm.add_rms_norm(self.linear(self.first(x)), x, (N,), self.first.weight)
+        z = tilenorm.add_layer_norm(total, y, total.shape[-1:])[0]
+        y = tilenorm.gated_rms_norm(self.last(z), y, (N,), eps=1e-5, norm_before_gate=False)
+        return tilenorm.gated_layer_norm(y, total, (N,), self.last.weight, activation="sigmoid")
+
+
+def test_fx_traces_functions_and_modules():
+    model, x = Model(), random(3, N)
+    graph = symbolic_trace(model)
+    called = [node.target for node in graph.graph.nodes if node.op == "call_function"]
+    expected = "rms_norm add_rms_norm add_layer_norm layer_norm gated_rms_norm gated_layer_norm"
+    norms = [target for target in called if target.__name__.endswith("norm")]
+    assert norms == [getattr(tilenorm, name) for name in expected.split()]
+    for copy in (graph, pickle.loads(pickle.dumps(graph)), symbolic_trace(graph)):
+        assert torch.equal(copy(x), model(x))
+    y = graph(x.requires_grad_())
+    got, wanted = (torch.autograd.grad(y.sum(), graph.parameters()) for y in (y, model(x)))
+    assert all(map(torch.equal, got, wanted))
+
+
+def test_fx_traces_a_shape_that_is_traced():
+    graph = symbolic_trace(lambda x: tilenorm.rms_norm(x, x.shape[-1:]))
+    for n in (8, N):
+        assert torch.equal(graph(random(3, n)), tilenorm.rms_norm(random(3, n), (n,)))

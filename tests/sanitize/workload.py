@@ -1,0 +1,97 @@
+"""A small batch through every schedule, whatever the tables say about this GPU."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torch import Tensor
+
+from tilenorm.launch.calls import every_gradient
+from tilenorm.launch.config import (
+    Backward,
+    ColumnSum,
+    Config,
+    Hints,
+    RowForward,
+    Served,
+    SharedForward,
+    StreamForward,
+)
+from tilenorm.launch.plan import BackwardPlan, ForwardPlan
+from tilenorm.launch.target import Target
+from tilenorm.ops import cutile
+from tilenorm.ops.tensors import Results
+from tilenorm.spec import NormSpec
+
+from .. import cases, oracle
+from ..executors import EPS, Executor, Inputs
+
+ROWS = 13  # tiles of four rows and one row that is left over
+
+
+class Job(NamedTuple):
+    name: str
+    spec: NormSpec
+    config: Config
+
+
+NARROW = NormSpec("rms", 100, "float32", "float32", "float32")
+ALIGNED = NormSpec("layer", 1000, "bfloat16", "bfloat16", "bfloat16", residual="bfloat16")
+WEIGHTED = NormSpec("rms", 1024, "bfloat16", "bfloat16")
+GATED = NormSpec("rms", 1000, "float16", "float32", gate="float32")
+HEADS = NormSpec("rms", 72, "bfloat16", "bfloat16", heads=3)
+SHARED_LAYER = NormSpec("layer", 3000, "bfloat16", "bfloat16", "bfloat16")
+SHARED_ADD = NormSpec("rms", 3000, "float32", "float32", residual="bfloat16")
+
+TWO, LOOP = Hints(2), Hints(1, 8)
+JOBS = (
+    Job("rows", NARROW, RowForward(4)),
+    Job("rows, heads", HEADS, RowForward(4)),
+    Job("rows, packed", ALIGNED, RowForward(packed=True)),
+    Job("rows, fetched weights", WEIGHTED, RowForward(fetch=True)),
+    Job("stream, gathered", GATED, StreamForward(2, TWO)),
+    Job("stream, tile loads", WEIGHTED, StreamForward(hints=LOOP, tma=True)),
+    Job("stream, tile loads and stores", ALIGNED, StreamForward(hints=LOOP, tma=True, store=True)),
+    Job("shared", SHARED_LAYER, SharedForward(TWO, (1024,), packed=True)),
+    Job("shared, sums alone", SHARED_ADD, SharedForward(TWO, (512, 512), together=2)),
+    Job("backward, gathered", NARROW, Backward((128,), 4, hints=TWO)),
+    Job("backward, heads", HEADS, Backward((128,), 4, hints=TWO)),
+    Job("backward, gate", GATED, Backward((1024,), hints=TWO, reread=True)),
+    Job("backward, tile loads", ALIGNED, Backward((1024,), tma=True, hints=LOOP)),
+    Job("backward, tile loads and stores", WEIGHTED, Backward((1024,), 1, True, LOOP, True)),
+    Job("backward, shared", SHARED_LAYER, Backward((1024,), hints=TWO, packed=True)),
+    Job("backward, shared, sums alone", SHARED_ADD, Backward((1024,), hints=TWO)),
+)
+
+
+def refusal(job: Job, target: Target) -> str | None:
+    """Why a job cannot run on a GPU: an architecture without TMA has no tile loads."""
+    spec = job.spec
+    return job.config.refusal(Served(spec.hidden, spec.widest_item, spec.aligned, target))
+
+
+def run(executor: Executor) -> Iterator[tuple[Job, Inputs, dict[str, Tensor] | str]]:
+    """The results of each job by name, or why it is left out.
+
+    The memory of results is not filled before the kernels write it: initcheck looks for that. Plans
+    are for so few multiprocessors that the blocks of persistent grids take several tiles.
+    """
+    target = Target(executor.target.arch, cases.MULTIPROCESSORS)
+    for job in JOBS:
+        inputs = Inputs.random(job.spec, ROWS, executor.device)
+        reason = refusal(job, target)
+        yield job, inputs, reason or _results(job, inputs, target, executor.run())
+
+
+def _results(job: Job, inputs: Inputs, target: Target, run) -> dict[str, Tensor]:
+    spec, config = job.spec, job.config
+    if config.direction == "forward":
+        plan = ForwardPlan(spec, target, config, True)
+        given = (inputs.x, inputs.residual, inputs.gate, inputs.weight, inputs.bias)
+        found = Results(*cutile.forward(plan, given, EPS, run=run))._asdict()
+    else:
+        plan = BackwardPlan(spec, target, config, ColumnSum(), every_gradient(spec))
+        x = oracle.total(spec, inputs.arguments)
+        given = (x, inputs.gate, inputs.weight, inputs.bias, *inputs.stats(spec))
+        tensors = cutile.backward(plan, inputs.dy, inputs.dsum, given, run=run)
+        found = dict(zip(cases.GRADIENTS, tensors, strict=True))
+    return {name: t for name, t in found.items() if t is not None}

@@ -1,0 +1,89 @@
+"""A program in the place of tileiras, which compiles nothing and fails where a test wants it to."""
+
+import os
+from functools import cache
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from cuda.tile import _compile
+from cuda.tile._cext import default_tile_context
+
+from tests.executors import Interpreter
+from tilenorm.launch import calls, disk_cache, kernel, plan, tiling
+from tilenorm.launch.calls import bound
+from tilenorm.ops import cutile
+from tilenorm.tools.signature import ArrayLike, signature
+
+SCRIPT = """#!/bin/sh
+if [ "$1" = --version ]; then echo "stand-in, V1.2.3"; exit; fi
+basename "$1" >> {log}
+case "$(basename "$1")" in
+{broken}
+esac
+echo cubin > "$3"
+"""
+CRASH, HANG = "kill -SEGV $$", "exec sleep 60"
+ERROR = "echo 'error: out of registers' >&2; exit 5"
+CAPABILITY = (9, 0)
+
+
+class Compiler:
+    """The program. cuTile finds it, and what earlier tests compiled is forgotten."""
+
+    def __init__(self, folder: Path, monkeypatch):
+        self.folder, self.monkeypatch = folder, monkeypatch
+        self.path, self.log = folder / "tileiras", folder / "log"
+        self.log.touch()
+        self.breaks()
+        binary = _compile._CompilerBinary(str(self.path), os.environ["PATH"], "", False)
+        monkeypatch.setattr(_compile, "_find_compiler_bin", lambda: binary)
+        monkeypatch.setattr(_compile, "_get_compiler_version_string", lambda: "stand-in")
+        monkeypatch.setattr(default_tile_context.config, "cache_dir", str(folder / "cache"))
+        monkeypatch.setattr(calls, "_hinted", cache(lambda: {}))
+        for kept in (plan.COLUMN_SUM, tiling.CLEAR_SLOTS):
+            monkeypatch.setattr(kept, "_found", {})
+        disk_cache._origin.cache_clear()
+
+    def breaks(self, **how: str) -> None:
+        """From now on it fails for these kernels, by the commands of the shell."""
+        broken = "\n".join(f"{kernel}*) {command} ;;" for kernel, command in how.items())
+        self.path.write_text(SCRIPT.format(log=self.log, broken=broken or "none) ;;"))
+        self.path.chmod(0o755)
+
+    def ends_after(self, seconds: float) -> None:
+        self.monkeypatch.setattr(kernel, "TIMEOUT", seconds)
+
+    def runs(self, kernel: str) -> int:
+        """How often it was run for a kernel."""
+        return sum(line.startswith(kernel) for line in self.log.read_text().splitlines())
+
+
+def compiling_launch(stream: int, launches, arrays: tuple) -> None:
+    """Launch in the interpreter, and compile each kernel first, as cuTile does."""
+    interpret = Interpreter("sm_90").run()
+    for launch in launches:
+        [call] = bound([launch], arrays)
+        arguments = described(call.arguments)
+        made = signature(call.kernel, arguments)
+        call.kernel._compile(made, default_tile_context, CAPABILITY)
+        interpret([launch], arrays, -1)
+
+
+def described(arguments: tuple) -> tuple:
+    """The arguments of a launch, with descriptions of the tensors."""
+    found = []
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            dtype = str(argument.dtype).removeprefix("torch.")
+            aligned = argument.data_ptr() % 16 == 0
+            argument = ArrayLike(dtype, tuple(argument.shape), argument.stride(), aligned)
+        elif isinstance(argument, tuple):
+            argument = described(argument)
+        found.append(argument)
+    return tuple(found)
+
+
+def compiling_gpu():
+    """In this block, inside of pretended_gpu, launches compile."""
+    return patch.object(cutile, "launch", compiling_launch)

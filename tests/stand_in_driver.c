@@ -1,0 +1,62 @@
+/* Stands in for NVIDIA's driver where there is none, so that cuTile's own launch function runs.
+
+   A launch does nothing. Two devices, an sm_90 and an sm_100, and one context. The environment says
+   which device is current (STAND_IN_DEVICE) and which CUDA version the driver has (STAND_IN_CUDA).
+   stand_in_launches() counts the launches. */
+#include <stdlib.h>
+#include <string.h>
+
+static int launches;
+static void *context = &launches;
+
+static int setting(const char *name, int otherwise) {
+    const char *value = getenv(name);
+    return value ? atoi(value) : otherwise;
+}
+
+int stand_in_launches(void) { return launches; }
+int cuDriverGetVersion(int *version) { *version = setting("STAND_IN_CUDA", 13000); return 0; }
+
+static int nothing(void) { return 0; }
+static int device_count(int *count) { *count = 2; return 0; }
+static int device(int *found, int ordinal) { *found = ordinal; return 0; }
+static int current_device(int *found) { *found = setting("STAND_IN_DEVICE", 0); return 0; }
+static int current_context(void **found) { *found = context; return 0; }
+static int context_of_stream(void *stream, void **found) { *found = context; return 0; }
+static int context_of_pointer(void **found, int attribute, void *p) { *found = context; return 0; }
+static int context_id(void *of, unsigned long long *id) { *id = 1; return 0; }
+static int error_string(int error, const char **text) { *text = "stand-in"; return 0; }
+static int load(void **library) { *library = context; return 0; }
+static int kernel(void **found) { *found = context; return 0; }
+static int launch(void) { __atomic_add_fetch(&launches, 1, __ATOMIC_SEQ_CST); return 0; }
+
+static int attribute(int *value, int which, int of) {
+    enum { MAJOR = 75, MINOR = 76 };
+    *value = which == MAJOR ? (of ? 10 : 9) : which == MINOR ? 0 : 1 << 20;
+    return 0;
+}
+
+static const struct { const char *name; void *function; } FUNCTIONS[] = {
+    {"cuDriverGetVersion", cuDriverGetVersion},
+    {"cuDeviceGetCount", device_count},
+    {"cuDeviceGet", device},
+    {"cuDeviceGetAttribute", attribute},
+    {"cuCtxGetDevice", current_device},
+    {"cuCtxGetCurrent", current_context},
+    {"cuCtxGetId", context_id},
+    {"cuStreamGetCtx", context_of_stream},
+    {"cuPointerGetAttribute", context_of_pointer},
+    {"cuGetErrorString", error_string},
+    {"cuLibraryLoadData", load},
+    {"cuLibraryGetKernel", kernel},
+    {"cuLaunchKernelEx", launch},
+};
+
+int cuGetProcAddress_v2(const char *name, void **found, int version, unsigned long long flags,
+                        int *status) {
+    *found = nothing;
+    for (size_t i = 0; i < sizeof(FUNCTIONS) / sizeof(FUNCTIONS[0]); i++)
+        if (!strcmp(name, FUNCTIONS[i].name)) *found = FUNCTIONS[i].function;
+    if (status) *status = 0;
+    return 0;
+}

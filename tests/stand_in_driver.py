@@ -1,0 +1,92 @@
+"""Runs programs that launch kernels by cuTile's own launch function, without a GPU.
+
+In the program a library stands in for NVIDIA's driver. It launches nothing.
+"""
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tilenorm.tools.signature import ArrayLike
+
+ROOT = Path(__file__).parents[1]
+SOURCE = Path(__file__).with_suffix(".c")
+NAME = "libcuda.so.1"
+STRINGS = {"float32": "<f4", "float16": "<f2", "int32": "<i4"}
+
+
+def built(folder: Path) -> Path:
+    """The library, compiled into a folder. Skips the test where there is no C compiler."""
+    compiler = shutil.which("cc")
+    if compiler is None or not sys.platform.startswith("linux"):
+        pytest.skip("needs a C compiler and Linux")
+    path = folder / NAME
+    subprocess.run([compiler, "-shared", "-fPIC", "-w", "-o", path, SOURCE], check=True)
+    return path
+
+
+def run(program: str, folder: Path, **environment: str) -> subprocess.CompletedProcess:
+    """Run a Python program with the library of a folder. Its compile cache is in that folder."""
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("CUDA_TILE_")}
+    environment = {
+        "LD_LIBRARY_PATH": str(folder),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "CUDA_TILE_CACHE_DIR": str(folder / "cache"),
+    } | environment
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        env=inherited | environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+class Array:
+    """What a launch takes for an array: a description, and an address that nobody reads."""
+
+    def __init__(self, like: ArrayLike):
+        size = int(STRINGS[like.dtype][-1])
+        self.__cuda_array_interface__ = {
+            "shape": like.shape,
+            "typestr": STRINGS[like.dtype],
+            "data": (1 << 20, False),
+            "strides": tuple(s * size for s in like.strides),
+            "version": 3,
+        }
+
+
+def arrays_of(arrays: Sequence) -> tuple:
+    """ForwardArrays or BackwardArrays of descriptions, as a launch takes them."""
+    return tuple(Array(a) if isinstance(a, ArrayLike) else a for a in arrays)
+
+
+def use(device: int) -> None:
+    """Make a device current: 0 is an sm_90, 1 an sm_100."""
+    os.environ["STAND_IN_DEVICE"] = str(device)
+
+
+def launches() -> int:
+    """How many kernels this process has launched."""
+    return ctypes.CDLL(NAME).stand_in_launches()
+
+
+def launch_step(hidden: int, rows: int = 300) -> None:
+    """Launch a training step of rms_norm in float32 by the H200's plans."""
+    from tilenorm.launch.calls import every_gradient, launch
+    from tilenorm.launch.plan import plan_backward, plan_forward
+    from tilenorm.launch.target import Target
+    from tilenorm.spec import NormSpec
+    from tilenorm.tools.precompile import _backward_arrays, _forward_arrays
+
+    spec, target = NormSpec("rms", hidden, "float32", "float32"), Target.of("sm_90")
+    forward = plan_forward(spec, target, True)
+    backward = plan_backward(spec, target, every_gradient(spec))
+    launch(0, forward.launches(rows, 1e-6), arrays_of(_forward_arrays(forward, rows)))
+    launch(0, backward.launches(rows), arrays_of(_backward_arrays(backward, rows)))

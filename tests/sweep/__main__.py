@@ -1,0 +1,101 @@
+"""Draws cases and checks them until the time is up; exits with 1 if a check fails.
+
+python -m tests.sweep --seconds 900 --seed 7
+python -m tests.sweep --case 'rms hidden=64 dtype=float32 rows=5 seed=3' --check picked
+"""
+
+import argparse
+import shlex
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, closing, nullcontext
+
+import torch
+
+from tilenorm.ops.registry import device_of
+
+from ..cases import EXECUTORS
+from ..ops.pretended import pretended_gpu
+from . import ahead, checks, draw
+from .draw import Case
+
+NAMES = [check.__name__ for check in (*checks.ANYWHERE, *checks.ON_GPU)]
+PLAIN = "plain call"  # the name of a failure before any check
+
+
+def arguments(given: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("python -m tests.sweep", description=__doc__.split("\n")[0])
+    own = "gpu" if torch.cuda.is_available() else "interpreter_sm_90"
+    parser.add_argument("--seconds", type=float, default=900.0, help="default: %(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="of the first case")
+    parser.add_argument("--specs", type=int, default=3000, help="the most; default: %(default)s")
+    parser.add_argument("--executor", choices=EXECUTORS, default=own, help="default: %(default)s")
+    parser.add_argument("--case", type=Case.parse, help="check this case alone, as it was printed")
+    parser.add_argument("--check", choices=NAMES, help="run this check alone")
+    return parser.parse_args(given)
+
+
+def main(given: list[str] | None = None) -> int:
+    asked = arguments(given)
+    started = time.time()
+    until = started + asked.seconds
+    ran = failed = 0
+    with place(asked.executor), closing(ready(asked, until)) as cases:
+        for case, error in cases:
+            if ran and time.time() > until:
+                break
+            ran += 1
+            for name, difference in [("compile", error)] if error else failures(case, asked):
+                failed += 1
+                print(f"FAILED {name}: {difference}")
+                print(f"    {reproducer(case, name, asked)}", flush=True)
+    print(f"{ran} specs, {failed} failures, {time.time() - started:.0f} s")
+    return 1 if failed else 0
+
+
+def place(executor: str) -> AbstractContextManager:
+    if executor == "gpu":
+        return nullcontext()
+    return pretended_gpu(executor.removeprefix("interpreter_"))
+
+
+def ready(asked: argparse.Namespace, until: float) -> Iterator[tuple[Case, str]]:
+    """Each case, compiled where it runs on a GPU, and an error message of the compiler or ""."""
+    on_gpu = asked.executor == "gpu"
+    if asked.case:
+        yield asked.case, ""
+        return
+    cases = draw.some(asked.specs, asked.seed, draw.GPU if on_gpu else draw.INTERPRETER)
+    if on_gpu:
+        target = device_of("cuda", torch.cuda.current_device()).target
+        yield from ahead.compiled(cases, target, until)
+    else:
+        yield from ((case, "") for case in cases)
+
+
+def failures(case: Case, asked: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    """(check, what is wrong) of each failure. An exception is a failure too."""
+    device = "cuda" if asked.executor == "gpu" else "cpu"
+    name = PLAIN
+    try:
+        subject = checks.Subject(case, device)
+        for check in checks.checks_of(case, device, asked.check):
+            name = check.__name__
+            for difference in check(subject):
+                yield name, difference
+    except Exception as error:
+        yield name, "".join(traceback.format_exception(error)).strip()
+        if device == "cuda":
+            torch.cuda.synchronize()  # raises where no later call can work, and so ends the sweep
+
+
+def reproducer(case: Case, name: str, asked: argparse.Namespace) -> str:
+    words = ["python", "-m", "tests.sweep", "--executor", asked.executor, "--case", str(case)]
+    return shlex.join(words + (["--check", name] if name in NAMES else []))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""Compiles what the checks of a case launch, in other processes and before the checks run."""
+
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilenorm.launch.calls import Call, bound, every_gradient
+from tilenorm.launch.plan import plan_backward, plan_forward
+from tilenorm.launch.target import Target
+from tilenorm.ops import cutile
+from tilenorm.tools.precompile import compile_call, compiling
+from tilenorm.tools.signature import signature
+
+from ..executors import described
+from ..layouts import Layout
+from .checks import ROWS
+from .draw import Case
+
+INCOMING = ("incoming 0", "incoming 1")  # the gradients of the outputs
+
+
+class Job(NamedTuple):
+    """until: a time after which nothing more is compiled."""
+
+    case: Case
+    target: Target
+    until: float
+
+
+def compiled(cases: list[Case], target: Target, until: float) -> Iterator[tuple[Case, str]]:
+    """Each case in order once its kernels are in cuTile's cache, and an error message or "".
+
+    The processes compile the cases behind it while the caller looks at one. The caller needs the
+    cache anyway: a check compiles whatever is missing there.
+    """
+    jobs = [Job(case, target, until) for case in cases]
+    with compiling(compile_ahead, jobs, None) as messages:
+        yield from zip(cases, messages, strict=True)
+
+
+def compile_ahead(job: Job) -> str:
+    try:
+        for call in calls_of(job.case, job.target):
+            if time.time() > job.until:
+                break
+            compile_call(call, job.target.arch)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def calls_of(case: Case, target: Target) -> list[Call]:
+    """The kernel calls of the checks of a case, once each, with descriptions for arrays."""
+    names = (*ROWS, *INCOMING)
+    calls = _calls(case, target, {name: case.layout(name) for name in names})
+    for rows in {case.rows, *map(len, case.picks().values())}:
+        plain = dict.fromkeys(names, Layout.contiguous(rows, *case.row_shape))
+        calls += _calls(case, target, plain, (False, True) if rows == case.rows else (True,))
+    return list({key_of(call): call for call in calls}.values())
+
+
+def _calls(case: Case, target: Target, layouts: dict[str, Layout], saves=(True,)) -> list[Call]:
+    """The calls for tensors of these layouts. No tensor is written to, so none takes memory."""
+    spec, calls = case.spec, []
+
+    def collect(launches, arrays, index) -> None:
+        calls.extend(bound(launches, described(arrays)))
+
+    def empty(name: str, dtype: str | None) -> Tensor | None:
+        if dtype is None:
+            return None
+        layout = layouts[name] if name in layouts else Layout.contiguous(*case.row_shape)
+        return layout.view(torch.empty(layout.size, dtype=getattr(torch, dtype)))
+
+    names = (*ROWS, "weight", "bias")
+    tensors = tuple(empty(n, d) for n, d in zip(names, spec.dtypes, strict=True))
+    dy, dsum = empty(INCOMING[0], spec.dtype), empty(INCOMING[1], spec.residual)
+    for save in saves:
+        found = cutile.forward(plan_forward(spec, target, save), tensors, 1e-6, run=collect)
+    _, total, mean, rstd = found
+    x = tensors[0] if total is None else total
+    plan = plan_backward(spec, target, every_gradient(spec))
+    cutile.backward(plan, dy, dsum, (x, *tensors[2:], mean, rstd), run=collect)
+    return calls
+
+
+def key_of(call: Call) -> str:
+    return f"{id(call.kernel)} {signature(call.kernel, call.arguments).symbol}"

@@ -1,0 +1,171 @@
+"""The checks of a case. Each compares the bits of results with those of one plain call."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from ..guarded import guarded
+from ..ops.cuda_helpers import train
+from ..ops.helpers import Form, call
+from .draw import Case
+
+BITS = {2: torch.int16, 4: torch.int32}
+ROWS = ("input", "residual", "gate")  # tensors with rows, and their gradients
+SUMS = ("weight", "bias")  # their gradients are sums over the rows
+Results = dict[str, Tensor]
+
+
+class Subject:
+    """The tensors of a case, and `expected`: the results of a plain call with grad."""
+
+    def __init__(self, case: Case, device: str):
+        self.case, self.device = case, device
+        spec = case.spec
+        options = {"offset": spec.offset, "rounding": spec.rounding, "backend": "cutile"}
+        if spec.gate:
+            options |= {"norm_before_gate": not spec.gate_first, "activation": spec.activation}
+        self.form = Form(spec.op, options)
+        self.generator = torch.Generator(device).manual_seed(case.seed)
+        dtypes = dict(zip(("input", "residual", "gate", *SUMS), spec.dtypes, strict=True))
+        self.tensors = {n: self._random(n, d) for n, d in dtypes.items() if d}
+        outputs = [spec.dtype] + ([spec.residual] if spec.residual else [])
+        self.incoming = [self._random("incoming", dtype).detach() for dtype in outputs]
+        self.expected = self.train()
+
+    def _random(self, name: str, dtype: str) -> Tensor:
+        """Normal numbers. Rows differ in their magnitudes, by up to 2 to the 12th power."""
+        case, options = self.case, {"generator": self.generator, "device": self.device}
+        shape = case.row_shape if name in SUMS else (case.rows, *case.row_shape)
+        values = torch.randn(shape, **options)
+        if name in ROWS or name == "incoming":
+            powers = torch.randint(-8, 5, (case.rows, *[1] * len(case.row_shape)), **options)
+            values *= torch.exp2(powers.float())
+        return values.to(getattr(torch, dtype)).requires_grad_()
+
+    def train(self, tensors: Results | None = None, incoming=None, function=call) -> Results:
+        """Outputs and gradients by name: of these tensors, else of the case's own."""
+        tensors, incoming = tensors or self.tensors, incoming or self.incoming
+        return train(self.form, tensors, incoming, function=function)
+
+    def with_rows(self, change: Callable[[str, Tensor], Tensor]) -> tuple[Results, list[Tensor]]:
+        """The case's tensors, those with rows as change(name, tensor) gives them."""
+        tensors = {
+            n: change(n, t.detach()).requires_grad_() if n in ROWS else t
+            for n, t in self.tensors.items()
+        }
+        return tensors, [change(f"incoming {i}", t) for i, t in enumerate(self.incoming)]
+
+    def differences(self, got: Results, index: Tensor | None = None) -> Iterator[str]:
+        """What differs from the expected bits, of all results or of the rows `index`."""
+        for name, t in got.items():
+            expected = self.expected[name]
+            if index is not None:
+                if name in SUMS:
+                    continue
+                expected = expected[index.to(expected.device)]
+            unequal = bits(t.reshape(expected.shape)) != bits(expected)
+            if unequal.any():
+                rows = torch.arange(len(expected)) if index is None else index
+                yield f"{name}: {_described(unequal, name, rows)}"
+
+
+def _described(unequal: Tensor, name: str, rows: Tensor) -> str:
+    if name in SUMS:
+        return f"{int(unequal.sum())} of {unequal.numel()} elements"
+    wrong = unequal.flatten(1).any(1)
+    first = int(wrong.nonzero()[0])
+    return f"{int(wrong.sum())} of {len(wrong)} rows; the first is row {first}, was {rows[first]}"
+
+
+def bits(t: Tensor) -> Tensor:
+    return t.detach().contiguous().view(BITS[t.element_size()])
+
+
+def again(subject: Subject) -> Iterator[str]:
+    for _ in range(2):
+        yield from subject.differences(subject.train())
+
+
+def without_grad(subject: Subject) -> Iterator[str]:
+    with torch.no_grad():
+        outputs = call(subject.form, subject.tensors)
+    yield from subject.differences(dict(zip(("output", "sum"), outputs, strict=False)))
+
+
+def picked(subject: Subject) -> Iterator[str]:
+    """Permutations, subsets and repetitions of the rows."""
+    for name, index in subject.case.picks().items():
+        there = index.to(subject.device)
+        got = subject.train(*subject.with_rows(lambda _, t: t[there]))  # noqa: B023
+        for difference in subject.differences(got, index):
+            yield f"{name}, {len(index)} rows: {difference}"
+
+
+def strided(subject: Subject) -> Iterator[str]:
+    """Each tensor that has rows lies in a layout of its own, with NaN around it."""
+
+    case = subject.case
+    got = subject.train(*subject.with_rows(lambda name, t: case.layout(name).filled(t)))
+    yield from subject.differences(got)
+    yield from (f"{name} is not contiguous" for name, t in got.items() if not t.is_contiguous())
+
+
+def between_guards(subject: Subject) -> Iterator[str]:
+    """In memory that is NaN at first and lies between guard bytes."""
+    try:
+        with guarded():
+            got = subject.train()
+    except AssertionError as changed:
+        yield str(changed)
+    else:
+        yield from subject.differences(got)
+
+
+def compiled(subject: Subject) -> Iterator[str]:
+    torch._dynamo.reset()
+    backend = "inductor" if subject.device == "cuda" else "aot_eager"  # needs no C++ compiler
+    run = torch.compile(lambda t: call(subject.form, t), fullgraph=True, backend=backend)
+    yield from subject.differences(subject.train(function=lambda _, tensors: run(tensors)))
+
+
+def replayed(subject: Subject) -> Iterator[str]:
+    """Captured in a CUDA graph, whose results are spoilt before each replay."""
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = subject.train()
+    for number in (1, 2):
+        for t in got.values():
+            t.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        for difference in subject.differences(got):
+            yield f"replay {number}: {difference}"
+
+
+def beside_other_work(subject: Subject) -> Iterator[str]:
+    """While a second stream multiplies matrices."""
+    matrix = torch.randn(4096, 4096, device=subject.device)
+    product, stream = torch.empty_like(matrix), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        for _ in range(8):
+            torch.mm(matrix, matrix, out=product)
+    found = [subject.train() for _ in range(3)]
+    torch.cuda.synchronize()
+    for got in found:
+        yield from subject.differences(got)
+
+
+Check = Callable[[Subject], Iterator[str]]
+ANYWHERE: tuple[Check, ...] = (again, without_grad, picked, strided, between_guards, compiled)
+ON_GPU: tuple[Check, ...] = (replayed, beside_other_work)
+
+
+def checks_of(case: Case, device: str, name: str | None = None) -> list[Check]:
+    """The checks of a case on a device, or the one of this name."""
+    found = ANYWHERE + ON_GPU if device == "cuda" else ANYWHERE
+    if name:
+        return [check for check in found if check.__name__ == name]
+    return [check for check in found if check is not compiled or case.compiles]

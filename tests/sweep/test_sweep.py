@@ -1,0 +1,170 @@
+"""The sweep finds a kernel whose rows depend on their place, and prints how to see it again."""
+
+import shlex
+from collections import Counter
+from dataclasses import replace
+from unittest.mock import patch
+
+import cuda.tile as ct
+import pytest
+import torch
+
+from tests import cases
+from tests.executors import described
+from tests.ops.helpers import NEEDS_GPU
+from tests.ops.pretended import pretended_gpu
+from tilenorm.kernels import backward, forward
+from tilenorm.launch.calls import bound
+from tilenorm.ops import cutile
+from tilenorm.spec import OPS
+
+from . import ahead, checks, draw
+from .__main__ import main
+from .draw import Case
+
+SEVERAL_ROWS_A_TILE = "layer hidden=40 dtype=float32 weight=float32 rows=9 seed=1"
+ONE_ROW_A_TILE = "rms hidden=1030 dtype=bfloat16 weight=bfloat16 rows=4 seed=2"
+
+
+def run(capsys, *arguments: str) -> tuple[int, str]:
+    status = main(list(arguments))
+    return status, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("executor", cases.INTERPRETERS)
+def test_drawn_cases_pass(executor, capsys):
+    seed = str(cases.INTERPRETERS.index(executor) + 1)
+    status, printed = run(capsys, "--executor", executor, "--specs", "2", "--seed", seed)
+    assert status == 0, printed
+    assert printed.startswith("2 specs, 0 failures")
+
+
+def test_under_torch_compile(capsys, dynamo):
+    given = ("--executor", "interpreter_sm_90", "--case", SEVERAL_ROWS_A_TILE)
+    assert run(capsys, *given, "--check", "compiled")[0] == 0
+
+
+def by_place_in_the_tile(real):
+    """moments() whose variance is another in every second row of a tile."""
+
+    def moments(*arguments):
+        found = real(*arguments)
+        rows = ct.arange(found.variance.shape[0], dtype=ct.int32)[:, None]
+        return replace(
+            found, variance=ct.where(rows % 2 == 1, found.variance * 1.01, found.variance)
+        )
+
+    return moments
+
+
+def by_row_count(real):
+    """moments() whose variance is another in a grid of several blocks."""
+
+    def moments(*arguments):
+        found = real(*arguments)
+        few = ct.num_blocks(1) < 3
+        return replace(found, variance=ct.where(few, found.variance * 1.01, found.variance))
+
+    return moments
+
+
+@pytest.mark.parametrize(
+    "case, fault",
+    [(SEVERAL_ROWS_A_TILE, by_place_in_the_tile), (ONE_ROW_A_TILE, by_row_count)],
+    ids=["place", "rows"],
+)
+def test_a_fault_is_found_and_found_again_by_the_printed_command(case, fault, capsys):
+    given = ("--executor", "interpreter_sm_90", "--case", case)
+    with patch.object(forward, "moments", fault(forward.moments)):
+        status, printed = run(capsys, *given)
+        assert status == 1
+        assert "FAILED picked" in printed and "output" in printed
+        commands = {line.strip() for line in printed.splitlines() if "python -m" in line}
+        words = [shlex.split(command) for command in sorted(commands)]
+        assert words[0][:3] == ["python", "-m", "tests.sweep"]
+        assert all(run(capsys, *again[3:])[0] == 1 for again in words)
+    assert run(capsys, *given)[0] == 0
+
+
+def test_an_exception_is_a_failure(capsys):
+    with patch.object(backward, "no_dots", lambda rows: None):
+        given = ("--executor", "interpreter_sm_90", "--case", SEVERAL_ROWS_A_TILE)
+        status, printed = run(capsys, *given)
+    assert status == 1 and "FAILED plain call" in printed and "Error" in printed
+
+
+def test_the_time_is_kept(capsys):
+    status, printed = run(
+        capsys, "--executor", "interpreter_sm_90", "--seconds", "0", "--seed", "4"
+    )
+    assert status == 0 and printed.startswith("1 specs")
+
+
+def test_a_case_is_read_as_it_is_printed():
+    for case in draw.some(200, 3, draw.GPU):
+        assert Case.parse(str(case)) == case
+
+
+@pytest.mark.parametrize("text", ["rms", "rms hidden=4 dtype=float32 rows=2 seed=1 colour=red"])
+def test_what_is_no_case_is_refused(text):
+    with pytest.raises(ValueError):
+        Case.parse(text)
+
+
+def test_drawn_cases_have_every_kind_of_spec():
+    """Of 600 cases, so many as the sweep checks at least in its own time on 16 cores."""
+    drawn = draw.some(600, 0, draw.GPU)
+    specs = [case.spec for case in drawn]
+    assert len(set(specs)) > 550
+    assert {(s.op, s.dtype) for s in specs} == {(op, d) for op in OPS for d in cases.DTYPES}
+    assert any(case.compiles for case in drawn)
+    sizes = Counter()
+    for n in (s.hidden for s in specs):
+        sizes["powers of two"] += n & (n - 1) == 0
+        sizes["multiples of 8"] += n % 8 == 0
+        sizes["odd"] += n % 2
+        sizes["narrow"] += n <= 512
+        sizes["wide"] += n > cases.WIDEST_ROW
+    assert all(60 < count < 450 for count in sizes.values()), sizes
+    for name in ("weight", "bias", "residual", "gate"):
+        others = {None if d is None else d == s.dtype for s in specs for d in [getattr(s, name)]}
+        assert others == {None, True, False}
+    for name in ("offset", "gate_first", "rounding", "activation"):
+        assert len({getattr(s, name) for s in specs}) == 2
+    assert {s.heads for s in specs} >= {0, 2, 3}
+    assert {1} < {case.rows for case in drawn} and max(case.rows for case in drawn) > 10000
+
+
+def test_what_a_check_launches_is_compiled_ahead():
+    """Exactly that: what is missing would be compiled while the GPU waits."""
+    target = cases.target("sm_90")
+    for case in draw.some(5, 5, draw.INTERPRETER):
+        planned, launched = {ahead.key_of(c) for c in ahead.calls_of(case, target)}, set()
+        with pretended_gpu():
+            launch = cutile.launch
+
+            def recorded(stream, launches, arrays):
+                calls = bound(launches, described(arrays))
+                launched.update(map(ahead.key_of, calls))  # noqa: B023
+                launch(stream, launches, arrays)  # noqa: B023
+
+            with patch.object(cutile, "launch", recorded):
+                subject = checks.Subject(case, "cpu")
+                found = [d for check in checks.checks_of(case, "cpu") for d in check(subject)]
+        assert not found
+        assert launched == planned, case
+
+
+def test_compiling_ahead_says_what_does_not_compile():
+    case = Case.parse(SEVERAL_ROWS_A_TILE)
+    with patch.object(ahead, "compile_call", side_effect=ct.TileError("no registers left")):
+        assert "no registers left" in ahead.compile_ahead(
+            ahead.Job(case, cases.target("sm_90"), 1e99)
+        )
+        assert ahead.compile_ahead(ahead.Job(case, cases.target("sm_90"), 0.0)) == ""
+
+
+@NEEDS_GPU
+def test_a_short_sweep():
+    torch.cuda.empty_cache()
+    assert main(["--seconds", "300", "--specs", "200", "--seed", "1"]) == 0

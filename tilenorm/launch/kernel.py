@@ -1,0 +1,101 @@
+"""A kernel that compiles once, in bounded time, and remembers that it does not compile."""
+
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from threading import Lock
+
+import cuda.tile as ct
+from cuda.tile._cext import TileContext, get_compute_capability
+from cuda.tile.compilation import KernelSignature
+
+from . import disk_cache
+from .toolchain import make_folder, toolkit_variable
+
+TIMEOUT = 120.0  # seconds of one run of the compiler. The slowest kernel takes 5.
+
+
+class CompileError(ct.TileError):
+    """A kernel does not compile on this machine. The message is one line that names it."""
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class Kernel(ct.kernel):
+    """A cuTile kernel that looks in the cache before it is traced.
+
+    Threads that need the same code at once wait for one compilation. A compilation that failed is
+    not repeated in this process.
+    """
+
+    def __init__(self, function: Callable, /, **hints):
+        super().__init__(function, **hints)
+        self._lock, self._found = Lock(), {}
+
+    def _compile(
+        self,
+        signature: KernelSignature,
+        context: TileContext,
+        compute_capability: tuple[int, int] | None = None,
+    ):
+        """Compile for a signature. cuTile calls this method when a signature is launched first.
+
+        Raises CompileError where the compiler is missing, fails, or does not end.
+        """
+        symbol = signature.symbol or signature.with_mangled_symbol(self._pyfunc.__name__).symbol
+        signature = signature.with_symbol(symbol)
+        capability = compute_capability or get_compute_capability()
+        known = repr(signature), capability
+        with self._lock:
+            if known not in self._found:
+                self._found[known] = self._first(signature, bounded(context), capability)
+        found = self._found[known]
+        if isinstance(found, str):
+            raise CompileError(found)
+        return found
+
+    def _first(self, signature: KernelSignature, context: TileContext, capability) -> tuple | str:
+        """What cuTile's _compile returns, or why there is none."""
+        try:
+            return self._cached(signature, context, capability)
+        except (ct.TileError, OSError, subprocess.SubprocessError) as error:
+            name, arch = self._pyfunc.__name__, "sm_{}{}".format(*capability)
+            return f"its kernel {name} does not compile for {arch}: {reason_of(error)}"
+
+    def _cached(self, signature: KernelSignature, context: TileContext, capability) -> tuple:
+        folder = context.config.cache_dir
+        if disk_cache.is_off(folder):
+            return super()._compile(signature, context, capability)
+        key = disk_cache.key_of(self, signature, capability)
+        if cubin := disk_cache.lookup(folder, key):
+            return cubin, signature.symbol, None, ()
+        cubin, symbol, _, libraries = compiled = super()._compile(signature, context, capability)
+        if not libraries:
+            disk_cache.store(folder, key, cubin, symbol)
+        return compiled
+
+
+def bounded(context: TileContext) -> TileContext:
+    """The context with a time limit, and without a cache folder that cannot be made.
+
+    cuTile has no time limit unless CUDA_TILE_COMPILER_TIMEOUT_SEC sets one, and raises OSError
+    after it has compiled a kernel if it cannot make the folder.
+    """
+    config = context.config
+    if config.compiler_timeout_sec is None:
+        config = replace(config, compiler_timeout_sec=TIMEOUT)
+    if config.cache_dir is not None:
+        try:
+            make_folder(config.cache_dir)
+        except OSError:
+            config = replace(config, cache_dir=None)
+    return TileContext(config=config)
+
+
+def reason_of(error: Exception) -> str:
+    """The message of a failed compilation in one line, and what may have caused it."""
+    text = " ".join(getattr(error, "message", str(error)).split())[:400]
+    if isinstance(error, ct.TileCompilerExecutionError) and (variable := toolkit_variable()):
+        text += f" ({variable} sets the toolkit that tileiras uses; if it is older, unset it)"
+    return text

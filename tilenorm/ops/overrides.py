@@ -1,0 +1,96 @@
+"""Arguments that say themselves what a call does: what has __torch_function__, and nested tensors.
+
+Both are done with before anything is looked up or checked, as in PyTorch's own functions.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function
+
+from . import functional
+from .tensors import Tensors
+from .torch_private import ragged_dimension
+
+ROWS = ("input", "residual", "gate")  # the tensors that have rows
+
+
+class Whole:
+    """Stands for Results where an override returned something: that is each part of it."""
+
+    def __init__(self, returned: Any):
+        self._returned = returned
+
+    def __getitem__(self, part: int | slice) -> Any:
+        return self._returned
+
+
+def overridden(normalize: Callable, op: str, tensors, normalized_shape, eps, asked, backend):
+    """What the arguments' __torch_function__, or a mode, makes of the public function's call.
+
+    Each gets the function with the arguments of rows and normalized_shape by position, and every
+    other argument by name.
+    """
+    if has_nested(tensors):
+        return of_jagged(normalize, op, tensors, normalized_shape, eps, asked, backend)
+    given = Tensors(*tensors)._asdict()
+    taken = {"add": "residual", "gated": "gate"}.get(op.partition("_")[0])
+    rows = [given[name] for name in ROWS if name in ("input", taken)]
+    by_name = {name: t for name, t in given.items() if name not in ROWS}
+    offset, gate_first, rounding, *activation = asked
+    by_name |= {"eps": eps, "offset": offset, "rounding": rounding, "backend": backend}
+    if activation:
+        by_name |= {"norm_before_gate": not gate_first, "activation": activation[0]}
+    relevant = [t for t in tensors if t is not None]
+    function = getattr(functional, op)
+    return Whole(handle_torch_function(function, relevant, *rows, normalized_shape, **by_name))
+
+
+def has_nested(tensors: tuple[Tensor | None, ...]) -> bool:
+    return any(isinstance(t, Tensor) and t.is_nested for t in tensors)
+
+
+def of_jagged(normalize: Callable, op: str, tensors, normalized_shape, eps, asked, backend):
+    """The norm of nested tensors: that of their values, whose rows are rows like any others."""
+    ragged = _check_jagged(op, Tensors(*tensors)._asdict(), normalized_shape)
+    values = [t.values() if has_nested((t,)) else t for t in tensors]
+    results = normalize(op, tuple(values), normalized_shape, eps, asked, backend)
+    offsets = tensors[0].offsets()
+    return tuple(
+        [
+            r if r is None else torch.nested.nested_tensor_from_jagged(r, offsets, None, ragged)
+            for r in results[:2]
+        ]
+    )
+
+
+def _check_jagged(op: str, given: dict[str, Tensor | None], normalized_shape) -> int:
+    """The ragged dimension of the input, where values can stand for the nested tensors."""
+    tensors = {name: t for name, t in given.items() if isinstance(t, Tensor)}
+    for name in sorted(tensors, key=ROWS.__contains__):  # parameters first
+        tensor, got = tensors[name], f"{op}: argument {name!r} takes"
+        if tensor.is_nested and name not in ROWS:
+            raise RuntimeError(f"{got} no nested tensor, got one")
+        if name not in ROWS:
+            continue
+        if not tensor.is_nested:
+            raise RuntimeError(f"{got} a nested tensor where another one is nested, got a Tensor")
+        if tensor.layout != torch.jagged:
+            raise RuntimeError(f"{got} nested tensors of layout torch.jagged, got {tensor.layout}")
+        if tensor.lengths() is not None:
+            raise RuntimeError(f"{got} no nested tensor with holes, got one: call contiguous()")
+        if tensor.shape != given["input"].shape:
+            shape, takes = list(tensor.shape), list(given["input"].shape)
+            raise RuntimeError(f"{got} the input's shape {takes}, got {shape}")
+    ragged = ragged_dimension(given["input"])
+    within = given["input"].dim() - ragged - 1
+    sizes = len(normalized_shape) if isinstance(normalized_shape, (tuple, list)) else 0
+    parameters = [t.dim() for t in (given["weight"], given["bias"]) if isinstance(t, Tensor)]
+    if max(sizes, *parameters, 0) > within:
+        raise ValueError(
+            f"{op}: argument 'normalized_shape' takes dimensions after the ragged one of a nested"
+            f" input, which has {within}; so do the weight's and the bias's"
+        )
+    return ragged
