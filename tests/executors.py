@@ -1,7 +1,7 @@
 """Where the tests run plans: in the interpreter on CPU tensors, or on the current GPU."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from . import cases, interpreter, oracle
 from .guarded import guarded
 
 EPS = 1e-6
+WITH_ROWS = ("x", "residual", "gate", "dy", "dsum")  # the fields of Inputs that have rows
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,11 @@ class Inputs:
             dy=normal(spec.dtype, *lead, spec.hidden),
             dsum=normal(spec.residual, *lead, spec.hidden),
         )
+
+    def with_rows(self, change: Callable[[str, Tensor], Tensor]) -> "Inputs":
+        """The same with change(name, tensor) for each tensor that has rows."""
+        there = {n: t for n in WITH_ROWS if (t := getattr(self, n)) is not None}
+        return replace(self, **{name: change(name, t) for name, t in there.items()})
 
     @property
     def arguments(self) -> oracle.Arguments:
@@ -203,14 +209,18 @@ class Compiler(Executor):
         return run
 
 
-def described(arrays: tuple) -> tuple:
-    """The arrays of a launch, as the compiler sees them."""
-    return tuple(_array_like(a) if isinstance(a, Tensor) else a for a in arrays)
+def described(arguments: tuple) -> tuple:
+    """The arguments of a launch, with what the compiler sees of a tensor in its place."""
+    return tuple(map(_described, arguments))
 
 
-def _array_like(t: Tensor) -> ArrayLike:
-    dtype = str(t.dtype).removeprefix("torch.")
-    return ArrayLike(dtype, tuple(t.shape), t.stride(), t.data_ptr() % 16 == 0)
+def _described(argument):
+    if isinstance(argument, tuple):
+        return described(argument)
+    if not isinstance(argument, Tensor):
+        return argument
+    dtype, aligned = str(argument.dtype).removeprefix("torch."), argument.data_ptr() % 16 == 0
+    return ArrayLike(dtype, tuple(argument.shape), argument.stride(), aligned)
 
 
 def forward_calls(spec: NormSpec, target: Target, rows: int, save: bool) -> list[Call]:

@@ -5,15 +5,14 @@ from functools import cache
 from pathlib import Path
 from unittest.mock import patch
 
-import torch
 from cuda.tile import _compile
 from cuda.tile._cext import default_tile_context
 
-from tests.executors import Interpreter
+from tests.executors import Interpreter, described
 from tilenorm.launch import calls, disk_cache, kernel, plan, tiling
 from tilenorm.launch.calls import bound
 from tilenorm.ops import cutile
-from tilenorm.tools.signature import ArrayLike, signature
+from tilenorm.tools.precompile import cubin_of
 
 SCRIPT = """#!/bin/sh
 if [ "$1" = --version ]; then echo "stand-in, V1.2.3"; exit; fi
@@ -25,7 +24,7 @@ echo cubin > "$3"
 """
 CRASH, HANG = "kill -SEGV $$", "exec sleep 60"
 ERROR = "echo 'error: out of registers' >&2; exit 5"
-CAPABILITY = (9, 0)
+ARCH = "sm_90"
 
 
 class Compiler:
@@ -64,24 +63,8 @@ def compiling_launch(stream: int, launches, arrays: tuple) -> None:
     interpret = Interpreter("sm_90").run()
     for launch in launches:
         [call] = bound([launch], arrays)
-        arguments = described(call.arguments)
-        made = signature(call.kernel, arguments)
-        call.kernel._compile(made, default_tile_context, CAPABILITY)
+        cubin_of(call._replace(arguments=described(call.arguments)), ARCH)
         interpret([launch], arrays, -1)
-
-
-def described(arguments: tuple) -> tuple:
-    """The arguments of a launch, with descriptions of the tensors."""
-    found = []
-    for argument in arguments:
-        if isinstance(argument, torch.Tensor):
-            dtype = str(argument.dtype).removeprefix("torch.")
-            aligned = argument.data_ptr() % 16 == 0
-            argument = ArrayLike(dtype, tuple(argument.shape), argument.stride(), aligned)
-        elif isinstance(argument, tuple):
-            argument = described(argument)
-        found.append(argument)
-    return tuple(found)
 
 
 def compiling_gpu():

@@ -1,6 +1,5 @@
 """A row's bits depend on the row alone: not on layout, other rows, row count or block order."""
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -29,8 +28,7 @@ SPECS = (
 )
 HUGE = {"float16": 6e4, "bfloat16": 1e30, "float32": 1e30}
 ROWS = 12
-# Inputs, and results, with one row for each row of x.
-WITH_ROWS = ("x", "residual", "gate", "dy", "dsum")
+# Results with one row for each row of x.
 RESULTS_WITH_ROWS = ("y", "sum", "mean", "rstd", "dx", "dresidual", "dgate")
 
 each_spec = pytest.mark.parametrize("spec", SPECS, ids=cases.label)
@@ -39,8 +37,7 @@ interpreted = partial(pytest.mark.parametrize, "executor", cases.INTERPRETERS, i
 
 def change(inputs: Inputs, function) -> Inputs:
     """Apply a function to each input that has rows."""
-    tensors = {name: getattr(inputs, name) for name in WITH_ROWS}
-    return replace(inputs, **{n: function(t) for n, t in tensors.items() if t is not None})
+    return inputs.with_rows(lambda _, t: function(t))
 
 
 def results(executor, spec, inputs, **how) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ import pytest
 from cuda.tile._cext import default_tile_context
 
 from tests.executors import backward_calls, forward_calls
-from tests.stand_in_compiler import CAPABILITY, CRASH, ERROR
+from tests.stand_in_compiler import CRASH, ERROR
 from tilenorm.launch.calls import every_gradient, hinted
 from tilenorm.launch.config import Hints
 from tilenorm.launch.kernel import TIMEOUT, CompileError, Kernel, bounded
@@ -25,7 +25,7 @@ from tilenorm.tools.precompile import precompile
 from tilenorm.tools.signature import ArrayLike, signature
 
 SPEC = NormSpec("rms", 64, "bfloat16", "bfloat16")
-TARGET = Target.of("sm_90")
+TARGET, CAPABILITY = Target.of("sm_90"), (9, 0)
 THREADS = 8
 
 

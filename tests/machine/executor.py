@@ -17,7 +17,6 @@ from .run import launch
 
 DISTINCT = 3  # different rows; each stands in many places
 PLACES = 40  # rows of a batch, at least
-WITH_ROWS = ("x", "residual", "gate", "dy", "dsum")
 
 
 class Compiled(Executor):
@@ -79,15 +78,12 @@ def moved(arch: str, spec: NormSpec, needs: Needs | None, **constants) -> dict[s
 
 def repeated(inputs: Inputs, spec: NormSpec, order: Tensor) -> Inputs:
     """Inputs whose row i is row order[i] of the given ones. Every head has the same weight."""
-    given = {name: getattr(inputs, name) for name in WITH_ROWS}
-    for name, t in given.items():
-        if t is not None:
-            given[name] = t.reshape(-1, spec.hidden)[order].reshape(t.shape).contiguous()
+    inputs = inputs.with_rows(lambda _, t: t.reshape(-1, spec.hidden)[order].reshape(t.shape))
     if spec.heads:
-        for name in ("weight", "bias"):
-            t = getattr(inputs, name)
-            given[name] = None if t is None else t[:1].expand(t.shape).contiguous()
-    return replace(inputs, **given)
+        one = {n: getattr(inputs, n) for n in ("weight", "bias")}
+        one = {n: t[:1].expand(t.shape).contiguous() for n, t in one.items() if t is not None}
+        inputs = replace(inputs, **one)
+    return inputs
 
 
 def _differing(results: Tensor, order: Tensor) -> int:

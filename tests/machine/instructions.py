@@ -13,7 +13,7 @@ FUNCTIONS = {}
 
 
 def instruction(*names: str):
-    """Register a function under names; with U for those that have a uniform form of their own."""
+    """Register a function for the instructions of these names."""
 
     def register(function):
         for name in names:

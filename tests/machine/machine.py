@@ -10,7 +10,6 @@ _CONSTANT = re.compile(r"c\[0x0\]\[(0x[0-9a-f]+)\]")
 _TERM = re.compile(r"([+-]?)\s*(UR\w+|R\w+|0x[0-9a-f]+)(\.64|\.U32|\.X\d+)?")
 LOCAL = 1 << 14  # bytes of each thread's own memory, which holds spilled registers
 SHARED = 1 << 18
-NONE = 255  # RZ and URZ
 TRUE = 7  # PT and UPT
 
 
@@ -33,7 +32,7 @@ class Machine:
         self.shared = np.zeros(SHARED, np.uint8)
         self.local = np.zeros((threads, LOCAL), np.uint8)
 
-    # Values of operands. `wide` is a shape: that of a uniform or of a vector instruction.
+    # Values of operands, one for each warp if `uniform`, else one for each thread.
 
     def spread(self, values: np.ndarray, uniform: bool) -> np.ndarray:
         """Values of warps, as an instruction of threads reads them."""

@@ -1,14 +1,16 @@
 """Runs a compiled kernel: its arguments in memory, and its blocks one after another."""
 
+from functools import cache
+
 import numpy as np
 import torch
-from cuda.tile._cext import default_tile_context
 from torch import Tensor
 
 from tilenorm.launch.calls import Call
 from tilenorm.tools.cubin import resources
-from tilenorm.tools.signature import ArrayLike, signature
+from tilenorm.tools.precompile import cubin_of
 
+from ..executors import described
 from . import control, floats, memory  # noqa: F401  (they register their instructions)
 from .code import instructions
 from .instructions import FUNCTIONS, is_uniform
@@ -21,8 +23,6 @@ MOST_STEPS = 200_000
 INSTRUCTION_BYTES = 16
 GUARD = 256  # bytes between arrays; cuTile may assume that an array starts at a multiple of 16
 
-_programs = {}  # by kernel, signature and architecture; a plan keeps its kernel
-
 
 class Hang(Exception):
     """A block has executed more instructions than any kernel of ours needs."""
@@ -31,7 +31,7 @@ class Hang(Exception):
 class Program:
     """A compiled kernel."""
 
-    def __init__(self, cubin: bytes, arch: str) -> None:
+    def __init__(self, cubin: bytes) -> None:
         self.code, self.labels = instructions(cubin)
         self.threads = resources(cubin).threads
 
@@ -80,14 +80,9 @@ class Program:
                 raise NotImplementedError(i.text)
 
 
-def _program(call: Call, arch: str) -> Program:
-    constraints = _signature(call)
-    key = id(call.kernel), constraints.symbol, arch
-    if key not in _programs:
-        capability = divmod(int(arch.removeprefix("sm_")), 10)
-        cubin, *_ = call.kernel._compile(constraints, default_tile_context, capability)
-        _programs[key] = Program(cubin, arch)
-    return _programs[key]
+@cache
+def _program(cubin: bytes) -> Program:
+    return Program(cubin)
 
 
 def launch(call: Call, arch: str, disturbs: bool = False) -> None:
@@ -98,27 +93,14 @@ def launch(call: Call, arch: str, disturbs: bool = False) -> None:
     ):
         if not annotation.constant:
             bank.add(argument, tensors)
-    program = _program(call, arch)
+    described_call = call._replace(arguments=described(call.arguments))
+    program = _program(cubin_of(described_call, arch))
     data = np.concatenate([bank.guard, *bank.parts])
     for block in np.ndindex(*reversed((*call.grid, 1, 1)[:3])):
         program.run(bank.constants, data, block[::-1], disturbs)
     for start, tensor in tensors:
         found = data[start : start + _bytes(tensor).size]
         _bytes(tensor)[:] = found
-
-
-def _signature(call: Call):
-    """What cuTile would assume about these tensors."""
-
-    def described(argument):
-        if isinstance(argument, tuple):
-            return tuple(map(described, argument))
-        if not isinstance(argument, Tensor):
-            return argument
-        dtype = str(argument.dtype).removeprefix("torch.")
-        return ArrayLike(dtype, tuple(argument.shape), argument.stride())
-
-    return signature(call.kernel, tuple(map(described, call.arguments)))
 
 
 def _bytes(tensor: Tensor) -> np.ndarray:

@@ -46,7 +46,7 @@ def test_results_are_those_of_the_oracle(spec, arch):
         tolerance.assert_close(name, value, truth[name], own[name])
 
 
-@pytest.mark.parametrize("spec, every", ONCE_MOVED, ids=str)
+@pytest.mark.parametrize("spec, every", ONCE_MOVED, ids=cases.label)
 def test_a_row_has_the_same_bits_in_every_place(spec, every):
     needs = every_gradient(spec)
     if not every:

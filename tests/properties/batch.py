@@ -11,13 +11,12 @@ from tilenorm.launch.target import Target
 from tilenorm.spec import OPS, NormSpec
 
 from .. import cases, drawing, layouts
-from ..executors import Compiler, Executor, Inputs
+from ..executors import WITH_ROWS, Compiler, Executor, Inputs
 from ..layouts import Layout
 from ..oracle import Truth
 from ..tolerance import assert_close
 from .rows import KINDS
 
-WITH_ROWS = ("x", "residual", "gate", "dy", "dsum")
 PARAMETERS = ("weight", "bias")
 SUMS = ("dw", "db")
 EPS = (1e-6, 1e-5, 1.0, 1e-12, 0.0)

@@ -153,15 +153,20 @@ def cpus() -> int:
 
 def compile_call(call: Call, arch: str) -> Compiled:
     """Compile one call for an architecture, through cuTile's cache, and read its resources."""
-    capability = int(arch.removeprefix("sm_"))
     start = time.perf_counter()
-    cubin, *_ = call.kernel._compile(
-        signature(call.kernel, call.arguments), default_tile_context, divmod(capability, 10)
-    )
+    cubin = cubin_of(call, arch)
     seconds = time.perf_counter() - start
     options = call.kernel._compiler_options
     hints = f"occupancy={options.occupancy} worker_warps={options.num_worker_warps}"
     return Compiled(call.kernel._pyfunc.__name__, hints, seconds, *resources(cubin))
+
+
+def cubin_of(call: Call, arch: str) -> bytes:
+    """The machine code of a call for an architecture, from cuTile's cache if it is there."""
+    capability = divmod(int(arch.removeprefix("sm_")), 10)
+    made = signature(call.kernel, call.arguments)
+    cubin, *_ = call.kernel._compile(made, default_tile_context, capability)
+    return cubin
 
 
 def _compile_nth(item: tuple[NormSpec, Target, int]) -> Compiled:
