@@ -17,6 +17,7 @@ from .run import launch
 
 DISTINCT = 3  # different rows; each stands in many places
 PLACES = 40  # rows of a batch, at least
+MULTIPLE = 16  # a number of rows that the compiler is told of
 
 
 class Compiled(Executor):
@@ -55,25 +56,64 @@ def moved(arch: str, spec: NormSpec, needs: Needs | None, **constants) -> dict[s
     their results, so that a row that is added up in another order differs visibly.
     """
     executor = Compiled(arch, disturbs=True)
+    plan = _plan(executor, spec, needs)
     if needs is None:
-        plan = plan_forward(spec, executor.target, True)
         streams = isinstance(plan.config, StreamForward)
         tiles = 2 * plan.resident if streams else 2
     else:
-        plan = plan_backward(spec, executor.target, needs)
         tiles = 2 * plan.blocks(1 << 30)
-    if not runs(plan):
-        raise ValueError(f"{plan.config} is not for the machine")
     rows = max(tiles * plan.config.rows + 1, PLACES)
     rows = rows // (spec.heads or 1) * (spec.heads or 1)
     order = torch.randint(DISTINCT, (rows,), generator=torch.Generator().manual_seed(rows))
     inputs = repeated(Inputs.random(spec, rows, "cpu"), spec, order)
+    results = _results(executor, spec, inputs, needs, **constants)
+    return {name: _differing(t, order) for name, t in results.items()}
+
+
+def specialized(arch: str, spec: NormSpec, needs: Needs | None) -> dict[str, int]:
+    """How many rows of each result differ between the variants that cuTile compiles of a kernel.
+
+    cuTile specialises a kernel on extents of 1, on extents that are multiples of 16, and on the
+    distance of rows. needs: see `moved`.
+    """
+    executor, heads = Compiled(arch, disturbs=True), spec.heads or 1
+    _plan(executor, spec, needs)
+    inputs = Inputs.random(spec, MULTIPLE * heads, "cpu")
+    expected = _results(executor, spec, inputs, needs)
+    variants = [inputs.with_rows(lambda _, t: _apart(t))]
+    variants += [inputs.with_rows(lambda _, t: t[:n]) for n in (1, 3)]  # noqa: B023
+    found = {}
+    for variant in variants:
+        for name, rows in _results(executor, spec, variant, needs).items():
+            differing = (rows != expected[name][: len(rows)]).any(1)
+            found[name] = found.get(name, 0) + int(differing.sum())
+    return found
+
+
+def _apart(t: Tensor) -> Tensor:
+    """A tensor with the same values, whose rows are a vector of 16 bytes further apart."""
+    around = t.new_full((*t.shape[:-1], t.shape[-1] + 16 // t.element_size()), torch.nan)
+    return around[..., : t.shape[-1]].copy_(t)
+
+
+def _plan(executor: Executor, spec: NormSpec, needs: Needs | None) -> ForwardPlan | BackwardPlan:
     if needs is None:
-        results = executor.forward(spec, inputs, **constants)
+        plan = plan_forward(spec, executor.target, True)
     else:
-        results = executor.backward(spec, inputs, needs, **constants)
-    results = {name: t for name, t in results.items() if name not in ("dw", "db")}
-    return {name: _differing(t.reshape(rows, -1), order) for name, t in results.items()}
+        plan = plan_backward(spec, executor.target, needs)
+    if not runs(plan):
+        raise ValueError(f"{plan.config} is not for the machine")
+    return plan
+
+
+def _results(executor, spec: NormSpec, inputs: Inputs, needs: Needs | None, **constants):
+    """The results that have rows, each as a matrix."""
+    if needs is None:
+        found = executor.forward(spec, inputs, **constants)
+    else:
+        found = executor.backward(spec, inputs, needs, **constants)
+    rows = inputs.x.numel() // spec.hidden
+    return {n: t.reshape(rows, -1) for n, t in found.items() if n not in ("dw", "db")}
 
 
 def repeated(inputs: Inputs, spec: NormSpec, order: Tensor) -> Inputs:

@@ -1,4 +1,4 @@
-"""Which compiled kernels depend on a row's place in the batch, over drawn specs.
+"""Which compiled kernels depend on a row's place in the batch or on the batch, over drawn specs.
 
 python -m tests.machine.survey --arch sm_90 --draws 100 --seed 1
 """
@@ -14,7 +14,7 @@ from tilenorm.launch.target import Target
 from tilenorm.spec import NormSpec
 
 from ..sweep.draw import Limits, drawn
-from .executor import moved, runs
+from .executor import moved, runs, specialized
 
 LIMITS = Limits(1600, 40, 1 << 16)  # wider rows have a tile of their own
 
@@ -40,9 +40,12 @@ def subjects(arch: str, seed: int) -> Iterator[tuple[NormSpec, Needs | None]]:
 
 
 def fault(arch: str, spec: NormSpec, needs: Needs | None) -> str | None:
-    """The results whose rows depend on their place, or None."""
-    found = {name: count for name, count in moved(arch, spec, needs).items() if count}
-    return f"{arch} {spec} {needs}: {found}" if found else None
+    """The results whose rows depend on their place, or on the variant of the kernel, or None."""
+    for check in (moved, specialized):
+        found = {name: count for name, count in check(arch, spec, needs).items() if count}
+        if found:
+            return f"{arch} {spec} {needs}: {check.__name__} {found}"
+    return None
 
 
 def main() -> int:
@@ -57,8 +60,8 @@ def main() -> int:
             faults += 1
             print(told, flush=True)
         if number % 50 == 0:
-            print(f"{number} kernels, {faults} depend on a row's place", flush=True)
-    print(f"{given.draws} kernels, {faults} depend on a row's place")
+            print(f"{number} kernels, {faults} with faults", flush=True)
+    print(f"{given.draws} kernels, {faults} with faults")
     return faults > 0
 
 

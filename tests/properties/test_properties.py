@@ -5,11 +5,12 @@ from random import Random
 from unittest.mock import patch
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
 from tests import cases
-from tests.executors import Gpu, Interpreter
+from tests.executors import Gpu, Inputs, Interpreter
 from tilenorm.kernels import backward, forward
 from tilenorm.launch.calls import every_gradient
 from tilenorm.spec import OPS, NormSpec
@@ -96,14 +97,16 @@ def test_an_error_of_one_kind_of_row_is_found():
         batch.check(Interpreter("sm_90"), found)
 
 
-@pytest.mark.xfail(strict=True, reason="the mean of 16-bit rows is a product with 1 / N, rounded")
+@pytest.mark.parametrize("hidden", [3, 7, 49, 112, 1000, 2600, 5121])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_a_constant_row(dtype):
-    """x - mean is zero, as PyTorch's is. The kernel's is 2.4e-7 at N = 112, and y is 7.5e-5."""
-    spec = NormSpec("layer", 112, dtype)
-    assert batch.loses_constants(spec)
-    found = replace(batch.draw(Random(0), spec, 1), kinds=("constant",), eps=1e-5)
-    batch.check(Interpreter("sm_90"), found)
+def test_the_mean_of_equal_numbers_is_that_number(dtype, hidden):
+    """As PyTorch's is. A mean with a rounded 1 / N would be another float32."""
+    spec = NormSpec("layer", hidden, dtype)
+    inputs = Inputs.random(spec, 12, "cpu", seed=hidden)
+    inputs = replace(inputs, x=inputs.x[:, :1].expand(-1, hidden).contiguous())
+    found = Interpreter("sm_90").forward(spec, inputs)
+    assert torch.equal(found["mean"], inputs.x[:, 0].float())
+    assert not found["y"].any()
 
 
 def test_an_error_in_the_sums_is_found():

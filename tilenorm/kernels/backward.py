@@ -15,8 +15,8 @@ from .tiles import Cut, Tile, gather_numbers, gather_tiles, load_tiles, write
 
 @dataclass(frozen=True)
 class Arrays:
-    """X, DY, GATE, DSUM (..., N), with one or two leading dimensions; W and B (N,) or (HEADS, N);
-    MEAN and RSTD (rows,) float32; DX, DRESIDUAL, DGATE (rows, N); SLOTS (rows, n) int32.
+    """X, DY, GATE, DSUM (rows, N) or (tokens, HEADS, N); W and B (N,) or (HEADS, N); MEAN and RSTD
+    (rows,) float32; DX, DRESIDUAL, DGATE (rows, N); SLOTS (rows, n) int32.
 
     X is the sum where a residual was added. PARTIALS (outputs · blocks, N) float32: block b writes
     its part of dW to row b, and its part of dB to a row behind all rows of dW. With HEADS, PARTIALS
@@ -121,15 +121,8 @@ def norm_backward(
     """
     a, norm, cut, how = Arrays(*ARRAYS), Norm(*NORM), Cut(*CUT), BackwardHow(*HOW)
     needs, shared = Needs(*NEEDS), cut.CHUNKS > 1
-    this = Pass(
-        a,
-        norm,
-        cut,
-        how,
-        needs,
-        rows,
-        order_of_dots(a.X, cut, rows, copied(norm, cut, how)),
-    )
+    order = order_of_dots(a.X, cut, rows, copied(norm, cut, how))
+    this = Pass(a, norm, cut, how, needs, rows, order)
     b = ct.bid(0) // cut.CHUNKS
     chunk = ct.bid(0) % cut.CHUNKS if shared else 0
     step = ct.num_blocks(0) // cut.CHUNKS

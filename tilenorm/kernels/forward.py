@@ -24,8 +24,8 @@ from .tiles import Cut, gather_tiles, load_tiles
 
 @dataclass(frozen=True)
 class Arrays:
-    """X, RESIDUAL, GATE (..., N), with one or two leading dimensions; W and B (N,) or (HEADS, N);
-    Y, SUM (rows, N); MEAN, RSTD (rows,) float32; SLOTS (rows, n) int32.
+    """X, RESIDUAL, GATE (rows, N) or (tokens, HEADS, N); W and B (N,) or (HEADS, N); Y,
+    SUM (rows, N); MEAN, RSTD (rows,) float32; SLOTS (rows, n) int32.
 
     An array that a constant excludes is an empty tuple.
     """
@@ -67,7 +67,8 @@ def row_forward(
         tiles, parameters = fetch_parameters(a, norm, tile, tiles, eps)
     row = row_of(a, norm, tiles, how.PACKED)
     write_sum(a, norm, tile, row, False)
-    found = moments(row, tile.masks(), cut.N, order, norm.LAYER, is_exact(a, norm))
+    exact = is_exact(a, norm)
+    found = moments(row, tile.masks(), cut.N, cut.rest(0), order, norm.LAYER, exact)
     rstd = ct.rsqrt(found.variance + eps)
     centered = recentered(row, found, rstd, norm.LAYER) if how.PACKED else found.centered
     normalized = Normalized(centered, rstd, row.gate)
@@ -95,7 +96,7 @@ def stream_forward(
     further on. It reads one tile ahead.
     """
     a, norm, cut, how = Arrays(*ARRAYS), Norm(*NORM), Cut(*CUT), StreamHow(*HOW)
-    inputs = inputs_of(a, norm)
+    inputs, exact = inputs_of(a, norm), is_exact(a, norm)
     count = cut.tiles(rows)
     if not how.TMA:
         ahead = gather_tiles(inputs, cut, cut.tile(a.X, first + ct.bid(0), 0, rows))
@@ -111,7 +112,7 @@ def stream_forward(
         row = row_of(a, norm, tiles, False)
         write_sum(a, norm, tile, row, how.STORE)
         order = order_of(a.X, cut, first, False)
-        found = moments(row, tile.masks(), cut.N, order, norm.LAYER, is_exact(a, norm))
+        found = moments(row, tile.masks(), cut.N, cut.rest(0), order, norm.LAYER, exact)
         rstd = ct.rsqrt(found.variance + eps)
         normalized = Normalized(found.centered, rstd, row.gate)
         for j in ct.static_iter(range(len(cut.WIDTHS))):
@@ -145,7 +146,7 @@ def shared_forward(
     row = row_of(a, norm, gather_tiles(inputs, cut, tile), how.PACKED)
     write_sum(a, norm, tile, row, False)
     count = cut.count(chunk)
-    mine = moments(row, tile.masks(), count, order, norm.LAYER, exact)
+    mine = moments(row, tile.masks(), count, cut.rest(chunk), order, norm.LAYER, exact)
     numbers = numbers_of(mine, count, norm.LAYER)
 
     def missing(other):
@@ -153,7 +154,8 @@ def shared_forward(
         there = cut.tile(a.X, tile.place[0].item(), other, rows)
         tiles, count = gather_tiles(inputs, cut, there), cut.count(other)
         theirs = row_of(a, norm, tiles, how.PACKED)
-        found = moments(theirs, there.masks(), count, order, norm.LAYER, exact)
+        rest = cut.rest(other)
+        found = moments(theirs, there.masks(), count, rest, order, norm.LAYER, exact)
         return numbers_of(found, count, norm.LAYER)
 
     if how.OVERLAP:

@@ -19,14 +19,15 @@ FOLDED = 256  # the least number of threads of a block, times the two terms that
 class Order:
     """The order in which a block adds up a row.
 
-    UNIT: how many elements a thread reads at once, or 0 where tiles are not folded. zero: an opaque
-    zero, or None where the compiler may fuse a product with an addition as it likes. FUSED: see
+    zero: an opaque zero. UNIT: how many elements a thread reads at once, or 0 where tiles are not
+    folded. SETTLED: the compiler has no choice which product it fuses with an addition. FUSED: see
     `total`.
     """
 
-    UNIT: int
     zero: Any
-    FUSED: bool
+    UNIT: int = 0
+    SETTLED: bool = False
+    FUSED: bool = False
 
     def unfused(self, product):
         """The first of several products that are added up.
@@ -34,7 +35,7 @@ class Order:
         The compiler fuses one of two products with their addition, not the same one in all kernels.
         It has no choice between a product and a sum, and product + opaque zero is a sum.
         """
-        return product if self.zero is None else product + self.zero
+        return product + self.zero if self.SETTLED else product
 
     def folded(self, x):
         """A tile with the same sums by rows, of at most FOLDED columns.
@@ -85,6 +86,18 @@ class Order:
                 added = x
         return total + self.total(added)
 
+    def mean(self, xs, count, REST):
+        """The mean of segments, by rows. REST: see Cut.rest, or 0.
+
+        Without REST the mean of equal numbers would be another number.
+        """
+        total = self.row_sum(xs)
+        mean = total * (1.0 / count)
+        if ct.static_eval(isinstance(REST, float) and REST == 0.0):
+            return mean
+        # Two products would be added: the compiler could fuse either of them, were there no zero.
+        return (mean + self.zero) + total * REST
+
     def mean_square(self, xs, count):
         """The mean of the squares of segments, by rows."""
         squares = ()
@@ -103,9 +116,10 @@ def order_of(X, cut, count, VARIANTS):
     as many instructions as sums without an order, and folding to up to 5 more barriers (rms_norm
     of 512 bfloat16, sm_90).
     """
+    zero = opaque_zero(count)
     if VARIANTS or cut.CHUNKS > 1:
-        return Order(unit(X, cut), opaque_zero(count), False)
-    return Order(0, None, cut.ROWS > 1)
+        return Order(zero, UNIT=unit(X, cut), SETTLED=True)
+    return Order(zero, FUSED=cut.ROWS > 1)
 
 
 def order_of_dots(X, cut, count, COPIES):
@@ -116,9 +130,9 @@ def order_of_dots(X, cut, count, COPIES):
     COPIES: rows that the compiler adds up in several copies of the code (backward.copied).
     """
     if COPIES:
-        return Order(unit(X, cut), opaque_zero(count), False)
+        return Order(opaque_zero(count), UNIT=unit(X, cut), SETTLED=True)
     if cut.CHUNKS == 1 and cut.ROWS > 1 and len(cut.WIDTHS) == 1:
-        return Order(unit(X, cut), None, False)
+        return Order(opaque_zero(count), UNIT=unit(X, cut))
     return order_of(X, cut, count, False)
 
 
@@ -138,17 +152,17 @@ class Moments:
     variance: Any
 
 
-def moments(row, masks, count, order, LAYER, EXACT):
+def moments(row, masks, count, rest, order, LAYER, EXACT):
     """The moments of a row, or of a chunk of `count` elements of it.
 
-    row: what is normalised (inputs.Row). EXACT: the correction is found; where every input has 16
-    bits no digit would show it. The variance is that of centered values, so that a mean far larger
-    than the standard deviation costs no accuracy.
+    row: what is normalised (inputs.Row). rest: see Cut.rest. EXACT: the correction is found; where
+    every input has 16 bits no digit would show it. The variance is that of centered values, so that
+    a mean far larger than the standard deviation costs no accuracy.
     """
     xs = row.values()
     if not LAYER:
         return Moments(xs, 0.0, 0.0, order.mean_square(xs, count))
-    mean = order.row_sum(xs) * (1.0 / count)
+    mean = order.mean(xs, count, 0.0 if EXACT else rest)
     if row.PACKED:
         xs = row.rematerialized(mean)
     xs = subtract_mean(xs, masks, mean)

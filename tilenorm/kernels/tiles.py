@@ -2,7 +2,7 @@
 
 A kernel works on tiles of rows. A place says where the rows of a tile are: (row,), or, where every
 head has its own weight, (row, token, head). Each is a number or a (ROWS, 1) tile of numbers. Inputs
-have one or two leading dimensions and any strides; outputs are matrices of consecutive rows.
+are (rows, N), or (tokens, heads, N), with any strides; outputs are matrices of consecutive rows.
 
 A row is cut into segments, tiles whose widths are powers of two in descending order: N = 12288 is
 8192 + 4096, so that no lane is idle. A row that is too wide for one block is first cut into chunks
@@ -16,6 +16,7 @@ and every layout is read element by element.
 """
 
 from dataclasses import dataclass
+from struct import pack, unpack
 from typing import Any
 
 import cuda.tile as ct
@@ -121,6 +122,18 @@ class Cut:
         """How many columns of a chunk exist."""
         return ct.minimum(self.N - chunk * self.chunk_width(), self.chunk_width())
 
+    def rest(self, chunk):
+        """What float32 loses of 1 / count(chunk)."""
+        if self.CHUNKS == 1:
+            return ct.static_eval(rest_of(self.N))
+        last = ct.static_eval(rest_of(self.N - (self.CHUNKS - 1) * sum(self.WIDTHS)))
+        return ct.where(chunk == self.CHUNKS - 1, last, ct.static_eval(rest_of(sum(self.WIDTHS))))
+
+
+def rest_of(count: int) -> float:
+    """What float32 loses of 1 / count: 0 if count is a power of two."""
+    return 1.0 / count - unpack("f", pack("f", 1.0 / count))[0]
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -189,12 +202,8 @@ def both(mask, other):
 
 
 def leading(X, place):
-    """Indices over the leading dimensions of X."""
-    if X.ndim == 2:
-        return (place[0],)
-    if len(place) == 3:
-        return place[1:]
-    return place[0] // X.shape[1], place[0] % X.shape[1]
+    """Indices over the leading dimensions of X, which has two where there are heads."""
+    return (place[0],) if X.ndim == 2 else place[1:]
 
 
 def gather_tiles(inputs, cut, tile):

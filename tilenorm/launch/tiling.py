@@ -27,20 +27,6 @@ class Tiling:
     config: Config
 
     @cached_property
-    def leading(self) -> int:
-        """The most leading dimensions with which an input is read in place, without a copy.
-
-        With two leading dimensions rows may be unevenly spaced. The compiler may then distribute a
-        tile over threads differently and add in another order (seen at N = 37 and 64, at 4096 with
-        more warps, and at 65536 in chunks). Tiles of one row that one block reads without a warp
-        hint do not show this. Inputs with heads always have two leading dimensions.
-        """
-        config = self.config
-        gathered_by_more_warps = config.hints.num_worker_warps is not None and not config.tma
-        one_row = config.rows == 1 and self.chunks == 1
-        return 2 if one_row and not gathered_by_more_warps else 1
-
-    @cached_property
     def _widths(self) -> tuple[int, ...]:
         return self.config.segments(self.spec.hidden)
 

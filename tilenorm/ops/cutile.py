@@ -62,7 +62,7 @@ def forward(
         else:
             ready = matrices and rows > 1 and not spec.heads and plain(tensors)
         if not ready:
-            tensors = as_read(tensors, spec, plan.leading, shape)
+            tensors = as_read(tensors, spec, shape)
         x, residual, gate, weight, bias = tensors
         arrays = (  # in the order of ForwardArrays, which takes longer to make
             x,
@@ -107,12 +107,12 @@ def backward(
     dw = empty((weight.numel(),), (1,), weight.dtype) if needs.dw else None
     db = empty((bias.numel(),), (1,), bias.dtype) if needs.db else None
     if rows:
-        leading, partials, slots = plan.leading, plan.partials(rows), plan.slots(rows)
+        partials, slots = plan.partials(rows), plan.slots(rows)
         arrays = (  # in the order of BackwardArrays
-            rows_of(x, spec, leading),
-            rows_of(dy, spec, leading),
-            ABSENT if gate is None else rows_of(gate, spec, leading),
-            ABSENT if dsum is None else rows_of(dsum, spec, leading),
+            rows_of(x, spec),
+            rows_of(dy, spec),
+            ABSENT if gate is None else rows_of(gate, spec),
+            ABSENT if dsum is None else rows_of(dsum, spec),
             ABSENT if weight is None else parameter_of(weight, spec),
             ABSENT if bias is None else parameter_of(bias, spec),
             ABSENT if mean is None else mean,

@@ -12,12 +12,14 @@ VECTOR_BYTES = 16
 MAX_STRIDE = 2**31  # kernels hold extents and strides in 32 bits
 
 
-def rows_of(x: Tensor, spec: NormSpec, leading: int) -> Tensor:
-    """x as (..., hidden) with at most `leading` leading dimensions and a last stride of 1.
+def rows_of(x: Tensor, spec: NormSpec) -> Tensor:
+    """x as (rows, hidden), or (tokens, heads, hidden) if there are heads, with a last stride of 1.
 
-    In place if the normalised dimensions are contiguous, the leading ones collapse to so few, and,
-    when rows fill vectors, every row starts on 16 bytes. A row that does not would be read in
-    narrower pieces and summed in another order, so it is copied: the same bits come first.
+    In place if the normalised dimensions are contiguous, rows are evenly spaced, and, when rows
+    fill vectors, every row starts on 16 bytes. A row that does not would be read in narrower pieces
+    and summed in another order. Code for rows that are unevenly spaced may sum in another order,
+    too: that of layer_norm backward of 1024 float32 (sm_90) adds in a tree instead of a chain. So
+    these are copied: the same bits come first.
     """
     if spec.heads:
         return _tokens_of(x, spec)
@@ -28,7 +30,7 @@ def rows_of(x: Tensor, spec: NormSpec, leading: int) -> Tensor:
             x = reinterpret(x, (x.numel() // hidden, hidden), (hidden, 1))
         return x.clone() if aligned and x.data_ptr() % VECTOR_BYTES else x
     strided = _collapse(x, hidden)
-    if strided is None or len(strided[0]) > leading or not _starts_vectors(x, strided[1], aligned):
+    if strided is None or len(strided[0]) > 1 or not _starts_vectors(x, strided[1], aligned):
         return x.reshape(-1, hidden).contiguous()
     shape, strides = strided
     return x.as_strided((*shape, hidden), (*strides, 1))
@@ -80,7 +82,7 @@ def plain(tensors: Sequence[Tensor | None]) -> bool:
 
 
 def as_read(
-    tensors: Sequence[Tensor | None], spec: NormSpec, leading: int, shape: tuple[int, int]
+    tensors: Sequence[Tensor | None], spec: NormSpec, shape: tuple[int, int]
 ) -> list[Tensor | None]:
     """A norm's tensors as the kernels read them, copied only where they cannot be read in place.
 
@@ -90,7 +92,7 @@ def as_read(
     if spec.heads or not plain(tensors):
         for number, t in enumerate(tensors):
             if t is not None:
-                t = rows_of(t, spec, leading) if number < 3 else parameter_of(t, spec)
+                t = rows_of(t, spec) if number < 3 else parameter_of(t, spec)
             read.append(t)
         return read
     hidden = spec.hidden
