@@ -5,7 +5,7 @@ documents again. Neither measures anything.
 
 ``python -m bench train`` measures a training step, ``python -m bench first-call`` measures how long
 compiling takes, and ``python -m bench accuracy`` measures errors. ``--from`` prints their records
-too.
+too. ``python -m bench halves`` counts what a backward in two halves launches and moves.
 """
 
 import argparse
@@ -13,10 +13,22 @@ import math
 import sys
 from pathlib import Path
 
-from bench import accuracy, compare, documents, first_call, plot, provenance, record, report, train
+from bench import (
+    accuracy,
+    compare,
+    documents,
+    first_call,
+    halves,
+    plot,
+    provenance,
+    record,
+    report,
+    train,
+)
 from bench.cases import (
     DIRECTIONS,
     DTYPES,
+    HALVES,
     HOST,
     LATENCIES,
     OPS,
@@ -27,7 +39,12 @@ from bench.cases import (
 from bench.providers import PROVIDERS, attendance
 from bench.run import GpuLost, run
 
-COMMANDS = {"train": train.main, "first-call": first_call.main, "accuracy": accuracy.main}
+COMMANDS = {
+    "train": train.main,
+    "first-call": first_call.main,
+    "accuracy": accuracy.main,
+    "halves": halves.main,
+}
 CPU_ELEMENTS = 1 << 18
 CPU_BUDGET_S = 0.02
 
@@ -43,7 +60,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--direction",
         nargs="+",
-        choices=(*DIRECTIONS, *LATENCIES, HOST),
+        choices=(*DIRECTIONS, *HALVES, *LATENCIES, HOST),
         help="default: the directions of the suite, and host times",
     )
     parser.add_argument("--provider", nargs="+", choices=PROVIDERS)

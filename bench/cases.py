@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
-EPS = 1e-6
+from bench import formulas
+
 DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
@@ -20,6 +20,9 @@ DTYPES = {
 }
 # These directions are shown in GB/s. A suite measures them unless it has other directions.
 DIRECTIONS = ("forward", "backward")
+# The halves of a backward that computes the gradients of the inputs and of the parameters apart, as
+# zero-bubble pipelines do. They are shown in GB/s too.
+HALVES = ("backward-inputs", "backward-parameters")
 # These directions are shown as times. "inference" is a forward without grad, as in a decode step.
 # "training" is a forward together with its backward, as in a training step.
 LATENCIES = ("inference", "training")
@@ -68,9 +71,27 @@ class Op:
             return (m, n), (n,)
         return (m // self.heads, self.heads, n), (self.heads, n)
 
+    @property
+    def halves(self) -> tuple[Traffic, Traffic]:
+        """What each half of a backward reads and writes.
+
+        The gradients of the parameters need what the forward saved, which is a sum if there is a
+        residual, and the gradient of y. They need no parameter and no gradient of a sum.
+        """
+        sums, saved = len(self.columns), len(self.rows) - ("residual" in self.rows)
+        inputs = self.backward._replace(columns=self.backward.columns - sums)
+        return inputs, Traffic(saved + 1, sums)
+
+    def gradients(self, direction: str) -> slice:
+        """Which of the gradients of ``rows`` and then ``columns`` a direction computes."""
+        rows = len(self.rows)
+        halves = dict(zip(HALVES, (slice(rows), slice(rows, None)), strict=True))
+        return halves.get(direction, slice(None))
+
     def bytes(self, direction: str, m: int, n: int, itemsize: int) -> int:
         """The bytes that one call has to read and write."""
         passes = {"backward": (self.backward,), "training": (self.forward, self.backward)}
+        passes |= {name: (half,) for name, half in zip(HALVES, self.halves, strict=True)}
         row, column = map(math.prod, self.shapes(m, n))
         return itemsize * sum(
             traffic.rows * row + traffic.columns * column
@@ -98,47 +119,6 @@ class Op:
         return [torch.randn(shape, generator=make, device=device).to(dtype) for _ in self.outputs]
 
 
-def _rms_norm(x, weight):
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight
-
-
-def _layer_norm(x, weight, bias):
-    return _rms_norm(x - x.mean(-1, keepdim=True), weight) + bias
-
-
-def _gated(norm: Callable) -> Callable:
-    """A function that returns norm(x) · silu(gate), spelled out."""
-    return lambda x, gate, *parameters: norm(x, *parameters) * gate * torch.sigmoid(gate)
-
-
-def _eager_rms_norm(x, weight):
-    return F.rms_norm(x, x.shape[-1:], weight, EPS)
-
-
-def _eager_layer_norm(x, weight, bias):
-    return F.layer_norm(x, x.shape[-1:], weight, bias, EPS)
-
-
-def _eager_gated(norm: Callable) -> Callable:
-    """The same by PyTorch's own functions."""
-    return lambda x, gate, *parameters: norm(x, *parameters) * F.silu(gate)
-
-
-def _eager_head_rms_norm(x, weight):
-    # F.rms_norm takes only weights of the normalised shape.
-    return F.rms_norm(x, x.shape[-1:], eps=EPS) * weight
-
-
-def _of_sum(norm: Callable) -> Callable:
-    """A function that returns the norm of x + residual, and x + residual."""
-
-    def add_norm(x, residual, *parameters):
-        total = x + residual
-        return norm(total, *parameters), total
-
-    return add_norm
-
-
 OPS = {
     op.name: op
     for op in (
@@ -149,8 +129,8 @@ OPS = {
             outputs=("y",),
             forward=Traffic(rows=2, columns=1),  # x, weight -> y
             backward=Traffic(rows=3, columns=2),  # x, dy, weight -> dx, dweight
-            reference=_rms_norm,
-            eager=_eager_rms_norm,
+            reference=formulas.rms_norm,
+            eager=formulas.eager_rms_norm,
         ),
         Op(
             name="layer_norm",
@@ -159,8 +139,8 @@ OPS = {
             outputs=("y",),
             forward=Traffic(rows=2, columns=2),  # x, weight, bias -> y
             backward=Traffic(rows=3, columns=3),  # x, dy, weight -> dx, dweight, dbias
-            reference=_layer_norm,
-            eager=_eager_layer_norm,
+            reference=formulas.layer_norm,
+            eager=formulas.eager_layer_norm,
         ),
         Op(
             name="add_rms_norm",
@@ -170,8 +150,8 @@ OPS = {
             forward=Traffic(rows=4, columns=1),  # x, residual, weight -> y, sum
             # sum, dy, dsum, weight -> dx, dweight; dresidual equals dx
             backward=Traffic(rows=4, columns=2),
-            reference=_of_sum(_rms_norm),
-            eager=_of_sum(_eager_rms_norm),
+            reference=formulas.of_sum(formulas.rms_norm),
+            eager=formulas.of_sum(formulas.eager_rms_norm),
         ),
         Op(
             name="add_layer_norm",
@@ -181,8 +161,8 @@ OPS = {
             forward=Traffic(rows=4, columns=2),  # x, residual, weight, bias -> y, sum
             # sum, dy, dsum, weight -> dx, dweight, dbias; dresidual equals dx
             backward=Traffic(rows=4, columns=3),
-            reference=_of_sum(_layer_norm),
-            eager=_of_sum(_eager_layer_norm),
+            reference=formulas.of_sum(formulas.layer_norm),
+            eager=formulas.of_sum(formulas.eager_layer_norm),
         ),
         Op(
             name="gated_rms_norm",
@@ -191,8 +171,8 @@ OPS = {
             outputs=("y",),
             forward=Traffic(rows=3, columns=1),  # x, gate, weight -> y
             backward=Traffic(rows=5, columns=2),  # x, gate, dy, weight -> dx, dgate, dweight
-            reference=_gated(_rms_norm),
-            eager=_eager_gated(_eager_rms_norm),
+            reference=formulas.gated(formulas.rms_norm),
+            eager=formulas.eager_gated(formulas.eager_rms_norm),
         ),
         Op(
             name="gated_layer_norm",
@@ -202,8 +182,8 @@ OPS = {
             forward=Traffic(rows=3, columns=2),  # x, gate, weight, bias -> y
             # x, gate, dy, weight, bias -> dx, dgate, dweight, dbias
             backward=Traffic(rows=5, columns=4),
-            reference=_gated(_layer_norm),
-            eager=_eager_gated(_eager_layer_norm),
+            reference=formulas.gated(formulas.layer_norm),
+            eager=formulas.eager_gated(formulas.eager_layer_norm),
         ),
         Op(
             name="head_rms_norm",
@@ -212,8 +192,8 @@ OPS = {
             outputs=("y",),
             forward=Traffic(rows=2, columns=1),  # x, weight -> y
             backward=Traffic(rows=3, columns=2),  # x, dy, weight -> dx, dweight
-            reference=_rms_norm,
-            eager=_eager_head_rms_norm,
+            reference=formulas.rms_norm,
+            eager=formulas.eager_head_rms_norm,
             heads=32,
         ),
     )

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from bench.cases import Op
+from bench.cases import HALVES, Op
 
 FLOOR_ULPS = 4.0
 OVER_EAGER = 4.0
@@ -49,6 +49,7 @@ def oracle(op: Op, inputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
         "backward": gradients,
         "inference": outputs,
         "training": outputs + gradients,
+        **{half: gradients[op.gradients(half)] for half in HALVES},
     }
 
 
@@ -81,9 +82,10 @@ def budgets(eager_errors: Sequence[float], dtype: torch.dtype, m: int, columns: 
 
 def names(op: Op, direction: str) -> list[str]:
     """The names of a direction's results in messages."""
-    outputs = [] if direction == "backward" else list(op.outputs)
-    gradients = [f"d{name}" for name in (*op.rows, *op.columns)]
-    return outputs + (gradients if direction in ("backward", "training") else [])
+    if direction in ("forward", "inference"):
+        return list(op.outputs)
+    gradients = [f"d{name}" for name in (*op.rows, *op.columns)][op.gradients(direction)]
+    return [*op.outputs, *gradients] if direction == "training" else gradients
 
 
 def complaint(actual, expected, allowed, called) -> str | None:

@@ -10,7 +10,8 @@ from functools import cache
 
 import torch
 
-from bench.cases import EPS, OPS, Op
+from bench.cases import OPS, Op
+from bench.formulas import EPS
 from bench.record import first_line
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from bench import accuracy_table
-from bench.cases import DIRECTIONS, LATENCIES, OPS
+from bench.cases import DIRECTIONS, HALVES, LATENCIES, OPS
 from bench.record import Cell, FirstCall, Record, Step
 from bench.text import table, titled
 from bench.timing import MOST_SETS
@@ -26,11 +26,11 @@ def tables(record: Record, markdown: bool = False) -> list[str]:
     """
     parts = []
     for op, dtype in ops_and_dtypes(record.cells):
-        for direction in DIRECTIONS + LATENCIES:
+        for direction in DIRECTIONS + HALVES + LATENCIES:
             cells = [
                 c for c in record.cells if (c.op, c.dtype, c.direction) == (op, dtype, direction)
             ]
-            if cells and direction in DIRECTIONS:
+            if cells and direction in DIRECTIONS + HALVES:
                 parts.append(_throughput(record, cells, markdown))
             elif cells:
                 parts.append(_latency(cells, markdown))

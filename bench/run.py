@@ -118,17 +118,24 @@ def _prepare(op: Op, case: Case, dtype: torch.dtype, directions: Sequence[str], 
     expected = check.oracle(op, inputs, grads)
     allowed = {}
     for direction in directions:
-        sums = len(op.columns) if direction in ("backward", "training") else 0
-        eager = check.as_tuple(repeatable_call(op.eager, inputs, grads, direction)())
+        summed = direction in ("backward", "training", "backward-parameters")
+        sums = len(op.columns) if summed else 0
+        eager = check.as_tuple(_call(op.eager, op, inputs, grads, direction)())
         errors = [check.error(*pair) for pair in zip(eager, expected[direction], strict=True)]
         allowed[direction] = check.budgets(errors, dtype, len(inputs[0]), sums)
     return inputs, grads, expected, allowed
 
 
-def repeatable_call(provider, inputs, grads, direction) -> Callable:
+def _call(provider, op: Op, inputs, grads, direction: str) -> Callable:
+    """A repeatable call that computes the gradients of a direction."""
+    return repeatable_call(provider, inputs, grads, direction, op.gradients(direction))
+
+
+def repeatable_call(provider, inputs, grads, direction, asked=slice(None)) -> Callable:
     """A call that can be repeated. It works on its own copies of all tensors that it may write to.
 
-    The inputs of a forward require gradients, so the forward saves what a backward needs.
+    The inputs of a forward require gradients, so the forward saves what a backward needs. ``asked``
+    says whose gradients a backward is asked for.
     """
     leaves = [_duplicate(x).requires_grad_() for x in inputs]
     if direction == "forward":
@@ -143,8 +150,8 @@ def repeatable_call(provider, inputs, grads, direction) -> Callable:
             return *(y.detach() for y in outputs), *_gradients(outputs, leaves, grads)
 
         return step
-    outputs = check.as_tuple(provider(*leaves))
-    return lambda: _gradients(outputs, leaves, grads, retain_graph=True)
+    outputs = provider(*leaves)
+    return lambda: _gradients(outputs, leaves[asked], grads, retain_graph=True)
 
 
 def _duplicate(x: torch.Tensor) -> torch.Tensor:
@@ -152,15 +159,20 @@ def _duplicate(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
 
 
-def _gradients(outputs, leaves, grads, **options) -> tuple[torch.Tensor, ...]:
+def _with_grad(outputs) -> tuple[torch.Tensor, ...]:
+    outputs = check.as_tuple(outputs)
     if not all(output.requires_grad for output in outputs):
         raise NotImplementedError("has a forward only")
-    return torch.autograd.grad(outputs, leaves, grads, **options)
+    return outputs
+
+
+def _gradients(outputs, leaves, grads, **options) -> tuple[torch.Tensor, ...]:
+    return torch.autograd.grad(_with_grad(outputs), leaves, grads, **options)
 
 
 def _measure(provider, op, prepared, direction, nbytes, device, budget_s) -> dict:
     inputs, grads, expected, allowed = prepared
-    call = repeatable_call(provider, inputs, grads, direction)
+    call = _call(provider, op, inputs, grads, direction)
     check.poison((*inputs, *grads))
     wrong = check.complaint(
         check.as_tuple(call()), expected[direction], allowed[direction], check.names(op, direction)
@@ -168,7 +180,7 @@ def _measure(provider, op, prepared, direction, nbytes, device, budget_s) -> dic
     if wrong:
         return {"status": "wrong", "error": wrong}
     sets = timing.rotating_sets(nbytes, device)
-    calls = [repeatable_call(provider, inputs, grads, direction) for _ in range(sets)]
+    calls = [_call(provider, op, inputs, grads, direction) for _ in range(sets)]
     return _fields(timing.measure(calls, nbytes, device, budget_s))
 
 
@@ -208,7 +220,10 @@ def _hosts(op: Op, names: Sequence[str], device: str, late, progress) -> list[Ho
             return provider(*leaves)
 
     def forward_backward(provider):
-        return _gradients(check.as_tuple(provider(*leaves)), leaves, grads)
+        """As in a training step. torch.autograd.grad would ask for a part of the graph."""
+        for leaf in leaves:
+            leaf.grad = None
+        torch.autograd.backward(_with_grad(provider(*leaves)), grads)
 
     calls = {"forward_us": forward, "forward_backward_us": forward_backward}
     found, loaded = {name: {} for name in names}, {}

@@ -29,6 +29,7 @@ def take_away(name):
 
 
 def run():
+    from tilenorm import layer_norm
     from tilenorm.spec import Options
     from tests.ops.helpers import FAMILY, call, step, tensors_of
     from tests.ops.pretended import pretended_gpu
@@ -46,6 +47,11 @@ def run():
     how = (*Options(40, "layer"), 1e-6, True)
     y = torch.ops.tilenorm.norm(x, None, None, None, None, *how)[0]
     found.extend((y.detach(), *torch.autograd.grad(y.square().sum(), x)))
+    w = torch.linspace(1, 2, 40).requires_grad_()
+    for asked in ([x], [w], [x, w]):  # less than what requires a gradient
+        op = torch.ops.tilenorm.norm(x, None, None, w, None, *how)[0]
+        for y in (op, layer_norm(x, (40,), w, eps=1e-6)):
+            found.extend(torch.autograd.grad(y.square().sum(), asked))
     with pretended_gpu():
         all_calls(("layer_norm", "add_rms_norm"))
     return found

@@ -11,7 +11,7 @@ from ..spec import Options
 from . import reference
 from .plans import spec_of_tensors
 from .tensors import Saved, Tensors, distributed, dtype_of, merged_needs
-from .torch_private import fast_apply
+from .torch_private import asked_of, fast_apply
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:
@@ -59,7 +59,7 @@ class Norm(Function):
     @staticmethod
     def backward(ctx, dy, dsum, *_):
         runner = ctx.runner
-        mask = ctx.needs_input_grad
+        mask = asked_of(ctx)
         if dy is None or runner.gradients is None or torch.is_grad_enabled():
             return None, *gradients(ctx, dy, dsum, mask[1:])
         run, ordered, plain = runner.gradients(mask, dsum is not None)

@@ -93,7 +93,8 @@ def backward(
 ) -> Tensors:
     """The gradients of Tensors that the plan needs, contiguous, each in its own tensor's dtype.
 
-    dsum: the gradient of the sum. eps: is not read, because the saved rstd holds it.
+    dsum: the gradient of the sum, which is read if the plan needs it. eps: is not read, because the
+    saved rstd holds it.
     """
     spec, needs = plan.spec, plan.needs
     x, gate, weight, bias, mean, rstd = saved
@@ -112,7 +113,7 @@ def backward(
             rows_of(x, spec),
             rows_of(dy, spec),
             ABSENT if gate is None else rows_of(gate, spec),
-            ABSENT if dsum is None else rows_of(dsum, spec),
+            rows_of(dsum, spec) if needs.dsum else ABSENT,
             ABSENT if weight is None else parameter_of(weight, spec),
             ABSENT if bias is None else parameter_of(bias, spec),
             ABSENT if mean is None else mean,

@@ -17,7 +17,7 @@ from .autograd import ByDispatcher, Norm, gradients, needs_grad
 from .inductor import call_directly
 from .plans import Runner, runner_of
 from .tensors import Saved, Tensors, computed, dtype_of, merged_needs, statistics_dtype
-from .torch_private import BelowAutograd, autocast_casts, in_forward_mode
+from .torch_private import BelowAutograd, asked_of, autocast_casts, in_forward_mode
 
 LIBRARY = torch.library.Library("tilenorm", "DEF")
 _TYPES = {int: "SymInt", float: "float", bool: "bool", str: "str"}
@@ -206,7 +206,7 @@ def _setup_context(ctx, inputs: tuple, output: tuple) -> None:
 
 def _backward(ctx, dy, dsum, *_) -> tuple:
     """As torch.library.register_autograd takes it: a gradient, or None, for each argument."""
-    mask = ctx.needs_input_grad
+    mask = asked_of(ctx)
     return *gradients(ctx, dy, dsum, mask[:5]), *[None] * (len(mask) - 5)
 
 

@@ -55,14 +55,15 @@ def merged_needs(dtypes: Tensors, dsum: bool, mask: tuple[bool, ...]) -> Needs:
     """Which gradients to compute, where `mask` says which of the tensors' are asked for.
 
     dtypes: the tensors' dtypes, None for an absent tensor. dsum: whether the sum's gradient comes
-    in. An input and a residual of one dtype have the same gradient, which is computed once.
+    in; only the gradients of input and residual need it. An input and a residual of one dtype have
+    the same gradient, which is computed once.
     """
     dx, dresidual, dgate, dw, db = map(bool, mask)
     added = dtypes[1]
     if added is None or added == dtypes[0]:
         dx, dresidual = dx or (dresidual and added is not None), False
     dgate, dw, db = (d and t is not None for d, t in zip((dgate, dw, db), dtypes[2:], strict=True))
-    return Needs(dx, dw, db, dresidual, dgate, dsum)
+    return Needs(dx, dw, db, dresidual, dgate, dsum and (dx or dresidual))
 
 
 def computed(needs: Needs) -> tuple[bool, ...]:

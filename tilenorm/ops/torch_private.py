@@ -66,6 +66,13 @@ _forward_mode = _found("autograd.forward_ad._current_level") is not None
 # Function.apply and of the backward pass: 7 of 22 µs for a Function that does nothing.
 _backward_class = _found("autograd.Function._backward_cls")
 
+# Whether the engine's current pass is that of a backward() without `inputs`, which wants all
+# gradients; whether a pass runs a node of the graph; and the node that it runs now. Without one of
+# these names grad(y, [x]) computes dW as well, and grad(y, [w]) computes dx.
+_pass_wants_all = _found("autograd.Variable._execution_engine.is_checkpoint_valid")
+_engine_runs = _found("_C._will_engine_execute_node")
+_running_node = _found("_C._current_autograd_node")
+
 # Runs an op as if autograd were off, for less time than register_autograd's own layer, which takes
 # 8 µs of a call that needs no gradient.
 BelowAutograd = _found("_C._AutoDispatchBelowAutograd")
@@ -160,6 +167,45 @@ def fast_apply(function: type[Function]):
         return function.apply
     function._backward_cls.apply = function.backward  # autograd finds it by this name
     return super(Function, function).apply
+
+
+if _pass_wants_all is None or _engine_runs is None or _running_node is None:
+
+    def asked_of(ctx) -> tuple[bool, ...]:
+        """Which inputs of a Function need a gradient, whether the current pass uses it or not."""
+        return ctx.needs_input_grad
+
+else:
+
+    def asked_of(ctx) -> tuple[bool, ...]:
+        """Which inputs of a Function need a gradient that the engine's current pass uses.
+
+        Up to PyTorch 2.13, ctx.needs_input_grad tells what the forward pass knew. PyTorch's own
+        nodes ask task_should_compute_output, which Python cannot call.
+        """
+        return ctx.needs_input_grad if _pass_wants_all() else _asked_of_part(ctx)
+
+    def _asked_of_part(ctx) -> tuple[bool, ...]:
+        """The same in a pass that may want a part. It asks what task_should_compute_output asks.
+
+        It takes 1 µs, and 9 µs more for each leaf whose gradient torch.autograd.grad is asked for.
+        """
+        mask = ctx.needs_input_grad
+        if _running_node() is not ctx:
+            return mask  # called in a pass of another graph, or by compiled autograd
+        nodes = [node for node, _ in ctx.next_functions if node is not None]
+        if len(nodes) != sum(mask):
+            return mask  # this PyTorch keeps needs_input_grad up to date, as is proposed for it
+        used = []
+        for node in nodes:
+            try:
+                used.append(_engine_runs(node))
+            except RuntimeError:  # what the engine answers of a leaf whose gradient grad() returns
+                used.append(True)
+        if not any(used) and not _engine_runs(ctx):
+            return mask  # the engine of torch.distributed.rpc knows no node
+        of_each = iter(used)
+        return tuple([needed and next(of_each) for needed in mask])
 
 
 def ragged_dimension(x: Tensor) -> int:

@@ -1,0 +1,54 @@
+"""Passes of the engine that ask for a part of the gradients, and graphs for them."""
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from .helpers import call
+
+
+class Mode(TorchDispatchMode):
+    """Sees every operation, so that the functions call the op."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def by_op(form, tensors, **options):
+    with Mode():
+        return call(form, tensors, **options)
+
+
+def checkpointed(form, tensors, **options):
+    """The tensors that checkpoint keeps for the recomputation are those that it is given."""
+
+    def run(*given):
+        return call(form, dict(zip(tensors, given, strict=True)), **options)
+
+    return checkpoint(run, *tensors.values(), use_reentrant=False)
+
+
+FUNCTIONS = {"function": call, "op": by_op, "checkpoint": checkpointed}
+
+
+def by_grad(outputs, inputs, incoming, **options):
+    return torch.autograd.grad(
+        outputs, inputs, incoming, retain_graph=True, allow_unused=True, **options
+    )
+
+
+def by_inputs(outputs, inputs, incoming, **options):
+    for tensor in inputs:
+        tensor.retain_grad()
+        tensor.grad = None
+    torch.autograd.backward(outputs, incoming, inputs=inputs, retain_graph=True, **options)
+    return [tensor.grad for tensor in inputs]
+
+
+WAYS = {"grad": by_grad, "inputs": by_inputs}
+
+
+def recorded(tensors, leaves=None):
+    """Tensors that require gradients: leaves, and results of another operation."""
+    found = {n: t.detach().clone().requires_grad_() for n, t in tensors.items()}
+    return {n: t if leaves is None or n in leaves else t * 1 for n, t in found.items()}

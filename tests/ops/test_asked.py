@@ -1,0 +1,166 @@
+"""A pass of the engine computes the gradients that it was asked for, and no others.
+
+A pass may want less than what requires a gradient: torch.autograd.grad(y, [x]) and
+y.backward(inputs=[x]) want no dW.
+"""
+
+from contextlib import nullcontext
+from random import Random
+
+import pytest
+import torch
+
+from .helpers import (
+    ADD,
+    EACH_DEVICE,
+    EACH_FORM,
+    FAMILY,
+    LAYER,
+    RMS,
+    assert_step,
+    call,
+    expected_of,
+    incoming_of,
+    random,
+    tensors_of,
+)
+from .passes import FUNCTIONS, WAYS, by_grad, recorded
+from .pretended import pretended_gpu
+from .test_gradients import COMBINATIONS, computed
+
+pytestmark = EACH_DEVICE
+EACH_SERVED = pytest.mark.parametrize("served", ["reference", "kernels"])
+
+
+@pytest.fixture(autouse=True)
+def way(request, device):
+    """On a CPU, the reference or, where a test says so, the interpreted kernels."""
+    served = request.node.callspec.params.get("served", "reference")
+    with pretended_gpu() if device == "cpu" and served == "kernels" else nullcontext():
+        yield
+
+
+def check_bits(form, tensors, got, every, incoming, device, **options):
+    """The gradients of a part have the bits of all, wherever that is promised."""
+    if device == "cuda" and form.other == "gate":  # see tests/kernels/test_backward.py
+        assert_step(got, expected_of(form, tensors, incoming, **options), got.keys())
+        return
+    for name, grad in got.items():
+        assert (grad is None) == (every[name] is None), name
+        assert grad is None or torch.equal(grad, every[name]), name
+
+
+@EACH_SERVED
+@pytest.mark.parametrize("by", WAYS)
+@pytest.mark.parametrize(
+    "name, asked", COMBINATIONS, ids=lambda v: v if v in FAMILY else "+".join(v)
+)
+def test_each_combination(device, served, name, asked, by, gradients_made):
+    """As in a frozen norm, though everything requires a gradient here."""
+    form = FAMILY[name]
+    tensors = tensors_of(form, 7, 24, device=device)
+    given, incoming = recorded(tensors), incoming_of(tensors)
+    outputs = call(form, given)
+    every = dict(zip(given, by_grad(outputs, list(given.values()), incoming), strict=True))
+    gradients_made.clear()
+    found = WAYS[by](outputs, [given[n] for n in asked], incoming)
+    assert gradients_made == [computed(tensors, asked)]
+    check_bits(form, tensors, dict(zip(asked, found, strict=True)), every, incoming, device)
+
+
+@EACH_SERVED
+@pytest.mark.parametrize("seed", range(40))
+def test_drawn_parts_are_the_whole(device, served, seed, gradients_made):
+    """All gradients in one pass, and in passes that share them out: the same bits."""
+    draw = Random(seed)
+    form = draw.choice(list(FAMILY.values()))
+    dtype = draw.choice((torch.float16, torch.bfloat16, torch.float32))
+    other = draw.choice((dtype, dtype, torch.float32))
+    shape = draw.choice(((3,), (2, 3), (13,))), draw.choice((8, 24, 37))
+    tensors = tensors_of(form, *shape[0], shape[1], dtype=dtype, other=other, device=device)
+    for name in ("weight", "bias"):
+        if draw.random() < 0.2:
+            del tensors[name]
+    frozen = [name for name in tensors if draw.random() < 0.15]
+    given = recorded(tensors, [name for name in tensors if draw.random() < 0.5])
+    given |= {name: given[name].detach() for name in frozen}
+    names = [name for name in given if name not in frozen]
+    if not names:
+        return
+    incoming = incoming_of(tensors)
+    used = draw.choice(((0,), (1,), (0, 1), (0, 1)) if len(incoming) == 2 else ((0,),))
+    outputs = FUNCTIONS[draw.choice(list(FUNCTIONS))](form, given)
+    pairs = [(outputs[i], incoming[i]) for i in used if outputs[i].requires_grad]
+    ys, dys = zip(*pairs, strict=True)
+    every = dict(zip(names, by_grad(ys, [given[n] for n in names], dys), strict=True))
+    of_each = [None if i not in used else dy for i, dy in enumerate(incoming)]
+    draw.shuffle(names)
+    while names:
+        part = [names.pop() for _ in range(draw.randint(1, len(names)))]
+        gradients_made.clear()
+        found = WAYS[draw.choice(list(WAYS))](ys, [given[n] for n in part], dys)
+        assert gradients_made == ([computed(tensors, part)] if 0 in used else [])
+        check_bits(form, tensors, dict(zip(part, found, strict=True)), every, of_each, device)
+
+
+@EACH_SERVED
+@EACH_FORM
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_part_has_the_second_derivatives_of_the_whole(device, served, form, function):
+    tensors = tensors_of(form, 5, 12, device=device)
+    for asked in (("input",), ("weight",), tuple(tensors)[1:]):
+        given = recorded(tensors)
+        incoming = [dy.requires_grad_() for dy in incoming_of(tensors)]
+        outputs = FUNCTIONS[function](form, given)
+        every = by_grad(outputs, list(given.values()), incoming, create_graph=True)
+        every = [dict(zip(given, every, strict=True))[n] for n in asked]
+        for by in WAYS.values():
+            part = by(outputs, [given[n] for n in asked], incoming, create_graph=True)
+            wanted, got = (
+                by_grad([g.square().sum() for g in of], [*given.values(), *incoming], None)
+                for of in (every, part)
+            )
+            for a, b in zip(wanted, got, strict=True):
+                assert (a is None and b is None) or torch.equal(a, b)
+
+
+@EACH_SERVED
+def test_the_node_returns_and_hooks_see_what_was_asked_for(device, served):
+    given = recorded(tensors_of(ADD, 3, 8, device=device), leaves=("weight",))
+    y, total = call(ADD, given)
+    returned, arrived = [], []
+    y.grad_fn.register_hook(lambda grads, _: returned.append([g is not None for g in grads]))
+    given["input"].register_hook(lambda _: arrived.append("input"))
+    given["weight"].register_hook(lambda _: arrived.append("weight"))
+    dy = random(3, 8, device=device)
+    order = ["input", "residual", "weight", "bias"]
+    for asked in (["weight"], ["input"], ["residual"], ["bias", "input"], order):
+        by_grad([y], [given[n] for n in asked], [dy])
+        assert [n for n, is_there in zip(order, returned.pop(), strict=True) if is_there] == [
+            n for n in order if n in asked
+        ]
+        assert sorted(arrived) == sorted(n for n in asked if n in ("input", "weight"))
+        arrived.clear()
+    by_grad([total], [given["residual"]], [dy])
+    assert returned.pop() == [False, True, False, False]
+
+
+@EACH_SERVED
+def test_nothing_is_computed_where_nothing_is_asked_for(device, served, gradients_made):
+    """The engine runs the node of a tensor that backward is given as an input."""
+    for function in FUNCTIONS.values():
+        (y,) = function(RMS, recorded(tensors_of(RMS, 3, 8, device=device)))
+        seen, dy = [], random(3, 8, device=device)
+        y.grad_fn.register_hook(lambda grads, _, seen=seen: seen.extend(grads))
+        (2 * y).backward(dy, inputs=[y])
+        assert torch.equal(y.grad, 2 * dy)
+        assert seen == [None] * 3
+    assert not any(gradients_made)
+
+
+@EACH_SERVED
+def test_the_ordinary_pass_computes_all(device, served, gradients_made):
+    given = recorded(tensors_of(LAYER, 3, 8, device=device), leaves=("weight",))
+    (y,) = call(LAYER, given)
+    y.sum().backward()
+    assert gradients_made == [set(given)]
