@@ -17,6 +17,7 @@ from .autograd import ByDispatcher, Norm, gradients, needs_grad
 from .inductor import call_directly
 from .layout import rows_shape, vector_of
 from .plans import Runner, runner_of
+from .sharding import register_where_loaded
 from .tensors import Saved, Tensors, computed, dtype_of, merged_needs, statistics_dtype
 from .torch_private import BelowAutograd, autocast_casts, in_forward_mode
 
@@ -155,8 +156,18 @@ def norm_backward(*arguments) -> tuple[Tensor, ...]:
     return tuple([dy.new_empty(0) if g is None else g for g in grads])
 
 
-def norm_fake(*arguments) -> tuple[Tensor, ...]:
+def _tell_others() -> None:
+    """Tell Inductor and DTensor, where they are loaded, how to run the ops.
+
+    Both ask an op's fake first, whatever they do with it afterwards.
+    """
     call_directly("norm", run_norm)
+    call_directly("norm_backward", run_norm_backward)
+    register_where_loaded(Forward.of, Backward.of)
+
+
+def norm_fake(*arguments) -> tuple[Tensor, ...]:
+    _tell_others()
     (x, residual, *_), options, _, save, _ = Forward.of(arguments)
     rows = rows_shape(x.shape, options.hidden) if save else 0
     dtype = statistics_dtype(x, residual)
@@ -166,7 +177,7 @@ def norm_fake(*arguments) -> tuple[Tensor, ...]:
 
 
 def norm_backward_fake(*arguments) -> tuple[Tensor, ...]:
-    call_directly("norm_backward", run_norm_backward)
+    _tell_others()
     call = Backward.of(arguments)
     dtypes = Tensors(*map(dtype_of, call.tensors))
     needs = merged_needs(dtypes, call.dsum is not None, call.mask)
