@@ -65,7 +65,7 @@ for name, use in zip(sys.argv[1::2], sys.argv[2::2]):
         except BaseException:
             traceback.print_exc()
             os._exit(1)
-    print(name, os.waitpid(child, 0)[1], sep="=")
+    print("use", name, os.waitpid(child, 0)[1], sep="=", flush=True)
 """
 USES = {
     "a function": "y = tilenorm.rms_norm(x, (8,), w)",
@@ -97,7 +97,8 @@ def outcomes() -> dict[str, str]:
     command += [word for use in USES.items() for word in use]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    found = dict(line.split("=") for line in done.stdout.splitlines())
+    lines = (line.split("=") for line in done.stdout.splitlines() if line.startswith("use="))
+    found = {name: status for _, name, status in lines}
     return {name: status + done.stderr for name, status in found.items()}
 
 
