@@ -1,6 +1,5 @@
 """When the rules are registered, and what they say: in this process and in new ones."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,18 +7,21 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, _op_schema
 
 from tilenorm.ops.library import Backward, Forward
 from tilenorm.ops.sharding import backward_strategies, norm_strategies
+from tilenorm.ops.torch_private import keep_every_argument
 from tilenorm.spec import Options
+
+from .world import slow_but_first
 
 ROOT = Path(__file__).parents[2]
 R, P = Replicate(), Partial()
 
-# PyTorch is loaded once. For each use a process forks: its one rank meets a DTensor there first.
+# A process with one rank, which first meets a DTensor in a use.
 ONE_RANK = """
-import os, sys, tempfile, traceback
+import sys, tempfile
 import torch
 import torch.distributed as dist
 
@@ -56,18 +58,13 @@ def first(use):
     dist.destroy_process_group()
 
 
-for name, use in zip(sys.argv[1::2], sys.argv[2::2]):
-    child = os.fork()
-    if child == 0:
-        try:
-            first(use)
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-    print("use", name, os.waitpid(child, 0)[1], sep="=", flush=True)
+first(sys.argv[1])
 """
 USES = {
+    "the op of an inference tensor": """
+with torch.inference_mode():
+    y = op(x * 2, None, None, w, None, *how, False)[0]
+""",
     "a function": "y = tilenorm.rms_norm(x, (8,), w)",
     "a function with gradients": "y = tilenorm.rms_norm(x.requires_grad_(), (8,), w).detach()",
     "a function in inference mode": """
@@ -75,10 +72,6 @@ with torch.inference_mode():
     y = tilenorm.rms_norm(x, (8,), w)
 """,
     "the op": "y = op(x, None, None, w, None, *how, True)[0]",
-    "the op of an inference tensor": """
-with torch.inference_mode():
-    y = op(x * 2, None, None, w, None, *how, False)[0]
-""",
     "the backward op": """
 rstd = distribute_tensor(torch.ones(4, 6), mesh, [Shard(1)])
 y = op_backward(x, None, x, None, w, None, None, rstd, *how, False, [True] * 5)[0]
@@ -90,22 +83,11 @@ y = run(x)
 }
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> dict[str, str]:
-    """The exit status of each use's process, and what all of them said."""
-    command = [sys.executable, "-W", "ignore", "-c", ONE_RANK]
-    command += [word for use in USES.items() for word in use]
+@pytest.mark.parametrize("use", slow_but_first(USES))
+def test_the_first_use_registers_the_rules(use):
+    command = [sys.executable, "-W", "ignore", "-c", ONE_RANK, USES[use]]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    lines = (line.split("=") for line in done.stdout.splitlines() if line.startswith("use="))
-    found = {name: status for _, name, status in lines}
-    return {name: status + done.stderr for name, status in found.items()}
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.parametrize("use", USES)
-def test_the_first_use_registers_the_rules(use, outcomes):
-    assert outcomes[use].startswith("0"), outcomes[use]
 
 
 class Meta(NamedTuple):
@@ -172,3 +154,14 @@ def test_the_first_integer_of_a_schema_follows_its_tensors(op):
     tensors = [("Tensor" in str(a.type)) for a in arguments]
     first = next(i for i, a in enumerate(arguments) if isinstance(a.type, torch.IntType))
     assert arguments[first].name == "hidden" and first == sum(tensors) == tensors.index(False)
+
+
+def test_without_the_private_names_the_public_registration_stands(monkeypatch):
+    infos = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
+    monkeypatch.setitem(infos, torch.ops.tilenorm.norm.default, "public")
+    with monkeypatch.context() as gone:
+        gone.delattr(_op_schema, "RuntimeSchemaInfo")
+        keep_every_argument((torch.ops.tilenorm.norm.default,))
+        assert infos[torch.ops.tilenorm.norm.default] == "public"
+    keep_every_argument((torch.ops.tilenorm.norm.default,))
+    assert infos[torch.ops.tilenorm.norm.default].static_argnum == 0
