@@ -5,7 +5,8 @@ documents again. Neither measures anything.
 
 ``python -m bench train`` measures a training step, ``python -m bench first-call`` measures how long
 compiling takes, and ``python -m bench accuracy`` measures errors. ``--from`` prints their records
-too. ``python -m bench halves`` counts what a backward in two halves launches and moves.
+too. ``python -m bench halves`` counts what a backward in two halves launches and moves, and
+``python -m bench dtensor`` measures the host time of norms of DTensors.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from bench import (
     accuracy,
     compare,
     documents,
+    dtensor,
     first_call,
     halves,
     plot,
@@ -44,6 +46,7 @@ COMMANDS = {
     "first-call": first_call.main,
     "accuracy": accuracy.main,
     "halves": halves.main,
+    "dtensor": dtensor.main,
 }
 CPU_ELEMENTS = 1 << 18
 CPU_BUDGET_S = 0.02

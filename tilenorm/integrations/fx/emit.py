@@ -1,13 +1,16 @@
 """Insert tilenorm's ops into a graph in place of a norm's nodes; names and metadata are kept."""
 
 import operator
+from collections.abc import Sequence
 
 import torch
 from torch import SymInt, Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from ...ops.layout import rows_shape
 from ...ops.library import norm_backward_fake, norm_fake
+from ...ops.sharding import is_distributed
 from ...spec import Options
 from .calls import operands
 from .nodes import (
@@ -36,15 +39,19 @@ def emit_forward(graph: Graph, norm: Norm) -> str:
     """
     if _written(norm.parts[0], norm.at, norm.parts):
         raise Left("a node between its operations may write to a tensor")
-    order = norm.order
-    terms = _terms(norm) if order == sorted(order) else None
-    at, outputs, parts = norm.at, norm.outputs, norm.parts
-    if terms:
-        at, outputs, parts = norm.x, {**outputs, SUM: norm.x}, (norm.x, *parts)
-    x, residual = terms or (norm.x, None)
-    hidden = hidden_of(value_of(x), norm.dims)
+    order, hidden = norm.order, hidden_of(value_of(norm.x), norm.dims)
     options = Options(hidden, norm.norm, norm.offset, rounding=norm.rounding)
     how = (*options, norm.eps, _saves(norm))
+    terms = _terms(norm) if order == sorted(order) else None
+    summed = {**norm.outputs, SUM: norm.x}
+    if terms and _moved(norm, terms, how, order, summed):
+        terms = None
+    if not terms and (reason := _moved(norm, (norm.x, None), how, order, norm.outputs)):
+        raise Left(reason)
+    at, outputs, parts = norm.at, norm.outputs, norm.parts
+    if terms:
+        at, outputs, parts = norm.x, summed, (norm.x, *parts)
+    x, residual = terms or (norm.x, None)
     with graph.inserting_before(at):
         tensors = (_permuted(graph, x, order), residual, None, norm.weight, norm.bias)
         call = _call(graph, OPS.norm.default, norm_fake, (*tensors, *how), norm.at)
@@ -59,8 +66,8 @@ def emit_forward(graph: Graph, norm: Norm) -> str:
 def emit_backward(graph: Graph, norm: Gradient) -> str:
     """Replace aten's gradient of a norm. Returns the new op's kind."""
     with graph.inserting_before(norm.at):
-        rstd = _rows(graph, norm.rstd)
-        mean = None if norm.mean is None else _rows(graph, norm.mean)
+        rstd = _rows(graph, norm.rstd, norm)
+        mean = None if norm.mean is None else _rows(graph, norm.mean, norm)
         tensors = (norm.dy, None, norm.x, None, norm.weight, norm.bias, mean, rstd)
         hidden = hidden_of(value_of(norm.x), norm.dims)
         # Only second derivatives use eps. aten's op does not have it, so 0.0 stands for it here.
@@ -97,6 +104,27 @@ def _terms(norm: Norm) -> tuple[Node, Node] | None:
     return None if late or _written(norm.x, norm.at, norm.parts) else terms
 
 
+def _moved(norm: Norm, terms: tuple, how: tuple, order: list[int], outputs: dict) -> str | None:
+    """Why the op would give a DTensor other placements than the node that it replaces, or None.
+
+    The nodes after it were traced for the old placements.
+    """
+    given = [value_of(node) for node in (*terms, None, norm.weight, norm.bias)]
+    there = [is_distributed(t) for t in given if t is not None]
+    if not any(there):
+        return None
+    if not all(there):
+        return "some of its tensors are DTensors, and others are not"
+    given[0] = given[0].permute(order)
+    results = list(_values(OPS.norm.default, norm_fake, (*given, *how)))
+    results[0] = results[0].permute([order.index(d) for d in range(len(order))])
+    for place, node in outputs.items():
+        now, then = results[place].placements, value_of(node).placements
+        if now != then:
+            return f"{node.name} has the placements {then}, and would have {now}"
+    return None
+
+
 def _written(first: Node, last: Node, parts: tuple[Node, ...]) -> bool:
     """Whether a node from `first` up to `last`, outside `parts`, may write to a tensor."""
     while first is not last:
@@ -110,8 +138,16 @@ def _call(graph: Graph, target, fake, arguments: tuple, like: Node) -> Node:
     """A new call with the metadata of the node `like`, and the values that `fake` computes."""
     call = graph.call_function(target, arguments)
     values = [value_of(a) if isinstance(a, Node) else a for a in arguments]
-    _describe(call, fake(*values), like)
+    _describe(call, _values(target, fake, values), like)
     return call
+
+
+def _values(target, fake, values: Sequence) -> tuple[Tensor, ...]:
+    """What `fake` computes, or, of DTensors, the op itself: their placements follow its rules."""
+    if not is_distributed(values[0]):
+        return fake(*values)
+    with torch.no_grad():
+        return target(*values)
 
 
 def _derived(graph: Graph, target, arguments: tuple, value: Tensor, like: Node, **kwargs) -> Node:
@@ -135,7 +171,7 @@ def _result(graph: Graph, call: Node, place: int, old: Node, x: Node, order=None
     node = _derived(graph, operator.getitem, (call, place), value, old)
     if order is not None and place == 0:
         node = _permuted(graph, node, [order.index(d) for d in range(len(order))])
-    if value.dim() != wanted.dim():  # mean and rstd have one dimension here, aten's have x's rank
+    if value.dim() != wanted.dim():  # mean and rstd have the rows' sizes here, aten's have x's rank
         sizes = [_size(graph, x, i, size) for i, size in enumerate(wanted.shape)]
         value = value.view(wanted.shape)
         node = _derived(graph, ATEN.view.default, (node, sizes), value, old)
@@ -159,10 +195,13 @@ def _size(graph: Graph, x: Node, dim: int, size: int | SymInt) -> int | Node:
     return _derived(graph, ATEN.sym_size.int, (x, dim), size, x)
 
 
-def _rows(graph: Graph, statistic: Node) -> Node:
-    """aten's mean or rstd in the shape and dtype that tilenorm's op takes: (rows,), float32."""
-    value = value_of(statistic).view(-1)
-    node = _derived(graph, ATEN.view.default, (statistic, [-1]), value, statistic)
+def _rows(graph: Graph, statistic: Node, norm: Gradient) -> Node:
+    """aten's mean or rstd in the shape and dtype that tilenorm's op takes: of rows, float32."""
+    x = value_of(norm.x)
+    shape = rows_shape(x.shape, hidden_of(x, norm.dims))
+    sizes = [_size(graph, norm.x, i, size) for i, size in enumerate(shape)]
+    value = value_of(statistic).view(shape)
+    node = _derived(graph, ATEN.view.default, (statistic, sizes), value, statistic)
     if value.dtype != torch.float32:
         target, value = ATEN._to_copy.default, value.float()
         node = _derived(graph, target, (node,), value, statistic, dtype=torch.float32)
