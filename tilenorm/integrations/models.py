@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from ..nn import LayerNorm, RMSNorm
 from .form import Form
 from .recognition import Unrecognised, looks_like_a_norm, recognise
+from .replaced import change_class
 
 
 class Patched(NamedTuple):
@@ -88,7 +89,7 @@ class Report:
                     f"undo: the class of {entry.name} changed after the patch, to {now}"
                 )
         for (module, _), entry in zip(self._modules, self.patched, strict=True):
-            module.__class__ = entry.cls
+            change_class(module, entry.cls)
         self._undone, self._modules = True, []
 
     def __str__(self) -> str:
@@ -118,14 +119,17 @@ def patch(model: nn.Module, *, where: Callable[[str, nn.Module], bool] | None = 
     reason.
 
     A patched module is the same object, with the same parameters, hooks and attributes. A later
-    change of its eps takes effect. Its class becomes a subclass of its former class, with the same
+    change of its eps takes effect. Where a forward was replaced on the module by a function that
+    calls the former one, as Hugging Face's tensor parallelism does, that function stays and calls
+    tilenorm's. Its class becomes a subclass of its former class, with the same
     name and with tilenorm's forward. isinstance, state_dict, copying and pickling work as before,
     and a copy of a patched module is patched too. Outputs keep their dtypes, also under
     torch.autocast.
 
     Args:
         model: a module on any device, including meta; it may be a norm itself. Patch the model
-            before FSDP1 wraps it, and before hooks such as Accelerate's replace a forward.
+            before FSDP1 wraps it, and before Accelerate's hooks replace a forward: they keep the
+            former one where patch does not look.
         where: where(name, module) returns whether to patch a module, given its qualified name.
             None patches every norm. A module that appears at several places of the model is
             patched if where returns true for one of its names.
@@ -171,5 +175,5 @@ def patch(model: nn.Module, *, where: Callable[[str, nn.Module], bool] | None = 
             patched.append(Patched(name, cls, form.describe(module)))
             new_classes.append((module, _patched_class(cls, form)))
     for module, cls in new_classes:
-        module.__class__ = cls
+        change_class(module, cls)
     return Report(patched, left, new_classes)
