@@ -1,5 +1,7 @@
 """The aten override for the CPU's dispatch key: the interpreter runs the kernels, without a GPU."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -37,9 +39,9 @@ class CpuOverride(aten.Override):
             self.end()
 
 
-@pytest.fixture
-def cpu():
-    """An override for the CPU that is not active. Checks that the test restored the operators."""
+@contextmanager
+def cpu_override():
+    """An override for the CPU that is not active. Checks that the block restored the operators."""
     # PyTorch has no CPU kernel for this operator, only a decomposition. Register that one.
     library = torch.library.Library("aten", "IMPL")
     decomposed = torch._decomp.decomposition_table[torch.ops.aten._fused_rms_norm_backward.default]
@@ -50,6 +52,12 @@ def cpu():
     override.enable(False)
     assert registered() == before
     library._destroy()
+
+
+@pytest.fixture
+def cpu():
+    with cpu_override() as override:
+        yield override
 
 
 def registered() -> list[str]:

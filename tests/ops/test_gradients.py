@@ -146,6 +146,16 @@ def test_gradient_reaches_the_base_of_a_view(device):
 
 
 @EACH_FORM
+@pytest.mark.parametrize("shape", [(5, 16), (2, 3, 16)], ids=name_of)
+def test_outputs_may_be_detached_in_place(device, form, shape):
+    """As zero-bubble pipelines do with what a stage returns. PyTorch refuses it for views."""
+    tensors = tensors_of(form, *shape, device=device)
+    tensors["input"].requires_grad_()
+    for y in call(form, tensors):
+        assert not y.detach_().requires_grad
+
+
+@EACH_FORM
 def test_what_the_backward_pass_needs_may_not_be_written_to(device, form):
     tensors = {n: t.requires_grad_() for n, t in tensors_of(form, 5, 8, device=device).items()}
     tensors["input"] = tensors["input"] * 1

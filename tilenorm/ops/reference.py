@@ -14,7 +14,7 @@ from ..launch.calls import Needs
 from ..spec import NormSpec
 from .layout import rows_shape
 from .tensors import Results, Saved, Tensors, statistics_dtype
-from .torch_private import fused_rms_norm
+from .torch_private import fused_rms_norm, reshaped
 
 native_layer_norm_backward = torch.ops.aten.native_layer_norm_backward
 
@@ -23,7 +23,8 @@ def forward(spec: NormSpec, tensors: Tensors, eps: float) -> Results:
     x, residual, _, weight, bias = tensors
     if not _is_fast(spec, x):
         y, total, mean, rstd = formula(spec, tensors, eps)
-        return Results(y, total, mean if mean is None else mean.reshape(-1), rstd.reshape(-1))
+        mean = mean if mean is None else mean.reshape(-1)
+        return Results(reshaped(y, y.shape), total, mean, rstd.reshape(-1))
     total = _sum(x, residual)
     rows = _rows(x if total is None else total, spec, x.dtype).reshape(-1, spec.hidden)
     hidden, mean = (spec.hidden,), None
@@ -35,7 +36,7 @@ def forward(spec: NormSpec, tensors: Tensors, eps: float) -> Results:
         y, rstd = fused_rms_norm(
             rows, hidden, weight if weight is None else weight.reshape(-1), eps
         )
-    return Results(y.view(x.shape), total, mean, rstd.view(-1))
+    return Results(reshaped(y, x.shape), total, mean, rstd.view(-1))
 
 
 def formula(spec: NormSpec, tensors: Tensors, eps: float) -> Results:

@@ -83,6 +83,15 @@ _has_kernel = _found("_C._dispatch_has_kernel_for_dispatch_key")
 # y and rstd of F.rms_norm in one call. Without it the reference computes its own formula.
 fused_rms_norm = _found("_fused_rms_norm")
 
+# view, whose result autograd takes for a tensor of its own. Zero-bubble pipelines detach a stage's
+# outputs in place, which views refuse: without it a stage on the CPU cannot end with a norm.
+_unsafe_view = _found("ops.aten._unsafe_view.default")
+
+
+def reshaped(fresh: Tensor, shape: Sequence[int]) -> Tensor:
+    """A new tensor, which nothing else uses, in another shape."""
+    return fresh.view(shape) if _unsafe_view is None else _unsafe_view(fresh, shape)
+
 
 def _reinterpret_public(x: Tensor, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
     return x.as_strided(shape, strides).detach()

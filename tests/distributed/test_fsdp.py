@@ -1,0 +1,175 @@
+"""FSDP2: a norm wrapped alone, dtypes, resharding, offload, meta, checkpoints and compile."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+import tilenorm
+
+from .modules import ALL, OURS, PYTORCHS, Block, alone, block, rows_of, steps, trained
+from .placing import device, mesh
+from .test_models import INDUCTOR
+
+BF16, F32 = torch.bfloat16, torch.float32
+# The policy, and the dtypes of the activations and of the weights that a forward sees.
+PRECISIONS = {
+    "float32": (MixedPrecisionPolicy(), F32, F32),
+    "bfloat16": (MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=F32), BF16, BF16),
+    "bfloat16, float32 weights": (MixedPrecisionPolicy(cast_forward_inputs=False), BF16, F32),
+}
+EACH_PRECISION = pytest.mark.parametrize("precision", PRECISIONS)
+
+
+def sharded(model: Block, **options) -> Block:
+    """The first norm is wrapped alone, the second with the rest."""
+    options = {"mesh": mesh(ALL), **options}
+    fully_shard(model.first, **options)
+    return fully_shard(model, **options)
+
+
+def full(gradients: dict) -> dict:
+    return {n.replace("_orig_mod.", ""): g.full_tensor() for n, g in gradients.items()}
+
+
+def compare(found, expected) -> None:
+    """Rows have the bits of one process; the sum over the ranks of gradients has its own order."""
+    (y, gradients, *_), (other, means) = found, expected
+    assert torch.equal(y, other)
+    torch.testing.assert_close(full(gradients), means)
+
+
+def wrapped(precision: str, reshard: bool, offload: bool, patched: bool):
+    policy, dtype, seen = PRECISIONS[precision]
+    options = {"mp_policy": policy, "reshard_after_forward": reshard}
+    if offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=device() == "cuda")
+    model = sharded(block(PYTORCHS if patched else OURS), **options)
+    if patched:
+        assert len(tilenorm.patch(model).patched) == 2
+    x = rows_of(dist.get_rank(), dtype)
+    found = steps(model, x, 2)
+    one = block().to(seen)
+    compare([found[0], {n: g.to(device()) for n, g in found[1].items()}], alone(one, dtype))
+    *_, others = steps(sharded(block(PYTORCHS), **options), x, 2)
+    assert found[2] == others and sum(others.values())
+    return others
+
+
+def in_turn(precision: str, offload: bool, patched: bool):
+    gathers = []
+    for reshard in (True, False):
+        kinds = wrapped(precision, reshard, offload, patched)
+        gathers.append(sum(n for kind, n in kinds.items() if "gather" in kind))
+    assert gathers[0] > gathers[1]
+
+
+@EACH_PRECISION
+@pytest.mark.parametrize("patched", [False, True], ids=["tilenorm's modules", "patched"])
+def test_a_norm_wrapped_alone(world, precision, patched):
+    """The bits of one process and the collectives of PyTorch's norms, resharded or not."""
+    world.run(in_turn, precision, False, patched)
+
+
+def test_offload_to_the_cpu(world):
+    world.run(in_turn, "float32", True, False)
+
+
+def deferred(offset: float):
+    kinds = [partial(kind, offset=offset) for kind in OURS]
+    with torch.device("meta"):
+        model = sharded(Block(*kinds))
+    assert all(p.is_meta for p in model.parameters())
+    model.to_empty(device=device())
+    for module in (model.first, model.second):
+        module.reset_parameters()
+    one = Block(*kinds).to(device())
+    for name, parameter in one.named_parameters():
+        assert torch.equal(model.get_parameter(name).full_tensor(), parameter), name
+    compare(steps(model, rows_of(dist.get_rank())), alone(one))
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_deferred_initialisation_on_meta(world, offset):
+    world.run(deferred, offset)
+
+
+def through_a_checkpoint(folder: str, kinds, others, options: dict):
+    """From a model of one kind, on all ranks, into one of the other, cut in the same way or not."""
+    folders = [folder]  # under torchrun, that of the first rank
+    dist.broadcast_object_list(folders)
+    model, other = sharded(block(kinds)), sharded(Block(*others).to(device()))
+    options = StateDictOptions(**options)
+    state = get_model_state_dict(model, options=options)
+    dcp.save(state, checkpoint_id=folders[0])
+    there = get_model_state_dict(other, options=options)
+    assert there.keys() == state.keys()
+    dcp.load(there, checkpoint_id=folders[0])
+    set_model_state_dict(other, there, options=options)
+    for name, parameter in block(kinds).named_parameters():
+        assert torch.equal(other.get_parameter(name).full_tensor(), parameter), name
+    plain = Block(*others)
+    there = plain.state_dict()
+    dcp.load(there, checkpoint_id=folders[0])
+    assert all(map(torch.equal, plain.parameters(), block(kinds).cpu().parameters()))
+
+
+@pytest.mark.parametrize("options", [{}, {"full_state_dict": True}], ids=["sharded", "full"])
+@pytest.mark.parametrize("kinds", [(OURS, PYTORCHS), (PYTORCHS, OURS)], ids=["to torch", "to ours"])
+def test_distributed_checkpoints_both_ways(world, tmp_path, kinds, options):
+    world.run(through_a_checkpoint, str(tmp_path), *kinds, options)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, inner: nn.Module, reentrant: bool):
+        super().__init__()
+        self.inner, self.reentrant = inner, reentrant
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
+
+
+def recomputed(reentrant: bool):
+    x = rows_of(dist.get_rank()).requires_grad_()
+    model = sharded(block())
+    y, gradients, _ = steps(Checkpointed(model, reentrant), x)
+    gradients = {n.removeprefix("inner."): g for n, g in gradients.items()}
+    compare((y, gradients), alone(block()))
+    inside = sharded(block())
+    inside.first.forward = partial(checkpoint, inside.first.forward, use_reentrant=reentrant)
+    compare(steps(inside, x), alone(block()))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(world, reentrant):
+    world.run(recomputed, reentrant)
+
+
+def compiled(backend: str, precision: str):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    policy, dtype, seen = PRECISIONS[precision]
+    model, x = block(PYTORCHS), rows_of(dist.get_rank(), dtype)
+    tilenorm.patch(model)
+    model.first.compile(backend=backend, fullgraph=True)
+    model.second.compile(backend=backend, fullgraph=True)
+    sharded(model, mp_policy=policy)
+    compare(trained(model, x), alone(block().to(seen), dtype))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+
+
+@EACH_PRECISION
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=INDUCTOR)])
+def test_compiled_layers(world, backend, precision):
+    """Patched, compiled and then sharded, each by layer: as torchtitan does."""
+    world.run(compiled, backend, precision)

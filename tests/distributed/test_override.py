@@ -1,0 +1,99 @@
+"""tilenorm.override where PyTorch's norms get DTensors: the kernels run on each rank's tensors."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+import tilenorm
+from tilenorm.ops import cutile
+
+from ..integrations.aten_helpers import cpu_override
+from ..ops.helpers import NEEDS_GPU, random
+from .placing import R, Shard, counted, mesh, placed
+from .world import NAMES
+
+N = 64
+NORMS = {"rms": torch.nn.functional.rms_norm, "layer": torch.nn.functional.layer_norm}
+EACH_NORM = pytest.mark.parametrize("norm", NORMS)
+
+
+def inputs(norm: str, device: str) -> tuple[list, torch.Tensor]:
+    """An input, a weight and, for a LayerNorm, a bias; and the output's gradient."""
+    sizes = [(4, 6, N), (N,), (N,)][: 3 if norm == "layer" else 2]
+    tensors = [random(*size, device=device, seed=s) for s, size in enumerate(sizes)]
+    return tensors, random(4, 6, N, device=device, seed=9)
+
+
+def stepped(norm: str, tensors, dy) -> list[torch.Tensor]:
+    leaves = [t.detach().requires_grad_() for t in tensors]
+    y = NORMS[norm](leaves[0], (N,), *leaves[1:], eps=1e-5)
+    y.backward(dy)
+    return [y.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def compare(found, expected) -> None:
+    """Rows have their bits; the weights' gradients are the sum over ranks."""
+    for i, (mine, other) in enumerate(zip(found, expected, strict=True)):
+        assert type(mine) is DTensor
+        if i < 2:
+            assert torch.equal(mine.full_tensor(), other)
+        else:
+            torch.testing.assert_close(mine.full_tensor(), other)
+
+
+def overridden(norm: str, name: str):
+    """The interpreter runs the kernels in a GPU's place: the override is the CPU's."""
+    tensors, dy = inputs(norm, "cpu")
+    cut, whole = [Shard(1)] * mesh(name).ndim, [R] * mesh(name).ndim
+    given = [placed(t, name, whole if t.dim() == 1 else cut) for t in tensors]
+    with cpu_override() as cpu:
+        expected = cpu.around(stepped, norm, tensors, dy)
+        alone, cpu.launches = cpu.launches, []
+        found, collectives = counted(cpu.around, stepped, norm, given, placed(dy, name, cut))
+        compare(found, expected)
+        local = given[0].to_local().numel()  # 6 columns on 4 ranks: one may have none
+        assert cpu.launches == (alone if local else [])
+    assert not collectives
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="ranks on GPUs have no override of the CPU")
+@EACH_NORM
+@pytest.mark.parametrize("name", NAMES)
+def test_kernels_run_on_local_tensors(world, norm, name):
+    world.run(overridden, norm, name)
+
+
+@pytest.fixture
+def mesh_of_one_gpu():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cuda", (1,))
+    dist.destroy_process_group()
+
+
+@NEEDS_GPU
+@EACH_NORM
+def test_kernels_of_a_gpu_run_on_local_tensors(mesh_of_one_gpu, norm, monkeypatch):
+    passes = []
+    for kind in ("forward", "backward"):
+        function = getattr(cutile, kind)
+
+        def spy(*args, kind=kind, function=function):
+            passes.append(kind)
+            return function(*args)
+
+        monkeypatch.setattr(cutile, kind, spy)
+    tensors, dy = inputs(norm, "cuda")
+
+    def cut(tensor):
+        placements = [R if tensor.dim() == 1 else Shard(1)]
+        return distribute_tensor(tensor, mesh_of_one_gpu, placements)
+
+    with tilenorm.override():
+        expected = stepped(norm, tensors, dy)
+        passes.clear()
+        found, collectives = counted(stepped, norm, [*map(cut, tensors)], cut(dy))
+    assert passes == ["forward", "backward"] and not collectives
+    for mine, other in zip(found, expected, strict=True):
+        assert torch.equal(mine.full_tensor(), other)
