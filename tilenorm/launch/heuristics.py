@@ -48,6 +48,14 @@ def forward(spec: NormSpec, target: Target) -> Config:
     return RowForward(rows=max(1, TILE // width))
 
 
+def piece(spec: NormSpec, target: Target, inputs: int) -> Config:
+    """For a kernel that reads a piece of each row once, in so many inputs."""
+    width = tile_width(spec.hidden)
+    if width > FORWARD_TILE // tile_width(inputs):
+        return _forward_chunk(spec, inputs)
+    return RowForward(rows=max(1, TILE // width))
+
+
 def _forward_chunk(spec: NormSpec, inputs: int) -> SharedForward:
     hints = Hints(FORWARD_BLOCKS[min(inputs, 2)])
     if not spec.aligned:
