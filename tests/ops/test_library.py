@@ -9,6 +9,7 @@ from torch.library import opcheck
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tilenorm.ops import library
 from tilenorm.spec import Options, norm_of
 
 from .helpers import (
@@ -109,6 +110,50 @@ def test_opcheck_forward_without_saving(device, case):
     arguments = forward_arguments(form, {n: t.detach() for n, t in tensors.items()}, save=False)
     assert [t.shape for t in OPS.norm(*arguments)[2:]] == [(0,), (0,)]
     opcheck(OPS.norm.default, arguments)
+
+
+ROWS = {  # an input's shape, how long its rows are, and the leading sizes
+    "matrix": ((3, 40), 40, (3,)),
+    "three dimensions": ((2, 3, 40), 40, (2, 3)),
+    "two of them normalised": ((2, 3, 40), 120, (2,)),
+    "one row": ((40,), 40, ()),
+    "one row of two dimensions": ((3, 40), 120, ()),
+    "a dimension of 1 before the rows": ((2, 1, 40), 40, (2, 1)),
+    "a dimension of 1 after": ((2, 40, 1), 40, (2,)),
+    "rows of one element": ((2, 3, 1), 1, (2, 3)),
+    "no rows": ((2, 0, 40), 40, (2, 0)),
+    "no elements": ((3, 0), 0, (0,)),
+}
+
+
+@EACH_DEVICE
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+@pytest.mark.parametrize("case", ROWS)
+def test_statistics_have_the_shape_of_the_rows(device, case, norm):
+    """In the op, in its fake and in what Inductor's code calls; and the backward pass takes it."""
+    shape, hidden, rows = ROWS[case]
+    x = random(*shape, device=device)
+    arguments = (x, None, None, None, None, *Options(hidden, norm), EPS, True)
+    expected = [rows if norm == "layer" else (0,), rows]
+    meta = OPS.norm(x.to("meta"), *arguments[1:])
+    found = OPS.norm(*arguments)
+    called = [t if t is not None else x.new_empty(0) for t in library.run_norm(*arguments)]
+    for results in (found, meta, called):
+        assert [t.shape for t in results[2:]] == expected
+        assert all(t.is_contiguous() for t in results[2:])
+    mean = found[2] if norm == "layer" else None
+    last = (*Options(hidden, norm), EPS, False, [True, False, False, False, False])
+    saved = (x, None, None, None, mean, found[3])
+    (dx, *_) = OPS.norm_backward(x, None, *saved, *last)
+    flat = (*saved[:4], mean if mean is None else mean.reshape(-1), found[3].reshape(-1))
+    assert torch.equal(dx, OPS.norm_backward(x, None, *flat, *last)[0])
+    assert torch.equal(dx, library.run_norm_backward(x, None, *saved, *last)[0])
+
+
+@pytest.mark.parametrize("x", [random(3, 40), random(0, 40), torch.empty(3, 40, device="meta")])
+def test_a_row_length_that_no_dimensions_hold_is_refused(x):
+    with pytest.raises(RuntimeError, match=r"argument 'hidden' takes .* got 20 for an input of"):
+        OPS.norm(x, None, None, None, None, *Options(20, "rms"), EPS, True)
 
 
 @EACH_DEVICE

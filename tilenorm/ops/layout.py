@@ -107,6 +107,28 @@ def shaped_as(fresh: Tensor, like: Tensor) -> Tensor:
     return reinterpret(fresh, like.shape, strides)
 
 
+def rows_shape(shape: Sequence[int], hidden: int) -> tuple[int, ...]:
+    """The leading sizes of a tensor whose rows have `hidden` elements: the shape of the statistics.
+
+    The rows take the fewest trailing dimensions that hold `hidden` elements. A shard of a tensor
+    whose leading dimensions are cut has as many of them as the whole tensor. Rows of no elements
+    have no statistics, and the shape is (0,).
+
+    Raises RuntimeError if no trailing dimensions hold `hidden` elements.
+    """
+    if not hidden:
+        return (0,)
+    elements = 1
+    for end in reversed(range(len(shape))):
+        elements *= shape[end]
+        if elements == hidden:
+            return tuple(shape[:end])
+    raise RuntimeError(
+        "tilenorm::norm: argument 'hidden' takes the number of elements of the input's last"
+        f" dimensions, got {hidden} for an input of shape {list(shape)}"
+    )
+
+
 def contiguous_strides(x: Tensor) -> tuple[int, ...]:
     """The strides of a contiguous tensor of x's shape."""
     if x.is_contiguous():

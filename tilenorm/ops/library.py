@@ -15,7 +15,9 @@ from ..spec import Options
 from . import cutile
 from .autograd import ByDispatcher, Norm, gradients, needs_grad
 from .inductor import call_directly
+from .layout import rows_shape, vector_of
 from .plans import Runner, runner_of
+from .sharding import register_where_loaded
 from .tensors import Saved, Tensors, computed, dtype_of, merged_needs, statistics_dtype
 from .torch_private import BelowAutograd, autocast_casts, in_forward_mode
 
@@ -90,8 +92,17 @@ def run_norm(*arguments, **by_name) -> Sequence[Tensor | None]:
     runner = runner_of(tensors, options, backend)
     if not runner.plain.takes(tensors):
         return torch.ops.tilenorm.norm(*arguments, **by_name)
-    with cutile.on_device_of(tensors[0]):
-        return (runner.training if save else runner.inference)(tensors, eps)
+    x = tensors[0]
+    with cutile.on_device_of(x):
+        y, total, *statistics = (runner.training if save else runner.inference)(tensors, eps)
+    return y, total, *(_by_rows(t, x, options.hidden) for t in statistics)
+
+
+def _by_rows(statistic: Tensor | None, x: Tensor, hidden: int) -> Tensor | None:
+    """A mean or rstd (rows,), which nothing else holds, in the shape of x's rows."""
+    if statistic is None or x.shape == (statistic.numel(), hidden):
+        return statistic
+    return statistic.view(rows_shape(x.shape, hidden))
 
 
 def run_norm_backward(*arguments, **by_name) -> Sequence[Tensor | None]:
@@ -108,9 +119,9 @@ def _backward_of(arguments: tuple, by_name: dict) -> tuple:
     it takes.
     """
     dy, dsum, saved, options, eps, added, mask, backend = Backward.of(arguments, **by_name)
-    x, gate, weight, bias, _, rstd = saved
-    if options.norm != "layer":
-        saved = Saved(x, gate, weight, bias, None, rstd)
+    x, gate, weight, bias, mean, rstd = saved
+    mean = vector_of(mean) if options.norm == "layer" else None
+    saved = Saved(x, gate, weight, bias, mean, vector_of(rstd))
     tensors = (dy, x if added else None, gate, weight, bias)
     runner = runner_of(tensors, options, backend)
     run, _, plain = runner.gradients(tuple(mask), dsum is not None)
@@ -132,8 +143,8 @@ def _norm_by(runner: Runner, tensors: Tensors, eps: float, save: bool) -> tuple[
     if total is None:
         total = x.new_empty(0)
     dtype = statistics_dtype(x, residual)
-    there = [t if save and t is not None else x.new_empty(0, dtype=dtype) for t in statistics]
-    return y, total, *there
+    there = [_by_rows(t, x, runner.spec.hidden) if save else None for t in statistics]
+    return y, total, *(x.new_empty(0, dtype=dtype) if t is None else t for t in there)
 
 
 def norm_backward(*arguments) -> tuple[Tensor, ...]:
@@ -145,10 +156,20 @@ def norm_backward(*arguments) -> tuple[Tensor, ...]:
     return tuple([dy.new_empty(0) if g is None else g for g in grads])
 
 
-def norm_fake(*arguments) -> tuple[Tensor, ...]:
+def _tell_others() -> None:
+    """Tell Inductor and DTensor, where they are loaded, how to run the ops.
+
+    Both ask an op's fake first, whatever they do with it afterwards.
+    """
     call_directly("norm", run_norm)
+    call_directly("norm_backward", run_norm_backward)
+    register_where_loaded(Forward.of, Backward.of)
+
+
+def norm_fake(*arguments) -> tuple[Tensor, ...]:
+    _tell_others()
     (x, residual, *_), options, _, save, _ = Forward.of(arguments)
-    rows = x.numel() // options.hidden if save and options.hidden else 0
+    rows = rows_shape(x.shape, options.hidden) if save else 0
     dtype = statistics_dtype(x, residual)
     total = x.new_empty(0) if residual is None else x.new_empty(x.shape, dtype=residual.dtype)
     mean = x.new_empty(rows if options.norm == "layer" else 0, dtype=dtype)
@@ -156,7 +177,7 @@ def norm_fake(*arguments) -> tuple[Tensor, ...]:
 
 
 def norm_backward_fake(*arguments) -> tuple[Tensor, ...]:
-    call_directly("norm_backward", run_norm_backward)
+    _tell_others()
     call = Backward.of(arguments)
     dtypes = Tensors(*map(dtype_of, call.tensors))
     needs = merged_needs(dtypes, call.dsum is not None, call.mask)

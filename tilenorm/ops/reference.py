@@ -86,8 +86,8 @@ def backward(
             if needs.dgate:
                 dgate = g * affine(spec, x_hat, weight, bias, dtype) * slope(spec, z)
             g = g * act(spec, z)
-        dw = _sum_rows(spec, g * x_hat) if needs.dw else None
-        db = _sum_rows(spec, g) if needs.db else None
+        dw = _sum_rows(spec, g * x_hat, weight) if needs.dw else None
+        db = _sum_rows(spec, g, bias) if needs.db else None
         if through_norm:
             dx = _through_norm(spec, weigh(spec, g, weight), x_hat, mean is not None, rstd, dots)
             if z is not None and spec.gate_first:
@@ -126,7 +126,7 @@ def _is_fast(spec: NormSpec, x: Tensor) -> bool:
     A sum may be in another dtype than the input, a weight too, and then no operator fits. Rounding
     early differs from rounding late in 16 bits alone.
     """
-    if not x.is_cpu or not spec.hidden or spec.gate or spec.heads:
+    if not x.is_cpu or not x.numel() or spec.gate or spec.heads:
         return False
     if spec.residual not in (None, spec.dtype):
         return False
@@ -197,14 +197,17 @@ def affine(
 
 def by_heads(spec: NormSpec, rows: Tensor, parameter: Tensor, function) -> Tensor:
     """function(rows, parameter). With heads, each head's rows meet that head's parameter."""
+    if not parameter.numel():  # of no heads, on a rank that has no rows: others hold them
+        return rows
     if not spec.heads:
         return function(rows, parameter.reshape(-1))
     tokens = rows.reshape(-1, spec.heads, spec.hidden)
     return function(tokens, parameter.reshape(spec.heads, spec.hidden)).reshape(rows.shape)
 
 
-def _sum_rows(spec: NormSpec, rows: Tensor) -> Tensor:
-    return (rows.reshape(-1, spec.heads * spec.hidden) if spec.heads else rows).sum(0)
+def _sum_rows(spec: NormSpec, rows: Tensor, parameter: Tensor) -> Tensor:
+    sums = (rows.reshape(-1, spec.heads * spec.hidden) if spec.heads else rows).sum(0)
+    return sums[: parameter.numel()]  # none for the parameters of no heads
 
 
 def act(spec: NormSpec, z: Tensor) -> Tensor:

@@ -21,7 +21,8 @@ class Tensors(NamedTuple):
 class Results(NamedTuple):
     """What a norm makes: y and the sum with the residual, as the input; mean and rstd (rows,).
 
-    An implementation that was told to save nothing may leave out mean and rstd.
+    The ops give mean and rstd the leading sizes of the input, as layout.rows_shape tells. An
+    implementation that was told to save nothing may leave out mean and rstd.
     """
 
     y: Tensor

@@ -183,3 +183,21 @@ def inductor_calls():
     It is there from PyTorch 2.11 on, once Inductor is loaded; else generated code calls the op.
     """
     return sys.modules.get("torch._inductor.codegen.custom_extern_kernel_codegen")
+
+
+def keep_every_argument(ops: Sequence) -> None:
+    """Have DTensor's cache tell calls of ops apart by every argument, absent tensors included.
+
+    The public registration keeps the tensors that are there, and all from the first integer on:
+    to the cache of PyTorch 2.9 a call with a residual is then one with a gate, and a bias alone is
+    a weight alone. Without these names its key stays so.
+    """
+    from torch.distributed.tensor import DTensor
+
+    try:
+        from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
+
+        infos = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
+    except (ImportError, AttributeError):
+        return
+    infos.update(dict.fromkeys(ops, RuntimeSchemaInfo(static_argnum=0)))

@@ -7,6 +7,7 @@ from torch import SymInt, Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from ...ops.layout import rows_shape
 from ...ops.library import norm_backward_fake, norm_fake
 from ...spec import Options
 from .calls import operands
@@ -59,8 +60,8 @@ def emit_forward(graph: Graph, norm: Norm) -> str:
 def emit_backward(graph: Graph, norm: Gradient) -> str:
     """Replace aten's gradient of a norm. Returns the new op's kind."""
     with graph.inserting_before(norm.at):
-        rstd = _rows(graph, norm.rstd)
-        mean = None if norm.mean is None else _rows(graph, norm.mean)
+        rstd = _rows(graph, norm.rstd, norm)
+        mean = None if norm.mean is None else _rows(graph, norm.mean, norm)
         tensors = (norm.dy, None, norm.x, None, norm.weight, norm.bias, mean, rstd)
         hidden = hidden_of(value_of(norm.x), norm.dims)
         # Only second derivatives use eps. aten's op does not have it, so 0.0 stands for it here.
@@ -135,7 +136,7 @@ def _result(graph: Graph, call: Node, place: int, old: Node, x: Node, order=None
     node = _derived(graph, operator.getitem, (call, place), value, old)
     if order is not None and place == 0:
         node = _permuted(graph, node, [order.index(d) for d in range(len(order))])
-    if value.dim() != wanted.dim():  # mean and rstd have one dimension here, aten's have x's rank
+    if value.dim() != wanted.dim():  # mean and rstd have the rows' sizes here, aten's have x's rank
         sizes = [_size(graph, x, i, size) for i, size in enumerate(wanted.shape)]
         value = value.view(wanted.shape)
         node = _derived(graph, ATEN.view.default, (node, sizes), value, old)
@@ -159,10 +160,13 @@ def _size(graph: Graph, x: Node, dim: int, size: int | SymInt) -> int | Node:
     return _derived(graph, ATEN.sym_size.int, (x, dim), size, x)
 
 
-def _rows(graph: Graph, statistic: Node) -> Node:
-    """aten's mean or rstd in the shape and dtype that tilenorm's op takes: (rows,), float32."""
-    value = value_of(statistic).view(-1)
-    node = _derived(graph, ATEN.view.default, (statistic, [-1]), value, statistic)
+def _rows(graph: Graph, statistic: Node, norm: Gradient) -> Node:
+    """aten's mean or rstd in the shape and dtype that tilenorm's op takes: of rows, float32."""
+    x = value_of(norm.x)
+    shape = rows_shape(x.shape, hidden_of(x, norm.dims))
+    sizes = [_size(graph, norm.x, i, size) for i, size in enumerate(shape)]
+    value = value_of(statistic).view(shape)
+    node = _derived(graph, ATEN.view.default, (statistic, sizes), value, statistic)
     if value.dtype != torch.float32:
         target, value = ATEN._to_copy.default, value.float()
         node = _derived(graph, target, (node,), value, statistic, dtype=torch.float32)

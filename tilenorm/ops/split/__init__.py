@@ -1,1 +1,1 @@
-"""Norms of rows in pieces: each process holds some columns of a row, and their sums are all-reduced."""
+"""Norms of rows in pieces: a process holds some columns of each row, and the sums are all-reduced."""

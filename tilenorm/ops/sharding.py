@@ -1,0 +1,113 @@
+"""How the ops run on DTensors: which shards of their tensors give which shards of their results.
+
+Per mesh dimension, the ops run on any row of this table:
+
+    rows                 x, residual, gate, dy,   weight,     y, sum, dx,         dW, dB
+                         dsum, mean, rstd         bias        dresidual, dgate
+    replicated           Replicate                Replicate   Replicate           Replicate
+    cut in a leading     Shard(d)                 Replicate   Shard(d)            Partial
+      dimension d
+    cut by heads with    Shard(heads)             Shard(0)    Shard(heads)        Shard(0)
+      their own weights
+
+DTensor's search takes the row that costs least, and moves what does not fit it: it gathers a tensor
+that is cut in a normalised dimension, and reduces or reduce-scatters one that is Partial.
+"""
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+from .layout import rows_shape
+from .tensors import Tensors, computed, merged_needs
+from .torch_private import keep_every_argument
+
+# DTensor's description of an argument: a tensor's shape, dtype and placements, or the value itself.
+Given = Sequence[Any]
+# Placements of the results, and of the arguments: None for one that is no tensor.
+Strategy = tuple[list, list]
+
+
+class Rule(NamedTuple):
+    """A row of the table: the placements of what has rows, of parameters and of their gradients."""
+
+    rows: Any
+    parameters: Any
+    sums: Any
+
+
+def register_where_loaded(read: Callable, read_backward: Callable) -> None:
+    """Have DTensor, where it is loaded, run the ops by the rules.
+
+    read, read_backward: make library.Forward and library.Backward of an op's arguments.
+    """
+    if "torch.distributed.tensor" in sys.modules:
+        _register(read, read_backward)
+
+
+@cache
+def _register(read: Callable, read_backward: Callable) -> None:
+    from torch.distributed.tensor.experimental import register_sharding
+
+    ops = torch.ops.tilenorm.norm.default, torch.ops.tilenorm.norm_backward.default
+    register_sharding(ops[0])(lambda *given: norm_strategies(read(given), given))
+    register_sharding(ops[1])(lambda *given: backward_strategies(read_backward(given), given))
+    keep_every_argument(ops)
+
+
+def rules(x: Any, parameters: Sequence[Any], hidden: int) -> Iterator[Rule]:
+    """The rows of the table for an input and its parameters, of which `shape` is read."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    yield Rule(Replicate(), Replicate(), Replicate())
+    if not hidden:
+        return
+    leading = len(rows_shape(x.shape, hidden))
+    by_heads = any(p is not None and math.prod(p.shape) != hidden for p in parameters)
+    for d in range(leading):
+        if by_heads and d == leading - 1:
+            yield Rule(Shard(d), Shard(0), Shard(0))
+        else:
+            yield Rule(Shard(d), Replicate(), Partial())
+    # A cut normalised dimension has no row: its sums would need an all-reduce.
+
+
+def norm_strategies(call, given: Given) -> list[Strategy]:
+    """What DTensor may do with a call of the op norm. call: its library.Forward."""
+    x, residual, _, *parameters = call.tensors
+    layer = call.options.norm == "layer"
+    there = (True, residual is not None, call.save and layer, call.save)
+    replicated, *_ = found = list(rules(x, parameters, call.options.hidden))
+    return [
+        (
+            [rule.rows if t else replicated.rows for t in there],
+            _placed(given, [*[rule.rows] * 3, *[rule.parameters] * 2]),
+        )
+        for rule in found
+    ]
+
+
+def backward_strategies(call, given: Given) -> list[Strategy]:
+    """What DTensor may do with a call of the op norm_backward. call: its library.Backward."""
+    x, _, *parameters = call.saved[:4]
+    dtypes = Tensors(*(t and t.tensor_meta.dtype for t in call.tensors))
+    there = computed(merged_needs(dtypes, call.dsum is not None, call.mask))
+    replicated, *_ = found = list(rules(x, parameters, call.options.hidden))
+    results = [[*[rule.rows] * 3, *[rule.sums] * 2] for rule in found]
+    return [
+        (
+            [p if t else replicated.rows for t, p in zip(there, placed, strict=True)],
+            _placed(given, [*[rule.rows] * 4, *[rule.parameters] * 2, *[rule.rows] * 2]),
+        )
+        for rule, placed in zip(found, results, strict=True)
+    ]
+
+
+def _placed(given: Given, placements: list) -> list:
+    """The placements of an op's arguments, whose tensors come first."""
+    rest = [None] * (len(given) - len(placements))
+    return [None if t is None else p for t, p in zip(given, placements, strict=False)] + rest
