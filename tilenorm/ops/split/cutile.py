@@ -23,9 +23,11 @@ from ..layout import parameter_of, rows_of
 from ..tensors import Saved, Tensors
 
 
-def row_sums(spec: NormSpec, target: Target, tensors: Tensors, whole: int, run: Run = on_device):
+def row_sums(
+    spec: NormSpec, target: Target, tensors: Tensors, rows: int, whole: int, run: Run = on_device
+):
     x, residual, gate = tensors[:3]
-    plan, rows = plan_row_sums(spec, target), x.numel() // spec.hidden
+    plan = plan_row_sums(spec, target)
     part = x.new_empty(rows, dtype=torch.float32)
     own = x.new_empty((rows, 3), dtype=torch.float32) if spec.norm == "layer" else None
     total = None if residual is None else _like(x, residual.dtype)

@@ -10,25 +10,26 @@ from torch import Tensor
 from ...launch.calls import Needs
 from ...spec import NormSpec
 from .. import reference
-from ..tensors import Saved, Tensors, statistics_dtype
+from ..tensors import Saved, Tensors, computed, statistics_dtype
 
 
 def row_sums(
-    spec: NormSpec, tensors: Tensors, whole: int
+    spec: NormSpec, tensors: Tensors, count: int, whole: int
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(part, own, sum) of input, residual and gate.
+    """(part, own, sum) of input, residual and gate. count: how many rows there are.
 
     part (rows,): the piece's part of the mean of squares, or, for LayerNorm, of the mean. own
     (rows, 3), for LayerNorm: the piece's mean as the sum of two numbers, and Σ (x − mean)² of it.
     """
     x, residual = tensors[:2]
-    total = reference.sum_of(x, residual)
-    rows = _gated(spec, x if total is None else total, tensors[2], statistics_dtype(x, residual))
+    dtype, total = statistics_dtype(x, residual), reference.sum_of(x, residual)
+    rows = _gated(spec, x if total is None else total, tensors[2], dtype, count)
     if spec.norm != "layer":
         return rows.square().sum(1) / whole, None, total
-    mean = rows.mean(1)
+    columns = spec.hidden or 1  # of nothing, the moments are zeros
+    mean = rows.sum(1) / columns
     rows = rows - mean[:, None]
-    rest = rows.mean(1)  # rounding left this much of the mean in the rows
+    rest = rows.sum(1) / columns  # rounding left this much of the mean in the rows
     squares = (rows - rest[:, None]).square().sum(1)
     part = (mean + rest) * (spec.hidden / whole)
     return part, torch.stack((mean, rest, squares), 1), total
@@ -53,8 +54,8 @@ def row_apply(
     spec's dtype.
     """
     x, _, gate, weight, bias = tensors
-    dtype = whole.dtype
-    rows = _gated(spec, x, gate if spec.gate_first else None, dtype)
+    dtype, count = whole.dtype, whole.numel()
+    rows = _gated(spec, x, gate if spec.gate_first else None, dtype, count)
     mean = None
     if spec.norm == "layer":
         correction, square = centered.unbind(1)
@@ -66,19 +67,19 @@ def row_apply(
     to = getattr(torch, spec.dtype)
     y = reference.affine(spec, rows * rstd[:, None], weight, bias, to)
     if gate is not None and not spec.gate_first:
-        y = y * reference.act(spec, reference.rows_of(gate, spec, dtype))
+        y = y * reference.act(spec, _rows(spec, gate, dtype, count))
     return y.to(to).reshape(x.shape), mean, rstd
 
 
 def grad_sums(spec: NormSpec, dy: Tensor, saved: Saved, whole: int) -> Tensor:
     """The piece's parts of the means of g · x̂ and, for LayerNorm, of g: (rows, 1) or (rows, 2)."""
     x, gate, weight, _, mean, rstd = saved
-    dtype = statistics_dtype(dy, x)
-    rows = _gated(spec, x, gate if spec.gate_first else None, dtype)
+    dtype, count = statistics_dtype(dy, x), rstd.numel()
+    rows = _gated(spec, x, gate if spec.gate_first else None, dtype, count)
     x_hat = (rows if mean is None else rows - mean[:, None]) * rstd[:, None]
-    g = reference.rows_of(dy, spec, dtype)
+    g = _rows(spec, dy, dtype, count)
     if gate is not None and not spec.gate_first:
-        g = g * reference.act(spec, reference.rows_of(gate, spec, dtype))
+        g = g * reference.act(spec, _rows(spec, gate, dtype, count))
     g = reference.weigh(spec, g, weight)
     sums = [(g * x_hat).sum(1)] + ([] if mean is None else [g.sum(1)])
     return torch.stack(sums, 1) / whole
@@ -88,12 +89,20 @@ def grad_apply(
     spec: NormSpec, needs: Needs, dy: Tensor, dsum: Tensor | None, saved: Saved, dots: Tensor | None
 ) -> Tensors:
     """The gradients of Tensors that are needed. dots: what grad_sums returned, added up."""
+    if not spec.hidden:
+        grads = zip(computed(needs), (dy, *saved[:4]), strict=True)
+        return tuple(torch.zeros_like(like) if need else None for need, like in grads)
     return reference.backward(spec, needs, dy, dsum, saved, dots=dots)
 
 
-def _gated(spec: NormSpec, x: Tensor, gate: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _gated(
+    spec: NormSpec, x: Tensor, gate: Tensor | None, dtype: torch.dtype, count: int
+) -> Tensor:
     """The rows that are normalised: x, times the gate's activation if there is a gate."""
-    rows = reference.rows_of(x, spec, dtype)
-    if gate is None:
-        return rows
-    return rows * reference.act(spec, reference.rows_of(gate, spec, dtype))
+    rows = _rows(spec, x, dtype, count)
+    return rows if gate is None else rows * reference.act(spec, _rows(spec, gate, dtype, count))
+
+
+def _rows(spec: NormSpec, x: Tensor, dtype: torch.dtype, count: int) -> Tensor:
+    """x as a matrix of `count` rows, which may have no columns."""
+    return x.reshape(count, spec.hidden).contiguous().to(dtype)
