@@ -105,7 +105,7 @@ class PieceNorm(Function):
 
 def _by_pieces(how: How, needs, tensors: Tensors, dsum, saved: Saved) -> tuple:
     """The gradients that are needed. tensors: those of the spec, with dy for the input."""
-    dy, (x, gate, weight, bias, *statistics) = tensors[0], saved
+    dy, (x, gate, weight, _, *statistics) = tensors[0], saved
     ops, dots = torch.ops.tilenorm, None
     if needs.dx or needs.dresidual or (needs.dgate and how.options.gate_first):
         sums = ops.grad_sums(dy, x, gate, weight, *statistics, *how.last, how.backend)
