@@ -140,7 +140,7 @@ def center_launches(rows: int, count: int, share: float) -> list[Launch]:
 def plan_grad_apply(spec: NormSpec, target: Target, needs: Needs) -> "GradientPlan":
     """The plan for the needed gradients."""
     spec = replace(spec, rounding="late")  # rounding concerns the forward pass only
-    config = heuristics.backward(spec, target, needs)
+    config = heuristics.piece_backward(spec, target, needs)
     return GradientPlan(spec, target, config, heuristics.column_sum(spec, target), needs)
 
 
