@@ -42,7 +42,7 @@ def executor_of(item: pytest.Item) -> str:
         return CHOSEN
     if item.path.name.startswith("test_interpreter"):
         return INTERPRETER_TESTS
-    return OPS if folder in ("ops", "integrations") or "device" in params else HOST
+    return OPS if folder in ("ops", "integrations", "distributed") or "device" in params else HOST
 
 
 def needs_missing_gpu(item: pytest.Item) -> bool:

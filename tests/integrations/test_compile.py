@@ -222,3 +222,38 @@ def test_reduce_overhead_captures_cuda_graphs(device, inductor):
         for a, b in zip(got, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=2**-5, atol=2**-5 * b.abs().max().item())
     assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 0
+
+
+def test_the_report_tells_what_was_replaced_and_what_was_left(dynamo):
+    def before(node):
+        return node.name != "layer_norm"
+
+    module = model("cpu")
+    run = tilenorm.compile(module, where=before, backend="eager")
+    report = run.tilenorm_report
+    assert str(report) == "no graph was captured yet" and not report.replaced + report.left
+    run(random(2, ROWS, N))
+    assert [kind for kind, _ in report.replaced] == ["rms_norm"]
+    ((name, reason),) = report.left
+    assert reason == "where() excludes it" and name in str(report) and reason in str(report)
+    assert str(report).startswith("graph 0: 1 norms replaced, 1 not replaced")
+    assert not hasattr(module, "tilenorm_report")
+    torch.compiler.reset()
+    assert not report.graphs
+
+
+def test_a_decorated_function_has_a_report(dynamo):
+    @tilenorm.compile(backend="eager")
+    def function(x):
+        return torch.nn.functional.rms_norm(x, (N,))
+
+    function(random(2, N))
+    assert [kind for kind, _ in function.tilenorm_report.replaced] == ["rms_norm"]
+
+
+def test_layers_compiled_alone_share_their_code(dynamo):
+    """The code, and so its entry in a report, is the first one's."""
+    first, second = (tilenorm.compile(HuggingFaceNorm(), backend="eager") for _ in range(2))
+    first(random(2, N))
+    second(random(2, N))
+    assert len(first.tilenorm_report.graphs) == 1 and not second.tilenorm_report.graphs

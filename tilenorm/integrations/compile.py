@@ -1,12 +1,12 @@
 """tilenorm.compile: torch.compile with the model's norms replaced by tilenorm's ops."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.fx import GraphModule, Node
 
-from .fx.rewrite import check_where, replace_norms
+from .fx.rewrite import Report, check_where, replace_norms
 
 
 def compile(
@@ -35,6 +35,11 @@ def compile(
             `lambda node: node.meta["example_value"].shape[-1] >= 1024`.
         backend, mode, options, dynamic, others: as in torch.compile.
 
+    Returns:
+        What torch.compile returns, with an attribute `tilenorm_report`. It is a CompileReport of
+        the norms that were replaced and left so far, because torch.compile captures graphs when
+        the model is called.
+
     Raises:
         TypeError: `where` is neither None nor a function, or `options` is neither None nor a dict.
         RuntimeError: both mode and options are given, as in torch.compile.
@@ -55,9 +60,43 @@ def compile(
     else:
         wrapped = torch._TorchCompileWrapper(backend, mode, options, dynamic)
     replacing = _ReplacingBackend(wrapped, where)
-    return torch.compile(
-        model, backend=replacing, dynamic=dynamic, options=dynamo_options, **others
-    )
+
+    def compiled(model: Callable) -> Callable:
+        run = torch.compile(
+            model, backend=replacing, dynamic=dynamic, options=dynamo_options, **others
+        )
+        # A compiled module would hand the attribute on to the model.
+        object.__setattr__(run, "tilenorm_report", replacing.report)
+        return run
+
+    return compiled if model is None else compiled(model)
+
+
+class CompileReport:
+    """What tilenorm.compile has replaced so far, and what it has left, by graph.
+
+    graphs: a report of replace_norms for each graph that TorchDynamo has captured, in order; a
+    graph that was captured again, for other sizes, comes again. Code that an equal call of
+    tilenorm.compile has compiled before is not compiled again, and stands in that call's report.
+    """
+
+    def __init__(self):
+        self.graphs: list[Report] = []
+
+    @property
+    def replaced(self) -> tuple[tuple[str, str], ...]:
+        """(kind, node name) of each norm that became an op of tilenorm, of all graphs."""
+        return tuple(entry for report in self.graphs for entry in report.replaced)
+
+    @property
+    def left(self) -> tuple[tuple[str, str], ...]:
+        """(node name, reason) of each other norm, of all graphs."""
+        return tuple(entry for report in self.graphs for entry in report.left)
+
+    def __str__(self) -> str:
+        if not self.graphs:
+            return "no graph was captured yet"
+        return "\n".join(f"graph {i}: {report}" for i, report in enumerate(self.graphs))
 
 
 @dataclass(frozen=True)
@@ -66,11 +105,14 @@ class _ReplacingBackend:
 
     backend: Callable
     where: Callable[[Node], bool] | None
+    # Compiled code is shared by equal backends: each layer of a model compiled alone, for example.
+    report: CompileReport = field(default_factory=CompileReport, compare=False)
 
     def __call__(self, graph_module: GraphModule, inputs: list) -> Callable:
-        replace_norms(graph_module, where=self.where)
+        self.report.graphs.append(replace_norms(graph_module, where=self.where))
         return self.backend(graph_module, inputs)
 
     def reset(self) -> None:
         """Reset the other backend. torch.compiler.reset calls this; Inductor drops CUDA graphs."""
+        self.report.graphs.clear()
         self.backend.reset()

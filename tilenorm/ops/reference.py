@@ -12,6 +12,7 @@ from torch.nn.functional import silu
 
 from ..launch.calls import Needs
 from ..spec import NormSpec
+from .layout import rows_shape
 from .tensors import Results, Saved, Tensors, statistics_dtype
 from .torch_private import fused_rms_norm
 
@@ -21,9 +22,10 @@ native_layer_norm_backward = torch.ops.aten.native_layer_norm_backward
 def forward(spec: NormSpec, tensors: Tensors, eps: float) -> Results:
     x, residual, _, weight, bias = tensors
     if not _is_fast(spec, x):
-        return formula(spec, tensors, eps)
+        y, total, mean, rstd = formula(spec, tensors, eps)
+        return Results(y, total, mean if mean is None else mean.reshape(-1), rstd.reshape(-1))
     total = sum_of(x, residual)
-    rows = rows_of(x if total is None else total, spec, x.dtype)
+    rows = rows_of(x if total is None else total, spec, x.dtype).reshape(-1, spec.hidden)
     hidden, mean = (spec.hidden,), None
     if spec.norm == "layer":
         parameters = _fast_parameters(spec, weight, bias, statistics_dtype(x))
@@ -37,7 +39,7 @@ def forward(spec: NormSpec, tensors: Tensors, eps: float) -> Results:
 
 
 def formula(spec: NormSpec, tensors: Tensors, eps: float) -> Results:
-    """The same of differentiable operations alone."""
+    """The same of differentiable operations alone. mean and rstd have a last dimension of 1."""
     x, residual, gate, weight, bias = tensors
     dtype, total = statistics_dtype(x, residual), sum_of(x, residual)
     rows = rows_of(x if total is None else total, spec, dtype)
@@ -69,10 +71,12 @@ def backward(
     z = None if gate is None else rows_of(gate, spec, dtype)
     through_norm = needs.dx or needs.dresidual or (needs.dgate and spec.gate_first)
     dx = dgate = dw = db = None
+    like = (*rows.shape[:-1], 1)
     fast = spec.norm == "layer" and _is_fast(spec, x) and spec.hidden > 1
     if rstd is not None and dots is None and fast:
         parameters = _fast_parameters(spec, weight, bias, dtype)
-        statistics, mask = (mean[:, None], rstd[:, None]), [through_norm, needs.dw, needs.db]
+        statistics = (mean.reshape(like), rstd.reshape(like))
+        mask = [through_norm, needs.dw, needs.db]
         dx, dw, db = native_layer_norm_backward(
             g, rows, (spec.hidden,), *statistics, *parameters, mask
         )
@@ -81,7 +85,8 @@ def backward(
             x_hat, mean, rstd = _normalize(spec, rows, z, eps)
         else:
             u = rows * act(spec, z) if spec.gate_first and z is not None else rows
-            x_hat = (u if mean is None else u - mean[:, None]) * rstd[:, None]
+            rstd = rstd.reshape(like)
+            x_hat = (u if mean is None else u - mean.reshape(like)) * rstd
         if z is not None and not spec.gate_first:
             if needs.dgate:
                 dgate = g * affine(spec, x_hat, weight, bias, dtype) * slope(spec, z)
@@ -89,7 +94,8 @@ def backward(
         dw = _sum_rows(spec, g * x_hat, weight) if needs.dw else None
         db = _sum_rows(spec, g, bias) if needs.db else None
         if through_norm:
-            dx = _through_norm(spec, weigh(spec, g, weight), x_hat, mean is not None, rstd, dots)
+            means = dots if dots is None else dots.reshape(*like[:-1], -1)
+            dx = _through_norm(weigh(spec, g, weight), x_hat, mean is not None, rstd, means)
             if z is not None and spec.gate_first:
                 dgate = dx * rows * slope(spec, z) if needs.dgate else None
                 dx = dx * act(spec, z)
@@ -105,14 +111,14 @@ def backward(
 
 
 def _through_norm(
-    spec: NormSpec, g: Tensor, x_hat: Tensor, centred: bool, rstd: Tensor, dots: Tensor | None
+    g: Tensor, x_hat: Tensor, centred: bool, rstd: Tensor, dots: Tensor | None
 ) -> Tensor:
     """rstd · (g − x̂ · mean(g · x̂)), less the mean of g if x̂ is centred."""
-    dot = (g * x_hat).mean(1, keepdim=True) if dots is None else dots[:, :1]
+    dot = (g * x_hat).mean(-1, keepdim=True) if dots is None else dots[..., :1]
     dx = g - x_hat * dot
     if centred:
-        dx = dx - (g.mean(1, keepdim=True) if dots is None else dots[:, 1:])
-    return dx * rstd[:, None]
+        dx = dx - (g.mean(-1, keepdim=True) if dots is None else dots[..., 1:])
+    return dx * rstd
 
 
 def weigh(spec: NormSpec, g: Tensor, weight: Tensor | None) -> Tensor:
@@ -167,17 +173,17 @@ def scale(spec: NormSpec, weight: Tensor, dtype: torch.dtype) -> Tensor:
 def _normalize(
     spec: NormSpec, rows: Tensor, gate: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """x̂, mean and rstd."""
+    """x̂; mean and rstd with a last dimension of 1."""
     if gate is not None and spec.gate_first:
         rows = rows * act(spec, gate)
     mean = None
     if spec.norm == "layer":
-        mean = rows.mean(1)
-        rows = rows - mean[:, None]
-        rest = rows.mean(1)  # rounding left this much of the mean in the rows
-        rows, mean = rows - rest[:, None], mean + rest
-    rstd = torch.rsqrt(rows.square().mean(1) + eps)
-    return rows * rstd[:, None], mean, rstd
+        mean = rows.mean(-1, keepdim=True)
+        rows = rows - mean
+        rest = rows.mean(-1, keepdim=True)  # rounding left this much of the mean in the rows
+        rows, mean = rows - rest, mean + rest
+    rstd = torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps)
+    return rows * rstd, mean, rstd
 
 
 def affine(
@@ -201,13 +207,19 @@ def by_heads(spec: NormSpec, rows: Tensor, parameter: Tensor, function) -> Tenso
         return rows
     if not spec.heads:
         return function(rows, parameter.reshape(-1))
-    tokens = rows.reshape(-1, spec.heads, spec.hidden)
-    return function(tokens, parameter.reshape(spec.heads, spec.hidden)).reshape(rows.shape)
+    shape = (spec.heads, spec.hidden)
+    parameter = parameter.reshape(shape)
+    if rows.shape[-2:] == shape:
+        return function(rows, parameter)
+    return function(rows.reshape(-1, *shape), parameter).reshape(rows.shape)
 
 
 def _sum_rows(spec: NormSpec, rows: Tensor, parameter: Tensor) -> Tensor:
-    sums = (rows.reshape(-1, spec.heads * spec.hidden) if spec.heads else rows).sum(0)
-    return sums[: parameter.numel()]  # none for the parameters of no heads
+    if spec.heads and rows.shape[-2] != spec.heads:
+        rows = rows.reshape(-1, spec.heads, spec.hidden)
+    leading = rows.dim() - (2 if spec.heads else 1)
+    sums = rows.sum(tuple(range(leading))) if leading else rows
+    return sums.reshape(-1)[: parameter.numel()]  # none for the parameters of no heads
 
 
 def act(spec: NormSpec, z: Tensor) -> Tensor:
@@ -222,6 +234,10 @@ def slope(spec: NormSpec, z: Tensor) -> Tensor:
 
 
 def rows_of(x: Tensor, spec: NormSpec, dtype: torch.dtype) -> Tensor:
-    """x as a contiguous matrix: PyTorch sums in another order along other strides."""
+    """x as contiguous rows: PyTorch sums in another order along other strides.
+
+    The leading dimensions stay as they are: a DTensor may be cut in each of them.
+    """
     hidden = spec.hidden
-    return x.reshape(x.numel() // hidden if hidden else 0, hidden).contiguous().to(dtype)
+    leading = rows_shape(x.shape, hidden) or (1,)
+    return x.reshape(*leading, hidden).contiguous().to(dtype)

@@ -40,6 +40,12 @@ class Rule(NamedTuple):
     sums: Any
 
 
+def is_distributed(value: object) -> bool:
+    """Whether a value is a DTensor."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
 def register_where_loaded(read: Callable, read_backward: Callable) -> None:
     """Have DTensor, where it is loaded, run the ops by the rules.
 

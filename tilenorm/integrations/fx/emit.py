@@ -1,6 +1,7 @@
 """Insert tilenorm's ops into a graph in place of a norm's nodes; names and metadata are kept."""
 
 import operator
+from collections.abc import Sequence
 
 import torch
 from torch import SymInt, Tensor
@@ -9,6 +10,7 @@ from torch.fx.node import map_arg
 
 from ...ops.layout import rows_shape
 from ...ops.library import norm_backward_fake, norm_fake
+from ...ops.sharding import is_distributed
 from ...spec import Options
 from .calls import operands
 from .nodes import (
@@ -37,15 +39,19 @@ def emit_forward(graph: Graph, norm: Norm) -> str:
     """
     if _written(norm.parts[0], norm.at, norm.parts):
         raise Left("a node between its operations may write to a tensor")
-    order = norm.order
-    terms = _terms(norm) if order == sorted(order) else None
-    at, outputs, parts = norm.at, norm.outputs, norm.parts
-    if terms:
-        at, outputs, parts = norm.x, {**outputs, SUM: norm.x}, (norm.x, *parts)
-    x, residual = terms or (norm.x, None)
-    hidden = hidden_of(value_of(x), norm.dims)
+    order, hidden = norm.order, hidden_of(value_of(norm.x), norm.dims)
     options = Options(hidden, norm.norm, norm.offset, rounding=norm.rounding)
     how = (*options, norm.eps, _saves(norm))
+    terms = _terms(norm) if order == sorted(order) else None
+    summed = {**norm.outputs, SUM: norm.x}
+    if terms and _moved(norm, terms, how, order, summed):
+        terms = None
+    if not terms and (reason := _moved(norm, (norm.x, None), how, order, norm.outputs)):
+        raise Left(reason)
+    at, outputs, parts = norm.at, norm.outputs, norm.parts
+    if terms:
+        at, outputs, parts = norm.x, summed, (norm.x, *parts)
+    x, residual = terms or (norm.x, None)
     with graph.inserting_before(at):
         tensors = (_permuted(graph, x, order), residual, None, norm.weight, norm.bias)
         call = _call(graph, OPS.norm.default, norm_fake, (*tensors, *how), norm.at)
@@ -98,6 +104,27 @@ def _terms(norm: Norm) -> tuple[Node, Node] | None:
     return None if late or _written(norm.x, norm.at, norm.parts) else terms
 
 
+def _moved(norm: Norm, terms: tuple, how: tuple, order: list[int], outputs: dict) -> str | None:
+    """Why the op would give a DTensor other placements than the node that it replaces, or None.
+
+    The nodes after it were traced for the old placements.
+    """
+    given = [value_of(node) for node in (*terms, None, norm.weight, norm.bias)]
+    there = [is_distributed(t) for t in given if t is not None]
+    if not any(there):
+        return None
+    if not all(there):
+        return "some of its tensors are DTensors, and others are not"
+    given[0] = given[0].permute(order)
+    results = list(_values(OPS.norm.default, norm_fake, (*given, *how)))
+    results[0] = results[0].permute([order.index(d) for d in range(len(order))])
+    for place, node in outputs.items():
+        now, then = results[place].placements, value_of(node).placements
+        if now != then:
+            return f"{node.name} has the placements {then}, and would have {now}"
+    return None
+
+
 def _written(first: Node, last: Node, parts: tuple[Node, ...]) -> bool:
     """Whether a node from `first` up to `last`, outside `parts`, may write to a tensor."""
     while first is not last:
@@ -111,8 +138,16 @@ def _call(graph: Graph, target, fake, arguments: tuple, like: Node) -> Node:
     """A new call with the metadata of the node `like`, and the values that `fake` computes."""
     call = graph.call_function(target, arguments)
     values = [value_of(a) if isinstance(a, Node) else a for a in arguments]
-    _describe(call, fake(*values), like)
+    _describe(call, _values(target, fake, values), like)
     return call
+
+
+def _values(target, fake, values: Sequence) -> tuple[Tensor, ...]:
+    """What `fake` computes, or, of DTensors, the op itself: their placements follow its rules."""
+    if not is_distributed(values[0]):
+        return fake(*values)
+    with torch.no_grad():
+        return target(*values)
 
 
 def _derived(graph: Graph, target, arguments: tuple, value: Tensor, like: Node, **kwargs) -> Node:

@@ -15,6 +15,8 @@ from torch._subclasses import FakeTensor
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+from ...ops.sharding import is_distributed
+
 TORCH_MODULES = ("torch", "torch.nn.functional", "_operator")
 # Modules whose functions write to no tensor, apart from those that `writes` lists.
 PURE_MODULES = (*TORCH_MODULES, "torch._C._nn", "math", "builtins")
@@ -84,13 +86,18 @@ def values_of(node: Node) -> object:
 
 
 def value_of(node: object) -> Tensor | None:
-    """The fake tensor of a node; None for tensor subclasses, torch.func wrappers and numbers.
+    """The fake tensor of a node, or its DTensor.
 
-    None also for a layout without strides, such as that of a sparse tensor.
+    None for other tensor subclasses, torch.func wrappers and numbers. None also for a layout
+    without strides, such as that of a sparse tensor.
     """
     value = values_of(node) if isinstance(node, Node) else None
     plain = isinstance(value, FakeTensor) or type(value) in (Tensor, torch.nn.Parameter)
-    if not plain or value.layout != torch.strided or is_functorch_wrapped_tensor(value):
+    if (
+        not (plain or is_distributed(value))
+        or value.layout != torch.strided
+        or is_functorch_wrapped_tensor(value)
+    ):
         return None
     return value
 

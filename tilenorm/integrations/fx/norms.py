@@ -121,7 +121,7 @@ def known(node: object) -> Tensor:
     """The fake tensor of a node. Raises Left if tracing stored none."""
     value = value_of(node)
     if value is None:
-        raise Left(f"{node} has no shape and dtype in its metadata, or is not a plain tensor")
+        raise Left(f"{node} has no shape and dtype in its metadata, or is of another tensor class")
     return value
 
 

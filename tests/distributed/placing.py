@@ -1,0 +1,156 @@
+"""What the tests on several ranks share: tensors placed on a mesh, and what a call must give."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
+from torch.distributed.tensor.debug import CommDebugMode
+
+import tilenorm
+from tilenorm.spec import NormSpec
+
+from .. import oracle
+from ..ops.helpers import EPS, Form, call, incoming_of, step, tensors_of
+from ..tolerance import assert_close
+from .world import device, mesh
+
+warnings.simplefilter("ignore", tilenorm.ReferenceWarning)
+PARAMETERS = ("weight", "bias")
+R, P = Replicate(), Partial()
+
+Placements = Sequence[Placement]
+
+
+def placed(tensor: Tensor, name: str, placements: Placements) -> DTensor:
+    """A tensor, which every rank has, on the mesh of a name. Nothing is sent.
+
+    Partial keeps it on the mesh dimension's first rank: the others have zeros to add.
+    """
+    on = mesh(name)
+    whole = [R if p.is_partial() else p for p in placements]
+    found = distribute_tensor(tensor.detach(), on, whole, src_data_rank=None)
+    if whole == list(placements):
+        return found
+    coordinate, local = on.get_coordinate(), found.to_local()
+    if any(p.is_partial() and c for p, c in zip(placements, coordinate, strict=True)):
+        local = torch.zeros_like(local)
+    shape, stride = tensor.shape, tensor.contiguous().stride()
+    return DTensor.from_local(local, on, placements, shape=shape, stride=stride, run_check=False)
+
+
+def counted(function: Callable, *arguments, **options):
+    """A call's result, and how many collectives of each kind it takes, by the kind's name."""
+    with CommDebugMode() as mode:
+        result = function(*arguments, **options)
+    counts = mode.get_comm_counts()
+    return result, {str(kind).rsplit(".")[-1]: number for kind, number in counts.items() if number}
+
+
+class Case(NamedTuple):
+    """A call: a form, its tensors as one process has them, and its options."""
+
+    form: Form
+    tensors: dict[str, Tensor]
+    dims: int = 1
+    options: dict = {}  # noqa: RUF012
+
+    def alone(self, asked=None, incoming=None) -> dict[str, Tensor]:
+        """Outputs and gradients of one process."""
+        how = {"dims": self.dims, **self.options}
+        return step(self.form, self.tensors, incoming, asked, **how)
+
+    def on(self, name: str, placements: dict[str, Placements], incoming, **how):
+        """Outputs and gradients on a mesh, as DTensors, and the collectives that they took.
+
+        placements: of each tensor, by its name. incoming: those of each output's gradient, or None.
+        """
+        given = {n: placed(t, name, placements[n]) for n, t in self.tensors.items()}
+        gradients = [
+            p if p is None else placed(dy, name, p)
+            for dy, p in zip(incoming_of(self.tensors), incoming, strict=True)
+        ]
+        how = {"dims": self.dims, **self.options, **how}
+        return counted(step, self.form, given, gradients, **how)
+
+    def compare(self, found: dict[str, Tensor], expected: dict[str, Tensor], dsum=True) -> None:
+        """Assert that what DTensors give is what one process gives: bit for bit, but where ranks
+        add up their parts of a parameter's gradient, which are within the budget.
+        """
+        assert found.keys() == expected.keys()
+        for name, result in found.items():
+            partial = any(p.is_partial() for p in result.placements)
+            assert not partial or name in PARAMETERS, f"{name} has {result.placements}"
+            whole, other = result.full_tensor(), expected[name]
+            assert (whole.shape, whole.dtype) == (other.shape, other.dtype), name
+            if partial:
+                truth = self._truth(dsum)["d" + name[0]]
+                assert_close(name, whole.flatten().cpu(), truth, other.flatten().cpu())
+            else:
+                assert torch.equal(whole, other), f"{name} of {result.placements} has other bits"
+
+    def _truth(self, dsum: bool) -> dict:
+        tensors = {n: t.cpu() for n, t in self.tensors.items()}
+        x, weight = tensors["input"], tensors.get("weight", tensors.get("bias"))
+        hidden = x.shape[-self.dims :].numel()
+        heads = weight.numel() // hidden
+        shape = (-1, heads, hidden) if heads > 1 else (-1, hidden)
+
+        def rows(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.reshape(shape)
+
+        def parameter(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.reshape(shape[1:])
+
+        given = [tensors.get(n) for n in ("input", "residual", "gate")]
+        dy, *others = incoming_of(tensors)
+        fields = {n: tensors[n] for n in ("residual", "gate", *PARAMETERS) if n in tensors}
+        dtypes = {n: str(t.dtype).removeprefix("torch.") for n, t in fields.items()}
+        options = {**self.form.options, **self.options}
+        first = not options.pop("norm_before_gate", True)
+        dtype = str(x.dtype).removeprefix("torch.")
+        spec = NormSpec.of(
+            self.form.op, hidden, dtype, **dtypes, **options, gate_first=first,
+            heads=heads if heads > 1 else 0,
+        )  # fmt: skip
+        parameters = (parameter(tensors.get(n)) for n in PARAMETERS)
+        incoming = rows(dy), rows(others[0]) if others and dsum else None
+        return oracle.norm(spec, oracle.Arguments(*map(rows, given), *parameters, *incoming, EPS))
+
+
+def case(form: Form, *shape: int, dims=1, parameter_shape=None, options=None, **made) -> Case:
+    """A case of a form whose tensors are drawn in a shape."""
+    parameter_shape = parameter_shape or shape[-dims:]
+    tensors = tensors_of(form, *shape, parameter_shape=parameter_shape, device=device(), **made)
+    return Case(form, tensors, dims, options or {})
+
+
+def alike(given: Case, rows: Placements, parameters: Placements = (R,)) -> dict[str, Placements]:
+    """One placement for all that has rows, and one for the parameters."""
+    parameters = list(parameters) * (len(rows) // len(parameters))
+    return {n: parameters if n in PARAMETERS else rows for n in given.tensors}
+
+
+__all__ = [
+    "EPS",
+    "Case",
+    "P",
+    "R",
+    "Shard",
+    "alike",
+    "call",
+    "case",
+    "counted",
+    "device",
+    "mesh",
+    "placed",
+]  # fmt: skip

@@ -1,0 +1,86 @@
+"""Drawn calls on DTensors: any op, shape, placements, options and gradients asked for."""
+
+import random
+
+import pytest
+import torch
+
+from ..ops.helpers import FAMILY, incoming_of
+from .placing import P, R, Shard, case
+from .world import NAMES, mesh
+
+N = 32  # whole vectors, as in test_rules
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+
+
+def drawn(draw: random.Random, mesh_dims: int):
+    """A case, the placements of its tensors and of its outputs' gradients, and what is asked for.
+
+    A weight of 16 bits would have gradients that each rank rounds to 16 bits before they are added
+    up, which the budget of one process does not allow for.
+    """
+    form = draw.choice([*FAMILY.values()])
+    row = draw.choice([(N,), (2, N // 2), (1, N), (N, 1)])
+    leading = [draw.randint(1, 7) for _ in range(draw.randint(1, 3))]
+    by_heads = len(row) == 1 and len(leading) > 1 and draw.random() < 0.4
+    dtype = draw.choice(DTYPES)
+    options = {"offset": draw.choice([0.0, 1.0]), "rounding": draw.choice(["late", "early"])}
+    given = case(
+        form,
+        *leading,
+        *row,
+        dims=len(row),
+        parameter_shape=(leading[-1], N) if by_heads else row,
+        options=options,
+        dtype=dtype,
+        parameter=torch.float32 if dtype == torch.bfloat16 else dtype,
+    )
+    drop = draw.choice([(), (), ("bias",), ("weight",), ("weight", "bias")])
+    given = given._replace(tensors={n: t for n, t in given.tensors.items() if n not in drop})
+    dims = len(leading) + len(row)
+    usual = [_placement(draw, len(leading)) for _ in range(mesh_dims)]
+
+    def of_rows() -> list:
+        return (
+            usual if draw.random() < 0.6 else [_placement(draw, dims, P) for _ in range(mesh_dims)]
+        )
+
+    parameters = [R if draw.random() < 0.8 else Shard(0) for _ in range(mesh_dims)]
+    placements = {n: parameters if n in ("weight", "bias") else of_rows() for n in given.tensors}
+    incoming = [of_rows() for n in ("input", "residual") if n in given.tensors]
+    if len(incoming) == 2 and draw.random() < 0.4:
+        incoming[draw.randrange(2)] = None
+    asked = draw.sample([*given.tensors], draw.randint(1, len(given.tensors)))
+    if incoming[0] is None and not {"input", "residual"} & {*asked}:
+        asked.append("input")  # the sum has a gradient for no other tensor
+    return given, placements, incoming, asked
+
+
+def _placement(draw: random.Random, dims: int, *others):
+    return draw.choice([R, *others, *map(Shard, range(dims))])
+
+
+def compared(name: str, seed: int, number: int) -> None:
+    for i in range(number):
+        draw = random.Random(f"{name} {seed} {i}")
+        given, placements, incoming, asked = what = drawn(draw, mesh(name).ndim)
+        try:
+            found, _ = given.on(name, placements, incoming, asked=asked)
+            there = [
+                dy if p else None
+                for dy, p in zip(incoming_of(given.tensors), incoming, strict=True)
+            ]
+            given.compare(found, given.alone(asked, there), dsum=incoming[-1] is not None)
+        except Exception as error:
+            shape = tuple(given.tensors["input"].shape)
+            how = (given.form, shape, given.options, *what[1:])
+            raise AssertionError(f"draw {i} of seed {seed} on {name}: {how}") from error
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "seed, number",
+    [(0, 20), *(pytest.param(s, 60, marks=pytest.mark.slow) for s in (1, 2))],
+)
+def test_drawn_calls(world, name, seed, number):
+    world.run(compared, name, seed, number)

@@ -1,0 +1,142 @@
+"""Runs functions on several ranks: a pool of processes with gloo, or, under torchrun, this one.
+
+Under `torchrun --nproc-per-node 2 -m pytest tests/distributed` each rank is a run of pytest, and
+the tests' functions run in it: with NCCL where there are GPUs. Otherwise four processes are started
+once, and each test sends them its functions.
+"""
+
+import os
+import socket
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from functools import cache
+from multiprocessing import get_context
+from multiprocessing.connection import wait
+from pathlib import Path
+from time import monotonic
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+RANKS = 4
+SECONDS = 120  # for one function; a collective alone has COLLECTIVE
+COLLECTIVE = timedelta(seconds=30)
+PRELOADED = ["torch", "torch.distributed.tensor.parallel", "torch._dynamo", "tilenorm"]
+TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
+# Shapes of meshes, by the number of ranks. "2" is half of a mesh of four ranks.
+MESHES = {
+    4: {"2": (2, 2), "4": (4,), "2x2": (2, 2)},
+    2: {"2": (2,), "2x1": (2, 1)},
+    1: {"1": (1,), "1x1": (1, 1)},  # on a machine with one GPU
+}
+NAMES = tuple(MESHES[int(os.environ["WORLD_SIZE"])] if TORCHRUN else MESHES[RANKS])
+
+
+def device() -> str:
+    """The device type of this process's rank."""
+    return "cuda" if TORCHRUN and torch.cuda.is_available() else "cpu"
+
+
+@cache
+def mesh(name: str) -> DeviceMesh:
+    """A mesh that this rank is part of, by its name in MESHES."""
+    shape = MESHES[dist.get_world_size()][name]
+    names = tuple("ab"[: len(shape)])
+    whole = init_device_mesh(device(), shape, mesh_dim_names=names)
+    return whole["b"] if name == "2" and len(shape) == 2 else whole
+
+
+def join(rank: int, size: int, **where) -> None:
+    torch.set_num_threads(1)
+    if device() == "cuda":
+        torch.cuda.set_device(rank)
+    backend = "nccl" if device() == "cuda" else "gloo"
+    dist.init_process_group(backend, rank=rank, world_size=size, timeout=COLLECTIVE, **where)
+
+
+class Here:
+    """This process is one rank of torchrun's."""
+
+    def __init__(self):
+        join(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+
+    def run(self, function: Callable, *arguments) -> None:
+        function(*arguments)
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+
+class Pool:
+    """Processes that run the functions sent to them. A function that fails ends them all: a rank
+    that left out a collective would be paired with other ranks' next one. The next call starts new
+    ones.
+    """
+
+    def __init__(self):
+        self._context = get_context("forkserver")
+        self._context.set_forkserver_preload(PRELOADED)
+        self._processes, self._pipes = [], []
+
+    def run(self, function: Callable, *arguments) -> None:
+        """Run a function on every rank. Raises AssertionError with the first failed rank's trace,
+        or TimeoutError.
+        """
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send((function, arguments))
+        waiting, deadline = dict(zip(self._pipes, range(RANKS), strict=True)), monotonic() + SECONDS
+        while waiting:
+            ready = wait([*waiting], max(0.0, deadline - monotonic()))
+            if not ready:
+                self.close()
+                late = ", ".join(map(str, waiting.values()))
+                raise TimeoutError(f"ranks {late} did not finish in {SECONDS} s")
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                try:
+                    failure = pipe.recv()
+                except EOFError:
+                    failure = "its process ended"
+                if failure:
+                    self.close()
+                    raise AssertionError(f"rank {rank}: {failure}")
+
+    def _start(self) -> None:
+        store = Path(tempfile.mkdtemp(prefix="tilenorm")) / "store"
+        for rank in range(RANKS):
+            ours, theirs = self._context.Pipe()
+            arguments = (rank, f"file://{store}", theirs)
+            process = self._context.Process(target=_serve, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes = [], []
+
+
+def _serve(rank: int, store: str, pipe) -> None:
+    if "lo" in (name for _, name in socket.if_nameindex()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host's own name may be unknown
+    join(rank, RANKS, init_method=store)
+    while True:
+        try:
+            function, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            function(*arguments)
+            pipe.send(None)
+        except BaseException:
+            pipe.send(traceback.format_exc())
