@@ -94,7 +94,7 @@ def backward(
         dw = _sum_rows(spec, g * x_hat, weight) if needs.dw else None
         db = _sum_rows(spec, g, bias) if needs.db else None
         if through_norm:
-            means = dots if dots is None else dots.reshape(*like[:-1], -1)
+            means = dots if dots is None else dots.reshape(*like[:-1], dots.shape[-1])
             dx = _through_norm(weigh(spec, g, weight), x_hat, mean is not None, rstd, means)
             if z is not None and spec.gate_first:
                 dgate = dx * rows * slope(spec, z) if needs.dgate else None

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from ..launch.calls import Call, bound, every_gradient
 from ..launch.target import Target
+from ..ops.cutile import Run
 from ..ops.split import cutile
 from ..ops.tensors import Saved, Tensors
 from ..spec import NormSpec
@@ -21,14 +22,20 @@ def piece_calls(spec: NormSpec, target: Target, rows: int) -> list[Call]:
     def run(launches, arrays, index) -> None:
         found.extend(bound(launches, type(arrays)(*map(_described, arrays))))
 
+    with torch.device("meta"):  # so that nothing is allocated
+        _step(spec, target, rows, run)
+    return found
+
+
+def _step(spec: NormSpec, target: Target, rows: int, run: Run) -> None:
+    """The five functions, one after the other."""
     lead = (rows // spec.heads, spec.heads) if spec.heads else (rows,)
-    like = {"dtype": torch.float32, "device": "meta"}
 
     def rows_of(dtype: str | None) -> Tensor | None:
-        return dtype and torch.empty((*lead, spec.hidden), **like).to(getattr(torch, dtype))
+        return dtype and torch.empty((*lead, spec.hidden), dtype=getattr(torch, dtype))
 
     def parameter_of(dtype: str | None) -> Tensor | None:
-        return dtype and torch.empty((*lead[1:], spec.hidden), **like).to(getattr(torch, dtype))
+        return dtype and torch.empty((*lead[1:], spec.hidden), dtype=getattr(torch, dtype))
 
     x, residual, gate = map(rows_of, (spec.dtype, spec.residual, spec.gate))
     parameters = tuple(map(parameter_of, (spec.weight, spec.bias)))
@@ -44,7 +51,6 @@ def piece_calls(spec: NormSpec, target: Target, rows: int) -> list[Call]:
     dots = cutile.grad_sums(spec, target, x, saved, whole, run)
     dsum = rows_of(spec.residual)
     cutile.grad_apply(spec, target, every_gradient(spec), x, dsum, saved, dots, run)
-    return found
 
 
 def _described(array):

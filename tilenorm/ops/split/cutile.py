@@ -18,7 +18,7 @@ from ...launch.split import (
 )
 from ...launch.target import Target
 from ...spec import NormSpec
-from ..cutile import Run, on_device
+from ..cutile import Run, fresh, on_device
 from ..layout import parameter_of, rows_of
 from ..tensors import Saved, Tensors
 
@@ -28,9 +28,9 @@ def row_sums(
 ):
     x, residual, gate = tensors[:3]
     plan = plan_row_sums(spec, target)
-    part = x.new_empty(rows, dtype=torch.float32)
-    own = x.new_empty((rows, 3), dtype=torch.float32) if spec.norm == "layer" else None
-    total = None if residual is None else _like(x, residual.dtype)
+    part = fresh(x, (rows,), torch.float32)
+    own = fresh(x, (rows, 3), torch.float32) if spec.norm == "layer" else None
+    total = None if residual is None else fresh(x, x.shape, residual.dtype)
     means, corrections, squares = (ABSENT,) * 3 if own is None else own.unbind(1)
     if rows:
         read = [t if t is None else rows_of(t, spec, plan.leading) for t in (x, residual, gate)]
@@ -53,7 +53,7 @@ def row_center(
     spec: NormSpec, target: Target, mean: Tensor, own: Tensor, whole: int, run: Run = on_device
 ) -> Tensor:
     rows = mean.numel()
-    centered = mean.new_empty((rows, 2))
+    centered = fresh(mean, (rows, 2), torch.float32)
     if rows:
         names = ("own_mean", "own_correction", "own_squares", "correction", "square")
         numbers = dict(zip(names, (*own.unbind(1), *centered.unbind(1)), strict=True))
@@ -74,9 +74,9 @@ def row_apply(
 ):
     x, _, gate, weight, bias = tensors
     plan, rows = plan_row_apply(spec, target, save), whole.numel()
-    y = _like(x, getattr(torch, spec.dtype))
-    rstd = torch.empty_like(whole) if save else None
-    mean = torch.empty_like(whole) if save and spec.norm == "layer" else None
+    y = fresh(x, x.shape, getattr(torch, spec.dtype))
+    rstd = fresh(x, (rows,), torch.float32) if save else None
+    mean = fresh(x, (rows,), torch.float32) if save and spec.norm == "layer" else None
     correction, square = (ABSENT, ABSENT) if centered is None else centered.unbind(1)
     if rows:
         arrays = SplitForwardArrays(
@@ -99,7 +99,7 @@ def grad_sums(
     spec: NormSpec, target: Target, dy: Tensor, saved: Saved, whole: int, run: Run = on_device
 ) -> Tensor:
     rows, plan = saved.rstd.numel(), plan_grad_sums(spec, target)
-    sums = dy.new_empty((rows, 2 if spec.norm == "layer" else 1), dtype=torch.float32)
+    sums = fresh(dy, (rows, 2 if spec.norm == "layer" else 1), torch.float32)
     if rows:
         arrays = _read(spec, plan.leading, dy, saved)._replace(**_columns(sums))
         run(plan.launches(rows, 1 / whole), arrays, dy.get_device())
@@ -118,11 +118,11 @@ def grad_apply(
 ) -> Tensors:
     x, gate, weight, bias = saved[:4]
     plan, rows = plan_grad_apply(spec, target, needs), saved.rstd.numel()
-    dx = _like(x, dy.dtype) if needs.dx else None
-    dresidual = _like(x, x.dtype) if needs.dresidual else None
-    dgate = _like(x, gate.dtype) if needs.dgate else None
-    dw = _like(weight, weight.dtype) if needs.dw else None
-    db = _like(bias, bias.dtype) if needs.db else None
+    dx = fresh(x, x.shape, dy.dtype) if needs.dx else None
+    dresidual = fresh(x, x.shape, x.dtype) if needs.dresidual else None
+    dgate = fresh(x, x.shape, gate.dtype) if needs.dgate else None
+    dw = fresh(weight, weight.shape, weight.dtype) if needs.dw else None
+    db = fresh(bias, bias.shape, bias.dtype) if needs.db else None
     grads = (dx, dresidual, dgate, dw, db)
     if not rows:
         return tuple(g if g is None else g.zero_() for g in grads)
@@ -132,16 +132,12 @@ def grad_apply(
         dsum=ABSENT if dsum is None else rows_of(dsum, spec, plan.leading),
         **{name: ABSENT if g is None else g.view(shape) for name, g in written.items()},
         **_columns(dots),
-        partials=ABSENT if partials is None else dy.new_empty(partials, dtype=torch.float32),
+        partials=ABSENT if partials is None else fresh(dy, partials, torch.float32),
         dw=ABSENT if dw is None else dw.view(-1),
         db=ABSENT if db is None else db.view(-1),
     )
     run(plan.launches(rows), arrays, dy.get_device())
     return grads
-
-
-def _like(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.new_empty(x.shape, dtype=dtype)
 
 
 def _read(spec: NormSpec, leading: int, dy: Tensor, saved: Saved) -> SplitBackwardArrays:

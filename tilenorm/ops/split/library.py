@@ -190,7 +190,7 @@ def grad_apply(*arguments) -> tuple[Tensor, ...]:
     dy, dsum, read, dots, tensors, call, needs = _grad_apply_of(arguments)
     saved, spec = _saved(*read), call.spec(tensors)
     if dots is not None:
-        dots = dots.reshape(saved.rstd.numel(), -1)
+        dots = dots.reshape(saved.rstd.numel(), 1 if saved.mean is None else 2)
     grads = call.run("grad_apply", spec, dy, needs, dy, dsum, saved, dots)
     return tuple(dy.new_empty(0) if g is None else g for g in grads)
 
