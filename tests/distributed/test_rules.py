@@ -1,6 +1,7 @@
 """The ops on DTensors: each row of the table in ops/sharding.py, and what fits none."""
 
 from itertools import combinations, product
+from math import prod
 
 import pytest
 import torch
@@ -13,11 +14,11 @@ from tilenorm.spec import Options
 
 from ..ops.helpers import ADD, EACH_FORM, EPS, FAMILY, GATED, LAYER, RMS, call, random
 from .placing import P, R, Shard, alike, case, counted, device, mesh, placed
-from .world import NAMES
+from .world import NAMES, slow_but_first
 
 # Whole vectors: the CPU computes silu and sigmoid of what fills none by other code, to other bits.
 N = 32
-EACH_MESH = pytest.mark.parametrize("name", NAMES)
+EACH_MESH = pytest.mark.parametrize("name", slow_but_first(reversed(NAMES)))
 ONE = NAMES[0]
 ROWS = ("output", "sum", "input", "residual", "gate")
 
@@ -61,7 +62,9 @@ def heads(name, form, number):
         placements = alike(given, rows, parameters)
         found, collectives = given.on(name, placements, [rows] * outputs_of(form))
         assert not collectives
-        given.compare(found, expected)
+        # A rank with one head has a norm without heads. On the CPU other operators compute it.
+        parts = prod(mesh(name).size(i) for i, p in enumerate(rows) if p == Shard(2))
+        given.compare(found, expected, exact=number // parts > 1 or parts == 1)
         for i, parameter in enumerate(parameters):
             if parameter.is_shard():
                 assert all(found[n].placements[i] == parameter for n in ("weight", "bias"))

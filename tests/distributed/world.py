@@ -9,7 +9,7 @@ import os
 import socket
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import cache
 from multiprocessing import get_context
@@ -17,6 +17,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from time import monotonic
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -24,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 RANKS = 4
 SECONDS = 120  # for one function; a collective alone has COLLECTIVE
 COLLECTIVE = timedelta(seconds=30)
-PRELOADED = ["torch", "torch.distributed.tensor.parallel", "torch._dynamo", "tilenorm"]
+PRELOADED = ["torch.distributed.tensor.parallel", "torch._dynamo.backends.debugging", "tilenorm"]
 TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
 # Shapes of meshes, by the number of ranks. "2" is half of a mesh of four ranks.
 MESHES = {
@@ -33,6 +34,12 @@ MESHES = {
     1: {"1": (1,), "1x1": (1, 1)},  # on a machine with one GPU
 }
 NAMES = tuple(MESHES[int(os.environ["WORLD_SIZE"])] if TORCHRUN else MESHES[RANKS])
+
+
+def slow_but_first(values: Iterable) -> list:
+    """Parameters of which the quick run takes the first alone."""
+    first, *others = values
+    return [first, *(pytest.param(v, marks=pytest.mark.slow) for v in others)]
 
 
 def device() -> str:

@@ -1,0 +1,214 @@
+"""Models under tensor and sequence parallelism: eager, patched and compiled, with their norms."""
+
+import copy
+import shutil
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import tilenorm
+
+from ..ops.helpers import FAMILY, call, incoming_of, random, step
+from .placing import P, R, Shard, alike, case, device, mesh, placed, profiled
+from .world import NAMES, slow_but_first
+
+N = 32
+FLAT = slow_but_first([name for name in NAMES if "x" not in name])
+NORMS = {
+    "torch.nn, patched": (nn.RMSNorm, nn.LayerNorm),
+    "tilenorm": (tilenorm.RMSNorm, tilenorm.LayerNorm),
+}
+NEEDS_COMPILER = pytest.mark.skipif(not shutil.which("g++"), reason="Inductor needs g++ on the CPU")
+BACKENDS = ["aot_eager", pytest.param("inductor", marks=[pytest.mark.slow, NEEDS_COMPILER])]
+
+
+class Written(nn.Module):
+    """The same operations as transformers' LlamaRMSNorm."""
+
+    def __init__(self, size: int, eps=1e-6):
+        super().__init__()
+        self.weight, self.variance_epsilon = nn.Parameter(torch.ones(size)), eps
+
+    def forward(self, hidden_states):
+        dtype = hidden_states.dtype
+        hidden_states = hidden_states.to(torch.float32)
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+        return self.weight * hidden_states.to(dtype)
+
+
+class Block(nn.Module):
+    """A transformer's feed-forward block: its residual stream is cut in the sequence."""
+
+    def __init__(self, first=nn.RMSNorm, second=nn.LayerNorm):
+        super().__init__()
+        self.first, self.second = first(N), second(N)
+        self.up, self.down = nn.Linear(N, 2 * N), nn.Linear(2 * N, N)
+
+    def forward(self, x):
+        return self.second(x + self.down(torch.relu(self.up(self.first(x)))))
+
+
+def parallel(model: Block, name: str) -> Block:
+    plan = {
+        "first": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=Shard(1)),
+        "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+        "second": SequenceParallel(),
+    }
+    whole = PrepareModuleInput(
+        input_layouts=Shard(1), desired_input_layouts=Shard(1), use_local_output=False
+    )
+    parallelize_module(model, mesh(name), plan)
+    return parallelize_module(model, mesh(name), whole)
+
+
+def model(*norms) -> Block:
+    torch.manual_seed(0)
+    return Block(*norms).to(device())
+
+
+def trained(module, x) -> tuple[dict, dict]:
+    """Outputs and gradients of a step, and the collectives that it took."""
+
+    def once():
+        y = module(x)
+        y.backward(torch.ones_like(y) * y.detach())
+        return y
+
+    y, collectives = profiled(once)
+    gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    return {"output": y.detach(), **gradients}, collectives
+
+
+def warmed(run, x) -> tuple[dict, dict]:
+    """The same of a compiled module's second step."""
+    trained(run, x)
+    run.zero_grad()
+    return trained(run, x)
+
+
+def whole(results: dict) -> dict:
+    return {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in results.items()}
+
+
+def type_name(cls: type) -> str:
+    return cls.__name__
+
+
+def local_rows(name: str):
+    x = random(2, 8, N, device=device())
+    return x, placed(x, name, [Shard(1)]).to_local()
+
+
+def sequence_parallel(name: str, kind: str):
+    original = parallel(model(), name)
+    mine = parallel(model(*NORMS[kind]), name)
+    if "patched" in kind:
+        assert len(tilenorm.patch(mine).patched) == 2
+    alone, x = local_rows(name)
+    found, collectives = trained(mine, x)
+    expected, others = trained(original, x)
+    assert collectives == others
+    assert {n: t.placements for n, t in found.items()} == {
+        n: t.placements for n, t in expected.items()
+    }
+    torch.testing.assert_close(whole(found), whole(expected))
+    torch.testing.assert_close(whole(found), trained(model(*NORMS[kind]), alone)[0])
+
+
+@pytest.mark.parametrize("name", FLAT)
+@pytest.mark.parametrize("kind", slow_but_first(NORMS))
+def test_sequence_parallel_plans(world, name, kind):
+    """The collectives and placements of PyTorch's norms."""
+    world.run(sequence_parallel, name, kind)
+
+
+def compiled(name: str, first: type, backend: str):
+    _, x = local_rows(name)
+    torch._dynamo.reset()
+    eager = parallel(model(first), name)
+    run = tilenorm.compile(copy.deepcopy(eager), backend=backend, fullgraph=True)
+    found, collectives = warmed(run, x)
+    kinds = sorted(kind for kind, _ in run.tilenorm_report.replaced)
+    assert kinds == ["add_layer_norm", "rms_norm"] and not run.tilenorm_report.left
+    _, others = warmed(torch.compile(copy.deepcopy(eager), backend=backend, fullgraph=True), x)
+    assert collectives == others
+    expected, _ = trained(eager, x)
+    found = {n.removeprefix("_orig_mod."): t for n, t in found.items()}
+    torch.testing.assert_close(whole(found), whole(expected))
+    with torch.inference_mode():
+        torch.testing.assert_close(run(x).full_tensor(), eager(x).full_tensor())
+
+
+@pytest.mark.parametrize("name", FLAT)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("first", slow_but_first([Written, nn.RMSNorm]), ids=type_name)
+def test_compile_replaces_norms_under_sequence_parallelism(world, name, first, backend):
+    """Forward and backward, the sum before the LayerNorm included."""
+    world.run(compiled, name, first, backend)
+
+
+def compiled_function(name: str, form, backend: str):
+    torch._dynamo.reset()
+    run = torch.compile(call, backend=backend, fullgraph=True)
+    given, rows = case(form, 4, 6, N), [Shard(1)] * (2 if "x" in name else 1)
+    placements = alike(given, rows)
+    tensors = {n: placed(t, name, placements[n]) for n, t in given.tensors.items()}
+    incoming = [placed(dy, name, rows) for dy in incoming_of(given.tensors)]
+    expected = step(form, tensors, incoming)
+    step(form, tensors, incoming, function=run)  # compiles
+    found, collectives = profiled(step, form, tensors, incoming, function=run)
+    assert not collectives and found.keys() == expected.keys()
+    for n, result in found.items():
+        assert result.placements == expected[n].placements
+        assert torch.equal(result.to_local(), expected[n].to_local()), n
+    with torch.no_grad():
+        for result, other in zip(run(form, tensors), call(form, tensors), strict=True):
+            assert torch.equal(result.to_local(), other.to_local())
+
+
+@pytest.mark.parametrize("name", NAMES[-1:])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("form", slow_but_first(FAMILY.values()), ids=FAMILY)
+def test_compiled_functions(world, name, form, backend):
+    """The bits of eager calls."""
+    world.run(compiled_function, name, form, backend)
+
+
+def summed_partial(name: str):
+    """x + residual is one reduce-scatter, which the fused op takes over; the rest is local."""
+    torch._dynamo.reset()
+
+    def function(x, residual, weight):
+        total = x + residual
+        return nn.functional.rms_norm(total, (N,), weight, 1e-6), total
+
+    given = case(FAMILY["add_rms_norm"], 4, 8, N)
+    given.tensors.pop("bias")
+    placements = {"input": [P], "residual": [Shard(1)], "weight": [R]}
+    tensors = [placed(t, name, placements[n]) for n, t in given.tensors.items()]
+    run = tilenorm.compile(function, backend="aot_eager", fullgraph=True)
+    run(*tensors)  # compiles
+    found, collectives = profiled(run, *tensors)
+    expected, others = profiled(function, *tensors)
+    report = run.tilenorm_report
+    assert len(report.replaced) == 1 and not report.left, str(report)
+    assert collectives == others
+    for result, other in zip(found, expected, strict=True):
+        assert result.placements == other.placements
+        torch.testing.assert_close(result.full_tensor(), other.full_tensor())
+
+
+@pytest.mark.parametrize("name", FLAT)
+def test_compile_keeps_the_placement_of_a_sum(world, name):
+    world.run(summed_partial, name)
