@@ -1,7 +1,7 @@
 """How the ops of rows in pieces run on DTensors.
 
-Per mesh dimension, on any row of the table in sharding.py, with what has a number a row placed like
-x, and on this one:
+Per mesh dimension, on the rows of the table in sharding.py, with what has a number a row placed as
+x is, and on one more:
 
     rows                 x, gate, dy,    weight, bias,    part, own,       whole, mean, rstd,
                          y, dx, …        dW, dB           their sums       dots, added up
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...spec import Options
-from ..sharding import Given, Strategy, rules
+from ..sharding import Given, Strategy
 from ..tensors import Tensors, computed, merged_needs
 from ..torch_private import keep_every_argument
 
@@ -62,16 +62,21 @@ def _register() -> None:
     keep_every_argument(ops.values())
 
 
-def piece_rules(x: Any, parameters: list, hidden: int, dims: int) -> Iterator[PieceRule]:
+def piece_rules(x: Any, parameters: list, dims: int) -> Iterator[PieceRule]:
     """The rows of the table for x and its parameters, of which `shape` is read."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
-    there = [p for p in parameters if p is not None]
-    for rule in rules(x, there, hidden):
-        yield PieceRule(rule.rows, rule.parameters, rule.sums, rule.rows, rule.rows, Replicate())
-    for d in range(len(x.shape) - dims, len(x.shape)):
-        along = Shard(d - len(x.shape) + len(there[0].shape) if there else 0)
-        yield PieceRule(Shard(d), along, along, Replicate(), Partial(), Replicate())
+    whole, part = Replicate(), Partial()
+    yield PieceRule(*[whole] * 6)
+    rank = len(x.shape)
+    of_parameters = max((len(p.shape) for p in parameters if p is not None), default=0)
+    for d in range(rank):
+        along = d - rank + of_parameters  # the parameters' dimension that lies on x's
+        p, derivative = (Shard(along),) * 2 if along >= 0 else (whole, part)
+        if d < rank - dims:
+            yield PieceRule(Shard(d), p, derivative, Shard(d), Shard(d), whole)
+        else:
+            yield PieceRule(Shard(d), p, derivative, whole, part, whole)
 
 
 def strategies(name: str, given: Given) -> list[Strategy]:
@@ -83,7 +88,7 @@ def strategies(name: str, given: Given) -> list[Strategy]:
     there = _there(name, given, options, more)
     others = [None] * (len(given) - len(groups))
     found = []
-    for rule in piece_rules(given[0], parameters, options.hidden, dims):
+    for rule in piece_rules(given[0], parameters, dims):
         placed = [
             None if t is None else getattr(rule, g) for t, g in zip(given, groups, strict=False)
         ]
