@@ -13,7 +13,7 @@ from .signature import ArrayLike
 
 
 def piece_calls(spec: NormSpec, target: Target, rows: int) -> list[Call]:
-    """Every call of a training step with contiguous tensors of `rows` rows.
+    """Every call of inference and of a training step with contiguous tensors of `rows` rows.
 
     spec.hidden: what a piece has of a row.
     """
@@ -46,7 +46,9 @@ def _step(spec: NormSpec, target: Target, rows: int, run: Run) -> None:
     number, own, total = numbers
     centered = cutile.row_center(sums, target, number, own, whole, run) if layer else None
     read = Tensors(x if total is None else total, None, gate, *parameters)
-    _, mean, rstd = cutile.row_apply(applied, target, read, number, centered, 1e-6, True, run)
+    given = (applied, target, read, number, centered, 1e-6)
+    cutile.row_apply(*given, False, run)
+    _, mean, rstd = cutile.row_apply(*given, True, run)
     saved = Saved(read.input, gate, *parameters, mean, rstd)
     dots = cutile.grad_sums(spec, target, x, saved, whole, run)
     dsum = rows_of(spec.residual)
