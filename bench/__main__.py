@@ -5,7 +5,7 @@ documents again. Neither measures anything.
 
 ``python -m bench train`` measures a training step, ``python -m bench first-call`` measures how long
 compiling takes, and ``python -m bench accuracy`` measures errors. ``--from`` prints their records
-too.
+too. ``python -m bench dtensor`` measures the host time of norms of DTensors.
 """
 
 import argparse
@@ -13,7 +13,18 @@ import math
 import sys
 from pathlib import Path
 
-from bench import accuracy, compare, documents, first_call, plot, provenance, record, report, train
+from bench import (
+    accuracy,
+    compare,
+    documents,
+    dtensor,
+    first_call,
+    plot,
+    provenance,
+    record,
+    report,
+    train,
+)
 from bench.cases import (
     DIRECTIONS,
     DTYPES,
@@ -27,7 +38,12 @@ from bench.cases import (
 from bench.providers import PROVIDERS, attendance
 from bench.run import GpuLost, run
 
-COMMANDS = {"train": train.main, "first-call": first_call.main, "accuracy": accuracy.main}
+COMMANDS = {
+    "train": train.main,
+    "first-call": first_call.main,
+    "accuracy": accuracy.main,
+    "dtensor": dtensor.main,
+}
 CPU_ELEMENTS = 1 << 18
 CPU_BUDGET_S = 0.02
 

@@ -22,13 +22,14 @@ from .placing import P, R, Shard, alike, case, device, mesh, placed, profiled
 from .world import NAMES, slow_but_first
 
 N = 32
-FLAT = slow_but_first([name for name in NAMES if "x" not in name])
+ONE, *_ = NAMES_FLAT = [name for name in NAMES if "x" not in name]
+FLAT = slow_but_first(NAMES_FLAT)
 NORMS = {
     "torch.nn, patched": (nn.RMSNorm, nn.LayerNorm),
     "tilenorm": (tilenorm.RMSNorm, tilenorm.LayerNorm),
 }
 NEEDS_COMPILER = pytest.mark.skipif(not shutil.which("g++"), reason="Inductor needs g++ on the CPU")
-BACKENDS = ["aot_eager", pytest.param("inductor", marks=[pytest.mark.slow, NEEDS_COMPILER])]
+INDUCTOR = [pytest.mark.slow, NEEDS_COMPILER]
 
 
 class Written(nn.Module):
@@ -101,10 +102,6 @@ def whole(results: dict) -> dict:
     return {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in results.items()}
 
 
-def type_name(cls: type) -> str:
-    return cls.__name__
-
-
 def local_rows(name: str):
     x = random(2, 8, N, device=device())
     return x, placed(x, name, [Shard(1)]).to_local()
@@ -150,9 +147,14 @@ def compiled(name: str, first: type, backend: str):
         torch.testing.assert_close(run(x).full_tensor(), eager(x).full_tensor())
 
 
-@pytest.mark.parametrize("name", FLAT)
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("first", slow_but_first([Written, nn.RMSNorm]), ids=type_name)
+@pytest.mark.parametrize(
+    "name, first, backend",
+    [
+        (ONE, Written, "aot_eager"),
+        *(pytest.param(n, nn.RMSNorm, "aot_eager", marks=pytest.mark.slow) for n in NAMES_FLAT),
+        pytest.param(ONE, nn.RMSNorm, "inductor", marks=INDUCTOR),
+    ],
+)
 def test_compile_replaces_norms_under_sequence_parallelism(world, name, first, backend):
     """Forward and backward, the sum before the LayerNorm included."""
     world.run(compiled, name, first, backend)
@@ -177,12 +179,17 @@ def compiled_function(name: str, form, backend: str):
             assert torch.equal(result.to_local(), other.to_local())
 
 
-@pytest.mark.parametrize("name", NAMES[-1:])
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("form", slow_but_first(FAMILY.values()), ids=FAMILY)
-def test_compiled_functions(world, name, form, backend):
-    """The bits of eager calls."""
-    world.run(compiled_function, name, form, backend)
+@pytest.mark.parametrize(
+    "name, backend",
+    [
+        ("rms_norm", "aot_eager"),
+        *(pytest.param(n, "aot_eager", marks=pytest.mark.slow) for n in [*FAMILY][1:]),
+        *(pytest.param(n, "inductor", marks=INDUCTOR) for n in ("layer_norm", "add_rms_norm")),
+    ],
+)
+def test_compiled_functions(world, name, backend):
+    """The bits of eager calls, on the last mesh."""
+    world.run(compiled_function, NAMES[-1], FAMILY[name], backend)
 
 
 def summed_partial(name: str):
