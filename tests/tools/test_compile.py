@@ -24,6 +24,7 @@ from tilenorm.launch.plan import plan_forward
 from tilenorm.launch.target import MULTIPROCESSORS, Target
 from tilenorm.launch.tuned import TABLES
 from tilenorm.spec import NormSpec
+from tilenorm.tools.pieces import piece_calls
 from tilenorm.tools.precompile import compile_call, training_calls
 from tilenorm.tools.signature import ArrayLike
 
@@ -39,6 +40,8 @@ KINDS += [
 ]
 KINDS += [NormSpec("rms", 1536, "float32", gate="bfloat16", gate_first=True)]
 KINDS += [NormSpec("rms", 128, "bfloat16", "bfloat16", heads=24, rounding="early")]
+
+PIECES = (37, 1024, 4096, 8192, 16384, 40000)  # columns of a row that one process holds
 
 
 def regime_specs(direction: str, arch: str) -> list[NormSpec]:
@@ -96,6 +99,10 @@ def calls_of_layout(spec: NormSpec, arch: str, leading: int):
     strides = (row * 200, row * 12, row)[3 - leading :] + (1,)
     x = ArrayLike(spec.dtype, shape, strides)
     return with_arguments(calls_of_kind(spec, arch, every_gradient(spec), True), X=x, DY=x)
+
+
+def calls_of_pieces(spec: NormSpec, arch: str):
+    return piece_calls(spec, Target.of(arch), ROWS * (spec.heads or 1))
 
 
 def calls_of_training(spec: NormSpec, arch: str):
@@ -161,6 +168,17 @@ def flag_params():
     yield param(("sm_90", calls_of_training, (spec, "sm_90")), False, "any_number_of_rows")
 
 
+def piece_params():
+    """Of pieces of rows: each operation in each kind of plan. One of each architecture is quick."""
+    archs = ("sm_80", "sm_90", "sm_100", "sm_120")
+    for arch, hidden, dtype in product(archs, PIECES, ("bfloat16", "float32")):
+        for i, fields in enumerate(cases.tabled(dtype)):
+            spec = NormSpec(**{"norm": "rms", "hidden": hidden, "dtype": dtype, **fields})
+            quick = hidden == 1024 and dtype == "bfloat16" and i == archs.index(arch)
+            job = (arch, calls_of_pieces, (spec, arch))
+            yield param(job, quick, f"{arch}-{cases.label(spec)}")
+
+
 @pytest.fixture(scope="module")
 def compiled(request, tmp_path_factory):
     """job -> its results, from workers that share a cache; those of all selected tests at once."""
@@ -188,6 +206,12 @@ def test_every_regime_compiles_and_does_not_spill(compiled, job):
     spilled = {c.kernel: c.spill_bytes for c in results if c.spill_bytes}
     excess = {k: b for k, b in spilled.items() if b > allowed_spill(k, direction, spec, arch)}
     assert not excess, f"bytes a thread: {excess}"
+
+
+@pytest.mark.parametrize("job", [*piece_params()])
+def test_pieces_compile_and_do_not_spill(compiled, job):
+    spilled = {c.kernel: c.spill_bytes for c in compiled(job) if c.spill_bytes}
+    assert not spilled, f"bytes a thread: {spilled}"
 
 
 def allowed_spill(kernel: str, direction: str, spec: NormSpec, arch: str) -> int:
