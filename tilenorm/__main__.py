@@ -55,7 +55,8 @@ def explain(options: argparse.Namespace) -> int:
 def compile_ahead(options: argparse.Namespace) -> int:
     """Compile each spec into cuTile's cache and print the resources of the kernels."""
     specs = _served(options, planned_device(options.arch))
-    return _print(lines.compiled(specs, Target.of(options.arch), options.processes))
+    target = Target.of(options.arch)
+    return _print(lines.compiled(specs, target, options.processes, options.pieces))
 
 
 def digests(options: argparse.Namespace) -> int:
@@ -184,6 +185,10 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--rows", type=_positive, default=8192, metavar="M")
         else:
             _add_processes(command)
+        if run is compile_ahead:
+            command.add_argument(
+                "--pieces", action="store_true", help="N is what each process holds of a cut row"
+            )
         if run is tune:
             _add_tuning(command)
     return parser

@@ -1,6 +1,6 @@
 """NormSpec describes a normalisation: the key for dispatch, plans, caches, tests and bench."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -97,6 +97,17 @@ class NormSpec:
     def dtypes(self) -> tuple[str | None, ...]:
         """The dtypes of input, residual, gate, weight and bias; None for an absent tensor."""
         return self.dtype, self.residual, self.gate, self.weight, self.bias
+
+    @property
+    def summed(self) -> "NormSpec":
+        """The part of the norm that comes before the sums over a row."""
+        gate = self.gate if self.gate_first else None
+        return replace(self, weight=None, bias=None, heads=0, gate=gate)
+
+    @property
+    def applied(self) -> "NormSpec":
+        """The part that comes after them. It reads the sum, whose dtype is named if it differs."""
+        return replace(self, residual=None if self.residual == self.dtype else self.residual)
 
     @property
     def op(self) -> str:

@@ -120,7 +120,7 @@ class Case(NamedTuple):
         tensors = {n: t.cpu() for n, t in self.tensors.items()}
         x, weight = tensors["input"], tensors.get("weight", tensors.get("bias"))
         hidden = x.shape[-self.dims :].numel()
-        heads = weight.numel() // hidden
+        heads = 1 if weight is None else weight.numel() // hidden
         shape = (-1, heads, hidden) if heads > 1 else (-1, hidden)
 
         def rows(tensor: Tensor | None) -> Tensor | None:

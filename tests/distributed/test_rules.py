@@ -140,20 +140,19 @@ def test_only_what_is_asked_for(world):
     world.run(only_what_is_asked_for, ONE)
 
 
-def gathers(name, form):
+def reduces(name, form):
     given = case(form, 4, 6, N)
     expected = given.alone()
-    for cut in (Shard(2), P):
-        rows = [cut] * dims_of(name)
-        found, collectives = given.on(name, alike(given, rows), [rows] * outputs_of(form))
-        assert collectives or mesh(name).size() == 1
-        given.compare(found, expected)
+    rows = [P] * dims_of(name)
+    found, collectives = given.on(name, alike(given, rows), [rows] * outputs_of(form))
+    assert collectives or mesh(name).size() == 1
+    given.compare(found, expected)
 
 
 @EACH_MESH
 @EACH_FORM
-def test_a_cut_row_is_gathered_and_a_partial_one_is_reduced(world, name, form):
-    world.run(gathers, name, form)
+def test_a_partial_row_is_reduced(world, name, form):
+    world.run(reduces, name, form)
 
 
 def reduce_scattered():

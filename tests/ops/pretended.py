@@ -7,6 +7,7 @@ from unittest.mock import patch
 from torch import Tensor
 
 from tilenorm.ops import cutile, dispatch, plans, registry
+from tilenorm.ops.split import library as split
 
 from ..cases import target
 from ..executors import Interpreter
@@ -22,6 +23,7 @@ def pretended_gpu(arch: str = "sm_90"):
     gpu = replace(GPU, target=target(arch))
     replaced = (
         (plans, "device_of", lambda *_: gpu),
+        (split, "device_of", lambda *_: gpu),
         (dispatch, "_index_of", lambda tensor: 0),
         (dispatch, "current_device", lambda: 0),
         (cutile, "current_stream", lambda index: 0),

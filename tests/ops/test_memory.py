@@ -78,12 +78,16 @@ def test_nothing_grows_with_the_number_of_calls(served, calls):
     draw = Random(0)
     for one in every:
         one_call(*one)
-    before = held()
-    for _ in range(calls):
-        one_call(*draw.choice(every))
-    blocks, objects, pages = (b - a for a, b in zip(before, held(), strict=True))
-    # Less than one block for two calls, and 4 MB, which the allocators may keep for themselves.
-    assert blocks < 500 and objects < 100 and pages < 1024
+    pages = []
+    for _ in range(2):
+        before = held()
+        for _ in range(calls // 2):
+            one_call(*draw.choice(every))
+        blocks, objects, more = (b - a for a, b in zip(before, held(), strict=True))
+        assert blocks < 500 and objects < 100  # less than one block for a call
+        pages.append(more)
+    # 4 MB, which the allocators may keep for themselves. They may take more once, but not again.
+    assert min(pages) < 1024
 
 
 def test_numbers_that_never_come_again_fill_caches_of_a_fixed_size(served):

@@ -24,6 +24,7 @@ from tilenorm.launch.plan import plan_forward
 from tilenorm.launch.target import MULTIPROCESSORS, Target
 from tilenorm.launch.tuned import TABLES
 from tilenorm.spec import NormSpec
+from tilenorm.tools.pieces import piece_calls
 from tilenorm.tools.precompile import compile_call, training_calls
 from tilenorm.tools.signature import ArrayLike
 
@@ -39,6 +40,8 @@ KINDS += [
 ]
 KINDS += [NormSpec("rms", 1536, "float32", gate="bfloat16", gate_first=True)]
 KINDS += [NormSpec("rms", 128, "bfloat16", "bfloat16", heads=24, rounding="early")]
+
+PIECES = (37, 1024, 4096, 8192, 16384, 40000)  # columns of a row that one process holds
 
 
 def regime_specs(direction: str, arch: str) -> list[NormSpec]:
@@ -89,13 +92,14 @@ def calls_of_kind(spec: NormSpec, arch: str, needs: Needs, save: bool):
     return forward_calls(spec, target, ROWS, save) + backward_calls(spec, target, ROWS, needs)
 
 
-def calls_of_layout(spec: NormSpec, arch: str, leading: int):
-    """Forward and backward of rows in so many leading dimensions, none of which merge."""
-    shape = (5, 7, 9)[:leading] + (spec.hidden,)
-    row = 2 * spec.hidden
-    strides = (row * 200, row * 12, row)[3 - leading :] + (1,)
-    x = ArrayLike(spec.dtype, shape, strides)
+def calls_of_rows_apart(spec: NormSpec, arch: str):
+    """Forward and backward of rows that are evenly spaced, but not contiguous."""
+    x = ArrayLike(spec.dtype, (7, spec.hidden), (2 * spec.hidden, 1))
     return with_arguments(calls_of_kind(spec, arch, every_gradient(spec), True), X=x, DY=x)
+
+
+def calls_of_pieces(spec: NormSpec, arch: str):
+    return piece_calls(spec, Target.of(arch), ROWS * (spec.heads or 1))
 
 
 def calls_of_training(spec: NormSpec, arch: str):
@@ -152,13 +156,22 @@ def flag_params():
             job = ("sm_90", calls_of_kind, (spec, "sm_90", needs, False))
             quick = hidden == 1000 and needs == cases.some_needs(spec)[0]
             yield param(job, quick, f"{cases.label(spec)}-{asked}")
-        for leading in (1, 2):
-            job = ("sm_90", calls_of_layout, (spec, "sm_90", leading))
-            name = f"{cases.label(spec)}-{leading}_leading_dimensions"
-            yield param(job, hidden == 1000 and leading == 2, name)
+        job = ("sm_90", calls_of_rows_apart, (spec, "sm_90"))
+        yield param(job, hidden == 1000, f"{cases.label(spec)}-rows_apart")
     spec = NormSpec("rms", 1000, "bfloat16", "bfloat16")
     # test_main.py runs `precompile`, which compiles the same, so that this is not quick.
     yield param(("sm_90", calls_of_training, (spec, "sm_90")), False, "any_number_of_rows")
+
+
+def piece_params():
+    """Of pieces of rows: each operation in each kind of plan. One of each architecture is quick."""
+    archs = ("sm_80", "sm_90", "sm_100", "sm_120")
+    for arch, hidden, dtype in product(archs, PIECES, ("bfloat16", "float32")):
+        for i, fields in enumerate(cases.tabled(dtype)):
+            spec = NormSpec(**{"norm": "rms", "hidden": hidden, "dtype": dtype, **fields})
+            quick = hidden == 1024 and dtype == "bfloat16" and i == archs.index(arch)
+            job = (arch, calls_of_pieces, (spec, arch))
+            yield param(job, quick, f"{arch}-{cases.label(spec)}")
 
 
 @pytest.fixture(scope="module")
@@ -188,6 +201,12 @@ def test_every_regime_compiles_and_does_not_spill(compiled, job):
     spilled = {c.kernel: c.spill_bytes for c in results if c.spill_bytes}
     excess = {k: b for k, b in spilled.items() if b > allowed_spill(k, direction, spec, arch)}
     assert not excess, f"bytes a thread: {excess}"
+
+
+@pytest.mark.parametrize("job", [*piece_params()])
+def test_pieces_compile_and_do_not_spill(compiled, job):
+    spilled = {c.kernel: c.spill_bytes for c in compiled(job) if c.spill_bytes}
+    assert not spilled, f"bytes a thread: {spilled}"
 
 
 def allowed_spill(kernel: str, direction: str, spec: NormSpec, arch: str) -> int:

@@ -41,7 +41,11 @@ class Arrays:
 
 @dataclass(frozen=True)
 class Pass:
-    """A backward pass: its arrays, its constants, and the order of its sums."""
+    """A backward pass: its arrays, its constants, and the order of its sums.
+
+    DOTS: arrays (rows,) of the means of g · x̂ and, for LAYER, of g, where somebody else has added
+    up the rows (split_backward.py); else ().
+    """
 
     a: Arrays
     norm: Norm
@@ -50,6 +54,7 @@ class Pass:
     needs: Needs
     rows: Any
     order: Order
+    DOTS: tuple
 
     @property
     def GATES(self):
@@ -65,6 +70,11 @@ class Pass:
     def tile(self, i, chunk):
         return self.cut.tile(self.a.X, i, chunk, self.rows)
 
+    def inputs(self):
+        """The arrays that are read by rows, and those with one number a row."""
+        inputs, numbers = saved_inputs_of(self.a, self.norm, self.needs)
+        return inputs, numbers[:1] + self.DOTS + numbers[1:]
+
     def weights(self, home):
         """The weights that a block needs; home: see Weights."""
         again = self.how.REREAD or not (self.THROUGH or self.GATES)
@@ -72,13 +82,13 @@ class Pass:
 
     def gather(self, i, chunk):
         """The tiles and the numbers of tile i, by gathers."""
-        inputs, numbers = saved_inputs_of(self.a, self.norm, self.needs)
+        inputs, numbers = self.inputs()
         tile = self.tile(i, chunk)
         return gather_tiles(inputs, self.cut, tile), gather_numbers(numbers, tile)
 
     def load(self, i):
         """The same by tile loads."""
-        inputs, numbers = saved_inputs_of(self.a, self.norm, self.needs)
+        inputs, numbers = self.inputs()
         tiles = load_tiles(inputs, self.cut, i)
         return tiles, gather_numbers(numbers, self.tile(i, 0))
 
@@ -120,9 +130,14 @@ def norm_backward(
     CHUNKS, each group of CHUNKS blocks shares its rows and counts as one block.
     """
     a, norm, cut, how = Arrays(*ARRAYS), Norm(*NORM), Cut(*CUT), BackwardHow(*HOW)
-    needs, shared = Needs(*NEEDS), cut.CHUNKS > 1
     order = order_of_dots(a.X, cut, rows, copied(norm, cut, how))
-    this = Pass(a, norm, cut, how, needs, rows, order)
+    walk(Pass(a, norm, cut, how, Needs(*NEEDS), rows, order, ()))
+
+
+def walk(this):
+    """The schedule of a pass: a block's way over its tiles, and its part of the sums over rows."""
+    a, norm, cut, how, needs = this.a, this.norm, this.cut, this.how, this.needs
+    rows, shared = this.rows, cut.CHUNKS > 1
     b = ct.bid(0) // cut.CHUNKS
     chunk = ct.bid(0) % cut.CHUNKS if shared else 0
     step = ct.num_blocks(0) // cut.CHUNKS
@@ -151,7 +166,9 @@ def norm_backward(
             write_gate_gradient(a, norm, tile, row, weights, biases, number, how.STORE)
         pairs, dots, dws, dbs = add_up(this, row, weights, number, dws, dbs)
         if this.THROUGH:
-            if shared:
+            if len(this.DOTS) > 0:
+                dots = Dots(read[1][1], read[1][len(this.DOTS)], 0.0, 0.0)
+            elif shared:
                 dots = this.whole(i, b, chunk, dots)
             write_gradients(this, this.tile(i, chunk), row, weights, pairs, dots)
     # Made anew: over the loop the masks would take registers.
@@ -198,7 +215,8 @@ def add_up(this, row, weights, number, dws, dbs):
             if norm.WEIGHT and (norm.LAYER or copied(norm, this.cut, this.how)):
                 g = order.unfused(g)
             pairs += ((x_hat, g),)
-            dots = dots.plus(x_hat, g, j, this.cut.WIDTHS, order, norm.LAYER)
+            if len(this.DOTS) == 0:
+                dots = dots.plus(x_hat, g, j, this.cut.WIDTHS, order, norm.LAYER)
         if len(dws) > 0:
             new_dws += (dws[j] + dy * x_hat,)
         if len(dbs) > 0:
@@ -210,13 +228,14 @@ def write_gradients(this, tile, row, weights, pairs, dots):
     """Write dx and dresidual, and the gradient of a gate before the norm."""
     a, norm, how, needs = this.a, this.norm, this.how, this.needs
     kept = ()
+    COUNT = this.cut.N if len(this.DOTS) == 0 else 1
     for j, saved in ct.static_iter(enumerate(row)):
         at = tile.at(j)
         x_hat, g = pairs[j]
         if how.PACKED:
             again = saved.rematerialized(dots.dot).unpacked()
             x_hat, g = x_hat_of(again, norm), weights.times(dy_of(again, norm), j, dots.dot)
-        dx = dots.through_norm(x_hat, g, saved.rstd, this.cut.N, norm.LAYER)
+        dx = dots.through_norm(x_hat, g, saved.rstd, COUNT, norm.LAYER)
         dx = input_gradient(a, norm, needs, at, saved, dx, how.STORE)
         if not how.REREAD:
             write_dx(a, needs, at, dx, how.STORE)

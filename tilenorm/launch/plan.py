@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 from operator import itemgetter
+from typing import ClassVar
 
 import cuda.tile as ct
 
@@ -43,7 +44,6 @@ FORWARD = {RowForward: row_forward, StreamForward: stream_forward, SharedForward
 SMALL_BATCH_TILES, SMALL_BATCH_ELEMENTS = 2, 24576
 SIZES = 64  # row counts that a plan remembers
 _FORWARD_SLOTS, _BACKWARD_SLOTS = (taking(a, "slots") for a in (ForwardArrays, BackwardArrays))
-_BACKWARD = itemgetter(slice(BackwardArrays._fields.index("dw")))  # all arrays but dw and db
 
 
 def _all(arrays: tuple) -> tuple:
@@ -165,11 +165,15 @@ class ForwardPlan(Tiling):
 class BackwardPlan(Tiling):
     """The launches of a backward pass: the norm and, if there are sums over rows, the column sum.
 
-    If blocks share rows, the first launch empties the slots.
+    If blocks share rows, the first launch empties the slots. arrays: what `calls` takes, of which
+    all but dw and db are the kernel's.
     """
 
     sum_config: ColumnSum
     needs: Needs
+
+    function: ClassVar[ct.kernel] = norm_backward
+    arrays: ClassVar[type] = BackwardArrays
 
     @cached_property
     def _exchanges(self) -> bool:
@@ -208,7 +212,7 @@ class BackwardPlan(Tiling):
 
     @cached_property
     def _kernel(self) -> ct.kernel:
-        return hinted(norm_backward, self.config.hints)
+        return hinted(self.function, self.config.hints)
 
     def calls(self, arrays: BackwardArrays, rows: int) -> list[Call]:
         return bound(self.launches(rows), arrays)
@@ -219,12 +223,13 @@ class BackwardPlan(Tiling):
         how = (config.tma, config.store, config.packed, config.reread)
         groups = (self.norm(False), self.cut, BackwardHow(*how, *self._sharing))
         groups = (*map(constants, groups), tuple(self.needs))
+        main_arrays = itemgetter(slice(self.arrays._fields.index("dw")))
 
         @lru_cache(SIZES)
         def launches(rows):
             blocks = self.blocks(rows)
             grid, after = (blocks * self.chunks,), (rows, *groups)
-            main = Launch(self._kernel, grid, (), _BACKWARD, after, self._starts_early)
+            main = Launch(self._kernel, grid, (), main_arrays, after, self._starts_early)
             return [*self._clear(_BACKWARD_SLOTS, rows), main, *self._column_sum(blocks)]
 
         return launches
@@ -235,7 +240,7 @@ class BackwardPlan(Tiling):
         if not sums:
             return []
         config, rows = self.sum_config, self._partial_rows(blocks)
-        take = taking(BackwardArrays, "partials", *sums)
+        take = taking(self.arrays, "partials", *sums)
         after = (rows, config.rows, config.tile, self._overlap)
         grid = cdiv(self._sum_width, config.tile), len(sums)
         return [Launch(COLUMN_SUM, grid, (), take, after, self._overlap)]

@@ -81,7 +81,7 @@ def gradients(
     added, dtype, options = runner.added, runner.dtype, runner.options
     dsum = dsum if added is not None else None
     if dy is None:
-        return _through_sum(dsum, added, dtype, mask)
+        return through_sum(dsum, added, dtype, mask)
     saved = Saved(*(ctx.saved_tensors if saved is None else saved))
     x, *parameters = saved[:4]
     if needs_grad(dy, dsum, *saved[:4]):
@@ -99,7 +99,7 @@ def gradients(
     return distributed(grads, added, dtype, mask)
 
 
-def _through_sum(dsum, added, dtype, mask) -> tuple[Tensor | None, ...]:
+def through_sum(dsum, added, dtype, mask) -> tuple[Tensor | None, ...]:
     """The gradients where only the sum was used: copies, because dsum is the caller's."""
     if dsum is None:
         return (None,) * 5

@@ -8,7 +8,15 @@ from torch import Tensor
 
 from ..launch.calls import ABSENT, Launch, launch
 from ..launch.plan import BackwardPlan, ForwardPlan
-from .layout import as_read, parameter_of, plain, rows_of, shaped_as, start_vectors
+from .layout import (
+    as_read,
+    contiguous_strides_of,
+    parameter_of,
+    plain,
+    rows_of,
+    shaped_as,
+    start_vectors,
+)
 from .tensors import Results, Saved, Tensors
 from .torch_private import current_device, current_stream, empty_strided_cuda
 
@@ -138,6 +146,12 @@ def backward(
     if db is not None and bias.dim() > 1:
         db = shaped_as(db, bias)
     return dx, dresidual, dgate, dw, db
+
+
+def fresh(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A contiguous tensor on the device of another, not filled."""
+    empty = empty_strided_cuda if like.is_cuda else _empty_strided_cpu
+    return empty(tuple(shape), contiguous_strides_of(shape), dtype)
 
 
 def _empty_strided_cpu(shape: tuple[int, ...], strides: tuple, dtype: torch.dtype) -> Tensor:

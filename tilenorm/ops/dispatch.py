@@ -14,6 +14,8 @@ from .autograd import apply, needs_grad
 from .direct import MOST_GUARDS, is_plain, is_transformed
 from .plans import Runner, runner_of, spec_of_tensors
 from .registry import MAX_ROWS, device_of, refuse_transformed, select_transformed
+from .split import norm as split
+from .split.norm import is_cut
 from .tensors import Results, Tensors
 from .torch_private import TensorGuards, current_device, forward_mode, modes
 
@@ -118,6 +120,8 @@ def _checked(op, tensors, normalized_shape, eps, asked, backend, known) -> Resul
         else:
             select_transformed(spec, device_of(x.device.type, x.get_device()), backend)
         return reference.formula(spec, cast, eps)
+    if is_cut(x, len(normalized_shape)):
+        return split.normalize(op, cast, split.How(options, len(normalized_shape), eps, backend))
     return torch.ops.tilenorm.norm(*cast, *options, eps, recorded, backend)
 
 

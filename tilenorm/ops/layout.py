@@ -133,10 +133,13 @@ def rows_shape(shape: Sequence[int], hidden: int) -> tuple[int, ...]:
 
 def contiguous_strides(x: Tensor) -> tuple[int, ...]:
     """The strides of a contiguous tensor of x's shape."""
-    if x.is_contiguous():
-        return x.stride()
+    return x.stride() if x.is_contiguous() else contiguous_strides_of(x.shape)
+
+
+def contiguous_strides_of(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor of a shape."""
     strides = [1]
-    for size in x.shape[:0:-1]:
+    for size in shape[:0:-1]:
         strides.append(strides[-1] * max(size, 1))
     return tuple(reversed(strides))
 

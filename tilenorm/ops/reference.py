@@ -25,8 +25,8 @@ def forward(spec: NormSpec, tensors: Tensors, eps: float) -> Results:
         y, total, mean, rstd = formula(spec, tensors, eps)
         mean = mean if mean is None else mean.reshape(-1)
         return Results(reshaped(y, y.shape), total, mean, rstd.reshape(-1))
-    total = _sum(x, residual)
-    rows = _rows(x if total is None else total, spec, x.dtype).reshape(-1, spec.hidden)
+    total = sum_of(x, residual)
+    rows = rows_of(x if total is None else total, spec, x.dtype).reshape(-1, spec.hidden)
     hidden, mean = (spec.hidden,), None
     if spec.norm == "layer":
         parameters = _fast_parameters(spec, weight, bias, statistics_dtype(x))
@@ -42,31 +42,39 @@ def forward(spec: NormSpec, tensors: Tensors, eps: float) -> Results:
 def formula(spec: NormSpec, tensors: Tensors, eps: float) -> Results:
     """The same of differentiable operations alone. mean and rstd have a last dimension of 1."""
     x, residual, gate, weight, bias = tensors
-    dtype, total = statistics_dtype(x, residual), _sum(x, residual)
-    rows = _rows(x if total is None else total, spec, dtype)
-    z = None if gate is None else _rows(gate, spec, dtype)
+    dtype, total = statistics_dtype(x, residual), sum_of(x, residual)
+    rows = rows_of(x if total is None else total, spec, dtype)
+    z = None if gate is None else rows_of(gate, spec, dtype)
     x_hat, mean, rstd = _normalize(spec, rows, z, eps)
-    y = _affine(spec, x_hat, weight, bias, x.dtype)
+    y = affine(spec, x_hat, weight, bias, x.dtype)
     if z is not None and not spec.gate_first:
-        y = y * _act(spec, z)
+        y = y * act(spec, z)
     return Results(y.to(x.dtype).reshape(x.shape), total, mean, rstd)
 
 
 def backward(
-    spec: NormSpec, needs: Needs, dy: Tensor, dsum: Tensor | None, saved: Saved, eps: float
+    spec: NormSpec,
+    needs: Needs,
+    dy: Tensor,
+    dsum: Tensor | None,
+    saved: Saved,
+    eps: float = 0.0,
+    dots: Tensor | None = None,
 ) -> Tensors:
     """The gradients of Tensors that are needed, contiguous. x is the sum if there is one.
 
-    Without a saved rstd, as a differentiable function of x too.
+    Without a saved rstd, as a differentiable function of x too. dots: the means of g · x̂ and of g
+    over whole rows, (rows, 1) or (rows, 2), where the tensors hold pieces of rows.
     """
     x, gate, weight, bias, mean, rstd = saved
     dtype = statistics_dtype(dy, x)
-    rows, g = _rows(x, spec, dtype), _rows(dy, spec, dtype)
-    z = None if gate is None else _rows(gate, spec, dtype)
+    rows, g = rows_of(x, spec, dtype), rows_of(dy, spec, dtype)
+    z = None if gate is None else rows_of(gate, spec, dtype)
     through_norm = needs.dx or needs.dresidual or (needs.dgate and spec.gate_first)
     dx = dgate = dw = db = None
     like = (*rows.shape[:-1], 1)
-    if rstd is not None and spec.norm == "layer" and _is_fast(spec, x) and spec.hidden > 1:
+    fast = spec.norm == "layer" and _is_fast(spec, x) and spec.hidden > 1
+    if rstd is not None and dots is None and fast:
         parameters = _fast_parameters(spec, weight, bias, dtype)
         statistics = (mean.reshape(like), rstd.reshape(like))
         mask = [through_norm, needs.dw, needs.db]
@@ -77,22 +85,23 @@ def backward(
         if rstd is None:
             x_hat, mean, rstd = _normalize(spec, rows, z, eps)
         else:
-            u = rows * _act(spec, z) if spec.gate_first and z is not None else rows
+            u = rows * act(spec, z) if spec.gate_first and z is not None else rows
             rstd = rstd.reshape(like)
             x_hat = (u if mean is None else u - mean.reshape(like)) * rstd
         if z is not None and not spec.gate_first:
             if needs.dgate:
-                dgate = g * _affine(spec, x_hat, weight, bias, dtype) * _slope(spec, z)
-            g = g * _act(spec, z)
+                dgate = g * affine(spec, x_hat, weight, bias, dtype) * slope(spec, z)
+            g = g * act(spec, z)
         dw = _sum_rows(spec, g * x_hat, weight) if needs.dw else None
         db = _sum_rows(spec, g, bias) if needs.db else None
         if through_norm:
-            dx = _through_norm(spec, g, x_hat, weight, mean is not None, rstd)
+            means = dots if dots is None else dots.reshape(*like[:-1], dots.shape[-1])
+            dx = _through_norm(weigh(spec, g, weight), x_hat, mean is not None, rstd, means)
             if z is not None and spec.gate_first:
-                dgate = dx * rows * _slope(spec, z) if needs.dgate else None
-                dx = dx * _act(spec, z)
+                dgate = dx * rows * slope(spec, z) if needs.dgate else None
+                dx = dx * act(spec, z)
     if dsum is not None and dx is not None:
-        dx = dx + _rows(dsum, spec, dtype)
+        dx = dx + rows_of(dsum, spec, dtype)
     return (
         dx.to(dy.dtype).reshape(x.shape) if needs.dx else None,
         dx.to(x.dtype).reshape(x.shape) if needs.dresidual else None,
@@ -103,15 +112,19 @@ def backward(
 
 
 def _through_norm(
-    spec: NormSpec, g: Tensor, x_hat: Tensor, weight: Tensor | None, centred: bool, rstd: Tensor
+    g: Tensor, x_hat: Tensor, centred: bool, rstd: Tensor, dots: Tensor | None
 ) -> Tensor:
-    """rstd · (g − x̂ · mean(g · x̂)), less the mean of g if x̂ is centred, for g times the weight."""
-    if weight is not None:
-        g = _by_heads(spec, g, _scale(spec, weight, g.dtype), torch.mul)
-    dx = g - x_hat * (g * x_hat).mean(-1, keepdim=True)
+    """rstd · (g − x̂ · mean(g · x̂)), less the mean of g if x̂ is centred."""
+    dot = (g * x_hat).mean(-1, keepdim=True) if dots is None else dots[..., :1]
+    dx = g - x_hat * dot
     if centred:
-        dx = dx - g.mean(-1, keepdim=True)
+        dx = dx - (g.mean(-1, keepdim=True) if dots is None else dots[..., 1:])
     return dx * rstd
+
+
+def weigh(spec: NormSpec, g: Tensor, weight: Tensor | None) -> Tensor:
+    """Rows times weight + offset."""
+    return g if weight is None else by_heads(spec, g, scale(spec, weight, g.dtype), torch.mul)
 
 
 def _is_fast(spec: NormSpec, x: Tensor) -> bool:
@@ -138,13 +151,13 @@ def _fast_parameters(
 ) -> tuple[Tensor | None, Tensor | None]:
     """weight + offset, and bias, in the dtype of the sums, in which mean and rstd then come too."""
     if weight is not None:
-        weight = _scale(spec, weight, dtype).reshape(-1)
+        weight = scale(spec, weight, dtype).reshape(-1)
     elif spec.item_bytes < dtype.itemsize:
         weight = torch.ones(spec.hidden, dtype=dtype)
     return weight, bias if bias is None else bias.to(dtype).reshape(-1)
 
 
-def _sum(x: Tensor, residual: Tensor | None) -> Tensor | None:
+def sum_of(x: Tensor, residual: Tensor | None) -> Tensor | None:
     """x + residual in the residual's dtype."""
     if residual is None:
         return None
@@ -152,7 +165,7 @@ def _sum(x: Tensor, residual: Tensor | None) -> Tensor | None:
     return (x.to(dtype) + residual.to(dtype)).to(residual.dtype).contiguous()
 
 
-def _scale(spec: NormSpec, weight: Tensor, dtype: torch.dtype) -> Tensor:
+def scale(spec: NormSpec, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """weight + offset."""
     weight = weight.to(dtype)
     return weight + spec.offset if spec.offset else weight
@@ -163,7 +176,7 @@ def _normalize(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """x̂; mean and rstd with a last dimension of 1."""
     if gate is not None and spec.gate_first:
-        rows = rows * _act(spec, gate)
+        rows = rows * act(spec, gate)
     mean = None
     if spec.norm == "layer":
         mean = rows.mean(-1, keepdim=True)
@@ -174,22 +187,22 @@ def _normalize(
     return rows * rstd, mean, rstd
 
 
-def _affine(
+def affine(
     spec: NormSpec, x_hat: Tensor, weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """x̂ · (weight + offset) + bias. dtype: the output's, to which early rounding rounds x̂ first."""
     compute, early = x_hat.dtype, spec.rounding == "early"
     y = x_hat.to(dtype).to(compute) if early else x_hat
     if weight is not None:
-        y = _by_heads(spec, y, _scale(spec, weight, compute), torch.mul)
+        y = by_heads(spec, y, scale(spec, weight, compute), torch.mul)
         if early and weight.dtype == dtype:
             y = y.to(dtype).to(compute)
     if bias is not None:
-        y = _by_heads(spec, y, bias.to(compute), torch.add)
+        y = by_heads(spec, y, bias.to(compute), torch.add)
     return y
 
 
-def _by_heads(spec: NormSpec, rows: Tensor, parameter: Tensor, function) -> Tensor:
+def by_heads(spec: NormSpec, rows: Tensor, parameter: Tensor, function) -> Tensor:
     """function(rows, parameter). With heads, each head's rows meet that head's parameter."""
     if not parameter.numel():  # of no heads, on a rank that has no rows: others hold them
         return rows
@@ -210,18 +223,18 @@ def _sum_rows(spec: NormSpec, rows: Tensor, parameter: Tensor) -> Tensor:
     return sums.reshape(-1)[: parameter.numel()]  # none for the parameters of no heads
 
 
-def _act(spec: NormSpec, z: Tensor) -> Tensor:
+def act(spec: NormSpec, z: Tensor) -> Tensor:
     """The activation of the gate."""
     return torch.sigmoid(z) if spec.activation == "sigmoid" else silu(z)
 
 
-def _slope(spec: NormSpec, z: Tensor) -> Tensor:
+def slope(spec: NormSpec, z: Tensor) -> Tensor:
     """The derivative of the gate's activation."""
     s = torch.sigmoid(z)
     return s * (1 - s) if spec.activation == "sigmoid" else s * (1 + z * (1 - s))
 
 
-def _rows(x: Tensor, spec: NormSpec, dtype: torch.dtype) -> Tensor:
+def rows_of(x: Tensor, spec: NormSpec, dtype: torch.dtype) -> Tensor:
     """x as contiguous rows: PyTorch sums in another order along other strides.
 
     The leading dimensions stay as they are: a DTensor may be cut in each of them.

@@ -14,7 +14,7 @@ from ..launch.target import MULTIPROCESSORS, Target
 from ..launch.toolchain import compiler_path, driver_version
 from ..settings import settings
 from ..spec import NormSpec
-from . import cutile, reference
+from . import cutile, reference, split
 
 MAX_HIDDEN = 262144
 MAX_ROWS = 2**30  # row numbers are 32-bit, and the last tile of rows may reach past the end
@@ -46,7 +46,9 @@ class Implementation:
     gradients in the order of Tensors.
     takes_rows: whether the forward function has a third argument, the number of rows, which is
     given where the tensors are known to be contiguous matrices of rows, and vectors.
-    The two functions that are returned may raise CompileError. The implementation is then not used
+    piece(name, spec, device) returns a function of split/reference.py, by its name, for a spec of
+    pieces of rows.
+    The functions that are returned may raise CompileError. The implementation is then not used
     for that spec and device again.
     """
 
@@ -55,6 +57,7 @@ class Implementation:
     forward: Callable[[NormSpec, Device, bool], Callable]
     backward: Callable[[NormSpec, Device, Needs], Callable]
     takes_rows: bool = False
+    piece: Callable[[str, NormSpec, Device], Callable] | None = None
 
 
 def cutile_refuses(spec: NormSpec, rows: int, device: Device) -> str | None:
@@ -96,7 +99,10 @@ def cutile_implementation(run: cutile.Run = cutile.on_device) -> Implementation:
     def backward(spec: NormSpec, device: Device, needs: Needs) -> Callable:
         return partial(cutile.backward, plan_backward(spec, device.target, needs), **launcher)
 
-    return Implementation("cutile", cutile_refuses, forward, backward, takes_rows=True)
+    def piece(name: str, spec: NormSpec, device: Device) -> Callable:
+        return partial(getattr(split.cutile, name), spec, device.target, **launcher)
+
+    return Implementation("cutile", cutile_refuses, forward, backward, takes_rows=True, piece=piece)
 
 
 # In order of preference. The last one refuses nothing.
@@ -107,6 +113,7 @@ REGISTRY = (
         lambda spec, rows, device: None,
         lambda spec, device, save: partial(reference.forward, spec),
         lambda spec, device, needs: partial(reference.backward, spec, needs),
+        piece=lambda name, spec, device: partial(getattr(split.reference, name), spec),
     ),
 )
 

@@ -11,7 +11,8 @@ Per mesh dimension, the ops run on any row of this table:
       their own weights
 
 DTensor's search takes the row that costs least, and moves what does not fit it: it gathers a tensor
-that is cut in a normalised dimension, and reduces or reduce-scatters one that is Partial.
+that is cut in a normalised dimension, which the functions give to other ops (split/rules.py), and
+reduces or reduce-scatters one that is Partial.
 """
 
 import math
@@ -79,7 +80,7 @@ def rules(x: Any, parameters: Sequence[Any], hidden: int) -> Iterator[Rule]:
             yield Rule(Shard(d), Shard(0), Shard(0))
         else:
             yield Rule(Shard(d), Replicate(), Partial())
-    # A cut normalised dimension has no row: its sums would need an all-reduce.
+    # A cut normalised dimension has no row: its sums need an all-reduce (split/norm.py).
 
 
 def norm_strategies(call, given: Given) -> list[Strategy]:

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
+from torch.compiler import is_compiling
 
 
 def _found(path: str):
@@ -192,7 +193,9 @@ else:
         Up to PyTorch 2.13, ctx.needs_input_grad tells what the forward pass knew. PyTorch's own
         nodes ask task_should_compute_output, which Python cannot call.
         """
-        return ctx.needs_input_grad if _pass_wants_all() else _asked_of_part(ctx)
+        if is_compiling() or _pass_wants_all():  # TorchDynamo cannot trace what asks the engine
+            return ctx.needs_input_grad
+        return _asked_of_part(ctx)
 
     def _asked_of_part(ctx) -> tuple[bool, ...]:
         """The same in a pass that may want a part. It asks what task_should_compute_output asks.

@@ -8,13 +8,15 @@ depend on the kernel's name or on how its parameters are grouped.
 """
 
 from collections.abc import Iterator
+from itertools import product
 from typing import NamedTuple
 
-from ..launch.calls import Needs, every_gradient
+from ..launch.calls import Call, Needs, every_gradient
 from ..launch.plan import BackwardPlan, ForwardPlan, plan_backward, plan_forward
 from ..launch.target import Target
 from ..launch.tuned import TABLES
 from ..spec import ITEM_BYTES, NormSpec
+from .pieces import piece_calls
 from .precompile import calls_of, compile_call, compiling
 
 LARGE, SMALL = 65537, 33  # rows of a large batch and of a small batch
@@ -22,13 +24,15 @@ DTYPES = ("bfloat16", "float32")
 # RULE_SIZES: for each kind of plan of the rules. PART_SIZES: rows that do not fill vectors.
 RULE_SIZES = (8, 37, 1000, 4096, 16384, 65537)
 PART_SIZES = {"bfloat16": (37, 1001, 16391, 65537), "float32": (37, 1001)}
+PIECES = (37, 1024, 8192, 40000)  # of a row that is in pieces, the columns of one
 DIGITS = 32  # printed digits of a digest
 
 
 class Case(NamedTuple):
     """A plan to compile. `needs` are the gradients of a backward pass; None is a forward pass.
 
-    save: whether the forward pass writes mean and rstd.
+    save: whether the forward pass writes mean and rstd. pieces: the kernels of a training step
+    whose rows are in pieces, instead of a plan.
     """
 
     spec: NormSpec
@@ -36,6 +40,13 @@ class Case(NamedTuple):
     rows: int
     save: bool = True
     needs: Needs | None = None
+    pieces: bool = False
+
+    @property
+    def calls(self) -> list[Call]:
+        if self.pieces:
+            return piece_calls(self.spec, self.target, self.rows)
+        return calls_of(self.plan, self.rows)
 
     @property
     def plan(self) -> ForwardPlan | BackwardPlan:
@@ -45,7 +56,8 @@ class Case(NamedTuple):
 
     def __str__(self) -> str:
         spec = self.spec
-        parts = [self.target.arch, "forward" if self.needs is None else "backward", spec.op]
+        what = "pieces" if self.pieces else "forward" if self.needs is None else "backward"
+        parts = [self.target.arch, what, spec.op]
         parts += [str(spec.hidden), spec.dtype]
         for name in ("weight", "bias", "residual", "gate"):
             if dtype := getattr(spec, name):
@@ -55,7 +67,7 @@ class Case(NamedTuple):
         parts += [f"offset:{spec.offset:g}"] * bool(spec.offset)
         parts += [f"heads:{spec.heads}"] * bool(spec.heads)
         if self.needs is None:
-            parts += ["saving"] * self.save
+            parts += ["saving"] * (self.save and not self.pieces)
         else:
             needed = (name for name, is_needed in self.needs._asdict().items() if is_needed)
             parts.append("+".join(needed))
@@ -77,6 +89,9 @@ def cases(arch: str) -> list[Case]:
         if arch in TABLES and spec.hidden in (37, 1024) and not spec.heads:
             all_but_one = (every._replace(**{n: False}) for n in _gradients(every))
             found += [Case(spec, target, LARGE, needs=needs) for needs in all_but_one]
+    for dtype, hidden in product(DTYPES, PIECES):
+        specs = (NormSpec(hidden=hidden, **fields) for fields in _operations(dtype).values())
+        found += [Case(spec, target, LARGE, pieces=True) for spec in specs]
     return found
 
 
@@ -95,8 +110,7 @@ def digests(arch: str, processes: int | None = None) -> Iterator[str]:
 
 def _codes(case: Case) -> list[str]:
     """Runs in a worker. Kernels cannot be pickled, so the worker makes the calls itself."""
-    calls = calls_of(case.plan, case.rows)
-    return [compile_call(call, case.target.arch).code for call in calls]
+    return [compile_call(call, case.target.arch).code for call in case.calls]
 
 
 def _gradients(needs: Needs) -> list[str]:

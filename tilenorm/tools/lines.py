@@ -7,7 +7,7 @@ from ..launch import user_table
 from ..launch.target import Target
 from ..spec import NormSpec
 from .explain import options_of
-from .precompile import Compiled, precompile
+from .precompile import Compiled, piece_training_calls, precompile
 from .search import HELPERS, compile_candidates, prune
 from .shipped import written
 from .tune import ordered_candidates, tune, whole_rows
@@ -17,9 +17,14 @@ Searches = Sequence[tuple[NormSpec, str]]  # (spec, direction) of each
 Report = Callable[[str], None]
 
 
-def compiled(specs: list[NormSpec], target: Target, processes: int | None) -> Iterator[str]:
-    """Compile each spec into cuTile's cache, and list the kernels with their resources."""
-    results = precompile(specs, target, processes)
+def compiled(
+    specs: list[NormSpec], target: Target, processes: int | None, pieces: bool = False
+) -> Iterator[str]:
+    """Compile each spec into cuTile's cache, and list the kernels with their resources.
+
+    pieces: the kernels for pieces of rows (see precompile.piece_training_calls).
+    """
+    results = precompile(specs, target, processes, *[piece_training_calls] * pieces)
     for spec, kernels in zip(specs, results, strict=True):
         yield f"{_title(spec)} for {target.arch}"
         yield f"  {'kernel':<14} {'hints':<40} seconds {RESOURCES}"

@@ -13,11 +13,13 @@ from cuda.tile._cext import default_tile_context
 
 from ..launch.calls import ABSENT, BackwardArrays, Call, ForwardArrays, every_gradient
 from ..launch.plan import BackwardPlan, ForwardPlan, plan_backward, plan_forward
+from ..launch.split import plan_grad_apply
 from ..launch.target import Target
 from ..launch.toolchain import cache_problem
 from ..launch.user_table import TableWarning
 from ..spec import NormSpec
 from .cubin import resources
+from .pieces import piece_calls
 from .signature import ArrayLike, signature
 
 
@@ -96,6 +98,15 @@ def training_calls(spec: NormSpec, target: Target) -> list[Call]:
     return list({_key(call): call for call in calls}.values())
 
 
+def piece_training_calls(spec: NormSpec, target: Target) -> list[Call]:
+    """The same for rows of which a process holds spec.hidden columns."""
+    forward = plan_forward(spec, target, True)
+    backward = plan_grad_apply(spec, target, every_gradient(spec))
+    rows = _row_classes(forward, backward, spec.heads or 1)
+    calls = [call for count in rows for call in piece_calls(spec, target, count)]
+    return list({_key(call): call for call in calls}.values())
+
+
 def _row_classes(forward: ForwardPlan, backward: BackwardPlan, heads: int) -> list[int]:
     """One row count for each class of row counts that compiles to the same kernels.
 
@@ -112,14 +123,18 @@ def _row_classes(forward: ForwardPlan, backward: BackwardPlan, heads: int) -> li
 
 
 def precompile(
-    specs: list[NormSpec], target: Target, processes: int | None = None
+    specs: list[NormSpec],
+    target: Target,
+    processes: int | None = None,
+    calls: Callable[[NormSpec, Target], list[Call]] = training_calls,
 ) -> Iterator[list[Compiled]]:
-    """Compile `training_calls` of each spec into cuTile's cache, on all cores. Needs no GPU.
+    """Compile the calls of each spec into cuTile's cache, on all cores. Needs no GPU.
 
+    calls: training_calls, or piece_training_calls.
     Raises CompileError when a kernel does not compile, RuntimeError when nothing would be kept.
     """
-    counts = [len(training_calls(spec, target)) for spec in specs]
-    work = [(s, target, i) for s, n in zip(specs, counts, strict=True) for i in range(n)]
+    counts = [len(calls(spec, target)) for spec in specs]
+    work = [(s, target, calls, i) for s, n in zip(specs, counts, strict=True) for i in range(n)]
     with compiling(_compile_nth, work, processes) as results:
         for n in counts:
             yield [next(results) for _ in range(n)]
@@ -169,9 +184,9 @@ def cubin_of(call: Call, arch: str) -> bytes:
     return cubin
 
 
-def _compile_nth(item: tuple[NormSpec, Target, int]) -> Compiled:
-    spec, target, index = item
-    return compile_call(training_calls(spec, target)[index], target.arch)
+def _compile_nth(item: tuple[NormSpec, Target, Callable, int]) -> Compiled:
+    spec, target, calls, index = item
+    return compile_call(calls(spec, target)[index], target.arch)
 
 
 def _parameter(dtype: str | None, spec: NormSpec) -> ArrayLike | int:

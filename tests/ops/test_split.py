@@ -1,0 +1,252 @@
+"""The ops of rows in pieces, on plain tensors: pieces of a row add up to the norm of the row."""
+
+import math
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import product
+from random import Random
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch.library import opcheck
+
+import tilenorm
+from tests import cases, drawing
+from tests.executors import Inputs
+from tests.guarded import guarded
+from tests.oracle import Truth
+from tests.pieces import OPS, forward, in_pieces
+from tests.tolerance import assert_close
+from tilenorm.launch.calls import Needs, every_gradient
+from tilenorm.launch.kernel import CompileError
+from tilenorm.ops import cutile, registry
+from tilenorm.spec import OPS as NAMES
+from tilenorm.spec import NormSpec, Options
+
+from .helpers import random
+from .pretended import pretended_gpu, tensors_among
+
+SERVED = ("reference", *cases.INTERPRETED)
+EACH = pytest.mark.parametrize("served", SERVED)
+LAYER = NormSpec("layer", 96, "bfloat16", "bfloat16", "float32", residual="float32")
+GATED = NormSpec("rms", 96, "float32", "float32", gate="bfloat16", gate_first=True)
+
+
+def by(served: str):
+    """A block in which the reference serves, or the interpreter for an architecture."""
+    return nullcontext() if served == "reference" else pretended_gpu(served)
+
+
+def widths_of(rng: Random, hidden: int) -> tuple[int, ...]:
+    """One to four pieces of any width."""
+    cuts = sorted(rng.sample(range(1, hidden), min(rng.randint(0, 3), hidden - 1)))
+    return tuple(b - a for a, b in zip((0, *cuts), (*cuts, hidden), strict=True))
+
+
+def check(spec: NormSpec, inputs: Inputs, found: dict) -> None:
+    truths, own = inputs.truth(spec), inputs.own(spec)
+    for name, result in found.items():
+        assert_close(name, result, truths[name], own[name])
+
+
+@EACH
+@pytest.mark.parametrize("op", NAMES)
+def test_drawn_pieces(served, op):
+    rng = Random(f"{served} {op}")
+    for seed, dtype in product(range(4), cases.DTYPES):
+        spec = drawing.spec(rng, op, dtype, drawing.hidden(rng, 1500))
+        inputs = Inputs.random(spec, rng.randint(1, 9), "cpu", seed)
+        widths, needs = widths_of(rng, spec.hidden), rng.choice(cases.some_needs(spec))
+        if not needs.dsum:
+            inputs = replace(inputs, dsum=None)
+        with by(served), guarded():
+            found = in_pieces(spec, inputs, widths, needs, copied=rng.choice((False, True)))
+        check(spec, inputs, found)
+        sums = {name for name in ("dx", "dresidual", "dgate", "dw", "db") if getattr(needs, name)}
+        assert sums <= found.keys(), (spec, widths)
+
+
+@pytest.mark.parametrize("spec", [LAYER, GATED], ids=cases.label)
+@pytest.mark.parametrize("widths", [(33001, 17), (20000, 40000)], ids=str)
+def test_pieces_wider_than_a_block(spec, widths):
+    """By vectors and by elements. A block takes the chunks of a row one after the other."""
+    spec = replace(spec, hidden=sum(widths))
+    inputs = Inputs.random(spec, 2, "cpu")
+    with pretended_gpu("sm_80"), guarded():
+        found = in_pieces(spec, inputs, widths)
+    check(spec, inputs, found)
+
+
+@EACH
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_means_that_are_far_apart(served, dtype):
+    """A mean a thousand times the standard deviation, and one piece's far from the others'."""
+    spec = NormSpec("layer", 60, dtype, dtype)
+    for apart in ((1000, 1000, 1000), (0, 100, -1000), (1e6, -1e6, 0)):
+        inputs = Inputs.random(spec, 7, "cpu")
+        x = inputs.x.float()
+        for column, shift in zip((0, 10, 30), apart, strict=True):
+            x[:, column:] += shift
+        inputs = replace(inputs, x=x.to(inputs.x.dtype))
+        with by(served):
+            found = in_pieces(spec, inputs, (10, 20, 30))
+        check(spec, inputs, found)
+
+
+@EACH
+@pytest.mark.parametrize("spec", [LAYER, GATED], ids=cases.label)
+def test_pieces_without_columns_and_without_rows(served, spec):
+    """A process may hold nothing of a row, where there are more of them than columns."""
+    inputs = Inputs.random(spec, 5, "cpu")
+    with by(served):
+        expected = in_pieces(spec, inputs, (40, 56))
+        found = in_pieces(spec, inputs, (40, 0, 56, 0))
+        none = in_pieces(spec, Inputs.random(spec, 0, "cpu"), (40, 56))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert {name: t.numel() for name, t in none.items()} == {
+        name: t.numel() if name in ("dw", "db") else 0 for name, t in expected.items()
+    }
+    assert not none["dw"].any()
+
+
+@EACH
+@pytest.mark.parametrize("spec", [LAYER, GATED], ids=cases.label)
+def test_a_row_has_the_same_bits_anywhere(served, spec):
+    """In another place, among other rows, of contiguous pieces and of strided ones."""
+    # Whole vectors: the CPU computes the silu of what fills none by other code, to other bits.
+    inputs, order = Inputs.random(spec, 64, "cpu"), torch.arange(64).flip(0)[3:35]
+    rows = ("x", "residual", "gate", "dy", "dsum")
+    moved = {n: getattr(inputs, n)[order] for n in rows if getattr(inputs, n) is not None}
+    with by(served):
+        whole = in_pieces(spec, inputs, (24, 72))
+        some = in_pieces(spec, replace(inputs, **moved), (24, 72), copied=True)
+    for name in whole.keys() - {"dw", "db"}:
+        assert torch.equal(whole[name][order], some[name]), name
+
+
+@EACH
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_two_normalized_dimensions_cut_in_the_last(served, norm):
+    x, w = random(3, 5, 4, 6), random(4, 6, seed=1)
+    last = (*Options(24, norm), 2)
+    with by(served):
+        cut = [x[..., :2], x[..., 2:]]
+        sums = [OPS.row_sums(piece, None, None, *last) for piece in cut]
+        whole, centered = sums[0][0] + sums[1][0], None
+        assert whole.shape == (3, 5)
+        if norm == "layer":
+            parts = [OPS.row_center(c, whole, s[1], *last) for c, s in zip(cut, sums, strict=True)]
+            centered = parts[0] + parts[1]
+        more = whole, centered, *last, 1e-6, x.dtype, False
+        ys = [
+            OPS.row_apply(piece, None, weight, None, *more)[0]
+            for piece, weight in zip(cut, (w[:, :2], w[:, 2:]), strict=True)
+        ]
+    function = tilenorm.layer_norm if norm == "layer" else tilenorm.rms_norm
+    expected = function(x.double(), (4, 6), w.double(), eps=1e-6)
+    own = function(x, (4, 6), w, eps=1e-6)
+    assert_close("y", torch.cat(ys, -1), Truth(expected, expected.abs() + 1), own)
+
+
+def arguments_of(spec: NormSpec, width: int) -> dict[str, tuple]:
+    """The arguments of each op that serves a spec, for a piece of so many columns."""
+    inputs = Inputs.random(spec, 3, "cpu")
+    cut = {n: t[..., :width] if isinstance(t, torch.Tensor) else t for n, t in vars(inputs).items()}
+    p = Inputs(**cut)
+    last, layer = (*spec.options, 1), spec.norm == "layer"
+    before = p.gate if spec.gate_first else None
+    part, own, _ = OPS.row_sums(p.x, p.residual, before, *last)
+    _, [(x, gate, weight, bias, mean, rstd)] = forward(spec, [p])
+    found = {"row_sums": (p.x, p.residual, before, *last)}
+    if layer:
+        found["row_center"] = (p.x, part, own, *last)
+    centered = OPS.row_center(*found["row_center"]) if layer else None
+    applied = (x, gate, weight, bias, part, centered, *last, p.eps, p.x.dtype)
+    sums = (p.dy, x, gate, weight, mean, rstd, *last)
+    read = (p.dy, p.dsum, x, gate, weight, bias, mean, rstd, OPS.grad_sums(*sums), *last)
+    found |= {"row_apply": (*applied, True), "grad_sums": sums}
+    every = spec.residual is not None, [True] * 5
+    return found | {"grad_apply": (*read, *every), "row_apply ": (*applied, False)}
+
+
+@pytest.mark.parametrize("spec", [LAYER, GATED], ids=cases.label)
+def test_contracts_of_the_ops(spec):
+    """Schema, fake, aliasing and tracing, with real and with symbolic shapes."""
+    for name, arguments in arguments_of(spec, 40).items():
+        opcheck(getattr(OPS, name.strip()).default, arguments)
+
+
+@pytest.mark.parametrize("served", ["reference", "sm_90"])
+@pytest.mark.parametrize("spec", [LAYER, GATED], ids=cases.label)
+def test_only_what_is_asked_for(served, spec):
+    inputs = Inputs.random(spec, 4, "cpu")
+    every = every_gradient(spec)
+    with by(served):
+        expected = in_pieces(spec, inputs, (40, 56))
+        for name in ("dx", "dresidual", "dgate", "dw", "db"):
+            if getattr(every, name):
+                needs = Needs(False, dsum=every.dsum)._replace(**{name: True})
+                found = in_pieces(spec, inputs, (40, 56), needs)
+                made = found.keys() & {"dx", "dresidual", "dgate", "dw", "db"}
+                # The sums of fewer gradients may be added up in another order.
+                assert made == {name}
+                check(spec, inputs, found)
+                assert expected[name].shape == found[name].shape
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [LAYER, replace(LAYER, norm="rms"), replace(LAYER, residual=None), GATED],
+    ids=cases.label,
+)
+def test_rows_are_read_once_by_sums_and_once_by_outputs(spec):
+    """So a norm in pieces moves at most one reading of each input more than an undivided one."""
+    read = []
+
+    def spy(stream, launches, arrays):
+        for kernel, *_, take, _, _ in launches:
+            rows = [t for t in tensors_among((take(arrays),)) if t.numel() in (4 * 40, 4 * 56)]
+            read.append((kernel._pyfunc.__name__, len(rows)))
+        return launch(stream, launches, arrays)
+
+    inputs = Inputs.random(spec, 4, "cpu")
+    with pretended_gpu():
+        launch = cutile.launch
+        with patch.object(cutile, "launch", spy):
+            in_pieces(spec, inputs, (40, 56))
+    layer = spec.norm == "layer"
+    inputs_of_sums = 1 + (spec.residual is not None) + (spec.gate is not None)
+    assert dict(read)["row_sums"] == inputs_of_sums + (spec.residual is not None)
+    assert dict(read).get("row_center", 0) == 0 and ("row_center" in dict(read)) == layer
+    assert dict(read)["row_apply"] == 2 + (spec.gate is not None)
+    assert [name for name, _ in read].count("row_sums") == 2
+
+
+def test_wrong_arguments():
+    x, w = random(3, 8), random(9)
+    options = (*Options(16, "rms"),)
+    with pytest.raises(RuntimeError, match="argument 'weight' takes a shape that ends in"):
+        OPS.row_apply(x, None, w, None, x[:, 0], None, *options, 1, 1e-6, x.dtype, True)
+    with pytest.raises(RuntimeError, match="argument 'dims' takes 1 to 2, got 3"):
+        OPS.row_sums(x, None, None, *options, 3)
+    with pytest.raises(ValueError, match="backend"):
+        OPS.row_sums(x, None, None, *options, 1, "unknown")
+    with pytest.raises(RuntimeError, match="backend 'cutile' was asked for"):
+        OPS.row_sums(x, None, None, *options, 1, "cutile")
+
+
+def test_a_kernel_that_does_not_compile_is_replaced(no_memory):
+    """The reference serves the op, and a warning names the kernel once."""
+    inputs = Inputs.random(LAYER, 3, "cpu")
+
+    def fails(stream, launches, arrays):
+        raise CompileError("its kernel row_sums does not compile")
+
+    with pretended_gpu(), patch.object(cutile, "launch", fails):
+        with pytest.warns(tilenorm.ReferenceWarning, match="row_sums does not compile"):
+            found = in_pieces(LAYER, inputs, (40, 56))
+        assert {name for name, *_ in registry.failures()} == {"cutile"}
+    expected = in_pieces(LAYER, inputs, (40, 56))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert math.isfinite(found["y"].sum())

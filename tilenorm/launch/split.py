@@ -1,0 +1,156 @@
+"""Plans of rows in pieces: of which a process holds some columns. Their sums are added up between
+the kernels, by whoever runs the plans (see kernels/split_forward.py).
+
+A spec's `hidden` is the length of a piece. The length of the whole row is a number of each call.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from typing import Any, ClassVar, NamedTuple
+
+import cuda.tile as ct
+
+from ..kernels import split_backward, split_forward
+from ..spec import NormSpec
+from . import heuristics
+from .calls import ABSENT, Launch, Needs, constants, hinted, rectangles
+from .config import Hints, cdiv
+from .plan import BackwardPlan
+from .target import Target
+from .tiling import Tiling
+
+ROW_CENTER = hinted(split_forward.row_center, Hints())
+CENTER_TILE = 512  # rows that a block of row_center serves
+
+
+class SplitForwardArrays(NamedTuple):
+    """What the forward kernels read and write, in the order of split_forward.Arrays."""
+
+    x: Any = ABSENT
+    residual: Any = ABSENT
+    gate: Any = ABSENT
+    weight: Any = ABSENT
+    bias: Any = ABSENT
+    sum: Any = ABSENT
+    y: Any = ABSENT
+    part: Any = ABSENT
+    own_mean: Any = ABSENT
+    own_correction: Any = ABSENT
+    own_squares: Any = ABSENT
+    whole: Any = ABSENT
+    correction: Any = ABSENT
+    square: Any = ABSENT
+    mean: Any = ABSENT
+    rstd: Any = ABSENT
+
+
+class SplitBackwardArrays(NamedTuple):
+    """What the backward kernels read and write: split_backward.Arrays, then dw and db."""
+
+    x: Any = ABSENT
+    dy: Any = ABSENT
+    gate: Any = ABSENT
+    dsum: Any = ABSENT
+    weight: Any = ABSENT
+    bias: Any = ABSENT
+    mean: Any = ABSENT
+    rstd: Any = ABSENT
+    dx: Any = ABSENT
+    dresidual: Any = ABSENT
+    dgate: Any = ABSENT
+    partials: Any = ABSENT
+    dot: Any = ABSENT
+    total: Any = ABSENT
+    dw: Any = ABSENT
+    db: Any = ABSENT
+
+
+def _all(arrays: tuple) -> tuple:
+    return arrays
+
+
+def _without_sums(arrays: SplitBackwardArrays) -> tuple:
+    return arrays[: SplitBackwardArrays._fields.index("dw")]
+
+
+@dataclass(frozen=True)
+class RowPlan(Tiling):
+    """The launches of a kernel that reads each tile of rows once.
+
+    take: selects the kernel's arrays. apart: whether each chunk of a wide row has a block of its
+    own; else a block takes the chunks of its rows one after the other. save: see Norm.SAVE.
+    """
+
+    function: ct.kernel
+    take: Callable
+    apart: bool
+    save: bool = False
+
+    @cached_property
+    def _after(self) -> tuple:
+        # What is added to x is written by row_sums alone.
+        norm = self.norm(self.save)
+        if self.function is not split_forward.row_sums:
+            norm = replace(norm, ADD=False)
+        after = constants(norm), constants(self.cut)
+        return (*after, getattr(self.config, "together", 1)) if self.apart else after
+
+    @cached_property
+    def _kernel(self) -> ct.kernel:
+        return hinted(self.function, self.config.hints)
+
+    def launches(self, rows: int, number: float) -> list[Launch]:
+        """number: 1 / the length of a whole row for sums, else eps."""
+        blocks = self.tiles(rows) * (self.chunks if self.apart else 1)
+        after = (number, rows, *self._after)
+        return [
+            Launch(self._kernel, (1, y, z), (first, y), self.take, after)
+            for first, y, z in rectangles(blocks)
+        ]
+
+
+@cache
+def plan_row_sums(spec: NormSpec, target: Target) -> RowPlan:
+    """Of x, residual and a gate before the norm. The weight of the spec does not matter."""
+    config = heuristics.piece(spec, target, 1 + (spec.residual is not None) + bool(spec.gate))
+    return RowPlan(spec, target, config, split_forward.row_sums, _all, apart=False)
+
+
+@cache
+def plan_row_apply(spec: NormSpec, target: Target, save: bool) -> RowPlan:
+    """spec.residual: the dtype of the rows that are read, where it is not y's."""
+    config = heuristics.piece(spec, target, 1 + bool(spec.gate))
+    return RowPlan(spec, target, config, split_forward.row_apply, _all, apart=True, save=save)
+
+
+@cache
+def plan_grad_sums(spec: NormSpec, target: Target) -> RowPlan:
+    config = heuristics.piece(spec, target, 2 + bool(spec.gate))
+    return RowPlan(spec, target, config, split_backward.grad_sums, _without_sums, apart=False)
+
+
+def center_launches(rows: int, count: int, share: float) -> list[Launch]:
+    """The launch of row_center for pieces of `count` columns."""
+    after = (float(count), share, rows, CENTER_TILE)
+    return [Launch(ROW_CENTER, (cdiv(rows, CENTER_TILE),), (), _all, after)]
+
+
+@cache
+def plan_grad_apply(spec: NormSpec, target: Target, needs: Needs) -> "GradientPlan":
+    """The plan for the needed gradients."""
+    spec = replace(spec, rounding="late")  # rounding concerns the forward pass only
+    config = heuristics.piece_backward(spec, target, needs)
+    return GradientPlan(spec, target, config, heuristics.column_sum(spec, target), needs)
+
+
+@dataclass(frozen=True)
+class GradientPlan(BackwardPlan):
+    """A backward pass to which the sums over rows are given, so that no blocks exchange any."""
+
+    function: ClassVar[ct.kernel] = split_backward.grad_apply
+    arrays: ClassVar[type] = SplitBackwardArrays
+
+    @cached_property
+    def _exchanges(self) -> bool:
+        return False

@@ -1,0 +1,114 @@
+"""How the ops of rows in pieces run on DTensors.
+
+Per mesh dimension, on the rows of the table in sharding.py, with what has a number a row placed as
+x is, and on one more:
+
+    rows                 x, gate, dy,    weight, bias,    part, own,       whole, mean, rstd,
+                         y, dx, …        dW, dB           their sums       dots, added up
+    cut in a normalised  Shard(d)        Shard(d')        Partial          Replicate
+      dimension d
+
+d' is the parameter's dimension that lies on x's dimension d. `own` is what a piece alone knows. It
+is Partial by name, and nothing adds it up: row_center reads it where row_sums left it.
+"""
+
+import sys
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+from ...spec import Options
+from ..sharding import Given, Strategy
+from ..tensors import Tensors, computed, merged_needs
+from ..torch_private import keep_every_argument
+
+# The groups of the tensors and of the results of each op: (r)ows, (p)arameters, (d)erivatives of
+# parameters, (n)umbers of whole rows, (s)ums of a piece.
+GROUPS = {
+    "row_sums": ("rrr", "ssr"),
+    "row_center": ("rns", "s"),
+    "row_apply": ("rrppnn", "rnn"),
+    "grad_sums": ("rrrpnn", "s"),
+    "grad_apply": ("rrrrppnnn", "rrrdd"),
+}
+
+
+class PieceRule(NamedTuple):
+    """A row of the table: the placements of each group, by its letter, and of absent results."""
+
+    r: Any
+    p: Any
+    d: Any
+    n: Any
+    s: Any
+    absent: Any
+
+
+def register_where_loaded() -> None:
+    """Have DTensor, where it is loaded, run the ops by the rules."""
+    if "torch.distributed.tensor" in sys.modules:
+        _register()
+
+
+@cache
+def _register() -> None:
+    from torch.distributed.tensor.experimental import register_sharding
+
+    ops = {name: getattr(torch.ops.tilenorm, name).default for name in GROUPS}
+    for name, op in ops.items():
+        register_sharding(op)(lambda *given, name=name: strategies(name, given))
+    keep_every_argument(ops.values())
+
+
+def piece_rules(x: Any, parameters: list, dims: int) -> Iterator[PieceRule]:
+    """The rows of the table for x and its parameters, of which `shape` is read."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    whole, part = Replicate(), Partial()
+    yield PieceRule(*[whole] * 6)
+    rank = len(x.shape)
+    of_parameters = max((len(p.shape) for p in parameters if p is not None), default=0)
+    for d in range(rank):
+        along = d - rank + of_parameters  # the parameters' dimension that lies on x's
+        p, derivative = (Shard(along),) * 2 if along >= 0 else (whole, part)
+        if d < rank - dims:
+            yield PieceRule(Shard(d), p, derivative, Shard(d), Shard(d), whole)
+        else:
+            yield PieceRule(Shard(d), p, derivative, whole, part, whole)
+
+
+def strategies(name: str, given: Given) -> list[Strategy]:
+    """What DTensor may do with a call of an op."""
+    groups, results = GROUPS[name]
+    options = Options(*given[len(groups) :][: len(Options._fields)])
+    dims, *more = given[len(groups) + len(Options._fields) :]
+    parameters = [t for t, group in zip(given, groups, strict=False) if group == "p"]
+    there = _there(name, given, options, more)
+    others = [None] * (len(given) - len(groups))
+    found = []
+    for rule in piece_rules(given[0], parameters, dims):
+        placed = [
+            None if t is None else getattr(rule, g) for t, g in zip(given, groups, strict=False)
+        ]
+        out = [getattr(rule, g) if t else rule.absent for t, g in zip(there, results, strict=True)]
+        found.append((out, placed + others))
+    return found
+
+
+def _there(name: str, given: Given, options: Options, more: list) -> tuple[bool, ...]:
+    """Which results are no empty tensors."""
+    layer = options.norm == "layer"
+    if name == "row_sums":
+        return True, layer, given[1] is not None
+    if name == "row_apply":
+        save = more[2]
+        return True, save and layer, save
+    if name == "grad_apply":
+        dy, dsum, *read = given[:6]
+        added, mask = more[:2]
+        tensors = Tensors(dy, read[0] if added else None, *read[1:])
+        dtypes = Tensors(*(t and t.tensor_meta.dtype for t in tensors))
+        return computed(merged_needs(dtypes, dsum is not None, tuple(mask)))
+    return (True,)
