@@ -128,10 +128,18 @@ class Llama(nn.Module):
         """Set the weights of norms to 1, and all other weights to random values from the seed."""
         make = torch.Generator(self.cos.device).manual_seed(seed)
         for parameter in self.parameters():
+            cut = hasattr(parameter, "placements")  # a DTensor: every rank draws the whole weight
+            like = {"dtype": parameter.dtype, "device": make.device}
+            whole = torch.empty(parameter.shape, **like) if cut else parameter
             if parameter.ndim == 1:
-                parameter.fill_(1.0)
+                whole.fill_(1.0)
             else:
-                parameter.normal_(0.0, INITIAL_DEVIATION, generator=make)
+                whole.normal_(0.0, INITIAL_DEVIATION, generator=make)
+            if cut:
+                from torch.distributed.tensor import distribute_tensor
+
+                where = parameter.device_mesh, parameter.placements
+                parameter.copy_(distribute_tensor(whole, *where, src_data_rank=None))
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens[:, :-1])

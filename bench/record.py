@@ -61,9 +61,8 @@ class Copy:
 
 @dataclass(frozen=True)
 class Host:
-    """Host microseconds of one call: a forward without grad, and a forward with its backward.
-
-    Each is the median of its samples. Where there were several rounds, it is the least median.
+    """Host microseconds of one call: a forward without grad, and a forward with its backward. Each
+    is the median of its samples; where there were several rounds, it is the least median.
     """
 
     op: str
@@ -112,6 +111,8 @@ class Step:
 
     ``norm_kernels_ms`` maps each kernel that computes a norm to its GPU time in one step.
     ``same_bits`` says whether a second run from the same start had the same losses and weights.
+    ``ranks`` has each rank's time and memory, if there are several. The time and memory beside it
+    are then the largest, and the losses and kernels are rank 0's.
     """
 
     model: str
@@ -126,6 +127,7 @@ class Step:
     peak_bytes: int | None = None
     losses: list[float] = field(default_factory=list)
     same_bits: bool | None = None
+    ranks: list[dict] = field(default_factory=list)
     error: str = ""
 
 
@@ -158,10 +160,8 @@ Line = Cell | Copy | Host | FirstCall | Precompile | Step | Accuracy
 
 @dataclass
 class Record:
-    """All measurements of one or more runs.
-
-    Each of ``runs`` says where, when and with which versions it was made, and which providers were
-    absent and why.
+    """All measurements of one or more runs. Each of ``runs`` says where, when and with which
+    versions it was made, and which providers were absent and why.
     """
 
     runs: list[dict] = field(default_factory=list)
@@ -226,8 +226,8 @@ def from_json(text: str) -> Line | dict:
 def read(lines: Iterable[str]) -> Record:
     """The record in a file.
 
-    A last line that was cut off while it was written is ignored. Raises ValueError with the number
-    of the first other line that is not part of a record.
+    A last line that was cut off is ignored. Raises ValueError with the number of the first other
+    line that is not part of a record.
     """
     record = Record()
     for number, text in enumerate(lines, 1):
@@ -255,9 +255,8 @@ def load(paths: Sequence[str | Path]) -> Record:
 
 @contextmanager
 def writing(path: str | None, run: dict) -> Iterator[tuple[Record, Callable[[Line], None]]]:
-    """An empty record of one run, and a function that adds a line to it.
-
-    The function also writes the line at once to the file at ``path``, if a path is given.
+    """An empty record of one run, and a function that adds a line to it, and at once to the file
+    at ``path``, if a path is given.
     """
     if path:
         Path(path).parent.mkdir(parents=True, exist_ok=True)

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from bench import accuracy_table
+from bench import accuracy_table, step_table
 from bench.cases import DIRECTIONS, HALVES, LATENCIES, OPS
-from bench.record import Cell, FirstCall, Record, Step
+from bench.record import Cell, FirstCall, Record
 from bench.text import table, titled
 from bench.timing import MOST_SETS
 
@@ -37,7 +37,9 @@ def tables(record: Record, markdown: bool = False) -> list[str]:
     for op in dict.fromkeys(host.op for host in record.hosts):
         parts.append(_host_times(record, op, markdown))
     for model in dict.fromkeys(step.model for step in record.steps):
-        parts.append(_steps([step for step in record.steps if step.model == model], markdown))
+        parts.append(
+            step_table.table_of([step for step in record.steps if step.model == model], markdown)
+        )
     for op in dict.fromkeys(call.op for call in record.first_calls):
         parts.append(_first_calls(record, op, markdown))
     return parts + accuracy_table.tables(record.accuracies, markdown)
@@ -207,43 +209,6 @@ def _us(value: float | None, unit: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:.1f} ({value / unit:.2f})" if unit else f"{value:.1f}"
-
-
-def _steps(steps: Sequence[Step], markdown: bool) -> str:
-    eager = next((step.losses for step in steps if step.variant == "eager"), [])
-    rows = []
-    for step in steps:
-        if step.median_us is None:
-            rows.append([step.variant, step.status, *"-------"])
-            continue
-        norms = sum(step.norm_kernels_ms.values())
-        rows.append(
-            [
-                step.variant,
-                f"{step.median_us / 1e3:.1f} ({step.spread:.1%})",
-                f"{step.tokens / step.median_us * 1e6:.0f}",
-                f"{norms:.2f} ({norms * 1e3 / step.median_us:.1%})" if norms else "-",
-                f"{step.peak_bytes / 2**30:.1f}" if step.peak_bytes else "-",
-                f"{step.first_s:.1f}",
-                f"{step.losses[0]:.4f} to {step.losses[-1]:.4f}",
-                _largest_change(step.losses, eager),
-                "yes" if step.same_bits else "no",
-            ]
-        )
-    header = ["variant", "ms a step (spread)", "tokens/s", "norms, ms a step", "peak GiB"]
-    header += ["first step, s", "loss", "largest change from eager's", "same bits twice"]
-    notes = [
-        "Norms: the GPU time of all kernels whose name contains the name of a norm. torch.compile\n"
-        "fuses other operations into these kernels, and their share of the time is not known.",
-    ]
-    notes += [f"{step.variant}: {step.error}" for step in steps if step.error]
-    title = f"training step of Llama 3's form: {steps[0].model}"
-    return titled(title, table(header, rows, markdown), notes, markdown)
-
-
-def _largest_change(losses: Sequence[float], eager: Sequence[float]) -> str:
-    changes = [abs(loss - other) for loss, other in zip(losses, eager, strict=False)]
-    return f"{max(changes):.2g}" if changes else "-"
 
 
 def _first_calls(record: Record, op: str, markdown: bool) -> str:

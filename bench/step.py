@@ -5,17 +5,19 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from bench import parallel
 from bench.llama import Llama, Shape
 from bench.timing import summarize
 
 LEARNING_RATE = 1e-4
+RANKS_WAIT_S = 120.0  # for each other, at the longest
 # Names of kernels that compute norms, in PyTorch, Inductor and tilenorm. Inductor names a kernel
 # after the ops that it fuses. norm_forward is in records of earlier versions of tilenorm.
 NORM_KERNEL = re.compile(
@@ -71,12 +73,22 @@ class Settings:
     steps: int = 8
     seed: int = 0
     device: str = "cuda"
+    parallel: str = ""  # one of parallel.KINDS, or a single process
+    ranks: int = 1
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of a step: with FSDP2 each rank has a batch of its own."""
+        return self.batch * self.length * (self.ranks if self.parallel == "fsdp" else 1)
 
     @property
     def name(self) -> str:
         """The settings as text. Two measurements are comparable if their names are equal."""
         shape = self.shape
         options = [name for name in ("checkpointing", "deterministic", "whole") if vars(self)[name]]
+        if self.parallel:
+            where = "CPU" if self.device == "cpu" else "GPU"
+            options.append(f"{self.parallel} on {self.ranks} ranks, one {where} each")
         sizes = [
             f"{shape.layers} layers of {shape.hidden} with {shape.heads} heads",
             f"{shape.kv_heads} of keys",
@@ -95,6 +107,18 @@ def measure(variant: str, settings: dict) -> dict:
     the losses and weights have the same bits.
     """
     given = Settings(**settings | {"shape": Shape(**settings["shape"])})
+    if not given.parallel:
+        return _measured(variant, given)
+    with parallel.group(variant, given.device, RANKS_WAIT_S) as device:
+        found = _measured(variant, replace(given, device=device))
+        everywhere = parallel.of_each_rank(found)
+    largest = {name: max(rank[name] for rank in everywhere) for name in ("median_us", "peak_bytes")}
+    ranks = [{name: rank[name] for name in largest} for rank in everywhere]
+    same = all(rank["same_bits"] for rank in everywhere)
+    return found | largest | {"same_bits": same, "ranks": ranks}
+
+
+def _measured(variant: str, given: Settings) -> dict:
     device, seed = given.device, given.seed
     if given.deterministic:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS reads it when CUDA starts
@@ -102,9 +126,12 @@ def measure(variant: str, settings: dict) -> dict:
         torch.utils.deterministic.fill_uninitialized_memory = False
     factory = {"device": device, "dtype": torch.bfloat16}
     model = Llama(given.shape, given.length, given.checkpointing, **factory)
+    parallel.cut_layers(model, given.parallel, device)
     call = prepared(model, VARIANTS[variant], given.whole)
+    parallel.shard(model, given.parallel, device)
     optimizer = OPTIMIZERS[given.optimizer].make(model.parameters(), device != "cpu")
-    make = torch.Generator(device).manual_seed(seed)
+    batch = parallel.rank() if given.parallel == "fsdp" else 0
+    make = torch.Generator(device).manual_seed(seed + batch)
     size = given.batch, given.length + 1
     tokens = torch.randint(given.shape.vocab, size, generator=make, device=device)
 
@@ -125,6 +152,8 @@ def measure(variant: str, settings: dict) -> dict:
         torch.cuda.reset_peak_memory_stats()
     times, timed = _timed(step, given.steps, device)
     peak = torch.cuda.max_memory_allocated() if device != "cpu" else None
+    if given.parallel and device == "cpu":
+        peak = parallel.resident_peak()
     kernels = _norm_kernels(step) if device != "cpu" else {}
     model.reset(seed)
     optimizer.state.clear()
@@ -160,8 +189,9 @@ def prepared(model: Llama, variant: Variant, whole: bool) -> Callable[[Tensor], 
 
 @torch.no_grad()
 def fingerprint(model: nn.Module) -> list[int]:
-    """For each parameter, the sum of its bit patterns read as integers."""
-    return [p.view(torch.int16).sum(dtype=torch.int64).item() for p in model.parameters()]
+    """For each parameter, or this rank's part, the sum of its bit patterns read as integers."""
+    parts = (p.to_local() if hasattr(p, "to_local") else p for p in model.parameters())
+    return [p.view(torch.int16).sum(dtype=torch.int64).item() for p in parts]
 
 
 def _timed(step: Callable, steps: int, device: str) -> tuple[list[float], list[float]]:

@@ -10,15 +10,20 @@ default variant. A compiler compiles one layer for all layers, as torchtitan doe
 compiles the model as one graph, which takes minutes for many layers.
 
 The command also measures one norm alone, forward and backward, on 8 x 4096 tokens.
+
+`torchrun --nproc-per-node N -m bench train --parallel fsdp`, or `tp`, measures the same step on N
+GPUs, without the norm alone. With fsdp each rank has a batch of its own. With tp, which is tensor
+and sequence parallelism, all ranks share one. Without GPUs the ranks are processes on the CPU.
 """
 
 import argparse
+import os
 import sys
 from dataclasses import asdict, replace
 
 import torch
 
-from bench import provenance, record, report, run, worker
+from bench import parallel, provenance, record, report, run, worker
 from bench.cases import SUITES, Case
 from bench.llama import Shape
 from bench.providers import attendance
@@ -37,11 +42,13 @@ CPU_ELEMENTS = 1 << 16
 def fitting_layers(settings: Settings, memory: int) -> int:
     """An estimate of how many of the model's layers fit in ``memory`` bytes; at least 1."""
     shape, tokens = settings.shape, settings.batch * settings.length
-    state = OPTIMIZERS[settings.optimizer].bytes_per_parameter
+    state = OPTIMIZERS[settings.optimizer].bytes_per_parameter / settings.ranks
     kept = shape.hidden if settings.checkpointing else shape.layer_activations
     fixed = shape.other_parameters * state + tokens * shape.vocab * LOGIT_BYTES
     if settings.checkpointing:  # the layer that is being recomputed
         fixed += tokens * shape.layer_activations * torch.bfloat16.itemsize
+    if settings.parallel == "fsdp":  # two layers and their gradients are whole at a time
+        fixed += 4 * shape.layer_parameters * torch.bfloat16.itemsize
     layer = shape.layer_parameters * state + tokens * kept * torch.bfloat16.itemsize
     return max(1, min(shape.layers, int((memory * MEMORY_SHARE - fixed) // layer)))
 
@@ -51,14 +58,18 @@ def main(argv: list[str]) -> int:
     device = provenance.device()
     settings = _settings(args, device)
     made = provenance.describe_run(device, ["train", *argv], {})
-    with record.writing(args.out, made) as (found, emit):
-        _say(f"a norm of {settings.shape.hidden} alone")
-        for line in _isolated(settings, args.timeout):
-            emit(line)
+    first = not settings.parallel or parallel.rank() == 0  # the others measure, and say nothing
+    with record.writing(args.out if first else None, made) as (found, emit):
+        if not settings.parallel:
+            _say(f"a norm of {settings.shape.hidden} alone")
+            for line in _isolated(settings, args.timeout):
+                emit(line)
         for variant in args.variant:
-            _say(f"{variant}: {settings.name}")
+            if first:
+                _say(f"{variant}: {settings.name}")
             emit(_step(settings, variant, args.timeout))
-    print(report.render(found, args.markdown))
+    if first:
+        print(report.render(found, args.markdown))
     return 0
 
 
@@ -80,6 +91,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--checkpointing", action="store_true", help="checkpoint the activations of every layer"
     )
+    parser.add_argument("--parallel", choices=parallel.KINDS, default="", help="under torchrun")
     parser.add_argument("--whole", action="store_true", help="compile the model as one graph")
     parser.add_argument(
         "--deterministic", action="store_true", help="use PyTorch's deterministic algorithms"
@@ -99,13 +111,33 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
                 f"--{whole}: got {vars(args)[whole]}, takes a multiple of "
                 f"--{part.replace('_', '-')}, {vars(args)[part]}"
             )
+    if args.parallel:
+        _check_parallel(args, parser)
     return args
+
+
+def _check_parallel(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    if "WORLD_SIZE" not in os.environ:
+        parser.error(
+            "--parallel: start it by torchrun --nproc-per-node 2 -m bench train --parallel …"
+        )
+    if args.whole:
+        parser.error("--whole: one graph of the model is for a single process, not for --parallel")
+    if len({*args.variant}) < len(args.variant):
+        parser.error("--variant: got a variant twice, takes each once with --parallel")
+    for name in ("heads", "kv_heads", "ffn", "vocab", "length") if args.parallel == "tp" else ():
+        if vars(args)[name] % parallel.ranks():
+            parser.error(
+                f"--{name.replace('_', '-')}: got {vars(args)[name]}, takes a multiple of the"
+                f" number of ranks, {parallel.ranks()}"
+            )
 
 
 def _settings(args: argparse.Namespace, device: str) -> Settings:
     given = {name: value for name, value in vars(args).items() if name in vars(Settings())}
     sizes = {name: vars(args)[name] for name in vars(Shape()) if vars(args)[name] is not None}
-    settings = Settings(**given, shape=Shape(**sizes), device=device)
+    ranks = parallel.ranks() if args.parallel else 1
+    settings = Settings(**given, shape=Shape(**sizes), device=device, ranks=ranks)
     if args.layers:
         return settings
     if device == "cpu":
@@ -137,8 +169,7 @@ def isolated(case: dict, device: str) -> list[str]:
 
 
 def _step(settings: Settings, variant: str, timeout_s: float) -> Step:
-    tokens = settings.batch * settings.length
-    where = {"model": settings.name, "variant": variant, "tokens": tokens}
+    where = {"model": settings.name, "variant": variant, "tokens": settings.tokens}
     arguments = {"variant": variant, "settings": asdict(settings)}
     try:
         return Step(**where, **worker.run(measure, timeout_s, **arguments))
