@@ -6,8 +6,6 @@ them little. DTensor's share is a DTensor's time less a plain tensor's.
 """
 
 import argparse
-import os
-import platform
 import statistics
 import tempfile
 import time
@@ -19,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import tilenorm
+from bench.provenance import processors
 
 SHAPE = (4, 8, 64)
 CALLS, SAMPLES, WARM_UP = 50, 21, 100
@@ -61,7 +60,7 @@ def table() -> Iterator[str]:
     def on_mesh(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         return distribute_tensor(x, mesh, [Shard(1)]), distribute_tensor(w, mesh, [Replicate()])
 
-    yield f"µs of CPU time a call, PyTorch {torch.__version__}, {os.cpu_count()} × {_processor()}."
+    yield f"µs of CPU time a call, PyTorch {torch.__version__}, {processors()}."
     yield ""
     yield "| norm | by | direction | plain | DTensor | DTensor's share |"
     yield "| :-- | :-- | :-- | --: | --: | --: |"
@@ -103,11 +102,3 @@ def microseconds(call: Callable) -> float:
             call()
         samples.append((time.thread_time_ns() - start) / CALLS / 1000)
     return statistics.median(samples)
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo") as file:
-            return next(line.partition(": ")[2].strip() for line in file if "model name" in line)
-    except (OSError, StopIteration):
-        return platform.machine()

@@ -118,3 +118,6 @@ def _tensor_parallel(model: Llama, mesh) -> None:
     plan |= {"head.norm": SequenceParallel()}
     plan |= {"head.output": ColwiseParallel(input_layouts=rows, output_layouts=whole)}
     parallelize_module(model, mesh, plan)
+    # What RowwiseParallel returns has not arrived yet. PyTorch 2.13's compiled layers give no
+    # gradient to such an input, so the first layer gets a copy.
+    model.embedding.register_forward_hook(lambda module, given, x: x.clone())
