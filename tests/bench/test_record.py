@@ -106,6 +106,14 @@ def test_steps_show_the_largest_change_from_the_losses_of_eager():
     assert "compile: OutOfMemoryError: no" in rows
 
 
+def test_steps_of_several_ranks_show_each():
+    ranks = [{"median_us": us, "peak_bytes": gib << 30} for us, gib in ((4e4, 1), (3e4, 2))]
+    steps = [replace(STEPS[0], ranks=ranks), STEPS[2]]
+    rows = rows_of(report.render(Record([RUN], steps=steps)))
+    assert any(row.endswith("0 no 40.0, 30.0 1.00, 2.00") for row in rows)
+    assert "compile failed - - - - - - - - -" in rows
+
+
 @pytest.mark.parametrize(
     ("direction", "unit", "shown"),
     [("inference", "µs", "2 1.6"), ("training", "ms", "0.002 0.0016")],
