@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from bench import parallel, record, report
 from bench.llama import Shape
-from bench.step import VARIANTS, Settings, _measured
+from bench.step import Settings, _measured
 from bench.train import fitting_layers, main
 
 from ..distributed.conftest import world  # noqa: F401 (a fixture)
@@ -52,11 +52,13 @@ def test_losses_are_those_of_one_process(world, kind, variant):  # noqa: F811
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", parallel.KINDS)
 def test_the_command(tmp_path, kind):
-    """Every variant, compiled ones too, on two ranks, of which the first writes the record."""
+    """Two ranks, of which the first writes the record. A compiler takes most of the time."""
     path = tmp_path / "run.jsonl"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
     command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "-m", "bench", "train"]
     command += ["--parallel", kind, *OPTIONS, "--out", str(path)]
+    variants = ["eager", "tilenorm-compile"]
+    command += ["--variant", *variants]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -65,7 +67,7 @@ def test_the_command(tmp_path, kind):
         f"torchrun --nproc-per-node 2 -m bench train --parallel {kind}"
     )
     assert [(s["variant"], s["status"], s["error"]) for s in steps] == [
-        (variant, "ok", "") for variant in VARIANTS if variant != "tilenorm-graph"
+        (variant, "ok", "") for variant in variants
     ]
     for step in steps:
         assert len(step["ranks"]) == 2 and f"{kind} on 2 ranks" in step["model"]
