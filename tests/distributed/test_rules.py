@@ -19,6 +19,7 @@ from .world import NAMES, slow_but_first
 # Whole vectors: the CPU computes silu and sigmoid of what fills none by other code, to other bits.
 N = 32
 EACH_MESH = pytest.mark.parametrize("name", slow_but_first(reversed(NAMES)))
+ONE_FORM_QUICK = pytest.mark.parametrize("form", slow_but_first(reversed(FAMILY.values())))
 ONE = NAMES[0]
 ROWS = ("output", "sum", "input", "residual", "gate")
 
@@ -71,7 +72,7 @@ def heads(name, form, number):
 
 
 @EACH_MESH
-@pytest.mark.parametrize("number", [4, 5])
+@pytest.mark.parametrize("number", slow_but_first([5, 4]))
 @pytest.mark.parametrize("form", [LAYER, ADD, GATED], ids=lambda form: form.op)
 def test_weights_by_head(world, name, form, number):
     """Of five heads, one of four ranks has none."""
@@ -89,7 +90,7 @@ def incoming_elsewhere(name, form):
 
 
 @EACH_MESH
-@EACH_FORM
+@ONE_FORM_QUICK
 def test_gradients_that_come_with_another_placement(world, name, form):
     """mean and rstd follow their rows, wherever the incoming gradient's rows are."""
     world.run(incoming_elsewhere, name, form)
