@@ -158,6 +158,25 @@ def alike(given: Case, rows: Placements, parameters: Placements = (R,)) -> dict[
     return {n: parameters if n in PARAMETERS else rows for n in given.tensors}
 
 
+def compare_second_derivatives(given: Case, name: str, placements: Sequence[dict]) -> None:
+    """On the mesh of a name, for each of the placements, the second derivatives of one process.
+
+    placements: each as `alike` makes them.
+    """
+
+    def twice(tensors):
+        leaves = {n: t.detach().requires_grad_() for n, t in tensors.items()}
+        loss = sum(y.square().sum() for y in call(given.form, leaves))
+        first = torch.autograd.grad(loss, [*leaves.values()], create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in first), [*leaves.values()])
+
+    expected = twice(given.tensors)
+    for at in placements:
+        found = twice({n: placed(t, name, at[n]) for n, t in given.tensors.items()})
+        for result, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(result.full_tensor(), other)
+
+
 __all__ = [
     "EPS",
     "Case",
@@ -167,6 +186,7 @@ __all__ = [
     "alike",
     "call",
     "case",
+    "compare_second_derivatives",
     "counted",
     "device",
     "mesh",

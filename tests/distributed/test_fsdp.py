@@ -19,7 +19,7 @@ import tilenorm
 
 from .modules import ALL, OURS, PYTORCHS, Block, alone, block, rows_of, steps, trained
 from .placing import device, mesh
-from .test_models import INDUCTOR
+from .world import INDUCTOR
 
 BF16, F32 = torch.bfloat16, torch.float32
 # The policy, and the dtypes of the activations and of the weights that a forward sees.

@@ -1,7 +1,6 @@
 """Models under tensor and sequence parallelism: eager, patched and compiled, with their norms."""
 
 import copy
-import shutil
 
 import pytest
 import torch
@@ -17,9 +16,10 @@ from torch.distributed.tensor.parallel import (
 
 import tilenorm
 
+from ..integrations.graphs import HuggingFaceNorm
 from ..ops.helpers import FAMILY, call, incoming_of, random, step
 from .placing import P, R, Shard, alike, case, device, mesh, placed, profiled
-from .world import NAMES, slow_but_first
+from .world import INDUCTOR, NAMES, slow_but_first
 
 N = 32
 ONE, *_ = NAMES_FLAT = [name for name in NAMES if "x" not in name]
@@ -28,23 +28,6 @@ NORMS = {
     "torch.nn, patched": (nn.RMSNorm, nn.LayerNorm),
     "tilenorm": (tilenorm.RMSNorm, tilenorm.LayerNorm),
 }
-NEEDS_COMPILER = pytest.mark.skipif(not shutil.which("g++"), reason="Inductor needs g++ on the CPU")
-INDUCTOR = [pytest.mark.slow, NEEDS_COMPILER]
-
-
-class Written(nn.Module):
-    """The same operations as transformers' LlamaRMSNorm."""
-
-    def __init__(self, size: int, eps=1e-6):
-        super().__init__()
-        self.weight, self.variance_epsilon = nn.Parameter(torch.ones(size)), eps
-
-    def forward(self, hidden_states):
-        dtype = hidden_states.dtype
-        hidden_states = hidden_states.to(torch.float32)
-        variance = hidden_states.pow(2).mean(-1, keepdim=True)
-        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
-        return self.weight * hidden_states.to(dtype)
 
 
 class Block(nn.Module):
@@ -150,7 +133,7 @@ def compiled(name: str, first: type, backend: str):
 @pytest.mark.parametrize(
     "name, first, backend",
     [
-        (ONE, Written, "aot_eager"),
+        (ONE, HuggingFaceNorm, "aot_eager"),
         *(pytest.param(n, nn.RMSNorm, "aot_eager", marks=pytest.mark.slow) for n in NAMES_FLAT),
         pytest.param(ONE, nn.RMSNorm, "inductor", marks=INDUCTOR),
     ],

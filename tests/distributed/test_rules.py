@@ -13,7 +13,18 @@ from tilenorm.ops.library import Backward
 from tilenorm.spec import Options
 
 from ..ops.helpers import ADD, EACH_FORM, EPS, FAMILY, GATED, LAYER, RMS, call, random
-from .placing import P, R, Shard, alike, case, counted, device, mesh, placed
+from .placing import (
+    P,
+    R,
+    Shard,
+    alike,
+    case,
+    compare_second_derivatives,
+    counted,
+    device,
+    mesh,
+    placed,
+)
 from .world import NAMES, slow_but_first
 
 # Whole vectors: the CPU computes silu and sigmoid of what fills none by other code, to other bits.
@@ -211,18 +222,8 @@ def test_plain_tensors_beside_dtensors_raise_pytorchs_error(world):
 def second_derivatives(name, form):
     given = case(form, 4, 6, N, dtype=torch.float64)
 
-    def twice(tensors):
-        leaves = {n: t.detach().requires_grad_() for n, t in tensors.items()}
-        loss = sum(y.square().sum() for y in call(form, leaves))
-        first = torch.autograd.grad(loss, [*leaves.values()], create_graph=True)
-        return torch.autograd.grad(sum(g.square().sum() for g in first), [*leaves.values()])
-
-    expected = twice(given.tensors)
-    for cut in (R, Shard(0), Shard(1)):
-        placements = alike(given, [cut] * dims_of(name))
-        found = twice({n: placed(t, name, placements[n]) for n, t in given.tensors.items()})
-        for result, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(result.full_tensor(), other)
+    cuts = ([cut] * dims_of(name) for cut in (R, Shard(0), Shard(1)))
+    compare_second_derivatives(given, name, [alike(given, cut) for cut in cuts])
 
 
 @EACH_MESH

@@ -18,7 +18,18 @@ from ..ops.helpers import (
     incoming_of,
     random,
 )
-from .placing import P, R, Shard, alike, case, counted, device, mesh, placed
+from .placing import (
+    P,
+    R,
+    Shard,
+    alike,
+    case,
+    compare_second_derivatives,
+    counted,
+    device,
+    mesh,
+    placed,
+)
 from .world import NAMES, slow_but_first
 
 EACH_MESH = pytest.mark.parametrize("name", slow_but_first(reversed(NAMES)))
@@ -199,18 +210,8 @@ def test_weights_by_head_and_two_normalized_dimensions(world):
 def second_derivatives(name, form):
     given = case(form, 4, 3, 32, dtype=torch.float64)
 
-    def twice(tensors):
-        leaves = {n: t.detach().requires_grad_() for n, t in tensors.items()}
-        loss = sum(y.square().sum() for y in call(form, leaves))
-        first = torch.autograd.grad(loss, [*leaves.values()], create_graph=True)
-        return torch.autograd.grad(sum(g.square().sum() for g in first), [*leaves.values()])
-
-    expected = twice(given.tensors)
-    for rows, parameters in CUTS[mesh(name).ndim]:
-        placements = alike(given, rows, parameters)
-        found = twice({n: placed(t, name, placements[n]) for n, t in given.tensors.items()})
-        for result, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(result.full_tensor(), other)
+    cuts = CUTS[mesh(name).ndim]
+    compare_second_derivatives(given, name, [alike(given, *cut) for cut in cuts])
 
 
 @pytest.mark.parametrize("name", slow_but_first(NAMES))

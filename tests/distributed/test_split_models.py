@@ -1,7 +1,5 @@
 """Models whose norms lie behind projections that are cut by columns."""
 
-import shutil
-
 import pytest
 import torch
 from torch import nn
@@ -16,11 +14,9 @@ import tilenorm
 
 from ..ops.helpers import EPS, random
 from .placing import Shard, counted, device, mesh
-from .world import NAMES
+from .world import INDUCTOR, NAMES
 
 ONE = NAMES[0]
-NEEDS_COMPILER = pytest.mark.skipif(not shutil.which("g++"), reason="Inductor needs g++ on the CPU")
-INDUCTOR = pytest.param("inductor", marks=[pytest.mark.slow, NEEDS_COMPILER])
 
 
 class Attention(nn.Module):
@@ -74,7 +70,7 @@ def q_and_k(backend):
         assert p.grad.placements == p.placements
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager", INDUCTOR])
+@pytest.mark.parametrize("backend", [None, "aot_eager", pytest.param("inductor", marks=INDUCTOR)])
 def test_q_and_k_norms_of_olmo_2(world, backend):
     """Behind projections that are cut by columns: one all-reduce for each norm each way, and the
     one of o_proj's output.

@@ -6,6 +6,7 @@ once, and each test sends them its functions.
 """
 
 import os
+import shutil
 import socket
 import tempfile
 import traceback
@@ -34,6 +35,10 @@ MESHES = {
     1: {"1": (1,), "1x1": (1, 1)},  # on a machine with one GPU
 }
 NAMES = tuple(MESHES[int(os.environ["WORLD_SIZE"])] if TORCHRUN else MESHES[RANKS])
+
+
+NEEDS_COMPILER = pytest.mark.skipif(not shutil.which("g++"), reason="Inductor needs g++ on the CPU")
+INDUCTOR = [pytest.mark.slow, NEEDS_COMPILER]
 
 
 def slow_but_first(values: Iterable) -> list:

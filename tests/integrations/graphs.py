@@ -16,6 +16,21 @@ ATEN = torch.ops.aten
 NORM, NORM_BACKWARD = torch.ops.tilenorm.norm.default, torch.ops.tilenorm.norm_backward.default
 
 
+class HuggingFaceNorm(nn.Module):
+    """The same operations as transformers' LlamaRMSNorm."""
+
+    def __init__(self, size: int, eps: float = 1e-6):
+        super().__init__()
+        self.weight, self.variance_epsilon = nn.Parameter(torch.ones(size)), eps
+
+    def forward(self, hidden_states):
+        dtype = hidden_states.dtype
+        hidden_states = hidden_states.to(torch.float32)
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+        return self.weight * hidden_states.to(dtype)
+
+
 class Replaced(NamedTuple):
     """A module after the pass: a callable that runs it, its graph, and the report of the pass."""
 

@@ -11,25 +11,10 @@ from torch._inductor.utils import fresh_cache
 import tilenorm
 
 from ..ops.helpers import EACH_DEVICE, EPS, NEEDS_GPU, random
-from .graphs import argument, calls
+from .graphs import HuggingFaceNorm, argument, calls
 
 N, ROWS, STEPS = 64, 6, 3
 INDUCTOR = {"cpu": shutil.which("g++"), "cuda": importlib.util.find_spec("triton")}
-
-
-class HuggingFaceNorm(nn.Module):
-    """The same operations as transformers' LlamaRMSNorm."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight, self.variance_epsilon = nn.Parameter(torch.ones(N)), EPS
-
-    def forward(self, hidden_states):
-        dtype = hidden_states.dtype
-        hidden_states = hidden_states.to(torch.float32)
-        variance = hidden_states.pow(2).mean(-1, keepdim=True)
-        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
-        return self.weight * hidden_states.to(dtype)
 
 
 class Model(nn.Module):
@@ -37,7 +22,7 @@ class Model(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.before, self.after = HuggingFaceNorm(), nn.LayerNorm(N)
+        self.before, self.after = HuggingFaceNorm(N, EPS), nn.LayerNorm(N)
         self.up, self.down = nn.Linear(N, 2 * N), nn.Linear(2 * N, N)
 
     def forward(self, x):
@@ -253,7 +238,7 @@ def test_a_decorated_function_has_a_report(dynamo):
 
 def test_layers_compiled_alone_share_their_code(dynamo):
     """The code, and so its entry in a report, is the first one's."""
-    first, second = (tilenorm.compile(HuggingFaceNorm(), backend="eager") for _ in range(2))
+    first, second = (tilenorm.compile(HuggingFaceNorm(N, EPS), backend="eager") for _ in range(2))
     first(random(2, N))
     second(random(2, N))
     assert len(first.tilenorm_report.graphs) == 1 and not second.tilenorm_report.graphs
