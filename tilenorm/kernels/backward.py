@@ -73,7 +73,8 @@ class Pass:
     def inputs(self):
         """The arrays that are read by rows, and those with one number a row."""
         inputs, numbers = saved_inputs_of(self.a, self.norm, self.needs)
-        return inputs, numbers[:1] + self.DOTS + numbers[1:]
+        dots = self.DOTS if self.THROUGH else ()
+        return inputs, numbers[:1] + dots + numbers[1:]
 
     def weights(self, home):
         """The weights that a block needs; home: see Weights."""

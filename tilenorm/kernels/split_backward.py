@@ -94,9 +94,5 @@ def grad_apply(
     """The formula of norm_backward, with the means of g · x̂ and of g over whole rows as given."""
     a, norm, cut, how = Arrays(*ARRAYS), Norm(*NORM), Cut(*CUT), BackwardHow(*HOW)
     order = order_of_dots(a.X, cut, rows, copied(norm, cut, how))
-    this = Pass(a, norm, cut, how, Needs(*NEEDS), rows, order, ())
-    if this.THROUGH:
-        dots = (a.DOT, a.TOTAL) if norm.LAYER else (a.DOT,)
-        walk(Pass(a, norm, cut, how, this.needs, rows, order, dots))
-    else:
-        walk(this)
+    dots = (a.DOT, a.TOTAL) if norm.LAYER else (a.DOT,)
+    walk(Pass(a, norm, cut, how, Needs(*NEEDS), rows, order, dots))
