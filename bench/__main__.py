@@ -6,7 +6,9 @@ documents again. Neither measures anything.
 ``python -m bench train`` measures a training step, ``python -m bench first-call`` measures how long
 compiling takes, and ``python -m bench accuracy`` measures errors. ``--from`` prints their records
 too. ``python -m bench halves`` counts what a backward in two halves launches and moves, and
-``python -m bench dtensor`` measures the host time of norms of DTensors.
+``python -m bench dtensor`` measures the host time of norms of DTensors. ``python -m bench gemm``
+measures matrix multiplications that also add a tensor, and ``python -m bench quantized`` norms with
+a quantised output.
 """
 
 import argparse
@@ -20,9 +22,11 @@ from bench import (
     documents,
     dtensor,
     first_call,
+    gemm,
     halves,
     plot,
     provenance,
+    quantized,
     record,
     report,
     train,
@@ -47,6 +51,8 @@ COMMANDS = {
     "accuracy": accuracy.main,
     "halves": halves.main,
     "dtensor": dtensor.main,
+    "gemm": gemm.main,
+    "quantized": quantized.main,
 }
 CPU_ELEMENTS = 1 << 18
 CPU_BUDGET_S = 0.02

@@ -78,7 +78,8 @@ class Op:
         The gradients of the parameters need what the forward saved, which is a sum if there is a
         residual, and the gradient of y. They need no parameter and no gradient of a sum.
         """
-        sums, saved = len(self.columns), len(self.rows) - ("residual" in self.rows)
+        not_saved = {"residual", "skip"} & {*self.rows}
+        sums, saved = len(self.columns), len(self.rows) - len(not_saved)
         inputs = self.backward._replace(columns=self.backward.columns - sums)
         return inputs, Traffic(saved + 1, sums)
 
@@ -165,6 +166,26 @@ OPS = {
             eager=formulas.of_sum(formulas.eager_layer_norm),
         ),
         Op(
+            name="rms_norm_add",
+            rows=("x", "skip"),
+            columns=("weight",),
+            outputs=("y",),
+            forward=Traffic(rows=3, columns=1),  # x, skip, weight -> y
+            backward=Traffic(rows=3, columns=2),  # x, dy, weight -> dx, dweight; dskip is dy
+            reference=formulas.added_to(formulas.rms_norm),
+            eager=formulas.added_to(formulas.eager_rms_norm),
+        ),
+        Op(
+            name="layer_norm_add",
+            rows=("x", "skip"),
+            columns=("weight", "bias"),
+            outputs=("y",),
+            forward=Traffic(rows=3, columns=2),  # x, skip, weight, bias -> y
+            backward=Traffic(rows=3, columns=3),  # x, dy, weight -> dx, dweight, dbias; dskip is dy
+            reference=formulas.added_to(formulas.layer_norm),
+            eager=formulas.added_to(formulas.eager_layer_norm),
+        ),
+        Op(
             name="gated_rms_norm",
             rows=("x", "gate"),
             columns=("weight",),
@@ -230,6 +251,7 @@ def _of_4096_rows(op: str, hidden, dtypes=tuple(DTYPES)) -> tuple[Case, ...]:
 
 _MI = 1 << 20
 _PLAIN = ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm")
+_AFTER, _GATED = ("rms_norm_add", "layer_norm_add"), ("gated_rms_norm", "gated_layer_norm")
 _POWERS = tuple(1 << k for k in range(8, 19))
 _FULL = tuple(sorted((*_POWERS, 1536, 3072, 5120, 7168, 12288, 20480, 49152)))
 
@@ -238,13 +260,13 @@ SUITES = {
     "quick": _sweep(16 * _MI, ("rms_norm",), (1024, 4096, 16384), ("bfloat16",))
     + _sweep(16 * _MI, ("rms_norm",), (4096,), ("float32",))
     + _sweep(16 * _MI, ("layer_norm",), (4096,), ("float16",))
-    + _sweep(16 * _MI, (*_PLAIN[2:], "gated_rms_norm", "gated_layer_norm"), (4096,), ("bfloat16",))
+    + _sweep(16 * _MI, (*_PLAIN[2:], *_AFTER, *_GATED), (4096,), ("bfloat16",))
     + _sweep(16 * _MI, ("head_rms_norm",), (128,), ("bfloat16",)),
     # Published sweeps: RMSNorm on 4096 rows, and the sweep of Triton's LayerNorm tutorial.
     "seeds": _of_4096_rows("rms_norm", (1024, 2048, 4096, 8192, 16384))
     + _of_4096_rows("layer_norm", range(1024, 15872 + 1, 512), ("float16",)),
     "full": _sweep(64 * _MI, _PLAIN, _FULL)
-    + _sweep(64 * _MI, ("gated_rms_norm", "gated_layer_norm"), (128, 1024, 4096, 8192))
+    + _sweep(64 * _MI, (*_AFTER, *_GATED), (128, 1024, 4096, 8192))
     + _sweep(64 * _MI, ("head_rms_norm",), (32, 64, 128, 256, 512)),
     # Decode steps and small batches.
     "latency": tuple(

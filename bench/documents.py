@@ -14,6 +14,8 @@ run      the machine, the versions, the date and the command of each run of the 
 table    the tables of ``python -m bench --from RECORD --markdown``, without heading and footing
 summary  speeds beside the fastest other provider, with a column for each op
 losses   one sentence that names every shape at which another provider is faster
+pairs    the pairs of training steps, a row each, without their kernels
+gains    the same in a few columns
 plot     a link to the plot of the records, an SVG file; a path that ends in .svg names the file,
          and without one the file stands beside the record
 
@@ -25,12 +27,13 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench import plot, report
+from bench import pair_table, plot, report
 from bench.cases import DIRECTIONS
 from bench.record import Cell, Record, load, merge
 from bench.text import table
 
 OPTIONS = {"op": str, "dtype": str, "n": int, "direction": str, "provider": str}
+OPTIONS |= {"base": str, "variant": str}
 BLOCK = re.compile(
     r"(?P<opening><!-- (?P<kind>\w+): (?P<words>[^>]*?\.jsonl[^>]*) -->\n)"
     r"(?P<text>.*?)(?P<closing><!-- end -->)",
@@ -184,4 +187,9 @@ def _plot(block: Block) -> str:
     return f"![GB/s against N]({block.svg})"
 
 
+def _pairs(block: Block) -> str:
+    return pair_table.table_of(block.record.pairs, markdown=True)
+
+
 KINDS = {"run": _run, "table": _table, "summary": _summary, "losses": _losses, "plot": _plot}
+KINDS |= {"pairs": _pairs, "gains": lambda block: pair_table.gains(block.record.pairs)}

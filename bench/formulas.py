@@ -39,6 +39,11 @@ def eager_head_rms_norm(x, weight):
     return F.rms_norm(x, x.shape[-1:], eps=EPS) * weight
 
 
+def added_to(norm: Callable) -> Callable:
+    """A function that returns skip + norm(x)."""
+    return lambda x, skip, *parameters: skip + norm(x, *parameters)
+
+
 def of_sum(norm: Callable) -> Callable:
     """A function that returns the norm of x + residual, and x + residual."""
 

@@ -15,7 +15,7 @@ from bench.cases import DTYPES, HALVES, OPS, Case, Op
 from bench.text import table
 from tilenorm.launch.plan import plan_backward
 from tilenorm.launch.target import MULTIPROCESSORS, Target
-from tilenorm.ops.tensors import Tensors, merged_needs
+from tilenorm.ops.tensors import Tensors, asked_of_plain, merged_needs
 from tilenorm.spec import NormSpec
 
 PASSES = ("backward", *HALVES)
@@ -59,5 +59,5 @@ def launches(case: Case, direction: str, target: Target) -> int:
     spec = NormSpec.of(name, case.n, case.dtype, heads=op.heads or 0, **columns)
     asked = [{"x": "input"}.get(n, n) for n in (*op.rows, *op.columns)][op.gradients(direction)]
     mask = tuple(field in asked for field in Tensors._fields)
-    needs = merged_needs(Tensors(*spec.dtypes), "sum" in op.outputs, mask)
+    needs = merged_needs(spec.dtypes, "sum" in op.outputs, asked_of_plain(spec.dtypes, mask))
     return len(plan_backward(spec, target, needs).launches(case.m))

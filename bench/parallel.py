@@ -15,7 +15,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from bench.llama import Llama
+from bench.models import Transformer
 
 KINDS = ("fsdp", "tp")
 
@@ -54,13 +54,13 @@ def group(name: str, device: str, timeout_s: float) -> Iterator[str]:
         dist.destroy_process_group()
 
 
-def cut_layers(model: Llama, kind: str, device: str) -> None:
+def cut_layers(model: Transformer, kind: str, device: str) -> None:
     """What has to happen before the norms are patched and the layers compiled: TP + SP."""
     if kind == "tp":
         _tensor_parallel(model, _mesh(device))
 
 
-def shard(model: Llama, kind: str, device: str) -> None:
+def shard(model: Transformer, kind: str, device: str) -> None:
     """What has to happen after that: FSDP2, of each layer and of the rest."""
     if kind == "fsdp":
         from torch.distributed.fsdp import fully_shard
@@ -89,7 +89,7 @@ def _mesh(device: str):
     return init_device_mesh(torch.device(device).type, (ranks(),))
 
 
-def _tensor_parallel(model: Llama, mesh) -> None:
+def _tensor_parallel(model: Transformer, mesh) -> None:
     """The residual stream is cut in the sequence. Norms are SequenceParallel, as in torchtitan."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (

@@ -52,6 +52,8 @@ def _tilenorm(op: Op):
         "layer_norm": lambda x, w, b: tn.layer_norm(x, x.shape[-1:], w, b, EPS),
         "add_rms_norm": lambda x, r, w: tn.add_rms_norm(x, r, x.shape[-1:], w, EPS),
         "add_layer_norm": lambda x, r, w, b: tn.add_layer_norm(x, r, x.shape[-1:], w, b, EPS),
+        "rms_norm_add": lambda x, s, w: tn.rms_norm_add(x, s, x.shape[-1:], w, EPS),
+        "layer_norm_add": lambda x, s, w, b: tn.layer_norm_add(x, s, x.shape[-1:], w, b, EPS),
         "gated_rms_norm": lambda x, z, w: tn.gated_rms_norm(x, z, x.shape[-1:], w, EPS),
         "gated_layer_norm": gated_layer_norm,
         "head_rms_norm": rms_norm,
@@ -59,15 +61,15 @@ def _tilenorm(op: Op):
 
 
 def _compile(op: Op):
-    return _compiled(op.eager)
+    return compiled(op.eager)
 
 
 def _tilenorm_compile(op: Op):
     ours = _tilenorm(op)
-    return ours and _compiled(ours)
+    return ours and compiled(ours)
 
 
-def _compiled(function: Callable) -> Callable:
+def compiled(function: Callable) -> Callable:
     import torch._dynamo
     import torch._functorch.config
 

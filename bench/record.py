@@ -12,138 +12,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from bench.cases import HOST
-
-
-@dataclass(frozen=True)
-class Cell:
-    """The time of one provider on one shape in one direction.
-
-    ``status`` is ok, wrong, refused, failed or skipped. A cell that is not ok has no numbers, and
-    ``error`` says why.
-    """
-
-    op: str
-    dtype: str
-    m: int
-    n: int
-    direction: str
-    provider: str
-    bytes: int
-    status: str = "ok"
-    median_us: float | None = None
-    spread: float | None = None
-    samples: int = 0
-    timing: str = ""
-    error: str = ""
-
-    @property
-    def gbps(self) -> float | None:
-        return gbps(self.bytes, self.median_us)
-
-
-@dataclass(frozen=True)
-class Copy:
-    """The time of a device-to-device copy of an (M, N) tensor: the speed that memory allows."""
-
-    dtype: str
-    m: int
-    n: int
-    bytes: int
-    median_us: float
-    spread: float
-    samples: int
-    timing: str
-
-    @property
-    def gbps(self) -> float:
-        return gbps(self.bytes, self.median_us)
-
-
-@dataclass(frozen=True)
-class Host:
-    """Host microseconds of one call: a forward without grad, and a forward with its backward. Each
-    is the median of its samples; where there were several rounds, it is the least median.
-    """
-
-    op: str
-    dtype: str
-    m: int
-    n: int
-    provider: str
-    forward_us: float | None = None
-    forward_backward_us: float | None = None
-    error: str = ""
-    rounds: int = 1
-
-
-@dataclass(frozen=True)
-class FirstCall:
-    """Seconds of the first call of a spec in a process, with the compilation in it.
-
-    ``cold_s`` starts from empty caches. ``warm_s`` is of a second process, with the first's caches.
-    """
-
-    op: str
-    dtype: str
-    m: int
-    n: int
-    direction: str
-    provider: str
-    cold_s: float | None = None
-    warm_s: float | None = None
-    error: str = ""
-
-
-@dataclass(frozen=True)
-class Precompile:
-    """Seconds that ``python -m tilenorm precompile`` takes with an empty cache."""
-
-    op: str
-    arguments: str
-    cores: int
-    seconds: float | None = None
-    error: str = ""
-
-
-@dataclass(frozen=True)
-class Step:
-    """A training step of one variant of a model.
-
-    ``norm_kernels_ms`` maps each kernel that computes a norm to its GPU time in one step.
-    ``same_bits`` says whether a second run from the same start had the same losses and weights.
-    ``ranks`` has each rank's time and memory, if there are several. The time and memory beside it
-    are then the largest, and the losses and kernels are rank 0's.
-    """
-
-    model: str
-    variant: str
-    tokens: int
-    status: str = "ok"
-    median_us: float | None = None
-    spread: float | None = None
-    samples: int = 0
-    first_s: float | None = None
-    norm_kernels_ms: dict[str, float] = field(default_factory=dict)
-    peak_bytes: int | None = None
-    losses: list[float] = field(default_factory=list)
-    same_bits: bool | None = None
-    ranks: list[dict] = field(default_factory=list)
-    error: str = ""
-
-
-@dataclass(frozen=True)
-class Accuracy:
-    """The largest errors of one provider on one kind of inputs, by the result's name."""
-
-    op: str
-    dtype: str
-    m: int
-    n: int
-    inputs: str
-    provider: str
-    ulps: dict[str, float] = field(default_factory=dict)
-    error: str = ""
-
+from bench.lines import (
+    Accuracy,
+    Cell,
+    Copy,
+    FirstCall,
+    Gemm,
+    Host,
+    Pair,
+    Precompile,
+    Step,
+)
 
 LISTS = {
     Cell: "cells",
@@ -153,9 +32,11 @@ LISTS = {
     Precompile: "precompiles",
     Step: "steps",
     Accuracy: "accuracies",
+    Pair: "pairs",
+    Gemm: "gemms",
 }
 KINDS = {kind.__name__.lower(): kind for kind in LISTS}
-Line = Cell | Copy | Host | FirstCall | Precompile | Step | Accuracy
+Line = Cell | Copy | Host | FirstCall | Precompile | Step | Accuracy | Pair | Gemm
 
 
 @dataclass
@@ -172,6 +53,8 @@ class Record:
     precompiles: list[Precompile] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     accuracies: list[Accuracy] = field(default_factory=list)
+    pairs: list[Pair] = field(default_factory=list)
+    gemms: list[Gemm] = field(default_factory=list)
 
     @property
     def on_cpu(self) -> bool:
@@ -203,24 +86,27 @@ class Record:
         return Record(self.runs, **lists)
 
 
-def gbps(nbytes: int, us: float | None) -> float | None:
-    return None if us is None else nbytes / us / 1e3
-
-
 def to_json(line: Line | dict) -> str:
-    """One line of the file. A rate is written beside the time that it is computed from."""
+    """One line of the file. What is computed from the fields is written beside them."""
     if isinstance(line, dict):
         return json.dumps({"record": "run", **line})
-    rate = {"gbps": line.gbps} if hasattr(line, "gbps") else {}
-    return json.dumps({"record": type(line).__name__.lower(), **asdict(line), **rate})
+    computed = {name: getattr(line, name) for name in computed_of(type(line))}
+    return json.dumps({"record": type(line).__name__.lower(), **asdict(line), **computed})
 
 
 def from_json(text: str) -> Line | dict:
     """The line that ``to_json`` wrote."""
     values = json.loads(text)
-    kind = values.pop("record")
-    values.pop("gbps", None)
-    return values if kind == "run" else KINDS[kind](**values)
+    name = values.pop("record")
+    if name == "run":
+        return values
+    kind = KINDS[name]
+    return kind(**{name: value for name, value in values.items() if name not in computed_of(kind)})
+
+
+def computed_of(kind: type) -> tuple[str, ...]:
+    """The names of the properties that a line of a kind has in a record, beside its fields."""
+    return getattr(kind, "COMPUTED", ())
 
 
 def read(lines: Iterable[str]) -> Record:
@@ -289,7 +175,7 @@ def merge(records: Sequence[Record]) -> Record:
 
 def what(line: Line) -> tuple:
     """The key of what a line measures: two lines with equal keys measure the same thing."""
-    names = "op dtype m n direction provider arguments model variant inputs"
+    names = "op dtype m n direction provider arguments model base variant inputs sizes site way"
     return type(line), *(getattr(line, name, None) for name in names.split())
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from bench import accuracy_table, step_table
+from bench import accuracy_table, gemm_table, pair_table, step_table
 from bench.cases import DIRECTIONS, HALVES, LATENCIES, OPS
 from bench.record import Cell, FirstCall, Record
 from bench.text import table, titled
@@ -21,8 +21,8 @@ def render(record: Record, markdown: bool = False) -> str:
 def tables(record: Record, markdown: bool = False) -> list[str]:
     """Every table of a record, each with its title and notes.
 
-    First one table for each op, dtype and direction, then host times, training steps, first calls,
-    and errors.
+    First one table for each op, dtype and direction, then host times, training steps, pairs of
+    them, matrix multiplications, first calls, and errors.
     """
     parts = []
     for op, dtype in ops_and_dtypes(record.cells):
@@ -40,15 +40,22 @@ def tables(record: Record, markdown: bool = False) -> list[str]:
         parts.append(
             step_table.table_of([step for step in record.steps if step.model == model], markdown)
         )
+    if record.pairs:
+        parts.append(pair_table.table_of(record.pairs, markdown))
+    parts += [pair_table.kernels_of(pair, markdown) for pair in record.pairs if pair.kernels]
+    for sizes in dict.fromkeys(gemm.sizes for gemm in record.gemms):
+        gemms = [gemm for gemm in record.gemms if gemm.sizes == sizes]
+        parts.append(gemm_table.table_of(gemms, markdown))
     for op in dict.fromkeys(call.op for call in record.first_calls):
         parts.append(_first_calls(record, op, markdown))
     return parts + accuracy_table.tables(record.accuracies, markdown)
 
 
 def ops_and_dtypes(cells: Sequence[Cell]) -> list[tuple[str, str]]:
-    """Every pair of an op and a dtype, with the ops in the order of ``OPS``."""
+    """Every pair of an op and a dtype, with the ops in the order of ``OPS``, and others behind."""
     pairs = dict.fromkeys((cell.op, cell.dtype) for cell in cells)
-    return sorted(pairs, key=lambda pair: list(OPS).index(pair[0]))
+    order = list(OPS)
+    return sorted(pairs, key=lambda pair: order.index(pair[0]) if pair[0] in OPS else len(order))
 
 
 def _heading(record: Record) -> str:

@@ -2,29 +2,21 @@
 
 import itertools
 import os
-import re
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
 
-from bench import parallel
-from bench.llama import Llama, Shape
-from bench.timing import summarize
+from bench import kernels, parallel
+from bench.models import Transformer, drawn_batch
+from bench.shapes import LLAMA, MODELS, Shape
+from bench.timing import Timer, summarize
+from bench.variants import VARIANTS, prepared
 
 LEARNING_RATE = 1e-4
 RANKS_WAIT_S = 120.0  # for each other, at the longest
-# Names of kernels that compute norms, in PyTorch, Inductor and tilenorm. Inductor names a kernel
-# after the ops that it fuses. norm_forward is in records of earlier versions of tilenorm.
-NORM_KERNEL = re.compile(
-    r"rms_?norm|layer_?norm|RowwiseMoments|GammaBeta|rsqrt"
-    r"|(row|stream|shared|norm)_forward|norm_backward|column_sum|clear_slots",
-    re.IGNORECASE,
-)
 
 
 @dataclass(frozen=True)
@@ -42,27 +34,11 @@ OPTIMIZERS = {
 
 
 @dataclass(frozen=True)
-class Variant:
-    """Whether ``tilenorm.patch`` replaces the norms, and which ``compile`` gets the model."""
-
-    patched: bool = False
-    compiler: str | None = None  # "torch" or "tilenorm"
-
-
-VARIANTS = {
-    "eager": Variant(),
-    "compile": Variant(compiler="torch"),
-    "tilenorm": Variant(patched=True),
-    "tilenorm-compile": Variant(patched=True, compiler="torch"),
-    "tilenorm-graph": Variant(compiler="tilenorm"),  # replaces norms in the graph, not in the model
-}
-
-
-@dataclass(frozen=True)
 class Settings:
     """All settings of a training step except its variant."""
 
     shape: Shape = field(default_factory=Shape)
+    model: str = LLAMA
     batch: int = 2
     length: int = 4096
     optimizer: str = "adamw"
@@ -76,6 +52,11 @@ class Settings:
     parallel: str = ""  # one of parallel.KINDS, or a single process
     ranks: int = 1
 
+    @classmethod
+    def of(cls, fields: dict) -> "Settings":
+        """What ``dataclasses.asdict`` made a dictionary of."""
+        return cls(**fields | {"shape": Shape(**fields["shape"])})
+
     @property
     def tokens(self) -> int:
         """The tokens of a step: with FSDP2 each rank has a batch of its own."""
@@ -83,21 +64,40 @@ class Settings:
 
     @property
     def name(self) -> str:
-        """The settings as text. Two measurements are comparable if their names are equal."""
+        """The settings as text. Two measurements are comparable if their names are equal.
+
+        The form of a model stands in front, but not Llama 3's, which earlier records do not name.
+        """
         shape = self.shape
-        options = [name for name in ("checkpointing", "deterministic", "whole") if vars(self)[name]]
-        if self.parallel:
-            where = "CPU" if self.device == "cpu" else "GPU"
-            options.append(f"{self.parallel} on {self.ranks} ranks, one {where} each")
+        form = "" if self.model == LLAMA else f"{self.model}'s form: "
         sizes = [
-            f"{shape.layers} layers of {shape.hidden} with {shape.heads} heads",
+            f"{form}{shape.layers} layers of {shape.hidden} with {shape.heads} heads",
             f"{shape.kv_heads} of keys",
             f"ffn {shape.ffn}",
-            f"vocabulary {shape.vocab}",
+            f"{shape.vocab} classes" if shape.images else f"vocabulary {shape.vocab}",
             f"{self.batch} x {self.length} tokens",
             f"{self.optimizer} in bfloat16",
         ]
-        return ", ".join([*sizes, *options])
+        return ", ".join([*sizes, *self._options])
+
+    @property
+    def label(self) -> str:
+        """The model with its layers and tokens. What else differs from the model's row is said."""
+        listed = MODELS[self.model].shape
+        given = replace(self.shape, layers=listed.layers, dropout=listed.dropout)
+        parts = [self.model if given == listed else f"{self.model}'s form in other sizes"]
+        parts += [f"{self.shape.layers} layers", f"{self.batch} x {self.length} tokens"]
+        return ", ".join([*parts, *self._options])
+
+    @property
+    def _options(self) -> list[str]:
+        found = [name for name in ("checkpointing", "deterministic", "whole") if vars(self)[name]]
+        if self.parallel:
+            where = "CPU" if self.device == "cpu" else "GPU"
+            found.append(f"{self.parallel} on {self.ranks} ranks, one {where} each")
+        if self.shape.dropout:
+            found.append(f"dropout {self.shape.dropout}")
+        return found
 
 
 def measure(variant: str, settings: dict) -> dict:
@@ -106,7 +106,7 @@ def measure(variant: str, settings: dict) -> dict:
     At the end the first ``warm_up`` steps run once more from the same start, to find out whether
     the losses and weights have the same bits.
     """
-    given = Settings(**settings | {"shape": Shape(**settings["shape"])})
+    given = Settings.of(settings)
     if not given.parallel:
         return _measured(variant, given)
     with parallel.group(variant, given.device, RANKS_WAIT_S) as device:
@@ -119,30 +119,17 @@ def measure(variant: str, settings: dict) -> dict:
 
 
 def _measured(variant: str, given: Settings) -> dict:
-    device, seed = given.device, given.seed
-    if given.deterministic:
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS reads it when CUDA starts
-        torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False
-    factory = {"device": device, "dtype": torch.bfloat16}
-    model = Llama(given.shape, given.length, given.checkpointing, **factory)
+    device = given.device
+    model = made(given)
     parallel.cut_layers(model, given.parallel, device)
-    call = prepared(model, VARIANTS[variant], given.whole)
+    call = prepared(model, VARIANTS[variant], given.whole).call
     parallel.shard(model, given.parallel, device)
-    optimizer = OPTIMIZERS[given.optimizer].make(model.parameters(), device != "cpu")
-    batch = parallel.rank() if given.parallel == "fsdp" else 0
-    make = torch.Generator(device).manual_seed(seed + batch)
-    size = given.batch, given.length + 1
-    tokens = torch.randint(given.shape.vocab, size, generator=make, device=device)
+    training = Training.of(model, given)
 
     def step() -> Tensor:
-        loss = call(tokens)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
+        return training.step(call)
 
-    model.reset(seed)
+    model.reset(given.seed)
     start = time.perf_counter()
     losses = [step().item()]
     first_s = time.perf_counter() - start
@@ -150,13 +137,13 @@ def _measured(variant: str, given: Settings) -> dict:
     bits = losses[:], fingerprint(model)
     if device != "cpu":
         torch.cuda.reset_peak_memory_stats()
-    times, timed = _timed(step, given.steps, device)
+    times, timed = _timed(step, given.steps, Timer(device))
     peak = torch.cuda.max_memory_allocated() if device != "cpu" else None
     if given.parallel and device == "cpu":
         peak = parallel.resident_peak()
-    kernels = _norm_kernels(step) if device != "cpu" else {}
-    model.reset(seed)
-    optimizer.state.clear()
+    found = kernels.norms_of_step(step) if device != "cpu" else {}
+    model.reset(given.seed)
+    training.optimizer.state.clear()
     again = [step().item() for _ in range(given.warm_up)], fingerprint(model)
     result = summarize(times, "")
     return {
@@ -164,27 +151,46 @@ def _measured(variant: str, given: Settings) -> dict:
         "spread": result.spread,
         "samples": result.samples,
         "first_s": first_s,
-        "norm_kernels_ms": kernels,
+        "norm_kernels_ms": found,
         "peak_bytes": peak,
         "losses": losses + timed,
         "same_bits": bits == again,
     }
 
 
-def prepared(model: Llama, variant: Variant, whole: bool) -> Callable[[Tensor], Tensor]:
-    """The model of a variant: its norms are replaced, and its layers are compiled, in place."""
-    import tilenorm
+def made(given: Settings) -> Transformer:
+    """The model, without values. Where the settings ask for it, PyTorch is deterministic then."""
+    if given.deterministic:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS reads it when CUDA starts
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+    factory = {"device": given.device, "dtype": torch.bfloat16}
+    return Transformer(given.shape, given.length, given.checkpointing, **factory)
 
-    if variant.patched:
-        tilenorm.patch(model)
-    if variant.compiler is None:
-        return model
-    compiler = {"torch": torch, "tilenorm": tilenorm}[variant.compiler].compile
-    if whole:
-        return compiler(model)
-    model.blocks = nn.ModuleList(map(compiler, model.blocks))
-    model.head = compiler(model.head)
-    return model
+
+@dataclass
+class Training:
+    """A model with its optimizer, and the inputs of every step."""
+
+    model: Transformer
+    optimizer: torch.optim.Optimizer
+    inputs: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, model: Transformer, given: Settings) -> "Training":
+        device = given.device
+        optimizer = OPTIMIZERS[given.optimizer].make(model.parameters(), device != "cpu")
+        seed = given.seed + (parallel.rank() if given.parallel == "fsdp" else 0)
+        sizes = given.shape, given.batch, given.length
+        return cls(model, optimizer, drawn_batch(*sizes, seed, device, torch.bfloat16))
+
+    def step(self, call: Callable[..., Tensor]) -> Tensor:
+        """A whole step of the model, whose loss ``call`` computes."""
+        loss = call(*self.inputs)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
 
 
 @torch.no_grad()
@@ -194,41 +200,12 @@ def fingerprint(model: nn.Module) -> list[int]:
     return [p.view(torch.int16).sum(dtype=torch.int64).item() for p in parts]
 
 
-def _timed(step: Callable, steps: int, device: str) -> tuple[list[float], list[float]]:
+def _timed(step: Callable, steps: int, timer: Timer) -> tuple[list[float], list[float]]:
     """The microseconds and the loss of each step. The host runs ahead of the GPU."""
-
-    def mark():
-        if device == "cpu":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def between(start, end) -> float:
-        return (end - start) * 1e6 if device == "cpu" else start.elapsed_time(end) * 1e3
-
-    losses, marks = [], [mark()]
+    losses, marks = [], [timer.mark()]
     for _ in range(steps):
         losses.append(step())
-        marks.append(mark())
+        marks.append(timer.mark())
     losses = [loss.item() for loss in losses]
-    if device != "cpu":
-        torch.cuda.synchronize()
-    return [between(*pair) for pair in itertools.pairwise(marks)], losses
-
-
-def _norm_kernels(step: Callable) -> dict[str, float]:
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        step()
-        torch.cuda.synchronize()
-    kernels = [e for e in profiler.events() if e.device_type == DeviceType.CUDA]
-    return norm_kernels((e.name, e.device_time_total) for e in kernels)
-
-
-def norm_kernels(kernels: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """The milliseconds of each kernel that computes a norm, given (name, microseconds) pairs."""
-    found = {}
-    for name, us in kernels:
-        if NORM_KERNEL.search(name):
-            found[name[:100]] = found.get(name[:100], 0.0) + us / 1e3
-    return found
+    timer.wait(marks[-1])
+    return [timer.between(*pair) for pair in itertools.pairwise(marks)], losses

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from bench.record import Step
 from bench.text import table, titled
 
+LLAMA_FORM = "Llama 3's form"  # records do not name it
+
 
 def table_of(steps: Sequence[Step], markdown: bool) -> str:
     """The table of the variants of one model."""
@@ -44,7 +46,8 @@ def table_of(steps: Sequence[Step], markdown: bool) -> str:
             "Peak: the GPU's allocated memory; on a CPU, all memory of a rank's process."
         )
     notes += [f"{step.variant}: {step.error}" for step in steps if step.error]
-    title = f"training step of Llama 3's form: {steps[0].model}"
+    named = "'s form: " in steps[0].model
+    title = f"training step of {'' if named else f'{LLAMA_FORM}: '}{steps[0].model}"
     return titled(title, table(header, rows, markdown), notes, markdown)
 
 

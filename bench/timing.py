@@ -23,7 +23,7 @@ MOST_SETS = 64
 GRAPH_BYTES = 4_000_000_000
 MOST_CALLS = 512
 WARM_UP_S = 0.2
-_HEAD_START = 2_000_000  # GPU cycles, about a millisecond, in which the host runs ahead
+HEAD_START = 2_000_000  # GPU cycles, about a millisecond, in which the host runs ahead
 _MARK = 7.0
 
 
@@ -36,6 +36,30 @@ class Timing:
     samples: int
     kind: str  # "graph", "events" or "clock"
     note: str = ""  # why no CUDA graph was used
+
+
+class Timer:
+    """Points on the time line of a device. The host runs ahead of a GPU."""
+
+    def __init__(self, device: str):
+        self.on_cpu = device == "cpu"
+
+    def mark(self):
+        """This point: where the GPU is when it has done what was queued, or the CPU's clock."""
+        if self.on_cpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def wait(self, mark) -> None:
+        """Wait until the GPU has reached a point."""
+        if not self.on_cpu:
+            mark.synchronize()
+
+    def between(self, start, end) -> float:
+        """The microseconds between two points that were reached."""
+        return (end - start) * 1e6 if self.on_cpu else start.elapsed_time(end) * 1e3
 
 
 def summarize(samples_us: Sequence[float], kind: str, note: str = "") -> Timing:
@@ -116,7 +140,7 @@ def _by_events(calls, device, note) -> Timing:
     events = [_event_pair() for _ in range(30)]
     for i, (start, end) in enumerate(events):
         flush.sum()  # only reads, so the call has no dirty cache lines to write back
-        torch.cuda._sleep(_HEAD_START)
+        torch.cuda._sleep(HEAD_START)
         start.record()
         calls[i % len(calls)]()
         end.record()

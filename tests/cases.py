@@ -20,7 +20,7 @@ from tilenorm.launch.calls import Needs, every_gradient
 from tilenorm.launch.config import Backward, Config, tile_width
 from tilenorm.launch.target import Target
 from tilenorm.launch.tuned import TABLES
-from tilenorm.spec import NormSpec
+from tilenorm.spec import DIGITS, NormSpec
 
 DTYPES = ("bfloat16", "float16", "float32")
 MAX_HIDDEN = 262144
@@ -81,6 +81,10 @@ def variants(dtype: str) -> list[dict]:
     weighted = ({}, {"weight": dtype}, {"weight": dtype, "bias": dtype, "offset": 1.0})
     both = product(("rms", "layer"), (dtype, other), weighted)
     added = [{"norm": norm, "residual": residual, **more} for norm, residual, more in both]
+    # The first of two residuals has the input's dtype or that of the second one.
+    dtypes = product(("rms", "layer"), ((dtype, dtype), (dtype, other), (other, other)))
+    both = zip(dtypes, cycle(weighted[1:]))
+    twice = [{"norm": n, "addend": a, "residual": r, **more} for (n, (a, r)), more in both]
     orders = product((False, True), (dtype, other), weighted)
     gated = [{"norm": "rms", "gate": z, "gate_first": first, **more} for first, z, more in orders]
     gated += [{**fields, "activation": "sigmoid"} for fields in gated[:: len(weighted)]]
@@ -88,7 +92,8 @@ def variants(dtype: str) -> list[dict]:
     by_heads = [
         {**fields, "heads": heads, "weight": dtype, **more}
         for fields, heads in zip(
-            ({"norm": "rms"}, {"norm": "layer"}, *added[::3], *gated[::3]), cycle((3, 2, 4))
+            ({"norm": "rms"}, {"norm": "layer"}, *added[::3], *gated[::3], twice[1]),
+            cycle((3, 2, 4)),
         )
         for more in ({}, {"bias": dtype})
     ]
@@ -97,7 +102,18 @@ def variants(dtype: str) -> list[dict]:
         for fields in ({"norm": "rms"}, added[0], gated[0], gated[-1], {"norm": "layer"})
         for weight in dict.fromkeys((dtype, "float32"))
     ]
-    return [*plain, *added, *gated, *by_heads, *early]
+    both = zip(product(("rms", "layer"), (dtype, other)), cycle(weighted[1:]))
+    after = [{"norm": n, "skip": s, **more} for (n, s), more in both]
+    after += [{**after[0], "heads": 2}, {**after[2], "rounding": "early"}]
+    masks = ({"dropout_mask": "bool", "dropout_scale": 1 / 0.9}, {}, {"dropout_mask": "bool"})
+    scales = (None, dtype, other)
+    branches = [
+        {**fields, **mask, "layer_scale": scale}
+        for fields, mask, scale in zip(added[1::2], cycle(masks), cycle(scales))
+        if scale is None or DIGITS[fields["residual"]] >= DIGITS[dtype]
+    ]
+    branches.append({**branches[0], "layer_scale": dtype, "weight": dtype, "heads": 3})
+    return [*plain, *added, *gated, *by_heads, *early, *twice, *after, *branches]
 
 
 def every_variant(hidden: int) -> list[NormSpec]:
@@ -116,7 +132,8 @@ def tabled(dtype: str) -> list[dict]:
     norms = ({"weight": dtype}, {"norm": "layer", "weight": dtype, "bias": dtype})
     added = [{**fields, "residual": dtype} for fields in norms]
     gated = [{"weight": dtype, "gate": dtype, "gate_first": first} for first in (False, True)]
-    return [*norms, *added, *gated, {**gated[0], "bias": dtype}]
+    after = [{**fields, "skip": dtype} for fields in norms]
+    return [*norms, *added, *gated, {**gated[0], "bias": dtype}, *after]
 
 
 @cache
@@ -220,11 +237,15 @@ def label(value) -> str:
     for name, dtype in (
         ("w", value.weight),
         ("b", value.bias),
+        ("addend", value.addend),
         ("add", value.residual),
+        ("skip", value.skip),
+        ("scale", value.layer_scale),
         ("first" if value.gate_first else "gate", value.gate),
     ):
         if dtype:
             parts.append(name if dtype == value.dtype else f"{name}{short[dtype][2:]}")
     parts += ["o1"] * bool(value.offset) + [f"h{value.heads}"] * bool(value.heads)
+    parts += [f"mask{value.dropout_scale:.3g}"] * bool(value.dropout_mask)
     parts += ["sigmoid"] * (value.activation == "sigmoid")
     return "-".join(parts + ["early"] * (value.rounding == "early"))

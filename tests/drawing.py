@@ -3,7 +3,7 @@
 import math
 from random import Random
 
-from tilenorm.spec import WORDS, NormSpec
+from tilenorm.spec import DIGITS, WORDS, NormSpec
 
 from .cases import DTYPES
 
@@ -22,8 +22,19 @@ def spec(rng: Random, op: str, dtype: str, hidden: int) -> NormSpec:
     fields = {"weight": weight, "bias": bias, "offset": rng.choice((0.0, 0.0, 1.0))}
     if weight is None:
         del fields["offset"]  # is added to nothing
-    if op.startswith("add_"):
+    if op.endswith("_add"):
+        fields["skip"] = some()
+    elif op.startswith("add_"):
         fields["residual"] = some()
+        before = rng.randint(0, 7)
+        if before < 2:
+            fields["addend"] = rng.choice((dtype, fields["residual"]))
+        elif before < 4 and not op.endswith("_quantized"):
+            fields["layer_scale"] = some(None)
+            if DIGITS[fields["residual"]] < DIGITS[dtype]:
+                fields["layer_scale"] = None
+            if before == 2 or fields["layer_scale"] is None:
+                fields |= {"dropout_mask": "bool", "dropout_scale": rng.choice((1.0, 1 / 0.9, 2.0))}
     elif op.startswith("gated_"):
         fields["gate"] = some()
         fields["gate_first"] = rng.choice((False, True))

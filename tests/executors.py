@@ -11,8 +11,8 @@ from tilenorm.launch.config import StreamForward
 from tilenorm.launch.plan import plan_backward, plan_forward
 from tilenorm.launch.target import Target
 from tilenorm.launch.tiling import CLEAR_SLOTS
-from tilenorm.ops import cutile
-from tilenorm.ops.tensors import Results
+from tilenorm.ops import cutile, quantized
+from tilenorm.ops.tensors import Branch, Results, Tensors, trimmed
 from tilenorm.spec import NormSpec
 from tilenorm.tools.precompile import calls_of, compile_call
 from tilenorm.tools.signature import ArrayLike
@@ -21,15 +21,14 @@ from . import cases, interpreter, oracle
 from .guarded import guarded
 
 EPS = 1e-6
-WITH_ROWS = ("x", "residual", "gate", "dy", "dsum")  # the fields of Inputs that have rows
+WITH_ROWS = ("x", "residual", "gate", "dy", "dsum", "addend", "skip", "dropout_mask")  # of Inputs
 
 
 @dataclass(frozen=True)
 class Inputs:
     """The inputs of a norm.
 
-    The backward pass gets mean and rstd from the oracle, so that errors of the forward pass do not
-    matter.
+    The backward pass gets mean and rstd from the oracle: errors of the forward pass do not matter.
     """
 
     x: Tensor
@@ -40,6 +39,11 @@ class Inputs:
     dy: Tensor
     dsum: Tensor | None
     eps: float = EPS
+    addend: Tensor | None = None
+    skip: Tensor | None = None
+    dropout_mask: Tensor | None = None
+    layer_scale: Tensor | None = None
+    scale: Tensor | None = None  # of a quantised norm whose caller gives one
 
     @classmethod
     def random(cls, spec: NormSpec, rows: int, device: str, seed: int = 0) -> "Inputs":
@@ -60,9 +64,20 @@ class Inputs:
             gate=normal(spec.gate, *lead, spec.hidden),
             weight=normal(spec.weight, *heads, spec.hidden),
             bias=normal(spec.bias, *heads, spec.hidden),
-            dy=normal(spec.dtype, *lead, spec.hidden),
+            dy=normal(spec.skip or spec.dtype, *lead, spec.hidden),
             dsum=normal(spec.residual, *lead, spec.hidden),
+            addend=normal(spec.addend, *lead, spec.hidden),
+            skip=normal(spec.skip, *lead, spec.hidden),
+            dropout_mask=normal("float32", *lead, spec.hidden) > -1 if spec.dropout_mask else None,
+            layer_scale=normal(spec.layer_scale, spec.hidden),
+            scale=cls.given(spec, device),
         )
+
+    @staticmethod
+    def given(spec: NormSpec, device: str) -> Tensor | None:
+        """The scale that the caller of a quantised norm gives, if it is to give one."""
+        asked = spec.quantized is not None and spec.quantized.scaling == "tensor"
+        return torch.tensor([0.0123], device=device) if asked else None
 
     def with_rows(self, change: Callable[[str, Tensor], Tensor]) -> "Inputs":
         """The same with change(name, tensor) for each tensor that has rows."""
@@ -70,8 +85,13 @@ class Inputs:
         return replace(self, **{name: change(name, t) for name, t in there.items()})
 
     @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """What a call takes."""
+        return trimmed(tuple(getattr(self, name) for name in ("x", *Tensors._fields[1:])))
+
+    @property
     def arguments(self) -> oracle.Arguments:
-        return oracle.Arguments(**vars(self))
+        return oracle.Arguments(*(getattr(self, name) for name in oracle.Arguments._fields))
 
     def truth(self, spec: NormSpec) -> dict[str, oracle.Truth]:
         return oracle.norm(spec, self.arguments)
@@ -104,10 +124,13 @@ class Executor:
     def forward(self, spec: NormSpec, inputs: Inputs, **how) -> dict[str, Tensor]:
         """The results by name: y, and sum, mean and rstd if any. See guarded about their memory."""
         plan = plan_forward(spec, self.target, True)
-        given = (inputs.x, inputs.residual, inputs.gate, inputs.weight, inputs.bias)
         run = self.run(**how)
         with guarded():
-            results = Results(*cutile.forward(plan, given, inputs.eps, run=run))
+            if spec.quantized:
+                tensors = (*Tensors(*inputs.tensors), inputs.scale)
+                results = quantized.cutile.forward(plan, tensors, inputs.eps, run=run)
+            else:
+                results = Results(*cutile.forward(plan, inputs.tensors, inputs.eps, run=run))
         return {name: t for name, t in results._asdict().items() if t is not None}
 
     def backward(
@@ -121,7 +144,8 @@ class Executor:
         dsum = inputs.dsum if needs.dsum else None
         run = self.run(**how)
         with guarded():
-            tensors = cutile.backward(plan, inputs.dy, dsum, given, run=run)
+            branch = Branch(inputs.dropout_mask, inputs.layer_scale)
+            tensors = cutile.backward(plan, inputs.dy, dsum, given, branch=branch, run=run)
         grads = dict(zip(cases.GRADIENTS, tensors, strict=True))
         # The oracle has dw and db of all heads in one row.
         grads |= {name: grads[name].reshape(-1) for name in ("dw", "db") if grads[name] is not None}
@@ -153,7 +177,7 @@ class Interpreter(Executor):
 
         Blocks run one after another, so polling would find nothing. To exchange partial
         sums, a kernel whose blocks share rows runs twice: the first run publishes all of them, and
-        the second run finds them.
+        the second run finds them. A kernel that then exchanges maxima runs once more.
         """
 
         def run(launches, arrays, index) -> None:
@@ -164,7 +188,11 @@ class Interpreter(Executor):
                 if exchange and kernel is CLEAR_SLOTS:
                     arguments_of(call)["SLOTS"].zero_()
                 elif exchange and arguments_of(call).get("CHUNKS", 1) > 1:
-                    interpreter.launch(grid, kernel, arguments, fill=fill, order=order)
+                    amax = arguments_of(call).get("AMAX", ())
+                    for _ in range(2 if arguments_of(call).get("QUANT") else 1):
+                        if amax != ():
+                            amax.zero_()  # the sums were not known yet
+                        interpreter.launch(grid, kernel, arguments, fill=fill, order=order)
 
         return run
 
@@ -172,8 +200,7 @@ class Interpreter(Executor):
 class Gpu(Executor):
     """Runs on the current GPU, with the plans that users get."""
 
-    name = "gpu"
-    device = "cuda"
+    name, device = "gpu", "cuda"
 
     def __init__(self):
         from tilenorm.ops.registry import device_of
@@ -235,9 +262,7 @@ def backward_calls(spec: NormSpec, target: Target, rows: int, needs: Needs) -> l
 
 def arguments_of(call: Call) -> dict[str, object]:
     """The arguments of a call by name. Tuples of arrays and of constants are unpacked.
-
-    DX, DRESIDUAL and DGATE name both arrays and flags of Needs; here they are the arrays.
-    """
+    DX, DRESIDUAL and DGATE name both arrays and flags of Needs; here they are the arrays."""
     arguments = {}
     for name, group, value in _grouped(call):
         arguments = (dict(zip(group, value, strict=True)) if group else {name: value}) | arguments
@@ -265,7 +290,10 @@ def _grouped(call: Call) -> list[tuple[str, tuple[str, ...], object]]:
     if "Arrays" in call.kernel._pyfunc.__globals__:
         kinds["ARRAYS"] = call.kernel._pyfunc.__globals__["Arrays"]
     names = call.kernel._annotated_function.pysig.parameters
-    return [
-        (name, tuple(f.name for f in fields(kinds[name])) if name in kinds else (), value)
-        for name, value in zip(names, call.arguments, strict=True)
-    ]
+
+    def of(name: str, value) -> tuple[str, ...]:
+        # A call may leave out the last arrays.
+        return tuple(f.name for f in fields(kinds[name])[: len(value)]) if name in kinds else ()
+
+    arguments = zip(names, call.arguments, strict=True)
+    return [(name, of(name, value), value) for name, value in arguments]

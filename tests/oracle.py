@@ -38,13 +38,43 @@ class Arguments(NamedTuple):
     dy: Tensor | None
     dsum: Tensor | None
     eps: float
+    addend: Tensor | None = None
+    skip: Tensor | None = None
+    dropout_mask: Tensor | None = None
+    layer_scale: Tensor | None = None
+
+
+def factor_of(spec: NormSpec, arguments: Arguments) -> Tensor | None:
+    """What multiplies x before the sum, in float64, or None."""
+    found = None
+    if arguments.dropout_mask is not None:
+        found = arguments.dropout_mask.double() * spec.dropout_scale
+    if arguments.layer_scale is not None:
+        layer_scale = arguments.layer_scale.double()
+        found = layer_scale if found is None else found * layer_scale
+    return found
+
+
+def branched(spec: NormSpec, x: Tensor, *factors: Tensor | None) -> Tensor:
+    """x times a mask and times a layer scale in an order, rounded to x's dtype after each."""
+    for factor in factors:
+        if factor is not None:
+            scale = spec.dropout_scale if factor.dtype == torch.bool else 1.0
+            x = (x.float() * (factor.float() * scale)).to(x.dtype)
+    return x
 
 
 def total(spec: NormSpec, arguments: Arguments) -> Tensor:
-    """The tensor that is normalised: x, or x + residual rounded to the residual's dtype."""
-    if arguments.residual is None:
-        return arguments.x
-    return (arguments.x.float() + arguments.residual.float()).to(arguments.residual.dtype)
+    """The tensor that is normalised: x, or x + residual rounded to the residual's dtype.
+
+    An addend is added to x first, and the sum is rounded to the addend's dtype. A mask and a layer
+    scale multiply x first.
+    """
+    found = branched(spec, arguments.x, arguments.dropout_mask, arguments.layer_scale)
+    for other in (arguments.addend, arguments.residual):
+        if other is not None:
+            found = (found.float() + other.float()).to(other.dtype)
+    return found
 
 
 def norm(spec: NormSpec, arguments: Arguments) -> dict[str, Truth]:
@@ -70,14 +100,20 @@ def norm(spec: NormSpec, arguments: Arguments) -> dict[str, Truth]:
     # Scale of x_hat: x_hat is a difference from the mean, and the mean's own error adds to it.
     spread = x_hat.abs() + (x_hat.abs().mean(-1, keepdim=True) if spec.norm == "layer" else 0.0)
     plain_scale = spread * gain.abs() + shift.abs()
+    out, out_scale = y, plain_scale * factor.abs()
+    if arguments.skip is not None:
+        out, out_scale = y + arguments.skip.double(), out_scale + arguments.skip.double().abs()
     truths = {
-        "y": Truth(y, plain_scale * factor.abs()),
+        "y": Truth(out, out_scale),
         "mean": Truth(mean.reshape(-1), u.abs().mean(-1).reshape(-1)),
         "rstd": Truth(rstd.reshape(-1), rstd.reshape(-1)),
     }
     if arguments.residual is not None:
-        terms = arguments.x.double(), arguments.residual.double()
-        truths["sum"] = Truth(terms[0] + terms[1], terms[0].abs() + terms[1].abs())
+        terms = (arguments.x, arguments.residual, arguments.addend)
+        terms = [t.double() for t in terms if t is not None]
+        if (times := factor_of(spec, arguments)) is not None:
+            terms[0] = terms[0] * times
+        truths["sum"] = Truth(sum(terms), sum(t.abs() for t in terms))
     if arguments.dy is not None:
         truths |= _gradients(
             spec, arguments, (x, gate, w, b), y, (x_hat, spread, rstd, gain, factor), plain_scale
@@ -109,6 +145,8 @@ def _gradients(spec, arguments, leaves, y, parts, plain_scale) -> dict[str, Trut
     truths = {"dx": Truth(dx, dx_scale)}
     if arguments.residual is not None:
         truths["dresidual"] = truths["dx"]
+        if (times := factor_of(spec, arguments)) is not None:
+            truths["dx"] = Truth(dx * times, dx_scale * times.abs())
     if gate is not None:
         truths["dgate"] = Truth(dgate, dgate_scale)
     rows = (-1, (spec.heads or 1) * spec.hidden)
@@ -120,14 +158,25 @@ def _gradients(spec, arguments, leaves, y, parts, plain_scale) -> dict[str, Trut
 
 
 def act(spec: NormSpec, z: Tensor) -> Tensor:
-    """The activation of the gate."""
+    """The activation of the gate.
+
+    σ(z) is 1 − σ(−z) where z is positive: PyTorch's gradient of σ(z) is σ(z) · (1 − σ(z)), whose
+    difference would have few digits.
+    """
+    if spec.activation == "sigmoid":
+        return torch.where(z > 0, 1 - torch.sigmoid(-z), torch.sigmoid(z))
+    return functional.silu(z)
+
+
+def torch_act(spec: NormSpec, z: Tensor) -> Tensor:
+    """The activation as PyTorch computes it."""
     return torch.sigmoid(z) if spec.activation == "sigmoid" else functional.silu(z)
 
 
 def _slope_scale(spec: NormSpec, z: Tensor) -> Tensor:
     """The scale of the activation's derivative at z."""
-    s = torch.sigmoid(z)
-    return s * (1 - s) if spec.activation == "sigmoid" else s * (1 + z.abs() * (1 - s))
+    s, rest = torch.sigmoid(z), torch.sigmoid(-z)
+    return s * rest if spec.activation == "sigmoid" else s * (1 + z.abs() * rest)
 
 
 def torch_own(spec: NormSpec, arguments: Arguments) -> dict[str, Tensor]:
@@ -152,9 +201,11 @@ def torch_own(spec: NormSpec, arguments: Arguments) -> dict[str, Tensor]:
             y = functional.rms_norm(x, (spec.hidden,), w, arguments.eps)
     else:
         y = _composed(spec, x.float(), gate, w, b, arguments.eps, dtype)
+    if arguments.skip is not None:
+        y = (arguments.skip + y).to(arguments.skip.dtype)
     u = x.detach().float()
     if spec.gate and spec.gate_first:
-        u = u * act(spec, gate.detach().float())
+        u = u * torch_act(spec, gate.detach().float())
     mean = u.mean(-1) if spec.norm == "layer" else torch.zeros_like(u[..., 0])
     variance = (u - mean[..., None]).square().mean(-1)
     results = {"y": y.detach(), "mean": mean.reshape(-1), "sum": x.detach()}
@@ -170,7 +221,8 @@ def torch_own(spec: NormSpec, arguments: Arguments) -> dict[str, Tensor]:
     dx = results["dx"].float()
     dx = dx if arguments.dsum is None else dx + arguments.dsum.float()
     results["dresidual"] = dx.to(x.dtype)
-    results["dx"] = dx.to(dtype)
+    branch = arguments.layer_scale, arguments.dropout_mask
+    results["dx"] = branched(spec, dx.to(dtype), *branch)
     return results
 
 
@@ -187,7 +239,7 @@ def _composed(spec, x, gate, w, b, eps, dtype) -> Tensor:
     """The norm in float32 operations, rounded to dtype. x is float32."""
     early = spec.rounding == "early"
     if spec.gate and spec.gate_first:
-        x = x * act(spec, gate.float())
+        x = x * torch_act(spec, gate.float())
     function = functional.layer_norm if spec.norm == "layer" else functional.rms_norm
     y = function(x, (spec.hidden,), eps=eps)
     if early:
@@ -199,5 +251,5 @@ def _composed(spec, x, gate, w, b, eps, dtype) -> Tensor:
     if b is not None:
         y = y + b.float()
     if spec.gate and not spec.gate_first:
-        y = y * act(spec, gate.float())
+        y = y * torch_act(spec, gate.float())
     return y.to(dtype)

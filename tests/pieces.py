@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from tilenorm.launch.calls import Needs, every_gradient
-from tilenorm.ops.tensors import computed
 from tilenorm.spec import NormSpec
 
 from . import cases
@@ -82,7 +81,7 @@ def backward(spec: NormSpec, pieces: list[Inputs], saved: list[tuple], needs: Ne
             OPS.grad_sums(p.dy, x, gate, weight, mean, rstd, *last)
             for p, (x, gate, weight, _, mean, rstd) in both
         )
-    more = spec.residual is not None, list(computed(needs))
+    more = spec.residual is not None, list(needs.gradients)
     found = [
         OPS.grad_apply(p.dy, p.dsum if needs.dsum else None, *kept, dots, *last, *more)
         for p, kept in both
@@ -90,7 +89,7 @@ def backward(spec: NormSpec, pieces: list[Inputs], saved: list[tuple], needs: Ne
     grads = {
         name: torch.cat(parts, -1)
         for name, needed, parts in zip(
-            cases.GRADIENTS, computed(needs), zip(*found, strict=True), strict=True
+            cases.GRADIENTS, needs.gradients, zip(*found, strict=True), strict=True
         )
         if needed
     }

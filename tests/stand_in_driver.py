@@ -64,7 +64,10 @@ class Array:
 
 def arrays_of(arrays: Sequence) -> tuple:
     """ForwardArrays or BackwardArrays of descriptions, as a launch takes them."""
-    return tuple(Array(a) if isinstance(a, ArrayLike) else a for a in arrays)
+    return tuple(
+        arrays_of(a) if isinstance(a, tuple) else Array(a) if isinstance(a, ArrayLike) else a
+        for a in arrays
+    )
 
 
 def use(device: int) -> None:

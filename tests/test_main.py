@@ -1,11 +1,12 @@
-"""The commands info, explain and precompile, and the messages for wrong arguments.
+"""The commands info and precompile, and the messages for wrong arguments.
 
-test_main_tune.py tests the command tune.
+test_main_explain.py tests the command explain, and test_main_tune.py the command tune.
 """
 
 import re
 import subprocess
 import sys
+from itertools import product
 
 import cuda.tile._compile as cutile_compiler
 import pytest
@@ -83,51 +84,6 @@ def test_as_a_program():
     assert (done.returncode, done.stdout.strip()) == (0, __version__)
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_explain(op, capsys):
-    arguments = ["--op", op, "--arch", "sm_100", "--hidden", "64", "8192", "--rows", "77"]
-    assert main(["explain", *arguments, "--dtype", "float16", "float32", "--bias"]) == 0
-    out = capsys.readouterr().out
-    for hidden in (64, 8192):
-        for dtype in ("float16", "float32"):
-            line = f"77 rows of {hidden} {dtype} on sm_100 (weight {dtype}, bias {dtype}, offset 0"
-            assert f"{op} of {line}" in out
-    assert out.count("served by cutile") == 4
-
-
-PLAIN = "weight bfloat16, bias None, offset 0"
-# Options of explain, and the words of its output that show them.
-OPTIONS = {
-    "--weight-dtype float32 --offset 1": "weight float32, bias None, offset 1",
-    "--no-weight": "weight None, bias None, offset 0",
-    "--no-weight --bias": "weight None, bias bfloat16, offset 0",
-    "--rounding early": f"{PLAIN}, rounding early",
-    "--heads 6": f"{PLAIN}, 6 heads",
-    "--heads 1": PLAIN,
-    "--heads 6 --no-weight": "weight None, bias None, offset 0",
-    "--op add_rms_norm": f"{PLAIN}, residual bfloat16",
-    "--op add_layer_norm --residual-dtype float32": f"{PLAIN}, residual float32",
-    "--op gated_rms_norm": f"{PLAIN}, gate bfloat16 after the norm, activation silu",
-    "--op gated_rms_norm --activation sigmoid": (
-        f"{PLAIN}, gate bfloat16 after the norm, activation sigmoid"
-    ),
-    "--op gated_rms_norm --gate-first": f"{PLAIN}, gate bfloat16 before the norm, activation silu",
-}
-
-
-@pytest.mark.parametrize("options", OPTIONS)
-def test_explain_options(options, capsys):
-    main(["explain", *FOR_H200, *options.split()])
-    assert f"bfloat16 on sm_90 ({OPTIONS[options]})" in capsys.readouterr().out
-
-
-def test_explain_a_refused_spec(capsys):
-    assert main(["explain", "--arch", "sm_90", "--hidden", "262145"]) == 0
-    out = capsys.readouterr().out
-    assert "served by reference" in out
-    assert "refused by cutile: normalized_shape holds 262145 elements" in out
-
-
 WRONG = {
     "no command": ([], "required"),
     "unknown command": (["time"], "invalid choice: 'time'"),
@@ -150,6 +106,10 @@ WRONG = {
     "a residual dtype for a gated op": (
         ["explain", *FOR_H200, "--op", "gated_rms_norm", "--residual-dtype", "float32"],
         "--residual-dtype: gated_rms_norm takes no residual",
+    ),
+    "two residuals for an op without one": (
+        ["explain", *FOR_H200, "--residuals", "2"],
+        "--residuals: rms_norm takes no residual",
     ),
     "an activation for an op without a gate": (
         ["explain", *FOR_H200, "--op", "layer_norm", "--activation", "sigmoid"],
@@ -198,7 +158,9 @@ def test_precompile_of_the_other_ops(op, cache, monkeypatch, capsys):
     arguments = ["--op", op, "--heads", "6", "--rounding", "early", "--processes", "1"]
     assert main(["precompile", *FOR_H200, *arguments]) == 0
     spec = NormSpec.of(op, 256, "bfloat16", weight="bfloat16", heads=6, rounding="early")
-    assert prepared == [([spec], Target.of("sm_90"), 1)]
+    ((*what, calls),) = prepared
+    assert what == [[spec], Target.of("sm_90"), 1]
+    assert (calls.func, calls.keywords) == (training_calls, {"terms": (1,), "output": False})
     assert f"{op} 256 bfloat16 (weight bfloat16, " in capsys.readouterr().out
 
 
@@ -209,6 +171,32 @@ def test_precompile_in_processes_fills_the_same_cache(cache, monkeypatch, compil
     main(["precompile", "--arch", "sm_90", "--hidden", "64", "--processes", "2"])
     main(["precompile", "--arch", "sm_90", "--hidden", "64", "--processes", "1"])
     assert compilations == []
+
+
+@pytest.mark.parametrize("given, terms", [(["2"], (2,)), ([], (1, 2, 3))], ids=str)
+def test_precompile_for_a_compiled_step(given, terms, cache, monkeypatch):
+    prepared = []
+    monkeypatch.setattr("tilenorm.tools.lines.precompile", lambda *a: prepared.append(a) or [[]])
+    assert main(["precompile", *FOR_H200, "--output", "--terms", *given]) == 0
+    assert prepared[0][-1].keywords == {"terms": terms, "output": True}
+    with pytest.raises(SystemExit):
+        main(["precompile", *FOR_H200, "--pieces", "--terms", *given])
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        NormSpec("rms", 2048, "bfloat16", "bfloat16"),
+        NormSpec("layer", 64, "float16", residual="float16"),
+    ],
+    ids=lambda spec: spec.op,
+)
+def test_a_compiled_step_compiles_nothing_new(spec):
+    target, every = Target.of("sm_90"), every_gradient(spec)
+    ahead = keys(training_calls(spec, target, (1, 2, 3), True))
+    for rows, k, dsum, output in product(ROWS, (1, 2, 3), (False, True), (False, True)):
+        needs = every._replace(terms=k, dsum=dsum, output=output)
+        assert keys(backward_calls(spec, target, rows, needs)) <= ahead, (rows, needs)
 
 
 def keys(calls) -> set[str]:

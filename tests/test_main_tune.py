@@ -26,10 +26,10 @@ def measured(monkeypatch, tables):
     """A list of what was tuned, by a fake GPU that measures the same for every configuration."""
     found = []
 
-    def tuned(spec, direction, rows, seconds, processes, spills, report):
+    def tuned(spec, direction, rows, seconds, processes, spills, report, terms):
         found.append((spec, direction, rows, seconds))
         report("halfway")
-        key = user_table.Key.of(spec, direction, command.served_op(spec, direction))
+        key = user_table.Key.of(spec, direction, command.served_op(spec, direction), terms)
         numbers = (67.125, 0.0031, 96, 4000.5, 16384, "a spec", {}, {}, "a GPU", "580", "a day")
         return user_table.Entry(key, BEST[direction], *numbers)
 
@@ -57,6 +57,16 @@ def test_every_op_dtype_and_size(measured):
     tuned = [(s.op, s.hidden, s.dtype, direction) for s, direction, *_ in measured]
     assert len(set(tuned)) == len(tuned) == 16
     assert tuned[-1] == ("add_layer_norm", 64, "float32", "backward")
+
+
+def test_several_terms_of_dy(measured, tables, capsys):
+    main(["tune", "--hidden", "1024", "--terms", "2"])
+    (entry,) = user_table.read(tables / "sm_90.json", "sm_90")
+    assert (entry.key.direction, entry.key.terms) == ("backward", 2)
+    assert "(weight bfloat16, bias None, offset 0, 2 terms of dy) back" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["tune", "--hidden", "1024", "--terms", "2", "--direction", "forward"])
+    assert "--terms: the forward pass takes none" in capsys.readouterr().err
 
 
 def test_into_a_file(measured, tables, tmp_path, capsys):
@@ -95,7 +105,7 @@ def test_dry_run(tables, capsys, monkeypatch):
         "forward": [RowForward(1, Hints(4), (1024,)), RowForward(1, Hints(), (1024,))],
         "backward": [Backward((1024,), hints=Hints(5)), Backward((1024,), 4, hints=Hints(5))],
     }
-    monkeypatch.setattr(lines, "ordered_candidates", lambda spec, target, d: some[d])
+    monkeypatch.setattr(lines, "ordered_candidates", lambda spec, target, d, _: some[d])
     arguments = ["--arch", "sm_90", "--hidden", "1024", "--processes", "1", "--spills", "0"]
     assert main(["tune", "--dry-run", *arguments]) == 0
     out, err = capsys.readouterr()

@@ -25,6 +25,19 @@ ALL_SLOW = {
     "tests/ops/test_export.py::test_aot_inductor_calls_the_op_of_the_process",
     # 28 s of the C++ compiler. test_fx_training has the same graphs without Inductor.
     "tests/integrations/test_compile.py::test_training_is_deterministic_with_inductors_caches",
+    # 20 s of the C++ compiler. test_compile_folds compares what the caches know code by.
+    "tests/integrations/test_compile_folds.py::test_caches_hit_and_keep_what_was_folded",
+    # 60 s of nine models. test_compile_folds has a transformer block.
+    "tests/integrations/test_fold_models.py::test_sums_and_outputs_of_models",
+    # 10 s of compilation. test_fx_gemms has symbolic sizes, test_compile_gemms a block's gradients.
+    "tests/integrations/test_compile_gemms.py::test_one_graph_with_multiplications_for_every_batch",
+    "tests/integrations/test_compile_gemms.py::test_gradients_of_llama",
+    # 10 s of the C++ compiler. test_compiled_without_a_break_for_any_number_of_rows has the graph.
+    "tests/ops/test_quantized.py::test_compiled_by_inductor",
+    # 4 s of graphs. test_op checks the op with sizes that are known.
+    "tests/ops/test_chain.py::test_op_with_symbolic_sizes",
+    # 30 s of a process for each name. The oldest PyTorch, which lacks some of them, runs all ops.
+    "tests/ops/test_torch_private.py::test_the_same_results_without",
     # 13 s of training. The quick run trains for one variant that fails and one that does not.
     "tests/bench/test_train.py::test_command_prints_the_same_from_its_record",
     # 60 s of torchrun. test_losses_are_those_of_one_process runs the same steps on several ranks.
@@ -37,6 +50,9 @@ ALL_SLOW = {
     "tests/integrations/test_fx_malformed.py::test_many_drawn_malformed_calls",
     # 60 s of compiled code, run by instructions. The quick run has the specs that once failed.
     "tests/machine/test_machine.py::test_drawn_rows_have_the_same_bits_in_every_place_and_variant",
+    # 40 s of compiled code. test_terms compares the same bits in the interpreter.
+    "tests/machine/test_machine.py::"
+    "test_the_backward_pass_writes_y_with_the_bits_of_the_forward_pass",
     # 17 s of compiling 18 configurations. test_dry_run compiles four.
     "tests/test_main_tune.py::test_dry_run_of_all_candidates",
 }

@@ -7,24 +7,37 @@ from .integrations.aten import disable, enable, override
 from .integrations.compile import compile
 from .integrations.models import patch
 from .nn import LayerNorm, RMSNorm
+from .ops.chained.functional import rms_norm_add_rms_norm
 from .ops.functional import (
     add_layer_norm,
     add_rms_norm,
     gated_layer_norm,
     gated_rms_norm,
     layer_norm,
+    layer_norm_add,
     rms_norm,
+    rms_norm_add,
 )
+from .ops.quantized.functional import (
+    add_layer_norm_quantized,
+    add_rms_norm_quantized,
+    layer_norm_quantized,
+    rms_norm_quantized,
+)
+from .ops.quantized.tensors import QuantizedNorm
 from .ops.registry import ReferenceWarning
 from .tools.explain import explain
 
 __all__ = [
     "LayerNorm",
+    "QuantizedNorm",
     "RMSNorm",
     "ReferenceWarning",
     "__version__",
     "add_layer_norm",
+    "add_layer_norm_quantized",
     "add_rms_norm",
+    "add_rms_norm_quantized",
     "compile",
     "disable",
     "enable",
@@ -32,8 +45,13 @@ __all__ = [
     "gated_layer_norm",
     "gated_rms_norm",
     "layer_norm",
+    "layer_norm_add",
+    "layer_norm_quantized",
     "override",
     "patch",
     "rms_norm",
+    "rms_norm_add",
+    "rms_norm_add_rms_norm",
+    "rms_norm_quantized",
 ]
 __version__ = "0.1.0"

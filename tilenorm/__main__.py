@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Iterable
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -12,13 +13,17 @@ from .launch.kernel import CompileError
 from .launch.target import MULTIPROCESSORS, Target
 from .launch.toolchain import cache_problem
 from .ops.registry import DTYPES, Device, refusals
-from .spec import OPS, WORDS, NormSpec
+from .spec import MAX_TERMS, OPS, QUANTIZED_OPS, WORDS, NormSpec
 from .tools import digests as code
-from .tools import lines, shipped
+from .tools import lines, quantization, shipped
 from .tools.explain import explain_spec, planned_device
 from .tools.info import information
+from .tools.precompile import piece_training_calls, training_calls
 from .tools.search import MOST_SPILLED
 from .tools.tune import gpu, served_op
+
+TERMS = range(1, MAX_TERMS + 1)  # of dy
+COMPILED_TERMS = (1, 2, 3)  # what a compiled step of a transformer makes of q, k, v and of gate, up
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -48,15 +53,20 @@ def info(_: argparse.Namespace) -> int:
 def explain(options: argparse.Namespace) -> int:
     """Print the implementation and the launches of each spec on an architecture."""
     for spec in _specs(options):
-        print(explain_spec(spec, options.rows, planned_device(options.arch)))
+        print(explain_spec(spec, options.rows, planned_device(options.arch), terms=options.terms))
     return 0
 
 
 def compile_ahead(options: argparse.Namespace) -> int:
     """Compile each spec into cuTile's cache and print the resources of the kernels."""
     specs = _served(options, planned_device(options.arch))
-    target = Target.of(options.arch)
-    return _print(lines.compiled(specs, target, options.processes, options.pieces))
+    target, terms = Target.of(options.arch), tuple(options.terms or COMPILED_TERMS)
+    calls = partial(training_calls, terms=terms, output=options.output)
+    if options.pieces:
+        if terms != (1,) or options.output:
+            raise RefusedError("--pieces: rows in pieces take one term of dy and no --output")
+        calls = piece_training_calls
+    return _print(lines.compiled(specs, target, options.processes, calls))
 
 
 def digests(options: argparse.Namespace) -> int:
@@ -72,14 +82,14 @@ def tune(options: argparse.Namespace) -> int:
     device = _tuned_device(options)
     searches, target = _searches(options, device), device.target
     if options.dry_run:
-        limits = (options.rows, options.processes, options.spills)
-        return _print(lines.candidates(searches, target, *limits, _report))
+        limits = (options.rows, options.processes, options.spills, _report, options.terms)
+        return _print(lines.candidates(searches, target, *limits))
     try:
         path = options.out or user_table.path_of(target.arch)
     except FileNotFoundError as error:
         raise RefusedError(str(error)) from error
     limits = (options.rows, options.seconds, options.processes, options.spills)
-    _print(lines.tuned(searches, target.arch, path, *limits, _report))
+    _print(lines.tuned(searches, target.arch, path, *limits, _report, options.terms))
     if options.shipped:
         try:
             print(shipped.render(user_table.read(path, target.arch), target.arch), end="")
@@ -102,7 +112,12 @@ def _tuned_device(options: argparse.Namespace) -> Device:
 
 def _searches(options: argparse.Namespace, device: Device) -> list[tuple[NormSpec, str]]:
     """(spec, direction) of each search. Refuses specs that no table can serve."""
-    searches = list(product(_served(options, device), options.direction))
+    directions = options.direction
+    if options.terms > 1:
+        directions = [name for name in directions if name == "backward"]
+        if not directions:
+            raise RefusedError("--terms: the forward pass takes none; tune --direction backward")
+    searches = list(product(_served(options, device), directions))
     for spec, direction in searches:
         try:
             served_op(spec, direction)
@@ -140,8 +155,15 @@ def _specs(options: argparse.Namespace) -> list[NormSpec]:
     affine = options.bias or not options.no_weight
     specs = []
     for op, hidden, dtype in product(options.op, options.hidden, options.dtype):
-        if options.residual_dtype and not op.startswith("add_"):
+        after = op.endswith("_add")
+        if options.residual_dtype and not (after or op.startswith("add_")):
             raise RefusedError(f"--residual-dtype: {op} takes no residual")
+        if options.residuals > 1 and not op.startswith("add_"):
+            raise RefusedError(f"--residuals: {op} takes no residual")
+        branches = {"--dropout-mask": options.dropout_mask, "--layer-scale": options.layer_scale}
+        for name in (name for name, given in branches.items() if given):
+            if not op.startswith("add_") or op in QUANTIZED_OPS or options.residuals > 1:
+                raise RefusedError(f"{name}: {op} takes none, or not with these options")
         if options.gate_first and not op.startswith("gated_"):
             raise RefusedError(f"--gate-first: {op} takes no gate")
         if options.activation and not op.startswith("gated_"):
@@ -156,9 +178,18 @@ def _specs(options: argparse.Namespace) -> list[NormSpec]:
             "rounding": options.rounding,
             "gate_first": options.gate_first,
             "activation": options.activation or "silu",
+            "addend": dtype if options.residuals > 1 else None,
+            "dropout_mask": "bool" if options.dropout_mask else None,
+            "dropout_scale": options.dropout_mask or 1.0,
+            "layer_scale": parameter if options.layer_scale else None,
         }
         if options.residual_dtype:
-            fields["residual"] = options.residual_dtype
+            fields["skip" if after else "residual"] = options.residual_dtype
+        if op in QUANTIZED_OPS:
+            try:
+                fields["quantized"] = quantization.of_options(options, hidden)
+            except ValueError as error:
+                raise RefusedError(str(error)) from error
         specs.append(NormSpec.of(op, hidden, dtype, **fields))
     return specs
 
@@ -189,6 +220,18 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument(
                 "--pieces", action="store_true", help="N is what each process holds of a cut row"
             )
+            command.add_argument(
+                "--terms",
+                **{"type": int, "nargs": "*", "choices": TERMS, "default": [1], "metavar": "K"},
+                help="terms of dy, for a compiled step; without K: 1 2 3",
+            )
+            command.add_argument(
+                "--output", action="store_true", help="also gradients that write y once more"
+            )
+        else:
+            command.add_argument(
+                "--terms", type=int, default=1, choices=TERMS, help="of dy, backward (1)"
+            )
         if run is tune:
             _add_tuning(command)
     return parser
@@ -200,7 +243,7 @@ def _add_processes(command: argparse.ArgumentParser) -> None:
 
 def _add_spec(command: argparse.ArgumentParser, size: dict) -> None:
     """Add the options that describe specs. size: whether --hidden is required."""
-    command.add_argument("--op", nargs="+", default=["rms_norm"], choices=OPS)
+    command.add_argument("--op", nargs="+", default=["rms_norm"], choices=OPS + QUANTIZED_OPS)
     command.add_argument("--hidden", type=_positive, nargs="+", metavar="N", **size)
     command.add_argument("--dtype", nargs="+", default=["bfloat16"], choices=DTYPES)
     command.add_argument("--weight-dtype", choices=DTYPES, help="default: --dtype")
@@ -210,8 +253,16 @@ def _add_spec(command: argparse.ArgumentParser, size: dict) -> None:
     command.add_argument("--heads", type=_positive, default=0, help="each head has its own weight")
     command.add_argument("--rounding", default="late", choices=WORDS["rounding"])
     command.add_argument("--residual-dtype", choices=DTYPES, help="default: --dtype")
+    command.add_argument(
+        "--residuals", type=int, default=1, choices=(1, 2), help="how many are added to the input"
+    )
+    command.add_argument(
+        "--dropout-mask", type=float, metavar="S", help="the input is times a mask and times S"
+    )
+    command.add_argument("--layer-scale", action="store_true", help="the input is times a vector")
     command.add_argument("--gate-first", action="store_true", help="gate, then normalise")
     command.add_argument("--activation", choices=WORDS["activation"], help="of the gate (silu)")
+    quantization.add_options(command)
 
 
 def _add_tuning(command: argparse.ArgumentParser) -> None:

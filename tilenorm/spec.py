@@ -1,10 +1,12 @@
 """NormSpec describes a normalisation: the key for dispatch, plans, caches, tests and bench."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "bool": 1}
+DIGITS = {"bfloat16": 8, "float16": 11, "float32": 24, "float64": 53}  # binary ones
 OPS = (
     "rms_norm",
     "layer_norm",
@@ -12,7 +14,28 @@ OPS = (
     "add_layer_norm",
     "gated_rms_norm",
     "gated_layer_norm",
+    "rms_norm_add",
+    "layer_norm_add",
 )
+# The norms whose output is quantised. None of them has a gate.
+QUANTIZED_OPS = tuple(f"{op}_quantized" for op in OPS[:4])
+FP8 = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}  # the largest number of each dtype
+# The elements that share a scale, or 0 for a whole row or a whole tensor; and the layouts of the
+# scales, of which the first is the default.
+GROUPS = {"row": 0, "block": 128, "mx": 32, "tensor": 0}
+LAYOUTS = {
+    "row": ("row",),
+    "block": ("column", "column_tma", "row"),
+    "mx": ("row", "swizzled"),
+    "tensor": ("row",),
+}
+# The fields of NormSpec that are dtypes of tensors, in the order in which the ops take the tensors.
+TENSORS = ("dtype", "residual", "gate", "weight", "bias", "addend", "skip")
+TENSORS += ("dropout_mask", "layer_scale")
+PLAIN = 5  # so many of them every call passes; the others are neighbours that few norms have
+MAX_TERMS = 4  # of dy, that one backward pass adds up
+# No table, no rule and no candidate of the tuner has blocks share a row of fewer elements.
+SHARED_FROM = 8192
 # The values of the options that are words.
 WORDS = {
     "norm": ("rms", "layer"),
@@ -33,6 +56,41 @@ class Options(NamedTuple):
     gate_first: bool = False
     rounding: str = "late"
     activation: str = "silu"
+    dropout_scale: float = 1.0
+
+
+class Quantization(NamedTuple):
+    """How normalised rows are quantised, and what is returned of them. See ops/quantized.
+
+    scaling: "row", "block", "mx" or "tensor". dtype: that of q. power_of_2: the scales of rows and
+    blocks are powers of two. layout: of the scales. output: the normalised rows are returned too.
+    amax: their largest magnitude is returned too.
+    """
+
+    scaling: str
+    dtype: str = "float8_e4m3fn"
+    power_of_2: bool = False
+    layout: str = "row"
+    output: bool = False
+    amax: bool = False
+
+    @property
+    def group(self) -> int:
+        """The elements that share a scale, or 0 for a whole row or a whole tensor."""
+        return GROUPS[self.scaling]
+
+    def groups(self, hidden: int) -> int:
+        """How many scales a row of `hidden` elements has."""
+        if self.scaling == "tensor":
+            return 0
+        return hidden // self.group if self.group else 1
+
+    @property
+    def label(self) -> str:
+        """The fields in words."""
+        words = [f"{self.scaling} scales"] + ["powers of two"] * self.power_of_2
+        words += [self.dtype, f"layout {self.layout}"]
+        return " ".join(words + ["output"] * self.output + ["amax"] * self.amax)
 
 
 def norm_of(op: str) -> str:
@@ -47,12 +105,17 @@ class NormSpec:
     norm: "rms" or "layer". hidden: N, the elements of a row. dtype: the dtype of input and output.
     weight, bias: their dtypes, or None without them. offset: a constant added to the weight.
 
-    residual: the dtype of the residual and of the sum x + residual, which is normalised. gate: the
-    dtype of the gate z; act(z) multiplies the normalised rows, or, with gate_first, the rows before
-    the norm. activation: act(z) is z · σ(z) for "silu" and σ(z) for "sigmoid". heads: 0, or the
-    number of heads H; each head has its own N weights and biases, and row i of the input belongs
-    to head i mod H. rounding: "late" computes in float32 to the end; "early" rounds to the input's
-    dtype before the weight is applied.
+    residual: the dtype of the residual and of the sum x + residual, which is normalised. addend:
+    the dtype of what is added to x before the residual, and of x + addend. skip: the dtype of what
+    is added to the normalised rows, and of the output. dropout_mask: "bool", if x is multiplied by
+    a mask and by dropout_scale before the sum. layer_scale: the dtype of the N factors of x before
+    the sum. gate: the dtype of the gate z; act(z) multiplies the normalised rows, or, with
+    gate_first, the rows before the norm. activation: act(z) is z · σ(z) for "silu" and σ(z) for
+    "sigmoid". heads: 0, or the number of heads H; each head has its own N weights and biases, and
+    row i of the input belongs to head i mod H. quantized: how the output is quantised, if it is.
+    inner: the norm of x that is added to the residual in place of x, or None. rounding: "late"
+    computes in float32 to the end; "early" rounds to the input's dtype before the weight is
+    applied.
     """
 
     norm: str
@@ -67,27 +130,37 @@ class NormSpec:
     heads: int = 0
     rounding: str = "late"
     activation: str = "silu"
+    addend: str | None = None
+    skip: str | None = None
+    dropout_mask: str | None = None
+    layer_scale: str | None = None
+    dropout_scale: float = 1.0
+    quantized: Quantization | None = None
+    inner: "NormSpec | None" = None
 
     @classmethod
     def of(cls, op: str, hidden: int, dtype: str, **fields) -> "NormSpec":
         """The spec of a function, given its name. A residual or gate has the input's dtype."""
-        if op.startswith("add_"):
+        if op.endswith("_add"):
+            fields = {"skip": dtype} | fields
+        elif op.startswith("add_"):
             fields = {"residual": dtype} | fields
         elif op.startswith("gated_"):
             fields = {"gate": dtype} | fields
+        if op.endswith("_quantized"):
+            fields = {"quantized": Quantization("row")} | fields
         return cls(norm_of(op), hidden, dtype, **fields)
 
     @classmethod
-    def joined(cls, options: Options, dtype, residual, gate, weight, bias, heads=0) -> "NormSpec":
+    def joined(cls, options: Options, dtypes: Sequence[str | None], heads: int = 0) -> "NormSpec":
         """The spec for options and tensors of these dtypes, in the order of the ops' tensors."""
-        dtypes = {
-            "dtype": dtype,
-            "residual": residual,
-            "gate": gate,
-            "weight": weight,
-            "bias": bias,
-        }
-        return cls(**options._asdict(), **dtypes, heads=heads)
+        named = dict(zip(TENSORS[: len(dtypes)], dtypes, strict=True))
+        return cls(**options._asdict(), **named, heads=heads)
+
+    @classmethod
+    def chained(cls, before: "NormSpec", after: "NormSpec") -> "NormSpec":
+        """The norm `after`, of what the norm `before` with its skip makes."""
+        return replace(after, dtype=before.dtype, residual=before.skip, inner=before)
 
     @property
     def options(self) -> Options:
@@ -95,8 +168,36 @@ class NormSpec:
 
     @property
     def dtypes(self) -> tuple[str | None, ...]:
-        """The dtypes of input, residual, gate, weight and bias; None for an absent tensor."""
-        return self.dtype, self.residual, self.gate, self.weight, self.bias
+        """The dtypes of the tensors, in the order of TENSORS; None for an absent tensor."""
+        return tuple(getattr(self, name) for name in TENSORS)
+
+    @cached_property
+    def joins(self) -> bool:
+        """Whether the norm takes one of the tensors behind the PLAIN ones."""
+        return any(self.dtypes[PLAIN:])
+
+    @property
+    def branches(self) -> bool:
+        """Whether x is masked or scaled before it is added to the residual."""
+        return bool(self.dropout_mask or self.layer_scale)
+
+    @property
+    def unserved(self) -> str | None:
+        """Why no implementation has such a norm, or None."""
+        if self.addend and not self.residual:
+            return "an addend needs a residual"
+        third = self.addend and self.addend not in (self.dtype, self.residual)
+        if third and ITEM_BYTES[self.addend] >= ITEM_BYTES[self.residual]:
+            return "an addend of a third dtype has fewer bits than the residual"
+        if self.joins and self.gate:
+            return "a gate takes no addend and no skip"
+        if self.skip and self.residual:
+            return "a skip takes no residual"
+        if self.branches and (self.addend or not self.residual):
+            return "a dropout mask and a layer scale take one residual"
+        if self.layer_scale and DIGITS[self.residual] < DIGITS[self.dtype]:
+            return "a layer scale takes a residual of at least as many digits as the input"
+        return None
 
     @property
     def summed(self) -> "NormSpec":
@@ -110,9 +211,28 @@ class NormSpec:
         return replace(self, residual=None if self.residual == self.dtype else self.residual)
 
     @property
+    def plain(self) -> "NormSpec":
+        """The spec without the tensors behind the PLAIN ones."""
+        return replace(self, **dict.fromkeys(TENSORS[PLAIN:]))
+
+    @property
     def op(self) -> str:
         """The name of the function that users call."""
-        return f"{'add_' if self.residual else 'gated_' if self.gate else ''}{self.norm}_norm"
+        if self.inner:
+            return f"{self.inner.op}_{self.norm}_norm"
+        before = "add_" if self.residual else "gated_" if self.gate else ""
+        after = f"{'_add' if self.skip else ''}{'_quantized' if self.quantized else ''}"
+        return f"{before}{self.norm}_norm{after}"
+
+    @cached_property
+    def unquantized(self) -> "NormSpec":
+        """The same norm, whose output is not quantised."""
+        return replace(self, quantized=None) if self.quantized else self
+
+    @property
+    def differentiable(self) -> bool:
+        """Whether there is an output that has a gradient."""
+        return self.quantized is None or self.quantized.output
 
     @property
     def item_bytes(self) -> int:
@@ -121,12 +241,34 @@ class NormSpec:
     @cached_property
     def _row_bytes(self) -> tuple[int, ...]:
         """Bytes of an element of each tensor that has rows."""
-        return tuple(ITEM_BYTES[d] for d in (self.dtype, self.residual, self.gate) if d)
+        rows = self.dtype, self.residual, self.gate, self.addend, self.skip
+        return tuple(ITEM_BYTES[dtype] for dtype in rows if dtype)
 
     @property
     def widest_item(self) -> int:
         """Bytes of an element of the widest tensor that has rows."""
         return max(self._row_bytes)
+
+    @property
+    def output_refused(self) -> str | None:
+        """Why a backward pass cannot write y again with the bits of the forward pass, or None.
+
+        It has the sum, mean and rstd. The forward pass subtracts the mean in two parts, of which it
+        saves the sum, where an input has more than 16 bits or where blocks may share a row. Without
+        a weight the compiler may fuse x · rstd + b in one kernel and not in another, because the
+        backward pass uses x · rstd more than once.
+        """
+        if self.gate:
+            return "a norm with a gate"
+        if self.skip:
+            return "a norm to whose output something is added"
+        if self.norm == "layer" and self.widest_item > 2:
+            return "LayerNorm of an input or a sum of more than 16 bits"
+        if self.norm == "layer" and self.hidden >= SHARED_FROM:
+            return f"LayerNorm of rows of {SHARED_FROM} elements or more"
+        if self.bias and not self.weight and self.rounding == "late":
+            return "a norm with a bias and no weight"
+        return None
 
     @cached_property
     def aligned(self) -> bool:

@@ -25,11 +25,17 @@ def _of_sum(norm):
     return add_norm
 
 
+def _added_to(norm):
+    return lambda input, residual, *rest: residual + norm(input, *rest)
+
+
 _STAND_INS = {
     "rms_norm": _rms_norm,
     "layer_norm": F.layer_norm,
     "add_rms_norm": _of_sum(_rms_norm),
     "add_layer_norm": _of_sum(F.layer_norm),
+    "rms_norm_add": _added_to(_rms_norm),
+    "layer_norm_add": _added_to(F.layer_norm),
     "gated_rms_norm": _gated(_rms_norm),
     "gated_layer_norm": _gated(F.layer_norm),
 }

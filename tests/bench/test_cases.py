@@ -35,6 +35,8 @@ def test_bytes_of_a_forward_are_its_inputs_and_outputs(op):
         ("layer_norm", (3, 3)),
         ("add_rms_norm", (4, 2)),  # the gradients of x and residual are one tensor
         ("add_layer_norm", (4, 3)),
+        ("rms_norm_add", (3, 2)),  # the gradient of what is added is dy
+        ("layer_norm_add", (3, 3)),
         ("gated_rms_norm", (5, 2)),
         ("gated_layer_norm", (5, 4)),
         ("head_rms_norm", (3, 2)),
@@ -74,7 +76,7 @@ def test_suite_full_has_64_mi_elements_at_every_n():
     powers = {2**k for k in range(8, 19)}
     assert sizes["rms_norm"] == powers | {1536, 3072, 5120, 7168, 12288, 20480, 49152}
     assert sizes["rms_norm"] == sizes["layer_norm"] == sizes["add_rms_norm"]
-    assert sizes["gated_rms_norm"] == {128, 1024, 4096, 8192}
+    assert sizes["gated_rms_norm"] == sizes["rms_norm_add"] == {128, 1024, 4096, 8192}
     assert sizes["head_rms_norm"] == {32, 64, 128, 256, 512}
 
 

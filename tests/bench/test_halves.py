@@ -35,7 +35,8 @@ def test_launches_and_tensors_are_those_that_are_counted(op, direction):
             found = call()
     ((_, launched, arrays),) = made
     assert len(launched) == launches(case, direction, target("sm_90"))
-    named = dict(zip(BackwardArrays._fields, arrays, strict=True))
+    named = BackwardArrays(*arrays)._asdict()
+    named["dy"] = named["dy"][0]
     rows = sum(isinstance(named[name], torch.Tensor) for name in ROWS)
     whole = (op.backward, *op.halves)[["backward", *HALVES].index(direction)]
     assert rows == whole.rows
@@ -51,6 +52,8 @@ def test_launches_and_tensors_are_those_that_are_counted(op, direction):
         ("layer_norm", (3, 1), (2, 2)),
         ("add_rms_norm", (4, 1), (2, 1)),  # sum, dy, dsum, weight -> dx; sum, dy -> dweight
         ("add_layer_norm", (4, 1), (2, 2)),
+        ("rms_norm_add", (3, 1), (2, 1)),
+        ("layer_norm_add", (3, 1), (2, 2)),
         ("gated_rms_norm", (5, 1), (3, 1)),
         ("gated_layer_norm", (5, 2), (3, 2)),
         ("head_rms_norm", (3, 1), (2, 1)),

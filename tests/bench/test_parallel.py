@@ -12,9 +12,10 @@ import pytest
 import torch.distributed as dist
 
 from bench import parallel, record, report
-from bench.llama import Shape
+from bench.shapes import Shape
 from bench.step import Settings, _measured
-from bench.train import fitting_layers, main
+from bench.train import main
+from bench.train_arguments import SIZES, fitting_layers
 
 from ..distributed.conftest import world  # noqa: F401 (a fixture)
 from ..distributed.placing import device
@@ -22,7 +23,7 @@ from ..distributed.placing import device
 ROOT = Path(__file__).parents[2]
 SHAPE = Shape(layers=2, hidden=32, heads=8, kv_heads=4, ffn=48, vocab=40)
 SETTINGS = Settings(SHAPE, batch=2, length=8, device="cpu", warm_up=2, steps=3)
-OPTIONS = [f"--{name.replace('_', '-')}={value}" for name, value in vars(SHAPE).items()]
+OPTIONS = [f"--{name.replace('_', '-')}={getattr(SHAPE, name)}" for name in SIZES]
 OPTIONS += ["--batch=2", "--length=8", "--warm-up=2", "--steps=2"]
 
 
@@ -43,7 +44,7 @@ def measured(kind: str, variant: str):
 
 
 @pytest.mark.filterwarnings("ignore::tilenorm.ReferenceWarning")
-@pytest.mark.parametrize("variant", ["eager", "tilenorm"])
+@pytest.mark.parametrize("variant", ["eager", "patch"])
 @pytest.mark.parametrize("kind", parallel.KINDS)
 def test_losses_are_those_of_one_process(world, kind, variant):  # noqa: F811
     world.run(measured, kind, variant)
@@ -57,7 +58,7 @@ def test_the_command(tmp_path, kind):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
     command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "-m", "bench", "train"]
     command += ["--parallel", kind, *OPTIONS, "--out", str(path)]
-    variants = ["eager", "tilenorm-compile"]
+    variants = ["eager", "patch-compile"]
     command += ["--variant", *variants]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -94,6 +95,8 @@ def test_without_torchrun_it_says_how_to_start(monkeypatch, capsys):
         (["--parallel", "tp"], "--heads: got 8, takes a multiple of the number of ranks, 3"),
         (["--parallel", "fsdp", "--whole"], "--whole: one graph"),
         (["--parallel", "fsdp", "--variant", "eager", "eager"], "takes each once"),
+        (["--parallel", "fsdp", "--pair", "eager", "patch"], "--pair: is for a single process"),
+        (["--parallel", "fsdp", "--model", "Qwen3 8B"], "--model: got Qwen3 8B, takes Llama 3"),
     ],
 )
 def test_bad_options_are_refused_before_anything_runs(monkeypatch, capsys, options, message):

@@ -8,22 +8,20 @@ import torch
 import tilenorm
 from bench import train, worker
 from bench.__main__ import main
-from bench.llama import Llama, Shape
-from bench.step import VARIANTS, Settings, measure, norm_kernels, prepared
-from bench.train import fitting_layers
-from tilenorm.launch.target import Target
-from tilenorm.ops.registry import MAX_HIDDEN
-from tilenorm.spec import NormSpec
-from tilenorm.tools.precompile import training_calls
+from bench.models import Transformer
+from bench.shapes import Shape
+from bench.step import Settings, measure
+from bench.train_arguments import SIZES, fitting_layers
+from bench.variants import VARIANTS, prepared
 
 SHAPE = Shape(layers=3, hidden=32, heads=4, kv_heads=2, ffn=48, vocab=40)
 SETTINGS = Settings(SHAPE, batch=2, length=8, device="cpu", warm_up=2, steps=3)
-OPTIONS = [f"--{name.replace('_', '-')}={value}" for name, value in vars(SHAPE).items()]
+OPTIONS = [f"--{name.replace('_', '-')}={getattr(SHAPE, name)}" for name in SIZES]
 OPTIONS += ["--batch=2", "--length=8", "--warm-up=2", "--steps=3"]
 
 
-def small() -> tuple[Llama, torch.Tensor]:
-    model = Llama(SHAPE, SETTINGS.length, False, device="cpu", dtype=torch.bfloat16)
+def small() -> tuple[Transformer, torch.Tensor]:
+    model = Transformer(SHAPE, SETTINGS.length, False, device="cpu", dtype=torch.bfloat16)
     return model, torch.zeros(1, SETTINGS.length + 1, dtype=torch.int64)
 
 
@@ -67,20 +65,26 @@ def test_failed_variant_is_shown_and_the_next_variant_runs(monkeypatch, capsys):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variant_patches_and_compiles_the_right_parts(monkeypatch, variant):
     done = []
-    monkeypatch.setattr(torch, "compile", lambda part: done.append("torch") or part)
-    monkeypatch.setattr(
-        tilenorm, "compile", lambda part: done.append("tilenorm") or part, raising=False
-    )
-    monkeypatch.setattr(tilenorm, "patch", lambda model: done.append("patch"), raising=False)
-    patch = ["patch"] if variant in ("tilenorm", "tilenorm-compile") else []
-    compiler = {"compile": "torch", "tilenorm-compile": "torch", "tilenorm-graph": "tilenorm"}
+
+    def does(what: str):
+        return lambda part, **options: done.append((what, options)) or part
+
+    monkeypatch.setattr(torch, "compile", does("torch"))
+    monkeypatch.setattr(tilenorm, "compile", does("tilenorm"))
+    monkeypatch.setattr(tilenorm, "patch", does("patch"))
+    patch = {"patch": {}, "patch-add": {"residual": True}, "patch-compile": {}}
+    expected = [("patch", patch[variant])] if variant in patch else []
+    compiler = {"compile": ("torch", {}), "patch-compile": ("torch", {})}
+    compiler |= {"tilenorm-compile": ("tilenorm", {})}
+    compiler |= {"tilenorm-compile-low": ("tilenorm", {"memory": "low"})}
+    compiler |= {"tilenorm-compile-gemm": ("tilenorm", {"gemms": True})}
     parts = [compiler[variant]] if variant in compiler else []
     model, tokens = small()
-    prepared(model, VARIANTS[variant], whole=False)(tokens)
-    assert done == patch + parts * (SHAPE.layers + 1)
+    prepared(model, VARIANTS[variant], whole=False).call(tokens)
+    assert done == expected + parts * (SHAPE.layers + 1)
     done.clear()
-    prepared(model, VARIANTS[variant], whole=True)(tokens)
-    assert done == patch + parts
+    prepared(model, VARIANTS[variant], whole=True).call(tokens)
+    assert done == expected + parts
 
 
 def test_one_compiled_layer_serves_all_layers(monkeypatch):
@@ -93,7 +97,7 @@ def test_one_compiled_layer_serves_all_layers(monkeypatch):
     torch._dynamo.reset()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
     model, tokens = small()
-    call = prepared(model, VARIANTS["compile"], whole=False)
+    call = prepared(model, VARIANTS["compile"], whole=False).call
     call(tokens).backward()
     assert len(graphs) == 2  # a layer, and the head
 
@@ -109,8 +113,8 @@ def test_compiled_losses_are_close_to_eager_and_weights_repeat(monkeypatch):
 
 def test_different_weights_after_the_same_steps_are_not_same_bits(monkeypatch):
     resets = iter((0, 1))
-    reset = Llama.reset
-    monkeypatch.setattr(Llama, "reset", lambda model, seed: reset(model, next(resets)))
+    reset = Transformer.reset
+    monkeypatch.setattr(Transformer, "reset", lambda model, seed: reset(model, next(resets)))
     assert not measure("eager", asdict(SETTINGS))["same_bits"]
 
 
@@ -122,32 +126,6 @@ def test_more_memory_or_fewer_saved_elements_fit_more_layers():
     assert 1 < sizes[2] < whole.shape.layers
     for less in ({"checkpointing": True}, {"optimizer": "sgd"}, {"batch": 1}):
         assert fitting_layers(replace(whole, **less), 80 << 30) > sizes[2]
-
-
-def test_kernels_of_norms_are_found_by_their_names():
-    kernels = ("row_forward", "stream_forward", "shared_forward", "norm_forward", "norm_backward")
-    norms = [
-        *kernels,
-        "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<c10::BFloat16>",
-        "void at::native::(anonymous namespace)::layer_norm_grad_input_kernel_vectorized<float>",
-        "void at::native::(anonymous namespace)::GammaBetaBackwardCUDAKernelTemplate<float>",
-        "triton_red_fused__fused_rms_norm__to_copy_add_mul_3",
-        "triton_per_fused_add_mean_mul_pow_rsqrt_0",
-        *sorted(kernels_of_tilenorm() - set(kernels)),
-    ]
-    others = ["nvjet_tst_192x192_64x4_h_bz", "flash_fwd_kernel", "triton_poi_fused_mul_silu_2"]
-    others += ["void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>"]
-    assert list(norm_kernels((name, 1.0) for name in norms + others)) == norms
-    assert norm_kernels([("norm_forward", 1500.0), ("norm_forward", 500.0)]) == {
-        "norm_forward": 2.0
-    }
-
-
-def kernels_of_tilenorm() -> set[str]:
-    """The names of all kernels that tilenorm launches."""
-    specs = [NormSpec.of("rms_norm", n, "bfloat16", weight="bfloat16") for n in (4096, MAX_HIDDEN)]
-    calls = [call for spec in specs for call in training_calls(spec, Target.of("sm_90"))]
-    return {call.kernel._pyfunc.__name__ for call in calls}
 
 
 @pytest.mark.parametrize(
@@ -167,11 +145,11 @@ def test_bad_sizes_are_refused_before_anything_runs(options, message, capsys):
 
 def test_without_a_gpu_layers_is_required(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit, match="give --layers"):
+    with pytest.raises(SystemExit, match="give --tiny, or --layers"):
         train.main([])
 
 
-@pytest.mark.parametrize("variant", ["eager", "tilenorm"])
+@pytest.mark.parametrize("variant", ["eager", "patch"])
 def test_norm_kernels_of_a_step_are_found_on_the_gpu(gpu, variant):
     found = measure(variant, asdict(replace(SETTINGS, device=gpu)))
     assert sum(found["norm_kernels_ms"].values()) > 0

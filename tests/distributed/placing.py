@@ -30,7 +30,7 @@ warnings.simplefilter("ignore", tilenorm.ReferenceWarning)
 COLLECTIVES = ("_c10d_functional", "_dtensor")  # the namespaces of their operators
 SEND_NOTHING = ("wait_tensor", "_wrap_tensor_autograd")  # operators there that are none
 TRUTHS = {"output": "y", "sum": "sum", "input": "dx", "residual": "dresidual", "gate": "dgate"}
-TRUTHS |= {"weight": "dw", "bias": "db"}  # the oracle's names of results
+TRUTHS |= {"weight": "dw", "bias": "db", "addend": "dresidual"}  # the oracle's names of results
 PARAMETERS = ("weight", "bias")
 R, P = Replicate(), Partial()
 
@@ -79,6 +79,10 @@ class Case(NamedTuple):
     dims: int = 1
     options: dict = {}  # noqa: RUF012
 
+    @property
+    def outputs(self) -> int:
+        return len(incoming_of(self.tensors))
+
     def alone(self, asked=None, incoming=None) -> dict[str, Tensor]:
         """Outputs and gradients of one process."""
         how = {"dims": self.dims, **self.options}
@@ -99,17 +103,18 @@ class Case(NamedTuple):
 
     def compare(self, found: dict, expected: dict, dsum=True, exact=True) -> None:
         """Assert that what DTensors give is what one process gives: bit for bit, but where ranks
-        add up their parts of a parameter's gradient, which are within the budget.
+        add up their parts of a parameter's gradient, which are within the budget. The gradient of a
+        skip is that of the output, placed as that is.
 
         dsum: whether the sum had a gradient. exact: False has everything within the budget.
         """
         assert found.keys() == expected.keys()
         for name, result in found.items():
             partial = any(p.is_partial() for p in result.placements)
-            assert not partial or name in PARAMETERS, f"{name} has {result.placements}"
+            assert not partial or name in (*PARAMETERS, "skip"), f"{name} has {result.placements}"
             whole, other = result.full_tensor(), expected[name]
             assert (whole.shape, whole.dtype) == (other.shape, other.dtype), name
-            if partial or not exact:
+            if name != "skip" and (partial or not exact):
                 truth = self._truth(dsum)[TRUTHS[name]]
                 shaped = (t.reshape(truth.value.shape).cpu() for t in (whole, other))
                 assert_close(name, next(shaped), truth, next(shaped))
@@ -131,7 +136,7 @@ class Case(NamedTuple):
 
         given = [tensors.get(n) for n in ("input", "residual", "gate")]
         dy, *others = incoming_of(tensors)
-        fields = {n: tensors[n] for n in ("residual", "gate", *PARAMETERS) if n in tensors}
+        fields = {n: t for n, t in tensors.items() if n != "input"}
         dtypes = {n: str(t.dtype).removeprefix("torch.") for n, t in fields.items()}
         options = {**self.form.options, **self.options}
         first = not options.pop("norm_before_gate", True)
@@ -142,7 +147,9 @@ class Case(NamedTuple):
         )  # fmt: skip
         parameters = (parameter(tensors.get(n)) for n in PARAMETERS)
         incoming = rows(dy), rows(others[0]) if others and dsum else None
-        return oracle.norm(spec, oracle.Arguments(*map(rows, given), *parameters, *incoming, EPS))
+        neighbours = (rows(tensors.get(n)) for n in ("addend", "skip"))
+        given = oracle.Arguments(*map(rows, given), *parameters, *incoming, EPS, *neighbours)
+        return oracle.norm(spec, given)
 
 
 def case(form: Form, *shape: int, dims=1, parameter_shape=None, options=None, **made) -> Case:

@@ -117,7 +117,8 @@ def compiled(name: str, first: type, backend: str):
     _, x = local_rows(name)
     torch._dynamo.reset()
     eager = parallel(model(first), name)
-    run = tilenorm.compile(copy.deepcopy(eager), backend=backend, fullgraph=True)
+    every = {"where": lambda node: True}  # these norms are small
+    run = tilenorm.compile(copy.deepcopy(eager), backend=backend, fullgraph=True, **every)
     found, collectives = warmed(run, x)
     kinds = sorted(kind for kind, _ in run.tilenorm_report.replaced)
     assert kinds == ["add_layer_norm", "rms_norm"] and not run.tilenorm_report.left

@@ -135,11 +135,21 @@ def test_the_rules_of_the_gradients(weight, of_sums):
     found = backward_strategies(Backward.of(given), given)
     for (results, arguments), p, sums in zip(found, (R, Shard(0), Shard(1)), of_sums, strict=True):
         weights = Shard(0) if sums == Shard(0) else R
-        assert results == [p, R, R, sums, R]
-        assert arguments[:8] == [p, None, p, None, weights, None, None, p]
+        assert results == [p, R, R, sums, R, R]
+        assert arguments == [p, None, p, None, weights, None, None, p, *[None] * 10]
     # What is not asked for is empty.
     given = (*given[:-1], [True, False, False, False, False])
     assert [r[3] for r, _ in backward_strategies(Backward.of(given), given)] == [R, R, R]
+
+
+def test_the_rules_of_several_terms_and_of_the_output():
+    given = (X, X, X, None, W, None, None, Spec((4, 6)), *Options(8, "rms"), 1e-6, False)
+    for last, terms in (((X,), [0]), ((X, X, None, True), [0, 0, None, None])):
+        arguments = (*given, [True] * 5, None, *last)
+        found = backward_strategies(Backward.of(arguments), arguments)
+        for (results, placed), p in zip(found, (R, Shard(0), Shard(1)), strict=True):
+            assert results[5] == (p if True in last else R)
+            assert placed[-len(last) :] == [p if t == 0 else None for t in terms]
 
 
 def test_rows_without_elements_are_replicated():
@@ -153,7 +163,7 @@ def test_the_first_integer_of_a_schema_follows_its_tensors(op):
     arguments = getattr(torch.ops.tilenorm, op).default._schema.arguments
     tensors = [("Tensor" in str(a.type)) for a in arguments]
     first = next(i for i, a in enumerate(arguments) if isinstance(a.type, torch.IntType))
-    assert arguments[first].name == "hidden" and first == sum(tensors) == tensors.index(False)
+    assert arguments[first].name == "hidden" and first == tensors.index(False)
 
 
 def test_without_the_private_names_the_public_registration_stands(monkeypatch):

@@ -232,6 +232,40 @@ def test_second_derivatives(world, name, form):
     world.run(second_derivatives, name, form)
 
 
+def several_terms(name, form):
+    """grad_output in several terms, and y written once more, of rows cut anywhere."""
+    given = case(form, 4, 6, N, dtype=torch.bfloat16, parameter=torch.float32)
+    x, weight = given.tensors["input"], given.tensors["weight"]
+    bias, how = given.tensors["bias"], (*Options(N, form.op[:-5]), EPS)
+    terms = [random(4, 6, N, dtype=x.dtype, device=device(), seed=20 + i) for i in range(4)]
+    op, backward = torch.ops.tilenorm.norm, torch.ops.tilenorm.norm_backward
+
+    def results(x, weight, bias, *terms):
+        y, _, mean, rstd = op(x, None, None, weight, bias, *how, True)
+        saved = (x, None, weight, bias, mean if "layer" in form.op else None, rstd)
+        mask = [True, False, False, True, True]
+        return backward(terms[0], None, *saved, *how, False, mask, None, *terms[1:], True), y
+
+    expected, _ = results(x, weight, bias, *terms)
+    cuts = [(p, p) for p in (R, Shard(0), Shard(1))] + [(Shard(0), Shard(1)), (R, Shard(0))]
+    for rows, other in cuts:
+        on = [placed(t, name, [rows] * dims_of(name)) for t in (x, *terms[:-1])]
+        last = placed(terms[-1], name, [other] * dims_of(name))
+        whole = [placed(t, name, [R] * dims_of(name)) for t in (weight, bias)]
+        (found, y), collectives = counted(results, on[0], *whole, *on[1:], last)
+        if rows == other:
+            assert not collectives and found[0].placements == found[5].placements == y.placements
+        assert torch.equal(found[0].full_tensor(), expected[0])
+        assert torch.equal(found[5].full_tensor(), expected[5])
+        torch.testing.assert_close(found[3].full_tensor(), expected[3])
+
+
+@EACH_MESH
+@pytest.mark.parametrize("form", slow_but_first([RMS, LAYER]), ids=lambda form: form.op)
+def test_several_terms_and_the_output(world, name, form):
+    world.run(several_terms, name, form)
+
+
 def called_by_name(name):
     """The op itself, without its default argument, with it, and under autocast."""
     x, w = random(4, 6, N, device=device()), random(N, device=device())

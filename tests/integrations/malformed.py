@@ -58,6 +58,35 @@ def spelled_out_in_aten(call, x, dy, w, b):
     return (call(ATEN.mul.Tensor, call(ATEN.mul.Tensor, wide, root), w),)
 
 
+def variance_by_methods(call, x, dy, w, b):
+    centred = call("sub", x, call("mean", x, -1, True))
+    root = call("sqrt", call("add", call("var", x, -1, unbiased=False, keepdim=True), EPS))
+    return (call("add", call("mul", call("div", centred, root), w), b),)
+
+
+def variance_and_mean(call, x, dy, w, b):
+    variance, mean = getitems(call, call(torch.var_mean, x, -1, correction=0, keepdim=True), 2)
+    root = call(operator.pow, call(operator.add, variance, EPS), -0.5)
+    return (call(operator.mul, call(operator.sub, x, mean), root),)
+
+
+def gated_in_aten(call, x, dy, w, b):
+    length = call(ATEN.linalg_vector_norm.default, x, 2, [-1], True)
+    mean = call(ATEN.div.Tensor, call(ATEN.pow.Tensor_Scalar, length, 2), N)
+    root = call(ATEN.reciprocal.default, call(ATEN.sqrt.default, call(ATEN.add.Scalar, mean, EPS)))
+    y = call(ATEN.mul.Tensor, call(ATEN.mul.Tensor, x, root), w)
+    return (call(ATEN.mul.Tensor, y, call(ATEN.sigmoid.default, dy)),)
+
+
+def of_unit_length(call, x, dy, w, b):
+    return (call(operator.mul, call(F.normalize, x, dim=-1, eps=0.0), N**0.5),)
+
+
+def by_length(call, x, dy, w, b):
+    root = call(operator.truediv, call("norm", x, 2, dim=-1, keepdim=True), N**0.5)
+    return (call(operator.truediv, x, root),)
+
+
 GRAPHS = {
     "aten.rms_norm": lambda call, x, dy, w, b: (call(ATEN.rms_norm.default, x, [N], w, EPS),),
     "aten.layer_norm": lambda call, x, dy, w, b: (call(ATEN.layer_norm.default, x, [N], w, b),),
@@ -72,6 +101,18 @@ GRAPHS = {
     "methods": spelled_out_by_methods,
     "functions": spelled_out_by_functions,
     "aten": spelled_out_in_aten,
+    "variance by methods": variance_by_methods,
+    "variance and mean": variance_and_mean,
+    "gated, in aten": gated_in_aten,
+    "F.normalize": of_unit_length,
+    "norm": by_length,
+    "weight, bias and gate after F.layer_norm": lambda call, x, dy, w, b: (
+        call(
+            operator.mul,
+            call(operator.add, call(operator.mul, call(F.layer_norm, x, (N,)), w), b),
+            call(F.silu, dy),
+        ),
+    ),
 }
 
 

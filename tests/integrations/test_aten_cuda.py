@@ -7,6 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import tilenorm
+from tilenorm.integrations import aten
 from tilenorm.ops import cutile
 
 from ..ops.helpers import NEEDS_GPU, name_of, random
@@ -17,7 +18,7 @@ BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float6
 
 
 @pytest.fixture
-def kernels(monkeypatch):
+def kernels(no_memory, monkeypatch):
     """A list to which each pass that tilenorm's kernels run is added: "forward" or "backward"."""
     passes = []
     for name in ("forward", "backward"):
@@ -28,7 +29,10 @@ def kernels(monkeypatch):
             return function(*args)
 
         monkeypatch.setattr(cutile, name, spy)
-    return passes
+    # The override remembers its runners, which call the functions that were there before.
+    monkeypatch.setattr(aten, "_CUDA", aten.Override("CUDA", aten.Kernels(aten._cuda_runner)))
+    yield passes
+    tilenorm.disable()
 
 
 @pytest.fixture(autouse=True)

@@ -241,7 +241,7 @@ def test_report_as_text():
     layers = [nn.LayerNorm(N) for _ in range(4)]
     report = tilenorm.patch(nn.ModuleDict({"layers": nn.ModuleList(layers), **others}))
     assert str(report).splitlines() == [
-        "5 norms patched, 2 not patched",
+        "5 modules patched, 2 not patched",
         "  LayerNorm runs layer_norm offset=0.0 rounding=late eps=1e-05:"
         " layers.0, 2 others and layers.3",
         "  Custom runs rms_norm offset=0.0 rounding=late eps=1e-06: last",

@@ -103,6 +103,10 @@ def cast(data: torch.Tensor, source: ct.DType, target: ct.DType, mode=None) -> t
         return _float_to_int(data, target)
     if is_float(source) and is_float(target) and mode in DIRECTED:
         return round_directed(data.to(torch.float64), target, mode)
+    if target in SATURATING and is_float(source):
+        # The GPU saturates, and PyTorch does from 2.12 on.
+        most = torch.finfo(storage).max
+        data = data.clamp(-most, most)
     data = data.to(storage)
     return _round_to_tf32(data) if target == ct.tfloat32 else data
 
@@ -123,6 +127,7 @@ def _round_to_tf32(data: torch.Tensor) -> torch.Tensor:
     return torch.where(data.isfinite(), bits.view(torch.float32), data)
 
 
+SATURATING = (ct.float8_e4m3fn, ct.float8_e5m2)
 DIRECTED = (ct.RoundingMode.RZ, ct.RoundingMode.RM, ct.RoundingMode.RP)
 
 

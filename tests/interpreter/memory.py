@@ -15,6 +15,12 @@ FLAG_ELEMENTS = 16
 NO_BLOCK, SEVERAL_BLOCKS = -1, -2
 
 
+def indexable(values: torch.Tensor) -> torch.Tensor:
+    """The values, or the bytes of 8-bit floats: PyTorch before 2.12 indexes none on the CPU."""
+    narrow = values.dtype.is_floating_point and values.dtype.itemsize == 1
+    return values.view(torch.uint8) if narrow else values
+
+
 @dataclass(frozen=True)
 class Strided:
     """A strided window of a buffer. The offset counts elements from the buffer's base."""
@@ -43,10 +49,10 @@ class Scattered:
     offsets: torch.Tensor
 
     def read(self, flat: torch.Tensor) -> torch.Tensor:
-        return flat[self.offsets]
+        return indexable(flat)[self.offsets].view(flat.dtype)
 
     def write(self, flat: torch.Tensor, values) -> None:
-        flat[self.offsets] = values
+        indexable(flat)[self.offsets] = indexable(torch.as_tensor(values, dtype=flat.dtype))
 
     def has_duplicates(self) -> bool:
         flat = self.offsets.flatten()
@@ -144,7 +150,8 @@ class Buffer:
         if last_blocks is None:
             last_blocks = torch.full((self.span,), NO_BLOCK, dtype=torch.int32)
             self._last_blocks[access] = last_blocks
-        current = self.blocks.current
+        # Below PyTorch's dispatcher, what is stored has to have the dtype of where it is stored.
+        current = torch.tensor(self.blocks.current, dtype=torch.int32)
         if access == "write":
             region.write(last_blocks, current)
             return

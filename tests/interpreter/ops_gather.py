@@ -9,7 +9,7 @@ from .array import Array, RawMemory
 from .dispatch import current, implements
 from .dtypes import is_boolean, is_integral
 from .errors import OutOfBoundsError
-from .memory import Scattered
+from .memory import Scattered, indexable
 from .ops_memory import check_hints, padding_of
 from .tile import (
     Tile,
@@ -79,12 +79,15 @@ def _load_elements(array: Array, offsets, active, padding: torch.Tensor) -> Tile
     if active.all():
         return Tile(array.buffer.load(Scattered(offsets)), array.dtype)
     values = padding.expand(offsets.shape).clone()
-    values[active] = array.buffer.load(Scattered(offsets[active]))
+    loaded = array.buffer.load(Scattered(offsets[active]))
+    indexable(values)[active] = indexable(loaded)
     return Tile(values, array.dtype)
 
 
 def _store_elements(array: Array, offsets, active, values: torch.Tensor) -> None:
-    array.buffer.store(Scattered(offsets[active]), values.expand(offsets.shape)[active])
+    values = values.expand(offsets.shape)
+    stored = indexable(values)[active].view(values.dtype)
+    array.buffer.store(Scattered(offsets[active]), stored)
 
 
 @implements(ct.gather)

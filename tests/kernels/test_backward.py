@@ -9,7 +9,7 @@ import torch
 from tests import cases, oracle
 from tests.executors import Inputs
 from tests.tolerance import assert_close
-from tilenorm.launch.calls import BackwardArrays, Needs, every_gradient
+from tilenorm.launch.calls import BackwardArrays, every_gradient
 from tilenorm.launch.plan import plan_backward
 from tilenorm.spec import NormSpec
 
@@ -61,15 +61,11 @@ def with_needs(*specs: NormSpec):
     return pytest.mark.parametrize(
         "spec, needs",
         [
-            pytest.param(s, n, id=f"{cases.label(s)}-{label(n)}")
+            pytest.param(s, n, id=f"{cases.label(s)}-{n.label}")
             for s in specs
             for n in cases.some_needs(s)
         ],
     )
-
-
-def label(needs: Needs) -> str:
-    return "+".join(name for name, is_needed in needs._asdict().items() if is_needed)
 
 
 @with_needs(*NEEDED)
@@ -94,7 +90,7 @@ def test_gradients_that_are_not_needed_are_not_written(executor, spec, needs):
         return torch.full(shape, torch.nan, device=executor.device)
 
     sums = (spec.heads or 1) * spec.hidden
-    shapes = dict.fromkeys(("dx", "dresidual", "dgate"), (rows, spec.hidden))
+    shapes = dict.fromkeys(("dx", "dresidual", "dgate", "y"), (rows, spec.hidden))
     shapes |= {"dw": (sums,), "db": (sums,)}
     found = {name: poisoned(*shape) for name, shape in shapes.items()}
     shape = plan.partials(rows)
@@ -102,7 +98,7 @@ def test_gradients_that_are_not_needed_are_not_written(executor, spec, needs):
     slots = torch.zeros(plan.slots(rows) or (1, 1), dtype=torch.int32, device=executor.device)
     arrays = BackwardArrays(
         x=oracle.total(spec, inputs.arguments),
-        dy=inputs.dy,
+        dy=(inputs.dy,),
         gate=inputs.gate if spec.gate else poisoned(1, 1),
         dsum=inputs.dsum if needs.dsum else poisoned(1, 1),
         weight=inputs.weight,
@@ -115,7 +111,7 @@ def test_gradients_that_are_not_needed_are_not_written(executor, spec, needs):
     )
     executor.run()(plan.launches(rows), arrays, inputs.x.get_device())
     for name, grad in found.items():
-        is_needed = getattr(needs, name)
+        is_needed = getattr(needs, name, needs.output)
         assert (grad.isfinite() if is_needed else grad.isnan()).all(), name
     assert (partials.isfinite() if shape else partials.isnan()).all()
     assert bool(slots.any()) == (plan.slots(rows) is not None)

@@ -25,7 +25,7 @@ SHORT = {"weight": "w", "bias": "b"}  # names of the formulas
     "host, kernel",
     [
         (ForwardArrays._fields, forward.Arrays),
-        (BackwardArrays._fields[:-2], backward.Arrays),  # column_sum takes dw and db
+        (BackwardArrays(*BackwardArrays._fields).of_branches(), backward.Arrays),
         (Needs._fields, constants.Needs),
     ],
     ids=["forward", "backward", "needs"],

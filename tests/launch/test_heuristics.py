@@ -58,7 +58,8 @@ def test_sizes_of_a_table_ascend(arch, direction, key, table):
 
 @pytest.mark.parametrize("arch", TABLES)
 def test_tables_have_every_norm_without_a_gate_in_every_item_size(arch):
-    keys = {(op, size) for op in OPS if not op.startswith("gated") for size in DTYPE}
+    ops = [op for op in OPS if not op.startswith("gated") and not op.endswith("_add")]
+    keys = {(op, size) for op in ops for size in DTYPE}
     assert keys <= set(TABLES[arch].FORWARD) and keys <= set(TABLES[arch].BACKWARD)
 
 
@@ -87,6 +88,25 @@ def test_the_planner_returns_what_the_table_has(arch, direction, key, table):
         widths = for_first.widths
         assert for_first == (config if widths is None else replace(config, widths=widths))
         assert widths is None or config.widths[: len(widths)] == widths
+
+
+@pytest.mark.parametrize("arch", TABLES)
+def test_configurations_for_several_terms_and_for_y(arch):
+    """Each is for a size of the table, and serves so many terms and more, but not one alone."""
+    target = Target.of(arch)
+    for key, rows in TABLES[arch].BACKWARD_OF_MORE.items():
+        sizes = dict(TABLES[arch].BACKWARD[key])
+        for hidden, terms, output, config in rows:
+            spec = spec_of(hidden, key)
+            every = every_gradient(spec)
+            check(config, spec, target)
+            assert heuristics.backward(spec, target, every) == sizes[hidden] != config
+            assert (terms, output) != (1, False) and terms <= 3
+            for more in {terms, 4}:
+                needs = every._replace(terms=more, output=output)
+                assert heuristics.backward(spec, target, needs) == config
+                assert heuristics.source(spec, target, needs) == f"tuned/{arch}, untimed"
+            assert not output or spec.output_refused is None
 
 
 @pytest.mark.parametrize("norm", ["rms", "layer"])

@@ -101,6 +101,31 @@ def test_a_table_serves_sizes_that_no_shipped_table_has(tables):
     assert heuristics.backward(parts, H200, NEEDS) == Backward((1024,), 2)
 
 
+def test_an_entry_for_several_terms_of_dy(path):
+    """It serves so many. Others are served by the entry for one term, which adds up alike."""
+    two = replace(BACKWARD, hints=Hints(1, 8))
+    key = Key.of(SPEC, "backward", SPEC.op, 2)
+    user_table.write(path, "sm_90", [replace(entry(two), key=key)])
+    for terms, expected, told in (
+        (1, BACKWARD, ""),
+        (2, two, ""),
+        (3, BACKWARD, ", timed with one term of dy"),
+    ):
+        needs = NEEDS._replace(terms=terms)
+        assert heuristics.backward(SPEC, H200, needs) == expected
+        assert heuristics.source(SPEC, H200, needs) == f"user table {path}{told}"
+    assert shipped.render(user_table.read(path, "sm_90"), "sm_90").count("Backward(") == 1
+
+
+def test_a_table_without_terms_is_for_one(path):
+    table = json.loads(path.read_text())
+    for each in table["entries"]:
+        assert each["key"].pop("terms") == 1
+    path.write_text(json.dumps(table))
+    user_table.configs.cache_clear()
+    assert heuristics.backward(SPEC, H200, NEEDS) == BACKWARD
+
+
 def test_a_table_is_read_once(path):
     assert heuristics.forward(SPEC, H200) == FORWARD
     path.unlink()
@@ -155,6 +180,8 @@ UNSERVING = {
         "Backward does not serve the forward pass",
     ),
     "a key with an extra field": (first(key=KEY | {"rows": 3}), "entry 0"),
+    "too many terms": (first(key=KEY | {"terms": 5}), "takes 1 to 4 terms of dy"),
+    "terms that are not a number": (first(key=KEY | {"terms": "2"}), "entry 0"),
     "a size that is not a number": (first(key=KEY | {"hidden": "4096"}), "entry 0"),
 }
 

@@ -10,6 +10,7 @@ from tilenorm.launch.calls import Needs, bound
 from tilenorm.launch.config import StreamForward
 from tilenorm.launch.plan import BackwardPlan, ForwardPlan, plan_backward, plan_forward
 from tilenorm.launch.target import Target
+from tilenorm.ops import cutile
 from tilenorm.spec import NormSpec
 
 from ..executors import Executor, Inputs, with_arguments
@@ -88,6 +89,23 @@ def specialized(arch: str, spec: NormSpec, needs: Needs | None) -> dict[str, int
             differing = (rows != expected[name][: len(rows)]).any(1)
             found[name] = found.get(name, 0) + int(differing.sum())
     return found
+
+
+def rewritten(arch: str, spec: NormSpec, needs: Needs) -> int:
+    """How many elements of y differ from the forward pass where the backward pass writes y again.
+
+    needs: with `output`. The further terms of dy are zeros.
+    """
+    executor = Compiled(arch, disturbs=True)
+    forward, backward = _plan(executor, spec, None), _plan(executor, spec, needs)
+    p, run = Inputs.random(spec, 5, "cpu"), executor.run()
+    tensors = (p.x, p.residual, p.gate, p.weight, p.bias)
+    y, total, mean, rstd = cutile.forward(forward, tensors, p.eps, run=run)
+    saved = (p.x if total is None else total, *tensors[2:], mean, rstd)
+    more = [torch.zeros_like(p.dy)] * (needs.terms - 1)
+    dsum = p.dsum if needs.dsum else None
+    *_, again = cutile.backward(backward, p.dy, dsum, saved, more=more, run=run)
+    return int((again != y).sum())
 
 
 def _apart(t: Tensor) -> Tensor:

@@ -82,7 +82,8 @@ def fused(m, i, mask):
 def extremum(m, i, mask):
     target, a, b, least = i.operands
     a, b = m.real(a), m.real(b)
-    m.set(target, np.where(m.predicate(least), np.fmin(a, b), np.fmax(a, b)), mask)
+    smaller, larger = (np.minimum, np.maximum) if "NAN" in i.modifiers else (np.fmin, np.fmax)
+    m.set(target, np.where(m.predicate(least), smaller(a, b), larger(a, b)), mask)
 
 
 @instruction("FSETP")
@@ -90,8 +91,8 @@ def compare(m, i, mask):
     first, second, a, b, condition = i.operands
     a, b = m.real(a), m.real(b)
     name = i.modifiers[0]
-    result = COMPARE[name[:2]](a, b)
     unordered = np.isnan(a) | np.isnan(b)
+    result = unordered if name == "NAN" else COMPARE[name[:2]](a, b)
     if name.endswith("U") and len(name) == 3:
         result = result | unordered
     elif name == "NE":

@@ -11,7 +11,7 @@ from tilenorm.tools.cubin import resources
 from tilenorm.tools.precompile import cubin_of
 
 from ..executors import described
-from . import control, floats, memory  # noqa: F401  (they register their instructions)
+from . import control, eights, floats, memory  # noqa: F401  (they register their instructions)
 from .code import instructions
 from .instructions import FUNCTIONS, is_uniform
 from .machine import Machine, float_bits

@@ -1,5 +1,6 @@
 """The machine computes what the kernels compute, and its disturbances show what they should."""
 
+from dataclasses import replace
 from itertools import islice
 from types import SimpleNamespace
 
@@ -10,11 +11,11 @@ import torch
 from tests import cases, tolerance
 from tests.executors import Inputs
 from tilenorm.launch.calls import every_gradient
-from tilenorm.spec import NormSpec
+from tilenorm.spec import WORDS, NormSpec
 
 from . import survey
 from .code import nvdisasm
-from .executor import Compiled, moved, specialized
+from .executor import Compiled, moved, rewritten, specialized
 from .floats import product_of, rounded, sum_of
 
 pytestmark = pytest.mark.skipif(nvdisasm() is None, reason="needs nvdisasm")
@@ -41,6 +42,18 @@ VARIED = (
 )
 
 
+# A weight with a bias, of which the compiler fuses a product and a sum, and roundings in between.
+REWRITTEN = (
+    NormSpec("layer", 37, B, F, B),
+    NormSpec("rms", 256, F, F, F, 1.0, residual=F),
+    NormSpec("layer", 1000, B, B, B, residual=B),
+    NormSpec("rms", 96, H, H, H, rounding="early", heads=3),
+    NormSpec("rms", 1024, B, F, B, rounding="early"),
+    NormSpec("layer", 1024, H, H),
+    NormSpec("rms", 2048, B, B),
+)
+
+
 @pytest.mark.parametrize("arch", [pytest.param("sm_80", marks=pytest.mark.slow), "sm_90"])
 @pytest.mark.parametrize("spec", SPECS, ids=cases.label)
 def test_results_are_those_of_the_oracle(spec, arch):
@@ -49,6 +62,28 @@ def test_results_are_those_of_the_oracle(spec, arch):
     truth, own = inputs.truth(spec), inputs.own(spec)
     for name, value in found.items():
         tolerance.assert_close(name, value, truth[name], own[name])
+
+
+@pytest.mark.parametrize("activation", WORDS["activation"])
+def test_a_gated_row_of_one_element_is_its_own_mean(activation, monkeypatch):
+    """In the backward pass, too: its x · act(gate) is the product of the forward pass, rounded."""
+    spec = NormSpec("layer", 1, F, F, gate=F, gate_first=True, activation=activation)
+    executor, inputs = Compiled("sm_90"), Inputs.random(spec, 37, "cpu")
+    found = executor.forward(spec, inputs)
+    assert not found["y"].any()
+    monkeypatch.setattr(Inputs, "stats", lambda self, spec: (found["mean"], found["rstd"]))
+    found = executor.backward(spec, inputs)
+    assert not found["dw"].any() and not found["dgate"].any()
+
+
+def test_the_slope_of_a_sigmoid_keeps_its_digits():
+    """Where σ(z) is close to 1, too, as where it is close to 0."""
+    spec = NormSpec("rms", 64, F, gate=F, activation="sigmoid")
+    inputs = Inputs.random(spec, 4, "cpu")
+    inputs = replace(inputs, gate=torch.linspace(-15, 15, 4 * 64).reshape(4, 64))
+    truth = inputs.truth(spec)["dgate"].value
+    error = (Compiled("sm_90").backward(spec, inputs)["dgate"] / truth - 1).abs()
+    assert error.max() < 5e-6
 
 
 @pytest.mark.parametrize("spec, every", ONCE_MOVED, ids=cases.label)
@@ -64,6 +99,14 @@ def test_a_row_has_the_same_bits_in_every_place(spec, every):
 def test_a_row_has_the_same_bits_in_every_variant_of_a_kernel(spec):
     for what in (None, every_gradient(spec)):
         assert not any(specialized("sm_90", spec, what).values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", REWRITTEN, ids=cases.label)
+def test_the_backward_pass_writes_y_with_the_bits_of_the_forward_pass(spec):
+    needs = every_gradient(spec)._replace(output=True)
+    for asked in (needs, needs._replace(terms=3, dw=False, db=False)):
+        assert not rewritten("sm_90", spec, asked)
 
 
 @pytest.mark.slow

@@ -48,9 +48,10 @@ def train(
     function: as call, compiled say.
     """
     outputs = function(form, tensors)
-    grads = torch.autograd.grad(outputs, list(tensors.values()), incoming)
+    leaves = {name: t for name, t in tensors.items() if t.requires_grad}
+    grads = torch.autograd.grad(outputs, list(leaves.values()), incoming)
     results = dict(zip(("output", "sum"), (y.detach() for y in outputs), strict=False))
-    return results | dict(zip(tensors, grads, strict=True))
+    return results | dict(zip(leaves, grads, strict=True))
 
 
 def ops_seen(function) -> set[str]:

@@ -23,24 +23,38 @@ class Form(NamedTuple):
 
     op: str
     options: dict = {}  # noqa: RUF012
+    before: tuple[str, ...] = ()  # more tensors that have rows, after the input
 
     @property
     def other(self) -> str | None:
         """The argument of the input's shape, if it takes one."""
+        if self.op.endswith("_add"):
+            return "skip"
         return {"add": "residual", "gated": "gate"}.get(self.op.split("_")[0])
+
+    @property
+    def argument(self) -> str | None:
+        """The public function's name for it."""
+        return "residual" if self.other == "skip" else self.other
 
     @property
     def names(self) -> tuple[str, ...]:
         """Its tensors, in the order in which PyTorch's functions and tilenorm's ops take them."""
-        return tuple(filter(None, ("input", self.other, "weight", "bias")))
+        return tuple(filter(None, ("input", *self.before, self.other, "weight", "bias")))
 
 
 FAMILY = {op: Form(op) for op in OPS}
 FAMILY["gated_rms_norm, gate first"] = Form("gated_rms_norm", {"norm_before_gate": False})
 FAMILY["gated_layer_norm, gate first"] = Form("gated_layer_norm", {"norm_before_gate": False})
 FAMILY["gated_rms_norm, sigmoid"] = Form("gated_rms_norm", {"activation": "sigmoid"})
+# Calls with what few norms have, beside FAMILY so that few tests run them all.
+JOINED = {
+    f"{op}, two residuals": Form(op, before=("addend",))
+    for op in ("add_rms_norm", "add_layer_norm")
+}
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 EACH_DEVICE = pytest.mark.parametrize("device", DEVICES)
+EACH_JOINED = pytest.mark.parametrize("form", JOINED.values(), ids=JOINED)
 EACH_FORM = pytest.mark.parametrize("form", FAMILY.values(), ids=FAMILY)
 WITH_OTHER = {name: form for name, form in FAMILY.items() if form.other}
 EACH_WITH_OTHER = pytest.mark.parametrize("form", WITH_OTHER.values(), ids=WITH_OTHER)
@@ -84,7 +98,8 @@ def tensors_of(
 
 def incoming_of(tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
     """A gradient for each output."""
-    likes = [tensors[name] for name in ("input", "residual") if name in tensors]
+    first = "skip" if "skip" in tensors else "input"
+    likes = [tensors[name] for name in (first, "residual") if name in tensors]
     return tuple(
         random(*like.shape, dtype=like.dtype, device=like.device, seed=10 + i)
         for i, like in enumerate(likes)
@@ -95,8 +110,19 @@ def call(form: Form, tensors: dict[str, Tensor], dims=1, eps=EPS, **options) -> 
     """The outputs of tilenorm's function."""
     shape = tensors["input"].shape[-dims:]
     options = {**form.options, **options}
-    outputs = getattr(tilenorm, form.op)(**tensors, normalized_shape=shape, eps=eps, **options)
+    given = arguments_of(tensors)
+    outputs = getattr(tilenorm, form.op)(**given, normalized_shape=shape, eps=eps, **options)
     return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def arguments_of(tensors: dict[str, Tensor]) -> dict[str, Tensor | tuple[Tensor, Tensor]]:
+    """The arguments of the public function."""
+    given = dict(tensors)
+    if "addend" in given:
+        given["residual"] = (given.pop("addend"), given["residual"])
+    if "skip" in given:
+        given["residual"] = given.pop("skip")
+    return given
 
 
 def step(
@@ -163,14 +189,20 @@ def expected_of(
         x, z, w, b = (t.get(name) for name in ("input", "gate", "weight", "bias"))
         outputs = {}
         if "residual" in t:
-            rounded = (given["input"] + given["residual"]).to(given["residual"].dtype)
-            x = x + t["residual"]
+            rounded = given["input"]
+            for other in ("addend", "residual"):
+                if other in t:
+                    rounded = (rounded + given[other]).to(given[other].dtype)
+                    x = x + t[other]
             x = outputs["sum"] = x + (rounded.to(dtype) - x).detach()
         u = x if z is None or norm_before_gate else x * act(z)
         x_hat = normalize("layer" in form.op, u, axes, eps)
         y = x_hat if w is None else x_hat * (w + offset)
         y = y if b is None else y + b
-        outputs = {"output": y if z is None or not norm_before_gate else y * act(z), **outputs}
+        y = y if z is None or not norm_before_gate else y * act(z)
+        if "skip" in t:
+            y = t["skip"] + y + (y.detach().to(given["input"].dtype).to(dtype) - y.detach())
+        outputs = {"output": y, **outputs}
         pairs = zip(outputs.values(), incoming, strict=True)
         used = [(y, dy.detach().cpu().to(dtype)) for y, dy in pairs if dy is not None]
         ys, dys = zip(*used, strict=True)
@@ -191,7 +223,7 @@ def expected_of(
             size = size * act(t["gate"].detach()).abs()
         if "residual" in t and incoming[1] is not None:
             size = size + incoming[1].detach().cpu().double().abs()
-        terms["input"] = terms["residual"] = size
+        terms["input"] = terms["residual"] = terms["addend"] = size
     return {n: Expected(exact[n], peer[n], terms.get(n)) for n in exact}
 
 

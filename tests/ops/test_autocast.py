@@ -37,6 +37,8 @@ def pytorchs(form, tensors):
     if form.other == "residual":
         total = x + z
         return norm(total, *given), total
+    if form.other == "skip":
+        return (z + norm(x, *given),)
     if form.other == "gate":
         first = not form.options.get("norm_before_gate", True)
         return (norm(x * F.silu(z), *given) if first else norm(x, *given) * F.silu(z),)
@@ -101,14 +103,16 @@ def cast_on_the_cpu(monkeypatch):
 
 def check_cast(form, tensors, function=call):
     """Outputs and gradients are those of a float32 input, cast to what they are of."""
-    incoming = incoming_of(tensors | {"input": tensors["input"].float()})
+    cast = {n: tensors[n] for n in ("input", "skip") if n in tensors}
+    floats = tensors | {n: t.float() for n, t in cast.items()}
+    incoming = incoming_of(floats)
     got = step(form, tensors, incoming, function=function)
     with torch.autocast("cpu", enabled=False):
-        expected = step(form, tensors | {"input": tensors["input"].float()}, incoming)
+        expected = step(form, floats, incoming)
     assert got["output"].dtype == F32
     for name, tensor in tensors.items():
         assert got[name].dtype == tensor.dtype
-    assert same(got, expected | {"input": expected["input"].to(tensors["input"].dtype)})
+    assert same(got, expected | {n: expected[n].to(t.dtype) for n, t in cast.items()})
 
 
 @EACH_FORM
@@ -136,9 +140,10 @@ def test_on_a_gpu(form, dtype):
         assert not ops_seen(lambda: train(form, tensors, incoming)), "not by the short way"
     for key, peer in zip(("output", "sum"), peers, strict=False):
         assert got[key].dtype == peer.dtype
-    x = tensors["input"].detach().to(cast).requires_grad_()
-    expected = train(form, tensors | {"input": x}, incoming)
-    assert same(got, expected | {"input": expected["input"].to(dtype)})
+    names = [n for n in ("input", "skip") if n in tensors]
+    floats = {n: tensors[n].detach().to(cast).requires_grad_() for n in names}
+    expected = train(form, tensors | floats, incoming)
+    assert same(got, expected | {n: expected[n].to(dtype) for n in names})
 
 
 @NEEDS_GPU

@@ -30,9 +30,15 @@ pytestmark = EACH_DEVICE
 
 def computed(tensors, asked) -> set[str]:
     """What is to be computed: one gradient serves input and residual of one dtype."""
-    asked = set(asked)
+    asked = set(asked) - {"skip"}  # whose gradient is the output's
     one = "residual" in tensors and tensors["residual"].dtype == tensors["input"].dtype
     return asked - {"residual"} | {"input"} if one and "residual" in asked else asked
+
+
+def passes(tensors, asked) -> list[set[str]]:
+    """What the backward passes are to compute: there is none that computes nothing."""
+    found = computed(tensors, asked)
+    return [found] if found else []
 
 
 @pytest.mark.parametrize("parameter", [None, torch.float32], ids=["same", "float32"])
@@ -77,7 +83,7 @@ def test_each_combination_of_gradients(device, name, asked, gradients_made):
     tensors = tensors_of(form, 19, 40, device=device)
     got = step(form, tensors, asked=asked, offset=1.0)
     assert got.keys() & tensors.keys() == set(asked)
-    assert gradients_made == [computed(tensors, asked)], "computed other gradients than asked for"
+    assert gradients_made == passes(tensors, asked), "computed other gradients than asked for"
     assert_step(got, expected_of(form, tensors, offset=1.0), got.keys())
 
 
@@ -87,7 +93,7 @@ def test_absent_parameters(device, form, absent, gradients_made):
     tensors = tensors_of(form, 19, 40, device=device)
     tensors = {n: t for n, t in tensors.items() if n not in absent}
     assert_step(step(form, tensors), expected_of(form, tensors))
-    assert gradients_made == [computed(tensors, tensors)]
+    assert gradients_made == passes(tensors, tensors)
 
 
 @EACH_FORM

@@ -7,7 +7,7 @@ import tilenorm
 from tilenorm.launch.calls import Needs, bound
 from tilenorm.launch.plan import plan_backward, plan_forward
 from tilenorm.launch.target import Target
-from tilenorm.ops import cutile
+from tilenorm.ops import cutile, layout
 from tilenorm.ops.tensors import Saved, Tensors
 from tilenorm.spec import NormSpec
 
@@ -200,14 +200,15 @@ def test_a_batch_that_does_not_merge_with_the_length_is_copied_once(monkeypatch)
 def test_the_eager_path_reads_a_fused_projection_in_place(which, monkeypatch):
     x = fused("cuda", torch.bfloat16, 128)[which]
     weight = random(x.shape[-2], 128, dtype=torch.bfloat16, device="cuda")
-    seen, original = [], cutile.rows_of
+    seen, original = [], layout.rows_of
 
     def spy(tensor, spec):
         view = original(tensor, spec)
         seen.append((tensor.data_ptr(), view.data_ptr()))
         return view
 
-    monkeypatch.setattr(cutile, "rows_of", spy)
+    for module in (layout, cutile):
+        monkeypatch.setattr(module, "rows_of", spy)
     step(RMS, {"input": x, "weight": weight})
     assert len(seen) == 3  # x, then x and dy
     assert all(given == taken for given, taken in seen)

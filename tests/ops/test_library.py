@@ -10,7 +10,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilenorm.ops import library
-from tilenorm.spec import Options, norm_of
+from tilenorm.ops.tensors import Tensors
+from tilenorm.spec import PLAIN, Options, norm_of
 
 from .helpers import (
     ADD,
@@ -39,8 +40,9 @@ def how(form, hidden, offset=1.0, rounding="late"):
 
 
 def forward_arguments(form, tensors, save=True, **options):
-    given = [tensors.get(n) for n in ("input", "residual", "gate", "weight", "bias")]
-    return *given, *how(form, tensors["input"].shape[-1], **options), save
+    given = [tensors.get(n) for n in Tensors._fields]
+    more = (None, *given[PLAIN:]) if any(t is not None for t in given[PLAIN:]) else ()
+    return *given[:PLAIN], *how(form, tensors["input"].shape[-1], **options), save, *more
 
 
 def backward_arguments(form, tensors, dsum=True, mask=(True,) * 5, **options):
@@ -244,5 +246,5 @@ def test_a_fake_of_any_number_of_rows(form):
     of_rows = [t for t in (*forward.meta["val"], *backward.meta["val"][:3]) if t.shape != (0,)]
     for tensor in of_rows:
         assert isinstance(tensor.shape[0], torch.SymInt), "the number of rows became a constant"
-    dw, db = backward.meta["val"][3:]
+    dw, db = backward.meta["val"][3:5]
     assert dw.shape == db.shape == (40,)

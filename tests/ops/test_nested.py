@@ -10,7 +10,7 @@ import tilenorm
 from .helpers import EACH_DEVICE, EACH_FORM, FAMILY, RMS, call, random, step, tensors_of
 
 LENGTHS = (2, 0, 1)
-ROWS = ("input", "residual", "gate")
+ROWS = ("input", "residual", "gate", "skip")
 
 
 def jagged(values: Tensor, like: Tensor | None = None, ragged: int = 1) -> Tensor:

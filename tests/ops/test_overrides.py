@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 import tilenorm
 
-from .helpers import EACH_DEVICE, EACH_FORM, call, random, tensors_of
+from .helpers import EACH_DEVICE, EACH_FORM, arguments_of, call, random, tensors_of
 
 N = 16
 OPTIONS = {"offset": 1.0, "rounding": "early", "backend": "reference"}
@@ -65,7 +65,8 @@ def test_a_mode_sees_the_public_function_with_its_arguments(device, form, rememb
     ((function, args, kwargs),) = (c for c in seen.calls if c[0].__module__.startswith("tilenorm"))
     assert function is getattr(tilenorm, form.op)
     found = bound(form, args, kwargs)
-    for name, value in {**tensors, **options, "normalized_shape": (N,), "eps": 1e-6}.items():
+    given = {**arguments_of(tensors), **options, "normalized_shape": (N,), "eps": 1e-6}
+    for name, value in given.items():
         assert found[name] is value or found[name] == value
     expected = expected or call(form, tensors, **options)
     assert all(map(torch.equal, got, expected))
@@ -97,8 +98,8 @@ def test_a_subclass_stays_one(device, form):
 
 @EACH_FORM
 def test_any_tensor_argument_may_answer(form):
-    tensors = tensors_of(form, 3, N)
-    for name in form.names:
+    tensors = arguments_of(tensors_of(form, 3, N))
+    for name in tensors:
         answers = Answers()
         given = {**tensors, **form.options, name: answers}
         function, args, kwargs = getattr(tilenorm, form.op)(**given, normalized_shape=(N,))

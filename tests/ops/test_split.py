@@ -51,11 +51,12 @@ def check(spec: NormSpec, inputs: Inputs, found: dict) -> None:
 
 
 @EACH
-@pytest.mark.parametrize("op", NAMES)
+@pytest.mark.parametrize("op", [op for op in NAMES if not op.endswith("_add")])
 def test_drawn_pieces(served, op):
     rng = Random(f"{served} {op}")
     for seed, dtype in product(range(4), cases.DTYPES):
-        spec = drawing.spec(rng, op, dtype, drawing.hidden(rng, 1500))
+        # Operations of their own do what only whole rows have.
+        spec = drawing.spec(rng, op, dtype, drawing.hidden(rng, 1500)).plain
         inputs = Inputs.random(spec, rng.randint(1, 9), "cpu", seed)
         widths, needs = widths_of(rng, spec.hidden), rng.choice(cases.some_needs(spec))
         if not needs.dsum:

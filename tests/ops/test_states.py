@@ -156,6 +156,12 @@ def test_the_ops_and_what_inductor_calls(device, served, state, of_inductor):
         mask = [True, False, True, True, True]
         check_each_in_turn(backward, saved, (*HOW[:-1], False, mask), state)
 
+        def of_terms(second, third, *others):
+            return backward(*others, None, second, third)
+
+        terms = (random(3, 16, device=device, seed=seed) for seed in (10, 11))
+        check_each_in_turn(of_terms, (*terms, *saved), (*HOW[:-1], False, mask), state)
+
 
 @EACH_DEVICE
 @EACH_WAY

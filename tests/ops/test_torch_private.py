@@ -93,6 +93,7 @@ def outcomes() -> dict[str, str]:
     return {name: outcome + done.stderr for name, outcome in found.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize("name", NAMES)
 def test_the_same_results_without(name, outcomes):

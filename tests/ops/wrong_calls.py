@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import tilenorm
 
-from .helpers import FAMILY, Form
+from .helpers import FAMILY, Form, arguments_of
 
 X, W, HEADS, TWO_HEADS = torch.ones(3, 8), torch.ones(8), torch.ones(3, 8), torch.ones(2, 8)
 FLOAT8 = X.to(torch.float8_e4m3fn)
@@ -145,7 +145,7 @@ EVERY = {
 # Of the functions with a residual or a gate.
 OF_THE_OTHER = {
     "None": (None, TypeError, "takes a Tensor, got NoneType"),
-    "a list": ([1.0], TypeError, "takes a Tensor, got list"),
+    "a list": ([1.0], TypeError, r"takes a Tensor.*, got (list|\[float\])"),
     "another size": (X[:2], RuntimeError, r"takes the input's shape \[3, 8\], got \[2, 8\]"),
     "one that would broadcast": (W, RuntimeError, r"takes the input's shape \[3, 8\], got \[8\]"),
     "ints": (X.int(), NOT_SERVED, "takes float16, .* got torch.int32"),
@@ -177,7 +177,7 @@ def with_keywords(function: Callable, arguments: tuple) -> Callable[[], object]:
 def given(form: Form) -> dict[str, object]:
     """Right arguments of a function."""
     tensors = {name: X if name in ("input", form.other) else W for name in form.names}
-    return {**tensors, "normalized_shape": (8,), **form.options}
+    return {**arguments_of(tensors), "normalized_shape": (8,), **form.options}
 
 
 def right_call(form: Form) -> Callable[[], object]:
@@ -195,7 +195,11 @@ def of_functions() -> Iterator[tuple[str, Wrong]]:
         rows = EVERY | (GATED if form.other == "gate" else {})
         if form.other:
             rows |= {
-                f"{form.other} {what}": ({form.other: value}, kind, f"'{form.other}' {message}")
+                f"{form.argument} {what}": (
+                    {form.argument: value},
+                    kind,
+                    f"'{form.argument}' {message}",
+                )
                 for what, (value, kind, message) in OF_THE_OTHER.items()
             }
         for what, (wrong, kind, message) in rows.items():

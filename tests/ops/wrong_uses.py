@@ -119,6 +119,14 @@ INTEGRATIONS = {
                 lambda: tilenorm.compile(plus, options=[1]),
                 *(TypeError, "'options' takes a dict or None, got list"),
             ),
+            "memory another word": (
+                lambda: tilenorm.compile(plus, memory="high"),
+                *(ValueError, "'memory' takes 'low' or None, got 'high'"),
+            ),
+            "memory with another backend": (
+                lambda: tilenorm.compile(plus, memory="low", backend="eager"),
+                *(ValueError, "'memory' takes 'low' with backend 'inductor' alone, got .*'eager'"),
+            ),
         },
     ),
     "replace_norms": (
@@ -135,6 +143,10 @@ INTEGRATIONS = {
             "graph_module None": (
                 lambda: replace_norms(None),
                 *(TypeError, "'graph_module' takes a GraphModule, got NoneType"),
+            ),
+            "fold a string": (
+                lambda: replace_norms(GRAPH, fold="all"),
+                *(TypeError, "'fold' takes a bool, got str"),
             ),
             "where a string": (
                 lambda: replace_norms(GRAPH, where="norm"),

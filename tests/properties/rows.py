@@ -60,7 +60,7 @@ def _large_mean(row: Tensor, dtype, generator) -> None:
 _large, _large_dy = partial(_scaled, sizes=LARGEST), partial(_scaled, sizes=LARGEST_DY)
 _zero, _nan = partial(_constant, value=0.0), partial(_one, value=torch.nan)
 _inf, _minus_inf = partial(_one, value=torch.inf), partial(_one, value=-torch.inf)
-_EVERY = ("x", "residual", "gate", "dy", "dsum")
+_EVERY = ("x", "residual", "gate", "dy", "dsum", "addend", "skip")
 
 FINITE = {
     "normal": Kind({}),
@@ -83,6 +83,8 @@ SPECIAL = {
     "infinity": Kind({"x": _inf}, summed=False),
     "minus infinity": Kind({"x": _minus_inf}, summed=False),
     "NaN in the residual": Kind({"residual": _nan}),
+    "NaN in the addend": Kind({"addend": _nan}),
+    "infinity after the norm": Kind({"skip": _inf}),
     "infinity in the residual": Kind({"residual": _inf}, summed=False),
     "NaN in the gate": Kind({"gate": _nan}),
     "infinity in the gate": Kind({"gate": _inf}, summed=False),

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from tilenorm.launch.calls import every_gradient
@@ -32,6 +33,7 @@ class Job(NamedTuple):
     name: str
     spec: NormSpec
     config: Config
+    terms: int = 1  # of dy; with several the backward pass writes y once more
 
 
 NARROW = NormSpec("rms", 100, "float32", "float32", "float32")
@@ -58,6 +60,8 @@ JOBS = (
     Job("backward, gate", GATED, Backward((1024,), hints=TWO, reread=True)),
     Job("backward, tile loads", ALIGNED, Backward((1024,), tma=True, hints=LOOP)),
     Job("backward, tile loads and stores", WEIGHTED, Backward((1024,), 1, True, LOOP, True)),
+    Job("backward, terms, gathered", NARROW, Backward((128,), 4, hints=TWO), 2),
+    Job("backward, terms, tile loads", WEIGHTED, Backward((1024,), tma=True, hints=LOOP), 3),
     Job("backward, shared", SHARED_LAYER, Backward((1024,), hints=TWO, packed=True)),
     Job("backward, shared, sums alone", SHARED_ADD, Backward((1024,), hints=TWO)),
 )
@@ -86,12 +90,14 @@ def _results(job: Job, inputs: Inputs, target: Target, run) -> dict[str, Tensor]
     spec, config = job.spec, job.config
     if config.direction == "forward":
         plan = ForwardPlan(spec, target, config, True)
-        given = (inputs.x, inputs.residual, inputs.gate, inputs.weight, inputs.bias)
-        found = Results(*cutile.forward(plan, given, EPS, run=run))._asdict()
+        found = Results(*cutile.forward(plan, inputs.tensors, EPS, run=run))._asdict()
     else:
-        plan = BackwardPlan(spec, target, config, ColumnSum(), every_gradient(spec))
+        several = job.terms > 1
+        needs = every_gradient(spec)._replace(terms=job.terms, output=several)
+        plan = BackwardPlan(spec, target, config, ColumnSum(), needs)
         x = oracle.total(spec, inputs.arguments)
         given = (x, inputs.gate, inputs.weight, inputs.bias, *inputs.stats(spec))
-        tensors = cutile.backward(plan, inputs.dy, inputs.dsum, given, run=run)
-        found = dict(zip(cases.GRADIENTS, tensors, strict=True))
+        dy, *more = (inputs.dy, *[torch.zeros_like(inputs.dy)] * (job.terms - 1))
+        tensors = cutile.backward(plan, dy, inputs.dsum, given, more=more, run=run)
+        found = dict(zip((*cases.GRADIENTS, *["y"] * several), tensors, strict=True))
     return {name: t for name, t in found.items() if t is not None}

@@ -22,6 +22,7 @@ from . import ahead, checks, draw
 from .draw import Case
 
 NAMES = [check.__name__ for check in (*checks.ANYWHERE, *checks.ON_GPU)]
+SHOWN = 50  # specs between two lines of progress
 PLAIN = "plain call"  # the name of a failure before any check
 
 
@@ -51,7 +52,10 @@ def main(given: list[str] | None = None) -> int:
                 failed += 1
                 print(f"FAILED {name}: {difference}")
                 print(f"    {reproducer(case, name, asked)}", flush=True)
-    print(f"{ran} specs, {failed} failures, {time.time() - started:.0f} s")
+            if ran % SHOWN == 0:
+                print(f"{ran} specs so far, {failed} failures", flush=True)
+        # The processes that compile ahead may take a while to end.
+        print(f"{ran} specs, {failed} failures, {time.time() - started:.0f} s", flush=True)
     return 1 if failed else 0
 
 

@@ -11,6 +11,8 @@ from tilenorm.launch.calls import Call, bound, every_gradient
 from tilenorm.launch.plan import plan_backward, plan_forward
 from tilenorm.launch.target import Target
 from tilenorm.ops import cutile
+from tilenorm.ops.tensors import Tensors, branch_of, trimmed
+from tilenorm.spec import PLAIN
 from tilenorm.tools.precompile import compile_call, compiling
 from tilenorm.tools.signature import signature
 
@@ -72,18 +74,21 @@ def _calls(case: Case, target: Target, layouts: dict[str, Layout], saves=(True,)
     def empty(name: str, dtype: str | None) -> Tensor | None:
         if dtype is None:
             return None
-        layout = layouts[name] if name in layouts else Layout.contiguous(*case.row_shape)
+        shape = case.row_shape[-1:] if name == "layer_scale" else case.row_shape
+        layout = layouts[name] if name in layouts else Layout.contiguous(*shape)
         return layout.view(torch.empty(layout.size, dtype=getattr(torch, dtype)))
 
-    names = (*ROWS, "weight", "bias")
-    tensors = tuple(empty(n, d) for n, d in zip(names, spec.dtypes, strict=True))
-    dy, dsum = empty(INCOMING[0], spec.dtype), empty(INCOMING[1], spec.residual)
+    named = zip(Tensors._fields, spec.dtypes, strict=True)
+    tensors = trimmed(tuple(empty(name, dtype) for name, dtype in named))
+    dy = empty(INCOMING[0], spec.skip or spec.dtype)
+    dsum = empty(INCOMING[1], spec.residual)
     for save in saves:
         found = cutile.forward(plan_forward(spec, target, save), tensors, 1e-6, run=collect)
     _, total, mean, rstd = found
     x = tensors[0] if total is None else total
     plan = plan_backward(spec, target, every_gradient(spec))
-    cutile.backward(plan, dy, dsum, (x, *tensors[2:], mean, rstd), run=collect)
+    saved, branch = (x, *tensors[2:PLAIN], mean, rstd), branch_of(tensors)
+    cutile.backward(plan, dy, dsum, saved, branch=branch, run=collect)
     return calls
 
 

@@ -5,14 +5,17 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from tilenorm.ops.tensors import Tensors
+
 from ..guarded import guarded
 from ..ops.cuda_helpers import train
 from ..ops.helpers import Form, call
 from .draw import Case
 
 BITS = {2: torch.int16, 4: torch.int32}
-ROWS = ("input", "residual", "gate")  # tensors with rows, and their gradients
-SUMS = ("weight", "bias")  # their gradients are sums over the rows
+# Tensors with rows, and their gradients.
+ROWS = ("input", "residual", "gate", "addend", "skip", "dropout_mask")
+SUMS = ("weight", "bias", "layer_scale")  # their gradients are sums over the rows
 Results = dict[str, Tensor]
 
 
@@ -23,13 +26,15 @@ class Subject:
         self.case, self.device = case, device
         spec = case.spec
         options = {"offset": spec.offset, "rounding": spec.rounding, "backend": "cutile"}
+        if spec.dropout_mask:
+            options["dropout_scale"] = spec.dropout_scale
         if spec.gate:
             options |= {"norm_before_gate": not spec.gate_first, "activation": spec.activation}
+        dtypes = dict(zip(Tensors._fields, spec.dtypes, strict=True))
         self.form = Form(spec.op, options)
         self.generator = torch.Generator(device).manual_seed(case.seed)
-        dtypes = dict(zip(("input", "residual", "gate", *SUMS), spec.dtypes, strict=True))
         self.tensors = {n: self._random(n, d) for n, d in dtypes.items() if d}
-        outputs = [spec.dtype] + ([spec.residual] if spec.residual else [])
+        outputs = [spec.skip or spec.dtype] + ([spec.residual] if spec.residual else [])
         self.incoming = [self._random("incoming", dtype).detach() for dtype in outputs]
         self.expected = self.train()
 
@@ -37,7 +42,10 @@ class Subject:
         """Normal numbers. Rows differ in their magnitudes, by up to 2 to the 12th power."""
         case, options = self.case, {"generator": self.generator, "device": self.device}
         shape = case.row_shape if name in SUMS else (case.rows, *case.row_shape)
+        shape = shape[-1:] if name == "layer_scale" else shape
         values = torch.randn(shape, **options)
+        if dtype == "bool":
+            return values > -1
         if name in ROWS or name == "incoming":
             powers = torch.randint(-8, 5, (case.rows, *[1] * len(case.row_shape)), **options)
             values *= torch.exp2(powers.float())
@@ -51,7 +59,7 @@ class Subject:
     def with_rows(self, change: Callable[[str, Tensor], Tensor]) -> tuple[Results, list[Tensor]]:
         """The case's tensors, those with rows as change(name, tensor) gives them."""
         tensors = {
-            n: change(n, t.detach()).requires_grad_() if n in ROWS else t
+            n: change(n, t.detach()).requires_grad_(t.requires_grad) if n in ROWS else t
             for n, t in self.tensors.items()
         }
         return tensors, [change(f"incoming {i}", t) for i, t in enumerate(self.incoming)]
@@ -108,7 +116,8 @@ def strided(subject: Subject) -> Iterator[str]:
     case = subject.case
     got = subject.train(*subject.with_rows(lambda name, t: case.layout(name).filled(t)))
     yield from subject.differences(got)
-    yield from (f"{name} is not contiguous" for name, t in got.items() if not t.is_contiguous())
+    made = {name: t for name, t in got.items() if name != "skip"}  # whose gradient was given
+    yield from (f"{name} is not contiguous" for name, t in made.items() if not t.is_contiguous())
 
 
 def between_guards(subject: Subject) -> Iterator[str]:

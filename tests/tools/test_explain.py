@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tilenorm
-from tests.ops.helpers import EACH_FORM, NEEDS_GPU, random, tensors_of
+from tests.ops.helpers import EACH_FORM, NEEDS_GPU, arguments_of, random, tensors_of
 from tilenorm.launch import plan, user_table
 from tilenorm.launch.config import RowForward
 from tilenorm.launch.target import MULTIPROCESSORS
@@ -29,7 +29,7 @@ def test_on_a_cpu_the_reference_serves(form, capsys, monkeypatch):
         monkeypatch.setattr(module, "forward", None)  # explaining runs nothing
     tensors = tensors_of(form, 6, 4096, dtype=torch.bfloat16)
     op = form.op
-    found = tilenorm.explain(op, **tensors, normalized_shape=(4096,), **form.options)
+    found = tilenorm.explain(op, **arguments_of(tensors), normalized_shape=(4096,), **form.options)
     assert found.spec == spec_of_call(monkeypatch, form, tensors)
     assert found.chosen == "reference"
     assert found.refused == {"cutile": "the input is on cpu; cuTile runs on NVIDIA GPUs"}
@@ -48,7 +48,7 @@ def spec_of_call(monkeypatch, form, tensors, **options) -> NormSpec:
         return tensors[0].clone(), None, None, None
 
     monkeypatch.setattr(reference, "forward", forward)
-    arguments = {**tensors, "normalized_shape": tensors["input"].shape[-1:]}
+    arguments = {**arguments_of(tensors), "normalized_shape": tensors["input"].shape[-1:]}
     getattr(functional, form.op)(**arguments, **form.options, **options)
     return seen[0]
 
@@ -59,7 +59,8 @@ def test_the_spec_is_that_of_a_call(form, heads, monkeypatch, capsys):
     shape = {"parameter_shape": (heads, 8)} if heads else {}
     tensors = tensors_of(form, 2, heads or 3, 8, other=torch.float16, **shape)
     options = {"offset": 0.5, "rounding": "early"}
-    found = tilenorm.explain(form.op, **tensors, normalized_shape=(8,), **form.options, **options)
+    given = {**arguments_of(tensors), **form.options, **options}
+    found = tilenorm.explain(form.op, **given, normalized_shape=(8,))
     assert found.spec == spec_of_call(monkeypatch, form, tensors, **options)
     assert found.rows == tensors["input"].numel() // 8
 
@@ -111,6 +112,7 @@ OPTIONS = {
     "rounding early": {"rounding": "early"},
     "offset 1": {"offset": 1.0},
     "residual float32": {"op": "add_layer_norm", "residual": "float32"},
+    "residual float32 after the norm": {"op": "layer_norm_add", "skip": "float32"},
     "gate bfloat16 after the norm": {"op": "gated_rms_norm"},
     "gate float32 before the norm": {
         "op": "gated_rms_norm",
@@ -141,6 +143,9 @@ BYTES = {
     "add_rms_norm": ({}, 4, 4),  # x, residual, sum, y; dy, dsum, sum, and one gradient for both
     "add_layer_norm": ({"residual": "float32"}, 2 + 4, 2 + 4 + 2),
     "gated_rms_norm": ({}, 3, 5),
+    "add_rms_norm, two residuals": ({"addend": "bfloat16"}, 5, 4),
+    "rms_norm_add": ({}, 3, 3),  # the residual's gradient is that of the output
+    "layer_norm_add": ({"skip": "float32"}, 1 + 2 + 2, 1 + 2 + 1),
     "gated_layer_norm": ({}, 3, 5),
 }
 
@@ -148,8 +153,16 @@ BYTES = {
 @pytest.mark.parametrize("op", BYTES)
 def test_bytes_of_the_others(op):
     fields, forward, backward = BYTES[op]
-    found = planned(64, 10, op=op, **fields)
+    found = planned(64, 10, op=op.partition(",")[0], **fields)
     assert (found.forward_bytes, found.backward_bytes) == (forward * MATRIX, backward * MATRIX)
+
+
+def test_several_terms_of_dy():
+    found = explain_spec(NormSpec("rms", 64, "bfloat16"), 10, planned_device("sm_90"), terms=3)
+    assert found.backward_bytes == 5 * MATRIX and found.forward_bytes == 2 * MATRIX
+    assert "offset 0, 3 terms of dy)" in str(found)
+    assert found.backward[0].constants["TERMS"] == 3
+    assert found.backward_source.startswith("tuned/sm_90, ")
 
 
 def test_bytes_of_heads():
@@ -164,6 +177,12 @@ def test_where_configurations_come_from(tables):
     assert (found.forward_source, found.backward_source) == ("tuned/sm_90", "tuned/sm_90")
     assert f"backward: {found.backward_bytes:,} bytes, configuration: tuned/sm_90" in str(found)
     assert planned(arch="sm_100").forward_source == "heuristic, untimed"
+    twice = planned(op="add_rms_norm", weight="bfloat16", addend="bfloat16")
+    assert twice.forward_source == "tuned/sm_90, timed with one residual"
+    assert twice.backward_source == "tuned/sm_90"
+    after = planned(op="rms_norm_add", weight="bfloat16")
+    assert after.forward_source == "tuned/sm_90, timed as add_rms_norm"
+    assert after.backward_source == "tuned/sm_90"
     gated = planned(op="gated_layer_norm", weight="bfloat16")
     assert gated.forward_source == gated.backward_source == "tuned/sm_90, timed with RMSNorm"
     assert planned(backend="reference").forward_source is None

@@ -133,7 +133,7 @@ def test_agrees_with_cutile(hidden, rows, fields):
             mean=mean,
             rstd=rstd,
             slots=slots[0],
-        ),
+        ).of(spec),
         rows,
         1e-6,
     ) + backward.calls(

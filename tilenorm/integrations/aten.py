@@ -131,7 +131,7 @@ class Kernels:
             return None
         asked = (mask[0], False, False, *mask[1:])
         needs = merged_needs(runner.dtypes, False, asked)
-        if not any(needs):
+        if not any(needs.gradients):
             return None, None, None
         mean = None if mean is None else vector_of(mean)
         saved = Saved(x, None, weight, bias, mean, vector_of(rstd))

@@ -1,18 +1,32 @@
 """tilenorm.compile: torch.compile with the model's norms replaced by tilenorm's ops."""
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, field
 
 import torch
 from torch.fx import GraphModule, Node
 
-from .fx.rewrite import Report, check_where, replace_norms
+from ..ops.torch_private import inductor_joint_pass
+from .fx import Folds, Report
+from .fx.nodes import Left
+from .fx.norms import Gradient, Norm, check_width, hidden_of, known
+from .fx.rewrite import check_where, replace_chosen
+from .joint import OPTION, joint_pass
+
+# Queries and keys have rows of 64 to 256 elements. Inductor fuses their norms with the rotary
+# embedding that follows. It cannot fuse an op, and then reads the normalised rows once more.
+SMALL = 256
+OTHER_BACKEND = "the backend is not Inductor, which has a hook for joint graphs"
+NO_HOOK = "this PyTorch's Inductor has no joint_custom_post_pass"
 
 
 def compile(
     model: Callable | None = None,
     *,
     where: Callable[[Node], bool] | None = None,
+    memory: str | None = None,
+    gemms: bool = False,
     backend: str | Callable = "inductor",
     mode: str | None = None,
     options: dict | None = None,
@@ -26,13 +40,30 @@ def compile(
     tilenorm's gradients too. Inductor and AOTAutograd compute their cache keys from the graphs
     after the replacement.
 
+    With Inductor, the op of a norm's gradient also takes over the additions around it, in the joint
+    graph of forward and backward: up to four terms of dy, rounded after each addition as eager
+    PyTorch rounds them, and the addition of dx to another gradient, which is then rounded once. A
+    pass of Inductor's option joint_custom_post_pass runs before. A norm whose output is quantised
+    inside an autograd function becomes one op with the quantisation in that graph too.
+
     Args:
         model: a module or function. Without a model, the result is a decorator, as in
             torch.compile.
         where: selects the norms to replace, as in replace_norms. Inductor fuses PyTorch's norm
-            with neighbouring elementwise operations, but it cannot fuse an op of tilenorm. A small
-            norm can therefore be faster if it is not replaced:
-            `lambda node: node.meta["example_value"].shape[-1] >= 1024`.
+            with neighbouring elementwise operations, but it cannot fuse an op of tilenorm. None
+            therefore leaves norms of rows of at most 256 elements to Inductor, such as those of
+            queries and keys, and replaces all others; of other backends' graphs it replaces all.
+        memory: None, or "low", with Inductor: the backward pass writes the output of a norm again,
+            with the same bits, and the forward pass's output is not saved where nothing else of
+            the backward pass needs it. This is one more write of each such output.
+        gemms: whether, with Inductor, products of matrices that the gradient of a norm adds are
+            added up inside the multiplications, as tilenorm::mm_sum: the gradients of queries,
+            keys and values, or of gate and up. Each addition then rounds once and not twice, so
+            the bits are others than eager PyTorch's. These multiplications are ATen's, cuBLAS's on
+            a GPU, whatever max_autotune says. Off by default, because no training step was
+            measured with it.
+            Residuals are not added inside the multiplications, because addmm copies a residual
+            that the backward pass reads.
         backend, mode, options, dynamic, others: as in torch.compile.
 
     Returns:
@@ -41,16 +72,15 @@ def compile(
         the model is called.
 
     Raises:
-        TypeError: `where` is neither None nor a function, or `options` is neither None nor a dict.
+        TypeError: `where` is neither None nor a function, `options` is neither None nor a dict, or
+            `gemms` is no bool.
+        ValueError: `memory` is neither None nor "low", or `memory` or `gemms` is asked of another
+            backend than Inductor.
         RuntimeError: both mode and options are given, as in torch.compile.
         All exceptions that torch.compile raises.
     """
     check_where("compile", where)
-    if options is not None and not isinstance(options, dict):
-        got = type(options).__name__
-        raise TypeError(f"compile: argument 'options' takes a dict or None, got {got}")
-    if mode is not None and options is not None:
-        raise RuntimeError(f"compile: argument 'mode' takes None beside options, got {mode!r}")
+    _check(options, mode, memory, gemms, backend)
     options = dict(options or {})
     dynamo_options = {k: options.pop(k) for k in ("guard_filter_fn",) if k in options}
     # torch.compile wraps a backend given by name in one of these, but not a backend given as a
@@ -59,7 +89,7 @@ def compile(
         wrapped = torch._TorchCompileInductorWrapper(mode, options, dynamic)
     else:
         wrapped = torch._TorchCompileWrapper(backend, mode, options, dynamic)
-    replacing = _ReplacingBackend(wrapped, where)
+    replacing = _ReplacingBackend(wrapped, where, memory, gemms, backend == "inductor")
 
     def compiled(model: Callable) -> Callable:
         run = torch.compile(
@@ -72,16 +102,39 @@ def compile(
     return compiled if model is None else compiled(model)
 
 
+def _check(options: object, mode: object, memory: object, gemms: object, backend: object) -> None:
+    """Raise for arguments of compile that have a wrong type or value, or do not go together."""
+    if options is not None and not isinstance(options, dict):
+        got = type(options).__name__
+        raise TypeError(f"compile: argument 'options' takes a dict or None, got {got}")
+    if memory not in (None, "low"):
+        raise ValueError(f"compile: argument 'memory' takes 'low' or None, got {memory!r}")
+    if not isinstance(gemms, bool):
+        raise TypeError(f"compile: argument 'gemms' takes a bool, got {type(gemms).__name__}")
+    for name, value in (("memory", memory), ("gemms", gemms)):
+        if value and backend != "inductor":
+            what = f"takes {value!r} with backend 'inductor' alone, got backend {backend!r}"
+            raise ValueError(f"compile: argument {name!r} {what}")
+    if mode is not None and options is not None:
+        raise RuntimeError(f"compile: argument 'mode' takes None beside options, got {mode!r}")
+
+
 class CompileReport:
     """What tilenorm.compile has replaced so far, and what it has left, by graph.
 
     graphs: a report of replace_norms for each graph that TorchDynamo has captured, in order; a
     graph that was captured again, for other sizes, comes again. Code that an equal call of
     tilenorm.compile has compiled before is not compiled again, and stands in that call's report.
+
+    folds: what the gradients have taken over, and what not, for each joint graph of Inductor with
+    something to fold. A graph whose code AOTAutograd found in its cache has no entry. not_folding:
+    why no graph has one, or None.
     """
 
-    def __init__(self):
+    def __init__(self, not_folding: str | None = None):
         self.graphs: list[Report] = []
+        self.folds: list[Folds] = []
+        self.not_folding = not_folding
 
     @property
     def replaced(self) -> tuple[tuple[str, str], ...]:
@@ -93,10 +146,28 @@ class CompileReport:
         """(node name, reason) of each other norm, of all graphs."""
         return tuple(entry for report in self.graphs for entry in report.left)
 
+    @property
+    def folded(self) -> tuple[tuple[str, str], ...]:
+        """(kind, node name) of what each gradient has taken over, of all joint graphs."""
+        return tuple(entry for folds in self.folds for entry in folds.folded)
+
+    @property
+    def unfolded(self) -> tuple[tuple[str, str], ...]:
+        """(node name, reason) of each sum or output that no gradient has taken over."""
+        return tuple(entry for folds in self.folds for entry in folds.left)
+
+    def clear(self) -> None:
+        self.graphs.clear()
+        self.folds.clear()
+
     def __str__(self) -> str:
         if not self.graphs:
             return "no graph was captured yet"
-        return "\n".join(f"graph {i}: {report}" for i, report in enumerate(self.graphs))
+        lines = [f"graph {i}: {report}" for i, report in enumerate(self.graphs)]
+        for i, folds in enumerate(self.folds):
+            head = f"joint graph {i}: {len(folds.folded)} folds, {len(folds.left)} not folded"
+            lines += [head, *folds.lines]
+        return "\n".join(lines + [f"no sum is folded: {why}" for why in [self.not_folding] if why])
 
 
 @dataclass(frozen=True)
@@ -105,14 +176,40 @@ class _ReplacingBackend:
 
     backend: Callable
     where: Callable[[Node], bool] | None
+    memory: str | None
+    gemms: bool
+    is_inductor: bool
     # Compiled code is shared by equal backends: each layer of a model compiled alone, for example.
     report: CompileReport = field(default_factory=CompileReport, compare=False)
 
     def __call__(self, graph_module: GraphModule, inputs: list) -> Callable:
-        self.report.graphs.append(replace_norms(graph_module, where=self.where))
-        return self.backend(graph_module, inputs)
+        self.report.graphs.append(replace_chosen(graph_module, self._choose))
+        return self._folding()(graph_module, inputs)
+
+    def _choose(self, norm: Norm | Gradient) -> None:
+        if self.where is not None:
+            if not self.where(norm.at):
+                raise Left("where() excludes it")
+        elif self.is_inductor:
+            x = known(norm.x)
+            check_width(x, norm.dims)
+            if (count := hidden_of(x, norm.dims)) <= SMALL:
+                raise Left(f"Inductor fuses a norm of {count} elements with its neighbours")
+
+    def _folding(self) -> Callable:
+        """The other backend; if it is Inductor, with a pass more in its configuration."""
+        names = inductor_joint_pass() if self.is_inductor else None
+        if names is None:
+            self.report.not_folding = NO_HOOK if self.is_inductor else OTHER_BACKEND
+            return self.backend
+        config, _ = names
+        given = self.backend.config.get(OPTION, getattr(config, OPTION))
+        folding = joint_pass(given, self.memory == "low", self.report.folds.append, self.gemms)
+        backend = copy(self.backend)
+        backend.config = {**self.backend.config, OPTION: folding}
+        return backend
 
     def reset(self) -> None:
         """Reset the other backend. torch.compiler.reset calls this; Inductor drops CUDA graphs."""
-        self.report.graphs.clear()
+        self.report.clear()
         self.backend.reset()

@@ -5,7 +5,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..ops.functional import gated_layer_norm, gated_rms_norm, layer_norm, rms_norm
+from ..ops.functional import (
+    add_layer_norm,
+    add_rms_norm,
+    gated_layer_norm,
+    gated_rms_norm,
+    layer_norm,
+    rms_norm,
+)
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,31 @@ class Form:
             with torch.autocast("cuda", enabled=False):
                 return self.compute(module, *args)
         return self.compute(module, *args)
+
+    def add(self, module: nn.Module, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor] | None:
+        """a + b and the module's output for it, in one pass; None if one pass gives others.
+
+        a, b: of one shape, dtype and device.
+        """
+        weight = getattr(module, self.weight) if self.weight else None
+        bias = getattr(module, self.bias) if self.bias else None
+        if self.gate or (self.promotes and weight is not None and weight.dtype != a.dtype):
+            return None
+        if a.is_cuda and torch.is_autocast_enabled():
+            if self.autocasts:  # the norm casts the sum to float32, and the sum stays as it is
+                return None
+            with torch.autocast("cuda", enabled=False):
+                return self._add(a, b, weight, bias, self.epsilon(module))
+        return self._add(a, b, weight, bias, self.epsilon(module))
+
+    def _add(self, a, b, weight, bias, eps) -> tuple[Tensor, Tensor]:
+        shape = a.shape[-1:] if self.shape is None else self.shape
+        options = {"offset": self.offset, "rounding": self.rounding}
+        if self.norm == "layer":
+            y, total = add_layer_norm(a, b, shape, weight, bias, eps, **options)
+        else:
+            y, total = add_rms_norm(a, b, shape, weight, eps, bias=bias, **options)
+        return total, y
 
     def _bind(self, args: tuple, kwargs: dict) -> tuple:
         """Turn keyword arguments into positional ones; raise TypeError if they do not fit."""

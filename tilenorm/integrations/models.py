@@ -7,6 +7,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from ..nn import LayerNorm, RMSNorm
+from .blocks import Unchanged, patched_block
 from .form import Form
 from .recognition import Unrecognised, looks_like_a_norm, recognise
 from .replaced import change_class
@@ -100,7 +101,7 @@ class Report:
         for name, cls, reason in self.left:
             result = f"{cls.__name__} is not patched ({reason})"
             names_by_result.setdefault(result, []).append(name)
-        lines = [f"{len(self.patched)} norms patched, {len(self.left)} not patched"]
+        lines = [f"{len(self.patched)} modules patched, {len(self.left)} not patched"]
         for result, names in names_by_result.items():
             others = f", {len(names) - 2} others" if len(names) > 2 else ""
             last = f" and {names[-1]}" if len(names) > 1 else ""
@@ -108,7 +109,12 @@ class Report:
         return "\n".join(lines)
 
 
-def patch(model: nn.Module, *, where: Callable[[str, nn.Module], bool] | None = None) -> Report:
+def patch(
+    model: nn.Module,
+    *,
+    where: Callable[[str, nn.Module], bool] | None = None,
+    residual: bool = False,
+) -> Report:
     """Make tilenorm compute the norms of a model. The model is changed in place.
 
     patch recognises a norm by what it computes, not by its name. It makes a copy of the module with
@@ -133,13 +139,21 @@ def patch(model: nn.Module, *, where: Callable[[str, nn.Module], bool] | None = 
         where: where(name, module) returns whether to patch a module, given its qualified name.
             None patches every norm. A module that appears at several places of the model is
             patched if where returns true for one of its names.
+        residual: whether blocks also add and normalise in one pass (add_rms_norm, add_layer_norm).
+            The source of a block's forward is read. Where it has `self.norm(a + b)`, or where
+            `x = a + b` stands before `y = self.norm(x)` with nothing but copies of x between them,
+            as in most layers of Hugging Face, the block's class becomes a subclass whose forward
+            computes both at once.
+            The outputs have the same bits. The gradient of the sum is rounded once instead of
+            twice. A norm with hooks, and terms of several shapes or dtypes, run as before.
 
     Returns:
         A report of the modules that were patched and of those that were not. str(report) is
         readable, and report.undo() reverts the patch.
 
     Raises:
-        TypeError: model is not a module, or where is neither a function nor None.
+        TypeError: model is not a module, where is neither a function nor None, or residual is not a
+            bool.
         RuntimeError: a module of the model is already patched. No module is changed in this case.
     """
     if not isinstance(model, nn.Module):
@@ -150,6 +164,8 @@ def patch(model: nn.Module, *, where: Callable[[str, nn.Module], bool] | None = 
         raise TypeError(
             f"patch: argument 'where' takes a function or None, got {type(where).__name__}"
         )
+    if not isinstance(residual, bool):
+        raise TypeError(f"patch: argument 'residual' takes a bool, got {type(residual).__name__}")
     names = {}
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(module, []).append(name)
@@ -174,6 +190,26 @@ def patch(model: nn.Module, *, where: Callable[[str, nn.Module], bool] | None = 
         else:
             patched.append(Patched(name, cls, form.describe(module)))
             new_classes.append((module, _patched_class(cls, form)))
+    if residual:
+        _add_blocks(names, patched, left, new_classes)
     for module, cls in new_classes:
         change_class(module, cls)
     return Report(patched, left, new_classes)
+
+
+def _add_blocks(names: dict[nn.Module, list[str]], patched: list, left: list, new: list) -> None:
+    """Add entries for the blocks: the modules with a norm among their children that is patched."""
+    norms = {module for module, _ in new}
+    for block, block_names in names.items():
+        inside = tuple(name for name, child in block.named_children() if child in norms)
+        if not inside or block in norms:
+            continue
+        name, cls = ", ".join(block_names) or "the model", type(block)
+        try:
+            block_class = patched_block(cls, inside)
+        except Unchanged as reason:
+            left.append(Left(name, cls, str(reason)))
+        else:
+            how = f"the sum before {' and '.join(block_class._tilenorm_sums)} with the norm"
+            patched.append(Patched(name, cls, how))
+            new.append((block, block_class))

@@ -9,9 +9,15 @@ def activated(z, norm):
 
 
 def slope(z, norm):
-    """act'(z): σ(z) · (1 + z · (1 − σ(z))), or σ(z) · (1 − σ(z))."""
+    """act'(z): σ(z) · (1 + z · (1 − σ(z))), or σ(z) · (1 − σ(z)).
+
+    The second is σ(|z|)² · exp(−|z|): where σ(z) is close to 1, 1 − σ(z) would have few digits.
+    """
+    if norm.SIGMOID:
+        s = sigmoid(abs(z))
+        return s * s * ct.exp(-abs(z))
     s = sigmoid(z)
-    return s * (1.0 - s) if norm.SIGMOID else s * (1.0 + z * (1.0 - s))
+    return s * (1.0 + z * (1.0 - s))
 
 
 def sigmoid(z):

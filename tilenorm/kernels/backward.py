@@ -7,16 +7,17 @@ import cuda.tile as ct
 
 from .constants import BackwardHow, Constants, Needs, Norm
 from .exchange import Slots
-from .inputs import input_gradient, saved_inputs_of, saved_of, x_hat_of
-from .outputs import dy_of, read_biases, weights_of, write_gate_gradient
+from .inputs import branch_gradient, input_gradient, saved_inputs_of, saved_of, x_hat_of
+from .outputs import dy_of, read_biases, weights_of, write_gate_gradient, write_output_again
 from .statistics import Dots, Order, no_dots, order_of_dots
 from .tiles import Cut, Tile, gather_numbers, gather_tiles, load_tiles, write
 
 
 @dataclass(frozen=True)
 class Arrays:
-    """X, DY, GATE, DSUM (rows, N) or (tokens, HEADS, N); W and B (N,) or (HEADS, N); MEAN and RSTD
-    (rows,) float32; DX, DRESIDUAL, DGATE (rows, N); SLOTS (rows, n) int32.
+    """X, GATE, DSUM (rows, N) or (tokens, HEADS, N), and so DROPOUT_MASK, of bytes; DY a tuple of
+    TERMS such arrays; LAYER_SCALE (N,); W and B (N,) or (HEADS, N); MEAN and RSTD (rows,) float32;
+    DX, DRESIDUAL, DGATE, Y (rows, N); SLOTS (rows, n) int32.
 
     X is the sum where a residual was added. PARTIALS (outputs · blocks, N) float32: block b writes
     its part of dW to row b, and its part of dB to a row behind all rows of dW. With HEADS, PARTIALS
@@ -35,8 +36,11 @@ class Arrays:
     DX: Any
     DRESIDUAL: Any
     DGATE: Any
+    Y: Any
     PARTIALS: Any
     SLOTS: Any
+    DROPOUT_MASK: Any = ()
+    LAYER_SCALE: Any = ()
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,7 @@ class Pass:
 
     def weights(self, home):
         """The weights that a block needs; home: see Weights."""
-        again = self.how.REREAD or not (self.THROUGH or self.GATES)
+        again = self.how.REREAD or not (self.THROUGH or self.GATES or self.needs.OUTPUT)
         return weights_of(self.a, self.norm, home, again)
 
     def gather(self, i, chunk):
@@ -122,10 +126,12 @@ def norm_backward(
     """dx = rstd · (g − x̂ · mean(g · x̂) − mean(g)), g = dy · (w + offset), x̂ = (x − mean) · rstd.
 
     mean and mean(g) are 0 unless NORM.LAYER. The sums over rows are dW = Σ dy · x̂ and dB = Σ dy.
+    dy is the sum of the arrays DY. OUTPUT: y = x̂ · (w + offset) + b is written once more.
     DSUM: dx grows by dsum; it is both the gradient of the input and that of the residual, each in
     its own dtype. GATED: dy is dy · act(gate) throughout, and dgate = dy · ŷ · act'(gate) with
     ŷ = x̂ · (w + offset) + b; if GATE_FIRST, x is x · act(gate) throughout, dgate = dx · x ·
-    act'(gate), and then dx is dx · act(gate).
+    act'(gate), and then dx is dx · act(gate). BRANCHES: dx is the gradient of x, dresidual that of
+    the sum.
 
     Block b takes tile b, and then every tile that is a multiple of the grid's size further on. With
     CHUNKS, each group of CHUNKS blocks shares its rows and counts as one block.
@@ -165,6 +171,9 @@ def walk(this):
         if this.GATES:
             tile = this.tile(i, chunk)
             write_gate_gradient(a, norm, tile, row, weights, biases, number, how.STORE)
+        if needs.OUTPUT:
+            tile = this.tile(i, chunk)
+            write_output_again(a, norm, tile, row, weights, number, how.STORE)
         pairs, dots, dws, dbs = add_up(this, row, weights, number, dws, dbs)
         if this.THROUGH:
             if len(this.DOTS) > 0:
@@ -210,7 +219,7 @@ def add_up(this, row, weights, number, dws, dbs):
     new_dbs = ()
     for j, saved in ct.static_iter(enumerate(row)):
         unpacked = saved.unpacked()
-        x_hat, dy = x_hat_of(unpacked, norm), dy_of(unpacked, norm)
+        x_hat, dy = x_hat_of(unpacked, norm, order.zero), dy_of(unpacked, norm)
         if this.THROUGH:
             g = weights.times(dy, j, number)
             if norm.WEIGHT and (norm.LAYER or copied(norm, this.cut, this.how)):
@@ -235,25 +244,27 @@ def write_gradients(this, tile, row, weights, pairs, dots):
         x_hat, g = pairs[j]
         if how.PACKED:
             again = saved.rematerialized(dots.dot).unpacked()
-            x_hat, g = x_hat_of(again, norm), weights.times(dy_of(again, norm), j, dots.dot)
+            x_hat = x_hat_of(again, norm, this.order.zero)
+            g = weights.times(dy_of(again, norm), j, dots.dot)
         dx = dots.through_norm(x_hat, g, saved.rstd, COUNT, norm.LAYER)
         dx = input_gradient(a, norm, needs, at, saved, dx, how.STORE)
+        mine = branch_gradient(a, norm, tile, j, saved, dx) if norm.BRANCHES else dx
         if not how.REREAD:
-            write_dx(a, needs, at, dx, how.STORE)
+            write_dx(a, needs, at, mine, dx, how.STORE)
         elif needs.DX and not needs.DRESIDUAL:
-            kept += ((at, dx.astype(a.DX.dtype)),)
+            kept += ((at, mine.astype(a.DX.dtype), ()),)
         else:
-            kept += ((at, dx),)
+            kept += ((at, mine, dx),)
     # Each write has a barrier of the block, so every weight is read again before the first write.
-    for at, dx in ct.static_iter(kept):
-        write_dx(a, needs, at, dx, how.STORE)
+    for at, mine, dx in ct.static_iter(kept):
+        write_dx(a, needs, at, mine, dx, how.STORE)
 
 
-def write_dx(a, needs, at, dx, STORE):
+def write_dx(a, needs, at, dx, dresidual, STORE):
     if needs.DX:
         write(a.DX, at, dx, STORE)
     if needs.DRESIDUAL:
-        write(a.DRESIDUAL, at, dx, STORE)
+        write(a.DRESIDUAL, at, dresidual, STORE)
 
 
 def write_sums(a, cut, home, tiles, first):

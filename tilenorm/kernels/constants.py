@@ -21,12 +21,15 @@ class Constants:
 class Norm:
     """What is computed.
 
-    LAYER: the mean is subtracted. ADD: the input is x + residual. GATED: act(gate) multiplies the
-    normalised rows, or, with GATE_FIRST, the rows before they are normalised; act is silu, or, with
-    SIGMOID, the sigmoid. WEIGHT, BIAS: the
-    array is there. OFFSET is added to the weight. EARLY: x̂ is rounded to y's dtype before the
-    weight, and so is its product with a weight of that dtype. SAVE: mean and rstd are written.
-    EARLY and SAVE are for the forward pass alone.
+    LAYER: the mean is subtracted. ADD: the input is x + residual; with ADDEND it is (x + addend) +
+    residual. GATED: act(gate) multiplies the normalised rows, or, with GATE_FIRST, the rows before
+    they are normalised; act is silu, or, with SIGMOID, the sigmoid. WEIGHT, BIAS: the array is
+    there. OFFSET is added to the weight. EARLY: x̂ is rounded to y's dtype before the weight, and
+    so is its product with a weight of that dtype. SKIP: y is skip + the normalised rows, which are
+    rounded to x's dtype first, as EARLY rounds x̂. DROPOUT: before the sum x is x · mask ·
+    DROPOUT_SCALE. LAYER_SCALE: then it is multiplied by a vector. SAVE: mean and rstd are written.
+    EARLY is for y, and SAVE for the forward pass. QUANT: a Quant as a tuple, or (). INNER: the
+    constants of the norm of x that is added to the residual in place of x, as a tuple, or ().
     """
 
     LAYER: bool
@@ -39,15 +42,66 @@ class Norm:
     EARLY: bool
     SAVE: bool
     SIGMOID: bool
+    ADDEND: bool
+    SKIP: bool
+    DROPOUT: bool
+    DROPOUT_SCALE: float
+    LAYER_SCALE: bool
+    QUANT: tuple
+    INNER: tuple
+
+    @property
+    def BRANCHES(self):
+        """Whether x is masked or scaled before it is added to the residual."""
+        return self.DROPOUT or self.LAYER_SCALE
 
     @property
     def GATE_AFTER(self):
         return self.GATED and not self.GATE_FIRST
 
+    @property
+    def PEAKS(self):
+        """Whether blocks that share a row have to know its largest y."""
+        return Quant(*self.QUANT).BY_ROW
+
+    @property
+    def OUTPUT(self):
+        """Whether y itself is written."""
+        return True if len(self.QUANT) == 0 else Quant(*self.QUANT).OUTPUT
+
+
+@dataclass(frozen=True)
+class Quant:
+    """How y is quantised.
+
+    MOST: the largest number of q's dtype. GROUP: so many elements of a row share a scale; 0 where a
+    row has one. GIVEN: the caller gives the one scale of all rows. MX: scales are powers of two, as
+    bytes, rounded up. POWER_OF_2: factors are powers of two, rounded down. PADDED: 0 where the
+    scales of a row follow each other; else those of a group do, and each group has as many as there
+    are rows, rounded up to a multiple of PADDED. SWIZZLED: scales lie in tiles of 128 rows and 4
+    groups. OUTPUT: y is written too. AMAX: so is the largest magnitude of all y.
+    """
+
+    MOST: float
+    GROUP: int
+    GIVEN: bool
+    MX: bool
+    POWER_OF_2: bool
+    PADDED: int
+    SWIZZLED: bool
+    OUTPUT: bool
+    AMAX: bool
+
+    @property
+    def BY_ROW(self):
+        return self.GROUP == 0 and not self.GIVEN
+
 
 @dataclass(frozen=True)
 class Needs:
-    """Which gradients are written. DSUM: a gradient of the sum with the residual comes in."""
+    """Which gradients are written. DSUM: a gradient of the sum with the residual comes in. TERMS:
+    how many arrays add up to dy. OUTPUT: y is written once more.
+    """
 
     DX: bool
     DW: bool
@@ -55,6 +109,8 @@ class Needs:
     DRESIDUAL: bool
     DGATE: bool
     DSUM: bool
+    TERMS: int
+    OUTPUT: bool
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,9 @@ that another stays in.
 Every block ends, and its bits are the same, whichever blocks run beside it, before it or never:
 1. It waits for the end of clear_slots, whose blocks have all started before it, and never wait.
 2. A block publishes before it polls, and to publish it waits for no other block of its kernel.
-3. It polls at most 1 + POLLS times for a row, and SUM_POLLS more in collect_sums. No loop but
-   these depends on another block, and there is no lock.
+3. It polls at most 1 + POLLS times for a row, and SUM_POLLS more in collect_sums; once more as
+   often for the maxima of a row that is quantised. No loop but these depends on another block, and
+   there is no lock.
 4. Then it computes the missing numbers itself, from inputs that no block writes.
 5. So the number of steps that a block takes has a bound that no other block can change.
 6. A slot is EMPTY, or holds what its chunk's columns give in the order that statistics.Order
@@ -42,7 +43,10 @@ def clear_slots(
 
 @dataclass(frozen=True)
 class Slots:
-    """The slots of a row: PARTS float32 numbers, one or two, for each of its CHUNKS."""
+    """The slots of a row: PARTS float32 numbers, one or two, for each of its CHUNKS.
+
+    FIRST: the slot of the first number.
+    """
 
     SLOTS: Any
     row: Any
@@ -50,6 +54,7 @@ class Slots:
     CHUNKS: int
     PADDED_CHUNKS: int
     POLLS: int
+    FIRST: int = 0
 
     def publish(self, chunk, numbers):
         """Put the numbers of a chunk where the other blocks find them."""
@@ -57,7 +62,7 @@ class Slots:
         mine = numbers[0] if self.PARTS == 1 else ct.where(part == 0, numbers[0], numbers[1])
         ct.atomic_xchg(
             self.SLOTS,
-            (self.row, chunk * self.PARTS + part),
+            (self.row, chunk * self.PARTS + part + self.FIRST),
             ct.bitcast(mine, ct.int32),
             check_bounds=False,
             memory_order=ct.MemoryOrder.RELAXED,
@@ -87,10 +92,18 @@ class Slots:
             totals = self.added(found)
         return totals
 
+    def collect_peak(self, chunk, mine, numbers_of):
+        """The largest of a number of each chunk, of which this one has `mine`; NaN if one is NaN.
+
+        Past the last chunk `poll` repeats a number, which does not change the largest.
+        """
+        self.publish(chunk, (mine.item(),))
+        return ct.max(self.collect(numbers_of), propagate_nan=True)
+
     def poll(self):
         """What the slots hold, chunk by chunk; past the last chunk any of them."""
         slot = ct.arange(self.PARTS * self.PADDED_CHUNKS, dtype=ct.int32)
-        slot = ct.minimum(slot, self.PARTS * self.CHUNKS - 1)
+        slot = ct.minimum(slot, self.PARTS * self.CHUNKS - 1) + self.FIRST
         return ct.atomic_or(
             self.SLOTS,
             (self.row, slot),

@@ -16,16 +16,27 @@ import cuda.tile as ct
 
 from .constants import Constants, Norm, RowHow, SharedHow, StreamHow
 from .exchange import Slots
-from .inputs import inputs_of, is_exact, row_of, write_sum
-from .outputs import Normalized, fetch_parameters, read_parameters, read_together, write_output
+from .inputs import Row, inputs_of, is_exact, row_of, write_sum
+from .outputs import (
+    Normalized,
+    fetch_parameters,
+    output_of,
+    read_parameters,
+    read_together,
+    write_output,
+)
+from .quantize import row_peak, write_quantized
 from .statistics import Moments, moments, order_of, recentered
 from .tiles import Cut, gather_tiles, load_tiles
 
 
 @dataclass(frozen=True)
 class Arrays:
-    """X, RESIDUAL, GATE (rows, N) or (tokens, HEADS, N); W and B (N,) or (HEADS, N); Y,
-    SUM (rows, N); MEAN, RSTD (rows,) float32; SLOTS (rows, n) int32.
+    """X, RESIDUAL, GATE, ADDEND, SKIP (rows, N) or (tokens, HEADS, N), and so DROPOUT_MASK, of
+    bytes; LAYER_SCALE (N,); W and B (N,) or (HEADS, N); Y, SUM (rows, N); MEAN, RSTD (rows,)
+    float32; SLOTS (rows, n) int32; Q (rows, N) of 8-bit floats; SCALE: every scale, in one
+    dimension, float32 or bytes; AMAX (1,) int32, at first 0; INNER_W, INNER_RSTD: W and RSTD of the
+    inner norm.
 
     An array that a constant excludes is an empty tuple.
     """
@@ -40,6 +51,15 @@ class Arrays:
     MEAN: Any
     RSTD: Any
     SLOTS: Any
+    ADDEND: Any = ()
+    SKIP: Any = ()
+    DROPOUT_MASK: Any = ()
+    LAYER_SCALE: Any = ()
+    Q: Any = ()
+    SCALE: Any = ()
+    AMAX: Any = ()
+    INNER_W: Any = ()
+    INNER_RSTD: Any = ()
 
 
 @ct.kernel
@@ -65,16 +85,22 @@ def row_forward(
     tiles = gather_tiles(inputs_of(a, norm), cut, tile)
     if how.FETCH:
         tiles, parameters = fetch_parameters(a, norm, tile, tiles, eps)
-    row = row_of(a, norm, tiles, how.PACKED)
-    write_sum(a, norm, tile, row, False)
     exact = is_exact(a, norm)
+    if len(norm.INNER) > 0:
+        row = row_after(a, norm, tile, tiles, cut, order, eps, how.PACKED)
+    else:
+        row = row_of(a, norm, tile, tiles, how.PACKED)
+    write_sum(a, norm, tile, row, False)
     found = moments(row, tile.masks(), cut.N, cut.rest(0), order, norm.LAYER, exact)
     rstd = ct.rsqrt(found.variance + eps)
     centered = recentered(row, found, rstd, norm.LAYER) if how.PACKED else found.centered
-    normalized = Normalized(centered, rstd, row.gate)
+    normalized = Normalized(centered, rstd, row)
+    ys = ()
     for j in ct.static_iter(range(len(cut.WIDTHS))):
         wb = parameters[j] if how.FETCH else read_parameters(a, norm, tile, j)
-        write_output(a, norm, tile, j, normalized, wb, False)
+        ys += (write_output(a, norm, tile, j, normalized, wb, False),)
+    if len(norm.QUANT) > 0:
+        write_quantized(a, norm, tile, ys, None, False)
     if norm.SAVE:
         write_statistics(a, norm, tile.place, found, rstd, tile.in_rows)
 
@@ -109,15 +135,21 @@ def stream_forward(
             following = ct.minimum(i + ct.num_blocks(0), count - 1)
             ahead = gather_tiles(inputs, cut, cut.tile(a.X, following, 0, rows))
         tile = cut.tile(a.X, i, 0, rows)
-        row = row_of(a, norm, tiles, False)
-        write_sum(a, norm, tile, row, how.STORE)
         order = order_of(a.X, cut, first, False)
+        if len(norm.INNER) > 0:
+            row = row_after(a, norm, tile, tiles, cut, order, eps, False)
+        else:
+            row = row_of(a, norm, tile, tiles, False)
+        write_sum(a, norm, tile, row, how.STORE)
         found = moments(row, tile.masks(), cut.N, cut.rest(0), order, norm.LAYER, exact)
         rstd = ct.rsqrt(found.variance + eps)
-        normalized = Normalized(found.centered, rstd, row.gate)
+        normalized = Normalized(found.centered, rstd, row)
+        ys = ()
         for j in ct.static_iter(range(len(cut.WIDTHS))):
             wb = read_parameters(a, norm, tile, j)
-            write_output(a, norm, tile, j, normalized, wb, how.STORE)
+            ys += (write_output(a, norm, tile, j, normalized, wb, how.STORE),)
+        if len(norm.QUANT) > 0:
+            write_quantized(a, norm, tile, ys, None, how.STORE)
         if norm.SAVE:
             write_statistics(a, norm, tile.place, found, rstd, tile.in_rows)
 
@@ -143,7 +175,7 @@ def shared_forward(
     i = first + ct.bid(0) // cut.CHUNKS
     chunk = ct.bid(0) % cut.CHUNKS
     tile = cut.tile(a.X, i, chunk, rows)
-    row = row_of(a, norm, gather_tiles(inputs, cut, tile), how.PACKED)
+    row = row_of(a, norm, tile, gather_tiles(inputs, cut, tile), how.PACKED)
     write_sum(a, norm, tile, row, False)
     count = cut.count(chunk)
     mine = moments(row, tile.masks(), count, cut.rest(chunk), order, norm.LAYER, exact)
@@ -153,16 +185,14 @@ def shared_forward(
         """The numbers of a chunk whose block has not published them."""
         there = cut.tile(a.X, tile.place[0].item(), other, rows)
         tiles, count = gather_tiles(inputs, cut, there), cut.count(other)
-        theirs = row_of(a, norm, tiles, how.PACKED)
+        theirs = row_of(a, norm, there, tiles, how.PACKED)
         rest = cut.rest(other)
         found = moments(theirs, there.masks(), count, rest, order, norm.LAYER, exact)
         return numbers_of(found, count, norm.LAYER)
 
     if how.OVERLAP:
         ct.grid_dependency_control_wait()
-    slots = Slots(
-        a.SLOTS, tile.place[0].item(), len(numbers), cut.CHUNKS, how.PADDED_CHUNKS, how.POLLS
-    )
+    slots = slots_of(a, tile, len(numbers), cut, how)
     slots.publish(chunk, numbers)
     if norm.LAYER:
         mean, correction, variance = slots.combine(slots.collect(missing), cut)
@@ -170,14 +200,61 @@ def shared_forward(
         mean, correction, variance = 0.0, 0.0, slots.collect_sums(missing)[0] * (1.0 / cut.N)
     found = Moments((), mean, correction, variance)
     rstd = ct.rsqrt(variance + eps)
-    normalized = Normalized(recentered(row, found, rstd, norm.LAYER), rstd, row.gate)
+    normalized = Normalized(recentered(row, found, rstd, norm.LAYER), rstd, row)
+    ys = ()
     for j in ct.static_iter(range(len(cut.WIDTHS))):
         if j % how.TOGETHER == 0:
             parameters = read_together(a, norm, tile, j, how.TOGETHER, eps)
         wb = parameters[j % how.TOGETHER]
-        write_output(a, norm, tile, j, normalized, wb, False)
+        ys += (write_output(a, norm, tile, j, normalized, wb, False),)
+    if len(norm.QUANT) > 0:
+
+        def missing_peak(other):
+            """The largest y of a chunk whose block has not published it."""
+            there = cut.tile(a.X, tile.place[0].item(), other, rows)
+            theirs = row_of(a, norm, there, gather_tiles(inputs, cut, there), how.PACKED)
+            centered = recentered(theirs, found, rstd, norm.LAYER)
+            return (peak_of(a, norm, there, Normalized(centered, rstd, theirs)),)
+
+        peak = None
+        if norm.PEAKS:
+            slots = slots_of(a, tile, 1, cut, how, len(numbers) * cut.CHUNKS)
+            peak = slots.collect_peak(chunk, row_peak(tile, ys), missing_peak)
+        write_quantized(a, norm, tile, ys, peak, False)
     if norm.SAVE:
         write_statistics(a, norm, tile.place, found, rstd, chunk == 0)
+
+
+def row_after(a, norm, tile, tiles, cut, order, eps, PACKED):
+    """The residual + the inner norm of x, rounded to the sum's dtype: what the outer norm takes."""
+    inner = Norm(*norm.INNER)
+    b = Arrays(a.X, a.SUM, a.INNER_W, (), (), (), (), (), a.INNER_RSTD, (), (), a.RESIDUAL)
+    row = row_of(b, inner, tile, tiles, PACKED)
+    found = moments(row, tile.masks(), cut.N, cut.rest(0), order, inner.LAYER, is_exact(b, inner))
+    rstd = ct.rsqrt(found.variance + eps)
+    centered = recentered(row, found, rstd, inner.LAYER) if PACKED else found.centered
+    normalized = Normalized(centered, rstd, row)
+    xs = ()
+    for j in ct.static_iter(range(len(cut.WIDTHS))):
+        wb = read_parameters(b, inner, tile, j)
+        xs += (output_of(b, inner, j, normalized, wb).astype(a.SUM.dtype),)
+    if inner.SAVE:
+        write_statistics(b, inner, tile.place, found, rstd, tile.in_rows)
+    return Row(xs, (), (), norm, PACKED)
+
+
+def slots_of(a, tile, PARTS, cut, how, FIRST=0):
+    """The slots of a row that blocks share, for PARTS numbers of a chunk, from slot FIRST on."""
+    row = tile.place[0].item()
+    return Slots(a.SLOTS, row, PARTS, cut.CHUNKS, how.PADDED_CHUNKS, how.POLLS, FIRST)
+
+
+def peak_of(a, norm, tile, rows):
+    """The largest magnitude of y of a chunk of one row."""
+    ys = ()
+    for j in ct.static_iter(range(len(tile.segments))):
+        ys += (output_of(a, norm, j, rows, read_parameters(a, norm, tile, j)),)
+    return row_peak(tile, ys).item()
 
 
 def numbers_of(found, count, LAYER):

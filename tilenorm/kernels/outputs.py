@@ -76,24 +76,35 @@ def read_together(a, norm, tile, first, COUNT, number):
 
 @dataclass(frozen=True)
 class Normalized:
-    """Normalised rows: x̂ = centered · rstd; and the gate. centered, gate: by segments."""
+    """Normalised rows: x̂ = centered · rstd, centered by segments; and the row that was read."""
 
     centered: Any
     rstd: Any
-    gate: Any
+    row: Any
 
 
-def write_output(a, norm, tile, j, rows, parameters, STORE):
-    """Write y of segment j of normalised rows; parameters: its w and b."""
-    at = tile.at(j)
+def output_of(a, norm, j, rows, parameters):
+    """y of segment j of normalised rows, in its dtype; parameters: its w and b."""
+    DTYPE = a.X.dtype if norm.SKIP or not norm.OUTPUT else a.Y.dtype
     w, b = parameters
     w = scale(w, norm.OFFSET) if norm.WEIGHT else None
     b = b.astype(ct.float32) if norm.BIAS else None
-    SAME = norm.WEIGHT and a.W.dtype == a.Y.dtype
-    y = affine(rows.centered[j] * rows.rstd, w, b, norm, a.Y.dtype, SAME)
+    SAME = norm.WEIGHT and a.W.dtype == DTYPE
+    y = affine(rows.centered[j] * rows.rstd, w, b, norm, DTYPE, SAME)
     if norm.GATE_AFTER:
-        y = y * activated(rows.gate[j].astype(ct.float32), norm)
-    write(a.Y, at, y, STORE)
+        y = y * activated(rows.row.gate[j].astype(ct.float32), norm)
+    if norm.SKIP:
+        return rows.row.skip[j].astype(ct.float32) + y.astype(DTYPE).astype(ct.float32)
+    return y.astype(DTYPE)
+
+
+def write_output(a, norm, tile, j, rows, parameters, STORE):
+    """Write y of segment j of normalised rows, if it is asked for, and return it."""
+    at = tile.at(j)
+    y = output_of(a, norm, j, rows, parameters)
+    if norm.OUTPUT:
+        write(a.Y, at, y, STORE)
+    return y
 
 
 @dataclass(frozen=True)
@@ -113,16 +124,24 @@ class Weights:
         """The tile times w + offset of segment j. A weight read again waits for `number`."""
         if not self.norm.WEIGHT:
             return tile
-        return tile * (self.kept[j] if len(self.kept) > 0 else self.read(j, number))
+        return tile * self.segment(j, number)
+
+    def segment(self, j, number):
+        """w + offset of segment j, kept or read again, which then waits for `number`."""
+        return self.kept[j] if len(self.kept) > 0 else self.read(j, number)
 
     def read(self, j, number):
         """Segment j. number: None, or what has to be known before the segment is read."""
-        segment = self.home.segments[j]
-        cols = segment.cols()
-        if number is not None:
-            cols = cols + dependent_zero(number, ct.int32) * VECTOR
-        w = gather_parameter(self.a.W, self.home, cols, segment.mask)
-        return scale(w, self.norm.OFFSET)
+        return scale(read_late(self.a.W, self.home, j, number), self.norm.OFFSET)
+
+
+def read_late(W, home, j, number):
+    """Segment j of a weight or bias. number: None, or what has to be known before it is read."""
+    segment = home.segments[j]
+    cols = segment.cols()
+    if number is not None:
+        cols = cols + dependent_zero(number, ct.int32) * VECTOR
+    return gather_parameter(W, home, cols, segment.mask)
 
 
 def weights_of(a, norm, home, REREAD):
@@ -150,6 +169,24 @@ def dy_of(saved, norm):
     if norm.GATE_AFTER:
         dy = dy * activated(saved.gate.astype(ct.float32), norm)
     return dy
+
+
+def write_output_again(a, norm, tile, row, weights, number, STORE):
+    """Write y of rows that the backward pass has read, with the bits that write_output gives it.
+
+    The bias is read again for every tile, all of it before the first write (see weights_of).
+    """
+    SAME = norm.WEIGHT and a.W.dtype == a.Y.dtype
+    ys = ()
+    for j, saved in ct.static_iter(enumerate(row)):
+        w = weights.segment(j, number) if norm.WEIGHT else None
+        b = None
+        if norm.BIAS:
+            b = read_late(a.B, weights.home, j, number).astype(ct.float32)
+        y = affine(x_hat_of(saved.unpacked(), norm), w, b, norm, a.Y.dtype, SAME)
+        ys += (y.astype(a.Y.dtype),)
+    for j, y in ct.static_iter(enumerate(ys)):
+        write(a.Y, tile.at(j), y, STORE)
 
 
 def write_gate_gradient(a, norm, tile, row, weights, biases, number, STORE):

@@ -20,8 +20,9 @@ from .tiles import Cut
 
 @dataclass(frozen=True)
 class Arrays:
-    """As backward.Arrays, without SLOTS. DOT, TOTAL: (rows,) float32 with any stride, for the means
-    of g · x̂ and, for LAYER, of g. grad_sums stores the piece's parts of them.
+    """As backward.Arrays, without Y and SLOTS, and DY is a tuple of one array. DOT, TOTAL: (rows,)
+    float32 with any stride, for the means of g · x̂ and, for LAYER, of g. grad_sums stores the
+    piece's parts of them.
     """
 
     X: Any
@@ -57,7 +58,7 @@ def grad_sums(
     """
     a, norm, cut = Arrays(*ARRAYS), Norm(*NORM), Cut(*CUT)
     how = BackwardHow(False, False, False, False, 0, 0, False)
-    needs = Needs(True, False, False, False, False, False)
+    needs = Needs(True, False, False, False, False, False, 1, False)
     order = order_of_dots(a.X, cut, rows, False)
     this = Pass(a, norm, cut, how, needs, rows, order, ())
     i = first + ct.bid(2) * step + ct.bid(1)

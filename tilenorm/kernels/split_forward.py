@@ -88,7 +88,7 @@ def add_up(a, norm, cut, rows, i, chunk, first):
     The mean is the sum of its first two numbers. Writes x + residual.
     """
     tile = cut.tile(a.X, i, chunk, rows)
-    row = row_of(a, norm, gather_tiles(inputs_of(a, norm), cut, tile), False)
+    row = row_of(a, norm, tile, gather_tiles(inputs_of(a, norm), cut, tile), False)
     write_sum(a, norm, tile, row, False)
     count = cut.N if cut.CHUNKS == 1 else cut.count(chunk)
     order = order_of(a.X, cut, first, False)
@@ -162,10 +162,10 @@ def row_apply(
     b = first + ct.bid(2) * step + ct.bid(1)
     chunk = b % cut.CHUNKS if cut.CHUNKS > 1 else 0
     tile = cut.tile(a.X, b // cut.CHUNKS, chunk, rows)
-    row = row_of(a, norm, gather_tiles(inputs_of(a, norm), cut, tile), False)
+    row = row_of(a, norm, tile, gather_tiles(inputs_of(a, norm), cut, tile), False)
     found = whole_moments(a, norm, tile)
     rstd = ct.rsqrt(found.variance + eps)
-    normalized = Normalized(recentered(row, found, rstd, norm.LAYER), rstd, row.gate)
+    normalized = Normalized(recentered(row, found, rstd, norm.LAYER), rstd, row)
     for j in ct.static_iter(range(len(cut.WIDTHS))):
         if j % TOGETHER == 0:
             parameters = read_together(a, norm, tile, j, TOGETHER, eps)

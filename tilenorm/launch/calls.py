@@ -54,7 +54,11 @@ class Launch(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """Which gradients are requested. dsum: the sum x + residual has an incoming gradient."""
+    """What a backward pass takes and makes.
+
+    dx to dgate: which gradients are requested. dsum: the sum x + residual has an incoming gradient.
+    terms: how many tensors make up dy. output: y is requested once more.
+    """
 
     dx: bool
     dw: bool = False
@@ -62,6 +66,20 @@ class Needs(NamedTuple):
     dresidual: bool = False
     dgate: bool = False
     dsum: bool = False
+    terms: int = 1
+    output: bool = False
+
+    @property
+    def gradients(self) -> tuple[bool, ...]:
+        """Which gradients are requested, in the order of the tensors that they are of."""
+        return self.dx, self.dresidual, self.dgate, self.dw, self.db
+
+    @property
+    def label(self) -> str:
+        """The names of what is requested, and of what comes in."""
+        asked = {name: getattr(self, name) for name in self._fields}
+        names = [name for name, given in asked.items() if given is True]
+        return "+".join(names + [f"terms:{self.terms}"] * (self.terms > 1))
 
     @property
     def sums(self) -> int:
@@ -72,13 +90,14 @@ class Needs(NamedTuple):
 def every_gradient(spec: NormSpec) -> Needs:
     """The gradients of a training step.
 
-    An input and a residual of the same dtype share one gradient, dx.
+    An input and a residual of the same dtype share one gradient, dx, unless the input is masked or
+    scaled.
     """
     return Needs(
         dx=True,
         dw=spec.weight is not None,
         db=spec.bias is not None,
-        dresidual=spec.residual not in (None, spec.dtype),
+        dresidual=spec.branches or spec.residual not in (None, spec.dtype),
         dgate=spec.gate is not None,
         dsum=spec.residual is not None,
     )
@@ -97,10 +116,27 @@ class ForwardArrays(NamedTuple):
     mean: Any
     rstd: Any
     slots: Any = ABSENT
+    addend: Any = ABSENT
+    skip: Any = ABSENT
+    dropout_mask: Any = ABSENT
+    layer_scale: Any = ABSENT
+    q: Any = ABSENT
+    scale: Any = ABSENT
+    amax: Any = ABSENT
+    inner_w: Any = ABSENT
+    inner_rstd: Any = ABSENT
+
+    def of(self, spec: NormSpec) -> tuple:
+        """What calls of a spec launch: without what is behind the slots, unless the spec has it."""
+        if spec.quantized or spec.inner:
+            return self
+        return self[: self._fields.index("layer_scale" if spec.joins else "slots") + 1]
 
 
 class BackwardArrays(NamedTuple):
-    """What a backward pass reads and writes. x is the sum x + residual if there is a residual."""
+    """What a backward pass reads and writes. x is the sum x + residual if there is a residual. dy
+    is a tuple of the terms of dy. The last two are read where the input is masked or scaled.
+    """
 
     x: Any
     dy: Any
@@ -113,10 +149,18 @@ class BackwardArrays(NamedTuple):
     dx: Any
     dresidual: Any
     dgate: Any
+    y: Any
     partials: Any
     slots: Any
     dw: Any
     db: Any
+    dropout_mask: Any = ABSENT
+    layer_scale: Any = ABSENT
+
+    def of_branches(self) -> tuple:
+        """What the kernel takes of a norm whose input is masked or scaled."""
+        sums = self._fields.index("dw")
+        return (*self[:sums], *self[sums + 2 :])
 
 
 def taking(kind: type[NamedTuple], *names: str) -> Callable[[tuple], Any]:

@@ -39,10 +39,30 @@ WIDE_CHUNK, CHUNK, MORE_CHUNK = (2048, 2), (1024, 3), (1024, 2)
 
 
 def forward(spec: NormSpec, target: Target) -> Config:
+    """A norm whose output is quantised has the configuration, and so the bits, of the plain one."""
+    return with_room(spec, _forward(spec.unquantized, target))
+
+
+def with_room(spec: NormSpec, config: Config) -> Config:
+    """A configuration for a spec whose input may be masked or scaled.
+
+    Both take registers. With the occupancy of the plain norm, kernels compiled for sm_90 spilled up
+    to 288 bytes. One block fewer on a multiprocessor is enough for all but shared_forward, which
+    has half as many.
+    """
+    occupancy = config.hints.occupancy
+    if not spec.branches or not occupancy or occupancy == 1:
+        return config
+    fewer = occupancy // 2 if isinstance(config, SharedForward) else occupancy - 1
+    return replace(config, hints=replace(config.hints, occupancy=fewer))
+
+
+def _forward(spec: NormSpec, target: Target) -> Config:
     if found := _tabled(spec, target, "forward", forward_op(spec)):
         return found[0]
     width = tile_width(spec.hidden)
-    inputs = 1 + (spec.residual is not None) + (spec.gate is not None)
+    read = (spec.dtype, spec.residual, spec.gate, spec.addend, spec.skip)
+    inputs = sum(dtype is not None for dtype in read)
     if width > FORWARD_TILE // inputs:
         return _forward_chunk(spec, inputs)
     return RowForward(rows=max(1, TILE // width))
@@ -67,10 +87,14 @@ def _forward_chunk(spec: NormSpec, inputs: int) -> SharedForward:
 
 def backward(spec: NormSpec, target: Target, needs) -> Backward:
     """needs: which gradients (calls.Needs)."""
-    if found := _tabled(spec, target, "backward", backward_op(spec, needs)):
+    return with_room(spec, _backward(spec, target, needs))
+
+
+def _backward(spec: NormSpec, target: Target, needs) -> Backward:
+    if found := _tabled(spec, target, "backward", backward_op(spec, needs), needs):
         return found[0]
     width = tile_width(spec.hidden)
-    inputs = 2 + (spec.gate is not None) + needs.dsum
+    inputs = 1 + needs.terms + (spec.gate is not None) + needs.dsum
     if width <= GATHERED[needs.sums] * 2 // inputs:
         return Backward((width,), max(1, TILE // width), hints=Hints(occupancy=2))
     fits = 4096 if inputs == 3 and needs.sums == 2 else 8192
@@ -108,20 +132,42 @@ def source(spec: NormSpec, target: Target, needs=None) -> str:
     needs: the gradients of a backward pass; None asks about the forward pass.
     """
     if needs is None:
+        spec = spec.unquantized
         found = _tabled(spec, target, "forward", forward_op(spec))
     else:
-        found = _tabled(spec, target, "backward", backward_op(spec, needs))
+        found = _tabled(spec, target, "backward", backward_op(spec, needs), needs)
     if not found:
         return "heuristic, untimed"
-    return f"{found[1]}, timed with RMSNorm" if spec.gate and spec.norm == "layer" else found[1]
+    if spec.gate and spec.norm == "layer":
+        return f"{found[1]}, timed with RMSNorm"
+    if spec.branches:
+        return f"{found[1]}, timed without a mask and a scale of the input"
+    if needs is None and spec.addend:
+        return f"{found[1]}, timed with one residual"
+    if needs is None and spec.skip and found[1].startswith("tuned"):
+        return f"{found[1]}, timed as {shipped_op(spec, spec.op)}"
+    return found[1]
 
 
 def forward_op(spec: NormSpec) -> str | None:
     """The operation whose table serves a spec.
 
     A gate with a bias needs more registers than the tables were tuned for, so no table serves it.
+    An addend takes none over the sums: compiled for sm_90, it spills at most 16 bytes more than
+    the table's kernels.
     """
     return None if spec.gate and spec.bias else _operation(spec)
+
+
+def shipped_op(spec: NormSpec, op: str) -> str:
+    """The operation whose shipped table serves what an operation of a user's table is.
+
+    What is added to the normalised rows is one more input. Compiled for sm_90, the configurations
+    named here spill at most 32 bytes with it.
+    """
+    if not spec.skip or not op.endswith("_add"):
+        return op
+    return f"add_{spec.norm}_norm" if spec.widest_item == 2 else "gated_rms_norm"
 
 
 def backward_op(spec: NormSpec, needs) -> str | None:
@@ -144,19 +190,36 @@ def _packs(spec: NormSpec) -> bool:
     return spec.widest_item == 2 and spec.gate is None
 
 
-def _tabled(spec: NormSpec, target: Target, direction: str, op: str | None):
-    """(configuration, source) from a user's or the shipped table, or None."""
+def _tabled(spec: NormSpec, target: Target, direction: str, op: str | None, needs=None):
+    """(configuration, source) from a user's or the shipped table, or None.
+
+    What was measured for one term of dy serves several where nothing was measured for so many: it
+    adds up a row in the same order.
+    """
     if op is None:
         return None
-    if found := user_table.configs(target.arch).get(user_table.Key.of(spec, direction, op)):
-        return found, f"user table {user_table.path_of(target.arch)}"
+    users, terms = user_table.configs(target.arch), needs.terms if needs else 1
+    for measured in dict.fromkeys((terms, 1)):
+        if found := users.get(user_table.Key.of(spec, direction, op, measured)):
+            return found, f"user table {user_table.path_of(target.arch)}" + _timed(measured, terms)
     # The shipped tables serve backward rows from 17 elements on, and rows that fill vectors.
     narrow = direction == "backward" and tile_width(spec.hidden) < 32
     if narrow or not spec.aligned or target.arch not in TABLES:
         return None
-    table = getattr(TABLES[target.arch], direction.upper()).get((op, spec.widest_item), ())
-    found = next((config for largest, config in table if spec.hidden <= largest), None)
-    return found and (_fitted(found, spec.hidden), f"tuned/{target.arch}")
+    table, key = TABLES[target.arch], (shipped_op(spec, op), spec.widest_item)
+    rows = getattr(table, direction.upper()).get(key, ())
+    largest, found = next((row for row in rows if spec.hidden <= row[0]), (0, None))
+    source = f"tuned/{target.arch}" + _timed(1, terms)
+    if needs and (terms > 1 or needs.output):
+        for row, least, output, config in table.BACKWARD_OF_MORE.get(key, ()):
+            if row == largest and least <= terms and output <= needs.output:
+                found, source = config, f"tuned/{target.arch}, untimed"
+    return found and (_fitted(found, spec.hidden), source)
+
+
+def _timed(measured: int, terms: int) -> str:
+    """What a source says of a configuration that was measured for another number of terms."""
+    return "" if measured == terms else ", timed with one term of dy"
 
 
 def _fitted(config: Config, hidden: int) -> Config:

@@ -58,17 +58,44 @@ def plan_forward(spec: NormSpec, target: Target, save: bool) -> "ForwardPlan":
     registers. An occupancy hint bounds the registers, so that a kernel that does not write mean and
     rstd could give y other last bits. In this case the plan always writes mean and rstd.
     """
-    plan = ForwardPlan(spec, target, heuristics.forward(spec, target), save)
-    bounded = plan.config.hints.occupancy is not None
-    return replace(plan, save=True) if bounded and not plan.ordered else plan
+    plan = ForwardPlan(spec, target, heuristics.forward(_configured(spec), target), save)
+    return replace(plan, save=True) if plan.hints.occupancy and not plan.ordered else plan
+
+
+def _configured(spec: NormSpec) -> NormSpec:
+    """The spec whose configuration serves: a chain has that of its norm after the addition."""
+    return replace(spec, residual=None, inner=None) if spec.inner else spec
+
+
+def chain_refused(spec: NormSpec, target: Target) -> str | None:
+    """Why one pass does not serve a chain, or None. The inner norm needs whole rows in a block."""
+    if spec.dtype != spec.residual:
+        return "the residual has another dtype than the input"
+    if spec.heads or spec.inner.heads:
+        return "a weight has heads"
+    if plan_forward(spec, target, True).chunks > 1:
+        return "blocks share a row"
+    return None
 
 
 @cache
 def plan_backward(spec: NormSpec, target: Target, needs: Needs) -> "BackwardPlan":
     """The plan for the needed gradients."""
-    spec = replace(spec, rounding="late")  # rounding concerns the forward pass only
+    spec = backward_spec(spec, needs)
     config = heuristics.backward(spec, target, needs)
     return BackwardPlan(spec, target, config, heuristics.column_sum(spec, target), needs)
+
+
+def backward_spec(spec: NormSpec, needs: Needs) -> NormSpec:
+    """The spec of a backward pass: an addend concerns the sum alone, and rounding y alone. A skip's
+    dtype matters if it is not the input's, because dy has it. A mask and a layer scale concern the
+    gradient of the input alone. The gradient is that of y, whether or not y is quantised as well.
+    """
+    skip = None if spec.skip == spec.dtype else spec.skip
+    rounding = spec.rounding if needs.output else "late"
+    if not needs.dx:
+        spec = replace(spec, dropout_mask=None, layer_scale=None, dropout_scale=1.0)
+    return replace(spec, addend=None, skip=skip, rounding=rounding, quantized=None)
 
 
 @dataclass(frozen=True)
@@ -83,11 +110,21 @@ class ForwardPlan(Tiling):
     small: bool = False
 
     @cached_property
+    def hints(self) -> Hints:
+        """The hints that the kernel is compiled with.
+
+        A row of a quantised norm has to be added up in the order of the plain norm. Where no order
+        is prescribed, the compiler takes another one if registers are scarce: with the hint of the
+        plain norm add_rms_norm_quantized of 3072 bfloat16 had other bits than add_rms_norm.
+        """
+        hints, free = self.config.hints, not self.ordered and self.config.rows == 1
+        if self.small or (self.spec.quantized and free):
+            return Hints(None, hints.num_worker_warps)
+        return hints
+
+    @cached_property
     def _kernel(self) -> ct.kernel:
-        hints = self.config.hints
-        if self.small:
-            hints = Hints(None, hints.num_worker_warps)
-        return hinted(FORWARD[type(self.config)], hints)
+        return hinted(FORWARD[type(self.config)], self.hints)
 
     @cached_property
     def _how(self) -> RowHow | StreamHow | SharedHow:
@@ -224,6 +261,8 @@ class BackwardPlan(Tiling):
         groups = (self.norm(False), self.cut, BackwardHow(*how, *self._sharing))
         groups = (*map(constants, groups), tuple(self.needs))
         main_arrays = itemgetter(slice(self.arrays._fields.index("dw")))
+        if self.spec.branches:
+            main_arrays = self.arrays.of_branches
 
         @lru_cache(SIZES)
         def launches(rows):

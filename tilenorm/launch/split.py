@@ -16,7 +16,7 @@ from ..spec import NormSpec
 from . import heuristics
 from .calls import ABSENT, Launch, Needs, constants, hinted, rectangles
 from .config import Hints, cdiv
-from .plan import BackwardPlan
+from .plan import BackwardPlan, backward_spec
 from .target import Target
 from .tiling import Tiling
 
@@ -46,7 +46,9 @@ class SplitForwardArrays(NamedTuple):
 
 
 class SplitBackwardArrays(NamedTuple):
-    """What the backward kernels read and write: split_backward.Arrays, then dw and db."""
+    """What the backward kernels read and write: split_backward.Arrays, then dw and db. dy is a
+    tuple of one array.
+    """
 
     x: Any = ABSENT
     dy: Any = ABSENT
@@ -139,7 +141,7 @@ def center_launches(rows: int, count: int, share: float) -> list[Launch]:
 @cache
 def plan_grad_apply(spec: NormSpec, target: Target, needs: Needs) -> "GradientPlan":
     """The plan for the needed gradients."""
-    spec = replace(spec, rounding="late")  # rounding concerns the forward pass only
+    spec = backward_spec(spec, needs)
     config = heuristics.piece_backward(spec, target, needs)
     return GradientPlan(spec, target, config, heuristics.column_sum(spec, target), needs)
 

@@ -43,6 +43,11 @@ class Target:
         return int(self.arch.removeprefix("sm_")) >= 90
 
     @property
+    def has_fp8(self) -> bool:
+        """Whether cuTile has 8-bit floats."""
+        return self.has_tma
+
+    @property
     def has_dependent_launch(self) -> bool:
         """Whether a kernel can start before the previous one has ended, and wait for it later."""
         return self.has_tma

@@ -1,15 +1,15 @@
 """How a plan cuts its work: rows into tiles, a row into chunks and segments."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd
 
-from ..kernels.constants import Norm
+from ..kernels.constants import Norm, Quant
 from ..kernels.exchange import clear_slots
 from ..kernels.tiles import Cut
-from ..spec import NormSpec
-from .calls import Launch, hinted
+from ..spec import FP8, NormSpec, Quantization
+from .calls import Launch, constants, hinted
 from .config import Config, Hints, cdiv, tile_width
 from .target import Target
 
@@ -81,6 +81,13 @@ class Tiling:
             EARLY=spec.rounding == "early",
             SAVE=save,
             SIGMOID=spec.activation == "sigmoid",
+            ADDEND=spec.addend is not None,
+            SKIP=spec.skip is not None,
+            DROPOUT=spec.dropout_mask is not None,
+            DROPOUT_SCALE=spec.dropout_scale,
+            LAYER_SCALE=spec.layer_scale is not None,
+            QUANT=constants(quant_of(spec.quantized)) if spec.quantized else (),
+            INNER=constants(replace(self, spec=spec.inner).norm(save)) if spec.inner else (),
         )
 
     @cached_property
@@ -101,11 +108,14 @@ class Tiling:
     def slots(self, rows: int) -> tuple[int, int] | None:
         """Shape of the int32 slots through which blocks exchange partial sums, or None.
 
-        A chunk has one slot for RMSNorm and two for LayerNorm.
+        A chunk has one slot for RMSNorm and two for LayerNorm, and one more for the maximum of a
+        row that has a scale.
         """
         if not self._exchanges:
             return None
-        return rows, self.chunks * (2 if self.spec.norm == "layer" else 1)
+        how = self.spec.quantized
+        peaks = how is not None and how.scaling == "row"
+        return rows, self.chunks * ((2 if self.spec.norm == "layer" else 1) + peaks)
 
     def _clear(self, take: Callable, rows: int) -> list[Launch]:
         """The launch that empties the slots, if there are slots."""
@@ -116,3 +126,17 @@ class Tiling:
         tile_rows = max(1, CLEARED // padded)
         grid, constants = (cdiv(rows, tile_rows),), (tile_rows, padded, self._overlap)
         return [Launch(CLEAR_SLOTS, grid, (), take, constants)]
+
+
+def quant_of(how: Quantization) -> Quant:
+    return Quant(
+        MOST=FP8[how.dtype],
+        GROUP=how.group,
+        GIVEN=how.scaling == "tensor",
+        MX=how.scaling == "mx",
+        POWER_OF_2=how.power_of_2,
+        PADDED={"column": 1, "column_tma": 4}.get(how.layout, 0),
+        SWIZZLED=how.layout == "swizzled",
+        OUTPUT=how.output,
+        AMAX=how.amax,
+    )

@@ -18,7 +18,7 @@ from typing import NamedTuple, get_args, get_origin, get_type_hints
 import cuda.tile as ct
 
 from ..settings import settings
-from ..spec import NormSpec
+from ..spec import MAX_TERMS, NormSpec
 from .config import FORMS, Backward, Config, Hints, RowForward, Served, SharedForward, StreamForward
 from .target import Target
 from .toolchain import compiler_version
@@ -35,7 +35,7 @@ class Key(NamedTuple):
 
     op: the operation, as in the shipped tables. item_bytes: bytes of an element of the widest
     tensor that has rows. hidden: N. aligned: as in NormSpec. heads: whether each head has its own
-    weights.
+    weights. terms: how many tensors make up dy, in a backward pass; 1 in older tables.
     """
 
     direction: str
@@ -44,10 +44,12 @@ class Key(NamedTuple):
     hidden: int
     aligned: bool
     heads: bool
+    terms: int = 1
 
     @classmethod
-    def of(cls, spec: NormSpec, direction: str, op: str) -> "Key":
-        return cls(direction, op, spec.widest_item, spec.hidden, spec.aligned, spec.heads > 0)
+    def of(cls, spec: NormSpec, direction: str, op: str, terms: int = 1) -> "Key":
+        item_bytes, heads = spec.widest_item, spec.heads > 0
+        return cls(direction, op, item_bytes, spec.hidden, spec.aligned, heads, terms)
 
 
 @dataclass(frozen=True)
@@ -154,6 +156,8 @@ def _decoded(number: int, data: dict, arch: str) -> Entry:
         key = Key(**data.pop("key"))
         entry = _built(Entry, data | {"key": key, "config": config})
         reason = config.refusal(Served(key.hidden, key.item_bytes, key.aligned, Target.of(arch)))
+        if not 1 <= key.terms <= MAX_TERMS:
+            reason = f"a backward pass takes 1 to {MAX_TERMS} terms of dy"
         if config.direction != key.direction:
             reason = f"{type(config).__name__} does not serve the {key.direction} pass"
     except (TypeError, ValueError, KeyError) as error:

@@ -33,7 +33,7 @@ def check(
     not fit, OverflowError for a number that no float holds. An RMSNorm's input of too few
     dimensions raises ValueError.
     """
-    input, residual, gate, weight, bias = tensors
+    input, residual, gate, weight, bias, *more = tensors
     if not isinstance(input, Tensor):
         raise TypeError(f"{op}: argument 'input' takes a Tensor, got {_kind(input)}")
     if not isinstance(normalized_shape, (tuple, list)):
@@ -65,14 +65,21 @@ def check(
             f" got {list(input.shape)}"
         )
     if op.startswith("add"):
-        _check_like_input(op, "residual", residual, input)
+        twice = len(more) > 0 and more[0] is not None
+        check_like_input(op, "residual[1]" if twice else "residual", residual, input)
+        if twice:
+            _check_addend(op, residual, more[0], input)
+        if more:
+            _check_branch(op, Tensors(*tensors), options.dropout_scale, shape)
+    elif op.endswith("add"):
+        check_like_input(op, "residual", more[1], input)
     elif op.startswith("gated"):
-        _check_like_input(op, "gate", gate, input)
+        check_like_input(op, "gate", gate, input)
     heads = 0
     if weight is not None:
-        heads = _check_parameter(op, "weight", weight, shape, input)
+        heads = check_parameter(op, "weight", weight, shape, input)
     if bias is not None:
-        bias_heads = _check_parameter(op, "bias", bias, shape, input)
+        bias_heads = check_parameter(op, "bias", bias, shape, input)
         if weight is not None and bias_heads != heads:
             raise RuntimeError(
                 f"{op}: argument 'bias' takes the shape of weight {list(weight.shape)},"
@@ -80,6 +87,24 @@ def check(
             )
     values = [OPTION_TYPES[n](v) for n, v in zip(Options._fields[2:], options[2:], strict=True)]
     return Options(math.prod(shape), options.norm, *values)
+
+
+def spread(op: str, tensors: tuple) -> tuple:
+    """The tensors of a call whose residual is a sequence: its last item is the residual, and one
+    before it the addend.
+
+    Raises TypeError unless the sequence holds one or two tensors.
+    """
+    input, given, *others = tensors
+    if op.startswith("add") and all(hasattr(t, "__torch_function__") for t in given):
+        if len(given) == 1:
+            return input, *given, *others
+        if len(given) == 2:
+            return input, given[1], *others[:3], given[0], None, *(others[5:] or (None, None))
+    got = f"[{', '.join(map(_kind, given))}]"
+    raise TypeError(
+        f"{op}: argument 'residual' takes a Tensor or a sequence of one or two Tensors, got {got}"
+    )
 
 
 def without_tensor(number: object) -> object:
@@ -136,7 +161,7 @@ def _check_float(op: str, name: str, value: object, takes: str) -> None:
         ) from None
 
 
-def _check_like_input(op: str, name: str, tensor: Tensor, input: Tensor) -> None:
+def check_like_input(op: str, name: str, tensor: Tensor, input: Tensor) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{op}: argument {name!r} takes a Tensor, got {_kind(tensor)}")
     if tensor.shape != input.shape:
@@ -148,7 +173,56 @@ def _check_like_input(op: str, name: str, tensor: Tensor, input: Tensor) -> None
     _check_device(op, name, tensor, input)
 
 
-def _check_parameter(op: str, name: str, parameter: Tensor, shape: tuple, input: Tensor) -> int:
+def _check_addend(op: str, residual: Tensor, addend: Tensor, input: Tensor) -> None:
+    """Check the first of two residuals, and the dtype of the other."""
+    check_like_input(op, "residual[0]", addend, input)
+    if addend.dtype not in (input.dtype, residual.dtype):
+        raise RuntimeError(
+            f"{op}: argument 'residual[0]' takes the dtype of the input or of residual[1],"
+            f" {input.dtype} or {residual.dtype}, got {addend.dtype}"
+        )
+
+
+def _check_branch(op: str, tensors: Tensors, scale: float, shape: tuple) -> None:
+    """Check what multiplies the input before the residual is added."""
+    input, mask, layer_scale = tensors.input, tensors.dropout_mask, tensors.layer_scale
+    if mask is None and scale != 1:
+        raise ValueError(
+            f"{op}: argument 'dropout_scale' takes 1.0 without a dropout_mask, got {scale}"
+        )
+    for name, tensor in (("dropout_mask", mask), ("layer_scale", layer_scale)):
+        if tensor is not None and tensors.addend is not None:
+            raise RuntimeError(f"{op}: argument {name!r} takes None with two residuals, got one")
+    if mask is not None:
+        if not isinstance(mask, Tensor):
+            got = _kind(mask)
+            raise TypeError(f"{op}: argument 'dropout_mask' takes a Tensor or None, got {got}")
+        if mask.shape != input.shape or mask.layout != torch.strided:
+            raise RuntimeError(
+                f"{op}: argument 'dropout_mask' takes the input's shape {list(input.shape)},"
+                f" got {list(mask.shape)} {mask.layout}"
+            )
+        if mask.dtype != torch.bool:
+            raise NotImplementedError(
+                f"{op}: argument 'dropout_mask' takes torch.bool, got {mask.dtype}"
+            )
+        _check_device(op, "dropout_mask", mask, input)
+    if layer_scale is None:
+        return
+    if check_parameter(op, "layer_scale", layer_scale, shape, input):
+        raise RuntimeError(
+            f"{op}: argument 'layer_scale' takes the shape of normalized_shape {list(shape)},"
+            f" got {list(layer_scale.shape)}"
+        )
+    # The gradient of the layer scale is made of the residual's.
+    if torch.finfo(tensors.residual.dtype).eps > torch.finfo(input.dtype).eps:
+        raise RuntimeError(
+            f"{op}: argument 'residual' takes at least the digits of the input's {input.dtype}"
+            f" with a layer_scale, got {tensors.residual.dtype}"
+        )
+
+
+def check_parameter(op: str, name: str, parameter: Tensor, shape: tuple, input: Tensor) -> int:
     """The number of heads that have a row of the parameter each, or 0."""
     if not isinstance(parameter, Tensor):
         raise TypeError(f"{op}: argument {name!r} takes a Tensor or None, got {_kind(parameter)}")

@@ -7,11 +7,25 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..spec import Options
+from ..spec import PLAIN, NormSpec, Options
 from . import reference
-from .plans import spec_of_tensors
-from .tensors import Saved, Tensors, distributed, dtype_of, merged_needs
+from .branch import branched, layer_scale_gradient
+from .plans import heads_of, spec_of
+from .tensors import (
+    LAYER_SCALE,
+    SAVED,
+    Branch,
+    Saved,
+    Tensors,
+    asked_of_plain,
+    branch_of,
+    distributed,
+    merged_needs,
+)
 from .torch_private import asked_of, fast_apply
+
+# Of Tensors, those that are added up.
+SUMMED = tuple(map(Tensors._fields.index, ("input", "residual", "addend")))
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:
@@ -24,10 +38,14 @@ class ByDispatcher(NamedTuple):
 
     options: Options
     backend: str | None
-    dtype: torch.dtype
-    added: torch.dtype | None
+    dtypes: tuple[torch.dtype | None, ...]
     save: bool
     gradients: None = None
+
+    @property
+    def added(self) -> torch.dtype | None:
+        """The residual's dtype."""
+        return self.dtypes[1]
 
     def saved(self, mean: Tensor, rstd: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """The op's statistics, or None for each that is an empty tensor by definition."""
@@ -51,7 +69,8 @@ class Norm(Function):
         else:
             found = y, total
         x = tensors[0] if runner.added is None else total
-        ctx.save_for_backward(x, tensors[2], tensors[3], tensors[4], mean, rstd)
+        branch = (branch_of(tensors) or ()) if len(tensors) > PLAIN else ()
+        ctx.save_for_backward(x, tensors[2], tensors[3], tensors[4], mean, rstd, *branch)
         ctx.set_materialize_grads(False)
         ctx.eps, ctx.runner = eps, runner
         return found
@@ -78,34 +97,53 @@ def gradients(
     before: asking calls the hooks of saved tensors.
     """
     runner = ctx.runner
-    added, dtype, options = runner.added, runner.dtype, runner.options
+    added, dtypes, options = runner.added, runner.dtypes, runner.options
     dsum = dsum if added is not None else None
+    saved = ctx.saved_tensors if saved is None else saved
+    saved, branch = Saved(*saved[:SAVED]), Branch(*saved[SAVED:]) if saved[SAVED:] else None
+    spec = spec_of(options, dtypes, heads_of(saved.weight, saved.bias, options.hidden))
     if dy is None:
-        return through_sum(dsum, added, dtype, mask)
-    saved = Saved(*(ctx.saved_tensors if saved is None else saved))
-    x, *parameters = saved[:4]
-    if needs_grad(dy, dsum, *saved[:4]):
-        tensors = Tensors(dy, None if added is None else x, *parameters)
-        needs = merged_needs(Tensors(*map(dtype_of, tensors)), dsum is not None, mask)
-        spec = spec_of_tensors(tensors, options)
+        return through_sum(dsum, dtypes, mask, spec, branch)
+    asked, factors = asked_of_plain(dtypes, mask), (branch or ())[:2]
+    if not any(asked):  # a skip's gradient is dy
+        grads = (None,) * PLAIN
+    elif needs_grad(dy, dsum, *saved[:4], *(branch or ())):
+        needs = merged_needs(dtypes, dsum is not None, asked)
         again = saved._replace(mean=None, rstd=None)
-        grads = reference.backward(spec, needs, dy, dsum, again, ctx.eps)
+        grads = reference.backward(spec, needs, dy, dsum, again, ctx.eps, branch=branch)
     else:
         if saved.rstd is None:
             raise RuntimeError("tilenorm::norm: save was False, its backward needs it; pass True")
+        by_name = dict(zip(("dropout_mask", "layer_scale"), factors, strict=False))
         grads = torch.ops.tilenorm.norm_backward(
-            dy, dsum, *saved, *options, ctx.eps, added is not None, mask, runner.backend
-        )
-    return distributed(grads, added, dtype, mask)
+            dy, dsum, *saved, *options, ctx.eps, added is not None, asked, runner.backend, **by_name
+        )[:PLAIN]
+    layer_scale = layer_scale_gradient(spec, grads[1], mask, branch)
+    return distributed(grads, dtypes, mask, dy, layer_scale)
 
 
-def through_sum(dsum, added, dtype, mask) -> tuple[Tensor | None, ...]:
-    """The gradients where only the sum was used: copies, because dsum is the caller's."""
+def through_sum(
+    dsum: Tensor | None,
+    dtypes: tuple,
+    mask,
+    spec: NormSpec | None = None,
+    branch: Branch | None = None,
+) -> tuple[Tensor | None, ...]:
+    """The gradients where only the sum was used: copies, because dsum is the caller's.
+
+    spec: is read where there is a branch.
+    """
     if dsum is None:
-        return (None,) * 5
-    dtypes = (dtype, added)
-    both = (dsum.to(d, copy=True) if m else None for d, m in zip(dtypes, mask[:2], strict=True))
-    return *both, None, None, None
+        return (None,) * len(mask)
+    found = [None] * len(mask)
+    if branch is not None:
+        found[LAYER_SCALE] = layer_scale_gradient(spec, dsum, mask, branch)
+    for place in SUMMED:
+        if place < len(mask) and mask[place]:
+            found[place] = dsum.to(dtypes[place], copy=True)
+    if branch is not None and mask[0]:
+        found[0] = branched(spec, found[0], branch.layer_scale, branch.dropout_mask)
+    return tuple(found)
 
 
 # For eager calls, which no transform sees. The op takes Norm.apply.

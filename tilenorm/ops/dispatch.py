@@ -9,6 +9,7 @@ from torch import Tensor, is_grad_enabled
 from torch.compiler import is_compiling
 from torch.overrides import has_torch_function
 
+from ..spec import PLAIN
 from . import arguments, library, overrides, reference
 from .autograd import apply, needs_grad
 from .direct import MOST_GUARDS, is_plain, is_transformed
@@ -60,6 +61,10 @@ def normalize(
             what = op, tensors, normalized_shape, eps, asked, backend
             return overrides.overridden(normalize, *what)
         x, residual, gate = tensors[0], tensors[1], tensors[2]  # a slice takes longer
+        called, more = op, None
+        if len(tensors) > PLAIN:
+            more = tensors[PLAIN:]
+            called = op, *[t is None for t in more]
         given = []
         try:
             for tensor in tensors:  # a comprehension takes longer
@@ -68,7 +73,7 @@ def normalize(
                         raise TypeError
                     given.append(tensor)
             known = remembered(
-                op, eps, backend, x is None, residual is None, gate is None, tensors[3] is None,
+                called, eps, backend, x is None, residual is None, gate is None, tensors[3] is None,
                 tensors[4] is None, type(normalized_shape), *asked, *normalized_shape,
             )  # fmt: skip
         except (AttributeError, TypeError):  # nothing is remembered; the checks say what is wrong
@@ -80,6 +85,7 @@ def normalize(
                 and (size := x.numel()) <= most
                 and (residual is None or residual.shape == x.shape)
                 and (gate is None or gate.shape == x.shape)
+                and (more is None or alike(x, more))
                 and not modes()
                 and forward_mode._current_level < 0
             ):
@@ -89,7 +95,15 @@ def normalize(
                 if rows:
                     return runner.inference(tensors, wanted, rows)
                 return runner.inference(tensors, wanted)
+    if known is None and isinstance(tensors[1], (tuple, list)):
+        tensors = arguments.spread(op, tensors)
+        return normalize(op, tensors, normalized_shape, eps, asked, backend)
     return _checked(op, tensors, normalized_shape, eps, asked, backend, known)
+
+
+def alike(x: Tensor, more: tuple) -> bool:
+    """Whether the tensors that are there, but the last, which has no rows, have the shape of x."""
+    return all(t is None or t.shape == x.shape for t in more[:-1])
 
 
 def _checked(op, tensors, normalized_shape, eps, asked, backend, known) -> Results:
@@ -99,16 +113,16 @@ def _checked(op, tensors, normalized_shape, eps, asked, backend, known) -> Resul
         return overrides.of_jagged(normalize, *what)
     eps = arguments.without_tensor(eps)
     options = arguments.check(op, tensors, normalized_shape, eps, asked, backend)
-    x, *others = tensors
-    if x.is_cuda and _autocast():
-        x = library.autocast_input(x, options.norm)
+    cast = tensors
+    if tensors[0].is_cuda and _autocast():
+        cast = library.autocast_tensors(tensors, options.norm)
     eps = arguments.default_eps(*tensors[:2]) if eps is None else float(eps)
-    cast = Tensors(x, *others)
+    x = cast[0]
     # What torch.jit traces may be called with and without gradients.
     recorded = needs_grad(*cast) or torch.jit.is_tracing()
-    if _is_direct(cast):
+    if is_direct(cast):
         runner = runner_of(cast, options, backend)
-        if known is not None and x is tensors[0]:
+        if known is not None and all(a is b for a, b in zip(cast, tensors, strict=True)):
             _remember(known, tensors, len(normalized_shape), eps, runner)
         if recorded:  # and not traced, because then nothing is direct
             return apply((eps, 0, runner, runner.training), *cast)
@@ -122,15 +136,16 @@ def _checked(op, tensors, normalized_shape, eps, asked, backend, known) -> Resul
         return reference.formula(spec, cast, eps)
     if is_cut(x, len(normalized_shape)):
         return split.normalize(op, cast, split.How(options, len(normalized_shape), eps, backend))
-    return torch.ops.tilenorm.norm(*cast, *options, eps, recorded, backend)
+    last = (*options, eps, recorded, backend)
+    return torch.ops.tilenorm.norm(*cast[:PLAIN], *last, *cast[PLAIN:])
 
 
-def _is_direct(tensors: Tensors) -> bool:
+def is_direct(tensors: tuple) -> bool:
     """Whether eager plain tensors are on the CPU or on the current CUDA device."""
     if torch.compiler.is_compiling():
         return False
     # A fake CUDA tensor is not plain, and there may be no device to ask for.
-    return is_plain(*tensors) and _is_here(tensors.input)
+    return is_plain(*tensors) and _is_here(tensors[0])
 
 
 def _is_here(x: Tensor) -> bool:
@@ -142,8 +157,10 @@ def _index_of(x: Tensor) -> int | None:
 
 
 @lru_cache(MOST_CALLS, typed=True)
-def remembered(op: str, *arguments) -> list[Known]:
+def remembered(op: str | tuple, *arguments) -> list[Known]:
     """What is remembered of calls with these arguments beside the tensors, the last first.
+
+    op: the function's name, or that and which of the tensors behind the PLAIN ones are absent.
 
     Raises TypeError if one is a tensor, which would be kept, or has no hash.
     """
@@ -164,7 +181,7 @@ def _remember(known: list[Known], tensors, dims: int, eps: float, runner: Runner
     if TensorGuards is None:
         return
     given = [t for t in tensors if t is not None]
-    fixed = max(dims, *(0 if t is None else t.dim() for t in tensors[3:]))
+    fixed = max(dims, *(0 if t is None else t.dim() for t in tensors[3:PLAIN]))
     hidden = runner.spec.hidden
     matrices = fixed == 1 and all(t.stride() in ((hidden, 1), (1,)) for t in given)
     matrices = matrices and tensors[0].dim() == 2 and runner.takes_rows

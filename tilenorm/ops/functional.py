@@ -90,6 +90,84 @@ def layer_norm(
 
 def add_rms_norm(
     input: Tensor,
+    residual: Tensor | Sequence[Tensor],
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    bias: Tensor | None = None,
+    offset: float = 0.0,
+    rounding: str = "late",
+    dropout_mask: Tensor | None = None,
+    dropout_scale: float = 1.0,
+    layer_scale: Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """input + residual and its RMSNorm, in one pass.
+
+        residual_out = input + residual        output = rms_norm(residual_out)
+
+    Args:
+        input: (..., *normalized_shape).
+        residual: of the input's shape, in its dtype or another floating-point dtype. Or a sequence
+            of two such tensors (a, r), as for a transformer's parallel attention and MLP:
+            residual_out = (input + a) + r has the bits of PyTorch's two additions. The first is
+            rounded to the dtype of a, which is the input's or that of r.
+        dropout_mask, dropout_scale: a torch.bool tensor of the input's shape, False where dropout
+            makes a zero, and 1 / (1 − p): the input is input · mask · scale first, rounded to its
+            dtype once, as F.dropout on a GPU rounds. The caller draws the mask.
+        layer_scale: of shape normalized_shape: the input, masked or not, is input · layer_scale
+            first, rounded to its dtype, after Touvron et al., "Going deeper with Image
+            Transformers" (2021). Then the residual has at least as many digits as the input.
+            Neither the mask nor layer_scale goes with two residuals.
+        The others are those of rms_norm.
+
+    Returns:
+        (output, residual_out), contiguous: output in the input's dtype (under autocast, as
+        rms_norm), residual_out in the (last) residual's. output is the norm of residual_out as
+        rounded to that dtype. The backward pass takes the gradients of both, either of which may
+        be absent, and returns that of the input and that of the residual, each in its own dtype and
+        in memory of its own or of the other's, never the caller's; and that of layer_scale.
+
+    Raises: as rms_norm.
+    """
+    tensors, asked = (input, residual, None, weight, bias), (offset, False, rounding)
+    if dropout_mask is not None or layer_scale is not None or dropout_scale != 1.0:
+        tensors += (None, None, dropout_mask, layer_scale)
+        asked += ("silu", dropout_scale)
+    return normalize("add_rms_norm", tensors, normalized_shape, eps, asked, backend)[:2]
+
+
+def add_layer_norm(
+    input: Tensor,
+    residual: Tensor | Sequence[Tensor],
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    offset: float = 0.0,
+    rounding: str = "late",
+    dropout_mask: Tensor | None = None,
+    dropout_scale: float = 1.0,
+    layer_scale: Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """input + residual and its LayerNorm, in one pass.
+
+        residual_out = input + residual        output = layer_norm(residual_out)
+
+    Args, returns, raises: as add_rms_norm and layer_norm.
+    """
+    tensors, asked = (input, residual, None, weight, bias), (offset, False, rounding)
+    if dropout_mask is not None or layer_scale is not None or dropout_scale != 1.0:
+        tensors += (None, None, dropout_mask, layer_scale)
+        asked += ("silu", dropout_scale)
+    return normalize("add_layer_norm", tensors, normalized_shape, eps, asked, backend)[:2]
+
+
+def rms_norm_add(
+    input: Tensor,
     residual: Tensor,
     normalized_shape: Sequence[int],
     weight: Tensor | None = None,
@@ -99,10 +177,13 @@ def add_rms_norm(
     offset: float = 0.0,
     rounding: str = "late",
     backend: str | None = None,
-) -> tuple[Tensor, Tensor]:
-    """input + residual and its RMSNorm, in one pass.
+) -> Tensor:
+    """residual + the RMSNorm of input, in one pass, as models with norms after their layers add it.
 
-        residual_out = input + residual        output = rms_norm(residual_out)
+        output = residual + rms_norm(input)
+
+    after Team OLMo, "2 OLMo 2 Furious" (2024). The norm is rounded to the input's dtype before it
+    is added, as by PyTorch's addition of what rms_norm returns.
 
     Args:
         input: (..., *normalized_shape).
@@ -110,19 +191,18 @@ def add_rms_norm(
         The others are those of rms_norm.
 
     Returns:
-        (output, residual_out), contiguous: output in the input's dtype (under autocast, as
-        rms_norm), residual_out in the residual's. output is the norm of residual_out as rounded to
-        that dtype. The backward pass takes the gradients of both, either of which may be absent,
-        and returns that of the input and that of the residual, each in its own dtype and in memory
-        of its own or of the other's, never the caller's.
+        A contiguous tensor of the input's shape and the residual's dtype, differentiable in input,
+        residual, weight and bias. The gradient of the residual is that of the output itself, as
+        PyTorch's addition gives it.
 
     Raises: as rms_norm.
     """
-    tensors, asked = (input, residual, None, weight, bias), (offset, False, rounding)
-    return normalize("add_rms_norm", tensors, normalized_shape, eps, asked, backend)[:2]
+    tensors = (input, None, None, weight, bias, None, residual, None, None)
+    asked = (offset, False, rounding)
+    return normalize("rms_norm_add", tensors, normalized_shape, eps, asked, backend)[0]
 
 
-def add_layer_norm(
+def layer_norm_add(
     input: Tensor,
     residual: Tensor,
     normalized_shape: Sequence[int],
@@ -133,15 +213,18 @@ def add_layer_norm(
     offset: float = 0.0,
     rounding: str = "late",
     backend: str | None = None,
-) -> tuple[Tensor, Tensor]:
-    """input + residual and its LayerNorm, in one pass.
+) -> Tensor:
+    """residual + the LayerNorm of input, in one pass.
 
-        residual_out = input + residual        output = layer_norm(residual_out)
+        output = residual + layer_norm(input)
 
-    Args, returns, raises: as add_rms_norm and layer_norm.
+    as in Liu et al., "Swin Transformer V2" (2022).
+
+    Args, returns, raises: as rms_norm_add and layer_norm.
     """
-    tensors, asked = (input, residual, None, weight, bias), (offset, False, rounding)
-    return normalize("add_layer_norm", tensors, normalized_shape, eps, asked, backend)[:2]
+    tensors = (input, None, None, weight, bias, None, residual, None, None)
+    asked = (offset, False, rounding)
+    return normalize("layer_norm_add", tensors, normalized_shape, eps, asked, backend)[0]
 
 
 def gated_rms_norm(

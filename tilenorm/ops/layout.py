@@ -5,9 +5,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..spec import NormSpec
+from ..spec import PLAIN, TENSORS, NormSpec
 from .torch_private import reinterpret
 
+PARAMETERS = (3, 4)  # of the tensors of a call, those without rows
+LAYER_SCALE = len(TENSORS) - 1  # which is no parameter of a head either
 VECTOR_BYTES = 16
 MAX_STRIDE = 2**31  # kernels hold extents and strides in 32 bits
 
@@ -92,14 +94,21 @@ def as_read(
     if spec.heads or not plain(tensors):
         for number, t in enumerate(tensors):
             if t is not None:
-                t = rows_of(t, spec) if number < 3 else parameter_of(t, spec)
+                if number == LAYER_SCALE:
+                    t = vector_of(t, spec.aligned)
+                else:
+                    t = parameter_of(t, spec) if number in PARAMETERS else rows_of(t, spec)
             read.append(t)
         return read
     hidden = spec.hidden
     for t in tensors[:3]:
         read.append(t if t is None else reinterpret(t, shape, (hidden, 1)))
-    for w in tensors[3:]:
+    for w in tensors[3:PLAIN]:
         read.append(w if w is None or w.dim() == 1 else reinterpret(w, (hidden,), (1,)))
+    for t in tensors[PLAIN:LAYER_SCALE]:
+        read.append(t if t is None else reinterpret(t, shape, (hidden, 1)))
+    for t in tensors[LAYER_SCALE:]:
+        read.append(t if t is None else reinterpret(t, (hidden,), (1,)))
     return read
 
 

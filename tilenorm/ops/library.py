@@ -1,87 +1,36 @@
 """The torch.library ops: functional, with fakes and autograd, for graphs and for every mode.
 
-One pair of ops serves every norm. After its tensors an op takes the fields of Options one by one,
-then eps and what is particular to its direction. Eager calls on plain tensors go past the ops, from
-dispatch.py to the same implementations.
+Eager calls on plain tensors go past the ops, from dispatch.py to the same implementations.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
 
-from ..spec import Options
+from ..spec import PLAIN, Options
 from . import cutile
 from .autograd import ByDispatcher, Norm, gradients, needs_grad
 from .inductor import call_directly
 from .layout import rows_shape, vector_of
-from .plans import Runner, runner_of
+from .plans import Runner, refuse_output, runner_of, spec_of_tensors
+from .schemas import LIBRARY, Backward, Forward
 from .sharding import register_where_loaded
-from .tensors import Saved, Tensors, computed, dtype_of, merged_needs, statistics_dtype
+from .tensors import (
+    SKIP,
+    Branch,
+    Saved,
+    Tensors,
+    branch_of,
+    dtype_of,
+    dtype_of_y,
+    merged_needs,
+    statistics_dtype,
+)
 from .torch_private import BelowAutograd, asked_of, autocast_casts, in_forward_mode
-
-LIBRARY = torch.library.Library("tilenorm", "DEF")
-_TYPES = {int: "SymInt", float: "float", bool: "bool", str: "str"}
-_OPTIONS = ", ".join(f"{_TYPES[kind]} {name}" for name, kind in get_type_hints(Options).items())
-LIBRARY.define(
-    "norm(Tensor input, Tensor? residual, Tensor? gate, Tensor? weight, Tensor? bias,"
-    f" {_OPTIONS}, float eps, bool save, str? backend=None)"
-    " -> (Tensor output, Tensor sum, Tensor mean, Tensor rstd)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-LIBRARY.define(
-    "norm_backward(Tensor grad_output, Tensor? grad_sum, Tensor input, Tensor? gate,"
-    " Tensor? weight, Tensor? bias, Tensor? mean, Tensor rstd,"
-    f" {_OPTIONS}, float eps, bool added, bool[5] output_mask, str? backend=None)"
-    " -> (Tensor grad_input, Tensor grad_residual, Tensor grad_gate, Tensor grad_weight,"
-    " Tensor grad_bias)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
 
 # Norms that PyTorch's autocast computes in float32 on CUDA, RMSNorm from 2.12 on; none on the CPU.
 AUTOCAST_NORMS = tuple(filter(autocast_casts, ("rms", "layer")))
-
-
-class Forward(NamedTuple):
-    """The arguments of the op norm."""
-
-    tensors: Tensors
-    options: Options
-    eps: float
-    save: bool
-    backend: str | None = None
-
-    @classmethod
-    def of(cls, arguments: tuple, **by_name) -> "Forward":
-        end = 5 + len(Options._fields)
-        options = Options(*arguments[5:end])
-        return cls(Tensors(*arguments[:5]), options, *arguments[end:], **by_name)
-
-
-class Backward(NamedTuple):
-    """The arguments of the op norm_backward. added: whether there was a residual."""
-
-    dy: Tensor
-    dsum: Tensor | None
-    saved: Saved
-    options: Options
-    eps: float
-    added: bool
-    mask: tuple[bool, ...]
-    backend: str | None = None
-
-    @classmethod
-    def of(cls, arguments: tuple, **by_name) -> "Backward":
-        end = 8 + len(Options._fields)
-        options = Options(*arguments[8:end])
-        return cls(*arguments[:2], Saved(*arguments[2:8]), options, *arguments[end:], **by_name)
-
-    @property
-    def tensors(self) -> Tensors:
-        """Tensors with the dtypes and the device of those that the forward pass had."""
-        x, gate, weight, bias = self.saved[:4]
-        return Tensors(self.dy, x if self.added else None, gate, weight, bias)
 
 
 def run_norm(*arguments, **by_name) -> Sequence[Tensor | None]:
@@ -107,25 +56,30 @@ def _by_rows(statistic: Tensor | None, x: Tensor, hidden: int) -> Tensor | None:
 
 def run_norm_backward(*arguments, **by_name) -> Sequence[Tensor | None]:
     """The op norm_backward for Inductor's code, as run_norm."""
-    run, plain, dy, dsum, saved, eps = _backward_of(arguments, by_name)
-    if not plain.takes((dy, dsum, *saved)):
+    run, plain, dy, dsum, saved, eps, more, branch = _backward_of(arguments, by_name)
+    if not plain.takes((dy, dsum, *saved, *more, *(branch or ()))):
         return torch.ops.tilenorm.norm_backward(*arguments, **by_name)
     with cutile.on_device_of(dy):
-        return run(dy, dsum, saved, eps)
+        return (*run(dy, dsum, saved, eps, more, branch), None)[:6]
 
 
 def _backward_of(arguments: tuple, by_name: dict) -> tuple:
     """A backward function, what tells whether tensors may be given to it directly, and what else
     it takes.
     """
-    dy, dsum, saved, options, eps, added, mask, backend = Backward.of(arguments, **by_name)
+    call = Backward.of(arguments, **by_name)
+    dy, dsum, saved, options, eps, added, mask, backend, *_ = call
     x, gate, weight, bias, mean, rstd = saved
     mean = vector_of(mean) if options.norm == "layer" else None
     saved = Saved(x, gate, weight, bias, mean, vector_of(rstd))
-    tensors = (dy, x if added else None, gate, weight, bias)
+    tensors, branch = (dy, x if added else None, gate, weight, bias), None
+    if any(t is not None for t in call.branch):
+        tensors, branch = call.tensors, Branch(*call.branch)
     runner = runner_of(tensors, options, backend)
-    run, _, plain = runner.gradients(tuple(mask), dsum is not None)
-    return run, plain, dy, dsum, saved, eps
+    more = call.more
+    asked = (tuple(mask), dsum is not None, 1 + len(more), call.output)
+    run, _, plain = runner.gradients(*asked)
+    return run, plain, dy, dsum, saved, eps, more, branch
 
 
 def norm(*arguments) -> tuple[Tensor, ...]:
@@ -148,12 +102,12 @@ def _norm_by(runner: Runner, tensors: Tensors, eps: float, save: bool) -> tuple[
 
 
 def norm_backward(*arguments) -> tuple[Tensor, ...]:
-    """The op, for real tensors. Gradients that are not asked for are empty tensors."""
-    run, _, dy, dsum, saved, eps = _backward_of(arguments, {})
-    _refuse_forward_mode((dy, dsum, *saved))
+    """The op, for real tensors. Results that are not asked for are empty tensors."""
+    run, _, dy, dsum, saved, eps, more, branch = _backward_of(arguments, {})
+    _refuse_forward_mode((dy, dsum, *saved, *more, *(branch or ())))
     with cutile.on_device_of(dy):
-        grads = run(dy, dsum, saved, eps)
-    return tuple([dy.new_empty(0) if g is None else g for g in grads])
+        found = (*run(dy, dsum, saved, eps, more, branch), None)[:6]
+    return tuple([dy.new_empty(0) if t is None else t for t in found])
 
 
 def _tell_others() -> None:
@@ -168,23 +122,27 @@ def _tell_others() -> None:
 
 def norm_fake(*arguments) -> tuple[Tensor, ...]:
     _tell_others()
-    (x, residual, *_), options, _, save, _ = Forward.of(arguments)
+    tensors, options, _, save, _ = Forward.of(arguments)
+    x, residual = tensors[:2]
     rows = rows_shape(x.shape, options.hidden) if save else 0
     dtype = statistics_dtype(x, residual)
     total = x.new_empty(0) if residual is None else x.new_empty(x.shape, dtype=residual.dtype)
     mean = x.new_empty(rows if options.norm == "layer" else 0, dtype=dtype)
-    return x.new_empty(x.shape), total, mean, x.new_empty(rows, dtype=dtype)
+    y = x.new_empty(x.shape, dtype=dtype_of_y(tensors))
+    return y, total, mean, x.new_empty(rows, dtype=dtype)
 
 
 def norm_backward_fake(*arguments) -> tuple[Tensor, ...]:
     _tell_others()
     call = Backward.of(arguments)
-    dtypes = Tensors(*map(dtype_of, call.tensors))
-    needs = merged_needs(dtypes, call.dsum is not None, call.mask)
-    likes = (call.dy, *call.saved[:4])
+    dtypes = tuple(map(dtype_of, call.tensors))
+    needs = merged_needs(dtypes, call.dsum is not None, call.mask, 1 + len(call.more), call.output)
+    if call.output:
+        refuse_output(spec_of_tensors(call.tensors, call.options))
+    likes = (call.tensors[0], *call.saved[:4], call.dy)
     return tuple(
         like.new_empty(like.shape) if need else call.dy.new_empty(0)
-        for need, like in zip(computed(needs), likes, strict=True)
+        for need, like in zip((*needs.gradients, needs.output), likes, strict=True)
     )
 
 
@@ -196,9 +154,11 @@ def norm_autograd(*arguments) -> tuple[Tensor, ...]:
     if needs_grad(*tensors):
         runner = _by_dispatcher(tensors, options, save, backend)
         last = (*options, eps, save, backend)
-        return Norm.apply(
-            (eps, 0, runner, lambda given, _: _below_autograd(*given, *last)), *tensors
-        )
+
+        def run(given, _):
+            return _below_autograd(*given[:PLAIN], *last, *given[PLAIN:])
+
+        return Norm.apply((eps, 0, runner, run), *tensors)
     x = tensors[0]
     if type(x) is Tensor and (x.is_cpu or x.is_cuda):
         runner = runner_of(tensors, options, backend)
@@ -213,38 +173,51 @@ def _below_autograd(*arguments) -> tuple[Tensor, ...]:
 
 
 def _by_dispatcher(tensors: Tensors, options: Options, save: bool, backend) -> ByDispatcher:
-    return ByDispatcher(options, backend, *map(dtype_of, tensors[:2]), save)
+    return ByDispatcher(options, backend, tuple(map(dtype_of, tensors)), save)
 
 
 def _setup_context(ctx, inputs: tuple, output: tuple) -> None:
     tensors, options, eps, save, backend = Forward.of(inputs)
-    x, residual, *others = tensors
+    x, residual, *others = tensors[:PLAIN]
     _, total, mean, rstd = output
     ctx.runner, ctx.eps = _by_dispatcher(tensors, options, save, backend), eps
-    ctx.save_for_backward(x if residual is None else total, *others, *ctx.runner.saved(mean, rstd))
+    saved, branch = ctx.runner.saved(mean, rstd), branch_of(tensors) or ()
+    ctx.save_for_backward(x if residual is None else total, *others, *saved, *branch)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, dy, dsum, *_) -> tuple:
     """As torch.library.register_autograd takes it: a gradient, or None, for each argument."""
     mask = asked_of(ctx)
-    return *gradients(ctx, dy, dsum, mask[:5]), *[None] * (len(mask) - 5)
+    more = PLAIN + len(Options._fields) + len(("eps", "save", "backend"))
+    count = len(ctx.runner.dtypes)
+    found = gradients(ctx, dy, dsum, (*mask[:PLAIN], *mask[more:])[:count])
+    between = [None] * (min(more, len(mask)) - PLAIN)
+    rest = [None] * (len(mask) - len(between) - count)
+    return *found[:PLAIN], *between, *found[PLAIN:], *rest
 
 
 def norm_autocast(*arguments) -> tuple[Tensor, ...]:
-    x, *others = arguments
-    with torch.autocast(x.device.type, enabled=False):
-        norm = Forward.of(arguments).options.norm
-        return torch.ops.tilenorm.norm(autocast_input(x, norm), *others)
+    tensors, options, *last = Forward.of(arguments)
+    with torch.autocast(tensors[0].device.type, enabled=False):
+        cast = autocast_tensors(tensors, options.norm)
+        return torch.ops.tilenorm.norm(*cast[:PLAIN], *options, *last, *cast[PLAIN:])
 
 
-def autocast_input(x: Tensor, norm: str) -> Tensor:
-    """x as PyTorch's own norm gets it under autocast: in float32, and then so is the output.
+def autocast_tensors(tensors: tuple, norm: str) -> tuple:
+    """The tensors with the input as PyTorch's own norm gets it under autocast: in float32, and then
+    so is the output. What is added to the normalised rows is promoted as by PyTorch's addition.
 
-    The other tensors stay as they are: a sum keeps the residual's dtype, and the kernels take
-    parameters of any dtype.
+    The others stay as they are: a sum keeps the residual's dtype, and the kernels take parameters
+    of any dtype.
     """
-    return x.float() if norm in AUTOCAST_NORMS and x.dtype != torch.float64 else x
+    if norm not in AUTOCAST_NORMS:
+        return tensors
+    cast = list(tensors)
+    for place, tensor in enumerate(tensors):
+        if place in (0, SKIP) and tensor is not None and tensor.dtype != torch.float64:
+            cast[place] = tensor.float()
+    return tuple(cast)
 
 
 def _refuse_forward_mode(tensors: tuple) -> None:

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function
 
-from . import functional
-from .tensors import Tensors
+from . import arguments, functional
+from .tensors import ARGUMENTS, Tensors
 from .torch_private import ragged_dimension
 
-ROWS = ("input", "residual", "gate")  # the tensors that have rows
+# The tensors that have rows.
+ROWS = ("input", "residual", "gate", "addend", "skip", "dropout_mask")
 
 
 class Whole:
@@ -33,16 +34,25 @@ def overridden(normalize: Callable, op: str, tensors, normalized_shape, eps, ask
     Each gets the function with the arguments of rows and normalized_shape by position, and every
     other argument by name.
     """
+    if isinstance(tensors[1], (tuple, list)):
+        tensors = arguments.spread(op, tensors)
     if has_nested(tensors):
         return of_jagged(normalize, op, tensors, normalized_shape, eps, asked, backend)
     given = Tensors(*tensors)._asdict()
     taken = {"add": "residual", "gated": "gate"}.get(op.partition("_")[0])
+    if given["addend"] is not None:
+        given["residual"] = (given["addend"], given["residual"])
+    elif op.endswith("add"):
+        given["residual"], taken = given["skip"], "residual"
     rows = [given[name] for name in ROWS if name in ("input", taken)]
-    by_name = {name: t for name, t in given.items() if name not in ROWS}
-    offset, gate_first, rounding, *activation = asked
+    by_name = {name: given[name] for name in ("weight", "bias")}
+    offset, gate_first, rounding, *more = asked
     by_name |= {"eps": eps, "offset": offset, "rounding": rounding, "backend": backend}
-    if activation:
-        by_name |= {"norm_before_gate": not gate_first, "activation": activation[0]}
+    if op.startswith("gated"):
+        by_name |= {"norm_before_gate": not gate_first, "activation": more[0]}
+    elif more:
+        by_name |= {n: given[n] for n in ("dropout_mask", "layer_scale") if given[n] is not None}
+        by_name["dropout_scale"] = more[1]
     relevant = [t for t in tensors if t is not None]
     function = getattr(functional, op)
     return Whole(handle_torch_function(function, relevant, *rows, normalized_shape, **by_name))
@@ -70,7 +80,7 @@ def _check_jagged(op: str, given: dict[str, Tensor | None], normalized_shape) ->
     """The ragged dimension of the input, where values can stand for the nested tensors."""
     tensors = {name: t for name, t in given.items() if isinstance(t, Tensor)}
     for name in sorted(tensors, key=ROWS.__contains__):  # parameters first
-        tensor, got = tensors[name], f"{op}: argument {name!r} takes"
+        tensor, got = tensors[name], f"{op}: argument {ARGUMENTS.get(name, name)!r} takes"
         if tensor.is_nested and name not in ROWS:
             raise RuntimeError(f"{got} no nested tensor, got one")
         if name not in ROWS:

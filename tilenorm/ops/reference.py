@@ -6,26 +6,31 @@ without a gate and without heads calls the operators under F.rms_norm and F.laye
 less time.
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
 from ..launch.calls import Needs
 from ..spec import NormSpec
+from .branch import branched
 from .layout import rows_shape
-from .tensors import Results, Saved, Tensors, statistics_dtype
+from .tensors import SKIP, Branch, Results, Saved, Tensors, branch_of, statistics_dtype
 from .torch_private import fused_rms_norm, reshaped
 
 native_layer_norm_backward = torch.ops.aten.native_layer_norm_backward
 
 
 def forward(spec: NormSpec, tensors: Tensors, eps: float) -> Results:
-    x, residual, _, weight, bias = tensors
+    x, _, _, weight, bias, *more = tensors
+    skip = more[1] if more else None
     if not _is_fast(spec, x):
         y, total, mean, rstd = formula(spec, tensors, eps)
         mean = mean if mean is None else mean.reshape(-1)
         return Results(reshaped(y, y.shape), total, mean, rstd.reshape(-1))
-    total = sum_of(x, residual)
+    total = total_of(spec, tensors)
     rows = rows_of(x if total is None else total, spec, x.dtype).reshape(-1, spec.hidden)
     hidden, mean = (spec.hidden,), None
     if spec.norm == "layer":
@@ -36,20 +41,23 @@ def forward(spec: NormSpec, tensors: Tensors, eps: float) -> Results:
         y, rstd = fused_rms_norm(
             rows, hidden, weight if weight is None else weight.reshape(-1), eps
         )
-    return Results(reshaped(y, x.shape), total, mean, rstd.view(-1))
+    y = reshaped(y, x.shape) if skip is None else sum_of(y.view(x.shape), skip)
+    return Results(y, total, mean, rstd.view(-1))
 
 
 def formula(spec: NormSpec, tensors: Tensors, eps: float) -> Results:
     """The same of differentiable operations alone. mean and rstd have a last dimension of 1."""
-    x, residual, gate, weight, bias = tensors
-    dtype, total = statistics_dtype(x, residual), sum_of(x, residual)
+    x, residual, gate, weight, bias, *more = tensors
+    skip = more[1] if more else None
+    dtype, total = statistics_dtype(x, residual), total_of(spec, tensors)
     rows = rows_of(x if total is None else total, spec, dtype)
     z = None if gate is None else rows_of(gate, spec, dtype)
     x_hat, mean, rstd = _normalize(spec, rows, z, eps)
     y = affine(spec, x_hat, weight, bias, x.dtype)
     if z is not None and not spec.gate_first:
         y = y * act(spec, z)
-    return Results(y.to(x.dtype).reshape(x.shape), total, mean, rstd)
+    y = y.to(x.dtype).reshape(x.shape)
+    return Results(y if skip is None else sum_of(y, skip), total, mean, rstd)
 
 
 def backward(
@@ -59,13 +67,19 @@ def backward(
     dsum: Tensor | None,
     saved: Saved,
     eps: float = 0.0,
+    more: Sequence[Tensor] = (),
+    branch: Branch | None = None,
     dots: Tensor | None = None,
-) -> Tensors:
-    """The gradients of Tensors that are needed, contiguous. x is the sum if there is one.
+) -> tuple[Tensor | None, ...]:
+    """The gradients of Tensors that are needed, contiguous, and behind them y if it is needed. x is
+    the sum if there is one.
 
-    Without a saved rstd, as a differentiable function of x too. dots: the means of g · x̂ and of g
-    over whole rows, (rows, 1) or (rows, 2), where the tensors hold pieces of rows.
+    Without a saved rstd, as a differentiable function of x too. more: what is added to dy, term by
+    term. dots: the means of g · x̂ and of g over whole rows, (rows, 1) or (rows, 2), where the
+    tensors hold pieces of rows. branch: what the input was multiplied by.
     """
+    for term in more:
+        dy = dy + term  # rounded to its dtype, as autograd's own sums are
     x, gate, weight, bias, mean, rstd = saved
     dtype = statistics_dtype(dy, x)
     rows, g = rows_of(x, spec, dtype), rows_of(dy, spec, dtype)
@@ -102,13 +116,29 @@ def backward(
                 dx = dx * act(spec, z)
     if dsum is not None and dx is not None:
         dx = dx + rows_of(dsum, spec, dtype)
-    return (
-        dx.to(dy.dtype).reshape(x.shape) if needs.dx else None,
+    dinput = None
+    if needs.dx:
+        dinput = dx.to((dy if spec.residual else x).dtype).reshape(x.shape)
+        dinput = dinput if branch is None else branched(spec, dinput, *branch[1::-1])
+    grads = (
+        dinput,
         dx.to(x.dtype).reshape(x.shape) if needs.dresidual else None,
         dgate.to(gate.dtype).reshape(gate.shape) if needs.dgate else None,
         dw.to(weight.dtype).reshape(weight.shape) if needs.dw else None,
         db.to(bias.dtype).reshape(bias.shape) if needs.db else None,
     )
+    return (*grads, _output_again(spec, saved, dy.dtype, eps)) if needs.output else grads
+
+
+def _output_again(spec: NormSpec, saved: Saved, dtype: torch.dtype, eps: float) -> Tensor:
+    """y from the saved sum, by the operations of the forward pass: from rstd it would have other
+    bits. dtype: y's.
+    """
+    x, _, weight, bias = saved[:4]
+    if x.dtype == dtype:
+        return forward(replace(spec, residual=None), Tensors(x, None, None, weight, bias), eps)[0]
+    x_hat = _normalize(spec, rows_of(x, spec, statistics_dtype(x)), None, eps)[0]
+    return affine(spec, x_hat, weight, bias, dtype).to(dtype).reshape(x.shape)
 
 
 def _through_norm(
@@ -157,10 +187,19 @@ def _fast_parameters(
     return weight, bias if bias is None else bias.to(dtype).reshape(-1)
 
 
-def sum_of(x: Tensor, residual: Tensor | None) -> Tensor | None:
-    """x + residual in the residual's dtype."""
+def total_of(spec: NormSpec, tensors: tuple) -> Tensor | None:
+    """The sum that is normalised, if there is a residual."""
+    x, residual = tensors[:2]
+    if branch := branch_of(tensors):
+        x = branched(spec, x, *branch[:2])
+    return sum_of(x, residual, tensors[SKIP - 1] if len(tensors) > SKIP else None)
+
+
+def sum_of(x: Tensor, residual: Tensor | None, addend: Tensor | None = None) -> Tensor | None:
+    """x + residual in the residual's dtype, where x is x + addend in the addend's dtype, if any."""
     if residual is None:
         return None
+    x = x if addend is None else sum_of(x, addend)
     dtype = statistics_dtype(x, residual)
     return (x.to(dtype) + residual.to(dtype)).to(residual.dtype).contiguous()
 

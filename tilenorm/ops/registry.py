@@ -8,13 +8,14 @@ from types import MethodType
 
 import torch
 
+from ..launch import heuristics
 from ..launch.calls import Needs
-from ..launch.plan import plan_backward, plan_forward
+from ..launch.plan import BackwardPlan, ForwardPlan, plan_backward, plan_forward
 from ..launch.target import MULTIPROCESSORS, Target
 from ..launch.toolchain import compiler_path, driver_version
 from ..settings import settings
-from ..spec import NormSpec
-from . import cutile, reference, split
+from ..spec import TENSORS, NormSpec
+from . import cutile, quantized, reference, split
 
 MAX_HIDDEN = 262144
 MAX_ROWS = 2**30  # row numbers are 32-bit, and the last tile of rows may reach past the end
@@ -42,12 +43,14 @@ class Implementation:
 
     refuses(spec, rows, device) says why it cannot serve, or None where it can.
     forward(spec, device, save) returns a function of (tensors, eps) that returns Results.
-    backward(spec, device, needs) returns a function of (dy, dsum, saved, eps) that returns
-    gradients in the order of Tensors.
+    backward(spec, device, needs) returns a function of (dy, dsum, saved, eps, more) that returns
+    gradients in the order of Tensors, and behind them y if the needs ask for it. more: the terms of
+    dy behind the first.
     takes_rows: whether the forward function has a third argument, the number of rows, which is
     given where the tensors are known to be contiguous matrices of rows, and vectors.
     piece(name, spec, device) returns a function of split/reference.py, by its name, for a spec of
     pieces of rows.
+    transposed(spec, device) returns a function of quantized/transposed.py.
     The functions that are returned may raise CompileError. The implementation is then not used
     for that spec and device again.
     """
@@ -58,6 +61,7 @@ class Implementation:
     backward: Callable[[NormSpec, Device, Needs], Callable]
     takes_rows: bool = False
     piece: Callable[[str, NormSpec, Device], Callable] | None = None
+    transposed: Callable[[NormSpec, Device], Callable] | None = None
 
 
 def cutile_refuses(spec: NormSpec, rows: int, device: Device) -> str | None:
@@ -67,7 +71,7 @@ def cutile_refuses(spec: NormSpec, rows: int, device: Device) -> str | None:
         return f"{device.target.arch}: cuTile compiles for {', '.join(MULTIPROCESSORS)}"
     if device.driver < MIN_DRIVER:
         return f"the driver serves CUDA {device.driver // 1000}; cuTile takes CUDA 13 (r580) or up"
-    if reason := spec_refused(spec):
+    if reason := spec_refused(spec) or (spec.quantized and quantized_refused(spec, device.target)):
         return reason
     if rows > MAX_ROWS:
         return f"the input has {rows} rows; the kernels take up to {MAX_ROWS}"
@@ -76,9 +80,8 @@ def cutile_refuses(spec: NormSpec, rows: int, device: Device) -> str | None:
 
 def spec_refused(spec: NormSpec) -> str | None:
     """Why the kernels do not take a spec on any device, or None."""
-    for name in ("dtype", "residual", "gate", "weight", "bias"):
-        dtype = getattr(spec, name)
-        if dtype is not None and dtype not in DTYPES:
+    for name, dtype in zip(TENSORS, spec.dtypes, strict=True):
+        if dtype is not None and dtype not in DTYPES and name != "dropout_mask":
             argument = "input" if name == "dtype" else name
             return f"{argument} is {dtype}; the kernels take {', '.join(DTYPES)}"
     if not 1 <= spec.hidden <= MAX_HIDDEN:
@@ -86,23 +89,44 @@ def spec_refused(spec: NormSpec) -> str | None:
     return None
 
 
+def quantized_refused(spec: NormSpec, target: Target) -> str | None:
+    """Why the kernels do not quantise the rows of a spec on a target, or None."""
+    if not target.has_fp8:
+        return f"{target.arch}: cuTile has no 8-bit floats before sm_90"
+    group, config = spec.quantized.group, heuristics.forward(spec, target)
+    if group and any(width % group for width in config.segments(spec.hidden)):
+        return f"the configuration {config} cuts groups of {group} elements"
+    return None
+
+
 def cutile_implementation(run: cutile.Run = cutile.on_device) -> Implementation:
     """The kernels. run: what launches them; the tests interpret them instead."""
     launcher = {} if run is cutile.on_device else {"run": run}
 
-    def forward(spec: NormSpec, device: Device, save: bool) -> Callable:
-        plan = plan_forward(spec, device.target, save)
+    def bound(function: Callable, plan: ForwardPlan | BackwardPlan) -> Callable:
         if launcher:
-            return partial(cutile.forward, plan, **launcher)
-        return MethodType(cutile.forward, plan)  # a call takes less time than a partial's
+            return partial(function, plan, **launcher)
+        return MethodType(function, plan)  # a call takes less time than a partial's
+
+    def forward(spec: NormSpec, device: Device, save: bool) -> Callable:
+        function = quantized.cutile.forward if spec.quantized else cutile.forward
+        return bound(function, plan_forward(spec, device.target, save))
 
     def backward(spec: NormSpec, device: Device, needs: Needs) -> Callable:
-        return partial(cutile.backward, plan_backward(spec, device.target, needs), **launcher)
+        return bound(cutile.backward, plan_backward(spec, device.target, needs))
 
     def piece(name: str, spec: NormSpec, device: Device) -> Callable:
         return partial(getattr(split.cutile, name), spec, device.target, **launcher)
 
-    return Implementation("cutile", cutile_refuses, forward, backward, takes_rows=True, piece=piece)
+    def transposed(spec: NormSpec, device: Device) -> Callable:
+        return partial(quantized.transposed.cutile, spec, device.target, **launcher)
+
+    more = {"takes_rows": True, "piece": piece, "transposed": transposed}
+    return Implementation("cutile", cutile_refuses, forward, backward, **more)
+
+
+def _reference_of(spec: NormSpec):
+    return quantized.reference if spec.quantized else reference
 
 
 # In order of preference. The last one refuses nothing.
@@ -111,9 +135,10 @@ REGISTRY = (
     Implementation(
         "reference",
         lambda spec, rows, device: None,
-        lambda spec, device, save: partial(reference.forward, spec),
+        lambda spec, device, save: partial(_reference_of(spec).forward, spec),
         lambda spec, device, needs: partial(reference.backward, spec, needs),
         piece=lambda name, spec, device: partial(getattr(split.reference, name), spec),
+        transposed=lambda spec, device: partial(quantized.transposed.reference, spec),
     ),
 )
 

@@ -23,8 +23,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..spec import PLAIN
 from .layout import rows_shape
-from .tensors import Tensors, computed, merged_needs
+from .tensors import merged_needs
 from .torch_private import keep_every_argument
 
 # DTensor's description of an argument: a tensor's shape, dtype and placements, or the value itself.
@@ -85,14 +86,21 @@ def rules(x: Any, parameters: Sequence[Any], hidden: int) -> Iterator[Rule]:
 
 def norm_strategies(call, given: Given) -> list[Strategy]:
     """What DTensor may do with a call of the op norm. call: its library.Forward."""
-    x, residual, _, *parameters = call.tensors
+    x, residual, _, *parameters = call.tensors[:PLAIN]
+    vector = call.tensors[-1] if len(call.tensors) > PLAIN else None
     layer = call.options.norm == "layer"
     there = (True, residual is not None, call.save and layer, call.save)
     replicated, *_ = found = list(rules(x, parameters, call.options.hidden))
     return [
         (
             [rule.rows if t else replicated.rows for t in there],
-            _placed(given, [*[rule.rows] * 3, *[rule.parameters] * 2]),
+            _placed(
+                given,
+                [*[rule.rows] * 3, *[rule.parameters] * 2],
+                rule.rows,
+                vector,
+                replicated.rows,
+            ),
         )
         for rule in found
     ]
@@ -101,20 +109,33 @@ def norm_strategies(call, given: Given) -> list[Strategy]:
 def backward_strategies(call, given: Given) -> list[Strategy]:
     """What DTensor may do with a call of the op norm_backward. call: its library.Backward."""
     x, _, *parameters = call.saved[:4]
-    dtypes = Tensors(*(t and t.tensor_meta.dtype for t in call.tensors))
-    there = computed(merged_needs(dtypes, call.dsum is not None, call.mask))
+    tensors = (call.dy, x if call.added else None, *call.saved[1:4], None, None, *call.branch)
+    dtypes = tuple(t and t.tensor_meta.dtype for t in tensors)
+    needs = merged_needs(dtypes, call.dsum is not None, call.mask)
+    there = *needs.gradients, call.output
     replicated, *_ = found = list(rules(x, parameters, call.options.hidden))
-    results = [[*[rule.rows] * 3, *[rule.sums] * 2] for rule in found]
+    results = [[*[rule.rows] * 3, *[rule.sums] * 2, rule.rows] for rule in found]
     return [
         (
             [p if t else replicated.rows for t, p in zip(there, placed, strict=True)],
-            _placed(given, [*[rule.rows] * 4, *[rule.parameters] * 2, *[rule.rows] * 2]),
+            _placed(
+                given,
+                [*[rule.rows] * 4, *[rule.parameters] * 2, *[rule.rows] * 2],
+                rule.rows,
+                call.layer_scale,
+                replicated.rows,
+            ),
         )
         for rule, placed in zip(found, results, strict=True)
     ]
 
 
-def _placed(given: Given, placements: list) -> list:
-    """The placements of an op's arguments, whose tensors come first."""
-    rest = [None] * (len(given) - len(placements))
-    return [None if t is None else p for t, p in zip(given, placements, strict=False)] + rest
+def _placed(given: Given, placements: list, last: Any, vector: Any, whole: Any) -> list:
+    """The placements of an op's arguments, most of whose tensors come first.
+
+    last: the placement of the tensors behind other arguments, of which `shape` is read. vector: the
+    argument of them that has no rows, whose placement is `whole`.
+    """
+    first = [None if t is None else p for t, p in zip(given, placements, strict=False)]
+    more = [t if hasattr(t, "shape") else None for t in given[len(placements) :]]
+    return first + [None if t is None else whole if t is vector else last for t in more]

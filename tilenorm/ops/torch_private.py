@@ -89,6 +89,11 @@ fused_rms_norm = _found("_fused_rms_norm")
 _unsafe_view = _found("ops.aten._unsafe_view.default")
 
 
+# The product of matrices of 8-bit floats before PyTorch 2.10, which has F.scaled_mm. Without both a
+# quantised norm with a linear runs on the CPU alone.
+scaled_mm_before = _found("_scaled_mm")
+
+
 def reshaped(fresh: Tensor, shape: Sequence[int]) -> Tensor:
     """A new tensor, which nothing else uses, in another shape."""
     return fresh.view(shape) if _unsafe_view is None else _unsafe_view(fresh, shape)
@@ -259,3 +264,31 @@ def keep_every_argument(ops: Sequence) -> None:
     except (ImportError, AttributeError):
         return
     infos.update(dict.fromkeys(ops, RuntimeSchemaInfo(static_argnum=0)))
+
+
+# The hooks of all modules. Without this name every module counts as one with hooks.
+_has_any_global_hook = _found("nn.modules.module._has_any_global_hook")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def is_its_forward(module: torch.nn.Module) -> bool:
+    """Whether module(x) is the forward of the module's class and nothing else: there are no hooks,
+    and the module has no forward of its own.
+    """
+    if _has_any_global_hook is None or _has_any_global_hook() or "forward" in vars(module):
+        return False
+    return not any(getattr(module, name, True) for name in _HOOKS)
+
+
+def inductor_joint_pass():
+    """Inductor's configuration and the class of its graph passes, or None.
+
+    Such a pass changes the joint graph of forward and backward before it is cut in two, under the
+    option joint_custom_post_pass. Without these names no sum is folded into a gradient.
+    """
+    try:
+        from torch._inductor import config
+        from torch._inductor.custom_graph_pass import CustomGraphPass
+    except ImportError:
+        return None
+    return (config, CustomGraphPass) if hasattr(config, "joint_custom_post_pass") else None

@@ -16,7 +16,7 @@ from ..launch.config import (
     tile_width,
 )
 from ..launch.target import Target
-from ..spec import NormSpec
+from ..spec import SHARED_FROM, NormSpec
 
 # The values that are tried for each field. Blocks without TMA have 4 warps by default; with 8 warps
 # a thread has half the registers.
@@ -42,7 +42,7 @@ FEWEST_A_THREAD = 8  # elements; with fewer, 8 warps are not tried
 NARROWEST_LOAD = 1024  # columns of a row that tile loads read
 NARROWEST_PACKED = 2048
 NARROWEST_FETCHED = 1024
-NARROWEST_SHARED = 8192
+NARROWEST_SHARED = SHARED_FROM
 NARROWEST_REREAD = 6144  # columns; narrower rows have registers for the weights
 WIDEST = {"forward": 32768, "backward": 16384}  # columns of a row that one block holds
 WIDEST_GATHERED = 8192  # columns of a gathered backward row that is not packed

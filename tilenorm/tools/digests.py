@@ -15,7 +15,7 @@ from ..launch.calls import Call, Needs, every_gradient
 from ..launch.plan import BackwardPlan, ForwardPlan, plan_backward, plan_forward
 from ..launch.target import Target
 from ..launch.tuned import TABLES
-from ..spec import ITEM_BYTES, NormSpec
+from ..spec import ITEM_BYTES, NormSpec, Quantization
 from .pieces import piece_calls
 from .precompile import calls_of, compile_call, compiling
 
@@ -25,6 +25,9 @@ DTYPES = ("bfloat16", "float32")
 RULE_SIZES = (8, 37, 1000, 4096, 16384, 65537)
 PART_SIZES = {"bfloat16": (37, 1001, 16391, 65537), "float32": (37, 1001)}
 PIECES = (37, 1024, 8192, 40000)  # of a row that is in pieces, the columns of one
+# (terms of dy, whether y is written once more): what a compiled step asks of a table's sizes.
+SEVERAL = ((2, False), (3, False), (1, True), (3, True))
+SEVERAL_SIZES = (1024, 2048, 4096)
 DIGITS = 32  # printed digits of a digest
 
 
@@ -66,11 +69,11 @@ class Case(NamedTuple):
         parts += [spec.activation] * (spec.activation != "silu")
         parts += [f"offset:{spec.offset:g}"] * bool(spec.offset)
         parts += [f"heads:{spec.heads}"] * bool(spec.heads)
+        parts += [spec.quantized.label] if spec.quantized else []
         if self.needs is None:
             parts += ["saving"] * (self.save and not self.pieces)
         else:
-            needed = (name for name, is_needed in self.needs._asdict().items() if is_needed)
-            parts.append("+".join(needed))
+            parts.append(self.needs.label)
         return " ".join((*parts, f"rows:{self.rows}"))
 
 
@@ -84,11 +87,18 @@ def cases(arch: str) -> list[Case]:
                 batches = (LARGE, SMALL) if plan.fetches else (LARGE,)
                 found += [Case(spec, target, rows * (spec.heads or 1), save) for rows in batches]
     for spec in _specs(arch, "backward"):
+        if spec.quantized:
+            continue  # that of the norm itself
         every = every_gradient(spec)
         found.append(Case(spec, target, LARGE * (spec.heads or 1), needs=every))
         if arch in TABLES and spec.hidden in (37, 1024) and not spec.heads:
             all_but_one = (every._replace(**{n: False}) for n in _gradients(every))
             found += [Case(spec, target, LARGE, needs=needs) for needs in all_but_one]
+    for hidden, (terms, output) in product(SEVERAL_SIZES if arch in TABLES else (), SEVERAL):
+        for op in ("rms_norm", "add_rms_norm", "layer_norm"):
+            spec = NormSpec(hidden=hidden, **_operations("bfloat16")[op])
+            needs = every_gradient(spec)._replace(terms=terms, output=output)
+            found.append(Case(spec, target, LARGE, needs=needs))
     for dtype, hidden in product(DTYPES, PIECES):
         specs = (NormSpec(hidden=hidden, **fields) for fields in _operations(dtype).values())
         found += [Case(spec, target, LARGE, pieces=True) for spec in specs]
@@ -164,3 +174,9 @@ def _variants() -> Iterator[NormSpec]:
         yield NormSpec("rms", hidden, b, b, gate=f)
         yield NormSpec("rms", hidden, b, b, gate=b, rounding="early")
         yield NormSpec("rms", hidden, b, b, b, gate=f, gate_first=True)
+        yield NormSpec("rms", hidden, b, b, quantized=Quantization("row", amax=True))
+    for hidden in (1024, 4096):
+        block = Quantization("block", "float8_e5m2", True, "column_tma", output=True)
+        yield NormSpec("layer", hidden, b, b, b, residual=b, quantized=block)
+        yield NormSpec("rms", hidden, f, b, quantized=Quantization("mx", layout="swizzled"))
+        yield NormSpec("rms", hidden, b, b, quantized=Quantization("tensor"))

@@ -1,17 +1,23 @@
 """tilenorm.explain: which implementation serves a call, why others do not, and its launches."""
 
 import inspect
+import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..launch import heuristics
 from ..launch.calls import constants_of, every_gradient
-from ..launch.plan import plan_backward, plan_forward
+from ..launch.plan import chain_refused, plan_backward, plan_forward
+from ..launch.scales import Scales
 from ..launch.target import Target
 from ..ops import arguments, functional
+from ..ops.chained import functional as chained
 from ..ops.plans import spec_of_tensors
+from ..ops.quantized import functional as quantized
+from ..ops.quantized.norm import ASKED, check
 from ..ops.registry import MIN_DRIVER, Device, device_of, refusals, requested_backend
 from ..ops.tensors import Tensors
-from ..spec import ITEM_BYTES, OPS, NormSpec, Options
+from ..spec import ITEM_BYTES, OPS, QUANTIZED_OPS, NormSpec, Options
 from .precompile import calls_of
 
 
@@ -25,6 +31,17 @@ class Step:
     constants: dict[str, object]
 
 
+class ChainExplanation(NamedTuple):
+    """How a norm, an addition and a norm are served.
+
+    before, after: explanations of the two functions. refused: why they are not one pass, or None.
+    """
+
+    before: "Explanation"
+    after: "Explanation"
+    refused: str | None
+
+
 @dataclass(frozen=True)
 class Explanation:
     """How a call is served.
@@ -33,7 +50,8 @@ class Explanation:
     refused: the implementations that were not chosen although they come first, with the reasons.
     forward, backward: the launches; empty for the reference. forward_source, backward_source: the
     table or rule of the configuration, or None. forward_bytes, backward_bytes: bytes that the
-    mathematics moves, with each input read once and each output written once.
+    mathematics moves, with each input read once and each output written once. terms: how many
+    tensors make up dy.
     """
 
     spec: NormSpec
@@ -47,12 +65,13 @@ class Explanation:
     backward_source: str | None
     forward_bytes: int
     backward_bytes: int
+    terms: int = 1
 
     def __str__(self) -> str:
         spec, arch = self.spec, self.device.target.arch if self.device.target else self.device.kind
         lines = [
             f"{spec.op} of {self.rows} rows of {spec.hidden} {spec.dtype} on {arch}"
-            f" ({options_of(spec)})",
+            f" ({options_of(spec, self.terms)})",
             f"  served by {self.chosen or 'nothing: the call raises'}",
         ]
         lines += [f"  refused by {name}: {reason}" for name, reason in self.refused.items()]
@@ -77,29 +96,72 @@ def explain(op: str, *args, **kwargs) -> Explanation:
     function.
     Raises: ValueError for an unknown op, and whatever the op raises for bad input.
     """
-    if op not in OPS:
-        raise ValueError(f"explain: argument 'op' takes one of {', '.join(OPS)}, got {op!r}")
-    bound = inspect.signature(getattr(functional, op)).bind(*args, **kwargs)
+    ops = OPS + QUANTIZED_OPS
+    if op == chained.NAME:
+        return _explain_chain(args, kwargs)
+    if op not in ops:
+        raise ValueError(f"explain: argument 'op' takes one of {', '.join(ops)}, got {op!r}")
+    module = quantized if op in QUANTIZED_OPS else functional
+    bound = inspect.signature(getattr(module, op)).bind(*args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments
-    before = given.pop("norm_before_gate", True)
-    given["gate_first"] = not before if type(before) is bool else before
-    tensors = Tensors(*(given.get(name) for name in Tensors._fields))
-    values = tuple(given.get(n, Options._field_defaults[n]) for n in Options._fields[2:])
-    shape, eps, backend = given["normalized_shape"], given["eps"], given["backend"]
-    options = arguments.check(op, tensors, shape, eps, values, backend)
-    spec, input = spec_of_tensors(tensors, options), tensors.input
+    spec = (_spec_of_quantized if op in QUANTIZED_OPS else _spec_of)(op, given)
+    input = given["input"]
     rows = input.numel() // spec.hidden if spec.hidden else 0
     device = device_of(input.device.type, input.device.index)
-    explanation = explain_spec(spec, rows, device, backend)
+    explanation = explain_spec(spec, rows, device, given["backend"])
     print(explanation)
     return explanation
 
 
+def _explain_chain(args: tuple, kwargs: dict) -> ChainExplanation:
+    bound = inspect.signature(chained.rms_norm_add_rms_norm).bind(*args, **kwargs)
+    given = bound.arguments
+    next_weight, residual = given.pop("next_weight", None), given["residual"]
+    before = explain("rms_norm_add", **given)
+    given |= {"input": residual, "weight": next_weight}
+    del given["residual"]
+    after = explain("rms_norm", **given)
+    if before.chosen == after.chosen == "cutile":
+        spec = NormSpec.chained(before.spec, after.spec)
+        refused = chain_refused(spec, before.device.target)
+    else:
+        refused = "cutile does not serve both norms"
+    print("  in one pass" if refused is None else f"  in two calls: {refused}")
+    return ChainExplanation(before, after, refused)
+
+
+def _spec_of(op: str, given: dict) -> NormSpec:
+    """The spec of a call with these arguments. Raises as the call does."""
+    before = given.pop("norm_before_gate", True)
+    given["gate_first"] = not before if type(before) is bool else before
+    if op.endswith("_add"):
+        given["skip"] = given.pop("residual")
+    tensors = tuple(given.get(name) for name in Tensors._fields)
+    if isinstance(given.get("residual"), (tuple, list)):
+        tensors = arguments.spread(op, tensors)
+    values = tuple(given.get(n, Options._field_defaults[n]) for n in Options._fields[2:])
+    shape, eps, backend = given["normalized_shape"], given["eps"], given["backend"]
+    options = arguments.check(op, tensors, shape, eps, values, backend)
+    return spec_of_tensors(tensors, options)
+
+
+def _spec_of_quantized(op: str, given: dict) -> NormSpec:
+    """The same for a norm with a quantised output."""
+    tensors = tuple(given.get(name) for name in ("input", "residual", None, "weight", "bias"))
+    asked = tuple(given[name] for name in ASKED)
+    names = ("normalized_shape", "eps", "scale", "backend")
+    shape, eps, scale, backend = (given[name] for name in names)
+    return check(op, tensors, shape, eps, asked[:2], asked[2:], scale, backend).spec
+
+
 def explain_spec(
-    spec: NormSpec, rows: int, device: Device, backend: str | None = None
+    spec: NormSpec, rows: int, device: Device, backend: str | None = None, terms: int = 1
 ) -> Explanation:
-    """Explain how a spec would be served on a device, which need not be in this machine."""
+    """Explain how a spec would be served on a device, which need not be in this machine.
+
+    terms: how many tensors make up dy.
+    """
     backend = backend or requested_backend()
     reasons = refusals(spec, rows, device)
     serving = [name for name, reason in reasons.items() if reason is None]
@@ -111,10 +173,12 @@ def explain_spec(
         refused[serving[0]] = f"backend {chosen!r} was asked for"
     forward, backward, sources = (), (), (None, None)
     if chosen == "cutile" and rows:
-        needs = every_gradient(spec)
+        needs = every_gradient(spec)._replace(terms=terms)
         forward = _steps(calls_of(plan_forward(spec, device.target, True), rows))
-        backward = _steps(calls_of(plan_backward(spec, device.target, needs), rows))
-        sources = tuple(heuristics.source(spec, device.target, n) for n in (None, needs))
+        sources = (heuristics.source(spec, device.target), None)
+        if spec.differentiable:
+            backward = _steps(calls_of(plan_backward(spec, device.target, needs), rows))
+            sources = sources[0], heuristics.source(spec, device.target, needs)
     return Explanation(
         spec,
         rows,
@@ -124,43 +188,65 @@ def explain_spec(
         forward,
         backward,
         *sources,
-        *moved_bytes(spec, rows),
+        *moved_bytes(spec, rows, terms),
+        terms,
     )
 
 
-def moved_bytes(spec: NormSpec, rows: int) -> tuple[int, int]:
-    """Bytes that the mathematics moves, (forward, backward): each input and output once."""
-    x, residual, gate, weight, bias = (
-        ITEM_BYTES[dtype] if dtype else 0
-        for dtype in (spec.dtype, spec.residual, spec.gate, spec.weight, spec.bias)
+def moved_bytes(spec: NormSpec, rows: int, terms: int = 1) -> tuple[int, int]:
+    """Bytes that the mathematics moves, (forward, backward): each input and output once.
+
+    terms: how many tensors make up dy.
+    """
+    x, residual, gate, weight, bias, addend, skip, mask, layer_scale = (
+        ITEM_BYTES[dtype] if dtype else 0 for dtype in spec.dtypes
     )
-    # Terms: x and y; residual and sum; gate.
-    forward = 2 * x + 2 * residual + gate
-    # Terms: dy and dx; the saved x, or the saved sum with its gradient (and the residual's gradient
-    # if the residual has another dtype); the gate and its gradient.
-    own_dtype = spec.residual not in (None, spec.dtype)
-    saved = (2 + own_dtype) * residual if residual else x
-    backward = 2 * x + saved + 2 * gate
+    how = spec.quantized
+    y = skip or (x if spec.differentiable else 0)
+    # Added up: x, y and q; residual and sum; gate; addend; skip; mask.
+    forward = x + y + (how is not None) + 2 * residual + gate + addend + skip + mask
+    # Added up: dy and dx; the saved x, or the sum with its gradient (and the residual's gradient
+    # if the residual has another dtype, or x is masked or scaled); the gate and its gradient; mask.
+    apart = spec.branches or spec.residual not in (None, spec.dtype)
+    saved = (2 + apart) * residual if residual else x
+    backward = x + terms * y + saved + 2 * gate + mask
     matrix, vector = rows * spec.hidden, spec.hidden * (spec.heads or 1)
     kept = weight + (bias if spec.gate and not spec.gate_first else 0)
+    scales = 0
+    if how:
+        found = Scales.of(how, spec.hidden, rows)
+        scales = (math.prod(found.shape) - found.padding) * (4 if found.dtype == "float32" else 1)
+    there = spec.differentiable
     return (
-        matrix * forward + vector * (weight + bias),
-        matrix * backward + vector * (kept + weight + bias),
+        matrix * forward + vector * (weight + bias) + scales + spec.hidden * layer_scale,
+        (matrix * backward + vector * (kept + weight + bias) + spec.hidden * layer_scale) * there,
     )
 
 
-def options_of(spec: NormSpec) -> str:
-    """The fields of a spec besides op, size and dtype, as text."""
+def options_of(spec: NormSpec, terms: int = 1) -> str:
+    """The fields of a spec besides op, size and dtype, as text. terms: of dy."""
     parts = [f"weight {spec.weight}", f"bias {spec.bias}", f"offset {spec.offset:g}"]
     if spec.heads:
         parts.append(f"{spec.heads} heads")
     if spec.residual:
         parts.append(f"residual {spec.residual}")
+    if spec.addend:
+        parts.append(f"another residual {spec.addend}")
+    if spec.dropout_mask:
+        parts.append(f"input masked, times {spec.dropout_scale:g}")
+    if spec.layer_scale:
+        parts.append(f"layer scale {spec.layer_scale}")
+    if spec.skip:
+        parts.append(f"residual {spec.skip} after the norm")
     if spec.gate:
         place = "before" if spec.gate_first else "after"
         parts.append(f"gate {spec.gate} {place} the norm, activation {spec.activation}")
+    if spec.quantized:
+        parts.append(spec.quantized.label)
     if spec.rounding != "late":
         parts.append(f"rounding {spec.rounding}")
+    if terms > 1:
+        parts.append(f"{terms} terms of dy")
     return ", ".join(parts)
 
 

@@ -15,12 +15,13 @@ from .signature import ArrayLike
 def piece_calls(spec: NormSpec, target: Target, rows: int) -> list[Call]:
     """Every call of inference and of a training step with contiguous tensors of `rows` rows.
 
-    spec.hidden: what a piece has of a row.
+    spec.hidden: what a piece has of a row. Operations of their own do what only whole rows have.
     """
+    spec = spec.plain
     found: list[Call] = []
 
     def run(launches, arrays, index) -> None:
-        found.extend(bound(launches, type(arrays)(*map(_described, arrays))))
+        found.extend(bound(launches, type(arrays)(*_described(arrays))))
 
     with torch.device("meta"):  # so that nothing is allocated
         _step(spec, target, rows, run)
@@ -56,6 +57,8 @@ def _step(spec: NormSpec, target: Target, rows: int, run: Run) -> None:
 
 
 def _described(array):
+    if isinstance(array, tuple):
+        return tuple(map(_described, array))
     if not isinstance(array, Tensor):
         return array
     dtype = str(array.dtype).removeprefix("torch.")

@@ -13,6 +13,7 @@ from cuda.tile._cext import default_tile_context
 
 from ..launch.calls import ABSENT, BackwardArrays, Call, ForwardArrays, every_gradient
 from ..launch.plan import BackwardPlan, ForwardPlan, plan_backward, plan_forward
+from ..launch.scales import Scales
 from ..launch.split import plan_grad_apply
 from ..launch.target import Target
 from ..launch.toolchain import cache_problem
@@ -44,21 +45,30 @@ def calls_of(plan: ForwardPlan | BackwardPlan, rows: int) -> list[Call]:
     return plan.calls(_backward_arrays(plan, rows), rows)
 
 
-def _forward_arrays(plan: ForwardPlan, rows: int) -> ForwardArrays:
-    spec = plan.spec
+def _forward_arrays(plan: ForwardPlan, rows: int) -> tuple:
+    spec, how = plan.spec, plan.spec.quantized
     stat = ArrayLike.contiguous("float32", rows) if plan.save else ABSENT
-    return ForwardArrays(
+    arrays = ForwardArrays(
         x=_input(spec.dtype, spec, rows),
         residual=_input(spec.residual, spec, rows),
         gate=_input(spec.gate, spec, rows),
         weight=_parameter(spec.weight, spec),
         bias=_parameter(spec.bias, spec),
-        y=_output(spec.dtype, spec, rows),
+        y=_output(spec.skip or spec.dtype if spec.differentiable else None, spec, rows),
         sum=_output(spec.residual, spec, rows),
         mean=stat if spec.norm == "layer" else ABSENT,
         rstd=stat,
         slots=_scratch("int32", plan.slots(rows)),
+        addend=_input(spec.addend, spec, rows),
+        skip=_input(spec.skip, spec, rows),
+        **_branch(spec, rows),
+        q=_output(how and how.dtype, spec, rows),
+        scale=_scales(spec, rows) if how else ABSENT,
+        amax=ArrayLike.contiguous("int32", 1) if how and how.amax else ABSENT,
+        inner_w=_parameter(spec.inner and spec.inner.weight, spec),
+        inner_rstd=stat if spec.inner else ABSENT,
     )
+    return arrays.of(spec)
 
 
 def _backward_arrays(plan: BackwardPlan, rows: int) -> BackwardArrays:
@@ -67,9 +77,9 @@ def _backward_arrays(plan: BackwardPlan, rows: int) -> BackwardArrays:
     width = spec.hidden * (spec.heads or 1)
     return BackwardArrays(
         x=_input(spec.residual or spec.dtype, spec, rows),
-        dy=_input(spec.dtype, spec, rows),
+        dy=(_input(spec.skip or spec.dtype, spec, rows),) * needs.terms,
         gate=_input(spec.gate, spec, rows),
-        dsum=_input(spec.residual if needs.dsum else None, spec, rows),
+        dsum=_input((spec.residual or spec.dtype) if needs.dsum else None, spec, rows),
         weight=_parameter(spec.weight, spec),
         bias=_parameter(spec.bias, spec),
         mean=stat if spec.norm == "layer" else ABSENT,
@@ -77,24 +87,38 @@ def _backward_arrays(plan: BackwardPlan, rows: int) -> BackwardArrays:
         dx=_output(spec.dtype if needs.dx else None, spec, rows),
         dresidual=_output(spec.residual if needs.dresidual else None, spec, rows),
         dgate=_output(spec.gate if needs.dgate else None, spec, rows),
+        y=_output(spec.dtype if needs.output else None, spec, rows),
         partials=_scratch("float32", plan.partials(rows)),
         slots=_scratch("int32", plan.slots(rows)),
         dw=ArrayLike.contiguous(spec.weight, width) if needs.dw else ABSENT,
         db=ArrayLike.contiguous(spec.bias, width) if needs.db else ABSENT,
+        **_branch(spec, rows),
     )
 
 
-def training_calls(spec: NormSpec, target: Target) -> list[Call]:
+def training_calls(
+    spec: NormSpec, target: Target, terms: tuple[int, ...] = (1,), output: bool = False
+) -> list[Call]:
     """Every call that inference and training with contiguous tensors can make, for any M.
 
-    Training needs every gradient. With a residual, the sum x + residual has a gradient too.
+    Training needs every gradient. With a residual, the sum x + residual has a gradient too. There
+    is no training without an output that has a gradient.
+    terms: of dy. The graph pass makes several where a step is compiled, and then a norm may have
+    the gradient of a sum where nothing was added. output: the graph pass has the backward pass
+    write y once more, except where it cannot.
     """
     inference, training = (plan_forward(spec, target, save) for save in (False, True))
-    backward = plan_backward(spec, target, every_gradient(spec))
-    calls = []
-    for rows in _row_classes(training, backward, spec.heads or 1):
-        for plan in (inference, training, backward):
-            calls += calls_of(plan, rows)
+    every, calls = every_gradient(spec), []
+    asked = [every._replace(terms=k) for k in terms]
+    if max(terms) > 1:
+        asked += [needs._replace(dsum=not needs.dsum) for needs in asked]
+    if output and not spec.output_refused:
+        asked += [needs._replace(output=True) for needs in asked]
+    backward = [plan_backward(spec, target, needs) for needs in asked]
+    for plan in backward:
+        for rows in _row_classes(training, plan, spec.heads or 1):
+            for made in (inference, training, plan) if spec.differentiable else (inference,):
+                calls += calls_of(made, rows)
     return list({_key(call): call for call in calls}.values())
 
 
@@ -130,7 +154,7 @@ def precompile(
 ) -> Iterator[list[Compiled]]:
     """Compile the calls of each spec into cuTile's cache, on all cores. Needs no GPU.
 
-    calls: training_calls, or piece_training_calls.
+    calls: training_calls, also with its options bound, or piece_training_calls.
     Raises CompileError when a kernel does not compile, RuntimeError when nothing would be kept.
     """
     counts = [len(calls(spec, target)) for spec in specs]
@@ -201,6 +225,20 @@ def _input(dtype: str | None, spec: NormSpec, rows: int) -> ArrayLike | int:
 
 def _output(dtype: str | None, spec: NormSpec, rows: int) -> ArrayLike | int:
     return ArrayLike.contiguous(dtype, rows, spec.hidden) if dtype else ABSENT
+
+
+def _branch(spec: NormSpec, rows: int) -> dict[str, ArrayLike | tuple]:
+    """What multiplies the input before the residual is added."""
+    scale = spec.layer_scale
+    return {
+        "dropout_mask": _input(spec.dropout_mask and "uint8", spec, rows),
+        "layer_scale": ArrayLike.contiguous(scale, spec.hidden) if scale else ABSENT,
+    }
+
+
+def _scales(spec: NormSpec, rows: int) -> ArrayLike:
+    scales = Scales.of(spec.quantized, spec.hidden, rows)
+    return ArrayLike.contiguous(scales.dtype, scales.count)
 
 
 def _scratch(dtype: str, shape: tuple[int, int] | None) -> ArrayLike | int:

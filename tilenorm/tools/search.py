@@ -6,7 +6,7 @@ This module needs no GPU: the caller passes a function that times a configuratio
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -15,7 +15,7 @@ import cuda.tile as ct
 from ..launch import heuristics
 from ..launch.calls import every_gradient
 from ..launch.config import Config
-from ..launch.plan import BackwardPlan, ForwardPlan
+from ..launch.plan import BackwardPlan, ForwardPlan, backward_spec
 from ..launch.target import Target
 from ..spec import NormSpec
 from .candidates import REGISTERS
@@ -69,13 +69,14 @@ class Measured:
 
 
 def plan_of(
-    spec: NormSpec, target: Target, direction: str, config: Config
+    spec: NormSpec, target: Target, direction: str, config: Config, terms: int = 1
 ) -> ForwardPlan | BackwardPlan:
     """The plan of a training step with this configuration instead of the chosen one."""
     if direction == "forward":
         return ForwardPlan(spec, target, config, True)
     sums = heuristics.column_sum(spec, target)
-    return BackwardPlan(replace(spec, rounding="late"), target, config, sums, every_gradient(spec))
+    needs = every_gradient(spec)._replace(terms=terms)
+    return BackwardPlan(backward_spec(spec, needs), target, config, sums, needs)
 
 
 def compile_candidates(
@@ -86,9 +87,10 @@ def compile_candidates(
     configs: list[Config],
     processes: int | None,
     report: Callable[[str], None],
+    terms: int = 1,
 ) -> list[Candidate]:
     """Compile each configuration for `rows` contiguous rows into cuTile's cache."""
-    work = partial(_compiled, spec, target, direction, rows)
+    work = partial(_compiled, spec, target, direction, rows, terms)
     compiled = []
     with compiling(work, configs, processes) as results:
         for candidate in results:
@@ -180,9 +182,9 @@ def _settled(fastest: list[Measured]) -> bool:
     return apart and min(best.samples, second.samples) >= ENOUGH_SAMPLES
 
 
-def _compiled(spec, target, direction, rows, config) -> Candidate:
+def _compiled(spec, target, direction, rows, terms, config) -> Candidate:
     """Runs in a worker. Kernels cannot be pickled, so the worker makes the calls itself."""
-    plan = plan_of(spec, target, direction, config)
+    plan = plan_of(spec, target, direction, config, terms)
     calls = calls_of(plan, rows)
     try:
         kernels = tuple(compile_call(call, target.arch) for call in calls)

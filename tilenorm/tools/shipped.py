@@ -10,12 +10,13 @@ from ..launch.user_table import Entry
 
 
 def render(entries: Iterable[Entry], arch: str) -> str:
-    """The text of SPILLS, FORWARD and BACKWARD, for rows of whole vectors without heads.
+    """The text of SPILLS, FORWARD and BACKWARD, for rows of whole vectors without heads, and for
+    one term of dy.
 
     A table row serves every size between the previous row's size and its own. Raises ValueError if
     the configuration cannot serve one of these sizes; the message says what to tune.
     """
-    served = (e for e in entries if e.key.aligned and not e.key.heads)
+    served = (e for e in entries if e.key.aligned and not e.key.heads and e.key.terms == 1)
     entries = sorted(served, key=lambda entry: entry.key)
     lines = ["SPILLS = {"]
     for entry in entries:

@@ -23,6 +23,9 @@ _DTYPES = {
     "bfloat16": ct.bfloat16,
     "float32": ct.float32,
     "int32": ct.int32,  # slots
+    "uint8": ct.uint8,  # scales
+    "float8_e4m3fn": ct.float8_e4m3fn,
+    "float8_e5m2": ct.float8_e5m2,
 }
 
 
@@ -69,11 +72,18 @@ def signature(kernel: ct.kernel, arguments: tuple) -> KernelSignature:
     return unnamed.with_mangled_symbol(kernel._pyfunc.__name__)
 
 
+def _item(item):
+    """Of a tuple of arrays, of constants or of such tuples."""
+    if isinstance(item, tuple):
+        return tuple(map(_item, item))
+    return item.constraint() if isinstance(item, ArrayLike) else item
+
+
 def _parameter(argument, annotation):
     if isinstance(argument, ArrayLike):
         return argument.constraint()
-    if isinstance(argument, tuple):  # of arrays, or of constants
-        return tuple(a.constraint() if isinstance(a, ArrayLike) else a for a in argument)
+    if isinstance(argument, tuple):
+        return tuple(map(_item, argument))
     if annotation.constant:
         return ConstantConstraint(argument)
     return ScalarConstraint(ct.float32 if isinstance(argument, float) else ct.int32)

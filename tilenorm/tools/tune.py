@@ -14,7 +14,7 @@ from ..launch.toolchain import driver_release
 from ..launch.user_table import Entry, Key
 from ..ops import cutile, reference
 from ..ops.registry import Device, device_of
-from ..ops.tensors import Saved, Tensors
+from ..ops.tensors import Saved, Tensors, trimmed
 from ..spec import NormSpec
 from .candidates import candidates, explicit
 from .explain import moved_bytes, options_of
@@ -48,9 +48,10 @@ class Trials:
         checked: int,
         device: torch.device,
         run: cutile.Run = cutile.on_device,
+        terms: int = 1,
     ):
-        self.spec, self.direction, self._run = spec, direction, run
-        self.bytes = moved_bytes(spec, rows)[direction == "backward"]
+        self.spec, self.direction, self._run, self._terms = spec, direction, run, terms
+        self.bytes = moved_bytes(spec, rows, terms)[direction == "backward"]
         copies = 1
         if device.type == "cuda":
             l2 = torch.cuda.get_device_properties(device).L2_cache_size
@@ -115,13 +116,16 @@ class Trials:
         gate = normal(spec.gate, *lead)
         weight, bias = (normal(dtype, *heads) for dtype in (spec.weight, spec.bias))
         if self.direction == "forward":
-            x, residual = normal(spec.dtype, *lead), normal(spec.residual, *lead)
-            return Tensors(x, residual, gate, weight, bias), EPS
-        x, dy = normal(spec.residual or spec.dtype, *lead), normal(spec.dtype, *lead)
+            rows = (spec.dtype, spec.residual, spec.addend, spec.skip)
+            x, residual, addend, skip = (normal(dtype, *lead) for dtype in rows)
+            return trimmed(Tensors(x, residual, gate, weight, bias, addend, skip)), EPS
+        x = normal(spec.residual or spec.dtype, *lead)
+        dy = normal(spec.skip or spec.dtype, *lead)
         mean, rstd = torch.rand(2, rows, generator=generator, device=device) + 0.5
         mean = mean if spec.norm == "layer" else None
         dsum = normal(spec.residual, *lead)
-        return dy, dsum, Saved(x, gate, weight, bias, mean, rstd), EPS
+        more = tuple(normal(spec.dtype, *lead) for _ in range(self._terms - 1))
+        return dy, dsum, Saved(x, gate, weight, bias, mean, rstd), EPS, more
 
     def _reference(self, inputs: tuple) -> tuple[Tensor | None, ...]:
         if self.direction == "forward":
@@ -137,31 +141,34 @@ def tune(
     processes: int | None = None,
     spilled: int = MOST_SPILLED,
     report: Callable[[str], None] = lambda _: None,
+    terms: int = 1,
 ) -> Entry:
     """The fastest configuration for a spec on the current GPU, with its measurement.
 
     direction: "forward" saves what the backward pass needs; "backward" computes every gradient.
     rows: rows of the timed input; by default 64 Mi elements, or fewer if memory is short.
-    seconds: time for timing, after compiling. report: called with each line of progress.
+    seconds: time for timing, after compiling. report: called with each line of progress. terms: how
+    many tensors make up dy.
     Raises ValueError if no table serves the spec. Raises RuntimeError if no candidate compiles or
     gives right results, if the time is too short, or if cuTile's cache is off.
     """
     target = gpu().target
     index = torch.cuda.current_device()
-    rows = whole_rows(spec, rows or _rows_in_memory(spec))
+    rows = whole_rows(spec, rows or _rows_in_memory(spec, terms))
     op = served_op(spec, direction)
-    configs = ordered_candidates(spec, target, direction)
-    compiled = compile_candidates(spec, target, direction, rows, configs, processes, report)
+    configs = ordered_candidates(spec, target, direction, terms)
+    work = (spec, target, direction, rows, configs, processes, report, terms)
+    compiled = compile_candidates(*work)
     reasons = prune(compiled, target, spilled, configs[0])
     timed = {c.config: c for c in compiled if reasons[c.config] is None}
     report(f"{len(timed)} of {len(configs)} to be timed")
     if not timed:
         raise RuntimeError(f"{spec.op} {spec.hidden}: {reasons[configs[0]]}")
     checked = min(rows, whole_rows(spec, _rows_to_check(spec, target, list(timed))))
-    trials = Trials(spec, direction, rows, checked, torch.device("cuda", index))
+    trials = Trials(spec, direction, rows, checked, torch.device("cuda", index), terms=terms)
     plans = {}
     for config in timed:
-        plan = plan_of(spec, target, direction, config)
+        plan = plan_of(spec, target, direction, config, terms)
         try:
             reason = trials.wrong(plan)
         except RuntimeError as error:  # the driver refuses the launch
@@ -183,14 +190,14 @@ def tune(
         report(f"{best.us:.2f} µs; before, {before.us:.2f} µs by {written(configs[0])}")
     kernels: tuple[Compiled, ...] = timed[config].kernels
     return Entry(
-        key=Key.of(spec, direction, op),
+        key=Key.of(spec, direction, op, terms),
         config=config,
         us=round(best.us, 3),
         spread=round(best.spread_us / best.us, 4),
         samples=best.samples,
         gb_s=round(trials.bytes / best.us / 1e3, 1),
         rows=rows,
-        spec=f"{spec.op} {spec.hidden} {spec.dtype}, {options_of(spec)}",
+        spec=f"{spec.op} {spec.hidden} {spec.dtype}, {options_of(spec, terms)}",
         registers={kernel.kernel: kernel.registers for kernel in kernels},
         spills={kernel.kernel: kernel.spill_bytes for kernel in kernels if kernel.spill_bytes},
         gpu=torch.cuda.get_device_name(index),
@@ -208,6 +215,11 @@ def gpu() -> Device:
 
 def served_op(spec: NormSpec, direction: str) -> str:
     """The operation whose table serves a spec. Raises ValueError if there is none."""
+    if spec.quantized:
+        plain = spec.unquantized.op
+        raise ValueError(f"{spec.op} takes the configuration, and the bits, of {plain}: tune that")
+    if spec.branches:
+        raise ValueError(f"{spec.op} with a mask or a layer scale has no table: tune it without")
     if direction == "forward":
         op = heuristics.forward_op(spec)
     else:
@@ -217,12 +229,15 @@ def served_op(spec: NormSpec, direction: str) -> str:
     return op
 
 
-def ordered_candidates(spec: NormSpec, target: Target, direction: str) -> list[Config]:
+def ordered_candidates(
+    spec: NormSpec, target: Target, direction: str, terms: int = 1
+) -> list[Config]:
     """The candidates. The configuration that serves without tuning is first and always timed."""
     if direction == "forward":
         chosen = heuristics.forward(spec, target)
     else:
-        chosen = heuristics.backward(spec, target, every_gradient(spec))
+        needs = every_gradient(spec)._replace(terms=terms)
+        chosen = heuristics.backward(spec, target, needs)
     chosen = explicit(chosen, spec.hidden)
     return list(dict.fromkeys([chosen, *candidates(spec, target, direction)]))
 
@@ -233,14 +248,14 @@ def whole_rows(spec: NormSpec, rows: int) -> int:
     return max(1, rows // unit) * unit
 
 
-def _rows_in_memory(spec: NormSpec) -> int:
+def _rows_in_memory(spec: NormSpec, terms: int) -> int:
     """The rows of ELEMENTS elements, or fewer.
 
     Two sets of inputs and outputs have to fit in half of the free memory.
     """
     torch.cuda.empty_cache()  # frees what the previous search used
     free, _ = torch.cuda.mem_get_info()
-    row = max(moved_bytes(spec, 1 << 20)) >> 20
+    row = max(moved_bytes(spec, 1 << 20, terms)) >> 20
     return min(ELEMENTS // spec.hidden, free // (4 * row))
 
 

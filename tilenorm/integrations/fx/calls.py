@@ -4,6 +4,8 @@ A graph may hold a call that PyTorch would refuse. The pass reads every call thr
 gives the reason where a call does not fit its op.
 """
 
+import inspect
+from collections.abc import Callable
 from functools import cache
 from numbers import Number, Real
 
@@ -11,8 +13,9 @@ import torch
 from torch import SymBool, SymFloat, SymInt, Tensor
 from torch._ops import OpOverload
 from torch.fx import Node
+from torch.nn.functional import silu
 
-from .nodes import Left, name_of, number_of, value_of, values_of
+from .nodes import Left, name_of, value_of, values_of
 
 # PyTorch's functions and methods give some arguments other names than the schemas do.
 OTHER_NAMES = {"input": "self", "axis": "dim", "keepdims": "keepdim"}
@@ -26,6 +29,7 @@ SAME_ARGUMENTS = {
     **dict.fromkeys(("float", "half", "bfloat16", "double"), "clone"),
     "type": "to",
 }
+ARITHMETIC = ("add", "sub", "mul", "div")  # torch.mul(2, x) is a call that PyTorch takes
 ADDS_IN_PLACE = ("add_", torch.ops.aten.add_.Scalar, torch.ops.aten.add_.Tensor)
 
 
@@ -39,6 +43,11 @@ def bind(node: Node) -> dict[str, object]:
     """
     if isinstance(node.target, OpOverload):
         return _fitted(node, node.target._schema, {}, wraps=True)
+    if node.target is silu:  # aten's op has no argument inplace
+        args = _by_signature(node, silu)
+        if args["inplace"] is not False:
+            raise Left(f"{node.name}: argument 'inplace' of silu is {args['inplace']}, not False")
+        return {"self": args["input"]}
     name, operator = name_of(node), getattr(node.target, "__module__", None) == "_operator"
     if node.op == "call_method":
         name = node.target
@@ -49,13 +58,45 @@ def bind(node: Node) -> dict[str, object]:
     reasons = []
     for schema in _schemas(name):
         try:
-            return _fitted(node, schema, OTHER_NAMES, wraps=operator)
+            return _fitted(node, schema, OTHER_NAMES, wraps=operator or name in ARITHMETIC)
         except Left as reason:
             reasons.append(reason)
     if len(reasons) == 1:
         raise reasons[0]
     given = [*map(str, node.args), *(f"{name}={value}" for name, value in node.kwargs.items())]
     raise Left(f"{node.name} calls {name} with ({', '.join(given)}), which it does not take")
+
+
+def bind_norm(node: Node) -> dict[str, object]:
+    """The arguments of a vector norm: self, ord, dim, keepdim and dtype; of F.normalize eps too.
+
+    ord is 2 where the call leaves it out.
+
+    Raises Left as bind does.
+    """
+    name, python = name_of(node), node.target
+    if node.op == "call_method":
+        python = getattr(Tensor, node.target)
+    if not inspect.isfunction(python):
+        args = bind(node)
+        if name == "linalg_norm" and not isinstance(args["dim"], int):
+            return args | {"dim": None}  # perhaps the norm of a matrix
+        order = args["p"] if "p" in args else args["ord"]
+        return args | {"ord": 2 if order is None else order}
+    given = _by_signature(node, python)
+    if given.get("out") is not None:
+        raise Left(f"{node.name} has an argument out")
+    schema = torch.ops.aten.linalg_vector_norm.default._schema
+    first, order, *_ = given.values()
+    if order == "nuc":
+        order, given["dim"] = 2, None
+    args = {"self": first, "ord": 2 if order in (None, "fro") else order, "dim": given["dim"]}
+    args |= {"keepdim": given.get("keepdim", True), "dtype": given.get("dtype")}
+    args = _fitted(node, schema, {}, wraps=False, given=((), args))
+    eps = given.get("eps", 0.0)
+    if not _fits(eps, "float", None, False):
+        raise Left(f"{node.name}: argument 'eps' takes float, got {eps}")
+    return args | {"eps": eps}
 
 
 def operands(node: Node) -> tuple[object, ...]:
@@ -70,16 +111,6 @@ def summands(node: object) -> tuple[object, ...]:
         return ()
     in_place = isinstance(node.target, str | OpOverload) and node.target in ADDS_IN_PLACE
     return operands(node) if in_place or name_of(node) == "add" else ()
-
-
-def added_number(node: object) -> tuple[Node, float] | None:
-    """The tensor and the number that a node adds, in place or not; None for any other node."""
-    pair = summands(node)
-    for tensor, number in (pair, pair[::-1]) if pair else ():
-        is_tensor = isinstance(tensor, Node) and number_of(tensor) is None
-        if is_tensor and (value := number_of(number)) is not None:
-            return tensor, value
-    return None
 
 
 def cast_input(node: object) -> Node | None:
@@ -101,11 +132,34 @@ def before_exact_casts(node: Node) -> Node:
     return node
 
 
+def casts_between(source: Node, node: Node) -> frozenset[Node]:
+    """The casts that lead from source to node, including node; none if they are one node."""
+    path = set()
+    while node is not source:
+        path.add(node)
+        node = cast_input(node)
+    return frozenset(path)
+
+
+def _by_signature(node: Node, function: Callable) -> dict[str, object]:
+    """The arguments of a call of a Python function, by name. Raises Left if they do not fit."""
+    try:
+        given = inspect.signature(function).bind(*node.args, **node.kwargs)
+    except TypeError as error:
+        raise Left(f"{node.name}: {error}") from None
+    given.apply_defaults()
+    return given.arguments
+
+
 @cache
 def _schemas(name: str) -> list:
-    """The schemas of the overloads that take a tensor or number first, and no output tensor."""
+    """The schemas of the overloads that take a tensor or number first, and no output tensor.
+
+    Those whose names start with prim_ are TorchScript's.
+    """
     packet = getattr(torch.ops.aten, SAME_ARGUMENTS.get(name, name))
-    schemas = [getattr(packet, overload)._schema for overload in packet.overloads()]
+    overloads = [name for name in packet.overloads() if not name.startswith("prim_")]
+    schemas = [getattr(packet, overload)._schema for overload in overloads]
     return [
         schema
         for schema in schemas
@@ -114,15 +168,21 @@ def _schemas(name: str) -> list:
     ]
 
 
-def _fitted(node: Node, schema, other_names: dict[str, str], wraps: bool) -> dict[str, object]:
-    """The arguments, if they fit one schema. wraps: whether a number may stand for a tensor."""
+def _fitted(
+    node: Node, schema, other_names: dict[str, str], wraps: bool, given: tuple | None = None
+) -> dict[str, object]:
+    """The arguments, if they fit one schema. wraps: whether a number may stand for a tensor.
+
+    given: positional arguments and keyword arguments that stand for those of the node.
+    """
+    args, kwargs = (node.args, node.kwargs) if given is None else given
     op, takes = schema.name, {argument.name: argument for argument in schema.arguments}
     positional = [name for name, argument in takes.items() if not argument.kwarg_only]
-    if len(node.args) > len(positional):
-        got = len(node.args)
+    if len(args) > len(positional):
+        got = len(args)
         raise Left(f"{node.name} has {got} positional arguments; {op} takes {len(positional)}")
-    given = dict(zip(positional, node.args, strict=False))
-    for key, value in node.kwargs.items():
+    given = dict(zip(positional, args, strict=False))
+    for key, value in kwargs.items():
         name = key if key in takes else other_names.get(key, key)
         known = name in takes and not (other_names and key == "self")
         if not known or name in given:
@@ -152,6 +212,8 @@ def _fits(value: object, kind: str, count: int | None, wraps: bool) -> bool:
         value = values_of(value)
         if value is None:
             return kind in ("Tensor", "number", "float", "int", "List[int]")
+    if kind == "int":
+        return _is_size(value)
     if kind == "List[int]":
         if count == 1 and _is_size(value):
             return True

@@ -1,162 +1,168 @@
-"""Match RMSNorm written as elementary operations, as models write it and PyTorch decomposes it.
+"""Find norms that are written as elementary operations, as models write them.
 
-The pattern is x / sqrt(mean(x²) + eps), times a weight before or after a cast to x's dtype. The
-code gives the nodes these names; root is an rsqrt, a sqrt or a power of -0.5:
-
-    square -> mean -> mean_plus_eps -> root -> x_hat -> casts and the product with the weight
+A norm starts at the reduction that its statistic comes from: the mean or sum of squares, the
+variance, the standard deviation, or the Euclidean norm. The search follows the users of this node
+as long as they have terms (term.py), and ends at the last one that an op of tilenorm computes.
 """
+
+from collections.abc import Iterator
 
 import torch
 from torch.fx import Node
 
-from .calls import (
-    added_number,
-    before_exact_casts,
-    bind,
-    cast_input,
-    operands,
-    summands,
-)
-from .nodes import Left, name_of, number_of, only_user, value_of, writes
-from .norms import Norm, known, parameter_fits, trailing
+from .calls import before_exact_casts, bind, bind_norm, casts_between, operands
+from .nodes import Left, constant_of, is_idle, name_of, value_of
+from .norms import Norm, known, trailing
+from .reader import Reader
+from .reductions import SPREADS
+from .term import Term, is_one
+
+LENGTHS = ("norm", "linalg_norm", "linalg_vector_norm", "normalize")
 
 
-def match_decomposed(root: Node) -> Norm | None:
-    """The RMSNorm whose (reciprocal) root of the mean square is `root`, or None if there is none.
+def match_decomposed(node: Node) -> Norm | None:
+    """The norm whose statistic a node computes, or None if there is none.
 
-    Raises Left if the nodes compute an RMSNorm that no single op can replace.
+    Raises Left if the nodes compute a norm that no single op can replace.
     """
-    mean_square = _match_mean_square(root)
-    if mean_square is None:
-        return None
-    square, mean, mean_plus_eps, dim, eps = mean_square
-    for node in (square, mean, mean_plus_eps, root):
-        if only_user(node) is None:
-            raise Left(_other_users(node))
-    x_hat = only_user(root)
-    factor = _factor_beside_root(root, x_hat)
-    x = before_exact_casts(factor) if isinstance(factor, Node) else None
-    if x is None or before_exact_casts(_squared(square)) is not x:
-        return None
-    parts = {square, mean, mean_plus_eps, root, x_hat}
-    for node in sorted(parts):
-        if known(node).dtype != torch.float32:
-            raise Left(
-                f"its intermediate result {node.name} is {value_of(node).dtype}, not float32"
-            )
-    dims = trailing(value_of(square), dim)
-    if not dims:
-        return None
-    if eps is None:
-        raise Left("its eps is a tensor, or a number that depends on data")
-    parts.update(_path(x, factor), _path(x, _squared(square)))
-    return _extend(x, x_hat, dims, eps, parts)
-
-
-def _match_mean_square(root: Node) -> tuple[Node, Node, Node, object, float | None] | None:
-    """square, mean, mean_plus_eps, the dimensions that mean reduces, and eps if it is a number."""
-    if not _is_root(root):
-        return None
-    mean_plus_eps = _input_of(root)
-    pair = summands(mean_plus_eps)
-    for mean, eps in (pair, pair[::-1]) if pair else ():
-        if isinstance(mean, Node) and name_of(mean) == "mean":
-            args, square = bind(mean), _input_of(mean)
-            if args.get("keepdim") and isinstance(_squared(square), Node):
-                return square, mean, mean_plus_eps, args.get("dim"), number_of(eps)
+    why = None
+    for reader in _readers(node):
+        try:
+            if norm := _longest(reader, node):
+                return norm
+        except Left as reason:
+            why = reason
+    if why is not None:
+        raise why
     return None
 
 
-def _is_root(node: Node) -> bool:
-    name = name_of(node)
-    return name in ("rsqrt", "sqrt") or (name == "pow" and _exponent(node) == -0.5)
+def extended(norm: Norm) -> Norm:
+    """One of PyTorch's norms, with the casts, weight, bias and gate that are applied to its output.
+
+    The same norm if there are none, or if other nodes use its output or its statistics.
+
+    Raises Left if one of these nodes is malformed.
+    """
+    y = norm.outputs.get(0)
+    if y is None or any(node.users for place, node in norm.outputs.items() if place):
+        return norm
+    reader = Reader(norm.x, norm.norm == "layer", norm.dims)
+    given = [node for node in (norm.x, norm.weight, norm.bias) if node is not None]
+    before = {node: before_exact_casts(node) for node in given}
+    term = Term(
+        degree=1, power=-0.5, eps=norm.eps,
+        weight=before.get(norm.weight), bias=before.get(norm.bias),
+        parts=frozenset({*norm.parts, *norm.outputs.values()}),
+        inputs=frozenset().union(*(casts_between(before[node], node) for node in given)),
+    )  # fmt: skip
+    reader.seed(y, term)
+    longer = _longest(reader, y, found=norm)
+    return norm if longer.at is y else longer
 
 
-def _input_of(node: Node) -> object:
-    return next(iter(bind(node).values()))
+def _readers(node: Node) -> Iterator[Reader]:
+    """The inputs that a norm may have whose statistic a node computes."""
+    reduction, name = node, name_of(node)
+    if name == "getitem" and node.args[1:] == (0,) and isinstance(node.args[0], Node):
+        reduction, name = node.args[0], name_of(node.args[0])
+        name = name if name in ("var_mean", "std_mean") else None
+    if name in ("mean", "sum"):
+        args = bind(node)
+        source = _squared(next(iter(args.values())))
+    elif name in SPREADS and (reduction is not node) == name.endswith("_mean"):
+        args = bind(reduction)
+        source = args["self"]
+    elif name in LENGTHS:
+        args = bind_norm(node)
+        source = args["self"]
+    else:
+        return
+    if not isinstance(source, Node) or args.get("dim") is None:
+        return
+    if dims := trailing(known(source), args["dim"]):
+        pair = operands(source) if name_of(source) == "sub" else ()
+        if pair and isinstance(pair[0], Node):
+            yield Reader(pair[0], True, dims)
+        yield Reader(source, name in SPREADS, dims)
 
 
-def _exponent(node: Node) -> float | None:
-    _, exponent = bind(node).values()  # prims' op has another name for the second argument
-    return number_of(exponent)
-
-
-def _squared(node: object) -> Node | None:
+def _squared(node: object) -> object:
     """x if the node computes x², else None."""
     name = name_of(node) if isinstance(node, Node) else None
-    if name == "square" or (name == "pow" and _exponent(node) == 2):
-        return _input_of(node)
-    if name == "mul" and len(pair := operands(node)) == 2 and pair[0] is pair[1]:
-        return pair[0]
-    return None
+    if name == "square":
+        return next(iter(bind(node).values()))
+    if name == "pow":
+        source, exponent = bind(node).values()
+        return source if constant_of(exponent) == 2 else None
+    pair = operands(node) if name == "mul" else ()
+    return pair[0] if pair and pair[0] is pair[1] else None
 
 
-def _factor_beside_root(root: Node, x_hat: Node) -> object:
-    """x, or a cast of x, if x_hat is x * rsqrt(...) or x / sqrt(...), else None."""
-    pair = operands(x_hat) if name_of(x_hat) in ("mul", "div") else ()
-    if name_of(root) == "sqrt":
-        return pair[0] if name_of(x_hat) == "div" and pair and pair[1] is root else None
-    others = [p for p in pair if p is not root] if name_of(x_hat) == "mul" else []
-    return others[0] if others else None
+def _longest(reader: Reader, node: Node | None, found: Norm | None = None) -> Norm | None:
+    """The longest norm that a node, or a chain of its users, computes. found: a shorter one.
+
+    Raises Left if there is none, but a chain computes a norm that no single op can replace.
+    """
+    why = None
+    while node is not None:
+        term = reader.term(node)
+        if term is not None and term.is_normalized:
+            try:
+                found = _norm(reader, node, term)
+            except Left as reason:
+                why = why or reason
+        node = _next(reader, node, found is not None)
+    if found is None and why is not None:
+        raise why
+    return found
 
 
-def _extend(x: Node, x_hat: Node, dims: int, eps: float, parts: set[Node]) -> Norm:
-    """The longest norm that starts with x_hat, ends in x's dtype, and one op can compute."""
-    dtype = known(x).dtype
-    end, weight, offset, rounded, norm = x_hat, None, 0.0, False, None
-    while True:
-        if value_of(end).dtype == dtype:
-            rounding = "early" if rounded and weight is not None else "late"
-            norm = Norm(
-                "rms", x, weight, None, dims, eps, offset, rounding, {0: end}, end,
-                tuple(sorted(parts)),
-            )  # fmt: skip
-        user = only_user(end)
-        if user is None or value_of(user) is None:
-            break
-        if cast_input(user) is end:
-            target_dtype = value_of(user).dtype
-            if target_dtype not in (dtype, torch.float32):
-                break
-            rounded = rounded or (weight is None and target_dtype == dtype != torch.float32)
-        elif weight is None and (match := _match_weight(user, end, value_of(x), dims)) is not None:
-            product_factor, weight, offset = match
-            parts.update(_path(weight, product_factor))
-        else:
-            break
-        parts.add(user)
-        end = user
-    if norm is None and only_user(end) is None:
-        raise Left(_other_users(end))
-    if norm is None:
-        raise Left(f"its output is {value_of(end).dtype}, its input {dtype}")
-    return norm
-
-
-def _other_users(node: Node) -> str:
-    if not node.users:
-        return f"nothing uses its intermediate result {node.name}"
-    return f"other nodes (perhaps of its gradient) use its intermediate result {node.name}"
-
-
-def _match_weight(
-    node: Node, x_hat: Node, x: torch.Tensor, dims: int
-) -> tuple[Node, Node, float] | None:
-    """If a node is x_hat * (weight + offset): the node of that sum, the weight and the offset."""
-    pair = operands(node) if name_of(node) == "mul" else ()
-    others = [p for p in pair if p is not x_hat and value_of(p) is not None]
-    if len(others) != 1 or not parameter_fits(value_of(others[0]), x, dims):
+def _next(reader: Reader, node: Node, found: bool) -> Node | None:
+    """The user of a node with which the norm may go on. found: whether the norm may end here."""
+    users = [user for user in node.users if not is_idle(user)]
+    if found and (len(users) > 1 or any(value_of(user) is None for user in users)):
         return None
-    weight, offset = others[0], 0.0
-    if value_of(weight).dtype == torch.float32 and not writes(weight):
-        weight, offset = added_number(weight) or (weight, 0.0)
-    return others[0], before_exact_casts(weight), offset
+    terms = {user: reader.term(user) for user in users}
+    return min((user for user, term in terms.items() if term and node in term.parts), default=None)
 
 
-def _path(source: Node, node: Node) -> set[Node]:
-    """The casts and additions of a number that lead from source to node, including node."""
-    path = set()
-    while node is not source:
-        path.add(node)
-        node = cast_input(node) or added_number(node)[0]
-    return path
+def _norm(reader: Reader, end: Node, term: Term) -> Norm:
+    """The norm that ends at a node. Raises Left if an op of tilenorm is not the same."""
+    if term.left is not None:
+        raise Left(term.left)
+    for node in sorted(term.parts):
+        part = reader.terms.get(node)
+        if part is not None and not part.is_complete and known(node).dtype != torch.float32:
+            dtype = value_of(node).dtype
+            raise Left(f"its intermediate result {node.name} is {dtype}, not float32")
+    inside = term.parts | term.inputs
+    for node in sorted(term.parts - {end}):
+        if any(user not in inside and not is_idle(user) for user in node.users):
+            what = f"its intermediate result {node.name}"
+            raise Left(f"other nodes (perhaps of its gradient) use {what}")
+    if not is_one(term.scale):
+        raise Left(f"its result is {term.scale:.6g} times a norm")
+    dtype = reader.value.dtype
+    if value_of(end).dtype != dtype:
+        raise Left(f"its output is {value_of(end).dtype}, its input {dtype}")
+    return Norm(
+        "layer" if reader.centred else "rms", reader.x, term.weight, term.bias, reader.dims,
+        term.eps, term.offset, _rounding(term, dtype), {0: end}, end, tuple(sorted(inside)),
+        term.gate, term.activation,
+    )  # fmt: skip
+
+
+def _rounding(term: Term, dtype: torch.dtype) -> str:
+    """The rounding of tilenorm's op that rounds where the term does.
+
+    The last stage rounds to the input's dtype in any case.
+    """
+    rounded = term.rounded - {term.stage}
+    if not rounded:
+        return "late"
+    same = term.weight is not None and value_of(term.weight).dtype == dtype
+    early = {"x_hat", "weight"} if same else {"x_hat"}
+    if rounded != early - {term.stage}:
+        raise Left("it rounds its intermediate results where tilenorm's op does not")
+    return "early"

@@ -28,21 +28,23 @@ from .norms import Gradient, Norm, hidden_of, same_sizes
 
 ATEN = torch.ops.aten
 OPS = torch.ops.tilenorm
+# Metadata of a node's arguments and results. Inductor compares an op's arguments with those of
+# "eager_input_vals".
+OF_VALUES = (*VALUES, "tensor_meta", "eager_input_vals")
 SUM = 1  # index of the sum among the results of tilenorm::norm
 
 
-def emit_forward(graph: Graph, norm: Norm) -> str:
-    """Replace a norm, and the sum that it normalises if there is one. Returns the new op's kind.
+def emit_forward(graph: Graph, norm: Norm) -> tuple[str, Node]:
+    """Replace a norm, and the sum that it normalises if there is one. Returns the new op's kind,
+    and its call.
 
     Raises Left if a node between the norm's first and last node may write to a tensor: the new op
     reads its inputs at another place of the graph and could read other values.
     """
-    if _written(norm.parts[0], norm.at, norm.parts):
+    if written(norm.parts[0], norm.at, norm.parts):
         raise Left("a node between its operations may write to a tensor")
-    order, hidden = norm.order, hidden_of(value_of(norm.x), norm.dims)
-    options = Options(hidden, norm.norm, norm.offset, rounding=norm.rounding)
-    how = (*options, norm.eps, _saves(norm))
-    terms = _terms(norm) if order == sorted(order) else None
+    order, how = norm.order, (*norm.options, norm.eps, _saves(norm))
+    terms = _terms(norm) if order == sorted(order) and norm.gate is None else None
     summed = {**norm.outputs, SUM: norm.x}
     if terms and _moved(norm, terms, how, order, summed):
         terms = None
@@ -53,18 +55,19 @@ def emit_forward(graph: Graph, norm: Norm) -> str:
         at, outputs, parts = norm.x, summed, (norm.x, *parts)
     x, residual = terms or (norm.x, None)
     with graph.inserting_before(at):
-        tensors = (_permuted(graph, x, order), residual, None, norm.weight, norm.bias)
-        call = _call(graph, OPS.norm.default, norm_fake, (*tensors, *how), norm.at)
+        gate = None if norm.gate is None else _permuted(graph, norm.gate, order)
+        tensors = (_permuted(graph, x, order), residual, gate, norm.weight, norm.bias)
+        call = new_call(graph, OPS.norm.default, norm_fake, (*tensors, *how), norm.at)
         new = {
             old: _result(graph, call, place, old, x, order) if old.users else None
             for place, old in outputs.items()
         }
-    _take_over(graph, new, (*parts, norm.at))
-    return f"add_{norm.kind}" if terms else norm.kind
+    take_over(graph, new, (*parts, norm.at))
+    return (f"add_{norm.kind}" if terms else norm.kind), call
 
 
-def emit_backward(graph: Graph, norm: Gradient) -> str:
-    """Replace aten's gradient of a norm. Returns the new op's kind."""
+def emit_backward(graph: Graph, norm: Gradient) -> tuple[str, Node]:
+    """Replace aten's gradient of a norm. Returns the new op's kind, and its call."""
     with graph.inserting_before(norm.at):
         rstd = _rows(graph, norm.rstd, norm)
         mean = None if norm.mean is None else _rows(graph, norm.mean, norm)
@@ -73,13 +76,13 @@ def emit_backward(graph: Graph, norm: Gradient) -> str:
         # Only second derivatives use eps. aten's op does not have it, so 0.0 stands for it here.
         how = (*Options(hidden, norm.norm), 0.0, False, norm.mask)
         target = OPS.norm_backward.default
-        call = _call(graph, target, norm_backward_fake, (*tensors, *how), norm.at)
+        call = new_call(graph, target, norm_backward_fake, (*tensors, *how), norm.at)
         new = {
             old: _result(graph, call, place, old, norm.x) if norm.mask[place] else None
             for place, old in norm.outputs.items()
         }
-    _take_over(graph, new, (norm.at,))
-    return norm.kind
+    take_over(graph, new, (norm.at,))
+    return norm.kind, call
 
 
 def _saves(norm: Norm) -> bool:
@@ -101,7 +104,7 @@ def _terms(norm: Norm) -> tuple[Node, Node] | None:
     if not all(same_sizes(v.shape, total.shape) for v in added):
         return None
     late = any(p is not None and norm.x < p for p in (norm.weight, norm.bias))
-    return None if late or _written(norm.x, norm.at, norm.parts) else terms
+    return None if late or written(norm.x, norm.at, norm.parts) else terms
 
 
 def _moved(norm: Norm, terms: tuple, how: tuple, order: list[int], outputs: dict) -> str | None:
@@ -109,13 +112,13 @@ def _moved(norm: Norm, terms: tuple, how: tuple, order: list[int], outputs: dict
 
     The nodes after it were traced for the old placements.
     """
-    given = [value_of(node) for node in (*terms, None, norm.weight, norm.bias)]
+    given = [value_of(node) for node in (*terms, norm.gate, norm.weight, norm.bias)]
     there = [is_distributed(t) for t in given if t is not None]
     if not any(there):
         return None
     if not all(there):
         return "some of its tensors are DTensors, and others are not"
-    given[0] = given[0].permute(order)
+    given[0], given[2] = (None if t is None else t.permute(order) for t in (given[0], given[2]))
     results = list(_values(OPS.norm.default, norm_fake, (*given, *how)))
     results[0] = results[0].permute([order.index(d) for d in range(len(order))])
     for place, node in outputs.items():
@@ -125,7 +128,7 @@ def _moved(norm: Norm, terms: tuple, how: tuple, order: list[int], outputs: dict
     return None
 
 
-def _written(first: Node, last: Node, parts: tuple[Node, ...]) -> bool:
+def written(first: Node, last: Node, parts: tuple[Node, ...]) -> bool:
     """Whether a node from `first` up to `last`, outside `parts`, may write to a tensor."""
     while first is not last:
         if writes(first) and first not in parts:
@@ -134,7 +137,7 @@ def _written(first: Node, last: Node, parts: tuple[Node, ...]) -> bool:
     return False
 
 
-def _call(graph: Graph, target, fake, arguments: tuple, like: Node) -> Node:
+def new_call(graph: Graph, target, fake, arguments: tuple, like: Node) -> Node:
     """A new call with the metadata of the node `like`, and the values that `fake` computes."""
     call = graph.call_function(target, arguments)
     values = [value_of(a) if isinstance(a, Node) else a for a in arguments]
@@ -150,7 +153,7 @@ def _values(target, fake, values: Sequence) -> tuple[Tensor, ...]:
         return target(*values)
 
 
-def _derived(graph: Graph, target, arguments: tuple, value: Tensor, like: Node, **kwargs) -> Node:
+def derived(graph: Graph, target, arguments: tuple, value: Tensor, like: Node, **kwargs) -> Node:
     """A new call that returns one tensor, with the metadata of the node `like`."""
     node = graph.call_function(target, arguments, kwargs)
     _describe(node, value, like)
@@ -158,7 +161,7 @@ def _derived(graph: Graph, target, arguments: tuple, value: Tensor, like: Node, 
 
 
 def _describe(node: Node, value: object, like: Node) -> None:
-    rest = {k: v for k, v in like.meta.items() if k not in (*VALUES, "tensor_meta")}
+    rest = {k: v for k, v in like.meta.items() if k not in OF_VALUES}
     node.meta = rest | {key_of(like): value}
 
 
@@ -168,16 +171,16 @@ def _result(graph: Graph, call: Node, place: int, old: Node, x: Node, order=None
     place: the index of the result. order: the order of x's dimensions in which the op was called.
     """
     value, wanted = values_of(call)[place], value_of(old)
-    node = _derived(graph, operator.getitem, (call, place), value, old)
+    node = derived(graph, operator.getitem, (call, place), value, old)
     if order is not None and place == 0:
         node = _permuted(graph, node, [order.index(d) for d in range(len(order))])
     if value.dim() != wanted.dim():  # mean and rstd have the rows' sizes here, aten's have x's rank
-        sizes = [_size(graph, x, i, size) for i, size in enumerate(wanted.shape)]
+        sizes = [size_of(graph, x, i, size) for i, size in enumerate(wanted.shape)]
         value = value.view(wanted.shape)
-        node = _derived(graph, ATEN.view.default, (node, sizes), value, old)
+        node = derived(graph, ATEN.view.default, (node, sizes), value, old)
     if value.dtype != wanted.dtype:
         target = ATEN._to_copy.default
-        node = _derived(graph, target, (node,), wanted, old, dtype=wanted.dtype)
+        node = derived(graph, target, (node,), wanted, old, dtype=wanted.dtype)
     node.meta = dict(old.meta)
     return node
 
@@ -186,29 +189,29 @@ def _permuted(graph: Graph, node: Node, order: list[int]) -> Node:
     if order == sorted(order):
         return node
     value = value_of(node).permute(order)
-    return _derived(graph, ATEN.permute.default, (node, order), value, node)
+    return derived(graph, ATEN.permute.default, (node, order), value, node)
 
 
-def _size(graph: Graph, x: Node, dim: int, size: int | SymInt) -> int | Node:
+def size_of(graph: Graph, x: Node, dim: int, size: int | SymInt) -> int | Node:
     if isinstance(size, int):
         return size
-    return _derived(graph, ATEN.sym_size.int, (x, dim), size, x)
+    return derived(graph, ATEN.sym_size.int, (x, dim), size, x)
 
 
 def _rows(graph: Graph, statistic: Node, norm: Gradient) -> Node:
     """aten's mean or rstd in the shape and dtype that tilenorm's op takes: of rows, float32."""
     x = value_of(norm.x)
     shape = rows_shape(x.shape, hidden_of(x, norm.dims))
-    sizes = [_size(graph, norm.x, i, size) for i, size in enumerate(shape)]
+    sizes = [size_of(graph, norm.x, i, size) for i, size in enumerate(shape)]
     value = value_of(statistic).view(shape)
-    node = _derived(graph, ATEN.view.default, (statistic, sizes), value, statistic)
+    node = derived(graph, ATEN.view.default, (statistic, sizes), value, statistic)
     if value.dtype != torch.float32:
         target, value = ATEN._to_copy.default, value.float()
-        node = _derived(graph, target, (node,), value, statistic, dtype=torch.float32)
+        node = derived(graph, target, (node,), value, statistic, dtype=torch.float32)
     return node
 
 
-def _take_over(graph: Graph, new: dict[Node, Node | None], parts: tuple[Node, ...]) -> None:
+def take_over(graph: Graph, new: dict[Node, Node | None], parts: tuple[Node, ...]) -> None:
     """Replace old nodes by new ones (or by None), and erase the nodes that nothing uses any more.
 
     new: the new node, or None, for each old node. parts: more nodes to erase if unused.

@@ -10,19 +10,29 @@ from numbers import Real
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses import FakeTensor
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from ...ops.sharding import is_distributed
 
-TORCH_MODULES = ("torch", "torch.nn.functional", "_operator")
+TORCH_MODULES = (
+    *("torch", "torch.nn.functional", "torch.functional", "torch._C._linalg"),
+    "_operator",
+)
+ALIASES = {
+    **dict.fromkeys(("truediv", "true_divide", "divide"), "div"),
+    **{"multiply": "mul", "subtract": "sub", "negative": "neg"},
+}
 # Modules whose functions write to no tensor, apart from those that `writes` lists.
 PURE_MODULES = (*TORCH_MODULES, "torch._C._nn", "math", "builtins")
 # The metadata keys of a node's traced value: make_fx and torch.export use "val", TorchDynamo uses
 # "example_value".
 VALUES = ("val", "example_value")
+# Operators with a graph or a kernel of the user's, in a form that writes to no tensor.
+FUNCTIONAL = ("triton_kernel_wrapper_functional", "auto_functionalized", "auto_functionalized_v2")
+FUNCTIONAL += ("flex_attention", "flex_attention_backward")
 IN_PLACE = ("setitem", "iadd", "isub", "imul", "itruediv", "ipow", "ifloordiv", "imod", "imatmul")
 
 
@@ -36,13 +46,13 @@ def name_of(node: Node) -> str | None:
         return None
     target = node.target
     if node.op == "call_method":
-        return target if hasattr(Tensor, target) else None
+        return ALIASES.get(target, target) if hasattr(Tensor, target) else None
     if isinstance(target, OpOverload):
         namespace, name = target._schema.name.split("::")
         return name if namespace in ("aten", "prims") else None
     named = getattr(target, "__module__", None) in TORCH_MODULES
     name = getattr(target, "__name__", None) if named else None
-    return "div" if name == "truediv" else name
+    return ALIASES.get(name, name)
 
 
 def writes(node: Node) -> bool:
@@ -55,6 +65,8 @@ def writes(node: Node) -> bool:
         return node.op == "call_module"
     if isinstance(target, OpOverload):
         return target._schema.is_mutable
+    if isinstance(target, HigherOrderOperator):
+        return target.name() not in FUNCTIONAL
     if getattr(target, "__module__", None) not in PURE_MODULES:
         return True  # for example: a call of a subgraph, or a switch of grad mode or autocast
     name = getattr(target, "__name__", "")
@@ -116,6 +128,16 @@ def number_of(value: object) -> float | None:
         return float(value)
     except (GuardOnDataDependentSymNode, OverflowError):
         return None
+
+
+def constant_of(value: object) -> float | None:
+    """The value of a number that is the same in every call, else None. Adds no guard."""
+    if isinstance(value, Node):
+        value = values_of(value)
+    if isinstance(value, torch.SymInt | torch.SymFloat):
+        as_int = isinstance(value, torch.SymInt)
+        value = value.node.maybe_as_int() if as_int else value.node.maybe_as_float()
+    return number_of(value)
 
 
 def is_idle(node: Node) -> bool:

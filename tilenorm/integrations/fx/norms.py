@@ -41,10 +41,18 @@ class Norm:
     outputs: dict[int, Node]
     at: Node
     parts: tuple[Node, ...]
+    gate: Node | None = None
+    activation: str = "silu"
 
     @property
     def kind(self) -> str:
-        return f"{self.norm}_norm"
+        return f"{'gated_' if self.gate is not None else ''}{self.norm}_norm"
+
+    @property
+    def options(self) -> Options:
+        hidden = hidden_of(known(self.x), self.dims)
+        rest = {"rounding": self.rounding, "activation": self.activation}
+        return Options(hidden, self.norm, self.offset, **rest)
 
     @property
     def order(self) -> list[int]:
@@ -70,7 +78,8 @@ class Norm:
         if 0 in outputs:
             check_dtype("output", outputs[0], x)
             check_contiguous("output", outputs[0].permute(self.order))
-        check_tensors(self.norm, x, self.weight, self.bias, self.dims, self.rounding)
+        check_width(x, self.dims)
+        check_tensors(x, self.gate, self.weight, self.bias, self.dims, self.options)
 
 
 @dataclass(frozen=True)
@@ -114,7 +123,9 @@ class Gradient:
         if 0 in outputs:
             check_dtype("gradient", outputs[0], x)
             check_contiguous("gradient", outputs[0])
-        check_tensors(self.norm, x, self.weight, self.bias, self.dims, "late")
+        check_width(x, self.dims)
+        options = Options(hidden_of(x, self.dims), self.norm)
+        check_tensors(x, None, self.weight, self.bias, self.dims, options)
 
 
 def known(node: object) -> Tensor:
@@ -155,17 +166,25 @@ def hidden_of(x: Tensor, dims: int) -> int:
     return math.prod(map(int, x.shape[x.dim() - dims :]))
 
 
-def check_tensors(norm: str, x: Tensor, weight, bias, dims: int, rounding: str) -> None:
-    """Raise Left if the kernels do not support a norm's tensors."""
+def check_width(x: Tensor, dims: int) -> None:
+    """Raise Left if the number of elements that a norm of x normalises together is not known."""
     if not all(map(_is_known, x.shape[x.dim() - dims :])):
         raise Left("the number of elements that it normalises together is symbolic")
+
+
+def check_tensors(x: Tensor, gate, weight, bias, dims: int, options: Options) -> None:
+    """Raise Left if the kernels do not support a norm's tensors."""
+    if gate is not None:
+        check_shape("gate", known(gate), x.shape)
+        if known(gate).device != x.device:
+            raise Left(f"its gate is on {known(gate).device}, its input on {x.device}")
     affine = {name: known(p) for name, p in (("weight", weight), ("bias", bias)) if p is not None}
     for name, parameter in affine.items():
         if not parameter_fits(parameter, x, dims) or parameter.device != x.device:
             of = f"{parameter.dtype} of shape {list(parameter.shape)} on {parameter.device}"
             raise Left(f"its {name} is {of}, which does not fit the input")
-    options = Options(hidden_of(x, dims), norm, rounding=rounding)
-    spec = spec_of_tensors(Tensors(x, **affine), options)
+    gates = {} if gate is None else {"gate": known(gate)}
+    spec = spec_of_tensors(Tensors(x, **gates, **affine), options)
     if x.device.type == "cuda":
         reason = cutile_refuses(spec, 0, device_of("cuda", x.device.index))
     else:
@@ -188,7 +207,7 @@ def same_sizes(a: Sequence[int | SymInt], b: Sequence[int | SymInt]) -> bool:
 
 def parameter_fits(parameter: Tensor, x: Tensor, dims: int) -> bool:
     """Whether a parameter has one number per element of a row, or per element of each head."""
-    by_heads = dims == 1 and parameter.dim() == 2 < x.dim()
+    by_heads = dims == 1 and parameter.dim() == 2 < x.dim() and all(map(_is_known, parameter.shape))
     if parameter.dim() != dims and not by_heads:
         return False
     return parameter.dtype in PARAMETER_DTYPES and same_sizes(

@@ -1,15 +1,17 @@
 """replace_norms: replace the norms in an FX graph by tilenorm::norm and tilenorm::norm_backward."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch.fx import Graph, GraphModule, Node
 
-from .decomposed import match_decomposed
+from .decomposed import extended, match_decomposed
 from .emit import emit_backward, emit_forward
+from .fold import Folds, fold_sums
 from .fused import match_fused
 from .nodes import Left
-from .norms import Norm
+from .norms import Gradient, Norm
+from .quantized import quantize_norms
 
 
 @dataclass(frozen=True)
@@ -17,22 +19,27 @@ class Report:
     """The result of replace_norms: the norms that were replaced, and those that were not.
 
     replaced: (kind, node name) of each norm that is now an op of tilenorm. left: (node name,
-    reason) of each other norm, and of each node whose arguments do not fit its op. The name of a
-    node in a subgraph starts with the subgraph's name.
+    reason) of each other norm, and of each node whose arguments do not fit its op. folds: what the
+    gradients have taken over, if replace_norms was asked to fold. The name of a node in a subgraph
+    starts with the subgraph's name.
     """
 
     replaced: tuple[tuple[str, str], ...]
     left: tuple[tuple[str, str], ...]
+    folds: Folds = field(default_factory=Folds)
 
     def __str__(self) -> str:
         lines = [f"{len(self.replaced)} norms replaced, {len(self.left)} not replaced"]
         lines += [f"  {name}: {kind}" for kind, name in self.replaced]
         lines += [f"  {name} is not replaced: {reason}" for name, reason in self.left]
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.folds.lines])
 
 
 def replace_norms(
-    graph_module: GraphModule, *, where: Callable[[Node], bool] | None = None
+    graph_module: GraphModule,
+    *,
+    where: Callable[[Node], bool] | None = None,
+    fold: bool = False,
 ) -> Report:
     """Replace the norms in a graph by tilenorm's ops. The graph is changed in place.
 
@@ -41,16 +48,29 @@ def replace_norms(
 
     - PyTorch's rms_norm and layer_norm,
     - aten's fused norms and their gradients,
-    - RMSNorm written as elementary operations, as in Hugging Face's models: with the weight before
-      or after the cast, or with 1 + weight.
+    - RMSNorm and LayerNorm written as elementary operations, in any spelling of x̂: the statistic
+      is a mean or sum of squares, a variance, a standard deviation, x.norm() or F.normalize, and
+      x̂ is x divided by its root, or times a reciprocal or power of it.
 
-    A norm of the sum of two tensors becomes one op that also computes the sum. The gradient of an
-    RMSNorm written as elementary operations is not found. Replace such a norm before autograd; its
-    gradient is then tilenorm's.
+    The weight, the bias and a gate silu(z) or sigmoid(z) that are applied to either kind of norm
+    belong to the op, with the casts between them, if the op rounds where they do. A gate that is
+    computed in 16 bits stays outside, for example. A norm of the sum of two tensors becomes one op
+    that also computes the sum. The gradient of a norm written as elementary operations is not
+    found. Replace such a norm before autograd; its gradient is then tilenorm's.
+
+    A norm whose output is then quantised to 8-bit floats becomes one op with the quantisation. The
+    chain of operations is that of torchao's row-wise cast, with and without the power of two, or of
+    its 1×128 cast, or clamp(y.float() * (1 / scale)) with a given scale. The codes and the factor
+    of decoding keep their bits; the powers of two are exact, which PyTorch's
+    exp2(floor(log2(factor))) is not for some factors on a CPU. The op returns y too if other nodes
+    read it. Codes and scales have no gradient. A chain stays if a gradient goes through it, or if
+    other nodes read a factor of encoding that is no power of two.
 
     Every replaced node keeps its name, metadata, shape, strides and dtype. A norm is not replaced
-    if tilenorm's op would change one of these, if other nodes use its intermediate results, if the
-    kernels do not support its dtype or size, or if a node in between writes to a tensor.
+    if tilenorm's op would change one of these, if it has another formula (an eps that is added to
+    the root or that is its lower bound, the variance of a sample), if other nodes use its
+    intermediate results, if an intermediate result has 16 bits, if the kernels do not support its
+    dtype or size, or if a node in between writes to a tensor.
 
     The pass raises for no node. A node that has the name of an op of a norm, and arguments that do
     not fit this op's schema, stays as it is, and the report gives the reason.
@@ -59,6 +79,10 @@ def replace_norms(
         graph_module: its nodes need the metadata "val" or "example_value" that tracing gives.
         where: takes the node of a norm's output (of its tuple of results, for aten's fused ops)
             before it is replaced, and returns whether to replace the norm. None replaces all.
+        fold: whether the gradients of a graph that holds some, from make_fx or AOTAutograd, take
+            over the additions around them. The op adds up to four terms of dy, with the bits of
+            the additions that it replaces. It also adds dx to another gradient, and rounds this
+            sum once instead of twice. tilenorm.compile does both by itself.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -66,17 +90,34 @@ def replace_norms(
     if not isinstance(graph_module, GraphModule):
         got = type(graph_module).__name__
         raise TypeError(f"replace_norms: argument 'graph_module' takes a GraphModule, got {got}")
+    if not isinstance(fold, bool):
+        raise TypeError(f"replace_norms: argument 'fold' takes a bool, got {type(fold).__name__}")
     check_where("replace_norms", where)
-    replaced, left = [], []
+
+    def choose(norm: Norm | Gradient) -> None:
+        if where is not None and not where(norm.at):
+            raise Left("where() excludes it")
+
+    return replace_chosen(graph_module, choose, fold)
+
+
+def replace_chosen(
+    graph_module: GraphModule, choose: Callable[[Norm | Gradient], None], fold: bool = False
+) -> Report:
+    """As replace_norms. choose: raises Left, with the reason, for a norm that is to stay."""
+    replaced, left, folded, unfolded = [], [], [], []
     for path, module in list(graph_module.named_modules()):
         if isinstance(module, GraphModule):
             prefix = f"{path}." if path else ""
-            graph_replaced, graph_left = _replace(module.graph, where)
+            graph_replaced, graph_left = _replace(module.graph, choose)
+            folds = fold_sums(module.graph) if fold else Folds()
             replaced += [(kind, prefix + name) for kind, name in graph_replaced]
             left += [(prefix + name, reason) for name, reason in graph_left]
-            if graph_replaced:
+            folded += [(kind, prefix + name) for kind, name in folds.folded]
+            unfolded += [(prefix + name, reason) for name, reason in folds.left]
+            if graph_replaced or folds.folded:
                 module.recompile()
-    return Report(tuple(replaced), tuple(left))
+    return Report(tuple(replaced), tuple(left), Folds(tuple(folded), tuple(unfolded)))
 
 
 def check_where(function: str, where: object) -> None:
@@ -86,23 +127,27 @@ def check_where(function: str, where: object) -> None:
         raise TypeError(f"{function}: argument 'where' takes a function of a node, got {got}")
 
 
-def _replace(graph: Graph, where) -> tuple[list, list]:
+def _replace(graph: Graph, choose) -> tuple[list, list]:
     """Replace the norms of one graph; the lists of a Report, with names as in this graph."""
-    replaced, left = [], []
+    replaced, left = {}, []
     for node in list(graph.nodes):
         if node.op not in ("call_function", "call_method"):
             continue
         name = node.name
         try:
-            norm = match_fused(node) or match_decomposed(node)
+            norm = match_fused(node)
+            norm = extended(norm) if isinstance(norm, Norm) else norm or match_decomposed(node)
             if norm is None:
                 continue
             name = norm.at.name
-            if where is not None and not where(norm.at):
-                raise Left("where() excludes it")
+            choose(norm)
             norm.check()
             emit = emit_forward if isinstance(norm, Norm) else emit_backward
-            replaced.append((emit(graph, norm), name))
+            kind, call = emit(graph, norm)
+            replaced[call] = kind, name
         except Left as reason:
             left.append((name, str(reason)))
-    return replaced, left
+    quantized, why = quantize_norms(graph)
+    for kind, name, call in quantized:
+        replaced[call] = kind, name  # in the place of the norm's entry
+    return list(replaced.values()), left + why

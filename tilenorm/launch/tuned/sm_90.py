@@ -186,7 +186,7 @@ FORWARD = {
         (256, RowForward(16, widths=(128, 128))),  # 3765 → 3909
         (384, RowForward(16, widths=(128,) * 3)),  # 3948
         (512, RowForward(8, widths=(256, 256))),  # 3999
-        (768, RowForward(8, widths=(256, 256, 256))),  # 3675 (640), 3969
+        (768, RowForward(8, Hints(8, 8), (256, 256, 256))),  # 3675 (640), 3939 by the tuner
         (1024, RowForward(8, widths=(256, 256, 256, 256))),  # 4017
         (1536, RowForward(widths=(512,) * 3)),  # 3874
         (2048, RowForward(1, Hints(8), (512,) * 4)),  # 3969
@@ -346,7 +346,7 @@ BACKWARD = {
         (384, _gather((128,) * 3, 5, rows=4)),  # 3754
         (512, _gather((512,), 4, rows=4)),  # 3664
         (768, _gather((256,) * 3, 5, rows=2)),  # 3753
-        (1024, _gather((1024,), 4, rows=2)),  # 3779
+        (1024, _gather((512, 512), 4, 8, rows=2)),  # 3717 → 3843
         (1536, _gather((1024, 512), 5)),  # 3731
         (2048, _gather((1024, 1024), 4)),  # 3815
         (3072, _gather((1024,) * 3, 3)),  # 3818
@@ -528,5 +528,89 @@ BACKWARD = {
     ("gate_first", 4): (
         (8192, None),  # 4696 (2048), 4752 (4096), 4425
         (262144, _gather((4096,), 1, 8)),  # 3661 (12288), 3672 (16384), 3406 (131072)
+    ),
+}
+
+# What serves a size of BACKWARD instead: (that size, the fewest terms of dy, whether y is written
+# once more, configuration), of which the last that fits counts. With two or three terms, or with y,
+# the size's own configuration would spill more than 16 bytes, and more than SPILLS tells of one
+# term. Compiled, not timed. The first choice was fewer blocks on a multiprocessor: with every term
+# a block has more bytes on the way.
+BACKWARD_OF_MORE = {
+    ("rms_norm", 2): (
+        (32, 3, True, _gather((32,), 4, rows=64)),
+        (64, 3, True, _gather((64,), 4, rows=32)),
+        (128, 2, True, _gather((128,), 4, rows=16)),
+        (256, 2, True, _gather((256,), 4, rows=8)),
+        (512, 3, True, _gather((512,), 4, rows=4)),
+        (1024, 3, False, _gather((512, 512), 4, rows=2)),
+        (1536, 2, False, _gather((512,) * 3, 5)),
+        (2048, 2, False, _gather((2048,), 4)),
+        (7168, 1, True, _reread((1024,) * 7, 2, 4)),
+        (8192, 3, True, _tile((8192,), 1, 8, store=True)),
+        (14336, 2, True, _reread((4096, 4096, 4096, 2048), store=True)),
+        (16384, 3, False, replace(_reread((8192, 8192)), packed=True)),
+        (16384, 1, True, replace(_reread((8192, 8192), store=True), packed=True)),
+        (262144, 2, False, _gather((4096,), 2, packed=True)),
+    ),
+    ("add_rms_norm", 2): (
+        (128, 3, True, _gather((128,), 3, rows=16)),
+        (256, 2, False, _gather((256,), 4, rows=8)),
+        (256, 1, True, _gather((256,), 4, rows=8)),
+        (512, 2, False, _gather((512,), 4, rows=4)),
+        (512, 1, True, _gather((512,), 4, rows=4)),
+        (1024, 2, False, _gather((1024,), 4, rows=2)),
+        (1024, 1, True, _gather((1024,), 4, rows=2)),
+        (1536, 3, True, _gather((1024, 512), 4)),
+        (3072, 3, False, _gather((2048, 1024), 2)),
+        (5120, 1, True, _tile((4096, 1024), 2, 8, store=True)),
+        (14336, 1, True, _reread((8192, 4096, 2048), store=True)),
+        (16384, 1, True, replace(_reread((4096,) * 4, store=True), packed=True)),
+        (20480, 3, False, _gather((4096,), 1, 8, packed=True)),
+        (65536, 2, False, _gather((1024, 1024), 2, packed=True)),
+        (262144, 3, False, _gather((4096,), 1, 8, packed=True)),
+    ),
+    ("layer_norm", 2): (
+        (32, 3, False, _gather((32,), 4, rows=64)),
+        (32, 1, True, _gather((32,), 3, rows=64)),
+        (64, 3, False, _gather((64,), 4, rows=32)),
+        (64, 1, True, _gather((64,), 3, rows=32)),
+        (128, 1, True, _gather((128,), 3, rows=16)),
+        (256, 3, False, _gather((256,), 4, rows=8)),
+        (256, 1, True, _gather((256,), 3, rows=8)),
+        (384, 3, True, _gather((128,) * 3, 4, rows=4)),
+        (512, 3, True, _gather((512,), 3, rows=4)),
+        (1536, 3, False, _gather((1024, 512), 4)),
+        (1536, 2, True, _gather((1024, 512), 4)),
+        (2048, 3, True, _gather((1024, 1024), 3)),
+        (3072, 1, True, _gather((1024,) * 3, 2)),
+        (4096, 3, True, _gather((2048, 2048), 1, 8)),
+        (6144, 2, True, _reread((2048,) * 3, 1, 4)),
+        (262144, 2, False, _gather((4096,), 1, 8, reread=True)),
+    ),
+    ("add_layer_norm", 2): (
+        (128, 3, False, _gather((128,), 2, rows=32, packed=True)),
+        (128, 1, True, _gather((128,), 1, 8, rows=32)),
+        (256, 1, True, _gather((256,), 3, rows=8)),
+        (512, 3, False, _gather((512,), 3, rows=4)),
+        (512, 1, True, _gather((512,), 3, rows=4)),
+        (1024, 2, True, _gather((1024,), 3, rows=2)),
+        (2048, 2, False, _gather((2048,), 3)),
+        (5120, 1, True, _reread((4096, 1024), 2, 4, store=True)),
+        (6144, 2, True, _reread((2048,) * 3, 1, 4)),
+        (65536, 2, False, _gather((4096,), 1, 8, packed=True, reread=True)),
+        (262144, 2, False, _gather((2048, 2048), 1, 8, packed=True, reread=True)),
+    ),
+    ("gated_rms_norm", 2): (
+        (256, 2, False, _gather((256,), 3, rows=8)),
+        (3072, 3, False, _gather((1024,) * 3, 2)),
+        (8192, 2, False, _gather((2048,) * 4, 1, 8, reread=True)),
+    ),
+    ("gate_first", 2): (
+        (256, 2, False, _gather((256,), 3, rows=8)),
+        (1024, 2, False, _gather((256,) * 4, 2, rows=2)),
+        (4096, 2, False, _tile((2048, 2048), 2, 4)),
+        (7168, 2, False, _gather((1024,) * 7, 1, 8, packed=True, reread=True)),
+        (20480, 3, False, _gather((4096,), 1, 8, reread=True)),
     ),
 }

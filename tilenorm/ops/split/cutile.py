@@ -17,7 +17,7 @@ from ...launch.split import (
     plan_row_sums,
 )
 from ...launch.target import Target
-from ...spec import NormSpec
+from ...spec import PLAIN, NormSpec
 from ..cutile import Run, fresh, on_device
 from ..layout import parameter_of, rows_of
 from ..tensors import Saved, Tensors
@@ -72,7 +72,7 @@ def row_apply(
     save: bool,
     run: Run = on_device,
 ):
-    x, _, gate, weight, bias = tensors
+    x, _, gate, weight, bias = tensors[:PLAIN]
     plan, rows = plan_row_apply(spec, target, save), whole.numel()
     y = fresh(x, x.shape, getattr(torch, spec.dtype))
     rstd = fresh(x, (rows,), torch.float32) if save else None
@@ -145,7 +145,7 @@ def _read(spec: NormSpec, dy: Tensor, saved: Saved) -> SplitBackwardArrays:
     x, gate, weight, bias, mean, rstd = saved
     return SplitBackwardArrays(
         x=rows_of(x, spec),
-        dy=rows_of(dy, spec),
+        dy=(rows_of(dy, spec),),
         gate=ABSENT if gate is None else rows_of(gate, spec),
         weight=ABSENT if weight is None else parameter_of(weight, spec),
         bias=ABSENT if bias is None else parameter_of(bias, spec),

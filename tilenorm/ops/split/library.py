@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from ...launch.kernel import CompileError
-from ...spec import NormSpec, Options
+from ...spec import PLAIN, NormSpec, Options
 from ..cutile import on_device_of
 from ..library import LIBRARY
 from ..plans import heads_of, spec_of
 from ..registry import device_of, failures, select
-from ..tensors import Saved, Tensors, computed, dtype_of, merged_needs, statistics_dtype
+from ..tensors import Saved, Tensors, dtype_of, merged_needs, statistics_dtype
 from .rules import register_where_loaded
 
 _TYPES = {int: "SymInt", float: "float", bool: "bool", str: "str"}
@@ -70,7 +70,7 @@ class Call(NamedTuple):
         Raises RuntimeError where weight or bias are not of the piece's shape.
         """
         piece = tensors[0].shape[len(self.lead(tensors[0])) :]
-        for name, parameter in zip(("weight", "bias"), tensors[3:], strict=True):
+        for name, parameter in zip(("weight", "bias"), tensors[3:PLAIN], strict=True):
             if parameter is not None and parameter.shape[-self.dims :] != piece:
                 raise RuntimeError(
                     f"tilenorm: argument {name!r} takes a shape that ends in that of the piece,"
@@ -78,7 +78,7 @@ class Call(NamedTuple):
                 )
         width = piece.numel()
         dtypes = Tensors(*map(dtype_of, tensors)) if dtypes is None else dtypes
-        heads = heads_of(*tensors[3:], width)
+        heads = heads_of(tensors[3], tensors[4], width)
         return spec_of(self.options._replace(hidden=width), dtypes, heads)
 
     def run(self, name: str, spec: NormSpec, x: Tensor, *arguments):
@@ -198,7 +198,7 @@ def grad_apply(*arguments) -> tuple[Tensor, ...]:
 def grad_apply_fake(*arguments) -> tuple[Tensor, ...]:
     register_where_loaded()
     dy, _, read, _, _, _, needs = _grad_apply_of(arguments)
-    likes = zip(computed(needs), (dy, *read[:4]), strict=True)
+    likes = zip(needs.gradients, (dy, *read[:4]), strict=True)
     return tuple(like.new_empty(like.shape) if need else dy.new_empty(0) for need, like in likes)
 
 

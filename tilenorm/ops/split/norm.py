@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ...spec import Options
+from ...spec import PLAIN, Options
 from .. import reference
 from ..autograd import needs_grad, through_sum
+from ..branch import branched
 from ..plans import spec_of_tensors
-from ..tensors import Results, Saved, Tensors, computed, distributed, dtype_of, merged_needs
+from ..tensors import ARGUMENTS, Results, Saved, Tensors, distributed, dtype_of, merged_needs
 from ..torch_private import asked_of
 from . import library  # noqa: F401 (defines the ops)
 
@@ -39,28 +40,51 @@ def is_cut(x: Tensor, dims: int) -> bool:
     return any(p.is_shard() and p.dim >= x.dim() - dims for p in placements)
 
 
-def normalize(op: str, tensors: Tensors, how: How) -> Results:
+def normalize(op: str, tensors: tuple, how: How) -> Results:
     """The norm, and the sum with the residual if there is one, of DTensors of cut rows.
 
     op: the public function's name. Tensors that are placed otherwise than x are moved to where x
-    is. Raises RuntimeError where a tensor is no DTensor.
+    is. Operations of their own mask and scale the input, and add an addend and a skip. Raises
+    RuntimeError where a tensor is no DTensor.
     """
     x = tensors[0]
-    for name, tensor in tensors._asdict().items():
+    for name, tensor in zip(Tensors._fields, tensors, strict=False):
         if tensor is not None and not hasattr(tensor, "placements"):
             raise RuntimeError(
-                f"{op}: argument {name!r} takes a DTensor, as the input is one, got a Tensor"
+                f"{op}: argument {ARGUMENTS.get(name, name)!r} takes a DTensor, as the input is"
+                " one, got a Tensor"
             )
     at = _rows_placed(x)
     rows = [t if t is None else _moved(t, at) for t in tensors[:3]]
-    parameters = [t if t is None else _moved(t, _along(t, x, at)) for t in tensors[3:]]
-    placed = Tensors(*rows, *parameters)
-    if needs_grad(*placed):
-        return PieceNorm.apply(how, *placed)
-    return forward(how, placed, False)[:2]
+    parameters = [t if t is None else _moved(t, _along(t, x, at)) for t in tensors[3:PLAIN]]
+    addend, skip, mask, layer_scale = tensors[PLAIN:] or (None,) * 4
+    mask = mask if mask is None else _moved(mask, at)
+    if layer_scale is not None:
+        layer_scale = _moved(layer_scale, _along(layer_scale, x, at))
+    rows[0] = branched(how.options, rows[0], mask, layer_scale)
+    if addend is not None:
+        rows[0] = _plus(op, rows[0], _moved(addend, at))
+    placed = (*rows, *parameters)
+    run = PieceNorm.apply if needs_grad(*placed) else _without_gradients
+    y, total = run(how, *placed)
+    return (y if skip is None else reference.sum_of(y, _moved(skip, at))), total
 
 
-def forward(how: How, tensors: Tensors, save: bool) -> tuple[Tensor | None, ...]:
+def _without_gradients(how: How, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    return forward(how, tensors, False)[:2]
+
+
+def _plus(op: str, x: Tensor, addend: Tensor) -> Tensor:
+    """x + addend, rounded to the addend's dtype, in x's. RuntimeError if x's has fewer bits."""
+    if addend.dtype.itemsize > x.dtype.itemsize:
+        raise RuntimeError(
+            f"{op}: argument 'residual[0]' takes the input's dtype {x.dtype} where rows are cut,"
+            f" got {addend.dtype}"
+        )
+    return reference.sum_of(x, addend).to(x.dtype)
+
+
+def forward(how: How, tensors: tuple, save: bool) -> tuple[Tensor | None, ...]:
     """(y, sum, mean, rstd), the last two only if `save`."""
     x, residual, gate, *parameters = tensors
     ops, layer, last = torch.ops.tilenorm, how.options.norm == "layer", how.last
@@ -77,16 +101,15 @@ def forward(how: How, tensors: Tensors, save: bool) -> tuple[Tensor | None, ...]
 
 
 class PieceNorm(Function):
-    """Of How and Tensors. Its results are y and the sum."""
+    """Of How and the PLAIN tensors. Its results are y and the sum."""
 
     @staticmethod
     def forward(ctx, how, *tensors):
-        given = Tensors(*tensors)
-        y, total, mean, rstd = forward(how, given, True)
-        x = given.input if total is None else total
-        ctx.save_for_backward(x, *given[2:], mean, rstd)
+        y, total, mean, rstd = forward(how, tensors, True)
+        x = tensors[0] if total is None else total
+        ctx.save_for_backward(x, *tensors[2:], mean, rstd)
         ctx.set_materialize_grads(False)
-        ctx.how, ctx.dtype, ctx.added = how, given.input.dtype, dtype_of(given.residual)
+        ctx.how, ctx.dtype, ctx.added = how, tensors[0].dtype, dtype_of(tensors[1])
         return y, total
 
     @staticmethod
@@ -94,30 +117,29 @@ class PieceNorm(Function):
         mask, saved = asked_of(ctx)[1:], Saved(*ctx.saved_tensors)
         dsum = dsum if ctx.added is not None else None
         if dy is None:
-            return None, *through_sum(dsum, ctx.added, ctx.dtype, mask)
+            return None, *through_sum(dsum, (ctx.dtype, ctx.added), mask)
         dy, dsum = (g if g is None else _moved(g, saved.x.placements) for g in (dy, dsum))
-        tensors = Tensors(dy, saved.x if ctx.added is not None else None, *saved[1:4])
-        needs = merged_needs(Tensors(*map(dtype_of, tensors)), dsum is not None, mask)
-        if not any(needs):  # y.backward(inputs=[y]) runs y's own node too
+        tensors = (dy, saved.x if ctx.added is not None else None, *saved[1:4])
+        needs = merged_needs(tuple(map(dtype_of, tensors)), dsum is not None, mask)
+        if not any(needs.gradients):  # y.backward(inputs=[y]) runs y's own node too
             return (None,) * 6
         find = _by_formula if needs_grad(dy, dsum, *saved[:4]) else _by_pieces
-        return None, *distributed(
-            find(ctx.how, needs, tensors, dsum, saved), ctx.added, ctx.dtype, mask
-        )
+        grads = find(ctx.how, needs, tensors, dsum, saved)
+        return None, *distributed(grads, (ctx.dtype, ctx.added), mask)
 
 
-def _by_pieces(how: How, needs, tensors: Tensors, dsum, saved: Saved) -> tuple:
+def _by_pieces(how: How, needs, tensors: tuple, dsum, saved: Saved) -> tuple:
     """The gradients that are needed. tensors: those of the spec, with dy for the input."""
     dy, (x, gate, weight, _, *statistics) = tensors[0], saved
     ops, dots = torch.ops.tilenorm, None
     if needs.dx or needs.dresidual or (needs.dgate and how.options.gate_first):
         sums = ops.grad_sums(dy, x, gate, weight, *statistics, *how.last, how.backend)
         dots = _added_up(sums)
-    more = tensors[1] is not None, computed(needs), how.backend
+    more = tensors[1] is not None, needs.gradients, how.backend
     return ops.grad_apply(dy, dsum, *saved, dots, *how.last, *more)
 
 
-def _by_formula(how: How, needs, tensors: Tensors, dsum, saved: Saved) -> tuple:
+def _by_formula(how: How, needs, tensors: tuple, dsum, saved: Saved) -> tuple:
     """The same by single operations, which DTensor runs and autograd sees."""
     spec = spec_of_tensors(tensors, how.options)
     again = saved._replace(mean=None, rstd=None)

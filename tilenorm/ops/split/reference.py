@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ...launch.calls import Needs
-from ...spec import NormSpec
+from ...spec import PLAIN, NormSpec
 from .. import reference
-from ..tensors import Saved, Tensors, computed, statistics_dtype
+from ..tensors import Saved, Tensors, statistics_dtype
 
 
 def row_sums(
@@ -53,7 +53,7 @@ def row_apply(
     whole, centered: what row_sums and row_center returned, added up over the pieces. y has the
     spec's dtype.
     """
-    x, _, gate, weight, bias = tensors
+    x, _, gate, weight, bias = tensors[:PLAIN]
     dtype, count = whole.dtype, whole.numel()
     rows = _gated(spec, x, gate if spec.gate_first else None, dtype, count)
     mean = None
@@ -90,7 +90,7 @@ def grad_apply(
 ) -> Tensors:
     """The gradients of Tensors that are needed. dots: what grad_sums returned, added up."""
     if not spec.hidden:
-        grads = zip(computed(needs), (dy, *saved[:4]), strict=True)
+        grads = zip(needs.gradients, (dy, *saved[:4]), strict=True)
         return tuple(torch.zeros_like(like) if need else None for need, like in grads)
     return reference.backward(spec, needs, dy, dsum, saved, dots=dots)
 

@@ -21,7 +21,7 @@ import torch
 
 from ...spec import Options
 from ..sharding import Given, Strategy
-from ..tensors import Tensors, computed, merged_needs
+from ..tensors import Tensors, merged_needs
 from ..torch_private import keep_every_argument
 
 # The groups of the tensors and of the results of each op: (r)ows, (p)arameters, (d)erivatives of
@@ -110,5 +110,5 @@ def _there(name: str, given: Given, options: Options, more: list) -> tuple[bool,
         added, mask = more[:2]
         tensors = Tensors(dy, read[0] if added else None, *read[1:])
         dtypes = Tensors(*(t and t.tensor_meta.dtype for t in tensors))
-        return computed(merged_needs(dtypes, dsum is not None, tuple(mask)))
+        return merged_needs(dtypes, dsum is not None, tuple(mask)).gradients
     return (True,)

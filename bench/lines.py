@@ -1,0 +1,215 @@
+"""The lines of a record: what each kind of measurement holds.
+
+``COMPUTED`` names the properties of a line that are computed from its fields. A record has them
+beside the fields, for its readers. Reading a record leaves them out.
+"""
+
+import statistics
+from dataclasses import dataclass, field
+
+from bench.interval import Estimate, estimate
+
+
+def gbps(nbytes: int, us: float | None) -> float | None:
+    return None if us is None else nbytes / us / 1e3
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The time of one provider on one shape in one direction.
+
+    ``status`` is ok, wrong, refused, failed or skipped. A cell that is not ok has no numbers, and
+    ``error`` says why.
+    """
+
+    op: str
+    dtype: str
+    m: int
+    n: int
+    direction: str
+    provider: str
+    bytes: int
+    status: str = "ok"
+    median_us: float | None = None
+    spread: float | None = None
+    samples: int = 0
+    timing: str = ""
+    error: str = ""
+
+    COMPUTED = ("gbps",)
+
+    @property
+    def gbps(self) -> float | None:
+        return gbps(self.bytes, self.median_us)
+
+
+@dataclass(frozen=True)
+class Copy:
+    """The time of a device-to-device copy of an (M, N) tensor: the speed that memory allows."""
+
+    dtype: str
+    m: int
+    n: int
+    bytes: int
+    median_us: float
+    spread: float
+    samples: int
+    timing: str
+
+    COMPUTED = ("gbps",)
+
+    @property
+    def gbps(self) -> float:
+        return gbps(self.bytes, self.median_us)
+
+
+@dataclass(frozen=True)
+class Host:
+    """Host microseconds of one call: a forward without grad, and a forward with its backward. Each
+    is the median of its samples; where there were several rounds, it is the least median.
+    """
+
+    op: str
+    dtype: str
+    m: int
+    n: int
+    provider: str
+    forward_us: float | None = None
+    forward_backward_us: float | None = None
+    error: str = ""
+    rounds: int = 1
+
+
+@dataclass(frozen=True)
+class FirstCall:
+    """Seconds of the first call of a spec in a process, with the compilation in it.
+
+    ``cold_s`` starts from empty caches. ``warm_s`` is of a second process, with the first's caches.
+    """
+
+    op: str
+    dtype: str
+    m: int
+    n: int
+    direction: str
+    provider: str
+    cold_s: float | None = None
+    warm_s: float | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Precompile:
+    """Seconds that ``python -m tilenorm precompile`` takes with an empty cache."""
+
+    op: str
+    arguments: str
+    cores: int
+    seconds: float | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A training step of one variant of a model.
+
+    ``norm_kernels_ms`` maps each kernel that computes a norm to its GPU time in one step.
+    ``same_bits`` says whether a second run from the same start had the same losses and weights.
+    ``ranks`` has each rank's time and memory, if there are several. The time and memory beside it
+    are then the largest, and the losses and kernels are rank 0's.
+    """
+
+    model: str
+    variant: str
+    tokens: int
+    status: str = "ok"
+    median_us: float | None = None
+    spread: float | None = None
+    samples: int = 0
+    first_s: float | None = None
+    norm_kernels_ms: dict[str, float] = field(default_factory=dict)
+    peak_bytes: int | None = None
+    losses: list[float] = field(default_factory=list)
+    same_bits: bool | None = None
+    ranks: list[dict] = field(default_factory=list)
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """The largest errors of one provider on one kind of inputs, by the result's name."""
+
+    op: str
+    dtype: str
+    m: int
+    n: int
+    inputs: str
+    provider: str
+    ulps: dict[str, float] = field(default_factory=dict)
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Training steps of two variants of one model, in one process and over the same weights.
+
+    ``label`` is a short name of the model and its sizes, which ``model`` has in full. ``pairs_us``
+    has the microseconds of the base's step and of the variant's step, for each pair of steps.
+    ``asked`` is how many pairs the command asked for; a run that is out of time makes fewer.
+    ``peak_bytes``, ``losses``, ``kernels`` and ``reports`` have an entry for each of the two. The
+    losses are of the first forward, from the same weights. ``gradient_change`` is the norm of the
+    difference of the two first gradients divided by the norm of the base's: the largest of all
+    parameters, and ``gradient`` is the name of this parameter. ``kernels`` has the name, calls,
+    milliseconds and bytes of each kernel of one step. ``reports`` say what tilenorm replaced.
+    """
+
+    model: str
+    label: str
+    base: str
+    variant: str
+    tokens: int
+    asked: int
+    status: str = "ok"
+    pairs_us: list[list[float]] = field(default_factory=list)
+    peak_bytes: list[int | None] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    gradient_change: float | None = None
+    gradient: str = ""
+    kernels: list[list[dict]] = field(default_factory=list)
+    reports: list[str] = field(default_factory=list)
+    error: str = ""
+
+    COMPUTED = ("medians_us", "difference_us", "more_tokens")
+
+    @property
+    def medians_us(self) -> list[float]:
+        """The median step of the base and of the variant."""
+        return [statistics.median(times) for times in zip(*self.pairs_us, strict=True)]
+
+    @property
+    def difference_us(self) -> Estimate | None:
+        """How many microseconds longer the variant's step is than the base's."""
+        return estimate([variant - base for base, variant in self.pairs_us])
+
+    @property
+    def more_tokens(self) -> Estimate | None:
+        """How many more tokens the variant takes in a second, as a share of the base's."""
+        return estimate([base / variant - 1 for base, variant in self.pairs_us])
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """The time of one way to compute the matrix multiplications at one site of a layer.
+
+    ``addends`` is how often the way reads a tensor that a multiplication adds to its product.
+    """
+
+    sizes: str
+    site: str
+    way: str
+    addends: int = 0
+    status: str = "ok"
+    median_us: float | None = None
+    spread: float | None = None
+    samples: int = 0
+    error: str = ""

@@ -1,0 +1,210 @@
+"""Transformers in plain PyTorch, for measuring a training step: decoders of language, and ViT.
+
+A Shape describes a model. One Block with its stages computes all of them: where the norms are,
+which norm it is, what attention does with q and k, and which feed-forward network follows.
+"""
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from bench.shapes import PIXELS, Shape
+
+INITIAL_DEVIATION = 0.02
+
+
+def norm_of(shape: Shape, columns: int, **factory) -> nn.Module:
+    kind = {"rms": nn.RMSNorm, "layer": nn.LayerNorm}[shape.norm]
+    return kind(columns, shape.eps, **factory)
+
+
+class Attention(nn.Module):
+    """Attention with rotary positions. ``heads`` queries share ``kv_heads`` keys."""
+
+    def __init__(self, shape: Shape, **factory):
+        super().__init__()
+        self.shape = shape
+        linear = partial(nn.Linear, bias=shape.biased, **factory)
+        self.q = linear(shape.hidden, shape.hidden)
+        self.k = linear(shape.hidden, shape.narrow)
+        self.v = linear(shape.hidden, shape.narrow)
+        self.output = linear(shape.hidden, shape.hidden)
+        if shape.qk_norm:
+            whole = shape.qk_norm == "whole"
+            self.q_norm = norm_of(shape, shape.hidden if whole else shape.head, **factory)
+            self.k_norm = norm_of(shape, shape.narrow if whole else shape.head, **factory)
+
+    def forward(self, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        if self.shape.qk_norm == "whole":
+            q, k = self.q_norm(q), self.k_norm(k)
+        # (batch, tokens, H D) -> (batch, tokens, H, D)
+        q, k, v = (projected.unflatten(-1, (-1, self.shape.head)) for projected in (q, k, v))
+        if self.shape.qk_norm == "head":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
+        if cos is not None:
+            q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
+        how = {"is_causal": not self.shape.images}
+        how |= {"enable_gqa": self.shape.heads != self.shape.kv_heads}
+        y = F.scaled_dot_product_attention(q, k, v, **how)
+        return self.output(y.transpose(1, 2).flatten(-2))
+
+
+class FeedForward(nn.Module):
+    """output(silu(gate(x)) · up(x)), or output(gelu(up(x)))"""
+
+    def __init__(self, shape: Shape, **factory):
+        super().__init__()
+        linear = partial(nn.Linear, bias=shape.biased, **factory)
+        self.gate = linear(shape.hidden, shape.ffn) if shape.gated else None
+        self.up = linear(shape.hidden, shape.ffn)
+        self.output = linear(shape.ffn, shape.hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gate is None:
+            return self.output(F.gelu(self.up(x)))
+        return self.output(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    """A layer: x + attention(norm(x)), and then x + ffn(norm(x)), with a dropout before each sum.
+
+    With the norms after: x + norm(attention(x)), and then x + norm(ffn(x)).
+    """
+
+    def __init__(self, shape: Shape, **factory):
+        super().__init__()
+        self.shape = shape
+        self.attention_norm = norm_of(shape, shape.hidden, **factory)
+        self.attention = Attention(shape, **factory)
+        self.ffn_norm = norm_of(shape, shape.hidden, **factory)
+        self.ffn = FeedForward(shape, **factory)
+
+    def forward(self, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
+        if self.shape.norm_after:
+            x = x + self.attention_norm(self._dropped(self.attention(x, cos, sin)))
+            return x + self.ffn_norm(self._dropped(self.ffn(x)))
+        x = x + self._dropped(self.attention(self.attention_norm(x), cos, sin))
+        normed = self.ffn_norm(x)  # a statement of its own, which tilenorm.patch finds
+        return x + self._dropped(self.ffn(normed))
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.shape.dropout) if self.shape.dropout else x
+
+
+class Patches(nn.Module):
+    """(batch, T - 1, PIXELS) -> (batch, T, hidden): projected patches behind a class token."""
+
+    def __init__(self, shape: Shape, length: int, **factory):
+        super().__init__()
+        self.dropout = shape.dropout
+        self.projection = nn.Linear(PIXELS, shape.hidden, **factory)
+        self.first = nn.Parameter(torch.empty(1, 1, shape.hidden, **factory))
+        self.positions = nn.Parameter(torch.empty(length, shape.hidden, **factory))
+
+    def forward(self, patches: Tensor) -> Tensor:
+        first = self.first.expand(len(patches), -1, -1)
+        x = torch.cat((first, self.projection(patches)), 1) + self.positions
+        return F.dropout(x, self.dropout) if self.dropout else x
+
+
+class Head(nn.Module):
+    """The last norm, the logits, and the cross entropy of the logits in float32.
+
+    The logits of an image are those of its class token.
+    """
+
+    def __init__(self, shape: Shape, **factory):
+        super().__init__()
+        self.images = shape.images
+        self.norm = norm_of(shape, shape.hidden, **factory)
+        self.output = nn.Linear(shape.hidden, shape.vocab, bias=shape.biased, **factory)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        x = self.norm(x)
+        if self.images:
+            x = x[:, :1]
+        logits = self.output(x).float()
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class Transformer(nn.Module):
+    """tokens (batch, T + 1) -> the scalar loss of predicting each token from the tokens before it.
+
+    With ``images``: patches (batch, T - 1, PIXELS) and classes (batch,) -> the scalar loss.
+    With ``checkpointing``, a layer saves only its input, and the backward recomputes the layer.
+    """
+
+    def __init__(self, shape: Shape, length: int, checkpointing: bool, **factory):
+        super().__init__()
+        self.checkpointing = checkpointing
+        if shape.images:
+            self.embedding = Patches(shape, length, **factory)
+        else:
+            self.embedding = nn.Embedding(shape.vocab, shape.hidden, **factory)
+        self.blocks = nn.ModuleList(Block(shape, **factory) for _ in range(shape.layers))
+        self.head = Head(shape, **factory)
+        if shape.tied:
+            self.head.output.weight = self.embedding.weight
+        for name, table in zip(("cos", "sin"), _rotation(shape, length), strict=True):
+            placed = None if shape.images else table.to(**factory)
+            self.register_buffer(name, placed, persistent=False)
+
+    @torch.no_grad()
+    def reset(self, seed: int) -> None:
+        """Set norms to 1, biases to 0, and all other weights to random values from the seed."""
+        make = torch.Generator(self.head.output.weight.device).manual_seed(seed)
+        for name, parameter in self.named_parameters():
+            cut = hasattr(parameter, "placements")  # a DTensor: every rank draws the whole weight
+            like = {"dtype": parameter.dtype, "device": make.device}
+            whole = torch.empty(parameter.shape, **like) if cut else parameter
+            if parameter.ndim == 1:
+                whole.fill_(0.0 if name.endswith("bias") else 1.0)
+            else:
+                whole.normal_(0.0, INITIAL_DEVIATION, generator=make)
+            if cut:
+                from torch.distributed.tensor import distribute_tensor
+
+                where = parameter.device_mesh, parameter.placements
+                parameter.copy_(distribute_tensor(whole, *where, src_data_rank=None))
+
+    def forward(self, given: Tensor, targets: Tensor | None = None) -> Tensor:
+        if targets is None:
+            given, targets = given[:, :-1], given[:, 1:]
+        x = self.embedding(given)
+        for block in self.blocks:
+            if self.checkpointing:
+                x = checkpoint(block, x, self.cos, self.sin, use_reentrant=False)
+            else:
+                x = block(x, self.cos, self.sin)
+        return self.head(x, targets)
+
+
+def drawn_batch(
+    shape: Shape, batch: int, length: int, seed: int, device: str, dtype: torch.dtype
+) -> tuple[Tensor, ...]:
+    """Random inputs of a step, the same for each step and variant."""
+    make = torch.Generator(device).manual_seed(seed)
+    if not shape.images:
+        size = batch, length + 1
+        return (torch.randint(shape.vocab, size, generator=make, device=device),)
+    size = batch, length - 1, PIXELS
+    patches = torch.randn(size, generator=make, device=device, dtype=dtype)
+    return patches, torch.randint(shape.vocab, (batch,), generator=make, device=device)
+
+
+def _rotation(shape: Shape, length: int) -> tuple[Tensor, Tensor]:
+    """cos and sin of position · frequency, each of shape (length, head) with two equal halves."""
+    frequencies = shape.theta ** -(torch.arange(0, shape.head, 2).double() / shape.head)
+    angles = torch.arange(length).double()[:, None] * frequencies
+    angles = torch.cat((angles, angles), -1)
+    return angles.cos(), angles.sin()
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat((-second, first), -1) * sin

@@ -1,0 +1,134 @@
+"""The models of a training step as data: the sizes, the stages and the batch of each."""
+
+from dataclasses import dataclass, replace
+
+LLAMA = "Llama 3 8B"
+PIXELS = 3 * 16 * 16  # of a patch of an image
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes and the stages of a model. The defaults are those of Llama 3 8B.
+
+    ``norm`` is "rms", or "layer" with a bias. ``norm_after`` puts a block's norms behind attention
+    and the feed-forward network, in front of the sum: x + norm(part(x)). ``qk_norm`` is the norm of
+    q and k: "" for none, "head" over each head, "whole" over the whole projection. ``gated`` is
+    output(silu(gate(x)) · up(x)), and else output(gelu(up(x))). ``biased`` gives every projection a
+    bias. ``images`` makes it a ViT: patches and a class token with learned positions, attention to
+    all tokens without rotation, and ``vocab`` classes. ``tied`` is one weight for embedding and
+    logits.
+    """
+
+    layers: int = 32
+    hidden: int = 4096
+    heads: int = 32
+    kv_heads: int = 8
+    ffn: int = 14336
+    vocab: int = 128256
+    norm: str = "rms"
+    eps: float = 1e-5
+    norm_after: bool = False
+    qk_norm: str = ""
+    gated: bool = True
+    biased: bool = False
+    images: bool = False
+    tied: bool = False
+    theta: float = 500_000.0
+    dropout: float = 0.0
+
+    @property
+    def head(self) -> int:
+        return self.hidden // self.heads
+
+    @property
+    def narrow(self) -> int:
+        """The columns of k and of v."""
+        return self.kv_heads * self.head
+
+    @property
+    def norm_parameters(self) -> int:
+        """For each column of a norm."""
+        return 2 if self.norm == "layer" else 1
+
+    @property
+    def layer_parameters(self) -> int:
+        projections = 2 * self.hidden + 2 * self.narrow + (3 if self.gated else 2) * self.ffn
+        of_qk = {"": 0, "head": 2 * self.head, "whole": self.hidden + self.narrow}[self.qk_norm]
+        norms = (2 * self.hidden + of_qk) * self.norm_parameters
+        # The last projection has ffn rows and hidden columns; a bias has an element a column.
+        biases = projections - self.ffn + self.hidden if self.biased else 0
+        return self.hidden * projections + norms + biases
+
+    def other_parameters(self, length: int) -> int:
+        """Of the embedding, the last norm and the logits."""
+        norm = self.hidden * self.norm_parameters
+        logits = self.hidden * self.vocab + (self.vocab if self.biased else 0)
+        if self.images:
+            return (PIXELS + 1) * self.hidden + (length + 1) * self.hidden + norm + logits
+        return (0 if self.tied else self.hidden * self.vocab) + norm + logits
+
+    @property
+    def layer_activations(self) -> int:
+        """The elements that eager PyTorch saves for the backward, for each token and layer.
+
+        These are the inputs of every norm, projection and product, and attention's q, k and v.
+        """
+        normed = self.hidden + self.narrow if self.qk_norm else 0
+        return 7 * self.hidden + 2 * self.narrow + (4 if self.gated else 2) * self.ffn + normed
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model's shape, and the batch of a step: about 8192 tokens, which fit in 139 GiB."""
+
+    shape: Shape
+    batch: int
+    length: int
+
+
+# The sizes are those of the config.json of each model on Hugging Face, and the tests compare the
+# number of parameters: meta-llama/Meta-Llama-3-8B, meta-llama/Llama-3.2-1B, Qwen/Qwen3-8B,
+# allenai/OLMo-2-1124-7B, google/vit-large-patch16-384 (576 patches and the class token). Llama
+# 3.2's scaling of the frequencies is left out: it changes the values of a table, and no time.
+MODELS = {
+    LLAMA: Model(Shape(), batch=2, length=4096),
+    "Llama 3.2 1B": Model(
+        Shape(layers=16, hidden=2048, heads=32, kv_heads=8, ffn=8192, tied=True),
+        batch=2,
+        length=4096,
+    ),
+    "Qwen3 8B": Model(
+        Shape(layers=36, ffn=12288, vocab=151936, eps=1e-6, qk_norm="head", theta=1e6),
+        batch=2,
+        length=4096,
+    ),
+    "OLMo 2 7B": Model(
+        Shape(kv_heads=32, ffn=11008, vocab=100352, eps=1e-6, norm_after=True, qk_norm="whole"),
+        batch=2,
+        length=4096,
+    ),
+    "ViT-L": Model(
+        Shape(
+            layers=24,
+            hidden=1024,
+            heads=16,
+            kv_heads=16,
+            ffn=4096,
+            vocab=1000,
+            norm="layer",
+            eps=1e-12,
+            gated=False,
+            biased=True,
+            images=True,
+        ),
+        batch=14,
+        length=577,
+    ),
+}
+
+
+def tiny(model: Model) -> Model:
+    """The same stages with sizes that a CPU computes in milliseconds."""
+    kv_heads = 4 if model.shape.kv_heads == model.shape.heads else 2
+    sizes = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": kv_heads, "ffn": 48, "vocab": 40}
+    return Model(replace(model.shape, **sizes), batch=2, length=8)

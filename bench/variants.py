@@ -1,0 +1,98 @@
+"""The variants of a training step: what tilenorm and a compiler do to the model."""
+
+import copy
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from bench.models import Transformer
+
+
+@dataclass(frozen=True)
+class Variant:
+    """``patch``: the options of ``tilenorm.patch``, or None for a model that is not patched.
+
+    ``compiler``: "torch" or "tilenorm", whose ``compile`` gets the model with ``options``.
+    """
+
+    patch: dict | None = None
+    compiler: str | None = None
+    options: dict = field(default_factory=dict)
+
+
+VARIANTS = {
+    "eager": Variant(),
+    "compile": Variant(compiler="torch"),
+    "patch": Variant(patch={}),
+    "patch-add": Variant(patch={"residual": True}),
+    "patch-compile": Variant(patch={}, compiler="torch"),
+    "tilenorm-compile": Variant(compiler="tilenorm"),  # replaces norms in the graph
+    "tilenorm-compile-low": Variant(compiler="tilenorm", options={"memory": "low"}),
+    "tilenorm-compile-gemm": Variant(compiler="tilenorm", options={"gemms": True}),
+}
+
+
+def lacking(name: str) -> str:
+    """What a variant needs and the installed tilenorm does not have, or an empty text."""
+    import tilenorm
+
+    variant, taken = VARIANTS[name], {}
+    if variant.patch:
+        taken["tilenorm.patch"] = tilenorm.patch, variant.patch
+    if variant.options:
+        module = {"torch": torch, "tilenorm": tilenorm}[variant.compiler]
+        taken[f"{variant.compiler}.compile"] = module.compile, variant.options
+    for called, (function, options) in taken.items():
+        for option in set(options) - set(inspect.signature(function).parameters):
+            return (
+                f"{name} needs {called}({option}={options[option]!r}),"
+                f" which tilenorm {tilenorm.__version__} does not have"
+            )
+    return ""
+
+
+@dataclass
+class Prepared:
+    """A model of a variant: what to call, and the reports of what tilenorm replaced."""
+
+    call: Callable[..., Tensor]
+    reports: list = field(default_factory=list)
+
+    def said(self) -> str:
+        """The reports that say anything. Layers that share compiled code have one report."""
+        graphs = [r for r in self.reports if getattr(r, "graphs", True)]
+        return "\n".join(map(str, graphs))
+
+
+def prepared(model: Transformer, variant: Variant, whole: bool) -> Prepared:
+    """The model of a variant: its norms are replaced, and its layers are compiled, in place."""
+    import tilenorm
+
+    found = Prepared(model)
+    if variant.patch is not None:
+        found.reports.append(tilenorm.patch(model, **variant.patch))
+    if variant.compiler is None:
+        return found
+    compiler = {"torch": torch, "tilenorm": tilenorm}[variant.compiler].compile
+
+    def compiled(part: nn.Module) -> nn.Module:
+        run = compiler(part, **variant.options)
+        if report := getattr(run, "tilenorm_report", None):
+            found.reports.append(report)
+        return run
+
+    if whole:
+        found.call = compiled(model)
+    else:
+        model.blocks = nn.ModuleList(map(compiled, model.blocks))
+        model.head = compiled(model.head)
+    return found
+
+
+def twin(model: nn.Module) -> nn.Module:
+    """A copy of a model's modules, with the model's own parameters and buffers in them."""
+    shared = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})

@@ -1,0 +1,169 @@
+"""The kernels of a step: which compute norms, and the bytes that each moves."""
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from bench import kernels
+from bench.kernels import Launched, Ran, counted, listed, norm_kernels
+from tilenorm.launch import calls
+from tilenorm.launch.target import Target
+from tilenorm.ops.registry import MAX_HIDDEN
+from tilenorm.spec import NormSpec
+from tilenorm.tools.precompile import training_calls
+
+
+def test_kernels_of_norms_are_found_by_their_names():
+    kernels = ("row_forward", "stream_forward", "shared_forward", "norm_forward", "norm_backward")
+    norms = [
+        *kernels,
+        "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<c10::BFloat16>",
+        "void at::native::(anonymous namespace)::layer_norm_grad_input_kernel_vectorized<float>",
+        "void at::native::(anonymous namespace)::GammaBetaBackwardCUDAKernelTemplate<float>",
+        "triton_red_fused__fused_rms_norm__to_copy_add_mul_3",
+        "triton_per_fused_add_mean_mul_pow_rsqrt_0",
+        *sorted(kernels_of_tilenorm() - set(kernels)),
+    ]
+    others = ["nvjet_tst_192x192_64x4_h_bz", "flash_fwd_kernel", "triton_poi_fused_mul_silu_2"]
+    others += ["void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>"]
+    assert list(norm_kernels((name, 1.0) for name in norms + others)) == norms
+    assert norm_kernels([("norm_forward", 1500.0), ("norm_forward", 500.0)]) == {
+        "norm_forward": 2.0
+    }
+
+
+def kernels_of_tilenorm() -> set[str]:
+    """The names of all kernels that tilenorm launches."""
+    specs = [NormSpec.of("rms_norm", n, "bfloat16", weight="bfloat16") for n in (4096, MAX_HIDDEN)]
+    calls = [call for spec in specs for call in training_calls(spec, Target.of("sm_90"))]
+    return {call.kernel._pyfunc.__name__ for call in calls}
+
+
+def test_kernels_of_one_name_take_their_bytes_in_the_order_of_their_launches():
+    launches = [
+        Launched("norm_backward", "norm_backward of 6 arrays", 600),
+        Launched("triton_poi_fused_add_0", "triton_poi_fused_add_0", 50),
+        Launched("norm_backward", "norm_backward of 7 arrays", 700),
+        Launched("norm_backward", "norm_backward of 6 arrays", 600),
+    ]
+    ran = [
+        Ran("norm_backward_Kt2_A2bf16", 40.0, 4000.0),  # the third of its name
+        Ran("norm_backward_Kt2_A2bf16", 10.0, 1000.0),
+        Ran("norm_backward_Kt3_A2bf16", 20.0, 2000.0),
+        Ran("triton_poi_fused_add_0", 15.0, 500.0),
+        Ran("nvjet_tst_192x192_Kt", 30.0, 100.0),
+        Ran("nvjet_tst_192x192_Kt", 35.0, 200.0),
+    ]
+    assert listed(ran, launches) == [
+        {"name": "norm_backward of 6 arrays", "calls": 2, "ms": 5.0, "bytes": 1200},
+        {"name": "norm_backward of 7 arrays", "calls": 1, "ms": 2.0, "bytes": 700},
+        {"name": "triton_poi_fused_add_0", "calls": 1, "ms": 0.5, "bytes": 50},
+        {"name": "nvjet_tst_192x192_Kt", "calls": 2, "ms": pytest.approx(0.3), "bytes": None},
+    ]
+
+
+def test_bytes_are_not_known_where_a_launch_was_not_counted():
+    launches = [Launched("norm_backward", "norm_backward of 6 arrays", 600)]
+    ran = [Ran("norm_backward_Kt2", start, 1000.0) for start in (1.0, 2.0)]
+    assert listed(ran, launches) == [
+        {"name": "norm_backward_Kt2", "calls": 2, "ms": 2.0, "bytes": None}
+    ]
+
+
+def bfloat16(*size: int) -> torch.Tensor:
+    return torch.zeros(size, dtype=torch.bfloat16)
+
+
+class Tuner:
+    """What Inductor's generated code runs, as far as it is looked at."""
+
+    def __init__(self, name: str, arguments: list[str]):
+        self.fn = SimpleNamespace(__name__=name, arg_names=arguments)
+        self.ran = []
+
+    def run(self, *arguments, stream):
+        self.ran.append((arguments, stream))
+
+
+@pytest.fixture
+def inductor(monkeypatch):
+    name = "torch._inductor.runtime.triton_heuristics"
+    monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setattr(sys.modules[name], "CachingAutotuner", Tuner, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("names", "given", "expected"),
+    [
+        (["in_ptr0", "out_ptr0", "xnumel", "XBLOCK"], [bfloat16(8, 4), bfloat16(8, 4), 32], 128),
+        (["in_out_ptr0", "in_ptr0", "xnumel"], [bfloat16(32), torch.zeros(32), 32], 2 * 64 + 128),
+        # A row of a table of 1000 rows for each of 3 tokens.
+        (
+            ["in_ptr0", "in_ptr1", "out_ptr0", "xnumel"],
+            [torch.zeros(3, dtype=torch.int64), bfloat16(1000, 8), bfloat16(3, 8), 24],
+            24 + 48 + 48,
+        ),
+        # The statistics of rows: the index space is rows times columns.
+        (
+            ["in_ptr0", "out_ptr0", "xnumel", "r0_numel"],
+            [bfloat16(4, 64), torch.zeros(4), 4, 64],
+            528,
+        ),
+        # Two values of the input for each of the output.
+        (["in_ptr0", "out_ptr0", "ks0", "xnumel"], [bfloat16(64), bfloat16(32), 0, 32], 192),
+        (["in_ptr0", "out_ptr0", "seed"], [bfloat16(64), bfloat16(32), 0], 192),
+    ],
+)
+def test_bytes_of_a_generated_kernel(inductor, names, given, expected):
+    kernel = Tuner("triton_poi_fused_0", names)
+    with counted() as launches:
+        kernel.run(*given, stream=7)
+    assert launches == [Launched("triton_poi_fused_0", "triton_poi_fused_0", expected)]
+    assert kernel.ran == [(tuple(given), 7)]
+    kernel.run(*given, stream=7)
+    assert len(launches) == 1
+
+
+def test_bytes_of_tilenorms_kernels_are_those_of_their_arrays(monkeypatch):
+    done = []
+    monkeypatch.setattr(calls, "launch_kernel", lambda *given, **how: done.append((given, how)))
+    x, weight = bfloat16(8, 4), bfloat16(4)
+    kernel = SimpleNamespace(_pyfunc=SimpleNamespace(__name__="row_forward"))
+    launch = calls.Launch(kernel, (8,), (3,), lambda arrays: arrays, ((1, 2), True), True)
+    with counted() as launches:
+        calls.launch(5, [launch], (x, weight, calls.ABSENT, (x, x)))
+    assert launches == [Launched("row_forward", "row_forward of 4 arrays", 3 * 64 + 8)]
+    assert done == [
+        (
+            (5, (8,), kernel, (3, (x, weight, (), (x, x)), (1, 2), True)),
+            {"programmatic_dependent_launch": True},
+        )
+    ]
+
+
+def test_without_inductor_tilenorms_kernels_are_counted_alone(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch._inductor.runtime.triton_heuristics", None)
+    with counted() as launches:
+        assert launches == []
+
+
+def test_kernels_of_a_step_on_the_gpu(gpu):
+    import tilenorm
+
+    x = torch.zeros(64, 1024, device=gpu, dtype=torch.bfloat16, requires_grad=True)
+    compiled = torch.compile(lambda x: (x * 2).sin())
+
+    def step():
+        compiled(x)
+        tilenorm.rms_norm(x, (1024,)).sum().backward()
+
+    step()
+    found = {line["name"]: line for line in kernels.of_step(step)}
+    moved = {name.split(" ")[0]: line["bytes"] for name, line in found.items()}
+    size = x.nbytes
+    assert moved["norm_backward"] >= 3 * size
+    (generated,) = (moved[name] for name in moved if name.startswith("triton_"))
+    assert generated == 2 * size
+    assert all(line["ms"] > 0 for line in found.values())

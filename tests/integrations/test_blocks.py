@@ -1,0 +1,198 @@
+"""patch(residual=True): blocks that add and normalise in one pass."""
+
+import copy
+import functools
+import pickle
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import tilenorm
+from tilenorm.integrations.blocks import PatchedBlock
+
+from ..ops.helpers import random
+from .test_patch_models import MODELS
+
+pytestmark = pytest.mark.filterwarnings("ignore::tilenorm.ReferenceWarning")
+N = 24
+
+
+class Block(nn.Module):
+    """Two sums, of which one stands right before its norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.last = nn.RMSNorm(N, eps=1e-6), nn.LayerNorm(N)
+
+    def forward(self, x: Tensor, h: Tensor, *, twice: float = 2.0) -> tuple[Tensor, Tensor]:
+        x = x + h
+        residual = x
+        x = self.norm(x)
+        x = self.last(x + twice * residual)
+        return x, residual
+
+
+class InBranches(Block):
+    def forward(self, x, h, *, twice=2.0):
+        if twice > 0:
+            total = x * 1 + h * 1
+            y = self.norm(total)
+        else:
+            total, y = x, h
+        return self.last(y + twice * total), total
+
+
+def twice_as_large(forward):
+    @functools.wraps(forward)
+    def doubled(self, *args, **options):
+        assert type(self).forward is not forward
+        return tuple(2 * t for t in forward(self, *args, **options))
+
+    return doubled
+
+
+class Decorated(Block):
+    @twice_as_large
+    @twice_as_large
+    def forward(self, x, h, *, twice=2.0):
+        total = x + h
+        y = self.norm(total)
+        return y, total
+
+
+class Directly(Block):
+    def forward(self, x, h, *, twice=2.0):
+        return self.last(self.norm(x * twice + h) + x), h
+
+
+class WithSuper(Block):
+    def forward(self, x, h):
+        return super().forward(x, h)
+
+
+class Apart(Block):
+    def forward(self, x, h):
+        total = x + h
+        h = h * 2
+        h = self.norm(total)
+        return h, total
+
+
+def made(cls: type[Block], dtype=torch.bfloat16) -> tuple[Block, Block, list]:
+    """A block, the same patched, and the functions that the latter called."""
+    block = cls().to(dtype)
+    for number, parameter in enumerate(block.parameters()):
+        parameter.data.copy_(random(N, seed=number))
+    patched = copy.deepcopy(block)
+    tilenorm.patch(block)
+    tilenorm.patch(patched, residual=True)
+    return block, patched
+
+
+@pytest.fixture
+def sums(monkeypatch):
+    """How many calls add and normalise in one pass."""
+    calls = []
+    for name in ("add_rms_norm", "add_layer_norm"):
+        function = getattr(tilenorm.integrations.form, name)
+
+        def counted(*args, function=function, **options):
+            calls.append(function)
+            return function(*args, **options)
+
+        monkeypatch.setattr(tilenorm.integrations.form, name, counted)
+    return calls
+
+
+def outputs(block, *tensors, **options) -> list[Tensor]:
+    leaves = [t.detach().clone().requires_grad_() for t in tensors]
+    found = block(*leaves, **options)
+    grads = torch.autograd.grad([t.float().square().sum() for t in found], leaves)
+    return [*found, *grads]
+
+
+@pytest.mark.parametrize("cls", [Block, InBranches, Decorated, Directly])
+def test_outputs_have_the_same_bits(cls, sums):
+    block, patched = made(cls)
+    x, h = random(5, N, dtype=torch.bfloat16), random(5, N, dtype=torch.bfloat16, seed=1)
+    expected, got = outputs(block, x, h, twice=3.0), outputs(patched, x, h, twice=3.0)
+    assert len(sums) == (1 if cls is Decorated else 2)
+    for a, b in zip(got[:2], expected[:2], strict=True):
+        assert torch.equal(a, b)
+    for a, b in zip(got[2:], expected[2:], strict=True):
+        torch.testing.assert_close(a, b, rtol=2**-6, atol=2**-6 * b.abs().max().item())
+
+
+@pytest.mark.parametrize("what", ["shape", "dtype", "hook", "own forward", "parameter", "number"])
+def test_what_one_pass_does_not_give_runs_as_before(what, sums):
+    block, patched = made(Block)
+    x, h = random(5, N, dtype=torch.bfloat16), random(5, N, dtype=torch.bfloat16, seed=1)
+    seen = []
+    match what:
+        case "shape":
+            h = h[:1]
+        case "dtype":
+            h = h.float()
+        case "hook":
+            patched.norm.register_forward_hook(lambda *_: seen.append(1))
+        case "own forward":
+            forward = patched.norm.forward
+            patched.norm.forward = lambda x: seen.append(1) or forward(x)
+        case "parameter":  # the output is promoted to float32
+            block.norm.float(), patched.norm.float()
+        case "number":
+            h = 2.0
+    torch.testing.assert_close(patched(x, h), block(x, h), rtol=0, atol=0)
+    assert len(seen) == (what in ("hook", "own forward"))
+    # The second sum is that of two outputs. nn.RMSNorm's output has the input's dtype.
+    assert len(sums) == 1 + (what == "parameter")
+
+
+def test_undo_copy_and_pickle():
+    block = Block()
+    report = tilenorm.patch(block, residual=True)
+    assert "Block runs the sum before last and norm with the norm" in str(report)
+    for again in (copy.deepcopy(block), pickle.loads(pickle.dumps(block))):
+        assert type(again) is type(block) and isinstance(again, (Block, PatchedBlock))
+    assert type(block).__name__ == "Block" and type(block).forward.__doc__ is None
+    report.undo()
+    assert type(block) is Block
+
+
+@pytest.mark.parametrize(
+    "cls, reason", [(WithSuper, "super()"), (Apart, "no sum of two terms stands right before")]
+)
+def test_a_block_that_is_left_says_why(cls, reason):
+    block = cls()
+    report = tilenorm.patch(block, residual=True)
+    assert type(block) is cls
+    assert any(entry.cls is cls and reason in entry.reason for entry in report.left)
+
+
+def test_compiled_in_one_graph(dynamo):
+    block, patched = made(Block)
+    x, h = random(5, N, dtype=torch.bfloat16), random(5, N, dtype=torch.bfloat16, seed=1)
+    compiled = torch.compile(patched, backend="aot_eager", fullgraph=True)
+    assert all(map(torch.equal, compiled(x, h), block(x, h)))
+
+
+def test_an_option_of_another_type_is_refused():
+    with pytest.raises(TypeError, match="argument 'residual' takes a bool, got int"):
+        tilenorm.patch(Block(), residual=1)
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_layers_of_transformers(name, sums):
+    sizes = MODELS[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, sizes.config)(**sizes.sizes)
+    model = getattr(transformers, sizes.cls)(config, **sizes.options).eval().bfloat16()
+    patched = copy.deepcopy(model)
+    tilenorm.patch(model)
+    tilenorm.patch(patched, residual=True)
+    ids = torch.randint(0, 100, (2, 12))
+    with torch.no_grad():
+        assert torch.equal(patched(ids)[0], model(ids)[0])
+    assert len(sums) == (4 if name == "bert" else 2)

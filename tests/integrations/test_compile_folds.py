@@ -1,0 +1,275 @@
+"""tilenorm.compile with Inductor: sums folded into gradients, and outputs that are not saved."""
+
+import shutil
+
+import pytest
+import torch
+from torch import nn
+from torch._inductor.utils import fresh_cache
+from torch.utils.checkpoint import checkpoint
+
+import tilenorm
+from tilenorm.integrations import joint
+from tilenorm.integrations.fx import Folds
+from tilenorm.ops import torch_private
+
+from ..ops.helpers import EPS, random
+from .graphs import NORM, NORM_BACKWARD, HuggingFaceNorm, argument
+from .stepwise import counted, sums
+
+N, ROWS = 320, 6  # compile leaves norms of 256 elements and fewer to Inductor
+BF16 = torch.bfloat16
+
+
+class Block(nn.Module):
+    """A transformer block with three projections in the place of attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.before, self.after = HuggingFaceNorm(N, EPS), nn.LayerNorm(N)
+        self.q, self.k, self.v, self.o = (nn.Linear(N, N, bias=False) for _ in range(4))
+        self.gate, self.up, self.down = (nn.Linear(N, N, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        h = self.before(x)
+        x = x + self.o(self.q(h).sigmoid() * self.k(h).tanh() + self.v(h))
+        h = self.after(x)
+        return x + self.down(self.gate(h).relu() * self.up(h))
+
+
+class Checkpointed(Block):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+@pytest.fixture
+def unfolded(monkeypatch):
+    """A function after whose call nothing is folded."""
+
+    def stop():
+        monkeypatch.setattr(joint, "fold_sums", lambda graph, output: Folds())
+
+    return stop
+
+
+def block(kind=Block, dtype=BF16) -> nn.Module:
+    torch.manual_seed(0)
+    return kind().to(dtype)
+
+
+def step(module, x, **options):
+    """The gradients of a compiled module's parameters and of x, its output, and its report."""
+    torch._dynamo.reset()
+    x = x.detach().requires_grad_()
+    run = tilenorm.compile(module, fullgraph=True, **options)
+    y = run(x)
+    dy = random(*y.shape, dtype=y.dtype, seed=9)
+    named = {"input": x, **dict(module.named_parameters())}
+    grads = torch.autograd.grad(y, list(named.values()), dy)
+    return dict(zip(named, grads, strict=True)) | {"output": y.detach()}, run.tilenorm_report
+
+
+FOLDED = ["2 terms", "3 terms", "sum"]
+GEMMS = {"gemms": True}
+
+
+@pytest.mark.parametrize("shape", [(2, ROWS, N), (ROWS, N)], ids=["batch", "tokens"])
+def test_gradients_take_over_the_sums(shape, stepwise, unfolded):
+    x = random(*shape, dtype=BF16)
+    got, report = step(block(), x)
+    assert [kind for kind, _ in report.folded] == FOLDED
+    assert not report.unfolded and report.not_folding is None
+    assert "joint graph 0: 3 folds, 0 not folded" in str(report)
+    (backward,) = stepwise.backward
+    assert not sums(backward.graph, N) and counted(backward.graph, NORM_BACKWARD) == 2
+    unfolded()
+    expected, other = step(block(), x)
+    assert not other.folded
+    assert len(sums(stepwise.backward[-1].graph, N)) == 4
+    for name, grad in expected.items():
+        if name == "input":  # rounded once where the sum with dx is folded
+            torch.testing.assert_close(got[name], grad, rtol=2**-7, atol=2**-7)
+        else:
+            assert torch.equal(got[name], grad), name
+
+
+def test_outputs_are_not_saved_with_low_memory(stepwise):
+    x = random(2, ROWS, N, dtype=BF16)
+    expected, _ = step(block(), x)
+    saved = stepwise.saved
+    stepwise.forward.clear()
+    got, report = step(block(), x, memory="low")
+    assert sorted(kind for kind, _ in report.folded) == sorted([*FOLDED, "output", "output"])
+    assert stepwise.saved == saved - 2 * x.numel() * x.element_size()
+    assert all(torch.equal(got[name], grad) for name, grad in expected.items())
+    calls = stepwise.backward[-1].graph.find_nodes(op="call_function", target=NORM_BACKWARD)
+    assert all(argument(call, "output") for call in calls)
+
+
+class Returned(Block):
+    def forward(self, x):
+        h = self.before(x)
+        return x + self.q(h) + self.k(h), h
+
+
+class Activated(Block):
+    def forward(self, x):
+        return x + self.q(self.before(x).sin())
+
+
+class Twice(Block):
+    """The gradient of the first norm's output needs that output."""
+
+    def forward(self, x):
+        h = self.before(x)
+        return x + h * self.k(h)
+
+
+class Float32(Block):
+    def forward(self, x):
+        return x + self.q(self.after(x))
+
+
+OUTPUTS_LEFT = {
+    "a result": (Returned, BF16, "is a result of the graph"),
+    "activated": (Activated, BF16, "which is made of y"),
+    "a product": (Twice, BF16, "reads y before this gradient is computed"),
+    "other bits": (Float32, torch.float32, "writes no y for LayerNorm"),
+    "checkpointed": (Checkpointed, BF16, "its forward pass is computed again"),
+}
+
+
+@pytest.mark.parametrize("name", OUTPUTS_LEFT)
+def test_outputs_that_are_saved_all_the_same_stay(name, stepwise):
+    kind, dtype, reason = OUTPUTS_LEFT[name]
+    run = tilenorm.compile(block(kind, dtype), memory="low", fullgraph=True)
+    y = run(random(2, ROWS, N, dtype=dtype).requires_grad_())
+    (y[0] + y[1] if isinstance(y, tuple) else y).sum().backward()
+    report = run.tilenorm_report
+    assert "output" not in [kind for kind, _ in report.folded]
+    assert any(reason in why for _, why in report.unfolded), str(report)
+
+
+def test_a_checkpointed_block_is_computed_again_as_before(stepwise, unfolded):
+    """Its forward pass keeps its tags. The sums of its gradients are folded all the same."""
+    x = random(2, ROWS, N, dtype=BF16)
+    got, report = step(block(Checkpointed), x)
+    assert [kind for kind, _ in report.folded] == FOLDED
+    saved = stepwise.saved
+    assert counted(stepwise.backward[0].graph, NORM) == 2
+    unfolded()
+    stepwise.forward.clear()
+    expected, _ = step(block(Checkpointed), x)
+    assert stepwise.saved == saved
+    assert all(torch.equal(got[n], g) for n, g in expected.items() if n != "input")
+
+
+def test_one_graph_for_every_batch(stepwise, dynamo):
+    module = block(dtype=torch.float32)
+    run = tilenorm.compile(module, fullgraph=True, dynamic=True)
+    for rows in (4, 7, 9):
+        x = random(2, rows, N).requires_grad_()
+        with dynamo.config.patch(error_on_recompile=rows != 4):
+            y = run(x)
+        dy = random(2, rows, N, seed=3)
+        named = (x, *module.parameters())
+        got = torch.autograd.grad(y, named, dy)
+        for a, b in zip(got, torch.autograd.grad(module(x), named, dy), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * b.abs().max().item())
+    assert [kind for kind, _ in run.tilenorm_report.folded] == FOLDED
+    assert len(stepwise.backward) == 1
+
+
+def recorder(seen: list):
+    """A user's own pass for Inductor's joint graphs, which does not say what it is."""
+
+    def own(graph):
+        seen.append(counted(graph, torch.ops.aten.add.Tensor))
+
+    return own
+
+
+@pytest.mark.parametrize("by", ["options", "configuration"])
+def test_a_users_own_pass_runs_before(by, stepwise):
+    seen = []
+    if by == "options":
+        _, report = step(
+            block(), random(ROWS, N, dtype=BF16), options={joint.OPTION: recorder(seen)}
+        )
+    else:
+        from torch._inductor import config
+
+        with config.patch({joint.OPTION: recorder(seen)}):
+            _, report = step(block(), random(ROWS, N, dtype=BF16))
+    assert [kind for kind, _ in report.folded] == FOLDED
+    (additions,) = seen
+    assert additions > 4
+    folding = joint.joint_pass([recorder(seen)], True, print)
+    assert folding.uuid() is None  # the code of an unknown pass stays out of caches
+
+
+def test_compiled_code_is_known_by_what_the_pass_does():
+    keys = {joint.joint_pass(None, output, print).uuid() for output in (False, True)}
+    keys |= {joint.joint_pass(None, output, print, True).uuid() for output in (False, True)}
+    keys.add(joint.joint_pass([joint.joint_pass(None, True, print)], True, print).uuid())
+    assert len(keys) == 5 and None not in keys
+    assert joint.joint_pass(None, True, len).uuid() in keys
+
+
+def test_other_backends_and_other_pytorchs_fold_nothing_and_say_so(monkeypatch, stepwise):
+    x = random(ROWS, N, dtype=BF16)
+    _, report = step(block(), x, backend="aot_eager")
+    assert "the backend is not Inductor" in str(report) and not report.folds
+    monkeypatch.setattr("tilenorm.integrations.compile.inductor_joint_pass", lambda: None)
+    _, report = step(block(), x, memory="low")
+    assert "no joint_custom_post_pass" in str(report) and not report.folds
+    assert len(report.replaced) == 2
+
+
+def test_small_norms_are_left_to_inductor(stepwise):
+    """Queries and keys have so few elements. An explicit `where` replaces them."""
+
+    def function(x, w):
+        return tilenorm_free(x) + tilenorm_free(x.view(ROWS, 2, -1), w).flatten(1)
+
+    def tilenorm_free(x, w=None):
+        return nn.functional.rms_norm(x, x.shape[-1:], w, EPS)
+
+    x, w = random(ROWS, 512), random(256)
+    run = tilenorm.compile(function, fullgraph=True)
+    run(x, w)
+    assert len(run.tilenorm_report.replaced) == 1
+    ((_, reason),) = run.tilenorm_report.left
+    assert reason == "Inductor fuses a norm of 256 elements with its neighbours"
+    for options in ({"where": lambda node: True}, {"backend": "eager"}):
+        torch._dynamo.reset()
+        run = tilenorm.compile(function, fullgraph=True, **options)
+        run(x, w)
+        assert len(run.tilenorm_report.replaced) == 2
+
+
+def test_the_hook_is_there():
+    """In every PyTorch from 2.9 on."""
+    config, base = torch_private.inductor_joint_pass()
+    assert hasattr(config, joint.OPTION) and isinstance(joint.joint_pass(None, False, print), base)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs Inductor's compiler")
+def test_caches_hit_and_keep_what_was_folded(dynamo):
+    """The second run takes its code from the caches; with other options it is other code."""
+    x = random(2, ROWS, N)
+    results = []
+    counters = dynamo.utils.counters
+    with fresh_cache():
+        for options in ({}, {}, {"memory": "low"}, {"memory": "low"}, GEMMS, GEMMS):
+            counters.clear()
+            got, report = step(block(dtype=torch.float32), x, **options)
+            hits = counters["aot_autograd"]["autograd_cache_hit"]
+            results.append((got, hits, len(report.folded)))
+    grads, hits, folded = zip(*results, strict=True)
+    assert [bool(n) for n in hits] == [False, True] * 3
+    # Of a LayerNorm in float32 no output is written again. mm_sum leaves no terms to the gradients.
+    assert folded == (3, 0, 4, 0, 3, 0)
+    for first, other in ((0, 1), (0, 2), (0, 3), (4, 5)):
+        assert all(torch.equal(grads[other][name], grad) for name, grad in grads[first].items())

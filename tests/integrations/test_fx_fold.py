@@ -1,0 +1,264 @@
+"""Gradients in a graph take over the additions around them, and no others."""
+
+import copy
+import random as draw
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._higher_order_ops import triton_kernel_wrap
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from tilenorm.integrations.fx import replace_norms
+from tilenorm.integrations.fx.fold import fold_sums
+
+from ..ops.helpers import EPS, random
+from .graphs import ATEN, NORM_BACKWARD, argument, calls
+from .malformed import calls_of, mutations
+
+BF16 = torch.bfloat16
+N, ROWS = 16, 5
+
+
+def gradient(dy, x, w, rstd, dsum=None):
+    """dx and dw of an RMSNorm."""
+    mask = [True, False, False, True, False]
+    how = (N, "rms", 0.0, False, "late", "silu", 1.0, EPS, False, mask)
+    dx, _, _, dw, *_ = torch.ops.tilenorm.norm_backward(
+        dy, dsum, x, None, w, None, None, rstd, *how
+    )
+    return dx, dw
+
+
+def two_gradients(a, b, *saved):
+    (dx, dw), (other, _) = gradient(a, *saved), gradient(b, *saved)
+    return other + dx, dw
+
+
+def used_by_two(a, b, *saved):
+    dx, dw = gradient(a, *saved)
+    return dx + b, dx.sin(), dw
+
+
+def written_between(a, b, *saved):
+    total = a + b
+    a.mul_(2)
+    return gradient(total, *saved)
+
+
+def later(a, b, *saved):
+    dx, dw = gradient(a, *saved)
+    return dx + b.sin(), dw
+
+
+# What is computed of a, b and so on, what is folded, and how many additions stay.
+SUMS = {
+    "two": (lambda a, b, *s: gradient(a + b, *s), ["2 terms"], 0),
+    "three": (lambda a, b, c, *s: gradient((a + b) + c, *s), ["3 terms"], 0),
+    "to the right": (lambda a, b, c, *s: gradient(a + (b + c), *s), ["3 terms"], 0),
+    "of two sums": (lambda a, b, c, d, *s: gradient((a + b) + (c + d), *s), ["3 terms"], 1),
+    "five": (lambda a, b, c, d, e, *s: gradient(a + b + c + d + e, *s), ["4 terms"], 1),
+    "twice": (lambda a, *s: gradient(a + a, *s), ["2 terms"], 0),
+    "twice, of a sum": (lambda a, b, *s: gradient((a + b) + (a + b), *s), ["3 terms"], 1),
+    "scaled": (lambda a, b, *s: gradient(torch.add(a, b, alpha=2), *s), [], 1),
+    "of a row": (lambda a, b, *s: gradient(a + b[0], *s), [], 1),
+    "of a number": (lambda a, *s: gradient(a + 1.5, *s), [], 1),
+    "transposed": (lambda a, b, *s: gradient(a + b.t().contiguous().t(), *s), [], 1),
+    "dx": (lambda a, b, *s: ((dx := gradient(a, *s))[0] + b, dx[1]), ["sum"], 0),
+    "dx, from the left": (lambda a, b, *s: b + gradient(a, *s)[0], ["sum"], 0),
+    "both": (lambda a, b, c, *s: c + gradient(a + b, *s)[0], ["2 terms", "sum"], 0),
+    "of two gradients": (two_gradients, ["sum"], 0),
+    "dx is used twice": (used_by_two, [], 1),
+    "dx and a row": (lambda a, b, *s: gradient(a, *s)[0] + b[0], [], 1),
+    "dx twice": (lambda a, *s: (dx := gradient(a, *s)[0]) + dx, [], 1),
+}
+STAY = {
+    "the sum is used": (
+        lambda a, b, *s: ((t := a + b), *gradient(t, *s)),
+        "other nodes use the sum add",
+    ),
+    "the sum is grad_sum too": (
+        lambda a, b, *s: gradient(t := a + b, *s, t),
+        "other nodes use the sum add",
+    ),
+    "a second sum": (
+        lambda a, b, c, *s: gradient(a, *s, c)[0] + b,
+        "it has the gradient of its sum already, and add adds another",
+    ),
+    "a later tensor": (later, "sin, which add adds to its result, is computed after it"),
+    "written": (written_between, "a node in between may write to a tensor"),
+}
+
+
+def tensors_for(function, dtype=BF16):
+    """a, b and so on, and x, w and rstd, which every gradient reads."""
+    count = function.__code__.co_argcount
+    terms = [random(ROWS, N, dtype=dtype, seed=i) for i in range(count)]
+    x = random(ROWS, N, dtype=dtype, seed=7)
+    rstd = torch.rsqrt(x.float().square().mean(-1) + EPS)
+    return *terms, x, random(N, dtype=dtype, seed=8), rstd
+
+
+def additions(graph_module) -> int:
+    return len(calls(graph_module, ATEN.add.Tensor))
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_sums(name):
+    function, kinds, stay = SUMS[name]
+    tensors = tensors_for(function)
+    graph_module = make_fx(function)(*tensors)
+    report = replace_norms(graph_module, fold=True)
+    graph_module.graph.lint()
+    assert [kind for kind, _ in report.folds.folded] == kinds
+    assert not report.folds.left
+    assert additions(graph_module) == stay
+    rounded_once = "sum" in kinds
+    got, expected = graph_module(*tensors), function(*tensors)
+    tolerance = 2**-7 if rounded_once else 0
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+    again = replace_norms(graph_module, fold=True)
+    assert not again.folds.folded
+
+
+@pytest.mark.parametrize("name", STAY)
+def test_sums_that_stay_are_reported(name):
+    function, reason = STAY[name]
+    tensors = tensors_for(function)
+    graph_module = make_fx(function)(*(t.clone() for t in tensors))
+    report = replace_norms(graph_module, fold=True)
+    assert not report.folds.folded
+    assert report.folds.left == (("norm_backward", reason),)
+    assert f"norm_backward does not fold: {reason}" in str(report)
+    torch.testing.assert_close(
+        graph_module(*(t.clone() for t in tensors)), function(*tensors), rtol=0, atol=0
+    )
+
+
+OPERATORS = {
+    "functional": triton_kernel_wrap.triton_kernel_wrapper_functional,
+    "mutation": triton_kernel_wrap.triton_kernel_wrapper_mutation,
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_a_kernel_between_the_nodes(name):
+    """In the functional form, that of joint graphs, a user's Triton kernel writes to no tensor."""
+    function, _ = STAY["written"]
+    graph_module = make_fx(function)(*tensors_for(function))
+    (writer,) = calls(graph_module, ATEN.mul_.Tensor)
+    writer.target = OPERATORS[name]
+    folds = fold_sums(graph_module.graph)
+    assert [kind for kind, _ in folds.folded] == (["2 terms"] if name == "functional" else [])
+
+
+def test_terms_keep_the_order_of_the_additions():
+    """In another order the sum would have other bits."""
+    function = SUMS["three"][0]
+    graph_module = make_fx(function)(*tensors_for(function))
+    a, b, c, *_ = graph_module.graph.find_nodes(op="placeholder")
+    replace_norms(graph_module, fold=True)
+    (call,) = calls(graph_module, NORM_BACKWARD)
+    names = ("grad_output", "grad_output_2", "grad_output_3", "grad_output_4")
+    assert [argument(call, name) for name in names] == [a, b, c, None]
+
+
+def test_a_gradient_of_other_dtypes_keeps_its_sum():
+    """The sum that was normalised is float32: the residual has another gradient than the input."""
+
+    def function(a, b, x, w, rstd):
+        mask = [True, False, False, True, False]
+        how = (N, "rms", 0.0, False, "late", "silu", 1.0, EPS, True, mask)
+        dx, *_ = torch.ops.tilenorm.norm_backward(a, None, x, None, w, None, None, rstd, *how)
+        return dx + b
+
+    a, b, x, w, rstd = tensors_for(SUMS["two"][0])
+    graph_module = make_fx(function)(a, b, x.float(), w, rstd)
+    ((_, reason),) = replace_norms(graph_module, fold=True).folds.left
+    assert reason == "add is the gradient of the input, but not of the residual"
+
+
+def test_folding_is_asked_for():
+    function = SUMS["both"][0]
+    graph_module = make_fx(function)(*tensors_for(function))
+    assert not replace_norms(graph_module).folds.folded and additions(graph_module) == 2
+
+
+def test_a_symbolic_number_of_rows_gets_no_guard():
+    function = SUMS["both"][0]
+    graph_module = make_fx(function, tracing_mode="symbolic")(*tensors_for(function))
+    (call,) = calls(graph_module, NORM_BACKWARD)
+    guards = graph_module.shape_env.guards
+    before = len(guards)
+    assert [kind for kind, _ in fold_sums(graph_module.graph).folded] == ["2 terms", "sum"]
+    assert len(guards) == before and isinstance(call.meta["val"][0].shape[0], torch.SymInt)
+
+
+def test_the_graph_of_a_training_step():
+    """Norms, their gradients and the sums of these in one graph of make_fx."""
+
+    def step(x, w, b, up, down):
+        h = F.layer_norm(x, (N,), w, b)
+        y = x + (h @ up).relu() @ down + (h @ down).sin()
+        return y, *torch.autograd.grad(y.square().sum(), (x, w, b, up, down))
+
+    shapes = (ROWS, N), (N,), (N,), (N, N), (N, N)
+    leaves = [random(*shape, seed=i).requires_grad_() for i, shape in enumerate(shapes)]
+    graph_module = make_fx(step)(*leaves)
+    report = replace_norms(graph_module, fold=True)
+    assert [kind for kind, _ in report.replaced] == ["layer_norm", "layer_norm_backward"]
+    assert [kind for kind, _ in report.folds.folded] == ["2 terms", "sum"]
+    for got, expected in zip(graph_module(*leaves), step(*leaves), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-4)
+
+
+def both_passes(x, w, up, tangents):
+    """A norm, a product, and their gradients: a graph in the form of AOTAutograd's joint graphs."""
+    how = (N, "rms", 0.0, False, "late", "silu", 1.0, EPS)
+    h, _, _, rstd = torch.ops.tilenorm.norm(x, None, None, w, None, *how, True)
+    y = h.view(-1, N) @ up
+    dh = (tangents @ up.t()).view(x.shape) + (tangents @ up.t()).view(x.shape).sin()
+    dup = h.view(-1, N).t() @ tangents
+    mask = [True, False, False, True, False]
+    gradients = torch.ops.tilenorm.norm_backward(
+        dh, None, x, None, w, None, None, rstd, *how, False, mask
+    )
+    return y, gradients[0] + x, gradients[3], dup.sin()
+
+
+def joint_graph():
+    shapes = (2, ROWS, N), (N,), (N, N), (2 * ROWS, N)
+    tensors = [random(*shape, dtype=BF16, seed=i) for i, shape in enumerate(shapes)]
+    return make_fx(both_passes)(*tensors), tensors
+
+
+def test_the_backward_pass_writes_the_output_again():
+    graph_module, tensors = joint_graph()
+    folds = fold_sums(graph_module.graph, output=True)
+    graph_module.graph.lint()
+    graph_module.recompile()
+    assert [kind for kind, _ in folds.folded] == ["2 terms", "sum", "output"] and not folds.left
+    (call,) = calls(graph_module, NORM_BACKWARD)
+    (y,) = [user for user in call.users if user.args[1] == 5 and user.users]
+    *_, of_weight = calls(graph_module, ATEN.mm.default)
+    assert call < y < of_weight and y in of_weight.args[0].args[0].all_input_nodes
+    y, dx, dw, dup = graph_module(*tensors)
+    expected = both_passes(*tensors)
+    assert all(map(torch.equal, (y, dw, dup), (expected[0], *expected[2:])))
+    torch.testing.assert_close(dx, expected[1], rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.parametrize("examples", [60, pytest.param(600, marks=pytest.mark.slow)])
+def test_malformed_calls_are_left(examples):
+    """Drawn changes of drawn calls, as in test_fx_malformed. A malformed gradient has a reason."""
+    choose, (whole, _) = draw.Random(examples), joint_graph()
+    for _ in range(examples):
+        graph_module = copy.deepcopy(whole)
+        node = choose.choice(calls_of(graph_module))
+        mutation = choose.choice(list(mutations(node)))
+        first = next(iter(graph_module.graph.nodes))
+        mutation.apply(node, dict.fromkeys(("odd", "number", "bare", "symbol", "many"), first))
+        folds = fold_sums(graph_module.graph, output=True)
+        graph_module.graph.lint()
+        spoiled = mutation.name.startswith("bogus=") and node.target is NORM_BACKWARD
+        assert folds.left or not spoiled, f"{mutation.name}: {folds}"

@@ -1,0 +1,135 @@
+"""The FX pass on what follows x̂: weight, bias and gate, in the op that rounds as they do."""
+
+import random as draw
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ..ops.helpers import EPS, GATED, random, tensors_of
+from .graphs import argument, by_dynamo, by_make_fx, calls
+from .spellings import RMSES, N, module_of
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def silu(z):
+    return F.silu(z.float())
+
+
+# What follows x̂ in float32, of an x in bfloat16; the kind of the op, and how it rounds. A norm
+# without its gate is what is left where the op rounds elsewhere.
+STAGES = {
+    "at the end": (lambda y, z, w, b: y * w * silu(z), "gated_rms_norm", "late"),
+    "after x_hat": (lambda y, z, w, b: y.bfloat16() * silu(z), "gated_rms_norm", "early"),
+    "after x_hat and weight": (
+        lambda y, z, w, b: y.bfloat16() * w * silu(z),
+        *("gated_rms_norm", "early"),
+    ),
+    "after x_hat, weight and bias": (
+        lambda y, z, w, b: y.bfloat16() * w + b,
+        *("rms_norm", "early"),
+    ),
+    "after x_hat, but not after weight": (
+        lambda y, z, w, b: (y.bfloat16() * w.float() + b.float()).bfloat16(),
+        *("rms_norm", "late"),
+    ),
+    "after weight": (lambda y, z, w, b: (y * w).bfloat16() * silu(z), "rms_norm", "late"),
+    "after bias": (
+        lambda y, z, w, b: (y.bfloat16() * w + b) * silu(z),
+        *("rms_norm", "early"),
+    ),
+    "in silu": (lambda y, z, w, b: (y * w).bfloat16() * F.silu(z), "rms_norm", "late"),
+}
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_the_op_rounds_where_the_model_does(name):
+    finish, kind, rounding = STAGES[name]
+
+    def function(x, z, w, b):
+        return finish(RMSES["** -0.5"](x.float()), z, w, b).bfloat16()
+
+    tensors = tensors_of(GATED, 3, N, dtype=BF16).values()
+    replaced = by_make_fx(module_of(function), *tensors)
+    (call,) = calls(replaced.graph_module)
+    assert [k for k, _ in replaced.report.replaced] == [kind]
+    assert argument(call, "rounding") == rounding
+    torch.testing.assert_close(replaced.run(*tensors), function(*tensors), rtol=0, atol=0)
+
+
+def test_bits_are_kept_for_drawn_casts():
+    """What a drawn expression does to x̂, a stage after the other, with a cast after some."""
+    choose = draw.Random(7)
+    kinds = set()
+    for _ in range(30):
+        dtype = choose.choice([BF16, F16, F32])
+        weight, bias = (choose.choice([dtype, F32]) for _ in range(2))
+        steps = {"weight", "bias", "gate", "x_hat"} - set(choose.choices(["weight", "bias", "-"]))
+        cast = {step for step in ("x_hat", "weight", "bias") if choose.random() < 0.4}
+        gate = choose.choice([torch.sigmoid, silu, F.silu])
+
+        def function(x, z, w, b, steps=steps, cast=cast, gate=gate):
+            y = RMSES["sum / n"](x.float())
+            stages = {"x_hat": y, "weight": w, "bias": b, "gate": gate(z)}
+            for step, other in stages.items():
+                if step in ("weight", "gate") and step in steps:
+                    y = y * other
+                if step == "bias" and step in steps:
+                    y = y + other
+                y = y.to(x.dtype) if step in cast else y
+            return y.to(x.dtype)
+
+        x, z = random(3, N, dtype=dtype), random(3, N, dtype=dtype, seed=1)
+        tensors = x, z, random(N, dtype=weight, seed=2), random(N, dtype=bias, seed=3)
+        replaced = by_make_fx(module_of(function), *tensors)
+        kinds.update(kind for kind, _ in replaced.report.replaced)
+        label = f"{dtype}, weight {weight}, bias {bias}, {steps}, cast after {cast}, {gate}"
+        torch.testing.assert_close(
+            replaced.run(*tensors),
+            function(*tensors),
+            rtol=0,
+            atol=0,
+            msg=lambda m, label=label: f"{label}: {m}",
+        )
+    assert kinds == {"rms_norm", "gated_rms_norm"}
+
+
+def test_other_users_of_the_output_keep_what_follows_out_of_the_op(dynamo):
+    def function(x, w):
+        y = F.rms_norm(x, (N,), eps=EPS)
+        return y * w, y.sin()
+
+    tensors = random(3, N), random(N, seed=1)
+    replaced = by_dynamo(function, *tensors)
+    (call,) = calls(replaced.graph_module)
+    assert call.args[3] is None
+    torch.testing.assert_close(replaced.run(*tensors), function(*tensors))
+
+
+@pytest.mark.parametrize("gate", ["of the norm", "of a head", "used again"])
+def test_gates_that_no_op_takes(gate, dynamo):
+    def function(x, z):
+        y = F.rms_norm(x, (N,), eps=EPS)
+        factor = torch.sigmoid(
+            y if gate == "of the norm" else z[:, :1] if gate == "of a head" else z
+        )
+        return y * factor, factor if gate == "used again" else x
+
+    tensors = random(3, N), random(3, N, seed=1)
+    replaced = by_dynamo(function, *tensors)
+    assert [kind for kind, _ in replaced.report.replaced] == ["rms_norm"]
+    torch.testing.assert_close(replaced.run(*tensors), function(*tensors))
+
+
+def test_a_gated_norm_of_transposed_heads_keeps_its_strides(dynamo):
+    def function(x, z, w):
+        return RMSES["1 / sqrt"](x) * w * F.silu(z)
+
+    x, z = (random(2, 5, 4, N, seed=i).transpose(1, 2) for i in range(2))
+    w = random(N, seed=2)
+    replaced = by_dynamo(function, x, z, w)
+    assert [kind for kind, _ in replaced.report.replaced] == ["gated_rms_norm"]
+    got, expected = replaced.run(x, z, w), function(x, z, w)
+    assert got.stride() == expected.stride()
+    torch.testing.assert_close(got, expected)

@@ -1,0 +1,134 @@
+"""The compiled code of quantised norms: its results, its rows' bits, and what it is made of."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests import cases
+from tests.executors import Inputs
+from tests.quantized import HOWS, check, label
+from tilenorm.launch import heuristics
+from tilenorm.launch.calls import ForwardArrays
+from tilenorm.launch.plan import ForwardPlan, plan_forward
+from tilenorm.launch.target import Target
+from tilenorm.launch.tuned import TABLES
+from tilenorm.ops.quantized.tensors import QuantizedNorm
+from tilenorm.spec import OPS, NormSpec, Quantization
+from tilenorm.tools.precompile import calls_of, compile_call, cubin_of
+
+from .code import instructions, nvdisasm
+from .executor import Compiled, runs
+
+NEEDS_NVDISASM = pytest.mark.skipif(nvdisasm() is None, reason="needs nvdisasm")
+ROW, BLOCK = Quantization("row", output=True), Quantization("block", layout="column", output=True)
+HIDDEN = (1024, 2048, 3072, 4096, 5120, 6144, 7168, 8192, 12288, 16384)
+B = "bfloat16"
+
+
+def spec_of(op: str, hidden: int, how: Quantization, dtype: str = B) -> NormSpec:
+    bias = dtype if "layer" in op else None
+    return NormSpec.of(op, hidden, dtype, weight=dtype, bias=bias, quantized=how)
+
+
+@NEEDS_NVDISASM
+@pytest.mark.parametrize("how", [HOWS[i] for i in (1, 2, 6, 8)], ids=label)
+def test_results_are_those_of_the_oracle(how):
+    dtype = cases.DTYPES[HOWS.index(how) % 3]
+    spec = spec_of("rms_norm", 128, how, dtype)
+    executor, inputs = Compiled("sm_90"), Inputs.random(spec, 3, "cpu")
+    y = executor.forward(spec.unquantized, inputs)["y"]
+    found = executor.forward(spec, inputs)
+    scale = found.get("scale", inputs.scale)
+    found = QuantizedNorm(found["q"], scale, found.get("y"), found.get("amax"))
+    check(how, found, y, 128, inputs.scale)
+
+
+def free(spec: NormSpec) -> bool:
+    """Whether the compiler is free to choose the order in which a row is added up."""
+    plan = plan_forward(spec.unquantized, Target("sm_90", 1), True)
+    return plan.config.rows == 1 and not plan.ordered and runs(plan)
+
+
+def in_free_order():
+    """A size of each entry of the table whose rows have no prescribed order, for both scalings."""
+    for (op, size), table in TABLES["sm_90"].FORWARD.items():
+        dtype = {2: B, 4: "float32"}[size]
+        for hidden, _ in table if op in OPS[:4] else ():
+            for how in (ROW, BLOCK):
+                spec = spec_of(op, hidden, how, dtype)
+                if free(spec):
+                    # The first had other bits with the plain norm's hint.
+                    quick = (op, hidden, how) == ("add_rms_norm", 3072, ROW)
+                    marks = () if quick else pytest.mark.slow
+                    name = f"{cases.label(spec.unquantized)}-{how.scaling}"
+                    yield pytest.param(spec, marks=marks, id=name)
+
+
+@NEEDS_NVDISASM
+@pytest.mark.parametrize("spec", in_free_order())
+def test_a_row_is_added_up_as_by_the_plain_norm(spec):
+    """Every operation disturbs its result, so that another order would show."""
+    executor, inputs = Compiled("sm_90", disturbs=True), Inputs.random(spec, 2, "cpu")
+    expected, found = executor.forward(spec.unquantized, inputs), executor.forward(spec, inputs)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@NEEDS_NVDISASM
+def test_the_hint_of_the_plain_norm_would_change_the_order(monkeypatch):
+    spec = spec_of("add_rms_norm", 3072, ROW)
+    monkeypatch.setattr(ForwardPlan, "hints", heuristics.forward(spec, Target.of("sm_90")).hints)
+    plan_forward.cache_clear()
+    executor, inputs = Compiled("sm_90", disturbs=True), Inputs.random(spec, 2, "cpu")
+    expected, found = executor.forward(spec.unquantized, inputs), executor.forward(spec, inputs)
+    plan_forward.cache_clear()
+    assert not torch.equal(expected["y"], found["y"])
+
+
+def kernel(spec: NormSpec, arch: str, rows: int = 65537):
+    """The norm's call, without clear_slots."""
+    return calls_of(plan_forward(spec, Target.of(arch), False), rows)[-1]
+
+
+@NEEDS_NVDISASM
+@pytest.mark.parametrize(
+    "arch, how", [("sm_90", ROW), ("sm_100", BLOCK), ("sm_120", Quantization("mx"))], ids=str
+)
+def test_the_hardware_converts_and_divides_by_groups(arch, how):
+    """A conversion for each two elements of a thread, and two divisions for each of its groups."""
+    call = kernel(spec_of("rms_norm", 4096, how), arch)
+    cubin = cubin_of(call, arch)
+    threads = compile_call(call, arch).threads
+    names = Counter()
+    for i in instructions(cubin)[0]:
+        eights = i.name == "F2FP" and "E4M3" in i.modifiers
+        names["F2FP.E4M3" if eights else i.name] += 1
+    assert names["F2FP.E4M3"] == 4096 // threads // 2
+    groups = {"row": 1, "mx": 0, "block": 4096 // threads // 8}[how.scaling]
+    assert names["FCHK"] <= 2 * groups
+
+
+def spilled_params():
+    for arch in ("sm_90", "sm_100", "sm_120"):
+        for op in (OPS[0], OPS[3]):
+            for how in (ROW, BLOCK):
+                for hidden in HIDDEN:
+                    quick = (arch, hidden) == ("sm_120", 1024)
+                    marks = () if quick else pytest.mark.slow
+                    name = f"{arch}-{op}-{hidden}-{how.scaling}"
+                    given = how._replace(output=op == OPS[3])
+                    yield pytest.param(arch, spec_of(op, hidden, given), marks=marks, id=name)
+
+
+@pytest.mark.parametrize("arch, spec", spilled_params())
+def test_no_spills(arch, spec):
+    assert compile_call(kernel(spec, arch), arch).spill_bytes == 0
+
+
+def test_the_plain_norm_is_not_touched():
+    """Its plan has no constant of a quantisation, and its arrays none of its arrays."""
+    spec = spec_of("rms_norm", 4096, ROW)
+    plain = kernel(replace(spec, quantized=None), "sm_90")
+    assert len(plain.arguments[2]) == ForwardArrays._fields.index("slots") + 1
+    assert len(kernel(spec, "sm_90").arguments[2]) == len(ForwardArrays._fields)

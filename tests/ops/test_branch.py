@@ -1,0 +1,235 @@
+"""A dropout mask and a layer scale of the input of add_rms_norm and add_layer_norm.
+
+A call has the bits of the same operations one after the other, and so have its gradients. That of
+the layer scale, a sum over rows, is within the error of float32.
+"""
+
+import itertools
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+import tilenorm
+
+from .helpers import EACH_DEVICE, EPS, name_of, random
+from .pretended import pretended_gpu
+
+pytestmark = EACH_DEVICE
+N = 40
+SCALE = 1 / 0.9
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+# Dtypes of the input, of the residual and of the layer scale.
+DTYPES = [(BF16, BF16, BF16), (F32, F32, F32), (BF16, F32, F32), (F16, F32, F16)]
+DTYPES += [(BF16, F16, BF16), (F64, F64, F64)]
+OPS = ("add_rms_norm", "add_layer_norm")
+KINDS = {"mask": ("dropout_mask",), "scale": ("layer_scale",)}
+KINDS["both"] = ("dropout_mask", "layer_scale")
+EACH_OP = pytest.mark.parametrize("op", OPS)
+EACH_KIND = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+EACH_DTYPES = pytest.mark.parametrize("dtypes", DTYPES, ids=lambda d: "-".join(map(name_of, d)))
+SERVED = {"reference": nullcontext, "kernels": pretended_gpu}
+EACH_WAY = pytest.mark.parametrize("served", SERVED)
+
+
+def served_by(served, device):
+    return SERVED[served]() if device == "cpu" else nullcontext()
+
+
+def made(kind, *shape, dtypes=(F32, F32, F32), device="cpu", dims=1, parameter=None):
+    """The tensors of a call, by the names of its arguments."""
+    dtype, residual, scale = dtypes
+    size, parameter = shape[-dims:], parameter or shape[-dims:]
+    tensors = {
+        "input": random(*shape, dtype=dtype, device=device),
+        "residual": random(*shape, dtype=residual, device=device, seed=1),
+        "weight": random(*parameter, dtype=dtype, device=device, seed=2),
+        "bias": random(*parameter, dtype=dtype, device=device, seed=3),
+        "dropout_mask": random(*shape, device=device, seed=4) > -1,
+        "layer_scale": random(*size, dtype=scale, device=device, seed=5),
+    }
+    return {n: t for n, t in tensors.items() if n in kind or n not in KINDS["both"]}
+
+
+def call(op, tensors, dims=1, **options):
+    scale = {"dropout_scale": SCALE} if "dropout_mask" in tensors else {}
+    shape = tensors["input"].shape[-dims:]
+    return getattr(tilenorm, op)(
+        **tensors, normalized_shape=shape, **{"eps": EPS} | scale | options
+    )
+
+
+def branched(tensors):
+    """The input as it is added, by PyTorch's operations, which round once each."""
+    x, dtype = tensors["input"], tensors["input"].dtype
+    compute = F64 if dtype == F64 else F32
+    if "dropout_mask" in tensors:
+        x = (x.to(compute) * (tensors["dropout_mask"].to(compute) * SCALE)).to(dtype)
+    if "layer_scale" in tensors:
+        x = (x.to(compute) * tensors["layer_scale"].to(compute)).to(dtype)
+    return x
+
+
+def apart(op, tensors, dims=1, **options):
+    rest = {n: t for n, t in tensors.items() if n not in KINDS["both"]}
+    return call(op, rest | {"input": branched(tensors)}, dims, **options)
+
+
+def step(op, tensors, function=call, used=(True, True), asked=None, **options):
+    """Outputs, and gradients under the names of what they are of. used: of each output."""
+    asked = tensors.keys() if asked is None else asked
+    leaves = {n: t.detach() for n, t in tensors.items()}
+    for name in {*asked} - {"dropout_mask"}:
+        leaves[name].requires_grad_()
+    outputs = function(op, leaves, **options)
+    dys = [
+        random(*y.shape, dtype=y.dtype, device=y.device, seed=9 + i) for i, y in enumerate(outputs)
+    ]
+    pairs = [p for p, on in zip(zip(outputs, dys, strict=True), used, strict=True) if on]
+    torch.autograd.backward(*zip(*pairs, strict=True))
+    found = {"output": outputs[0].detach(), "sum": outputs[1].detach()}
+    return found | {n: t.grad for n, t in leaves.items() if t.grad is not None}
+
+
+def compare(found, expected, names=None):
+    """Equal bits, but for the layer scale: PyTorch rounds each product before it adds them up.
+
+    On a GPU a kernel without the mask and the scale may add up a row in another order.
+    """
+    for name in expected if names is None else names:
+        if found[name].is_cuda and name not in ("sum", "layer_scale"):
+            close = {F16: 2e-3, BF16: 2e-2, F32: 1e-5, F64: 1e-10}[found["output"].dtype]
+            torch.testing.assert_close(found[name], expected[name], rtol=close, atol=close)
+            continue
+        if name == "layer_scale":
+            bound = {F16: 2e-2, BF16: 1e-1, F32: 1e-4, F64: 1e-10}
+            close = max(bound[found[name].dtype], bound[found["output"].dtype])
+            torch.testing.assert_close(found[name], expected[name], rtol=close, atol=close)
+        else:
+            assert torch.equal(found[name], expected[name]), name
+
+
+@EACH_WAY
+@EACH_OP
+@EACH_KIND
+@EACH_DTYPES
+def test_bits_are_those_of_the_operations_one_after_the_other(device, op, kind, dtypes, served):
+    tensors = made(kind, 7, N, dtypes=dtypes, device=device)
+    with served_by(served, device):
+        for used in ((True, True), (True, False), (False, True)):
+            found, expected = step(op, tensors, used=used), step(op, tensors, apart, used)
+            assert found.keys() == expected.keys()
+            assert {n: t.dtype for n, t in found.items()} == {
+                n: t.dtype for n, t in expected.items()
+            }
+            compare(found, expected)
+
+
+@EACH_WAY
+@EACH_OP
+def test_the_gradient_of_the_layer_scale(device, op, served):
+    tensors = made(KINDS["both"], 300, N, dtypes=(BF16, BF16, F32), device=device)
+    with served_by(served, device):
+        found = step(op, tensors)["layer_scale"]
+        rest = {n: t for n, t in tensors.items() if n not in KINDS["both"]}
+        dsum = step(op, rest | {"input": branched(tensors)})["residual"]
+    masked = {n: tensors[n] for n in ("input", "dropout_mask")}
+    products = dsum.double() * branched(masked).double()
+    torch.testing.assert_close(found.double(), products.sum(0), rtol=1e-5, atol=1e-4)
+
+
+@EACH_WAY
+@EACH_OP
+@EACH_KIND
+def test_each_gradient_alone(device, op, kind, served):
+    tensors = made(kind, 5, N, dtypes=(BF16, BF16, BF16), device=device)
+    names = [n for n in tensors if n != "dropout_mask"]
+    with served_by(served, device):
+        every = step(op, tensors)
+        for asked in (set(c) for n in (1, 2) for c in itertools.combinations(names, n)):
+            found = step(op, tensors, asked=asked)
+            assert found.keys() == asked | {"output", "sum"}
+            assert all(torch.equal(found[n], every[n]) for n in found)
+
+
+@EACH_OP
+def test_the_mask_of_pytorchs_dropout(device, op):
+    tensors = made((), 64, N, device=device)
+    dropped, mask = torch.ops.aten.native_dropout(tensors["input"], 0.1, True)
+    found = call(op, tensors | {"dropout_mask": mask})
+    assert torch.equal(found[1], dropped + tensors["residual"])
+
+
+@EACH_OP
+@EACH_KIND
+def test_derivatives_agree_with_differences(device, op, kind):
+    tensors = made(kind, 2, 3, 2, dtypes=(F64, F64, F64), device=device, dims=2)
+    names = [n for n in tensors if n != "dropout_mask"]
+
+    def function(*given):
+        return call(op, tensors | dict(zip(names, given, strict=True)), 2, eps=1e-3)
+
+    inputs = [tensors[n].requires_grad_() for n in names]
+    assert torch.autograd.gradcheck(function, inputs)
+    assert torch.autograd.gradgradcheck(function, inputs)
+
+
+@EACH_OP
+@EACH_KIND
+def test_transforms(device, op, kind):
+    tensors = made(kind, 3, N, device=device)
+    rows = [n for n in tensors if n in ("input", "residual", "dropout_mask")]
+    given = [tensors[n] for n in rows]
+
+    def function(*given):
+        return call(op, tensors | dict(zip(rows, given, strict=True)))
+
+    for found, expected in zip(torch.func.vmap(function)(*given), function(*given), strict=True):
+        torch.testing.assert_close(found, expected)
+
+    def loss(x):
+        return sum((y * y).sum() for y in call(op, tensors | {"input": x}))
+
+    x = tensors["input"].clone().requires_grad_()
+    expected = torch.autograd.grad(loss(x), x)[0]
+    torch.testing.assert_close(torch.func.grad(loss)(tensors["input"]), expected)
+
+
+@EACH_WAY
+@EACH_OP
+@pytest.mark.parametrize("layout", ["rows apart", "off by one", "transposed"])
+def test_layouts_change_no_bit(device, op, layout, served):
+    tensors = made(KINDS["both"], 6, N, device=device)
+
+    def laid_out(t):
+        if t.dim() == 1:
+            return t.repeat_interleave(2)[::2]
+        if layout == "transposed":
+            return t.t().contiguous().t()
+        first = int(layout == "off by one")
+        return torch.nn.functional.pad(t, (first, 8 - first))[:, first : first + N]
+
+    with served_by(served, device):
+        expected = step(op, tensors)
+        for name in ("input", "residual", "dropout_mask", "layer_scale"):
+            found = step(op, tensors | {name: laid_out(tensors[name])})
+            assert all(torch.equal(found[n], t) for n, t in expected.items()), name
+
+
+@EACH_WAY
+@EACH_OP
+def test_heads_and_several_dimensions(device, op, served):
+    tensors = made(KINDS["both"], 5, 3, 16, parameter=(3, 16), device=device)
+    whole = made(KINDS["both"], 5, 4, 8, dims=2, device=device)
+    with served_by(served, device):
+        compare(step(op, tensors), step(op, tensors, apart))
+        compare(step(op, whole, dims=2), step(op, whole, apart, dims=2))
+
+
+@EACH_OP
+@pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8)], ids=name_of)
+def test_empty_batches(device, op, shape):
+    tensors = made(KINDS["both"], *shape, device=device)
+    got = step(op, tensors)
+    left = {n: t for n, t in tensors.items() if n != "dropout_mask"}
+    assert all(torch.equal(got[n], torch.zeros_like(t)) for n, t in left.items())

@@ -1,0 +1,238 @@
+"""Norms with a quantised output: q has the bits of the quantised output of the plain norm."""
+
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import cycle
+from random import Random
+
+import pytest
+import torch
+from torch.library import opcheck
+
+import tilenorm
+from tests import layouts
+from tests.executors import Inputs, Interpreter
+from tests.guarded import guarded
+from tests.quantized import HOWS, arguments, bits, check, label, swizzled
+from tilenorm.launch.config import Hints, SharedForward
+from tilenorm.launch.plan import ForwardPlan
+from tilenorm.ops import cutile, quantized
+from tilenorm.ops.quantized.library import arguments_of
+from tilenorm.ops.quantized.norm import check as call_of
+from tilenorm.ops.quantized.tensors import QuantizedNorm
+from tilenorm.ops.tensors import Tensors
+from tilenorm.spec import QUANTIZED_OPS, NormSpec, Quantization
+
+from .helpers import EPS, random
+from .pretended import pretended_gpu
+
+SERVED = ("reference", "sm_90", "sm_100")
+EACH_OP = pytest.mark.parametrize("op", QUANTIZED_OPS)
+EACH_HOW = pytest.mark.parametrize("how", HOWS, ids=label)
+ROW = HOWS[0]
+B, F = torch.bfloat16, torch.float32
+
+
+def by(served: str):
+    """A block in which the reference serves, or the interpreter for an architecture."""
+    return nullcontext() if served == "reference" else pretended_gpu(served)
+
+
+def tensors_of(op, *shape, dtype=B, parameter=None, bias=True) -> tuple[tuple, dict]:
+    """The tensors that have rows, and the parameters by name."""
+    count = 2 if op.startswith("add") else 1
+    rows = tuple(random(*shape, dtype=dtype, seed=i) for i in range(count))
+    size, parameter = shape[-1:], parameter or dtype
+    given = {"weight": random(*size, dtype=parameter, seed=7)}
+    return rows, given | {"bias": random(*size, dtype=parameter, seed=8)} if bias else given
+
+
+def plain(op, rows, shape, **options):
+    """(y, the sum) of the norm that is quantised."""
+    found = getattr(tilenorm, op.removesuffix("_quantized"))(*rows, shape, **options)
+    return found if isinstance(found, tuple) else (found, None)
+
+
+def compared(op, how, rows, shape, **options) -> QuantizedNorm:
+    """What the function returns, which is the quantisation of what the plain norm returns."""
+    asked, hidden = arguments(how), torch.Size(shape).numel()
+    y, total = plain(op, rows, shape, **options)
+    with guarded():
+        found = getattr(tilenorm, op)(*rows, shape, **options, **asked)
+    check(how, found, y, hidden, asked["scale"])
+    assert (found.residual_out is None) == (total is None)
+    assert total is None or torch.equal(found.residual_out, total)
+    return found
+
+
+@EACH_OP
+@pytest.mark.parametrize("served", SERVED)
+def test_drawn_calls(op, served):
+    rng = Random(f"{op} {served}")
+    for how, dtype in zip(HOWS, cycle((B, torch.float16, F))):
+        hidden = rng.choice((128, 384, 640)) if how.group else rng.choice((1, 7, 36, 640))
+        shape = rng.choice(((1, hidden), (5, hidden), (2, 3, hidden)))
+        parameter = rng.choice((dtype, F))
+        rows, given = tensors_of(op, *shape, dtype=dtype, parameter=parameter)
+        if rng.random() < 0.5:
+            rows = (layouts.draw(rng, shape, False).filled(rows[0]), *rows[1:])
+        offset, rounding = rng.choice((0.0, 1.0)), rng.choice(("late", "early"))
+        with by(served):
+            compared(op, how, rows, (hidden,), **given, eps=EPS, offset=offset, rounding=rounding)
+
+
+@pytest.mark.parametrize("served", SERVED[:2])
+def test_normalized_shapes_heads_and_two_residuals(served):
+    x, other = random(3, 4, 64, dtype=B), random(3, 4, 64, dtype=B, seed=1)
+    with by(served):
+        for how in HOWS[2:4]:
+            compared("rms_norm_quantized", how, (x,), (4, 64), weight=random(4, 64, dtype=B))
+            rows = (x, (other, other.float()))
+            compared("add_layer_norm_quantized", how, rows, (4, 64), eps=EPS)
+        heads = random(4, 64, dtype=B, seed=2)
+        compared("layer_norm_quantized", HOWS[5], (x,), (64,), weight=heads, bias=heads)
+
+
+@EACH_HOW
+@pytest.mark.parametrize("served", SERVED[:2])
+def test_special_rows(how, served):
+    """Zeros, numbers too small for a factor, NaN, infinity, and what saturates."""
+    x = torch.ones(7, 128, dtype=F)
+    weight = torch.ones(128)
+    x[1], x[2, 5], x[3] = 0.0, torch.nan, 1e-38
+    weight[3], weight[100] = torch.inf, 1e30
+    with by(served):
+        for w in (None, weight):
+            compared("rms_norm_quantized", how, (x,), (128,), weight=w, eps=1e-6)
+            compared("rms_norm_quantized", how, (x[:2] * 1e-20,), (128,), weight=w, eps=1.0)
+            compared("rms_norm_quantized", how, (x[:0],), (128,), weight=w)
+
+
+def test_the_codes_of_all_numbers():
+    """Every bfloat16, which is a row of its own: 1 / factor is the number's magnitude / most."""
+    every = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(B).reshape(-1, 128)
+    for how in HOWS:
+        spec = NormSpec("rms", 128, "bfloat16", quantized=how)
+        given = arguments(how)["scale"]
+        q, scale, amax = quantized.reference.quantize(spec, every, given)
+        found = QuantizedNorm(q, scale if given is None else given, every, amax)
+        found = found._replace(output=every if how.output else None)
+        check(how, found, every, 128, given)
+
+
+def test_swizzled_scales_are_those_of_cublas():
+    how = Quantization("mx", layout="swizzled")
+    rows = random(130, 160, dtype=B) * torch.logspace(-9, 9, 130)[:, None]
+    plainly = replace_layout(rows, how._replace(layout="row"))
+    with pretended_gpu():
+        found = replace_layout(rows, how)
+    assert torch.equal(bits(found), swizzled(bits(plainly).reshape(130, 5)))
+
+
+def replace_layout(rows, how):
+    return tilenorm.rms_norm_quantized(rows.to(B), (160,), eps=1e3, **arguments(how)).scale
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+@pytest.mark.parametrize("how", [HOWS[1], HOWS[2], HOWS[7]], ids=label)
+def test_blocks_that_share_a_row(how, exchange):
+    """Rows of two chunks, whose largest magnitude may be in the other chunk."""
+    executor, config = Interpreter("sm_90"), SharedForward(Hints(), (256, 128), packed=True)
+    run, given = executor.run(exchange=exchange), arguments(how)["scale"]
+    for norm, save in (("rms", True), ("layer", False)):
+        spec = NormSpec(norm, 640, "bfloat16", "bfloat16", "bfloat16", residual="bfloat16")
+        inputs = Inputs.random(spec, 2, "cpu")
+        plan = ForwardPlan(spec, executor.target, config, save)
+        y = cutile.forward(plan, inputs.tensors, EPS, run=run)[0]
+        plan = replace(plan, spec=replace(spec, quantized=how))
+        found = quantized.cutile.forward(plan, (*Tensors(*inputs.tensors), given), EPS, run=run)
+        scale = found.scale if given is None else given
+        check(how, QuantizedNorm(found.q, scale, found.y, found.amax), y, 640, given)
+
+
+@EACH_OP
+def test_gradients_are_those_of_the_plain_norm(op):
+    results = []
+    for function in (op, op.removesuffix("_quantized")):
+        rows, given = tensors_of(op, 3, 128)
+        leaves = [t.requires_grad_() for t in (*rows, *given.values())]
+        asked = arguments(HOWS[2]) if function == op else {}
+        found = getattr(tilenorm, function)(*rows, (128,), **given, eps=EPS, **asked)
+        if function == op:
+            assert not (found.q.requires_grad or found.scale.requires_grad)
+            assert not found.amax.requires_grad
+            found = (found.output, found.residual_out)
+        outputs = [t for t in (found if isinstance(found, tuple) else (found,)) if t is not None]
+        incoming = [random(*t.shape, dtype=t.dtype, seed=20 + i) for i, t in enumerate(outputs)]
+        results.append([*outputs, *torch.autograd.grad(outputs, leaves, incoming)])
+    assert all(map(torch.equal, *results))
+
+
+def test_the_second_derivative_is_that_of_the_plain_norm():
+    results = []
+    for quantize in (True, False):
+        x = random(3, 128, dtype=F).requires_grad_()
+        if quantize:
+            y = tilenorm.rms_norm_quantized(x, (128,), **arguments(HOWS[2])).output
+        else:
+            y = tilenorm.rms_norm(x, (128,))
+        (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        results.append(torch.autograd.grad(dx.square().sum(), x)[0])
+    assert torch.equal(*results)
+
+
+def test_a_gradient_needs_the_output():
+    x = random(3, 128).requires_grad_()
+    with pytest.raises(RuntimeError, match="pass return_output=True"):
+        tilenorm.rms_norm_quantized(x, (128,), scaling="row")
+    with torch.no_grad():
+        tilenorm.rms_norm_quantized(x, (128,), scaling="row")
+
+
+def op_arguments(op, how, requires_grad=False):
+    rows, given = tensors_of(op, 5, 128)
+    tensors = (rows[0], rows[1] if rows[1:] else None, None, *given.values())
+    if requires_grad:
+        tensors = tuple(t if t is None else t.requires_grad_() for t in tensors)
+    asked = arguments(how)
+    scale = asked.pop("scale")
+    call = call_of(op, tensors, (128,), EPS, (0.0, "late"), tuple(asked.values()), scale, None)
+    return arguments_of(call)
+
+
+@EACH_HOW
+def test_opcheck(how):
+    op = torch.ops.tilenorm.norm_quantized.default
+    for name in QUANTIZED_OPS[1:3]:
+        tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+        opcheck(op, op_arguments(name, how), test_utils=tests)
+
+
+def test_compiled_without_a_break_for_any_number_of_rows():
+    results = torch.compile(quantized_twice, fullgraph=True, backend="aot_eager", dynamic=True)
+    torch._dynamo.reset()
+    for rows in (5, 6, 130):
+        x = random(rows, 128, dtype=B)
+        for got, expected in zip(results(x), quantized_twice(x), strict=True):
+            assert got.stride() == expected.stride()
+            assert torch.equal(bits(got), bits(expected))
+    x = random(4, 128, dtype=B).requires_grad_()
+    results(x)[-1].sum().backward()
+    got, x.grad = x.grad, None
+    quantized_twice(x)[-1].sum().backward()
+    assert torch.equal(got, x.grad)
+
+
+def quantized_twice(x):
+    found = tilenorm.rms_norm_quantized(x, (128,), **arguments(HOWS[2]))
+    q, scale, *_ = tilenorm.layer_norm_quantized(x.detach(), (128,), **arguments(HOWS[6]))
+    return found.q, found.scale, q, scale, found.output
+
+
+@pytest.mark.slow
+def test_compiled_by_inductor():
+    x = random(6, 128, dtype=B)
+    compiled = torch.compile(quantized_twice, fullgraph=True)
+    for got, expected in zip(compiled(x), quantized_twice(x), strict=True):
+        assert got.stride() == expected.stride()
+        assert torch.equal(bits(got), bits(expected))

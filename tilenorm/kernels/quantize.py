@@ -1,0 +1,158 @@
+"""Stage: normalised rows as 8-bit floats with scales: the largest magnitude of each group, the
+factor that the group is multiplied by, the products q, and the scale 1 / factor.
+
+y is a tuple of segments in y's dtype: what is quantised is what the norm without this stage writes.
+"""
+
+import cuda.tile as ct
+
+from .constants import Quant
+from .opaque import rematerialize
+from .tiles import both, write
+
+SMALLEST = 1e-12  # a group whose largest magnitude is smaller has the factor of this
+FIELD = 23  # the bits of float32's mantissa
+MANTISSA = (1 << FIELD) - 1
+NAN = 0x7FFFFFFF  # the NaN of the GPU's own arithmetic
+TILE_ROWS, TILE_GROUPS = 128, 4  # of a tile of swizzled scales
+
+
+def write_quantized(a, norm, tile, ys, peak, STORE):
+    """Write q, and the scales, and the largest magnitude of all y, whichever are asked for.
+
+    peak: of each row, (ROWS, 1) float32, or None where row_peak is to find it.
+    """
+    quant = Quant(*norm.QUANT)
+    if peak is None and (quant.BY_ROW or quant.AMAX):
+        peak = row_peak(tile, ys)
+    if quant.AMAX:
+        write_largest(a, tile, peak)
+    if quant.GROUP > 0:
+        for j, y in ct.static_iter(enumerate(ys)):
+            write_groups(a, quant, tile, j, y, STORE)
+    else:
+        write_rows(a, quant, tile, ys, peak, STORE)
+
+
+def write_rows(a, quant, tile, ys, peak, STORE):
+    """q of rows with one scale each, or with the scale that the caller gives."""
+    if quant.GIVEN:
+        factor = ct.truediv(1.0, ct.load(a.SCALE, (0,), (1,)).reshape((1, 1)))
+    else:
+        factor = factor_of(quant, peak)
+        where = (tile.place[0],)
+        mask = both(tile.in_rows, first_chunk(tile))
+        ct.scatter(a.SCALE, where, ct.truediv(1.0, factor), mask=mask, check_bounds=False)
+    for j, y in ct.static_iter(enumerate(ys)):
+        if quant.BY_ROW and y.dtype != ct.float32:
+            # Over the search for the largest, y stays in 16 bits.
+            y = rematerialize(y, factor)
+        write(a.Q, tile.at(j), y.astype(ct.float32) * factor, STORE)
+
+
+def first_chunk(tile):
+    """A mask: whether this block has the first chunk of the row. None where there is one chunk."""
+    if ct.static_eval(isinstance(tile.chunk, int)):
+        return None
+    return tile.chunk == 0
+
+
+def write_groups(a, quant, tile, j, y, STORE):
+    """q and the scales of a segment whose groups have a scale each."""
+    segment, at = tile.segments[j], tile.at(j)
+    R, W = y.shape
+    COUNT = W // quant.GROUP
+    y = y.reshape((R, COUNT, quant.GROUP))
+    peak = ct.max(magnitude(y), axis=2, keepdims=True, propagate_nan=True).astype(ct.float32)
+    if quant.MX:
+        exponent = exponent_of(quant, peak)
+        factor = ct.bitcast(ct.where(exponent == 255, NAN, (254 - exponent) << FIELD), ct.float32)
+        scale = exponent.astype(ct.uint8)
+    else:
+        factor = factor_of(quant, peak)
+        scale = ct.truediv(1.0, factor)
+    q = (y.astype(ct.float32) * factor).reshape((R, W))
+    write(a.Q, at, q, STORE)
+    group = ct.arange(COUNT, dtype=ct.int32)[None, :]
+    group = (segment.chunk * segment.CHUNK_WIDTH + segment.START) // quant.GROUP + group
+    mask = tile.in_rows
+    if segment.mask is not None:
+        mask = both(mask, group < a.Q.shape[1] // quant.GROUP)
+    where = offset_of(a, quant, at.place[0], group)
+    ct.scatter(a.SCALE, (where,), scale.reshape((R, COUNT)), mask=mask, check_bounds=False)
+
+
+def offset_of(a, quant, row, group):
+    """Where the scale of a group lies."""
+    rows, groups = a.Q.shape[0], a.Q.shape[1] // quant.GROUP
+    if quant.SWIZZLED:
+        # As NVIDIA's "1D Block Scaling Factors Layout" for cuBLAS has them.
+        tiles = ct.cdiv(groups, TILE_GROUPS)
+        number = row // TILE_ROWS * tiles + group // TILE_GROUPS
+        inside = row % 32 * 16 + row % TILE_ROWS // 32 * TILE_GROUPS + group % TILE_GROUPS
+        return number * (TILE_ROWS * TILE_GROUPS) + inside
+    if quant.PADDED > 0:
+        return group * (ct.cdiv(rows, quant.PADDED) * quant.PADDED) + row
+    return row * groups + group
+
+
+def factor_of(quant, peak):
+    """MOST / the largest magnitude; as a power of two it is rounded down, so that q has room."""
+    factor = ct.truediv(quant.MOST, ct.maximum(peak, SMALLEST, propagate_nan=True))
+    if quant.POWER_OF_2:
+        power = ct.bitcast(ct.bitcast(factor, ct.int32) & ~MANTISSA, ct.float32)
+        # Without its mantissa a NaN would be infinite, and q would be large numbers.
+        factor = ct.where(factor == factor, power, factor)
+    return factor
+
+
+def exponent_of(quant, peak):
+    """The exponent of the smallest power of two that is not below peak / MOST, with its bias of
+    127; 255 for NaN and infinity."""
+    bits = ct.bitcast(peak * (1.0 / quant.MOST), ct.int32)
+    return ct.minimum((bits >> FIELD) + ((bits & MANTISSA) != 0).astype(ct.int32), 255)
+
+
+def row_peak(tile, ys):
+    """The largest magnitude of each row, or chunk of it, in float32; NaN if there is one."""
+    peak = None
+    kept = None
+    for j, y in ct.static_iter(enumerate(ys)):
+        y = magnitude(y)
+        mask = tile.segments[j].mask
+        if mask is not None:
+            y = ct.where(mask, y, ct.zeros(y.shape, dtype=y.dtype))
+        # Segments of one width are compared before the block has a reduction, which is a barrier.
+        if kept is not None and kept.shape[1] == y.shape[1]:
+            kept = ct.maximum(kept, y, propagate_nan=True)
+        else:
+            peak = larger(peak, kept)
+            kept = y
+    return larger(peak, kept).astype(ct.float32)
+
+
+def magnitude(y):
+    """|y|. Of float16 the compiler would make a float32 and convert it back, element by element."""
+    if y.dtype == ct.float32:
+        return abs(y)
+    return ct.bitcast(ct.bitcast(y, ct.int16) & 0x7FFF, y.dtype)
+
+
+def larger(peak, y):
+    """The larger of a peak of each row and the magnitudes of a segment, either of them or None."""
+    if y is None:
+        return peak
+    found = ct.max(y, axis=1, keepdims=True, propagate_nan=True)
+    return found if peak is None else ct.maximum(peak, found, propagate_nan=True)
+
+
+def write_largest(a, tile, peak):
+    """AMAX becomes the largest of its value and the peaks of rows that exist.
+
+    The bits of numbers that are not negative are in the order of the numbers, and those of NaN
+    come last, so that the result does not depend on the order of the blocks.
+    """
+    if tile.in_rows is not None:
+        peak = ct.where(tile.in_rows, peak, 0.0)
+    bits = ct.max(ct.bitcast(peak, ct.int32))
+    ct.atomic_max(a.AMAX, (0,), bits, memory_order=ct.MemoryOrder.RELAXED)
