@@ -25,6 +25,7 @@ NEEDS_NVDISASM = pytest.mark.skipif(nvdisasm() is None, reason="needs nvdisasm")
 ROW, BLOCK = Quantization("row", output=True), Quantization("block", layout="column", output=True)
 HIDDEN = (1024, 2048, 3072, 4096, 5120, 6144, 7168, 8192, 12288, 16384)
 B = "bfloat16"
+OUT_OF_ORDER = (12288, 16384)  # N of add_layer_norm with 16 bits, see heuristics.IN_ORDER
 
 
 def spec_of(op: str, hidden: int, how: Quantization, dtype: str = B) -> NormSpec:
@@ -61,7 +62,9 @@ def in_free_order():
                 if free(spec):
                     # The first had other bits with the plain norm's hint.
                     quick = (op, hidden, how) == ("add_rms_norm", 3072, ROW)
-                    marks = () if quick else pytest.mark.slow
+                    marks = [] if quick else [pytest.mark.slow]
+                    if (op, size) == ("add_layer_norm", 2) and hidden in OUT_OF_ORDER:
+                        marks.append(pytest.mark.xfail(reason="no hint was found", strict=True))
                     name = f"{cases.label(spec.unquantized)}-{how.scaling}"
                     yield pytest.param(spec, marks=marks, id=name)
 
@@ -78,7 +81,8 @@ def test_a_row_is_added_up_as_by_the_plain_norm(spec):
 @NEEDS_NVDISASM
 def test_the_hint_of_the_plain_norm_would_change_the_order(monkeypatch):
     spec = spec_of("add_rms_norm", 3072, ROW)
-    monkeypatch.setattr(ForwardPlan, "hints", heuristics.forward(spec, Target.of("sm_90")).hints)
+    hints = heuristics.forward(spec, Target.of("sm_90")).hints
+    monkeypatch.setattr(ForwardPlan, "hints", hints)
     plan_forward.cache_clear()
     executor, inputs = Compiled("sm_90", disturbs=True), Inputs.random(spec, 2, "cpu")
     expected, found = executor.forward(spec.unquantized, inputs), executor.forward(spec, inputs)

@@ -111,16 +111,13 @@ class ForwardPlan(Tiling):
 
     @cached_property
     def hints(self) -> Hints:
-        """The hints that the kernel is compiled with.
-
-        A row of a quantised norm has to be added up in the order of the plain norm. Where no order
-        is prescribed, the compiler takes another one if registers are scarce: with the hint of the
-        plain norm add_rms_norm_quantized of 3072 bfloat16 had other bits than add_rms_norm.
-        """
-        hints, free = self.config.hints, not self.ordered and self.config.rows == 1
-        if self.small or (self.spec.quantized and free):
-            return Hints(None, hints.num_worker_warps)
-        return hints
+        """The hints that the kernel is compiled with."""
+        free = not self.ordered and self.config.rows == 1
+        if self.small:
+            return Hints(None, self.config.hints.num_worker_warps)
+        if self.spec.quantized and free:
+            return heuristics.quantized_hints(self.spec, self.config)
+        return self.config.hints
 
     @cached_property
     def _kernel(self) -> ct.kernel:
