@@ -33,8 +33,8 @@ def rms_norm_quantized(
 
         y = rms_norm(input)        q = y / scale, to the nearest number of `dtype`
 
-    q has, bit for bit, the codes of what tilenorm.rms_norm returns, quantised afterwards. Groups of
-    elements share a scale. With F the largest number of `dtype` (448 or 57344) and a the largest
+    q has, bit for bit, the codes of what tilenorm.rms_norm returns, quantised afterwards. (The one
+    exception known: tilenorm.launch.heuristics.IN_ORDER.) Groups of elements share a scale. With F the largest number of `dtype` (448 or 57344) and a the largest
     magnitude of y in a group:
 
         "row"     a group is a row, "block" 128 elements of one: factor = F / max(a, 1e-12),
