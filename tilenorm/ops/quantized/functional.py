@@ -33,9 +33,10 @@ def rms_norm_quantized(
 
         y = rms_norm(input)        q = y / scale, to the nearest number of `dtype`
 
-    q has, bit for bit, the codes of what tilenorm.rms_norm returns, quantised afterwards. (The one
-    exception known: tilenorm.launch.heuristics.IN_ORDER.) Groups of elements share a scale. With F the largest number of `dtype` (448 or 57344) and a the largest
-    magnitude of y in a group:
+    q has, bit for bit, the codes of what tilenorm.rms_norm returns, quantised afterwards. On a GPU
+    add_layer_norm_quantized of 12288 and 16384 16-bit elements may differ in the last bit, as its
+    rows are added up in another order. Groups of elements share a scale. With F the largest number
+    of `dtype` (448 or 57344) and a the largest magnitude of y in a group:
 
         "row"     a group is a row, "block" 128 elements of one: factor = F / max(a, 1e-12),
                   q = y · factor, scale = 1 / factor, each in float32 and rounded once
