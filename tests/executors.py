@@ -238,7 +238,8 @@ class Compiler(Executor):
 
 def described(arguments: tuple) -> tuple:
     """The arguments of a launch, with what the compiler sees of a tensor in its place."""
-    return tuple(map(_described, arguments))
+    found = map(_described, arguments)
+    return type(arguments)(*found) if hasattr(arguments, "_fields") else tuple(found)
 
 
 def _described(argument):

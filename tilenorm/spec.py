@@ -274,3 +274,14 @@ class NormSpec:
     def aligned(self) -> bool:
         """Whether a row is whole 16-byte vectors: then each row of a matrix starts at a vector."""
         return all(self.hidden * size % 16 == 0 for size in self._row_bytes)
+
+    @cached_property
+    def takes_rows_apart(self) -> bool:
+        """Whether rows are added up alike when they are apart in memory and when they are not.
+
+        The compiler chooses the order by the distance of rows where a row is shorter than a vector
+        of 16 bytes, or where the rows of only some tensors are whole vectors: rms_norm of 4
+        bfloat16, and gated_rms_norm of 4 float32 with a bfloat16 gate (sm_90).
+        """
+        sizes = [self.hidden * item for item in self._row_bytes]
+        return min(sizes) >= 16 and (self.aligned or all(size % 16 for size in sizes))

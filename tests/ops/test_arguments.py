@@ -115,8 +115,9 @@ def test_a_size_may_be_an_integer_tensor(op):
 def test_what_is_on_another_device(form):
     tensors = tensors_of(form, 3, 8)
     for name in form.names[1:]:
-        with pytest.raises(RuntimeError, match=rf"'{name}' takes .* cpu, got cuda:0"):
+        argument = form.argument if name == form.other else name
+        with pytest.raises(RuntimeError, match=rf"'{argument}' takes .* cpu, got cuda:0"):
             call(form, tensors | {name: tensors[name].cuda()})
         elsewhere = {n: t if n == name else t.cuda() for n, t in tensors.items()}
-        with pytest.raises(RuntimeError, match=rf"'{name}' takes .* cuda:0, got cpu"):
+        with pytest.raises(RuntimeError, match=rf"'{argument}' takes .* cuda:0, got cpu"):
             call(form, elsewhere)

@@ -38,7 +38,8 @@ def test_the_ops_give_the_bits_of_the_eager_path(form, n):
     gate_first = not form.options.get("norm_before_gate", True)
     activation = form.options.get("activation", "silu")
     options = Options(n, norm, gate_first=gate_first, activation=activation)
-    y, total, mean, rstd = torch.ops.tilenorm.norm(*given, *options, EPS, True)
+    skip = tensors.get("skip")
+    y, total, mean, rstd = torch.ops.tilenorm.norm(*given, *options, EPS, True, skip=skip)
     outputs = (y, total)[: len(incoming)]
     grads = torch.autograd.grad(outputs, list(tensors.values()), incoming)
     expected = train(form, tensors, incoming)

@@ -13,14 +13,9 @@ from tilenorm.spec import NormSpec
 from .helpers import name_of, random
 
 
-def spec_of(hidden, aligned, heads=0) -> NormSpec:
-    """A spec of float32 rows, which fill vectors or, for the same rows, are not known to."""
-    spec = NormSpec("rms", hidden, "float32", heads=heads)
-    return spec if spec.aligned == aligned else Unaligned("rms", hidden, "float32", heads=heads)
-
-
-class Unaligned(NormSpec):
-    aligned = False
+def spec_of(hidden, heads=0, **fields) -> NormSpec:
+    """A spec of float32 rows."""
+    return NormSpec("rms", hidden, "float32", heads=heads, **fields)
 
 
 def described(shape, strides):
@@ -42,13 +37,14 @@ def in_place(view, x) -> bool:
     return view.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
 
 
-def check(x, hidden, aligned) -> torch.Tensor:
-    view = rows_of(x, spec_of(hidden, aligned))
+def check(x, hidden) -> torch.Tensor:
+    spec = spec_of(hidden)
+    view = rows_of(x, spec)
     assert 2 <= view.dim() <= 4
     assert view.shape[-1] == hidden
     assert view.stride(-1) == 1 or hidden == 1
     assert torch.equal(view.reshape(-1, hidden), x.reshape(-1, hidden))
-    if aligned:
+    if spec.aligned:
         assert view.data_ptr() % 16 == 0
         assert all(s * view.element_size() % 16 == 0 for s in view.stride()[:-1])
     return view
@@ -68,14 +64,14 @@ IN_PLACE = {
     "odd strides of size 1": (BASE.as_strided((1, 6, 1, 32), (7, 64, 13, 1)), 32),
     "one row of an odd stride": (random(1, 33)[:, :32], 32),
     "one row of an odd stride, by itself": (random(1, 1, 33)[..., :32], 32),
-    "one column": (BASE.view(-1, 4)[:, 0], 1),
+    "rows that fill no vectors": (BASE[..., 1:18], 17),
 }
 
 
 @pytest.mark.parametrize("case", IN_PLACE)
 def test_in_place(case):
     x, hidden = IN_PLACE[case]
-    view = check(x, hidden, aligned=hidden % 4 == 0)
+    view = check(x, hidden)
     assert view.data_ptr() == x.data_ptr()
     assert view.dim() == 2
 
@@ -94,12 +90,12 @@ COPIED = {
     "three leading dimensions": (random(4, 3, 2, 32).permute(2, 1, 0, 3), 32),
     "four leading dimensions": (random(2, 2, 2, 2, 8).permute(3, 2, 1, 0, 4), 8),
     "rows that overlap backwards": (BASE.flatten().as_strided((4, 32), (0, 1)), 32),
+    "rows that are shorter than a vector": (BASE[..., :3], 3),
 }
 
 
-@pytest.mark.parametrize("aligned", [False, True])
 @pytest.mark.parametrize("case", COPIED)
-def test_copied_once(case, aligned, monkeypatch):
+def test_copied_once(case, monkeypatch):
     x, hidden = COPIED[case]
     copies = []
     for name in ("contiguous", "reshape"):
@@ -112,10 +108,10 @@ def test_copied_once(case, aligned, monkeypatch):
             return result
 
         monkeypatch.setattr(torch.Tensor, name, counted)
-    view = rows_of(x, spec_of(hidden, aligned))
+    view = rows_of(x, spec_of(hidden))
     monkeypatch.undo()
     assert len(copies) == 1 and view.is_contiguous()
-    check(x, hidden, aligned)
+    check(x, hidden)
 
 
 MISALIGNED = {
@@ -129,8 +125,20 @@ MISALIGNED = {
 def test_misaligned_rows_are_copied_where_alignment_counts(case):
     x = MISALIGNED[case]
     hidden = x.shape[-1]
-    assert not in_place(check(x, hidden, aligned=True), x)
-    assert rows_of(x, spec_of(hidden, False)).data_ptr() == x.data_ptr()
+    assert not in_place(check(x, hidden), x)
+    assert check(x[..., :-1], hidden - 1).data_ptr() == x.data_ptr()
+
+
+def test_rows_of_which_some_alone_fill_vectors():
+    """Each is copied where it is not contiguous, and where it fills vectors but starts at none."""
+    spec, wide = spec_of(20, gate="bfloat16"), random(4, 40)
+    assert not spec.aligned and not spec.takes_rows_apart
+    for x in (wide[:, :20], wide.bfloat16()[:, :20]):
+        assert not in_place(rows_of(x, spec), x)
+    x = random(101)[1:].view(5, 20)
+    assert not in_place(rows_of(x, spec), x)
+    assert in_place(rows_of(narrow := x.bfloat16(), spec), narrow)
+    assert in_place(rows_of(wide[:2].view(4, 20), spec), wide)
 
 
 @pytest.mark.parametrize("dtype, unit", [(torch.bfloat16, 8), (torch.float32, 4)], ids=str)
@@ -144,7 +152,7 @@ def test_sixteen_bytes_whatever_the_dtype(dtype, unit):
     "stride, expected", [(2**31 - 16, "in place"), (2**31, "copied"), (2**32 + 16, "copied")]
 )
 def test_strides_that_need_more_than_32_bits_are_copied(stride, expected):
-    assert rows_of(described((3, 16), (stride, 1)), spec_of(16, True)) == expected
+    assert rows_of(described((3, 16), (stride, 1)), spec_of(16)) == expected
 
 
 @st.composite
@@ -167,10 +175,9 @@ def views(draw):
 
 
 @settings(deadline=None, max_examples=300)
-@given(views(), st.booleans())
-def test_the_same_rows_in_any_view(view, aligned):
-    x, hidden = view
-    check(x, hidden, aligned and hidden % 4 == 0)
+@given(views())
+def test_the_same_rows_in_any_view(view):
+    check(*view)
 
 
 WEIGHTS = {
@@ -219,9 +226,9 @@ TOKENS_COPIED = {
 }
 
 
-def check_tokens(x, aligned=True) -> torch.Tensor:
+def check_tokens(x) -> torch.Tensor:
     heads, hidden = x.shape[-2:]
-    view = rows_of(x, spec_of(hidden, aligned, heads))
+    view = rows_of(x, spec_of(hidden, heads))
     assert view.shape == (x.numel() // (heads * hidden), heads, hidden)
     assert view.stride(-1) == 1
     assert torch.equal(view, x.reshape(view.shape))
@@ -243,20 +250,20 @@ def test_tokens_copied(case):
 
 
 def test_misaligned_tokens_stay_where_alignment_does_not_count():
-    x = TOKENS_COPIED["one element in"]
-    assert check_tokens(x, aligned=False).data_ptr() == x.data_ptr()
+    x = TOKENS_COPIED["one element in"][..., :-1]
+    assert check_tokens(x).data_ptr() == x.data_ptr()
 
 
 @settings(deadline=None, max_examples=100)
-@given(views(), st.booleans())
-def test_the_same_tokens_in_any_view(view, aligned):
+@given(views())
+def test_the_same_tokens_in_any_view(view):
     x = view[0]
     if x.dim() > 1:
-        check_tokens(x, aligned and x.shape[-1] % 4 == 0)
+        check_tokens(x)
 
 
 def test_parameters_by_heads():
-    spec = spec_of(32, True, 6)
+    spec = spec_of(32, 6)
     for w in (BASE[0], BASE[0].t().contiguous().t(), BASE[0, 0].expand(6, 32)):
         matrix = parameter_of(w, spec)
         assert matrix.is_contiguous() and torch.equal(matrix, w)

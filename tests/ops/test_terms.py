@@ -72,13 +72,19 @@ class Call(NamedTuple):
         inputs = replace(p, dy=reduce(add, some), dsum=incoming)
         return cls(spec, tuple(some), given, y, inputs)
 
+    @property
+    def branch(self) -> tuple[Tensor | None, Tensor | None]:
+        """What the input was multiplied by before the residual was added."""
+        return self.inputs.dropout_mask, self.inputs.layer_scale
+
     def arguments(self, output=False) -> tuple:
         absent = [None] * (MAX_TERMS - len(self.terms))
-        return self.terms[0], *self.given, None, *self.terms[1:], *absent, output
+        last = (None, *self.terms[1:], *absent, output, *self.branch)
+        return self.terms[0], *self.given, *last
 
     def alone(self) -> tuple[Tensor, ...]:
         """The gradients for the sum in one tensor."""
-        return OP(self.inputs.dy, *self.given)[:5]
+        return OP(*self._replace(terms=(self.inputs.dy,)).arguments())[:5]
 
 
 def by(served: str):
@@ -94,6 +100,11 @@ def plans(call: Call, served: str, output: bool) -> list[BackwardPlan]:
     return [plan_backward(spec, cases.target(served), n) for n in needs]
 
 
+def described(arguments: tuple) -> tuple:
+    """The arguments with tensors on the meta device, for which the op's fake answers."""
+    return tuple(t.to("meta") if isinstance(t, Tensor) else t for t in arguments)
+
+
 def check(call: Call, served: str, output: bool) -> None:
     """y has the bits of the forward pass. Gradients have those of the sum where the plans add up in
     the same order: a row in the same segments, and dW and dB in as many blocks.
@@ -102,6 +113,8 @@ def check(call: Call, served: str, output: bool) -> None:
         *grads, y = OP(*call.arguments(output))
         expected = call.alone()
     assert torch.equal(y, call.y) if output else y.shape == (0,)
+    for got, fake in zip(grads, OP(*described(call.arguments(output))), strict=False):
+        assert (got.shape, got.dtype) == (fake.shape, fake.dtype)
     rows_alike = sums_alike = True
     if served != "reference":
         a, b = plans(call, served, output)

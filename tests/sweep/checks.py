@@ -116,8 +116,13 @@ def strided(subject: Subject) -> Iterator[str]:
     case = subject.case
     got = subject.train(*subject.with_rows(lambda name, t: case.layout(name).filled(t)))
     yield from subject.differences(got)
-    made = {name: t for name, t in got.items() if name != "skip"}  # whose gradient was given
-    yield from (f"{name} is not contiguous" for name, t in made.items() if not t.is_contiguous())
+    apart = [name for name, t in made(got).items() if not t.is_contiguous()]
+    yield from (f"{name} is not contiguous" for name in apart)
+
+
+def made(results: Results) -> Results:
+    """The results without the gradient of the skip, which is the incoming gradient itself."""
+    return {name: t for name, t in results.items() if name != "skip"}
 
 
 def between_guards(subject: Subject) -> Iterator[str]:
@@ -145,7 +150,7 @@ def replayed(subject: Subject) -> Iterator[str]:
     with torch.cuda.graph(graph):
         got = subject.train()
     for number in (1, 2):
-        for t in got.values():
+        for t in made(got).values():
             t.fill_(torch.nan)
         graph.replay()
         torch.cuda.synchronize()

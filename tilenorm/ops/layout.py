@@ -21,18 +21,19 @@ def rows_of(x: Tensor, spec: NormSpec) -> Tensor:
     fill vectors, every row starts on 16 bytes. A row that does not would be read in narrower pieces
     and summed in another order. Code for rows that are unevenly spaced may sum in another order,
     too: that of layer_norm backward of 1024 float32 (sm_90) adds in a tree instead of a chain. So
-    these are copied: the same bits come first.
+    these are copied, and all that are not contiguous where NormSpec.takes_rows_apart says so: the
+    same bits come first.
     """
     if spec.heads:
         return _tokens_of(x, spec)
-    hidden, aligned = spec.hidden, spec.aligned
+    hidden, fills = spec.hidden, _fills_vectors(x, spec)
     if x.is_contiguous():
         # A single row may have any stride, and the compiler reads by what the stride is.
         if x.stride() != (hidden, 1):
             x = reinterpret(x, (x.numel() // hidden, hidden), (hidden, 1))
-        return x.clone() if aligned and x.data_ptr() % VECTOR_BYTES else x
-    strided = _collapse(x, hidden)
-    if strided is None or len(strided[0]) > 1 or not _starts_vectors(x, strided[1], aligned):
+        return x.clone() if fills and x.data_ptr() % VECTOR_BYTES else x
+    strided = _collapse(x, hidden) if spec.takes_rows_apart else None
+    if strided is None or len(strided[0]) > 1 or not _starts_vectors(x, strided[1], fills):
         return x.reshape(-1, hidden).contiguous()
     shape, strides = strided
     return x.as_strided((*shape, hidden), (*strides, 1))
@@ -42,8 +43,8 @@ def _tokens_of(x: Tensor, spec: NormSpec) -> Tensor:
     """x as (tokens, heads, hidden), always, so that every layout is read by the same code."""
     heads, hidden = spec.heads, spec.hidden
     shape = (x.numel() // (heads * hidden), heads, hidden)
-    even = (heads * hidden, hidden, 1)
-    if x.is_contiguous() and not (spec.aligned and x.data_ptr() % VECTOR_BYTES):
+    even, fills = (heads * hidden, hidden, 1), _fills_vectors(x, spec)
+    if x.is_contiguous() and not (fills and x.data_ptr() % VECTOR_BYTES):
         return x if x.stride() == even else reinterpret(x, shape, even)
     try:
         view = x.view(shape)
@@ -52,15 +53,20 @@ def _tokens_of(x: Tensor, spec: NormSpec) -> Tensor:
     # An extent of 1 may have any stride, and the compiler reads by what the stride is.
     strides = [e if n == 1 else s for n, s, e in zip(shape, view.stride(), even, strict=True)]
     fits = strides[2] == 1 and 0 < min(strides) <= max(strides) < MAX_STRIDE
-    if fits and _starts_vectors(view, strides[:2], spec.aligned):
+    if fits and spec.takes_rows_apart and _starts_vectors(view, strides[:2], fills):
         return view.as_strided(shape, strides)
     return view.clone(memory_format=torch.contiguous_format).as_strided(shape, even)
 
 
-def _starts_vectors(x: Tensor, strides: list[int], aligned: bool) -> bool:
-    """Every row starts on 16 bytes, if that is asked for."""
+def _fills_vectors(x: Tensor, spec: NormSpec) -> bool:
+    """Whether a contiguous row of x is whole vectors of 16 bytes."""
+    return spec.aligned or not spec.hidden * x.element_size() % VECTOR_BYTES
+
+
+def _starts_vectors(x: Tensor, strides: list[int], fills: bool) -> bool:
+    """Every row starts on 16 bytes, if rows fill vectors."""
     unit = VECTOR_BYTES // x.element_size()
-    return not aligned or not (x.data_ptr() % VECTOR_BYTES or any(s % unit for s in strides))
+    return not fills or not (x.data_ptr() % VECTOR_BYTES or any(s % unit for s in strides))
 
 
 def start_vectors(tensors: Sequence[Tensor | None]) -> bool:

@@ -75,6 +75,8 @@ def _backward_of(arguments: tuple, by_name: dict) -> tuple:
     tensors, branch = (dy, x if added else None, gate, weight, bias), None
     if any(t is not None for t in call.branch):
         tensors, branch = call.tensors, Branch(*call.branch)
+    elif not added and dy.dtype != x.dtype:
+        tensors = call.tensors
     runner = runner_of(tensors, options, backend)
     more = call.more
     asked = (tuple(mask), dsum is not None, 1 + len(more), call.output)
