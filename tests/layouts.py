@@ -47,9 +47,12 @@ def draw(rng: Random, shape: tuple[int, ...], halves: bool) -> Layout:
         inner.insert(0, inner[0] * extent)
     rows, row = shape[0], inner[0] * shape[1]
     start, apart = 0, row
-    match rng.choice(("vectors", "odd", "one element in", "third of three", "columns", "half")):
+    kinds = ("vectors", "whole", "odd", "one element in", "third of three", "columns", "half")
+    match rng.choice(kinds):
         case "vectors":
             start, apart = VECTOR, row + 8 * VECTOR
+        case "whole":
+            apart = -(-row // VECTOR) * VECTOR
         case "odd":
             apart = row + 3
         case "one element in":

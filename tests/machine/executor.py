@@ -19,6 +19,13 @@ from .run import launch
 DISTINCT = 3  # different rows; each stands in many places
 PLACES = 40  # rows of a batch, at least
 MULTIPLE = 16  # a number of rows that the compiler is told of
+# The elements from row to row: a vector of 16 bytes more than a row has, an odd number more, and as
+# many whole vectors as hold a row.
+DISTANCES = (
+    lambda t: t.shape[-1] + 16 // t.element_size(),
+    lambda t: t.shape[-1] + 3,
+    lambda t: -(-t.shape[-1] * t.element_size() // 16) * (16 // t.element_size()),
+)
 
 
 class Compiled(Executor):
@@ -81,7 +88,7 @@ def specialized(arch: str, spec: NormSpec, needs: Needs | None) -> dict[str, int
     _plan(executor, spec, needs)
     inputs = Inputs.random(spec, MULTIPLE * heads, "cpu")
     expected = _results(executor, spec, inputs, needs)
-    variants = [inputs.with_rows(lambda _, t: _apart(t))]
+    variants = [inputs.with_rows(lambda _, t: _apart(t, rule(t))) for rule in DISTANCES]  # noqa: B023
     variants += [inputs.with_rows(lambda _, t: t[:n]) for n in (1, 3)]  # noqa: B023
     found = {}
     for variant in variants:
@@ -108,9 +115,9 @@ def rewritten(arch: str, spec: NormSpec, needs: Needs) -> int:
     return int((again != y).sum())
 
 
-def _apart(t: Tensor) -> Tensor:
-    """A tensor with the same values, whose rows are a vector of 16 bytes further apart."""
-    around = t.new_full((*t.shape[:-1], t.shape[-1] + 16 // t.element_size()), torch.nan)
+def _apart(t: Tensor, distance: int) -> Tensor:
+    """A tensor with the same values, whose rows are so many elements apart."""
+    around = t.new_full((*t.shape[:-1], distance), torch.nan)
     return around[..., : t.shape[-1]].copy_(t)
 
 

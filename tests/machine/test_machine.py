@@ -35,9 +35,12 @@ ONCE_MOVED = (
     pytest.param(NormSpec("rms", 64, F, F, residual=F), True, marks=pytest.mark.slow),
     pytest.param(NormSpec("rms", 160, F, F, gate=F), True, marks=pytest.mark.slow),
 )
-# The first had other bits in the variant for rows that are unevenly spaced.
+# The first had other bits in the variant for rows that are unevenly spaced. The second and the
+# third had them where rows were apart: in whole vectors, and in none.
 VARIED = (
     NormSpec("layer", 1024, F, F, F),
+    NormSpec("rms", 4, B, B),
+    NormSpec("rms", 4, F, F, gate=B, gate_first=True),
     pytest.param(NormSpec("rms", 1024, F, F), marks=pytest.mark.slow),
 )
 
