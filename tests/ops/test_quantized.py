@@ -26,7 +26,7 @@ from tilenorm.spec import QUANTIZED_OPS, NormSpec, Quantization
 from .helpers import EPS, random
 from .pretended import pretended_gpu
 
-SERVED = ("reference", "sm_90", "sm_100")
+SERVED = ("reference", "sm_90", "sm_100", "sm_80")
 EACH_OP = pytest.mark.parametrize("op", QUANTIZED_OPS)
 EACH_HOW = pytest.mark.parametrize("how", HOWS, ids=label)
 ROW = HOWS[0]

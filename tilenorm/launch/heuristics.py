@@ -37,32 +37,10 @@ FORWARD_BLOCKS, FORWARD_VECTORS, FORWARD_CHUNK = {1: 3, 2: 2}, 8, 4096
 # for more inputs. With one more block on a multiprocessor some of these kernels spill.
 WIDE_CHUNK, CHUNK, MORE_CHUNK = (2048, 2), (1024, 3), (1024, 2)
 
-# The occupancy of quantised norms that the compiler adds up in another order without one: by the
-# plain norm's operation and the bytes of an element, for each N. None was found for add_layer_norm
-# of 12288 and 16384 16-bit elements.
-IN_ORDER = {
-    ("rms_norm", 2): {24576: 2, 28672: 2},
-    ("layer_norm", 2): {16384: 4},
-    ("add_layer_norm", 2): {8192: 2, 24576: 2},
-    ("layer_norm", 4): {3072: 2, 5120: 2, 6144: 2, 7168: 2, 20480: 2},
-    ("add_layer_norm", 4): {4096: 2, 5120: 4},
-}
-
 
 def forward(spec: NormSpec, target: Target) -> Config:
     """A norm whose output is quantised has the configuration, and so the bits, of the plain one."""
     return with_room(spec, _forward(spec.unquantized, target))
-
-
-def quantized_hints(spec: NormSpec, config: Config) -> Hints:
-    """The hints of a quantised norm whose rows have no prescribed order.
-
-    Its rows have to be added up in the order of the plain norm. The compiler chooses the order, by
-    the registers that are left. Without an occupancy it mostly chooses the plain norm's, as code
-    compiled for sm_90 shows; IN_ORDER has the occupancy of the other cases.
-    """
-    occupancy = IN_ORDER.get((spec.unquantized.op, spec.widest_item), {}).get(spec.hidden)
-    return replace(config.hints, occupancy=occupancy)
 
 
 def with_room(spec: NormSpec, config: Config) -> Config:

@@ -35,6 +35,7 @@ from .calls import (
     taking,
 )
 from .config import ColumnSum, Hints, RowForward, SharedForward, StreamForward, cdiv
+from .quantized import cast_apart, hints_in_order
 from .target import Target
 from .tiling import Tiling
 
@@ -52,13 +53,16 @@ def _all(arrays: tuple) -> tuple:
 
 @cache
 def plan_forward(spec: NormSpec, target: Target, save: bool) -> "ForwardPlan":
-    """The plan for y and the sum, and for mean and rstd if `save`.
+    """The plan for y and the sum, and for mean and rstd if `save`; of a quantised norm for q and
+    the scales, or the plan of the plain norm where a cast follows its kernels (casts_apart).
 
     The compiler may choose the order in which a thread adds, and the choice depends on the free
     registers. An occupancy hint bounds the registers, so that a kernel that does not write mean and
     rstd could give y other last bits. In this case the plan always writes mean and rstd.
     """
     plan = ForwardPlan(spec, target, heuristics.forward(_configured(spec), target), save)
+    if plan.casts_apart:
+        return plan_forward(spec.unquantized, target, save)
     return replace(plan, save=True) if plan.hints.occupancy and not plan.ordered else plan
 
 
@@ -112,12 +116,23 @@ class ForwardPlan(Tiling):
     @cached_property
     def hints(self) -> Hints:
         """The hints that the kernel is compiled with."""
-        free = not self.ordered and self.config.rows == 1
         if self.small:
             return Hints(None, self.config.hints.num_worker_warps)
-        if self.spec.quantized and free:
-            return heuristics.quantized_hints(self.spec, self.config)
+        if self.spec.quantized and self._free:
+            return hints_in_order(self.spec, self.config)
         return self.config.hints
+
+    @property
+    def casts_apart(self) -> str | None:
+        """Why one kernel does not normalise and quantise, or None: see quantized.cast_apart."""
+        if not self.spec.quantized:
+            return None
+        return cast_apart(self.spec, self.target, self.config, self._free)
+
+    @property
+    def _free(self) -> bool:
+        """Whether the compiler chooses the order in which a row that is a tile is added up."""
+        return not self.ordered and self.config.rows == 1
 
     @cached_property
     def _kernel(self) -> ct.kernel:

@@ -8,7 +8,6 @@ from types import MethodType
 
 import torch
 
-from ..launch import heuristics
 from ..launch.calls import Needs
 from ..launch.plan import BackwardPlan, ForwardPlan, plan_backward, plan_forward
 from ..launch.target import MULTIPROCESSORS, Target
@@ -71,7 +70,7 @@ def cutile_refuses(spec: NormSpec, rows: int, device: Device) -> str | None:
         return f"{device.target.arch}: cuTile compiles for {', '.join(MULTIPROCESSORS)}"
     if device.driver < MIN_DRIVER:
         return f"the driver serves CUDA {device.driver // 1000}; cuTile takes CUDA 13 (r580) or up"
-    if reason := spec_refused(spec) or (spec.quantized and quantized_refused(spec, device.target)):
+    if reason := spec_refused(spec):
         return reason
     if rows > MAX_ROWS:
         return f"the input has {rows} rows; the kernels take up to {MAX_ROWS}"
@@ -89,16 +88,6 @@ def spec_refused(spec: NormSpec) -> str | None:
     return None
 
 
-def quantized_refused(spec: NormSpec, target: Target) -> str | None:
-    """Why the kernels do not quantise the rows of a spec on a target, or None."""
-    if not target.has_fp8:
-        return f"{target.arch}: cuTile has no 8-bit floats before sm_90"
-    group, config = spec.quantized.group, heuristics.forward(spec, target)
-    if group and any(width % group for width in config.segments(spec.hidden)):
-        return f"the configuration {config} cuts groups of {group} elements"
-    return None
-
-
 def cutile_implementation(run: cutile.Run = cutile.on_device) -> Implementation:
     """The kernels. run: what launches them; the tests interpret them instead."""
     launcher = {} if run is cutile.on_device else {"run": run}
@@ -109,8 +98,12 @@ def cutile_implementation(run: cutile.Run = cutile.on_device) -> Implementation:
         return MethodType(function, plan)  # a call takes less time than a partial's
 
     def forward(spec: NormSpec, device: Device, save: bool) -> Callable:
-        function = quantized.cutile.forward if spec.quantized else cutile.forward
-        return bound(function, plan_forward(spec, device.target, save))
+        plan = plan_forward(spec, device.target, save)
+        if not spec.quantized:
+            return bound(cutile.forward, plan)
+        if plan.spec.quantized:
+            return bound(quantized.cutile.forward, plan)
+        return partial(quantized.cutile.cast_apart, spec, plan, **launcher)
 
     def backward(spec: NormSpec, device: Device, needs: Needs) -> Callable:
         return bound(cutile.backward, plan_backward(spec, device.target, needs))
@@ -119,6 +112,8 @@ def cutile_implementation(run: cutile.Run = cutile.on_device) -> Implementation:
         return partial(getattr(split.cutile, name), spec, device.target, **launcher)
 
     def transposed(spec: NormSpec, device: Device) -> Callable:
+        if not device.target.has_fp8:
+            return partial(quantized.transposed.reference, spec)
         return partial(quantized.transposed.cutile, spec, device.target, **launcher)
 
     more = {"takes_rows": True, "piece": piece, "transposed": transposed}

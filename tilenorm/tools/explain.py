@@ -2,12 +2,12 @@
 
 import inspect
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ..launch import heuristics
 from ..launch.calls import constants_of, every_gradient
-from ..launch.plan import chain_refused, plan_backward, plan_forward
+from ..launch.plan import ForwardPlan, chain_refused, plan_backward, plan_forward
 from ..launch.scales import Scales
 from ..launch.target import Target
 from ..ops import arguments, functional
@@ -174,8 +174,9 @@ def explain_spec(
     forward, backward, sources = (), (), (None, None)
     if chosen == "cutile" and rows:
         needs = every_gradient(spec)._replace(terms=terms)
-        forward = _steps(calls_of(plan_forward(spec, device.target, True), rows))
-        sources = (heuristics.source(spec, device.target), None)
+        plan = plan_forward(spec, device.target, True)
+        forward = _steps(calls_of(plan, rows))
+        sources = (heuristics.source(spec, device.target) + _cast_of(spec, plan), None)
         if spec.differentiable:
             backward = _steps(calls_of(plan_backward(spec, device.target, needs), rows))
             sources = sources[0], heuristics.source(spec, device.target, needs)
@@ -191,6 +192,14 @@ def explain_spec(
         *moved_bytes(spec, rows, terms),
         terms,
     )
+
+
+def _cast_of(spec: NormSpec, plan: ForwardPlan) -> str:
+    """What a source says of a quantised norm whose rows a cast follows."""
+    if not spec.quantized or plan.spec.quantized:
+        return ""
+    reason = replace(plan, spec=spec).casts_apart
+    return f"; PyTorch's operations quantise afterwards: {reason}"
 
 
 def moved_bytes(spec: NormSpec, rows: int, terms: int = 1) -> tuple[int, int]:

@@ -6,9 +6,12 @@ from torch import Tensor
 from ...launch.calls import ABSENT, ForwardArrays
 from ...launch.plan import ForwardPlan
 from ...launch.scales import Scales
+from ...spec import NormSpec
+from .. import cutile
 from ..cutile import Run, fresh, on_device
 from ..layout import as_read, plain, shaped_as
-from ..tensors import Tensors
+from ..tensors import Tensors, trimmed
+from .reference import quantize
 from .tensors import Results, q_dtype, scale_of
 
 MOST_SCALES = 2**31 - 1  # the kernels number scales in 32 bits
@@ -54,6 +57,16 @@ def forward(plan: ForwardPlan, tensors: tuple, eps: float, run: Run = on_device)
         run(plan.launches(rows, eps), ForwardArrays(**arrays), x.get_device())
     q, y, total = (_shaped(t, x) for t in (q, y, total))
     return Results(q, scale, _number(amax), y, total, mean, rstd)
+
+
+def cast_apart(
+    spec: NormSpec, plan: ForwardPlan, tensors: tuple, eps: float, run: Run = on_device
+) -> Results:
+    """The plain norm's kernels, and PyTorch's operations for the cast. plan: of the plain norm."""
+    *tensors, given = tensors
+    y, *others = cutile.forward(plan, trimmed(tuple(tensors)), eps, run=run)
+    q, scale, amax = quantize(spec, y, given)
+    return Results(q, scale, amax, y if spec.quantized.output else None, *others)
 
 
 def _shaped(made: Tensor | None, like: Tensor) -> Tensor | None:

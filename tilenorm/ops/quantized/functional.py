@@ -33,10 +33,11 @@ def rms_norm_quantized(
 
         y = rms_norm(input)        q = y / scale, to the nearest number of `dtype`
 
-    q has, bit for bit, the codes of what tilenorm.rms_norm returns, quantised afterwards. On a GPU
-    add_layer_norm_quantized of 12288 and 16384 16-bit elements may differ in the last bit, as its
-    rows are added up in another order. Groups of elements share a scale. With F the largest number
-    of `dtype` (448 or 57344) and a the largest magnitude of y in a group:
+    q has, bit for bit, the codes of what tilenorm.rms_norm returns, quantised afterwards. Where no
+    single kernel keeps these bits, PyTorch's operations quantise what the norm's kernels return:
+    for add_layer_norm_quantized of 8193 to 16384 16-bit elements, and on a GPU before sm_90.
+    tilenorm.explain tells. Groups of elements share a scale. With F the largest number of `dtype`
+    (448 or 57344) and a the largest magnitude of y in a group:
 
         "row"     a group is a row, "block" 128 elements of one: factor = F / max(a, 1e-12),
                   q = y · factor, scale = 1 / factor, each in float32 and rounded once
@@ -62,7 +63,7 @@ def rms_norm_quantized(
             around.
         return_output: y is returned too, in the input's dtype.
         return_amax: the largest magnitude of y is returned too.
-        backend: as for tilenorm.rms_norm. cuTile has 8-bit floats from sm_90 on.
+        backend: as for tilenorm.rms_norm.
 
     Returns:
         QuantizedNorm. q has the input's shape. scale is the factor of decoding, y ≈ q · scale:
