@@ -4,13 +4,15 @@ Each provider computes the norm of bfloat16 rows and quantises it, by row, by bl
 the caller's scale ("tensor"); only the forward pass has codes. The bytes are those of the
 mathematics: each input is read once, and the codes, the scales and the sum with the residual are
 written once. ``torch`` and ``compile`` are PyTorch's norm followed by the operations of a cast.
-``tilenorm+cast`` is tilenorm's norm followed by that cast under torch.compile. What
-a provider returns is checked before it is timed.
+``tilenorm+cast`` is tilenorm's norm followed by that cast under torch.compile. ``flashinfer``
+writes the sum over the residual; its norm by blocks always writes y too, so that norm is measured
+with ``--output``. What a provider returns is checked before it is timed.
 """
 
 import argparse
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -119,16 +121,24 @@ def cell(name: str, asked: tuple[str, bool, bool], how: tuple) -> Cell:
             return Cell(**line, status="skipped", error=f"has no {op}")
         with torch.no_grad():
             given = inputs(rows, hidden, device, added)
-            if (error := wrong_by(run(*given), given, scaling)) > MOST_ERROR:
+            # A provider may overwrite its inputs.
+            if (error := wrong_by(run(*map(torch.clone, given)), given, scaling)) > MOST_ERROR:
                 why = f"the result is wrong by {error:.3g} of its norm"
                 return Cell(**line, status="wrong", error=why)
             sets = timing.rotating_sets(nbytes, device)
             calls = [partial(run, *map(torch.clone, given)) for _ in range(sets)]
             found = timing.measure(calls, nbytes, device, budget)
     except Exception as error:  # the failure of a peer is a result
+        _forget_failed_launch(device)
         return Cell(**line, status="failed", error=first_line(error))
     numbers = {"median_us": found.median_us, "spread": found.spread, "samples": found.samples}
     return Cell(**line, **numbers, timing=found.kind)
+
+
+def _forget_failed_launch(device: str) -> None:
+    """Launch something, which raises the error that a launch outside of PyTorch may have left."""
+    with suppress(RuntimeError):
+        torch.ones(1, device=device)
 
 
 def wrong_by(found: tuple, given: list[Tensor], scaling: str) -> float:

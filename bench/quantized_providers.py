@@ -108,10 +108,33 @@ def _vllm(scaling: str, added: bool, output: bool) -> Callable | None:
     return lambda x, w, scale: _custom_ops.rms_norm_dynamic_per_token_quant(x, w, EPS, FP8)
 
 
+def _flashinfer(scaling: str, added: bool, output: bool) -> Callable | None:
+    from flashinfer import norm
+
+    def by_tensor(*tensors):
+        x, *residual, w, scale = tensors
+        q = torch.empty_like(x, dtype=FP8)
+        function = norm.fused_add_rmsnorm_quant if added else norm.rmsnorm_quant
+        function(q, x, *residual, w, scale, EPS)
+        return q, *residual
+
+    def by_block(x, residual, w, scale):
+        rows, groups = len(x), x.shape[-1] // SCALINGS["block"]
+        q, y = torch.empty_like(x, dtype=FP8), torch.empty_like(x)
+        scales = x.new_empty(groups, -(-rows // 4) * 4, dtype=torch.float32)
+        norm.fused_add_rmsnorm_fp8_block_quant(q, scales, y, x, residual, w, EPS)
+        return q, scales.T[:rows], residual, y
+
+    if (scaling, added, output) == ("block", True, True):  # y and the sum are always written
+        return by_block
+    return by_tensor if (scaling, output) == ("tensor", False) else None
+
+
 PROVIDERS = {
     "tilenorm": _tilenorm,
     "torch": _torch,
     "compile": _compile,
     "tilenorm+cast": _tilenorm_and_cast,
     "vllm": _vllm,
+    "flashinfer": _flashinfer,
 }

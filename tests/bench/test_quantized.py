@@ -1,4 +1,7 @@
-"""bench quantized: its bytes, its check, and its table."""
+"""bench quantized: its bytes, its check, its providers, and its table."""
+
+import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -6,7 +9,9 @@ import torch
 from bench import quantized
 from bench.__main__ import main
 from bench.quantized import MOST_ERROR, bytes_of, inputs, wrong_by
-from bench.quantized_providers import PROVIDERS, SCALINGS
+from bench.quantized_providers import PROVIDERS, SCALINGS, cast, pytorch_norm
+
+ASKED = [("tensor", False, False), ("tensor", True, False), ("block", True, True)]
 
 
 def test_bytes_are_what_the_mathematics_needs():
@@ -39,6 +44,52 @@ def test_the_callers_scale_is_not_among_the_results(added, output):
     )
     assert len(ours) == len(theirs) == 1 + added + output
     assert wrong_by(ours, given, "tensor") < MOST_ERROR
+
+
+def flashinfer_of_pytorch():
+    """A package whose norms are called as FlashInfer's, and overwrite the residual as those do."""
+
+    def rmsnorm_quant(out, input, weight, scale, eps):
+        out.copy_(cast(*pytorch_norm(False)(input, weight), scale, "tensor")[0])
+
+    def fused_add_rmsnorm_quant(out, input, residual, weight, scale, eps):
+        rmsnorm_quant(out, residual.add_(input), weight, scale, eps)
+
+    def fused_add_rmsnorm_fp8_block_quant(out, block_scale, normed_out, input, residual, w, eps):
+        normed_out.copy_(*pytorch_norm(False)(residual.add_(input), w))
+        q, scales = cast(normed_out, None, "block")
+        out.copy_(q)
+        block_scale[:, : len(out)] = scales.T
+
+    package, norm = ModuleType("flashinfer"), ModuleType("flashinfer.norm")
+    vars(norm).update(
+        rmsnorm_quant=rmsnorm_quant,
+        fused_add_rmsnorm_quant=fused_add_rmsnorm_quant,
+        fused_add_rmsnorm_fp8_block_quant=fused_add_rmsnorm_fp8_block_quant,
+    )
+    package.norm = norm
+    return {"flashinfer": package, "flashinfer.norm": norm}
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_flashinfer_overwrites_its_residual_and_is_checked_before(monkeypatch, asked):
+    for name, module in flashinfer_of_pytorch().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    made = quantized.cell("flashinfer", asked, (6, 256, "cpu", 0.01))
+    assert made.status == "ok", made.error
+
+
+def test_flashinfer_is_measured_where_it_moves_the_same_bytes(monkeypatch):
+    for name, module in flashinfer_of_pytorch().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    asked = [(s, added, y) for s in SCALINGS for added in (False, True) for y in (False, True)]
+    assert {how for how in asked if PROVIDERS["flashinfer"](*how)} == set(ASKED)
+
+
+def test_a_package_that_is_absent_fails_alone(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    made = quantized.cell("flashinfer", ("tensor", False, False), (8, 256, "cpu", 0.01))
+    assert made.status == "failed" and "flashinfer" in made.error
 
 
 def test_the_command_prints_a_table(capsys):
