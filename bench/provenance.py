@@ -12,7 +12,14 @@ from pathlib import Path
 
 import torch
 
-PACKAGES = ("triton", "cuda-tile", "quack-kernels", "liger-kernel", "tilegym")
+PACKAGES = (
+    "triton",
+    "cuda-tile",
+    "quack-kernels",
+    "liger-kernel",
+    "tilegym",
+    "flashinfer-python",
+)
 
 
 def device() -> str:

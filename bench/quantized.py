@@ -1,31 +1,31 @@
 """``python -m bench quantized`` measures norms whose output is 8-bit floats with scales.
 
-Each provider computes the norm of bfloat16 rows and quantises it, by row or by blocks of 128; only
-the forward pass has codes. The bytes are those of the mathematics: each input is read once, and the
-codes, the scales and the sum with the residual are written once. ``torch`` and ``compile`` are
-PyTorch's norm followed by the operations of a cast by row or by block, and ``tilenorm+cast`` is
-tilenorm's norm followed by that cast under torch.compile. What a provider returns is checked before
-it is timed.
+Each provider computes the norm of bfloat16 rows and quantises it, by row, by blocks of 128 or with
+the caller's scale ("tensor"); only the forward pass has codes. The bytes are those of the
+mathematics: each input is read once, and the codes, the scales and the sum with the residual are
+written once. ``torch`` and ``compile`` are PyTorch's norm followed by the operations of a cast.
+``tilenorm+cast`` is tilenorm's norm followed by that cast under torch.compile. ``flashinfer``
+writes the sum over the residual; its norm by blocks always writes y too, so that norm is measured
+with ``--output``. What a provider returns is checked before it is timed.
 """
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from bench import provenance, record, report, timing
-from bench.formulas import EPS
 from bench.lines import Cell, Copy
-from bench.providers import compiled
+from bench.quantized_providers import PROVIDERS, SCALINGS, pytorch_norm
 from bench.record import first_line
 
-FP8, MOST = torch.float8_e4m3fn, 448.0
-SCALINGS = {"row": 0, "block": 128}
+OPS = ("rms_norm_quantized", "add_rms_norm_quantized")
 SIZES = (1024, 2048, 4096, 8192, 16384, 65536)
+STATIC_SCALE = 1 / 64  # the largest code is 448 / 64 = 7, and y is smaller
 ELEMENTS = 1 << 26
 MOST_ERROR = 0.04  # of the norm of y: three bits of mantissa miss it by about 0.026
 DIRECTION = "forward"  # without grad: the codes have no backward pass
@@ -53,6 +53,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--op", nargs="+", choices=OPS, default=OPS)
     parser.add_argument("--hidden", nargs="+", type=int, default=SIZES, metavar="N")
     parser.add_argument("--scaling", nargs="+", choices=SCALINGS, default=list(SCALINGS))
     parser.add_argument("--provider", nargs="+", choices=PROVIDERS, default=list(PROVIDERS))
@@ -67,94 +68,12 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     return args
 
 
-def cast(y: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """The codes and the decoding scales of rows, as training code in PyTorch computes them."""
-    groups = y.float().unflatten(-1, (-1, group or y.shape[-1]))
-    factor = MOST / groups.abs().amax(-1, keepdim=True).clamp(min=1e-12)
-    q = (groups * factor).clamp(-MOST, MOST).to(FP8).flatten(-2)
-    return q, factor.reciprocal().squeeze(-1)
-
-
-def norm_of(norm: Callable, add_norm: Callable, added: bool) -> Callable:
-    """A function of x, the residual if one is added, and the weight: y and the sum if there is one.
-
-    norm, add_norm: of these tensors, as tilenorm's.
-    """
-
-    def plain(x, w):
-        return (norm(x, x.shape[-1:], w, EPS),)
-
-    def with_residual(x, r, w):
-        return add_norm(x, r, x.shape[-1:], w, EPS)
-
-    return with_residual if added else plain
-
-
-def pytorch_norm(added: bool) -> Callable:
-    def add_norm(x, r, shape, w, eps):
-        total = x + r
-        return F.rms_norm(total, shape, w, eps), total
-
-    return norm_of(F.rms_norm, add_norm, added)
-
-
-def composed(norm: Callable, casting: Callable, output: bool) -> Callable:
-    def run(*tensors):
-        y, *total = norm(*tensors)
-        return *casting(y), *total, *[y] * output
-
-    return run
-
-
-def _tilenorm(scaling: str, added: bool, output: bool) -> Callable:
-    import tilenorm as tn
-
-    def run(*tensors):
-        *rows, w = tensors
-        function = tn.add_rms_norm_quantized if added else tn.rms_norm_quantized
-        shape = w.shape
-        found = function(*rows, shape, w, EPS, scaling=scaling, return_output=output)
-        last = (*[found.residual_out] * added, *[found.output] * output)
-        return found.q, found.scale, *last
-
-    return run
-
-
-def _torch(scaling: str, added: bool, output: bool) -> Callable:
-    return composed(pytorch_norm(added), partial(cast, group=SCALINGS[scaling]), output)
-
-
-def _compile(scaling: str, added: bool, output: bool) -> Callable:
-    return compiled(_torch(scaling, added, output))
-
-
-def _tilenorm_and_cast(scaling: str, added: bool, output: bool) -> Callable:
-    import tilenorm as tn
-
-    norm = norm_of(tn.rms_norm, tn.add_rms_norm, added)
-    return composed(norm, compiled(partial(cast, group=SCALINGS[scaling])), output)
-
-
-def _vllm(scaling: str, added: bool, output: bool) -> Callable | None:
-    from vllm import _custom_ops
-
-    if scaling != "row" or added or output:  # its residual is overwritten
-        return None
-    return lambda x, w: _custom_ops.rms_norm_dynamic_per_token_quant(x, w, EPS, FP8)
-
-
-PROVIDERS = {
-    "tilenorm": _tilenorm,
-    "torch": _torch,
-    "compile": _compile,
-    "tilenorm+cast": _tilenorm_and_cast,
-    "vllm": _vllm,
-}
-
-
 def bytes_of(scaling: str, added: bool, output: bool, rows: int, hidden: int) -> int:
-    """x, the weight and the codes; the residual and the sum; y where it is returned; the scales."""
-    groups = hidden // (SCALINGS[scaling] or hidden)
+    """x, the weight and the codes; the residual and the sum; y where it is returned; the scales.
+
+    The caller's scale is not written.
+    """
+    groups = 0 if scaling == "tensor" else hidden // (SCALINGS[scaling] or hidden)
     matrices = 2 + 1 + 4 * added + 2 * output
     return rows * hidden * matrices + 2 * hidden + 4 * rows * groups
 
@@ -162,7 +81,7 @@ def bytes_of(scaling: str, added: bool, output: bool, rows: int, hidden: int) ->
 def measured(
     rows: int, hidden: int, args: argparse.Namespace, device: str
 ) -> Iterator[Cell | Copy]:
-    """The time of a copy, and a cell for each norm, scaling and provider."""
+    """The time of a copy, and a cell for each op, scaling and provider."""
     source = torch.empty(rows, hidden, dtype=torch.bfloat16, device=device).normal_()
     moved = 2 * source.nbytes
     copies = [
@@ -173,7 +92,7 @@ def measured(
     yield Copy(
         "bfloat16", rows, hidden, moved, found.median_us, found.spread, found.samples, found.kind
     )
-    for added in (False, True):
+    for added in (op == OPS[1] for op in OPS if op in args.op):
         for scaling in args.scaling:
             for name in args.provider:
                 asked = (scaling, added, args.output)
@@ -181,16 +100,18 @@ def measured(
 
 
 def inputs(rows: int, hidden: int, device: str, added: bool) -> list[Tensor]:
+    """x, the residual if one is added, the weight, and the caller's scale."""
     make = torch.Generator(device).manual_seed(rows + hidden)
     like = {"generator": make, "device": device}
     matrices = [torch.randn(rows, hidden, **like).bfloat16() for _ in range(1 + added)]
-    return [*matrices, (0.25 + 0.5 * torch.rand(hidden, **like)).bfloat16()]
+    weight = (0.25 + 0.5 * torch.rand(hidden, **like)).bfloat16()
+    return [*matrices, weight, torch.full((1,), STATIC_SCALE, device=device)]
 
 
 def cell(name: str, asked: tuple[str, bool, bool], how: tuple) -> Cell:
     scaling, added, output = asked
     rows, hidden, device, budget = how
-    op = f"{'add_' if added else ''}rms_norm_quantized {scaling}{' + y' if output else ''}"
+    op = f"{OPS[added]} {scaling}{' + y' if output else ''}"
     nbytes = bytes_of(*asked, rows, hidden)
     line = {"op": op, "dtype": "bfloat16", "m": rows, "n": hidden, "direction": DIRECTION}
     line |= {"provider": name, "bytes": nbytes}
@@ -200,16 +121,24 @@ def cell(name: str, asked: tuple[str, bool, bool], how: tuple) -> Cell:
             return Cell(**line, status="skipped", error=f"has no {op}")
         with torch.no_grad():
             given = inputs(rows, hidden, device, added)
-            if (error := wrong_by(run(*given), given, scaling)) > MOST_ERROR:
+            # A provider may overwrite its inputs.
+            if (error := wrong_by(run(*map(torch.clone, given)), given, scaling)) > MOST_ERROR:
                 why = f"the result is wrong by {error:.3g} of its norm"
                 return Cell(**line, status="wrong", error=why)
             sets = timing.rotating_sets(nbytes, device)
             calls = [partial(run, *map(torch.clone, given)) for _ in range(sets)]
             found = timing.measure(calls, nbytes, device, budget)
     except Exception as error:  # the failure of a peer is a result
+        _forget_failed_launch(device)
         return Cell(**line, status="failed", error=first_line(error))
     numbers = {"median_us": found.median_us, "spread": found.spread, "samples": found.samples}
     return Cell(**line, **numbers, timing=found.kind)
+
+
+def _forget_failed_launch(device: str) -> None:
+    """Launch something, which raises the error that a launch outside of PyTorch may have left."""
+    with suppress(RuntimeError):
+        torch.ones(1, device=device)
 
 
 def wrong_by(found: tuple, given: list[Tensor], scaling: str) -> float:
@@ -217,11 +146,12 @@ def wrong_by(found: tuple, given: list[Tensor], scaling: str) -> float:
 
     A NaN is an infinite error.
     """
-    *rows, w = given
+    *rows, w, static = given
     y, *total = pytorch_norm(len(rows) > 1)(*rows, w)
-    q, scale, *sums = found
+    q, *written = found
+    scale, *sums = [static, *written] if scaling == "tensor" else written
     decoded = q.float().unflatten(-1, (-1, SCALINGS[scaling] or q.shape[-1]))
-    decoded = (decoded * scale.float().reshape(*q.shape[:-1], -1)[..., None]).flatten(-2)
+    decoded = (decoded * scale.float().reshape(-1, decoded.shape[-2], 1)).flatten(-2)
     pairs = zip((decoded, *sums), (y, *total, y), strict=False)
     errors = [((got.float() - want.float()).norm() / want.float().norm()) for got, want in pairs]
     worst = max(errors).item() if not any(e.isnan() for e in errors) else float("inf")
