@@ -1,6 +1,6 @@
 """Where the tests run plans: in the interpreter on CPU tensors, or on the current GPU."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -238,8 +238,12 @@ class Compiler(Executor):
 
 def described(arguments: tuple) -> tuple:
     """The arguments of a launch, with what the compiler sees of a tensor in its place."""
-    found = map(_described, arguments)
-    return type(arguments)(*found) if hasattr(arguments, "_fields") else tuple(found)
+    return _of_kind(arguments, map(_described, arguments))
+
+
+def _of_kind(group: tuple, items: Iterable) -> tuple:
+    """A tuple of the same class as another, because cuTile takes plain tuples alone."""
+    return type(group)(*items) if hasattr(group, "_fields") else tuple(items)
 
 
 def _described(argument):
@@ -275,7 +279,7 @@ def with_arguments(calls: list[Call], **given) -> list[Call]:
     return [
         call._replace(
             arguments=tuple(
-                tuple(given.get(n, v) for n, v in zip(group, value, strict=True))
+                _of_kind(value, (given.get(n, v) for n, v in zip(group, value, strict=True)))
                 if group
                 else given.get(name, value)
                 for name, group, value in _grouped(call)

@@ -26,6 +26,11 @@ def bind(kernel: ct.kernel, args: tuple, blocks: Blocks) -> tuple:
 
     def convert(value, node, name: str, label: str):
         if isinstance(value, tuple):
+            if type(value) is not tuple:
+                raise TypeError(
+                    f"Invalid {label}: '{type(value).__name__}' is a subclass of 'tuple'."
+                    " Only plain tuples are accepted."
+                )
             return tuple(
                 convert(v, n, f"{name}[{i}]", f"item #{i} of {label}")
                 for i, (v, n) in enumerate(zip(value, _items(node, len(value)), strict=True))

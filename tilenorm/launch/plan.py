@@ -47,10 +47,6 @@ SIZES = 64  # row counts that a plan remembers
 _FORWARD_SLOTS, _BACKWARD_SLOTS = (taking(a, "slots") for a in (ForwardArrays, BackwardArrays))
 
 
-def _all(arrays: tuple) -> tuple:
-    return arrays
-
-
 @cache
 def plan_forward(spec: NormSpec, target: Target, save: bool) -> "ForwardPlan":
     """The plan for y and the sum, and for mean and rstd if `save`; of a quantised norm for q and
@@ -185,7 +181,8 @@ class ForwardPlan(Tiling):
             return [
                 *self._clear(_FORWARD_SLOTS, rows),
                 *(
-                    Launch(self._kernel, grid, start, _all, after, self._starts_early)
+                    # cuTile takes plain tuples alone. Of one of those this is the tuple itself.
+                    Launch(self._kernel, grid, start, tuple, after, self._starts_early)
                     for grid, start in self._grids(rows)
                 ),
             ]

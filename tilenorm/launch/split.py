@@ -68,10 +68,6 @@ class SplitBackwardArrays(NamedTuple):
     db: Any = ABSENT
 
 
-def _all(arrays: tuple) -> tuple:
-    return arrays
-
-
 def _without_sums(arrays: SplitBackwardArrays) -> tuple:
     return arrays[: SplitBackwardArrays._fields.index("dw")]
 
@@ -116,14 +112,14 @@ class RowPlan(Tiling):
 def plan_row_sums(spec: NormSpec, target: Target) -> RowPlan:
     """Of x, residual and a gate before the norm. The weight of the spec does not matter."""
     config = heuristics.piece(spec, target, 1 + (spec.residual is not None) + bool(spec.gate))
-    return RowPlan(spec, target, config, split_forward.row_sums, _all, apart=False)
+    return RowPlan(spec, target, config, split_forward.row_sums, tuple, apart=False)
 
 
 @cache
 def plan_row_apply(spec: NormSpec, target: Target, save: bool) -> RowPlan:
     """spec.residual: the dtype of the rows that are read, where it is not y's."""
     config = heuristics.piece(spec, target, 1 + bool(spec.gate))
-    return RowPlan(spec, target, config, split_forward.row_apply, _all, apart=True, save=save)
+    return RowPlan(spec, target, config, split_forward.row_apply, tuple, apart=True, save=save)
 
 
 @cache
@@ -135,7 +131,7 @@ def plan_grad_sums(spec: NormSpec, target: Target) -> RowPlan:
 def center_launches(rows: int, count: int, share: float) -> list[Launch]:
     """The launch of row_center for pieces of `count` columns."""
     after = (float(count), share, rows, CENTER_TILE)
-    return [Launch(ROW_CENTER, (cdiv(rows, CENTER_TILE),), (), _all, after)]
+    return [Launch(ROW_CENTER, (cdiv(rows, CENTER_TILE),), (), tuple, after)]
 
 
 @cache
