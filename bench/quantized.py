@@ -22,8 +22,8 @@ from bench.formulas import EPS
 from bench.lines import Cell, Copy
 from bench.providers import compiled
 from bench.record import first_line
+from bench.rows import FP8, cast
 
-FP8, MOST = torch.float8_e4m3fn, 448.0
 SCALINGS = {"row": 0, "block": 128}
 SIZES = (1024, 2048, 4096, 8192, 16384, 65536)
 ELEMENTS = 1 << 26
@@ -65,14 +65,6 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     if any(n < 1 or n % 128 for n in args.hidden):
         parser.error("--hidden: takes multiples of 128")
     return args
-
-
-def cast(y: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """The codes and the decoding scales of rows, as training code in PyTorch computes them."""
-    groups = y.float().unflatten(-1, (-1, group or y.shape[-1]))
-    factor = MOST / groups.abs().amax(-1, keepdim=True).clamp(min=1e-12)
-    q = (groups * factor).clamp(-MOST, MOST).to(FP8).flatten(-2)
-    return q, factor.reciprocal().squeeze(-1)
 
 
 def norm_of(norm: Callable, add_norm: Callable, added: bool) -> Callable:

@@ -11,6 +11,12 @@ multiplications. A compiler compiles one layer for all layers, as torchtitan doe
 compiles the model as one graph, which takes minutes for many layers. The command also measures one
 norm alone, forward and backward, on 8 x 4096 tokens.
 
+With --fused q, k and v are one linear, and gate and up are one, each in a module with the norm in
+front of it. Two variants put a module with products in 8-bit floats in its place, with a scale for
+each row. rows-compile is a norm and such a linear as hand-written PyTorch, by torch.compile.
+quantized-tilenorm-compile is tilenorm.nn.QuantizedNormLinear, by tilenorm.compile, which replaces
+the other norms too, such as the head's. Their gradients are compared layer by layer.
+
 ``--pair A B`` compares two variants: both in one process, over the same weights, with their steps
 in turn. It prints the median of the differences with its 95% interval, tokens/s, the peak memory,
 and the kernels of each with their bytes. Losses and gradients are compared first. The compilers'
