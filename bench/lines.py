@@ -159,7 +159,8 @@ class Pair:
     ``peak_bytes``, ``losses``, ``kernels`` and ``reports`` have an entry for each of the two. The
     losses are of the first forward, from the same weights. ``gradient_change`` is the norm of the
     difference of the two first gradients divided by the norm of the base's: the largest of all
-    parameters, and ``gradient`` is the name of this parameter. ``kernels`` has the name, calls,
+    parameters, and ``gradient`` is the name of this parameter. With ``layers_alone`` each layer was
+    compared from the same input and the same gradient. ``kernels`` has the name, calls,
     milliseconds and bytes of each kernel of one step. ``reports`` say what tilenorm replaced.
     """
 
@@ -175,6 +176,7 @@ class Pair:
     losses: list[float] = field(default_factory=list)
     gradient_change: float | None = None
     gradient: str = ""
+    layers_alone: bool = False
     kernels: list[list[dict]] = field(default_factory=list)
     reports: list[str] = field(default_factory=list)
     error: str = ""

@@ -6,27 +6,17 @@ the steps alternate: A B, B A, A B and so on, so that neither is always first, a
 machine's speed is in both alike. Everything here runs in a worker process.
 """
 
-import math
 import time
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
 
 from bench import kernels
+from bench.gradients import MOST_CHANGE, MOST_CHANGE_ALONE, compared, compared_by_layer
 from bench.record import first_line
 from bench.step import Settings, Training, made
 from bench.timing import Timer
 from bench.variants import VARIANTS, prepared, twin
-
-# A larger change of a gradient is an error. In Llama 3's form with 32 layers of 512 on a CPU, with
-# weights of Llama's gain, bfloat16's gradients differ from float32's by up to 0.13. One term that
-# is left out of one layer's sum of gradients changes one of them by at least 0.5.
-MOST_CHANGE = 0.4
-# A gradient whose elements are smaller than this share of the mean is compared with the share: the
-# gradient of the bias of k is 0, and what is computed for it is rounding alone.
-LEAST_SIZE = 0.1
-Call = Callable[..., Tensor]
 
 
 def measure(names: Sequence[str], settings: dict, pairs: int, deadline: float) -> dict:
@@ -36,10 +26,14 @@ def measure(names: Sequence[str], settings: dict, pairs: int, deadline: float) -
     model.reset(given.seed)
     both = [prepared(twin(model), VARIANTS[name], given.whole) for name in names]
     training = Training.of(model, given)
-    found = compared(training, [variant.call for variant in both], given.seed)
+    calls = [variant.call for variant in both]
+    if any(VARIANTS[name].linear for name in names):
+        found, most = compared_by_layer(training, calls), MOST_CHANGE_ALONE
+    else:
+        found, most = compared(training, calls, given.seed), MOST_CHANGE
     found["reports"] = [variant.said() for variant in both]
-    if not given.shape.dropout and not found["gradient_change"] <= MOST_CHANGE:
-        return found | {"status": "wrong", "error": _complaint(found)}
+    if not given.shape.dropout and not found["gradient_change"] <= most:
+        return found | {"status": "wrong", "error": _complaint(found, most)}
     steps = [lambda call=variant.call: training.step(call) for variant in both]
     timer = Timer(given.device)
     alternated(steps, given.warm_up, timer, deadline)
@@ -59,39 +53,11 @@ def kernels_of(steps: Sequence[Callable]) -> dict:
         return {"error": f"no kernels: {first_line(error)}"}
 
 
-def compared(training: Training, calls: Sequence[Call], seed: int) -> dict:
-    """Both losses, and the largest change of a gradient, from the same weights."""
-    losses, gradients = [], []
-    for call in calls:
-        torch.manual_seed(seed)
-        loss = call(*training.inputs)
-        loss.backward()
-        losses.append(loss.item())
-        gradients.append({name: p.grad for name, p in training.model.named_parameters()})
-        training.optimizer.zero_grad(set_to_none=True)
-    changes = changes_of(*gradients)
-    worst = max(changes, key=lambda name: (math.isnan(changes[name]), changes[name]))
-    return {"losses": losses, "gradient_change": changes[worst], "gradient": worst}
-
-
-def changes_of(base: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, float]:
-    """‖other - base‖ / ‖base‖ of each gradient. See LEAST_SIZE for gradients of about 0."""
-    norms = {name: gradient.float().norm().item() for name, gradient in base.items()}
-    elements = sum(gradient.numel() for gradient in base.values())
-    mean = math.sqrt(sum(norm**2 for norm in norms.values()) / elements)
-    found = {}
-    for name, gradient in base.items():
-        least = LEAST_SIZE * mean * math.sqrt(gradient.numel())
-        difference = (other[name].float() - gradient.float()).norm().item()
-        found[name] = difference / (max(norms[name], least) or 1.0)
-    return found
-
-
-def _complaint(found: dict) -> str:
+def _complaint(found: dict, most: float) -> str:
     base, other = found["losses"]
     return (
         f"the gradient of {found['gradient']} changes by {found['gradient_change']:.3g} of its norm"
-        f", more than {MOST_CHANGE}; the losses are {base:.4f} and {other:.4f}"
+        f", more than {most}; the losses are {base:.4f} and {other:.4f}"
     )
 
 

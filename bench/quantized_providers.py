@@ -16,25 +16,19 @@ from torch import Tensor
 
 from bench.formulas import EPS
 from bench.providers import compiled
+from bench.rows import FP8, cast, saturated
 
-FP8, MOST = torch.float8_e4m3fn, 448.0
 SCALINGS = {"row": 0, "block": 128, "tensor": 0}  # elements that share a scale; 0: all of a row
 
 
-def cast(y: Tensor, static: Tensor, scaling: str) -> tuple[Tensor, ...]:
+def quantize(y: Tensor, static: Tensor, scaling: str) -> tuple[Tensor, ...]:
     """The codes and the decoding scales of rows, as training code in PyTorch computes them.
 
     With the caller's scale, ``static``, there are only codes.
     """
     if scaling == "tensor":
-        return (_saturated(y.float() * static.reciprocal()),)
-    groups = y.float().unflatten(-1, (-1, SCALINGS[scaling] or y.shape[-1]))
-    factor = MOST / groups.abs().amax(-1, keepdim=True).clamp(min=1e-12)
-    return _saturated(groups * factor).flatten(-2), factor.reciprocal().squeeze(-1)
-
-
-def _saturated(scaled: Tensor) -> Tensor:
-    return scaled.clamp(-MOST, MOST).to(FP8)
+        return (saturated(y.float() * static.reciprocal()),)
+    return cast(y, SCALINGS[scaling])
 
 
 def norm_of(norm: Callable, add_norm: Callable, added: bool) -> Callable:
@@ -86,7 +80,7 @@ def _tilenorm(scaling: str, added: bool, output: bool) -> Callable:
 
 
 def _torch(scaling: str, added: bool, output: bool) -> Callable:
-    return composed(pytorch_norm(added), partial(cast, scaling=scaling), output)
+    return composed(pytorch_norm(added), partial(quantize, scaling=scaling), output)
 
 
 def _compile(scaling: str, added: bool, output: bool) -> Callable:
@@ -97,7 +91,7 @@ def _tilenorm_and_cast(scaling: str, added: bool, output: bool) -> Callable:
     import tilenorm as tn
 
     norm = norm_of(tn.rms_norm, tn.add_rms_norm, added)
-    return composed(norm, compiled(partial(cast, scaling=scaling)), output)
+    return composed(norm, compiled(partial(quantize, scaling=scaling)), output)
 
 
 def _vllm(scaling: str, added: bool, output: bool) -> Callable | None:

@@ -10,8 +10,9 @@ from torch import nn
 
 import tilenorm
 from bench import pair, train, variants
+from bench.gradients import LEAST_SIZE, changes_of
 from bench.models import Transformer
-from bench.pair import LEAST_SIZE, alternated, changes_of
+from bench.pair import alternated
 from bench.shapes import LLAMA, MODELS, tiny
 from bench.step import Settings
 from bench.timing import Timer
@@ -148,6 +149,24 @@ def test_compiled_variants_share_a_process_and_compile_once_each(monkeypatch, na
     assert found["reports"][names.index("compile")] == ""
     if "tilenorm-compile" in names:
         assert found["reports"][1].count("graph 0: ") == 2  # each compiled code says it once
+
+
+def test_layers_that_are_compared_alone_are_not_compiled_again_for_the_steps(monkeypatch):
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    for module in (torch, tilenorm):
+        monkeypatch.setattr(module, "compile", functools.partial(module.compile, backend=backend))
+    settings = settings_of(shape=replace(tiny(MODELS[LLAMA]).shape, fused=True))
+    names = ["rows-compile", "quantized-tilenorm-compile"]
+    found = pair.measure(names, asdict(settings), 2, FOREVER)
+    assert len(graphs) == 4  # of each variant a layer and the head
+    assert len(found["pairs_us"]) == 2
+    assert 0 < found["gradient_change"] < 0.1
 
 
 def test_variant_with_a_wrong_gradient_is_not_timed(monkeypatch):

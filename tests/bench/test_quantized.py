@@ -9,7 +9,7 @@ import torch
 from bench import quantized
 from bench.__main__ import main
 from bench.quantized import MOST_ERROR, bytes_of, inputs, wrong_by
-from bench.quantized_providers import PROVIDERS, SCALINGS, cast, pytorch_norm
+from bench.quantized_providers import PROVIDERS, SCALINGS, pytorch_norm, quantize
 
 ASKED = [("tensor", False, False), ("tensor", True, False), ("block", True, True)]
 
@@ -50,14 +50,14 @@ def flashinfer_of_pytorch():
     """A package whose norms are called as FlashInfer's, and overwrite the residual as those do."""
 
     def rmsnorm_quant(out, input, weight, scale, eps):
-        out.copy_(cast(*pytorch_norm(False)(input, weight), scale, "tensor")[0])
+        out.copy_(quantize(*pytorch_norm(False)(input, weight), scale, "tensor")[0])
 
     def fused_add_rmsnorm_quant(out, input, residual, weight, scale, eps):
         rmsnorm_quant(out, residual.add_(input), weight, scale, eps)
 
     def fused_add_rmsnorm_fp8_block_quant(out, block_scale, normed_out, input, residual, w, eps):
         normed_out.copy_(*pytorch_norm(False)(residual.add_(input), w))
-        q, scales = cast(normed_out, None, "block")
+        q, scales = quantize(normed_out, None, "block")
         out.copy_(q)
         block_scale[:, : len(out)] = scales.T
 
