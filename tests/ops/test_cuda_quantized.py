@@ -1,0 +1,212 @@
+"""On a GPU: quantised norms, their linear, norms in chains, and pieces of rows."""
+
+from dataclasses import replace
+from itertools import cycle
+from random import Random
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import tilenorm
+from tests import cases, drawing
+from tests.executors import Inputs
+from tests.guarded import guarded
+from tests.pieces import in_pieces
+from tests.quantized import HOWS, arguments, bits, label
+from tests.tolerance import assert_close
+from tilenorm.ops import quantized
+from tilenorm.ops.quantized import product
+from tilenorm.spec import OPS, QUANTIZED_OPS, NormSpec, Quantization
+
+from . import test_chain, test_quantized_linear
+from .helpers import EPS, NEEDS_GPU, random
+
+pytestmark = NEEDS_GPU
+B, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+EACH_OP = pytest.mark.parametrize("op", QUANTIZED_OPS)
+# Tiles of several rows, tiles of one, tile loads, and rows that blocks share.
+WHOLE = (128, 512, 2048, 4096, 5120, 8192, 10240, 16384, 32768, 65536)
+ANY = (1, 7, 36, 1000, 1001, *WHOLE)
+
+
+def call(op, how, rows, hidden, given):
+    asked = arguments(how)
+    if asked["scale"] is not None:
+        asked["scale"] = asked["scale"].cuda()
+    return getattr(tilenorm, op)(*rows, (hidden,), **given, **asked, backend="cutile"), asked
+
+
+def made(op, rows, hidden, dtype, parameter):
+    count = 2 if op.startswith("add") else 1
+    tensors = [random(rows, hidden, dtype=dtype, device="cuda", seed=i) for i in range(count)]
+    named = {n: random(hidden, dtype=parameter, device="cuda", seed=7) for n in ("weight", "bias")}
+    return tensors, named | {"eps": EPS}
+
+
+def plain(op, rows, hidden, given):
+    found = getattr(tilenorm, op.removesuffix("_quantized"))(*rows, (hidden,), **given)
+    return found if isinstance(found, tuple) else (found, None)
+
+
+def check(op, how, rows, hidden, given) -> None:
+    """q, scale and amax are those of what the plain norm returns, quantised by the reference."""
+    y, total = plain(op, rows, hidden, given)
+    with guarded():
+        found, asked = call(op, how, rows, hidden, given)
+    dtype = str(y.dtype).removeprefix("torch.")
+    spec = NormSpec("rms", hidden, dtype, quantized=how)
+    q, scale, amax = quantized.reference.quantize(spec, y, asked["scale"])
+    wrong = (bits(found.q) != bits(q)) & ~q.float().isnan().flatten()
+    assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} codes"
+    assert found.q.is_contiguous()
+    if scale is not None:
+        assert found.scale.stride() == scale.stride()
+        assert same(found.scale, scale)
+    assert amax is None or same(found.amax, amax)
+    assert not how.output or same(found.output, y)
+    assert total is None or same(found.residual_out, total)
+
+
+def same(found, expected) -> bool:
+    """Equal numbers, where a NaN is one. Scales as bytes are compared as bytes."""
+    if expected.element_size() == 1:
+        return torch.equal(bits(found), bits(expected))
+    return torch.equal(found.nan_to_num(-1.0, -2.0, -3.0), expected.nan_to_num(-1.0, -2.0, -3.0))
+
+
+@EACH_OP
+@pytest.mark.parametrize("how", HOWS, ids=label)
+def test_codes_are_those_of_the_plain_norm(op, how):
+    rng = Random(f"{op} {label(how)}")
+    for hidden, dtype in zip(WHOLE if how.group else ANY, cycle((B, F16, B, F32)), strict=False):
+        rows = rng.choice((1, 130, 333))
+        check(op, how, *made_with(op, rows, hidden, dtype, rng))
+
+
+def made_with(op, rows, hidden, dtype, rng):
+    tensors, given = made(op, rows, hidden, dtype, rng.choice((dtype, F32)))
+    if "rms" in op and rng.random() < 0.7:
+        del given["bias"]
+    return tensors, hidden, given
+
+
+def test_rows_of_zeros_nan_and_infinity():
+    x = random(9, 256, dtype=B, device="cuda")
+    x[1], x[2, 5], x[3, 7], x[4] = 0.0, torch.nan, torch.inf, 1e-38
+    for how in HOWS:
+        check("rms_norm_quantized", how, [x], 256, {"eps": 1e-6})
+        check("rms_norm_quantized", how, [x[:0]], 256, {"eps": 1e-6})
+
+
+@EACH_OP
+def test_the_same_codes_without_grad_compiled_and_in_a_graph(op):
+    how = HOWS[2]
+    assert how.output
+    rows, given = made(op, 200, 1024, B, B)
+    expected, _ = call(op, how, rows, 1024, given)
+    leaves = [t.clone().requires_grad_() for t in rows]
+
+    def compare(found):
+        for got, wanted in zip(found, expected, strict=True):
+            assert (got is None) == (wanted is None)
+            assert got is None or torch.equal(bits(got.detach()), bits(wanted))
+
+    compare(call(op, how, leaves, 1024, given)[0])
+    compiled = torch.compile(lambda *t: call(op, how, t, 1024, given)[0], fullgraph=True)
+    compare(compiled(*rows))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured, _ = call(op, how, rows, 1024, given)
+    for t in captured:
+        if t is not None:
+            t.view(torch.uint8).zero_()
+    graph.replay()
+    compare(captured)
+
+
+@EACH_OP
+def test_gradients_are_those_of_the_plain_norm(op):
+    results = []
+    for function in (op, op.removesuffix("_quantized")):
+        rows, given = made(op, 300, 2048, B, B)
+        leaves = [t.requires_grad_() for t in (*rows, given["weight"], given["bias"])]
+        if function == op:
+            found, _ = call(op, HOWS[2], rows, 2048, given)
+            outputs = [t for t in (found.output, found.residual_out) if t is not None]
+        else:
+            outputs = [t for t in plain(op, rows, 2048, given) if t is not None]
+        incoming = [random(*t.shape, dtype=B, device="cuda", seed=9) for t in outputs]
+        results.append([*outputs, *torch.autograd.grad(outputs, leaves, incoming)])
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("scaling", ["row", "block"])
+@pytest.mark.parametrize("rows", [512, 130])
+def test_what_scaled_mm_makes_of_the_codes(scaling, rows):
+    """As near to the product in float32 as 8-bit floats allow."""
+    if product.refused(scaling == "block", torch.device("cuda")):
+        pytest.skip("this GPU or this PyTorch has no such product")
+    x, w = (random(n, 2048, dtype=B, device="cuda", seed=n) for n in (rows, 256))
+    how = Quantization(scaling, layout="column" if scaling == "block" else "row")
+    q, scale, *_ = tilenorm.rms_norm_quantized(x, (2048,), scaling=scaling)
+    codes, scales, _ = quantized.reference.quantize(
+        NormSpec("rms", 2048, "bfloat16", quantized=how), w
+    )
+    found = product.scaled_product(q, codes, scale, scales, None, torch.bfloat16).float()
+    expected = F.rms_norm(x.float(), (2048,)) @ w.float().t()
+    assert test_quantized_linear.sqnr(found, expected) >= test_quantized_linear.SQNR
+    assert test_quantized_linear.cosine(found, expected) >= test_quantized_linear.COSINE
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+@pytest.mark.parametrize("scaling, dtype", [("row", B), ("block", B), ("row", F32), ("row", F16)])
+@pytest.mark.parametrize("shape, size, out", [((2, 65), 256, 48), ((4096,), 2048, 1024)], ids=str)
+def test_a_linear_of_a_quantised_norm(norm, scaling, dtype, shape, size, out):
+    """The output and every gradient, beside the same norm and linear without 8-bit floats."""
+    if product.refused(scaling == "block", torch.device("cuda")):
+        pytest.skip("this GPU or this PyTorch has no such product")
+    module = test_quantized_linear.made(size, out, norm, dtype=dtype, bias=True, scaling=scaling)
+    module = module.cuda()
+    x = random(*shape, size, dtype=dtype, device="cuda", seed=20).requires_grad_()
+    g = random(*shape, out, dtype=dtype, device="cuda", seed=21)
+    results, plainly = test_quantized_linear.results, test_quantized_linear.plain
+    expected = results(lambda x: plainly(module, x), module, x, g)
+    found = results(module, module, x, g)
+    test_quantized_linear.check_close(found, expected)
+    compiled = torch.compile(module, fullgraph=True)
+    test_quantized_linear.check_close(results(compiled, module, x, g), expected)
+
+
+@pytest.mark.parametrize("dtypes", test_chain.DTYPES[:3], ids=str)
+def test_chains(dtypes):
+    rng = Random(str(dtypes))
+    for hidden in (7, 128, 1001, 2304, 4096, 5376, 16384):
+        rows = [random(257, hidden, dtype=d, device="cuda", seed=i) for i, d in enumerate(dtypes)]
+        kinds = rng.choice(dtypes), rng.choice(dtypes)
+        weights = [random(hidden, dtype=d, device="cuda", seed=7) for d in kinds]
+        given = (*rows, (hidden,), *weights)
+        options = {"offset": rng.choice((0.0, 1.0)), "rounding": rng.choice(("late", "early"))}
+        with guarded():
+            found = test_chain.chain(*given, **options)
+        test_chain.compare(found, test_chain.apart(*given, **options), equal=False)
+        order = torch.randperm(257, device="cuda")
+        permuted = test_chain.chain(*(t[order] for t in rows), *given[2:], **options)
+        assert all(torch.equal(p, t[order]) for p, t in zip(permuted, found, strict=True))
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if not op.endswith("_add")])
+def test_pieces_of_rows(op):
+    rng = Random(op)
+    for seed, dtype in enumerate(cases.DTYPES):
+        spec = drawing.spec(rng, op, dtype, rng.choice((96, 1000, 4096, 9000))).plain
+        inputs = Inputs.random(spec, 129, "cuda", seed)
+        cut = rng.randint(1, spec.hidden - 1)
+        needs = rng.choice(cases.some_needs(spec))
+        if not needs.dsum:
+            inputs = replace(inputs, dsum=None)
+        with guarded():
+            found = in_pieces(spec, inputs, (cut, spec.hidden - cut), needs)
+        truths, own = inputs.truth(spec), inputs.own(spec)
+        for name, result in found.items():
+            assert_close(name, result, truths[name], own[name])
