@@ -39,7 +39,9 @@ def main(argv: list[str]) -> int:
     if device == "cpu":
         print(report.CPU_NOTICE, file=sys.stderr)
         elements = min(elements, 1 << 14)
-    with record.writing(args.out, made) as (found, emit):
+    # A CUDA graph cannot capture the default stream.
+    stream = torch.cuda.Stream(device) if device != "cpu" else None
+    with torch.cuda.stream(stream), record.writing(args.out, made) as (found, emit):
         for hidden in args.hidden:
             for line in measured(max(1, elements // hidden), hidden, args, device):
                 emit(line)
