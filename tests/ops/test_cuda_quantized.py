@@ -120,7 +120,7 @@ def test_the_same_codes_without_grad_compiled_and_in_a_graph(op):
         captured, _ = call(op, how, rows, 1024, given)
     for t in captured:
         if t is not None:
-            t.view(torch.uint8).zero_()
+            t.zero_()
     graph.replay()
     compare(captured)
 
@@ -178,18 +178,24 @@ def test_a_linear_of_a_quantised_norm(norm, scaling, dtype, shape, size, out):
     test_quantized_linear.check_close(results(compiled, module, x, g), expected)
 
 
+@pytest.mark.filterwarnings("ignore::tilenorm.ReferenceWarning")  # float64
 @pytest.mark.parametrize("dtypes", test_chain.DTYPES[:3], ids=str)
 def test_chains(dtypes):
+    """The error is at most twice that of the two functions; rows have the same bits anywhere."""
     rng = Random(str(dtypes))
     for hidden in (7, 128, 1001, 2304, 4096, 5376, 16384):
         rows = [random(257, hidden, dtype=d, device="cuda", seed=i) for i, d in enumerate(dtypes)]
         kinds = rng.choice(dtypes), rng.choice(dtypes)
         weights = [random(hidden, dtype=d, device="cuda", seed=7) for d in kinds]
-        given = (*rows, (hidden,), *weights)
+        given, doubled = (*rows, (hidden,), *weights), [w.double() for w in weights]
         options = {"offset": rng.choice((0.0, 1.0)), "rounding": rng.choice(("late", "early"))}
         with guarded():
             found = test_chain.chain(*given, **options)
-        test_chain.compare(found, test_chain.apart(*given, **options), equal=False)
+        apart = test_chain.apart(*given, **options)
+        exact = test_chain.apart(*(t.double() for t in rows), (hidden,), *doubled, **options)
+        for one, other, true in zip(found, apart, exact, strict=True):
+            few = 4 * torch.finfo(one.dtype).eps * true.abs().max()
+            assert (one - true).abs().max() <= 2 * (other - true).abs().max() + few
         order = torch.randperm(257, device="cuda")
         permuted = test_chain.chain(*(t[order] for t in rows), *given[2:], **options)
         assert all(torch.equal(p, t[order]) for p, t in zip(permuted, found, strict=True))
