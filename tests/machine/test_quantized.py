@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from itertools import cycle, product
 from random import Random
 
 import pytest
@@ -24,6 +25,7 @@ from .executor import Compiled, runs
 
 NEEDS_NVDISASM = pytest.mark.skipif(nvdisasm() is None, reason="needs nvdisasm")
 ROW, BLOCK = Quantization("row", output=True), Quantization("block", layout="column", output=True)
+STATIC = Quantization("tensor", output=True)
 HIDDEN = (1024, 2048, 3072, 4096, 5120, 6144, 7168, 8192, 12288, 16384)
 B = "bfloat16"
 
@@ -54,32 +56,40 @@ def free(spec: NormSpec) -> bool:
 
 
 def in_free_order():
-    """Of each entry of the table whose rows have no prescribed order: its size for both scalings,
-    and a drawn size that it serves too.
+    """Of each entry of the table whose rows have no prescribed order: its size, and another one
+    that it serves. Scalings take turns, and so do y and no y.
     """
-    rng = Random(0)
+    rng, turns = Random(0), cycle(product((ROW, BLOCK, STATIC), (True, False)))
     for (op, size), table in TABLES["sm_90"].FORWARD.items():
         dtype, before = {2: B, 4: "float32"}[size], 0
         for hidden, _ in table if op in OPS[:4] else ():
-            drawn = rng.randrange(before + 8, hidden + 1, 8)
+            drawn = 128 * rng.randint(before // 128 + 1, max(1, hidden // 128))
             before = hidden
-            for n, how in ((hidden, ROW), (hidden, BLOCK), (drawn, ROW)):
-                spec = spec_of(op, n, how, dtype)
+            for n in dict.fromkeys((hidden, drawn)):
+                # The first had other bits with the plain norm's hint.
+                quick = (op, n) == ("add_rms_norm", 3072)
+                how, output = (ROW, True) if quick else next(turns)
+                spec = spec_of(op, n, how._replace(output=output), dtype)
                 if free(spec):
-                    # The first had other bits with the plain norm's hint.
-                    quick = (op, n, how) == ("add_rms_norm", 3072, ROW)
                     marks = [] if quick else [pytest.mark.slow]
-                    name = f"{cases.label(spec.unquantized)}-{how.scaling}"
+                    name = f"{cases.label(spec.unquantized)}-{how.scaling}{'-y' * output}"
                     yield pytest.param(spec, marks=marks, id=name)
 
 
 @NEEDS_NVDISASM
 @pytest.mark.parametrize("spec", in_free_order())
 def test_a_row_is_added_up_as_by_the_plain_norm(spec):
-    """Every operation disturbs its result, so that another order would show."""
+    """Every operation disturbs its result, so that another order would show: in y, or, where y is
+    not returned, in the codes.
+    """
     executor, inputs = Compiled("sm_90", disturbs=True), Inputs.random(spec, 2, "cpu")
     expected, found = executor.forward(spec.unquantized, inputs), executor.forward(spec, inputs)
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert all(torch.equal(found[name], expected[name]) for name in found.keys() & expected.keys())
+    if not spec.quantized.output:
+        with_y = replace(spec, quantized=spec.quantized._replace(output=True))
+        again = executor.forward(with_y, inputs)
+        assert torch.equal(again["y"], expected["y"])
+        assert torch.equal(again["q"].view(torch.uint8), found["q"].view(torch.uint8))
 
 
 @NEEDS_NVDISASM

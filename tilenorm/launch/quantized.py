@@ -6,18 +6,22 @@ from ..spec import NormSpec
 from .config import Config, Hints
 from .target import Target
 
-# The occupancy of quantised norms that the compiler adds up in another order without one: by the
-# plain norm's operation and the bytes of an element, for each N.
-IN_ORDER = {
-    ("rms_norm", 2): {24576: 2, 28672: 2},
-    ("layer_norm", 2): {16384: 4},
-    ("add_layer_norm", 2): {8192: 2, 24576: 2},
-    ("layer_norm", 4): {3072: 2, 5120: 2, 6144: 2, 7168: 2, 20480: 2},
-    ("add_layer_norm", 4): {4096: 2, 5120: 4},
+# Of the plain norm's operation and the bytes of an element: for which N no occupancy was found that
+# keeps the plain norm's order. The others were compiled for sm_90 at three sizes of each entry of
+# its table, for every scaling, with y and without.
+OUT_OF_ORDER = {
+    ("layer_norm", 2): range(12289, 32769),
+    ("add_layer_norm", 2): range(8193, 16385),
+    ("layer_norm", 4): range(4097, 20481),
+    ("add_layer_norm", 4): range(5121, 16385),
 }
-# For which N no occupancy gives the plain norm's order, where that norm has one: code compiled for
-# sm_90 shows it at 10080, 11648, 12288, 13104, 13824 and 16384.
-OUT_OF_ORDER = {("add_layer_norm", 2): range(8193, 16385)}
+# The occupancy of those that are added up in another order without one, for so many N.
+IN_ORDER = {
+    ("rms_norm", 2): ((range(20481, 28673), 2),),
+    ("add_layer_norm", 2): ((range(1537, 8193), 2), (range(20481, 24577), 2)),
+    ("layer_norm", 4): ((range(1537, 3073), 2),),
+    ("add_layer_norm", 4): ((range(257, 4097), 2), (range(4097, 5121), 6)),
+}
 
 
 def _operation(spec: NormSpec) -> tuple[str, int]:
@@ -28,10 +32,12 @@ def hints_in_order(spec: NormSpec, config: Config) -> Hints:
     """The hints of a quantised norm whose rows have no prescribed order.
 
     Its rows have to be added up in the order of the plain norm. The compiler chooses the order, by
-    the registers that are left. Without an occupancy it mostly chooses the plain norm's, as code
-    compiled for sm_90 shows; IN_ORDER has the occupancy of the other cases.
+    the registers that are left. Without an occupancy it mostly chooses the plain norm's; IN_ORDER
+    has the other cases.
     """
-    return replace(config.hints, occupancy=IN_ORDER.get(_operation(spec), {}).get(spec.hidden))
+    known = IN_ORDER.get(_operation(spec), ())
+    occupancy = next((found for sizes, found in known if spec.hidden in sizes), None)
+    return replace(config.hints, occupancy=occupancy)
 
 
 def cast_apart(spec: NormSpec, target: Target, config: Config, free: bool) -> str | None:
@@ -45,6 +51,6 @@ def cast_apart(spec: NormSpec, target: Target, config: Config, free: bool) -> st
     group = spec.quantized.group
     if group and any(width % group for width in config.segments(spec.hidden)):
         return f"the configuration {config} cuts groups of {group} elements"
-    if free and config.hints.occupancy and spec.hidden in OUT_OF_ORDER.get(_operation(spec), ()):
+    if free and spec.aligned and spec.hidden in OUT_OF_ORDER.get(_operation(spec), ()):
         return "one kernel would add up these rows in another order than the plain norm's"
     return None

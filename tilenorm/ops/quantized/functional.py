@@ -34,10 +34,10 @@ def rms_norm_quantized(
         y = rms_norm(input)        q = y / scale, to the nearest number of `dtype`
 
     q has, bit for bit, the codes of what tilenorm.rms_norm returns, quantised afterwards. Where no
-    single kernel keeps these bits, PyTorch's operations quantise what the norm's kernels return:
-    for add_layer_norm_quantized of 8193 to 16384 16-bit elements, and on a GPU before sm_90.
-    tilenorm.explain tells. Groups of elements share a scale. With F the largest number of `dtype`
-    (448 or 57344) and a the largest magnitude of y in a group:
+    single kernel keeps these bits, PyTorch's operations quantise what the norm's kernels return: on
+    a GPU before sm_90, and in layer_norm_quantized and add_layer_norm_quantized of some N from 4097
+    on. tilenorm.explain tells. Groups of elements share a scale. With F the largest number of
+    `dtype` (448 or 57344) and a the largest magnitude of y in a group:
 
         "row"     a group is a row, "block" 128 elements of one: factor = F / max(a, 1e-12),
                   q = y · factor, scale = 1 / factor, each in float32 and rounded once
