@@ -18,6 +18,7 @@ OUT_OF_ORDER = {
 # The occupancy of those that are added up in another order without one, for so many N.
 IN_ORDER = {
     ("rms_norm", 2): ((range(20481, 28673), 2),),
+    ("add_rms_norm", 2): ((range(4097, 8192), 2),),
     ("add_layer_norm", 2): ((range(1537, 8193), 2), (range(20481, 24577), 2)),
     ("layer_norm", 4): ((range(1537, 3073), 2),),
     ("add_layer_norm", 4): ((range(257, 4097), 2), (range(4097, 5121), 6)),
