@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+import tilenorm
 from tilenorm.launch.target import MULTIPROCESSORS
-from tilenorm.spec import OPS, NormSpec
+from tilenorm.spec import OPS, QUANTIZED_OPS, NormSpec
 
 from . import cases
 from .conftest import COLLECTED
@@ -40,6 +41,8 @@ ALL_SLOW = {
     "tests/ops/test_torch_private.py::test_the_same_results_without",
     # 13 s of training. The quick run trains for one variant that fails and one that does not.
     "tests/bench/test_train.py::test_command_prints_the_same_from_its_record",
+    # 28 s of the C++ compiler. test_rows and test_gradients have both modules and the comparison.
+    "tests/bench/test_pair_command.py::test_steps_in_eight_bits_are_compared_on_the_fused_form",
     # 60 s of torchrun. test_losses_are_those_of_one_process runs the same steps on several ranks.
     "tests/bench/test_parallel.py::test_the_command",
     # 11 s of new processes. test_precompile_fills_the_cache compiles the same in one process.
@@ -65,13 +68,19 @@ FORMS = {(op, False) for op in OPS} | {("gated_rms_norm", True), ("gated_layer_n
 
 
 @pytest.fixture
-def collected(request) -> list[pytest.Item]:
-    """Every case that needs no GPU, whatever -m and -k choose."""
+def every(request) -> list[pytest.Item]:
+    """Every case, whatever -m and -k choose."""
     items = request.config.stash[COLLECTED]
     folder = Path(__file__).parent
     if set(folder.rglob("test_*.py")) - {item.path for item in items}:
         pytest.skip("needs all test files: run pytest without a path")
-    return [item for item in items if executor_of(item) != "gpu"]
+    return items
+
+
+@pytest.fixture
+def collected(every) -> list[pytest.Item]:
+    """Every case that needs no GPU."""
+    return [item for item in every if executor_of(item) != "gpu"]
 
 
 @pytest.fixture
@@ -91,6 +100,18 @@ def is_of_kernels(item: pytest.Item) -> bool:
 
 def test_every_test_has_a_quick_case(collected, quick):
     assert {name_of(i) for i in collected} - {name_of(i) for i in quick} == ALL_SLOW
+
+
+def test_a_gpu_runs_every_function(every):
+    """What no GPU has run may fail at its first launch, as quantised norms did."""
+    run = {
+        word
+        for item in every
+        if executor_of(item) == "gpu"
+        for word in item.name.partition("[")[2].removesuffix("]").split("-")
+    }
+    functions = {name for name in tilenorm.__all__ if name.islower() and "_norm" in name}
+    assert {*OPS, *QUANTIZED_OPS} <= functions <= run
 
 
 def name_of(item: pytest.Item) -> str:
