@@ -236,23 +236,19 @@ class Compiler(Executor):
         return run
 
 
-def described(arguments: tuple) -> tuple:
-    """The arguments of a launch, with what the compiler sees of a tensor in its place."""
-    return _of_kind(arguments, map(_described, arguments))
+def described(argument):
+    """An argument of a launch, or a tuple of them, with what the compiler sees of tensors."""
+    if isinstance(argument, tuple):
+        return _of_kind(argument, map(described, argument))
+    if not isinstance(argument, Tensor):
+        return argument
+    dtype, aligned = str(argument.dtype).removeprefix("torch."), argument.data_ptr() % 16 == 0
+    return ArrayLike(dtype, tuple(argument.shape), argument.stride(), aligned)
 
 
 def _of_kind(group: tuple, items: Iterable) -> tuple:
     """A tuple of the same class as another, because cuTile takes plain tuples alone."""
     return type(group)(*items) if hasattr(group, "_fields") else tuple(items)
-
-
-def _described(argument):
-    if isinstance(argument, tuple):
-        return described(argument)
-    if not isinstance(argument, Tensor):
-        return argument
-    dtype, aligned = str(argument.dtype).removeprefix("torch."), argument.data_ptr() % 16 == 0
-    return ArrayLike(dtype, tuple(argument.shape), argument.stride(), aligned)
 
 
 def forward_calls(spec: NormSpec, target: Target, rows: int, save: bool) -> list[Call]:

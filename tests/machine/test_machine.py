@@ -40,7 +40,7 @@ ONCE_MOVED = (
 VARIED = (
     NormSpec("layer", 1024, F, F, F),
     NormSpec("rms", 4, B, B),
-    NormSpec("rms", 4, F, F, gate=B, gate_first=True),
+    pytest.param(NormSpec("rms", 4, F, F, gate=B, gate_first=True), marks=pytest.mark.slow),
     pytest.param(NormSpec("rms", 1024, F, F), marks=pytest.mark.slow),
 )
 
