@@ -21,16 +21,16 @@ from .floats import product_of, rounded, sum_of
 pytestmark = pytest.mark.skipif(nvdisasm() is None, reason="needs nvdisasm")
 B, F, H = "bfloat16", "float32", "float16"
 SPECS = (
-    NormSpec("layer", 1024, F, F, F),
-    NormSpec("rms", 256, B, B, residual=B),
+    pytest.param(NormSpec("layer", 1024, F, F, F), marks=pytest.mark.slow),
+    pytest.param(NormSpec("rms", 256, B, B, residual=B), marks=pytest.mark.slow),
     NormSpec("rms", 37, H, H, gate=H),
 )
 # Rows of these had other bits in another place while ct.sum added them up, as a GPU showed first.
 ONCE_MOVED = (
     (NormSpec("layer", 1024, F, F, F), True),
     (NormSpec("rms", 160, B, B, residual=B), False),
-    (NormSpec("rms", 256, B, B, residual=B), False),
-    (NormSpec("rms", 512, B, B, residual=B), False),
+    pytest.param(NormSpec("rms", 256, B, B, residual=B), False, marks=pytest.mark.slow),
+    pytest.param(NormSpec("rms", 512, B, B, residual=B), False, marks=pytest.mark.slow),
     (NormSpec("rms", 160, B, B, gate=B, gate_first=True), False),
     pytest.param(NormSpec("rms", 64, F, F, residual=F), True, marks=pytest.mark.slow),
     pytest.param(NormSpec("rms", 160, F, F, gate=F), True, marks=pytest.mark.slow),
@@ -38,7 +38,7 @@ ONCE_MOVED = (
 # The first had other bits in the variant for rows that are unevenly spaced. The second and the
 # third had them where rows were apart: in whole vectors, and in none.
 VARIED = (
-    NormSpec("layer", 1024, F, F, F),
+    pytest.param(NormSpec("layer", 1024, F, F, F), marks=pytest.mark.slow),
     NormSpec("rms", 4, B, B),
     pytest.param(NormSpec("rms", 4, F, F, gate=B, gate_first=True), marks=pytest.mark.slow),
     pytest.param(NormSpec("rms", 1024, F, F), marks=pytest.mark.slow),
