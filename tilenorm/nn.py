@@ -118,7 +118,7 @@ class QuantizedNormLinear(nn.Module):
     On CUDA F.scaled_mm gives bfloat16, so that an output or weight gradient of another dtype has
     bfloat16's precision. scaling="row" takes sm_89 or later. scaling="block" takes sm_90, PyTorch
     2.10 and CUDA 12.9; where these are not there, the weight gradient multiplies rows in the
-    input's dtype. Kernels of cuTile serve from sm_90 on. On a CPU the quantised matrices are
+    input's dtype. Before sm_90 PyTorch's operations quantise. On a CPU the quantised matrices are
     multiplied in float32, which tests the numbers and saves no time.
 
     Args:
