@@ -50,6 +50,21 @@ def brief(monkeypatch):
 
 
 @pytest.fixture
+def graphs(monkeypatch) -> list:
+    """The graphs that torch.compile and tilenorm.compile make. They run as they are."""
+    found = []
+
+    def backend(graph, inputs):
+        found.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    for module in (torch, tilenorm):
+        monkeypatch.setattr(module, "compile", partial(module.compile, backend=backend))
+    return found
+
+
+@pytest.fixture
 def stand_in(monkeypatch):
     """PyTorch in place of tilenorm: these tests are about the bench."""
     for name, function in _STAND_INS.items():

@@ -1,6 +1,5 @@
 """bench train --pair: the alternation with a timer of its own, and tiny models on the CPU."""
 
-import functools
 import random
 from dataclasses import asdict, replace
 
@@ -132,35 +131,17 @@ def test_both_variants_train_the_same_weights(name):
 
 
 @pytest.mark.parametrize("names", [("compile", "tilenorm-compile"), ("patch-compile", "compile")])
-def test_compiled_variants_share_a_process_and_compile_once_each(monkeypatch, names):
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append([n.target for n in graph.graph.nodes if "norm" in str(n.target)])
-        return graph.forward
-
-    torch._dynamo.reset()
-    for module in (torch, tilenorm):
-        monkeypatch.setattr(module, "compile", functools.partial(module.compile, backend=backend))
+def test_compiled_variants_share_a_process_and_compile_once_each(graphs, names):
     found = pair.measure(names, asdict(settings_of()), 2, FOREVER)
     assert len(graphs) == 4  # of each variant a layer and the head
-    ours = [any("tilenorm" in str(target) for target in targets) for targets in graphs]
+    ours = [any("tilenorm" in str(n.target) for n in graph.graph.nodes) for graph in graphs]
     assert ours == [name != "compile" for name in names for _ in range(2)]
     assert found["reports"][names.index("compile")] == ""
     if "tilenorm-compile" in names:
         assert found["reports"][1].count("graph 0: ") == 2  # each compiled code says it once
 
 
-def test_layers_that_are_compared_alone_are_not_compiled_again_for_the_steps(monkeypatch):
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    torch._dynamo.reset()
-    for module in (torch, tilenorm):
-        monkeypatch.setattr(module, "compile", functools.partial(module.compile, backend=backend))
+def test_layers_that_are_compared_alone_are_not_compiled_again_for_the_steps(graphs):
     settings = settings_of(shape=replace(tiny(MODELS[LLAMA]).shape, fused=True))
     names = ["rows-compile", "quantized-tilenorm-compile"]
     found = pair.measure(names, asdict(settings), 2, FOREVER)

@@ -89,15 +89,7 @@ def test_variant_patches_and_compiles_the_right_parts(monkeypatch, variant):
     assert done == expected + parts
 
 
-def test_one_compiled_layer_serves_all_layers(monkeypatch):
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    torch._dynamo.reset()
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+def test_one_compiled_layer_serves_all_layers(graphs):
     model, tokens = small()
     call = prepared(model, VARIANTS["compile"], whole=False).call
     call(tokens).backward()

@@ -21,6 +21,7 @@ from tilenorm.spec import OPS, QUANTIZED_OPS, NormSpec, Quantization
 
 from . import test_chain, test_quantized_linear
 from .helpers import EPS, NEEDS_GPU, random
+from .test_quantized import plain
 
 pytestmark = NEEDS_GPU
 B, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -44,14 +45,9 @@ def made(op, rows, hidden, dtype, parameter):
     return tensors, named | {"eps": EPS}
 
 
-def plain(op, rows, hidden, given):
-    found = getattr(tilenorm, op.removesuffix("_quantized"))(*rows, (hidden,), **given)
-    return found if isinstance(found, tuple) else (found, None)
-
-
 def check(op, how, rows, hidden, given) -> None:
     """q, scale and amax are those of what the plain norm returns, quantised by the reference."""
-    y, total = plain(op, rows, hidden, given)
+    y, total = plain(op, rows, (hidden,), **given)
     with guarded():
         found, asked = call(op, how, rows, hidden, given)
     dtype = str(y.dtype).removeprefix("torch.")
@@ -135,7 +131,7 @@ def test_gradients_are_those_of_the_plain_norm(op):
             found, _ = call(op, HOWS[2], rows, 2048, given)
             outputs = [t for t in (found.output, found.residual_out) if t is not None]
         else:
-            outputs = [t for t in plain(op, rows, 2048, given) if t is not None]
+            outputs = [t for t in plain(op, rows, (2048,), **given) if t is not None]
         incoming = [random(*t.shape, dtype=B, device="cuda", seed=9) for t in outputs]
         results.append([*outputs, *torch.autograd.grad(outputs, leaves, incoming)])
     assert all(map(torch.equal, *results))

@@ -72,6 +72,7 @@ def _backward_of(arguments: tuple, by_name: dict) -> tuple:
     x, gate, weight, bias, mean, rstd = saved
     mean = vector_of(mean) if options.norm == "layer" else None
     saved = Saved(x, gate, weight, bias, mean, vector_of(rstd))
+    # As call.tensors, which takes longer, for all calls but the two kinds below.
     tensors, branch = (dy, x if added else None, gate, weight, bias), None
     if any(t is not None for t in call.branch):
         tensors, branch = call.tensors, Branch(*call.branch)
