@@ -50,7 +50,7 @@ def nothing(m, i, mask):
     """Threads are scheduled one by one, so that nothing needs to bring them together."""
 
 
-@instruction("ACQBULK", "PREEXIT", "MEMBAR", "UCGABAR_ARV", "UCGABAR_WAIT")
+@instruction("ACQBULK", "PREEXIT", "MEMBAR", "FENCE", "UCGABAR_ARV", "UCGABAR_WAIT")
 def alone(m, i, mask):
     """What orders a block with others. One block runs at a time."""
 

@@ -26,6 +26,8 @@ from .executor import Compiled, runs
 NEEDS_NVDISASM = pytest.mark.skipif(nvdisasm() is None, reason="needs nvdisasm")
 ROW, BLOCK = Quantization("row", output=True), Quantization("block", layout="column", output=True)
 STATIC = Quantization("tensor", output=True)
+# Bytes that a thread spills. Without spills it took 73.5 µs and not 70.0 (H200, 2026-11-25).
+SPILLS = {("sm_90", "rms_norm", 16384, "block"): 32}
 HIDDEN = (1024, 2048, 3072, 4096, 5120, 6144, 7168, 8192, 12288, 16384)
 B = "bfloat16"
 
@@ -48,16 +50,17 @@ def test_results_are_those_of_the_oracle(how):
     check(how, found, y, 128, inputs.scale)
 
 
-def free(spec: NormSpec) -> bool:
-    """Whether one kernel serves, and the compiler is free to choose the order of its sums."""
+def compiled_otherwise(spec: NormSpec) -> bool:
+    """Whether one kernel serves, whose tiles are rows. It is compiled with other hints than the
+    plain norm's, or reads its weights later.
+    """
     plan = plan_forward(spec, Target("sm_90", 1), True)
-    fused = plan.spec.quantized is not None
-    return fused and plan.config.rows == 1 and not plan.ordered and runs(plan)
+    return plan.spec.quantized is not None and plan.config.rows == 1 and runs(plan)
 
 
-def in_free_order():
-    """Of each entry of the table whose rows have no prescribed order: its size, and another one
-    that it serves. Scalings take turns, and so do y and no y.
+def rows_to_add_up():
+    """Of each entry of the table whose tiles are rows: its size, and another one that it serves.
+    Scalings take turns, and so do y and no y.
     """
     rng, turns = Random(0), cycle(product((ROW, BLOCK, STATIC), (True, False)))
     for (op, size), table in TABLES["sm_90"].FORWARD.items():
@@ -66,18 +69,18 @@ def in_free_order():
             drawn = 128 * rng.randint(before // 128 + 1, max(1, hidden // 128))
             before = hidden
             for n in dict.fromkeys((hidden, drawn)):
-                # The first had other bits with the plain norm's hint.
-                quick = (op, n) == ("add_rms_norm", 3072)
+                # The first had other bits with the plain norm's hint; the other is prescribed.
+                quick = (op, n) in (("add_rms_norm", 3072), ("rms_norm", 2048)) and size == 2
                 how, output = (ROW, True) if quick else next(turns)
                 spec = spec_of(op, n, how._replace(output=output), dtype)
-                if free(spec):
+                if compiled_otherwise(spec):
                     marks = [] if quick else [pytest.mark.slow]
                     name = f"{cases.label(spec.unquantized)}-{how.scaling}{'-y' * output}"
                     yield pytest.param(spec, marks=marks, id=name)
 
 
 @NEEDS_NVDISASM
-@pytest.mark.parametrize("spec", in_free_order())
+@pytest.mark.parametrize("spec", list(rows_to_add_up()))
 def test_a_row_is_added_up_as_by_the_plain_norm(spec):
     """Every operation disturbs its result, so that another order would show: in y, or, where y is
     not returned, in the codes.
@@ -139,9 +142,10 @@ def spilled_params():
                     yield pytest.param(arch, spec_of(op, hidden, given), marks=marks, id=name)
 
 
-@pytest.mark.parametrize("arch, spec", spilled_params())
+@pytest.mark.parametrize("arch, spec", list(spilled_params()))
 def test_no_spills(arch, spec):
-    assert compile_call(kernel(spec, arch), arch).spill_bytes == 0
+    case = arch, spec.unquantized.op, spec.hidden, spec.quantized.scaling
+    assert compile_call(kernel(spec, arch), arch).spill_bytes == SPILLS.get(case, 0)
 
 
 def test_the_plain_norm_is_not_touched():

@@ -79,7 +79,8 @@ class Quant:
     bytes, rounded up. POWER_OF_2: factors are powers of two, rounded down. PADDED: 0 where the
     scales of a row follow each other; else those of a group do, and each group has as many as there
     are rows, rounded up to a multiple of PADDED. SWIZZLED: scales lie in tiles of 128 rows and 4
-    groups. OUTPUT: y is written too. AMAX: so is the largest magnitude of all y.
+    groups. OUTPUT: y is written too. AMAX: so is the largest magnitude of all y. PACKED: y stays in
+    16 bits while the largest magnitude of a row is found, and is converted to float32 twice.
     """
 
     MOST: float
@@ -91,6 +92,7 @@ class Quant:
     SWIZZLED: bool
     OUTPUT: bool
     AMAX: bool
+    PACKED: bool
 
     @property
     def BY_ROW(self):

@@ -28,8 +28,9 @@ def write_quantized(a, norm, tile, ys, peak, STORE):
     if quant.AMAX:
         write_largest(a, tile, peak)
     if quant.GROUP > 0:
-        for j, y in ct.static_iter(enumerate(ys)):
-            write_groups(a, quant, tile, j, y, STORE)
+        widths = ct.static_eval(tuple(segment.WIDTH for segment in tile.segments))
+        for first, count in ct.static_iter(runs(widths)):
+            write_groups(a, quant, tile, first, ys[first : first + count], STORE)
     else:
         write_rows(a, quant, tile, ys, peak, STORE)
 
@@ -44,8 +45,7 @@ def write_rows(a, quant, tile, ys, peak, STORE):
         mask = both(tile.in_rows, first_chunk(tile))
         ct.scatter(a.SCALE, where, ct.truediv(1.0, factor), mask=mask, check_bounds=False)
     for j, y in ct.static_iter(enumerate(ys)):
-        if quant.BY_ROW and y.dtype != ct.float32:
-            # Over the search for the largest, y stays in 16 bits.
+        if quant.BY_ROW and quant.PACKED:
             y = rematerialize(y, factor)
         write(a.Q, tile.at(j), y.astype(ct.float32) * factor, STORE)
 
@@ -57,13 +57,21 @@ def first_chunk(tile):
     return tile.chunk == 0
 
 
-def write_groups(a, quant, tile, j, y, STORE):
-    """q and the scales of a segment whose groups have a scale each."""
-    segment, at = tile.segments[j], tile.at(j)
-    R, W = y.shape
+def write_groups(a, quant, tile, first, ys, STORE):
+    """q and the scales of segments of one width, from the first on, whose groups have a scale each.
+
+    ys: a power of two of them. Their maxima are joined into one tile, so that the compiler works on
+    all at once; one segment after another it would wait for each maximum and for each quotient.
+    """
+    R, W = ys[0].shape
     COUNT = W // quant.GROUP
-    y = y.reshape((R, COUNT, quant.GROUP))
-    peak = ct.max(magnitude(y), axis=2, keepdims=True, propagate_nan=True).astype(ct.float32)
+    grouped = ()
+    peaks = ()
+    for y in ct.static_iter(ys):
+        y = y.astype(ct.float32).reshape((R, COUNT, quant.GROUP))
+        grouped += (y,)
+        peaks += (ct.max(abs(y), axis=2, keepdims=True, propagate_nan=True).reshape((R, COUNT)),)
+    peak = joined(peaks)
     if quant.MX:
         exponent = exponent_of(quant, peak)
         factor = ct.bitcast(ct.where(exponent == 255, NAN, (254 - exponent) << FIELD), ct.float32)
@@ -71,15 +79,45 @@ def write_groups(a, quant, tile, j, y, STORE):
     else:
         factor = factor_of(quant, peak)
         scale = ct.truediv(1.0, factor)
-    q = (y.astype(ct.float32) * factor).reshape((R, W))
-    write(a.Q, at, q, STORE)
-    group = ct.arange(COUNT, dtype=ct.int32)[None, :]
+    write_scales(a, quant, tile, first, scale, tile.segments[first + len(ys) - 1].mask)
+    for j, y in ct.static_iter(enumerate(grouped)):
+        own = ct.extract(factor, (0, j), (R, COUNT)).reshape((R, COUNT, 1))
+        write(a.Q, tile.at(first + j), (y * own).reshape((R, W)), STORE)
+
+
+def write_scales(a, quant, tile, first, scale, masked):
+    """The scales of the groups from segment `first` on. masked: None where all groups exist."""
+    segment = tile.segments[first]
+    group = ct.arange(scale.shape[1], dtype=ct.int32)[None, :]
     group = (segment.chunk * segment.CHUNK_WIDTH + segment.START) // quant.GROUP + group
     mask = tile.in_rows
-    if segment.mask is not None:
+    if masked is not None:
         mask = both(mask, group < a.Q.shape[1] // quant.GROUP)
-    where = offset_of(a, quant, at.place[0], group)
-    ct.scatter(a.SCALE, (where,), scale.reshape((R, COUNT)), mask=mask, check_bounds=False)
+    where = offset_of(a, quant, tile.place[0], group)
+    ct.scatter(a.SCALE, (where,), scale, mask=mask, check_bounds=False)
+
+
+def runs(WIDTHS):
+    """(first, count) of neighbours of one width, as many as there are; count is a power of two."""
+    found = ()
+    first = 0
+    while first < len(WIDTHS):
+        same = sum(width == WIDTHS[first] for width in WIDTHS)
+        left = same - (first - WIDTHS.index(WIDTHS[first]))
+        count = 1 << (left.bit_length() - 1)
+        found += ((first, count),)
+        first += count
+    return found
+
+
+def joined(tiles):
+    """A power of two of tiles of one shape, side by side."""
+    for _ in ct.static_iter(range(len(tiles).bit_length() - 1)):
+        pairs = ()
+        for i in ct.static_iter(range(len(tiles) // 2)):
+            pairs += (ct.cat((tiles[2 * i], tiles[2 * i + 1]), 1),)
+        tiles = pairs
+    return tiles[0]
 
 
 def offset_of(a, quant, row, group):
@@ -118,7 +156,7 @@ def row_peak(tile, ys):
     peak = None
     kept = None
     for j, y in ct.static_iter(enumerate(ys)):
-        y = magnitude(y)
+        y = abs(y.astype(ct.float32))
         mask = tile.segments[j].mask
         if mask is not None:
             y = ct.where(mask, y, ct.zeros(y.shape, dtype=y.dtype))
@@ -128,14 +166,7 @@ def row_peak(tile, ys):
         else:
             peak = larger(peak, kept)
             kept = y
-    return larger(peak, kept).astype(ct.float32)
-
-
-def magnitude(y):
-    """|y|. Of float16 the compiler would make a float32 and convert it back, element by element."""
-    if y.dtype == ct.float32:
-        return abs(y)
-    return ct.bitcast(ct.bitcast(y, ct.int16) & 0x7FFF, y.dtype)
+    return larger(peak, kept)
 
 
 def larger(peak, y):

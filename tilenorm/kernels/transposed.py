@@ -11,7 +11,7 @@ import cuda.tile as ct
 
 from .constants import Constants, Norm, Quant
 from .outputs import affine, scale
-from .quantize import factor_of, magnitude
+from .quantize import factor_of
 from .tiles import columns
 
 GROUP = 128  # rows that share a scale
@@ -63,9 +63,10 @@ def transposed(
     if NORMALIZED:
         row = group * GROUP + ct.arange(GROUP, dtype=ct.int32)[:, None]
         y = normalized(a, norm, y, row, rows, cols)
-    peak = ct.max(magnitude(y), axis=0, keepdims=True, propagate_nan=True).astype(ct.float32)
+    y = y.astype(ct.float32)
+    peak = ct.max(abs(y), axis=0, keepdims=True, propagate_nan=True)
     factor = factor_of(Quant(*norm.QUANT), peak)
-    q = (y.astype(ct.float32) * factor).astype(a.Q.dtype)
+    q = (y * factor).astype(a.Q.dtype)
     ct.store(a.Q, (tile, group), ct.transpose(q), allow_tma=False)
     inverse = ct.truediv(1.0, factor)
     ct.scatter(a.SCALE, (group * N + cols,), inverse, mask=cols < N, check_bounds=False)

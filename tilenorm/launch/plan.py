@@ -35,7 +35,7 @@ from .calls import (
     taking,
 )
 from .config import ColumnSum, Hints, RowForward, SharedForward, StreamForward, cdiv
-from .quantized import cast_apart, hints_in_order
+from .quantized import cast_apart, compiled_as
 from .target import Target
 from .tiling import Tiling
 
@@ -110,13 +110,18 @@ class ForwardPlan(Tiling):
     small: bool = False
 
     @cached_property
+    def compiled(self) -> RowForward | StreamForward | SharedForward:
+        """The configuration that the kernel is compiled with."""
+        config = self.config
+        if self.small:
+            hints = Hints(None, config.hints.num_worker_warps)
+            return replace(config, hints=hints, packed=False, fetch=False)
+        return compiled_as(self.spec, config, self._free) if self.spec.quantized else config
+
+    @property
     def hints(self) -> Hints:
         """The hints that the kernel is compiled with."""
-        if self.small:
-            return Hints(None, self.config.hints.num_worker_warps)
-        if self.spec.quantized and self._free:
-            return hints_in_order(self.spec, self.config)
-        return self.config.hints
+        return self.compiled.hints
 
     @property
     def casts_apart(self) -> str | None:
@@ -136,11 +141,10 @@ class ForwardPlan(Tiling):
 
     @cached_property
     def _how(self) -> RowHow | StreamHow | SharedHow:
-        config = self.config
+        config = self.compiled
         match config:
             case RowForward():
-                packed, fetch = (on and not self.small for on in (config.packed, config.fetch))
-                return RowHow(packed, fetch, self.ordered)
+                return RowHow(config.packed, config.fetch, self.ordered)
             case StreamForward():
                 return StreamHow(config.tma, config.store)
             case SharedForward():

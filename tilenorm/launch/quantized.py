@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from ..spec import NormSpec
-from .config import Config, Hints
+from .config import Config, Hints, RowForward, SharedForward
 from .target import Target
 
 # Of the plain norm's operation and the bytes of an element: for which N no occupancy is known that
@@ -19,15 +19,67 @@ OUT_OF_ORDER = {
 # The occupancy of those that are added up in another order without one, for so many N.
 IN_ORDER = {
     ("rms_norm", 2): ((range(20481, 28673), 2),),
-    ("add_rms_norm", 2): ((range(4097, 8192), 2),),
+    ("add_rms_norm", 2): ((range(4097, 8193), 2),),
     ("add_layer_norm", 2): ((range(1537, 8193), 2), (range(20481, 24577), 2)),
     ("layer_norm", 4): ((range(1537, 3073), 2),),
     ("add_layer_norm", 4): ((range(257, 4097), 2), (range(4097, 5121), 6)),
 }
 
 
+# Of a norm that quantises, and whose rows have a prescribed order: (elements of a thread, at most;
+# registers of a thread), by whether groups have a scale each. More blocks on a multiprocessor are
+# faster until they spill. Timed on an H200 (tileiras 13.4.92, 2026-11-25) for bfloat16 of 2048,
+# 5120, 8192, 16384 and, with blocks that share a row, 32768 and 65536; compiled without spills of
+# more than 32 bytes for all sizes of sm_90's table.
+REGISTERS = {
+    False: ((32, 48), (40, 64), (64, 80), (80, 128)),
+    True: ((24, 48), (40, 64), (64, 80), (80, 128)),
+}
+# The same where blocks share a row: (elements of a thread, at most; least registers), by norm.
+SHARED_REGISTERS = {"rms": ((32, 72), (64, 96)), "layer": ((32, 96), (64, 128))}
+MOST_UNPACKED = 40  # elements of a thread; rows of 16 bits with more stay packed
+MULTIPROCESSOR = 65536  # registers
+
+
 def _operation(spec: NormSpec) -> tuple[str, int]:
     return spec.unquantized.op, spec.widest_item
+
+
+def compiled_as(spec: NormSpec, config: Config, free: bool) -> Config:
+    """The configuration that the kernel of a quantised norm is compiled with.
+
+    config: the plain norm's. q has to have the plain norm's bits, so that the rows of a tile, its
+    segments and its threads are the same. free: the kernel does not prescribe the order in which it
+    adds up a row; then the compiler has to choose the same. Otherwise what is read early or kept in
+    16 bits, and how many blocks a multiprocessor has, is chosen for the quantised norm, which has
+    more instructions and writes less.
+    """
+    if free:
+        return replace(config, hints=hints_in_order(spec, config))
+    elements = sum(config.segments(spec.hidden)) / config.hints.threads
+    sixteen = spec.widest_item == 2
+    if isinstance(config, SharedForward):
+        fewer = _hints(config, _registers(SHARED_REGISTERS[spec.norm], elements))
+        return replace(config, hints=min(fewer, config.hints, key=_blocks))
+    if isinstance(config, RowForward) and config.fetch and not spec.residual:
+        wide = elements if sixteen else elements * 1.25  # rows of float32 spill earlier
+        hints = _hints(config, _registers(REGISTERS[spec.quantized.group > 0], wide))
+        packed = sixteen and elements > MOST_UNPACKED
+        return replace(config, hints=hints, packed=packed, fetch=False)
+    return config
+
+
+def _registers(rows: tuple[tuple[int, int], ...], elements: float) -> int:
+    return next((registers for most, registers in rows if elements <= most), rows[-1][1])
+
+
+def _blocks(hints: Hints) -> int:
+    return hints.occupancy or 1
+
+
+def _hints(config: Config, registers: int) -> Hints:
+    """The plain norm's threads, and as many blocks as have so many registers a thread."""
+    return replace(config.hints, occupancy=MULTIPROCESSOR // (registers * config.hints.threads))
 
 
 def hints_in_order(spec: NormSpec, config: Config) -> Hints:

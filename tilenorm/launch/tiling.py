@@ -16,6 +16,9 @@ from .target import Target
 POLLS = 1 << 12  # about 4 ms: another kernel on the GPU may delay some blocks of a row by this
 CLEAR_SLOTS = hinted(clear_slots, Hints())
 CLEARED = 1024  # slots that one block empties
+# The most elements of y that a thread keeps in float32 while the largest of a row is found. On an
+# H200, 2026-11-25, add_rms_norm_quantized by row took 161 µs with 64 of 64, packed 119 µs.
+MOST_UNPACKED = 32
 
 
 @dataclass(frozen=True)
@@ -86,9 +89,17 @@ class Tiling:
             DROPOUT=spec.dropout_mask is not None,
             DROPOUT_SCALE=spec.dropout_scale,
             LAYER_SCALE=spec.layer_scale is not None,
-            QUANT=constants(quant_of(spec.quantized)) if spec.quantized else (),
+            QUANT=constants(quant_of(spec.quantized, self._packs_output)) if spec.quantized else (),
             INNER=constants(replace(self, spec=spec.inner).norm(save)) if spec.inner else (),
         )
+
+    @property
+    def _packs_output(self) -> bool:
+        """Whether y stays in 16 bits until it is quantised, because a thread has many elements."""
+        elements = self.config.rows * sum(self._widths)
+        sixteen = "float32" not in (self.spec.dtype, self.spec.skip)
+        many = elements > MOST_UNPACKED * self.config.hints.threads
+        return sixteen and many and not getattr(self.config, "fetch", False)
 
     @cached_property
     def _sharing(self) -> tuple[int, int, bool]:
@@ -128,7 +139,7 @@ class Tiling:
         return [Launch(CLEAR_SLOTS, grid, (), take, constants)]
 
 
-def quant_of(how: Quantization) -> Quant:
+def quant_of(how: Quantization, packed: bool) -> Quant:
     return Quant(
         MOST=FP8[how.dtype],
         GROUP=how.group,
@@ -139,4 +150,5 @@ def quant_of(how: Quantization) -> Quant:
         SWIZZLED=how.layout == "swizzled",
         OUTPUT=how.output,
         AMAX=how.amax,
+        PACKED=packed,
     )

@@ -1,0 +1,66 @@
+"""Which norms tilenorm.compile leaves to Inductor on a GPU, because the host would be slower."""
+
+import importlib
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+import tilenorm
+from tilenorm.integrations.fx.nodes import Left
+from tilenorm.integrations.fx.rewrite import replace_chosen
+
+from ..ops.helpers import EPS
+
+
+@pytest.mark.parametrize(
+    "rows, hidden, mode, reason",
+    [
+        (8192, 4096, None, None),  # Llama 3 8B
+        (4096, 2048, None, None),  # Llama 3.2 1B
+        (
+            14 * 577,
+            1024,
+            None,
+            "a step with norms of 8078 rows of 1024 waits for the host",
+        ),  # ViT-L
+        (14 * 577, 1024, "reduce-overhead", None),
+        (1, 4096, None, "a step with norms of 1 rows of 4096 waits for the host"),
+        (1, 4096, "max-autotune", None),
+        (8192, 256, "reduce-overhead", "Inductor fuses a norm of 256 elements with its neighbours"),
+    ],
+)
+def test_a_step_that_waits_for_the_host_has_inductors_norms(rows, hidden, mode, reason, backends):
+    """On a GPU, unless CUDA graphs are captured; fake tensors stand for the GPU's."""
+    with FakeTensorMode():
+        x, w = (torch.empty(*shape, hidden, device="cuda") for shape in ((rows,), ()))
+        graph = make_fx(lambda x, w: nn.functional.rms_norm(x, w.shape, w, EPS))(x, w)
+
+    def choose(norm):
+        backends(mode)._choose(norm)
+        raise Left("chosen")  # to replace it would take a GPU
+
+    ((_, why),) = replace_chosen(graph, choose).left
+    assert why == (reason or "chosen")
+
+
+@pytest.fixture
+def backends(monkeypatch, dynamo):
+    """A function that makes tilenorm.compile's backend for a mode."""
+    made = []
+    monkeypatch.setattr(torch, "compile", lambda model, backend, **_: made.append(backend) or model)
+
+    def backend(mode):
+        tilenorm.compile(nn.Module(), mode=mode)
+        return made[-1]
+
+    return backend
+
+
+def test_how_many_rows_come_may_be_unknown():
+    """Then norms are replaced."""
+    check_work = importlib.import_module("tilenorm.integrations.compile").check_work
+    assert check_work(ShapeEnv().create_unbacked_symint(), 512) is None
