@@ -158,7 +158,7 @@ def test_what_scaled_mm_makes_of_the_codes(scaling, rows):
 @pytest.mark.parametrize("norm", ["rms", "layer"])
 @pytest.mark.parametrize("scaling, dtype", [("row", B), ("block", B), ("row", F32), ("row", F16)])
 @pytest.mark.parametrize("shape, size, out", [((2, 65), 256, 48), ((4096,), 2048, 1024)], ids=str)
-def test_a_linear_of_a_quantised_norm(norm, scaling, dtype, shape, size, out):
+def test_a_linear_of_a_quantised_norm(norm, scaling, dtype, shape, size, out, dynamo):
     """The output and every gradient, beside the same norm and linear without 8-bit floats."""
     if product.refused(scaling == "block", torch.device("cuda")):
         pytest.skip("this GPU or this PyTorch has no such product")

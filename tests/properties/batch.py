@@ -49,6 +49,8 @@ class Batch:
                         fill(row, tensor.dtype, generator)
                 tensor = values.to(tensor.dtype)
             changed[name] = self.layouts[name].filled(tensor.to(device))
+        if given.layer_scale is not None:
+            changed["layer_scale"] = given.layer_scale.to(device)
         if not self.needs.dsum:
             changed["dsum"] = None
         return replace(given, **changed, eps=self.eps)

@@ -63,13 +63,21 @@ def transposed(
     if NORMALIZED:
         row = group * GROUP + ct.arange(GROUP, dtype=ct.int32)[:, None]
         y = normalized(a, norm, y, row, rows, cols)
-    y = y.astype(ct.float32)
-    peak = ct.max(abs(y), axis=0, keepdims=True, propagate_nan=True)
+    peak = ct.max(magnitude(y), axis=0, keepdims=True, propagate_nan=True).astype(ct.float32)
     factor = factor_of(Quant(*norm.QUANT), peak)
-    q = (y * factor).astype(a.Q.dtype)
+    q = (y.astype(ct.float32) * factor).astype(a.Q.dtype)
     ct.store(a.Q, (tile, group), ct.transpose(q), allow_tma=False)
     inverse = ct.truediv(1.0, factor)
     ct.scatter(a.SCALE, (group * N + cols,), inverse, mask=cols < N, check_bounds=False)
+
+
+def magnitude(y):
+    """|y|, in 16 bits where y has 16, for the tile to fit. Of float16 the compiler would make a
+    float32 and convert it back, element by element.
+    """
+    if y.dtype == ct.float32:
+        return abs(y)
+    return ct.bitcast(ct.bitcast(y, ct.int16) & 0x7FFF, y.dtype)
 
 
 def normalized(a, norm, x, row, rows, cols):
