@@ -70,8 +70,8 @@ def compile(
             added up inside the multiplications, as tilenorm::mm_sum: the gradients of queries,
             keys and values, or of gate and up. Each addition then rounds once and not twice, so
             the bits are others than eager PyTorch's. These multiplications are ATen's, cuBLAS's on
-            a GPU, whatever max_autotune says. Off by default, because it gained no more in a step of
-            Llama 3 8B on an H200 (0.57%) than the step without it (0.58%).
+            a GPU, whatever max_autotune says. Off by default, because a step of Llama 3 8B on an
+            H200 gained no more with it (0.57% more tokens/s) than without it (0.58%).
             Residuals are not added inside the multiplications, because addmm copies a residual
             that the backward pass reads.
         backend, mode, options, dynamic, others: as in torch.compile.

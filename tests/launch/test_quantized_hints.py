@@ -1,0 +1,65 @@
+"""What a quantised norm is compiled with: what may differ from the plain norm, and what may not."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from tilenorm.launch.config import Hints, RowForward, SharedForward
+from tilenorm.launch.plan import plan_forward
+from tilenorm.launch.quantized import REGISTERS, SHARED_REGISTERS
+from tilenorm.launch.target import Target
+from tilenorm.spec import OPS, NormSpec, Quantization
+
+THREADS = 2048  # of a multiprocessor
+SCALINGS = ("row", "block", "mx", "tensor")
+ROW = Quantization("row")
+
+
+def drawn(rng: Random) -> NormSpec:
+    op, dtype = rng.choice(OPS[:4]), rng.choice(("bfloat16", "float16", "float32"))
+    hidden = 128 * rng.randint(1, 2048 if rng.choice((True, False)) else 160)
+    bias = dtype if "layer" in op else None
+    how = Quantization(rng.choice(SCALINGS), output=rng.choice((True, False)))
+    return NormSpec.of(op, hidden, dtype, weight=dtype, bias=bias, quantized=how)
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100", "sm_120"])
+@pytest.mark.parametrize("seed", range(10))
+def test_the_rows_are_cut_and_shared_among_threads_as_the_plain_norms(arch, seed):
+    """So that, where the order of sums is prescribed, q has the bits of the plain norm."""
+    rng, target, fused = Random(seed), Target.of(arch), 0
+    for _ in range(60):
+        spec = drawn(rng)
+        plan, plain = (plan_forward(s, target, False) for s in (spec, spec.unquantized))
+        if plan.spec.quantized is None:
+            continue
+        fused += 1
+        found, config = plan.compiled, plain.config
+        assert plan.config == config and plan.ordered == plain.ordered
+        assert found.hints.num_worker_warps == config.hints.num_worker_warps
+        occupancy = found.hints.occupancy or 1
+        assert occupancy * found.hints.threads <= THREADS
+        free = {"hints": found.hints}
+        if plan.ordered and isinstance(config, RowForward):
+            assert not found.packed or spec.widest_item == 2
+            free |= {"packed": found.packed, "fetch": found.fetch}
+        if isinstance(config, SharedForward):
+            assert occupancy <= config.hints.occupancy
+        assert found == replace(config, **free), spec
+    assert fused >= 20
+
+
+@pytest.mark.parametrize("rows", [*REGISTERS.values(), *SHARED_REGISTERS.values()], ids=str)
+def test_more_elements_of_a_thread_have_no_fewer_registers(rows):
+    assert list(rows) == sorted(rows)
+    assert [registers for _, registers in rows] == sorted(registers for _, registers in rows)
+
+
+def test_a_small_batch_has_the_hints_of_every_small_batch():
+    """It has tiles for fewer blocks than fit, so that no registers have to be spared."""
+    spec = NormSpec.of("rms_norm", 2048, "bfloat16", weight="bfloat16", quantized=ROW)
+    plan = plan_forward(spec, Target.of("sm_90"), False)
+    small = replace(plan, small=True)
+    assert plan.fetches and small.ordered
+    assert small.hints == Hints(None, plan.config.hints.num_worker_warps)
