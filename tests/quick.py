@@ -1,8 +1,9 @@
 """Which cases of tests/kernels are quick. All others get the marker `slow`.
 
-A case is quick if its rows are narrow, or if its rows are the narrowest for which the test runs
-some schedule of the kernels, or anything on some architecture. A GPU runs wide rows as fast as
-narrow ones, so that all of its cases are quick.
+Rows of a quick case are narrow, or the narrowest for which the test runs some schedule of the
+kernels, or anything on some architecture. And a parameter of the case has a value that no quick
+case of the test before it has: each value is tested, not each combination. A GPU runs wide rows as
+fast as narrow ones, so that all of its cases are quick.
 """
 
 from collections import defaultdict
@@ -44,8 +45,26 @@ def schedules_of(item: pytest.Item) -> set[tuple[str, str]]:
     return {(d, cases.schedule(config, spec.hidden)) for d, config in chosen.items()}
 
 
-def slow_kernel_cases(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
+def slow_kernel_cases(items: Iterable[pytest.Item]) -> list[pytest.Item]:
     """The slow ones of the cases of tests/kernels."""
+    items = list(items)
+    wide = list(_wide(items))
+    known = set(wide)
+    return wide + list(_nothing_new(item for item in items if item not in known))
+
+
+def _nothing_new(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
+    """Those of which every parameter's value was in a case of the same test before."""
+    seen = defaultdict(set)
+    for item in items:
+        values = {(name, str(value)) for name, value in parameters(item).items()}
+        if values and values <= seen[item.function] and executor_of(item) != "gpu":
+            yield item
+        seen[item.function] |= values
+
+
+def _wide(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
+    """Those whose rows are wide without need."""
     by_size = defaultdict(list)
     for item in items:
         if spec_of(item) and executor_of(item) != "gpu":
