@@ -10,7 +10,7 @@ from tilenorm.launch import plan, user_table
 from . import cases
 from .executed import executor_of, needs_missing_gpu, pytest_terminal_summary  # noqa: F401
 from .executors import Executor, Gpu, Interpreter
-from .quick import slow_kernel_cases
+from .quick import slow_cases
 from .stand_in_compiler import Compiler
 
 COLLECTED = pytest.StashKey[list]()  # every case, before any is deselected
@@ -27,7 +27,7 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items: list[pytest.Item]) -> None:
-    for item in slow_kernel_cases(i for i in items if i.path.parent.name == "kernels"):
+    for item in slow_cases(items):
         item.add_marker("slow")
     config.stash[COLLECTED] = list(items)
     # Without a GPU thousands of skipped cases would take time, and hide the others that skip.

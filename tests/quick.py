@@ -1,9 +1,9 @@
-"""Which cases of tests/kernels are quick. All others get the marker `slow`.
+"""Which cases are quick. All others get the marker `slow`.
 
-Rows of a quick case are narrow, or the narrowest for which the test runs some schedule of the
-kernels, or anything on some architecture. And a parameter of the case has a value that no quick
-case of the test before it has: each value is tested, not each combination. A GPU runs wide rows as
-fast as narrow ones, so that all of its cases are quick.
+A parameter of a quick case has a value that no quick case of the test before it has: each value is
+tested, not each combination. Of tests/kernels, its rows also are narrow, or the narrowest for which
+the test runs some schedule of the kernels, or anything on some architecture. A GPU runs wide rows
+as fast as narrow ones, and nothing else runs its cases, so that all of them are quick.
 """
 
 from collections import defaultdict
@@ -17,6 +17,8 @@ from . import cases
 from .executed import executor_of, parameters
 
 ARCH = "sm_80"  # for tests that have no parameter `executor`
+# Tests whose quick cases have every form with every dtype.
+PRODUCTS = {f"tests/ops/{file}.py::test_accuracy" for file in ("test_forward", "test_gradients")}
 
 
 def spec_of(item: pytest.Item) -> NormSpec | None:
@@ -45,12 +47,12 @@ def schedules_of(item: pytest.Item) -> set[tuple[str, str]]:
     return {(d, cases.schedule(config, spec.hidden)) for d, config in chosen.items()}
 
 
-def slow_kernel_cases(items: Iterable[pytest.Item]) -> list[pytest.Item]:
-    """The slow ones of the cases of tests/kernels."""
-    items = list(items)
-    wide = list(_wide(items))
-    known = set(wide)
-    return wide + list(_nothing_new(item for item in items if item not in known))
+def slow_cases(items: Iterable[pytest.Item]) -> list[pytest.Item]:
+    items = [item for item in items if executor_of(item) != "gpu"]
+    wide = list(_wide(item for item in items if item.path.parent.name == "kernels"))
+    known = {*wide, *(item for item in items if item.get_closest_marker("slow"))}
+    rest = (i for i in items if i not in known and i.nodeid.partition("[")[0] not in PRODUCTS)
+    return wide + list(_nothing_new(rest))
 
 
 def _nothing_new(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
@@ -58,7 +60,7 @@ def _nothing_new(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
     seen = defaultdict(set)
     for item in items:
         values = {(name, str(value)) for name, value in parameters(item).items()}
-        if values and values <= seen[item.function] and executor_of(item) != "gpu":
+        if values and values <= seen[item.function]:
             yield item
         seen[item.function] |= values
 
@@ -67,7 +69,7 @@ def _wide(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
     """Those whose rows are wide without need."""
     by_size = defaultdict(list)
     for item in items:
-        if spec_of(item) and executor_of(item) != "gpu":
+        if spec_of(item):
             hidden, arch = spec_of(item).hidden, cases.INTERPRETED.index(arch_of(item))
             by_size[hidden, arch, item.function].append(item)
     reached = defaultdict(set)
