@@ -29,6 +29,11 @@ def spec_of(item: pytest.Item) -> NormSpec | None:
     return NormSpec("rms", params["hidden"], "bfloat16") if "hidden" in params else None
 
 
+def name_of(item: pytest.Item) -> str:
+    """The id of a test without the parameters of the case."""
+    return item.nodeid.partition("[")[0]
+
+
 def arch_of(item: pytest.Item) -> str:
     executor = executor_of(item) if "executor" in parameters(item) else ARCH
     return executor.removeprefix("interpreter_")
@@ -51,7 +56,7 @@ def slow_cases(items: Iterable[pytest.Item]) -> list[pytest.Item]:
     items = [item for item in items if executor_of(item) != "gpu"]
     wide = list(_wide(item for item in items if item.path.parent.name == "kernels"))
     known = {*wide, *(item for item in items if item.get_closest_marker("slow"))}
-    rest = (i for i in items if i not in known and i.nodeid.partition("[")[0] not in PRODUCTS)
+    rest = (i for i in items if i not in known and name_of(i) not in PRODUCTS)
     return wide + list(_nothing_new(rest))
 
 

@@ -18,7 +18,7 @@ from . import cases
 from .conftest import COLLECTED
 from .executed import COMPILER, executor_of, parameters
 from .ops.helpers import DTYPES, FAMILY
-from .quick import arch_of, directions_of, schedules_of, spec_of
+from .quick import arch_of, directions_of, name_of, schedules_of, spec_of
 
 # Tests that have no quick case, and what the quick run tests of the same.
 ALL_SLOW = {
@@ -112,11 +112,6 @@ def test_a_gpu_runs_every_function(every):
     }
     functions = {name for name in tilenorm.__all__ if name.islower() and "_norm" in name}
     assert {*OPS, *QUANTIZED_OPS} <= functions <= run
-
-
-def name_of(item: pytest.Item) -> str:
-    """The id of a test without the parameters of the case."""
-    return item.nodeid.partition("[")[0]
 
 
 def test_every_value_of_a_parameter_has_a_quick_case(collected, quick):

@@ -7,7 +7,7 @@ import pytest
 
 from tilenorm.launch.config import Hints, RowForward, SharedForward
 from tilenorm.launch.plan import plan_forward
-from tilenorm.launch.quantized import REGISTERS, SHARED_REGISTERS
+from tilenorm.launch.quantized import FETCHED, SHARED
 from tilenorm.launch.target import Target
 from tilenorm.spec import OPS, NormSpec, Quantization
 
@@ -50,7 +50,7 @@ def test_the_rows_are_cut_and_shared_among_threads_as_the_plain_norms(arch, seed
     assert fused >= 20
 
 
-@pytest.mark.parametrize("rows", [*REGISTERS.values(), *SHARED_REGISTERS.values()], ids=str)
+@pytest.mark.parametrize("rows", [*FETCHED.values(), *SHARED.values()], ids=str)
 def test_more_elements_of_a_thread_have_no_fewer_registers(rows):
     assert list(rows) == sorted(rows)
     assert [registers for _, registers in rows] == sorted(registers for _, registers in rows)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import GraphModule, Node
 
-from ..ops.torch_private import inductor_joint_pass
+from ..ops.torch_private import inductor_captures, inductor_joint_pass
 from .fx import Folds, Report
 from .fx.nodes import Left
 from .fx.norms import Gradient, Norm, check_width, hidden_of, known
@@ -18,12 +18,11 @@ from .joint import OPTION, joint_pass
 # embedding that follows. It cannot fuse an op, and then reads the normalised rows once more.
 SMALL = 256
 # A layer of a transformer multiplies matrices in about 12 · rows · N² multiply-adds. Where those
-# take less of the GPU's time than the layer takes of the host's, the step waits for the host, and
-# a call of an op takes about 50 µs more of that than a kernel of Inductor's. On an H200 (driver
-# 580.159, 2026-11-25) steps of 0.85e10 rows · N² (ViT-L, 14 x 577 tokens) lost 12.6% of their
-# tokens/s, and steps of 1.7e10 (Llama 3.2 1B, 4096 tokens) gained 1.2%.
+# take less of the GPU's time than the layer takes of the host's, the step waits for the host. On an
+# H200 (driver 580.159, 2026-11-25) a step of 0.85e10 rows · N² (ViT-L, 14 x 577 tokens) lost 12.6%
+# of its tokens/s, because a call of an op took the host about 50 µs more than a kernel of
+# Inductor's. A step of 1.7e10 (Llama 3.2 1B, 4096 tokens) gained 1.2%.
 LEAST_WORK = 12_000_000_000
-CUDA_GRAPHS = "triton.cudagraphs"  # of Inductor's configuration; a graph is launched at once
 OTHER_BACKEND = "the backend is not Inductor, which has a hook for joint graphs"
 NO_HOOK = "this PyTorch's Inductor has no joint_custom_post_pass"
 
@@ -211,15 +210,8 @@ class _ReplacingBackend:
             check_width(x, norm.dims)
             if (count := hidden_of(x, norm.dims)) <= SMALL:
                 raise Left(f"Inductor fuses a norm of {count} elements with its neighbours")
-            if x.is_cuda and not self._captures:
+            if x.is_cuda and not inductor_captures(self.backend.config):
                 check_work(x.numel() // count, count)
-
-    @property
-    def _captures(self) -> bool:
-        """Whether Inductor captures CUDA graphs, whose kernels the host launches at once."""
-        from torch._inductor import config
-
-        return self.backend.config.get(CUDA_GRAPHS, config.triton.cudagraphs)
 
     def _folding(self) -> Callable:
         """The other backend; if it is Inductor, with a pass more in its configuration."""

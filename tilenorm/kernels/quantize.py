@@ -98,13 +98,13 @@ def write_scales(a, quant, tile, first, scale, masked):
 
 
 def runs(WIDTHS):
-    """(first, count) of neighbours of one width, as many as there are; count is a power of two."""
+    """(first, count) of segments side by side that have one width; each count is a power of two."""
     found = ()
     first = 0
     while first < len(WIDTHS):
-        same = sum(width == WIDTHS[first] for width in WIDTHS)
-        left = same - (first - WIDTHS.index(WIDTHS[first]))
-        count = 1 << (left.bit_length() - 1)
+        count = 1
+        while WIDTHS[first : first + 2 * count] == (WIDTHS[first],) * (2 * count):
+            count *= 2
         found += ((first, count),)
         first += count
     return found

@@ -2,9 +2,10 @@
 
 from dataclasses import replace
 
-from ..spec import NormSpec
+from ..kernels.constants import Quant
+from ..spec import FP8, NormSpec
 from .config import Config, Hints, RowForward, SharedForward
-from .target import Target
+from .target import REGISTERS, Target
 
 # Of the plain norm's operation and the bytes of an element: for which N no occupancy is known that
 # keeps the plain norm's order. For float32 from 5121 on none was looked for. All others were
@@ -24,21 +25,22 @@ IN_ORDER = {
     ("layer_norm", 4): ((range(1537, 3073), 2),),
     ("add_layer_norm", 4): ((range(257, 4097), 2), (range(4097, 5121), 6)),
 }
-
-
-# Of a norm that quantises, and whose rows have a prescribed order: (elements of a thread, at most;
-# registers of a thread), by whether groups have a scale each. More blocks on a multiprocessor are
-# faster until they spill. Timed on an H200 (tileiras 13.4.92, 2026-11-25) for bfloat16 of 2048,
-# 5120, 8192, 16384 and, with blocks that share a row, 32768 and 65536; compiled without spills of
-# more than 32 bytes for all sizes of sm_90's table.
-REGISTERS = {
+# Where the plain norm's kernel reads the weights with the row, so that its order is prescribed:
+# (elements of a thread, at most; registers of a thread), by whether groups have a scale each. More
+# blocks on a multiprocessor are faster until they spill. Timed on an H200 (tileiras 13.4.92,
+# 2026-11-25) for bfloat16 of 2048, 5120, 8192 and 16384.
+FETCHED = {
     False: ((32, 48), (40, 64), (64, 80), (80, 128)),
     True: ((24, 48), (40, 64), (64, 80), (80, 128)),
 }
-# The same where blocks share a row: (elements of a thread, at most; least registers), by norm.
-SHARED_REGISTERS = {"rms": ((32, 72), (64, 96)), "layer": ((32, 96), (64, 128))}
-MOST_UNPACKED = 40  # elements of a thread; rows of 16 bits with more stay packed
-MULTIPROCESSOR = 65536  # registers
+# Where blocks share a row: (elements of a thread, at most; its registers, at least), by norm. Timed
+# the same day for rms_norm of bfloat16, 32768 and 65536; the others were only compiled.
+SHARED = {"rms": ((32, 72), (64, 96)), "layer": ((32, 96), (64, 128))}
+# A thread with more elements keeps rows of 16 bits packed while they are added up.
+MOST_UNPACKED = 40
+# A thread with more elements keeps y in 16 bits while the largest of a row is found. On the H200,
+# rms_norm_quantized of 32768 by row took 98 µs with y in float32, with the best hints, and 78 so.
+MOST_OUTPUT_UNPACKED = 32
 
 
 def _operation(spec: NormSpec) -> tuple[str, int]:
@@ -55,18 +57,42 @@ def compiled_as(spec: NormSpec, config: Config, free: bool) -> Config:
     more instructions and writes less.
     """
     if free:
-        return replace(config, hints=hints_in_order(spec, config))
-    elements = sum(config.segments(spec.hidden)) / config.hints.threads
+        return replace(config, hints=_hints_in_order(spec, config))
+    elements = _elements(spec, config)
     sixteen = spec.widest_item == 2
     if isinstance(config, SharedForward):
-        fewer = _hints(config, _registers(SHARED_REGISTERS[spec.norm], elements))
+        fewer = _hints(config, _registers(SHARED[spec.norm], elements))
         return replace(config, hints=min(fewer, config.hints, key=_blocks))
     if isinstance(config, RowForward) and config.fetch and not spec.residual:
         wide = elements if sixteen else elements * 1.25  # rows of float32 spill earlier
-        hints = _hints(config, _registers(REGISTERS[spec.quantized.group > 0], wide))
+        hints = _hints(config, _registers(FETCHED[spec.quantized.group > 0], wide))
         packed = sixteen and elements > MOST_UNPACKED
         return replace(config, hints=hints, packed=packed, fetch=False)
     return config
+
+
+def quant_of(spec: NormSpec, config: Config) -> Quant:
+    """The kernel's constants. config: the plain norm's."""
+    how, sixteen = spec.quantized, "float32" not in (spec.dtype, spec.skip)
+    # Where weights are not read with the row any more, a thread has registers for y.
+    fetches = isinstance(config, RowForward) and config.fetch
+    return Quant(
+        MOST=FP8[how.dtype],
+        GROUP=how.group,
+        GIVEN=how.scaling == "tensor",
+        MX=how.scaling == "mx",
+        POWER_OF_2=how.power_of_2,
+        PADDED={"column": 1, "column_tma": 4}.get(how.layout, 0),
+        SWIZZLED=how.layout == "swizzled",
+        OUTPUT=how.output,
+        AMAX=how.amax,
+        PACKED=sixteen and not fetches and _elements(spec, config) > MOST_OUTPUT_UNPACKED,
+    )
+
+
+def _elements(spec: NormSpec, config: Config) -> float:
+    """Elements of a tile for each thread."""
+    return config.rows * sum(config.segments(spec.hidden)) / config.hints.threads
 
 
 def _registers(rows: tuple[tuple[int, int], ...], elements: float) -> int:
@@ -79,10 +105,10 @@ def _blocks(hints: Hints) -> int:
 
 def _hints(config: Config, registers: int) -> Hints:
     """The plain norm's threads, and as many blocks as have so many registers a thread."""
-    return replace(config.hints, occupancy=MULTIPROCESSOR // (registers * config.hints.threads))
+    return replace(config.hints, occupancy=REGISTERS // (registers * config.hints.threads))
 
 
-def hints_in_order(spec: NormSpec, config: Config) -> Hints:
+def _hints_in_order(spec: NormSpec, config: Config) -> Hints:
     """The hints of a quantised norm whose rows have no prescribed order.
 
     Its rows have to be added up in the order of the plain norm. The compiler chooses the order, by

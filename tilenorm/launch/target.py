@@ -15,6 +15,7 @@ MULTIPROCESSORS = {
     "sm_120": 170,
     "sm_121": 48,
 }
+REGISTERS = 65536  # of a multiprocessor, on all of them
 # KiB of shared memory of a multiprocessor. Architectures that are not listed have 228 KiB.
 SHARED_KIB = {"sm_80": 164, "sm_86": 100, "sm_89": 100, "sm_120": 100, "sm_121": 100}
 

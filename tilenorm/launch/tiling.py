@@ -5,20 +5,18 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd
 
-from ..kernels.constants import Norm, Quant
+from ..kernels.constants import Norm
 from ..kernels.exchange import clear_slots
 from ..kernels.tiles import Cut
-from ..spec import FP8, NormSpec, Quantization
+from ..spec import NormSpec
 from .calls import Launch, constants, hinted
 from .config import Config, Hints, cdiv, tile_width
+from .quantized import quant_of
 from .target import Target
 
 POLLS = 1 << 12  # about 4 ms: another kernel on the GPU may delay some blocks of a row by this
 CLEAR_SLOTS = hinted(clear_slots, Hints())
 CLEARED = 1024  # slots that one block empties
-# The most elements of y that a thread keeps in float32 while the largest of a row is found. On an
-# H200, 2026-11-25, add_rms_norm_quantized by row took 161 µs with 64 of 64, packed 119 µs.
-MOST_UNPACKED = 32
 
 
 @dataclass(frozen=True)
@@ -89,17 +87,9 @@ class Tiling:
             DROPOUT=spec.dropout_mask is not None,
             DROPOUT_SCALE=spec.dropout_scale,
             LAYER_SCALE=spec.layer_scale is not None,
-            QUANT=constants(quant_of(spec.quantized, self._packs_output)) if spec.quantized else (),
+            QUANT=constants(quant_of(spec, self.config)) if spec.quantized else (),
             INNER=constants(replace(self, spec=spec.inner).norm(save)) if spec.inner else (),
         )
-
-    @property
-    def _packs_output(self) -> bool:
-        """Whether y stays in 16 bits until it is quantised, because a thread has many elements."""
-        elements = self.config.rows * sum(self._widths)
-        sixteen = "float32" not in (self.spec.dtype, self.spec.skip)
-        many = elements > MOST_UNPACKED * self.config.hints.threads
-        return sixteen and many and not getattr(self.config, "fetch", False)
 
     @cached_property
     def _sharing(self) -> tuple[int, int, bool]:
@@ -137,18 +127,3 @@ class Tiling:
         tile_rows = max(1, CLEARED // padded)
         grid, constants = (cdiv(rows, tile_rows),), (tile_rows, padded, self._overlap)
         return [Launch(CLEAR_SLOTS, grid, (), take, constants)]
-
-
-def quant_of(how: Quantization, packed: bool) -> Quant:
-    return Quant(
-        MOST=FP8[how.dtype],
-        GROUP=how.group,
-        GIVEN=how.scaling == "tensor",
-        MX=how.scaling == "mx",
-        POWER_OF_2=how.power_of_2,
-        PADDED={"column": 1, "column_tma": 4}.get(how.layout, 0),
-        SWIZZLED=how.layout == "swizzled",
-        OUTPUT=how.output,
-        AMAX=how.amax,
-        PACKED=packed,
-    )

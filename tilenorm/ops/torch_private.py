@@ -272,12 +272,17 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def is_its_forward(module: torch.nn.Module) -> bool:
-    """Whether module(x) is the forward of the module's class and nothing else: there are no hooks,
-    and the module has no forward of its own.
-    """
+    """Whether module(x) is the forward of its class: no hooks, and no forward of its own."""
     if _has_any_global_hook is None or _has_any_global_hook() or "forward" in vars(module):
         return False
     return not any(getattr(module, name, True) for name in _HOOKS)
+
+
+def inductor_captures(options: dict) -> bool:
+    """Whether Inductor captures CUDA graphs with these options."""
+    from torch._inductor.config import triton
+
+    return options.get("triton.cudagraphs", triton.cudagraphs)
 
 
 def inductor_joint_pass():

@@ -15,7 +15,7 @@ from ..launch.config import (
     cdiv,
     tile_width,
 )
-from ..launch.target import Target
+from ..launch.target import REGISTERS, Target
 from ..spec import SHARED_FROM, NormSpec
 
 # The values that are tried for each field. Blocks without TMA have 4 warps by default; with 8 warps
@@ -46,7 +46,6 @@ NARROWEST_SHARED = SHARED_FROM
 NARROWEST_REREAD = 6144  # columns; narrower rows have registers for the weights
 WIDEST = {"forward": 32768, "backward": 16384}  # columns of a row that one block holds
 WIDEST_GATHERED = 8192  # columns of a gathered backward row that is not packed
-REGISTERS = 65536  # registers of a multiprocessor
 THREADS = 2048  # threads of a multiprocessor
 # The most elements of all chunks on a multiprocessor. Each element takes about four float32 values.
 BACKWARD_CHUNKS = REGISTERS // 4

@@ -16,9 +16,8 @@ from ..launch import heuristics
 from ..launch.calls import every_gradient
 from ..launch.config import Config
 from ..launch.plan import BackwardPlan, ForwardPlan, backward_spec
-from ..launch.target import Target
+from ..launch.target import REGISTERS, Target
 from ..spec import NormSpec
-from .candidates import REGISTERS
 from .precompile import Compiled, calls_of, compile_call, compiling
 from .shipped import written
 
