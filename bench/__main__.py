@@ -5,10 +5,8 @@ documents again. Neither measures anything.
 
 ``python -m bench train`` measures a training step, ``python -m bench first-call`` measures how long
 compiling takes, and ``python -m bench accuracy`` measures errors. ``--from`` prints their records
-too. ``python -m bench halves`` counts what a backward in two halves launches and moves, and
-``python -m bench dtensor`` measures the host time of norms of DTensors. ``python -m bench gemm``
-measures matrix multiplications that also add a tensor, and ``python -m bench quantized`` norms with
-a quantised output.
+too. ``python -m bench dtensor`` measures the host time of norms of DTensors, and
+``python -m bench quantized`` norms with a quantised output.
 """
 
 import argparse
@@ -22,8 +20,6 @@ from bench import (
     documents,
     dtensor,
     first_call,
-    gemm,
-    halves,
     plot,
     provenance,
     quantized,
@@ -34,7 +30,6 @@ from bench import (
 from bench.cases import (
     DIRECTIONS,
     DTYPES,
-    HALVES,
     HOST,
     LATENCIES,
     OPS,
@@ -49,9 +44,7 @@ COMMANDS = {
     "train": train.main,
     "first-call": first_call.main,
     "accuracy": accuracy.main,
-    "halves": halves.main,
     "dtensor": dtensor.main,
-    "gemm": gemm.main,
     "quantized": quantized.main,
 }
 CPU_ELEMENTS = 1 << 18
@@ -69,7 +62,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--direction",
         nargs="+",
-        choices=(*DIRECTIONS, *HALVES, *LATENCIES, HOST),
+        choices=(*DIRECTIONS, *LATENCIES, HOST),
         help="default: the directions of the suite, and host times",
     )
     parser.add_argument("--provider", nargs="+", choices=PROVIDERS)

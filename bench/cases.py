@@ -20,9 +20,6 @@ DTYPES = {
 }
 # These directions are shown in GB/s. A suite measures them unless it has other directions.
 DIRECTIONS = ("forward", "backward")
-# The halves of a backward that computes the gradients of the inputs and of the parameters apart, as
-# zero-bubble pipelines do. They are shown in GB/s too.
-HALVES = ("backward-inputs", "backward-parameters")
 # These directions are shown as times. "inference" is a forward without grad, as in a decode step.
 # "training" is a forward together with its backward, as in a training step.
 LATENCIES = ("inference", "training")
@@ -71,28 +68,9 @@ class Op:
             return (m, n), (n,)
         return (m // self.heads, self.heads, n), (self.heads, n)
 
-    @property
-    def halves(self) -> tuple[Traffic, Traffic]:
-        """What each half of a backward reads and writes.
-
-        The gradients of the parameters need what the forward saved, which is a sum if there is a
-        residual, and the gradient of y. They need no parameter and no gradient of a sum.
-        """
-        not_saved = {"residual", "skip"} & {*self.rows}
-        sums, saved = len(self.columns), len(self.rows) - len(not_saved)
-        inputs = self.backward._replace(columns=self.backward.columns - sums)
-        return inputs, Traffic(saved + 1, sums)
-
-    def gradients(self, direction: str) -> slice:
-        """Which of the gradients of ``rows`` and then ``columns`` a direction computes."""
-        rows = len(self.rows)
-        halves = dict(zip(HALVES, (slice(rows), slice(rows, None)), strict=True))
-        return halves.get(direction, slice(None))
-
     def bytes(self, direction: str, m: int, n: int, itemsize: int) -> int:
         """The bytes that one call has to read and write."""
         passes = {"backward": (self.backward,), "training": (self.forward, self.backward)}
-        passes |= {name: (half,) for name, half in zip(HALVES, self.halves, strict=True)}
         row, column = map(math.prod, self.shapes(m, n))
         return itemsize * sum(
             traffic.rows * row + traffic.columns * column

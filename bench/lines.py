@@ -159,9 +159,9 @@ class Pair:
     ``peak_bytes``, ``losses``, ``kernels`` and ``reports`` have an entry for each of the two. The
     losses are of the first forward, from the same weights. ``gradient_change`` is the norm of the
     difference of the two first gradients divided by the norm of the base's: the largest of all
-    parameters, and ``gradient`` is the name of this parameter. With ``layers_alone`` each layer was
-    compared from the same input and the same gradient. ``kernels`` has the name, calls,
-    milliseconds and bytes of each kernel of one step. ``reports`` say what tilenorm replaced.
+    parameters, and ``gradient`` is the name of this parameter. ``kernels`` has the name,
+    calls, milliseconds and bytes of each kernel of one step. ``reports`` say what
+    tilenorm replaced.
     """
 
     model: str
@@ -176,7 +176,6 @@ class Pair:
     losses: list[float] = field(default_factory=list)
     gradient_change: float | None = None
     gradient: str = ""
-    layers_alone: bool = False
     kernels: list[list[dict]] = field(default_factory=list)
     reports: list[str] = field(default_factory=list)
     error: str = ""
@@ -197,21 +196,3 @@ class Pair:
     def more_tokens(self) -> Estimate | None:
         """How many more tokens the variant takes in a second, as a share of the base's."""
         return estimate([base / variant - 1 for base, variant in self.pairs_us])
-
-
-@dataclass(frozen=True)
-class Gemm:
-    """The time of one way to compute the matrix multiplications at one site of a layer.
-
-    ``addends`` is how often the way reads a tensor that a multiplication adds to its product.
-    """
-
-    sizes: str
-    site: str
-    way: str
-    addends: int = 0
-    status: str = "ok"
-    median_us: float | None = None
-    spread: float | None = None
-    samples: int = 0
-    error: str = ""

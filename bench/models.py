@@ -21,21 +21,6 @@ def norm_of(shape: Shape, columns: int, **factory) -> nn.Module:
     return kind(columns, shape.eps, **factory)
 
 
-class NormLinear(nn.Module):
-    """A norm and the linear behind it, for projections that are one matrix: ``Shape.fused``.
-
-    A variant can put a module with the same parameters in its place.
-    """
-
-    def __init__(self, shape: Shape, columns: int, **factory):
-        super().__init__()
-        self.norm = norm_of(shape, shape.hidden, **factory)
-        self.linear = nn.Linear(shape.hidden, columns, bias=shape.biased, **factory)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(self.norm(x))
-
-
 class Attention(nn.Module):
     """Attention with rotary positions. ``heads`` queries share ``kv_heads`` keys."""
 
@@ -43,11 +28,8 @@ class Attention(nn.Module):
         super().__init__()
         self.shape = shape
         linear = partial(nn.Linear, bias=shape.biased, **factory)
-        self.columns = shape.hidden, shape.narrow, shape.narrow
-        if shape.fused:
-            self.qkv = NormLinear(shape, sum(self.columns), **factory)
-        else:
-            self.q, self.k, self.v = (linear(shape.hidden, columns) for columns in self.columns)
+        columns = shape.hidden, shape.narrow, shape.narrow
+        self.q, self.k, self.v = (linear(shape.hidden, count) for count in columns)
         self.output = linear(shape.hidden, shape.hidden)
         if shape.qk_norm:
             whole = shape.qk_norm == "whole"
@@ -55,10 +37,7 @@ class Attention(nn.Module):
             self.k_norm = norm_of(shape, shape.narrow if whole else shape.head, **factory)
 
     def forward(self, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
-        if self.shape.fused:
-            q, k, v = self.qkv(x).split(self.columns, -1)
-        else:
-            q, k, v = self.q(x), self.k(x), self.v(x)
+        q, k, v = self.q(x), self.k(x), self.v(x)
         if self.shape.qk_norm == "whole":
             q, k = self.q_norm(q), self.k_norm(k)
         # (batch, tokens, H D) -> (batch, tokens, H, D)
@@ -79,19 +58,12 @@ class FeedForward(nn.Module):
 
     def __init__(self, shape: Shape, **factory):
         super().__init__()
-        self.shape = shape
         linear = partial(nn.Linear, bias=shape.biased, **factory)
-        if shape.fused:
-            self.gate_up = NormLinear(shape, 2 * shape.ffn, **factory)
-        else:
-            self.gate = linear(shape.hidden, shape.ffn) if shape.gated else None
-            self.up = linear(shape.hidden, shape.ffn)
+        self.gate = linear(shape.hidden, shape.ffn) if shape.gated else None
+        self.up = linear(shape.hidden, shape.ffn)
         self.output = linear(shape.ffn, shape.hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.shape.fused:
-            gate, up = self.gate_up(x).chunk(2, -1)
-            return self.output(F.silu(gate) * up)
         if self.gate is None:
             return self.output(F.gelu(self.up(x)))
         return self.output(F.silu(self.gate(x)) * self.up(x))
@@ -100,14 +72,13 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """A layer: x + attention(norm(x)), and then x + ffn(norm(x)), with a dropout before each sum.
 
-    With the norms after: x + norm(attention(x)), and then x + norm(ffn(x)). In a fused shape the
-    norms are inside of attention and ffn.
+    With the norms after: x + norm(attention(x)), and then x + norm(ffn(x)).
     """
 
     def __init__(self, shape: Shape, **factory):
         super().__init__()
         self.shape = shape
-        norm = nn.Identity if shape.fused else partial(norm_of, shape, shape.hidden, **factory)
+        norm = partial(norm_of, shape, shape.hidden, **factory)
         self.attention_norm = norm()
         self.attention = Attention(shape, **factory)
         self.ffn_norm = norm()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from bench import kernels
-from bench.gradients import MOST_CHANGE, MOST_CHANGE_ALONE, compared, compared_by_layer
+from bench.gradients import MOST_CHANGE, compared
 from bench.record import first_line
 from bench.step import Settings, Training, made
 from bench.timing import Timer
@@ -27,13 +27,10 @@ def measure(names: Sequence[str], settings: dict, pairs: int, deadline: float) -
     both = [prepared(twin(model), VARIANTS[name], given.whole) for name in names]
     training = Training.of(model, given)
     calls = [variant.call for variant in both]
-    if any(VARIANTS[name].linear for name in names):
-        found, most = compared_by_layer(training, calls), MOST_CHANGE_ALONE
-    else:
-        found, most = compared(training, calls, given.seed), MOST_CHANGE
+    found = compared(training, calls, given.seed)
     found["reports"] = [variant.said() for variant in both]
-    if not given.shape.dropout and not found["gradient_change"] <= most:
-        return found | {"status": "wrong", "error": _complaint(found, most)}
+    if not given.shape.dropout and not found["gradient_change"] <= MOST_CHANGE:
+        return found | {"status": "wrong", "error": _complaint(found)}
     steps = [lambda call=variant.call: training.step(call) for variant in both]
     timer = Timer(given.device)
     alternated(steps, given.warm_up, timer, deadline)
@@ -53,11 +50,11 @@ def kernels_of(steps: Sequence[Callable]) -> dict:
         return {"error": f"no kernels: {first_line(error)}"}
 
 
-def _complaint(found: dict, most: float) -> str:
+def _complaint(found: dict) -> str:
     base, other = found["losses"]
     return (
         f"the gradient of {found['gradient']} changes by {found['gradient_change']:.3g} of its norm"
-        f", more than {most}; the losses are {base:.4f} and {other:.4f}"
+        f", more than {MOST_CHANGE}; the losses are {base:.4f} and {other:.4f}"
     )
 
 

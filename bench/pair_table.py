@@ -16,10 +16,6 @@ NOTES = (
     "Gradient: the largest change of a gradient from A to B, as a share of its norm, in the first\n"
     "step from the same weights.",
 )
-ALONE = (
-    "Steps in 8-bit floats differ by percents in each layer. In pairs with one, the gradients of\n"
-    "each layer are compared alone, from the same input and the same gradient of its output."
-)
 
 
 def table_of(pairs: Sequence[Pair], markdown: bool) -> str:
@@ -27,7 +23,7 @@ def table_of(pairs: Sequence[Pair], markdown: bool) -> str:
     header = ["model", "A", "B", "pairs", "ms a step, A / B", f"B - A, ms ({CONFIDENCE:.0%})"]
     header += ["tokens/s, A / B", f"B's tokens/s more ({CONFIDENCE:.0%})", "peak GiB, A / B"]
     header += ["counted kernels of A", "of B", "gradient"]
-    rows, notes = [], [*NOTES, *[ALONE] * any(pair.layers_alone for pair in pairs)]
+    rows, notes = [], [*NOTES]
     for pair in pairs:
         names = [pair.label, pair.base, pair.variant]
         if pair.error:

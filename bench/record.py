@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from bench.cases import HOST
@@ -17,7 +17,6 @@ from bench.lines import (
     Cell,
     Copy,
     FirstCall,
-    Gemm,
     Host,
     Pair,
     Precompile,
@@ -33,10 +32,9 @@ LISTS = {
     Step: "steps",
     Accuracy: "accuracies",
     Pair: "pairs",
-    Gemm: "gemms",
 }
 KINDS = {kind.__name__.lower(): kind for kind in LISTS}
-Line = Cell | Copy | Host | FirstCall | Precompile | Step | Accuracy | Pair | Gemm
+Line = Cell | Copy | Host | FirstCall | Precompile | Step | Accuracy | Pair
 
 
 @dataclass
@@ -54,7 +52,6 @@ class Record:
     steps: list[Step] = field(default_factory=list)
     accuracies: list[Accuracy] = field(default_factory=list)
     pairs: list[Pair] = field(default_factory=list)
-    gemms: list[Gemm] = field(default_factory=list)
 
     @property
     def on_cpu(self) -> bool:
@@ -101,7 +98,8 @@ def from_json(text: str) -> Line | dict:
     if name == "run":
         return values
     kind = KINDS[name]
-    return kind(**{name: value for name, value in values.items() if name not in computed_of(kind)})
+    known = {field.name for field in fields(kind)}  # earlier versions wrote others, too
+    return kind(**{name: value for name, value in values.items() if name in known})
 
 
 def computed_of(kind: type) -> tuple[str, ...]:

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from bench import accuracy_table, gemm_table, pair_table, step_table
-from bench.cases import DIRECTIONS, HALVES, LATENCIES, OPS
+from bench import accuracy_table, pair_table, step_table
+from bench.cases import DIRECTIONS, LATENCIES, OPS
 from bench.record import Cell, FirstCall, Record
 from bench.text import table, titled
 from bench.timing import MOST_SETS
@@ -22,15 +22,15 @@ def tables(record: Record, markdown: bool = False) -> list[str]:
     """Every table of a record, each with its title and notes.
 
     First one table for each op, dtype and direction, then host times, training steps, pairs of
-    them, matrix multiplications, first calls, and errors.
+    them, first calls, and errors.
     """
     parts = []
     for op, dtype in ops_and_dtypes(record.cells):
-        for direction in DIRECTIONS + HALVES + LATENCIES:
+        for direction in DIRECTIONS + LATENCIES:
             cells = [
                 c for c in record.cells if (c.op, c.dtype, c.direction) == (op, dtype, direction)
             ]
-            if cells and direction in DIRECTIONS + HALVES:
+            if cells and direction in DIRECTIONS:
                 parts.append(_throughput(record, cells, markdown))
             elif cells:
                 parts.append(_latency(cells, markdown))
@@ -43,9 +43,6 @@ def tables(record: Record, markdown: bool = False) -> list[str]:
     if record.pairs:
         parts.append(pair_table.table_of(record.pairs, markdown))
     parts += [pair_table.kernels_of(pair, markdown) for pair in record.pairs if pair.kernels]
-    for sizes in dict.fromkeys(gemm.sizes for gemm in record.gemms):
-        gemms = [gemm for gemm in record.gemms if gemm.sizes == sizes]
-        parts.append(gemm_table.table_of(gemms, markdown))
     for op in dict.fromkeys(call.op for call in record.first_calls):
         parts.append(_first_calls(record, op, markdown))
     return parts + accuracy_table.tables(record.accuracies, markdown)

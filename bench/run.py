@@ -118,24 +118,17 @@ def _prepare(op: Op, case: Case, dtype: torch.dtype, directions: Sequence[str], 
     expected = check.oracle(op, inputs, grads)
     allowed = {}
     for direction in directions:
-        summed = direction in ("backward", "training", "backward-parameters")
-        sums = len(op.columns) if summed else 0
-        eager = check.as_tuple(_call(op.eager, op, inputs, grads, direction)())
+        sums = len(op.columns) if direction in ("backward", "training") else 0
+        eager = check.as_tuple(repeatable_call(op.eager, inputs, grads, direction)())
         errors = [check.error(*pair) for pair in zip(eager, expected[direction], strict=True)]
         allowed[direction] = check.budgets(errors, dtype, len(inputs[0]), sums)
     return inputs, grads, expected, allowed
 
 
-def _call(provider, op: Op, inputs, grads, direction: str) -> Callable:
-    """A repeatable call that computes the gradients of a direction."""
-    return repeatable_call(provider, inputs, grads, direction, op.gradients(direction))
-
-
-def repeatable_call(provider, inputs, grads, direction, asked=slice(None)) -> Callable:
+def repeatable_call(provider, inputs, grads, direction) -> Callable:
     """A call that can be repeated. It works on its own copies of all tensors that it may write to.
 
-    The inputs of a forward require gradients, so the forward saves what a backward needs. ``asked``
-    says whose gradients a backward is asked for.
+    The inputs of a forward require gradients, so the forward saves what a backward needs.
     """
     leaves = [_duplicate(x).requires_grad_() for x in inputs]
     if direction == "forward":
@@ -151,7 +144,7 @@ def repeatable_call(provider, inputs, grads, direction, asked=slice(None)) -> Ca
 
         return step
     outputs = provider(*leaves)
-    return lambda: _gradients(outputs, leaves[asked], grads, retain_graph=True)
+    return lambda: _gradients(outputs, leaves, grads, retain_graph=True)
 
 
 def _duplicate(x: torch.Tensor) -> torch.Tensor:
@@ -172,7 +165,7 @@ def _gradients(outputs, leaves, grads, **options) -> tuple[torch.Tensor, ...]:
 
 def _measure(provider, op, prepared, direction, nbytes, device, budget_s) -> dict:
     inputs, grads, expected, allowed = prepared
-    call = _call(provider, op, inputs, grads, direction)
+    call = repeatable_call(provider, inputs, grads, direction)
     check.poison((*inputs, *grads))
     wrong = check.complaint(
         check.as_tuple(call()), expected[direction], allowed[direction], check.names(op, direction)
@@ -180,7 +173,7 @@ def _measure(provider, op, prepared, direction, nbytes, device, budget_s) -> dic
     if wrong:
         return {"status": "wrong", "error": wrong}
     sets = timing.rotating_sets(nbytes, device)
-    calls = [_call(provider, op, inputs, grads, direction) for _ in range(sets)]
+    calls = [repeatable_call(provider, inputs, grads, direction) for _ in range(sets)]
     return _fields(timing.measure(calls, nbytes, device, budget_s))
 
 

@@ -16,8 +16,7 @@ class Shape:
     output(silu(gate(x)) · up(x)), and else output(gelu(up(x))). ``biased`` gives every projection a
     bias. ``images`` makes it a ViT: patches and a class token with learned positions, attention to
     all tokens without rotation, and ``vocab`` classes. ``tied`` is one weight for embedding and
-    logits. ``fused`` makes one linear of q, k and v, and one of gate and up, each in a module with
-    the norm in front of it.
+    logits.
     """
 
     layers: int = 32
@@ -34,7 +33,6 @@ class Shape:
     biased: bool = False
     images: bool = False
     tied: bool = False
-    fused: bool = False
     theta: float = 500_000.0
     dropout: float = 0.0
 
@@ -46,12 +44,6 @@ class Shape:
     def narrow(self) -> int:
         """The columns of k and of v."""
         return self.kv_heads * self.head
-
-    @property
-    def can_fuse(self) -> bool:
-        """Whether it is a decoder with an RMSNorm in front of projections without biases."""
-        plain = self.norm == "rms" and not (self.norm_after or self.biased or self.images)
-        return plain and self.gated
 
     @property
     def norm_parameters(self) -> int:

@@ -84,7 +84,7 @@ class Settings:
     def label(self) -> str:
         """The model with its layers and tokens. What else differs from the model's row is said."""
         listed = MODELS[self.model].shape
-        said = {name: getattr(listed, name) for name in ("layers", "dropout", "fused")}
+        said = {name: getattr(listed, name) for name in ("layers", "dropout")}
         given = replace(self.shape, **said)
         parts = [self.model if given == listed else f"{self.model}'s form in other sizes"]
         parts += [f"{self.shape.layers} layers", f"{self.batch} x {self.length} tokens"]
@@ -93,8 +93,6 @@ class Settings:
     @property
     def _options(self) -> list[str]:
         found = [name for name in ("checkpointing", "deterministic", "whole") if vars(self)[name]]
-        if self.shape.fused:
-            found.append("fused projections")
         if self.parallel:
             where = "CPU" if self.device == "cpu" else "GPU"
             found.append(f"{self.parallel} on {self.ranks} ranks, one {where} each")

@@ -6,25 +6,15 @@ the GPU's memory by an estimate, or --layers.
 
 Variants: eager is PyTorch. compile is torch.compile. patch is tilenorm.patch, and patch-add also
 has it add the residual. patch-compile patches the model and gives it to torch.compile.
-tilenorm-compile is tilenorm.compile, -low with memory="low", and -gemm with sums in the matrix
-multiplications. A compiler compiles one layer for all layers, as torchtitan does. With --whole it
-compiles the model as one graph, which takes minutes for many layers. The command also measures one
-norm alone, forward and backward, on 8 x 4096 tokens.
-
-With --fused q, k and v are one linear, and gate and up are one, each in a module with the norm in
-front of it. Two variants put another module with the same parameters in its place. It
-multiplies 8-bit floats in the forward pass and for the weight gradient. rows-compile is that module
-in hand-written PyTorch, with a scale for each row of a factor, by torch.compile.
-quantized-tilenorm-compile is tilenorm.nn.QuantizedNormLinear, whose weight gradient has a scale for
-128 elements. It is compiled by tilenorm.compile, which replaces the other norms too, such as the
-head's.
+tilenorm-compile is tilenorm.compile, and -low with memory="low". A compiler compiles one layer for
+all layers, as torchtitan does. With --whole it compiles the model as one graph, which takes minutes
+for many layers. The command also measures one norm alone, forward and backward, on 8 x 4096 tokens.
 
 ``--pair A B`` compares two variants: both in one process, over the same weights, with their steps
 in turn. It prints the median of the differences with its 95% interval, tokens/s, the peak memory,
-and the kernels of each with their bytes. Losses and gradients are compared first, and with 8-bit
-floats the gradients of each layer alone. The compilers' caches are those of the machine, so a
-second run compiles less. A pair of a variant with itself shows what the bench sees where there is
-nothing to see.
+and the kernels of each with their bytes. Losses and gradients are compared first. The compilers'
+caches are those of the machine, so a second run compiles less. A pair of a variant with itself
+shows what the bench sees where there is nothing to see.
 
 `torchrun --nproc-per-node N -m bench train --parallel fsdp`, or `tp`, measures the same step on N
 GPUs, without the norm alone. With fsdp each rank has a batch of its own. With tp, which is tensor

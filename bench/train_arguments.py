@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from bench import parallel
-from bench.rows import UNIT
 from bench.shapes import LLAMA, MODELS, Model, tiny
 from bench.step import OPTIMIZERS, Settings
 from bench.variants import VARIANTS, lacking
@@ -52,10 +51,8 @@ def parsed(argv: list[str], description: str, device: str) -> Asked:
     models = {name: _model(args, name) for name in args.model}
     for model in models.values():
         _check_sizes(model, parser)
-    if args.fused:
-        _check_fused(args, models, parser)
     for name in dict.fromkeys(n for names in pairs or [args.variant] for n in names):
-        if why := lacking(name) or _unfit(args, models, name):
+        if why := lacking(name):
             parser.error(f"--{'pair' if pairs else 'variant'}: {why}")
     if args.parallel:
         _check_parallel(args, models, parser)
@@ -100,11 +97,6 @@ def _parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--layers", type=int, help="default: as many as fit in the memory")
     for name in ("hidden", "heads", "kv-heads", "ffn", "vocab", "batch", "length"):
         parser.add_argument(f"--{name}", type=int, help="default: the model's")
-    parser.add_argument(
-        "--fused",
-        action="store_true",
-        help="q, k and v are one linear, and gate and up are one, each in a module with its norm",
-    )
     parser.add_argument("--dropout", type=float, help="before each sum; default: 0")
     for name in ("warm-up", "steps", "seed"):
         value = getattr(default, name.replace("-", "_"))
@@ -133,7 +125,7 @@ def _model(args: argparse.Namespace, name: str) -> Model:
     """A model with the sizes that the command gives."""
     model = tiny(MODELS[name]) if args.tiny else MODELS[name]
     given = {size: vars(args)[size] for size in SIZES if vars(args)[size] is not None}
-    shape = replace(model.shape, fused=args.fused, **given)
+    shape = replace(model.shape, **given)
     return Model(shape, args.batch or model.batch, args.length or model.length)
 
 
@@ -145,37 +137,6 @@ def _check_sizes(model: Model, parser: argparse.ArgumentParser) -> None:
             parser.error(
                 f"--{name}: got {whole}, takes a multiple of --{part.replace('_', '-')}, {count}"
             )
-
-
-def _check_fused(
-    args: argparse.Namespace, models: dict[str, Model], parser: argparse.ArgumentParser
-) -> None:
-    if args.parallel:
-        parser.error("--fused: is for a single process, not for --parallel")
-    fits = [name for name, model in MODELS.items() if model.shape.can_fuse]
-    if others := [name for name in models if name not in fits]:
-        parser.error(f"--model: got {', '.join(others)}, takes {', '.join(fits)} with --fused")
-
-
-def _unfit(args: argparse.Namespace, models: dict[str, Model], name: str) -> str:
-    """Why a variant does not go with the other arguments, or an empty text."""
-    if VARIANTS[name].linear is None:
-        return ""
-    if not args.fused:
-        return f"got {name} without --fused, takes it with --fused"
-    if args.pair and args.whole:
-        return f"got {name} with --whole, takes it by layer, because each layer is compared alone"
-    for model in models.values():
-        shape = model.shape
-        for size, what in (
-            (shape.hidden, "columns of x"),
-            (shape.hidden + 2 * shape.narrow, "columns of q, k and v"),
-            (2 * shape.ffn, "columns of gate and up"),
-            (model.batch * model.length, "tokens"),
-        ):
-            if size % UNIT:
-                return f"got {name} and {size} {what}, takes a multiple of {UNIT}"
-    return ""
 
 
 def _check_parallel(

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from bench.models import NormLinear, Transformer
-from bench.rows import RowsNormLinear
+from bench.models import Transformer
 
 
 @dataclass(frozen=True)
@@ -17,28 +16,11 @@ class Variant:
     """``patch``: the options of ``tilenorm.patch``, or None for a model that is not patched.
 
     ``compiler``: "torch" or "tilenorm", whose ``compile`` gets the model with ``options``.
-
-    ``linear``: makes of each NormLinear of a fused shape the module that takes its place, which
-    has its parameters and multiplies in 8-bit floats. Other shapes have no such variant.
     """
 
     patch: dict | None = None
     compiler: str | None = None
     options: dict = field(default_factory=dict)
-    linear: Callable[[NormLinear], nn.Module] | None = None
-
-
-def in_rows(both: NormLinear) -> nn.Module:
-    return RowsNormLinear(both.norm, both.linear)
-
-
-def quantized(both: NormLinear) -> nn.Module:
-    from tilenorm.nn import QuantizedNormLinear
-
-    columns, hidden = both.linear.weight.shape
-    made = QuantizedNormLinear(hidden, columns, eps=both.norm.eps, device="meta", scaling="row")
-    made.norm.weight, made.linear.weight = both.norm.weight, both.linear.weight
-    return made
 
 
 VARIANTS = {
@@ -49,10 +31,6 @@ VARIANTS = {
     "patch-compile": Variant(patch={}, compiler="torch"),
     "tilenorm-compile": Variant(compiler="tilenorm"),  # replaces norms in the graph
     "tilenorm-compile-low": Variant(compiler="tilenorm", options={"memory": "low"}),
-    "tilenorm-compile-gemm": Variant(compiler="tilenorm", options={"gemms": True}),
-    "rows-compile": Variant(compiler="torch", linear=in_rows),
-    # By tilenorm.compile, so that the other norms, such as the head's, are tilenorm's as well.
-    "quantized-tilenorm-compile": Variant(compiler="tilenorm", linear=quantized),
 }
 
 
@@ -93,8 +71,6 @@ def prepared(model: Transformer, variant: Variant, whole: bool) -> Prepared:
     import tilenorm
 
     found = Prepared(model)
-    if variant.linear is not None:
-        put_in_place(model, variant.linear)
     if variant.patch is not None:
         found.reports.append(tilenorm.patch(model, **variant.patch))
     if variant.compiler is None:
@@ -113,14 +89,6 @@ def prepared(model: Transformer, variant: Variant, whole: bool) -> Prepared:
         model.blocks = nn.ModuleList(map(compiled, model.blocks))
         model.head = compiled(model.head)
     return found
-
-
-def put_in_place(model: nn.Module, linear: Callable[[NormLinear], nn.Module]) -> None:
-    """Put what ``linear`` makes of it in the place of each NormLinear."""
-    for module in [*model.modules()]:
-        for name, child in [*module.named_children()]:
-            if isinstance(child, NormLinear):
-                setattr(module, name, linear(child))
 
 
 def twin(model: nn.Module) -> nn.Module:

@@ -30,9 +30,6 @@ ALL_SLOW = {
     "tests/integrations/test_compile_folds.py::test_caches_hit_and_keep_what_was_folded",
     # 60 s of nine models. test_compile_folds has a transformer block.
     "tests/integrations/test_fold_models.py::test_sums_and_outputs_of_models",
-    # 10 s of compilation. test_fx_gemms has symbolic sizes, test_compile_gemms a block's gradients.
-    "tests/integrations/test_compile_gemms.py::test_one_graph_with_multiplications_for_every_batch",
-    "tests/integrations/test_compile_gemms.py::test_gradients_of_llama",
     # 10 s of the C++ compiler. test_compiled_without_a_break_for_any_number_of_rows has the graph.
     "tests/ops/test_quantized.py::test_compiled_by_inductor",
     # 4 s of graphs. test_op checks the op with sizes that are known.
@@ -41,8 +38,6 @@ ALL_SLOW = {
     "tests/ops/test_torch_private.py::test_the_same_results_without",
     # 13 s of training. The quick run trains for one variant that fails and one that does not.
     "tests/bench/test_train.py::test_command_prints_the_same_from_its_record",
-    # 28 s of the C++ compiler. test_rows and test_gradients have both modules and the comparison.
-    "tests/bench/test_pair_command.py::test_steps_in_eight_bits_are_compared_on_the_fused_form",
     # 60 s of torchrun. test_losses_are_those_of_one_process runs the same steps on several ranks.
     "tests/bench/test_parallel.py::test_the_command",
     # 11 s of new processes. test_precompile_fills_the_cache compiles the same in one process.

@@ -17,7 +17,6 @@ PARAMETERS = {
     "OLMo 2 7B": 7_298_617_344,
     "ViT-L": 304_715_752,
 }
-FUSED = [name for name, model in MODELS.items() if model.shape.can_fuse]
 each_model = pytest.mark.parametrize("name", MODELS)
 
 
@@ -37,11 +36,9 @@ def test_shape_has_the_parameters_of_the_model(name):
     assert count == PARAMETERS[name]
 
 
-@pytest.mark.parametrize(
-    "name, fused", [*((n, False) for n in MODELS), *((n, True) for n in FUSED)]
-)
-def test_counted_parameters_are_those_of_the_model(name, fused):
-    model, _ = small(name, fused=fused)
+@each_model
+def test_counted_parameters_are_those_of_the_model(name):
+    model, _ = small(name)
     shape = tiny(MODELS[name]).shape
     counted = shape.layers * shape.layer_parameters + shape.other_parameters(LENGTH)
     assert counted == sum(p.numel() for p in model.parameters())
@@ -204,41 +201,3 @@ def test_reset_sets_norms_to_one_and_biases_to_zero():
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1:
             assert (parameter == (0.0 if name.endswith("bias") else 1.0)).all(), name
-
-
-@pytest.mark.parametrize("name", FUSED)
-def test_fused_projections_compute_the_same(name):
-    apart, inputs = small(name)
-    whole, _ = small(name, fused=True)
-    state = dict(apart.named_parameters())
-    with torch.no_grad():
-        for key, parameter in whole.named_parameters():
-            parameter.copy_(torch.cat([state[part] for part in parts_of(key)]))
-    torch.testing.assert_close(whole(*inputs), apart(*inputs))
-    for model in (whole, apart):
-        model(*inputs).backward()
-    for key, parameter in whole.named_parameters():
-        expected = torch.cat([state[part].grad for part in parts_of(key)])
-        torch.testing.assert_close(parameter.grad, expected, msg=key)
-
-
-def parts_of(key: str) -> list[str]:
-    """The parameters of the model with separate projections that a fused one's parameter has."""
-    for fused, norm, parts in (
-        ("attention.qkv", "attention_norm", ("attention.q", "attention.k", "attention.v")),
-        ("ffn.gate_up", "ffn_norm", ("ffn.gate", "ffn.up")),
-    ):
-        if f"{fused}.norm" in key:
-            return [key.replace(f"{fused}.norm", norm)]
-        if fused in key:
-            return [key.replace(f"{fused}.linear", part) for part in parts]
-    return [key]
-
-
-def test_fused_shape_is_named_and_keeps_the_label_of_its_sizes():
-    model = MODELS[LLAMA]
-    apart = Settings(model.shape)
-    fused = Settings(replace(model.shape, fused=True))
-    assert fused.name == f"{apart.name}, fused projections"
-    assert fused.label == f"{apart.label}, fused projections"
-    assert apart.label == "Llama 3 8B, 32 layers, 2 x 4096 tokens"

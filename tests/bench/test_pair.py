@@ -141,15 +141,6 @@ def test_compiled_variants_share_a_process_and_compile_once_each(graphs, names):
         assert found["reports"][1].count("graph 0: ") == 2  # each compiled code says it once
 
 
-def test_layers_that_are_compared_alone_are_not_compiled_again_for_the_steps(graphs):
-    settings = settings_of(shape=replace(tiny(MODELS[LLAMA]).shape, fused=True))
-    names = ["rows-compile", "quantized-tilenorm-compile"]
-    found = pair.measure(names, asdict(settings), 2, FOREVER)
-    assert len(graphs) == 4  # of each variant a layer and the head
-    assert len(found["pairs_us"]) == 2
-    assert 0 < found["gradient_change"] < 0.1
-
-
 def test_variant_with_a_wrong_gradient_is_not_timed(monkeypatch):
     class QuarterOfTheGradient(nn.RMSNorm):
         def forward(self, x):

@@ -78,25 +78,6 @@ def test_command_prints_the_same_from_its_record(in_process, tmp_path, capsys):
     assert capsys.readouterr().out == out
 
 
-@pytest.mark.slow
-def test_steps_in_eight_bits_are_compared_on_the_fused_form(in_process, tmp_path, capsys):
-    path = str(tmp_path / "run.jsonl")
-    names = ["rows-compile", "quantized-tilenorm-compile"]
-    command = ["train", "--tiny", "--layers", "1", "--fused", "--pair", *names, "--pairs", "2"]
-    assert main([*command, "--out", path]) == 0
-    out = capsys.readouterr().out
-    assert "each layer are compared alone" in out
-    with open(path) as file:
-        _, line = map(json.loads, file)
-    assert (line["base"], line["variant"], line["status"]) == (*names, "ok")
-    assert line["model"].endswith(", fused projections") and line["layers_alone"]
-    assert line["label"].endswith(", 1 layers, 2 x 8 tokens, fused projections")
-    assert len(line["pairs_us"]) == 2 and 0 < line["gradient_change"] < 0.1
-    assert line["reports"][0] == "" and "x is not replaced" in line["reports"][1]  # the small head
-    assert main(["--from", path]) == 0
-    assert capsys.readouterr().out == out
-
-
 def test_models_after_the_end_of_the_time_are_skipped(in_process, monkeypatch, capsys):
     now = [0.0]
     monkeypatch.setattr(train.time, "time", lambda: now[0])
@@ -148,10 +129,6 @@ def test_failed_pair_is_shown_and_the_next_runs(monkeypatch, capsys):
         (["--model", "Llama 4"], "invalid choice: 'Llama 4'"),
         (["--pairs", "0", "--pair", "eager", "patch"], "--pairs: got 0, takes at least 1"),
         (["--max-seconds", "9"], "--max-seconds: is for --pair"),
-        (
-            ["--fused", "--whole", "--pair", "eager", "rows-compile"],
-            "--pair: got rows-compile with --whole, takes it by layer",
-        ),
         (["--dropout", "1.0"], "--dropout: got 1.0, takes 0 to 1, without 1"),
     ],
 )

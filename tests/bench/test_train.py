@@ -20,9 +20,8 @@ OPTIONS = [f"--{name.replace('_', '-')}={getattr(SHAPE, name)}" for name in SIZE
 OPTIONS += ["--batch=2", "--length=8", "--warm-up=2", "--steps=3"]
 
 
-def small(fused: bool = False) -> tuple[Transformer, torch.Tensor]:
-    shape = replace(SHAPE, fused=fused)
-    model = Transformer(shape, SETTINGS.length, False, device="cpu", dtype=torch.bfloat16)
+def small() -> tuple[Transformer, torch.Tensor]:
+    model = Transformer(SHAPE, SETTINGS.length, False, device="cpu", dtype=torch.bfloat16)
     return model, torch.zeros(1, SETTINGS.length + 1, dtype=torch.int64)
 
 
@@ -78,10 +77,8 @@ def test_variant_patches_and_compiles_the_right_parts(monkeypatch, variant):
     compiler = {"compile": ("torch", {}), "patch-compile": ("torch", {})}
     compiler |= {"tilenorm-compile": ("tilenorm", {})}
     compiler |= {"tilenorm-compile-low": ("tilenorm", {"memory": "low"})}
-    compiler |= {"tilenorm-compile-gemm": ("tilenorm", {"gemms": True})}
-    compiler |= {"rows-compile": ("torch", {}), "quantized-tilenorm-compile": ("tilenorm", {})}
     parts = [compiler[variant]] if variant in compiler else []
-    model, tokens = small(fused=VARIANTS[variant].linear is not None)
+    model, tokens = small()
     prepared(model, VARIANTS[variant], whole=False).call(tokens)
     assert done == expected + parts * (SHAPE.layers + 1)
     done.clear()
@@ -129,10 +126,6 @@ def test_more_memory_or_fewer_saved_elements_fit_more_layers():
         (["--heads=6", "--hidden=36", "--kv-heads=4"], "--heads: got 6, takes a multiple of"),
         (["--layers=0"], "--layers: got 0, takes at least 1"),
         (["--steps=1"], "--steps: got 1, takes at least 2"),
-        (["--variant=rows-compile"], "--variant: got rows-compile without --fused, takes it with"),
-        (["--fused", "--variant=rows-compile", "--ffn=44"], "88 columns of gate and up, takes a"),
-        (["--fused", "--model", "ViT-L", "Llama 3 8B"], "--model: got ViT-L, takes Llama 3 8B, "),
-        (["--fused", "--parallel=fsdp"], "--fused: is for a single process, not for --parallel"),
     ],
 )
 def test_bad_sizes_are_refused_before_anything_runs(options, message, capsys):

@@ -32,7 +32,6 @@ def compile(
     *,
     where: Callable[[Node], bool] | None = None,
     memory: str | None = None,
-    gemms: bool = False,
     backend: str | Callable = "inductor",
     mode: str | None = None,
     options: dict | None = None,
@@ -65,14 +64,6 @@ def compile(
         memory: None, or "low", with Inductor: the backward pass writes the output of a norm again,
             with the same bits, and the forward pass's output is not saved where nothing else of
             the backward pass needs it. This is one more write of each such output.
-        gemms: whether, with Inductor, products of matrices that the gradient of a norm adds are
-            added up inside the multiplications, as tilenorm::mm_sum: the gradients of queries,
-            keys and values, or of gate and up. Each addition then rounds once and not twice, so
-            the bits are others than eager PyTorch's. These multiplications are ATen's, cuBLAS's on
-            a GPU, whatever max_autotune says. Off by default, because a step of Llama 3 8B on an
-            H200 gained no more with it (0.57% more tokens/s) than without it (0.58%).
-            Residuals are not added inside the multiplications, because addmm copies a residual
-            that the backward pass reads.
         backend, mode, options, dynamic, others: as in torch.compile.
 
     Returns:
@@ -81,15 +72,14 @@ def compile(
         the model is called.
 
     Raises:
-        TypeError: `where` is neither None nor a function, `options` is neither None nor a dict, or
-            `gemms` is no bool.
-        ValueError: `memory` is neither None nor "low", or `memory` or `gemms` is asked of another
-            backend than Inductor.
+        TypeError: `where` is neither None nor a function, or `options` is neither None nor a dict.
+        ValueError: `memory` is neither None nor "low", or is asked of another backend than
+            Inductor.
         RuntimeError: both mode and options are given, as in torch.compile.
         All exceptions that torch.compile raises.
     """
     check_where("compile", where)
-    _check(options, mode, memory, gemms, backend)
+    _check(options, mode, memory, backend)
     options = dict(options or {})
     dynamo_options = {k: options.pop(k) for k in ("guard_filter_fn",) if k in options}
     # torch.compile wraps a backend given by name in one of these, but not a backend given as a
@@ -98,7 +88,7 @@ def compile(
         wrapped = torch._TorchCompileInductorWrapper(mode, options, dynamic)
     else:
         wrapped = torch._TorchCompileWrapper(backend, mode, options, dynamic)
-    replacing = _ReplacingBackend(wrapped, where, memory, gemms, backend == "inductor")
+    replacing = _ReplacingBackend(wrapped, where, memory, backend == "inductor")
 
     def compiled(model: Callable) -> Callable:
         run = torch.compile(
@@ -111,19 +101,16 @@ def compile(
     return compiled if model is None else compiled(model)
 
 
-def _check(options: object, mode: object, memory: object, gemms: object, backend: object) -> None:
+def _check(options: object, mode: object, memory: object, backend: object) -> None:
     """Raise for arguments of compile that have a wrong type or value, or do not go together."""
     if options is not None and not isinstance(options, dict):
         got = type(options).__name__
         raise TypeError(f"compile: argument 'options' takes a dict or None, got {got}")
     if memory not in (None, "low"):
         raise ValueError(f"compile: argument 'memory' takes 'low' or None, got {memory!r}")
-    if not isinstance(gemms, bool):
-        raise TypeError(f"compile: argument 'gemms' takes a bool, got {type(gemms).__name__}")
-    for name, value in (("memory", memory), ("gemms", gemms)):
-        if value and backend != "inductor":
-            what = f"takes {value!r} with backend 'inductor' alone, got backend {backend!r}"
-            raise ValueError(f"compile: argument {name!r} {what}")
+    if memory and backend != "inductor":
+        what = f"takes {memory!r} with backend 'inductor' alone, got backend {backend!r}"
+        raise ValueError(f"compile: argument 'memory' {what}")
     if mode is not None and options is not None:
         raise RuntimeError(f"compile: argument 'mode' takes None beside options, got {mode!r}")
 
@@ -192,7 +179,6 @@ class _ReplacingBackend:
     backend: Callable
     where: Callable[[Node], bool] | None
     memory: str | None
-    gemms: bool
     is_inductor: bool
     # Compiled code is shared by equal backends: each layer of a model compiled alone, for example.
     report: CompileReport = field(default_factory=CompileReport, compare=False)
@@ -221,7 +207,7 @@ class _ReplacingBackend:
             return self.backend
         config, _ = names
         given = self.backend.config.get(OPTION, getattr(config, OPTION))
-        folding = joint_pass(given, self.memory == "low", self.report.folds.append, self.gemms)
+        folding = joint_pass(given, self.memory == "low", self.report.folds.append)
         backend = copy(self.backend)
         backend.config = {**self.backend.config, OPTION: folding}
         return backend

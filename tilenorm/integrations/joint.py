@@ -14,25 +14,22 @@ from torch.fx import Graph
 from ..ops.torch_private import inductor_joint_pass
 from .fx import fold
 from .fx.fold import Folds, fold_sums
-from .fx.gemms import accumulate_sums
 from .fx.quantized import quantize_norms
 
 OPTION = "joint_custom_post_pass"
 
 
-def joint_pass(
-    others: object, output: bool, tell: Callable[[Folds], None], gemms: bool = False
-) -> object | None:
+def joint_pass(others: object, output: bool, tell: Callable[[Folds], None]) -> object | None:
     """A pass for Inductor that runs other passes, and then folds; None if this PyTorch takes none.
 
     others: a pass, a sequence of them, or None. output: as in fold_sums. tell: is given what was
-    folded in each graph that has gradients. gemms: whether accumulate_sums runs before fold_sums.
+    folded in each graph that has gradients.
     """
     cls = _pass_class()
     if cls is None:
         return None
     passes = tuple(others) if isinstance(others, list | tuple) else (others,)
-    return cls(tuple(p for p in passes if p is not None), output, tell, gemms)
+    return cls(tuple(p for p in passes if p is not None), output, tell)
 
 
 @cache
@@ -43,14 +40,13 @@ def _pass_class() -> type | None:
     _, base = names
 
     class FoldPass(base):
-        def __init__(self, others: tuple, output: bool, tell: Callable, gemms: bool):
-            self.others, self.output, self.tell, self.gemms = others, output, tell, gemms
+        def __init__(self, others: tuple, output: bool, tell: Callable):
+            self.others, self.output, self.tell = others, output, tell
 
         def __call__(self, graph: Graph) -> None:
             for other in self.others:
                 other(graph)
-            sums = accumulate_sums(graph) if self.gemms else Folds()
-            folds = sums + fold_sums(graph, output=self.output)
+            folds = fold_sums(graph, output=self.output)
             # After the folds, of which some leave y to be read by the quantisation alone.
             quantized, left = quantize_norms(graph)
             folds += Folds(tuple((kind, name) for kind, name, _ in quantized), tuple(left))
@@ -60,7 +56,7 @@ def _pass_class() -> type | None:
         def uuid(self) -> object | None:
             """What compiled code depends on; None, which keeps it out of caches, if unknown."""
             ids = tuple(p.uuid() if isinstance(p, base) else None for p in self.others)
-            return None if None in ids else (_version(), self.output, self.gemms, ids)
+            return None if None in ids else (_version(), self.output, ids)
 
     return FoldPass
 

@@ -88,15 +88,6 @@ class Runner:
 
         return backward
 
-    def transposed(self, *arguments):
-        """A function of quantized/transposed.py, called with these arguments."""
-        chosen = self.implementation
-        try:
-            return chosen.transposed(self.spec, self.device)(*arguments)
-        except CompileError as error:
-            self._replace(chosen, error)
-        return self.transposed(*arguments)
-
     def _replace(self, failed: Implementation, error: CompileError) -> None:
         """Have what select now finds serve. It warns, or raises if `failed` was asked for."""
         spec = self.spec

@@ -49,7 +49,6 @@ class Implementation:
     given where the tensors are known to be contiguous matrices of rows, and vectors.
     piece(name, spec, device) returns a function of split/reference.py, by its name, for a spec of
     pieces of rows.
-    transposed(spec, device) returns a function of quantized/transposed.py.
     The functions that are returned may raise CompileError. The implementation is then not used
     for that spec and device again.
     """
@@ -60,7 +59,6 @@ class Implementation:
     backward: Callable[[NormSpec, Device, Needs], Callable]
     takes_rows: bool = False
     piece: Callable[[str, NormSpec, Device], Callable] | None = None
-    transposed: Callable[[NormSpec, Device], Callable] | None = None
 
 
 def cutile_refuses(spec: NormSpec, rows: int, device: Device) -> str | None:
@@ -111,13 +109,7 @@ def cutile_implementation(run: cutile.Run = cutile.on_device) -> Implementation:
     def piece(name: str, spec: NormSpec, device: Device) -> Callable:
         return partial(getattr(split.cutile, name), spec, device.target, **launcher)
 
-    def transposed(spec: NormSpec, device: Device) -> Callable:
-        if not device.target.has_fp8:
-            return partial(quantized.transposed.reference, spec)
-        return partial(quantized.transposed.cutile, spec, device.target, **launcher)
-
-    more = {"takes_rows": True, "piece": piece, "transposed": transposed}
-    return Implementation("cutile", cutile_refuses, forward, backward, **more)
+    return Implementation("cutile", cutile_refuses, forward, backward, True, piece)
 
 
 def _reference_of(spec: NormSpec):
@@ -133,7 +125,6 @@ REGISTRY = (
         lambda spec, device, save: partial(_reference_of(spec).forward, spec),
         lambda spec, device, needs: partial(reference.backward, spec, needs),
         piece=lambda name, spec, device: partial(getattr(split.reference, name), spec),
-        transposed=lambda spec, device: partial(quantized.transposed.reference, spec),
     ),
 )
 

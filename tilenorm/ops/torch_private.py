@@ -89,11 +89,6 @@ fused_rms_norm = _found("_fused_rms_norm")
 _unsafe_view = _found("ops.aten._unsafe_view.default")
 
 
-# The product of matrices of 8-bit floats before PyTorch 2.10, which has F.scaled_mm. Without both a
-# quantised norm with a linear runs on the CPU alone.
-scaled_mm_before = _found("_scaled_mm")
-
-
 def reshaped(fresh: Tensor, shape: Sequence[int]) -> Tensor:
     """A new tensor, which nothing else uses, in another shape."""
     return fresh.view(shape) if _unsafe_view is None else _unsafe_view(fresh, shape)
