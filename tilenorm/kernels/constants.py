@@ -129,6 +129,10 @@ class RowHow:
     FETCH: bool
     ORDERED: bool
 
+    @property
+    def STORE(self):
+        return False
+
 
 @dataclass(frozen=True)
 class StreamHow:
@@ -139,6 +143,10 @@ class StreamHow:
 
     TMA: bool
     STORE: bool
+
+    @property
+    def PACKED(self):
+        return False
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,13 @@ from .exchange import Slots
 from .inputs import Row, inputs_of, is_exact, row_of, write_sum
 from .outputs import (
     Normalized,
+    Parameters,
+    epilogue,
     fetch_parameters,
     output_of,
+    peak_of,
     read_parameters,
-    read_together,
-    write_output,
 )
-from .quantize import row_peak, write_quantized
 from .statistics import Moments, moments, order_of, recentered
 from .tiles import Cut, gather_tiles, load_tiles
 
@@ -83,26 +83,10 @@ def row_forward(
     i = first + ct.bid(2) * step + ct.bid(1)
     tile = cut.tile(a.X, i, 0, rows)
     tiles = gather_tiles(inputs_of(a, norm), cut, tile)
+    parameters = Parameters()
     if how.FETCH:
         tiles, parameters = fetch_parameters(a, norm, tile, tiles, eps)
-    exact = is_exact(a, norm)
-    if len(norm.INNER) > 0:
-        row = row_after(a, norm, tile, tiles, cut, order, eps, how.PACKED)
-    else:
-        row = row_of(a, norm, tile, tiles, how.PACKED)
-    write_sum(a, norm, tile, row, False)
-    found = moments(row, tile.masks(), cut.N, cut.rest(0), order, norm.LAYER, exact)
-    rstd = ct.rsqrt(found.variance + eps)
-    centered = recentered(row, found, rstd, norm.LAYER) if how.PACKED else found.centered
-    normalized = Normalized(centered, rstd, row)
-    ys = ()
-    for j in ct.static_iter(range(len(cut.WIDTHS))):
-        wb = parameters[j] if how.FETCH else read_parameters(a, norm, tile, j)
-        ys += (write_output(a, norm, tile, j, normalized, wb, False),)
-    if len(norm.QUANT) > 0:
-        write_quantized(a, norm, tile, ys, None, False)
-    if norm.SAVE:
-        write_statistics(a, norm, tile.place, found, rstd, tile.in_rows)
+    normalize(a, norm, cut, tile, tiles, parameters, order, eps, how)
 
 
 @ct.kernel
@@ -122,8 +106,7 @@ def stream_forward(
     further on. It reads one tile ahead.
     """
     a, norm, cut, how = Arrays(*ARRAYS), Norm(*NORM), Cut(*CUT), StreamHow(*HOW)
-    inputs, exact = inputs_of(a, norm), is_exact(a, norm)
-    count = cut.tiles(rows)
+    inputs, count = inputs_of(a, norm), cut.tiles(rows)
     if not how.TMA:
         ahead = gather_tiles(inputs, cut, cut.tile(a.X, first + ct.bid(0), 0, rows))
     for i in range(first + ct.bid(0), count, ct.num_blocks(0)):
@@ -136,22 +119,7 @@ def stream_forward(
             ahead = gather_tiles(inputs, cut, cut.tile(a.X, following, 0, rows))
         tile = cut.tile(a.X, i, 0, rows)
         order = order_of(a.X, cut, first, False)
-        if len(norm.INNER) > 0:
-            row = row_after(a, norm, tile, tiles, cut, order, eps, False)
-        else:
-            row = row_of(a, norm, tile, tiles, False)
-        write_sum(a, norm, tile, row, how.STORE)
-        found = moments(row, tile.masks(), cut.N, cut.rest(0), order, norm.LAYER, exact)
-        rstd = ct.rsqrt(found.variance + eps)
-        normalized = Normalized(found.centered, rstd, row)
-        ys = ()
-        for j in ct.static_iter(range(len(cut.WIDTHS))):
-            wb = read_parameters(a, norm, tile, j)
-            ys += (write_output(a, norm, tile, j, normalized, wb, how.STORE),)
-        if len(norm.QUANT) > 0:
-            write_quantized(a, norm, tile, ys, None, how.STORE)
-        if norm.SAVE:
-            write_statistics(a, norm, tile.place, found, rstd, tile.in_rows)
+        normalize(a, norm, cut, tile, tiles, Parameters(), order, eps, how)
 
 
 @ct.kernel
@@ -201,31 +169,47 @@ def shared_forward(
     found = Moments((), mean, correction, variance)
     rstd = ct.rsqrt(variance + eps)
     normalized = Normalized(recentered(row, found, rstd, norm.LAYER), rstd, row)
-    ys = ()
-    for j in ct.static_iter(range(len(cut.WIDTHS))):
-        if j % how.TOGETHER == 0:
-            parameters = read_together(a, norm, tile, j, how.TOGETHER, eps)
-        wb = parameters[j % how.TOGETHER]
-        ys += (write_output(a, norm, tile, j, normalized, wb, False),)
-    if len(norm.QUANT) > 0:
 
-        def missing_peak(other):
-            """The largest y of a chunk whose block has not published it."""
-            there = cut.tile(a.X, tile.place[0].item(), other, rows)
-            theirs = row_of(a, norm, there, gather_tiles(inputs, cut, there), how.PACKED)
-            centered = recentered(theirs, found, rstd, norm.LAYER)
-            return (peak_of(a, norm, there, Normalized(centered, rstd, theirs)),)
+    def missing_peak(other):
+        """The largest y of a chunk whose block has not published it."""
+        there = cut.tile(a.X, tile.place[0].item(), other, rows)
+        theirs = row_of(a, norm, there, gather_tiles(inputs, cut, there), how.PACKED)
+        centered = recentered(theirs, found, rstd, norm.LAYER)
+        return (peak_of(a, norm, there, Normalized(centered, rstd, theirs)),)
 
-        peak = None
-        if norm.PEAKS:
-            slots = slots_of(a, tile, 1, cut, how, len(numbers) * cut.CHUNKS)
-            peak = slots.collect_peak(chunk, row_peak(tile, ys), missing_peak)
-        write_quantized(a, norm, tile, ys, peak, False)
+    def whole_peak(peak):
+        """The largest y of the row, given that of this block's chunk."""
+        slots = slots_of(a, tile, 1, cut, how, len(numbers) * cut.CHUNKS)
+        return slots.collect_peak(chunk, peak, missing_peak)
+
+    epilogue(a, norm, tile, normalized, Parameters((), how.TOGETHER, eps), whole_peak, False)
     if norm.SAVE:
         write_statistics(a, norm, tile.place, found, rstd, chunk == 0)
 
 
-def row_after(a, norm, tile, tiles, cut, order, eps, PACKED):
+def normalize(a, norm, cut, tile, tiles, parameters, order, eps, how):
+    """Normalise a tile of whole rows. tiles: of inputs_of; parameters: see outputs.Parameters."""
+    row = prologue(a, norm, cut, tile, tiles, order, eps, how.PACKED)
+    write_sum(a, norm, tile, row, how.STORE)
+    exact = is_exact(a, norm)
+    found = moments(row, tile.masks(), cut.N, cut.rest(0), order, norm.LAYER, exact)
+    rstd = ct.rsqrt(found.variance + eps)
+    centered = recentered(row, found, rstd, norm.LAYER) if how.PACKED else found.centered
+    epilogue(a, norm, tile, Normalized(centered, rstd, row), parameters, None, how.STORE)
+    if norm.SAVE:
+        write_statistics(a, norm, tile.place, found, rstd, tile.in_rows)
+
+
+def prologue(a, norm, cut, tile, tiles, order, eps, PACKED):
+    """The rows to normalise, from the tiles of inputs_of."""
+    if len(norm.INNER) > 0:
+        row = row_after(a, norm, cut, tile, tiles, order, eps, PACKED)
+    else:
+        row = row_of(a, norm, tile, tiles, PACKED)
+    return row  # a second return would compile to other machine code
+
+
+def row_after(a, norm, cut, tile, tiles, order, eps, PACKED):
     """The residual + the inner norm of x, rounded to the sum's dtype: what the outer norm takes."""
     inner = Norm(*norm.INNER)
     b = Arrays(a.X, a.SUM, a.INNER_W, (), (), (), (), (), a.INNER_RSTD, (), (), a.RESIDUAL)
@@ -247,14 +231,6 @@ def slots_of(a, tile, PARTS, cut, how, FIRST=0):
     """The slots of a row that blocks share, for PARTS numbers of a chunk, from slot FIRST on."""
     row = tile.place[0].item()
     return Slots(a.SLOTS, row, PARTS, cut.CHUNKS, how.PADDED_CHUNKS, how.POLLS, FIRST)
-
-
-def peak_of(a, norm, tile, rows):
-    """The largest magnitude of y of a chunk of one row."""
-    ys = ()
-    for j in ct.static_iter(range(len(tile.segments))):
-        ys += (output_of(a, norm, j, rows, read_parameters(a, norm, tile, j)),)
-    return row_peak(tile, ys).item()
 
 
 def numbers_of(found, count, LAYER):

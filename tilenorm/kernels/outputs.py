@@ -1,4 +1,5 @@
-"""Stage: what is done to a normalised row (weight, bias, rounding, gate), and its gradients."""
+"""Stage: the epilogue of a normalised row (weight, bias, rounding, gate, quantisation), and its
+gradients."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +9,7 @@ import cuda.tile as ct
 from .activation import activated, slope
 from .inputs import x_hat_of
 from .opaque import depend_on, dependent_zero
+from .quantize import row_peak, write_quantized
 from .tiles import VECTOR, gather_parameter, write
 
 
@@ -40,8 +42,18 @@ def read_parameters(a, norm, tile, j):
     return w, b
 
 
+@dataclass(frozen=True)
+class Parameters:
+    """w and b of segments: kept, because they were read with the row, or else read by TOGETHER
+    segments when the first of these is needed. number: see read_together."""
+
+    kept: Any = ()
+    TOGETHER: int = 1
+    number: Any = 0.0
+
+
 def fetch_parameters(a, norm, tile, tiles, number):
-    """The tiles of the inputs, which can be used when w and b are read; and w and b by segments."""
+    """The tiles of the inputs, which can be used when w and b are read; and these parameters."""
     parameters = ()
     xs = ()
     for j, x in ct.static_iter(enumerate(tiles[0])):
@@ -52,7 +64,7 @@ def fetch_parameters(a, norm, tile, tiles, number):
             x = depend_on(x, b, number)
         parameters += ((w, b),)
         xs += (x,)
-    return (xs,) + tiles[1:], parameters
+    return (xs,) + tiles[1:], Parameters(parameters, len(parameters))
 
 
 def read_together(a, norm, tile, first, COUNT, number):
@@ -105,6 +117,33 @@ def write_output(a, norm, tile, j, rows, parameters, STORE):
     if norm.OUTPUT:
         write(a.Y, at, y, STORE)
     return y
+
+
+def epilogue(a, norm, tile, rows, parameters, whole_peak, STORE):
+    """Write y of normalised rows, and q with its scales, whichever are asked for.
+
+    whole_peak: None, or, where blocks share a row, a function of the largest y of this block's
+    chunk, which returns that of the row.
+    """
+    ys = ()
+    read = parameters.kept
+    for j in ct.static_iter(range(len(tile.segments))):
+        if len(parameters.kept) == 0 and j % parameters.TOGETHER == 0:
+            read = read_together(a, norm, tile, j, parameters.TOGETHER, parameters.number)
+        ys += (write_output(a, norm, tile, j, rows, read[j % parameters.TOGETHER], STORE),)
+    if len(norm.QUANT) > 0:
+        peak = None
+        if norm.PEAKS and whole_peak is not None:
+            peak = whole_peak(row_peak(tile, ys))
+        write_quantized(a, norm, tile, ys, peak, STORE)
+
+
+def peak_of(a, norm, tile, rows):
+    """The largest magnitude of y of a chunk of one row."""
+    ys = ()
+    for j in ct.static_iter(range(len(tile.segments))):
+        ys += (output_of(a, norm, j, rows, read_parameters(a, norm, tile, j)),)
+    return row_peak(tile, ys).item()
 
 
 @dataclass(frozen=True)

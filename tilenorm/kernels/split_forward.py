@@ -15,7 +15,7 @@ import cuda.tile as ct
 from .constants import Constants, Norm
 from .forward import write_statistics
 from .inputs import inputs_of, row_of, write_sum
-from .outputs import Normalized, read_together, write_output
+from .outputs import Normalized, Parameters, epilogue
 from .statistics import Moments, moments, order_of, recentered
 from .tiles import Cut, gather_numbers, gather_tiles
 
@@ -166,10 +166,7 @@ def row_apply(
     found = whole_moments(a, norm, tile)
     rstd = ct.rsqrt(found.variance + eps)
     normalized = Normalized(recentered(row, found, rstd, norm.LAYER), rstd, row)
-    for j in ct.static_iter(range(len(cut.WIDTHS))):
-        if j % TOGETHER == 0:
-            parameters = read_together(a, norm, tile, j, TOGETHER, eps)
-        write_output(a, norm, tile, j, normalized, parameters[j % TOGETHER], False)
+    epilogue(a, norm, tile, normalized, Parameters((), TOGETHER, eps), None, False)
     if norm.SAVE:
         mask = tile.in_rows if cut.CHUNKS == 1 else chunk == 0
         write_statistics(a, norm, tile.place, found, rstd, mask)

@@ -87,8 +87,8 @@ def cases(arch: str) -> list[Case]:
                 batches = (LARGE, SMALL) if plan.fetches else (LARGE,)
                 found += [Case(spec, target, rows * (spec.heads or 1), save) for rows in batches]
     for spec in _specs(arch, "backward"):
-        if spec.quantized:
-            continue  # that of the norm itself
+        if spec.quantized or spec.inner:
+            continue  # those of the norms themselves
         every = every_gradient(spec)
         found.append(Case(spec, target, LARGE * (spec.heads or 1), needs=every))
         if arch in TABLES and spec.hidden in (37, 1024) and not spec.heads:
@@ -175,6 +175,8 @@ def _variants() -> Iterator[NormSpec]:
         yield NormSpec("rms", hidden, b, b, gate=b, rounding="early")
         yield NormSpec("rms", hidden, b, b, b, gate=f, gate_first=True)
         yield NormSpec("rms", hidden, b, b, quantized=Quantization("row", amax=True))
+        before = NormSpec("rms", hidden, b, b, skip=b)
+        yield NormSpec.chained(before, NormSpec("rms", hidden, b, b))
     for hidden in (1024, 4096):
         block = Quantization("block", "float8_e5m2", True, "column_tma", output=True)
         yield NormSpec("layer", hidden, b, b, b, residual=b, quantized=block)
