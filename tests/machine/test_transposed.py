@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.ops.helpers import EPS, random
-from tilenorm.ops.quantized import transposed
+from tilenorm.ops.quantized import cutile, transposed
 from tilenorm.ops.tensors import Saved
 from tilenorm.spec import NormSpec, Quantization
 
@@ -30,6 +30,6 @@ def test_codes_are_those_of_the_reference(rows, size):
         (bare, Saved(x, *[None] * 5), x),
         (affine, Saved(x, None, w, b, None, rstd), y),
     ):
-        q, scale = transposed.cutile(spec, executor.target, saved, EPS, run=executor.run())
+        q, scale = cutile.transposed(spec, executor.target, saved, EPS, run=executor.run())
         expected = transposed.reference(bare, Saved(rows_of, *[None] * 5), EPS)
         assert torch.equal(q.float(), expected[0].float()) and torch.equal(scale, expected[1])

@@ -14,7 +14,7 @@ from tests.executors import described
 from tests.guarded import guarded
 from tilenorm.launch.calls import bound
 from tilenorm.launch.target import Target
-from tilenorm.ops.quantized import product, reference, transposed
+from tilenorm.ops.quantized import cutile, product, reference, transposed
 from tilenorm.ops.tensors import Saved
 from tilenorm.spec import NormSpec, Options, Quantization
 from tilenorm.tools.precompile import compile_call
@@ -49,7 +49,7 @@ def test_transposed_codes(served, rows):
                 q, scale = transposed.reference(spec, saved, EPS)
             else:
                 with guarded():
-                    q, scale = transposed.cutile(spec, target, saved, EPS)
+                    q, scale = cutile.transposed(spec, target, saved, EPS)
             check_codes(q, scale, m.t())
 
 
@@ -85,7 +85,7 @@ def test_the_kernel_compiles_and_does_not_spill(arch):
     rms = bare._replace(weight=w, bias=w, rstd=v)
     cases = [(spec_of(affine=False), bare), (spec_of(), rms), (spec_of("layer", "float32"), layer)]
     for spec, saved in cases:
-        transposed.cutile(spec, Target.of(arch), saved, EPS, run=run)
+        cutile.transposed(spec, Target.of(arch), saved, EPS, run=run)
     assert [c.kernel for c in compiled] == ["transposed"] * len(cases)
     assert not any(c.spill_bytes for c in compiled)
 

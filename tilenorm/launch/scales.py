@@ -2,9 +2,10 @@
 
 from typing import NamedTuple
 
-from ..kernels.quantize import TILE_GROUPS, TILE_ROWS
-from ..spec import Quantization
+from ..spec import GROUPS, Quantization
 from .config import cdiv
+
+TILE_ROWS, TILE_GROUPS = 128, 4  # of a tile of swizzled scales, as in kernels/quantize.py
 
 UNIT = 16  # the array has a multiple of it, so that no number of rows compiles to code of its own
 
@@ -40,3 +41,8 @@ class Scales(NamedTuple):
             apart = rows if how.layout == "column" else cdiv(rows, 4) * 4
             strides, count = (1, apart), apart * groups
         return cls(dtype, cdiv(count, UNIT) * UNIT, (rows, groups), strides)
+
+
+def padded(rows: int) -> int:
+    """The rows that whole groups of 128 have, where rows are transposed."""
+    return cdiv(rows, GROUPS["block"]) * GROUPS["block"]

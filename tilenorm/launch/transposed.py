@@ -4,8 +4,9 @@ from typing import Any, NamedTuple
 
 from ..kernels.transposed import GROUP, transposed
 from ..spec import NormSpec
-from .calls import ABSENT, Launch, constants, hinted, rectangles
+from .calls import ABSENT, Launch, constants, rectangles
 from .config import Hints, cdiv
+from .kernel import hinted
 from .plan import plan_forward
 from .target import Target
 
@@ -25,11 +26,6 @@ class TransposedArrays(NamedTuple):
     rstd: Any = ABSENT
     q: Any = ABSENT
     scale: Any = ABSENT
-
-
-def padded(rows: int) -> int:
-    """The rows that whole groups have."""
-    return cdiv(rows, GROUP) * GROUP
 
 
 def transposed_launches(

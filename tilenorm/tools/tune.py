@@ -16,10 +16,10 @@ from ..ops import cutile, reference
 from ..ops.registry import Device, device_of
 from ..ops.tensors import Saved, Tensors, trimmed
 from ..spec import NormSpec
-from .candidates import candidates, explicit
+from .candidates import MOST_SPILLED, candidates, explicit
 from .explain import moved_bytes, options_of
 from .precompile import Compiled
-from .search import MOST_SPILLED, compile_candidates, plan_of, prune, rank
+from .search import compile_candidates, plan_of, prune, rank
 from .shipped import written
 
 EPS = 1e-6

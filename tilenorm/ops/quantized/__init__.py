@@ -6,6 +6,6 @@ linear is a norm with a linear behind it, for training: its products are in prod
 weight gradient multiplies is made by transposed.
 """
 
-from . import cutile, reference, transposed
+from . import reference, transposed
 
-__all__ = ["cutile", "reference", "transposed"]
+__all__ = ["reference", "transposed"]

@@ -5,14 +5,17 @@ from torch import Tensor
 
 from ...launch.calls import ABSENT, ForwardArrays
 from ...launch.plan import ForwardPlan
-from ...launch.scales import Scales
+from ...launch.scales import Scales, padded
+from ...launch.target import Target
+from ...launch.transposed import TransposedArrays, transposed_launches
 from ...spec import NormSpec
 from .. import cutile
 from ..cutile import Run, fresh, on_device
-from ..layout import as_read, plain, shaped_as
-from ..tensors import Tensors, trimmed
+from ..layout import as_read, parameter_of, plain, rows_of, shaped_as
+from ..tensors import Saved, Tensors, trimmed
 from .reference import quantize
 from .tensors import Results, q_dtype, scale_of
+from .transposed import BLOCKS
 
 MOST_SCALES = 2**31 - 1  # the kernels number scales in 32 bits
 NAMES = ("x", *Tensors._fields[1:])  # of ForwardArrays
@@ -67,6 +70,30 @@ def cast_apart(
     y, *others = cutile.forward(plan, trimmed(tuple(tensors)), eps, run=run)
     q, scale, amax = quantize(spec, y, given)
     return Results(q, scale, amax, y if spec.quantized.output else None, *others)
+
+
+def transposed(
+    spec: NormSpec, target: Target, saved: Saved, eps: float, run: Run = on_device
+) -> tuple[Tensor, Tensor]:
+    """As transposed.reference. eps: is not read, because the saved rstd holds it."""
+    x, _, weight, bias, mean, rstd = saved
+    rows = x.numel() // spec.hidden
+    scales = Scales.of(BLOCKS, padded(rows), spec.hidden)
+    q = fresh(x, (spec.hidden, padded(rows)), q_dtype(spec))
+    array = fresh(x, (scales.count,), torch.float32)
+    if rows:
+        normalized = rstd is not None
+        arrays = TransposedArrays(
+            x=rows_of(x, spec),
+            weight=ABSENT if weight is None else parameter_of(weight, spec),
+            bias=ABSENT if bias is None else parameter_of(bias, spec),
+            mean=ABSENT if mean is None else mean.reshape(-1),
+            rstd=rstd.reshape(-1) if normalized else ABSENT,
+            q=q,
+            scale=array,
+        )
+        run(transposed_launches(spec, target, rows, normalized), arrays, x.get_device())
+    return q, scale_of(array, scales)
 
 
 def _shaped(made: Tensor | None, like: Tensor) -> Tensor | None:

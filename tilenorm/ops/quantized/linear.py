@@ -18,8 +18,8 @@ from torch.compiler import is_compiling
 
 from ...spec import NormSpec, Options, Quantization
 from ..autograd import needs_grad
-from ..cutile import on_device_of
 from ..plans import runner_of
+from ..registry import on_device_of
 from ..schemas import LIBRARY
 from ..tensors import Saved, Tensors
 from ..torch_private import asked_of, reshaped
