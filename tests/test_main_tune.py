@@ -8,12 +8,13 @@ import json
 import pytest
 import torch
 
+from tilenorm import __main__ as command
 from tilenorm.__main__ import main
 from tilenorm.launch import heuristics, user_table
 from tilenorm.launch.config import Backward, Hints, RowForward
 from tilenorm.launch.target import Target
 from tilenorm.spec import NormSpec
-from tilenorm.tools import candidates, lines, shipped, tune
+from tilenorm.tools import candidates, lines, shipped
 from tilenorm.tools.explain import planned_device
 
 H200 = Target.of("sm_90")
@@ -28,12 +29,12 @@ def measured(monkeypatch, tables):
     def tuned(spec, direction, rows, seconds, processes, spills, report, terms):
         found.append((spec, direction, rows, seconds))
         report("halfway")
-        key = user_table.Key.of(spec, direction, tune.served_op(spec, direction), terms)
+        key = user_table.Key.of(spec, direction, command.served_op(spec, direction), terms)
         numbers = (67.125, 0.0031, 96, 4000.5, 16384, "a spec", {}, {}, "a GPU", "580", "a day")
         return user_table.Entry(key, BEST[direction], *numbers)
 
     monkeypatch.setattr(lines, "tune", tuned)
-    monkeypatch.setattr(tune, "gpu", lambda: planned_device("sm_90"))
+    monkeypatch.setattr(command, "gpu", lambda: planned_device("sm_90"))
     return found
 
 

@@ -14,8 +14,8 @@ from .launch.toolchain import CUDA_TILE_MISSING, CompileError, cache_problem
 from .ops.registry import DTYPES, Device, refusals
 from .spec import MAX_TERMS, OPS, QUANTIZED_OPS, WORDS, NormSpec
 from .tools import quantization
-from .tools.candidates import MOST_SPILLED
-from .tools.explain import explain_spec, planned_device
+from .tools.candidates import MOST_SPILLED, served_op
+from .tools.explain import explain_spec, gpu, planned_device
 from .tools.info import information
 
 TERMS = range(1, MAX_TERMS + 1)  # of dy
@@ -105,8 +105,6 @@ def tune(options: argparse.Namespace) -> int:
 
 def _tuned_device(options: argparse.Namespace) -> Device:
     """This machine's GPU, or, in a dry run, a GPU of the architecture from --arch."""
-    from .tools.tune import gpu
-
     if options.dry_run and not options.arch:
         raise RefusedError("--dry-run: needs --arch")
     if options.arch and options.hidden and not options.dry_run:
@@ -119,8 +117,6 @@ def _tuned_device(options: argparse.Namespace) -> Device:
 
 def _searches(options: argparse.Namespace, device: Device) -> list[tuple[NormSpec, str]]:
     """(spec, direction) of each search. Refuses specs that no table can serve."""
-    from .tools.tune import served_op
-
     directions = options.direction
     if options.terms > 1:
         directions = [name for name in directions if name == "backward"]

@@ -5,6 +5,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
 from ..launch import heuristics
 from ..launch.calls import constants_of, every_gradient
 from ..launch.scales import Scales
@@ -268,6 +270,13 @@ def options_of(spec: NormSpec, terms: int = 1) -> str:
 def planned_device(arch: str) -> Device:
     """A device of an architecture, with a sufficient driver. It need not be in this machine."""
     return Device("cuda", Target.of(arch), MIN_DRIVER)
+
+
+def gpu() -> Device:
+    """The current GPU. Raises RuntimeError if there is none."""
+    if not torch.cuda.is_available():
+        raise RuntimeError("there is no NVIDIA GPU, or no driver for it")
+    return device_of("cuda", torch.cuda.current_device())
 
 
 def _steps(calls) -> tuple[Step, ...]:
