@@ -96,16 +96,16 @@ def listed(ran: Sequence[Ran], launches: Sequence[Launched]) -> list[dict]:
 @contextmanager
 def counted() -> Iterator[list[Launched]]:
     """A list of the launches of tilenorm and of Inductor's kernels in this block."""
-    from tilenorm.launch import calls
+    from tilenorm.launch import kernel as launching
 
-    launches, launch = [], calls.launch_kernel
+    launches, launch = [], launching.launch_kernel
 
     def launch_kernel(stream, grid, kernel, arguments, **options):
         launches.append(_of_tilenorm(kernel._pyfunc.__name__, arguments))
         return launch(stream, grid, kernel, arguments, **options)
 
     with ExitStack() as stack:
-        stack.enter_context(patch.object(calls, "launch_kernel", launch_kernel))
+        stack.enter_context(patch.object(launching, "launch_kernel", launch_kernel))
         if tuner := _inductors_kernel():
             run = tuner.run
 

@@ -9,7 +9,7 @@ from cuda.tile import _compile
 from cuda.tile._cext import default_tile_context
 
 from tests.executors import Interpreter, described
-from tilenorm.launch import calls, disk_cache, kernel, plan, tiling
+from tilenorm.launch import disk_cache, kernel, plan, tiling
 from tilenorm.launch.calls import bound
 from tilenorm.ops import cutile
 from tilenorm.tools.precompile import cubin_of
@@ -39,7 +39,7 @@ class Compiler:
         monkeypatch.setattr(_compile, "_find_compiler_bin", lambda: binary)
         monkeypatch.setattr(_compile, "_get_compiler_version_string", lambda: "stand-in")
         monkeypatch.setattr(default_tile_context.config, "cache_dir", str(folder / "cache"))
-        monkeypatch.setattr(calls, "_hinted", cache(lambda: {}))
+        monkeypatch.setattr(kernel, "_hinted", cache(lambda: {}))
         for kept in (plan.COLUMN_SUM, tiling.CLEAR_SLOTS):
             monkeypatch.setattr(kept, "_found", {})
         disk_cache._origin.cache_clear()

@@ -82,7 +82,8 @@ def launches() -> int:
 
 def launch_step(hidden: int, rows: int = 300) -> None:
     """Launch a training step of rms_norm in float32 by the H200's plans."""
-    from tilenorm.launch.calls import every_gradient, launch
+    from tilenorm.launch.calls import every_gradient
+    from tilenorm.launch.kernel import launch
     from tilenorm.launch.plan import plan_backward, plan_forward
     from tilenorm.launch.target import Target
     from tilenorm.spec import NormSpec

@@ -54,4 +54,4 @@ __all__ = [
     "rms_norm_add_rms_norm",
     "rms_norm_quantized",
 ]
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -9,18 +9,14 @@ from pathlib import Path
 
 from . import __version__
 from .launch import user_table
-from .launch.kernel import CompileError
 from .launch.target import MULTIPROCESSORS, Target
-from .launch.toolchain import cache_problem
+from .launch.toolchain import CUDA_TILE_MISSING, CompileError, cache_problem
 from .ops.registry import DTYPES, Device, refusals
 from .spec import MAX_TERMS, OPS, QUANTIZED_OPS, WORDS, NormSpec
-from .tools import digests as code
-from .tools import lines, quantization, shipped
-from .tools.explain import explain_spec, planned_device
+from .tools import quantization
+from .tools.candidates import MOST_SPILLED, served_op
+from .tools.explain import explain_spec, gpu, planned_device
 from .tools.info import information
-from .tools.precompile import piece_training_calls, training_calls
-from .tools.search import MOST_SPILLED
-from .tools.tune import gpu, served_op
 
 TERMS = range(1, MAX_TERMS + 1)  # of dy
 COMPILED_TERMS = (1, 2, 3)  # what a compiled step of a transformer makes of q, k, v and of gate, up
@@ -30,6 +26,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run a command; the exit status is 0 unless something is wrong."""
     parser = _parser()
     options = parser.parse_args(argv)
+    if CUDA_TILE_MISSING and options.run not in (info, explain):
+        parser.error(CUDA_TILE_MISSING)
     try:
         return options.run(options)
     except RefusedError as refused:
@@ -59,6 +57,9 @@ def explain(options: argparse.Namespace) -> int:
 
 def compile_ahead(options: argparse.Namespace) -> int:
     """Compile each spec into cuTile's cache and print the resources of the kernels."""
+    from .tools import lines  # imports cuda.tile, as those of the other commands
+    from .tools.precompile import piece_training_calls, training_calls
+
     specs = _served(options, planned_device(options.arch))
     target, terms = Target.of(options.arch), tuple(options.terms or COMPILED_TERMS)
     calls = partial(training_calls, terms=terms, output=options.output)
@@ -71,12 +72,16 @@ def compile_ahead(options: argparse.Namespace) -> int:
 
 def digests(options: argparse.Namespace) -> int:
     """Print a digest of the code of every plan, to compare before and after a change."""
+    from .tools import digests as code
+
     _check_cache()
     return _print(code.digests(options.arch, options.processes))
 
 
 def tune(options: argparse.Namespace) -> int:
     """Find the fastest configuration of each spec on this GPU, for the table that plans read."""
+    from .tools import lines, shipped
+
     if not options.hidden and not options.shipped:
         raise RefusedError("--hidden: needs at least one size")
     device = _tuned_device(options)

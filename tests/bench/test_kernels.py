@@ -9,6 +9,7 @@ import torch
 from bench import kernels
 from bench.kernels import Launched, Ran, counted, listed, norm_kernels
 from tilenorm.launch import calls
+from tilenorm.launch import kernel as launching
 from tilenorm.launch.target import Target
 from tilenorm.ops.registry import MAX_HIDDEN
 from tilenorm.spec import NormSpec
@@ -128,12 +129,12 @@ def test_bytes_of_a_generated_kernel(inductor, names, given, expected):
 
 def test_bytes_of_tilenorms_kernels_are_those_of_their_arrays(monkeypatch):
     done = []
-    monkeypatch.setattr(calls, "launch_kernel", lambda *given, **how: done.append((given, how)))
+    monkeypatch.setattr(launching, "launch_kernel", lambda *given, **how: done.append((given, how)))
     x, weight = bfloat16(8, 4), bfloat16(4)
     kernel = SimpleNamespace(_pyfunc=SimpleNamespace(__name__="row_forward"))
     launch = calls.Launch(kernel, (8,), (3,), lambda arrays: arrays, ((1, 2), True), True)
     with counted() as launches:
-        calls.launch(5, [launch], (x, weight, calls.ABSENT, (x, x)))
+        launching.launch(5, [launch], (x, weight, calls.ABSENT, (x, x)))
     assert launches == [Launched("row_forward", "row_forward of 4 arrays", 3 * 64 + 8)]
     assert done == [
         (

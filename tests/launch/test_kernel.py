@@ -15,9 +15,9 @@ from cuda.tile._cext import default_tile_context
 
 from tests.executors import backward_calls, forward_calls
 from tests.stand_in_compiler import CRASH, ERROR
-from tilenorm.launch.calls import every_gradient, hinted
+from tilenorm.launch.calls import every_gradient
 from tilenorm.launch.config import Hints
-from tilenorm.launch.kernel import TIMEOUT, CompileError, Kernel, bounded
+from tilenorm.launch.kernel import TIMEOUT, CompileError, Kernel, bounded, hinted
 from tilenorm.launch.target import Target
 from tilenorm.launch.toolchain import cache_problem
 from tilenorm.spec import NormSpec

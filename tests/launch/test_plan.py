@@ -17,9 +17,9 @@ from tilenorm.launch.calls import (
     Needs,
     constants_of,
     every_gradient,
-    hinted,
 )
 from tilenorm.launch.config import Hints
+from tilenorm.launch.kernel import hinted
 from tilenorm.launch.plan import plan_backward, plan_forward
 from tilenorm.launch.target import MULTIPROCESSORS, Target
 from tilenorm.launch.tiling import CLEAR_SLOTS

@@ -16,7 +16,9 @@ from tests.guarded import guarded
 from tests.quantized import HOWS, arguments, bits, check, label, swizzled
 from tilenorm.launch.config import Hints, SharedForward
 from tilenorm.launch.plan import ForwardPlan
-from tilenorm.ops import cutile, quantized
+from tilenorm.ops import cutile
+from tilenorm.ops.quantized import cutile as quantized_cutile
+from tilenorm.ops.quantized import reference
 from tilenorm.ops.quantized.library import arguments_of
 from tilenorm.ops.quantized.norm import check as call_of
 from tilenorm.ops.quantized.tensors import QuantizedNorm
@@ -114,7 +116,7 @@ def test_the_codes_of_all_numbers():
     for how in HOWS:
         spec = NormSpec("rms", 128, "bfloat16", quantized=how)
         given = arguments(how)["scale"]
-        q, scale, amax = quantized.reference.quantize(spec, every, given)
+        q, scale, amax = reference.quantize(spec, every, given)
         found = QuantizedNorm(q, scale if given is None else given, every, amax)
         found = found._replace(output=every if how.output else None)
         check(how, found, every, 128, given)
@@ -145,7 +147,7 @@ def test_blocks_that_share_a_row(how, exchange):
         plan = ForwardPlan(spec, executor.target, config, save)
         y = cutile.forward(plan, inputs.tensors, EPS, run=run)[0]
         plan = replace(plan, spec=replace(spec, quantized=how))
-        found = quantized.cutile.forward(plan, (*Tensors(*inputs.tensors), given), EPS, run=run)
+        found = quantized_cutile.forward(plan, (*Tensors(*inputs.tensors), given), EPS, run=run)
         scale = found.scale if given is None else given
         check(how, QuantizedNorm(found.q, scale, found.y, found.amax), y, 640, given)
 

@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 from torch.library import Library, get_kernel
 
-from ..ops import cutile
 from ..ops.arguments import default_eps
 from ..ops.layout import vector_of
 from ..ops.plans import Runner, spec_of
-from ..ops.registry import MAX_ROWS, cutile_implementation, device_of
+from ..ops.registry import MAX_ROWS, cutile_implementation, device_of, on_device_of
 from ..ops.tensors import Saved, Tensors, merged_needs
 from ..spec import Options
 
@@ -114,7 +113,7 @@ class Kernels:
         runner = self._serving(norm, x, shape, weight, bias)
         if runner is None:
             return None
-        with cutile.on_device_of(x):
+        with on_device_of(x):
             y, _, *stats = runner.training(Tensors(x, weight=weight, bias=bias), eps)
         of_rows = (*x.shape[: x.dim() - len(shape)], *(1 for _ in shape))
         return y, *(s.view(of_rows) for s in stats if s is not None)
@@ -135,7 +134,7 @@ class Kernels:
             return None, None, None
         mean = None if mean is None else vector_of(mean)
         saved = Saved(x, None, weight, bias, mean, vector_of(rstd))
-        with cutile.on_device_of(x):
+        with on_device_of(x):
             grads = runner.backward(needs)(dy, None, saved, 0.0)  # rstd holds eps
         return grads[0], *grads[3:]
 

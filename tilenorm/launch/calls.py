@@ -5,19 +5,14 @@ ABSENT stands for an array that a flag turns off. The kernel does not touch it.
 
 from collections.abc import Callable, Sequence
 from dataclasses import is_dataclass
-from functools import cache
 from operator import itemgetter
-from typing import Any, NamedTuple, get_type_hints
-
-import cuda.tile as ct
-
-# The function as cuTile's C extension defines it. Other packages replace cuda.tile.launch for the
-# whole process: TileGym by a function that takes no programmatic_dependent_launch.
-from cuda.tile._cext import launch as launch_kernel
+from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
 
 from ..spec import NormSpec
-from .config import Hints, cdiv
-from .kernel import Kernel
+from .config import cdiv
+
+if TYPE_CHECKING:  # what the reference serves needs no cuda.tile
+    import cuda.tile as ct
 
 ABSENT = ()  # an empty tuple adds no parameter to the compiled kernel
 MAX_GRID = (1 << 24) - 1  # blocks in the first dimension of a cuTile grid
@@ -31,7 +26,7 @@ class Call(NamedTuple):
     the results of the previous call are in memory.
     """
 
-    kernel: ct.kernel
+    kernel: "ct.kernel"
     grid: tuple[int, ...]
     arguments: tuple[Any, ...]
     overlap: bool = False
@@ -45,7 +40,7 @@ class Launch(NamedTuple):
     with the same values as 40 arguments (bench/results/h200-launch-arguments.md).
     """
 
-    kernel: ct.kernel
+    kernel: "ct.kernel"
     grid: tuple[int, ...]
     before: tuple[Any, ...]
     take: Callable[[tuple], Any]
@@ -176,14 +171,14 @@ def constants(group: Any) -> tuple:
     return tuple(vars(group).values())
 
 
-def groups(kernel: ct.kernel) -> dict[str, type]:
+def groups(kernel: "ct.kernel") -> dict[str, type]:
     """The dataclass of each kernel parameter that is a group of constants, by parameter name."""
     hints = get_type_hints(kernel._pyfunc, include_extras=True).items()
     metadata = {name: getattr(hint, "__metadata__", ())[-1:] for name, hint in hints}
     return {name: kind for name, last in metadata.items() for kind in last if is_dataclass(kind)}
 
 
-def constants_of(kernel: ct.kernel, arguments: tuple) -> dict[str, Any]:
+def constants_of(kernel: "ct.kernel", arguments: tuple) -> dict[str, Any]:
     """The compile-time constants of a call, by their names in the kernel."""
     annotated, values = kernel._annotated_function, {}
     kinds = groups(kernel)
@@ -202,31 +197,6 @@ def bound(launches: Sequence[Launch], arrays: tuple) -> list[Call]:
         Call(kernel, grid, (*before, take(arrays), *after), overlap)
         for kernel, grid, before, take, after, overlap in launches
     ]
-
-
-def launch(stream: int, launches: Sequence[Launch], arrays: tuple) -> None:
-    """Queue the launches, with these arrays filled in, on a CUDA stream of the current device."""
-    for kernel, grid, before, take, after, overlap in launches:
-        arguments = (*before, take(arrays), *after)
-        if overlap:
-            launch_kernel(stream, grid, kernel, arguments, programmatic_dependent_launch=True)
-        else:
-            launch_kernel(stream, grid, kernel, arguments)
-
-
-def hinted(kernel: ct.kernel, hints: Hints) -> Kernel:
-    """A kernel with compiler hints. It is kept, because it holds the code compiled so far.
-
-    Threads that ask at once get the same kernel: cuTile may crash if a kernel is destroyed after
-    its launch. What a thread made in vain was not launched.
-    """
-    key, kernels = (kernel._pyfunc, hints), _hinted()
-    return kernels.get(key) or kernels.setdefault(key, Kernel(kernel._pyfunc, **hints.given()))
-
-
-@cache
-def _hinted() -> dict[tuple[Callable, Hints], Kernel]:
-    return {}
 
 
 def parts(count: int, most: int) -> list[tuple[int, int]]:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar
 
-from ..kernels.tiles import VECTOR
 from .target import Target
 
+VECTOR = 8  # elements of 16 bytes, of the narrowest dtype, as in kernels/tiles.py
 MOST_CHUNKS = 1024  # a block loads the partial results of all chunks of a row at once
 
 

@@ -1,25 +1,28 @@
-"""A kernel that compiles once, in bounded time, and remembers that it does not compile."""
+"""A kernel that compiles once, in bounded time, and remembers that it does not compile.
+
+Also the only calls to cuTile's launch.
+"""
 
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from threading import Lock
 
 import cuda.tile as ct
 from cuda.tile._cext import TileContext, get_compute_capability
+
+# The function as cuTile's C extension defines it. Other packages replace cuda.tile.launch for the
+# whole process: TileGym by a function that takes no programmatic_dependent_launch.
+from cuda.tile._cext import launch as launch_kernel
 from cuda.tile.compilation import KernelSignature
 
 from . import disk_cache
-from .toolchain import make_folder, toolkit_variable
+from .calls import Launch
+from .config import Hints
+from .toolchain import CompileError, make_folder, toolkit_variable
 
 TIMEOUT = 120.0  # seconds of one run of the compiler. The slowest kernel takes 5.
-
-
-class CompileError(ct.TileError):
-    """A kernel does not compile on this machine. The message is one line that names it."""
-
-    def __str__(self) -> str:
-        return self.message
 
 
 class Kernel(ct.kernel):
@@ -99,3 +102,28 @@ def reason_of(error: Exception) -> str:
     if isinstance(error, ct.TileCompilerExecutionError) and (variable := toolkit_variable()):
         text += f" ({variable} sets the toolkit that tileiras uses; if it is older, unset it)"
     return text
+
+
+def hinted(kernel: ct.kernel, hints: Hints) -> Kernel:
+    """A kernel with compiler hints. It is kept, because it holds the code compiled so far.
+
+    Threads that ask at once get the same kernel: cuTile may crash if a kernel is destroyed after
+    its launch. What a thread made in vain was not launched.
+    """
+    key, kernels = (kernel._pyfunc, hints), _hinted()
+    return kernels.get(key) or kernels.setdefault(key, Kernel(kernel._pyfunc, **hints.given()))
+
+
+@cache
+def _hinted() -> dict[tuple[Callable, Hints], Kernel]:
+    return {}
+
+
+def launch(stream: int, launches: Sequence[Launch], arrays: tuple) -> None:
+    """Queue the launches, with these arrays filled in, on a CUDA stream of the current device."""
+    for kernel, grid, before, take, after, overlap in launches:
+        arguments = (*before, take(arrays), *after)
+        if overlap:
+            launch_kernel(stream, grid, kernel, arguments, programmatic_dependent_launch=True)
+        else:
+            launch_kernel(stream, grid, kernel, arguments)

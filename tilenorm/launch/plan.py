@@ -29,12 +29,12 @@ from .calls import (
     Needs,
     bound,
     constants,
-    hinted,
     parts,
     rectangles,
     taking,
 )
 from .config import ColumnSum, Hints, RowForward, SharedForward, StreamForward, cdiv
+from .kernel import hinted
 from .quantized import cast_apart, compiled_as
 from .target import Target
 from .tiling import Tiling

@@ -2,9 +2,10 @@
 
 from typing import NamedTuple
 
-from ..kernels.quantize import TILE_GROUPS, TILE_ROWS
 from ..spec import Quantization
 from .config import cdiv
+
+TILE_ROWS, TILE_GROUPS = 128, 4  # of a tile of swizzled scales, as in kernels/quantize.py
 
 UNIT = 16  # the array has a multiple of it, so that no number of rows compiles to code of its own
 

@@ -14,8 +14,9 @@ import cuda.tile as ct
 from ..kernels import split_backward, split_forward
 from ..spec import NormSpec
 from . import heuristics
-from .calls import ABSENT, Launch, Needs, constants, hinted, rectangles
+from .calls import ABSENT, Launch, Needs, constants, rectangles
 from .config import Hints, cdiv
+from .kernel import hinted
 from .plan import BackwardPlan, backward_spec
 from .target import Target
 from .tiling import Tiling

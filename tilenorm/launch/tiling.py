@@ -9,8 +9,9 @@ from ..kernels.constants import Norm
 from ..kernels.exchange import clear_slots
 from ..kernels.tiles import Cut
 from ..spec import NormSpec
-from .calls import Launch, constants, hinted
+from .calls import Launch, constants
 from .config import Config, Hints, cdiv, tile_width
+from .kernel import hinted
 from .quantized import quant_of
 from .target import Target
 

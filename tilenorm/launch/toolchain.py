@@ -6,10 +6,22 @@ import re
 import subprocess
 import tempfile
 
-from cuda.tile import _compile
-from cuda.tile._cext import default_tile_context
+try:  # here alone: where it is missing, nothing else that imports cuda.tile is imported
+    from cuda.tile import _compile
+    from cuda.tile._cext import default_tile_context
+
+    CUDA_TILE_MISSING = None
+except ImportError as error:
+    _state = "is not installed" if isinstance(error, ModuleNotFoundError) else "does not load"
+    CUDA_TILE_MISSING = (
+        f"cuda-tile {_state} ({error}); on Linux and Windows: pip install 'cuda-tile>=1.7,<1.8'"
+    )
 
 DRIVER = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
+
+
+class CompileError(Exception):
+    """A kernel does not compile on this machine. The message is one line that names it."""
 
 
 def driver_version() -> int:

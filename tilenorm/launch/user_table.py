@@ -15,8 +15,6 @@ from pathlib import Path
 from types import UnionType
 from typing import NamedTuple, get_args, get_origin, get_type_hints
 
-import cuda.tile as ct
-
 from ..settings import settings
 from ..spec import MAX_TERMS, NormSpec
 from .config import FORMS, Backward, Config, Hints, RowForward, Served, SharedForward, StreamForward
@@ -86,6 +84,8 @@ def path_of(arch: str) -> Path:
 
 def versions() -> dict[str, str]:
     """The versions of the tools on which a kernel's speed depends."""
+    import cuda.tile as ct  # may be missing; then nothing is planned, and nobody asks
+
     return {"tileiras": compiler_version(), "cuda-tile": ct.__version__}
 
 

@@ -1,12 +1,12 @@
 """The cuTile implementation: allocate, plan, launch."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
-from ..launch.calls import ABSENT, BackwardArrays, Launch, launch
+from ..launch.calls import ABSENT, BackwardArrays, Launch
+from ..launch.kernel import launch
 from ..launch.plan import BackwardPlan, ForwardPlan
 from ..spec import PLAIN, NormSpec
 from .layout import (
@@ -20,9 +20,7 @@ from .layout import (
     vector_of,
 )
 from .tensors import SKIP, Branch, Results, Saved, Tensors
-from .torch_private import current_device, current_stream, empty_strided_cuda
-
-_HERE = nullcontext()
+from .torch_private import current_stream, empty_strided_cuda
 
 Run = Callable[[Sequence[Launch], tuple, int], None]
 
@@ -30,14 +28,6 @@ Run = Callable[[Sequence[Launch], tuple, int], None]
 def on_device(launches: Sequence[Launch], arrays: tuple, index: int) -> None:
     """Launch on the current stream of the current CUDA device, which is `index`."""
     launch(current_stream(index), launches, arrays)
-
-
-def on_device_of(x: Tensor) -> AbstractContextManager:
-    """A context in which x's CUDA device is current. It does nothing where that device is current
-    already, or where x is not on a CUDA device.
-    """
-    index = x.get_device()
-    return _HERE if index < 0 or index == current_device() else torch.cuda.device(index)
 
 
 def forward(

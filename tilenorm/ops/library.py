@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from ..spec import PLAIN, Options
-from . import cutile
 from .autograd import ByDispatcher, Norm, gradients, needs_grad
 from .inductor import call_directly
 from .layout import rows_shape, vector_of
 from .plans import Runner, refuse_output, runner_of, spec_of_tensors
+from .registry import on_device_of
 from .schemas import LIBRARY, Backward, Forward
 from .sharding import register_where_loaded
 from .tensors import (
@@ -42,7 +42,7 @@ def run_norm(*arguments, **by_name) -> Sequence[Tensor | None]:
     if not runner.plain.takes(tensors):
         return torch.ops.tilenorm.norm(*arguments, **by_name)
     x = tensors[0]
-    with cutile.on_device_of(x):
+    with on_device_of(x):
         y, total, *statistics = (runner.training if save else runner.inference)(tensors, eps)
     return y, total, *(_by_rows(t, x, options.hidden) for t in statistics)
 
@@ -59,7 +59,7 @@ def run_norm_backward(*arguments, **by_name) -> Sequence[Tensor | None]:
     run, plain, dy, dsum, saved, eps, more, branch = _backward_of(arguments, by_name)
     if not plain.takes((dy, dsum, *saved, *more, *(branch or ()))):
         return torch.ops.tilenorm.norm_backward(*arguments, **by_name)
-    with cutile.on_device_of(dy):
+    with on_device_of(dy):
         return (*run(dy, dsum, saved, eps, more, branch), None)[:6]
 
 
@@ -94,7 +94,7 @@ def norm(*arguments) -> tuple[Tensor, ...]:
 
 def _norm_by(runner: Runner, tensors: Tensors, eps: float, save: bool) -> tuple[Tensor, ...]:
     x, residual = tensors[:2]
-    with cutile.on_device_of(x):
+    with on_device_of(x):
         found = (runner.training if save else runner.inference)(tensors, eps)
     y, total, *statistics = found
     if total is None:
@@ -108,7 +108,7 @@ def norm_backward(*arguments) -> tuple[Tensor, ...]:
     """The op, for real tensors. Results that are not asked for are empty tensors."""
     run, _, dy, dsum, saved, eps, more, branch = _backward_of(arguments, {})
     _refuse_forward_mode((dy, dsum, *saved, *more, *(branch or ())))
-    with cutile.on_device_of(dy):
+    with on_device_of(dy):
         found = (*run(dy, dsum, saved, eps, more, branch), None)[:6]
     return tuple([dy.new_empty(0) if t is None else t for t in found])
 

@@ -2,24 +2,27 @@
 
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
-from types import MethodType
+from types import ModuleType
 
 import torch
+from torch import Tensor
 
 from ..launch.calls import Needs
-from ..launch.plan import BackwardPlan, ForwardPlan, plan_backward, plan_forward
 from ..launch.target import MULTIPROCESSORS, Target
-from ..launch.toolchain import compiler_path, driver_version
+from ..launch.toolchain import CUDA_TILE_MISSING, compiler_path, driver_version
 from ..settings import settings
 from ..spec import TENSORS, NormSpec
-from . import cutile, quantized, reference, split
+from . import quantized, reference, split
+from .torch_private import current_device
 
 MAX_HIDDEN = 262144
 MAX_ROWS = 2**30  # row numbers are 32-bit, and the last tile of rows may reach past the end
 MIN_DRIVER = 13000  # the CUDA version of driver r580, the first to load cuTile's sm_80-90 code
 DTYPES = ("float16", "bfloat16", "float32")
+_HERE = nullcontext()
 TRANSFORMED = "torch.func and forward-mode derivatives see through the reference alone"
 
 
@@ -62,6 +65,8 @@ class Implementation:
 
 
 def cutile_refuses(spec: NormSpec, rows: int, device: Device) -> str | None:
+    if CUDA_TILE_MISSING:
+        return CUDA_TILE_MISSING
     if device.kind != "cuda":
         return f"the input is on {device.kind}; cuTile runs on NVIDIA GPUs"
     if device.target.arch not in MULTIPROCESSORS:
@@ -86,30 +91,28 @@ def spec_refused(spec: NormSpec) -> str | None:
     return None
 
 
-def cutile_implementation(run: cutile.Run = cutile.on_device) -> Implementation:
-    """The kernels. run: what launches them; the tests interpret them instead."""
-    launcher = {} if run is cutile.on_device else {"run": run}
+def cutile_implementation(run: Callable | None = None) -> Implementation:
+    """The kernels. run: launches them in the place of cutile.on_device; the tests interpret them.
 
-    def bound(function: Callable, plan: ForwardPlan | BackwardPlan) -> Callable:
-        if launcher:
-            return partial(function, plan, **launcher)
-        return MethodType(function, plan)  # a call takes less time than a partial's
+    What imports cuda.tile is imported when the kernels first serve. Where cuda.tile is missing,
+    cutile_refuses has said so before.
+    """
 
-    def forward(spec: NormSpec, device: Device, save: bool) -> Callable:
-        plan = plan_forward(spec, device.target, save)
-        if not spec.quantized:
-            return bound(cutile.forward, plan)
-        if plan.spec.quantized:
-            return bound(quantized.cutile.forward, plan)
-        return partial(quantized.cutile.cast_apart, spec, plan, **launcher)
+    @cache
+    def planned() -> ModuleType:
+        from . import planned
 
-    def backward(spec: NormSpec, device: Device, needs: Needs) -> Callable:
-        return bound(cutile.backward, plan_backward(spec, device.target, needs))
+        return planned
 
-    def piece(name: str, spec: NormSpec, device: Device) -> Callable:
-        return partial(getattr(split.cutile, name), spec, device.target, **launcher)
-
-    return Implementation("cutile", cutile_refuses, forward, backward, True, piece)
+    launcher = {} if run is None else {"run": run}
+    return Implementation(
+        "cutile",
+        cutile_refuses,
+        lambda *asked: planned().forward(*asked, launcher),
+        lambda *asked: planned().backward(*asked, launcher),
+        takes_rows=True,
+        piece=lambda *asked: planned().piece(*asked, launcher),
+    )
 
 
 def _reference_of(spec: NormSpec):
@@ -217,6 +220,14 @@ def device_of(kind: str, index: int | None) -> Device:
     arch = f"sm_{properties.major}{properties.minor}"
     target = Target(arch, properties.multi_processor_count)
     return Device(kind, target, driver_version())
+
+
+def on_device_of(x: Tensor) -> AbstractContextManager:
+    """A context in which x's CUDA device is current. It does nothing where that device is current
+    already, or where x is not on a CUDA device.
+    """
+    index = x.get_device()
+    return _HERE if index < 0 or index == current_device() else torch.cuda.device(index)
 
 
 @cache

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
+from ..launch import heuristics
+from ..launch.calls import every_gradient
 from ..launch.config import (
     Backward,
     Config,
@@ -18,6 +20,9 @@ from ..launch.config import (
 from ..launch.target import REGISTERS, Target
 from ..spec import SHARED_FROM, NormSpec
 
+# Bytes that a thread may spill. One in eight of the configurations shipped for the H200 spills,
+# because no configuration without spills is as fast. Most of them spill less than this.
+MOST_SPILLED = 64
 # The values that are tried for each field. Blocks without TMA have 4 warps by default; with 8 warps
 # a thread has half the registers.
 WARPS = {False: (None, 8), True: (4, 8)}
@@ -51,6 +56,22 @@ THREADS = 2048  # threads of a multiprocessor
 BACKWARD_CHUNKS = REGISTERS // 4
 # The most partial sums of all blocks on a multiprocessor if each row of a tile has its own.
 HEADS_SCRATCH = 6 * 2048
+
+
+def served_op(spec: NormSpec, direction: str) -> str:
+    """The operation whose table serves a spec. Raises ValueError if there is none."""
+    if spec.quantized:
+        plain = spec.unquantized.op
+        raise ValueError(f"{spec.op} takes the configuration, and the bits, of {plain}: tune that")
+    if spec.branches:
+        raise ValueError(f"{spec.op} with a mask or a layer scale has no table: tune it without")
+    if direction == "forward":
+        op = heuristics.forward_op(spec)
+    else:
+        op = heuristics.backward_op(spec, every_gradient(spec))
+    if op is None:
+        raise ValueError(f"no table serves {spec.op} {direction} with weight and bias")
+    return op
 
 
 def candidates(spec: NormSpec, target: Target, direction: str) -> list[Config]:

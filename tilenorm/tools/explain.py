@@ -3,11 +3,12 @@
 import inspect
 import math
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
 
 from ..launch import heuristics
 from ..launch.calls import constants_of, every_gradient
-from ..launch.plan import ForwardPlan, chain_refused, plan_backward, plan_forward
 from ..launch.scales import Scales
 from ..launch.target import Target
 from ..ops import arguments, functional
@@ -18,7 +19,9 @@ from ..ops.quantized.norm import ASKED, check
 from ..ops.registry import MIN_DRIVER, Device, device_of, refusals, requested_backend
 from ..ops.tensors import Tensors
 from ..spec import ITEM_BYTES, OPS, QUANTIZED_OPS, NormSpec, Options
-from .precompile import calls_of
+
+if TYPE_CHECKING:  # what imports cuda.tile is imported where cutile serves
+    from ..launch.plan import ForwardPlan
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,8 @@ def _explain_chain(args: tuple, kwargs: dict) -> ChainExplanation:
     del given["residual"]
     after = explain("rms_norm", **given)
     if before.chosen == after.chosen == "cutile":
+        from ..launch.plan import chain_refused
+
         spec = NormSpec.chained(before.spec, after.spec)
         refused = chain_refused(spec, before.device.target)
     else:
@@ -173,6 +178,9 @@ def explain_spec(
         refused[serving[0]] = f"backend {chosen!r} was asked for"
     forward, backward, sources = (), (), (None, None)
     if chosen == "cutile" and rows:
+        from ..launch.plan import plan_backward, plan_forward
+        from .precompile import calls_of
+
         needs = every_gradient(spec)._replace(terms=terms)
         plan = plan_forward(spec, device.target, True)
         forward = _steps(calls_of(plan, rows))
@@ -194,7 +202,7 @@ def explain_spec(
     )
 
 
-def _cast_of(spec: NormSpec, plan: ForwardPlan) -> str:
+def _cast_of(spec: NormSpec, plan: "ForwardPlan") -> str:
     """What a source says of a quantised norm whose rows a cast follows."""
     if not spec.quantized or plan.spec.quantized:
         return ""
@@ -262,6 +270,13 @@ def options_of(spec: NormSpec, terms: int = 1) -> str:
 def planned_device(arch: str) -> Device:
     """A device of an architecture, with a sufficient driver. It need not be in this machine."""
     return Device("cuda", Target.of(arch), MIN_DRIVER)
+
+
+def gpu() -> Device:
+    """The current GPU. Raises RuntimeError if there is none."""
+    if not torch.cuda.is_available():
+        raise RuntimeError("there is no NVIDIA GPU, or no driver for it")
+    return device_of("cuda", torch.cuda.current_device())
 
 
 def _steps(calls) -> tuple[Step, ...]:

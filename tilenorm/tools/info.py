@@ -8,13 +8,17 @@ import torch
 
 from ..launch import user_table
 from ..launch.calls import every_gradient
-from ..launch.kernel import CompileError
-from ..launch.plan import plan_backward, plan_forward
 from ..launch.target import MULTIPROCESSORS, Target
-from ..launch.toolchain import cache_folder, cache_problem, compiler_path, driver_version
+from ..launch.toolchain import (
+    CUDA_TILE_MISSING,
+    CompileError,
+    cache_folder,
+    cache_problem,
+    compiler_path,
+    driver_version,
+)
 from ..ops.registry import device_of, refusals
 from ..spec import OPS, NormSpec
-from .precompile import calls_of, compile_call
 
 ROWS = 4096
 PACKAGES = ("tilenorm", "torch", "cuda-tile", "nvidia-cuda-tileiras", "triton")
@@ -25,9 +29,10 @@ def information() -> tuple[list[str], list[str]]:
     wrong = []
     lines = [f"python {platform.python_version()}"]
     lines += [f"{name} {_version(name)}" for name in PACKAGES]
-    lines.append(f"compiler {_compiler(wrong)}")
-    lines.append(f"compile cache {_cache(wrong)}")
-    lines += _tables(wrong)
+    if not CUDA_TILE_MISSING:
+        lines.append(f"compiler {_compiler(wrong)}")
+        lines.append(f"compile cache {_cache(wrong)}")
+        lines += _tables(wrong)
     devices = [("cuda", i) for i in range(torch.cuda.device_count())]
     if devices:
         driver = driver_version()
@@ -58,6 +63,9 @@ def information() -> tuple[list[str], list[str]]:
 
 def _not_compiled(spec: NormSpec, target: Target) -> str | None:
     """Why the kernels of a training step do not compile, or None. They go into cuTile's cache."""
+    from ..launch.plan import plan_backward, plan_forward  # import cuda.tile, which is there
+    from .precompile import calls_of, compile_call
+
     plans = plan_forward(spec, target, True), plan_backward(spec, target, every_gradient(spec))
     try:
         for plan in plans:

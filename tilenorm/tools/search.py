@@ -10,20 +10,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-import cuda.tile as ct
-
 from ..launch import heuristics
 from ..launch.calls import every_gradient
 from ..launch.config import Config
 from ..launch.plan import BackwardPlan, ForwardPlan, backward_spec
 from ..launch.target import REGISTERS, Target
+from ..launch.toolchain import CompileError
 from ..spec import NormSpec
+from .candidates import MOST_SPILLED
 from .precompile import Compiled, calls_of, compile_call, compiling
 from .shipped import written
 
-# Bytes that a thread may spill. One in eight of the configurations shipped for the H200 spills,
-# because no configuration without spills is as fast. Most of them spill less than this.
-MOST_SPILLED = 64
 HELPERS = ("clear_slots", "column_sum")  # kernels that run before and after the norm's kernel
 FIRST_SAMPLES, MOST_SAMPLES = 3, 200
 ENOUGH_SAMPLES = 12  # with fewer samples the spread does not tell two choices apart
@@ -187,7 +184,7 @@ def _compiled(spec, target, direction, rows, terms, config) -> Candidate:
     calls = calls_of(plan, rows)
     try:
         kernels = tuple(compile_call(call, target.arch) for call in calls)
-    except ct.TileError as error:
+    except CompileError as error:
         return Candidate(config, failed=f"does not compile: {str(error).partition(chr(10))[0]}")
     # In a persistent grid whose blocks share rows, blocks wait for those that do not fit.
     waits = direction == "backward" and plan.chunks > 1

@@ -13,13 +13,12 @@ from ..launch.target import Target
 from ..launch.toolchain import driver_release
 from ..launch.user_table import Entry, Key
 from ..ops import cutile, reference
-from ..ops.registry import Device, device_of
 from ..ops.tensors import Saved, Tensors, trimmed
 from ..spec import NormSpec
-from .candidates import candidates, explicit
-from .explain import moved_bytes, options_of
+from .candidates import MOST_SPILLED, candidates, explicit, served_op
+from .explain import gpu, moved_bytes, options_of
 from .precompile import Compiled
-from .search import MOST_SPILLED, compile_candidates, plan_of, prune, rank
+from .search import compile_candidates, plan_of, prune, rank
 from .shipped import written
 
 EPS = 1e-6
@@ -204,29 +203,6 @@ def tune(
         driver=driver_release(),
         date=datetime.date.today().isoformat(),
     )
-
-
-def gpu() -> Device:
-    """The current GPU. Raises RuntimeError if there is none."""
-    if not torch.cuda.is_available():
-        raise RuntimeError("there is no NVIDIA GPU, or no driver for it")
-    return device_of("cuda", torch.cuda.current_device())
-
-
-def served_op(spec: NormSpec, direction: str) -> str:
-    """The operation whose table serves a spec. Raises ValueError if there is none."""
-    if spec.quantized:
-        plain = spec.unquantized.op
-        raise ValueError(f"{spec.op} takes the configuration, and the bits, of {plain}: tune that")
-    if spec.branches:
-        raise ValueError(f"{spec.op} with a mask or a layer scale has no table: tune it without")
-    if direction == "forward":
-        op = heuristics.forward_op(spec)
-    else:
-        op = heuristics.backward_op(spec, every_gradient(spec))
-    if op is None:
-        raise ValueError(f"no table serves {spec.op} {direction} with weight and bias")
-    return op
 
 
 def ordered_candidates(

@@ -3,7 +3,8 @@
 The backward pass is that of the norm after the addition, then that of the norm before it.
 """
 
-from types import SimpleNamespace
+from functools import cache
+from types import ModuleType, SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -11,13 +12,12 @@ from torch import Tensor
 
 from ...spec import NormSpec, Options
 from ..autograd import ByDispatcher, gradients
-from ..cutile import on_device_of
 from ..layout import rows_shape
 from ..plans import runner_of
+from ..registry import on_device_of
 from ..schemas import LIBRARY
 from ..tensors import Saved, Tensors, dtype_of, statistics_dtype
 from ..torch_private import asked_of, in_forward_mode
-from . import cutile
 
 NAME = "norm_add_norm"
 LIBRARY.define(
@@ -79,10 +79,19 @@ def _in_one_pass(call: Call) -> tuple[Tensor | None, ...] | None:
     after = runner_of(call.after(call.residual)[:5], call.options, call.backend)
     if not before.implementation.name == after.implementation.name == "cutile":
         return None
+    cutile = _cutile()
     spec = NormSpec.chained(before.spec, after.spec)
     if call.eps != call.next_eps or not cutile.serves(spec, before.device):
         return None
     return cutile.forward(spec, before.device, call[:4], call.eps, call.save)
+
+
+@cache
+def _cutile() -> ModuleType:
+    """The module that imports cuda.tile, which is there where cutile serves a norm."""
+    from . import cutile
+
+    return cutile
 
 
 def _in_two(call: Call) -> tuple[Tensor | None, ...]:

@@ -3,6 +3,6 @@
 functional -> norm -> library -> cutile, or reference
 """
 
-from . import cutile, reference
+from . import reference
 
-__all__ = ["cutile", "reference"]
+__all__ = ["reference"]

@@ -13,9 +13,9 @@ from torch import Tensor
 from ...launch.scales import Scales
 from ...spec import PLAIN, NormSpec, Options, Quantization
 from ..autograd import ByDispatcher, gradients
-from ..cutile import on_device_of
 from ..layout import rows_shape
 from ..plans import Runner, runner_of, spec_of_tensors
+from ..registry import on_device_of
 from ..schemas import LIBRARY
 from ..tensors import SKIP, Tensors, dtype_of, statistics_dtype, trimmed
 from ..torch_private import asked_of, in_forward_mode

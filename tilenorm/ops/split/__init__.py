@@ -1,5 +1,5 @@
 """Norms of rows in pieces: a process holds some columns of each row; sums are all-reduced."""
 
-from . import cutile, reference
+from . import reference
 
-__all__ = ["cutile", "reference"]
+__all__ = ["reference"]

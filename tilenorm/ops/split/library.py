@@ -21,12 +21,11 @@ from typing import NamedTuple, get_type_hints
 import torch
 from torch import Tensor
 
-from ...launch.kernel import CompileError
+from ...launch.toolchain import CompileError
 from ...spec import PLAIN, NormSpec, Options
-from ..cutile import on_device_of
 from ..library import LIBRARY
 from ..plans import heads_of, spec_of
-from ..registry import device_of, failures, select
+from ..registry import device_of, failures, on_device_of, select
 from ..tensors import Saved, Tensors, dtype_of, merged_needs, statistics_dtype
 from .rules import register_where_loaded
 
