@@ -3,7 +3,7 @@ import warnings
 import pytest
 
 import tilenorm
-from tilenorm.launch import plan
+from tilenorm.launch import plan, toolchain
 from tilenorm.ops import cutile, dispatch, plans, reference, registry
 
 from .pretended import pretended_gpu
@@ -13,7 +13,8 @@ CACHES = (
     registry._told,
     registry.failures,
     registry.device_of,
-    registry._compiler_missing,
+    toolchain.compiler_problem,
+    toolchain.toolkit_problem,
     plans._runner,
     dispatch.remembered,
     plan.plan_forward,
