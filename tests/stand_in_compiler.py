@@ -47,8 +47,8 @@ class Compiler:
         self.is_of(VERSION)
         binary = _compile._CompilerBinary(str(self.path), os.environ["PATH"], "", False)
         monkeypatch.setattr(_compile, "_find_compiler_bin", lambda: binary)
-        asks = cache(_compile._get_compiler_version_string.__wrapped__)
-        monkeypatch.setattr(_compile, "_get_compiler_version_string", asks)
+        for name in ("_get_compiler_version_string", "_get_max_supported_bytecode_version"):
+            monkeypatch.setattr(_compile, name, cache(getattr(_compile, name).__wrapped__))
         monkeypatch.setattr(default_tile_context.config, "cache_dir", str(folder / "cache"))
         monkeypatch.setattr(calls, "_hinted", cache(lambda: {}))
         for kept in (plan.COLUMN_SUM, tiling.CLEAR_SLOTS):

@@ -58,9 +58,8 @@ def compiler_problem() -> str | None:
         path, printed = compiler_path(), _compile._get_compiler_version_string()
     except FileNotFoundError:
         found = ", ".join(f"{name} {package_version(name)}" for name in COMPILER_PACKAGES)
-        return (
-            f"its compiler tileiras is missing ({found}; all of one release are needed): {REMEDY}"
-        )
+        found += "; all three have to be of one release"
+        return f"its compiler tileiras is missing ({found}): {REMEDY}"
     if printed is None:
         return f"its compiler {path} does not run: {REMEDY}"
     version = compiler_version()
