@@ -9,9 +9,8 @@ from pathlib import Path
 
 from . import __version__
 from .launch import user_table
-from .launch.kernel import CompileError
 from .launch.target import MULTIPROCESSORS, Target
-from .launch.toolchain import cache_problem
+from .launch.toolchain import CompileError, cache_problem
 from .ops.registry import DTYPES, Device, refusals
 from .spec import MAX_TERMS, OPS, QUANTIZED_OPS, WORDS, NormSpec
 from .tools import digests as code

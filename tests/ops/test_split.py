@@ -19,7 +19,7 @@ from tests.oracle import Truth
 from tests.pieces import OPS, forward, in_pieces
 from tests.tolerance import assert_close
 from tilenorm.launch.calls import Needs, every_gradient
-from tilenorm.launch.kernel import CompileError
+from tilenorm.launch.toolchain import CompileError
 from tilenorm.ops import cutile, registry
 from tilenorm.spec import OPS as NAMES
 from tilenorm.spec import NormSpec, Options

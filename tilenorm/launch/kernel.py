@@ -10,20 +10,15 @@ from cuda.tile._cext import TileContext, get_compute_capability
 from cuda.tile.compilation import KernelSignature
 
 from . import disk_cache
-from .toolchain import compiler_problem, make_folder, toolkit_problem
+from .toolchain import (
+    CompileError,
+    ToolchainError,
+    compiler_problem,
+    make_folder,
+    toolkit_problem,
+)
 
 TIMEOUT = 120.0  # seconds of one run of the compiler. The slowest kernel takes 5.
-
-
-class CompileError(ct.TileError):
-    """A kernel does not compile on this machine. The message is one line that names it."""
-
-    def __str__(self) -> str:
-        return self.message
-
-
-class ToolchainError(CompileError):
-    """The compiler does not serve, whatever the kernel. The message names the remedy."""
 
 
 class Kernel(ct.kernel):
@@ -56,7 +51,7 @@ class Kernel(ct.kernel):
                 self._found[known] = self._first(signature, bounded(context), capability)
         found = self._found[known]
         if isinstance(found, CompileError):
-            raise type(found)(found.message)  # anew, because a raised exception keeps its frames
+            raise type(found)(str(found))  # anew, because a raised exception keeps its frames
         return found
 
     def _first(

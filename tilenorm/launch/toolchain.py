@@ -20,6 +20,14 @@ OLDEST_COMPILER = (13, 4)  # 13.3 has no grid_dependency_control_wait, 13.2 has 
 REMEDY = "pip install " + " ".join(f'"{name}>=13.4,<13.5"' for name in COMPILER_PACKAGES)
 
 
+class CompileError(Exception):
+    """A kernel does not compile on this machine. The message is one line that names it."""
+
+
+class ToolchainError(CompileError):
+    """The compiler does not serve, whatever the kernel. The message names the remedy."""
+
+
 def driver_version() -> int:
     """The newest CUDA version that the driver supports: 13000 is CUDA 13.0.
 

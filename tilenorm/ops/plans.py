@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..launch.calls import Needs
-from ..launch.kernel import CompileError
+from ..launch.toolchain import CompileError
 from ..spec import PLAIN, NormSpec, Options, Quantization
 from .branch import layer_scale_gradient
 from .direct import Plain

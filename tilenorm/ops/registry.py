@@ -9,10 +9,14 @@ from types import MethodType
 import torch
 
 from ..launch.calls import Needs
-from ..launch.kernel import CompileError, ToolchainError
 from ..launch.plan import BackwardPlan, ForwardPlan, plan_backward, plan_forward
 from ..launch.target import MULTIPROCESSORS, Target
-from ..launch.toolchain import compiler_problem, driver_version
+from ..launch.toolchain import (
+    CompileError,
+    ToolchainError,
+    compiler_problem,
+    driver_version,
+)
 from ..settings import settings
 from ..spec import TENSORS, NormSpec
 from . import cutile, quantized, reference, split

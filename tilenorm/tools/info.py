@@ -6,11 +6,11 @@ import torch
 
 from ..launch import user_table
 from ..launch.calls import every_gradient
-from ..launch.kernel import CompileError
 from ..launch.plan import plan_backward, plan_forward
 from ..launch.target import MULTIPROCESSORS
 from ..launch.toolchain import (
     COMPILER_PACKAGES,
+    CompileError,
     cache_folder,
     cache_problem,
     compiler_path,

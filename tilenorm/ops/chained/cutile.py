@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from ...launch.calls import ABSENT, ForwardArrays
-from ...launch.kernel import CompileError
 from ...launch.plan import chain_refused, plan_forward
+from ...launch.toolchain import CompileError
 from ...spec import NormSpec
 from ..cutile import fresh, on_device
 from ..layout import as_read, shaped_as

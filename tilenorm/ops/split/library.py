@@ -21,7 +21,7 @@ from typing import NamedTuple, get_type_hints
 import torch
 from torch import Tensor
 
-from ...launch.kernel import CompileError
+from ...launch.toolchain import CompileError
 from ...spec import PLAIN, NormSpec, Options
 from ..cutile import on_device_of
 from ..library import LIBRARY
