@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tilenorm.__main__ import main
-from tilenorm.launch import plan, user_table
+from tilenorm.launch import plan, toolchain, user_table
 
 from . import cases
 from .executed import executor_of, needs_missing_gpu, pytest_terminal_summary  # noqa: F401
@@ -56,6 +56,7 @@ def tables(tmp_path, monkeypatch):
     folder = tmp_path / "tables"
     monkeypatch.setenv("TILENORM_CACHE_DIR", str(folder))
     caches = (user_table.configs, plan.plan_forward, plan.plan_backward)
+    caches += (toolchain.compiler_problem, toolchain.toolkit_problem)
     for cache in caches:
         cache.cache_clear()
     yield folder

@@ -15,8 +15,8 @@ from tilenorm.ops import cutile
 from tilenorm.tools.precompile import cubin_of
 
 SCRIPT = """#!/bin/sh
-if [ "$1" = --version ]; then echo "stand-in, V1.2.3"; exit; fi
-basename "$1" >> {log}
+basename -- "$1" >> {log}
+if [ "$1" = --version ]; then {version}; exit; fi
 case "$(basename "$1")" in
 {broken}
 esac
@@ -25,6 +25,15 @@ echo cubin > "$3"
 CRASH, HANG = "kill -SEGV $$", "exec sleep 60"
 ERROR = "echo 'error: out of registers' >&2; exit 5"
 ARCH = "sm_90"
+VERSION = "13.4.92"
+
+
+def has_ptxas(toolkit: Path, version: str) -> None:
+    """A toolkit gets a ptxas that does no more than print its version."""
+    ptxas = toolkit / "bin" / "ptxas"
+    ptxas.parent.mkdir(parents=True, exist_ok=True)
+    ptxas.write_text(f"#!/bin/sh\necho 'stand-in, V{version}'\n")
+    ptxas.chmod(0o755)
 
 
 class Compiler:
@@ -32,12 +41,14 @@ class Compiler:
 
     def __init__(self, folder: Path, monkeypatch):
         self.folder, self.monkeypatch = folder, monkeypatch
-        self.path, self.log = folder / "tileiras", folder / "log"
+        self.path, self.log = folder / "bin" / "tileiras", folder / "log"
         self.log.touch()
-        self.breaks()
+        has_ptxas(folder, VERSION)
+        self.is_of(VERSION)
         binary = _compile._CompilerBinary(str(self.path), os.environ["PATH"], "", False)
         monkeypatch.setattr(_compile, "_find_compiler_bin", lambda: binary)
-        monkeypatch.setattr(_compile, "_get_compiler_version_string", lambda: "stand-in")
+        for name in ("_get_compiler_version_string", "_get_max_supported_bytecode_version"):
+            monkeypatch.setattr(_compile, name, cache(getattr(_compile, name).__wrapped__))
         monkeypatch.setattr(default_tile_context.config, "cache_dir", str(folder / "cache"))
         monkeypatch.setattr(kernel, "_hinted", cache(lambda: {}))
         for kept in (plan.COLUMN_SUM, tiling.CLEAR_SLOTS):
@@ -47,8 +58,14 @@ class Compiler:
     def breaks(self, **how: str) -> None:
         """From now on it fails for these kernels, by the commands of the shell."""
         broken = "\n".join(f"{kernel}*) {command} ;;" for kernel, command in how.items())
-        self.path.write_text(SCRIPT.format(log=self.log, broken=broken or "none) ;;"))
+        parts = {"version": self.version, "broken": broken or "none) ;;"}
+        self.path.write_text(SCRIPT.format(log=self.log, **parts))
         self.path.chmod(0o755)
+
+    def is_of(self, version: str) -> None:
+        """From now on it prints this version. It is asked once."""
+        self.version = f"echo 'stand-in, V{version}'"
+        self.breaks()
 
     def ends_after(self, seconds: float) -> None:
         self.monkeypatch.setattr(kernel, "TIMEOUT", seconds)

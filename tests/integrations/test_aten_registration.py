@@ -94,7 +94,7 @@ def test_unsupported_machine_raises_with_the_reason(monkeypatch, entry, reason):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: device is not None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(aten, "device_of", lambda kind, index: device)
-    monkeypatch.setattr(registry, "_compiler_missing", lambda: compiler)
+    monkeypatch.setattr(registry, "compiler_problem", lambda: compiler)
     before = registered()
     with pytest.raises(RuntimeError, match=f"tilenorm.override: cuTile supports no .*{reason}"):
         ENTRIES[entry]()

@@ -1,19 +1,23 @@
 import warnings
 
 import pytest
+import torch
 
 import tilenorm
-from tilenorm.launch import plan
+from tests.stand_in_compiler import compiling_gpu
+from tilenorm.launch import plan, toolchain
 from tilenorm.ops import cutile, dispatch, plans, reference, registry
+from tilenorm.tools import info, precompile
 
-from .pretended import pretended_gpu
+from .pretended import GPU, pretended_gpu
 
 CACHES = (
     registry._select,
     registry._told,
     registry.failures,
     registry.device_of,
-    registry._compiler_missing,
+    toolchain.compiler_problem,
+    toolchain.toolkit_problem,
     plans._runner,
     dispatch.remembered,
     plan.plan_forward,
@@ -67,3 +71,28 @@ def gradients_made(no_memory, monkeypatch):
     for module in (cutile, reference):
         monkeypatch.setattr(module, "backward", spy(module.backward))
     return made
+
+
+@pytest.fixture
+def compiler(no_memory, compiler):
+    """The compiler of a pretended GPU."""
+    with pretended_gpu(), compiling_gpu():
+        yield compiler
+
+
+@pytest.fixture
+def told():
+    """tilenorm's warnings during the test, each time that one is given."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always", tilenorm.ReferenceWarning)
+        yield found
+
+
+@pytest.fixture
+def gpu_of_info(monkeypatch):
+    """The command info finds a GPU."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "GPU")
+    monkeypatch.setattr(info, "device_of", lambda *_: GPU)
+    monkeypatch.setattr(info, "driver_version", lambda: 13000)
+    monkeypatch.setattr(precompile, "resources", lambda cubin: (0, 0, 0, 0, ""))

@@ -271,3 +271,8 @@ def through_save(module):
     torch.save(module, file)
     file.seek(0)
     return torch.load(file, weights_only=False)
+
+
+def messages(told: list) -> list[str]:
+    """Of warnings, why the reference runs."""
+    return [str(w.message) for w in told if w.category is tilenorm.ReferenceWarning]

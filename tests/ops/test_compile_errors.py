@@ -1,17 +1,15 @@
-"""A kernel that does not compile: the reference serves, says why once, and fits what was saved."""
+"""Kernels that do not compile: the reference serves, says why once, and fits what was saved."""
 
 import threading
-import warnings
 
 import pytest
 import torch
-from cuda.tile import _compile
 from cuda.tile._cext import default_tile_context
 
 import tilenorm
-from tests.stand_in_compiler import CRASH, ERROR, HANG, compiling_gpu
+from tests.stand_in_compiler import CRASH, ERROR, HANG
 from tilenorm.spec import Options
-from tilenorm.tools import explain, info, precompile
+from tilenorm.tools import explain, info
 
 from .helpers import (
     EPS,
@@ -19,42 +17,23 @@ from .helpers import (
     assert_step,
     expected_of,
     incoming_of,
+    messages,
     random,
     same,
     step,
     tensors_of,
 )
-from .pretended import GPU, pretended_gpu
+from .pretended import GPU
 
 pytestmark = pytest.mark.usefixtures("no_memory")
 
 N = 64
-SEARCH = _compile._find_compiler_bin.__wrapped__
 NAMED = "its kernel row_forward does not compile for sm_90: "
 HOW = {
     "crash": (CRASH, "Return code -11"),
     "hang": (HANG, "`tileiras` compiler exceeded timeout 0.2s"),
     "error": (ERROR, "Return code 5 out of registers"),
 }
-
-
-@pytest.fixture
-def compiler(no_memory, compiler):
-    """The compiler of a pretended GPU."""
-    with pretended_gpu(), compiling_gpu():
-        yield compiler
-
-
-@pytest.fixture
-def told():
-    """tilenorm's warnings during the test, each time that one is given."""
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always", tilenorm.ReferenceWarning)
-        yield found
-
-
-def messages(told) -> list[str]:
-    return [str(w.message) for w in told if w.category is tilenorm.ReferenceWarning]
 
 
 def norm(rows=5, **options):
@@ -184,13 +163,8 @@ def test_threads_that_meet_it_at_once(compiler, told):
 
 
 @pytest.mark.parametrize("kernel", ["row_forward", "norm_backward", None])
-def test_info_shows_it(kernel, compiler, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "GPU")
-    monkeypatch.setattr(info, "device_of", lambda *_: GPU)
-    monkeypatch.setattr(info, "driver_version", lambda: 13000)
+def test_info_shows_it(kernel, compiler, gpu_of_info, monkeypatch):
     monkeypatch.setattr(info, "OPS", ("rms_norm",))
-    monkeypatch.setattr(precompile, "resources", lambda cubin: (0, 0, 0, 0, ""))
     compiler.breaks(**({kernel: ERROR} if kernel else {}))
     lines, wrong = info.information()
     assert f"  rms_norm: {'reference' if kernel else 'cutile'}" in lines
@@ -201,27 +175,7 @@ def test_info_shows_it(kernel, compiler, monkeypatch):
     )
 
 
-def test_a_compiler_that_is_gone(compiler, told):
-    compiler.path.unlink()
-    norm()
-    assert "No such file or directory" in messages(told)[0]
-
-
 def test_a_folder_for_temporary_files_that_is_gone(compiler, told, monkeypatch):
     monkeypatch.setattr(default_tile_context.config, "temp_dir", str(compiler.folder / "none"))
     norm()
     assert "No such file or directory" in messages(told)[0]
-
-
-@pytest.mark.parametrize("found", ["PATH", "pip"])
-def test_an_older_toolkit(found, compiler, told, monkeypatch):
-    """tileiras of PATH uses the toolkit of CUDA_HOME. cuTile hides CUDA_HOME from pip's."""
-    monkeypatch.setenv("CUDA_HOME", "/opt/cuda-12.8")
-    monkeypatch.setenv("PATH", str(compiler.folder), prepend=":")
-    pip = str(compiler.path) if found == "pip" else None
-    monkeypatch.setattr(_compile, "_find_pip_tileiras", lambda: pip)
-    monkeypatch.setattr(_compile, "_find_compiler_bin", SEARCH)
-    compiler.breaks(row_forward='[ -z "$CUDA_HOME" ] || exit 5')
-    norm()
-    why = "(CUDA_HOME=/opt/cuda-12.8 sets the toolkit that tileiras uses; if it is older, unset it)"
-    assert [why in message for message in messages(told)] == ([True] if found == "PATH" else [])

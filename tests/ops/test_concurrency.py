@@ -43,7 +43,7 @@ def trained(name, seed):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_threads_that_meet_a_spec_at_once(name):
+def test_threads_that_meet_a_spec_at_once(name, no_memory):
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         found = at_once([partial(trained, name, seed) for seed in range(THREADS)])

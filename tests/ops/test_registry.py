@@ -101,16 +101,6 @@ def test_the_driver_itself_says_how_old_it_is(version, monkeypatch, tmp_path):
     assert (refusals(SPEC, 1, device)["cutile"] is None) == (version == 13000)
 
 
-def test_missing_compiler(monkeypatch):
-    def find():
-        raise FileNotFoundError("'tileiras' compiler not found")
-
-    monkeypatch.setattr(cutile_compiler, "_find_compiler_bin", find)
-    assert refusals(SPEC, 1, H200)["cutile"] == (
-        "its compiler is missing: 'tileiras' compiler not found"
-    )
-
-
 def test_the_cpu_asks_for_no_compiler(monkeypatch):
     def find():
         raise AssertionError("looked for the compiler")

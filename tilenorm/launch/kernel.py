@@ -20,7 +20,13 @@ from cuda.tile.compilation import KernelSignature
 from . import disk_cache
 from .calls import Launch
 from .config import Hints
-from .toolchain import CompileError, make_folder, toolkit_variable
+from .toolchain import (
+    CompileError,
+    ToolchainError,
+    compiler_problem,
+    make_folder,
+    toolkit_problem,
+)
 
 TIMEOUT = 120.0  # seconds of one run of the compiler. The slowest kernel takes 5.
 
@@ -54,17 +60,25 @@ class Kernel(ct.kernel):
             if known not in self._found:
                 self._found[known] = self._first(signature, bounded(context), capability)
         found = self._found[known]
-        if isinstance(found, str):
-            raise CompileError(found)
+        if isinstance(found, CompileError):
+            raise type(found)(str(found))  # anew, because a raised exception keeps its frames
         return found
 
-    def _first(self, signature: KernelSignature, context: TileContext, capability) -> tuple | str:
+    def _first(
+        self, signature: KernelSignature, context: TileContext, capability
+    ) -> tuple | CompileError:
         """What cuTile's _compile returns, or why there is none."""
         try:
             return self._cached(signature, context, capability)
         except (ct.TileError, OSError, subprocess.SubprocessError) as error:
+            problem = compiler_problem()
+            if problem is None and isinstance(error, ct.TileError):
+                problem = toolkit_problem()
+            if problem is not None:
+                return ToolchainError(problem)
             name, arch = self._pyfunc.__name__, "sm_{}{}".format(*capability)
-            return f"its kernel {name} does not compile for {arch}: {reason_of(error)}"
+            reason = f"does not compile for {arch}: {reason_of(error)}"
+            return CompileError(f"its kernel {name} {reason}")
 
     def _cached(self, signature: KernelSignature, context: TileContext, capability) -> tuple:
         folder = context.config.cache_dir
@@ -97,11 +111,8 @@ def bounded(context: TileContext) -> TileContext:
 
 
 def reason_of(error: Exception) -> str:
-    """The message of a failed compilation in one line, and what may have caused it."""
-    text = " ".join(getattr(error, "message", str(error)).split())[:400]
-    if isinstance(error, ct.TileCompilerExecutionError) and (variable := toolkit_variable()):
-        text += f" ({variable} sets the toolkit that tileiras uses; if it is older, unset it)"
-    return text
+    """The message of a failed compilation in one line."""
+    return " ".join(getattr(error, "message", str(error)).split())[:400]
 
 
 def hinted(kernel: ct.kernel, hints: Hints) -> Kernel:

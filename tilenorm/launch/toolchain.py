@@ -3,8 +3,11 @@
 import ctypes
 import os
 import re
+import shutil
 import subprocess
 import tempfile
+from functools import cache
+from importlib import metadata
 
 try:  # here alone: where it is missing, nothing else that imports cuda.tile is imported
     from cuda.tile import _compile
@@ -18,10 +21,19 @@ except ImportError as error:
     )
 
 DRIVER = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
+# cuTile takes the compiler from these packages if all three are of one release. It then ignores
+# PATH and CUDA_HOME, so that their installation mends a compiler from any other place.
+COMPILER_PACKAGES = ("nvidia-cuda-tileiras", "nvidia-cuda-nvcc", "nvidia-nvvm")
+OLDEST_COMPILER = (13, 4)  # 13.3 has no grid_dependency_control_wait, 13.2 has no sm_90
+REMEDY = "pip install " + " ".join(f'"{name}>=13.4,<13.5"' for name in COMPILER_PACKAGES)
 
 
 class CompileError(Exception):
     """A kernel does not compile on this machine. The message is one line that names it."""
+
+
+class ToolchainError(CompileError):
+    """The compiler does not serve, whatever the kernel. The message names the remedy."""
 
 
 def driver_version() -> int:
@@ -36,10 +48,7 @@ def driver_version() -> int:
 
 
 def compiler_path() -> str:
-    """The path of the compiler tileiras.
-
-    Raises FileNotFoundError, which says how to install tileiras, if there is none.
-    """
+    """The path of the compiler tileiras. Raises FileNotFoundError if there is none."""
     return _compile._find_compiler_bin().path
 
 
@@ -49,19 +58,68 @@ def compiler_version() -> str:
         text = _compile._get_compiler_version_string()
     except FileNotFoundError:
         text = None
+    return _version_in(text)
+
+
+def _version_in(text: str | None) -> str:
+    """The version in what tileiras or ptxas prints of itself."""
     version = re.search(r"V(\d[\d.]*)", text or "")
     return version[1] if version else "unknown"
 
 
-def toolkit_variable() -> str | None:
-    """The environment variable, as NAME=VALUE, that tells tileiras which CUDA toolkit to use.
+@cache
+def compiler_problem() -> str | None:
+    """Why tileiras cannot compile the kernels, and the remedy, or None. Nothing is compiled."""
+    try:
+        path, printed = compiler_path(), _compile._get_compiler_version_string()
+    except FileNotFoundError:
+        found = ", ".join(f"{name} {package_version(name)}" for name in COMPILER_PACKAGES)
+        found += "; all three have to be of one release"
+        return f"its compiler tileiras is missing ({found}): {REMEDY}"
+    if printed is None:
+        return f"its compiler {path} does not run: {REMEDY}"
+    version = compiler_version()
+    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+    if numbers and numbers < OLDEST_COMPILER:
+        needs = "the kernels need {}.{} or later".format(*OLDEST_COMPILER)
+        return f"its compiler {path} is tileiras {version}; {needs}: {REMEDY}"
+    return None
 
-    None if it is not set, or if cuTile hides it from tileiras, as from the one of the pip package.
+
+@cache
+def toolkit_problem() -> str | None:
+    """Why a kernel that does not compile is no wonder, and the remedy, or None.
+
+    tileiras runs ptxas and libnvvm of the toolkit that a variable names, or else of its own. If
+    they are of another release it fails on most kernels, and does not say why. Some pairs serve,
+    such as tileiras 13.4 with ptxas 13.3, so this is asked only after a failure.
     """
-    if not _compile._find_compiler_bin().pass_cuda_home_var:
-        return None
-    found = (name for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name))
-    return next((f"{name}={os.environ[name]}" for name in found), None)
+    binary = _compile._find_compiler_bin()
+    # cuTile hides the last two from the tileiras of the packages. An empty variable counts too.
+    names = ("CUDA_ROOT", "CUDA_HOME", "CUDA_PATH")[: 3 if binary.pass_cuda_home_var else 1]
+    variable = next((name for name in names if name in os.environ), None)
+    own = os.path.dirname(os.path.dirname(os.path.realpath(binary.path)))
+    folder = os.environ[variable] if variable else own
+    ptxas = shutil.which("ptxas", path=os.path.join(folder, "bin"))
+    version, found = compiler_version(), "missing"
+    if ptxas is not None:
+        found = _version_in(_compile._try_get_compiler_version(ptxas))
+        if found.split(".")[:2] == version.split(".")[:2]:
+            return None
+    text = f"its compiler {binary.path} (tileiras {version}) fails: it uses ptxas and libnvvm of "
+    text += f"{variable}={folder}" if variable else folder
+    text += f", where ptxas is {found}, and needs those of its own release: "
+    if variable is None:
+        return text + REMEDY
+    return f"{text}unset {variable}" + (f", or {REMEDY}" if variable in names[1:] else "")
+
+
+def package_version(package: str) -> str:
+    """The version of an installed package, or "not installed"."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def cache_folder() -> str | None:

@@ -14,7 +14,7 @@ from ..launch.toolchain import CompileError
 from ..spec import PLAIN, NormSpec, Options, Quantization
 from .branch import layer_scale_gradient
 from .direct import Plain
-from .registry import MAX_ROWS, Device, Implementation, device_of, failures, select
+from .registry import MAX_ROWS, Device, Implementation, device_of, record_failure, select
 from .tensors import (
     SAVED,
     Branch,
@@ -88,14 +88,12 @@ class Runner:
 
         return backward
 
-    def _replace(self, failed: Implementation, error: CompileError) -> None:
-        """Have what select now finds serve. It warns, or raises if `failed` was asked for."""
-        spec = self.spec
+    def _replace(self, broken: Implementation, error: CompileError) -> None:
+        """Have what select now finds serve. It warns, or raises if `broken` was asked for."""
         with _REPLACING:
-            if self.implementation is failed:
-                reason = f"{error} (for {spec.op} of {spec.hidden} {spec.dtype})"
-                failures()[failed.name, spec, self.device] = reason
-                self._serve_by(select(spec, 0, self.device, self.backend))
+            if self.implementation is broken:
+                record_failure(broken.name, self.spec, self.device, error)
+                self._serve_by(select(self.spec, 0, self.device, self.backend))
 
     def _gradients(
         self, mask: tuple[bool, ...], dsum: bool, terms: int = 1, output: bool = False

@@ -12,7 +12,13 @@ from torch import Tensor
 
 from ..launch.calls import Needs
 from ..launch.target import MULTIPROCESSORS, Target
-from ..launch.toolchain import CUDA_TILE_MISSING, compiler_path, driver_version
+from ..launch.toolchain import (
+    CUDA_TILE_MISSING,
+    CompileError,
+    ToolchainError,
+    compiler_problem,
+    driver_version,
+)
 from ..settings import settings
 from ..spec import TENSORS, NormSpec
 from . import quantized, reference, split
@@ -77,7 +83,7 @@ def cutile_refuses(spec: NormSpec, rows: int, device: Device) -> str | None:
         return reason
     if rows > MAX_ROWS:
         return f"the input has {rows} rows; the kernels take up to {MAX_ROWS}"
-    return _compiler_missing()
+    return compiler_problem()
 
 
 def spec_refused(spec: NormSpec) -> str | None:
@@ -133,17 +139,33 @@ REGISTRY = (
 
 
 @cache
-def failures() -> dict[tuple[str, NormSpec, Device], str]:
-    """Why implementations could not serve what they did not refuse, as calls have found out."""
+def failures() -> dict[tuple[str, NormSpec | None, Device], str]:
+    """Why implementations could not serve what they did not refuse, as calls have found out.
+
+    An entry whose spec is None holds for every spec.
+    """
     return {}
+
+
+def record_failure(name: str, spec: NormSpec, device: Device, error: CompileError) -> None:
+    """Have an implementation refuse a spec from now on; without a compiler that works, any spec."""
+    if isinstance(error, ToolchainError):
+        failures()[name, None, device] = str(error)
+    else:
+        reason = f"{error} (for {spec.op} of {spec.hidden} {spec.dtype})"
+        failures()[name, spec, device] = reason
+
+
+def failure(name: str, spec: NormSpec, device: Device) -> str | None:
+    """Why an implementation could not serve a spec, or None."""
+    found = failures()
+    return found.get((name, None, device)) or found.get((name, spec, device))
 
 
 def refusals(spec: NormSpec, rows: int, device: Device) -> dict[str, str | None]:
     """Every implementation's name in order of preference, with why it does not serve, or None."""
-    failed = failures()
     return {
-        i.name: i.refuses(spec, rows, device) or failed.get((i.name, spec, device))
-        for i in REGISTRY
+        i.name: i.refuses(spec, rows, device) or failure(i.name, spec, device) for i in REGISTRY
     }
 
 
@@ -152,7 +174,7 @@ def select(spec: NormSpec, rows: int, device: Device, backend: str | None) -> Im
 
     Raises ValueError for an unknown backend, RuntimeError when the one asked for refuses.
     """
-    failed = frozenset(i.name for i in REGISTRY if (i.name, spec, device) in failures())
+    failed = frozenset(i.name for i in REGISTRY if failure(i.name, spec, device))
     return _select(spec, rows > MAX_ROWS, device, backend, failed)
 
 
@@ -176,14 +198,14 @@ def _select(
         if name == chosen:
             break
         message, thread = f"tilenorm: {chosen} runs instead of {name}: {reason}", object()
-        if _told().setdefault((spec, long, device, message), thread) is thread:
+        if _told().setdefault(message, thread) is thread:
             warnings.warn(message, ReferenceWarning, stacklevel=2)
     return known[chosen]
 
 
 @cache
-def _told() -> dict[tuple, object]:
-    """The warnings so far: threads that meet a spec at once are told once."""
+def _told() -> dict[str, object]:
+    """The warnings so far: each is given once, also to threads that meet a spec at once."""
     return {}
 
 
@@ -228,12 +250,3 @@ def on_device_of(x: Tensor) -> AbstractContextManager:
     """
     index = x.get_device()
     return _HERE if index < 0 or index == current_device() else torch.cuda.device(index)
-
-
-@cache
-def _compiler_missing() -> str | None:
-    try:
-        compiler_path()
-    except FileNotFoundError as error:
-        return f"its compiler is missing: {error}"
-    return None

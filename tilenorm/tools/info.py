@@ -1,34 +1,36 @@
 """Lists what tilenorm finds on this machine: versions, GPUs, compiler, cache, and problems."""
 
 import platform
-import subprocess
-from importlib import metadata
 
 import torch
 
 from ..launch import user_table
 from ..launch.calls import every_gradient
-from ..launch.target import MULTIPROCESSORS, Target
+from ..launch.target import MULTIPROCESSORS
 from ..launch.toolchain import (
+    COMPILER_PACKAGES,
     CUDA_TILE_MISSING,
     CompileError,
     cache_folder,
     cache_problem,
     compiler_path,
+    compiler_problem,
+    compiler_version,
     driver_version,
+    package_version,
 )
-from ..ops.registry import device_of, refusals
+from ..ops.registry import Device, device_of, record_failure, refusals
 from ..spec import OPS, NormSpec
 
 ROWS = 4096
-PACKAGES = ("tilenorm", "torch", "cuda-tile", "nvidia-cuda-tileiras", "triton")
+PACKAGES = ("tilenorm", "torch", "cuda-tile", *COMPILER_PACKAGES, "triton")
 
 
 def information() -> tuple[list[str], list[str]]:
     """(lines to print, problems). The lines name the problems too."""
     wrong = []
     lines = [f"python {platform.python_version()}"]
-    lines += [f"{name} {_version(name)}" for name in PACKAGES]
+    lines += [f"{name} {package_version(name)}" for name in PACKAGES]
     if not CUDA_TILE_MISSING:
         lines.append(f"compiler {_compiler(wrong)}")
         lines.append(f"compile cache {_cache(wrong)}")
@@ -45,53 +47,47 @@ def information() -> tuple[list[str], list[str]]:
         arch = f", {device.target.arch}" if device.target else ""
         multiprocessors = f", {device.target.multiprocessors} SMs" if device.target else ""
         lines.append(f"{kind}{'' if index is None else f':{index}'} {name}{arch}{multiprocessors}")
+        before = None
         for op in OPS:
             spec = NormSpec.of(op, 4096, "bfloat16", weight="bfloat16")
             reasons = refusals(spec, ROWS, device)
             if reasons["cutile"] is None:
-                reasons["cutile"] = _not_compiled(spec, device.target)
+                reasons["cutile"] = _not_compiled(spec, device)
             chosen = next(name for name, reason in reasons.items() if reason is None)
             lines.append(f"  {op}: {chosen}")
-            for other, reason in reasons.items():
-                if reason is not None:
-                    lines.append(f"    {other} refuses: {reason}")
-                    if kind == "cuda":
-                        wrong.append(reason)
+            refused = {other: reason for other, reason in reasons.items() if reason is not None}
+            if refused != before:  # the reasons of an op are those of the one above it
+                lines += [f"    {other} refuses: {reason}" for other, reason in refused.items()]
+            before = refused
+            wrong += refused.values() if kind == "cuda" else ()
     lines += [f"wrong: {reason}" for reason in dict.fromkeys(wrong)]
     return lines, wrong
 
 
-def _not_compiled(spec: NormSpec, target: Target) -> str | None:
+def _not_compiled(spec: NormSpec, device: Device) -> str | None:
     """Why the kernels of a training step do not compile, or None. They go into cuTile's cache."""
     from ..launch.plan import plan_backward, plan_forward  # import cuda.tile, which is there
     from .precompile import calls_of, compile_call
 
-    plans = plan_forward(spec, target, True), plan_backward(spec, target, every_gradient(spec))
+    target, every = device.target, every_gradient(spec)
+    plans = plan_forward(spec, target, True), plan_backward(spec, target, every)
     try:
         for plan in plans:
             for call in calls_of(plan, ROWS):
                 compile_call(call, target.arch)
     except CompileError as error:
+        record_failure("cutile", spec, device, error)
         return str(error)
     return None
 
 
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
-
-
 def _compiler(wrong: list[str]) -> str:
+    if problem := compiler_problem():
+        wrong.append(problem)
     try:
-        path = compiler_path()
-        command = [path, "--version"]
-        text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
-    except (OSError, subprocess.SubprocessError) as error:
-        wrong.append(f"tileiras does not run: {error}")
+        return f"{compiler_path()}: tileiras {compiler_version()}"
+    except FileNotFoundError:
         return "missing"
-    return f"{path}: {text.stdout.strip().splitlines()[-1]}"
 
 
 def _tables(wrong: list[str]) -> list[str]:

@@ -11,13 +11,13 @@ from ...launch.toolchain import CompileError
 from ...spec import NormSpec
 from ..cutile import fresh, on_device
 from ..layout import as_read, shaped_as
-from ..registry import Device, failures
+from ..registry import Device, failure, record_failure
 from ..tensors import Tensors
 
 
 def serves(spec: NormSpec, device: Device) -> bool:
     """Whether one pass serves a spec on a device, on which cuTile serves both of its norms."""
-    return ("cutile", spec, device) not in failures() and not _refused(spec, device)
+    return not failure("cutile", spec, device) and not _refused(spec, device)
 
 
 @cache
@@ -48,7 +48,7 @@ def forward(
         try:
             on_device(plan.launches(shape[0], eps), ForwardArrays(**arrays), x.get_device())
         except CompileError as error:
-            failures()["cutile", spec, device] = str(error)
+            record_failure("cutile", spec, device, error)
             return None
     if x.shape != shape:
         y, total = shaped_as(y, x), shaped_as(total, x)

@@ -25,7 +25,7 @@ from ...launch.toolchain import CompileError
 from ...spec import PLAIN, NormSpec, Options
 from ..library import LIBRARY
 from ..plans import heads_of, spec_of
-from ..registry import device_of, failures, on_device_of, select
+from ..registry import device_of, on_device_of, record_failure, select
 from ..tensors import Saved, Tensors, dtype_of, merged_needs, statistics_dtype
 from .rules import register_where_loaded
 
@@ -94,8 +94,7 @@ class Call(NamedTuple):
                 with on_device_of(x):
                     return chosen.piece(name, spec, device)(*arguments)
             except CompileError as error:
-                reason = f"{error} (for {spec.op} of {spec.hidden} {spec.dtype})"
-                failures()[chosen.name, spec, device] = reason
+                record_failure(chosen.name, spec, device, error)
 
 
 def call_of(arguments: tuple) -> Call:
