@@ -281,6 +281,11 @@ else:
         return tuple([needed and next(of_each) for needed in mask])
 
 
+# PyTorch's own kernels in Python, by the language that they are written in.
+NATIVE = {"cutedsl": "quack"}
+RMS_NORM_ON_CUDA = ("_fused_rms_norm", "CUDA")
+
+
 def ragged_dimension(x: Tensor) -> int:
     """The ragged dimension of a jagged nested tensor. Without the attribute, the first after the
     batch, where nested tensors have it until they are transposed.
@@ -320,6 +325,26 @@ def keep_every_argument(ops: Sequence) -> None:
     except (ImportError, AttributeError):
         return
     infos.update(dict.fromkeys(ops, RuntimeSchemaInfo(static_argnum=0)))
+
+
+def native_router():
+    """The module that registers PyTorch's own kernels in Python over those of aten, or None.
+
+    PyTorch 2.13 has it, 2.9 does not. Without the function below, which it calls for each operator whose
+    kernels it registers anew, nobody is told of its switches, torch.backends.python_native.
+    """
+    router = getattr(getattr(torch, "_native", None), "registry", None)
+    return router if hasattr(router, "_register_overrides_from_graph") else None
+
+
+def rms_norm_of_torch() -> str:
+    """Whose kernels F.rms_norm runs on CUDA: ATen's, or before them those that PyTorch's router has
+    registered, quack's where the package nvidia-cutlass-dsl is installed.
+    """
+    graphs = getattr(native_router(), "_graphs", {})
+    nodes = [n for key, of_key in graphs.items() if key[-2:] == RMS_NORM_ON_CUDA for n in of_key]
+    names = [NATIVE.get(node.dsl_name, node.dsl_name) for node in nodes if node.active]
+    return ", else ".join([*names, "ATen"])
 
 
 # The hooks of all modules. Without this name every module counts as one with hooks.

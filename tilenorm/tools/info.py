@@ -13,6 +13,7 @@ from ..launch.plan import plan_backward, plan_forward
 from ..launch.target import MULTIPROCESSORS, Target
 from ..launch.toolchain import cache_folder, cache_problem, compiler_path, driver_version
 from ..ops.registry import device_of, refusals
+from ..ops.torch_private import rms_norm_of_torch
 from ..spec import OPS, NormSpec
 from .precompile import calls_of, compile_call
 
@@ -25,6 +26,7 @@ def information() -> tuple[list[str], list[str]]:
     wrong = []
     lines = [f"python {platform.python_version()}"]
     lines += [f"{name} {_version(name)}" for name in PACKAGES]
+    lines.append(f"RMSNorm of torch on CUDA: {rms_norm_of_torch()}")
     lines.append(f"compiler {_compiler(wrong)}")
     lines.append(f"compile cache {_cache(wrong)}")
     lines += _tables(wrong)
