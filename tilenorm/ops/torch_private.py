@@ -322,16 +322,16 @@ def keep_every_argument(ops: Sequence) -> None:
         from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 
         infos = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
-    except (ImportError, AttributeError):
+        infos.update(dict.fromkeys(ops, RuntimeSchemaInfo(static_argnum=0)))
+    except (ImportError, AttributeError, TypeError):
         return
-    infos.update(dict.fromkeys(ops, RuntimeSchemaInfo(static_argnum=0)))
 
 
 def native_router():
     """The module that registers PyTorch's own kernels in Python over those of aten, or None.
 
-    PyTorch 2.13 has it, 2.9 does not. Without the function below, which it calls for each operator whose
-    kernels it registers anew, nobody is told of its switches, torch.backends.python_native.
+    PyTorch 2.13 has it, 2.9 does not. It calls the function below for each operator whose kernels
+    it registers anew. Without that, nobody is told of its switches, torch.backends.python_native.
     """
     router = getattr(getattr(torch, "_native", None), "registry", None)
     return router if hasattr(router, "_register_overrides_from_graph") else None
