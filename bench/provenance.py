@@ -38,6 +38,7 @@ def device() -> str:
 def describe_run(device: str, arguments: list[str], absent: dict[str, str]) -> dict:
     """The run line of a record. In the command, the file of ``--out`` stands without its folder."""
     import tilenorm
+    from tilenorm.ops.torch_private import rms_norm_of_torch
 
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -46,6 +47,7 @@ def describe_run(device: str, arguments: list[str], absent: dict[str, str]) -> d
         **(_gpu(device) if device != "cpu" else {"machine": processors()}),
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "rms_norm": rms_norm_of_torch(),
         "cuda": torch.version.cuda,
         "tileiras": _tileiras(),
         "packages": {name: _version(name) for name in PACKAGES},

@@ -72,7 +72,12 @@ def _heading(record: Record) -> str:
 
 def versions(run: dict) -> str:
     """The versions that a run was made with."""
-    found = {"torch": run["torch"], "CUDA": run["cuda"], "driver": run.get("driver")}
+    found = {
+        "torch": run["torch"],
+        "RMSNorm of torch": run.get("rms_norm"),
+        "CUDA": run["cuda"],
+        "driver": run.get("driver"),
+    }
     found |= {"tileiras": run["tileiras"], "Python": run["python"], **run["packages"]}
     return ", ".join(f"{name} {value}" for name, value in found.items() if value)
 

@@ -8,7 +8,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from tilenorm.ops import cutile
+from tilenorm.ops import cutile, torch_private
 
 GUARD = 512  # bytes on either side; CUDA's allocations start at multiples of as many
 PATTERN = 0xA5
@@ -16,14 +16,14 @@ PATTERN = 0xA5
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """In this block tilenorm.ops.cutile gets its tensors from this allocator.
+    """In this block tilenorm.ops gets its tensors from this allocator.
 
     Numbers that a kernel leaves unwritten are NaN, and unwritten integers have the pattern. At the
     end of the block every guard byte must still have the pattern.
     """
     made: list[tuple[Tensor, int]] = []
     with (
-        patch.object(cutile, "empty_strided_cuda", partial(_empty, made, "cuda")),
+        patch.object(torch_private, "empty_strided_cuda", partial(_empty, made, "cuda")),
         patch.object(cutile, "_empty_strided_cpu", partial(_empty, made, "cpu")),
     ):
         yield

@@ -50,7 +50,13 @@ def test_info(capsys):
     status = main(["info"])
     out = capsys.readouterr().out
     assert f"torch {torch.__version__.split('+')[0]}" in out
-    for word in ("python ", "cuda-tile ", "compiler ", "compile cache "):
+    for word in (
+        "python ",
+        "cuda-tile ",
+        "compiler ",
+        "compile cache ",
+        "RMSNorm of torch on CUDA: ",
+    ):
         assert word in out, word
     for op in OPS:
         assert f"  {op}: " in out

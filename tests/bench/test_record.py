@@ -208,6 +208,13 @@ def test_versions_stand_below_their_runs(record):
     ]
 
 
+def test_versions_say_whose_rms_norm_pytorchs_is(record):
+    record.add({**RUN, "date": "later", "rms_norm": "quack, else ATen"})
+    lines = report.render(record).splitlines()
+    assert lines[1].startswith("torch 2.11, CUDA 13.0")
+    assert lines[3].startswith("torch 2.11, RMSNorm of torch quack, else ATen, CUDA 13.0")
+
+
 def test_later_record_counts_where_both_measured_the_same(record):
     again = Cell(**SHAPE, **TIMED, provider="quack", median_us=3.0)
     merged = merge([record, Record([RUN], [again])])

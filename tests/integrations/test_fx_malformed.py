@@ -26,7 +26,10 @@ from .malformed import (
     result_of,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore::SyntaxWarning")  # of the code of malformed calls
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::SyntaxWarning"),  # of the code of malformed calls
+    pytest.mark.any_torch,
+]
 SEED, DRAWN, SLOW_DRAWN = 21, 100, 1200
 NORMS = ("rms_norm", "layer_norm")
 

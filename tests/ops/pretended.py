@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 from torch import Tensor
 
-from tilenorm.ops import cutile, dispatch, plans, registry
+from tilenorm.ops import cutile, dispatch, plans, registry, torch_private
 from tilenorm.ops.split import library as split
 
 from ..cases import target
@@ -25,8 +25,8 @@ def pretended_gpu(arch: str = "sm_90"):
         (plans, "device_of", lambda *_: gpu),
         (split, "device_of", lambda *_: gpu),
         (dispatch, "_index_of", lambda tensor: 0),
-        (dispatch, "current_device", lambda: 0),
-        (cutile, "current_stream", lambda index: 0),
+        (torch_private, "current_device", lambda: 0),
+        (torch_private, "current_stream", lambda index: 0),
         (cutile, "launch", lambda stream, *made: interpret(*made, -1)),
     )
     with ExitStack() as stack:

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilenorm
 from tilenorm.launch.calls import bound
-from tilenorm.ops import cutile, dispatch
+from tilenorm.ops import cutile, dispatch, torch_private
 from tilenorm.ops.dispatch import MOST_CALLS, MOST_GUARDS, remembered
 
 from .helpers import EACH_DEVICE, EACH_FORM, RMS, call, random, same, step, tensors_of
@@ -190,7 +190,7 @@ def test_under_autocast_a_call_is_checked_again(device, checked):
 def test_another_current_device_is_not_served(device, checked, monkeypatch):
     tensors = tensors_of(RMS, 5, N, device=device)
     call(RMS, tensors)
-    monkeypatch.setattr(dispatch, "current_device", lambda: 1)
+    monkeypatch.setattr(torch_private, "current_device", lambda: 1)
     call(RMS, tensors)
     assert len(checked) == 2
 

@@ -170,6 +170,22 @@ def test_gradients_are_those_of_the_plain_norm(op):
     assert all(map(torch.equal, *results))
 
 
+def test_gradients_of_two_residuals_are_those_of_the_plain_norm():
+    results = []
+    for is_quantized in (True, False):
+        x, *residuals = (random(3, 128, dtype=B, seed=i).requires_grad_() for i in range(3))
+        w, residuals = random(128, dtype=B, seed=3).requires_grad_(), tuple(residuals)
+        if is_quantized:
+            asked = arguments(HOWS[2])
+            found = tilenorm.add_rms_norm_quantized(x, residuals, (128,), w, eps=EPS, **asked)
+            outputs = [found.output, found.residual_out]
+        else:
+            outputs = tilenorm.add_rms_norm(x, residuals, (128,), w, eps=EPS)
+        incoming = [random(3, 128, dtype=B, seed=20 + i) for i in range(2)]
+        results.append(torch.autograd.grad(outputs, [x, *residuals, w], incoming))
+    assert all(map(torch.equal, *results))
+
+
 def test_the_second_derivative_is_that_of_the_plain_norm():
     results = []
     for quantize in (True, False):

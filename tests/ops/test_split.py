@@ -68,6 +68,7 @@ def test_drawn_pieces(served, op):
         assert sums <= found.keys(), (spec, widths)
 
 
+@pytest.mark.any_torch
 @pytest.mark.parametrize("spec", [LAYER, GATED], ids=cases.label)
 @pytest.mark.parametrize("widths", [(33001, 17), (20000, 40000)], ids=str)
 def test_pieces_wider_than_a_block(spec, widths):

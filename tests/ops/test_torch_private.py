@@ -1,31 +1,231 @@
-"""Each private name of PyTorch's is taken away in turn: the ops give the same results."""
+"""PyTorch's private names: each is taken away, raises or answers wrongly in turn, and the ops take
+the public way, which gives the same results.
+"""
 
 import os
-import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+from tilenorm.ops import torch_checks, torch_private
+
+from .helpers import EACH_DEVICE
+from .private_names import NAMES, VARIABLES, absent, loaded
 
 ROOT = Path(__file__).parents[2]
-SOURCE = (ROOT / "tilenorm" / "ops" / "torch_private.py").read_text()
-NAMES = re.findall(r'_found\("([\w.]+)"\)', SOURCE)
+CUDA = {
+    "_C._dynamo.guards._empty_strided_cuda": "empty_strided_cuda",
+    "_C._cuda_getCurrentRawStream": "current_stream",
+    "_C._cuda_getDevice": "current_device",
+}
+ENGINE = ("_C._will_engine_execute_node", "_C._current_autograd_node")
+UNCHECKED = "_scaled_mm"
+CHECKED = [name for name in NAMES if name not in (*CUDA, *ENGINE, UNCHECKED)]
+
+
+def raises(*_, **__):
+    raise RuntimeError("a name with another meaning")
+
+
+class Raises:
+    """Raises, whatever is done with it."""
+
+    __call__ = raises
+
+    def __getattr__(self, name):
+        raise TypeError("a name with another meaning")
+
+
+def as_guards(answer):
+    return lambda *tensors, **_: SimpleNamespace(check=lambda *given: answer)
+
+
+def without_sizes(*tensors, dynamic_dims_sizes, dynamic_dims_strides):
+    free = [[None] * t.dim() for t in tensors]
+    kind = torch._C._dynamo.guards.TensorGuards
+    return kind(*tensors, dynamic_dims_sizes=free, dynamic_dims_strides=free)
+
+
+def no_bits(*_):
+    return SimpleNamespace(raw_repr=lambda: 0)
+
+
+# Of each name, stand-ins that answer wrongly.
+WRONG = {
+    "_C._dynamo.guards.TensorGuards": [as_guards(True), as_guards(False), without_sizes],
+    "_C._dynamo.guards._reinterpret_tensor": [
+        torch.as_strided,  # autograd sees it
+        lambda x, shape, strides: x.detach().clone().as_strided(shape, strides),
+        lambda x, shape, strides: x.detach(),
+    ],
+    "_C._len_torch_dispatch_stack": [lambda: 0, lambda: 1],
+    "_C._dispatch_keys": [no_bits],
+    "_C._dispatch_tls_local_include_set": [no_bits],
+    "_C.DispatchKeySet": [no_bits],
+    "_C.DispatchKey": [SimpleNamespace()],
+    "_C._functorch.peek_interpreter_stack": [lambda: None],
+    "_C._functorch.CInterpreter": [object, type(None)],
+    "autograd.forward_ad._current_level": [],  # torch_private asks forward_ad for it each time
+    "autograd.Function._backward_cls": [],  # and a Function for this
+    "autograd.Variable._execution_engine.is_checkpoint_valid": [lambda: False, lambda: None],
+    "_C._AutoDispatchBelowAutograd": [nullcontext],
+    "_C._dispatch_has_kernel_for_dispatch_key": [lambda *_: True, lambda *_: False],
+    "_fused_rms_norm": [lambda x, *_: (x, x[:, :1]), torch.native_layer_norm],
+    "ops.aten._unsafe_view.default": [torch.Tensor.view, lambda x, shape: x],
+    "nn.modules.module._has_any_global_hook": [lambda: False, dict],
+}
+
+
+def test_every_checked_name_has_wrong_stand_ins():
+    assert [*WRONG] == CHECKED
+
+
+def assert_public(module, name: str) -> None:
+    """Only the name, and those that are used with it, are not found."""
+    for other in CHECKED:
+        values = [getattr(module, variable) for variable in VARIABLES[other]]
+        assert any(values) == (VARIABLES[other] != VARIABLES[name]), other
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_another_meaning_leads_to_the_public_way(name):
+    for found in (absent, Raises, *(lambda wrong=wrong: wrong for wrong in WRONG[name])):
+        assert_public(loaded({name: found}), name)
+
+
+@pytest.mark.parametrize("name", ["_current_level", "_backward_cls"])
+def test_another_meaning_of_an_attribute(name, monkeypatch):
+    """Of those that are read again at each use."""
+    path = next(path for path in CHECKED if path.endswith(name))
+    if name == "_current_level":
+        monkeypatch.setattr(torch.autograd.forward_ad, "dual_level", nullcontext)
+    else:  # whose node finds its function elsewhere
+        monkeypatch.setattr(torch_checks._Double, "backward", staticmethod(lambda ctx, dy: dy))
+    assert_public(loaded({}), path)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        *((name, wrong) for name in ENGINE for wrong in (raises, lambda *_: None)),
+        (ENGINE[0], lambda node: True),
+        ("autograd.Variable._execution_engine.is_checkpoint_valid", lambda: True),
+    ],
+)
+def test_another_meaning_of_what_the_engine_tells(name, wrong):
+    module = loaded({name: lambda: wrong})
+    assert not module._engine_tells()
+    x, w = (torch.ones(2, requires_grad=True) for _ in range(2))
+    seen = []
+
+    class Sum(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, w):
+            return x + w
+
+        @staticmethod
+        def backward(ctx, dy):
+            seen.append(module.asked_of(ctx))
+            return dy, dy
+
+    torch.autograd.grad(Sum.apply(x, w).sum(), [x])
+    assert seen == [(True, True)]
+
+
+def imitated_cuda(monkeypatch) -> list[int]:
+    """torch.cuda with one device and no GPU. Returns the current stream's number in a list."""
+    streams = [7]
+
+    class Stream(nullcontext):
+        cuda_stream = 8
+
+        def __init__(self, index=None):
+            pass
+
+        def __enter__(self):
+            streams.append(8)
+
+        def __exit__(self, *_):
+            streams.pop()
+
+    for name, function in {
+        "current_device": lambda: 0,
+        "is_initialized": lambda: True,
+        "current_stream": lambda index=None: SimpleNamespace(cuda_stream=streams[-1]),
+        "Stream": Stream,
+        "stream": lambda stream: stream,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    return streams
+
+
+@pytest.mark.parametrize("name", ["_C._cuda_getCurrentRawStream", "_C._cuda_getDevice"])
+def test_a_name_for_cuda_is_checked_at_the_first_call(name, monkeypatch):
+    streams = imitated_cuda(monkeypatch)
+    right = (lambda: 0) if name.endswith("Device") else (lambda index: streams[-1])
+    arguments = () if name.endswith("Device") else (0,)
+    expected = right(*arguments)
+    for given in (right, raises, lambda *_: 7, lambda *_: None):
+        module = loaded({name: lambda given=given: given})
+        for _ in range(2):
+            assert getattr(module, CUDA[name])(*arguments) == expected
+        assert (getattr(module, CUDA[name]) is given) == (given is right)
+
+
+def test_the_allocation_is_checked_at_the_first_call(monkeypatch):
+    imitated_cuda(monkeypatch)
+    name, made = "_C._dynamo.guards._empty_strided_cuda", object()
+    wrong = torch.empty_strided  # on the CPU, and the strides of an argument by name
+    for given in (raises, wrong, lambda *_: None):
+        module = loaded({name: lambda given=given: given})
+        monkeypatch.setattr(module, "_empty_cuda_public", lambda *_: made)
+        public = module._at_first_call(
+            CUDA[name], module.checks.allocates_on_cuda, given, module._empty_cuda_public
+        )
+        assert public((2,), (1,), torch.float32) is made
+        assert module.empty_strided_cuda is module._empty_cuda_public
+
+
+@EACH_DEVICE
+def test_this_pytorch_has_every_name(device):
+    """Were one missing, calls would take longer, and nothing would tell."""
+    missing = [name for name in CHECKED if not all(map(_value, VARIABLES[name]))]
+    assert not missing and torch_private._engine_tells()
+    if device == "cuda":
+        torch.ones(1, device="cuda")
+        for path, name in CUDA.items():
+            arguments = {"current_stream": (0,), "empty_strided_cuda": ((1,), (1,), torch.int8)}
+            getattr(torch_private, name)(*arguments.get(name, ()))
+            assert getattr(torch_private, name) is torch_private._named(path)
+
+
+def _value(variable: str) -> object:
+    return getattr(torch_private, variable)
+
+
+@pytest.mark.parametrize(
+    "state", [FakeTensorMode, torch.inference_mode, torch.no_grad, lambda: torch.device("meta")]
+)
+def test_the_state_at_the_import_does_not_matter(state):
+    with state():
+        module = loaded({})
+    assert all(getattr(module, v) for name in CHECKED for v in VARIABLES[name])
+
 
 # PyTorch is loaded once. For each name a process forks, in which torch_private does not find it.
 WITHOUT_EACH = """
-import os, sys, tempfile, traceback, types, warnings
+import os, sys, tempfile, traceback, warnings
 import torch
+from tests.ops.private_names import absent, stand_ins
 
 torch.set_num_threads(1)
 warnings.simplefilter("ignore")
-source = open("tilenorm/ops/torch_private.py").read()
-
-
-def take_away(name):
-    module = types.ModuleType("tilenorm.ops.torch_private")
-    exec(source.replace(f'_found("{name}")', "None"), vars(module))
-    sys.modules[module.__name__] = module
 
 
 def run():
@@ -62,7 +262,8 @@ for name in ("nothing", *sys.argv[1:]):
     child = os.fork()
     if child == 0:
         try:
-            take_away(name)
+            with stand_ins({name: absent}):
+                import tilenorm
             torch.save(run(), f"{folder}/{name}")
             os._exit(0)
         except BaseException:

@@ -10,7 +10,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, wraps
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from ..ops.layout import vector_of
 from ..ops.plans import Runner, spec_of
 from ..ops.registry import MAX_ROWS, cutile_implementation, device_of, on_device_of
 from ..ops.tensors import Saved, Tensors, merged_needs
+from ..ops.torch_private import native_router
 from ..spec import Options
 
 OPERATORS = (
@@ -49,6 +50,9 @@ def override() -> Iterator[None]:
       elementwise operations and a mean.
     - F.rms_norm of a channels-last input, for the same reason.
     - Norms inside code that torch.compile generates.
+
+    PyTorch's own router (torch.backends.python_native) may be switched off and on
+    inside a block: its kernels then serve what tilenorm's do not.
 
     Blocks may be nested. PyTorch's own kernels are restored when the last open block ends, also if
     it ends with an exception. A block should not begin or end while another thread is inside a
@@ -170,6 +174,7 @@ class Override:
         self._lock = threading.Lock()
         self._blocks, self._enabled = 0, False
         self._registered: Library | None = None
+        self._fall_back: Callable[[], None] = lambda: None
 
     def begin(self) -> None:
         with self._lock:
@@ -187,10 +192,41 @@ class Override:
         wanted = enabled or blocks > 0
         if wanted and self._registered is None:
             self._registered = _register(self._key, self._kernels)
+            self._stay_in_front()
         elif not wanted and self._registered is not None:
+            self._fall_back()
             self._registered._destroy()
             self._registered = None
         self._blocks, self._enabled = blocks, enabled
+
+    def _stay_in_front(self) -> None:
+        """Have PyTorch's router register its kernels behind these, until self._fall_back is called.
+
+        The kernel that was registered last is called first. It holds the one before it, which must
+        not be removed before it.
+        """
+        router = native_router()
+        if router is None:
+            return
+        former = router._register_overrides_from_graph
+
+        @wraps(former)
+        def behind(*args, **kwargs):
+            with self._lock:
+                if self._registered is None:  # called by another's wrapper, which holds this one
+                    return former(*args, **kwargs)
+                self._registered._destroy()
+                try:
+                    return former(*args, **kwargs)
+                finally:
+                    self._registered = _register(self._key, self._kernels)
+
+        def fall_back() -> None:
+            if router._register_overrides_from_graph is behind:
+                router._register_overrides_from_graph = former
+
+        router._register_overrides_from_graph = behind
+        self._fall_back = fall_back
 
 
 def _register(key: str, kernels: Kernels) -> Library:

@@ -9,6 +9,7 @@ from ..launch.calls import ABSENT, BackwardArrays, Launch
 from ..launch.kernel import launch
 from ..launch.plan import BackwardPlan, ForwardPlan
 from ..spec import PLAIN, NormSpec
+from . import torch_private
 from .layout import (
     as_read,
     contiguous_strides_of,
@@ -20,14 +21,13 @@ from .layout import (
     vector_of,
 )
 from .tensors import SKIP, Branch, Results, Saved, Tensors
-from .torch_private import current_stream, empty_strided_cuda
 
 Run = Callable[[Sequence[Launch], tuple, int], None]
 
 
 def on_device(launches: Sequence[Launch], arrays: tuple, index: int) -> None:
     """Launch on the current stream of the current CUDA device, which is `index`."""
-    launch(current_stream(index), launches, arrays)
+    launch(torch_private.current_stream(index), launches, arrays)
 
 
 def forward(
@@ -45,7 +45,7 @@ def forward(
     if not known:
         rows = like.numel() // hidden
     shape, strides = (rows, hidden), (hidden, 1)
-    empty = empty_strided_cuda if like.is_cuda else _empty_strided_cpu
+    empty = torch_private.empty_strided_cuda if like.is_cuda else _empty_strided_cpu
     y = empty(shape, strides, (tensors[SKIP] if spec.skip else like).dtype)
     total = mean = rstd = None
     if tensors[1] is not None:
@@ -108,7 +108,7 @@ def backward(
     x, gate, weight, bias, mean, rstd = saved
     hidden = spec.hidden
     rows = x.numel() // hidden
-    empty = empty_strided_cuda if x.is_cuda else _empty_strided_cpu
+    empty = torch_private.empty_strided_cuda if x.is_cuda else _empty_strided_cpu
     shape, strides = (rows, hidden), (hidden, 1)
     dx = empty(shape, strides, (x if spec.skip else dy).dtype) if need_dx else None
     dresidual = empty(shape, strides, x.dtype) if need_dresidual else None
@@ -172,7 +172,7 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 def fresh(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """A contiguous tensor on the device of another, not filled."""
-    empty = empty_strided_cuda if like.is_cuda else _empty_strided_cpu
+    empty = torch_private.empty_strided_cuda if like.is_cuda else _empty_strided_cpu
     return empty(tuple(shape), contiguous_strides_of(shape), dtype)
 
 

@@ -10,7 +10,7 @@ from torch.compiler import is_compiling
 from torch.overrides import has_torch_function
 
 from ..spec import PLAIN
-from . import arguments, library, overrides, reference
+from . import arguments, library, overrides, reference, torch_private
 from .autograd import apply, needs_grad
 from .direct import MOST_GUARDS, is_plain, is_transformed
 from .plans import Runner, runner_of, spec_of_tensors
@@ -18,7 +18,7 @@ from .registry import MAX_ROWS, device_of, refuse_transformed, select_transforme
 from .split import norm as split
 from .split.norm import is_cut
 from .tensors import Results, Tensors
-from .torch_private import TensorGuards, current_device, forward_mode, modes
+from .torch_private import TensorGuards, forward_mode, modes
 
 MOST_CALLS = 1024
 _autocast = torch.is_autocast_enabled  # for CUDA; given a device's name it takes twice as long
@@ -81,7 +81,7 @@ def normalize(
         for check, index, most, hidden, wanted, recorded, runner in known or ():
             if (
                 check(*given)
-                and (index is None or index == current_device())
+                and (index is None or index == torch_private.current_device())
                 and (size := x.numel()) <= most
                 and (residual is None or residual.shape == x.shape)
                 and (gate is None or gate.shape == x.shape)
@@ -149,7 +149,7 @@ def is_direct(tensors: tuple) -> bool:
 
 
 def _is_here(x: Tensor) -> bool:
-    return x.is_cpu or (x.is_cuda and x.get_device() == current_device())
+    return x.is_cpu or (x.is_cuda and x.get_device() == torch_private.current_device())
 
 
 def _index_of(x: Tensor) -> int | None:

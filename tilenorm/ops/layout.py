@@ -121,7 +121,7 @@ def as_read(
 def shaped_as(fresh: Tensor, like: Tensor) -> Tensor:
     """A contiguous tensor, which nothing else holds, in the shape of another."""
     strides = like.stride() if like.is_contiguous() else contiguous_strides(like)
-    return reinterpret(fresh, like.shape, strides)
+    return reinterpret(fresh, tuple(like.shape), strides)  # PyTorch 2.14 takes no torch.Size
 
 
 def rows_shape(shape: Sequence[int], hidden: int) -> tuple[int, ...]:

@@ -191,13 +191,11 @@ def _setup_context(ctx, inputs: tuple, output: tuple) -> None:
 
 def _backward(ctx, dy, dsum, *_) -> tuple:
     """As torch.library.register_autograd takes it: a gradient, or None, for each argument."""
-    mask = asked_of(ctx)
+    asked = asked_of(ctx)  # arguments at the end that have their defaults are not among them
     more = PLAIN + len(Options._fields) + len(("eps", "save", "backend"))
-    count = len(ctx.runner.dtypes)
-    found = gradients(ctx, dy, dsum, (*mask[:PLAIN], *mask[more:])[:count])
-    between = [None] * (min(more, len(mask)) - PLAIN)
-    rest = [None] * (len(mask) - len(between) - count)
-    return *found[:PLAIN], *between, *found[PLAIN:], *rest
+    mask = [*asked[:PLAIN], *asked[more:], *[False] * len(Tensors._fields)]
+    found = gradients(ctx, dy, dsum, tuple(mask[: len(ctx.runner.dtypes)]))
+    return (*found[:PLAIN], *[None] * (more - PLAIN), *found[PLAIN:])[: len(asked)]
 
 
 def norm_autocast(*arguments) -> tuple[Tensor, ...]:

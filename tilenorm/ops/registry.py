@@ -21,8 +21,7 @@ from ..launch.toolchain import (
 )
 from ..settings import settings
 from ..spec import TENSORS, NormSpec
-from . import quantized, reference, split
-from .torch_private import current_device
+from . import quantized, reference, split, torch_private
 
 MAX_HIDDEN = 262144
 MAX_ROWS = 2**30  # row numbers are 32-bit, and the last tile of rows may reach past the end
@@ -249,4 +248,5 @@ def on_device_of(x: Tensor) -> AbstractContextManager:
     already, or where x is not on a CUDA device.
     """
     index = x.get_device()
-    return _HERE if index < 0 or index == current_device() else torch.cuda.device(index)
+    here = index < 0 or index == torch_private.current_device()
+    return _HERE if here else torch.cuda.device(index)

@@ -1,13 +1,14 @@
 """Every private name of PyTorch's that the ops use, with what it saves and what replaces it.
 
-A name that this PyTorch lacks is None here, and the function beside it takes the public way. The
-times are host times of a call: those with a GPU by PyTorch 2.11 on the host of an H200, the
-others by PyTorch 2.13 on a CPU.
+A name that this PyTorch lacks, or that does not do here what its check in torch_checks.py asks of
+it, is None, and the function beside it takes the public way. The times are host times of a call:
+those with a GPU by PyTorch 2.11 on the host of an H200, the others by PyTorch 2.13 on a CPU.
 """
 
 import sys
-from collections.abc import Sequence
-from functools import reduce
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, reduce
 from operator import attrgetter, or_
 from types import SimpleNamespace
 
@@ -16,8 +17,22 @@ from torch import Tensor
 from torch.autograd import Function, forward_ad
 from torch.compiler import is_compiling
 
+from . import torch_checks as checks
 
-def _found(path: str):
+# This module may be imported in a mode, a transform or a context that gives tensors another device.
+# The thread of the checks is in none of them. Together they take 1 to 2 ms.
+_aside = ThreadPoolExecutor(1)
+
+
+def _passes(check: Callable[..., bool], *names, aside: ThreadPoolExecutor = _aside) -> bool:
+    """Whether private names do what a check asks of them."""
+    try:
+        return aside.submit(check, *names).result() is True
+    except Exception:  # what has another meaning may raise anything
+        return False
+
+
+def _named(path: str):
     """What torch has under a dotted path, or None."""
     try:
         return attrgetter(path)(torch)
@@ -25,68 +40,82 @@ def _found(path: str):
         return None
 
 
+def _found(check: Callable[..., bool], *paths: str):
+    """What torch has under each of the paths, if all of them together pass the check, else None."""
+    names = tuple(map(_named, paths))
+    if None in names or not _passes(check, *names):
+        names = (None,) * len(paths)
+    return names if len(names) > 1 else names[0]
+
+
 # Compares of each tensor the type, dispatch keys, dtype, device, requires_grad, and given sizes.
 # 0.15 µs a call; without it every call is checked again.
-TensorGuards = _found("_C._dynamo.guards.TensorGuards")
+TensorGuards = _found(checks.compares, "_C._dynamo.guards.TensorGuards")
 
 # A view that autograd does not see. as_strided takes twice as long, and in autograd's thread more,
 # because it lets go of the interpreter's lock.
-_reinterpret_tensor = _found("_C._dynamo.guards._reinterpret_tensor")
+_reinterpret_tensor = _found(checks.views, "_C._dynamo.guards._reinterpret_tensor")
 
 # An allocation on the current CUDA device in 0.8 µs, where torch.empty takes 2.2; in autograd's
 # thread 4 µs instead of 9, because it does not let go of the interpreter's lock.
-_empty_strided_cuda = _found("_C._dynamo.guards._empty_strided_cuda")
+_empty_strided_cuda = _named("_C._dynamo.guards._empty_strided_cuda")
 
 # The current stream's number in 0.07 µs, where torch.cuda.current_stream takes 3.8. Absent from
 # builds without CUDA.
-_current_raw_stream = _found("_C._cuda_getCurrentRawStream")
+_current_raw_stream = _named("_C._cuda_getCurrentRawStream")
 
 # The current CUDA device without a check whether CUDA was initialised. Absent without CUDA.
-_cuda_get_device = _found("_C._cuda_getDevice")
+_cuda_get_device = _named("_C._cuda_getDevice")
 
 # How many modes see every operation. PyTorch has no public way to ask: without it no call is
 # direct, and the dispatcher, which knows the modes, takes every call to the ops.
-_dispatch_modes = _found("_C._len_torch_dispatch_stack")
+_dispatch_modes = _found(checks.counts_modes, "_C._len_torch_dispatch_stack")
 
 # A tensor's dispatch keys, and those that a thread adds to every tensor's. Without one of these
 # names no call is direct either.
-_keys_of = _found("_C._dispatch_keys")
-_thread_keys = _found("_C._dispatch_tls_local_include_set")
-_Keys = _found("_C.DispatchKeySet")
-_Key = _found("_C.DispatchKey")
+_keys_of, _thread_keys, _Keys, _Key = _found(
+    checks.tells_keys,
+    "_C._dispatch_keys",
+    "_C._dispatch_tls_local_include_set",
+    "_C.DispatchKeySet",
+    "_C.DispatchKey",
+)
 
 # torch.func's transforms that are active. Without these two no call is direct either, and PyTorch
 # refuses to transform the ops.
-_transforms = _found("_C._functorch.peek_interpreter_stack")
-_Transform = _found("_C._functorch.CInterpreter")
+_transforms, _Transform = _found(
+    checks.tells_transforms, "_C._functorch.peek_interpreter_stack", "_C._functorch.CInterpreter"
+)
 
 # The forward-mode level, negative outside of one. The public way asks each tensor for its tangent.
-_forward_mode = _found("autograd.forward_ad._current_level") is not None
+_forward_mode = _found(checks.tells_level, "autograd.forward_ad._current_level") is not None
 
 # The class of a Function's backward pass. With it, calls leave out the Python halves of
 # Function.apply and of the backward pass: 7 of 22 µs for a Function that does nothing.
-_backward_class = _found("autograd.Function._backward_cls")
+_backward_class = _found(checks.is_applied, "autograd.Function._backward_cls")
 
 # Whether the engine's current pass is that of a backward() without `inputs`, which wants all
 # gradients; whether a pass runs a node of the graph; and the node that it runs now. Without one of
 # these names grad(y, [x]) computes dW as well, and grad(y, [w]) computes dx.
-_pass_wants_all = _found("autograd.Variable._execution_engine.is_checkpoint_valid")
-_engine_runs = _found("_C._will_engine_execute_node")
-_running_node = _found("_C._current_autograd_node")
+_pass_wants_all = _found(
+    checks.wants_all, "autograd.Variable._execution_engine.is_checkpoint_valid"
+)
+_engine_runs = _named("_C._will_engine_execute_node")
+_running_node = _named("_C._current_autograd_node")
 
 # Runs an op as if autograd were off, for less time than register_autograd's own layer, which takes
 # 8 µs of a call that needs no gradient.
-BelowAutograd = _found("_C._AutoDispatchBelowAutograd")
+BelowAutograd = _found(checks.is_below_autograd, "_C._AutoDispatchBelowAutograd")
 
 # Whether PyTorch's autocast handles one of its operators. The public way compares versions.
-_has_kernel = _found("_C._dispatch_has_kernel_for_dispatch_key")
+_has_kernel = _found(checks.tells_kernels, "_C._dispatch_has_kernel_for_dispatch_key")
 
 # y and rstd of F.rms_norm in one call. Without it the reference computes its own formula.
-fused_rms_norm = _found("_fused_rms_norm")
+fused_rms_norm = _found(checks.normalizes, "_fused_rms_norm")
 
 # view, whose result autograd takes for a tensor of its own. Zero-bubble pipelines detach a stage's
 # outputs in place, which views refuse: without it a stage on the CPU cannot end with a norm.
-_unsafe_view = _found("ops.aten._unsafe_view.default")
+_unsafe_view = _found(checks.is_no_view, "ops.aten._unsafe_view.default")
 
 
 def reshaped(fresh: Tensor, shape: Sequence[int]) -> Tensor:
@@ -110,10 +139,30 @@ def _device_public() -> int:
     return torch.cuda.current_device() if torch.cuda.is_initialized() else -1
 
 
+def _at_first_call(name: str, check: Callable[..., bool], private, public: Callable) -> Callable:
+    """A function that makes the check, and puts what this module then has under `name` in its own
+    place. The check starts CUDA, so it waits for a call that does so anyway.
+    """
+
+    def first(*args):
+        with ThreadPoolExecutor(1) as aside:
+            globals()[name] = private if _passes(check, private, aside=aside) else public
+        return globals()[name](*args)
+
+    return public if private is None else first
+
+
 reinterpret = _reinterpret_tensor or _reinterpret_public
-empty_strided_cuda = _empty_strided_cuda or _empty_cuda_public
-current_stream = _current_raw_stream or _stream_public
-current_device = _cuda_get_device or _device_public
+# Callers ask this module for these three at each call.
+empty_strided_cuda = _at_first_call(
+    "empty_strided_cuda", checks.allocates_on_cuda, _empty_strided_cuda, _empty_cuda_public
+)
+current_stream = _at_first_call(
+    "current_stream", checks.tells_stream, _current_raw_stream, _stream_public
+)
+current_device = _at_first_call(
+    "current_device", checks.tells_device, _cuda_get_device, _device_public
+)
 
 if _dispatch_modes is None or _transforms is None or _Transform is None:
 
@@ -140,9 +189,8 @@ if _keys_of is None or _thread_keys is None or _Keys is None or _Key is None:
         return False
 
 else:
-    _ORDINARY = ("CPU", "CUDA", "BackendSelect", "ADInplaceOrView", "AutogradCPU", "AutogradCUDA")
-    _ORDINARY += ("AutocastCPU", "AutocastCUDA")  # the callers cast as autocast does
-    _OTHER_BITS = ~reduce(or_, (_Keys(getattr(_Key, name)).raw_repr() for name in _ORDINARY))
+    _ORDINARY_BITS = (_Keys(getattr(_Key, name)).raw_repr() for name in checks.ORDINARY)
+    _OTHER_BITS = ~reduce(or_, _ORDINARY_BITS)
 
     def has_ordinary_keys(tensors: Sequence[Tensor | None]) -> bool:
         """Whether no tensor has, and the thread adds, another dispatch key than those of ordinary
@@ -193,9 +241,17 @@ else:
         Up to PyTorch 2.13, ctx.needs_input_grad tells what the forward pass knew. PyTorch's own
         nodes ask task_should_compute_output, which Python cannot call.
         """
-        if is_compiling() or _pass_wants_all():  # TorchDynamo cannot trace what asks the engine
+        # TorchDynamo cannot trace what asks the engine.
+        if is_compiling() or _pass_wants_all() or not _engine_tells():
             return ctx.needs_input_grad
         return _asked_of_part(ctx)
+
+    @cache
+    def _engine_tells() -> bool:
+        """The check runs backward passes, so it waits for one that runs anyway."""
+        with ThreadPoolExecutor(1) as aside:
+            names = _pass_wants_all, _engine_runs, _running_node
+            return _passes(checks.engine_tells, *names, aside=aside)
 
     def _asked_of_part(ctx) -> tuple[bool, ...]:
         """The same in a pass that may want a part. It asks what task_should_compute_output asks.
@@ -218,6 +274,11 @@ else:
             return mask  # the engine of torch.distributed.rpc knows no node
         of_each = iter(used)
         return tuple([needed and next(of_each) for needed in mask])
+
+
+# PyTorch's own kernels in Python, by the language that they are written in.
+NATIVE = {"cutedsl": "quack"}
+RMS_NORM_ON_CUDA = ("_fused_rms_norm", "CUDA")
 
 
 def ragged_dimension(x: Tensor) -> int:
@@ -256,21 +317,40 @@ def keep_every_argument(ops: Sequence) -> None:
         from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 
         infos = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
-    except (ImportError, AttributeError):
+        infos.update(dict.fromkeys(ops, RuntimeSchemaInfo(static_argnum=0)))
+    except (ImportError, AttributeError, TypeError):
         return
-    infos.update(dict.fromkeys(ops, RuntimeSchemaInfo(static_argnum=0)))
+
+
+def native_router():
+    """The module that registers PyTorch's own kernels in Python over those of aten, or None.
+
+    PyTorch 2.13 has it, 2.9 does not. It calls the function below for each operator whose kernels
+    it registers anew. Without that, nobody is told of its switches, torch.backends.python_native.
+    """
+    router = getattr(getattr(torch, "_native", None), "registry", None)
+    return router if hasattr(router, "_register_overrides_from_graph") else None
+
+
+def rms_norm_of_torch() -> str:
+    """Whose kernels F.rms_norm runs on CUDA: ATen's, or before them those that PyTorch's router has
+    registered, quack's where the package nvidia-cutlass-dsl is installed.
+    """
+    graphs = getattr(native_router(), "_graphs", {})
+    nodes = [n for key, of_key in graphs.items() if key[-2:] == RMS_NORM_ON_CUDA for n in of_key]
+    names = [NATIVE.get(node.dsl_name, node.dsl_name) for node in nodes if node.active]
+    return ", else ".join([*names, "ATen"])
 
 
 # The hooks of all modules. Without this name every module counts as one with hooks.
-_has_any_global_hook = _found("nn.modules.module._has_any_global_hook")
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_has_any_global_hook = _found(checks.tells_hooks, "nn.modules.module._has_any_global_hook")
 
 
 def is_its_forward(module: torch.nn.Module) -> bool:
     """Whether module(x) is the forward of its class: no hooks, and no forward of its own."""
     if _has_any_global_hook is None or _has_any_global_hook() or "forward" in vars(module):
         return False
-    return not any(getattr(module, name, True) for name in _HOOKS)
+    return not any(getattr(module, name, True) for name in checks.HOOKS)
 
 
 def inductor_captures(options: dict) -> bool:
@@ -292,3 +372,6 @@ def inductor_joint_pass():
     except ImportError:
         return None
     return (config, CustomGraphPass) if hasattr(config, "joint_custom_post_pass") else None
+
+
+_aside.shutdown()

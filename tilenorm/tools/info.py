@@ -20,6 +20,7 @@ from ..launch.toolchain import (
     package_version,
 )
 from ..ops.registry import Device, device_of, record_failure, refusals
+from ..ops.torch_private import rms_norm_of_torch
 from ..spec import OPS, NormSpec
 
 ROWS = 4096
@@ -31,6 +32,7 @@ def information() -> tuple[list[str], list[str]]:
     wrong = []
     lines = [f"python {platform.python_version()}"]
     lines += [f"{name} {package_version(name)}" for name in PACKAGES]
+    lines.append(f"RMSNorm of torch on CUDA: {rms_norm_of_torch()}")
     if not CUDA_TILE_MISSING:
         lines.append(f"compiler {_compiler(wrong)}")
         lines.append(f"compile cache {_cache(wrong)}")

@@ -13,12 +13,12 @@ from torch.fx import Node
 
 from .calls import CASTS, DTYPES_16_BIT, bind, cast_input, operands
 from .gradient import item_of
-from .nodes import Left, constant_of, name_of, values_of
+from .nodes import DETACHES, Left, constant_of, name_of, values_of
 from .norms import known, same_sizes, trailing
 
 # Operations that change neither a number nor the order of the numbers, if they keep the dtype.
 VIEWS = ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "unsqueeze", "squeeze")
-VIEWS += ("detach", "alias", "contiguous", "clone")
+VIEWS += (*DETACHES, "contiguous", "clone")
 CLAMPS = ("clamp", "clip", "clamp_min", "clamp_max")
 SMALLEST = 1e-12
 # (dtype, a dtype that has all its numbers).

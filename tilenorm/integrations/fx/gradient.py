@@ -10,7 +10,7 @@ from torch.fx.node import map_aggregate
 
 from ...ops.sharding import is_distributed
 from .calls import bind
-from .nodes import Left, is_idle, name_of, value_of, values_of
+from .nodes import DETACHES, Left, is_idle, name_of, value_of, values_of
 from .norms import same_sizes
 
 NORM_BACKWARD = torch.ops.tilenorm.norm_backward.default
@@ -74,7 +74,7 @@ def operands_of_sum(node: object, like: Tensor) -> tuple[Node, ...]:
 
 def before_detach(node: Node) -> Node:
     """The node before those that give the same tensor to autograd."""
-    while name_of(node) in ("detach", "alias") and isinstance(bind(node)["self"], Node):
+    while name_of(node) in DETACHES and isinstance(bind(node)["self"], Node):
         node = bind(node)["self"]
     return node
 

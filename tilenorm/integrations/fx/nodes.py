@@ -33,6 +33,8 @@ VALUES = ("val", "example_value")
 # Operators with a graph or a kernel of the user's, in a form that writes to no tensor.
 FUNCTIONAL = ("triton_kernel_wrapper_functional", "auto_functionalized", "auto_functionalized_v2")
 FUNCTIONAL += ("flex_attention", "flex_attention_backward")
+# A tensor as it is. make_fx writes `alias` from PyTorch 2.14 on where it wrote `detach`.
+DETACHES = ("detach", "alias")
 IN_PLACE = ("setitem", "iadd", "isub", "imul", "itruediv", "ipow", "ifloordiv", "imod", "imatmul")
 
 
@@ -147,7 +149,7 @@ def is_idle(node: Node) -> bool:
     """
     if node.target is torch.ops.aten._assert_tensor_metadata.default:
         return True
-    detaches = name_of(node) == "detach" and len(node.args) == 1 and not node.kwargs
+    detaches = name_of(node) in DETACHES and len(node.args) == 1 and not node.kwargs
     return detaches and all(map(is_idle, node.users))
 
 

@@ -18,13 +18,13 @@ from ...spec import Options
 from .calls import bind
 from .emit import derived
 from .gradient import Call, before_detach, item_of
-from .nodes import Left, key_of, name_of, value_of, values_of, writes
+from .nodes import DETACHES, Left, key_of, name_of, value_of, values_of, writes
 from .norms import known
 
 NORM = torch.ops.tilenorm.norm.default
 SUM, RSTD, OUTPUT = 1, 3, 5  # indices among the results of the two ops
 VIEWS = ("view", "reshape", "_unsafe_view", "permute", "transpose", "t", "unsqueeze", "squeeze")
-VIEWS += ("detach", "alias")
+VIEWS += DETACHES
 # Results that are saved for the backward pass, and not computed again from what they are made of.
 SAVED = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm", "_grouped_mm")
 ATTENTION = "_scaled_dot_product"

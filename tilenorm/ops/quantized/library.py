@@ -29,6 +29,7 @@ LIBRARY.define(
     " Tensor output, Tensor sum, Tensor mean, Tensor rstd)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
+TAKEN = ("input", "residual", "weight", "bias", "addend")  # of Tensors, in the op's order
 
 
 class Call(NamedTuple):
@@ -133,11 +134,11 @@ def _setup_context(ctx, inputs: tuple, output: tuple) -> None:
 
 def _backward(ctx, dq, dscale, damax, dy, dsum, *_) -> tuple:
     """As torch.library.register_autograd takes it: a gradient, or None, for each argument."""
-    x, residual, weight, bias, addend, *others = asked_of(ctx)
-    mask = (x, residual, False, weight, bias, addend, False)[: len(ctx.runner.dtypes)]
-    found = gradients(ctx, dy, dsum, mask)
-    dx, dresidual, _, *more, _ = Tensors(*found)
-    return dx, dresidual, *more, *[None] * len(others)
+    asked = asked_of(ctx)
+    by_name = dict(zip(TAKEN, asked, strict=False))
+    mask = tuple(by_name.get(name, False) for name in Tensors._fields)
+    found = Tensors(*gradients(ctx, dy, dsum, mask[: len(ctx.runner.dtypes)]))
+    return *(getattr(found, name) for name in TAKEN), *[None] * (len(asked) - len(TAKEN))
 
 
 for key in ("CPU", "CUDA"):
