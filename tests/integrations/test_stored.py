@@ -1,0 +1,202 @@
+"""patch and undo where somebody stores a module's forward, before or after, and puts it back."""
+
+import functools
+import inspect
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import tilenorm
+from tilenorm.integrations.form import Form
+from tilenorm.integrations.unpatch import PatchedModule
+
+from ..ops.helpers import random
+from . import norms
+from .norms import N
+
+pytestmark = pytest.mark.filterwarnings("ignore::tilenorm.ReferenceWarning")
+HIDDEN = {}  # a place where nobody looks
+
+
+class Manager:
+    """An object that keeps a forward, and calls it in a method or when it is called."""
+
+    def __init__(self, inner):
+        self.kept = {"inner": inner}
+
+    def run(self, x):
+        return self.kept["inner"](x)
+
+    __call__ = run
+
+
+def in_an_attribute(module, inner, name):
+    vars(module)[name] = inner
+    call = functools.partial(lambda m, x: getattr(m, name)(x), module)  # as Accelerate does
+    return functools.update_wrapper(call, inner), lambda: vars(module).pop(name)
+
+
+def in_a_closure(module, inner, name):
+    return lambda x: inner(x), lambda: inner
+
+
+def in_a_list(module, inner, name):
+    kept = [inner]
+    return lambda x: kept[0](x), lambda: kept[0]
+
+
+def in_an_object(module, inner, name):
+    kept = SimpleNamespace(forward=inner)
+    return functools.partial(
+        lambda m, x: kept.forward(x), module
+    ), lambda: kept.forward  # diffusers
+
+
+def in_a_default(module, inner, name):
+    def forward(x, inner=inner):
+        return inner(x)
+
+    return forward, lambda: forward.__defaults__[0]
+
+
+def in_a_keyword_default(module, inner, name):
+    def forward(x, *, inner=inner):
+        return inner(x)
+
+    return forward, lambda: forward.__kwdefaults__["inner"]
+
+
+def as_a_partial(module, inner, name):
+    call = functools.partial(inner)  # that of a partial is a copy of it
+    return call, lambda: inner if isinstance(inner, functools.partial) else call.func
+
+
+def in_an_argument(module, inner, name):
+    call = functools.partial(lambda first, x: first(x), inner)
+    return call, lambda: call.args[0]
+
+
+def in_a_keyword(module, inner, name):
+    call = functools.partial(lambda x, inner: inner(x), inner=inner)
+    return call, lambda: call.keywords["inner"]
+
+
+def in_a_method(module, inner, name):
+    manager = Manager(inner)
+    return manager.run, lambda: manager.kept["inner"]
+
+
+def in_a_callable(module, inner, name):
+    manager = Manager(inner)
+    return manager, lambda: manager.kept["inner"]
+
+
+def hidden(module, inner, name):
+    HIDDEN[name] = inner
+    return lambda x: HIDDEN[name](x), lambda: HIDDEN.pop(name)
+
+
+WAYS = [in_an_attribute, in_a_closure, in_a_list, in_an_object, in_a_default, in_a_keyword_default]
+WAYS += [as_a_partial, in_an_argument, in_a_keyword, in_a_method, in_a_callable]
+NORMS = {"Hugging Face's": norms.Custom, "PyTorch's": lambda: nn.LayerNorm(N)}
+# What happens to a module: "store" stands for a way to store its forward, which "back" takes off.
+ORDERS = [
+    "patch store undo back patch undo",
+    "patch store back undo patch undo",
+    "store patch undo back patch undo",
+    "store patch back undo patch store undo back",
+    "store back patch undo patch store undo",
+    "store patch store undo back back patch undo",
+]
+
+
+def runs_tilenorm(module: nn.Module) -> tuple[bool, Tensor]:
+    with mock.patch.object(Form, "compute", autospec=True, side_effect=Form.compute) as compute:
+        y = module(random(5, N))
+    return compute.called, y
+
+
+class Happened:
+    """A module, to which things happen in turn. After each, its numbers are those of its class."""
+
+    def __init__(self, module: nn.Module):
+        self.module, self.cls, self.stored, self.report = module, type(module), [], None
+        self.expected = module(random(5, N))
+
+    def happens(self, what) -> None:
+        match what:
+            case "patch" if not self.report:
+                self.report = tilenorm.patch(self.module)
+                self.left(self.report.left)
+            case "undo" if self.report:
+                self.report.undo()
+                self.report = None
+            case "unpatch":
+                names = tilenorm.unpatch(self.module)
+                assert names == (("the model",) if self.report else ())
+                self.report = None
+            case "back" if self.stored:
+                _, take_off = self.stored.pop()
+                self.module.forward = take_off()
+            case _ if callable(what):
+                forward, back = what(self.module, self.module.forward, f"_kept{len(self.stored)}")
+                self.module.forward = forward
+                self.stored.append((what, back))
+        self.check()
+
+    def left(self, left) -> None:
+        if left:
+            (entry,) = left
+            assert "its forward was replaced on this instance" in entry.reason
+            assert any(way is hidden for way, _ in self.stored)
+            self.report = None
+
+    def check(self) -> None:
+        called, y = runs_tilenorm(self.module)
+        assert called == bool(self.report)
+        assert isinstance(self.module, PatchedModule) == bool(self.report)
+        if self.report:
+            torch.testing.assert_close(y, self.expected)
+        else:
+            assert type(self.module) is self.cls and torch.equal(y, self.expected)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_a_stored_forward(way, order):
+    happened = Happened(norms.Custom())
+    for what in order.split():
+        happened.happens(way if what == "store" else what)
+
+
+@given(
+    st.sampled_from(sorted(NORMS)),
+    st.lists(st.sampled_from([*WAYS, hidden, *("patch", "undo", "unpatch", "back") * 3])),
+)
+@settings(max_examples=60, deadline=None)
+def test_stored_forwards_in_any_order(name, steps):
+    happened = Happened(NORMS[name]())
+    for what in steps:
+        happened.happens(what)
+
+
+def test_undo_puts_the_stored_forward_back():
+    module = norms.Custom()
+    inner = module.forward
+    module.forward, _ = in_an_attribute(module, inner, "_old_forward")
+    report = tilenorm.patch(module)
+    assert module._old_forward == module.forward.__wrapped__ != inner
+    report.undo()
+    assert module._old_forward == module.forward.__wrapped__ == inner
+
+
+def test_a_patched_forward_keeps_its_signature():
+    module = norms.GatedNorm()
+    signature = inspect.signature(module.forward)
+    tilenorm.patch(module)
+    assert inspect.signature(module.forward) == signature
