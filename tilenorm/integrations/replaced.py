@@ -41,29 +41,38 @@ def calls_of_class(module: nn.Module) -> list[Put]:
 
     Each place is a function that puts another forward there.
     """
-    if "forward" not in vars(module):
-        return []
-    found, todo, seen = [], [vars(module)], {}
-    while todo:
-        holder = todo.pop()
-        if id(holder) in seen:
-            continue
-        seen[id(holder)] = holder  # kept, so that no other object gets its id
-        for value, put in _held(holder):
-            if not _is_forward(value, module):
-                todo.append(value)
-            elif put is not None:
-                found.append(put)
-    return found
+    return [put for value, put in _reached(module) if put and _is_forward(value, module)]
+
+
+def patched_ones(module: nn.Module) -> list[nn.Module]:
+    """For a module whose forward was replaced: the others whose patched forward it holds."""
+    values = [value for value, _ in _reached(module) if _is_dispatching(value)]
+    return [value.__self__ for value in values if value.__self__ is not module]
+
+
+def _is_dispatching(value: object) -> bool:
+    function = value.__func__ if type(value) is MethodType else None
+    return getattr(function, "__code__", None) in dispatching.__code__.co_consts
 
 
 def _is_forward(value: object, module: nn.Module) -> bool:
     """Whether a value is the forward of the module's class, or of a patch of it, bound to it."""
     if type(value) is not MethodType or value.__self__ is not module:
         return False
-    function = value.__func__
-    code = getattr(function, "__code__", None)
-    return function is type(module).forward or code in dispatching.__code__.co_consts
+    return value.__func__ is type(module).forward or _is_dispatching(value)
+
+
+def _reached(module: nn.Module) -> Iterator[tuple[object, Put | None]]:
+    """The values of `_held` for a module whose forward was replaced, and for all that it holds."""
+    todo, seen = [vars(module)] if "forward" in vars(module) else [], {}
+    while todo:
+        holder = todo.pop()
+        if id(holder) in seen:
+            continue
+        seen[id(holder)] = holder  # kept, so that no other object gets its id
+        for value, put in _held(holder):
+            yield value, put
+            todo.append(value)
 
 
 def _held(holder: object) -> Iterator[tuple[object, Put | None]]:

@@ -6,7 +6,7 @@ from types import FunctionType, MethodType
 
 from torch import nn
 
-from .replaced import calls_of_class, dispatching
+from .replaced import calls_of_class, dispatching, patched_ones
 
 
 class PatchedModule:
@@ -45,8 +45,9 @@ def unpatch(model: nn.Module) -> tuple[str, ...]:
     Raises:
         TypeError: model is not a module.
         RuntimeError: a module has a class that was derived from a patched one and cannot be derived
-            anew, because it uses super(). The message names the module. No module is changed in
-            this case.
+            anew, because it uses super(); or its forward was replaced by a function that calls a
+            patched module outside of the model. The message names the module. No module is changed
+            in these cases.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -70,6 +71,11 @@ def revert(caller: str, names: dict[nn.Module, str]) -> None:
     """Give patched modules the classes that they would have without a patch."""
     changes = []
     for module, name in names.items():
+        if any(isinstance(m, PatchedModule) and m not in names for m in patched_ones(module)):
+            raise RuntimeError(
+                f"{caller}: the forward that was set on {name} calls a patched module elsewhere, as"
+                " hooks of a copy call the original; revert that one first"
+            )
         try:
             changes.append((name, module, _unpatched(type(module))))
         except Exception as error:
@@ -115,4 +121,4 @@ def _uses_super(value: object) -> bool:
     """Whether a function, method or property of a class refers to that class by super()."""
     parts = [getattr(value, name, None) for name in ("__func__", "fget", "fset", "fdel")]
     codes = [f.__code__ for f in (value, *parts) if isinstance(f, FunctionType)]
-    return any({"super", "__class__"} & {*code.co_names, *code.co_freevars} for code in codes)
+    return any("super" in c.co_names or "__class__" in c.co_freevars for c in codes)
