@@ -233,19 +233,31 @@ def derived(base: type) -> type:
     return Derived
 
 
-class Slotted(nn.LayerNorm):
+class OwnSetattr(nn.LayerNorm):
     def __setattr__(self, name, value):
-        if name == "__class__":
-            raise AssertionError("this class has its own way to set attributes")
+        assert name != "__class__", "this class has its own way to set attributes"
         super().__setattr__(name, value)
 
 
-def test_a_class_with_its_own_setattr():
-    model = nn.Sequential(Slotted(N))
+class OwnClass(nn.LayerNorm):
+    """What refuses another class."""
+
+    __class__ = property(lambda self: OwnClass)
+
+
+def test_a_module_with_its_own_way_to_set_attributes():
+    model = nn.Sequential(OwnSetattr(N))
     report = tilenorm.patch(model)
-    assert report.patched and isinstance(model[0], PatchedModule)
+    assert report.patched and type(model[0]) is not OwnSetattr
     report.undo()
-    assert type(model[0]) is Slotted
+    assert type(model[0]) is OwnSetattr
+
+
+def test_a_module_that_refuses_another_class_is_named_and_nothing_changes():
+    model = nn.Sequential(nn.LayerNorm(N), OwnClass(N))
+    with pytest.raises(RuntimeError, match="patch: the class of 1 cannot change: "):
+        tilenorm.patch(model)
+    assert [type(m) for m in model] == [nn.LayerNorm, OwnClass]
 
 
 @pytest.mark.parametrize("revert", ["undo", "unpatch"])

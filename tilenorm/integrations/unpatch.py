@@ -94,7 +94,7 @@ def change_classes(caller: str, changes: list[tuple[str, nn.Module, type[nn.Modu
         before.append((module, type(module)))
         try:
             object.__setattr__(module, "__class__", cls)  # the class may have its own __setattr__
-        except TypeError as error:
+        except Exception as error:
             for done, former in before[:-1]:
                 object.__setattr__(done, "__class__", former)
             raise RuntimeError(f"{caller}: the class of {name} cannot change: {error}") from error
