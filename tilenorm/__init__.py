@@ -6,6 +6,7 @@ Importing this never touches CUDA.
 from .integrations.aten import disable, enable, override
 from .integrations.compile import compile
 from .integrations.models import patch
+from .integrations.unpatch import unpatch
 from .nn import LayerNorm, RMSNorm
 from .ops.chained.functional import rms_norm_add_rms_norm
 from .ops.functional import (
@@ -53,5 +54,6 @@ __all__ = [
     "rms_norm_add",
     "rms_norm_add_rms_norm",
     "rms_norm_quantized",
+    "unpatch",
 ]
 __version__ = "0.2.0"

@@ -81,6 +81,24 @@ def test_a_norm_wrapped_alone(world, precision, patched):
     world.run(in_turn, precision, False, patched)
 
 
+def reverted(order: str):
+    """The bits and collectives of a model that was never patched."""
+    model, x = block(PYTORCHS), rows_of(dist.get_rank())
+    for step in order.split(", "):
+        {"patched": tilenorm.patch, "sharded": sharded}[step](model)
+    steps(model, x)
+    assert tilenorm.unpatch(model) == ("first", "second")
+    y, gradients, collectives = steps(model, x)
+    other, others, expected = steps(sharded(block(PYTORCHS)), x)
+    assert torch.equal(y, other) and collectives == expected and sum(expected.values())
+    assert all(map(torch.equal, full(gradients).values(), full(others).values()))
+
+
+@pytest.mark.parametrize("order", ["patched, sharded", "sharded, patched"])
+def test_unpatch(world, order):
+    world.run(reverted, order)
+
+
 def test_offload_to_the_cpu(world):
     world.run(in_turn, "float32", True, False)
 

@@ -71,6 +71,9 @@ def patched(name: str):
     assert collectives == others and sum(others.values())
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(found, trained(model_of(name, False))[0], rtol=1e-4, atol=1e-4)
+    assert len(tilenorm.unpatch(model)) == MODELS[name]
+    model.zero_grad()
+    torch.testing.assert_close(trained(model)[0], expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", slow_but_first(MODELS))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import tilenorm
 from tilenorm.integrations.blocks import PatchedBlock
+from tilenorm.integrations.replaced import UNREACHED
 
 from ..ops.helpers import random
 from .test_patch_models import MODELS
@@ -169,6 +170,36 @@ def test_a_block_that_is_left_says_why(cls, reason):
     report = tilenorm.patch(block, residual=True)
     assert type(block) is cls
     assert any(entry.cls is cls and reason in entry.reason for entry in report.left)
+
+
+def test_a_block_whose_own_forward_is_not_found_is_left():
+    block = Block()
+    block.forward = lambda x, h: (x, h)
+    report = tilenorm.patch(block, residual=True)
+    assert type(block) is Block and len(report.patched) == 2
+    assert [entry.reason for entry in report.left] == [UNREACHED]
+
+
+class Passes(nn.Module):
+    """As peft's wrappers: a norm's attributes, and another forward."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.inner = norm
+
+    def __getattr__(self, name):
+        return getattr(super().__getattr__("inner"), name) if name != "inner" else None
+
+    def forward(self, x):
+        return -self._modules["inner"](x)
+
+
+def test_a_wrapper_that_passes_attributes_on_keeps_its_forward(sums):
+    block, patched = made(Block)
+    x, h = random(5, N, dtype=torch.bfloat16), random(5, N, dtype=torch.bfloat16, seed=1)
+    for model in (block, patched):
+        model.norm = Passes(model.norm)
+    assert all(map(torch.equal, patched(x, h), block(x, h))) and len(sums) == 1
 
 
 def test_compiled_in_one_graph(dynamo):

@@ -5,9 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.func import functional_call
 
@@ -173,14 +171,6 @@ def test_keyword_arguments():
         gated(x, x=x)
 
 
-@pytest.fixture
-def one_process_mesh():
-    """A device mesh that holds only this process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
-
-
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 @pytest.mark.parametrize("order", ["patched, sharded", "sharded, patched"])
 def test_fully_shard_before_and_after_patch(one_process_mesh, order):
@@ -255,27 +245,12 @@ def test_second_patch_and_second_undo_raise():
     model = Block()
     report = tilenorm.patch(model.last)
     classes = [type(module) for module in model.modules()]
-    with pytest.raises(RuntimeError, match="last is already patched; undo that patch first"):
+    with pytest.raises(RuntimeError, match=r"last is already patched; tilenorm.unpatch\(model\)"):
         tilenorm.patch(model)
     assert [type(module) for module in model.modules()] == classes
     report.undo()
     with pytest.raises(RuntimeError, match="this patch has already been undone"):
         report.undo()
-
-
-def test_undo_raises_if_a_class_changed_after_the_patch():
-    class Wrapped(type(nn.LayerNorm(N))):
-        pass
-
-    model = Block()
-    report = tilenorm.patch(model)
-    last_class, first_class = type(model.last), type(model.first)
-    model.first.__class__ = Wrapped
-    with pytest.raises(RuntimeError, match="class of first, again changed after the patch"):
-        report.undo()
-    assert type(model.last) is last_class
-    model.first.__class__ = first_class
-    report.undo()
 
 
 @pytest.mark.parametrize("model", [None, "model", nn.LayerNorm, [nn.LayerNorm(N)]], ids=repr)

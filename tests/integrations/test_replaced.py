@@ -1,88 +1,230 @@
-"""tilenorm.patch where a forward was replaced on the instance, as by Hugging Face's TP."""
+"""tilenorm.patch and undo where hooks store a module's forward before or after, and put it back."""
 
 import copy
+import functools
+import inspect
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
 
 import tilenorm
 from tilenorm.integrations.form import Form
-from tilenorm.integrations.models import PatchedNorm
+from tilenorm.integrations.unpatch import PatchedModule
 
 from ..ops.helpers import random
 from . import norms
 from .norms import N
 
 pytestmark = pytest.mark.filterwarnings("ignore::tilenorm.ReferenceWarning")
+HIDDEN = {}  # a place where nobody looks
+
+
+class Manager:
+    """An object that keeps a forward, and calls it in a method or when it is called."""
+
+    def __init__(self, inner):
+        self.kept = {"inner": inner}
+
+    def run(self, x):
+        return self.kept["inner"](x)
+
+    __call__ = run
+
+
+def in_an_attribute(module, inner, name):
+    vars(module)[name] = inner
+    call = functools.partial(lambda m, x: getattr(m, name)(x), module)  # as Accelerate does
+    return functools.update_wrapper(call, inner), lambda: vars(module).pop(name)
+
+
+def in_a_closure(module, inner, name):
+    return lambda x: inner(x), lambda: inner
+
+
+def in_a_list(module, inner, name):
+    kept = [inner]
+    return lambda x: kept[0](x), lambda: kept[0]
+
+
+def in_an_object(module, inner, name):
+    kept = SimpleNamespace(forward=inner)
+    return functools.partial(
+        lambda m, x: kept.forward(x), module
+    ), lambda: kept.forward  # diffusers
+
+
+def in_a_default(module, inner, name):
+    def forward(x, inner=inner):
+        return inner(x)
+
+    return forward, lambda: forward.__defaults__[0]
+
+
+def in_a_keyword_default(module, inner, name):
+    def forward(x, *, inner=inner):
+        return inner(x)
+
+    return forward, lambda: forward.__kwdefaults__["inner"]
+
+
+def as_a_partial(module, inner, name):
+    call = functools.partial(inner)  # that of a partial is a copy of it
+    return call, lambda: inner if isinstance(inner, functools.partial) else call.func
+
+
+def in_an_argument(module, inner, name):
+    call = functools.partial(lambda first, x: first(x), inner)
+    return call, lambda: call.args[0]
+
+
+def in_a_keyword(module, inner, name):
+    call = functools.partial(lambda x, inner: inner(x), inner=inner)
+    return call, lambda: call.keywords["inner"]
+
+
+def in_a_method(module, inner, name):
+    manager = Manager(inner)
+    return manager.run, lambda: manager.kept["inner"]
+
+
+def in_a_callable(module, inner, name):
+    manager = Manager(inner)
+    return manager, lambda: manager.kept["inner"]
+
+
+def hidden(module, inner, name):
+    HIDDEN[name] = inner
+    return lambda x: HIDDEN[name](x), lambda: HIDDEN.pop(name)
+
+
+WAYS = [in_an_attribute, in_a_closure, in_a_list, in_an_object, in_a_default, in_a_keyword_default]
+WAYS += [as_a_partial, in_an_argument, in_a_keyword, in_a_method, in_a_callable]
 NORMS = {"Hugging Face's": norms.Custom, "PyTorch's": lambda: nn.LayerNorm(N)}
-EACH_NORM = pytest.mark.parametrize("make", NORMS.values(), ids=NORMS)
+# What happens to a module: "store" stands for a way to store its forward, which "back" takes off.
+ORDERS = [
+    "patch store undo back patch undo",
+    "patch store back undo patch undo",
+    "store patch undo back patch undo",
+    "store patch back undo patch store undo back",
+    "store back patch undo patch store undo",
+    "store patch store undo back back patch undo",
+]
 
 
-def hooked(module: nn.Module, before=lambda x: x, after=lambda y: y) -> nn.Module:
-    """As transformers.distributed.tensor_parallel.TensorParallelLayer.install_forward."""
-    original_forward, calls = module.forward, []
-
-    def tp_forward(*args, **kwargs):
-        calls.append(args)
-        return after(original_forward(before(args[0]), *args[1:], **kwargs))
-
-    module.forward = tp_forward
-    return module
+def runs_tilenorm(module: nn.Module) -> tuple[bool, Tensor]:
+    """Whether a module computes a norm by tilenorm, and its output."""
+    with (
+        mock.patch.object(Form, "compute", autospec=True, side_effect=Form.compute) as compute,
+        mock.patch.object(Form, "add", autospec=True, side_effect=Form.add) as add,
+    ):
+        y = module(random(5, N))
+    return compute.called or add.called, y
 
 
-def runs_tilenorm(module: nn.Module) -> bool:
-    with mock.patch.object(Form, "forward", autospec=True, side_effect=Form.forward) as forward:
-        module(random(5, N))
-    return forward.called
+class Happened:
+    """A module, to which things happen in turn. After each, its numbers are those of its class."""
+
+    def __init__(self, module: nn.Module):
+        self.module, self.cls, self.stored, self.report = module, type(module), [], None
+        self.expected = module(random(5, N))
+
+    def happens(self, what) -> None:
+        match what:
+            case "patch" if not self.report:
+                self.report = tilenorm.patch(self.module)
+                self.left(self.report.left)
+            case "undo" if self.report:
+                self.report.undo()
+                self.report = None
+            case "unpatch":
+                names = tilenorm.unpatch(self.module)
+                assert names == (("the model",) if self.report else ())
+                self.report = None
+            case "back" if self.stored:
+                _, take_off = self.stored.pop()
+                self.module.forward = take_off()
+            case _ if callable(what):
+                forward, back = what(self.module, self.module.forward, f"_kept{len(self.stored)}")
+                self.module.forward = forward
+                self.stored.append((what, back))
+        self.check()
+
+    def left(self, left) -> None:
+        if left:
+            (entry,) = left
+            assert "its forward was replaced on this instance" in entry.reason
+            assert any(way is hidden for way, _ in self.stored)
+            self.report = None
+
+    def check(self) -> None:
+        called, y = runs_tilenorm(self.module)
+        assert called == bool(self.report)
+        assert isinstance(self.module, PatchedModule) == bool(self.report)
+        if self.report:
+            torch.testing.assert_close(y, self.expected)
+        else:
+            assert type(self.module) is self.cls and torch.equal(y, self.expected)
 
 
-@EACH_NORM
-@pytest.mark.parametrize("times", [1, 2])
-def test_the_replaced_forward_stays_and_calls_tilenorm(make, times):
-    module = make()
-    for _ in range(times):
-        hooked(module, lambda x: x * 2, lambda y: y + 1)
-    before, x = module.forward, random(5, N)
-    expected = module(x)
-    assert not runs_tilenorm(module)
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_a_stored_forward(way, order):
+    happened = Happened(norms.Custom())
+    for what in order.split():
+        happened.happens(way if what == "store" else what)
+
+
+@given(
+    st.sampled_from(sorted(NORMS)),
+    st.lists(st.sampled_from([*WAYS, hidden, *("patch", "undo", "unpatch", "back") * 3])),
+)
+@settings(max_examples=60, deadline=None)
+def test_stored_forwards_in_any_order(name, steps):
+    happened = Happened(NORMS[name]())
+    for what in steps:
+        happened.happens(what)
+
+
+def test_undo_puts_the_stored_forward_back():
+    module = norms.Custom()
+    inner = module.forward
+    module.forward, _ = in_an_attribute(module, inner, "_old_forward")
     report = tilenorm.patch(module)
-    assert module.forward is before and isinstance(module, PatchedNorm) and not report.left
-    assert runs_tilenorm(module)
-    torch.testing.assert_close(module(x), expected)
+    assert module._old_forward == module.forward.__wrapped__ != inner
     report.undo()
-    assert module.forward is before and not runs_tilenorm(module)
-    assert torch.equal(module(x), expected)
+    assert module._old_forward == module.forward.__wrapped__ == inner
 
 
-@EACH_NORM
-def test_a_forward_that_is_replaced_after_the_patch_is_undone_too(make):
-    module = make()
-    expected = module(random(5, N))
-    report = tilenorm.patch(module)
-    hooked(module)
-    assert runs_tilenorm(module)
-    report.undo()
-    assert not runs_tilenorm(module) and torch.equal(module(random(5, N)), expected)
+def test_a_patched_forward_keeps_its_signature():
+    module = norms.GatedNorm()
+    signature = inspect.signature(module.forward)
+    tilenorm.patch(module)
+    assert inspect.signature(module.forward) == signature
 
 
 def test_other_modules_in_the_closure_keep_their_forward():
     one, other = norms.Custom(), norms.Custom()
-    hooked(one, before=other.forward)
+    first, second = one.forward, other.forward
+    one.forward = lambda x: first(second(x))
     report = tilenorm.patch(one)
-    assert runs_tilenorm(one) and not isinstance(other, PatchedNorm)
-    assert not runs_tilenorm(other)
+    assert runs_tilenorm(one)[0] and not isinstance(other, PatchedModule)
+    assert not runs_tilenorm(other)[0]
     report.undo()
-    assert not runs_tilenorm(one)
+    assert not runs_tilenorm(one)[0]
 
 
 def test_a_copy_whose_forward_calls_the_original_is_left():
     """deepcopy keeps functions: the copy's forward has the original's weights, also without us."""
-    module = hooked(norms.Custom())
+    module = norms.Custom()
+    module.forward, _ = in_a_closure(module, module.forward, "")
     other = copy.deepcopy(module)
     (entry,) = tilenorm.patch(other).left
-    assert "and calls no other" in entry.reason
+    assert "its forward was replaced on this instance" in entry.reason
     assert len(tilenorm.patch(module).patched) == 1
 
 
@@ -97,21 +239,24 @@ def test_a_closure_that_holds_itself_or_an_unset_variable():
 
     module.forward = forward
     tilenorm.patch(module)
-    assert runs_tilenorm(module)
+    assert runs_tilenorm(module)[0]
     if module is None:
         unset = None
 
 
-def test_compiled(dynamo):
-    module = hooked(norms.Custom())
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_compiled(dynamo, way):
+    """The graph follows a patch that is undone."""
+    module, targets = norms.Custom(), []
     expected = module(random(5, N))
-    tilenorm.patch(module)
-    graphs = []
+    module.forward, _ = way(module, module.forward, "kept")
 
     def backend(graph, inputs):
-        graphs.append(graph)
+        targets.append({str(node.target) for node in graph.graph.nodes})
         return graph.forward
 
     run = torch.compile(module, fullgraph=True, backend=backend)
-    torch.testing.assert_close(run(random(5, N)), expected)
-    assert any("tilenorm" in str(node.target) for g in graphs for node in g.graph.nodes)
+    for change in (tilenorm.patch, tilenorm.unpatch):
+        change(module)
+        torch.testing.assert_close(run(random(5, N)), expected)
+    assert [any("tilenorm" in target for target in graph) for graph in targets] == [True, False]

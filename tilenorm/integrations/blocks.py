@@ -23,6 +23,7 @@ from types import CellType, FunctionType
 from torch import Tensor, nn
 
 from ..ops.torch_private import is_its_forward
+from .unpatch import PatchedModule, patched_subclass
 
 NORMED = "_tilenorm_normed_{}"  # a local variable: what the norm makes of the sum of that number
 
@@ -31,17 +32,16 @@ class Unchanged(Exception):
     """The forward of a class keeps its sums; the message gives the reason."""
 
 
-class PatchedBlock:
-    """Mixin with a rewritten forward: the first base class of a patched block's class."""
+class PatchedBlock(PatchedModule):
+    """Mixin of the class of a block whose forward is rewritten."""
 
-    _tilenorm_class: type[nn.Module]
     _tilenorm_norms: tuple[str, ...]  # of patched_block
     _tilenorm_sums: tuple[str, ...]  # those among them that a sum stands before
 
     @staticmethod
     def _tilenorm_sum_and_norm(a: Tensor, b: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
         """a + b, and the norm of it."""
-        form = getattr(norm, "_tilenorm_form", None)
+        form = getattr(type(norm), "_tilenorm_form", None)  # peft's wrappers pass attributes on
         if form is not None and is_its_forward(norm) and _are_alike(a, b):
             found = form.add(norm, a, b)
             if found is not None:
@@ -62,10 +62,8 @@ def patched_block(cls: type[nn.Module], norms: tuple[str, ...]) -> type[nn.Modul
     Raises Unchanged if the forward has no such place, or cannot be rewritten.
     """
     forward, found = rewritten(cls, norms)
-    namespace = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-    namespace |= {"_tilenorm_class": cls, "_tilenorm_norms": norms}
-    namespace |= {"_tilenorm_sums": found, "forward": forward}
-    return type(cls)(cls.__name__, (PatchedBlock, cls), namespace)
+    options = {"_tilenorm_norms": norms, "_tilenorm_sums": found, "_tilenorm_forward": forward}
+    return patched_subclass(PatchedBlock, cls, **options)
 
 
 def _new(cls: type[nn.Module], norms: tuple[str, ...]) -> nn.Module:

@@ -4,13 +4,14 @@ from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 
 from ..nn import LayerNorm, RMSNorm
 from .blocks import Unchanged, patched_block
 from .form import Form
 from .recognition import Unrecognised, looks_like_a_norm, recognise
-from .replaced import change_class
+from .replaced import UNREACHED, calls_of_class
+from .unpatch import PatchedModule, change_classes, names_of, patched_subclass, revert
 
 
 class Patched(NamedTuple):
@@ -33,14 +34,10 @@ class Left(NamedTuple):
     reason: str
 
 
-class PatchedNorm:
-    """Mixin with tilenorm's forward: the first base class of a patched module's class."""
+class PatchedNorm(PatchedModule):
+    """Mixin of the class of a norm with tilenorm's forward."""
 
-    _tilenorm_class: type[nn.Module]
     _tilenorm_form: Form
-
-    def forward(self, *args, **kwargs) -> Tensor:
-        return self._tilenorm_form.forward(self, *args, **kwargs)
 
     def __reduce_ex__(self, protocol):
         _, _, *state = super().__reduce_ex__(protocol)
@@ -50,9 +47,8 @@ class PatchedNorm:
 @cache
 def _patched_class(cls: type[nn.Module], form: Form) -> type[nn.Module]:
     """A subclass of cls with the same name, whose forward computes the form."""
-    namespace = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-    namespace |= {"_tilenorm_class": cls, "_tilenorm_form": form}
-    return type(cls)(cls.__name__, (PatchedNorm, cls), namespace)
+    options = {"_tilenorm_form": form, "_tilenorm_forward": form.forward}
+    return patched_subclass(PatchedNorm, cls, **options)
 
 
 def _new(cls: type[nn.Module], form: Form) -> nn.Module:
@@ -71,27 +67,23 @@ class Report:
         self, patched: list[Patched], left: list[Left], modules: list[tuple[nn.Module, type]]
     ):
         self.patched, self.left = tuple(patched), tuple(left)
-        self._modules = modules  # (module, its class after the patch), in the order of `patched`
-        self._undone = False
+        self._modules = {m: entry.name for (m, _), entry in zip(modules, patched, strict=True)}
 
     def undo(self) -> None:
-        """Give every patched module back the class that it had before the patch.
+        """Revert the patch: what `unpatch` does, for the modules of this report that are patched.
+
+        Copies of these modules stay patched, also those that peft makes for modules_to_save.
+        tilenorm.unpatch(model) reverts every patched module of a model.
 
         Raises:
-            RuntimeError: undo() was called before, or the class of a module has changed since the
-                patch (fully_shard changes it). No module is changed in these cases.
+            RuntimeError: the patch has already been undone, or `unpatch` would raise. No module is
+                changed in these cases.
         """
-        if self._undone:
+        names = {m: name for m, name in self._modules.items() if isinstance(m, PatchedModule)}
+        if self.patched and not names:
             raise RuntimeError("undo: this patch has already been undone")
-        for (module, cls), entry in zip(self._modules, self.patched, strict=True):
-            if type(module) is not cls:
-                now = f"{type(module).__module__}.{type(module).__qualname__}"
-                raise RuntimeError(
-                    f"undo: the class of {entry.name} changed after the patch, to {now}"
-                )
-        for (module, _), entry in zip(self._modules, self.patched, strict=True):
-            change_class(module, entry.cls)
-        self._undone, self._modules = True, []
+        revert("undo", names)
+        self._modules = {}
 
     def __str__(self) -> str:
         """One line for each combination of class and result, with the names of its modules."""
@@ -125,17 +117,18 @@ def patch(
     reason.
 
     A patched module is the same object, with the same parameters, hooks and attributes. A later
-    change of its eps takes effect. Where a forward was replaced on the module by a function that
-    calls the former one, as Hugging Face's tensor parallelism does, that function stays and calls
-    tilenorm's. Its class becomes a subclass of its former class, with the same
+    change of its eps takes effect. Its class becomes a subclass of its former class, with the same
     name and with tilenorm's forward. isinstance, state_dict, copying and pickling work as before,
     and a copy of a patched module is patched too. Outputs keep their dtypes, also under
     torch.autocast.
 
+    Hooks of Accelerate and diffusers, and Hugging Face's tensor parallelism, replace a module's
+    forward by a function that calls the former one. That function stays and calls tilenorm's. patch
+    searches the module and the function for the former one, and leaves the module if it finds none.
+
     Args:
         model: a module on any device, including meta; it may be a norm itself. Patch the model
-            before FSDP1 wraps it, and before Accelerate's hooks replace a forward: they keep the
-            former one where patch does not look.
+            before FSDP1 wraps it.
         where: where(name, module) returns whether to patch a module, given its qualified name.
             None patches every norm. A module that appears at several places of the model is
             patched if where returns true for one of its names.
@@ -149,7 +142,7 @@ def patch(
 
     Returns:
         A report of the modules that were patched and of those that were not. str(report) is
-        readable, and report.undo() reverts the patch.
+        readable. report.undo() reverts the patch, and so does tilenorm.unpatch(model).
 
     Raises:
         TypeError: model is not a module, where is neither a function nor None, or residual is not a
@@ -166,14 +159,11 @@ def patch(
         )
     if not isinstance(residual, bool):
         raise TypeError(f"patch: argument 'residual' takes a bool, got {type(residual).__name__}")
-    names = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        names.setdefault(module, []).append(name)
+    names = names_of(model)
     for module, (name, *_) in names.items():
-        if isinstance(module, PatchedNorm):
-            raise RuntimeError(
-                f"patch: {name or 'the model'} is already patched; undo that patch first"
-            )
+        if isinstance(module, PatchedModule):
+            text = f"{name or 'the model'} is already patched"
+            raise RuntimeError(f"patch: {text}; tilenorm.unpatch(model) reverts that")
     patched, left, new_classes = [], [], []
     for module, module_names in names.items():
         if not looks_like_a_norm(module):
@@ -192,8 +182,8 @@ def patch(
             new_classes.append((module, _patched_class(cls, form)))
     if residual:
         _add_blocks(names, patched, left, new_classes)
-    for module, cls in new_classes:
-        change_class(module, cls)
+    found = [(e.name, *new) for e, new in zip(patched, new_classes, strict=True)]
+    change_classes("patch", found)
     return Report(patched, left, new_classes)
 
 
@@ -206,6 +196,8 @@ def _add_blocks(names: dict[nn.Module, list[str]], patched: list, left: list, ne
             continue
         name, cls = ", ".join(block_names) or "the model", type(block)
         try:
+            if "forward" in vars(block) and not calls_of_class(block):
+                raise Unchanged(UNREACHED)
             block_class = patched_block(cls, inside)
         except Unchanged as reason:
             left.append(Left(name, cls, str(reason)))

@@ -1,0 +1,290 @@
+"""tilenorm.unpatch: copies, what other libraries make of a patched model, and refusals."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize
+from torch.optim.swa_utils import AveragedModel
+
+import tilenorm
+from tilenorm.integrations.unpatch import PatchedModule
+
+from ..ops.helpers import random, through_pickle, through_save
+from .norms import Custom, N
+from .test_replaced import runs_tilenorm
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::tilenorm.ReferenceWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning"),
+]
+
+
+class Block(nn.Module):
+    """A linear layer, and a sum right before the first of two norms."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm, self.last = nn.Linear(N, N), Custom(), nn.LayerNorm(N)
+
+    def forward(self, x):
+        x = self.linear(x) + x
+        x = self.norm(x)
+        return self.last(x)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block, self.head = Block(), nn.Linear(N, N)
+        with torch.no_grad():
+            for seed, parameter in enumerate(self.parameters()):
+                parameter.copy_(random(*parameter.shape, seed=seed))
+
+    def forward(self, x):
+        return self.head(self.block(x))
+
+
+def with_lora(model):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["linear"], modules_to_save=["norm", "last"])
+    return peft.get_peft_model(model, config)
+
+
+def with_tuned_norms(model):
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(model, peft.LNTuningConfig(target_modules=["norm", "last"]))
+
+
+def offloaded(model):
+    return pytest.importorskip("accelerate").cpu_offload(model, torch.device("cpu"))
+
+
+def dispatched(model):
+    accelerate = pytest.importorskip("accelerate")
+    return accelerate.dispatch_model(model, {"block": "cpu", "head": "cpu"}, force_hooks=True)
+
+
+def without_hooks(model):
+    offloaded(model)
+    return pytest.importorskip("accelerate").hooks.remove_hook_from_module(model, recurse=True)
+
+
+def with_hooks_of_diffusers(model):
+    hooks = pytest.importorskip("diffusers.hooks")
+    for module in (model.block, model.block.norm, model.block.last):
+        registry = hooks.HookRegistry.check_if_exists_or_initialize(module)
+        registry.register_hook(hooks.ModelHook(), "one")
+        registry.register_hook(hooks.ModelHook(), "two")
+    return model
+
+
+def parametrized(model):
+    parametrize.register_parametrization(model.block.last, "weight", nn.Identity())
+    return model
+
+
+def sharded(model, mesh):
+    for module in (model.block.norm, model.block, model):
+        fully_shard(module, mesh=mesh)
+    return model
+
+
+def sharded_1(model):
+    model.block = FullyShardedDataParallel(model.block, device_id=torch.device("cpu"))
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+
+
+WRAPPERS = {
+    "lora": with_lora,
+    "tuned norms": with_tuned_norms,
+    "cpu_offload": offloaded,
+    "dispatch_model": dispatched,
+    "hooks taken off": without_hooks,
+    "parametrized": parametrized,
+    "compiled": partial(torch.compile, backend="eager"),
+}
+DISTRIBUTED = {
+    "fully_shard": sharded,
+    "DDP": lambda model, mesh: DistributedDataParallel(model),
+    "replicate": lambda model, mesh: replicate(model),
+}
+COPIES = [copy.deepcopy, copy.copy, through_pickle, through_save, AveragedModel]
+UNCOPIED = ["patch wrap", "wrap patch", "patch copy wrap"]
+ORDERS = [*UNCOPIED, "patch wrap copy", "wrap patch copy"]
+
+
+def classes(model) -> list:
+    """The classes of a model's modules, by the names of all their bases."""
+    return [[base.__qualname__ for base in type(m).__mro__] for m in model.modules()]
+
+
+def check(order: str, wrap, make_copy=copy.deepcopy):
+    """After these steps and unpatch, a model is what it is after the same steps without patch."""
+    steps = {"wrap": wrap, "copy": make_copy, "patch": lambda model: model}
+    model, other = Model(), Model()
+    for step in order.split():
+        other = steps[step](other)
+        if step == "patch":
+            assert len(tilenorm.patch(model, residual=True).patched) >= 2
+        model = steps[step](model)
+    expected = other(random(5, N))
+    called, y = runs_tilenorm(model)
+    torch.testing.assert_close(y, expected)
+    assert called
+    with pytest.raises(RuntimeError, match=r"is already patched; tilenorm.unpatch\(model\)"):
+        tilenorm.patch(model)
+    names = tilenorm.unpatch(model)
+    assert len(names) >= 2 and {*names} <= dict(model.named_modules()).keys()
+    assert classes(model) == classes(other)
+    assert not any(isinstance(module, PatchedModule) for module in model.modules())
+    called, y = runs_tilenorm(model)
+    assert not called and torch.equal(y, expected) and not tilenorm.unpatch(model)
+    return model
+
+
+def check_again(model):
+    assert tilenorm.patch(model, residual=True).patched and runs_tilenorm(model)[0]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_what_libraries_make_of_a_patched_model(name, order, dynamo):
+    check_again(check(order, WRAPPERS[name]))
+
+
+@pytest.mark.parametrize("order", UNCOPIED)
+def test_hooks_of_diffusers(order):
+    check_again(check(order, with_hooks_of_diffusers))
+
+
+@pytest.mark.parametrize("order", UNCOPIED)
+@pytest.mark.parametrize("name", DISTRIBUTED)
+def test_what_distributed_wrappers_make_of_a_patched_model(name, order, one_process_mesh):
+    check_again(check(order, partial(DISTRIBUTED[name], mesh=one_process_mesh)))
+
+
+def test_fsdp1_wraps_a_patched_model(one_process_mesh):
+    """The parameters are FSDP's then, and not the modules': patch would leave the norms."""
+    check("patch wrap", sharded_1)
+
+
+def test_a_copy_whose_hooks_call_the_original():
+    """deepcopy keeps functions: the hooks of the copy call the original, also without us."""
+    model = with_hooks_of_diffusers(Model())
+    tilenorm.patch(model, residual=True)
+    other = copy.deepcopy(model)
+    before, (_, y) = [type(m) for m in other.modules()], runs_tilenorm(other)
+    with pytest.raises(RuntimeError, match="unpatch: the forward that was set on block calls"):
+        tilenorm.unpatch(other)
+    assert [type(m) for m in other.modules()] == before
+    assert torch.equal(runs_tilenorm(other)[1], y)
+    assert len(tilenorm.unpatch(model)) == len(tilenorm.unpatch(other)) == 3
+    assert not runs_tilenorm(other)[0] and torch.equal(other(random(5, N)), Model()(random(5, N)))
+
+
+@pytest.mark.parametrize("make_copy", COPIES, ids=lambda make_copy: make_copy.__name__)
+def test_copies(make_copy):
+    check_again(check("patch copy", None, make_copy))
+
+
+@pytest.mark.parametrize("make_copy", [copy.deepcopy, through_pickle, AveragedModel])
+def test_the_original_stays_patched_and_undo_leaves_the_copy(make_copy):
+    model = Model()
+    report = tilenorm.patch(model, residual=True)
+    other, third = make_copy(model), make_copy(model)
+    assert len(tilenorm.unpatch(other)) == 3 and runs_tilenorm(model)[0]
+    report.undo()
+    assert not runs_tilenorm(model)[0] and runs_tilenorm(third)[0]
+
+
+def test_undo_after_unpatch():
+    """undo() reverts what is still patched; with nothing left it has been undone."""
+    model = Model()
+    report = tilenorm.patch(model, residual=True)
+    assert tilenorm.unpatch(model.block.norm) == ("the model",)
+    report.undo()
+    assert classes(model) == classes(Model())
+    report = tilenorm.patch(model)
+    assert tilenorm.unpatch(model) == ("block.norm", "block.last")
+    with pytest.raises(RuntimeError, match="undo: this patch has already been undone"):
+        report.undo()
+
+
+def test_a_norm_with_two_names():
+    model = nn.ModuleDict({"a": nn.LayerNorm(N)})
+    model["b"] = model["a"]
+    tilenorm.patch(model)
+    assert tilenorm.unpatch(model) == ("a, b",)
+
+
+def derived(base: type) -> type:
+    """A class that somebody derives from that of a patched module."""
+
+    class Derived(base):
+        def forward(self, x):
+            return super().forward(x) + 1
+
+    return Derived
+
+
+class OwnSetattr(nn.LayerNorm):
+    def __setattr__(self, name, value):
+        assert name != "__class__", "this class has its own way to set attributes"
+        super().__setattr__(name, value)
+
+
+class OwnClass(nn.LayerNorm):
+    """What refuses another class."""
+
+    __class__ = property(lambda self: OwnClass)
+
+
+def test_a_module_with_its_own_way_to_set_attributes():
+    model = nn.Sequential(OwnSetattr(N))
+    report = tilenorm.patch(model)
+    assert report.patched and type(model[0]) is not OwnSetattr
+    report.undo()
+    assert type(model[0]) is OwnSetattr
+
+
+def test_a_module_that_refuses_another_class_is_named_and_nothing_changes():
+    model = nn.Sequential(nn.LayerNorm(N), OwnClass(N))
+    with pytest.raises(RuntimeError, match="patch: the class of 1 cannot change: "):
+        tilenorm.patch(model)
+    assert [type(m) for m in model] == [nn.LayerNorm, OwnClass]
+
+
+@pytest.mark.parametrize("revert", ["undo", "unpatch"])
+def test_a_module_that_cannot_be_reverted_is_named_and_nothing_changes(revert):
+    model = Model()
+    report = tilenorm.patch(model, residual=True)
+    model.block.last.__class__ = derived(type(model.block.last))
+    before, (_, y) = [type(m) for m in model.modules()], runs_tilenorm(model)
+    with pytest.raises(RuntimeError, match=rf"{revert}: block.last .*Derived.* super\(\) in forw"):
+        report.undo() if revert == "undo" else tilenorm.unpatch(model)
+    assert [type(m) for m in model.modules()] == before
+    called, again = runs_tilenorm(model)
+    assert called and torch.equal(again, y)
+
+
+def test_a_derived_class_that_names_its_base():
+    module = nn.LayerNorm(N)
+    expected = module(random(5, N)) + 1
+    tilenorm.patch(module)
+    base = type(module)
+    module.__class__ = type("Derived", (base,), {"forward": lambda m, x: base.forward(m, x) + 1})
+    tilenorm.unpatch(module)
+    assert type(module).__bases__ == (nn.LayerNorm,)
+    assert torch.equal(module(random(5, N)), expected)
+
+
+@pytest.mark.parametrize("model", [None, nn.LayerNorm, [nn.LayerNorm(N)]], ids=repr)
+def test_a_model_of_another_type_is_refused(model):
+    with pytest.raises(TypeError, match=r"unpatch: argument 'model' takes a torch.nn.Module, got"):
+        tilenorm.unpatch(model)
