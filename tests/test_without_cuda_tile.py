@@ -26,7 +26,6 @@ from tilenorm.__main__ import main
 """
 MODEL = """
 from tilenorm.integrations.fx import replace_norms
-from tilenorm.nn import QuantizedNormLinear
 
 class Block(torch.nn.Module):
     def __init__(self):
@@ -56,7 +55,6 @@ patched = Block()
 report = str(tilenorm.patch(patched))
 assert "patched" in report and "other" in report, report
 step(patched)
-step(QuantizedNormLinear(16, 16))
 traced = torch.fx.symbolic_trace(torch.nn.Sequential(torch.nn.LayerNorm(16)))
 replace_norms(traced)
 step(traced)
