@@ -89,10 +89,9 @@ def check(op, tensors, normalized_shape, eps, asked, how, given, backend) -> Cal
             f"{instead}"
         )
     eps = arguments.default_eps(*tensors[:2]) if eps is None else float(eps)
-    x, *others = tensors
-    if x.is_cuda and is_autocast_enabled():
-        x = library.autocast_input(x, options.norm)
-    cast = Tensors(x, *others)
+    if tensors[0].is_cuda and is_autocast_enabled():
+        tensors = library.autocast_tensors(tensors, options.norm)
+    cast = Tensors(*tensors)
     return Call(cast, given, options, eps, quantization, needs_grad(*cast), backend)
 
 
