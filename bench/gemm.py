@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -133,8 +134,8 @@ def operands(shape: Shape, tokens: int, device: str) -> SimpleNamespace:
     make = torch.Generator(device).manual_seed(0)
 
     def random(rows: int, columns: int) -> Tensor:
-        like = {"device": device, "dtype": torch.bfloat16}
-        return torch.randn(rows, columns, generator=make, **like) * DEVIATION
+        size, dtype = (rows, columns), torch.bfloat16
+        return torch.randn(size, generator=make, device=device, dtype=dtype) * DEVIATION
 
     hidden, ffn, narrow = shape.hidden, shape.ffn, shape.narrow
     inner = {"g": ffn, "u": ffn, "q": hidden, "k": narrow, "v": narrow}
@@ -175,14 +176,14 @@ def measured(
 def wrong_by(way: Way, given: SimpleNamespace) -> float:
     """The error of the first rows of a way's result, as a share of the norm of the right ones."""
     products, addend = SITES[way.site]
-    expected = 0.0
+    expected: Any = 0.0
     for a, b in products:
         expected = expected + getattr(given, a)[:CHECKED_ROWS].float() @ getattr(given, b).float()
     if way.beta:
         expected = expected + way.beta * getattr(given, addend)[:CHECKED_ROWS].float()
     found = way.run(given)
     parts = found if isinstance(found, tuple) else (found,)
-    total = sum(part[:CHECKED_ROWS].float() for part in parts)
+    total: Any = sum(part[:CHECKED_ROWS].float() for part in parts)
     error = (total - expected).norm() / expected.norm()
     return math.inf if error.isnan() else error.item()
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -43,7 +43,7 @@ class PatchedNorm:
         return self._tilenorm_form.forward(self, *args, **kwargs)
 
     def __reduce_ex__(self, protocol):
-        _, _, *state = super().__reduce_ex__(protocol)
+        state = super().__reduce_ex__(protocol)[2:]
         return _new, (self._tilenorm_class, self._tilenorm_form), *state
 
 
@@ -52,7 +52,8 @@ def _patched_class(cls: type[nn.Module], form: Form) -> type[nn.Module]:
     """A subclass of cls with the same name, whose forward computes the form."""
     namespace = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
     namespace |= {"_tilenorm_class": cls, "_tilenorm_form": form}
-    return type(cls)(cls.__name__, (PatchedNorm, cls), namespace)
+    metaclass: Any = type(cls)
+    return metaclass(cls.__name__, (PatchedNorm, cls), namespace)
 
 
 def _new(cls: type[nn.Module], form: Form) -> nn.Module:
@@ -206,7 +207,7 @@ def _add_blocks(names: dict[nn.Module, list[str]], patched: list, left: list, ne
             continue
         name, cls = ", ".join(block_names) or "the model", type(block)
         try:
-            block_class = patched_block(cls, inside)
+            block_class: Any = patched_block(cls, inside)
         except Unchanged as reason:
             left.append(Left(name, cls, str(reason)))
         else:

@@ -52,7 +52,8 @@ def norm_linear(name: str, x, affine: tuple, linear: tuple, asked: tuple, scalin
     Raises as norm.check does, ValueError for another scaling, RuntimeError for a linear whose
     shapes or device do not fit, and NotImplementedError for dtypes that are not served.
     """
-    check_sizes(name, *linear[0].shape, scaling)
+    out, size = linear[0].shape
+    check_sizes(name, out, size, scaling)
     eps, *asked = asked
     how = (scaling, torch.float8_e4m3fn, False, None, False, False)
     shape = tuple(linear[0].shape[-1:])
