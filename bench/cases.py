@@ -7,7 +7,7 @@ the bench does not know the operations' names.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -84,7 +84,7 @@ class Op:
         so a repeated backward runs on its own result, and that result must not overflow.
         """
         make = torch.Generator(device).manual_seed(m * n + n)
-        like = {"generator": make, "dtype": torch.float32, "device": device}
+        like: dict[str, Any] = {"generator": make, "dtype": torch.float32, "device": device}
         row, column = self.shapes(m, n)
         fused = row[0], 1 if self.heads is None else 3, *row[1:]
         rows = [torch.randn(fused, **like).to(dtype)[:, 0] for _ in self.rows]

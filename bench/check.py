@@ -7,6 +7,7 @@ the error of the sum does.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -28,7 +29,7 @@ def oracle(op: Op, inputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
     """
     n_rows = len(op.rows)
     shape = inputs[0].shape
-    like = {"dtype": torch.float64, "device": inputs[0].device}
+    like: dict[str, Any] = {"dtype": torch.float64, "device": inputs[0].device}
     outputs = [torch.empty(shape, **like) for _ in op.outputs]
     row_grads = [torch.empty(shape, **like) for _ in op.rows]
     column_grads = [torch.zeros(x.shape, **like) for x in inputs[n_rows:]]

@@ -15,7 +15,8 @@ def slower(old: Record, new: Record) -> tuple[int, list[str]]:
     machines = sorted({run["machine"] for run in (*old.runs, *new.runs)})
     if len(machines) > 1:
         raise ValueError(f"records of different machines cannot be compared: {machines}")
-    before = {what(line): line for line in (*old.cells, *old.steps) if line.median_us}
+    earlier: list[Cell | Step] = [*old.cells, *old.steps]
+    before = {what(line): line for line in earlier if line.median_us}
     found = {what(line): line for line in (*new.cells, *new.steps)}
     common = [key for key in before if key in found]
     lines = [_complaint(before[key], found[key], _drift(old, new, before[key])) for key in common]

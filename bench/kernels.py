@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -118,7 +118,7 @@ def counted() -> Iterator[list[Launched]]:
         yield launches
 
 
-def _inductors_kernel() -> type | None:
+def _inductors_kernel() -> Any:
     """The class of the kernels in Inductor's code. Its name is private to PyTorch."""
     try:
         from torch._inductor.runtime.triton_heuristics import CachingAutotuner

@@ -4,7 +4,9 @@ A Shape describes a model. One Block with its stages computes all of them: where
 which norm it is, what attention does with q and k, and which feed-forward network follows.
 """
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +29,7 @@ class Attention(nn.Module):
     def __init__(self, shape: Shape, **factory):
         super().__init__()
         self.shape = shape
-        linear = partial(nn.Linear, bias=shape.biased, **factory)
+        linear: Callable = partial(nn.Linear, bias=shape.biased, **factory)
         columns = shape.hidden, shape.narrow, shape.narrow
         self.q, self.k, self.v = (linear(shape.hidden, count) for count in columns)
         self.output = linear(shape.hidden, shape.hidden)
@@ -58,7 +60,7 @@ class FeedForward(nn.Module):
 
     def __init__(self, shape: Shape, **factory):
         super().__init__()
-        linear = partial(nn.Linear, bias=shape.biased, **factory)
+        linear: Callable = partial(nn.Linear, bias=shape.biased, **factory)
         self.gate = linear(shape.hidden, shape.ffn) if shape.gated else None
         self.up = linear(shape.hidden, shape.ffn)
         self.output = linear(shape.ffn, shape.hidden)
@@ -160,8 +162,8 @@ class Transformer(nn.Module):
         make = torch.Generator(self.head.output.weight.device).manual_seed(seed)
         for name, parameter in self.named_parameters():
             cut = hasattr(parameter, "placements")  # a DTensor: every rank draws the whole weight
-            like = {"dtype": parameter.dtype, "device": make.device}
-            whole = torch.empty(parameter.shape, **like) if cut else parameter
+            dtype, device = parameter.dtype, make.device
+            whole = torch.empty(parameter.shape, dtype=dtype, device=device) if cut else parameter
             if parameter.ndim == 1:
                 whole.fill_(0.0 if name.endswith("bias") else 1.0)
             else:
@@ -169,7 +171,8 @@ class Transformer(nn.Module):
             if cut:
                 from torch.distributed.tensor import distribute_tensor
 
-                where = parameter.device_mesh, parameter.placements
+                placed: Any = parameter
+                where = placed.device_mesh, placed.placements
                 parameter.copy_(distribute_tensor(whole, *where, src_data_rank=None))
 
     def forward(self, given: Tensor, targets: Tensor | None = None) -> Tensor:

@@ -65,7 +65,8 @@ def alternated(
 
     No pair starts after the deadline. The host queues one pair while the GPU computes another.
     """
-    marks, peaks = [], [None, None]
+    marks: list = []
+    peaks: list = [None, None]
     for i in range(pairs):
         if time.time() >= deadline:
             break

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -72,7 +73,7 @@ def shard(model: Transformer, kind: str, device: str) -> None:
 
 def of_each_rank(found: dict) -> list[dict]:
     """What each rank found, on every rank."""
-    every = [None] * ranks()
+    every: list[Any] = [None] * ranks()
     dist.all_gather_object(every, found)
     return every
 
@@ -107,8 +108,8 @@ def _tensor_parallel(model: Transformer, mesh) -> None:
         return PrepareModuleInput(input_layouts=(rows, *rest), desired_input_layouts=(whole, *rest))
 
     for block in model.blocks:
-        plan = {"attention_norm": SequenceParallel(), "ffn_norm": SequenceParallel()}
-        plan |= {"attention": gathered(2), "ffn": gathered(0)}
+        plan: dict[str, Any] = {"attention": gathered(2), "ffn": gathered(0)}
+        plan |= {"attention_norm": SequenceParallel(), "ffn_norm": SequenceParallel()}
         columns = ("attention.q", "attention.k", "attention.v", "ffn.gate", "ffn.up")
         plan |= {name: ColwiseParallel() for name in columns}
         for name in ("attention.output", "ffn.output"):

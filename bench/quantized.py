@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -104,7 +105,7 @@ def measured(
 def inputs(rows: int, hidden: int, device: str, added: bool) -> list[Tensor]:
     """x, the residual if one is added, the weight, and the caller's scale."""
     make = torch.Generator(device).manual_seed(rows + hidden)
-    like = {"generator": make, "device": device}
+    like: dict[str, Any] = {"generator": make, "device": device}
     matrices = [torch.randn(rows, hidden, **like).bfloat16() for _ in range(1 + added)]
     weight = (0.25 + 0.5 * torch.rand(hidden, **like)).bfloat16()
     return [*matrices, weight, torch.full((1,), STATIC_SCALE, device=device)]

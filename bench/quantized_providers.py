@@ -74,7 +74,7 @@ def composed(norm: Callable, casting: Callable, output: bool) -> Callable:
 def _tilenorm(scaling: str, added: bool, output: bool) -> Callable:
     import tilenorm as tn
 
-    function = tn.add_rms_norm_quantized if added else tn.rms_norm_quantized
+    function: Callable = tn.add_rms_norm_quantized if added else tn.rms_norm_quantized
     static = scaling == "tensor"
 
     def run(*tensors):

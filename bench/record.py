@@ -74,9 +74,9 @@ class Record:
             if isinstance(line, Host):
                 if HOST not in asked.get("direction", [HOST]):
                     return False
-                names = [name for name in ("op", "provider") if name in asked]
+                names = asked.keys() & {"op", "provider"}
             else:
-                names = [name for name in asked if hasattr(line, name)]
+                names = {name for name in asked if hasattr(line, name)}
             return all(getattr(line, name) in asked[name] for name in names)
 
         lists = {name: list(filter(kept, getattr(self, name))) for name in LISTS.values()}

@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -164,7 +165,8 @@ def made(given: Settings) -> Transformer:
     if given.deterministic:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS reads it when CUDA starts
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        settings: Any = torch.utils.deterministic  # whose properties no checker knows
+        settings.fill_uninitialized_memory = False
     factory = {"device": given.device, "dtype": torch.bfloat16}
     return Transformer(given.shape, given.length, given.checkpointing, **factory)
 
@@ -198,7 +200,7 @@ class Training:
 def fingerprint(model: nn.Module) -> list[int]:
     """For each parameter, or this rank's part, the sum of its bit patterns read as integers."""
     parts = (p.to_local() if hasattr(p, "to_local") else p for p in model.parameters())
-    return [p.view(torch.int16).sum(dtype=torch.int64).item() for p in parts]
+    return [int(p.view(torch.int16).sum(dtype=torch.int64)) for p in parts]
 
 
 def _timed(step: Callable, steps: int, timer: Timer) -> tuple[list[float], list[float]]:

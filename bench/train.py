@@ -110,9 +110,9 @@ def _isolated(settings: Settings, timeout: float) -> list:
 
 def isolated(case: dict, device: str) -> list[str]:
     """The lines of a record. Runs in a worker process."""
-    lines, case = [], Case(**case)
-    present, _ = attendance([case.op], LAYER_PROVIDERS, device)
-    run.run([case], present, ("training",), device, lines.append)
+    lines, made = [], Case(**case)
+    present, _ = attendance([made.op], LAYER_PROVIDERS, device)
+    run.run([made], present, ("training",), device, lines.append)
     return [record.to_json(line) for line in lines if isinstance(line, Cell | Copy)]
 
 

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from bench.record import first_line
 
@@ -51,14 +52,14 @@ def run(function: Callable, timeout_s: float, places: dict[str, str] | None = No
         command = [sys.executable, "-m", __name__, name, json.dumps(arguments), str(result)]
         environment = os.environ | (caches(place) if places is None else places)
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-        options = quiet | {"env": environment, "start_new_session": True}
+        options: dict[str, Any] = quiet | {"env": environment, "start_new_session": True}
         with subprocess.Popen(command, **options) as process:
             try:
                 _, said = process.communicate(timeout=timeout_s)
-            except BaseException as error:
+            except BaseException as stopped:
                 os.killpg(process.pid, signal.SIGKILL)  # and the processes that it started
-                if isinstance(error, subprocess.TimeoutExpired):
-                    raise WorkerError(f"not done after {timeout_s:.0f} s") from error
+                if isinstance(stopped, subprocess.TimeoutExpired):
+                    raise WorkerError(f"not done after {timeout_s:.0f} s") from stopped
                 raise
         if not result.exists():
             last = said.strip().splitlines()[-1:] or ["no message"]

@@ -34,7 +34,7 @@ def executor_of(item: pytest.Item) -> str:
     if "executor" in params:
         executor = params["executor"]
         return executor.name if isinstance(executor, Executor) else executor
-    if "as_on_a_gpu" in fixtures:
+    if "as_on_a_gpu" in fixtures or "pretends" in fixtures:
         return "interpreter_sm_90"
     if "job" in params:
         return COMPILER

@@ -87,8 +87,8 @@ def tune(options: argparse.Namespace) -> int:
     device = _tuned_device(options)
     searches, target = _searches(options, device), device.target
     if options.dry_run:
-        limits = (options.rows, options.processes, options.spills, _report, options.terms)
-        return _print(lines.candidates(searches, target, *limits))
+        shown = (options.rows, options.processes, options.spills, _report, options.terms)
+        return _print(lines.candidates(searches, target, *shown))
     try:
         path = options.out or user_table.path_of(target.arch)
     except FileNotFoundError as error:

@@ -95,32 +95,6 @@ def test_rows_of_zeros_nan_and_infinity():
 
 
 @EACH_OP
-def test_the_same_codes_without_grad_compiled_and_in_a_graph(op):
-    how = HOWS[2]
-    assert how.output
-    rows, given = made(op, 200, 1024, B, B)
-    expected, _ = call(op, how, rows, 1024, given)
-    leaves = [t.clone().requires_grad_() for t in rows]
-
-    def compare(found):
-        for got, wanted in zip(found, expected, strict=True):
-            assert (got is None) == (wanted is None)
-            assert got is None or torch.equal(bits(got.detach()), bits(wanted))
-
-    compare(call(op, how, leaves, 1024, given)[0])
-    compiled = torch.compile(lambda *t: call(op, how, t, 1024, given)[0], fullgraph=True)
-    compare(compiled(*rows))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured, _ = call(op, how, rows, 1024, given)
-    for t in captured:
-        if t is not None:
-            t.zero_()
-    graph.replay()
-    compare(captured)
-
-
-@EACH_OP
 def test_gradients_are_those_of_the_plain_norm(op):
     results = []
     for function in (op, op.removesuffix("_quantized")):

@@ -19,6 +19,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from functools import cache, update_wrapper
 from types import CellType, FunctionType
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -50,7 +51,7 @@ class PatchedBlock(PatchedModule):
         return total, norm(total)
 
     def __reduce_ex__(self, protocol):
-        _, _, *state = super().__reduce_ex__(protocol)
+        state = super().__reduce_ex__(protocol)[2:]
         return _new, (self._tilenorm_class, self._tilenorm_norms), *state
 
 
@@ -86,7 +87,7 @@ def rewritten(cls: type[nn.Module], norms: tuple[str, ...]) -> tuple[Callable, t
     finder.visit(function)
     if not finder.found:
         raise Unchanged("no sum of two terms stands right before a patched norm")
-    made = _compiled(tree, forward)
+    made = _compiled(function, tree, forward)
     for wrapper in reversed(wrappers):
         made = _wrapping(wrapper, made)
     return made, tuple(dict.fromkeys(finder.found))
@@ -114,9 +115,8 @@ def _parsed(forward: FunctionType, wrapped: bool) -> tuple[ast.FunctionDef, ast.
     return function, tree
 
 
-def _compiled(tree: ast.Module, forward: FunctionType) -> FunctionType:
+def _compiled(function: ast.FunctionDef, tree: ast.Module, forward: FunctionType) -> FunctionType:
     """The rewritten function. What is evaluated where a function is defined, is taken over."""
-    (function,) = tree.body
     function.decorator_list, function.returns = [], None
     for node in ast.walk(function):
         if isinstance(node, ast.arg):
@@ -127,14 +127,14 @@ def _compiled(tree: ast.Module, forward: FunctionType) -> FunctionType:
     ast.fix_missing_locations(tree)
     code = compile(tree, forward.__code__.co_filename, "exec", dont_inherit=True)
     (body,) = (c for c in code.co_consts if inspect.iscode(c))
-    made = FunctionType(body, forward.__globals__, forward.__name__, forward.__defaults__)
+    made: Any = FunctionType(body, forward.__globals__, forward.__name__, forward.__defaults__)
     made.__kwdefaults__, made.__annotations__ = forward.__kwdefaults__, forward.__annotations__
     update_wrapper(made, forward, updated=())
     del made.__wrapped__  # it calls no other function
     return made
 
 
-def _wrapping(wrapper: FunctionType, inner: FunctionType) -> FunctionType:
+def _wrapping(wrapper: Any, inner: FunctionType) -> FunctionType:
     """A decorated function that calls another one: its closure holds that one instead."""
     cells = wrapper.__closure__ or () if isinstance(wrapper, FunctionType) else ()
     held = [_content(cell) for cell in cells]
@@ -182,13 +182,14 @@ class _Sums(ast.NodeTransformer):
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
+        norm: Any = node.func
         if not self._is_norm_of(node) or not _is_sum(node.args[0]):
             return node
-        self.found.append(node.func.attr)
-        both = self._call(node.args[0], node.func)
+        self.found.append(norm.attr)
+        both = self._call(node.args[0], norm)
         return ast.copy_location(ast.Subscript(both, ast.Constant(1), ast.Load()), node)
 
-    def _rewritten(self, statements: list[ast.stmt]) -> Iterator[ast.stmt]:
+    def _rewritten(self, statements: list[Any]) -> Iterator[ast.stmt]:
         rest = list(statements)
         while rest:
             first = rest.pop(0)
@@ -205,7 +206,7 @@ class _Sums(ast.NodeTransformer):
             yield from copies
             yield ast.copy_location(ast.Assign(last.targets, ast.Name(normed, ast.Load())), last)
 
-    def _norm_behind(self, first: ast.stmt, rest: list[ast.stmt]) -> int | None:
+    def _norm_behind(self, first: Any, rest: list[Any]) -> int | None:
         """Where the norm of a sum stands behind it, past copies of the sum; None if it does not."""
         total = _assigned(first)
         if total is None or not _is_sum(first.value):

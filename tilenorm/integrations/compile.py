@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -176,7 +177,7 @@ def check_work(rows: int | torch.SymInt, hidden: int) -> None:
 class _ReplacingBackend:
     """A torch.compile backend that replaces norms and then calls another backend."""
 
-    backend: Callable
+    backend: Any
     where: Callable[[Node], bool] | None
     memory: str | None
     is_inductor: bool

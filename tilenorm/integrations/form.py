@@ -97,7 +97,12 @@ class Form:
         return given
 
     def compute(
-        self, module: nn.Module, x: Tensor, gate: Tensor | None = None, backend: str | None = None
+        self,
+        module: nn.Module,
+        x: Tensor,
+        gate: Tensor | None = None,
+        *,
+        backend: str | None = None,
     ) -> Tensor:
         """Like forward, but without regard to autocast. backend: as in tilenorm.rms_norm."""
         weight = getattr(module, self.weight) if self.weight else None

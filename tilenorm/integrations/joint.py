@@ -8,6 +8,7 @@ import hashlib
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from torch.fx import Graph
 
@@ -37,7 +38,7 @@ def _pass_class() -> type | None:
     names = inductor_joint_pass()
     if names is None:
         return None
-    _, base = names
+    base: Any = names[1]
 
     class FoldPass(base):
         def __init__(self, others: tuple, output: bool, tell: Callable):

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -40,7 +40,7 @@ class PatchedNorm(PatchedModule):
     _tilenorm_form: Form
 
     def __reduce_ex__(self, protocol):
-        _, _, *state = super().__reduce_ex__(protocol)
+        state = super().__reduce_ex__(protocol)[2:]
         return _new, (self._tilenorm_class, self._tilenorm_form), *state
 
 
@@ -198,7 +198,7 @@ def _add_blocks(names: dict[nn.Module, list[str]], patched: list, left: list, ne
         try:
             if "forward" in vars(block) and not calls_of_class(block):
                 raise Unchanged(UNREACHED)
-            block_class = patched_block(cls, inside)
+            block_class: Any = patched_block(cls, inside)
         except Unchanged as reason:
             left.append(Left(name, cls, str(reason)))
         else:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from functools import partial, update_wrapper
 from operator import setitem
 from types import FunctionType, MethodType, ModuleType
+from typing import Any
 
 from torch import nn
 
@@ -30,10 +31,10 @@ def dispatching(cls: type[nn.Module]) -> FunctionType:
     def forward(self, *args, **kwargs):
         return getattr(type(self), "_tilenorm_forward", cls.forward)(self, *args, **kwargs)
 
-    update_wrapper(forward, cls.forward, updated=())
-    del forward.__wrapped__  # Accelerate would take it for a forward that its hooks replaced
-    forward.__signature__ = inspect.signature(cls.forward)
-    return forward
+    wrapper: Any = update_wrapper(forward, cls.forward, updated=())
+    del wrapper.__wrapped__  # Accelerate would take it for a forward that its hooks replaced
+    wrapper.__signature__ = inspect.signature(cls.forward)
+    return wrapper
 
 
 def calls_of_class(module: nn.Module) -> list[Put]:
@@ -46,7 +47,7 @@ def calls_of_class(module: nn.Module) -> list[Put]:
 
 def patched_ones(module: nn.Module) -> list[nn.Module]:
     """For a module whose forward was replaced: the others whose patched forward it holds."""
-    values = [value for value, _ in _reached(module) if _is_dispatching(value)]
+    values: list[Any] = [value for value, _ in _reached(module) if _is_dispatching(value)]
     return [value.__self__ for value in values if value.__self__ is not module]
 
 
@@ -64,7 +65,8 @@ def _is_forward(value: object, module: nn.Module) -> bool:
 
 def _reached(module: nn.Module) -> Iterator[tuple[object, Put | None]]:
     """The values of `_held` for a module whose forward was replaced, and for all that it holds."""
-    todo, seen = [vars(module)] if "forward" in vars(module) else [], {}
+    todo: list[Any] = [vars(module)] if "forward" in vars(module) else []
+    seen: dict[int, Any] = {}
     while todo:
         holder = todo.pop()
         if id(holder) in seen:
@@ -75,7 +77,7 @@ def _reached(module: nn.Module) -> Iterator[tuple[object, Put | None]]:
             todo.append(value)
 
 
-def _held(holder: object) -> Iterator[tuple[object, Put | None]]:
+def _held(holder: Any) -> Iterator[tuple[object, Put | None]]:
     """The values that an object holds, and for each how to put another one in its place.
 
     Only containers and what can be called are looked into, and the objects that a function uses.
@@ -129,7 +131,8 @@ def _put(function: partial, place: int, value: object) -> None:
     """Replace the function (place 0) or a positional argument of a functools.partial."""
     state = [function.func, *function.args]
     state[place] = value
-    function.__setstate__((state[0], tuple(state[1:]), function.keywords, vars(function)))
+    changed: Any = function
+    changed.__setstate__((state[0], tuple(state[1:]), function.keywords, vars(function)))
 
 
 def _put_default(function: FunctionType, place: int, value: object) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import cache
 from types import FunctionType, MethodType
+from typing import Any
 
 from torch import nn
 
@@ -22,7 +23,8 @@ def patched_subclass(
     """A subclass of cls with the same name, whose forward runs _tilenorm_forward."""
     kept = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
     kept |= {"_tilenorm_class": cls, "forward": dispatching(cls)}
-    return type(cls)(cls.__name__, (mixin, cls), kept | namespace)
+    metaclass: Any = type(cls)
+    return metaclass(cls.__name__, (mixin, cls), kept | namespace)
 
 
 def unpatch(model: nn.Module) -> tuple[str, ...]:
@@ -53,8 +55,11 @@ def unpatch(model: nn.Module) -> tuple[str, ...]:
         raise TypeError(
             f"unpatch: argument 'model' takes a torch.nn.Module, got {type(model).__name__}"
         )
-    names = {m: n for m, n in names_of(model).items() if isinstance(m, PatchedModule)}
-    names = {module: ", ".join(found) or "the model" for module, found in names.items()}
+    names = {
+        module: ", ".join(found) or "the model"
+        for module, found in names_of(model).items()
+        if isinstance(module, PatchedModule)
+    }
     revert("unpatch", names)
     return tuple(names.values())
 
@@ -103,7 +108,7 @@ def change_classes(caller: str, changes: list[tuple[str, nn.Module, type[nn.Modu
 
 
 @cache
-def _unpatched(cls: type[nn.Module]) -> type[nn.Module]:
+def _unpatched(cls: Any) -> type[nn.Module]:
     """The class that a module of a class would have without the patch."""
     if "_tilenorm_class" in vars(cls):
         return _unpatched(cls._tilenorm_class)
@@ -114,7 +119,8 @@ def _unpatched(cls: type[nn.Module]) -> type[nn.Module]:
         if _uses_super(value):
             text = f"{cls.__module__}.{cls.__qualname__}, derived after the patch,"
             raise TypeError(f"its class {text} uses super() in {name}")
-    return type(cls)(cls.__name__, tuple(_unpatched(base) for base in cls.__bases__), namespace)
+    metaclass: Any = type(cls)
+    return metaclass(cls.__name__, tuple(map(_unpatched, cls.__bases__)), namespace)
 
 
 def _uses_super(value: object) -> bool:

@@ -171,7 +171,7 @@ def constants(group: Any) -> tuple:
     return tuple(vars(group).values())
 
 
-def groups(kernel: "ct.kernel") -> dict[str, type]:
+def groups(kernel: "ct.kernel") -> dict[str, Any]:
     """The dataclass of each kernel parameter that is a group of constants, by parameter name."""
     hints = get_type_hints(kernel._pyfunc, include_extras=True).items()
     metadata = {name: getattr(hint, "__metadata__", ())[-1:] for name, hint in hints}

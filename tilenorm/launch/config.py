@@ -63,7 +63,8 @@ class Config:
     """Base class of the four configurations."""
 
     direction: ClassVar[str]
-    tma: ClassVar[bool] = False
+    rows: int = 1
+    tma: bool = False
     hints: Hints
     widths: tuple[int, ...] | None
 
@@ -78,6 +79,10 @@ class Config:
             _wrong_widths(self.segments(served.hidden)),
             self._refusal(served),
         )
+
+    def _refusal(self, served: Served) -> str | None:
+        """The reason that only this kind of configuration has."""
+        raise NotImplementedError
 
     def _spans(self, hidden: int) -> str | None:
         """The reason why the segments do not hold exactly one row, or None."""
@@ -150,7 +155,6 @@ class SharedForward(Config):
     together: int = 1
 
     direction: ClassVar[str] = "forward"
-    rows: ClassVar[int] = 1
 
     def _refusal(self, served: Served) -> str | None:
         wrong = None

@@ -33,7 +33,7 @@ from .calls import (
     rectangles,
     taking,
 )
-from .config import ColumnSum, Hints, RowForward, SharedForward, StreamForward, cdiv
+from .config import Backward, ColumnSum, Hints, RowForward, SharedForward, StreamForward, cdiv
 from .kernel import hinted
 from .quantized import cast_apart, compiled_as
 from .target import Target
@@ -106,6 +106,7 @@ class ForwardPlan(Tiling):
     once.
     """
 
+    config: RowForward | StreamForward | SharedForward
     save: bool
     small: bool = False
 
@@ -219,11 +220,12 @@ class BackwardPlan(Tiling):
     all but dw and db are the kernel's.
     """
 
+    config: Backward
     sum_config: ColumnSum
     needs: Needs
 
     function: ClassVar[ct.kernel] = norm_backward
-    arrays: ClassVar[type] = BackwardArrays
+    arrays: ClassVar[type[BackwardArrays]] = BackwardArrays
 
     @cached_property
     def _exchanges(self) -> bool:

@@ -135,7 +135,7 @@ def through_sum(
     """
     if dsum is None:
         return (None,) * len(mask)
-    found = [None] * len(mask)
+    found: list[Tensor | None] = [None] * len(mask)
     if branch is not None:
         found[LAYER_SCALE] = layer_scale_gradient(spec, dsum, mask, branch)
     for place in SUMMED:

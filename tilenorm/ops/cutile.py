@@ -162,7 +162,8 @@ def with_branch(arrays: tuple, spec: NormSpec, branch: Branch) -> BackwardArrays
     mask = ABSENT if mask is None else bytes_of(rows_of(mask, spec))
     if layer_scale is not None:
         layer_scale = vector_of(layer_scale, spec.aligned)
-    return BackwardArrays(*arrays, mask, ABSENT if layer_scale is None else layer_scale)
+    arrays += (mask, ABSENT if layer_scale is None else layer_scale)
+    return BackwardArrays(*arrays)
 
 
 def bytes_of(tensor: Tensor) -> Tensor:

@@ -155,13 +155,13 @@ def norm_autograd(*arguments) -> tuple[Tensor, ...]:
     """
     tensors, options, eps, save, backend = Forward.of(arguments)
     if needs_grad(*tensors):
-        runner = _by_dispatcher(tensors, options, save, backend)
+        by_dispatcher = _by_dispatcher(tensors, options, save, backend)
         last = (*options, eps, save, backend)
 
         def run(given, _):
             return _below_autograd(*given[:PLAIN], *last, *given[PLAIN:])
 
-        return Norm.apply((eps, 0, runner, run), *tensors)
+        return Norm.apply((eps, 0, by_dispatcher, run), *tensors)
     x = tensors[0]
     if type(x) is Tensor and (x.is_cpu or x.is_cuda):
         runner = runner_of(tensors, options, backend)

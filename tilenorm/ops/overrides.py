@@ -54,7 +54,7 @@ def overridden(normalize: Callable, op: str, tensors, normalized_shape, eps, ask
         by_name |= {n: given[n] for n in ("dropout_mask", "layer_scale") if given[n] is not None}
         by_name["dropout_scale"] = more[1]
     relevant = [t for t in tensors if t is not None]
-    function = getattr(functional, op)
+    function: Callable = getattr(functional, op)
     return Whole(handle_torch_function(function, relevant, *rows, normalized_shape, **by_name))
 
 
@@ -78,7 +78,7 @@ def of_jagged(normalize: Callable, op: str, tensors, normalized_shape, eps, aske
 
 def _check_jagged(op: str, given: dict[str, Tensor | None], normalized_shape) -> int:
     """The ragged dimension of the input, where values can stand for the nested tensors."""
-    tensors = {name: t for name, t in given.items() if isinstance(t, Tensor)}
+    tensors: dict[str, Any] = {n: t for n, t in given.items() if isinstance(t, Tensor)}
     for name in sorted(tensors, key=ROWS.__contains__):  # parameters first
         tensor, got = tensors[name], f"{op}: argument {ARGUMENTS.get(name, name)!r} takes"
         if tensor.is_nested and name not in ROWS:

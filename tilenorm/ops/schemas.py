@@ -84,18 +84,19 @@ class Backward(NamedTuple):
     @classmethod
     def of(cls, arguments: tuple, **by_name) -> "Backward":
         end = 8 + len(Options._fields)
+        dy, dsum, *saved = arguments[:8]
         options = Options(*arguments[8:end])
-        return cls(*arguments[:2], Saved(*arguments[2:8]), options, *arguments[end:], **by_name)
+        return cls(dy, dsum, Saved(*saved), options, *arguments[end:], **by_name)
 
     @property
     def tensors(self) -> tuple:
         """Tensors with the dtypes and the device of those that the forward pass had."""
-        x, *others = self.saved[:4]
+        x, gate, weight, bias = self.saved[:4]
         if self.added:
-            return trimmed(Tensors(self.dy, x, *others, None, None, *self.branch))
+            return trimmed(Tensors(self.dy, x, gate, weight, bias, None, None, *self.branch))
         # Only what is added to the normalised rows gives y another dtype.
         skip = None if self.dy.dtype == x.dtype else self.dy
-        return trimmed(Tensors(x, None, *others, skip=skip))
+        return trimmed(Tensors(x, None, gate, weight, bias, skip=skip))
 
     @property
     def more(self) -> tuple[Tensor, ...]:

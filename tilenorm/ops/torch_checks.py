@@ -6,6 +6,8 @@ for CUDA starts CUDA, and none but engine_tells runs a backward pass: a process 
 either cannot fork.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function, forward_ad
@@ -138,8 +140,10 @@ def is_applied(backward_class) -> bool:
         pass
 
     x = _ones(2, requires_grad=True)
-    Applied._backward_cls.apply = Applied.backward
-    y = super(Function, Applied).apply(x)
+    node: Any = Applied._backward_cls
+    node.apply = Applied.backward
+    parent: Any = super(Function, Applied)
+    y = parent.apply(x)
     right = issubclass(backward_class, BackwardCFunction)
     right = right and isinstance(y.grad_fn, Applied._backward_cls)
     return right and y.tolist() == y.grad_fn.apply(_ones(2)).tolist() == [2, 2]

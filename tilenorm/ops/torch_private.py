@@ -219,7 +219,7 @@ else:
         return any(forward_ad.unpack_dual(t).tangent is not None for t in given)
 
 
-def fast_apply(function: type[Function]):
+def fast_apply(function):
     """Function.apply for calls that no transform of torch.func sees."""
     if _backward_class is None:
         return function.apply

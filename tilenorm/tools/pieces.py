@@ -39,18 +39,18 @@ def _step(spec: NormSpec, target: Target, rows: int, run: Run) -> None:
         return dtype and torch.empty((*lead[1:], spec.hidden), dtype=getattr(torch, dtype))
 
     x, residual, gate = map(rows_of, (spec.dtype, spec.residual, spec.gate))
-    parameters = tuple(map(parameter_of, (spec.weight, spec.bias)))
+    weight, bias = map(parameter_of, (spec.weight, spec.bias))
     layer, whole = spec.norm == "layer", 2 * spec.hidden
     before = gate if spec.gate_first else None
     sums, applied = spec.summed, spec.applied
     numbers = cutile.row_sums(sums, target, Tensors(x, residual, before), rows, whole, run)
     number, own, total = numbers
     centered = cutile.row_center(sums, target, number, own, whole, run) if layer else None
-    read = Tensors(x if total is None else total, None, gate, *parameters)
+    read = Tensors(x if total is None else total, None, gate, weight, bias)
     given = (applied, target, read, number, centered, 1e-6)
     cutile.row_apply(*given, False, run)
     _, mean, rstd = cutile.row_apply(*given, True, run)
-    saved = Saved(read.input, gate, *parameters, mean, rstd)
+    saved = Saved(read.input, gate, weight, bias, mean, rstd)
     dots = cutile.grad_sums(spec, target, x, saved, whole, run)
     dsum = rows_of(spec.residual)
     cutile.grad_apply(spec, target, every_gradient(spec), x, dsum, saved, dots, run)

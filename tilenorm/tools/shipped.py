@@ -45,8 +45,8 @@ def _rows(entries: list[Entry], arch: str) -> list[str]:
                 f" serve from {first} on, but {reason}: tune a size between"
             )
     lines = []
-    for config, run in groupby(entries, _general):
-        run = list(run)
+    for config, group in groupby(entries, _general):
+        run = list(group)
         numbers = [f"{e.gb_s:.0f} ({e.key.hidden})" for e in run[:-1]] + [f"{run[-1].gb_s:.0f}"]
         comment = ", ".join(numbers)
         lines.append(f"        ({run[-1].key.hidden}, {written(config)}),  # {comment}")

@@ -61,7 +61,8 @@ class Trials:
         self._expected = self._reference(self._checked)
 
     def run(self, plan, inputs: tuple) -> tuple[Tensor | None, ...]:
-        function = cutile.forward if self.direction == "forward" else cutile.backward
+        forward = self.direction == "forward"
+        function: Callable = cutile.forward if forward else cutile.backward
         return function(plan, *inputs, run=self._run)
 
     def wrong(self, plan) -> str | None:
@@ -90,7 +91,7 @@ class Trials:
         """
         copies = len(self._sets)
         calls = min(MOST_CALLS, -(-SAMPLE_BYTES // self.bytes) + copies - 1) // copies * copies
-        kept = [None] * copies  # keeps results alive, so that the next call writes elsewhere
+        kept: list = [None] * copies  # keeps results alive, so that the next call writes elsewhere
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(HEAD_START * calls)
         start.record()
@@ -115,8 +116,8 @@ class Trials:
         gate = normal(spec.gate, *lead)
         weight, bias = (normal(dtype, *heads) for dtype in (spec.weight, spec.bias))
         if self.direction == "forward":
-            rows = (spec.dtype, spec.residual, spec.addend, spec.skip)
-            x, residual, addend, skip = (normal(dtype, *lead) for dtype in rows)
+            dtypes = (spec.dtype, spec.residual, spec.addend, spec.skip)
+            x, residual, addend, skip = (normal(dtype, *lead) for dtype in dtypes)
             return trimmed(Tensors(x, residual, gate, weight, bias, addend, skip)), EPS
         x = normal(spec.residual or spec.dtype, *lead)
         dy = normal(spec.skip or spec.dtype, *lead)

@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable
 from functools import cache
 from numbers import Number, Real
+from typing import Any
 
 import torch
 from torch import SymBool, SymFloat, SymInt, Tensor
@@ -33,7 +34,7 @@ ARITHMETIC = ("add", "sub", "mul", "div")  # torch.mul(2, x) is a call that PyTo
 ADDS_IN_PLACE = ("add_", torch.ops.aten.add_.Scalar, torch.ops.aten.add_.Tensor)
 
 
-def bind(node: Node) -> dict[str, object]:
+def bind(node: Node) -> dict[str, Any]:
     """All arguments of a call by name, in the schema's order, with the schema's defaults.
 
     The call is one of an aten or prims op, or of PyTorch's function or method of an aten op's name.
@@ -67,7 +68,7 @@ def bind(node: Node) -> dict[str, object]:
     raise Left(f"{node.name} calls {name} with ({', '.join(given)}), which it does not take")
 
 
-def bind_norm(node: Node) -> dict[str, object]:
+def bind_norm(node: Node) -> dict[str, Any]:
     """The arguments of a vector norm: self, ord, dim, keepdim and dtype; of F.normalize eps too.
 
     ord is 2 where the call leaves it out.
@@ -141,7 +142,7 @@ def casts_between(source: Node, node: Node) -> frozenset[Node]:
     return frozenset(path)
 
 
-def _by_signature(node: Node, function: Callable) -> dict[str, object]:
+def _by_signature(node: Node, function: Callable) -> dict[str, Any]:
     """The arguments of a call of a Python function, by name. Raises Left if they do not fit."""
     try:
         given = inspect.signature(function).bind(*node.args, **node.kwargs)
@@ -170,7 +171,7 @@ def _schemas(name: str) -> list:
 
 def _fitted(
     node: Node, schema, other_names: dict[str, str], wraps: bool, given: tuple | None = None
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """The arguments, if they fit one schema. wraps: whether a number may stand for a tensor.
 
     given: positional arguments and keyword arguments that stand for those of the node.
@@ -181,26 +182,26 @@ def _fitted(
     if len(args) > len(positional):
         got = len(args)
         raise Left(f"{node.name} has {got} positional arguments; {op} takes {len(positional)}")
-    given = dict(zip(positional, args, strict=False))
+    named = dict(zip(positional, args, strict=False))
     for key, value in kwargs.items():
         name = key if key in takes else other_names.get(key, key)
         known = name in takes and not (other_names and key == "self")
-        if not known or name in given:
+        if not known or name in named:
             why = "is given twice" if known else "is unknown"
             raise Left(f"{node.name}: argument {key!r} of {op} {why}")
-        given[name] = value
+        named[name] = value
     bound = {}
     for name, argument in takes.items():
-        if name not in given and not argument.has_default_value():
+        if name not in named and not argument.has_default_value():
             raise Left(f"{node.name}: argument {name!r} of {op} is missing")
-        bound[name] = given.get(name, argument.default_value)
+        bound[name] = named.get(name, argument.default_value)
         kind = str(argument.real_type).replace("SymInt", "int")
-        if name in given and not _fits(given[name], kind, argument.N, wraps):
-            raise Left(f"{node.name}: argument {name!r} of {op} takes {kind}, got {given[name]}")
+        if name in named and not _fits(named[name], kind, argument.N, wraps):
+            raise Left(f"{node.name}: argument {name!r} of {op} takes {kind}, got {named[name]}")
     return bound
 
 
-def _fits(value: object, kind: str, count: int | None, wraps: bool) -> bool:
+def _fits(value: Any, kind: str, count: int | None, wraps: bool) -> bool:
     """Whether a schema's type takes a value. count: the length that a list has to have, or None.
 
     A node stands for its traced value, and fits every type of a value if tracing stored none.

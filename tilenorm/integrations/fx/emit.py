@@ -2,6 +2,8 @@
 
 import operator
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import SymInt, Tensor
@@ -112,7 +114,7 @@ def _moved(norm: Norm, terms: tuple, how: tuple, order: list[int], outputs: dict
 
     The nodes after it were traced for the old placements.
     """
-    given = [value_of(node) for node in (*terms, norm.gate, norm.weight, norm.bias)]
+    given: list[Any] = [value_of(node) for node in (*terms, norm.gate, norm.weight, norm.bias)]
     there = [is_distributed(t) for t in given if t is not None]
     if not any(there):
         return None
@@ -122,7 +124,8 @@ def _moved(norm: Norm, terms: tuple, how: tuple, order: list[int], outputs: dict
     results = list(_values(OPS.norm.default, norm_fake, (*given, *how)))
     results[0] = results[0].permute([order.index(d) for d in range(len(order))])
     for place, node in outputs.items():
-        now, then = results[place].placements, value_of(node).placements
+        before: Any = value_of(node)
+        now, then = results[place].placements, before.placements
         if now != then:
             return f"{node.name} has the placements {then}, and would have {now}"
     return None
@@ -211,6 +214,10 @@ def _rows(graph: Graph, statistic: Node, norm: Gradient) -> Node:
     return node
 
 
+def _exchanged(old: Node, new: Node | None, node: Node) -> Node | None:
+    return new if node is old else node
+
+
 def take_over(graph: Graph, new: dict[Node, Node | None], parts: tuple[Node, ...]) -> None:
     """Replace old nodes by new ones (or by None), and erase the nodes that nothing uses any more.
 
@@ -218,9 +225,8 @@ def take_over(graph: Graph, new: dict[Node, Node | None], parts: tuple[Node, ...
     """
     for old, node in new.items():
         for user in list(old.users):
-            user.args, user.kwargs = map_arg(
-                (user.args, user.kwargs), lambda n, old=old, node=node: node if n is old else n
-            )
+            change = partial(_exchanged, old, node)
+            user.args, user.kwargs = map_arg((user.args, user.kwargs), change)
     for node in sorted({*parts, *new}, reverse=True):
         if all(map(is_idle, node.users)):
             erase(graph, node)

@@ -6,6 +6,7 @@ factor = exp2(floor(log2(factor)))          in some chains
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import SymInt
@@ -70,7 +71,7 @@ def _divisor(node: Node, most: float, parts: set[Node]) -> object:
     raise Left(f"{node.name}, of its factor, is not {most:g} divided by the largest magnitude")
 
 
-def _group(peak: object, y: Node, parts: set[Node]) -> int:
+def _group(peak: Any, y: Node, parts: set[Node]) -> int:
     """The number of elements of which a node is the largest magnitude."""
     while isinstance(peak, Node) and name_of(peak) in CASTS:
         source = cast_input(peak)
@@ -113,7 +114,7 @@ def check_groups(shape, factors, group: int) -> None:
         raise Left(f"its factors have the shape {list(factors)}, not {list(wanted)}")
 
 
-def clamped(node: object, parts: set[Node]) -> tuple[object, float, float]:
+def clamped(node: object, parts: set[Node]) -> tuple[Any, float, float]:
     """The node before all clamps, and the bounds. Adds the clamps to parts."""
     low, high = -math.inf, math.inf
     while isinstance(node, Node) and name_of(node) in CLAMPS:

@@ -6,6 +6,7 @@ No helper raises for a node of any form. The arguments of a call are read by cal
 import inspect
 from functools import cache
 from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,8 +62,9 @@ def writes(node: Node) -> bool:
     """Whether a node may write to an existing tensor or change a mode such as grad mode."""
     target = node.target
     if node.op == "call_method":
-        private = target.startswith("__")
-        return target.startswith(("__i", "__set")) or (target.endswith("_") and not private)
+        method = str(target)
+        private = method.startswith("__")
+        return method.startswith(("__i", "__set")) or (method.endswith("_") and not private)
     if node.op != "call_function":
         return node.op == "call_module"
     if isinstance(target, OpOverload):
@@ -94,7 +96,7 @@ def key_of(node: Node) -> str:
     return next((key for key in VALUES if key in node.meta), VALUES[0])
 
 
-def values_of(node: Node) -> object:
+def values_of(node: Node) -> Any:
     """The value that tracing stored for a node: fake tensors, numbers, or tuples of them."""
     return node.meta.get(key_of(node))
 

@@ -6,6 +6,7 @@ tells.
 
 import operator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import SymInt, Tensor
@@ -76,7 +77,7 @@ def _replace(graph: Graph, chain: Chain) -> str:
     return f"{added}{arguments['norm']}_norm_quantized"
 
 
-def _arguments(chain: Chain) -> dict[str, object]:
+def _arguments(chain: Chain) -> dict[str, Any]:
     """The arguments of the norm's call. Raises Left if the quantised op does not take them."""
     arguments = bind(chain.norm)
     for name in ("gate", "skip", "dropout_mask", "layer_scale"):
@@ -97,7 +98,7 @@ def _arguments(chain: Chain) -> dict[str, object]:
     return arguments
 
 
-def _check(chain: Chain, arguments: dict[str, object]) -> None:
+def _check(chain: Chain, arguments: dict[str, Any]) -> None:
     """Raise Left, with the reason, if tilenorm's op would give another result."""
     norm, q, end = chain.norm, chain.q, max((chain.q, *chain.inverses))
     if any(tag in node.meta for tag in ("recompute", "ac_graph_id") for node in (norm, q)):
@@ -123,7 +124,7 @@ def _check(chain: Chain, arguments: dict[str, object]) -> None:
         raise Left(reason)
 
 
-def _refused(arguments: dict[str, object], how: Quantization, x: Tensor) -> str | None:
+def _refused(arguments: dict[str, Any], how: Quantization, x: Tensor) -> str | None:
     """Why the kernels do not take the op's arguments, or None."""
     tensors = {n: value_of(arguments[n]) for n in TENSORS if arguments[n] is not None}
     options = Options(*(arguments[name] for name in Options._fields))
@@ -175,7 +176,8 @@ def _call(
 
 def _result(graph: Graph, call: Node, old: Node) -> Node:
     """The result of the quantised op in the place of a result of the norm."""
-    place = PLACES[old.args[1]]
+    _, index = item_of(old)
+    place = PLACES[index]
     return derived(graph, operator.getitem, (call, place), values_of(call)[place], old)
 
 

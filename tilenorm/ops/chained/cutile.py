@@ -1,6 +1,7 @@
 """The chain by cuTile: which specs one pass serves, and the launch."""
 
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,7 +44,7 @@ def forward(
         made = {"x": read.input, "residual": read.residual}
         made |= {"weight": read.weight, "inner_w": inner.weight}
         made |= {"y": y, "sum": total, "inner_rstd": rstds[0], "rstd": rstds[1]}
-        arrays = dict.fromkeys(ForwardArrays._fields, ABSENT)
+        arrays: dict[str, Any] = dict.fromkeys(ForwardArrays._fields, ABSENT)
         arrays |= {name: t for name, t in made.items() if t is not None}
         try:
             on_device(plan.launches(shape[0], eps), ForwardArrays(**arrays), x.get_device())

@@ -77,13 +77,13 @@ def rms_norm_add_rms_norm(
     # DTensors know the op of a norm, but not that of a chain.
     if by_heads or is_transformed(tensors) or any(map(is_distributed, given)):
         return _in_two(tensors, normalized_shape, eps, options)
-    found = [arguments.default_eps(t) if eps is None else float(eps) for t in tensors[:2]]
+    first, second = (arguments.default_eps(t) if eps is None else float(eps) for t in tensors[:2])
     if input.is_cuda and is_autocast_enabled():
         cast = Tensors(*library.autocast_tensors(Tensors(input, skip=residual), "rms"))
-        tensors = (cast.input, cast.skip, *tensors[2:])
+        tensors = (cast.input, cast.skip, weight, next_weight)
     save = needs_grad(*tensors)
-    _, _, offset, _, rounding, *_ = checked
-    call = Call(*tensors, checked.hidden, offset, rounding, *found, save, backend)
+    last = (checked.hidden, checked.offset, checked.rounding, first, second, save, backend)
+    call = Call(*tensors, *last)
     direct = not save and is_direct(tensors)
     return tuple((norm_add_norm if direct else torch.ops.tilenorm.norm_add_norm)(*call)[:2])
 

@@ -45,11 +45,11 @@ class Call(NamedTuple):
 
     @classmethod
     def of(cls, arguments: tuple) -> "Call":
-        x, residual, *parameters, addend, given, hidden, norm, offset, rounding = arguments[:10]
+        x, residual, weight, bias, addend, given, hidden, norm, offset, rounding = arguments[:10]
         eps, scaling, dtype, *rest, save = arguments[10:18]
         how = Quantization(scaling, str(dtype).removeprefix("torch."), *rest)
         options = Options(hidden, norm, offset, False, rounding)
-        tensors = Tensors(x, residual, None, *parameters, addend)
+        tensors = Tensors(x, residual, None, weight, bias, addend)
         return cls(tensors, given, options, eps, how, save, *arguments[18:])
 
     @property

@@ -79,7 +79,7 @@ def check(op, tensors, normalized_shape, eps, asked, how, given, backend) -> Cal
     offset, rounding = asked
     values = (offset, False, rounding)
     options = arguments.check(op, tensors, normalized_shape, eps, values, backend)
-    quantization = check_how(op, *how, options.hidden)
+    quantization = check_how(op, options.hidden, *how)
     _check_given(op, quantization, given, tensors[0])
     if is_transformed(tensors):
         plain = op.removesuffix("_quantized")
@@ -89,14 +89,13 @@ def check(op, tensors, normalized_shape, eps, asked, how, given, backend) -> Cal
             f"{instead}"
         )
     eps = arguments.default_eps(*tensors[:2]) if eps is None else float(eps)
-    x, *others = tensors
-    if x.is_cuda and is_autocast_enabled():
-        x = library.autocast_input(x, options.norm)
-    cast = Tensors(x, *others)
+    if tensors[0].is_cuda and is_autocast_enabled():
+        tensors = library.autocast_tensors(tensors, options.norm)
+    cast = Tensors(*tensors)
     return Call(cast, given, options, eps, quantization, needs_grad(*cast), backend)
 
 
-def check_how(op, scaling, dtype, power_of_2, layout, output, amax, hidden) -> Quantization:
+def check_how(op, hidden, scaling, dtype, power_of_2, layout, output, amax) -> Quantization:
     """The fields of Quantization, and the default layout where it is None."""
     _check_word(op, "scaling", scaling, GROUPS)
     if dtype not in DTYPES:

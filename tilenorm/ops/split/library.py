@@ -15,7 +15,6 @@ tensors.
 row_sums takes a gate that comes before the norm alone. autograd sees none of them: see norm.py.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple, get_type_hints
 
 import torch
@@ -56,7 +55,7 @@ class Call(NamedTuple):
     dims: int
     backend: str | None = None
 
-    def lead(self, x: Tensor) -> Sequence[int]:
+    def lead(self, x: Tensor) -> torch.Size:
         """The shape of what has a number a row."""
         if not 0 < self.dims <= x.dim():
             raise RuntimeError(f"tilenorm: argument 'dims' takes 1 to {x.dim()}, got {self.dims}")
@@ -132,11 +131,11 @@ def row_center(x, mean, own, *others) -> Tensor:
 
 def row_center_fake(x, mean, own, *others) -> Tensor:
     register_where_loaded()
-    return mean.new_empty((*mean.shape, 2))
+    return mean.new_empty([*mean.shape, 2])
 
 
 def row_apply(x, gate, weight, bias, whole, centered, *others) -> tuple[Tensor, ...]:
-    *others, eps, dtype, save, backend = (*others, *[None] * (len(others) == _FIELDS + 4))
+    *others, eps, dtype, save, backend = (*others, None)[: _FIELDS + 5]
     call, tensors = call_of((*others, backend)), Tensors(x, None, gate, weight, bias)
     lead = call.lead(x)
     # Where a residual was added, x is the sum, whose dtype is not always y's.

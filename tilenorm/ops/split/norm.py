@@ -4,7 +4,7 @@ DTensor makes the all-reduces, where a Partial result becomes Replicate. RMSNorm
 bytes a row each way. LayerNorm takes one of 4 and one of 8 bytes a row forward, and one of 8 back.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -115,10 +115,11 @@ class PieceNorm(Function):
     @staticmethod
     def backward(ctx, dy, dsum):
         mask, saved = asked_of(ctx)[1:], Saved(*ctx.saved_tensors)
+        x: Any = saved.x  # a DTensor
         dsum = dsum if ctx.added is not None else None
         if dy is None:
             return None, *through_sum(dsum, (ctx.dtype, ctx.added), mask)
-        dy, dsum = (g if g is None else _moved(g, saved.x.placements) for g in (dy, dsum))
+        dy, dsum = (g if g is None else _moved(g, x.placements) for g in (dy, dsum))
         tensors = (dy, saved.x if ctx.added is not None else None, *saved[1:4])
         needs = merged_needs(tuple(map(dtype_of, tensors)), dsum is not None, mask)
         if not any(needs.gradients):  # y.backward(inputs=[y]) runs y's own node too
@@ -146,19 +147,19 @@ def _by_formula(how: How, needs, tensors: tuple, dsum, saved: Saved) -> tuple:
     return reference.backward(spec, needs, tensors[0], dsum, again, how.eps)
 
 
-def _added_up(part: Tensor) -> Tensor:
+def _added_up(part: Any) -> Tensor:
     """What is Partial, as Replicate: the all-reduce."""
     from torch.distributed.tensor import Replicate
 
     return _moved(part, [Replicate() if p.is_partial() else p for p in part.placements])
 
 
-def _moved(x: Tensor, placements) -> Tensor:
+def _moved(x: Any, placements) -> Tensor:
     same = tuple(x.placements) == tuple(placements)
     return x if same else x.redistribute(placements=tuple(placements))
 
 
-def _rows_placed(x: Tensor) -> list:
+def _rows_placed(x: Any) -> list:
     """Where the rows of x are: as they are, but Replicate in place of what is not a plain shard."""
     from torch.distributed.tensor import Replicate, Shard
 

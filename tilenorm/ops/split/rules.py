@@ -108,7 +108,7 @@ def _there(name: str, given: Given, options: Options, more: list) -> tuple[bool,
     if name == "grad_apply":
         dy, dsum, *read = given[:6]
         added, mask = more[:2]
-        tensors = Tensors(dy, read[0] if added else None, *read[1:])
-        dtypes = Tensors(*(t and t.tensor_meta.dtype for t in tensors))
+        specs = (dy, read[0] if added else None, *read[1:])
+        dtypes = Tensors(*(s and s.tensor_meta.dtype for s in specs))
         return merged_needs(dtypes, dsum is not None, tuple(mask)).gradients
     return (True,)

@@ -1,0 +1,181 @@
+"""Each public function and module in each state in which users call them, on CUDA.
+
+Values and gradients are compared with the reference's on the CPU. Without a GPU two stand-ins walk
+through the same table, so that CI runs code that CUDA alone reaches: CPU tensors that pretend to be
+CUDA's, whose kernels an interpreter runs, and fake tensors of CUDA, which have no values.
+"""
+
+from functools import cache
+from itertools import product
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+
+import tilenorm
+from tilenorm.ops import cutile, dispatch, library
+from tilenorm.ops.quantized import product as products
+from tilenorm.spec import norm_of
+
+from ..quantized import bits, check
+from .helpers import NEEDS_GPU, assert_within, name_of
+from .pretended import pretended_gpu
+from .test_quantized_linear import check_close
+from .use_states import STATES, State, results_of, step
+from .uses import (
+    CHAIN,
+    FAKE,
+    HIDDEN,
+    HOW,
+    PRETENDING,
+    ROWS,
+    USES,
+    Outputs,
+    Use,
+    linear,
+    of_function,
+)
+
+B, H, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+DTYPES = [(B, B), (B, F32), (H, H), (H, F32), (F32, F32), (F32, B)]  # of rows, of parameters
+COMPILED = [(B, B), (H, F32)]  # a compile takes seconds
+CODES = ("q", "scale", "amax")
+# Public names that call no norm; override is enable and disable in turn.
+NO_NORMS = {"QuantizedNorm", "ReferenceWarning", "explain", "enable", "disable"}
+
+
+def dtypes_of(use: Use, state: State) -> list[tuple]:
+    dtypes = COMPILED if state.compiles else DTYPES
+    return [pair for pair in dtypes if use.mixed or pair[0] == pair[1]]
+
+
+TABLE = [
+    pytest.param(USES[use], STATES[state], pair, id="-".join((use, state, *map(name_of, pair))))
+    for use, state in product(USES, STATES)
+    for pair in dtypes_of(USES[use], STATES[state])
+]
+
+
+def test_everything_public_is_in_the_table():
+    public = {name for name in tilenorm.__all__ if callable(getattr(tilenorm, name))} - NO_NORMS
+    classes = [value for value in vars(tilenorm.nn).values() if isinstance(value, type)]
+    own = {c.__name__ for c in classes if issubclass(c, nn.Module) and "tilenorm" in c.__module__}
+    words = {name.partition(" ")[0].removeprefix("tilenorm.") for name in (*USES, *STATES)}
+    assert len(own) >= 3 and public | own <= words
+
+
+@cache
+def reference_of(use: Use, dtypes: tuple, cast: tuple = (), dtype=None) -> Outputs:
+    """Outputs and gradients. cast: the rows that become float32. dtype: of a linear's output."""
+    return _reference(use, use.tensors(dtypes, "cpu"), cast, dtype)
+
+
+@cache
+def exact_of(use: Use, dtypes: tuple) -> Outputs:
+    """The same in float64, of the same numbers."""
+    tensors = use.tensors(dtypes, "cpu")
+    return _reference(use, {n: nn.Parameter(t.detach().double()) for n, t in tensors.items()})
+
+
+def _reference(use: Use, tensors: dict[str, Tensor], cast: tuple = (), dtype=None) -> Outputs:
+    parameters = {name: tensors[name] for name in use.parameters}
+    if use.like == "linear":
+        function = linear(parameters, dtype)
+    else:
+        function = of_function(use.like, parameters, backend="reference")
+    rows = [tensors[n].float() if n in cast else tensors[n] for n in use.rows]
+    return step(lambda: function(*rows), tensors)
+
+
+def expected_of(use: Use, state: State, dtypes: tuple) -> Outputs:
+    """By the reference, on what PyTorch's own norms would get."""
+    cast = ()
+    if state.autocast and use.like != "linear" and norm_of(use.like) in library.AUTOCAST_NORMS:
+        skips = use.like == CHAIN or use.like.endswith("_add")
+        cast = ("input", "residual") if skips else ("input",)
+    found = reference_of(use, dtypes, cast, state.autocast)
+    return {n: t for n, t in found.items() if state.has_gradients or "gradient" not in n}
+
+
+def check_results(use: Use, state: State, dtypes: tuple, device: str) -> None:
+    """Hold outputs, gradients and codes to the reference's, and to the bits of the plain state."""
+    tensors = use.tensors(dtypes, device)
+    got = results_of(use, state, tensors)
+    if use.same_bits:
+        plain = results_of(use, State(autocast=state.autocast), tensors)
+        for name, tensor in got.items():
+            assert torch.equal(bits(tensor), bits(plain[name])), f"{name} has other bits"
+    got = {name: t.cpu() for name, t in got.items()}
+    codes = {name: got.pop(name) for name in CODES if name in got}
+    expected = expected_of(use, state, dtypes)
+    check_kinds(got, expected)
+    if codes:
+        found = tilenorm.QuantizedNorm(**codes, output=got["output"])
+        check(HOW, found, got["output"], HIDDEN)
+    if use.like == "linear":
+        check_close([got[name] for name in expected], [*expected.values()])
+        return
+    for name, own in expected.items():
+        exact = exact_of(use, dtypes)[name]
+        assert_within(name, got[name], exact, own, rows=ROWS if exact.dim() == 1 else 1)
+
+
+def check_kinds(got: Outputs, expected: Outputs) -> None:
+    kinds = [{n: (t.dtype, t.shape) for n, t in some.items()} for some in (got, expected)]
+    assert kinds[0] == kinds[1]
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize("use, state, dtypes", TABLE)
+def test_on_a_gpu(use, state, dtypes, dynamo):
+    if use.like == "linear" and (reason := products.refused(False, torch.device("cuda"))):
+        pytest.skip(reason)
+    check_results(use, state, dtypes, "cuda")
+
+
+@pytest.fixture
+def pretends(no_memory):
+    """CPU tensors say that they are CUDA's, and the interpreter runs the kernels."""
+
+    def by_scaled_mm(a, b, scale_a, scale_b, bias):
+        made = products._decoded(a, scale_a) @ products._decoded(b, scale_b).t()
+        return (made if bias is None else made + bias.float()).bfloat16()
+
+    with (
+        pretended_gpu(),
+        patch.object(Tensor, "is_cuda", property(lambda tensor: True)),
+        patch.object(cutile, "empty_strided_cuda", cutile._empty_strided_cpu),
+        patch.object(products, "by_scaled_mm", by_scaled_mm),
+    ):
+        yield
+
+
+@pytest.mark.parametrize("name", [n for n, use in USES.items() if PRETENDING in use.walks])
+def test_pretending(name, pretends, dynamo):
+    use = USES[name]
+    for number, state in enumerate(STATES.values()):
+        # The linear asks the tensors' device whether autocast is on.
+        if not state.pretends or (state.autocast and use.like == "linear"):
+            continue
+        dtypes = dtypes_of(use, state)
+        dispatch.remembered.cache_clear()  # whose guards see no autocast for CUDA
+        check_results(use, state, dtypes[number % len(dtypes)], "cpu")
+
+
+@pytest.mark.parametrize("name", [n for n, use in USES.items() if FAKE in use.walks])
+def test_fake_tensors_of_cuda(name):
+    """Without gradients, for which PyTorch asks CUDA itself."""
+    use = USES[name]
+    for autocast, dtypes in product((None, H, B), dtypes_of(use, STATES["plain"])):
+        state = State(torch.no_grad, autocast)
+        with FakeTensorMode():
+            tensors = {
+                n: nn.Parameter(torch.empty_like(t, device="cuda"))
+                for n, t in use.tensors(dtypes, "cpu").items()
+            }
+            got = results_of(use, state, tensors)
+        assert all(t.device.type == "cuda" for t in got.values())
+        outputs = {n: t for n, t in got.items() if n not in CODES}
+        check_kinds(outputs, expected_of(use, state, dtypes))

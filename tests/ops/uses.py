@@ -1,0 +1,144 @@
+"""Each public function and module, as one table: how it is called with random tensors."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import tilenorm
+from tilenorm.nn import QuantizedNormLinear
+from tilenorm.spec import OPS, QUANTIZED_OPS, Quantization
+
+from ..quantized import arguments
+from .helpers import EPS, Form, random
+
+ROWS, HIDDEN, OUT = 6, 256, 32
+CHAIN = "rms_norm_add_rms_norm"
+HOW = Quantization("block", layout="column", output=True, amax=True)
+LINEAR = ("norm.weight", "linear.weight", "linear.bias")
+SHAPES = {"linear.weight": (OUT, HIDDEN), "linear.bias": (OUT,)}
+PRETENDING, FAKE = "CPU tensors that pretend to be CUDA's", "fake tensors of CUDA"
+Outputs = dict[str, Tensor]
+
+
+class Use(NamedTuple):
+    """A public function or module.
+
+    rows, parameters: the names of its tensors. make: of the parameters by name, a function of rows
+    that returns outputs by name. like: the function whose outputs are the same. mixed: whether rows
+    and parameters may have two dtypes. walks: with which stand-ins for a GPU it runs. around:
+    the context of forward and backward pass.
+    """
+
+    rows: tuple[str, ...]
+    parameters: tuple[str, ...]
+    make: Callable[[dict[str, Tensor]], Callable[..., Outputs]]
+    like: str
+    mixed: bool = True
+    walks: tuple[str, ...] = (PRETENDING, FAKE)
+    around: Callable[[], AbstractContextManager] = nullcontext
+
+    def tensors(self, dtypes: tuple, device: str) -> dict[str, Tensor]:
+        """All tensors by name, the same values on each device. dtypes: of rows, of parameters."""
+        made = {}
+        for seed, name in enumerate((*self.rows, *self.parameters)):
+            row = name in self.rows
+            shape = (ROWS, HIDDEN) if row else SHAPES.get(name, (HIDDEN,))
+            values = random(*shape, dtype=dtypes[not row], device=device, seed=seed)
+            made[name] = nn.Parameter(values)
+        return made
+
+    @property
+    def same_bits(self) -> bool:
+        """Whether each state gives the same bits, as tilenorm promises for what it computes."""
+        return PRETENDING in self.walks and self.like != "linear"
+
+    def bound(self, tensors: dict[str, Tensor]) -> tuple[Callable[..., Outputs], list[Tensor]]:
+        """The function of rows, and the rows."""
+        function = self.make({name: tensors[name] for name in self.parameters})
+        return function, [tensors[name] for name in self.rows]
+
+
+def outputs_of(returned) -> Outputs:
+    """The outputs by name, of whatever a function returns."""
+    if hasattr(returned, "_asdict"):
+        return {name: t for name, t in returned._asdict().items() if t is not None}
+    returned = returned if isinstance(returned, tuple) else (returned,)
+    return dict(zip(("output", "residual_out")[: len(returned)], returned, strict=True))
+
+
+def of_function(name: str, parameters: dict[str, Tensor], **options) -> Callable[..., Outputs]:
+    function = getattr(tilenorm, name)
+
+    def call(*rows):
+        return outputs_of(function(*rows, (HIDDEN,), **parameters, eps=EPS, **options))
+
+    return call
+
+
+def of_module(
+    kind: type[nn.Module], parameters: dict[str, Tensor], *sizes: int, **options
+) -> Callable[..., Outputs]:
+    module = kind(*sizes or (HIDDEN,), eps=EPS, **options)
+    for name, parameter in parameters.items():
+        owner, _, last = name.rpartition(".")
+        setattr(module.get_submodule(owner), last, parameter)
+    if not kind.__module__.startswith("tilenorm"):
+        tilenorm.patch(module)
+    return lambda x: {"output": module(x)}
+
+
+def of_pytorch(function: Callable, parameters: dict[str, Tensor]) -> Callable[..., Outputs]:
+    return lambda x: {"output": function(x, (HIDDEN,), **parameters, eps=EPS)}
+
+
+def linear(parameters: dict[str, Tensor], dtype: torch.dtype | None) -> Callable[..., Outputs]:
+    """QuantizedNormLinear without 8-bit floats. dtype: of the output; None: that of the input."""
+    norm, weight, bias = (parameters[name] for name in LINEAR)
+
+    def call(x):
+        y = tilenorm.rms_norm(x, (HIDDEN,), norm, EPS, backend="reference").to(weight.dtype)
+        return {"output": F.linear(y, weight, bias).to(dtype or x.dtype)}
+
+    return call
+
+
+def _uses() -> dict[str, Use]:
+    one, two, weight, both = ("input",), ("input", "residual"), ("weight",), ("weight", "bias")
+    found = {}
+    for op in OPS:
+        rows = tuple(filter(None, ("input", Form(op).argument)))
+        found[op] = Use(rows, both, partial(of_function, op), op)
+    for op in QUANTIZED_OPS:
+        plain = found[op.removesuffix("_quantized")]
+        make = partial(of_function, op, **arguments(HOW))
+        found[op] = Use(plain.rows, both, make, plain.like)
+    parameters = ("weight", "next_weight")
+    found[CHAIN] = Use(two, parameters, partial(of_function, CHAIN), CHAIN)
+    found["QuantizedNormLinear"] = Use(
+        one,
+        LINEAR,
+        lambda parameters: of_module(QuantizedNormLinear, parameters, HIDDEN, OUT, bias=True),
+        "linear",
+        walks=(PRETENDING,),  # PyTorch without CUDA takes no index of a fake tensor of CUDA
+    )
+    for norm, function, names in (
+        ("RMSNorm", "rms_norm", weight),
+        ("LayerNorm", "layer_norm", both),
+    ):
+        ours, theirs = getattr(tilenorm, norm), getattr(nn, norm)
+        found[norm] = Use(one, names, partial(of_module, ours), function)
+        patched = partial(of_module, theirs)
+        found[f"patch of {norm}"] = Use(one, names, patched, function, False, (PRETENDING,))
+        make = partial(of_pytorch, getattr(F, function))
+        found[f"override of {function}"] = Use(
+            one, names, make, function, False, (), tilenorm.override
+        )
+    return found
+
+
+USES = _uses()
