@@ -15,14 +15,12 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 import tilenorm
-from tilenorm.ops import cutile, dispatch, library
-from tilenorm.ops.quantized import product as products
+from tilenorm.ops import cutile, dispatch, library, torch_private
 from tilenorm.spec import norm_of
 
 from ..quantized import bits, check
 from .helpers import NEEDS_GPU, assert_within, name_of
 from .pretended import pretended_gpu
-from .test_quantized_linear import check_close
 from .use_states import STATES, State, results_of, step
 from .uses import (
     CHAIN,
@@ -34,7 +32,6 @@ from .uses import (
     USES,
     Outputs,
     Use,
-    linear,
     of_function,
 )
 
@@ -43,7 +40,7 @@ DTYPES = [(B, B), (B, F32), (H, H), (H, F32), (F32, F32), (F32, B)]  # of rows, 
 COMPILED = [(B, B), (H, F32)]  # a compile takes seconds
 CODES = ("q", "scale", "amax")
 # Public names that call no norm; override is enable and disable in turn.
-NO_NORMS = {"QuantizedNorm", "ReferenceWarning", "explain", "enable", "disable"}
+NO_NORMS = {"QuantizedNorm", "ReferenceWarning", "explain", "enable", "disable", "unpatch"}
 
 
 def dtypes_of(use: Use, state: State) -> list[tuple]:
@@ -63,13 +60,13 @@ def test_everything_public_is_in_the_table():
     classes = [value for value in vars(tilenorm.nn).values() if isinstance(value, type)]
     own = {c.__name__ for c in classes if issubclass(c, nn.Module) and "tilenorm" in c.__module__}
     words = {name.partition(" ")[0].removeprefix("tilenorm.") for name in (*USES, *STATES)}
-    assert len(own) >= 3 and public | own <= words
+    assert len(own) >= 2 and public | own <= words
 
 
 @cache
-def reference_of(use: Use, dtypes: tuple, cast: tuple = (), dtype=None) -> Outputs:
-    """Outputs and gradients. cast: the rows that become float32. dtype: of a linear's output."""
-    return _reference(use, use.tensors(dtypes, "cpu"), cast, dtype)
+def reference_of(use: Use, dtypes: tuple, cast: tuple = ()) -> Outputs:
+    """Outputs and gradients. cast: the rows that become float32."""
+    return _reference(use, use.tensors(dtypes, "cpu"), cast)
 
 
 @cache
@@ -79,12 +76,9 @@ def exact_of(use: Use, dtypes: tuple) -> Outputs:
     return _reference(use, {n: nn.Parameter(t.detach().double()) for n, t in tensors.items()})
 
 
-def _reference(use: Use, tensors: dict[str, Tensor], cast: tuple = (), dtype=None) -> Outputs:
+def _reference(use: Use, tensors: dict[str, Tensor], cast: tuple = ()) -> Outputs:
     parameters = {name: tensors[name] for name in use.parameters}
-    if use.like == "linear":
-        function = linear(parameters, dtype)
-    else:
-        function = of_function(use.like, parameters, backend="reference")
+    function = of_function(use.like, parameters, backend="reference")
     rows = [tensors[n].float() if n in cast else tensors[n] for n in use.rows]
     return step(lambda: function(*rows), tensors)
 
@@ -92,10 +86,10 @@ def _reference(use: Use, tensors: dict[str, Tensor], cast: tuple = (), dtype=Non
 def expected_of(use: Use, state: State, dtypes: tuple) -> Outputs:
     """By the reference, on what PyTorch's own norms would get."""
     cast = ()
-    if state.autocast and use.like != "linear" and norm_of(use.like) in library.AUTOCAST_NORMS:
+    if state.autocast and norm_of(use.like) in library.AUTOCAST_NORMS:
         skips = use.like == CHAIN or use.like.endswith("_add")
         cast = ("input", "residual") if skips else ("input",)
-    found = reference_of(use, dtypes, cast, state.autocast)
+    found = reference_of(use, dtypes, cast)
     return {n: t for n, t in found.items() if state.has_gradients or "gradient" not in n}
 
 
@@ -114,9 +108,6 @@ def check_results(use: Use, state: State, dtypes: tuple, device: str) -> None:
     if codes:
         found = tilenorm.QuantizedNorm(**codes, output=got["output"])
         check(HOW, found, got["output"], HIDDEN)
-    if use.like == "linear":
-        check_close([got[name] for name in expected], [*expected.values()])
-        return
     for name, own in expected.items():
         exact = exact_of(use, dtypes)[name]
         assert_within(name, got[name], exact, own, rows=ROWS if exact.dim() == 1 else 1)
@@ -130,24 +121,16 @@ def check_kinds(got: Outputs, expected: Outputs) -> None:
 @NEEDS_GPU
 @pytest.mark.parametrize("use, state, dtypes", TABLE)
 def test_on_a_gpu(use, state, dtypes, dynamo):
-    if use.like == "linear" and (reason := products.refused(False, torch.device("cuda"))):
-        pytest.skip(reason)
     check_results(use, state, dtypes, "cuda")
 
 
 @pytest.fixture
 def pretends(no_memory):
     """CPU tensors say that they are CUDA's, and the interpreter runs the kernels."""
-
-    def by_scaled_mm(a, b, scale_a, scale_b, bias):
-        made = products._decoded(a, scale_a) @ products._decoded(b, scale_b).t()
-        return (made if bias is None else made + bias.float()).bfloat16()
-
     with (
         pretended_gpu(),
         patch.object(Tensor, "is_cuda", property(lambda tensor: True)),
-        patch.object(cutile, "empty_strided_cuda", cutile._empty_strided_cpu),
-        patch.object(products, "by_scaled_mm", by_scaled_mm),
+        patch.object(torch_private, "empty_strided_cuda", cutile._empty_strided_cpu),
     ):
         yield
 
@@ -156,8 +139,7 @@ def pretends(no_memory):
 def test_pretending(name, pretends, dynamo):
     use = USES[name]
     for number, state in enumerate(STATES.values()):
-        # The linear asks the tensors' device whether autocast is on.
-        if not state.pretends or (state.autocast and use.like == "linear"):
+        if not state.pretends:
             continue
         dtypes = dtypes_of(use, state)
         dispatch.remembered.cache_clear()  # whose guards see no autocast for CUDA

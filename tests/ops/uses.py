@@ -5,22 +5,18 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import tilenorm
-from tilenorm.nn import QuantizedNormLinear
 from tilenorm.spec import OPS, QUANTIZED_OPS, Quantization
 
 from ..quantized import arguments
 from .helpers import EPS, Form, random
 
-ROWS, HIDDEN, OUT = 6, 256, 32
+ROWS, HIDDEN = 6, 256
 CHAIN = "rms_norm_add_rms_norm"
 HOW = Quantization("block", layout="column", output=True, amax=True)
-LINEAR = ("norm.weight", "linear.weight", "linear.bias")
-SHAPES = {"linear.weight": (OUT, HIDDEN), "linear.bias": (OUT,)}
 PRETENDING, FAKE = "CPU tensors that pretend to be CUDA's", "fake tensors of CUDA"
 Outputs = dict[str, Tensor]
 
@@ -47,7 +43,7 @@ class Use(NamedTuple):
         made = {}
         for seed, name in enumerate((*self.rows, *self.parameters)):
             row = name in self.rows
-            shape = (ROWS, HIDDEN) if row else SHAPES.get(name, (HIDDEN,))
+            shape = (ROWS, HIDDEN) if row else (HIDDEN,)
             values = random(*shape, dtype=dtypes[not row], device=device, seed=seed)
             made[name] = nn.Parameter(values)
         return made
@@ -55,7 +51,7 @@ class Use(NamedTuple):
     @property
     def same_bits(self) -> bool:
         """Whether each state gives the same bits, as tilenorm promises for what it computes."""
-        return PRETENDING in self.walks and self.like != "linear"
+        return PRETENDING in self.walks
 
     def bound(self, tensors: dict[str, Tensor]) -> tuple[Callable[..., Outputs], list[Tensor]]:
         """The function of rows, and the rows."""
@@ -80,13 +76,10 @@ def of_function(name: str, parameters: dict[str, Tensor], **options) -> Callable
     return call
 
 
-def of_module(
-    kind: type[nn.Module], parameters: dict[str, Tensor], *sizes: int, **options
-) -> Callable[..., Outputs]:
-    module = kind(*sizes or (HIDDEN,), eps=EPS, **options)
+def of_module(kind: type[nn.Module], parameters: dict[str, Tensor]) -> Callable[..., Outputs]:
+    module = kind(HIDDEN, eps=EPS)
     for name, parameter in parameters.items():
-        owner, _, last = name.rpartition(".")
-        setattr(module.get_submodule(owner), last, parameter)
+        setattr(module, name, parameter)
     if not kind.__module__.startswith("tilenorm"):
         tilenorm.patch(module)
     return lambda x: {"output": module(x)}
@@ -94,17 +87,6 @@ def of_module(
 
 def of_pytorch(function: Callable, parameters: dict[str, Tensor]) -> Callable[..., Outputs]:
     return lambda x: {"output": function(x, (HIDDEN,), **parameters, eps=EPS)}
-
-
-def linear(parameters: dict[str, Tensor], dtype: torch.dtype | None) -> Callable[..., Outputs]:
-    """QuantizedNormLinear without 8-bit floats. dtype: of the output; None: that of the input."""
-    norm, weight, bias = (parameters[name] for name in LINEAR)
-
-    def call(x):
-        y = tilenorm.rms_norm(x, (HIDDEN,), norm, EPS, backend="reference").to(weight.dtype)
-        return {"output": F.linear(y, weight, bias).to(dtype or x.dtype)}
-
-    return call
 
 
 def _uses() -> dict[str, Use]:
@@ -119,13 +101,6 @@ def _uses() -> dict[str, Use]:
         found[op] = Use(plain.rows, both, make, plain.like)
     parameters = ("weight", "next_weight")
     found[CHAIN] = Use(two, parameters, partial(of_function, CHAIN), CHAIN)
-    found["QuantizedNormLinear"] = Use(
-        one,
-        LINEAR,
-        lambda parameters: of_module(QuantizedNormLinear, parameters, HIDDEN, OUT, bias=True),
-        "linear",
-        walks=(PRETENDING,),  # PyTorch without CUDA takes no index of a fake tensor of CUDA
-    )
     for norm, function, names in (
         ("RMSNorm", "rms_norm", weight),
         ("LayerNorm", "layer_norm", both),
