@@ -30,6 +30,8 @@ ALL_SLOW = {
     "tests/integrations/test_compile_folds.py::test_caches_hit_and_keep_what_was_folded",
     # 60 s of nine models. test_compile_folds has a transformer block.
     "tests/integrations/test_fold_models.py::test_sums_and_outputs_of_models",
+    # 90 s of 700 models. test_table_has_the_norms_of compares some of them.
+    "tests/integrations/test_families.py::test_file_is_what_the_command_prints",
     # 10 s of compilation. test_fx_gemms has symbolic sizes, test_compile_gemms a block's gradients.
     "tests/integrations/test_compile_gemms.py::test_one_graph_with_multiplications_for_every_batch",
     "tests/integrations/test_compile_gemms.py::test_gradients_of_llama",
