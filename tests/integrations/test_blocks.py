@@ -6,7 +6,6 @@ import pickle
 
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 
 import tilenorm
@@ -14,7 +13,7 @@ from tilenorm.integrations.blocks import PatchedBlock
 from tilenorm.integrations.replaced import UNREACHED
 
 from ..ops.helpers import random
-from .test_patch_models import MODELS
+from .model_rows import built
 
 pytestmark = pytest.mark.filterwarnings("ignore::tilenorm.ReferenceWarning")
 N = 24
@@ -216,10 +215,7 @@ def test_an_option_of_another_type_is_refused():
 
 @pytest.mark.parametrize("name", ["llama", "bert"])
 def test_layers_of_transformers(name, sums):
-    sizes = MODELS[name]
-    torch.manual_seed(0)
-    config = getattr(transformers, sizes.config)(**sizes.sizes)
-    model = getattr(transformers, sizes.cls)(config, **sizes.options).eval().bfloat16()
+    model = built(name).bfloat16()
     patched = copy.deepcopy(model)
     tilenorm.patch(model)
     tilenorm.patch(patched, residual=True)

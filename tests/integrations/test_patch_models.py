@@ -1,4 +1,4 @@
-"""Patched models of transformers with random weights: outputs, gradients and generated tokens.
+"""Patched models with random weights: outputs, gradients, generated tokens, undo, save and load.
 
 The error of a patched model may be twice the error of the original model. Both errors are measured
 against a run in float64.
@@ -6,7 +6,6 @@ against a run in float64.
 
 import copy
 from functools import partial
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -17,82 +16,14 @@ from torch.overrides import TorchFunctionMode
 import tilenorm
 from tilenorm.integrations.models import PatchedNorm
 
-from ..ops.helpers import EACH_DEVICE, NEEDS_GPU, name_of, random
+from ..ops.helpers import EACH_DEVICE, NEEDS_GPU, name_of
 from ..tolerance import TIMES_TORCH
+from . import families
+from .model_rows import CAUSAL, MODELS, TRANSFORMERS, arguments, built, step
 
 pytestmark = pytest.mark.filterwarnings("ignore::tilenorm.ReferenceWarning")
 
-SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-SIZES |= {"num_attention_heads": 4}
-TEXT = SIZES | {"vocab_size": 128, "max_position_embeddings": 64}
-TEXT |= {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": None}
-HEADS = TEXT | {"num_key_value_heads": 2, "head_dim": 16}
-IMAGE = SIZES | {"image_size": 16, "patch_size": 4}
-
-
-class Model(NamedTuple):
-    """norms: the number of norms in two layers and at the end. how: their entry in the report."""
-
-    cls: str
-    config: str
-    sizes: dict
-    norms: int
-    how: str
-    options: dict = {}  # noqa: RUF012
-
-
-EARLY = "rms_norm offset=0.0 rounding=early eps=1e-06 output_dtype=promote_types(input, weight)"
-LATE = "rms_norm offset=0.0 rounding=late eps=1e-05"
-OFFSET_1 = "rms_norm offset=1.0 rounding=late eps=1e-06"
-LAYER = "layer_norm offset=0.0 rounding=late eps={}"
-MODELS = {
-    "llama": Model("LlamaForCausalLM", "LlamaConfig", HEADS, 5, EARLY),
-    "mistral": Model("MistralForCausalLM", "MistralConfig", HEADS, 5, EARLY),
-    "qwen2": Model("Qwen2ForCausalLM", "Qwen2Config", HEADS, 5, EARLY),
-    "qwen3": Model("Qwen3ForCausalLM", "Qwen3Config", HEADS, 9, EARLY),
-    "gemma2": Model("Gemma2ForCausalLM", "Gemma2Config", HEADS, 9, OFFSET_1),
-    "gemma3": Model("Gemma3ForCausalLM", "Gemma3TextConfig", HEADS, 13, OFFSET_1),
-    "olmo2": Model("Olmo2ForCausalLM", "Olmo2Config", HEADS, 9, LATE),
-    "phi3": Model("Phi3ForCausalLM", "Phi3Config", HEADS, 5, EARLY.replace("06", "05")),
-    "gpt-neox": Model("GPTNeoXForCausalLM", "GPTNeoXConfig", TEXT, 5, LAYER.format(1e-5)),
-    "bert": Model(
-        "BertModel", "BertConfig", TEXT, 5, LAYER.format(1e-12), {"add_pooling_layer": False}
-    ),
-    "vit": Model(
-        "ViTModel", "ViTConfig", IMAGE, 5, LAYER.format(1e-12), {"add_pooling_layer": False}
-    ),
-}
 EACH_MODEL = pytest.mark.parametrize("name", MODELS)
-CAUSAL = [name for name, model in MODELS.items() if "Causal" in model.cls]
-
-
-def built(name: str) -> nn.Module:
-    """A model whose norm weights and biases are not all ones and zeros."""
-    model = MODELS[name]
-    torch.manual_seed(0)
-    config = getattr(transformers, model.config)(**model.sizes)
-    module = getattr(transformers, model.cls)(config, **model.options).eval()
-    with torch.no_grad():
-        for seed, parameter in enumerate(module.parameters()):
-            if parameter.dim() == 1:
-                parameter += 0.3 * random(*parameter.shape, seed=seed)
-    return module
-
-
-def step(model: nn.Module, name: str, run=None) -> dict[str, Tensor]:
-    """The outputs and the gradient of every parameter, by name."""
-    parameter = next(model.parameters())
-    if name == "vit":
-        inputs = {"pixel_values": random(2, 3, 16, 16, dtype=torch.bfloat16).to(parameter)}
-    else:
-        inputs = {"input_ids": torch.arange(24, device=parameter.device).reshape(2, 12) * 5 % 128}
-    if name in CAUSAL:
-        inputs["use_cache"] = False
-    y = (model if run is None else run)(**inputs)[0]
-    dy = random(*y.shape, dtype=torch.bfloat16).to(y)
-    named = dict(model.named_parameters())
-    grads = torch.autograd.grad(y, list(named.values()), dy)
-    return {"outputs": y.detach(), **dict(zip(named, grads, strict=True))}
 
 
 class InFloat64(TorchFunctionMode):
@@ -135,11 +66,18 @@ def assert_as_exact(patched, original, truth, dtype):
         assert not over, f"errors over the budget of {budget:.2g}: {over}"
 
 
-@EACH_MODEL
+@pytest.mark.parametrize("name", TRANSFORMERS)
 def test_every_norm_is_recognised(name):
     report = tilenorm.patch(built(name))
     assert [entry.how for entry in report.patched] == [MODELS[name].how] * MODELS[name].norms
     assert not report.left
+
+
+@EACH_MODEL
+def test_norms_are_those_of_the_family_in_the_table(name):
+    family = name if MODELS[name].config else MODELS[name].cls
+    row = families.row(family, families.norms_of(built(name)))
+    assert row in families.FILE.read_text().splitlines()
 
 
 def check(name, device, dtype, prepare=lambda model: model, autocast=False):
@@ -162,13 +100,13 @@ def test_outputs_and_gradients(name, dtype, device):
 
 
 @EACH_DEVICE
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gpt-neox"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3_text", "gpt_neox", "flux"])
 def test_outputs_and_gradients_under_autocast(name, device):
     check(name, device, torch.float32, autocast=True)
 
 
 @NEEDS_GPU
-@EACH_MODEL
+@pytest.mark.parametrize("name", TRANSFORMERS)
 def test_compiled(name, dynamo):
     check(name, "cuda", torch.bfloat16, partial(torch.compile, fullgraph=True))
     assert dynamo.utils.counters["stats"]["unique_graphs"] == 1
@@ -179,6 +117,30 @@ def test_compiled_without_a_gpu(dynamo):
         "qwen3", "cpu", torch.float32, partial(torch.compile, fullgraph=True, backend="aot_eager")
     )
     assert dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@EACH_MODEL
+def test_undone_and_loaded_as_before(name, tmp_path):
+    model = built(name)
+    classes, original = [type(m) for m in model.modules()], outputs(model, name)
+    report = tilenorm.patch(model)
+    patched = outputs(model, name)
+    torch.save(model.state_dict(), tmp_path / "state.pt")
+    report.undo()
+    assert [type(m) for m in model.modules()] == classes
+    assert torch.equal(outputs(model, name), original)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    model.load_state_dict(torch.load(tmp_path / "state.pt"))
+    assert torch.equal(outputs(model, name), original)
+    tilenorm.patch(model)
+    assert torch.equal(outputs(model, name), patched)
+
+
+def outputs(model: nn.Module, name: str) -> Tensor:
+    with torch.no_grad():
+        return model(**arguments(model, name))[0]
 
 
 def test_saved_model_loads_unpatched(tmp_path):

@@ -1,0 +1,160 @@
+"""Prints which norms patch replaces in each family of models.
+
+    python -m tests.integrations.families > .github/families.md
+
+Every family of transformers is built with its default config, and every class of models of
+diffusers with its default arguments. The weights are on the meta device, where they take neither
+memory nor time. patch looks at norms on the CPU.
+"""
+
+import inspect
+import re
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from textwrap import shorten
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+import tilenorm
+from tilenorm.integrations.models import Left, Patched
+from tilenorm.integrations.recognition import looks_like_a_norm
+
+FILE = Path(__file__).parents[2] / ".github" / "families.md"
+# Arguments of configs and models that cannot be built without them, or that add norms.
+OPTIONS = {
+    "autoformer": {"prediction_length": 24},
+    "informer": {"prediction_length": 24},
+    "time_series_transformer": {"prediction_length": 24},
+    "DreamLiteTransformer2DModel": {"in_channels": 320},
+    "EasyAnimateTransformer3DModel": {"in_channels": 4, "out_channels": 4, "patch_size": 2},
+    "HiDreamImageTransformer2DModel": {"patch_size": 2, "caption_channels": [64, 64]},
+    "HunyuanDiT2DControlNetModel": {"in_channels": 4, "patch_size": 2},
+    "HunyuanDiT2DModel": {"in_channels": 4, "patch_size": 2},
+    "LatteTransformer3DModel": {"in_channels": 4, "patch_size": 2, "sample_size": 32}
+    | {"caption_channels": 64},
+    "LuminaNextDiT2DModel": {"num_kv_heads": 8},
+    "SD3Transformer2DModel": {"qk_norm": "rms_norm", "dual_attention_layers": [0]},
+    "Transformer2DModel": {"in_channels": 320},
+    "TransformerTemporalModel": {"in_channels": 320},
+}
+HEAD = """# Families of models
+
+This file says what `tilenorm.patch` does with the norms of {count} families of models: those of
+transformers, which have the lower-case name of their config, and the classes of models of
+diffusers. For each class of norm it names the function of tilenorm that runs in its place, or the
+reason why the norm is left. The function takes the eps of the module. A module without parameters
+that contains other modules, such as AdaLayerNormZero, is not listed, but the norm in it is.
+
+`python -m tests.integrations.families > .github/families.md` writes this file. It was last run with
+{versions}."""
+
+
+def versions() -> str:
+    import diffusers
+
+    return f"transformers {transformers.__version__} and diffusers {diffusers.__version__}"
+
+
+def families() -> dict[str, Callable[[], nn.Module]]:
+    """For each family a function that builds a model."""
+    import diffusers
+
+    found = {
+        name: partial(_of_config, name)
+        for name in sorted(transformers.CONFIG_MAPPING)
+        if transformers.CONFIG_MAPPING[name] in transformers.MODEL_MAPPING
+    }
+    for name in sorted(dir(diffusers)):
+        cls = getattr(diffusers, name, None)
+        if inspect.isclass(cls) and issubclass(cls, diffusers.ModelMixin):
+            found[name] = partial(cls, **OPTIONS.get(name, {}))
+    del found["ModelMixin"]
+    return found
+
+
+def _of_config(name: str) -> nn.Module:
+    config = transformers.CONFIG_MAPPING[name](**OPTIONS.get(name, {}))
+    return transformers.AutoModel.from_config(config)
+
+
+def norms_of(model: nn.Module, known: dict[tuple, str | None] | None = None) -> list[str]:
+    """A line for each class of norm and what patch, which is called, does with it.
+
+    known: the lines of norms of other models. patch does not look at equal norms again.
+    """
+    known = {} if known is None else known
+    keys = {module: _key(module) for module in model.modules() if looks_like_a_norm(module)}
+    new = {key: module for module, key in keys.items() if key not in known}
+    chosen = set(new.values())
+    report = tilenorm.patch(model, where=lambda _, module: module in chosen)
+    for entry in (*report.patched, *report.left):
+        module = model.get_submodule(entry.name.split(", ")[0].replace("the model", ""))
+        if module in chosen:
+            known[keys[module]] = _line(module, entry)
+    return sorted({known[key] for key in keys.values()} - {None})
+
+
+def _key(module: nn.Module) -> tuple:
+    """Equal for modules of one class with parameters of one shape and attributes of one value."""
+    attributes = {n: v for n, v in vars(module).items() if n != "_modules" and "eps" not in n}
+    return type(module), repr(tree_map_only(Tensor, lambda t: t.to("meta"), attributes))
+
+
+def _line(module: nn.Module, entry: Patched | Left) -> str | None:
+    if isinstance(entry, Patched):
+        return f"`{entry.cls.__name__}`: {_text(entry.how)}"
+    if any(True for _ in module.children()) and not [*module.parameters(recurse=False)]:
+        return None
+    return f"`{entry.cls.__name__}` is left: {_text(entry.reason)}"
+
+
+def _text(result: str) -> str:
+    """A result without the values of eps and of sizes, in which norms of one class differ."""
+    result = re.sub(r" eps=\S+", "", re.sub(r"\[[\d, ]+\]", "[…]", result))
+    return shorten(result, 120, placeholder=" …").replace("|", "\\|")
+
+
+def row(family: str, norms: list[str]) -> str:
+    return f"| {family} | {'<br>'.join(norms)} |"
+
+
+def title(norms: list[str]) -> str:
+    """The section of the document that a family belongs to."""
+    left = sum("` is left: " in line for line in norms)
+    if not norms:
+        return "Without norms"
+    return "Patched" if not left else "Left" if left == len(norms) else "Partly patched"
+
+
+def document() -> str:
+    sections = {"Patched": [], "Partly patched": [], "Left": [], "Without norms": []}
+    failed, known = [], {}
+    for family, build in families().items():
+        try:
+            with torch.device("meta"):
+                model = build()
+        except Exception:  # whatever a missing package or a missing argument leads to
+            failed.append(family)
+        else:
+            norms = norms_of(model, known)
+            sections[title(norms)].append(row(family, norms) if norms else family)
+    without = sections.pop("Without norms")
+    head = HEAD.format(versions=versions(), count=len(without) + sum(map(len, sections.values())))
+    parts = [head]
+    for name, rows in sections.items():
+        table = "\n".join(["| family | norms |", "| :-- | :-- |", *rows])
+        parts += [f"## {name}: {len(rows)}", table]
+    parts += [f"## Without norms: {len(without)}", ", ".join(without)]
+    parts += [f"## Not built: {len(failed)}"]
+    parts += ["These need a package or arguments: " + ", ".join(failed)]
+    return "\n\n".join(parts) + "\n"
+
+
+if __name__ == "__main__":
+    transformers.logging.set_verbosity_error()
+    sys.stdout.write(document())
