@@ -74,58 +74,62 @@ class Form:
     def forward(self, module: nn.Module, *args: Tensor, **kwargs: Tensor) -> Tensor:
         """The result of the module's forward, computed by tilenorm where it serves the call."""
         tensors = self._tensors(args, kwargs) if kwargs or len(args) != 1 else args
-        if not self.serves(module, *tensors):
+        served = self._served(module, *tensors)
+        if served is None:
             return module._tilenorm_class.forward(module, *args, **kwargs)
-        if args and args[0].is_cuda and not self.autocasts and torch.is_autocast_enabled():
+        if tensors[0].is_cuda and not self.autocasts and torch.is_autocast_enabled():
             with torch.autocast("cuda", enabled=False):
-                return self.compute(module, *tensors)
-        return self.compute(module, *tensors)
+                return self._compute(*served, self.epsilon(module), None)
+        return self._compute(*served, self.epsilon(module), None)
 
-    def serves(self, module: nn.Module, x: object = None, gate: object = None) -> bool:
-        """Whether recognition compared calls of this kind."""
+    def _served(self, module: nn.Module, x: object = None, gate: object = None) -> tuple | None:
+        """The input, gate, weight and bias of a call whose kind recognition compared, or None.
+
+        The weight and the bias are without leading sizes that broadcast.
+        """
         if not isinstance(x, Tensor) or (1 if gate is None else 2, x.dim()) not in self.calls:
-            return False
-        if gate is not None and (not isinstance(gate, Tensor) or gate.shape != x.shape):
-            return False
+            return None
+        shape, dtype = x.shape, None
+        if gate is not None:
+            if not isinstance(gate, Tensor) or gate.shape != shape:
+                return None
+            dtype = gate.dtype
         if not self.strided and not (x.is_contiguous() and (gate is None or gate.is_contiguous())):
-            return False
+            return None
         if not self.empty and not x.numel():
-            return False
-        if self.sizes is not None and x.shape[-len(self.sizes) :] != self.sizes:
-            return False
-        parameter = None
-        for name in (self.weight, self.bias):
-            if name is None:
-                continue
-            other, parameter = parameter, getattr(module, name)
-            if parameter is None or not self._fits(parameter, x):
-                return False
-            if other is not None and other.dtype != parameter.dtype:
-                return False
-        dtypes = tuple(t if t is None else t.dtype for t in (gate, parameter))
-        if (x.dtype, *dtypes) in self.dtypes:
-            return True
+            return None
+        if self.sizes is not None and shape[-len(self.sizes) :] != self.sizes:
+            return None
+        weight, bias = self._parameters(module)
+        parameter = bias if weight is None else weight
+        if parameter is None:
+            if self.weight or self.bias:
+                return None
+            dtypes = x.dtype, dtype, None
+        else:
+            size = parameter.shape
+            if not size or shape[-len(size) :] != size:
+                return None
+            dtypes = x.dtype, dtype, parameter.dtype
+            if self.weight and self.bias and not _are_alike(weight, bias):
+                return None
+        if dtypes in self.dtypes:
+            return x, gate, weight, bias
         # CUDA's autocast casts the input of PyTorch's norms to float32.
         autocasts = self.autocasts and x.is_cuda and torch.is_autocast_enabled()
-        return autocasts and (torch.float32, *dtypes) in self.dtypes
-
-    def _fits(self, parameter: Tensor, x: Tensor) -> bool:
-        """Whether the input ends in the parameter's shape, past the sizes that broadcast."""
-        shape = parameter.shape
-        if self.ones:
-            ones, shape = shape[: self.ones], shape[self.ones :]
-            if any(size != 1 for size in ones):
-                return False
-        return len(shape) > 0 and x.shape[-len(shape) :] == shape
+        if autocasts and (torch.float32, *dtypes[1:]) in self.dtypes:
+            return x, gate, weight, bias
+        return None
 
     def add(self, module: nn.Module, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor] | None:
         """a + b and the module's output for it, in one pass; None if one pass gives others.
 
         a, b: of one shape, dtype and device.
         """
-        if self.groups or not self.serves(module, a):
+        served = None if self.groups else self._served(module, a)
+        if served is None:
             return None
-        weight, bias = self._parameters(module)
+        *_, weight, bias = served
         if self.promotes and weight is not None and weight.dtype != a.dtype:
             return None
         if a.is_cuda and torch.is_autocast_enabled():
@@ -151,10 +155,16 @@ class Form:
             return ()
         return args + tuple(kwargs[name] for name in names)
 
-    def _parameters(self, module: nn.Module) -> list[Tensor | None]:
+    def _parameters(self, module: nn.Module) -> tuple[Tensor | None, Tensor | None]:
         """The weight and the bias, without the leading sizes that broadcast."""
-        found = [name and getattr(module, name) for name in (self.weight, self.bias)]
-        return [t.view(t.shape[self.ones :]) if self.ones and t is not None else t for t in found]
+        weight = getattr(module, self.weight) if self.weight else None
+        bias = getattr(module, self.bias) if self.bias else None
+        if not self.ones:
+            return weight, bias
+        return tuple(
+            t if t is None or any(n != 1 for n in t.shape[: self.ones]) else t.flatten(0, self.ones)
+            for t in (weight, bias)
+        )
 
     def compute(
         self, module: nn.Module, x: Tensor, gate: Tensor | None = None, backend: str | None = None
@@ -163,8 +173,9 @@ class Form:
 
         backend: as in tilenorm.rms_norm.
         """
-        weight, bias = self._parameters(module)
-        eps = self.epsilon(module)
+        return self._compute(x, gate, *self._parameters(module), self.epsilon(module), backend)
+
+    def _compute(self, x, gate, weight, bias, eps, backend) -> Tensor:
         promotes = self.promotes and weight is not None
         if promotes and torch.promote_types(x.dtype, weight.dtype) != x.dtype:
             y = self._normalize(x, gate, None, None, eps, backend)
@@ -206,3 +217,9 @@ class Form:
         if self.promotes:
             text += " output_dtype=promote_types(input, weight)"
         return text + (", or its own forward for mixed dtypes" if self.mixed else "")
+
+
+def _are_alike(weight: Tensor | None, bias: Tensor | None) -> bool:
+    if weight is None or bias is None:
+        return False
+    return weight.shape == bias.shape and weight.dtype == bias.dtype

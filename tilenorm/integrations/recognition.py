@@ -220,8 +220,9 @@ def _edges(module: nn.Module, form: Form, taken: Taken) -> Form:
                     raise Unrecognised(f"{reason}, for shape {list(shape)}") from reason
                 empty = False
         shape = (3,) * leading + taken.tail
+        compare("zeros and NaN", number, partial(unusual, shape))
         with torch.no_grad():
-            compare("zeros and NaN", number, partial(unusual, shape))
+            compare("a run without gradients", number, partial(random, shape, torch.float32))
         for make in (sliced, transposed):
             try:
                 compare("strided inputs", number, partial(make, shape))

@@ -110,7 +110,8 @@ def check_branches(twin: nn.Module, shapes: tuple[int, ...], dynamic: int, numbe
             x.requires_grad_()
             type(twin).forward(twin, *(x, torch.empty_like(x))[:number])
     except Exception as error:
-        raise Unrecognised(f"its forward may branch on values: {_line_of(error)}") from error
+        name = type(error).__name__
+        raise Unrecognised(f"its forward branches on values, or no trace of it ({name})") from error
     finally:
         logger.disabled = disabled
     if sizes.guards:
