@@ -162,7 +162,7 @@ class NoSubclassNorm(Custom):
 
 
 class KimiNorm(Custom):
-    """As Kimi Linear's FusedRMSNormGated and the early Qwen3NextRMSNormGated: the gate is needed."""
+    """As in Kimi Linear and in the early Qwen3-Next: the gate is needed."""
 
     def forward(self, hidden_states, gate=None):
         dtype = hidden_states.dtype
