@@ -1,4 +1,4 @@
-"""Norm modules for tests of patch: some that tilenorm can compute, and some that it cannot."""
+"""Norm modules for tests of patch, beside those that drawn_norms draws."""
 
 import torch
 import torch.nn.functional as F
@@ -35,15 +35,6 @@ class Scale(nn.Module):
         return (rms(tokens.float(), self.epsilon) * (1 + self.gain.float()) + self.shift).type_as(
             tokens
         )
-
-
-class HardCodedNorm(Custom):
-    def __init__(self):
-        super().__init__()
-        del self.eps
-
-    def forward(self, x):
-        return F.rms_norm(x, (N,), self.weight, 1e-8)
 
 
 class Float32LayerNorm(nn.LayerNorm):
@@ -89,43 +80,9 @@ class ScaledRMSNorm(Custom):
         return rms(x, self.eps) * self.weight * 1.00001
 
 
-class OuterEpsRMSNorm(Custom):
-    def forward(self, x):
-        return x / (x.square().mean(-1, keepdim=True).sqrt() + self.eps) * self.weight
-
-
-class OtherEpsRMSNorm(Custom):
-    def forward(self, x):
-        return rms(x, 2 * self.eps) * self.weight
-
-
-class BatchRMSNorm(Custom):
-    def forward(self, x):
-        return rms(x, self.eps, (0, -1)) * self.weight
-
-
 class NoisyRMSNorm(Custom):
     def forward(self, x):
         return F.dropout(rms(x, self.eps) * self.weight, 0.1, self.training)
-
-
-class CoarseRMSNorm(Custom):
-    """With a 16-bit input, every operation rounds to 16 bits."""
-
-    def forward(self, x):
-        return rms(x, self.eps) * self.weight
-
-
-class Float32OutputRMSNorm(Custom):
-    def forward(self, x):
-        return rms(x.float(), self.eps) * self.weight
-
-
-class RoundedOffsetRMSNorm(Custom):
-    """With a 16-bit weight, 1 + weight is rounded to 16 bits. Gemma computes it in float32."""
-
-    def forward(self, x):
-        return (rms(x.float(), self.eps) * (1 + self.weight)).to(x.dtype)
 
 
 class UnbiasedLayerNorm(Custom):
@@ -141,30 +98,9 @@ class ChannelsFirstRMSNorm(Custom):
         return rms(x, self.eps, 1) * self.weight[:, None, None]
 
 
-class GroupedRMSNorm(Custom):
-    def forward(self, x):
-        groups = x.reshape(*x.shape[:-1], 3, -1)
-        return rms(groups, self.eps).reshape(x.shape) * self.weight
-
-
 class PoolingRMSNorm(Custom):
     def forward(self, x):
         return (rms(x, self.eps) * self.weight).mean(-2)
-
-
-class ResidualRMSNorm(Custom):
-    def forward(self, x, residual):
-        return rms(x + residual, self.eps) * self.weight
-
-
-class FlagRMSNorm(Custom):
-    def forward(self, x, flip=False):
-        return rms(x, self.eps) * (-self.weight if flip else self.weight)
-
-
-class TwoOutputsRMSNorm(Custom):
-    def forward(self, x):
-        return rms(x, self.eps) * self.weight, x
 
 
 class NestedRMSNorm(Custom):
@@ -196,3 +132,73 @@ def replaced_forward():
     module = Custom()
     module.forward = lambda x: x
     return module
+
+
+class Sum(nn.Module):
+    """An input of zeros shows that it computes no norm."""
+
+    def __init__(self, eps=1e-6):
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, x):
+        return x + 1
+
+
+class RaisingNorm(Custom):
+    """Every attribute that a forward could ask for raises."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1, 1, N))
+
+    def forward(self, x):
+        raise AssertionError("not today")
+
+
+class NoSubclassNorm(Custom):
+    def __init_subclass__(cls):
+        raise TypeError("has no subclasses")
+
+
+class KimiNorm(Custom):
+    """As in Kimi Linear and in the early Qwen3-Next: the gate is needed."""
+
+    def forward(self, hidden_states, gate=None):
+        dtype = hidden_states.dtype
+        y = self.weight * rms(hidden_states.float(), self.eps).to(dtype)
+        return (y * F.silu(gate.float())).to(dtype)
+
+
+class WeightDtypeNorm(Custom):
+    """As diffusers' RMSNorm: the row gets the weight's dtype before the weight."""
+
+    def forward(self, x):
+        y = x * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps)
+        if self.weight.dtype in (torch.float16, torch.bfloat16):
+            y = y.to(self.weight.dtype)
+        return y * self.weight
+
+
+class BroadcastNorm(nn.Module):
+    """Its parameter broadcasts to the rows."""
+
+    def __init__(self, *shape: int):
+        super().__init__()
+        self.g, self.eps = nn.Parameter(torch.ones(shape)), 1e-6
+
+    def forward(self, x):
+        return (rms(x.float(), self.eps) * self.g.float()).to(x.dtype)
+
+
+class OfDims(Custom):
+    """A norm that takes inputs of these numbers of dimensions."""
+
+    def __init__(self, *dims: int):
+        super().__init__()
+        self.dims = dims
+
+    def forward(self, x):
+        if x.dim() not in self.dims:
+            raise ValueError(f"takes {self.dims} dimensions")
+        return super().forward(x)

@@ -135,6 +135,7 @@ def test_what_one_pass_does_not_give_runs_as_before(what, sums):
             h = h[:1]
         case "dtype":
             h = h.float()
+            block.float(), patched.float()
         case "hook":
             patched.norm.register_forward_hook(lambda *_: seen.append(1))
         case "own forward":

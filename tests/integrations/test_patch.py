@@ -162,13 +162,10 @@ def test_keyword_arguments():
     assert torch.equal(layer(input=x), layer(x))
     assert torch.equal(gated(x=x, z=z), gated(x, z)) and torch.equal(gated(x, z=z), gated(x, z))
     assert torch.equal(gated(x, z=None), gated(x))
-    for module, args, kwargs in ((layer, (), {}), (layer, (x, z), {}), (layer, (x,), {"z": z})):
-        with pytest.raises(TypeError, match=r"forward takes \(input\), got"):
+    wrong = ((layer, (), {}), (layer, (x, z), {}), (layer, (x,), {"z": z}), (gated, (), {"z": z}))
+    for module, args, kwargs in (*wrong, (gated, (x,), {"x": x})):
+        with pytest.raises(TypeError, match=r"forward\(\) (missing|takes|got)"):
             module(*args, **kwargs)
-    with pytest.raises(
-        TypeError, match=r"forward takes \(x, z\), got 1 positional arguments and \(x\)"
-    ):
-        gated(x, x=x)
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")

@@ -1,7 +1,10 @@
 """Which modules tilenorm.patch recognises by their results, and its reasons for the others."""
 
+import copy
 import re
+from functools import partial
 from itertools import product
+from unittest import mock
 
 import pytest
 import torch
@@ -10,22 +13,28 @@ from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.llama4.modeling_llama4 import Llama4TextL2Norm
+from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 from transformers.models.t5.modeling_t5 import T5LayerNorm
+from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
 import tilenorm
 
 from ..ops.helpers import EACH_DEVICE, random
 from ..tolerance import FLOAT32_UNITS
-from . import norms
+from . import drawn_norms, norms
 from .norms import N
 
 RMS = "rms_norm offset=0.0 rounding=late eps=1e-06"
 LAYER = "layer_norm offset=0.0 rounding=late eps=1e-05"
 EARLY = RMS.replace("late", "early") + " output_dtype=promote_types(input, weight)"
 GATED = f"gated_{RMS} norm_before_gate="
+ONE_DTYPE = RMS.replace("late", "early") + ", or its own forward for mixed dtypes"
+GROUPS = "gated_" + EARLY.replace(
+    " output", " groups=3 norm_before_gate=False activation=silu output"
+)
 RECOGNISED = {
     "LayerNorm": (lambda: nn.LayerNorm(N), LAYER),
     "LayerNorm of three": (lambda: nn.LayerNorm(3), LAYER),
@@ -38,7 +47,6 @@ RECOGNISED = {
     "by hand": (lambda: norms.Custom(), RMS),
     "in bfloat16": (lambda: norms.Custom().bfloat16(), RMS),
     "without a telling name": (lambda: norms.Scale(), RMS.replace("0.0", "1.0")),
-    "hard-coded eps": (lambda: norms.HardCodedNorm(), RMS.replace("1e-06", "1e-08")),
     "cast around": (lambda: norms.Float32LayerNorm(N), LAYER),
     "a subclass": (lambda: norms.SameLayerNorm(N), LAYER),
     "gate first": (lambda: norms.GatedNorm(), GATED + "False activation=silu"),
@@ -56,6 +64,22 @@ RECOGNISED = {
         lambda: Qwen3NextRMSNormGated(N),
         GATED.replace("late", "early") + "True activation=silu",
     ),
+}
+RECOGNISED |= {
+    "T5": (lambda: T5LayerNorm(N), ONE_DTYPE),
+    "the weight's dtype": (lambda: norms.WeightDtypeNorm(), ONE_DTYPE),
+    "a gate that is needed": (
+        lambda: norms.KimiNorm(),
+        GATED.replace("late", "early") + "True activation=silu",
+    ),
+    "Mamba 2 in groups": (lambda: MambaRMSNormGated(N, 8), GROUPS),
+    "Zamba 2 in groups": (lambda: Zamba2RMSNormGated(N, 8), GROUPS),
+    "(1, N)": (lambda: norms.BroadcastNorm(1, N), RMS),
+    "(1, 1, N)": (lambda: norms.BroadcastNorm(1, 1, N), RMS),
+    "(4, N)": (lambda: norms.BroadcastNorm(4, N), RMS),
+    "two dimensions alone": (lambda: norms.OfDims(2), RMS),
+    "three dimensions alone": (lambda: norms.OfDims(3), RMS),
+    "four dimensions alone": (lambda: norms.OfDims(4), RMS),
 }
 EACH = pytest.mark.parametrize("name", RECOGNISED)
 
@@ -76,12 +100,16 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 @pytest.mark.filterwarnings("ignore:Mismatch dtype", "ignore::tilenorm.ReferenceWarning")
 def test_patched_module_keeps_values_and_dtype(name, autocast, device):
     make, how = RECOGNISED[name]
+    module = make()
+    with torch.no_grad():
+        for seed, tensor in enumerate(module.parameters()):
+            tensor.copy_(random(*tensor.shape, seed=seed))
+    patched = copy.deepcopy(module)
+    tilenorm.patch(patched)
+    dims = getattr(module, "dims", (3,))[0]
+    shape = (5, 4, 4, next((p.shape[-1] for p in module.parameters()), N))[-dims:]
     for dtype, parameter in product(DTYPES, DTYPES):
-        module = make().to(device, parameter)
-        with torch.no_grad():
-            for seed, tensor in enumerate(module.parameters()):
-                tensor.copy_(random(*tensor.shape, seed=seed))
-        shape = (5, 4, next((p.shape[-1] for p in module.parameters()), N))
+        module, patched = module.to(device, parameter), patched.to(device, parameter)
         tensors = [random(*shape, dtype=dtype, device=device, seed=seed) for seed in (5, 6)]
         tensors = tensors if "gated" in how else tensors[:1]
         with torch.autocast(device, torch.bfloat16, enabled=autocast):
@@ -90,8 +118,7 @@ def test_patched_module_keeps_values_and_dtype(name, autocast, device):
             except RuntimeError:  # PyTorch's norms do not accept every pair of dtypes
                 assert dtype != parameter or "cast" in name
                 continue
-            tilenorm.patch(module)
-            got = module(*tensors)
+            got = patched(*tensors)
         assert got.dtype == expected.dtype
         close = FLOAT32_UNITS * torch.finfo(dtype).eps
         torch.testing.assert_close(got, expected, rtol=close, atol=close * expected.abs().max())
@@ -99,6 +126,40 @@ def test_patched_module_keeps_values_and_dtype(name, autocast, device):
 
 NO_NORM = "its outputs match no norm of tilenorm"
 ROUNDS_DIFFERENTLY = "rounds or casts 16 bits differently"
+EFFECT = "its forward changes the module or its input"
+# The value of one part of a drawn class, and the reason why the class is left.
+PARTS = {
+    ("norm", "mean of the batch"): NO_NORM,
+    ("shape", ()): r"its parameters are g \[\], not a number for each column",
+    ("shape", (3, 1)): r"its parameters are g \[3, 1\], not a number for each column",
+    ("shape", (0,)): r"its parameters are empty \(g \[0\]\)",
+    ("offset", 1.0): ROUNDS_DIFFERENTLY,  # in 16 bits, 1 + g is rounded. Gemma casts g first.
+    ("cast", "none"): ROUNDS_DIFFERENTLY,
+    ("output", "none"): ROUNDS_DIFFERENTLY,
+    ("eps", "of the input"): NO_NORM,
+    ("eps", "of the length"): NO_NORM,
+    ("eps", "outside"): NO_NORM,
+    ("early", "matrix"): NO_NORM,
+    ("early", "no gradients"): "but not for a run without gradients",
+    ("early", "strided"): "but not for strided inputs",
+    ("early", "float16"): ROUNDS_DIFFERENTLY,
+    ("early", "odd"): "its forward branches on sizes: Eq",
+    ("early", "too long"): "its forward branches on sizes",
+    ("early", "large"): "its forward branches on values",
+    ("early", "clamped"): "its forward selects values by clamp",
+    ("early", "detached in 16 bits"): "its gradient of the input does not in torch.bfloat16",
+    ("effect", "attribute"): EFFECT,
+    ("effect", "count"): EFFECT,
+    ("effect", "list"): EFFECT,
+    ("effect", "in place"): EFFECT,
+    ("effect", "parameter"): EFFECT,
+    ("effect", "global"): "its forward changes variables outside of has_effect",
+    ("effect", "closure"): "its forward changes variables outside of forward",
+    ("effect", "print"): "its forward calls print",
+    ("effect", "warning"): "its forward calls warn",
+    ("effect", "noise"): "its forward draws random numbers",
+    ("effect", "hook"): "its forward calls register_hook",
+}
 NOT_RECOGNISED = {
     "detached mean": (
         norms.DetachedLayerNorm,
@@ -109,30 +170,26 @@ NOT_RECOGNISED = {
         "outputs match rms_norm.*gradient of weight does not",
     ),
     "another scale": (norms.ScaledRMSNorm, NO_NORM),
-    "eps outside the root": (norms.OuterEpsRMSNorm, NO_NORM),
-    "another eps": (norms.OtherEpsRMSNorm, NO_NORM),
-    "over the batch": (norms.BatchRMSNorm, NO_NORM),
-    "other dimensions of images": (norms.ChannelsFirstRMSNorm, "its forward raised"),
-    "another shape": (norms.PoolingRMSNorm, r"its forward maps shape \[3, 8, 24\] to \[3, 24\]"),
-    "dropout in training": (norms.NoisyRMSNorm, NO_NORM),
-    "an output in float32": (norms.Float32OutputRMSNorm, ROUNDS_DIFFERENTLY),
-    "a rounded offset": (norms.RoundedOffsetRMSNorm, ROUNDS_DIFFERENTLY),
+    "no norm": (norms.Sum, NO_NORM),
+    "other dimensions of images": (norms.ChannelsFirstRMSNorm, ROUNDS_DIFFERENTLY),
+    "another shape": (norms.PoolingRMSNorm, r"its forward maps shape \[4, 8, 24\] to \[4, 24\]"),
+    "dropout in training": (norms.NoisyRMSNorm, "its forward draws random numbers"),
     "an estimate of the variance": (norms.UnbiasedLayerNorm, NO_NORM),
-    "a residual": (norms.ResidualRMSNorm, NO_NORM),
-    "every operation in 16 bits": (norms.CoarseRMSNorm, ROUNDS_DIFFERENTLY),
-    "T5": (lambda: T5LayerNorm(N), ROUNDS_DIFFERENTLY),
-    "groups": (norms.GroupedRMSNorm, NO_NORM),
-    "GroupNorm": (lambda: nn.GroupNorm(2, N), "its forward raised RuntimeError"),
+    "GroupNorm": (lambda: nn.GroupNorm(2, N), "with channels before others"),
     "BatchNorm": (lambda: nn.BatchNorm1d(N), "it has tensors that are not parameters"),
     "a buffer": (norms.BufferRMSNorm, "it has tensors that are not parameters"),
     "a tensor": (norms.PlainTensorRMSNorm, "it has tensors that are not parameters"),
     "more parameters": (norms.ManyParametersRMSNorm, r"its parameters are weight \[24\], a \[2\]"),
-    "an option": (norms.FlagRMSNorm, r"its forward takes \(x, flip=False\)"),
-    "two outputs": (norms.TwoOutputsRMSNorm, "its forward returns a tuple"),
     "a submodule": (norms.NestedRMSNorm, "it has submodules"),
     "a forward of its own": (norms.replaced_forward, "its forward was replaced on this instance"),
     "one element": (lambda: nn.LayerNorm(1), "its rows have one element"),
+    "no subclass": (norms.NoSubclassNorm, "trying it raised TypeError: has no subclasses"),
+    "a forward that raises": (norms.RaisingNorm, "its forward raised AssertionError: not today"),
     "tilenorm's": (lambda: tilenorm.RMSNorm(N), "it is a tilenorm module"),
+}
+NOT_RECOGNISED |= {
+    f"{part} {value}": (partial(drawn_norms.with_part, part, value), reason)
+    for (part, value), reason in PARTS.items()
 }
 
 
@@ -147,6 +204,65 @@ def test_is_not_recognised(name):
     [entry] = report.left
     assert entry.cls is cls
     assert re.search(reason, entry.reason)
+
+
+def test_a_module_that_is_left_stops_no_other():
+    """Whatever its parameters, and whatever it raises."""
+    odd = {re.sub(r"\W", "_", name): make() for name, (make, _) in NOT_RECOGNISED.items()}
+    report = tilenorm.patch(
+        nn.ModuleDict({**odd, "lazy": nn.LazyBatchNorm1d(), "ln": nn.LayerNorm(N)})
+    )
+    assert [entry.name for entry in report.patched] == ["ln"]
+    assert len([e for e in report.left if "." not in e.name]) == len(odd) + 1
+
+
+@pytest.mark.parametrize(
+    "shape", [(N,), (2, N), (1, N), (2, 3, N), (2, 1, N), (2, 3, 4, N), (0, N)]
+)
+@pytest.mark.parametrize("parameter", [(1, N), (1, 1, N), (), (1,), (4, 1), (4, N), (1, 4, N)])
+def test_a_parameter_that_broadcasts(parameter, shape):
+    """The patched module has the values, or the exception, of the module as it was."""
+    module, x = norms.BroadcastNorm(*parameter), random(*shape)
+    with torch.no_grad():
+        module.g.copy_(random(*parameter, seed=1))
+    patched = copy.deepcopy(module)
+    tilenorm.patch(patched)
+    try:
+        expected = module(x)
+    except RuntimeError:
+        with pytest.raises(RuntimeError):
+            patched(x)
+    else:
+        torch.testing.assert_close(patched(x), expected)
+
+
+@pytest.mark.parametrize("dims", [2, 3, 4])
+def test_a_module_that_takes_some_numbers_of_dimensions_refuses_the_others(dims):
+    module = norms.OfDims(dims)
+    tilenorm.patch(module)
+    for other in {1, 2, 3, 4, 5} - {dims}:
+        with pytest.raises(ValueError, match=r"takes .* dimensions"):
+            module(random(*(2,) * (other - 1), N))
+
+
+def test_mixed_dtypes_of_a_norm_with_the_weights_dtype():
+    """The class's own forward runs, and tilenorm serves a call with one dtype."""
+    for dtype, parameter in product(DTYPES, DTYPES):
+        module, x = norms.WeightDtypeNorm().to(parameter), random(5, N, dtype=dtype)
+        patched = copy.deepcopy(module)
+        tilenorm.patch(patched)
+        assert torch.equal(patched(x), module(x)) or dtype == parameter == torch.float32
+        with mock.patch.object(norms.WeightDtypeNorm, "forward", autospec=True) as forward:
+            patched(x)
+        assert forward.called == (dtype != parameter)
+
+
+def test_a_gate_that_is_needed_is_refused_as_before():
+    module = norms.KimiNorm()
+    tilenorm.patch(module)
+    for arguments in ((), (None,)):
+        with pytest.raises(AttributeError, match="'NoneType' object has no attribute 'float'"):
+            module(random(5, N), *arguments)
 
 
 def test_module_that_does_not_look_like_a_norm_is_not_reported():

@@ -104,7 +104,7 @@ INTEGRATIONS = {
             ),
             "model patched": (
                 lambda: tilenorm.patch(PATCHED),
-                *(RuntimeError, "0 is already patched; undo that"),
+                *(RuntimeError, "0 is already patched; tilenorm.unpatch"),
             ),
         },
     ),

@@ -1,6 +1,7 @@
 """Form: a description of what a norm module's forward computes, and how tilenorm computes it."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,16 +15,24 @@ from ..ops.functional import (
     rms_norm,
 )
 
+Dtypes = tuple[torch.dtype, torch.dtype | None, torch.dtype | None]  # input, gate, parameters
+
 
 @dataclass(frozen=True)
 class Form:
     """What the forward of a norm module computes from its input, and from a gate if it takes one.
 
+    tilenorm serves the calls of the kinds that recognition compared. The forward of the module's
+    own class serves all others, and raises what it raised before.
+
     Attributes:
         norm: "rms" or "layer".
         eps: the name of the module's attribute that holds eps, or the value of eps.
-        shape: the sizes of the trailing dimensions that are normalised together; None means the
-            last dimension, of any size.
+        dims: how many trailing dimensions are normalised together.
+        sizes: the sizes in which every input ends; None where the parameters' shape says so, or
+            where rows of every size are served.
+        groups: how many groups of columns are normalised by themselves; 0 if the row is one.
+        ones: how many leading sizes of the parameters are 1 and broadcast.
         weight, bias: names of the module's parameters, or None.
         offset, rounding: as in tilenorm.rms_norm.
         promotes: whether the output has the dtype to which input and weight promote. The
@@ -33,13 +42,21 @@ class Form:
         gate: "after" if act(gate) multiplies the normalised row, "before" if it multiplies the
             input of the norm, None if there is no gate.
         activation: act, as in tilenorm.gated_rms_norm.
-        arguments: the names of forward's arguments.
-        required: how many of forward's arguments have no default.
+        arguments: the names of the arguments that are the input and the gate.
+        calls: the served numbers of tensors (2 with a gate), each with a served number of the
+            input's dimensions.
+        dtypes: the served dtypes.
+        strided: whether inputs that are not contiguous are served.
+        empty: whether inputs without elements are served.
+        mixed: whether the module takes an input and parameters of two dtypes that are not served.
     """
 
     norm: str
     eps: str | float | None
-    shape: tuple[int, ...] | None
+    dims: int = 1
+    sizes: tuple[int, ...] | None = None
+    groups: int = 0
+    ones: int = 0
     weight: str | None = None
     bias: str | None = None
     offset: float = 0.0
@@ -49,25 +66,73 @@ class Form:
     gate: str | None = None
     activation: str = "silu"
     arguments: tuple[str, ...] = ("input",)
-    required: int = 1
+    calls: tuple[tuple[int, int], ...] = ()
+    dtypes: tuple[Dtypes, ...] = ()
+    strided: bool = True
+    empty: bool = True
+    mixed: bool = False
 
     def forward(self, module: nn.Module, *args: Tensor, **kwargs: Tensor) -> Tensor:
-        """The result of the module's forward, computed by tilenorm."""
-        if kwargs or len(args) != self.required:
-            args = self._bind(args, kwargs)
-        if args[0].is_cuda and not self.autocasts and torch.is_autocast_enabled():
+        """The result of the module's forward, computed by tilenorm where it serves the call."""
+        tensors = self._tensors(args, kwargs) if kwargs or len(args) != 1 else args
+        served = self._served(module, *tensors)
+        if served is None:
+            former: Any = module._tilenorm_class
+            return former.forward(module, *args, **kwargs)
+        if tensors[0].is_cuda and not self.autocasts and torch.is_autocast_enabled():
             with torch.autocast("cuda", enabled=False):
-                return self.compute(module, *args)
-        return self.compute(module, *args)
+                return self._compute(served, self.epsilon(module), None)
+        return self._compute(served, self.epsilon(module), None)
+
+    def _served(self, module: nn.Module, x: object = None, gate: object = None) -> tuple | None:
+        """The input, gate, weight and bias of a call whose kind recognition compared, or None.
+
+        The weight and the bias are without leading sizes that broadcast.
+        """
+        if not isinstance(x, Tensor) or (1 if gate is None else 2, x.dim()) not in self.calls:
+            return None
+        shape, dtype = x.shape, None
+        if gate is not None:
+            if not isinstance(gate, Tensor) or gate.shape != shape:
+                return None
+            dtype = gate.dtype
+        if not self.strided and not (x.is_contiguous() and (gate is None or gate.is_contiguous())):
+            return None
+        if not self.empty and not x.numel():
+            return None
+        if self.sizes is not None and shape[-len(self.sizes) :] != self.sizes:
+            return None
+        weight, bias = self._parameters(module)
+        parameter = bias if weight is None else weight
+        if parameter is None:
+            if self.weight or self.bias:
+                return None
+            dtypes = x.dtype, dtype, None
+        else:
+            size = parameter.shape
+            if not size or shape[-len(size) :] != size:
+                return None
+            dtypes = x.dtype, dtype, parameter.dtype
+            if self.weight and self.bias and not _are_alike(weight, bias):
+                return None
+        if dtypes in self.dtypes:
+            return x, gate, weight, bias
+        # CUDA's autocast casts the input of PyTorch's norms to float32.
+        autocasts = self.autocasts and x.is_cuda and torch.is_autocast_enabled()
+        if autocasts and (torch.float32, *dtypes[1:]) in self.dtypes:
+            return x, gate, weight, bias
+        return None
 
     def add(self, module: nn.Module, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor] | None:
         """a + b and the module's output for it, in one pass; None if one pass gives others.
 
         a, b: of one shape, dtype and device.
         """
-        weight = getattr(module, self.weight) if self.weight else None
-        bias = getattr(module, self.bias) if self.bias else None
-        if self.gate or (self.promotes and weight is not None and weight.dtype != a.dtype):
+        served = None if self.groups else self._served(module, a)
+        if served is None:
+            return None
+        *_, weight, bias = served
+        if self.promotes and weight is not None and weight.dtype != a.dtype:
             return None
         if a.is_cuda and torch.is_autocast_enabled():
             if self.autocasts:  # the norm casts the sum to float32, and the sum stays as it is
@@ -77,7 +142,7 @@ class Form:
         return self._add(a, b, weight, bias, self.epsilon(module))
 
     def _add(self, a, b, weight, bias, eps) -> tuple[Tensor, Tensor]:
-        shape = a.shape[-1:] if self.shape is None else self.shape
+        shape = a.shape[-self.dims :]
         options = {"offset": self.offset, "rounding": self.rounding}
         if self.norm == "layer":
             y, total = add_layer_norm(a, b, shape, weight, bias, eps, **options)
@@ -85,16 +150,23 @@ class Form:
             y, total = add_rms_norm(a, b, shape, weight, eps, bias=bias, **options)
         return total, y
 
-    def _bind(self, args: tuple, kwargs: dict) -> tuple:
-        """Turn keyword arguments into positional ones; raise TypeError if they do not fit."""
-        rest = self.arguments[len(args) :]
-        given = args + tuple(kwargs[name] for name in rest if name in kwargs)
-        if not self.required <= len(given) <= len(self.arguments) or not kwargs.keys() <= {*rest}:
-            takes, got = ", ".join(self.arguments), ", ".join(kwargs)
-            raise TypeError(
-                f"forward takes ({takes}), got {len(args)} positional arguments and ({got})"
-            )
-        return given
+    def _tensors(self, args: tuple, kwargs: dict) -> tuple:
+        """The input, and the gate if there is one; () for any other call."""
+        names = self.arguments[len(args) : len(args) + len(kwargs)]
+        if len(args) > len(self.arguments) or kwargs.keys() != {*names}:
+            return ()
+        return args + tuple(kwargs[name] for name in names)
+
+    def _parameters(self, module: nn.Module) -> tuple[Tensor | None, Tensor | None]:
+        """The weight and the bias, without the leading sizes that broadcast."""
+        weight = getattr(module, self.weight) if self.weight else None
+        bias = getattr(module, self.bias) if self.bias else None
+        if not self.ones:
+            return weight, bias
+        return tuple(
+            t if t is None or any(n != 1 for n in t.shape[: self.ones]) else t.flatten(0, self.ones)
+            for t in (weight, bias)
+        )
 
     def compute(
         self,
@@ -104,10 +176,15 @@ class Form:
         *,
         backend: str | None = None,
     ) -> Tensor:
-        """Like forward, but without regard to autocast. backend: as in tilenorm.rms_norm."""
-        weight = getattr(module, self.weight) if self.weight else None
-        bias = getattr(module, self.bias) if self.bias else None
-        eps = self.epsilon(module)
+        """Like forward of a served call, but without regard to autocast.
+
+        backend: as in tilenorm.rms_norm.
+        """
+        tensors = x, gate, *self._parameters(module)
+        return self._compute(tensors, self.epsilon(module), backend)
+
+    def _compute(self, tensors: tuple, eps, backend) -> Tensor:
+        x, gate, weight, bias = tensors
         promotes = self.promotes and weight is not None
         if promotes and torch.promote_types(x.dtype, weight.dtype) != x.dtype:
             y = self._normalize(x, gate, None, None, eps, backend)
@@ -116,16 +193,24 @@ class Form:
         return self._normalize(x, gate, weight, bias, eps, backend)
 
     def _normalize(self, x, gate, weight, bias, eps, backend) -> Tensor:
-        shape = x.shape[-1:] if self.shape is None else self.shape
+        if self.groups:  # each group is a head
+            x, gate, weight, bias = (
+                t if t is None else t.unflatten(-1, (self.groups, -1))
+                for t in (x, gate, weight, bias)
+            )
+        shape = x.shape[-self.dims :]
         options = {"offset": self.offset, "rounding": self.rounding, "backend": backend}
         if gate is not None:
             options |= {"norm_before_gate": self.gate == "after", "activation": self.activation}
             if self.norm == "layer":
-                return gated_layer_norm(x, gate, shape, weight, bias, eps, **options)
-            return gated_rms_norm(x, gate, shape, weight, eps, bias=bias, **options)
-        if self.norm == "layer":
-            return layer_norm(x, shape, weight, bias, eps, **options)
-        return rms_norm(x, shape, weight, eps, bias=bias, **options)
+                y = gated_layer_norm(x, gate, shape, weight, bias, eps, **options)
+            else:
+                y = gated_rms_norm(x, gate, shape, weight, eps, bias=bias, **options)
+        elif self.norm == "layer":
+            y = layer_norm(x, shape, weight, bias, eps, **options)
+        else:
+            y = rms_norm(x, shape, weight, eps, bias=bias, **options)
+        return y.flatten(-2) if self.groups else y
 
     def epsilon(self, module: nn.Module) -> float | None:
         return getattr(module, self.eps) if isinstance(self.eps, str) else self.eps
@@ -134,6 +219,16 @@ class Form:
         """A readable line: the tilenorm function and its options."""
         text = f"{'gated_' if self.gate else ''}{self.norm}_norm offset={self.offset}"
         text += f" rounding={self.rounding} eps={self.epsilon(module)}"
+        if self.groups:
+            text += f" groups={self.groups}"
         if self.gate:
             text += f" norm_before_gate={self.gate == 'after'} activation={self.activation}"
-        return text + (" output_dtype=promote_types(input, weight)" if self.promotes else "")
+        if self.promotes:
+            text += " output_dtype=promote_types(input, weight)"
+        return text + (", or its own forward for mixed dtypes" if self.mixed else "")
+
+
+def _are_alike(weight: Tensor | None, bias: Tensor | None) -> bool:
+    if weight is None or bias is None:
+        return False
+    return weight.shape == bias.shape and weight.dtype == bias.dtype

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from ..nn import LayerNorm, RMSNorm
@@ -12,6 +13,9 @@ from .form import Form
 from .recognition import Unrecognised, looks_like_a_norm, recognise
 from .replaced import UNREACHED, calls_of_class
 from .unpatch import PatchedModule, change_classes, names_of, patched_subclass, revert
+
+_MODULE_ATTRIBUTES = vars(nn.Module()).keys()
+_PLAIN = (int, float, str, type(None), torch.Size)
 
 
 class Patched(NamedTuple):
@@ -164,27 +168,63 @@ def patch(
         if isinstance(module, PatchedModule):
             text = f"{name or 'the model'} is already patched"
             raise RuntimeError(f"patch: {text}; tilenorm.unpatch(model) reverts that")
-    patched, left, new_classes = [], [], []
+    patched, left, new_classes, known = [], [], [], {}
     for module, module_names in names.items():
         if not looks_like_a_norm(module):
             continue
         name, cls = ", ".join(module_names) or "the model", type(module)
-        try:
-            if isinstance(module, (RMSNorm, LayerNorm)):
-                raise Unrecognised("it is a tilenorm module")
-            if where is not None and not any(where(n, module) for n in module_names):
-                raise Unrecognised("where() excludes it")
-            form = recognise(module)
-        except Unrecognised as reason:
-            left.append(Left(name, cls, str(reason)))
+        if isinstance(module, (RMSNorm, LayerNorm)):
+            found = "it is a tilenorm module"
+        elif where is not None and not any(where(n, module) for n in module_names):
+            found = "where() excludes it"
         else:
-            patched.append(Patched(name, cls, form.describe(module)))
-            new_classes.append((module, _patched_class(cls, form)))
+            found = _recognised(module, known)
+        if isinstance(found, str):
+            left.append(Left(name, cls, found))
+        else:
+            patched.append(Patched(name, cls, found.describe(module)))
+            new_classes.append((module, _patched_class(cls, found)))
     if residual:
         _add_blocks(names, patched, left, new_classes)
     found = [(e.name, *new) for e, new in zip(patched, new_classes, strict=True)]
     change_classes("patch", found)
     return Report(patched, left, new_classes)
+
+
+def _recognised(module: nn.Module, known: dict) -> Form | str:
+    """The form of a module that can have another class, or the reason why it is left.
+
+    known: the answers so far. The layers of a model have norms that are alike.
+    """
+    key = _likeness(module)
+    if key is not None and key in known:
+        return known[key]
+    try:
+        found = recognise(module)
+        cls = _patched_class(type(module), found)
+        object.__new__(type(module)).__class__ = cls  # Python refuses some pairs of classes
+    except Unrecognised as reason:
+        found = str(reason)
+    except Exception as error:  # a module that cannot be tried must not stop those that can
+        found = f"trying it raised {type(error).__name__}: {error}"
+    if key is not None:
+        known[key] = found
+    return found
+
+
+def _likeness(module: nn.Module) -> tuple | None:
+    """A key that two modules share if recognition cannot tell them apart; None for no such key."""
+    attributes = vars(module)
+    plain = {n: v for n, v in attributes.items() if n not in _MODULE_ATTRIBUTES}
+    if "forward" in plain or any(not isinstance(v, _PLAIN) for v in plain.values()):
+        return None
+    if attributes["_buffers"] or attributes["_modules"]:
+        return None
+    parameters = attributes["_parameters"].items()
+    shapes = [
+        (n, p if p is None else (tuple(p.shape), p.is_floating_point())) for n, p in parameters
+    ]
+    return type(module), tuple(shapes), tuple((n, type(v), repr(v)) for n, v in plain.items())
 
 
 def _add_blocks(names: dict[nn.Module, list[str]], patched: list, left: list, new: list) -> None:
@@ -201,6 +241,8 @@ def _add_blocks(names: dict[nn.Module, list[str]], patched: list, left: list, ne
             block_class: Any = patched_block(cls, inside)
         except Unchanged as reason:
             left.append(Left(name, cls, str(reason)))
+        except Exception as error:  # a class that refuses a subclass must not stop the others
+            left.append(Left(name, cls, f"its subclass raised {type(error).__name__}: {error}"))
         else:
             how = f"the sum before {' and '.join(block_class._tilenorm_sums)} with the norm"
             patched.append(Patched(name, cls, how))

@@ -1,18 +1,18 @@
 """recognise: find the tilenorm function and options that compute what a norm module computes.
 
-The name of a module does not say what it computes. recognise therefore makes a twin: a module of
-the same class and attributes, with random parameters on the CPU. It runs the twin in several dtypes
-and compares the results with all forms of tilenorm. The module itself does not run or change.
+The name of a module does not say what it computes. recognise therefore runs twins of the module and
+compares the results with all forms of tilenorm. The module itself does not run or change.
 """
 
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import permutations, product
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,33 +21,32 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from ..spec import WORDS
+from .edges import check_channels, edges, exactly
 from .form import Form
 from .replaced import calls_of_class
-
-# The rows' mean squares range from 1e6 to 1e-12. eps is much smaller than the largest, near some of
-# them, and much larger than the smallest. The squares of the largest elements overflow in float16.
-SCALES = (1e3, 1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
-MIN_ELEMENTS = 64  # elements per scale; enough to tell early rounding from late rounding
-# Allowed float32 difference, in units in the last place of the row's largest element. Sums that are
-# added up in another order differ by up to 3 units in PyTorch's LayerNorm of 5 to 262144 columns,
-# and by up to 9 units with 3 columns.
-FLOAT32_UNITS = 16
-# Share of 16-bit elements that must match exactly. Another order of the float32 sums changes the
-# rounding of at most 2 elements in a thousand; early instead of late rounding changes one in four.
-MATCHING_SHARE = 63 / 64
-HARD_CODED_EPS = (None, 1e-5, 1e-6, 1e-8, 1e-12)
-# Dtypes of the input and of the parameters. Pairs that the module's forward rejects are skipped.
-DTYPES = (
-    (torch.bfloat16, torch.bfloat16),
-    (torch.float16, torch.float16),
-    (torch.bfloat16, torch.float32),
-    (torch.float32, torch.bfloat16),
+from .trials import (
+    MAX_ELEMENTS,
+    Run,
+    Taken,
+    float32,
+    matches,
+    normalised_together,
+    other_gradient,
+    sizes_of,
+    taken_by,
 )
+from .twin import (
+    TRACED_SIZES,
+    Refused,
+    Unrecognised,
+    check_branches,
+    parameters_of,
+    twin_of,
+)
+
+HARD_CODED_EPS = (None, 1e-5, 1e-6, 1e-8, 1e-12)
+HALF = (torch.bfloat16, torch.float16)
 PYTORCH_NORMS = (F.rms_norm, F.layer_norm, torch.rms_norm, torch.layer_norm)
-
-
-class Unrecognised(Exception):
-    """The module computes none of the forms; the message gives the reason."""
 
 
 def looks_like_a_norm(module: nn.Module) -> bool:
@@ -59,7 +58,7 @@ def looks_like_a_norm(module: nn.Module) -> bool:
 
 def recognise(module: nn.Module) -> Form:
     """The form that describes a module's forward. Raises Unrecognised if there is none."""
-    arguments, required = _arguments(module)
+    arguments, numbers = _arguments(module)
     _check_attributes(module)
     with (
         warnings.catch_warnings(),
@@ -69,26 +68,38 @@ def recognise(module: nn.Module) -> Form:
         torch.autocast("cpu", enabled=False),
     ):
         warnings.simplefilter("ignore")  # PyTorch warns about mixed dtypes
-        form = _rounded_form(module, _exact_form(module, arguments, required))
-        return replace(form, autocasts=_follows_autocast(module, len(arguments)))
+        taken = taken_by(module, numbers)
+        form = _exact_form(module, taken, arguments)
+        form = edges(module, form, taken)
+        form = _rounded_form(module, form, taken)
+        check_channels(module, form, taken)
+        for number, dims in form.calls:
+            leading = dims - len(taken.tail)
+            dynamic = leading + (not parameters_of(module) and form.sizes is None)
+            shape = TRACED_SIZES[:leading] + taken.tail
+            check_branches(twin_of(module, torch.float32), shape, dynamic, number)
+        return replace(form, autocasts=_follows_autocast(module, taken))
 
 
-def _arguments(module: nn.Module) -> tuple[tuple[str, ...], int]:
-    """The names of forward's arguments, and how many of them have no default."""
+def _arguments(module: nn.Module) -> tuple[tuple[str, ...], list[int]]:
+    """The names of the arguments that may be the input and a gate, and how many to try to pass."""
     if "forward" in vars(module) and not calls_of_class(module):
         raise Unrecognised("its forward was replaced on this instance, and calls no other")
-    _, *parameters = inspect.signature(type(module).forward).parameters.values()
+    signature = inspect.signature(type(module).forward)
+    _, *parameters = signature.parameters.values()
     takes = ", ".join(map(str, parameters))
-    by_position = all(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
-    defaults = [p.default for p in parameters]
-    if (
-        not by_position
-        or len(defaults) not in (1, 2)
-        or defaults[-1] not in (None, inspect.Parameter.empty)
-    ):
+    given = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:2]
+    names = tuple(p.name if p.kind is p.POSITIONAL_OR_KEYWORD else "" for p in given)
+    if len(given) == 2 and given[1].default not in (None, inspect.Parameter.empty):
+        names = names[:1]
+    numbers = []
+    for number in range(1, len(names) + 1):
+        with suppress(TypeError):
+            signature.bind(None, *[None] * number)
+            numbers.append(number)
+    if not numbers:
         raise Unrecognised(f"its forward takes ({takes}), not an input and perhaps a gate")
-    required = 1 if defaults[-1] is None else len(defaults)
-    return tuple(p.name for p in parameters), required
+    return names, numbers
 
 
 def _check_attributes(module: nn.Module) -> None:
@@ -97,103 +108,151 @@ def _check_attributes(module: nn.Module) -> None:
         raise Unrecognised("it has submodules")
     if any(isinstance(t, Tensor) for t in (*module.buffers(recurse=False), *vars(module).values())):
         raise Unrecognised("it has tensors that are not parameters")
-    parameters = _parameters(module)
+    parameters = parameters_of(module)
     shapes = {tuple(p.shape) for p in parameters.values()}
-    if len(parameters) > 2 or len(shapes) > 1:
-        listed = ", ".join(f"{n} {list(p.shape)}" for n, p in parameters.items())
-        raise Unrecognised(f"its parameters are {listed}, not a weight and a bias of one shape")
+    listed = ", ".join(f"{name} {list(p.shape)}" for name, p in parameters.items())
     if any(not p.is_floating_point() for p in parameters.values()):
         raise Unrecognised("its parameters do not have a floating-point dtype")
-    if math.prod(_shape(module)[-1:]) < 2:
+    if any(math.prod(shape) == 0 for shape in shapes):
+        raise Unrecognised(f"its parameters are empty ({listed}), perhaps gathered later")
+    if len(parameters) > 2 or len(shapes) > 1:
+        raise Unrecognised(f"its parameters are {listed}, not a weight and a bias of one shape")
+    if any(math.prod(shape) > MAX_ELEMENTS for shape in shapes):
+        raise Unrecognised(f"its parameters are {listed}, of more than {MAX_ELEMENTS} elements")
+    sizes = sizes_of(getattr(module, "normalized_shape", ()))
+    if sizes and math.prod(sizes) == 1:
         raise Unrecognised("its rows have one element")
+    if any(math.prod(shape[-1:]) == 1 for shape in shapes):
+        raise Unrecognised(f"its parameters are {listed}, not a number for each column")
 
 
-def _exact_form(module: nn.Module, arguments: tuple[str, ...], required: int) -> Form:
+def _exact_form(module: nn.Module, taken: Taken, arguments: tuple[str, ...]) -> Form:
     """The form that matches a module's float32 outputs and gradients; rounding stays "late"."""
-    twins = [_twin(module, torch.float32, training) for training in (True, False)]
-    float64_twin = _twin(module, torch.float64)
-    inputs = _inputs(module, torch.float32, len(arguments))
-    float64_inputs = [t.double() for t in inputs]
-    shape, rows = _shape(module), len(SCALES)
-    # A module may normalise another dimension of a 4-D input than of a 3-D input: run several.
-    leading_sizes = (-1, rows), (-1,), (-1, 2, rows // 2)
-    outputs = [
-        _call_forward(twin, *(t.reshape(*sizes, *shape) for t in inputs)).reshape(inputs[0].shape)
-        for twin, sizes in product(twins, leading_sizes)
-    ]
-
-    def compute(form: Form, *tensors: Tensor) -> Tensor:
-        if form.epsilon(float64_twin) is None:  # None would mean the epsilon of float64
-            form = replace(form, eps=torch.finfo(torch.float32).eps)
-        return form.compute(float64_twin, *tensors, backend="reference")
-
-    def fits(form: Form) -> bool:
-        expected = compute(form, *float64_inputs)
-        return all(_matches(output, expected) for output in outputs)
-
-    form = next(filter(fits, _forms(module, arguments, required)), None)
+    twins = [twin_of(module, torch.float32, training) for training in (True, False)]
+    float64_twin = twin_of(module, torch.float64)
+    dims, groups = normalised_together(twins[0], taken)
+    sizes = taken.tail if groups else taken.sizes
+    options = {"dims": dims, "groups": groups, "sizes": sizes, "ones": taken.ones}
+    options["arguments"] = arguments
+    form, calls = None, []
+    for number, outputs in taken.outputs.items():
+        inputs = [t.double() for t in taken.inputs(float32(number))]
+        forms = _forms(module, number, options) if form is None else _gated(form)
+        for candidate in forms:
+            expected = exactly(candidate, float64_twin, *inputs)
+            if all(
+                matches(y, expected if leading else expected[0, 1])
+                for leading, pair in outputs.items()
+                for y in pair
+            ):
+                form = candidate
+                calls += [(number, len(leading) + len(taken.tail)) for leading in outputs]
+                break
     if form is None:
         raise Unrecognised("its outputs match no norm of tilenorm")
-    for number, twin in product(range(required, len(arguments) + 1), twins):
-        expected = _gradients(partial(compute, form), float64_twin, float64_inputs[:number])
-        forward = partial(_call_forward, twin)
-        for name, gradient in _gradients(forward, twin, inputs[:number]).items():
-            if gradient is None or not _matches(gradient, expected[name]):
-                text = form.describe(module)
-                raise Unrecognised(f"its outputs match {text}; the gradient of {name} does not")
-    return form
+    for number, twin in product(dict(calls), twins):
+        inputs = taken.inputs(float32(number))
+        exactly_form = partial(exactly, form, float64_twin)
+        exact = Run(exactly_form, float64_twin, [t.double() for t in inputs])
+        name = other_gradient(
+            Run(partial(taken.call, twin, taken.main(number)), twin, inputs), exact
+        )
+        if name:
+            text = form.describe(module)
+            raise Unrecognised(f"its outputs match {text}; the gradient of {name} does not")
+    return replace(form, calls=tuple(calls))
 
 
-def _forms(module: nn.Module, arguments: tuple[str, ...], required: int) -> Iterator[Form]:
-    """All forms that are possible with a module's parameters and forward arguments."""
-    shape, names = _shape(module), tuple(_parameters(module))
-    shapes = dict.fromkeys((shape[-1:], shape)) if _has_shape(module) else (None,)
-    affine = dict.fromkeys(permutations((*names, None, None)[:2]))
-    places = (None,) if len(arguments) == 1 else ("after", "before")
-    for norm, eps, sizes, (weight, bias), offset, gate, activation in product(
+def _forms(module: nn.Module, number: int, options: dict) -> Iterator[Form]:
+    """All forms that are possible with a module's parameters."""
+    names = tuple(parameters_of(module))
+    for norm, eps, (weight, bias), offset in product(
         WORDS["norm"],
-        _eps_names(module) or HARD_CODED_EPS,
-        shapes,
-        affine,
+        dict.fromkeys((*_eps_names(module), *HARD_CODED_EPS)),
+        dict.fromkeys(permutations((*names, None, None)[:2])),
         (0.0, 1.0) if names else (0.0,),
-        places,
-        WORDS["activation"] if len(arguments) == 2 else ("silu",),
     ):
-        options = {"activation": activation, "arguments": arguments, "required": required}
-        form = Form(norm, eps, sizes, weight, bias, offset, gate=gate, **options)
+        form = Form(norm, eps, weight=weight, bias=bias, offset=offset, **options)
         if norm == "rms" or form.epsilon(module) is not None:
-            yield form
+            yield from (form,) if number == 1 else _gated(form)
 
 
-def _rounded_form(module: nn.Module, form: Form) -> Form:
+def _gated(form: Form) -> Iterator[Form]:
+    for gate, activation in product(("after", "before"), WORDS["activation"]):
+        yield replace(form, gate=gate, activation=activation)
+
+
+def _rounded_form(module: nn.Module, form: Form, taken: Taken) -> Form:
     """The form, completed by how the module rounds 16-bit dtypes and promotes mixed dtypes."""
-    calls, argument_counts = [], range(form.required, len(form.arguments) + 1)
-    for (dtype, parameter), number in product(DTYPES, argument_counts):
-        inputs, twin = _inputs(module, dtype, number), _twin(module, parameter)
-        with suppress(Unrecognised):
-            calls.append((twin, inputs, _call_forward(twin, *inputs)))
+    calls: list[
+        Any
+    ] = []  # (dtypes, whether they are equal, number, leading sizes, twin, inputs, output)
+    for number in dict(form.calls):
+        for dtypes in _dtypes(number, bool(parameters_of(module))):
+            equal = len({*dtypes} - {None}) == 1
+            twin, inputs = twin_of(module, dtypes[2] or dtypes[0]), taken.inputs(dtypes[:2])
+            leading = [sizes for sizes in taken.outputs[number] if sizes]
+            with suppress(Refused):
+                for sizes in leading if equal else leading[:1]:
+                    y = taken.call(twin, sizes, *inputs)
+                    calls.append((dtypes, equal, number, sizes, twin, inputs, y))
 
-    def fits(form: Form) -> bool:
-        pairs = ((form.compute(t, *i, backend="reference"), y) for t, i, y in calls)
-        return all(e.dtype == y.dtype and _matches(y, e, MATCHING_SHARE) for e, y in pairs)
+    def served(form: Form) -> dict:
+        """Whether all outputs match, by dtypes."""
+        found = {}
+        for dtypes, *_, twin, inputs, y in calls:
+            expected = form.compute(twin, *inputs, backend="reference")
+            fits = expected.dtype == y.dtype and matches(y, expected)
+            found[dtypes] = fits and found.get(dtypes, True)
+        return found
 
     options = {"rounding": "late"}, {"rounding": "early"}, {"rounding": "early", "promotes": True}
-    rounded_form = next(filter(fits, (replace(form, **chosen) for chosen in options)), None)
-    if rounded_form is None:
+    forms = {f: served(f) for f in (replace(form, **chosen) for chosen in options)}
+    needed = {dtypes for dtypes, equal, *_ in calls if equal}
+    forms = {f: fits for f, fits in forms.items() if all(fits[dtypes] for dtypes in needed)}
+    if not forms:
         text = form.describe(module)
         raise Unrecognised(f"it matches {text} in float32, but rounds or casts 16 bits differently")
-    return rounded_form
+    form = max(forms, key=lambda f: sum(forms[f].values()))
+    fits = forms[form]
+    for dtypes in [dtypes for dtypes, fit in fits.items() if fit]:
+        number, twin = 1 + (dtypes[1] is not None), twin_of(module, dtypes[2] or dtypes[0])
+        inputs = taken.inputs(dtypes[:2], 4)  # the other rows' gradients overflow in float16
+        exact = Run(partial(form.compute, twin, backend="reference"), twin, inputs)
+        name = other_gradient(
+            Run(partial(taken.call, twin, taken.main(number)), twin, inputs), exact
+        )
+        if name and dtypes in needed:
+            text = f"it matches {form.describe(module)}; its gradient of {name} does not"
+            raise Unrecognised(f"{text} in {dtypes[0]}")
+        fits[dtypes] = not name
+    last = torch.float32 if parameters_of(module) else None
+    singles = [(*float32(n)[:2], last) for n in dict(form.calls)]
+    dtypes = (*singles, *(dtypes for dtypes, fit in fits.items() if fit))
+    return replace(form, dtypes=dtypes, mixed=not all(fits.values()))
 
 
-def _follows_autocast(module: nn.Module, number: int) -> bool:
+def _dtypes(number: int, has_parameters: bool) -> list[tuple]:
+    """The dtypes of an input, a gate and parameters: some in 16 bits, the others in float32."""
+    found = []
+    for half in HALF:
+        for x, gate, parameter in product((half, torch.float32), repeat=3):
+            gate, parameter = gate if number == 2 else None, parameter if has_parameters else None
+            if half in (x, gate, parameter):
+                found.append((x, gate, parameter))
+    return list(dict.fromkeys(found))
+
+
+def _follows_autocast(module: nn.Module, taken: Taken) -> bool:
     """Whether torch.autocast changes the module's output dtype, as it does for PyTorch's norms."""
-    inputs = _inputs(module, torch.bfloat16, number)
+    number = next(iter(taken.outputs))
+    inputs = taken.inputs((torch.bfloat16, torch.bfloat16 if number == 2 else None))
     for parameter in (torch.bfloat16, torch.float32):
-        twin = _twin(module, parameter)
-        with suppress(Unrecognised):
-            dtype = _call_forward(twin, *inputs).dtype
+        call = partial(taken.call, twin_of(module, parameter), taken.main(number), *inputs)
+        with suppress(Refused):
+            dtype = call().dtype
             with torch.autocast("cpu", torch.bfloat16), _CudaAutocastOnCpu():
-                if _call_forward(twin, *inputs).dtype != dtype:
+                if call().dtype != dtype:
                     return True
     return False
 
@@ -206,89 +265,6 @@ class _CudaAutocastOnCpu(TorchFunctionMode):
         if function in PYTORCH_NORMS and torch.is_autocast_enabled("cpu"):
             args, kwargs = tree_map_only(Tensor, Tensor.float, (args, kwargs))
         return function(*args, **kwargs)
-
-
-def _matches(got: Tensor, expected: Tensor, share: float = 1.0) -> bool:
-    """Whether at least a share of the elements match: equal in 16 bits, close in float32."""
-    error, allowed = (got.double() - expected.double()).abs(), 0.0
-    if got.dtype == torch.float32:
-        # The maximum includes dimension 0, the copies: all terms of one row's gradient may cancel.
-        largest = expected.double().abs().amax((0, -1)[: got.dim()], keepdim=True)
-        allowed = FLOAT32_UNITS * torch.finfo(torch.float32).eps * largest
-    return (error <= allowed).double().mean().item() >= share
-
-
-def _gradients(
-    function: Callable[..., Tensor], twin: nn.Module, inputs: list[Tensor]
-) -> dict[str, Tensor | None]:
-    """The gradients of function(*inputs) by name; None where the output does not depend on it."""
-    leaves = [t.detach().requires_grad_() for t in inputs]
-    names = dict(zip(("the input", "the gate"), leaves, strict=False)) | _parameters(twin)
-    y = function(*leaves)
-    if not y.requires_grad:
-        return dict.fromkeys(names)
-    dy = _random(y.shape, y.dtype, seed=len(names))
-    grads = torch.autograd.grad(y, list(names.values()), dy, allow_unused=True)
-    return dict(zip(names, grads, strict=True))
-
-
-def _call_forward(twin: nn.Module, *inputs: Tensor) -> Tensor:
-    """The result of the class's forward, without hooks. Raises Unrecognised for a bad result."""
-    try:
-        y = type(twin).forward(twin, *inputs)
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise Unrecognised(f"its forward raised {reason}") from error
-    if not isinstance(y, Tensor):
-        raise Unrecognised(f"its forward returns a {type(y).__name__}, not a tensor")
-    if y.shape != inputs[0].shape:
-        raise Unrecognised(f"its forward maps shape {list(inputs[0].shape)} to {list(y.shape)}")
-    return y
-
-
-def _twin(module: nn.Module, dtype: torch.dtype, training: bool = True) -> nn.Module:
-    """A module of the same class and attributes, with random parameters on the CPU."""
-    parameters = {
-        name: nn.Parameter(_random(p.shape, dtype, seed))
-        for seed, (name, p) in enumerate(_parameters(module).items())
-    }
-    twin = object.__new__(type(module))
-    twin.__dict__ = vars(module) | {
-        "training": training,
-        "_parameters": module._parameters | parameters,
-    }
-    return twin
-
-
-def _inputs(module: nn.Module, dtype: torch.dtype, number: int) -> list[Tensor]:
-    """The input, whose mean is half its standard deviation, and the gate if number is 2."""
-    shape = _shape(module)
-    # With one copy, a norm over the batch dimension would look like a norm over the row.
-    copies = max(2, -(-MIN_ELEMENTS // math.prod(shape)))
-    x, gate = (_random((copies, len(SCALES), *shape), torch.float32, seed) for seed in (7, 8))
-    scales = torch.tensor(SCALES, device="cpu").reshape(-1, *(1,) * len(shape))
-    return [t.to(dtype) for t in ((x + 0.5) * scales, gate)[:number]]
-
-
-def _random(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
-    """Normally distributed float32 numbers, rounded to the dtype."""
-    generator = torch.Generator("cpu").manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
-
-
-def _parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    return {name: p for name, p in module._parameters.items() if p is not None}
-
-
-def _has_shape(module: nn.Module) -> bool:
-    return bool(_parameters(module)) or hasattr(module, "normalized_shape")
-
-
-def _shape(module: nn.Module) -> tuple[int, ...]:
-    """The shape of the module's parameters, or its normalized_shape if it has no parameters."""
-    parameters = [*_parameters(module).values()]
-    shape = parameters[0].shape if parameters else getattr(module, "normalized_shape", MIN_ELEMENTS)
-    return (shape,) if isinstance(shape, int) else tuple(shape)
 
 
 def _eps_names(module: nn.Module) -> list[str]:

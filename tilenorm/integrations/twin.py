@@ -1,0 +1,217 @@
+"""Twins: copies of a norm module with random parameters on the CPU, and runs that are watched.
+
+Recognition compares the outputs of runs. That a forward computes the same for all other inputs, and
+does no more than compute, follows from what the runs do besides. A run must not change the
+module, its inputs, or the variables that its functions use, print, log, or draw random numbers. A
+run of fake tensors with symbolic sizes must not branch on sizes or values.
+"""
+
+import logging
+import sys
+from collections import OrderedDict, defaultdict, deque
+from types import BuiltinFunctionType, FrameType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+MAPPINGS = (dict, OrderedDict, defaultdict)
+SEQUENCES = (list, tuple, set, frozenset, deque)
+UNCHANGING = (nn.Module, type, FunctionType, MethodType, BuiltinFunctionType, ModuleType)
+DEPTH = 4  # how far a module's attributes are followed
+MOST_ITEMS = 1000  # of a container whose items are compared
+# Functions and methods of Python whose call is more than computation, and such of PyTorch.
+EFFECTS = {"print", "write", "open", "input", "warn", "register_hook", "exec", "set_rng_state"}
+# Operators that may leave all values of a few inputs as they are, and change those of others.
+PIECEWISE = {"clamp", "clamp_min", "clamp_max", "clip", "where", "nan_to_num", "maximum", "minimum"}
+PIECEWISE |= {"hardtanh", "masked_fill", "threshold", "index_put", "masked_scatter"}
+QUIET = ("torch", __package__.partition(".")[0])  # packages that keep caches of their own
+TRACED_SIZES = (5, 7, 11, 13, 17)  # each one differs: equal sizes would share a symbol
+
+
+class Unrecognised(Exception):
+    """The module computes none of the forms; the message gives the reason."""
+
+
+class Refused(Unrecognised):
+    """The forward does not take an input, or does not return a tensor of its shape."""
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in module._parameters.items() if p is not None}
+
+
+def twin_of(module: nn.Module, dtype: torch.dtype, training: bool = True) -> nn.Module:
+    """A module of the same class, with random parameters on the CPU and copies of attributes."""
+    parameters = {
+        name: nn.Parameter(random(p.shape, dtype, seed))
+        for seed, (name, p) in enumerate(parameters_of(module).items())
+    }
+    own = {"training": training, "_parameters": module._parameters | parameters}
+    twin = object.__new__(type(module))
+    twin.__dict__ = {n: _copied(v) for n, v in vars(module).items() if n not in own} | own
+    return twin
+
+
+def random(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+    """Normally distributed float32 numbers, rounded to the dtype."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
+
+
+def run(twin: nn.Module, *inputs: Tensor) -> Tensor:
+    """The result of the class's forward, without hooks.
+
+    Raises Refused where the forward takes no such inputs, and Unrecognised where it does more than
+    compute.
+    """
+    before = state_of((vars(twin), inputs)), torch.get_rng_state()
+    watch, profile = _Watch(), sys.getprofile()
+    sys.setprofile(watch)
+    try:
+        y = type(twin).forward(twin, *inputs)
+    except Exception as error:
+        raise Refused(f"its forward raised {_line_of(error)}") from error
+    finally:
+        sys.setprofile(profile)
+    if state_of((vars(twin), inputs)) != before[0]:
+        raise Unrecognised("its forward changes the module or its input")
+    if not torch.equal(torch.get_rng_state(), before[1]):
+        raise Unrecognised("its forward draws random numbers")
+    if watch.effect:
+        raise Unrecognised(f"its forward {watch.effect}")
+    if not isinstance(y, Tensor):
+        raise Refused(f"its forward returns a {type(y).__name__}, not a tensor")
+    if y.shape != inputs[0].shape:
+        raise Refused(f"its forward maps shape {list(inputs[0].shape)} to {list(y.shape)}")
+    return y
+
+
+def check_branches(twin: nn.Module, shapes: tuple[int, ...], dynamic: int, number: int) -> None:
+    """Raise Unrecognised if the forward asks for values, or for the first sizes of its input.
+
+    shape: of the input. dynamic: how many sizes are symbols. number: of tensors.
+    """
+    sizes = ShapeEnv()
+    fake = FakeTensorMode(shape_env=sizes, allow_non_fake_inputs=True)
+    kinds = [DimDynamic.DYNAMIC] * dynamic + [DimDynamic.STATIC] * (len(shapes) - dynamic)
+    logger = logging.getLogger("torch._subclasses.fake_tensor")  # it logs what we report
+    disabled, logger.disabled = logger.disabled, True
+    try:
+        context = StatelessSymbolicContext(dynamic_sizes=kinds)
+        x = fake.from_tensor(random(shapes, torch.float32, 0), symbolic_context=context)
+        with fake, _Operators() as operators:
+            x.requires_grad_()
+            type(twin).forward(twin, *(x, torch.empty_like(x))[:number])
+    except Exception as error:
+        name = type(error).__name__
+        raise Unrecognised(f"its forward branches on values, or no trace of it ({name})") from error
+    finally:
+        logger.disabled = disabled
+    if sizes.guards:
+        raise Unrecognised(f"its forward branches on sizes: {sizes.guards[0].expr}")
+    found = sorted(operators.names & PIECEWISE)
+    if found:
+        raise Unrecognised(f"its forward selects values by {', '.join(found)}")
+
+
+class _Operators(TorchDispatchMode):
+    """Keeps the names of the operators that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.add(function.overloadpacket.__name__.rstrip("_"))
+        return function(*args, **(kwargs or {}))
+
+
+class _Watch:
+    """A profile function that looks for effects of the functions that are not PyTorch's.
+
+    effect: what such a function does besides computing; "" for nothing.
+    """
+
+    def __init__(self):
+        self.effect, self._before = "", {}
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code.co_name in EFFECTS and not _is_quiet(frame.f_back):
+            self.effect = f"calls {frame.f_code.co_name}"
+        if _is_quiet(frame):
+            return
+        if event == "call":
+            self._before[frame] = _variables(frame)
+            if _is_of(frame, "logging"):
+                self.effect = "logs"
+        elif event == "return":
+            if frame in self._before and self._before.pop(frame) != _variables(frame):
+                self.effect = f"changes variables outside of {frame.f_code.co_name}"
+        elif event == "c_call" and getattr(argument, "__name__", "") in EFFECTS:
+            self.effect = f"calls {argument.__name__}"
+
+
+def _is_quiet(frame: FrameType | None) -> bool:
+    return frame is None or any(_is_of(frame, package) for package in QUIET)
+
+
+def _is_of(frame: FrameType, package: str) -> bool:
+    name = frame.f_globals.get("__name__") or ""
+    return name == package or name.startswith(f"{package}.")
+
+
+def _variables(frame: FrameType) -> list:
+    """The state of the variables that a function shares with others, and of their attributes."""
+    code, found = frame.f_code, []
+    for name in code.co_names:
+        if name in frame.f_globals:
+            value = frame.f_globals[name]
+            attributes = getattr(value, "__dict__", {})
+            named = [attributes[n] for n in code.co_names if n in attributes]
+            found.append(state_of((value, *named), 2))
+    if code.co_freevars:
+        shared = frame.f_locals
+        found += [state_of(shared[name], 2) for name in code.co_freevars if name in shared]
+    return found
+
+
+def state_of(value: Any, depth: int = DEPTH) -> object:
+    """A description that differs after a change of the value."""
+    if isinstance(value, Tensor):
+        hooks = value._backward_hooks
+        return id(value), 0 if value.is_inference() else value._version, len(hooks or ())
+    if isinstance(value, (int, float, str)):
+        return type(value), repr(value)
+    if type(value) is tuple:
+        return tuple(state_of(item, depth) for item in value)
+    if depth and type(value) in MAPPINGS + SEQUENCES:
+        if len(value) > MOST_ITEMS:
+            return id(value), len(value)
+        items = value.items() if type(value) in MAPPINGS else value
+        return id(value), [state_of(item, depth - 1) for item in items]
+    if depth and not isinstance(value, UNCHANGING):
+        return id(value), state_of(getattr(value, "__dict__", None), depth - 1)
+    return id(value)
+
+
+def _copied(value: Any, depth: int = DEPTH) -> Any:
+    """A copy of containers, which a forward may change. Other objects are shared."""
+    if depth and type(value) in MAPPINGS:
+        made = value.copy()
+        made.update((key, _copied(item, depth - 1)) for key, item in value.items())
+        return made
+    if depth and type(value) in SEQUENCES:
+        return type(value)(_copied(item, depth - 1) for item in value)
+    return value
+
+
+def _line_of(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".strip().splitlines()[0]
