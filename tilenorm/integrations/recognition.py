@@ -227,7 +227,7 @@ def _rounded_form(module: nn.Module, form: Form, taken: Taken) -> Form:
             raise Unrecognised(f"{text} in {dtypes[0]}")
         fits[dtypes] = not name
     last = torch.float32 if parameters_of(module) else None
-    singles = [(*float32(n)[:2], last) for n in dict(form.calls)]
+    singles = [(*float32(n), last) for n in dict(form.calls)]
     dtypes = (*singles, *(dtypes for dtypes, fit in fits.items() if fit))
     return replace(form, dtypes=dtypes, mixed=not all(fits.values()))
 
