@@ -1,5 +1,6 @@
 """Draws norm modules, part by part, and inputs for them. Every function takes a random.Random."""
 
+import inspect
 import math
 import warnings
 from random import Random
@@ -39,7 +40,8 @@ CALLS = []
 
 def parts(rng: Random) -> dict:
     """A value of each part. At most three or so are not ordinary."""
-    odd = rng.choices(list(PARTS), k=rng.choice((0, 1, 1, 2, 2, 3, 4)))
+    names = *PARTS, *("early",) * 6, *("effect", "second") * 2
+    odd = rng.choices(names, k=rng.choice((0, 1, 1, 2, 2, 3)))
     return {
         name: rng.choice(values) if name in odd else values[0] for name, values in PARTS.items()
     }
@@ -218,8 +220,8 @@ def module_of(rng: Random, parts: dict) -> nn.Module:
 
 def inputs_of(rng: Random, module: nn.Module) -> list[Tensor]:
     """Arguments of a call: an input of any rank, empty, of one row or column, or strided."""
-    trailing = rng.choice(((N,), (N,), (N,), (3, N), (1, N), (1,), (N, 1), (5,), ()))
-    leading = [rng.choice((1, 2, 2, 3, 5, 0, 25)) for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 4)))]
+    trailing = rng.choice((*((N,),) * 10, (3, N), (1, N), (1,), (N, 1), (5,), ()))
+    leading = [rng.choice((1, 2, 5, 0, 25)) for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 4)))]
     shape = *leading, *trailing
     dtype = module.g.dtype if module.g is not None and rng.random() < 0.6 else rng.choice(DTYPES)
     scale = rng.choice((1.0, 1.0, 1e-3, 30.0, 1e5))
@@ -232,5 +234,6 @@ def inputs_of(rng: Random, module: nn.Module) -> list[Tensor]:
         return made[..., 0] if kind == "strided" else made
 
     kind = rng.choice(("contiguous", "contiguous", "strided", "transposed"))
-    count = rng.choice((1, 2)) if math.prod(shape) < 10**5 else 1
+    takes = len(inspect.signature(module.forward).parameters)
+    count = rng.choice((1, takes, takes, 2)) if math.prod(shape) < 10**5 else 1
     return [tensor(seed) for seed in range(count)]

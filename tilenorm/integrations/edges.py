@@ -29,11 +29,16 @@ def edges(module: nn.Module, form: Form, taken: Taken) -> Form:
     twin, float64_twin = twin_of(module, torch.float32), twin_of(module, torch.float64)
     strided = empty = True
 
-    def compare(kind: str, number: int, make: Callable[[int], Tensor]) -> None:
-        inputs = [make(seed) for seed in range(number)]
+    def compare(kind: str, number: int, make: Callable[[int], Tensor]) -> bool:
+        """Whether the output also depends on all inputs and parameters."""
+        inputs = [make(seed).requires_grad_() for seed in range(number)]
         y = run(twin, *inputs)
         if not matches(y, exactly(form, float64_twin, *(t.double() for t in inputs))):
             raise Unrecognised(f"it matches {form.describe(module)}, but not for {kind}")
+        if not y.requires_grad:
+            return False
+        leaves = *inputs, *parameters_of(twin).values()
+        return all(g is not None for g in torch.autograd.grad(y.sum(), leaves, allow_unused=True))
 
     for number, dims in form.calls:
         leading = dims - len(taken.tail)
@@ -43,11 +48,13 @@ def edges(module: nn.Module, form: Form, taken: Taken) -> Form:
         for first, tail in product(small_sizes(leading), tails):
             shape = first + tail
             try:
-                compare(f"shape {list(shape)}", number, partial(random, shape, torch.float32))
+                kind = f"shape {list(shape)}"
+                depends = compare(kind, number, partial(random, shape, torch.float32))
             except Refused as reason:
                 if math.prod(shape):
                     raise Unrecognised(f"{reason}, for shape {list(shape)}") from reason
-                empty = False
+                depends = False
+            empty = empty and (depends or math.prod(shape) > 0)
         shape = (3,) * leading + taken.tail
         compare("zeros and NaN", number, partial(unusual, shape))
         with torch.no_grad():

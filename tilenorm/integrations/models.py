@@ -114,11 +114,15 @@ def patch(
     """Make tilenorm compute the norms of a model. The model is changed in place.
 
     patch recognises a norm by what it computes, not by its name. It makes a copy of the module with
-    random parameters and runs the copy on the CPU. The float32 outputs and gradients and the 16-bit
-    outputs must match tilenorm.rms_norm, layer_norm or a gated norm for one choice of weight
-    offset, rounding and eps. The norms of torch.nn and most norms of Hugging Face's models match. A
-    module that looks like a norm and matches no choice is not patched, and the report gives the
-    reason.
+    random parameters and runs the copy on the CPU. The outputs and gradients in float32, bfloat16
+    and float16 must match tilenorm.rms_norm, layer_norm or a gated norm for one choice of weight
+    offset, rounding, groups and eps. The norms of torch.nn and most norms of Hugging Face's models
+    match. A module that looks like a norm and matches no choice is not patched, and the report
+    gives the reason. So is a module whose forward does more than compute, or branches on sizes or
+    values.
+
+    The runs decide which numbers of dimensions, dtypes and arguments tilenorm serves. Any other
+    call runs the forward of the module's own class, and raises what it raised before.
 
     A patched module is the same object, with the same parameters, hooks and attributes. A later
     change of its eps takes effect. Its class becomes a subclass of its former class, with the same
