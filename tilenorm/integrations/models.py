@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from ..nn import LayerNorm, RMSNorm
+from ..nn import LayerNorm, RMSNorm, refuse_script
 from .blocks import Unchanged, patched_block
 from .form import Form
 from .recognition import Unrecognised, looks_like_a_norm, recognise
@@ -41,6 +41,9 @@ class PatchedNorm:
 
     def forward(self, *args, **kwargs) -> Tensor:
         return self._tilenorm_form.forward(self, *args, **kwargs)
+
+    def __prepare_scriptable__(self):
+        refuse_script(self)
 
     def __reduce_ex__(self, protocol):
         _, _, *state = super().__reduce_ex__(protocol)

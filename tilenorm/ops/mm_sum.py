@@ -51,6 +51,14 @@ def mm_sum(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
     return total
 
 
+def mm_sum_decomposed(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
+    """The op in PyTorch's own operators."""
+    total = torch.mm(a[0], b[0])
+    for left, right in zip(a[1:], b[1:], strict=True):
+        total = torch.addmm(total, left, right)
+    return total
+
+
 def mm_sum_fake(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
     _check(a, b)
     return torch.mm(a[0], b[0])

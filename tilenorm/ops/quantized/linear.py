@@ -11,6 +11,8 @@
 Gradients go through the quantisations as if they were not there.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.autograd import Function
@@ -19,12 +21,13 @@ from torch.compiler import is_compiling
 from ...spec import NormSpec, Options, Quantization
 from ..autograd import needs_grad
 from ..cutile import on_device_of
-from ..plans import runner_of
+from ..direct import in_onnx_export
+from ..plans import runner_of, spec_of_tensors
 from ..schemas import LIBRARY
 from ..tensors import Saved, Tensors
 from ..torch_private import asked_of, reshaped
-from . import product
-from .library import Call, arguments_of
+from . import product, transposed
+from .library import Call, arguments_of, norm_quantized_decomposed
 from .norm import check
 from .reference import quantize
 
@@ -63,7 +66,7 @@ def norm_linear(name: str, x, affine: tuple, linear: tuple, asked: tuple, scalin
     cast = kind in product.AUTOCAST and torch.is_autocast_enabled(kind)
     dtype = torch.get_autocast_dtype(kind) if cast else x.dtype
     given = (x, *affine, *linear)
-    if not needs_grad(*given):
+    if not needs_grad(*given) or in_onnx_export():
         return _forward(call._replace(save=False), dtype, *given)[0]
     call = call._replace(save=True, tensors=None)
     return NormLinear.apply(call, dtype, *given)
@@ -142,13 +145,18 @@ class NormLinear(Function):
 
 def _forward(call: Call, dtype, x, norm_weight, norm_bias, weight, bias) -> tuple:
     """The output, and mean and rstd, or None for each that is not saved."""
+    hidden, lead = call.options.hidden, x.shape[:-1]
+    norm, multiply = torch.ops.tilenorm.norm_quantized, torch.ops.tilenorm.scaled_product
+    if in_onnx_export():  # ONNX Runtime reshapes no 8-bit floats
+        norm, multiply = norm_quantized_decomposed, product.scaled_product_decomposed
+        x = x.reshape(-1, hidden)
     call = call._replace(tensors=Tensors(x, None, None, norm_weight, norm_bias))
-    q, scale, *_, mean, rstd = torch.ops.tilenorm.norm_quantized(*arguments_of(call))
-    hidden = call.options.hidden
+    q, scale, *_, mean, rstd = norm(*arguments_of(call))
     spec = NormSpec("rms", hidden, "float32", quantized=call.how)  # for a dtype of any kind
     codes, scales, _ = quantize(spec, weight)
-    y = torch.ops.tilenorm.scaled_product(q.view(-1, hidden), codes, scale, scales, bias, dtype)
-    y = reshaped(y, (*x.shape[:-1], weight.shape[0]))
+    q = q if q.dim() == 2 else q.view(-1, hidden)
+    y = multiply(q, codes, scale, scales, bias, dtype)
+    y = reshaped(y, (*lead, weight.shape[0]))
     return y, mean if call.save and call.options.norm == "layer" else None, rstd
 
 
@@ -174,6 +182,22 @@ def weight_gradient(
         inner = _transposed(saved, options, eps, backend)
     (a, scale_a), (b, scale_b) = outer, inner
     return torch.ops.tilenorm.scaled_product(a, b, scale_a, scale_b, None, dtype)
+
+
+def weight_gradient_decomposed(
+    g, x, weight, bias, mean, rstd, hidden, norm, offset, rounding, eps, dtype, backend=None
+) -> Tensor:
+    """The op in PyTorch's own operators, for tensors on any device."""
+    if not g.shape[0]:
+        return g.new_zeros((g.shape[1], hidden), dtype=dtype)
+    outer = Saved(g, *(None,) * 5), Options(g.shape[1], "rms")
+    inner = Saved(x, None, weight, bias, mean, rstd), Options(hidden, norm, offset, False, rounding)
+    made = []
+    for saved, options in (outer, inner):
+        spec = spec_of_tensors(Tensors(saved.x, weight=saved.weight, bias=saved.bias), options)
+        made.append(transposed.reference(replace(spec, quantized=SELECTS), saved, eps))
+    (a, scale_a), (b, scale_b) = made
+    return product.scaled_product_decomposed(a, b, scale_a, scale_b, None, dtype)
 
 
 def _transposed(saved: Saved, options: Options, eps: float, backend) -> tuple[Tensor, Tensor]:

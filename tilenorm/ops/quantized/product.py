@@ -44,15 +44,9 @@ def scaled_product(
     Raises:
         NotImplementedError: CUDA does not serve such scales: see refused.
     """
-    rows = a.shape[0]
-    if not rows or not a.shape[1]:
-        empty = a.new_zeros((rows, b.shape[0]), dtype=dtype)
-        return empty if bias is None else empty + bias.to(dtype)
-    blocks = scale_a.shape[1] > 1
-    if not a.is_cuda:
-        with without_autocast(a):
-            made = _decoded(a, scale_a) @ _decoded(b, scale_b).t()
-        return (made if bias is None else made + bias.float()).to(dtype)
+    rows, blocks = a.shape[0], scale_a.shape[1] > 1
+    if not (a.is_cuda and a.numel()):
+        return scaled_product_decomposed(a, b, scale_a, scale_b, bias, dtype)
     if reason := refused(blocks, a.device):
         raise NotImplementedError(f"tilenorm::scaled_product: {reason}")
     more = -rows % ROWS_TOGETHER if blocks else 0
@@ -63,6 +57,18 @@ def scaled_product(
     if blocks and bias is not None:
         made = made + bias.to(made.dtype)
     return made.narrow(0, 0, rows).to(dtype)
+
+
+def scaled_product_decomposed(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """The op in PyTorch's own operators, for tensors on any device."""
+    if not a.shape[1]:
+        made = a.new_zeros((a.shape[0], b.shape[0]), dtype=torch.float32)
+    else:
+        with without_autocast(a):
+            made = _decoded(a, scale_a) @ _decoded(b, scale_b).t()
+    return (made if bias is None else made + bias.float()).to(dtype)
 
 
 def by_scaled_mm(
@@ -114,7 +120,8 @@ def without_autocast(x: object) -> AbstractContextManager:
 def _decoded(q: Tensor, scale: Tensor) -> Tensor:
     """The numbers that codes stand for, in float32."""
     groups = scale.shape[1]
-    return (q.float().reshape(q.shape[0], groups, -1) * scale[:, :, None]).reshape(q.shape)
+    apart = q.float().reshape(q.shape[0], groups, q.shape[1] // groups)
+    return (apart * scale[:, :, None]).reshape(q.shape)
 
 
 def scaled_product_fake(a, b, scale_a, scale_b, bias, dtype) -> Tensor:

@@ -12,6 +12,7 @@ has zeros where there is no row.
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ...launch.calls import ABSENT
 from ...launch.scales import Scales
@@ -56,8 +57,7 @@ def reference(spec: NormSpec, saved: Saved, eps: float) -> tuple[Tensor, Tensor]
     if rstd is not None:
         x = norms.forward(spec.unquantized, Tensors(x, None, gate, weight, bias), eps)[0]
     x = x.reshape(-1, spec.hidden)
-    rows = x.new_zeros(spec.hidden, padded(x.shape[0]))
-    rows[:, : x.shape[0]] = x.t()
+    rows = pad(x.t(), (0, padded(x.shape[0]) - x.shape[0])).contiguous()
     how = BLOCKS._replace(dtype=spec.quantized.dtype)
     q, scale, _ = quantized.quantize(
         NormSpec("rms", rows.shape[1], spec.dtype, quantized=how), rows
