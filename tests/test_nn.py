@@ -249,3 +249,21 @@ def test_torch_func_over_modules(device, name):
         parameters = {n: p.detach() for n, p in model.named_parameters()}
         found.append(FUNCTIONS[name](model, parameters, x.to(device)))
     torch.testing.assert_close(*found)
+
+
+def quantized(n):
+    return tilenorm.nn.QuantizedNormLinear(n, n)
+
+
+def patched(n):
+    norm = nn.LayerNorm(n)
+    tilenorm.patch(norm)
+    return norm
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("make", [tilenorm.RMSNorm, tilenorm.LayerNorm, quantized, patched])
+def test_torch_jit_script_is_refused(make):
+    model = nn.Sequential(nn.Linear(16, 16), make(16))
+    with pytest.raises(NotImplementedError, match=r"use torch\.export or"):
+        torch.jit.script(model)

@@ -9,6 +9,7 @@ from .integrations.models import patch
 from .integrations.unpatch import unpatch
 from .nn import LayerNorm, RMSNorm
 from .ops.chained.functional import rms_norm_add_rms_norm
+from .ops.decompositions import decompositions
 from .ops.functional import (
     add_layer_norm,
     add_rms_norm,
@@ -40,6 +41,7 @@ __all__ = [
     "add_rms_norm",
     "add_rms_norm_quantized",
     "compile",
+    "decompositions",
     "disable",
     "enable",
     "explain",

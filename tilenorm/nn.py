@@ -50,6 +50,9 @@ class RMSNorm(nn.RMSNorm):
     def extra_repr(self) -> str:
         return super().extra_repr() + _extra_options(self)
 
+    def __prepare_scriptable__(self):
+        refuse_script(self)
+
 
 class LayerNorm(nn.LayerNorm):
     """A replacement for torch.nn.LayerNorm that calls tilenorm.layer_norm.
@@ -96,6 +99,17 @@ class LayerNorm(nn.LayerNorm):
 
     def extra_repr(self) -> str:
         return super().extra_repr() + _extra_options(self)
+
+    def __prepare_scriptable__(self):
+        refuse_script(self)
+
+
+def refuse_script(module: nn.Module) -> None:
+    """Raise NotImplementedError: torch.jit.script calls it, by the name __prepare_scriptable__."""
+    raise NotImplementedError(
+        f"{type(module).__name__}: torch.jit.script does not compile a norm of tilenorm: use"
+        " torch.export or torch.jit.trace, or undo tilenorm.patch where it made this module"
+    )
 
 
 def _check(name: str, dtype, offset, rounding) -> None:

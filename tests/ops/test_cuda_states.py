@@ -41,6 +41,7 @@ COMPILED = [(B, B), (H, F32)]  # a compile takes seconds
 CODES = ("q", "scale", "amax")
 # Public names that call no norm; override is enable and disable in turn.
 NO_NORMS = {"QuantizedNorm", "ReferenceWarning", "explain", "enable", "disable", "unpatch"}
+NO_NORMS |= {"decompositions"}
 
 
 def dtypes_of(use: Use, state: State) -> list[tuple]:

@@ -1,10 +1,15 @@
 """tilenorm.rms_norm and layer_norm take what PyTorch's take, and give what they give."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 import tilenorm
+from tilenorm.ops import reference
+from tilenorm.spec import NormSpec
 
 from .helpers import (
     ADD,
@@ -20,6 +25,7 @@ from .helpers import (
     step,
     tensors_of,
 )
+from .pretended import pretended_gpu
 
 pytestmark = EACH_DEVICE
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
@@ -156,6 +162,27 @@ def test_a_mean_far_larger_than_the_deviation(device, case, n):
     for name in ("output", "input", "bias"):
         assert_within(name, got[name], *expected[name])
     assert_within("weight", got["weight"], *expected["weight"], rows=8)
+
+
+def by_formula(x: Tensor) -> Tensor:
+    spec = NormSpec("layer", x.shape[-1], str(x.dtype).removeprefix("torch."))
+    return reference.formula(spec, (x, None, None, None, None), 1e-5)[0]
+
+
+@pytest.mark.parametrize("n", [1, 64, 4096])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name_of)
+def test_the_variance_is_from_centred_values(device, dtype, n):
+    """In the kernels and in the reference, but for PyTorch's operator that it calls on a CPU."""
+    x = (random(8, n, dtype=torch.float64) + 1000.0).to(dtype).to(device)
+    exact, most = F.layer_norm(x.double(), (n,)), 4e-6 if dtype == torch.float32 else 2e-2
+    served = [by_formula(x)]
+    with pretended_gpu() if device == "cpu" else nullcontext():
+        served.append(tilenorm.layer_norm(x, (n,)))
+    for y in served:
+        assert y.dtype == dtype and (y.double() - exact).abs().max() < most
+        assert n > 1 or not y.any()
+    if device == "cpu" and dtype == torch.float32:
+        assert torch.equal(tilenorm.layer_norm(x, (n,)), F.layer_norm(x, (n,)))
 
 
 @EACH_OP

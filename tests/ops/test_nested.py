@@ -7,7 +7,17 @@ from torch import Tensor, nn
 
 import tilenorm
 
-from .helpers import EACH_DEVICE, EACH_FORM, FAMILY, RMS, call, random, step, tensors_of
+from .helpers import (
+    EACH_DEVICE,
+    EACH_FORM,
+    FAMILY,
+    JOINED,
+    RMS,
+    call,
+    random,
+    step,
+    tensors_of,
+)
 
 LENGTHS = (2, 0, 1)
 ROWS = ("input", "residual", "gate", "skip")
@@ -78,6 +88,72 @@ def test_compiled(dynamo):
 
 def call_nested_rms(x, w):
     return tilenorm.rms_norm(x, (16,), w) * 2
+
+
+EVERY = FAMILY | JOINED
+BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+
+
+def call_nested_inside(form, tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    """As call_nested; each nested tensor has a ragged size that is no argument of the graph."""
+    x = jagged(tensors["input"])
+    nested = {n: jagged(t, x) if n in (*ROWS, "addend") else t for n, t in tensors.items()}
+    return tuple(y.values() for y in call(form, nested | {"input": x}))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dynamic", [None, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("form", EVERY.values(), ids=EVERY)
+def test_tensors_made_inside_a_compiled_function(dynamo, form, dynamic, backend):
+    tensors = tensors_of(form, sum(LENGTHS), 16)
+    run = torch.compile(call_nested_inside, backend=backend, fullgraph=True, dynamic=dynamic)
+    assert same(step(form, tensors, function=run), step(form, tensors))
+
+
+def chain_inside(values, weight):
+    x = jagged(values)
+    y, total = tilenorm.rms_norm_add_rms_norm(x, x.sin(), (16,), weight, weight)
+    return y.values(), total.values()
+
+
+def modules_inside(values, weight):
+    x = jagged(values)
+    return NORMS(x + x.sin()).values(), tilenorm.rms_norm(x.bfloat16(), (16,), weight).values()
+
+
+def transposed_inside(values, weight):
+    x = jagged(values.view(-1, 2, 16)).transpose(1, 2)
+    return tuple(t.values() for t in tilenorm.add_layer_norm(x, x.sin(), (16,), weight))
+
+
+def other_lengths_inside(values, weight):
+    x, other = jagged(values), jagged(values)
+    return tilenorm.gated_rms_norm(x, other, (16,), weight).values()
+
+
+NORMS = nn.Sequential(tilenorm.RMSNorm(16), tilenorm.LayerNorm(16))
+INSIDE = (chain_inside, modules_inside, transposed_inside)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("function", INSIDE)
+def test_more_that_is_made_inside_a_compiled_function(dynamo, function, backend):
+    run = torch.compile(function, backend=backend, fullgraph=True)
+    found = []
+    for called in (run, function):
+        width = 32 if function is transposed_inside else 16
+        values, weight = random(sum(LENGTHS), width), random(16, seed=1)
+        outputs = called(values.requires_grad_(), weight.requires_grad_())
+        sum(y.float().square().sum() for y in outputs).backward()
+        found.append([*outputs, values.grad, weight.grad])
+    for got, expected in zip(*found, strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+def test_other_lengths_made_inside_a_compiled_function_are_refused(dynamo):
+    run = torch.compile(other_lengths_inside, backend="aot_eager")
+    with pytest.raises(RuntimeError, match="'gate' takes the input's shape"):
+        run(random(sum(LENGTHS), 16), random(16, seed=1))
 
 
 X = jagged(random(sum(LENGTHS), 16))

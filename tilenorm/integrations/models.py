@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..nn import LayerNorm, RMSNorm
+from ..nn import LayerNorm, RMSNorm, refuse_script
 from .blocks import Unchanged, patched_block
 from .form import Form
 from .recognition import Unrecognised, looks_like_a_norm, recognise
@@ -42,6 +42,9 @@ class PatchedNorm(PatchedModule):
     """Mixin of the class of a norm with tilenorm's forward."""
 
     _tilenorm_form: Form
+
+    def __prepare_scriptable__(self):
+        refuse_script(self)
 
     def __reduce_ex__(self, protocol):
         state = super().__reduce_ex__(protocol)[2:]

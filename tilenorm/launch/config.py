@@ -17,8 +17,8 @@ MOST_CHUNKS = 1024  # a block loads the partial results of all chunks of a row a
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up."""
-    return -(-a // b)
+    """a / b, rounded up. ONNX's integer division, which may compute it, rounds towards zero."""
+    return (a + b - 1) // b
 
 
 def tile_width(hidden: int) -> int:

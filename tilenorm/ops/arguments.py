@@ -96,7 +96,9 @@ def spread(op: str, tensors: tuple) -> tuple:
     Raises TypeError unless the sequence holds one or two tensors.
     """
     input, given, *others = tensors
-    if op.startswith("add") and all(hasattr(t, "__torch_function__") for t in given):
+    # Dynamo of PyTorch 2.9 finds no attributes of a nested tensor that is made inside a graph.
+    taken = [isinstance(t, Tensor) or hasattr(t, "__torch_function__") for t in given]
+    if op.startswith("add") and all(taken):
         if len(given) == 1:
             return input, *given, *others
         if len(given) == 2:

@@ -11,6 +11,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.compiler import is_exporting
+from torch.jit import is_tracing
+from torch.onnx import is_in_onnx_export
 
 from .torch_private import (
     TensorGuards,
@@ -28,6 +31,14 @@ _PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
 def is_transformed(tensors: tuple[Tensor | None, ...]) -> bool:
     """Whether torch.func or forward-mode derivatives have to see single operations."""
     return in_transform() or in_forward_mode(tensors)
+
+
+def in_onnx_export() -> bool:
+    """Whether torch.onnx.export traces the call. ONNX has none of tilenorm's ops.
+
+    is_in_onnx_export takes 2 µs, the functions before it 0.1 µs.
+    """
+    return (is_exporting() or is_tracing()) and is_in_onnx_export()
 
 
 def is_plain(*tensors: Tensor | None) -> bool:

@@ -12,7 +12,7 @@ from torch.overrides import has_torch_function
 from ..spec import PLAIN
 from . import arguments, library, overrides, reference, torch_private
 from .autograd import apply, needs_grad
-from .direct import MOST_GUARDS, is_plain, is_transformed
+from .direct import MOST_GUARDS, in_onnx_export, is_plain, is_transformed
 from .plans import Runner, runner_of, spec_of_tensors
 from .registry import MAX_ROWS, device_of, refuse_transformed, select_transformed
 from .split import norm as split
@@ -127,6 +127,8 @@ def _checked(op, tensors, normalized_shape, eps, asked, backend, known) -> Resul
         if recorded:  # and not traced, because then nothing is direct
             return apply((eps, 0, runner, runner.training), *cast)
         return runner.inference(cast, eps)
+    if in_onnx_export():
+        return reference.formula(spec_of_tensors(cast, options), cast, eps)
     if is_transformed(cast):
         spec = spec_of_tensors(cast, options)
         if torch.compiler.is_compiling():

@@ -78,8 +78,9 @@ def layer_norm(
         y = (x − mean(x)) / sqrt(var(x) + eps) · (weight + offset) + bias
 
     after Ba, Kiros and Hinton, "Layer Normalization" (2016), with the variance of all elements, not
-    an estimate from a sample, computed from x − mean(x): a mean far larger than the standard
-    deviation costs no accuracy.
+    an estimate from a sample. The kernels compute it from x − mean(x): a mean far larger than the
+    standard deviation costs no accuracy. On a CPU the reference calls PyTorch's own operator, whose
+    error is about 1e-4 where the mean is 1000 times the standard deviation.
 
     Args, returns, raises: as rms_norm, but eps takes no None, and too few dimensions raise
     RuntimeError, as in PyTorch.

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..launch.calls import Needs
 from ..spec import PLAIN, Options
+from . import reference
 from .autograd import ByDispatcher, Norm, gradients, needs_grad
 from .inductor import call_directly
 from .layout import rows_shape, vector_of
@@ -93,15 +95,27 @@ def norm(*arguments) -> tuple[Tensor, ...]:
 
 
 def _norm_by(runner: Runner, tensors: Tensors, eps: float, save: bool) -> tuple[Tensor, ...]:
-    x, residual = tensors[:2]
-    with on_device_of(x):
+    with on_device_of(tensors[0]):
         found = (runner.training if save else runner.inference)(tensors, eps)
+    return _with_absent(found, tensors, runner.spec.hidden, save)
+
+
+def _with_absent(found: tuple, tensors: Tensors, hidden: int, save: bool) -> tuple[Tensor, ...]:
+    """What the op returns. found: Results, with mean and rstd (rows,)."""
+    x, residual = tensors[:2]
     y, total, *statistics = found
     if total is None:
         total = x.new_empty(0)
     dtype = statistics_dtype(x, residual)
-    there = [_by_rows(t, x, runner.spec.hidden) if save else None for t in statistics]
+    there = [_by_rows(t, x, hidden) if save else None for t in statistics]
     return y, total, *(x.new_empty(0, dtype=dtype) if t is None else t for t in there)
+
+
+def norm_decomposed(*arguments, **by_name) -> tuple[Tensor, ...]:
+    """The op in PyTorch's own operators, for tensors on any device."""
+    tensors, options, eps, save, _ = Forward.of(arguments, **by_name)
+    found = reference.formula(spec_of_tensors(tensors, options), tensors, eps)
+    return _with_absent(reference.with_rows(found), tensors, options.hidden, save)
 
 
 def norm_backward(*arguments) -> tuple[Tensor, ...]:
@@ -111,6 +125,29 @@ def norm_backward(*arguments) -> tuple[Tensor, ...]:
     with on_device_of(dy):
         found = (*run(dy, dsum, saved, eps, more, branch), None)[:6]
     return tuple([dy.new_empty(0) if t is None else t for t in found])
+
+
+def norm_backward_decomposed(*arguments, **by_name) -> tuple[Tensor, ...]:
+    """The op in PyTorch's own operators, for tensors on any device."""
+    call = Backward.of(arguments, **by_name)
+    spec, needs = spec_of_tensors(call.tensors, call.options), _needs_of(call)
+    saved, found = call.saved, ()
+    if spec.norm != "layer":
+        saved = saved._replace(mean=None)
+    branch = Branch(*call.branch) if any(t is not None for t in call.branch) else None
+    if any(needs.gradients) or needs.output:
+        incoming = needs, call.dy, call.dsum, saved
+        found = reference.backward(spec, *incoming, call.eps, call.more, branch)
+    found = (*found, *[None] * 6)[:6]
+    return tuple([call.dy.new_empty(0) if t is None else t for t in found])
+
+
+def _needs_of(call: Backward) -> Needs:
+    """Raises NotImplementedError as refuse_output does."""
+    if call.output:
+        refuse_output(spec_of_tensors(call.tensors, call.options))
+    dtypes = tuple(map(dtype_of, call.tensors))
+    return merged_needs(dtypes, call.dsum is not None, call.mask, 1 + len(call.more), call.output)
 
 
 def _tell_others() -> None:
@@ -138,10 +175,7 @@ def norm_fake(*arguments) -> tuple[Tensor, ...]:
 def norm_backward_fake(*arguments) -> tuple[Tensor, ...]:
     _tell_others()
     call = Backward.of(arguments)
-    dtypes = tuple(map(dtype_of, call.tensors))
-    needs = merged_needs(dtypes, call.dsum is not None, call.mask, 1 + len(call.more), call.output)
-    if call.output:
-        refuse_output(spec_of_tensors(call.tensors, call.options))
+    needs = _needs_of(call)
     likes = (call.tensors[0], *call.saved[:4], call.dy)
     return tuple(
         like.new_empty(like.shape) if need else call.dy.new_empty(0)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.overrides import handle_torch_function
 
 from . import arguments, functional
@@ -76,6 +77,20 @@ def of_jagged(normalize: Callable, op: str, tensors, normalized_shape, eps, aske
     )
 
 
+def _same_sizes(a: Any, b: Any) -> bool:
+    """Whether two jagged tensors have one shape.
+
+    A graph of torch.compile has no value for the ragged size of a tensor that is made inside of it,
+    and comparing such a size with itself makes the compilation fail. Tensors with the same offsets
+    have the same ragged size.
+    """
+    ragged = ragged_dimension(a)
+    if not is_compiling() or a.offsets() is not b.offsets() or ragged_dimension(b) != ragged:
+        return a.shape == b.shape
+    others = [i for i in range(1, a.dim()) if i != ragged]
+    return a.dim() == b.dim() and all(a.size(i) == b.size(i) for i in others)
+
+
 def _check_jagged(op: str, given: dict[str, Tensor | None], normalized_shape) -> int:
     """The ragged dimension of the input, where values can stand for the nested tensors."""
     tensors: dict[str, Any] = {n: t for n, t in given.items() if isinstance(t, Tensor)}
@@ -91,7 +106,7 @@ def _check_jagged(op: str, given: dict[str, Tensor | None], normalized_shape) ->
             raise RuntimeError(f"{got} nested tensors of layout torch.jagged, got {tensor.layout}")
         if tensor.lengths() is not None:
             raise RuntimeError(f"{got} no nested tensor with holes, got one: call contiguous()")
-        if tensor.shape != given["input"].shape:
+        if name != "input" and not _same_sizes(tensor, given["input"]):
             shape, takes = list(tensor.shape), list(given["input"].shape)
             raise RuntimeError(f"{got} the input's shape {takes}, got {shape}")
     ragged = ragged_dimension(given["input"])

@@ -3,7 +3,7 @@
 It serves what cuTile does not, and, being made of differentiable operations, gives derivatives of
 any order. It computes in float32 or, where an input is float64, in that. On a CPU, a norm
 without a gate and without heads calls the operators under F.rms_norm and F.layer_norm, which take
-less time.
+less time. The variance of that LayerNorm is PyTorch's, which is not from centred values.
 """
 
 from collections.abc import Sequence
@@ -27,9 +27,8 @@ def forward(spec: NormSpec, tensors: Tensors, eps: float) -> Results:
     x, _, _, weight, bias, *more = tensors
     skip = more[1] if more else None
     if not _is_fast(spec, x):
-        y, total, mean, rstd = formula(spec, tensors, eps)
-        mean = mean if mean is None else mean.reshape(-1)
-        return Results(reshaped(y, y.shape), total, mean, rstd.reshape(-1))
+        results = with_rows(formula(spec, tensors, eps))
+        return results._replace(y=reshaped(results.y, results.y.shape))
     total = total_of(spec, tensors)
     rows = rows_of(x if total is None else total, spec, x.dtype).reshape(-1, spec.hidden)
     hidden, mean = (spec.hidden,), None
@@ -58,6 +57,12 @@ def formula(spec: NormSpec, tensors: Tensors, eps: float) -> Results:
         y = y * act(spec, z)
     y = y.to(x.dtype).reshape(x.shape)
     return Results(y if skip is None else sum_of(y, skip), total, mean, rstd)
+
+
+def with_rows(results: Results) -> Results:
+    """What formula returns, with mean and rstd (rows,) as those of forward."""
+    y, total, mean, rstd = results
+    return Results(y, total, mean if mean is None else mean.reshape(-1), rstd.reshape(-1))
 
 
 def backward(
@@ -158,7 +163,7 @@ def weigh(spec: NormSpec, g: Tensor, weight: Tensor | None) -> Tensor:
 
 
 def _is_fast(spec: NormSpec, x: Tensor) -> bool:
-    """Whether PyTorch's own operators on the CPU compute the norm as precisely as the formula.
+    """Whether PyTorch's own operators on the CPU compute the norm, with PyTorch's own error.
 
     A sum may be in another dtype than the input, a weight too, and then no operator fits. Rounding
     early differs from rounding late in 16 bits alone.

@@ -9,7 +9,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from .. import arguments, library
 from ..autograd import needs_grad
-from ..direct import is_transformed
+from ..direct import in_onnx_export, is_transformed
 from ..dispatch import is_direct
 from ..functional import rms_norm, rms_norm_add
 from ..overrides import has_nested
@@ -75,7 +75,8 @@ def rms_norm_add_rms_norm(
     checked = _check(tensors, normalized_shape, eps, (offset, False, rounding), backend)
     by_heads = any(t is not None and t.numel() != checked.hidden for t in tensors[2:])
     # DTensors know the op of a norm, but not that of a chain.
-    if by_heads or is_transformed(tensors) or any(map(is_distributed, given)):
+    apart = is_transformed(tensors) or in_onnx_export() or any(map(is_distributed, given))
+    if by_heads or apart:
         return _in_two(tensors, normalized_shape, eps, options)
     first, second = (arguments.default_eps(t) if eps is None else float(eps) for t in tensors[:2])
     if input.is_cuda and is_autocast_enabled():

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from ...spec import NormSpec, Options
+from .. import reference
 from ..autograd import ByDispatcher, gradients
 from ..layout import rows_shape
-from ..plans import runner_of
+from ..plans import runner_of, spec_of_tensors
 from ..registry import on_device_of
 from ..schemas import LIBRARY
-from ..tensors import Saved, Tensors, dtype_of, statistics_dtype
+from ..tensors import Results, Saved, Tensors, dtype_of, statistics_dtype
 from ..torch_private import asked_of, in_forward_mode
 
 NAME = "norm_add_norm"
@@ -62,9 +63,26 @@ def norm_add_norm(*arguments) -> tuple[Tensor, ...]:
     call = Call(*arguments)
     if in_forward_mode(call[:4]):
         raise NotImplementedError(f"torch.ops.tilenorm.{NAME} has no forward-mode derivative")
-    x = call.input
-    with on_device_of(x):
-        y, total, *rstds = _in_one_pass(call) or _in_two(call)
+    with on_device_of(call.input):
+        return _with_absent(call, _in_one_pass(call) or _in_two(call))
+
+
+def norm_add_norm_decomposed(*arguments) -> tuple[Tensor, ...]:
+    """The op in PyTorch's own operators, for tensors on any device."""
+    call = Call(*arguments)
+    total, _, _, rstd = _formula(call, call.before, call.eps)
+    y, _, _, next_rstd = _formula(call, call.after(total)[:5], call.next_eps)
+    return _with_absent(call, (y, total, rstd, next_rstd))
+
+
+def _formula(call: Call, tensors: Tensors, eps: float) -> Results:
+    spec = spec_of_tensors(tensors, call.options)
+    return reference.with_rows(reference.formula(spec, tensors, eps))
+
+
+def _with_absent(call: Call, found: tuple) -> tuple[Tensor, ...]:
+    """What the op returns. found: y, the sum, and each norm's rstd (rows,)."""
+    x, (y, total, *rstds) = call.input, found
     shape = rows_shape(x.shape, call.hidden)
     dtypes = statistics_dtype(x), statistics_dtype(call.residual)
     rstds = [

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...launch.scales import Scales
 from ...spec import PLAIN, NormSpec, Options, Quantization
+from .. import reference
 from ..autograd import ByDispatcher, gradients
 from ..layout import rows_shape
 from ..plans import Runner, runner_of, spec_of_tensors
@@ -19,6 +20,7 @@ from ..registry import on_device_of
 from ..schemas import LIBRARY
 from ..tensors import SKIP, Tensors, dtype_of, statistics_dtype, trimmed
 from ..torch_private import asked_of, in_forward_mode
+from .reference import quantize
 from .tensors import SCALE_DTYPES
 
 LIBRARY.define(
@@ -82,8 +84,23 @@ def norm_quantized(*arguments) -> tuple[Tensor, ...]:
     runner = call.runner
     with on_device_of(x):
         run = runner.training if call.save else runner.inference
-        *found, mean, rstd = run((*call.tensors, call.given), call.eps)
-    rows = rows_shape(x.shape, runner.spec.hidden)
+        return _with_absent(call, run((*call.tensors, call.given), call.eps))
+
+
+def norm_quantized_decomposed(*arguments) -> tuple[Tensor, ...]:
+    """The op in PyTorch's own operators, for tensors on any device."""
+    call = Call.of(arguments)
+    spec = call.spec
+    results = reference.formula(spec.unquantized, call.tensors, call.eps)
+    y, *others = reference.with_rows(results)
+    output = y if call.how.output else None
+    return _with_absent(call, (*quantize(spec, y, call.given), output, *others))
+
+
+def _with_absent(call: Call, results: tuple) -> tuple[Tensor, ...]:
+    """What the op returns. results: as Results, with mean and rstd (rows,)."""
+    x, (*found, mean, rstd) = call.tensors.input, results
+    rows = rows_shape(x.shape, call.options.hidden)
     found += [t.view(rows) if call.save and t is not None else None for t in (mean, rstd)]
     return tuple(
         x.new_empty(0, dtype=dtype) if t is None else t

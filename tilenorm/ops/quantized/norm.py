@@ -9,11 +9,11 @@ from torch.overrides import has_torch_function
 from ...spec import FP8, GROUPS, LAYOUTS, Quantization
 from .. import arguments, library
 from ..autograd import needs_grad
-from ..direct import is_transformed
+from ..direct import in_onnx_export, is_transformed
 from ..dispatch import is_direct
 from ..overrides import has_nested
 from ..tensors import Tensors
-from .library import Call, arguments_of
+from .library import Call, arguments_of, norm_quantized_decomposed
 from .tensors import QuantizedNorm, Results
 
 # The public functions' names of `asked` and `how`.
@@ -48,6 +48,8 @@ def normalize(
     direct = not call.save and is_direct(call.tensors)
     if direct and not has_torch_function(call.tensors):
         found = call.runner.inference((*call.tensors, given), call.eps)
+    elif in_onnx_export():
+        found = norm_quantized_decomposed(*arguments_of(call))
     else:
         found = torch.ops.tilenorm.norm_quantized(*arguments_of(call))
     return _returned(call, Results(*found))
@@ -87,6 +89,10 @@ def check(op, tensors, normalized_shape, eps, asked, how, given, backend) -> Cal
         raise NotImplementedError(
             f"{op}: torch.func's transforms and forward-mode derivatives take no quantised norm"
             f"{instead}"
+        )
+    if torch.jit.is_tracing() and in_onnx_export():
+        raise NotImplementedError(
+            f"{op}: torch.onnx.export with dynamo=False knows no 8-bit floats: pass dynamo=True"
         )
     eps = arguments.default_eps(*tensors[:2]) if eps is None else float(eps)
     if tensors[0].is_cuda and is_autocast_enabled():

@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ...launch.scales import TILE_GROUPS, TILE_ROWS, Scales
 from ...spec import FP8, NormSpec, Quantization
@@ -37,10 +38,11 @@ def quantize(
         factor, scale = (_mx if how.scaling == "mx" else _factor)(how, peak)
         scale = _laid_out(how, spec.hidden, scale[..., 0])
     # PyTorch's own cast does not saturate before 2.12. The clamp keeps NaN.
-    q = (v * factor).clamp(-most, most).to(q_dtype(spec)).reshape(y.shape)
+    # In this order, because ONNX Runtime reshapes no 8-bit floats.
+    q = (v * factor).clamp(-most, most).reshape(y.shape).to(q_dtype(spec))
     amax = None
     if how.amax:
-        amax = v.abs().amax().reshape(1) if v.numel() else v.new_zeros(1)
+        amax = v.abs().amax((0, 1, 2)).reshape(1) if v.numel() else v.new_zeros(1)
     return q, scale, amax
 
 
@@ -54,8 +56,7 @@ def _factor(how: Quantization, peak: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _mx(how: Quantization, peak: Tensor) -> tuple[Tensor, Tensor]:
-    inverse = torch.tensor(1.0 / FP8[how.dtype], dtype=torch.float32, device=peak.device)
-    bits = (peak * inverse).view(torch.int32)
+    bits = (peak * torch.full_like(peak, 1.0 / FP8[how.dtype])).view(torch.int32)
     exponent = (bits >> FIELD) + ((bits & MANTISSA) != 0)
     exponent = exponent.clamp(max=255)
     factor = ((254 - exponent) << FIELD).view(torch.float32)
@@ -64,16 +65,13 @@ def _mx(how: Quantization, peak: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _laid_out(how: Quantization, hidden: int, scale: Tensor) -> Tensor:
-    """The scales (rows, groups) in their layout."""
+    """The scales (rows, groups) in their layout. A decomposition writes into no tensor."""
     rows, groups = scale.shape
-    scales = Scales.of(how, hidden, rows)
-    array = torch.zeros(scales.count, dtype=scale.dtype, device=scale.device)
     if how.layout == "swizzled":
-        row = torch.arange(rows, device=scale.device)[:, None]
-        group = torch.arange(groups, device=scale.device)
-        tile = row // TILE_ROWS * -(-groups // TILE_GROUPS) + group // TILE_GROUPS
-        inside = row % 32 * 16 + row % TILE_ROWS // 32 * TILE_GROUPS + group % TILE_GROUPS
-        array[tile * (TILE_ROWS * TILE_GROUPS) + inside] = scale
-    else:
-        array.as_strided(scales.shape, scales.strides).copy_(scale)
-    return scale_of(array, scales)
+        scale = pad(scale, (0, -groups % TILE_GROUPS, 0, -rows % TILE_ROWS))
+        across = scale.shape[1] // TILE_GROUPS
+        tiles = scale.reshape(-1, TILE_ROWS // 32, 32, across, TILE_GROUPS)
+        scale = tiles.permute(0, 3, 2, 1, 4)
+    elif how.layout != "row":
+        scale = pad(scale.t(), (0, -rows % 4 if how.layout == "column_tma" else 0))
+    return scale_of(scale.reshape(-1), Scales.of(how, hidden, rows))

@@ -47,5 +47,5 @@ def q_dtype(spec: NormSpec) -> torch.dtype:
 
 def scale_of(array: Tensor, scales: Scales) -> Tensor:
     """The tensor that the caller gets, of the array that the kernels write."""
-    shaped = array.as_strided(scales.shape, scales.strides)
-    return shaped.view(SCALE_DTYPES[scales.dtype])
+    shaped, dtype = array.as_strided(scales.shape, scales.strides), SCALE_DTYPES[scales.dtype]
+    return shaped if shaped.dtype == dtype else shaped.view(dtype)

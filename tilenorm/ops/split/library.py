@@ -26,6 +26,7 @@ from ..library import LIBRARY
 from ..plans import heads_of, spec_of
 from ..registry import device_of, on_device_of, record_failure, select
 from ..tensors import Saved, Tensors, dtype_of, merged_needs, statistics_dtype
+from . import reference
 from .rules import register_where_loaded
 
 _TYPES = {int: "SymInt", float: "float", bool: "bool", str: "str"}
@@ -84,6 +85,8 @@ class Call(NamedTuple):
 
         Raises and warns as registry.select does.
         """
+        if self.backend == "reference":
+            return getattr(reference, name)(spec, *arguments)
         device, rows = device_of(x.device.type, x.get_device()), x.numel() // (spec.hidden or 1)
         while True:
             # A process may hold nothing of a row: the kernels have nothing to do then.

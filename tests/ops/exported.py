@@ -1,0 +1,129 @@
+"""Every public function and module as a module of torch.nn with its inputs, for exporters."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import tilenorm
+
+from .helpers import FAMILY, JOINED, arguments_of, random, tensors_of
+
+N = 256
+PARAMETERS = ("weight", "bias", "next_weight", "layer_scale")
+
+
+class Called(nn.Module):
+    """A function of tilenorm. names: of the tensors that it is given, in their order."""
+
+    def __init__(self, op: str, names: tuple[str, ...], options: dict):
+        super().__init__()
+        self.op, self.names, self.options = op, names, options
+
+    def forward(self, a, b=None, c=None, d=None, e=None):
+        """With names, because PyTorch 2.9 exports guards of *tensors that it cannot run."""
+        tensors = [t for t in (a, b, c, d, e) if t is not None]
+        given = arguments_of(dict(zip(self.names, tensors, strict=True)))
+        if self.options.get("scaling") == "tensor":
+            given["scale"] = torch.full((1,), 0.02)
+        if self.op == "add_rms_norm" and "layer_scale" in given:
+            given["dropout_mask"] = given["residual"] > -1
+        found = getattr(tilenorm, self.op)(**given, normalized_shape=(N,), **self.options)
+        return found if isinstance(found, Tensor) else tuple(t for t in found if t is not None)
+
+
+class Case(NamedTuple):
+    """A module, and the tensors that it takes by name."""
+
+    module: nn.Module
+    tensors: dict[str, Tensor]
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        return tuple(self.tensors.values())
+
+    @property
+    def dynamic_shapes(self) -> tuple:
+        """Of torch.export: any number of rows."""
+        rows = torch.export.Dim("rows", min=2, max=1 << 20)
+        return tuple(None if n in PARAMETERS else {0: rows} for n in self.tensors)
+
+    def of_rows(self, rows: int) -> tuple[Tensor, ...]:
+        """Other inputs, with so many rows."""
+        return tuple(
+            t if n in PARAMETERS else random(rows, *t.shape[1:], dtype=t.dtype, seed=7 + i)
+            for i, (n, t) in enumerate(self.tensors.items())
+        )
+
+    def outputs(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        found = self.module(*inputs)
+        return found if isinstance(found, tuple) else (found,)
+
+
+def called(op: str, tensors: dict[str, Tensor], **options) -> Case:
+    return Case(Called(op, tuple(tensors), options), tensors)
+
+
+def drawn(*names: str) -> dict[str, Tensor]:
+    """Matrices of rows, and parameters."""
+    shapes = dict.fromkeys(PARAMETERS, (N,))
+    return {n: random(*shapes.get(n, (3, N)), seed=i) for i, n in enumerate(names)}
+
+
+CASES = {
+    name: called(form.op, tensors_of(form, 3, N), **form.options)
+    for name, form in {**FAMILY, **JOINED}.items()
+}
+CASES |= {
+    f"{op}, 16 bits": called(
+        op, tensors_of(FAMILY[op], 3, N, dtype=dtype), offset=1.0, rounding="early"
+    )
+    for op, dtype in (("add_layer_norm", torch.bfloat16), ("gated_rms_norm", torch.float16))
+}
+CASES["add_rms_norm, scaled"] = called(
+    "add_rms_norm", drawn("input", "residual", "weight", "layer_scale"), dropout_scale=1.25
+)
+CASES["rms_norm, by heads"] = called(
+    "rms_norm", {"input": random(3, 4, N), "weight": random(4, N, seed=1)}
+)
+CASES["rms_norm_add_rms_norm"] = called(
+    "rms_norm_add_rms_norm", drawn("input", "residual", "weight", "next_weight")
+)
+MODULES = {
+    "RMSNorm": tilenorm.RMSNorm(N, offset=1.0),
+    "LayerNorm": tilenorm.LayerNorm(N),
+}
+CASES |= {n: Case(m.requires_grad_(False), drawn("input")) for n, m in MODULES.items()}
+QUANTIZED = {
+    "row": {"scaling": "row", "return_output": True, "return_amax": True},
+    "row, powers of two": {"scaling": "row", "power_of_2": True},
+    "row, e5m2": {"scaling": "row", "dtype": torch.float8_e5m2},
+    "block": {"scaling": "block"},
+    "block, column_tma": {"scaling": "block", "layout": "column_tma"},
+    "block, row": {"scaling": "block", "layout": "row"},
+    "mx": {"scaling": "mx"},
+    "mx, swizzled": {"scaling": "mx", "layout": "swizzled"},
+    "tensor": {"scaling": "tensor"},
+}
+CASES |= {
+    f"rms_norm_quantized, {name}": called("rms_norm_quantized", drawn("input", "weight"), **how)
+    for name, how in QUANTIZED.items()
+}
+CASES |= {
+    f"{op}_quantized": called(f"{op}_quantized", tensors_of(FAMILY[op], 3, N), scaling="row")
+    for op in ("layer_norm", "add_rms_norm", "add_layer_norm")
+}
+# They look at the bits of numbers, for which ONNX has no operator.
+BITS = tuple(f"rms_norm_quantized, {n}" for n in ("row, powers of two", "mx", "mx, swizzled"))
+
+
+def assert_alike(got: Tensor, expected: Tensor) -> None:
+    """8-bit numbers: but for few, which another last place of the norm rounds to their neighbours.
+    Others: by the tolerances of torch.testing.
+    """
+    assert got.shape == expected.shape and got.dtype == expected.dtype
+    if expected.dtype.itemsize == 1:
+        differ = got.view(torch.uint8).int() - expected.view(torch.uint8).int()
+        assert differ.abs().max() <= 1 and (differ != 0).double().mean() < 0.01
+    else:
+        torch.testing.assert_close(got, expected)
