@@ -110,13 +110,12 @@ def _line(module: nn.Module, entry: Patched | Left) -> str | None:
         return f"`{entry.cls.__name__}`: {_text(entry.how)}"
     if any(True for _ in module.children()) and not [*module.parameters(recurse=False)]:
         return None
-    return f"`{entry.cls.__name__}` is left: {_text(entry.reason)}"
+    return f"`{entry.cls.__name__}` is left: {shorten(_text(entry.reason), 120, placeholder=' …')}"
 
 
 def _text(result: str) -> str:
     """A result without the values of eps and of sizes, in which norms of one class differ."""
-    result = re.sub(r" eps=\S+", "", re.sub(r"\[[\d, ]+\]", "[…]", result))
-    return shorten(result, 120, placeholder=" …").replace("|", "\\|")
+    return re.sub(r" eps=\S+", "", re.sub(r"\[[\d, ]+\]", "[…]", result)).replace("|", "\\|")
 
 
 def row(family: str, norms: list[str]) -> str:
