@@ -1,7 +1,4 @@
-"""The table of families, .github/families.md: it is what its command prints."""
-
-import subprocess
-import sys
+"""The table of families, .github/families.md: its rows are what its command prints."""
 
 import pytest
 import torch
@@ -11,27 +8,34 @@ from . import families
 pytest.importorskip("diffusers")
 # One of each section, and one of each library.
 SOME = ["llama", "t5", "convnext", "dac", "FluxTransformer2DModel", "AutoencoderKL"]
+EACH = 12  # The command takes minutes for all families: the slow run looks at one of so many.
 
 
-@pytest.mark.parametrize("name", SOME)
-def test_table_has_the_norms_of(name):
-    with torch.device("meta"):
-        model = families.families()[name]()
-    norms = families.norms_of(model)
-    section = families.FILE.read_text().partition(f"\n## {families.title(norms)}: ")[2]
-    section = section.partition("\n## ")[0]
+def check(name: str, known: dict | None = None) -> None:
+    text = families.FILE.read_text()
+    try:
+        with torch.device("meta"):
+            model = families.families()[name]()
+    except Exception:  # as families.document does
+        assert name in text.partition("\n## Not built: ")[2].replace(",", " ").split()
+        return
+    norms = families.norms_of(model, known)
+    section = text.partition(f"\n## {families.title(norms)}: ")[2].partition("\n## ")[0]
     if norms:
         assert families.row(name, norms) in section.splitlines()
     else:
         assert name in section.replace(",", " ").split()
 
 
+@pytest.mark.parametrize("name", SOME)
+def test_table_has_the_norms_of(name):
+    check(name)
+
+
 @pytest.mark.slow
-def test_file_is_what_the_command_prints():
-    text = families.FILE.read_text()
-    if families.versions() not in text:
+def test_table_has_the_norms_of_many():
+    if families.versions() not in families.FILE.read_text():
         pytest.skip(f"the file was not made with {families.versions()}")
-    command = [sys.executable, "-m", "tests.integrations.families"]
-    run = subprocess.run(command, cwd=families.FILE.parents[1], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout == text
+    known = {}
+    for name in [*families.families()][::EACH]:
+        check(name, known)

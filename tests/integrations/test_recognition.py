@@ -1,7 +1,9 @@
 """Which modules tilenorm.patch recognises by their results, and its reasons for the others."""
 
 import copy
+import cProfile
 import re
+import sys
 from functools import partial
 from itertools import product
 from unittest import mock
@@ -295,3 +297,11 @@ def test_recognised_in_any_context(context):
     with context():
         reports = [tilenorm.patch(module) for module in modules]
     assert [report.patched[0].how for report in reports] == [RMS, LAYER, RMS]
+
+
+def test_under_a_profiler():
+    """cProfile's profile function cannot be set again once another one was set."""
+    model = nn.Sequential(nn.RMSNorm(16), nn.LayerNorm(16))
+    with cProfile.Profile() as profile:
+        assert len(tilenorm.patch(model).patched) == 2
+        assert sys.getprofile() is profile
