@@ -251,10 +251,6 @@ def test_torch_func_over_modules(device, name):
     torch.testing.assert_close(*found)
 
 
-def quantized(n):
-    return tilenorm.nn.QuantizedNormLinear(n, n)
-
-
 def patched(n):
     norm = nn.LayerNorm(n)
     tilenorm.patch(norm)
@@ -262,7 +258,7 @@ def patched(n):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("make", [tilenorm.RMSNorm, tilenorm.LayerNorm, quantized, patched])
+@pytest.mark.parametrize("make", [tilenorm.RMSNorm, tilenorm.LayerNorm, patched])
 def test_torch_jit_script_is_refused(make):
     model = nn.Sequential(nn.Linear(16, 16), make(16))
     with pytest.raises(NotImplementedError, match=r"use torch\.export or"):

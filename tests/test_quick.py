@@ -32,6 +32,8 @@ ALL_SLOW = {
     "tests/integrations/test_fold_models.py::test_sums_and_outputs_of_models",
     # 40 s of 60 models. test_table_has_the_norms_of compares some of them.
     "tests/integrations/test_families.py::test_table_has_the_norms_of_many",
+    # 40 s of the C++ compiler. test_decompositions has the same programs without a package.
+    "tests/ops/test_decompositions.py::test_a_package_of_aot_inductor_runs_without_tilenorm",
     # 10 s of the C++ compiler. test_compiled_without_a_break_for_any_number_of_rows has the graph.
     "tests/ops/test_quantized.py::test_compiled_by_inductor",
     # 4 s of graphs. test_op checks the op with sizes that are known.
@@ -60,6 +62,14 @@ ALL_SLOW = {
 }
 # Parameters whose values are sizes, or which other tests of this file count.
 COUNTED = {"spec", "hidden", "job", "arch", "examples", "calls", "of_kernels"}
+# (test, parameter) with values that are slow alone.
+SLOW_VALUES = {
+    # 8 s of the C++ compiler a value.
+    ("tests/ops/test_nested.py::test_tensors_made_inside_a_compiled_function", "backend"),
+    ("tests/ops/test_nested.py::test_more_that_is_made_inside_a_compiled_function", "backend"),
+    # A second of the exporter a value.
+    ("tests/ops/test_onnx.py::test_a_module", "name"),
+}
 # Its cases run in several processes. The quick run has the first value of most parameters alone.
 OF_RANKS = "tests/distributed/"
 # (function, whether the gate comes first).
@@ -120,6 +130,7 @@ def test_every_value_of_a_parameter_has_a_quick_case(collected, quick):
         for key, values in every.items()
         if not key[0].startswith(OF_RANKS)
         and key[0] not in ALL_SLOW
+        and key not in SLOW_VALUES
         and key[1] not in COUNTED
         and values - found[key]
     }

@@ -119,7 +119,7 @@ ORDERS = [
 def runs_tilenorm(module: nn.Module) -> tuple[bool, Tensor]:
     """Whether a module computes a norm by tilenorm, and its output."""
     with (
-        mock.patch.object(Form, "compute", autospec=True, side_effect=Form.compute) as compute,
+        mock.patch.object(Form, "_compute", autospec=True, side_effect=Form._compute) as compute,
         mock.patch.object(Form, "add", autospec=True, side_effect=Form.add) as add,
     ):
         y = module(random(5, N))

@@ -253,11 +253,12 @@ def test_a_module_with_its_own_way_to_set_attributes():
     assert type(model[0]) is OwnSetattr
 
 
-def test_a_module_that_refuses_another_class_is_named_and_nothing_changes():
+def test_a_module_that_refuses_another_class_is_left_and_stops_no_other():
     model = nn.Sequential(nn.LayerNorm(N), OwnClass(N))
-    with pytest.raises(RuntimeError, match="patch: the class of 1 cannot change: "):
-        tilenorm.patch(model)
-    assert [type(m) for m in model] == [nn.LayerNorm, OwnClass]
+    report = tilenorm.patch(model)
+    assert [entry.name for entry in report.patched] == ["0"]
+    [entry] = report.left
+    assert (entry.name, type(model[1])) == ("1", OwnClass) and "trying it raised" in entry.reason
 
 
 @pytest.mark.parametrize("revert", ["undo", "unpatch"])

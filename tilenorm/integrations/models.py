@@ -209,7 +209,8 @@ def _recognised(module: nn.Module, known: dict) -> Form | str:
     try:
         found = recognise(module)
         cls = _patched_class(type(module), found)
-        object.__new__(type(module)).__class__ = cls  # Python refuses some pairs of classes
+        # Python refuses some pairs of classes. A class may have a __setattr__ of its own.
+        object.__setattr__(object.__new__(type(module)), "__class__", cls)
     except Unrecognised as reason:
         found = str(reason)
     except Exception as error:  # a module that cannot be tried must not stop those that can
