@@ -188,8 +188,8 @@ FIRST += [("add_layer_norm", 4096), ("gated_rms_norm", 4096)]
 
 @pytest.mark.parametrize("op, n", FIRST)
 def test_the_first_call_compiles_in_three_seconds(op, n, tmp_path):
-    # CPU time, because other processes of a test run lengthen a call: 3.14 s passed on a machine
-    # of 16 cores where 10 processes compiled.
+    # CPU time, because other processes lengthen a call: one took 3.14 s of wall time on an H100's
+    # host of 16 cores, while ten test processes compiled.
     inputs = "x.requires_grad_()" + (", x" if FAMILY[op].other else "")
     environment = os.environ | {"CUDA_TILE_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(
