@@ -67,8 +67,9 @@ SLOW_VALUES = {
     # 8 s of the C++ compiler a value.
     ("tests/ops/test_nested.py::test_tensors_made_inside_a_compiled_function", "backend"),
     ("tests/ops/test_nested.py::test_more_that_is_made_inside_a_compiled_function", "backend"),
-    # A second of the exporter a value.
+    # A second of an exporter a value.
     ("tests/ops/test_onnx.py::test_a_module", "name"),
+    ("tests/ops/test_onnx.py::test_the_exporter_by_torchscript", "name"),
 }
 # Its cases run in several processes. The quick run has the first value of most parameters alone.
 OF_RANKS = "tests/distributed/"
