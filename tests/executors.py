@@ -11,7 +11,8 @@ from tilenorm.launch.config import StreamForward
 from tilenorm.launch.plan import plan_backward, plan_forward
 from tilenorm.launch.target import Target
 from tilenorm.launch.tiling import CLEAR_SLOTS
-from tilenorm.ops import cutile, planned
+from tilenorm.ops import cutile
+from tilenorm.ops.quantized.tensors import Results as Quantized
 from tilenorm.ops.tensors import Branch, Results, Tensors, trimmed
 from tilenorm.spec import NormSpec
 from tilenorm.tools.precompile import calls_of, compile_call
@@ -128,7 +129,7 @@ class Executor:
         with guarded():
             if spec.quantized:
                 tensors = (*Tensors(*inputs.tensors), inputs.scale)
-                results = planned.quantized_cutile.forward(plan, tensors, inputs.eps, run=run)
+                results = Quantized(*cutile.bind_quantized(plan, run)(tensors, inputs.eps))
             else:
                 results = Results(*cutile.forward(plan, inputs.tensors, inputs.eps, run=run))
         return {name: t for name, t in results._asdict().items() if t is not None}

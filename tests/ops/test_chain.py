@@ -13,7 +13,7 @@ from tests import layouts
 from tilenorm.launch import kernel
 from tilenorm.launch.plan import chain_refused, plan_forward
 from tilenorm.launch.target import Target
-from tilenorm.ops.chained import cutile
+from tilenorm.ops import cutile
 from tilenorm.spec import NormSpec
 from tilenorm.tools.precompile import calls_of, compile_call
 
@@ -50,8 +50,13 @@ def compare(found, expected, equal=True):
 @pytest.fixture
 def passes(monkeypatch):
     """What was launched in one pass."""
-    found, forward = [], cutile.forward
-    monkeypatch.setattr(cutile, "forward", lambda *a: found.append(a) or forward(*a))
+    found, bind = [], cutile.bind_chain
+
+    def bound(*arguments):
+        chain = bind(*arguments)
+        return lambda *a: found.append(a) or chain(*a)
+
+    monkeypatch.setattr(cutile, "bind_chain", bound)
     return found
 
 
@@ -92,17 +97,20 @@ def test_one_pass(arch, hidden, save, passes):
     compare(found, expected, equal=False)
 
 
-def test_a_kernel_that_does_not_compile(monkeypatch, passes):
-    def fail(*_):
+def test_a_kernel_that_does_not_compile(monkeypatch):
+    calls = []
+
+    def fail(*arguments):
+        calls.append(arguments)
         raise kernel.CompileError("no")
 
     rows, weights = made(3, 40)
     with by("sm_100"):
         expected = apart(*rows, (40,), *weights)
-        monkeypatch.setattr(cutile, "on_device", fail)
+        monkeypatch.setattr(cutile, "bind_chain", lambda *_: fail)
         for _ in range(2):
             assert all(map(torch.equal, chain(*rows, (40,), *weights), expected))
-    assert len(passes) == 1
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize("served", SERVED)

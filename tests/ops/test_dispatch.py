@@ -274,8 +274,11 @@ def test_what_is_remembered_is_bounded(device):
     assert len(remembered("rms_norm", *how)) == MOST_GUARDS
 
 
-def test_a_guard_that_takes_nothing_is_not_remembered(device):
-    x = random(5, N, device=device)
-    tilenorm.add_rms_norm(x, x, (N,), None, 1e-6)  # a guard takes no tensor twice
-    how = (1e-6, None, False, False, True, True, True, tuple, 0.0, False, "late", N)
-    assert remembered("add_rms_norm", *how) == []
+def test_a_tensor_given_twice(device, checked):
+    """Calls with one tensor for input and residual are told from those with two."""
+    x, r = random(5, N, device=device), random(5, N, device=device, seed=1)
+    for residual in (x, r, x, r):
+        expected = tilenorm.rms_norm(x + residual, (N,), None, 1e-6)
+        y, total = tilenorm.add_rms_norm(x, residual, (N,), None, 1e-6)
+        assert torch.equal(y, expected) and torch.equal(total, x + residual)
+    assert checked.count("add_rms_norm") == 2

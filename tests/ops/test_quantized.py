@@ -17,7 +17,6 @@ from tests.quantized import HOWS, arguments, bits, check, label, swizzled
 from tilenorm.launch.config import Hints, SharedForward
 from tilenorm.launch.plan import ForwardPlan
 from tilenorm.ops import cutile
-from tilenorm.ops.quantized import cutile as quantized_cutile
 from tilenorm.ops.quantized import reference
 from tilenorm.ops.quantized.library import arguments_of
 from tilenorm.ops.quantized.norm import check as call_of
@@ -147,7 +146,8 @@ def test_blocks_that_share_a_row(how, exchange):
         plan = ForwardPlan(spec, executor.target, config, save)
         y = cutile.forward(plan, inputs.tensors, EPS, run=run)[0]
         plan = replace(plan, spec=replace(spec, quantized=how))
-        found = quantized_cutile.forward(plan, (*Tensors(*inputs.tensors), given), EPS, run=run)
+        bound = cutile.bind_quantized(plan, run)
+        found = Results(*bound((*Tensors(*inputs.tensors), given), EPS))
         scale = found.scale if given is None else given
         check(how, QuantizedNorm(found.q, scale, found.y, found.amax), y, 640, given)
 

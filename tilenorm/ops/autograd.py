@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..spec import PLAIN, NormSpec, Options
+from ..spec import PLAIN, NormSpec, Options, Quantization
 from . import reference
 from .branch import branched, layer_scale_gradient
 from .plans import heads_of, spec_of
@@ -54,15 +54,15 @@ class ByDispatcher(NamedTuple):
 
 
 class Norm(Function):
-    """Of (eps, rows, a runner, the runner's function to call), and Tensors.
+    """Of (eps, laid_out, a runner, the runner's function to call), and Tensors.
 
     Its results are y and the sum; by the dispatcher, all that torch.ops.tilenorm.norm returns.
     """
 
     @staticmethod
     def forward(ctx, how, *tensors):
-        eps, rows, runner, run = how
-        found = run(tensors, eps, rows) if rows else run(tensors, eps)
+        eps, laid_out, runner, run = how
+        found = run(tensors, eps, laid_out)
         y, total, mean, rstd = found
         if runner.gradients is None:
             mean, rstd = runner.saved(mean, rstd)
@@ -77,15 +77,52 @@ class Norm(Function):
 
     @staticmethod
     def backward(ctx, dy, dsum, *_):
-        runner = ctx.runner
-        mask = asked_of(ctx)
-        if dy is None or runner.gradients is None or torch.is_grad_enabled():
-            return None, *gradients(ctx, dy, dsum, mask[1:])
-        run, ordered, plain = runner.gradients(mask, dsum is not None)
-        saved = ctx.saved_tensors
-        if not plain.takes((dy, dsum, *saved)):  # a hook of saved tensors may return any tensor
-            return None, *gradients(ctx, dy, dsum, mask[1:], saved)
-        return ordered((*run(dy, dsum, saved, ctx.eps), None))
+        return _backward(ctx, dy, dsum, asked_of(ctx))
+
+
+def _backward(ctx, dy: Tensor | None, dsum: Tensor | None, mask: tuple) -> tuple:
+    """The gradients of a Function's inputs. mask: which are asked for, the first for no tensor."""
+    runner = ctx.runner
+    if dy is None or runner.gradients is None or torch.is_grad_enabled():
+        return None, *gradients(ctx, dy, dsum, mask[1:])
+    run, ordered, plain = runner.gradients(mask, dsum is not None)
+    saved = ctx.saved_tensors
+    if not plain.takes((dy, dsum, *saved)):  # a hook of saved tensors may return any tensor
+        return None, *gradients(ctx, dy, dsum, mask[1:], saved)
+    return ordered((*run(dy, dsum, saved, ctx.eps), None))
+
+
+class QuantizedNorm(Function):
+    """The same of a quantised norm: its last input is the caller's scale, or None, and its results
+    are Results. The gradient comes in through y.
+    """
+
+    @staticmethod
+    def forward(ctx, how, *tensors):
+        eps, laid_out, runner, run = how
+        refuse_gradient(runner.spec.op, runner.spec.quantized)
+        found = run(tensors, eps, laid_out)
+        q, scale, amax, _, total, mean, rstd = found
+        fixed = [t for t in (q, scale, amax, mean, rstd) if t is not None]
+        ctx.mark_non_differentiable(*fixed)
+        x = tensors[0] if runner.added is None else total
+        ctx.save_for_backward(x, None, tensors[3], tensors[4], mean, rstd)
+        ctx.set_materialize_grads(False)
+        ctx.eps, ctx.runner = eps, runner
+        return found
+
+    @staticmethod
+    def backward(ctx, _q, _scale, _amax, dy, dsum, *_):
+        return *_backward(ctx, dy, dsum, asked_of(ctx)[:-1]), None
+
+
+def refuse_gradient(op: str, how: Quantization) -> None:
+    """Raise RuntimeError where a quantised norm has no output that a gradient could come in by."""
+    if not how.output:
+        raise RuntimeError(
+            f"{op}: an argument requires a gradient, which comes in through the normalised rows:"
+            " pass return_output=True, or call it under torch.no_grad()"
+        )
 
 
 def gradients(
@@ -148,3 +185,4 @@ def through_sum(
 
 # For eager calls, which no transform sees. The op takes Norm.apply.
 apply: Callable = fast_apply(Norm)
+apply_quantized: Callable = fast_apply(QuantizedNorm)

@@ -1,6 +1,12 @@
-"""The cuTile implementation: allocate, plan, launch."""
+"""The cuTile implementation: bound calls, which allocate and launch.
+
+`bind_forward` and `bind_backward` bind a plan. What they return finds the rest once for each shape
+of the input, and keeps it. Eager calls, the torch.library ops and Inductor's generated code all end
+here.
+"""
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -8,21 +14,26 @@ from torch import Tensor
 from ..launch.calls import ABSENT, BackwardArrays, Launch
 from ..launch.kernel import launch
 from ..launch.plan import BackwardPlan, ForwardPlan
+from ..launch.scales import Scales
 from ..spec import PLAIN, NormSpec
 from . import torch_private
 from .layout import (
+    Read,
     as_read,
     contiguous_strides_of,
-    parameter_of,
-    plain,
     rows_of,
     shaped_as,
     start_vectors,
     vector_of,
 )
-from .tensors import SKIP, Branch, Results, Saved, Tensors
+from .quantized.reference import quantize
+from .quantized.tensors import q_dtype, scale_of
+from .tensors import LAYER_SCALE, SKIP, Branch, Saved, Tensors, trimmed
+from .torch_private import reinterpret
 
 Run = Callable[[Sequence[Launch], tuple, int], None]
+MOST_SHAPES = 256  # that a bound call keeps
+MOST_SCALES = 2**31 - 1  # the kernels number scales in 32 bits
 
 
 def on_device(launches: Sequence[Launch], arrays: tuple, index: int) -> None:
@@ -30,59 +41,282 @@ def on_device(launches: Sequence[Launch], arrays: tuple, index: int) -> None:
     launch(torch_private.current_stream(index), launches, arrays)
 
 
-def forward(
-    plan: ForwardPlan, tensors: Tensors, eps: float, rows: int = 0, run: Run = on_device
-) -> Results:
-    """y and the sum, contiguous; mean and rstd (rows,) float32 where the plan saves them.
+class Layout(NamedTuple):
+    """What follows from the shape of an input.
 
-    rows: how many, if the caller knows that the tensors are contiguous matrices of rows, and
-    vectors; else 0.
-    What is returned is a plain tuple in the order of Results, which takes longer to make.
+    shape, strides: of the input and the outputs with rows, contiguous. rows: how many. matrix:
+    (rows, hidden), or None where the outputs are such a matrix. read: see layout.as_read. slots,
+    partials: shapes of the scratch, or None. scales: of a quantised norm.
     """
-    spec, like = plan.spec, tensors[0]
-    hidden = spec.hidden
-    known = rows > 0
-    if not known:
-        rows = like.numel() // hidden
-    shape, strides = (rows, hidden), (hidden, 1)
-    empty = torch_private.empty_strided_cuda if like.is_cuda else _empty_strided_cpu
-    y = empty(shape, strides, (tensors[SKIP] if spec.skip else like).dtype)
-    total = mean = rstd = None
-    if tensors[1] is not None:
-        total = empty(shape, strides, tensors[1].dtype)
-    if plan.save:
-        rstd = empty((rows,), (1,), torch.float32)
-        if spec.norm == "layer":
-            mean = empty((rows,), (1,), torch.float32)
-    matrices = known or (like.dim() == 2 and like.shape == shape)
-    if rows:
-        slots = plan.slots(rows)
-        if known:
-            ready = start_vectors(tensors)
-        else:
-            ready = matrices and rows > 1 and not spec.heads and plain(tensors)
-        if not ready:
-            tensors = as_read(tensors, spec, shape)
-        x, residual, gate, weight, bias = tensors if len(tensors) == PLAIN else tensors[:PLAIN]
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    rows: int
+    matrix: tuple[int, int] | None
+    read: Read | None
+    slots: tuple[int, int] | None
+    partials: tuple[int, int] | None = None
+    scales: Scales | None = None
+
+
+class Layouts(dict):
+    """The Layout of each shape that a plan has met, the first MOST_SHAPES of them."""
+
+    def __init__(self, plan: ForwardPlan | BackwardPlan):
+        super().__init__()
+        self._plan = plan
+
+    def __missing__(self, shape: torch.Size) -> Layout:
+        plan, spec = self._plan, self._plan.spec
+        hidden, how = spec.hidden, spec.quantized
+        rows = shape.numel() // hidden
+        matrix = rows, hidden
+        read = Read.of(spec, rows)
+        # An extent of 1 may have any stride, and the compiler reads by what the stride is.
+        as_it_is = shape == read.rows and rows > 1 and hidden > 1
+        layout = Layout(
+            tuple(shape),
+            contiguous_strides_of(shape),
+            rows,
+            None if shape == matrix else matrix,
+            None if as_it_is else read,
+            plan.slots(rows) if rows else None,
+            plan.partials(rows) if rows and isinstance(plan, BackwardPlan) else None,
+            None if how is None else Scales.of(how, hidden, rows),
+        )
+        if len(self) < MOST_SHAPES:
+            self[shape] = layout
+        return layout
+
+
+def bind_forward(plan: ForwardPlan, run: Run = on_device) -> Callable:
+    """A function of (tensors, eps, laid_out) that returns Results, as a plain tuple.
+
+    y and the sum are contiguous; mean and rstd are (rows,) float32 where the plan saves them.
+    laid_out: whether the caller knows that the tensors are contiguous matrices of rows, and
+    vectors.
+    """
+    spec, saves, layouts = plan.spec, plan.save, Layouts(plan)
+    joins, by_row = spec.joins, (spec.hidden, 1)
+    layer, added = spec.norm == "layer", spec.residual is not None
+
+    def forward(tensors: Tensors, eps: float, laid_out: bool = False) -> tuple:
+        x = tensors[0]
+        shape, strides, rows, matrix, read, slots, *_ = layouts[x.shape]
+        empty = torch_private.empty_strided_cuda if x.is_cuda else _empty_strided_cpu
+        y = y_rows = empty(shape, strides, (tensors[SKIP] if spec.skip else x).dtype)
+        total = sum_rows = mean = rstd = None
+        if added:
+            total = sum_rows = empty(shape, strides, tensors[1].dtype)
+        if saves:
+            rstd = empty((rows,), (1,), torch.float32)
+            if layer:
+                mean = empty((rows,), (1,), torch.float32)
+        if not rows:
+            return y, total, mean, rstd
+        if matrix is not None:
+            y_rows = reinterpret(y, matrix, by_row)
+            if added:
+                sum_rows = reinterpret(total, matrix, by_row)
+        x, residual, gate, weight, bias = tensors[:PLAIN]
+        joined = tensors[PLAIN:LAYER_SCALE] if joins else ()
+        if not (laid_out and start_vectors(tensors)):
+            rows_read = (x, residual, gate, *joined)
+            (x, residual, gate, *joined), (weight, bias) = as_read(
+                rows_read, (weight, bias), spec, read
+            )
         arrays = (  # in the order of ForwardArrays, which takes longer to make
             x,
-            y,
+            y_rows,
             ABSENT if weight is None else weight,
             ABSENT if bias is None else bias,
             ABSENT if residual is None else residual,
             ABSENT if gate is None else gate,
-            ABSENT if total is None else total,
+            ABSENT if sum_rows is None else sum_rows,
             ABSENT if mean is None else mean,
             ABSENT if rstd is None else rstd,
             ABSENT if slots is None else empty(slots, (slots[1], 1), torch.int32),
         )
-        if spec.joins:
-            arrays += tuple([ABSENT if t is None else bytes_of(t) for t in tensors[PLAIN:]])
-        run(plan.launches(rows, eps), arrays, like.get_device())
-    if not matrices:
-        y = shaped_as(y, like)
-        total = None if total is None else shaped_as(total, like)
-    return y, total, mean, rstd
+        if joins:
+            factors = vector_of(tensors[LAYER_SCALE], spec.aligned) if spec.layer_scale else None
+            arrays += tuple([ABSENT if t is None else bytes_of(t) for t in (*joined, factors)])
+        run(plan.launches(rows, eps), arrays, x.get_device())
+        return y, total, mean, rstd
+
+    return forward
+
+
+def bind_quantized(plan: ForwardPlan, run: Run = on_device) -> Callable:
+    """A function of (tensors, eps) that returns the Results of a quantised norm, as a plain tuple.
+
+    tensors: Tensors, and the scale that the caller gives, or None. The function raises
+    NotImplementedError for more scales than the kernels can number.
+    """
+    spec, how, saves, layouts = plan.spec, plan.spec.quantized, plan.save, Layouts(plan)
+    by_row, dtype, mx = (spec.hidden, 1), q_dtype(spec), how.scaling == "mx"
+    layer, added = spec.norm == "layer", spec.residual is not None
+
+    def quantized(tensors: tuple, eps: float, _laid_out: bool = False) -> tuple:
+        x, residual, _, weight, bias, *more, given = tensors
+        addend = more[0] if more else None
+        shape, strides, rows, matrix, read, slots, _, scales = layouts[x.shape]
+        if scales.count > MOST_SCALES:
+            raise NotImplementedError(
+                f"{spec.op}: the kernels write up to {MOST_SCALES} scales, got {scales.count}"
+            )
+        empty = torch_private.empty_strided_cuda if x.is_cuda else _empty_strided_cpu
+        q = empty(shape, strides, dtype)
+        y = empty(shape, strides, x.dtype) if how.output else None
+        total = empty(shape, strides, residual.dtype) if added else None
+        rstd = empty((rows,), (1,), torch.float32) if saves else None
+        mean = empty((rows,), (1,), torch.float32) if saves and layer else None
+        amax = empty((1,), (1,), torch.int32).zero_() if how.amax else None
+        array, scale = given, None
+        if given is None:
+            array = empty((scales.count,), (1,), torch.uint8 if mx else torch.float32)
+            if scales.padding:
+                array.zero_()
+            scale = scale_of(array, scales)
+        if rows:
+            made = q, y, total
+            if matrix is not None:
+                made = [t if t is None else reinterpret(t, matrix, by_row) for t in made]
+            in_rows = x, residual, addend
+            (x, residual, addend), (weight, bias) = as_read(in_rows, (weight, bias), spec, read)
+            if slots is not None:
+                slots = empty(slots, (slots[1], 1), torch.int32)
+            neighbours = addend, None, None, None
+            arrays = x, made[1], weight, bias, residual, None, made[2], mean, rstd, slots
+            arrays = (*arrays, *neighbours, made[0], array, amax, None, None)  # as ForwardArrays
+            arrays = tuple([ABSENT if t is None else t for t in arrays])
+            run(plan.launches(rows, eps), arrays, x.get_device())
+        amax = None if amax is None else amax.view(torch.float32)  # whose bits the kernels compare
+        return q, scale, amax, y, total, mean, rstd
+
+    return quantized
+
+
+def bind_cast_apart(spec: NormSpec, plan: ForwardPlan, run: Run = on_device) -> Callable:
+    """The same by the plain norm's kernels, and PyTorch's operations for the cast. plan: of the
+    plain norm.
+    """
+    normalize = bind_forward(plan, run)
+
+    def cast_apart(tensors: tuple, eps: float, _laid_out: bool = False) -> tuple:
+        *tensors, given = tensors
+        y, *others = normalize(trimmed(tuple(tensors)), eps)
+        q, scale, amax = quantize(spec, y, given)
+        return q, scale, amax, y if spec.quantized.output else None, *others
+
+    return cast_apart
+
+
+def bind_chain(plan: ForwardPlan, run: Run = on_device) -> Callable:
+    """A function of (input, residual, weight, next_weight) and eps, for a norm, the addition to the
+    residual and another norm. It returns y, the sum, and each norm's rstd.
+    """
+    spec, saves, layouts = plan.spec, plan.save, Layouts(plan)
+    by_row = spec.hidden, 1
+
+    def chain(tensors: tuple, eps: float) -> tuple:
+        x, residual, *weights = tensors
+        shape, strides, rows, matrix, read, *_ = layouts[x.shape]
+        empty = torch_private.empty_strided_cuda if x.is_cuda else _empty_strided_cpu
+        y = made_y = empty(shape, strides, residual.dtype)
+        total = made_sum = empty(shape, strides, residual.dtype)
+        inner_rstd = empty((rows,), (1,), torch.float32) if saves else None
+        rstd = empty((rows,), (1,), torch.float32) if saves else None
+        if rows:
+            if matrix is not None:
+                made_y, made_sum = (reinterpret(t, matrix, by_row) for t in (y, total))
+            (x, residual), (weight, after) = as_read((x, residual), weights, spec, read)
+            arrays = x, made_y, after, None, residual, None, made_sum, None, rstd
+            arrays = (*arrays, *[None] * 8, weight, inner_rstd)  # as ForwardArrays
+            arrays = tuple([ABSENT if t is None else t for t in arrays])
+            run(plan.launches(rows, eps), arrays, x.get_device())
+        return y, total, inner_rstd, rstd
+
+    return chain
+
+
+def bind_backward(plan: BackwardPlan, run: Run = on_device) -> Callable:
+    """A function of (dy, dsum, saved, eps, more, branch) that returns the gradients of Tensors that
+    the plan needs, contiguous, each in its own tensor's dtype, and behind them y if the plan needs
+    it.
+
+    dsum: the gradient of the sum, which is read if the plan needs it. eps: is not read, because the
+    saved rstd holds it. more: the terms of dy behind the first. branch: what the input was
+    multiplied by.
+    """
+    spec, layouts = plan.spec, Layouts(plan)
+    by_row = spec.hidden, 1
+    need_dx, need_dw, need_db, need_dresidual, need_dgate, need_dsum, _, need_y = plan.needs
+
+    def backward(
+        dy: Tensor,
+        dsum: Tensor | None,
+        saved: Saved,
+        eps: float = 0.0,
+        more: Sequence[Tensor] = (),
+        branch: Branch | None = None,
+    ) -> tuple[Tensor | None, ...]:
+        x, gate, weight, bias, mean, rstd = saved
+        shape, strides, rows, matrix, read, slots, partials, _ = layouts[x.shape]
+        empty = torch_private.empty_strided_cuda if x.is_cuda else _empty_strided_cpu
+        dx = empty(shape, strides, (x if spec.skip else dy).dtype) if need_dx else None
+        dresidual = empty(shape, strides, x.dtype) if need_dresidual else None
+        dgate = empty(shape, strides, gate.dtype) if need_dgate else None
+        dw = empty((weight.numel(),), (1,), weight.dtype) if need_dw else None
+        db = empty((bias.numel(),), (1,), bias.dtype) if need_db else None
+        y = empty(shape, strides, dy.dtype) if need_y else None
+        if rows:
+            made = dx, dresidual, dgate, y
+            if matrix is not None:
+                made = [t if t is None else reinterpret(t, matrix, by_row) for t in made]
+            made_dx, made_dresidual, made_dgate, made_y = made
+            in_rows = x, gate, dsum if need_dsum else None, dy, *more
+            in_rows, (weight, bias) = as_read(in_rows, (weight, bias), spec, read)
+            x, gate, dsum, *terms = in_rows
+            arrays = (  # in the order of BackwardArrays
+                x,
+                tuple(terms),
+                ABSENT if gate is None else gate,
+                ABSENT if dsum is None else dsum,
+                ABSENT if weight is None else weight,
+                ABSENT if bias is None else bias,
+                ABSENT if mean is None else mean,
+                rstd,
+                ABSENT if made_dx is None else made_dx,
+                ABSENT if made_dresidual is None else made_dresidual,
+                ABSENT if made_dgate is None else made_dgate,
+                ABSENT if made_y is None else made_y,
+                ABSENT if partials is None else empty(partials, (partials[1], 1), torch.float32),
+                ABSENT if slots is None else empty(slots, (slots[1], 1), torch.int32),
+                ABSENT if dw is None else dw,
+                ABSENT if db is None else db,
+            )
+            if spec.branches:
+                arrays = with_branch(arrays, spec, branch)
+            run(plan.launches(rows), arrays, x.get_device())
+        else:
+            for sums in (dw, db):
+                if sums is not None:
+                    sums.zero_()
+        weight, bias = saved[2:4]
+        if need_dw and weight.dim() > 1:
+            dw = shaped_as(dw, weight)
+        if need_db and bias.dim() > 1:
+            db = shaped_as(db, bias)
+        return (dx, dresidual, dgate, dw, db, y) if need_y else (dx, dresidual, dgate, dw, db)
+
+    return backward
+
+
+def forward(
+    plan: ForwardPlan, tensors: Tensors, eps: float, laid_out: bool = False, run: Run = on_device
+) -> tuple:
+    """A call of what bind_forward returns."""
+    return bind_forward(plan, run)(tensors, eps, laid_out)
 
 
 def backward(
@@ -95,65 +329,8 @@ def backward(
     branch: Branch | None = None,
     run: Run = on_device,
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of Tensors that the plan needs, contiguous, each in its own tensor's dtype, and
-    behind them y if the plan needs it.
-
-    dsum: the gradient of the sum, which is read if the plan needs it. eps: is not read, because the
-    saved rstd holds it. more: the terms of dy behind the first. branch: what the input was
-    multiplied by.
-    """
-    spec = plan.spec
-    # Takes less time than to ask for each by its name.
-    need_dx, need_dw, need_db, need_dresidual, need_dgate, need_dsum, _, need_y = plan.needs
-    x, gate, weight, bias, mean, rstd = saved
-    hidden = spec.hidden
-    rows = x.numel() // hidden
-    empty = torch_private.empty_strided_cuda if x.is_cuda else _empty_strided_cpu
-    shape, strides = (rows, hidden), (hidden, 1)
-    dx = empty(shape, strides, (x if spec.skip else dy).dtype) if need_dx else None
-    dresidual = empty(shape, strides, x.dtype) if need_dresidual else None
-    dgate = empty(shape, strides, gate.dtype) if need_dgate else None
-    dw = empty((weight.numel(),), (1,), weight.dtype) if need_dw else None
-    db = empty((bias.numel(),), (1,), bias.dtype) if need_db else None
-    y = empty(shape, strides, dy.dtype) if need_y else None
-    if rows:
-        partials, slots = plan.partials(rows), plan.slots(rows)
-        terms = (rows_of(dy, spec),)
-        if more:
-            terms += tuple([rows_of(term, spec) for term in more])
-        arrays = (  # in the order of BackwardArrays
-            rows_of(x, spec),
-            terms,
-            ABSENT if gate is None else rows_of(gate, spec),
-            rows_of(dsum, spec) if need_dsum else ABSENT,
-            ABSENT if weight is None else parameter_of(weight, spec),
-            ABSENT if bias is None else parameter_of(bias, spec),
-            ABSENT if mean is None else mean,
-            rstd,
-            ABSENT if dx is None else dx,
-            ABSENT if dresidual is None else dresidual,
-            ABSENT if dgate is None else dgate,
-            ABSENT if y is None else y,
-            ABSENT if partials is None else empty(partials, (partials[1], 1), torch.float32),
-            ABSENT if slots is None else empty(slots, (slots[1], 1), torch.int32),
-            ABSENT if dw is None else dw,
-            ABSENT if db is None else db,
-        )
-        if plan.spec.branches:
-            arrays = with_branch(arrays, spec, branch)
-        run(plan.launches(rows), arrays, x.get_device())
-    else:
-        for sums in (dw, db):
-            if sums is not None:
-                sums.zero_()
-    if x.shape != shape:
-        dx, dresidual, dgate = (g if g is None else shaped_as(g, x) for g in (dx, dresidual, dgate))
-        y = y if y is None else shaped_as(y, x)
-    if dw is not None and weight.dim() > 1:
-        dw = shaped_as(dw, weight)
-    if db is not None and bias.dim() > 1:
-        db = shaped_as(db, bias)
-    return (dx, dresidual, dgate, dw, db) if y is None else (dx, dresidual, dgate, dw, db, y)
+    """A call of what bind_backward returns."""
+    return bind_backward(plan, run)(dy, dsum, saved, eps, more, branch)
 
 
 def with_branch(arrays: tuple, spec: NormSpec, branch: Branch) -> BackwardArrays:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -13,11 +13,11 @@ from ..spec import PLAIN
 from . import arguments, library, overrides, reference, torch_private
 from .autograd import apply, needs_grad
 from .direct import MOST_GUARDS, in_onnx_export, is_plain, is_transformed
-from .plans import Runner, runner_of, spec_of_tensors
+from .plans import runner_of, spec_of_tensors
 from .registry import MAX_ROWS, device_of, refuse_transformed, select_transformed
 from .split import norm as split
 from .split.norm import is_cut
-from .tensors import Results, Tensors
+from .tensors import Tensors
 from .torch_private import TensorGuards, forward_mode, modes
 
 MOST_CALLS = 1024
@@ -28,18 +28,18 @@ class Known(NamedTuple):
     """What serves calls whose tensors `check` takes. Leading sizes and strides may differ.
 
     index: the CUDA device's, or None. most: how many elements the input may have.
-    hidden: how long rows are, if the tensors are contiguous matrices of rows, and vectors, and the
-    implementation takes the number of rows; else 0.
-    recorded: whether one of the tensors requires a gradient.
+    laid_out: whether the tensors are contiguous matrices of rows, and vectors.
+    recorded: whether one of the tensors requires a gradient. apply: records the call then.
     """
 
     check: Callable[..., bool]
     index: int | None
     most: int
-    hidden: int
-    eps: float
+    laid_out: bool
+    eps: Any
     recorded: bool
-    runner: Runner
+    runner: Any
+    apply: Callable
 
 
 def normalize(
@@ -49,17 +49,20 @@ def normalize(
     eps: float | None,
     asked: tuple,
     backend: str | None,
-) -> Results:
-    """The norm, and the sum with the residual if there is one, by whatever serves the call.
+    miss: Callable | None = None,
+) -> tuple:
+    """What the public function `op` makes, by whatever serves the call: Results of a plain norm.
 
-    op: the public function's name. tensors: as Tensors. asked: the fields of Options that the
-    caller gives, which follow `hidden` and `norm`.
+    tensors: as Tensors, and one more of a chain or a quantised norm. asked: what the caller gives
+    beside them; of a plain norm the fields of Options that follow `hidden` and `norm`. miss: serves
+    a call that is not remembered, takes what this function takes and the list to remember it in,
+    and is asked too where an argument has __torch_function__; of a plain norm _checked.
     """
     known = None
     if not is_compiling():
         if has_torch_function(tensors):  # torch.compile calls it at the operations in the graph
             what = op, tensors, normalized_shape, eps, asked, backend
-            return overrides.overridden(normalize, *what)
+            return miss(*what, None) if miss else overrides.overridden(normalize, *what)
         x, residual, gate = tensors[0], tensors[1], tensors[2]  # a slice takes longer
         called, more = op, None
         if len(tensors) > PLAIN:
@@ -78,27 +81,24 @@ def normalize(
             )  # fmt: skip
         except (AttributeError, TypeError):  # nothing is remembered; the checks say what is wrong
             pass
-        for check, index, most, hidden, wanted, recorded, runner in known or ():
+        for check, index, most, laid_out, wanted, recorded, runner, apply_ in known or ():
             if (
                 check(*given)
                 and (index is None or index == torch_private.current_device())
-                and (size := x.numel()) <= most
+                and x.numel() <= most
                 and (residual is None or residual.shape == x.shape)
                 and (gate is None or gate.shape == x.shape)
                 and (more is None or alike(x, more))
                 and not modes()
                 and forward_mode._current_level < 0
             ):
-                rows = size // hidden if hidden else 0
                 if recorded and is_grad_enabled():
-                    return apply((wanted, rows, runner, runner.training), *tensors)
-                if rows:
-                    return runner.inference(tensors, wanted, rows)
-                return runner.inference(tensors, wanted)
+                    return apply_((wanted, laid_out, runner, runner.training), *tensors)
+                return runner.inference(tensors, wanted, laid_out)
     if known is None and isinstance(tensors[1], (tuple, list)):
         tensors = arguments.spread(op, tensors)
-        return normalize(op, tensors, normalized_shape, eps, asked, backend)
-    return _checked(op, tensors, normalized_shape, eps, asked, backend, known)
+        return normalize(op, tensors, normalized_shape, eps, asked, backend, miss)
+    return (miss or _checked)(op, tensors, normalized_shape, eps, asked, backend, known)
 
 
 def alike(x: Tensor, more: tuple) -> bool:
@@ -106,7 +106,7 @@ def alike(x: Tensor, more: tuple) -> bool:
     return all(t is None or t.shape == x.shape for t in more[:-1])
 
 
-def _checked(op, tensors, normalized_shape, eps, asked, backend, known) -> Results:
+def _checked(op, tensors, normalized_shape, eps, asked, backend, known) -> tuple:
     """The same after checks, and remembered where an implementation is called directly."""
     if overrides.has_nested(tensors):
         what = op, tensors, normalized_shape, eps, asked, backend
@@ -123,9 +123,9 @@ def _checked(op, tensors, normalized_shape, eps, asked, backend, known) -> Resul
     if is_direct(cast):
         runner = runner_of(cast, options, backend)
         if known is not None and all(a is b for a, b in zip(cast, tensors, strict=True)):
-            _remember(known, tensors, len(normalized_shape), eps, runner)
+            remember(known, tensors, len(normalized_shape), eps, runner, apply)
         if recorded:  # and not traced, because then nothing is direct
-            return apply((eps, 0, runner, runner.training), *cast)
+            return apply((eps, False, runner, runner.training), *cast)
         return runner.inference(cast, eps)
     if in_onnx_export():
         return reference.formula(spec_of_tensors(cast, options), cast, eps)
@@ -171,30 +171,57 @@ def remembered(op: str | tuple, *arguments) -> list[Known]:
     return []
 
 
-def _remember(known: list[Known], tensors, dims: int, eps: float, runner: Runner) -> None:
+def remember(
+    known: list[Known],
+    tensors: tuple,
+    dims: int,
+    eps: Any,
+    runner: Any,
+    apply: Callable,
+    unrecorded: Tensor | None = None,
+) -> None:
     """Remember what serves calls like this one, unless no guard can tell them.
 
     The guard holds the type, dispatch keys, dtype, device and requires_grad of each tensor, and as
     many of its trailing sizes as the call's normalized_shape or parameters have, and the strides
     where all are contiguous matrices and vectors. Dispatch keys come and go with a thread's state:
-    autocast, inference mode, torch.func. It holds no tensor, and refuses a tensor that is given
-    twice.
+    autocast, inference mode, torch.func. It holds no tensor. unrecorded: a tensor that has no
+    gradient whatever it requires.
     """
     if TensorGuards is None:
         return
     given = [t for t in tensors if t is not None]
-    fixed = max(dims, *(0 if t is None else t.dim() for t in tensors[3:PLAIN]))
+    parameters = (*tensors[3:PLAIN], *tensors[PLAIN:][-1:])
+    fixed = max(dims, *(0 if t is None else t.dim() for t in parameters))
     hidden = runner.spec.hidden
     matrices = fixed == 1 and all(t.stride() in ((hidden, 1), (1,)) for t in given)
-    matrices = matrices and tensors[0].dim() == 2 and runner.takes_rows
-    check = TensorGuards(
-        *given,
-        dynamic_dims_sizes=[[*[None] * (t.dim() - fixed), *t.shape[-fixed:]] for t in given],
-        dynamic_dims_strides=[[*t.stride()] if matrices else [None] * t.dim() for t in given],
-    ).check
+    matrices = matrices and tensors[0].dim() == 2
+    sizes = [[*[None] * (t.dim() - fixed), *t.shape[-fixed:]] for t in given]
+    strides = [[*t.stride()] if matrices else [None] * t.dim() for t in given]
+    check = _guard_of(given, sizes, strides)
     if not check(*given):
         return
-    x, recorded = tensors[0], any(t.requires_grad for t in given)
-    most, rows_of = MAX_ROWS * hidden, hidden if matrices else 0
-    known.insert(0, Known(check, _index_of(x), most, rows_of, eps, recorded, runner))
+    x, recorded = tensors[0], any(t.requires_grad for t in given if t is not unrecorded)
+    most = MAX_ROWS * hidden
+    known.insert(0, Known(check, _index_of(x), most, matrices, eps, recorded, runner, apply))
     del known[MOST_GUARDS:]
+
+
+def _guard_of(given: list[Tensor], sizes: list, strides: list) -> Callable[..., bool]:
+    """A function that compares other tensors with the given ones. TensorGuards takes no tensor
+    twice, so that the function gives it each tensor once.
+    """
+    numbers = [next(i for i, t in enumerate(given) if t is tensor) for tensor in given]
+    once = sorted(set(numbers))
+    each = [[of[i] for i in once] for of in (given, sizes, strides)]
+    check = TensorGuards(*each[0], dynamic_dims_sizes=each[1], dynamic_dims_strides=each[2]).check
+    if len(once) == len(given):
+        return check
+
+    def alike(*tensors: Tensor) -> bool:
+        for tensor, number in zip(tensors, numbers, strict=True):
+            if tensor is not tensors[number]:
+                return False
+        return check(*[tensors[i] for i in once])
+
+    return alike

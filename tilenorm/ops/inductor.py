@@ -1,12 +1,19 @@
-"""What Inductor's generated code calls in place of the ops: the functions under them.
+"""What Inductor's generated code calls in place of the ops: functions of bound.py where everything
+but the tensors is known when the code is generated, else the functions under the ops.
 
-That leaves out PyTorch's dispatcher, its layers in Python and the empty tensors for absent results:
-25 of 63 µs of a compiled forward call, and 60 to 75 of 270 to 300 µs forward and backward. Measured
-as CPU time without a GPU, where a launch did nothing.
+That leaves out PyTorch's dispatcher, its layers in Python, the empty tensors for absent results,
+and, in bound functions, finding the plan.
 """
 
+from ast import literal_eval
 from collections.abc import Callable
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
 
+import torch
+
+from .schemas import first_and_others
 from .torch_private import inductor_calls
 
 
@@ -14,7 +21,7 @@ def call_directly(op: str, function: Callable) -> None:
     """Have Inductor, once it is loaded, generate calls of a module's function for an op.
 
     The function takes the op's arguments, and returns None for absent results, which are empty
-    tensors of the op. Generated code is kept on the disk, so the function keeps its name and place.
+    tensors of the op. Generated code is kept on the disk: see tell_generation.
     """
     calls, name = inductor_calls(), f"torch.ops.tilenorm.{op}.default"
     if calls is None or name in calls.CUSTOM_EXTERN_KERNEL_CODEGEN:
@@ -23,12 +30,59 @@ def call_directly(op: str, function: Callable) -> None:
     def generate(node, writeline: Callable[[str], None]) -> None:
         from torch._inductor.virtualized import V
 
-        called = function.__name__
-        V.graph.wrapper_code.add_import_once(f"from {function.__module__} import {called}")
+        wrapper = V.graph.wrapper_code
         used = [out for out in node.outputs if out.get_name() not in V.graph.removed_buffers]
+        arguments = [*node.codegen_args(), *node.codegen_kwargs()]
         if any(list(out.get_size()) == [0] for out in used):  # an absent result is asked for
-            called = name
-        arguments = ", ".join([*node.codegen_args(), *node.codegen_kwargs()])
-        writeline(f"{node.get_name()} = {called}({arguments})")
+            line = f"{name}({', '.join(arguments)})"
+        elif (line := _bound(op, node, arguments, wrapper)) is None:
+            called = function.__name__
+            wrapper.add_import_once(f"from {function.__module__} import {called}")
+            line = f"{called}({', '.join(arguments)})"
+        writeline(f"{node.get_name()} = {line}")
 
     calls.CUSTOM_EXTERN_KERNEL_CODEGEN[name] = calls.CustomCodegen(python=generate)
+
+
+def _bound(op: str, node, arguments: list[str], wrapper) -> str | None:
+    """A call of a bound function, which is made where the code is loaded, or None where not all
+    options are known.
+    """
+    schema = getattr(torch.ops.tilenorm, op).default._schema.arguments
+    given = {a.name: repr(a.default_value) for a in schema}
+    positional = [a for a in arguments if "=" not in a]
+    given |= zip(given, positional, strict=False)
+    given |= dict(a.split("=", 1) for a in arguments[len(positional) :])
+    tensors = [a.name for a in schema if "Tensor" in str(a.type)]
+    options = {name: value for name, value in given.items() if name not in tensors}
+    try:
+        options = {name: literal_eval(value) for name, value in options.items()}
+    except (ValueError, SyntaxError):
+        return None
+    taken, others = first_and_others(op, [n for n in tensors if given[n] != "None"])
+    made = f"bound.{op}({', '.join(f'{n}={v!r}' for n, v in options.items())}, others={others})"
+    # Each kind of call has a function of its own, which finds what serves once.
+    layouts = [f"{i.get_dtype()} {i.get_device()} {i.get_size()}" for i in node.inputs]
+    there = [given[name] != "None" for name in (*taken, *others)]
+    name = f"{op}_{sha256(f'{made}{layouts}{there}'.encode()).hexdigest()[:12]}"
+    wrapper.add_import_once("from tilenorm.ops import bound")
+    wrapper.add_import_once(f"{name} = {made}")
+    return f"{name}({', '.join(given[n] for n in (*taken, *others))})"
+
+
+def tell_generation() -> None:
+    """Put a digest of this package's ops into the key of torch.compile's caches on the disk.
+
+    Generated code calls functions of the ops, which another version may not have. The key that a
+    process computes after this call differs from that of another version.
+    """
+    tag = _generation()
+    config = torch.compiler.config
+    if tag not in config.cache_key_tag:
+        config.cache_key_tag = f"{config.cache_key_tag}{tag}"
+
+
+@cache
+def _generation() -> str:
+    files = sorted(Path(__file__).parent.glob("**/*.py"))
+    return f"tilenorm-{sha256(b''.join(file.read_bytes() for file in files)).hexdigest()[:16]}"

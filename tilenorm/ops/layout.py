@@ -1,15 +1,14 @@
 """Tensors as the kernels take them: rows in place where that keeps a row's bits, else one copy."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..spec import PLAIN, TENSORS, NormSpec
+from ..spec import NormSpec
 from .torch_private import reinterpret
 
-PARAMETERS = (3, 4)  # of the tensors of a call, those without rows
-LAYER_SCALE = len(TENSORS) - 1  # which is no parameter of a head either
 VECTOR_BYTES = 16
 MAX_STRIDE = 2**31  # kernels hold extents and strides in 32 bits
 
@@ -78,44 +77,58 @@ def start_vectors(tensors: Sequence[Tensor | None]) -> bool:
     return not addresses % VECTOR_BYTES
 
 
-def plain(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether every tensor that is there is contiguous and starts on 16 bytes."""
-    addresses = 0
-    for tensor in tensors:
-        if tensor is not None:
-            if not tensor.is_contiguous():
-                return False
-            addresses |= tensor.data_ptr()
-    return not addresses % VECTOR_BYTES
+class Read(NamedTuple):
+    """How contiguous tensors are viewed for the kernels: those with rows, and weight and bias."""
+
+    rows: tuple[int, ...]
+    rows_strides: tuple[int, ...]
+    parameter: tuple[int, ...]
+    parameter_strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, spec: NormSpec, rows: int) -> "Read":
+        heads, hidden = spec.heads, spec.hidden
+        if heads:
+            strides = heads * hidden, hidden, 1
+            return cls((rows // heads, heads, hidden), strides, (heads, hidden), (hidden, 1))
+        return cls((rows, hidden), (hidden, 1), (hidden,), (1,))
 
 
 def as_read(
-    tensors: Sequence[Tensor | None], spec: NormSpec, shape: tuple[int, int]
-) -> list[Tensor | None]:
+    rows: Sequence[Tensor | None],
+    parameters: Sequence[Tensor | None],
+    spec: NormSpec,
+    read: Read | None,
+) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:
     """A norm's tensors as the kernels read them, copied only where they cannot be read in place.
 
-    shape: (rows, hidden).
+    rows: those that have rows. parameters: weight and bias. read: how contiguous tensors are
+    viewed, or None where they are read as they are.
     """
-    read = []
-    if spec.heads or not plain(tensors):
-        for number, t in enumerate(tensors):
+    addresses = 0
+    for given in (rows, parameters):
+        for t in given:
             if t is not None:
-                if number == LAYER_SCALE:
-                    t = vector_of(t, spec.aligned)
-                else:
-                    t = parameter_of(t, spec) if number in PARAMETERS else rows_of(t, spec)
-            read.append(t)
-        return read
-    hidden = spec.hidden
-    for t in tensors[:3]:
-        read.append(t if t is None else reinterpret(t, shape, (hidden, 1)))
-    for w in tensors[3:PLAIN]:
-        read.append(w if w is None or w.dim() == 1 else reinterpret(w, (hidden,), (1,)))
-    for t in tensors[PLAIN:LAYER_SCALE]:
-        read.append(t if t is None else reinterpret(t, shape, (hidden, 1)))
-    for t in tensors[LAYER_SCALE:]:
-        read.append(t if t is None else reinterpret(t, (hidden,), (1,)))
-    return read
+                if not t.is_contiguous():
+                    return _as_read_apart(rows, parameters, spec)
+                addresses |= t.data_ptr()
+    if addresses % VECTOR_BYTES:
+        return _as_read_apart(rows, parameters, spec)
+    if read is None:
+        return rows, parameters
+    shape, strides, size, step = read
+    viewed: list[list] = [[], []]  # comprehensions take longer
+    for t in rows:
+        viewed[0].append(t if t is None else reinterpret(t, shape, strides))
+    for t in parameters:
+        viewed[1].append(t if t is None else reinterpret(t, size, step))
+    return viewed[0], viewed[1]
+
+
+def _as_read_apart(rows: Sequence[Tensor | None], parameters: Sequence, spec: NormSpec) -> tuple:
+    """The same for tensors of which one may have to be copied."""
+    rows = [t if t is None else rows_of(t, spec) for t in rows]
+    return rows, [t if t is None else parameter_of(t, spec) for t in parameters]
 
 
 def shaped_as(fresh: Tensor, like: Tensor) -> Tensor:

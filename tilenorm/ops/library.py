@@ -12,7 +12,7 @@ from ..launch.calls import Needs
 from ..spec import PLAIN, Options
 from . import reference
 from .autograd import ByDispatcher, Norm, gradients, needs_grad
-from .inductor import call_directly
+from .inductor import call_directly, tell_generation
 from .layout import rows_shape, vector_of
 from .plans import Runner, refuse_output, runner_of, spec_of_tensors
 from .registry import on_device_of
@@ -155,6 +155,7 @@ def _tell_others() -> None:
 
     Both ask an op's fake first, whatever they do with it afterwards.
     """
+    tell_generation()
     call_directly("norm", run_norm)
     call_directly("norm_backward", run_norm_backward)
     register_where_loaded(Forward.of, Backward.of)
@@ -192,10 +193,10 @@ def norm_autograd(*arguments) -> tuple[Tensor, ...]:
         by_dispatcher = _by_dispatcher(tensors, options, save, backend)
         last = (*options, eps, save, backend)
 
-        def run(given, _):
+        def run(given, *_):
             return _below_autograd(*given[:PLAIN], *last, *given[PLAIN:])
 
-        return Norm.apply((eps, 0, by_dispatcher, run), *tensors)
+        return Norm.apply((eps, False, by_dispatcher, run), *tensors)
     x = tensors[0]
     if type(x) is Tensor and (x.is_cpu or x.is_cuda):
         runner = runner_of(tensors, options, backend)

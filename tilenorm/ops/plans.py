@@ -31,9 +31,9 @@ _REPLACING = Lock()
 class Runner:
     """Runs the calls of one spec on one device by an implementation.
 
-    inference, training: functions of (tensors, eps) that return Results, or also of the rows that
-    Implementation.takes_rows is about. Training saves mean and rstd. plain: tells whether tensors
-    may be given to one of them directly.
+    inference, training: functions of (tensors, eps, laid_out) that return Results, as those of
+    Implementation. Training saves mean and rstd. plain: tells whether tensors may be given to one
+    of them directly.
 
     The first kernel that does not compile ends the implementation's service, in both directions:
     another implementation serves this call and all later ones. It also computes the gradients of
@@ -55,20 +55,18 @@ class Runner:
         self._serve_by(implementation)
 
     def _serve_by(self, implementation: Implementation) -> None:
-        self.implementation, self.takes_rows = implementation, implementation.takes_rows
+        self.implementation = implementation
         self.inference, self.training = self._forward(False), self._forward(True)
         self.backward = cache(self._backward)
         self.gradients = cache(self._gradients)
 
     def _forward(self, save: bool) -> Callable:
         chosen = self.implementation
-        run, takes_rows = chosen.forward(self.spec, self.device, save), chosen.takes_rows
+        run = chosen.forward(self.spec, self.device, save)
 
-        def forward(tensors, eps, rows=0):
+        def forward(tensors, eps, laid_out=False):
             try:  # this function takes 0.04 µs
-                if rows and takes_rows:
-                    return run(tensors, eps, rows)
-                return run(tensors, eps)
+                return run(tensors, eps, laid_out)
             except CompileError as error:
                 self._replace(chosen, error)
             return (self.training if save else self.inference)(tensors, eps)

@@ -23,7 +23,7 @@ from .torch_private import fused_rms_norm, reshaped
 native_layer_norm_backward = torch.ops.aten.native_layer_norm_backward
 
 
-def forward(spec: NormSpec, tensors: Tensors, eps: float) -> Results:
+def forward(spec: NormSpec, tensors: Tensors, eps: float, _laid_out: bool = False) -> Results:
     x, _, _, weight, bias, *more = tensors
     skip = more[1] if more else None
     if not _is_fast(spec, x):

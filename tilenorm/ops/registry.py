@@ -49,12 +49,11 @@ class Implementation:
     """Something that can serve calls. Its functions are asked once for a spec and a device.
 
     refuses(spec, rows, device) says why it cannot serve, or None where it can.
-    forward(spec, device, save) returns a function of (tensors, eps) that returns Results.
+    forward(spec, device, save) returns a function of (tensors, eps, laid_out) that returns Results.
+    laid_out: whether the tensors are known to be contiguous matrices of rows, and vectors.
     backward(spec, device, needs) returns a function of (dy, dsum, saved, eps, more) that returns
     gradients in the order of Tensors, and behind them y if the needs ask for it. more: the terms of
     dy behind the first.
-    takes_rows: whether the forward function has a third argument, the number of rows, which is
-    given where the tensors are known to be contiguous matrices of rows, and vectors.
     piece(name, spec, device) returns a function of split/reference.py, by its name, for a spec of
     pieces of rows.
     The functions that are returned may raise CompileError. The implementation is then not used
@@ -65,7 +64,6 @@ class Implementation:
     refuses: Callable[[NormSpec, int, Device], str | None]
     forward: Callable[[NormSpec, Device, bool], Callable]
     backward: Callable[[NormSpec, Device, Needs], Callable]
-    takes_rows: bool = False
     piece: Callable[[str, NormSpec, Device], Callable] | None = None
 
 
@@ -115,7 +113,6 @@ def cutile_implementation(run: Callable | None = None) -> Implementation:
         cutile_refuses,
         lambda *asked: planned().forward(*asked, launcher),
         lambda *asked: planned().backward(*asked, launcher),
-        takes_rows=True,
         piece=lambda *asked: planned().piece(*asked, launcher),
     )
 

@@ -5,6 +5,7 @@ then eps and what is particular to its direction, and last, each absent by defau
 the few calls that have them.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple, get_type_hints
 
 import torch
@@ -16,6 +17,8 @@ from .tensors import Saved, Tensors, terms_after, trimmed
 LIBRARY = torch.library.Library("tilenorm", "DEF")
 _TYPES = {int: "SymInt", float: "float", bool: "bool", str: "str"}
 _OPTIONS = ", ".join(f"{_TYPES[kind]} {name}" for name, kind in get_type_hints(Options).items())
+TERMS = ("grad_output_2", "grad_output_3", "grad_output_4")
+FIRST = 8  # tensors of norm_backward before the options
 _NEIGHBOURS = "".join(f", Tensor? {name}=None" for name in Tensors._fields[PLAIN:])
 LIBRARY.define(
     "norm(Tensor input, Tensor? residual, Tensor? gate, Tensor? weight, Tensor? bias,"
@@ -33,6 +36,19 @@ LIBRARY.define(
     " Tensor grad_bias, Tensor output)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
+
+
+def first_and_others(op: str, given: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The names of the tensors that every call of an op passes, and of those behind its options
+    that a bound function takes where tensors of these names are given.
+    """
+    if op == "norm":
+        names = Tensors._fields
+        return names[:PLAIN], names[PLAIN:] if set(names[PLAIN:]) & set(given) else ()
+    factors = Tensors._fields[-2:]
+    terms = tuple(name for name in TERMS if name in given)
+    first = ("grad_output", "grad_sum", "input", "gate", "weight", "bias", "mean", "rstd")
+    return first, terms + (factors if set(factors) & set(given) else ())
 
 
 class Forward(NamedTuple):
@@ -83,9 +99,9 @@ class Backward(NamedTuple):
 
     @classmethod
     def of(cls, arguments: tuple, **by_name) -> "Backward":
-        end = 8 + len(Options._fields)
-        dy, dsum, *saved = arguments[:8]
-        options = Options(*arguments[8:end])
+        end = FIRST + len(Options._fields)
+        dy, dsum, *saved = arguments[:FIRST]
+        options = Options(*arguments[FIRST:end])
         return cls(dy, dsum, Saved(*saved), options, *arguments[end:], **by_name)
 
     @property

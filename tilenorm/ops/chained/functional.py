@@ -7,15 +7,14 @@ from torch import Tensor, is_autocast_enabled
 from torch.compiler import is_compiling
 from torch.overrides import handle_torch_function, has_torch_function
 
-from .. import arguments, library
+from .. import arguments, dispatch, library
 from ..autograd import needs_grad
 from ..direct import in_onnx_export, is_transformed
-from ..dispatch import is_direct
 from ..functional import rms_norm, rms_norm_add
-from ..overrides import has_nested
+from ..overrides import Whole, has_nested
 from ..sharding import is_distributed
 from ..tensors import Tensors
-from .library import Call, norm_add_norm
+from .library import apply, chain_runner_of
 
 NAME = "rms_norm_add_rms_norm"
 
@@ -61,14 +60,24 @@ def rms_norm_add_rms_norm(
 
     Raises: as tilenorm.rms_norm.
     """
-    tensors = (input, residual, weight, next_weight)
+    tensors = (input, residual, None, weight, None, next_weight)
+    what = NAME, tensors, normalized_shape, eps, (offset, rounding), backend
+    return dispatch.normalize(*what, _checked)[:2]
+
+
+def _checked(op, tensors, normalized_shape, eps, asked, backend, known) -> tuple:
+    """The output and the sum, after checks, and remembered where a runner is called directly."""
+    taken = tensors
+    input, residual, _, weight, _, next_weight = tensors
+    tensors, (offset, rounding) = (input, residual, weight, next_weight), asked
     given = [t for t in tensors if t is not None]
     options = {"offset": offset, "rounding": rounding, "backend": backend}
     if not is_compiling() and has_torch_function(given):
-        return handle_torch_function(
+        returned = handle_torch_function(
             rms_norm_add_rms_norm, given, *tensors[:2], normalized_shape, weight=weight,
             next_weight=next_weight, eps=eps, **options,
         )  # fmt: skip
+        return Whole(returned)
     if has_nested(tensors):
         return _in_two(tensors, normalized_shape, eps, options)
     eps = arguments.without_tensor(eps)
@@ -79,14 +88,21 @@ def rms_norm_add_rms_norm(
     if by_heads or apart:
         return _in_two(tensors, normalized_shape, eps, options)
     first, second = (arguments.default_eps(t) if eps is None else float(eps) for t in tensors[:2])
+    uncast = tensors
     if input.is_cuda and is_autocast_enabled():
         cast = Tensors(*library.autocast_tensors(Tensors(input, skip=residual), "rms"))
         tensors = (cast.input, cast.skip, weight, next_weight)
     save = needs_grad(*tensors)
+    if dispatch.is_direct(tensors):
+        runner = chain_runner_of(tensors, checked, backend)
+        if known is not None and all(a is b for a, b in zip(tensors, uncast, strict=True)):
+            dispatch.remember(known, taken, len(normalized_shape), (first, second), runner, apply)
+        cast = (*tensors[:2], None, weight, None, next_weight)
+        if save:
+            return apply(((first, second), False, runner, runner.training), *cast)
+        return runner.inference(cast, (first, second))
     last = (checked.hidden, checked.offset, checked.rounding, first, second, save, backend)
-    call = Call(*tensors, *last)
-    direct = not save and is_direct(tensors)
-    return tuple((norm_add_norm if direct else torch.ops.tilenorm.norm_add_norm)(*call)[:2])
+    return torch.ops.tilenorm.norm_add_norm(*tensors, *last)
 
 
 def _in_two(tensors: tuple, normalized_shape, eps, options: dict) -> tuple[Tensor, Tensor]:

@@ -82,8 +82,8 @@ def rms_norm_quantized(
     """
     tensors = (input, None, None, weight, bias)
     how = (scaling, dtype, power_of_2, layout, return_output, return_amax)
-    asked, name = (offset, rounding), "rms_norm_quantized"
-    return normalize(name, tensors, normalized_shape, eps, asked, how, scale, backend)
+    asked, name = (offset, rounding, *how), "rms_norm_quantized"
+    return normalize(name, tensors, normalized_shape, eps, asked, scale, backend)
 
 
 def layer_norm_quantized(
@@ -112,8 +112,8 @@ def layer_norm_quantized(
     """
     tensors = (input, None, None, weight, bias)
     how = (scaling, dtype, power_of_2, layout, return_output, return_amax)
-    asked, name = (offset, rounding), "layer_norm_quantized"
-    return normalize(name, tensors, normalized_shape, eps, asked, how, scale, backend)
+    asked, name = (offset, rounding, *how), "layer_norm_quantized"
+    return normalize(name, tensors, normalized_shape, eps, asked, scale, backend)
 
 
 def add_rms_norm_quantized(
@@ -145,8 +145,8 @@ def add_rms_norm_quantized(
     """
     tensors = (input, residual, None, weight, bias)
     how = (scaling, dtype, power_of_2, layout, return_output, return_amax)
-    asked, name = (offset, rounding), "add_rms_norm_quantized"
-    return normalize(name, tensors, normalized_shape, eps, asked, how, scale, backend)
+    asked, name = (offset, rounding, *how), "add_rms_norm_quantized"
+    return normalize(name, tensors, normalized_shape, eps, asked, scale, backend)
 
 
 def add_layer_norm_quantized(
@@ -177,5 +177,5 @@ def add_layer_norm_quantized(
     """
     tensors = (input, residual, None, weight, bias)
     how = (scaling, dtype, power_of_2, layout, return_output, return_amax)
-    asked, name = (offset, rounding), "add_layer_norm_quantized"
-    return normalize(name, tensors, normalized_shape, eps, asked, how, scale, backend)
+    asked, name = (offset, rounding, *how), "add_layer_norm_quantized"
+    return normalize(name, tensors, normalized_shape, eps, asked, scale, backend)

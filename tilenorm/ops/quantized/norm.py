@@ -7,14 +7,13 @@ from torch import Tensor, is_autocast_enabled
 from torch.overrides import has_torch_function
 
 from ...spec import FP8, GROUPS, LAYOUTS, Quantization
-from .. import arguments, library
-from ..autograd import needs_grad
+from .. import arguments, dispatch, library
+from ..autograd import apply_quantized, needs_grad, refuse_gradient
 from ..direct import in_onnx_export, is_transformed
-from ..dispatch import is_direct
 from ..overrides import has_nested
-from ..tensors import Tensors
+from ..tensors import Tensors, trimmed
 from .library import Call, arguments_of, norm_quantized_decomposed
-from .tensors import QuantizedNorm, Results
+from .tensors import QuantizedNorm
 
 # The public functions' names of `asked` and `how`.
 ASKED = ("offset", "rounding", "scaling", "dtype", "power_of_2", "layout")
@@ -28,41 +27,47 @@ def normalize(
     normalized_shape: Sequence[int],
     eps: float | None,
     asked: tuple,
-    how: tuple,
     given: Tensor | None,
     backend: str | None,
 ) -> QuantizedNorm:
     """The quantised norm, by whatever serves the call.
 
     op: the public function's name. tensors: input, residual or None, None, weight, bias. asked:
-    offset and rounding. how: the arguments that are fields of Quantization, in their order, of
-    which `layout` may be None. given: the caller's scale.
+    offset, rounding, and the arguments that are fields of Quantization, in their order, of which
+    `layout` may be None. given: the caller's scale.
     """
-    call = check(op, tensors, normalized_shape, eps, asked, how, given, backend)
-    if not call.how.output and call.save:
-        raise RuntimeError(
-            f"{op}: an argument requires a gradient, which comes in through the normalised rows:"
-            " pass return_output=True, or call it under torch.no_grad()"
-        )
+    if isinstance(tensors[1], (tuple, list)):
+        tensors = arguments.spread(op, tensors)
+    what = op, (*tensors, given), normalized_shape, eps, asked, backend
+    q, scale, amax, y, total, *_ = dispatch.normalize(*what, _checked)
+    return QuantizedNorm(q, scale if given is None else given, y, amax, total)
+
+
+def _checked(op, tensors, normalized_shape, eps, asked, backend, known) -> tuple:
+    """Results, of which those that were not asked for are None; after checks, and remembered where
+    an implementation is called directly.
+    """
+    *tensors, given = tensors
+    call = check(op, tensors, normalized_shape, eps, asked[:2], asked[2:], given, backend)
+    if call.save:
+        refuse_gradient(op, call.how)
     # A mode or a subclass of Tensor sees the op.
-    direct = not call.save and is_direct(call.tensors)
-    if direct and not has_torch_function(call.tensors):
-        found = call.runner.inference((*call.tensors, given), call.eps)
-    elif in_onnx_export():
+    if dispatch.is_direct(call.tensors) and not has_torch_function(call.tensors):
+        runner, cast = call.runner, trimmed(call.tensors)
+        if known is not None and all(a is b for a, b in zip(cast, tensors, strict=False)):
+            taken, dims = (*cast, given), len(normalized_shape)
+            dispatch.remember(known, taken, dims, call.eps, runner, apply_quantized, given)
+        if call.save:
+            return apply_quantized((call.eps, False, runner, runner.training), *cast, given)
+        return runner.inference((*call.tensors, given), call.eps)
+    if in_onnx_export():
         found = norm_quantized_decomposed(*arguments_of(call))
     else:
         found = torch.ops.tilenorm.norm_quantized(*arguments_of(call))
-    return _returned(call, Results(*found))
-
-
-def _returned(call: Call, found: Results) -> QuantizedNorm:
-    return QuantizedNorm(
-        q=found.q,
-        scale=found.scale if call.given is None else call.given,
-        output=found.y if call.how.output else None,
-        amax=found.amax if call.how.amax else None,
-        residual_out=None if call.tensors.residual is None else found.sum,
-    )
+    q, scale, amax, y, total, *statistics = found
+    how, added = call.how, call.tensors.residual is not None
+    made = amax if how.amax else None, y if how.output else None, total if added else None
+    return q, scale, *made, *statistics
 
 
 def check(op, tensors, normalized_shape, eps, asked, how, given, backend) -> Call:
@@ -73,8 +78,6 @@ def check(op, tensors, normalized_shape, eps, asked, how, given, backend) -> Cal
     another device, and for rows that are not whole groups; NotImplementedError for a dtype that is
     no FP8 dtype, for nested tensors and for transforms.
     """
-    if isinstance(tensors[1], (tuple, list)):
-        tensors = arguments.spread(op, tensors)
     if has_nested(tensors):
         raise NotImplementedError(f"{op}: argument 'input' takes no nested tensor, got one")
     eps = arguments.without_tensor(eps)

@@ -15,7 +15,7 @@ FIELD = 23  # the bits of float32's mantissa
 MANTISSA = (1 << FIELD) - 1
 
 
-def forward(spec: NormSpec, tensors: tuple, eps: float) -> Results:
+def forward(spec: NormSpec, tensors: tuple, eps: float, _laid_out: bool = False) -> Results:
     """tensors: Tensors, and the scale that the caller gives, or None."""
     y, *others = reference.forward(spec.unquantized, Tensors(*tensors[:-1]), eps)
     q, scale, amax = quantize(spec, y, tensors[-1])
