@@ -5,9 +5,11 @@ from functools import partial
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 
 import tilenorm
+from tilenorm.ops import inductor
 from tilenorm.spec import Options
 
 from .helpers import ADD, EACH_DEVICE, EACH_FORM, RMS, call, random, same, step, tensors_of
@@ -94,3 +96,19 @@ def test_inductor_asks_the_op_for_an_absent_result(device, dynamo):
     with torch._inductor.config.patch(force_disable_caches=True):
         for got, expected in zip(run(x), OPS.norm(x, None, None, None, None, *how), strict=True):
             assert torch.equal(got, expected)
+
+
+def test_code_that_another_version_has_generated_is_not_found(tmp_path, monkeypatch, dynamo):
+    pytest.importorskip(CALLS, reason="PyTorch before 2.11")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    x, found = random(3, 16), []
+    with torch.compiler.config.patch(cache_key_tag="a user's"):
+        for generation in ("one", "one", "another"):
+            monkeypatch.setattr(inductor, "_generation", lambda tag=generation: f" {tag}")
+            torch._dynamo.reset()
+            counters.clear()
+            run = torch.compile(lambda x: tilenorm.rms_norm(x, (16,)) + 1, fullgraph=True)
+            assert torch.equal(run(x), tilenorm.rms_norm(x, (16,)) + 1)
+            found.append("fxgraph_cache_hit" in counters["inductor"])
+        assert torch.compiler.config.cache_key_tag == "a user's one another"
+    assert found == [False, True, False]

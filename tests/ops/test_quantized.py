@@ -20,7 +20,7 @@ from tilenorm.ops import cutile
 from tilenorm.ops.quantized import reference
 from tilenorm.ops.quantized.library import arguments_of
 from tilenorm.ops.quantized.norm import check as call_of
-from tilenorm.ops.quantized.tensors import QuantizedNorm
+from tilenorm.ops.quantized.tensors import QuantizedNorm, Results
 from tilenorm.ops.tensors import Tensors
 from tilenorm.spec import QUANTIZED_OPS, NormSpec, Quantization
 

@@ -96,13 +96,15 @@ def spread(op: str, tensors: tuple) -> tuple:
     Raises TypeError unless the sequence holds one or two tensors.
     """
     input, given, *others = tensors
+    scale = [others.pop()] if op.endswith("quantized") else []
     # Dynamo of PyTorch 2.9 finds no attributes of a nested tensor that is made inside a graph.
     taken = [isinstance(t, Tensor) or hasattr(t, "__torch_function__") for t in given]
     if op.startswith("add") and all(taken):
         if len(given) == 1:
-            return input, *given, *others
+            return input, *given, *others, *scale
         if len(given) == 2:
-            return input, given[1], *others[:3], given[0], None, *(others[5:] or (None, None))
+            last = others[5:] or (None, None)
+            return input, given[1], *others[:3], given[0], None, *last, *scale
     got = f"[{', '.join(map(_kind, given))}]"
     raise TypeError(
         f"{op}: argument 'residual' takes a Tensor or a sequence of one or two Tensors, got {got}"

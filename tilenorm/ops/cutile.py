@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..launch.calls import ABSENT, BackwardArrays, Launch
+from ..launch.calls import ABSENT, BackwardArrays, ForwardArrays, Launch
 from ..launch.kernel import launch
 from ..launch.plan import BackwardPlan, ForwardPlan
 from ..launch.scales import Scales
@@ -33,6 +33,10 @@ from .torch_private import reinterpret
 
 Run = Callable[[Sequence[Launch], tuple, int], None]
 MOST_SHAPES = 256  # that a bound call keeps
+# What a chain has neither of, from the slots on.
+NEITHER = (ABSENT,) * (
+    ForwardArrays._fields.index("inner_w") - ForwardArrays._fields.index("slots")
+)
 MOST_SCALES = 2**31 - 1  # the kernels number scales in 32 bits
 
 
@@ -138,8 +142,14 @@ def bind_forward(plan: ForwardPlan, run: Run = on_device) -> Callable:
             ABSENT if slots is None else empty(slots, (slots[1], 1), torch.int32),
         )
         if joins:
-            factors = vector_of(tensors[LAYER_SCALE], spec.aligned) if spec.layer_scale else None
-            arrays += tuple([ABSENT if t is None else bytes_of(t) for t in (*joined, factors)])
+            addend, skip, mask = joined
+            factors = tensors[LAYER_SCALE]
+            arrays += (
+                ABSENT if addend is None else addend,
+                ABSENT if skip is None else skip,
+                ABSENT if mask is None else bytes_of(mask),
+                ABSENT if factors is None else vector_of(factors, spec.aligned),
+            )
         run(plan.launches(rows, eps), arrays, x.get_device())
         return y, total, mean, rstd
 
@@ -171,25 +181,42 @@ def bind_quantized(plan: ForwardPlan, run: Run = on_device) -> Callable:
         rstd = empty((rows,), (1,), torch.float32) if saves else None
         mean = empty((rows,), (1,), torch.float32) if saves and layer else None
         amax = empty((1,), (1,), torch.int32).zero_() if how.amax else None
-        array, scale = given, None
+        array = given
         if given is None:
             array = empty((scales.count,), (1,), torch.uint8 if mx else torch.float32)
             if scales.padding:
                 array.zero_()
-            scale = scale_of(array, scales)
         if rows:
-            made = q, y, total
+            q_rows, y_rows, sum_rows = q, y, total
             if matrix is not None:
-                made = [t if t is None else reinterpret(t, matrix, by_row) for t in made]
+                q_rows = reinterpret(q, matrix, by_row)
+                y_rows = None if y is None else reinterpret(y, matrix, by_row)
+                sum_rows = None if total is None else reinterpret(total, matrix, by_row)
             in_rows = x, residual, addend
             (x, residual, addend), (weight, bias) = as_read(in_rows, (weight, bias), spec, read)
-            if slots is not None:
-                slots = empty(slots, (slots[1], 1), torch.int32)
-            neighbours = addend, None, None, None
-            arrays = x, made[1], weight, bias, residual, None, made[2], mean, rstd, slots
-            arrays = (*arrays, *neighbours, made[0], array, amax, None, None)  # as ForwardArrays
-            arrays = tuple([ABSENT if t is None else t for t in arrays])
+            arrays = (  # in the order of ForwardArrays
+                x,
+                ABSENT if y_rows is None else y_rows,
+                ABSENT if weight is None else weight,
+                ABSENT if bias is None else bias,
+                ABSENT if residual is None else residual,
+                ABSENT,
+                ABSENT if sum_rows is None else sum_rows,
+                ABSENT if mean is None else mean,
+                ABSENT if rstd is None else rstd,
+                ABSENT if slots is None else empty(slots, (slots[1], 1), torch.int32),
+                ABSENT if addend is None else addend,
+                ABSENT,
+                ABSENT,
+                ABSENT,
+                q_rows,
+                array,
+                ABSENT if amax is None else amax,
+                ABSENT,
+                ABSENT,
+            )
             run(plan.launches(rows, eps), arrays, x.get_device())
+        scale = scale_of(array, scales) if given is None else None
         amax = None if amax is None else amax.view(torch.float32)  # whose bits the kernels compare
         return q, scale, amax, y, total, mean, rstd
 
@@ -222,17 +249,31 @@ def bind_chain(plan: ForwardPlan, run: Run = on_device) -> Callable:
         x, residual, *weights = tensors
         shape, strides, rows, matrix, read, *_ = layouts[x.shape]
         empty = torch_private.empty_strided_cuda if x.is_cuda else _empty_strided_cpu
-        y = made_y = empty(shape, strides, residual.dtype)
-        total = made_sum = empty(shape, strides, residual.dtype)
+        y = y_rows = empty(shape, strides, residual.dtype)
+        total = sum_rows = empty(shape, strides, residual.dtype)
         inner_rstd = empty((rows,), (1,), torch.float32) if saves else None
         rstd = empty((rows,), (1,), torch.float32) if saves else None
         if rows:
             if matrix is not None:
-                made_y, made_sum = (reinterpret(t, matrix, by_row) for t in (y, total))
+                y_rows, sum_rows = (
+                    reinterpret(y, matrix, by_row),
+                    reinterpret(total, matrix, by_row),
+                )
             (x, residual), (weight, after) = as_read((x, residual), weights, spec, read)
-            arrays = x, made_y, after, None, residual, None, made_sum, None, rstd
-            arrays = (*arrays, *[None] * 8, weight, inner_rstd)  # as ForwardArrays
-            arrays = tuple([ABSENT if t is None else t for t in arrays])
+            arrays = (  # in the order of ForwardArrays
+                x,
+                y_rows,
+                ABSENT if after is None else after,
+                ABSENT,
+                residual,
+                ABSENT,
+                sum_rows,
+                ABSENT,
+                ABSENT if rstd is None else rstd,
+                *NEITHER,
+                ABSENT if weight is None else weight,
+                ABSENT if inner_rstd is None else inner_rstd,
+            )
             run(plan.launches(rows, eps), arrays, x.get_device())
         return y, total, inner_rstd, rstd
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +28,8 @@ _autocast = torch.is_autocast_enabled  # for CUDA; given a device's name it take
 class Known(NamedTuple):
     """What serves calls whose tensors `check` takes. Leading sizes and strides may differ.
 
-    index: the CUDA device's, or None. most: how many elements the input may have.
+    index: the CUDA device's, or None. most: how many elements the input may have. rows: the places
+    of the tensors that have the input's shape.
     laid_out: whether the tensors are contiguous matrices of rows, and vectors.
     recorded: whether one of the tensors requires a gradient. apply: records the call then.
     """
@@ -35,6 +37,7 @@ class Known(NamedTuple):
     check: Callable[..., bool]
     index: int | None
     most: int
+    rows: tuple[int, ...]
     laid_out: bool
     eps: Any
     recorded: bool
@@ -63,47 +66,40 @@ def normalize(
         if has_torch_function(tensors):  # torch.compile calls it at the operations in the graph
             what = op, tensors, normalized_shape, eps, asked, backend
             return miss(*what, None) if miss else overrides.overridden(normalize, *what)
-        x, residual, gate = tensors[0], tensors[1], tensors[2]  # a slice takes longer
-        called, more = op, None
-        if len(tensors) > PLAIN:
-            more = tensors[PLAIN:]
-            called = op, *[t is None for t in more]
-        given = []
+        given, absent = [], 1
         try:
             for tensor in tensors:  # a comprehension takes longer
-                if tensor is not None:
+                if tensor is None:
+                    absent += absent
+                else:
                     if tensor.is_nested:  # the guard of one that is not jagged ends the process
                         raise TypeError
                     given.append(tensor)
+                    absent += absent + 1
             known = remembered(
-                called, eps, backend, x is None, residual is None, gate is None, tensors[3] is None,
-                tensors[4] is None, type(normalized_shape), *asked, *normalized_shape,
-            )  # fmt: skip
+                op, eps, backend, absent, type(normalized_shape), *asked, *normalized_shape
+            )
         except (AttributeError, TypeError):  # nothing is remembered; the checks say what is wrong
             pass
-        for check, index, most, laid_out, wanted, recorded, runner, apply_ in known or ():
+        for check, index, most, rows, laid_out, wanted, recorded, runner, apply_ in known or ():
             if (
                 check(*given)
                 and (index is None or index == torch_private.current_device())
-                and x.numel() <= most
-                and (residual is None or residual.shape == x.shape)
-                and (gate is None or gate.shape == x.shape)
-                and (more is None or alike(x, more))
+                and (x := tensors[0]).numel() <= most
                 and not modes()
                 and forward_mode._current_level < 0
             ):
-                if recorded and is_grad_enabled():
-                    return apply_((wanted, laid_out, runner, runner.training), *tensors)
-                return runner.inference(tensors, wanted, laid_out)
+                for place in rows:
+                    if tensors[place].shape != x.shape:
+                        break
+                else:
+                    if recorded and is_grad_enabled():
+                        return apply_((wanted, laid_out, runner, runner.training), *tensors)
+                    return runner.inference(tensors, wanted, laid_out)
     if known is None and isinstance(tensors[1], (tuple, list)):
         tensors = arguments.spread(op, tensors)
         return normalize(op, tensors, normalized_shape, eps, asked, backend, miss)
     return (miss or _checked)(op, tensors, normalized_shape, eps, asked, backend, known)
-
-
-def alike(x: Tensor, more: tuple) -> bool:
-    """Whether the tensors that are there, but the last, which has no rows, have the shape of x."""
-    return all(t is None or t.shape == x.shape for t in more[:-1])
 
 
 def _checked(op, tensors, normalized_shape, eps, asked, backend, known) -> tuple:
@@ -159,10 +155,8 @@ def _index_of(x: Tensor) -> int | None:
 
 
 @lru_cache(MOST_CALLS, typed=True)
-def remembered(op: str | tuple, *arguments) -> list[Known]:
+def remembered(op: str, *arguments) -> list[Known]:
     """What is remembered of calls with these arguments beside the tensors, the last first.
-
-    op: the function's name, or that and which of the tensors behind the PLAIN ones are absent.
 
     Raises TypeError if one is a tensor, which would be kept, or has no hash.
     """
@@ -202,8 +196,9 @@ def remember(
     if not check(*given):
         return
     x, recorded = tensors[0], any(t.requires_grad for t in given if t is not unrecorded)
-    most = MAX_ROWS * hidden
-    known.insert(0, Known(check, _index_of(x), most, matrices, eps, recorded, runner, apply))
+    places = [i for i in (1, 2, *range(PLAIN, len(tensors) - 1)) if tensors[i] is not None]
+    how = _index_of(x), MAX_ROWS * hidden, tuple(places), matrices, eps, recorded, runner, apply
+    known.insert(0, Known(check, *how))
     del known[MOST_GUARDS:]
 
 
@@ -217,11 +212,12 @@ def _guard_of(given: list[Tensor], sizes: list, strides: list) -> Callable[..., 
     check = TensorGuards(*each[0], dynamic_dims_sizes=each[1], dynamic_dims_strides=each[2]).check
     if len(once) == len(given):
         return check
+    first = itemgetter(slice(1)) if len(once) == 1 else itemgetter(*once)
 
     def alike(*tensors: Tensor) -> bool:
         for tensor, number in zip(tensors, numbers, strict=True):
             if tensor is not tensors[number]:
                 return False
-        return check(*[tensors[i] for i in once])
+        return check(*first(tensors))
 
     return alike

@@ -154,6 +154,8 @@ def _spec_of(op: str, given: dict) -> NormSpec:
 def _spec_of_quantized(op: str, given: dict) -> NormSpec:
     """The same for a norm with a quantised output."""
     tensors = tuple(given.get(name) for name in ("input", "residual", None, "weight", "bias"))
+    if isinstance(tensors[1], (tuple, list)):
+        *tensors, _ = arguments.spread(op, (*tensors, None))
     asked = tuple(given[name] for name in ASKED)
     names = ("normalized_shape", "eps", "scale", "backend")
     shape, eps, scale, backend = (given[name] for name in names)

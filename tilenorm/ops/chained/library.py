@@ -19,7 +19,7 @@ from ..autograd import ByDispatcher, gradients
 from ..direct import Plain
 from ..layout import rows_shape
 from ..plans import Runner, runner_of, spec_of_tensors
-from ..registry import Implementation, failure, on_device_of, record_failure
+from ..registry import failure, on_device_of, record_failure
 from ..schemas import LIBRARY
 from ..tensors import Results, Saved, Tensors, dtype_of, statistics_dtype
 from ..torch_private import asked_of, fast_apply, in_forward_mode
@@ -74,35 +74,34 @@ class ChainRunner:
     def __init__(self, before: Runner, after: Runner):
         self.before, self.after = before, after
         self.spec = NormSpec.chained(before.spec, after.spec)
-        self._bind = cache(self._bound)
+        self.inference, self.training = self._forward(False), self._forward(True)
         self._passes: dict = {}
 
-    def inference(self, tensors: tuple, eps: tuple[float, float], _laid_out: bool = False) -> tuple:
-        return self._run(tensors, eps, False)
+    def _forward(self, save: bool) -> Callable:
+        one_pass = self._bound(save)
 
-    def training(self, tensors: tuple, eps: tuple[float, float], _laid_out: bool = False) -> tuple:
-        return self._run(tensors, eps, True)
+        def forward(tensors, eps, _laid_out=False):
+            x, residual, _, weight, _, next_weight = tensors
+            first, second = eps
+            if one_pass is not None and first == second:
+                try:
+                    return one_pass((x, residual, weight, next_weight), first)
+                except CompileError as error:
+                    record_failure("cutile", self.spec, self.before.device, error)
+                self.inference, self.training = self._forward(False), self._forward(True)
+            before, after = self.before, self.after
+            run = before.training if save else before.inference
+            total, _, _, rstd = run(_before(x, residual, weight), first)
+            run = after.training if save else after.inference
+            y, _, _, next_rstd = run(_after(total, next_weight), second)
+            return y, total, rstd, next_rstd
 
-    def _run(self, tensors: tuple, eps: tuple[float, float], save: bool) -> tuple:
-        x, residual, _, weight, _, next_weight = tensors
-        first, second = eps
-        before, after = self.before, self.after
-        if first == second and (run := self._bind(save, before.implementation)):
-            try:
-                return run((x, residual, weight, next_weight), first)
-            except CompileError as error:
-                record_failure("cutile", self.spec, before.device, error)
-                self._bind.cache_clear()
-        run = before.training if save else before.inference
-        total, _, _, rstd = run(_before(x, residual, weight), first)
-        run = after.training if save else after.inference
-        y, _, _, next_rstd = run(_after(total, next_weight), second)
-        return y, total, rstd, next_rstd
+        return forward
 
-    def _bound(self, save: bool, implementation: Implementation) -> Callable | None:
+    def _bound(self, save: bool) -> Callable | None:
         """What serves in one pass, or None."""
+        implementation, device = self.before.implementation, self.before.device
         names = {implementation.name, self.after.implementation.name}
-        device = self.before.device
         if names != {"cutile"} or failure("cutile", self.spec, device):
             return None
         return implementation.forward(self.spec, device, save)

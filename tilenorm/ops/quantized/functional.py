@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .norm import normalize
+from ..dispatch import normalize
+from .norm import checked
 from .tensors import QuantizedNorm
 
 E4M3 = torch.float8_e4m3fn
@@ -80,10 +81,10 @@ def rms_norm_quantized(
         ValueError: an unknown scaling; a layout, power_of_2 or scale that does not fit it.
         NotImplementedError: another dtype; nested tensors; torch.func's transforms.
     """
-    tensors = (input, None, None, weight, bias)
-    how = (scaling, dtype, power_of_2, layout, return_output, return_amax)
-    asked, name = (offset, rounding, *how), "rms_norm_quantized"
-    return normalize(name, tensors, normalized_shape, eps, asked, scale, backend)
+    tensors = input, None, None, weight, bias, scale
+    asked = offset, rounding, scaling, dtype, power_of_2, layout, return_output, return_amax
+    made = normalize("rms_norm_quantized", tensors, normalized_shape, eps, asked, backend, checked)
+    return QuantizedNorm.of(made, scale)
 
 
 def layer_norm_quantized(
@@ -110,10 +111,12 @@ def layer_norm_quantized(
 
     Args, returns, raises: as tilenorm.layer_norm and rms_norm_quantized.
     """
-    tensors = (input, None, None, weight, bias)
-    how = (scaling, dtype, power_of_2, layout, return_output, return_amax)
-    asked, name = (offset, rounding, *how), "layer_norm_quantized"
-    return normalize(name, tensors, normalized_shape, eps, asked, scale, backend)
+    tensors = input, None, None, weight, bias, scale
+    asked = offset, rounding, scaling, dtype, power_of_2, layout, return_output, return_amax
+    made = normalize(
+        "layer_norm_quantized", tensors, normalized_shape, eps, asked, backend, checked
+    )
+    return QuantizedNorm.of(made, scale)
 
 
 def add_rms_norm_quantized(
@@ -143,10 +146,12 @@ def add_rms_norm_quantized(
     Args, returns, raises: as tilenorm.add_rms_norm and rms_norm_quantized. The sum is the field
     residual_out, the last, of what is returned; it is differentiable.
     """
-    tensors = (input, residual, None, weight, bias)
-    how = (scaling, dtype, power_of_2, layout, return_output, return_amax)
-    asked, name = (offset, rounding, *how), "add_rms_norm_quantized"
-    return normalize(name, tensors, normalized_shape, eps, asked, scale, backend)
+    tensors = input, residual, None, weight, bias, scale
+    asked = offset, rounding, scaling, dtype, power_of_2, layout, return_output, return_amax
+    made = normalize(
+        "add_rms_norm_quantized", tensors, normalized_shape, eps, asked, backend, checked
+    )
+    return QuantizedNorm.of(made, scale)
 
 
 def add_layer_norm_quantized(
@@ -175,7 +180,9 @@ def add_layer_norm_quantized(
 
     Args, returns, raises: as tilenorm.add_layer_norm and add_rms_norm_quantized.
     """
-    tensors = (input, residual, None, weight, bias)
-    how = (scaling, dtype, power_of_2, layout, return_output, return_amax)
-    asked, name = (offset, rounding, *how), "add_layer_norm_quantized"
-    return normalize(name, tensors, normalized_shape, eps, asked, scale, backend)
+    tensors = input, residual, None, weight, bias, scale
+    asked = offset, rounding, scaling, dtype, power_of_2, layout, return_output, return_amax
+    made = normalize(
+        "add_layer_norm_quantized", tensors, normalized_shape, eps, asked, backend, checked
+    )
+    return QuantizedNorm.of(made, scale)

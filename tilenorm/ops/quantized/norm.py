@@ -13,7 +13,6 @@ from ..direct import in_onnx_export, is_transformed
 from ..overrides import has_nested
 from ..tensors import Tensors, trimmed
 from .library import Call, arguments_of, norm_quantized_decomposed
-from .tensors import QuantizedNorm
 
 # The public functions' names of `asked` and `how`.
 ASKED = ("offset", "rounding", "scaling", "dtype", "power_of_2", "layout")
@@ -21,29 +20,7 @@ ASKED += ("return_output", "return_amax")
 DTYPES = tuple(getattr(torch, name) for name in FP8)
 
 
-def normalize(
-    op: str,
-    tensors: tuple,
-    normalized_shape: Sequence[int],
-    eps: float | None,
-    asked: tuple,
-    given: Tensor | None,
-    backend: str | None,
-) -> QuantizedNorm:
-    """The quantised norm, by whatever serves the call.
-
-    op: the public function's name. tensors: input, residual or None, None, weight, bias. asked:
-    offset, rounding, and the arguments that are fields of Quantization, in their order, of which
-    `layout` may be None. given: the caller's scale.
-    """
-    if isinstance(tensors[1], (tuple, list)):
-        tensors = arguments.spread(op, tensors)
-    what = op, (*tensors, given), normalized_shape, eps, asked, backend
-    q, scale, amax, y, total, *_ = dispatch.normalize(*what, _checked)
-    return QuantizedNorm(q, scale if given is None else given, y, amax, total)
-
-
-def _checked(op, tensors, normalized_shape, eps, asked, backend, known) -> tuple:
+def checked(op, tensors, normalized_shape, eps, asked, backend, known) -> tuple:
     """Results, of which those that were not asked for are None; after checks, and remembered where
     an implementation is called directly.
     """

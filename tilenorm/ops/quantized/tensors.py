@@ -26,6 +26,12 @@ class QuantizedNorm(NamedTuple):
     amax: Tensor | None = None
     residual_out: Tensor | None = None
 
+    @classmethod
+    def of(cls, results: tuple, given: Tensor | None) -> "QuantizedNorm":
+        """Of Results, and the caller's scale."""
+        q, scale, amax, y, total, *_ = results
+        return cls(q, scale if given is None else given, y, amax, total)
+
 
 class Results(NamedTuple):
     """What an implementation makes. scale is None where the caller has given it. An implementation

@@ -1,0 +1,64 @@
+"""How many of the package's Python functions a warm call runs up to the kernel's launch."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import tilenorm
+
+from .helpers import random
+from .pretended import pretended_gpu
+
+N = 128
+X, RESIDUAL, GATE = (random(4, N, dtype=torch.bfloat16, seed=i) for i in range(3))
+W, B = (random(N, dtype=torch.bfloat16, seed=i) for i in (3, 4))
+QUANTIZED = {"scaling": "row", "return_output": True}
+CALLS: dict[str, Callable] = {
+    "rms_norm": lambda x: tilenorm.rms_norm(x, (N,), W, 1e-6),
+    "layer_norm": lambda x: tilenorm.layer_norm(x, (N,), W, B, 1e-6),
+    "add_rms_norm": lambda x: tilenorm.add_rms_norm(x, RESIDUAL, (N,), W, 1e-6),
+    "add_rms_norm of one tensor": lambda x: tilenorm.add_rms_norm(x, x, (N,), W, 1e-6),
+    "add_layer_norm": lambda x: tilenorm.add_layer_norm(x, RESIDUAL, (N,), W, B, 1e-6),
+    "rms_norm_add": lambda x: tilenorm.rms_norm_add(x, RESIDUAL, (N,), W, 1e-6),
+    "layer_norm_add": lambda x: tilenorm.layer_norm_add(x, RESIDUAL, (N,), W, B, 1e-6),
+    "gated_rms_norm": lambda x: tilenorm.gated_rms_norm(x, GATE, (N,), W, 1e-6),
+    "rms_norm_quantized": lambda x: tilenorm.rms_norm_quantized(x, (N,), W, 1e-6, **QUANTIZED),
+    "add_layer_norm_quantized": lambda x: tilenorm.add_layer_norm_quantized(
+        x, RESIDUAL, (N,), W, B, 1e-6, **QUANTIZED
+    ),
+    "rms_norm_add_rms_norm": lambda x: tilenorm.rms_norm_add_rms_norm(
+        x, RESIDUAL, (N,), W, B, 1e-6
+    ),
+}
+MORE = {"add_rms_norm of one tensor": 1}  # what compares the tensors that are given once
+PACKAGE = str(Path(tilenorm.__file__).parent)
+STAND_INS = ("<lambda>", "_empty_strided_cpu")  # for C functions, where there is no GPU
+
+
+def frames(call: Callable, x: torch.Tensor) -> list[str]:
+    """The names of the package's functions that a warm call enters."""
+    call(x), call(x)
+    entered: list[str] = []
+
+    def profile(frame, event, _):
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(PACKAGE):
+            entered.append(code.co_name)
+
+    sys.setprofile(profile)
+    try:
+        call(x)
+    finally:
+        sys.setprofile(None)
+    return entered
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_frames_up_to_the_launch(name):
+    with pretended_gpu(), torch.no_grad():
+        found = frames(CALLS[name], X)
+    found = [name for name in found[: found.index("on_device") + 1] if name not in STAND_INS]
+    assert len(found) < 7 + MORE.get(name, 0), found  # and cutile.launch
