@@ -2,6 +2,7 @@
 
 import io
 import pickle
+from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
@@ -10,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tilenorm
+from tilenorm.ops import bound
+from tilenorm.ops.schemas import first_and_others
 from tilenorm.spec import OPS
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
@@ -276,3 +279,20 @@ def through_save(module):
 def messages(told: list) -> list[str]:
     """Of warnings, why the reference runs."""
     return [str(w.message) for w in told if w.category is tilenorm.ReferenceWarning]
+
+
+def by_inductor(op: str) -> Callable:
+    """A function of an op's arguments that calls what Inductor's generated code calls."""
+
+    def run(*arguments, **by_name):
+        schema = getattr(torch.ops.tilenorm, op).default._schema.arguments
+        given = {a.name: a.default_value for a in schema}
+        given |= dict(zip(given, arguments, strict=False)) | by_name
+        tensors = [a.name for a in schema if "Tensor" in str(a.type)]
+        there = [name for name in tensors if given[name] is not None]
+        names, others = first_and_others(op, there)
+        options = {name: value for name, value in given.items() if name not in tensors}
+        function = getattr(bound, op)(others=others, **options)
+        return function(*[given[name] for name in (*names, *others)])
+
+    return run

@@ -9,7 +9,6 @@ from torch.library import opcheck
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tilenorm.ops import library
 from tilenorm.ops.tensors import Tensors
 from tilenorm.spec import PLAIN, Options, norm_of
 
@@ -22,6 +21,7 @@ from .helpers import (
     GATED,
     LAYER,
     RMS,
+    by_inductor,
     call,
     incoming_of,
     name_of,
@@ -139,7 +139,7 @@ def test_statistics_have_the_shape_of_the_rows(device, case, norm):
     expected = [rows if norm == "layer" else (0,), rows]
     meta = OPS.norm(x.to("meta"), *arguments[1:])
     found = OPS.norm(*arguments)
-    called = [t if t is not None else x.new_empty(0) for t in library.run_norm(*arguments)]
+    called = [t if t is not None else x.new_empty(0) for t in by_inductor("norm")(*arguments)]
     for results in (found, meta, called):
         assert [t.shape for t in results[2:]] == expected
         assert all(t.is_contiguous() for t in results[2:])
@@ -149,7 +149,7 @@ def test_statistics_have_the_shape_of_the_rows(device, case, norm):
     (dx, *_) = OPS.norm_backward(x, None, *saved, *last)
     flat = (*saved[:4], mean if mean is None else mean.reshape(-1), found[3].reshape(-1))
     assert torch.equal(dx, OPS.norm_backward(x, None, *flat, *last)[0])
-    assert torch.equal(dx, library.run_norm_backward(x, None, *saved, *last)[0])
+    assert torch.equal(dx, by_inductor("norm_backward")(x, None, *saved, *last)[0])
 
 
 @pytest.mark.parametrize("x", [random(3, 40), random(0, 40), torch.empty(3, 40, device="meta")])

@@ -17,7 +17,6 @@ from torch import nn
 import tilenorm
 from tilenorm.ops import cutile
 from tilenorm.ops.dispatch import MOST_CALLS
-from tilenorm.ops.library import run_norm
 from tilenorm.spec import Options
 
 from .helpers import EACH_FORM, FAMILY, call, incoming_of, random, step, tensors_of
@@ -58,7 +57,7 @@ def one_call(kind: str, form, tensors, eps: float) -> None:
         case "strided":
             call(form, tensors | {"input": x.unsqueeze(-1).expand(*x.shape, 2)[..., 0]}, eps=eps)
         case "op":
-            run_norm(x, None, None, w, None, *Options(w.numel(), "rms"), eps, True)
+            torch.ops.tilenorm.norm(x, None, None, w, None, *Options(w.numel(), "rms"), eps, True)
         case "refused":
             with pytest.raises(RuntimeError):
                 call(form, tensors | {"weight": x.new_ones(77)}, eps=eps)

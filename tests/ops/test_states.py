@@ -13,10 +13,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tilenorm.ops.library import run_norm, run_norm_backward
 from tilenorm.spec import Options
 
-from .helpers import EACH_DEVICE, FAMILY, LAYER, RMS, call, incoming_of, random, step, tensors_of
+from .helpers import (
+    EACH_DEVICE,
+    FAMILY,
+    LAYER,
+    RMS,
+    by_inductor,
+    call,
+    incoming_of,
+    random,
+    step,
+    tensors_of,
+)
 from .pretended import pretended_gpu
 
 
@@ -144,10 +154,12 @@ def check_each_in_turn(function, tensors, how, state) -> None:
 @EACH_DEVICE
 @EACH_WAY
 @EACH_STATE
-@pytest.mark.parametrize("of_inductor", [False, True], ids=["op", "run_norm"])
+@pytest.mark.parametrize("of_inductor", [False, True], ids=["op", "bound"])
 def test_the_ops_and_what_inductor_calls(device, served, state, of_inductor):
     ops = torch.ops.tilenorm
-    norm, backward = (run_norm, run_norm_backward) if of_inductor else (ops.norm, ops.norm_backward)
+    norm, backward = ops.norm, ops.norm_backward
+    if of_inductor:
+        norm, backward = map(by_inductor, ("norm", "norm_backward"))
     x, *others = tensors_of(FAMILY["gated_layer_norm"], 3, 16, device=device).values()
     with served_by(served, device), torch.no_grad():
         check_each_in_turn(norm, (x, None, *others), HOW, state)

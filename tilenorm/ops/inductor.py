@@ -1,8 +1,8 @@
-"""What Inductor's generated code calls in place of the ops: functions of bound.py where everything
-but the tensors is known when the code is generated, else the functions under the ops.
+"""What Inductor's generated code calls in place of the ops: functions of bound.py.
 
 That leaves out PyTorch's dispatcher, its layers in Python, the empty tensors for absent results,
-and, in bound functions, finding the plan.
+and finding the plan. Where an option is known only when the code runs, such as the size of rows of
+any width, and where an absent result is asked for, generated code calls the op.
 """
 
 from ast import literal_eval
@@ -17,11 +17,10 @@ from .schemas import first_and_others
 from .torch_private import inductor_calls
 
 
-def call_directly(op: str, function: Callable) -> None:
-    """Have Inductor, once it is loaded, generate calls of a module's function for an op.
+def call_directly(op: str) -> None:
+    """Have Inductor, once it is loaded, generate calls of bound functions for an op.
 
-    The function takes the op's arguments, and returns None for absent results, which are empty
-    tensors of the op. Generated code is kept on the disk: see tell_generation.
+    Generated code is kept on the disk: see tell_generation.
     """
     calls, name = inductor_calls(), f"torch.ops.tilenorm.{op}.default"
     if calls is None or name in calls.CUSTOM_EXTERN_KERNEL_CODEGEN:
@@ -30,15 +29,11 @@ def call_directly(op: str, function: Callable) -> None:
     def generate(node, writeline: Callable[[str], None]) -> None:
         from torch._inductor.virtualized import V
 
-        wrapper = V.graph.wrapper_code
         used = [out for out in node.outputs if out.get_name() not in V.graph.removed_buffers]
-        arguments = [*node.codegen_args(), *node.codegen_kwargs()]
-        if any(list(out.get_size()) == [0] for out in used):  # an absent result is asked for
-            line = f"{name}({', '.join(arguments)})"
-        elif (line := _bound(op, node, arguments, wrapper)) is None:
-            called = function.__name__
-            wrapper.add_import_once(f"from {function.__module__} import {called}")
-            line = f"{called}({', '.join(arguments)})"
+        arguments, line = [*node.codegen_args(), *node.codegen_kwargs()], None
+        if all(list(out.get_size()) != [0] for out in used):
+            line = _bound(op, node, arguments, V.graph.wrapper_code)
+        line = line or f"{name}({', '.join(arguments)})"
         writeline(f"{node.get_name()} = {line}")
 
     calls.CUSTOM_EXTERN_KERNEL_CODEGEN[name] = calls.CustomCodegen(python=generate)

@@ -3,8 +3,6 @@
 Eager calls on plain tensors go past the ops, from dispatch.py to the same implementations.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -35,20 +33,6 @@ from .torch_private import BelowAutograd, asked_of, autocast_casts, in_forward_m
 AUTOCAST_NORMS = tuple(filter(autocast_casts, ("rms", "layer")))
 
 
-def run_norm(*arguments, **by_name) -> Sequence[Tensor | None]:
-    """The op norm for Inductor's code. Plain tensors go past the op, and None stands for what is
-    absent then. Others go to the op, as those of any operator that Inductor's code calls.
-    """
-    tensors, options, eps, save, backend = Forward.of(arguments, **by_name)
-    runner = runner_of(tensors, options, backend)
-    if not runner.plain.takes(tensors):
-        return torch.ops.tilenorm.norm(*arguments, **by_name)
-    x = tensors[0]
-    with on_device_of(x):
-        y, total, *statistics = (runner.training if save else runner.inference)(tensors, eps)
-    return y, total, *(_by_rows(t, x, options.hidden) for t in statistics)
-
-
 def _by_rows(statistic: Tensor | None, x: Tensor, hidden: int) -> Tensor | None:
     """A mean or rstd (rows,), which nothing else holds, in the shape of x's rows."""
     if statistic is None or x.shape == (statistic.numel(), hidden):
@@ -56,20 +40,9 @@ def _by_rows(statistic: Tensor | None, x: Tensor, hidden: int) -> Tensor | None:
     return statistic.view(rows_shape(x.shape, hidden))
 
 
-def run_norm_backward(*arguments, **by_name) -> Sequence[Tensor | None]:
-    """The op norm_backward for Inductor's code, as run_norm."""
-    run, plain, dy, dsum, saved, eps, more, branch = _backward_of(arguments, by_name)
-    if not plain.takes((dy, dsum, *saved, *more, *(branch or ()))):
-        return torch.ops.tilenorm.norm_backward(*arguments, **by_name)
-    with on_device_of(dy):
-        return (*run(dy, dsum, saved, eps, more, branch), None)[:6]
-
-
-def _backward_of(arguments: tuple, by_name: dict) -> tuple:
-    """A backward function, what tells whether tensors may be given to it directly, and what else
-    it takes.
-    """
-    call = Backward.of(arguments, **by_name)
+def _backward_of(arguments: tuple) -> tuple:
+    """A backward function, and what it takes."""
+    call = Backward.of(arguments)
     dy, dsum, saved, options, eps, added, mask, backend, *_ = call
     x, gate, weight, bias, mean, rstd = saved
     mean = vector_of(mean) if options.norm == "layer" else None
@@ -83,8 +56,7 @@ def _backward_of(arguments: tuple, by_name: dict) -> tuple:
     runner = runner_of(tensors, options, backend)
     more = call.more
     asked = (tuple(mask), dsum is not None, 1 + len(more), call.output)
-    run, _, plain = runner.gradients(*asked)
-    return run, plain, dy, dsum, saved, eps, more, branch
+    return runner.gradients(*asked)[0], dy, dsum, saved, eps, more, branch
 
 
 def norm(*arguments) -> tuple[Tensor, ...]:
@@ -120,7 +92,7 @@ def norm_decomposed(*arguments, **by_name) -> tuple[Tensor, ...]:
 
 def norm_backward(*arguments) -> tuple[Tensor, ...]:
     """The op, for real tensors. Results that are not asked for are empty tensors."""
-    run, _, dy, dsum, saved, eps, more, branch = _backward_of(arguments, {})
+    run, dy, dsum, saved, eps, more, branch = _backward_of(arguments)
     _refuse_forward_mode((dy, dsum, *saved, *more, *(branch or ())))
     with on_device_of(dy):
         found = (*run(dy, dsum, saved, eps, more, branch), None)[:6]
@@ -156,8 +128,8 @@ def _tell_others() -> None:
     Both ask an op's fake first, whatever they do with it afterwards.
     """
     tell_generation()
-    call_directly("norm", run_norm)
-    call_directly("norm_backward", run_norm_backward)
+    call_directly("norm")
+    call_directly("norm_backward")
     register_where_loaded(Forward.of, Backward.of)
 
 
