@@ -38,11 +38,10 @@ from .kernel import hinted
 from .quantized import cast_apart, compiled_as
 from .target import Target
 from .tiling import Tiling
+from .tuned import rules
 
 COLUMN_SUM = hinted(column_sum, Hints())
 FORWARD = {RowForward: row_forward, StreamForward: stream_forward, SharedForward: shared_forward}
-# In a small batch a multiprocessor gets at most this many tiles, and at most this many elements.
-SMALL_BATCH_TILES, SMALL_BATCH_ELEMENTS = 2, 24576
 SIZES = 64  # row counts that a plan remembers
 _FORWARD_SLOTS, _BACKWARD_SLOTS = (taking(a, "slots") for a in (ForwardArrays, BackwardArrays))
 
@@ -83,7 +82,7 @@ def plan_backward(spec: NormSpec, target: Target, needs: Needs) -> "BackwardPlan
     """The plan for the needed gradients."""
     spec = backward_spec(spec, needs)
     config = heuristics.backward(spec, target, needs)
-    return BackwardPlan(spec, target, config, heuristics.column_sum(spec, target), needs)
+    return BackwardPlan(spec, target, config, heuristics.column_sum(spec), needs)
 
 
 def backward_spec(spec: NormSpec, needs: Needs) -> NormSpec:
@@ -168,7 +167,7 @@ class ForwardPlan(Tiling):
     def queues(self, rows: int) -> bool:
         """Whether there are more tiles than run side by side: the batch is not small."""
         elements = self.config.rows * self.spec.hidden
-        at_once = max(1, min(SMALL_BATCH_TILES, SMALL_BATCH_ELEMENTS // elements))
+        at_once = max(1, min(rules.SMALL_BATCH_TILES, rules.SMALL_BATCH_ELEMENTS // elements))
         return self.tiles(rows) > at_once * self.target.multiprocessors
 
     def calls(self, arrays: ForwardArrays, rows: int, eps: float) -> list[Call]:

@@ -112,20 +112,20 @@ class RowPlan(Tiling):
 @cache
 def plan_row_sums(spec: NormSpec, target: Target) -> RowPlan:
     """Of x, residual and a gate before the norm. The weight of the spec does not matter."""
-    config = heuristics.piece(spec, target, 1 + (spec.residual is not None) + bool(spec.gate))
+    config = heuristics.piece(spec, 1 + (spec.residual is not None) + bool(spec.gate))
     return RowPlan(spec, target, config, split_forward.row_sums, tuple, apart=False)
 
 
 @cache
 def plan_row_apply(spec: NormSpec, target: Target, save: bool) -> RowPlan:
     """spec.residual: the dtype of the rows that are read, where it is not y's."""
-    config = heuristics.piece(spec, target, 1 + bool(spec.gate))
+    config = heuristics.piece(spec, 1 + bool(spec.gate))
     return RowPlan(spec, target, config, split_forward.row_apply, tuple, apart=True, save=save)
 
 
 @cache
 def plan_grad_sums(spec: NormSpec, target: Target) -> RowPlan:
-    config = heuristics.piece(spec, target, 2 + bool(spec.gate))
+    config = heuristics.piece(spec, 2 + bool(spec.gate))
     return RowPlan(spec, target, config, split_backward.grad_sums, _without_sums, apart=False)
 
 
@@ -140,7 +140,7 @@ def plan_grad_apply(spec: NormSpec, target: Target, needs: Needs) -> "GradientPl
     """The plan for the needed gradients."""
     spec = backward_spec(spec, needs)
     config = heuristics.piece_backward(spec, target, needs)
-    return GradientPlan(spec, target, config, heuristics.column_sum(spec, target), needs)
+    return GradientPlan(spec, target, config, heuristics.column_sum(spec), needs)
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ def plan_of(
     """The plan of a training step with this configuration instead of the chosen one."""
     if direction == "forward":
         return ForwardPlan(spec, target, config, True)
-    sums = heuristics.column_sum(spec, target)
+    sums = heuristics.column_sum(spec)
     needs = every_gradient(spec)._replace(terms=terms)
     return BackwardPlan(backward_spec(spec, needs), target, config, sums, needs)
 

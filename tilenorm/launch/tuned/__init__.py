@@ -1,6 +1,6 @@
 """Measured numbers. sm_90.py has the configurations of one architecture, and explains their form.
 
-quantized.py serves every architecture.
+rules.py and quantized.py serve every architecture.
 """
 
 from . import sm_90
