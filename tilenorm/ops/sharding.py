@@ -25,6 +25,7 @@ import torch
 
 from ..spec import PLAIN
 from .layout import rows_shape
+from .schemas import Backward, Forward
 from .tensors import merged_needs
 from .torch_private import keep_every_argument
 
@@ -32,6 +33,8 @@ from .torch_private import keep_every_argument
 Given = Sequence[Any]
 # Placements of the results, and of the arguments: None for one that is no tensor.
 Strategy = tuple[list, list]
+# The names of ops, each with a function that tells what DTensor may do with a call of the op.
+Rules = tuple[tuple[str, Callable[[Given], list[Strategy]]], ...]
 
 
 class Rule(NamedTuple):
@@ -48,22 +51,19 @@ def is_distributed(value: object) -> bool:
     return module is not None and isinstance(value, module.DTensor)
 
 
-def register_where_loaded(read: Callable, read_backward: Callable) -> None:
-    """Have DTensor, where it is loaded, run the ops by the rules.
-
-    read, read_backward: make library.Forward and library.Backward of an op's arguments.
-    """
+def register_where_loaded(rules: Rules) -> None:
+    """Have DTensor, where it is loaded, run ops by their rules."""
     if "torch.distributed.tensor" in sys.modules:
-        _register(read, read_backward)
+        _register(rules)
 
 
 @cache
-def _register(read: Callable, read_backward: Callable) -> None:
+def _register(rules: Rules) -> None:
     from torch.distributed.tensor.experimental import register_sharding
 
-    ops = torch.ops.tilenorm.norm.default, torch.ops.tilenorm.norm_backward.default
-    register_sharding(ops[0])(lambda *given: norm_strategies(read(given), given))
-    register_sharding(ops[1])(lambda *given: backward_strategies(read_backward(given), given))
+    ops = [getattr(torch.ops.tilenorm, name).default for name, _ in rules]
+    for op, (_, strategies) in zip(ops, rules, strict=True):
+        register_sharding(op)(lambda *given, strategies=strategies: strategies(given))
     keep_every_argument(ops)
 
 
@@ -84,8 +84,9 @@ def rules(x: Any, parameters: Sequence[Any], hidden: int) -> Iterator[Rule]:
     # A cut normalised dimension has no row: its sums need an all-reduce (split/norm.py).
 
 
-def norm_strategies(call, given: Given) -> list[Strategy]:
-    """What DTensor may do with a call of the op norm. call: its library.Forward."""
+def norm_strategies(given: Given) -> list[Strategy]:
+    """What DTensor may do with a call of the op norm."""
+    call = Forward.of(given)
     x, residual, _, *parameters = call.tensors[:PLAIN]
     vector = call.tensors[-1] if len(call.tensors) > PLAIN else None
     layer = call.options.norm == "layer"
@@ -106,8 +107,9 @@ def norm_strategies(call, given: Given) -> list[Strategy]:
     ]
 
 
-def backward_strategies(call, given: Given) -> list[Strategy]:
-    """What DTensor may do with a call of the op norm_backward. call: its library.Backward."""
+def backward_strategies(given: Given) -> list[Strategy]:
+    """What DTensor may do with a call of the op norm_backward."""
+    call: Any = Backward.of(given)  # of descriptions of tensors
     x, _, *parameters = call.saved[:4]
     tensors = (call.dy, x if call.added else None, *call.saved[1:4], None, None, *call.branch)
     dtypes = tuple(t and t.tensor_meta.dtype for t in tensors)
@@ -139,3 +141,6 @@ def _placed(given: Given, placements: list, last: Any, vector: Any, whole: Any) 
     first = [None if t is None else p for t, p in zip(given, placements, strict=False)]
     more = [t if hasattr(t, "shape") else None for t in given[len(placements) :]]
     return first + [None if t is None else whole if t is vector else last for t in more]
+
+
+RULES = (("norm", norm_strategies), ("norm_backward", backward_strategies))

@@ -12,17 +12,13 @@ d' is the parameter's dimension that lies on x's dimension d. `own` is what a pi
 is Partial by name, and nothing adds it up: row_center reads it where row_sums left it.
 """
 
-import sys
 from collections.abc import Iterator
-from functools import cache
+from functools import partial
 from typing import Any, NamedTuple
-
-import torch
 
 from ...spec import Options
 from ..sharding import Given, Strategy
 from ..tensors import Tensors, merged_needs
-from ..torch_private import keep_every_argument
 
 # The groups of the tensors and of the results of each op: (r)ows, (p)arameters, (d)erivatives of
 # parameters, (n)umbers of whole rows, (s)ums of a piece.
@@ -44,22 +40,6 @@ class PieceRule(NamedTuple):
     n: Any
     s: Any
     absent: Any
-
-
-def register_where_loaded() -> None:
-    """Have DTensor, where it is loaded, run the ops by the rules."""
-    if "torch.distributed.tensor" in sys.modules:
-        _register()
-
-
-@cache
-def _register() -> None:
-    from torch.distributed.tensor.experimental import register_sharding
-
-    ops = {name: getattr(torch.ops.tilenorm, name).default for name in GROUPS}
-    for name, op in ops.items():
-        register_sharding(op)(lambda *given, name=name: strategies(name, given))
-    keep_every_argument(ops.values())
 
 
 def piece_rules(x: Any, parameters: list, dims: int) -> Iterator[PieceRule]:
@@ -112,3 +92,6 @@ def _there(name: str, given: Given, options: Options, more: list) -> tuple[bool,
         dtypes = Tensors(*(s and s.tensor_meta.dtype for s in specs))
         return merged_needs(dtypes, dsum is not None, tuple(mask)).gradients
     return (True,)
+
+
+RULES = tuple((name, partial(strategies, name)) for name in GROUPS)
