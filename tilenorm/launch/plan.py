@@ -33,7 +33,7 @@ from .calls import (
     rectangles,
     taking,
 )
-from .config import Backward, ColumnSum, Hints, RowForward, SharedForward, StreamForward, cdiv
+from .config import Backward, Hints, RowForward, SharedForward, StreamForward, cdiv
 from .kernel import hinted
 from .quantized import cast_apart, compiled_as
 from .target import Target
@@ -81,8 +81,7 @@ def chain_refused(spec: NormSpec, target: Target) -> str | None:
 def plan_backward(spec: NormSpec, target: Target, needs: Needs) -> "BackwardPlan":
     """The plan for the needed gradients."""
     spec = backward_spec(spec, needs)
-    config = heuristics.backward(spec, target, needs)
-    return BackwardPlan(spec, target, config, heuristics.column_sum(spec), needs)
+    return BackwardPlan(spec, target, heuristics.backward(spec, target, needs), needs)
 
 
 def backward_spec(spec: NormSpec, needs: Needs) -> NormSpec:
@@ -220,7 +219,6 @@ class BackwardPlan(Tiling):
     """
 
     config: Backward
-    sum_config: ColumnSum
     needs: Needs
 
     function: ClassVar[ct.kernel] = norm_backward
@@ -292,7 +290,7 @@ class BackwardPlan(Tiling):
         sums = [name for name in ("dw", "db") if getattr(self.needs, name)]
         if not sums:
             return []
-        config, rows = self.sum_config, self._partial_rows(blocks)
+        config, rows = heuristics.column_sum(self.spec), self._partial_rows(blocks)
         take = taking(self.arrays, "partials", *sums)
         after = (rows, config.rows, config.tile, self._overlap)
         grid = cdiv(self._sum_width, config.tile), len(sums)

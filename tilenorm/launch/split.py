@@ -110,8 +110,7 @@ def center_launches(rows: int, count: int, share: float) -> list[Launch]:
 def plan_grad_apply(spec: NormSpec, target: Target, needs: Needs) -> "GradientPlan":
     """The plan for the needed gradients."""
     spec = backward_spec(spec, needs)
-    config = heuristics.piece_backward(spec, target, needs)
-    return GradientPlan(spec, target, config, heuristics.column_sum(spec), needs)
+    return GradientPlan(spec, target, heuristics.piece_backward(spec, target, needs), needs)
 
 
 @dataclass(frozen=True)
