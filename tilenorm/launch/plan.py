@@ -1,9 +1,8 @@
 """A plan turns a spec and a target into kernel launches. It is made once and kept.
 
-`launches` returns launch templates, without arrays. `calls` returns the same launches with the
-given ForwardArrays or BackwardArrays. Only this module knows the order of a kernel's arguments:
-ops, precompile and the tests' interpreter all use plans. A plan remembers its launches for the
-row counts that were used last.
+`launches` returns launch templates, without arrays. Only this module knows the order of a kernel's
+arguments: ops, precompile and the tests' interpreter all use plans. A plan remembers its launches
+for the row counts that were used last.
 """
 
 from collections.abc import Callable
@@ -23,11 +22,9 @@ from . import heuristics
 from .calls import (
     MAX_GRID,
     BackwardArrays,
-    Call,
     ForwardArrays,
     Launch,
     Needs,
-    bound,
     constants,
     parts,
     rectangles,
@@ -169,9 +166,6 @@ class ForwardPlan(Tiling):
         at_once = max(1, min(rules.SMALL_BATCH_TILES, rules.SMALL_BATCH_ELEMENTS // elements))
         return self.tiles(rows) > at_once * self.target.multiprocessors
 
-    def calls(self, arrays: ForwardArrays, rows: int, eps: float) -> list[Call]:
-        return bound(self.launches(rows, eps), arrays)
-
     @cached_property
     def launches(self) -> Callable[[int, float], list[Launch]]:
         groups = tuple(map(constants, (self.norm(self.save), self.cut, self._how)))
@@ -214,8 +208,8 @@ class ForwardPlan(Tiling):
 class BackwardPlan(Tiling):
     """The launches of a backward pass: the norm and, if there are sums over rows, the column sum.
 
-    If blocks share rows, the first launch empties the slots. arrays: what `calls` takes, of which
-    all but dw and db are the kernel's.
+    If blocks share rows, the first launch empties the slots. arrays: what the launches take, of
+    which all but dw and db are the kernel's.
     """
 
     config: Backward
@@ -262,9 +256,6 @@ class BackwardPlan(Tiling):
     @cached_property
     def _kernel(self) -> ct.kernel:
         return hinted(self.function, self.config.hints)
-
-    def calls(self, arrays: BackwardArrays, rows: int) -> list[Call]:
-        return bound(self.launches(rows), arrays)
 
     @cached_property
     def launches(self) -> Callable[[int], list[Launch]]:
