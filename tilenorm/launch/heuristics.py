@@ -44,7 +44,7 @@ def with_room(spec: NormSpec, config: Config) -> Config:
 
 
 def _forward(spec: NormSpec, target: Target) -> Config:
-    if found := _tabled(spec, target, "forward", forward_op(spec)):
+    if found := _tabled(spec, target):
         return found[0]
     read = (spec.dtype, spec.residual, spec.gate, spec.addend, spec.skip)
     return piece(spec, sum(dtype is not None for dtype in read))
@@ -73,7 +73,7 @@ def backward(spec: NormSpec, target: Target, needs) -> Backward:
 
 
 def _backward(spec: NormSpec, target: Target, needs) -> Backward:
-    if found := _tabled(spec, target, "backward", backward_op(spec, needs), needs):
+    if found := _tabled(spec, target, needs):
         return found[0]
     width = tile_width(spec.hidden)
     inputs = 1 + needs.terms + (spec.gate is not None) + needs.dsum
@@ -115,11 +115,8 @@ def source(spec: NormSpec, target: Target, needs=None) -> str:
 
     needs: the gradients of a backward pass; None asks about the forward pass.
     """
-    if needs is None:
-        spec = spec.unquantized
-        found = _tabled(spec, target, "forward", forward_op(spec))
-    else:
-        found = _tabled(spec, target, "backward", backward_op(spec, needs), needs)
+    spec = spec.unquantized if needs is None else spec
+    found = _tabled(spec, target, needs)
     if not found:
         return "heuristic, untimed"
     if spec.gate and spec.norm == "layer":
@@ -174,20 +171,22 @@ def _packs(spec: NormSpec) -> bool:
     return spec.widest_item == 2 and spec.gate is None
 
 
-def _tabled(spec: NormSpec, target: Target, direction: str, op: str | None, needs=None):
+def _tabled(spec: NormSpec, target: Target, needs=None):
     """(configuration, source) from a user's or the shipped table, or None.
 
     What was measured for one term of dy serves several where nothing was measured for so many: it
     adds up a row in the same order.
     """
+    op = forward_op(spec) if needs is None else backward_op(spec, needs)
     if op is None:
         return None
+    direction = "forward" if needs is None else "backward"
     users, terms = user_table.configs(target.arch), needs.terms if needs else 1
     for measured in dict.fromkeys((terms, 1)):
         if found := users.get(user_table.Key.of(spec, direction, op, measured)):
             return found, f"user table {user_table.path_of(target.arch)}" + _timed(measured, terms)
     # The shipped tables serve backward rows from 17 elements on, and rows that fill vectors.
-    narrow = direction == "backward" and tile_width(spec.hidden) < 32
+    narrow = needs is not None and tile_width(spec.hidden) < 32
     if narrow or not spec.aligned or target.arch not in TABLES:
         return None
     table, key = TABLES[target.arch], (shipped_op(spec, op), spec.widest_item)
