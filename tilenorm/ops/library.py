@@ -17,7 +17,7 @@ from .layout import rows_shape, vector_of
 from .plans import Runner, refuse_output, runner_of, spec_of_tensors
 from .registry import on_device_of
 from .schemas import LIBRARY, Backward, Forward
-from .sharding import RULES, register_where_loaded
+from .sharding import STRATEGIES, register_where_loaded
 from .tensors import (
     SKIP,
     Branch,
@@ -157,7 +157,7 @@ def _tell_others() -> None:
     """
     call_directly("norm", run_norm)
     call_directly("norm_backward", run_norm_backward)
-    register_where_loaded(RULES)
+    register_where_loaded(STRATEGIES)
 
 
 def norm_fake(*arguments) -> tuple[Tensor, ...]:

@@ -28,7 +28,7 @@ from ..schemas import LIBRARY, OPTIONS
 from ..sharding import register_where_loaded
 from ..tensors import Saved, Tensors, dtype_of, merged_needs, statistics_dtype
 from . import reference
-from .rules import RULES
+from .rules import STRATEGIES
 
 _FIELDS = len(Options._fields)
 _LAST = f"{OPTIONS}, int dims"
@@ -116,7 +116,7 @@ def row_sums(x, residual, gate, *others) -> tuple[Tensor, ...]:
 
 
 def row_sums_fake(x, residual, gate, *others) -> tuple[Tensor, ...]:
-    register_where_loaded(RULES)
+    register_where_loaded(STRATEGIES)
     call, dtype = call_of(others), statistics_dtype(x, residual)
     lead = call.lead(x)
     own = (*lead, 3) if call.options.norm == "layer" else (0,)
@@ -132,7 +132,7 @@ def row_center(x, mean, own, *others) -> Tensor:
 
 
 def row_center_fake(x, mean, own, *others) -> Tensor:
-    register_where_loaded(RULES)
+    register_where_loaded(STRATEGIES)
     return mean.new_empty([*mean.shape, 2])
 
 
@@ -150,7 +150,7 @@ def row_apply(x, gate, weight, bias, whole, centered, *others) -> tuple[Tensor, 
 
 
 def row_apply_fake(x, gate, weight, bias, whole, centered, *others) -> tuple[Tensor, ...]:
-    register_where_loaded(RULES)
+    register_where_loaded(STRATEGIES)
     dtype, save = others[_FIELDS + 2], others[_FIELDS + 3]
     mean = whole.shape if save and centered is not None else (0,)
     rstd = whole.shape if save else (0,)
@@ -170,7 +170,7 @@ def grad_sums(dy, x, gate, weight, mean, rstd, *others) -> Tensor:
 
 
 def grad_sums_fake(dy, x, gate, weight, mean, rstd, *others) -> Tensor:
-    register_where_loaded(RULES)
+    register_where_loaded(STRATEGIES)
     return rstd.new_empty((*rstd.shape, *([2] if mean is not None else [])))
 
 
@@ -195,7 +195,7 @@ def grad_apply(*arguments) -> tuple[Tensor, ...]:
 
 
 def grad_apply_fake(*arguments) -> tuple[Tensor, ...]:
-    register_where_loaded(RULES)
+    register_where_loaded(STRATEGIES)
     dy, _, read, _, _, _, needs = _grad_apply_of(arguments)
     likes = zip(needs.gradients, (dy, *read[:4]), strict=True)
     return tuple(like.new_empty(like.shape) if need else dy.new_empty(0) for need, like in likes)

@@ -14,14 +14,13 @@ is Partial by name, and nothing adds it up: row_center reads it where row_sums l
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...spec import Options
-from ..sharding import Given, Strategy
+from ..sharding import Given, Rule, Strategy, strategies_of
 from ..tensors import Tensors, merged_needs
 
-# The groups of the tensors and of the results of each op: (r)ows, (p)arameters, (d)erivatives of
-# parameters, (n)umbers of whole rows, (s)ums of a piece.
+# The letters of Rule for the tensors and for the results of each op.
 GROUPS = {
     "row_sums": ("rrr", "ssr"),
     "row_center": ("rns", "s"),
@@ -31,32 +30,21 @@ GROUPS = {
 }
 
 
-class PieceRule(NamedTuple):
-    """A row of the table: the placements of each group, by its letter, and of absent results."""
-
-    r: Any
-    p: Any
-    d: Any
-    n: Any
-    s: Any
-    absent: Any
-
-
-def piece_rules(x: Any, parameters: list, dims: int) -> Iterator[PieceRule]:
+def piece_rules(x: Any, parameters: list, dims: int) -> Iterator[Rule]:
     """The rows of the table for x and its parameters, of which `shape` is read."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     whole, part = Replicate(), Partial()
-    yield PieceRule(*[whole] * 6)
+    yield Rule(*[whole] * 5)
     rank = len(x.shape)
     of_parameters = max((len(p.shape) for p in parameters if p is not None), default=0)
     for d in range(rank):
         along = d - rank + of_parameters  # the parameters' dimension that lies on x's
         p, derivative = (Shard(along),) * 2 if along >= 0 else (whole, part)
         if d < rank - dims:
-            yield PieceRule(Shard(d), p, derivative, Shard(d), Shard(d), whole)
+            yield Rule(Shard(d), p, derivative, Shard(d), Shard(d))
         else:
-            yield PieceRule(Shard(d), p, derivative, whole, part, whole)
+            yield Rule(Shard(d), p, derivative, whole, part)
 
 
 def strategies(name: str, given: Given) -> list[Strategy]:
@@ -65,16 +53,8 @@ def strategies(name: str, given: Given) -> list[Strategy]:
     options = Options(*given[len(groups) :][: len(Options._fields)])
     dims, *more = given[len(groups) + len(Options._fields) :]
     parameters = [t for t, group in zip(given, groups, strict=False) if group == "p"]
-    there = _there(name, given, options, more)
-    others = [None] * (len(given) - len(groups))
-    found = []
-    for rule in piece_rules(given[0], parameters, dims):
-        placed = [
-            None if t is None else getattr(rule, g) for t, g in zip(given, groups, strict=False)
-        ]
-        out = [getattr(rule, g) if t else rule.absent for t, g in zip(there, results, strict=True)]
-        found.append((out, placed + others))
-    return found
+    rules = piece_rules(given[0], parameters, dims)
+    return strategies_of(rules, groups, given, results, _there(name, given, options, more))
 
 
 def _there(name: str, given: Given, options: Options, more: list) -> tuple[bool, ...]:
@@ -94,4 +74,4 @@ def _there(name: str, given: Given, options: Options, more: list) -> tuple[bool,
     return (True,)
 
 
-RULES = tuple((name, partial(strategies, name)) for name in GROUPS)
+STRATEGIES = tuple((name, partial(strategies, name)) for name in GROUPS)
