@@ -7,8 +7,8 @@ import pytest
 
 from tilenorm.launch.config import Hints, RowForward, SharedForward
 from tilenorm.launch.plan import plan_forward
-from tilenorm.launch.quantized import FETCHED, SHARED
 from tilenorm.launch.target import Target
+from tilenorm.launch.tuned.quantized import FETCHED, SHARED
 from tilenorm.spec import OPS, NormSpec, Quantization
 
 THREADS = 2048  # of a multiprocessor

@@ -59,8 +59,6 @@ TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 EACH_DEVICE = pytest.mark.parametrize("device", DEVICES)
 EACH_JOINED = pytest.mark.parametrize("form", JOINED.values(), ids=JOINED)
 EACH_FORM = pytest.mark.parametrize("form", FAMILY.values(), ids=FAMILY)
-WITH_OTHER = {name: form for name, form in FAMILY.items() if form.other}
-EACH_WITH_OTHER = pytest.mark.parametrize("form", WITH_OTHER.values(), ids=WITH_OTHER)
 LAYER, ADD = FAMILY["layer_norm"], FAMILY["add_rms_norm"]
 RMS, GATED = FAMILY["rms_norm"], FAMILY["gated_rms_norm"]
 

@@ -9,7 +9,6 @@ from torch import Tensor
 from tilenorm.launch.calls import every_gradient
 from tilenorm.launch.config import (
     Backward,
-    ColumnSum,
     Config,
     Hints,
     RowForward,
@@ -94,7 +93,7 @@ def _results(job: Job, inputs: Inputs, target: Target, run) -> dict[str, Tensor]
     else:
         several = job.terms > 1
         needs = every_gradient(spec)._replace(terms=job.terms, output=several)
-        plan = BackwardPlan(spec, target, config, ColumnSum(), needs)
+        plan = BackwardPlan(spec, target, config, needs)
         x = oracle.total(spec, inputs.arguments)
         given = (x, inputs.gate, inputs.weight, inputs.bias, *inputs.stats(spec))
         dy, *more = (inputs.dy, *[torch.zeros_like(inputs.dy)] * (job.terms - 1))

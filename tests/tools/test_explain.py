@@ -8,7 +8,7 @@ from tests.ops.helpers import EACH_FORM, NEEDS_GPU, arguments_of, random, tensor
 from tilenorm.launch import plan, user_table
 from tilenorm.launch.config import RowForward
 from tilenorm.launch.target import MULTIPROCESSORS
-from tilenorm.launch.tiling import POLLS
+from tilenorm.launch.tuned.rules import POLLS
 from tilenorm.ops import cutile, functional, reference
 from tilenorm.spec import NormSpec
 from tilenorm.tools.explain import explain_spec, planned_device

@@ -6,7 +6,7 @@ import torch
 from cuda.tile.compilation import CallingConvention, KernelSignature
 
 from tests.executors import backward_calls, forward_calls
-from tilenorm.launch.calls import ABSENT, BackwardArrays, ForwardArrays, every_gradient
+from tilenorm.launch.calls import ABSENT, BackwardArrays, ForwardArrays, bound, every_gradient
 from tilenorm.launch.plan import plan_backward, plan_forward
 from tilenorm.launch.target import Target
 from tilenorm.spec import NormSpec
@@ -121,7 +121,8 @@ def test_agrees_with_cutile(hidden, rows, fields):
         for plan in (forward, backward)
     ]
     partials = tensor(torch.float32, *backward.partials(rows))
-    real = forward.calls(
+    real = bound(
+        forward.launches(rows, 1e-6),
         ForwardArrays(
             x=x,
             residual=residual if added else ABSENT,
@@ -134,9 +135,8 @@ def test_agrees_with_cutile(hidden, rows, fields):
             rstd=rstd,
             slots=slots[0],
         ).of(spec),
-        rows,
-        1e-6,
-    ) + backward.calls(
+    ) + bound(
+        backward.launches(rows),
         BackwardArrays(
             x=residual if added else x,
             dy=x,
@@ -154,7 +154,6 @@ def test_agrees_with_cutile(hidden, rows, fields):
             dw=dw,
             db=db,
         ),
-        rows,
     )
     derived = forward_calls(spec, target, rows, True) + backward_calls(spec, target, rows, needs)
     for theirs, ours in zip(real, derived, strict=True):

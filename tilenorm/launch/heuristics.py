@@ -21,21 +21,7 @@ from .config import (
     tile_width,
 )
 from .target import Target
-from .tuned import TABLES
-
-TILE = 2048  # elements of a tile of several rows
-# The most elements of a row that a block without TMA keeps without spilling, by the number of sums
-# over rows (dw, db).
-GATHERED = {0: 4096, 1: 4096, 2: 2048}
-# The most elements of a row that a block keeps in the forward pass.
-FORWARD_TILE = 16384
-# Forward, rows that blocks share: blocks on a multiprocessor by the number of inputs; vectors that
-# a thread reads, over all inputs; elements of a chunk if rows do not fill vectors.
-FORWARD_BLOCKS, FORWARD_VECTORS, FORWARD_CHUNK = {1: 3, 2: 2}, 8, 4096
-# Backward, rows that blocks share: elements of a chunk and blocks on a multiprocessor. WIDE_CHUNK
-# is for kernels that do not spill with it, CHUNK for other kernels with two inputs, and MORE_CHUNK
-# for more inputs. With one more block on a multiprocessor some of these kernels spill.
-WIDE_CHUNK, CHUNK, MORE_CHUNK = (2048, 2), (1024, 3), (1024, 2)
+from .tuned import TABLES, rules
 
 
 def forward(spec: NormSpec, target: Target) -> Config:
@@ -58,30 +44,26 @@ def with_room(spec: NormSpec, config: Config) -> Config:
 
 
 def _forward(spec: NormSpec, target: Target) -> Config:
-    if found := _tabled(spec, target, "forward", forward_op(spec)):
+    if found := _tabled(spec, target):
         return found[0]
-    width = tile_width(spec.hidden)
     read = (spec.dtype, spec.residual, spec.gate, spec.addend, spec.skip)
-    inputs = sum(dtype is not None for dtype in read)
-    if width > FORWARD_TILE // inputs:
-        return _forward_chunk(spec, inputs)
-    return RowForward(rows=max(1, TILE // width))
+    return piece(spec, sum(dtype is not None for dtype in read))
 
 
-def piece(spec: NormSpec, target: Target, inputs: int) -> Config:
-    """For a kernel that reads a piece of each row once, in so many inputs."""
+def piece(spec: NormSpec, inputs: int) -> Config:
+    """For a kernel that reads each row, or a piece of each row, once, in so many inputs."""
     width = tile_width(spec.hidden)
-    if width > FORWARD_TILE // tile_width(inputs):
+    if width > rules.FORWARD_TILE // inputs:
         return _forward_chunk(spec, inputs)
-    return RowForward(rows=max(1, TILE // width))
+    return RowForward(rows=max(1, rules.TILE // width))
 
 
 def _forward_chunk(spec: NormSpec, inputs: int) -> SharedForward:
-    hints = Hints(FORWARD_BLOCKS[min(inputs, 2)])
+    hints, chunk = Hints(rules.FORWARD_BLOCKS[min(inputs, 2)]), rules.FORWARD_CHUNK
     if not spec.aligned:
         fits = inputs == 1 and spec.norm == "rms"
-        return SharedForward(hints, (2 * FORWARD_CHUNK if fits else FORWARD_CHUNK,))
-    widths = (hints.vectors(spec.widest_item),) * (FORWARD_VECTORS // tile_width(inputs))
+        return SharedForward(hints, (2 * chunk if fits else chunk,))
+    widths = (hints.vectors(spec.widest_item),) * (rules.FORWARD_VECTORS // tile_width(inputs))
     return SharedForward(hints, widths, packed=_packs(spec), together=2)
 
 
@@ -91,18 +73,20 @@ def backward(spec: NormSpec, target: Target, needs) -> Backward:
 
 
 def _backward(spec: NormSpec, target: Target, needs) -> Backward:
-    if found := _tabled(spec, target, "backward", backward_op(spec, needs), needs):
+    if found := _tabled(spec, target, needs):
         return found[0]
     width = tile_width(spec.hidden)
     inputs = 1 + needs.terms + (spec.gate is not None) + needs.dsum
-    if width <= GATHERED[needs.sums] * 2 // inputs:
-        return Backward((width,), max(1, TILE // width), hints=Hints(occupancy=2))
-    fits = 4096 if inputs == 3 and needs.sums == 2 else 8192
+    if width <= rules.GATHERED[needs.sums] * 2 // inputs:
+        return Backward((width,), max(1, rules.TILE // width), hints=Hints(occupancy=2))
+    more = inputs == 3 and needs.sums == 2
+    fits = rules.TMA_TILE_OF_MORE if more else rules.TMA_TILE
     if width <= fits and target.has_tma and spec.aligned:
         return Backward((width,), tma=True, hints=Hints(1, 8))
     # Rows that are read element by element spill less than those that are read in vectors.
     wide = not spec.gate and (not spec.aligned or (inputs == 2 and spec.widest_item == 2))
-    chunk, occupancy = WIDE_CHUNK if wide else CHUNK if inputs == 2 else MORE_CHUNK
+    narrow = rules.CHUNK if inputs == 2 else rules.MORE_CHUNK
+    chunk, occupancy = rules.WIDE_CHUNK if wide else narrow
     # Blocks that share a row wait for each other at every row, so all have to be resident at once.
     least = tile_width(cdiv(spec.hidden, target.multiprocessors * occupancy))
     return Backward((max(chunk, least),), hints=Hints(occupancy), packed=_packs(spec))
@@ -121,9 +105,9 @@ def piece_backward(spec: NormSpec, target: Target, needs) -> Backward:
     return replace(config, rows=config.rows // 2) if more else config
 
 
-def column_sum(spec: NormSpec, target: Target) -> ColumnSum:
-    """Narrow tiles for a narrow sum, to fill the GPU: 1.5-2.5 µs from N = 256 to 16384."""
-    return ColumnSum(tile=16 if spec.hidden * (spec.heads or 1) <= 4096 else 32)
+def column_sum(spec: NormSpec) -> ColumnSum:
+    narrow = spec.hidden * (spec.heads or 1) <= rules.NARROW_SUM
+    return ColumnSum(tile=rules.NARROW_TILE if narrow else rules.WIDE_TILE)
 
 
 def source(spec: NormSpec, target: Target, needs=None) -> str:
@@ -131,11 +115,8 @@ def source(spec: NormSpec, target: Target, needs=None) -> str:
 
     needs: the gradients of a backward pass; None asks about the forward pass.
     """
-    if needs is None:
-        spec = spec.unquantized
-        found = _tabled(spec, target, "forward", forward_op(spec))
-    else:
-        found = _tabled(spec, target, "backward", backward_op(spec, needs), needs)
+    spec = spec.unquantized if needs is None else spec
+    found = _tabled(spec, target, needs)
     if not found:
         return "heuristic, untimed"
     if spec.gate and spec.norm == "layer":
@@ -190,20 +171,22 @@ def _packs(spec: NormSpec) -> bool:
     return spec.widest_item == 2 and spec.gate is None
 
 
-def _tabled(spec: NormSpec, target: Target, direction: str, op: str | None, needs=None):
+def _tabled(spec: NormSpec, target: Target, needs=None):
     """(configuration, source) from a user's or the shipped table, or None.
 
     What was measured for one term of dy serves several where nothing was measured for so many: it
     adds up a row in the same order.
     """
+    op = forward_op(spec) if needs is None else backward_op(spec, needs)
     if op is None:
         return None
+    direction = "forward" if needs is None else "backward"
     users, terms = user_table.configs(target.arch), needs.terms if needs else 1
     for measured in dict.fromkeys((terms, 1)):
         if found := users.get(user_table.Key.of(spec, direction, op, measured)):
             return found, f"user table {user_table.path_of(target.arch)}" + _timed(measured, terms)
     # The shipped tables serve backward rows from 17 elements on, and rows that fill vectors.
-    narrow = direction == "backward" and tile_width(spec.hidden) < 32
+    narrow = needs is not None and tile_width(spec.hidden) < 32
     if narrow or not spec.aligned or target.arch not in TABLES:
         return None
     table, key = TABLES[target.arch], (shipped_op(spec, op), spec.widest_item)

@@ -1,9 +1,8 @@
 """A plan turns a spec and a target into kernel launches. It is made once and kept.
 
-`launches` returns launch templates, without arrays. `calls` returns the same launches with the
-given ForwardArrays or BackwardArrays. Only this module knows the order of a kernel's arguments:
-ops, precompile and the tests' interpreter all use plans. A plan remembers its launches for the
-row counts that were used last.
+`launches` returns launch templates, without arrays. Only this module knows the order of a kernel's
+arguments: ops, precompile and the tests' interpreter all use plans. A plan remembers its launches
+for the row counts that were used last.
 """
 
 from collections.abc import Callable
@@ -23,26 +22,23 @@ from . import heuristics
 from .calls import (
     MAX_GRID,
     BackwardArrays,
-    Call,
     ForwardArrays,
     Launch,
     Needs,
-    bound,
     constants,
     parts,
     rectangles,
     taking,
 )
-from .config import Backward, ColumnSum, Hints, RowForward, SharedForward, StreamForward, cdiv
+from .config import Backward, Hints, RowForward, SharedForward, StreamForward, cdiv
 from .kernel import hinted
 from .quantized import cast_apart, compiled_as
 from .target import Target
 from .tiling import Tiling
+from .tuned import rules
 
 COLUMN_SUM = hinted(column_sum, Hints())
 FORWARD = {RowForward: row_forward, StreamForward: stream_forward, SharedForward: shared_forward}
-# In a small batch a multiprocessor gets at most this many tiles, and at most this many elements.
-SMALL_BATCH_TILES, SMALL_BATCH_ELEMENTS = 2, 24576
 SIZES = 64  # row counts that a plan remembers
 _FORWARD_SLOTS, _BACKWARD_SLOTS = (taking(a, "slots") for a in (ForwardArrays, BackwardArrays))
 
@@ -82,8 +78,7 @@ def chain_refused(spec: NormSpec, target: Target) -> str | None:
 def plan_backward(spec: NormSpec, target: Target, needs: Needs) -> "BackwardPlan":
     """The plan for the needed gradients."""
     spec = backward_spec(spec, needs)
-    config = heuristics.backward(spec, target, needs)
-    return BackwardPlan(spec, target, config, heuristics.column_sum(spec, target), needs)
+    return BackwardPlan(spec, target, heuristics.backward(spec, target, needs), needs)
 
 
 def backward_spec(spec: NormSpec, needs: Needs) -> NormSpec:
@@ -168,11 +163,8 @@ class ForwardPlan(Tiling):
     def queues(self, rows: int) -> bool:
         """Whether there are more tiles than run side by side: the batch is not small."""
         elements = self.config.rows * self.spec.hidden
-        at_once = max(1, min(SMALL_BATCH_TILES, SMALL_BATCH_ELEMENTS // elements))
+        at_once = max(1, min(rules.SMALL_BATCH_TILES, rules.SMALL_BATCH_ELEMENTS // elements))
         return self.tiles(rows) > at_once * self.target.multiprocessors
-
-    def calls(self, arrays: ForwardArrays, rows: int, eps: float) -> list[Call]:
-        return bound(self.launches(rows, eps), arrays)
 
     @cached_property
     def launches(self) -> Callable[[int, float], list[Launch]]:
@@ -216,12 +208,11 @@ class ForwardPlan(Tiling):
 class BackwardPlan(Tiling):
     """The launches of a backward pass: the norm and, if there are sums over rows, the column sum.
 
-    If blocks share rows, the first launch empties the slots. arrays: what `calls` takes, of which
-    all but dw and db are the kernel's.
+    If blocks share rows, the first launch empties the slots. arrays: what the launches take, of
+    which all but dw and db are the kernel's.
     """
 
     config: Backward
-    sum_config: ColumnSum
     needs: Needs
 
     function: ClassVar[ct.kernel] = norm_backward
@@ -266,9 +257,6 @@ class BackwardPlan(Tiling):
     def _kernel(self) -> ct.kernel:
         return hinted(self.function, self.config.hints)
 
-    def calls(self, arrays: BackwardArrays, rows: int) -> list[Call]:
-        return bound(self.launches(rows), arrays)
-
     @cached_property
     def launches(self) -> Callable[[int], list[Launch]]:
         config = self.config
@@ -293,7 +281,7 @@ class BackwardPlan(Tiling):
         sums = [name for name in ("dw", "db") if getattr(self.needs, name)]
         if not sums:
             return []
-        config, rows = self.sum_config, self._partial_rows(blocks)
+        config, rows = heuristics.column_sum(self.spec), self._partial_rows(blocks)
         take = taking(self.arrays, "partials", *sums)
         after = (rows, config.rows, config.tile, self._overlap)
         grid = cdiv(self._sum_width, config.tile), len(sums)

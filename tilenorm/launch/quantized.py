@@ -6,41 +6,14 @@ from ..kernels.constants import Quant
 from ..spec import FP8, NormSpec
 from .config import Config, Hints, RowForward, SharedForward
 from .target import REGISTERS, Target
-
-# Of the plain norm's operation and the bytes of an element: for which N no occupancy is known that
-# keeps the plain norm's order. For float32 from 5121 on none was looked for. All others were
-# compiled for sm_90 at three sizes of each entry of its table, with y and without, for scales by
-# row, by block and of the caller.
-OUT_OF_ORDER = {
-    ("layer_norm", 2): range(12289, 32769),
-    ("add_layer_norm", 2): range(8193, 16385),
-    ("layer_norm", 4): range(4097, 20481),
-    ("add_layer_norm", 4): range(5121, 16385),
-}
-# The occupancy of those that are added up in another order without one, for so many N.
-IN_ORDER = {
-    ("rms_norm", 2): ((range(20481, 28673), 2),),
-    ("add_rms_norm", 2): ((range(4097, 8193), 2),),
-    ("add_layer_norm", 2): ((range(1537, 8193), 2), (range(20481, 24577), 2)),
-    ("layer_norm", 4): ((range(1537, 3073), 2),),
-    ("add_layer_norm", 4): ((range(257, 4097), 2), (range(4097, 5121), 6)),
-}
-# Where the plain norm's kernel reads the weights with the row, so that its order is prescribed:
-# (elements of a thread, at most; registers of a thread), by whether groups have a scale each. More
-# blocks on a multiprocessor are faster until they spill. Timed on an H200 (tileiras 13.4.92,
-# 2026-11-25) for bfloat16 of 2048, 5120, 8192 and 16384.
-FETCHED = {
-    False: ((32, 48), (40, 64), (64, 80), (80, 128)),
-    True: ((24, 48), (40, 64), (64, 80), (80, 128)),
-}
-# Where blocks share a row: (elements of a thread, at most; its registers, at least), by norm. Timed
-# the same day for rms_norm of bfloat16, 32768 and 65536; the others were only compiled.
-SHARED = {"rms": ((32, 72), (64, 96)), "layer": ((32, 96), (64, 128))}
-# A thread with more elements keeps rows of 16 bits packed while they are added up.
-MOST_UNPACKED = 40
-# A thread with more elements keeps y in 16 bits while the largest of a row is found. On the H200,
-# rms_norm_quantized of 32768 by row took 98 µs with y in float32, with the best hints, and 78 so.
-MOST_OUTPUT_UNPACKED = 32
+from .tuned.quantized import (
+    FETCHED,
+    IN_ORDER,
+    MOST_OUTPUT_UNPACKED,
+    MOST_UNPACKED,
+    OUT_OF_ORDER,
+    SHARED,
+)
 
 
 def _operation(spec: NormSpec) -> tuple[str, int]:

@@ -4,10 +4,12 @@ the kernels, by whoever runs the plans (see kernels/split_forward.py).
 A spec's `hidden` is the length of a piece. The length of the whole row is a number of each call.
 """
 
+from collections import namedtuple
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
-from typing import Any, ClassVar, NamedTuple
+from operator import itemgetter
+from typing import Any, ClassVar
 
 import cuda.tile as ct
 
@@ -25,52 +27,21 @@ ROW_CENTER = hinted(split_forward.row_center, Hints())
 CENTER_TILE = 512  # rows that a block of row_center serves
 
 
-class SplitForwardArrays(NamedTuple):
-    """What the forward kernels read and write, in the order of split_forward.Arrays."""
+def arrays_of(name: str, kernels: type, *more: str) -> Any:
+    """A NamedTuple of the arrays that kernels take, in their order, and of more of these.
 
-    x: Any = ABSENT
-    residual: Any = ABSENT
-    gate: Any = ABSENT
-    weight: Any = ABSENT
-    bias: Any = ABSENT
-    sum: Any = ABSENT
-    y: Any = ABSENT
-    part: Any = ABSENT
-    own_mean: Any = ABSENT
-    own_correction: Any = ABSENT
-    own_squares: Any = ABSENT
-    whole: Any = ABSENT
-    correction: Any = ABSENT
-    square: Any = ABSENT
-    mean: Any = ABSENT
-    rstd: Any = ABSENT
-
-
-class SplitBackwardArrays(NamedTuple):
-    """What the backward kernels read and write: split_backward.Arrays, then dw and db. dy is a
-    tuple of one array.
+    kernels: their dataclass. The arrays have the lower-case names that ops/tensors.py gives them,
+    and are absent by default.
     """
-
-    x: Any = ABSENT
-    dy: Any = ABSENT
-    gate: Any = ABSENT
-    dsum: Any = ABSENT
-    weight: Any = ABSENT
-    bias: Any = ABSENT
-    mean: Any = ABSENT
-    rstd: Any = ABSENT
-    dx: Any = ABSENT
-    dresidual: Any = ABSENT
-    dgate: Any = ABSENT
-    partials: Any = ABSENT
-    dot: Any = ABSENT
-    total: Any = ABSENT
-    dw: Any = ABSENT
-    db: Any = ABSENT
+    long = {"W": "weight", "B": "bias"}
+    names = [long.get(field.name, field.name.lower()) for field in fields(kernels)]
+    return namedtuple(name, [*names, *more], defaults=[ABSENT] * (len(names) + len(more)))
 
 
-def _without_sums(arrays: SplitBackwardArrays) -> tuple:
-    return arrays[: SplitBackwardArrays._fields.index("dw")]
+SplitForwardArrays = arrays_of("SplitForwardArrays", split_forward.Arrays)
+# dy is a tuple of one array. The column sum writes the last two.
+SplitBackwardArrays = arrays_of("SplitBackwardArrays", split_backward.Arrays, "dw", "db")
+MAIN_ARRAYS = itemgetter(slice(SplitBackwardArrays._fields.index("dw")))
 
 
 @dataclass(frozen=True)
@@ -112,21 +83,21 @@ class RowPlan(Tiling):
 @cache
 def plan_row_sums(spec: NormSpec, target: Target) -> RowPlan:
     """Of x, residual and a gate before the norm. The weight of the spec does not matter."""
-    config = heuristics.piece(spec, target, 1 + (spec.residual is not None) + bool(spec.gate))
+    config = heuristics.piece(spec, 1 + (spec.residual is not None) + bool(spec.gate))
     return RowPlan(spec, target, config, split_forward.row_sums, tuple, apart=False)
 
 
 @cache
 def plan_row_apply(spec: NormSpec, target: Target, save: bool) -> RowPlan:
     """spec.residual: the dtype of the rows that are read, where it is not y's."""
-    config = heuristics.piece(spec, target, 1 + bool(spec.gate))
+    config = heuristics.piece(spec, 1 + bool(spec.gate))
     return RowPlan(spec, target, config, split_forward.row_apply, tuple, apart=True, save=save)
 
 
 @cache
 def plan_grad_sums(spec: NormSpec, target: Target) -> RowPlan:
-    config = heuristics.piece(spec, target, 2 + bool(spec.gate))
-    return RowPlan(spec, target, config, split_backward.grad_sums, _without_sums, apart=False)
+    config = heuristics.piece(spec, 2 + bool(spec.gate))
+    return RowPlan(spec, target, config, split_backward.grad_sums, MAIN_ARRAYS, apart=False)
 
 
 def center_launches(rows: int, count: int, share: float) -> list[Launch]:
@@ -139,8 +110,7 @@ def center_launches(rows: int, count: int, share: float) -> list[Launch]:
 def plan_grad_apply(spec: NormSpec, target: Target, needs: Needs) -> "GradientPlan":
     """The plan for the needed gradients."""
     spec = backward_spec(spec, needs)
-    config = heuristics.piece_backward(spec, target, needs)
-    return GradientPlan(spec, target, config, heuristics.column_sum(spec, target), needs)
+    return GradientPlan(spec, target, heuristics.piece_backward(spec, target, needs), needs)
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from .config import Config, Hints, cdiv, tile_width
 from .kernel import hinted
 from .quantized import quant_of
 from .target import Target
+from .tuned.rules import POLLS
 
-POLLS = 1 << 12  # about 4 ms: another kernel on the GPU may delay some blocks of a row by this
 CLEAR_SLOTS = hinted(clear_slots, Hints())
 CLEARED = 1024  # slots that one block empties
 

@@ -9,7 +9,7 @@ import torch
 from torch import SymFloat, SymInt, Tensor
 
 from ..spec import WORDS, Options, norm_of
-from .tensors import Tensors
+from .tensors import Tensors, statistics_dtype
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_SIZE = 2**63 - 1
@@ -274,8 +274,7 @@ def _is_size(value: object) -> bool:
 
 def default_eps(*tensors: Tensor | None) -> float:
     """What PyTorch takes for eps=None: the machine epsilon of the dtype it computes in."""
-    double = any(t is not None and t.dtype == torch.float64 for t in tensors)
-    return torch.finfo(torch.float64 if double else torch.float32).eps
+    return torch.finfo(statistics_dtype(*tensors)).eps
 
 
 def _kind(value: object) -> str:

@@ -15,7 +15,7 @@ from .layout import rows_shape, vector_of
 from .plans import Runner, refuse_output, runner_of, spec_of_tensors
 from .registry import on_device_of
 from .schemas import LIBRARY, Backward, Forward
-from .sharding import register_where_loaded
+from .sharding import STRATEGIES, register_where_loaded
 from .tensors import (
     SKIP,
     Branch,
@@ -130,7 +130,7 @@ def _tell_others() -> None:
     tell_generation()
     call_directly("norm")
     call_directly("norm_backward")
-    register_where_loaded(Forward.of, Backward.of)
+    register_where_loaded(STRATEGIES)
 
 
 def norm_fake(*arguments) -> tuple[Tensor, ...]:

@@ -16,20 +16,20 @@ from .tensors import Saved, Tensors, terms_after, trimmed
 
 LIBRARY = torch.library.Library("tilenorm", "DEF")
 _TYPES = {int: "SymInt", float: "float", bool: "bool", str: "str"}
-_OPTIONS = ", ".join(f"{_TYPES[kind]} {name}" for name, kind in get_type_hints(Options).items())
+OPTIONS = ", ".join(f"{_TYPES[kind]} {name}" for name, kind in get_type_hints(Options).items())
 TERMS = ("grad_output_2", "grad_output_3", "grad_output_4")
 FIRST = 8  # tensors of norm_backward before the options
 _NEIGHBOURS = "".join(f", Tensor? {name}=None" for name in Tensors._fields[PLAIN:])
 LIBRARY.define(
     "norm(Tensor input, Tensor? residual, Tensor? gate, Tensor? weight, Tensor? bias,"
-    f" {_OPTIONS}, float eps, bool save, str? backend=None{_NEIGHBOURS})"
+    f" {OPTIONS}, float eps, bool save, str? backend=None{_NEIGHBOURS})"
     " -> (Tensor output, Tensor sum, Tensor mean, Tensor rstd)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 LIBRARY.define(
     "norm_backward(Tensor grad_output, Tensor? grad_sum, Tensor input, Tensor? gate,"
     " Tensor? weight, Tensor? bias, Tensor? mean, Tensor rstd,"
-    f" {_OPTIONS}, float eps, bool added, bool[5] output_mask, str? backend=None,"
+    f" {OPTIONS}, float eps, bool added, bool[5] output_mask, str? backend=None,"
     " Tensor? grad_output_2=None, Tensor? grad_output_3=None, Tensor? grad_output_4=None,"
     " bool output=False, Tensor? dropout_mask=None, Tensor? layer_scale=None)"
     " -> (Tensor grad_input, Tensor grad_residual, Tensor grad_gate, Tensor grad_weight,"

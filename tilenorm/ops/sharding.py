@@ -17,7 +17,7 @@ reduces or reduce-scatters one that is Partial.
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ import torch
 
 from ..spec import PLAIN
 from .layout import rows_shape
+from .schemas import Backward, Forward
 from .tensors import merged_needs
 from .torch_private import keep_every_argument
 
@@ -32,14 +33,20 @@ from .torch_private import keep_every_argument
 Given = Sequence[Any]
 # Placements of the results, and of the arguments: None for one that is no tensor.
 Strategy = tuple[list, list]
+# The names of ops, each with a function that tells what DTensor may do with a call of the op.
+Strategies = tuple[tuple[str, Callable[[Given], list[Strategy]]], ...]
 
 
 class Rule(NamedTuple):
-    """A row of the table: the placements of what has rows, of parameters and of their gradients."""
+    """A row of a table, as placements: of what has (r)ows, of (p)arameters and of their
+    (d)erivatives; for pieces of rows, also of (n)umbers of whole rows and of (s)ums of a piece.
+    """
 
-    rows: Any
-    parameters: Any
-    sums: Any
+    r: Any
+    p: Any
+    d: Any
+    n: Any = None
+    s: Any = None
 
 
 def is_distributed(value: object) -> bool:
@@ -48,22 +55,19 @@ def is_distributed(value: object) -> bool:
     return module is not None and isinstance(value, module.DTensor)
 
 
-def register_where_loaded(read: Callable, read_backward: Callable) -> None:
-    """Have DTensor, where it is loaded, run the ops by the rules.
-
-    read, read_backward: make library.Forward and library.Backward of an op's arguments.
-    """
+def register_where_loaded(strategies: Strategies) -> None:
+    """Have DTensor, where it is loaded, run ops by their rules."""
     if "torch.distributed.tensor" in sys.modules:
-        _register(read, read_backward)
+        _register(strategies)
 
 
 @cache
-def _register(read: Callable, read_backward: Callable) -> None:
+def _register(strategies: Strategies) -> None:
     from torch.distributed.tensor.experimental import register_sharding
 
-    ops = torch.ops.tilenorm.norm.default, torch.ops.tilenorm.norm_backward.default
-    register_sharding(ops[0])(lambda *given: norm_strategies(read(given), given))
-    register_sharding(ops[1])(lambda *given: backward_strategies(read_backward(given), given))
+    ops = [getattr(torch.ops.tilenorm, name).default for name, _ in strategies]
+    for op, (_, tell) in zip(ops, strategies, strict=True):
+        register_sharding(op)(lambda *given, tell=tell: tell(given))
     keep_every_argument(ops)
 
 
@@ -84,58 +88,53 @@ def rules(x: Any, parameters: Sequence[Any], hidden: int) -> Iterator[Rule]:
     # A cut normalised dimension has no row: its sums need an all-reduce (split/norm.py).
 
 
-def norm_strategies(call, given: Given) -> list[Strategy]:
-    """What DTensor may do with a call of the op norm. call: its library.Forward."""
+def norm_strategies(given: Given) -> list[Strategy]:
+    """What DTensor may do with a call of the op norm."""
+    call = Forward.of(given)
     x, residual, _, *parameters = call.tensors[:PLAIN]
     vector = call.tensors[-1] if len(call.tensors) > PLAIN else None
     layer = call.options.norm == "layer"
     there = (True, residual is not None, call.save and layer, call.save)
-    replicated, *_ = found = list(rules(x, parameters, call.options.hidden))
-    return [
-        (
-            [rule.rows if t else replicated.rows for t in there],
-            _placed(
-                given,
-                [*[rule.rows] * 3, *[rule.parameters] * 2],
-                rule.rows,
-                vector,
-                replicated.rows,
-            ),
-        )
-        for rule in found
-    ]
+    found = rules(x, parameters, call.options.hidden)
+    return strategies_of(found, "rrrpp", given, "rrrr", there, vector)
 
 
-def backward_strategies(call, given: Given) -> list[Strategy]:
-    """What DTensor may do with a call of the op norm_backward. call: its library.Backward."""
+def backward_strategies(given: Given) -> list[Strategy]:
+    """What DTensor may do with a call of the op norm_backward."""
+    call: Any = Backward.of(given)  # of descriptions of tensors
     x, _, *parameters = call.saved[:4]
     tensors = (call.dy, x if call.added else None, *call.saved[1:4], None, None, *call.branch)
     dtypes = tuple(t and t.tensor_meta.dtype for t in tensors)
-    needs = merged_needs(dtypes, call.dsum is not None, call.mask)
-    there = *needs.gradients, call.output
-    replicated, *_ = found = list(rules(x, parameters, call.options.hidden))
-    results = [[*[rule.rows] * 3, *[rule.sums] * 2, rule.rows] for rule in found]
-    return [
-        (
-            [p if t else replicated.rows for t, p in zip(there, placed, strict=True)],
-            _placed(
-                given,
-                [*[rule.rows] * 4, *[rule.parameters] * 2, *[rule.rows] * 2],
-                rule.rows,
-                call.layer_scale,
-                replicated.rows,
-            ),
-        )
-        for rule, placed in zip(found, results, strict=True)
-    ]
+    there = *merged_needs(dtypes, call.dsum is not None, call.mask).gradients, call.output
+    found = rules(x, parameters, call.options.hidden)
+    return strategies_of(found, "rrrrpprr", given, "rrrddr", there, call.layer_scale)
 
 
-def _placed(given: Given, placements: list, last: Any, vector: Any, whole: Any) -> list:
-    """The placements of an op's arguments, most of whose tensors come first.
+def strategies_of(
+    rules: Iterable[Rule],
+    arguments: str,
+    given: Given,
+    results: str,
+    there: Sequence[bool],
+    vector: Any = None,
+) -> list[Strategy]:
+    """What DTensor may do with a call by rules.
 
-    last: the placement of the tensors behind other arguments, of which `shape` is read. vector: the
-    argument of them that has no rows, whose placement is `whole`.
+    arguments, results: for each of the first arguments, and for each result, the letter of Rule.
+    Tensors behind these arguments have rows, except `vector`. there: which results are no empty
+    tensors.
     """
-    first = [None if t is None else p for t, p in zip(given, placements, strict=False)]
-    more = [t if hasattr(t, "shape") else None for t in given[len(placements) :]]
-    return first + [None if t is None else whole if t is vector else last for t in more]
+    from torch.distributed.tensor import Replicate
+
+    whole, found = Replicate(), []
+    last = [t if hasattr(t, "shape") else None for t in given[len(arguments) :]]
+    for rule in rules:
+        pairs = zip(given, arguments, strict=False)
+        placed = [None if t is None else getattr(rule, letter) for t, letter in pairs]
+        placed += [None if t is None else whole if t is vector else rule.r for t in last]
+        made = zip(there, results, strict=True)
+        found.append(([getattr(rule, letter) if t else whole for t, letter in made], placed))
+    return found
+
+
+STRATEGIES = (("norm", norm_strategies), ("norm_backward", backward_strategies))

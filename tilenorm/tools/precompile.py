@@ -11,7 +11,7 @@ from multiprocessing import get_context
 
 from cuda.tile._cext import default_tile_context
 
-from ..launch.calls import ABSENT, BackwardArrays, Call, ForwardArrays, every_gradient
+from ..launch.calls import ABSENT, BackwardArrays, Call, ForwardArrays, bound, every_gradient
 from ..launch.plan import BackwardPlan, ForwardPlan, plan_backward, plan_forward
 from ..launch.scales import Scales
 from ..launch.split import plan_grad_apply
@@ -41,8 +41,8 @@ class Compiled:
 def calls_of(plan: ForwardPlan | BackwardPlan, rows: int) -> list[Call]:
     """The calls of a plan for contiguous inputs, with array descriptions instead of tensors."""
     if isinstance(plan, ForwardPlan):
-        return plan.calls(_forward_arrays(plan, rows), rows, 1e-6)
-    return plan.calls(_backward_arrays(plan, rows), rows)
+        return bound(plan.launches(rows, 1e-6), _forward_arrays(plan, rows))
+    return bound(plan.launches(rows), _backward_arrays(plan, rows))
 
 
 def _forward_arrays(plan: ForwardPlan, rows: int) -> tuple:

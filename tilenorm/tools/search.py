@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from ..launch import heuristics
 from ..launch.calls import every_gradient
 from ..launch.config import Config
 from ..launch.plan import BackwardPlan, ForwardPlan, backward_spec
@@ -70,9 +69,8 @@ def plan_of(
     """The plan of a training step with this configuration instead of the chosen one."""
     if direction == "forward":
         return ForwardPlan(spec, target, config, True)
-    sums = heuristics.column_sum(spec, target)
     needs = every_gradient(spec)._replace(terms=terms)
-    return BackwardPlan(backward_spec(spec, needs), target, config, sums, needs)
+    return BackwardPlan(backward_spec(spec, needs), target, config, needs)
 
 
 def compile_candidates(

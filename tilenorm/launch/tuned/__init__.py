@@ -1,4 +1,7 @@
-"""Measured configurations, one module for each architecture. sm_90.py explains the form."""
+"""Measured numbers. sm_90.py has the configurations of one architecture, and explains their form.
+
+rules.py and quantized.py serve every architecture.
+"""
 
 from . import sm_90
 

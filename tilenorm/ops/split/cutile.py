@@ -3,10 +3,12 @@
 Each takes a target after the spec, and `run`, what launches: the tests interpret instead.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from ...launch.calls import ABSENT, Needs
+from ...launch.calls import Needs
 from ...launch.split import (
     SplitBackwardArrays,
     SplitForwardArrays,
@@ -19,33 +21,27 @@ from ...launch.split import (
 from ...launch.target import Target
 from ...spec import PLAIN, NormSpec
 from ..cutile import Run, fresh, on_device
-from ..layout import parameter_of, rows_of
+from ..layout import Read, as_read, rows_of
 from ..tensors import Saved, Tensors
+
+# The arrays of the columns of what has several numbers a row.
+OWN = ("own_mean", "own_correction", "own_squares")
+CENTERED = ("correction", "square")
+DOTS = ("dot", "total")
 
 
 def row_sums(
     spec: NormSpec, target: Target, tensors: Tensors, rows: int, whole: int, run: Run = on_device
 ):
-    x, residual, gate = tensors[:3]
-    plan = plan_row_sums(spec, target)
+    x, residual = tensors[:2]
     part = fresh(x, (rows,), torch.float32)
     own = fresh(x, (rows, 3), torch.float32) if spec.norm == "layer" else None
     total = None if residual is None else fresh(x, x.shape, residual.dtype)
-    means, corrections, squares = (ABSENT,) * 3 if own is None else own.unbind(1)
     if rows:
-        read = [t if t is None else rows_of(t, spec) for t in (x, residual, gate)]
-        x, residual, gate = (ABSENT if t is None else t for t in read)
-        arrays = SplitForwardArrays(
-            x=x,
-            residual=residual,
-            gate=gate,
-            sum=ABSENT if total is None else total.view(rows, spec.hidden),
-            part=part,
-            own_mean=means,
-            own_correction=corrections,
-            own_squares=squares,
-        )
-        run(plan.launches(rows, 1 / whole), arrays, part.get_device())
+        arrays = _read(spec, tensors[:3], rows) | _columns(OWN, own)
+        arrays |= {"part": part, "sum": _rows(total, rows)}
+        launches = plan_row_sums(spec, target).launches(rows, 1 / whole)
+        run(launches, SplitForwardArrays(**_there(arrays)), part.get_device())
     return part, own, total
 
 
@@ -55,10 +51,9 @@ def row_center(
     rows = mean.numel()
     centered = fresh(mean, (rows, 2), torch.float32)
     if rows:
-        names = ("own_mean", "own_correction", "own_squares", "correction", "square")
-        numbers = dict(zip(names, (*own.unbind(1), *centered.unbind(1)), strict=True))
-        arrays = SplitForwardArrays(whole=mean, **numbers)
-        run(center_launches(rows, spec.hidden, 1 / whole), arrays, mean.get_device())
+        arrays = {"whole": mean} | _columns(OWN, own) | _columns(CENTERED, centered)
+        launches = center_launches(rows, spec.hidden, 1 / whole)
+        run(launches, SplitForwardArrays(**arrays), mean.get_device())
     return centered
 
 
@@ -72,37 +67,28 @@ def row_apply(
     save: bool,
     run: Run = on_device,
 ):
-    x, _, gate, weight, bias = tensors[:PLAIN]
-    plan, rows = plan_row_apply(spec, target, save), whole.numel()
+    x, _, *others = tensors[:PLAIN]
+    rows = whole.numel()
     y = fresh(x, x.shape, getattr(torch, spec.dtype))
     rstd = fresh(x, (rows,), torch.float32) if save else None
     mean = fresh(x, (rows,), torch.float32) if save and spec.norm == "layer" else None
-    correction, square = (ABSENT, ABSENT) if centered is None else centered.unbind(1)
     if rows:
-        arrays = SplitForwardArrays(
-            x=rows_of(x, spec),
-            gate=ABSENT if gate is None else rows_of(gate, spec),
-            weight=ABSENT if weight is None else parameter_of(weight, spec),
-            bias=ABSENT if bias is None else parameter_of(bias, spec),
-            y=y.view(rows, spec.hidden),
-            whole=whole,
-            correction=correction,
-            square=square,
-            mean=ABSENT if mean is None else mean,
-            rstd=ABSENT if rstd is None else rstd,
-        )
-        run(plan.launches(rows, eps), arrays, x.get_device())
+        arrays = _read(spec, (x, None, *others), rows) | _columns(CENTERED, centered)
+        arrays |= {"y": _rows(y, rows), "whole": whole, "mean": mean, "rstd": rstd}
+        launches = plan_row_apply(spec, target, save).launches(rows, eps)
+        run(launches, SplitForwardArrays(**_there(arrays)), x.get_device())
     return y, mean, rstd
 
 
 def grad_sums(
     spec: NormSpec, target: Target, dy: Tensor, saved: Saved, whole: int, run: Run = on_device
 ) -> Tensor:
-    rows, plan = saved.rstd.numel(), plan_grad_sums(spec, target)
+    rows = saved.rstd.numel()
     sums = fresh(dy, (rows, 2 if spec.norm == "layer" else 1), torch.float32)
     if rows:
-        arrays = _read(spec, dy, saved)._replace(**_columns(sums))
-        run(plan.launches(rows, 1 / whole), arrays, dy.get_device())
+        arrays = _read_backward(spec, dy, saved) | _columns(DOTS, sums)
+        launches = plan_grad_sums(spec, target).launches(rows, 1 / whole)
+        run(launches, SplitBackwardArrays(**_there(arrays)), dy.get_device())
     return sums
 
 
@@ -118,43 +104,46 @@ def grad_apply(
 ) -> Tensors:
     x, gate, weight, bias = saved[:4]
     plan, rows = plan_grad_apply(spec, target, needs), saved.rstd.numel()
-    dx = fresh(x, x.shape, dy.dtype) if needs.dx else None
-    dresidual = fresh(x, x.shape, x.dtype) if needs.dresidual else None
-    dgate = fresh(x, x.shape, gate.dtype) if needs.dgate else None
-    dw = fresh(weight, weight.shape, weight.dtype) if needs.dw else None
-    db = fresh(bias, bias.shape, bias.dtype) if needs.db else None
-    grads = (dx, dresidual, dgate, dw, db)
+    shapes = (*[x.shape] * 3, *(w if w is None else w.shape for w in (weight, bias)))
+    kinds = zip(needs.gradients, shapes, (dy, x, gate, weight, bias), strict=True)
+    grads = tuple([fresh(x, shape, t.dtype) if need else None for need, shape, t in kinds])
     if not rows:
         return tuple(g if g is None else g.zero_() for g in grads)
-    partials, shape = plan.partials(rows), (rows, spec.hidden)
-    written = dict(zip(("dx", "dresidual", "dgate"), grads, strict=False))
-    arrays = _read(spec, dy, saved)._replace(
-        dsum=rows_of(dsum, spec) if needs.dsum else ABSENT,
-        **{name: ABSENT if g is None else g.view(shape) for name, g in written.items()},
-        **_columns(dots),
-        partials=ABSENT if partials is None else fresh(dy, partials, torch.float32),
-        dw=ABSENT if dw is None else dw.view(-1),
-        db=ABSENT if db is None else db.view(-1),
-    )
-    run(plan.launches(rows), arrays, dy.get_device())
+    partials = plan.partials(rows)
+    arrays = _read_backward(spec, dy, saved) | _columns(DOTS, dots)
+    arrays["dsum"] = rows_of(dsum, spec) if needs.dsum else None
+    arrays["partials"] = None if partials is None else fresh(dy, partials, torch.float32)
+    for name, grad in zip(("dx", "dresidual", "dgate"), grads, strict=False):
+        arrays[name] = _rows(grad, rows)
+    for name, grad in zip(("dw", "db"), grads[3:], strict=True):
+        arrays[name] = grad if grad is None else grad.view(-1)
+    run(plan.launches(rows), SplitBackwardArrays(**_there(arrays)), dy.get_device())
     return grads
 
 
-def _read(spec: NormSpec, dy: Tensor, saved: Saved) -> SplitBackwardArrays:
+def _read(spec: NormSpec, tensors: tuple, rows: int) -> dict[str, Tensor | None]:
+    """The first tensors of Tensors as the kernels read them, by the names of the arrays."""
+    names = ("x", *Tensors._fields[1:])
+    read = as_read(tensors[:3], tensors[3:], spec, Read.of(spec, rows))
+    return dict(zip(names, (*read[0], *read[1]), strict=False))
+
+
+def _read_backward(spec: NormSpec, dy: Tensor, saved: Saved) -> dict[str, Any]:
     """What a backward kernel reads of a piece."""
     x, gate, weight, bias, mean, rstd = saved
-    return SplitBackwardArrays(
-        x=rows_of(x, spec),
-        dy=(rows_of(dy, spec),),
-        gate=ABSENT if gate is None else rows_of(gate, spec),
-        weight=ABSENT if weight is None else parameter_of(weight, spec),
-        bias=ABSENT if bias is None else parameter_of(bias, spec),
-        mean=ABSENT if mean is None else mean,
-        rstd=rstd,
-    )
+    arrays = _read(spec, (x, None, gate, weight, bias), rstd.numel())
+    return arrays | {"dy": (rows_of(dy, spec),), "mean": mean, "rstd": rstd}
 
 
-def _columns(dots: Tensor | None) -> dict[str, Tensor]:
-    """The arrays dot and total of the columns of a matrix."""
-    columns = () if dots is None else dots.unbind(1)
-    return dict(zip(("dot", "total"), columns, strict=False))
+def _columns(names: tuple[str, ...], numbers: Tensor | None) -> dict[str, Tensor]:
+    """The columns of a matrix by name: RMSNorm has the first of DOTS alone."""
+    return {} if numbers is None else dict(zip(names, numbers.unbind(1), strict=False))
+
+
+def _rows(made: Tensor | None, rows: int) -> Tensor | None:
+    return made if made is None else made.view(rows, -1)
+
+
+def _there(arrays: dict) -> dict:
+    """Without the arrays that are absent."""
+    return {name: array for name, array in arrays.items() if array is not None}

@@ -15,35 +15,34 @@ tensors.
 row_sums takes a gate that comes before the norm alone. autograd sees none of them: see norm.py.
 """
 
-from typing import NamedTuple, get_type_hints
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...launch.toolchain import CompileError
 from ...spec import PLAIN, NormSpec, Options
-from ..library import LIBRARY
 from ..plans import heads_of, spec_of
 from ..registry import device_of, on_device_of, record_failure, select
+from ..schemas import LIBRARY, OPTIONS
+from ..sharding import register_where_loaded
 from ..tensors import Saved, Tensors, dtype_of, merged_needs, statistics_dtype
 from . import reference
-from .rules import register_where_loaded
+from .rules import STRATEGIES
 
-_TYPES = {int: "SymInt", float: "float", bool: "bool", str: "str"}
-_OPTIONS = ", ".join(f"{_TYPES[kind]} {name}" for name, kind in get_type_hints(Options).items())
 _FIELDS = len(Options._fields)
+_LAST = f"{OPTIONS}, int dims"
 SCHEMAS = (
-    "row_sums(Tensor input, Tensor? residual, Tensor? gate,"
-    f" {_OPTIONS}, int dims, str? backend=None) -> (Tensor part, Tensor own, Tensor sum)",
-    "row_center(Tensor input, Tensor mean, Tensor own,"
-    f" {_OPTIONS}, int dims, str? backend=None) -> Tensor",
+    f"row_sums(Tensor input, Tensor? residual, Tensor? gate, {_LAST}, str? backend=None)"
+    " -> (Tensor part, Tensor own, Tensor sum)",
+    f"row_center(Tensor input, Tensor mean, Tensor own, {_LAST}, str? backend=None) -> Tensor",
     "row_apply(Tensor input, Tensor? gate, Tensor? weight, Tensor? bias, Tensor whole,"
-    f" Tensor? centered, {_OPTIONS}, int dims, float eps, ScalarType dtype, bool save,"
-    " str? backend=None) -> (Tensor output, Tensor mean, Tensor rstd)",
+    f" Tensor? centered, {_LAST}, float eps, ScalarType dtype, bool save, str? backend=None)"
+    " -> (Tensor output, Tensor mean, Tensor rstd)",
     "grad_sums(Tensor grad_output, Tensor input, Tensor? gate, Tensor? weight, Tensor? mean,"
-    f" Tensor rstd, {_OPTIONS}, int dims, str? backend=None) -> Tensor",
+    f" Tensor rstd, {_LAST}, str? backend=None) -> Tensor",
     "grad_apply(Tensor grad_output, Tensor? grad_sum, Tensor input, Tensor? gate, Tensor? weight,"
-    f" Tensor? bias, Tensor? mean, Tensor rstd, Tensor? dots, {_OPTIONS}, int dims, bool added,"
+    f" Tensor? bias, Tensor? mean, Tensor rstd, Tensor? dots, {_LAST}, bool added,"
     " bool[5] output_mask, str? backend=None) -> (Tensor grad_input, Tensor grad_residual,"
     " Tensor grad_gate, Tensor grad_weight, Tensor grad_bias)",
 )
@@ -117,7 +116,7 @@ def row_sums(x, residual, gate, *others) -> tuple[Tensor, ...]:
 
 
 def row_sums_fake(x, residual, gate, *others) -> tuple[Tensor, ...]:
-    register_where_loaded()
+    register_where_loaded(STRATEGIES)
     call, dtype = call_of(others), statistics_dtype(x, residual)
     lead = call.lead(x)
     own = (*lead, 3) if call.options.norm == "layer" else (0,)
@@ -133,7 +132,7 @@ def row_center(x, mean, own, *others) -> Tensor:
 
 
 def row_center_fake(x, mean, own, *others) -> Tensor:
-    register_where_loaded()
+    register_where_loaded(STRATEGIES)
     return mean.new_empty([*mean.shape, 2])
 
 
@@ -151,7 +150,7 @@ def row_apply(x, gate, weight, bias, whole, centered, *others) -> tuple[Tensor, 
 
 
 def row_apply_fake(x, gate, weight, bias, whole, centered, *others) -> tuple[Tensor, ...]:
-    register_where_loaded()
+    register_where_loaded(STRATEGIES)
     dtype, save = others[_FIELDS + 2], others[_FIELDS + 3]
     mean = whole.shape if save and centered is not None else (0,)
     rstd = whole.shape if save else (0,)
@@ -171,7 +170,7 @@ def grad_sums(dy, x, gate, weight, mean, rstd, *others) -> Tensor:
 
 
 def grad_sums_fake(dy, x, gate, weight, mean, rstd, *others) -> Tensor:
-    register_where_loaded()
+    register_where_loaded(STRATEGIES)
     return rstd.new_empty((*rstd.shape, *([2] if mean is not None else [])))
 
 
@@ -196,7 +195,7 @@ def grad_apply(*arguments) -> tuple[Tensor, ...]:
 
 
 def grad_apply_fake(*arguments) -> tuple[Tensor, ...]:
-    register_where_loaded()
+    register_where_loaded(STRATEGIES)
     dy, _, read, _, _, _, needs = _grad_apply_of(arguments)
     likes = zip(needs.gradients, (dy, *read[:4]), strict=True)
     return tuple(like.new_empty(like.shape) if need else dy.new_empty(0) for need, like in likes)

@@ -12,20 +12,15 @@ d' is the parameter's dimension that lies on x's dimension d. `own` is what a pi
 is Partial by name, and nothing adds it up: row_center reads it where row_sums left it.
 """
 
-import sys
 from collections.abc import Iterator
-from functools import cache
-from typing import Any, NamedTuple
-
-import torch
+from functools import partial
+from typing import Any
 
 from ...spec import Options
-from ..sharding import Given, Strategy
+from ..sharding import Given, Rule, Strategy, strategies_of
 from ..tensors import Tensors, merged_needs
-from ..torch_private import keep_every_argument
 
-# The groups of the tensors and of the results of each op: (r)ows, (p)arameters, (d)erivatives of
-# parameters, (n)umbers of whole rows, (s)ums of a piece.
+# The letters of Rule for the tensors and for the results of each op.
 GROUPS = {
     "row_sums": ("rrr", "ssr"),
     "row_center": ("rns", "s"),
@@ -35,48 +30,21 @@ GROUPS = {
 }
 
 
-class PieceRule(NamedTuple):
-    """A row of the table: the placements of each group, by its letter, and of absent results."""
-
-    r: Any
-    p: Any
-    d: Any
-    n: Any
-    s: Any
-    absent: Any
-
-
-def register_where_loaded() -> None:
-    """Have DTensor, where it is loaded, run the ops by the rules."""
-    if "torch.distributed.tensor" in sys.modules:
-        _register()
-
-
-@cache
-def _register() -> None:
-    from torch.distributed.tensor.experimental import register_sharding
-
-    ops = {name: getattr(torch.ops.tilenorm, name).default for name in GROUPS}
-    for name, op in ops.items():
-        register_sharding(op)(lambda *given, name=name: strategies(name, given))
-    keep_every_argument(ops.values())
-
-
-def piece_rules(x: Any, parameters: list, dims: int) -> Iterator[PieceRule]:
+def piece_rules(x: Any, parameters: list, dims: int) -> Iterator[Rule]:
     """The rows of the table for x and its parameters, of which `shape` is read."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     whole, part = Replicate(), Partial()
-    yield PieceRule(*[whole] * 6)
+    yield Rule(*[whole] * 5)
     rank = len(x.shape)
     of_parameters = max((len(p.shape) for p in parameters if p is not None), default=0)
     for d in range(rank):
         along = d - rank + of_parameters  # the parameters' dimension that lies on x's
         p, derivative = (Shard(along),) * 2 if along >= 0 else (whole, part)
         if d < rank - dims:
-            yield PieceRule(Shard(d), p, derivative, Shard(d), Shard(d), whole)
+            yield Rule(Shard(d), p, derivative, Shard(d), Shard(d))
         else:
-            yield PieceRule(Shard(d), p, derivative, whole, part, whole)
+            yield Rule(Shard(d), p, derivative, whole, part)
 
 
 def strategies(name: str, given: Given) -> list[Strategy]:
@@ -85,16 +53,8 @@ def strategies(name: str, given: Given) -> list[Strategy]:
     options = Options(*given[len(groups) :][: len(Options._fields)])
     dims, *more = given[len(groups) + len(Options._fields) :]
     parameters = [t for t, group in zip(given, groups, strict=False) if group == "p"]
-    there = _there(name, given, options, more)
-    others = [None] * (len(given) - len(groups))
-    found = []
-    for rule in piece_rules(given[0], parameters, dims):
-        placed = [
-            None if t is None else getattr(rule, g) for t, g in zip(given, groups, strict=False)
-        ]
-        out = [getattr(rule, g) if t else rule.absent for t, g in zip(there, results, strict=True)]
-        found.append((out, placed + others))
-    return found
+    rules = piece_rules(given[0], parameters, dims)
+    return strategies_of(rules, groups, given, results, _there(name, given, options, more))
 
 
 def _there(name: str, given: Given, options: Options, more: list) -> tuple[bool, ...]:
@@ -112,3 +72,6 @@ def _there(name: str, given: Given, options: Options, more: list) -> tuple[bool,
         dtypes = Tensors(*(s and s.tensor_meta.dtype for s in specs))
         return merged_needs(dtypes, dsum is not None, tuple(mask)).gradients
     return (True,)
+
+
+STRATEGIES = tuple((name, partial(strategies, name)) for name in GROUPS)

@@ -1,0 +1,36 @@
+"""The numbers of the rules in heuristics.py, plan.py and tiling.py, for every architecture.
+
+A number whose comment names no time was not timed: it keeps the registers of kernels, estimated or
+compiled by tileiras 13.4.92, within what a block has. Times are those of an NVIDIA H200 (driver
+580.159, tileiras 13.4.92, cuda-tile 1.7.0).
+"""
+
+TILE = 2048  # elements of a tile of several rows
+# Forward: the most elements of a row that a block keeps, over all inputs. 2026-11-21.
+FORWARD_TILE = 16384
+# Forward, blocks that share a row: blocks on a multiprocessor by the number of inputs; vectors that
+# a thread reads, over all inputs; elements of a chunk if rows do not fill vectors. 2026-11-22.
+FORWARD_BLOCKS, FORWARD_VECTORS, FORWARD_CHUNK = {1: 3, 2: 2}, 8, 4096
+# Backward: the most elements of a row that a block without TMA keeps without spilling, by the
+# number of sums over rows (dw, db). 2026-11-21.
+GATHERED = {0: 4096, 1: 4096, 2: 2048}
+# Backward: the most elements of a row that a block with TMA keeps; the second number is for three
+# inputs and two sums over rows. 2026-11-21.
+TMA_TILE, TMA_TILE_OF_MORE = 8192, 4096
+# Backward, blocks that share a row: elements of a chunk and blocks on a multiprocessor. WIDE_CHUNK
+# is for kernels that do not spill with it, CHUNK for other kernels with two inputs, and MORE_CHUNK
+# for more inputs. With one more block on a multiprocessor some of these kernels spill. Compiled on
+# 2026-11-22 for sm_80, sm_90, sm_100 and sm_120, sizes of 4097 to 131072. Timed that day in float32
+# for rows that do not fill vectors: with WIDE_CHUNK RMSNorm of 20001 and 65537 moved 2778 and 1553
+# GB/s, and 2369 and 366 with chunks of 1024; LayerNorm 2188 and 1059, and 1656 and 298.
+WIDE_CHUNK, CHUNK, MORE_CHUNK = (2048, 2), (1024, 3), (1024, 2)
+# Column sum: the most columns that have narrow tiles, and both widths of a tile. Narrow tiles of a
+# narrow sum fill the GPU. Timed on 2026-11-21: 1.5 to 2.5 µs from N = 256 to 16384.
+NARROW_SUM, NARROW_TILE, WIDE_TILE = 4096, 16, 32
+# In a small batch a multiprocessor gets at most this many tiles, and at most this many elements.
+# Timed on 2026-11-22 for 1 to 128 rows, by the kernel of large batches and by that of small ones:
+# rows of 8192 took 2.07 and 1.81 µs, of 12288 2.38 and 2.11 µs, of 16384 2.60 and 2.33 µs.
+SMALL_BATCH_TILES, SMALL_BATCH_ELEMENTS = 2, 24576
+# How often a block asks for the sums of the other blocks of its row, which takes about 4 ms
+# (2026-11-21). Another kernel on the GPU may delay some blocks of a row by this.
+POLLS = 1 << 12
