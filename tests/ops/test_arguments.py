@@ -29,9 +29,9 @@ def nothing_runs():
     def fail(*_, **__):
         raise AssertionError("ran on bad input")
 
-    names = [(cutile, "forward"), (cutile, "backward"), (cutile, "launch")]
+    names = [(cutile, "bind_forward"), (cutile, "bind_backward"), (cutile, "launch")]
     names += [(reference, name) for name in ("forward", "formula", "backward")]
-    names += [(dispatch, "_remember"), (registry.warnings, "warn")]
+    names += [(dispatch, "remember"), (registry.warnings, "warn")]
     planned = [cache.cache_info().currsize for cache in PLANS]
     drawn = torch.get_rng_state()
     with ExitStack() as stack:
