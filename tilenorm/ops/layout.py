@@ -166,7 +166,7 @@ def contiguous_strides(x: Tensor) -> tuple[int, ...]:
 
 def contiguous_strides_of(shape: Sequence[int]) -> tuple[int, ...]:
     """The strides of a contiguous tensor of a shape."""
-    strides = [1]
+    strides = [1] if len(shape) else []
     for size in shape[:0:-1]:
         strides.append(strides[-1] * max(size, 1))
     return tuple(reversed(strides))
