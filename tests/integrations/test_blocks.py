@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import tilenorm
-from tilenorm.integrations.blocks import PatchedBlock
-from tilenorm.integrations.replaced import UNREACHED
+from tilenorm.integrations.patch.blocks import PatchedBlock
+from tilenorm.integrations.patch.replaced import UNREACHED
+from tilenorm.ops import functional
 
 from ..ops.helpers import random
 from .model_rows import built
@@ -96,13 +97,13 @@ def sums(monkeypatch):
     """How many calls add and normalise in one pass."""
     calls = []
     for name in ("add_rms_norm", "add_layer_norm"):
-        function = getattr(tilenorm.integrations.form, name)
+        function = getattr(functional, name)
 
         def counted(*args, function=function, **options):
             calls.append(function)
             return function(*args, **options)
 
-        monkeypatch.setattr(tilenorm.integrations.form, name, counted)
+        monkeypatch.setattr(functional, name, counted)
     return calls
 
 

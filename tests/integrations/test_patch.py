@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.func import functional_call
 
 import tilenorm
-from tilenorm.integrations.models import PatchedNorm
+from tilenorm.integrations.patch.models import PatchedNorm
 from tilenorm.ops import registry
 
 from ..ops.helpers import TORCH, random, through_pickle, through_save

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import tilenorm
-from tilenorm.integrations.models import PatchedNorm
+from tilenorm.integrations.patch.models import PatchedNorm
 
 from ..ops.helpers import EACH_DEVICE, NEEDS_GPU, name_of
 from ..tolerance import TIMES_TORCH

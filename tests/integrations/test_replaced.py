@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import tilenorm
-from tilenorm.integrations.form import Form
-from tilenorm.integrations.unpatch import PatchedModule
+from tilenorm.integrations.patch.classes import PatchedModule
+from tilenorm.integrations.patch.form import Form
 
 from ..ops.helpers import random
 from . import norms

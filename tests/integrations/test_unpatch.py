@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 from torch.optim.swa_utils import AveragedModel
 
 import tilenorm
-from tilenorm.integrations.unpatch import PatchedModule
+from tilenorm.integrations.patch.classes import PatchedModule
 
 from ..ops.helpers import random, through_pickle, through_save
 from .norms import Custom, N
