@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -18,8 +18,8 @@ import tilenorm
 
 from ..integrations.graphs import HuggingFaceNorm
 from ..ops.helpers import FAMILY, call, incoming_of, random, step
-from .placing import P, R, Shard, alike, case, device, mesh, placed, profiled
-from .world import INDUCTOR, NAMES, slow_but_first
+from .placing import P, R, alike, case, placed, profiled
+from .world import INDUCTOR, NAMES, device, mesh, on_every_rank, slow_but_first
 
 N = 32
 ONE, *_ = NAMES_FLAT = [name for name in NAMES if "x" not in name]
@@ -90,7 +90,11 @@ def local_rows(name: str):
     return x, placed(x, name, [Shard(1)]).to_local()
 
 
-def sequence_parallel(name: str, kind: str):
+@pytest.mark.parametrize("name", FLAT)
+@pytest.mark.parametrize("kind", slow_but_first(NORMS))
+@on_every_rank
+def test_sequence_parallel_plans(name, kind):
+    """The collectives and placements of PyTorch's norms."""
     original = parallel(model(), name)
     mine = parallel(model(*NORMS[kind]), name)
     if "patched" in kind:
@@ -106,14 +110,17 @@ def sequence_parallel(name: str, kind: str):
     torch.testing.assert_close(whole(found), trained(model(*NORMS[kind]), alone)[0])
 
 
-@pytest.mark.parametrize("name", FLAT)
-@pytest.mark.parametrize("kind", slow_but_first(NORMS))
-def test_sequence_parallel_plans(world, name, kind):
-    """The collectives and placements of PyTorch's norms."""
-    world.run(sequence_parallel, name, kind)
-
-
-def compiled(name: str, first: type, backend: str):
+@pytest.mark.parametrize(
+    "name, first, backend",
+    [
+        (ONE, HuggingFaceNorm, "aot_eager"),
+        *(pytest.param(n, nn.RMSNorm, "aot_eager", marks=pytest.mark.slow) for n in NAMES_FLAT),
+        pytest.param(ONE, nn.RMSNorm, "inductor", marks=INDUCTOR),
+    ],
+)
+@on_every_rank
+def test_compile_replaces_norms_under_sequence_parallelism(name, first, backend):
+    """Forward and backward, the sum before the LayerNorm included."""
     _, x = local_rows(name)
     torch._dynamo.reset()
     eager = parallel(model(first), name)
@@ -132,19 +139,17 @@ def compiled(name: str, first: type, backend: str):
 
 
 @pytest.mark.parametrize(
-    "name, first, backend",
+    "op, backend",
     [
-        (ONE, HuggingFaceNorm, "aot_eager"),
-        *(pytest.param(n, nn.RMSNorm, "aot_eager", marks=pytest.mark.slow) for n in NAMES_FLAT),
-        pytest.param(ONE, nn.RMSNorm, "inductor", marks=INDUCTOR),
+        ("rms_norm", "aot_eager"),
+        *(pytest.param(n, "aot_eager", marks=pytest.mark.slow) for n in [*FAMILY][1:]),
+        *(pytest.param(n, "inductor", marks=INDUCTOR) for n in ("layer_norm", "add_rms_norm")),
     ],
 )
-def test_compile_replaces_norms_under_sequence_parallelism(world, name, first, backend):
-    """Forward and backward, the sum before the LayerNorm included."""
-    world.run(compiled, name, first, backend)
-
-
-def compiled_function(name: str, form, backend: str):
+@on_every_rank
+def test_compiled_functions(op, backend):
+    """The bits of eager calls, on the last mesh."""
+    name, form = NAMES[-1], FAMILY[op]
     torch._dynamo.reset()
     run = torch.compile(call, backend=backend, fullgraph=True)
     given, rows = case(form, 4, 6, N), [Shard(1)] * (2 if "x" in name else 1)
@@ -163,20 +168,9 @@ def compiled_function(name: str, form, backend: str):
             assert torch.equal(result.to_local(), other.to_local())
 
 
-@pytest.mark.parametrize(
-    "name, backend",
-    [
-        ("rms_norm", "aot_eager"),
-        *(pytest.param(n, "aot_eager", marks=pytest.mark.slow) for n in [*FAMILY][1:]),
-        *(pytest.param(n, "inductor", marks=INDUCTOR) for n in ("layer_norm", "add_rms_norm")),
-    ],
-)
-def test_compiled_functions(world, name, backend):
-    """The bits of eager calls, on the last mesh."""
-    world.run(compiled_function, NAMES[-1], FAMILY[name], backend)
-
-
-def summed_partial(name: str):
+@pytest.mark.parametrize("name", FLAT)
+@on_every_rank
+def test_compile_keeps_the_placement_of_a_sum(name):
     """x + residual is one reduce-scatter, which the fused op takes over; the rest is local."""
     torch._dynamo.reset()
 
@@ -198,8 +192,3 @@ def summed_partial(name: str):
     for result, other in zip(found, expected, strict=True):
         assert result.placements == other.placements
         torch.testing.assert_close(result.full_tensor(), other.full_tensor())
-
-
-@pytest.mark.parametrize("name", FLAT)
-def test_compile_keeps_the_placement_of_a_sum(world, name):
-    world.run(summed_partial, name)

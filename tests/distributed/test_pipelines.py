@@ -15,6 +15,7 @@ from torch.distributed.pipelining import (
     SplitPoint,
     pipeline,
 )
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.experimental import local_map
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -23,14 +24,16 @@ import tilenorm
 
 from ..ops.helpers import ADD, call, incoming_of, random, step
 from .modules import ALL, OURS, PYTORCHS, N, alone, block, rows_of, steps, trained
-from .placing import P, Shard, alike, case, counted, device, mesh, placed
+from .placing import P, alike, case, counted, placed
 from .test_models import model as feed_forward
-from .world import NAMES
+from .world import NAMES, device, mesh, on_every_rank
 
 ONE = NAMES[0]
 
 
-def data_parallel(static_graph: bool):
+@pytest.mark.parametrize("static_graph", [False, True])
+@on_every_rank
+def test_ddp(static_graph):
     x = rows_of(dist.get_rank())
 
     def found(model):
@@ -46,11 +49,6 @@ def data_parallel(static_graph: bool):
         other, gradients, collectives = found(model)
         assert torch.equal(other, y) and collectives == others
         torch.testing.assert_close(gradients, means)
-
-
-@pytest.mark.parametrize("static_graph", [False, True])
-def test_ddp(world, static_graph):
-    world.run(data_parallel, static_graph)
 
 
 # Schedules, and the stages that each of two ranks has.
@@ -92,7 +90,9 @@ def compare_stages(whole: nn.Module, modules: dict[str, nn.Module], y, x, target
             torch.testing.assert_close(parameter.grad, other.grad, msg=name)
 
 
-def scheduled(cls):
+@pytest.mark.parametrize("cls", SCHEDULES, ids=lambda cls: cls.__name__)
+@on_every_rank
+def test_schedules_of_two_ranks(cls):
     group = mesh(ONE).get_group()
     rank, places = dist.get_rank(group), SCHEDULES[cls]
     number = sum(map(len, places.values()))
@@ -106,12 +106,9 @@ def scheduled(cls):
     compare_stages(whole, {f"{i}.": m for i, m in modules.items()}, y, x, target)
 
 
-@pytest.mark.parametrize("cls", SCHEDULES, ids=lambda cls: cls.__name__)
-def test_schedules_of_two_ranks(world, cls):
-    world.run(scheduled, cls)
-
-
-def traced(patched: bool):
+@pytest.mark.parametrize("patched", [False, True], ids=["tilenorm's modules", "patched"])
+@on_every_rank
+def test_a_traced_pipeline(patched):
     group = mesh(ONE).get_group()
     rank = dist.get_rank(group)
     whole = blocks(2)
@@ -128,12 +125,9 @@ def traced(patched: bool):
     compare_stages(whole, {"": stage.submod}, y, x, target)
 
 
-@pytest.mark.parametrize("patched", [False, True], ids=["tilenorm's modules", "patched"])
-def test_a_traced_pipeline(world, patched):
-    world.run(traced, patched)
-
-
-def mapped(name: str):
+@pytest.mark.parametrize("name", NAMES)
+@on_every_rank
+def test_local_map(name):
     """The rows of each rank are a plain tensor inside."""
     given = case(ADD, 4, 8, N)
     rows = [Shard(1)] * mesh(name).ndim
@@ -163,12 +157,8 @@ def mapped(name: str):
     given.compare(found, given.alone())
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_local_map(world, name):
-    world.run(mapped, name)
-
-
-def tensor_parallel():
+@on_every_rank
+def test_tensor_parallelism_without_sequence_parallelism():
     """The residual stream is whole on every rank, so that norms see plain tensors."""
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     x = random(2, 6, N, device=device())
@@ -185,7 +175,3 @@ def tensor_parallel():
     y, gradients = trained(feed_forward(*OURS), x)
     whole = {n: getattr(t, "full_tensor", lambda t=t: t)() for n, t in mine.items()}
     torch.testing.assert_close(whole, {"output": y} | gradients)
-
-
-def test_tensor_parallelism_without_sequence_parallelism(world):
-    world.run(tensor_parallel)

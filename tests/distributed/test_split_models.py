@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -13,8 +13,8 @@ from torch.distributed.tensor.parallel import (
 import tilenorm
 
 from ..ops.helpers import EPS, random
-from .placing import Shard, counted, device, mesh
-from .world import INDUCTOR, NAMES
+from .placing import counted
+from .world import INDUCTOR, NAMES, device, mesh, on_every_rank
 
 ONE = NAMES[0]
 
@@ -47,7 +47,12 @@ def models():
     return alone, parallel
 
 
-def q_and_k(backend):
+@pytest.mark.parametrize("backend", [None, "aot_eager", pytest.param("inductor", marks=INDUCTOR)])
+@on_every_rank
+def test_q_and_k_norms_of_olmo_2(backend):
+    """Behind projections that are cut by columns: one all-reduce for each norm each way, and the
+    one of o_proj's output.
+    """
     alone, parallel = models()
     x = random(3, 5, 16, device=device())
     dy = random(3, 5, 16, device=device(), seed=1)
@@ -68,11 +73,3 @@ def q_and_k(backend):
     for (name, p), q in zip(parallel.named_parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(p.grad.full_tensor(), q.grad, msg=name)
         assert p.grad.placements == p.placements
-
-
-@pytest.mark.parametrize("backend", [None, "aot_eager", pytest.param("inductor", marks=INDUCTOR)])
-def test_q_and_k_norms_of_olmo_2(world, backend):
-    """Behind projections that are cut by columns: one all-reduce for each norm each way, and the
-    one of o_proj's output.
-    """
-    world.run(q_and_k, backend)
