@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import (
 import tilenorm
 
 from ..integrations.graphs import HuggingFaceNorm
-from ..ops.helpers import FAMILY, call, incoming_of, random, step
+from ..ops.helpers import EPS, FAMILY, call, incoming_of, random, step
 from .placing import P, R, alike, case, placed, profiled
 from .world import INDUCTOR, NAMES, device, mesh, on_every_rank, slow_but_first
 
@@ -70,8 +70,8 @@ def trained(module, x) -> tuple[dict, dict]:
         return y
 
     y, collectives = profiled(once)
-    gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
-    return {"output": y.detach(), **gradients}, collectives
+    named = [(n.removeprefix("_orig_mod."), p.grad) for n, p in module.named_parameters()]
+    return {"output": y.detach(), **{n: g for n, g in named if g is not None}}, collectives
 
 
 def warmed(run, x) -> tuple[dict, dict]:
@@ -132,7 +132,6 @@ def test_compile_replaces_norms_under_sequence_parallelism(name, first, backend)
     _, others = warmed(torch.compile(copy.deepcopy(eager), backend=backend, fullgraph=True), x)
     assert collectives == others
     expected, _ = trained(eager, x)
-    found = {n.removeprefix("_orig_mod."): t for n, t in found.items()}
     torch.testing.assert_close(whole(found), whole(expected))
     with torch.inference_mode():
         torch.testing.assert_close(run(x).full_tensor(), eager(x).full_tensor())
@@ -192,3 +191,41 @@ def test_compile_keeps_the_placement_of_a_sum(name):
     for result, other in zip(found, expected, strict=True):
         assert result.placements == other.placements
         torch.testing.assert_close(result.full_tensor(), other.full_tensor())
+
+
+class Attention(nn.Module):
+    """The projections and norms of q and k as OLMo 2 has them: the norm is over all heads."""
+
+    def __init__(self):
+        super().__init__()
+        for name in ("q", "k"):
+            setattr(self, f"{name}_proj", nn.Linear(16, 24, bias=False))
+            setattr(self, f"{name}_norm", tilenorm.RMSNorm(24, eps=EPS))
+        self.o_proj = nn.Linear(24, 16, bias=False)
+
+    def forward(self, x):
+        q, k = self.q_norm(self.q_proj(x)), self.k_norm(self.k_proj(x))
+        return self.o_proj(torch.tanh(q) * k)
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager", pytest.param("inductor", marks=INDUCTOR)])
+@on_every_rank
+def test_q_and_k_norms_of_olmo_2(backend):
+    """Behind projections that are cut by columns: one all-reduce for each norm each way, and the
+    one of o_proj's output.
+    """
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    alone = Attention().to(device())
+    cut, x = copy.deepcopy(alone), random(3, 5, 16, device=device())
+    colwise = ColwiseParallel(use_local_output=False)
+    plan = {"q_proj": colwise, "k_proj": colwise, "o_proj": RowwiseParallel()}
+    parallelize_module(cut, mesh(ONE), plan)
+    for norm in (cut.q_norm, cut.k_norm):
+        norm.weight = nn.Parameter(distribute_tensor(norm.weight.data, mesh(ONE), [Shard(0)]))
+    run = torch.compile(cut, backend=backend, fullgraph=True) if backend else cut
+    found, collectives = warmed(run, x)
+    reduced = sum(n for kind, n in collectives.items() if kind.startswith("all_reduce"))
+    assert mesh(ONE).size() == 1 or reduced == sum(collectives.values()) == 2 * 2 + 1
+    assert all(p.grad.placements == p.placements for p in cut.parameters())
+    torch.testing.assert_close(whole(found), trained(alone, x)[0])
