@@ -1,4 +1,4 @@
-"""FSDP2: a norm wrapped alone, dtypes, resharding, offload, meta, checkpoints and compile."""
+"""FSDP2: a norm wrapped alone, dtypes, resharding, offload, meta, recomputation and compile."""
 
 from functools import partial
 from itertools import product
@@ -6,13 +6,7 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    set_model_state_dict,
-)
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
@@ -109,31 +103,6 @@ def test_deferred_initialisation_on_meta(offset):
     for name, parameter in one.named_parameters():
         assert torch.equal(model.get_parameter(name).full_tensor(), parameter), name
     compare(steps(model, rows_of(dist.get_rank())), alone(one))
-
-
-@pytest.mark.parametrize("options", [{}, {"full_state_dict": True}], ids=["sharded", "full"])
-@pytest.mark.parametrize(
-    "kinds, others", [(OURS, PYTORCHS), (PYTORCHS, OURS)], ids=["to torch", "to ours"]
-)
-@on_every_rank
-def test_distributed_checkpoints_both_ways(tmp_path, kinds, others, options):
-    """From a model of one kind, on all ranks, into one of the other, cut in the same way or not."""
-    folders = [str(tmp_path)]  # under torchrun, that of the first rank
-    dist.broadcast_object_list(folders)
-    model, other = sharded(block(kinds)), sharded(Block(*others).to(device()))
-    options = StateDictOptions(**options)
-    state = get_model_state_dict(model, options=options)
-    dcp.save(state, checkpoint_id=folders[0])
-    there = get_model_state_dict(other, options=options)
-    assert there.keys() == state.keys()
-    dcp.load(there, checkpoint_id=folders[0])
-    set_model_state_dict(other, there, options=options)
-    for name, parameter in block(kinds).named_parameters():
-        assert torch.equal(other.get_parameter(name).full_tensor(), parameter), name
-    plain = Block(*others)
-    there = plain.state_dict()
-    dcp.load(there, checkpoint_id=folders[0])
-    assert all(map(torch.equal, plain.parameters(), block(kinds).cpu().parameters()))
 
 
 class Checkpointed(nn.Module):

@@ -1,4 +1,4 @@
-"""DDP, pipelines, local_map, and tensor parallelism where norms see plain tensors."""
+"""DDP and pipelines."""
 
 import copy
 
@@ -15,17 +15,12 @@ from torch.distributed.pipelining import (
     SplitPoint,
     pipeline,
 )
-from torch.distributed.tensor import Shard
-from torch.distributed.tensor.experimental import local_map
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import tilenorm
 
-from ..ops.helpers import ADD, call, incoming_of, random, step
-from .modules import ALL, OURS, PYTORCHS, N, alone, block, rows_of, steps, trained
-from .placing import P, alike, case, counted, placed
-from .test_models import model as feed_forward
+from ..ops.helpers import random
+from .modules import OURS, PYTORCHS, N, alone, block, rows_of, steps
 from .world import NAMES, device, mesh, on_every_rank
 
 ONE = NAMES[0]
@@ -123,55 +118,3 @@ def test_a_traced_pipeline(patched):
     stage = pipe.build_stage(rank, torch.device(device()), group)
     y = run_schedule(ScheduleGPipe, [stage], x, target)
     compare_stages(whole, {"": stage.submod}, y, x, target)
-
-
-@pytest.mark.parametrize("name", NAMES)
-@on_every_rank
-def test_local_map(name):
-    """The rows of each rank are a plain tensor inside."""
-    given = case(ADD, 4, 8, N)
-    rows = [Shard(1)] * mesh(name).ndim
-    placements = alike(given, rows)
-    sums = [P] * mesh(name).ndim
-    names = [*given.tensors]
-
-    def local(*tensors):
-        assert all(type(t) is not torch.distributed.tensor.DTensor for t in tensors)
-        return call(ADD, dict(zip(names, tensors, strict=True)))
-
-    run = local_map(
-        local,
-        out_placements=(rows, rows),
-        in_placements=tuple(placements[n] for n in names),
-        in_grad_placements=tuple(sums if n in ("weight", "bias") else rows for n in names),
-        device_mesh=mesh(name),
-    )
-
-    def function(form, tensors, **options):
-        return run(*(tensors[n] for n in names))
-
-    tensors = {n: placed(t, name, placements[n]) for n, t in given.tensors.items()}
-    incoming = [placed(dy, name, rows) for dy in incoming_of(given.tensors)]
-    found, collectives = counted(step, ADD, tensors, incoming, function=function)
-    assert not collectives
-    given.compare(found, given.alone())
-
-
-@on_every_rank
-def test_tensor_parallelism_without_sequence_parallelism():
-    """The residual stream is whole on every rank, so that norms see plain tensors."""
-    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-    x = random(2, 6, N, device=device())
-
-    def found(*kinds):
-        model = parallelize_module(feed_forward(*kinds), mesh(ALL), plan)
-        y, gradients, collectives = steps(model, x)
-        return {"output": y} | gradients, collectives
-
-    mine, collectives = found(*OURS)
-    expected, others = found(*PYTORCHS)
-    assert collectives == others
-    torch.testing.assert_close(mine, expected)
-    y, gradients = trained(feed_forward(*OURS), x)
-    whole = {n: getattr(t, "full_tensor", lambda t=t: t)() for n, t in mine.items()}
-    torch.testing.assert_close(whole, {"output": y} | gradients)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from ...ops.torch_private import is_its_forward
 from .classes import PatchedModule, patched_subclass
+from .replaced import content_of
 
 NORMED = "_tilenorm_normed_{}"  # a local variable: what the norm makes of the sum of that number
 
@@ -126,7 +127,7 @@ def _compiled(function: ast.FunctionDef, tree: ast.Module, forward: FunctionType
 def _wrapping(wrapper: Any, inner: FunctionType) -> FunctionType:
     """A decorated function that calls another one: its closure holds that one instead."""
     cells = wrapper.__closure__ or () if isinstance(wrapper, FunctionType) else ()
-    held = [_content(cell) for cell in cells]
+    held = [content_of(cell) for cell in cells]
     if sum(value is wrapper.__wrapped__ for value in held) != 1:
         raise Unchanged("a decorator of its forward keeps the function where it cannot be replaced")
     again = CellType()  # a wrapper may name itself
@@ -144,13 +145,6 @@ def _wrapping(wrapper: Any, inner: FunctionType) -> FunctionType:
     made.__kwdefaults__ = wrapper.__kwdefaults__
     again.cell_contents = made
     return update_wrapper(made, inner)
-
-
-def _content(cell: CellType) -> object:
-    try:
-        return cell.cell_contents
-    except ValueError:  # a variable that has no value yet
-        return None
 
 
 class _Sums(ast.NodeTransformer):

@@ -157,11 +157,9 @@ def _exact_form(module: nn.Module, taken: Taken, arguments: tuple[str, ...]) -> 
         raise Unrecognised("its outputs match no norm of tilenorm")
     for number, twin in product(dict(calls), twins):
         inputs = taken.inputs(float32(number))
-        exactly = partial(_exactly, form, float64_twin)
-        exact = Run(exactly, float64_twin, [t.double() for t in inputs])
-        name = other_gradient(
-            Run(partial(taken.call, twin, taken.main(number)), twin, inputs), exact
-        )
+        function = partial(_exactly, form, float64_twin)
+        exact = Run(function, float64_twin, [t.double() for t in inputs])
+        name = other_gradient(taken.run(number, twin, inputs), exact)
         if name:
             text = form.describe(module)
             raise Unrecognised(f"its outputs match {text}; the gradient of {name} does not")
@@ -258,9 +256,7 @@ def _check_channels(module: nn.Module, form: Form, taken: Taken) -> None:
 
 def _rounded_form(module: nn.Module, form: Form, taken: Taken) -> Form:
     """The form, completed by how the module rounds 16-bit dtypes and promotes mixed dtypes."""
-    calls: list[
-        Any
-    ] = []  # (dtypes, whether they are equal, number, leading sizes, twin, inputs, output)
+    calls: list[Any] = []  # dtypes, whether they are equal, twin, inputs, output
     for number in dict(form.calls):
         for dtypes in _dtypes(number, bool(parameters_of(module))):
             equal = len({*dtypes} - {None}) == 1
@@ -269,12 +265,12 @@ def _rounded_form(module: nn.Module, form: Form, taken: Taken) -> Form:
             with suppress(Refused):
                 for sizes in leading if equal else leading[:1]:
                     y = taken.call(twin, sizes, *inputs)
-                    calls.append((dtypes, equal, number, sizes, twin, inputs, y))
+                    calls.append((dtypes, equal, twin, inputs, y))
 
     def served(form: Form) -> dict:
         """Whether all outputs match, by dtypes."""
         found = {}
-        for dtypes, *_, twin, inputs, y in calls:
+        for dtypes, _, twin, inputs, y in calls:
             expected = form.compute(twin, *inputs, backend="reference")
             fits = expected.dtype == y.dtype and matches(y, expected)
             found[dtypes] = fits and found.get(dtypes, True)
@@ -293,9 +289,7 @@ def _rounded_form(module: nn.Module, form: Form, taken: Taken) -> Form:
         number, twin = 1 + (dtypes[1] is not None), twin_of(module, dtypes[2] or dtypes[0])
         inputs = taken.inputs(dtypes[:2], 4)  # the other rows' gradients overflow in float16
         exact = Run(partial(form.compute, twin, backend="reference"), twin, inputs)
-        name = other_gradient(
-            Run(partial(taken.call, twin, taken.main(number)), twin, inputs), exact
-        )
+        name = other_gradient(taken.run(number, twin, inputs), exact)
         if name and dtypes in needed:
             text = f"it matches {form.describe(module)}; its gradient of {name} does not"
             raise Unrecognised(f"{text} in {dtypes[0]}")
@@ -308,13 +302,12 @@ def _rounded_form(module: nn.Module, form: Form, taken: Taken) -> Form:
 
 def _dtypes(number: int, has_parameters: bool) -> list[tuple]:
     """The dtypes of an input, a gate and parameters: some in 16 bits, the others in float32."""
-    found = []
+    found = {}
     for half in HALF:
-        for x, gate, parameter in product((half, torch.float32), repeat=3):
-            gate, parameter = gate if number == 2 else None, parameter if has_parameters else None
-            if half in (x, gate, parameter):
-                found.append((x, gate, parameter))
-    return list(dict.fromkeys(found))
+        some = half, torch.float32
+        gates, parameters = some if number == 2 else (None,), some if has_parameters else (None,)
+        found |= {dtypes: half in dtypes for dtypes in product(some, gates, parameters)}
+    return [dtypes for dtypes, chosen in found.items() if chosen]
 
 
 def _follows_autocast(module: nn.Module, taken: Taken) -> bool:
