@@ -305,7 +305,9 @@ def test_recognised_in_any_context(context):
 
 def test_under_a_profiler():
     """cProfile's profile function cannot be set again once another one was set."""
-    model = nn.Sequential(nn.RMSNorm(16), nn.LayerNorm(16))
+    model, other = (nn.Sequential(nn.RMSNorm(16), nn.LayerNorm(16)) for _ in range(2))
+    tilenorm.patch(other)
     with cProfile.Profile() as profile:
         assert len(tilenorm.patch(model).patched) == 2
         assert sys.getprofile() is profile
+    assert [*map(type, model)] == [*map(type, other)]  # a class for each form

@@ -6,8 +6,10 @@ compares the results with all forms of tilenorm. The module itself does not run 
 
 import inspect
 import math
+import sys
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -63,6 +65,15 @@ def looks_like_a_norm(module: nn.Module) -> bool:
 
 def recognise(module: nn.Module) -> Form:
     """The form that describes a module's forward. Raises Unrecognised if there is none."""
+    if sys.getprofile() is None:
+        return _recognised(module)
+    # The runs are watched by a profile function. A thread has one of its own: that of cProfile
+    # cannot be set again.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(_recognised, module).result()
+
+
+def _recognised(module: nn.Module) -> Form:
     arguments, numbers = _arguments(module)
     _check_attributes(module)
     with (
