@@ -14,7 +14,6 @@ SIZES |= {"num_attention_heads": 4}
 TEXT = SIZES | {"vocab_size": 128, "max_position_embeddings": 64}
 TEXT |= {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": None}
 HEADS = TEXT | {"num_key_value_heads": 2, "head_dim": 16}
-IMAGE = SIZES | {"image_size": 16, "patch_size": 4}
 IDS = {"input_ids": torch.arange(24).reshape(2, 12) * 5 % 128}
 CAUSAL_IDS = IDS | {"use_cache": False}
 
@@ -38,19 +37,14 @@ def causal(name: str, sizes: dict) -> Model:
     return Model(f"{name.removesuffix('Text')}ForCausalLM", sizes, CAUSAL_IDS, f"{name}Config")
 
 
-NO_POOLING = {"add_pooling_layer": False}
 TRANSFORMERS = {
     "llama": causal("Llama", HEADS),
-    "mistral": causal("Mistral", HEADS),
-    "qwen2": causal("Qwen2", HEADS),
     "qwen3": causal("Qwen3", HEADS),
     "gemma2": causal("Gemma2", HEADS),
     "gemma3_text": causal("Gemma3Text", HEADS),
     "olmo2": causal("Olmo2", HEADS),
-    "phi3": causal("Phi3", HEADS),
     "gpt_neox": causal("GPTNeoX", TEXT),
-    "bert": Model("BertModel", TEXT, IDS, "BertConfig", NO_POOLING),
-    "vit": Model("ViTModel", IMAGE, {"pixel_values": (2, 3, 16, 16)}, "ViTConfig", NO_POOLING),
+    "bert": Model("BertModel", TEXT, IDS, "BertConfig", {"add_pooling_layer": False}),
 }
 CAUSAL = [name for name, model in TRANSFORMERS.items() if "Causal" in model.cls]
 
