@@ -168,11 +168,11 @@ class Form:
                 t if t is None else t.unflatten(-1, (self.groups, -1))
                 for t in (x, gate, *parameters)
             )
-        kind, options = "", {"backend": backend}
-        if gate is not None:
-            kind = "gated_"
-            options |= {"norm_before_gate": self.gate == "after", "activation": self.activation}
-        y = self._norm(module, kind, (x,) if gate is None else (x, gate), *parameters, **options)
+        if gate is None:
+            y = self._norm(module, "", (x,), *parameters, backend=backend)
+        else:
+            options = {"norm_before_gate": self.gate == "after", "activation": self.activation}
+            y = self._norm(module, "gated_", (x, gate), *parameters, backend=backend, **options)
         y = y.flatten(-2) if self.groups else y
         if apart:
             y = y * (weight + self.offset if self.offset else weight)
@@ -181,10 +181,16 @@ class Form:
 
     def _norm(self, module: nn.Module, kind: str, tensors: tuple, weight, bias, **options):
         """What the function of tilenorm returns whose name begins so."""
-        function = getattr(functional, f"{kind}{self.norm}_norm")
-        options |= {"weight": weight, "bias": bias, "eps": self.epsilon(module)}
-        options |= {"offset": self.offset, "rounding": self.rounding}
-        return function(*tensors, tensors[0].shape[-self.dims :], **options)
+        return getattr(functional, f"{kind}{self.norm}_norm")(
+            *tensors,
+            tensors[0].shape[-self.dims :],
+            weight=weight,
+            bias=bias,
+            eps=self.epsilon(module),
+            offset=self.offset,
+            rounding=self.rounding,
+            **options,
+        )
 
     def epsilon(self, module: nn.Module) -> float | None:
         return getattr(module, self.eps) if isinstance(self.eps, str) else self.eps
