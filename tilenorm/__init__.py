@@ -5,8 +5,7 @@ Importing this never touches CUDA.
 
 from .integrations.aten import disable, enable, override
 from .integrations.compile import compile
-from .integrations.models import patch
-from .integrations.unpatch import unpatch
+from .integrations.patch import patch, unpatch
 from .nn import LayerNorm, RMSNorm
 from .ops.chained.functional import rms_norm_add_rms_norm
 from .ops.decompositions import decompositions

@@ -18,7 +18,7 @@ from bench.train import main
 from bench.train_arguments import SIZES, fitting_layers
 
 from ..distributed.conftest import world  # noqa: F401 (a fixture)
-from ..distributed.placing import device
+from ..distributed.world import device
 
 ROOT = Path(__file__).parents[2]
 SHAPE = Shape(layers=2, hidden=32, heads=8, kv_heads=4, ffn=48, vocab=40)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import tilenorm
 
 from ..ops.helpers import random
-from .placing import counted, device
-from .world import NAMES
+from .placing import counted
+from .world import NAMES, device
 
 N = 32
 FLAT = [name for name in NAMES if "x" not in name]

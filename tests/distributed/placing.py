@@ -12,7 +12,6 @@ from torch.distributed.tensor import (
     Partial,
     Placement,
     Replicate,
-    Shard,
     distribute_tensor,
 )
 from torch.distributed.tensor.debug import CommDebugMode
@@ -22,7 +21,7 @@ import tilenorm
 from tilenorm.spec import NormSpec
 
 from .. import oracle
-from ..ops.helpers import EPS, Form, call, incoming_of, step, tensors_of
+from ..ops.helpers import EPS, Form, incoming_of, step, tensors_of
 from ..tolerance import assert_close
 from .world import device, mesh
 
@@ -163,39 +162,3 @@ def alike(given: Case, rows: Placements, parameters: Placements = (R,)) -> dict[
     """One placement for all that has rows, and one for the parameters."""
     parameters = list(parameters) * (len(rows) // len(parameters))
     return {n: parameters if n in PARAMETERS else rows for n in given.tensors}
-
-
-def compare_second_derivatives(given: Case, name: str, placements: Sequence[dict]) -> None:
-    """On the mesh of a name, for each of the placements, the second derivatives of one process.
-
-    placements: each as `alike` makes them.
-    """
-
-    def twice(tensors):
-        leaves = {n: t.detach().requires_grad_() for n, t in tensors.items()}
-        loss = sum(y.square().sum() for y in call(given.form, leaves))
-        first = torch.autograd.grad(loss, [*leaves.values()], create_graph=True)
-        return torch.autograd.grad(sum(g.square().sum() for g in first), [*leaves.values()])
-
-    expected = twice(given.tensors)
-    for at in placements:
-        found = twice({n: placed(t, name, at[n]) for n, t in given.tensors.items()})
-        for result, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(result.full_tensor(), other)
-
-
-__all__ = [
-    "EPS",
-    "Case",
-    "P",
-    "R",
-    "Shard",
-    "alike",
-    "call",
-    "case",
-    "compare_second_derivatives",
-    "counted",
-    "device",
-    "mesh",
-    "placed",
-]  # fmt: skip

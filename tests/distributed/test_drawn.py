@@ -4,10 +4,11 @@ import random
 
 import pytest
 import torch
+from torch.distributed.tensor import Shard
 
 from ..ops.helpers import FAMILY, incoming_of
-from .placing import P, R, Shard, case
-from .world import NAMES, mesh
+from .placing import P, R, case
+from .world import NAMES, mesh, on_every_rank
 
 N = 32  # whole vectors, as in test_rules
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
@@ -60,7 +61,13 @@ def _placement(draw: random.Random, dims: int, *others):
     return draw.choice([R, *others, *map(Shard, range(dims))])
 
 
-def compared(name: str, seed: int, number: int) -> None:
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "seed, number",
+    [(0, 20), *(pytest.param(s, 60, marks=pytest.mark.slow) for s in (1, 2))],
+)
+@on_every_rank
+def test_drawn_calls(name, seed, number):
     for i in range(number):
         draw = random.Random(f"{name} {seed} {i}")
         given, placements, incoming, asked = what = drawn(draw, mesh(name).ndim)
@@ -78,12 +85,3 @@ def compared(name: str, seed: int, number: int) -> None:
             shape = tuple(given.tensors["input"].shape)
             how = (given.form, shape, given.options, *what[1:])
             raise AssertionError(f"draw {i} of seed {seed} on {name}: {how}") from error
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(
-    "seed, number",
-    [(0, 20), *(pytest.param(s, 60, marks=pytest.mark.slow) for s in (1, 2))],
-)
-def test_drawn_calls(world, name, seed, number):
-    world.run(compared, name, seed, number)

@@ -1,25 +1,19 @@
-"""FSDP2: a norm wrapped alone, dtypes, resharding, offload, meta, checkpoints and compile."""
+"""FSDP2: a norm wrapped alone, dtypes, resharding, offload, meta, recomputation and compile."""
 
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    set_model_state_dict,
-)
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import tilenorm
 
 from .modules import ALL, OURS, PYTORCHS, Block, alone, block, rows_of, steps, trained
-from .placing import device, mesh
-from .world import INDUCTOR
+from .world import INDUCTOR, device, mesh, on_every_rank
 
 BF16, F32 = torch.bfloat16, torch.float32
 # The policy, and the dtypes of the activations and of the weights that a forward sees.
@@ -66,7 +60,13 @@ def wrapped(precision: str, reshard: bool, offload: bool, patched: bool):
     return others
 
 
-def in_turn(precision: str, offload: bool, patched: bool):
+@pytest.mark.parametrize(
+    "precision, offload, patched",
+    [*product(PRECISIONS, [False], [False, True]), ("float32", True, False)],
+)
+@on_every_rank
+def test_a_norm_wrapped_alone(precision, offload, patched):
+    """The bits of one process and the collectives of PyTorch's norms, resharded or not."""
     gathers = []
     for reshard in (True, False):
         kinds = wrapped(precision, reshard, offload, patched)
@@ -74,14 +74,9 @@ def in_turn(precision: str, offload: bool, patched: bool):
     assert gathers[0] > gathers[1]
 
 
-@EACH_PRECISION
-@pytest.mark.parametrize("patched", [False, True], ids=["tilenorm's modules", "patched"])
-def test_a_norm_wrapped_alone(world, precision, patched):
-    """The bits of one process and the collectives of PyTorch's norms, resharded or not."""
-    world.run(in_turn, precision, False, patched)
-
-
-def reverted(order: str):
+@pytest.mark.parametrize("order", ["patched, sharded", "sharded, patched"])
+@on_every_rank
+def test_unpatch(order):
     """The bits and collectives of a model that was never patched."""
     model, x = block(PYTORCHS), rows_of(dist.get_rank())
     for step in order.split(", "):
@@ -94,16 +89,9 @@ def reverted(order: str):
     assert all(map(torch.equal, full(gradients).values(), full(others).values()))
 
 
-@pytest.mark.parametrize("order", ["patched, sharded", "sharded, patched"])
-def test_unpatch(world, order):
-    world.run(reverted, order)
-
-
-def test_offload_to_the_cpu(world):
-    world.run(in_turn, "float32", True, False)
-
-
-def deferred(offset: float):
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@on_every_rank
+def test_deferred_initialisation_on_meta(offset):
     kinds = [partial(kind, offset=offset) for kind in OURS]
     with torch.device("meta"):
         model = sharded(Block(*kinds))
@@ -117,37 +105,6 @@ def deferred(offset: float):
     compare(steps(model, rows_of(dist.get_rank())), alone(one))
 
 
-@pytest.mark.parametrize("offset", [0.0, 1.0])
-def test_deferred_initialisation_on_meta(world, offset):
-    world.run(deferred, offset)
-
-
-def through_a_checkpoint(folder: str, kinds, others, options: dict):
-    """From a model of one kind, on all ranks, into one of the other, cut in the same way or not."""
-    folders = [folder]  # under torchrun, that of the first rank
-    dist.broadcast_object_list(folders)
-    model, other = sharded(block(kinds)), sharded(Block(*others).to(device()))
-    options = StateDictOptions(**options)
-    state = get_model_state_dict(model, options=options)
-    dcp.save(state, checkpoint_id=folders[0])
-    there = get_model_state_dict(other, options=options)
-    assert there.keys() == state.keys()
-    dcp.load(there, checkpoint_id=folders[0])
-    set_model_state_dict(other, there, options=options)
-    for name, parameter in block(kinds).named_parameters():
-        assert torch.equal(other.get_parameter(name).full_tensor(), parameter), name
-    plain = Block(*others)
-    there = plain.state_dict()
-    dcp.load(there, checkpoint_id=folders[0])
-    assert all(map(torch.equal, plain.parameters(), block(kinds).cpu().parameters()))
-
-
-@pytest.mark.parametrize("options", [{}, {"full_state_dict": True}], ids=["sharded", "full"])
-@pytest.mark.parametrize("kinds", [(OURS, PYTORCHS), (PYTORCHS, OURS)], ids=["to torch", "to ours"])
-def test_distributed_checkpoints_both_ways(world, tmp_path, kinds, options):
-    world.run(through_a_checkpoint, str(tmp_path), *kinds, options)
-
-
 class Checkpointed(nn.Module):
     def __init__(self, inner: nn.Module, reentrant: bool):
         super().__init__()
@@ -157,7 +114,9 @@ class Checkpointed(nn.Module):
         return checkpoint(self.inner, x, use_reentrant=self.reentrant)
 
 
-def recomputed(reentrant: bool):
+@pytest.mark.parametrize("reentrant", [False, True])
+@on_every_rank
+def test_activation_checkpointing(reentrant):
     x = rows_of(dist.get_rank()).requires_grad_()
     model = sharded(block())
     y, gradients, _ = steps(Checkpointed(model, reentrant), x)
@@ -168,12 +127,11 @@ def recomputed(reentrant: bool):
     compare(steps(inside, x), alone(block()))
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing(world, reentrant):
-    world.run(recomputed, reentrant)
-
-
-def compiled(backend: str, precision: str):
+@EACH_PRECISION
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=INDUCTOR)])
+@on_every_rank
+def test_compiled_layers(backend, precision):
+    """Patched, compiled and then sharded, each by layer: as torchtitan does."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     policy, dtype, seen = PRECISIONS[precision]
@@ -184,10 +142,3 @@ def compiled(backend: str, precision: str):
     sharded(model, mp_policy=policy)
     compare(trained(model, x), alone(block().to(seen), dtype))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
-
-
-@EACH_PRECISION
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=INDUCTOR)])
-def test_compiled_layers(world, backend, precision):
-    """Patched, compiled and then sharded, each by layer: as torchtitan does."""
-    world.run(compiled, backend, precision)

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 
 import tilenorm
 
-from .placing import counted, device
-from .world import slow_but_first
+from .placing import counted
+from .world import device, on_every_rank, slow_but_first
 
 pytestmark = pytest.mark.skipif(not find_spec("transformers"), reason="needs transformers")
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
@@ -59,7 +59,10 @@ def trained(model) -> tuple[dict, dict]:
     return found, collectives
 
 
-def patched(name: str):
+@pytest.mark.parametrize("name", slow_but_first(MODELS))
+@on_every_rank
+def test_patch_after_its_plan(name):
+    """The collectives and gradients of the model that is not patched, and those of one process."""
     replaced = [n for n, m in model_of(name, True).named_modules() if "forward" in vars(m)]
     model = model_of(name, True)
     report = tilenorm.patch(model)
@@ -74,9 +77,3 @@ def patched(name: str):
     assert len(tilenorm.unpatch(model)) == MODELS[name]
     model.zero_grad()
     torch.testing.assert_close(trained(model)[0], expected, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("name", slow_but_first(MODELS))
-def test_patch_after_its_plan(world, name):
-    """The collectives and gradients of the model that is not patched, and those of one process."""
-    world.run(patched, name)

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -17,9 +17,9 @@ from torch.distributed.tensor.parallel import (
 import tilenorm
 
 from ..integrations.graphs import HuggingFaceNorm
-from ..ops.helpers import FAMILY, call, incoming_of, random, step
-from .placing import P, R, Shard, alike, case, device, mesh, placed, profiled
-from .world import INDUCTOR, NAMES, slow_but_first
+from ..ops.helpers import EPS, FAMILY, call, incoming_of, random, step
+from .placing import P, R, alike, case, placed, profiled
+from .world import INDUCTOR, NAMES, device, mesh, on_every_rank, slow_but_first
 
 N = 32
 ONE, *_ = NAMES_FLAT = [name for name in NAMES if "x" not in name]
@@ -70,8 +70,8 @@ def trained(module, x) -> tuple[dict, dict]:
         return y
 
     y, collectives = profiled(once)
-    gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
-    return {"output": y.detach(), **gradients}, collectives
+    named = [(n.removeprefix("_orig_mod."), p.grad) for n, p in module.named_parameters()]
+    return {"output": y.detach(), **{n: g for n, g in named if g is not None}}, collectives
 
 
 def warmed(run, x) -> tuple[dict, dict]:
@@ -90,7 +90,11 @@ def local_rows(name: str):
     return x, placed(x, name, [Shard(1)]).to_local()
 
 
-def sequence_parallel(name: str, kind: str):
+@pytest.mark.parametrize("name", FLAT)
+@pytest.mark.parametrize("kind", slow_but_first(NORMS))
+@on_every_rank
+def test_sequence_parallel_plans(name, kind):
+    """The collectives and placements of PyTorch's norms."""
     original = parallel(model(), name)
     mine = parallel(model(*NORMS[kind]), name)
     if "patched" in kind:
@@ -106,14 +110,17 @@ def sequence_parallel(name: str, kind: str):
     torch.testing.assert_close(whole(found), trained(model(*NORMS[kind]), alone)[0])
 
 
-@pytest.mark.parametrize("name", FLAT)
-@pytest.mark.parametrize("kind", slow_but_first(NORMS))
-def test_sequence_parallel_plans(world, name, kind):
-    """The collectives and placements of PyTorch's norms."""
-    world.run(sequence_parallel, name, kind)
-
-
-def compiled(name: str, first: type, backend: str):
+@pytest.mark.parametrize(
+    "name, first, backend",
+    [
+        (ONE, HuggingFaceNorm, "aot_eager"),
+        *(pytest.param(n, nn.RMSNorm, "aot_eager", marks=pytest.mark.slow) for n in NAMES_FLAT),
+        pytest.param(ONE, nn.RMSNorm, "inductor", marks=INDUCTOR),
+    ],
+)
+@on_every_rank
+def test_compile_replaces_norms_under_sequence_parallelism(name, first, backend):
+    """Forward and backward, the sum before the LayerNorm included."""
     _, x = local_rows(name)
     torch._dynamo.reset()
     eager = parallel(model(first), name)
@@ -125,26 +132,23 @@ def compiled(name: str, first: type, backend: str):
     _, others = warmed(torch.compile(copy.deepcopy(eager), backend=backend, fullgraph=True), x)
     assert collectives == others
     expected, _ = trained(eager, x)
-    found = {n.removeprefix("_orig_mod."): t for n, t in found.items()}
     torch.testing.assert_close(whole(found), whole(expected))
     with torch.inference_mode():
         torch.testing.assert_close(run(x).full_tensor(), eager(x).full_tensor())
 
 
 @pytest.mark.parametrize(
-    "name, first, backend",
+    "op, backend",
     [
-        (ONE, HuggingFaceNorm, "aot_eager"),
-        *(pytest.param(n, nn.RMSNorm, "aot_eager", marks=pytest.mark.slow) for n in NAMES_FLAT),
-        pytest.param(ONE, nn.RMSNorm, "inductor", marks=INDUCTOR),
+        ("rms_norm", "aot_eager"),
+        *(pytest.param(n, "aot_eager", marks=pytest.mark.slow) for n in [*FAMILY][1:]),
+        *(pytest.param(n, "inductor", marks=INDUCTOR) for n in ("layer_norm", "add_rms_norm")),
     ],
 )
-def test_compile_replaces_norms_under_sequence_parallelism(world, name, first, backend):
-    """Forward and backward, the sum before the LayerNorm included."""
-    world.run(compiled, name, first, backend)
-
-
-def compiled_function(name: str, form, backend: str):
+@on_every_rank
+def test_compiled_functions(op, backend):
+    """The bits of eager calls, on the last mesh."""
+    name, form = NAMES[-1], FAMILY[op]
     torch._dynamo.reset()
     run = torch.compile(call, backend=backend, fullgraph=True)
     given, rows = case(form, 4, 6, N), [Shard(1)] * (2 if "x" in name else 1)
@@ -163,20 +167,9 @@ def compiled_function(name: str, form, backend: str):
             assert torch.equal(result.to_local(), other.to_local())
 
 
-@pytest.mark.parametrize(
-    "name, backend",
-    [
-        ("rms_norm", "aot_eager"),
-        *(pytest.param(n, "aot_eager", marks=pytest.mark.slow) for n in [*FAMILY][1:]),
-        *(pytest.param(n, "inductor", marks=INDUCTOR) for n in ("layer_norm", "add_rms_norm")),
-    ],
-)
-def test_compiled_functions(world, name, backend):
-    """The bits of eager calls, on the last mesh."""
-    world.run(compiled_function, NAMES[-1], FAMILY[name], backend)
-
-
-def summed_partial(name: str):
+@pytest.mark.parametrize("name", FLAT)
+@on_every_rank
+def test_compile_keeps_the_placement_of_a_sum(name):
     """x + residual is one reduce-scatter, which the fused op takes over; the rest is local."""
     torch._dynamo.reset()
 
@@ -200,6 +193,39 @@ def summed_partial(name: str):
         torch.testing.assert_close(result.full_tensor(), other.full_tensor())
 
 
-@pytest.mark.parametrize("name", FLAT)
-def test_compile_keeps_the_placement_of_a_sum(world, name):
-    world.run(summed_partial, name)
+class Attention(nn.Module):
+    """The projections and norms of q and k as OLMo 2 has them: the norm is over all heads."""
+
+    def __init__(self):
+        super().__init__()
+        for name in ("q", "k"):
+            setattr(self, f"{name}_proj", nn.Linear(16, 24, bias=False))
+            setattr(self, f"{name}_norm", tilenorm.RMSNorm(24, eps=EPS))
+        self.o_proj = nn.Linear(24, 16, bias=False)
+
+    def forward(self, x):
+        q, k = self.q_norm(self.q_proj(x)), self.k_norm(self.k_proj(x))
+        return self.o_proj(torch.tanh(q) * k)
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager", pytest.param("inductor", marks=INDUCTOR)])
+@on_every_rank
+def test_q_and_k_norms_of_olmo_2(backend):
+    """Behind projections that are cut by columns: one all-reduce for each norm each way, and the
+    one of o_proj's output.
+    """
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    alone = Attention().to(device())
+    cut, x = copy.deepcopy(alone), random(3, 5, 16, device=device())
+    colwise = ColwiseParallel(use_local_output=False)
+    plan = {"q_proj": colwise, "k_proj": colwise, "o_proj": RowwiseParallel()}
+    parallelize_module(cut, mesh(ONE), plan)
+    for norm in (cut.q_norm, cut.k_norm):
+        norm.weight = nn.Parameter(distribute_tensor(norm.weight.data, mesh(ONE), [Shard(0)]))
+    run = torch.compile(cut, backend=backend, fullgraph=True) if backend else cut
+    found, collectives = warmed(run, x)
+    reduced = sum(n for kind, n in collectives.items() if kind.startswith("all_reduce"))
+    assert mesh(ONE).size() == 1 or reduced == sum(collectives.values()) == 2 * 2 + 1
+    assert all(p.grad.placements == p.placements for p in cut.parameters())
+    torch.testing.assert_close(whole(found), trained(alone, x)[0])

@@ -4,15 +4,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import tilenorm
 from tilenorm.ops import cutile
 
 from ..integrations.aten_helpers import cpu_override
 from ..ops.helpers import NEEDS_GPU, random
-from .placing import R, Shard, counted, mesh, placed
-from .world import NAMES
+from .placing import R, counted, placed
+from .world import NAMES, mesh, on_every_rank
 
 N = 64
 NORMS = {"rms": torch.nn.functional.rms_norm, "layer": torch.nn.functional.layer_norm}
@@ -43,7 +43,11 @@ def compare(found, expected) -> None:
             torch.testing.assert_close(mine.full_tensor(), other)
 
 
-def overridden(norm: str, name: str):
+@pytest.mark.skipif(torch.cuda.is_available(), reason="ranks on GPUs have no override of the CPU")
+@EACH_NORM
+@pytest.mark.parametrize("name", NAMES)
+@on_every_rank
+def test_kernels_run_on_local_tensors(norm, name):
     """The interpreter runs the kernels in a GPU's place: the override is the CPU's."""
     tensors, dy = inputs(norm, "cpu")
     cut, whole = [Shard(1)] * mesh(name).ndim, [R] * mesh(name).ndim
@@ -56,13 +60,6 @@ def overridden(norm: str, name: str):
         local = given[0].to_local().numel()  # 6 columns on 4 ranks: one may have none
         assert cpu.launches == (alone if local else [])
     assert not collectives
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="ranks on GPUs have no override of the CPU")
-@EACH_NORM
-@pytest.mark.parametrize("name", NAMES)
-def test_kernels_run_on_local_tensors(world, norm, name):
-    world.run(overridden, norm, name)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""DDP, pipelines, local_map, and tensor parallelism where norms see plain tensors."""
+"""DDP and pipelines."""
 
 import copy
 
@@ -15,22 +15,20 @@ from torch.distributed.pipelining import (
     SplitPoint,
     pipeline,
 )
-from torch.distributed.tensor.experimental import local_map
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import tilenorm
 
-from ..ops.helpers import ADD, call, incoming_of, random, step
-from .modules import ALL, OURS, PYTORCHS, N, alone, block, rows_of, steps, trained
-from .placing import P, Shard, alike, case, counted, device, mesh, placed
-from .test_models import model as feed_forward
-from .world import NAMES
+from ..ops.helpers import random
+from .modules import OURS, PYTORCHS, N, alone, block, rows_of, steps
+from .world import NAMES, device, mesh, on_every_rank
 
 ONE = NAMES[0]
 
 
-def data_parallel(static_graph: bool):
+@pytest.mark.parametrize("static_graph", [False, True])
+@on_every_rank
+def test_ddp(static_graph):
     x = rows_of(dist.get_rank())
 
     def found(model):
@@ -46,11 +44,6 @@ def data_parallel(static_graph: bool):
         other, gradients, collectives = found(model)
         assert torch.equal(other, y) and collectives == others
         torch.testing.assert_close(gradients, means)
-
-
-@pytest.mark.parametrize("static_graph", [False, True])
-def test_ddp(world, static_graph):
-    world.run(data_parallel, static_graph)
 
 
 # Schedules, and the stages that each of two ranks has.
@@ -92,7 +85,9 @@ def compare_stages(whole: nn.Module, modules: dict[str, nn.Module], y, x, target
             torch.testing.assert_close(parameter.grad, other.grad, msg=name)
 
 
-def scheduled(cls):
+@pytest.mark.parametrize("cls", SCHEDULES, ids=lambda cls: cls.__name__)
+@on_every_rank
+def test_schedules_of_two_ranks(cls):
     group = mesh(ONE).get_group()
     rank, places = dist.get_rank(group), SCHEDULES[cls]
     number = sum(map(len, places.values()))
@@ -106,12 +101,9 @@ def scheduled(cls):
     compare_stages(whole, {f"{i}.": m for i, m in modules.items()}, y, x, target)
 
 
-@pytest.mark.parametrize("cls", SCHEDULES, ids=lambda cls: cls.__name__)
-def test_schedules_of_two_ranks(world, cls):
-    world.run(scheduled, cls)
-
-
-def traced(patched: bool):
+@pytest.mark.parametrize("patched", [False, True], ids=["tilenorm's modules", "patched"])
+@on_every_rank
+def test_a_traced_pipeline(patched):
     group = mesh(ONE).get_group()
     rank = dist.get_rank(group)
     whole = blocks(2)
@@ -126,66 +118,3 @@ def traced(patched: bool):
     stage = pipe.build_stage(rank, torch.device(device()), group)
     y = run_schedule(ScheduleGPipe, [stage], x, target)
     compare_stages(whole, {"": stage.submod}, y, x, target)
-
-
-@pytest.mark.parametrize("patched", [False, True], ids=["tilenorm's modules", "patched"])
-def test_a_traced_pipeline(world, patched):
-    world.run(traced, patched)
-
-
-def mapped(name: str):
-    """The rows of each rank are a plain tensor inside."""
-    given = case(ADD, 4, 8, N)
-    rows = [Shard(1)] * mesh(name).ndim
-    placements = alike(given, rows)
-    sums = [P] * mesh(name).ndim
-    names = [*given.tensors]
-
-    def local(*tensors):
-        assert all(type(t) is not torch.distributed.tensor.DTensor for t in tensors)
-        return call(ADD, dict(zip(names, tensors, strict=True)))
-
-    run = local_map(
-        local,
-        out_placements=(rows, rows),
-        in_placements=tuple(placements[n] for n in names),
-        in_grad_placements=tuple(sums if n in ("weight", "bias") else rows for n in names),
-        device_mesh=mesh(name),
-    )
-
-    def function(form, tensors, **options):
-        return run(*(tensors[n] for n in names))
-
-    tensors = {n: placed(t, name, placements[n]) for n, t in given.tensors.items()}
-    incoming = [placed(dy, name, rows) for dy in incoming_of(given.tensors)]
-    found, collectives = counted(step, ADD, tensors, incoming, function=function)
-    assert not collectives
-    given.compare(found, given.alone())
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_local_map(world, name):
-    world.run(mapped, name)
-
-
-def tensor_parallel():
-    """The residual stream is whole on every rank, so that norms see plain tensors."""
-    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-    x = random(2, 6, N, device=device())
-
-    def found(*kinds):
-        model = parallelize_module(feed_forward(*kinds), mesh(ALL), plan)
-        y, gradients, collectives = steps(model, x)
-        return {"output": y} | gradients, collectives
-
-    mine, collectives = found(*OURS)
-    expected, others = found(*PYTORCHS)
-    assert collectives == others
-    torch.testing.assert_close(mine, expected)
-    y, gradients = trained(feed_forward(*OURS), x)
-    whole = {n: getattr(t, "full_tensor", lambda t=t: t)() for n, t in mine.items()}
-    torch.testing.assert_close(whole, {"output": y} | gradients)
-
-
-def test_tensor_parallelism_without_sequence_parallelism(world):
-    world.run(tensor_parallel)

@@ -1,22 +1,18 @@
-"""When the rules are registered, and what they say: in this process and in new ones."""
+"""When the rules for DTensors are registered: in this process and in new ones."""
 
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, _op_schema
+from torch.distributed.tensor import DTensor, _op_schema
 
-from tilenorm.ops.sharding import backward_strategies, norm_strategies
 from tilenorm.ops.torch_private import keep_every_argument
-from tilenorm.spec import Options
 
 from .world import slow_but_first
 
 ROOT = Path(__file__).parents[2]
-R, P = Replicate(), Partial()
 
 # A process with one rank, which first meets a DTensor in a use.
 ONE_RANK = """
@@ -87,73 +83,6 @@ def test_the_first_use_registers_the_rules(use):
     command = [sys.executable, "-W", "ignore", "-c", ONE_RANK, USES[use]]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-class Meta(NamedTuple):
-    dtype: torch.dtype
-
-
-class Spec(NamedTuple):
-    """What a rule may know of a tensor. DTensor's own has a plain tuple for a shape at times."""
-
-    shape: tuple[int, ...]
-    tensor_meta: Meta = Meta(torch.float32)
-
-
-X, W, HEADS = Spec((4, 6, 8)), Spec((8,)), Spec((6, 8))
-
-
-def test_the_rules_of_a_norm():
-    given = (X, X, None, W, None, *Options(8, "rms"), 1e-6, True)
-    expected = [([p, p, R, p], [p, p, None, R, None]) for p in (R, Shard(0), Shard(1))]
-    for last in ((), (None,)):  # a default at the end is missing
-        found = norm_strategies((*given, *last))
-        rest = [None] * (len(given) + len(last) - 5)
-        assert found == [(results, [*arguments, *rest]) for results, arguments in expected]
-
-
-def test_the_rules_without_statistics_of_rows_of_two_dimensions():
-    given = (X, None, X, None, None, *Options(48, "layer"), 1e-6, False, None)
-    found = norm_strategies(given)
-    assert [results for results, _ in found] == [[p, R, R, R] for p in (R, Shard(0))]
-
-
-@pytest.mark.parametrize("parameters", [(HEADS, HEADS), (None, HEADS), (HEADS, None)])
-def test_the_rules_of_weights_by_head(parameters):
-    given = (X, None, None, *parameters, *Options(8, "layer"), 1e-6, True)
-    found = norm_strategies(given)
-    by_head = [None if p is None else Shard(0) for p in parameters]
-    assert [r for r, _ in found] == [[p, R, p, p] for p in (R, Shard(0), Shard(1))]
-    assert found[-1][1][3:5] == by_head
-
-
-@pytest.mark.parametrize("weight, of_sums", [(W, (R, P, P)), (HEADS, (R, P, Shard(0)))])
-def test_the_rules_of_the_gradients(weight, of_sums):
-    rstd, last = Spec((4, 6)), (*Options(8, "rms"), 1e-6, False)
-    given = (X, None, X, None, weight, None, None, rstd, *last, [True] * 5)
-    found = backward_strategies(given)
-    for (results, arguments), p, sums in zip(found, (R, Shard(0), Shard(1)), of_sums, strict=True):
-        weights = Shard(0) if sums == Shard(0) else R
-        assert results == [p, R, R, sums, R, R]
-        assert arguments == [p, None, p, None, weights, None, None, p, *[None] * 10]
-    # What is not asked for is empty.
-    given = (*given[:-1], [True, False, False, False, False])
-    assert [r[3] for r, _ in backward_strategies(given)] == [R, R, R]
-
-
-def test_the_rules_of_several_terms_and_of_the_output():
-    given = (X, X, X, None, W, None, None, Spec((4, 6)), *Options(8, "rms"), 1e-6, False)
-    for last, terms in (((X,), [0]), ((X, X, None, True), [0, 0, None, None])):
-        arguments = (*given, [True] * 5, None, *last)
-        found = backward_strategies(arguments)
-        for (results, placed), p in zip(found, (R, Shard(0), Shard(1)), strict=True):
-            assert results[5] == (p if True in last else R)
-            assert placed[-len(last) :] == [p if t == 0 else None for t in terms]
-
-
-def test_rows_without_elements_are_replicated():
-    given = (Spec((4, 0)), None, None, None, None, *Options(0, "rms"), 1e-6, True)
-    assert len(norm_strategies(given)) == 1
 
 
 @pytest.mark.parametrize("op", ["norm", "norm_backward"])

@@ -5,6 +5,7 @@ the tests' functions run in it: with NCCL where there are GPUs. Otherwise four p
 once, and each test sends them its functions.
 """
 
+import inspect
 import os
 import shutil
 import socket
@@ -12,7 +13,8 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from functools import cache
+from functools import cache, update_wrapper
+from importlib import import_module
 from multiprocessing import get_context
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -50,6 +52,23 @@ def slow_but_first(values: Iterable) -> list:
 def device() -> str:
     """The device type of this process's rank."""
     return "cuda" if TORCHRUN and torch.cuda.is_available() else "cpu"
+
+
+def on_every_rank(body: Callable) -> Callable:
+    """A test whose body runs on every rank."""
+
+    def test(world, **arguments):
+        world.run(_run_body, body.__module__, body.__name__, arguments)
+
+    own = inspect.signature(body)
+    fixture = inspect.Parameter("world", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    update_wrapper(test, body)
+    test.__signature__ = own.replace(parameters=[fixture, *own.parameters.values()])
+    return test
+
+
+def _run_body(module: str, name: str, arguments: dict) -> None:
+    getattr(import_module(module), name).__wrapped__(**arguments)
 
 
 @cache

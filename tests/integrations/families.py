@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 import tilenorm
-from tilenorm.integrations.models import Left, Patched
-from tilenorm.integrations.recognition import looks_like_a_norm
+from tilenorm.integrations.patch.models import Left, Patched
+from tilenorm.integrations.patch.recognition import looks_like_a_norm
 
 FILE = Path(__file__).parents[2] / ".github" / "families.md"
 # Arguments of configs and models that cannot be built without them, or that add norms.

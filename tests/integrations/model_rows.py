@@ -14,7 +14,6 @@ SIZES |= {"num_attention_heads": 4}
 TEXT = SIZES | {"vocab_size": 128, "max_position_embeddings": 64}
 TEXT |= {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": None}
 HEADS = TEXT | {"num_key_value_heads": 2, "head_dim": 16}
-IMAGE = SIZES | {"image_size": 16, "patch_size": 4}
 IDS = {"input_ids": torch.arange(24).reshape(2, 12) * 5 % 128}
 CAUSAL_IDS = IDS | {"use_cache": False}
 
@@ -24,113 +23,54 @@ class Model(NamedTuple):
 
     sizes: the arguments of the config, or of the model of diffusers. options: other arguments of
     the model of transformers. inputs: the arguments of forward; a tuple is the shape of a tensor of
-    random numbers. norms: the number of norms, of which how is the entry in the report.
+    random numbers.
     """
 
     cls: str
     sizes: dict
     inputs: dict
     config: str | None = None
-    norms: int = 0
-    how: str = ""
     options: dict = {}  # noqa: RUF012
 
 
-def causal(name: str, sizes: dict, norms: int, how: str) -> Model:
-    cls = f"{name.removesuffix('Text')}ForCausalLM"
-    return Model(cls, sizes, CAUSAL_IDS, f"{name}Config", norms, how)
+def causal(name: str, sizes: dict) -> Model:
+    return Model(f"{name.removesuffix('Text')}ForCausalLM", sizes, CAUSAL_IDS, f"{name}Config")
 
 
-EARLY = "rms_norm offset=0.0 rounding=early eps=1e-06 output_dtype=promote_types(input, weight)"
-LATE = "rms_norm offset=0.0 rounding=late eps=1e-05"
-OFFSET_1 = "rms_norm offset=1.0 rounding=late eps=1e-06"
-LAYER = "layer_norm offset=0.0 rounding=late eps={}"
-LAYER_12, NO_POOLING = LAYER.format(1e-12), {"add_pooling_layer": False}
-# The norms of two layers, and those at the end.
 TRANSFORMERS = {
-    "llama": causal("Llama", HEADS, 5, EARLY),
-    "mistral": causal("Mistral", HEADS, 5, EARLY),
-    "qwen2": causal("Qwen2", HEADS, 5, EARLY),
-    "qwen3": causal("Qwen3", HEADS, 9, EARLY),
-    "gemma2": causal("Gemma2", HEADS, 9, OFFSET_1),
-    "gemma3_text": causal("Gemma3Text", HEADS, 13, OFFSET_1),
-    "olmo2": causal("Olmo2", HEADS, 9, LATE),
-    "phi3": causal("Phi3", HEADS, 5, EARLY.replace("06", "05")),
-    "gpt_neox": causal("GPTNeoX", TEXT, 5, LAYER.format(1e-5)),
-    "bert": Model("BertModel", TEXT, IDS, "BertConfig", 5, LAYER_12, NO_POOLING),
-    "vit": Model(
-        "ViTModel", IMAGE, {"pixel_values": (2, 3, 16, 16)}, "ViTConfig", 5, LAYER_12, NO_POOLING
-    ),
+    "llama": causal("Llama", HEADS),
+    "qwen3": causal("Qwen3", HEADS),
+    "gemma2": causal("Gemma2", HEADS),
+    "gemma3_text": causal("Gemma3Text", HEADS),
+    "olmo2": causal("Olmo2", HEADS),
+    "gpt_neox": causal("GPTNeoX", TEXT),
+    "bert": Model("BertModel", TEXT, IDS, "BertConfig", {"add_pooling_layer": False}),
 }
 CAUSAL = [name for name, model in TRANSFORMERS.items() if "Causal" in model.cls]
 
 # Two heads of 16 elements. An image has 4 channels, 8 x 8 pixels and patches of 2 x 2 pixels. A
 # prompt has five tokens of 24 elements, and one vector of 20.
-WIDTHS = {"num_attention_heads": 2, "attention_head_dim": 16}
-CHANNELS = WIDTHS | {"in_channels": 4, "num_layers": 2}
 ROPE = (4, 6, 6)
 TIME = {"timestep": torch.tensor([3, 700])}
-PIXELS = TIME | {"hidden_states": (2, 4, 8, 8)}
-VIDEO = TIME | {"hidden_states": (2, 4, 2, 8, 8), "encoder_hidden_states": (2, 5, 24)}
-PATCHES = TIME | {"hidden_states": (2, 16, 16), "encoder_hidden_states": (2, 5, 24)}
 PROMPT = {"encoder_hidden_states": (2, 5, 24)}
 MASK = {"encoder_attention_mask": torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]).bool()}
-POOLED = {"pooled_projections": (2, 20)}
 DIFFUSERS = {
-    "dit": Model(
-        "DiTTransformer2DModel",
-        CHANNELS | {"sample_size": 8},
-        PIXELS | {"class_labels": torch.tensor([1, 7])},
-    ),
-    "sd3": Model(  # the norms of queries and keys, and the second attention, are of version 3.5
-        "SD3Transformer2DModel",
-        CHANNELS
-        | {"sample_size": 8, "out_channels": 4, "joint_attention_dim": 24}
-        | {"caption_projection_dim": 32, "pooled_projection_dim": 20, "pos_embed_max_size": 8}
-        | {"qk_norm": "rms_norm", "dual_attention_layers": (0,)},
-        PIXELS | PROMPT | POOLED,
-    ),
     "flux": Model(
         "FluxTransformer2DModel",
-        WIDTHS
-        | {"in_channels": 16, "num_layers": 1, "num_single_layers": 1, "joint_attention_dim": 24}
+        {"num_attention_heads": 2, "attention_head_dim": 16, "joint_attention_dim": 24}
+        | {"in_channels": 16, "num_layers": 1, "num_single_layers": 1}
         | {"pooled_projection_dim": 20, "axes_dims_rope": ROPE},
-        PATCHES
-        | POOLED
+        TIME
+        | PROMPT
+        | {"hidden_states": (2, 16, 16), "pooled_projections": (2, 20)}
         | {"img_ids": torch.arange(48).reshape(16, 3) % 4, "txt_ids": torch.zeros(5, 3).long()},
-    ),
-    "pixart": Model(
-        "PixArtTransformer2DModel",
-        CHANNELS | {"sample_size": 8, "cross_attention_dim": 32, "caption_channels": 24},
-        PIXELS | PROMPT | {"added_cond_kwargs": {"resolution": None, "aspect_ratio": None}},
-    ),
-    "wan": Model(
-        "WanTransformer3DModel",
-        CHANNELS | {"out_channels": 4, "text_dim": 24, "freq_dim": 16, "ffn_dim": 48},
-        VIDEO,
-    ),
-    "hunyuan-video": Model(
-        "HunyuanVideoTransformer3DModel",
-        CHANNELS
-        | {"out_channels": 4, "num_layers": 1, "num_single_layers": 1, "num_refiner_layers": 1}
-        | {"text_embed_dim": 24, "pooled_projection_dim": 20, "rope_axes_dim": ROPE},
-        VIDEO | MASK | POOLED | {"guidance": torch.tensor([6000, 2000])},
     ),
     "lumina2": Model(
         "Lumina2Transformer2DModel",
         {"sample_size": 8, "in_channels": 4, "hidden_size": 32, "num_layers": 1}
         | {"num_refiner_layers": 1, "num_attention_heads": 2, "num_kv_heads": 1, "multiple_of": 16}
         | {"axes_dim_rope": ROPE, "axes_lens": (16, 16, 16), "cap_feat_dim": 24},
-        PIXELS | PROMPT | MASK,
-    ),
-    "qwen-image": Model(
-        "QwenImageTransformer2DModel",
-        WIDTHS
-        | {"in_channels": 16, "out_channels": 4, "num_layers": 2, "joint_attention_dim": 24}
-        | {"axes_dims_rope": ROPE},
-        PATCHES
-        | {"encoder_hidden_states_mask": MASK["encoder_attention_mask"]}
-        | {"img_shapes": [[(1, 4, 4)]] * 2},
+        TIME | PROMPT | MASK | {"hidden_states": (2, 4, 8, 8)},
     ),
 }
 MODELS = TRANSFORMERS | DIFFUSERS

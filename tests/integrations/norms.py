@@ -42,10 +42,6 @@ class Float32LayerNorm(nn.LayerNorm):
         return super().forward(x.float()).type_as(x)
 
 
-class SameLayerNorm(nn.LayerNorm):
-    pass
-
-
 class GatedNorm(Custom):
     def forward(self, x, z=None):
         y = rms((x if z is None else x * F.silu(z.float())).float(), self.eps)
@@ -62,98 +58,9 @@ class SigmoidGatedLayerNorm(nn.LayerNorm):
 # tilenorm computes none of the modules below.
 
 
-class DetachedLayerNorm(Custom):
-    """In float32 its outputs are those of a LayerNorm, but its gradients are not."""
-
-    def forward(self, x):
-        x = x.float() - x.float().mean(-1, keepdim=True).detach()
-        return (rms(x, self.eps) * self.weight).type_as(x)
-
-
-class FrozenRMSNorm(Custom):
-    def forward(self, x):
-        return rms(x, self.eps) * self.weight.detach()
-
-
 class ScaledRMSNorm(Custom):
     def forward(self, x):
         return rms(x, self.eps) * self.weight * 1.00001
-
-
-class NoisyRMSNorm(Custom):
-    def forward(self, x):
-        return F.dropout(rms(x, self.eps) * self.weight, 0.1, self.training)
-
-
-class UnbiasedLayerNorm(Custom):
-    def forward(self, x):
-        x = x - x.mean(-1, keepdim=True)
-        return x * torch.rsqrt(x.var(-1, keepdim=True) + self.eps) * self.weight
-
-
-class ChannelsFirstRMSNorm(Custom):
-    def forward(self, x):
-        if x.dim() < 4:
-            return rms(x, self.eps) * self.weight
-        return rms(x, self.eps, 1) * self.weight[:, None, None]
-
-
-class PoolingRMSNorm(Custom):
-    def forward(self, x):
-        return (rms(x, self.eps) * self.weight).mean(-2)
-
-
-class NestedRMSNorm(Custom):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(N, N)
-
-
-class BufferRMSNorm(Custom):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("scale", torch.ones(()))
-
-
-class PlainTensorRMSNorm(Custom):
-    def __init__(self):
-        super().__init__()
-        del self.weight
-        self.weight = torch.ones(N)
-
-
-class ManyParametersRMSNorm(Custom):
-    def __init__(self):
-        super().__init__()
-        self.a = self.b = nn.Parameter(torch.ones(2))
-
-
-def replaced_forward():
-    module = Custom()
-    module.forward = lambda x: x
-    return module
-
-
-class Sum(nn.Module):
-    """An input of zeros shows that it computes no norm."""
-
-    def __init__(self, eps=1e-6):
-        super().__init__()
-        self.eps = eps
-
-    def forward(self, x):
-        return x + 1
-
-
-class RaisingNorm(Custom):
-    """Every attribute that a forward could ask for raises."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1, 1, N))
-
-    def forward(self, x):
-        raise AssertionError("not today")
 
 
 class NoSubclassNorm(Custom):

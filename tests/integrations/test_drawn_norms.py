@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import tilenorm
-from tilenorm.integrations.models import PatchedNorm
+from tilenorm.integrations.patch.models import PatchedNorm
 
 from . import drawn_norms
 

@@ -1,4 +1,4 @@
-"""Patched models with random weights: outputs, gradients, generated tokens, undo, save and load.
+"""Patched models with random weights: outputs, gradients, generated tokens, saved models.
 
 The error of a patched model may be twice the error of the original model. Both errors are measured
 against a run in float64.
@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import tilenorm
-from tilenorm.integrations.models import PatchedNorm
+from tilenorm.integrations.patch.models import PatchedNorm
 
 from ..ops.helpers import EACH_DEVICE, NEEDS_GPU, name_of
 from ..tolerance import TIMES_TORCH
 from . import families
-from .model_rows import CAUSAL, MODELS, TRANSFORMERS, arguments, built, step
+from .model_rows import CAUSAL, MODELS, TRANSFORMERS, built, step
 
 pytestmark = pytest.mark.filterwarnings("ignore::tilenorm.ReferenceWarning")
 
@@ -66,13 +66,6 @@ def assert_as_exact(patched, original, truth, dtype):
         assert not over, f"errors over the budget of {budget:.2g}: {over}"
 
 
-@pytest.mark.parametrize("name", TRANSFORMERS)
-def test_every_norm_is_recognised(name):
-    report = tilenorm.patch(built(name))
-    assert [entry.how for entry in report.patched] == [MODELS[name].how] * MODELS[name].norms
-    assert not report.left
-
-
 @EACH_MODEL
 def test_norms_are_those_of_the_family_in_the_table(name):
     family = name if MODELS[name].config else MODELS[name].cls
@@ -117,30 +110,6 @@ def test_compiled_without_a_gpu(dynamo):
         "qwen3", "cpu", torch.float32, partial(torch.compile, fullgraph=True, backend="aot_eager")
     )
     assert dynamo.utils.counters["stats"]["unique_graphs"] == 1
-
-
-@EACH_MODEL
-def test_undone_and_loaded_as_before(name, tmp_path):
-    model = built(name)
-    classes, original = [type(m) for m in model.modules()], outputs(model, name)
-    report = tilenorm.patch(model)
-    patched = outputs(model, name)
-    torch.save(model.state_dict(), tmp_path / "state.pt")
-    report.undo()
-    assert [type(m) for m in model.modules()] == classes
-    assert torch.equal(outputs(model, name), original)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    model.load_state_dict(torch.load(tmp_path / "state.pt"))
-    assert torch.equal(outputs(model, name), original)
-    tilenorm.patch(model)
-    assert torch.equal(outputs(model, name), patched)
-
-
-def outputs(model: nn.Module, name: str) -> Tensor:
-    with torch.no_grad():
-        return model(**arguments(model, name))[0]
 
 
 def test_saved_model_loads_unpatched(tmp_path):

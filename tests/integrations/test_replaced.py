@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import tilenorm
-from tilenorm.integrations.form import Form
-from tilenorm.integrations.unpatch import PatchedModule
+from tilenorm.integrations.patch.classes import PatchedModule
+from tilenorm.integrations.patch.form import Form
 
 from ..ops.helpers import random
 from . import norms
@@ -107,12 +107,8 @@ WAYS += [as_a_partial, in_an_argument, in_a_keyword, in_a_method, in_a_callable]
 NORMS = {"Hugging Face's": norms.Custom, "PyTorch's": lambda: nn.LayerNorm(N)}
 # What happens to a module: "store" stands for a way to store its forward, which "back" takes off.
 ORDERS = [
-    "patch store undo back patch undo",
-    "patch store back undo patch undo",
-    "store patch undo back patch undo",
-    "store patch back undo patch store undo back",
-    "store back patch undo patch store undo",
-    "store patch store undo back back patch undo",
+    "patch store undo back patch undo store patch back undo patch store undo",
+    "store patch store undo back back patch undo store patch undo",
 ]
 
 
@@ -188,16 +184,6 @@ def test_stored_forwards_in_any_order(name, steps):
     happened = Happened(NORMS[name]())
     for what in steps:
         happened.happens(what)
-
-
-def test_undo_puts_the_stored_forward_back():
-    module = norms.Custom()
-    inner = module.forward
-    module.forward, _ = in_an_attribute(module, inner, "_old_forward")
-    report = tilenorm.patch(module)
-    assert module._old_forward == module.forward.__wrapped__ != inner
-    report.undo()
-    assert module._old_forward == module.forward.__wrapped__ == inner
 
 
 def test_a_patched_forward_keeps_its_signature():

@@ -53,16 +53,11 @@ def views(reinterpret) -> bool:
     return same and not view.requires_grad and view.dtype == x.dtype
 
 
-def allocates(empty, device: torch.device | None = None) -> bool:
-    """A tensor of a shape, strides and a dtype, on the CPU or on another device."""
-    made = empty(SHAPE, STRIDES, torch.float64)
-    there = made.device == (device or torch.device("cpu"))
-    return there and made.shape == SHAPE and made.stride() == STRIDES and made.dtype.itemsize == 8
-
-
 def allocates_on_cuda(empty) -> bool:
-    """The same on the current CUDA device."""
-    return allocates(empty, torch.device("cuda", torch.cuda.current_device()))
+    """A tensor of a shape, strides and a dtype on the current CUDA device."""
+    made = empty(SHAPE, STRIDES, torch.float64)
+    there = made.device == torch.device("cuda", torch.cuda.current_device())
+    return there and made.shape == SHAPE and made.stride() == STRIDES and made.dtype.itemsize == 8
 
 
 def tells_stream(current_stream) -> bool:

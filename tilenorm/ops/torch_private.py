@@ -164,7 +164,7 @@ current_device = _at_first_call(
     "current_device", checks.tells_device, _cuda_get_device, _device_public
 )
 
-if _dispatch_modes is None or _transforms is None or _Transform is None:
+if _dispatch_modes is None or _transforms is None:
 
     def modes() -> int:
         """Whether a mode or a transform may want to see every operation: unknown, so yes."""
@@ -182,7 +182,7 @@ else:
         return isinstance(_transforms(), _Transform)
 
 
-if _keys_of is None or _thread_keys is None or _Keys is None or _Key is None:
+if _keys_of is None:
 
     def has_ordinary_keys(tensors: Sequence[Tensor | None]) -> bool:
         """Whether tensors have only the dispatch keys of ordinary ones: unknown, so no."""

@@ -6,8 +6,10 @@ compares the results with all forms of tilenorm. The module itself does not run 
 
 import inspect
 import math
+import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -20,8 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from ..spec import WORDS
-from .edges import check_channels, edges, exactly
+from ...spec import WORDS
 from .form import Form
 from .replaced import calls_of_class
 from .trials import (
@@ -33,7 +34,11 @@ from .trials import (
     normalised_together,
     other_gradient,
     sizes_of,
+    sliced,
+    small_sizes,
     taken_by,
+    transposed,
+    unusual,
 )
 from .twin import (
     TRACED_SIZES,
@@ -41,6 +46,8 @@ from .twin import (
     Unrecognised,
     check_branches,
     parameters_of,
+    random,
+    run,
     twin_of,
 )
 
@@ -58,6 +65,15 @@ def looks_like_a_norm(module: nn.Module) -> bool:
 
 def recognise(module: nn.Module) -> Form:
     """The form that describes a module's forward. Raises Unrecognised if there is none."""
+    if sys.getprofile() is None:
+        return _recognised(module)
+    # The runs are watched by a profile function. A thread has one of its own: that of cProfile
+    # cannot be set again.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(_recognised, module).result()
+
+
+def _recognised(module: nn.Module) -> Form:
     arguments, numbers = _arguments(module)
     _check_attributes(module)
     with (
@@ -70,9 +86,9 @@ def recognise(module: nn.Module) -> Form:
         warnings.simplefilter("ignore")  # PyTorch warns about mixed dtypes
         taken = taken_by(module, numbers)
         form = _exact_form(module, taken, arguments)
-        form = edges(module, form, taken)
+        form = _form_at_edges(module, form, taken)
         form = _rounded_form(module, form, taken)
-        check_channels(module, form, taken)
+        _check_channels(module, form, taken)
         for number, dims in form.calls:
             leading = dims - len(taken.tail)
             dynamic = leading + (not parameters_of(module) and form.sizes is None)
@@ -139,7 +155,7 @@ def _exact_form(module: nn.Module, taken: Taken, arguments: tuple[str, ...]) -> 
         inputs = [t.double() for t in taken.inputs(float32(number))]
         forms = _forms(module, number, options) if form is None else _gated(form)
         for candidate in forms:
-            expected = exactly(candidate, float64_twin, *inputs)
+            expected = _exactly(candidate, float64_twin, *inputs)
             if all(
                 matches(y, expected if leading else expected[0, 1])
                 for leading, pair in outputs.items()
@@ -152,11 +168,9 @@ def _exact_form(module: nn.Module, taken: Taken, arguments: tuple[str, ...]) -> 
         raise Unrecognised("its outputs match no norm of tilenorm")
     for number, twin in product(dict(calls), twins):
         inputs = taken.inputs(float32(number))
-        exactly_form = partial(exactly, form, float64_twin)
-        exact = Run(exactly_form, float64_twin, [t.double() for t in inputs])
-        name = other_gradient(
-            Run(partial(taken.call, twin, taken.main(number)), twin, inputs), exact
-        )
+        function = partial(_exactly, form, float64_twin)
+        exact = Run(function, float64_twin, [t.double() for t in inputs])
+        name = other_gradient(taken.run(number, twin, inputs), exact)
         if name:
             text = form.describe(module)
             raise Unrecognised(f"its outputs match {text}; the gradient of {name} does not")
@@ -182,11 +196,78 @@ def _gated(form: Form) -> Iterator[Form]:
         yield replace(form, gate=gate, activation=activation)
 
 
+def _exactly(form: Form, float64_twin: nn.Module, *inputs: Tensor) -> Tensor:
+    """The outputs of a form for float64 inputs, as an eps of float32 makes them."""
+    if form.epsilon(float64_twin) is None:  # None would mean the epsilon of float64
+        form = replace(form, eps=torch.finfo(torch.float32).eps)
+    return form.compute(float64_twin, *inputs, backend="reference")
+
+
+def _form_at_edges(module: nn.Module, form: Form, taken: Taken) -> Form:
+    """The form, after a comparison for inputs that a forward may treat in another way: empty ones,
+    one row or column, rows of zeros or with a NaN, strided inputs, and a run without gradients.
+    """
+    twin, float64_twin = twin_of(module, torch.float32), twin_of(module, torch.float64)
+    strided = empty = True
+
+    def compare(kind: str, number: int, make: Callable[[int], Tensor]) -> bool:
+        """Whether the output also depends on all inputs and parameters."""
+        inputs = [make(seed).requires_grad_() for seed in range(number)]
+        y = run(twin, *inputs)
+        if not matches(y, _exactly(form, float64_twin, *(t.double() for t in inputs))):
+            raise Unrecognised(f"it matches {form.describe(module)}, but not for {kind}")
+        if not y.requires_grad:
+            return False
+        leaves = *inputs, *parameters_of(twin).values()
+        return all(g is not None for g in torch.autograd.grad(y.sum(), leaves, allow_unused=True))
+
+    for number, dims in form.calls:
+        leading = dims - len(taken.tail)
+        tails = [taken.tail]
+        if not parameters_of(module) and form.sizes is None:
+            tails += [(1,), (0,), (3,)]
+        for first, tail in product(small_sizes(leading), tails):
+            shape = first + tail
+            try:
+                kind = f"shape {list(shape)}"
+                depends = compare(kind, number, partial(random, shape, torch.float32))
+            except Refused as reason:
+                if math.prod(shape):
+                    raise Unrecognised(f"{reason}, for shape {list(shape)}") from reason
+                depends = False
+            empty = empty and (depends or math.prod(shape) > 0)
+        shape = (3,) * leading + taken.tail
+        compare("zeros and NaN", number, partial(unusual, shape))
+        with torch.no_grad():
+            compare("a run without gradients", number, partial(random, shape, torch.float32))
+        for make in (sliced, transposed):
+            try:
+                compare("strided inputs", number, partial(make, shape))
+            except Refused:
+                strided = False
+    return replace(form, strided=strided, empty=empty)
+
+
+def _check_channels(module: nn.Module, form: Form, taken: Taken) -> None:
+    """Raise Unrecognised if forward takes rows of channels, but normalises images in dimension 1,
+    as GroupNorm does: images are what such a module is for.
+    """
+    if not parameters_of(module) or len(taken.tail) > 1:
+        return
+    for number, dims in product(dict(form.calls), (3, 4)):
+        if (number, dims) in form.calls:
+            continue
+        shape = (2, *taken.tail, 3, 5)[:dims]
+        with suppress(Refused):
+            run(twin_of(module, torch.float32), *[random(shape, torch.float32, 0)] * number)
+            raise Unrecognised(
+                f"its forward takes shape {list(shape)}, with channels before others"
+            )
+
+
 def _rounded_form(module: nn.Module, form: Form, taken: Taken) -> Form:
     """The form, completed by how the module rounds 16-bit dtypes and promotes mixed dtypes."""
-    calls: list[
-        Any
-    ] = []  # (dtypes, whether they are equal, number, leading sizes, twin, inputs, output)
+    calls: list[Any] = []  # dtypes, whether they are equal, twin, inputs, output
     for number in dict(form.calls):
         for dtypes in _dtypes(number, bool(parameters_of(module))):
             equal = len({*dtypes} - {None}) == 1
@@ -195,12 +276,12 @@ def _rounded_form(module: nn.Module, form: Form, taken: Taken) -> Form:
             with suppress(Refused):
                 for sizes in leading if equal else leading[:1]:
                     y = taken.call(twin, sizes, *inputs)
-                    calls.append((dtypes, equal, number, sizes, twin, inputs, y))
+                    calls.append((dtypes, equal, twin, inputs, y))
 
     def served(form: Form) -> dict:
         """Whether all outputs match, by dtypes."""
         found = {}
-        for dtypes, *_, twin, inputs, y in calls:
+        for dtypes, _, twin, inputs, y in calls:
             expected = form.compute(twin, *inputs, backend="reference")
             fits = expected.dtype == y.dtype and matches(y, expected)
             found[dtypes] = fits and found.get(dtypes, True)
@@ -219,9 +300,7 @@ def _rounded_form(module: nn.Module, form: Form, taken: Taken) -> Form:
         number, twin = 1 + (dtypes[1] is not None), twin_of(module, dtypes[2] or dtypes[0])
         inputs = taken.inputs(dtypes[:2], 4)  # the other rows' gradients overflow in float16
         exact = Run(partial(form.compute, twin, backend="reference"), twin, inputs)
-        name = other_gradient(
-            Run(partial(taken.call, twin, taken.main(number)), twin, inputs), exact
-        )
+        name = other_gradient(taken.run(number, twin, inputs), exact)
         if name and dtypes in needed:
             text = f"it matches {form.describe(module)}; its gradient of {name} does not"
             raise Unrecognised(f"{text} in {dtypes[0]}")
@@ -234,13 +313,12 @@ def _rounded_form(module: nn.Module, form: Form, taken: Taken) -> Form:
 
 def _dtypes(number: int, has_parameters: bool) -> list[tuple]:
     """The dtypes of an input, a gate and parameters: some in 16 bits, the others in float32."""
-    found = []
+    found = {}
     for half in HALF:
-        for x, gate, parameter in product((half, torch.float32), repeat=3):
-            gate, parameter = gate if number == 2 else None, parameter if has_parameters else None
-            if half in (x, gate, parameter):
-                found.append((x, gate, parameter))
-    return list(dict.fromkeys(found))
+        some = half, torch.float32
+        gates, parameters = some if number == 2 else (None,), some if has_parameters else (None,)
+        found |= {dtypes: half in dtypes for dtypes in product(some, gates, parameters)}
+    return [dtypes for dtypes, chosen in found.items() if chosen]
 
 
 def _follows_autocast(module: nn.Module, taken: Taken) -> bool:

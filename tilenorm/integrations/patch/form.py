@@ -6,14 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops.functional import (
-    add_layer_norm,
-    add_rms_norm,
-    gated_layer_norm,
-    gated_rms_norm,
-    layer_norm,
-    rms_norm,
-)
+from ...ops import functional
 
 Dtypes = tuple[torch.dtype, torch.dtype | None, torch.dtype | None]  # input, gate, parameters
 
@@ -81,8 +74,8 @@ class Form:
             return former.forward(module, *args, **kwargs)
         if tensors[0].is_cuda and not self.autocasts and torch.is_autocast_enabled():
             with torch.autocast("cuda", enabled=False):
-                return self._compute(served, self.epsilon(module), None)
-        return self._compute(served, self.epsilon(module), None)
+                return self._compute(module, served)
+        return self._compute(module, served)
 
     def _served(self, module: nn.Module, x: object = None, gate: object = None) -> tuple | None:
         """The input, gate, weight and bias of a call whose kind recognition compared, or None.
@@ -124,31 +117,19 @@ class Form:
         return None
 
     def add(self, module: nn.Module, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor] | None:
-        """a + b and the module's output for it, in one pass; None if one pass gives others.
-
-        a, b: of one shape, dtype and device.
-        """
-        served = None if self.groups else self._served(module, a)
+        """a + b and the module's output for it, in one pass; None if one pass gives others."""
+        served = self._served(module, a) if _are_alike(a, b) and not self.groups else None
         if served is None:
             return None
-        *_, weight, bias = served
+        _, _, weight, bias = served
         if self.promotes and weight is not None and weight.dtype != a.dtype:
             return None
         if a.is_cuda and torch.is_autocast_enabled():
             if self.autocasts:  # the norm casts the sum to float32, and the sum stays as it is
                 return None
             with torch.autocast("cuda", enabled=False):
-                return self._add(a, b, weight, bias, self.epsilon(module))
-        return self._add(a, b, weight, bias, self.epsilon(module))
-
-    def _add(self, a, b, weight, bias, eps) -> tuple[Tensor, Tensor]:
-        shape = a.shape[-self.dims :]
-        options = {"offset": self.offset, "rounding": self.rounding}
-        if self.norm == "layer":
-            y, total = add_layer_norm(a, b, shape, weight, bias, eps, **options)
-        else:
-            y, total = add_rms_norm(a, b, shape, weight, eps, bias=bias, **options)
-        return total, y
+                return self._norm(module, "add_", (a, b), weight, bias)[::-1]
+        return self._norm(module, "add_", (a, b), weight, bias)[::-1]
 
     def _tensors(self, args: tuple, kwargs: dict) -> tuple:
         """The input, and the gate if there is one; () for any other call."""
@@ -169,48 +150,47 @@ class Form:
         )
 
     def compute(
-        self,
-        module: nn.Module,
-        x: Tensor,
-        gate: Tensor | None = None,
-        *,
-        backend: str | None = None,
+        self, module: nn.Module, x: Tensor, gate: Tensor | None = None, *, backend: str
     ) -> Tensor:
         """Like forward of a served call, but without regard to autocast.
 
         backend: as in tilenorm.rms_norm.
         """
-        tensors = x, gate, *self._parameters(module)
-        return self._compute(tensors, self.epsilon(module), backend)
+        return self._compute(module, (x, gate, *self._parameters(module)), backend)
 
-    def _compute(self, tensors: tuple, eps, backend) -> Tensor:
+    def _compute(self, module: nn.Module, tensors: tuple, backend: str | None = None) -> Tensor:
         x, gate, weight, bias = tensors
-        promotes = self.promotes and weight is not None
-        if promotes and torch.promote_types(x.dtype, weight.dtype) != x.dtype:
-            y = self._normalize(x, gate, None, None, eps, backend)
-            y = y * (weight + self.offset if self.offset else weight)
-            return y if bias is None else y + bias
-        return self._normalize(x, gate, weight, bias, eps, backend)
-
-    def _normalize(self, x, gate, weight, bias, eps, backend) -> Tensor:
+        apart = self.promotes and weight is not None
+        apart = apart and torch.promote_types(x.dtype, weight.dtype) != x.dtype
+        parameters = (None, None) if apart else (weight, bias)
         if self.groups:  # each group is a head
-            x, gate, weight, bias = (
+            x, gate, *parameters = (
                 t if t is None else t.unflatten(-1, (self.groups, -1))
-                for t in (x, gate, weight, bias)
+                for t in (x, gate, *parameters)
             )
-        shape = x.shape[-self.dims :]
-        options = {"offset": self.offset, "rounding": self.rounding, "backend": backend}
-        if gate is not None:
-            options |= {"norm_before_gate": self.gate == "after", "activation": self.activation}
-            if self.norm == "layer":
-                y = gated_layer_norm(x, gate, shape, weight, bias, eps, **options)
-            else:
-                y = gated_rms_norm(x, gate, shape, weight, eps, bias=bias, **options)
-        elif self.norm == "layer":
-            y = layer_norm(x, shape, weight, bias, eps, **options)
+        if gate is None:
+            y = self._norm(module, "", (x,), *parameters, backend=backend)
         else:
-            y = rms_norm(x, shape, weight, eps, bias=bias, **options)
-        return y.flatten(-2) if self.groups else y
+            options = {"norm_before_gate": self.gate == "after", "activation": self.activation}
+            y = self._norm(module, "gated_", (x, gate), *parameters, backend=backend, **options)
+        y = y.flatten(-2) if self.groups else y
+        if apart:
+            y = y * (weight + self.offset if self.offset else weight)
+            y = y if bias is None else y + bias
+        return y
+
+    def _norm(self, module: nn.Module, kind: str, tensors: tuple, weight, bias, **options):
+        """What the function of tilenorm returns whose name begins so."""
+        return getattr(functional, f"{kind}{self.norm}_norm")(
+            *tensors,
+            tensors[0].shape[-self.dims :],
+            weight=weight,
+            bias=bias,
+            eps=self.epsilon(module),
+            offset=self.offset,
+            rounding=self.rounding,
+            **options,
+        )
 
     def epsilon(self, module: nn.Module) -> float | None:
         return getattr(module, self.eps) if isinstance(self.eps, str) else self.eps
@@ -228,7 +208,7 @@ class Form:
         return text + (", or its own forward for mixed dtypes" if self.mixed else "")
 
 
-def _are_alike(weight: Tensor | None, bias: Tensor | None) -> bool:
-    if weight is None or bias is None:
-        return False
-    return weight.shape == bias.shape and weight.dtype == bias.dtype
+def _are_alike(a: Tensor | None, b: Tensor | None) -> bool:
+    """Whether both are tensors of one shape, dtype and device."""
+    tensors = isinstance(a, Tensor) and isinstance(b, Tensor)
+    return tensors and a.shape == b.shape and a.dtype == b.dtype and a.device == b.device

@@ -9,9 +9,6 @@ run of fake tensors with symbolic sizes must not branch on sizes or values.
 import logging
 import sys
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from types import BuiltinFunctionType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -76,16 +73,14 @@ def run(twin: nn.Module, *inputs: Tensor) -> Tensor:
     compute.
     """
     before = state_of((vars(twin), inputs)), torch.get_rng_state()
-    watch, forward = _Watch(), partial(type(twin).forward, twin, *inputs)
+    watch = _Watch()
+    sys.setprofile(watch)
     try:
-        if sys.getprofile() is None:
-            y = _watched(watch, forward)
-        else:  # a thread has a profile function of its own: that of cProfile cannot be set again
-            with ThreadPoolExecutor(1) as thread:
-                graded = torch.set_grad_enabled(torch.is_grad_enabled())
-                y = thread.submit(graded(_watched), watch, forward).result()
+        y = type(twin).forward(twin, *inputs)
     except Exception as error:
         raise Refused(f"its forward raised {_line_of(error)}") from error
+    finally:
+        sys.setprofile(None)
     if state_of((vars(twin), inputs)) != before[0]:
         raise Unrecognised("its forward changes the module or its input")
     if not torch.equal(torch.get_rng_state(), before[1]):
@@ -97,14 +92,6 @@ def run(twin: nn.Module, *inputs: Tensor) -> Tensor:
     if y.shape != inputs[0].shape:
         raise Refused(f"its forward maps shape {list(inputs[0].shape)} to {list(y.shape)}")
     return y
-
-
-def _watched(watch: "_Watch", forward: Callable[[], Any]) -> Any:
-    sys.setprofile(watch)
-    try:
-        return forward()
-    finally:
-        sys.setprofile(None)
 
 
 def check_branches(twin: nn.Module, shapes: tuple[int, ...], dynamic: int, number: int) -> None:

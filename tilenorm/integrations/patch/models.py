@@ -7,12 +7,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..nn import LayerNorm, RMSNorm, refuse_script
+from ...nn import LayerNorm, RMSNorm, refuse_script
 from .blocks import Unchanged, patched_block
+from .classes import (
+    PatchedModule,
+    change_classes,
+    check_argument,
+    names_of,
+    patched_subclass,
+    revert,
+)
 from .form import Form
 from .recognition import Unrecognised, looks_like_a_norm, recognise
 from .replaced import UNREACHED, calls_of_class
-from .unpatch import PatchedModule, change_classes, names_of, patched_subclass, revert
 
 _MODULE_ATTRIBUTES = vars(nn.Module()).keys()
 _PLAIN = (int, float, str, type(None), torch.Size)
@@ -46,22 +53,12 @@ class PatchedNorm(PatchedModule):
     def __prepare_scriptable__(self):
         refuse_script(self)
 
-    def __reduce_ex__(self, protocol):
-        state = super().__reduce_ex__(protocol)[2:]
-        return _new, (self._tilenorm_class, self._tilenorm_form), *state
-
 
 @cache
-def _patched_class(cls: type[nn.Module], form: Form) -> type[nn.Module]:
+def patched_norm(cls: type[nn.Module], form: Form) -> type[nn.Module]:
     """A subclass of cls with the same name, whose forward computes the form."""
-    options = {"_tilenorm_form": form, "_tilenorm_forward": form.forward}
-    return patched_subclass(PatchedNorm, cls, **options)
-
-
-def _new(cls: type[nn.Module], form: Form) -> nn.Module:
-    """An instance without attributes, for pickle and deepcopy. Pickles contain this name."""
-    patched_class = _patched_class(cls, form)
-    return patched_class.__new__(patched_class)
+    options = {"_tilenorm_made": (patched_norm, cls, form), "_tilenorm_forward": form.forward}
+    return patched_subclass(PatchedNorm, cls, _tilenorm_form=form, **options)
 
 
 class Report:
@@ -70,11 +67,8 @@ class Report:
     patched: the entries of the patched modules. left: the entries of the others, with a reason.
     """
 
-    def __init__(
-        self, patched: list[Patched], left: list[Left], modules: list[tuple[nn.Module, type]]
-    ):
-        self.patched, self.left = tuple(patched), tuple(left)
-        self._modules = {m: entry.name for (m, _), entry in zip(modules, patched, strict=True)}
+    def __init__(self, patched: list[Patched], left: list[Left], modules: dict[nn.Module, str]):
+        self.patched, self.left, self._modules = tuple(patched), tuple(left), modules
 
     def undo(self) -> None:
         """Revert the patch: what `unpatch` does, for the modules of this report that are patched.
@@ -160,64 +154,69 @@ def patch(
             bool.
         RuntimeError: a module of the model is already patched. No module is changed in this case.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"patch: argument 'model' takes a torch.nn.Module, got {type(model).__name__}"
-        )
-    if where is not None and not callable(where):
-        raise TypeError(
-            f"patch: argument 'where' takes a function or None, got {type(where).__name__}"
-        )
-    if not isinstance(residual, bool):
-        raise TypeError(f"patch: argument 'residual' takes a bool, got {type(residual).__name__}")
+    check_argument("patch", "model", model, isinstance(model, nn.Module), "a torch.nn.Module")
+    check_argument("patch", "where", where, where is None or callable(where), "a function or None")
+    check_argument("patch", "residual", residual, isinstance(residual, bool), "a bool")
     names = names_of(model)
     for module, (name, *_) in names.items():
         if isinstance(module, PatchedModule):
             text = f"{name or 'the model'} is already patched"
             raise RuntimeError(f"patch: {text}; tilenorm.unpatch(model) reverts that")
-    patched, left, new_classes, known = [], [], [], {}
-    for module, module_names in names.items():
-        if not looks_like_a_norm(module):
-            continue
-        name, cls = ", ".join(module_names) or "the model", type(module)
+    patched, left, changes, known = [], [], [], {}
+
+    def enter(module: nn.Module, how: str, cls: type[nn.Module] | None = None) -> None:
+        """Add an entry to the report: of a patched module if it gets another class."""
+        name = ", ".join(names[module]) or "the model"
+        if cls is None:
+            left.append(Left(name, type(module), how))
+        else:
+            patched.append(Patched(name, type(module), how))
+            changes.append((name, module, cls))
+
+    for module in filter(looks_like_a_norm, names):
         if isinstance(module, (RMSNorm, LayerNorm)):
-            found = "it is a tilenorm module"
-        elif where is not None and not any(where(n, module) for n in module_names):
-            found = "where() excludes it"
+            enter(module, "it is a tilenorm module")
+        elif where is not None and not any(where(name, module) for name in names[module]):
+            enter(module, "where() excludes it")
         else:
-            found = _recognised(module, known)
-        if isinstance(found, str):
-            left.append(Left(name, cls, found))
-        else:
-            patched.append(Patched(name, cls, found.describe(module)))
-            new_classes.append((module, _patched_class(cls, found)))
-    if residual:
-        _add_blocks(names, patched, left, new_classes)
-    found = [(e.name, *new) for e, new in zip(patched, new_classes, strict=True)]
-    change_classes("patch", found)
-    return Report(patched, left, new_classes)
+            key = _likeness(module)  # the layers of a model have norms that are alike
+            if key is None or key not in known:
+                known[key] = _recognised(module)
+            enter(module, *known[key])
+    norms = {module for _, module, _ in changes}
+    for block in names if residual else ():
+        inside = tuple(name for name, child in block.named_children() if child in norms)
+        if inside and block not in norms:
+            enter(block, *_with_sums(block, inside))
+    change_classes("patch", changes)
+    return Report(patched, left, {module: name for name, module, _ in changes})
 
 
-def _recognised(module: nn.Module, known: dict) -> Form | str:
-    """The form of a module that can have another class, or the reason why it is left.
-
-    known: the answers so far. The layers of a model have norms that are alike.
-    """
-    key = _likeness(module)
-    if key is not None and key in known:
-        return known[key]
+def _recognised(module: nn.Module) -> tuple[str, type[nn.Module] | None]:
+    """What computes a norm and its patched class, or the reason why it is left and None."""
     try:
-        found = recognise(module)
-        cls = _patched_class(type(module), found)
+        form = recognise(module)
+        cls = patched_norm(type(module), form)
         # Python refuses some pairs of classes. A class may have a __setattr__ of its own.
         object.__setattr__(object.__new__(type(module)), "__class__", cls)
+        return form.describe(module), cls
     except Unrecognised as reason:
-        found = str(reason)
+        return str(reason), None
     except Exception as error:  # a module that cannot be tried must not stop those that can
-        found = f"trying it raised {type(error).__name__}: {error}"
-    if key is not None:
-        known[key] = found
-    return found
+        return f"trying it raised {type(error).__name__}: {error}", None
+
+
+def _with_sums(block: nn.Module, norms: tuple[str, ...]) -> tuple[str, type[nn.Module] | None]:
+    """The same for a block, whose norms of these names are patched."""
+    if "forward" in vars(block) and not calls_of_class(block):
+        return UNREACHED, None
+    try:
+        cls: Any = patched_block(type(block), norms)
+    except Unchanged as reason:
+        return str(reason), None
+    except Exception as error:  # a class that refuses a subclass must not stop the others
+        return f"its subclass raised {type(error).__name__}: {error}", None
+    return f"the sum before {' and '.join(cls._tilenorm_sums)} with the norm", cls
 
 
 def _likeness(module: nn.Module) -> tuple | None:
@@ -233,25 +232,3 @@ def _likeness(module: nn.Module) -> tuple | None:
         (n, p if p is None else (tuple(p.shape), p.is_floating_point())) for n, p in parameters
     ]
     return type(module), tuple(shapes), tuple((n, type(v), repr(v)) for n, v in plain.items())
-
-
-def _add_blocks(names: dict[nn.Module, list[str]], patched: list, left: list, new: list) -> None:
-    """Add entries for the blocks: the modules with a norm among their children that is patched."""
-    norms = {module for module, _ in new}
-    for block, block_names in names.items():
-        inside = tuple(name for name, child in block.named_children() if child in norms)
-        if not inside or block in norms:
-            continue
-        name, cls = ", ".join(block_names) or "the model", type(block)
-        try:
-            if "forward" in vars(block) and not calls_of_class(block):
-                raise Unchanged(UNREACHED)
-            block_class: Any = patched_block(cls, inside)
-        except Unchanged as reason:
-            left.append(Left(name, cls, str(reason)))
-        except Exception as error:  # a class that refuses a subclass must not stop the others
-            left.append(Left(name, cls, f"its subclass raised {type(error).__name__}: {error}"))
-        else:
-            how = f"the sum before {' and '.join(block_class._tilenorm_sums)} with the norm"
-            patched.append(Patched(name, cls, how))
-            new.append((block, block_class))

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 from typing import NamedTuple
 
@@ -27,6 +28,14 @@ GRADIENT_UNITS = 8
 # Share of 16-bit elements that must match exactly. Another order of the float32 sums changes the
 # rounding of at most 2 elements in a thousand; early instead of late rounding changes one in four.
 MATCHING_SHARE = 63 / 64
+
+
+class Run(NamedTuple):
+    """function(*inputs): what a twin computes, or what a form computes with a twin's parameters."""
+
+    function: Callable[..., Tensor]
+    twin: nn.Module
+    inputs: list[Tensor]
 
 
 class Taken(NamedTuple):
@@ -58,6 +67,9 @@ class Taken(NamedTuple):
     def call(self, twin: nn.Module, leading: tuple[int, ...], *inputs: Tensor) -> Tensor:
         y = run(twin, *(_shaped(t, leading) for t in inputs))
         return y.reshape(inputs[0].shape) if leading else y
+
+    def run(self, number: int, twin: nn.Module, inputs: list[Tensor]) -> Run:
+        return Run(partial(self.call, twin, self.main(number)), twin, inputs)
 
 
 def taken_by(module: nn.Module, numbers: list[int]) -> Taken:
@@ -125,14 +137,6 @@ def normalised_together(twin: nn.Module, taken: Taken) -> tuple[int, int]:
         if len(taken.tail) == 1 and count > 1 and last % count == 0 and has_size:
             return 1, last // count
     raise Unrecognised("its outputs match no norm of tilenorm")
-
-
-class Run(NamedTuple):
-    """function(*inputs): what a twin computes, or what a form computes with a twin's parameters."""
-
-    function: Callable[..., Tensor]
-    twin: nn.Module
-    inputs: list[Tensor]
 
 
 def other_gradient(got: Run, exact: Run) -> str:

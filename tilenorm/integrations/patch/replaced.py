@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from functools import partial, update_wrapper
 from operator import setitem
-from types import FunctionType, MethodType, ModuleType
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import nn
@@ -118,13 +118,17 @@ def _used(function: FunctionType | MethodType | partial) -> Iterator[tuple[objec
         yield function.keywords, None
     else:
         for cell in function.__closure__ or ():
-            try:
-                yield cell.cell_contents, partial(setattr, cell, "cell_contents")
-            except ValueError:  # a variable that has no value yet
-                continue
+            yield content_of(cell), partial(setattr, cell, "cell_contents")
         for place, value in enumerate(function.__defaults__ or ()):
             yield value, partial(_put_default, function, place)
         yield function.__kwdefaults__, None
+
+
+def content_of(cell: CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a variable that has no value yet
+        return None
 
 
 def _put(function: partial, place: int, value: object) -> None:

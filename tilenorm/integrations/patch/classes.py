@@ -15,6 +15,16 @@ class PatchedModule:
 
     _tilenorm_class: type[nn.Module]  # the class before the patch
     _tilenorm_forward: Callable  # what the patch computes: takes the module and its arguments
+    _tilenorm_made: tuple  # the function that makes this class, and its arguments
+
+    def __reduce_ex__(self, protocol):
+        return new_module, self._tilenorm_made, *super().__reduce_ex__(protocol)[2:]
+
+
+def new_module(make: Callable[..., type[nn.Module]], *arguments) -> nn.Module:
+    """An instance without attributes, for pickle and deepcopy. Pickles contain this name."""
+    cls = make(*arguments)
+    return cls.__new__(cls)
 
 
 def patched_subclass(
@@ -51,10 +61,7 @@ def unpatch(model: nn.Module) -> tuple[str, ...]:
             patched module outside of the model. The message names the module. No module is changed
             in these cases.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"unpatch: argument 'model' takes a torch.nn.Module, got {type(model).__name__}"
-        )
+    check_argument("unpatch", "model", model, isinstance(model, nn.Module), "a torch.nn.Module")
     names = {
         module: ", ".join(found) or "the model"
         for module, found in names_of(model).items()
@@ -62,6 +69,11 @@ def unpatch(model: nn.Module) -> tuple[str, ...]:
     }
     revert("unpatch", names)
     return tuple(names.values())
+
+
+def check_argument(caller: str, name: str, value: object, right: bool, takes: str) -> None:
+    if not right:
+        raise TypeError(f"{caller}: argument '{name}' takes {takes}, got {type(value).__name__}")
 
 
 def names_of(model: nn.Module) -> dict[nn.Module, list[str]]:

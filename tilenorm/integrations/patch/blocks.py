@@ -23,8 +23,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..ops.torch_private import is_its_forward
-from .unpatch import PatchedModule, patched_subclass
+from ...ops.torch_private import is_its_forward
+from .classes import PatchedModule, patched_subclass
+from .replaced import content_of
 
 NORMED = "_tilenorm_normed_{}"  # a local variable: what the norm makes of the sum of that number
 
@@ -36,23 +37,18 @@ class Unchanged(Exception):
 class PatchedBlock(PatchedModule):
     """Mixin of the class of a block whose forward is rewritten."""
 
-    _tilenorm_norms: tuple[str, ...]  # of patched_block
-    _tilenorm_sums: tuple[str, ...]  # those among them that a sum stands before
+    _tilenorm_sums: tuple[str, ...]  # the names of the norms that a sum stands before
 
     @staticmethod
     def _tilenorm_sum_and_norm(a: Tensor, b: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
         """a + b, and the norm of it."""
         form = getattr(type(norm), "_tilenorm_form", None)  # peft's wrappers pass attributes on
-        if form is not None and is_its_forward(norm) and _are_alike(a, b):
+        if form is not None and is_its_forward(norm):
             found = form.add(norm, a, b)
             if found is not None:
                 return found
         total = a + b
         return total, norm(total)
-
-    def __reduce_ex__(self, protocol):
-        state = super().__reduce_ex__(protocol)[2:]
-        return _new, (self._tilenorm_class, self._tilenorm_norms), *state
 
 
 @cache
@@ -62,15 +58,9 @@ def patched_block(cls: type[nn.Module], norms: tuple[str, ...]) -> type[nn.Modul
 
     Raises Unchanged if the forward has no such place, or cannot be rewritten.
     """
-    forward, found = rewritten(cls, norms)
-    options = {"_tilenorm_norms": norms, "_tilenorm_sums": found, "_tilenorm_forward": forward}
-    return patched_subclass(PatchedBlock, cls, **options)
-
-
-def _new(cls: type[nn.Module], norms: tuple[str, ...]) -> nn.Module:
-    """An instance without attributes, for pickle and deepcopy. Pickles contain this name."""
-    block = patched_block(cls, norms)
-    return block.__new__(block)
+    forward, sums = rewritten(cls, norms)
+    options = {"_tilenorm_made": (patched_block, cls, norms), "_tilenorm_forward": forward}
+    return patched_subclass(PatchedBlock, cls, _tilenorm_sums=sums, **options)
 
 
 def rewritten(cls: type[nn.Module], norms: tuple[str, ...]) -> tuple[Callable, tuple[str, ...]]:
@@ -137,7 +127,7 @@ def _compiled(function: ast.FunctionDef, tree: ast.Module, forward: FunctionType
 def _wrapping(wrapper: Any, inner: FunctionType) -> FunctionType:
     """A decorated function that calls another one: its closure holds that one instead."""
     cells = wrapper.__closure__ or () if isinstance(wrapper, FunctionType) else ()
-    held = [_content(cell) for cell in cells]
+    held = [content_of(cell) for cell in cells]
     if sum(value is wrapper.__wrapped__ for value in held) != 1:
         raise Unchanged("a decorator of its forward keeps the function where it cannot be replaced")
     again = CellType()  # a wrapper may name itself
@@ -155,13 +145,6 @@ def _wrapping(wrapper: Any, inner: FunctionType) -> FunctionType:
     made.__kwdefaults__ = wrapper.__kwdefaults__
     again.cell_contents = made
     return update_wrapper(made, inner)
-
-
-def _content(cell: CellType) -> object:
-    try:
-        return cell.cell_contents
-    except ValueError:  # a variable that has no value yet
-        return None
 
 
 class _Sums(ast.NodeTransformer):
@@ -245,9 +228,3 @@ def _assigned(statement: ast.stmt) -> str | None:
 
 def _is_sum(value: ast.expr) -> bool:
     return isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add)
-
-
-def _are_alike(a: Tensor, b: Tensor) -> bool:
-    """Whether a + b is the elementwise sum of two tensors, in their own dtype."""
-    tensors = isinstance(a, Tensor) and isinstance(b, Tensor)
-    return tensors and a.shape == b.shape and a.dtype == b.dtype and a.device == b.device

@@ -1,0 +1,388 @@
+"""The functions on DTensors: each row of the table in ops/sharding.py, cut rows, and the rest."""
+
+from itertools import combinations, product
+from math import prod
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import tilenorm
+from tilenorm.ops.library import Backward
+from tilenorm.spec import Options
+
+from ..ops.helpers import ADD, EPS, FAMILY, GATED, JOINED, LAYER, RMS, call, incoming_of, random
+from ..ops.test_branch import KINDS, made
+from ..ops.test_branch import call as call_of_branch
+from .placing import PARAMETERS, P, R, alike, case, counted, placed
+from .world import NAMES, device, mesh, on_every_rank, slow_but_first
+
+# Whole vectors: the CPU computes silu and sigmoid of what fills none by other code, to other bits.
+N = 32
+EVERY = FAMILY | JOINED
+EACH_CALL = pytest.mark.parametrize("form", EVERY.values(), ids=EVERY)
+EACH_MESH = pytest.mark.parametrize("name", slow_but_first(reversed(NAMES)))
+ONE = NAMES[0]
+ROWS = ("output", "sum", "input", "residual", "gate")
+# Of three dimensions the last is a row, which these placements of rows and of parameters cut.
+CUTS = {
+    1: [([Shard(2)], [Shard(0)])],
+    2: [
+        ([Shard(0), Shard(2)], [R, Shard(0)]),
+        ([Shard(2), Shard(1)], [Shard(0), R]),
+        ([Shard(2), R], [Shard(0), R]),
+        ([Shard(2), Shard(2)], [Shard(0), Shard(0)]),
+    ],
+}
+
+
+def each(*forms):
+    return pytest.mark.parametrize("form", forms, ids=lambda form: f"{form.op} {form.options}")
+
+
+def all_reduces(number: int, name: str) -> dict:
+    """So many all-reduces, where there is more than one rank."""
+    return {"all_reduce": number} if number and mesh(name).size() > 1 else {}
+
+
+def on_mesh(given, name: str, placements: dict) -> dict[str, DTensor]:
+    return {n: placed(t, name, placements[n]) for n, t in given.tensors.items()}
+
+
+def check_without_gradients(given, name: str, placements: dict, expected: dict, collectives: dict):
+    """The outputs have these bits in calls without gradients, which take these collectives."""
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            # What goes past PyTorch's dispatcher never sees a DTensor, not even of this shape.
+            call(given.form, given.tensors)
+            found, others = counted(call, given.form, on_mesh(given, name, placements))
+        assert others == collectives
+        for n, result in zip(("output", "sum"), found, strict=False):
+            assert type(result) is DTensor and not result.requires_grad
+            assert torch.equal(result.full_tensor(), expected[n])
+
+
+@EACH_MESH
+@EACH_CALL
+@on_every_rank
+def test_rows_alike(name, form):
+    """Rows cut in a leading dimension, uneven parts among them: no collective, the same bits; then
+    one reduction of each parameter's gradient over each mesh dimension that cuts.
+    """
+    given = case(form, 5, 6, N)
+    expected = given.alone()
+    for rows in product((R, Shard(0), Shard(1)), repeat=mesh(name).ndim):
+        placements = alike(given, rows)
+        found, collectives = given.on(name, placements, [rows] * given.outputs)
+        assert not collectives, (collectives, rows)
+        assert all(found[n].placements == rows for n in ROWS if n in found)
+        given.compare(found, expected)
+        for weight in PARAMETERS:
+            _, collectives = counted(found[weight].full_tensor)
+            cuts = sum(p.is_shard() and mesh(name).size(i) > 1 for i, p in enumerate(rows))
+            assert collectives == all_reduces(cuts, name)
+        check_without_gradients(given, name, placements, expected, {})
+
+
+@EACH_MESH
+@pytest.mark.parametrize("number", slow_but_first([5, 4]))
+@each(LAYER, ADD, GATED)
+@on_every_rank
+def test_weights_by_head(name, form, number):
+    """Of five heads, one of four ranks has none."""
+    given = case(form, 4, 5, number, N, parameter_shape=(number, N))
+    expected = given.alone()
+    for rows in product((R, Shard(0), Shard(1), Shard(2)), repeat=mesh(name).ndim):
+        parameters = [Shard(0) if p == Shard(2) else R for p in rows]
+        placements = alike(given, rows, parameters)
+        found, collectives = given.on(name, placements, [rows] * given.outputs)
+        assert not collectives, (collectives, rows)
+        # A rank with one head has a norm without heads. On the CPU other operators compute it.
+        parts = prod(mesh(name).size(i) for i, p in enumerate(rows) if p == Shard(2))
+        given.compare(found, expected, exact=number // parts > 1 or parts == 1)
+        for i, parameter in enumerate(parameters):
+            if parameter.is_shard():
+                assert all(found[n].placements[i] == parameter for n in PARAMETERS)
+
+
+@EACH_MESH
+@EACH_CALL
+@pytest.mark.parametrize("hidden", [32, 29])
+@on_every_rank
+def test_cut_rows(name, form, hidden):
+    """One all-reduce each way for RMSNorm, two and one for LayerNorm, for each mesh dimension that
+    cuts rows. Of 29 columns the ranks have different numbers. The outputs have the same bits with
+    and without gradients.
+    """
+    given = case(form, 4, 3, hidden)
+    expected = given.alone()
+    for rows, parameters in CUTS[mesh(name).ndim]:
+        placements = alike(given, rows, parameters)
+        found, collectives = given.on(name, placements, [rows] * given.outputs)
+        cuts = rows.count(Shard(2))
+        forward = cuts * (2 if "layer" in form.op else 1)
+        assert collectives == all_reduces(forward + cuts, name)
+        given.compare(found, expected, exact=False)
+        of_sums = [
+            p if p == Shard(0) else R if q == R else P
+            for p, q in zip(parameters, rows, strict=True)
+        ]
+        for n, result in found.items():
+            assert result.placements == tuple(of_sums if n in PARAMETERS else rows), n
+        outputs = {n: found[n].full_tensor() for n in ("output", "sum") if n in found}
+        there = all_reduces(forward, name)
+        check_without_gradients(given, name, placements, outputs, there)
+
+
+@pytest.mark.skipif("4" not in NAMES, reason="needs four ranks in one dimension")
+@on_every_rank
+def test_a_rank_without_columns():
+    """Five columns are 2, 2, 1 and 0. DTensor cuts three among four ranks not at all."""
+    for hidden in (5, 3):
+        given = case(LAYER, 4, 3, hidden)
+        found, _ = given.on(NAMES[-2], alike(given, [Shard(2)], [Shard(0)]), [[Shard(2)]])
+        given.compare(found, given.alone(), exact=False)
+
+
+@on_every_rank
+def test_cut_rows_with_weights_by_head_and_of_two_dimensions():
+    by_heads = case(LAYER, 2, 3, 4, 16, parameter_shape=(4, 16))
+    two = case(GATED, 2, 3, 6, 8, dims=2)
+    for given, cut, parameter, number in (
+        (by_heads, Shard(3), Shard(1), 3),
+        (by_heads, Shard(2), Shard(0), 0),
+        (two, Shard(2), Shard(0), 2),
+        (two, Shard(3), Shard(1), 2),
+    ):
+        found, collectives = given.on(ONE, alike(given, [cut], [parameter]), [[cut]])
+        given.compare(found, given.alone(), exact=False)
+        assert collectives == all_reduces(number, ONE)
+
+
+@EACH_MESH
+@each(LAYER, ADD, GATED)
+@on_every_rank
+def test_cut_rows_beside_tensors_that_are_placed_otherwise(name, form):
+    """Weights may be replicated: they are cut for nothing, and their gradients are gathered."""
+    given = case(form, 4, 3, N)
+    expected, dims = given.alone(), mesh(name).ndim
+    rows = [Shard(2)] * dims
+    for other in (R, Shard(0), P):
+        placements = {n: [other] * dims for n in given.tensors if n not in ("input", *PARAMETERS)}
+        placements = alike(given, rows) | placements
+        found, _ = given.on(name, placements, [[other] * dims] * given.outputs)
+        given.compare(found, expected, exact=False)
+        assert found["output"].placements == found["input"].placements == tuple(rows)
+        assert found["weight"].placements == (R,) * dims
+
+
+class Sizes(TorchDispatchMode):
+    """The name of each collective, and how many bytes a rank puts into it."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented
+        name = function.__name__.split(".")[0]
+        if function.namespace == "_c10d_functional" and name[0] != "_" and "wait" not in name:
+            self.seen.append((name, arguments[0].numel() * arguments[0].itemsize))
+        return function(*arguments, **(named or {}))
+
+
+@each(RMS, LAYER, ADD, GATED)
+@on_every_rank
+def test_bytes_of_the_all_reduces(form):
+    given = case(form, 4, 3, 29, dtype=torch.bfloat16)
+    tensors = on_mesh(given, ONE, alike(given, [Shard(2)], [Shard(0)]))
+    leaves = {n: t.requires_grad_() for n, t in tensors.items()}
+    with Sizes() as forward:
+        outputs = call(form, leaves)
+    dys = [placed(dy, ONE, [Shard(2)]) for dy in incoming_of(given.tensors)]
+    with Sizes() as backward:
+        torch.autograd.backward(outputs, dys)
+    if mesh(ONE).size() > 1:
+        layer = "layer" in form.op
+        wanted = [("all_reduce", 4 * 12), ("all_reduce", 8 * 12)][: 1 + layer]
+        assert forward.seen == wanted, forward.seen
+        assert backward.seen == [("all_reduce", (8 if layer else 4) * 12)], backward.seen
+
+
+@EACH_MESH
+@on_every_rank
+def test_calls_that_differ_in_one_argument(name):
+    """DTensor's cache of rules tells norms, options and absent tensors apart."""
+    rows = [Shard(1)] * mesh(name).ndim
+    forms = [RMS, LAYER, ADD, GATED, FAMILY["add_layer_norm"], FAMILY["gated_layer_norm"]]
+    cases = [case(form, 7, 6, N) for form in (*forms, *reversed(forms))]
+    for given, drop in product(cases, ((), ("weight",), ("bias",), PARAMETERS)):
+        some = given._replace(tensors={n: t for n, t in given.tensors.items() if n not in drop})
+        for options in ({}, {"offset": 0.5}):
+            these = some._replace(options=options)
+            found, collectives = these.on(name, alike(these, rows), [rows] * these.outputs)
+            assert not collectives
+            these.compare(found, these.alone())
+
+
+@on_every_rank
+def test_only_what_is_asked_for():
+    class Masks(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, arguments=(), named=None):
+            if function is torch.ops.tilenorm.norm_backward.default:
+                masks.append(Backward.of(arguments).mask)
+            return function(*arguments, **(named or {}))
+
+    rows = [Shard(0)]
+    for form in (FAMILY["add_layer_norm"], GATED):
+        given = case(form, 4, 3, N)
+        for size in range(1, len(given.tensors) + 1):
+            for asked in combinations(given.tensors, size):
+                masks = []
+                with Masks():
+                    incoming = [rows] * given.outputs
+                    found, _ = given.on(ONE, alike(given, rows), incoming, asked=asked)
+                given.compare(found, given.alone(asked))
+                names = ("input", "residual", "gate", "weight", "bias")
+                # DTensor's call, and its call on the local tensors.
+                assert {tuple(m) for m in masks} == {tuple(n in asked for n in names)}
+
+
+@each(RMS, FAMILY["add_layer_norm"], GATED, FAMILY["gated_layer_norm, gate first"])
+@on_every_rank
+def test_only_what_is_asked_for_of_cut_rows(form):
+    """The gradient of a weight, or of a gate after the norm, needs no sum over a row."""
+    given = case(form, 4, 3, N)
+    placements, rows = alike(given, [Shard(2)], [Shard(0)]), [Shard(2)]
+    for asked in ([n] for n in given.tensors):
+        found, collectives = given.on(ONE, placements, [rows] * given.outputs, asked=asked)
+        given.compare(found, given.alone(asked), exact=False)
+        gate_alone = asked == ["gate"] and form.options.get("norm_before_gate", True)
+        through = asked[0] not in PARAMETERS and not gate_alone
+        wanted = (2 if "layer" in form.op else 1) + through
+        assert collectives == all_reduces(wanted, ONE), asked
+    if "residual" in given.tensors:  # the sum alone has a gradient
+        found, _ = given.on(ONE, placements, [None, rows], asked=["input", "residual"])
+        dy = [None, incoming_of(given.tensors)[1]]
+        assert torch.equal(found["input"].full_tensor(), given.alone(None, dy)["input"])
+
+
+@on_every_rank
+def test_a_partial_input_and_a_cut_residual_take_one_reduce_scatter():
+    given = case(ADD, 4, 6, N)
+    tensors = on_mesh(given, ONE, alike(given, [Shard(1)]) | {"input": [P]})
+    (y, total), collectives = counted(call, ADD, tensors)
+    assert y.placements == total.placements == (Shard(1),)
+    assert collectives == ({"reduce_scatter_tensor": 1} if mesh(ONE).size() > 1 else {})
+    for result, expected in zip((y, total), call(ADD, given.tensors), strict=True):
+        assert torch.equal(result.full_tensor(), expected)
+
+
+@EACH_MESH
+@each(LAYER, ADD, GATED, *JOINED.values())
+@on_every_rank
+def test_second_derivatives(name, form):
+    given = case(form, 4, 6, N, dtype=torch.float64)
+
+    def twice(tensors):
+        leaves = {n: t.detach().requires_grad_() for n, t in tensors.items()}
+        loss = sum(y.square().sum() for y in call(given.form, leaves))
+        first = torch.autograd.grad(loss, [*leaves.values()], create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in first), [*leaves.values()])
+
+    expected, dims = twice(given.tensors), mesh(name).ndim
+    for cut in (*(([p] * dims, [R]) for p in (R, Shard(0), Shard(1))), *CUTS[dims]):
+        found = twice(on_mesh(given, name, alike(given, *cut)))
+        for result, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(result.full_tensor(), other)
+
+
+@EACH_MESH
+@pytest.mark.parametrize("form", slow_but_first([RMS, LAYER]), ids=lambda form: form.op)
+@on_every_rank
+def test_several_terms_and_the_output(name, form):
+    """grad_output in several terms, and y written once more, of rows cut anywhere."""
+    given = case(form, 4, 6, N, dtype=torch.bfloat16, parameter=torch.float32)
+    x, weight = given.tensors["input"], given.tensors["weight"]
+    bias, how = given.tensors["bias"], (*Options(N, form.op[:-5]), EPS)
+    terms = [random(4, 6, N, dtype=x.dtype, device=device(), seed=20 + i) for i in range(4)]
+    op, backward = torch.ops.tilenorm.norm, torch.ops.tilenorm.norm_backward
+
+    def results(x, weight, bias, *terms):
+        y, _, mean, rstd = op(x, None, None, weight, bias, *how, True)
+        saved = (x, None, weight, bias, mean if "layer" in form.op else None, rstd)
+        mask = [True, False, False, True, True]
+        return backward(terms[0], None, *saved, *how, False, mask, None, *terms[1:], True), y
+
+    expected, _ = results(x, weight, bias, *terms)
+    cuts = [(p, p) for p in (R, Shard(0), Shard(1))] + [(Shard(0), Shard(1)), (R, Shard(0))]
+    dims = mesh(name).ndim
+    for rows, other in cuts:
+        on = [placed(t, name, [rows] * dims) for t in (x, *terms[:-1])]
+        last = placed(terms[-1], name, [other] * dims)
+        whole = [placed(t, name, [R] * dims) for t in (weight, bias)]
+        (found, y), collectives = counted(results, on[0], *whole, *on[1:], last)
+        if rows == other:
+            assert not collectives and found[0].placements == found[5].placements == y.placements
+        assert torch.equal(found[0].full_tensor(), expected[0])
+        assert torch.equal(found[5].full_tensor(), expected[5])
+        torch.testing.assert_close(found[3].full_tensor(), expected[3])
+
+
+@EACH_MESH
+@on_every_rank
+def test_the_op_itself_and_autocast(name):
+    """The op without its default argument, with it, and under autocast."""
+    x, w = random(4, 6, N, device=device()), random(N, device=device())
+    how, dims = (*Options(N, "layer"), EPS, True), mesh(name).ndim
+    given = (placed(x, name, [Shard(1)] * dims), placed(w, name, [R] * dims))
+    alone = torch.ops.tilenorm.norm(x, None, None, w, None, *how)
+    for last in ((), (None,), ("reference",)):
+        found = torch.ops.tilenorm.norm(given[0], None, None, given[1], None, *how, *last)
+        assert [t.placements[0] for t in found] == [Shard(1), R, Shard(1), Shard(1)]
+        assert torch.equal(found[0].full_tensor(), alone[0])
+        assert all(a.shape == b.shape for a, b in zip(found, alone, strict=True))
+    with torch.autocast(device(), dtype=torch.bfloat16):
+        expected = tilenorm.layer_norm(x.bfloat16(), (N,), w)
+        found = tilenorm.layer_norm(given[0].bfloat16(), (N,), given[1])
+        assert found.dtype == expected.dtype and torch.equal(found.full_tensor(), expected)
+
+
+@pytest.mark.parametrize("cut, vector", [(Shard(0), R), (Shard(2), Shard(0)), (R, R)], ids=str)
+@pytest.mark.parametrize("op", ["add_rms_norm", "add_layer_norm"])
+@on_every_rank
+def test_a_mask_and_a_layer_scale(op, cut, vector):
+    tensors = made(KINDS["both"], 4, 6, N, device=device())
+    at = {n: [vector if t.dim() == 1 else cut] for n, t in tensors.items()}
+    results = []
+    for given in (tensors, {n: placed(t, ONE, at[n]) for n, t in tensors.items()}):
+        leaves = {n: t.detach().requires_grad_(n != "dropout_mask") for n, t in given.items()}
+        y, total = call_of_branch(op, leaves)
+        asked = [t for t in leaves.values() if t.requires_grad]
+        grads = torch.autograd.grad((y * y).sum() + (total * total).sum(), asked)
+        results.append((y, total, *grads))
+    for whole, distributed in zip(*results, strict=True):
+        torch.testing.assert_close(distributed.full_tensor(), whole, rtol=1e-4, atol=1e-4)
+
+
+@on_every_rank
+def test_what_is_refused():
+    x, w = random(4, N, device=device()), random(N, device=device())
+    rows, cut, whole = (placed(x, ONE, [Shard(0)]), placed(x, ONE, [Shard(1)]), placed(w, ONE, [R]))
+    narrow = placed(x.bfloat16(), ONE, [Shard(1)])
+    tilenorm.rms_norm(x, (N,), w)
+    plain = r"got mixed torch\.Tensor and DTensor"
+    for context in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        for text, function, *given in (
+            (plain, tilenorm.rms_norm, rows, (N,), w),
+            (plain, tilenorm.rms_norm, x, (N,), whole),
+            ("'weight' takes a DTensor", tilenorm.rms_norm, cut, (N,), w),
+            ("'residual' takes a DTensor", tilenorm.add_rms_norm, cut, x, (N,)),
+            (r"'residual\[0\]' takes a DTensor", tilenorm.add_rms_norm, cut, (x, cut), (N,)),
+            (r"'residual\[0\]' takes the input's dtype .* are cut",)
+            + (tilenorm.add_rms_norm, narrow, (cut, cut), (N,)),
+        ):
+            with context(), pytest.raises(RuntimeError, match=text):
+                function(*given)
