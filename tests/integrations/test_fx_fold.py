@@ -10,7 +10,7 @@ from torch._higher_order_ops import triton_kernel_wrap
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tilenorm.integrations.fx import replace_norms
-from tilenorm.integrations.fx.fold import fold_sums
+from tilenorm.integrations.fx.gradients import fold_sums
 
 from ..ops.helpers import EPS, random
 from .graphs import ATEN, NORM_BACKWARD, argument, calls

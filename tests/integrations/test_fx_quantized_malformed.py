@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-from tilenorm.integrations.fx.calls import bind
-from tilenorm.integrations.fx.nodes import Left
+from tilenorm.integrations.fx.nodes import Left, bind
 from tilenorm.integrations.fx.quantized import quantize_norms
 
 from ..ops.helpers import EPS, random

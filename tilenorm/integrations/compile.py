@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 from ..ops.torch_private import inductor_captures, inductor_joint_pass
 from .fx import Folds, Report
 from .fx.nodes import Left
-from .fx.norms import Gradient, Norm, check_width, hidden_of, known
+from .fx.norms import Gradient, Norm, hidden_of, known
 from .fx.rewrite import check_where, replace_chosen
 from .joint import OPTION, joint_pass
 
@@ -194,7 +194,6 @@ class _ReplacingBackend:
                 raise Left("where() excludes it")
         elif self.is_inductor:
             x = known(norm.x)
-            check_width(x, norm.dims)
             if (count := hidden_of(x, norm.dims)) <= SMALL:
                 raise Left(f"Inductor fuses a norm of {count} elements with its neighbours")
             if x.is_cuda and not inductor_captures(self.backend.config):
