@@ -54,6 +54,7 @@ SAME_ARGUMENTS = {
     "type": "to",
 }
 ARITHMETIC = ("add", "sub", "mul", "div")  # torch.mul(2, x) is a call that PyTorch takes
+TAKE_SIZES = ("view", "reshape", "expand")  # methods that take sizes one by one too
 ADDS_IN_PLACE = ("add_", torch.ops.aten.add_.Scalar, torch.ops.aten.add_.Tensor)
 
 
@@ -222,29 +223,34 @@ def bind(node: Node) -> dict[str, Any]:
     of a type that the op does not take.
     """
     if isinstance(node.target, OpOverload):
-        return _fitted(node, node.target._schema, {}, wraps=True)
+        return _fitted(node, node.target._schema, {}, True, (node.args, node.kwargs))
     if node.target is silu:  # aten's op has no argument inplace
         args = _by_signature(node, silu)
         if args["inplace"] is not False:
             raise Left(f"{node.name}: argument 'inplace' of silu is {args['inplace']}, not False")
         return {"self": args["input"]}
-    name, operator = name_of(node), getattr(node.target, "__module__", None) == "_operator"
+    name, is_operator = name_of(node), getattr(node.target, "__module__", None) == "_operator"
+    given = node.args, node.kwargs
     if node.op == "call_method":
         name = node.target
         if not node.args or not isinstance(node.args[0], Node):
             raise Left(f"{node.name} calls a method of no tensor")
-    if operator and (node.kwargs or len(node.args) != 2):
+        source, *sizes = node.args
+        if name in TAKE_SIZES and sizes and not isinstance(sizes[0], tuple | list | torch.dtype):
+            given = (source, sizes), node.kwargs
+    if is_operator and (node.kwargs or len(node.args) != 2):
         raise Left(f"{node.name} calls an operator with other arguments than two operands")
     reasons = []
     for schema in _schemas(name):
         try:
-            return _fitted(node, schema, OTHER_NAMES, wraps=operator or name in ARITHMETIC)
+            wraps = is_operator or name in ARITHMETIC
+            return _fitted(node, schema, OTHER_NAMES, wraps, given)
         except Left as reason:
             reasons.append(reason)
     if len(reasons) == 1:
         raise reasons[0]
-    given = [*map(str, node.args), *(f"{name}={value}" for name, value in node.kwargs.items())]
-    raise Left(f"{node.name} calls {name} with ({', '.join(given)}), which it does not take")
+    passed = [*map(str, node.args), *(f"{name}={value}" for name, value in node.kwargs.items())]
+    raise Left(f"{node.name} calls {name} with ({', '.join(passed)}), which it does not take")
 
 
 def bind_norm(node: Node) -> dict[str, Any]:
@@ -272,7 +278,7 @@ def bind_norm(node: Node) -> dict[str, Any]:
         order, given["dim"] = 2, None
     args = {"self": first, "ord": 2 if order in (None, "fro") else order, "dim": given["dim"]}
     args |= {"keepdim": given.get("keepdim", True), "dtype": given.get("dtype")}
-    args = _fitted(node, schema, {}, wraps=False, given=((), args))
+    args = _fitted(node, schema, {}, False, ((), args))
     eps = given.get("eps", 0.0)
     if not _fits(eps, "float", None, False):
         raise Left(f"{node.name}: argument 'eps' takes float, got {eps}")
@@ -364,13 +370,13 @@ def _schemas(name: str) -> list:
 
 
 def _fitted(
-    node: Node, schema, other_names: dict[str, str], wraps: bool, given: tuple | None = None
+    node: Node, schema, other_names: dict[str, str], wraps: bool, given: tuple[tuple, dict]
 ) -> dict[str, Any]:
     """The arguments, if they fit one schema. wraps: whether a number may stand for a tensor.
 
-    given: positional arguments and keyword arguments that stand for those of the node.
+    given: the positional arguments and the keyword arguments.
     """
-    args, kwargs = (node.args, node.kwargs) if given is None else given
+    args, kwargs = given
     op, takes = schema.name, {argument.name: argument for argument in schema.arguments}
     positional = [name for name, argument in takes.items() if not argument.kwarg_only]
     if len(args) > len(positional):

@@ -44,7 +44,6 @@ from .nodes import (
     operands,
     operands_of,
     value_of,
-    values_of,
     written,
 )
 from .norms import check_contiguous, check_spec, known, same_sizes, trailing
@@ -329,30 +328,13 @@ def _before(node: object) -> Iterator[Node]:
 def _one_before(node: Node) -> Node | None:
     """The input of a node that changes neither a number nor the order of the numbers, or None."""
     if name_of(node) in VIEWS:
-        source, wider = _viewed(node), ()
+        source, wider = argument_of(node), ()
     else:
         source, wider = cast_input(node), WIDER
     if not isinstance(source, Node):
         return None
     dtypes = known(source).dtype, known(node).dtype
     return source if dtypes[0] == dtypes[1] or dtypes in wider else None
-
-
-def _viewed(node: Node) -> object:
-    """What a view reads. The methods view and reshape take sizes one by one too."""
-    sizes = node.args[1:]
-    one_by_one = node.target in ("view", "reshape") and not node.kwargs
-    if not one_by_one or not sizes or isinstance(sizes[0], tuple | list | torch.dtype):
-        return argument_of(node)
-    shape = known(node).shape
-    sizes = [values_of(n) if isinstance(n, Node) else n for n in sizes]
-    fit = len(sizes) == len(shape) and all(
-        isinstance(n, int | SymInt) and (same_sizes([n], [-1]) or same_sizes([n], [size]))
-        for n, size in zip(sizes, shape, strict=True)
-    )
-    if not fit:
-        raise Left(f"{node.name} has other sizes than it was traced with")
-    return node.args[0]
 
 
 def _same_numbers(node: Node) -> Node:

@@ -306,7 +306,7 @@ def item(reader: "Reader", node: Node) -> Term:
     source, index = node.args
     if name_of(source) not in ("var_mean", "std_mean"):
         new = isinstance(index, tuple) and all(i in (None, ..., slice(None)) for i in index)
-        return unsqueezed(reader, node) if new else NOTHING
+        return unsqueezed(reader, node, source) if new else NOTHING
     term = spread(reader, source)
     if term is NOTHING or not isinstance(values_of(source), tuple | list):
         return NOTHING
@@ -317,20 +317,22 @@ def item(reader: "Reader", node: Node) -> Term:
     return Term("mean", degree=1, parts=parts, inputs=term.inputs) if is_mean else NOTHING
 
 
-def unsqueezed(reader: "Reader", node: Node) -> Term:
-    """A row's number, with the dimensions of a row as ones."""
-    term = reader.term(node.args[0]) if node.args else NOTHING
+def unsqueezed(reader: "Reader", node: Node, source: Node | None = None) -> Term:
+    """A row's number, with the dimensions of a row as ones. source: what t[..., None] reads."""
+    source = argument_of(node) if source is None else source
+    term = reader.term(source)
     if not term.is_of_rows:
         return NOTHING
     leading = reader.rows[: -reader.dims]
-    before, after = known(node.args[0]).shape, known(node).shape
+    before, after = known(source).shape, known(node).shape
     return term if same_sizes(before, leading) and same_sizes(after, reader.rows) else NOTHING
 
 
 def expanded(reader: "Reader", node: Node) -> Term:
     """A row's number, once for each element of the row."""
-    term = reader.term(node.args[0]) if node.args else NOTHING
-    if not term.is_of_rows or not reader.fits_rows(node.args[0]):
+    source = argument_of(node)
+    term = reader.term(source)
+    if not term.is_of_rows or not reader.fits_rows(source):
         return NOTHING
     return term if same_sizes(known(node).shape, reader.value.shape) else NOTHING
 
