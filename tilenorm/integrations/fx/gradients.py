@@ -61,9 +61,8 @@ class Folds:
     """What the gradients of a graph have taken over, and what they have not.
 
     folded: (kind, node name) of each change of a gradient; the kinds are "2 terms" to "4 terms",
-    "sum" and "output", "2 multiplications" or more of accumulate_sums, and "rms_norm_quantized" for
-    example of quantize_norms. left: (node name, reason) of each addition, product, output or chain
-    that stays.
+    "sum" and "output", and "rms_norm_quantized" for example of quantize_norms. left: (node name,
+    reason) of each addition, output or chain that stays.
     """
 
     folded: tuple[tuple[str, str], ...] = ()
@@ -111,11 +110,12 @@ class Call:
 
     def results(self, place: int) -> list[Node]:
         """The nodes that read one result and that other nodes use."""
-        return [
-            user
-            for user in self.node.users
-            if item_of(user) == (self.node, place) and not is_idle(user) and user.users
-        ]
+        return [user for user in items(self.node, place) if not is_idle(user) and user.users]
+
+
+def items(node: Node, place: int) -> list[Node]:
+    """The nodes that read one result of a call."""
+    return [user for user in node.users if item_of(user) == (node, place)]
 
 
 def operands_of_sum(node: object, like: Tensor) -> tuple[Node, ...]:
@@ -131,8 +131,8 @@ def operands_of_sum(node: object, like: Tensor) -> tuple[Node, ...]:
 
 def before_detach(node: Node) -> Node:
     """The node before those that give the same tensor to autograd."""
-    while name_of(node) in DETACHES and isinstance(bind(node)["self"], Node):
-        node = bind(node)["self"]
+    while name_of(node) in DETACHES and isinstance(source := bind(node)["self"], Node):
+        node = source
     return node
 
 
@@ -271,7 +271,7 @@ def _output(call: Call, backward: set[Node]) -> str | None:
     if why := spec_of_tensors(of_values.tensors, of_values.options).output_refused:
         raise Left(f"its backward pass writes no y for {why}")
     later = _later(call, {reader for _, reader in reads})
-    values, y = values_of(call.node), known(_items(norm, 0)[0])
+    values, y = values_of(call.node), known(items(norm, 0)[0])
     if not isinstance(values, tuple | list) or len(values) != OUTPUT + 1:
         raise Left("its results are not those of the op")
     call.change(output=True)
@@ -282,7 +282,7 @@ def _output(call: Call, backward: set[Node]) -> str | None:
 
 def _reads(norm: Node, backward: set[Node]) -> Iterator[tuple[tuple[Node, ...], Node]]:
     """What the backward pass reads of y: y or a view of it, with the views on the way to it."""
-    stack = [(item,) for item in _items(norm, 0)]
+    stack = [(item,) for item in items(norm, 0)]
     while stack:
         path = stack.pop()
         for user in path[-1].users:
@@ -297,7 +297,7 @@ def _returned(norm: Node, backward: set[Node]) -> Node | None:
 
     Raises Left if the backward pass reads what is made of y: it is computed again from y.
     """
-    returned, seen, stack = None, set(), [(item, True) for item in _items(norm, 0)]
+    returned, seen, stack = None, set(), [(item, True) for item in items(norm, 0)]
     while stack:
         node, is_view = stack.pop()
         for user in node.users:
@@ -341,10 +341,6 @@ def _norm_of(call: Call) -> Node | None:
     else:
         same = isinstance(arguments["input"], Node) and before_detach(arguments["input"]) is x
     return norm if same and all(arguments[n] == call.arguments[n] for n in COMMON) else None
-
-
-def _items(node: Node, place: int) -> list[Node]:
-    return [user for user in node.users if item_of(user) == (node, place)]
 
 
 def _is_saved(node: Node) -> bool:
