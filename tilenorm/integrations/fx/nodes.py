@@ -225,26 +225,24 @@ def bind(node: Node) -> dict[str, Any]:
     if isinstance(node.target, OpOverload):
         return _fitted(node, node.target._schema, {}, True, (node.args, node.kwargs))
     if node.target is silu:  # aten's op has no argument inplace
-        args = _by_signature(node, silu)
-        if args["inplace"] is not False:
-            raise Left(f"{node.name}: argument 'inplace' of silu is {args['inplace']}, not False")
-        return {"self": args["input"]}
+        given = _by_signature(node, silu)
+        if given["inplace"] is not False:
+            raise Left(f"{node.name}: argument 'inplace' of silu is {given['inplace']}, not False")
+        return {"self": given["input"]}
     name, is_operator = name_of(node), getattr(node.target, "__module__", None) == "_operator"
-    given = node.args, node.kwargs
+    args = node.args
     if node.op == "call_method":
         name = node.target
-        if not node.args or not isinstance(node.args[0], Node):
+        if not args or not isinstance(args[0], Node):
             raise Left(f"{node.name} calls a method of no tensor")
-        source, *sizes = node.args
-        if name in TAKE_SIZES and sizes and not isinstance(sizes[0], tuple | list | torch.dtype):
-            given = (source, sizes), node.kwargs
-    if is_operator and (node.kwargs or len(node.args) != 2):
+        if name in TAKE_SIZES and len(args) > 1 and _is_size(args[1]):
+            args = (args[0], list(args[1:]))
+    if is_operator and (node.kwargs or len(args) != 2):
         raise Left(f"{node.name} calls an operator with other arguments than two operands")
-    reasons = []
+    wraps, reasons = is_operator or name in ARITHMETIC, []
     for schema in _schemas(name):
         try:
-            wraps = is_operator or name in ARITHMETIC
-            return _fitted(node, schema, OTHER_NAMES, wraps, given)
+            return _fitted(node, schema, OTHER_NAMES, wraps, (args, node.kwargs))
         except Left as reason:
             reasons.append(reason)
     if len(reasons) == 1:
