@@ -15,7 +15,7 @@ from ...ops.library import norm_backward_fake, norm_fake
 from ...ops.sharding import is_distributed
 from ...spec import Options
 from .nodes import VALUES, Left, erase, is_idle, key_of, operands_of, value_of, values_of, written
-from .norms import Gradient, Norm, hidden_of, same_sizes
+from .norms import Gradient, Norm, alike, hidden_of
 
 ATEN = torch.ops.aten
 OPS = torch.ops.tilenorm
@@ -86,13 +86,8 @@ def _saves(norm: Norm) -> bool:
 def _terms(norm: Norm) -> tuple[Node, Node] | None:
     """The two tensors whose sum is x, if the op can compute the sum at x's place in the graph."""
     terms = operands_of("add", norm.x)
-    values = [value_of(node) for node in (norm.x, *terms)]
-    if len(values) != 3 or any(v is None for v in values) or not values[0].is_contiguous():
-        return None
-    total, *added = values
-    if any((v.dim(), v.dtype, v.device) != (total.dim(), total.dtype, total.device) for v in added):
-        return None
-    if not all(same_sizes(v.shape, total.shape) for v in added):
+    total = value_of(norm.x)
+    if not terms or not total.is_contiguous() or not all(alike(value_of(t), total) for t in terms):
         return None
     late = any(p is not None and norm.x < p for p in (norm.weight, norm.bias))
     return None if late or written(norm.x, norm.at, norm.parts) else terms

@@ -38,7 +38,7 @@ from .nodes import (
     writes,
     written,
 )
-from .norms import known, same_sizes
+from .norms import alike, known
 
 NORM_BACKWARD = torch.ops.tilenorm.norm_backward.default
 TENSORS = tuple(a.name for a in NORM_BACKWARD._schema.arguments if "Tensor" in str(a.type))
@@ -124,9 +124,10 @@ def operands_of_sum(node: object, like: Tensor) -> tuple[Node, ...]:
         return ()
     first, second, alpha = bind(node).values()
     values = [value_of(n) for n in (node, first, second)]
-    if alpha != 1 or not all(v is not None and _is_as(v, like) for v in values):
+    if alpha != 1 or not all(alike(v, like) for v in values):
         return ()
-    return first, second
+    plain = all(_is_contiguous(v) and not is_distributed(v) for v in values)
+    return (first, second) if plain else ()
 
 
 def before_detach(node: Node) -> Node:
@@ -134,12 +135,6 @@ def before_detach(node: Node) -> Node:
     while name_of(node) in DETACHES and isinstance(source := bind(node)["self"], Node):
         node = source
     return node
-
-
-def _is_as(value: Tensor, like: Tensor) -> bool:
-    if (value.dtype, value.device) != (like.dtype, like.device) or is_distributed(value):
-        return False
-    return same_sizes(value.shape, like.shape) and _is_contiguous(value)
 
 
 def _is_contiguous(value: Tensor) -> bool:

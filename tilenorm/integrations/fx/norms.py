@@ -89,8 +89,7 @@ class Norm:
             else:
                 check_shape("statistic", output, statistic_shape(x, self.dims))
         if 0 in outputs:
-            check_dtype("output", outputs[0], x)
-            check_contiguous("output", outputs[0].permute(self.order))
+            check_layout("output", outputs[0].permute(self.order), x)
         check_tensors(x, self.gate, self.weight, self.bias, self.dims, self.options)
 
 
@@ -135,8 +134,7 @@ class Gradient:
             like = {0: self.x, 3: self.weight, 4: self.bias}[place]
             check_shape(f"gradient of {like}", output, known(like).shape)
         if 0 in outputs:
-            check_dtype("gradient", outputs[0], x)
-            check_contiguous("gradient", outputs[0])
+            check_layout("gradient", outputs[0], x)
         options = Options(hidden_of(x, self.dims), self.norm)
         check_tensors(x, None, self.weight, self.bias, self.dims, options)
 
@@ -149,10 +147,11 @@ def known(node: object) -> Tensor:
     return value
 
 
-def check_dtype(name: str, result: Tensor, x: Tensor) -> None:
-    """Raise Left if a result's dtype is not the input's. tilenorm's results have that dtype."""
+def check_layout(name: str, result: Tensor, x: Tensor) -> None:
+    """Raise Left if a result is not contiguous, or has another dtype than the input."""
     if result.dtype != x.dtype:
         raise Left(f"its {name} is {result.dtype}, its input {x.dtype}")
+    check_contiguous(name, result)
 
 
 def check_contiguous(name: str, result: Tensor) -> None:
@@ -213,6 +212,13 @@ def same_sizes(a: Sequence[int | SymInt], b: Sequence[int | SymInt]) -> bool:
     """Whether two lists of sizes are equal for all values of their symbols."""
     pairs = zip(a, b, strict=False)
     return len(a) == len(b) and all(statically_known_true(m == n) for m, n in pairs)
+
+
+def alike(value: Tensor | None, like: Tensor) -> bool:
+    """Whether a tensor has the dtype, the device and the shape of another one."""
+    if value is None or (value.dtype, value.device) != (like.dtype, like.device):
+        return False
+    return same_sizes(value.shape, like.shape)
 
 
 def parameter_fits(parameter: Tensor, x: Tensor, dims: int) -> bool:
