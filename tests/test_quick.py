@@ -24,8 +24,6 @@ from .quick import arch_of, directions_of, name_of, schedules_of, spec_of
 ALL_SLOW = {
     # 45 s of the C++ compiler. The quick run exports, saves, loads and runs the same modules.
     "tests/ops/test_export.py::test_aot_inductor_calls_the_op_of_the_process",
-    # 28 s of the C++ compiler. test_compile_folds has the same graphs without Inductor's code.
-    "tests/integrations/test_compile.py::test_training_is_deterministic_with_inductors_caches",
     # 20 s of the C++ compiler. test_compile_folds compares what the caches know code by.
     "tests/integrations/test_compile_folds.py::test_caches_hit_and_keep_what_was_folded",
     # 60 s of nine models. test_compile_folds has a transformer block.
