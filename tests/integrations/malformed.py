@@ -14,9 +14,9 @@ from torch.fx.node import map_aggregate
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.fx.proxy import GraphAppendingTracer
 
-from tilenorm.integrations.fx.nodes import Left, bind
+from tilenorm.integrations.fx.nodes import bind
 
-from ..ops.helpers import EPS, GATED, random
+from ..ops.helpers import EPS, random
 from . import chains
 from .graphs import ATEN, by_hand
 from .spellings import SPELLINGS, N
@@ -87,7 +87,7 @@ SOURCES = {
     "fused rms": Source(fused_rms, SHAPES, 2),
     "fused layer": Source(fused_layer, SHAPES, 2),
     **{
-        name: Source(function, SHAPES if form == GATED or form.other else SHAPES[:1] + SHAPES[2:])
+        name: Source(function, SHAPES if form.other else ((ROWS, N), (N,), (N,)))
         for name, (form, function, _) in SPELLINGS.items()
     },
 }
@@ -114,9 +114,8 @@ def graph_of(name: str) -> tuple[GraphModule, dict[str, Node]]:
         graph, given = nodes[0].graph, nodes[: len(source.shapes)]
         if traced:
             old = in_aten(source).graph
-            return graph.graph_copy(
-                old, dict(zip(old.find_nodes(op="placeholder"), given, strict=True))
-            )
+            inputs = zip(old.find_nodes(op="placeholder"), given, strict=True)
+            return graph.graph_copy(old, dict(inputs))
         tracer = GraphAppendingTracer(graph)
         proxies = [Proxy(node, tracer) for node in given]
         return map_aggregate(source.function(*proxies), lambda p: getattr(p, "node", p))
@@ -185,8 +184,6 @@ def accepts(graph_module: GraphModule, node: Node, inputs: list, odd: dict[str, 
         if isinstance(node.target, torch._ops.OpOverload):
             bind(node)
         FakeTensorProp(graph_module).propagate(*inputs)
-    except Left:
-        return False
     except Exception:
         return False
     finally:

@@ -112,12 +112,6 @@ def test_options_have_the_meaning_of_torch_compile(dynamo):
     )
     assert guard_counts
     assert options == {"guard_filter_fn": keep_all}
-    with pytest.raises(RuntimeError, match="Unexpected optimization option mine"):
-        tilenorm.compile(module, options={"mine": 1})
-    with pytest.raises(RuntimeError, match="Unrecognized mode=mine"):
-        tilenorm.compile(module, mode="mine")
-    with pytest.raises(TypeError, match="compile: argument 'where' takes a function of a node"):
-        tilenorm.compile(module, where="layer_norm")
 
 
 def test_user_defined_backend_receives_graph_and_options(dynamo):
@@ -135,6 +129,7 @@ def test_user_defined_backend_receives_graph_and_options(dynamo):
 
 @NEEDS_GPU
 def test_reduce_overhead_captures_cuda_graphs(dynamo):
+    pytest.importorskip("triton")
     module = model("cuda", torch.bfloat16)
     # The norms here are so small that compile leaves them to Inductor.
     run = tilenorm.compile(module, where=lambda node: True, mode="reduce-overhead", fullgraph=True)

@@ -206,14 +206,6 @@ def test_reason_for_a_norm_of_a_graph_that_dynamo_does_not_make(expected_reason)
     assert expected_reason in reason
 
 
-def test_wrong_argument_types_raise():
-    graph_module = symbolic_trace(lambda x: x)
-    with pytest.raises(TypeError, match="'graph_module' takes a GraphModule, got Linear"):
-        replace_norms(nn.Linear(2, 2))
-    with pytest.raises(TypeError, match="'where' takes a function of a node, got str"):
-        replace_norms(graph_module, where="layer_norm")
-
-
 def test_exception_in_where_reaches_the_caller(dynamo):
     def where(node):
         raise LookupError("mine")
