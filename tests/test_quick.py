@@ -24,8 +24,6 @@ from .quick import arch_of, directions_of, name_of, schedules_of, spec_of
 ALL_SLOW = {
     # 45 s of the C++ compiler. The quick run exports, saves, loads and runs the same modules.
     "tests/ops/test_export.py::test_aot_inductor_calls_the_op_of_the_process",
-    # 28 s of the C++ compiler. test_fx_training has the same graphs without Inductor.
-    "tests/integrations/test_compile.py::test_training_is_deterministic_with_inductors_caches",
     # 20 s of the C++ compiler. test_compile_folds compares what the caches know code by.
     "tests/integrations/test_compile_folds.py::test_caches_hit_and_keep_what_was_folded",
     # 60 s of nine models. test_compile_folds has a transformer block.
@@ -48,8 +46,6 @@ ALL_SLOW = {
     "tests/test_main.py::test_precompile_in_processes_fills_the_same_cache",
     # 5 s of the compiler in a new process. test_kernel has threads and a program in its place.
     "tests/launch/test_origin.py::test_threads_that_launch_at_once_compile_once_for_each_architecture",
-    # 30 s of graphs with one malformed call. test_drawn_malformed_calls draws fewer of the same.
-    "tests/integrations/test_fx_malformed.py::test_many_drawn_malformed_calls",
     # 60 s of compiled code, run by instructions. The quick run has the specs that once failed.
     "tests/machine/test_machine.py::test_drawn_rows_have_the_same_bits_in_every_place_and_variant",
     # 40 s of compiled code. test_terms compares the same bits in the interpreter.

@@ -15,9 +15,9 @@ def most(dtype):
     return torch.finfo(dtype).max
 
 
-def factor_of(y, dim=-1, dtype=E4M3):
-    peak = torch.amax(torch.abs(y), dim=dim, keepdim=True).to(F64)
-    return (most(dtype) / torch.clamp(peak, min=1e-12)).to(F32)
+def factor_of(y, dim=-1, dtype=E4M3, eps=1e-12, limit=None, wide=F64):
+    peak = torch.amax(torch.abs(y), dim=dim, keepdim=True).to(wide)
+    return ((limit or most(dtype)) / torch.clamp(peak, min=eps)).to(F32)
 
 
 def power_of_2(factor):
@@ -127,57 +127,14 @@ def keeps_factor(y, s):
     return coded(y, factor := factor_of(y)), factor
 
 
-def in_float32(y, s):
-    factor = 448.0 / y.abs().amax(-1, keepdim=True).float().clamp(min=1e-12)
-    return coded(y, factor), factor.reciprocal()
-
-
-def another_eps(y, s):
-    factor = (448.0 / y.abs().amax(-1, keepdim=True).double().clamp(min=1e-4)).float()
-    return (coded(y, factor),)
-
-
-def another_most(y, s):
-    factor = (240.0 / y.abs().amax(-1, keepdim=True).double().clamp(min=1e-12)).float()
-    return (coded(y, factor),)
-
-
-def unclamped(y, s):
-    return ((y.float() * factor_of(y)).to(E4M3),)
-
-
 def groups_of_64(y, s):
     groups = y.view(-1, 64)
     return (coded(groups, factor_of(groups)),)
 
 
-def columns(y, s):
-    return (coded(y, factor_of(y, 0)),)
-
-
-def of_another_tensor(y, s):
-    return (coded(y, factor_of(y * 2)),)
-
-
-def quotient(y, s):
-    return ((y.float() / s).clamp(-448.0, 448.0).to(E4M3),)
-
-
-def given_factor(y, s):
-    return (coded(y, s),)
-
-
 def scale_of_y(y, s):
     scale = y.float().abs().amax().view(1) / 448.0
     return (coded(y, 1.0 / scale),)
-
-
-def in_16_bits(y, s):
-    return ((y * s.to(y.dtype)).clamp(-448.0, 448.0).to(E4M3),)
-
-
-def a_cast_alone(y, s):
-    return (y.to(E4M3),)
 
 
 def written_before(y, s):
@@ -186,19 +143,32 @@ def written_before(y, s):
     return (coded(y, factor),)
 
 
+# Chains that no op computes, with the reason.
 LEFT = {
-    keeps_factor: "uses its factor",
-    in_float32: "float32",
-    another_eps: "is not clamped to at least 1e-12",
-    another_most: "is not 448 divided by",
-    unclamped: "not clamped to ±448",
-    groups_of_64: "its groups have 64 elements",
-    columns: "does not reduce the last dimensions",
-    of_another_tensor: "its factor is made of",
-    quotient: "divides by its scale",
-    given_factor: "is given; the op takes 1 / factor",
-    scale_of_y: "is computed after the norm",
-    in_16_bits: "not float32",
-    a_cast_alone: "is no product",
-    written_before: "may write to a tensor",
+    "keeps its factor": (keeps_factor, "uses its factor"),
+    "in float32": (lambda y, s: (coded(y, factor_of(y, wide=F32)),), "float32"),
+    "another eps": (
+        lambda y, s: (coded(y, factor_of(y, eps=1e-4)),),
+        "is not clamped to at least 1e-12",
+    ),
+    "another limit": (
+        lambda y, s: (coded(y, factor_of(y, limit=240.0)),),
+        "is not 448 divided by",
+    ),
+    "unclamped": (lambda y, s: ((y.float() * factor_of(y)).to(E4M3),), "not clamped to ±448"),
+    "groups of 64": (groups_of_64, "its groups have 64 elements"),
+    "columns": (lambda y, s: (coded(y, factor_of(y, 0)),), "does not reduce the last dimensions"),
+    "of another tensor": (lambda y, s: (coded(y, factor_of(y * 2)),), "its factor is made of"),
+    "quotient": (
+        lambda y, s: ((y.float() / s).clamp(-448.0, 448.0).to(E4M3),),
+        "divides by its scale",
+    ),
+    "given factor": (lambda y, s: (coded(y, s),), "is given; the op takes 1 / factor"),
+    "scale of y": (scale_of_y, "is computed after the norm"),
+    "in 16 bits": (
+        lambda y, s: ((y * s.to(y.dtype)).clamp(-448.0, 448.0).to(E4M3),),
+        "not float32",
+    ),
+    "a cast alone": (lambda y, s: (y.to(E4M3),), "is no product"),
+    "written before": (written_before, "may write to a tensor"),
 }

@@ -49,6 +49,8 @@ RMSES = {
     "/ sqrt": lambda x: x / (squares(x) + EPS).sqrt(),
     "** -0.5": lambda x: x * (squares(x) + EPS) ** -0.5,
     "true_divide": lambda x: torch.multiply(x, torch.true_divide(1, torch.sqrt(squares(x) + EPS))),
+    "methods": lambda x: x * x.square().mean((-1,), True).add(EPS).rsqrt(),
+    "power": lambda x: (x.pow(2).mean(-1, True) + EPS).pow(-0.5) * x,
     "unsqueeze": lambda x: x * torch.rsqrt(x.square().mean(-1) + EPS).unsqueeze(-1),
     "None": lambda x: x * torch.rsqrt(x.square().mean(-1) + EPS)[..., None],
     "norm": lambda x: x * (x.norm(dim=-1, keepdim=True) ** 2 / N + EPS).rsqrt(),
@@ -69,6 +71,7 @@ AROUND = {
         LAYER,
         lambda x, w, b: w * (x - mean(x)) / (x.var(-1, False, True) + EPS).sqrt() + b,
     ),
+    "torch.rms_norm": (RMS, lambda x, w, b: torch.rms_norm(x, (N,), weight=w, eps=EPS) + b),
     "F.rms_norm * w": (RMS, lambda x, w, b: w * F.rms_norm(x, (N,), eps=EPS) + b),
     "F.layer_norm * w + b": (LAYER, lambda x, w, b: b + F.layer_norm(x, (N,), eps=EPS) * w),
     "silu": (GATED, lambda x, z, w, b: (F.rms_norm(x, (N,), w, EPS) + b) * F.silu(z)),
@@ -104,6 +107,9 @@ SPELLINGS = {
         for name, f in LENGTHS.items()
     },
     **{name: Spelling(form, function) for name, (form, function) in AROUND.items()},
+    "F.rms_norm without eps": Spelling(
+        RMS, lambda x, w, b: F.rms_norm(x, (N,), w) + b, torch.finfo(torch.float32).eps
+    ),
 }
 
 

@@ -1,20 +1,17 @@
 """tilenorm.compile: forward, backward, caches, options of torch.compile, and CUDA graphs."""
 
 import importlib.util
-import shutil
 
 import pytest
 import torch
 from torch import nn
-from torch._inductor.utils import fresh_cache
 
 import tilenorm
 
 from ..ops.helpers import EACH_DEVICE, EPS, NEEDS_GPU, random
 from .graphs import HuggingFaceNorm, argument, calls
 
-N, ROWS, STEPS = 64, 6, 3
-INDUCTOR = {"cpu": shutil.which("g++"), "cuda": importlib.util.find_spec("triton")}
+N, ROWS = 64, 6
 
 
 class Model(nn.Module):
@@ -29,23 +26,9 @@ class Model(nn.Module):
         return self.after(x + self.down(torch.relu(self.up(self.before(x)))))
 
 
-def every(node) -> bool:
-    """For `where`: the norms here are so small that compile leaves them to Inductor."""
-    return True
-
-
 def model(device, dtype=torch.float32) -> Model:
     torch.manual_seed(0)
     return Model().to(device, dtype)
-
-
-@pytest.fixture
-def inductor(request, dynamo):
-    """Inductor with empty caches; skips the test if Inductor's compiler is missing."""
-    if not INDUCTOR[request.node.callspec.params["device"]]:
-        pytest.skip("Inductor needs g++ on the CPU and Triton on CUDA")
-    with fresh_cache():
-        yield
 
 
 @pytest.fixture
@@ -61,45 +44,6 @@ def graphs(monkeypatch):
 
     monkeypatch.setattr(module, "replace_chosen", spy)
     return graph_modules
-
-
-def train(module, run):
-    """Run STEPS steps of AdamW; the losses, the last step's gradients and the final weights."""
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
-    device, dtype = module.up.weight.device, module.up.weight.dtype
-    losses = []
-    for step in range(STEPS):
-        x = random(2, ROWS, N, device=device, dtype=dtype, seed=step)
-        optimizer.zero_grad()
-        loss = (run(x) - x.roll(1, -1)).float().square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-    return [torch.stack(losses), *(p.grad for p in module.parameters()), *module.parameters()]
-
-
-@pytest.mark.slow
-@EACH_DEVICE
-def test_training_is_deterministic_with_inductors_caches(device, inductor, gradients_made):
-    """The third run uses the graphs that the second run cached, not the first run's graphs."""
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    results = []
-    for where in (lambda node: False, every, every):
-        torch._dynamo.reset()
-        gradients_made.clear()
-        module = model(device, dtype)
-        results.append(train(module, tilenorm.compile(module, where=where, fullgraph=True)))
-        assert len(gradients_made) == (2 * STEPS if where is every else 0)
-    not_replaced, first, second = results
-    assert all(map(torch.equal, first, second))
-    counters = torch._dynamo.utils.counters
-    hits = counters["aot_autograd"]["autograd_cache_hit"], counters["inductor"]["fxgraph_cache_hit"]
-    assert any(hits)
-    assert not counters["graph_break"]
-    module = model(device, dtype)
-    eager = train(module, module)
-    for losses in (not_replaced[0], first[0]):
-        torch.testing.assert_close(losses, eager[0], rtol=16 * torch.finfo(dtype).eps, atol=0)
 
 
 @EACH_DEVICE
@@ -143,13 +87,6 @@ def test_statistics_are_saved_only_if_a_gradient_is_needed(grad, graphs, dynamo)
     assert [argument(node, "save") for node in calls(graphs[0])] == [grad] * 2
 
 
-def test_second_compile_call_reuses_the_first(graphs, dynamo):
-    module, x = model("cpu"), random(ROWS, N)
-    for _ in range(2):
-        tilenorm.compile(module, backend="eager")(x)
-    assert len(graphs) == 1
-
-
 def test_where_selects_norms(graphs, dynamo):
     @tilenorm.compile(where=lambda node: "layer_norm" in node.name, backend="eager")
     def function(x):
@@ -157,6 +94,7 @@ def test_where_selects_norms(graphs, dynamo):
 
     function(random(ROWS, N))
     assert [kind(node) for node in calls(graphs[0])] == ["layer"]
+    assert [kind for kind, _ in function.tilenorm_report.replaced] == ["layer_norm"]
 
 
 def test_options_have_the_meaning_of_torch_compile(dynamo):
@@ -174,12 +112,6 @@ def test_options_have_the_meaning_of_torch_compile(dynamo):
     )
     assert guard_counts
     assert options == {"guard_filter_fn": keep_all}
-    with pytest.raises(RuntimeError, match="Unexpected optimization option mine"):
-        tilenorm.compile(module, options={"mine": 1})
-    with pytest.raises(RuntimeError, match="Unrecognized mode=mine"):
-        tilenorm.compile(module, mode="mine")
-    with pytest.raises(TypeError, match="compile: argument 'where' takes a function of a node"):
-        tilenorm.compile(module, where="layer_norm")
 
 
 def test_user_defined_backend_receives_graph_and_options(dynamo):
@@ -196,12 +128,13 @@ def test_user_defined_backend_receives_graph_and_options(dynamo):
 
 
 @NEEDS_GPU
-@pytest.mark.parametrize("device", ["cuda"])
-def test_reduce_overhead_captures_cuda_graphs(device, inductor):
-    module = model(device, torch.bfloat16)
-    run = tilenorm.compile(module, where=every, mode="reduce-overhead", fullgraph=True)
+def test_reduce_overhead_captures_cuda_graphs(dynamo):
+    pytest.importorskip("triton")
+    module = model("cuda", torch.bfloat16)
+    # The norms here are so small that compile leaves them to Inductor.
+    run = tilenorm.compile(module, where=lambda node: True, mode="reduce-overhead", fullgraph=True)
     for step in range(4):
-        x = random(2, ROWS, N, device=device, dtype=torch.bfloat16, seed=step)
+        x = random(2, ROWS, N, device="cuda", dtype=torch.bfloat16, seed=step)
         torch.compiler.cudagraph_mark_step_begin()
         y = run(x)
         loss = (y.float() * x.float()).sum()
@@ -230,15 +163,6 @@ def test_the_report_tells_what_was_replaced_and_what_was_left(dynamo):
     assert not hasattr(module, "tilenorm_report")
     torch.compiler.reset()
     assert not report.graphs
-
-
-def test_a_decorated_function_has_a_report(dynamo):
-    @tilenorm.compile(backend="eager")
-    def function(x):
-        return torch.nn.functional.rms_norm(x, (N,))
-
-    function(random(2, N))
-    assert [kind for kind, _ in function.tilenorm_report.replaced] == ["rms_norm"]
 
 
 def test_layers_compiled_alone_share_their_code(dynamo):

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.fx import Graph, GraphModule, symbolic_trace
+from torch.fx import symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
@@ -42,6 +42,9 @@ def rms_norm_in_operations(x, weight):
 def test_replaces_every_norm_and_no_other_node(tracer, dynamo):
     module, x = Block(), random(3, N)
     excluded = tracer(module, x, where=lambda node: False)
+    assert [reason for _, reason in excluded.report.left] == ["where() excludes it"] * 3
+    assert not excluded.report.replaced and NORM not in targets(excluded.graph_module)
+    assert torch.equal(excluded.run(x)[0], module(x)[0])
     dynamo.reset()
     replaced = tracer(module, x)
     kinds = [kind for kind, _ in replaced.report.replaced]
@@ -56,16 +59,6 @@ def test_replaces_every_norm_and_no_other_node(tracer, dynamo):
         torch.testing.assert_close(got, expected)
 
 
-@pytest.mark.parametrize("tracer", [by_dynamo, by_export, by_make_fx])
-def test_where_that_excludes_every_norm(tracer, dynamo):
-    module, x = Block(), random(3, N)
-    replaced = tracer(module, x, where=lambda node: False)
-    assert not replaced.report.replaced
-    assert [reason for _, reason in replaced.report.left] == ["where() excludes it"] * 3
-    assert NORM not in targets(replaced.graph_module)
-    assert torch.equal(replaced.run(x)[0], module(x)[0])
-
-
 def test_where_is_called_once_for_each_norm(dynamo):
     names = []
     replaced = by_dynamo(
@@ -73,25 +66,17 @@ def test_where_is_called_once_for_each_norm(dynamo):
     )
     assert replaced.report.replaced == (("layer_norm", names[1]),)
     assert [name for name, _ in replaced.report.left] == [names[0], names[2]]
+    first, *rest = str(replaced.report).splitlines()
+    assert first == "1 norms replaced, 2 not replaced" and len(rest) == 3
 
 
-def test_empty_graph():
-    graph = Graph()
-    graph.output(())
-    graph_module = GraphModule({}, graph)
-    code = graph_module.code
-    report = replace_norms(graph_module)
-    assert report.replaced == report.left == ()
-    assert graph_module.code == code
-
-
-def test_graph_without_norms_is_not_recompiled():
-    graph_module = make_fx(lambda x: torch.rsqrt(x.square().mean(0) + 1) @ x.t())(random(3, N))
+@pytest.mark.parametrize("function", [lambda x: (), lambda x: torch.rsqrt(x.square().mean(0) + 1)])
+def test_graph_without_norms_is_not_recompiled(function):
+    graph_module = make_fx(function)(random(3, N))
     code, forward = graph_module.code, graph_module.forward
     report = replace_norms(graph_module)
     assert report.replaced == report.left == ()
-    assert graph_module.code == code
-    assert graph_module.forward == forward
+    assert (graph_module.code, graph_module.forward) == (code, forward)
 
 
 @pytest.mark.parametrize(
@@ -193,48 +178,32 @@ def test_report_gives_the_reason_for_a_norm_that_is_not_replaced(name, dynamo):
     assert f"{node} is not replaced: {reason}" in str(replaced.report)
 
 
-def test_symbolic_width_is_not_replaced(dynamo):
-    graph_module = make_fx(rms_norm_in_operations, tracing_mode="symbolic")(random(3, N), random(N))
-    ((_, reason),) = replace_norms(graph_module).left
-    assert "is symbolic" in reason
+def symbolic_width():
+    return make_fx(rms_norm_in_operations, tracing_mode="symbolic")(random(3, N), random(N))
 
 
-def test_node_without_metadata_is_not_replaced():
-    graph_module = symbolic_trace(lambda x: F.layer_norm(x, (N,)))
-    ((_, reason),) = replace_norms(graph_module).left
-    assert "no shape and dtype in its metadata" in reason
+def whole_tuple():
+    op = ATEN.native_layer_norm.default
+    return by_hand(lambda call, x: call(op, x, [N], None, None, EPS), random(3, N))
 
 
-def test_user_of_the_whole_result_tuple_prevents_replacement():
-    graph_module = by_hand(
-        lambda call, x: call(ATEN.native_layer_norm.default, x, [N], None, None, EPS), random(3, N)
-    )
-    ((_, reason),) = replace_norms(graph_module).left
-    assert "uses the tuple of its results" in reason
-
-
-def test_unsupported_device_is_not_replaced():
+def without_storage():
     with torch.device("meta"):
-        graph_module = by_hand(
-            lambda call, x: call(ATEN.layer_norm.default, x, [N]), torch.empty(3, N)
-        )
-    ((_, reason),) = replace_norms(graph_module).left
-    assert reason == "its input is on meta"
+        return by_hand(lambda call, x: call(ATEN.layer_norm.default, x, [N]), torch.empty(3, N))
 
 
-def test_report_as_text(dynamo):
-    replaced = by_dynamo(Block(), random(3, N), where=lambda node: "layer" not in node.name)
-    first, *rest = str(replaced.report).splitlines()
-    assert first == "2 norms replaced, 1 not replaced"
-    assert len(rest) == 3
+GRAPHS = {
+    "is symbolic": symbolic_width,
+    "no shape and dtype in its metadata": lambda: symbolic_trace(lambda x: F.layer_norm(x, (N,))),
+    "uses the tuple of its results": whole_tuple,
+    "its input is on meta": without_storage,
+}
 
 
-def test_wrong_argument_types_raise():
-    graph_module = symbolic_trace(lambda x: x)
-    with pytest.raises(TypeError, match="'graph_module' takes a GraphModule, got Linear"):
-        replace_norms(nn.Linear(2, 2))
-    with pytest.raises(TypeError, match="'where' takes a function of a node, got str"):
-        replace_norms(graph_module, where="layer_norm")
+@pytest.mark.parametrize("expected_reason", GRAPHS)
+def test_reason_for_a_norm_of_a_graph_that_dynamo_does_not_make(expected_reason):
+    ((_, reason),) = replace_norms(GRAPHS[expected_reason]()).left
+    assert expected_reason in reason
 
 
 def test_exception_in_where_reaches_the_caller(dynamo):

@@ -58,40 +58,70 @@ def test_the_op_rounds_where_the_model_does(name):
     torch.testing.assert_close(replaced.run(*tensors), function(*tensors), rtol=0, atol=0)
 
 
-def test_bits_are_kept_for_drawn_casts():
+# The product of x̂ in float32, an x in bfloat16 and a weight; the weight's dtype; and the weight,
+# the offset and the rounding of the op.
+WEIGHTS = {
+    "the output is float32": (lambda y, w: w * y.bfloat16(), F32, False, 0.0, "late"),
+    "cast after the product": (lambda y, w: (w * y.bfloat16()).bfloat16(), F32, True, 0.0, "early"),
+    "1 + w in 16 bits": (lambda y, w: (y * (1 + w)).bfloat16(), BF16, True, 0.0, "late"),
+    "1 + w in float32": (lambda y, w: (y * (1 + w.float())).bfloat16(), BF16, True, 1.0, "late"),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_weights_that_belong_to_the_op(name):
+    finish, dtype, has_weight, offset, rounding = WEIGHTS[name]
+
+    def function(x, w):
+        return finish(RMSES["** -0.5"](x.float()), w)
+
+    tensors = random(3, N, dtype=BF16), random(N, dtype=dtype, seed=1) / 64
+    replaced = by_make_fx(module_of(function), *tensors)
+    (call,) = calls(replaced.graph_module)
+    assert (argument(call, "weight") is not None) == has_weight
+    assert (argument(call, "offset"), argument(call, "rounding")) == (offset, rounding)
+    torch.testing.assert_close(replaced.run(*tensors), function(*tensors), rtol=0, atol=0)
+
+
+ORDER = ("x_hat", "weight", "bias", "gate")
+FACTORS = {"w": lambda w: w, "1 + w": lambda w: 1 + w, "1 + w.float()": lambda w: 1.0 + w.float()}
+CASTS = {
+    "to": lambda y, x, w: y.to(x.dtype),
+    "type_as": lambda y, x, w: y.type_as(x),
+    "to the weight's": lambda y, x, w: y.to(w.dtype),
+    "and back": lambda y, x, w: y.to(x.dtype).float(),
+}
+
+
+@pytest.mark.parametrize("examples", [60, pytest.param(600, marks=pytest.mark.slow)])
+def test_bits_are_kept_for_drawn_casts(examples):
     """What a drawn expression does to x̂, a stage after the other, with a cast after some."""
     choose = draw.Random(7)
     kinds = set()
-    for _ in range(30):
+    for _ in range(examples):
         dtype = choose.choice([BF16, F16, F32])
-        weight, bias = (choose.choice([dtype, F32]) for _ in range(2))
+        weight, bias = (choose.choice([dtype, F32, BF16]) for _ in range(2))
         steps = {"weight", "bias", "gate", "x_hat"} - set(choose.choices(["weight", "bias", "-"]))
-        cast = {step for step in ("x_hat", "weight", "bias") if choose.random() < 0.4}
-        gate = choose.choice([torch.sigmoid, silu, F.silu])
+        casts = {s: choose.choice(list(CASTS)) for s in ORDER if choose.random() < 0.5}
+        factor, gate = choose.choice(list(FACTORS)), choose.choice([torch.sigmoid, silu, F.silu])
 
-        def function(x, z, w, b, steps=steps, cast=cast, gate=gate):
+        def function(x, z, w, b, steps=steps, casts=casts, factor=factor, gate=gate):
             y = RMSES["sum / n"](x.float())
-            stages = {"x_hat": y, "weight": w, "bias": b, "gate": gate(z)}
-            for step, other in stages.items():
-                if step in ("weight", "gate") and step in steps:
-                    y = y * other
-                if step == "bias" and step in steps:
-                    y = y + other
-                y = y.to(x.dtype) if step in cast else y
-            return y.to(x.dtype)
+            others = {"weight": FACTORS[factor](w), "bias": b, "gate": gate(z)}
+            for stage in ORDER:
+                if stage in others and stage in steps:
+                    y = y + b if stage == "bias" else y * others[stage]
+                y = CASTS[casts[stage]](y, x, w) if stage in casts else y
+            return y
 
         x, z = random(3, N, dtype=dtype), random(3, N, dtype=dtype, seed=1)
         tensors = x, z, random(N, dtype=weight, seed=2), random(N, dtype=bias, seed=3)
         replaced = by_make_fx(module_of(function), *tensors)
+        assert len(replaced.report.replaced) + len(replaced.report.left) == 1
         kinds.update(kind for kind, _ in replaced.report.replaced)
-        label = f"{dtype}, weight {weight}, bias {bias}, {steps}, cast after {cast}, {gate}"
-        torch.testing.assert_close(
-            replaced.run(*tensors),
-            function(*tensors),
-            rtol=0,
-            atol=0,
-            msg=lambda m, label=label: f"{label}: {m}",
-        )
+        label = f"{dtype}, {factor} {weight}, bias {bias}, {steps}, casts {casts}, {gate}"
+        got, expected = replaced.run(*tensors), function(*tensors)
+        assert got.dtype == expected.dtype and torch.equal(got, expected), label
     assert kinds == {"rms_norm", "gated_rms_norm"}
 
 

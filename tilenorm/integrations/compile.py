@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 from ..ops.torch_private import inductor_captures, inductor_joint_pass
 from .fx import Folds, Report
 from .fx.nodes import Left
-from .fx.norms import Gradient, Norm, check_width, hidden_of, known
+from .fx.norms import Gradient, Norm, hidden_of, known
 from .fx.rewrite import check_where, replace_chosen
 from .joint import OPTION, joint_pass
 
@@ -167,12 +167,6 @@ class CompileReport:
         return "\n".join(lines + [f"no sum is folded: {why}" for why in [self.not_folding] if why])
 
 
-def check_work(rows: int | torch.SymInt, hidden: int) -> None:
-    """Raise Left where so few rows are known to come that the host would be the slower one."""
-    if isinstance(rows, int) and rows * hidden**2 < LEAST_WORK:
-        raise Left(f"a step with norms of {rows} rows of {hidden} waits for the host")
-
-
 @dataclass(frozen=True)
 class _ReplacingBackend:
     """A torch.compile backend that replaces norms and then calls another backend."""
@@ -194,11 +188,12 @@ class _ReplacingBackend:
                 raise Left("where() excludes it")
         elif self.is_inductor:
             x = known(norm.x)
-            check_width(x, norm.dims)
             if (count := hidden_of(x, norm.dims)) <= SMALL:
                 raise Left(f"Inductor fuses a norm of {count} elements with its neighbours")
-            if x.is_cuda and not inductor_captures(self.backend.config):
-                check_work(x.numel() // count, count)
+            rows = x.numel() // count
+            few = isinstance(rows, int) and rows * count**2 < LEAST_WORK
+            if few and x.is_cuda and not inductor_captures(self.backend.config):
+                raise Left(f"a step with norms of {rows} rows of {count} waits for the host")
 
     def _folding(self) -> Callable:
         """The other backend; if it is Inductor, with a pass more in its configuration."""

@@ -13,8 +13,7 @@ from typing import Any
 from torch.fx import Graph
 
 from ..ops.torch_private import inductor_joint_pass
-from .fx import fold
-from .fx.fold import Folds, fold_sums
+from .fx.gradients import Folds, fold_sums
 from .fx.quantized import quantize_norms
 
 OPTION = "joint_custom_post_pass"
@@ -65,6 +64,7 @@ def _pass_class() -> type | None:
 @cache
 def _version() -> str:
     """A hash of the sources of this file and of the FX passes."""
-    folder = Path(fold.__file__).parent
-    sources = [path.read_bytes() for path in (Path(__file__), *sorted(folder.glob("*.py")))]
+    folder = Path(__file__).parent
+    paths = (Path(__file__), *sorted((folder / "fx").glob("*.py")))
+    sources = [path.read_bytes() for path in paths]
     return hashlib.sha256(b"".join(sources)).hexdigest()

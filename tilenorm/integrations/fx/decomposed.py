@@ -10,12 +10,22 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
-from .calls import before_exact_casts, bind, bind_norm, casts_between, operands
-from .nodes import Left, constant_of, is_idle, name_of, value_of
+from .nodes import (
+    Left,
+    argument_of,
+    before_exact_casts,
+    bind,
+    bind_norm,
+    casts_between,
+    constant_of,
+    is_idle,
+    name_of,
+    operands_of,
+    users_of,
+    value_of,
+)
 from .norms import Norm, known, trailing
-from .reader import Reader
-from .reductions import SPREADS
-from .term import Term, is_one
+from .term import NOTHING, SPREADS, Reader, Term, is_one
 
 LENGTHS = ("norm", "linalg_norm", "linalg_vector_norm", "normalize")
 
@@ -68,8 +78,7 @@ def _readers(node: Node) -> Iterator[Reader]:
         reduction, name = node.args[0], name_of(node.args[0])
         name = name if name in ("var_mean", "std_mean") else None
     if name in ("mean", "sum"):
-        args = bind(node)
-        source = _squared(next(iter(args.values())))
+        args, source = bind(node), _squared(argument_of(node))
     elif name in SPREADS and (reduction is not node) == name.endswith("_mean"):
         args = bind(reduction)
         source = args["self"]
@@ -81,7 +90,7 @@ def _readers(node: Node) -> Iterator[Reader]:
     if not isinstance(source, Node) or args.get("dim") is None:
         return
     if dims := trailing(known(source), args["dim"]):
-        pair = operands(source) if name_of(source) == "sub" else ()
+        pair = operands_of("sub", source)
         if pair and isinstance(pair[0], Node):
             yield Reader(pair[0], True, dims)
         yield Reader(source, name in SPREADS, dims)
@@ -91,11 +100,11 @@ def _squared(node: object) -> object:
     """x if the node computes x², else None."""
     name = name_of(node) if isinstance(node, Node) else None
     if name == "square":
-        return next(iter(bind(node).values()))
+        return argument_of(node)
     if name == "pow":
         source, exponent = bind(node).values()
         return source if constant_of(exponent) == 2 else None
-    pair = operands(node) if name == "mul" else ()
+    pair = operands_of("mul", node)
     return pair[0] if pair and pair[0] is pair[1] else None
 
 
@@ -107,7 +116,7 @@ def _longest(reader: Reader, node: Node | None, found: Norm | None = None) -> No
     why = None
     while node is not None:
         term = reader.term(node)
-        if term is not None and term.is_normalized:
+        if term.is_normalized:
             try:
                 found = _norm(reader, node, term)
             except Left as reason:
@@ -120,11 +129,11 @@ def _longest(reader: Reader, node: Node | None, found: Norm | None = None) -> No
 
 def _next(reader: Reader, node: Node, found: bool) -> Node | None:
     """The user of a node with which the norm may go on. found: whether the norm may end here."""
-    users = [user for user in node.users if not is_idle(user)]
+    users = users_of(node)
     if found and (len(users) > 1 or any(value_of(user) is None for user in users)):
         return None
     terms = {user: reader.term(user) for user in users}
-    return min((user for user, term in terms.items() if term and node in term.parts), default=None)
+    return min((user for user, term in terms.items() if node in term.parts), default=None)
 
 
 def _norm(reader: Reader, end: Node, term: Term) -> Norm:
@@ -132,8 +141,8 @@ def _norm(reader: Reader, end: Node, term: Term) -> Norm:
     if term.left is not None:
         raise Left(term.left)
     for node in sorted(term.parts):
-        part = reader.terms.get(node)
-        if part is not None and not part.is_complete and known(node).dtype != torch.float32:
+        part = reader.terms.get(node, NOTHING)
+        if part is not NOTHING and not part.is_complete and known(node).dtype != torch.float32:
             dtype = value_of(node).dtype
             raise Left(f"its intermediate result {node.name} is {dtype}, not float32")
     inside = term.parts | term.inputs

@@ -7,26 +7,15 @@ from typing import Any
 
 import torch
 from torch import SymInt, Tensor
-from torch.fx import Graph, Node
+from torch.fx import Node
 from torch.fx.node import map_arg
 
 from ...ops.layout import rows_shape
 from ...ops.library import norm_backward_fake, norm_fake
 from ...ops.sharding import is_distributed
 from ...spec import Options
-from .calls import operands
-from .nodes import (
-    VALUES,
-    Left,
-    erase,
-    is_idle,
-    key_of,
-    name_of,
-    value_of,
-    values_of,
-    writes,
-)
-from .norms import Gradient, Norm, hidden_of, same_sizes
+from .nodes import VALUES, Left, erase, is_idle, key_of, operands_of, value_of, values_of, written
+from .norms import Gradient, Norm, alike, hidden_of
 
 ATEN = torch.ops.aten
 OPS = torch.ops.tilenorm
@@ -36,7 +25,7 @@ OF_VALUES = (*VALUES, "tensor_meta", "eager_input_vals")
 SUM = 1  # index of the sum among the results of tilenorm::norm
 
 
-def emit_forward(graph: Graph, norm: Norm) -> tuple[str, Node]:
+def emit_forward(norm: Norm) -> tuple[str, Node]:
     """Replace a norm, and the sum that it normalises if there is one. Returns the new op's kind,
     and its call.
 
@@ -56,34 +45,34 @@ def emit_forward(graph: Graph, norm: Norm) -> tuple[str, Node]:
     if terms:
         at, outputs, parts = norm.x, summed, (norm.x, *parts)
     x, residual = terms or (norm.x, None)
-    with graph.inserting_before(at):
-        gate = None if norm.gate is None else _permuted(graph, norm.gate, order)
-        tensors = (_permuted(graph, x, order), residual, gate, norm.weight, norm.bias)
-        call = new_call(graph, OPS.norm.default, norm_fake, (*tensors, *how), norm.at)
+    with at.graph.inserting_before(at):
+        gate = None if norm.gate is None else _permuted(norm.gate, order)
+        tensors = (_permuted(x, order), residual, gate, norm.weight, norm.bias)
+        call = new_call(OPS.norm.default, norm_fake, (*tensors, *how), norm.at)
         new = {
-            old: _result(graph, call, place, old, x, order) if old.users else None
+            old: _result(call, place, old, x, order) if old.users else None
             for place, old in outputs.items()
         }
-    take_over(graph, new, (*parts, norm.at))
+    take_over(new, (*parts, norm.at))
     return (f"add_{norm.kind}" if terms else norm.kind), call
 
 
-def emit_backward(graph: Graph, norm: Gradient) -> tuple[str, Node]:
+def emit_backward(norm: Gradient) -> tuple[str, Node]:
     """Replace aten's gradient of a norm. Returns the new op's kind, and its call."""
-    with graph.inserting_before(norm.at):
-        rstd = _rows(graph, norm.rstd, norm)
-        mean = None if norm.mean is None else _rows(graph, norm.mean, norm)
+    with norm.at.graph.inserting_before(norm.at):
+        rstd = _rows(norm.rstd, norm)
+        mean = None if norm.mean is None else _rows(norm.mean, norm)
         tensors = (norm.dy, None, norm.x, None, norm.weight, norm.bias, mean, rstd)
         hidden = hidden_of(value_of(norm.x), norm.dims)
         # Only second derivatives use eps. aten's op does not have it, so 0.0 stands for it here.
         how = (*Options(hidden, norm.norm), 0.0, False, norm.mask)
         target = OPS.norm_backward.default
-        call = new_call(graph, target, norm_backward_fake, (*tensors, *how), norm.at)
+        call = new_call(target, norm_backward_fake, (*tensors, *how), norm.at)
         new = {
-            old: _result(graph, call, place, old, norm.x) if norm.mask[place] else None
+            old: _result(call, place, old, norm.x) if norm.mask[place] else None
             for place, old in norm.outputs.items()
         }
-    take_over(graph, new, (norm.at,))
+    take_over(new, (norm.at,))
     return norm.kind, call
 
 
@@ -96,14 +85,9 @@ def _saves(norm: Norm) -> bool:
 
 def _terms(norm: Norm) -> tuple[Node, Node] | None:
     """The two tensors whose sum is x, if the op can compute the sum at x's place in the graph."""
-    terms = operands(norm.x) if name_of(norm.x) == "add" else ()
-    values = [value_of(node) for node in (norm.x, *terms)]
-    if len(values) != 3 or any(v is None for v in values) or not values[0].is_contiguous():
-        return None
-    total, *added = values
-    if any((v.dim(), v.dtype, v.device) != (total.dim(), total.dtype, total.device) for v in added):
-        return None
-    if not all(same_sizes(v.shape, total.shape) for v in added):
+    terms = operands_of("add", norm.x)
+    total = value_of(norm.x)
+    if not terms or not total.is_contiguous() or not all(alike(value_of(t), total) for t in terms):
         return None
     late = any(p is not None and norm.x < p for p in (norm.weight, norm.bias))
     return None if late or written(norm.x, norm.at, norm.parts) else terms
@@ -131,18 +115,9 @@ def _moved(norm: Norm, terms: tuple, how: tuple, order: list[int], outputs: dict
     return None
 
 
-def written(first: Node, last: Node, parts: tuple[Node, ...]) -> bool:
-    """Whether a node from `first` up to `last`, outside `parts`, may write to a tensor."""
-    while first is not last:
-        if writes(first) and first not in parts:
-            return True
-        first = first.next
-    return False
-
-
-def new_call(graph: Graph, target, fake, arguments: tuple, like: Node) -> Node:
+def new_call(target, fake, arguments: tuple, like: Node) -> Node:
     """A new call with the metadata of the node `like`, and the values that `fake` computes."""
-    call = graph.call_function(target, arguments)
+    call = like.graph.call_function(target, arguments)
     values = [value_of(a) if isinstance(a, Node) else a for a in arguments]
     _describe(call, _values(target, fake, values), like)
     return call
@@ -156,9 +131,9 @@ def _values(target, fake, values: Sequence) -> tuple[Tensor, ...]:
         return target(*values)
 
 
-def derived(graph: Graph, target, arguments: tuple, value: Tensor, like: Node, **kwargs) -> Node:
+def derived(target, arguments: tuple, value: Tensor, like: Node, **kwargs) -> Node:
     """A new call that returns one tensor, with the metadata of the node `like`."""
-    node = graph.call_function(target, arguments, kwargs)
+    node = like.graph.call_function(target, arguments, kwargs)
     _describe(node, value, like)
     return node
 
@@ -168,57 +143,64 @@ def _describe(node: Node, value: object, like: Node) -> None:
     node.meta = rest | {key_of(like): value}
 
 
-def _result(graph: Graph, call: Node, place: int, old: Node, x: Node, order=None) -> Node:
+def result_of(call: Node, place: int, like: Node) -> Node:
+    """One result of a call, with the metadata of the node `like`."""
+    return derived(operator.getitem, (call, place), values_of(call)[place], like)
+
+
+def _result(call: Node, place: int, old: Node, x: Node, order=None) -> Node:
     """One result of an op, in the shape, dtype and layout of the node `old` that it replaces.
 
     place: the index of the result. order: the order of x's dimensions in which the op was called.
     """
-    value, wanted = values_of(call)[place], value_of(old)
-    node = derived(graph, operator.getitem, (call, place), value, old)
+    node, wanted = result_of(call, place, old), value_of(old)
     if order is not None and place == 0:
-        node = _permuted(graph, node, [order.index(d) for d in range(len(order))])
-    if value.dim() != wanted.dim():  # mean and rstd have the rows' sizes here, aten's have x's rank
-        sizes = [size_of(graph, x, i, size) for i, size in enumerate(wanted.shape)]
-        value = value.view(wanted.shape)
-        node = derived(graph, ATEN.view.default, (node, sizes), value, old)
-    if value.dtype != wanted.dtype:
-        target = ATEN._to_copy.default
-        node = derived(graph, target, (node,), wanted, old, dtype=wanted.dtype)
+        node = _permuted(node, [order.index(d) for d in range(len(order))])
+    if value_of(node).dim() != wanted.dim():  # mean and rstd have the rows' sizes, aten's x's rank
+        node = _viewed(node, wanted.shape, x)
+    node = _cast(node, wanted.dtype)
     node.meta = dict(old.meta)
     return node
 
 
-def _permuted(graph: Graph, node: Node, order: list[int]) -> Node:
+def _viewed(node: Node, shape: Sequence[int | SymInt], x: Node) -> Node:
+    """A view of a node. A symbolic size of the shape is that of x in the same dimension."""
+    sizes = [size_of(x, i, size) for i, size in enumerate(shape)]
+    return derived(ATEN.view.default, (node, sizes), value_of(node).view(shape), node)
+
+
+def _cast(node: Node, dtype: torch.dtype) -> Node:
+    value = value_of(node)
+    if value.dtype == dtype:
+        return node
+    return derived(ATEN._to_copy.default, (node,), value.to(dtype), node, dtype=dtype)
+
+
+def _permuted(node: Node, order: list[int]) -> Node:
     if order == sorted(order):
         return node
     value = value_of(node).permute(order)
-    return derived(graph, ATEN.permute.default, (node, order), value, node)
+    return derived(ATEN.permute.default, (node, order), value, node)
 
 
-def size_of(graph: Graph, x: Node, dim: int, size: int | SymInt) -> int | Node:
+def size_of(x: Node, dim: int, size: int | SymInt) -> int | Node:
     if isinstance(size, int):
         return size
-    return derived(graph, ATEN.sym_size.int, (x, dim), size, x)
+    return derived(ATEN.sym_size.int, (x, dim), size, x)
 
 
-def _rows(graph: Graph, statistic: Node, norm: Gradient) -> Node:
+def _rows(statistic: Node, norm: Gradient) -> Node:
     """aten's mean or rstd in the shape and dtype that tilenorm's op takes: of rows, float32."""
     x = value_of(norm.x)
     shape = rows_shape(x.shape, hidden_of(x, norm.dims))
-    sizes = [size_of(graph, norm.x, i, size) for i, size in enumerate(shape)]
-    value = value_of(statistic).view(shape)
-    node = derived(graph, ATEN.view.default, (statistic, sizes), value, statistic)
-    if value.dtype != torch.float32:
-        target, value = ATEN._to_copy.default, value.float()
-        node = derived(graph, target, (node,), value, statistic, dtype=torch.float32)
-    return node
+    return _cast(_viewed(statistic, shape, norm.x), torch.float32)
 
 
 def _exchanged(old: Node, new: Node | None, node: Node) -> Node | None:
     return new if node is old else node
 
 
-def take_over(graph: Graph, new: dict[Node, Node | None], parts: tuple[Node, ...]) -> None:
+def take_over(new: dict[Node, Node | None], parts: tuple[Node, ...]) -> None:
     """Replace old nodes by new ones (or by None), and erase the nodes that nothing uses any more.
 
     new: the new node, or None, for each old node. parts: more nodes to erase if unused.
@@ -229,6 +211,6 @@ def take_over(graph: Graph, new: dict[Node, Node | None], parts: tuple[Node, ...
             user.args, user.kwargs = map_arg((user.args, user.kwargs), change)
     for node in sorted({*parts, *new}, reverse=True):
         if all(map(is_idle, node.users)):
-            erase(graph, node)
+            erase(node)
             if new.get(node) is not None:
                 new[node].name = node.name

@@ -1,6 +1,11 @@
-"""Norm and Gradient: descriptions of a norm in a graph, and checks that tilenorm supports it."""
+"""Norm and Gradient: descriptions of a norm in a graph, and checks that tilenorm supports it.
+
+match_fused reads them from calls of PyTorch's own norms: F.rms_norm, F.layer_norm, and aten's fused
+ops with statistics.
+"""
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,13 +14,20 @@ from torch import SymInt, Tensor
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from ...ops.arguments import default_eps
 from ...ops.plans import spec_of_tensors
 from ...ops.registry import DTYPES, cutile_refuses, device_of, spec_refused
 from ...ops.tensors import Tensors
-from ...spec import Options
-from .nodes import Left, value_of
+from ...spec import NormSpec, Options
+from .nodes import Left, bind, name_of, number_of, value_of, values_of
 
 PARAMETER_DTYPES = tuple(getattr(torch, name) for name in DTYPES)
+SINGLE = ("rms_norm", "layer_norm")  # their result is the output alone
+FORWARD = (*SINGLE, "_fused_rms_norm", "native_layer_norm")
+BACKWARD = ("_fused_rms_norm_backward", "native_layer_norm_backward")
+# For each result of aten's op: its index among the results of tilenorm's op.
+FORWARD_INDICES = {"rms": (0, 3), "layer": (0, 2, 3)}  # output, mean (LayerNorm only), rstd
+BACKWARD_INDICES = {"rms": (0, 3), "layer": (0, 3, 4)}  # gradients of input, weight, bias
 
 
 @dataclass(frozen=True)
@@ -71,14 +83,13 @@ class Norm:
     def check(self) -> None:
         """Raise Left, with the reason, if tilenorm's op would give another result."""
         x, outputs = known(self.x), {place: known(node) for place, node in self.outputs.items()}
-        rows = (*x.shape[: x.dim() - self.dims], *[1] * self.dims)
         for place, output in outputs.items():
-            name, shape = ("output", x.shape) if place == 0 else ("statistic", rows)
-            check_shape(name, output, shape)
+            if place == 0:
+                check_shape("output", output, x.shape)
+            else:
+                check_shape("statistic", output, statistic_shape(x, self.dims))
         if 0 in outputs:
-            check_dtype("output", outputs[0], x)
-            check_contiguous("output", outputs[0].permute(self.order))
-        check_width(x, self.dims)
+            check_layout("output", outputs[0].permute(self.order), x)
         check_tensors(x, self.gate, self.weight, self.bias, self.dims, self.options)
 
 
@@ -111,19 +122,19 @@ class Gradient:
         if dy.dtype != x.dtype:
             raise Left(f"its incoming gradient is {dy.dtype}, its input {x.dtype}")
         check_shape("incoming gradient", dy, x.shape)
-        rows = (*x.shape[: x.dim() - self.dims], *[1] * self.dims)
-        for name, statistic in (("mean", self.mean), ("rstd", self.rstd)):
-            if statistic is not None:
-                check_shape(name, known(statistic), rows)
-                check_statistic(name, known(statistic), x)
+        for name, node in (("mean", self.mean), ("rstd", self.rstd)):
+            if node is not None:
+                statistic = known(node)
+                check_shape(name, statistic, statistic_shape(x, self.dims))
+                if statistic.dtype not in PARAMETER_DTYPES or statistic.device != x.device:
+                    raise Left(f"its {name} is {statistic.dtype} on {statistic.device}")
+                check_contiguous(name, statistic)
         outputs = {p: known(node) for p, node in self.outputs.items() if self.mask[p]}
         for place, output in outputs.items():
             like = {0: self.x, 3: self.weight, 4: self.bias}[place]
             check_shape(f"gradient of {like}", output, known(like).shape)
         if 0 in outputs:
-            check_dtype("gradient", outputs[0], x)
-            check_contiguous("gradient", outputs[0])
-        check_width(x, self.dims)
+            check_layout("gradient", outputs[0], x)
         options = Options(hidden_of(x, self.dims), self.norm)
         check_tensors(x, None, self.weight, self.bias, self.dims, options)
 
@@ -136,10 +147,11 @@ def known(node: object) -> Tensor:
     return value
 
 
-def check_dtype(name: str, result: Tensor, x: Tensor) -> None:
-    """Raise Left if a result's dtype is not the input's. tilenorm's results have that dtype."""
+def check_layout(name: str, result: Tensor, x: Tensor) -> None:
+    """Raise Left if a result is not contiguous, or has another dtype than the input."""
     if result.dtype != x.dtype:
         raise Left(f"its {name} is {result.dtype}, its input {x.dtype}")
+    check_contiguous(name, result)
 
 
 def check_contiguous(name: str, result: Tensor) -> None:
@@ -154,22 +166,17 @@ def check_shape(name: str, value: Tensor, expected: Sequence[int | SymInt]) -> N
         raise Left(f"its {name} has the shape {list(value.shape)}, not {list(expected)}")
 
 
-def check_statistic(name: str, statistic: Tensor, x: Tensor) -> None:
-    """Raise Left if tilenorm's op cannot read a mean or rstd."""
-    if statistic.dtype not in PARAMETER_DTYPES or statistic.device != x.device:
-        raise Left(f"its {name} is {statistic.dtype} on {statistic.device}")
-    check_contiguous(name, statistic)
+def statistic_shape(x: Tensor, dims: int) -> tuple[int | SymInt, ...]:
+    """The shape of aten's statistics: the normalised dimensions are ones."""
+    return (*x.shape[: x.dim() - dims], *[1] * dims)
 
 
 def hidden_of(x: Tensor, dims: int) -> int:
-    """The number of elements normalised together."""
-    return math.prod(map(int, x.shape[x.dim() - dims :]))
-
-
-def check_width(x: Tensor, dims: int) -> None:
-    """Raise Left if the number of elements that a norm of x normalises together is not known."""
-    if not all(map(_is_known, x.shape[x.dim() - dims :])):
+    """The number of elements normalised together. Raises Left if it is not known."""
+    sizes = x.shape[x.dim() - dims :]
+    if not all(map(_is_known, sizes)):
         raise Left("the number of elements that it normalises together is symbolic")
+    return math.prod(map(int, sizes))
 
 
 def check_tensors(x: Tensor, gate, weight, bias, dims: int, options: Options) -> None:
@@ -184,13 +191,15 @@ def check_tensors(x: Tensor, gate, weight, bias, dims: int, options: Options) ->
             of = f"{parameter.dtype} of shape {list(parameter.shape)} on {parameter.device}"
             raise Left(f"its {name} is {of}, which does not fit the input")
     gates = {} if gate is None else {"gate": known(gate)}
-    spec = spec_of_tensors(Tensors(x, **gates, **affine), options)
+    check_spec(spec_of_tensors(Tensors(x, **gates, **affine), options), x)
+
+
+def check_spec(spec: NormSpec, x: Tensor) -> None:
+    """Raise Left if the kernels do not support a spec on the device of x."""
     if x.device.type == "cuda":
         reason = cutile_refuses(spec, 0, device_of("cuda", x.device.index))
     else:
-        reason = spec_refused(spec)
-    if x.device.type not in ("cpu", "cuda"):
-        reason = f"its input is on {x.device.type}"
+        reason = spec_refused(spec) if x.is_cpu else f"its input is on {x.device.type}"
     if reason:
         raise Left(reason)
 
@@ -203,6 +212,13 @@ def same_sizes(a: Sequence[int | SymInt], b: Sequence[int | SymInt]) -> bool:
     """Whether two lists of sizes are equal for all values of their symbols."""
     pairs = zip(a, b, strict=False)
     return len(a) == len(b) and all(statically_known_true(m == n) for m, n in pairs)
+
+
+def alike(value: Tensor | None, like: Tensor) -> bool:
+    """Whether a tensor has the dtype, the device and the shape of another one."""
+    if value is None or (value.dtype, value.device) != (like.dtype, like.device):
+        return False
+    return same_sizes(value.shape, like.shape)
 
 
 def parameter_fits(parameter: Tensor, x: Tensor, dims: int) -> bool:
@@ -222,3 +238,72 @@ def trailing(x: Tensor | None, dim: object) -> int:
         return 0
     positions = sorted(d % x.dim() for d in named)
     return len(named) if positions == list(range(x.dim() - len(named), x.dim())) else 0
+
+
+def match_fused(node: Node) -> Norm | Gradient | None:
+    """The norm or gradient that a single node computes, or None if it computes neither.
+
+    Raises Left if the node is a norm that tilenorm's op cannot replace.
+    """
+    if name_of(node) in FORWARD:
+        return _forward(node, bind(node))
+    return _backward(node, bind(node)) if name_of(node) in BACKWARD else None
+
+
+def _forward(node: Node, args: dict) -> Norm:
+    norm = _norm_of(node)
+    x, eps, dims = known(args["input"]), args["eps"], _dims(args)
+    eps = default_eps(x) if eps is None else number_of(eps)
+    if eps is None:
+        raise Left("its eps is a number that depends on data")
+    outputs = {0: node} if name_of(node) in SINGLE else _items(node, FORWARD_INDICES[norm])
+    return Norm(
+        norm, args["input"], args["weight"], args.get("bias"), dims, eps,
+        0.0, "late", outputs, node, (node,),
+    )  # fmt: skip
+
+
+def _backward(node: Node, args: dict) -> Gradient:
+    norm = _norm_of(node)
+    indices = BACKWARD_INDICES[norm]
+    wanted = {index for index, want in zip(indices, args["output_mask"], strict=True) if want}
+    present = {0: True, 3: args["weight"] is not None, 4: args.get("bias") is not None}
+    mask = tuple(index in wanted and present.get(index, False) for index in range(5))
+    return Gradient(
+        norm, args["grad_out"], args["input"], args["weight"], args.get("bias"),
+        args.get("mean"), args["rstd"], _dims(args), mask, _items(node, indices), node,
+    )  # fmt: skip
+
+
+def _norm_of(node: Node) -> str:
+    return "layer" if "layer" in name_of(node) else "rms"
+
+
+def _dims(args: dict) -> int:
+    """The number of dimensions that a call normalises together.
+
+    Raises Left unless they are the input's last ones.
+    """
+    shape, x = args["normalized_shape"], known(args["input"])
+    sizes = values_of(shape) if isinstance(shape, Node) else shape
+    if sizes is None:
+        raise Left(f"the value of its normalized_shape {shape} is not known")
+    sizes = [values_of(size) if isinstance(size, Node) else size for size in sizes]
+    last = x.shape[x.dim() - len(sizes) :] if len(sizes) <= x.dim() else ()
+    if not sizes or None in sizes or not same_sizes(sizes, last):
+        raise Left(f"its normalized_shape is {shape}, the shape of its input {list(x.shape)}")
+    return len(sizes)
+
+
+def _items(node: Node, indices: tuple[int, ...]) -> dict[int, Node]:
+    """The getitem nodes of an op's results, by index among the results of tilenorm's op."""
+    items = {}
+    for user in node.users:
+        if user.target is not operator.getitem or user.args[:1] != (node,):
+            raise Left(f"{user.name} uses the tuple of its results")
+        place = user.args[1] if len(user.args) == 2 and not user.kwargs else None
+        if type(place) is not int or not -len(indices) <= place < len(indices):
+            raise Left(f"{user.name} reads none of its {len(indices)} results")
+        if items.setdefault(indices[place], user) is not user:
+            raise Left(f"{user.name} and {items[indices[place]].name} read the same result")
+    return items

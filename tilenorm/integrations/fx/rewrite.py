@@ -7,10 +7,9 @@ from torch.fx import Graph, GraphModule, Node
 
 from .decomposed import extended, match_decomposed
 from .emit import emit_backward, emit_forward
-from .fold import Folds, fold_sums
-from .fused import match_fused
+from .gradients import Folds, fold_sums
 from .nodes import Left
-from .norms import Gradient, Norm
+from .norms import Gradient, Norm, match_fused
 from .quantized import quantize_norms
 
 
@@ -143,7 +142,7 @@ def _replace(graph: Graph, choose) -> tuple[list, list]:
             choose(norm)
             norm.check()
             emit = emit_forward if isinstance(norm, Norm) else emit_backward
-            kind, call = emit(graph, norm)
+            kind, call = emit(norm)
             replaced[call] = kind, name
         except Left as reason:
             left.append((name, str(reason)))

@@ -1,15 +1,44 @@
-"""Term: the normal form that every spelling of a norm has.
+"""Term: the normal form that every spelling of a norm has, and Reader: the terms of nodes.
 
     scale · u^degree · (mean(u²) + eps)^power · (weight + offset) + bias, times act(gate)
 
 u is x, or x − mean(x) for LayerNorm. A norm is the term of scale 1, degree 1 and power −1/2,
 however it is written: x / sqrt(...), x times 1 / sqrt(...), or weight · x / sqrt(...).
+
+A rule takes a Reader and a node, and returns the node's term, or NOTHING if the normal form does
+not have it.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import torch
+from torch import SymInt
 from torch.fx import Node
+
+from .nodes import (
+    CASTS,
+    DTYPES_16_BIT,
+    argument_of,
+    before_exact_casts,
+    bind,
+    bind_norm,
+    cast_input,
+    casts_between,
+    constant_of,
+    in_turn,
+    name_of,
+    number_of,
+    only_user,
+    operands,
+    operands_of,
+    summands,
+    value_of,
+    values_of,
+    writes,
+)
+from .norms import hidden_of, known, parameter_fits, same_sizes, statistic_shape, trailing
 
 CLOSE = 1e-9  # no float32 result tells a scale that is this close to 1 from 1
 
@@ -71,33 +100,33 @@ class Term:
         done = {"gate": self.gate, "bias": self.bias, "weight": self.weight}
         return next((stage for stage, node in done.items() if node is not None), "x_hat")
 
-    def scaled(self, number: float) -> "Term | None":
+    def scaled(self, number: float) -> "Term":
         """The product with a number."""
         product = (self.degree or self.power) and self.bias is None and self.gate is None
         if not product or not number or not math.isfinite(number):
-            return None
+            return NOTHING
         return replace(self, scale=self.scale * number)
 
-    def to_the(self, exponent: float | None) -> "Term | None":
+    def to_the(self, exponent: float | None) -> "Term":
         """A power of the term: the square of u, or any power of a number of a row."""
         if exponent is None or self.weight is not None or self.base != "u":
-            return None
+            return NOTHING
         if self.degree == 1 and not self.power and exponent == 2:
             return replace(self, degree=2, scale=self.scale**2)
         if not self.is_of_rows or self.scale <= 0 or not 0 < abs(exponent) <= 4:
-            return None
+            return NOTHING
         return replace(self, scale=self.scale**exponent, power=self.power * exponent)
 
-    def times(self, other: "Term") -> "Term | None":
-        """The product with a term that stands for no number."""
+    def times(self, other: "Term") -> "Term":
+        """The product with another term."""
         pair = (self, other)
         sums = any(t.bias is not None or t.gate is not None or t.base != "u" for t in pair)
         weights, roots = [t for t in pair if t.weight is not None], [t for t in pair if t.power]
         degree = self.degree + other.degree
         if sums or len(weights) > 1 or len(roots) > 1 or all(t.is_parameter for t in pair):
-            return None
+            return NOTHING
         if degree > 2 or (degree == 2 and (weights or roots)):
-            return None
+            return NOTHING
         weighted, root = (*weights, self)[0], (*roots, self)[0]
         return Term(
             "u", self.scale * other.scale, degree, root.power, root.eps,
@@ -107,5 +136,351 @@ class Term:
         )  # fmt: skip
 
 
+NOTHING = Term("nothing")  # of a number, and of what the normal form does not have
+POWERS = {"sqrt": 0.5, "rsqrt": -0.5, "square": 2.0, "reciprocal": -1.0}
+# The power of the mean square that is the variance, and that is the standard deviation.
+SPREADS = {"var": 1.0, "std": 0.5, "var_mean": 1.0, "std_mean": 0.5}
+OUTER_EPS = "its eps is added to the root of the mean square, not to the mean square"
+TENSOR_EPS = "its eps is a tensor, or a number that depends on data"
+LOWER_BOUND = "its eps is a lower bound of the root; tilenorm adds eps to the mean square"
+
+
 def is_one(scale: float) -> bool:
     return abs(scale - 1) < CLOSE
+
+
+def product(reader: "Reader", node: Node) -> Term:
+    for a, b in in_turn(operands(node)):
+        term = reader.term(a)
+        if term is NOTHING:
+            continue
+        if (number := constant_of(b)) is not None:
+            return term.scaled(number)
+        if (other := reader.term(b)) is not NOTHING:
+            return _joined(reader, (a, term), (b, other))
+        if term.is_complete and term.gate is None and isinstance(b, Node):
+            return _gated(reader, term, b)
+    return NOTHING
+
+
+def quotient(reader: "Reader", node: Node) -> Term:
+    a, b = operands(node) or (None, None)
+    term, inverse = reader.term(a), reader.term(b).to_the(-1)
+    if number := constant_of(b):
+        return term.scaled(1 / number)
+    if (number := constant_of(a)) is not None:
+        return inverse.scaled(number)
+    return _joined(reader, (a, term), (b, inverse))
+
+
+def _joined(reader: "Reader", *pairs: tuple[Node, Term]) -> Term:
+    """The product of two terms, if the rows' numbers stand beside their rows."""
+    if any(term.is_of_rows and not reader.fits_rows(node) for node, term in pairs):
+        return NOTHING
+    (_, term), (_, other) = pairs
+    return term.times(other)
+
+
+def _gated(reader: "Reader", term: Term, node: Node) -> Term:
+    """The term times silu(z) or sigmoid(z), for a z of x's shape, if float32 computes them."""
+    found = None if only_user(node) is None else _activation(node)
+    if found is None:
+        return NOTHING
+    z, activation, nodes = found
+    value = value_of(z)
+    if value is None or not same_sizes(value.shape, reader.value.shape):
+        return NOTHING
+    if not all(map(_is_float32, nodes)):
+        return NOTHING
+    source = before_exact_casts(z)
+    inputs = term.inputs | nodes | casts_between(source, z)
+    return replace(term, gate=source, activation=activation, inputs=inputs)
+
+
+def _is_float32(node: Node) -> bool:
+    value = value_of(node)
+    return value is not None and value.dtype == torch.float32
+
+
+def _activation(node: Node) -> tuple[Node, str, set[Node]] | None:
+    """z, the activation's name, and its nodes, if a node computes silu(z) or sigmoid(z)."""
+    if name_of(node) in ("silu", "sigmoid"):
+        z = argument_of(node)
+        return (z, name_of(node), {node}) if isinstance(z, Node) else None
+    for z, sigmoid in in_turn(operands_of("mul", node)):
+        nodes = isinstance(z, Node) and isinstance(sigmoid, Node)
+        if nodes and name_of(sigmoid) == "sigmoid":
+            inner = argument_of(sigmoid)
+            if isinstance(inner, Node) and before_exact_casts(inner) is before_exact_casts(z):
+                return z, "silu", {node, sigmoid}
+    return None
+
+
+def total(reader: "Reader", node: Node) -> Term:
+    """A term plus a number, which is eps or the weight's offset, or plus the bias."""
+    for a, b in in_turn(summands(node)):
+        term, other = reader.term(a), reader.term(b)
+        if term.is_of_rows and term.base == "u" and other is NOTHING:
+            return _with_eps(term, b)
+        if term.is_parameter and other is NOTHING and not term.offset and not writes(node):
+            number = number_of(b) if _is_float32(node) else None
+            if number is not None:
+                return replace(term, offset=number, inputs=term.inputs | {node})
+        takes_bias = term.is_complete and term.bias is None and term.gate is None
+        if takes_bias and other.is_parameter and not other.offset:
+            return replace(term, bias=other.weight, inputs=term.inputs | other.inputs)
+    return NOTHING
+
+
+def _with_eps(term: Term, added: object) -> Term:
+    number = number_of(added)
+    if number is None:
+        return replace(term, left=term.left or TENSOR_EPS)
+    if term.power == 1:
+        return replace(term, eps=term.eps + number / term.scale)
+    return term if number == 0 else replace(term, left=term.left or OUTER_EPS)
+
+
+def difference(reader: "Reader", node: Node) -> Term:
+    """x − mean(x)."""
+    a, b = operands(node) or (None, None)
+    term, mean = reader.term(a), reader.term(b)
+    if not term.is_input or (term.base, mean.base) != ("x", "mean") or not is_one(mean.scale):
+        return NOTHING
+    if not reader.fits_rows(b):
+        return NOTHING
+    return Term(degree=1, parts=mean.parts, inputs=term.inputs | mean.inputs)
+
+
+def power(reader: "Reader", node: Node) -> Term:
+    if (exponent := POWERS.get(name_of(node))) is not None:
+        return reader.term(argument_of(node)).to_the(exponent)
+    source, exponent = bind(node).values()  # prims' op has another name for the exponent
+    return reader.term(source).to_the(constant_of(exponent))
+
+
+def negative(reader: "Reader", node: Node) -> Term:
+    return reader.term(argument_of(node)).scaled(-1.0)
+
+
+def cast(reader: "Reader", node: Node) -> Term:
+    term = reader.term(cast_input(node))
+    return NOTHING if term.is_parameter else term
+
+
+def reduced(reader: "Reader", node: Node) -> Term:
+    """The mean or the sum of x or u² over a row."""
+    source = argument_of(node)
+    term = reader.term(source)
+    if term.power or term.weight is not None or not reader.reduces(source, bind(node).get("dim")):
+        return NOTHING
+    scale = term.scale * (reader.count if name_of(node) == "sum" else 1)
+    if term.base == "x" and term.degree == 1:
+        return replace(term, base="mean", scale=scale)
+    if term.base == "u" and term.degree == 2:
+        return replace(term, degree=0, power=1.0, scale=scale)
+    return NOTHING
+
+
+def spread(reader: "Reader", node: Node) -> Term:
+    """The variance or the standard deviation over a row, alone or as the first of two results."""
+    args = bind(node)
+    term = reader.term(args["self"])
+    if not (reader.centred and term.is_input and reader.reduces(args["self"], args.get("dim"))):
+        return NOTHING
+    if "unbiased" in args:
+        correction = float(args["unbiased"])
+    else:
+        correction = 1.0 if args["correction"] is None else constant_of(args["correction"])
+    if correction is None or reader.count <= correction:
+        return NOTHING
+    exponent = SPREADS[name_of(node)]
+    scale = (reader.count / (reader.count - correction)) ** exponent
+    return replace(term, base="u", degree=0, power=exponent, scale=scale)
+
+
+def item(reader: "Reader", node: Node) -> Term:
+    """A result of var_mean or std_mean, or a row's number with new dimensions, t[..., None]."""
+    if len(node.args) != 2 or node.kwargs or not isinstance(node.args[0], Node):
+        return NOTHING
+    source, index = node.args
+    if name_of(source) not in ("var_mean", "std_mean"):
+        new = isinstance(index, tuple) and all(i in (None, ..., slice(None)) for i in index)
+        return unsqueezed(reader, node, source) if new else NOTHING
+    term = spread(reader, source)
+    if term is NOTHING or not isinstance(values_of(source), tuple | list):
+        return NOTHING
+    parts = term.parts | {source}
+    if index == 0:
+        return replace(term, parts=parts)
+    is_mean = index == 1 and reader.term(bind(source)["self"]).base == "x"
+    return Term("mean", degree=1, parts=parts, inputs=term.inputs) if is_mean else NOTHING
+
+
+def unsqueezed(reader: "Reader", node: Node, source: Node | None = None) -> Term:
+    """A row's number, with the dimensions of a row as ones. source: what t[..., None] reads."""
+    source = argument_of(node) if source is None else source
+    term = reader.term(source)
+    if not term.is_of_rows:
+        return NOTHING
+    leading = reader.rows[: -reader.dims]
+    before, after = known(source).shape, known(node).shape
+    return term if same_sizes(before, leading) and same_sizes(after, reader.rows) else NOTHING
+
+
+def expanded(reader: "Reader", node: Node) -> Term:
+    """A row's number, once for each element of the row."""
+    source = argument_of(node)
+    term = reader.term(source)
+    if not term.is_of_rows or not reader.fits_rows(source):
+        return NOTHING
+    return term if same_sizes(known(node).shape, reader.value.shape) else NOTHING
+
+
+def length(reader: "Reader", node: Node) -> Term:
+    """The Euclidean norm of a row."""
+    args = bind_norm(node)
+    term = reader.term(args["self"])
+    if not term.is_input or term.base != "u" or constant_of(args["ord"]) != 2:
+        return NOTHING
+    if not reader.reduces(args["self"], args["dim"]):
+        return NOTHING
+    return replace(term, degree=0, power=0.5, scale=math.sqrt(reader.count))
+
+
+def unit_length(reader: "Reader", node: Node) -> Term:
+    """F.normalize: a row divided by its Euclidean norm, of which eps is the lower bound."""
+    root, args = length(reader, node), bind_norm(node)
+    return reader.term(args["self"]).times(_bounded(reader, root, args["eps"]).to_the(-1))
+
+
+def clamped(reader: "Reader", node: Node) -> Term:
+    """A power of the mean square with a lower bound."""
+    args = bind(node)
+    term = reader.term(args["self"])
+    if not term.is_of_rows or term.base != "u" or args.get("max") is not None:
+        return NOTHING
+    return _bounded(reader, term, args["min"])
+
+
+def _bounded(reader: "Reader", term: Term, bound: object) -> Term:
+    """The term with a lower bound, as an eps if it can be one.
+
+    The mean square of a row of float16 is zero, or at least 2^-48 / N. A bound far below that is a
+    bound of the rows of zeros alone, and so is an eps that is added.
+    """
+    number = constant_of(bound)
+    if term.power <= 0 or term.scale <= 0:
+        return NOTHING
+    least = math.inf if number is None else max(number, 0.0) / term.scale
+    least = least ** (1 / term.power) if least < 1e30 else math.inf
+    if least <= term.eps:
+        return term
+    if reader.value.dtype == torch.float16 and not term.eps and least <= 2.0**-74 / reader.count:
+        return replace(term, eps=least)
+    return replace(term, left=term.left or LOWER_BOUND)
+
+
+DEPTH = 24  # how many nested operations are read; a spelled-out norm has about ten
+RULES: dict[str, Callable[["Reader", Node], Term]] = {
+    "mul": product,
+    "div": quotient,
+    "add": total,
+    "sub": difference,
+    "neg": negative,
+    "pow": power,
+    **dict.fromkeys(POWERS, power),
+    **dict.fromkeys(CASTS, cast),
+    **dict.fromkeys(("mean", "sum"), reduced),
+    **dict.fromkeys(("var", "std"), spread),
+    "getitem": item,
+    "unsqueeze": unsqueezed,
+    **dict.fromkeys(("expand", "expand_as", "broadcast_to"), expanded),
+    **dict.fromkeys(("norm", "linalg_norm", "linalg_vector_norm"), length),
+    "normalize": unit_length,
+    **dict.fromkeys(("clamp", "clamp_min", "clip"), clamped),
+}
+
+
+class Reader:
+    """Reads the nodes that are made of one input x.
+
+    x: the input, before all exact casts. centred: whether u is x − mean(x). dims: the number of
+    dimensions that are normalised together. terms: the terms of the nodes that were read so far.
+    """
+
+    def __init__(self, x: Node, centred: bool, dims: int):
+        self.x, self.centred, self.dims = before_exact_casts(x), centred, dims
+        self.value = known(self.x)
+        self.terms: dict[Node, Term] = {}
+        self._depth = 0
+
+    @property
+    def rows(self) -> tuple[int | SymInt, ...]:
+        """The shape of the rows' numbers, with the normalised dimensions as ones."""
+        return statistic_shape(self.value, self.dims)
+
+    @property
+    def count(self) -> int:
+        """The number of elements that are normalised together."""
+        return hidden_of(self.value, self.dims)
+
+    def term(self, node: object) -> Term:
+        """The term that a node computes, or NOTHING.
+
+        Raises Left if a node of an expression is malformed, or has no metadata.
+        """
+        if not isinstance(node, Node):
+            return NOTHING
+        if node not in self.terms:
+            if self._depth == DEPTH:
+                return NOTHING
+            self._depth += 1
+            try:
+                self.terms[node] = self._read(node)
+            finally:
+                self._depth -= 1
+        return self.terms[node]
+
+    def seed(self, node: Node, term: Term) -> None:
+        """Give a node a term that is not read from its operands."""
+        self.terms[node] = self._rounded(term, node)
+
+    def reduces(self, node: Node, dim: object) -> bool:
+        """Whether `dim` names the dimensions of a node that are normalised together."""
+        return trailing(value_of(node), dim) == self.dims
+
+    def fits_rows(self, node: Node) -> bool:
+        """Whether a node has one number for each row, at its row's place beside x."""
+        shape = known(node).shape
+        return same_sizes(shape, self.rows) or same_sizes(shape, self.value.shape)
+
+    def _read(self, node: Node) -> Term:
+        if before_exact_casts(node) is self.x:
+            base = "x" if self.centred else "u"
+            return Term(base, degree=1, inputs=casts_between(self.x, node))
+        name = name_of(node) or ("add" if summands(node) else None)  # or an addition in place
+        term = RULES[name](self, node) if name in RULES else NOTHING
+        if term is NOTHING:
+            return self._parameter(node)
+        if term.is_parameter:
+            return term
+        return self._rounded(replace(term, parts=term.parts | {node}), node)
+
+    def _parameter(self, node: Node) -> Term:
+        value = value_of(node)
+        if value is None or not parameter_fits(value, self.value, self.dims):
+            return NOTHING
+        source = before_exact_casts(node)
+        return Term(weight=source, inputs=casts_between(source, node))
+
+    def _rounded(self, term: Term, node: Node) -> Term:
+        """The term, with the rounding of its node's dtype."""
+        dtype = known(node).dtype
+        if not term.is_complete:
+            return term
+        if dtype not in (self.value.dtype, torch.float32):
+            return NOTHING
+        if dtype in DTYPES_16_BIT:
+            return replace(term, rounded=term.rounded | {term.stage})
+        return term

@@ -1,0 +1,365 @@
+"""fold_sums: tilenorm::norm_backward takes over the additions around it, and what follows from y.
+
+dy = (a + b) + c     ->  the op reads up to four terms, and rounds each sum to dy's dtype
+dx + other           ->  the op's grad_sum: dx + other is rounded once
+readers of y         ->  the op's output: y is written again and need not be saved
+"""
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.node import map_aggregate, map_arg
+
+from ...ops.library import Backward
+from ...ops.plans import spec_of_tensors
+from ...ops.sharding import is_distributed
+from ...spec import Options
+from .emit import derived, result_of
+from .nodes import (
+    DETACHES,
+    Left,
+    bind,
+    erase,
+    is_idle,
+    is_recomputed,
+    item_of,
+    key_of,
+    name_of,
+    only_user,
+    value_of,
+    values_of,
+    writes,
+    written,
+)
+from .norms import alike, known
+
+NORM_BACKWARD = torch.ops.tilenorm.norm_backward.default
+TENSORS = tuple(a.name for a in NORM_BACKWARD._schema.arguments if "Tensor" in str(a.type))
+EAGER_VALUES = "eager_input_vals"  # what Inductor compares an op's arguments with
+NORM = torch.ops.tilenorm.norm.default
+SUM, RSTD, OUTPUT = 1, 3, 5  # indices among the results of the two ops
+VIEWS = ("view", "reshape", "_unsafe_view", "permute", "transpose", "t", "unsqueeze", "squeeze")
+VIEWS += DETACHES
+# Results that are saved for the backward pass, and not computed again from what they are made of.
+SAVED = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm", "_grouped_mm")
+ATTENTION = "_scaled_dot_product"
+# What the forward and the backward call of a norm have in common.
+COMMON = ("gate", "weight", "bias", *Options._fields, "eps")
+TERMS = ("grad_output", "grad_output_2", "grad_output_3", "grad_output_4")
+WRITTEN = "a node in between may write to a tensor"
+
+
+@dataclass(frozen=True)
+class Folds:
+    """What the gradients of a graph have taken over, and what they have not.
+
+    folded: (kind, node name) of each change of a gradient; the kinds are "2 terms" to "4 terms",
+    "sum" and "output", and "rms_norm_quantized" for example of quantize_norms. left: (node name,
+    reason) of each addition, output or chain that stays.
+    """
+
+    folded: tuple[tuple[str, str], ...] = ()
+    left: tuple[tuple[str, str], ...] = ()
+
+    def __add__(self, others: "Folds") -> "Folds":
+        return Folds(self.folded + others.folded, self.left + others.left)
+
+    @property
+    def lines(self) -> list[str]:
+        """The entries as text."""
+        lines = [f"  {name}: {kind} folded" for kind, name in self.folded]
+        return lines + [f"  {name} does not fold: {why}" for name, why in self.left]
+
+
+class Call:
+    """A call of tilenorm::norm_backward.
+
+    arguments: all of them by name. Raises Left if they do not fit the op's schema, if a tensor has
+    no metadata, or if the node has a tag of activation checkpointing.
+    """
+
+    def __init__(self, node: Node):
+        if is_recomputed(node):
+            raise Left("it is part of a forward pass that is computed again")
+        self.node, self.arguments = node, bind(node)
+        for name in TENSORS:
+            tensor = self.arguments[name]
+            if tensor is not None and value_of(tensor) is None:
+                raise Left(f"its argument {name!r} is {tensor}, of which no shape is known")
+
+    def change(self, **arguments: object) -> None:
+        """Change some arguments, and the metadata of the arguments."""
+        node = self.node
+        self.arguments |= arguments
+        node.args, node.kwargs = tuple(self.arguments.values()), {}
+        if EAGER_VALUES in node.meta:
+            node.meta[EAGER_VALUES] = (self.values, {})
+
+    @property
+    def values(self) -> tuple[object, ...]:
+        """The traced values of the arguments."""
+        arguments = tuple(self.arguments.values())
+        return map_aggregate(arguments, lambda a: values_of(a) if isinstance(a, Node) else a)
+
+    def results(self, place: int) -> list[Node]:
+        """The nodes that read one result and that other nodes use."""
+        return [user for user in items(self.node, place) if not is_idle(user) and user.users]
+
+
+def items(node: Node, place: int) -> list[Node]:
+    """The nodes that read one result of a call."""
+    return [user for user in node.users if item_of(user) == (node, place)]
+
+
+def operands_of_sum(node: object, like: Tensor) -> tuple[Node, ...]:
+    """The two tensors whose sum a node is, if they and the sum are contiguous and as `like`."""
+    if not isinstance(node, Node) or node.target is not torch.ops.aten.add.Tensor:
+        return ()
+    first, second, alpha = bind(node).values()
+    values = [value_of(n) for n in (node, first, second)]
+    if alpha != 1 or not all(alike(v, like) for v in values):
+        return ()
+    plain = all(_is_contiguous(v) and not is_distributed(v) for v in values)
+    return (first, second) if plain else ()
+
+
+def before_detach(node: Node) -> Node:
+    """The node before those that give the same tensor to autograd."""
+    while name_of(node) in DETACHES and isinstance(source := bind(node)["self"], Node):
+        node = source
+    return node
+
+
+def _is_contiguous(value: Tensor) -> bool:
+    """Whether a tensor is contiguous for all values of its symbols. Adds no guard."""
+    stride = 1
+    for size, actual in zip(reversed(value.shape), reversed(value.stride()), strict=True):
+        if not statically_known_true(size == 1) and not statically_known_true(actual == stride):
+            return False
+        stride = stride * size
+    return True
+
+
+def fold_sums(graph: Graph, *, output: bool = False) -> Folds:
+    """Fold the sums around the gradients of a graph into them. The graph is changed in place.
+
+    The graph is one of aten's operations with tilenorm's ops: of make_fx, or of AOTAutograd, best
+    its joint graph of forward and backward, because what is saved for the backward pass follows
+    from that. The sum of dy's terms has the bits of the operations that it replaces. The sum with
+    dx is rounded once, and not twice.
+
+    output: whether y is written by the backward pass too, for what reads it there.
+
+    No node makes this raise: what is not understood stays, and the result tells why.
+    """
+    steps = [_terms, _sum]
+    if output:
+        steps.append(partial(_output, backward=of_tangents(graph)))
+    folded, left = [], []
+    for node in [n for n in graph.nodes if n.target is NORM_BACKWARD]:
+        for step in steps:
+            try:
+                if kind := step(Call(node)):
+                    folded.append((kind, node.name))
+            except Left as reason:
+                left.append((node.name, str(reason)))
+    return Folds(tuple(folded), tuple(dict.fromkeys(left)))
+
+
+def _terms(call: Call) -> str | None:
+    """Fold the additions whose result is dy."""
+    if any(call.arguments[name] is not None for name in TERMS[1:]):
+        return None
+    first, more, sums = call.arguments["grad_output"], [], []
+    like = known(first)
+    while len(more) < len(TERMS) - 1 and (pair := operands_of_sum(first, like)):
+        reads = sum(argument is first for argument in call.arguments.values())
+        if only_user(first) is None or reads > 1:
+            if not more:
+                raise Left(f"other nodes use the sum {first.name}")
+            break
+        sums.append(first)
+        inner = [n for n in pair if operands_of_sum(n, like) and only_user(n)]
+        first, other = pair if not inner or inner[0] is pair[0] else pair[::-1]
+        more.insert(0, other)
+        if first is other:
+            break
+    if not more:
+        return None
+    if written(sums[-1], call.node):
+        raise Left(WRITTEN)
+    call.change(**dict(zip(TERMS, (first, *more), strict=False)))
+    for node in sums:
+        erase(node)
+    return f"{1 + len(more)} terms"
+
+
+def _sum(call: Call) -> str | None:
+    """Fold the addition of dx to another gradient."""
+    gradients = call.results(0)
+    total = only_user(gradients[0]) if len(gradients) == 1 else None
+    if total is None:
+        return None
+    (dx,) = gradients
+    pair = operands_of_sum(total, known(dx))
+    if not pair or pair[0] is pair[1]:
+        return None
+    other = pair[1] if pair[0] is dx else pair[0]
+    source, _ = item_of(other)
+    if source is not None and source.target is NORM_BACKWARD and call.node < other:
+        return None  # the later one of two gradients takes their sum
+    if any(call.arguments[name] is not None for name in ("dropout_mask", "layer_scale")):
+        raise Left(f"{total.name} adds to the gradient of an input that is masked or scaled")
+    if call.arguments["grad_sum"] is not None:
+        raise Left(f"it has the gradient of its sum already, and {total.name} adds another")
+    if call.results(1) or known(dx).dtype != known(call.arguments["input"]).dtype:
+        raise Left(f"{total.name} is the gradient of the input, but not of the residual")
+    if call.node < other:
+        raise Left(f"{other.name}, which {total.name} adds to its result, is computed after it")
+    if written(call.node, total):
+        raise Left(WRITTEN)
+    call.change(grad_sum=other)
+    total.replace_all_uses_with(dx)
+    erase(total)
+    return "sum"
+
+
+def of_tangents(graph: Graph) -> set[Node]:
+    """The nodes of a joint graph that depend on the gradients that come into it.
+
+    These are the nodes of the backward pass.
+    """
+    found: set[Node] = set()
+    for node in graph.nodes:
+        is_tangent = node.op == "placeholder" and "tangents" in str(node.target)
+        if is_tangent or not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _output(call: Call, backward: set[Node]) -> str | None:
+    """Have the backward pass read the output of a gradient in the place of y.
+
+    The inputs of the gradient are saved in any case. The partitioner of AOTAutograd saves y only if
+    the backward pass reads it. Returns None if it does not read y. Raises Left if y would be saved
+    all the same, or if the gradient cannot have the bits of y.
+    """
+    norm = _norm_of(call)
+    if norm is None:
+        return None
+    returned = _returned(norm, backward)
+    reads = list(_reads(norm, backward))
+    if not reads:
+        return None
+    if returned:
+        raise Left(f"{returned} is a result of the graph")
+    if is_recomputed(norm):
+        raise Left("its forward pass is computed again, and y is not saved")
+    of_values = Backward.of(call.values)
+    if why := spec_of_tensors(of_values.tensors, of_values.options).output_refused:
+        raise Left(f"its backward pass writes no y for {why}")
+    later = _later(call, {reader for _, reader in reads})
+    values, y = values_of(call.node), known(items(norm, 0)[0])
+    if not isinstance(values, tuple | list) or len(values) != OUTPUT + 1:
+        raise Left("its results are not those of the op")
+    call.change(output=True)
+    call.node.meta[key_of(call.node)] = (*values[:OUTPUT], y)
+    _replace(call, reads, later)
+    return "output"
+
+
+def _reads(norm: Node, backward: set[Node]) -> Iterator[tuple[tuple[Node, ...], Node]]:
+    """What the backward pass reads of y: y or a view of it, with the views on the way to it."""
+    stack = [(item,) for item in items(norm, 0)]
+    while stack:
+        path = stack.pop()
+        for user in path[-1].users:
+            if user.op == "call_function" and user in backward:
+                yield path, user
+            elif name_of(user) in VIEWS:
+                stack.append((*path, user))
+
+
+def _returned(norm: Node, backward: set[Node]) -> Node | None:
+    """A result of the graph that is y or a view of y, or None.
+
+    Raises Left if the backward pass reads what is made of y: it is computed again from y.
+    """
+    returned, seen, stack = None, set(), [(item, True) for item in items(norm, 0)]
+    while stack:
+        node, is_view = stack.pop()
+        for user in node.users:
+            if user.op == "output":
+                returned = node if is_view else returned
+            elif user in backward and not is_view:
+                raise Left(f"the backward pass reads {node.name}, which is made of y")
+            elif user not in backward and user not in seen and not _is_saved(user):
+                seen.add(user)
+                stack.append((user, is_view and name_of(user) in VIEWS))
+    return returned
+
+
+def _later(call: Call, readers: set[Node]) -> list[Node]:
+    """The readers, and the nodes that depend on them, that stand before the gradient.
+
+    Raises Left if the gradient depends on one of them.
+    """
+    later, node = {}, min(readers)
+    while node is not call.node and node.op not in ("output", "root"):
+        if node in readers or not later.keys().isdisjoint(node.all_input_nodes):
+            if writes(node):
+                raise Left(f"{node.name}, which would be moved, may write to a tensor")
+            later[node] = None
+        node = node.next
+    if node is not call.node:
+        return []
+    if not later.keys().isdisjoint(node.all_input_nodes):
+        raise Left(f"{min(readers).name} reads y before this gradient is computed")
+    return list(later)
+
+
+def _norm_of(call: Call) -> Node | None:
+    """The forward pass whose rstd a gradient reads, if both have the same arguments."""
+    norm, place = item_of(before_detach(call.arguments["rstd"]))
+    if norm is None or norm.target is not NORM or place != RSTD:
+        return None
+    arguments, x = bind(norm), before_detach(call.arguments["input"])
+    if arguments["residual"] is not None:
+        same = item_of(x) == (norm, SUM)
+    else:
+        same = isinstance(arguments["input"], Node) and before_detach(arguments["input"]) is x
+    return norm if same and all(arguments[n] == call.arguments[n] for n in COMMON) else None
+
+
+def _is_saved(node: Node) -> bool:
+    """Whether a node's result is saved for the backward pass, or made by no op of PyTorch's."""
+    name = name_of(node)
+    if name is None or not isinstance(node.target, OpOverload):
+        return node.target is not operator.getitem
+    return name in SAVED or name.startswith(ATTENTION)
+
+
+def _replace(call: Call, reads: list[tuple[tuple[Node, ...], Node]], later: list[Node]) -> None:
+    """Have readers read views of the gradient's output, and stand after it."""
+    graph, node = call.node.graph, call.node
+    with graph.inserting_after(node):
+        last = result_of(node, OUTPUT, node)
+    new = {path[0]: last for path, _ in reads}
+    for path, reader in reads:
+        for view in path[1:]:
+            if view not in new:
+                args, kwargs = map_arg((view.args, view.kwargs), lambda n: new.get(n, n))
+                with graph.inserting_after(last):
+                    last = derived(view.target, args, value_of(view), node, **kwargs)
+                new[view] = last
+        reader.replace_input_with(path[-1], new[path[-1]])
+    for moved in later:
+        last.append(moved)
+        last = moved
