@@ -50,11 +50,6 @@ ALL_SLOW = {
     "tests/launch/test_origin.py::test_threads_that_launch_at_once_compile_once_for_each_architecture",
     # 30 s of graphs with one malformed call. test_drawn_malformed_calls draws fewer of the same.
     "tests/integrations/test_fx_malformed.py::test_many_drawn_malformed_calls",
-    # 60 s of compiled code, run by instructions. The quick run has the specs that once failed.
-    "tests/machine/test_machine.py::test_drawn_rows_have_the_same_bits_in_every_place_and_variant",
-    # 40 s of compiled code. test_terms compares the same bits in the interpreter.
-    "tests/machine/test_machine.py::"
-    "test_the_backward_pass_writes_y_with_the_bits_of_the_forward_pass",
     # 13 s of mypy, over a copy with a fault. ./format.sh --check runs it over the package.
     "tests/test_types.py::test_the_checker_finds_a_function_that_was_renamed",
     # 17 s of compiling 18 configurations. test_dry_run compiles four.
