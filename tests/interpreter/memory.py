@@ -1,4 +1,4 @@
-"""Buffers behind the array arguments: race detection between blocks, and overlap of arguments."""
+"""Arrays and the buffers behind them: races between blocks, and overlap of arguments."""
 
 from dataclasses import dataclass, field
 
@@ -6,13 +6,16 @@ import cuda.tile as ct
 import torch
 from cuda.tile._ir.ops_utils import memory_order_has_acquire, memory_order_has_release
 
+from . import dtypes
 from .errors import AliasError, PollingError, RaceError
+from .tile import scalar
 
 POLL_LIMIT = 10_000
 # An atomic over at most this many elements may be a flag that synchronises blocks. An atomic over
 # more elements is taken for a sum, which synchronises nothing.
 FLAG_ELEMENTS = 16
 NO_BLOCK, SEVERAL_BLOCKS = -1, -2
+INT32_MAX = (1 << 31) - 1
 
 
 def indexable(values: torch.Tensor) -> torch.Tensor:
@@ -98,33 +101,28 @@ class Buffer:
         self._last_blocks: dict[str, torch.Tensor] = {}
         self._released: dict[int, set[int]] = {}
 
-    def load(self, region, order=ct.MemoryOrder.WEAK) -> torch.Tensor:
-        """Read a region. A read with a memory order may synchronise blocks and does not race."""
-        weak = order is ct.MemoryOrder.WEAK
-        if self.blocks.count > 1 and weak:
+    def load(self, region) -> torch.Tensor:
+        if self.blocks.count > 1:
             self._check_race(region, "write", "reads")
             self._check_race(region, "atomic", "reads")
             self._record_access(region, "read")
-        values = region.read(self.flat)
-        if not weak:
-            self._synchronise(region, values, order)
-        return values
+        return region.read(self.flat)
 
-    def store(self, region, values: torch.Tensor, order=ct.MemoryOrder.WEAK) -> None:
-        weak = order is ct.MemoryOrder.WEAK
+    def store(self, region, values: torch.Tensor) -> None:
         self._check_aliases()
         if region.has_duplicates():
             raise RaceError(f"one store writes an element of '{self.name}' twice")
-        if self.blocks.count > 1 and weak:
+        if self.blocks.count > 1:
             for access in ("write", "atomic", "read"):
                 self._check_race(region, access, "writes")
             self._record_access(region, "write")
         region.write(self.flat, values)
-        if not weak:
-            self._synchronise(region, values, order)
 
-    def update(self, offsets: torch.Tensor, function, *operands, order) -> torch.Tensor:
-        """Update each element atomically, in the order of the offsets; returns the old values."""
+    def update(self, offsets: torch.Tensor, function, values, order) -> torch.Tensor:
+        """Make each element function(element, value), in the order of the offsets.
+
+        Returns the old elements. An update with a memory order may synchronise blocks.
+        """
         self._check_aliases()
         region = Scattered(offsets)
         if self.blocks.count > 1:
@@ -134,11 +132,11 @@ class Buffer:
             old = torch.empty(offsets.shape, dtype=self.flat.dtype)
             for i, offset in enumerate(offsets.tolist()):
                 old[i] = self.flat[offset]
-                self.flat[offset] = function(old[i], *(x[i] for x in operands))
+                self.flat[offset] = function(old[i], values[i])
         else:
             old = region.read(self.flat)
-            region.write(self.flat, function(old, *operands))
-        self._synchronise(region, old, order)
+            region.write(self.flat, function(old, values))
+        self._synchronise(offsets, old, order)
         return old
 
     def _check_aliases(self) -> None:
@@ -179,14 +177,11 @@ class Buffer:
                 f" block ({other}) {done}"
             )
 
-    def _synchronise(self, region, observed: torch.Tensor, order) -> None:
+    def _synchronise(self, offsets: torch.Tensor, observed: torch.Tensor, order) -> None:
         """Release the visible blocks through a flag, and acquire what other blocks released."""
         if observed.numel() > FLAG_ELEMENTS:
             return
-        if isinstance(region, Scattered):
-            keys = region.offsets.flatten().tolist()
-        else:
-            keys = region.read(torch.arange(self.span)).flatten().tolist()
+        keys = offsets.flatten().tolist()
         visible = self.blocks.visible()
         for key in keys:
             released = self._released.setdefault(key, set())
@@ -195,6 +190,26 @@ class Buffer:
             if memory_order_has_release(order):
                 released |= visible | {self.blocks.current}
         self.blocks.poll(id(self), tuple(keys), tuple(observed.flatten().tolist()))
+
+
+class Array(ct.Array):
+    """An array in global memory, over a buffer."""
+
+    # These slots override ct.Array's properties, which work only in the compiler.
+    __slots__ = ("buffer", "data", "dtype", "ndim", "shape", "strides")
+
+    def __init__(self, buffer: Buffer, data: torch.Tensor):
+        self.buffer, self.data, self.ndim = buffer, data, data.ndim
+        self.dtype = dtypes.TILE_DTYPE[data.dtype]
+        for name, values in (("shape", data.shape), ("strides", data.stride())):
+            if any(v > INT32_MAX for v in values):
+                raise OverflowError(f"{name} {tuple(values)} of '{buffer.name}' exceed int32")
+            setattr(self, name, tuple(scalar(v, ct.int32) for v in values))
+
+    def window(self, data: torch.Tensor) -> Strided:
+        """The region of the buffer that `data`, a view of this array's tensor, covers."""
+        offset = data.storage_offset() - self.buffer.base
+        return Strided(tuple(data.shape), data.stride(), offset)
 
 
 def _span(tensor: torch.Tensor) -> int:

@@ -9,7 +9,7 @@ import torch
 
 from tests import cases
 from tests.executors import Inputs, Interpreter
-from tests.interpreter.tile import Tile
+from tests.interpreter import Tile
 from tilenorm.kernels import exchange
 from tilenorm.kernels.exchange import SUM_POLLS, Slots
 from tilenorm.launch.calls import every_gradient

@@ -7,11 +7,10 @@ from contextlib import contextmanager
 from types import CodeType, FunctionType, ModuleType
 
 import cuda.tile as ct
-from cuda.tile._exception import make_static_exception
 
-from . import arguments, dispatch, dtypes, ops_atomic, ops_control, ops_reduce, ops_shape
+from . import accesses, arguments, dtypes, reductions, shapes
 from .dispatch import Interpreter
-from .ops_math import binary
+from .elementwise import binary
 from .tile import LoopIndex, Tile, as_int, loose_dtype, scalar
 
 MAX_GRID_DIMENSION = (1 << 24) - 1
@@ -107,21 +106,15 @@ def _extremum(fn: str):
 
 
 def _static_iter(iterable):
-    return [ops_control.unwrap_loop_indices(item) for item in iterable]
+    return [shapes.unwrap_loop_indices(item) for item in iterable]
 
 
 # Stubs that run on the host without calling the dispatch mode, and their replacements.
-_HOST_STUBS = {
+HOST_STUBS = {
     ct.cdiv: lambda x, y: binary("cdiv", x, y),
-    ct.static_exception: make_static_exception,
     ct.static_iter: _static_iter,
 }
 _BUILTINS = {"range": TileRange, "min": _extremum("min"), "max": _extremum("max")}
-
-
-def is_supported(stub) -> bool:
-    """Whether the interpreter implements an operation."""
-    return stub in _HOST_STUBS or dispatch.is_implemented(stub)
 
 
 @contextmanager
@@ -135,8 +128,8 @@ def _tile_builtins(function: FunctionType):
 
     for namespace in (vars(ct), *_namespaces(function)):
         for name, value in list(namespace.items()):
-            if isinstance(value, FunctionType) and value in _HOST_STUBS:
-                replace(namespace, name, _HOST_STUBS[value])
+            if isinstance(value, FunctionType) and value in HOST_STUBS:
+                replace(namespace, name, HOST_STUBS[value])
         if namespace is vars(ct):
             continue
         for name, value in _BUILTINS.items():
@@ -194,4 +187,4 @@ def _names(code: CodeType) -> set[str]:
 
 
 # These modules register their operations when they are imported.
-_OPERATIONS = (ops_atomic, ops_control, ops_reduce, ops_shape)
+_OPERATIONS = (accesses, reductions, shapes)
