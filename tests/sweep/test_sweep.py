@@ -43,6 +43,26 @@ def test_drawn_cases_pass(executor, capsys):
     assert printed.startswith("2 specs, 0 failures")
 
 
+# Tiles of several rows and of one, tile loads, and shared rows; with whole vectors and without.
+REGIMES = (
+    "rms hidden=24 dtype=bfloat16 weight=bfloat16 bias=bfloat16",
+    "rms hidden=37 dtype=float16 weight=float32",
+    "rms hidden=1001 dtype=bfloat16 weight=bfloat16",
+    "rms hidden=520 dtype=float16 gate=float32 gate_first=True",
+    "layer hidden=37 dtype=float32 weight=float32 bias=float32 heads=4",
+    "layer hidden=1536 dtype=float16 weight=float16 bias=float16",
+    "rms hidden=5120 dtype=bfloat16 weight=bfloat16",
+    "rms hidden=16392 dtype=bfloat16 residual=bfloat16",
+)
+
+
+@pytest.mark.parametrize("spec", REGIMES)
+def test_regimes_pass(spec, capsys):
+    case = f"{spec} rows=6 seed=4"
+    status, printed = run(capsys, "--executor", "interpreter_sm_90", "--case", case)
+    assert status == 0, printed
+
+
 def test_under_torch_compile(capsys, dynamo):
     given = ("--executor", "interpreter_sm_90", "--case", SEVERAL_ROWS_A_TILE)
     assert run(capsys, *given, "--check", "compiled")[0] == 0
