@@ -2,11 +2,7 @@
 
 import cuda.tile as ct
 import torch
-from cuda.tile._annotated_function import (
-    HeterogeneousTupleNode,
-    HomogeneousTupleNode,
-    LeafAnnotationNode,
-)
+from cuda.tile._annotated_function import LeafAnnotationNode
 from torch._subclasses.fake_tensor import FakeTensor
 
 from . import dtypes
@@ -26,21 +22,20 @@ def bind(kernel: ct.kernel, args: tuple, blocks: Blocks) -> tuple:
     buffers = []
 
     def convert(value, node, name: str, label: str):
+        if not isinstance(node, LeafAnnotationNode) or node.array or node.scalar:
+            raise NotImplementedError(
+                f"the interpreter does not implement the annotation of {name}"
+            )
         if isinstance(value, tuple):
             if type(value) is not tuple:
                 raise TypeError(
                     f"Invalid {label}: '{type(value).__name__}' is a subclass of 'tuple'."
                     " Only plain tuples are accepted."
                 )
+            item = LeafAnnotationNode(constant=node.constant)
             return tuple(
-                convert(v, n, f"{name}[{i}]", f"item #{i} of {label}")
-                for i, (v, n) in enumerate(zip(value, _items(node, len(value)), strict=True))
-            )
-        if not isinstance(node, LeafAnnotationNode):
-            raise TypeError(f"Invalid {label}: expected a tuple")
-        if node.array or node.scalar:
-            raise NotImplementedError(
-                f"the interpreter does not implement the annotation of {name}"
+                convert(v, item, f"{name}[{i}]", f"item #{i} of {label}")
+                for i, v in enumerate(value)
             )
         if node.constant:
             if type(value) not in SCALARS:
@@ -84,17 +79,6 @@ def _unresolved(tensor: torch.Tensor) -> str | None:
     if isinstance(tensor, FakeTensor):
         return "fake"
     return None
-
-
-def _items(node, count: int) -> tuple:
-    """The annotation nodes of the items of a tuple argument."""
-    if isinstance(node, HomogeneousTupleNode):
-        return (node.each,) * count
-    if isinstance(node, HeterogeneousTupleNode):
-        if len(node.items) != count:
-            raise TypeError(f"expected a tuple of {len(node.items)} items, got {count}")
-        return node.items
-    return (LeafAnnotationNode(constant=node.constant),) * count
 
 
 def _scalar(value, label: str):

@@ -29,7 +29,8 @@ def launch(grid, kernel, args, *, fill=float("nan"), order=None) -> None:
 
     Raises:
         InterpreterError: the result on a GPU would be undefined (see errors.py).
-        TypeError, ValueError, OverflowError, RuntimeError: where ct.launch raises them.
+        TypeError, OverflowError: where ct.launch raises them.
+        ValueError: the grid cannot be launched.
         ct.TileError: where the compiler raises it.
     """
     grid = _check_grid(grid)
@@ -42,21 +43,13 @@ def launch(grid, kernel, args, *, fill=float("nan"), order=None) -> None:
 
 
 def _check_grid(grid) -> tuple[int, int, int]:
-    if not isinstance(grid, tuple):
-        raise TypeError("Grid must be a tuple")
-    if len(grid) > 3:
-        raise ValueError(f"Grid dimensions must be at most 3, got length {len(grid)}")
-    for i, n in enumerate(grid):
-        if not isinstance(n, int):
-            raise TypeError("an integer is required")
-        if n < 0:
-            raise OverflowError("can't convert negative value to unsigned int")
-        if n > MAX_GRID_DIMENSION:
-            raise ValueError(f"Grid[{i}] exceeds 24-bit limit: max={MAX_GRID_DIMENSION}, got={n}.")
-    if 0 in grid:
-        # ct.launch does not check this; the driver rejects the launch with this message.
-        raise RuntimeError("Failed to launch cuTile kernel: invalid argument")
-    return (*grid, 1, 1, 1)[:3]
+    """The grid with three dimensions. ct.launch or the driver rejects what is refused here."""
+    fits = isinstance(grid, tuple) and 1 <= len(grid) <= 3
+    if not fits or not all(type(n) is int and 1 <= n <= MAX_GRID_DIMENSION for n in grid):
+        raise ValueError(
+            f"up to three numbers of blocks from 1 to {MAX_GRID_DIMENSION}, got {grid}"
+        )
+    return (*grid, 1, 1)[:3]
 
 
 def _blocks(grid, order):
