@@ -162,7 +162,7 @@ def _update(
 
     values = _broadcast(array, update, offsets.shape, "update")
     old = current().undefined(array.dtype).repeat(offsets.shape)
-    old[active] = array.buffer.update(offsets[active], apply, values[active], memory_order)
+    old[active] = array.buffer.update(offsets[active], apply, values[active])
     return Tile(old, array.dtype)
 
 

@@ -1,18 +1,16 @@
 """Arrays and the buffers behind them: races between blocks, and overlap of arguments."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import cuda.tile as ct
 import torch
-from cuda.tile._ir.ops_utils import memory_order_has_acquire, memory_order_has_release
 
 from . import dtypes
 from .errors import AliasError, PollingError, RaceError
 from .tile import scalar
 
 POLL_LIMIT = 10_000
-# An atomic over at most this many elements may be a flag that synchronises blocks. An atomic over
-# more elements is taken for a sum, which synchronises nothing.
+# An atomic over at most this many elements may be a flag for which a block waits.
 FLAG_ELEMENTS = 16
 NO_BLOCK, SEVERAL_BLOCKS = -1, -2
 INT32_MAX = (1 << 31) - 1
@@ -64,20 +62,15 @@ class Scattered:
 
 @dataclass
 class Blocks:
-    """The block that is running, and for each block the blocks whose writes it has acquired."""
+    """The block that is running."""
 
     count: int = 1
     current: int = 0
-    acquired: dict[int, set[int]] = field(default_factory=dict)
     _last_poll: tuple = ()
     _polls: int = 0
 
-    def visible(self) -> set[int]:
-        """The blocks whose writes the current block has acquired."""
-        return self.acquired.setdefault(self.current, set())
-
     def poll(self, *observed) -> None:
-        """Count repeated synchronising reads of one value. Too many mean that the block waits."""
+        """Count repeated atomic reads of one value. Too many mean that the block waits."""
         key = (self.current, *observed)
         self._polls = self._polls + 1 if key == self._last_poll else 0
         self._last_poll = key
@@ -99,7 +92,6 @@ class Buffer:
         self.flat = tensor.as_strided((self.span,), (1,), self.base)
         self.aliases: list[str] = []
         self._last_blocks: dict[str, torch.Tensor] = {}
-        self._released: dict[int, set[int]] = {}
 
     def load(self, region) -> torch.Tensor:
         if self.blocks.count > 1:
@@ -118,10 +110,10 @@ class Buffer:
             self._record_access(region, "write")
         region.write(self.flat, values)
 
-    def update(self, offsets: torch.Tensor, function, values, order) -> torch.Tensor:
+    def update(self, offsets: torch.Tensor, function, values) -> torch.Tensor:
         """Make each element function(element, value), in the order of the offsets.
 
-        Returns the old elements. An update with a memory order may synchronise blocks.
+        Returns the old elements.
         """
         self._check_aliases()
         region = Scattered(offsets)
@@ -136,7 +128,8 @@ class Buffer:
         else:
             old = region.read(self.flat)
             region.write(self.flat, function(old, values))
-        self._synchronise(offsets, old, order)
+        if old.numel() <= FLAG_ELEMENTS:
+            self.blocks.poll(id(self), *offsets.flatten().tolist(), *old.flatten().tolist())
         return old
 
     def _check_aliases(self) -> None:
@@ -164,32 +157,13 @@ class Buffer:
             return
         last_blocks = region.read(self._last_blocks[access])
         foreign = last_blocks[(last_blocks != NO_BLOCK) & (last_blocks != self.blocks.current)]
-        if not foreign.numel():
-            return
-        visible = self.blocks.visible()
-        others = set(foreign.unique().tolist())
-        # SEVERAL_BLOCKS does not say which blocks. Accept it if this block acquired from any block.
-        if not (others - {SEVERAL_BLOCKS} <= visible and visible):
+        if foreign.numel():
             done = {"write": "wrote", "read": "read", "atomic": "updated"}[access]
-            other = next(iter(others - {SEVERAL_BLOCKS}), "more than one")
+            other = next((b for b in foreign.tolist() if b != SEVERAL_BLOCKS), "more than one")
             raise RaceError(
                 f"block {self.blocks.current} {verb} an element of '{self.name}' that another"
                 f" block ({other}) {done}"
             )
-
-    def _synchronise(self, offsets: torch.Tensor, observed: torch.Tensor, order) -> None:
-        """Release the visible blocks through a flag, and acquire what other blocks released."""
-        if observed.numel() > FLAG_ELEMENTS:
-            return
-        keys = offsets.flatten().tolist()
-        visible = self.blocks.visible()
-        for key in keys:
-            released = self._released.setdefault(key, set())
-            if memory_order_has_acquire(order):
-                visible |= released
-            if memory_order_has_release(order):
-                released |= visible | {self.blocks.current}
-        self.blocks.poll(id(self), tuple(keys), tuple(observed.flatten().tolist()))
 
 
 class Array(ct.Array):

@@ -51,6 +51,13 @@ def wait(FLAG):
 
 
 @ct.kernel
+def sum_by_last_block(X, PARTIALS, COUNT, Y):
+    ct.store(PARTIALS, ct.bid(0), ct.sum(ct.load(X, ct.bid(0), (4,))))
+    if ct.atomic_add(COUNT, 0, 1) == ct.num_blocks(0) - 1:
+        ct.store(Y, 0, ct.sum(ct.load(PARTIALS, 0, (4,))))
+
+
+@ct.kernel
 def other_rank(Y):
     ct.store(Y, (0, 0), ct.zeros((4,), ct.float32))
 
@@ -84,6 +91,7 @@ def ints(n: int) -> torch.Tensor:
     return torch.zeros(n, dtype=torch.int32)
 
 
+LAST = (torch.ones(16), torch.zeros(4), ints(1), torch.zeros(1))
 # The error, a part of its message, the kernel, the grid, the arguments, and the order of blocks.
 REFUSED = [
     (OutOfBoundsError, "'X'", copy, (2,), (torch.ones(4), torch.ones(8), 4), None),
@@ -94,6 +102,7 @@ REFUSED = [
     (RaceError, "'X'", read_another, (2,), (torch.zeros(2), torch.zeros(1)), "reverse"),
     (RaceError, "twice", twice, (1,), (FOUR,), None),
     (RaceError, "twice", copy, (1,), (FOUR, torch.zeros(1).expand(4), 4), None),
+    (RaceError, "PARTIALS", sum_by_last_block, (4,), LAST, None),
     (PollingError, None, wait, (2,), (ints(1),), None),
     (StateError, "negated", one, (1,), (torch._neg_view(FOUR),), None),
     (InterpreterError, "by zero", divide, (1,), (0,), None),
@@ -128,27 +137,6 @@ def test_the_same_is_accepted_where_it_is_defined():
     run(unchecked, torch.ones(4))
     run(block_numbers, ints(1))
     run(wait, ints(1), grid=(2,), order="reverse")
-
-
-@pytest.mark.parametrize("order", ["ACQ_REL", "ACQUIRE", "RELEASE", "RELAXED"])
-def test_only_acquire_release_synchronises_blocks(order):
-    memory_order = ct.MemoryOrder[order]
-
-    @ct.kernel
-    def sum_by_last_block(X, PARTIALS, COUNT, Y):
-        ct.store(PARTIALS, ct.bid(0), ct.sum(ct.load(X, ct.bid(0), (4,))))
-        done = ct.atomic_add(COUNT, 0, 1, memory_order=memory_order)
-        if done == ct.num_blocks(0) - 1:
-            ct.store(Y, 0, ct.sum(ct.load(PARTIALS, 0, (4,))))
-
-    y = torch.zeros(1)
-    args = (torch.arange(16.0), torch.zeros(4), ints(1), y)
-    if order == "ACQ_REL":
-        run(sum_by_last_block, *args, grid=(4,), order=3)
-        assert y.item() == 120
-    else:
-        with pytest.raises(RaceError):
-            run(sum_by_last_block, *args, grid=(4,))
 
 
 def test_written_argument_must_not_overlap_another():
