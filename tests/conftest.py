@@ -1,4 +1,6 @@
+import itertools
 import os
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -6,14 +8,14 @@ import torch
 
 from tilenorm.__main__ import main
 from tilenorm.launch import plan, toolchain, user_table
+from tilenorm.spec import NormSpec
 
 from . import cases
-from .executed import executor_of, needs_missing_gpu, pytest_terminal_summary  # noqa: F401
 from .executors import Executor, Gpu, Interpreter
-from .quick import slow_cases
+from .ops.helpers import NEEDS_GPU
 from .stand_in_compiler import Compiler
 
-COLLECTED = pytest.StashKey[list]()  # every case, before any is deselected
+ALL = "test_accuracy"  # all cases of this test are quick
 
 
 def pytest_configure() -> None:
@@ -27,14 +29,59 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items: list[pytest.Item]) -> None:
-    for item in slow_cases(items):
-        item.add_marker("slow")
-    config.stash[COLLECTED] = list(items)
-    # Without a GPU thousands of skipped cases would take time, and hide the others that skip.
-    config.hook.pytest_deselected(items=[item for item in items if needs_missing_gpu(item)])
-    items[:] = [item for item in items if not needs_missing_gpu(item)]
-    for item in items:
-        item.user_properties.append(("executor", executor_of(item)))
+    """Mark as slow each case that tests nothing that a quick case of the same test does not test.
+
+    All cases of test_accuracy are quick, because accuracy is the first contract. All cases of a GPU
+    are quick, because nothing else runs them and wide rows are fast there. Without a GPU they are
+    left out: thousands of skipped cases would take time, and hide the others that skip.
+    """
+    seen = defaultdict(set)
+    for item in sorted(items, key=lambda item: getattr(spec_of(item), "hidden", 0)):
+        if not (is_of_gpu(item) or item.get_closest_marker("slow") or item.originalname == ALL):
+            tested = tested_by(item)
+            if tested and tested <= seen[item.function]:
+                item.add_marker("slow")
+            seen[item.function] |= tested
+    if not torch.cuda.is_available():
+        config.hook.pytest_deselected(items=list(filter(is_of_gpu, items)))
+        items[:] = itertools.filterfalse(is_of_gpu, items)
+
+
+def parameters(item: pytest.Item) -> dict[str, object]:
+    return item.callspec.params if hasattr(item, "callspec") else {}
+
+
+def is_of_gpu(item: pytest.Item) -> bool:
+    executor = parameters(item).get("executor")
+    named = getattr(executor, "name", executor) == "gpu"
+    return named or NEEDS_GPU.mark in item.iter_markers("skipif")
+
+
+def spec_of(item: pytest.Item) -> NormSpec | None:
+    """What a case of tests/kernels runs, or a spec of its size where the test makes the spec."""
+    given = parameters(item) if item.path.parent.name == "kernels" else {}
+    if "hidden" in given:
+        return NormSpec("rms", given["hidden"], "bfloat16")
+    return given.get("spec")
+
+
+def tested_by(item: pytest.Item) -> set:
+    """Each value of a parameter, and each schedule of the kernels. Of wide rows, the latter only:
+    they take the interpreter long.
+    """
+    given, spec = parameters(item), spec_of(item)
+    values = {(name, str(value)) for name, value in given.items()}
+    if spec is None:
+        return values
+    executor = given.get("executor", "sm_80")
+    arch = getattr(executor, "name", executor).removeprefix("interpreter_")
+    name = f"{item.path.stem} {item.originalname}"
+    schedules = {
+        (direction, cases.schedule(config, spec.hidden))
+        for direction in [d for d in cases.DIRECTIONS if d in name] or cases.DIRECTIONS
+        for config in [cases.config(direction, spec, cases.target(arch))]
+    }
+    return {arch, *schedules} if spec.hidden > cases.NARROW else {arch, *schedules, *values}
 
 
 @pytest.fixture

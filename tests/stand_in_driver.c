@@ -1,26 +1,25 @@
 /* Stands in for NVIDIA's driver where there is none, so that cuTile's own launch function runs.
 
-   A launch does nothing. Two devices, an sm_90 and an sm_100, and one context. The environment says
-   which device is current (STAND_IN_DEVICE) and which CUDA version the driver has (STAND_IN_CUDA).
-   stand_in_launches() counts the launches. */
+   A launch does nothing. There is one device, an sm_90, with one context. The environment says which
+   CUDA version the driver has (STAND_IN_CUDA). stand_in_launches() counts the launches. */
 #include <stdlib.h>
 #include <string.h>
 
 static int launches;
 static void *context = &launches;
 
-static int setting(const char *name, int otherwise) {
-    const char *value = getenv(name);
-    return value ? atoi(value) : otherwise;
+int stand_in_launches(void) { return launches; }
+
+int cuDriverGetVersion(int *version) {
+    const char *given = getenv("STAND_IN_CUDA");
+    *version = given ? atoi(given) : 13000;
+    return 0;
 }
 
-int stand_in_launches(void) { return launches; }
-int cuDriverGetVersion(int *version) { *version = setting("STAND_IN_CUDA", 13000); return 0; }
-
 static int nothing(void) { return 0; }
-static int device_count(int *count) { *count = 2; return 0; }
+static int device_count(int *count) { *count = 1; return 0; }
 static int device(int *found, int ordinal) { *found = ordinal; return 0; }
-static int current_device(int *found) { *found = setting("STAND_IN_DEVICE", 0); return 0; }
+static int current_device(int *found) { *found = 0; return 0; }
 static int current_context(void **found) { *found = context; return 0; }
 static int context_of_stream(void *stream, void **found) { *found = context; return 0; }
 static int context_of_pointer(void **found, int attribute, void *p) { *found = context; return 0; }
@@ -32,7 +31,7 @@ static int launch(void) { __atomic_add_fetch(&launches, 1, __ATOMIC_SEQ_CST); re
 
 static int attribute(int *value, int which, int of) {
     enum { MAJOR = 75, MINOR = 76 };
-    *value = which == MAJOR ? (of ? 10 : 9) : which == MINOR ? 0 : 1 << 20;
+    *value = which == MAJOR ? 9 : which == MINOR ? 0 : 1 << 20;
     return 0;
 }
 

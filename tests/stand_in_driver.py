@@ -31,14 +31,14 @@ def built(folder: Path) -> Path:
     return path
 
 
-def run(program: str, folder: Path, **environment: str) -> subprocess.CompletedProcess:
+def run(program: str, folder: Path) -> subprocess.CompletedProcess:
     """Run a Python program with the library of a folder. Its compile cache is in that folder."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("CUDA_TILE_")}
     environment = {
         "LD_LIBRARY_PATH": str(folder),
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         "CUDA_TILE_CACHE_DIR": str(folder / "cache"),
-    } | environment
+    }
     return subprocess.run(
         [sys.executable, "-c", program],
         env=inherited | environment,
@@ -68,11 +68,6 @@ def arrays_of(arrays: Sequence) -> tuple:
         arrays_of(a) if isinstance(a, tuple) else Array(a) if isinstance(a, ArrayLike) else a
         for a in arrays
     )
-
-
-def use(device: int) -> None:
-    """Make a device current: 0 is an sm_90, 1 an sm_100."""
-    os.environ["STAND_IN_DEVICE"] = str(device)
 
 
 def launches() -> int:

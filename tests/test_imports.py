@@ -163,17 +163,6 @@ def test_files_are_short():
     assert not violations, listed(violations)
 
 
-def test_kernels_keep_their_annotations():
-    """cuTile reads ct.Constant from the annotation itself, not from its text."""
-    violations = [
-        at(path, line, "turns annotations into text")
-        for path in KERNELS
-        for line, name in imports(path)
-        if name == "__future__.annotations"
-    ]
-    assert not violations, listed(violations)
-
-
 def test_kernel_functions_are_short_and_helpers_take_few_parameters():
     """A kernel itself may take more: its arrays, and its constants in groups."""
     violations = []

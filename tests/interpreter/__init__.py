@@ -1,6 +1,7 @@
 """An interpreter for cuTile kernels: runs them on CPU tensors, one block after another.
 
-It raises an InterpreterError where the result of a kernel on a GPU would be undefined.
+It raises an InterpreterError where the result of a kernel on a GPU would be undefined. README.md
+tells what it emulates. Everything else imports this package, and none of its modules.
 """
 
 from .errors import (
@@ -11,7 +12,8 @@ from .errors import (
     RaceError,
     StateError,
 )
-from .run import launch
+from .launching import launch
+from .tile import Tile
 
 __all__ = [
     "AliasError",
@@ -20,5 +22,6 @@ __all__ = [
     "PollingError",
     "RaceError",
     "StateError",
+    "Tile",
     "launch",
 ]

@@ -2,18 +2,15 @@
 
 import cuda.tile as ct
 import torch
-from cuda.tile._annotated_function import (
-    HeterogeneousTupleNode,
-    HomogeneousTupleNode,
-    LeafAnnotationNode,
-)
+from cuda.tile._annotated_function import LeafAnnotationNode
 from torch._subclasses.fake_tensor import FakeTensor
 
 from . import dtypes
-from .array import Array
 from .errors import StateError
-from .memory import Blocks, Buffer, find_aliases
+from .memory import Array, Blocks, Buffer, find_aliases
 from .tile import scalar
+
+SCALARS = {bool: ct.bool_, int: ct.int32, float: ct.float32}
 
 
 def bind(kernel: ct.kernel, args: tuple, blocks: Blocks) -> tuple:
@@ -25,30 +22,33 @@ def bind(kernel: ct.kernel, args: tuple, blocks: Blocks) -> tuple:
     buffers = []
 
     def convert(value, node, name: str, label: str):
+        if not isinstance(node, LeafAnnotationNode) or node.array or node.scalar:
+            raise NotImplementedError(
+                f"the interpreter does not implement the annotation of {name}"
+            )
         if isinstance(value, tuple):
             if type(value) is not tuple:
                 raise TypeError(
                     f"Invalid {label}: '{type(value).__name__}' is a subclass of 'tuple'."
                     " Only plain tuples are accepted."
                 )
+            item = LeafAnnotationNode(constant=node.constant)
             return tuple(
-                convert(v, n, f"{name}[{i}]", f"item #{i} of {label}")
-                for i, (v, n) in enumerate(zip(value, _items(node, len(value)), strict=True))
+                convert(v, item, f"{name}[{i}]", f"item #{i} of {label}")
+                for i, v in enumerate(value)
             )
-        if not isinstance(node, LeafAnnotationNode):
-            raise TypeError(f"Invalid {label}: expected a tuple")
         if node.constant:
-            if type(value) not in (bool, int, float):
+            if type(value) not in SCALARS:
                 raise TypeError(
                     f"Invalid {label}: Could not interpret object of type"
                     f" '{type(value).__name__}' as a constant."
                 )
             return value
         if isinstance(value, torch.Tensor):
-            return array(value, node.array or ct.ArrayAnnotation(), name)
-        return _scalar(value, node.scalar.dtype if node.scalar else None, label)
+            return array(value, name)
+        return _scalar(value, label)
 
-    def array(tensor: torch.Tensor, annotation, name: str) -> Array:
+    def array(tensor: torch.Tensor, name: str) -> Array:
         if tensor.device.type != "cpu":
             raise ValueError(f"'{name}' is on {tensor.device}: the interpreter runs on the CPU")
         if tensor.dtype not in dtypes.TILE_DTYPE:
@@ -58,7 +58,7 @@ def bind(kernel: ct.kernel, args: tuple, blocks: Blocks) -> tuple:
         tensor = tensor.detach()
         buffer = Buffer(name, tensor, blocks)
         buffers.append((buffer, tensor))
-        return Array(buffer, tensor, annotation)
+        return Array(buffer, tensor)
 
     bound = tuple(
         convert(value, node, name, f"kernel argument #{i}")
@@ -81,31 +81,11 @@ def _unresolved(tensor: torch.Tensor) -> str | None:
     return None
 
 
-def _items(node, count: int) -> tuple:
-    """The annotation nodes of the items of a tuple argument."""
-    if isinstance(node, HomogeneousTupleNode):
-        return (node.each,) * count
-    if isinstance(node, HeterogeneousTupleNode):
-        if len(node.items) != count:
-            raise TypeError(f"expected a tuple of {len(node.items)} items, got {count}")
-        return node.items
-    return (LeafAnnotationNode(constant=node.constant),) * count
-
-
-def _scalar(value, dtype, label: str):
-    """A 0-d tile of a Python number, in the annotated dtype if there is one."""
-    if type(value) is bool:
-        natural = ct.bool_
-    elif type(value) is int:
-        natural = dtype or ct.int32
-        low = -1 << (natural.bitwidth - 1)
-        if not low <= value < -low:
-            raise OverflowError(f"Python int too large to convert to C {natural.name}_t")
-    elif type(value) is float:
-        natural = ct.float32
-    else:
+def _scalar(value, label: str):
+    """A 0-d tile of a Python number."""
+    if type(value) is int and not -1 << 31 <= value < 1 << 31:
+        raise OverflowError("Python int too large to convert to C int32_t")
+    if type(value) not in SCALARS:
         name = type(value).__name__
         raise TypeError(f"Invalid {label}: Objects of type '{name}' are not supported.")
-    if dtype is not None and natural != dtype:
-        raise TypeError(f"Invalid {label}: {natural} does not match the annotated dtype {dtype}.")
-    return scalar(value, natural)
+    return scalar(value, SCALARS[type(value)])

@@ -5,29 +5,19 @@ from cuda.tile._execution import is_stub
 
 from . import dtypes
 from .memory import Blocks
-from .tile import Tile
 
-_TABLE = {}
+TABLE = {}  # stub -> the function that implements it
 
 
-def implements(*stubs):
-    """Register a function as the implementation of ct stubs."""
+def implements(stub):
+    """Register a function as the implementation of a ct stub."""
 
     def register(function):
-        for stub in stubs:
-            # A decorator that rewrites docstrings wraps the stub. Register the wrapped stub too,
-            # because that is the one that is dispatched.
-            while stub is not None:
-                _TABLE[stub] = function
-                stub = getattr(stub, "__wrapped__", None)
+        # A decorator that rewrites docstrings wraps some stubs. The wrapped one is dispatched.
+        TABLE[getattr(stub, "__wrapped__", stub)] = TABLE[stub] = function
         return function
 
     return register
-
-
-def is_implemented(stub) -> bool:
-    """Whether a function is registered for a stub."""
-    return stub in _TABLE
 
 
 class Interpreter(DispatchMode):
@@ -40,7 +30,7 @@ class Interpreter(DispatchMode):
         self.blocks = Blocks(count=grid[0] * grid[1] * grid[2])
 
     def call_tile_function_from_host(self, func, args, kwargs):
-        implementation = _TABLE.get(func)
+        implementation = TABLE.get(func)
         if implementation is not None:
             return implementation(*args, **kwargs)
         if is_stub(func):
@@ -55,8 +45,3 @@ class Interpreter(DispatchMode):
 def current() -> Interpreter:
     """The dispatch mode of the launch that is running."""
     return DispatchMode.get_current()
-
-
-def describe(value) -> str:
-    """A readable form of a value, for error messages."""
-    return value.describe() if isinstance(value, Tile) else str(value)

@@ -16,29 +16,13 @@ from cuda.tile._datatype import (
 from cuda.tile._ir import ops_utils
 from cuda.tile._ir.cast_ops import check_implicit_cast
 from cuda.tile._ir.type import LooselyTypedScalar, TileTy
-from cuda.tile._ir.typing_support import dtype_of_constant_scalar
 
-TORCH_DTYPE = {
-    ct.bool_: torch.bool,
-    ct.int8: torch.int8,
-    ct.int16: torch.int16,
-    ct.int32: torch.int32,
-    ct.int64: torch.int64,
-    ct.uint8: torch.uint8,
-    ct.uint16: torch.uint16,
-    ct.uint32: torch.uint32,
-    ct.uint64: torch.uint64,
-    ct.float16: torch.float16,
-    ct.bfloat16: torch.bfloat16,
-    ct.float32: torch.float32,
-    ct.float64: torch.float64,
-    ct.float8_e4m3fn: torch.float8_e4m3fn,
-    ct.float8_e5m2: torch.float8_e5m2,
-    ct.float8_e8m0fnu: torch.float8_e8m0fnu,
-}
+NAMES = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+NAMES += ("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2")
+TORCH_DTYPE = {getattr(ct, name): getattr(torch, name) for name in NAMES}
+TORCH_DTYPE |= {ct.bool_: torch.bool, ct.float8_e8m0fnu: torch.float8_e8m0fnu}
 TILE_DTYPE = {v: k for k, v in TORCH_DTYPE.items()}
-# torch has no tfloat32. It is stored as float32 whose 13 lowest bits are zero.
-TORCH_DTYPE[ct.tfloat32] = torch.float32
+SATURATING = (ct.float8_e4m3fn, ct.float8_e5m2)
 CACHE_SIZE = 1 << 14  # entries in each cache of constants and promotions
 
 
@@ -51,11 +35,6 @@ def torch_dtype(dtype: ct.DType) -> torch.dtype:
     if dtype not in TORCH_DTYPE:
         raise ct.TileTypeError(f"the interpreter has no storage for {dtype}")
     return TORCH_DTYPE[dtype]
-
-
-def constant_dtype(value: bool | int | float) -> ct.DType:
-    """The dtype that the compiler gives a Python constant."""
-    return dtype_of_constant_scalar(value)
 
 
 @lru_cache(CACHE_SIZE, typed=True)
@@ -92,8 +71,8 @@ def _constant(value: bool | int | float, dtype: ct.DType, sign: float) -> torch.
     return torch.tensor(value, dtype=torch_dtype(dtype))
 
 
-def cast(data: torch.Tensor, source: ct.DType, target: ct.DType, mode=None) -> torch.Tensor:
-    """Convert between cuTile dtypes. mode: a rounding mode for conversions between floats."""
+def cast(data: torch.Tensor, source: ct.DType, target: ct.DType) -> torch.Tensor:
+    """Convert between cuTile dtypes, to the nearest number."""
     if source == target:
         return data
     storage = torch_dtype(target)
@@ -101,14 +80,11 @@ def cast(data: torch.Tensor, source: ct.DType, target: ct.DType, mode=None) -> t
         return (data.to(torch.float32) if is_restricted_float(source) else data) != 0
     if is_float(source) and is_integral(target):
         return _float_to_int(data, target)
-    if is_float(source) and is_float(target) and mode in DIRECTED:
-        return round_directed(data.to(torch.float64), target, mode)
     if target in SATURATING and is_float(source):
         # The GPU saturates, and PyTorch does from 2.12 on.
         most = torch.finfo(storage).max
         data = data.clamp(-most, most)
-    data = data.to(storage)
-    return _round_to_tf32(data) if target == ct.tfloat32 else data
+    return data.to(storage)
 
 
 def _float_to_int(data: torch.Tensor, target: ct.DType) -> torch.Tensor:
@@ -119,38 +95,6 @@ def _float_to_int(data: torch.Tensor, target: ct.DType) -> torch.Tensor:
     result = wide.clamp(float(low), float(high - (1 << 10 if target.bitwidth == 64 else 0)))
     result = result.to(storage)
     return torch.where(wide >= float(high), torch.tensor(high, dtype=storage), result)
-
-
-def _round_to_tf32(data: torch.Tensor) -> torch.Tensor:
-    bits = data.view(torch.int32)
-    bits = (bits + 0xFFF + ((bits >> 13) & 1)) & ~0x1FFF
-    return torch.where(data.isfinite(), bits.view(torch.float32), data)
-
-
-SATURATING = (ct.float8_e4m3fn, ct.float8_e5m2)
-DIRECTED = (ct.RoundingMode.RZ, ct.RoundingMode.RM, ct.RoundingMode.RP)
-
-
-def round_directed(exact: torch.Tensor, dtype: ct.DType, mode) -> torch.Tensor:
-    """Round float64 values to `dtype` in the given rounding mode."""
-    nearest = exact.to(torch_dtype(dtype))
-    if mode not in DIRECTED or dtype == ct.float64:
-        return nearest
-    error = nearest.to(torch.float64) - exact
-    if mode is ct.RoundingMode.RM:
-        wrong, direction = error > 0, -torch.inf
-    elif mode is ct.RoundingMode.RP:
-        wrong, direction = error < 0, torch.inf
-    else:
-        wrong, direction = error * exact.sign() > 0, 0.0
-    step = torch.nextafter(nearest, torch.full_like(nearest, direction))
-    return torch.where(wrong, step, nearest)
-
-
-def flush_subnormals(data: torch.Tensor) -> torch.Tensor:
-    """Replace subnormal float32 values by zeros of their sign."""
-    tiny = torch.finfo(torch.float32).tiny
-    return torch.where(data.abs() < tiny, torch.copysign(torch.zeros_like(data), data), data)
 
 
 def extreme(fill: float, dtype: ct.DType) -> bool | int | float:

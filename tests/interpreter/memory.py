@@ -1,18 +1,19 @@
-"""Buffers behind the array arguments: race detection between blocks, and overlap of arguments."""
+"""Arrays and the buffers behind them: races between blocks, and overlap of arguments."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import cuda.tile as ct
 import torch
-from cuda.tile._ir.ops_utils import memory_order_has_acquire, memory_order_has_release
 
+from . import dtypes
 from .errors import AliasError, PollingError, RaceError
+from .tile import scalar
 
 POLL_LIMIT = 10_000
-# An atomic over at most this many elements may be a flag that synchronises blocks. An atomic over
-# more elements is taken for a sum, which synchronises nothing.
+# An atomic over at most this many elements may be a flag for which a block waits.
 FLAG_ELEMENTS = 16
 NO_BLOCK, SEVERAL_BLOCKS = -1, -2
+INT32_MAX = (1 << 31) - 1
 
 
 def indexable(values: torch.Tensor) -> torch.Tensor:
@@ -61,20 +62,15 @@ class Scattered:
 
 @dataclass
 class Blocks:
-    """The block that is running, and for each block the blocks whose writes it has acquired."""
+    """The block that is running."""
 
     count: int = 1
     current: int = 0
-    acquired: dict[int, set[int]] = field(default_factory=dict)
     _last_poll: tuple = ()
     _polls: int = 0
 
-    def visible(self) -> set[int]:
-        """The blocks whose writes the current block has acquired."""
-        return self.acquired.setdefault(self.current, set())
-
     def poll(self, *observed) -> None:
-        """Count repeated synchronising reads of one value. Too many mean that the block waits."""
+        """Count repeated atomic reads of one value. Too many mean that the block waits."""
         key = (self.current, *observed)
         self._polls = self._polls + 1 if key == self._last_poll else 0
         self._last_poll = key
@@ -96,35 +92,29 @@ class Buffer:
         self.flat = tensor.as_strided((self.span,), (1,), self.base)
         self.aliases: list[str] = []
         self._last_blocks: dict[str, torch.Tensor] = {}
-        self._released: dict[int, set[int]] = {}
 
-    def load(self, region, order=ct.MemoryOrder.WEAK) -> torch.Tensor:
-        """Read a region. A read with a memory order may synchronise blocks and does not race."""
-        weak = order is ct.MemoryOrder.WEAK
-        if self.blocks.count > 1 and weak:
+    def load(self, region) -> torch.Tensor:
+        if self.blocks.count > 1:
             self._check_race(region, "write", "reads")
             self._check_race(region, "atomic", "reads")
             self._record_access(region, "read")
-        values = region.read(self.flat)
-        if not weak:
-            self._synchronise(region, values, order)
-        return values
+        return region.read(self.flat)
 
-    def store(self, region, values: torch.Tensor, order=ct.MemoryOrder.WEAK) -> None:
-        weak = order is ct.MemoryOrder.WEAK
+    def store(self, region, values: torch.Tensor) -> None:
         self._check_aliases()
         if region.has_duplicates():
             raise RaceError(f"one store writes an element of '{self.name}' twice")
-        if self.blocks.count > 1 and weak:
+        if self.blocks.count > 1:
             for access in ("write", "atomic", "read"):
                 self._check_race(region, access, "writes")
             self._record_access(region, "write")
         region.write(self.flat, values)
-        if not weak:
-            self._synchronise(region, values, order)
 
-    def update(self, offsets: torch.Tensor, function, *operands, order) -> torch.Tensor:
-        """Update each element atomically, in the order of the offsets; returns the old values."""
+    def update(self, offsets: torch.Tensor, function, values) -> torch.Tensor:
+        """Make each element function(element, value), in the order of the offsets.
+
+        Returns the old elements.
+        """
         self._check_aliases()
         region = Scattered(offsets)
         if self.blocks.count > 1:
@@ -134,11 +124,12 @@ class Buffer:
             old = torch.empty(offsets.shape, dtype=self.flat.dtype)
             for i, offset in enumerate(offsets.tolist()):
                 old[i] = self.flat[offset]
-                self.flat[offset] = function(old[i], *(x[i] for x in operands))
+                self.flat[offset] = function(old[i], values[i])
         else:
             old = region.read(self.flat)
-            region.write(self.flat, function(old, *operands))
-        self._synchronise(region, old, order)
+            region.write(self.flat, function(old, values))
+        if old.numel() <= FLAG_ELEMENTS:
+            self.blocks.poll(id(self), *offsets.flatten().tolist(), *old.flatten().tolist())
         return old
 
     def _check_aliases(self) -> None:
@@ -166,35 +157,33 @@ class Buffer:
             return
         last_blocks = region.read(self._last_blocks[access])
         foreign = last_blocks[(last_blocks != NO_BLOCK) & (last_blocks != self.blocks.current)]
-        if not foreign.numel():
-            return
-        visible = self.blocks.visible()
-        others = set(foreign.unique().tolist())
-        # SEVERAL_BLOCKS does not say which blocks. Accept it if this block acquired from any block.
-        if not (others - {SEVERAL_BLOCKS} <= visible and visible):
+        if foreign.numel():
             done = {"write": "wrote", "read": "read", "atomic": "updated"}[access]
-            other = next(iter(others - {SEVERAL_BLOCKS}), "more than one")
+            other = next((b for b in foreign.tolist() if b != SEVERAL_BLOCKS), "more than one")
             raise RaceError(
                 f"block {self.blocks.current} {verb} an element of '{self.name}' that another"
                 f" block ({other}) {done}"
             )
 
-    def _synchronise(self, region, observed: torch.Tensor, order) -> None:
-        """Release the visible blocks through a flag, and acquire what other blocks released."""
-        if observed.numel() > FLAG_ELEMENTS:
-            return
-        if isinstance(region, Scattered):
-            keys = region.offsets.flatten().tolist()
-        else:
-            keys = region.read(torch.arange(self.span)).flatten().tolist()
-        visible = self.blocks.visible()
-        for key in keys:
-            released = self._released.setdefault(key, set())
-            if memory_order_has_acquire(order):
-                visible |= released
-            if memory_order_has_release(order):
-                released |= visible | {self.blocks.current}
-        self.blocks.poll(id(self), tuple(keys), tuple(observed.flatten().tolist()))
+
+class Array(ct.Array):
+    """An array in global memory, over a buffer."""
+
+    # These slots override ct.Array's properties, which work only in the compiler.
+    __slots__ = ("buffer", "data", "dtype", "ndim", "shape", "strides")
+
+    def __init__(self, buffer: Buffer, data: torch.Tensor):
+        self.buffer, self.data, self.ndim = buffer, data, data.ndim
+        self.dtype = dtypes.TILE_DTYPE[data.dtype]
+        for name, values in (("shape", data.shape), ("strides", data.stride())):
+            if any(v > INT32_MAX for v in values):
+                raise OverflowError(f"{name} {tuple(values)} of '{buffer.name}' exceed int32")
+            setattr(self, name, tuple(scalar(v, ct.int32) for v in values))
+
+    def window(self, data: torch.Tensor) -> Strided:
+        """The region of the buffer that `data`, a view of this array's tensor, covers."""
+        offset = data.storage_offset() - self.buffer.base
+        return Strided(tuple(data.shape), data.stride(), offset)
 
 
 def _span(tensor: torch.Tensor) -> int:

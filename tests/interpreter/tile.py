@@ -5,6 +5,7 @@ from functools import cache
 import cuda.tile as ct
 import torch
 from cuda.tile._datatype import is_integral, is_signed
+from cuda.tile._ir.typing_support import dtype_of_constant_scalar
 
 from . import dtypes
 
@@ -81,7 +82,7 @@ def as_tile(value, name: str = "value") -> Tile:
     if isinstance(value, Tile):
         return value
     if dtypes.is_constant(value):
-        dtype = dtypes.constant_dtype(value)
+        dtype = dtype_of_constant_scalar(value)
         return Tile(dtypes.constant(value, dtype), dtype)
     raise ct.TileTypeError(f"expected a tile or a scalar for {name}, got {type(value).__name__}")
 
@@ -107,11 +108,10 @@ def operand(value, dtype: ct.DType) -> torch.Tensor:
     return dtypes.constant(value, dtype)
 
 
-def as_int(value, name: str, signed_only: bool = True) -> int:
+def as_int(value, name: str) -> int:
     """The value of an integer constant or a 0-d integer tile."""
     tile = as_tile(value, name)
-    ok = is_integral(tile.dtype) and tile.ndim == 0
-    if not ok or (signed_only and not is_signed(tile.dtype)):
+    if tile.ndim or not is_integral(tile.dtype) or not is_signed(tile.dtype):
         raise ct.TileTypeError(f"{name} must be a signed integer scalar, got {tile.describe()}")
     return int(tile.data)
 
@@ -124,14 +124,14 @@ def constant_int(value, name: str) -> int:
     return value
 
 
-def constant_shape(shape, name: str = "shape", rank=None, power_of_two=True) -> tuple[int, ...]:
+def constant_shape(shape, name: str = "shape", rank=None) -> tuple[int, ...]:
     """Check that a shape is constant and, as the compiler requires, of powers of two."""
     shape = shape if isinstance(shape, tuple) else (shape,)
     shape = tuple(constant_int(n, f"dimension of {name}") for n in shape)
     if rank is not None and shape and len(shape) != rank:
         raise ct.TileTypeError(f"{name} {shape} must have {rank} dimensions")
     for n in shape:
-        if n <= 0 or (power_of_two and n & (n - 1)):
+        if n <= 0 or n & (n - 1):
             raise ct.TileTypeError(f"dimension {n} of {name} {shape} is not a power of two")
     return shape
 

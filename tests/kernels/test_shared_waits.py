@@ -9,12 +9,14 @@ import torch
 
 from tests import cases
 from tests.executors import Inputs, Interpreter
-from tests.interpreter.tile import Tile
+from tests.interpreter import Tile
 from tilenorm.kernels import exchange
 from tilenorm.kernels.exchange import SUM_POLLS, Slots
 from tilenorm.launch.calls import every_gradient
 from tilenorm.launch.plan import plan_backward, plan_forward
 from tilenorm.spec import NormSpec
+
+from .helpers import assert_same_bits
 
 ROWS = 3
 NEVER = 1 << 30
@@ -28,9 +30,18 @@ FORWARD = [
     NormSpec("rms", 16388, "bfloat16", "bfloat16"),
     NormSpec("layer", 16392, "float32", "float32", "float32", 1.0),
 ]
-SPECS = [("backward", spec) for spec in BACKWARD] + [("forward", spec) for spec in FORWARD]
-each_spec = partial(
-    pytest.mark.parametrize, "direction, spec", ids=[f"{d}-{cases.label(s)}" for d, s in SPECS]
+# The narrowest of each direction are quick.
+each_spec = pytest.mark.parametrize(
+    "direction, spec",
+    [
+        pytest.param(
+            *(direction, spec),
+            id=f"{direction}-{cases.label(spec)}",
+            marks=() if spec is specs[0] else pytest.mark.slow,
+        )
+        for direction, specs in (("backward", BACKWARD), ("forward", FORWARD))
+        for spec in specs
+    ],
 )
 
 
@@ -82,26 +93,12 @@ def run(direction, spec, inputs, **how):
     return executor.backward(spec, inputs, needs, **how)
 
 
-def assert_same_bits(found, expected):
-    assert set(found) == set(expected)
-    for name, tensor in found.items():
-        same = torch.equal(tensor.view(torch.uint8), expected[name].view(torch.uint8))
-        assert same, name
-
-
 def drawn(seed):
     """Slots that come at once, late, or never, one by one: also half of what a chunk publishes."""
     return partial(random.Random(seed).choice, (0, 0, 1, 2, 5, SUM_POLLS + 2, NEVER))
 
 
-# The narrowest of each direction are quick.
-QUICK = [
-    pytest.param(*case, marks=[] if case[1] in (BACKWARD[0], FORWARD[0]) else [pytest.mark.slow])
-    for case in SPECS
-]
-
-
-@each_spec(argvalues=QUICK)
+@each_spec
 def test_slots_that_come_late_or_never(direction, spec, monkeypatch):
     inputs = Inputs.random(spec, 2, "cpu")
     expected = run(direction, spec, inputs)
@@ -114,7 +111,7 @@ def test_slots_that_come_late_or_never(direction, spec, monkeypatch):
         assert_same_bits(found, expected)
 
 
-@each_spec(argvalues=QUICK)
+@each_spec
 @pytest.mark.parametrize("polls", [0, 5])
 def test_a_block_that_waits_in_vain_polls_so_often_and_ends(direction, spec, polls, monkeypatch):
     inputs = Inputs.random(spec, 1, "cpu")
@@ -125,7 +122,7 @@ def test_a_block_that_waits_in_vain_polls_so_often_and_ends(direction, spec, pol
     assert visibility.most.items() <= most.items() and visibility.most
 
 
-@each_spec(argvalues=QUICK)
+@each_spec
 def test_one_block_alone_does_the_work_of_all(direction, spec, monkeypatch):
     """Nobody publishes: no block but one has started, as in a grid that was preempted."""
     inputs = Inputs.random(spec, 1, "cpu")
@@ -136,7 +133,7 @@ def test_one_block_alone_does_the_work_of_all(direction, spec, monkeypatch):
     assert visibility.most
 
 
-@each_spec(argvalues=QUICK)
+@each_spec
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_sum_that_is_not_a_number_is_not_waited_for(direction, spec, value, monkeypatch):
     """EMPTY is a NaN too. A row with a NaN ends, and its neighbours have the bits they had."""

@@ -80,14 +80,14 @@ def test_anything_that_changes_the_code_compiles_anew(traced, monkeypatch, tmp_p
     assert found == [f"cubin {i}".encode() for i in range(1, 9)]
 
 
-@pytest.mark.parametrize("name", ["CUDA_TILE_LOGS", "CUDA_TILE_DUMP_TILEIR", "CUDA_TILE_ANYTHING"])
-def test_other_cutile_variables_turn_the_lookup_off(traced, monkeypatch, name):
-    monkeypatch.setenv(name, "1")
-    assert [compiled(), compiled()] == [b"cubin 1", b"cubin 2"]
-
-
-def test_without_a_cache_nothing_is_kept(traced, monkeypatch):
-    monkeypatch.setattr(default_tile_context.config, "cache_dir", None)
+@pytest.mark.parametrize(
+    "name", ["CUDA_TILE_LOGS", "CUDA_TILE_DUMP_TILEIR", "CUDA_TILE_ANYTHING", ""]
+)
+def test_other_cutile_variables_turn_the_lookup_off_and_so_does_no_cache(traced, monkeypatch, name):
+    if name:
+        monkeypatch.setenv(name, "1")
+    else:
+        monkeypatch.setattr(default_tile_context.config, "cache_dir", None)
     assert [compiled(), compiled()] == [b"cubin 1", b"cubin 2"]
 
 

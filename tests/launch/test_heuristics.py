@@ -1,14 +1,14 @@
 """The tables are well formed, and every size gets a configuration that can serve it."""
 
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise, product
 
 import pytest
 
 from tests import cases
 from tilenorm.launch import heuristics
 from tilenorm.launch.calls import every_gradient
-from tilenorm.launch.config import Backward, Config, SharedForward, StreamForward, tile_width
+from tilenorm.launch.config import Backward, Config, SharedForward, StreamForward
 from tilenorm.launch.target import MULTIPROCESSORS, Target
 from tilenorm.launch.tuned import TABLES
 from tilenorm.spec import ITEM_BYTES, OPS, NormSpec
@@ -59,14 +59,9 @@ def test_sizes_of_a_table_ascend(arch, direction, key, table):
 @pytest.mark.parametrize("arch", TABLES)
 def test_tables_have_every_norm_without_a_gate_in_every_item_size(arch):
     ops = [op for op in OPS if not op.startswith("gated") and not op.endswith("_add")]
-    keys = {(op, size) for op in ops for size in DTYPE}
-    assert keys <= set(TABLES[arch].FORWARD) and keys <= set(TABLES[arch].BACKWARD)
-
-
-@pytest.mark.parametrize("arch", TABLES)
-def test_every_key_belongs_to_an_operation(arch):
-    for direction in ("FORWARD", "BACKWARD"):
-        assert {op for op, _ in getattr(TABLES[arch], direction)} <= {*OPS, "gate_first"}
+    for table in (TABLES[arch].FORWARD, TABLES[arch].BACKWARD):
+        assert {(op, size) for op in ops for size in DTYPE} <= set(table)
+        assert {op for op, _ in table} <= {*OPS, "gate_first"}
 
 
 @each_table
@@ -134,12 +129,16 @@ def test_a_gate_with_a_residual_is_planned_like_a_gate(hidden, arch, bias, norm)
 
 @pytest.mark.parametrize("direction, arch, dtype, aligned", REGIMES)
 def test_every_configuration_can_serve_its_sizes(direction, arch, dtype, aligned):
-    target = Target.of(arch)
-    for sizes in cases.regimes(direction, arch, dtype, aligned):
-        for hidden in sizes:
-            for fields in cases.tabled(dtype):
-                spec = NormSpec(**{"norm": "rms", "hidden": hidden, "dtype": dtype, **fields})
-                check(cases.config(direction, spec, target), spec, target)
+    target, ranges = Target.of(arch), cases.regimes(direction, arch, dtype, aligned)
+    step = 16 // ITEM_BYTES[dtype] if aligned else 2
+    assert (ranges[0][0], ranges[-1][1]) == (
+        step if aligned else 1,
+        cases.MAX_HIDDEN - (not aligned),
+    )
+    assert all(b[0] == a[1] + step for a, b in pairwise(ranges))
+    for hidden, fields in product(chain(*ranges), cases.tabled(dtype)):
+        spec = NormSpec(**{"norm": "rms", "hidden": hidden, "dtype": dtype, **fields})
+        check(cases.config(direction, spec, target), spec, target)
 
 
 def check(config: Config, spec, target):
@@ -174,24 +173,7 @@ def check_widths(widths: tuple[int, ...], hidden):
     assert starts[-2] < hidden, "a segment outside the row"
 
 
-@pytest.mark.parametrize("direction, arch, dtype, aligned", REGIMES)
-def test_regimes_cover_every_size_once(direction, arch, dtype, aligned):
-    ranges = cases.regimes(direction, arch, dtype, aligned)
-    step = 16 // ITEM_BYTES[dtype] if aligned else 2
-    assert ranges[0][0] == (step if aligned else 1)
-    assert ranges[-1][1] == cases.MAX_HIDDEN - (not aligned)
-    assert all(first <= last for first, last in ranges)
-    assert all(b[0] == a[1] + step for a, b in pairwise(ranges))
-
-
 def test_column_sum_has_tiles_of_powers_of_two():
     for hidden in cases.HIDDEN:
         config = heuristics.column_sum(NormSpec("rms", hidden, "bfloat16"))
         assert power_of_two(config.rows) and power_of_two(config.tile)
-
-
-@pytest.mark.parametrize(
-    "hidden, width", [(1, 1), (2, 2), (3, 4), (4, 4), (255, 256), (256, 256), (257, 512)]
-)
-def test_tile_width(hidden, width):
-    assert tile_width(hidden) == width

@@ -56,51 +56,6 @@ def test_tilegym(folder, when):
         check(folder, "", "lambda: __import__('tilegym')")
 
 
-THREADS = """
-import threading
-from tests import stand_in_driver
-from tilenorm.launch.kernel import Kernel
-
-traced, first = [], Kernel._first
-def count(self, signature, context, capability):
-    traced.append((self._pyfunc.__name__, capability))
-    return first(self, signature, context, capability)
-Kernel._first = count
-
-def at_once():
-    barrier = threading.Barrier(8)
-    def run():
-        barrier.wait()
-        stand_in_driver.launch_step(64)
-        stand_in_driver.launch_step(64)
-    threads = [threading.Thread(target=run) for _ in range(8)]
-    [thread.start() for thread in threads]
-    [thread.join() for thread in threads]
-
-expected = []
-for device, capability in enumerate(((9, 0), (10, 0))):
-    stand_in_driver.use(device)
-    at_once()
-    expected += [(name, capability) for name in ("column_sum", "norm_backward", "row_forward")]
-    assert sorted(traced) == sorted(expected), traced
-assert stand_in_driver.launches() == 2 * 16 * 3
-"""
-
-
-@pytest.mark.slow
-def test_threads_that_launch_at_once_compile_once_for_each_architecture(folder):
-    """Two devices: the second one, of another architecture, is current for the second half."""
-    done = stand_in_driver.run(THREADS, folder)
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize("version", [12080, 13000])
-def test_any_drivers_version_is_known(folder, version, monkeypatch):
-    monkeypatch.setattr(toolchain, "DRIVER", str(folder / stand_in_driver.NAME))
-    monkeypatch.setenv("STAND_IN_CUDA", str(version))
-    assert toolchain.driver_version() == version
-
-
 def test_no_driver(monkeypatch):
     monkeypatch.setattr(toolchain, "DRIVER", "libthere-is-none.so")
     with pytest.raises(OSError, match="libthere-is-none"):

@@ -11,7 +11,6 @@ from tilenorm.launch.calls import every_gradient
 from tilenorm.launch.config import FORMS, Backward, Hints, RowForward, SharedForward, StreamForward
 from tilenorm.launch.target import Target
 from tilenorm.launch.user_table import Entry, Key, TableWarning
-from tilenorm.settings import settings
 from tilenorm.spec import NormSpec
 from tilenorm.tools import shipped
 
@@ -20,6 +19,7 @@ SPEC = NormSpec("rms", 4096, "bfloat16", "bfloat16")
 NEEDS = every_gradient(SPEC)
 FORWARD = StreamForward(1, Hints(3, 8), (2048, 2048), tma=True, store=True)
 BACKWARD = Backward((4096,), hints=Hints(2, 8))
+SHARED = SharedForward(Hints(6), (8192,), packed=True)
 
 
 def entry(config, spec=SPEC, direction=None, op=None, **fields) -> Entry:
@@ -38,34 +38,18 @@ def path(tables):
     return tables / "sm_90.json"
 
 
-def test_where_tables_are(monkeypatch):
-    monkeypatch.setenv("TILENORM_CACHE_DIR", "/some/folder")
-    assert str(user_table.path_of("sm_90")) == "/some/folder/sm_90.json"
-    monkeypatch.delenv("TILENORM_CACHE_DIR")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
-    assert str(settings().tables) == "/cache/tilenorm"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", "/home/me")
-    assert str(settings().tables) == "/home/me/.cache/tilenorm"
-
-
 def test_entries_are_read_as_they_were_written(path):
-    shared = SharedForward(Hints(6), (8192,), packed=True)
-    others = [entry(shared, replace(SPEC, hidden=65536)), entry(RowForward(4), heads_of(SPEC))]
+    others = [entry(SHARED, replace(SPEC, hidden=65536)), entry(RowForward(4), heads_of(SPEC))]
     user_table.write(path, "sm_90", others)
     expected = {e.key: e for e in (entry(FORWARD), entry(BACKWARD), *others)}
     assert {e.key: e for e in user_table.read(path, "sm_90")} == expected
     assert [p.name for p in path.parent.iterdir()] == ["sm_90.json"], "a temporary file was left"
+    user_table.write(path, "sm_90", [entry(RowForward(2), us=1.0)])  # a later measurement
+    assert {e.key: e for e in user_table.read(path, "sm_90")}[entry(FORWARD).key].us == 1.0
 
 
 def heads_of(spec):
     return replace(spec, heads=8)
-
-
-def test_a_later_measurement_replaces_an_earlier_one(path):
-    user_table.write(path, "sm_90", [entry(RowForward(2), us=1.0)])
-    found = {e.key.direction: e.config for e in user_table.read(path, "sm_90")}
-    assert found == {"forward": RowForward(2), "backward": BACKWARD}
 
 
 def test_plans_use_the_table(path):
@@ -73,6 +57,8 @@ def test_plans_use_the_table(path):
     assert heuristics.backward(SPEC, H200, NEEDS) == BACKWARD
     for needs in (None, NEEDS):
         assert heuristics.source(SPEC, H200, needs) == f"user table {path}"
+    path.unlink()
+    assert heuristics.forward(SPEC, H200) == FORWARD  # a table is read once
 
 
 def test_an_entry_serves_all_specs_with_its_key(path):
@@ -124,12 +110,6 @@ def test_a_table_without_terms_is_for_one(path):
     path.write_text(json.dumps(table))
     user_table.configs.cache_clear()
     assert heuristics.backward(SPEC, H200, NEEDS) == BACKWARD
-
-
-def test_a_table_is_read_once(path):
-    assert heuristics.forward(SPEC, H200) == FORWARD
-    path.unlink()
-    assert heuristics.forward(SPEC, H200) == FORWARD
 
 
 def edited(**fields):
@@ -241,25 +221,21 @@ def test_entries_as_a_shipped_table():
                 entry(BACKWARD, sizes[1]),
                 entry(RowForward(4), heads_of(sizes[1])),
                 entry(RowForward(4), replace(SPEC, hidden=1001)),
+                entry(SHARED, replace(SPEC, hidden=65536)),
             ],
             "sm_90",
         )
     )
     assert found["FORWARD"] == {
-        ("rms_norm", 2): ((2048, RowForward(2)), (8192, RowForward(1, Hints(8)))),
+        ("rms_norm", 2): (
+            (2048, RowForward(2)),
+            (8192, RowForward(1, Hints(8))),
+            (65536, SHARED),
+        ),
         ("layer_norm", 2): ((4096, FORWARD),),
     }
     assert found["BACKWARD"] == {("rms_norm", 2): ((4096, BACKWARD),)}
     assert found["SPILLS"] == {("row_forward", "layer_norm", 2, 4096): 8}
-
-
-def test_a_shipped_table_with_whole_rows_and_shared_rows():
-    shared = SharedForward(Hints(6), (8192,), packed=True)
-    sizes = [replace(SPEC, hidden=n) for n in (8192, 65536)]
-    entries = [entry(RowForward(1, Hints(8), (8192,)), sizes[0]), entry(shared, sizes[1])]
-    found = defined(shipped.render(entries, "sm_90"))
-    row = (8192, RowForward(1, Hints(8))), (65536, shared)
-    assert found["FORWARD"] == {("rms_norm", 2): row}
 
 
 def test_the_text_of_a_shipped_table():

@@ -62,7 +62,7 @@ _zero, _nan = partial(_constant, value=0.0), partial(_one, value=torch.nan)
 _inf, _minus_inf = partial(_one, value=torch.inf), partial(_one, value=-torch.inf)
 _EVERY = ("x", "residual", "gate", "dy", "dsum", "addend", "skip")
 
-FINITE = {
+KINDS = {
     "normal": Kind({}),
     "large": Kind({"x": _large, "residual": _large}),
     "subnormal": Kind({"x": _subnormal, "residual": _subnormal}),
@@ -77,8 +77,6 @@ FINITE = {
     "small dy": Kind({"dy": _small_dy, "dsum": _small_dy}),
     "large gate": Kind({"gate": partial(_scaled, sizes=dict.fromkeys(LARGEST, 100.0))}),
     "gate of zeros": Kind({"gate": _zero}),
-}
-SPECIAL = {
     "NaN": Kind({"x": _nan}),
     "infinity": Kind({"x": _inf}, summed=False),
     "minus infinity": Kind({"x": _minus_inf}, summed=False),
@@ -95,4 +93,3 @@ SPECIAL = {
         {"x": partial(_scaled, sizes={d: torch.finfo(d).max for d in LARGEST})}, summed=False
     ),
 }
-KINDS = FINITE | SPECIAL

@@ -78,23 +78,30 @@ def test_twenty_thousand_rows(executor, compiled, first):
 SPEC = NormSpec("layer", 24, "bfloat16", "bfloat16", "float32", gate="bfloat16")
 
 
-def test_an_error_of_one_kind_of_row_is_found():
-    """The rows of one kind get a larger variance: those with a large mean."""
-    real = forward.moments
+def larger_variance(*arguments):
+    """The rows whose mean is large get a larger variance."""
+    found = MOMENTS(*arguments)
+    return replace(found, variance=found.variance * (1 + 0.1 * (found.mean > 3)))
 
-    def moments(*arguments):
-        found = real(*arguments)
-        return replace(found, variance=found.variance * (1 + 0.1 * (found.mean > 3)))
 
-    rng = Random(0)
-    kinds = ("normal", "large mean", "NaN")
-    found = replace(batch.draw(rng, SPEC, 3), kinds=kinds, eps=1e-6, needs=every_gradient(SPEC))
-    batch.check(Interpreter("sm_90"), found)
-    with (
-        patch.object(forward, "moments", moments),
-        pytest.raises(AssertionError, match="y of large mean"),
-    ):
-        batch.check(Interpreter("sm_90"), found)
+def larger_sums(a, cut, home, tiles, first):
+    WRITE_SUMS(a, cut, home, tuple(t * 1.01 for t in tiles), first)
+
+
+MOMENTS, WRITE_SUMS = forward.moments, backward.write_sums
+FAULTS = [
+    (forward, "moments", larger_variance, ("normal", "large mean", "NaN"), "y of large mean"),
+    (backward, "write_sums", larger_sums, ("normal", "zeros", "large gate"), "dw"),
+]
+
+
+@pytest.mark.parametrize("module, name, fault, kinds, found", FAULTS)
+def test_an_error_of_one_kind_of_row_is_found(module, name, fault, kinds, found):
+    drawn = batch.draw(Random(0), SPEC, len(kinds))
+    drawn = replace(drawn, kinds=kinds, eps=1e-6, needs=every_gradient(SPEC))
+    batch.check(Interpreter("sm_90"), drawn)
+    with patch.object(module, name, fault), pytest.raises(AssertionError, match=found):
+        batch.check(Interpreter("sm_90"), drawn)
 
 
 @pytest.mark.parametrize("hidden", [3, 7, 49, 112, 1000, 2600, 5121])
@@ -107,23 +114,6 @@ def test_the_mean_of_equal_numbers_is_that_number(dtype, hidden):
     found = Interpreter("sm_90").forward(spec, inputs)
     assert torch.equal(found["mean"], inputs.x[:, 0].float())
     assert not found["y"].any()
-
-
-def test_an_error_in_the_sums_is_found():
-    kinds = ("normal", "zeros", "large gate")
-    found = batch.draw(Random(0), SPEC, 3)
-    found = replace(found, kinds=kinds, eps=1e-6, needs=every_gradient(SPEC))
-    real = backward.write_sums
-
-    def write_sums(a, cut, home, tiles, first):
-        real(a, cut, home, tuple(t * 1.01 for t in tiles), first)
-
-    batch.check(Interpreter("sm_90"), found)
-    with (
-        patch.object(backward, "write_sums", write_sums),
-        pytest.raises(AssertionError, match="dw"),
-    ):
-        batch.check(Interpreter("sm_90"), found)
 
 
 def test_drawn_batches_have_every_kind():

@@ -10,47 +10,39 @@ import shutil
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import torch
 
-from ..executors import Gpu, Interpreter
+from ..executors import Gpu
 from . import workload
 
 TOOLS = ("memcheck", "initcheck", "racecheck", "synccheck")
-FOUND = "86"  # the exit status of compute-sanitizer that means: something was found
 SECONDS = 1800  # for one tool; racecheck makes kernels hundreds of times slower
 SHOWN = 40  # lines of what a tool found
-CLEAN, UNCLEAN, UNAVAILABLE = 0, 1, 2
 # "ERROR SUMMARY: 0 errors", or "RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)"
 SUMMARY = re.compile(r"SUMMARY: (\d+) (?:error|hazard)")
 WORKLOAD = re.compile(r"workload: \d+ jobs ran")
+COMMAND = [sys.executable, "-m", "tests.sanitize", "--workload"]
 
 
 def main(given: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m tests.sanitize", description=__doc__.split("\n")[0])
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=TOOLS)
     parser.add_argument("--workload", action="store_true", help="run the kernels alone")
-    parser.add_argument("--interpreter", action="store_true", help="run them in the interpreter")
     asked = parser.parse_args(given)
     if asked.workload:
-        return run_workload(Interpreter("sm_90") if asked.interpreter else Gpu())
+        return run_workload(Gpu())
     sanitizer = find()
-    if sanitizer is None:
-        print("compute-sanitizer is missing: it is part of the CUDA toolkit; put it on PATH")
-        return UNAVAILABLE
-    if not torch.cuda.is_available() and not asked.interpreter:
-        print("there is no CUDA GPU that PyTorch can use")
-        return UNAVAILABLE
-    command = [sys.executable, "-m", "tests.sanitize", "--workload"]
-    command += ["--interpreter"] * asked.interpreter
+    if sanitizer is None or not torch.cuda.is_available():
+        print("it needs a CUDA GPU, and compute-sanitizer of the CUDA toolkit on PATH")
+        return 2
     # Alone first: it fills cuTile's cache, so that no tool watches the compiler.
-    status, printed = run(command)
+    status, printed = run(COMMAND)
     if status or not WORKLOAD.search(printed):
         print(f"the workload fails by itself, with status {status}:\n{printed}")
-        return UNCLEAN
-    verdicts = [report(tool, *run([*line(sanitizer, tool), *command])) for tool in asked.tools]
-    return CLEAN if all(verdicts) else UNCLEAN
+        return 1
+    verdicts = [report(tool, *run([*line(sanitizer, tool), *COMMAND])) for tool in asked.tools]
+    return 0 if all(verdicts) else 1
 
 
 def run_workload(executor) -> int:
@@ -60,25 +52,22 @@ def run_workload(executor) -> int:
             print(f"{job.name}: left out: {found}")
         else:
             ran += 1
-    if executor.device == "cuda":
-        torch.cuda.synchronize()
+    torch.cuda.synchronize()
     print(f"workload: {ran} jobs ran")
-    return CLEAN
+    return 0
 
 
 def find() -> str | None:
     """compute-sanitizer from PATH, or from the CUDA toolkit of this machine."""
-    folders = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
-    places = [str(Path(folder) / "bin") for folder in folders if folder]
-    return shutil.which("compute-sanitizer") or shutil.which(
-        "compute-sanitizer", path=os.pathsep.join(places)
-    )
+    toolkits = [os.environ.get("CUDA_HOME", "/usr/local/cuda"), "/usr/local/cuda"]
+    path = os.pathsep.join([os.environ["PATH"], *(f"{toolkit}/bin" for toolkit in toolkits)])
+    return shutil.which("compute-sanitizer", path=path)
 
 
 def line(sanitizer: str, tool: str) -> list[str]:
     """PyTorch asks for symbols that a driver may lack, which memcheck would report."""
     options = ["--report-api-errors", "no"] if tool == "memcheck" else []
-    return [sanitizer, "--tool", tool, "--error-exitcode", FOUND, *options]
+    return [sanitizer, "--tool", tool, "--error-exitcode", "86", *options]
 
 
 def run(command: list[str]) -> tuple[int, str]:
@@ -98,17 +87,19 @@ def report(tool: str, status: int, printed: str) -> bool:
     """Whether a tool ran to its end and found nothing. Prints what it found."""
     counts = [int(number) for number in SUMMARY.findall(printed)]
     ran = bool(counts) and WORKLOAD.search(printed) is not None
-    if ran and not status and not any(counts):
-        print(f"{tool}: clean")
-        return True
-    if ran and any(counts):
-        print(f"{tool}: {sum(counts)} findings")
+    clean = ran and not status and not any(counts)
+    if clean:
+        verdict = "clean"
+    elif ran and any(counts):
+        verdict = f"{sum(counts)} findings"
     else:
-        print(f"{tool}: did not run to its end, status {status}")
-    lines = printed.splitlines()
-    found = [text for text in lines if text.startswith("=========")]
-    print("\n".join(found[:SHOWN] or lines[-SHOWN:]))
-    return False
+        verdict = f"did not run to its end, status {status}"
+    print(f"{tool}: {verdict}")
+    if not clean:
+        lines = printed.splitlines()
+        found = [text for text in lines if text.startswith("=========")]
+        print("\n".join(found[:SHOWN] or lines[-SHOWN:]))
+    return clean
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """The sanitizer's script: what it launches, and what it makes of what the tools print."""
 
-import shutil
-import sys
 from unittest.mock import patch
 
 import pytest
@@ -22,91 +20,73 @@ NO_HAZARD = "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warni
 INVALID = "========= Invalid __global__ write of size 4 bytes\n========= ERROR SUMMARY: 3 errors"
 HAZARD = "========= RACECHECK SUMMARY: 1 hazard displayed (0 errors, 1 warning)"
 RAN = "workload: 16 jobs ran"
+UNFINISHED = "did not run to its end"
+# What a tool prints after its status, and what the script makes of it.
+REPORTS = [
+    (0, f"{RAN}\n{CLEAN}", "clean"),
+    (0, f"{RAN}\n{NO_HAZARD}", "clean"),
+    (86, f"{RAN}\n{INVALID}", "3 findings\n========= Invalid"),
+    (0, f"{RAN}\n{HAZARD}", "1 findings"),
+    (0, f"{RAN}\n{INVALID}", "3 findings"),
+    (0, RAN, UNFINISHED),
+    (1, f"{RAN}\nno device", UNFINISHED),
+    (1, f"{RAN}\n{CLEAN}", UNFINISHED),
+    (0, CLEAN, UNFINISHED),  # without the workload
+]
+
+
+@pytest.mark.parametrize("status, prints, verdict", REPORTS)
+def test_what_a_tool_prints_decides(status, prints, verdict, capsys):
+    assert script.report("memcheck", status, prints) is (verdict == "clean")
+    assert capsys.readouterr().out.startswith(f"memcheck: {verdict}")
 
 
 @pytest.fixture
-def tools(tmp_path, monkeypatch):
-    """A function that puts a compute-sanitizer on PATH, which runs the command and then a script.
-
-    The command is a stand-in for Python.
-    """
+def tool(tmp_path, monkeypatch):
+    """A compute-sanitizer that runs the command and is clean. The command is a stand-in, too."""
+    check = f'[ "$PYTORCH_NO_CUDA_MEMORY_CACHING" = 1 ] && echo "{RAN}"'
+    (tmp_path / "workload").write_text(f"#!/bin/sh\n{check}\n")
+    path = tmp_path / "compute-sanitizer"
+    words = 'echo "$@" >> "$0.calls"; for last; do :; done'
+    path.write_text(f"#!/bin/sh\n{words}; \"$last\"; echo '{CLEAN}'\n")
+    for file in tmp_path.iterdir():
+        file.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.delenv("CUDA_HOME", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-
-    def put(prints: str, status: int = 0, python: str = f"echo '{RAN}'"):
-        check = '[ "$PYTORCH_NO_CUDA_MEMORY_CACHING" = 1 ] || exit 9\n'
-        tool = 'echo "$@" >> "$0.calls"\nwhile [ "${1#*/python}" = "$1" ]; do shift; done\n"$@"\n'
-        for name, text in (
-            ("python", check + python),
-            ("compute-sanitizer", f"{tool}echo '{prints}'\nexit {status}"),
-        ):
-            (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
-            (tmp_path / name).chmod(0o755)
-        return tmp_path / "compute-sanitizer.calls"
-
-    return put
+    monkeypatch.setattr(script, "COMMAND", [str(tmp_path / "workload")])
+    return path
 
 
-@pytest.mark.parametrize("prints", [CLEAN, NO_HAZARD])
-def test_clean(tools, prints, capsys):
-    calls = tools(prints)
+def test_every_tool_runs_the_workload(tool, capsys):
     assert script.main([]) == 0
-    assert capsys.readouterr().out.split("\n")[:4] == [f"{tool}: clean" for tool in script.TOOLS]
-    asked = calls.read_text().splitlines()
-    assert [words.split()[:2] for words in asked] == [["--tool", tool] for tool in script.TOOLS]
-    assert all("-m tests.sanitize --workload" in words for words in asked)
+    printed = [f"{name}: clean" for name in script.TOOLS]
+    assert capsys.readouterr().out.splitlines() == printed
+    asked = (tool.parent / "compute-sanitizer.calls").read_text().splitlines()
+    assert [words.split()[:2] for words in asked] == [["--tool", name] for name in script.TOOLS]
 
 
-@pytest.mark.parametrize(
-    "prints, status, count", [(INVALID, 86, 3), (HAZARD, 0, 1), (INVALID, 0, 3)]
-)
-def test_findings(tools, prints, status, count, capsys):
-    tools(prints, status)
+def test_a_tool_that_finds_something(tool):
+    tool.write_text(f"#!/bin/sh\necho '{RAN}\n{INVALID}'\nexit 86\n")
     assert script.main(["--tools", "racecheck"]) == 1
-    printed = capsys.readouterr().out
-    assert printed.startswith(f"racecheck: {count} findings") and prints in printed
 
 
-@pytest.mark.parametrize("prints, status", [("", 0), ("no device", 1), (CLEAN, 1)])
-def test_a_tool_that_does_not_run_to_its_end(tools, prints, status, capsys):
-    tools(prints, status)
-    assert script.main(["--tools", "memcheck"]) == 1
-    assert "memcheck: did not run to its end" in capsys.readouterr().out
-
-
-def test_a_workload_that_a_tool_does_not_run(tools, capsys):
-    tools(CLEAN, python=f'[ -e "$0.ran" ] || echo "{RAN}"; touch "$0.ran"')
-    assert script.main(["--tools", "memcheck"]) == 1
-    assert "did not run to its end" in capsys.readouterr().out
-
-
-def test_a_workload_that_fails_by_itself(tools, capsys):
-    tools(CLEAN, python="echo broken; exit 3")
+def test_a_workload_that_fails_by_itself(tool, capsys):
+    (tool.parent / "workload").write_text("#!/bin/sh\necho broken; exit 3\n")
     assert script.main([]) == 1
     assert "fails by itself, with status 3:\nbroken" in capsys.readouterr().out
 
 
-def test_a_tool_that_hangs(tools, monkeypatch, capsys):
-    monkeypatch.setattr(script, "SECONDS", 0.2)
-    tools(
-        CLEAN,
-        python='[ -e "$0.ran" ] && exec sleep 60; touch "$0.ran"; echo "workload: 1 jobs ran"',
-    )
+def test_a_tool_that_hangs(tool, monkeypatch, capsys):
+    monkeypatch.setattr(script, "SECONDS", 0.3)
+    tool.write_text("#!/bin/sh\nexec sleep 60\n")
     assert script.main(["--tools", "memcheck"]) == 1
-    assert "stopped after 0.2 s" in capsys.readouterr().out
+    assert "stopped after 0.3 s" in capsys.readouterr().out
 
 
-def test_without_the_tool_or_a_gpu(tools, monkeypatch, capsys):
-    monkeypatch.setattr(shutil, "which", lambda name, path=None: None)
-    assert script.main([]) == 2
-    assert "compute-sanitizer is missing" in capsys.readouterr().out
-    monkeypatch.undo()
-    monkeypatch.setattr(script, "find", lambda: "/bin/true")
+def test_without_a_gpu(tool, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert script.main([]) == 2
-    assert "no CUDA GPU" in capsys.readouterr().out
+    assert "needs a CUDA GPU" in capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")
@@ -132,23 +112,11 @@ def test_the_workload_is_right(launched):
 
 
 def test_the_workload_has_every_kernel_and_schedule(launched):
-    assert launched[1] == {
-        "row_forward",
-        "stream_forward",
-        "shared_forward",
-        "norm_backward",
-        "column_sum",
-        "clear_slots",
-    }
+    kernels = {"row_forward", "stream_forward", "shared_forward", "norm_backward", "column_sum"}
+    assert launched[1] == kernels | {"clear_slots"}
     names = {cases.schedule(job.config, job.spec.hidden) for job in workload.JOBS}
-    assert names == {
-        "RowForward",
-        "StreamForward",
-        "SharedForward",
-        "gathered",
-        "tile loads",
-        "shared",
-    }
+    forward = {"RowForward", "StreamForward", "SharedForward"}
+    assert names == forward | {"gathered", "tile loads", "shared"}
     streams = {job.config.tma for job in workload.JOBS if job.name.startswith("stream")}
     assert streams == {False, True}
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from tilenorm.launch.calls import Call, bound, every_gradient
 from tilenorm.launch.plan import plan_backward, plan_forward
 from tilenorm.launch.target import Target
 from tilenorm.ops import cutile
+from tilenorm.ops.quantized import cutile as quantized_cutile
 from tilenorm.ops.tensors import Tensors, branch_of, trimmed
 from tilenorm.spec import PLAIN
 from tilenorm.tools.precompile import compile_call, compiling
@@ -82,6 +84,13 @@ def _calls(case: Case, target: Target, layouts: dict[str, Layout], saves=(True,)
     tensors = trimmed(tuple(empty(name, dtype) for name, dtype in named))
     dy = empty(INCOMING[0], spec.skip or spec.dtype)
     dsum = empty(INCOMING[1], spec.residual)
+    if case.how and False in saves:
+        given = torch.empty(1) if case.how.scaling == "tensor" else None
+        for output in (False, True):
+            asked = replace(spec, quantized=case.how._replace(output=output))
+            plan = plan_forward(asked, target, False)
+            if plan.spec.quantized:  # otherwise the plain norm's kernels run
+                quantized_cutile.forward(plan, (*Tensors(*tensors), given), 1e-6, run=collect)
     for save in saves:
         found = cutile.forward(plan_forward(spec, target, save), tensors, 1e-6, run=collect)
     _, total, mean, rstd = found

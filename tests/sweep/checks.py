@@ -10,6 +10,7 @@ from tilenorm.ops.tensors import Tensors
 from ..guarded import guarded
 from ..ops.cuda_helpers import train
 from ..ops.helpers import Form, call
+from ..quantized import arguments
 from .draw import Case
 
 BITS = {2: torch.int16, 4: torch.int32}
@@ -136,6 +137,24 @@ def between_guards(subject: Subject) -> Iterator[str]:
         yield from subject.differences(got)
 
 
+def quantized(subject: Subject) -> Iterator[str]:
+    """The quantised norm adds up a row as the plain norm does, whether y is returned or not."""
+    how, form = subject.case.how, subject.form
+    if how is None:
+        return
+    asked = arguments(how)
+    if asked["scale"] is not None:
+        asked["scale"] = asked["scale"].to(subject.device)
+    function = Form(f"{form.op}_quantized", form.options | asked)
+    with torch.no_grad():
+        with_y, codes = (
+            call(function, subject.tensors, return_output=output) for output in (True, False)
+        )
+    yield from subject.differences({"output": with_y.output})
+    if not torch.equal(with_y.q.view(torch.uint8), codes.q.view(torch.uint8)):
+        yield f"{how.label}: other codes where y is returned"
+
+
 def compiled(subject: Subject) -> Iterator[str]:
     torch._dynamo.reset()
     backend = "inductor" if subject.device == "cuda" else "aot_eager"  # needs no C++ compiler
@@ -173,7 +192,8 @@ def beside_other_work(subject: Subject) -> Iterator[str]:
 
 
 Check = Callable[[Subject], Iterator[str]]
-ANYWHERE: tuple[Check, ...] = (again, without_grad, picked, strided, between_guards, compiled)
+ANYWHERE: tuple[Check, ...] = (again, without_grad, picked, strided, between_guards)
+ANYWHERE += (quantized, compiled)
 ON_GPU: tuple[Check, ...] = (replayed, beside_other_work)
 
 

@@ -9,15 +9,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilenorm.spec import OPS, NormSpec
+from tilenorm.launch.tuned import TABLES
+from tilenorm.spec import GROUPS, ITEM_BYTES, OPS, QUANTIZED_OPS, NormSpec, Quantization
 
 from .. import drawing, layouts
 from ..cases import DTYPES, MAX_HIDDEN
 from ..layouts import Layout
+from ..quantized import HOWS
 
 REGIMES = (64, 256, 1000, 1001, 1024, 2048, 3072, 4096, 5120, 6144, 7168, 8192, 10240, 12288)
 REGIMES += (16384, 20480, 32768, 65536, 131072)
 COMPILED = 40  # one case in so many runs under torch.compile
+GROUP = max(GROUPS.values())  # elements that share a scale
 MOST_FEW = 40  # rows of a batch of a few rows
 
 
@@ -33,14 +36,20 @@ GPU = Limits(MAX_HIDDEN, 20000, 1 << 25)
 INTERPRETER = Limits(520, 24, 1 << 12)
 
 
+B, F = "bfloat16", "float32"
+# Their rows once had other bits where they were apart: in whole vectors, or in none.
+VARIED = [NormSpec("layer", 1024, F, F, F), NormSpec("rms", 1024, F, F), NormSpec("rms", 4, B, B)]
+VARIED += [NormSpec("rms", 4, F, F, gate=B, gate_first=True)]
+VARIED_SEEDS = 8  # each draws a layout for every tensor
+
+
 def _known() -> list[NormSpec]:
     """Specs whose rows once had other bits in another place, and both ends of many regimes."""
 
     def weighted(op: str, hidden: int, dtype: str, **fields) -> NormSpec:
         return NormSpec.of(op, hidden, dtype, weight=dtype, **fields)
 
-    found = [weighted("layer_norm", 1024, "float32", bias="float32")]
-    found += [weighted("add_rms_norm", n, "bfloat16") for n in (160, 256, 512)]
+    found = [weighted("add_rms_norm", n, "bfloat16") for n in (160, 256, 512)]
     found += [weighted("gated_rms_norm", 160, "bfloat16", gate_first=True)]
     found += [weighted("gated_rms_norm", 160, "float32"), weighted("add_rms_norm", 64, "float32")]
     found += [weighted("rms_norm", n, "bfloat16") for n in REGIMES]
@@ -86,6 +95,15 @@ class Case:
         spec = self.spec
         return (spec.heads, spec.hidden) if spec.heads else (spec.hidden,)
 
+    @property
+    def how(self) -> Quantization | None:
+        """How the output is quantised too, where a function quantises the norm."""
+        spec = self.spec
+        if f"{spec.op}_quantized" not in QUANTIZED_OPS or spec.dropout_mask or spec.layer_scale:
+            return None
+        hows = [how for how in HOWS if not (how.group and spec.hidden % how.group)]
+        return hows[self.seed % len(hows)]
+
     def picks(self) -> dict[str, Tensor]:
         """By name, the rows of another batch, each by its number in this one."""
         rows, rng = self.rows, Random(self.seed)
@@ -124,11 +142,26 @@ def drawn(seed: int, limits: Limits) -> Iterator[Case]:
 
 
 def known(limits: Limits) -> list[Case]:
-    rows = 4096
+    specs = [spec for spec in VARIED for _ in range(VARIED_SEEDS)] + _known()
     return [
-        Case(spec, min(rows, limits.elements // spec.hidden), number + 1)
-        for number, spec in enumerate(_known())
+        Case(spec, min(4096, limits.elements // spec.hidden), number)
+        for number, spec in enumerate(specs, 1)
     ]
+
+
+def quantized(op: str, arch: str) -> list[Case]:
+    """A case of each size of the tables, and one of a size between it and the size before."""
+    rng, cases = Random(op), []
+    for dtype in ("bfloat16", "float32"):
+        table, before = TABLES[arch].FORWARD[op, ITEM_BYTES[dtype]], 0
+        for last, _ in table:
+            between = GROUP * rng.randint(before // GROUP + 1, max(1, last // GROUP))
+            for hidden in dict.fromkeys((last, between)):
+                bias = dtype if "layer" in op else None
+                spec = NormSpec.of(op, hidden, dtype, weight=dtype, bias=bias)
+                cases.append(Case(spec, 4, len(cases)))
+            before = last
+    return cases
 
 
 def some(count: int, seed: int, limits: Limits) -> list[Case]:

@@ -3,6 +3,7 @@
 import shlex
 from collections import Counter
 from dataclasses import replace
+from math import inf
 from unittest.mock import patch
 
 import cuda.tile as ct
@@ -11,11 +12,14 @@ import torch
 
 from tests import cases
 from tests.executors import described
+from tests.ops.cuda_helpers import target as target_of_the_gpu
 from tests.ops.helpers import NEEDS_GPU
 from tests.ops.pretended import pretended_gpu
 from tilenorm.kernels import backward, forward
 from tilenorm.launch.calls import bound
+from tilenorm.launch.tuned import TABLES
 from tilenorm.ops import cutile
+from tilenorm.ops.quantized import cutile as quantized_cutile
 from tilenorm.spec import OPS
 
 from . import ahead, checks, draw
@@ -37,6 +41,26 @@ def test_drawn_cases_pass(executor, capsys):
     status, printed = run(capsys, "--executor", executor, "--specs", "2", "--seed", seed)
     assert status == 0, printed
     assert printed.startswith("2 specs, 0 failures")
+
+
+# Tiles of several rows and of one, tile loads, and shared rows; with whole vectors and without.
+REGIMES = (
+    "rms hidden=24 dtype=bfloat16 weight=bfloat16 bias=bfloat16",
+    "rms hidden=37 dtype=float16 weight=float32",
+    "rms hidden=1001 dtype=bfloat16 weight=bfloat16",
+    "rms hidden=520 dtype=float16 gate=float32 gate_first=True",
+    "layer hidden=37 dtype=float32 weight=float32 bias=float32 heads=4",
+    "layer hidden=1536 dtype=float16 weight=float16 bias=float16",
+    "rms hidden=5120 dtype=bfloat16 weight=bfloat16",
+    "rms hidden=16392 dtype=bfloat16 residual=bfloat16",
+)
+
+
+@pytest.mark.parametrize("spec", REGIMES)
+def test_regimes_pass(spec, capsys):
+    case = f"{spec} rows=6 seed=4"
+    status, printed = run(capsys, "--executor", "interpreter_sm_90", "--case", case)
+    assert status == 0, printed
 
 
 def test_under_torch_compile(capsys, dynamo):
@@ -162,6 +186,42 @@ def test_compiling_ahead_says_what_does_not_compile():
             ahead.Job(case, cases.target("sm_90"), 1e99)
         )
         assert ahead.compile_ahead(ahead.Job(case, cases.target("sm_90"), 0.0)) == ""
+
+
+def test_other_bits_of_a_quantised_norm_are_found(capsys):
+    case = "rms hidden=128 dtype=bfloat16 weight=bfloat16 rows=3 seed=2"
+    given = ("--executor", "interpreter_sm_90", "--case", case, "--check", "quantized")
+    assert Case.parse(case).how
+    assert run(capsys, *given)[0] == 0
+
+    def wrong(plan, tensors, eps, **how):
+        return real(plan, tensors, eps + 1.0, **how)
+
+    real = quantized_cutile.forward
+    with patch.object(quantized_cutile, "forward", wrong):
+        status, printed = run(capsys, *given)
+    assert status == 1 and "FAILED quantized" in printed and "output" in printed
+
+
+def test_varied_cases_draw_rows_that_are_apart_and_unevenly_spaced():
+    for spec in draw.VARIED:
+        alike = [case for case in draw.known(draw.GPU) if case.spec == spec]
+        strides = [case.layout("input").strides for case in alike]
+        assert any(len(s) == 3 and s[1] > s[0] for s in strides)
+        assert any(s[0] > spec.hidden for s in strides)
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize("op", OPS[:4])
+def test_quantised_norms_of_the_sizes_of_the_tables(op):
+    """Of fourteen of these, the plain norm's hints once gave y other bits."""
+    target, found = target_of_the_gpu(), {}
+    cases = draw.quantized(op, target.arch if target.arch in TABLES else "sm_90")
+    for case, error in ahead.compiled(cases, target, inf):
+        differences = error or list(checks.quantized(checks.Subject(case, "cuda")))
+        if differences:
+            found[str(case)] = differences
+    assert not found
 
 
 @NEEDS_GPU

@@ -1,4 +1,4 @@
-"""Tile creation, dtype conversion, and changes of shape."""
+"""Tile creation, dtype conversion, changes of shape, block indices and static expressions."""
 
 import math
 from functools import cache
@@ -8,19 +8,19 @@ import torch
 from cuda.tile._ir.typing_support import to_dtype
 
 from . import dtypes
-from .dispatch import implements
-from .dtypes import is_boolean, is_float, is_integral
+from .dispatch import current, implements
+from .dtypes import is_boolean, is_integral
 from .errors import InterpreterError
-from .ops_math import binary
 from .tile import (
+    LoopIndex,
     Tile,
     as_int,
     as_tile,
-    broadcast,
     constant_int,
     constant_shape,
     normalize_axis,
     operand,
+    scalar,
 )
 
 
@@ -38,11 +38,6 @@ def _zeros(shape, dtype):
     return _full(shape, 0, dtype)
 
 
-@implements(ct.ones)
-def _ones(shape, dtype):
-    return _full(shape, 1, dtype)
-
-
 @cache
 def _cached_arange(size: int, dtype: torch.dtype) -> torch.Tensor:
     """0, 1, ..., size - 1. Do not write to the result: it is cached."""
@@ -50,44 +45,22 @@ def _cached_arange(size: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 @implements(ct.arange)
-def _arange(size, *, dtype, start=0, step=1):
+def _arange(size, *, dtype):
     dtype = to_dtype(dtype)
     [size] = constant_shape(size, "arange")
     index_dtype = dtype if is_integral(dtype) else ct.int32
-    index = Tile(_cached_arange(size, dtypes.torch_dtype(index_dtype)), index_dtype)
-    result = _astype(index, dtype)
-    if not (dtypes.is_constant(step) and step == 1):
-        result = binary("mul", result, _astype(step, dtype))
-    if not (dtypes.is_constant(start) and start == 0):
-        result = binary("add", result, _astype(start, dtype))
-    return result
-
-
-@implements(ct.astile)
-def _astile(value, *, dtype):
-    dtype = to_dtype(dtype)
-    if isinstance(value, tuple):
-        constant_shape(len(value), "astile tuple")
-        parts = [_astile(v, dtype=dtype).data for v in value]
-        if any(p.shape != parts[0].shape for p in parts):
-            raise ct.TileTypeError("tuple has non-uniform inner shapes")
-        return Tile(torch.stack(parts), dtype)
-    if isinstance(value, Tile) and value.ndim:
-        raise ct.TileTypeError(f"expected scalar elements, got {value.describe()}")
-    return Tile(operand(value, dtype), dtype)
+    return _astype(Tile(_cached_arange(size, dtypes.torch_dtype(index_dtype)), index_dtype), dtype)
 
 
 @implements(ct.astype)
 def _astype(x, dtype, *, rounding_mode=None):
     dtype = to_dtype(dtype)
-    if dtypes.is_constant(x) and rounding_mode is None:
+    if rounding_mode is not None:
+        raise NotImplementedError(f"the interpreter does not implement {rounding_mode}")
+    if dtypes.is_constant(x):
         return Tile(dtypes.constant(x, dtype), dtype)
     x = as_tile(x)
-    if rounding_mode is not None:
-        if not (is_float(x.dtype) and is_float(dtype)):
-            raise ct.TileTypeError("rounding_mode is only valid for float to float conversions")
-        dtypes.ops_utils.get_ftof_rounding_min_version(x.dtype, dtype, rounding_mode)
-    return Tile(dtypes.cast(x.data, x.dtype, dtype, rounding_mode), dtype)
+    return Tile(dtypes.cast(x.data, x.dtype, dtype), dtype)
 
 
 @implements(ct.bitcast)
@@ -96,21 +69,6 @@ def _bitcast(x, dtype):
     if is_boolean(x.dtype) or is_boolean(dtype) or x.dtype.bitwidth != dtype.bitwidth:
         raise ct.TileTypeError(f"cannot bitcast from {x.dtype} to {dtype}")
     return Tile(x.data.view(dtypes.torch_dtype(dtype)), dtype)
-
-
-@implements(ct.pack_to_bytes)
-def _pack_to_bytes(x):
-    # torch calls a broadcast scalar contiguous, but cannot view its stride of 0 as another dtype.
-    data = x.data.flatten().clone(memory_format=torch.contiguous_format)
-    return Tile(data.view(torch.uint8), ct.uint8)
-
-
-@implements(ct.unpack_from_bytes)
-def _unpack_from_bytes(x, dtype):
-    dtype = to_dtype(dtype)
-    if x.dtype != ct.uint8 or x.ndim != 1:
-        raise ct.TileTypeError(f"unpack_from_bytes needs a 1D uint8 tile, got {x.describe()}")
-    return Tile(x.data.contiguous().view(dtypes.torch_dtype(dtype)), dtype)
 
 
 @implements(ct.reshape)
@@ -130,35 +88,6 @@ def reshape(x, shape):
 @implements(ct.Tile.item)
 def _item(x):
     return reshape(x, ())
-
-
-@implements(ct.expand_dims)
-def _expand_dims(x, axis):
-    return Tile(x.data.unsqueeze(normalize_axis(axis, x.ndim + 1)), x.dtype)
-
-
-@implements(ct.broadcast_to)
-def _broadcast_to(x, shape):
-    x = as_tile(x)
-    return Tile(broadcast(x.data, constant_shape(shape), "tile"), x.dtype)
-
-
-@implements(ct.permute)
-def _permute(x, axes):
-    axes = tuple(normalize_axis(a, x.ndim) for a in axes)
-    if sorted(axes) != list(range(x.ndim)):
-        raise ct.TileTypeError(f"{axes} is not a permutation of the axes of {x.describe()}")
-    return Tile(x.data.permute(axes), x.dtype)
-
-
-@implements(ct.transpose)
-def _transpose(x, axis0=None, axis1=None):
-    if axis0 is None and axis1 is None and x.ndim == 2:
-        axis0, axis1 = 0, 1
-    if axis0 is None or axis1 is None:
-        raise ct.TileTypeError(f"transpose of {x.describe()} needs both axes")
-    axes = normalize_axis(axis0, x.ndim), normalize_axis(axis1, x.ndim)
-    return Tile(x.data.transpose(*axes), x.dtype)
 
 
 @implements(ct.cat)
@@ -197,10 +126,38 @@ def _extract(x, index, shape):
     return Tile(data.reshape(shape), x.dtype)
 
 
-@implements(ct.insert)
-def _insert(x, index, value):
-    if x.dtype != value.dtype:
-        raise ct.TileTypeError(f"cannot insert {value.dtype} into {x.dtype}")
-    data = x.data.clone()
-    data[_subtile(x, index, value.shape or (1,) * x.ndim)] = value.data
-    return Tile(data, x.dtype)
+def _axis(axis) -> int:
+    if constant_int(axis, "axis") not in (0, 1, 2):
+        raise ct.TileTypeError(f"axis must be 0, 1 or 2, got {axis}")
+    return axis
+
+
+@implements(ct.bid)
+def _bid(axis):
+    return scalar(current().block[_axis(axis)], ct.int32)
+
+
+@implements(ct.num_blocks)
+def _num_blocks(axis):
+    return scalar(current().grid[_axis(axis)], ct.int32)
+
+
+@implements(ct.grid_dependency_control_wait)
+@implements(ct.grid_dependency_control_launch_dependents)
+def _grid_dependency_control():
+    return None
+
+
+@implements(ct.static_eval)
+def unwrap_loop_indices(value):
+    """Turn loop indices into Python integers, as the compiler does in static expressions."""
+    if isinstance(value, LoopIndex):
+        return int(value.data)
+    if isinstance(value, tuple):
+        return tuple(unwrap_loop_indices(v) for v in value)
+    return value
+
+
+@implements(ct.print)
+def _print(*args, sep=" ", end="\n"):
+    print(*args, sep=sep, end=end)

@@ -7,11 +7,10 @@ from contextlib import contextmanager
 from types import CodeType, FunctionType, ModuleType
 
 import cuda.tile as ct
-from cuda.tile._exception import make_static_exception
 
-from . import arguments, dispatch, dtypes, ops_atomic, ops_control, ops_reduce, ops_shape
+from . import accesses, arguments, dtypes, reductions, shapes
 from .dispatch import Interpreter
-from .ops_math import binary
+from .elementwise import binary
 from .tile import LoopIndex, Tile, as_int, loose_dtype, scalar
 
 MAX_GRID_DIMENSION = (1 << 24) - 1
@@ -30,7 +29,8 @@ def launch(grid, kernel, args, *, fill=float("nan"), order=None) -> None:
 
     Raises:
         InterpreterError: the result on a GPU would be undefined (see errors.py).
-        TypeError, ValueError, OverflowError, RuntimeError: where ct.launch raises them.
+        TypeError, OverflowError: where ct.launch raises them.
+        ValueError: the grid cannot be launched.
         ct.TileError: where the compiler raises it.
     """
     grid = _check_grid(grid)
@@ -43,21 +43,13 @@ def launch(grid, kernel, args, *, fill=float("nan"), order=None) -> None:
 
 
 def _check_grid(grid) -> tuple[int, int, int]:
-    if not isinstance(grid, tuple):
-        raise TypeError("Grid must be a tuple")
-    if len(grid) > 3:
-        raise ValueError(f"Grid dimensions must be at most 3, got length {len(grid)}")
-    for i, n in enumerate(grid):
-        if not isinstance(n, int):
-            raise TypeError("an integer is required")
-        if n < 0:
-            raise OverflowError("can't convert negative value to unsigned int")
-        if n > MAX_GRID_DIMENSION:
-            raise ValueError(f"Grid[{i}] exceeds 24-bit limit: max={MAX_GRID_DIMENSION}, got={n}.")
-    if 0 in grid:
-        # ct.launch does not check this; the driver rejects the launch with this message.
-        raise RuntimeError("Failed to launch cuTile kernel: invalid argument")
-    return (*grid, 1, 1, 1)[:3]
+    """The grid with three dimensions. ct.launch or the driver rejects what is refused here."""
+    fits = isinstance(grid, tuple) and 1 <= len(grid) <= 3
+    if not fits or not all(type(n) is int and 1 <= n <= MAX_GRID_DIMENSION for n in grid):
+        raise ValueError(
+            f"up to three numbers of blocks from 1 to {MAX_GRID_DIMENSION}, got {grid}"
+        )
+    return (*grid, 1, 1)[:3]
 
 
 def _blocks(grid, order):
@@ -107,21 +99,15 @@ def _extremum(fn: str):
 
 
 def _static_iter(iterable):
-    return [ops_control.unwrap_loop_indices(item) for item in iterable]
+    return [shapes.unwrap_loop_indices(item) for item in iterable]
 
 
 # Stubs that run on the host without calling the dispatch mode, and their replacements.
-_HOST_STUBS = {
+HOST_STUBS = {
     ct.cdiv: lambda x, y: binary("cdiv", x, y),
-    ct.static_exception: make_static_exception,
     ct.static_iter: _static_iter,
 }
 _BUILTINS = {"range": TileRange, "min": _extremum("min"), "max": _extremum("max")}
-
-
-def is_supported(stub) -> bool:
-    """Whether the interpreter implements an operation."""
-    return stub in _HOST_STUBS or dispatch.is_implemented(stub)
 
 
 @contextmanager
@@ -135,8 +121,8 @@ def _tile_builtins(function: FunctionType):
 
     for namespace in (vars(ct), *_namespaces(function)):
         for name, value in list(namespace.items()):
-            if isinstance(value, FunctionType) and value in _HOST_STUBS:
-                replace(namespace, name, _HOST_STUBS[value])
+            if isinstance(value, FunctionType) and value in HOST_STUBS:
+                replace(namespace, name, HOST_STUBS[value])
         if namespace is vars(ct):
             continue
         for name, value in _BUILTINS.items():
@@ -194,4 +180,4 @@ def _names(code: CodeType) -> set[str]:
 
 
 # These modules register their operations when they are imported.
-_OPERATIONS = (ops_atomic, ops_control, ops_reduce, ops_shape)
+_OPERATIONS = (accesses, reductions, shapes)

@@ -1,0 +1,183 @@
+"""The interpreter computes the results that cuTile's semantics define."""
+
+from types import ModuleType
+
+import cuda.tile as ct
+import pytest
+import torch
+
+from tests import interpreter
+
+NAN = float("nan")
+FILLS = (NAN, 1e30, -1e30)
+
+
+def run(kernel, *args, grid=(1,), **kwargs):
+    interpreter.launch(grid, kernel, args, **kwargs)
+
+
+def row_mean(x, n):
+    return ct.sum(x, 1, keepdims=True) / n
+
+
+@ct.function
+def masked(x, cols, n):
+    return ct.where(cols < n, x, 0.0)
+
+
+@ct.kernel
+def layer_norm(X, W, B, Y, eps, TN: ct.Constant[int]):
+    m, n = X.shape
+    cols = ct.arange(TN, dtype=ct.int32)[None, :]
+    w = ct.astype(ct.load(W, 0, (TN,)), ct.float32)
+    b = ct.astype(ct.load(B, 0, (TN,)), ct.float32)
+    for row in range(ct.bid(0), m, ct.num_blocks(0)):
+        x = masked(ct.load(X, (row, 0), (1, TN)).astype(ct.float32), cols, n)
+        mean = row_mean(x, n)
+        centred = masked(x - mean, cols, n)
+        rstd = ct.rsqrt(row_mean(centred * centred, n) + eps)
+        ct.store(Y, (row, 0), (centred * rstd * w + b).astype(Y.dtype))
+
+
+@ct.kernel
+def rms_norm(X, W, Y, eps, TN: ct.Constant[int]):
+    row, cols = ct.bid(0), ct.arange(TN, dtype=ct.int32)
+    x = ct.gather(X, (row, cols)).astype(ct.float32)
+    rstd = ct.rsqrt(ct.sum(x * x) / X.shape[1] + eps)
+    ct.scatter(Y, (row, cols), (x * rstd * ct.gather(W, cols)).astype(Y.dtype))
+
+
+def strided_rows(rows: int, columns: int, dtype) -> torch.Tensor:
+    return torch.randn(rows, 3 * columns, dtype=torch.float32).to(dtype)[:, columns : 2 * columns]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("n", [1, 37, 64])
+def test_rms_norm(dtype, n):
+    torch.manual_seed(n)
+    x, w = strided_rows(5, n, dtype), torch.randn(n)
+    y = torch.full_like(x, NAN)
+    run(rms_norm, x, w, y, 1e-6, 64, grid=(5,))
+    wide = x.double()
+    expected = wide * (wide.square().mean(1, keepdim=True) + 1e-6).rsqrt() * w.double()
+    tolerance = 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(y.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("fill", FILLS)
+@pytest.mark.parametrize("order", [None, "reverse", 1])
+def test_layer_norm(fill, order):
+    torch.manual_seed(0)
+    x, w, b = strided_rows(7, 50, torch.float32), torch.randn(50), torch.randn(50)
+    y = torch.empty(7, 50)
+    run(layer_norm, x, w, b, y, 1e-5, 64, grid=(3,), fill=fill, order=order)
+    expected = torch.nn.functional.layer_norm(x.double(), (50,), w.double(), b.double())
+    torch.testing.assert_close(y.double(), expected, rtol=1e-6, atol=2e-6)
+    # The names that a launch replaces have their values again.
+    assert "range" not in globals() and ct.static_iter([1]) == [1]
+
+
+def test_builtins_in_helpers_of_another_module():
+    helpers = ModuleType("helpers")
+    exec(
+        "def inner(i, n):\n    return min(i, n - 1)\n"
+        "def outer(n):\n    total = n - n\n    for i in range(n):\n"
+        "        total = total + inner(i, n)\n    return total\n",
+        vars(helpers),
+    )
+
+    @ct.kernel
+    def kernel(Y):
+        ct.store(Y, 0, helpers.outer(Y.shape[0]))
+
+    y = torch.zeros(5, dtype=torch.int32)
+    run(kernel, y)
+    assert y[0].item() == 10 and not {"range", "min"} & set(vars(helpers))
+
+
+@ct.kernel
+def multiply_add(X, Y):
+    x = ct.load(X, 0, (4,))
+    ct.store(Y, 0, x * x + x)
+
+
+@ct.kernel
+def maxima(X, Y):
+    x = ct.load(X, 0, (2,))
+    ct.store(Y, 0, ct.max(x))
+    ct.store(Y, 1, ct.max(x, propagate_nan=True))
+
+
+@ct.kernel
+def ceiling_of_quarters(X, Y):
+    ct.store(Y, 0, ct.cdiv(ct.load(X, 0, (2,)), ct.full((2,), 4, ct.uint32)))
+
+
+@ct.kernel
+def custom_reduction(X, Y):
+    ct.store(Y, 0, ct.reduce(ct.load(X, 0, (8,)), 0, lambda a, b: max(a, b) + 1, -1))
+
+
+@ct.kernel
+def pairs(X, Y):
+    ct.atomic_add(Y, ct.arange(4, dtype=ct.int32) // 2, ct.load(X, ct.bid(0), (4,)))
+
+
+@ct.kernel
+def copy(X, Y, T: ct.Constant[int]):
+    ct.store(Y, ct.bid(0), ct.load(X, ct.bid(0), (T,)))
+
+
+@ct.kernel
+def ones_from_minus_one(Y):
+    ct.scatter(Y, ct.arange(4, dtype=ct.int32) - 1, 1.0)
+
+
+@ct.kernel
+def doubled(X, Z, Y):
+    ct.store(Y, 0, ct.load(X, 0, (4,)) + ct.load(Z, 0, (4,)))
+
+
+ONES, ZEROS = torch.ones(12), torch.zeros(8)
+SHORT = torch.tensor([1.0078125, 3.140625, 0.3, 77.0], dtype=torch.bfloat16)
+WRAPPED = torch.tensor([1 << 16] * 4, dtype=torch.int32)
+EIGHT = torch.tensor([8, 9], dtype=torch.uint32)
+# A kernel, its blocks, its inputs, the memory and the extent of its output, constants, the result.
+RESULTS = {
+    # A fused operation would give other numbers.
+    "each operation rounds": (multiply_add, 1, (SHORT,), SHORT, 4, (), (SHORT * SHORT + SHORT)),
+    "integers wrap": (multiply_add, 1, (WRAPPED,), WRAPPED, 4, (), WRAPPED),
+    "NaN in a maximum": (maxima, 1, (torch.tensor([NAN, 2.0]),), ZEROS, 2, (), [2, NAN, *[0] * 6]),
+    "unsigned": (ceiling_of_quarters, 1, (EIGHT,), EIGHT, 2, (), [2, 3]),
+    "a reduction": (custom_reduction, 1, (torch.arange(8),), torch.arange(1), 1, (), [7 + 3]),
+    "atomics do not race": (pairs, 3, (ONES,), ZEROS, 2, (), [6, 6, *[0] * 6]),
+    "a store past the edge": (copy, 1, (ONES,), ZEROS, 3, (4,), [1, 1, 1, *[0] * 5]),
+    "a scatter past the edge": (ones_from_minus_one, 1, (), ZEROS, 2, (), [1, 1, *[0] * 6]),
+    "inputs overlap": (doubled, 1, (ONES, ONES), ZEROS, 4, (), [2] * 4 + [0] * 4),
+}
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_results(name):
+    kernel, blocks, inputs, memory, extent, constants, expected = RESULTS[name]
+    found = memory.clone()
+    run(kernel, *inputs, found[:extent], *constants, grid=(blocks,))
+    expected = torch.as_tensor(expected, dtype=found.dtype)
+    assert torch.equal(found.double().nan_to_num(-1.0), expected.double().nan_to_num(-1.0))
+
+
+def test_a_scatter_before_the_start_is_dropped():
+    y = torch.zeros(8)
+    run(ones_from_minus_one, y[1:5])
+    assert y.tolist() == [0, 1, 1, 1, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("fill", FILLS)
+def test_undefined_padding_reads_as_fill(fill):
+    y = torch.zeros(4)
+    run(copy, torch.ones(3), y, 4, fill=fill)
+    assert torch.equal(y[3].nan_to_num(-1.0), torch.tensor(fill).nan_to_num(-1.0))
+    y = torch.zeros(4, dtype=torch.int32)
+    run(copy, torch.ones(3, dtype=torch.int32), y, 4, fill=fill)
+    limits = torch.iinfo(torch.int32)
+    assert y[3].item() == (limits.max if fill > 0 else limits.min)

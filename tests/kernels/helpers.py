@@ -1,0 +1,34 @@
+"""What the tests of kernels share."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import cases
+from tests.tolerance import assert_close
+
+over = partial(pytest.mark.parametrize, "executor, spec", indirect=["executor"], ids=cases.label)
+each_spec = partial(pytest.mark.parametrize, "spec", ids=cases.label)
+
+
+def every_result(executor, spec, inputs, **how) -> dict[str, Tensor]:
+    """The results of the forward and of the backward pass."""
+    return executor.forward(spec, inputs, **how) | executor.backward(spec, inputs, **how)
+
+
+def check(spec, inputs, results: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Each result is within the budget."""
+    truth, own = inputs.truth(spec), inputs.own(spec)
+    for name, found in results.items():
+        assert_close(name, found, truth[name], own[name])
+    return results
+
+
+def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert set(found) == set(expected)
+    for name, t in found.items():
+        other = expected[name]
+        same = torch.equal(t.view(torch.uint8), other.view(torch.uint8))
+        assert same, f"{name}: {(t != other).sum()} differ"
