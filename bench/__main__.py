@@ -3,7 +3,7 @@
 ``--from`` prints records of earlier runs, and ``--markdown DOCUMENT ...`` prints the tables of
 documents again. Neither measures anything.
 
-``python -m bench train`` measures a training step, ``python -m bench first-call`` measures how long
+``python -m bench train`` compares training steps, ``python -m bench first-call`` measures how long
 compiling takes, and ``python -m bench accuracy`` measures errors. ``--from`` prints their records
 too. ``python -m bench dtensor`` measures the host time of norms of DTensors, and
 ``python -m bench quantized`` norms with a quantised output.
@@ -31,7 +31,7 @@ from bench.cases import (
     DIRECTIONS,
     DTYPES,
     HOST,
-    LATENCIES,
+    INFERENCE,
     OPS,
     SUITE_DIRECTIONS,
     SUITES,
@@ -62,7 +62,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--direction",
         nargs="+",
-        choices=(*DIRECTIONS, *LATENCIES, HOST),
+        choices=(*DIRECTIONS, INFERENCE, HOST),
         help="default: the directions of the suite, and host times",
     )
     parser.add_argument("--provider", nargs="+", choices=PROVIDERS)

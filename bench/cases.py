@@ -20,9 +20,8 @@ DTYPES = {
 }
 # These directions are shown in GB/s. A suite measures them unless it has other directions.
 DIRECTIONS = ("forward", "backward")
-# These directions are shown as times. "inference" is a forward without grad, as in a decode step.
-# "training" is a forward together with its backward, as in a training step.
-LATENCIES = ("inference", "training")
+# This direction is shown as a time: a forward without grad, as in a decode step.
+INFERENCE = "inference"
 # The time that the host needs for a call, measured on one shape.
 HOST = "host"
 
@@ -47,20 +46,24 @@ class Op:
     (M / heads, heads, N). Each input is then the first third of a fused projection of shape
     (M / heads, 3, heads, N), as the queries of attention are, so there are gaps between tokens.
 
-    ``forward`` and ``backward`` count every input and every output once. The counts are the same
-    for every provider and contain no workspace. ``reference`` is differentiable PyTorch code, which
-    runs in float64 as the oracle. ``eager`` is the code of a PyTorch model.
+    A forward reads every input and writes every output once. ``backward`` counts what the
+    mathematics of the gradients reads and writes. The counts are the same for every provider and
+    contain no workspace. ``reference`` is differentiable PyTorch code, which runs in float64 as the
+    oracle. ``eager`` is the code of a PyTorch model.
     """
 
     name: str
     rows: tuple[str, ...]
     columns: tuple[str, ...]
     outputs: tuple[str, ...]
-    forward: Traffic
     backward: Traffic
     reference: Callable
     eager: Callable
     heads: int | None = None
+
+    @property
+    def forward(self) -> Traffic:
+        return Traffic(len(self.rows) + len(self.outputs), len(self.columns))
 
     def shapes(self, m: int, n: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The shape of an input or output, and the shape of a parameter."""
@@ -70,12 +73,9 @@ class Op:
 
     def bytes(self, direction: str, m: int, n: int, itemsize: int) -> int:
         """The bytes that one call has to read and write."""
-        passes = {"backward": (self.backward,), "training": (self.forward, self.backward)}
+        traffic = self.backward if direction == "backward" else self.forward
         row, column = map(math.prod, self.shapes(m, n))
-        return itemsize * sum(
-            traffic.rows * row + traffic.columns * column
-            for traffic in passes.get(direction, (self.forward,))
-        )
+        return itemsize * (traffic.rows * row + traffic.columns * column)
 
     def inputs(self, m: int, n: int, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
         """Random inputs, equal at every call.
@@ -106,7 +106,6 @@ OPS = {
             rows=("x",),
             columns=("weight",),
             outputs=("y",),
-            forward=Traffic(rows=2, columns=1),  # x, weight -> y
             backward=Traffic(rows=3, columns=2),  # x, dy, weight -> dx, dweight
             reference=formulas.rms_norm,
             eager=formulas.eager_rms_norm,
@@ -116,7 +115,6 @@ OPS = {
             rows=("x",),
             columns=("weight", "bias"),
             outputs=("y",),
-            forward=Traffic(rows=2, columns=2),  # x, weight, bias -> y
             backward=Traffic(rows=3, columns=3),  # x, dy, weight -> dx, dweight, dbias
             reference=formulas.layer_norm,
             eager=formulas.eager_layer_norm,
@@ -126,7 +124,6 @@ OPS = {
             rows=("x", "residual"),
             columns=("weight",),
             outputs=("y", "sum"),
-            forward=Traffic(rows=4, columns=1),  # x, residual, weight -> y, sum
             # sum, dy, dsum, weight -> dx, dweight; dresidual equals dx
             backward=Traffic(rows=4, columns=2),
             reference=formulas.of_sum(formulas.rms_norm),
@@ -137,7 +134,6 @@ OPS = {
             rows=("x", "residual"),
             columns=("weight", "bias"),
             outputs=("y", "sum"),
-            forward=Traffic(rows=4, columns=2),  # x, residual, weight, bias -> y, sum
             # sum, dy, dsum, weight -> dx, dweight, dbias; dresidual equals dx
             backward=Traffic(rows=4, columns=3),
             reference=formulas.of_sum(formulas.layer_norm),
@@ -148,7 +144,6 @@ OPS = {
             rows=("x", "skip"),
             columns=("weight",),
             outputs=("y",),
-            forward=Traffic(rows=3, columns=1),  # x, skip, weight -> y
             backward=Traffic(rows=3, columns=2),  # x, dy, weight -> dx, dweight; dskip is dy
             reference=formulas.added_to(formulas.rms_norm),
             eager=formulas.added_to(formulas.eager_rms_norm),
@@ -158,7 +153,6 @@ OPS = {
             rows=("x", "skip"),
             columns=("weight", "bias"),
             outputs=("y",),
-            forward=Traffic(rows=3, columns=2),  # x, skip, weight, bias -> y
             backward=Traffic(rows=3, columns=3),  # x, dy, weight -> dx, dweight, dbias; dskip is dy
             reference=formulas.added_to(formulas.layer_norm),
             eager=formulas.added_to(formulas.eager_layer_norm),
@@ -168,7 +162,6 @@ OPS = {
             rows=("x", "gate"),
             columns=("weight",),
             outputs=("y",),
-            forward=Traffic(rows=3, columns=1),  # x, gate, weight -> y
             backward=Traffic(rows=5, columns=2),  # x, gate, dy, weight -> dx, dgate, dweight
             reference=formulas.gated(formulas.rms_norm),
             eager=formulas.eager_gated(formulas.eager_rms_norm),
@@ -178,7 +171,6 @@ OPS = {
             rows=("x", "gate"),
             columns=("weight", "bias"),
             outputs=("y",),
-            forward=Traffic(rows=3, columns=2),  # x, gate, weight, bias -> y
             # x, gate, dy, weight, bias -> dx, dgate, dweight, dbias
             backward=Traffic(rows=5, columns=4),
             reference=formulas.gated(formulas.layer_norm),
@@ -189,7 +181,6 @@ OPS = {
             rows=("x",),
             columns=("weight",),
             outputs=("y",),
-            forward=Traffic(rows=2, columns=1),  # x, weight -> y
             backward=Traffic(rows=3, columns=2),  # x, dy, weight -> dx, dweight
             reference=formulas.rms_norm,
             eager=formulas.eager_head_rms_norm,
@@ -253,10 +244,8 @@ SUITES = {
         for n in (2048, 4096, 8192, 16384)
         for k in range(10)
     ),
-    # One norm of Llama 3 8B, on 8 sequences of 4096 tokens.
-    "layer": (Case("rms_norm", "bfloat16", 8 * 4096, 4096),),
 }
-SUITE_DIRECTIONS = {"latency": ("inference",), "layer": ("training",)}
+SUITE_DIRECTIONS = {"latency": (INFERENCE,)}
 
 
 def select(suite: str, ops=None, dtypes=None, hidden=None) -> list[Case]:

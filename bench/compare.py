@@ -1,6 +1,6 @@
 """The comparison of two records of one machine: what became slower."""
 
-from bench.record import Cell, Record, Step, what
+from bench.record import Cell, Record, what
 
 
 def slower(old: Record, new: Record) -> tuple[int, list[str]]:
@@ -15,15 +15,14 @@ def slower(old: Record, new: Record) -> tuple[int, list[str]]:
     machines = sorted({run["machine"] for run in (*old.runs, *new.runs)})
     if len(machines) > 1:
         raise ValueError(f"records of different machines cannot be compared: {machines}")
-    earlier: list[Cell | Step] = [*old.cells, *old.steps]
-    before = {what(line): line for line in earlier if line.median_us}
-    found = {what(line): line for line in (*new.cells, *new.steps)}
+    before = {what(cell): cell for cell in old.cells if cell.median_us}
+    found = {what(cell): cell for cell in new.cells}
     common = [key for key in before if key in found]
     lines = [_complaint(before[key], found[key], _drift(old, new, before[key])) for key in common]
     return len(common), [line for line in lines if line]
 
 
-def _complaint(old: Cell | Step, new: Cell | Step, drift: float) -> str | None:
+def _complaint(old: Cell, new: Cell, drift: float) -> str | None:
     was = f"{_label(old)}: {old.median_us:.4g} µs"
     if new.median_us is None:
         return f"{was}, now {new.status}: {new.error}"
@@ -34,10 +33,8 @@ def _complaint(old: Cell | Step, new: Cell | Step, drift: float) -> str | None:
     return f"{was}, now {new.median_us:.4g} (+{change:.1%}, more than the allowed {allowed:.1%})"
 
 
-def _drift(old: Record, new: Record, line: Cell | Step) -> float:
+def _drift(old: Record, new: Record, line: Cell) -> float:
     """The relative change of the copy of a cell's shape, or 0 unless both records measured it."""
-    if isinstance(line, Step):
-        return 0.0
     before, after = (
         [c.median_us for c in record.copies if (c.dtype, c.m, c.n) == (line.dtype, line.m, line.n)]
         for record in (old, new)
@@ -45,7 +42,5 @@ def _drift(old: Record, new: Record, line: Cell | Step) -> float:
     return abs(after[0] / before[0] - 1) if before and after else 0.0
 
 
-def _label(line: Cell | Step) -> str:
-    if isinstance(line, Step):
-        return f"step of {line.model}, {line.variant}"
+def _label(line: Cell) -> str:
     return f"{line.op} {line.direction} {line.dtype} {line.m} x {line.n}, {line.provider}"

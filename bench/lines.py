@@ -110,32 +110,6 @@ class Precompile:
 
 
 @dataclass(frozen=True)
-class Step:
-    """A training step of one variant of a model.
-
-    ``norm_kernels_ms`` maps each kernel that computes a norm to its GPU time in one step.
-    ``same_bits`` says whether a second run from the same start had the same losses and weights.
-    ``ranks`` has each rank's time and memory, if there are several. The time and memory beside it
-    are then the largest, and the losses and kernels are rank 0's.
-    """
-
-    model: str
-    variant: str
-    tokens: int
-    status: str = "ok"
-    median_us: float | None = None
-    spread: float | None = None
-    samples: int = 0
-    first_s: float | None = None
-    norm_kernels_ms: dict[str, float] = field(default_factory=dict)
-    peak_bytes: int | None = None
-    losses: list[float] = field(default_factory=list)
-    same_bits: bool | None = None
-    ranks: list[dict] = field(default_factory=list)
-    error: str = ""
-
-
-@dataclass(frozen=True)
 class Accuracy:
     """The largest errors of one provider on one kind of inputs, by the result's name."""
 

@@ -6,7 +6,6 @@ which norm it is, what attention does with q and k, and which feed-forward netwo
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -161,19 +160,10 @@ class Transformer(nn.Module):
         """Set norms to 1, biases to 0, and all other weights to random values from the seed."""
         make = torch.Generator(self.head.output.weight.device).manual_seed(seed)
         for name, parameter in self.named_parameters():
-            cut = hasattr(parameter, "placements")  # a DTensor: every rank draws the whole weight
-            dtype, device = parameter.dtype, make.device
-            whole = torch.empty(parameter.shape, dtype=dtype, device=device) if cut else parameter
             if parameter.ndim == 1:
-                whole.fill_(0.0 if name.endswith("bias") else 1.0)
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
             else:
-                whole.normal_(0.0, INITIAL_DEVIATION, generator=make)
-            if cut:
-                from torch.distributed.tensor import distribute_tensor
-
-                placed: Any = parameter
-                where = placed.device_mesh, placed.placements
-                parameter.copy_(distribute_tensor(whole, *where, src_data_rank=None))
+                parameter.normal_(0.0, INITIAL_DEVIATION, generator=make)
 
     def forward(self, given: Tensor, targets: Tensor | None = None) -> Tensor:
         if targets is None:

@@ -20,7 +20,6 @@ from bench.lines import (
     Host,
     Pair,
     Precompile,
-    Step,
 )
 
 LISTS = {
@@ -29,12 +28,11 @@ LISTS = {
     Host: "hosts",
     FirstCall: "first_calls",
     Precompile: "precompiles",
-    Step: "steps",
     Accuracy: "accuracies",
     Pair: "pairs",
 }
 KINDS = {kind.__name__.lower(): kind for kind in LISTS}
-Line = Cell | Copy | Host | FirstCall | Precompile | Step | Accuracy | Pair
+Line = Cell | Copy | Host | FirstCall | Precompile | Accuracy | Pair
 
 
 @dataclass
@@ -49,7 +47,6 @@ class Record:
     hosts: list[Host] = field(default_factory=list)
     first_calls: list[FirstCall] = field(default_factory=list)
     precompiles: list[Precompile] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
     accuracies: list[Accuracy] = field(default_factory=list)
     pairs: list[Pair] = field(default_factory=list)
 

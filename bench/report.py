@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from bench import accuracy_table, pair_table, step_table
-from bench.cases import DIRECTIONS, LATENCIES, OPS
+from bench import accuracy_table, pair_table
+from bench.cases import DIRECTIONS, INFERENCE, OPS
 from bench.record import Cell, FirstCall, Record
 from bench.text import table, titled
 from bench.timing import MOST_SETS
@@ -21,12 +21,12 @@ def render(record: Record, markdown: bool = False) -> str:
 def tables(record: Record, markdown: bool = False) -> list[str]:
     """Every table of a record, each with its title and notes.
 
-    First one table for each op, dtype and direction, then host times, training steps, pairs of
-    them, first calls, and errors.
+    First one table for each op, dtype and direction, then host times, pairs of training steps,
+    first calls, and errors.
     """
     parts = []
     for op, dtype in ops_and_dtypes(record.cells):
-        for direction in DIRECTIONS + LATENCIES:
+        for direction in (*DIRECTIONS, INFERENCE):
             cells = [
                 c for c in record.cells if (c.op, c.dtype, c.direction) == (op, dtype, direction)
             ]
@@ -36,10 +36,6 @@ def tables(record: Record, markdown: bool = False) -> list[str]:
                 parts.append(_latency(cells, markdown))
     for op in dict.fromkeys(host.op for host in record.hosts):
         parts.append(_host_times(record, op, markdown))
-    for model in dict.fromkeys(step.model for step in record.steps):
-        parts.append(
-            step_table.table_of([step for step in record.steps if step.model == model], markdown)
-        )
     if record.pairs:
         parts.append(pair_table.table_of(record.pairs, markdown))
     parts += [pair_table.kernels_of(pair, markdown) for pair in record.pairs if pair.kernels]
@@ -95,14 +91,13 @@ def _throughput(record: Record, cells: Sequence[Cell], markdown: bool) -> str:
 
 
 def _latency(cells: Sequence[Cell], markdown: bool) -> str:
-    unit, us = {"inference": ("µs", 1.0), "training": ("ms", 1e3)}[cells[0].direction]
     names, shapes = _by_shape(cells)
     rows = [
-        [n, m, *(_time(here.get(name), us) for name in names), against_best_peer(here)]
+        [n, m, *(_time(here.get(name)) for name in names), against_best_peer(here)]
         for (m, n), here in shapes.items()
     ]
     header = ["N", "M", *names, f"speed of {OURS} / best peer"]
-    return _of_cells(cells, unit, table(header, rows, markdown), markdown)
+    return _of_cells(cells, "µs", table(header, rows, markdown), markdown)
 
 
 def _by_shape(cells: Sequence[Cell]) -> tuple[list[str], dict[tuple[int, int], dict[str, Cell]]]:
@@ -126,11 +121,10 @@ def _of_cells(cells: Sequence[Cell], unit: str, body: str, markdown: bool) -> st
     return titled(title, body, notes + _notes(cells), markdown)
 
 
-def _time(cell: Cell | None, us: float) -> str:
-    """The time of a cell, in a unit that is ``us`` microseconds long."""
+def _time(cell: Cell | None) -> str:
     if cell is None or cell.status == "skipped":
         return "-"
-    return cell.status if cell.median_us is None else f"{cell.median_us / us:.3g}"
+    return cell.status if cell.median_us is None else f"{cell.median_us:.3g}"
 
 
 def _rate(cell: Cell | None, copy: float | None) -> str:

@@ -40,10 +40,6 @@ ALL_SLOW = {
     "tests/ops/test_chain.py::test_op_with_symbolic_sizes",
     # 30 s of a process for each name. The oldest PyTorch, which lacks some of them, runs all ops.
     "tests/ops/test_torch_private.py::test_the_same_results_without",
-    # 13 s of training. The quick run trains for one variant that fails and one that does not.
-    "tests/bench/test_train.py::test_command_prints_the_same_from_its_record",
-    # 60 s of torchrun. test_losses_are_those_of_one_process runs the same steps on several ranks.
-    "tests/bench/test_parallel.py::test_the_command",
     # 11 s of new processes. test_precompile_fills_the_cache compiles the same in one process.
     "tests/test_main.py::test_precompile_in_processes_fills_the_same_cache",
     # 5 s of the compiler in a new process. test_kernel has threads and a program in its place.

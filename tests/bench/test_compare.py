@@ -3,13 +3,12 @@ from dataclasses import replace
 import pytest
 
 from bench.compare import slower
-from bench.record import Cell, Copy, Record, Step
+from bench.record import Cell, Copy, Record
 
 from .test_record import RUN, SHAPE, TIMED
 
 CELL = Cell(**SHAPE, **TIMED, provider="tilenorm", median_us=100.0)
 COPY = Copy("bfloat16", 1000, 1024, 4_000_000, 10.0, 0.0, 10, "graph")
-STEP = Step("2 layers", "tilenorm", 64, median_us=1000.0, spread=0.02, samples=8)
 
 
 def compared(old, new, old_copy=None, new_copy=None):
@@ -46,12 +45,6 @@ def test_cell_that_has_no_time_any_more_is_slower():
 def test_only_cells_in_both_records_are_compared():
     assert compared(CELL, replace(CELL, provider="torch", median_us=900.0)) == (0, [])
     assert compared(CELL, replace(CELL, direction="inference", median_us=900.0)) == (0, [])
-
-
-def test_steps_are_compared_too():
-    assert compared(STEP, replace(STEP, median_us=1030.0)) == (1, [])
-    (line,) = compared(STEP, replace(STEP, median_us=1050.0))[1]
-    assert line.startswith("step of 2 layers, tilenorm: 1000 µs, now 1050 (+5.0%")
 
 
 def test_records_of_different_machines_are_refused():

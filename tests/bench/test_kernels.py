@@ -1,4 +1,4 @@
-"""The kernels of a step: which compute norms, and the bytes that each moves."""
+"""The kernels of a step, and the bytes that each moves."""
 
 import sys
 from types import ModuleType, SimpleNamespace
@@ -7,39 +7,9 @@ import pytest
 import torch
 
 from bench import kernels
-from bench.kernels import Launched, Ran, counted, listed, norm_kernels
+from bench.kernels import Launched, Ran, counted, listed
 from tilenorm.launch import calls
 from tilenorm.launch import kernel as launching
-from tilenorm.launch.target import Target
-from tilenorm.ops.registry import MAX_HIDDEN
-from tilenorm.spec import NormSpec
-from tilenorm.tools.precompile import training_calls
-
-
-def test_kernels_of_norms_are_found_by_their_names():
-    kernels = ("row_forward", "stream_forward", "shared_forward", "norm_forward", "norm_backward")
-    norms = [
-        *kernels,
-        "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<c10::BFloat16>",
-        "void at::native::(anonymous namespace)::layer_norm_grad_input_kernel_vectorized<float>",
-        "void at::native::(anonymous namespace)::GammaBetaBackwardCUDAKernelTemplate<float>",
-        "triton_red_fused__fused_rms_norm__to_copy_add_mul_3",
-        "triton_per_fused_add_mean_mul_pow_rsqrt_0",
-        *sorted(kernels_of_tilenorm() - set(kernels)),
-    ]
-    others = ["nvjet_tst_192x192_64x4_h_bz", "flash_fwd_kernel", "triton_poi_fused_mul_silu_2"]
-    others += ["void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>"]
-    assert list(norm_kernels((name, 1.0) for name in norms + others)) == norms
-    assert norm_kernels([("norm_forward", 1500.0), ("norm_forward", 500.0)]) == {
-        "norm_forward": 2.0
-    }
-
-
-def kernels_of_tilenorm() -> set[str]:
-    """The names of all kernels that tilenorm launches."""
-    specs = [NormSpec.of("rms_norm", n, "bfloat16", weight="bfloat16") for n in (4096, MAX_HIDDEN)]
-    calls = [call for spec in specs for call in training_calls(spec, Target.of("sm_90"))]
-    return {call.kernel._pyfunc.__name__ for call in calls}
 
 
 def test_kernels_of_one_name_take_their_bytes_in_the_order_of_their_launches():

@@ -192,34 +192,17 @@ def test_backward_in_place_spoils_neither_its_check_nor_the_next_provider(monkey
 
 
 @pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.name)
-def test_inference_runs_without_grad_and_training_runs_both_directions(monkeypatch, op):
-    case, ways = Case(op.name, "bfloat16", 96, 128), ("inference", "training")
+def test_inference_runs_without_grad(monkeypatch, op):
+    case = Case(op.name, "bfloat16", 96, 128)
     grads = []
 
     def seen(*inputs):
         grads.append(torch.is_grad_enabled())
         return op.eager(*inputs)
 
-    found = measured(monkeypatch, {"torch": seen}, case, ways[:1])
+    found = measured(monkeypatch, {"torch": seen}, case, ("inference",))
     assert found["torch", "inference"].status == "ok"
     assert not any(grads[-5:])
-    found = measured(monkeypatch, {"torch": op.eager}, case, ways)
-    assert found["torch", "training"].status == "ok"
-    assert found["torch", "training"].bytes > found["torch", "inference"].bytes
-
-
-def test_outputs_and_gradients_of_training_are_checked(monkeypatch):
-    loads = {
-        "late": lambda x, w: EAGER(x, w) * 1.0001,
-        "half": lambda x, w: EAGER(x, w + w.detach() - w),
-        "in-place": _InPlace.apply,
-    }
-    found = measured(monkeypatch, loads, directions=("training",))
-    late = found["late", "training"].error
-    assert late.startswith("y is off by ")
-    assert "dx is off by " in late
-    assert found["half", "training"].error.startswith("dweight is off by ")
-    assert found["in-place", "training"].status == "ok"
 
 
 def test_cells_after_the_time_limit_are_marked_as_skipped(monkeypatch):
@@ -228,8 +211,8 @@ def test_cells_after_the_time_limit_are_marked_as_skipped(monkeypatch):
     assert {line.error for line in found.values()} == {"out of time"}
 
 
-def test_inference_and_training_are_timed_by_a_graph(gpu):
+def test_inference_is_timed_by_a_graph(gpu):
     lines, case = [], Case("rms_norm", "bfloat16", 4096, 4096)
-    run([case], {case.op: ["tilenorm", "torch"]}, ("inference", "training"), gpu, lines.append)
+    run([case], {case.op: ["tilenorm", "torch"]}, ("inference",), gpu, lines.append)
     cells = [line for line in lines if isinstance(line, Cell)]
-    assert [(cell.status, cell.timing) for cell in cells] == [("ok", "graph")] * 4
+    assert [(cell.status, cell.timing) for cell in cells] == [("ok", "graph")] * 2
