@@ -1,7 +1,7 @@
 """``python -m bench`` measures, and prints what it measured.
 
-``--from`` prints records of earlier runs, and ``--markdown DOCUMENT ...`` prints the tables of
-documents again. Neither measures anything.
+``--from`` prints records of earlier runs, and ``--markdown FILE ...`` writes what documents and the
+pages of records print. Neither measures anything.
 
 ``python -m bench train`` compares training steps, ``python -m bench first-call`` measures how long
 compiling takes, and ``python -m bench accuracy`` measures errors. ``--from`` prints their records
@@ -94,8 +94,9 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--markdown",
         nargs="*",
-        metavar="DOCUMENT",
-        help="print Markdown tables; with documents, rewrite the tables between their markers",
+        metavar="FILE",
+        help="print Markdown tables; with files, write the pages of records (FILE.jsonl), and what"
+        " stands between the markers of documents (FILE.md)",
     )
     parser.add_argument("--plot", metavar="FILE.svg", help="draw GB/s against N (needs matplotlib)")
     args = parser.parse_args(argv)

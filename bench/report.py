@@ -184,6 +184,12 @@ def best_peer(cells: dict[str, Cell]) -> tuple[float, str] | None:
     return ours / rates[best], best
 
 
+def spread_of(values: Sequence, form: str) -> str:
+    """The smallest and the largest of the values, or the one text that both have."""
+    low, high = (f"{end(values):{form}}" for end in (min, max))
+    return low if low == high else f"{low} to {high}"
+
+
 def against_best_peer(cells: dict[str, Cell]) -> str:
     """``best_peer`` as a table shows it. A ratio below 1 is a loss."""
     found = best_peer(cells)

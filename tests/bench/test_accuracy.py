@@ -130,13 +130,12 @@ def test_exit_status_says_that_tilenorm_is_worse(monkeypatch, tmp_path):
     assert main(["accuracy", "--op", "rms_norm", "--dtype", "bfloat16", "--provider", *BOTH]) == 1
 
 
-def test_document_shows_a_record_of_errors(tmp_path):
+def test_page_shows_a_record_of_errors(tmp_path):
     failed = Accuracy("rms_norm", "bfloat16", 8, 64, "normal", "quack", error="OSError: no")
     lines = [RUN, *lines_of(1.0, 2.0), *lines_of(9.0, 1.0, "zero rows"), failed]
-    (tmp_path / "a.jsonl").write_text("\n".join(map(record.to_json, lines)))
-    path = tmp_path / "DOCUMENT.md"
-    path.write_text("<!-- table: a.jsonl dtype=bfloat16 -->\n<!-- end -->\n")
-    rows = [" ".join(row.split()) for row in documents.rewritten(path).splitlines()]
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(map(record.to_json, lines)))
+    rows = [" ".join(row.split()) for row in documents.page(path).splitlines()]
     assert "| rms_norm | y | 9 | 2 | zero rows | 4.50 |" in rows
     assert "quack, rms_norm: OSError: no" in rows
     assert any("rms_norm bfloat16 8 x 64, y, zero rows: 9 ulps, torch 1" in row for row in rows)
