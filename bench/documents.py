@@ -22,13 +22,12 @@ any case.
 """
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from bench import index, pair_table, plot, report
 from bench.cases import DIRECTIONS
-from bench.record import Cell, Record, load, merge
+from bench.record import Cell, Record, by_shape, load, merge
 from bench.text import table
 
 OPTIONS = {"op": str, "dtype": str, "n": int, "direction": str, "provider": str}
@@ -37,7 +36,6 @@ BLOCK = re.compile(
     r"(?P<text>.*?)(?P<closing><!-- end -->)",
     re.DOTALL,
 )
-Shapes = dict[tuple, dict[str, Cell]]
 
 
 @dataclass(frozen=True)
@@ -130,10 +128,9 @@ def _block(document: Path, match: re.Match) -> Block:
 
 def _summary(block: Block) -> str:
     """A row for each N and direction, and a column for each op."""
-    cells = block.record.cells
-    ops = [op for op, _ in report.ops_and_dtypes(cells)]
-    shapes: Shapes = {}
-    for cell in cells:
+    ops = [op for op, _ in report.ops_and_dtypes(block.record.cells)]
+    shapes: dict[tuple, dict[str, Cell]] = {}
+    for cell in block.record.cells:
         shapes.setdefault((cell.op, cell.direction, cell.n), {})[cell.provider] = cell
     rows = []
     for direction in DIRECTIONS:
@@ -160,7 +157,7 @@ def _losses(block: Block) -> str:
 
     Of each provider the latest number counts.
     """
-    shapes, count = latest(record for _, record in block.sources), 0
+    shapes, count = by_shape(record for _, record in block.sources), 0
     lost: dict[tuple, dict[tuple[int, str], dict[int, float]]] = {}
     for (op, direction, dtype, n, m), cells in shapes.items():
         if found := report.best_peer(cells):
@@ -184,16 +181,6 @@ def _lost(n: int, provider: str, ratios: dict[int, float]) -> str:
     """The ratios of one N, by the number of rows. The numbers of rows are listed if several are."""
     text = f"{report.spread_of(list(ratios.values()), '.2f')} × {provider} at {n}"
     return text if len(ratios) == 1 else f"{text} with {', '.join(map(str, ratios))} rows"
-
-
-def latest(records: Iterable[Record]) -> Shapes:
-    """The latest number of each provider at each (op, direction, dtype, N, M)."""
-    shapes: Shapes = {}
-    for record in sorted(records, key=lambda record: record.runs[-1]["date"]):
-        for cell in filter(lambda cell: cell.gbps, record.cells):
-            where = cell.op, cell.direction, cell.dtype, cell.n, cell.m
-            shapes.setdefault(where, {})[cell.provider] = cell
-    return dict(sorted(shapes.items()))
 
 
 def _index(block: Block) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from bench import accuracy_table, pair_table, report
 from bench.cases import DIRECTIONS
-from bench.record import Record
+from bench.record import Record, by_shape
 
 
 def about(record: Record) -> tuple[str, str]:
@@ -27,11 +27,8 @@ def _cells(record: Record) -> tuple[str, str]:
     sizes = report.spread_of([c.n for c in cells], "d")
     dtypes = _listed(c.dtype for c in cells)
     question = f"{ops}: {ways}, {dtypes}, N {sizes}{', beside ' * bool(others)}{others}"
-    shapes = {}
-    for cell in cells:
-        where = cell.op, cell.direction, cell.dtype, cell.n, cell.m
-        shapes.setdefault(where, {})[cell.provider] = cell
-    ratios = [best[0] for here in shapes.values() if (best := report.best_peer(here))]
+    compared = map(report.best_peer, by_shape([record]).values())
+    ratios = [best[0] for best in compared if best]
     if ratios:
         ahead = sum(round(ratio, 2) >= 1 for ratio in ratios)
         speed = f"{report.spread_of(ratios, '.2f')} × the fastest other"

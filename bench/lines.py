@@ -66,7 +66,7 @@ class Copy:
 @dataclass(frozen=True)
 class Host:
     """Host microseconds of one call: a forward without grad, and a forward with its backward. Each
-    is the median of its samples; where there were several rounds, it is the least median.
+    is the least median of several rounds.
     """
 
     op: str
@@ -77,7 +77,6 @@ class Host:
     forward_us: float | None = None
     forward_backward_us: float | None = None
     error: str = ""
-    rounds: int = 1
 
 
 @dataclass(frozen=True)

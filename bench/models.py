@@ -10,7 +10,6 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from bench.shapes import PIXELS, Shape
 
@@ -71,7 +70,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """A layer: x + attention(norm(x)), and then x + ffn(norm(x)), with a dropout before each sum.
+    """A layer: x + attention(norm(x)), and then x + ffn(norm(x)).
 
     With the norms after: x + norm(attention(x)), and then x + norm(ffn(x)).
     """
@@ -87,14 +86,11 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
         if self.shape.norm_after:
-            x = x + self.attention_norm(self._dropped(self.attention(x, cos, sin)))
-            return x + self.ffn_norm(self._dropped(self.ffn(x)))
-        x = x + self._dropped(self.attention(self.attention_norm(x), cos, sin))
+            x = x + self.attention_norm(self.attention(x, cos, sin))
+            return x + self.ffn_norm(self.ffn(x))
+        x = x + self.attention(self.attention_norm(x), cos, sin)
         normed = self.ffn_norm(x)  # a statement of its own, which tilenorm.patch finds
-        return x + self._dropped(self.ffn(normed))
-
-    def _dropped(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.shape.dropout) if self.shape.dropout else x
+        return x + self.ffn(normed)
 
 
 class Patches(nn.Module):
@@ -102,15 +98,13 @@ class Patches(nn.Module):
 
     def __init__(self, shape: Shape, length: int, **factory):
         super().__init__()
-        self.dropout = shape.dropout
         self.projection = nn.Linear(PIXELS, shape.hidden, **factory)
         self.first = nn.Parameter(torch.empty(1, 1, shape.hidden, **factory))
         self.positions = nn.Parameter(torch.empty(length, shape.hidden, **factory))
 
     def forward(self, patches: Tensor) -> Tensor:
         first = self.first.expand(len(patches), -1, -1)
-        x = torch.cat((first, self.projection(patches)), 1) + self.positions
-        return F.dropout(x, self.dropout) if self.dropout else x
+        return torch.cat((first, self.projection(patches)), 1) + self.positions
 
 
 class Head(nn.Module):
@@ -137,12 +131,10 @@ class Transformer(nn.Module):
     """tokens (batch, T + 1) -> the scalar loss of predicting each token from the tokens before it.
 
     With ``images``: patches (batch, T - 1, PIXELS) and classes (batch,) -> the scalar loss.
-    With ``checkpointing``, a layer saves only its input, and the backward recomputes the layer.
     """
 
-    def __init__(self, shape: Shape, length: int, checkpointing: bool, **factory):
+    def __init__(self, shape: Shape, length: int, **factory):
         super().__init__()
-        self.checkpointing = checkpointing
         if shape.images:
             self.embedding = Patches(shape, length, **factory)
         else:
@@ -170,10 +162,7 @@ class Transformer(nn.Module):
             given, targets = given[:, :-1], given[:, 1:]
         x = self.embedding(given)
         for block in self.blocks:
-            if self.checkpointing:
-                x = checkpoint(block, x, self.cos, self.sin, use_reentrant=False)
-            else:
-                x = block(x, self.cos, self.sin)
+            x = block(x, self.cos, self.sin)
         return self.head(x, targets)
 
 

@@ -12,14 +12,7 @@ from pathlib import Path
 
 import torch
 
-PACKAGES = (
-    "triton",
-    "cuda-tile",
-    "quack-kernels",
-    "liger-kernel",
-    "tilegym",
-    "flashinfer-python",
-)
+PACKAGES = ("triton", "cuda-tile", "quack-kernels", "liger-kernel", "tilegym", "flashinfer-python")
 
 
 def device() -> str:

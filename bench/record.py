@@ -84,7 +84,7 @@ def to_json(line: Line | dict) -> str:
     """One line of the file. What is computed from the fields is written beside them."""
     if isinstance(line, dict):
         return json.dumps({"record": "run", **line})
-    computed = {name: getattr(line, name) for name in computed_of(type(line))}
+    computed = {name: getattr(line, name) for name in getattr(line, "COMPUTED", ())}
     return json.dumps({"record": type(line).__name__.lower(), **asdict(line), **computed})
 
 
@@ -97,11 +97,6 @@ def from_json(text: str) -> Line | dict:
     kind = KINDS[name]
     known = {field.name for field in fields(kind)}  # earlier versions wrote others, too
     return kind(**{name: value for name, value in values.items() if name in known})
-
-
-def computed_of(kind: type) -> tuple[str, ...]:
-    """The names of the properties that a line of a kind has in a record, beside its fields."""
-    return getattr(kind, "COMPUTED", ())
 
 
 def read(lines: Iterable[str]) -> Record:
@@ -168,9 +163,19 @@ def merge(records: Sequence[Record]) -> Record:
     return merged
 
 
+def by_shape(records: Iterable[Record]) -> dict[tuple, dict[str, Cell]]:
+    """The latest number of each provider at each (op, direction, dtype, N, M), in order."""
+    shapes: dict[tuple, dict[str, Cell]] = {}
+    for record in sorted(records, key=lambda record: record.runs[-1]["date"]):
+        for cell in filter(lambda cell: cell.gbps, record.cells):
+            where = cell.op, cell.direction, cell.dtype, cell.n, cell.m
+            shapes.setdefault(where, {})[cell.provider] = cell
+    return dict(sorted(shapes.items()))
+
+
 def what(line: Line) -> tuple:
     """The key of what a line measures: two lines with equal keys measure the same thing."""
-    names = "op dtype m n direction provider arguments model base variant inputs sizes site way"
+    names = "op dtype m n direction provider arguments model base variant inputs"
     return type(line), *(getattr(line, name, None) for name in names.split())
 
 

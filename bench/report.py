@@ -6,16 +6,15 @@ from bench import accuracy_table, pair_table
 from bench.cases import DIRECTIONS, INFERENCE, OPS
 from bench.record import Cell, FirstCall, Record
 from bench.text import table, titled
-from bench.timing import MOST_SETS
 
 OURS = "tilenorm"
 CPU_NOTICE = "CPU reference, small shapes: not a GPU measurement"
 
 
 def render(record: Record, markdown: bool = False) -> str:
-    """A whole report: the runs with their versions, every table, and how the times were taken."""
-    parts = [_heading(record), *tables(record, markdown), _footing(record)]
-    return "\n\n".join(filter(None, parts))
+    """A whole report: the runs with their versions, and every table."""
+    parts = [_heading(record), *tables(record, markdown), *[CPU_NOTICE] * record.on_cpu]
+    return "\n\n".join(parts)
 
 
 def tables(record: Record, markdown: bool = False) -> list[str]:
@@ -244,29 +243,3 @@ def _cold_and_warm(call: FirstCall | None) -> str:
     if call is None or call.cold_s is None:
         return "-"
     return f"{call.cold_s:.2f} / " + ("-" if call.warm_s is None else f"{call.warm_s:.3f}")
-
-
-def _footing(record: Record) -> str:
-    kinds = {cell.timing for cell in record.cells if cell.timing}
-    lines = []
-    if record.cells:
-        lines.append(
-            "Bytes: every input is read once and every output is written once. The count is the\n"
-            "same for every provider."
-        )
-    if "graph" in kinds:
-        lines.append(
-            "GPU time: the median over replays of a CUDA graph. The calls in the graph rotate\n"
-            "through tensors of several times the size of the L2 cache. A forward saves what its\n"
-            "backward needs."
-        )
-    if any(host.rounds > 1 for host in record.hosts):
-        lines.append("Host time: the least median of several rounds, which providers take in turn.")
-    if any(cell.direction == "inference" for cell in record.cells):
-        lines.append(
-            "Inference is a forward without grad. Its calls rotate through at most\n"
-            f"{MOST_SETS} sets of tensors, so the smallest tensors are read from the L2 cache."
-        )
-    if record.on_cpu:
-        lines.append(CPU_NOTICE)
-    return "\n".join(lines)

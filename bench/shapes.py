@@ -34,7 +34,6 @@ class Shape:
     images: bool = False
     tied: bool = False
     theta: float = 500_000.0
-    dropout: float = 0.0
 
     @property
     def head(self) -> int:

@@ -1,9 +1,7 @@
 """A training step: its settings, its model with the optimizer, and its inputs."""
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,10 +9,7 @@ from torch import Tensor
 from bench.models import Transformer, drawn_batch
 from bench.shapes import LLAMA, MODELS, Shape
 
-LEARNING_RATE = 1e-4
-
-
-OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+LEARNING_RATE, SEED = 1e-4, 0
 
 
 @dataclass(frozen=True)
@@ -25,12 +20,7 @@ class Settings:
     model: str = LLAMA
     batch: int = 2
     length: int = 4096
-    optimizer: str = "adamw"
-    checkpointing: bool = False
     whole: bool = False
-    deterministic: bool = False
-    warm_up: int = 2
-    seed: int = 0
     device: str = "cuda"
 
     @classmethod
@@ -57,37 +47,18 @@ class Settings:
             f"ffn {shape.ffn}",
             f"{shape.vocab} classes" if shape.images else f"vocabulary {shape.vocab}",
             f"{self.batch} x {self.length} tokens",
-            f"{self.optimizer} in bfloat16",
+            "adamw in bfloat16",
         ]
-        return ", ".join([*sizes, *self._options])
+        return ", ".join([*sizes, *["whole"] * self.whole])
 
     @property
     def label(self) -> str:
         """The model with its layers and tokens. What else differs from the model's row is said."""
         listed = MODELS[self.model].shape
-        said = {name: getattr(listed, name) for name in ("layers", "dropout")}
-        given = replace(self.shape, **said)
+        given = replace(self.shape, layers=listed.layers)
         parts = [self.model if given == listed else f"{self.model}'s form in other sizes"]
         parts += [f"{self.shape.layers} layers", f"{self.batch} x {self.length} tokens"]
-        return ", ".join([*parts, *self._options])
-
-    @property
-    def _options(self) -> list[str]:
-        found = [name for name in ("checkpointing", "deterministic", "whole") if vars(self)[name]]
-        if self.shape.dropout:
-            found.append(f"dropout {self.shape.dropout}")
-        return found
-
-
-def made(given: Settings) -> Transformer:
-    """The model, without values. Where the settings ask for it, PyTorch is deterministic then."""
-    if given.deterministic:
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS reads it when CUDA starts
-        torch.use_deterministic_algorithms(True)
-        settings: Any = torch.utils.deterministic  # whose properties no checker knows
-        settings.fill_uninitialized_memory = False
-    factory = {"device": given.device, "dtype": torch.bfloat16}
-    return Transformer(given.shape, given.length, given.checkpointing, **factory)
+        return ", ".join([*parts, *["whole"] * self.whole])
 
 
 @dataclass
@@ -99,12 +70,14 @@ class Training:
     inputs: tuple[Tensor, ...]
 
     @classmethod
-    def of(cls, model: Transformer, given: Settings) -> "Training":
-        device = given.device
-        kind = OPTIMIZERS[given.optimizer]
-        optimizer = kind(model.parameters(), LEARNING_RATE, fused=device != "cpu")
-        sizes = given.shape, given.batch, given.length
-        return cls(model, optimizer, drawn_batch(*sizes, given.seed, device, torch.bfloat16))
+    def of(cls, given: Settings) -> "Training":
+        factory = {"device": given.device, "dtype": torch.bfloat16}
+        model = Transformer(given.shape, given.length, **factory)
+        model.reset(SEED)
+        fused = given.device != "cpu"
+        optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, fused=fused)
+        inputs = drawn_batch(given.shape, given.batch, given.length, SEED, **factory)
+        return cls(model, optimizer, inputs)
 
     def step(self, call: Callable[..., Tensor]) -> Tensor:
         """A whole step of the model, whose loss ``call`` computes."""

@@ -13,57 +13,95 @@ all layers, as torchtitan does. With --whole it compiles the model as one graph,
 for many layers. --layers takes fewer layers where the memory is short.
 """
 
+import argparse
+import math
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
-from bench import pair, provenance, record, report, train_arguments, worker
+from bench import command, pair, provenance, record, report, worker
 from bench.record import Pair
+from bench.shapes import LLAMA, MODELS, tiny
 from bench.step import Settings
-from bench.train_arguments import Asked
+from bench.variants import VARIANTS
 
+TIMEOUT_S = 1800.0
 # The last steps, the kernels' profile and the end of the process come after --max-seconds.
 GRACE_S = 60.0
 
 
 def main(argv: list[str]) -> int:
     device = provenance.device()
-    asked = train_arguments.parsed(argv, __doc__, device)
+    args = _arguments(argv)
+    if device == "cpu" and not args.tiny:
+        sys.exit("there is no GPU, so give --tiny")
     made = provenance.describe_run(device, ["train", *argv], {})
-    with record.writing(asked.out, made) as (found, emit):
-        for line in _pairs(asked):
+    with record.writing(args.out, made) as (found, emit):
+        for line in _pairs(args, device):
             emit(line)
-    print(report.render(found, asked.markdown))
+    print(report.render(found, args.markdown))
     return 0
 
 
-def _pairs(asked: Asked) -> Iterator[Pair]:
+def _arguments(argv: list[str]) -> argparse.Namespace:
+    parser = command.parser("train", __doc__)
+    parser.add_argument(
+        "--pair",
+        nargs=2,
+        choices=VARIANTS,
+        action="append",
+        required=True,
+        metavar=("A", "B"),
+        help="compare these two variants; may be given several times",
+    )
+    parser.add_argument("--pairs", type=int, default=40, help="pairs of steps; default: 40")
+    parser.add_argument(
+        "--max-seconds",
+        type=float,
+        default=math.inf,
+        help="start no pair of steps after this time; default: no end",
+    )
+    parser.add_argument("--model", nargs="+", choices=MODELS, default=[LLAMA])
+    parser.add_argument(
+        "--tiny", action="store_true", help="small sizes, to try the command: no measurement"
+    )
+    for name in ("layers", "batch", "length"):
+        parser.add_argument(f"--{name}", type=int, help="default: the model's")
+    parser.add_argument("--whole", action="store_true", help="compile the model as one graph")
+    args = parser.parse_args(argv)
+    for name in ("layers", "batch", "length", "pairs"):
+        if (value := vars(args)[name]) is not None and value < 1:
+            parser.error(f"--{name}: got {value}, takes at least 1")
+    return args
+
+
+def _pairs(args: argparse.Namespace, device: str) -> Iterator[Pair]:
     """Each model and pair in a process of its own, whose end frees the memory."""
-    deadline = time.time() + asked.max_seconds
-    for settings in asked.settings:
-        for names in asked.pairs:
-            _say(f"{names[0]} and {names[1]}: {settings.name}")
-            found = _pair(settings, names, asked, deadline)
-            _say(f"{len(found.pairs_us)} of {found.asked} pairs")
+    deadline = time.time() + args.max_seconds
+    for name in args.model:
+        model = tiny(MODELS[name]) if args.tiny else MODELS[name]
+        shape = replace(model.shape, layers=args.layers or model.shape.layers)
+        sizes = args.batch or model.batch, args.length or model.length
+        settings = Settings(shape, name, *sizes, whole=args.whole, device=device)
+        for names in args.pair:
+            print(f"{names[0]} and {names[1]}: {settings.name}", file=sys.stderr, flush=True)
+            found = _pair(settings, names, args.pairs, deadline)
+            print(f"{len(found.pairs_us)} of {found.asked} pairs", file=sys.stderr, flush=True)
             yield found
 
 
-def _pair(settings: Settings, names: tuple[str, str], asked: Asked, deadline: float) -> Pair:
+def _pair(settings: Settings, names: list[str], pairs: int, deadline: float) -> Pair:
     base, variant = names
     where = {"model": settings.name, "label": settings.label, "base": base, "variant": variant}
-    where |= {"tokens": settings.tokens, "asked": asked.pair_count}
+    where |= {"tokens": settings.tokens, "asked": pairs}
     left = deadline - time.time()
     if left <= 0:
         return Pair(**where, status="skipped", error="out of time")
-    limit = min(asked.timeout, left + GRACE_S)
-    arguments = {"names": names, "settings": asdict(settings), "pairs": asked.pair_count}
-    arguments["deadline"] = deadline  # JSON as Python writes it has infinity
+    limit = min(TIMEOUT_S, left + GRACE_S)
+    # JSON as Python writes it has infinity.
+    arguments = {"names": names, "settings": asdict(settings), "pairs": pairs, "deadline": deadline}
     try:
         return Pair(**where, **worker.run(pair.measure, limit, places={}, **arguments))
     except worker.WorkerError as error:
         return Pair(**where, status="failed", error=str(error))
-
-
-def _say(what: str) -> None:
-    print(what, file=sys.stderr, flush=True)

@@ -79,7 +79,6 @@ def test_host_time_is_the_least_of_rounds_that_providers_take_in_turn(monkeypatc
     assert seen == [f for _ in range(3) for f in loads.values() for _ in range(2)]
     times = {n: (found[n, "host"].forward_us, found[n, "host"].forward_backward_us) for n in loads}
     assert times == {"a": (5.0, 80.0), "b": (4.0, 60.0)}
-    assert found["a", "host"].rounds == 3
 
 
 def test_wrong_output_is_not_timed(monkeypatch):

@@ -9,16 +9,15 @@ import torch
 from torch import nn
 
 import tilenorm
-from bench import pair, report, train, variants, worker
+from bench import pair, report, train, worker
 from bench.__main__ import main
-from bench.gradients import LEAST_SIZE, changes_of
 from bench.models import Transformer
-from bench.pair import alternated
+from bench.pair import LEAST_SIZE, alternated, changes_of
 from bench.record import Pair, Record, merge, read, to_json
 from bench.shapes import LLAMA, MODELS, tiny
 from bench.step import Settings
 from bench.timing import Timer
-from bench.variants import VARIANTS, Variant, lacking, prepared, twin
+from bench.variants import VARIANTS, prepared, twin
 
 from .test_record import RUN, rows_of
 
@@ -100,15 +99,14 @@ def test_peak_of_each_variant_is_that_of_its_own_steps(monkeypatch):
     assert peaks == [7, 4]
 
 
-def settings_of(name=LLAMA, **changed):
+def settings_of(name=LLAMA):
     model = tiny(MODELS[name])
-    given = Settings(model.shape, name, model.batch, model.length, device="cpu", warm_up=1)
-    return replace(given, **changed)
+    return Settings(model.shape, name, model.batch, model.length, device="cpu")
 
 
 def small(name=LLAMA) -> tuple[Transformer, torch.Tensor]:
     settings = settings_of(name)
-    model = Transformer(settings.shape, settings.length, False, device="cpu", dtype=torch.bfloat16)
+    model = Transformer(settings.shape, settings.length, device="cpu", dtype=torch.bfloat16)
     return model, torch.zeros(1, settings.length + 1, dtype=torch.int64)
 
 
@@ -190,15 +188,6 @@ def test_variant_with_a_wrong_gradient_is_not_timed(monkeypatch):
     assert found["error"].startswith(f"the gradient of {found['gradient']} changes by ")
 
 
-def test_dropout_draws_differently_and_is_not_compared(monkeypatch):
-    settings = settings_of("ViT-L")
-    settings = replace(settings, shape=replace(settings.shape, dropout=0.5))
-    monkeypatch.setattr(torch, "manual_seed", lambda seed: None)
-    found = pair.measure(["eager", "patch"], asdict(settings), 2, FOREVER)
-    assert found["gradient_change"] > pair.MOST_CHANGE
-    assert len(found["pairs_us"]) == 2
-
-
 def test_change_of_a_gradient_of_about_zero_is_that_of_the_mean():
     base = {"weight": torch.full((3,), 4.0), "bias": torch.tensor([0.0])}
     mean = (3 * 16 / 4) ** 0.5
@@ -221,17 +210,6 @@ def test_failure_of_the_profiler_does_not_lose_the_times(monkeypatch):
     }
 
 
-def test_options_that_this_version_lacks_are_named(monkeypatch):
-    listed = {"old": Variant(patch={}, compiler="tilenorm", options={"mode": None})}
-    listed["later"] = Variant(compiler="tilenorm", options={"speed": "high"})
-    listed["patch-later"] = Variant(patch={"depth": 3})
-    monkeypatch.setattr(variants, "VARIANTS", VARIANTS | listed)
-    assert [lacking(name) for name in (*VARIANTS, "old")] == [""] * (len(VARIANTS) + 1)
-    has = f"which tilenorm {tilenorm.__version__} does not have"
-    assert lacking("later") == f"later needs tilenorm.compile(speed='high'), {has}"
-    assert lacking("patch-later") == f"patch-later needs tilenorm.patch(depth=3), {has}"
-
-
 PAIR = ["--pair", "eager", "patch"]
 
 
@@ -244,7 +222,6 @@ PAIR = ["--pair", "eager", "patch"]
         ([*PAIR, "--model", "Llama 4"], "invalid choice: 'Llama 4'"),
         ([*PAIR, "--pairs", "0"], "--pairs: got 0, takes at least 1"),
         ([*PAIR, "--layers", "0"], "--layers: got 0, takes at least 1"),
-        ([*PAIR, "--dropout", "1.0"], "--dropout: got 1.0, takes 0 to 1, without 1"),
         ([*PAIR], "there is no GPU, so give --tiny"),
     ],
 )
