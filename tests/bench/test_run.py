@@ -9,7 +9,7 @@ from bench.providers import Provider
 from bench.record import Cell, Host
 from bench.run import repeatable_call, run
 
-EAGER = OPS["rms_norm"].eager
+EAGER, ADD = OPS["rms_norm"].eager, OPS["add_rms_norm"].eager
 CASE = Case("rms_norm", "float32", 64, 128)
 
 
@@ -81,18 +81,30 @@ def test_host_time_is_the_least_of_rounds_that_providers_take_in_turn(monkeypatc
     assert times == {"a": (5.0, 80.0), "b": (4.0, 60.0)}
 
 
-def test_wrong_output_is_not_timed(monkeypatch):
-    found = measured(monkeypatch, {"late": lambda x, w: EAGER(x, w) * 1.0001})
-    for direction, output in (("forward", "y"), ("backward", "dx")):
-        cell = found["late", direction]
-        assert (cell.status, cell.median_us) == ("wrong", None)
-        assert cell.error.startswith(f"{output} is off by ")
+def _loses_a_gradient(x, residual, weight):  # the sum is right, but its gradient is lost
+    y, total = ADD(x, residual, weight)
+    return y, total.detach() + 0 * total
 
 
-def test_wrong_weight_gradient_alone_is_found(monkeypatch):
-    found = measured(monkeypatch, {"half": lambda x, w: EAGER(x, w + w.detach() - w)})
-    assert found["half", "forward"].status == "ok"
-    assert found["half", "backward"].error.startswith("dweight is off by ")
+@pytest.mark.parametrize(
+    ("op", "function", "forward", "backward"),
+    [
+        ("rms_norm", lambda x, w: EAGER(x, w) * 1.0001, "y is off by", "dx is off by"),
+        ("rms_norm", lambda x, w: EAGER(x, w + w.detach() - w), "", "dweight is off by"),
+        ("add_rms_norm", _loses_a_gradient, "", "dresidual is off by"),
+        ("add_rms_norm", lambda *inputs: ADD(*inputs)[::-1], "sum is off by", "dx is off by"),
+        ("rms_norm", lambda x, w: EAGER(x.detach(), w.detach()), "", "has a forward only"),
+    ],
+)
+def test_wrong_output_or_gradient_is_not_timed(monkeypatch, op, function, forward, backward):
+    found = measured(monkeypatch, {"some": function}, Case(op, "float32", 64, 128))
+    for direction, message in (("forward", forward), ("backward", backward)):
+        cell = found["some", direction]
+        assert message in cell.error
+        assert (cell.status == "ok") == (cell.median_us is not None) == (not message)
+    if backward == "has a forward only":
+        assert found["some", "host"].forward_us > 0
+        assert found["some", "host"].forward_backward_us is None
 
 
 def test_refusals_and_failures_are_recorded_and_the_run_goes_on(monkeypatch):
@@ -107,26 +119,11 @@ def test_refusals_and_failures_are_recorded_and_the_run_goes_on(monkeypatch):
 
 @pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.name)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_eager_is_right_and_timed_in_every_op(monkeypatch, op, dtype):
-    found = measured(monkeypatch, {"torch": op.eager}, Case(op.name, dtype, 96, 128))
-    assert {found["torch", way].status for way in ("forward", "backward")} == {"ok"}
+def test_eager_is_right_and_timed_in_every_op_and_direction(monkeypatch, op, dtype):
+    ways = ("host", "forward", "backward", "inference")
+    found = measured(monkeypatch, {"torch": op.eager}, Case(op.name, dtype, 96, 128), ways)
+    assert {found["torch", way].status for way in ways[1:]} == {"ok"}
     assert found["torch", "host"].forward_backward_us > 0
-
-
-def test_every_output_and_its_gradient_are_checked(monkeypatch):
-    eager = OPS["add_rms_norm"].eager
-
-    def dropped(x, residual, weight):  # the sum is right, but its gradient is lost
-        y, total = eager(x, residual, weight)
-        return y, total.detach() + 0 * total
-
-    loads = {"dropped": dropped, "swapped": lambda *inputs: eager(*inputs)[::-1]}
-    found = measured(monkeypatch, loads, Case("add_rms_norm", "float32", 64, 128))
-    assert found["dropped", "forward"].status == "ok"
-    assert found["dropped", "backward"].error.startswith("dx is off by ")
-    assert "dresidual is off by " in found["dropped", "backward"].error
-    assert found["swapped", "forward"].error.startswith("y is off by ")
-    assert "sum is off by " in found["swapped", "forward"].error
 
 
 def test_one_buffer_for_two_equal_gradients_is_accepted(monkeypatch):
@@ -174,34 +171,22 @@ def test_slice_of_a_fused_projection_keeps_its_strides_in_both_directions():
     assert seen == [inputs[0].stride()] * 2
 
 
-def test_provider_without_a_backward_is_timed_forward_and_refused_backward(monkeypatch):
-    found = measured(monkeypatch, {"half": lambda x, w: EAGER(x.detach(), w.detach())})
-    assert found["half", "forward"].status == "ok"
-    assert found["half", "backward"].status == "refused"
-    assert found["half", "backward"].error == "NotImplementedError: has a forward only"
-    assert found["half", "host"].forward_us > 0
-    assert found["half", "host"].forward_backward_us is None
-    assert found["half", "host"].error == "NotImplementedError: has a forward only"
-
-
 def test_backward_in_place_spoils_neither_its_check_nor_the_next_provider(monkeypatch):
     found = measured(monkeypatch, {"in-place": _InPlace.apply, "torch": EAGER})
     assert found["in-place", "backward"].status == "ok"
     assert found["torch", "backward"].status == "ok"
 
 
-@pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.name)
-def test_inference_runs_without_grad(monkeypatch, op):
-    case = Case(op.name, "bfloat16", 96, 128)
+def test_inference_runs_without_grad(monkeypatch):
     grads = []
 
     def seen(*inputs):
         grads.append(torch.is_grad_enabled())
-        return op.eager(*inputs)
+        return EAGER(*inputs)
 
-    found = measured(monkeypatch, {"torch": seen}, case, ("inference",))
+    found = measured(monkeypatch, {"torch": seen}, directions=("inference",))
     assert found["torch", "inference"].status == "ok"
-    assert not any(grads[-5:])
+    assert grads and not any(grads)
 
 
 def test_cells_after_the_time_limit_are_marked_as_skipped(monkeypatch):

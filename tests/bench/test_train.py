@@ -91,12 +91,8 @@ def test_peak_of_each_variant_is_that_of_its_own_steps(monkeypatch):
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: peak.__setitem__(0, 0))
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: peak[0])
     needs = {"A": iter((7, 3, 3)), "B": iter((1, 2, 4))}
-
-    def step(name):
-        peak[0] = max(peak[0], next(needs[name]))
-
-    _, peaks = alternated([lambda: step("A"), lambda: step("B")], 3, clock, FOREVER)
-    assert peaks == [7, 4]
+    steps = [lambda n=n: peak.__setitem__(0, max(peak[0], next(needs[n]))) for n in needs]
+    assert alternated(steps, 3, clock, FOREVER)[1] == [7, 4]
 
 
 def settings_of(name=LLAMA):
@@ -113,10 +109,8 @@ def small(name=LLAMA) -> tuple[Transformer, torch.Tensor]:
 def test_twin_has_the_same_parameters_in_other_modules():
     model, _ = small("Llama 3.2 1B")  # whose embedding is the weight of the logits, too
     other = twin(model)
-    for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
-        assert ours is theirs
+    assert all(a is b for a, b in zip(model.parameters(), other.parameters(), strict=True))
     assert other.head.output.weight is other.embedding.weight
-    assert other.cos is model.cos
     assert not {*model.modules()} & {*other.modules()}
 
 
@@ -195,21 +189,6 @@ def test_change_of_a_gradient_of_about_zero_is_that_of_the_mean():
     assert changes == pytest.approx({"weight": 0.25, "bias": 0.1 / (LEAST_SIZE * mean)})
 
 
-def test_no_time_after_compiling_is_skipped():
-    found = pair.measure(["eager", "eager"], asdict(settings_of()), 2, 0.0)
-    assert found["status"] == "skipped" and found["pairs_us"] == []
-
-
-def test_failure_of_the_profiler_does_not_lose_the_times(monkeypatch):
-    def fails(step):
-        raise RuntimeError("CUPTI is not there")
-
-    monkeypatch.setattr(pair.kernels, "of_step", fails)
-    assert pair.kernels_of([None, None]) == {
-        "error": "no kernels: RuntimeError: CUPTI is not there"
-    }
-
-
 PAIR = ["--pair", "eager", "patch"]
 
 
@@ -225,28 +204,17 @@ PAIR = ["--pair", "eager", "patch"]
         ([*PAIR], "there is no GPU, so give --tiny"),
     ],
 )
-def test_bad_options_are_refused_before_anything_runs(monkeypatch, options, message, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+def test_bad_options_are_refused_before_anything_runs(without_gpu, options, message, capsys):
     with pytest.raises(SystemExit) as stopped:
         train.main(options)
     assert message in f"{stopped.value} {capsys.readouterr().err}"
 
 
-@pytest.fixture
-def in_process(monkeypatch):
-    """Workers run here, one after another, without a GPU. Its value has their time limits."""
-    limits = []
-
+def test_command_prints_the_same_from_its_record(monkeypatch, without_gpu, tmp_path, capsys):
     def run(function, timeout_s, places=None, **arguments):
-        limits.append(timeout_s)
         return json.loads(json.dumps(function(**json.loads(json.dumps(arguments)))))
 
     monkeypatch.setattr(worker, "run", run)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    return limits
-
-
-def test_command_prints_the_same_from_its_record(in_process, tmp_path, capsys):
     path = str(tmp_path / "run.jsonl")
     command = ["train", "--tiny", "--pairs", "6", *PAIR]
     command += ["--model", "Llama 3.2 1B", "ViT-L", "--layers", "1", "--out", path]
@@ -267,40 +235,29 @@ def test_command_prints_the_same_from_its_record(in_process, tmp_path, capsys):
     assert capsys.readouterr().out == out
 
 
-def test_models_after_the_end_of_the_time_are_skipped(in_process, monkeypatch, capsys):
-    now = [0.0]
+def test_pairs_that_fail_or_have_no_time_left_are_shown(monkeypatch, without_gpu, capsys):
+    now, limits = [0.0], []
     monkeypatch.setattr(train.time, "time", lambda: now[0])
 
-    def measure(names, settings, pairs, deadline):
-        assert deadline == 100.0
-        now[0] += 70.0
-        made = 3 if now[0] > deadline else pairs
-        return {"pairs_us": [[2.0, 1.0]] * made, "peak_bytes": [1, 2]}
-
-    monkeypatch.setattr(pair, "measure", measure)
-    options = ["--tiny", *PAIR, "--model", "Llama 3 8B", "Qwen3 8B", "ViT-L"]
-    assert main(["train", *options, "--max-seconds", "100"]) == 0
-    out, err = capsys.readouterr()
-    assert in_process == [100 + train.GRACE_S, 30 + train.GRACE_S]
-    said = [line.split(" ")[0] for line in err.splitlines() if line.endswith("of 40 pairs")]
-    assert said == ["40", "3", "0"]
-    assert "out of time after 3 of 40 pairs" in out
-    assert "ViT-L's form in other sizes, 2 layers, 2 x 8 tokens, eager, patch: skipped" in out
-
-
-def test_failed_pair_is_shown_and_the_next_runs(monkeypatch, capsys):
-    def run(function, timeout_s, names, **arguments):
-        assert arguments["places"] == {} and arguments["deadline"] == FOREVER
+    def run(function, timeout_s, names, pairs, deadline, places, settings):
+        assert (function, places, deadline) == (pair.measure, {}, 100.0)
+        limits.append(timeout_s)
+        now[0] += 35.0
         if names[1] == "compile":
             raise worker.WorkerError("OutOfMemoryError: CUDA out of memory")
-        return {"pairs_us": [[2e3, 1e3]] * 40, "peak_bytes": [None, None]}
+        made = 3 if now[0] > deadline else pairs
+        return {"pairs_us": [[2e3, 1e3]] * made, "peak_bytes": [None, None]}
 
     monkeypatch.setattr(worker, "run", run)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    main(["train", "--tiny", "--pair", "eager", "compile", *PAIR])
-    out = capsys.readouterr().out
+    command = ["train", "--tiny", "--pair", "eager", "compile", *PAIR, "--max-seconds", "100"]
+    assert main([*command, "--model", "Llama 3 8B", "ViT-L"]) == 0
+    out, err = capsys.readouterr()
+    assert limits == [left + train.GRACE_S for left in (100, 65, 30)]
+    said = [line.split(" ")[0] for line in err.splitlines() if line.endswith("of 40 pairs")]
+    assert said == ["0", "40", "0", "0"]
     assert "eager, compile: failed: OutOfMemoryError: CUDA out of memory" in out
     assert any("eager patch 40 2.00 / 1.00 -1.00 (-1.00 to -1.00)" in row for row in rows_of(out))
+    assert "ViT-L's form in other sizes, 2 layers, 2 x 8 tokens, eager, patch: skipped" in out
 
 
 MEASURED = Pair(
