@@ -160,7 +160,9 @@ def test_precompile_fills_the_cache(capsys, cache, compilations):
 @pytest.mark.parametrize("op", [op for op in OPS if op != "rms_norm"])
 def test_precompile_of_the_other_ops(op, cache, monkeypatch, capsys):
     prepared = []
-    monkeypatch.setattr("tilenorm.tools.lines.precompile", lambda *a: prepared.append(a) or [[]])
+    monkeypatch.setattr(
+        "tilenorm.tools.precompile.precompile", lambda *a: prepared.append(a) or [[]]
+    )
     arguments = ["--op", op, "--heads", "6", "--rounding", "early", "--processes", "1"]
     assert main(["precompile", *FOR_H200, *arguments]) == 0
     spec = NormSpec.of(op, 256, "bfloat16", weight="bfloat16", heads=6, rounding="early")
@@ -182,7 +184,9 @@ def test_precompile_in_processes_fills_the_same_cache(cache, monkeypatch, compil
 @pytest.mark.parametrize("given, terms", [(["2"], (2,)), ([], (1, 2, 3))], ids=str)
 def test_precompile_for_a_compiled_step(given, terms, cache, monkeypatch):
     prepared = []
-    monkeypatch.setattr("tilenorm.tools.lines.precompile", lambda *a: prepared.append(a) or [[]])
+    monkeypatch.setattr(
+        "tilenorm.tools.precompile.precompile", lambda *a: prepared.append(a) or [[]]
+    )
     assert main(["precompile", *FOR_H200, "--output", "--terms", *given]) == 0
     assert prepared[0][-1].keywords == {"terms": terms, "output": True}
     with pytest.raises(SystemExit):

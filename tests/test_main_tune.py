@@ -8,13 +8,13 @@ import json
 import pytest
 import torch
 
-from tilenorm import __main__ as command
 from tilenorm.__main__ import main
 from tilenorm.launch import heuristics, user_table
 from tilenorm.launch.config import Backward, Hints, RowForward
 from tilenorm.launch.target import Target
 from tilenorm.spec import NormSpec
-from tilenorm.tools import candidates, lines, shipped
+from tilenorm.tools import candidates, options
+from tilenorm.tools import tune as tuning
 from tilenorm.tools.explain import planned_device
 
 H200 = Target.of("sm_90")
@@ -29,12 +29,12 @@ def measured(monkeypatch, tables):
     def tuned(spec, direction, rows, seconds, processes, spills, report, terms):
         found.append((spec, direction, rows, seconds))
         report("halfway")
-        key = user_table.Key.of(spec, direction, command.served_op(spec, direction), terms)
+        key = user_table.Key.of(spec, direction, candidates.served_op(spec, direction), terms)
         numbers = (67.125, 0.0031, 96, 4000.5, 16384, "a spec", {}, {}, "a GPU", "580", "a day")
         return user_table.Entry(key, BEST[direction], *numbers)
 
-    monkeypatch.setattr(lines, "tune", tuned)
-    monkeypatch.setattr(command, "gpu", lambda: planned_device("sm_90"))
+    monkeypatch.setattr(tuning, "tune", tuned)
+    monkeypatch.setattr(options, "gpu", lambda: planned_device("sm_90"))
     return found
 
 
@@ -105,7 +105,7 @@ def test_dry_run(tables, capsys, monkeypatch):
         "forward": [RowForward(1, Hints(4), (1024,)), RowForward(1, Hints(), (1024,))],
         "backward": [Backward((1024,), hints=Hints(5)), Backward((1024,), 4, hints=Hints(5))],
     }
-    monkeypatch.setattr(lines, "ordered_candidates", lambda spec, target, d, _: some[d])
+    monkeypatch.setattr(tuning, "ordered_candidates", lambda spec, target, d, _: some[d])
     arguments = ["--arch", "sm_90", "--hidden", "1024", "--processes", "1", "--spills", "0"]
     assert main(["tune", "--dry-run", *arguments]) == 0
     out, err = capsys.readouterr()
@@ -133,7 +133,7 @@ def test_dry_run_of_all_candidates(tables, capsys, monkeypatch):
     # reads the weights of one segment or of two at once. With 8 warps a chunk is 2048, 4096 or
     # 2 × 2048 wide, so that each thread has a vector. Each is tried packed and not packed.
     assert len(tried) == 2 * (6 + 3)
-    assert {shipped.written(config).removesuffix(")") for config in tried} <= set(printed)
+    assert {candidates.written(config).removesuffix(")") for config in tried} <= set(printed)
     assert all(int(line.split()[0]) > 32 for line in lines), "registers of another kernel"
 
 

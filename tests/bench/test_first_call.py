@@ -8,7 +8,7 @@ from bench.__main__ import main
 from bench.cases import OPS, Case
 from bench.providers import Provider
 from tilenorm.spec import NormSpec
-from tilenorm.tools import lines
+from tilenorm.tools import precompile
 
 CASE = vars(Case("rms_norm", "float32", 8, 16))
 
@@ -68,7 +68,7 @@ def test_precompile_compiles_the_specs_that_are_called(monkeypatch, op):
     specs = []
     monkeypatch.setattr(worker, "run", lambda function, timeout_s, arguments: function(arguments))
     monkeypatch.setattr(
-        lines, "precompile", lambda all, *rest: specs.extend(all) or [[] for _ in all]
+        precompile, "precompile", lambda all, *rest: specs.extend(all) or [[] for _ in all]
     )
     found = first_call.precompile(op, [64, 128], ["float32"], "sm_90")
     assert found.seconds > 0

@@ -17,9 +17,8 @@ from ..launch.plan import BackwardPlan, ForwardPlan, backward_spec
 from ..launch.target import REGISTERS, Target
 from ..launch.toolchain import CompileError
 from ..spec import NormSpec
-from .candidates import MOST_SPILLED
+from .candidates import MOST_SPILLED, written
 from .precompile import Compiled, calls_of, compile_call, compiling
-from .shipped import written
 
 HELPERS = ("clear_slots", "column_sum")  # kernels that run before and after the norm's kernel
 FIRST_SAMPLES, MOST_SAMPLES = 3, 200

@@ -1,12 +1,13 @@
 """Tunes on the current GPU: makes inputs, checks the results of plans, and times them."""
 
 import datetime
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ..launch import heuristics
+from ..launch import heuristics, user_table
 from ..launch.calls import every_gradient
 from ..launch.config import Config
 from ..launch.target import Target
@@ -15,11 +16,10 @@ from ..launch.user_table import Entry, Key
 from ..ops import cutile, reference
 from ..ops.tensors import Saved, Tensors, trimmed
 from ..spec import NormSpec
-from .candidates import MOST_SPILLED, candidates, explicit, served_op
-from .explain import gpu, moved_bytes, options_of
-from .precompile import Compiled
-from .search import compile_candidates, plan_of, prune, rank
-from .shipped import written
+from .candidates import MOST_SPILLED, candidates, explicit, served_op, written
+from .explain import gpu, moved_bytes, options_of, title
+from .precompile import RESOURCES, Compiled, resources_of
+from .search import HELPERS, compile_candidates, plan_of, prune, rank
 
 EPS = 1e-6
 ELEMENTS = 1 << 26  # elements of a matrix that is timed
@@ -30,6 +30,56 @@ MOST_SETS = 64
 SAMPLE_BYTES = 2_000_000_000  # a sample moves at least this: half a millisecond on an H200
 MOST_CALLS = 128
 HEAD_START = 60_000  # GPU cycles (30 µs) for each call: the host queues a call faster
+
+
+def dry_run(
+    searches: Sequence[tuple[NormSpec, str]],
+    target: Target,
+    rows: int | None,
+    processes: int | None,
+    spills: int,
+    report: Callable[[str], None],
+    terms: int,
+) -> Iterator[str]:
+    """Compile every candidate, and list which would be timed and why the others would not."""
+    for spec, direction in searches:
+        configs = ordered_candidates(spec, target, direction, terms)
+        search = (spec, target, direction, whole_rows(spec, rows or 65536), configs)
+        results = compile_candidates(*search, processes, report, terms)
+        reasons = prune(results, target, spills, configs[0])
+        timed = sum(reason is None for reason in reasons.values())
+        name = f"{title(spec, terms)} {direction} on {target.arch}"
+        yield f"{name}: {timed} of {len(configs)} to be timed"
+        yield f"  {RESOURCES}"
+        for candidate in results:
+            reason = reasons[candidate.config]
+            main = [kernel for kernel in candidate.kernels if kernel.kernel not in HELPERS]
+            numbers = resources_of(main[0]) if main else " " * 21
+            yield f"  {numbers} {written(candidate.config)}{f': {reason}' if reason else ''}"
+
+
+def tuned(
+    searches: Sequence[tuple[NormSpec, str]],
+    arch: str,
+    path: Path,
+    seconds: float,
+    rows: int | None,
+    processes: int | None,
+    spills: int,
+    report: Callable[[str], None],
+    terms: int,
+) -> Iterator[str]:
+    """Tune each spec on this GPU, and write the fastest configuration into the table at a path."""
+    for spec, direction in searches:
+        name = f"{title(spec, terms)} {direction}"
+        report(name)
+        entry = tune(spec, direction, rows, seconds, processes, spills, report, terms)
+        user_table.write(path, arch, [entry])
+        measured = f"{entry.us} µs, spread {entry.spread:.2%}, {entry.gb_s} GB/s"
+        yield f"{name}: {measured}, {entry.samples} samples"
+        yield f"  {written(entry.config)}"
+    if searches:
+        yield f"written to {path}"
 
 
 class Trials:

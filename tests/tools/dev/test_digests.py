@@ -9,8 +9,8 @@ from tilenorm.launch.calls import every_gradient
 from tilenorm.launch.target import MULTIPROCESSORS, Target
 from tilenorm.launch.tuned import TABLES
 from tilenorm.spec import NormSpec
-from tilenorm.tools import digests
-from tilenorm.tools.digests import Case
+from tilenorm.tools.dev import digests
+from tilenorm.tools.dev.digests import Case
 
 TARGET = Target.of("sm_90")
 RMS = NormSpec("rms", 128, "bfloat16", "bfloat16")
