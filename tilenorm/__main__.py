@@ -73,17 +73,18 @@ def digests(asked: argparse.Namespace) -> int:
 def tune(asked: argparse.Namespace) -> int:
     """Find the fastest configuration of each spec on this GPU, for the table that plans read."""
     from .tools import tune as tuning
+    from .tools.search import How
 
     device = options.tuned_device(asked)
     searches, target = options.searches(asked, device), device.target
-    how = (asked.rows, asked.processes, asked.spills, _report, asked.terms)
+    how = How(asked.rows, asked.seconds, asked.processes, asked.spills, _report, asked.terms)
     if asked.dry_run:
-        return _print(tuning.dry_run(searches, target, *how))
+        return _print(tuning.dry_run(searches, target, how))
     try:
         path = asked.out or user_table.path_of(target.arch)
     except FileNotFoundError as error:
         raise RefusedError(str(error)) from error
-    _print(tuning.tuned(searches, target.arch, path, asked.seconds, *how))
+    _print(tuning.tuned(searches, target.arch, path, how))
     return _shipped(path, target.arch) if asked.shipped else 0
 
 

@@ -12,6 +12,7 @@ from tilenorm.tools.precompile import Compiled
 from tilenorm.tools.search import (
     MOST_SAMPLES,
     Candidate,
+    How,
     Measured,
     compile_candidates,
     prune,
@@ -84,7 +85,9 @@ def test_compiling_candidates(tmp_path, monkeypatch):
     right = RowForward(1, Hints(4), (1024,))
     configs = [right, replace(right, hints=Hints(8)), replace(right, widths=(1000,))]
     lines = []
-    found = compile_candidates(spec, H200, "forward", 4096, configs, 1, lines.append)
+    found = compile_candidates(
+        spec, H200, "forward", 4096, configs, How(processes=1, report=lines.append)
+    )
     assert [c.config for c in found] == configs
     assert found[0].failed is found[1].failed is None
     assert found[0].grids == ((1, 4096, 1),)
@@ -102,8 +105,8 @@ def test_compiling_candidates(tmp_path, monkeypatch):
 )
 def test_compiling_blocks_that_share_rows(kernel, config, together):
     spec = NormSpec("rms", 65536, "bfloat16", "bfloat16")
-    how = (spec, H200, config.direction)
-    (found,) = compile_candidates(*how, 64, [config], 1, lambda _: None)
+    search = (spec, H200, config.direction, 64, [config])
+    (found,) = compile_candidates(*search, How(processes=1))
     assert found.failed is None and found.together == together
     assert [k.kernel for k in found.kernels[:2]] == ["clear_slots", kernel]
     assert prune([found], H200) == {config: None}
