@@ -107,25 +107,6 @@ def test_dry_run(tables, capsys, monkeypatch):
     assert not tables.exists()
 
 
-@pytest.mark.slow
-def test_dry_run_of_all_candidates(tables, capsys, monkeypatch):
-    monkeypatch.setattr(candidates, "CHUNKS", {"forward": (2048, 4096)})
-    monkeypatch.setattr(candidates, "CHUNK_OCCUPANCY", (None,))
-    arguments = ["--arch", "sm_100", "--hidden", "65536", "--direction", "forward"]
-    arguments += ["--processes", "1"]
-    assert main(["tune", "--dry-run", *arguments]) == 0
-    lines = capsys.readouterr().out.splitlines()[2:]
-    printed = [line.split(maxsplit=3)[-1].partition("): ")[0].removesuffix(")") for line in lines]
-    packed = NormSpec("rms", 65536, "bfloat16", "bfloat16")
-    tried = candidates.candidates(packed, Target.of("sm_100"), "forward")
-    # With 4 warps a chunk is 2048, 2 × 1024, 4096, 2 × 2048 or 4 × 1024 columns wide. The last
-    # reads the weights of one segment or of two at once. With 8 warps a chunk is 2048, 4096 or
-    # 2 × 2048 wide, so that each thread has a vector. Each is tried packed and not packed.
-    assert len(tried) == 2 * (6 + 3)
-    assert {candidates.written(config).removesuffix(")") for config in tried} <= set(printed)
-    assert all(int(line.split()[0]) > 32 for line in lines), "registers of another kernel"
-
-
 DRY = "tune --dry-run --arch sm_90"
 WRONG = {
     "tune": "--hidden: needs at least one size",

@@ -53,8 +53,6 @@ ALL_SLOW = {
     "test_the_backward_pass_writes_y_with_the_bits_of_the_forward_pass",
     # 13 s of mypy, over a copy with a fault. ./format.sh --check runs it over the package.
     "tests/test_types.py::test_the_checker_finds_a_function_that_was_renamed",
-    # 17 s of compiling 18 configurations. test_dry_run compiles four.
-    "tests/test_main_tune.py::test_dry_run_of_all_candidates",
 }
 # Parameters whose values are sizes, or which other tests of this file count.
 COUNTED = {"spec", "hidden", "job", "arch", "examples", "calls", "of_kernels"}

@@ -170,23 +170,23 @@ def test_first_samples_do_not_count(pretended, monkeypatch):
     assert len(sampled) > len(set(sampled))
 
 
-def test_no_right_candidate(pretended, monkeypatch):
-    monkeypatch.setattr(tuning.Trials, "wrong", lambda self, plan: "it differs")
-    spec = NormSpec("rms", 256, "bfloat16", "bfloat16")
-    with pytest.raises(RuntimeError, match="no candidate gives the reference's results"):
-        tuning.tune(spec, "forward", How(processes=1))
-
-
-def test_no_candidate_that_compiles(pretended, monkeypatch):
-    monkeypatch.setattr(tuning, "candidates", lambda *_: [])
-    monkeypatch.setattr(heuristics, "forward", lambda *_: RowForward(widths=(100,)))
-    with pytest.raises(RuntimeError, match="rms_norm 256: does not compile: "):
-        tuning.tune(NormSpec("rms", 256, "bfloat16"), "forward", How(processes=1))
-
-
-def test_no_time(pretended):
-    with pytest.raises(RuntimeError, match="too short to time anything"):
-        tuning.tune(NormSpec("rms", 256, "bfloat16"), "forward", How(seconds=0, processes=1))
+@pytest.mark.parametrize(
+    "what, message",
+    [
+        ("is right", "no candidate gives the reference's results"),
+        ("compiles", "rms_norm 256: does not compile: "),
+        ("has time", "too short to time anything"),
+    ],
+)
+def test_why_nothing_was_found(what, message, pretended, monkeypatch):
+    if what == "is right":
+        monkeypatch.setattr(tuning.Trials, "wrong", lambda self, plan: "it differs")
+    if what == "compiles":
+        monkeypatch.setattr(tuning, "candidates", lambda *_: [])
+        monkeypatch.setattr(heuristics, "forward", lambda *_: RowForward(widths=(100,)))
+    how = How(seconds=0.0 if what == "has time" else 20.0, processes=1)
+    with pytest.raises(RuntimeError, match=message):
+        tuning.tune(NormSpec("rms", 256, "bfloat16"), "forward", how)
 
 
 @NEEDS_GPU
