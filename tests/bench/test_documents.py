@@ -9,7 +9,7 @@ import pytest
 
 from bench import documents, plot
 from bench.__main__ import main
-from bench.record import Accuracy, Cell, FirstCall, Host, Record, load, to_json
+from bench.record import Accuracy, Cell, FirstCall, Host, load, to_json
 
 from .test_record import RUN, SHAPE, TIMED
 from .test_train import MEASURED
@@ -219,11 +219,3 @@ def test_plot_is_drawn_again_when_its_record_has_changed(folder):
 def test_unknown_words_in_markers_are_refused(folder, marker, message):
     with pytest.raises(ValueError, match=message):
         documents.rewritten(folder(f"<!-- {marker} -->"))
-
-
-def test_record_that_was_cut_off_still_prints(folder):
-    source = folder("").with_name("a.jsonl")
-    whole = source.read_text()
-    source.write_text(whole[: whole.rindex('"provider"')])
-    assert "0.80 quack" in documents.page(source)
-    assert isinstance(load([source]), Record)

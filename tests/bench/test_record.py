@@ -143,18 +143,6 @@ def test_rows_show_rate_share_of_copy_and_ratio_to_the_best_peer(record):
     assert report.CPU_NOTICE not in text
 
 
-def test_markdown_tables_have_a_rule_and_equally_many_cells_in_every_row(record):
-    lines = report.render(record, markdown=True).splitlines()
-    table = [line for line in lines if line.startswith("|")]
-    assert set(table[1]) <= set("|-: ")
-    throughput, hosts = table[:4], table[4:]
-    assert {line.count("|") for line in throughput} == {8}
-    assert [[v.strip() for v in line.split("|")[1:-1]] for line in hosts[2:]] == [
-        ["tilenorm", "11.2 (1.25)", "-"],
-        ["torch", "9.0 (1.00)", "70.0 (1.00)"],
-    ]
-
-
 def test_records_of_one_machine_are_merged_into_one_report(record):
     later = {**RUN, "date": "2026-01-03", "absent": {"quack": "has no layer_norm"}}
     other = Record([later], [cell("tilenorm", 4.0, op="layer_norm"), cell("quack", 3.0)])

@@ -126,28 +126,6 @@ def test_eager_is_right_and_timed_in_every_op_and_direction(monkeypatch, op, dty
     assert found["torch", "host"].forward_backward_us > 0
 
 
-def test_one_buffer_for_two_equal_gradients_is_accepted(monkeypatch):
-    class Shared(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, residual, weight):
-            y, total = OPS["add_rms_norm"].eager(x, residual, weight)
-            ctx.save_for_backward(total, weight)
-            return y, total
-
-        @staticmethod
-        def backward(ctx, dy, dtotal):
-            leaves = [t.detach().requires_grad_() for t in ctx.saved_tensors]
-            with torch.enable_grad():
-                dx, dw = torch.autograd.grad(EAGER(*leaves), leaves, dy)
-            dx += dtotal
-            return dx, dx, dw
-
-    case = Case("add_rms_norm", "float32", 64, 128)
-    assert (
-        measured(monkeypatch, {"shared": Shared.apply}, case)["shared", "backward"].status == "ok"
-    )
-
-
 def test_slice_of_a_fused_projection_keeps_its_strides_in_both_directions():
     op = OPS["head_rms_norm"]
     inputs = op.inputs(96, 16, torch.float32, "cpu")

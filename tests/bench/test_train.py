@@ -13,7 +13,7 @@ from bench import pair, report, train, worker
 from bench.__main__ import main
 from bench.models import Transformer
 from bench.pair import LEAST_SIZE, alternated, changes_of
-from bench.record import Pair, Record, merge, read, to_json
+from bench.record import Pair, Record
 from bench.shapes import LLAMA, MODELS, tiny
 from bench.step import Settings
 from bench.timing import Timer
@@ -287,17 +287,6 @@ MEASURED = Pair(
 NAMES = {"model": "m", "label": "ViT-L, 24 layers", "base": "eager", "variant": "patch"}
 CUT = Pair(**NAMES, tokens=100, asked=40, pairs_us=[[2e3, 1e3]] * 5, peak_bytes=[None, None])
 SKIPPED = Pair(**NAMES | {"model": "n"}, tokens=1, asked=40, status="skipped", error="out of time")
-
-
-def test_written_pairs_are_read_back_and_a_later_one_counts():
-    record = Record([RUN], pairs=[MEASURED, CUT, SKIPPED])
-    lines = [to_json(line) for line in (RUN, *record.pairs)]
-    assert read(lines) == record
-    written = json.loads(lines[1])
-    assert written["medians_us"] == [700003.5, 695996.5]
-    assert written["difference_us"] == [-4007.0, -4014.0, -4000.0]
-    assert json.loads(lines[3])["more_tokens"] is None
-    assert merge([record, record]).pairs == record.pairs
 
 
 def test_table_has_a_row_for_each_pair_and_its_kernels():
