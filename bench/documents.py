@@ -54,16 +54,13 @@ class Block:
         """The narrowed records together."""
         return merge([record for _, record in self.sources])
 
-    def text(self) -> str:
-        """What stands between the markers."""
-        return f"\n{KINDS[self.kind](self)}\n\n"
-
 
 def rewritten(path: Path) -> str:
     """The text of a document with every block printed again from its records."""
 
     def printed(match: re.Match) -> str:
-        return match["opening"] + _block(path, match).text() + match["closing"]
+        block = _block(path, match)
+        return f"{match['opening']}\n{KINDS[block.kind](block)}\n\n{match['closing']}"
 
     return BLOCK.sub(printed, path.read_text())
 
@@ -102,7 +99,7 @@ def page(path: Path) -> str:
 
 
 def _block(document: Path, match: re.Match) -> Block:
-    """Raises ValueError for a word that is not known, and for a record that is not there."""
+    """Raises ValueError for an unknown word, a missing record, or a cell that two records show."""
     kind, opening = match["kind"], match["opening"].strip()
     options, svg = [], ""
     for word in match["words"].split():
@@ -123,7 +120,10 @@ def _block(document: Path, match: re.Match) -> Block:
     sources = [
         (path, load([document.parent / path]).narrowed(**wanted)) for path, wanted in options
     ]
-    return Block(kind, sources, svg)
+    block, cells = Block(kind, sources, svg), sum(len(record.cells) for _, record in sources)
+    if kind in ("summary", "plot") and len(block.record.cells) < cells:
+        raise ValueError(f"{document}: two records have the same cells in {opening}")
+    return block
 
 
 def _summary(block: Block) -> str:

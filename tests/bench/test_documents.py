@@ -214,6 +214,7 @@ def test_plot_is_drawn_again_when_its_record_has_changed(folder):
         ("losess: a.jsonl", "losess is unknown in <!-- losess: a.jsonl"),
         ("losses: a.jsonl hidden=1024", "hidden is unknown in <!-- losses"),
         ("losses: missing.jsonl", "there is no record missing.jsonl"),
+        ("summary: a.jsonl op=rms_norm a.jsonl", "two records have the same cells"),
     ],
 )
 def test_unknown_words_in_markers_are_refused(folder, marker, message):

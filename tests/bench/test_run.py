@@ -117,15 +117,6 @@ def test_refusals_and_failures_are_recorded_and_the_run_goes_on(monkeypatch):
     assert found["torch", "host"].forward_us > 0
 
 
-@pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.name)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_eager_is_right_and_timed_in_every_op_and_direction(monkeypatch, op, dtype):
-    ways = ("host", "forward", "backward", "inference")
-    found = measured(monkeypatch, {"torch": op.eager}, Case(op.name, dtype, 96, 128), ways)
-    assert {found["torch", way].status for way in ways[1:]} == {"ok"}
-    assert found["torch", "host"].forward_backward_us > 0
-
-
 def test_slice_of_a_fused_projection_keeps_its_strides_in_both_directions():
     op = OPS["head_rms_norm"]
     inputs = op.inputs(96, 16, torch.float32, "cpu")
