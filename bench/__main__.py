@@ -1,12 +1,11 @@
 """``python -m bench`` measures, and prints what it measured.
 
-``--from`` prints records of earlier runs, and ``--markdown DOCUMENT ...`` prints the tables of
-documents again. Neither measures anything.
+``--from`` prints records of earlier runs, and ``--markdown FILE ...`` writes what documents and the
+pages of records print. Neither measures anything.
 
-``python -m bench train`` measures a training step, ``python -m bench first-call`` measures how long
+``python -m bench train`` compares training steps, ``python -m bench first-call`` measures how long
 compiling takes, and ``python -m bench accuracy`` measures errors. ``--from`` prints their records
-too. ``python -m bench dtensor`` measures the host time of norms of DTensors, and
-``python -m bench quantized`` norms with a quantised output.
+too. ``python -m bench quantized`` measures norms with a quantised output.
 """
 
 import argparse
@@ -16,9 +15,7 @@ from pathlib import Path
 
 from bench import (
     accuracy,
-    compare,
     documents,
-    dtensor,
     first_call,
     plot,
     provenance,
@@ -31,7 +28,7 @@ from bench.cases import (
     DIRECTIONS,
     DTYPES,
     HOST,
-    LATENCIES,
+    INFERENCE,
     OPS,
     SUITE_DIRECTIONS,
     SUITES,
@@ -44,7 +41,6 @@ COMMANDS = {
     "train": train.main,
     "first-call": first_call.main,
     "accuracy": accuracy.main,
-    "dtensor": dtensor.main,
     "quantized": quantized.main,
 }
 CPU_ELEMENTS = 1 << 18
@@ -62,18 +58,10 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--direction",
         nargs="+",
-        choices=(*DIRECTIONS, *LATENCIES, HOST),
+        choices=(*DIRECTIONS, INFERENCE, HOST),
         help="default: the directions of the suite, and host times",
     )
     parser.add_argument("--provider", nargs="+", choices=PROVIDERS)
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        action="append",
-        default=[],
-        metavar=("PROVIDER", "N"),
-        help="measure this provider at these N alone; host times are not affected",
-    )
     parser.add_argument(
         "--max-seconds", type=float, default=math.inf, help="measure nothing more after this time"
     )
@@ -86,34 +74,14 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
         help="print the records of one machine as one report, and measure nothing",
     )
     parser.add_argument(
-        "--compare",
-        nargs="+",
-        metavar="OLD.jsonl",
-        help="also print what is slower than in these records; exit with status 1 if anything is",
-    )
-    parser.add_argument(
         "--markdown",
         nargs="*",
-        metavar="DOCUMENT",
-        help="print Markdown tables; with documents, rewrite the tables between their markers",
+        metavar="FILE",
+        help="print Markdown tables; with files, write the pages of records (FILE.jsonl), and what"
+        " stands between the markers of documents (FILE.md)",
     )
     parser.add_argument("--plot", metavar="FILE.svg", help="draw GB/s against N (needs matplotlib)")
-    args = parser.parse_args(argv)
-    for name, *sizes in args.only:
-        if name not in PROVIDERS or not sizes or not all(size.isdigit() for size in sizes):
-            parser.error(f"--only: got {' '.join([name, *sizes])}, takes a provider and sizes")
-    return args
-
-
-def _narrowed(whole: record.Record, args: argparse.Namespace) -> record.Record:
-    """The lines of a record that the options ask for."""
-    return whole.narrowed(
-        op=args.op,
-        dtype=args.dtype,
-        n=args.hidden,
-        direction=args.direction,
-        provider=args.provider,
-    )
+    return parser.parse_args(argv)
 
 
 def _measured(args: argparse.Namespace, argv: list[str]) -> record.Record:
@@ -133,7 +101,6 @@ def _measured(args: argparse.Namespace, argv: list[str]) -> record.Record:
     present, absent = attendance(ops, args.provider or list(PROVIDERS), device)
     directions = args.direction or (HOST, *SUITE_DIRECTIONS.get(args.suite, DIRECTIONS))
     options = {"budget_s": CPU_BUDGET_S} if device == "cpu" else {}
-    options["only"] = {name: list(map(int, sizes)) for name, *sizes in args.only}
     made = provenance.describe_run(device, argv, absent)
     with record.writing(args.out, made) as (result, emit):
         try:
@@ -146,7 +113,6 @@ def _measured(args: argparse.Namespace, argv: list[str]) -> record.Record:
 
 
 def main(argv: list[str]) -> int:
-    """Run a command. The exit status is 1 if ``--compare`` found anything slower."""
     if argv and argv[0] in COMMANDS:
         return COMMANDS[argv[0]](argv[1:])
     args = _arguments(argv)
@@ -154,16 +120,16 @@ def main(argv: list[str]) -> int:
         for path in map(Path, args.markdown):
             documents.update(path)
         return 0
-    old = record.load(args.compare) if args.compare else None
-    found = _narrowed(record.load(args.sources), args) if args.sources else _measured(args, argv)
+    if args.sources:
+        fields = {"op": args.op, "dtype": args.dtype, "n": args.hidden}
+        fields |= {"direction": args.direction, "provider": args.provider}
+        found = record.load(args.sources).narrowed(**fields)
+    else:
+        found = _measured(args, argv)
     print(report.render(found, args.markdown is not None))
     if args.plot:
         plot.save(found, args.plot)
-    if old is None:
-        return 0
-    count, lines = compare.slower(old, found)
-    print("\n".join([f"\n{count} compared, {len(lines)} slower", *lines]))
-    return 1 if lines else 0
+    return 0
 
 
 if __name__ == "__main__":

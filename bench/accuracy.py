@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from bench import check, provenance, record, report
+from bench import check, command, provenance, record, report
 from bench.accuracy_table import worse
 from bench.cases import DTYPES, OPS, Op
 from bench.providers import PROVIDERS, attendance
@@ -85,19 +85,13 @@ def main(argv: list[str]) -> int:
 
 
 def _arguments(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "python -m bench accuracy",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command.parser("accuracy", __doc__)
     names = [name for name, provider in PROVIDERS.items() if not provider.host_only]
     parser.add_argument("--op", nargs="+", choices=OPS, default=list(OPS))
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--hidden", nargs="+", type=int, metavar="N", help="default: 4096, or 128")
     parser.add_argument("--rows", type=int, default=ROWS, metavar="M")
     parser.add_argument("--provider", nargs="+", choices=names, default=names)
-    parser.add_argument("--out", metavar="FILE.jsonl", help="write the record")
-    parser.add_argument("--markdown", action="store_true", help="print Markdown tables")
     return parser.parse_args(argv)
 
 

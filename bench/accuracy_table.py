@@ -49,23 +49,16 @@ def tables(lines: Sequence[Accuracy], markdown: bool) -> list[str]:
     parts = []
     for dtype in dict.fromkeys(line.dtype for line in lines):
         here = {key[1:]: errors for key, errors in found.items() if key[0] == dtype}
-        rows = [
-            [op, result, *(_ulps(errors.get(n)) for n in names), _inputs(errors), _ratio(errors)]
-            for (op, result), errors in here.items()
-        ]
+        rows = []
+        for (op, result), errors in here.items():
+            shown = [f"{errors[name][0]:.3g}" if name in errors else "-" for name in names]
+            worst = errors[OURS][1] if OURS in errors else "-"
+            rows.append([op, result, *shown, worst, _ratio(errors)])
         header = ["op", "result", *names, f"worst inputs of {OURS}", f"{OURS} / {EAGER}"]
         title = f"{dtype}: largest error against float64, in ulps"
         notes = _notes([line for line in lines if line.dtype == dtype])
         parts.append(titled(title, table(header, rows, markdown), notes, markdown))
     return parts
-
-
-def _ulps(error: tuple[float, str] | None) -> str:
-    return "-" if error is None else f"{error[0]:.3g}"
-
-
-def _inputs(errors: dict[str, tuple[float, str]]) -> str:
-    return errors[OURS][1] if OURS in errors else "-"
 
 
 def _ratio(errors: dict[str, tuple[float, str]]) -> str:

@@ -20,9 +20,8 @@ DTYPES = {
 }
 # These directions are shown in GB/s. A suite measures them unless it has other directions.
 DIRECTIONS = ("forward", "backward")
-# These directions are shown as times. "inference" is a forward without grad, as in a decode step.
-# "training" is a forward together with its backward, as in a training step.
-LATENCIES = ("inference", "training")
+# This direction is shown as a time: a forward without grad, as in a decode step.
+INFERENCE = "inference"
 # The time that the host needs for a call, measured on one shape.
 HOST = "host"
 
@@ -38,6 +37,17 @@ class Traffic(NamedTuple):
     columns: int
 
 
+class Norm(NamedTuple):
+    """``reference`` is differentiable PyTorch code, which runs in float64 as the oracle.
+
+    ``eager`` is the code of a PyTorch model.
+    """
+
+    columns: tuple[str, ...]
+    reference: Callable
+    eager: Callable
+
+
 @dataclass(frozen=True)
 class Op:
     """An operation on M rows of N elements. Its arguments are ``rows`` and then ``columns``.
@@ -47,20 +57,34 @@ class Op:
     (M / heads, heads, N). Each input is then the first third of a fused projection of shape
     (M / heads, 3, heads, N), as the queries of attention are, so there are gaps between tokens.
 
-    ``forward`` and ``backward`` count every input and every output once. The counts are the same
-    for every provider and contain no workspace. ``reference`` is differentiable PyTorch code, which
-    runs in float64 as the oracle. ``eager`` is the code of a PyTorch model.
+    A forward reads every input and writes every output once. ``backward`` counts what the
+    mathematics of the gradients reads and writes. The counts are the same for every provider and
+    contain no workspace. ``form`` makes the op's function from the norm's.
     """
 
     name: str
+    norm: Norm
+    form: Callable[[Callable], Callable]
     rows: tuple[str, ...]
-    columns: tuple[str, ...]
     outputs: tuple[str, ...]
-    forward: Traffic
     backward: Traffic
-    reference: Callable
-    eager: Callable
     heads: int | None = None
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return self.norm.columns
+
+    @property
+    def reference(self) -> Callable:
+        return self.form(self.norm.reference)
+
+    @property
+    def eager(self) -> Callable:
+        return self.form(self.norm.eager)
+
+    @property
+    def forward(self) -> Traffic:
+        return Traffic(len(self.rows) + len(self.outputs), len(self.columns))
 
     def shapes(self, m: int, n: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The shape of an input or output, and the shape of a parameter."""
@@ -70,12 +94,9 @@ class Op:
 
     def bytes(self, direction: str, m: int, n: int, itemsize: int) -> int:
         """The bytes that one call has to read and write."""
-        passes = {"backward": (self.backward,), "training": (self.forward, self.backward)}
+        traffic = self.backward if direction == "backward" else self.forward
         row, column = map(math.prod, self.shapes(m, n))
-        return itemsize * sum(
-            traffic.rows * row + traffic.columns * column
-            for traffic in passes.get(direction, (self.forward,))
-        )
+        return itemsize * (traffic.rows * row + traffic.columns * column)
 
     def inputs(self, m: int, n: int, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
         """Random inputs, equal at every call.
@@ -98,103 +119,28 @@ class Op:
         return [torch.randn(shape, generator=make, device=device).to(dtype) for _ in self.outputs]
 
 
+RMS = Norm(("weight",), formulas.rms_norm, formulas.eager_rms_norm)
+LAYER = Norm(("weight", "bias"), formulas.layer_norm, formulas.eager_layer_norm)
+HEADS = Norm(("weight",), formulas.rms_norm, formulas.eager_head_rms_norm)
+
 OPS = {
     op.name: op
     for op in (
+        # x, dy, weight -> dx, dweight, dbias if there is a bias
+        Op("rms_norm", RMS, formulas.alone, ("x",), ("y",), Traffic(3, 2)),
+        Op("layer_norm", LAYER, formulas.alone, ("x",), ("y",), Traffic(3, 3)),
+        # sum, dy, dsum, weight -> dx, dweight, dbias; dresidual equals dx
+        Op("add_rms_norm", RMS, formulas.of_sum, ("x", "residual"), ("y", "sum"), Traffic(4, 2)),
         Op(
-            name="rms_norm",
-            rows=("x",),
-            columns=("weight",),
-            outputs=("y",),
-            forward=Traffic(rows=2, columns=1),  # x, weight -> y
-            backward=Traffic(rows=3, columns=2),  # x, dy, weight -> dx, dweight
-            reference=formulas.rms_norm,
-            eager=formulas.eager_rms_norm,
+            "add_layer_norm", LAYER, formulas.of_sum, ("x", "residual"), ("y", "sum"), Traffic(4, 3)
         ),
-        Op(
-            name="layer_norm",
-            rows=("x",),
-            columns=("weight", "bias"),
-            outputs=("y",),
-            forward=Traffic(rows=2, columns=2),  # x, weight, bias -> y
-            backward=Traffic(rows=3, columns=3),  # x, dy, weight -> dx, dweight, dbias
-            reference=formulas.layer_norm,
-            eager=formulas.eager_layer_norm,
-        ),
-        Op(
-            name="add_rms_norm",
-            rows=("x", "residual"),
-            columns=("weight",),
-            outputs=("y", "sum"),
-            forward=Traffic(rows=4, columns=1),  # x, residual, weight -> y, sum
-            # sum, dy, dsum, weight -> dx, dweight; dresidual equals dx
-            backward=Traffic(rows=4, columns=2),
-            reference=formulas.of_sum(formulas.rms_norm),
-            eager=formulas.of_sum(formulas.eager_rms_norm),
-        ),
-        Op(
-            name="add_layer_norm",
-            rows=("x", "residual"),
-            columns=("weight", "bias"),
-            outputs=("y", "sum"),
-            forward=Traffic(rows=4, columns=2),  # x, residual, weight, bias -> y, sum
-            # sum, dy, dsum, weight -> dx, dweight, dbias; dresidual equals dx
-            backward=Traffic(rows=4, columns=3),
-            reference=formulas.of_sum(formulas.layer_norm),
-            eager=formulas.of_sum(formulas.eager_layer_norm),
-        ),
-        Op(
-            name="rms_norm_add",
-            rows=("x", "skip"),
-            columns=("weight",),
-            outputs=("y",),
-            forward=Traffic(rows=3, columns=1),  # x, skip, weight -> y
-            backward=Traffic(rows=3, columns=2),  # x, dy, weight -> dx, dweight; dskip is dy
-            reference=formulas.added_to(formulas.rms_norm),
-            eager=formulas.added_to(formulas.eager_rms_norm),
-        ),
-        Op(
-            name="layer_norm_add",
-            rows=("x", "skip"),
-            columns=("weight", "bias"),
-            outputs=("y",),
-            forward=Traffic(rows=3, columns=2),  # x, skip, weight, bias -> y
-            backward=Traffic(rows=3, columns=3),  # x, dy, weight -> dx, dweight, dbias; dskip is dy
-            reference=formulas.added_to(formulas.layer_norm),
-            eager=formulas.added_to(formulas.eager_layer_norm),
-        ),
-        Op(
-            name="gated_rms_norm",
-            rows=("x", "gate"),
-            columns=("weight",),
-            outputs=("y",),
-            forward=Traffic(rows=3, columns=1),  # x, gate, weight -> y
-            backward=Traffic(rows=5, columns=2),  # x, gate, dy, weight -> dx, dgate, dweight
-            reference=formulas.gated(formulas.rms_norm),
-            eager=formulas.eager_gated(formulas.eager_rms_norm),
-        ),
-        Op(
-            name="gated_layer_norm",
-            rows=("x", "gate"),
-            columns=("weight", "bias"),
-            outputs=("y",),
-            forward=Traffic(rows=3, columns=2),  # x, gate, weight, bias -> y
-            # x, gate, dy, weight, bias -> dx, dgate, dweight, dbias
-            backward=Traffic(rows=5, columns=4),
-            reference=formulas.gated(formulas.layer_norm),
-            eager=formulas.eager_gated(formulas.eager_layer_norm),
-        ),
-        Op(
-            name="head_rms_norm",
-            rows=("x",),
-            columns=("weight",),
-            outputs=("y",),
-            forward=Traffic(rows=2, columns=1),  # x, weight -> y
-            backward=Traffic(rows=3, columns=2),  # x, dy, weight -> dx, dweight
-            reference=formulas.rms_norm,
-            eager=formulas.eager_head_rms_norm,
-            heads=32,
-        ),
+        # x, dy, weight -> dx, dweight, dbias; dskip is dy
+        Op("rms_norm_add", RMS, formulas.added_to, ("x", "skip"), ("y",), Traffic(3, 2)),
+        Op("layer_norm_add", LAYER, formulas.added_to, ("x", "skip"), ("y",), Traffic(3, 3)),
+        # x, gate, dy, weight, bias -> dx, dgate, dweight, dbias
+        Op("gated_rms_norm", RMS, formulas.gated, ("x", "gate"), ("y",), Traffic(5, 2)),
+        Op("gated_layer_norm", LAYER, formulas.gated, ("x", "gate"), ("y",), Traffic(5, 4)),
+        Op("head_rms_norm", HEADS, formulas.alone, ("x",), ("y",), Traffic(3, 2), heads=32),
     )
 }
 
@@ -253,10 +199,8 @@ SUITES = {
         for n in (2048, 4096, 8192, 16384)
         for k in range(10)
     ),
-    # One norm of Llama 3 8B, on 8 sequences of 4096 tokens.
-    "layer": (Case("rms_norm", "bfloat16", 8 * 4096, 4096),),
 }
-SUITE_DIRECTIONS = {"latency": ("inference",), "layer": ("training",)}
+SUITE_DIRECTIONS = {"latency": (INFERENCE,)}
 
 
 def select(suite: str, ops=None, dtypes=None, hidden=None) -> list[Case]:

@@ -1,39 +1,36 @@
-"""Tables in Markdown documents, printed from records between two markers.
+"""Markdown that is printed from records: pages of records, and blocks of documents.
 
-A block of a document looks like this::
+A page stands beside its record, and has the run and all tables. A block of a document looks like
+this::
 
-    <!-- table: results/h200-bfloat16.jsonl op=rms_norm direction=forward dtype=bfloat16 -->
-    ... what the record prints ...
+    <!-- losses: results/h200-*.jsonl dtype=bfloat16 -->
+    ... what the records print ...
     <!-- end -->
 
-The first word names what is printed, and the path, relative to the document, names the record.
-The options after a path narrow that record; a list of values is written with commas. A table has
-one record. The other words may have several records, which measure different things. The words are:
+The first word names what is printed, and the paths, relative to the document, name the records.
+The options after a path narrow its records; a list of values is written with commas. The words are:
 
-run      the machine, the versions, the date and the command of each run of the record
-table    the tables of ``python -m bench --from RECORD --markdown``, without heading and footing
 summary  speeds beside the fastest other provider, with a column for each op
-losses   one sentence that names every shape at which another provider is faster
-pairs    the pairs of training steps, a row each, without their kernels
-gains    the same in a few columns
-plot     a link to the plot of the records, an SVG file; a path that ends in .svg names the file,
-         and without one the file stands beside the record
+losses   every shape at which another provider is faster
+gains    what the second variant of each pair of training steps gains
+index    a row for each record: its question and its answer
+plot     a link to the plot of the records, an SVG file, which a path that ends in .svg names
 
-``python -m bench --markdown DOCUMENT ...`` prints every block again. It draws a plot again if the
-record has changed; delete the SVG file to draw the plot in any case.
+``python -m bench --markdown FILE ...`` prints every block of the documents, and the pages of the
+records, again. It draws a plot again if the record has changed; delete the SVG file to draw it in
+any case.
 """
 
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench import pair_table, plot, report
+from bench import index, pair_table, plot, report
 from bench.cases import DIRECTIONS
-from bench.record import Cell, Record, load, merge
+from bench.record import Cell, Record, by_shape, load, merge
 from bench.text import table
 
 OPTIONS = {"op": str, "dtype": str, "n": int, "direction": str, "provider": str}
-OPTIONS |= {"base": str, "variant": str}
 BLOCK = re.compile(
     r"(?P<opening><!-- (?P<kind>\w+): (?P<words>[^>]*?\.jsonl[^>]*) -->\n)"
     r"(?P<text>.*?)(?P<closing><!-- end -->)",
@@ -45,7 +42,7 @@ BLOCK = re.compile(
 class Block:
     """What a pair of markers asks for.
 
-    ``sources`` holds the path of each record, as the document writes it, and the narrowed record.
+    ``sources`` holds the path of each record, relative to the document, and the narrowed record.
     """
 
     kind: str
@@ -57,16 +54,13 @@ class Block:
         """The narrowed records together."""
         return merge([record for _, record in self.sources])
 
-    def text(self) -> str:
-        """What stands between the markers."""
-        return f"\n{KINDS[self.kind](self)}\n\n"
-
 
 def rewritten(path: Path) -> str:
-    """The text of a document with every block printed again from its record."""
+    """The text of a document with every block printed again from its records."""
 
     def printed(match: re.Match) -> str:
-        return match["opening"] + _block(path, match).text() + match["closing"]
+        block = _block(path, match)
+        return f"{match['opening']}\n{KINDS[block.kind](block)}\n\n{match['closing']}"
 
     return BLOCK.sub(printed, path.read_text())
 
@@ -77,7 +71,10 @@ def blocks(path: Path) -> list[Block]:
 
 
 def update(path: Path) -> None:
-    """Rewrite a document in place, and draw those of its plots that do not show their record."""
+    """Write the page of a record, or a document's blocks and those of its plots that are old."""
+    if path.suffix == ".jsonl":
+        path.with_suffix(".md").write_text(page(path))
+        return
     path.write_text(rewritten(path))
     for block in blocks(path):
         if block.kind == "plot" and not is_drawn(path, block):
@@ -85,13 +82,24 @@ def update(path: Path) -> None:
 
 
 def is_drawn(document: Path, block: Block) -> bool:
-    """Whether the SVG file of a plot exists and shows its record."""
+    """Whether the SVG file of a plot exists and shows its records."""
     svg = document.parent / block.svg
     return svg.exists() and plot.digest_in(svg.read_text()) == plot.digest(block.record)
 
 
+def page(path: Path) -> str:
+    """A record in Markdown: where, when and how it was made, and all of its tables."""
+    record = load([path])
+    parts = [f"# {path.stem}", f"Printed from [{path.name}]({path.name})."]
+    for run in record.runs:
+        machine = f"{run['machine']}, {run['date'][:10]}, {report.versions(run)}"
+        commit = f"tilenorm {run['tilenorm']} at commit {run['commit'] or 'unknown'}"
+        parts.append(f"{machine}, {commit}, by `{run['command']}`.")
+    return "\n\n".join([*parts, *report.tables(record, markdown=True)]) + "\n"
+
+
 def _block(document: Path, match: re.Match) -> Block:
-    """Raises ValueError for a word that is not known, and where two records have one cell."""
+    """Raises ValueError for an unknown word, a missing record, or a cell that two records show."""
     kind, opening = match["kind"], match["opening"].strip()
     options, svg = [], ""
     for word in match["words"].split():
@@ -99,51 +107,37 @@ def _block(document: Path, match: re.Match) -> Block:
         if word.endswith(".svg"):
             svg = word
         elif not equals:
-            options.append((word, {}))
+            found = sorted(document.parent.glob(word))
+            if not found:
+                raise ValueError(f"{document}: there is no record {word} in {opening}")
+            options += [(str(path.relative_to(document.parent)), {}) for path in found]
         elif name in OPTIONS:
             options[-1][1][name] = [OPTIONS[name](value) for value in values.split(",")]
         else:
             raise ValueError(f"{document}: {name} is unknown in {opening}")
     if kind not in KINDS:
         raise ValueError(f"{document}: {kind} is unknown in {opening}")
-    if kind == "table" and len(options) > 1:
-        raise ValueError(f"{document}: a table has one record, and not those of {opening}")
     sources = [
         (path, load([document.parent / path]).narrowed(**wanted)) for path, wanted in options
     ]
-    block = Block(kind, sources, svg or sources[0][0].removesuffix(".jsonl") + ".svg")
-    if len(block.record.cells) < sum(len(record.cells) for _, record in sources):
+    block, cells = Block(kind, sources, svg), sum(len(record.cells) for _, record in sources)
+    if kind in ("summary", "plot") and len(block.record.cells) < cells:
         raise ValueError(f"{document}: two records have the same cells in {opening}")
     return block
 
 
-def _run(block: Block) -> str:
-    """Where, when and how the records were made."""
-    parts = []
-    for path, record in dict(block.sources).items():
-        for run in record.runs:
-            machine = f"{run['machine']}, {run['date'][:10]}, {report.versions(run)}"
-            commit = f"tilenorm {run['tilenorm']} at commit {run['commit'] or 'unknown'}"
-            link = f"[{Path(path).name}]({path})"
-            parts.append(f"Record {link}: {machine}, {commit}, by `{run['command']}`.")
-    return "\n\n".join(parts)
-
-
-def _table(block: Block) -> str:
-    return "\n\n".join(report.tables(block.record, markdown=True))
-
-
 def _summary(block: Block) -> str:
     """A row for each N and direction, and a column for each op."""
-    shapes = _shapes(block.record)
     ops = [op for op, _ in report.ops_and_dtypes(block.record.cells)]
-    sizes = sorted({n for *_, n in shapes})
+    shapes: dict[tuple, dict[str, Cell]] = {}
+    for cell in block.record.cells:
+        shapes.setdefault((cell.op, cell.direction, cell.n), {})[cell.provider] = cell
     rows = []
     for direction in DIRECTIONS:
-        for n in sizes:
-            cells = [shapes.get((op, direction, n), {}) for op in ops]
-            if any(cells):
-                rows.append([n, direction, *map(_speed, cells)])
+        for n in sorted({n for *_, n in shapes}):
+            here = [shapes.get((op, direction, n), {}) for op in ops]
+            if any(here):
+                rows.append([n, direction, *map(_speed, here)])
     return table(["N", "direction", *ops], rows, markdown=True)
 
 
@@ -159,37 +153,51 @@ def _speed(cells: dict[str, Cell]) -> str:
 
 
 def _losses(block: Block) -> str:
-    """A sentence on every shape at which the rounded ratio to another provider is below 1."""
-    lost, count = {}, 0
-    for (op, direction, n), cells in _shapes(block.record).items():
+    """A sentence on every shape at which the rounded ratio to another provider is below 1.
+
+    Of each provider the latest number counts.
+    """
+    shapes, count = by_shape(record for _, record in block.sources), 0
+    lost: dict[tuple, dict[tuple[int, str], dict[int, float]]] = {}
+    for (op, direction, dtype, n, m), cells in shapes.items():
         if found := report.best_peer(cells):
             count += 1
             if round(found[0], 2) < 1:
-                lost.setdefault((op, direction), []).append(f"{found[0]:.2f} × {found[1]} at {n}")
+                here = lost.setdefault((op, direction, dtype), {})
+                here.setdefault((n, found[1]), {})[m] = found[0]
     if not lost:
         return f"No other provider is faster at any of the {count} measured shapes."
-    listed = "; ".join(
-        f"`{op}` {direction}: {', '.join(shapes)}" for (op, direction), shapes in lost.items()
-    )
-    behind = sum(map(len, lost.values()))
-    return f"Another provider is faster at {behind} of the {count} measured shapes. {listed}."
+    parts = [
+        f"`{op}` {direction}, {dtype}: "
+        + ", ".join(_lost(n, name, ratios) for (n, name), ratios in here.items())
+        for (op, direction, dtype), here in lost.items()
+    ]
+    behind = sum(len(ratios) for here in lost.values() for ratios in here.values())
+    first = f"Another provider is faster at {behind} of the {count} measured shapes:\n"
+    return "\n".join([first, *(f"- {part}" for part in parts)])
 
 
-def _shapes(record: Record) -> dict[tuple[str, str, int], dict[str, Cell]]:
-    """The cells of each op, direction and N by provider, in the order of the tables."""
-    found = {}
-    for cell in sorted(record.cells, key=lambda c: (DIRECTIONS.index(c.direction), c.n)):
-        found.setdefault((cell.op, cell.direction, cell.n), {})[cell.provider] = cell
-    return found
+def _lost(n: int, provider: str, ratios: dict[int, float]) -> str:
+    """The ratios of one N, by the number of rows. The numbers of rows are listed if several are."""
+    text = f"{report.spread_of(list(ratios.values()), '.2f')} × {provider} at {n}"
+    return text if len(ratios) == 1 else f"{text} with {', '.join(map(str, ratios))} rows"
 
 
-def _plot(block: Block) -> str:
-    return f"![GB/s against N]({block.svg})"
+def _index(block: Block) -> str:
+    """A row for each record."""
+    lines = ["| question | answer | record | date | commit |", "| :-- | :-- | :-- | :-- | :-- |"]
+    for path, record in block.sources:
+        run = record.runs[-1]
+        link = f"[{Path(path).stem}]({Path(path).with_suffix('.md').as_posix()})"
+        cells = [*index.about(record), link, run["date"][:10], run["commit"]]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
-def _pairs(block: Block) -> str:
-    return pair_table.table_of(block.record.pairs, markdown=True)
-
-
-KINDS = {"run": _run, "table": _table, "summary": _summary, "losses": _losses, "plot": _plot}
-KINDS |= {"pairs": _pairs, "gains": lambda block: pair_table.gains(block.record.pairs)}
+KINDS = {
+    "summary": _summary,
+    "losses": _losses,
+    "index": _index,
+    "gains": lambda block: pair_table.gains(block.record.pairs),
+    "plot": lambda block: f"![GB/s against N]({block.svg})",
+}

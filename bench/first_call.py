@@ -6,7 +6,6 @@ importing the provider, starting CUDA and PyTorch's first gradient. A compiler's
 time of the first spec, a small spec that is there for this purpose alone.
 """
 
-import argparse
 import os
 import sys
 import time
@@ -14,7 +13,7 @@ from collections.abc import Iterator
 
 import torch
 
-from bench import provenance, record, report, worker
+from bench import command, provenance, record, report, worker
 from bench.cases import DIRECTIONS, DTYPES, OPS, Case
 from bench.providers import PROVIDERS, attendance
 from bench.record import FirstCall, Precompile, first_line
@@ -27,19 +26,13 @@ TIMEOUT_S = 300.0
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        "python -m bench first-call",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command.parser("first-call", __doc__)
     served = [name for name, op in OPS.items() if op.heads is None]
     names = [name for name, provider in PROVIDERS.items() if not provider.host_only]
     parser.add_argument("--op", nargs="+", choices=served, default=["rms_norm"])
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bfloat16", "float32"])
     parser.add_argument("--hidden", nargs="+", type=int, metavar="N", default=HIDDEN)
     parser.add_argument("--provider", nargs="+", choices=names, default=names)
-    parser.add_argument("--out", metavar="FILE.jsonl", help="write the record")
-    parser.add_argument("--markdown", action="store_true", help="print a Markdown table")
     args = parser.parse_args(argv)
     device = provenance.device()
     specs = [OPENING, *((dtype, n) for n in args.hidden for dtype in args.dtype)]

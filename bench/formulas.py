@@ -16,9 +16,13 @@ def layer_norm(x, weight, bias):
     return rms_norm(x - x.mean(-1, keepdim=True), weight) + bias
 
 
+def alone(norm: Callable) -> Callable:
+    return norm
+
+
 def gated(norm: Callable) -> Callable:
-    """A function that returns norm(x) · silu(gate), spelled out."""
-    return lambda x, gate, *parameters: norm(x, *parameters) * gate * torch.sigmoid(gate)
+    """A function that returns norm(x) · silu(gate)."""
+    return lambda x, gate, *parameters: norm(x, *parameters) * F.silu(gate)
 
 
 def eager_rms_norm(x, weight):
@@ -27,11 +31,6 @@ def eager_rms_norm(x, weight):
 
 def eager_layer_norm(x, weight, bias):
     return F.layer_norm(x, x.shape[-1:], weight, bias, EPS)
-
-
-def eager_gated(norm: Callable) -> Callable:
-    """The same by PyTorch's own functions."""
-    return lambda x, gate, *parameters: norm(x, *parameters) * F.silu(gate)
 
 
 def eager_head_rms_norm(x, weight):

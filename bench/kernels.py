@@ -8,8 +8,7 @@ as many elements as the index space. Kernels of PyTorch and of libraries have no
 """
 
 import math
-import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -21,13 +20,6 @@ from torch.profiler import ProfilerActivity, profile
 
 NAME_LENGTH = 100
 TABLE = 4  # a tensor is a table if it has more than this times the elements of the index space
-# Names of kernels that compute norms, in PyTorch, Inductor and tilenorm. Inductor names a kernel
-# after the ops that it fuses. norm_forward is in records of earlier versions of tilenorm.
-NORM_KERNEL = re.compile(
-    r"rms_?norm|layer_?norm|RowwiseMoments|GammaBeta|rsqrt"
-    r"|(row|stream|shared|norm)_forward|norm_backward|column_sum|clear_slots",
-    re.IGNORECASE,
-)
 
 
 class Ran(NamedTuple):
@@ -51,21 +43,6 @@ def of_step(step: Callable) -> list[dict]:
     with counted() as launches:
         ran = _profiled(step)
     return listed(ran, launches)
-
-
-def norms_of_step(step: Callable) -> dict[str, float]:
-    """The milliseconds of each kernel of one step that computes a norm."""
-    return norm_kernels((ran.name, ran.us) for ran in _profiled(step))
-
-
-def norm_kernels(kernels: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """The milliseconds of each kernel that computes a norm, given (name, microseconds) pairs."""
-    found = {}
-    for name, us in kernels:
-        if NORM_KERNEL.search(name):
-            name = name[:NAME_LENGTH]
-            found[name] = found.get(name, 0.0) + us / 1e3
-    return found
 
 
 def listed(ran: Sequence[Ran], launches: Sequence[Launched]) -> list[dict]:

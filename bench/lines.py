@@ -66,7 +66,7 @@ class Copy:
 @dataclass(frozen=True)
 class Host:
     """Host microseconds of one call: a forward without grad, and a forward with its backward. Each
-    is the median of its samples; where there were several rounds, it is the least median.
+    is the least median of several rounds.
     """
 
     op: str
@@ -77,7 +77,6 @@ class Host:
     forward_us: float | None = None
     forward_backward_us: float | None = None
     error: str = ""
-    rounds: int = 1
 
 
 @dataclass(frozen=True)
@@ -106,32 +105,6 @@ class Precompile:
     arguments: str
     cores: int
     seconds: float | None = None
-    error: str = ""
-
-
-@dataclass(frozen=True)
-class Step:
-    """A training step of one variant of a model.
-
-    ``norm_kernels_ms`` maps each kernel that computes a norm to its GPU time in one step.
-    ``same_bits`` says whether a second run from the same start had the same losses and weights.
-    ``ranks`` has each rank's time and memory, if there are several. The time and memory beside it
-    are then the largest, and the losses and kernels are rank 0's.
-    """
-
-    model: str
-    variant: str
-    tokens: int
-    status: str = "ok"
-    median_us: float | None = None
-    spread: float | None = None
-    samples: int = 0
-    first_s: float | None = None
-    norm_kernels_ms: dict[str, float] = field(default_factory=dict)
-    peak_bytes: int | None = None
-    losses: list[float] = field(default_factory=list)
-    same_bits: bool | None = None
-    ranks: list[dict] = field(default_factory=list)
     error: str = ""
 
 

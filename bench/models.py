@@ -6,12 +6,10 @@ which norm it is, what attention does with q and k, and which feed-forward netwo
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from bench.shapes import PIXELS, Shape
 
@@ -72,7 +70,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """A layer: x + attention(norm(x)), and then x + ffn(norm(x)), with a dropout before each sum.
+    """A layer: x + attention(norm(x)), and then x + ffn(norm(x)).
 
     With the norms after: x + norm(attention(x)), and then x + norm(ffn(x)).
     """
@@ -88,14 +86,11 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
         if self.shape.norm_after:
-            x = x + self.attention_norm(self._dropped(self.attention(x, cos, sin)))
-            return x + self.ffn_norm(self._dropped(self.ffn(x)))
-        x = x + self._dropped(self.attention(self.attention_norm(x), cos, sin))
+            x = x + self.attention_norm(self.attention(x, cos, sin))
+            return x + self.ffn_norm(self.ffn(x))
+        x = x + self.attention(self.attention_norm(x), cos, sin)
         normed = self.ffn_norm(x)  # a statement of its own, which tilenorm.patch finds
-        return x + self._dropped(self.ffn(normed))
-
-    def _dropped(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.shape.dropout) if self.shape.dropout else x
+        return x + self.ffn(normed)
 
 
 class Patches(nn.Module):
@@ -103,15 +98,13 @@ class Patches(nn.Module):
 
     def __init__(self, shape: Shape, length: int, **factory):
         super().__init__()
-        self.dropout = shape.dropout
         self.projection = nn.Linear(PIXELS, shape.hidden, **factory)
         self.first = nn.Parameter(torch.empty(1, 1, shape.hidden, **factory))
         self.positions = nn.Parameter(torch.empty(length, shape.hidden, **factory))
 
     def forward(self, patches: Tensor) -> Tensor:
         first = self.first.expand(len(patches), -1, -1)
-        x = torch.cat((first, self.projection(patches)), 1) + self.positions
-        return F.dropout(x, self.dropout) if self.dropout else x
+        return torch.cat((first, self.projection(patches)), 1) + self.positions
 
 
 class Head(nn.Module):
@@ -138,12 +131,10 @@ class Transformer(nn.Module):
     """tokens (batch, T + 1) -> the scalar loss of predicting each token from the tokens before it.
 
     With ``images``: patches (batch, T - 1, PIXELS) and classes (batch,) -> the scalar loss.
-    With ``checkpointing``, a layer saves only its input, and the backward recomputes the layer.
     """
 
-    def __init__(self, shape: Shape, length: int, checkpointing: bool, **factory):
+    def __init__(self, shape: Shape, length: int, **factory):
         super().__init__()
-        self.checkpointing = checkpointing
         if shape.images:
             self.embedding = Patches(shape, length, **factory)
         else:
@@ -161,29 +152,17 @@ class Transformer(nn.Module):
         """Set norms to 1, biases to 0, and all other weights to random values from the seed."""
         make = torch.Generator(self.head.output.weight.device).manual_seed(seed)
         for name, parameter in self.named_parameters():
-            cut = hasattr(parameter, "placements")  # a DTensor: every rank draws the whole weight
-            dtype, device = parameter.dtype, make.device
-            whole = torch.empty(parameter.shape, dtype=dtype, device=device) if cut else parameter
             if parameter.ndim == 1:
-                whole.fill_(0.0 if name.endswith("bias") else 1.0)
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
             else:
-                whole.normal_(0.0, INITIAL_DEVIATION, generator=make)
-            if cut:
-                from torch.distributed.tensor import distribute_tensor
-
-                placed: Any = parameter
-                where = placed.device_mesh, placed.placements
-                parameter.copy_(distribute_tensor(whole, *where, src_data_rank=None))
+                parameter.normal_(0.0, INITIAL_DEVIATION, generator=make)
 
     def forward(self, given: Tensor, targets: Tensor | None = None) -> Tensor:
         if targets is None:
             given, targets = given[:, :-1], given[:, 1:]
         x = self.embedding(given)
         for block in self.blocks:
-            if self.checkpointing:
-                x = checkpoint(block, x, self.cos, self.sin, use_reentrant=False)
-            else:
-                x = block(x, self.cos, self.sin)
+            x = block(x, self.cos, self.sin)
         return self.head(x, targets)
 
 

@@ -40,10 +40,10 @@ def table_of(pairs: Sequence[Pair], markdown: bool) -> str:
                 *names,
                 made,
                 f"{base / 1e3:.2f} / {variant / 1e3:.2f}",
-                _with_interval(pair.difference_us, 1e-3, "+.2f", ""),
+                with_interval(pair.difference_us, 1e-3, "+.2f", ""),
                 " / ".join(f"{pair.tokens / us * 1e6:.0f}" for us in (base, variant)),
-                _with_interval(pair.more_tokens, 100, "+.2f", "%"),
-                " / ".join(map(_gib, pair.peak_bytes)),
+                with_interval(pair.more_tokens, 100, "+.2f", "%"),
+                " / ".join(map(gib, pair.peak_bytes)),
                 *(map(_counted, pair.kernels) if pair.kernels else ("-", "-")),
                 "-" if pair.gradient_change is None else f"{pair.gradient_change:.2g}",
             ]
@@ -58,8 +58,8 @@ def gains(pairs: Sequence[Pair]) -> str:
         [
             *(pair.label, pair.base, pair.variant),
             " → ".join(f"{us / 1e3:.1f}" for us in pair.medians_us),
-            _with_interval(pair.more_tokens, 100, "+.2f", "%"),
-            " → ".join(map(_gib, pair.peak_bytes)),
+            with_interval(pair.more_tokens, 100, "+.2f", "%"),
+            " → ".join(map(gib, pair.peak_bytes)),
         ]
         for pair in pairs
     ]
@@ -85,14 +85,14 @@ def kernels_of(pair: Pair, markdown: bool) -> str:
     return titled(title, table(header, rows, markdown), notes, markdown)
 
 
-def _with_interval(value: Estimate, unit: float, form: str, sign: str) -> str:
+def with_interval(value: Estimate, unit: float, form: str, sign: str) -> str:
     shown = f"{value.median * unit:{form}}{sign}"
     if value.low is None:
         return f"{shown} (too few pairs)"
     return f"{shown} ({value.low * unit:{form}} to {value.high * unit:{form}}{sign})"
 
 
-def _gib(nbytes: int | None) -> str:
+def gib(nbytes: int | None) -> str:
     return f"{nbytes / 2**30:.2f}" if nbytes else "-"
 
 

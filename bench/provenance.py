@@ -12,14 +12,7 @@ from pathlib import Path
 
 import torch
 
-PACKAGES = (
-    "triton",
-    "cuda-tile",
-    "quack-kernels",
-    "liger-kernel",
-    "tilegym",
-    "flashinfer-python",
-)
+PACKAGES = ("triton", "cuda-tile", "quack-kernels", "liger-kernel", "tilegym", "flashinfer-python")
 
 
 def device() -> str:
@@ -42,7 +35,7 @@ def describe_run(device: str, arguments: list[str], absent: dict[str, str]) -> d
 
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": " ".join([*_starter(), "-m bench", *_without_folder(arguments)]),
+        "command": " ".join(["python -m bench", *_without_folder(arguments)]),
         "device": device,
         **(_gpu(device) if device != "cpu" else {"machine": processors()}),
         "python": platform.python_version(),
@@ -55,12 +48,6 @@ def describe_run(device: str, arguments: list[str], absent: dict[str, str]) -> d
         "commit": _commit(),
         "absent": absent,
     }
-
-
-def _starter() -> list[str]:
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return ["python"]
-    return ["torchrun", f"--nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"]
 
 
 def _without_folder(arguments: list[str]) -> list[str]:

@@ -20,7 +20,6 @@ from bench.lines import (
     Host,
     Pair,
     Precompile,
-    Step,
 )
 
 LISTS = {
@@ -29,12 +28,11 @@ LISTS = {
     Host: "hosts",
     FirstCall: "first_calls",
     Precompile: "precompiles",
-    Step: "steps",
     Accuracy: "accuracies",
     Pair: "pairs",
 }
 KINDS = {kind.__name__.lower(): kind for kind in LISTS}
-Line = Cell | Copy | Host | FirstCall | Precompile | Step | Accuracy | Pair
+Line = Cell | Copy | Host | FirstCall | Precompile | Accuracy | Pair
 
 
 @dataclass
@@ -49,7 +47,6 @@ class Record:
     hosts: list[Host] = field(default_factory=list)
     first_calls: list[FirstCall] = field(default_factory=list)
     precompiles: list[Precompile] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
     accuracies: list[Accuracy] = field(default_factory=list)
     pairs: list[Pair] = field(default_factory=list)
 
@@ -87,7 +84,7 @@ def to_json(line: Line | dict) -> str:
     """One line of the file. What is computed from the fields is written beside them."""
     if isinstance(line, dict):
         return json.dumps({"record": "run", **line})
-    computed = {name: getattr(line, name) for name in computed_of(type(line))}
+    computed = {name: getattr(line, name) for name in getattr(line, "COMPUTED", ())}
     return json.dumps({"record": type(line).__name__.lower(), **asdict(line), **computed})
 
 
@@ -100,11 +97,6 @@ def from_json(text: str) -> Line | dict:
     kind = KINDS[name]
     known = {field.name for field in fields(kind)}  # earlier versions wrote others, too
     return kind(**{name: value for name, value in values.items() if name in known})
-
-
-def computed_of(kind: type) -> tuple[str, ...]:
-    """The names of the properties that a line of a kind has in a record, beside its fields."""
-    return getattr(kind, "COMPUTED", ())
 
 
 def read(lines: Iterable[str]) -> Record:
@@ -171,9 +163,19 @@ def merge(records: Sequence[Record]) -> Record:
     return merged
 
 
+def by_shape(records: Iterable[Record]) -> dict[tuple, dict[str, Cell]]:
+    """The latest number of each provider at each (op, direction, dtype, N, M), in order."""
+    shapes: dict[tuple, dict[str, Cell]] = {}
+    for record in sorted(records, key=lambda record: record.runs[-1]["date"]):
+        for cell in filter(lambda cell: cell.gbps, record.cells):
+            where = cell.op, cell.direction, cell.dtype, cell.n, cell.m
+            shapes.setdefault(where, {})[cell.provider] = cell
+    return dict(sorted(shapes.items()))
+
+
 def what(line: Line) -> tuple:
     """The key of what a line measures: two lines with equal keys measure the same thing."""
-    names = "op dtype m n direction provider arguments model base variant inputs sizes site way"
+    names = "op dtype m n direction provider arguments model base variant inputs"
     return type(line), *(getattr(line, name, None) for name in names.split())
 
 

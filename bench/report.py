@@ -2,31 +2,30 @@
 
 from collections.abc import Sequence
 
-from bench import accuracy_table, pair_table, step_table
-from bench.cases import DIRECTIONS, LATENCIES, OPS
+from bench import accuracy_table, pair_table
+from bench.cases import DIRECTIONS, INFERENCE, OPS
 from bench.record import Cell, FirstCall, Record
 from bench.text import table, titled
-from bench.timing import MOST_SETS
 
 OURS = "tilenorm"
 CPU_NOTICE = "CPU reference, small shapes: not a GPU measurement"
 
 
 def render(record: Record, markdown: bool = False) -> str:
-    """A whole report: the runs with their versions, every table, and how the times were taken."""
-    parts = [_heading(record), *tables(record, markdown), _footing(record)]
-    return "\n\n".join(filter(None, parts))
+    """A whole report: the runs with their versions, and every table."""
+    parts = [_heading(record), *tables(record, markdown), *[CPU_NOTICE] * record.on_cpu]
+    return "\n\n".join(parts)
 
 
 def tables(record: Record, markdown: bool = False) -> list[str]:
     """Every table of a record, each with its title and notes.
 
-    First one table for each op, dtype and direction, then host times, training steps, pairs of
-    them, first calls, and errors.
+    First one table for each op, dtype and direction, then host times, pairs of training steps,
+    first calls, and errors.
     """
     parts = []
     for op, dtype in ops_and_dtypes(record.cells):
-        for direction in DIRECTIONS + LATENCIES:
+        for direction in (*DIRECTIONS, INFERENCE):
             cells = [
                 c for c in record.cells if (c.op, c.dtype, c.direction) == (op, dtype, direction)
             ]
@@ -36,10 +35,6 @@ def tables(record: Record, markdown: bool = False) -> list[str]:
                 parts.append(_latency(cells, markdown))
     for op in dict.fromkeys(host.op for host in record.hosts):
         parts.append(_host_times(record, op, markdown))
-    for model in dict.fromkeys(step.model for step in record.steps):
-        parts.append(
-            step_table.table_of([step for step in record.steps if step.model == model], markdown)
-        )
     if record.pairs:
         parts.append(pair_table.table_of(record.pairs, markdown))
     parts += [pair_table.kernels_of(pair, markdown) for pair in record.pairs if pair.kernels]
@@ -95,14 +90,13 @@ def _throughput(record: Record, cells: Sequence[Cell], markdown: bool) -> str:
 
 
 def _latency(cells: Sequence[Cell], markdown: bool) -> str:
-    unit, us = {"inference": ("µs", 1.0), "training": ("ms", 1e3)}[cells[0].direction]
     names, shapes = _by_shape(cells)
     rows = [
-        [n, m, *(_time(here.get(name), us) for name in names), against_best_peer(here)]
+        [n, m, *(_time(here.get(name)) for name in names), against_best_peer(here)]
         for (m, n), here in shapes.items()
     ]
     header = ["N", "M", *names, f"speed of {OURS} / best peer"]
-    return _of_cells(cells, unit, table(header, rows, markdown), markdown)
+    return _of_cells(cells, "µs", table(header, rows, markdown), markdown)
 
 
 def _by_shape(cells: Sequence[Cell]) -> tuple[list[str], dict[tuple[int, int], dict[str, Cell]]]:
@@ -126,11 +120,10 @@ def _of_cells(cells: Sequence[Cell], unit: str, body: str, markdown: bool) -> st
     return titled(title, body, notes + _notes(cells), markdown)
 
 
-def _time(cell: Cell | None, us: float) -> str:
-    """The time of a cell, in a unit that is ``us`` microseconds long."""
+def _time(cell: Cell | None) -> str:
     if cell is None or cell.status == "skipped":
         return "-"
-    return cell.status if cell.median_us is None else f"{cell.median_us / us:.3g}"
+    return cell.status if cell.median_us is None else f"{cell.median_us:.3g}"
 
 
 def _rate(cell: Cell | None, copy: float | None) -> str:
@@ -190,6 +183,12 @@ def best_peer(cells: dict[str, Cell]) -> tuple[float, str] | None:
     return ours / rates[best], best
 
 
+def spread_of(values: Sequence, form: str) -> str:
+    """The smallest and the largest of the values, or the one text that both have."""
+    low, high = (f"{end(values):{form}}" for end in (min, max))
+    return low if low == high else f"{low} to {high}"
+
+
 def against_best_peer(cells: dict[str, Cell]) -> str:
     """``best_peer`` as a table shows it. A ratio below 1 is a loss."""
     found = best_peer(cells)
@@ -244,29 +243,3 @@ def _cold_and_warm(call: FirstCall | None) -> str:
     if call is None or call.cold_s is None:
         return "-"
     return f"{call.cold_s:.2f} / " + ("-" if call.warm_s is None else f"{call.warm_s:.3f}")
-
-
-def _footing(record: Record) -> str:
-    kinds = {cell.timing for cell in record.cells if cell.timing}
-    lines = []
-    if record.cells:
-        lines.append(
-            "Bytes: every input is read once and every output is written once. The count is the\n"
-            "same for every provider."
-        )
-    if "graph" in kinds:
-        lines.append(
-            "GPU time: the median over replays of a CUDA graph. The calls in the graph rotate\n"
-            "through tensors of several times the size of the L2 cache. A forward saves what its\n"
-            "backward needs."
-        )
-    if any(host.rounds > 1 for host in record.hosts):
-        lines.append("Host time: the least median of several rounds, which providers take in turn.")
-    if any(cell.direction == "inference" for cell in record.cells):
-        lines.append(
-            "Inference is a forward without grad. Its calls rotate through at most\n"
-            f"{MOST_SETS} sets of tensors, so the smallest tensors are read from the L2 cache."
-        )
-    if record.on_cpu:
-        lines.append(CPU_NOTICE)
-    return "\n".join(lines)

@@ -3,7 +3,7 @@
 import math
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -27,7 +27,7 @@ class GpuLost(RuntimeError):
 
 
 class Progress:
-    """Prints one line for each measurement to stderr, with the time so far and an estimate."""
+    """Prints one line for each measurement to stderr, with the time so far."""
 
     def __init__(self, total: int):
         self.total, self.done, self.start = total, 0, time.monotonic()
@@ -37,11 +37,9 @@ class Progress:
         return time.monotonic() - self.start
 
     def step(self, what: str) -> None:
-        left = self.elapsed / self.done * (self.total - self.done) if self.done else 0.0
-        about = f", about {left:.0f} s left" if self.done else ""
         self.done += 1
-        line = f"[{self.done:{len(str(self.total))}}/{self.total}] {self.elapsed:4.0f} s{about}"
-        print(f"{line}  {what}", file=sys.stderr, flush=True)
+        line = f"[{self.done}/{self.total}] {self.elapsed:4.0f} s  {what}"
+        print(line, file=sys.stderr, flush=True)
 
 
 def run(
@@ -52,39 +50,35 @@ def run(
     emit: Callable[[Cell | Copy | Host], None],
     max_seconds: float = math.inf,
     budget_s: float = 0.1,
-    only: Mapping[str, Collection[int]] | None = None,
 ) -> None:
     """Measure the providers that ``names`` gives for each op, and hand each result to ``emit``.
 
-    The direction HOST is measured once for each op, and the other directions for each case. A
-    provider that is in ``only`` is measured at these N alone.
+    The direction HOST is measured once for each op, and the other directions for each case.
 
     On a GPU the run has a stream of its own. The autograd engine runs a backward on the stream of
     its forward, and a CUDA graph captures one stream, which must not be the default stream.
     """
-    only = only or {}
     ops = dict.fromkeys(case.op for case in cases)
     timed = {op: [n for n in names[op] if not PROVIDERS[n].host_only] for op in ops}
     ways = [direction for direction in directions if direction != HOST]
     host_ops = ops if HOST in directions else ()
-    here = {case: [n for n in timed[case.op] if case.n in only.get(n, (case.n,))] for case in cases}
-    cells = sum(map(len, here.values())) * len(ways)
+    cells = sum(len(timed[case.op]) for case in cases) * len(ways)
     progress = Progress(cells + sum(len(names[op]) for op in host_ops))
 
     def late() -> bool:
         return progress.elapsed > max_seconds
 
     stream = torch.cuda.Stream(device) if device != "cpu" else None
-    copied = set()
+    shapes = set()
     with torch.cuda.stream(stream):
         for op in map(OPS.get, host_ops):
             for host in _hosts(op, names[op.name], device, late, progress):
                 emit(host)
         for case in cases:
-            _run_case(case, here[case], ways, device, emit, late, progress, budget_s, copied)
+            _run_case(case, timed[case.op], ways, device, emit, late, progress, budget_s, shapes)
 
 
-def _run_case(case, names, directions, device, emit, late, progress, budget_s, copied) -> None:
+def _run_case(case, names, directions, device, emit, late, progress, budget_s, shapes) -> None:
     op, dtype = OPS[case.op], DTYPES[case.dtype]
     prepared = None
     for name in names:
@@ -97,9 +91,9 @@ def _run_case(case, names, directions, device, emit, late, progress, budget_s, c
                 emit(Cell(**cell, status="skipped", error="out of time"))
                 continue
             if prepared is None:
-                if (case.dtype, case.m, case.n) not in copied:  # not yet copied for another op
-                    emit(_copy(case, dtype, device, budget_s))
-                    copied.add((case.dtype, case.m, case.n))
+                if (case.dtype, case.m, case.n) not in shapes:  # not yet copied for another op
+                    emit(copied(case, dtype, device, budget_s))
+                    shapes.add((case.dtype, case.m, case.n))
                 prepared = _prepare(op, case, dtype, directions, device)
             try:
                 provider = provider or PROVIDERS[name].load(op)
@@ -182,7 +176,7 @@ def _fields(result: timing.Timing) -> dict:
     return {**found, "timing": result.kind, **({"error": result.note} if result.note else {})}
 
 
-def _copy(case: Case, dtype: torch.dtype, device: str, budget_s: float) -> Copy:
+def copied(case: Case, dtype: torch.dtype, device: str, budget_s: float) -> Copy:
     # Rounded up, because a copy of 21845 x 3072 elements ran at two thirds of the speed of 64 Mi.
     count = -(-case.m * case.n // COPY_UNIT) * COPY_UNIT
     nbytes = 2 * count * dtype.itemsize
@@ -234,7 +228,7 @@ def _hosts(op: Op, names: Sequence[str], device: str, late, progress) -> list[Ho
             except Exception as error:
                 _require_gpu(device, f"{name}: {first_line(error)}")
                 least["error"] = first_line(error)
-    where = {"op": op.name, "dtype": HOST_DTYPE, "m": HOST_M, "n": HOST_N, "rounds": HOST_ROUNDS}
+    where = {"op": op.name, "dtype": HOST_DTYPE, "m": HOST_M, "n": HOST_N}
     skipped = {"error": "out of time"}
     return [Host(**where, provider=name, **(least or skipped)) for name, least in found.items()]
 

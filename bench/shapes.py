@@ -34,7 +34,6 @@ class Shape:
     images: bool = False
     tied: bool = False
     theta: float = 500_000.0
-    dropout: float = 0.0
 
     @property
     def head(self) -> int:
@@ -44,37 +43,6 @@ class Shape:
     def narrow(self) -> int:
         """The columns of k and of v."""
         return self.kv_heads * self.head
-
-    @property
-    def norm_parameters(self) -> int:
-        """For each column of a norm."""
-        return 2 if self.norm == "layer" else 1
-
-    @property
-    def layer_parameters(self) -> int:
-        projections = 2 * self.hidden + 2 * self.narrow + (3 if self.gated else 2) * self.ffn
-        of_qk = {"": 0, "head": 2 * self.head, "whole": self.hidden + self.narrow}[self.qk_norm]
-        norms = (2 * self.hidden + of_qk) * self.norm_parameters
-        # The last projection has ffn rows and hidden columns; a bias has an element a column.
-        biases = projections - self.ffn + self.hidden if self.biased else 0
-        return self.hidden * projections + norms + biases
-
-    def other_parameters(self, length: int) -> int:
-        """Of the embedding, the last norm and the logits."""
-        norm = self.hidden * self.norm_parameters
-        logits = self.hidden * self.vocab + (self.vocab if self.biased else 0)
-        if self.images:
-            return (PIXELS + 1) * self.hidden + (length + 1) * self.hidden + norm + logits
-        return (0 if self.tied else self.hidden * self.vocab) + norm + logits
-
-    @property
-    def layer_activations(self) -> int:
-        """The elements that eager PyTorch saves for the backward, for each token and layer.
-
-        These are the inputs of every norm, projection and product, and attention's q, k and v.
-        """
-        normed = self.hidden + self.narrow if self.qk_norm else 0
-        return 7 * self.hidden + 2 * self.narrow + (4 if self.gated else 2) * self.ffn + normed
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """The variants of a training step: what tilenorm and a compiler do to the model."""
 
 import copy
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -32,25 +31,6 @@ VARIANTS = {
     "tilenorm-compile": Variant(compiler="tilenorm"),  # replaces norms in the graph
     "tilenorm-compile-low": Variant(compiler="tilenorm", options={"memory": "low"}),
 }
-
-
-def lacking(name: str) -> str:
-    """What a variant needs and the installed tilenorm does not have, or an empty text."""
-    import tilenorm
-
-    variant, taken = VARIANTS[name], {}
-    if variant.patch:
-        taken["tilenorm.patch"] = tilenorm.patch, variant.patch
-    if variant.options:
-        module = {"torch": torch, "tilenorm": tilenorm}[variant.compiler]
-        taken[f"{variant.compiler}.compile"] = module.compile, variant.options
-    for called, (function, options) in taken.items():
-        for option in set(options) - set(inspect.signature(function).parameters):
-            return (
-                f"{name} needs {called}({option}={options[option]!r}),"
-                f" which tilenorm {tilenorm.__version__} does not have"
-            )
-    return ""
 
 
 @dataclass

@@ -6,8 +6,6 @@ import torch
 from bench import check
 from bench.cases import OPS
 
-RMS_NORM = OPS["rms_norm"]
-
 
 @pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.name)
 def test_oracle_equals_float64_autograd_for_any_chunk_size(op, monkeypatch):
@@ -23,36 +21,30 @@ def test_oracle_equals_float64_autograd_for_any_chunk_size(op, monkeypatch):
     torch.testing.assert_close(found["backward"], list(expected))
 
 
-def test_error_is_in_ulps_of_value_plus_rms():
-    expected = torch.ones(4, dtype=torch.float64)  # rms 1
-    actual = torch.ones(4)
-    actual[2] += 6 * torch.finfo(torch.float32).eps
-    assert check.error(actual, expected) == pytest.approx(3.0)
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_error_is_infinite_for_values_that_are_not_finite(bad, monkeypatch):
+def test_error_is_in_ulps_of_value_plus_rms_and_infinite_where_not_finite(monkeypatch):
+    expected = torch.ones(5, dtype=torch.float64)  # rms 1
     monkeypatch.setattr(check, "_CHUNK", 2)
     actual = torch.ones(5)
-    actual[4] = bad
-    assert check.error(actual, torch.ones(5, dtype=torch.float64)) == math.inf
+    actual[2] += 6 * torch.finfo(torch.float32).eps
+    assert check.error(actual, expected) == pytest.approx(3.0)
+    for bad in (math.nan, math.inf, -math.inf):
+        actual[4] = bad
+        assert check.error(actual, expected) == math.inf
+    assert check.error(torch.ones(5, 1), expected) == math.inf
 
 
-def test_error_is_infinite_for_a_wrong_shape():
-    assert check.error(torch.ones(2, 3), torch.ones(3, 2, dtype=torch.float64)) == math.inf
-
-
-def test_budget_is_a_floor_a_multiple_of_eager_or_grows_with_rows():
-    half = check.budgets([0.5, 3.0], torch.bfloat16, 1 << 18, columns=1)
-    assert half == [check.FLOOR_ULPS, 12.0]
-    single = check.budgets([0.5, 3.0], torch.float32, 1 << 18, columns=1)
-    assert single == [check.FLOOR_ULPS, 512.0]
+@pytest.mark.parametrize(
+    ("dtype", "sums"), [(torch.bfloat16, 12.0), (torch.float32, 512.0)], ids=str
+)
+def test_budget_is_a_floor_a_multiple_of_eager_or_grows_with_rows(dtype, sums):
+    found = check.budgets([0.5, 3.0], dtype, 1 << 18, columns=1)
+    assert found == [check.FLOOR_ULPS, sums]
 
 
 def test_complaint_names_the_output_and_the_budget():
     expected = [torch.ones(3, dtype=torch.float64)] * 2
     actual = [torch.ones(3), torch.zeros(3)]
-    names = check.names(RMS_NORM, "backward")
+    names = check.names(OPS["rms_norm"], "backward")
     complaint = check.complaint(actual, expected, [4.0, 4.0], names)
     assert complaint.startswith("dweight is off by ")
     assert complaint.endswith(" 4 are allowed")

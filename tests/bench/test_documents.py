@@ -9,9 +9,10 @@ import pytest
 
 from bench import documents, plot
 from bench.__main__ import main
-from bench.record import Cell, Record, load, to_json
+from bench.record import Accuracy, Cell, FirstCall, Host, load, to_json
 
 from .test_record import RUN, SHAPE, TIMED
+from .test_train import MEASURED
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "bench" / "results"
@@ -23,42 +24,37 @@ each_document = pytest.mark.parametrize(
 
 
 @each_document
-def test_text_between_markers_is_what_the_record_prints(path):
-    assert documents.blocks(path)
+def test_text_between_markers_is_what_the_records_print(path):
+    blocks = documents.blocks(path)
     assert path.read_text() == documents.rewritten(path)
+    assert path.read_text().count("<!-- ") == 2 * len(blocks) > 0
+    assert all(documents.is_drawn(path, block) for block in blocks if block.kind == "plot")
+    assert len(path.read_text().splitlines()) <= 200
 
 
-@each_document
-def test_every_marker_is_read(path):
-    text = path.read_text()
-    assert text.count("<!-- ") == 2 * len(documents.blocks(path))
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.jsonl")), ids=lambda path: path.stem)
+def test_page_of_a_record_is_what_the_record_prints(path):
+    assert path.with_suffix(".md").read_text() == documents.page(path)
 
 
-@each_document
-def test_plots_show_their_records(path):
-    for block in documents.blocks(path):
-        if block.kind == "plot":
-            assert documents.is_drawn(path, block)
+def test_every_record_is_in_the_index():
+    text = DOCUMENTS[1].read_text()
+    records = {path.stem for path in RESULTS.iterdir() if path.suffix in (".jsonl", ".md")}
+    assert (
+        set(re.findall(r"^\|.*\| \[([\w-]+)\]\(results/\1\.md\) \|", text, re.MULTILINE)) == records
+    )
 
 
-def test_every_table_of_measurements_stands_between_markers():
-    text = documents.BLOCK.sub("", DOCUMENTS[1].read_text())
-    assert not [line for line in text.splitlines() if line.startswith("|")]
-
-
-def test_every_record_is_shown_in_a_document():
-    shown = {
-        (path.parent / source).resolve()
-        for path in DOCUMENTS
-        for block in documents.blocks(path)
-        if block.kind != "run"
-        for source, _ in block.sources
-    }
-    assert shown == set(RESULTS.glob("*.jsonl"))
-
-
-def test_readme_fits_on_a_few_screens():
-    assert len(DOCUMENTS[0].read_text().splitlines()) <= 200
+@pytest.mark.parametrize("path", [*DOCUMENTS, *sorted(RESULTS.glob("*.md"))], ids=lambda p: p.stem)
+def test_links_lead_to_files_and_headings_that_exist(path):
+    for target in re.findall(r"\]\((?!http)([^)]+)\)", path.read_text()):
+        name, _, heading = target.partition("#")
+        linked = (path.parent / name) if name else path
+        assert linked.exists(), target
+        if heading:
+            headings = re.findall(r"^#+ (.*)$", linked.read_text(), re.MULTILINE)
+            slugs = [re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings]
+            assert heading in slugs, target
 
 
 @pytest.mark.filterwarnings("ignore::tilenorm.ReferenceWarning")
@@ -96,99 +92,131 @@ def folder(tmp_path):
     return write
 
 
-def test_command_rewrites_the_tables_of_a_document_in_place(folder):
-    path = folder("<!-- table: a.jsonl op=rms_norm direction=forward dtype=bfloat16 -->")
-    assert main(["--markdown", str(path)]) == 0
+def test_command_rewrites_documents_and_pages_in_place(folder):
+    path = folder("<!-- losses: a.jsonl op=rms_norm -->")
+    record = path.with_name("a.jsonl")
+    assert main(["--markdown", str(path), str(record)]) == 0
     lines = path.read_text().splitlines()
     assert (lines[0], lines[-2], lines[-1]) == ("before", "<!-- end -->", "after")
     assert "old" not in lines
-    assert [line for line in lines if line.startswith("**")] == [
-        "**rms_norm forward, bfloat16: GB/s (% of a copy)**"
-    ]
-    again = path.read_text()
-    main(["--markdown", str(path)])
-    assert path.read_text() == again
+    page = record.with_suffix(".md").read_text()
+    assert "\n**layer_norm backward, bfloat16: GB/s (% of a copy)**\n" in page
+    assert "Some GPU, 2026-01-02, torch 2.11, CUDA 13.0" in page
+    assert "tilenorm 0.1 at commit abc, by `python -m bench`." in page
+    again = path.read_text(), page
+    main(["--markdown", str(path), str(record)])
+    assert (path.read_text(), record.with_suffix(".md").read_text()) == again
 
 
-def test_table_of_a_document_is_the_table_that_the_command_prints(folder, capsys):
-    path = folder("<!-- table: a.jsonl op=rms_norm direction=backward -->")
-    source = str(path.with_name("a.jsonl"))
-    narrowed = ["--from", source, "--op", "rms_norm", "--direction", "backward", "--markdown"]
-    main(narrowed)
-    (block,) = documents.BLOCK.finditer(documents.rewritten(path))
-    assert block["text"].strip() in capsys.readouterr().out
+def rows_of_document(path):
+    return [" ".join(row.split()) for row in documents.rewritten(path).splitlines()]
 
 
 def test_summary_has_a_row_for_each_n_and_direction_and_a_column_for_each_op(folder):
-    rows = documents.rewritten(folder("<!-- summary: a.jsonl -->")).splitlines()
-    rows = [" ".join(row.split()) for row in rows if row.startswith("|")]
-    assert rows[0] == "| N | direction | rms_norm | layer_norm |"
-    assert rows[2:] == [
-        "| 1024 | forward | 2000 (0.80 × quack) | 2000 (0.80 × quack) |",
-        "| 1024 | backward | 2000 (0.80 × quack) | 2000 (0.80 × quack) |",
-    ]
-
-
-def test_summary_of_several_records_marks_shapes_without_torch_compile(folder):
     others = "provider=tilenorm,torch,quack"
     path = folder(
         f"<!-- summary: a.jsonl op=rms_norm direction=forward {others}\na.jsonl op=layer_norm -->"
     )
-    rows = [" ".join(row.split()) for row in documents.rewritten(path).splitlines()]
-    assert [row for row in rows if row.startswith("| 1024")] == [
+    assert [row for row in rows_of_document(path) if row.startswith(("| N", "| 1024"))] == [
+        "| N | direction | rms_norm | layer_norm |",
         "| 1024 | forward | 2000 (0.80 × quack) * | 2000 (0.80 × quack) |",
         "| 1024 | backward | - | 2000 (0.80 × quack) |",
     ]
 
 
-def test_table_has_one_record_and_other_words_no_cell_twice(folder):
-    with pytest.raises(ValueError, match="a table has one record"):
-        documents.rewritten(folder("<!-- table: a.jsonl op=rms_norm a.jsonl op=layer_norm -->"))
-    with pytest.raises(ValueError, match="two records have the same cells"):
-        documents.rewritten(folder("<!-- losses: a.jsonl op=rms_norm a.jsonl -->"))
-
-
 def test_losses_name_every_shape_at_which_a_peer_is_faster(folder):
     text = documents.rewritten(folder("<!-- losses: a.jsonl op=rms_norm -->"))
-    assert "Another provider is faster at 2 of the 2 measured shapes." in text
-    assert "`rms_norm` forward: 0.80 × quack at 1024; `rms_norm` backward: 0.80" in text
+    assert "Another provider is faster at 2 of the 2 measured shapes:" in text
+    assert "- `rms_norm` backward, bfloat16: 0.80 × quack at 1024\n" in text
+    assert "- `rms_norm` forward, bfloat16: 0.80 × quack at 1024\n" in text
     text = documents.rewritten(folder("<!-- losses: a.jsonl provider=tilenorm,torch -->"))
     assert "No other provider is faster at any of the 4 measured shapes." in text
 
 
-def test_run_names_machine_versions_date_and_command(folder):
-    text = documents.rewritten(folder("<!-- run: a.jsonl -->"))
-    assert "Some GPU, 2026-01-02, torch 2.11, CUDA 13.0" in text
-    assert "tilenorm 0.1 at commit abc, by `python -m bench`." in text
+def test_losses_take_the_latest_number_of_each_provider_and_list_numbers_of_rows(folder):
+    shape = {**SHAPE, **TIMED, "op": "rms_norm", "direction": "forward"}
+    lines = [Cell(**shape, provider="tilenorm", median_us=1.0)]
+    lines.append(Cell(**{**shape, "m": 8}, provider="tilenorm", median_us=2.0))
+    lines.append(Cell(**{**shape, "m": 8}, provider="quack", median_us=1.9))
+    lines.append(Cell(**SHAPE | {"bytes": 1}, provider="quack", status="skipped"))
+    path = folder("<!-- losses: *.jsonl op=rms_norm direction=forward -->")
+    later = [{**RUN, "date": "2026-02-02"}, *lines]
+    path.with_name("0.jsonl").write_text("\n".join(map(to_json, later)))
+    assert "0.95 × quack at 1024\n" in documents.rewritten(path)
+    slower = Cell(**shape, provider="tilenorm", median_us=1.65)
+    path.with_name("0.jsonl").write_text("\n".join(map(to_json, [*later, slower])))
+    assert "0.95 to 0.97 × quack at 1024 with 8, 1000 rows" in documents.rewritten(path)
 
 
-def test_plot_is_drawn_beside_its_record(folder):
+def test_index_says_what_each_record_asks_and_answers(folder):
+    where = {"op": "rms_norm", "dtype": "bfloat16", "m": 32, "n": 1024}
+    ulps = {"tilenorm": 9.0, "torch": 1.0}
+    hosts = {"tilenorm": (12.0, 90.0), "torch": (10.0, 100.0)}
+    records = {
+        "accuracy": [
+            Accuracy(**where, inputs="normal", provider=name, ulps={"y": u})
+            for name, u in ulps.items()
+        ],
+        "first": [
+            FirstCall(**where, direction=way, provider="tilenorm", cold_s=s, warm_s=0.01)
+            for way, s in (("forward", 1.0), ("backward", 2.0))
+        ],
+        "host": [
+            Host(**where, provider=name, forward_us=f, forward_backward_us=b)
+            for name, (f, b) in hosts.items()
+        ],
+        "pair": [MEASURED],
+    }
+    path = folder("<!-- index: *.jsonl -->")
+    for name, lines in records.items():
+        path.with_name(f"{name}.jsonl").write_text("\n".join(map(to_json, [RUN, *lines])))
+    shown = [row.split(" | ")[:2] for row in documents.rewritten(path).splitlines()[5:-3]]
+    assert shown == [
+        [
+            "| layer_norm, rms_norm: forward, backward, bfloat16, N 1024, beside torch, compile,"
+            " quack",
+            "0.80 × the fastest other; not slower at 0 of 4 shapes",
+        ],
+        ["| rms_norm: errors on difficult inputs", "results beyond the contract with PyTorch: 1"],
+        ["| rms_norm: the first call", "1.00 to 2.00 s, and 0.010 s with caches on the disk"],
+        ["| rms_norm: host time of a call", "1.20 × PyTorch's, 0.90 with a backward"],
+        [
+            "| Llama 3 8B, 32 layers: tokens/s of tilenorm-compile beside compile",
+            "+0.58% (+0.57 to +0.58%), 82.00 → 78.00 GiB",
+        ],
+    ]
+    assert "| [pair](pair.md) | 2026-01-02 | abc |" in documents.rewritten(path)
+
+
+def test_gains_of_pairs_have_a_row_each(folder):
+    path = folder("<!-- gains: pair.jsonl -->")
+    path.with_name("pair.jsonl").write_text("\n".join(map(to_json, [RUN, MEASURED])))
+    row = (
+        "| compile | tilenorm-compile | 700.0 → 696.0 | +0.58% (+0.57 to +0.58%) | 82.00 → 78.00 |"
+    )
+    assert f"| Llama 3 8B, 32 layers {row}" in rows_of_document(path)
+
+
+def test_plot_is_drawn_again_when_its_record_has_changed(folder):
     pytest.importorskip("matplotlib")
-    path = folder("<!-- plot: a.jsonl op=rms_norm -->")
+    path = folder("<!-- plot: a.svg a.jsonl op=rms_norm -->")
     main(["--markdown", str(path)])
     assert "![GB/s against N](a.svg)" in path.read_text()
     record = load([path.with_name("a.jsonl")])
     svg = path.with_name("a.svg").read_text()
-    named = folder(
-        "<!-- plot: other.svg\na.jsonl op=rms_norm direction=forward a.jsonl op=layer_norm -->"
-    )
-    main(["--markdown", str(named)])
-    assert "![GB/s against N](other.svg)" in named.read_text()
-    assert plot.digest_in(named.with_name("other.svg").read_text()) is not None
     assert plot.digest_in(svg) == plot.digest(record.narrowed(op=["rms_norm"]))
     assert plot.digest_in(svg) != plot.digest(record)
 
 
-@pytest.mark.parametrize("marker", ["tabel: a.jsonl", "table: a.jsonl hidden=1024"])
-def test_unknown_words_in_markers_are_refused(folder, marker):
-    with pytest.raises(ValueError, match="is unknown in <!-- tab"):
+@pytest.mark.parametrize(
+    ("marker", "message"),
+    [
+        ("losess: a.jsonl", "losess is unknown in <!-- losess: a.jsonl"),
+        ("losses: a.jsonl hidden=1024", "hidden is unknown in <!-- losses"),
+        ("losses: missing.jsonl", "there is no record missing.jsonl"),
+        ("summary: a.jsonl op=rms_norm a.jsonl", "two records have the same cells"),
+    ],
+)
+def test_unknown_words_in_markers_are_refused(folder, marker, message):
+    with pytest.raises(ValueError, match=message):
         documents.rewritten(folder(f"<!-- {marker} -->"))
-
-
-def test_record_that_was_cut_off_still_prints(folder):
-    path = folder("<!-- table: a.jsonl op=layer_norm direction=forward -->")
-    source = path.with_name("a.jsonl")
-    whole = source.read_text()
-    source.write_text(whole[: whole.rindex('"provider"')])
-    assert "0.80 quack" in documents.rewritten(path)
-    assert isinstance(load([source]), Record)

@@ -1,3 +1,5 @@
+"""Records are written, read, merged and shown."""
+
 from dataclasses import replace
 
 import pytest
@@ -13,7 +15,6 @@ from bench.record import (
     Host,
     Precompile,
     Record,
-    Step,
     first_line,
     merge,
     read,
@@ -36,26 +37,6 @@ RUN = {
 }
 SHAPE = {"op": "rms_norm", "dtype": "bfloat16", "m": 1000, "n": 1024, "direction": "forward"}
 TIMED = {"bytes": 4_000_000, "spread": 0.01, "samples": 10, "timing": "graph"}
-
-
-@pytest.fixture
-def record():
-    wide = {**SHAPE, "m": 10, "n": 131072, "provider": "quack", "bytes": 1}
-    found = Record()
-    for line in (
-        RUN,
-        Copy("bfloat16", 1000, 1024, 4_000_000, 1.0, 0.0, 10, "graph"),
-        Cell(**wide, status="refused", error="ValueError: too wide"),
-        Cell(**SHAPE, **TIMED, provider="tilenorm", median_us=2.0),
-        Cell(**SHAPE, **TIMED, provider="torch", median_us=4.0),
-        Cell(**SHAPE, **TIMED, provider="quack", median_us=1.6),
-        Host("rms_norm", "bfloat16", 16, 1024, "tilenorm", 11.25, None, "OSError: no"),
-        Host("rms_norm", "bfloat16", 16, 1024, "torch", 9.0, 70.0),
-    ):
-        found.add(line)
-    return found
-
-
 SPEC = {"op": "rms_norm", "dtype": "float32", "m": 2048, "n": 4096}
 COMPILING = (
     FirstCall(**SPEC, direction="forward", provider="tilenorm", cold_s=1.25, warm_s=0.0312),
@@ -63,13 +44,32 @@ COMPILING = (
     FirstCall(**SPEC, direction="backward", provider="quack", error="ValueError: no"),
     Precompile("rms_norm", "--arch sm_90 --hidden 4096", 16, 7.5),
 )
-STEPS = (
-    Step(
-        "2 layers", "eager", 100, "ok", 4e4, 0.01, 8, 0.5, {"a": 3.0, "b": 1.0}, 2**31, [2.0, 1.5]
-    ),
-    Step("2 layers", "tilenorm", 100, "ok", 2e4, 0.02, 8, 2.5, {}, None, [2.0, 1.25], True),
-    Step("2 layers", "compile", 100, "failed", error="OutOfMemoryError: no"),
-)
+
+
+def record_of(*lines) -> Record:
+    made = Record([RUN])
+    for line in lines:
+        made.add(line)
+    return made
+
+
+def cell(provider: str, us: float | None = None, **fields) -> Cell:
+    return Cell(
+        **{**SHAPE, **(TIMED if us else {"bytes": 1}), **fields}, provider=provider, median_us=us
+    )
+
+
+@pytest.fixture
+def record():
+    return record_of(
+        Copy("bfloat16", 1000, 1024, 4_000_000, 1.0, 0.0, 10, "graph"),
+        cell("quack", m=10, n=131072, status="refused", error="ValueError: too wide"),
+        cell("tilenorm", 2.0),
+        cell("torch", 4.0),
+        cell("quack", 1.6),
+        Host("rms_norm", "bfloat16", 16, 1024, "tilenorm", 11.25, None, "OSError: no"),
+        Host("rms_norm", "bfloat16", 16, 1024, "torch", 9.0, 70.0),
+    )
 
 
 def written(record):
@@ -77,59 +77,15 @@ def written(record):
     return [to_json(line) for line in lines]
 
 
-def test_written_record_is_read_back(record):
-    for line in (*COMPILING, *STEPS):
-        record.add(line)
-    assert read(written(record)) == record
-    assert merge([record, record]) == replace(record, runs=[RUN, RUN])
-
-
 def rows_of(text):
     return [" ".join(line.split()) for line in text.splitlines()]
 
 
-def test_first_calls_have_a_column_for_each_provider():
-    rows = rows_of(
-        report.render(Record([RUN], [], [], [], *map(list, (COMPILING[:3], COMPILING[3:]))))
-    )
-    assert "N dtype direction tilenorm compile" in rows
-    assert "4096 float32 forward 1.25 / 0.031 4.50 / -" in rows
-    assert "quack: ValueError: no" in rows
-    assert "python -m tilenorm precompile --arch sm_90 --hidden 4096: 7.5 s on 16 cores" in rows
-
-
-def test_steps_show_the_largest_change_from_the_losses_of_eager():
-    rows = rows_of(report.render(Record([RUN], steps=list(STEPS))))
-    assert "eager 40.0 (1.0%) 2500 4.00 (10.0%) 2.0 0.5 2.0000 to 1.5000 0 no" in rows
-    assert "tilenorm 20.0 (2.0%) 5000 - - 2.5 2.0000 to 1.2500 0.25 yes" in rows
-    assert "compile failed - - - - - - -" in rows
-    assert "compile: OutOfMemoryError: no" in rows
-
-
-def test_steps_of_several_ranks_show_each():
-    ranks = [{"median_us": us, "peak_bytes": gib << 30} for us, gib in ((4e4, 1), (3e4, 2))]
-    steps = [replace(STEPS[0], ranks=ranks), STEPS[2]]
-    rows = rows_of(report.render(Record([RUN], steps=steps)))
-    assert any(row.endswith("0 no 40.0, 30.0 1.00, 2.00") for row in rows)
-    assert "compile failed - - - - - - - - -" in rows
-
-
-@pytest.mark.parametrize(
-    ("direction", "unit", "shown"),
-    [("inference", "µs", "2 1.6"), ("training", "ms", "0.002 0.0016")],
-)
-def test_latencies_are_times_with_a_ratio_of_speeds(direction, unit, shown):
-    line = {**SHAPE, **TIMED, "direction": direction}
-    cells = [
-        Cell(**line, provider="tilenorm", median_us=2.0),
-        Cell(**line, provider="quack", median_us=1.6),
-    ]
-    rows = rows_of(report.render(Record([RUN], cells)))
-    assert f"rms_norm {direction}, bfloat16: {unit}" in rows
-    assert f"1024 1000 {shown} 0.80 quack" in rows
-
-
-def test_rates_are_written_beside_the_times(record):
+def test_written_record_is_read_back_with_rates_beside_the_times(record):
+    for line in COMPILING:
+        record.add(line)
+    assert read(written(record)) == record
+    assert merge([record, record]) == replace(record, runs=[RUN, RUN])
     assert '"gbps": 2000.0' in to_json(record.cells[1])
     assert '"gbps": null' in to_json(record.cells[0])
 
@@ -157,105 +113,72 @@ def test_damaged_record_is_refused_with_its_line(lines, message):
         read(lines)
 
 
+def test_first_calls_have_a_column_for_each_provider():
+    rows = rows_of(report.render(record_of(*COMPILING)))
+    assert "N dtype direction tilenorm compile" in rows
+    assert "4096 float32 forward 1.25 / 0.031 4.50 / -" in rows
+    assert "quack: ValueError: no" in rows
+    assert "python -m tilenorm precompile --arch sm_90 --hidden 4096: 7.5 s on 16 cores" in rows
+
+
+def test_inference_is_a_time_with_a_ratio_of_speeds():
+    cells = [
+        cell(name, us, direction="inference") for name, us in (("tilenorm", 2), ("quack", 1.6))
+    ]
+    rows = rows_of(report.render(record_of(*cells)))
+    assert "rms_norm inference, bfloat16: µs" in rows
+    assert "1024 1000 2 1.6 0.80 quack" in rows
+
+
 def test_rows_show_rate_share_of_copy_and_ratio_to_the_best_peer(record):
+    for n in (2048, 4096):
+        record.add(cell("torch", n=n, status="refused", error="ValueError: too wide"))
     text = report.render(record)
     rows = {line.split()[0]: " ".join(line.split()) for line in text.splitlines() if line}
     assert rows["1024"] == "1024 1000 2500 (62%) 2000 (50%) 1000 (25%) 4000 0.80 quack"
     assert rows["131072"] == "131072 10 refused - - - -"
     assert "quack, N = 131072: refused: ValueError: too wide" in text
+    assert "torch, N = 2048, 4096: refused: ValueError: too wide" in text
     assert "absent: tilegym (ModuleNotFoundError" in text
     assert report.CPU_NOTICE not in text
 
 
-def test_markdown_tables_have_a_rule_and_equally_many_cells_in_every_row(record):
-    lines = report.render(record, markdown=True).splitlines()
-    table = [line for line in lines if line.startswith("|")]
-    assert set(table[1]) <= set("|-: ")
-    throughput, hosts = table[:4], table[4:]
-    assert {line.count("|") for line in throughput} == {8}
-    assert [[v.strip() for v in line.split("|")[1:-1]] for line in hosts[2:]] == [
-        ["tilenorm", "11.2 (1.25)", "-"],
-        ["torch", "9.0 (1.00)", "70.0 (1.00)"],
-    ]
-
-
-def test_cpu_record_starts_and_ends_with_a_notice(record):
-    record.runs = [{**RUN, "device": "cpu"}]
-    lines = report.render(record).splitlines()
-    assert lines[0] == lines[-1] == report.CPU_NOTICE
-
-
 def test_records_of_one_machine_are_merged_into_one_report(record):
     later = {**RUN, "date": "2026-01-03", "absent": {"quack": "has no layer_norm"}}
-    norm = {**SHAPE, "op": "layer_norm"}
-    other = Record([later], [Cell(**norm, **TIMED, provider="tilenorm", median_us=4.0)])
-    lines = report.render(merge([record, other])).splitlines()
+    other = Record([later], [cell("tilenorm", 4.0, op="layer_norm"), cell("quack", 3.0)])
+    merged = merge([record, other])
+    assert [cell.median_us for cell in merged.cells if cell.n == 1024] == [2.0, 4.0, 3.0, 4.0]
+    lines = report.render(merged).splitlines()
     assert lines[:2] == [f"tilenorm 0.1 (abc) on Some GPU, {run['date']}" for run in (RUN, later)]
     assert lines[2].startswith("torch 2.11, CUDA 13.0")
     assert lines[3].startswith("absent: tilegym (ModuleNotFoundError")
     assert lines[4] == "absent: quack (has no layer_norm)"
     table = lines.index("layer_norm forward, bfloat16: GB/s (% of a copy)")
     assert lines[table + 2].split() == ["1024", "1000", "1000", "(25%)", "4000", "-"]
-
-
-def test_versions_stand_below_their_runs(record):
-    record.add({**RUN, "date": "later", "torch": "2.12"})
-    assert [line.split(",")[0] for line in report.render(record).splitlines()[:4]] == [
-        "tilenorm 0.1 (abc) on Some GPU",
-        "torch 2.11",
-        "tilenorm 0.1 (abc) on Some GPU",
-        "torch 2.12",
-    ]
-
-
-def test_versions_say_whose_rms_norm_pytorchs_is(record):
-    record.add({**RUN, "date": "later", "rms_norm": "quack, else ATen"})
-    lines = report.render(record).splitlines()
-    assert lines[1].startswith("torch 2.11, CUDA 13.0")
-    assert lines[3].startswith("torch 2.11, RMSNorm of torch quack, else ATen, CUDA 13.0")
-
-
-def test_later_record_counts_where_both_measured_the_same(record):
-    again = Cell(**SHAPE, **TIMED, provider="quack", median_us=3.0)
-    merged = merge([record, Record([RUN], [again])])
-    assert len(merged.cells) == len(record.cells)
-    assert [cell.median_us for cell in merged.cells if cell.n == 1024] == [2.0, 4.0, 3.0]
-    assert (merged.copies, merged.hosts) == (record.copies, record.hosts)
-
-
-def test_records_of_different_machines_are_not_merged(record):
     with pytest.raises(ValueError, match="Another GPU"):
         merge([record, Record([{**RUN, "machine": "Another GPU"}])])
 
 
-def test_sizes_with_one_reason_share_a_line(record):
-    for n in (2048, 4096):
-        wide = {**SHAPE, "n": n, "provider": "torch", "bytes": 1}
-        record.add(Cell(**wide, status="refused", error="ValueError: too wide"))
-    lines = report.render(record).splitlines()
-    assert "torch, N = 2048, 4096: refused: ValueError: too wide" in lines
+def test_versions_stand_below_their_runs_and_say_whose_rms_norm_pytorchs_is(record):
+    record.add({**RUN, "date": "later", "torch": "2.12", "rms_norm": "quack, else ATen"})
+    run, versions, later, others = report.render(record).splitlines()[:4]
+    assert run.startswith("tilenorm 0.1 (abc) on Some GPU") and later.endswith("later")
+    assert versions.startswith("torch 2.11, CUDA 13.0")
+    assert others.startswith("torch 2.12, RMSNorm of torch quack, else ATen, CUDA 13.0")
 
 
-def test_shape_that_the_run_had_no_time_for_is_a_note_and_no_row(record):
+def test_what_the_run_had_no_time_for_is_a_note_and_gives_no_ratio(record):
     for n, provider in ((1024, "liger"), (2048, "torch"), (2048, "tilenorm")):
-        late = {**SHAPE, "n": n, "provider": provider, "bytes": 1}
-        record.add(Cell(**late, status="skipped", error="out of time"))
+        record.add(cell(provider, n=n, status="skipped", error="out of time"))
     lines = report.render(record).splitlines()
-    assert not [line for line in lines if line.split()[:1] == ["2048"]]
+    rows = {line.split()[0]: line.split() for line in lines if line}
+    assert "2048" not in rows and rows["1024"][-1] == "-"
     assert "not measured, because the run was out of time: N = 1024 (liger), 2048" in lines
 
 
-def test_row_with_a_cell_that_the_run_had_no_time_for_has_no_ratio(record):
-    cells = [cell for cell in record.cells if cell.n == 1024 and cell.provider != "quack"]
-    late = Cell(**SHAPE, provider="quack", bytes=1, status="skipped", error="out of time")
-    rows = rows_of(report.render(Record([RUN], [*cells, late])))
-    assert "1024 1000 2000 1000 - -" in rows
-
-
 def test_without_a_time_of_both_there_is_no_ratio():
-    ours = Cell(**SHAPE, **TIMED, provider="tilenorm", median_us=2.0)
-    failed = Cell(**SHAPE, provider="torch", bytes=1, status="failed", error="no")
-    assert report.against_best_peer({"tilenorm": ours, "torch": failed}) == "-"
+    failed = cell("torch", status="failed", error="no")
+    assert report.against_best_peer({"tilenorm": cell("tilenorm", 2.0), "torch": failed}) == "-"
     assert report.against_best_peer({"torch": failed}) == "-"
 
 
@@ -264,20 +187,13 @@ def test_first_line_skips_blank_lines():
     assert first_line(KeyError()) == "KeyError"
 
 
-def test_every_provider_has_a_style():
+def test_plot_is_an_svg_with_a_style_for_every_provider(record, tmp_path):
     assert set(_STYLES) == {name for name, p in PROVIDERS.items() if not p.host_only}
-
-
-def test_plot_is_an_svg(record, tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "plot.svg"
-    record.add(
-        Cell(**{**SHAPE, "direction": "inference"}, **TIMED, provider="torch", median_us=1.0)
-    )
+    record.add(cell("torch", 1.0, direction="inference"))
     save(record, str(path))
     text = path.read_text()
-    assert "<svg" in text
-    assert "rms_norm forward, bfloat16" in text
-    assert "inference" not in text
+    assert "<svg" in text and "rms_norm forward, bfloat16" in text and "inference" not in text
     with pytest.raises(ValueError, match="nothing to plot"):
-        save(Record([RUN], steps=list(STEPS)), str(path))
+        save(Record([RUN]), str(path))

@@ -1,69 +1,132 @@
-import functools
+"""bench train: the alternation of steps, tiny models on the CPU, the command and its tables."""
+
 import json
+import random
 from dataclasses import asdict, replace
 
 import pytest
 import torch
+from torch import nn
 
 import tilenorm
-from bench import train, worker
+from bench import pair, report, train, worker
 from bench.__main__ import main
 from bench.models import Transformer
-from bench.shapes import Shape
-from bench.step import Settings, measure
-from bench.train_arguments import SIZES, fitting_layers
-from bench.variants import VARIANTS, prepared
+from bench.pair import LEAST_SIZE, alternated, changes_of
+from bench.record import Pair, Record
+from bench.shapes import LLAMA, MODELS, tiny
+from bench.step import Settings
+from bench.timing import Timer
+from bench.variants import VARIANTS, prepared, twin
 
-SHAPE = Shape(layers=3, hidden=32, heads=4, kv_heads=2, ffn=48, vocab=40)
-SETTINGS = Settings(SHAPE, batch=2, length=8, device="cpu", warm_up=2, steps=3)
-OPTIONS = [f"--{name.replace('_', '-')}={getattr(SHAPE, name)}" for name in SIZES]
-OPTIONS += ["--batch=2", "--length=8", "--warm-up=2", "--steps=3"]
+from .test_record import RUN, rows_of
 
-
-def small() -> tuple[Transformer, torch.Tensor]:
-    model = Transformer(SHAPE, SETTINGS.length, False, device="cpu", dtype=torch.bfloat16)
-    return model, torch.zeros(1, SETTINGS.length + 1, dtype=torch.int64)
+pytestmark = pytest.mark.filterwarnings("ignore::tilenorm.ReferenceWarning")
+FOREVER = float("inf")
 
 
-@pytest.mark.slow
-def test_command_prints_the_same_from_its_record(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    path = str(tmp_path / "run.jsonl")
-    assert main(["train", *OPTIONS, "--variant", "eager", "--out", path]) == 0
-    out = capsys.readouterr().out
-    assert "rms_norm training, bfloat16: ms" in out
-    assert f"training step of Llama 3's form: {SETTINGS.name}" in out
-    row = next(line.split() for line in out.splitlines() if line.split()[:1] == ["eager"])
-    assert row[-2:] == ["0", "yes"]
-    with open(path) as file:
-        lines = [json.loads(line) for line in file]
-    (step,) = (line for line in lines if line["record"] == "step")
-    assert len(step["losses"]) == 5
-    assert step["losses"][-1] < step["losses"][0]
-    assert (step["samples"], step["tokens"]) == (3, 16)
-    assert main(["--from", path]) == 0
-    assert capsys.readouterr().out == out
+class Clock(Timer):
+    """A timer whose time passes when a step says so. ``waited`` has the marks that it awaited."""
+
+    def __init__(self):
+        super().__init__("cpu")
+        self.now, self.order, self.waited = 0.0, [], []
+
+    def mark(self):
+        return self.now
+
+    def wait(self, mark):
+        self.waited.append(mark)
+
+    def between(self, start, end):
+        return end - start
+
+    def steps(self, us):
+        """A step named A and a step named B. ``us`` has the time of each, or a function of it."""
+
+        def step(name):
+            def run():
+                self.order.append(name)
+                self.now += us[name]() if callable(us[name]) else us[name]
+
+            return run
+
+        return [step("A"), step("B")]
 
 
-@pytest.mark.filterwarnings("ignore::tilenorm.ReferenceWarning")
-def test_failed_variant_is_shown_and_the_next_variant_runs(monkeypatch, capsys):
-    def run(function, timeout_s, **arguments):
-        if arguments.get("variant") == "compile":
-            raise worker.WorkerError("OutOfMemoryError: CUDA out of memory")
-        return function(**arguments)
-
-    monkeypatch.setattr(worker, "run", run)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    main(["train", *OPTIONS, "--variant", "compile", "eager"])
-    lines = capsys.readouterr().out.splitlines()
-    rows = {line.split()[0]: line.split()[1] for line in lines if line.strip()}
-    assert rows["compile"] == "failed"
-    assert "compile: OutOfMemoryError: CUDA out of memory" in lines
-    assert float(rows["eager"]) > 0
+def test_each_variant_is_first_in_every_second_pair_and_times_are_its_own():
+    clock, times = Clock(), {"A": iter(range(100, 200)), "B": iter(range(500, 600))}
+    steps = clock.steps({name: times[name].__next__ for name in times})
+    found, peaks = alternated(steps, 5, clock, FOREVER)
+    assert "".join(clock.order) == "ABBAABBAAB"
+    assert found == [[100 + i, 500 + i] for i in range(5)]
+    assert peaks == [None, None]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_variant_patches_and_compiles_the_right_parts(monkeypatch, variant):
+def test_host_is_at_most_one_pair_ahead_and_no_pair_starts_after_the_deadline(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(pair.time, "time", lambda: clock.now)
+    found, _ = alternated(clock.steps({"A": 2.0, "B": 3.0}), 40, clock, 17.0)
+    assert found == [[2.0, 3.0]] * 4
+    assert clock.waited == [5.0, 10.0, 15.0, 20.0]  # the last wait is for the last pair
+    assert alternated([None, None], 40, clock, 0.0) == ([], [None, None])
+
+
+def test_drift_of_the_machine_is_not_in_the_median_difference():
+    """The machine becomes slower by 20 µs a step; B is 4 µs faster."""
+    clock, rng = Clock(), random.Random(0)
+
+    def us(own):
+        return lambda: own + 20 * len(clock.order) + rng.gauss(0, 0.5)
+
+    found, _ = alternated(clock.steps({"A": us(1000), "B": us(996)}), 40, clock, FOREVER)
+    difference = replace(MEASURED, pairs_us=found).difference_us
+    assert difference.low < -4 < difference.high
+    assert difference.median == pytest.approx(-4, abs=1)
+
+
+def test_peak_of_each_variant_is_that_of_its_own_steps(monkeypatch):
+    clock, peak = Clock(), [0]
+    clock.on_cpu = False
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: peak.__setitem__(0, 0))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: peak[0])
+    needs = {"A": iter((7, 3, 3)), "B": iter((1, 2, 4))}
+    steps = [lambda n=n: peak.__setitem__(0, max(peak[0], next(needs[n]))) for n in needs]
+    assert alternated(steps, 3, clock, FOREVER)[1] == [7, 4]
+
+
+def settings_of(name=LLAMA):
+    model = tiny(MODELS[name])
+    return Settings(model.shape, name, model.batch, model.length, device="cpu")
+
+
+def small(name=LLAMA) -> tuple[Transformer, torch.Tensor]:
+    settings = settings_of(name)
+    model = Transformer(settings.shape, settings.length, device="cpu", dtype=torch.bfloat16)
+    return model, torch.zeros(1, settings.length + 1, dtype=torch.int64)
+
+
+def test_twin_has_the_same_parameters_in_other_modules():
+    model, _ = small("Llama 3.2 1B")  # whose embedding is the weight of the logits, too
+    other = twin(model)
+    assert all(a is b for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    assert other.head.output.weight is other.embedding.weight
+    assert not {*model.modules()} & {*other.modules()}
+
+
+@pytest.mark.parametrize(
+    ("variant", "patched", "compiled"),
+    [
+        ("eager", None, None),
+        ("compile", None, ("torch", {})),
+        ("patch", {}, None),
+        ("patch-add", {"residual": True}, None),
+        ("patch-compile", {}, ("torch", {})),
+        ("tilenorm-compile", None, ("tilenorm", {})),
+        ("tilenorm-compile-low", None, ("tilenorm", {"memory": "low"})),
+    ],
+)
+def test_variant_patches_and_compiles_the_right_parts(monkeypatch, variant, patched, compiled):
     done = []
 
     def does(what: str):
@@ -72,76 +135,173 @@ def test_variant_patches_and_compiles_the_right_parts(monkeypatch, variant):
     monkeypatch.setattr(torch, "compile", does("torch"))
     monkeypatch.setattr(tilenorm, "compile", does("tilenorm"))
     monkeypatch.setattr(tilenorm, "patch", does("patch"))
-    patch = {"patch": {}, "patch-add": {"residual": True}, "patch-compile": {}}
-    expected = [("patch", patch[variant])] if variant in patch else []
-    compiler = {"compile": ("torch", {}), "patch-compile": ("torch", {})}
-    compiler |= {"tilenorm-compile": ("tilenorm", {})}
-    compiler |= {"tilenorm-compile-low": ("tilenorm", {"memory": "low"})}
-    parts = [compiler[variant]] if variant in compiler else []
+    first = [] if patched is None else [("patch", patched)]
     model, tokens = small()
-    prepared(model, VARIANTS[variant], whole=False).call(tokens)
-    assert done == expected + parts * (SHAPE.layers + 1)
-    done.clear()
-    prepared(model, VARIANTS[variant], whole=True).call(tokens)
-    assert done == expected + parts
+    for whole, parts in ((False, len(model.blocks) + 1), (True, 1)):
+        done.clear()
+        prepared(model, VARIANTS[variant], whole).call(tokens)
+        assert done == first + ([compiled] * parts if compiled else [])
 
 
-def test_one_compiled_layer_serves_all_layers(graphs):
-    model, tokens = small()
-    call = prepared(model, VARIANTS["compile"], whole=False).call
-    call(tokens).backward()
-    assert len(graphs) == 2  # a layer, and the head
+@pytest.mark.parametrize("name", MODELS)
+def test_both_variants_train_the_same_weights(name):
+    found = pair.measure(["eager", "patch"], asdict(settings_of(name)), 3, FOREVER)
+    assert len(found["pairs_us"]) == 3
+    assert all(us > 0 for times in found["pairs_us"] for us in times)
+    assert found["gradient_change"] < 0.02
+    assert found["losses"][0] == pytest.approx(found["losses"][1], rel=1e-3)
+    shape = tiny(MODELS[name]).shape
+    norms = 2 * shape.layers * (2 if shape.qk_norm else 1) + 1
+    assert found["reports"][0] == ""
+    assert found["reports"][1].startswith(f"{norms} modules patched, 0 not patched")
 
 
-def test_compiled_losses_are_close_to_eager_and_weights_repeat(monkeypatch):
-    torch._dynamo.reset()
-    compiler = functools.partial(torch.compile, backend="aot_eager")
-    monkeypatch.setattr(torch, "compile", compiler)
-    eager, compiled = (measure(variant, asdict(SETTINGS)) for variant in ("eager", "compile"))
-    assert compiled["same_bits"]
-    assert compiled["losses"] == pytest.approx(eager["losses"], rel=1e-2)
+@pytest.mark.parametrize("names", [("compile", "tilenorm-compile"), ("patch-compile", "compile")])
+def test_compiled_variants_share_a_process_and_compile_once_each(graphs, names):
+    found = pair.measure(names, asdict(settings_of()), 2, FOREVER)
+    assert len(graphs) == 4  # of each variant a layer, which serves all layers, and the head
+    ours = [any("tilenorm" in str(n.target) for n in graph.graph.nodes) for graph in graphs]
+    assert ours == [name != "compile" for name in names for _ in range(2)]
+    assert found["reports"][names.index("compile")] == ""
+    if "tilenorm-compile" in names:
+        assert found["reports"][1].count("graph 0: ") == 2  # each compiled code says it once
 
 
-def test_different_weights_after_the_same_steps_are_not_same_bits(monkeypatch):
-    resets = iter((0, 1))
-    reset = Transformer.reset
-    monkeypatch.setattr(Transformer, "reset", lambda model, seed: reset(model, next(resets)))
-    assert not measure("eager", asdict(SETTINGS))["same_bits"]
+def test_variant_with_a_wrong_gradient_is_not_timed(monkeypatch):
+    class QuarterOfTheGradient(nn.RMSNorm):
+        def forward(self, x):
+            return super().forward(x.detach() * 0.75 + x * 0.25)
+
+    def patch(model):
+        model.head.norm.__class__ = QuarterOfTheGradient
+
+    monkeypatch.setattr(tilenorm, "patch", patch)
+    found = pair.measure(["eager", "patch"], asdict(settings_of()), 2, FOREVER)
+    assert found["status"] == "wrong" and "pairs_us" not in found
+    assert found["losses"][0] == found["losses"][1]
+    assert found["error"].startswith(f"the gradient of {found['gradient']} changes by ")
 
 
-def test_more_memory_or_fewer_saved_elements_fit_more_layers():
-    whole = Settings()
-    sizes = [fitting_layers(whole, gib << 30) for gib in (1, 60, 80, 100, 1000)]
-    assert sizes == sorted(sizes)
-    assert (sizes[0], sizes[-1]) == (1, whole.shape.layers)
-    assert 1 < sizes[2] < whole.shape.layers
-    for less in ({"checkpointing": True}, {"optimizer": "sgd"}, {"batch": 1}):
-        assert fitting_layers(replace(whole, **less), 80 << 30) > sizes[2]
+def test_change_of_a_gradient_of_about_zero_is_that_of_the_mean():
+    base = {"weight": torch.full((3,), 4.0), "bias": torch.tensor([0.0])}
+    mean = (3 * 16 / 4) ** 0.5
+    changes = changes_of(base, {"weight": torch.full((3,), 5.0), "bias": torch.tensor([0.1])})
+    assert changes == pytest.approx({"weight": 0.25, "bias": 0.1 / (LEAST_SIZE * mean)})
+
+
+PAIR = ["--pair", "eager", "patch"]
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--hidden=30", "--heads=4"], "--hidden: got 30, takes a multiple of --heads, 4"),
-        (["--heads=6", "--hidden=36", "--kv-heads=4"], "--heads: got 6, takes a multiple of"),
-        (["--layers=0"], "--layers: got 0, takes at least 1"),
-        (["--steps=1"], "--steps: got 1, takes at least 2"),
+        ([], "the following arguments are required: --pair"),
+        (["--pair", "eager"], "expected 2 arguments"),
+        (["--pair", "eager", "nothing"], "invalid choice: 'nothing'"),
+        ([*PAIR, "--model", "Llama 4"], "invalid choice: 'Llama 4'"),
+        ([*PAIR, "--pairs", "0"], "--pairs: got 0, takes at least 1"),
+        ([*PAIR, "--layers", "0"], "--layers: got 0, takes at least 1"),
+        ([*PAIR], "there is no GPU, so give --tiny"),
     ],
 )
-def test_bad_sizes_are_refused_before_anything_runs(options, message, capsys):
-    with pytest.raises(SystemExit):
+def test_bad_options_are_refused_before_anything_runs(without_gpu, options, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
         train.main(options)
-    assert message in capsys.readouterr().err
+    assert message in f"{stopped.value} {capsys.readouterr().err}"
 
 
-def test_without_a_gpu_layers_is_required(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit, match="give --tiny, or --layers"):
-        train.main([])
+def test_command_prints_the_same_from_its_record(monkeypatch, without_gpu, tmp_path, capsys):
+    def run(function, timeout_s, places=None, **arguments):
+        return json.loads(json.dumps(function(**json.loads(json.dumps(arguments)))))
+
+    monkeypatch.setattr(worker, "run", run)
+    path = str(tmp_path / "run.jsonl")
+    command = ["train", "--tiny", "--pairs", "6", *PAIR]
+    command += ["--model", "Llama 3.2 1B", "ViT-L", "--layers", "1", "--out", path]
+    assert main(command) == 0
+    out, err = capsys.readouterr()
+    assert err.count("6 of 6 pairs") == 2
+    with open(path) as file:
+        run, *lines = map(json.loads, file)
+    assert run["command"].endswith("--layers 1 --out run.jsonl")
+    for line, name in zip(lines, ("Llama 3.2 1B", "ViT-L"), strict=True):
+        assert line["model"].startswith(f"{name}'s form: 1 layers of 32 with 4 heads")
+        assert line["label"].startswith(f"{name}'s form in other sizes, 1 layers")
+        assert len(line["pairs_us"]) == line["asked"] == 6
+        median, low, high = line["difference_us"]
+        assert low <= median <= high
+        assert f"{low / 1e3:+.2f} to {high / 1e3:+.2f}" in out
+    assert main(["--from", path]) == 0
+    assert capsys.readouterr().out == out
 
 
-@pytest.mark.parametrize("variant", ["eager", "patch"])
-def test_norm_kernels_of_a_step_are_found_on_the_gpu(gpu, variant):
-    found = measure(variant, asdict(replace(SETTINGS, device=gpu)))
-    assert sum(found["norm_kernels_ms"].values()) > 0
-    assert found["peak_bytes"] > 0
+def test_pairs_that_fail_or_have_no_time_left_are_shown(monkeypatch, without_gpu, capsys):
+    now, limits = [0.0], []
+    monkeypatch.setattr(train.time, "time", lambda: now[0])
+
+    def run(function, timeout_s, names, pairs, deadline, places, settings):
+        assert (function, places, deadline) == (pair.measure, {}, 100.0)
+        limits.append(timeout_s)
+        now[0] += 35.0
+        if names[1] == "compile":
+            raise worker.WorkerError("OutOfMemoryError: CUDA out of memory")
+        made = 3 if now[0] > deadline else pairs
+        return {"pairs_us": [[2e3, 1e3]] * made, "peak_bytes": [None, None]}
+
+    monkeypatch.setattr(worker, "run", run)
+    command = ["train", "--tiny", "--pair", "eager", "compile", *PAIR, "--max-seconds", "100"]
+    assert main([*command, "--model", "Llama 3 8B", "ViT-L"]) == 0
+    out, err = capsys.readouterr()
+    assert limits == [left + train.GRACE_S for left in (100, 65, 30)]
+    said = [line.split(" ")[0] for line in err.splitlines() if line.endswith("of 40 pairs")]
+    assert said == ["0", "40", "0", "0"]
+    assert "eager, compile: failed: OutOfMemoryError: CUDA out of memory" in out
+    assert any("eager patch 40 2.00 / 1.00 -1.00 (-1.00 to -1.00)" in row for row in rows_of(out))
+    assert "ViT-L's form in other sizes, 2 layers, 2 x 8 tokens, eager, patch: skipped" in out
+
+
+MEASURED = Pair(
+    "32 layers of 4096",
+    "Llama 3 8B, 32 layers",
+    "compile",
+    "tilenorm-compile",
+    tokens=8192,
+    asked=8,
+    pairs_us=[[700e3 + i, 696e3 - i] for i in range(8)],
+    peak_bytes=[82 << 30, 78 << 30],
+    losses=[12.5, 12.5],
+    gradient_change=0.0123,
+    gradient="head.norm.weight",
+    kernels=[
+        [
+            {"name": "triton_add", "calls": 2, "ms": 3.0, "bytes": 4_000_000_000},
+            {"name": "matmul", "calls": 9, "ms": 90.0, "bytes": None},
+        ],
+        [
+            {"name": "norm_backward of 7 arrays", "calls": 1, "ms": 1.25, "bytes": 3_000_000_000},
+            {"name": "matmul", "calls": 9, "ms": 90.5, "bytes": None},
+        ],
+    ],
+    reports=["", "graph 0: 2 norms replaced"],
+)
+NAMES = {"model": "m", "label": "ViT-L, 24 layers", "base": "eager", "variant": "patch"}
+CUT = Pair(**NAMES, tokens=100, asked=40, pairs_us=[[2e3, 1e3]] * 5, peak_bytes=[None, None])
+SKIPPED = Pair(**NAMES | {"model": "n"}, tokens=1, asked=40, status="skipped", error="out of time")
+
+
+def test_table_has_a_row_for_each_pair_and_its_kernels():
+    rows = rows_of(report.render(Record([RUN], pairs=[MEASURED, CUT, SKIPPED])))
+    shown = "8 700.00 / 696.00 -4.01 (-4.01 to -4.00) 11703 / 11770 +0.58% (+0.57 to +0.58%)"
+    kernels = "82.00 / 78.00 4.0 GB, 3.00 ms 3.0 GB, 1.25 ms 0.012"
+    assert f"Llama 3 8B, 32 layers compile tilenorm-compile {shown} {kernels}" in rows
+    cut = "5 2.00 / 1.00 -1.00 (too few pairs) 50000 / 100000 +100.00% (too few pairs) - / -"
+    assert f"ViT-L, 24 layers eager patch {cut} - - -" in rows
+    assert "ViT-L, 24 layers, eager, patch: out of time after 5 of 40 pairs" in rows
+    assert "ViT-L, 24 layers, eager, patch: skipped: out of time" in rows
+    start = rows.index("kernels of a step: A is compile, B is tilenorm-compile: 32 layers of 4096")
+    assert rows[start + 2 : start + 6] == [
+        "triton_add 2 3.000 4.000 - - -",
+        "norm_backward of 7 arrays - - - 1 1.250 3.000",
+        "matmul 9 90.000 - 9 90.500 -",
+        "all kernels 11 93.000 4.000 10 91.750 3.000",
+    ]

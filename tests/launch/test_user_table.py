@@ -12,7 +12,7 @@ from tilenorm.launch.config import FORMS, Backward, Hints, RowForward, SharedFor
 from tilenorm.launch.target import Target
 from tilenorm.launch.user_table import Entry, Key, TableWarning
 from tilenorm.spec import NormSpec
-from tilenorm.tools import shipped
+from tilenorm.tools.dev import shipped
 
 H200 = Target.of("sm_90")
 SPEC = NormSpec("rms", 4096, "bfloat16", "bfloat16")

@@ -100,69 +100,58 @@ def test_segmentations(hidden, some):
 ROW = RowForward(1, Hints(2, 8), (4096, 1024))
 STREAM = StreamForward(1, Hints(2, 8), (4096, 1024), tma=True, store=True)
 SHARED = SharedForward(Hints(4), (1024,), packed=True)  # five blocks share a row
-WHOLE, CHUNK = Backward((8192,)), Backward((1024,))
-RIGHT = (ROW, STREAM, SHARED, WHOLE, CHUNK)
-WRONG = {
-    "rows 3 is not a power of two": replace(ROW, rows=3),
-    "hints out of range": replace(STREAM, hints=Hints(33)),
-    "hints out of range: Hints(": replace(SHARED, hints=Hints(2, 5)),
-    "tile loads need rows=1, ": replace(STREAM, rows=2),
-    "tile stores need tile loads": replace(STREAM, tma=False),
-    "not descending": replace(ROW, widths=(1024, 4096)),
-    "powers of two": replace(STREAM, widths=(4096, 1000)),
-    "do not fit a row of 5120": replace(ROW, widths=(4096, 1024, 1024)),
-    "(4096, 512) do not fit": replace(STREAM, widths=(4096, 512)),
-    "(8192,) hold a whole row of 5120, so that no blocks share it": replace(SHARED, widths=(8192,)),
-    "of a chunk do not end at a whole vector": replace(SHARED, widths=(1024, 4)),
-    "blocks that share rows need rows=1 and no tile loads": replace(CHUNK, rows=2),
-    "need rows=1 and no tile loads": replace(CHUNK, tma=True),
-    "together is 1, or at most the number of segments": SharedForward(
-        Hints(), (1024,) * 4, together=5
-    ),
-    "or at most the number of segments": SharedForward(Hints(), (1024,) * 4, together=0),
-    "which then have one width": SharedForward(Hints(), (2048, 1024), together=2),
-    "fetch needs segments of one width, here at most 4096 bytes": RowForward(
-        1, widths=(4096, 1024), fetch=True
-    ),
-    "at most 8192 bytes": RowForward(1, Hints(None, 8), (8192,), fetch=True),
-}
+WHOLE, CHUNK, TINY = Backward((8192,), packed=True), Backward((1024,)), Backward((16,))
+REREAD = Backward((512,), reread=True)
+VECTORS = "tile loads need rows=1, rows of whole vectors, and a GPU with TMA"
+TWO_BYTES = "packed needs rows with 16-bit elements"
+# (why it is refused, the configuration, what it would serve besides rows of 5120 in 16 bits)
+REFUSED = [
+    ("rows 3 is not a power of two", replace(ROW, rows=3), {}),
+    ("hints out of range", replace(STREAM, hints=Hints(33)), {}),
+    ("hints out of range: Hints(", replace(SHARED, hints=Hints(2, 5)), {}),
+    ("tile loads need rows=1, ", replace(STREAM, rows=2), {}),
+    ("tile stores need tile loads", replace(STREAM, tma=False), {}),
+    ("not descending", replace(ROW, widths=(1024, 4096)), {}),
+    ("powers of two", replace(STREAM, widths=(4096, 1000)), {}),
+    ("do not fit a row of 5120", replace(ROW, widths=(4096, 1024, 1024)), {}),
+    ("(4096, 512) do not fit", replace(STREAM, widths=(4096, 512)), {}),
+    ("(8192,) hold a whole row of 5120, so that no", replace(SHARED, widths=(8192,)), {}),
+    ("of a chunk do not end at a whole vector", replace(SHARED, widths=(1024, 4)), {}),
+    ("blocks that share rows need rows=1 and no tile loads", replace(CHUNK, rows=2), {}),
+    ("need rows=1 and no tile loads", replace(CHUNK, tma=True), {}),
+    ("together is 1, or at most the number", SharedForward(Hints(), (1024,) * 4, together=5), {}),
+    ("or at most the number of segments", SharedForward(Hints(), (1024,) * 4, together=0), {}),
+    ("which then have one width", SharedForward(Hints(), (2048, 1024), together=2), {}),
+    ("fetch needs segments of one width", RowForward(1, widths=(4096, 1024), fetch=True), {}),
+    ("at most 8192 bytes", RowForward(1, Hints(None, 8), (8192,), fetch=True), {}),
+    (VECTORS, STREAM, {"aligned": False}),
+    (VECTORS, STREAM, {"target": Target.of("sm_80")}),
+    (TWO_BYTES, SHARED, {"item_bytes": 4}),
+    (TWO_BYTES, WHOLE, {"item_bytes": 4}),
+    ("reread needs rows=1", replace(REREAD, rows=2), {"hidden": 512}),
+    ("needs more than 1024 chunks of 16", TINY, {"hidden": 16388, "item_bytes": 4}),
+]
+RIGHT = [(config, {}) for config in (ROW, STREAM, SHARED, WHOLE, CHUNK)]
+RIGHT += [(replace(config, packed=False), {"item_bytes": 4}) for config in (SHARED, WHOLE)]
+RIGHT += [(config, {"aligned": False}) for config in (SHARED, WHOLE)]
+RIGHT += [(REREAD, {"hidden": 512}), (TINY, {"hidden": 16384, "item_bytes": 4})]
+USUAL = {"hidden": 5120, "item_bytes": 2, "aligned": True, "target": H200}
 
 
-def served(hidden=5120, item_bytes=2, aligned=True, target=H200) -> Served:
-    return Served(hidden, item_bytes, aligned, target)
+@pytest.mark.parametrize("config, given", RIGHT, ids=str)
+def test_right_configurations_can_serve(config, given):
+    assert config.refusal(Served(**USUAL | given)) is None
 
 
-@pytest.mark.parametrize("config", RIGHT, ids=str)
-def test_right_configurations_can_serve(config):
-    assert config.refusal(served()) is None
+@pytest.mark.parametrize("message, config, given", REFUSED, ids=str)
+def test_wrong_configurations_say_why(message, config, given):
+    assert message in config.refusal(Served(**USUAL | given))
 
 
-@pytest.mark.parametrize("message", WRONG)
-def test_wrong_configurations_say_why(message):
-    assert message in WRONG[message].refusal(served())
-
-
-@pytest.mark.parametrize("config", [SHARED, Backward((8192,), packed=True)], ids=str)
-def test_packed_rows_have_16_bits(config):
-    assert config.refusal(served(aligned=False)) is None
-    message = "packed needs rows with 16-bit elements"
-    assert config.refusal(served(item_bytes=4)) == message
-    assert replace(config, packed=False).refusal(served(item_bytes=4)) is None
-
-
-def test_tiles_of_one_row_may_reread_weights():
-    config = Backward((512,), reread=True)
-    assert config.refusal(served(512)) is None
-    message = "reread needs rows=1"
-    assert replace(config, rows=2).refusal(served(512)) == message
+def test_weights_are_reread_or_fetched_if_there_are_weights():
     for weight in (None, "bfloat16"):
-        spec = NormSpec("layer", 16384, "bfloat16", weight)
-        found = candidates(spec, H200, "backward")
+        found = candidates(NormSpec("layer", 16384, "bfloat16", weight), H200, "backward")
         assert any(c.reread for c in found) == (weight is not None)
-
-
-def test_candidates_fetch_weights_if_there_are_weights():
-    for weight in (None, "bfloat16"):
         found = candidates(NormSpec("rms", 8192, "bfloat16", weight), H200, "forward")
         assert any(getattr(c, "fetch", False) for c in found) == (weight is not None)
 
@@ -180,15 +169,3 @@ def test_weights_of_several_segments_are_read_together():
             if config.together > 1:
                 vectors = 8 if dtype == "bfloat16" else 4
                 assert config.widths[0] == vectors * 32 * (config.hints.num_worker_warps or 4)
-
-
-def test_the_number_of_chunks_is_bounded():
-    config = Backward((16,))
-    assert config.refusal(served(16384, 4)) is None
-    assert "needs more than 1024 chunks of 16" in config.refusal(served(16388, 4))
-
-
-def test_tile_loads_need_vectors_and_the_hardware():
-    message = "tile loads need rows=1, rows of whole vectors, and a GPU with TMA"
-    assert message in STREAM.refusal(served(aligned=False))
-    assert message in STREAM.refusal(served(target=Target.of("sm_80")))

@@ -5,15 +5,13 @@ import shutil
 import subprocess
 
 import pytest
-from cuda.tile._cext import default_tile_context
 
 from tilenorm.launch.config import Backward, Hints
 from tilenorm.launch.target import Target
 from tilenorm.spec import NormSpec
 from tilenorm.tools import cubin
-from tilenorm.tools.precompile import calls_of
+from tilenorm.tools.precompile import calls_of, cubin_of
 from tilenorm.tools.search import plan_of
-from tilenorm.tools.signature import signature
 
 # Without spills and with; threads that only load; another version of the ELF format and three
 # launches, of blocks that share rows.
@@ -31,11 +29,7 @@ def cubins(request) -> list[bytes]:
     arch, config = COMPILED[request.param]
     spec = NormSpec("rms", 1024, "bfloat16", "bfloat16")
     calls = calls_of(plan_of(spec, Target.of(arch), "backward", config), 65536)
-    capability = divmod(int(arch.removeprefix("sm_")), 10)
-    return [
-        c.kernel._compile(signature(c.kernel, c.arguments), default_tile_context, capability)[0]
-        for c in calls
-    ]
+    return [cubin_of(call, arch) for call in calls]
 
 
 def cuobjdump() -> str | None:

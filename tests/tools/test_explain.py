@@ -15,7 +15,7 @@ from tilenorm.tools.explain import explain_spec, planned_device
 
 pytestmark = pytest.mark.usefixtures("no_memory")
 
-X, W = torch.ones(6, 4096, dtype=torch.bfloat16), torch.ones(4096, dtype=torch.bfloat16)
+X = torch.ones(6, 4096, dtype=torch.bfloat16)
 
 
 def planned(hidden=4096, rows=8192, arch="sm_90", backend=None, op="rms_norm", **fields):
@@ -107,54 +107,38 @@ def test_whole_rows_do_not_poll():
         assert step.constants["CHUNKS"] == 1 and step.constants.get("POLLS", 0) == 0
 
 
-OPTIONS = {
-    "6 heads": {"heads": 6},
-    "rounding early": {"rounding": "early"},
-    "offset 1": {"offset": 1.0},
-    "residual float32": {"op": "add_layer_norm", "residual": "float32"},
-    "residual float32 after the norm": {"op": "layer_norm_add", "skip": "float32"},
-    "gate bfloat16 after the norm": {"op": "gated_rms_norm"},
-    "gate float32 before the norm": {
-        "op": "gated_rms_norm",
-        "gate": "float32",
-        "gate_first": True,
-    },
-}
-
-
-@pytest.mark.parametrize("text", OPTIONS)
-def test_options_are_told(text):
-    assert text in str(planned(128, 600, weight="bfloat16", **OPTIONS[text]))
-
-
-def test_bytes_are_what_the_mathematics_moves():
-    matrix, vector = 10 * 64 * 2, 64
-    found = planned(64, 10, weight="float32", bias="bfloat16")
-    assert found.forward_bytes == 2 * matrix + 4 * vector + 2 * vector
-    assert found.backward_bytes == 3 * matrix + 4 * vector + 4 * vector + 2 * vector
-    assert planned(64, 10).backward_bytes == 3 * matrix
-    assert f"forward: {found.forward_bytes:,} bytes" in str(found)
-
-
 MATRIX = 10 * 64 * 2  # a matrix of ten rows in 16 bits
-# Reads and writes of whole matrices: forward, backward.
+VECTOR = 64 * 2
+# Bytes of whole matrices and of parameters, which are read and written: forward, backward.
 BYTES = {
-    "layer_norm": ({}, 2, 3),
-    "add_rms_norm": ({}, 4, 4),  # x, residual, sum, y; dy, dsum, sum, and one gradient for both
-    "add_layer_norm": ({"residual": "float32"}, 2 + 4, 2 + 4 + 2),
-    "gated_rms_norm": ({}, 3, 5),
-    "add_rms_norm, two residuals": ({"addend": "bfloat16"}, 5, 4),
-    "rms_norm_add": ({}, 3, 3),  # the residual's gradient is that of the output
-    "layer_norm_add": ({"skip": "float32"}, 1 + 2 + 2, 1 + 2 + 1),
-    "gated_layer_norm": ({}, 3, 5),
+    "rms_norm": ({}, 2 * MATRIX, 3 * MATRIX),
+    "rms_norm, parameters": (
+        {"weight": "float32", "bias": "bfloat16"},
+        *(2 * MATRIX + 2 * VECTOR + VECTOR, 3 * MATRIX + 2 * VECTOR + 2 * VECTOR + VECTOR),
+    ),
+    "rms_norm, heads": (
+        {"weight": "bfloat16", "heads": 5},
+        *(2 * MATRIX + 5 * VECTOR, 3 * MATRIX + 2 * 5 * VECTOR),
+    ),
+    "layer_norm": ({}, 2 * MATRIX, 3 * MATRIX),
+    # x, residual, sum, y; dy, dsum, sum, and one gradient for both
+    "add_rms_norm": ({}, 4 * MATRIX, 4 * MATRIX),
+    "add_layer_norm": ({"residual": "float32"}, (2 + 4) * MATRIX, (2 + 4 + 2) * MATRIX),
+    "gated_rms_norm": ({}, 3 * MATRIX, 5 * MATRIX),
+    "add_rms_norm, two residuals": ({"addend": "bfloat16"}, 5 * MATRIX, 4 * MATRIX),
+    # The residual's gradient is that of the output.
+    "rms_norm_add": ({}, 3 * MATRIX, 3 * MATRIX),
+    "layer_norm_add": ({"skip": "float32"}, (1 + 2 + 2) * MATRIX, (1 + 2 + 1) * MATRIX),
+    "gated_layer_norm": ({}, 3 * MATRIX, 5 * MATRIX),
 }
 
 
 @pytest.mark.parametrize("op", BYTES)
-def test_bytes_of_the_others(op):
+def test_bytes_are_what_the_mathematics_moves(op):
     fields, forward, backward = BYTES[op]
     found = planned(64, 10, op=op.partition(",")[0], **fields)
-    assert (found.forward_bytes, found.backward_bytes) == (forward * MATRIX, backward * MATRIX)
+    assert (found.forward_bytes, found.backward_bytes) == (forward, backward)
+    assert f"forward: {forward:,} bytes" in str(found)
 
 
 def test_several_terms_of_dy():
@@ -165,27 +149,32 @@ def test_several_terms_of_dy():
     assert found.backward_source.startswith("tuned/sm_90, ")
 
 
-def test_bytes_of_heads():
-    found = planned(64, 10, weight="bfloat16", heads=5)
-    vectors = 5 * 64 * 2
-    assert found.forward_bytes == 2 * MATRIX + vectors
-    assert found.backward_bytes == 3 * MATRIX + 2 * vectors
+TUNED = "tuned/sm_90"
 
 
-def test_where_configurations_come_from(tables):
-    found = planned(weight="bfloat16")
-    assert (found.forward_source, found.backward_source) == ("tuned/sm_90", "tuned/sm_90")
-    assert f"backward: {found.backward_bytes:,} bytes, configuration: tuned/sm_90" in str(found)
-    assert planned(arch="sm_100").forward_source == "heuristic, untimed"
-    twice = planned(op="add_rms_norm", weight="bfloat16", addend="bfloat16")
-    assert twice.forward_source == "tuned/sm_90, timed with one residual"
-    assert twice.backward_source == "tuned/sm_90"
-    after = planned(op="rms_norm_add", weight="bfloat16")
-    assert after.forward_source == "tuned/sm_90, timed as add_rms_norm"
-    assert after.backward_source == "tuned/sm_90"
-    gated = planned(op="gated_layer_norm", weight="bfloat16")
-    assert gated.forward_source == gated.backward_source == "tuned/sm_90, timed with RMSNorm"
-    assert planned(backend="reference").forward_source is None
+@pytest.mark.parametrize(
+    "fields, forward, backward",
+    [
+        ({}, TUNED, TUNED),
+        ({"arch": "sm_100"}, "heuristic, untimed", "heuristic, untimed"),
+        ({"backend": "reference"}, None, None),
+        (
+            {"op": "add_rms_norm", "addend": "bfloat16"},
+            *(f"{TUNED}, timed with one residual", TUNED),
+        ),
+        ({"op": "rms_norm_add"}, f"{TUNED}, timed as add_rms_norm", TUNED),
+        ({"op": "gated_layer_norm"}, *[f"{TUNED}, timed with RMSNorm"] * 2),
+    ],
+    ids=str,
+)
+def test_where_configurations_come_from(fields, forward, backward, tables):
+    found = planned(weight="bfloat16", **fields)
+    assert (found.forward_source, found.backward_source) == (forward, backward)
+    if backward:
+        assert f"backward: {found.backward_bytes:,} bytes, configuration: {backward}" in str(found)
+
+
+def test_a_configuration_comes_from_a_users_table(tables):
     key = user_table.Key("forward", "rms_norm", 2, 4096, True, False)
     measured = user_table.Entry(key, RowForward(4), 1.0, 0.0, 1, 1.0, 16, "", {}, {}, "", "", "")
     path = user_table.path_of("sm_90")
@@ -194,22 +183,25 @@ def test_where_configurations_come_from(tables):
     found = planned(weight="bfloat16")
     assert found.forward_source == f"user table {path}"
     assert found.forward[0].constants["ROWS"] == 4
-    assert found.backward_source == "tuned/sm_90"
+    assert found.backward_source == TUNED
 
 
-def test_no_parameters_no_column_sum():
+def test_no_parameters_no_column_sum_and_no_rows_no_launch():
     assert [s.kernel for s in planned().backward] == ["norm_backward"]
-
-
-def test_no_rows_no_launch():
     found = planned(rows=0)
     assert (found.chosen, found.forward, found.backward) == ("cutile", (), ())
 
 
-def test_a_backend_asked_for():
-    found = planned(backend="reference")
-    assert (found.chosen, found.forward) == ("reference", ())
-    assert found.refused == {"cutile": "backend 'reference' was asked for"}
+@pytest.mark.parametrize(
+    "backend, chosen, refused",
+    [
+        ("reference", "reference", {"cutile": "backend 'reference' was asked for"}),
+        ("triton", None, {"triton": "asked for, but there is no such backend"}),
+    ],
+)
+def test_a_backend_asked_for(backend, chosen, refused):
+    found = planned(backend=backend)
+    assert (found.chosen, found.forward, found.refused) == (chosen, (), refused)
 
 
 @pytest.mark.parametrize("how", ["argument", "environment"])
@@ -222,12 +214,6 @@ def test_a_backend_that_would_raise(how, monkeypatch):
     assert found.chosen is None
     assert found.refused["cutile"].startswith("asked for, but the input is on cpu")
     assert "served by nothing: the call raises" in str(found)
-
-
-def test_a_backend_that_does_not_exist():
-    found = planned(backend="triton")
-    assert found.chosen is None
-    assert found.refused == {"triton": "asked for, but there is no such backend"}
 
 
 def test_an_op_that_does_not_exist():

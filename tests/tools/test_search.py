@@ -12,6 +12,7 @@ from tilenorm.tools.precompile import Compiled
 from tilenorm.tools.search import (
     MOST_SAMPLES,
     Candidate,
+    How,
     Measured,
     compile_candidates,
     prune,
@@ -39,19 +40,19 @@ def test_spilling_candidates_are_dropped():
     assert kept(found, spilled=0) == [2]
     assert kept(found, spilled=0, keep=found[2].config) == [2, 4]
     assert "spills 200 bytes" in prune(found, H200)[RowForward(4)]
+    # Where all spill, the least spilling stay.
+    assert kept([candidate(1, spill_bytes=800), candidate(2, spill_bytes=600)]) == [2]
 
 
-def test_where_all_spill_the_least_spilling_stay():
-    spilling = [candidate(1, spill_bytes=800), candidate(2, spill_bytes=600)]
-    assert kept(spilling) == [2]
-
-
-def test_what_does_not_fit_is_dropped():
+def test_what_does_not_fit_or_compile_is_dropped():
     large = candidate(1, shared_bytes=228 * 1024)
     assert kept([large, candidate(2, registers=255, threads=384), candidate(4)]) == [4]
     assert kept([candidate(1, shared_bytes=227 * 1024)]) == [1]
     # What would spill least is no measure if it cannot run.
     assert kept([large, candidate(2, spill_bytes=900)]) == [2]
+    failed = Candidate(RowForward(8), failed="does not compile: because")
+    assert prune([failed, candidate(1)], H200)[RowForward(8)] == "does not compile: because"
+    assert kept([failed]) == []
 
 
 def test_blocks_that_wait_for_others_are_dropped():
@@ -73,18 +74,14 @@ def test_the_same_code_is_timed_once():
     assert kept([candidate(1, code="a"), replace(twin, grids=((50,),))]) == [1, 2]
 
 
-def test_what_does_not_compile_is_dropped():
-    failed = Candidate(RowForward(8), failed="does not compile: because")
-    assert prune([failed, candidate(1)], H200)[RowForward(8)] == "does not compile: because"
-    assert prune([failed], H200) == {RowForward(8): "does not compile: because"}
-
-
 def test_compiling_candidates(tmp_path, monkeypatch):
     spec = NormSpec("rms", 1024, "bfloat16", "bfloat16")
     right = RowForward(1, Hints(4), (1024,))
     configs = [right, replace(right, hints=Hints(8)), replace(right, widths=(1000,))]
     lines = []
-    found = compile_candidates(spec, H200, "forward", 4096, configs, 1, lines.append)
+    found = compile_candidates(
+        spec, H200, "forward", 4096, configs, How(processes=1, report=lines.append)
+    )
     assert [c.config for c in found] == configs
     assert found[0].failed is found[1].failed is None
     assert found[0].grids == ((1, 4096, 1),)
@@ -102,8 +99,8 @@ def test_compiling_candidates(tmp_path, monkeypatch):
 )
 def test_compiling_blocks_that_share_rows(kernel, config, together):
     spec = NormSpec("rms", 65536, "bfloat16", "bfloat16")
-    how = (spec, H200, config.direction)
-    (found,) = compile_candidates(*how, 64, [config], 1, lambda _: None)
+    search = (spec, H200, config.direction, 64, [config])
+    (found,) = compile_candidates(*search, How(processes=1))
     assert found.failed is None and found.together == together
     assert [k.kernel for k in found.kernels[:2]] == ["clear_slots", kernel]
     assert prune([found], H200) == {config: None}
@@ -160,16 +157,10 @@ def test_stops_in_time(seconds):
     assert all(fastest.us <= m.us for _, m in ranking if m.samples >= fastest.samples)
 
 
-def test_without_time_nothing_is_ranked():
+def test_few_choices_and_their_statistics():
     assert FakeGpu({"a": 1.0}, 0.0).rank(0.0) == []
     assert rank([], lambda _: 0.0, 1.0, lambda _: None) == []
-
-
-def test_one_choice_is_measured():
     ((name, measured),) = FakeGpu({"a": 10.0}, 0.0).rank()
     assert (name, measured.us) == ("a", 10.0)
-
-
-def test_statistics():
     assert Measured.of([5.0]) == Measured(5.0, 0.0, 1)
     assert Measured.of([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]) == Measured(3.5, 3.0, 6)

@@ -17,7 +17,7 @@ from tilenorm.spec import NormSpec
 from tilenorm.tools import tune as tuning
 from tilenorm.tools.candidates import candidates
 from tilenorm.tools.explain import planned_device
-from tilenorm.tools.search import plan_of
+from tilenorm.tools.search import How, plan_of
 from tilenorm.tools.tune import Trials, ordered_candidates, whole_rows
 
 H200 = cases.target("sm_90")
@@ -132,7 +132,7 @@ def pretended(tables, monkeypatch):
 @each_direction
 def test_the_fastest_right_candidate_is_found(direction, pretended):
     spec, told = NormSpec("rms", 256, "bfloat16", "bfloat16"), []
-    found = tuning.tune(spec, direction, seconds=5, processes=1, report=told.append)
+    found = tuning.tune(spec, direction, How(seconds=5, processes=1, report=told.append))
     assert (found.config.rows, found.config.widths) == (4, (256,))
     assert found.key == user_table.Key(direction, "rms_norm", 2, 256, True, False)
     assert (found.us, found.spread, found.gb_s) == (70.0, 0.0, 1000.0)
@@ -148,7 +148,7 @@ def test_the_fastest_right_candidate_is_found(direction, pretended):
 
 def test_the_entry_of_several_terms(pretended):
     spec = NormSpec("rms", 256, "bfloat16", "bfloat16")
-    found = tuning.tune(spec, "backward", seconds=5, processes=1, terms=2)
+    found = tuning.tune(spec, "backward", How(seconds=5, processes=1, terms=2))
     assert found.key == user_table.Key("backward", "rms_norm", 2, 256, True, False, 2)
     assert found.spec.endswith(", 2 terms of dy")
 
@@ -166,27 +166,27 @@ def test_first_samples_do_not_count(pretended, monkeypatch):
 
     monkeypatch.setattr(tuning.Trials, "sample", noted)
     monkeypatch.setattr(tuning, "rank", ranked)
-    tuning.tune(NormSpec("rms", 256, "bfloat16"), "forward", seconds=5, processes=1)
+    tuning.tune(NormSpec("rms", 256, "bfloat16"), "forward", How(seconds=5, processes=1))
     assert len(sampled) > len(set(sampled))
 
 
-def test_no_right_candidate(pretended, monkeypatch):
-    monkeypatch.setattr(tuning.Trials, "wrong", lambda self, plan: "it differs")
-    spec = NormSpec("rms", 256, "bfloat16", "bfloat16")
-    with pytest.raises(RuntimeError, match="no candidate gives the reference's results"):
-        tuning.tune(spec, "forward", processes=1)
-
-
-def test_no_candidate_that_compiles(pretended, monkeypatch):
-    monkeypatch.setattr(tuning, "candidates", lambda *_: [])
-    monkeypatch.setattr(heuristics, "forward", lambda *_: RowForward(widths=(100,)))
-    with pytest.raises(RuntimeError, match="rms_norm 256: does not compile: "):
-        tuning.tune(NormSpec("rms", 256, "bfloat16"), "forward", processes=1)
-
-
-def test_no_time(pretended):
-    with pytest.raises(RuntimeError, match="too short to time anything"):
-        tuning.tune(NormSpec("rms", 256, "bfloat16"), "forward", seconds=0, processes=1)
+@pytest.mark.parametrize(
+    "what, message",
+    [
+        ("is right", "no candidate gives the reference's results"),
+        ("compiles", "rms_norm 256: does not compile: "),
+        ("has time", "too short to time anything"),
+    ],
+)
+def test_why_nothing_was_found(what, message, pretended, monkeypatch):
+    if what == "is right":
+        monkeypatch.setattr(tuning.Trials, "wrong", lambda self, plan: "it differs")
+    if what == "compiles":
+        monkeypatch.setattr(tuning, "candidates", lambda *_: [])
+        monkeypatch.setattr(heuristics, "forward", lambda *_: RowForward(widths=(100,)))
+    how = How(seconds=0.0 if what == "has time" else 20.0, processes=1)
+    with pytest.raises(RuntimeError, match=message):
+        tuning.tune(NormSpec("rms", 256, "bfloat16"), "forward", how)
 
 
 @NEEDS_GPU

@@ -1,1 +1,1 @@
-"""Tools that no call of an op needs: precompile, tune, explain, info and digests."""
+"""Tools that no call of an op needs: precompile, tune, explain and info."""

@@ -1,7 +1,7 @@
 """The configurations that the tuner tries for a spec."""
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import product
 
 from ..launch import heuristics
@@ -90,6 +90,18 @@ def candidates(spec: NormSpec, target: Target, direction: str) -> list[Config]:
 def explicit(config: Config, hidden: int) -> Config:
     """The same configuration with its widths written out."""
     return config if config.widths else replace(config, widths=(tile_width(hidden),))
+
+
+def written(value) -> str:
+    """The Python call that creates a dataclass, without arguments that are the default."""
+    if not hasattr(value, "__dataclass_fields__"):
+        return repr(value)
+    given = (
+        f"{field.name}={written(getattr(value, field.name))}"
+        for field in fields(value)
+        if getattr(value, field.name) != field.default
+    )
+    return f"{type(value).__name__}({', '.join(given)})"
 
 
 def segmentations(hidden: int) -> list[tuple[int, ...]]:

@@ -269,6 +269,10 @@ def options_of(spec: NormSpec, terms: int = 1) -> str:
     return ", ".join(parts)
 
 
+def title(spec: NormSpec, terms: int = 1) -> str:
+    return f"{spec.op} {spec.hidden} {spec.dtype} ({options_of(spec, terms)})"
+
+
 def planned_device(arch: str) -> Device:
     """A device of an architecture, with a sufficient driver. It need not be in this machine."""
     return Device("cuda", Target.of(arch), MIN_DRIVER)

@@ -20,8 +20,11 @@ from ..launch.toolchain import cache_problem
 from ..launch.user_table import TableWarning
 from ..spec import NormSpec
 from .cubin import resources
+from .explain import title
 from .pieces import piece_calls
 from .signature import ArrayLike, signature
+
+RESOURCES = " regs spill B  smem B"  # what resources_of writes
 
 
 @dataclass(frozen=True)
@@ -162,6 +165,26 @@ def precompile(
     with compiling(_compile_nth, work, processes) as results:
         for n in counts:
             yield [next(results) for _ in range(n)]
+
+
+def listed(
+    specs: list[NormSpec],
+    target: Target,
+    processes: int | None,
+    calls: Callable[[NormSpec, Target], list[Call]],
+) -> Iterator[str]:
+    """Compile each spec into cuTile's cache, and list the kernels with their resources."""
+    results = precompile(specs, target, processes, calls)
+    for spec, kernels in zip(specs, results, strict=True):
+        yield f"{title(spec)} for {target.arch}"
+        yield f"  {'kernel':<14} {'hints':<40} seconds {RESOURCES}"
+        for kernel in kernels:
+            name = f"  {kernel.kernel:<14} {kernel.hints:<40} {kernel.seconds:>7.2f}"
+            yield f"{name} {resources_of(kernel)}"
+
+
+def resources_of(kernel: Compiled) -> str:
+    return f"{kernel.registers:>5} {kernel.spill_bytes:>7} {kernel.shared_bytes:>7}"
 
 
 @contextmanager

@@ -16,9 +16,8 @@ from ..launch.plan import BackwardPlan, ForwardPlan, backward_spec
 from ..launch.target import REGISTERS, Target
 from ..launch.toolchain import CompileError
 from ..spec import NormSpec
-from .candidates import MOST_SPILLED
+from .candidates import MOST_SPILLED, written
 from .precompile import Compiled, calls_of, compile_call, compiling
-from .shipped import written
 
 HELPERS = ("clear_slots", "column_sum")  # kernels that run before and after the norm's kernel
 FIRST_SAMPLES, MOST_SAMPLES = 3, 200
@@ -26,6 +25,23 @@ ENOUGH_SAMPLES = 12  # with fewer samples the spread does not tell two choices a
 HOPELESS = 1.3  # times the fastest; a slower choice is dropped
 
 Choice = TypeVar("Choice")
+
+
+@dataclass(frozen=True)
+class How:
+    """How to search.
+
+    rows: of the timed input; None is as many as fit. seconds: time for timing, after compiling.
+    processes: that compile; None is all cores. spilled: bytes that a thread may spill. report:
+    called with each line of progress. terms: how many tensors make up dy.
+    """
+
+    rows: int | None = None
+    seconds: float = 20.0
+    processes: int | None = None
+    spilled: int = MOST_SPILLED
+    report: Callable[[str], None] = lambda _: None
+    terms: int = 1
 
 
 @dataclass(frozen=True)
@@ -79,18 +95,16 @@ def compile_candidates(
     direction: str,
     rows: int,
     configs: list[Config],
-    processes: int | None,
-    report: Callable[[str], None],
-    terms: int = 1,
+    how: How,
 ) -> list[Candidate]:
     """Compile each configuration for `rows` contiguous rows into cuTile's cache."""
-    work = partial(_compiled, spec, target, direction, rows, terms)
+    work = partial(_compiled, spec, target, direction, rows, how.terms)
     compiled = []
-    with compiling(work, configs, processes) as results:
+    with compiling(work, configs, how.processes) as results:
         for candidate in results:
             compiled.append(candidate)
             if len(compiled) % 20 == 0 or len(compiled) == len(configs):
-                report(f"compiled {len(compiled)} of {len(configs)}")
+                how.report(f"compiled {len(compiled)} of {len(configs)}")
     return compiled
 
 

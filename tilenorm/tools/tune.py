@@ -1,12 +1,13 @@
 """Tunes on the current GPU: makes inputs, checks the results of plans, and times them."""
 
 import datetime
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ..launch import heuristics
+from ..launch import heuristics, user_table
 from ..launch.calls import every_gradient
 from ..launch.config import Config
 from ..launch.target import Target
@@ -15,11 +16,10 @@ from ..launch.user_table import Entry, Key
 from ..ops import cutile, reference
 from ..ops.tensors import Saved, Tensors, trimmed
 from ..spec import NormSpec
-from .candidates import MOST_SPILLED, candidates, explicit, served_op
-from .explain import gpu, moved_bytes, options_of
-from .precompile import Compiled
-from .search import compile_candidates, plan_of, prune, rank
-from .shipped import written
+from .candidates import candidates, explicit, served_op, written
+from .explain import gpu, moved_bytes, options_of, title
+from .precompile import RESOURCES, Compiled, resources_of
+from .search import HELPERS, How, compile_candidates, plan_of, prune, rank
 
 EPS = 1e-6
 ELEMENTS = 1 << 26  # elements of a matrix that is timed
@@ -30,6 +30,40 @@ MOST_SETS = 64
 SAMPLE_BYTES = 2_000_000_000  # a sample moves at least this: half a millisecond on an H200
 MOST_CALLS = 128
 HEAD_START = 60_000  # GPU cycles (30 µs) for each call: the host queues a call faster
+
+
+def dry_run(searches: Sequence[tuple[NormSpec, str]], target: Target, how: How) -> Iterator[str]:
+    """Compile every candidate, and list which would be timed and why the others would not."""
+    for spec, direction in searches:
+        configs = ordered_candidates(spec, target, direction, how.terms)
+        rows = whole_rows(spec, how.rows or 65536)
+        results = compile_candidates(spec, target, direction, rows, configs, how)
+        reasons = prune(results, target, how.spilled, configs[0])
+        timed = sum(reason is None for reason in reasons.values())
+        name = f"{title(spec, how.terms)} {direction} on {target.arch}"
+        yield f"{name}: {timed} of {len(configs)} to be timed"
+        yield f"  {RESOURCES}"
+        for candidate in results:
+            reason = reasons[candidate.config]
+            main = [kernel for kernel in candidate.kernels if kernel.kernel not in HELPERS]
+            numbers = resources_of(main[0]) if main else " " * 21
+            yield f"  {numbers} {written(candidate.config)}{f': {reason}' if reason else ''}"
+
+
+def tuned(
+    searches: Sequence[tuple[NormSpec, str]], arch: str, path: Path, how: How
+) -> Iterator[str]:
+    """Tune each spec on this GPU, and write the fastest configuration into the table at a path."""
+    for spec, direction in searches:
+        name = f"{title(spec, how.terms)} {direction}"
+        how.report(name)
+        entry = tune(spec, direction, how)
+        user_table.write(path, arch, [entry])
+        measured = f"{entry.us} µs, spread {entry.spread:.2%}, {entry.gb_s} GB/s"
+        yield f"{name}: {measured}, {entry.samples} samples"
+        yield f"  {written(entry.config)}"
+    if searches:
+        yield f"written to {path}"
 
 
 class Trials:
@@ -133,33 +167,22 @@ class Trials:
         return reference.backward(self.spec, every_gradient(self.spec), *inputs)
 
 
-def tune(
-    spec: NormSpec,
-    direction: str,
-    rows: int | None = None,
-    seconds: float = 20.0,
-    processes: int | None = None,
-    spilled: int = MOST_SPILLED,
-    report: Callable[[str], None] = lambda _: None,
-    terms: int = 1,
-) -> Entry:
+def tune(spec: NormSpec, direction: str, how: How) -> Entry:
     """The fastest configuration for a spec on the current GPU, with its measurement.
 
     direction: "forward" saves what the backward pass needs; "backward" computes every gradient.
-    rows: rows of the timed input; by default 64 Mi elements, or fewer if memory is short.
-    seconds: time for timing, after compiling. report: called with each line of progress. terms: how
-    many tensors make up dy.
+    Without how.rows the timed input has 64 Mi elements, or fewer if memory is short.
     Raises ValueError if no table serves the spec. Raises RuntimeError if no candidate compiles or
     gives right results, if the time is too short, or if cuTile's cache is off.
     """
     target = gpu().target
     index = torch.cuda.current_device()
-    rows = whole_rows(spec, rows or _rows_in_memory(spec, terms))
+    terms, report = how.terms, how.report
+    rows = whole_rows(spec, how.rows or _rows_in_memory(spec, terms))
     op = served_op(spec, direction)
     configs = ordered_candidates(spec, target, direction, terms)
-    work = (spec, target, direction, rows, configs, processes, report, terms)
-    compiled = compile_candidates(*work)
-    reasons = prune(compiled, target, spilled, configs[0])
+    compiled = compile_candidates(spec, target, direction, rows, configs, how)
+    reasons = prune(compiled, target, how.spilled, configs[0])
     timed = {c.config: c for c in compiled if reasons[c.config] is None}
     report(f"{len(timed)} of {len(configs)} to be timed")
     if not timed:
@@ -181,9 +204,11 @@ def tune(
         raise RuntimeError(f"{spec.op} {spec.hidden}: no candidate gives the reference's results")
     for plan in plans.values():
         trials.sample(plan)  # not counted: an idle GPU is slow at first, and memory is allocated
-    ranking = rank(list(plans), lambda config: trials.sample(plans[config]), seconds, report)
+    ranking = rank(list(plans), lambda config: trials.sample(plans[config]), how.seconds, report)
     if not ranking:
-        raise RuntimeError(f"{spec.op} {spec.hidden}: {seconds} s are too short to time anything")
+        raise RuntimeError(
+            f"{spec.op} {spec.hidden}: {how.seconds} s are too short to time anything"
+        )
     config, best = ranking[0]
     before = dict(ranking).get(configs[0])
     if before:

@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from itertools import product
 from typing import NamedTuple
 
-from ..launch.calls import Call, Needs, every_gradient
-from ..launch.plan import BackwardPlan, ForwardPlan, plan_backward, plan_forward
-from ..launch.target import Target
-from ..launch.tuned import TABLES
-from ..spec import ITEM_BYTES, NormSpec, Quantization
-from .pieces import piece_calls
-from .precompile import calls_of, compile_call, compiling
+from ...launch.calls import Call, Needs, every_gradient
+from ...launch.plan import BackwardPlan, ForwardPlan, plan_backward, plan_forward
+from ...launch.target import Target
+from ...launch.tuned import TABLES
+from ...spec import ITEM_BYTES, NormSpec, Quantization
+from ..pieces import piece_calls
+from ..precompile import calls_of, compile_call, compiling
 
 LARGE, SMALL = 65537, 33  # rows of a large batch and of a small batch
 DTYPES = ("bfloat16", "float32")

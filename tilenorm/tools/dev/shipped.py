@@ -1,12 +1,13 @@
 """Prints a user's table as the Python text of a table in launch/tuned/."""
 
 from collections.abc import Iterable
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import groupby, pairwise
 
-from ..launch.config import RowForward, Served, StreamForward, tile_width
-from ..launch.target import Target
-from ..launch.user_table import Entry
+from ...launch.config import RowForward, Served, StreamForward, tile_width
+from ...launch.target import Target
+from ...launch.user_table import Entry
+from ..candidates import written
 
 
 def render(entries: Iterable[Entry], arch: str) -> str:
@@ -60,15 +61,3 @@ def _general(entry: Entry):
     if whole and config.widths == (tile_width(entry.key.hidden),):
         return replace(config, widths=None)
     return config
-
-
-def written(value) -> str:
-    """The Python call that creates a dataclass, without arguments that are the default."""
-    if not hasattr(value, "__dataclass_fields__"):
-        return repr(value)
-    given = (
-        f"{field.name}={written(getattr(value, field.name))}"
-        for field in fields(value)
-        if getattr(value, field.name) != field.default
-    )
-    return f"{type(value).__name__}({', '.join(given)})"

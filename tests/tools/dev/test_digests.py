@@ -1,16 +1,19 @@
 """Digests: every configuration of a table has a line, and a line changes with the machine code."""
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from tilenorm import tools
 from tilenorm.__main__ import main
 from tilenorm.launch.calls import every_gradient
 from tilenorm.launch.target import MULTIPROCESSORS, Target
 from tilenorm.launch.tuned import TABLES
 from tilenorm.spec import NormSpec
-from tilenorm.tools import digests
-from tilenorm.tools.digests import Case
+from tilenorm.tools.dev import digests
+from tilenorm.tools.dev.digests import Case
 
 TARGET = Target.of("sm_90")
 RMS = NormSpec("rms", 128, "bfloat16", "bfloat16")
@@ -35,6 +38,11 @@ def test_every_configuration_of_a_table_has_a_case(arch, direction):
         if config is not None and (key[1], hidden, config) not in configured
     ]
     assert sizes and not missing
+
+
+def test_tools_for_users_import_nothing_for_contributors():
+    for path in Path(tools.__path__[0]).glob("*.py"):
+        assert "dev" not in re.findall(r"^ *from \.(\w*)", path.read_text(), re.MULTILINE), path
 
 
 @pytest.mark.parametrize("arch", MULTIPROCESSORS)

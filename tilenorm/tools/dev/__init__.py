@@ -1,0 +1,1 @@
+"""What only contributors use: digests of compiled code, and the text of a shipped table."""

@@ -1,0 +1,189 @@
+"""The options of the command line, and the specs and searches that they ask for."""
+
+import argparse
+from itertools import product
+from pathlib import Path
+
+from ..launch.toolchain import cache_problem
+from ..ops.registry import DTYPES, Device, refusals
+from ..spec import (
+    FP8,
+    GROUPS,
+    LAYOUTS,
+    MAX_TERMS,
+    OPS,
+    QUANTIZED_OPS,
+    WORDS,
+    NormSpec,
+    Quantization,
+)
+from .candidates import MOST_SPILLED, served_op
+from .explain import gpu, planned_device
+
+TERMS = range(1, MAX_TERMS + 1)  # of dy
+
+
+class RefusedError(Exception):
+    """The command cannot run; the message says why."""
+
+
+def check_cache() -> None:
+    if problem := cache_problem():
+        raise RefusedError(f"{problem}: nothing would be kept")
+
+
+def tuned_device(asked: argparse.Namespace) -> Device:
+    """This machine's GPU, or, in a dry run, a GPU of the architecture from --arch."""
+    if not asked.hidden and not asked.shipped:
+        raise RefusedError("--hidden: needs at least one size")
+    if asked.dry_run and not asked.arch:
+        raise RefusedError("--dry-run: needs --arch")
+    if asked.arch and asked.hidden and not asked.dry_run:
+        raise RefusedError("--arch: tune times on this GPU; only --dry-run takes an architecture")
+    try:
+        return planned_device(asked.arch) if asked.arch else gpu()
+    except RuntimeError as error:
+        raise RefusedError(str(error)) from error
+
+
+def searches(asked: argparse.Namespace, device: Device) -> list[tuple[NormSpec, str]]:
+    """(spec, direction) of each search. Refuses specs that no table can serve."""
+    directions = asked.direction
+    if asked.terms > 1:
+        directions = [name for name in directions if name == "backward"]
+        if not directions:
+            raise RefusedError("--terms: the forward pass takes none; tune --direction backward")
+    found = list(product(served(asked, device), directions))
+    for spec, direction in found:
+        try:
+            served_op(spec, direction)
+        except ValueError as error:
+            raise RefusedError(str(error)) from error
+    return found
+
+
+def served(asked: argparse.Namespace, device: Device) -> list[NormSpec]:
+    """The specs. Refuses specs that the kernels do not serve, and a cache that is off."""
+    check_cache()
+    specs = specs_of(asked)
+    for spec in specs:
+        if reason := refusals(spec, 1, device)["cutile"]:
+            raise RefusedError(reason)
+    return specs
+
+
+def specs_of(asked: argparse.Namespace) -> list[NormSpec]:
+    return [_spec(asked, *which) for which in product(asked.op, asked.hidden, asked.dtype)]
+
+
+def _spec(asked: argparse.Namespace, op: str, hidden: int, dtype: str) -> NormSpec:
+    added, after, gated = op.startswith("add_"), op.endswith("_add"), op.startswith("gated_")
+    branches = added and op not in QUANTIZED_OPS and asked.residuals == 1
+    for name, given, taken, why in (
+        ("--residual-dtype", asked.residual_dtype, added or after, "takes no residual"),
+        ("--residuals", asked.residuals > 1, added, "takes no residual"),
+        ("--dropout-mask", asked.dropout_mask, branches, "takes none, or not with these options"),
+        ("--layer-scale", asked.layer_scale, branches, "takes none, or not with these options"),
+        ("--gate-first", asked.gate_first, gated, "takes no gate"),
+        ("--activation", asked.activation, gated, "takes no gate"),
+    ):
+        if given and not taken:
+            raise RefusedError(f"{name}: {op} {why}")
+    parameter, affine = asked.weight_dtype or dtype, asked.bias or not asked.no_weight
+    fields = {
+        "weight": None if asked.no_weight else parameter,
+        "bias": parameter if asked.bias else None,
+        "offset": asked.offset,
+        # As in a call: one head, or heads without parameters, count as no heads.
+        "heads": asked.heads if asked.heads > 1 and affine else 0,
+        "rounding": asked.rounding,
+        "gate_first": asked.gate_first,
+        "activation": asked.activation or "silu",
+        "addend": dtype if asked.residuals > 1 else None,
+        "dropout_mask": "bool" if asked.dropout_mask else None,
+        "dropout_scale": asked.dropout_mask or 1.0,
+        "layer_scale": parameter if asked.layer_scale else None,
+    }
+    if asked.residual_dtype:
+        fields["skip" if after else "residual"] = asked.residual_dtype
+    if op in QUANTIZED_OPS:
+        fields["quantized"] = _quantization(asked, hidden)
+    return NormSpec.of(op, hidden, dtype, **fields)
+
+
+def _quantization(asked: argparse.Namespace, hidden: int) -> Quantization:
+    """What the options ask for, of rows of `hidden` elements."""
+    scaling, group = asked.scaling, GROUPS[asked.scaling] or 1
+    layout = asked.layout or LAYOUTS[scaling][0]
+    if layout not in LAYOUTS[scaling]:
+        takes = " or ".join(LAYOUTS[scaling])
+        raise RefusedError(f"--layout: takes {takes} with --scaling {scaling}, got {layout}")
+    if hidden % group:
+        raise RefusedError(f"--hidden: takes a multiple of {group} with --scaling {scaling}")
+    if asked.power_of_2 and scaling not in ("row", "block"):
+        raise RefusedError("--power-of-2: takes --scaling row or block")
+    return Quantization(scaling, asked.fp8, asked.power_of_2, layout, asked.return_output)
+
+
+def add_spec(command: argparse.ArgumentParser, size: dict) -> None:
+    """Add the options that describe specs. size: whether --hidden is required."""
+    add = command.add_argument
+    add("--op", nargs="+", default=["rms_norm"], choices=OPS + QUANTIZED_OPS)
+    add("--hidden", type=_positive, nargs="+", metavar="N", **size)
+    add("--dtype", nargs="+", default=["bfloat16"], choices=DTYPES)
+    add("--weight-dtype", choices=DTYPES, help="default: --dtype")
+    add("--no-weight", action="store_true")
+    add("--bias", action="store_true", help="with a bias of the weight's dtype")
+    add("--offset", type=float, default=0.0, help="added to the weight")
+    add("--heads", type=_positive, default=0, help="each head has its own weight")
+    add("--rounding", default="late", choices=WORDS["rounding"])
+    add("--residual-dtype", choices=DTYPES, help="default: --dtype")
+    add("--residuals", type=int, default=1, choices=(1, 2), help="how many are added to the input")
+    add("--dropout-mask", type=float, metavar="S", help="the input is times a mask and times S")
+    add("--layer-scale", action="store_true", help="the input is times a vector")
+    add("--gate-first", action="store_true", help="gate, then normalise")
+    add("--activation", choices=WORDS["activation"], help="of the gate (silu)")
+    layouts = sorted({layout for found in LAYOUTS.values() for layout in found})
+    add("--scaling", default="row", choices=GROUPS, help="of a quantised norm")
+    add("--fp8", default="float8_e4m3fn", choices=FP8, help="what it writes")
+    add("--power-of-2", action="store_true", help="its scales are powers of two")
+    add("--layout", choices=layouts, help="of its scales")
+    add("--return-output", action="store_true", help="it writes y too")
+
+
+def add_processes(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--processes", type=_positive, help="default: all cores")
+
+
+def add_rows(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--rows", type=_positive, default=8192, metavar="M")
+
+
+def add_terms(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--terms", type=int, default=1, choices=TERMS, help="of dy, backward (1)")
+
+
+def add_calls(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("--pieces", action="store_true", help="N is what each process holds of a cut row")
+    several = {"type": int, "nargs": "*", "choices": TERMS, "default": [1], "metavar": "K"}
+    add("--terms", **several, help="terms of dy, for a compiled step; without K: 1 2 3")
+    add("--output", action="store_true", help="also gradients that write y once more")
+
+
+def add_tuning(command: argparse.ArgumentParser) -> None:
+    add, both = command.add_argument, ("forward", "backward")
+    add("--direction", nargs="+", default=both, choices=both)
+    add("--rows", type=_positive, metavar="M", help="default: 64 Mi elements")
+    add("--seconds", type=_positive, default=20, help="time for timing each spec and direction")
+    add("--spills", type=int, default=MOST_SPILLED, help="bytes that each thread may spill")
+    add("--out", type=Path, help="default: the table that plans read")
+    add("--dry-run", action="store_true", help="list candidates; needs no GPU")
+    add("--shipped", action="store_true", help="print the table as in launch/tuned/")
+
+
+def _positive(text: str) -> int:
+    value = int(text) if text.isascii() and text.isdigit() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"got {text}, takes a positive number")
+    return value
