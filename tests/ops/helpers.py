@@ -12,7 +12,7 @@ from torch import Tensor
 
 import tilenorm
 from tilenorm.ops import bound
-from tilenorm.ops.schemas import first_and_others
+from tilenorm.ops.schemas import first_and_others, tensor_names
 from tilenorm.spec import OPS
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
@@ -286,7 +286,7 @@ def by_inductor(op: str) -> Callable:
         schema = getattr(torch.ops.tilenorm, op).default._schema.arguments
         given = {a.name: a.default_value for a in schema}
         given |= dict(zip(given, arguments, strict=False)) | by_name
-        tensors = [a.name for a in schema if "Tensor" in str(a.type)]
+        tensors = tensor_names(op)
         there = [name for name in tensors if given[name] is not None]
         names, others = first_and_others(op, there)
         options = {name: value for name, value in given.items() if name not in tensors}

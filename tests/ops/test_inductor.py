@@ -74,6 +74,37 @@ def test_inductor_calls_that_differ_in_their_tensors(device, grad, dynamo):
 
 
 @EACH_DEVICE
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("lead", [(6,), (2, 3)], ids=str)
+def test_inductor_calls_of_chains_and_quantised_norms(device, grad, lead, dynamo):
+    pytest.importorskip(CALLS, reason="PyTorch before 2.11")
+    shapes = [(*lead, 64)] * 2 + [(64,)] * 2
+    leaves = [random(*s, device=device, seed=i).requires_grad_(grad) for i, s in enumerate(shapes)]
+
+    def norms(x, residual, w, next_w):
+        y, total = tilenorm.rms_norm_add_rms_norm(x, residual, (64,), w, next_w)
+        q = tilenorm.add_layer_norm_quantized(
+            x, residual, (64,), w, scaling="mx", return_output=True, return_amax=True
+        )
+        return y, total, q.output, q.residual_out, q.q.float(), q.scale.float(), q.amax
+
+    def run(function):
+        outputs = function(*leaves)
+        dys = [*map(torch.ones_like, outputs[:4])]
+        return *outputs, *(torch.autograd.grad(outputs[:4], leaves, dys) if grad else ())
+
+    compiled, expected = torch.compile(norms, fullgraph=True), run(norms)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        got, codes = run_and_get_code(run, compiled)
+    for results in (got, run(compiled)):
+        assert all(map(torch.equal, results, expected))
+    for op in ("norm_add_norm", "norm_quantized"):
+        assert len(re.findall(rf"buf\d+ = {op}_[0-9a-f]{{12}}\(", codes[0])) == 1
+    assert all("= torch.ops.tilenorm" not in code for code in codes)
+
+
+@EACH_DEVICE
 def test_inductor_calls_of_any_width(device, dynamo):
     pytest.importorskip(CALLS, reason="PyTorch before 2.11")
     run = torch.compile(lambda x: tilenorm.rms_norm(x, x.shape[-1:]), dynamic=True, fullgraph=True)

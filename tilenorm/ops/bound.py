@@ -7,19 +7,23 @@ tensors are plain, and runs the implementation. Arguments that only the dispatch
 the op.
 """
 
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from ..spec import PLAIN, Options
+from ..spec import PLAIN, Options, Quantization
+from .chained.library import ChainRunner, chain_runner_of
+from .direct import Plain
 from .layout import contiguous_strides_of, rows_shape, vector_of
 from .plans import Runner, runner_of
 from .registry import MAX_ROWS, on_device_of
 from .schemas import FIRST, TERMS, Backward
-from .tensors import Branch
+from .tensors import Branch, trimmed
 from .torch_private import reinterpret
+
+MOST_SHAPES = 256  # of inputs, for which a function keeps the shape of the statistics
 
 
 def norm(*, eps: float, save: bool, backend: str | None, others: tuple, **options) -> Callable:
@@ -29,7 +33,7 @@ def norm(*, eps: float, save: bool, backend: str | None, others: tuple, **option
     """
     how = Options(**options)
     hidden, most = how.hidden, MAX_ROWS * how.hidden
-    shapes = cache(lambda shape: _statistics(shape, hidden))
+    by_rows = _by_rows_of(hidden)
     runner: Runner | None = None
 
     def bound_norm(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -41,20 +45,98 @@ def norm(*, eps: float, save: bool, backend: str | None, others: tuple, **option
             return torch.ops.tilenorm.norm(*tensors[:PLAIN], *how, eps, save, backend, *more)
         with on_device_of(x):
             y, total, mean, rstd = (runner.training if save else runner.inference)(tensors, eps)
-        if not save:
-            return y, total, None, None
-        if view := shapes(x.shape):
-            rstd = reinterpret(rstd, *view)
-            mean = None if mean is None else reinterpret(mean, *view)
-        return y, total, mean, rstd
+        return (y, total, *by_rows(x.shape, mean, rstd)) if save else (y, total, None, None)
 
     return bound_norm
 
 
-def _statistics(shape: torch.Size, hidden: int) -> tuple | None:
-    """The shape and strides of mean and rstd, or None where they are vectors."""
-    rows = rows_shape(shape, hidden)
-    return None if len(rows) == 1 else (rows, contiguous_strides_of(rows))
+def _by_rows_of(hidden: int) -> Callable:
+    """A function of an input's shape and statistics (rows,) that gives them the shape of rows."""
+
+    @lru_cache(MOST_SHAPES)
+    def view_of(shape: torch.Size) -> tuple | None:
+        rows = rows_shape(shape, hidden)
+        return None if len(rows) == 1 else (rows, contiguous_strides_of(rows))
+
+    def by_rows(shape: torch.Size, *statistics: Tensor | None) -> Sequence[Tensor | None]:
+        view = view_of(shape)
+        if view is None:
+            return statistics
+        return [t if t is None else reinterpret(t, *view) for t in statistics]
+
+    return by_rows
+
+
+def norm_quantized(
+    *,
+    hidden: int,
+    norm: str,
+    offset: float,
+    rounding: str,
+    eps: float,
+    dtype: torch.dtype,
+    save: bool,
+    backend: str | None,
+    others: tuple,
+    **asked,
+) -> Callable:
+    """A function of the op norm_quantized's tensors that returns what the op returns, and None for
+    what is absent. asked: the fields of Quantization between the dtype and the end.
+    """
+    options = Options(hidden, norm, offset, False, rounding)
+    scaling, *rest = asked.values()
+    how = Quantization(scaling, str(dtype).removeprefix("torch."), *rest)
+    most, by_rows = MAX_ROWS * hidden, _by_rows_of(hidden)
+    runner: Runner | None = None
+
+    def bound_quantized(x, residual, weight, bias, addend, given) -> tuple[Tensor | None, ...]:
+        nonlocal runner
+        tensors = trimmed((x, residual, None, weight, bias, addend, None, None, None))
+        runner = runner or runner_of(tensors, options, backend, how)
+        if x.numel() > most or not runner.plain.takes((*tensors, given)):
+            taken = x, residual, weight, bias, addend, given, hidden, norm, offset, rounding, eps
+            op = torch.ops.tilenorm.norm_quantized
+            return op(*taken, scaling, dtype, *rest, save, backend)
+        with on_device_of(x):
+            run = runner.training if save else runner.inference
+            *found, mean, rstd = run((*tensors, given), eps)
+        return (*found, *by_rows(x.shape, mean, rstd)) if save else (*found, None, None)
+
+    return bound_quantized
+
+
+def norm_add_norm(
+    *,
+    hidden: int,
+    offset: float,
+    rounding: str,
+    eps: float,
+    next_eps: float,
+    save: bool,
+    backend: str | None,
+    others: tuple,
+) -> Callable:
+    """A function of the op norm_add_norm's tensors that returns what the op returns, and None for
+    what is absent.
+    """
+    options, by_rows = Options(hidden, "rms", offset, False, rounding), _by_rows_of(hidden)
+    most = MAX_ROWS * hidden
+    runner: ChainRunner | None = None
+    plain = Plain()
+
+    def bound_chain(x, residual, weight, next_weight) -> tuple[Tensor | None, ...]:
+        nonlocal runner
+        tensors = x, residual, weight, next_weight
+        runner = runner or chain_runner_of(tensors, options, backend)
+        if x.numel() > most or not plain.takes(tensors):
+            how = hidden, offset, rounding, eps, next_eps, save, backend
+            return torch.ops.tilenorm.norm_add_norm(*tensors, *how)
+        with on_device_of(x):
+            run = runner.training if save else runner.inference
+            y, total, *rstds = run((x, residual, None, weight, None, next_weight), (eps, next_eps))
+        return (y, total, *by_rows(x.shape, *rstds)) if save else (y, total, None, None)
+
+    return bound_chain
 
 
 def norm_backward(

@@ -5,6 +5,7 @@ and finding the plan. Where an option is known only when the code runs, such as 
 any width, and where an absent result is asked for, generated code calls the op.
 """
 
+import re
 from ast import literal_eval
 from collections.abc import Callable
 from functools import cache
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from .schemas import first_and_others
+from .schemas import first_and_others, tensor_names
 from .torch_private import inductor_calls
 
 
@@ -48,14 +49,12 @@ def _bound(op: str, node, arguments: list[str], wrapper) -> str | None:
     positional = [a for a in arguments if "=" not in a]
     given |= zip(given, positional, strict=False)
     given |= dict(a.split("=", 1) for a in arguments[len(positional) :])
-    tensors = [a.name for a in schema if "Tensor" in str(a.type)]
+    tensors = tensor_names(op)
     options = {name: value for name, value in given.items() if name not in tensors}
-    try:
-        options = {name: literal_eval(value) for name, value in options.items()}
-    except (ValueError, SyntaxError):
+    if not all(map(_is_constant, options.values())):
         return None
     taken, others = first_and_others(op, [n for n in tensors if given[n] != "None"])
-    made = f"bound.{op}({', '.join(f'{n}={v!r}' for n, v in options.items())}, others={others})"
+    made = f"bound.{op}({', '.join(f'{n}={v}' for n, v in options.items())}, others={others})"
     # Each kind of call has a function of its own, which finds what serves once.
     layouts = [f"{i.get_dtype()} {i.get_device()} {i.get_size()}" for i in node.inputs]
     there = [given[name] != "None" for name in (*taken, *others)]
@@ -63,6 +62,15 @@ def _bound(op: str, node, arguments: list[str], wrapper) -> str | None:
     wrapper.add_import_once("from tilenorm.ops import bound")
     wrapper.add_import_once(f"{name} = {made}")
     return f"{name}({', '.join(given[n] for n in (*taken, *others))})"
+
+
+def _is_constant(value: str) -> bool:
+    """Whether generated code has a value of its own for an option, and no name of a symbol."""
+    try:
+        literal_eval(value)
+    except (ValueError, SyntaxError):
+        return re.fullmatch(r"torch\.\w+", value) is not None  # a dtype
+    return True
 
 
 def tell_generation() -> None:

@@ -38,10 +38,18 @@ LIBRARY.define(
 )
 
 
+def tensor_names(op: str) -> list[str]:
+    """The names of an op's arguments that are tensors."""
+    schema = getattr(torch.ops.tilenorm, op).default._schema
+    return [a.name for a in schema.arguments if "Tensor" in str(a.type)]
+
+
 def first_and_others(op: str, given: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The names of the tensors that every call of an op passes, and of those behind its options
     that a bound function takes where tensors of these names are given.
     """
+    if op not in ("norm", "norm_backward"):
+        return tuple(tensor_names(op)), ()
     if op == "norm":
         names = Tensors._fields
         return names[:PLAIN], names[PLAIN:] if set(names[PLAIN:]) & set(given) else ()

@@ -17,6 +17,7 @@ from ...spec import NormSpec, Options
 from .. import reference
 from ..autograd import ByDispatcher, gradients
 from ..direct import Plain
+from ..inductor import call_directly, tell_generation
 from ..layout import rows_shape
 from ..plans import Runner, runner_of, spec_of_tensors
 from ..registry import failure, on_device_of, record_failure
@@ -237,6 +238,8 @@ def _with_absent(call: Call, found: tuple) -> tuple[Tensor, ...]:
 
 
 def norm_add_norm_fake(*arguments) -> tuple[Tensor, ...]:
+    call_directly(NAME)
+    tell_generation()
     call = Call(*arguments)
     x, residual = call[:2]
     rows = rows_shape(x.shape, call.hidden) if call.save else (0,)
