@@ -74,7 +74,7 @@ def _checked(op, tensors, normalized_shape, eps, asked, backend, known) -> tuple
     options = {"offset": offset, "rounding": rounding, "backend": backend}
     if not is_compiling() and has_torch_function(given):
         returned = handle_torch_function(
-            rms_norm_add_rms_norm, given, *tensors[:2], normalized_shape, weight=weight,
+            rms_norm_add_rms_norm, given, input, residual, normalized_shape, weight=weight,
             next_weight=next_weight, eps=eps, **options,
         )  # fmt: skip
         return Whole(returned)
