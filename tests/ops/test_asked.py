@@ -12,9 +12,9 @@ import torch
 
 from .helpers import (
     ADD,
+    CALLS,
+    EACH_CALL,
     EACH_DEVICE,
-    EACH_FORM,
-    FAMILY,
     LAYER,
     RMS,
     assert_step,
@@ -26,7 +26,7 @@ from .helpers import (
 )
 from .passes import FUNCTIONS, WAYS, by_grad, recorded
 from .pretended import pretended_gpu
-from .test_gradients import COMBINATIONS, passes
+from .test_gradients import passes
 
 pytestmark = EACH_DEVICE
 EACH_SERVED = pytest.mark.parametrize("served", ["reference", "kernels"])
@@ -51,29 +51,11 @@ def check_bits(form, tensors, got, every, incoming, device, **options):
 
 
 @EACH_SERVED
-@pytest.mark.parametrize("by", WAYS)
-@pytest.mark.parametrize(
-    "name, asked", COMBINATIONS, ids=lambda v: v if v in FAMILY else "+".join(v)
-)
-def test_each_combination(device, served, name, asked, by, gradients_made):
-    """As in a frozen norm, though everything requires a gradient here."""
-    form = FAMILY[name]
-    tensors = tensors_of(form, 7, 24, device=device)
-    given, incoming = recorded(tensors), incoming_of(tensors)
-    outputs = call(form, given)
-    every = dict(zip(given, by_grad(outputs, list(given.values()), incoming), strict=True))
-    gradients_made.clear()
-    found = WAYS[by](outputs, [given[n] for n in asked], incoming)
-    assert gradients_made == passes(tensors, asked)
-    check_bits(form, tensors, dict(zip(asked, found, strict=True)), every, incoming, device)
-
-
-@EACH_SERVED
 @pytest.mark.parametrize("seed", range(40))
 def test_drawn_parts_are_the_whole(device, served, seed, gradients_made):
     """All gradients in one pass, and in passes that share them out: the same bits."""
     draw = Random(seed)
-    form = draw.choice(list(FAMILY.values()))
+    form = draw.choice(list(CALLS.values()))
     dtype = draw.choice((torch.float16, torch.bfloat16, torch.float32))
     other = draw.choice((dtype, dtype, torch.float32))
     shape = draw.choice(((3,), (2, 3), (13,))), draw.choice((8, 24, 37))
@@ -84,7 +66,7 @@ def test_drawn_parts_are_the_whole(device, served, seed, gradients_made):
     frozen = [name for name in tensors if draw.random() < 0.15]
     given = recorded(tensors, [name for name in tensors if draw.random() < 0.5])
     given |= {name: given[name].detach() for name in frozen}
-    names = [name for name in given if name not in frozen]
+    names = [name for name in given if name not in (*frozen, "dropout_mask")]
     if not names:
         return
     incoming = incoming_of(tensors)
@@ -104,21 +86,23 @@ def test_drawn_parts_are_the_whole(device, served, seed, gradients_made):
 
 
 @EACH_SERVED
-@EACH_FORM
+@EACH_CALL
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_a_part_has_the_second_derivatives_of_the_whole(device, served, form, function):
     tensors = tensors_of(form, 5, 12, device=device)
-    for asked in (("input",), ("weight",), tuple(tensors)[1:]):
+    of = [n for n in tensors if n != "dropout_mask"]
+    for asked in (("input",), ("weight",), of[1:]):
         given = recorded(tensors)
         incoming = [dy.requires_grad_() for dy in incoming_of(tensors)]
         outputs = FUNCTIONS[function](form, given)
-        every = by_grad(outputs, list(given.values()), incoming, create_graph=True)
-        every = [dict(zip(given, every, strict=True))[n] for n in asked]
+        leaves = [given[n] for n in of]
+        every = by_grad(outputs, leaves, incoming, create_graph=True)
+        every = [dict(zip(of, every, strict=True))[n] for n in asked]
         for by in WAYS.values():
             part = by(outputs, [given[n] for n in asked], incoming, create_graph=True)
             wanted, got = (
-                by_grad([g.square().sum() for g in of], [*given.values(), *incoming], None)
-                for of in (every, part)
+                by_grad([g.square().sum() for g in grads], [*leaves, *incoming], None)
+                for grads in (every, part)
             )
             for a, b in zip(wanted, got, strict=True):
                 assert (a is None and b is None) or torch.equal(a, b)
