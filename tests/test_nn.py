@@ -146,13 +146,6 @@ def test_repr_extends_pytorchs(ours, theirs):
 
 
 @EACH
-@pytest.mark.parametrize("rounding", ["Early", None, ""])
-def test_unknown_rounding_raises(ours, rounding):
-    with pytest.raises(ValueError, match="'rounding' takes 'late' or 'early', got "):
-        ours(24, rounding=rounding)
-
-
-@EACH
 @pytest.mark.parametrize("make_copy", [copy.deepcopy, through_pickle, through_save])
 def test_copies_compute_the_same(ours, make_copy):
     module = randomized(ours(24, offset=1.0, rounding="early"))

@@ -179,23 +179,6 @@ def test_symbolic_trace_and_nested_tensors():
     assert all(torch.equal(f.values(), e) for f, e in zip(found, expected, strict=True))
 
 
-def test_errors():
-    (x, residual), (weight, _) = made(3, 8)
-    name = "rms_norm_add_rms_norm: argument"
-    for arguments, error, message in (
-        ((x, None, (8,)), TypeError, "'residual' takes a Tensor, got NoneType"),
-        ((x, residual[:2], (8,)), RuntimeError, r"'residual' takes the input's shape \[3, 8\]"),
-        ((x, residual, (8,), weight[:4]), RuntimeError, "'weight' takes the shape"),
-        ((x, residual, (8,), weight, weight[:4]), RuntimeError, "'next_weight' takes the shape"),
-        ((x, residual.int(), (8,)), NotImplementedError, "'residual' takes float16"),
-        ((x, residual, (8,), weight, weight, "1"), TypeError, "'eps' takes a float"),
-    ):
-        with pytest.raises(error, match=f"{name} {message}"):
-            chain(*arguments)
-    with pytest.raises(ValueError, match="'rounding' takes"):
-        chain(x, residual, (8,), rounding="up")
-
-
 def spec_of(hidden: int, dtype: str = "bfloat16") -> NormSpec:
     before = NormSpec("rms", hidden, dtype, dtype, offset=1.0, skip=dtype)
     return NormSpec.chained(before, NormSpec("rms", hidden, dtype, dtype, offset=1.0))
