@@ -8,6 +8,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import tilenorm
 
 from .helpers import (
+    CALLS,
     EACH_DEVICE,
     EACH_FORM,
     FAMILY,
@@ -40,13 +41,13 @@ def compiled(form, device, function=call, **options):
 
 
 CASES = [("rms_norm", dtype, n) for dtype in (torch.bfloat16, torch.float32) for n in (40, 1001)]
-CASES += [(name, torch.bfloat16, 40) for name in FAMILY if name != "rms_norm"]
+CASES += [(name, torch.bfloat16, 40) for name in CALLS if name != "rms_norm"]
 
 
 @EACH_DEVICE
 @pytest.mark.parametrize("name, dtype, n", CASES, ids=name_of)
 def test_compiled_the_same_bits_without_recompiling(device, name, dtype, n, dynamo):
-    form = FAMILY[name]
+    form = CALLS[name]
     function, counter = compiled(form, device, **OPTIONS)
     counts = []
     for rows in (3, 16, 17, 1000):
