@@ -8,6 +8,7 @@ from .helpers import (
     EACH_CALL,
     EACH_DEVICE,
     FAMILY,
+    GATED,
     LAYER,
     RMS,
     assert_within,
@@ -77,3 +78,10 @@ def test_with_and_without_grad_the_same_bits(device, form, n):
     for a, b, c in zip(plain, call(form, leaves), inferred, strict=True):
         assert b.requires_grad and c.is_inference()
         assert torch.equal(a, b) and torch.equal(a, c)
+
+
+def test_the_norm_comes_before_the_gate_unless_told(device):
+    tensors = tensors_of(GATED, 7, 96, device=device)
+    first = call(GATED, tensors, norm_before_gate=True)[0]
+    assert torch.equal(call(GATED, tensors)[0], first)
+    assert not torch.allclose(call(GATED, tensors, norm_before_gate=False)[0], first)

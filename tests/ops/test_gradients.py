@@ -14,6 +14,7 @@ from .helpers import (
     EACH_CALL,
     EACH_DEVICE,
     EACH_FORM,
+    EACH_WITH_OTHER,
     RMS,
     assert_step,
     call,
@@ -29,6 +30,7 @@ from .helpers import (
 )
 
 pytestmark = EACH_DEVICE
+B, H, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 
 def computed(tensors, asked) -> set[str]:
@@ -71,8 +73,14 @@ def test_accuracy_in_float32(device, form, n):
     check_accuracy(device, form, torch.float32, n)
 
 
-def check_accuracy(device, form, dtype, n, parameter=None):
-    tensors = tensors_of(form, 37, n, dtype=dtype, parameter=parameter, device=device)
+@EACH_WITH_OTHER
+@pytest.mark.parametrize("dtype, other", [(B, F32), (F32, B), (H, F32), (F64, F32)], ids=str)
+def test_accuracy_with_a_tensor_of_another_dtype(device, form, dtype, other):
+    check_accuracy(device, form, dtype, 96, other=other)
+
+
+def check_accuracy(device, form, dtype, n, parameter=None, other=None):
+    tensors = tensors_of(form, 37, n, dtype=dtype, parameter=parameter, other=other, device=device)
     got = step(form, tensors)
     wanted = {n: t.dtype for n, t in tensors.items() if n != "dropout_mask"}
     assert {name: got[name].dtype for name in wanted} == wanted
