@@ -11,8 +11,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilenorm
-from tilenorm.launch.calls import bound
-from tilenorm.ops import cutile, dispatch, torch_private
+from tilenorm.ops import dispatch, torch_private
 from tilenorm.ops.dispatch import MOST_CALLS, MOST_GUARDS, remembered
 
 from .helpers import (
@@ -27,7 +26,6 @@ from .helpers import (
     step,
     tensors_of,
 )
-from .pretended import tensors_among
 
 pytestmark = EACH_DEVICE
 N = 40
@@ -131,24 +129,6 @@ def test_another_call_gives_the_bits_it_would_give_alone(device, name):
         got = other(x.clone(), w.clone())
         assert got.dtype == expected.dtype and torch.equal(got, expected)
         assert torch.equal(rms(x, w), first)
-
-
-@pytest.mark.parametrize(
-    "name", ["one element in", "a weight one element in", "one row of an odd stride", "rows apart"]
-)
-def test_kernels_get_rows_that_fill_vectors(device, name, monkeypatch):
-    x, w = random(6, N, device=device), random(N, device=device, seed=1)
-    taken, launch = [], cutile.launch
-    monkeypatch.setattr(cutile, "launch", lambda *a: taken.extend(bound(*a[1:])) or launch(*a))
-    rms(x, w)
-    for _ in range(2):
-        OTHER[name](x, w)
-    assert len(taken) == 3
-    for made in taken:
-        tensors = tensors_among(made.arguments)
-        assert len(tensors) == 3  # x, y and the weight
-        assert not any(t.data_ptr() % 16 for t in tensors)
-        assert all(t.stride()[0] in (1, N, 2 * N) for t in tensors)
 
 
 @EACH_FORM
