@@ -1,7 +1,5 @@
 """add_rms_norm and add_layer_norm: one residual or two, the sum, its rounding, both gradients."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 
@@ -22,7 +20,7 @@ from .helpers import (
     step,
     tensors_of,
 )
-from .pretended import pretended_gpu
+from .pretended import EACH_WAY, by
 from .test_gradients import passes
 
 ADDS = {name: form for name, form in FAMILY.items() if form.other == "residual"}
@@ -37,9 +35,6 @@ DTYPES = [(BF16, BF16, BF16), (F32, F32, F32), (BF16, BF16, F32), (BF16, F32, F3
 DTYPES += [(F16, F32, F32), (F32, F32, BF16), (F32, BF16, BF16), (BF16, BF16, F16)]
 DTYPES += [(F64, F64, F64), (F32, F32, F64), (F64, F64, F32)]
 EACH_DTYPES = pytest.mark.parametrize("dtypes", DTYPES, ids=lambda d: "-".join(map(name_of, d)))
-# On a CPU, by the reference and by the kernels in the interpreter.
-SERVED = {"reference": nullcontext, "kernels": pretended_gpu}
-EACH_WAY = pytest.mark.parametrize("served", SERVED)
 
 
 def made(form, *shape, dtypes=(F32, F32, F32), device="cpu"):
@@ -47,10 +42,6 @@ def made(form, *shape, dtypes=(F32, F32, F32), device="cpu"):
     dtype, before, residual = dtypes
     tensors = tensors_of(form, *shape, dtype=dtype, other=before, device=device)
     return {n: t.to(residual) if n == "residual" else t for n, t in tensors.items()}
-
-
-def served_by(served, device):
-    return SERVED[served]() if device == "cpu" else nullcontext()
 
 
 def plain(form, tensors):
@@ -68,7 +59,7 @@ def test_bits_are_those_of_the_operations_one_after_the_other(device, form, dtyp
     x, total = tensors["input"], tensors["input"]
     for name in (*form.before, "residual"):
         total = (total + tensors[name]).to(tensors[name].dtype)
-    with served_by(served, device):
+    with by(served, device):
         found = call(form, tensors)
         assert [y.dtype for y in found] == [dtypes[0], dtypes[2]]
         assert torch.equal(found[1], total)
@@ -95,7 +86,7 @@ def test_gradients(device, form, dtypes, absent, served, gradients_made):
     reached = [n for n in form.names if absent != 0 or n not in ("weight", "bias")]
     for asked in (reached, *([n] for n in reached)):
         gradients_made.clear()
-        with served_by(served, device):
+        with by(served, device):
             got = step(form, tensors, incoming, asked)
         wanted = {n: tensors[n].dtype for n in asked}
         assert {n: t.dtype for n, t in got.items() if n in tensors} == wanted

@@ -4,7 +4,6 @@ A pass may want less than what requires a gradient: torch.autograd.grad(y, [x]) 
 y.backward(inputs=[x]) want no dW.
 """
 
-from contextlib import nullcontext
 from random import Random
 
 import pytest
@@ -25,18 +24,16 @@ from .helpers import (
     tensors_of,
 )
 from .passes import FUNCTIONS, WAYS, by_grad, recorded
-from .pretended import pretended_gpu
+from .pretended import EACH_WAY, by
 from .test_gradients import passes
 
 pytestmark = EACH_DEVICE
-EACH_SERVED = pytest.mark.parametrize("served", ["reference", "kernels"])
 
 
 @pytest.fixture(autouse=True)
 def way(request, device):
     """On a CPU, the reference or, where a test says so, the interpreted kernels."""
-    served = request.node.callspec.params.get("served", "reference")
-    with pretended_gpu() if device == "cpu" and served == "kernels" else nullcontext():
+    with by(request.node.callspec.params.get("served", "reference"), device):
         yield
 
 
@@ -50,7 +47,7 @@ def check_bits(form, tensors, got, every, incoming, device, **options):
         assert grad is None or torch.equal(grad, every[name]), name
 
 
-@EACH_SERVED
+@EACH_WAY
 @pytest.mark.parametrize("seed", range(40))
 def test_drawn_parts_are_the_whole(device, served, seed, gradients_made):
     """All gradients in one pass, and in passes that share them out: the same bits."""
@@ -85,7 +82,7 @@ def test_drawn_parts_are_the_whole(device, served, seed, gradients_made):
         check_bits(form, tensors, dict(zip(part, found, strict=True)), every, of_each, device)
 
 
-@EACH_SERVED
+@EACH_WAY
 @EACH_CALL
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_a_part_has_the_second_derivatives_of_the_whole(device, served, form, function):
@@ -98,8 +95,8 @@ def test_a_part_has_the_second_derivatives_of_the_whole(device, served, form, fu
         leaves = [given[n] for n in of]
         every = by_grad(outputs, leaves, incoming, create_graph=True)
         every = [dict(zip(of, every, strict=True))[n] for n in asked]
-        for by in WAYS.values():
-            part = by(outputs, [given[n] for n in asked], incoming, create_graph=True)
+        for run in WAYS.values():
+            part = run(outputs, [given[n] for n in asked], incoming, create_graph=True)
             wanted, got = (
                 by_grad([g.square().sum() for g in grads], [*leaves, *incoming], None)
                 for grads in (every, part)
@@ -108,7 +105,7 @@ def test_a_part_has_the_second_derivatives_of_the_whole(device, served, form, fu
                 assert (a is None and b is None) or torch.equal(a, b)
 
 
-@EACH_SERVED
+@EACH_WAY
 def test_the_node_returns_and_hooks_see_what_was_asked_for(device, served):
     given = recorded(tensors_of(ADD, 3, 8, device=device), leaves=("weight",))
     y, total = call(ADD, given)
@@ -129,7 +126,7 @@ def test_the_node_returns_and_hooks_see_what_was_asked_for(device, served):
     assert returned.pop() == [False, True, False, False]
 
 
-@EACH_SERVED
+@EACH_WAY
 def test_nothing_is_computed_where_nothing_is_asked_for(device, served, gradients_made):
     """The engine runs the node of a tensor that backward is given as an input."""
     for function in FUNCTIONS.values():
@@ -142,7 +139,7 @@ def test_nothing_is_computed_where_nothing_is_asked_for(device, served, gradient
     assert not any(gradients_made)
 
 
-@EACH_SERVED
+@EACH_WAY
 def test_the_ordinary_pass_computes_all(device, served, gradients_made):
     given = recorded(tensors_of(LAYER, 3, 8, device=device), leaves=("weight",))
     (y,) = call(LAYER, given)

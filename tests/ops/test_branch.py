@@ -4,8 +4,6 @@ A call has the bits of the same operations one after the other, and so have its 
 the layer scale, a sum over rows, is within the error of float32.
 """
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 
@@ -13,7 +11,7 @@ import tilenorm
 from tilenorm.spec import Options
 
 from .helpers import EACH_DEVICE, EPS, leaves_of, name_of, random
-from .pretended import pretended_gpu
+from .pretended import EACH_WAY, by
 
 pytestmark = EACH_DEVICE
 N = 40
@@ -28,12 +26,6 @@ KINDS["both"] = ("dropout_mask", "layer_scale")
 EACH_OP = pytest.mark.parametrize("op", OPS)
 EACH_KIND = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 EACH_DTYPES = pytest.mark.parametrize("dtypes", DTYPES, ids=lambda d: "-".join(map(name_of, d)))
-SERVED = {"reference": nullcontext, "kernels": pretended_gpu}
-EACH_WAY = pytest.mark.parametrize("served", SERVED)
-
-
-def served_by(served, device):
-    return SERVED[served]() if device == "cpu" else nullcontext()
 
 
 def made(kind, *shape, dtypes=(F32, F32, F32), device="cpu", dims=1, parameter=None):
@@ -112,7 +104,7 @@ def compare(found, expected, names=None):
 @EACH_DTYPES
 def test_bits_are_those_of_the_operations_one_after_the_other(device, op, kind, dtypes, served):
     tensors = made(kind, 7, N, dtypes=dtypes, device=device)
-    with served_by(served, device):
+    with by(served, device):
         for used in ((True, True), (True, False), (False, True)):
             found, expected = step(op, tensors, used=used), step(op, tensors, apart, used)
             assert found.keys() == expected.keys()
@@ -126,7 +118,7 @@ def test_bits_are_those_of_the_operations_one_after_the_other(device, op, kind, 
 @EACH_OP
 def test_the_gradient_of_the_layer_scale(device, op, served):
     tensors = made(KINDS["both"], 300, N, dtypes=(BF16, BF16, F32), device=device)
-    with served_by(served, device):
+    with by(served, device):
         found = step(op, tensors)["layer_scale"]
         rest = {n: t for n, t in tensors.items() if n not in KINDS["both"]}
         dsum = step(op, rest | {"input": branched(tensors)})["residual"]
@@ -148,7 +140,7 @@ def test_the_mask_of_pytorchs_dropout(device, op):
 def test_heads_and_several_dimensions(device, op, served):
     tensors = made(KINDS["both"], 5, 3, 16, parameter=(3, 16), device=device)
     whole = made(KINDS["both"], 5, 4, 8, dims=2, device=device)
-    with served_by(served, device):
+    with by(served, device):
         compare(step(op, tensors), step(op, tensors, apart))
         compare(step(op, whole, dims=2), step(op, whole, apart, dims=2))
 

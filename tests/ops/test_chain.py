@@ -1,6 +1,5 @@
 """A norm, an addition and a norm as one call, which rounds where the two functions do."""
 
-from contextlib import nullcontext
 from random import Random
 
 import pytest
@@ -18,16 +17,12 @@ from tilenorm.spec import NormSpec
 from tilenorm.tools.precompile import calls_of, compile_call
 
 from .helpers import random
-from .pretended import pretended_gpu
+from .pretended import by
 
 B, H, F, D = torch.bfloat16, torch.float16, torch.float32, torch.float64
 DTYPES = ((B, B), (F, F), (H, H), (B, F), (F, B), (D, D))
 SERVED = ("reference", "sm_90", "sm_100")
 chain = tilenorm.rms_norm_add_rms_norm
-
-
-def by(served: str):
-    return nullcontext() if served == "reference" else pretended_gpu(served)
 
 
 def apart(input, residual, shape, weight=None, next_weight=None, eps=None, **options):

@@ -1,7 +1,5 @@
 """tilenorm.rms_norm and layer_norm take what PyTorch's take, and give what they give."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,7 +21,7 @@ from .helpers import (
     random,
     tensors_of,
 )
-from .pretended import pretended_gpu
+from .pretended import by
 
 pytestmark = EACH_DEVICE
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
@@ -120,7 +118,7 @@ def test_the_variance_is_from_centred_values(device, dtype, n):
     x = (random(8, n, dtype=torch.float64) + 1000.0).to(dtype).to(device)
     exact, most = F.layer_norm(x.double(), (n,)), 4e-6 if dtype == torch.float32 else 2e-2
     served = [by_formula(x)]
-    with pretended_gpu() if device == "cpu" else nullcontext():
+    with by("kernels", device):
         served.append(tilenorm.layer_norm(x, (n,)))
     for y in served:
         assert y.dtype == dtype and (y.double() - exact).abs().max() < most

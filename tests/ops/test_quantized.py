@@ -1,6 +1,5 @@
 """Norms with a quantised output: q has the bits of the quantised output of the plain norm."""
 
-from contextlib import nullcontext
 from dataclasses import replace
 from itertools import cycle
 from random import Random
@@ -26,18 +25,13 @@ from tilenorm.ops.tensors import Tensors
 from tilenorm.spec import QUANTIZED_OPS, NormSpec, Quantization
 
 from .helpers import EPS, random
-from .pretended import pretended_gpu
+from .pretended import by, pretended_gpu
 
 SERVED = ("reference", "sm_90", "sm_100", "sm_80")
 EACH_OP = pytest.mark.parametrize("op", QUANTIZED_OPS)
 EACH_HOW = pytest.mark.parametrize("how", HOWS, ids=label)
 ROW = HOWS[0]
 B, F = torch.bfloat16, torch.float32
-
-
-def by(served: str):
-    """A block in which the reference serves, or the interpreter for an architecture."""
-    return nullcontext() if served == "reference" else pretended_gpu(served)
 
 
 def tensors_of(op, *shape, dtype=B, parameter=None, bias=True) -> tuple[tuple, dict]:

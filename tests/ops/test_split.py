@@ -1,7 +1,6 @@
 """The ops of rows in pieces, on plain tensors: pieces of a row add up to the norm of the row."""
 
 import math
-from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 from random import Random
@@ -25,17 +24,12 @@ from tilenorm.spec import OPS as NAMES
 from tilenorm.spec import NormSpec, Options
 
 from .helpers import random
-from .pretended import pretended_gpu, tensors_among
+from .pretended import by, pretended_gpu, tensors_among
 
 SERVED = ("reference", *cases.INTERPRETED)
 EACH = pytest.mark.parametrize("served", SERVED)
 LAYER = NormSpec("layer", 96, "bfloat16", "bfloat16", "float32", residual="float32")
 GATED = NormSpec("rms", 96, "float32", "float32", gate="bfloat16", gate_first=True)
-
-
-def by(served: str):
-    """A block in which the reference serves, or the interpreter for an architecture."""
-    return nullcontext() if served == "reference" else pretended_gpu(served)
 
 
 def widths_of(rng: Random, hidden: int) -> tuple[int, ...]:

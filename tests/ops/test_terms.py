@@ -1,7 +1,6 @@
 """norm_backward with several terms of dy, and with y written once more."""
 
 import re
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import reduce
 from itertools import product
@@ -26,7 +25,7 @@ from tilenorm.spec import MAX_TERMS, SHARED_FROM, NormSpec
 from tilenorm.spec import OPS as NAMES
 
 from .helpers import NEEDS_GPU, random
-from .pretended import pretended_gpu
+from .pretended import by, pretended_gpu
 
 OP = torch.ops.tilenorm.norm_backward
 B, F = "bfloat16", "float32"
@@ -85,11 +84,6 @@ class Call(NamedTuple):
     def alone(self) -> tuple[Tensor, ...]:
         """The gradients for the sum in one tensor."""
         return OP(*self._replace(terms=(self.inputs.dy,)).arguments())[:5]
-
-
-def by(served: str):
-    """A block in which the reference serves, or the interpreter for an architecture."""
-    return nullcontext() if served == "reference" else pretended_gpu(served)
 
 
 def plans(call: Call, served: str, output: bool) -> list[BackwardPlan]:

@@ -4,7 +4,6 @@ The first half computes the gradients of a stage's inputs, the second half those
 """
 
 import copy
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ import tilenorm
 from tilenorm.ops import torch_private
 
 from .helpers import EACH_DEVICE, TORCH, random
-from .pretended import pretended_gpu
+from .pretended import by
 
 dist = pytest.importorskip("torch.distributed")
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
@@ -47,8 +46,7 @@ BOTH = [a | b for a, b in zip(INPUTS, PARAMETERS, strict=True)]
 @pytest.fixture(params=["reference", "kernels"])
 def computed(request, device, gradients_made):
     """What each backward pass of a norm computed; on a CPU, by either implementation."""
-    kernels = device == "cpu" and request.param == "kernels"
-    with pretended_gpu() if kernels else nullcontext():
+    with by(request.param, device):
         yield gradients_made
 
 
