@@ -194,13 +194,6 @@ def test_another_current_device_is_not_served(device, checked, monkeypatch):
     assert len(checked) == 2
 
 
-def test_compiled_after_it_was_called(device, dynamo):
-    tensors = tensors_of(RMS, 5, N, device=device)
-    expected = [call(RMS, tensors) for _ in range(2)][1]
-    got = torch.compile(call, backend="aot_eager", fullgraph=True)(RMS, tensors)
-    assert all(map(torch.equal, got, expected))
-
-
 def test_a_bool_is_no_size(device):
     x = random(5, 1, device=device)
     rms(x, None, shape=(1,))
@@ -228,10 +221,3 @@ def test_what_is_remembered_is_bounded(device):
         rms(random(*[1] * dims, N, device=device), None)
     how = (1e-6, None, False, True, True, True, True, tuple, 0.0, False, "late", N)
     assert len(remembered("rms_norm", *how)) == MOST_GUARDS
-
-
-def test_a_guard_that_takes_nothing_is_not_remembered(device):
-    x = random(5, N, device=device)
-    tilenorm.add_rms_norm(x, x, (N,), None, 1e-6)  # a guard takes no tensor twice
-    how = (1e-6, None, False, False, True, True, True, tuple, 0.0, False, "late", N)
-    assert remembered("add_rms_norm", *how) == []

@@ -102,10 +102,15 @@ def made(case, device, drop=()):
 
 
 @EACH_DEVICE
+@pytest.mark.parametrize("save", [True, False])
 @pytest.mark.parametrize("case", [*INPUTS, *FORMS])
-def test_opcheck_forward(device, case):
+def test_opcheck_forward(device, case, save):
     form, tensors = made(case, device)
-    opcheck(OPS.norm.default, forward_arguments(form, tensors))
+    if not save:
+        tensors = {n: t.detach() for n, t in tensors.items()}
+    arguments = forward_arguments(form, tensors, save)
+    assert save or [t.shape for t in OPS.norm(*arguments)[2:]] == [(0,), (0,)]
+    opcheck(OPS.norm.default, arguments)
 
 
 @EACH_DEVICE
@@ -113,15 +118,6 @@ def test_opcheck_forward(device, case):
 def test_opcheck_forward_of_absent_parameters(device, drop):
     form, tensors = made("matrix", device, drop)
     opcheck(OPS.norm.default, forward_arguments(form, tensors, rounding="early"))
-
-
-@EACH_DEVICE
-@pytest.mark.parametrize("case", ["matrix", "no rows", "rows apart", *FORMS])
-def test_opcheck_forward_without_saving(device, case):
-    form, tensors = made(case, device)
-    arguments = forward_arguments(form, {n: t.detach() for n, t in tensors.items()}, save=False)
-    assert [t.shape for t in OPS.norm(*arguments)[2:]] == [(0,), (0,)]
-    opcheck(OPS.norm.default, arguments)
 
 
 ROWS = {  # an input's shape, how long its rows are, and the leading sizes
