@@ -17,7 +17,19 @@ from torch.utils.checkpoint import (
 from tilenorm.ops import autograd, cutile, library, reference
 from tilenorm.ops.torch_private import asked_of
 
-from .helpers import ADD, EACH_DEVICE, LAYER, RMS, call, incoming_of, random, same, step, tensors_of
+from .helpers import (
+    ADD,
+    EACH_DEVICE,
+    GATED,
+    LAYER,
+    RMS,
+    call,
+    incoming_of,
+    random,
+    same,
+    step,
+    tensors_of,
+)
 from .passes import by_grad, recorded
 
 pytestmark = EACH_DEVICE
@@ -74,11 +86,12 @@ def test_a_node_that_is_called_outside_of_a_pass_computes_all(device, gradients_
     assert gradients_made == [set(given)]
 
 
-def test_passes_of_several_threads_at_once(device):
+@pytest.mark.parametrize("form", [LAYER, ADD, GATED], ids=["layer", "add", "gated"])
+def test_passes_of_several_threads_at_once(device, form):
     """Each thread asks for another part of one graph."""
-    tensors = tensors_of(LAYER, 5, 24, device=device)
+    tensors = tensors_of(form, 5, 24, device=device)
     given, incoming = recorded(tensors), incoming_of(tensors)
-    outputs = call(LAYER, given)
+    outputs = call(form, given)
     every = dict(zip(given, by_grad(outputs, list(given.values()), incoming), strict=True))
 
     def alike(name):

@@ -75,20 +75,6 @@ def test_compiled_with_one_gradient_absent(device, other, absent, dynamo):
     assert not any(got[n].any() for n in got.keys() - expected.keys())
 
 
-LAYOUTS = {"transposed": lambda x: x.t().contiguous().t(), "rows apart": lambda x: x.repeat(1, 2)}
-
-
-@EACH_DEVICE
-@pytest.mark.parametrize("name", ["rms_norm", "gated_rms_norm"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_compiled_strided_input(device, name, layout, dynamo):
-    form = FAMILY[name]
-    tensors = tensors_of(form, 3, 40, device=device)
-    strided = {n: LAYOUTS[layout](t)[:, :40] for n, t in tensors.items() if t.dim() == 2}
-    got = compiled(form, device)[0](form, tensors | strided)
-    assert torch.equal(got[0], call(form, tensors)[0])
-
-
 def trained(run, module, x, grad):
     """The output, and gradients if asked for."""
     x = x.clone().requires_grad_(grad)
