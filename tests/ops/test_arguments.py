@@ -14,7 +14,7 @@ from tilenorm.launch import plan
 from tilenorm.ops import cutile, dispatch, plans, reference, registry
 from tilenorm.spec import OPS
 
-from .helpers import EACH_FORM, NEEDS_GPU, TORCH, call, random, tensors_of
+from .helpers import EACH_FORM, NEEDS_GPU, TORCH, call, tensors_of
 from .wrong_calls import Wrong, of_functions
 from .wrong_uses import of_integrations, of_modules
 
@@ -100,12 +100,6 @@ def test_by_keyword_alone_beyond_pytorch(op):
     positional = [n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
     assert positional == inputs + pytorch
     assert all(p.kind is p.KEYWORD_ONLY for n, p in parameters.items() if n not in positional)
-
-
-@pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
-def test_a_size_may_be_an_integer_tensor(op):
-    x, function = random(3, 8), getattr(tilenorm, op)
-    assert torch.equal(function(x, (torch.tensor(8),)), function(x, (8,)))
 
 
 @NEEDS_GPU

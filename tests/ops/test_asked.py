@@ -14,7 +14,6 @@ from .helpers import (
     CALLS,
     EACH_CALL,
     EACH_DEVICE,
-    LAYER,
     RMS,
     assert_step,
     call,
@@ -137,11 +136,3 @@ def test_nothing_is_computed_where_nothing_is_asked_for(device, served, gradient
         assert torch.equal(y.grad, 2 * dy)
         assert seen == [None] * 3
     assert not any(gradients_made)
-
-
-@EACH_WAY
-def test_the_ordinary_pass_computes_all(device, served, gradients_made):
-    given = recorded(tensors_of(LAYER, 3, 8, device=device), leaves=("weight",))
-    (y,) = call(LAYER, given)
-    y.sum().backward()
-    assert gradients_made == [set(given)]

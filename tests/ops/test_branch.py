@@ -135,16 +135,6 @@ def test_the_mask_of_pytorchs_dropout(device, op):
     assert torch.equal(found[1], dropped + tensors["residual"])
 
 
-@EACH_WAY
-@EACH_OP
-def test_heads_and_several_dimensions(device, op, served):
-    tensors = made(KINDS["both"], 5, 3, 16, parameter=(3, 16), device=device)
-    whole = made(KINDS["both"], 5, 4, 8, dims=2, device=device)
-    with by(served, device):
-        compare(step(op, tensors), step(op, tensors, apart))
-        compare(step(op, whole, dims=2), step(op, whole, apart, dims=2))
-
-
 def test_what_the_op_refuses(device):
     x = random(5, N, device=device)
     how, norm = (*Options(N, "rms"), EPS, False, None), torch.ops.tilenorm.norm

@@ -21,7 +21,6 @@ from .helpers import (
     tensors_of,
 )
 
-OPS = torch.ops.tilenorm
 OPTIONS = {"offset": 1.0}
 
 

@@ -66,16 +66,6 @@ def test_as_pytorchs_function(device, op):
             torch.testing.assert_close(a, b)
 
 
-@EACH_DEVICE
-@pytest.mark.parametrize("module", [tilenorm.RMSNorm, tilenorm.LayerNorm])
-def test_modules(device, module):
-    norm, values = module((2, 16), device=device), random(sum(LENGTHS), 2, 16, device=device)
-    y = norm(jagged(values) + 1)
-    assert torch.equal(y.values(), norm(values + 1))
-    nn.Sequential(norm, nn.Linear(16, 4, device=device))(jagged(values)).values().sum().backward()
-    assert all(p.grad is not None for p in norm.parameters())
-
-
 def test_compiled(dynamo):
     run = torch.compile(tilenorm.rms_norm, backend="aot_eager", fullgraph=True)
     x, w = jagged(random(sum(LENGTHS), 16)), random(16, seed=1)

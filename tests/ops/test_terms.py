@@ -222,22 +222,6 @@ def test_a_term_on_another_device():
         run_norm_backward(*call._replace(terms=(a, b.to("meta"))).arguments())
 
 
-@pytest.mark.parametrize("spec", [ADDED, LAYER], ids=cases.label)
-def test_vmap_runs_the_op_for_each_element(spec):
-    """By PyTorch's fallback. Each term has the elements in another dimension."""
-    calls, dims = [Call.of(spec, seed=seed) for seed in (0, 1)], (0, 1, 2)
-    given = calls[0].given
-    terms = zip(*(call.terms for call in calls), strict=True)
-    batched = [torch.stack(pair, dim) for pair, dim in zip(terms, dims, strict=True)]
-
-    def run(a, b, c):
-        return OP(a, *given, None, b, c, None, True)
-
-    found = torch.vmap(run, dims)(*batched)
-    for i, call in enumerate(calls):
-        assert all(map(torch.equal, (t[i] for t in found), run(*call.terms)))
-
-
 @pytest.mark.parametrize(
     "spec", [LAYER, pytest.param(ADDED, marks=pytest.mark.slow)], ids=cases.label
 )
