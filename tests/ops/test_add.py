@@ -25,7 +25,7 @@ from .test_gradients import passes
 
 ADDS = {name: form for name, form in FAMILY.items() if form.other == "residual"}
 EACH_ADD = pytest.mark.parametrize("form", ADDS.values(), ids=ADDS)
-EACH_SUM = pytest.mark.parametrize("form", (ADDS | JOINED).values(), ids=ADDS | JOINED)
+EACH_SUM = pytest.mark.parametrize("form", (JOINED | ADDS).values(), ids=JOINED | ADDS)
 pytestmark = EACH_DEVICE
 
 N = 40

@@ -21,6 +21,7 @@ from .helpers import (
     same,
     tensors_of,
 )
+from .test_library import forward_arguments
 
 BF16, F32 = torch.bfloat16, torch.float32
 
@@ -77,6 +78,8 @@ def test_dtypes_on_cuda(form, dtype, parameter):
         got, expected = call(form, tensors), pytorchs(form, without_bias(tensors))
         assert [y.dtype for y in got] == [y.dtype for y in expected]
         assert [y.shape for y in got] == [y.shape for y in expected]
+        by_op = torch.ops.tilenorm.norm(*forward_arguments(form, tensors))
+        assert [y.dtype for y in by_op[: len(got)]] == [y.dtype for y in got]
 
 
 def test_the_cpu_is_not_concerned_by_autocast_for_cuda():

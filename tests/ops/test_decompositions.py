@@ -12,7 +12,7 @@ import tilenorm
 
 from .exported import CASES, assert_alike
 from .helpers import EACH_CALL, call, leaves_of, random, tensors_of
-from .test_library import ABSENT, backward_arguments, made
+from .test_library import ABSENT, MASKS, backward_arguments, made
 from .test_split import GATED as GATED_PIECE
 from .test_split import LAYER as LAYER_PIECE
 from .test_split import arguments_of
@@ -78,6 +78,12 @@ def check(op, arguments: tuple, **by_name) -> None:
     for got, wanted in zip(*results, strict=True):
         assert got.stride() == wanted.stride() or not wanted.numel()
         assert_alike(got.detach(), wanted.detach())
+
+
+@pytest.mark.parametrize("case", ["residual float32", "gate float32"])
+def test_norm_backward_of_one_gradient(case):
+    for mask in (*MASKS, (False,) * 5):
+        check("norm_backward", backward_arguments(*made(case, "cpu"), False, mask))
 
 
 def test_norm_backward_of_several_terms_and_the_output():
