@@ -178,14 +178,6 @@ def test_without_grad_autograd_is_not_called(device, monkeypatch):
         call(RMS, tensors)
 
 
-def test_under_autocast_a_call_is_checked_again(device, checked):
-    tensors = tensors_of(RMS, 5, N, device=device)
-    call(RMS, tensors)
-    with torch.autocast(device, torch.bfloat16):
-        call(RMS, tensors)
-    assert len(checked) == 2
-
-
 def test_another_current_device_is_not_served(device, checked, monkeypatch):
     tensors = tensors_of(RMS, 5, N, device=device)
     call(RMS, tensors)

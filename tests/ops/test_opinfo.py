@@ -17,6 +17,7 @@ import tilenorm
 from tilenorm.ops.arguments import DTYPES, default_eps
 
 from .helpers import EACH_DEVICE, FAMILY, assert_within, expected_of, name_of, random
+from .pretended import by
 
 OPINFO = {
     name: info
@@ -71,17 +72,13 @@ def assert_budget(name: str, got: Tensor, exact: Tensor, peer: Tensor, *terms, *
 
 
 @EACH_DTYPE
-def test_samples_give_pytorchs_values_and_gradients(device, op, dtype):
-    assert_samples(device, op, dtype)
+@pytest.mark.parametrize("served", ["reference", "kernels"])
+def test_samples_give_pytorchs_values_and_gradients(device, op, dtype, served):
+    with by(served, device):
+        check_samples(device, op, dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES[:3], ids=name_of)
-def test_kernels_give_pytorchs_values_and_gradients(as_on_a_gpu, device, op, dtype):
-    """By the kernels in the interpreter, if the device is the CPU."""
-    assert_samples(device, op, dtype)
-
-
-def assert_samples(device, op, dtype) -> None:
+def check_samples(device, op, dtype) -> None:
     count = 0
     for sample in samples_of(OPINFO[op], device, dtype):
         call = Call.of(op, sample)

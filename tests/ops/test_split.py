@@ -17,7 +17,6 @@ from tests.guarded import guarded
 from tests.oracle import Truth
 from tests.pieces import OPS, forward, in_pieces
 from tests.tolerance import assert_close
-from tilenorm.launch.calls import Needs, every_gradient
 from tilenorm.launch.toolchain import CompileError
 from tilenorm.ops import cutile, registry
 from tilenorm.spec import OPS as NAMES
@@ -171,24 +170,6 @@ def test_contracts_of_the_ops(spec):
     """Schema, fake, aliasing and tracing, with real and with symbolic shapes."""
     for name, arguments in arguments_of(spec, 40).items():
         opcheck(getattr(OPS, name.strip()).default, arguments)
-
-
-@pytest.mark.parametrize("served", ["reference", "sm_90"])
-@pytest.mark.parametrize("spec", [LAYER, GATED], ids=cases.label)
-def test_only_what_is_asked_for(served, spec):
-    inputs = Inputs.random(spec, 4, "cpu")
-    every = every_gradient(spec)
-    with by(served):
-        expected = in_pieces(spec, inputs, (40, 56))
-        for name in ("dx", "dresidual", "dgate", "dw", "db"):
-            if getattr(every, name):
-                needs = Needs(False, dsum=every.dsum)._replace(**{name: True})
-                found = in_pieces(spec, inputs, (40, 56), needs)
-                made = found.keys() & {"dx", "dresidual", "dgate", "dw", "db"}
-                # The sums of fewer gradients may be added up in another order.
-                assert made == {name}
-                check(spec, inputs, found)
-                assert expected[name].shape == found[name].shape
 
 
 @pytest.mark.parametrize(
