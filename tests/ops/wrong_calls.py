@@ -264,7 +264,7 @@ def given(form: Form) -> dict[str, object]:
     return {**arguments_of(tensors), "normalized_shape": (8,), **form.options}
 
 
-def rows_of(form: Form) -> dict[str, tuple]:
+def wrong_of(form: Form) -> dict[str, tuple]:
     """Wrong arguments of a function that PyTorch does not have."""
     rows = EVERY | (GATED if form.other == "gate" else {})
     rows |= ADDED if form.other == "residual" else {}
@@ -290,7 +290,7 @@ def of_functions() -> Iterator[tuple[str, Wrong]]:
             yield f"{op}, {name}", Wrong(calls[0], message, calls[1], right, explained)
     chain = {"input": X, "residual": X, "normalized_shape": (8,), "weight": W, "next_weight": W}
     wide = {"input": WIDE, "normalized_shape": (128,)}
-    tables = [(name, form.op, given(form), {}, rows_of(form)) for name, form in FAMILY.items()]
+    tables = [(name, form.op, given(form), {}, wrong_of(form)) for name, form in FAMILY.items()]
     tables.append(("rms_norm_add_rms_norm", "rms_norm_add_rms_norm", chain, {}, CHAIN))
     tables.append(("rms_norm_quantized", "rms_norm_quantized", wide, ROW, QUANTIZED))
     for name, op, arguments, others, rows in tables:
