@@ -20,7 +20,17 @@ from tilenorm.ops.dispatch import MOST_CALLS
 from tilenorm.ops.library import run_norm
 from tilenorm.spec import Options
 
-from .helpers import CALLS, EACH_CALL, call, incoming_of, leaves_of, random, step, tensors_of
+from .helpers import (
+    CALLS,
+    EACH_CALL,
+    FAMILY,
+    call,
+    incoming_of,
+    leaves_of,
+    random,
+    step,
+    tensors_of,
+)
 from .pretended import pretended_gpu
 
 KINDS = ("plain", "steps", "negative", "strided", "op", "refused")
@@ -40,7 +50,7 @@ def made() -> list[tuple]:
     """Forms with tensors of several shapes and dtypes."""
     return [
         (form, tensors_of(form, *lead, n, dtype=dtype))
-        for form in CALLS.values()
+        for form in FAMILY.values()
         for lead, n, dtype in (((5,), 16, torch.float32), ((2, 3), 9, torch.bfloat16))
     ]
 
