@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 import tilenorm
 
-from .helpers import FAMILY, JOINED, arguments_of, random, tensors_of
+from .helpers import CALLS, FAMILY, arguments_of, random, tensors_of
 
 N = 256
 PARAMETERS = ("weight", "bias", "next_weight", "layer_scale")
@@ -20,14 +20,12 @@ class Called(nn.Module):
         super().__init__()
         self.op, self.names, self.options = op, names, options
 
-    def forward(self, a, b=None, c=None, d=None, e=None):
+    def forward(self, a, b=None, c=None, d=None, e=None, f=None):
         """With names, because PyTorch 2.9 exports guards of *tensors that it cannot run."""
-        tensors = [t for t in (a, b, c, d, e) if t is not None]
+        tensors = [t for t in (a, b, c, d, e, f) if t is not None]
         given = arguments_of(dict(zip(self.names, tensors, strict=True)))
         if self.options.get("scaling") == "tensor":
             given["scale"] = torch.full((1,), 0.02)
-        if self.op == "add_rms_norm" and "layer_scale" in given:
-            given["dropout_mask"] = given["residual"] > -1
         found = getattr(tilenorm, self.op)(**given, normalized_shape=(N,), **self.options)
         return found if isinstance(found, Tensor) else tuple(t for t in found if t is not None)
 
@@ -50,10 +48,13 @@ class Case(NamedTuple):
 
     def of_rows(self, rows: int) -> tuple[Tensor, ...]:
         """Other inputs, with so many rows."""
-        return tuple(
-            t if n in PARAMETERS else random(rows, *t.shape[1:], dtype=t.dtype, seed=7 + i)
-            for i, (n, t) in enumerate(self.tensors.items())
-        )
+
+        def other(t: Tensor, seed: int) -> Tensor:
+            numbers = random(rows, *t.shape[1:], seed=seed)
+            return numbers > -1 if t.dtype == torch.bool else numbers.to(t.dtype)
+
+        named = enumerate(self.tensors.items())
+        return tuple(t if n in PARAMETERS else other(t, 7 + i) for i, (n, t) in named)
 
     def outputs(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         found = self.module(*inputs)
@@ -71,8 +72,7 @@ def drawn(*names: str) -> dict[str, Tensor]:
 
 
 CASES = {
-    name: called(form.op, tensors_of(form, 3, N), **form.options)
-    for name, form in {**FAMILY, **JOINED}.items()
+    name: called(form.op, tensors_of(form, 3, N), **form.options) for name, form in CALLS.items()
 }
 CASES |= {
     f"{op}, 16 bits": called(
@@ -80,9 +80,6 @@ CASES |= {
     )
     for op, dtype in (("add_layer_norm", torch.bfloat16), ("gated_rms_norm", torch.float16))
 }
-CASES["add_rms_norm, scaled"] = called(
-    "add_rms_norm", drawn("input", "residual", "weight", "layer_scale"), dropout_scale=1.25
-)
 CASES["rms_norm, by heads"] = called(
     "rms_norm", {"input": random(3, 4, N), "weight": random(4, N, seed=1)}
 )

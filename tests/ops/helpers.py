@@ -27,6 +27,7 @@ class Form(NamedTuple):
     op: str
     options: dict = {}  # noqa: RUF012
     before: tuple[str, ...] = ()  # more tensors that have rows, after the input
+    branch: tuple[str, ...] = ()  # what multiplies the input
 
     @property
     def other(self) -> str | None:
@@ -43,21 +44,33 @@ class Form(NamedTuple):
     @property
     def names(self) -> tuple[str, ...]:
         """Its tensors, in the order in which PyTorch's functions and tilenorm's ops take them."""
-        return tuple(filter(None, ("input", *self.before, self.other, "weight", "bias")))
+        first = ("input", *self.before, self.other, "weight", "bias")
+        return (*filter(None, first), *self.branch)
 
 
 FAMILY = {op: Form(op) for op in OPS}
 FAMILY["gated_rms_norm, gate first"] = Form("gated_rms_norm", {"norm_before_gate": False})
 FAMILY["gated_layer_norm, gate first"] = Form("gated_layer_norm", {"norm_before_gate": False})
 FAMILY["gated_rms_norm, sigmoid"] = Form("gated_rms_norm", {"activation": "sigmoid"})
-# Calls with what few norms have, beside FAMILY so that few tests run them all.
+# Calls with what few norms have. On a GPU, each form that is compiled costs half a second.
 JOINED = {
     f"{op}, two residuals": Form(op, before=("addend",))
     for op in ("add_rms_norm", "add_layer_norm")
 }
+MASKED = {"dropout_scale": 1 / 0.9}
+BRANCHED = {
+    "add_rms_norm, masked": Form("add_rms_norm", MASKED, branch=("dropout_mask",)),
+    "add_rms_norm, scaled": Form("add_rms_norm", branch=("layer_scale",)),
+    "add_layer_norm, masked and scaled": Form(
+        "add_layer_norm", MASKED, branch=("dropout_mask", "layer_scale")
+    ),
+}
+CALLS = FAMILY | JOINED | BRANCHED
+PARAMETERS = ("weight", "bias", "layer_scale")
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 EACH_DEVICE = pytest.mark.parametrize("device", DEVICES)
 EACH_JOINED = pytest.mark.parametrize("form", JOINED.values(), ids=JOINED)
+EACH_CALL = pytest.mark.parametrize("form", CALLS.values(), ids=CALLS)
 EACH_FORM = pytest.mark.parametrize("form", FAMILY.values(), ids=FAMILY)
 LAYER, ADD = FAMILY["layer_norm"], FAMILY["add_rms_norm"]
 RMS, GATED = FAMILY["rms_norm"], FAMILY["gated_rms_norm"]
@@ -89,12 +102,24 @@ def tensors_of(
 ) -> dict[str, Tensor]:
     """Every tensor that a form takes, by name. other, parameter: dtypes, else the input's."""
     other, parameter = other or dtype, parameter or dtype
-    dtypes = {"input": dtype, "weight": parameter, "bias": parameter}
+    dtypes = {"input": dtype} | dict.fromkeys(PARAMETERS, parameter)
     sizes = dict.fromkeys(("weight", "bias"), parameter_shape or shape[-1:])
-    return {
+    sizes["layer_scale"] = shape[-1:]
+    found = {
         name: random(*sizes.get(name, shape), dtype=dtypes.get(name, other), device=device, seed=i)
         for i, name in enumerate(form.names)
     }
+    return {n: t > -1 if n == "dropout_mask" else t for n, t in found.items()}
+
+
+def rows_of(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors that have rows."""
+    return {n: t for n, t in tensors.items() if n not in PARAMETERS}
+
+
+def leaves_of(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of the same memory, which require grad if they can."""
+    return {n: t.detach().requires_grad_(t.is_floating_point()) for n, t in tensors.items()}
 
 
 def incoming_of(tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
@@ -134,8 +159,9 @@ def step(
     incoming: a gradient for each output, or None for one that is not used. asked: the names of what
     requires grad, else all. function: as call, compiled say.
     """
-    asked = tensors.keys() if asked is None else asked
-    leaves = {n: t.detach().requires_grad_(n in asked) for n, t in tensors.items()}
+    leaves = leaves_of(tensors)
+    for name in leaves.keys() - (tensors.keys() if asked is None else asked):
+        leaves[name].requires_grad_(False)
     outputs = function(form, leaves, **options)
     incoming = incoming_of(tensors) if incoming is None else incoming
     used = [(y, dy) for y, dy in zip(outputs, incoming, strict=True) if dy is not None]
@@ -185,12 +211,20 @@ def expected_of(
     given = {n: t.detach().cpu() for n, t in tensors.items()}
     axes = tuple(range(-dims, 0))
 
+    def factors(t):
+        scale = form.options.get("dropout_scale", 1.0)
+        return [t[n] * (scale if n == "dropout_mask" else 1) for n in form.branch]
+
     def run(normalize, dtype):
-        t = {n: x.to(dtype).requires_grad_() for n, x in given.items()}
+        t = {n: x.to(dtype) for n, x in given.items()}
+        of = {n: t[n].requires_grad_() for n in t if n != "dropout_mask"}
         x, z, w, b = (t.get(name) for name in ("input", "gate", "weight", "bias"))
         outputs = {}
         if "residual" in t:
             rounded = given["input"]
+            for factor in factors(t):
+                rounded = (rounded.to(dtype) * factor.detach()).to(rounded.dtype)
+                x = x * factor
             for other in ("addend", "residual"):
                 if other in t:
                     rounded = (rounded + given[other]).to(given[other].dtype)
@@ -207,8 +241,8 @@ def expected_of(
         pairs = zip(outputs.values(), incoming, strict=True)
         used = [(y, dy.detach().cpu().to(dtype)) for y, dy in pairs if dy is not None]
         ys, dys = zip(*used, strict=True)
-        g, *grads = torch.autograd.grad(ys, (x_hat, *t.values()), dys, allow_unused=True)
-        found = outputs | {n: d for n, d in zip(t, grads, strict=True) if d is not None}
+        g, *grads = torch.autograd.grad(ys, (x_hat, *of.values()), dys, allow_unused=True)
+        found = outputs | {n: d for n, d in zip(of, grads, strict=True) if d is not None}
         return {n: v.detach() for n, v in found.items()}, g, u.detach(), t
 
     exact, g, u, t = run(definition, torch.float64)
@@ -225,13 +259,15 @@ def expected_of(
         if "residual" in t and incoming[1] is not None:
             size = size + incoming[1].detach().cpu().double().abs()
         terms["input"] = terms["residual"] = terms["addend"] = size
+        for factor in factors(t):
+            terms["input"] = terms["input"] * factor.detach().abs()
     return {n: Expected(exact[n], peer[n], terms.get(n)) for n in exact}
 
 
 def assert_step(got: dict[str, Tensor], expected: dict[str, Expected], names=None) -> None:
     """Hold what `step` gave to the budget."""
     for name in names or expected:
-        summed = name in ("weight", "bias")
+        summed = name in PARAMETERS
         rows = max(1, expected["output"].exact.numel() // max(1, got[name].numel()))
         assert_within(name, got[name], *expected[name], rows=rows if summed else 1)
 

@@ -4,7 +4,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from .helpers import call
+from .helpers import call, leaves_of
 
 
 class Mode(TorchDispatchMode):
@@ -50,5 +50,8 @@ WAYS = {"grad": by_grad, "inputs": by_inputs}
 
 def recorded(tensors, leaves=None):
     """Tensors that require gradients: leaves, and results of another operation."""
-    found = {n: t.detach().clone().requires_grad_() for n, t in tensors.items()}
-    return {n: t if leaves is None or n in leaves else t * 1 for n, t in found.items()}
+    found = leaves_of({n: t.clone() for n, t in tensors.items()})
+    made = {n for n, t in found.items() if t.requires_grad} - {
+        *(found if leaves is None else leaves)
+    }
+    return {n: t * 1 if n in made else t for n, t in found.items()}

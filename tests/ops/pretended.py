@@ -1,9 +1,10 @@
 """CPU tensors on CUDA's path, with the interpreter for a GPU."""
 
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from unittest.mock import patch
 
+import pytest
 from torch import Tensor
 
 from tilenorm.ops import cutile, dispatch, plans, registry, torch_private
@@ -13,6 +14,7 @@ from ..cases import target
 from ..executors import Interpreter
 
 CACHES = registry._select, registry._told, registry.failures
+EACH_WAY = pytest.mark.parametrize("served", ["reference", "kernels"])
 GPU = registry.Device("cuda", target("sm_90"), 13000)
 
 
@@ -36,6 +38,15 @@ def pretended_gpu(arch: str = "sm_90"):
         for module, name, function in replaced:
             stack.enter_context(patch.object(module, name, function))
         yield
+
+
+def by(served: str, device: str = "cpu"):
+    """A block in which calls of the CPU are served by the reference, or by the interpreted kernels
+    for sm_90 or another architecture.
+    """
+    if device == "cuda" or served == "reference":
+        return nullcontext()
+    return pretended_gpu("sm_90" if served == "kernels" else served)
 
 
 def tensors_among(arguments: tuple) -> list[Tensor]:

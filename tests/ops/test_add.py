@@ -1,4 +1,4 @@
-"""add_rms_norm and add_layer_norm: the sum, its rounding, and the two incoming gradients."""
+"""add_rms_norm and add_layer_norm: one residual or two, the sum, its rounding, both gradients."""
 
 import pytest
 import torch
@@ -7,94 +7,95 @@ import tilenorm
 
 from .helpers import (
     EACH_DEVICE,
+    EACH_JOINED,
     EPS,
     FAMILY,
+    JOINED,
     assert_step,
     call,
     expected_of,
     incoming_of,
+    name_of,
     random,
-    same,
     step,
     tensors_of,
 )
+from .pretended import EACH_WAY, by
+from .test_gradients import passes
 
 ADDS = {name: form for name, form in FAMILY.items() if form.other == "residual"}
-pytestmark = [EACH_DEVICE, pytest.mark.parametrize("form", ADDS.values(), ids=ADDS)]
+EACH_ADD = pytest.mark.parametrize("form", ADDS.values(), ids=ADDS)
+EACH_SUM = pytest.mark.parametrize("form", (JOINED | ADDS).values(), ids=JOINED | ADDS)
+pytestmark = EACH_DEVICE
 
+N = 40
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
-DTYPES = [(BF16, BF16), (F32, F32), (BF16, F32), (F16, F32), (F32, BF16), (BF16, F16)]
-DTYPES += [(F64, F64), (F32, F64), (F64, F32)]
-EACH_PAIR = pytest.mark.parametrize("dtype, other", DTYPES, ids=str)
+# Dtypes of the input, of the first of two residuals, and of the last.
+DTYPES = [(BF16, BF16, BF16), (F32, F32, F32), (BF16, BF16, F32), (BF16, F32, F32)]
+DTYPES += [(F16, F32, F32), (F32, F32, BF16), (F32, BF16, BF16), (BF16, BF16, F16)]
+DTYPES += [(F64, F64, F64), (F32, F32, F64), (F64, F64, F32)]
+EACH_DTYPES = pytest.mark.parametrize("dtypes", DTYPES, ids=lambda d: "-".join(map(name_of, d)))
+
+
+def made(form, *shape, dtypes=(F32, F32, F32), device="cpu"):
+    """The tensors of a form, with dtypes as in DTYPES."""
+    dtype, before, residual = dtypes
+    tensors = tensors_of(form, *shape, dtype=dtype, other=before, device=device)
+    return {n: t.to(residual) if n == "residual" else t for n, t in tensors.items()}
 
 
 def plain(form, tensors):
-    """The norm without the addition, of the tensors without the residual."""
+    """The norm without the addition."""
+    tensors = {n: t for n, t in tensors.items() if n not in ("addend", "residual")}
     function = getattr(tilenorm, form.op.removeprefix("add_"))
-    tensors = {n: t for n, t in tensors.items() if n != "residual"}
     return function(**tensors, normalized_shape=tensors["input"].shape[-1:], eps=EPS)
 
 
-@EACH_PAIR
-def test_the_sum_is_rounded_to_the_residuals_dtype(device, form, dtype, other):
-    tensors = tensors_of(form, 7, 96, dtype=dtype, other=other, device=device)
-    output, total = call(form, tensors)
-    assert (output.dtype, total.dtype) == (dtype, other)
-    assert torch.equal(total, (tensors["input"] + tensors["residual"]).to(other))
+@EACH_WAY
+@EACH_SUM
+@EACH_DTYPES
+def test_bits_are_those_of_the_operations_one_after_the_other(device, form, dtypes, served):
+    tensors = made(form, 7, N, dtypes=dtypes, device=device)
+    x, total = tensors["input"], tensors["input"]
+    for name in (*form.before, "residual"):
+        total = (total + tensors[name]).to(tensors[name].dtype)
+    with by(served, device):
+        found = call(form, tensors)
+        assert [y.dtype for y in found] == [dtypes[0], dtypes[2]]
+        assert torch.equal(found[1], total)
+        if form.before and dtypes[0] == dtypes[1]:
+            first = {"input": x + tensors["addend"]}
+            rest = {n: t for n, t in tensors.items() if n != "addend"}
+            assert torch.equal(found[0], call(form, rest | first)[0])
+        # A GPU may add up a row in another order where it is not alone in being read. The norm of a
+        # float16 sum is rounded to float16 before it becomes bfloat16.
+        exact = dtypes[2] == dtypes[0] or (dtypes[2] == F32 and dtypes[0] != F64)
+        if device == "cpu" and served == "reference" and exact:
+            assert torch.equal(found[0], plain(form, tensors | {"input": total}).to(dtypes[0]))
 
 
-@EACH_PAIR
-def test_the_output_is_that_of_the_rounded_sum(device, form, dtype, other):
-    tensors = tensors_of(form, 7, 96, dtype=dtype, other=other, device=device)
-    output, total = call(form, tensors)
-    # Computed from the sum in its own dtype, and rounded once more if that is wider.
-    expected = plain(form, tensors | {"input": total})
-    # A GPU may add up a row in another order where it is not alone in being read.
-    if device == "cpu" and (other == dtype or (dtype, other) in [(BF16, F32), (F16, F32)]):
-        assert torch.equal(output, expected.to(dtype))
-    expected = expected_of(form, tensors)["output"]
-    assert_step({"output": output}, {"output": expected}, ["output"])
-
-
-@pytest.mark.parametrize("absent", ["neither", "output", "sum"])
-@EACH_PAIR
-def test_gradients_of_both_outputs(device, form, dtype, other, absent, gradients_made):
-    tensors = tensors_of(form, 7, 96, dtype=dtype, other=other, device=device)
-    dy, dsum = incoming_of(tensors)
-    incoming = {"neither": (dy, dsum), "output": (None, dsum), "sum": (dy, None)}[absent]
-    got = step(form, tensors, incoming)
-    assert len(gradients_made) == (absent != "output"), "the gradient of a sum needs no kernel"
-    present = got.keys() & tensors.keys()
-    assert present == ({"input", "residual"} if absent == "output" else tensors.keys())
-    assert all(got[name].dtype == tensors[name].dtype for name in present)
-    assert_step(got, expected_of(form, tensors, incoming), got.keys())
-
-
-@pytest.mark.parametrize("asked", ["input", "residual"])
+@EACH_WAY
+@EACH_SUM
+@EACH_DTYPES
 @pytest.mark.parametrize("absent", [None, 0, 1], ids=["neither", "output", "sum"])
-@pytest.mark.parametrize("other", [BF16, F32], ids=str)
-def test_one_gradient_alone(device, form, other, asked, absent):
-    tensors = tensors_of(form, 7, 96, dtype=BF16, other=other, device=device)
+def test_gradients(device, form, dtypes, absent, served, gradients_made):
+    """All of them, and each alone, where one output may have no gradient."""
+    tensors = made(form, 19, N, dtypes=dtypes, device=device)
     incoming = [None if i == absent else dy for i, dy in enumerate(incoming_of(tensors))]
-    got = step(form, tensors, incoming, [asked])
-    assert got.keys() & tensors.keys() == {asked}
-    assert_step(got, expected_of(form, tensors, incoming), got.keys())
+    expected = expected_of(form, tensors, incoming)
+    reached = [n for n in form.names if absent != 0 or n not in ("weight", "bias")]
+    for asked in (reached, *([n] for n in reached)):
+        gradients_made.clear()
+        with by(served, device):
+            got = step(form, tensors, incoming, asked)
+        wanted = {n: tensors[n].dtype for n in asked}
+        assert {n: t.dtype for n, t in got.items() if n in tensors} == wanted
+        # The gradient of a sum alone needs no kernel.
+        assert gradients_made == ([] if absent == 0 else passes(tensors, asked))
+        assert_step(got, expected, got.keys())
 
 
-@pytest.mark.parametrize("absent", [None, 0, 1], ids=["neither", "output", "sum"])
-@pytest.mark.parametrize("other", [BF16, F32], ids=str)
-def test_no_gradient_is_the_callers_memory(device, form, other, absent):
-    tensors = tensors_of(form, 7, 96, dtype=BF16, other=other, device=device)
-    leaves = [t.requires_grad_() for t in tensors.values()]
-    outputs = call(form, tensors)
-    incoming = incoming_of(tensors)
-    used = [(y, dy) for i, (y, dy) in enumerate(zip(outputs, incoming, strict=True)) if i != absent]
-    ys, dys = zip(*used, strict=True)
-    grads = torch.autograd.grad(ys, leaves, dys, allow_unused=True)
-    theirs = {t.untyped_storage().data_ptr() for t in (*incoming, *outputs, *leaves)}
-    assert not theirs & {g.untyped_storage().data_ptr() for g in grads if g is not None}
-
-
+@EACH_ADD
 def test_gradients_that_accumulate_leave_each_other_alone(device, form):
     """Input and residual may get one tensor; a second backward pass adds to each grad in place."""
     tensors = {n: t.requires_grad_() for n, t in tensors_of(form, 7, 96, device=device).items()}
@@ -105,15 +106,7 @@ def test_gradients_that_accumulate_leave_each_other_alone(device, form):
         assert torch.equal(tensor.grad, 2 * once[name]), name
 
 
-@pytest.mark.parametrize("other", [BF16, F32], ids=str)
-def test_the_gradient_of_a_sum_may_be_expanded(device, form, other):
-    tensors = tensors_of(form, 7, 96, dtype=BF16, other=other, device=device)
-    incoming = [dy[:1, :1].expand(7, 96) for dy in incoming_of(tensors)]
-    for used in (incoming, [None, incoming[1]]):
-        copied = [None if dy is None else dy.contiguous() for dy in used]
-        assert same(step(form, tensors, used), step(form, tensors, copied))
-
-
+@EACH_ADD
 def test_input_and_residual_may_be_one_tensor(device, form):
     x = random(7, 96, device=device)
     tensors = {"input": x, "residual": x}
@@ -124,6 +117,7 @@ def test_input_and_residual_may_be_one_tensor(device, form):
     torch.testing.assert_close(leaf.grad, got["input"] + got["residual"], rtol=0, atol=0)
 
 
+@EACH_ADD
 def test_layers_in_a_row(device, form):
     """The residual stream of a transformer: each sum is read by the next layer."""
     tensors = tensors_of(form, 7, 96, device=device)
@@ -146,3 +140,15 @@ def test_layers_in_a_row(device, form):
     for ours, theirs in zip(*grads, strict=True):
         scale = theirs.abs().max().item()
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * scale)
+
+
+@EACH_JOINED
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_a_sequence_of_any_kind(device, form, kind):
+    tensors = tensors_of(form, 5, N, device=device)
+    x, a, r, w, b = tensors.values()
+    function, how = getattr(tilenorm, form.op), {"weight": w, "bias": b, "eps": EPS}
+    found = function(x, kind((a, r)), (N,), **how)
+    assert all(map(torch.equal, found, call(form, tensors)))
+    one = function(x, kind((r,)), (N,), **how)
+    assert all(map(torch.equal, one, function(x, r, (N,), **how)))

@@ -4,7 +4,6 @@ A pass may want less than what requires a gradient: torch.autograd.grad(y, [x]) 
 y.backward(inputs=[x]) want no dW.
 """
 
-from contextlib import nullcontext
 from random import Random
 
 import pytest
@@ -12,10 +11,9 @@ import torch
 
 from .helpers import (
     ADD,
+    CALLS,
+    EACH_CALL,
     EACH_DEVICE,
-    EACH_FORM,
-    FAMILY,
-    LAYER,
     RMS,
     assert_step,
     call,
@@ -25,18 +23,16 @@ from .helpers import (
     tensors_of,
 )
 from .passes import FUNCTIONS, WAYS, by_grad, recorded
-from .pretended import pretended_gpu
-from .test_gradients import COMBINATIONS, passes
+from .pretended import EACH_WAY, by
+from .test_gradients import passes
 
 pytestmark = EACH_DEVICE
-EACH_SERVED = pytest.mark.parametrize("served", ["reference", "kernels"])
 
 
 @pytest.fixture(autouse=True)
 def way(request, device):
     """On a CPU, the reference or, where a test says so, the interpreted kernels."""
-    served = request.node.callspec.params.get("served", "reference")
-    with pretended_gpu() if device == "cpu" and served == "kernels" else nullcontext():
+    with by(request.node.callspec.params.get("served", "reference"), device):
         yield
 
 
@@ -50,30 +46,12 @@ def check_bits(form, tensors, got, every, incoming, device, **options):
         assert grad is None or torch.equal(grad, every[name]), name
 
 
-@EACH_SERVED
-@pytest.mark.parametrize("by", WAYS)
-@pytest.mark.parametrize(
-    "name, asked", COMBINATIONS, ids=lambda v: v if v in FAMILY else "+".join(v)
-)
-def test_each_combination(device, served, name, asked, by, gradients_made):
-    """As in a frozen norm, though everything requires a gradient here."""
-    form = FAMILY[name]
-    tensors = tensors_of(form, 7, 24, device=device)
-    given, incoming = recorded(tensors), incoming_of(tensors)
-    outputs = call(form, given)
-    every = dict(zip(given, by_grad(outputs, list(given.values()), incoming), strict=True))
-    gradients_made.clear()
-    found = WAYS[by](outputs, [given[n] for n in asked], incoming)
-    assert gradients_made == passes(tensors, asked)
-    check_bits(form, tensors, dict(zip(asked, found, strict=True)), every, incoming, device)
-
-
-@EACH_SERVED
+@EACH_WAY
 @pytest.mark.parametrize("seed", range(40))
 def test_drawn_parts_are_the_whole(device, served, seed, gradients_made):
     """All gradients in one pass, and in passes that share them out: the same bits."""
     draw = Random(seed)
-    form = draw.choice(list(FAMILY.values()))
+    form = draw.choice(list(CALLS.values()))
     dtype = draw.choice((torch.float16, torch.bfloat16, torch.float32))
     other = draw.choice((dtype, dtype, torch.float32))
     shape = draw.choice(((3,), (2, 3), (13,))), draw.choice((8, 24, 37))
@@ -84,7 +62,7 @@ def test_drawn_parts_are_the_whole(device, served, seed, gradients_made):
     frozen = [name for name in tensors if draw.random() < 0.15]
     given = recorded(tensors, [name for name in tensors if draw.random() < 0.5])
     given |= {name: given[name].detach() for name in frozen}
-    names = [name for name in given if name not in frozen]
+    names = [name for name in given if name not in (*frozen, "dropout_mask")]
     if not names:
         return
     incoming = incoming_of(tensors)
@@ -103,28 +81,30 @@ def test_drawn_parts_are_the_whole(device, served, seed, gradients_made):
         check_bits(form, tensors, dict(zip(part, found, strict=True)), every, of_each, device)
 
 
-@EACH_SERVED
-@EACH_FORM
+@EACH_WAY
+@EACH_CALL
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_a_part_has_the_second_derivatives_of_the_whole(device, served, form, function):
     tensors = tensors_of(form, 5, 12, device=device)
-    for asked in (("input",), ("weight",), tuple(tensors)[1:]):
+    of = [n for n in tensors if n != "dropout_mask"]
+    for asked in (("input",), ("weight",), of[1:]):
         given = recorded(tensors)
         incoming = [dy.requires_grad_() for dy in incoming_of(tensors)]
         outputs = FUNCTIONS[function](form, given)
-        every = by_grad(outputs, list(given.values()), incoming, create_graph=True)
-        every = [dict(zip(given, every, strict=True))[n] for n in asked]
-        for by in WAYS.values():
-            part = by(outputs, [given[n] for n in asked], incoming, create_graph=True)
+        leaves = [given[n] for n in of]
+        every = by_grad(outputs, leaves, incoming, create_graph=True)
+        every = [dict(zip(of, every, strict=True))[n] for n in asked]
+        for run in WAYS.values():
+            part = run(outputs, [given[n] for n in asked], incoming, create_graph=True)
             wanted, got = (
-                by_grad([g.square().sum() for g in of], [*given.values(), *incoming], None)
-                for of in (every, part)
+                by_grad([g.square().sum() for g in grads], [*leaves, *incoming], None)
+                for grads in (every, part)
             )
             for a, b in zip(wanted, got, strict=True):
                 assert (a is None and b is None) or torch.equal(a, b)
 
 
-@EACH_SERVED
+@EACH_WAY
 def test_the_node_returns_and_hooks_see_what_was_asked_for(device, served):
     given = recorded(tensors_of(ADD, 3, 8, device=device), leaves=("weight",))
     y, total = call(ADD, given)
@@ -145,7 +125,7 @@ def test_the_node_returns_and_hooks_see_what_was_asked_for(device, served):
     assert returned.pop() == [False, True, False, False]
 
 
-@EACH_SERVED
+@EACH_WAY
 def test_nothing_is_computed_where_nothing_is_asked_for(device, served, gradients_made):
     """The engine runs the node of a tensor that backward is given as an input."""
     for function in FUNCTIONS.values():
@@ -156,11 +136,3 @@ def test_nothing_is_computed_where_nothing_is_asked_for(device, served, gradient
         assert torch.equal(y.grad, 2 * dy)
         assert seen == [None] * 3
     assert not any(gradients_made)
-
-
-@EACH_SERVED
-def test_the_ordinary_pass_computes_all(device, served, gradients_made):
-    given = recorded(tensors_of(LAYER, 3, 8, device=device), leaves=("weight",))
-    (y,) = call(LAYER, given)
-    y.sum().backward()
-    assert gradients_made == [set(given)]

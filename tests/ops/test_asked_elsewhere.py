@@ -8,12 +8,28 @@ import pytest
 import torch
 from torch.autograd import Function
 from torch.autograd.graph import GradientEdge
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
-from tilenorm.ops import autograd, library
+from tilenorm.ops import autograd, cutile, library, reference
 from tilenorm.ops.torch_private import asked_of
 
-from .helpers import ADD, EACH_DEVICE, LAYER, RMS, call, incoming_of, random, tensors_of
+from .helpers import (
+    ADD,
+    EACH_DEVICE,
+    GATED,
+    LAYER,
+    RMS,
+    call,
+    incoming_of,
+    random,
+    same,
+    step,
+    tensors_of,
+)
 from .passes import by_grad, recorded
 
 pytestmark = EACH_DEVICE
@@ -70,19 +86,20 @@ def test_a_node_that_is_called_outside_of_a_pass_computes_all(device, gradients_
     assert gradients_made == [set(given)]
 
 
-def test_passes_of_several_threads_at_once(device):
+@pytest.mark.parametrize("form", [LAYER, ADD, GATED], ids=["layer", "add", "gated"])
+def test_passes_of_several_threads_at_once(device, form):
     """Each thread asks for another part of one graph."""
-    tensors = tensors_of(LAYER, 5, 24, device=device)
+    tensors = tensors_of(form, 5, 24, device=device)
     given, incoming = recorded(tensors), incoming_of(tensors)
-    outputs = call(LAYER, given)
+    outputs = call(form, given)
     every = dict(zip(given, by_grad(outputs, list(given.values()), incoming), strict=True))
 
-    def same(name):
+    def alike(name):
         found = (by_grad(outputs, [given[name]], incoming)[0] for _ in range(20))
         return all(torch.equal(grad, every[name]) for grad in found)
 
     with ThreadPoolExecutor(6) as pool:
-        assert all(pool.map(same, [*given, *given]))
+        assert all(pool.map(alike, [*given, *given]))
 
 
 def test_reentrant_checkpoints(device, gradients_made):
@@ -92,6 +109,34 @@ def test_reentrant_checkpoints(device, gradients_made):
                    use_reentrant=True)  # fmt: skip
     y.sum().backward()
     assert gradients_made == [set(given)]
+
+
+@pytest.mark.parametrize("keep", [False, True], ids=["recompute", "keep"])
+def test_selective_checkpointing_sees_the_op(device, keep, no_memory, monkeypatch):
+    calls = []
+
+    def counted(forward):
+        return lambda *args: calls.append(forward) or forward(*args)
+
+    bind = cutile.bind_forward
+    monkeypatch.setattr(cutile, "bind_forward", lambda *args: counted(bind(*args)))
+    monkeypatch.setattr(reference, "forward", counted(reference.forward))
+
+    def policy(context, op, *args, **kwargs):
+        wanted = keep and op == torch.ops.tilenorm.norm.default
+        return CheckpointPolicy.MUST_SAVE if wanted else CheckpointPolicy.MUST_RECOMPUTE
+
+    def sine(form, tensors):
+        return (call(form, tensors)[0].sin(),)
+
+    def selective(form, tensors):
+        contexts = partial(create_selective_checkpoint_contexts, policy)
+        return checkpoint(sine, form, tensors, use_reentrant=False, context_fn=contexts)
+
+    tensors = tensors_of(RMS, 5, 40, device=device)
+    got = step(RMS, tensors, function=selective)
+    assert len(calls) == (1 if keep else 2)
+    assert same(got, step(RMS, tensors, function=sine))
 
 
 def test_a_compiled_graph_is_as_before(device, dynamo, gradients_made):

@@ -8,22 +8,20 @@ import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
 
 import tilenorm
-from tilenorm.ops import dispatch, library
+from tilenorm.ops import library
 from tilenorm.spec import norm_of
 
 from .cuda_helpers import made, ops_seen, train
 from .helpers import (
     DTYPES,
     EACH_FORM,
-    FAMILY,
     NEEDS_GPU,
     call,
-    incoming_of,
     name_of,
     same,
-    step,
     tensors_of,
 )
+from .test_library import forward_arguments
 
 BF16, F32 = torch.bfloat16, torch.float32
 
@@ -80,49 +78,14 @@ def test_dtypes_on_cuda(form, dtype, parameter):
         got, expected = call(form, tensors), pytorchs(form, without_bias(tensors))
         assert [y.dtype for y in got] == [y.dtype for y in expected]
         assert [y.shape for y in got] == [y.shape for y in expected]
+        by_op = torch.ops.tilenorm.norm(*forward_arguments(form, tensors))
+        assert [y.dtype for y in by_op[: len(got)]] == [y.dtype for y in got]
 
 
 def test_the_cpu_is_not_concerned_by_autocast_for_cuda():
     with fake_cuda():
         x = torch.empty(5, 40, dtype=BF16)
         assert tilenorm.rms_norm(x, (40,)).dtype == F.rms_norm(x, (40,)).dtype == BF16
-
-
-@pytest.fixture
-def cast_on_the_cpu(monkeypatch):
-    """What CUDA's autocast does to the op, for the CPU's autocast, which is on."""
-    monkeypatch.setattr(library, "AUTOCAST_NORMS", ("rms", "layer"))
-    monkeypatch.setattr(dispatch, "_is_here", lambda tensor: False)  # calls go through the op
-    scoped = torch.library.Library("tilenorm", "IMPL")
-    scoped.impl("norm", library.norm_autocast, "AutocastCPU")
-    with torch.autocast("cpu", torch.bfloat16):
-        yield
-    scoped._destroy()
-
-
-def check_cast(form, tensors, function=call):
-    """Outputs and gradients are those of a float32 input, cast to what they are of."""
-    cast = {n: tensors[n] for n in ("input", "skip") if n in tensors}
-    floats = tensors | {n: t.float() for n, t in cast.items()}
-    incoming = incoming_of(floats)
-    got = step(form, tensors, incoming, function=function)
-    with torch.autocast("cpu", enabled=False):
-        expected = step(form, floats, incoming)
-    assert got["output"].dtype == F32
-    for name, tensor in tensors.items():
-        assert got[name].dtype == tensor.dtype
-    assert same(got, expected | {n: expected[n].to(t.dtype) for n, t in cast.items()})
-
-
-@EACH_FORM
-def test_the_op_casts_its_input(form, cast_on_the_cpu):
-    check_cast(form, tensors_of(form, 5, 40, dtype=BF16))
-
-
-@pytest.mark.parametrize("name", ["layer_norm", "add_rms_norm"])
-def test_compiled(name, cast_on_the_cpu, dynamo):
-    run = torch.compile(call, fullgraph=True, backend="aot_eager")
-    check_cast(FAMILY[name], tensors_of(FAMILY[name], 5, 40, dtype=BF16), run)
 
 
 @NEEDS_GPU

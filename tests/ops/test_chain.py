@@ -1,6 +1,5 @@
 """A norm, an addition and a norm as one call, which rounds where the two functions do."""
 
-from contextlib import nullcontext
 from random import Random
 
 import pytest
@@ -18,16 +17,12 @@ from tilenorm.spec import NormSpec
 from tilenorm.tools.precompile import calls_of, compile_call
 
 from .helpers import random
-from .pretended import pretended_gpu
+from .pretended import by
 
 B, H, F, D = torch.bfloat16, torch.float16, torch.float32, torch.float64
 DTYPES = ((B, B), (F, F), (H, H), (B, F), (F, B), (D, D))
 SERVED = ("reference", "sm_90", "sm_100")
 chain = tilenorm.rms_norm_add_rms_norm
-
-
-def by(served: str):
-    return nullcontext() if served == "reference" else pretended_gpu(served)
 
 
 def apart(input, residual, shape, weight=None, next_weight=None, eps=None, **options):
@@ -185,23 +180,6 @@ def test_symbolic_trace_and_nested_tensors():
     nested = [torch.nested.nested_tensor_from_jagged(t, offsets) for t in rows]
     found, expected = chain(*nested, (8,), *weights), chain(*rows, (8,), *weights)
     assert all(torch.equal(f.values(), e) for f, e in zip(found, expected, strict=True))
-
-
-def test_errors():
-    (x, residual), (weight, _) = made(3, 8)
-    name = "rms_norm_add_rms_norm: argument"
-    for arguments, error, message in (
-        ((x, None, (8,)), TypeError, "'residual' takes a Tensor, got NoneType"),
-        ((x, residual[:2], (8,)), RuntimeError, r"'residual' takes the input's shape \[3, 8\]"),
-        ((x, residual, (8,), weight[:4]), RuntimeError, "'weight' takes the shape"),
-        ((x, residual, (8,), weight, weight[:4]), RuntimeError, "'next_weight' takes the shape"),
-        ((x, residual.int(), (8,)), NotImplementedError, "'residual' takes float16"),
-        ((x, residual, (8,), weight, weight, "1"), TypeError, "'eps' takes a float"),
-    ):
-        with pytest.raises(error, match=f"{name} {message}"):
-            chain(*arguments)
-    with pytest.raises(ValueError, match="'rounding' takes"):
-        chain(x, residual, (8,), rounding="up")
 
 
 def spec_of(hidden: int, dtype: str = "bfloat16") -> NormSpec:

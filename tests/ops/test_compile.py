@@ -8,8 +8,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import tilenorm
 
 from .helpers import (
+    CALLS,
     EACH_DEVICE,
-    EACH_FORM,
     FAMILY,
     NEEDS_GPU,
     call,
@@ -21,7 +21,6 @@ from .helpers import (
     tensors_of,
 )
 
-OPS = torch.ops.tilenorm
 OPTIONS = {"offset": 1.0}
 
 
@@ -40,13 +39,13 @@ def compiled(form, device, function=call, **options):
 
 
 CASES = [("rms_norm", dtype, n) for dtype in (torch.bfloat16, torch.float32) for n in (40, 1001)]
-CASES += [(name, torch.bfloat16, 40) for name in FAMILY if name != "rms_norm"]
+CASES += [(name, torch.bfloat16, 40) for name in CALLS if name != "rms_norm"]
 
 
 @EACH_DEVICE
 @pytest.mark.parametrize("name, dtype, n", CASES, ids=name_of)
 def test_compiled_the_same_bits_without_recompiling(device, name, dtype, n, dynamo):
-    form = FAMILY[name]
+    form = CALLS[name]
     function, counter = compiled(form, device, **OPTIONS)
     counts = []
     for rows in (3, 16, 17, 1000):
@@ -58,19 +57,6 @@ def test_compiled_the_same_bits_without_recompiling(device, name, dtype, n, dyna
     # One, or two where PyTorch first takes eps and offset for numbers that vary.
     assert len(set(counts)) == 1
     assert not dynamo.utils.counters["graph_break"]
-
-
-@EACH_DEVICE
-@pytest.mark.parametrize("name", ["layer_norm", "add_rms_norm"])
-def test_compiled_by_heads(device, name, dynamo):
-    form = FAMILY[name]
-    function, counter = compiled(form, device)
-    counts = []
-    for batch in (2, 3):
-        tensors = tensors_of(form, batch, 5, 6, 16, parameter_shape=(6, 16), device=device)
-        assert same(step(form, tensors, function=function), step(form, tensors))
-        counts.append(counter.frame_count)
-    assert len(set(counts)) == 1
 
 
 @EACH_DEVICE
@@ -86,44 +72,6 @@ def test_compiled_with_one_gradient_absent(device, other, absent, dynamo):
     assert got.keys() >= expected.keys()
     assert all(torch.equal(got[n], expected[n]) for n in expected)
     assert not any(got[n].any() for n in got.keys() - expected.keys())
-
-
-@EACH_DEVICE
-def test_compiled_without_gradients(device, dynamo):
-    form = FAMILY["add_layer_norm"]
-    function = compiled(form, device, **OPTIONS)[0]
-    for rows in (3, 5):
-        tensors = tensors_of(form, rows, 40, device=device)
-        with dynamo.config.patch(error_on_recompile=rows != 3):
-            got = function(form, tensors)
-        for a, b in zip(got, call(form, tensors, **OPTIONS), strict=True):
-            assert torch.equal(a, b)
-
-
-LAYOUTS = {"transposed": lambda x: x.t().contiguous().t(), "rows apart": lambda x: x.repeat(1, 2)}
-
-
-@EACH_DEVICE
-@pytest.mark.parametrize("name", ["rms_norm", "gated_rms_norm"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_compiled_strided_input(device, name, layout, dynamo):
-    form = FAMILY[name]
-    tensors = tensors_of(form, 3, 40, device=device)
-    strided = {n: LAYOUTS[layout](t)[:, :40] for n, t in tensors.items() if t.dim() == 2}
-    got = compiled(form, device)[0](form, tensors | strided)
-    assert torch.equal(got[0], call(form, tensors)[0])
-
-
-@EACH_DEVICE
-def test_compiled_between_other_operations(device, dynamo):
-    def block(_, tensors):
-        x, weight = tensors.values()
-        y, total = tilenorm.add_rms_norm(x * 2, x, (40,), weight, 1e-5)
-        return (tilenorm.layer_norm(y, (40,), weight) + total).relu()
-
-    tensors = {"input": random(5, 40, device=device), "weight": random(40, device=device, seed=1)}
-    got = compiled(None, device, block)[0](None, tensors)
-    torch.testing.assert_close(got, block(None, tensors), rtol=1e-6, atol=2e-6)
 
 
 def trained(run, module, x, grad):
@@ -168,20 +116,3 @@ def test_compiled_into_cuda_graphs(grad, dynamo):
         for a, b in zip(got, trained(block, block, x, grad), strict=True):
             assert torch.equal(a, b)
     assert not dynamo.utils.counters["inductor"]["cudagraph_skips"]
-
-
-@EACH_FORM
-@pytest.mark.parametrize("strict", [False, True], ids=["lenient", "strict"])
-def test_export_sees_the_op_for_any_number_of_rows(form, strict):
-    class Module(torch.nn.Module):
-        def forward(self, tensors):
-            return call(form, tensors)
-
-    rows = torch.export.Dim("rows", min=2, max=1 << 20)
-    tensors = tensors_of(form, 3, 40)
-    shapes = ({n: {0: rows} if t.dim() == 2 else None for n, t in tensors.items()},)
-    program = torch.export.export(Module(), (tensors,), dynamic_shapes=shapes, strict=strict)
-    assert OPS.norm.default in [node.target for node in program.graph.nodes]
-    more = tensors_of(form, 7, 40)
-    for a, b in zip(program.module()(more), call(form, more), strict=True):
-        assert torch.equal(a, b)

@@ -1,7 +1,5 @@
 """Kernels that do not compile: the reference serves, says why once, and fits what was saved."""
 
-import threading
-
 import pytest
 import torch
 from cuda.tile._cext import default_tile_context
@@ -24,6 +22,7 @@ from .helpers import (
     tensors_of,
 )
 from .pretended import GPU
+from .test_concurrency import at_once
 
 pytestmark = pytest.mark.usefixtures("no_memory")
 
@@ -145,19 +144,8 @@ def norm_of(x, w):
 
 def test_threads_that_meet_it_at_once(compiler, told):
     compiler.breaks(row_forward=f"sleep 0.3; {ERROR}")
-    barrier, found = threading.Barrier(6), []
-
-    def run():
-        barrier.wait()
-        found.append(norm())
-
-    threads = [threading.Thread(target=run) for _ in range(barrier.parties)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    expected = norm(backend="reference")
-    assert len(found) == len(threads) and all(torch.equal(y, expected) for y in found)
+    found, expected = at_once([norm] * 6), norm(backend="reference")
+    assert all(torch.equal(y, expected) for y in found)
     assert compiler.runs("row_forward") == 1
     assert len(messages(told)) == 1
 

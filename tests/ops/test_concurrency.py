@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import tilenorm
 
-from .helpers import FAMILY, assert_step, call, expected_of, incoming_of, same, step, tensors_of
+from .helpers import FAMILY, incoming_of, same, step, tensors_of
 
 pytestmark = pytest.mark.usefixtures("no_memory")
 
@@ -51,23 +51,6 @@ def test_threads_that_meet_a_spec_at_once(name, no_memory):
         assert same(results, trained(name, seed))
     ours = [w for w in told if w.category is tilenorm.ReferenceWarning]
     assert len(ours) == 1
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_backward_passes_of_one_graph_in_many_threads(name):
-    """Each thread computes the gradients of outputs that another thread has computed."""
-    form = FAMILY[name]
-    tensors = tensors_of(form, 5, 64)
-    incoming = incoming_of(tensors)
-    leaves = [t.requires_grad_() for t in tensors.values()]
-    outputs = [call(form, tensors) for _ in range(THREADS)]
-    grads = at_once([partial(torch.autograd.grad, y, leaves, incoming) for y in outputs])
-    for found in grads[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(found, grads[0], strict=True))
-    expected = expected_of(form, {n: t.detach() for n, t in tensors.items()}, incoming)
-    results = dict(zip(tensors, grads[0], strict=True))
-    results |= dict(zip(("output", "sum"), (y.detach() for y in outputs[0]), strict=False))
-    assert_step(results, expected)
 
 
 class Normalized(Dataset):

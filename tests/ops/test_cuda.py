@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from tilenorm.spec import Options
 
-from .cuda_helpers import OTHERS, forms_and_widths, made, ops_seen, train
+from .cuda_helpers import forms_and_widths, made, ops_seen, train
 from .helpers import (
     EACH_FORM,
     EPS,
@@ -74,22 +74,6 @@ def test_on_the_current_stream(form, n):
         got = train(form, tensors | {"input": x}, incoming)
     stream.synchronize()
     assert same(got, expected)
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_rows_that_blocks_share_on_two_streams(name):
-    form = FAMILY[name]
-    tensors, incoming = made(form, 500, 65536)
-    expected = train(form, tensors, incoming)
-    streams = torch.cuda.Stream(), torch.cuda.Stream()
-    torch.cuda.synchronize()
-    got = []
-    for _ in range(4):
-        for stream in streams:
-            with torch.cuda.stream(stream):
-                got.append(train(form, tensors, incoming))
-    torch.cuda.synchronize()
-    assert all(same(results, expected) for results in got)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

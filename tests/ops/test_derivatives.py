@@ -10,27 +10,28 @@ import tilenorm
 from tilenorm.ops import registry
 from tilenorm.spec import Options
 
-from .helpers import EACH_DEVICE, EACH_FORM, FAMILY, NEEDS_GPU, call, random, tensors_of
+from .helpers import CALLS, EACH_CALL, EACH_DEVICE, NEEDS_GPU, call, leaves_of, random, tensors_of
 
 
 def second(form, function, tensors, incoming, options):
     """Derivatives of a function of the gradients, by every tensor and the incoming gradients."""
-    tensors = {n: t.detach().requires_grad_() for n, t in tensors.items()}
+    tensors = leaves_of(tensors)
+    leaves = [t for t in tensors.values() if t.requires_grad]
     incoming = [t.detach().requires_grad_() for t in incoming]
     outputs = function(form, tensors, **options)
-    grads = torch.autograd.grad(outputs, tensors.values(), incoming, create_graph=True)
+    grads = torch.autograd.grad(outputs, leaves, incoming, create_graph=True)
     loss = sum((g * random(*g.shape, seed=20).to(g)).sum() + g.square().sum() for g in grads)
-    return torch.autograd.grad(loss, (*tensors.values(), *incoming), allow_unused=True)
+    return torch.autograd.grad(loss, (*leaves, *incoming), allow_unused=True)
 
 
 @EACH_DEVICE
-@EACH_FORM
+@EACH_CALL
 def test_second_derivatives_agree_with_those_in_float64(device, form):
     """The reference in float64 on the CPU, which the next test holds to differences."""
     tensors = tensors_of(form, 5, 12, device=device)
     incoming = [random(5, 12, device=device, seed=9)] * (2 if form.other == "residual" else 1)
     got = second(form, call, tensors, incoming, {"offset": 1.0})
-    double = {n: t.cpu().double() for n, t in tensors.items()}
+    double = {n: t.cpu() if n == "dropout_mask" else t.cpu().double() for n, t in tensors.items()}
     expected = second(form, call, double, [t.cpu().double() for t in incoming], {"offset": 1.0})
     for a, b in zip(got, expected, strict=True):
         if b is not None:
@@ -40,34 +41,30 @@ def test_second_derivatives_agree_with_those_in_float64(device, form):
 
 PARAMETERS = {"none": (), "weight": ("weight",), "both": ("weight", "bias"), "bias": ("bias",)}
 CHECKED = [("rms_norm", kept, offset) for kept in PARAMETERS for offset in (0.0, 1.0)]
-CHECKED += [(name, "both", 1.0) for name in FAMILY if name != "rms_norm"]
+CHECKED += [(name, "both", 1.0) for name in CALLS if name != "rms_norm"]
 
 
 @pytest.mark.parametrize("name, parameters, offset", CHECKED)
 def test_derivatives_of_the_reference_agree_with_differences(name, parameters, offset):
-    form, kept = FAMILY[name], PARAMETERS[parameters]
+    """With a weight by heads, or else with two normalised dimensions."""
+    form, kept = CALLS[name], PARAMETERS[parameters]
     tensors = tensors_of(form, 2, 3, 2, dtype=torch.float64, parameter_shape=(3, 2))
-    names = [n for n in form.names if n in kept or n not in ("weight", "bias")]
+    tensors = {n: t for n, t in tensors.items() if n in kept or n not in ("weight", "bias")}
+    names = [n for n in tensors if n != "dropout_mask"]
 
-    def function(*tensors):
-        return call(form, dict(zip(names, tensors, strict=True)), 2, 1e-3, offset=offset)
+    for dims in (1, 2):
+        if dims == 2 and "layer_scale" in tensors:
+            tensors["layer_scale"] = random(3, 2, dtype=torch.float64)
 
-    inputs = [tensors[n].requires_grad_() for n in names]
-    assert torch.autograd.gradcheck(function, inputs)
-    assert torch.autograd.gradgradcheck(function, inputs)
+        def function(*given, dims=dims):
+            named = tensors | dict(zip(names, given, strict=True))
+            return call(form, named, dims, 1e-3, offset=offset)
 
-
-@pytest.mark.parametrize("name", ["layer_norm", "add_rms_norm", "gated_rms_norm"])
-def test_derivatives_by_heads_agree_with_differences(name):
-    form = FAMILY[name]
-    tensors = tensors_of(form, 2, 2, 3, dtype=torch.float64, parameter_shape=(2, 3))
-
-    def function(*tensors):
-        return call(form, dict(zip(form.names, tensors, strict=True)), eps=1e-3)
-
-    inputs = [t.requires_grad_() for t in tensors.values()]
-    assert torch.autograd.gradcheck(function, inputs)
-    assert torch.autograd.gradgradcheck(function, inputs)
+        inputs = [tensors[n].requires_grad_() for n in names]
+        assert torch.autograd.gradcheck(
+            function, inputs, check_forward_ad=True, check_batched_grad=dims == 1
+        )
+        assert torch.autograd.gradgradcheck(function, inputs)
 
 
 def tangent_by_dual_numbers(function, x, v):
@@ -97,6 +94,18 @@ PAIRS = {
     "add_rms_norm": (
         lambda x, w, z: sum(tilenorm.add_rms_norm(x, z, (8,), w, 1e-5)),
         lambda x, w, z: F.rms_norm(x + z, (8,), w, 1e-5) + (x + z),
+    ),
+    "two residuals": (
+        lambda x, w, z: sum(tilenorm.add_rms_norm(x, (z, 2 * z), (8,), w, 1e-5)),
+        lambda x, w, z: F.rms_norm(x + 3 * z, (8,), w, 1e-5) + (x + 3 * z),
+    ),
+    "masked and scaled": (
+        lambda x, w, z: sum(
+            tilenorm.add_layer_norm(
+                x, z, (8,), w, dropout_mask=z > -1, dropout_scale=2.0, layer_scale=w
+            )
+        ),
+        lambda x, w, z: F.layer_norm(s := x * 2 * (z > -1) * w + z, (8,), w) + s,
     ),
     "gated_rms_norm": (
         lambda x, w, z: tilenorm.gated_rms_norm(x, z, (8,), w, 1e-5),

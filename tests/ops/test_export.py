@@ -28,16 +28,17 @@ class Block(nn.Module):
         return self.last(y + total)
 
 
-def exported(block, device):
+def exported(block, device, strict=False):
     block = block.to(device).requires_grad_(False)
     rows = torch.export.Dim("rows", min=2, max=1 << 20)
     given = (random(3, 16, device=device),)
-    return block, torch.export.export(block, given, dynamic_shapes=({0: rows},))
+    return block, torch.export.export(block, given, dynamic_shapes=({0: rows},), strict=strict)
 
 
 @EACH_DEVICE
-def test_an_exported_module_runs_for_any_number_of_rows(device, tmp_path):
-    block, program = exported(Block(), device)
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_module_runs_for_any_number_of_rows(device, strict, tmp_path):
+    block, program = exported(Block(), device, strict)
     assert [node.target for node in program.graph.nodes].count(OPS.norm.default) == 3
     torch.export.save(program, tmp_path / "block.pt2")
     loaded = torch.export.load(tmp_path / "block.pt2").module()

@@ -9,30 +9,42 @@ import torch.nn.functional as F
 import tilenorm
 
 from .helpers import (
+    CALLS,
     DTYPES,
+    EACH_CALL,
     EACH_DEVICE,
     EACH_FORM,
-    FAMILY,
+    EACH_WITH_OTHER,
     RMS,
     assert_step,
     call,
     expected_of,
     incoming_of,
+    leaves_of,
     name_of,
     random,
+    rows_of,
     same,
     step,
     tensors_of,
 )
 
 pytestmark = EACH_DEVICE
+B, H, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 
 def computed(tensors, asked) -> set[str]:
-    """What is to be computed: one gradient serves input and residual of one dtype."""
-    asked = set(asked) - {"skip"}  # whose gradient is the output's
-    one = "residual" in tensors and tensors["residual"].dtype == tensors["input"].dtype
-    return asked - {"residual"} | {"input"} if one and "residual" in asked else asked
+    """What is to be computed: one gradient serves several tensors."""
+    asked, dtypes = set(asked) - {"skip"}, {n: t.dtype for n, t in tensors.items()}
+    if "layer_scale" in asked:
+        asked = asked - {"layer_scale"} | {"residual"}
+    if "addend" in asked:
+        alike = dtypes["addend"] == dtypes["input"]
+        asked = asked - {"addend"} | {"input" if alike else "residual"}
+    branch = {"dropout_mask", "layer_scale"} & tensors.keys()
+    if "residual" in asked and dtypes["residual"] == dtypes["input"] and not branch:
+        asked = asked - {"residual"} | {"input"}
+    return asked
 
 
 def passes(tensors, asked) -> list[set[str]]:
@@ -54,32 +66,42 @@ def test_accuracy(device, form, dtype, n):
     check_accuracy(device, form, dtype, n)
 
 
-@EACH_FORM
-@pytest.mark.parametrize("n", [1, 2])
-def test_accuracy_where_all_cancels(device, form, n):
+@EACH_CALL
+@pytest.mark.parametrize("n", [1, 2, 24])
+def test_accuracy_in_float32(device, form, n):
+    """Also where all terms cancel, in rows of one or two elements."""
     check_accuracy(device, form, torch.float32, n)
 
 
-def check_accuracy(device, form, dtype, n, parameter=None):
-    tensors = tensors_of(form, 37, n, dtype=dtype, parameter=parameter, device=device)
+@EACH_WITH_OTHER
+@pytest.mark.parametrize("dtype, other", [(B, F32), (F32, B), (H, F32), (F64, F32)], ids=str)
+def test_accuracy_with_a_tensor_of_another_dtype(device, form, dtype, other):
+    check_accuracy(device, form, dtype, 96, other=other)
+
+
+def check_accuracy(device, form, dtype, n, parameter=None, other=None):
+    tensors = tensors_of(form, 37, n, dtype=dtype, parameter=parameter, other=other, device=device)
     got = step(form, tensors)
-    assert {name: got[name].dtype for name in tensors} == {n: t.dtype for n, t in tensors.items()}
+    wanted = {n: t.dtype for n, t in tensors.items() if n != "dropout_mask"}
+    assert {name: got[name].dtype for name in wanted} == wanted
     assert_step(got, expected_of(form, tensors))
 
 
-COMBINATIONS = [
-    (name, asked)
-    for name, form in FAMILY.items()
-    for count in range(1, len(form.names) + 1)
-    for asked in itertools.combinations(form.names, count)
-]
+def combinations(form) -> list[tuple[str, ...]]:
+    """Each tensor alone, all, and all but one."""
+    names = [n for n in form.names if n != "dropout_mask"]
+    counts = dict.fromkeys((1, len(names) - 1, len(names)))
+    return [asked for count in counts for asked in itertools.combinations(names, count)]
+
+
+COMBINATIONS = [(name, asked) for name, form in CALLS.items() for asked in combinations(form)]
 
 
 @pytest.mark.parametrize(
-    "name, asked", COMBINATIONS, ids=lambda v: v if v in FAMILY else "+".join(v)
+    "name, asked", COMBINATIONS, ids=lambda v: v if v in CALLS else "+".join(v)
 )
 def test_each_combination_of_gradients(device, name, asked, gradients_made):
-    form = FAMILY[name]
+    form = CALLS[name]
     tensors = tensors_of(form, 19, 40, device=device)
     got = step(form, tensors, asked=asked, offset=1.0)
     assert got.keys() & tensors.keys() == set(asked)
@@ -104,43 +126,50 @@ def test_parameters_of_several_dimensions(device, form, shape):
     assert_step(step(form, tensors, dims=dims), expected_of(form, tensors, dims=dims))
 
 
-@EACH_FORM
+@EACH_CALL
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=name_of)
-@pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8), (3, 0)], ids=name_of)
-def test_empty_batches_give_zero_gradients(device, form, shape, dtype):
+@pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8), (3, 0), (0, 0)], ids=name_of)
+def test_empty_batches(device, form, shape, dtype):
+    """Outputs of the input's shape, and gradients of zeros."""
     tensors = tensors_of(form, *shape, dtype=dtype, device=device)
     got = step(form, tensors)
-    for name, tensor in tensors.items():
-        assert torch.equal(got[name], torch.zeros_like(tensor)), name
+    assert all(t.shape == shape for n, t in got.items() if n in ("output", "sum"))
+    for name in tensors.keys() - {"dropout_mask"}:
+        assert torch.equal(got[name], torch.zeros_like(tensors[name])), name
 
 
 LAYOUTS = {
-    "expanded to all": lambda dy: dy[:1, :1].expand(dy.shape),
-    "expanded rows": lambda dy: dy[:1].expand(dy.shape),
-    "expanded columns": lambda dy: dy[:, :1].expand(dy.shape),
-    "transposed": lambda dy: dy.t().contiguous().t(),
-    "rows apart": lambda dy: F.pad(dy, (0, 8))[:, : dy.shape[1]],
-    "rows apart, off by one": lambda dy: F.pad(dy, (1, 7))[:, 1 : 1 + dy.shape[1]],
+    "expanded to all": lambda t: t[:1, :1].expand(t.shape),
+    "expanded rows": lambda t: t[:1].expand(t.shape),
+    "expanded columns": lambda t: t[:, :1].expand(t.shape),
+    "transposed": lambda t: t.t().contiguous().t(),
+    "rows apart": lambda t: F.pad(t, (0, 8))[:, : t.shape[1]],
+    "rows apart, off by one": lambda t: F.pad(t, (1, 7))[:, 1 : 1 + t.shape[1]],
+    "every second column": lambda t: t.repeat_interleave(2, 1)[:, ::2],
+    "every second row": lambda t: t.repeat_interleave(2, 0)[::2],
+    "offset start": lambda t: torch.cat([t.new_zeros(3), t.flatten()])[3:].view_as(t),
+    "a head of four": lambda t: torch.stack([t] * 4, 1)[:, 2],
 }
 
 
-@EACH_FORM
+@EACH_CALL
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("n", [40, 41])
-def test_layout_of_the_gradient_changes_no_bit(device, form, n, layout):
-    tensors = tensors_of(form, 6, n, device=device)
-    views = [LAYOUTS[layout](dy) for dy in incoming_of(tensors)]
-    got = step(form, tensors, views)
-    assert got["input"].is_contiguous()
-    assert same(got, step(form, tensors, [v.contiguous() for v in views]))
-
-
-@EACH_FORM
-@pytest.mark.parametrize("layout", ["transposed", "rows apart", "rows apart, off by one"])
-def test_layout_of_the_input_changes_no_bit(device, form, layout):
-    tensors = tensors_of(form, 6, 40, device=device)
-    rows = {n: LAYOUTS[layout](t) for n, t in tensors.items() if n in ("input", form.other)}
-    assert same(step(form, tensors | rows), step(form, tensors))
+@pytest.mark.parametrize("dtype, n", [(torch.bfloat16, 24), (torch.float32, 41)], ids=str)
+def test_layout_changes_no_bit(device, form, dtype, n, layout):
+    """Of one tensor with rows, of all, and of the gradients that come in."""
+    tensors = tensors_of(form, 6, n, dtype=dtype, device=device)
+    rows = {name: LAYOUTS[layout](t) for name, t in rows_of(tensors).items()}
+    incoming = [LAYOUTS[layout](dy) for dy in incoming_of(tensors)]
+    kept = {name: t.clone() for name, t in rows.items()}
+    for given in (rows, {"input": rows["input"]}):
+        plain = {name: t.contiguous() for name, t in given.items()}
+        got = step(form, tensors | given, incoming)
+        assert all(t.is_contiguous() for n, t in got.items() if n in ("output", "sum"))
+        assert same(got, step(form, tensors | plain, [dy.contiguous() for dy in incoming]))
+    if incoming[1:]:
+        alone = [None, incoming[1]], [None, incoming[1].contiguous()]
+        assert same(*(step(form, tensors, used) for used in alone))
+    assert all(torch.equal(rows[name], kept[name]) for name in rows), "an input was written to"
 
 
 def test_gradient_reaches_the_base_of_a_view(device):
@@ -151,19 +180,36 @@ def test_gradient_reaches_the_base_of_a_view(device):
     assert not qkv.grad[:, ::2].any()
 
 
-@EACH_FORM
-@pytest.mark.parametrize("shape", [(5, 16), (2, 3, 16)], ids=name_of)
-def test_outputs_may_be_detached_in_place(device, form, shape):
+@EACH_CALL
+def test_outputs_may_be_detached_in_place(device, form):
     """As zero-bubble pipelines do with what a stage returns. PyTorch refuses it for views."""
-    tensors = tensors_of(form, *shape, device=device)
+    tensors = tensors_of(form, 2, 3, 16, device=device)
     tensors["input"].requires_grad_()
     for y in call(form, tensors):
         assert not y.detach_().requires_grad
 
 
-@EACH_FORM
+@EACH_CALL
+def test_no_gradient_is_the_callers_memory(device, form):
+    """Nor that of an output, nor is an output that of an input."""
+    tensors = leaves_of(tensors_of(form, 7, 40, device=device))
+    leaves = [t for t in tensors.values() if t.requires_grad]
+    outputs, incoming = call(form, tensors), incoming_of(tensors)
+    for used in [slice(None), slice(1, 2), slice(1)][: 3 if outputs[1:] else 1]:
+        grads = torch.autograd.grad(
+            outputs[used], leaves, incoming[used], allow_unused=True, retain_graph=True
+        )
+        theirs = [*outputs, *tensors.values()]
+        theirs += () if form.other == "skip" else incoming  # a skip's gradient is the output's
+        starts = [t.untyped_storage().data_ptr() for t in theirs]
+        assert len({*starts}) == len(starts)
+        made = {g.untyped_storage().data_ptr() for g in grads if g is not None}
+        assert not made & {*starts}
+
+
+@EACH_CALL
 def test_what_the_backward_pass_needs_may_not_be_written_to(device, form):
-    tensors = {n: t.requires_grad_() for n, t in tensors_of(form, 5, 8, device=device).items()}
+    tensors = leaves_of(tensors_of(form, 5, 8, device=device))
     tensors["input"] = tensors["input"] * 1
     outputs = call(form, tensors)
     saved = outputs[-1] if form.other == "residual" else tensors["input"]

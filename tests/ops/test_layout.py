@@ -1,16 +1,21 @@
-"""rows_of: in place where the kernels can read it and the bits stay, else one copy."""
+"""Rows are read in place where the kernels can read them and the bits stay, else copied once."""
 
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import tilenorm
+from tilenorm.launch.calls import bound
+from tilenorm.ops import cutile
 from tilenorm.ops.layout import parameter_of, rows_of, vector_of
 from tilenorm.spec import NormSpec
 
-from .helpers import name_of, random
+from .helpers import random
+from .pretended import pretended_gpu, tensors_among
 
 
 def spec_of(hidden, heads=0, **fields) -> NormSpec:
@@ -37,13 +42,19 @@ def in_place(view, x) -> bool:
     return view.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
 
 
-def check(x, hidden) -> torch.Tensor:
-    spec = spec_of(hidden)
+def check(x, hidden, heads=0) -> torch.Tensor:
+    """What the kernels take holds the same rows, and tells the truth about where they start."""
+    spec = spec_of(hidden, heads)
     view = rows_of(x, spec)
-    assert 2 <= view.dim() <= 4
-    assert view.shape[-1] == hidden
     assert view.stride(-1) == 1 or hidden == 1
     assert torch.equal(view.reshape(-1, hidden), x.reshape(-1, hidden))
+    if heads:
+        assert view.shape == (x.numel() // (heads * hidden), heads, hidden)
+        # The compiler reads by strides, so extents of 1 have those of a whole tensor.
+        even = heads * hidden, hidden
+        assert all(view.stride(d) == even[d] for d in (0, 1) if view.shape[d] == 1)
+    else:
+        assert 2 <= view.dim() <= 4 and view.shape[-1] == hidden
     if spec.aligned:
         assert view.data_ptr() % 16 == 0
         assert all(s * view.element_size() % 16 == 0 for s in view.stride()[:-1])
@@ -52,81 +63,109 @@ def check(x, hidden) -> torch.Tensor:
 
 QKV = random(2, 5, 3, 4, 8)  # batch, sequence, q k v, heads, columns
 BASE = random(4, 6, 32)  # as tokens and heads: 4, 6
+FLAT = BASE.flatten()
 
+# Of each: the tensor, how long its rows are, and how many heads have weights of their own.
 IN_PLACE = {
-    "contiguous": (BASE, 32),
-    "contiguous, two dimensions a row": (BASE, 6 * 32),
-    "one row": (BASE[0, 0], 32),
-    "k of qkv, heads in a row": (QKV[:, :, 1], 32),
-    "columns": (BASE[..., 8:24], 16),
-    "every second row": (BASE[:, ::2], 32),
-    "four that collapse to two": (BASE.view(2, 2, 3, 2, 32)[..., :16], 16),
-    "odd strides of size 1": (BASE.as_strided((1, 6, 1, 32), (7, 64, 13, 1)), 32),
-    "one row of an odd stride": (random(1, 33)[:, :32], 32),
-    "one row of an odd stride, by itself": (random(1, 1, 33)[..., :32], 32),
-    "rows that fill no vectors": (BASE[..., 1:18], 17),
+    "contiguous": (BASE, 32, 0),
+    "contiguous, two dimensions a row": (BASE, 6 * 32, 0),
+    "one row": (BASE[0, 0], 32, 0),
+    "k of qkv, heads in a row": (QKV[:, :, 1], 32, 0),
+    "columns": (BASE[..., 8:24], 16, 0),
+    "every second row": (BASE[:, ::2], 32, 0),
+    "four that collapse to two": (BASE.view(2, 2, 3, 2, 32)[..., :16], 16, 0),
+    "odd strides of size 1": (BASE.as_strided((1, 6, 1, 32), (7, 64, 13, 1)), 32, 0),
+    "one row of an odd stride": (random(1, 33)[:, :32], 32, 0),
+    "one row of an odd stride, by itself": (random(1, 1, 33)[..., :32], 32, 0),
+    "rows that fill no vectors": (BASE[..., 1:18], 17, 0),
+    "a start where alignment does not count": (FLAT[3 : 3 + 62].view(2, 31), 31, 0),
+    "tokens": (BASE, 32, 6),
+    "one token": (BASE[0], 32, 6),
+    "q of qkv": (QKV[:, :, 0], 8, 4),
+    "a fused projection": (random(2, 5, 7 * 32)[..., : 6 * 32].unflatten(-1, (6, 32)), 32, 6),
+    "heads apart": (random(4, 6, 64)[..., :32], 32, 6),
+    "heads before tokens": (random(6, 4, 32).transpose(0, 1), 32, 6),
+    "every second token": (random(8, 6, 32)[::2], 32, 6),
+    "one batch, transposed": (random(1, 6, 5, 32).transpose(1, 2), 32, 6),
+    "one token of an odd stride": (random(6 * 32).as_strided((1, 6, 32), (5, 32, 1)), 32, 6),
+    "tokens where alignment does not count": (FLAT[1 : 1 + 4 * 31].view(2, 2, 31), 31, 2),
+}
+COPIED = {
+    "columns transposed": (random(4, 8, 6).transpose(1, 2), 8, 0),
+    "every second column": (BASE[..., ::2], 16, 0),
+    "a row in two pieces": (BASE[..., :16], 6 * 16, 0),
+    "one row many times": (BASE[:1].expand(4, 6, 32), 32, 0),
+    "rows a zero stride apart": (BASE[0, :1].expand(6, 32), 32, 0),
+    "columns a zero stride apart": (BASE[..., :1].expand(4, 6, 32), 32, 0),
+    "q of qkv, no heads": (QKV[:, :, 0], 8, 0),
+    "k of qkv": (QKV[:, :, 1], 8, 0),
+    "rows and columns": (BASE[:, 1:3, 4:20], 16, 0),
+    "transposed batch": (BASE.transpose(0, 1), 32, 0),
+    "three leading dimensions": (random(4, 3, 2, 32).permute(2, 1, 0, 3), 32, 0),
+    "four leading dimensions": (random(2, 2, 2, 2, 8).permute(3, 2, 1, 0, 4), 8, 0),
+    "rows that overlap backwards": (FLAT.as_strided((4, 32), (0, 1)), 32, 0),
+    "rows that are shorter than a vector": (BASE[..., :3], 3, 0),
+    "a start": (FLAT[3 : 3 + 64].view(2, 32), 32, 0),
+    "a start of rows apart": (BASE[:, 0, 1:17], 16, 0),
+    "a distance of rows": (FLAT.as_strided((4, 32), (34, 1)), 32, 0),
+    "batches that do not merge": (random(5, 2, 6, 32).transpose(0, 1), 32, 6),
+    "batches transposed": (random(2, 6, 5, 32).transpose(1, 2), 32, 6),
+    "columns of heads apart": (random(4, 6, 64)[..., ::2], 32, 6),
+    "columns of heads transposed": (random(4, 32, 6).transpose(1, 2), 32, 6),
+    "one head many times": (BASE[:, :1].expand(4, 6, 32), 32, 6),
+    "one token many times": (BASE[:1].expand(4, 6, 32), 32, 6),
+    "tokens one element in": (random(4 * 6 * 32 + 1)[1:].view(4, 6, 32), 32, 6),
+    "heads an odd distance apart": (random(4, 6, 33)[..., :32], 32, 6),
 }
 
 
 @pytest.mark.parametrize("case", IN_PLACE)
 def test_in_place(case):
-    x, hidden = IN_PLACE[case]
-    view = check(x, hidden)
+    x, hidden, heads = IN_PLACE[case]
+    view = check(x, hidden, heads)
     assert view.data_ptr() == x.data_ptr()
-    assert view.dim() == 2
-
-
-COPIED = {
-    "columns transposed": (random(4, 8, 6).transpose(1, 2), 8),
-    "every second column": (BASE[..., ::2], 16),
-    "a row in two pieces": (BASE[..., :16], 6 * 16),
-    "one row many times": (BASE[:1].expand(4, 6, 32), 32),
-    "rows a zero stride apart": (BASE[0, :1].expand(6, 32), 32),
-    "columns a zero stride apart": (BASE[..., :1].expand(4, 6, 32), 32),
-    "q of qkv": (QKV[:, :, 0], 8),
-    "k of qkv": (QKV[:, :, 1], 8),
-    "rows and columns": (BASE[:, 1:3, 4:20], 16),
-    "transposed batch": (BASE.transpose(0, 1), 32),
-    "three leading dimensions": (random(4, 3, 2, 32).permute(2, 1, 0, 3), 32),
-    "four leading dimensions": (random(2, 2, 2, 2, 8).permute(3, 2, 1, 0, 4), 8),
-    "rows that overlap backwards": (BASE.flatten().as_strided((4, 32), (0, 1)), 32),
-    "rows that are shorter than a vector": (BASE[..., :3], 3),
-}
+    assert heads or view.dim() == 2
 
 
 @pytest.mark.parametrize("case", COPIED)
 def test_copied_once(case, monkeypatch):
-    x, hidden = COPIED[case]
+    x, hidden, heads = COPIED[case]
     copies = []
-    for name in ("contiguous", "reshape"):
+    for name in ("contiguous", "reshape", "clone"):
         original = getattr(torch.Tensor, name)
 
-        def counted(self, *args, _original=original):
-            result = _original(self, *args)
+        def counted(self, *args, _original=original, **options):
+            result = _original(self, *args, **options)
             if not in_place(result, self):
                 copies.append(result)
             return result
 
         monkeypatch.setattr(torch.Tensor, name, counted)
-    view = rows_of(x, spec_of(hidden))
+    view = rows_of(x, spec_of(hidden, heads))
     monkeypatch.undo()
     assert len(copies) == 1 and view.is_contiguous()
-    check(x, hidden)
+    check(x, hidden, heads)
 
 
-MISALIGNED = {
-    "start": BASE.flatten()[3 : 3 + 64].view(2, 32),
-    "start of rows apart": BASE[:, 0, 1:17],
-    "distance of rows": BASE.flatten().as_strided((4, 32), (34, 1)),
-}
-
-
-@pytest.mark.parametrize("case", MISALIGNED)
-def test_misaligned_rows_are_copied_where_alignment_counts(case):
-    x = MISALIGNED[case]
-    hidden = x.shape[-1]
-    assert not in_place(check(x, hidden), x)
-    assert check(x[..., :-1], hidden - 1).data_ptr() == x.data_ptr()
+@pytest.mark.parametrize("case", IN_PLACE | COPIED)
+def test_what_a_call_hands_to_its_kernels(case):
+    """Forward and backward read x itself or a copy; the weight is copied onto 16 bytes."""
+    x, hidden, heads = (IN_PLACE | COPIED)[case]
+    dims = next(d for d in range(1, x.dim() + 1) if x.shape[-d:].numel() == hidden)
+    shape = x.shape[-2:] if heads else x.shape[-dims:]
+    weight = torch.ones(shape.numel() + 1)[1:].view(shape)
+    launched = []
+    with pretended_gpu():
+        launch = cutile.launch
+        with patch.object(cutile, "launch", lambda *a: launched.append(a) or launch(*a)):
+            leaf = x.detach().requires_grad_()
+            y = tilenorm.rms_norm(leaf, x.shape[-dims:], weight, 1e-6)
+            torch.autograd.grad(y, leaf, torch.ones(x.shape))
+    assert len(launched) == 2
+    for _, *made in launched:
+        read = [t for call in bound(*made) for t in tensors_among(call.arguments)]
+        assert any(t.data_ptr() == x.data_ptr() for t in read) == (case in IN_PLACE)
+        assert hidden % 4 or not any(t.data_ptr() % 16 for t in read)
 
 
 def test_rows_of_which_some_alone_fill_vectors():
@@ -143,7 +182,7 @@ def test_rows_of_which_some_alone_fill_vectors():
 
 @pytest.mark.parametrize("dtype, unit", [(torch.bfloat16, 8), (torch.float32, 4)], ids=str)
 def test_sixteen_bytes_whatever_the_dtype(dtype, unit):
-    base, spec = random(4, 64, dtype=dtype), NormSpec("rms", 16, name_of(dtype))
+    base, spec = random(4, 64, dtype=dtype), NormSpec("rms", 16, str(dtype)[6:])
     assert in_place(rows_of(base[:, unit : unit + 16], spec), base)
     assert not in_place(rows_of(base[:, unit // 2 : unit // 2 + 16], spec), base)
 
@@ -175,9 +214,13 @@ def views(draw):
 
 
 @settings(deadline=None, max_examples=300)
-@given(views())
-def test_the_same_rows_in_any_view(view):
-    check(*view)
+@given(views(), st.booleans())
+def test_the_same_rows_in_any_view(view, by_heads):
+    x, hidden = view
+    if by_heads and x.dim() > 1:
+        check(x, x.shape[-1], x.shape[-2])
+    else:
+        check(x, hidden)
 
 
 WEIGHTS = {
@@ -191,80 +234,16 @@ WEIGHTS = {
 
 
 @pytest.mark.parametrize("case", WEIGHTS)
-def test_parameters_become_contiguous_vectors(case):
+def test_parameters_become_contiguous(case):
     w, stays = WEIGHTS[case]
     vector = vector_of(w, aligned=True)
     assert vector.dim() == 1 and vector.is_contiguous() and vector.data_ptr() % 16 == 0
     assert torch.equal(vector, w.reshape(-1))
     assert in_place(vector, w) == stays
+    if w.dim() == 2:
+        by_heads = parameter_of(w, spec_of(w.shape[1], w.shape[0]))
+        assert torch.equal(by_heads, w) and in_place(by_heads, w) == stays
 
 
 def test_a_misaligned_parameter_stays_where_alignment_does_not_count():
     assert vector_of(BASE[0, 0, 1:18]).data_ptr() == BASE[0, 0, 1:].data_ptr()
-
-
-TOKENS_IN_PLACE = {
-    "contiguous": BASE,
-    "one token": BASE[0],
-    "q of qkv": QKV[:, :, 0],
-    "a slice of a fused projection": random(2, 5, 7 * 32)[..., : 6 * 32].unflatten(-1, (6, 32)),
-    "heads apart": random(4, 6, 64)[..., :32],
-    "heads before tokens": random(6, 4, 32).transpose(0, 1),
-    "every second token": random(8, 6, 32)[::2],
-    "one batch, transposed": random(1, 6, 5, 32).transpose(1, 2),
-    "odd strides of size 1": random(6 * 32 + 7).as_strided((1, 6, 32), (5, 32, 1)),
-}
-TOKENS_COPIED = {
-    "batches that do not merge": random(5, 2, 6, 32).transpose(0, 1),
-    "batches transposed": random(2, 6, 5, 32).transpose(1, 2),
-    "columns apart": random(4, 6, 64)[..., ::2],
-    "columns transposed": random(4, 32, 6).transpose(1, 2),
-    "one head many times": BASE[:, :1].expand(4, 6, 32),
-    "one token many times": BASE[:1].expand(4, 6, 32),
-    "one element in": random(4 * 6 * 32 + 1)[1:].view(4, 6, 32),
-    "rows an odd distance apart": random(4, 6, 33)[..., :32],
-}
-
-
-def check_tokens(x) -> torch.Tensor:
-    heads, hidden = x.shape[-2:]
-    view = rows_of(x, spec_of(hidden, heads))
-    assert view.shape == (x.numel() // (heads * hidden), heads, hidden)
-    assert view.stride(-1) == 1
-    assert torch.equal(view, x.reshape(view.shape))
-    # The compiler takes strides for what they are, so extents of 1 have those of a whole tensor.
-    assert all(view.stride(d) == (heads * hidden, hidden)[d] for d in (0, 1) if view.shape[d] == 1)
-    return view
-
-
-@pytest.mark.parametrize("case", TOKENS_IN_PLACE)
-def test_tokens_in_place(case):
-    x = TOKENS_IN_PLACE[case]
-    assert check_tokens(x).data_ptr() == x.data_ptr()
-
-
-@pytest.mark.parametrize("case", TOKENS_COPIED)
-def test_tokens_copied(case):
-    view = check_tokens(TOKENS_COPIED[case])
-    assert view.is_contiguous() and not in_place(view, TOKENS_COPIED[case])
-
-
-def test_misaligned_tokens_stay_where_alignment_does_not_count():
-    x = TOKENS_COPIED["one element in"][..., :-1]
-    assert check_tokens(x).data_ptr() == x.data_ptr()
-
-
-@settings(deadline=None, max_examples=100)
-@given(views())
-def test_the_same_tokens_in_any_view(view):
-    x = view[0]
-    if x.dim() > 1:
-        check_tokens(x)
-
-
-def test_parameters_by_heads():
-    spec = spec_of(32, 6)
-    for w in (BASE[0], BASE[0].t().contiguous().t(), BASE[0, 0].expand(6, 32)):
-        matrix = parameter_of(w, spec)
-        assert matrix.is_contiguous() and torch.equal(matrix, w)
-    assert in_place(parameter_of(BASE[0], spec), BASE)

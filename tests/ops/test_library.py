@@ -14,16 +14,17 @@ from tilenorm.spec import PLAIN, Options, norm_of
 
 from .helpers import (
     ADD,
+    CALLS,
+    EACH_CALL,
     EACH_DEVICE,
-    EACH_FORM,
     EPS,
-    FAMILY,
     GATED,
     LAYER,
     RMS,
     by_inductor,
     call,
     incoming_of,
+    leaves_of,
     name_of,
     random,
     tensors_of,
@@ -36,7 +37,10 @@ BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 def how(form, hidden, offset=1.0, rounding="late"):
     """What both ops take between their tensors and the last arguments."""
     gate_first = not form.options.get("norm_before_gate", True)
-    return *Options(hidden, norm_of(form.op), offset, gate_first, rounding), EPS
+    scale = form.options.get("dropout_scale", 1.0)
+    activation = form.options.get("activation", "silu")
+    norm = norm_of(form.op)
+    return *Options(hidden, norm, offset, gate_first, rounding, activation, scale), EPS
 
 
 def forward_arguments(form, tensors, save=True, **options):
@@ -55,7 +59,9 @@ def backward_arguments(form, tensors, dsum=True, mask=(True,) * 5, **options):
     parameters = (tensors.get(n) for n in ("gate", "weight", "bias"))
     incoming = dy, dsums[0] if added and dsum else None
     arguments = (*incoming, x, *parameters, mean if "layer" in form.op else None, rstd)
-    return *arguments, *how(form, x.shape[-1], **options), added, list(mask)
+    last = (*how(form, x.shape[-1], **options), added, list(mask))
+    branch = [tensors.get(n) for n in ("dropout_mask", "layer_scale")]
+    return *arguments, *last, *((None, *[None] * 3, False, *branch) if form.branch else ())
 
 
 INPUTS = {
@@ -69,8 +75,13 @@ INPUTS = {
     "rows apart": lambda device: random(3, 48, device=device)[:, :40],
 }
 # form, shape, and what is not of the input's dtype or shape.
-FORMS = {name: (form, (3, 40), {}) for name, form in FAMILY.items() if form is not RMS} | {
+FORMS = {name: (form, (3, 40), {}) for name, form in CALLS.items() if form is not RMS} | {
     "residual float32": (ADD, (3, 40), {"dtype": BF16, "other": F32}),
+    "masked, residual float32": (
+        CALLS["add_rms_norm, masked"],
+        (3, 40),
+        {"dtype": BF16, "other": F32},
+    ),
     "residual float64": (ADD, (3, 40), {"other": F64}),
     "gate float32": (GATED, (3, 40), {"dtype": BF16, "other": F32, "parameter": F32}),
     "heads": (LAYER, (2, 3, 8), {"parameter_shape": (3, 8)}),
@@ -87,15 +98,19 @@ def made(case, device, drop=()):
     else:
         form, shape, options = FORMS[case]
         tensors = tensors_of(form, *shape, device=device, **options)
-    kept = {n: t.requires_grad_() for n, t in tensors.items() if n not in drop}
-    return form, kept
+    return form, leaves_of({n: t for n, t in tensors.items() if n not in drop})
 
 
 @EACH_DEVICE
+@pytest.mark.parametrize("save", [True, False])
 @pytest.mark.parametrize("case", [*INPUTS, *FORMS])
-def test_opcheck_forward(device, case):
+def test_opcheck_forward(device, case, save):
     form, tensors = made(case, device)
-    opcheck(OPS.norm.default, forward_arguments(form, tensors))
+    if not save:
+        tensors = {n: t.detach() for n, t in tensors.items()}
+    arguments = forward_arguments(form, tensors, save)
+    assert save or [t.shape for t in OPS.norm(*arguments)[2:]] == [(0,), (0,)]
+    opcheck(OPS.norm.default, arguments)
 
 
 @EACH_DEVICE
@@ -103,15 +118,6 @@ def test_opcheck_forward(device, case):
 def test_opcheck_forward_of_absent_parameters(device, drop):
     form, tensors = made("matrix", device, drop)
     opcheck(OPS.norm.default, forward_arguments(form, tensors, rounding="early"))
-
-
-@EACH_DEVICE
-@pytest.mark.parametrize("case", ["matrix", "no rows", "rows apart", *FORMS])
-def test_opcheck_forward_without_saving(device, case):
-    form, tensors = made(case, device)
-    arguments = forward_arguments(form, {n: t.detach() for n, t in tensors.items()}, save=False)
-    assert [t.shape for t in OPS.norm(*arguments)[2:]] == [(0,), (0,)]
-    opcheck(OPS.norm.default, arguments)
 
 
 ROWS = {  # an input's shape, how long its rows are, and the leading sizes
@@ -208,17 +214,18 @@ def traced(form, tensors, mode):
         leaves = dict(zip(tensors, given, strict=True))
         outputs = call(form, leaves, offset=1.0)
         incoming = [torch.ones_like(y) for y in outputs]
-        return outputs, torch.autograd.grad(outputs, given, incoming)
+        return outputs, torch.autograd.grad(
+            outputs, [t for t in given if t.requires_grad], incoming
+        )
 
-    leaves = [t.requires_grad_() for t in tensors.values()]
-    return make_fx(function, tracing_mode=mode)(*leaves).graph
+    return make_fx(function, tracing_mode=mode)(*leaves_of(tensors).values()).graph
 
 
 def targets(graph) -> list:
     return [node.target for node in graph.nodes if node.op == "call_function"]
 
 
-@EACH_FORM
+@EACH_CALL
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
 def test_make_fx_sees_the_ops(form, mode):
     seen = targets(traced(form, tensors_of(form, 3, 40), mode))
@@ -226,7 +233,7 @@ def test_make_fx_sees_the_ops(form, mode):
     assert not [t for t in seen if "mean" in str(t)], "the reference was traced, not the op"
 
 
-@EACH_FORM
+@EACH_CALL
 @pytest.mark.parametrize("dtype, other", [(BF16, F32), (F64, F64)], ids=name_of)
 @pytest.mark.parametrize("shape", [(3, 40), (2, 3, 40), (40,), (0, 40), (3, 0)], ids=name_of)
 def test_meta_tensors_are_as_real_ones(form, shape, dtype, other):
@@ -238,7 +245,7 @@ def test_meta_tensors_are_as_real_ones(form, shape, dtype, other):
             assert a.is_meta
 
 
-@EACH_FORM
+@EACH_CALL
 def test_a_fake_of_any_number_of_rows(form):
     graph = traced(form, tensors_of(form, 6, 40), "symbolic")
     (forward,) = (node for node in graph.nodes if node.target is OPS.norm.default)

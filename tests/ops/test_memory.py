@@ -19,7 +19,17 @@ from tilenorm.ops import cutile
 from tilenorm.ops.dispatch import MOST_CALLS
 from tilenorm.spec import Options
 
-from .helpers import EACH_FORM, FAMILY, call, incoming_of, random, step, tensors_of
+from .helpers import (
+    CALLS,
+    EACH_CALL,
+    FAMILY,
+    call,
+    incoming_of,
+    leaves_of,
+    random,
+    step,
+    tensors_of,
+)
 from .pretended import pretended_gpu
 
 KINDS = ("plain", "steps", "negative", "strided", "op", "refused")
@@ -107,7 +117,7 @@ def test_numbers_that_never_come_again_fill_caches_of_a_fixed_size(served):
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "refused"])
 def test_no_tensor_is_kept_alive(served, kind):
     alive = []
-    for form in FAMILY.values():
+    for form in CALLS.values():
         for _ in range(3):  # checked, remembered, and once more
             tensors = tensors_of(form, 5, 16)
             one_call(kind, form, tensors, 1e-6)
@@ -118,10 +128,10 @@ def test_no_tensor_is_kept_alive(served, kind):
     assert not any(one() is not None for one in alive)
 
 
-@EACH_FORM
+@EACH_CALL
 def test_a_graph_that_is_dropped_frees_what_it_saved(served, form):
     """Without the garbage collector: no cycle holds an output, or what the backward pass needs."""
-    tensors = {n: t.requires_grad_() for n, t in tensors_of(form, 5, 16).items()}
+    tensors = leaves_of(tensors_of(form, 5, 16))
     gc.disable()
     try:
         for backward in (False, True):

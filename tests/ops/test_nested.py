@@ -8,19 +8,19 @@ from torch import Tensor, nn
 import tilenorm
 
 from .helpers import (
+    EACH_CALL,
     EACH_DEVICE,
-    EACH_FORM,
     FAMILY,
-    JOINED,
     RMS,
     call,
     random,
+    rows_of,
+    same,
     step,
     tensors_of,
 )
 
 LENGTHS = (2, 0, 1)
-ROWS = ("input", "residual", "gate", "skip")
 
 
 def jagged(values: Tensor, like: Tensor | None = None, ragged: int = 1) -> Tensor:
@@ -35,7 +35,7 @@ def jagged(values: Tensor, like: Tensor | None = None, ragged: int = 1) -> Tenso
 def call_nested(form, tensors: dict[str, Tensor], **options) -> tuple[Tensor, ...]:
     """The values of what the function gives for nested tensors of these values."""
     x = jagged(tensors["input"])
-    nested = {n: jagged(t, x) if n in ROWS else t for n, t in tensors.items()}
+    nested = tensors | {n: jagged(t, x) for n, t in rows_of(tensors).items()}
     outputs = call(form, nested | {"input": x}, **options)
     for y in outputs:
         assert y.is_nested and y.shape == x.shape  # the same ragged sizes
@@ -43,12 +43,8 @@ def call_nested(form, tensors: dict[str, Tensor], **options) -> tuple[Tensor, ..
     return tuple(y.values() for y in outputs)
 
 
-def same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
-    return got.keys() == expected.keys() and all(torch.equal(got[n], expected[n]) for n in got)
-
-
 @EACH_DEVICE
-@EACH_FORM
+@EACH_CALL
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("heads", [None, 2], ids=["one weight", "heads"])
 def test_outputs_and_gradients_are_those_of_the_values(device, form, heads):
@@ -70,40 +66,25 @@ def test_as_pytorchs_function(device, op):
             torch.testing.assert_close(a, b)
 
 
-@EACH_DEVICE
-@pytest.mark.parametrize("module", [tilenorm.RMSNorm, tilenorm.LayerNorm])
-def test_modules(device, module):
-    norm, values = module((2, 16), device=device), random(sum(LENGTHS), 2, 16, device=device)
-    y = norm(jagged(values) + 1)
-    assert torch.equal(y.values(), norm(values + 1))
-    nn.Sequential(norm, nn.Linear(16, 4, device=device))(jagged(values)).values().sum().backward()
-    assert all(p.grad is not None for p in norm.parameters())
-
-
 def test_compiled(dynamo):
-    run = torch.compile(call_nested_rms, backend="aot_eager", fullgraph=True)
+    run = torch.compile(tilenorm.rms_norm, backend="aot_eager", fullgraph=True)
     x, w = jagged(random(sum(LENGTHS), 16)), random(16, seed=1)
-    assert torch.equal(run(x, w).values(), call_nested_rms(x, w).values())
+    assert torch.equal(run(x, (16,), w).values(), tilenorm.rms_norm(x, (16,), w).values())
 
 
-def call_nested_rms(x, w):
-    return tilenorm.rms_norm(x, (16,), w) * 2
-
-
-EVERY = FAMILY | JOINED
 BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 
 
 def call_nested_inside(form, tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
     """As call_nested; each nested tensor has a ragged size that is no argument of the graph."""
     x = jagged(tensors["input"])
-    nested = {n: jagged(t, x) if n in (*ROWS, "addend") else t for n, t in tensors.items()}
+    nested = tensors | {n: jagged(t, x) for n, t in rows_of(tensors).items()}
     return tuple(y.values() for y in call(form, nested | {"input": x}))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dynamic", [None, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize("form", EVERY.values(), ids=EVERY)
+@EACH_CALL
 def test_tensors_made_inside_a_compiled_function(dynamo, form, dynamic, backend):
     tensors = tensors_of(form, sum(LENGTHS), 16)
     run = torch.compile(call_nested_inside, backend=backend, fullgraph=True, dynamic=dynamic)
@@ -176,6 +157,12 @@ REFUSED = {
         {"input": X, "residual": DENSE},
         RuntimeError,
         "'residual'",
+    ),
+    "a dense addend": (
+        "add_rms_norm",
+        {"input": X, "residual": (DENSE, X)},
+        RuntimeError,
+        r"'residual\[0\]' takes a nested tensor",
     ),
     "a dense input": ("add_rms_norm", {"input": DENSE, "residual": X}, RuntimeError, "'input'"),
     "other lengths": (

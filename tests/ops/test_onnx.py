@@ -23,7 +23,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:# 'dynamic_axes'"),
 ]
 QUICK = ("rms_norm", "add_layer_norm, two residuals", "rms_norm_add_rms_norm", "RMSNorm")
-QUICK += ("gated_rms_norm, 16 bits", "add_rms_norm, scaled", "rms_norm_quantized, block")
+QUICK += ("gated_rms_norm, 16 bits", "add_layer_norm, masked and scaled")
+QUICK += ("rms_norm_quantized, block",)
 SERVED = [
     pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow)  # a second each
     for name in CASES

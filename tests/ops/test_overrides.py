@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 import tilenorm
 
-from .helpers import EACH_DEVICE, EACH_FORM, arguments_of, call, random, tensors_of
+from .helpers import EACH_CALL, EACH_DEVICE, arguments_of, call, random, tensors_of
 
 N = 16
 OPTIONS = {"offset": 1.0, "rounding": "early", "backend": "reference"}
@@ -55,7 +55,7 @@ def bound(form, args, kwargs) -> dict:
 
 
 @EACH_DEVICE
-@EACH_FORM
+@EACH_CALL
 @pytest.mark.parametrize("remembered", [False, True])
 def test_a_mode_sees_the_public_function_with_its_arguments(device, form, remembered):
     tensors, options = tensors_of(form, 3, N, device=device), options_of(form)
@@ -67,7 +67,7 @@ def test_a_mode_sees_the_public_function_with_its_arguments(device, form, rememb
     found = bound(form, args, kwargs)
     given = {**arguments_of(tensors), **options, "normalized_shape": (N,), "eps": 1e-6}
     for name, value in given.items():
-        assert found[name] is value or found[name] == value
+        assert alike(found[name], value)
     expected = expected or call(form, tensors, **options)
     assert all(map(torch.equal, got, expected))
 
@@ -87,16 +87,16 @@ def test_a_mode_sees_what_it_sees_of_pytorchs_function(op):
 
 
 @EACH_DEVICE
-@EACH_FORM
+@EACH_CALL
 def test_a_subclass_stays_one(device, form):
     tensors = tensors_of(form, 3, N, device=device)
-    for name in form.names:
+    for name in tensors.keys() - {"addend"}:
         got = call(form, tensors | {name: tensors[name].as_subclass(Subclass)})
         for y, plain in zip(got, call(form, tensors), strict=True):
             assert type(y) is Subclass and torch.equal(y.as_subclass(Tensor), plain)
 
 
-@EACH_FORM
+@EACH_CALL
 def test_any_tensor_argument_may_answer(form):
     tensors = arguments_of(tensors_of(form, 3, N))
     for name in tensors:
@@ -105,6 +105,12 @@ def test_any_tensor_argument_may_answer(form):
         function, args, kwargs = getattr(tilenorm, form.op)(**given, normalized_shape=(N,))
         assert function is getattr(tilenorm, form.op)
         assert bound(form, args, kwargs)[name] is answers
+
+
+def alike(found, value) -> bool:
+    if isinstance(value, tuple):
+        return all(map(alike, found, value))
+    return found is value or (not isinstance(value, Tensor) and found == value)
 
 
 class Model(nn.Module):

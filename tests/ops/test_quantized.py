@@ -1,6 +1,5 @@
 """Norms with a quantised output: q has the bits of the quantised output of the plain norm."""
 
-from contextlib import nullcontext
 from dataclasses import replace
 from itertools import cycle
 from random import Random
@@ -25,18 +24,13 @@ from tilenorm.ops.tensors import Tensors
 from tilenorm.spec import QUANTIZED_OPS, NormSpec, Quantization
 
 from .helpers import EPS, random
-from .pretended import pretended_gpu
+from .pretended import by, pretended_gpu
 
 SERVED = ("reference", "sm_90", "sm_100", "sm_80")
 EACH_OP = pytest.mark.parametrize("op", QUANTIZED_OPS)
 EACH_HOW = pytest.mark.parametrize("how", HOWS, ids=label)
 ROW = HOWS[0]
 B, F = torch.bfloat16, torch.float32
-
-
-def by(served: str):
-    """A block in which the reference serves, or the interpreter for an architecture."""
-    return nullcontext() if served == "reference" else pretended_gpu(served)
 
 
 def tensors_of(op, *shape, dtype=B, parameter=None, bias=True) -> tuple[tuple, dict]:
@@ -152,12 +146,16 @@ def test_blocks_that_share_a_row(how, exchange):
         check(how, QuantizedNorm(found.q, scale, found.y, found.amax), y, 640, given)
 
 
+@pytest.mark.parametrize("residuals", [1, 2])
 @EACH_OP
-def test_gradients_are_those_of_the_plain_norm(op):
+def test_gradients_are_those_of_the_plain_norm(op, residuals):
+    """And second derivatives. residuals: of a norm of a sum."""
     results = []
     for function in (op, op.removesuffix("_quantized")):
-        rows, given = tensors_of(op, 3, 128)
-        leaves = [t.requires_grad_() for t in (*rows, *given.values())]
+        (x, *others), given = tensors_of(op, 3, 128)
+        others += [random(3, 128, dtype=B, seed=9)] * (len(others) * residuals - len(others))
+        leaves = [t.requires_grad_() for t in (x, *others, *given.values())]
+        rows = (x, tuple(others)) if others else (x,)
         asked = arguments(HOWS[2]) if function == op else {}
         found = getattr(tilenorm, function)(*rows, (128,), **given, eps=EPS, **asked)
         if function == op:
@@ -166,37 +164,10 @@ def test_gradients_are_those_of_the_plain_norm(op):
             found = (found.output, found.residual_out)
         outputs = [t for t in (found if isinstance(found, tuple) else (found,)) if t is not None]
         incoming = [random(*t.shape, dtype=t.dtype, seed=20 + i) for i, t in enumerate(outputs)]
-        results.append([*outputs, *torch.autograd.grad(outputs, leaves, incoming)])
-    assert all(map(torch.equal, *results))
-
-
-def test_gradients_of_two_residuals_are_those_of_the_plain_norm():
-    results = []
-    for is_quantized in (True, False):
-        x, *residuals = (random(3, 128, dtype=B, seed=i).requires_grad_() for i in range(3))
-        w, residuals = random(128, dtype=B, seed=3).requires_grad_(), tuple(residuals)
-        if is_quantized:
-            asked = arguments(HOWS[2])
-            found = tilenorm.add_rms_norm_quantized(x, residuals, (128,), w, eps=EPS, **asked)
-            outputs = [found.output, found.residual_out]
-        else:
-            outputs = tilenorm.add_rms_norm(x, residuals, (128,), w, eps=EPS)
-        incoming = [random(3, 128, dtype=B, seed=20 + i) for i in range(2)]
-        results.append(torch.autograd.grad(outputs, [x, *residuals, w], incoming))
-    assert all(map(torch.equal, *results))
-
-
-def test_the_second_derivative_is_that_of_the_plain_norm():
-    results = []
-    for quantize in (True, False):
-        x = random(3, 128, dtype=F).requires_grad_()
-        if quantize:
-            y = tilenorm.rms_norm_quantized(x, (128,), **arguments(HOWS[2])).output
-        else:
-            y = tilenorm.rms_norm(x, (128,))
-        (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-        results.append(torch.autograd.grad(dx.square().sum(), x)[0])
-    assert torch.equal(*results)
+        grads = torch.autograd.grad(outputs, leaves, incoming, create_graph=True)
+        second = torch.autograd.grad(grads[0].square().sum(), leaves, allow_unused=True)
+        results.append([*outputs, *grads, *(t for t in second if t is not None)])
+    assert len(results[0]) == len(results[1]) and all(map(torch.equal, *results))
 
 
 def test_a_gradient_needs_the_output():

@@ -1,7 +1,7 @@
 """rounding="early" gives the bits of Hugging Face's modules, "late" those of PyTorch's functions.
 
-The formulas are those of LlamaRMSNorm, GemmaRMSNorm, Qwen3NextRMSNormGated and MambaRMSNormGated,
-the last by groups, in transformers 5.23.
+The formulas are those of LlamaRMSNorm, GemmaRMSNorm, Qwen3NextRMSNormGated and MambaRMSNormGated in
+transformers 5.23.
 """
 
 import inspect
@@ -9,8 +9,6 @@ import inspect
 import pytest
 import torch
 import torch.nn.functional as F
-
-import tilenorm
 
 from .helpers import (
     EACH_DEVICE,
@@ -24,7 +22,6 @@ from .helpers import (
     call,
     expected_of,
     name_of,
-    random,
     same,
     step,
     tensors_of,
@@ -52,9 +49,9 @@ def qwen3_next_gated(hidden, weight, gate):
     return (normed * F.silu(gate.to(F32))).to(hidden.dtype)
 
 
-def mamba_gated(hidden, weight, gate, groups=1):
-    product = (hidden.to(F32) * F.silu(gate.to(F32))).unflatten(-1, (groups, -1))
-    return weight * x_hat(product).flatten(-2).to(hidden.dtype)
+def mamba_gated(hidden, weight, gate):
+    product = hidden.to(F32) * F.silu(gate.to(F32))
+    return weight * x_hat(product).to(hidden.dtype)
 
 
 EARLY = {"rounding": "early"}
@@ -92,30 +89,10 @@ def test_the_bits_of_a_model(device, model, dtype, parameter):
     assert_bits(device, call(form, tensors, **options)[0], expected)
 
 
-@EACH_DEVICE
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=name_of)
-def test_the_bits_of_queries_and_keys(device, dtype):
-    """Qwen3's: LlamaRMSNorm over each head of a fused projection, one weight for all."""
-    q = random(2, 5, 8 * 128, dtype=dtype, device=device).unflatten(-1, (8, 128))[:, :, :6]
-    weight = random(128, dtype=dtype, device=device, seed=1)
-    assert_bits(device, tilenorm.rms_norm(q, (128,), weight, EPS, **EARLY), llama(q, weight))
-    by_heads = weight.expand(6, 128)
-    assert_bits(device, tilenorm.rms_norm(q, (128,), by_heads, EPS, **EARLY), llama(q, weight))
-
-
 def by_groups(form, tensors, groups):
     """Every group a head."""
     tensors = {n: t.unflatten(-1, (groups, -1)) for n, t in tensors.items()}
     return call(form, tensors, **EARLY)[0].flatten(-2)
-
-
-@EACH_DEVICE
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=name_of)
-def test_the_bits_of_groups(device, dtype):
-    tensors = tensors_of(GATE_FIRST, 3, 32, 128, dtype=dtype, device=device)
-    del tensors["bias"]
-    expected = mamba_gated(*(tensors[n] for n in ("input", "weight", "gate")), groups=4)
-    assert_bits(device, by_groups(GATE_FIRST, tensors, 4), expected)
 
 
 CLASSES = {

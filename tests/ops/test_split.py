@@ -1,7 +1,6 @@
 """The ops of rows in pieces, on plain tensors: pieces of a row add up to the norm of the row."""
 
 import math
-from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 from random import Random
@@ -18,24 +17,18 @@ from tests.guarded import guarded
 from tests.oracle import Truth
 from tests.pieces import OPS, forward, in_pieces
 from tests.tolerance import assert_close
-from tilenorm.launch.calls import Needs, every_gradient
 from tilenorm.launch.toolchain import CompileError
 from tilenorm.ops import cutile, registry
 from tilenorm.spec import OPS as NAMES
 from tilenorm.spec import NormSpec, Options
 
 from .helpers import random
-from .pretended import pretended_gpu, tensors_among
+from .pretended import by, pretended_gpu, tensors_among
 
 SERVED = ("reference", *cases.INTERPRETED)
 EACH = pytest.mark.parametrize("served", SERVED)
 LAYER = NormSpec("layer", 96, "bfloat16", "bfloat16", "float32", residual="float32")
 GATED = NormSpec("rms", 96, "float32", "float32", gate="bfloat16", gate_first=True)
-
-
-def by(served: str):
-    """A block in which the reference serves, or the interpreter for an architecture."""
-    return nullcontext() if served == "reference" else pretended_gpu(served)
 
 
 def widths_of(rng: Random, hidden: int) -> tuple[int, ...]:
@@ -177,24 +170,6 @@ def test_contracts_of_the_ops(spec):
     """Schema, fake, aliasing and tracing, with real and with symbolic shapes."""
     for name, arguments in arguments_of(spec, 40).items():
         opcheck(getattr(OPS, name.strip()).default, arguments)
-
-
-@pytest.mark.parametrize("served", ["reference", "sm_90"])
-@pytest.mark.parametrize("spec", [LAYER, GATED], ids=cases.label)
-def test_only_what_is_asked_for(served, spec):
-    inputs = Inputs.random(spec, 4, "cpu")
-    every = every_gradient(spec)
-    with by(served):
-        expected = in_pieces(spec, inputs, (40, 56))
-        for name in ("dx", "dresidual", "dgate", "dw", "db"):
-            if getattr(every, name):
-                needs = Needs(False, dsum=every.dsum)._replace(**{name: True})
-                found = in_pieces(spec, inputs, (40, 56), needs)
-                made = found.keys() & {"dx", "dresidual", "dgate", "dw", "db"}
-                # The sums of fewer gradients may be added up in another order.
-                assert made == {name}
-                check(spec, inputs, found)
-                assert expected[name].shape == found[name].shape
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ PyTorch's dispatcher resolves such a state before it calls a kernel. Each call i
 same call on tensors that hold the same values in memory of their own.
 """
 
-from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
 import pytest
@@ -27,7 +26,7 @@ from .helpers import (
     step,
     tensors_of,
 )
-from .pretended import pretended_gpu
+from .pretended import EACH_WAY, by
 
 
 class Subclass(Tensor):
@@ -44,9 +43,6 @@ STATES = {
     "subclass": lambda x: x.as_subclass(Subclass),
 }
 DIFFERENTIABLE = ("plain", "negative", "imaginary", "subclass")  # as functions of x
-# On a CPU, by the reference and by the kernels in the interpreter.
-SERVED = {"reference": nullcontext, "kernels": pretended_gpu}
-EACH_WAY = pytest.mark.parametrize("served", SERVED)
 
 
 def materialised(x: Tensor | None) -> Tensor | None:
@@ -120,18 +116,12 @@ def check(case: Case, device: str) -> None:
             assert (a is None) == (b is None) and (a is None or torch.equal(a, b))
 
 
-@contextmanager
-def served_by(served: str, device: str):
-    with SERVED[served]() if device == "cpu" else nullcontext():
-        yield
-
-
 @EACH_DEVICE
 @EACH_WAY
 @settings(deadline=None, max_examples=50, derandomize=True)
 @given(case=cases())
 def test_any_states_of_any_tensors(device, served, case):
-    with served_by(served, device):
+    with by(served, device):
         check(case, device)
 
 
@@ -161,7 +151,7 @@ def test_the_ops_and_what_inductor_calls(device, served, state, of_inductor):
     if of_inductor:
         norm, backward = map(by_inductor, ("norm", "norm_backward"))
     x, *others = tensors_of(FAMILY["gated_layer_norm"], 3, 16, device=device).values()
-    with served_by(served, device), torch.no_grad():
+    with by(served, device), torch.no_grad():
         check_each_in_turn(norm, (x, None, *others), HOW, state)
         mean, rstd = norm(x, None, *others, *HOW)[2:]
         saved = (random(3, 16, device=device, seed=9), None, x, *others, mean, rstd)
@@ -180,7 +170,7 @@ def test_the_ops_and_what_inductor_calls(device, served, state, of_inductor):
 @pytest.mark.parametrize("state", ["negative", "imaginary"])
 def test_hooks_of_saved_tensors_may_return_any_state(device, served, state):
     tensors = tensors_of(LAYER, 3, 16, device=device)
-    with served_by(served, device):
+    with by(served, device):
         expected = step(LAYER, tensors)
         hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), STATES[state])
         for _ in range(2):
@@ -194,7 +184,7 @@ def test_hooks_of_saved_tensors_may_return_any_state(device, served, state):
 @EACH_WAY
 def test_a_sparse_gradient_is_refused_by_the_dispatcher(device, served):
     x = random(4, 16, device=device).requires_grad_()
-    with served_by(served, device):
+    with by(served, device):
         for dy in (random(4, 16, device=device), random(4, 16, device=device).to_sparse()):
             (y,) = call(RMS, {"input": x})
             if dy.is_sparse:
@@ -208,7 +198,7 @@ def test_a_sparse_gradient_is_refused_by_the_dispatcher(device, served):
 @EACH_WAY
 def test_a_functional_wrapper_stays_one(device, served):
     x = random(4, 16, device=device)
-    with served_by(served, device):
+    with by(served, device):
         (expected,) = call(RMS, {"input": x})
         for _ in range(2):
             (got,) = call(RMS, {"input": torch._to_functional_tensor(x)})
@@ -233,7 +223,7 @@ def test_another_layout_is_refused(served, layout, name):
     """After a call of plain tensors too, whose guard PyTorch does not write for some layouts."""
     form = FAMILY["add_rms_norm"]
     tensors = tensors_of(form, 3, 16)
-    with served_by(served, "cpu"):
+    with by(served):
         for _ in range(2):
             call(form, tensors)
             with pytest.raises(RuntimeError):  # NotImplementedError is one

@@ -1,7 +1,6 @@
 """norm_backward with several terms of dy, and with y written once more."""
 
 import re
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import reduce
 from itertools import product
@@ -25,7 +24,7 @@ from tilenorm.spec import MAX_TERMS, SHARED_FROM, NormSpec
 from tilenorm.spec import OPS as NAMES
 
 from .helpers import NEEDS_GPU, by_inductor, random
-from .pretended import pretended_gpu
+from .pretended import by, pretended_gpu
 
 OP = torch.ops.tilenorm.norm_backward
 B, F = "bfloat16", "float32"
@@ -84,11 +83,6 @@ class Call(NamedTuple):
     def alone(self) -> tuple[Tensor, ...]:
         """The gradients for the sum in one tensor."""
         return OP(*self._replace(terms=(self.inputs.dy,)).arguments())[:5]
-
-
-def by(served: str):
-    """A block in which the reference serves, or the interpreter for an architecture."""
-    return nullcontext() if served == "reference" else pretended_gpu(served)
 
 
 def plans(call: Call, served: str, output: bool) -> list[BackwardPlan]:
@@ -225,22 +219,6 @@ def test_a_term_on_another_device():
     a, b = (call := Call.of(ADDED, terms=2)).terms
     with pytest.raises(RuntimeError, match=r"takes .* on cpu, got .* on meta"):
         by_inductor("norm_backward")(*call._replace(terms=(a, b.to("meta"))).arguments())
-
-
-@pytest.mark.parametrize("spec", [ADDED, LAYER], ids=cases.label)
-def test_vmap_runs_the_op_for_each_element(spec):
-    """By PyTorch's fallback. Each term has the elements in another dimension."""
-    calls, dims = [Call.of(spec, seed=seed) for seed in (0, 1)], (0, 1, 2)
-    given = calls[0].given
-    terms = zip(*(call.terms for call in calls), strict=True)
-    batched = [torch.stack(pair, dim) for pair, dim in zip(terms, dims, strict=True)]
-
-    def run(a, b, c):
-        return OP(a, *given, None, b, c, None, True)
-
-    found = torch.vmap(run, dims)(*batched)
-    for i, call in enumerate(calls):
-        assert all(map(torch.equal, (t[i] for t in found), run(*call.terms)))
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """What traces or changes a program sees the op: torch.jit.trace, make_fx, modes, dispatch keys."""
 
 import io
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -13,23 +12,23 @@ import tilenorm
 from tilenorm.ops.direct import is_plain
 
 from .helpers import EACH_DEVICE, FAMILY, RMS, call, random, same, step, tensors_of
-from .pretended import pretended_gpu
+from .pretended import EACH_WAY, by
 
 pytestmark = [
+    EACH_DEVICE,
+    EACH_WAY,
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
 ]
 FORMS = ["rms_norm", "add_layer_norm", "gated_rms_norm, gate first"]
 EACH_FORM = pytest.mark.parametrize("form", map(FAMILY.get, FORMS), ids=FORMS)
-EACH_WAY = pytest.mark.parametrize("served", ["reference", "kernels"])
 N = 16
 
 
 @pytest.fixture(autouse=True)
 def way(request, device):
     """On a CPU, the reference or the interpreted kernels."""
-    kernels = device == "cpu" and request.getfixturevalue("served") == "kernels"
-    with pretended_gpu() if kernels else nullcontext():
+    with by(request.getfixturevalue("served"), device):
         yield
 
 
@@ -51,8 +50,6 @@ def changed(tensors):
     }
 
 
-@EACH_DEVICE
-@EACH_WAY
 @EACH_FORM
 @pytest.mark.parametrize("grad", [False, True])
 def test_jit_trace_records_the_op(device, served, form, grad):
@@ -72,29 +69,12 @@ def test_jit_trace_records_the_op(device, served, form, grad):
         assert same(got, step(form, other))
 
 
-@EACH_DEVICE
-@EACH_WAY
 def test_jit_trace_of_modules_and_of_a_traced_shape(device, served):
     model = nn.Sequential(tilenorm.RMSNorm(N), nn.Linear(N, N), tilenorm.LayerNorm(N)).to(device)
     x, other = random(3, N, device=device), random(7, N, device=device, seed=1)
     assert torch.equal(torch.jit.trace(model, x)(other), model(other))
     traced = torch.jit.trace(lambda x: tilenorm.rms_norm(x, x.shape[-1:]), x)
     assert torch.equal(traced(other), tilenorm.rms_norm(other, (N,)))
-
-
-@EACH_DEVICE
-@EACH_WAY
-@pytest.mark.parametrize(
-    "form", [RMS, FAMILY["add_layer_norm"]], ids=["rms_norm", "add_layer_norm"]
-)
-def test_make_fx_records_the_op(device, served, form):
-    tensors = tensors_of(form, 3, N, device=device)
-    call(form, tensors)
-    graph = make_fx(lambda *given: Called(form)(*given))(*tensors.values())
-    targets = [node.target for node in graph.graph.nodes]
-    assert torch.ops.tilenorm.norm.default in targets
-    other = changed(tensors)
-    assert all(map(torch.equal, graph(*other.values()), call(form, other)))
 
 
 def traced_by_jit(run, x):
@@ -141,8 +121,6 @@ SURROUNDINGS = {
 }
 
 
-@EACH_DEVICE
-@EACH_WAY
 @pytest.mark.parametrize("name", SURROUNDINGS)
 def test_no_call_is_direct_where_something_else_has_to_see_it(device, served, name):
     x = random(3, N, device=device)
@@ -158,21 +136,6 @@ def test_no_call_is_direct_where_something_else_has_to_see_it(device, served, na
     assert is_plain(x)
 
 
-@EACH_DEVICE
-@EACH_WAY
-def test_fake_tensors_give_fake_tensors(device, served):
-    tensors = tensors_of(FAMILY["add_rms_norm"], 3, N, device=device)
-    for _ in range(2):
-        call(FAMILY["add_rms_norm"], tensors)
-        with FakeTensorMode() as mode:
-            outputs = call(
-                FAMILY["add_rms_norm"], {n: mode.from_tensor(t) for n, t in tensors.items()}
-            )
-        assert all(y.fake_mode is mode and y.shape == (3, N) for y in outputs)
-
-
-@EACH_DEVICE
-@EACH_WAY
 def test_under_autocast_a_plain_call_stays_direct(device, served):
     x = random(3, N, device=device)
     with torch.autocast(device, torch.bfloat16):

@@ -12,7 +12,6 @@ from tilenorm.launch.calls import Call, bound, every_gradient
 from tilenorm.launch.plan import plan_backward, plan_forward
 from tilenorm.launch.target import Target
 from tilenorm.ops import cutile
-from tilenorm.ops.quantized import cutile as quantized_cutile
 from tilenorm.ops.tensors import Tensors, branch_of, trimmed
 from tilenorm.spec import PLAIN
 from tilenorm.tools.precompile import compile_call, compiling
@@ -90,7 +89,7 @@ def _calls(case: Case, target: Target, layouts: dict[str, Layout], saves=(True,)
             asked = replace(spec, quantized=case.how._replace(output=output))
             plan = plan_forward(asked, target, False)
             if plan.spec.quantized:  # otherwise the plain norm's kernels run
-                quantized_cutile.forward(plan, (*Tensors(*tensors), given), 1e-6, run=collect)
+                cutile.bind_quantized(plan, collect)((*Tensors(*tensors), given), 1e-6)
     for save in saves:
         found = cutile.forward(plan_forward(spec, target, save), tensors, 1e-6, run=collect)
     _, total, mean, rstd = found
