@@ -71,6 +71,8 @@ TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 EACH_DEVICE = pytest.mark.parametrize("device", DEVICES)
 EACH_JOINED = pytest.mark.parametrize("form", JOINED.values(), ids=JOINED)
 EACH_CALL = pytest.mark.parametrize("form", CALLS.values(), ids=CALLS)
+WITH_OTHER = {name: form for name, form in FAMILY.items() if form.other}
+EACH_WITH_OTHER = pytest.mark.parametrize("form", WITH_OTHER.values(), ids=WITH_OTHER)
 EACH_FORM = pytest.mark.parametrize("form", FAMILY.values(), ids=FAMILY)
 LAYER, ADD = FAMILY["layer_norm"], FAMILY["add_rms_norm"]
 RMS, GATED = FAMILY["rms_norm"], FAMILY["gated_rms_norm"]
