@@ -22,7 +22,8 @@ SMALL = 256
 # take less of the GPU's time than the layer takes of the host's, the step waits for the host. On an
 # H200 (driver 580.159, 2026-11-25) a step of 0.85e10 rows · N² (ViT-L, 14 x 577 tokens) lost 12.6%
 # of its tokens/s, because a call of an op took the host about 50 µs more than a kernel of
-# Inductor's. A step of 1.7e10 (Llama 3.2 1B, 4096 tokens) gained 1.2%.
+# Inductor's. A step of 1.7e10 (Llama 3.2 1B, 4096 tokens) gained 1.2%. With bound functions ViT-L's
+# step still lost 4.7% on an H100 (driver 580.159, 2026-11-25).
 LEAST_WORK = 12_000_000_000
 OTHER_BACKEND = "the backend is not Inductor, which has a hook for joint graphs"
 NO_HOOK = "this PyTorch's Inductor has no joint_custom_post_pass"
