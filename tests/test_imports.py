@@ -158,7 +158,7 @@ def test_files_are_short():
     violations = []
     for path in ALL:
         lines = len(path.read_text().splitlines())
-        if lines > MAX_FILE_LINES and path.parent.name != "tuned":  # tuned/ holds tables of data
+        if lines > MAX_FILE_LINES:
             violations.append(at(path, lines, f"longer than {MAX_FILE_LINES} lines"))
     assert not violations, listed(violations)
 

@@ -69,10 +69,10 @@ def test_into_a_file(measured, tables, tmp_path, capsys):
 def test_as_a_shipped_table(measured, capsys):
     main(["tune", "--hidden", "1024", "--shipped"])
     text = capsys.readouterr().out
-    assert "(1024, Backward(widths=(1024,), rows=2)),  # 4000" in text
+    assert '[1024, {"form": "Backward", "widths": [1024], "rows": 2}, "4000"]' in text
     main(["tune", "--arch", "sm_90", "--shipped"])
     again = capsys.readouterr().out
-    assert again.startswith("SPILLS = {") and text.endswith(again)
+    assert again.startswith('{\n "spills": {') and text.endswith(again)
     assert len(measured) == 2, "printing a table tunes nothing"
 
 

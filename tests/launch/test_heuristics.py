@@ -15,9 +15,9 @@ from tilenorm.spec import ITEM_BYTES, OPS, NormSpec
 
 TABLE_LIST = [
     pytest.param(arch, direction, key, table, id=f"{arch}-{direction}-{key}")
-    for arch, module in TABLES.items()
-    for direction in ("FORWARD", "BACKWARD")
-    for key, table in getattr(module, direction).items()
+    for arch, tables in TABLES.items()
+    for direction in ("forward", "backward")
+    for key, table in getattr(tables, direction).items()
 ]
 each_table = pytest.mark.parametrize("arch, direction, key, table", TABLE_LIST)
 DTYPE = {2: "bfloat16", 4: "float32"}
@@ -59,7 +59,7 @@ def test_sizes_of_a_table_ascend(arch, direction, key, table):
 @pytest.mark.parametrize("arch", TABLES)
 def test_tables_have_every_norm_without_a_gate_in_every_item_size(arch):
     ops = [op for op in OPS if not op.startswith("gated") and not op.endswith("_add")]
-    for table in (TABLES[arch].FORWARD, TABLES[arch].BACKWARD):
+    for table in (TABLES[arch].forward, TABLES[arch].backward):
         assert {(op, size) for op in ops for size in DTYPE} <= set(table)
         assert {op for op, _ in table} <= {*OPS, "gate_first"}
 
@@ -75,7 +75,7 @@ def test_the_planner_returns_what_the_table_has(arch, direction, key, table):
         )
         if config is None:
             spec = spec_of(last, key)
-            needs = None if direction == "FORWARD" else every_gradient(spec)
+            needs = None if direction == "forward" else every_gradient(spec)
             assert "untimed" in heuristics.source(spec, Target.of(arch), needs)
             continue
         assert for_last == config
@@ -90,8 +90,8 @@ def test_configurations_for_several_terms_and_for_y(arch):
     """Each is for a size of the table, and serves so many terms, but not one alone. More terms it
     serves unless a later one does."""
     target = Target.of(arch)
-    for key, rows in TABLES[arch].BACKWARD_OF_MORE.items():
-        sizes = dict(TABLES[arch].BACKWARD[key])
+    for key, rows in TABLES[arch].more.items():
+        sizes = dict(TABLES[arch].backward[key])
         for hidden, terms, output, config in rows:
             spec = spec_of(hidden, key)
             every = every_gradient(spec)

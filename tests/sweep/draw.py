@@ -153,7 +153,7 @@ def quantized(op: str, arch: str) -> list[Case]:
     """A case of each size of the tables, and one of a size between it and the size before."""
     rng, cases = Random(op), []
     for dtype in ("bfloat16", "float32"):
-        table, before = TABLES[arch].FORWARD[op, ITEM_BYTES[dtype]], 0
+        table, before = TABLES[arch].forward[op, ITEM_BYTES[dtype]], 0
         for last, _ in table:
             between = GROUP * rng.randint(before // GROUP + 1, max(1, last // GROUP))
             for hidden in dict.fromkeys((last, between)):

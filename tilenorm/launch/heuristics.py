@@ -190,11 +190,11 @@ def _tabled(spec: NormSpec, target: Target, needs=None):
     if narrow or not spec.aligned or target.arch not in TABLES:
         return None
     table, key = TABLES[target.arch], (shipped_op(spec, op), spec.widest_item)
-    rows = getattr(table, direction.upper()).get(key, ())
+    rows = getattr(table, direction).get(key, ())
     largest, found = next((row for row in rows if spec.hidden <= row[0]), (0, None))
     source = f"tuned/{target.arch}" + _timed(1, terms)
     if needs and (terms > 1 or needs.output):
-        for row, least, output, config in table.BACKWARD_OF_MORE.get(key, ()):
+        for row, least, output, config in table.more.get(key, ()):
             if row == largest and least <= terms and output <= needs.output:
                 found, source = config, f"tuned/{target.arch}, untimed"
     return found and (_fitted(found, spec.hidden), source)

@@ -52,7 +52,7 @@ KINDS += [
 KINDS += [NormSpec("rms", 1536, "float32", gate="bfloat16", gate_first=True)]
 KINDS += [NormSpec("rms", 128, "bfloat16", "bfloat16", heads=24, rounding="early")]
 
-MOST_SPILLED_BY_MORE = 16  # bytes a thread; sm_90.BACKWARD_OF_MORE has what spilled more
+MOST_SPILLED_BY_MORE = 16  # bytes a thread; backward_of_more of sm_90.json has what spilled more
 PIECES = (37, 1024, 4096, 8192, 16384, 40000)  # columns of a row that one process holds
 
 
@@ -62,7 +62,7 @@ def regime_specs(direction: str, arch: str) -> list[NormSpec]:
     turns = cycle((False, True))
     for dtype, aligned in (("bfloat16", True), ("float32", True), ("bfloat16", False)):
         seen = set()
-        tables = getattr(TABLES.get(arch), direction.upper(), {}) if aligned else {}
+        tables = getattr(TABLES.get(arch), direction, {}) if aligned else {}
         every = [
             NormSpec(**{"norm": "rms", "hidden": 0, "dtype": dtype, **fields})
             for fields in cases.tabled(dtype)
@@ -191,8 +191,8 @@ def several_params():
     """
     turns = cycle(((2, False), (3, True), (3, False), (1, True)))
     for arch, table in TABLES.items():
-        for (op, size), rows in table.BACKWARD.items():
-            own = [row[:3] for row in table.BACKWARD_OF_MORE.get((op, size), ())]
+        for (op, size), rows in table.backward.items():
+            own = [row[:3] for row in table.more.get((op, size), ())]
             dtype = {2: "bfloat16", 4: "float32"}[size]
             every = [
                 NormSpec(**{"norm": "rms", "hidden": 64, "dtype": dtype, **fields})
@@ -258,7 +258,7 @@ def test_every_regime_compiles_and_does_not_spill(compiled, job):
 def test_several_terms_compile_and_hardly_spill(compiled, job):
     arch, _, (spec, _, _, needs) = job
     op = stands_for("backward", spec)
-    owned = TABLES[arch].SPILLS.get(("norm_backward", op, spec.widest_item, spec.hidden), 0)
+    owned = TABLES[arch].spills.get(("norm_backward", op, spec.widest_item, spec.hidden), 0)
     spilled = {c.kernel: c.spill_bytes for c in compiled(job)}
     assert max(spilled.values()) <= max(owned, MOST_SPILLED_BY_MORE), (spilled, needs)
 
@@ -273,7 +273,7 @@ def allowed_spill(kernel: str, direction: str, spec: NormSpec, arch: str) -> int
     """Bytes that the table of an architecture owns up to for this configuration."""
     chosen = cases.config(direction, spec, Target.of(arch))
     alike = stands_for(direction, spec)
-    spills = getattr(TABLES.get(arch), "SPILLS", {})
+    spills = getattr(TABLES.get(arch), "spills", {})
     for (name, op, size, hidden), spilled in spills.items():
         edge = replace(spec, hidden=hidden)
         same = (name, op, size) == (kernel, alike, spec.widest_item) and spec.hidden <= hidden

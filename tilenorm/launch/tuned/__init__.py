@@ -1,8 +1,66 @@
-"""Measured numbers. sm_90.py has the configurations of one architecture, and explains their form.
+"""Measured numbers. sm_90.json has the configurations of one architecture, and explains its form.
 
 rules.py and quantized.py serve every architecture.
 """
 
-from . import sm_90
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
 
-TABLES = {"sm_90": sm_90}
+from ..config import FORMS, Config, Hints
+
+
+class Table(NamedTuple):
+    """What was measured on one architecture, by (operation, bytes of an element). A configuration
+    is None where the rules of heuristics.py serve.
+
+    forward, backward: rows of (largest hidden size served, configuration). more: what serves a size
+    of `backward` with several terms of dy, or where y is written once more, in rows of (that size,
+    the fewest terms, whether y is written, configuration). spills: bytes that each thread spills,
+    by (kernel, operation, bytes of an element, hidden size).
+    """
+
+    forward: dict[tuple[str, int], tuple]
+    backward: dict[tuple[str, int], tuple]
+    more: dict[tuple[str, int], tuple]
+    spills: dict[tuple[str, str, int, int], int]
+
+
+def read(text: str) -> Table:
+    """The table in the text of a file."""
+    data = json.loads(text)
+    spills = _tables(data["spills"], tuple).items()
+    return Table(
+        _tables(data["forward"], lambda row: (row[0], config_of(row[1]))),
+        _tables(data["backward"], lambda row: (row[0], config_of(row[1]))),
+        _tables(data["backward_of_more"], lambda row: (*row[:3], config_of(row[3]))),
+        {(kernel, *key, n): spilled for key, rows in spills for kernel, n, spilled in rows},
+    )
+
+
+def _tables(tables: dict, decoded: Callable[[list], tuple]) -> dict[tuple[str, int], tuple]:
+    named = ((name.split(), rows) for name, rows in tables.items() if name != "about")
+    return {(op, int(size)): tuple(map(decoded, rows)) for (op, size), rows in named}
+
+
+def config_of(data: dict | None) -> Config | None:
+    """A configuration from its form and the fields that do not have their defaults."""
+    if data is None:
+        return None
+    fields = {n: tuple(v) if isinstance(v, list) else v for n, v in data.items()}
+    name = fields.pop("form")
+    form = next(form for form in FORMS if form.__name__ == name)
+    return form(**fields | {"hints": Hints(**fields.get("hints", {}))})
+
+
+def data_of(config: Config) -> dict[str, Any]:
+    """What config_of takes."""
+    form = type(config)
+    fields = {n: v for n, v in vars(config).items() if n != "hints" and v != getattr(form, n, ...)}
+    hints = {"hints": config.hints.given()} if config.hints.given() else {}
+    return {"form": form.__name__} | fields | hints
+
+
+_FILES = Path(__file__).parent.glob("*.json")
+TABLES = {file.stem: read(file.read_text(encoding="utf-8")) for file in _FILES}

@@ -5,7 +5,8 @@ Compiled for sm_90 by tileiras 13.4.92, 2026-11-24 and 25. Timed on an NVIDIA H2
 bench/results/h200-quantized-hints.md.
 """
 
-# The keys of both tables are those of sm_90.py: (the plain norm's operation, bytes of an element).
+# The keys of both tables are those of sm_90.json: (the plain norm's operation, bytes of an
+# element).
 #
 # The N for which no occupancy is known that keeps the plain norm's order of sums. For float32 from
 # 5121 on none was looked for. All other N were compiled at three sizes of each entry of the table

@@ -143,7 +143,7 @@ def _operations(dtype: str) -> dict[str, dict]:
 
 def _specs(arch: str, direction: str) -> list[NormSpec]:
     found = []
-    table = getattr(TABLES[arch], direction.upper()) if arch in TABLES else None
+    table = getattr(TABLES[arch], direction) if arch in TABLES else None
     for dtype in DTYPES:
         for op, fields in _operations(dtype).items():
             sizes = RULE_SIZES if dtype == "bfloat16" or op in ("rms_norm", "layer_norm") else ()
