@@ -73,8 +73,8 @@ def in_a_keyword_default(module, inner, name):
 
 
 def as_a_partial(module, inner, name):
-    call = functools.partial(inner)  # that of a partial is a copy of it
-    return call, lambda: inner if isinstance(inner, functools.partial) else call.func
+    call = functools.partial(inner)  # that of a partial is a copy, and nothing leads to the partial
+    return call, lambda: call if isinstance(inner, functools.partial) else call.func
 
 
 def in_an_argument(module, inner, name):
