@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import tilenorm
+from tilenorm.ops.torch_private import fused_rms_norm
 
 from .helpers import random
 from .pretended import pretended_gpu
@@ -62,3 +63,13 @@ def test_frames_up_to_the_launch(name):
         found = frames(CALLS[name], X)
     found = [name for name in found[: found.index("on_device") + 1] if name not in STAND_INS]
     assert len(found) < 7 + MORE.get(name, 0), found  # and cutile.launch
+
+
+@pytest.mark.skipif(fused_rms_norm is None, reason="this PyTorch has no operator that gives rstd")
+@pytest.mark.parametrize(
+    "name", ["rms_norm", "layer_norm", "add_rms_norm", "rms_norm_add", "layer_norm_add"]
+)
+def test_frames_by_pytorchs_operators(name):
+    with torch.no_grad():
+        found = frames(CALLS[name], X)
+    assert len(found) <= 12, found

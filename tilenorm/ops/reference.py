@@ -29,7 +29,7 @@ def forward(spec: NormSpec, tensors: Tensors, eps: float, _laid_out: bool = Fals
     if not _is_fast(spec, x):
         results = with_rows(formula(spec, tensors, eps))
         return results._replace(y=reshaped(results.y, results.y.shape))
-    total = total_of(spec, tensors)
+    total = total_of(spec, tensors) if spec.residual else None
     rows = rows_of(x if total is None else total, spec, x.dtype).reshape(-1, spec.hidden)
     hidden, mean = (spec.hidden,), None
     if spec.norm == "layer":
@@ -175,8 +175,8 @@ def _is_fast(spec: NormSpec, x: Tensor) -> bool:
     if spec.rounding == "early" and spec.dtype not in ("float32", "float64"):
         return False
     if spec.norm == "layer":
-        double = spec.dtype == "float64"
-        return all((d == "float64") == double for d in (spec.weight, spec.bias) if d)
+        allowed = {"float64"} if spec.dtype == "float64" else {"float16", "bfloat16", "float32"}
+        return {spec.weight or spec.dtype, spec.bias or spec.dtype} <= allowed
     plain = spec.weight in (None, spec.dtype) and spec.bias is None and spec.offset == 0.0
     return plain and fused_rms_norm is not None
 
@@ -195,7 +195,7 @@ def _fast_parameters(
 def total_of(spec: NormSpec, tensors: tuple) -> Tensor | None:
     """The sum that is normalised, if there is a residual."""
     x, residual = tensors[:2]
-    if branch := branch_of(tensors):
+    if spec.branches and (branch := branch_of(tensors)):
         x = branched(spec, x, *branch[:2])
     return sum_of(x, residual, tensors[SKIP - 1] if len(tensors) > SKIP else None)
 

@@ -101,8 +101,10 @@ def dtype_of(tensor: Tensor | None) -> torch.dtype | None:
 
 def statistics_dtype(*tensors: Tensor | None) -> torch.dtype:
     """The dtype of mean and rstd, and of what the reference computes in."""
-    double = any(t is not None and t.dtype == torch.float64 for t in tensors)
-    return torch.float64 if double else torch.float32
+    for tensor in tensors:  # any() of a generator takes longer
+        if tensor is not None and tensor.dtype == torch.float64:
+            return torch.float64
+    return torch.float32
 
 
 def merged_needs(
