@@ -2,8 +2,10 @@
 
 import copy
 import cProfile
+import gc
 import re
 import sys
+from contextlib import nullcontext
 from functools import partial
 from itertools import product
 from unittest import mock
@@ -23,6 +25,7 @@ from transformers.models.t5.modeling_t5 import T5LayerNorm
 from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
 import tilenorm
+from tilenorm.integrations.patch.twin import Refused, run, twin_of
 
 from ..ops.helpers import EACH_DEVICE, random
 from ..tolerance import FLOAT32_UNITS
@@ -311,3 +314,18 @@ def test_under_a_profiler():
         assert len(tilenorm.patch(model).patched) == 2
         assert sys.getprofile() is profile
     assert [*map(type, model)] == [*map(type, other)]  # a class for each form
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_finalizers_do_not_run_while_a_forward_is_watched(refused):
+    """What they do would count as the forward's."""
+
+    class Watched(norms.Custom):
+        def forward(self, x):
+            assert not gc.isenabled() and not refused
+            return super().forward(x)
+
+    twin = twin_of(Watched(), torch.float32)
+    with pytest.raises(Refused) if refused else nullcontext():
+        run(twin, random(3, N))
+    assert gc.isenabled()

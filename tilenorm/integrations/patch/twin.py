@@ -6,6 +6,7 @@ module, its inputs, or the variables that its functions use, print, log, or draw
 run of fake tensors with symbolic sizes must not branch on sizes or values.
 """
 
+import gc
 import logging
 import sys
 from collections import OrderedDict, defaultdict, deque
@@ -73,7 +74,8 @@ def run(twin: nn.Module, *inputs: Tensor) -> Tensor:
     compute.
     """
     before = state_of((vars(twin), inputs)), torch.get_rng_state()
-    watch = _Watch()
+    watch, collects = _Watch(), gc.isenabled()
+    gc.disable()  # what finalizers of other objects do would count as the forward's
     sys.setprofile(watch)
     try:
         y = type(twin).forward(twin, *inputs)
@@ -81,6 +83,8 @@ def run(twin: nn.Module, *inputs: Tensor) -> Tensor:
         raise Refused(f"its forward raised {_line_of(error)}") from error
     finally:
         sys.setprofile(None)
+        if collects:
+            gc.enable()
     if state_of((vars(twin), inputs)) != before[0]:
         raise Unrecognised("its forward changes the module or its input")
     if not torch.equal(torch.get_rng_state(), before[1]):
