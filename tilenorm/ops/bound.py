@@ -153,6 +153,7 @@ def norm_backward(
     `others` names. It returns what the op returns, and None for what is absent.
     """
     how, mask = Options(**options), tuple(output_mask)
+    last = (*how, eps, added, mask, backend)
     layer, most, terms = how.norm == "layer", MAX_ROWS * how.hidden, len(set(TERMS) & set(others))
     end = FIRST + terms
     runner: Runner | None = None
@@ -162,13 +163,11 @@ def norm_backward(
         dy, dsum, x, gate, weight, bias, mean, rstd = tensors[:FIRST]
         if runner is None:
             by_name = dict(zip(others, tensors[FIRST:], strict=True))
-            last = (*how, eps, added, mask, backend)
             call = Backward.of((*tensors[:FIRST], *last), **by_name)
             runner = runner_of(call.tensors, how, backend)
         run, _, plain = runner.gradients(mask, dsum is not None, 1 + terms, output)
         if x.numel() > most or not plain.takes(tensors):
             by_name = dict(zip(others, tensors[FIRST:], strict=True))
-            last = (*how, eps, added, mask, backend)
             of_op = torch.ops.tilenorm.norm_backward
             return of_op(*tensors[:FIRST], *last, output=output, **by_name)
         saved = x, gate, weight, bias, vector_of(mean) if layer else None, vector_of(rstd)

@@ -255,10 +255,8 @@ def bind_chain(plan: ForwardPlan, run: Run = on_device) -> Callable:
         rstd = empty((rows,), (1,), torch.float32) if saves else None
         if rows:
             if matrix is not None:
-                y_rows, sum_rows = (
-                    reinterpret(y, matrix, by_row),
-                    reinterpret(total, matrix, by_row),
-                )
+                y_rows = reinterpret(y, matrix, by_row)
+                sum_rows = reinterpret(total, matrix, by_row)
             (x, residual), (weight, after) = as_read((x, residual), weights, spec, read)
             arrays = (  # in the order of ForwardArrays
                 x,

@@ -18,11 +18,11 @@ from .schemas import first_and_others, tensor_names
 from .torch_private import inductor_calls
 
 
-def call_directly(op: str) -> None:
-    """Have Inductor, once it is loaded, generate calls of bound functions for an op.
-
-    Generated code is kept on the disk: see tell_generation.
+def tell_inductor(op: str) -> None:
+    """Have Inductor, once it is loaded, generate calls of bound functions for an op, and keep the
+    code that it generates apart from that of another version. An op's fake calls this function.
     """
+    _tell_generation()
     calls, name = inductor_calls(), f"torch.ops.tilenorm.{op}.default"
     if calls is None or name in calls.CUSTOM_EXTERN_KERNEL_CODEGEN:
         return
@@ -73,7 +73,7 @@ def _is_constant(value: str) -> bool:
     return True
 
 
-def tell_generation() -> None:
+def _tell_generation() -> None:
     """Put a digest of this package's ops into the key of torch.compile's caches on the disk.
 
     Generated code calls functions of the ops, which another version may not have. The key that a

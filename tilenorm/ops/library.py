@@ -10,7 +10,7 @@ from ..launch.calls import Needs
 from ..spec import PLAIN, Options
 from . import reference
 from .autograd import ByDispatcher, Norm, gradients, needs_grad
-from .inductor import call_directly, tell_generation
+from .inductor import tell_inductor
 from .layout import rows_shape, vector_of
 from .plans import Runner, refuse_output, runner_of, spec_of_tensors
 from .registry import on_device_of
@@ -127,9 +127,8 @@ def _tell_others() -> None:
 
     Both ask an op's fake first, whatever they do with it afterwards.
     """
-    tell_generation()
-    call_directly("norm")
-    call_directly("norm_backward")
+    tell_inductor("norm")
+    tell_inductor("norm_backward")
     register_where_loaded(STRATEGIES)
 
 

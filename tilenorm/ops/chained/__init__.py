@@ -1,5 +1,5 @@
-"""A norm, an addition and another norm in one pass: public function, op, and kernel call.
+"""A norm, an addition and another norm in one pass: public function and op.
 
-functional.py has the public function, library.py the op and its derivative, and cutile.py the
-launch. Where one pass is not served, both run the two calls that the function stands for.
+functional.py has the public function, and library.py the runner, the op and the derivative. Where
+one pass is not served, the runner runs the two calls that the function stands for.
 """

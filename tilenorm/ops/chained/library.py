@@ -17,7 +17,7 @@ from ...spec import NormSpec, Options
 from .. import reference
 from ..autograd import ByDispatcher, gradients
 from ..direct import Plain
-from ..inductor import call_directly, tell_generation
+from ..inductor import tell_inductor
 from ..layout import rows_shape
 from ..plans import Runner, runner_of, spec_of_tensors
 from ..registry import failure, on_device_of, record_failure
@@ -52,15 +52,6 @@ class Call(NamedTuple):
     @property
     def options(self) -> Options:
         return Options(self.hidden, "rms", self.offset, False, self.rounding)
-
-    @property
-    def before(self) -> Tensors:
-        """What the norm before the addition takes."""
-        return Tensors(self.input, weight=self.weight, skip=self.residual)
-
-    def after(self, total: Tensor) -> Tensors:
-        """What the norm after the addition takes."""
-        return Tensors(total, weight=self.next_weight)
 
 
 class ChainRunner:
@@ -215,8 +206,8 @@ def norm_add_norm(*arguments) -> tuple[Tensor, ...]:
 def norm_add_norm_decomposed(*arguments) -> tuple[Tensor, ...]:
     """The op in PyTorch's own operators, for tensors on any device."""
     call = Call(*arguments)
-    total, _, _, rstd = _formula(call, call.before, call.eps)
-    y, _, _, next_rstd = _formula(call, call.after(total)[:5], call.next_eps)
+    total, _, _, rstd = _formula(call, _before(*call[:3]), call.eps)
+    y, _, _, next_rstd = _formula(call, _after(total, call.next_weight), call.next_eps)
     return _with_absent(call, (y, total, rstd, next_rstd))
 
 
@@ -238,8 +229,7 @@ def _with_absent(call: Call, found: tuple) -> tuple[Tensor, ...]:
 
 
 def norm_add_norm_fake(*arguments) -> tuple[Tensor, ...]:
-    call_directly(NAME)
-    tell_generation()
+    tell_inductor(NAME)
     call = Call(*arguments)
     x, residual = call[:2]
     rows = rows_shape(x.shape, call.hidden) if call.save else (0,)

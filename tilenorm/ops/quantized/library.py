@@ -14,7 +14,7 @@ from ...launch.scales import Scales
 from ...spec import PLAIN, NormSpec, Options, Quantization
 from .. import reference
 from ..autograd import ByDispatcher, gradients
-from ..inductor import call_directly, tell_generation
+from ..inductor import tell_inductor
 from ..layout import rows_shape
 from ..plans import Runner, runner_of, spec_of_tensors
 from ..registry import on_device_of
@@ -119,8 +119,7 @@ def _dtypes(call: Call) -> tuple[torch.dtype, ...]:
 
 
 def norm_quantized_fake(*arguments) -> tuple[Tensor, ...]:
-    call_directly("norm_quantized")
-    tell_generation()
+    tell_inductor("norm_quantized")
     call = Call.of(arguments)
     how, hidden = call.how, call.options.hidden
     x, residual = call.tensors[:2]
