@@ -131,7 +131,7 @@ class Executor:
                 tensors = (*Tensors(*inputs.tensors), inputs.scale)
                 results = Quantized(*cutile.bind_quantized(plan, run)(tensors, inputs.eps))
             else:
-                results = Results(*cutile.forward(plan, inputs.tensors, inputs.eps, run=run))
+                results = Results(*cutile.bind_forward(plan, run)(inputs.tensors, inputs.eps))
         return {name: t for name, t in results._asdict().items() if t is not None}
 
     def backward(
@@ -146,7 +146,7 @@ class Executor:
         run = self.run(**how)
         with guarded():
             branch = Branch(inputs.dropout_mask, inputs.layer_scale)
-            tensors = cutile.backward(plan, inputs.dy, dsum, given, branch=branch, run=run)
+            tensors = cutile.bind_backward(plan, run)(inputs.dy, dsum, given, branch=branch)
         grads = dict(zip(cases.GRADIENTS, tensors, strict=True))
         # The oracle has dw and db of all heads in one row.
         grads |= {name: grads[name].reshape(-1) for name in ("dw", "db") if grads[name] is not None}

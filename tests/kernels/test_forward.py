@@ -35,7 +35,7 @@ def test_more_tiles_than_a_side_of_a_grid(executor, spec, monkeypatch):
     assert grids == [(1, 2, 4), (1, 3, 1)]
     inputs = Inputs.random(spec, rows, executor.device)
     given = inputs.x, None, None, inputs.weight, inputs.bias
-    y, *_ = cutile.forward(plan, given, inputs.eps, run=executor.run())
+    y, *_ = cutile.bind_forward(plan, executor.run())(given, inputs.eps)
     check(spec, inputs, {"y": y})
 
 

@@ -138,7 +138,7 @@ def test_blocks_that_share_a_row(how, exchange):
         spec = NormSpec(norm, 640, "bfloat16", "bfloat16", "bfloat16", residual="bfloat16")
         inputs = Inputs.random(spec, 2, "cpu")
         plan = ForwardPlan(spec, executor.target, config, save)
-        y = cutile.forward(plan, inputs.tensors, EPS, run=run)[0]
+        y = cutile.bind_forward(plan, run)(inputs.tensors, EPS)[0]
         plan = replace(plan, spec=replace(spec, quantized=how))
         bound = cutile.bind_quantized(plan, run)
         found = Results(*bound((*Tensors(*inputs.tensors), given), EPS))

@@ -89,7 +89,7 @@ def _results(job: Job, inputs: Inputs, target: Target, run) -> dict[str, Tensor]
     spec, config = job.spec, job.config
     if config.direction == "forward":
         plan = ForwardPlan(spec, target, config, True)
-        found = Results(*cutile.forward(plan, inputs.tensors, EPS, run=run))._asdict()
+        found = Results(*cutile.bind_forward(plan, run)(inputs.tensors, EPS))._asdict()
     else:
         several = job.terms > 1
         needs = every_gradient(spec)._replace(terms=job.terms, output=several)
@@ -97,6 +97,6 @@ def _results(job: Job, inputs: Inputs, target: Target, run) -> dict[str, Tensor]
         x = oracle.total(spec, inputs.arguments)
         given = (x, inputs.gate, inputs.weight, inputs.bias, *inputs.stats(spec))
         dy, *more = (inputs.dy, *[torch.zeros_like(inputs.dy)] * (job.terms - 1))
-        tensors = cutile.backward(plan, dy, inputs.dsum, given, more=more, run=run)
+        tensors = cutile.bind_backward(plan, run)(dy, inputs.dsum, given, more=more)
         found = dict(zip((*cases.GRADIENTS, *["y"] * several), tensors, strict=True))
     return {name: t for name, t in found.items() if t is not None}

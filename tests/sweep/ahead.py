@@ -91,12 +91,12 @@ def _calls(case: Case, target: Target, layouts: dict[str, Layout], saves=(True,)
             if plan.spec.quantized:  # otherwise the plain norm's kernels run
                 cutile.bind_quantized(plan, collect)((*Tensors(*tensors), given), 1e-6)
     for save in saves:
-        found = cutile.forward(plan_forward(spec, target, save), tensors, 1e-6, run=collect)
+        found = cutile.bind_forward(plan_forward(spec, target, save), collect)(tensors, 1e-6)
     _, total, mean, rstd = found
     x = tensors[0] if total is None else total
     plan = plan_backward(spec, target, every_gradient(spec))
     saved, branch = (x, *tensors[2:PLAIN], mean, rstd), branch_of(tensors)
-    cutile.backward(plan, dy, dsum, saved, branch=branch, run=collect)
+    cutile.bind_backward(plan, collect)(dy, dsum, saved, branch=branch)
     return calls
 
 

@@ -351,27 +351,6 @@ def bind_backward(plan: BackwardPlan, run: Run = on_device) -> Callable:
     return backward
 
 
-def forward(
-    plan: ForwardPlan, tensors: Tensors, eps: float, laid_out: bool = False, run: Run = on_device
-) -> tuple:
-    """A call of what bind_forward returns."""
-    return bind_forward(plan, run)(tensors, eps, laid_out)
-
-
-def backward(
-    plan: BackwardPlan,
-    dy: Tensor,
-    dsum: Tensor | None,
-    saved: Saved,
-    eps: float = 0.0,
-    more: Sequence[Tensor] = (),
-    branch: Branch | None = None,
-    run: Run = on_device,
-) -> tuple[Tensor | None, ...]:
-    """A call of what bind_backward returns."""
-    return bind_backward(plan, run)(dy, dsum, saved, eps, more, branch)
-
-
 def with_branch(arrays: tuple, spec: NormSpec, branch: Branch) -> BackwardArrays:
     """The arrays of a backward pass, and what the input was multiplied by."""
     mask, layer_scale, _ = branch

@@ -94,15 +94,15 @@ class Trials:
         self._checked = self._inputs(checked, device, generator)
         self._expected = self._reference(self._checked)
 
-    def run(self, plan, inputs: tuple) -> tuple[Tensor | None, ...]:
-        forward = self.direction == "forward"
-        function: Callable = cutile.forward if forward else cutile.backward
-        return function(plan, *inputs, run=self._run)
+    def bound(self, plan) -> Callable:
+        """The bound call of a plan."""
+        bind = cutile.bind_forward if self.direction == "forward" else cutile.bind_backward
+        return bind(plan, self._run)
 
     def wrong(self, plan) -> str | None:
         """How the results of a plan differ from the reference, or None if only by rounding."""
         for number, (got, expected) in enumerate(
-            zip(self.run(plan, self._checked), self._expected, strict=True)
+            zip(self.bound(plan)(*self._checked), self._expected, strict=True)
         ):
             if got is None:
                 continue
@@ -125,18 +125,19 @@ class Trials:
         """
         copies = len(self._sets)
         calls = min(MOST_CALLS, -(-SAMPLE_BYTES // self.bytes) + copies - 1) // copies * copies
+        call = self.bound(plan)
         kept: list = [None] * copies  # keeps results alive, so that the next call writes elsewhere
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(HEAD_START * calls)
         start.record()
         for i in range(calls):
-            kept[i % copies] = self.run(plan, self._sets[i % copies])
+            kept[i % copies] = call(*self._sets[i % copies])
         end.record()
         end.synchronize()
         return start.elapsed_time(end) * 1e3 / calls
 
     def _inputs(self, rows: int, device, generator) -> tuple:
-        """The arguments of cutile.forward or cutile.backward after the plan."""
+        """The arguments of a bound call."""
         spec = self.spec
 
         def normal(dtype: str | None, *lead: int) -> Tensor | None:
