@@ -25,8 +25,8 @@ def planned(hidden=4096, rows=8192, arch="sm_90", backend=None, op="rms_norm", *
 
 @EACH_FORM
 def test_on_a_cpu_the_reference_serves(form, capsys, monkeypatch):
-    for module in (cutile, reference):
-        monkeypatch.setattr(module, "forward", None)  # explaining runs nothing
+    for module, name in ((cutile, "bind_forward"), (reference, "forward")):
+        monkeypatch.setattr(module, name, None)  # explaining runs nothing
     tensors = tensors_of(form, 6, 4096, dtype=torch.bfloat16)
     op = form.op
     found = tilenorm.explain(op, **arguments_of(tensors), normalized_shape=(4096,), **form.options)
