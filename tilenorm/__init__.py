@@ -7,7 +7,6 @@ from .integrations.aten import disable, enable, override
 from .integrations.compile import compile
 from .integrations.patch import patch, unpatch
 from .nn import LayerNorm, RMSNorm
-from .ops.chained.functional import rms_norm_add_rms_norm
 from .ops.decompositions import decompositions
 from .ops.functional import (
     add_layer_norm,
@@ -18,14 +17,15 @@ from .ops.functional import (
     layer_norm_add,
     rms_norm,
     rms_norm_add,
+    rms_norm_add_rms_norm,
 )
-from .ops.quantized.functional import (
+from .ops.functional_quantized import (
     add_layer_norm_quantized,
     add_rms_norm_quantized,
     layer_norm_quantized,
     rms_norm_quantized,
 )
-from .ops.quantized.tensors import QuantizedNorm
+from .ops.quantize import QuantizedNorm
 from .ops.registry import ReferenceWarning
 from .tools.explain import explain
 

@@ -1,24 +1,13 @@
 """NormSpec describes a normalisation: the key for dispatch, plans, caches, tests and bench."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from .table import OPS
+
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "bool": 1}
 DIGITS = {"bfloat16": 8, "float16": 11, "float32": 24, "float64": 53}  # binary ones
-OPS = (
-    "rms_norm",
-    "layer_norm",
-    "add_rms_norm",
-    "add_layer_norm",
-    "gated_rms_norm",
-    "gated_layer_norm",
-    "rms_norm_add",
-    "layer_norm_add",
-)
-# The norms whose output is quantised. None of them has a gate.
-QUANTIZED_OPS = tuple(f"{op}_quantized" for op in OPS[:4])
 FP8 = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}  # the largest number of each dtype
 # The elements that share a scale, or 0 for a whole row or a whole tensor; and the layouts of the
 # scales, of which the first is the default.
@@ -29,25 +18,18 @@ LAYOUTS = {
     "mx": ("row", "swizzled"),
     "tensor": ("row",),
 }
-# The fields of NormSpec that are dtypes of tensors, in the order in which the ops take the tensors.
+# The fields of NormSpec that are dtypes of tensors: that of x is `dtype`, each other has the name of
+# the tensor's role.
 TENSORS = ("dtype", "residual", "gate", "weight", "bias", "addend", "skip")
 TENSORS += ("dropout_mask", "layer_scale")
-PLAIN = 5  # so many of them every call passes; the others are neighbours that few norms have
 MAX_TERMS = 4  # of dy, that one backward pass adds up
 # No table, no rule and no candidate of the tuner has blocks share a row of fewer elements.
 SHARED_FROM = 8192
-# The values of the options that are words.
-WORDS = {
-    "norm": ("rms", "layer"),
-    "rounding": ("late", "early"),
-    "activation": ("silu", "sigmoid"),
-}
 
 
 class Options(NamedTuple):
-    """The options of a call: the fields of NormSpec that do not follow from the tensors.
-
-    The torch.library ops take these fields one by one, in this order, after their tensors.
+    """The fields of NormSpec that do not follow from the tensors: what the op norm_backward and the
+    ops of rows in pieces take one by one, in this order, after their tensors.
     """
 
     hidden: int
@@ -60,7 +42,7 @@ class Options(NamedTuple):
 
 
 class Quantization(NamedTuple):
-    """How normalised rows are quantised, and what is returned of them. See ops/quantized.
+    """How normalised rows are quantised, and what is returned of them. See ops/quantize.py.
 
     scaling: "row", "block", "mx" or "tensor". dtype: that of q. power_of_2: the scales of rows and
     blocks are powers of two. layout: of the scales. output: the normalised rows are returned too.
@@ -91,11 +73,6 @@ class Quantization(NamedTuple):
         words = [f"{self.scaling} scales"] + ["powers of two"] * self.power_of_2
         words += [self.dtype, f"layout {self.layout}"]
         return " ".join(words + ["output"] * self.output + ["amax"] * self.amax)
-
-
-def norm_of(op: str) -> str:
-    """The norm of a function, given its name: "rms" or "layer"."""
-    return "layer" if "layer" in op else "rms"
 
 
 @dataclass(frozen=True)
@@ -141,21 +118,20 @@ class NormSpec:
     @classmethod
     def of(cls, op: str, hidden: int, dtype: str, **fields) -> "NormSpec":
         """The spec of a function, given its name. A residual or gate has the input's dtype."""
-        if op.endswith("_add"):
-            fields = {"skip": dtype} | fields
-        elif op.startswith("add_"):
-            fields = {"residual": dtype} | fields
-        elif op.startswith("gated_"):
-            fields = {"gate": dtype} | fields
-        if op.endswith("_quantized"):
-            fields = {"quantized": Quantization("row")} | fields
-        return cls(norm_of(op), hidden, dtype, **fields)
+        row = OPS[op]
+        needed = {port.role: dtype for port in row.takes if port.needed and port.role != "x"}
+        if row.quantized:
+            needed["quantized"] = Quantization("row")
+        return cls(row.norm, hidden, dtype, **needed | fields)
 
     @classmethod
-    def joined(cls, options: Options, dtypes: Sequence[str | None], heads: int = 0) -> "NormSpec":
-        """The spec for options and tensors of these dtypes, in the order of the ops' tensors."""
-        named = dict(zip(TENSORS[: len(dtypes)], dtypes, strict=True))
-        return cls(**options._asdict(), **named, heads=heads)
+    def of_tensors(cls, options: Options, dtypes: dict[str, str | None], heads: int = 0, **fields):
+        """The spec for options and tensors of these dtypes, by their roles.
+
+        heads: how many rows of `hidden` elements weight and bias have.
+        """
+        named = {"dtype" if role == "x" else role: dtype for role, dtype in dtypes.items()}
+        return cls(**options._asdict(), **named, heads=heads if heads > 1 else 0, **fields)
 
     @classmethod
     def chained(cls, before: "NormSpec", after: "NormSpec") -> "NormSpec":
@@ -173,8 +149,15 @@ class NormSpec:
 
     @cached_property
     def joins(self) -> bool:
-        """Whether the norm takes one of the tensors behind the PLAIN ones."""
-        return any(self.dtypes[PLAIN:])
+        """Whether something is added to x before the residual, or to the normalised rows, or x is
+        masked or scaled.
+        """
+        return bool(self.addend or self.skip or self.branches)
+
+    @property
+    def shares_dx(self) -> bool:
+        """Whether the residual's gradient is that of x."""
+        return self.residual == self.dtype and not self.branches
 
     @property
     def branches(self) -> bool:
@@ -211,11 +194,6 @@ class NormSpec:
         return replace(self, residual=None if self.residual == self.dtype else self.residual)
 
     @property
-    def plain(self) -> "NormSpec":
-        """The spec without the tensors behind the PLAIN ones."""
-        return replace(self, **dict.fromkeys(TENSORS[PLAIN:]))
-
-    @property
     def op(self) -> str:
         """The name of the function that users call."""
         if self.inner:
@@ -223,6 +201,16 @@ class NormSpec:
         before = "add_" if self.residual else "gated_" if self.gate else ""
         after = f"{'_add' if self.skip else ''}{'_quantized' if self.quantized else ''}"
         return f"{before}{self.norm}_norm{after}"
+
+    @cached_property
+    def kept(self) -> tuple[str, ...]:
+        """The roles of the tensors that the backward pass reads beside the gradients that come in. "x"
+        is the sum if there is one.
+        """
+        roles = ["x", *(name for name in ("gate", "weight", "bias") if getattr(self, name))]
+        roles += ["mean", "rstd"] if self.norm == "layer" else ["rstd"]
+        roles += [name for name in ("dropout_mask", "layer_scale") if getattr(self, name)]
+        return tuple(roles)
 
     @cached_property
     def unquantized(self) -> "NormSpec":

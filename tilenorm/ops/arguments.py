@@ -3,52 +3,86 @@
 import math
 from collections.abc import Iterable, Sequence
 from numbers import Integral, Real
-from typing import get_type_hints
 
 import torch
 from torch import SymFloat, SymInt, Tensor
 
-from ..spec import WORDS, Options, norm_of
-from .tensors import Tensors, statistics_dtype
+from ..spec import FP8, GROUPS, LAYOUTS
+from ..table import OPS, OPTIONS, Op
+from .reference import statistics_dtype
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+FP8_DTYPES = tuple(getattr(torch, name) for name in FP8)
 MAX_SIZE = 2**63 - 1
-OPTION_TYPES = get_type_hints(Options)
+CASTS = {"float": float, "bool": bool, "str": str}
+# The order in which ports are checked: a message names the first tensor that does not fit.
+_ORDER = ("rows", "mask", "vector", "affine", "scalar")
+PORTS = {
+    name: tuple(sorted(op.takes[1:], key=lambda port: _ORDER.index(port.lies)))
+    for name, op in OPS.items()
+}
 
 
 def check(
-    op: str,
-    tensors: Tensors,
+    op: Op,
+    tensors: Sequence[Tensor | None],
     normalized_shape: Sequence[int],
     eps: float | None,
     asked: tuple,
     backend: str | None,
-) -> Options:
-    """What a call asks for.
+) -> tuple:
+    """The options of a call: `hidden`, and the values of the op's options.
 
-    asked: the values of the fields of Options that follow `hidden` and `norm`.
+    asked: the options as the caller gave them.
 
     Raises TypeError for an argument of the wrong type, NotImplementedError for a dtype or layout
-    that is not served, ValueError for an unknown word, RuntimeError for shapes or devices that do
-    not fit, OverflowError for a number that no float holds. An RMSNorm's input of too few
-    dimensions raises ValueError.
+    that is not served, ValueError for an unknown word or options that do not fit each other,
+    RuntimeError for shapes or devices that do not fit, OverflowError for a number that no float
+    holds. An RMSNorm's input of too few dimensions raises ValueError.
     """
-    input, residual, gate, weight, bias, *more = tensors
+    name, input = op.name, tensors[0]
     if not isinstance(input, Tensor):
-        raise TypeError(f"{op}: argument 'input' takes a Tensor, got {_kind(input)}")
+        raise TypeError(f"{name}: argument 'input' takes a Tensor, got {_kind(input)}")
     if not isinstance(normalized_shape, (tuple, list)):
         got = _kind(normalized_shape)
-        raise TypeError(f"{op}: argument 'normalized_shape' takes a tuple of ints, got {got}")
+        raise TypeError(f"{name}: argument 'normalized_shape' takes a tuple of ints, got {got}")
     # PyTorch's layer_norm takes no None, and has another exception for too few dimensions.
-    layer = norm_of(op) == "layer"
+    layer = op.norm == "layer"
     if layer or eps is not None:
-        _check_float(op, "eps", eps, "a float" if layer else "a float or None")
+        _check_float(name, "eps", eps, "a float" if layer else "a float or None")
     if backend is not None and not isinstance(backend, str):
-        raise TypeError(f"{op}: argument 'backend' takes a str or None, got {_kind(backend)}")
-    options = Options(0, norm_of(op), *asked)
-    for name, value in zip(Options._fields[2:], options[2:], strict=True):
-        check_option(op, name, value)
-    _check_dtype(op, "input", input)
+        raise TypeError(f"{name}: argument 'backend' takes a str or None, got {_kind(backend)}")
+    options = dict(zip(op.options, asked, strict=True))
+    for option, value in options.items():
+        if option not in ("scaling", "layout", "dtype"):
+            check_option(name, option, value)
+    _check_dtype(name, "input", input)
+    shape = _check_shape(name, normalized_shape, input, layer)
+    given = {port.name: tensor for port, tensor in zip(op.takes, tensors, strict=True)}
+    for port in PORTS[name]:
+        tensor = given[port.name]
+        if port.needed or (tensor is not None and port.lies in CHECKS):
+            twice = port.role == "residual" and given.get("addend") is not None
+            argument = "residual[1]" if twice else port.argument
+            CHECKS[port.lies](name, argument, tensor, shape, input)
+    _check_bias(name, given)
+    if "addend" in given and given["addend"] is not None:
+        _check_addend(name, given)
+    if "dropout_scale" in options:
+        _check_branch(name, given, options["dropout_scale"])
+    hidden = math.prod(shape)
+    if op.quantized:
+        options = check_quantization(name, hidden, options)
+        _check_given(name, options["scaling"], given["given_scale"], input)
+    values = []
+    for option, value in options.items():
+        cast = CASTS.get(OPTIONS[option].kind)
+        values.append(value if cast is None else cast(value))
+    return hidden, *values
+
+
+def _check_shape(op: str, normalized_shape: Sequence[int], input: Tensor, layer: bool) -> tuple:
+    """The sizes of normalized_shape."""
     shape = _sizes(op, normalized_shape, "a tuple of ints")
     if not shape:
         raise RuntimeError(
@@ -64,50 +98,29 @@ def check(
             f"{op}: argument 'input' takes a shape that ends in normalized_shape {list(shape)},"
             f" got {list(input.shape)}"
         )
-    if op.startswith("add"):
-        twice = len(more) > 0 and more[0] is not None
-        check_like_input(op, "residual[1]" if twice else "residual", residual, input)
-        if twice:
-            _check_addend(op, residual, more[0], input)
-        if more:
-            _check_branch(op, Tensors(*tensors), options.dropout_scale, shape)
-    elif op.endswith("add"):
-        check_like_input(op, "residual", more[1], input)
-    elif op.startswith("gated"):
-        check_like_input(op, "gate", gate, input)
-    heads = 0
-    if weight is not None:
-        heads = check_parameter(op, "weight", weight, shape, input)
-    if bias is not None:
-        bias_heads = check_parameter(op, "bias", bias, shape, input)
-        if weight is not None and bias_heads != heads:
-            raise RuntimeError(
-                f"{op}: argument 'bias' takes the shape of weight {list(weight.shape)},"
-                f" got {list(bias.shape)}"
-            )
-    values = [OPTION_TYPES[n](v) for n, v in zip(Options._fields[2:], options[2:], strict=True)]
-    return Options(math.prod(shape), options.norm, *values)
+    return shape
 
 
-def spread(op: str, tensors: tuple) -> tuple:
+def spread(op: Op, tensors: tuple) -> tuple:
     """The tensors of a call whose residual is a sequence: its last item is the residual, and one
     before it the addend.
 
     Raises TypeError unless the sequence holds one or two tensors.
     """
-    input, given, *others = tensors
-    scale = [others.pop()] if op.endswith("quantized") else []
+    names = [port.name for port in op.takes]
+    given = tensors[1]
     # Dynamo of PyTorch 2.9 finds no attributes of a nested tensor that is made inside a graph.
     taken = [isinstance(t, Tensor) or hasattr(t, "__torch_function__") for t in given]
-    if op.startswith("add") and all(taken):
-        if len(given) == 1:
-            return input, *given, *others, *scale
+    if "addend" in names and all(taken) and len(given) in (1, 2):
+        spread = list(tensors)
+        spread[1] = given[-1]
         if len(given) == 2:
-            last = others[5:] or (None, None)
-            return input, given[1], *others[:3], given[0], None, *last, *scale
+            spread[names.index("addend")] = given[0]
+        return tuple(spread)
     got = f"[{', '.join(map(_kind, given))}]"
     raise TypeError(
-        f"{op}: argument 'residual' takes a Tensor or a sequence of one or two Tensors, got {got}"
+        f"{op.name}: argument 'residual' takes a Tensor or a sequence of one or two Tensors,"
+        f" got {got}"
     )
 
 
@@ -142,16 +155,60 @@ def sizes_of(module: str, normalized_shape: object) -> tuple[int, ...]:
 
 
 def check_option(op: str, name: str, value: object) -> None:
-    """Check that an option has its field's type, or is one of the words for it."""
-    if name in WORDS:
-        if not isinstance(value, str) or value not in WORDS[name]:
-            takes = " or ".join(map(repr, WORDS[name]))
-            raise ValueError(f"{op}: argument {name!r} takes {takes}, got {value!r}")
-    elif OPTION_TYPES[name] is float:
+    """Check that an option has its type, or is one of the words for it."""
+    kind, _, words = OPTIONS[name]
+    if words:
+        _check_word(op, name, value, words)
+    elif kind == "float":
         _check_float(op, name, value, "a float")
     elif not isinstance(value, bool):
-        name = "norm_before_gate" if name == "gate_first" else name  # the caller's name
         raise TypeError(f"{op}: argument {name!r} takes a bool, got {_kind(value)}")
+
+
+def _check_word(op: str, name: str, value: object, words: Sequence[str], where: str = "") -> None:
+    if not isinstance(value, str) or value not in words:
+        takes = " or ".join(map(repr, words))
+        raise ValueError(f"{op}: argument {name!r} takes {takes}{where}, got {value!r}")
+
+
+def check_quantization(op: str, hidden: int, options: dict) -> dict:
+    """The options of a quantised norm, with the default layout where it is None."""
+    scaling, dtype, layout = options["scaling"], options["dtype"], options["layout"]
+    check_option(op, "scaling", scaling)
+    if dtype not in FP8_DTYPES:
+        takes = " or ".join(map(str, FP8_DTYPES))
+        raise NotImplementedError(f"{op}: argument 'dtype' takes {takes}, got {dtype}")
+    if options["power_of_2"] and scaling in ("mx", "tensor"):
+        why = "are powers of two always" if scaling == "mx" else "are the caller's"
+        raise ValueError(
+            f"{op}: argument 'power_of_2' takes no True with scaling={scaling!r}: its scales {why}"
+        )
+    layout = LAYOUTS[scaling][0] if layout is None else layout
+    _check_word(op, "layout", layout, LAYOUTS[scaling], f" with scaling={scaling!r}")
+    group = GROUPS[scaling] or 1
+    if hidden == 0 or hidden % group:
+        raise RuntimeError(
+            f"{op}: argument 'normalized_shape' takes a multiple of {group} elements with"
+            f" scaling={scaling!r}, got {hidden}"
+        )
+    return options | {"layout": layout}
+
+
+def _check_given(op: str, scaling: str, given: Tensor | None, input: Tensor) -> None:
+    """Check the scale that the caller of a quantised norm gives."""
+    takes = f"{op}: argument 'scale' takes"
+    if scaling != "tensor":
+        if given is not None:
+            raise ValueError(f"{takes} None with scaling={scaling!r}, which finds the scales")
+        return
+    if not isinstance(given, Tensor):
+        got = _kind(given)
+        raise TypeError(f"{takes} a Tensor of one float32 with scaling='tensor', got {got}")
+    if given.dtype != torch.float32 or given.numel() != 1 or given.device != input.device:
+        raise RuntimeError(
+            f"{takes} one torch.float32 on {input.device}, got {list(given.shape)} {given.dtype}"
+            f" on {given.device}"
+        )
 
 
 def _check_float(op: str, name: str, value: object, takes: str) -> None:
@@ -165,7 +222,7 @@ def _check_float(op: str, name: str, value: object, takes: str) -> None:
         ) from None
 
 
-def check_like_input(op: str, name: str, tensor: Tensor, input: Tensor) -> None:
+def _check_rows(op: str, name: str, tensor: Tensor, shape: tuple, input: Tensor) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{op}: argument {name!r} takes a Tensor, got {_kind(tensor)}")
     if tensor.shape != input.shape:
@@ -177,60 +234,31 @@ def check_like_input(op: str, name: str, tensor: Tensor, input: Tensor) -> None:
     _check_device(op, name, tensor, input)
 
 
-def _check_addend(op: str, residual: Tensor, addend: Tensor, input: Tensor) -> None:
-    """Check the first of two residuals, and the dtype of the other."""
-    check_like_input(op, "residual[0]", addend, input)
-    if addend.dtype not in (input.dtype, residual.dtype):
+def _check_mask(op: str, name: str, mask: Tensor, shape: tuple, input: Tensor) -> None:
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"{op}: argument {name!r} takes a Tensor or None, got {_kind(mask)}")
+    if mask.shape != input.shape or mask.layout != torch.strided:
         raise RuntimeError(
-            f"{op}: argument 'residual[0]' takes the dtype of the input or of residual[1],"
-            f" {input.dtype} or {residual.dtype}, got {addend.dtype}"
+            f"{op}: argument {name!r} takes the input's shape {list(input.shape)},"
+            f" got {list(mask.shape)} {mask.layout}"
         )
+    if mask.dtype != torch.bool:
+        raise NotImplementedError(f"{op}: argument {name!r} takes torch.bool, got {mask.dtype}")
+    _check_device(op, name, mask, input)
 
 
-def _check_branch(op: str, tensors: Tensors, scale: float, shape: tuple) -> None:
-    """Check what multiplies the input before the residual is added."""
-    input, mask, layer_scale = tensors.input, tensors.dropout_mask, tensors.layer_scale
-    if mask is None and scale != 1:
-        raise ValueError(
-            f"{op}: argument 'dropout_scale' takes 1.0 without a dropout_mask, got {scale}"
-        )
-    for name, tensor in (("dropout_mask", mask), ("layer_scale", layer_scale)):
-        if tensor is not None and tensors.addend is not None:
-            raise RuntimeError(f"{op}: argument {name!r} takes None with two residuals, got one")
-    if mask is not None:
-        if not isinstance(mask, Tensor):
-            got = _kind(mask)
-            raise TypeError(f"{op}: argument 'dropout_mask' takes a Tensor or None, got {got}")
-        if mask.shape != input.shape or mask.layout != torch.strided:
-            raise RuntimeError(
-                f"{op}: argument 'dropout_mask' takes the input's shape {list(input.shape)},"
-                f" got {list(mask.shape)} {mask.layout}"
-            )
-        if mask.dtype != torch.bool:
-            raise NotImplementedError(
-                f"{op}: argument 'dropout_mask' takes torch.bool, got {mask.dtype}"
-            )
-        _check_device(op, "dropout_mask", mask, input)
-    if layer_scale is None:
-        return
-    if check_parameter(op, "layer_scale", layer_scale, shape, input):
+def _check_vector(op: str, name: str, vector: Tensor, shape: tuple, input: Tensor) -> None:
+    _check_affine(op, name, vector, shape, input)
+    if vector.shape != shape:
         raise RuntimeError(
-            f"{op}: argument 'layer_scale' takes the shape of normalized_shape {list(shape)},"
-            f" got {list(layer_scale.shape)}"
-        )
-    # The gradient of the layer scale is made of the residual's.
-    if torch.finfo(tensors.residual.dtype).eps > torch.finfo(input.dtype).eps:
-        raise RuntimeError(
-            f"{op}: argument 'residual' takes at least the digits of the input's {input.dtype}"
-            f" with a layer_scale, got {tensors.residual.dtype}"
+            f"{op}: argument {name!r} takes the shape of normalized_shape {list(shape)},"
+            f" got {list(vector.shape)}"
         )
 
 
-def check_parameter(op: str, name: str, parameter: Tensor, shape: tuple, input: Tensor) -> int:
-    """The number of heads that have a row of the parameter each, or 0."""
+def _check_affine(op: str, name: str, parameter: Tensor, shape: tuple, input: Tensor) -> None:
     if not isinstance(parameter, Tensor):
         raise TypeError(f"{op}: argument {name!r} takes a Tensor or None, got {_kind(parameter)}")
-    heads = 0
     if parameter.shape != shape:
         by_heads = input.shape[-len(shape) - 1 :]
         if len(by_heads) == len(shape) or parameter.shape != by_heads:
@@ -239,10 +267,52 @@ def check_parameter(op: str, name: str, parameter: Tensor, shape: tuple, input: 
                 f"{op}: argument {name!r} takes the shape of normalized_shape {list(shape)}"
                 f"{or_heads}, got {list(parameter.shape)}"
             )
-        heads = by_heads[0]
     _check_dtype(op, name, parameter)
     _check_device(op, name, parameter, input)
-    return heads
+
+
+# By how a port lies. The one scalar has a check of its own.
+CHECKS = {"rows": _check_rows, "mask": _check_mask, "vector": _check_vector}
+CHECKS["affine"] = _check_affine
+
+
+def _check_bias(op: str, given: dict) -> None:
+    """Check that a bias is by heads where the weight is."""
+    weight, bias = given.get("weight"), given.get("bias")
+    if weight is not None and bias is not None and weight.shape != bias.shape:
+        raise RuntimeError(
+            f"{op}: argument 'bias' takes the shape of weight {list(weight.shape)},"
+            f" got {list(bias.shape)}"
+        )
+
+
+def _check_addend(op: str, given: dict) -> None:
+    """Check the dtype of the first of two residuals."""
+    input, residual, addend = given["input"], given["residual"], given["addend"]
+    if addend.dtype not in (input.dtype, residual.dtype):
+        raise RuntimeError(
+            f"{op}: argument 'residual[0]' takes the dtype of the input or of residual[1],"
+            f" {input.dtype} or {residual.dtype}, got {addend.dtype}"
+        )
+
+
+def _check_branch(op: str, given: dict, scale: float) -> None:
+    """Check that what multiplies the input goes with the other arguments."""
+    if given["dropout_mask"] is None and scale != 1:
+        raise ValueError(
+            f"{op}: argument 'dropout_scale' takes 1.0 without a dropout_mask, got {scale}"
+        )
+    for name in ("dropout_mask", "layer_scale"):
+        if given[name] is not None and given["addend"] is not None:
+            raise RuntimeError(f"{op}: argument {name!r} takes None with two residuals, got one")
+    # The gradient of the layer scale is made of the residual's.
+    input, residual = given["input"], given["residual"]
+    digits = torch.finfo(residual.dtype).eps > torch.finfo(input.dtype).eps
+    if given["layer_scale"] is not None and digits:
+        raise RuntimeError(
+            f"{op}: argument 'residual' takes at least the digits of the input's {input.dtype}"
+            f" with a layer_scale, got {residual.dtype}"
+        )
 
 
 def _check_device(op: str, name: str, tensor: Tensor, input: Tensor) -> None:

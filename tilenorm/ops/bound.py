@@ -1,178 +1,350 @@
-"""What Inductor's generated code calls: functions in which everything constant of a call is bound.
-
-Generated code makes one function for each kind of call when it is loaded: of one op, of tensors
-with the same dtypes, device and parameters, with the same options. The function finds what serves
-when it is called first, because code is loaded before a device is used. Then a call checks that its
-tensors are plain, and runs the implementation. Arguments that only the dispatcher can serve go to
-the op.
-"""
+"""Bound calls: what serves the calls of an op, for one spec on one device, found once and kept."""
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cache
+from operator import itemgetter
+from threading import Lock
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..spec import PLAIN, Options, Quantization
-from .chained.library import ChainRunner, chain_runner_of
+from ..launch.calls import Needs
+from ..launch.toolchain import CompileError
+from ..spec import NormSpec, Options, Quantization
+from ..table import OPS, QUANTIZATION, Op
 from .direct import Plain
-from .layout import contiguous_strides_of, rows_shape, vector_of
-from .plans import Runner, runner_of
-from .registry import MAX_ROWS, on_device_of
-from .schemas import FIRST, TERMS, Backward
-from .tensors import Branch, trimmed
-from .torch_private import reinterpret
+from .gradients import Step, run_steps, steps_of
+from .reference import name_of
+from .registry import MAX_ROWS, Device, Implementation, device_of, failure, record_failure, select
 
-MOST_SHAPES = 256  # of inputs, for which a function keeps the shape of the statistics
+_REPLACING = Lock()
 
 
-def norm(*, eps: float, save: bool, backend: str | None, others: tuple, **options) -> Callable:
-    """A function of Tensors that returns what the op norm returns, and None for what is absent.
+class OpSpecs:
+    """An op for tensors of some dtypes: the spec of each of its norms, and what autograd saves.
 
-    others: the names of the tensors behind the PLAIN ones, if the function takes them.
+    options: `hidden`, and the values of the op's options. dtypes, heads: for each tensor that the
+    op takes, its dtype, None for an absent one, and how many rows of `hidden` elements a weight or
+    a bias has. It holds no tensor and knows no device. returned: how many of the results the
+    autograd Function returns. fixed: which of them have no gradient. save: whether mean and rstd
+    are among the results.
     """
-    how = Options(**options)
-    hidden, most = how.hidden, MAX_ROWS * how.hidden
-    by_rows = _by_rows_of(hidden)
-    runner: Runner | None = None
 
-    def bound_norm(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-        nonlocal runner
-        x = tensors[0]
-        runner = runner or runner_of(tensors, how, backend)
-        if x.numel() > most or not runner.plain.takes(tensors):
-            more = tensors[PLAIN:]
-            return torch.ops.tilenorm.norm(*tensors[:PLAIN], *how, eps, save, backend, *more)
-        with on_device_of(x):
-            y, total, mean, rstd = (runner.training if save else runner.inference)(tensors, eps)
-        return (y, total, *by_rows(x.shape, mean, rstd)) if save else (y, total, None, None)
+    gradients: Callable | None = None  # finds the implementation of a backward pass
 
-    return bound_norm
+    def __init__(
+        self,
+        op: Op,
+        options: tuple,
+        dtypes: tuple[torch.dtype | None, ...],
+        heads: tuple[int, ...],
+        backend: str | None,
+        save: bool = True,
+    ):
+        self.op, self.options, self.dtypes, self.backend = op, options, dtypes, backend
+        self.save = save
+        self.specs = _specs_of(op, options, dtypes, heads)
+        self.spec = self.specs[0] if len(self.specs) == 1 else NormSpec.chained(*self.specs)
+        names = [port.name for port in (*op.takes, *op.makes)]
+        places: list[int] = []
+        for stage, spec in zip(op.stages, self.specs, strict=True):
+            ports = stage.ports
+            x = ports["sum"] if spec.residual else ports["x"]
+            kept = [x, *(ports[role] for role in spec.kept[1:])]
+            places += map(names.index, [*kept, *[ports["x"]] * bool(spec.layer_scale)])
+        # Of an op's tensors and results, those that autograd saves.
+        self.kept: Callable[[tuple], tuple] = itemgetter(*places)
+        self._returns(len(op.makes))
+
+    def _returns(self, count: int) -> None:
+        self.returned = count
+        self.fixed = [i for i, port in enumerate(self.op.makes[:count]) if not port.grad]
+
+    def unsaved(self, made: Sequence) -> list:
+        """The results, with None for mean and rstd, in whose place an op returns empty tensors."""
+        pairs = zip(self.op.makes, made, strict=True)
+        return [None if port.lies == "number" else t for port, t in pairs]
+
+    def refuse_gradient(self) -> None:
+        """Raise RuntimeError where there is no result that a gradient could come in by."""
+        if not self.spec.differentiable:
+            raise RuntimeError(
+                f"{self.op.name}: an argument requires a gradient, which comes in through the"
+                " normalised rows: pass return_output=True, or call it under torch.no_grad()"
+            )
+
+    def eps_of(self, eps: Any) -> tuple[float, ...]:
+        """The eps of each norm, given that of a call."""
+        return eps if self.op.calls else (eps,)
 
 
-def _by_rows_of(hidden: int) -> Callable:
-    """A function of an input's shape and statistics (rows,) that gives them the shape of rows."""
+def _specs_of(
+    op: Op, options: tuple, dtypes: Sequence[torch.dtype | None], heads: Sequence[int]
+) -> tuple[NormSpec, ...]:
+    names = [None if d is None else name_of(d) for d in dtypes]
+    by_port = dict(zip([port.name for port in op.takes], names, strict=True))
+    of_port = dict(zip(by_port, heads, strict=True))
+    by_port |= {port.name: by_port.get(port.like) for port in op.makes if port.lies == "rows"}
+    specs = []
+    for stage in op.stages:
+        row = OPS[stage.op]
+        by_role = {r: by_port.get(stage.ports.get(r, "")) for r in row.roles}
+        most = max([of_port.get(stage.ports.get(r, ""), 0) for r in ("weight", "bias")])
+        specs.append(spec_of(row, options, by_role, most))
+    return tuple(specs)
 
-    @lru_cache(MOST_SHAPES)
-    def view_of(shape: torch.Size) -> tuple | None:
-        rows = rows_shape(shape, hidden)
-        return None if len(rows) == 1 else (rows, contiguous_strides_of(rows))
 
-    def by_rows(shape: torch.Size, *statistics: Tensor | None) -> Sequence[Tensor | None]:
-        view = view_of(shape)
-        if view is None:
-            return statistics
-        return [t if t is None else reinterpret(t, *view) for t in statistics]
-
-    return by_rows
+def options_of(op: Op, options: tuple) -> Options:
+    """The options of an op's norms."""
+    by_name = dict(zip(op.options, options[1:], strict=True))
+    by_name["gate_first"] = not by_name.pop("norm_before_gate", True)
+    asked = {name: value for name, value in by_name.items() if name not in QUANTIZATION}
+    return Options(options[0], op.norm, **asked)
 
 
-def norm_quantized(
-    *,
-    hidden: int,
-    norm: str,
-    offset: float,
-    rounding: str,
-    eps: float,
-    dtype: torch.dtype,
-    save: bool,
-    backend: str | None,
-    others: tuple,
-    **asked,
-) -> Callable:
-    """A function of the op norm_quantized's tensors that returns what the op returns, and None for
-    what is absent. asked: the fields of Quantization between the dtype and the end.
+def spec_of(
+    op: Op, options: tuple, dtypes: dict[str, str | None], heads: int = 0
+) -> NormSpec:
+    """The spec of an op that has one norm. dtypes: by the roles of the tensors that it takes.
+
+    Raises NotImplementedError for a norm that no implementation has.
     """
-    options = Options(hidden, norm, offset, False, rounding)
-    scaling, *rest = asked.values()
-    how = Quantization(scaling, str(dtype).removeprefix("torch."), *rest)
-    most, by_rows = MAX_ROWS * hidden, _by_rows_of(hidden)
-    runner: Runner | None = None
-
-    def bound_quantized(x, residual, weight, bias, addend, given) -> tuple[Tensor | None, ...]:
-        nonlocal runner
-        tensors = trimmed((x, residual, None, weight, bias, addend, None, None, None))
-        runner = runner or runner_of(tensors, options, backend, how)
-        if x.numel() > most or not runner.plain.takes((*tensors, given)):
-            taken = x, residual, weight, bias, addend, given, hidden, norm, offset, rounding, eps
-            op = torch.ops.tilenorm.norm_quantized
-            return op(*taken, scaling, dtype, *rest, save, backend)
-        with on_device_of(x):
-            run = runner.training if save else runner.inference
-            *found, mean, rstd = run((*tensors, given), eps)
-        return (*found, *by_rows(x.shape, mean, rstd)) if save else (*found, None, None)
-
-    return bound_quantized
+    how = None
+    if op.quantized:
+        by_name = dict(zip(op.options, options[1:], strict=True))
+        scaling, dtype, *rest = (by_name[name] for name in QUANTIZATION)
+        how = Quantization(scaling, name_of(dtype), *rest)
+        dtypes = {role: of for role, of in dtypes.items() if role != "given_scale"}
+    spec = NormSpec.of_tensors(options_of(op, options), dtypes, heads, quantized=how)
+    if spec.unserved:
+        raise NotImplementedError(f"tilenorm::{op.name}: {spec.unserved}")
+    return spec
 
 
-def norm_add_norm(
-    *,
-    hidden: int,
-    offset: float,
-    rounding: str,
-    eps: float,
-    next_eps: float,
-    save: bool,
-    backend: str | None,
-    others: tuple,
-) -> Callable:
-    """A function of the op norm_add_norm's tensors that returns what the op returns, and None for
-    what is absent.
+def heads_of(op: Op, tensors: Sequence[Tensor | None], hidden: int) -> tuple[int, ...]:
+    """For each tensor that an op takes, how many rows of `hidden` elements a weight or bias has; 0
+    for the others, and for one that has one.
     """
-    options, by_rows = Options(hidden, "rms", offset, False, rounding), _by_rows_of(hidden)
-    most = MAX_ROWS * hidden
-    runner: ChainRunner | None = None
-    plain = Plain()
-
-    def bound_chain(x, residual, weight, next_weight) -> tuple[Tensor | None, ...]:
-        nonlocal runner
-        tensors = x, residual, weight, next_weight
-        runner = runner or chain_runner_of(tensors, options, backend)
-        if x.numel() > most or not plain.takes(tensors):
-            how = hidden, offset, rounding, eps, next_eps, save, backend
-            return torch.ops.tilenorm.norm_add_norm(*tensors, *how)
-        with on_device_of(x):
-            run = runner.training if save else runner.inference
-            y, total, *rstds = run((x, residual, None, weight, None, next_weight), (eps, next_eps))
-        return (y, total, *by_rows(x.shape, *rstds)) if save else (y, total, None, None)
-
-    return bound_chain
+    found = []
+    for port, tensor in zip(op.takes, tensors, strict=True):
+        rows = 0
+        if port.lies == "affine" and tensor is not None and hidden:
+            rows = tensor.numel() // hidden
+        found.append(rows if rows > 1 else 0)
+    return tuple(found)
 
 
-def norm_backward(
-    *,
-    eps: float,
-    added: bool,
-    output_mask: list,
-    backend: str | None,
-    output: bool,
-    others: tuple,
-    **options,
-) -> Callable:
-    """A function of the op norm_backward's first tensors, up to rstd, and of the further ones that
-    `others` names. It returns what the op returns, and None for what is absent.
+def specs_of_tensors(
+    op: Op,
+    tensors: Sequence[Tensor | None],
+    options: tuple,
+    backend: str | None = None,
+    save: bool = True,
+) -> OpSpecs:
+    """An op for the tensors of a call."""
+    dtypes = tuple([None if t is None else t.dtype for t in tensors])
+    return OpSpecs(op, options, dtypes, heads_of(op, tensors, options[0]), backend, save)
+
+
+class Bound(OpSpecs):
+    """Runs the calls of one op, for one spec on one device, by an implementation.
+
+    inference, training: functions of (tensors, eps, laid_out) that return the tensors that the op
+    makes, as those of Implementation. Training saves mean and rstd. plain: tells whether tensors
+    may be given to one of them directly. An op of several norms is one pass where the
+    implementation has it, else it runs norm by norm.
+
+    The first kernel that does not compile ends the implementation's service, in both directions:
+    another implementation serves this call and all later ones. It also computes the gradients of
+    what the kernels computed before, because every implementation saves the same tensors.
     """
-    how, mask = Options(**options), tuple(output_mask)
-    last = (*how, eps, added, mask, backend)
-    layer, most, terms = how.norm == "layer", MAX_ROWS * how.hidden, len(set(TERMS) & set(others))
-    end = FIRST + terms
-    runner: Runner | None = None
 
-    def bound_backward(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-        nonlocal runner
-        dy, dsum, x, gate, weight, bias, mean, rstd = tensors[:FIRST]
-        if runner is None:
-            by_name = dict(zip(others, tensors[FIRST:], strict=True))
-            call = Backward.of((*tensors[:FIRST], *last), **by_name)
-            runner = runner_of(call.tensors, how, backend)
-        run, _, plain = runner.gradients(mask, dsum is not None, 1 + terms, output)
-        if x.numel() > most or not plain.takes(tensors):
-            by_name = dict(zip(others, tensors[FIRST:], strict=True))
-            of_op = torch.ops.tilenorm.norm_backward
-            return of_op(*tensors[:FIRST], *last, output=output, **by_name)
-        saved = x, gate, weight, bias, vector_of(mean) if layer else None, vector_of(rstd)
-        branch = Branch(*tensors[end:]) if len(tensors) > end else None
-        with on_device_of(dy):
-            return (*run(dy, dsum, saved, eps, tensors[FIRST:end], branch), None)[:6]
+    def __init__(self, op, options, dtypes, heads, backend, device: Device, long: bool):
+        super().__init__(op, options, dtypes, heads, backend)
+        self.device, self.plain = device, Plain()
+        self._returns(op.shown)
+        how = device, backend, long, self._bind
+        self.norms: tuple[BoundNorm, ...] = ()
+        self.norms = tuple([BoundNorm(spec, *how) for spec in self.specs])
+        self._bind()
 
-    return bound_backward
+    def _bind(self) -> None:
+        self.inference, self.training = self._forward(False), self._forward(True)
+        self.gradients = cache(self._gradients)
+
+    def _forward(self, save: bool) -> Callable:
+        chosen = self._one_pass()
+        run = chosen and chosen.forward(self.spec, self.device, save)
+        if run is None:
+            return self._norm_by_norm(save)
+        chained = bool(self.op.calls)
+
+        def forward(tensors, eps, laid_out=False):
+            try:  # this function takes 0.04 µs
+                if not chained:
+                    return run(tensors, eps, laid_out)
+                if eps[0] == eps[1]:
+                    return run(tensors, eps[0], laid_out)
+            except CompileError as error:
+                self._replace(chosen, error)
+                return (self.training if save else self.inference)(tensors, eps)
+            return apart(tensors, eps)
+
+        apart = self._norm_by_norm(save) if chained else run
+        return forward
+
+    def _one_pass(self) -> Implementation | None:
+        """What serves the whole op, or None."""
+        names = {norm.implementation.name for norm in self.norms}
+        chosen = self.norms[0].implementation
+        if len(names) > 1 or failure(chosen.name, self.spec, self.device):
+            return None
+        return chosen
+
+    def _norm_by_norm(self, save: bool) -> Callable:
+        names = [port.name for port in self.op.takes]
+
+        def forward(tensors, eps, _laid_out=False):
+            found = dict(zip(names, tensors, strict=True))
+            each = zip(self.norms, self.op.stages, eps, strict=True)
+            for norm, stage, own in each:
+                row = OPS[stage.op]
+                taken = tuple([found.get(stage.ports.get(role)) for role in row.roles])
+                made = norm.forward(save)(taken, own)
+                pairs = zip(row.made, made, strict=True)
+                found |= {stage.ports[role]: t for role, t in pairs if role in stage.ports}
+            return tuple([found.get(port.name) for port in self.op.makes])
+
+        return forward
+
+    def _replace(self, broken: Implementation, error: CompileError) -> None:
+        """Have what select now finds serve. It warns, or raises if `broken` was asked for."""
+        if self.op.calls:
+            record_failure(broken.name, self.spec, self.device, error)
+            self._bind()
+        else:
+            self.norms[0].replace(broken, error)
+
+    def _gradients(self, asked: tuple[bool, ...], *arrived: bool) -> tuple[Callable, Plain]:
+        """A function of (grads, saved, eps) that returns a gradient for each input of the autograd
+        Function, or None, and what tells whether tensors may be given to it directly.
+
+        asked: for each input of the Function, of which the first is no tensor. arrived: for each
+        of its results, whether its gradient comes in.
+        """
+        op, norms = self.op, self.norms
+        steps = steps_of(op, self.specs, asked[1:], arrived)
+        if len(steps) != 1 or steps[0].dy is None or op.calls:
+
+            def run(step: Step, dy, dsum, saved, eps):
+                return norms[step.place].backward(step.spec, step.needs)(dy, dsum, saved, eps)
+
+            def several(grads, saved, eps):
+                return None, *run_steps(op, steps, grads, saved, self.eps_of(eps), run)
+
+            return several, Plain()
+        step, end = steps[0], len(self.spec.kept)
+        ordered, whole = step.ordered(), not self.spec.layer_scale
+        names = [port.name for port in op.makes]
+        first, second = names.index(step.dy), step.dsum and names.index(step.dsum)
+        compute: Callable = _nothing
+        if any(step.needs.gradients):
+            compute = norms[0].backward(step.spec, step.needs)
+
+        def one(grads, saved, eps):
+            dy, dsum = grads[first], grads[second] if second else None
+            found = compute(dy, dsum, saved if whole else saved[:end], eps)
+            return None, *ordered(found, dy, saved)
+
+        return one, Plain()
+
+
+class BoundNorm:
+    """One norm on a device, and the implementation that serves it. changed: is called where another
+    one takes its place.
+    """
+
+    def __init__(
+        self,
+        spec: NormSpec,
+        device: Device,
+        backend: str | None,
+        long: bool = False,
+        changed: Callable[[], None] = lambda: None,
+    ):
+        self.spec, self.device, self.backend, self.changed = spec, device, backend, changed
+        self._serve_by(select(spec, MAX_ROWS + 1 if long else 0, device, backend))
+
+    def _serve_by(self, implementation: Implementation) -> None:
+        self.implementation = implementation
+        self.forward = cache(self._forward)
+        self.backward = cache(self._backward)
+
+    def _forward(self, save: bool) -> Callable:
+        chosen = self.implementation
+        run = chosen.forward(self.spec, self.device, save)
+
+        def forward(tensors, eps):
+            try:
+                return run(tensors, eps)
+            except CompileError as error:
+                self.replace(chosen, error)
+            return self.forward(save)(tensors, eps)
+
+        return forward
+
+    def _backward(self, spec: NormSpec, needs: Needs) -> Callable:
+        """A function as that of Implementation. spec: of the backward pass."""
+        chosen = self.implementation
+        run = chosen.backward(spec, self.device, needs)
+
+        def backward(dy, dsum, saved, eps, more=()):
+            try:
+                return run(dy, dsum, saved, eps, more)
+            except CompileError as error:
+                self.replace(chosen, error)
+            return self.backward(spec, needs)(dy, dsum, saved, eps, more)
+
+        return backward
+
+    def replace(self, broken: Implementation, error: CompileError) -> None:
+        """Have what select now finds serve. It warns, or raises if `broken` was asked for."""
+        with _REPLACING:
+            if self.implementation is broken:
+                record_failure(broken.name, self.spec, self.device, error)
+                self._serve_by(select(self.spec, 0, self.device, self.backend))
+                self.changed()
+
+
+def _nothing(*_) -> tuple[None, ...]:
+    """The gradients where none is asked for: y.backward(inputs=[y]) runs y's own node too."""
+    return (None,) * 5
+
+
+def bound_of(
+    op: Op, tensors: Sequence[Tensor | None], options: tuple, backend: str | None
+) -> Bound:
+    """What serves a call. It raises and warns as registry.select does."""
+    x, hidden = tensors[0], options[0]
+    return _bound(
+        op.name,
+        options,
+        tuple([None if t is None else t.dtype for t in tensors]),
+        heads_of(op, tensors, hidden),
+        x.device.type,
+        x.get_device(),
+        x.numel() > MAX_ROWS * hidden,
+        backend,
+    )
+
+
+@cache
+def _bound(name, options, dtypes, heads, kind, index, long, backend) -> Bound:
+    return Bound(OPS[name], options, dtypes, heads, backend, device_of(kind, index), long)
+
+
+@cache
+def norm_of(spec: NormSpec, kind: str, index: int, long: bool, backend: str | None) -> BoundNorm:
+    """One norm on a device. It raises and warns as registry.select does."""
+    return BoundNorm(spec, device_of(kind, index), backend, long)

@@ -6,38 +6,33 @@ here.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..launch.calls import ABSENT, BackwardArrays, ForwardArrays, Launch
+from ..launch.calls import ABSENT, BackwardArrays, ForwardArrays, Launch, Needs
 from ..launch.kernel import launch
-from ..launch.plan import BackwardPlan, ForwardPlan
+from ..launch.plan import BackwardPlan, ForwardPlan, chain_refused, plan_backward, plan_forward
 from ..launch.scales import Scales
-from ..spec import PLAIN, NormSpec
+from ..launch.target import Target
+from ..spec import NormSpec
+from ..table import OPS, Op
 from . import torch_private
-from .layout import (
-    Read,
-    as_read,
-    contiguous_strides_of,
-    rows_of,
-    shaped_as,
-    start_vectors,
-    vector_of,
-)
-from .quantized.reference import quantize
-from .quantized.tensors import q_dtype, scale_of
-from .tensors import LAYER_SCALE, SKIP, Branch, Saved, Tensors, trimmed
+from .layout import Views, as_read, contiguous_strides_of, shaped_as, start_vectors
+from .quantize import quantize, scale_of
 from .torch_private import reinterpret
 
 Run = Callable[[Sequence[Launch], tuple, int], None]
 MOST_SHAPES = 256  # that a bound call keeps
-# What a chain has neither of, from the slots on.
-NEITHER = (ABSENT,) * (
-    ForwardArrays._fields.index("inner_w") - ForwardArrays._fields.index("slots")
-)
 MOST_SCALES = 2**31 - 1  # the kernels number scales in 32 bits
+# How the tensors of NormSpec.kept lie. "number" is read as it is, and so is what is not read.
+KEPT = {"x": "rows", "gate": "rows", "weight": "affine", "bias": "affine"}
+KEPT |= {"dropout_mask": "mask", "layer_scale": "vector"}
+# The arrays that a backward pass makes, in the order in which it returns them, and how they lie.
+GRADIENTS = {"dx": "rows", "dresidual": "rows", "dgate": "rows", "dw": "affine", "db": "affine"}
+GRADIENTS |= {"y": "rows"}
 
 
 def on_device(launches: Sequence[Launch], arrays: tuple, index: int) -> None:
@@ -45,325 +40,299 @@ def on_device(launches: Sequence[Launch], arrays: tuple, index: int) -> None:
     launch(torch_private.current_stream(index), launches, arrays)
 
 
-class Layout(NamedTuple):
-    """What follows from the shape of an input.
-
-    shape, strides: of the input and the outputs with rows, contiguous. rows: how many. matrix:
-    (rows, hidden), or None where the outputs are such a matrix. read: see layout.as_read. slots,
-    partials: shapes of the scratch, or None. scales: of a quantised norm.
-    """
+class Fresh(NamedTuple):
+    """A tensor to be allocated. lies: as Port.lies."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Layout(NamedTuple):
+    """What follows from the shape of an input.
+
+    rows: how many. made: what is allocated, in the order of the results; None for what is absent.
+    matrix: (rows, hidden), or None where the results with rows are such a matrix. views: see
+    layout.as_read. slots, partials: scratch, or None. scales: of a quantised norm.
+    """
+
     rows: int
+    made: tuple[Fresh | None, ...]
     matrix: tuple[int, int] | None
-    read: Read | None
-    slots: tuple[int, int] | None
-    partials: tuple[int, int] | None = None
-    scales: Scales | None = None
+    views: Views
+    slots: Fresh | None
+    partials: Fresh | None
+    scales: Scales | None
 
 
 class Layouts(dict):
-    """The Layout of each shape that a plan has met, the first MOST_SHAPES of them."""
+    """The Layout of each shape that a plan has met, the first MOST_SHAPES of them.
 
-    def __init__(self, plan: ForwardPlan | BackwardPlan):
+    read: how each tensor that is read lies, as Port.lies. made: how each result lies, and its
+    dtype; None for a result that is absent.
+    """
+
+    def __init__(
+        self,
+        plan: ForwardPlan | BackwardPlan,
+        read: Sequence[str],
+        made: Sequence[tuple[str, str] | None],
+    ):
         super().__init__()
-        self._plan = plan
+        self._plan, self._read, self._made = plan, tuple(read), tuple(made)
 
     def __missing__(self, shape: torch.Size) -> Layout:
         plan, spec = self._plan, self._plan.spec
         hidden, how = spec.hidden, spec.quantized
         rows = shape.numel() // hidden
         matrix = rows, hidden
-        read = Read.of(spec, rows)
-        # An extent of 1 may have any stride, and the compiler reads by what the stride is.
-        as_it_is = shape == read.rows and rows > 1 and hidden > 1
+        partials = plan.partials(rows) if rows and isinstance(plan, BackwardPlan) else None
+        slots = plan.slots(rows) if rows else None
+        scales = None if how is None else Scales.of(how, hidden, rows)
         layout = Layout(
-            tuple(shape),
-            contiguous_strides_of(shape),
             rows,
+            tuple([m and _fresh(*m, tuple(shape), spec, rows, scales) for m in self._made]),
             None if shape == matrix else matrix,
-            None if as_it_is else read,
-            plan.slots(rows) if rows else None,
-            plan.partials(rows) if rows and isinstance(plan, BackwardPlan) else None,
-            None if how is None else Scales.of(how, hidden, rows),
+            Views.of(spec, rows, shape, self._read),
+            slots and Fresh(slots, (slots[1], 1), torch.int32),
+            partials and Fresh(partials, (partials[1], 1), torch.float32),
+            scales,
         )
         if len(self) < MOST_SHAPES:
             self[shape] = layout
         return layout
 
 
+def _fresh(
+    lies: str, dtype: str, shape: tuple, spec: NormSpec, rows: int, scales: Scales | None
+) -> Fresh:
+    if lies == "rows":
+        return Fresh(shape, contiguous_strides_of(shape), getattr(torch, dtype))
+    sizes = {"number": rows, "affine": spec.hidden * (spec.heads or 1), "one": 1}
+    if lies == "scales":
+        return Fresh((scales.count,), (1,), getattr(torch, scales.dtype))
+    return Fresh((sizes[lies],), (1,), getattr(torch, dtype))
+
+
+def forward(
+    spec: NormSpec, target: Target, save: bool, run: Run | None = None
+) -> Callable | None:
+    """As registry.Implementation.forward. None for a chain that one pass does not serve."""
+    run = run or on_device
+    if spec.inner and chain_refused(spec, target):
+        return None
+    plan = plan_forward(spec, target, save)
+    if spec.quantized and not plan.spec.quantized:
+        return bind_cast_apart(spec, plan, run)
+    return bind_forward(plan, run)
+
+
+def backward(spec: NormSpec, target: Target, needs: Needs, run: Run | None = None) -> Callable:
+    """As registry.Implementation.backward."""
+    return bind_backward(plan_backward(spec, target, needs), spec.kept, run or on_device)
+
+
 def bind_forward(plan: ForwardPlan, run: Run = on_device) -> Callable:
-    """A function of (tensors, eps, laid_out) that returns Results, as a plain tuple.
+    """A function of (tensors, eps, laid_out), with the tensors that the op takes, that returns the
+    tensors that the op makes; None for one that is absent.
 
-    y and the sum are contiguous; mean and rstd are (rows,) float32 where the plan saves them.
+    Results with rows are contiguous; mean and rstd are (rows,) float32 where the plan saves them.
     laid_out: whether the caller knows that the tensors are contiguous matrices of rows, and
-    vectors.
+    vectors. It raises NotImplementedError for more scales than the kernels can number.
     """
-    spec, saves, layouts = plan.spec, plan.save, Layouts(plan)
-    joins, by_row = spec.joins, (spec.hidden, 1)
-    layer, added = spec.norm == "layer", spec.residual is not None
+    spec, op = plan.spec, OPS[plan.spec.op]
+    made_as = _made_as(op, spec, plan.save)
+    layouts = Layouts(plan, [port.lies for port in op.takes], made_as)
+    matrices = [how is not None and how[0] == "rows" for how in made_as]
+    by_row, quantized, branches = (spec.hidden, 1), spec.quantized is not None, spec.branches
+    take = _taking_forward(op, spec, made_as)
 
-    def forward(tensors: Tensors, eps: float, laid_out: bool = False) -> tuple:
+    def forward(tensors: tuple, eps: float, laid_out: bool = False) -> tuple[Tensor | None, ...]:
         x = tensors[0]
-        shape, strides, rows, matrix, read, slots, *_ = layouts[x.shape]
+        rows, fresh, matrix, views, slots, _, scales = layouts[x.shape]
         empty = torch_private.empty_strided_cuda if x.is_cuda else _empty_strided_cpu
-        y = y_rows = empty(shape, strides, (tensors[SKIP] if spec.skip else x).dtype)
-        total = sum_rows = mean = rstd = None
-        if added:
-            total = sum_rows = empty(shape, strides, tensors[1].dtype)
-        if saves:
-            rstd = empty((rows,), (1,), torch.float32)
-            if layer:
-                mean = empty((rows,), (1,), torch.float32)
-        if not rows:
-            return y, total, mean, rstd
-        if matrix is not None:
-            y_rows = reinterpret(y, matrix, by_row)
-            if added:
-                sum_rows = reinterpret(total, matrix, by_row)
-        x, residual, gate, weight, bias = tensors[:PLAIN]
-        joined = tensors[PLAIN:LAYER_SCALE] if joins else ()
-        if not (laid_out and start_vectors(tensors)):
-            rows_read = (x, residual, gate, *joined)
-            (x, residual, gate, *joined), (weight, bias) = as_read(
-                rows_read, (weight, bias), spec, read
-            )
-        arrays = (  # in the order of ForwardArrays, which takes longer to make
-            x,
-            y_rows,
-            ABSENT if weight is None else weight,
-            ABSENT if bias is None else bias,
-            ABSENT if residual is None else residual,
-            ABSENT if gate is None else gate,
-            ABSENT if sum_rows is None else sum_rows,
-            ABSENT if mean is None else mean,
-            ABSENT if rstd is None else rstd,
-            ABSENT if slots is None else empty(slots, (slots[1], 1), torch.int32),
-        )
-        if joins:
-            addend, skip, mask = joined
-            factors = tensors[LAYER_SCALE]
-            arrays += (
-                ABSENT if addend is None else addend,
-                ABSENT if skip is None else skip,
-                ABSENT if mask is None else bytes_of(mask),
-                ABSENT if factors is None else vector_of(factors, spec.aligned),
-            )
-        run(plan.launches(rows, eps), arrays, x.get_device())
-        return y, total, mean, rstd
+        if quantized:
+            _check_scales(op, scales)
+        made: list = [None if how is None else empty(*how) for how in fresh]
+        if quantized:
+            _clear(op, made, scales)
+        if rows:
+            written = made if matrix is None else _as_matrices(made, matrices, matrix, by_row)
+            if branches or not (laid_out and start_vectors(tensors)):
+                tensors = as_read(tensors, spec, views)
+            scratch = ABSENT if slots is None else empty(*slots)
+            run(plan.launches(rows, eps), take((*tensors, *written, scratch, ABSENT)), x.get_device())
+        return tuple(_shown(op, made, scales) if quantized else made)
 
     return forward
 
 
-def bind_quantized(plan: ForwardPlan, run: Run = on_device) -> Callable:
-    """A function of (tensors, eps) that returns the Results of a quantised norm, as a plain tuple.
+def _made_as(op: Op, spec: NormSpec, save: bool) -> list[tuple[str, str] | None]:
+    """How each result of an op lies, and its dtype; None for one that a spec does not make."""
+    how = spec.quantized
+    dtypes = {"input": spec.dtype, "residual": spec.residual or spec.skip}
+    there = {"": True, "save": save}
+    if how is not None:
+        there |= {"return_output": how.output, "return_amax": how.amax}
+        dtypes["dtype"] = how.dtype
+    # The kernels compare the bits of the largest magnitude.
+    fixed = {"number": "float32", "one": "int32", "scales": ""}
+    made: list[tuple[str, str] | None] = []
+    for port in op.makes:
+        given = port.unless and how is not None and how.scaling == "tensor"
+        dtype = fixed.get(port.lies, dtypes.get(port.like, ""))
+        made.append((port.lies, dtype) if there[port.when] and not given else None)
+    return made
 
-    tensors: Tensors, and the scale that the caller gives, or None. The function raises
-    NotImplementedError for more scales than the kernels can number.
-    """
-    spec, how, saves, layouts = plan.spec, plan.spec.quantized, plan.save, Layouts(plan)
-    by_row, dtype, mx = (spec.hidden, 1), q_dtype(spec), how.scaling == "mx"
-    layer, added = spec.norm == "layer", spec.residual is not None
 
-    def quantized(tensors: tuple, eps: float, _laid_out: bool = False) -> tuple:
-        x, residual, _, weight, bias, *more, given = tensors
-        addend = more[0] if more else None
-        shape, strides, rows, matrix, read, slots, _, scales = layouts[x.shape]
-        if scales.count > MOST_SCALES:
-            raise NotImplementedError(
-                f"{spec.op}: the kernels write up to {MOST_SCALES} scales, got {scales.count}"
-            )
-        empty = torch_private.empty_strided_cuda if x.is_cuda else _empty_strided_cpu
-        q = empty(shape, strides, dtype)
-        y = empty(shape, strides, x.dtype) if how.output else None
-        total = empty(shape, strides, residual.dtype) if added else None
-        rstd = empty((rows,), (1,), torch.float32) if saves else None
-        mean = empty((rows,), (1,), torch.float32) if saves and layer else None
-        amax = empty((1,), (1,), torch.int32).zero_() if how.amax else None
-        array = given
-        if given is None:
-            array = empty((scales.count,), (1,), torch.uint8 if mx else torch.float32)
-            if scales.padding:
-                array.zero_()
-        if rows:
-            q_rows, y_rows, sum_rows = q, y, total
-            if matrix is not None:
-                q_rows = reinterpret(q, matrix, by_row)
-                y_rows = None if y is None else reinterpret(y, matrix, by_row)
-                sum_rows = None if total is None else reinterpret(total, matrix, by_row)
-            in_rows = x, residual, addend
-            (x, residual, addend), (weight, bias) = as_read(in_rows, (weight, bias), spec, read)
-            arrays = (  # in the order of ForwardArrays
-                x,
-                ABSENT if y_rows is None else y_rows,
-                ABSENT if weight is None else weight,
-                ABSENT if bias is None else bias,
-                ABSENT if residual is None else residual,
-                ABSENT,
-                ABSENT if sum_rows is None else sum_rows,
-                ABSENT if mean is None else mean,
-                ABSENT if rstd is None else rstd,
-                ABSENT if slots is None else empty(slots, (slots[1], 1), torch.int32),
-                ABSENT if addend is None else addend,
-                ABSENT,
-                ABSENT,
-                ABSENT,
-                q_rows,
-                array,
-                ABSENT if amax is None else amax,
-                ABSENT,
-                ABSENT,
-            )
-            run(plan.launches(rows, eps), arrays, x.get_device())
-        scale = scale_of(array, scales) if given is None else None
-        amax = None if amax is None else amax.view(torch.float32)  # whose bits the kernels compare
-        return q, scale, amax, y, total, mean, rstd
+def _taking_forward(op: Op, spec: NormSpec, made_as: list) -> Callable[[tuple], tuple]:
+    """A function of an op's tensors, its results, the slots and ABSENT that returns the arrays."""
+    inner = spec.inner
+    there = {"x": spec.dtype, "inner_w": inner and inner.weight}
+    places = {role: i for i, role in enumerate(op.roles) if there.get(role) or getattr(spec, role, None)}
+    if spec.quantized is not None and spec.quantized.scaling == "tensor":
+        places["scale"] = op.roles.index("given_scale")
+    first = len(op.takes)
+    places |= {port.role: first + i for i, port in enumerate(op.makes) if made_as[i] is not None}
+    places["slots"] = first + len(op.makes)
+    names = ForwardArrays._make(ForwardArrays._fields).of(spec)
+    return itemgetter(*[places.get(name, -1) for name in names])
 
-    return quantized
+
+def _as_matrices(made: list, matrices: list, shape: tuple, strides: tuple) -> list:
+    """The results, of which those with rows are viewed as matrices."""
+    pairs = zip(made, matrices, strict=True)
+    return [reinterpret(t, shape, strides) if with_rows else t for t, with_rows in pairs]
+
+
+def _check_scales(op: Op, scales: Scales) -> None:
+    if scales.count > MOST_SCALES:
+        raise NotImplementedError(
+            f"{op.name}: the kernels write up to {MOST_SCALES} scales, got {scales.count}"
+        )
+
+
+def _clear(op: Op, made: list, scales: Scales) -> None:
+    """Fill with zeros what a quantised norm adds to, or does not write whole."""
+    for tensor, port in zip(made, op.makes, strict=True):
+        if tensor is not None and (port.lies == "one" or (port.lies == "scales" and scales.padding)):
+            tensor.zero_()
+
+
+def _shown(op: Op, made: list, scales: Scales) -> list:
+    """The results of a quantised norm as the caller gets them."""
+    for i, port in enumerate(op.makes):
+        if made[i] is not None and port.lies == "scales":
+            made[i] = scale_of(made[i], scales)
+        elif made[i] is not None and port.lies == "one":
+            made[i] = made[i].view(torch.float32)
+    return made
 
 
 def bind_cast_apart(spec: NormSpec, plan: ForwardPlan, run: Run = on_device) -> Callable:
-    """The same by the plain norm's kernels, and PyTorch's operations for the cast. plan: of the
-    plain norm.
+    """The same for a quantised norm, by the kernels of the norm and PyTorch's operations for the
+    cast. plan: of the norm.
     """
+    op, plain = OPS[spec.op], OPS[plan.spec.op]
     normalize = bind_forward(plan, run)
+    # The norm takes tensors that a quantised norm has not: they are absent.
+    taken = itemgetter(*[op.roles.index(r) if r in op.roles else -1 for r in plain.roles])
+    given = op.roles.index("given_scale")
 
     def cast_apart(tensors: tuple, eps: float, _laid_out: bool = False) -> tuple:
-        *tensors, given = tensors
-        y, *others = normalize(trimmed(tuple(tensors)), eps)
-        q, scale, amax = quantize(spec, y, given)
-        return q, scale, amax, y if spec.quantized.output else None, *others
+        found = dict(zip(plain.made, normalize(taken((*tensors, None)), eps), strict=True))
+        q, scale, amax = quantize(spec, found["y"], tensors[given])
+        found |= {"q": q, "scale": scale, "amax": amax}
+        if not spec.quantized.output:
+            found["y"] = None
+        return tuple([found[role] for role in op.made])
 
     return cast_apart
 
 
-def bind_chain(plan: ForwardPlan, run: Run = on_device) -> Callable:
-    """A function of (input, residual, weight, next_weight) and eps, for a norm, the addition to the
-    residual and another norm. It returns y, the sum, and each norm's rstd.
+def bind_backward(plan: BackwardPlan, kept: tuple[str, ...], run: Run = on_device) -> Callable:
+    """A function of (dy, dsum, saved, eps, more) that returns the gradients that the plan needs, in
+    the order of Needs.gradients, contiguous, each in its own tensor's dtype, and behind them y if
+    the plan needs it; None for what it does not need.
+
+    kept: the roles of `saved`, see NormSpec.kept. dsum: the gradient of the sum, which is read if
+    the plan needs it. eps: is not read, because the saved rstd holds it. more: the terms of dy
+    behind the first.
     """
-    spec, saves, layouts = plan.spec, plan.save, Layouts(plan)
-    by_row = spec.hidden, 1
-
-    def chain(tensors: tuple, eps: float) -> tuple:
-        x, residual, *weights = tensors
-        shape, strides, rows, matrix, read, *_ = layouts[x.shape]
-        empty = torch_private.empty_strided_cuda if x.is_cuda else _empty_strided_cpu
-        y = y_rows = empty(shape, strides, residual.dtype)
-        total = sum_rows = empty(shape, strides, residual.dtype)
-        inner_rstd = empty((rows,), (1,), torch.float32) if saves else None
-        rstd = empty((rows,), (1,), torch.float32) if saves else None
-        if rows:
-            if matrix is not None:
-                y_rows = reinterpret(y, matrix, by_row)
-                sum_rows = reinterpret(total, matrix, by_row)
-            (x, residual), (weight, after) = as_read((x, residual), weights, spec, read)
-            arrays = (  # in the order of ForwardArrays
-                x,
-                y_rows,
-                ABSENT if after is None else after,
-                ABSENT,
-                residual,
-                ABSENT,
-                sum_rows,
-                ABSENT,
-                ABSENT if rstd is None else rstd,
-                *NEITHER,
-                ABSENT if weight is None else weight,
-                ABSENT if inner_rstd is None else inner_rstd,
-            )
-            run(plan.launches(rows, eps), arrays, x.get_device())
-        return y, total, inner_rstd, rstd
-
-    return chain
-
-
-def bind_backward(plan: BackwardPlan, run: Run = on_device) -> Callable:
-    """A function of (dy, dsum, saved, eps, more, branch) that returns the gradients of Tensors that
-    the plan needs, contiguous, each in its own tensor's dtype, and behind them y if the plan needs
-    it.
-
-    dsum: the gradient of the sum, which is read if the plan needs it. eps: is not read, because the
-    saved rstd holds it. more: the terms of dy behind the first. branch: what the input was
-    multiplied by.
-    """
-    spec, layouts = plan.spec, Layouts(plan)
-    by_row = spec.hidden, 1
-    need_dx, need_dw, need_db, need_dresidual, need_dgate, need_dsum, _, need_y = plan.needs
+    spec, needs = plan.spec, plan.needs
+    made_as = _gradients_as(spec, needs)
+    read = ["rows", "rows", *(KEPT.get(role, "number") for role in kept)]
+    read += ["rows"] * (needs.terms - 1)
+    layouts, end = Layouts(plan, read, made_as), 2 + len(kept)
+    matrices = [how is not None and how[0] == "rows" for how in made_as]
+    by_row, need_dsum, branches = (spec.hidden, 1), needs.dsum, spec.branches
+    take = _taking_backward(spec, kept, made_as, need_dsum)
+    parameters = [
+        (3 + i, kept.index(role))
+        for i, role in enumerate(("weight", "bias"))
+        if made_as[3 + i] is not None
+    ]
+    last = len(made_as) if needs.output else -1
 
     def backward(
         dy: Tensor,
         dsum: Tensor | None,
-        saved: Saved,
+        saved: Sequence[Tensor],
         eps: float = 0.0,
         more: Sequence[Tensor] = (),
-        branch: Branch | None = None,
-    ) -> tuple[Tensor | None, ...]:
-        x, gate, weight, bias, mean, rstd = saved
-        shape, strides, rows, matrix, read, slots, partials, _ = layouts[x.shape]
+    ) -> Sequence[Tensor | None]:
+        x = saved[0]
+        rows, fresh, matrix, views, slots, partials, _ = layouts[x.shape]
         empty = torch_private.empty_strided_cuda if x.is_cuda else _empty_strided_cpu
-        dx = empty(shape, strides, (x if spec.skip else dy).dtype) if need_dx else None
-        dresidual = empty(shape, strides, x.dtype) if need_dresidual else None
-        dgate = empty(shape, strides, gate.dtype) if need_dgate else None
-        dw = empty((weight.numel(),), (1,), weight.dtype) if need_dw else None
-        db = empty((bias.numel(),), (1,), bias.dtype) if need_db else None
-        y = empty(shape, strides, dy.dtype) if need_y else None
+        made: list = [None if how is None else empty(*how) for how in fresh]
         if rows:
-            made = dx, dresidual, dgate, y
-            if matrix is not None:
-                made = [t if t is None else reinterpret(t, matrix, by_row) for t in made]
-            made_dx, made_dresidual, made_dgate, made_y = made
-            in_rows = x, gate, dsum if need_dsum else None, dy, *more
-            in_rows, (weight, bias) = as_read(in_rows, (weight, bias), spec, read)
-            x, gate, dsum, *terms = in_rows
-            arrays = (  # in the order of BackwardArrays
-                x,
-                tuple(terms),
-                ABSENT if gate is None else gate,
-                ABSENT if dsum is None else dsum,
-                ABSENT if weight is None else weight,
-                ABSENT if bias is None else bias,
-                ABSENT if mean is None else mean,
-                rstd,
-                ABSENT if made_dx is None else made_dx,
-                ABSENT if made_dresidual is None else made_dresidual,
-                ABSENT if made_dgate is None else made_dgate,
-                ABSENT if made_y is None else made_y,
-                ABSENT if partials is None else empty(partials, (partials[1], 1), torch.float32),
-                ABSENT if slots is None else empty(slots, (slots[1], 1), torch.int32),
-                ABSENT if dw is None else dw,
-                ABSENT if db is None else db,
+            written = made if matrix is None else _as_matrices(made, matrices, matrix, by_row)
+            tensors = as_read((dy, dsum if need_dsum else None, *saved, *more), spec, views)
+            scratch = (
+                ABSENT if partials is None else empty(*partials),
+                ABSENT if slots is None else empty(*slots),
             )
-            if spec.branches:
-                arrays = with_branch(arrays, spec, branch)
+            terms = tensors[0], *tensors[end:]
+            arrays = take((*tensors[:end], *written, *scratch, terms, ABSENT))
+            if branches:
+                arrays = BackwardArrays(*arrays)
             run(plan.launches(rows), arrays, x.get_device())
-        else:
-            for sums in (dw, db):
-                if sums is not None:
-                    sums.zero_()
-        weight, bias = saved[2:4]
-        if need_dw and weight.dim() > 1:
-            dw = shaped_as(dw, weight)
-        if need_db and bias.dim() > 1:
-            db = shaped_as(db, bias)
-        return (dx, dresidual, dgate, dw, db, y) if need_y else (dx, dresidual, dgate, dw, db)
+        for place, of in parameters:
+            parameter = saved[of]
+            if not rows:
+                made[place].zero_()
+            if parameter.dim() > 1:
+                made[place] = shaped_as(made[place], parameter)
+        return made[:last]
 
     return backward
 
 
-def with_branch(arrays: tuple, spec: NormSpec, branch: Branch) -> BackwardArrays:
-    """The arrays of a backward pass, and what the input was multiplied by."""
-    mask, layer_scale, _ = branch
-    mask = ABSENT if mask is None else bytes_of(rows_of(mask, spec))
-    if layer_scale is not None:
-        layer_scale = vector_of(layer_scale, spec.aligned)
-    arrays += (mask, ABSENT if layer_scale is None else layer_scale)
-    return BackwardArrays(*arrays)
+def _gradients_as(spec: NormSpec, needs: Needs) -> list[tuple[str, str] | None]:
+    """How each of GRADIENTS lies, and its dtype; None for one that is not needed."""
+    dtypes = spec.dtype, spec.residual or spec.dtype, spec.gate, spec.weight, spec.bias, spec.dtype
+    needed = *needs.gradients, needs.output
+    each = zip(GRADIENTS.values(), dtypes, needed, strict=True)
+    return [(lies, dtype) if need else None for lies, dtype, need in each]
 
 
-def bytes_of(tensor: Tensor) -> Tensor:
-    """A tensor as the kernels read it: a mask as bytes, which are 0 or 1."""
-    return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
+def _taking_backward(
+    spec: NormSpec, kept: tuple, made_as: list, dsum: bool
+) -> Callable[[tuple], tuple]:
+    """A function of dy, dsum, the tensors that were kept, the gradients, the scratch, the terms of
+    dy and ABSENT that returns the arrays.
+    """
+    places = ({"dsum": 1} if dsum else {}) | {role: 2 + i for i, role in enumerate(kept)}
+    end = 2 + len(kept)
+    names = *GRADIENTS, "partials", "slots", "dy"
+    made = {name: end + i for i, name in enumerate(names)}
+    absent = [name for name, how in zip(GRADIENTS, made_as, strict=True) if how is None]
+    factors = ("dropout_mask", "layer_scale")
+    absent += [name for name in factors if not getattr(spec, name)]
+    places = {name: i for name, i in (places | made).items() if name not in absent}
+    fields: Any = BackwardArrays._fields
+    fields = fields if spec.branches else fields[: fields.index(factors[0])]
+    return itemgetter(*[places.get(name, -1) for name in fields])
 
 
 def fresh(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

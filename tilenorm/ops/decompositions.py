@@ -6,9 +6,9 @@ from functools import partial
 import torch
 from torch._ops import OpOverload
 
-from . import library
-from .chained.library import norm_add_norm_decomposed
-from .quantized.library import norm_quantized_decomposed
+from ..table import OPS
+from .library import decomposed
+from .norm_backward import norm_backward_decomposed
 from .split import library as split
 
 PIECES = ("row_sums", "row_center", "row_apply", "grad_sums", "grad_apply")
@@ -38,10 +38,8 @@ def decompositions() -> dict[OpOverload, Callable]:
     """
     ops = torch.ops.tilenorm
     return {
-        ops.norm.default: library.norm_decomposed,
-        ops.norm_backward.default: library.norm_backward_decomposed,
-        ops.norm_add_norm.default: norm_add_norm_decomposed,
-        ops.norm_quantized.default: norm_quantized_decomposed,
+        **{getattr(ops, name).default: partial(decomposed, op) for name, op in OPS.items()},
+        ops.norm_backward.default: norm_backward_decomposed,
         **{getattr(ops, name).default: partial(_of_piece, name) for name in PIECES},
     }
 

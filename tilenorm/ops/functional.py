@@ -1,14 +1,13 @@
 """The functions that users call: those of torch.nn.functional, and more.
 
-Each makes two groups of its arguments: the tensors, in the order of Tensors, and what Options asks
-for after `hidden` and `norm`.
+Each makes two groups of its arguments, in the order of its row in the table: tensors and options.
 """
 
 from collections.abc import Sequence
 
 from torch import Tensor
 
-from .dispatch import normalize
+from .call import call
 
 
 def rms_norm(
@@ -58,8 +57,8 @@ def rms_norm(
         RuntimeError: the backend asked for cannot serve, with the reason.
         ValueError: an unknown backend or rounding, an input of too few dimensions.
     """
-    tensors, asked = (input, None, None, weight, bias), (offset, False, rounding)
-    return normalize("rms_norm", tensors, normalized_shape, eps, asked, backend)[0]
+    tensors, asked = (input, weight, bias), (offset, rounding)
+    return call("rms_norm", tensors, normalized_shape, eps, asked, backend)[0]
 
 
 def layer_norm(
@@ -85,8 +84,8 @@ def layer_norm(
     Args, returns, raises: as rms_norm, but eps takes no None, and too few dimensions raise
     RuntimeError, as in PyTorch.
     """
-    tensors, asked = (input, None, None, weight, bias), (offset, False, rounding)
-    return normalize("layer_norm", tensors, normalized_shape, eps, asked, backend)[0]
+    tensors, asked = (input, weight, bias), (offset, rounding)
+    return call("layer_norm", tensors, normalized_shape, eps, asked, backend)[0]
 
 
 def add_rms_norm(
@@ -132,11 +131,10 @@ def add_rms_norm(
 
     Raises: as rms_norm.
     """
-    tensors, asked = (input, residual, None, weight, bias), (offset, False, rounding)
-    if dropout_mask is not None or layer_scale is not None or dropout_scale != 1.0:
-        tensors += (None, None, dropout_mask, layer_scale)
-        asked += ("silu", dropout_scale)
-    return normalize("add_rms_norm", tensors, normalized_shape, eps, asked, backend)[:2]
+    tensors = (input, residual, weight, bias, None, dropout_mask, layer_scale)
+    asked = (offset, rounding, dropout_scale)
+    made = call("add_rms_norm", tensors, normalized_shape, eps, asked, backend)
+    return made[:2]
 
 
 def add_layer_norm(
@@ -160,11 +158,10 @@ def add_layer_norm(
 
     Args, returns, raises: as add_rms_norm and layer_norm.
     """
-    tensors, asked = (input, residual, None, weight, bias), (offset, False, rounding)
-    if dropout_mask is not None or layer_scale is not None or dropout_scale != 1.0:
-        tensors += (None, None, dropout_mask, layer_scale)
-        asked += ("silu", dropout_scale)
-    return normalize("add_layer_norm", tensors, normalized_shape, eps, asked, backend)[:2]
+    tensors = (input, residual, weight, bias, None, dropout_mask, layer_scale)
+    asked = (offset, rounding, dropout_scale)
+    made = call("add_layer_norm", tensors, normalized_shape, eps, asked, backend)
+    return made[:2]
 
 
 def rms_norm_add(
@@ -198,9 +195,8 @@ def rms_norm_add(
 
     Raises: as rms_norm.
     """
-    tensors = (input, None, None, weight, bias, None, residual, None, None)
-    asked = (offset, False, rounding)
-    return normalize("rms_norm_add", tensors, normalized_shape, eps, asked, backend)[0]
+    tensors, asked = (input, residual, weight, bias), (offset, rounding)
+    return call("rms_norm_add", tensors, normalized_shape, eps, asked, backend)[0]
 
 
 def layer_norm_add(
@@ -223,9 +219,8 @@ def layer_norm_add(
 
     Args, returns, raises: as rms_norm_add and layer_norm.
     """
-    tensors = (input, None, None, weight, bias, None, residual, None, None)
-    asked = (offset, False, rounding)
-    return normalize("layer_norm_add", tensors, normalized_shape, eps, asked, backend)[0]
+    tensors, asked = (input, residual, weight, bias), (offset, rounding)
+    return call("layer_norm_add", tensors, normalized_shape, eps, asked, backend)[0]
 
 
 def gated_rms_norm(
@@ -265,11 +260,8 @@ def gated_rms_norm(
 
     Raises: as rms_norm.
     """
-    tensors = (input, None, gate, weight, bias)
-    # The checks refuse what is no bool.
-    first = not norm_before_gate if type(norm_before_gate) is bool else norm_before_gate
-    asked = (offset, first, rounding, activation)
-    return normalize("gated_rms_norm", tensors, normalized_shape, eps, asked, backend)[0]
+    tensors, asked = (input, gate, weight, bias), (offset, rounding, norm_before_gate, activation)
+    return call("gated_rms_norm", tensors, normalized_shape, eps, asked, backend)[0]
 
 
 def gated_layer_norm(
@@ -293,8 +285,51 @@ def gated_layer_norm(
 
     Args, returns, raises: as gated_rms_norm and layer_norm.
     """
-    tensors = (input, None, gate, weight, bias)
-    # The checks refuse what is no bool.
-    first = not norm_before_gate if type(norm_before_gate) is bool else norm_before_gate
-    asked = (offset, first, rounding, activation)
-    return normalize("gated_layer_norm", tensors, normalized_shape, eps, asked, backend)[0]
+    tensors, asked = (input, gate, weight, bias), (offset, rounding, norm_before_gate, activation)
+    return call("gated_layer_norm", tensors, normalized_shape, eps, asked, backend)[0]
+
+
+def rms_norm_add_rms_norm(
+    input: Tensor,
+    residual: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    next_weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    offset: float = 0.0,
+    rounding: str = "late",
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """residual + the RMSNorm of input, and the RMSNorm of that sum.
+
+        residual_out = residual + rms_norm(input, weight)
+        output       = rms_norm(residual_out, next_weight)
+
+    after Gemma Team, "Gemma 2" (2024), where a norm follows each layer and another precedes the
+    next one. It rounds where tilenorm.rms_norm_add and then tilenorm.rms_norm do; a kernel may add
+    up a row in another order than theirs. One pass reads input and residual and writes
+    residual_out and output. Where input and residual have different dtypes, and where rows are so
+    wide that blocks share them, the two functions run; tilenorm.explain tells which.
+
+    Args:
+        input: (..., *normalized_shape), float16, bfloat16, float32 or float64: a layer's output.
+        residual: of the input's shape, in its dtype or another floating-point dtype.
+        normalized_shape: the trailing sizes that are normalised together.
+        weight, next_weight: of the norm before the addition and of the norm after it, each as the
+            weight of tilenorm.rms_norm.
+        eps, offset, rounding: those of tilenorm.rms_norm, for both norms.
+        backend: as for tilenorm.rms_norm.
+
+    Returns:
+        (output, residual_out), contiguous, in the residual's dtype, differentiable in input,
+        residual, weight and next_weight, to any order. The gradients are those of the two
+        functions; where both results have a gradient, that of residual_out is added before the
+        only rounding, as by tilenorm.add_rms_norm. torch.func's transforms, nested tensors,
+        DTensors and weights by heads run the two functions.
+
+    Raises: as tilenorm.rms_norm.
+    """
+    tensors, asked = (input, residual, weight, next_weight), (offset, rounding)
+    made = call("rms_norm_add_rms_norm", tensors, normalized_shape, eps, asked, backend)
+    return made[:2]

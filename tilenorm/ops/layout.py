@@ -77,58 +77,68 @@ def start_vectors(tensors: Sequence[Tensor | None]) -> bool:
     return not addresses % VECTOR_BYTES
 
 
-class Read(NamedTuple):
-    """How contiguous tensors are viewed for the kernels: those with rows, and weight and bias."""
+class Views(NamedTuple):
+    """How an op's tensors are read.
 
-    rows: tuple[int, ...]
-    rows_strides: tuple[int, ...]
-    parameter: tuple[int, ...]
-    parameter_strides: tuple[int, ...]
+    lies: how each of them lies, as Port.lies. shapes: the shape and strides in which each is viewed
+    if it is contiguous. as_they_are: contiguous tensors have these shapes already.
+    """
+
+    lies: tuple[str, ...]
+    shapes: tuple[tuple[tuple[int, ...], tuple[int, ...]] | None, ...]
+    as_they_are: bool
 
     @classmethod
-    def of(cls, spec: NormSpec, rows: int) -> "Read":
+    def of(cls, spec: NormSpec, rows: int, shape: Sequence[int], lies: tuple[str, ...]) -> "Views":
+        """shape: of the input. rows: how many it has."""
         heads, hidden = spec.heads, spec.hidden
+        vector = (hidden,), (1,)
         if heads:
-            strides = heads * hidden, hidden, 1
-            return cls((rows // heads, heads, hidden), strides, (heads, hidden), (hidden, 1))
-        return cls((rows, hidden), (hidden, 1), (hidden,), (1,))
+            matrix = (rows // heads, heads, hidden), (heads * hidden, hidden, 1)
+            affine = (heads, hidden), (hidden, 1)
+        else:
+            matrix, affine = ((rows, hidden), (hidden, 1)), vector
+        by_kind = {"rows": matrix, "mask": matrix, "affine": affine, "vector": vector}
+        # An extent of 1 may have any stride, and the compiler reads by what the stride is.
+        same = tuple(shape) == matrix[0] and rows > 1 and hidden > 1 and not spec.branches
+        return cls(lies, tuple(map(by_kind.get, lies)), same)
 
 
-def as_read(
-    rows: Sequence[Tensor | None],
-    parameters: Sequence[Tensor | None],
-    spec: NormSpec,
-    read: Read | None,
-) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:
-    """A norm's tensors as the kernels read them, copied only where they cannot be read in place.
-
-    rows: those that have rows. parameters: weight and bias. read: how contiguous tensors are
-    viewed, or None where they are read as they are.
+def as_read(tensors: Sequence[Tensor | None], spec: NormSpec, views: Views) -> Sequence:
+    """An op's tensors as the kernels read them, copied only where they cannot be read in place. A
+    mask is read as bytes, which are 0 or 1.
     """
+    lies, shapes, as_they_are = views
     addresses = 0
-    for given in (rows, parameters):
-        for t in given:
-            if t is not None:
-                if not t.is_contiguous():
-                    return _as_read_apart(rows, parameters, spec)
-                addresses |= t.data_ptr()
+    for t, shape in zip(tensors, shapes, strict=True):
+        if t is not None and shape is not None:
+            if not t.is_contiguous():
+                return [_read_apart(*each, spec) for each in zip(tensors, lies, strict=True)]
+            addresses |= t.data_ptr()
     if addresses % VECTOR_BYTES:
-        return _as_read_apart(rows, parameters, spec)
-    if read is None:
-        return rows, parameters
-    shape, strides, size, step = read
-    viewed: list[list] = [[], []]  # comprehensions take longer
-    for t in rows:
-        viewed[0].append(t if t is None else reinterpret(t, shape, strides))
-    for t in parameters:
-        viewed[1].append(t if t is None else reinterpret(t, size, step))
-    return viewed[0], viewed[1]
+        return [_read_apart(*each, spec) for each in zip(tensors, lies, strict=True)]
+    if as_they_are:
+        return tensors
+    read = []  # a comprehension takes longer
+    for t, shape in zip(tensors, shapes, strict=True):
+        if t is not None and shape is not None:
+            t = reinterpret(t, *shape)
+            if t.dtype == torch.bool:
+                t = t.view(torch.uint8)
+        read.append(t)
+    return read
 
 
-def _as_read_apart(rows: Sequence[Tensor | None], parameters: Sequence, spec: NormSpec) -> tuple:
-    """The same for tensors of which one may have to be copied."""
-    rows = [t if t is None else rows_of(t, spec) for t in rows]
-    return rows, [t if t is None else parameter_of(t, spec) for t in parameters]
+def _read_apart(t: Tensor | None, lies: str, spec: NormSpec) -> Tensor | None:
+    """The same for one tensor, which may have to be copied."""
+    if t is None:
+        return None
+    if lies in ("rows", "mask"):
+        t = rows_of(t, spec)
+        return t.view(torch.uint8) if t.dtype == torch.bool else t
+    if lies == "affine":
+        return parameter_of(t, spec)
+    return vector_of(t, spec.aligned) if lies == "vector" else t
 
 
 def shaped_as(fresh: Tensor, like: Tensor) -> Tensor:

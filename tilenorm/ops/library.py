@@ -1,248 +1,262 @@
-"""The torch.library ops: functional, with fakes and autograd, for graphs and for every mode.
+"""The torch.library ops, in one loop over the table: schema, implementation, fake, derivative.
 
-Eager calls on plain tensors go past the ops, from dispatch.py to the same implementations.
+An op takes its tensors, `hidden`, its options, the eps of each of its norms, `save` and `backend`.
+Eager calls on plain tensors go past the ops, from call.py to the same implementations.
 """
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..launch.calls import Needs
-from ..spec import PLAIN, Options
+from ..launch.scales import Scales
+from ..spec import Quantization
+from ..table import OPS, OPTIONS, Op, Port
 from . import reference
-from .autograd import ByDispatcher, Norm, gradients, needs_grad
+from .autograd import Call, call_needs_grad, gradients
+from .bound import bound_of, specs_of_tensors
 from .inductor import tell_inductor
-from .layout import rows_shape, vector_of
-from .plans import Runner, refuse_output, runner_of, spec_of_tensors
+from .layout import rows_shape
+from .quantize import SCALE_DTYPES, quantize
+from .reference import statistics_dtype
 from .registry import on_device_of
-from .schemas import LIBRARY, Backward, Forward
-from .sharding import STRATEGIES, register_where_loaded
-from .tensors import (
-    SKIP,
-    Branch,
-    Saved,
-    Tensors,
-    branch_of,
-    dtype_of,
-    dtype_of_y,
-    merged_needs,
-    statistics_dtype,
-)
+from .sharding import register_where_loaded
 from .torch_private import BelowAutograd, asked_of, autocast_casts, in_forward_mode
 
 # Norms that PyTorch's autocast computes in float32 on CUDA, RMSNorm from 2.12 on; none on the CPU.
 AUTOCAST_NORMS = tuple(filter(autocast_casts, ("rms", "layer")))
+LIBRARY = torch.library.Library("tilenorm", "DEF")
+TAGS = (torch.Tag.pt2_compliant_tag,)
 
 
-def _by_rows(statistic: Tensor | None, x: Tensor, hidden: int) -> Tensor | None:
-    """A mean or rstd (rows,), which nothing else holds, in the shape of x's rows."""
-    if statistic is None or x.shape == (statistic.numel(), hidden):
-        return statistic
-    return statistic.view(rows_shape(x.shape, hidden))
+def schema_of(op: Op) -> str:
+    """The schema of an op, from its row."""
+    takes = [f"Tensor{'' if port.needed else '?'} {port.name}" for port in op.takes]
+    options = [f"{OPTIONS[name].kind} {name}" for name in op.options]
+    eps = [f"float {name}" for name in op.eps]
+    arguments = [*takes, "SymInt hidden", *options, *eps, "bool save", "str? backend=None"]
+    makes = ", ".join(f"Tensor {port.name}" for port in op.makes)
+    return f"{op.name}({', '.join(arguments)}) -> ({makes})"
 
 
-def _backward_of(arguments: tuple) -> tuple:
-    """A backward function, and what it takes."""
-    call = Backward.of(arguments)
-    dy, dsum, saved, options, eps, added, mask, backend, *_ = call
-    x, gate, weight, bias, mean, rstd = saved
-    mean = vector_of(mean) if options.norm == "layer" else None
-    saved = Saved(x, gate, weight, bias, mean, vector_of(rstd))
-    # As call.tensors, which takes longer, for all calls but the two kinds below.
-    tensors, branch = (dy, x if added else None, gate, weight, bias), None
-    if any(t is not None for t in call.branch):
-        tensors, branch = call.tensors, Branch(*call.branch)
-    elif not added and dy.dtype != x.dtype:
-        tensors = call.tensors
-    runner = runner_of(tensors, options, backend)
-    more = call.more
-    asked = (tuple(mask), dsum is not None, 1 + len(more), call.output)
-    return runner.gradients(*asked)[0], dy, dsum, saved, eps, more, branch
+class Called(NamedTuple):
+    """The arguments of an op. options: `hidden`, and the values of the op's options. eps: of each
+    norm.
+    """
+
+    tensors: tuple
+    options: tuple
+    eps: tuple
+    save: bool
+    backend: str | None = None
+
+    @classmethod
+    def of(cls, op: Op, arguments: Sequence, by_name: dict | None = None) -> "Called":
+        tensors, options = len(op.takes), 1 + len(op.options)
+        eps, end = tensors + options, tensors + options + len(op.eps)
+        backend = (by_name or {}).get("backend")
+        save, *last = arguments[end:]
+        given = tuple(arguments)
+        return cls(given[:tensors], given[tensors:eps], given[eps:end], save, *(last or [backend]))
+
+    def own_eps(self, op: Op) -> Any:
+        """The eps as bound calls take it."""
+        return self.eps if op.calls else self.eps[0]
 
 
-def norm(*arguments) -> tuple[Tensor, ...]:
-    """The op, for real tensors. Results that are absent are empty tensors."""
-    tensors, options, eps, save, backend = Forward.of(arguments)
-    _refuse_forward_mode(tensors)
-    return _norm_by(runner_of(tensors, options, backend), tensors, eps, save)
+def there(op: Op, port: Port, tensors: Sequence, options: tuple, save: bool) -> bool:
+    """Whether a call of an op makes a tensor."""
+    if port.unless:
+        names = [taken.name for taken in op.takes]
+        if tensors[names.index(port.unless)] is not None:
+            return False
+    if port.when == "save":
+        return save
+    return not port.when or bool(options[1 + op.options.index(port.when)])
 
 
-def _norm_by(runner: Runner, tensors: Tensors, eps: float, save: bool) -> tuple[Tensor, ...]:
-    with on_device_of(tensors[0]):
-        found = (runner.training if save else runner.inference)(tensors, eps)
-    return _with_absent(found, tensors, runner.spec.hidden, save)
+def dtype_of(op: Op, port: Port, tensors: Sequence, options: tuple) -> torch.dtype:
+    """The dtype of a tensor that a call of an op makes."""
+    by_name = {taken.name: t for taken, t in zip(op.takes, tensors, strict=True)}
+    if port.lies == "number":
+        return statistics_dtype(*[by_name[name] for name in port.like.split()])
+    if port.lies == "scales":
+        scaling = options[1 + op.options.index("scaling")]
+        return SCALE_DTYPES["uint8" if scaling == "mx" else "float32"]
+    if port.like in op.options:
+        return options[1 + op.options.index(port.like)]
+    return by_name[port.like].dtype if port.like in by_name else getattr(torch, port.like)
 
 
-def _with_absent(found: tuple, tensors: Tensors, hidden: int, save: bool) -> tuple[Tensor, ...]:
-    """What the op returns. found: Results, with mean and rstd (rows,)."""
-    x, residual = tensors[:2]
-    y, total, *statistics = found
-    if total is None:
-        total = x.new_empty(0)
-    dtype = statistics_dtype(x, residual)
-    there = [_by_rows(t, x, hidden) if save else None for t in statistics]
-    return y, total, *(x.new_empty(0, dtype=dtype) if t is None else t for t in there)
+def with_absent(op: Op, called: Called, made: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    """What an op returns: what is absent is an empty tensor; a number a row has x's leading sizes.
+
+    made: as a bound call returns it, or the formula. A tensor that is there but not asked for is
+    absent.
+    """
+    tensors, options, _, save, _ = called
+    x, found = tensors[0], []
+    for port, t in zip(op.makes, made, strict=True):
+        if t is None or not there(op, port, tensors, options, save):
+            t = x.new_empty(0, dtype=dtype_of(op, port, tensors, options))
+        elif port.lies == "number":
+            t = t.view(rows_shape(x.shape, options[0]))
+        found.append(t)
+    return tuple(found)
 
 
-def norm_decomposed(*arguments, **by_name) -> tuple[Tensor, ...]:
+def run(op: Op, *arguments) -> tuple[Tensor, ...]:
+    """The op, for real tensors."""
+    called = Called.of(op, arguments)
+    tensors, options, _, save, backend = called
+    if in_forward_mode(tensors):
+        # PyTorch would take the derivatives of an op without a forward mode for zeros.
+        raise NotImplementedError(
+            f"torch.ops.tilenorm.{op.name} has no forward-mode derivative; tilenorm's functions"
+            " have"
+        )
+    bound = bound_of(op, tensors, options, backend)
+    return _run_by(bound, op, called, save)
+
+
+def _run_by(bound, op: Op, called: Called, save: bool) -> tuple[Tensor, ...]:
+    with on_device_of(called.tensors[0]):
+        function = bound.training if save else bound.inference
+        made = function(called.tensors, called.own_eps(op))
+    return with_absent(op, called, made)
+
+
+def formula(op: Op, tensors: Sequence, options: tuple, eps: tuple) -> tuple[Tensor | None, ...]:
+    """What an op makes, of PyTorch's differentiable operations; mean and rstd are (rows,)."""
+    what = specs_of_tensors(op, tensors, options)
+    found = dict(zip([port.name for port in op.takes], tensors, strict=True))
+    for stage, spec, own in zip(op.stages, what.specs, eps, strict=True):
+        given = {role: found.get(port) for role, port in stage.ports.items()}
+        made = reference.with_rows(reference.formula(spec.unquantized, given, own))
+        if spec.quantized:
+            q, scale, amax = quantize(spec, made["y"], given["given_scale"])
+            made |= {"q": q, "scale": scale, "amax": amax}
+        found |= {port: made[role] for role, port in stage.ports.items() if role in made}
+    return tuple([found.get(port.name) for port in op.makes])
+
+
+def decomposed(op: Op, *arguments, **by_name) -> tuple[Tensor, ...]:
     """The op in PyTorch's own operators, for tensors on any device."""
-    tensors, options, eps, save, _ = Forward.of(arguments, **by_name)
-    found = reference.formula(spec_of_tensors(tensors, options), tensors, eps)
-    return _with_absent(reference.with_rows(found), tensors, options.hidden, save)
+    called = Called.of(op, arguments, by_name)
+    return with_absent(op, called, formula(op, called.tensors, called.options, called.eps))
 
 
-def norm_backward(*arguments) -> tuple[Tensor, ...]:
-    """The op, for real tensors. Results that are not asked for are empty tensors."""
-    run, dy, dsum, saved, eps, more, branch = _backward_of(arguments)
-    _refuse_forward_mode((dy, dsum, *saved, *more, *(branch or ())))
-    with on_device_of(dy):
-        found = (*run(dy, dsum, saved, eps, more, branch), None)[:6]
-    return tuple([dy.new_empty(0) if t is None else t for t in found])
-
-
-def norm_backward_decomposed(*arguments, **by_name) -> tuple[Tensor, ...]:
-    """The op in PyTorch's own operators, for tensors on any device."""
-    call = Backward.of(arguments, **by_name)
-    spec, needs = spec_of_tensors(call.tensors, call.options), _needs_of(call)
-    saved, found = call.saved, ()
-    if spec.norm != "layer":
-        saved = saved._replace(mean=None)
-    branch = Branch(*call.branch) if any(t is not None for t in call.branch) else None
-    if any(needs.gradients) or needs.output:
-        incoming = needs, call.dy, call.dsum, saved
-        found = reference.backward(spec, *incoming, call.eps, call.more, branch)
-    found = (*found, *[None] * 6)[:6]
-    return tuple([call.dy.new_empty(0) if t is None else t for t in found])
-
-
-def _needs_of(call: Backward) -> Needs:
-    """Raises NotImplementedError as refuse_output does."""
-    if call.output:
-        refuse_output(spec_of_tensors(call.tensors, call.options))
-    dtypes = tuple(map(dtype_of, call.tensors))
-    return merged_needs(dtypes, call.dsum is not None, call.mask, 1 + len(call.more), call.output)
-
-
-def _tell_others() -> None:
+def tell_others() -> None:
     """Tell Inductor and DTensor, where they are loaded, how to run the ops.
 
     Both ask an op's fake first, whatever they do with it afterwards.
     """
-    tell_inductor("norm")
-    tell_inductor("norm_backward")
-    register_where_loaded(STRATEGIES)
+    tell_inductor()
+    register_where_loaded()
 
 
-def norm_fake(*arguments) -> tuple[Tensor, ...]:
-    _tell_others()
-    tensors, options, _, save, _ = Forward.of(arguments)
-    x, residual = tensors[:2]
-    rows = rows_shape(x.shape, options.hidden) if save else 0
-    dtype = statistics_dtype(x, residual)
-    total = x.new_empty(0) if residual is None else x.new_empty(x.shape, dtype=residual.dtype)
-    mean = x.new_empty(rows if options.norm == "layer" else 0, dtype=dtype)
-    y = x.new_empty(x.shape, dtype=dtype_of_y(tensors))
-    return y, total, mean, x.new_empty(rows, dtype=dtype)
+def fake(op: Op, *arguments) -> tuple[Tensor, ...]:
+    tell_others()
+    tensors, options, _, save, _ = Called.of(op, arguments)
+    x, hidden, made = tensors[0], options[0], []
+    for port in op.makes:
+        dtype = dtype_of(op, port, tensors, options)
+        if not there(op, port, tensors, options, save):
+            made.append(x.new_empty(0, dtype=dtype))
+        elif port.lies == "scales":
+            by_name = dict(zip(op.options, options[1:], strict=True))
+            how = Quantization(by_name["scaling"], layout=by_name["layout"])
+            scales = Scales.of(how, hidden, x.numel() // hidden)
+            made.append(x.new_empty_strided(scales.shape, scales.strides, dtype=dtype))
+        else:
+            shape = {"rows": x.shape, "one": (1,)}.get(port.lies)
+            shape = rows_shape(x.shape, hidden) if shape is None else shape
+            made.append(x.new_empty(shape, dtype=dtype))
+    return tuple(made)
 
 
-def norm_backward_fake(*arguments) -> tuple[Tensor, ...]:
-    _tell_others()
-    call = Backward.of(arguments)
-    needs = _needs_of(call)
-    likes = (call.tensors[0], *call.saved[:4], call.dy)
-    return tuple(
-        like.new_empty(like.shape) if need else call.dy.new_empty(0)
-        for need, like in zip((*needs.gradients, needs.output), likes, strict=True)
-    )
-
-
-def norm_autograd(*arguments) -> tuple[Tensor, ...]:
+def autograd(op: Op, *arguments) -> tuple[Tensor, ...]:
     """What torch.library.register_autograd would make, which takes 8 µs more in every call that
     needs no gradient.
     """
-    tensors, options, eps, save, backend = Forward.of(arguments)
-    if needs_grad(*tensors):
-        by_dispatcher = _by_dispatcher(tensors, options, save, backend)
-        last = (*options, eps, save, backend)
+    called = Called.of(op, arguments)
+    tensors, options, _, save, backend = called
+    if call_needs_grad(op, tensors):
+        what = specs_of_tensors(op, tensors, options, backend, save)
+        last = arguments[len(tensors) :]
 
-        def run(given, *_):
-            return _below_autograd(*given[:PLAIN], *last, *given[PLAIN:])
+        def below(given, *_):
+            return _below_autograd(op, *given, *last)
 
-        return Norm.apply((eps, False, by_dispatcher, run), *tensors)
+        return Call.apply((called.own_eps(op), False, what, below), *tensors)
     x = tensors[0]
     if type(x) is Tensor and (x.is_cpu or x.is_cuda):
-        runner = runner_of(tensors, options, backend)
-        if runner.plain.takes(tensors):
-            return _norm_by(runner, tensors, eps, save)
-    return _below_autograd(*arguments)
+        bound = bound_of(op, tensors, options, backend)
+        if bound.plain.takes(tensors):
+            return _run_by(bound, op, called, save)
+    return _below_autograd(op, *arguments)
 
 
-def _below_autograd(*arguments) -> tuple[Tensor, ...]:
+def _below_autograd(op: Op, *arguments) -> tuple[Tensor, ...]:
     with BelowAutograd():
-        return torch.ops.tilenorm.norm(*arguments)
+        return getattr(torch.ops.tilenorm, op.name)(*arguments)
 
 
-def _by_dispatcher(tensors: Tensors, options: Options, save: bool, backend) -> ByDispatcher:
-    return ByDispatcher(options, backend, tuple(map(dtype_of, tensors)), save)
-
-
-def _setup_context(ctx, inputs: tuple, output: tuple) -> None:
-    tensors, options, eps, save, backend = Forward.of(inputs)
-    x, residual, *others = tensors[:PLAIN]
-    _, total, mean, rstd = output
-    ctx.runner, ctx.eps = _by_dispatcher(tensors, options, save, backend), eps
-    saved, branch = ctx.runner.saved(mean, rstd), branch_of(tensors) or ()
-    ctx.save_for_backward(x if residual is None else total, *others, *saved, *branch)
+def setup_context(op: Op, ctx, inputs: tuple, output: tuple) -> None:
+    tensors, options, _, save, backend = called = Called.of(op, inputs)
+    ctx.what, ctx.eps = specs_of_tensors(op, tensors, options, backend, save), called.own_eps(op)
+    made = output if save else ctx.what.unsaved(output)
+    ctx.save_for_backward(*ctx.what.kept((*tensors, *made)))
+    ctx.mark_non_differentiable(*[output[i] for i in ctx.what.fixed])
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, dy, dsum, *_) -> tuple:
+def backward(op: Op, ctx, *grads) -> tuple:
     """As torch.library.register_autograd takes it: a gradient, or None, for each argument."""
     asked = asked_of(ctx)  # arguments at the end that have their defaults are not among them
-    more = PLAIN + len(Options._fields) + len(("eps", "save", "backend"))
-    mask = [*asked[:PLAIN], *asked[more:], *[False] * len(Tensors._fields)]
-    found = gradients(ctx, dy, dsum, tuple(mask[: len(ctx.runner.dtypes)]))
-    return (*found[:PLAIN], *[None] * (more - PLAIN), *found[PLAIN:])[: len(asked)]
+    found = gradients(ctx.what, asked[: len(op.takes)], grads, ctx.saved_tensors, ctx.eps)
+    return *found, *[None] * (len(asked) - len(op.takes))
 
 
-def norm_autocast(*arguments) -> tuple[Tensor, ...]:
-    tensors, options, *last = Forward.of(arguments)
+def autocast(op: Op, *arguments) -> tuple[Tensor, ...]:
+    tensors, last = arguments[: len(op.takes)], arguments[len(op.takes) :]
     with torch.autocast(tensors[0].device.type, enabled=False):
-        cast = autocast_tensors(tensors, options.norm)
-        return torch.ops.tilenorm.norm(*cast[:PLAIN], *options, *last, *cast[PLAIN:])
+        return getattr(torch.ops.tilenorm, op.name)(*autocast_tensors(op, tensors), *last)
 
 
-def autocast_tensors(tensors: tuple, norm: str) -> tuple:
+def autocast_tensors(op: Op, tensors: tuple) -> tuple:
     """The tensors with the input as PyTorch's own norm gets it under autocast: in float32, and then
     so is the output. What is added to the normalised rows is promoted as by PyTorch's addition.
 
     The others stay as they are: a sum keeps the residual's dtype, and the kernels take parameters
     of any dtype.
     """
-    if norm not in AUTOCAST_NORMS:
+    if op.norm not in AUTOCAST_NORMS:
         return tensors
     cast = list(tensors)
-    for place, tensor in enumerate(tensors):
-        if place in (0, SKIP) and tensor is not None and tensor.dtype != torch.float64:
+    for place, (port, tensor) in enumerate(zip(op.takes, tensors, strict=True)):
+        if port.cast and tensor is not None and tensor.dtype != torch.float64:
             cast[place] = tensor.float()
     return tuple(cast)
 
 
-def _refuse_forward_mode(tensors: tuple) -> None:
-    """PyTorch would take the derivatives of an op without a forward mode for zeros."""
-    if in_forward_mode(tensors):
-        what = "torch.ops.tilenorm.norm has no forward-mode derivative; tilenorm's functions have"
-        raise NotImplementedError(what)
+def define(op: Op) -> None:
+    """Define an op, and register all of the above."""
+    name = f"tilenorm::{op.name}"
+    LIBRARY.define(schema_of(op), tags=TAGS)
+    for key in ("CPU", "CUDA"):
+        LIBRARY.impl(op.name, partial(run, op), key)
+    LIBRARY.impl(op.name, partial(autocast, op), "AutocastCUDA")
+    torch.library.register_fake(name, partial(fake, op), lib=LIBRARY)
+    if BelowAutograd is None:
+        torch.library.register_autograd(
+            name, partial(backward, op), setup_context=partial(setup_context, op), lib=LIBRARY
+        )
+    else:
+        LIBRARY.impl(op.name, partial(autograd, op), "Autograd")
 
 
-for key in ("CPU", "CUDA"):
-    LIBRARY.impl("norm", norm, key)
-    LIBRARY.impl("norm_backward", norm_backward, key)
-LIBRARY.impl("norm", norm_autocast, "AutocastCUDA")
-torch.library.register_fake("tilenorm::norm", norm_fake, lib=LIBRARY)
-torch.library.register_fake("tilenorm::norm_backward", norm_backward_fake, lib=LIBRARY)
-if BelowAutograd is None:
-    torch.library.register_autograd(
-        "tilenorm::norm", _backward, setup_context=_setup_context, lib=LIBRARY
-    )
-else:
-    LIBRARY.impl("norm", norm_autograd, "Autograd")
+for _op in OPS.values():
+    define(_op)

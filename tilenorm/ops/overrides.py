@@ -3,7 +3,7 @@
 Both are done with before anything is looked up or checked, as in PyTorch's own functions.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,16 +11,13 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.overrides import handle_torch_function
 
-from . import arguments, functional
-from .tensors import ARGUMENTS, Tensors
+from ..table import OPS, Op
+from . import arguments
 from .torch_private import ragged_dimension
-
-# The tensors that have rows.
-ROWS = ("input", "residual", "gate", "addend", "skip", "dropout_mask")
 
 
 class Whole:
-    """Stands for Results where an override returned something: that is each part of it."""
+    """Stands for an op's results where an override returned something: that is each part of it."""
 
     def __init__(self, returned: Any):
         self._returned = returned
@@ -29,50 +26,58 @@ class Whole:
         return self._returned
 
 
-def overridden(normalize: Callable, op: str, tensors, normalized_shape, eps, asked, backend):
+def overridden(call: Callable, name: str, tensors, normalized_shape, eps, asked, backend):
     """What the arguments' __torch_function__, or a mode, makes of the public function's call.
 
-    Each gets the function with the arguments of rows and normalized_shape by position, and every
-    other argument by name.
+    Each gets the function with the needed tensors and normalized_shape by position, and every other
+    argument by name. What a quantised norm returns is no tensor, so that such a call goes on, and
+    each sees the op.
     """
+    from . import call as calls  # which imports this module
+    from . import functional
+
+    op = OPS[name]
     if isinstance(tensors[1], (tuple, list)):
         tensors = arguments.spread(op, tensors)
     if has_nested(tensors):
-        return of_jagged(normalize, op, tensors, normalized_shape, eps, asked, backend)
-    given = Tensors(*tensors)._asdict()
-    taken = {"add": "residual", "gated": "gate"}.get(op.partition("_")[0])
-    if given["addend"] is not None:
+        return of_jagged(call, op, tensors, normalized_shape, eps, asked, backend)
+    if op.quantized:
+        return calls.checked(op, tensors, normalized_shape, eps, asked, backend)
+    given = {port.name: t for port, t in zip(op.takes, tensors, strict=True)}
+    if given.get("addend") is not None:
         given["residual"] = (given["addend"], given["residual"])
-    elif op.endswith("add"):
-        given["residual"], taken = given["skip"], "residual"
-    rows = [given[name] for name in ROWS if name in ("input", taken)]
-    by_name = {name: given[name] for name in ("weight", "bias")}
-    offset, gate_first, rounding, *more = asked
-    by_name |= {"eps": eps, "offset": offset, "rounding": rounding, "backend": backend}
-    if op.startswith("gated"):
-        by_name |= {"norm_before_gate": not gate_first, "activation": more[0]}
-    elif more:
-        by_name |= {n: given[n] for n in ("dropout_mask", "layer_scale") if given[n] is not None}
-        by_name["dropout_scale"] = more[1]
+    rows = [given[port.name] for port in op.takes if port.needed]
+    optional = [port for port in op.takes if not port.needed and port.name != "addend"]
+    by_name = {
+        port.argument: given[port.name]
+        for port in optional
+        if port.lies == "affine" or given[port.name] is not None
+    }
+    options = dict(zip(op.options, asked, strict=True))
+    if not (by_name.keys() & {"dropout_mask", "layer_scale"}) and options.get("dropout_scale") == 1:
+        del options["dropout_scale"]
+    by_name |= {"eps": eps, "backend": backend} | options
     relevant = [t for t in tensors if t is not None]
-    function: Callable = getattr(functional, op)
+    function: Callable = getattr(functional, name)
     return Whole(handle_torch_function(function, relevant, *rows, normalized_shape, **by_name))
 
 
-def has_nested(tensors: tuple[Tensor | None, ...]) -> bool:
+def has_nested(tensors: Sequence[Tensor | None]) -> bool:
     return any(isinstance(t, Tensor) and t.is_nested for t in tensors)
 
 
-def of_jagged(normalize: Callable, op: str, tensors, normalized_shape, eps, asked, backend):
+def of_jagged(call: Callable, op: Op, tensors, normalized_shape, eps, asked, backend):
     """The norm of nested tensors: that of their values, whose rows are rows like any others."""
-    ragged = _check_jagged(op, Tensors(*tensors)._asdict(), normalized_shape)
-    values = [t.values() if has_nested((t,)) else t for t in tensors]
-    results = normalize(op, tuple(values), normalized_shape, eps, asked, backend)
+    if op.quantized:
+        raise NotImplementedError(f"{op.name}: argument 'input' takes no nested tensor, got one")
+    ragged = _check_jagged(op, tensors, normalized_shape)
+    values = tuple([t.values() if has_nested((t,)) else t for t in tensors])
+    made = call(op.name, values, normalized_shape, eps, asked, backend)
     offsets = tensors[0].offsets()
     return tuple(
         [
             r if r is None else torch.nested.nested_tensor_from_jagged(r, offsets, None, ragged)
-            for r in results[:2]
+            for r in made[: op.shown]
         ]
     )
 
@@ -91,14 +96,17 @@ def _same_sizes(a: Any, b: Any) -> bool:
     return a.dim() == b.dim() and all(a.size(i) == b.size(i) for i in others)
 
 
-def _check_jagged(op: str, given: dict[str, Tensor | None], normalized_shape) -> int:
+def _check_jagged(op: Op, tensors: Sequence, normalized_shape) -> int:
     """The ragged dimension of the input, where values can stand for the nested tensors."""
-    tensors: dict[str, Any] = {n: t for n, t in given.items() if isinstance(t, Tensor)}
-    for name in sorted(tensors, key=ROWS.__contains__):  # parameters first
-        tensor, got = tensors[name], f"{op}: argument {ARGUMENTS.get(name, name)!r} takes"
-        if tensor.is_nested and name not in ROWS:
-            raise RuntimeError(f"{got} no nested tensor, got one")
-        if name not in ROWS:
+    input: Any = tensors[0]
+    there = [(p, t) for p, t in zip(op.takes, tensors, strict=True) if isinstance(t, Tensor)]
+    with_rows = ("rows", "mask")
+    for port, given in sorted(there, key=lambda each: each[0].lies in with_rows):  # parameters first
+        tensor: Any = given
+        got = f"{op.name}: argument {port.argument!r} takes"
+        if port.lies not in with_rows:
+            if tensor.is_nested:
+                raise RuntimeError(f"{got} no nested tensor, got one")
             continue
         if not tensor.is_nested:
             raise RuntimeError(f"{got} a nested tensor where another one is nested, got a Tensor")
@@ -106,16 +114,16 @@ def _check_jagged(op: str, given: dict[str, Tensor | None], normalized_shape) ->
             raise RuntimeError(f"{got} nested tensors of layout torch.jagged, got {tensor.layout}")
         if tensor.lengths() is not None:
             raise RuntimeError(f"{got} no nested tensor with holes, got one: call contiguous()")
-        if name != "input" and not _same_sizes(tensor, given["input"]):
-            shape, takes = list(tensor.shape), list(given["input"].shape)
+        if tensor is not input and not _same_sizes(tensor, input):
+            shape, takes = list(tensor.shape), list(input.shape)
             raise RuntimeError(f"{got} the input's shape {takes}, got {shape}")
-    ragged = ragged_dimension(given["input"])
-    within = given["input"].dim() - ragged - 1
+    ragged = ragged_dimension(input)
+    within = input.dim() - ragged - 1
     sizes = len(normalized_shape) if isinstance(normalized_shape, (tuple, list)) else 0
-    parameters = [t.dim() for t in (given["weight"], given["bias"]) if isinstance(t, Tensor)]
+    parameters = [t.dim() for port, t in there if port.lies not in with_rows]
     if max(sizes, *parameters, 0) > within:
         raise ValueError(
-            f"{op}: argument 'normalized_shape' takes dimensions after the ragged one of a nested"
-            f" input, which has {within}; so do the weight's and the bias's"
+            f"{op.name}: argument 'normalized_shape' takes dimensions after the ragged one of a"
+            f" nested input, which has {within}; so do the weight's and the bias's"
         )
     return ragged

@@ -6,7 +6,7 @@ without a gate and without heads calls the operators under F.rms_norm and F.laye
 less time. The variance of that LayerNorm is PyTorch's, which is not from centred values.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -14,26 +14,49 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from ..launch.calls import Needs
-from ..spec import NormSpec
-from .branch import branched
+from ..spec import NormSpec, Options
+from ..table import OPS
 from .layout import rows_shape
-from .tensors import SKIP, Branch, Results, Saved, Tensors, branch_of, statistics_dtype
+from .quantize import quantize
 from .torch_private import fused_rms_norm, reshaped
 
 native_layer_norm_backward = torch.ops.aten.native_layer_norm_backward
+Given = dict[str, Tensor | None]  # tensors by their roles
 
 
-def forward(spec: NormSpec, tensors: Tensors, eps: float, _laid_out: bool = False) -> Results:
-    x, _, _, weight, bias, *more = tensors
-    skip = more[1] if more else None
+def bind_forward(spec: NormSpec) -> Callable | None:
+    """A function of (tensors, eps, laid_out) as registry.Implementation has it. None for a chain,
+    whose norms run one after the other.
+    """
+    if spec.inner is not None:
+        return None
+    op, plain, how = OPS[spec.op], spec.unquantized, spec.quantized
+    roles, made = op.roles, op.made
+
+    def forward(tensors: tuple, eps: float, _laid_out: bool = False) -> tuple:
+        given = dict(zip(roles, tensors, strict=True))
+        found = normalize(plain, given, eps)
+        if how is not None:
+            q, scale, amax = quantize(spec, found["y"], given["given_scale"])
+            found |= {"q": q, "scale": scale, "amax": amax}
+            if not how.output:
+                found["y"] = None
+        return tuple(map(found.get, made))
+
+    return forward
+
+
+def normalize(spec: NormSpec, given: Given, eps: float) -> Given:
+    """y, sum, mean and rstd by name; mean and rstd are (rows,). given: the tensors of the norm."""
+    x, skip = given["x"], given.get("skip")
     if not _is_fast(spec, x):
-        results = with_rows(formula(spec, tensors, eps))
-        return results._replace(y=reshaped(results.y, results.y.shape))
-    total = total_of(spec, tensors) if spec.residual else None
+        found = with_rows(formula(spec, given, eps))
+        return found | {"y": reshaped(found["y"], found["y"].shape)}
+    total = total_of(spec, given) if spec.residual else None
     rows = rows_of(x if total is None else total, spec, x.dtype).reshape(-1, spec.hidden)
-    hidden, mean = (spec.hidden,), None
+    hidden, mean, weight = (spec.hidden,), None, given["weight"]
     if spec.norm == "layer":
-        parameters = _fast_parameters(spec, weight, bias, statistics_dtype(x))
+        parameters = _fast_parameters(spec, weight, given["bias"], statistics_dtype(x))
         y, mean, rstd = torch.native_layer_norm(rows, hidden, *parameters, eps)
         mean = mean.view(-1)
     else:
@@ -41,28 +64,40 @@ def forward(spec: NormSpec, tensors: Tensors, eps: float, _laid_out: bool = Fals
             rows, hidden, weight if weight is None else weight.reshape(-1), eps
         )
     y = reshaped(y, x.shape) if skip is None else sum_of(y.view(x.shape), skip)
-    return Results(y, total, mean, rstd.view(-1))
+    return {"y": y, "sum": total, "mean": mean, "rstd": rstd.view(-1)}
 
 
-def formula(spec: NormSpec, tensors: Tensors, eps: float) -> Results:
+def formula(spec: NormSpec, given: Given, eps: float) -> Given:
     """The same of differentiable operations alone. mean and rstd have a last dimension of 1."""
-    x, residual, gate, weight, bias, *more = tensors
-    skip = more[1] if more else None
-    dtype, total = statistics_dtype(x, residual), total_of(spec, tensors)
+    x, gate, skip = given["x"], given.get("gate"), given.get("skip")
+    total = total_of(spec, given)
+    dtype = statistics_dtype(x, given.get("residual"))
     rows = rows_of(x if total is None else total, spec, dtype)
     z = None if gate is None else rows_of(gate, spec, dtype)
     x_hat, mean, rstd = _normalize(spec, rows, z, eps)
-    y = affine(spec, x_hat, weight, bias, x.dtype)
+    y = affine(spec, x_hat, given.get("weight"), given.get("bias"), x.dtype)
     if z is not None and not spec.gate_first:
         y = y * act(spec, z)
     y = y.to(x.dtype).reshape(x.shape)
-    return Results(y if skip is None else sum_of(y, skip), total, mean, rstd)
+    y = y if skip is None else sum_of(y, skip)
+    return {"y": y, "sum": total, "mean": mean, "rstd": rstd}
 
 
-def with_rows(results: Results) -> Results:
-    """What formula returns, with mean and rstd (rows,) as those of forward."""
-    y, total, mean, rstd = results
-    return Results(y, total, mean if mean is None else mean.reshape(-1), rstd.reshape(-1))
+def with_rows(found: Given) -> Given:
+    """What formula returns, with mean and rstd (rows,)."""
+    mean = found["mean"]
+    mean = mean if mean is None else mean.reshape(-1)
+    return found | {"mean": mean, "rstd": found["rstd"].reshape(-1)}
+
+
+def bind_backward(spec: NormSpec, needs: Needs) -> Callable:
+    """A function of (dy, dsum, saved, eps, more) as registry.Implementation has it."""
+    kept = spec.kept
+
+    def bound(dy, dsum, saved, eps, more=()) -> tuple:
+        return backward(spec, needs, dy, dsum, dict(zip(kept, saved, strict=True)), eps, more)
+
+    return bound
 
 
 def backward(
@@ -70,22 +105,22 @@ def backward(
     needs: Needs,
     dy: Tensor,
     dsum: Tensor | None,
-    saved: Saved,
+    saved: Given,
     eps: float = 0.0,
     more: Sequence[Tensor] = (),
-    branch: Branch | None = None,
     dots: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of Tensors that are needed, contiguous, and behind them y if it is needed. x is
-    the sum if there is one.
+    """The gradients that are needed, in the order of Needs.gradients, contiguous, and behind them y
+    if it is needed.
 
-    Without a saved rstd, as a differentiable function of x too. more: what is added to dy, term by
-    term. dots: the means of g · x̂ and of g over whole rows, (rows, 1) or (rows, 2), where the
-    tensors hold pieces of rows. branch: what the input was multiplied by.
+    saved: the tensors of NormSpec.kept by their roles; without rstd, as a differentiable function
+    of x too. more: what is added to dy, term by term. dots: the means of g · x̂ and of g over whole
+    rows, (rows, 1) or (rows, 2), where the tensors hold pieces of rows.
     """
     for term in more:
         dy = dy + term  # rounded to its dtype, as autograd's own sums are
-    x, gate, weight, bias, mean, rstd = saved
+    x, gate, weight, bias = (saved.get(role) for role in ("x", "gate", "weight", "bias"))
+    mean, rstd = saved.get("mean"), saved.get("rstd")
     dtype = statistics_dtype(dy, x)
     rows, g = rows_of(x, spec, dtype), rows_of(dy, spec, dtype)
     z = None if gate is None else rows_of(gate, spec, dtype)
@@ -124,7 +159,7 @@ def backward(
     dinput = None
     if needs.dx:
         dinput = dx.to((dy if spec.residual else x).dtype).reshape(x.shape)
-        dinput = dinput if branch is None else branched(spec, dinput, *branch[1::-1])
+        dinput = branched(spec, dinput, saved.get("layer_scale"), saved.get("dropout_mask"))
     grads = (
         dinput,
         dx.to(x.dtype).reshape(x.shape) if needs.dresidual else None,
@@ -135,13 +170,50 @@ def backward(
     return (*grads, _output_again(spec, saved, dy.dtype, eps)) if needs.output else grads
 
 
-def _output_again(spec: NormSpec, saved: Saved, dtype: torch.dtype, eps: float) -> Tensor:
+def branched(spec: NormSpec | Options, x: Tensor, *factors: Tensor | None) -> Tensor:
+    """x times each factor, a mask or a layer scale, rounded to x's dtype after each."""
+    dtype = statistics_dtype(x)
+    for factor in factors:
+        if factor is not None:
+            scale = spec.dropout_scale if factor.dtype == torch.bool else 1.0
+            x = (x.to(dtype) * (factor.to(dtype) * scale)).to(x.dtype)
+    return x
+
+
+def layer_scale_gradient(spec: NormSpec, dsum: Tensor, saved: Given) -> Tensor:
+    """The gradient of the layer scale: the sum over rows of dsum · x, x as it was scaled. dsum: the
+    gradient of the whole sum, that of the residual.
+    """
+    x, layer_scale = saved["input"], saved["layer_scale"]
+    dtype = statistics_dtype(x)
+    u = branched(spec, x, saved.get("dropout_mask"))
+    products = (dsum.to(x.dtype).to(dtype) * u.to(dtype)).contiguous()  # for one order of the sum
+    leading = x.dim() - layer_scale.dim()
+    sums = products.sum(tuple(range(leading))) if leading else products
+    return sums.to(layer_scale.dtype)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """The name of a dtype in a NormSpec."""
+    return str(dtype).removeprefix("torch.")
+
+
+def statistics_dtype(*tensors: Tensor | None) -> torch.dtype:
+    """The dtype of mean and rstd, and of what the reference computes in."""
+    for tensor in tensors:  # any() of a generator takes longer
+        if tensor is not None and tensor.dtype == torch.float64:
+            return torch.float64
+    return torch.float32
+
+
+def _output_again(spec: NormSpec, saved: Given, dtype: torch.dtype, eps: float) -> Tensor:
     """y from the saved sum, by the operations of the forward pass: from rstd it would have other
     bits. dtype: y's.
     """
-    x, _, weight, bias = saved[:4]
+    x, weight, bias = (saved.get(role) for role in ("x", "weight", "bias"))
     if x.dtype == dtype:
-        return forward(replace(spec, residual=None), Tensors(x, None, None, weight, bias), eps)[0]
+        given = {"x": x, "weight": weight, "bias": bias}
+        return normalize(replace(spec, residual=None), given, eps)["y"]
     x_hat = _normalize(spec, rows_of(x, spec, statistics_dtype(x)), None, eps)[0]
     return affine(spec, x_hat, weight, bias, dtype).to(dtype).reshape(x.shape)
 
@@ -192,12 +264,12 @@ def _fast_parameters(
     return weight, bias if bias is None else bias.to(dtype).reshape(-1)
 
 
-def total_of(spec: NormSpec, tensors: tuple) -> Tensor | None:
+def total_of(spec: NormSpec, given: Given) -> Tensor | None:
     """The sum that is normalised, if there is a residual."""
-    x, residual = tensors[:2]
-    if spec.branches and (branch := branch_of(tensors)):
-        x = branched(spec, x, *branch[:2])
-    return sum_of(x, residual, tensors[SKIP - 1] if len(tensors) > SKIP else None)
+    x, residual = given["x"], given.get("residual")
+    if spec.branches:
+        x = branched(spec, x, given.get("dropout_mask"), given.get("layer_scale"))
+    return sum_of(x, residual, given.get("addend"))
 
 
 def sum_of(x: Tensor, residual: Tensor | None, addend: Tensor | None = None) -> Tensor | None:

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
-from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -21,7 +20,8 @@ from ..launch.toolchain import (
 )
 from ..settings import settings
 from ..spec import TENSORS, NormSpec
-from . import quantized, reference, split, torch_private
+from . import reference, torch_private
+from .split import reference as pieces
 
 MAX_HIDDEN = 262144
 MAX_ROWS = 2**30  # row numbers are 32-bit, and the last tile of rows may reach past the end
@@ -49,11 +49,13 @@ class Implementation:
     """Something that can serve calls. Its functions are asked once for a spec and a device.
 
     refuses(spec, rows, device) says why it cannot serve, or None where it can.
-    forward(spec, device, save) returns a function of (tensors, eps, laid_out) that returns Results.
-    laid_out: whether the tensors are known to be contiguous matrices of rows, and vectors.
-    backward(spec, device, needs) returns a function of (dy, dsum, saved, eps, more) that returns
-    gradients in the order of Tensors, and behind them y if the needs ask for it. more: the terms of
-    dy behind the first.
+    forward(spec, device, save) returns a function of (tensors, eps, laid_out), with the tensors
+    that the op takes, that returns those that it makes; None for one that is absent. mean and rstd
+    are (rows,). laid_out: whether the tensors are known to be contiguous matrices of rows, and
+    vectors. For an op of several norms that it does not serve in one pass, it returns None.
+    backward(spec, device, needs) returns a function of (dy, dsum, saved, eps, more), with the
+    tensors of NormSpec.kept, that returns gradients in the order of Needs.gradients, and behind
+    them y if the needs ask for it. more: the terms of dy behind the first.
     piece(name, spec, device) returns a function of split/reference.py, by its name, for a spec of
     pieces of rows.
     The functions that are returned may raise CompileError. The implementation is then not used
@@ -62,7 +64,7 @@ class Implementation:
 
     name: str
     refuses: Callable[[NormSpec, int, Device], str | None]
-    forward: Callable[[NormSpec, Device, bool], Callable]
+    forward: Callable[[NormSpec, Device, bool], Callable | None]
     backward: Callable[[NormSpec, Device, Needs], Callable]
     piece: Callable[[str, NormSpec, Device], Callable] | None = None
 
@@ -101,24 +103,23 @@ def cutile_implementation(run: Callable | None = None) -> Implementation:
     cutile_refuses has said so before.
     """
 
-    @cache
-    def planned() -> ModuleType:
-        from . import planned
+    def forward(spec: NormSpec, device: Device, save: bool) -> Callable | None:
+        from . import cutile
 
-        return planned
+        return cutile.forward(spec, device.target, save, run)
 
-    launcher = {} if run is None else {"run": run}
-    return Implementation(
-        "cutile",
-        cutile_refuses,
-        lambda *asked: planned().forward(*asked, launcher),
-        lambda *asked: planned().backward(*asked, launcher),
-        piece=lambda *asked: planned().piece(*asked, launcher),
-    )
+    def backward(spec: NormSpec, device: Device, needs: Needs) -> Callable:
+        from . import cutile
 
+        return cutile.backward(spec, device.target, needs, run)
 
-def _reference_of(spec: NormSpec):
-    return quantized.reference if spec.quantized else reference
+    def piece(name: str, spec: NormSpec, device: Device) -> Callable:
+        from .split import cutile
+
+        launcher = {} if run is None else {"run": run}
+        return partial(getattr(cutile, name), spec, device.target, **launcher)
+
+    return Implementation("cutile", cutile_refuses, forward, backward, piece)
 
 
 # In order of preference. The last one refuses nothing.
@@ -127,9 +128,9 @@ REGISTRY = (
     Implementation(
         "reference",
         lambda spec, rows, device: None,
-        lambda spec, device, save: partial(_reference_of(spec).forward, spec),
-        lambda spec, device, needs: partial(reference.backward, spec, needs),
-        piece=lambda name, spec, device: partial(getattr(split.reference, name), spec),
+        lambda spec, device, save: reference.bind_forward(spec),
+        lambda spec, device, needs: reference.bind_backward(spec, needs),
+        piece=lambda name, spec, device: partial(getattr(pieces, name), spec),
     ),
 )
 

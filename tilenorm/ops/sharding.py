@@ -18,23 +18,20 @@ reduces or reduce-scatters one that is Partial.
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
 
-from ..spec import PLAIN
+from ..table import OPS, Op
 from .layout import rows_shape
-from .schemas import Backward, Forward
-from .tensors import merged_needs
 from .torch_private import keep_every_argument
 
 # DTensor's description of an argument: a tensor's shape, dtype and placements, or the value itself.
 Given = Sequence[Any]
 # Placements of the results, and of the arguments: None for one that is no tensor.
 Strategy = tuple[list, list]
-# The names of ops, each with a function that tells what DTensor may do with a call of the op.
-Strategies = tuple[tuple[str, Callable[[Given], list[Strategy]]], ...]
 
 
 class Rule(NamedTuple):
@@ -55,20 +52,29 @@ def is_distributed(value: object) -> bool:
     return module is not None and isinstance(value, module.DTensor)
 
 
-def register_where_loaded(strategies: Strategies) -> None:
-    """Have DTensor, where it is loaded, run ops by their rules."""
+def register_where_loaded() -> None:
+    """Have DTensor, where it is loaded, run the ops by their rules."""
     if "torch.distributed.tensor" in sys.modules:
-        _register(strategies)
+        _register()
 
 
 @cache
-def _register(strategies: Strategies) -> None:
+def _register() -> None:
     from torch.distributed.tensor.experimental import register_sharding
 
-    ops = [getattr(torch.ops.tilenorm, name).default for name, _ in strategies]
-    for op, (_, tell) in zip(ops, strategies, strict=True):
-        register_sharding(op)(lambda *given, tell=tell: tell(given))
-    keep_every_argument(ops)
+    from .split.rules import STRATEGIES
+
+    ops: dict[str, Callable] = {
+        # The scales of a quantised norm lie in no order that a shard's would have.
+        name: partial(op_strategies, op)
+        for name, op in OPS.items()
+        if not op.quantized
+    }
+    ops |= {"norm_backward": backward_strategies, **dict(STRATEGIES)}
+    overloads = [getattr(torch.ops.tilenorm, name).default for name in ops]
+    for overload, tell in zip(overloads, ops.values(), strict=True):
+        register_sharding(overload)(lambda *given, tell=tell: tell(given))
+    keep_every_argument(overloads)
 
 
 def rules(x: Any, parameters: Sequence[Any], hidden: int) -> Iterator[Rule]:
@@ -79,35 +85,49 @@ def rules(x: Any, parameters: Sequence[Any], hidden: int) -> Iterator[Rule]:
     if not hidden:
         return
     leading = len(rows_shape(x.shape, hidden))
-    by_heads = any(p is not None and math.prod(p.shape) != hidden for p in parameters)
+    by_heads = {math.prod(p.shape) != hidden for p in parameters if p is not None}
     for d in range(leading):
-        if by_heads and d == leading - 1:
+        if True in by_heads and d == leading - 1:
+            if False in by_heads:  # no rule for a shard of heads fits both
+                return
             yield Rule(Shard(d), Shard(0), Shard(0))
         else:
             yield Rule(Shard(d), Replicate(), Partial())
     # A cut normalised dimension has no row: its sums need an all-reduce (split/norm.py).
 
 
-def norm_strategies(given: Given) -> list[Strategy]:
-    """What DTensor may do with a call of the op norm."""
-    call = Forward.of(given)
-    x, residual, _, *parameters = call.tensors[:PLAIN]
-    vector = call.tensors[-1] if len(call.tensors) > PLAIN else None
-    layer = call.options.norm == "layer"
-    there = (True, residual is not None, call.save and layer, call.save)
-    found = rules(x, parameters, call.options.hidden)
-    return strategies_of(found, "rrrpp", given, "rrrr", there, vector)
+# The letter of Rule for each way in which a port lies. "w" is whole on each rank.
+LETTERS = {"rows": "r", "mask": "r", "affine": "p", "vector": "w", "number": "r"}
+
+
+def op_strategies(op: Op, given: Given) -> list[Strategy]:
+    """What DTensor may do with a call of an op."""
+    from .library import Called, there
+
+    tensors, options, _, save, _ = Called.of(op, given)
+    parameters = [t for port, t in zip(op.takes, tensors, strict=True) if port.lies == "affine"]
+    made = [there(op, port, tensors, options, save) for port in op.makes]
+    found = rules(tensors[0], parameters, options[0])
+    taken, results = ("".join(LETTERS[p.lies] for p in ports) for ports in (op.takes, op.makes))
+    return strategies_of(found, taken, given, results, made)
 
 
 def backward_strategies(given: Given) -> list[Strategy]:
     """What DTensor may do with a call of the op norm_backward."""
-    call: Any = Backward.of(given)  # of descriptions of tensors
-    x, _, *parameters = call.saved[:4]
-    tensors = (call.dy, x if call.added else None, *call.saved[1:4], None, None, *call.branch)
-    dtypes = tuple(t and t.tensor_meta.dtype for t in tensors)
-    there = *merged_needs(dtypes, call.dsum is not None, call.mask).gradients, call.output
-    found = rules(x, parameters, call.options.hidden)
-    return strategies_of(found, "rrrrpprr", given, "rrrddr", there, call.layer_scale)
+    from .norm_backward import Backward
+
+    call = Backward.of([described(t) for t in given])
+    saved = call.saved
+    made = *call.needs(call.spec).gradients, call.output
+    found = rules(saved["x"], [saved["weight"], saved["bias"]], call.options.hidden)
+    # The terms of dy and a mask have rows. What else is last is no tensor, or the layer scale.
+    last = ["w" if t is given[-1] and saved["layer_scale"] is not None else "r" for t in given[8:]]
+    return strategies_of(found, "rrrrpprr" + "".join(last), given, "rrrddr", made)
+
+
+def described(argument: Any) -> Any:
+    """A tensor's shape and dtype, given DTensor's description; any other argument as it is."""
+    return getattr(argument, "tensor_meta", argument)
 
 
 def strategies_of(
@@ -116,25 +136,21 @@ def strategies_of(
     given: Given,
     results: str,
     there: Sequence[bool],
-    vector: Any = None,
 ) -> list[Strategy]:
     """What DTensor may do with a call by rules.
 
-    arguments, results: for each of the first arguments, and for each result, the letter of Rule.
-    Tensors behind these arguments have rows, except `vector`. there: which results are no empty
-    tensors.
+    arguments, results: for each argument and for each result, the letter of Rule, or "w" for what
+    is whole on each rank. there: which results are no empty tensors.
     """
     from torch.distributed.tensor import Replicate
 
     whole, found = Replicate(), []
-    last = [t if hasattr(t, "shape") else None for t in given[len(arguments) :]]
     for rule in rules:
-        pairs = zip(given, arguments, strict=False)
-        placed = [None if t is None else getattr(rule, letter) for t, letter in pairs]
-        placed += [None if t is None else whole if t is vector else rule.r for t in last]
+        by_letter = {**rule._asdict(), "w": whole}
+        placed = [
+            by_letter[letter] if hasattr(t, "shape") else None
+            for t, letter in zip_longest(given, arguments, fillvalue="w")
+        ]
         made = zip(there, results, strict=True)
-        found.append(([getattr(rule, letter) if t else whole for t, letter in made], placed))
+        found.append(([by_letter[letter] if t else whole for t, letter in made], placed))
     return found
-
-
-STRATEGIES = (("norm", norm_strategies), ("norm_backward", backward_strategies))

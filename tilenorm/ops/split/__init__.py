@@ -1,5 +1,2 @@
 """Norms of rows in pieces: a process holds some columns of each row; sums are all-reduced."""
 
-from . import reference
-
-__all__ = ["reference"]

@@ -19,10 +19,10 @@ from ...launch.split import (
     plan_row_sums,
 )
 from ...launch.target import Target
-from ...spec import PLAIN, NormSpec
+from ...spec import NormSpec
 from ..cutile import Run, fresh, on_device
-from ..layout import Read, as_read, rows_of
-from ..tensors import Saved, Tensors
+from ..layout import Views, as_read, rows_of
+from ..reference import Given
 
 # The arrays of the columns of what has several numbers a row.
 OWN = ("own_mean", "own_correction", "own_squares")
@@ -31,14 +31,14 @@ DOTS = ("dot", "total")
 
 
 def row_sums(
-    spec: NormSpec, target: Target, tensors: Tensors, rows: int, whole: int, run: Run = on_device
+    spec: NormSpec, target: Target, given: Given, rows: int, whole: int, run: Run = on_device
 ):
-    x, residual = tensors[:2]
+    x, residual = given["x"], given["residual"]
     part = fresh(x, (rows,), torch.float32)
     own = fresh(x, (rows, 3), torch.float32) if spec.norm == "layer" else None
     total = None if residual is None else fresh(x, x.shape, residual.dtype)
     if rows:
-        arrays = _read(spec, tensors[:3], rows) | _columns(OWN, own)
+        arrays = _read(spec, given, rows) | _columns(OWN, own)
         arrays |= {"part": part, "sum": _rows(total, rows)}
         launches = plan_row_sums(spec, target).launches(rows, 1 / whole)
         run(launches, SplitForwardArrays(**_there(arrays)), part.get_device())
@@ -60,20 +60,20 @@ def row_center(
 def row_apply(
     spec: NormSpec,
     target: Target,
-    tensors: Tensors,
+    given: Given,
     whole: Tensor,
     centered: Tensor | None,
     eps: float,
     save: bool,
     run: Run = on_device,
 ):
-    x, _, *others = tensors[:PLAIN]
+    x = given["x"]
     rows = whole.numel()
     y = fresh(x, x.shape, getattr(torch, spec.dtype))
     rstd = fresh(x, (rows,), torch.float32) if save else None
     mean = fresh(x, (rows,), torch.float32) if save and spec.norm == "layer" else None
     if rows:
-        arrays = _read(spec, (x, None, *others), rows) | _columns(CENTERED, centered)
+        arrays = _read(spec, given, rows) | _columns(CENTERED, centered)
         arrays |= {"y": _rows(y, rows), "whole": whole, "mean": mean, "rstd": rstd}
         launches = plan_row_apply(spec, target, save).launches(rows, eps)
         run(launches, SplitForwardArrays(**_there(arrays)), x.get_device())
@@ -81,9 +81,9 @@ def row_apply(
 
 
 def grad_sums(
-    spec: NormSpec, target: Target, dy: Tensor, saved: Saved, whole: int, run: Run = on_device
+    spec: NormSpec, target: Target, dy: Tensor, saved: Given, whole: int, run: Run = on_device
 ) -> Tensor:
-    rows = saved.rstd.numel()
+    rows = saved["rstd"].numel()
     sums = fresh(dy, (rows, 2 if spec.norm == "layer" else 1), torch.float32)
     if rows:
         arrays = _read_backward(spec, dy, saved) | _columns(DOTS, sums)
@@ -98,12 +98,12 @@ def grad_apply(
     needs: Needs,
     dy: Tensor,
     dsum: Tensor | None,
-    saved: Saved,
+    saved: Given,
     dots: Tensor | None,
     run: Run = on_device,
-) -> Tensors:
-    x, gate, weight, bias = saved[:4]
-    plan, rows = plan_grad_apply(spec, target, needs), saved.rstd.numel()
+) -> tuple[Tensor | None, ...]:
+    x, gate, weight, bias = (saved[role] for role in ("x", "gate", "weight", "bias"))
+    plan, rows = plan_grad_apply(spec, target, needs), saved["rstd"].numel()
     shapes = (*[x.shape] * 3, *(w if w is None else w.shape for w in (weight, bias)))
     kinds = zip(needs.gradients, shapes, (dy, x, gate, weight, bias), strict=True)
     grads = tuple([fresh(x, shape, t.dtype) if need else None for need, shape, t in kinds])
@@ -121,18 +121,21 @@ def grad_apply(
     return grads
 
 
-def _read(spec: NormSpec, tensors: tuple, rows: int) -> dict[str, Tensor | None]:
-    """The first tensors of Tensors as the kernels read them, by the names of the arrays."""
-    names = ("x", *Tensors._fields[1:])
-    read = as_read(tensors[:3], tensors[3:], spec, Read.of(spec, rows))
-    return dict(zip(names, (*read[0], *read[1]), strict=False))
+# How the tensors that are read lie, by their roles.
+LIES = {"x": "rows", "residual": "rows", "gate": "rows", "weight": "affine", "bias": "affine"}
 
 
-def _read_backward(spec: NormSpec, dy: Tensor, saved: Saved) -> dict[str, Any]:
+def _read(spec: NormSpec, given: Given, rows: int) -> dict[str, Tensor | None]:
+    """The tensors of these roles as the kernels read them, by the names of the arrays."""
+    there = {role: lies for role, lies in LIES.items() if role in given}
+    views = Views.of(spec, rows, given["x"].shape, tuple(there.values()))
+    return dict(zip(there, as_read([given[role] for role in there], spec, views), strict=True))
+
+
+def _read_backward(spec: NormSpec, dy: Tensor, saved: Given) -> dict[str, Any]:
     """What a backward kernel reads of a piece."""
-    x, gate, weight, bias, mean, rstd = saved
-    arrays = _read(spec, (x, None, gate, weight, bias), rstd.numel())
-    return arrays | {"dy": (rows_of(dy, spec),), "mean": mean, "rstd": rstd}
+    arrays = _read(spec, saved, saved["rstd"].numel())
+    return arrays | {"dy": (rows_of(dy, spec),), "mean": saved["mean"], "rstd": saved["rstd"]}
 
 
 def _columns(names: tuple[str, ...], numbers: Tensor | None) -> dict[str, Tensor]:

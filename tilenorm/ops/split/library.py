@@ -20,15 +20,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...launch.calls import Needs
 from ...launch.toolchain import CompileError
-from ...spec import PLAIN, NormSpec, Options
-from ..plans import heads_of, spec_of
+from ...spec import NormSpec, Options
+from ..gradients import PLACES, needs_of
+from ..library import LIBRARY, tell_others
+from ..norm_backward import OPTIONS
+from ..reference import Given, name_of, statistics_dtype
 from ..registry import device_of, on_device_of, record_failure, select
-from ..schemas import LIBRARY, OPTIONS
-from ..sharding import register_where_loaded
-from ..tensors import Saved, Tensors, dtype_of, merged_needs, statistics_dtype
 from . import reference
-from .rules import STRATEGIES
 
 _FIELDS = len(Options._fields)
 _LAST = f"{OPTIONS}, int dims"
@@ -61,23 +61,29 @@ class Call(NamedTuple):
             raise RuntimeError(f"tilenorm: argument 'dims' takes 1 to {x.dim()}, got {self.dims}")
         return x.shape[: x.dim() - self.dims]
 
-    def spec(self, tensors: Tensors, dtypes: Tensors | None = None) -> NormSpec:
+    def spec(self, given: Given, dtypes: dict | None = None) -> NormSpec:
         """The spec of a piece: its `hidden` is what the piece has of a row.
 
-        tensors: the dtypes of the spec, unless `dtypes` has them.
+        given: tensors by their roles. dtypes: of those that have another one in the spec.
         Raises RuntimeError where weight or bias are not of the piece's shape.
         """
-        piece = tensors[0].shape[len(self.lead(tensors[0])) :]
-        for name, parameter in zip(("weight", "bias"), tensors[3:PLAIN], strict=True):
-            if parameter is not None and parameter.shape[-self.dims :] != piece:
+        x = given["x"]
+        piece = x.shape[len(self.lead(x)) :]
+        width, heads = piece.numel(), 0
+        for name in ("weight", "bias"):
+            parameter = given.get(name)
+            if parameter is None:
+                continue
+            if parameter.shape[-self.dims :] != piece:
                 raise RuntimeError(
                     f"tilenorm: argument {name!r} takes a shape that ends in that of the piece,"
                     f" {list(piece)}, got {list(parameter.shape)}"
                 )
-        width = piece.numel()
-        dtypes = Tensors(*map(dtype_of, tensors)) if dtypes is None else dtypes
-        heads = heads_of(tensors[3], tensors[4], width)
-        return spec_of(self.options._replace(hidden=width), dtypes, heads)
+            heads = parameter.numel() // width if width else 0
+        roles = ("x", "residual", "gate", "weight", "bias")
+        named = {r: None if (t := given.get(r)) is None else name_of(t.dtype) for r in roles}
+        options = self.options._replace(hidden=width)
+        return NormSpec.of_tensors(options, named | (dtypes or {}), heads)
 
     def run(self, name: str, spec: NormSpec, x: Tensor, *arguments):
         """A function of split/reference.py, by the implementation that serves the spec.
@@ -104,10 +110,10 @@ def call_of(arguments: tuple) -> Call:
 
 
 def row_sums(x, residual, gate, *others) -> tuple[Tensor, ...]:
-    call, tensors = call_of(others), Tensors(x, residual, gate)
+    call, given = call_of(others), {"x": x, "residual": residual, "gate": gate}
     lead, dtype = call.lead(x), statistics_dtype(x, residual)
-    spec = call.spec(tensors)
-    part, own, total = call.run("row_sums", spec, x, tensors, lead.numel(), call.options.hidden)
+    spec = call.spec(given)
+    part, own, total = call.run("row_sums", spec, x, given, lead.numel(), call.options.hidden)
     return (
         part.view(lead),
         x.new_empty(0, dtype=dtype) if own is None else own.view(*lead, 3),
@@ -116,7 +122,7 @@ def row_sums(x, residual, gate, *others) -> tuple[Tensor, ...]:
 
 
 def row_sums_fake(x, residual, gate, *others) -> tuple[Tensor, ...]:
-    register_where_loaded(STRATEGIES)
+    tell_others()
     call, dtype = call_of(others), statistics_dtype(x, residual)
     lead = call.lead(x)
     own = (*lead, 3) if call.options.norm == "layer" else (0,)
@@ -127,77 +133,103 @@ def row_sums_fake(x, residual, gate, *others) -> tuple[Tensor, ...]:
 def row_center(x, mean, own, *others) -> Tensor:
     call = call_of(others)
     numbers = mean.reshape(-1), own.reshape(-1, 3)
-    centered = call.run("row_center", call.spec(Tensors(x)), x, *numbers, call.options.hidden)
+    centered = call.run("row_center", call.spec({"x": x}), x, *numbers, call.options.hidden)
     return centered.view(*mean.shape, 2)
 
 
 def row_center_fake(x, mean, own, *others) -> Tensor:
-    register_where_loaded(STRATEGIES)
+    tell_others()
     return mean.new_empty([*mean.shape, 2])
 
 
 def row_apply(x, gate, weight, bias, whole, centered, *others) -> tuple[Tensor, ...]:
     *others, eps, dtype, save, backend = (*others, None)[: _FIELDS + 5]
-    call, tensors = call_of((*others, backend)), Tensors(x, None, gate, weight, bias)
+    call = call_of((*others, backend))
+    given = {"x": x, "gate": gate, "weight": weight, "bias": bias}
     lead = call.lead(x)
     # Where a residual was added, x is the sum, whose dtype is not always y's.
-    added = None if x.dtype == dtype else x.dtype
-    spec = call.spec(tensors, Tensors(dtype, added, *map(dtype_of, tensors[2:])))
+    added = None if x.dtype == dtype else name_of(x.dtype)
+    spec = call.spec(given, {"x": name_of(dtype), "residual": added})
     numbers = whole.reshape(-1), None if centered is None else centered.reshape(-1, 2)
-    y, *statistics = call.run("row_apply", spec, x, tensors, *numbers, eps, save)
+    y, *statistics = call.run("row_apply", spec, x, given, *numbers, eps, save)
     none = whole.new_empty(0)
     return y, *(none.clone() if not save or t is None else t.view(lead) for t in statistics)
 
 
 def row_apply_fake(x, gate, weight, bias, whole, centered, *others) -> tuple[Tensor, ...]:
-    register_where_loaded(STRATEGIES)
+    tell_others()
     dtype, save = others[_FIELDS + 2], others[_FIELDS + 3]
     mean = whole.shape if save and centered is not None else (0,)
     rstd = whole.shape if save else (0,)
     return x.new_empty(x.shape, dtype=dtype), whole.new_empty(mean), whole.new_empty(rstd)
 
 
-def _saved(x, gate, weight, bias, mean, rstd) -> Saved:
+def _saved(x, gate, weight, bias, mean, rstd) -> Given:
     mean = None if mean is None else mean.reshape(-1)
-    return Saved(x, gate, weight, bias, mean, rstd.reshape(-1))
+    saved = {"x": x, "gate": gate, "weight": weight, "bias": bias}
+    return saved | {"mean": mean, "rstd": rstd.reshape(-1)}
 
 
 def grad_sums(dy, x, gate, weight, mean, rstd, *others) -> Tensor:
     call, saved = call_of(others), _saved(x, gate, weight, None, mean, rstd)
-    spec = call.spec(Tensors(dy, x, *saved[1:4]))
+    spec = call.spec(saved, {"x": name_of(dy.dtype), "residual": name_of(x.dtype)})
     dots = call.run("grad_sums", spec, x, dy, saved, call.options.hidden)
     return dots.view(*rstd.shape, *([2] if mean is not None else []))
 
 
 def grad_sums_fake(dy, x, gate, weight, mean, rstd, *others) -> Tensor:
-    register_where_loaded(STRATEGIES)
+    tell_others()
     return rstd.new_empty((*rstd.shape, *([2] if mean is not None else [])))
 
 
-def _grad_apply_of(arguments: tuple) -> tuple:
-    """(dy, dsum, what grad_sums read, dots, the tensors of the spec, call, needs)."""
-    dy, dsum, *read, dots = arguments[:9]
-    end = 9 + _FIELDS
-    dims, added, mask, *backend = arguments[end:]
-    call = call_of((*arguments[9:end], dims, *backend))
-    tensors = Tensors(dy, read[0] if added else None, *read[1:4])
-    needs = merged_needs(Tensors(*map(dtype_of, tensors)), dsum is not None, tuple(mask))
-    return dy, dsum, read, dots, tensors, call, needs
+class GradApply(NamedTuple):
+    """The arguments of grad_apply. read: what grad_sums read, and the bias."""
+
+    dy: Tensor
+    dsum: Tensor | None
+    read: tuple
+    dots: Tensor | None
+    call: Call
+    added: bool
+    mask: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, arguments: tuple) -> "GradApply":
+        dy, dsum, *read, dots = arguments[:9]
+        end = 9 + _FIELDS
+        dims, added, mask, *backend = arguments[end:]
+        call = call_of((*arguments[9:end], dims, *backend))
+        return cls(dy, dsum, tuple(read), dots, call, added, tuple(mask))
+
+    def needs(self) -> Needs:
+        """The gradients that are asked for. The tensors may be descriptions with a dtype."""
+        x, gate, weight, bias = self.read[:4]
+        given = {"x": self.dy, "residual": x if self.added else None}
+        given |= {"gate": gate, "weight": weight, "bias": bias}
+        dtypes = {role: None if t is None else name_of(t.dtype) for role, t in given.items()}
+        spec = NormSpec.of_tensors(self.call.options, dtypes)
+        asked = [role for role, need in zip(PLACES, self.mask, strict=False) if need]
+        return needs_of(spec, asked, self.dsum is not None)
 
 
 def grad_apply(*arguments) -> tuple[Tensor, ...]:
-    dy, dsum, read, dots, tensors, call, needs = _grad_apply_of(arguments)
-    saved, spec = _saved(*read), call.spec(tensors)
+    asked = GradApply.of(arguments)
+    dy, dots, needs = asked.dy, asked.dots, asked.needs()
+    saved = _saved(*asked.read)
+    x = saved["x"]
+    dtypes = {"x": name_of(dy.dtype), "residual": name_of(x.dtype) if asked.added else None}
+    spec = asked.call.spec(saved, dtypes)
     if dots is not None:
-        dots = dots.reshape(saved.rstd.numel(), 1 if saved.mean is None else 2)
-    grads = call.run("grad_apply", spec, dy, needs, dy, dsum, saved, dots)
+        dots = dots.reshape(saved["rstd"].numel(), 1 if saved["mean"] is None else 2)
+    grads = asked.call.run("grad_apply", spec, dy, needs, dy, asked.dsum, saved, dots)
     return tuple(dy.new_empty(0) if g is None else g for g in grads)
 
 
 def grad_apply_fake(*arguments) -> tuple[Tensor, ...]:
-    register_where_loaded(STRATEGIES)
-    dy, _, read, _, _, _, needs = _grad_apply_of(arguments)
-    likes = zip(needs.gradients, (dy, *read[:4]), strict=True)
+    tell_others()
+    asked = GradApply.of(arguments)
+    dy, needs = asked.dy, asked.needs()
+    likes = zip(needs.gradients, (dy, *asked.read[:4]), strict=True)
     return tuple(like.new_empty(like.shape) if need else dy.new_empty(0) for need, like in likes)
 
 

@@ -4,24 +4,39 @@ DTensor makes the all-reduces, where a Partial result becomes Replicate. RMSNorm
 bytes a row each way. LayerNorm takes one of 4 and one of 8 bytes a row forward, and one of 8 back.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ...spec import PLAIN, Options
+from ...spec import NormSpec, Options
+from ...table import OPS, Op
 from .. import reference
-from ..autograd import needs_grad, through_sum
-from ..branch import branched
-from ..plans import spec_of_tensors
-from ..tensors import ARGUMENTS, Results, Saved, Tensors, distributed, dtype_of, merged_needs
+from ..autograd import needs_grad
+from ..bound import options_of
+from ..gradients import PLACES, needs_of, through_sum
+from ..reference import branched, name_of
 from ..torch_private import asked_of
 from . import library  # noqa: F401 (defines the ops)
 
+ROLES = ("x", "residual", "gate", "weight", "bias")  # what the ops take
+
 
 class How(NamedTuple):
-    """What a norm is told beside its tensors. dims: how many dimensions are normalised."""
+    """What an op is told beside its tensors: `hidden` and the values of its options, how many
+    dimensions are normalised, and the eps of each of its norms.
+    """
+
+    options: tuple
+    dims: int
+    eps: tuple[float, ...]
+    backend: str | None
+
+
+class One(NamedTuple):
+    """The same of one norm."""
 
     options: Options
     dims: int
@@ -40,37 +55,50 @@ def is_cut(x: Tensor, dims: int) -> bool:
     return any(p.is_shard() and p.dim >= x.dim() - dims for p in placements)
 
 
-def normalize(op: str, tensors: tuple, how: How) -> Results:
-    """The norm, and the sum with the residual if there is one, of DTensors of cut rows.
-
-    op: the public function's name. Tensors that are placed otherwise than x are moved to where x
-    is. Operations of their own mask and scale the input, and add an addend and a skip. Raises
-    RuntimeError where a tensor is no DTensor.
-    """
-    x = tensors[0]
-    for name, tensor in zip(Tensors._fields, tensors, strict=False):
+def of_op(op: Op, tensors: tuple, how: How) -> tuple:
+    """What an op makes of DTensors of cut rows, for users, without mean and rstd."""
+    for port, tensor in zip(op.takes, tensors, strict=True):
         if tensor is not None and not hasattr(tensor, "placements"):
             raise RuntimeError(
-                f"{op}: argument {ARGUMENTS.get(name, name)!r} takes a DTensor, as the input is"
-                " one, got a Tensor"
+                f"{op.name}: argument {port.argument!r} takes a DTensor, as the input is one, got a"
+                " Tensor"
             )
+    found = dict(zip([port.name for port in op.takes], tensors, strict=True))
+    for stage, eps in zip(op.stages, how.eps, strict=True):
+        row = OPS[stage.op]
+        one = One(options_of(row, how.options), how.dims, eps, how.backend)
+        given = {role: found.get(stage.ports.get(role, "")) for role in row.roles}
+        y, total = normalize(row, given, one)
+        found |= {stage.ports["y"]: y, stage.ports.get("sum", ""): total}
+    return tuple([found.get(port.name) for port in op.makes[: op.shown]])
+
+
+def normalize(op: Op, given: dict[str, Any], how: One) -> tuple[Tensor, Tensor | None]:
+    """The norm, and the sum with the residual if there is one, of DTensors of cut rows.
+
+    given: the tensors of the norm by their roles. Tensors that are placed otherwise than x are
+    moved to where x is. Operations of their own mask and scale the input, and add an addend and a
+    skip.
+    """
+    x = given["x"]
     at = _rows_placed(x)
-    rows = [t if t is None else _moved(t, at) for t in tensors[:3]]
-    parameters = [t if t is None else _moved(t, _along(t, x, at)) for t in tensors[3:PLAIN]]
-    addend, skip, mask, layer_scale = tensors[PLAIN:] or (None,) * 4
-    mask = mask if mask is None else _moved(mask, at)
-    if layer_scale is not None:
-        layer_scale = _moved(layer_scale, _along(layer_scale, x, at))
-    rows[0] = branched(how.options, rows[0], mask, layer_scale)
-    if addend is not None:
-        rows[0] = _plus(op, rows[0], _moved(addend, at))
-    placed = (*rows, *parameters)
+    for port in op.takes:
+        tensor = given[port.role]
+        if tensor is not None:
+            along = port.lies in ("affine", "vector")
+            given[port.role] = _moved(tensor, _along(tensor, x, at) if along else at)
+    factors = given.get("dropout_mask"), given.get("layer_scale")
+    given["x"] = branched(how.options, given["x"], *factors)
+    if given.get("addend") is not None:
+        given["x"] = _plus(op.name, given["x"], given["addend"])
+    placed = tuple(given.get(role) for role in ROLES)
     run = PieceNorm.apply if needs_grad(*placed) else _without_gradients
     y, total = run(how, *placed)
-    return (y if skip is None else reference.sum_of(y, _moved(skip, at))), total
+    skip = given.get("skip")
+    return (y if skip is None else reference.sum_of(y, skip)), total
 
 
-def _without_gradients(how: How, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+def _without_gradients(how: One, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     return forward(how, tensors, False)[:2]
 
 
@@ -84,8 +112,8 @@ def _plus(op: str, x: Tensor, addend: Tensor) -> Tensor:
     return reference.sum_of(x, addend).to(x.dtype)
 
 
-def forward(how: How, tensors: tuple, save: bool) -> tuple[Tensor | None, ...]:
-    """(y, sum, mean, rstd), the last two only if `save`."""
+def forward(how: One, tensors: tuple, save: bool) -> tuple[Tensor | None, ...]:
+    """(y, sum, mean, rstd), the last two only if `save`. tensors: those of ROLES."""
     x, residual, gate, *parameters = tensors
     ops, layer, last = torch.ops.tilenorm, how.options.norm == "layer", how.last
     first = gate if how.options.gate_first else None
@@ -101,7 +129,7 @@ def forward(how: How, tensors: tuple, save: bool) -> tuple[Tensor | None, ...]:
 
 
 class PieceNorm(Function):
-    """Of How and the PLAIN tensors. Its results are y and the sum."""
+    """Of One and the tensors of ROLES. Its results are y and the sum."""
 
     @staticmethod
     def forward(ctx, how, *tensors):
@@ -109,42 +137,55 @@ class PieceNorm(Function):
         x = tensors[0] if total is None else total
         ctx.save_for_backward(x, *tensors[2:], mean, rstd)
         ctx.set_materialize_grads(False)
-        ctx.how, ctx.dtype, ctx.added = how, tensors[0].dtype, dtype_of(tensors[1])
+        ctx.how = how
+        ctx.dtypes = [t if t is None else name_of(t.dtype) for t in tensors]
         return y, total
 
     @staticmethod
     def backward(ctx, dy, dsum):
-        mask, saved = asked_of(ctx)[1:], Saved(*ctx.saved_tensors)
-        x: Any = saved.x  # a DTensor
-        dsum = dsum if ctx.added is not None else None
+        how, names = ctx.how, ("x", *ROLES[2:], "mean", "rstd")
+        saved: dict[str, Any] = dict(zip(names, ctx.saved_tensors, strict=True))
+        asked = [r if need else None for r, need in zip(ROLES, asked_of(ctx)[1:], strict=True)]
+        spec = NormSpec.of_tensors(how.options, dict(zip(ROLES, ctx.dtypes, strict=True)))
+        dsum = dsum if spec.residual else None
         if dy is None:
-            return None, *through_sum(dsum, (ctx.dtype, ctx.added), mask)
-        dy, dsum = (g if g is None else _moved(g, x.placements) for g in (dy, dsum))
-        tensors = (dy, saved.x if ctx.added is not None else None, *saved[1:4])
-        needs = merged_needs(tuple(map(dtype_of, tensors)), dsum is not None, mask)
+            given = through_sum(spec, asked, dsum, saved) if dsum is not None else [None] * 5
+            return None, *given
+        at = saved["x"].placements
+        dy, dsum = (g if g is None else _moved(g, at) for g in (dy, dsum))
+        needs = needs_of(spec, asked, dsum is not None)
         if not any(needs.gradients):  # y.backward(inputs=[y]) runs y's own node too
             return (None,) * 6
-        find = _by_formula if needs_grad(dy, dsum, *saved[:4]) else _by_pieces
-        grads = find(ctx.how, needs, tensors, dsum, saved)
-        return None, *distributed(grads, (ctx.dtype, ctx.added), mask)
+        read = (saved[name] for name in names[:4])
+        find = _by_formula if needs_grad(dy, dsum, *read) else _by_pieces
+        grads = find(how, spec, needs, dy, dsum, saved)
+        shared = PLACES | {"residual": 0 if spec.shares_dx else 1}
+        return None, *(None if role is None else grads[shared[role]] for role in asked)
 
 
-def _by_pieces(how: How, needs, tensors: tuple, dsum, saved: Saved) -> tuple:
-    """The gradients that are needed. tensors: those of the spec, with dy for the input."""
-    dy, (x, gate, weight, _, *statistics) = tensors[0], saved
+def _by_pieces(how: One, spec: NormSpec, needs, dy, dsum, saved: dict) -> Sequence:
+    """The gradients that are needed, in the order of Needs.gradients."""
+    x, gate, weight, bias, *statistics = saved.values()
     ops, dots = torch.ops.tilenorm, None
     if needs.dx or needs.dresidual or (needs.dgate and how.options.gate_first):
         sums = ops.grad_sums(dy, x, gate, weight, *statistics, *how.last, how.backend)
         dots = _added_up(sums)
-    more = tensors[1] is not None, needs.gradients, how.backend
-    return ops.grad_apply(dy, dsum, *saved, dots, *how.last, *more)
+    more = spec.residual is not None, list(needs.gradients), how.backend
+    return ops.grad_apply(
+        dy, dsum, x, gate, weight, bias, *statistics, dots, *how.last, *more
+    )
 
 
-def _by_formula(how: How, needs, tensors: tuple, dsum, saved: Saved) -> tuple:
+def _by_formula(how: One, spec: NormSpec, needs, dy, dsum, saved: dict) -> Sequence:
     """The same by single operations, which DTensor runs and autograd sees."""
-    spec = spec_of_tensors(tensors, how.options)
-    again = saved._replace(mean=None, rstd=None)
-    return reference.backward(spec, needs, tensors[0], dsum, again, how.eps)
+    heads = [w.numel() // spec.hidden for w in (saved["weight"], saved["bias"]) if w is not None]
+    spec = NormSpec.of_tensors(
+        spec.options,
+        {role: getattr(spec, "dtype" if role == "x" else role) for role in ROLES},
+        max(heads, default=0),
+    )
+    again = saved | {"mean": None, "rstd": None}
+    return reference.backward(spec, needs, dy, dsum, again, how.eps)
 
 
 def _added_up(part: Any) -> Tensor:

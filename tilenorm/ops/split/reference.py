@@ -8,22 +8,22 @@ import torch
 from torch import Tensor
 
 from ...launch.calls import Needs
-from ...spec import PLAIN, NormSpec
+from ...spec import NormSpec
 from .. import reference
-from ..tensors import Saved, Tensors, statistics_dtype
+from ..reference import Given, statistics_dtype
 
 
 def row_sums(
-    spec: NormSpec, tensors: Tensors, count: int, whole: int
+    spec: NormSpec, given: Given, count: int, whole: int
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(part, own, sum) of input, residual and gate. count: how many rows there are.
 
     part (rows,): the piece's part of the mean of squares, or, for LayerNorm, of the mean. own
     (rows, 3), for LayerNorm: the piece's mean as the sum of two numbers, and Σ (x − mean)² of it.
     """
-    x, residual = tensors[:2]
+    x, residual, gate = given["x"], given["residual"], given["gate"]
     dtype, total = statistics_dtype(x, residual), reference.sum_of(x, residual)
-    rows = _gated(spec, x if total is None else total, tensors[2], dtype, count)
+    rows = _gated(spec, x if total is None else total, gate, dtype, count)
     if spec.norm != "layer":
         return rows.square().sum(1) / whole, None, total
     columns = spec.hidden or 1  # of nothing, the moments are zeros
@@ -46,14 +46,14 @@ def row_center(spec: NormSpec, mean: Tensor, own: Tensor, whole: int) -> Tensor:
 
 
 def row_apply(
-    spec: NormSpec, tensors: Tensors, whole: Tensor, centered: Tensor | None, eps: float, save: bool
+    spec: NormSpec, given: Given, whole: Tensor, centered: Tensor | None, eps: float, save: bool
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """(y, mean, rstd) of input, gate, weight and bias; input is the sum if there is one.
 
     whole, centered: what row_sums and row_center returned, added up over the pieces. y has the
     spec's dtype.
     """
-    x, _, gate, weight, bias = tensors[:PLAIN]
+    x, gate, weight, bias = (given[role] for role in ("x", "gate", "weight", "bias"))
     dtype, count = whole.dtype, whole.numel()
     rows = _gated(spec, x, gate if spec.gate_first else None, dtype, count)
     mean = None
@@ -71,9 +71,10 @@ def row_apply(
     return y.to(to).reshape(x.shape), mean, rstd
 
 
-def grad_sums(spec: NormSpec, dy: Tensor, saved: Saved, whole: int) -> Tensor:
+def grad_sums(spec: NormSpec, dy: Tensor, saved: Given, whole: int) -> Tensor:
     """The piece's parts of the means of g · x̂ and, for LayerNorm, of g: (rows, 1) or (rows, 2)."""
-    x, gate, weight, _, mean, rstd = saved
+    x, gate, weight = (saved[role] for role in ("x", "gate", "weight"))
+    mean, rstd = saved["mean"], saved["rstd"]
     dtype, count = statistics_dtype(dy, x), rstd.numel()
     rows = _gated(spec, x, gate if spec.gate_first else None, dtype, count)
     x_hat = (rows if mean is None else rows - mean[:, None]) * rstd[:, None]
@@ -86,11 +87,14 @@ def grad_sums(spec: NormSpec, dy: Tensor, saved: Saved, whole: int) -> Tensor:
 
 
 def grad_apply(
-    spec: NormSpec, needs: Needs, dy: Tensor, dsum: Tensor | None, saved: Saved, dots: Tensor | None
-) -> Tensors:
-    """The gradients of Tensors that are needed. dots: what grad_sums returned, added up."""
+    spec: NormSpec, needs: Needs, dy: Tensor, dsum: Tensor | None, saved: Given, dots: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """The gradients that are needed, in the order of Needs.gradients. dots: what grad_sums
+    returned, added up.
+    """
     if not spec.hidden:
-        grads = zip(needs.gradients, (dy, *saved[:4]), strict=True)
+        likes = dy, *(saved[role] for role in ("x", "gate", "weight", "bias"))
+        grads = zip(needs.gradients, likes, strict=True)
         return tuple(torch.zeros_like(like) if need else None for need, like in grads)
     return reference.backward(spec, needs, dy, dsum, saved, dots=dots)
 

@@ -17,8 +17,8 @@ from functools import partial
 from typing import Any
 
 from ...spec import Options
-from ..sharding import Given, Rule, Strategy, strategies_of
-from ..tensors import Tensors, merged_needs
+from ..sharding import Given, Rule, Strategy, described, strategies_of
+from .library import GradApply
 
 # The letters of Rule for the tensors and for the results of each op.
 GROUPS = {
@@ -66,11 +66,8 @@ def _there(name: str, given: Given, options: Options, more: list) -> tuple[bool,
         save = more[2]
         return True, save and layer, save
     if name == "grad_apply":
-        dy, dsum, *read = given[:6]
-        added, mask = more[:2]
-        specs = (dy, read[0] if added else None, *read[1:])
-        dtypes = Tensors(*(s and s.tensor_meta.dtype for s in specs))
-        return merged_needs(dtypes, dsum is not None, tuple(mask)).gradients
+        asked = GradApply.of(tuple(described(t) for t in given))
+        return asked.needs().gradients
     return (True,)
 
 

@@ -10,15 +10,13 @@ from torch import Tensor, is_grad_enabled
 from torch.compiler import is_compiling
 from torch.overrides import has_torch_function
 
-from ..spec import PLAIN
-from . import arguments, library, overrides, reference, torch_private
-from .autograd import apply, needs_grad
+from ..table import OPS, Op
+from . import arguments, legacy, library, overrides, torch_private  # noqa: F401 (legacy defines ops)
+from .autograd import apply, call_needs_grad
+from .bound import Bound, bound_of, specs_of_tensors
 from .direct import MOST_GUARDS, in_onnx_export, is_plain, is_transformed
-from .plans import runner_of, spec_of_tensors
 from .registry import MAX_ROWS, device_of, refuse_transformed, select_transformed
 from .split import norm as split
-from .split.norm import is_cut
-from .tensors import Tensors
 from .torch_private import TensorGuards, forward_mode, modes
 
 MOST_CALLS = 1024
@@ -31,7 +29,7 @@ class Known(NamedTuple):
     index: the CUDA device's, or None. most: how many elements the input may have. rows: the places
     of the tensors that have the input's shape.
     laid_out: whether the tensors are contiguous matrices of rows, and vectors.
-    recorded: whether one of the tensors requires a gradient. apply: records the call then.
+    recorded: whether one of the tensors requires a gradient.
     """
 
     check: Callable[..., bool]
@@ -41,31 +39,26 @@ class Known(NamedTuple):
     laid_out: bool
     eps: Any
     recorded: bool
-    runner: Any
-    apply: Callable
+    bound: Bound
 
 
-def normalize(
+def call(
     op: str,
-    tensors: Tensors,
+    tensors: tuple,
     normalized_shape: Sequence[int],
     eps: float | None,
     asked: tuple,
     backend: str | None,
-    miss: Callable | None = None,
-) -> tuple:
-    """What the public function `op` makes, by whatever serves the call: Results of a plain norm.
+) -> Any:
+    """What the op of that name makes, by whatever serves the call; None for what is absent.
 
-    tensors: as Tensors, and one more of a chain or a quantised norm. asked: what the caller gives
-    beside them; of a plain norm the fields of Options that follow `hidden` and `norm`. miss: serves
-    a call that is not remembered, takes what this function takes and the list to remember it in,
-    and is asked too where an argument has __torch_function__; of a plain norm _checked.
+    tensors: in the order in which the op takes them; the residual may be a sequence, see
+    arguments.spread. asked: the values of the op's options, as the caller gives them.
     """
     known = None
     if not is_compiling():
         if has_torch_function(tensors):  # torch.compile calls it at the operations in the graph
-            what = op, tensors, normalized_shape, eps, asked, backend
-            return miss(*what, None) if miss else overrides.overridden(normalize, *what)
+            return overrides.overridden(call, op, tensors, normalized_shape, eps, asked, backend)
         given, absent = [], 1
         try:
             for tensor in tensors:  # a comprehension takes longer
@@ -81,7 +74,7 @@ def normalize(
             )
         except (AttributeError, TypeError):  # nothing is remembered; the checks say what is wrong
             pass
-        for check, index, most, rows, laid_out, wanted, recorded, runner, apply_ in known or ():
+        for check, index, most, rows, laid_out, own, recorded, bound in known or ():
             if (
                 check(*given)
                 and (index is None or index == torch_private.current_device())
@@ -94,48 +87,94 @@ def normalize(
                         break
                 else:
                     if recorded and is_grad_enabled():
-                        return apply_((wanted, laid_out, runner, runner.training), *tensors)
-                    return runner.inference(tensors, wanted, laid_out)
+                        return apply((own, laid_out, bound, bound.training), *tensors)
+                    return bound.inference(tensors, own, laid_out)
     if known is None and isinstance(tensors[1], (tuple, list)):
-        tensors = arguments.spread(op, tensors)
-        return normalize(op, tensors, normalized_shape, eps, asked, backend, miss)
-    return (miss or _checked)(op, tensors, normalized_shape, eps, asked, backend, known)
+        tensors = arguments.spread(OPS[op], tensors)
+        return call(op, tensors, normalized_shape, eps, asked, backend)
+    return checked(OPS[op], tensors, normalized_shape, eps, asked, backend, known)
 
 
-def _checked(op, tensors, normalized_shape, eps, asked, backend, known) -> tuple:
+def checked(
+    op: Op, tensors, normalized_shape, eps, asked, backend, known: list[Known] | None = None
+) -> Sequence[Tensor | None]:
     """The same after checks, and remembered where an implementation is called directly."""
     if overrides.has_nested(tensors):
-        what = op, tensors, normalized_shape, eps, asked, backend
-        return overrides.of_jagged(normalize, *what)
+        return overrides.of_jagged(call, op, tensors, normalized_shape, eps, asked, backend)
     eps = arguments.without_tensor(eps)
     options = arguments.check(op, tensors, normalized_shape, eps, asked, backend)
-    cast = tensors
+    cast, dims = tensors, len(normalized_shape)
     if tensors[0].is_cuda and _autocast():
-        cast = library.autocast_tensors(tensors, options.norm)
-    eps = arguments.default_eps(*tensors[:2]) if eps is None else float(eps)
-    x = cast[0]
+        cast = library.autocast_tensors(op, tensors)
+    each = eps_of(op, tensors, eps)
+    own = each if op.calls else each[0]
     # What torch.jit traces may be called with and without gradients.
-    recorded = needs_grad(*cast) or torch.jit.is_tracing()
+    recorded = call_needs_grad(op, cast)
+    if op.quantized:
+        _refuse_quantized(op, cast)
+        if recorded:
+            specs_of_tensors(op, cast, options).refuse_gradient()
     if is_direct(cast):
-        runner = runner_of(cast, options, backend)
+        bound = bound_of(op, cast, options, backend)
         if known is not None and all(a is b for a, b in zip(cast, tensors, strict=True)):
-            remember(known, tensors, len(normalized_shape), eps, runner, apply)
-        if recorded:  # and not traced, because then nothing is direct
-            return apply((eps, False, runner, runner.training), *cast)
-        return runner.inference(cast, eps)
+            remember(known, op, tensors, dims, own, bound)
+        if recorded:
+            return apply((own, False, bound, bound.training), *cast)
+        return bound.inference(cast, own)
     if in_onnx_export():
-        return reference.formula(spec_of_tensors(cast, options), cast, eps)
+        return present(op, cast, options, library.formula(op, cast, options, each))
     if is_transformed(cast):
-        spec = spec_of_tensors(cast, options)
-        if torch.compiler.is_compiling():
-            refuse_transformed(op, backend)  # a graph has no place for a warning
-        else:
-            select_transformed(spec, device_of(x.device.type, x.get_device()), backend)
-        return reference.formula(spec, cast, eps)
-    if is_cut(x, len(normalized_shape)):
-        return split.normalize(op, cast, split.How(options, len(normalized_shape), eps, backend))
-    last = (*options, eps, recorded, backend)
-    return torch.ops.tilenorm.norm(*cast[:PLAIN], *last, *cast[PLAIN:])
+        _select_transformed(op, cast, options, backend)
+        return library.formula(op, cast, options, each)
+    if not op.quantized and split.is_cut(cast[0], dims):
+        return split.of_op(op, cast, split.How(options, dims, each, backend))
+    save = recorded or torch.jit.is_tracing()
+    made = getattr(torch.ops.tilenorm, op.name)(*cast, *options, *each, save, backend)
+    return present(op, cast, options, made)
+
+
+def _refuse_quantized(op: Op, tensors: tuple) -> None:
+    """Raise NotImplementedError where a quantised norm's results have no place."""
+    if is_transformed(tensors):
+        raise NotImplementedError(
+            f"{op.name}: torch.func's transforms and forward-mode derivatives take no quantised"
+            f" norm; quantise what tilenorm.{op.name.removesuffix('_quantized')} returns"
+        )
+    if torch.jit.is_tracing() and in_onnx_export():
+        raise NotImplementedError(
+            f"{op.name}: torch.onnx.export with dynamo=False knows no 8-bit floats: pass"
+            " dynamo=True"
+        )
+
+
+def present(op: Op, tensors: tuple, options: tuple, made: Sequence) -> tuple[Tensor | None, ...]:
+    """What an op makes, without the empty tensors that stand for absent results."""
+    pairs = zip(op.makes, made, strict=True)
+    return tuple(
+        [t if library.there(op, port, tensors, options, True) else None for port, t in pairs]
+    )
+
+
+def eps_of(op: Op, tensors: Sequence, eps: float | None) -> tuple[float, ...]:
+    """The eps of each norm of an op: what PyTorch takes for None is the machine epsilon of the dtype
+    that the norm computes in.
+    """
+    if eps is not None:
+        return (float(eps),) * len(op.stages)
+    by_name = {port.name: t for port, t in zip(op.takes, tensors, strict=True)}
+    statistics = {port.name: port.like.split() for port in op.makes if port.lies == "number"}
+    read = [statistics[stage.ports["rstd"]] for stage in op.stages]
+    return tuple([arguments.default_eps(*[by_name[name] for name in names]) for names in read])
+
+
+def _select_transformed(op: Op, tensors: tuple, options: tuple, backend: str | None) -> None:
+    """Check that the reference may serve. Raises and warns as registry.select_transformed."""
+    if torch.compiler.is_compiling():
+        refuse_transformed(op.name, backend)  # a graph has no place for a warning
+        return
+    x = tensors[0]
+    for spec in specs_of_tensors(op, tensors, options).specs:
+        select_transformed(spec, device_of(x.device.type, x.get_device()), backend)
 
 
 def is_direct(tensors: tuple) -> bool:
@@ -150,10 +189,6 @@ def _is_here(x: Tensor) -> bool:
     return x.is_cpu or (x.is_cuda and x.get_device() == torch_private.current_device())
 
 
-def _index_of(x: Tensor) -> int | None:
-    return x.get_device() if x.is_cuda else None
-
-
 @lru_cache(MOST_CALLS, typed=True)
 def remembered(op: str, *arguments) -> list[Known]:
     """What is remembered of calls with these arguments beside the tensors, the last first.
@@ -166,38 +201,32 @@ def remembered(op: str, *arguments) -> list[Known]:
 
 
 def remember(
-    known: list[Known],
-    tensors: tuple,
-    dims: int,
-    eps: Any,
-    runner: Any,
-    apply: Callable,
-    unrecorded: Tensor | None = None,
+    known: list[Known], op: Op, tensors: tuple, dims: int, eps: Any, bound: Bound
 ) -> None:
     """Remember what serves calls like this one, unless no guard can tell them.
 
     The guard holds the type, dispatch keys, dtype, device and requires_grad of each tensor, and as
     many of its trailing sizes as the call's normalized_shape or parameters have, and the strides
     where all are contiguous matrices and vectors. Dispatch keys come and go with a thread's state:
-    autocast, inference mode, torch.func. It holds no tensor. unrecorded: a tensor that has no
-    gradient whatever it requires.
+    autocast, inference mode, torch.func. It holds no tensor.
     """
     if TensorGuards is None:
         return
-    given = [t for t in tensors if t is not None]
-    parameters = (*tensors[3:PLAIN], *tensors[PLAIN:][-1:])
-    fixed = max(dims, *(0 if t is None else t.dim() for t in parameters))
-    hidden = runner.spec.hidden
+    there = [(port, t) for port, t in zip(op.takes, tensors, strict=True) if t is not None]
+    given, x, hidden = [t for _, t in there], tensors[0], bound.options[0]
+    fixed = max(dims, *(t.dim() for port, t in there if port.lies in ("affine", "vector")), 0)
     matrices = fixed == 1 and all(t.stride() in ((hidden, 1), (1,)) for t in given)
-    matrices = matrices and tensors[0].dim() == 2
+    matrices = matrices and x.dim() == 2
     sizes = [[*[None] * (t.dim() - fixed), *t.shape[-fixed:]] for t in given]
     strides = [[*t.stride()] if matrices else [None] * t.dim() for t in given]
     check = _guard_of(given, sizes, strides)
     if not check(*given):
         return
-    x, recorded = tensors[0], any(t.requires_grad for t in given if t is not unrecorded)
-    places = [i for i in (1, 2, *range(PLAIN, len(tensors) - 1)) if tensors[i] is not None]
-    how = _index_of(x), MAX_ROWS * hidden, tuple(places), matrices, eps, recorded, runner, apply
+    recorded = any(t.requires_grad for port, t in there if port.grad)
+    rows = [i for i, port in enumerate(op.takes) if port.lies in ("rows", "mask")]
+    places = tuple([i for i in rows[1:] if tensors[i] is not None])
+    index = x.get_device() if x.is_cuda else None
+    how = index, MAX_ROWS * hidden, places, matrices, eps, recorded, bound
     known.insert(0, Known(check, *how))
     del known[MOST_GUARDS:]
 

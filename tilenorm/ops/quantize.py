@@ -1,25 +1,41 @@
-"""The reference of quantised norms, in PyTorch operations: the norm's reference, and the cast."""
+"""The cast of normalised rows to 8-bit floats with scales, in PyTorch operations."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...launch.scales import TILE_GROUPS, TILE_ROWS, Scales
-from ...spec import FP8, NormSpec, Quantization
-from .. import reference
-from ..tensors import Tensors
-from .tensors import Results, q_dtype, scale_of
+from ..launch.scales import TILE_GROUPS, TILE_ROWS, Scales
+from ..spec import FP8, NormSpec, Quantization
 
 SMALLEST = 1e-12  # a group whose largest magnitude is smaller has the factor of this
 FIELD = 23  # the bits of float32's mantissa
 MANTISSA = (1 << FIELD) - 1
+# The dtypes that PyTorch has for the arrays that the kernels write.
+SCALE_DTYPES = {"float32": torch.float32, "uint8": torch.float8_e8m0fnu}
 
 
-def forward(spec: NormSpec, tensors: tuple, eps: float, _laid_out: bool = False) -> Results:
-    """tensors: Tensors, and the scale that the caller gives, or None."""
-    y, *others = reference.forward(spec.unquantized, Tensors(*tensors[:-1]), eps)
-    q, scale, amax = quantize(spec, y, tensors[-1])
-    return Results(q, scale, amax, y if spec.quantized.output else None, *others)
+class QuantizedNorm(NamedTuple):
+    """What a quantised norm returns. What was not asked for is None.
+
+    q: the codes, of the input's shape. scale: what a group's codes are multiplied by to get its
+    numbers back. output: the normalised rows before they are quantised. amax: their largest
+    magnitude, float32 (1,). residual_out: input + residual, of the functions that take a residual.
+    """
+
+    q: Tensor
+    scale: Tensor
+    output: Tensor | None = None
+    amax: Tensor | None = None
+    residual_out: Tensor | None = None
+
+    @classmethod
+    def of(cls, made: Sequence, given: Tensor | None, total: Tensor | None) -> "QuantizedNorm":
+        """Of an op's results, the caller's scale, and the sum with the residual."""
+        q, scale, amax, output, *_ = made
+        return cls(q, scale if given is None else given, output, amax, total)
 
 
 def quantize(
@@ -75,3 +91,13 @@ def _laid_out(how: Quantization, hidden: int, scale: Tensor) -> Tensor:
     elif how.layout != "row":
         scale = pad(scale.t(), (0, -rows % 4 if how.layout == "column_tma" else 0))
     return scale_of(scale.reshape(-1), Scales.of(how, hidden, rows))
+
+
+def q_dtype(spec: NormSpec) -> torch.dtype:
+    return getattr(torch, spec.quantized.dtype)
+
+
+def scale_of(array: Tensor, scales: Scales) -> Tensor:
+    """The tensor that the caller gets, of the array that the kernels write."""
+    shaped, dtype = array.as_strided(scales.shape, scales.strides), SCALE_DTYPES[scales.dtype]
+    return shaped if shaped.dtype == dtype else shaped.view(dtype)

@@ -5,9 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..dispatch import normalize
-from .norm import checked
-from .tensors import QuantizedNorm
+from .call import call
+from .quantize import QuantizedNorm
 
 E4M3 = torch.float8_e4m3fn
 
@@ -81,10 +80,10 @@ def rms_norm_quantized(
         ValueError: an unknown scaling; a layout, power_of_2 or scale that does not fit it.
         NotImplementedError: another dtype; nested tensors; torch.func's transforms.
     """
-    tensors = input, None, None, weight, bias, scale
+    tensors = input, weight, bias, scale
     asked = offset, rounding, scaling, dtype, power_of_2, layout, return_output, return_amax
-    made = normalize("rms_norm_quantized", tensors, normalized_shape, eps, asked, backend, checked)
-    return QuantizedNorm.of(made, scale)
+    made = call("rms_norm_quantized", tensors, normalized_shape, eps, asked, backend)
+    return QuantizedNorm.of(made, scale, None)
 
 
 def layer_norm_quantized(
@@ -111,12 +110,10 @@ def layer_norm_quantized(
 
     Args, returns, raises: as tilenorm.layer_norm and rms_norm_quantized.
     """
-    tensors = input, None, None, weight, bias, scale
+    tensors = input, weight, bias, scale
     asked = offset, rounding, scaling, dtype, power_of_2, layout, return_output, return_amax
-    made = normalize(
-        "layer_norm_quantized", tensors, normalized_shape, eps, asked, backend, checked
-    )
-    return QuantizedNorm.of(made, scale)
+    made = call("layer_norm_quantized", tensors, normalized_shape, eps, asked, backend)
+    return QuantizedNorm.of(made, scale, None)
 
 
 def add_rms_norm_quantized(
@@ -146,12 +143,10 @@ def add_rms_norm_quantized(
     Args, returns, raises: as tilenorm.add_rms_norm and rms_norm_quantized. The sum is the field
     residual_out, the last, of what is returned; it is differentiable.
     """
-    tensors = input, residual, None, weight, bias, scale
+    tensors = input, residual, weight, bias, None, scale
     asked = offset, rounding, scaling, dtype, power_of_2, layout, return_output, return_amax
-    made = normalize(
-        "add_rms_norm_quantized", tensors, normalized_shape, eps, asked, backend, checked
-    )
-    return QuantizedNorm.of(made, scale)
+    made = call("add_rms_norm_quantized", tensors, normalized_shape, eps, asked, backend)
+    return QuantizedNorm.of(made, scale, made[4])
 
 
 def add_layer_norm_quantized(
@@ -180,9 +175,7 @@ def add_layer_norm_quantized(
 
     Args, returns, raises: as tilenorm.add_layer_norm and add_rms_norm_quantized.
     """
-    tensors = input, residual, None, weight, bias, scale
+    tensors = input, residual, weight, bias, None, scale
     asked = offset, rounding, scaling, dtype, power_of_2, layout, return_output, return_amax
-    made = normalize(
-        "add_layer_norm_quantized", tensors, normalized_shape, eps, asked, backend, checked
-    )
-    return QuantizedNorm.of(made, scale)
+    made = call("add_layer_norm_quantized", tensors, normalized_shape, eps, asked, backend)
+    return QuantizedNorm.of(made, scale, made[4])

@@ -1,0 +1,113 @@
+"""What Inductor's generated code calls: functions in which everything constant of a call is bound.
+
+Generated code makes one function for each kind of call when it is loaded: of one op, of tensors
+with the same dtypes, device and parameters, with the same options. The function finds what serves
+when it is called first, because code is loaded before a device is used. Then a call checks that its
+tensors are plain, and runs the implementation. Arguments that only the dispatcher can serve go to
+the op.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ..table import OPS
+from .bound import Bound, BoundNorm, bound_of, norm_of
+from .direct import Plain
+from .layout import contiguous_strides_of, rows_shape, vector_of
+from .norm_backward import FACTORS, FIRST, TERMS, Backward
+from .registry import MAX_ROWS, on_device_of
+from .torch_private import reinterpret
+
+MOST_SHAPES = 256  # of inputs, for which a function keeps the shape of the statistics
+
+
+def tensors_of(op: str, given: Sequence[str]) -> tuple[str, ...]:
+    """The names of the tensors that a bound function of an op takes, where tensors of the names
+    `given` are there.
+    """
+    if op in OPS:
+        return tuple(port.name for port in OPS[op].takes)
+    return *FIRST, *(name for name in (*TERMS, *FACTORS) if name in given)
+
+
+def bind(op: str, taken: tuple[str, ...], **options) -> Callable:
+    """A function of an op's tensors of the names `taken` that returns what the op returns, and None
+    for what is absent. options: the op's other arguments by name.
+    """
+    if op in OPS:
+        return forward(op, **options)
+    return backward(taken, **options)
+
+
+def forward(
+    name: str, *, hidden: int, save: bool, backend: str | None, **options
+) -> Callable:
+    op = OPS[name]
+    eps = tuple(options.pop(of) for of in op.eps)
+    asked = (hidden, *(options[of] for of in op.options))
+    most, own = MAX_ROWS * hidden, eps if op.calls else eps[0]
+    numbers = [i for i, port in enumerate(op.makes) if port.lies == "number"]
+    bound: Bound | None = None
+
+    @lru_cache(MOST_SHAPES)
+    def view_of(shape: torch.Size) -> tuple | None:
+        rows = rows_shape(shape, hidden)
+        return None if len(rows) == 1 else (rows, contiguous_strides_of(rows))
+
+    def bound_forward(*tensors: Tensor | None) -> Sequence[Tensor | None]:
+        nonlocal bound
+        x = tensors[0]
+        bound = bound or bound_of(op, tensors, asked, backend)
+        if x.numel() > most or not bound.plain.takes(tensors):
+            of_op = getattr(torch.ops.tilenorm, name)
+            return of_op(*tensors, *asked, *eps, save, backend)
+        with on_device_of(x):
+            made = list((bound.training if save else bound.inference)(tensors, own))
+        view = view_of(x.shape) if save else None
+        for i in numbers:
+            if not save:
+                made[i] = None
+            elif view is not None:
+                made[i] = reinterpret(made[i], *view)
+        return made
+
+    return bound_forward
+
+
+def backward(
+    taken: tuple[str, ...], *, hidden: int, backend: str | None, **options
+) -> Callable:
+    """The same of norm_backward."""
+    most, plain, output = MAX_ROWS * hidden, Plain(), options["output"]
+    constant = options | {"hidden": hidden, "backend": backend}
+    first, end = len(FIRST), len(FIRST) + len(set(TERMS) & set(taken))
+    statistics = [taken.index(name) for name in ("mean", "rstd")]
+    norm: BoundNorm | None = None
+    run: Callable | None = None
+    places: list[int] = []
+
+    def bound_backward(*tensors: Tensor | None) -> Sequence[Tensor | None]:
+        nonlocal norm, run, places
+        dy, dsum, x = tensors[:3]
+        if norm is None:
+            call = Backward.of((), constant | dict(zip(taken, tensors, strict=True)))
+            spec = call.spec
+            needs = call.needs(spec)
+            norm = norm_of(spec, x.device.type, x.get_device(), False, backend)
+            places = [taken.index("input" if role == "x" else role) for role in spec.kept]
+            run = norm.backward(spec, needs)
+        if x.numel() > most or not plain.takes(tensors):
+            given = constant | dict(zip(taken, tensors, strict=True))
+            return torch.ops.tilenorm.norm_backward(**given)
+        saved = [tensors[place] for place in places]
+        for i, place in enumerate(places):
+            if place in statistics:
+                saved[i] = vector_of(saved[i])
+        with on_device_of(dy):
+            found = run(dy, dsum, saved, options["eps"], tensors[first:end])
+        return found if output else (*found, None)
+
+    return bound_backward

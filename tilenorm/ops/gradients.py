@@ -1,0 +1,197 @@
+"""Which gradient goes where: the backward pass of an op, as the steps of its norms."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..launch.calls import Needs
+from ..spec import NormSpec
+from ..table import OPS, Op
+from .reference import branched, layer_scale_gradient
+
+# Where a gradient stands in what a backward pass returns, by the role of the tensor. Behind these
+# stand dy, which is a skip's gradient, and None.
+PLACES = {"x": 0, "residual": 1, "gate": 2, "weight": 3, "bias": 4, "skip": 5, None: 6}
+SUMMED = ("x", "residual", "addend")
+Roles = tuple[str | None, ...]
+
+
+def needs_of(
+    spec: NormSpec, asked: Iterable[str | None], dsum: bool, terms: int = 1, output: bool = False
+) -> Needs:
+    """Which gradients a backward pass computes.
+
+    asked: the roles of the tensors whose gradients are asked for. dsum: whether the sum's gradient
+    comes in; only the gradients of x and residual need it. An input and a residual of one dtype
+    have the same gradient, which is computed once, unless the input is masked or scaled. terms,
+    output: see Needs.
+    """
+    roles = set(asked)
+    if "layer_scale" in roles:  # its gradient is made of the residual's
+        roles.add("residual")
+    if "addend" in roles:
+        roles.add(_addend_as(spec))
+    dx, dresidual = "x" in roles, "residual" in roles and spec.residual is not None
+    if spec.residual is None or spec.shares_dx:
+        dx, dresidual = dx or dresidual, False
+    dgate, dw, db = (r in roles and bool(getattr(spec, r)) for r in ("gate", "weight", "bias"))
+    return Needs(dx, dw, db, dresidual, dgate, dsum and (dx or dresidual), terms, output)
+
+
+def _addend_as(spec: NormSpec) -> str:
+    """Whose gradient an addend gets in its own dtype. One of a third dtype has fewer bits than the
+    residual.
+    """
+    return "x" if spec.addend == spec.dtype else "residual"
+
+
+def refuse_output(spec: NormSpec) -> None:
+    """Raise NotImplementedError where a backward pass cannot write y with the forward's bits."""
+    if reason := spec.output_refused:
+        raise NotImplementedError(
+            f"tilenorm::norm_backward: argument 'output' takes no True for {reason}: y would have"
+            " other bits than the forward pass gave it"
+        )
+
+
+class Step(NamedTuple):
+    """The backward pass of one norm of an op.
+
+    place: which of the op's norms. asked: for each tensor of the norm the role, if its gradient is
+    asked for. ports: the op's names of those tensors. dy, dsum: the op's names of what the incoming
+    gradients are of. kept: where the tensors stand that autograd saved.
+    """
+
+    place: int
+    spec: NormSpec
+    needs: Needs
+    asked: Roles
+    ports: tuple[str | None, ...]
+    dy: str | None
+    dsum: str | None
+    kept: slice
+
+    def ordered(self) -> Callable[[tuple, Tensor, Sequence], tuple]:
+        """A function of the gradients that were computed, dy and the saved tensors that returns the
+        gradients that are asked for, in the order of `asked`.
+        """
+        spec, asked = self.spec, self.asked
+        shared, own = 0 if spec.shares_dx else 1, ("addend", "layer_scale")
+        places = PLACES | {"residual": shared} | dict.fromkeys(own, 6)
+        places["addend"] = 0 if _addend_as(spec) == "x" else shared
+        take = itemgetter(*[places[role] for role in asked])
+        converted = "addend" in asked and spec.addend not in (spec.dtype, spec.residual)
+        if not converted and "layer_scale" not in asked:
+            return lambda found, dy, saved: take((*found[:5], dy, None))
+
+        def order(found: tuple, dy: Tensor, saved: Sequence) -> tuple:
+            grads = list(take((*found[:5], dy, None)))
+            for i, role in enumerate(asked):
+                if role == "addend" and converted:
+                    grads[i] = grads[i].to(getattr(torch, spec.addend))
+                if role == "layer_scale":
+                    grads[i] = layer_scale_gradient(spec, found[shared], named(spec, saved))
+            return tuple(grads)
+
+        return order
+
+
+def named(spec: NormSpec, saved: Sequence) -> dict[str, Any]:
+    """The tensors that autograd saved of a norm, by their roles."""
+    return dict(zip((*spec.kept, "input"), saved, strict=False))
+
+
+def steps_of(
+    op: Op, specs: Sequence[NormSpec], asked: Sequence[bool], arrived: Sequence[bool]
+) -> tuple[Step, ...]:
+    """The steps of the backward pass of an op, in the order in which they run.
+
+    asked: for each tensor that the op takes, whether its gradient is asked for. arrived: for each
+    tensor that users get, whether its gradient comes in.
+    """
+    wanted = {port.name for port, need in zip(op.takes, asked, strict=False) if need}
+    comes = {port.name for port, came in zip(op.makes, arrived, strict=False) if came}
+    first = {port.name for port in op.takes}
+    kept, end = [], 0
+    for spec in specs:
+        start, end = end, end + len(spec.kept) + bool(spec.layer_scale)
+        kept.append(slice(start, end))
+    steps = []
+    for place in reversed(range(len(specs))):
+        stage, spec = op.stages[place], specs[place]
+        ports, dsum = stage.ports, stage.ports.get("sum")
+        x = ports["x"]
+        inside = x not in first  # x is what an earlier norm has made
+        if inside:
+            if ports["y"] not in comes:
+                continue
+            if any(_leads(op, earlier, wanted) for earlier in range(place)):
+                wanted.add(x)
+            if x in comes:  # the gradient from outside is added before the only rounding
+                dsum, spec = x, replace(spec, residual=spec.dtype)
+        names = tuple(ports.get(role) for role in OPS[stage.op].roles)
+        roles = tuple(
+            role if name in wanted else None
+            for role, name in zip(OPS[stage.op].roles, names, strict=True)
+        )
+        dy, dsum = ports["y"] if ports["y"] in comes else None, dsum if dsum in comes else None
+        if dy is None and dsum is None:
+            continue
+        needs = needs_of(spec, roles, dsum is not None)
+        names = tuple(n if r else None for n, r in zip(names, roles, strict=True))
+        steps.append(Step(place, spec, needs, roles, names, dy, dsum, kept[place]))
+        if inside and x in wanted:
+            comes.add(x)
+    return tuple(steps)
+
+
+def _leads(op: Op, place: int, wanted: set[str]) -> bool:
+    """Whether a gradient is asked for that one of the op's norms gives."""
+    stage = op.stages[place]
+    return any(stage.ports.get(role) in wanted for role in OPS[stage.op].roles)
+
+
+def run_steps(
+    op: Op, steps: Sequence[Step], grads: Sequence, saved: Sequence, eps: tuple, run: Callable
+) -> tuple[Tensor | None, ...]:
+    """The gradient of each tensor that the op takes, or None.
+
+    grads: of the tensors that users get. eps: of each norm. run: computes gradients, in the order
+    of Needs.gradients, given a step, dy, dsum, the tensors that were saved for it and its eps.
+    """
+    by_name = dict(zip([port.name for port in op.makes], grads, strict=False))
+    found: dict[str, Tensor | None] = {}
+    for step in steps:
+        kept = saved[step.kept]
+        dy, dsum = by_name.get(step.dy), by_name.get(step.dsum)
+        if dy is None:
+            given = through_sum(step.spec, step.asked, dsum, named(step.spec, kept))
+        else:
+            computed = any(step.needs.gradients)
+            grads = run(step, dy, dsum, kept, eps[step.place]) if computed else (None,) * 5
+            given = step.ordered()(grads, dy, kept)
+        there = {name: grad for name, grad in zip(step.ports, given, strict=True) if name}
+        found, by_name = found | there, by_name | there
+    return tuple([found.get(port.name) for port in op.takes])
+
+
+def through_sum(
+    spec: NormSpec, asked: Roles, dsum: Tensor, saved: dict[str, Any]
+) -> list[Tensor | None]:
+    """The gradients where only the sum was used: copies, because dsum is the caller's."""
+    found: list[Tensor | None] = []
+    for role in asked:
+        grad = None
+        if role in SUMMED:
+            dtype = spec.dtype if role == "x" else getattr(spec, role)
+            grad = dsum.to(getattr(torch, dtype), copy=True)
+        if role == "x":
+            grad = branched(spec, grad, saved.get("layer_scale"), saved.get("dropout_mask"))
+        if role == "layer_scale":
+            grad = layer_scale_gradient(spec, dsum, saved)
+        found.append(grad)
+    return found

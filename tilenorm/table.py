@@ -1,0 +1,212 @@
+"""Every op as one row: the tensors that it takes and makes, its options, and what it is made of.
+
+From a row follow the op's schema, fake, implementations, derivative, autocast and sharding rules,
+the checks of a call and their messages, and which array of the kernels each tensor is.
+"""
+
+from typing import NamedTuple
+
+
+class Port(NamedTuple):
+    """A tensor of an op.
+
+    lies: "rows" has the input's shape; "mask" has it too, of torch.bool; "affine" has the shape
+    normalized_shape, or (H, *normalized_shape) by heads; "vector" has normalized_shape alone;
+    "scalar" is one number. Of what is made also: "number" has one number a row; "scales" one a
+    group; "one" is (1,).
+    role: the tensor's name in a norm: the array of the kernels, and of a tensor that is taken the
+    field of NormSpec that holds its dtype.
+    needed: every call has it. cast: autocast casts it, as it casts the input of a norm.
+    shown: the argument of the public function, where it has another name.
+    like: of what is made, the dtype: that of a port; or, for "number", float64 where a port of
+    these, separated by spaces, is float64, else float32; or "dtype" and "scale" of a quantised
+    norm; or a dtype's name.
+    when: of what is made, the option without which it is absent, or "save". unless: the port that
+    stands in its place, if a call has that port.
+    grad: whether it has a gradient.
+    """
+
+    name: str
+    lies: str = "rows"
+    role: str = ""
+    needed: bool = False
+    cast: bool = False
+    shown: str = ""
+    like: str = ""
+    when: str = ""
+    unless: str = ""
+    grad: bool = True
+
+    @property
+    def argument(self) -> str:
+        """The name of the public function's argument."""
+        return self.shown or self.name
+
+
+class Option(NamedTuple):
+    """An option of a public function. kind: its type in a schema. words: the values of a str."""
+
+    kind: str
+    default: object = None
+    words: tuple[str, ...] = ()
+
+
+class Stage(NamedTuple):
+    """One norm of an op. op: the name of the op that does it alone. ports: the port of the whole
+    for each role of that op.
+    """
+
+    op: str
+    ports: dict[str, str]
+
+
+class Op(NamedTuple):
+    """A row of the table.
+
+    norm: "rms" or "layer". takes, makes: in the order of a call's tensors; what users get comes
+    first in makes. options: names of OPTIONS, in the order of a call. calls: of an op that stands
+    for several calls, the stages; no op else has any.
+    """
+
+    name: str
+    norm: str
+    takes: tuple[Port, ...]
+    makes: tuple[Port, ...]
+    options: tuple[str, ...] = ("offset", "rounding")
+    calls: tuple[Stage, ...] = ()
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The norms that the op is made of, in the order in which they run."""
+        ports = {port.role: port.name for port in (*self.takes, *self.makes)}
+        return self.calls or (Stage(self.name, ports),)
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The roles of the tensors that are taken."""
+        return tuple(port.role for port in self.takes)
+
+    @property
+    def made(self) -> tuple[str, ...]:
+        """The roles of the tensors that are made."""
+        return tuple(port.role for port in self.makes)
+
+    @property
+    def shown(self) -> int:
+        """How many of the tensors that are made the user gets."""
+        return sum(port.lies != "number" for port in self.makes)
+
+    @property
+    def quantized(self) -> bool:
+        return "scaling" in self.options
+
+    @property
+    def eps(self) -> tuple[str, ...]:
+        """The names of the eps of its stages, in a schema."""
+        return ("eps", "next_eps")[: len(self.stages)]
+
+    @property
+    def adds(self) -> bool:
+        """Whether the norm is of the input + residual."""
+        return "sum" in self.made and not self.calls
+
+
+OPTIONS = {
+    "offset": Option("float", 0.0),
+    "rounding": Option("str", "late", ("late", "early")),
+    "dropout_scale": Option("float", 1.0),
+    "norm_before_gate": Option("bool", True),
+    "activation": Option("str", "silu", ("silu", "sigmoid")),
+    "scaling": Option("str", None, ("row", "block", "mx", "tensor")),
+    "dtype": Option("ScalarType"),
+    "power_of_2": Option("bool", False),
+    "layout": Option("str"),
+    "return_output": Option("bool", False),
+    "return_amax": Option("bool", False),
+}
+QUANTIZATION = ("scaling", "dtype", "power_of_2", "layout", "return_output", "return_amax")
+
+X = Port("input", role="x", needed=True, cast=True)
+RESIDUAL = Port("residual", role="residual", needed=True)
+ADDEND = Port("addend", role="addend", shown="residual[0]")
+DROPOUT_MASK = Port("dropout_mask", "mask", role="dropout_mask", grad=False)
+LAYER_SCALE = Port("layer_scale", "vector", role="layer_scale")
+SKIP = Port("residual", role="skip", needed=True, cast=True)
+GATE = Port("gate", role="gate", needed=True)
+WEIGHT = Port("weight", "affine", role="weight")
+BIAS = Port("bias", "affine", role="bias")
+GIVEN = Port("given_scale", "scalar", role="given_scale", shown="scale", grad=False)
+
+Y = Port("output", role="y", like="input")
+SUM = Port("residual_out", role="sum", like="residual")
+MEAN = Port("mean", "number", role="mean", like="input", when="save", grad=False)
+RSTD = MEAN._replace(name="rstd", role="rstd")
+Q = Port("q", role="q", like="dtype", grad=False)
+SCALE = Port("scale", "scales", role="scale", like="scale", unless="given_scale", grad=False)
+AMAX = Port("amax", "one", role="amax", like="float32", when="return_amax", grad=False)
+QUANTIZED = (Q, SCALE, AMAX, Y._replace(when="return_output"))
+
+
+def _ops_of(norm: str) -> tuple[Op, ...]:
+    """The ops of one norm."""
+    name, affine, plain = f"{norm}_norm", (WEIGHT, BIAS), ("offset", "rounding")
+    numbers = (MEAN, RSTD) if norm == "layer" else (RSTD,)
+    of_sum = tuple(port._replace(like="input residual") for port in numbers)
+    branch, quantized = (ADDEND, DROPOUT_MASK, LAYER_SCALE), (*plain, *QUANTIZATION)
+    gated = (*plain, "norm_before_gate", "activation")
+    added = (*plain, "dropout_scale")
+    after = Y._replace(like="residual")
+    return (
+        Op(name, norm, (X, *affine), (Y, *numbers), plain),
+        Op(f"add_{name}", norm, (X, RESIDUAL, *affine, *branch), (Y, SUM, *of_sum), added),
+        Op(f"gated_{name}", norm, (X, GATE, *affine), (Y, *numbers), gated),
+        Op(f"{name}_add", norm, (X, SKIP, *affine), (after, *numbers), plain),
+        Op(f"{name}_quantized", norm, (X, *affine, GIVEN), (*QUANTIZED, *numbers), quantized),
+        Op(
+            f"add_{name}_quantized",
+            norm,
+            (X, RESIDUAL, *affine, ADDEND, GIVEN),
+            (*QUANTIZED, SUM, *of_sum),
+            quantized,
+        ),
+    )
+
+
+# The second norm reads the sum that the first one writes. The kernels know the first as the inner.
+RMS_NORM_ADD_RMS_NORM = Op(
+    "rms_norm_add_rms_norm",
+    "rms",
+    (
+        X,
+        SKIP._replace(role="residual"),
+        WEIGHT._replace(role="inner_w"),
+        WEIGHT._replace(name="next_weight"),
+    ),
+    (
+        Y._replace(like="residual"),
+        SUM,
+        RSTD._replace(role="inner_rstd"),
+        RSTD._replace(name="next_rstd", like="residual"),
+    ),
+    calls=(
+        Stage(
+            "rms_norm_add",
+            {
+                "x": "input",
+                "skip": "residual",
+                "weight": "weight",
+                "y": "residual_out",
+                "rstd": "rstd",
+            },
+        ),
+        Stage(
+            "rms_norm",
+            {"x": "residual_out", "weight": "next_weight", "y": "output", "rstd": "next_rstd"},
+        ),
+    ),
+)
+_ROWS = (*_ops_of("rms"), *_ops_of("layer"), RMS_NORM_ADD_RMS_NORM)
+OPS = {op.name: op for op in _ROWS}
+# The ops of one norm, by whether their output is quantised.
+NORMS = tuple(op.name for op in _ROWS if not op.calls and not op.quantized)
+QUANTIZED_NORMS = tuple(op.name for op in _ROWS if op.quantized)
