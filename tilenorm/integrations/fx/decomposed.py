@@ -54,8 +54,8 @@ def extended(norm: Norm) -> Norm:
 
     Raises Left if one of these nodes is malformed.
     """
-    y = norm.outputs.get(0)
-    if y is None or any(node.users for place, node in norm.outputs.items() if place):
+    y = norm.outputs.get("output")
+    if y is None or any(node.users for name, node in norm.outputs.items() if name != "output"):
         return norm
     reader = Reader(norm.x, norm.norm == "layer", norm.dims)
     given = [node for node in (norm.x, norm.weight, norm.bias) if node is not None]
@@ -157,7 +157,7 @@ def _norm(reader: Reader, end: Node, term: Term) -> Norm:
         raise Left(f"its output is {value_of(end).dtype}, its input {dtype}")
     return Norm(
         "layer" if reader.centred else "rms", reader.x, term.weight, term.bias, reader.dims,
-        term.eps, term.offset, _rounding(term, dtype), {0: end}, end, tuple(sorted(inside)),
+        term.eps, term.offset, _rounding(term, dtype), {"output": end}, end, tuple(sorted(inside)),
         term.gate, term.activation,
     )  # fmt: skip
 

@@ -15,44 +15,30 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
-from torch.fx.node import map_aggregate, map_arg
+from torch.fx.node import map_arg
 
-from ...ops.library import Backward
-from ...ops.plans import spec_of_tensors
 from ...ops.sharding import is_distributed
-from ...spec import Options
-from .emit import derived, result_of
+from .calls import COMMON, NORM, NORM_BACKWARD, TERMS, Call, derived, read_by, result_of
 from .nodes import (
     DETACHES,
     Left,
     bind,
     erase,
-    is_idle,
     is_recomputed,
-    item_of,
-    key_of,
     name_of,
     only_user,
+    operands,
     value_of,
-    values_of,
     writes,
     written,
 )
 from .norms import alike, known
 
-NORM_BACKWARD = torch.ops.tilenorm.norm_backward.default
-TENSORS = tuple(a.name for a in NORM_BACKWARD._schema.arguments if "Tensor" in str(a.type))
-EAGER_VALUES = "eager_input_vals"  # what Inductor compares an op's arguments with
-NORM = torch.ops.tilenorm.norm.default
-SUM, RSTD, OUTPUT = 1, 3, 5  # indices among the results of the two ops
 VIEWS = ("view", "reshape", "_unsafe_view", "permute", "transpose", "t", "unsqueeze", "squeeze")
 VIEWS += DETACHES
 # Results that are saved for the backward pass, and not computed again from what they are made of.
 SAVED = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm", "_grouped_mm")
 ATTENTION = "_scaled_dot_product"
-# What the forward and the backward call of a norm have in common.
-COMMON = ("gate", "weight", "bias", *Options._fields, "eps")
-TERMS = ("grad_output", "grad_output_2", "grad_output_3", "grad_output_4")
 WRITTEN = "a node in between may write to a tensor"
 
 
@@ -78,75 +64,6 @@ class Folds:
         return lines + [f"  {name} does not fold: {why}" for name, why in self.left]
 
 
-class Call:
-    """A call of tilenorm::norm_backward.
-
-    arguments: all of them by name. Raises Left if they do not fit the op's schema, if a tensor has
-    no metadata, or if the node has a tag of activation checkpointing.
-    """
-
-    def __init__(self, node: Node):
-        if is_recomputed(node):
-            raise Left("it is part of a forward pass that is computed again")
-        self.node, self.arguments = node, bind(node)
-        for name in TENSORS:
-            tensor = self.arguments[name]
-            if tensor is not None and value_of(tensor) is None:
-                raise Left(f"its argument {name!r} is {tensor}, of which no shape is known")
-
-    def change(self, **arguments: object) -> None:
-        """Change some arguments, and the metadata of the arguments."""
-        node = self.node
-        self.arguments |= arguments
-        node.args, node.kwargs = tuple(self.arguments.values()), {}
-        if EAGER_VALUES in node.meta:
-            node.meta[EAGER_VALUES] = (self.values, {})
-
-    @property
-    def values(self) -> tuple[object, ...]:
-        """The traced values of the arguments."""
-        arguments = tuple(self.arguments.values())
-        return map_aggregate(arguments, lambda a: values_of(a) if isinstance(a, Node) else a)
-
-    def results(self, place: int) -> list[Node]:
-        """The nodes that read one result and that other nodes use."""
-        return [user for user in items(self.node, place) if not is_idle(user) and user.users]
-
-
-def items(node: Node, place: int) -> list[Node]:
-    """The nodes that read one result of a call."""
-    return [user for user in node.users if item_of(user) == (node, place)]
-
-
-def operands_of_sum(node: object, like: Tensor) -> tuple[Node, ...]:
-    """The two tensors whose sum a node is, if they and the sum are contiguous and as `like`."""
-    if not isinstance(node, Node) or node.target is not torch.ops.aten.add.Tensor:
-        return ()
-    first, second, alpha = bind(node).values()
-    values = [value_of(n) for n in (node, first, second)]
-    if alpha != 1 or not all(alike(v, like) for v in values):
-        return ()
-    plain = all(_is_contiguous(v) and not is_distributed(v) for v in values)
-    return (first, second) if plain else ()
-
-
-def before_detach(node: Node) -> Node:
-    """The node before those that give the same tensor to autograd."""
-    while name_of(node) in DETACHES and isinstance(source := bind(node)["self"], Node):
-        node = source
-    return node
-
-
-def _is_contiguous(value: Tensor) -> bool:
-    """Whether a tensor is contiguous for all values of its symbols. Adds no guard."""
-    stride = 1
-    for size, actual in zip(reversed(value.shape), reversed(value.stride()), strict=True):
-        if not statically_known_true(size == 1) and not statically_known_true(actual == stride):
-            return False
-        stride = stride * size
-    return True
-
-
 def fold_sums(graph: Graph, *, output: bool = False) -> Folds:
     """Fold the sums around the gradients of a graph into them. The graph is changed in place.
 
@@ -163,9 +80,11 @@ def fold_sums(graph: Graph, *, output: bool = False) -> Folds:
     if output:
         steps.append(partial(_output, backward=of_tangents(graph)))
     folded, left = [], []
-    for node in [n for n in graph.nodes if n.target is NORM_BACKWARD]:
+    for node in graph.find_nodes(op="call_function", target=NORM_BACKWARD):
         for step in steps:
             try:
+                if is_recomputed(node):
+                    raise Left("it is part of a forward pass that is computed again")
                 if kind := step(Call(node)):
                     folded.append((kind, node.name))
             except Left as reason:
@@ -175,18 +94,18 @@ def fold_sums(graph: Graph, *, output: bool = False) -> Folds:
 
 def _terms(call: Call) -> str | None:
     """Fold the additions whose result is dy."""
-    if any(call.arguments[name] is not None for name in TERMS[1:]):
+    if any(call[name] is not None for name in TERMS[1:]):
         return None
-    first, more, sums = call.arguments["grad_output"], [], []
+    first, more, sums = call[TERMS[0]], [], []
     like = known(first)
-    while len(more) < len(TERMS) - 1 and (pair := operands_of_sum(first, like)):
+    while len(more) < len(TERMS) - 1 and (pair := _terms_of(first, like)):
         reads = sum(argument is first for argument in call.arguments.values())
         if only_user(first) is None or reads > 1:
             if not more:
                 raise Left(f"other nodes use the sum {first.name}")
             break
         sums.append(first)
-        inner = [n for n in pair if operands_of_sum(n, like) and only_user(n)]
+        inner = [n for n in pair if _terms_of(n, like) and only_user(n)]
         first, other = pair if not inner or inner[0] is pair[0] else pair[::-1]
         more.insert(0, other)
         if first is other:
@@ -203,23 +122,23 @@ def _terms(call: Call) -> str | None:
 
 def _sum(call: Call) -> str | None:
     """Fold the addition of dx to another gradient."""
-    gradients = call.results(0)
+    gradients = call.used("grad_input")
     total = only_user(gradients[0]) if len(gradients) == 1 else None
     if total is None:
         return None
     (dx,) = gradients
-    pair = operands_of_sum(total, known(dx))
+    pair = _terms_of(total, known(dx))
     if not pair or pair[0] is pair[1]:
         return None
     other = pair[1] if pair[0] is dx else pair[0]
-    source, _ = item_of(other)
+    source, _ = read_by(other)
     if source is not None and source.target is NORM_BACKWARD and call.node < other:
         return None  # the later one of two gradients takes their sum
-    if any(call.arguments[name] is not None for name in ("dropout_mask", "layer_scale")):
+    if any(call[name] is not None for name in ("dropout_mask", "layer_scale")):
         raise Left(f"{total.name} adds to the gradient of an input that is masked or scaled")
-    if call.arguments["grad_sum"] is not None:
+    if call["grad_sum"] is not None:
         raise Left(f"it has the gradient of its sum already, and {total.name} adds another")
-    if call.results(1) or known(dx).dtype != known(call.arguments["input"]).dtype:
+    if call.used("grad_residual") or known(dx).dtype != known(call["input"]).dtype:
         raise Left(f"{total.name} is the gradient of the input, but not of the residual")
     if call.node < other:
         raise Left(f"{other.name}, which {total.name} adds to its result, is computed after it")
@@ -229,6 +148,27 @@ def _sum(call: Call) -> str | None:
     total.replace_all_uses_with(dx)
     erase(total)
     return "sum"
+
+
+def _terms_of(node: object, like: Tensor) -> tuple[Node, ...]:
+    """The two tensors whose sum a node is, if they and the sum are contiguous and as `like`."""
+    if not isinstance(node, Node) or node.target is not torch.ops.aten.add.Tensor:
+        return ()
+    terms = operands(node)
+    values = [value_of(n) for n in (node, *terms)]
+    if not all(alike(v, like) and _is_contiguous(v) and not is_distributed(v) for v in values):
+        return ()
+    return terms
+
+
+def _is_contiguous(value: Tensor) -> bool:
+    """Whether a tensor is contiguous for all values of its symbols. Adds no guard."""
+    stride = 1
+    for size, actual in zip(reversed(value.shape), reversed(value.stride()), strict=True):
+        if not statically_known_true(size == 1) and not statically_known_true(actual == stride):
+            return False
+        stride = stride * size
+    return True
 
 
 def of_tangents(graph: Graph) -> set[Node]:
@@ -260,24 +200,37 @@ def _output(call: Call, backward: set[Node]) -> str | None:
         return None
     if returned:
         raise Left(f"{returned} is a result of the graph")
-    if is_recomputed(norm):
+    if is_recomputed(norm.node):
         raise Left("its forward pass is computed again, and y is not saved")
-    of_values = Backward.of(call.values)
-    if why := spec_of_tensors(of_values.tensors, of_values.options).output_refused:
-        raise Left(f"its backward pass writes no y for {why}")
     later = _later(call, {reader for _, reader in reads})
-    values, y = values_of(call.node), known(items(norm, 0)[0])
-    if not isinstance(values, tuple | list) or len(values) != OUTPUT + 1:
-        raise Left("its results are not those of the op")
-    call.change(output=True)
-    call.node.meta[key_of(call.node)] = (*values[:OUTPUT], y)
+    call.write_output(known(norm.readers("output")[0]))
     _replace(call, reads, later)
     return "output"
 
 
-def _reads(norm: Node, backward: set[Node]) -> Iterator[tuple[tuple[Node, ...], Node]]:
+def _norm_of(call: Call) -> Call | None:
+    """The forward pass whose rstd a gradient reads, if both have the same arguments."""
+    source, name = read_by(_before_detach(call["rstd"]))
+    if source is None or source.target is not NORM or name != "rstd":
+        return None
+    norm, x = Call(source), _before_detach(call["input"])
+    if norm["residual"] is not None:
+        same = read_by(x) == (source, "sum")
+    else:
+        same = _before_detach(norm["input"]) is x
+    return norm if same and all(norm[name] == call[name] for name in COMMON) else None
+
+
+def _before_detach(node: Node) -> Node:
+    """The node before those that give the same tensor to autograd."""
+    while name_of(node) in DETACHES and isinstance(source := bind(node)["self"], Node):
+        node = source
+    return node
+
+
+def _reads(norm: Call, backward: set[Node]) -> Iterator[tuple[tuple[Node, ...], Node]]:
     """What the backward pass reads of y: y or a view of it, with the views on the way to it."""
-    stack = [(item,) for item in items(norm, 0)]
+    stack = [(item,) for item in norm.readers("output")]
     while stack:
         path = stack.pop()
         for user in path[-1].users:
@@ -287,12 +240,12 @@ def _reads(norm: Node, backward: set[Node]) -> Iterator[tuple[tuple[Node, ...], 
                 stack.append((*path, user))
 
 
-def _returned(norm: Node, backward: set[Node]) -> Node | None:
+def _returned(norm: Call, backward: set[Node]) -> Node | None:
     """A result of the graph that is y or a view of y, or None.
 
     Raises Left if the backward pass reads what is made of y: it is computed again from y.
     """
-    returned, seen, stack = None, set(), [(item, True) for item in items(norm, 0)]
+    returned, seen, stack = None, set(), [(item, True) for item in norm.readers("output")]
     while stack:
         node, is_view = stack.pop()
         for user in node.users:
@@ -304,6 +257,14 @@ def _returned(norm: Node, backward: set[Node]) -> Node | None:
                 seen.add(user)
                 stack.append((user, is_view and name_of(user) in VIEWS))
     return returned
+
+
+def _is_saved(node: Node) -> bool:
+    """Whether a node's result is saved for the backward pass, or made by no op of PyTorch's."""
+    name = name_of(node)
+    if name is None or not isinstance(node.target, OpOverload):
+        return node.target is not operator.getitem
+    return name in SAVED or name.startswith(ATTENTION)
 
 
 def _later(call: Call, readers: set[Node]) -> list[Node]:
@@ -325,32 +286,11 @@ def _later(call: Call, readers: set[Node]) -> list[Node]:
     return list(later)
 
 
-def _norm_of(call: Call) -> Node | None:
-    """The forward pass whose rstd a gradient reads, if both have the same arguments."""
-    norm, place = item_of(before_detach(call.arguments["rstd"]))
-    if norm is None or norm.target is not NORM or place != RSTD:
-        return None
-    arguments, x = bind(norm), before_detach(call.arguments["input"])
-    if arguments["residual"] is not None:
-        same = item_of(x) == (norm, SUM)
-    else:
-        same = isinstance(arguments["input"], Node) and before_detach(arguments["input"]) is x
-    return norm if same and all(arguments[n] == call.arguments[n] for n in COMMON) else None
-
-
-def _is_saved(node: Node) -> bool:
-    """Whether a node's result is saved for the backward pass, or made by no op of PyTorch's."""
-    name = name_of(node)
-    if name is None or not isinstance(node.target, OpOverload):
-        return node.target is not operator.getitem
-    return name in SAVED or name.startswith(ATTENTION)
-
-
 def _replace(call: Call, reads: list[tuple[tuple[Node, ...], Node]], later: list[Node]) -> None:
     """Have readers read views of the gradient's output, and stand after it."""
     graph, node = call.node.graph, call.node
     with graph.inserting_after(node):
-        last = result_of(node, OUTPUT, node)
+        last = result_of(node, "output", node)
     new = {path[0]: last for path, _ in reads}
     for path, reader in reads:
         for view in path[1:]:

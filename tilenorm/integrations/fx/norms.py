@@ -25,9 +25,12 @@ PARAMETER_DTYPES = tuple(getattr(torch, name) for name in DTYPES)
 SINGLE = ("rms_norm", "layer_norm")  # their result is the output alone
 FORWARD = (*SINGLE, "_fused_rms_norm", "native_layer_norm")
 BACKWARD = ("_fused_rms_norm_backward", "native_layer_norm_backward")
-# For each result of aten's op: its index among the results of tilenorm's op.
-FORWARD_INDICES = {"rms": (0, 3), "layer": (0, 2, 3)}  # output, mean (LayerNorm only), rstd
-BACKWARD_INDICES = {"rms": (0, 3), "layer": (0, 3, 4)}  # gradients of input, weight, bias
+# For each result of aten's ops: its name among the results of tilenorm's op.
+OUTPUTS = {"rms": ("output", "rstd"), "layer": ("output", "mean", "rstd")}
+GRADIENTS = {
+    "rms": ("grad_input", "grad_weight"),
+    "layer": ("grad_input", "grad_weight", "grad_bias"),
+}
 
 
 @dataclass(frozen=True)
@@ -36,8 +39,7 @@ class Norm:
 
     Attributes:
         norm: "rms" or "layer".
-        outputs: the nodes of output, mean and rstd, by their index among the results of
-            tilenorm::norm.
+        outputs: the nodes of output, mean and rstd, by their names.
         at: tilenorm's op goes to this node's place in the graph and takes over its metadata.
         parts: the nodes that compute the norm. Those that nothing else uses are erased.
     """
@@ -50,7 +52,7 @@ class Norm:
     eps: float
     offset: float
     rounding: str
-    outputs: dict[int, Node]
+    outputs: dict[str, Node]
     at: Node
     parts: tuple[Node, ...]
     gate: Node | None = None
@@ -73,7 +75,7 @@ class Norm:
         Elementwise operations give their output the memory order of their input, which may be a
         transposed view (queries and keys often are). tilenorm's output is always contiguous.
         """
-        y = known(self.outputs[0]) if 0 in self.outputs else known(self.x)
+        y = known(self.outputs.get("output", self.x))
         by_heads = self.weight is not None and known(self.weight).dim() > self.dims
         if y.is_contiguous() or by_heads or len(self.outputs) > 1:
             return list(range(y.dim()))
@@ -82,22 +84,21 @@ class Norm:
 
     def check(self) -> None:
         """Raise Left, with the reason, if tilenorm's op would give another result."""
-        x, outputs = known(self.x), {place: known(node) for place, node in self.outputs.items()}
-        for place, output in outputs.items():
-            if place == 0:
-                check_shape("output", output, x.shape)
+        x = known(self.x)
+        for name, node in self.outputs.items():
+            if name == "output":
+                check_shape(name, known(node), x.shape)
+                check_layout(name, known(node).permute(self.order), x)
             else:
-                check_shape("statistic", output, statistic_shape(x, self.dims))
-        if 0 in outputs:
-            check_layout("output", outputs[0].permute(self.order), x)
-        check_tensors(x, self.gate, self.weight, self.bias, self.dims, self.options)
+                check_shape("statistic", known(node), statistic_shape(x, self.dims))
+        check_tensors(self.x, self.gate, self.weight, self.bias, self.dims, self.options)
 
 
 @dataclass(frozen=True)
 class Gradient:
     """The gradients of a norm, computed by aten's op.
 
-    outputs, at: as in Norm. mask: which results of tilenorm::norm_backward to compute.
+    outputs, at: as in Norm. wanted: the names of the gradients to compute.
     """
 
     norm: str
@@ -108,13 +109,17 @@ class Gradient:
     mean: Node | None
     rstd: Node
     dims: int
-    mask: tuple[bool, ...]
-    outputs: dict[int, Node]
+    wanted: frozenset[str]
+    outputs: dict[str, Node]
     at: Node
 
     @property
     def kind(self) -> str:
         return f"{self.norm}_norm_backward"
+
+    @property
+    def options(self) -> Options:
+        return Options(hidden_of(known(self.x), self.dims), self.norm)
 
     def check(self) -> None:
         """Raise Left, with the reason, if tilenorm's op would give another result."""
@@ -129,14 +134,13 @@ class Gradient:
                 if statistic.dtype not in PARAMETER_DTYPES or statistic.device != x.device:
                     raise Left(f"its {name} is {statistic.dtype} on {statistic.device}")
                 check_contiguous(name, statistic)
-        outputs = {p: known(node) for p, node in self.outputs.items() if self.mask[p]}
-        for place, output in outputs.items():
-            like = {0: self.x, 3: self.weight, 4: self.bias}[place]
+        likes = {"grad_input": self.x, "grad_weight": self.weight, "grad_bias": self.bias}
+        for name in self.wanted & self.outputs.keys():
+            like, output = likes[name], known(self.outputs[name])
             check_shape(f"gradient of {like}", output, known(like).shape)
-        if 0 in outputs:
-            check_layout("gradient", outputs[0], x)
-        options = Options(hidden_of(x, self.dims), self.norm)
-        check_tensors(x, None, self.weight, self.bias, self.dims, options)
+            if like is self.x:
+                check_layout("gradient", output, x)
+        check_tensors(self.x, None, self.weight, self.bias, self.dims, self.options)
 
 
 def known(node: object) -> Tensor:
@@ -166,6 +170,31 @@ def check_shape(name: str, value: Tensor, expected: Sequence[int | SymInt]) -> N
         raise Left(f"its {name} has the shape {list(value.shape)}, not {list(expected)}")
 
 
+def check_tensors(node: Node, gate, weight, bias, dims: int, options: Options) -> None:
+    """Raise Left if the kernels do not support a norm's tensors. node: the input."""
+    x, given = known(node), {"gate": gate, "weight": weight, "bias": bias}
+    tensors = {name: known(node) for name, node in given.items() if node is not None}
+    for name, tensor in tensors.items():
+        if name == "gate":
+            check_shape(name, tensor, x.shape)
+            if tensor.device != x.device:
+                raise Left(f"its gate is on {tensor.device}, its input on {x.device}")
+        elif not parameter_fits(tensor, x, dims) or tensor.device != x.device:
+            of = f"{tensor.dtype} of shape {list(tensor.shape)} on {tensor.device}"
+            raise Left(f"its {name} is {of}, which does not fit the input")
+    check_spec(spec_of_tensors(Tensors(x, **tensors), options), x)
+
+
+def check_spec(spec: NormSpec, x: Tensor) -> None:
+    """Raise Left if the kernels do not support a spec on the device of x."""
+    if x.device.type == "cuda":
+        reason = cutile_refuses(spec, 0, device_of("cuda", x.device.index))
+    else:
+        reason = spec_refused(spec) if x.is_cpu else f"its input is on {x.device.type}"
+    if reason:
+        raise Left(reason)
+
+
 def statistic_shape(x: Tensor, dims: int) -> tuple[int | SymInt, ...]:
     """The shape of aten's statistics: the normalised dimensions are ones."""
     return (*x.shape[: x.dim() - dims], *[1] * dims)
@@ -177,31 +206,6 @@ def hidden_of(x: Tensor, dims: int) -> int:
     if not all(map(_is_known, sizes)):
         raise Left("the number of elements that it normalises together is symbolic")
     return math.prod(map(int, sizes))
-
-
-def check_tensors(x: Tensor, gate, weight, bias, dims: int, options: Options) -> None:
-    """Raise Left if the kernels do not support a norm's tensors."""
-    if gate is not None:
-        check_shape("gate", known(gate), x.shape)
-        if known(gate).device != x.device:
-            raise Left(f"its gate is on {known(gate).device}, its input on {x.device}")
-    affine = {name: known(p) for name, p in (("weight", weight), ("bias", bias)) if p is not None}
-    for name, parameter in affine.items():
-        if not parameter_fits(parameter, x, dims) or parameter.device != x.device:
-            of = f"{parameter.dtype} of shape {list(parameter.shape)} on {parameter.device}"
-            raise Left(f"its {name} is {of}, which does not fit the input")
-    gates = {} if gate is None else {"gate": known(gate)}
-    check_spec(spec_of_tensors(Tensors(x, **gates, **affine), options), x)
-
-
-def check_spec(spec: NormSpec, x: Tensor) -> None:
-    """Raise Left if the kernels do not support a spec on the device of x."""
-    if x.device.type == "cuda":
-        reason = cutile_refuses(spec, 0, device_of("cuda", x.device.index))
-    else:
-        reason = spec_refused(spec) if x.is_cpu else f"its input is on {x.device.type}"
-    if reason:
-        raise Left(reason)
 
 
 def _is_known(size: int | SymInt) -> bool:
@@ -245,38 +249,24 @@ def match_fused(node: Node) -> Norm | Gradient | None:
 
     Raises Left if the node is a norm that tilenorm's op cannot replace.
     """
-    if name_of(node) in FORWARD:
-        return _forward(node, bind(node))
-    return _backward(node, bind(node)) if name_of(node) in BACKWARD else None
-
-
-def _forward(node: Node, args: dict) -> Norm:
-    norm = _norm_of(node)
-    x, eps, dims = known(args["input"]), args["eps"], _dims(args)
-    eps = default_eps(x) if eps is None else number_of(eps)
+    name = name_of(node)
+    if name not in (*FORWARD, *BACKWARD):
+        return None
+    args, norm = bind(node), "layer" if "layer" in name else "rms"
+    x, weight, bias, dims = args["input"], args["weight"], args.get("bias"), _dims(args)
+    if name in BACKWARD:
+        names = GRADIENTS[norm]
+        asked = {n for n, want in zip(names, args["output_mask"], strict=False) if want}
+        absent = {"grad_weight": weight is None, "grad_bias": bias is None}
+        wanted = frozenset(name for name in asked if not absent.get(name))
+        mean, rstd, outputs = args.get("mean"), args["rstd"], _items(node, names)
+        dy = args["grad_out"]
+        return Gradient(norm, dy, x, weight, bias, mean, rstd, dims, wanted, outputs, node)
+    eps = default_eps(known(x)) if args["eps"] is None else number_of(args["eps"])
     if eps is None:
         raise Left("its eps is a number that depends on data")
-    outputs = {0: node} if name_of(node) in SINGLE else _items(node, FORWARD_INDICES[norm])
-    return Norm(
-        norm, args["input"], args["weight"], args.get("bias"), dims, eps,
-        0.0, "late", outputs, node, (node,),
-    )  # fmt: skip
-
-
-def _backward(node: Node, args: dict) -> Gradient:
-    norm = _norm_of(node)
-    indices = BACKWARD_INDICES[norm]
-    wanted = {index for index, want in zip(indices, args["output_mask"], strict=True) if want}
-    present = {0: True, 3: args["weight"] is not None, 4: args.get("bias") is not None}
-    mask = tuple(index in wanted and present.get(index, False) for index in range(5))
-    return Gradient(
-        norm, args["grad_out"], args["input"], args["weight"], args.get("bias"),
-        args.get("mean"), args["rstd"], _dims(args), mask, _items(node, indices), node,
-    )  # fmt: skip
-
-
-def _norm_of(node: Node) -> str:
-    return "layer" if "layer" in name_of(node) else "rms"
+    outputs = {"output": node} if name in SINGLE else _items(node, OUTPUTS[norm])
+    return Norm(norm, x, weight, bias, dims, eps, 0.0, "late", outputs, node, (node,))
 
 
 def _dims(args: dict) -> int:
@@ -286,7 +276,7 @@ def _dims(args: dict) -> int:
     """
     shape, x = args["normalized_shape"], known(args["input"])
     sizes = values_of(shape) if isinstance(shape, Node) else shape
-    if sizes is None:
+    if not isinstance(sizes, tuple | list):
         raise Left(f"the value of its normalized_shape {shape} is not known")
     sizes = [values_of(size) if isinstance(size, Node) else size for size in sizes]
     last = x.shape[x.dim() - len(sizes) :] if len(sizes) <= x.dim() else ()
@@ -295,15 +285,15 @@ def _dims(args: dict) -> int:
     return len(sizes)
 
 
-def _items(node: Node, indices: tuple[int, ...]) -> dict[int, Node]:
-    """The getitem nodes of an op's results, by index among the results of tilenorm's op."""
+def _items(node: Node, names: tuple[str, ...]) -> dict[str, Node]:
+    """The getitem nodes of an op's results, by the results' names."""
     items = {}
     for user in node.users:
         if user.target is not operator.getitem or user.args[:1] != (node,):
             raise Left(f"{user.name} uses the tuple of its results")
         place = user.args[1] if len(user.args) == 2 and not user.kwargs else None
-        if type(place) is not int or not -len(indices) <= place < len(indices):
-            raise Left(f"{user.name} reads none of its {len(indices)} results")
-        if items.setdefault(indices[place], user) is not user:
-            raise Left(f"{user.name} and {items[indices[place]].name} read the same result")
+        if type(place) is not int or not -len(names) <= place < len(names):
+            raise Left(f"{user.name} reads none of its {len(names)} results")
+        if items.setdefault(names[place], user) is not user:
+            raise Left(f"{user.name} and {items[names[place]].name} read the same result")
     return items

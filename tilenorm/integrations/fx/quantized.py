@@ -21,11 +21,12 @@ from torch import SymInt
 from torch.fx import Graph, Node
 
 from ...ops.plans import spec_of_tensors
-from ...ops.quantized.library import norm_quantized_fake
 from ...ops.sharding import is_distributed
 from ...ops.tensors import Tensors
-from ...spec import FP8, Options, Quantization
-from .emit import ATEN, derived, new_call, result_of, size_of, take_over
+from ...spec import FP8, Quantization
+from . import calls
+from .calls import NORM, NORM_QUANTIZED, Call, derived, read_by, result_of
+from .emit import ATEN, size_of, take_over
 from .nodes import (
     CASTS,
     DETACHES,
@@ -48,14 +49,8 @@ from .nodes import (
 )
 from .norms import check_contiguous, check_spec, known, same_sizes, trailing
 
-NORM = torch.ops.tilenorm.norm.default
-NORM_QUANTIZED = torch.ops.tilenorm.norm_quantized.default
-OUTPUT = 3  # index of y among the results of tilenorm::norm_quantized
 DTYPES = {getattr(torch, name): name for name in FP8}
 BLOCK = 128
-# For each result of tilenorm::norm: its index among the results of tilenorm::norm_quantized.
-PLACES = {0: OUTPUT, 1: 4, 2: 5, 3: 6}
-Q, SCALE = 0, 1
 TENSORS = ("input", "residual", "weight", "bias", "addend")
 # Operations that change neither a number nor the order of the numbers, if they keep the dtype.
 VIEWS = ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "unsqueeze", "squeeze")
@@ -121,8 +116,8 @@ def match_chain(q: Node) -> Chain | None:
     operand, y, factor = _product(product)
     if y is None:
         return None
-    norm, place = item_of(y)
-    if (norm.target, place) == (NORM_QUANTIZED, OUTPUT):
+    norm, _ = read_by(y)
+    if norm.target is NORM_QUANTIZED:
         raise Left("its norm is quantised already, and one op quantises once")
     if factor is None:
         raise Left(f"{product.name} is no product of its norm and a factor")
@@ -152,8 +147,8 @@ def match_chain(q: Node) -> Chain | None:
 
 def _is_output(node: Node) -> bool:
     """Whether a node is y, of a norm or of a quantised norm."""
-    call, place = item_of(node)
-    return call is not None and (call.target, place) in ((NORM, 0), (NORM_QUANTIZED, OUTPUT))
+    call, name = read_by(node)
+    return call is not None and call.target in (NORM, NORM_QUANTIZED) and name == "output"
 
 
 def _product(node: object) -> tuple[Node | None, Node | None, Node | None]:
@@ -359,17 +354,17 @@ def _inverted(node: object) -> Node | None:
 
 def _replace(chain: Chain) -> str:
     """Replace one chain. Returns the new op's kind. Raises Left if this would change a result."""
-    arguments = _arguments(chain)
-    _check(chain, arguments)
+    norm = _norm(chain)
+    _check(chain, norm)
     removed, output = _removed(chain)
-    how = chain.how._replace(output=output)
     sizes = {node: _sizes(chain, node) for node in removed}
     with chain.norm.graph.inserting_before(chain.norm):
-        call = _call(chain, arguments, how)
+        given = chain.given
+        if given is not None and known(given).dim() != 1:
+            given = derived(ATEN.view.default, (given, [1]), known(given).view(1), given)
+        call = calls.norm_quantized(norm, given, chain.how._replace(output=output))
         new = {
-            node: result_of(call, PLACES[item_of(node)[1]], node)
-            if output or node is not chain.y
-            else None
+            node: result_of(call, read_by(node)[1], node) if output or node is not chain.y else None
             for node in chain.norm.users
         }
         for node in removed:
@@ -377,31 +372,23 @@ def _replace(chain: Chain) -> str:
     for user in [user for user in chain.y.users if is_idle(user) and not output]:
         erase(user)
     take_over(new, (chain.norm, *chain.parts))
-    added = "" if arguments["residual"] is None else "add_"
-    return f"{added}{arguments['norm']}_norm_quantized"
+    added = "" if norm["residual"] is None else "add_"
+    return f"{added}{norm['norm']}_norm_quantized"
 
 
-def _arguments(chain: Chain) -> dict[str, Any]:
-    """The arguments of the norm's call. Raises Left if the quantised op does not take them."""
-    arguments = bind(chain.norm)
+def _norm(chain: Chain) -> Call:
+    """The norm's call. Raises Left if the quantised op does not take its arguments."""
+    norm = Call(chain.norm)
     for name in ("gate", "skip", "dropout_mask", "layer_scale"):
-        if arguments[name] is not None:
+        if norm[name] is not None:
             raise Left(f"its norm has a {name}, which no quantised norm takes")
-    for name in (*Options._fields, "eps", "save"):
-        if isinstance(arguments[name], Node | SymInt | torch.SymFloat):
+    for name in (*norm.options._fields, "eps", "save"):
+        if isinstance(norm[name], Node | SymInt | torch.SymFloat):
             raise Left(f"the argument {name!r} of its norm is symbolic")
-    for name in TENSORS:
-        if arguments[name] is not None:
-            known(arguments[name])
-    for name, takes in (("norm", ("rms", "layer")), ("rounding", ("late", "early"))):
-        if arguments[name] not in takes:
-            raise Left(f"the argument {name!r} of its norm is {arguments[name]!r}")
-    if arguments["hidden"] < 1:
-        raise Left("its norm has no elements")
-    return arguments
+    return norm
 
 
-def _check(chain: Chain, arguments: dict[str, Any]) -> None:
+def _check(chain: Chain, call: Call) -> None:
     """Raise Left, with the reason, if tilenorm's op would give another result."""
     norm, q, end = chain.norm, chain.q, max((chain.q, *chain.inverses))
     if is_recomputed(norm) or is_recomputed(q):
@@ -411,9 +398,9 @@ def _check(chain: Chain, arguments: dict[str, Any]) -> None:
             raise Left(f"{node.name} passes a gradient on, and the op's results pass none")
         check_contiguous("quantised output" if node is q else "scale", known(node))
     for node in norm.users:
-        if item_of(node)[0] is not norm or node.args[1] not in tuple(PLACES):
+        if read_by(node)[0] is not norm:
             raise Left(f"{node.name} reads none of the results of its norm")
-    x = known(arguments["input"])
+    x = known(call["input"])
     if is_distributed(x):
         raise Left("its tensors are DTensors")
     if chain.given is not None and not chain.given < norm:
@@ -423,9 +410,9 @@ def _check(chain: Chain, arguments: dict[str, Any]) -> None:
     switches = [n for n in q.graph.nodes if n.target is torch._C._set_grad_enabled]
     if written(norm, end, tuple(switches)):
         raise Left("a node between its operations may write to a tensor")
-    tensors = {n: value_of(arguments[n]) for n in TENSORS if arguments[n] is not None}
-    options = Options(*(arguments[name] for name in Options._fields))
-    check_spec(replace(spec_of_tensors(Tensors(**tensors), options), quantized=chain.how), x)
+    tensors = {n: value_of(call[n]) for n in TENSORS if call[n] is not None}
+    spec = spec_of_tensors(Tensors(**tensors), call.options)
+    check_spec(replace(spec, quantized=chain.how), x)
 
 
 def _removed(chain: Chain) -> tuple[list[Node], bool]:
@@ -449,23 +436,9 @@ def _sizes(chain: Chain, node: Node) -> list[int | tuple[int, SymInt]]:
     return found
 
 
-def _call(chain: Chain, arguments: dict[str, Any], how: Quantization) -> Node:
-    """The call of the quantised op."""
-    given = chain.given
-    if given is not None and known(given).dim() != 1:
-        given = derived(ATEN.view.default, (given, [1]), known(given).view(1), given)
-    tensors = (arguments[name] for name in TENSORS)
-    options = (arguments[name] for name in ("hidden", "norm", "offset", "rounding", "eps"))
-    scaling, _, *rest = how
-    asked = (scaling, known(chain.q).dtype, *rest, arguments["save"], arguments["backend"])
-    passed = (*tensors, given, *options, *asked)
-    return new_call(NORM_QUANTIZED, norm_quantized_fake, passed, chain.norm)
-
-
 def _shaped(call: Node, chain: Chain, old: Node, sizes: list) -> Node:
     """q, the scale, or its reciprocal in the place of the factor, in the shape of an old node."""
-    place = Q if old is chain.q else SCALE
-    node, wanted = result_of(call, place, old), known(old)
+    node, wanted = result_of(call, "q" if old is chain.q else "scale", old), known(old)
     value = value_of(node)
     if old is chain.factor:  # a power of two, whose reciprocal is exact
         node = derived(ATEN.reciprocal.default, (node,), value.reciprocal(), old)
