@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -125,7 +125,7 @@ def config(**fields):
     return lambda table: first(config=table["entries"][0]["config"] | fields)(table)
 
 
-KEY = entry(BACKWARD).key._asdict()
+KEY = asdict(entry(BACKWARD).key)
 UNSERVING = {
     "for another architecture": (edited(arch="sm_100"), "it is for sm_100, not for sm_90"),
     "of another compiler": (
