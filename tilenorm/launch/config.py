@@ -121,7 +121,7 @@ class Config:
                 yield f"widths {widths} do not fit a row of {hidden}"
         elif self.rows != 1 or self.tma:
             yield "blocks that share rows need rows=1 and no tile loads"
-        elif not widths or widths[-1] % VECTOR:
+        elif widths[-1] % VECTOR:
             yield f"widths {widths} of a chunk do not end at a whole vector"
         elif hidden > MOST_CHUNKS * width:
             yield f"a row of {hidden} needs more than {MOST_CHUNKS} chunks of {width}"

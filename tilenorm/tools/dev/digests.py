@@ -16,8 +16,7 @@ from ...launch.plan import BackwardPlan, ForwardPlan, plan_backward, plan_forwar
 from ...launch.target import Target
 from ...launch.tuned import TABLES
 from ...spec import ITEM_BYTES, NormSpec, Quantization
-from ..pieces import piece_calls
-from ..precompile import calls_of, compile_call, compiling
+from ..precompile import calls_of, compile_call, compiling, piece_calls
 
 LARGE, SMALL = 65537, 33  # rows of a large batch and of a small batch
 DTYPES = ("bfloat16", "float32")
