@@ -199,45 +199,37 @@ def _backward(spec: NormSpec) -> Iterator[Backward]:
 
 
 def _forward_chunks(spec: NormSpec) -> Iterator[SharedForward]:
-    for width, packed in _chunks(spec, "forward"):
-        for hints in _hints(CHUNK_OCCUPANCY, width):
-            for widths in _cuts(spec, width, hints, "forward"):
-                for together in _together(spec, widths, hints):
-                    yield SharedForward(hints, widths, packed=packed, together=together)
+    for widths, packed, hints in _chunks(spec, "forward", CHUNK_OCCUPANCY):
+        vectors = widths[0] == hints.vectors(spec.widest_item)
+        for together in CHUNK_TOGETHER if vectors and (spec.weight or spec.bias) else (1,):
+            if together == 1 or together < len(widths):
+                yield SharedForward(hints, widths, packed=packed, together=together)
 
 
 def _backward_chunks(spec: NormSpec, target: Target) -> Iterator[Backward]:
-    for width, packed in _chunks(spec, "backward"):
-        sharing = cdiv(spec.hidden, width) * (spec.heads or 1)
-        for hints in _hints(BACKWARD_OCCUPANCY, width, BACKWARD_CHUNKS):
-            # Blocks that share a row wait for each other at every row, so all have to be resident.
-            if sharing <= target.multiprocessors * hints.occupancy:
-                for widths in _cuts(spec, width, hints, "backward"):
-                    config = Backward(widths, hints=hints, packed=packed)
-                    yield config
-                    if spec.weight:
-                        yield replace(config, reread=True)
+    for widths, packed, hints in _chunks(spec, "backward", BACKWARD_OCCUPANCY, BACKWARD_CHUNKS):
+        # Blocks that share a row wait for each other at every row, so all have to be resident.
+        sharing = cdiv(spec.hidden, sum(widths)) * (spec.heads or 1)
+        if sharing <= target.multiprocessors * hints.occupancy:
+            config = Backward(widths, hints=hints, packed=packed)
+            yield config
+            if spec.weight:
+                yield replace(config, reread=True)
 
 
-def _chunks(spec: NormSpec, direction: str) -> Iterator[tuple[int, bool]]:
-    """(columns of a chunk, packed) for rows that blocks share."""
-    if spec.hidden >= SHARED_FROM:
-        widths = [width for width in CHUNKS[direction] if width < spec.hidden]
-        yield from product(widths, (False, True)[: 1 + _packs(spec)])
+def _chunks(
+    spec: NormSpec, direction: str, occupancies: tuple, most: int | None = None
+) -> Iterator[tuple[tuple[int, ...], bool, Hints]]:
+    """(widths, packed, hints) for rows that blocks share. Each thread has a vector of each segment.
 
-
-def _cuts(spec: NormSpec, width: int, hints: Hints, direction: str) -> list[tuple[int, ...]]:
-    """Ways to cut a chunk of `width` columns so that each thread has a vector of each segment."""
-    least = hints.vectors(spec.widest_item)
-    counts = CHUNK_SEGMENTS[direction]
-    return [(width // n,) * n for n in counts if n == 1 or width // n >= least]
-
-
-def _together(spec: NormSpec, widths: tuple[int, ...], hints: Hints) -> list[int]:
-    """The values of `together`: for how many segments the weights are read at once."""
-    affine = spec.weight or spec.bias
-    several = affine and widths[0] == hints.vectors(spec.widest_item)
-    return [n for n in CHUNK_TOGETHER if n == 1 or (several and n < len(widths))]
+    most: elements of all chunks on a multiprocessor.
+    """
+    chunks = [n for n in CHUNKS[direction] if n < spec.hidden and spec.hidden >= SHARED_FROM]
+    for width, packed in product(chunks, (False, True)[: 1 + _packs(spec)]):
+        for hints in _hints(occupancies, width, most):
+            for count in CHUNK_SEGMENTS[direction]:
+                if count == 1 or width // count >= hints.vectors(spec.widest_item):
+                    yield (width // count,) * count, packed, hints
 
 
 def _packs(spec: NormSpec) -> bool:
