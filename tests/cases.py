@@ -47,9 +47,8 @@ GRADIENTS = ("dx", "dresidual", "dgate", "dw", "db")  # in the order of their te
 
 def config(direction: str, spec: NormSpec, target: Target):
     """The configuration that the planner chooses if every gradient is needed."""
-    if direction == "forward":
-        return heuristics.forward(spec, target)
-    return heuristics.backward(spec, target, every_gradient(spec))
+    needs = None if direction == "forward" else every_gradient(spec)
+    return heuristics.chosen(spec, target, needs)
 
 
 def shares(chosen: Config, hidden: int) -> bool:

@@ -77,15 +77,15 @@ def launches() -> int:
 
 def launch_step(hidden: int, rows: int = 300) -> None:
     """Launch a training step of rms_norm in float32 by the H200's plans."""
-    from tilenorm.launch.calls import every_gradient
+    from tilenorm.launch.calls import Launch, every_gradient
     from tilenorm.launch.kernel import launch
     from tilenorm.launch.plan import plan_backward, plan_forward
     from tilenorm.launch.target import Target
     from tilenorm.spec import NormSpec
-    from tilenorm.tools.precompile import _backward_arrays, _forward_arrays
+    from tilenorm.tools.precompile import calls_of
 
     spec, target = NormSpec("rms", hidden, "float32", "float32"), Target.of("sm_90")
-    forward = plan_forward(spec, target, True)
-    backward = plan_backward(spec, target, every_gradient(spec))
-    launch(0, forward.launches(rows, 1e-6), arrays_of(_forward_arrays(forward, rows)))
-    launch(0, backward.launches(rows), arrays_of(_backward_arrays(backward, rows)))
+    plans = plan_forward(spec, target, True), plan_backward(spec, target, every_gradient(spec))
+    for kernel, grid, arguments, overlap in [c for plan in plans for c in calls_of(plan, rows)]:
+        *before, last = arrays_of(arguments)
+        launch(0, [Launch(kernel, grid, before, lambda last: last, (), overlap)], last)

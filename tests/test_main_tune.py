@@ -13,8 +13,9 @@ from tilenorm.launch import heuristics, user_table
 from tilenorm.launch.config import Backward, Hints, RowForward
 from tilenorm.launch.target import Target
 from tilenorm.spec import NormSpec
-from tilenorm.tools import candidates, options
+from tilenorm.tools import options
 from tilenorm.tools import tune as tuning
+from tilenorm.tools.candidates import Search
 from tilenorm.tools.explain import planned_device
 
 H200 = Target.of("sm_90")
@@ -26,12 +27,11 @@ def measured(monkeypatch, tables):
     """A list of what was tuned, by a fake GPU that measures the same for every configuration."""
     found = []
 
-    def tuned(spec, direction, how):
-        found.append((spec, direction, how.rows, how.seconds))
+    def tuned(search, how):
+        found.append((search.spec, search.direction, how.rows, how.seconds))
         how.report("halfway")
-        key = user_table.Key.of(spec, direction, candidates.served_op(spec, direction), how.terms)
         numbers = (67.125, 0.0031, 96, 4000.5, 16384, "a spec", {}, {}, "a GPU", "580", "a day")
-        return user_table.Entry(key, BEST[direction], *numbers)
+        return user_table.Entry(search.key(), BEST[search.direction], *numbers)
 
     monkeypatch.setattr(tuning, "tune", tuned)
     monkeypatch.setattr(options, "gpu", lambda: planned_device("sm_90"))
@@ -48,7 +48,7 @@ def test_tune(measured, tables, capsys):
     assert "  RowForward(rows=2, hints=Hints(occupancy=8), widths=(1024,))\n" in out
     assert f"written to {tables / 'sm_90.json'}\n" in out
     assert err.splitlines()[:2] == [title, "halfway"]
-    assert heuristics.forward(spec, H200) == BEST["forward"]
+    assert heuristics.chosen(spec, H200) == BEST["forward"]
 
 
 def test_several_terms_of_dy(measured, tables, capsys):
@@ -94,7 +94,7 @@ def test_dry_run(tables, capsys, monkeypatch):
         "forward": [RowForward(1, Hints(4), (1024,)), RowForward(1, Hints(), (1024,))],
         "backward": [Backward((1024,), hints=Hints(5)), Backward((1024,), 4, hints=Hints(5))],
     }
-    monkeypatch.setattr(tuning, "ordered_candidates", lambda spec, target, d, _: some[d])
+    monkeypatch.setattr(Search, "configs", property(lambda search: some[search.direction]))
     arguments = ["--arch", "sm_90", "--hidden", "1024", "--processes", "1", "--spills", "0"]
     assert main(["tune", "--dry-run", *arguments]) == 0
     out, err = capsys.readouterr()

@@ -76,16 +76,16 @@ def tune(asked: argparse.Namespace) -> int:
     from .tools.search import How
 
     device = options.tuned_device(asked)
-    searches, target = options.searches(asked, device), device.target
-    how = How(asked.rows, asked.seconds, asked.processes, asked.spills, _report, asked.terms)
+    searches, arch = options.searches(asked, device), device.target.arch
+    how = How(asked.rows, asked.seconds, asked.processes, asked.spills, _report)
     if asked.dry_run:
-        return _print(tuning.dry_run(searches, target, how))
+        return _print(tuning.dry_run(searches, how))
     try:
-        path = asked.out or user_table.path_of(target.arch)
+        path = asked.out or user_table.path_of(arch)
     except FileNotFoundError as error:
         raise RefusedError(str(error)) from error
-    _print(tuning.tuned(searches, target.arch, path, how))
-    return _shipped(path, target.arch) if asked.shipped else 0
+    _print(tuning.tuned(searches, path, how))
+    return _shipped(path, arch) if asked.shipped else 0
 
 
 def _shipped(path, arch: str) -> int:

@@ -96,14 +96,14 @@ def test_configurations_for_several_terms_and_for_y(arch):
             spec = spec_of(hidden, key)
             every = every_gradient(spec)
             check(config, spec, target)
-            assert heuristics.backward(spec, target, every) == sizes[hidden] != config
+            assert heuristics.chosen(spec, target, every) == sizes[hidden] != config
             assert (terms, output) != (1, False) and terms <= 3
             for more in {terms, 4}:
                 needs = every._replace(terms=more, output=output)
                 fits = [
                     c for n, least, y, c in rows if n == hidden and least <= more and y <= output
                 ]
-                assert heuristics.backward(spec, target, needs) == fits[-1]
+                assert heuristics.chosen(spec, target, needs) == fits[-1]
                 assert more > terms or fits[-1] == config
                 assert heuristics.source(spec, target, needs) == f"tuned/{arch}, untimed"
             assert not output or spec.output_refused is None
@@ -120,9 +120,8 @@ def test_a_gate_with_a_residual_is_planned_like_a_gate(hidden, arch, bias, norm)
     )
     without_residual = replace(spec, norm="rms", residual=None)
     needs = every_gradient(spec)
-    assert heuristics.forward_op(spec) == heuristics.forward_op(without_residual)
-    backward_op = heuristics.backward_op(without_residual, needs)
-    assert heuristics.backward_op(spec, needs) == backward_op
+    for asked in (None, needs):
+        assert heuristics.operation(spec, asked) == heuristics.operation(without_residual, asked)
     for direction in cases.DIRECTIONS:
         check(cases.config(direction, spec, Target.of(arch)), spec, Target.of(arch))
 

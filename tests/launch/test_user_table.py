@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -53,12 +53,12 @@ def heads_of(spec):
 
 
 def test_plans_use_the_table(path):
-    assert heuristics.forward(SPEC, H200) == FORWARD
-    assert heuristics.backward(SPEC, H200, NEEDS) == BACKWARD
+    assert heuristics.chosen(SPEC, H200) == FORWARD
+    assert heuristics.chosen(SPEC, H200, NEEDS) == BACKWARD
     for needs in (None, NEEDS):
         assert heuristics.source(SPEC, H200, needs) == f"user table {path}"
     path.unlink()
-    assert heuristics.forward(SPEC, H200) == FORWARD  # a table is read once
+    assert heuristics.chosen(SPEC, H200) == FORWARD  # a table is read once
 
 
 def test_an_entry_serves_all_specs_with_its_key(path):
@@ -73,7 +73,7 @@ def test_an_entry_serves_all_specs_with_its_key(path):
         replace(SPEC, residual="bfloat16"),
         heads_of(SPEC),
     )
-    assert all(heuristics.forward(spec, H200) == FORWARD for spec in like)
+    assert all(heuristics.chosen(spec, H200) == FORWARD for spec in like)
     assert all(heuristics.source(spec, H200) == "tuned/sm_90" for spec in unlike)
     assert heuristics.source(SPEC, Target.of("sm_100")) == "heuristic, untimed"
 
@@ -83,8 +83,8 @@ def test_a_table_serves_sizes_that_no_shipped_table_has(tables):
     entries = [entry(Backward((8,), 128), narrow), entry(Backward((1024,), 2), parts)]
     assert heuristics.source(narrow, H200, NEEDS) == "heuristic, untimed"
     user_table.write(tables / "sm_90.json", "sm_90", entries)
-    assert heuristics.backward(narrow, H200, NEEDS) == Backward((8,), 128)
-    assert heuristics.backward(parts, H200, NEEDS) == Backward((1024,), 2)
+    assert heuristics.chosen(narrow, H200, NEEDS) == Backward((8,), 128)
+    assert heuristics.chosen(parts, H200, NEEDS) == Backward((1024,), 2)
 
 
 def test_an_entry_for_several_terms_of_dy(path):
@@ -98,7 +98,7 @@ def test_an_entry_for_several_terms_of_dy(path):
         (3, BACKWARD, ", timed with one term of dy"),
     ):
         needs = NEEDS._replace(terms=terms)
-        assert heuristics.backward(SPEC, H200, needs) == expected
+        assert heuristics.chosen(SPEC, H200, needs) == expected
         assert heuristics.source(SPEC, H200, needs) == f"user table {path}{told}"
     assert shipped.render(user_table.read(path, "sm_90"), "sm_90").count('"Backward"') == 1
 
@@ -109,7 +109,7 @@ def test_a_table_without_terms_is_for_one(path):
         assert each["key"].pop("terms") == 1
     path.write_text(json.dumps(table))
     user_table.configs.cache_clear()
-    assert heuristics.backward(SPEC, H200, NEEDS) == BACKWARD
+    assert heuristics.chosen(SPEC, H200, NEEDS) == BACKWARD
 
 
 def edited(**fields):
@@ -125,7 +125,7 @@ def config(**fields):
     return lambda table: first(config=table["entries"][0]["config"] | fields)(table)
 
 
-KEY = entry(BACKWARD).key._asdict()
+KEY = asdict(entry(BACKWARD).key)
 UNSERVING = {
     "for another architecture": (edited(arch="sm_100"), "it is for sm_100, not for sm_90"),
     "of another compiler": (
@@ -168,13 +168,13 @@ UNSERVING = {
 
 def check_ignored(path, message):
     with pytest.warns(TableWarning, match="tilenorm ignores") as caught:
-        found = heuristics.forward(SPEC, H200)
+        found = heuristics.chosen(SPEC, H200)
     assert found != FORWARD and heuristics.source(SPEC, H200) == "tuned/sm_90"
     (warning,) = caught
     assert str(path) in str(warning.message) and message in str(warning.message)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # a table is warned about once
-        heuristics.backward(SPEC, H200, NEEDS)
+        heuristics.chosen(SPEC, H200, NEEDS)
 
 
 @pytest.mark.parametrize("case", UNSERVING)

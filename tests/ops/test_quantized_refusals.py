@@ -55,7 +55,7 @@ def test_a_cast_follows_the_plain_norm(arch, op, hidden, reason):
 
 def test_segments_that_cut_groups(monkeypatch):
     config, target = SharedForward(Hints(), (64,)), Target.of("sm_90")
-    monkeypatch.setattr(plan.heuristics, "forward", lambda *_: config)
+    monkeypatch.setattr(plan.heuristics, "chosen", lambda *_: config)
     spec = NormSpec("rms", 256, "bfloat16", quantized=HOWS[2])
     apart = ForwardPlan(spec, target, config, True)
     assert "cuts groups of 128 elements" in apart.casts_apart

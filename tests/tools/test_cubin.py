@@ -10,6 +10,7 @@ from tilenorm.launch.config import Backward, Hints
 from tilenorm.launch.target import Target
 from tilenorm.spec import NormSpec
 from tilenorm.tools import cubin
+from tilenorm.tools.candidates import Search
 from tilenorm.tools.precompile import calls_of, cubin_of
 from tilenorm.tools.search import plan_of
 
@@ -28,7 +29,8 @@ COMPILED = {
 def cubins(request) -> list[bytes]:
     arch, config = COMPILED[request.param]
     spec = NormSpec("rms", 1024, "bfloat16", "bfloat16")
-    calls = calls_of(plan_of(spec, Target.of(arch), "backward", config), 65536)
+    search = Search(spec, Target.of(arch), "backward")
+    calls = calls_of(plan_of(search, config), 65536)
     return [cubin_of(call, arch) for call in calls]
 
 

@@ -13,8 +13,7 @@ from tilenorm.launch.calls import every_gradient
 from tilenorm.launch.target import Target
 from tilenorm.spec import NormSpec
 from tilenorm.tools import precompile
-from tilenorm.tools.pieces import piece_calls
-from tilenorm.tools.precompile import training_calls
+from tilenorm.tools.precompile import piece_calls, training_calls
 from tilenorm.tools.signature import signature
 
 H200 = Target.of("sm_90")
@@ -78,7 +77,7 @@ def test_the_command_takes_pieces(capsys, monkeypatch):
         """As if a kernel were compiled."""
         spec, target, calls, number = item
         name = calls(spec, target)[number].kernel._pyfunc.__name__
-        return precompile.Compiled(name, "", 0.0, 0, 0, 0, 0, "")
+        return precompile.Compiled(0, 0, 0, 0, "", name, "", 0.0)
 
     monkeypatch.setattr(precompile, "_compile_nth", compiled_kernel)
     command = ["precompile", "--arch", "sm_90", "--hidden", "128", "--processes", "1", "--pieces"]

@@ -8,6 +8,7 @@ import pytest
 from tilenorm.launch.config import Backward, Hints, RowForward, SharedForward
 from tilenorm.launch.target import Target
 from tilenorm.spec import NormSpec
+from tilenorm.tools.candidates import Search
 from tilenorm.tools.precompile import Compiled
 from tilenorm.tools.search import (
     MOST_SAMPLES,
@@ -22,66 +23,56 @@ from tilenorm.tools.search import (
 H200 = Target.of("sm_90")
 
 
-def candidate(rows: int, code: str = "", **resources) -> Candidate:
+def candidate(rows: int, code: str = "", together: int = 1, **given) -> Candidate:
     usual = {"registers": 64, "spill_bytes": 0, "shared_bytes": 1024, "threads": 128}
-    kernel = Compiled("row_forward", "", 0.1, **(usual | resources), code=code or str(rows))
-    return Candidate(RowForward(rows), (kernel,), ((100,),))
+    usual |= {"kernel": "row_forward", "hints": "", "seconds": 0.1, "code": code or str(rows)}
+    return Candidate(RowForward(rows), (Compiled(**usual | given),), ((100,),), together)
 
 
-def kept(candidates, **how) -> list[int]:
+LARGE = candidate(1, shared_bytes=228 * 1024)
+FAILED = Candidate(RowForward(8), failed="does not compile: because")
+SPILLING = [candidate(1, spill_bytes=8), candidate(2), candidate(4, spill_bytes=200)]
+WAITING = candidate(1, registers=128, together=5)
+# (the candidates, the options of prune, the rows of those that are timed, why others are not)
+PRUNED = [
+    (SPILLING, {}, [1, 2], "spills 200 bytes"),
+    (SPILLING, {"spilled": 0}, [2], "spills 8 bytes"),
+    (SPILLING, {"spilled": 0, "keep": RowForward(4)}, [2, 4], "spills 8 bytes"),
+    # Where all spill, the least spilling stay.
+    ([candidate(1, spill_bytes=800), candidate(2, spill_bytes=600)], {}, [2], "spills 800 bytes"),
+    ([LARGE, candidate(2)], {}, [2], "1 × 233472 shared bytes, of 232448"),
+    ([candidate(1, shared_bytes=227 * 1024)], {}, [1], ""),
+    ([candidate(1, registers=255, threads=384)], {}, [], "1 × 97920 registers a block, of 65536"),
+    # What would spill least is no measure if it cannot run.
+    ([LARGE, candidate(2, spill_bytes=900)], {}, [2], "shared bytes"),
+    ([FAILED, candidate(1)], {}, [1], "does not compile: because"),
+    ([FAILED], {}, [], "does not compile: because"),
+    # Blocks that wait for others.
+    ([WAITING, candidate(2)], {}, [2], "5 × 16384 registers a block"),
+    ([WAITING, candidate(2)], {"keep": RowForward(1)}, [1, 2], ""),
+    ([replace(WAITING, together=4)], {}, [1], ""),
+    ([candidate(1, registers=128, together=5, kernel="column_sum")], {}, [1], ""),
+    ([candidate(1, shared_bytes=64 * 1024, together=3)], {}, [1], ""),
+    ([candidate(1, shared_bytes=64 * 1024, together=4)], {}, [], "4 × 65536 shared bytes"),
+    # The same code is timed once.
+    ([candidate(1, "a"), candidate(2, "a"), candidate(4, "b")], {}, [1, 4], "same code as RowForw"),
+    ([candidate(1, "a"), replace(candidate(2, "a"), grids=((50,),))], {}, [1, 2], ""),
+]
+
+
+@pytest.mark.parametrize("candidates, how, timed, why", PRUNED)
+def test_what_is_dropped(candidates, how, timed, why):
     reasons = prune(candidates, H200, **how)
     assert list(reasons) == [c.config for c in candidates]
-    return [config.rows for config, reason in reasons.items() if reason is None]
+    assert [config.rows for config, reason in reasons.items() if reason is None] == timed
+    assert why in " ".join(filter(None, reasons.values()))
 
 
-def test_spilling_candidates_are_dropped():
-    found = [candidate(1, spill_bytes=8), candidate(2), candidate(4, spill_bytes=200)]
-    assert kept(found) == [1, 2]
-    assert kept(found, spilled=0) == [2]
-    assert kept(found, spilled=0, keep=found[2].config) == [2, 4]
-    assert "spills 200 bytes" in prune(found, H200)[RowForward(4)]
-    # Where all spill, the least spilling stay.
-    assert kept([candidate(1, spill_bytes=800), candidate(2, spill_bytes=600)]) == [2]
-
-
-def test_what_does_not_fit_or_compile_is_dropped():
-    large = candidate(1, shared_bytes=228 * 1024)
-    assert kept([large, candidate(2, registers=255, threads=384), candidate(4)]) == [4]
-    assert kept([candidate(1, shared_bytes=227 * 1024)]) == [1]
-    # What would spill least is no measure if it cannot run.
-    assert kept([large, candidate(2, spill_bytes=900)]) == [2]
-    failed = Candidate(RowForward(8), failed="does not compile: because")
-    assert prune([failed, candidate(1)], H200)[RowForward(8)] == "does not compile: because"
-    assert kept([failed]) == []
-
-
-def test_blocks_that_wait_for_others_are_dropped():
-    waiting = replace(candidate(1, registers=128), together=5)
-    assert kept([waiting, candidate(2)]) == [2]
-    assert "5 × 16384 registers a block" in prune([waiting], H200)[waiting.config]
-    assert kept([waiting, candidate(2)], keep=waiting.config) == [1, 2]
-    assert kept([replace(waiting, together=4)]) == [1]
-    others = tuple(replace(k, kernel="column_sum") for k in waiting.kernels)
-    assert kept([replace(waiting, kernels=others)]) == [1]
-    sharing = candidate(1, shared_bytes=64 * 1024)
-    assert kept([replace(sharing, together=3)]) == [1]
-    assert kept([replace(sharing, together=4)]) == []
-
-
-def test_the_same_code_is_timed_once():
-    twin = candidate(2, code="a")
-    assert kept([candidate(1, code="a"), twin, candidate(4, code="b")]) == [1, 4]
-    assert kept([candidate(1, code="a"), replace(twin, grids=((50,),))]) == [1, 2]
-
-
-def test_compiling_candidates(tmp_path, monkeypatch):
-    spec = NormSpec("rms", 1024, "bfloat16", "bfloat16")
-    right = RowForward(1, Hints(4), (1024,))
+def test_compiling_candidates():
+    search = Search(NormSpec("rms", 1024, "bfloat16", "bfloat16"), H200, "forward")
+    right, lines = RowForward(1, Hints(4), (1024,)), []
     configs = [right, replace(right, hints=Hints(8)), replace(right, widths=(1000,))]
-    lines = []
-    found = compile_candidates(
-        spec, H200, "forward", 4096, configs, How(processes=1, report=lines.append)
-    )
+    found = compile_candidates(search, 4096, configs, How(processes=1, report=lines.append))
     assert [c.config for c in found] == configs
     assert found[0].failed is found[1].failed is None
     assert found[0].grids == ((1, 4096, 1),)
@@ -98,9 +89,8 @@ def test_compiling_candidates(tmp_path, monkeypatch):
     ],
 )
 def test_compiling_blocks_that_share_rows(kernel, config, together):
-    spec = NormSpec("rms", 65536, "bfloat16", "bfloat16")
-    search = (spec, H200, config.direction, 64, [config])
-    (found,) = compile_candidates(*search, How(processes=1))
+    search = Search(NormSpec("rms", 65536, "bfloat16", "bfloat16"), H200, config.direction)
+    (found,) = compile_candidates(search, 64, [config], How(processes=1))
     assert found.failed is None and found.together == together
     assert [k.kernel for k in found.kernels[:2]] == ["clear_slots", kernel]
     assert prune([found], H200) == {config: None}
@@ -147,19 +137,18 @@ def test_equals_end_after_enough_samples():
     assert all(MOST_SAMPLES <= m.samples <= 2 * MOST_SAMPLES for _, m in gpu.rank())
 
 
-@pytest.mark.parametrize("seconds", [0.01, 0.05, 0.2])
+@pytest.mark.parametrize("seconds", [0.0, 0.01, 0.05, 0.2])
 def test_stops_in_time(seconds):
     gpu = FakeGpu({f"config {i}": 100 + i for i in range(30)}, 0.05)
     ranking = gpu.rank(seconds)
     assert gpu.now <= seconds + 1e-3
     assert len(ranking) == sum(n > 0 for n in gpu.taken.values())
-    fastest = ranking[0][1]
+    fastest = ranking[0][1] if seconds else None
     assert all(fastest.us <= m.us for _, m in ranking if m.samples >= fastest.samples)
 
 
 def test_few_choices_and_their_statistics():
-    assert FakeGpu({"a": 1.0}, 0.0).rank(0.0) == []
-    assert rank([], lambda _: 0.0, 1.0, lambda _: None) == []
+    assert FakeGpu({}, 0.0).rank() == []
     ((name, measured),) = FakeGpu({"a": 10.0}, 0.0).rank()
     assert (name, measured.us) == ("a", 10.0)
     assert Measured.of([5.0]) == Measured(5.0, 0.0, 1)

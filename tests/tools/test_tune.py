@@ -15,10 +15,9 @@ from tilenorm.launch.calls import bound, every_gradient
 from tilenorm.launch.config import Backward, Hints, RowForward, SharedForward
 from tilenorm.spec import NormSpec
 from tilenorm.tools import tune as tuning
-from tilenorm.tools.candidates import candidates
-from tilenorm.tools.explain import planned_device
+from tilenorm.tools.candidates import Search, explicit
 from tilenorm.tools.search import How, plan_of
-from tilenorm.tools.tune import Trials, ordered_candidates, whole_rows
+from tilenorm.tools.tune import Trials, whole_rows
 
 H200 = cases.target("sm_90")
 SPECS = [
@@ -29,67 +28,53 @@ SPECS = [
     NormSpec("rms", 40, "bfloat16", gate="bfloat16", gate_first=True),
     NormSpec("layer", 40, "bfloat16", "bfloat16", "bfloat16", heads=3),
 ]
-each_spec = pytest.mark.parametrize("spec", SPECS, ids=cases.label)
 SHARED = {"forward": SharedForward(Hints(), (32,)), "backward": Backward((32,))}  # two blocks a row
 interpret = Interpreter("sm_90").run()
 each_direction = pytest.mark.parametrize("direction", cases.DIRECTIONS)
 
 
-def trials(spec, direction, run=interpret, terms=1) -> Trials:
-    rows = whole_rows(spec, 48)
-    return Trials(spec, direction, rows, rows, torch.device("cpu"), run, terms)
+def trials(search, run=interpret) -> Trials:
+    rows = whole_rows(search.spec, 48)
+    return Trials(search, rows, rows, torch.device("cpu"), run)
 
 
-@each_spec
-@each_direction
-def test_right_candidates_are_kept(spec, direction):
-    tried = trials(spec, direction)
-    for config in (*ordered_candidates(spec, H200, direction)[:2], SHARED[direction]):
-        assert tried.wrong(plan_of(spec, H200, direction, config)) is None, config
+@pytest.mark.parametrize("spec", SPECS, ids=cases.label)
+@pytest.mark.parametrize("direction, terms", [("forward", 1), ("backward", 1), ("backward", 3)])
+def test_right_candidates_are_kept(spec, direction, terms):
+    search = Search(spec, H200, direction, terms)
+    tried = trials(search)
+    for config in (*search.configs[:2], SHARED[direction]):
+        plan = plan_of(search, config)
+        assert plan.needs.terms == terms if direction == "backward" else plan.save
+        assert tried.wrong(plan) is None, config
 
 
-def test_candidates_for_several_terms_are_kept():
-    spec, terms = SPECS[2], 3
-    tried = trials(spec, "backward", terms=terms)
-    for config in (ordered_candidates(spec, H200, "backward", terms)[0], SHARED["backward"]):
-        plan = plan_of(spec, H200, "backward", config, terms)
-        assert plan.needs.terms == terms and tried.wrong(plan) is None, config
+def all_but_one(launches, arrays, index) -> None:
+    """Launch, and lose the last row."""
+    interpret(launches, arrays, index)
+    for call in bound(launches, arrays):
+        for name, value in arguments_of(call).items():
+            if name in ("Y", "DX") and isinstance(value, torch.Tensor):
+                value[-1] = float("nan")
 
 
 @each_direction
 def test_wrong_results_are_seen(direction):
-    spec = SPECS[0]
-    plan = plan_of(replace(spec, offset=0.1), H200, direction, SHARED[direction])
-    assert "differs from the reference" in trials(spec, direction).wrong(plan)
+    search = Search(SPECS[0], H200, direction)
+    other = replace(search, spec=replace(SPECS[0], offset=0.1))
+    right, wrong = (plan_of(s, SHARED[direction]) for s in (search, other))
+    assert "differs from the reference" in trials(search).wrong(wrong)
+    told = "result 0 differs from the reference in 40 places"
+    assert trials(search, all_but_one).wrong(right) == told
 
 
 @each_direction
-def test_rows_that_are_not_written_are_seen(direction):
-    def all_but_one(launches, arrays, index) -> None:
-        interpret(launches, arrays, index)
-        for call in bound(launches, arrays):
-            for name, value in arguments_of(call).items():
-                if name in ("Y", "DX") and isinstance(value, torch.Tensor):
-                    value[-1] = float("nan")
-
-    spec = SPECS[0]
-    plan = plan_of(spec, H200, direction, SHARED[direction])
-    message = "result 0 differs from the reference in 40 places"
-    assert trials(spec, direction, all_but_one).wrong(plan) == message
-
-
-@each_direction
-def test_what_serves_now_is_tried_first(direction):
-    for hidden in (37, 64, 4096, 65536):
-        spec = NormSpec("rms", hidden, "bfloat16", "bfloat16")
-        tried = ordered_candidates(spec, H200, direction)
-        chosen = cases.config(direction, spec, H200)
-        assert tried[0] in (chosen, replace(chosen, **widths(tried[0])))
-        assert len(tried) == len(set(tried))
-
-
-def widths(config) -> dict:
-    return {"widths": config.widths} if isinstance(config, RowForward) else {}
+@pytest.mark.parametrize("hidden", [37, 64, 4096, 65536])
+def test_what_serves_now_is_tried_first(direction, hidden):
+    spec = NormSpec("rms", hidden, "bfloat16", "bfloat16")
+    first, *others = Search(spec, H200, direction).configs
+    assert first == explicit(cases.config(direction, spec, H200), hidden)
+    assert others and len({first, *others}) == 1 + len(others)
 
 
 def test_rows_are_whole_tokens():
@@ -98,15 +83,19 @@ def test_rows_are_whole_tokens():
     assert [whole_rows(replace(spec, heads=3), n) for n in (1, 100)] == [48, 96]
 
 
+SPEC = NormSpec("rms", 256, "bfloat16", "bfloat16")
+
+
 @pytest.fixture
 def pretended(tables, monkeypatch):
     """A GPU of `times` µs by the rows of a tile; those of 16 are wrong, those of 1 do not run."""
     times = {1: 50.0, 2: 90.0, 4: 70.0, 8: 80.0, 16: 60.0}
 
     class Pretended:
-        def __init__(self, spec, direction, rows, checked, device, terms):
+        bytes, sampled = 70_000_000, []
+
+        def __init__(self, search, rows, checked, device):
             assert checked <= rows and device.type == "cuda"
-            self.bytes = 70_000_000
 
         def wrong(self, plan):
             if plan.config.rows == 1:
@@ -114,30 +103,33 @@ def pretended(tables, monkeypatch):
             return "it differs" if plan.config.rows == 16 else None
 
         def sample(self, plan):
+            self.sampled.append(plan.config)
             return times[plan.config.rows]
 
-    def configs(spec, target, direction):
-        kind = {"forward": RowForward, "backward": Backward}[direction]
+    def candidates(search):
+        kind = {"forward": RowForward, "backward": Backward}[search.direction]
         return [kind(rows=rows, widths=(256,)) for rows in times]
 
     monkeypatch.setattr(tuning, "Trials", Pretended)
-    monkeypatch.setattr(tuning, "candidates", configs)
-    monkeypatch.setattr(tuning, "gpu", lambda: planned_device("sm_90"))
+    monkeypatch.setattr(Search, "candidates", candidates)
     monkeypatch.setattr(tuning, "driver_release", lambda: "580")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 36, 1 << 36))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
+    return Pretended
 
 
-@each_direction
-def test_the_fastest_right_candidate_is_found(direction, pretended):
-    spec, told = NormSpec("rms", 256, "bfloat16", "bfloat16"), []
-    found = tuning.tune(spec, direction, How(seconds=5, processes=1, report=told.append))
+@pytest.mark.parametrize("direction, terms", [("forward", 1), ("backward", 1), ("backward", 2)])
+def test_the_fastest_right_candidate_is_found(direction, terms, pretended):
+    told = []
+    search = Search(SPEC, H200, direction, terms)
+    found = tuning.tune(search, How(seconds=5, processes=1, report=told.append))
     assert (found.config.rows, found.config.widths) == (4, (256,))
-    assert found.key == user_table.Key(direction, "rms_norm", 2, 256, True, False)
+    assert found.key == user_table.Key(direction, "rms_norm", 2, 256, True, False, terms)
     assert (found.us, found.spread, found.gb_s) == (70.0, 0.0, 1000.0)
     assert found.rows == tuning.ELEMENTS // 256
     assert (found.gpu, found.driver, found.samples >= 3) == ("a GPU", "580", True)
+    assert found.spec.endswith(", 2 terms of dy") == (terms > 1)
     kernel = {"forward": "row_forward", "backward": "norm_backward"}[direction]
     assert kernel in found.registers
     dropped = [line.partition(": ")[2] for line in told if line.startswith("dropped ")]
@@ -146,47 +138,34 @@ def test_the_fastest_right_candidate_is_found(direction, pretended):
     assert any(line.startswith("70.00 µs; before, 80.00 µs by ") for line in told)
 
 
-def test_the_entry_of_several_terms(pretended):
-    spec = NormSpec("rms", 256, "bfloat16", "bfloat16")
-    found = tuning.tune(spec, "backward", How(seconds=5, processes=1, terms=2))
-    assert found.key == user_table.Key("backward", "rms_norm", 2, 256, True, False, 2)
-    assert found.spec.endswith(", 2 terms of dy")
-
-
 def test_first_samples_do_not_count(pretended, monkeypatch):
-    sample, rank, sampled = tuning.Trials.sample, tuning.rank, []
-
-    def noted(self, plan):
-        sampled.append(plan.config)
-        return sample(self, plan)
+    rank, sampled = tuning.rank, pretended.sampled
 
     def ranked(configs, *rest):
         assert sampled == configs and len(configs) > 1
         return rank(configs, *rest)
 
-    monkeypatch.setattr(tuning.Trials, "sample", noted)
     monkeypatch.setattr(tuning, "rank", ranked)
-    tuning.tune(NormSpec("rms", 256, "bfloat16"), "forward", How(seconds=5, processes=1))
+    tuning.tune(Search(SPEC, H200, "forward"), How(seconds=5, processes=1))
     assert len(sampled) > len(set(sampled))
 
 
-@pytest.mark.parametrize(
-    "what, message",
-    [
-        ("is right", "no candidate gives the reference's results"),
-        ("compiles", "rms_norm 256: does not compile: "),
-        ("has time", "too short to time anything"),
-    ],
-)
-def test_why_nothing_was_found(what, message, pretended, monkeypatch):
-    if what == "is right":
-        monkeypatch.setattr(tuning.Trials, "wrong", lambda self, plan: "it differs")
-    if what == "compiles":
-        monkeypatch.setattr(tuning, "candidates", lambda *_: [])
-        monkeypatch.setattr(heuristics, "forward", lambda *_: RowForward(widths=(100,)))
-    how = How(seconds=0.0 if what == "has time" else 20.0, processes=1)
+NOTHING = {
+    "no candidate gives the reference's results": lambda patch: patch.setattr(
+        tuning.Trials, "wrong", lambda self, plan: "it differs"
+    ),
+    "rms_norm 256: does not compile: ": lambda patch: patch.setattr(
+        Search, "configs", [RowForward(widths=(100,))]
+    ),
+    "too short to time anything": lambda patch: None,
+}
+
+
+@pytest.mark.parametrize("message", NOTHING)
+def test_why_nothing_was_found(message, pretended, monkeypatch):
+    NOTHING[message](monkeypatch)
     with pytest.raises(RuntimeError, match=message):
-        tuning.tune(NormSpec("rms", 256, "bfloat16"), "forward", how)
+        tuning.tune(Search(SPEC, H200, "forward"), How(seconds=0.0, processes=1))
 
 
 @NEEDS_GPU
@@ -194,7 +173,8 @@ def test_why_nothing_was_found(what, message, pretended, monkeypatch):
     "op, hidden", [("rms_norm", 1024), ("add_layer_norm", 1024), ("layer_norm", 65536)]
 )
 def test_tuning_a_gpu(op, hidden, tables, no_memory, monkeypatch, capsys):
-    monkeypatch.setattr(tuning, "candidates", lambda *a: candidates(*a)[:6])
+    every = Search.candidates
+    monkeypatch.setattr(Search, "candidates", lambda search: every(search)[:6])
     arguments = f"--op {op} --hidden {hidden} --rows 4096 --seconds 2 --processes 1 --bias"
     assert main(["tune", *arguments.split()]) == 0
     arch = target().arch
@@ -208,7 +188,7 @@ def test_tuning_a_gpu(op, hidden, tables, no_memory, monkeypatch, capsys):
     assert "dropped" not in capsys.readouterr().err, "a candidate is wrong"
 
     spec = NormSpec.of(op, hidden, "bfloat16", weight="bfloat16", bias="bfloat16")
-    assert heuristics.forward(spec, target()) == found["forward"].config
+    assert heuristics.chosen(spec, target()) == found["forward"].config
     assert heuristics.source(spec, target(), every_gradient(spec)) == f"user table {path}"
     tensors, incoming = made(FAMILY[op], 300, hidden)
     got = train(FAMILY[op], tensors, incoming)
@@ -217,12 +197,9 @@ def test_tuning_a_gpu(op, hidden, tables, no_memory, monkeypatch, capsys):
 
 @NEEDS_GPU
 def test_a_sample_is_the_time_of_a_call():
-    spec = NormSpec("rms", 4096, "bfloat16", "bfloat16")
-    config = heuristics.forward(spec, target())
-    plan = plan_of(spec, target(), "forward", config)
-    small, large = (
-        Trials(spec, "forward", rows, 16, torch.device("cuda", 0)) for rows in (4096, 32768)
-    )
+    search = Search(NormSpec("rms", 4096, "bfloat16", "bfloat16"), target(), "forward")
+    plan = plan_of(search, search.configs[0])
+    small, large = (Trials(search, rows, 16, torch.device("cuda", 0)) for rows in (4096, 32768))
     # The first of each compiles.
     times = [min(tried.sample(plan) for _ in range(10)) for tried in (small, large)]
     assert 4 < times[1] / times[0] < 12, times

@@ -6,9 +6,12 @@ segments; `widths` holds the number of columns of each. `widths=None` is one seg
 whole row.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import cache
 from itertools import pairwise
-from typing import ClassVar
+from types import UnionType
+from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
 from .target import Target
 
@@ -60,36 +63,68 @@ class Served:
 
 
 class Config:
-    """Base class of the four configurations."""
+    """Base class of the four configurations, with the fields that some of them do not have."""
 
-    direction: ClassVar[str]
-    rows: int = 1
-    tma: bool = False
+    direction: ClassVar[str] = "forward"
     hints: Hints
     widths: tuple[int, ...] | None
+    rows: int = 1
+    tma: bool = False
+    store: bool = False
+    packed: bool = False
+    fetch: bool = False
+    reread: bool = False
+    together: int = 1
 
     def segments(self, hidden: int) -> tuple[int, ...]:
         return self.widths or (tile_width(hidden),)
 
     def refusal(self, served: Served) -> str | None:
         """The reason why this configuration cannot serve these rows, or None."""
-        return _first(
-            _wrong_rows(self.rows),
-            _wrong_hints(self.hints),
-            _wrong_widths(self.segments(served.hidden)),
-            self._refusal(served),
-        )
+        return next(self._reasons(served), None)
 
-    def _refusal(self, served: Served) -> str | None:
-        """The reason that only this kind of configuration has."""
-        raise NotImplementedError
+    def _reasons(self, served: Served) -> Iterator[str]:
+        hidden, item_bytes = served.hidden, served.item_bytes
+        widths, hints = self.segments(hidden), self.hints
+        if not _power_of_two(self.rows):
+            yield f"rows {self.rows} is not a power of two"
+        if not 1 <= (hints.occupancy or 1) <= 32 or not _power_of_two(hints.num_worker_warps or 1):
+            yield f"hints out of range: {hints}"
+        # Tile loads need segments that start at a multiple of their width. Descending powers of two
+        # do.
+        if not all(a >= b for a, b in pairwise(widths)) or not all(map(_power_of_two, widths)):
+            yield f"widths {widths} are not descending powers of two"
+        if self.packed and item_bytes != 2:
+            yield "packed needs rows with 16-bit elements"
+        if self.tma and not (self.rows == 1 and served.aligned and served.target.has_tma):
+            yield "tile loads need rows=1, rows of whole vectors, and a GPU with TMA"
+        if self.store and not self.tma:
+            yield "tile stores need tile loads"
+        if self.reread and self.rows != 1:
+            yield "reread needs rows=1"
+        one_width = len(set(widths)) == 1
+        # At this width folding a segment leaves at most two terms for each thread.
+        most = 32 * hints.threads
+        if self.fetch and not (one_width and item_bytes <= widths[0] * item_bytes <= most):
+            yield f"fetch needs segments of one width, here at most {most} bytes"
+        if self.together != 1 and not (one_width and 1 < self.together <= len(widths)):
+            yield "together is 1, or at most the number of segments, which then have one width"
+        yield from self._wrong_cut(widths, hidden)
 
-    def _spans(self, hidden: int) -> str | None:
-        """The reason why the segments do not hold exactly one row, or None."""
-        widths = self.segments(hidden)
-        if sum(widths) < hidden or sum(widths) - widths[-1] >= hidden:
-            return f"widths {widths} do not fit a row of {hidden}"
-        return None
+    def _wrong_cut(self, widths: tuple[int, ...], hidden: int) -> Iterator[str]:
+        """Why the segments are neither one row nor a chunk of a row that blocks share."""
+        width = sum(widths)
+        if isinstance(self, SharedForward) and width >= hidden:
+            yield f"widths {widths} hold a whole row of {hidden}, so that no blocks share it"
+        elif isinstance(self, RowForward | StreamForward) or width >= hidden:
+            if not sum(widths[:-1]) < hidden <= width:
+                yield f"widths {widths} do not fit a row of {hidden}"
+        elif self.rows != 1 or self.tma:
+            yield "blocks that share rows need rows=1 and no tile loads"
+        elif widths[-1] % VECTOR:
+            yield f"widths {widths} of a chunk do not end at a whole vector"
+        elif hidden > MOST_CHUNKS * width:
+            yield f"a row of {hidden} needs more than {MOST_CHUNKS} chunks of {width}"
 
 
 @dataclass(frozen=True)
@@ -107,18 +142,6 @@ class RowForward(Config):
     packed: bool = False
     fetch: bool = False
 
-    direction: ClassVar[str] = "forward"
-
-    def _refusal(self, served: Served) -> str | None:
-        wrong_fetch = None
-        if self.fetch:
-            widths, item_bytes = self.segments(served.hidden), served.item_bytes
-            # At this width folding a segment leaves at most two terms for each thread.
-            most = 32 * self.hints.threads
-            if len(set(widths)) > 1 or not item_bytes <= widths[0] * item_bytes <= most:
-                wrong_fetch = f"fetch needs segments of one width, here at most {most} bytes"
-        return _first(_wrong_packing(self.packed, served), wrong_fetch, self._spans(served.hidden))
-
 
 @dataclass(frozen=True)
 class StreamForward(Config):
@@ -134,12 +157,6 @@ class StreamForward(Config):
     tma: bool = False
     store: bool = False
 
-    direction: ClassVar[str] = "forward"
-
-    def _refusal(self, served: Served) -> str | None:
-        wrong_tma = _wrong_tma(self.tma, self.store, self.rows, served)
-        return _first(wrong_tma, self._spans(served.hidden))
-
 
 @dataclass(frozen=True)
 class SharedForward(Config):
@@ -153,16 +170,6 @@ class SharedForward(Config):
     widths: tuple[int, ...]
     packed: bool = False
     together: int = 1
-
-    direction: ClassVar[str] = "forward"
-
-    def _refusal(self, served: Served) -> str | None:
-        wrong = None
-        one_width = len(set(self.widths)) == 1
-        if self.together != 1 and not (one_width and 1 < self.together <= len(self.widths)):
-            wrong = "together is 1, or at most the number of segments, which then have one width"
-        chunks = _wrong_chunks(self.widths, served.hidden)
-        return _first(_wrong_packing(self.packed, served), wrong, chunks)
 
 
 @dataclass(frozen=True)
@@ -185,19 +192,6 @@ class Backward(Config):
 
     direction: ClassVar[str] = "backward"
 
-    def _refusal(self, served: Served) -> str | None:
-        wrong = None
-        if self.reread and self.rows != 1:
-            wrong = "reread needs rows=1"
-        if sum(self.widths) >= served.hidden:
-            cut = self._spans(served.hidden)
-        elif self.rows != 1 or self.tma:
-            cut = "blocks that share rows need rows=1 and no tile loads"
-        else:
-            cut = _wrong_chunks(self.widths, served.hidden)
-        wrong_tma = _wrong_tma(self.tma, self.store, self.rows, served)
-        return _first(_wrong_packing(self.packed, served), wrong_tma, wrong, cut)
-
 
 FORMS = (RowForward, StreamForward, SharedForward, Backward)
 
@@ -210,47 +204,48 @@ class ColumnSum:
     tile: int = 16
 
 
-def _first(*reasons: str | None) -> str | None:
-    return next(filter(None, reasons), None)
+def built(form: type, data: dict) -> Any:
+    """A dataclass from its fields in JSON. Fields that have their defaults may be left out.
+
+    Raises ValueError, TypeError or KeyError for missing or unknown fields and for other types.
+    """
+    known = {field.name: field.default for field in fields(form)}
+    needed = {name for name, default in known.items() if default is MISSING}
+    if not needed <= set(data) <= set(known):
+        raise ValueError(f"{form.__name__} has {', '.join(data)}; it takes {', '.join(known)}")
+    values, kinds = {}, _kinds(form)
+    for name, value in data.items():
+        kind = kinds[name]
+        if kind is Config:
+            values[name] = config_of(value)
+            continue
+        if is_dataclass(kind):
+            value = built(kind, value)
+        elif isinstance(value, list):
+            value = tuple(value)
+        options = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+        if type(value) not in {get_origin(option) or option for option in options}:
+            raise ValueError(f"{form.__name__}: {name} is {value!r}")
+        values[name] = value
+    return form(**values)
 
 
-def _wrong_rows(rows: int) -> str | None:
-    return None if _power_of_two(rows) else f"rows {rows} is not a power of two"
+_kinds = cache(get_type_hints)
 
 
-def _wrong_hints(hints: Hints) -> str | None:
-    if not 1 <= (hints.occupancy or 1) <= 32 or not _power_of_two(hints.num_worker_warps or 1):
-        return f"hints out of range: {hints}"
-    return None
+def config_of(data: dict) -> Config:
+    """A configuration from the name of its class and its fields in JSON."""
+    data = dict(data)
+    forms = {form.__name__: form for form in FORMS}
+    return built(forms[data.pop("form")], data)
 
 
-def _wrong_widths(widths: tuple[int, ...]) -> str | None:
-    # Tile loads need segments that start at a multiple of their width. Descending powers of two do.
-    descend = all(a >= b for a, b in pairwise(widths))
-    if not descend or not all(map(_power_of_two, widths)):
-        return f"widths {widths} are not descending powers of two"
-    return None
-
-
-def _wrong_packing(packed: bool, served: Served) -> str | None:
-    return "packed needs rows with 16-bit elements" if packed and served.item_bytes != 2 else None
-
-
-def _wrong_tma(tma: bool, store: bool, rows: int, served: Served) -> str | None:
-    if tma and not (rows == 1 and served.aligned and served.target.has_tma):
-        return "tile loads need rows=1, rows of whole vectors, and a GPU with TMA"
-    return "tile stores need tile loads" if store and not tma else None
-
-
-def _wrong_chunks(widths: tuple[int, ...], hidden: int) -> str | None:
-    width = sum(widths)
-    if width >= hidden:
-        return f"widths {widths} hold a whole row of {hidden}, so that no blocks share it"
-    if widths[-1] % VECTOR:
-        return f"widths {widths} of a chunk do not end at a whole vector"
-    if hidden > MOST_CHUNKS * width:
-        return f"a row of {hidden} needs more than {MOST_CHUNKS} chunks of {width}"
-    return None
+def data_of(config: Config) -> dict[str, Any]:
+    """What config_of takes, without the fields that have their defaults."""
+    form = type(config)
+    given = {n: v for n, v in vars(config).items() if n != "hints" and v != getattr(form, n, ...)}
+    usual = config.hints == getattr(form, "hints", None)
+    return {"form": form.__name__} | ({} if usual else {"hints": config.hints.given()}) | given
 
 
 def _power_of_two(n: int) -> bool:

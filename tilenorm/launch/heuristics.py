@@ -10,23 +10,26 @@ from itertools import accumulate
 
 from ..spec import NormSpec
 from . import user_table
-from .config import (
-    Backward,
-    ColumnSum,
-    Config,
-    Hints,
-    RowForward,
-    SharedForward,
-    cdiv,
-    tile_width,
-)
+from .calls import Needs
+from .config import Backward, ColumnSum, Config, Hints, RowForward, SharedForward, cdiv, tile_width
 from .target import Target
 from .tuned import TABLES, rules
 
 
-def forward(spec: NormSpec, target: Target) -> Config:
-    """A norm whose output is quantised has the configuration, and so the bits, of the plain one."""
-    return with_room(spec, _forward(spec.unquantized, target))
+def chosen(spec: NormSpec, target: Target, needs: Needs | None = None) -> Config:
+    """The configuration of a forward pass, or, with `needs`, of a backward pass.
+
+    A norm whose output is quantised has the configuration, and so the bits, of the plain one.
+    """
+    spec = spec.unquantized
+    if found := _tabled(spec, target, needs):
+        config, _ = found
+    elif needs is None:
+        read = (spec.dtype, spec.residual, spec.gate, spec.addend, spec.skip)
+        config = piece(spec, sum(dtype is not None for dtype in read))
+    else:
+        config = _backward(spec, target, needs)
+    return with_room(spec, config)
 
 
 def with_room(spec: NormSpec, config: Config) -> Config:
@@ -41,13 +44,6 @@ def with_room(spec: NormSpec, config: Config) -> Config:
         return config
     fewer = occupancy // 2 if isinstance(config, SharedForward) else occupancy - 1
     return replace(config, hints=replace(config.hints, occupancy=fewer))
-
-
-def _forward(spec: NormSpec, target: Target) -> Config:
-    if found := _tabled(spec, target):
-        return found[0]
-    read = (spec.dtype, spec.residual, spec.gate, spec.addend, spec.skip)
-    return piece(spec, sum(dtype is not None for dtype in read))
 
 
 def piece(spec: NormSpec, inputs: int) -> Config:
@@ -67,14 +63,7 @@ def _forward_chunk(spec: NormSpec, inputs: int) -> SharedForward:
     return SharedForward(hints, widths, packed=_packs(spec), together=2)
 
 
-def backward(spec: NormSpec, target: Target, needs) -> Backward:
-    """needs: which gradients (calls.Needs)."""
-    return with_room(spec, _backward(spec, target, needs))
-
-
-def _backward(spec: NormSpec, target: Target, needs) -> Backward:
-    if found := _tabled(spec, target, needs):
-        return found[0]
+def _backward(spec: NormSpec, target: Target, needs: Needs) -> Backward:
     width = tile_width(spec.hidden)
     inputs = 1 + needs.terms + (spec.gate is not None) + needs.dsum
     if width <= rules.GATHERED[needs.sums] * 2 // inputs:
@@ -92,13 +81,13 @@ def _backward(spec: NormSpec, target: Target, needs) -> Backward:
     return Backward((max(chunk, least),), hints=Hints(occupancy), packed=_packs(spec))
 
 
-def piece_backward(spec: NormSpec, target: Target, needs) -> Backward:
+def piece_backward(spec: NormSpec, target: Target, needs: Needs) -> Config:
     """For a backward pass to which the sums over rows are given.
 
     No sum comes between what is read and what is written, so that the compiler works on all of it
     at once, and takes more registers: grad_apply spilled 120 bytes at 16384 bfloat16 on sm_90.
     """
-    config = backward(spec, target, needs)
+    config = chosen(spec, target, needs)
     if config.rows == 1:
         return replace(config, reread=True)
     more = spec.gate is not None or needs.dsum
@@ -110,34 +99,40 @@ def column_sum(spec: NormSpec) -> ColumnSum:
     return ColumnSum(tile=rules.NARROW_TILE if narrow else rules.WIDE_TILE)
 
 
-def source(spec: NormSpec, target: Target, needs=None) -> str:
-    """The table or rule that a configuration comes from.
-
-    needs: the gradients of a backward pass; None asks about the forward pass.
-    """
-    spec = spec.unquantized if needs is None else spec
+def source(spec: NormSpec, target: Target, needs: Needs | None = None) -> str:
+    """The table or rule that the configuration comes from."""
+    spec = spec.unquantized
     found = _tabled(spec, target, needs)
     if not found:
         return "heuristic, untimed"
+    _, table = found
     if spec.gate and spec.norm == "layer":
-        return f"{found[1]}, timed with RMSNorm"
+        return f"{table}, timed with RMSNorm"
     if spec.branches:
-        return f"{found[1]}, timed without a mask and a scale of the input"
+        return f"{table}, timed without a mask and a scale of the input"
     if needs is None and spec.addend:
-        return f"{found[1]}, timed with one residual"
-    if needs is None and spec.skip and found[1].startswith("tuned"):
-        return f"{found[1]}, timed as {shipped_op(spec, spec.op)}"
-    return found[1]
+        return f"{table}, timed with one residual"
+    if needs is None and spec.skip and table.startswith("tuned"):
+        return f"{table}, timed as {shipped_op(spec, spec.op)}"
+    return table
 
 
-def forward_op(spec: NormSpec) -> str | None:
-    """The operation whose table serves a spec.
+def operation(spec: NormSpec, needs: Needs | None = None) -> str | None:
+    """The operation whose table serves a forward pass, or, with `needs`, a backward pass.
 
-    A gate with a bias needs more registers than the tables were tuned for, so no table serves it.
-    An addend takes none over the sums: compiled for sm_90, it spills at most 16 bytes more than
-    the table's kernels.
+    A gate with a bias, or with two sums over rows, needs more registers than the tables were tuned
+    for, so no table serves it. A residual with a gate, and an addend, change no table: compiled for
+    sm_90, an addend spills at most 16 bytes more than the table's kernels. The table of a backward
+    pass is that of a norm which reads as much and keeps as many sums.
     """
-    return None if spec.gate and spec.bias else _operation(spec)
+    if spec.gate:
+        if spec.bias if needs is None else needs.sums == 2:
+            return None
+        return "gate_first" if spec.gate_first else "gated_rms_norm"
+    if needs is None:
+        return spec.op
+    norm = "layer_norm" if spec.norm == "layer" or needs.sums == 2 else "rms_norm"
+    return f"add_{norm}" if needs.dsum else norm
 
 
 def shipped_op(spec: NormSpec, op: str) -> str:
@@ -151,40 +146,26 @@ def shipped_op(spec: NormSpec, op: str) -> str:
     return f"add_{spec.norm}_norm" if spec.widest_item == 2 else "gated_rms_norm"
 
 
-def backward_op(spec: NormSpec, needs) -> str | None:
-    """The operation whose table serves a spec: it reads as much and keeps as many sums."""
-    if spec.gate:
-        return _operation(spec) if needs.sums < 2 else None
-    norm = "layer_norm" if spec.norm == "layer" or needs.sums == 2 else "rms_norm"
-    return f"add_{norm}" if needs.dsum else norm
-
-
-def _operation(spec: NormSpec) -> str:
-    """The gate's operation if there is a gate, with or without a residual; else the op's name."""
-    if spec.gate:
-        return "gate_first" if spec.gate_first else "gated_rms_norm"
-    return spec.op
-
-
 def _packs(spec: NormSpec) -> bool:
     """Whether a row can stay in 16 bits: no tensor is wider, and no gate needs it in float32."""
     return spec.widest_item == 2 and spec.gate is None
 
 
-def _tabled(spec: NormSpec, target: Target, needs=None):
+def _tabled(spec: NormSpec, target: Target, needs: Needs | None) -> tuple[Config, str] | None:
     """(configuration, source) from a user's or the shipped table, or None.
 
     What was measured for one term of dy serves several where nothing was measured for so many: it
     adds up a row in the same order.
     """
-    op = forward_op(spec) if needs is None else backward_op(spec, needs)
+    op = operation(spec, needs)
     if op is None:
         return None
     direction = "forward" if needs is None else "backward"
     users, terms = user_table.configs(target.arch), needs.terms if needs else 1
-    for measured in dict.fromkeys((terms, 1)):
+    untimed = ", timed with one term of dy" if terms > 1 else ""
+    for measured, note in ((terms, ""), (1, untimed)):
         if found := users.get(user_table.Key.of(spec, direction, op, measured)):
-            return found, f"user table {user_table.path_of(target.arch)}" + _timed(measured, terms)
+            return found, f"user table {user_table.path_of(target.arch)}{note}"
     # The shipped tables serve backward rows from 17 elements on, and rows that fill vectors.
     narrow = needs is not None and tile_width(spec.hidden) < 32
     if narrow or not spec.aligned or target.arch not in TABLES:
@@ -192,17 +173,12 @@ def _tabled(spec: NormSpec, target: Target, needs=None):
     table, key = TABLES[target.arch], (shipped_op(spec, op), spec.widest_item)
     rows = getattr(table, direction).get(key, ())
     largest, found = next((row for row in rows if spec.hidden <= row[0]), (0, None))
-    source = f"tuned/{target.arch}" + _timed(1, terms)
+    source = f"tuned/{target.arch}{untimed}"
     if needs and (terms > 1 or needs.output):
         for row, least, output, config in table.more.get(key, ()):
             if row == largest and least <= terms and output <= needs.output:
                 found, source = config, f"tuned/{target.arch}, untimed"
     return found and (_fitted(found, spec.hidden), source)
-
-
-def _timed(measured: int, terms: int) -> str:
-    """What a source says of a configuration that was measured for another number of terms."""
-    return "" if measured == terms else ", timed with one term of dy"
 
 
 def _fitted(config: Config, hidden: int) -> Config:

@@ -52,7 +52,7 @@ def plan_forward(spec: NormSpec, target: Target, save: bool) -> "ForwardPlan":
     registers. An occupancy hint bounds the registers, so that a kernel that does not write mean and
     rstd could give y other last bits. In this case the plan always writes mean and rstd.
     """
-    plan = ForwardPlan(spec, target, heuristics.forward(_configured(spec), target), save)
+    plan = ForwardPlan(spec, target, heuristics.chosen(_configured(spec), target), save)
     if plan.casts_apart:
         return plan_forward(spec.unquantized, target, save)
     return replace(plan, save=True) if plan.hints.occupancy and not plan.ordered else plan
@@ -78,7 +78,7 @@ def chain_refused(spec: NormSpec, target: Target) -> str | None:
 def plan_backward(spec: NormSpec, target: Target, needs: Needs) -> "BackwardPlan":
     """The plan for the needed gradients."""
     spec = backward_spec(spec, needs)
-    return BackwardPlan(spec, target, heuristics.backward(spec, target, needs), needs)
+    return BackwardPlan(spec, target, heuristics.chosen(spec, target, needs), needs)
 
 
 def backward_spec(spec: NormSpec, needs: Needs) -> NormSpec:

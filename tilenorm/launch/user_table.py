@@ -9,15 +9,13 @@ import json
 import os
 import warnings
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from types import UnionType
-from typing import NamedTuple, get_args, get_origin, get_type_hints
 
 from ..settings import settings
 from ..spec import MAX_TERMS, NormSpec
-from .config import FORMS, Backward, Config, Hints, RowForward, Served, SharedForward, StreamForward
+from .config import Config, Served, built, data_of
 from .target import Target
 from .toolchain import compiler_version
 
@@ -28,7 +26,8 @@ class TableWarning(UserWarning):
     """A user's table is ignored; the message says why."""
 
 
-class Key(NamedTuple):
+@dataclass(frozen=True, order=True)
+class Key:
     """The specs that an entry serves.
 
     op: the operation, as in the shipped tables. item_bytes: bytes of an element of the widest
@@ -60,7 +59,7 @@ class Entry:
     """
 
     key: Key
-    config: RowForward | StreamForward | SharedForward | Backward
+    config: Config
     us: float
     spread: float
     samples: int
@@ -100,7 +99,8 @@ def write(path: Path, arch: str, entries: Iterable[Entry]) -> None:
         kept = {}
     kept |= {entry.key: entry for entry in entries}
     table = {"format": FORMAT, "arch": arch, "versions": versions()}
-    table["entries"] = [_encoded(kept[key]) for key in sorted(kept)]
+    entries = [kept[key] for key in sorted(kept)]
+    table["entries"] = [asdict(entry) | {"config": data_of(entry.config)} for entry in entries]
     path.parent.mkdir(parents=True, exist_ok=True)
     # A process that reads at the same time finds the old table or the new one.
     draft = path.with_name(f"{path.name}.{os.getpid()}")
@@ -142,46 +142,17 @@ def configs(arch: str) -> dict[Key, Config]:
         return {}
 
 
-def _encoded(entry: Entry) -> dict:
-    form = {"form": type(entry.config).__name__}
-    return asdict(entry) | {"key": entry.key._asdict(), "config": form | asdict(entry.config)}
-
-
 def _decoded(number: int, data: dict, arch: str) -> Entry:
     try:
-        data = dict(data)
-        config = dict(data.pop("config"))
-        forms = {form.__name__: form for form in FORMS}
-        config = _built(forms[config.pop("form")], config)
-        key = Key(**data.pop("key"))
-        entry = _built(Entry, data | {"key": key, "config": config})
+        entry = built(Entry, data)
+        key, config = entry.key, entry.config
         reason = config.refusal(Served(key.hidden, key.item_bytes, key.aligned, Target.of(arch)))
-        if not 1 <= key.terms <= MAX_TERMS:
-            reason = f"a backward pass takes 1 to {MAX_TERMS} terms of dy"
-        if config.direction != key.direction:
-            reason = f"{type(config).__name__} does not serve the {key.direction} pass"
     except (TypeError, ValueError, KeyError) as error:
         raise ValueError(f"entry {number}: {error}") from error
+    if not 1 <= key.terms <= MAX_TERMS:
+        reason = f"a backward pass takes 1 to {MAX_TERMS} terms of dy"
+    if config.direction != key.direction:
+        reason = f"{type(config).__name__} does not serve the {key.direction} pass"
     if reason:
         raise ValueError(f"entry {number}, {key}: {reason}")
     return entry
-
-
-def _built(form: type, data: dict):
-    """Build a dataclass. Raises ValueError for missing or extra fields and for wrong types."""
-    kinds = get_type_hints(form)
-    names = [field.name for field in fields(form)]
-    if set(data) != set(names):
-        raise ValueError(f"{form.__name__} has {', '.join(data)}; it takes {', '.join(names)}")
-    values = {}
-    for name, value in data.items():
-        if kinds[name] is Hints:
-            value = _built(Hints, value)
-        elif isinstance(value, list):
-            value = tuple(value)
-        kind = kinds[name]
-        options = get_args(kind) if isinstance(kind, UnionType) else (kind,)
-        if type(value) not in {get_origin(option) or option for option in options}:
-            raise ValueError(f"{form.__name__}: {name} is {value!r}")
-        values[name] = value
-    return form(**values)

@@ -1,11 +1,11 @@
 """The configurations that the tuner tries for a spec."""
 
 from collections.abc import Iterator
-from dataclasses import fields, replace
-from itertools import product
+from dataclasses import dataclass, fields, replace
+from itertools import chain, product
 
 from ..launch import heuristics
-from ..launch.calls import every_gradient
+from ..launch.calls import Needs, every_gradient
 from ..launch.config import (
     Backward,
     Config,
@@ -18,7 +18,9 @@ from ..launch.config import (
     tile_width,
 )
 from ..launch.target import REGISTERS, Target
+from ..launch.user_table import Key
 from ..spec import SHARED_FROM, NormSpec
+from .explain import title
 
 # Bytes that a thread may spill. One in eight of the configurations shipped for the H200 spills,
 # because no configuration without spills is as fast. Most of them spill less than this.
@@ -47,7 +49,6 @@ FEWEST_A_THREAD = 8  # elements; with fewer, 8 warps are not tried
 NARROWEST_LOAD = 1024  # columns of a row that tile loads read
 NARROWEST_PACKED = 2048
 NARROWEST_FETCHED = 1024
-NARROWEST_SHARED = SHARED_FROM
 NARROWEST_REREAD = 6144  # columns; narrower rows have registers for the weights
 WIDEST = {"forward": 32768, "backward": 16384}  # columns of a row that one block holds
 WIDEST_GATHERED = 8192  # columns of a gathered backward row that is not packed
@@ -58,33 +59,61 @@ BACKWARD_CHUNKS = REGISTERS // 4
 HEADS_SCRATCH = 6 * 2048
 
 
-def served_op(spec: NormSpec, direction: str) -> str:
-    """The operation whose table serves a spec. Raises ValueError if there is none."""
-    if spec.quantized:
-        plain = spec.unquantized.op
-        raise ValueError(f"{spec.op} takes the configuration, and the bits, of {plain}: tune that")
-    if spec.branches:
-        raise ValueError(f"{spec.op} with a mask or a layer scale has no table: tune it without")
-    if direction == "forward":
-        op = heuristics.forward_op(spec)
-    else:
-        op = heuristics.backward_op(spec, every_gradient(spec))
-    if op is None:
-        raise ValueError(f"no table serves {spec.op} {direction} with weight and bias")
-    return op
+@dataclass(frozen=True)
+class Search:
+    """What is tuned: the forward or the backward pass of a spec on a target.
 
-
-def candidates(spec: NormSpec, target: Target, direction: str) -> list[Config]:
-    """The configurations that the tuner tries, simple ones first.
-
-    direction: "forward" or "backward".
+    direction: "forward" saves what the backward pass needs; "backward" computes every gradient.
+    terms: how many tensors make up dy.
     """
-    if direction == "forward":
-        tried = (*_forward(spec), *_forward_chunks(spec))
-    else:
-        tried = (*_backward(spec), *_backward_chunks(spec, target))
-    served = Served(spec.hidden, spec.widest_item, spec.aligned, target)
-    return [c for c in dict.fromkeys(tried) if not c.refusal(served)]
+
+    spec: NormSpec
+    target: Target
+    direction: str
+    terms: int = 1
+
+    def __str__(self) -> str:
+        return f"{title(self.spec, self.terms)} {self.direction}"
+
+    @property
+    def needs(self) -> Needs | None:
+        """The gradients of the backward pass; None is the forward pass."""
+        if self.direction == "forward":
+            return None
+        return every_gradient(self.spec)._replace(terms=self.terms)
+
+    def key(self) -> Key:
+        """What an entry of a table serves. Raises ValueError if no table serves the spec."""
+        spec = self.spec
+        if spec.quantized:
+            plain = spec.unquantized.op
+            raise ValueError(
+                f"{spec.op} takes the configuration, and the bits, of {plain}: tune that"
+            )
+        if spec.branches:
+            raise ValueError(
+                f"{spec.op} with a mask or a layer scale has no table: tune it without"
+            )
+        op = heuristics.operation(spec, self.needs)
+        if op is None:
+            raise ValueError(f"no table serves {spec.op} {self.direction} with weight and bias")
+        return Key.of(spec, self.direction, op, self.terms)
+
+    @property
+    def configs(self) -> list[Config]:
+        """The candidates. What serves without tuning is the first, and is always timed."""
+        chosen = explicit(heuristics.chosen(self.spec, self.target, self.needs), self.spec.hidden)
+        return list(dict.fromkeys([chosen, *self.candidates()]))
+
+    def candidates(self) -> list[Config]:
+        """The configurations that the tuner tries, simple ones first."""
+        spec, target = self.spec, self.target
+        if self.direction == "forward":
+            tried = chain(_forward(spec), _forward_chunks(spec))
+        else:
+            tried = chain(_backward(spec), _backward_chunks(spec, target))
+        served = Served(spec.hidden, spec.widest_item, spec.aligned, target)
+        return [config for config in dict.fromkeys(tried) if not config.refusal(served)]
 
 
 def explicit(config: Config, hidden: int) -> Config:
@@ -144,7 +173,7 @@ def _forward(spec: NormSpec) -> Iterator[RowForward | StreamForward]:
             for hints in _hints(PACKED_OCCUPANCY, sum(widths)):
                 yield RowForward(1, hints, widths, packed=True)
         if spec.norm == "rms" and spec.weight and spec.hidden >= NARROWEST_FETCHED:
-            for packed in _packings(spec):
+            for packed in (False, True)[: 1 + _packs(spec)]:
                 for hints in _hints(FETCH_OCCUPANCY, sum(widths)):
                     yield RowForward(1, hints, widths, packed=packed, fetch=True)
         for hints, store in _loads(spec, widths):
@@ -170,49 +199,37 @@ def _backward(spec: NormSpec) -> Iterator[Backward]:
 
 
 def _forward_chunks(spec: NormSpec) -> Iterator[SharedForward]:
-    for width, packed in _chunks(spec, "forward"):
-        for hints in _hints(CHUNK_OCCUPANCY, width):
-            for widths in _cuts(spec, width, hints, "forward"):
-                for together in _together(spec, widths, hints):
-                    yield SharedForward(hints, widths, packed=packed, together=together)
+    for widths, packed, hints in _chunks(spec, "forward", CHUNK_OCCUPANCY):
+        vectors = widths[0] == hints.vectors(spec.widest_item)
+        for together in CHUNK_TOGETHER if vectors and (spec.weight or spec.bias) else (1,):
+            if together == 1 or together < len(widths):
+                yield SharedForward(hints, widths, packed=packed, together=together)
 
 
 def _backward_chunks(spec: NormSpec, target: Target) -> Iterator[Backward]:
-    for width, packed in _chunks(spec, "backward"):
-        sharing = cdiv(spec.hidden, width) * (spec.heads or 1)
-        for hints in _hints(BACKWARD_OCCUPANCY, width, BACKWARD_CHUNKS):
-            # Blocks that share a row wait for each other at every row, so all have to be resident.
-            if sharing <= target.multiprocessors * hints.occupancy:
-                for widths in _cuts(spec, width, hints, "backward"):
-                    config = Backward(widths, hints=hints, packed=packed)
-                    yield config
-                    if spec.weight:
-                        yield replace(config, reread=True)
+    for widths, packed, hints in _chunks(spec, "backward", BACKWARD_OCCUPANCY, BACKWARD_CHUNKS):
+        # Blocks that share a row wait for each other at every row, so all have to be resident.
+        sharing = cdiv(spec.hidden, sum(widths)) * (spec.heads or 1)
+        if sharing <= target.multiprocessors * hints.occupancy:
+            config = Backward(widths, hints=hints, packed=packed)
+            yield config
+            if spec.weight:
+                yield replace(config, reread=True)
 
 
-def _chunks(spec: NormSpec, direction: str) -> Iterator[tuple[int, bool]]:
-    """(columns of a chunk, packed) for rows that blocks share."""
-    if spec.hidden >= NARROWEST_SHARED:
-        widths = [width for width in CHUNKS[direction] if width < spec.hidden]
-        yield from product(widths, _packings(spec))
+def _chunks(
+    spec: NormSpec, direction: str, occupancies: tuple, most: int | None = None
+) -> Iterator[tuple[tuple[int, ...], bool, Hints]]:
+    """(widths, packed, hints) for rows that blocks share. Each thread has a vector of each segment.
 
-
-def _cuts(spec: NormSpec, width: int, hints: Hints, direction: str) -> list[tuple[int, ...]]:
-    """Ways to cut a chunk of `width` columns so that each thread has a vector of each segment."""
-    least = hints.vectors(spec.widest_item)
-    counts = CHUNK_SEGMENTS[direction]
-    return [(width // n,) * n for n in counts if n == 1 or width // n >= least]
-
-
-def _together(spec: NormSpec, widths: tuple[int, ...], hints: Hints) -> list[int]:
-    """The values of `together`: for how many segments the weights are read at once."""
-    affine = spec.weight or spec.bias
-    several = affine and widths[0] == hints.vectors(spec.widest_item)
-    return [n for n in CHUNK_TOGETHER if n == 1 or (several and n < len(widths))]
-
-
-def _packings(spec: NormSpec) -> tuple[bool, ...]:
-    return (False, True) if _packs(spec) else (False,)
+    most: elements of all chunks on a multiprocessor.
+    """
+    chunks = [n for n in CHUNKS[direction] if n < spec.hidden and spec.hidden >= SHARED_FROM]
+    for width, packed in product(chunks, (False, True)[: 1 + _packs(spec)]):
+        for hints in _hints(occupancies, width, most):
+            for count in CHUNK_SEGMENTS[direction]:
+                if count == 1 or width // count >= hints.vectors(spec.widest_item):
+                    yield (width // count,) * count, packed, hints
 
 
 def _packs(spec: NormSpec) -> bool:

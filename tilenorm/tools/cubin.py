@@ -7,7 +7,7 @@ compares the results with NVIDIA's cuobjdump.
 import hashlib
 import struct
 from collections.abc import Iterator
-from typing import NamedTuple
+from dataclasses import dataclass
 
 # Attributes of .nv.info. Format _SIZED: bytes follow. The first two hold (kernel's symbol, number).
 _FRAME_SIZE, _REGISTERS = 0x11, 0x2F
@@ -15,7 +15,8 @@ _THREADS = 0x10  # the block's shape
 _SIZED = 4
 
 
-class Resources(NamedTuple):
+@dataclass(frozen=True)
+class Resources:
     """Resources of a kernel.
 
     registers, spill_bytes: for each thread. shared_bytes, threads: for each block. code: a digest

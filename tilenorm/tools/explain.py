@@ -3,12 +3,13 @@
 import inspect
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from ..launch import heuristics
 from ..launch.calls import constants_of, every_gradient
+from ..launch.config import Hints
 from ..launch.scales import Scales
 from ..launch.target import Target
 from ..ops import arguments, functional
@@ -19,9 +20,6 @@ from ..ops.quantized.norm import ASKED, check
 from ..ops.registry import MIN_DRIVER, Device, device_of, refusals, requested_backend
 from ..ops.tensors import Tensors
 from ..spec import ITEM_BYTES, OPS, QUANTIZED_OPS, NormSpec, Options
-
-if TYPE_CHECKING:  # what imports cuda.tile is imported where cutile serves
-    from ..launch.plan import ForwardPlan
 
 
 @dataclass(frozen=True)
@@ -78,16 +76,16 @@ class Explanation:
             f"  served by {self.chosen or 'nothing: the call raises'}",
         ]
         lines += [f"  refused by {name}: {reason}" for name, reason in self.refused.items()]
-        for name, steps, source, moved in (
-            ("forward", self.forward, self.forward_source, self.forward_bytes),
-            ("backward", self.backward, self.backward_source, self.backward_bytes),
-        ):
+        for name in ("forward", "backward"):
+            steps, source, moved = (getattr(self, name + end) for end in ("", "_source", "_bytes"))
             chosen = f", configuration: {source}" if source else ""
             lines.append(f"  {name}: {moved:,} bytes{chosen}")
             for step in steps:
-                hints = " ".join(f"{k}={v}" for k, v in step.hints.items()) or "none"
-                constants = " ".join(f"{k}={v}" for k, v in step.constants.items())
-                lines.append(f"    {step.kernel} grid {step.grid} hints {hints}")
+                hints, constants = (
+                    " ".join(f"{k}={v}" for k, v in given.items())
+                    for given in (step.hints, step.constants)
+                )
+                lines.append(f"    {step.kernel} grid {step.grid} hints {hints or 'none'}")
                 lines.append(f"      {constants}")
         return "\n".join(lines)
 
@@ -178,38 +176,38 @@ def explain_spec(
         refused[backend] = f"asked for, but {reasons.get(backend, 'there is no such backend')}"
     elif chosen != serving[0]:
         refused[serving[0]] = f"backend {chosen!r} was asked for"
-    forward, backward, sources = (), (), (None, None)
+    passes = ((), None), ((), None)
     if chosen == "cutile" and rows:
-        from ..launch.plan import plan_backward, plan_forward
-        from .precompile import calls_of
-
-        needs = every_gradient(spec)._replace(terms=terms)
-        plan = plan_forward(spec, device.target, True)
-        forward = _steps(calls_of(plan, rows))
-        sources = (heuristics.source(spec, device.target) + _cast_of(spec, plan), None)
-        if spec.differentiable:
-            backward = _steps(calls_of(plan_backward(spec, device.target, needs), rows))
-            sources = sources[0], heuristics.source(spec, device.target, needs)
-    return Explanation(
-        spec,
-        rows,
-        device,
-        chosen,
-        refused,
-        forward,
-        backward,
-        *sources,
-        *moved_bytes(spec, rows, terms),
-        terms,
-    )
+        passes = _passes(spec, rows, device.target, terms)
+    steps, sources = zip(*passes, strict=True)
+    moved = moved_bytes(spec, rows, terms)
+    return Explanation(spec, rows, device, chosen, refused, *steps, *sources, *moved, terms)
 
 
-def _cast_of(spec: NormSpec, plan: "ForwardPlan") -> str:
-    """What a source says of a quantised norm whose rows a cast follows."""
-    if not spec.quantized or plan.spec.quantized:
-        return ""
-    reason = replace(plan, spec=spec).casts_apart
-    return f"; PyTorch's operations quantise afterwards: {reason}"
+def _passes(spec: NormSpec, rows: int, target: Target, terms: int) -> tuple:
+    """(steps, source) of the forward pass and of the backward pass."""
+    from ..launch.plan import plan_backward, plan_forward
+    from .precompile import calls_of
+
+    plan, source = plan_forward(spec, target, True), heuristics.source(spec, target)
+    if spec.quantized and not plan.spec.quantized:
+        reason = replace(plan, spec=spec).casts_apart
+        source += f"; PyTorch's operations quantise afterwards: {reason}"
+    forward = _steps(calls_of(plan, rows)), source
+    if not spec.differentiable:
+        return forward, ((), None)
+    needs = every_gradient(spec)._replace(terms=terms)
+    calls = calls_of(plan_backward(spec, target, needs), rows)
+    return forward, (_steps(calls), heuristics.source(spec, target, needs))
+
+
+def _steps(calls) -> tuple[Step, ...]:
+    steps = []
+    for kernel, grid, values, _ in calls:
+        options = kernel._compiler_options
+        hints = Hints(options.occupancy, options.num_worker_warps).given()
+        steps.append(Step(kernel._pyfunc.__name__, grid, hints, constants_of(kernel, values)))
+    return tuple(steps)
 
 
 def moved_bytes(spec: NormSpec, rows: int, terms: int = 1) -> tuple[int, int]:
@@ -220,53 +218,44 @@ def moved_bytes(spec: NormSpec, rows: int, terms: int = 1) -> tuple[int, int]:
     x, residual, gate, weight, bias, addend, skip, mask, layer_scale = (
         ITEM_BYTES[dtype] if dtype else 0 for dtype in spec.dtypes
     )
-    how = spec.quantized
+    how, heads = spec.quantized, spec.heads or 1
+    matrix, vector = rows * spec.hidden, spec.hidden * heads
     y = skip or (x if spec.differentiable else 0)
     # Added up: x, y and q; residual and sum; gate; addend; skip; mask.
-    forward = x + y + (how is not None) + 2 * residual + gate + addend + skip + mask
+    forward = matrix * (x + y + bool(how) + 2 * residual + gate + addend + skip + mask)
+    forward += vector * (weight + bias) + spec.hidden * layer_scale
+    if how:
+        scales = Scales.of(how, spec.hidden, rows)
+        item = 4 if scales.dtype == "float32" else 1
+        forward += (math.prod(scales.shape) - scales.padding) * item
+    if not spec.differentiable:
+        return forward, 0
     # Added up: dy and dx; the saved x, or the sum with its gradient (and the residual's gradient
     # if the residual has another dtype, or x is masked or scaled); the gate and its gradient; mask.
     apart = spec.branches or spec.residual not in (None, spec.dtype)
     saved = (2 + apart) * residual if residual else x
-    backward = x + terms * y + saved + 2 * gate + mask
-    matrix, vector = rows * spec.hidden, spec.hidden * (spec.heads or 1)
+    backward = matrix * (x + terms * y + saved + 2 * gate + mask) + spec.hidden * layer_scale
     kept = weight + (bias if spec.gate and not spec.gate_first else 0)
-    scales = 0
-    if how:
-        found = Scales.of(how, spec.hidden, rows)
-        scales = (math.prod(found.shape) - found.padding) * (4 if found.dtype == "float32" else 1)
-    there = spec.differentiable
-    return (
-        matrix * forward + vector * (weight + bias) + scales + spec.hidden * layer_scale,
-        (matrix * backward + vector * (kept + weight + bias) + spec.hidden * layer_scale) * there,
-    )
+    return forward, backward + vector * (kept + weight + bias)
 
 
 def options_of(spec: NormSpec, terms: int = 1) -> str:
     """The fields of a spec besides op, size and dtype, as text. terms: of dy."""
+    place = "before" if spec.gate_first else "after"
+    further = (
+        (spec.heads, f"{spec.heads} heads"),
+        (spec.residual, f"residual {spec.residual}"),
+        (spec.addend, f"another residual {spec.addend}"),
+        (spec.dropout_mask, f"input masked, times {spec.dropout_scale:g}"),
+        (spec.layer_scale, f"layer scale {spec.layer_scale}"),
+        (spec.skip, f"residual {spec.skip} after the norm"),
+        (spec.gate, f"gate {spec.gate} {place} the norm, activation {spec.activation}"),
+        (spec.quantized, spec.quantized and spec.quantized.label),
+        (spec.rounding != "late", f"rounding {spec.rounding}"),
+        (terms > 1, f"{terms} terms of dy"),
+    )
     parts = [f"weight {spec.weight}", f"bias {spec.bias}", f"offset {spec.offset:g}"]
-    if spec.heads:
-        parts.append(f"{spec.heads} heads")
-    if spec.residual:
-        parts.append(f"residual {spec.residual}")
-    if spec.addend:
-        parts.append(f"another residual {spec.addend}")
-    if spec.dropout_mask:
-        parts.append(f"input masked, times {spec.dropout_scale:g}")
-    if spec.layer_scale:
-        parts.append(f"layer scale {spec.layer_scale}")
-    if spec.skip:
-        parts.append(f"residual {spec.skip} after the norm")
-    if spec.gate:
-        place = "before" if spec.gate_first else "after"
-        parts.append(f"gate {spec.gate} {place} the norm, activation {spec.activation}")
-    if spec.quantized:
-        parts.append(spec.quantized.label)
-    if spec.rounding != "late":
-        parts.append(f"rounding {spec.rounding}")
-    if terms > 1:
-        parts.append(f"{terms} terms of dy")
-    return ", ".join(parts)
+    return ", ".join([*parts, *(text for given, text in further if given)])
 
 
 def title(spec: NormSpec, terms: int = 1) -> str:
@@ -283,13 +272,3 @@ def gpu() -> Device:
     if not torch.cuda.is_available():
         raise RuntimeError("there is no NVIDIA GPU, or no driver for it")
     return device_of("cuda", torch.cuda.current_device())
-
-
-def _steps(calls) -> tuple[Step, ...]:
-    steps = []
-    for kernel, grid, values, _ in calls:
-        options = kernel._compiler_options
-        hints = {k: getattr(options, k) for k in ("occupancy", "num_worker_warps")}
-        given = {k: v for k, v in hints.items() if v is not None}
-        steps.append(Step(kernel._pyfunc.__name__, grid, given, constants_of(kernel, values)))
-    return tuple(steps)

@@ -1,6 +1,7 @@
 """Lists what tilenorm finds on this machine: versions, GPUs, compiler, cache, and problems."""
 
 import platform
+from collections.abc import Iterator
 
 import torch
 
@@ -29,41 +30,42 @@ PACKAGES = ("tilenorm", "torch", "cuda-tile", *COMPILER_PACKAGES, "triton")
 
 def information() -> tuple[list[str], list[str]]:
     """(lines to print, problems). The lines name the problems too."""
-    wrong = []
+    wrong: list[str] = []
     lines = [f"python {platform.python_version()}"]
     lines += [f"{name} {package_version(name)}" for name in PACKAGES]
     lines.append(f"RMSNorm of torch on CUDA: {rms_norm_of_torch()}")
     if not CUDA_TILE_MISSING:
-        lines.append(f"compiler {_compiler(wrong)}")
-        lines.append(f"compile cache {_cache(wrong)}")
-        lines += _tables(wrong)
-    devices = [("cuda", i) for i in range(torch.cuda.device_count())]
+        lines += [*_toolchain(wrong), *_tables(wrong)]
+    devices: list[tuple] = [("cuda", i) for i in range(torch.cuda.device_count())]
     if devices:
         driver = driver_version()
         lines.append(f"driver serves CUDA {driver // 1000}.{driver % 1000 // 10}")
     else:
         lines.append("no NVIDIA GPU or no driver: the reference implementation serves every op")
     for kind, index in devices or [("cpu", None)]:
-        device = device_of(kind, index)
-        name = torch.cuda.get_device_name(index) if kind == "cuda" else "cpu"
-        arch = f", {device.target.arch}" if device.target else ""
-        multiprocessors = f", {device.target.multiprocessors} SMs" if device.target else ""
-        lines.append(f"{kind}{'' if index is None else f':{index}'} {name}{arch}{multiprocessors}")
-        before = None
-        for op in OPS:
-            spec = NormSpec.of(op, 4096, "bfloat16", weight="bfloat16")
-            reasons = refusals(spec, ROWS, device)
-            if reasons["cutile"] is None:
-                reasons["cutile"] = _not_compiled(spec, device)
-            chosen = next(name for name, reason in reasons.items() if reason is None)
-            lines.append(f"  {op}: {chosen}")
-            refused = {other: reason for other, reason in reasons.items() if reason is not None}
-            if refused != before:  # the reasons of an op are those of the one above it
-                lines += [f"    {other} refuses: {reason}" for other, reason in refused.items()]
-            before = refused
-            wrong += refused.values() if kind == "cuda" else ()
+        lines += _device(kind, index, wrong)
     lines += [f"wrong: {reason}" for reason in dict.fromkeys(wrong)]
     return lines, wrong
+
+
+def _device(kind: str, index: int | None, wrong: list[str]) -> Iterator[str]:
+    """Lines about a device: what serves each op there, and why others do not."""
+    device = device_of(kind, index)
+    name = f"cuda:{index} {torch.cuda.get_device_name(index)}" if kind == "cuda" else "cpu cpu"
+    target = device.target
+    yield name + (f", {target.arch}, {target.multiprocessors} SMs" if target else "")
+    before = None
+    for op in OPS:
+        spec = NormSpec.of(op, 4096, "bfloat16", weight="bfloat16")
+        reasons = refusals(spec, ROWS, device)
+        if reasons["cutile"] is None:
+            reasons["cutile"] = _not_compiled(spec, device)
+        yield f"  {op}: {next(name for name, reason in reasons.items() if reason is None)}"
+        refused = {other: reason for other, reason in reasons.items() if reason is not None}
+        if refused != before:  # the reasons of an op are those of the one above it
+            yield from (f"    {other} refuses: {reason}" for other, reason in refused.items())
+        before = refused
+        wrong += refused.values() if kind == "cuda" else ()
 
 
 def _not_compiled(spec: NormSpec, device: Device) -> str | None:
@@ -72,9 +74,8 @@ def _not_compiled(spec: NormSpec, device: Device) -> str | None:
     from .precompile import calls_of, compile_call
 
     target, every = device.target, every_gradient(spec)
-    plans = plan_forward(spec, target, True), plan_backward(spec, target, every)
     try:
-        for plan in plans:
+        for plan in (plan_forward(spec, target, True), plan_backward(spec, target, every)):
             for call in calls_of(plan, ROWS):
                 compile_call(call, target.arch)
     except CompileError as error:
@@ -83,30 +84,26 @@ def _not_compiled(spec: NormSpec, device: Device) -> str | None:
     return None
 
 
-def _compiler(wrong: list[str]) -> str:
+def _toolchain(wrong: list[str]) -> Iterator[str]:
+    """Lines about the compiler and its cache."""
     if problem := compiler_problem():
         wrong.append(problem)
     try:
-        return f"{compiler_path()}: tileiras {compiler_version()}"
+        yield f"compiler {compiler_path()}: tileiras {compiler_version()}"
     except FileNotFoundError:
-        return "missing"
+        yield "compiler missing"
+    if problem := cache_problem():
+        wrong.append(f"{problem}: every process compiles anew")
+    yield f"compile cache {cache_folder() or 'off'}"
 
 
-def _tables(wrong: list[str]) -> list[str]:
-    """Lines about the user's own tables. An invalid table is added to `wrong`."""
-    lines = []
+def _tables(wrong: list[str]) -> Iterator[str]:
+    """Lines about the user's own tables."""
     for arch in MULTIPROCESSORS:
         try:
             path = user_table.path_of(arch)
-            lines.append(f"user table {path}: {len(user_table.read(path, arch))} configurations")
+            yield f"user table {path}: {len(user_table.read(path, arch))} configurations"
         except FileNotFoundError:
             continue
         except (OSError, ValueError) as error:
             wrong.append(f"the user table {path} is ignored: {error}")
-    return lines
-
-
-def _cache(wrong: list[str]) -> str:
-    if problem := cache_problem():
-        wrong.append(f"{problem}: every process compiles anew")
-    return cache_folder() or "off"

@@ -17,7 +17,7 @@ from ..spec import (
     NormSpec,
     Quantization,
 )
-from .candidates import MOST_SPILLED, served_op
+from .candidates import MOST_SPILLED, Search
 from .explain import gpu, planned_device
 
 TERMS = range(1, MAX_TERMS + 1)  # of dy
@@ -46,19 +46,20 @@ def tuned_device(asked: argparse.Namespace) -> Device:
         raise RefusedError(str(error)) from error
 
 
-def searches(asked: argparse.Namespace, device: Device) -> list[tuple[NormSpec, str]]:
-    """(spec, direction) of each search. Refuses specs that no table can serve."""
+def searches(asked: argparse.Namespace, device: Device) -> list[Search]:
+    """The searches. Refuses specs that no table can serve."""
     directions = asked.direction
     if asked.terms > 1:
         directions = [name for name in directions if name == "backward"]
         if not directions:
             raise RefusedError("--terms: the forward pass takes none; tune --direction backward")
-    found = list(product(served(asked, device), directions))
-    for spec, direction in found:
-        try:
-            served_op(spec, direction)
-        except ValueError as error:
-            raise RefusedError(str(error)) from error
+    specs = served(asked, device)
+    found = [Search(s, device.target, d, asked.terms) for s, d in product(specs, directions)]
+    try:
+        for search in found:
+            search.key()
+    except ValueError as error:
+        raise RefusedError(str(error)) from error
     return found
 
 

@@ -1,4 +1,7 @@
-"""Compiles the calls of plans into cuTile's cache, for any architecture, without a GPU."""
+"""Compiles the calls of plans into cuTile's cache, for any architecture, without a GPU.
+
+The calls are recorded from the bound calls of ops/cutile.py, which get tensors without memory.
+"""
 
 import os
 import time
@@ -8,95 +11,142 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
+from typing import Any
 
+import torch
 from cuda.tile._cext import default_tile_context
+from torch import Tensor
 
-from ..launch.calls import ABSENT, BackwardArrays, Call, ForwardArrays, bound, every_gradient
+from ..launch.calls import Call, Needs, bound, every_gradient
 from ..launch.plan import BackwardPlan, ForwardPlan, plan_backward, plan_forward
-from ..launch.scales import Scales
 from ..launch.split import plan_grad_apply
 from ..launch.target import Target
 from ..launch.toolchain import cache_problem
 from ..launch.user_table import TableWarning
+from ..ops import cutile
+from ..ops.split import cutile as split
+from ..ops.tensors import Branch, Saved, Tensors, trimmed
 from ..spec import NormSpec
-from .cubin import resources
+from .cubin import Resources, resources
 from .explain import title
-from .pieces import piece_calls
 from .signature import ArrayLike, signature
 
+EPS = 1e-6
 RESOURCES = " regs spill B  smem B"  # what resources_of writes
 
 
 @dataclass(frozen=True)
-class Compiled:
-    """One compiled kernel. cubin.Resources explains the fields from `registers` on."""
+class Compiled(Resources):
+    """One compiled kernel."""
 
     kernel: str
     hints: str
     seconds: float
-    registers: int
-    spill_bytes: int
-    shared_bytes: int
-    threads: int
-    code: str
+
+
+def bind(plan: ForwardPlan | BackwardPlan, run: cutile.Run) -> Callable:
+    """The bound call of a plan."""
+    if isinstance(plan, BackwardPlan):
+        return cutile.bind_backward(plan, run)
+    if plan.spec.inner:
+        return cutile.bind_chain(plan, run)
+    return (cutile.bind_quantized if plan.spec.quantized else cutile.bind_forward)(plan, run)
+
+
+def arguments(
+    spec: NormSpec, needs: Needs | None, rows: int, made: Callable[..., Tensor]
+) -> tuple[Any, ...]:
+    """What a bound call takes. needs: of a backward pass; None is a forward pass.
+
+    made: returns a contiguous tensor, given its dtype and its shape.
+    """
+    lead = (rows // spec.heads, spec.heads) if spec.heads else (rows,)
+
+    def rows_of(dtype: str | None) -> Tensor | None:
+        return dtype and made(dtype, *lead, spec.hidden)
+
+    def parameter_of(dtype: str | None) -> Tensor | None:
+        return dtype and made(dtype, *lead[1:], spec.hidden)
+
+    gate, mask = rows_of(spec.gate), rows_of(spec.dropout_mask)
+    weight, bias = map(parameter_of, (spec.weight, spec.bias))
+    layer_scale = spec.layer_scale and made(spec.layer_scale, spec.hidden)
+    if needs is None:
+        dtypes = (spec.dtype, spec.residual, spec.addend, spec.skip)
+        x, residual, addend, skip = map(rows_of, dtypes)
+        if spec.inner:
+            return (x, residual, parameter_of(spec.inner.weight), weight), EPS
+        tensors = Tensors(x, residual, gate, weight, bias, addend, skip, mask, layer_scale)
+        if not spec.quantized:
+            return trimmed(tensors), EPS
+        given = made("float32", 1) if spec.quantized.scaling == "tensor" else None
+        return (*tensors, given), EPS
+    x = rows_of(spec.residual or spec.dtype)
+    dy, *more = (rows_of(spec.skip or spec.dtype) for _ in range(needs.terms))
+    dsum = rows_of(spec.residual or spec.dtype) if needs.dsum else None
+    mean = made("float32", rows) if spec.norm == "layer" else None
+    saved = Saved(x, gate, weight, bias, mean, made("float32", rows))
+    return dy, dsum, saved, EPS, more, Branch(mask, layer_scale) if spec.branches else None
 
 
 def calls_of(plan: ForwardPlan | BackwardPlan, rows: int) -> list[Call]:
     """The calls of a plan for contiguous inputs, with array descriptions instead of tensors."""
-    if isinstance(plan, ForwardPlan):
-        return bound(plan.launches(rows, 1e-6), _forward_arrays(plan, rows))
-    return bound(plan.launches(rows), _backward_arrays(plan, rows))
+    needs = plan.needs if isinstance(plan, BackwardPlan) else None
+    given = arguments(plan.spec, needs, rows, _without_memory)
+    return _recorded(lambda run: bind(plan, run)(*given))
 
 
-def _forward_arrays(plan: ForwardPlan, rows: int) -> tuple:
-    spec, how = plan.spec, plan.spec.quantized
-    stat = ArrayLike.contiguous("float32", rows) if plan.save else ABSENT
-    arrays = ForwardArrays(
-        x=_input(spec.dtype, spec, rows),
-        residual=_input(spec.residual, spec, rows),
-        gate=_input(spec.gate, spec, rows),
-        weight=_parameter(spec.weight, spec),
-        bias=_parameter(spec.bias, spec),
-        y=_output(spec.skip or spec.dtype if spec.differentiable else None, spec, rows),
-        sum=_output(spec.residual, spec, rows),
-        mean=stat if spec.norm == "layer" else ABSENT,
-        rstd=stat,
-        slots=_scratch("int32", plan.slots(rows)),
-        addend=_input(spec.addend, spec, rows),
-        skip=_input(spec.skip, spec, rows),
-        **_branch(spec, rows),
-        q=_output(how and how.dtype, spec, rows),
-        scale=_scales(spec, rows) if how else ABSENT,
-        amax=ArrayLike.contiguous("int32", 1) if how and how.amax else ABSENT,
-        inner_w=_parameter(spec.inner and spec.inner.weight, spec),
-        inner_rstd=stat if spec.inner else ABSENT,
-    )
-    return arrays.of(spec)
+def piece_calls(spec: NormSpec, target: Target, rows: int) -> list[Call]:
+    """Every call of inference and of a training step whose rows are in pieces of spec.hidden.
+
+    Operations of their own do what only whole rows have.
+    """
+    spec = spec.plain
+    needs = every_gradient(spec)
+    (x, residual, gate, weight, bias), _ = arguments(spec, None, rows, _without_memory)
+    dy, dsum, _, *_ = arguments(spec, needs, rows, _without_memory)
+    whole, sums, applied = 2 * spec.hidden, spec.summed, spec.applied
+    before = gate if spec.gate_first else None
+
+    def step(run: cutile.Run) -> None:
+        number, own, total = split.row_sums(
+            sums, target, Tensors(x, residual, before), rows, whole, run
+        )
+        centered = None
+        if spec.norm == "layer":
+            centered = split.row_center(sums, target, number, own, whole, run)
+        read = Tensors(x if total is None else total, None, gate, weight, bias)
+        given = (applied, target, read, number, centered, EPS)
+        split.row_apply(*given, False, run)
+        _, mean, rstd = split.row_apply(*given, True, run)
+        saved = Saved(read.input, gate, weight, bias, mean, rstd)
+        dots = split.grad_sums(spec, target, dy, saved, whole, run)
+        split.grad_apply(spec, target, needs, dy, dsum, saved, dots, run)
+
+    return _recorded(step)
 
 
-def _backward_arrays(plan: BackwardPlan, rows: int) -> BackwardArrays:
-    spec, needs = plan.spec, plan.needs
-    stat = ArrayLike.contiguous("float32", rows)
-    width = spec.hidden * (spec.heads or 1)
-    return BackwardArrays(
-        x=_input(spec.residual or spec.dtype, spec, rows),
-        dy=(_input(spec.skip or spec.dtype, spec, rows),) * needs.terms,
-        gate=_input(spec.gate, spec, rows),
-        dsum=_input((spec.residual or spec.dtype) if needs.dsum else None, spec, rows),
-        weight=_parameter(spec.weight, spec),
-        bias=_parameter(spec.bias, spec),
-        mean=stat if spec.norm == "layer" else ABSENT,
-        rstd=stat,
-        dx=_output(spec.dtype if needs.dx else None, spec, rows),
-        dresidual=_output(spec.residual if needs.dresidual else None, spec, rows),
-        dgate=_output(spec.gate if needs.dgate else None, spec, rows),
-        y=_output(spec.dtype if needs.output else None, spec, rows),
-        partials=_scratch("float32", plan.partials(rows)),
-        slots=_scratch("int32", plan.slots(rows)),
-        dw=ArrayLike.contiguous(spec.weight, width) if needs.dw else ABSENT,
-        db=ArrayLike.contiguous(spec.bias, width) if needs.db else ABSENT,
-        **_branch(spec, rows),
-    )
+def _without_memory(dtype: str, *shape: int) -> Tensor:
+    return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+
+
+def _recorded(step: Callable[[cutile.Run], Any]) -> list[Call]:
+    """The calls that a function makes by the `run` that it gets."""
+    calls: list[Call] = []
+    with torch.device("meta"):  # so that nothing is allocated
+        step(lambda launches, arrays, _: calls.extend(bound(launches, _described(arrays))))
+    return calls
+
+
+def _described(array):
+    """What the compiler sees of tensors, in the place of each one in a tuple."""
+    if isinstance(array, tuple):
+        items = map(_described, array)
+        return type(array)(*items) if hasattr(array, "_fields") else tuple(items)
+    if not isinstance(array, Tensor):
+        return array
+    dtype = str(array.dtype).removeprefix("torch.")
+    return ArrayLike(dtype, tuple(array.shape), array.stride())
 
 
 def training_calls(
@@ -122,7 +172,7 @@ def training_calls(
         for rows in _row_classes(training, plan, spec.heads or 1):
             for made in (inference, training, plan) if spec.differentiable else (inference,):
                 calls += calls_of(made, rows)
-    return list({_key(call): call for call in calls}.values())
+    return _distinct(calls)
 
 
 def piece_training_calls(spec: NormSpec, target: Target) -> list[Call]:
@@ -130,8 +180,12 @@ def piece_training_calls(spec: NormSpec, target: Target) -> list[Call]:
     forward = plan_forward(spec, target, True)
     backward = plan_grad_apply(spec, target, every_gradient(spec))
     rows = _row_classes(forward, backward, spec.heads or 1)
-    calls = [call for count in rows for call in piece_calls(spec, target, count)]
-    return list({_key(call): call for call in calls}.values())
+    return _distinct([call for count in rows for call in piece_calls(spec, target, count)])
+
+
+def _distinct(calls: list[Call]) -> list[Call]:
+    """One call for each kernel and signature."""
+    return list({(c.kernel, signature(c.kernel, c.arguments).symbol): c for c in calls}.values())
 
 
 def _row_classes(forward: ForwardPlan, backward: BackwardPlan, heads: int) -> list[int]:
@@ -220,7 +274,8 @@ def compile_call(call: Call, arch: str) -> Compiled:
     seconds = time.perf_counter() - start
     options = call.kernel._compiler_options
     hints = f"occupancy={options.occupancy} worker_warps={options.num_worker_warps}"
-    return Compiled(call.kernel._pyfunc.__name__, hints, seconds, *resources(cubin))
+    found = vars(resources(cubin))
+    return Compiled(kernel=call.kernel._pyfunc.__name__, hints=hints, seconds=seconds, **found)
 
 
 def cubin_of(call: Call, arch: str) -> bytes:
@@ -234,39 +289,3 @@ def cubin_of(call: Call, arch: str) -> bytes:
 def _compile_nth(item: tuple[NormSpec, Target, Callable, int]) -> Compiled:
     spec, target, calls, index = item
     return compile_call(calls(spec, target)[index], target.arch)
-
-
-def _parameter(dtype: str | None, spec: NormSpec) -> ArrayLike | int:
-    shape = (spec.heads, spec.hidden) if spec.heads else (spec.hidden,)
-    return ArrayLike.contiguous(dtype, *shape) if dtype else ABSENT
-
-
-def _input(dtype: str | None, spec: NormSpec, rows: int) -> ArrayLike | int:
-    shape = (rows // spec.heads, spec.heads) if spec.heads else (rows,)
-    return ArrayLike.contiguous(dtype, *shape, spec.hidden) if dtype else ABSENT
-
-
-def _output(dtype: str | None, spec: NormSpec, rows: int) -> ArrayLike | int:
-    return ArrayLike.contiguous(dtype, rows, spec.hidden) if dtype else ABSENT
-
-
-def _branch(spec: NormSpec, rows: int) -> dict[str, ArrayLike | tuple]:
-    """What multiplies the input before the residual is added."""
-    scale = spec.layer_scale
-    return {
-        "dropout_mask": _input(spec.dropout_mask and "uint8", spec, rows),
-        "layer_scale": ArrayLike.contiguous(scale, spec.hidden) if scale else ABSENT,
-    }
-
-
-def _scales(spec: NormSpec, rows: int) -> ArrayLike:
-    scales = Scales.of(spec.quantized, spec.hidden, rows)
-    return ArrayLike.contiguous(scales.dtype, scales.count)
-
-
-def _scratch(dtype: str, shape: tuple[int, int] | None) -> ArrayLike | int:
-    return ArrayLike.contiguous(dtype, *shape) if shape else ABSENT
-
-
-def _key(call: Call) -> str:
-    return f"{id(call.kernel)} {signature(call.kernel, call.arguments).symbol}"

@@ -10,13 +10,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from ..launch.calls import every_gradient
 from ..launch.config import Config
 from ..launch.plan import BackwardPlan, ForwardPlan, backward_spec
 from ..launch.target import REGISTERS, Target
 from ..launch.toolchain import CompileError
-from ..spec import NormSpec
-from .candidates import MOST_SPILLED, written
+from .candidates import MOST_SPILLED, Search, written
 from .precompile import Compiled, calls_of, compile_call, compiling
 
 HELPERS = ("clear_slots", "column_sum")  # kernels that run before and after the norm's kernel
@@ -33,7 +31,7 @@ class How:
 
     rows: of the timed input; None is as many as fit. seconds: time for timing, after compiling.
     processes: that compile; None is all cores. spilled: bytes that a thread may spill. report:
-    called with each line of progress. terms: how many tensors make up dy.
+    called with each line of progress.
     """
 
     rows: int | None = None
@@ -41,7 +39,6 @@ class How:
     processes: int | None = None
     spilled: int = MOST_SPILLED
     report: Callable[[str], None] = lambda _: None
-    terms: int = 1
 
 
 @dataclass(frozen=True)
@@ -79,28 +76,20 @@ class Measured:
         return cls(statistics.median(samples), high - low, len(samples))
 
 
-def plan_of(
-    spec: NormSpec, target: Target, direction: str, config: Config, terms: int = 1
-) -> ForwardPlan | BackwardPlan:
+def plan_of(search: Search, config: Config) -> ForwardPlan | BackwardPlan:
     """The plan of a training step with this configuration instead of the chosen one."""
-    if direction == "forward":
+    spec, target, needs = search.spec, search.target, search.needs
+    if needs is None:
         return ForwardPlan(spec, target, config, True)
-    needs = every_gradient(spec)._replace(terms=terms)
     return BackwardPlan(backward_spec(spec, needs), target, config, needs)
 
 
 def compile_candidates(
-    spec: NormSpec,
-    target: Target,
-    direction: str,
-    rows: int,
-    configs: list[Config],
-    how: How,
+    search: Search, rows: int, configs: list[Config], how: How
 ) -> list[Candidate]:
     """Compile each configuration for `rows` contiguous rows into cuTile's cache."""
-    work = partial(_compiled, spec, target, direction, rows, how.terms)
     compiled = []
-    with compiling(work, configs, how.processes) as results:
+    with compiling(partial(_compiled, search, rows), configs, how.processes) as results:
         for candidate in results:
             compiled.append(candidate)
             if len(compiled) % 20 == 0 or len(compiled) == len(configs):
@@ -190,16 +179,16 @@ def _settled(fastest: list[Measured]) -> bool:
     return apart and min(best.samples, second.samples) >= ENOUGH_SAMPLES
 
 
-def _compiled(spec, target, direction, rows, terms, config) -> Candidate:
+def _compiled(search: Search, rows: int, config: Config) -> Candidate:
     """Runs in a worker. Kernels cannot be pickled, so the worker makes the calls itself."""
-    plan = plan_of(spec, target, direction, config, terms)
+    plan = plan_of(search, config)
     calls = calls_of(plan, rows)
     try:
-        kernels = tuple(compile_call(call, target.arch) for call in calls)
+        kernels = tuple(compile_call(call, search.target.arch) for call in calls)
     except CompileError as error:
         return Candidate(config, failed=f"does not compile: {str(error).partition(chr(10))[0]}")
     # In a persistent grid whose blocks share rows, blocks wait for those that do not fit.
-    waits = direction == "backward" and plan.chunks > 1
+    waits = search.needs is not None and plan.chunks > 1
     together = (config.hints.occupancy or 1) if waits else 1
     return Candidate(config, kernels, tuple(call.grid for call in calls), together)
 

@@ -26,8 +26,7 @@ from tilenorm.launch.plan import plan_forward
 from tilenorm.launch.target import MULTIPROCESSORS, Target
 from tilenorm.launch.tuned import TABLES
 from tilenorm.spec import NormSpec
-from tilenorm.tools.pieces import piece_calls
-from tilenorm.tools.precompile import compile_call, training_calls
+from tilenorm.tools.precompile import compile_call, piece_calls, training_calls
 from tilenorm.tools.signature import ArrayLike
 
 TUNED = ("sm_90", "sm_100")
@@ -86,10 +85,8 @@ def regime_specs(direction: str, arch: str) -> list[NormSpec]:
 
 def stands_for(direction: str, spec: NormSpec) -> str | None:
     """The operation whose table serves a spec, in a direction."""
-    if direction == "forward":
-        op = heuristics.forward_op(spec)
-        return op and heuristics.shipped_op(spec, op)
-    return heuristics.backward_op(spec, every_gradient(spec))
+    op = heuristics.operation(spec, None if direction == "forward" else every_gradient(spec))
+    return op and heuristics.shipped_op(spec, op)
 
 
 def calls_of(direction: str, spec: NormSpec, arch: str):

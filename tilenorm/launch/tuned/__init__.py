@@ -6,9 +6,9 @@ rules.py and quantized.py serve every architecture.
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from ..config import FORMS, Config, Hints
+from ..config import config_of
 
 
 class Table(NamedTuple):
@@ -32,8 +32,8 @@ def read(text: str) -> Table:
     data = json.loads(text)
     spills = _tables(data["spills"], tuple).items()
     return Table(
-        _tables(data["forward"], lambda row: (row[0], config_of(row[1]))),
-        _tables(data["backward"], lambda row: (row[0], config_of(row[1]))),
+        _tables(data["forward"], lambda row: (row[0], row[1] and config_of(row[1]))),
+        _tables(data["backward"], lambda row: (row[0], row[1] and config_of(row[1]))),
         _tables(data["backward_of_more"], lambda row: (*row[:3], config_of(row[3]))),
         {(kernel, *key, n): spilled for key, rows in spills for kernel, n, spilled in rows},
     )
@@ -42,24 +42,6 @@ def read(text: str) -> Table:
 def _tables(tables: dict, decoded: Callable[[list], tuple]) -> dict[tuple[str, int], tuple]:
     named = ((name.split(), rows) for name, rows in tables.items() if name != "about")
     return {(op, int(size)): tuple(map(decoded, rows)) for (op, size), rows in named}
-
-
-def config_of(data: dict | None) -> Config | None:
-    """A configuration from its form and the fields that do not have their defaults."""
-    if data is None:
-        return None
-    fields = {n: tuple(v) if isinstance(v, list) else v for n, v in data.items()}
-    name = fields.pop("form")
-    form = next(form for form in FORMS if form.__name__ == name)
-    return form(**fields | {"hints": Hints(**fields.get("hints", {}))})
-
-
-def data_of(config: Config) -> dict[str, Any]:
-    """What config_of takes."""
-    form = type(config)
-    fields = {n: v for n, v in vars(config).items() if n != "hints" and v != getattr(form, n, ...)}
-    hints = {"hints": config.hints.given()} if config.hints.given() else {}
-    return {"form": form.__name__} | fields | hints
 
 
 _FILES = Path(__file__).parent.glob("*.json")

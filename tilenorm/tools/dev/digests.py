@@ -16,11 +16,12 @@ from ...launch.plan import BackwardPlan, ForwardPlan, plan_backward, plan_forwar
 from ...launch.target import Target
 from ...launch.tuned import TABLES
 from ...spec import ITEM_BYTES, NormSpec, Quantization
-from ..pieces import piece_calls
-from ..precompile import calls_of, compile_call, compiling
+from ..precompile import calls_of, compile_call, compiling, piece_calls
 
 LARGE, SMALL = 65537, 33  # rows of a large batch and of a small batch
 DTYPES = ("bfloat16", "float32")
+OPERATIONS = ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm")
+OPERATIONS += ("gated_rms_norm", "gate_first")
 # RULE_SIZES: for each kind of plan of the rules. PART_SIZES: rows that do not fill vectors.
 RULE_SIZES = (8, 37, 1000, 4096, 16384, 65537)
 PART_SIZES = {"bfloat16": (37, 1001, 16391, 65537), "float32": (37, 1001)}
@@ -58,23 +59,22 @@ class Case(NamedTuple):
         return plan_backward(self.spec, self.target, self.needs)
 
     def __str__(self) -> str:
-        spec = self.spec
-        what = "pieces" if self.pieces else "forward" if self.needs is None else "backward"
-        parts = [self.target.arch, what, spec.op]
-        parts += [str(spec.hidden), spec.dtype]
-        for name in ("weight", "bias", "residual", "gate"):
-            if dtype := getattr(spec, name):
-                parts.append(f"{name}:{dtype}")
-        parts += ["gate_first"] * spec.gate_first + [spec.rounding] * (spec.rounding != "late")
-        parts += [spec.activation] * (spec.activation != "silu")
-        parts += [f"offset:{spec.offset:g}"] * bool(spec.offset)
-        parts += [f"heads:{spec.heads}"] * bool(spec.heads)
-        parts += [spec.quantized.label] if spec.quantized else []
-        if self.needs is None:
-            parts += ["saving"] * (self.save and not self.pieces)
-        else:
-            parts.append(self.needs.label)
-        return " ".join((*parts, f"rows:{self.rows}"))
+        spec, named = self.spec, ("weight", "bias", "residual", "gate")
+        done = "pieces" if self.pieces else "forward" if self.needs is None else "backward"
+        asked = "saving " if self.save and not self.pieces else ""
+        asked = asked if self.needs is None else f"{self.needs.label} "
+        parts = [
+            *(self.target.arch, done, spec.op, str(spec.hidden), spec.dtype),
+            *(f"{name}:{dtype}" for name in named if (dtype := getattr(spec, name))),
+            "gate_first" if spec.gate_first else "",
+            "" if spec.rounding == "late" else spec.rounding,
+            "" if spec.activation == "silu" else spec.activation,
+            f"offset:{spec.offset:g}" if spec.offset else "",
+            f"heads:{spec.heads}" if spec.heads else "",
+            spec.quantized.label if spec.quantized else "",
+            f"{asked}rows:{self.rows}",
+        ]
+        return " ".join(filter(None, parts))
 
 
 def cases(arch: str) -> list[Case]:
@@ -92,16 +92,16 @@ def cases(arch: str) -> list[Case]:
         every = every_gradient(spec)
         found.append(Case(spec, target, LARGE * (spec.heads or 1), needs=every))
         if arch in TABLES and spec.hidden in (37, 1024) and not spec.heads:
-            all_but_one = (every._replace(**{n: False}) for n in _gradients(every))
-            found += [Case(spec, target, LARGE, needs=needs) for needs in all_but_one]
+            for name in ("dx", "dw", "db", "dresidual", "dgate"):
+                if getattr(every, name):
+                    found.append(Case(spec, target, LARGE, needs=every._replace(**{name: False})))
     for hidden, (terms, output) in product(SEVERAL_SIZES if arch in TABLES else (), SEVERAL):
         for op in ("rms_norm", "add_rms_norm", "layer_norm"):
-            spec = NormSpec(hidden=hidden, **_operations("bfloat16")[op])
+            spec = _spec(op, hidden, "bfloat16")
             needs = every_gradient(spec)._replace(terms=terms, output=output)
             found.append(Case(spec, target, LARGE, needs=needs))
-    for dtype, hidden in product(DTYPES, PIECES):
-        specs = (NormSpec(hidden=hidden, **fields) for fields in _operations(dtype).values())
-        found += [Case(spec, target, LARGE, pieces=True) for spec in specs]
+    for dtype, hidden, op in product(DTYPES, PIECES, OPERATIONS):
+        found.append(Case(_spec(op, hidden, dtype), target, LARGE, pieces=True))
     return found
 
 
@@ -123,34 +123,23 @@ def _codes(case: Case) -> list[str]:
     return [compile_call(call, case.target.arch).code for call in case.calls]
 
 
-def _gradients(needs: Needs) -> list[str]:
-    return [n for n in ("dx", "dw", "db", "dresidual", "dgate") if getattr(needs, n)]
-
-
-def _operations(dtype: str) -> dict[str, dict]:
-    """Fields of a spec for each operation of the tables, by the operation's name."""
-    rms = {"norm": "rms", "dtype": dtype, "weight": dtype}
-    layer = rms | {"norm": "layer", "bias": dtype}
-    return {
-        "rms_norm": rms,
-        "layer_norm": layer,
-        "add_rms_norm": rms | {"residual": dtype},
-        "add_layer_norm": layer | {"residual": dtype},
-        "gated_rms_norm": rms | {"gate": dtype},
-        "gate_first": rms | {"gate": dtype, "gate_first": True},
-    }
+def _spec(op: str, hidden: int, dtype: str, **fields) -> NormSpec:
+    """A spec that the table of an operation serves."""
+    if op == "gate_first":
+        op, fields = "gated_rms_norm", fields | {"gate_first": True}
+    bias = dtype if "layer" in op else None
+    return NormSpec.of(op, hidden, dtype, weight=dtype, bias=bias, **fields)
 
 
 def _specs(arch: str, direction: str) -> list[NormSpec]:
-    found = []
+    found: list[NormSpec] = []
     table = getattr(TABLES[arch], direction) if arch in TABLES else None
-    for dtype in DTYPES:
-        for op, fields in _operations(dtype).items():
-            sizes = RULE_SIZES if dtype == "bfloat16" or op in ("rms_norm", "layer_norm") else ()
-            if table is not None:
-                sizes = [n for n, _ in table.get((op, ITEM_BYTES[dtype]), ())]
-                sizes += PART_SIZES[dtype]
-            found += [NormSpec(hidden=hidden, **fields) for hidden in sizes]
+    for dtype, op in product(DTYPES, OPERATIONS):
+        sizes = RULE_SIZES if dtype == "bfloat16" or op in ("rms_norm", "layer_norm") else ()
+        if table is not None:
+            sizes = [n for n, _ in table.get((op, ITEM_BYTES[dtype]), ())]
+            sizes += PART_SIZES[dtype]
+        found += [_spec(op, hidden, dtype) for hidden in sizes]
     return list(dict.fromkeys([*found, *(_variants() if table is not None else ())]))
 
 
@@ -158,8 +147,8 @@ def _variants() -> Iterator[NormSpec]:
     """Specs that differ in ways the tables ignore: heads, dtypes, offset, rounding, parameters."""
     b, f = "bfloat16", "float32"
     for hidden in (128, 1000):
-        for fields in _operations(b).values():
-            yield NormSpec(hidden=hidden, **fields, heads=24)
+        for op in OPERATIONS:
+            yield _spec(op, hidden, b, heads=24)
     for hidden in (1024, 4096, 37):
         yield NormSpec("rms", hidden, b)
         yield NormSpec("rms", hidden, b, b, offset=1.0)

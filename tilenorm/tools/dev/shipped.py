@@ -5,9 +5,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import groupby, pairwise
 
-from ...launch.config import RowForward, Served, StreamForward, tile_width
+from ...launch.config import RowForward, Served, StreamForward, data_of, tile_width
 from ...launch.target import Target
-from ...launch.tuned import data_of
 from ...launch.user_table import Entry
 
 
