@@ -18,8 +18,8 @@ LAYOUTS = {
     "mx": ("row", "swizzled"),
     "tensor": ("row",),
 }
-# The fields of NormSpec that are dtypes of tensors: that of x is `dtype`, each other has the name of
-# the tensor's role.
+# The fields of NormSpec that are dtypes of tensors: `dtype` is that of x, and each other field has
+# the name of its tensor's role.
 TENSORS = ("dtype", "residual", "gate", "weight", "bias", "addend", "skip")
 TENSORS += ("dropout_mask", "layer_scale")
 MAX_TERMS = 4  # of dy, that one backward pass adds up
@@ -194,6 +194,12 @@ class NormSpec:
         return replace(self, residual=None if self.residual == self.dtype else self.residual)
 
     @property
+    def without_joins(self) -> "NormSpec":
+        """The same norm, where operations of their own do what `joins` tells of."""
+        names = ("addend", "skip", "dropout_mask", "layer_scale")
+        return replace(self, **dict.fromkeys(names))
+
+    @property
     def op(self) -> str:
         """The name of the function that users call."""
         if self.inner:
@@ -204,8 +210,8 @@ class NormSpec:
 
     @cached_property
     def kept(self) -> tuple[str, ...]:
-        """The roles of the tensors that the backward pass reads beside the gradients that come in. "x"
-        is the sum if there is one.
+        """The roles of the saved tensors that the backward pass reads. "x" is the sum if there is
+        one.
         """
         roles = ["x", *(name for name in ("gate", "weight", "bias") if getattr(self, name))]
         roles += ["mean", "rstd"] if self.norm == "layer" else ["rstd"]

@@ -17,12 +17,13 @@ from torch import Tensor
 from torch.library import Library, get_kernel
 
 from ..ops.arguments import default_eps
+from ..ops.bound import BoundNorm
+from ..ops.gradients import needs_of
 from ..ops.layout import vector_of
-from ..ops.plans import Runner, spec_of
+from ..ops.reference import name_of
 from ..ops.registry import MAX_ROWS, cutile_implementation, device_of, on_device_of
-from ..ops.tensors import Saved, Tensors, merged_needs
 from ..ops.torch_private import native_router
-from ..spec import Options
+from ..spec import NormSpec
 
 OPERATORS = (
     "native_layer_norm",
@@ -90,12 +91,12 @@ class Kernels:
             not support the spec on that device.
     """
 
-    def __init__(self, runner_of: Callable[..., Runner | None]):
+    def __init__(self, runner_of: Callable[..., BoundNorm | None]):
         @cache
         def runner(norm, hidden, dtype, weight, bias, index):
-            weight, bias = (dtype if there else None for there in (weight, bias))
-            spec = spec_of(Options(hidden, norm), Tensors(dtype, weight=weight, bias=bias))
-            return runner_of(spec, index)
+            name = name_of(dtype)
+            weight, bias = (name if there else None for there in (weight, bias))
+            return runner_of(NormSpec(norm, hidden, name, weight, bias), index)
 
         self._runner = runner
 
@@ -118,9 +119,9 @@ class Kernels:
         if runner is None:
             return None
         with on_device_of(x):
-            y, _, *stats = runner.training(Tensors(x, weight=weight, bias=bias), eps)
+            y, *stats = runner.forward(True)((x, weight, bias), eps)
         of_rows = (*x.shape[: x.dim() - len(shape)], *(1 for _ in shape))
-        return y, *(s.view(of_rows) for s in stats if s is not None)
+        return y, *(s.view(of_rows) for s in stats)
 
     def _backward(
         self, norm, dy, x, shape, mean, rstd, weight, bias, mask
@@ -132,19 +133,21 @@ class Kernels:
         rows = x.numel() // runner.spec.hidden
         if any(t is not None and t.numel() != rows for t in (mean, rstd)):
             return None
-        asked = (mask[0], False, False, *mask[1:])
-        needs = merged_needs(runner.dtypes, False, asked)
+        spec = runner.spec
+        asked = [r for r, need in zip(("x", "weight", "bias"), mask, strict=True) if need]
+        needs = needs_of(spec, asked, False)
         if not any(needs.gradients):
             return None, None, None
-        mean = None if mean is None else vector_of(mean)
-        saved = Saved(x, None, weight, bias, mean, vector_of(rstd))
+        saved = {"x": x, "weight": weight, "bias": bias, "rstd": vector_of(rstd)}
+        saved["mean"] = mean if mean is None else vector_of(mean)
+        kept = [saved[role] for role in spec.kept]
         with on_device_of(x):
-            grads = runner.backward(needs)(dy, None, saved, 0.0)  # rstd holds eps
+            grads = runner.backward(spec, needs)(dy, None, kept, 0.0)  # rstd holds eps
         return grads[0], *grads[3:]
 
     def _serving(
         self, norm: str, x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None
-    ) -> Runner | None:
+    ) -> BoundNorm | None:
         """The runner for a call, or None if its dtypes, devices or shapes are not supported."""
         shape, dtype, index = tuple(shape), x.dtype, x.get_device()
         if not shape or x.shape[-len(shape) :] != shape:
@@ -250,15 +253,15 @@ def _first(ours: Callable, former) -> Callable:
     return kernel
 
 
-def _cuda_runner(spec, index: int) -> Runner | None:
+def _cuda_runner(spec, index: int) -> BoundNorm | None:
     device, kernels = device_of("cuda", index), cutile_implementation()
-    return None if kernels.refuses(spec, 0, device) else Runner(kernels, spec, device)
+    return None if kernels.refuses(spec, 0, device) else BoundNorm(kernels, spec, device)
 
 
 def _check_served() -> None:
     reasons = ["PyTorch sees no CUDA GPU"]
     if torch.cuda.is_available():
-        spec = spec_of(Options(1024, "rms"), Tensors(torch.bfloat16))
+        spec = NormSpec("rms", 1024, "bfloat16")
         devices = [device_of("cuda", index) for index in range(torch.cuda.device_count())]
         reasons = [cutile_implementation().refuses(spec, 0, device) for device in devices]
     if all(reasons):

@@ -37,7 +37,8 @@ class Call(Function):
         if not bound.spec.differentiable:
             bound.refuse_gradient()
         made = run(tensors, eps, laid_out)
-        ctx.save_for_backward(*bound.kept((*tensors, *(made if bound.save else bound.unsaved(made)))))
+        saved = made if bound.save else bound.unsaved(made)
+        ctx.save_for_backward(*bound.kept((*tensors, *saved)))
         if bound.fixed:
             fixed = [made[i] for i in bound.fixed if made[i] is not None]
             ctx.mark_non_differentiable(*fixed)

@@ -103,9 +103,7 @@ def options_of(op: Op, options: tuple) -> Options:
     return Options(options[0], op.norm, **asked)
 
 
-def spec_of(
-    op: Op, options: tuple, dtypes: dict[str, str | None], heads: int = 0
-) -> NormSpec:
+def spec_of(op: Op, options: tuple, dtypes: dict[str, str | None], heads: int = 0) -> NormSpec:
     """The spec of an op that has one norm. dtypes: by the roles of the tensors that it takes.
 
     Raises NotImplementedError for a norm that no implementation has.
@@ -164,9 +162,13 @@ class Bound(OpSpecs):
         super().__init__(op, options, dtypes, heads, backend)
         self.device, self.plain = device, Plain()
         self._returns(op.shown)
-        how = device, backend, long, self._bind
-        self.norms: tuple[BoundNorm, ...] = ()
-        self.norms = tuple([BoundNorm(spec, *how) for spec in self.specs])
+        rows = MAX_ROWS + 1 if long else 0
+        self.norms: tuple[BoundNorm, ...] = tuple(
+            [
+                BoundNorm(select(spec, rows, device, backend), spec, device, backend, self._bind)
+                for spec in self.specs
+            ]
+        )
         self._bind()
 
     def _bind(self) -> None:
@@ -267,14 +269,14 @@ class BoundNorm:
 
     def __init__(
         self,
+        implementation: Implementation,
         spec: NormSpec,
         device: Device,
-        backend: str | None,
-        long: bool = False,
+        backend: str | None = None,
         changed: Callable[[], None] = lambda: None,
     ):
         self.spec, self.device, self.backend, self.changed = spec, device, backend, changed
-        self._serve_by(select(spec, MAX_ROWS + 1 if long else 0, device, backend))
+        self._serve_by(implementation)
 
     def _serve_by(self, implementation: Implementation) -> None:
         self.implementation = implementation
@@ -347,4 +349,6 @@ def _bound(name, options, dtypes, heads, kind, index, long, backend) -> Bound:
 @cache
 def norm_of(spec: NormSpec, kind: str, index: int, long: bool, backend: str | None) -> BoundNorm:
     """One norm on a device. It raises and warns as registry.select does."""
-    return BoundNorm(spec, device_of(kind, index), backend, long)
+    device = device_of(kind, index)
+    chosen = select(spec, MAX_ROWS + 1 if long else 0, device, backend)
+    return BoundNorm(chosen, spec, device, backend)

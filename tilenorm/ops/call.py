@@ -156,8 +156,8 @@ def present(op: Op, tensors: tuple, options: tuple, made: Sequence) -> tuple[Ten
 
 
 def eps_of(op: Op, tensors: Sequence, eps: float | None) -> tuple[float, ...]:
-    """The eps of each norm of an op: what PyTorch takes for None is the machine epsilon of the dtype
-    that the norm computes in.
+    """The eps of each norm of an op. PyTorch takes None for the machine epsilon of the dtype that a
+    norm computes in.
     """
     if eps is not None:
         return (float(eps),) * len(op.stages)
@@ -200,9 +200,7 @@ def remembered(op: str, *arguments) -> list[Known]:
     return []
 
 
-def remember(
-    known: list[Known], op: Op, tensors: tuple, dims: int, eps: Any, bound: Bound
-) -> None:
+def remember(known: list[Known], op: Op, tensors: tuple, dims: int, eps: Any, bound: Bound) -> None:
     """Remember what serves calls like this one, unless no guard can tell them.
 
     The guard holds the type, dispatch keys, dtype, device and requires_grad of each tensor, and as

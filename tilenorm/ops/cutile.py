@@ -114,9 +114,7 @@ def _fresh(
     return Fresh((sizes[lies],), (1,), getattr(torch, dtype))
 
 
-def forward(
-    spec: NormSpec, target: Target, save: bool, run: Run | None = None
-) -> Callable | None:
+def forward(spec: NormSpec, target: Target, save: bool, run: Run | None = None) -> Callable | None:
     """As registry.Implementation.forward. None for a chain that one pass does not serve."""
     run = run or on_device
     if spec.inner and chain_refused(spec, target):
@@ -161,7 +159,11 @@ def bind_forward(plan: ForwardPlan, run: Run = on_device) -> Callable:
             if branches or not (laid_out and start_vectors(tensors)):
                 tensors = as_read(tensors, spec, views)
             scratch = ABSENT if slots is None else empty(*slots)
-            run(plan.launches(rows, eps), take((*tensors, *written, scratch, ABSENT)), x.get_device())
+            run(
+                plan.launches(rows, eps),
+                take((*tensors, *written, scratch, ABSENT)),
+                x.get_device(),
+            )
         return tuple(_shown(op, made, scales) if quantized else made)
 
     return forward
@@ -187,9 +189,9 @@ def _made_as(op: Op, spec: NormSpec, save: bool) -> list[tuple[str, str] | None]
 
 def _taking_forward(op: Op, spec: NormSpec, made_as: list) -> Callable[[tuple], tuple]:
     """A function of an op's tensors, its results, the slots and ABSENT that returns the arrays."""
-    inner = spec.inner
-    there = {"x": spec.dtype, "inner_w": inner and inner.weight}
-    places = {role: i for i, role in enumerate(op.roles) if there.get(role) or getattr(spec, role, None)}
+    dtypes = {"x": spec.dtype, "inner_w": spec.inner and spec.inner.weight}
+    dtypes = {role: dtypes.get(role, getattr(spec, role, None)) for role in op.roles}
+    places = {role: i for i, role in enumerate(op.roles) if dtypes[role]}
     if spec.quantized is not None and spec.quantized.scaling == "tensor":
         places["scale"] = op.roles.index("given_scale")
     first = len(op.takes)
@@ -214,8 +216,9 @@ def _check_scales(op: Op, scales: Scales) -> None:
 
 def _clear(op: Op, made: list, scales: Scales) -> None:
     """Fill with zeros what a quantised norm adds to, or does not write whole."""
+    added = ("one", "scales") if scales.padding else ("one",)
     for tensor, port in zip(made, op.makes, strict=True):
-        if tensor is not None and (port.lies == "one" or (port.lies == "scales" and scales.padding)):
+        if tensor is not None and port.lies in added:
             tensor.zero_()
 
 

@@ -42,9 +42,7 @@ def bind(op: str, taken: tuple[str, ...], **options) -> Callable:
     return backward(taken, **options)
 
 
-def forward(
-    name: str, *, hidden: int, save: bool, backend: str | None, **options
-) -> Callable:
+def forward(name: str, *, hidden: int, save: bool, backend: str | None, **options) -> Callable:
     op = OPS[name]
     eps = tuple(options.pop(of) for of in op.eps)
     asked = (hidden, *(options[of] for of in op.options))
@@ -77,9 +75,7 @@ def forward(
     return bound_forward
 
 
-def backward(
-    taken: tuple[str, ...], *, hidden: int, backend: str | None, **options
-) -> Callable:
+def backward(taken: tuple[str, ...], *, hidden: int, backend: str | None, **options) -> Callable:
     """The same of norm_backward."""
     most, plain, output = MAX_ROWS * hidden, Plain(), options["output"]
     constant = options | {"hidden": hidden, "backend": backend}

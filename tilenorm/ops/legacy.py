@@ -1,4 +1,4 @@
-"""The ops of version 0.2, which exported programs of that version call. Version 0.4 has none of them.
+"""The ops of version 0.2, which exported programs of that version call. Version 0.4 has none.
 
 Each calls the op of the table that does the same, and returns what it returned then.
 """

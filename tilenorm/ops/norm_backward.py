@@ -1,4 +1,4 @@
-"""The torch.library op norm_backward: the backward pass of one norm, which every op's is made of."""
+"""The torch.library op norm_backward: of one norm. The backward pass of every op is made of it."""
 
 from collections.abc import Sequence
 from math import prod

@@ -101,7 +101,7 @@ def _check_jagged(op: Op, tensors: Sequence, normalized_shape) -> int:
     input: Any = tensors[0]
     there = [(p, t) for p, t in zip(op.takes, tensors, strict=True) if isinstance(t, Tensor)]
     with_rows = ("rows", "mask")
-    for port, given in sorted(there, key=lambda each: each[0].lies in with_rows):  # parameters first
+    for port, given in sorted(there, key=lambda each: each[0].lies in with_rows):
         tensor: Any = given
         got = f"{op.name}: argument {port.argument!r} takes"
         if port.lies not in with_rows:

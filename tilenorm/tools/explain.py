@@ -12,14 +12,11 @@ from ..launch.calls import constants_of, every_gradient
 from ..launch.config import Hints
 from ..launch.scales import Scales
 from ..launch.target import Target
-from ..ops import arguments, functional
-from ..ops.chained import functional as chained
-from ..ops.plans import spec_of_tensors
-from ..ops.quantized import functional as quantized
-from ..ops.quantized.norm import ASKED, check
+from ..ops import arguments, functional, functional_quantized
+from ..ops.bound import specs_of_tensors
 from ..ops.registry import MIN_DRIVER, Device, device_of, refusals, requested_backend
-from ..ops.tensors import Tensors
-from ..spec import ITEM_BYTES, OPS, QUANTIZED_OPS, NormSpec, Options
+from ..spec import ITEM_BYTES, NormSpec
+from ..table import OPS
 
 
 @dataclass(frozen=True)
@@ -90,74 +87,42 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain(op: str, *args, **kwargs) -> Explanation:
+def explain(op: str, *args, **kwargs) -> Explanation | ChainExplanation:
     """Print, and return, how `op` would serve a call with these arguments. Launches nothing.
 
     Args: op is the name of a function, such as "rms_norm". The other arguments are those of the
     function.
     Raises: ValueError for an unknown op, and whatever the op raises for bad input.
     """
-    ops = OPS + QUANTIZED_OPS
-    if op == chained.NAME:
-        return _explain_chain(args, kwargs)
-    if op not in ops:
-        raise ValueError(f"explain: argument 'op' takes one of {', '.join(ops)}, got {op!r}")
-    module = quantized if op in QUANTIZED_OPS else functional
+    if op not in OPS:
+        raise ValueError(f"explain: argument 'op' takes one of {', '.join(OPS)}, got {op!r}")
+    row = OPS[op]
+    module = functional_quantized if row.quantized else functional
     bound = inspect.signature(getattr(module, op)).bind(*args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments
-    spec = (_spec_of_quantized if op in QUANTIZED_OPS else _spec_of)(op, given)
-    input = given["input"]
-    rows = input.numel() // spec.hidden if spec.hidden else 0
+    tensors = tuple([given.get(port.argument) for port in row.takes])
+    if isinstance(tensors[1], (tuple, list)):
+        tensors = arguments.spread(row, tensors)
+    asked = tuple([given[name] for name in row.options])
+    shape, eps, backend, input = (
+        given[name] for name in ("normalized_shape", "eps", "backend", "input")
+    )
+    options = arguments.check(row, tensors, shape, eps, asked, backend)
+    what = specs_of_tensors(row, tensors, options)
+    rows = input.numel() // options[0] if options[0] else 0
     device = device_of(input.device.type, input.device.index)
-    explanation = explain_spec(spec, rows, device, given["backend"])
-    print(explanation)
-    return explanation
-
-
-def _explain_chain(args: tuple, kwargs: dict) -> ChainExplanation:
-    bound = inspect.signature(chained.rms_norm_add_rms_norm).bind(*args, **kwargs)
-    given = bound.arguments
-    next_weight, residual = given.pop("next_weight", None), given["residual"]
-    before = explain("rms_norm_add", **given)
-    given |= {"input": residual, "weight": next_weight}
-    del given["residual"]
-    after = explain("rms_norm", **given)
-    if before.chosen == after.chosen == "cutile":
+    norms = [explain_spec(spec, rows, device, backend) for spec in what.specs]
+    print(*norms, sep="\n")
+    if not row.calls:
+        return norms[0]
+    refused = "cutile does not serve both norms"
+    if {norm.chosen for norm in norms} == {"cutile"}:
         from ..launch.plan import chain_refused
 
-        spec = NormSpec.chained(before.spec, after.spec)
-        refused = chain_refused(spec, before.device.target)
-    else:
-        refused = "cutile does not serve both norms"
+        refused = chain_refused(what.spec, device.target)
     print("  in one pass" if refused is None else f"  in two calls: {refused}")
-    return ChainExplanation(before, after, refused)
-
-
-def _spec_of(op: str, given: dict) -> NormSpec:
-    """The spec of a call with these arguments. Raises as the call does."""
-    before = given.pop("norm_before_gate", True)
-    given["gate_first"] = not before if type(before) is bool else before
-    if op.endswith("_add"):
-        given["skip"] = given.pop("residual")
-    tensors = tuple(given.get(name) for name in Tensors._fields)
-    if isinstance(given.get("residual"), (tuple, list)):
-        tensors = arguments.spread(op, tensors)
-    values = tuple(given.get(n, Options._field_defaults[n]) for n in Options._fields[2:])
-    shape, eps, backend = given["normalized_shape"], given["eps"], given["backend"]
-    options = arguments.check(op, tensors, shape, eps, values, backend)
-    return spec_of_tensors(tensors, options)
-
-
-def _spec_of_quantized(op: str, given: dict) -> NormSpec:
-    """The same for a norm with a quantised output."""
-    tensors = tuple(given.get(name) for name in ("input", "residual", None, "weight", "bias"))
-    if isinstance(tensors[1], (tuple, list)):
-        *tensors, _ = arguments.spread(op, (*tensors, None))
-    asked = tuple(given[name] for name in ASKED)
-    names = ("normalized_shape", "eps", "scale", "backend")
-    shape, eps, scale, backend = (given[name] for name in names)
-    return check(op, tensors, shape, eps, asked[:2], asked[2:], scale, backend).spec
+    return ChainExplanation(*norms, refused)
 
 
 def explain_spec(

@@ -11,12 +11,10 @@ from ..spec import (
     GROUPS,
     LAYOUTS,
     MAX_TERMS,
-    OPS,
-    QUANTIZED_OPS,
-    WORDS,
     NormSpec,
     Quantization,
 )
+from ..table import NORMS, OPTIONS, QUANTIZED_NORMS
 from .candidates import MOST_SPILLED, Search
 from .explain import gpu, planned_device
 
@@ -79,7 +77,7 @@ def specs_of(asked: argparse.Namespace) -> list[NormSpec]:
 
 def _spec(asked: argparse.Namespace, op: str, hidden: int, dtype: str) -> NormSpec:
     added, after, gated = op.startswith("add_"), op.endswith("_add"), op.startswith("gated_")
-    branches = added and op not in QUANTIZED_OPS and asked.residuals == 1
+    branches = added and op not in QUANTIZED_NORMS and asked.residuals == 1
     for name, given, taken, why in (
         ("--residual-dtype", asked.residual_dtype, added or after, "takes no residual"),
         ("--residuals", asked.residuals > 1, added, "takes no residual"),
@@ -107,7 +105,7 @@ def _spec(asked: argparse.Namespace, op: str, hidden: int, dtype: str) -> NormSp
     }
     if asked.residual_dtype:
         fields["skip" if after else "residual"] = asked.residual_dtype
-    if op in QUANTIZED_OPS:
+    if op in QUANTIZED_NORMS:
         fields["quantized"] = _quantization(asked, hidden)
     return NormSpec.of(op, hidden, dtype, **fields)
 
@@ -129,7 +127,7 @@ def _quantization(asked: argparse.Namespace, hidden: int) -> Quantization:
 def add_spec(command: argparse.ArgumentParser, size: dict) -> None:
     """Add the options that describe specs. size: whether --hidden is required."""
     add = command.add_argument
-    add("--op", nargs="+", default=["rms_norm"], choices=OPS + QUANTIZED_OPS)
+    add("--op", nargs="+", default=["rms_norm"], choices=NORMS + QUANTIZED_NORMS)
     add("--hidden", type=_positive, nargs="+", metavar="N", **size)
     add("--dtype", nargs="+", default=["bfloat16"], choices=DTYPES)
     add("--weight-dtype", choices=DTYPES, help="default: --dtype")
@@ -137,13 +135,13 @@ def add_spec(command: argparse.ArgumentParser, size: dict) -> None:
     add("--bias", action="store_true", help="with a bias of the weight's dtype")
     add("--offset", type=float, default=0.0, help="added to the weight")
     add("--heads", type=_positive, default=0, help="each head has its own weight")
-    add("--rounding", default="late", choices=WORDS["rounding"])
+    add("--rounding", default="late", choices=OPTIONS["rounding"].words)
     add("--residual-dtype", choices=DTYPES, help="default: --dtype")
     add("--residuals", type=int, default=1, choices=(1, 2), help="how many are added to the input")
     add("--dropout-mask", type=float, metavar="S", help="the input is times a mask and times S")
     add("--layer-scale", action="store_true", help="the input is times a vector")
     add("--gate-first", action="store_true", help="gate, then normalise")
-    add("--activation", choices=WORDS["activation"], help="of the gate (silu)")
+    add("--activation", choices=OPTIONS["activation"].words, help="of the gate (silu)")
     layouts = sorted({layout for found in LAYOUTS.values() for layout in found})
     add("--scaling", default="row", choices=GROUPS, help="of a quantised norm")
     add("--fp8", default="float8_e4m3fn", choices=FP8, help="what it writes")

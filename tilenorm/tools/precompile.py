@@ -25,8 +25,8 @@ from ..launch.toolchain import cache_problem
 from ..launch.user_table import TableWarning
 from ..ops import cutile
 from ..ops.split import cutile as split
-from ..ops.tensors import Branch, Saved, Tensors, trimmed
-from ..spec import NormSpec
+from ..spec import TENSORS, NormSpec
+from ..table import OPS
 from .cubin import Resources, resources
 from .explain import title
 from .signature import ArrayLike, signature
@@ -47,10 +47,8 @@ class Compiled(Resources):
 def bind(plan: ForwardPlan | BackwardPlan, run: cutile.Run) -> Callable:
     """The bound call of a plan."""
     if isinstance(plan, BackwardPlan):
-        return cutile.bind_backward(plan, run)
-    if plan.spec.inner:
-        return cutile.bind_chain(plan, run)
-    return (cutile.bind_quantized if plan.spec.quantized else cutile.bind_forward)(plan, run)
+        return cutile.bind_backward(plan, plan.spec.kept, run)
+    return cutile.bind_forward(plan, run)
 
 
 def arguments(
@@ -61,32 +59,23 @@ def arguments(
     made: returns a contiguous tensor, given its dtype and its shape.
     """
     lead = (rows // spec.heads, spec.heads) if spec.heads else (rows,)
-
-    def rows_of(dtype: str | None) -> Tensor | None:
-        return dtype and made(dtype, *lead, spec.hidden)
-
-    def parameter_of(dtype: str | None) -> Tensor | None:
-        return dtype and made(dtype, *lead[1:], spec.hidden)
-
-    gate, mask = rows_of(spec.gate), rows_of(spec.dropout_mask)
-    weight, bias = map(parameter_of, (spec.weight, spec.bias))
-    layer_scale = spec.layer_scale and made(spec.layer_scale, spec.hidden)
+    matrix, affine = (*lead, spec.hidden), (*lead[1:], spec.hidden)
+    shapes = {"rows": matrix, "mask": matrix, "affine": affine, "vector": (spec.hidden,)}
+    shapes |= {"scalar": (1,), "number": (rows,)}
+    dtypes = {name: getattr(spec, name) for name in TENSORS[1:]} | {"x": spec.dtype}
     if needs is None:
-        dtypes = (spec.dtype, spec.residual, spec.addend, spec.skip)
-        x, residual, addend, skip = map(rows_of, dtypes)
-        if spec.inner:
-            return (x, residual, parameter_of(spec.inner.weight), weight), EPS
-        tensors = Tensors(x, residual, gate, weight, bias, addend, skip, mask, layer_scale)
-        if not spec.quantized:
-            return trimmed(tensors), EPS
-        given = made("float32", 1) if spec.quantized.scaling == "tensor" else None
-        return (*tensors, given), EPS
-    x = rows_of(spec.residual or spec.dtype)
-    dy, *more = (rows_of(spec.skip or spec.dtype) for _ in range(needs.terms))
-    dsum = rows_of(spec.residual or spec.dtype) if needs.dsum else None
-    mean = made("float32", rows) if spec.norm == "layer" else None
-    saved = Saved(x, gate, weight, bias, mean, made("float32", rows))
-    return dy, dsum, saved, EPS, more, Branch(mask, layer_scale) if spec.branches else None
+        dtypes["inner_w"] = spec.inner and spec.inner.weight
+        given = spec.quantized and spec.quantized.scaling == "tensor"
+        dtypes["given_scale"] = "float32" if given else None
+        ports = [(port.role, shapes[port.lies]) for port in OPS[spec.op].takes]
+        return tuple([made(dtypes[r], *shape) if dtypes[r] else None for r, shape in ports]), EPS
+    total, dy = spec.residual or spec.dtype, spec.skip or spec.dtype
+    dtypes |= {"x": total, "mean": "float32", "rstd": "float32"}
+    lies = cutile.KEPT
+    saved = [made(dtypes[r], *shapes[lies.get(r, "number")]) for r in spec.kept]
+    first, *more = (made(dy, *matrix) for _ in range(needs.terms))
+    dsum = made(total, *matrix) if needs.dsum else None
+    return first, dsum, saved, EPS, more
 
 
 def calls_of(plan: ForwardPlan | BackwardPlan, rows: int) -> list[Call]:
@@ -101,25 +90,27 @@ def piece_calls(spec: NormSpec, target: Target, rows: int) -> list[Call]:
 
     Operations of their own do what only whole rows have.
     """
-    spec = spec.plain
+    spec = spec.without_joins
     needs = every_gradient(spec)
-    (x, residual, gate, weight, bias), _ = arguments(spec, None, rows, _without_memory)
-    dy, dsum, _, *_ = arguments(spec, needs, rows, _without_memory)
+    tensors, _ = arguments(spec, None, rows, _without_memory)
+    given = dict.fromkeys(("residual", "gate")) | dict(
+        zip(OPS[spec.op].roles, tensors, strict=True)
+    )
+    dy, dsum, *_ = arguments(spec, needs, rows, _without_memory)
     whole, sums, applied = 2 * spec.hidden, spec.summed, spec.applied
-    before = gate if spec.gate_first else None
+    before = given | {"gate": given["gate"] if spec.gate_first else None}
 
     def step(run: cutile.Run) -> None:
-        number, own, total = split.row_sums(
-            sums, target, Tensors(x, residual, before), rows, whole, run
-        )
+        number, own, total = split.row_sums(sums, target, before, rows, whole, run)
         centered = None
         if spec.norm == "layer":
             centered = split.row_center(sums, target, number, own, whole, run)
-        read = Tensors(x if total is None else total, None, gate, weight, bias)
-        given = (applied, target, read, number, centered, EPS)
-        split.row_apply(*given, False, run)
-        _, mean, rstd = split.row_apply(*given, True, run)
-        saved = Saved(read.input, gate, weight, bias, mean, rstd)
+        read = {role: given[role] for role in ("x", "gate", "weight", "bias")}
+        read["x"] = given["x"] if total is None else total
+        how = (applied, target, read, number, centered, EPS)
+        split.row_apply(*how, False, run)
+        _, mean, rstd = split.row_apply(*how, True, run)
+        saved = read | {"mean": mean, "rstd": rstd}
         dots = split.grad_sums(spec, target, dy, saved, whole, run)
         split.grad_apply(spec, target, needs, dy, dsum, saved, dots, run)
 

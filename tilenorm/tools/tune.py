@@ -131,13 +131,14 @@ class Trials:
         if self.needs is None:
             return found
         dy, dsum, saved, *others = found
-        mean, rstd = (None if t is None else t.abs() + 0.5 for t in saved[-2:])
-        return dy, dsum, saved._replace(mean=mean, rstd=rstd), *others
+        pairs = zip(self.spec.kept, saved, strict=True)
+        saved = [t.abs() + 0.5 if role in ("mean", "rstd") else t for role, t in pairs]
+        return dy, dsum, saved, *others
 
     def _reference(self, inputs: tuple) -> tuple[Tensor | None, ...]:
         if self.needs is None:
-            return reference.forward(self.spec, *inputs)
-        return reference.backward(self.spec, self.needs, *inputs)
+            return reference.bind_forward(self.spec)(*inputs)
+        return reference.bind_backward(self.spec, self.needs)(*inputs)
 
 
 def tune(search: Search, how: How) -> Entry:

@@ -5,7 +5,9 @@ norm_quantized add a call to a graph; Call reads one.
 """
 
 import operator
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,58 +15,80 @@ from torch._ops import OpOverload
 from torch.fx import Node
 from torch.fx.node import map_aggregate
 
-from ...ops.library import norm_backward_fake, norm_fake
-from ...ops.plans import spec_of_tensors
-from ...ops.quantized.library import norm_quantized_fake
-from ...ops.schemas import TERMS as MORE_TERMS
-from ...ops.schemas import Backward
+from ...ops.library import fake
+from ...ops.norm_backward import TERMS as MORE_TERMS
+from ...ops.norm_backward import Backward, norm_backward_fake
+from ...ops.reference import name_of as dtype_name
 from ...ops.sharding import is_distributed
-from ...ops.tensors import Saved, Tensors
-from ...spec import Options, Quantization
+from ...spec import NormSpec, Options, Quantization
+from ...table import OPS, Op
 from .nodes import VALUES, Left, bind, is_idle, item_of, key_of, value_of, values_of
 
-NORM = torch.ops.tilenorm.norm.default
+FORWARD: dict[Any, Op] = {getattr(torch.ops.tilenorm, name).default: op for name, op in OPS.items()}
 NORM_BACKWARD = torch.ops.tilenorm.norm_backward.default
-NORM_QUANTIZED = torch.ops.tilenorm.norm_quantized.default
-FAKES = {
-    NORM: norm_fake,
-    NORM_BACKWARD: norm_backward_fake,
-    NORM_QUANTIZED: norm_quantized_fake,
-}
+FAKES: dict[Any, Callable] = {overload: partial(fake, op) for overload, op in FORWARD.items()}
+FAKES[NORM_BACKWARD] = norm_backward_fake
 TERMS = ("grad_output", *MORE_TERMS)
-# What the forward and the backward call of a norm have in common.
+# What the forward and the backward call of a norm have in common. A forward op that lacks one of
+# the options has its default.
 COMMON = ("gate", "weight", "bias", *Options._fields, "eps")
 EAGER_VALUES = "eager_input_vals"  # what Inductor compares an op's arguments with
 # Metadata of a node's arguments and results.
 OF_VALUES = (*VALUES, "tensor_meta", EAGER_VALUES)
 
 
+class Tensors(NamedTuple):
+    """The nodes, or the tensors, of a norm."""
+
+    input: Any
+    residual: Any = None
+    gate: Any = None
+    weight: Any = None
+    bias: Any = None
+
+
+def spec_of(options: Options, tensors: Tensors, **fields) -> NormSpec:
+    """The spec of a norm of tensors."""
+    given = tensors._asdict()
+    given["x"] = given.pop("input")
+    dtypes = {role: None if t is None else dtype_name(t.dtype) for role, t in given.items()}
+    affine = [t.numel() for t in (tensors.weight, tensors.bias) if t is not None]
+    heads = max(affine, default=0) // options.hidden if options.hidden else 0
+    return NormSpec.of_tensors(options, dtypes, heads, **fields)
+
+
 def norm(like: Node, tensors: Tensors, options: Options, eps: float, save: bool) -> Node:
-    """A call of tilenorm::norm with the metadata of the node `like`."""
-    return _called(NORM, _norm_arguments(tensors, options, eps, save), like)
+    """A call of the op of a norm with the metadata of the node `like`."""
+    op, arguments = _norm_arguments(tensors, options, eps, save)
+    return _called(op, arguments, like)
 
 
 def norm_values(tensors: Tensors, options: Options, eps: float, save: bool) -> dict[str, Tensor]:
-    """The results that tilenorm::norm has for these tensors, by name."""
-    arguments = _in_order(NORM, _norm_arguments(tensors, options, eps, save))
-    return dict(zip(results_of(NORM), _values(NORM, arguments), strict=True))
+    """The results that the op of a norm has for these tensors, by name."""
+    op, arguments = _norm_arguments(tensors, options, eps, save)
+    return dict(zip(results_of(op), _values(op, _in_order(op, arguments)), strict=True))
 
 
-def norm_backward(like: Node, dy: Node, saved: Saved, options: Options, results: set[str]) -> Node:
-    """A call of tilenorm::norm_backward. results: the names of those that are computed."""
+def norm_backward(
+    like: Node, dy: Node, saved: dict[str, Any], options: Options, results: set[str]
+) -> Node:
+    """A call of tilenorm::norm_backward.
+
+    saved: what the forward pass saved, by the names of the op's arguments. results: the names of
+    those that are computed.
+    """
     mask = [name in results for name in results_of(NORM_BACKWARD)[:5]]
-    arguments = saved._asdict() | options._asdict()
     # Only second derivatives use eps. aten's op does not have it, so 0.0 stands for it here.
-    arguments |= {"grad_output": dy, "input": saved.x, "eps": 0.0, "added": False}
+    arguments = saved | options._asdict() | {"grad_output": dy, "eps": 0.0, "added": False}
     return _called(NORM_BACKWARD, arguments | {"output_mask": mask}, like)
 
 
 def norm_quantized(call: "Call", given: Node | None, how: Quantization) -> Node:
-    """A call of tilenorm::norm_quantized in the place of a call of tilenorm::norm."""
-    dtype = getattr(torch, how.dtype)
+    """A call of the op of a quantised norm in the place of a call of the norm's."""
+    dtype, op = getattr(torch, how.dtype), f"{FORWARD[call.node.target].name}_quantized"
     options = how._asdict() | {"given_scale": given, "dtype": dtype}
     options |= {"return_output": how.output, "return_amax": how.amax}
-    return _called(NORM_QUANTIZED, call.arguments | options, call.node)
+    return _called(getattr(torch.ops.tilenorm, op).default, call.arguments | options, call.node)
 
 
 def results_of(op: OpOverload) -> list[str]:
@@ -96,7 +120,7 @@ class Call:
 
     def __init__(self, node: Node):
         op: Any = node.target
-        self.node, self.arguments = node, bind(node)
+        self.node, self.arguments, self.op = node, bind(node), FORWARD.get(op)
         for argument in op._schema.arguments:
             tensor = self.arguments[argument.name]
             if "Tensor" in str(argument.type) and tensor is not None and value_of(tensor) is None:
@@ -105,11 +129,18 @@ class Call:
                 )
 
     def __getitem__(self, name: str) -> Any:
-        return self.arguments[name]
+        """An argument; of a forward op also one of COMMON that it lacks."""
+        if name in self.arguments or self.op is None:
+            return self.arguments[name]
+        if name == "norm":
+            return self.op.norm
+        if name == "gate_first":
+            return not self.arguments.get("norm_before_gate", True)
+        return Options._field_defaults.get(name)
 
     @property
     def options(self) -> Options:
-        return Options(*(self.arguments[name] for name in Options._fields))
+        return Options(*(self[name] for name in Options._fields))
 
     def readers(self, name: str) -> list[Node]:
         """The nodes that read one result."""
@@ -137,8 +168,7 @@ class Call:
 
         Raises Left if it cannot have the bits of y.
         """
-        of_values = Backward.of(self._values)
-        if why := spec_of_tensors(of_values.tensors, of_values.options).output_refused:
+        if why := Backward.of(self._values).spec.output_refused:
             raise Left(f"its backward pass writes no y for {why}")
         values, names = values_of(self.node), results_of(NORM_BACKWARD)
         if not isinstance(values, tuple | list) or len(values) != len(names):
@@ -147,9 +177,16 @@ class Call:
         self.node.meta[key_of(self.node)] = (*values[: names.index("output")], y)
 
 
-def _norm_arguments(tensors: Tensors, options: Options, eps: float, save: bool) -> dict[str, Any]:
-    given = {name: tensor for name, tensor in tensors._asdict().items() if tensor is not None}
-    return {**given, **options._asdict(), "eps": eps, "save": save}
+def _norm_arguments(
+    tensors: Tensors, options: Options, eps: float, save: bool
+) -> tuple[OpOverload, dict[str, Any]]:
+    """The op of a norm, and its arguments by name."""
+    before = "" if tensors.residual is None else "add_"
+    before = before if tensors.gate is None else "gated_"
+    op = getattr(torch.ops.tilenorm, f"{before}{options.norm}_norm").default
+    given = tensors._asdict() | options._asdict() | {"eps": eps, "save": save}
+    given["norm_before_gate"] = not options.gate_first
+    return op, given
 
 
 def _called(op: OpOverload, arguments: dict[str, Any], like: Node) -> Node:
@@ -162,7 +199,8 @@ def _called(op: OpOverload, arguments: dict[str, Any], like: Node) -> Node:
 def _in_order(op: OpOverload, arguments: dict[str, Any]) -> tuple:
     """The arguments as the op takes them, without those at the end that are not given."""
     taken = op._schema.arguments
-    last = max(i for i, argument in enumerate(taken) if argument.name in arguments)
+    given = {name for name, value in arguments.items() if value is not None}
+    last = max(i for i, a in enumerate(taken) if a.name in given or not a.has_default_value())
     return tuple(arguments.get(a.name, a.default_value) for a in taken[: last + 1])
 
 

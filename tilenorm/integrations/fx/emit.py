@@ -10,9 +10,8 @@ from torch.fx.node import map_arg
 
 from ...ops.layout import rows_shape
 from ...ops.sharding import is_distributed
-from ...ops.tensors import Saved, Tensors
 from . import calls
-from .calls import derived, result_of
+from .calls import Tensors, derived, result_of
 from .nodes import Left, erase, is_idle, key_of, operands_of, value_of, written
 from .norms import Gradient, Norm, alike
 
@@ -31,7 +30,7 @@ def emit_forward(norm: Norm) -> tuple[str, Node]:
     order, at, parts, outputs = norm.order, norm.at, norm.parts, norm.outputs
     tensors = Tensors(norm.x, None, norm.gate, norm.weight, norm.bias)
     terms = _terms(norm) if order == sorted(order) and norm.gate is None else None
-    with_sum = {**outputs, "sum": norm.x}
+    with_sum = {**outputs, "residual_out": norm.x}
     if terms and not _moved(norm, tensors._replace(input=terms[0], residual=terms[1]), with_sum):
         tensors = tensors._replace(input=terms[0], residual=terms[1])
         at, parts, outputs = norm.x, (norm.x, *parts), with_sum
@@ -54,7 +53,8 @@ def emit_backward(norm: Gradient) -> tuple[str, Node]:
     with norm.at.graph.inserting_before(norm.at):
         rstd = _rows(norm.rstd, norm)
         mean = None if norm.mean is None else _rows(norm.mean, norm)
-        saved = Saved(norm.x, None, norm.weight, norm.bias, mean, rstd)
+        saved = {"input": norm.x, "weight": norm.weight, "bias": norm.bias}
+        saved |= {"mean": mean, "rstd": rstd}
         call = calls.norm_backward(norm.at, norm.dy, saved, norm.options, norm.wanted)
         new = {
             old: _result(call, name, old, norm.x) if name in norm.wanted else None

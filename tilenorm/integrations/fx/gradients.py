@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 
 from ...ops.sharding import is_distributed
-from .calls import COMMON, NORM, NORM_BACKWARD, TERMS, Call, derived, read_by, result_of
+from .calls import COMMON, FORWARD, NORM_BACKWARD, TERMS, Call, derived, read_by, result_of
 from .nodes import (
     DETACHES,
     Left,
@@ -211,11 +211,14 @@ def _output(call: Call, backward: set[Node]) -> str | None:
 def _norm_of(call: Call) -> Call | None:
     """The forward pass whose rstd a gradient reads, if both have the same arguments."""
     source, name = read_by(_before_detach(call["rstd"]))
-    if source is None or source.target is not NORM or name != "rstd":
+    if source is None or source.target not in FORWARD or name != "rstd":
+        return None
+    op = FORWARD[source.target]
+    if op.quantized or op.calls or "skip" in op.roles:
         return None
     norm, x = Call(source), _before_detach(call["input"])
     if norm["residual"] is not None:
-        same = read_by(x) == (source, "sum")
+        same = read_by(x) == (source, "residual_out")
     else:
         same = _before_detach(norm["input"]) is x
     return norm if same and all(norm[name] == call[name] for name in COMMON) else None

@@ -15,10 +15,9 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ...ops.arguments import default_eps
-from ...ops.plans import spec_of_tensors
 from ...ops.registry import DTYPES, cutile_refuses, device_of, spec_refused
-from ...ops.tensors import Tensors
 from ...spec import NormSpec, Options
+from .calls import Tensors, spec_of
 from .nodes import Left, bind, name_of, number_of, value_of, values_of
 
 PARAMETER_DTYPES = tuple(getattr(torch, name) for name in DTYPES)
@@ -182,7 +181,7 @@ def check_tensors(node: Node, gate, weight, bias, dims: int, options: Options) -
         elif not parameter_fits(tensor, x, dims) or tensor.device != x.device:
             of = f"{tensor.dtype} of shape {list(tensor.shape)} on {tensor.device}"
             raise Left(f"its {name} is {of}, which does not fit the input")
-    check_spec(spec_of_tensors(Tensors(x, **tensors), options), x)
+    check_spec(spec_of(options, Tensors(x, **tensors)), x)
 
 
 def check_spec(spec: NormSpec, x: Tensor) -> None:

@@ -13,19 +13,18 @@ graph have become tilenorm::norm.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import SymInt
 from torch.fx import Graph, Node
 
-from ...ops.plans import spec_of_tensors
 from ...ops.sharding import is_distributed
-from ...ops.tensors import Tensors
 from ...spec import FP8, Quantization
+from ...table import OPS
 from . import calls
-from .calls import NORM, NORM_QUANTIZED, Call, derived, read_by, result_of
+from .calls import FORWARD, Call, Tensors, derived, read_by, result_of, spec_of
 from .emit import ATEN, size_of, take_over
 from .nodes import (
     CASTS,
@@ -117,7 +116,7 @@ def match_chain(q: Node) -> Chain | None:
     if y is None:
         return None
     norm, _ = read_by(y)
-    if norm.target is NORM_QUANTIZED:
+    if FORWARD[norm.target].quantized:
         raise Left("its norm is quantised already, and one op quantises once")
     if factor is None:
         raise Left(f"{product.name} is no product of its norm and a factor")
@@ -148,7 +147,7 @@ def match_chain(q: Node) -> Chain | None:
 def _is_output(node: Node) -> bool:
     """Whether a node is y, of a norm or of a quantised norm."""
     call, name = read_by(node)
-    return call is not None and call.target in (NORM, NORM_QUANTIZED) and name == "output"
+    return call is not None and call.target in FORWARD and name == "output"
 
 
 def _product(node: object) -> tuple[Node | None, Node | None, Node | None]:
@@ -379,7 +378,10 @@ def _replace(chain: Chain) -> str:
 def _norm(chain: Chain) -> Call:
     """The norm's call. Raises Left if the quantised op does not take its arguments."""
     norm = Call(chain.norm)
-    for name in ("gate", "skip", "dropout_mask", "layer_scale"):
+    name = FORWARD[chain.norm.target].name
+    if f"{name}_quantized" not in OPS:
+        raise Left(f"no quantised norm does what {name} does")
+    for name in ("dropout_mask", "layer_scale"):
         if norm[name] is not None:
             raise Left(f"its norm has a {name}, which no quantised norm takes")
     for name in (*norm.options._fields, "eps", "save"):
@@ -411,8 +413,8 @@ def _check(chain: Chain, call: Call) -> None:
     if written(norm, end, tuple(switches)):
         raise Left("a node between its operations may write to a tensor")
     tensors = {n: value_of(call[n]) for n in TENSORS if call[n] is not None}
-    spec = spec_of_tensors(Tensors(**tensors), call.options)
-    check_spec(replace(spec, quantized=chain.how), x)
+    tensors = Tensors(*[tensors.get(name) for name in Tensors._fields])
+    check_spec(spec_of(call.options, tensors, quantized=chain.how), x)
 
 
 def _removed(chain: Chain) -> tuple[list[Node], bool]:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from ...spec import WORDS
+from ...table import OPTIONS
 from .form import Form
 from .replaced import calls_of_class
 from .trials import (
@@ -181,7 +181,7 @@ def _forms(module: nn.Module, number: int, options: dict) -> Iterator[Form]:
     """All forms that are possible with a module's parameters."""
     names = tuple(parameters_of(module))
     for norm, eps, (weight, bias), offset in product(
-        WORDS["norm"],
+        ("rms", "layer"),
         dict.fromkeys((*_eps_names(module), *HARD_CODED_EPS)),
         dict.fromkeys(permutations((*names, None, None)[:2])),
         (0.0, 1.0) if names else (0.0,),
@@ -192,7 +192,7 @@ def _forms(module: nn.Module, number: int, options: dict) -> Iterator[Form]:
 
 
 def _gated(form: Form) -> Iterator[Form]:
-    for gate, activation in product(("after", "before"), WORDS["activation"]):
+    for gate, activation in product(("after", "before"), OPTIONS["activation"].words):
         yield replace(form, gate=gate, activation=activation)
 
 

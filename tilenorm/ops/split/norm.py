@@ -171,9 +171,7 @@ def _by_pieces(how: One, spec: NormSpec, needs, dy, dsum, saved: dict) -> Sequen
         sums = ops.grad_sums(dy, x, gate, weight, *statistics, *how.last, how.backend)
         dots = _added_up(sums)
     more = spec.residual is not None, list(needs.gradients), how.backend
-    return ops.grad_apply(
-        dy, dsum, x, gate, weight, bias, *statistics, dots, *how.last, *more
-    )
+    return ops.grad_apply(dy, dsum, x, gate, weight, bias, *statistics, dots, *how.last, *more)
 
 
 def _by_formula(how: One, spec: NormSpec, needs, dy, dsum, saved: dict) -> Sequence:
