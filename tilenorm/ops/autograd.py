@@ -9,7 +9,7 @@ from torch.autograd import Function
 from ..spec import NormSpec
 from ..table import Op
 from . import reference
-from .bound import OpSpecs
+from .bound import OpSpecs, refuse_gradient
 from .gradients import Step, named, run_steps, steps_of
 from .torch_private import asked_of, fast_apply
 
@@ -34,8 +34,7 @@ class Call(Function):
     @staticmethod
     def forward(ctx, how, *tensors):
         eps, laid_out, bound, run = how
-        if not bound.spec.differentiable:
-            bound.refuse_gradient()
+        refuse_gradient(bound.op, bound.options)
         made = run(tensors, eps, laid_out)
         saved = made if bound.save else bound.unsaved(made)
         ctx.save_for_backward(*bound.kept((*tensors, *saved)))

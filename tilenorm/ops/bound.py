@@ -66,14 +66,6 @@ class OpSpecs:
         pairs = zip(self.op.makes, made, strict=True)
         return [None if port.lies == "number" else t for port, t in pairs]
 
-    def refuse_gradient(self) -> None:
-        """Raise RuntimeError where there is no result that a gradient could come in by."""
-        if not self.spec.differentiable:
-            raise RuntimeError(
-                f"{self.op.name}: an argument requires a gradient, which comes in through the"
-                " normalised rows: pass return_output=True, or call it under torch.no_grad()"
-            )
-
     def eps_of(self, eps: Any) -> tuple[float, ...]:
         """The eps of each norm, given that of a call."""
         return eps if self.op.calls else (eps,)
@@ -118,6 +110,15 @@ def spec_of(op: Op, options: tuple, dtypes: dict[str, str | None], heads: int = 
     if spec.unserved:
         raise NotImplementedError(f"tilenorm::{op.name}: {spec.unserved}")
     return spec
+
+
+def refuse_gradient(op: Op, options: tuple) -> None:
+    """Raise RuntimeError where there is no result that a gradient could come in by."""
+    if op.quantized and not options[1 + op.options.index("return_output")]:
+        raise RuntimeError(
+            f"{op.name}: an argument requires a gradient, which comes in through the normalised"
+            " rows: pass return_output=True, or call it under torch.no_grad()"
+        )
 
 
 def heads_of(op: Op, tensors: Sequence[Tensor | None], hidden: int) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from torch.overrides import has_torch_function
 from ..table import OPS, Op
 from . import arguments, legacy, library, overrides, torch_private  # noqa: F401 (legacy defines ops)
 from .autograd import apply, call_needs_grad
-from .bound import Bound, bound_of, specs_of_tensors
+from .bound import Bound, bound_of, refuse_gradient, specs_of_tensors
 from .direct import MOST_GUARDS, in_onnx_export, is_plain, is_transformed
 from .registry import MAX_ROWS, device_of, refuse_transformed, select_transformed
 from .split import norm as split
@@ -113,7 +113,7 @@ def checked(
     if op.quantized:
         _refuse_quantized(op, cast)
         if recorded:
-            specs_of_tensors(op, cast, options).refuse_gradient()
+            refuse_gradient(op, options)
     if is_direct(cast):
         bound = bound_of(op, cast, options, backend)
         if known is not None and all(a is b for a, b in zip(cast, tensors, strict=True)):
