@@ -3,7 +3,8 @@
 import math
 from random import Random
 
-from tilenorm.spec import DIGITS, WORDS, NormSpec
+from tilenorm.spec import DIGITS, NormSpec
+from tilenorm.table import OPTIONS
 
 from .cases import DTYPES
 
@@ -38,7 +39,7 @@ def spec(rng: Random, op: str, dtype: str, hidden: int) -> NormSpec:
     elif op.startswith("gated_"):
         fields["gate"] = some()
         fields["gate_first"] = rng.choice((False, True))
-        fields["activation"] = rng.choice(WORDS["activation"])
+        fields["activation"] = rng.choice(OPTIONS["activation"].words)
     if (weight or bias) and rng.randint(0, 5) == 5:
         fields["heads"] = rng.choice(HEADS) if hidden <= WIDEST_OF_HEADS else 2
     fields["rounding"] = rng.choice((*["late"] * 4, "early"))

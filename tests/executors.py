@@ -12,9 +12,8 @@ from tilenorm.launch.plan import plan_backward, plan_forward
 from tilenorm.launch.target import Target
 from tilenorm.launch.tiling import CLEAR_SLOTS
 from tilenorm.ops import cutile
-from tilenorm.ops.quantized.tensors import Results as Quantized
-from tilenorm.ops.tensors import Branch, Results, Tensors, trimmed
 from tilenorm.spec import NormSpec
+from tilenorm.table import OPS
 from tilenorm.tools.precompile import calls_of, compile_call
 from tilenorm.tools.signature import ArrayLike
 
@@ -85,10 +84,16 @@ class Inputs:
         there = {n: t for n in WITH_ROWS if (t := getattr(self, n)) is not None}
         return replace(self, **{name: change(name, t) for name, t in there.items()})
 
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """What a call takes."""
-        return trimmed(tuple(getattr(self, name) for name in ("x", *Tensors._fields[1:])))
+    def tensors(self, spec: NormSpec) -> tuple[Tensor | None, ...]:
+        """What a call of the spec's op takes."""
+        given = vars(self) | {"given_scale": self.scale}
+        return tuple(given[role] for role in OPS[spec.op].roles)
+
+    def saved(self, spec: NormSpec) -> tuple[Tensor, ...]:
+        """What a backward pass reads of the forward pass, with the oracle's statistics."""
+        mean, rstd = self.stats(spec)
+        found = {"x": oracle.total(spec, self.arguments), "mean": mean, "rstd": rstd}
+        return tuple(found.get(role, getattr(self, role, None)) for role in spec.kept)
 
     @property
     def arguments(self) -> oracle.Arguments:
@@ -127,12 +132,9 @@ class Executor:
         plan = plan_forward(spec, self.target, True)
         run = self.run(**how)
         with guarded():
-            if spec.quantized:
-                tensors = (*Tensors(*inputs.tensors), inputs.scale)
-                results = Quantized(*cutile.bind_quantized(plan, run)(tensors, inputs.eps))
-            else:
-                results = Results(*cutile.bind_forward(plan, run)(inputs.tensors, inputs.eps))
-        return {name: t for name, t in results._asdict().items() if t is not None}
+            results = cutile.bind_forward(plan, run)(inputs.tensors(spec), inputs.eps)
+        pairs = zip(OPS[spec.op].made, results, strict=True)
+        return {name: t for name, t in pairs if t is not None}
 
     def backward(
         self, spec: NormSpec, inputs: Inputs, needs: Needs | None = None, **how
@@ -140,13 +142,10 @@ class Executor:
         """The needed gradients by name; by default every gradient."""
         needs = needs or every_gradient(spec)
         plan = plan_backward(spec, self.target, needs)
-        x = oracle.total(spec, inputs.arguments)
-        given = (x, inputs.gate, inputs.weight, inputs.bias, *inputs.stats(spec))
-        dsum = inputs.dsum if needs.dsum else None
-        run = self.run(**how)
+        dsum, saved = inputs.dsum if needs.dsum else None, inputs.saved(spec)
+        run = cutile.bind_backward(plan, spec.kept, self.run(**how))
         with guarded():
-            branch = Branch(inputs.dropout_mask, inputs.layer_scale)
-            tensors = cutile.bind_backward(plan, run)(inputs.dy, dsum, given, branch=branch)
+            tensors = run(inputs.dy, dsum, saved)
         grads = dict(zip(cases.GRADIENTS, tensors, strict=True))
         # The oracle has dw and db of all heads in one row.
         grads |= {name: grads[name].reshape(-1) for name in ("dw", "db") if grads[name] is not None}

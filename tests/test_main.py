@@ -16,7 +16,8 @@ from tests.stand_in_compiler import ERROR
 from tilenorm import __version__
 from tilenorm.__main__ import main
 from tilenorm.launch.target import Target
-from tilenorm.spec import OPS, NormSpec
+from tilenorm.spec import NormSpec
+from tilenorm.table import NORMS
 from tilenorm.tools.precompile import training_calls
 
 FOR_H200 = ["--arch", "sm_90", "--hidden", "256"]
@@ -48,7 +49,7 @@ def test_info(capsys):
     assert f"torch {torch.__version__.split('+')[0]}" in out
     words = ("python ", "cuda-tile ", "compiler ", "compile cache ", "RMSNorm of torch on CUDA: ")
     assert all(word in out for word in words)
-    for op in OPS:
+    for op in NORMS:
         assert f"  {op}: " in out
     assert status == (1 if "wrong: " in out else 0)
 
@@ -147,7 +148,7 @@ def test_precompile_fills_the_cache(capsys, cache, compilations):
     assert len(compilations) == count, "the second time, the compiler ran again"
 
 
-@pytest.mark.parametrize("op", [op for op in OPS if op != "rms_norm"])
+@pytest.mark.parametrize("op", [op for op in NORMS if op != "rms_norm"])
 def test_precompile_of_the_other_ops(op, cache, monkeypatch, capsys):
     prepared = []
     monkeypatch.setattr(

@@ -3,12 +3,12 @@
 import pytest
 
 from tilenorm.__main__ import main
-from tilenorm.spec import OPS
+from tilenorm.table import NORMS
 
 from .test_main import FOR_H200
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", NORMS)
 def test_explain(op, capsys):
     arguments = ["--op", op, "--arch", "sm_100", "--hidden", "64", "8192", "--rows", "77"]
     assert main(["explain", *arguments, "--dtype", "float16", "float32", "--bias"]) == 0

@@ -205,7 +205,8 @@ RMS_NORM_ADD_RMS_NORM = Op(
         ),
     ),
 )
-_ROWS = (*_ops_of("rms"), *_ops_of("layer"), RMS_NORM_ADD_RMS_NORM)
+_PAIRS = zip(_ops_of("rms"), _ops_of("layer"), strict=True)
+_ROWS = (*(op for pair in _PAIRS for op in pair), RMS_NORM_ADD_RMS_NORM)
 OPS = {op.name: op for op in _ROWS}
 # The ops of one norm, by whether their output is quantised.
 NORMS = tuple(op.name for op in _ROWS if not op.calls and not op.quantized)

@@ -7,7 +7,7 @@ import torch
 
 from tilenorm.integrations import aten
 from tilenorm.launch.target import Target
-from tilenorm.ops.plans import Runner
+from tilenorm.ops.bound import BoundNorm
 from tilenorm.ops.registry import Device, cutile_implementation
 
 from ..executors import Interpreter
@@ -22,9 +22,9 @@ class CpuOverride(aten.Override):
         self.launches, self._interpreter = [], Interpreter("sm_90").run()
         super().__init__("CPU", aten.Kernels(self.runner))
 
-    def runner(self, spec, index) -> Runner | None:
+    def runner(self, spec, index) -> BoundNorm | None:
         kernels = cutile_implementation(self.run)
-        return None if kernels.refuses(spec, 0, GPU) else Runner(kernels, spec, GPU)
+        return None if kernels.refuses(spec, 0, GPU) else BoundNorm(kernels, spec, GPU)
 
     def run(self, launches, arrays, index) -> None:
         self.launches.extend(launch.kernel._pyfunc.__name__ for launch in launches)

@@ -10,10 +10,12 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
+from tilenorm import table
 from tilenorm.integrations.fx import Report, replace_norms
 
 ATEN = torch.ops.aten
-NORM, NORM_BACKWARD = torch.ops.tilenorm.norm.default, torch.ops.tilenorm.norm_backward.default
+NORM_BACKWARD = torch.ops.tilenorm.norm_backward.default
+NORMS = {getattr(torch.ops.tilenorm, name).default: name for name in table.NORMS}
 
 
 class HuggingFaceNorm(nn.Module):
@@ -98,9 +100,10 @@ def by_hand(build: Callable[..., object], *args: Tensor) -> GraphModule:
     return graph_module
 
 
-def calls(graph_module: GraphModule, target: object = NORM) -> list[Node]:
-    """The nodes that call `target`."""
-    return [node for node in graph_module.graph.nodes if node.target == target]
+def calls(graph_module: GraphModule, target: object = None) -> list[Node]:
+    """The nodes that call `target`, or the op of any norm."""
+    wanted = NORMS if target is None else (target,)
+    return [node for node in graph_module.graph.nodes if node.target in wanted]
 
 
 def targets(graph_module: GraphModule) -> list[object]:

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tests.executors import Inputs
-from tilenorm.spec import WORDS, NormSpec
+from tilenorm.spec import NormSpec
+from tilenorm.table import OPTIONS
 
 from .helpers import check
 
@@ -19,7 +20,7 @@ def test_float16_overflows_to_infinity(executor, hidden):
     assert check(spec, inputs, executor.forward(spec, inputs))["y"].isinf().any()
 
 
-@pytest.mark.parametrize("activation", WORDS["activation"])
+@pytest.mark.parametrize("activation", OPTIONS["activation"].words)
 def test_a_gated_row_of_one_element_is_its_own_mean(executor, activation, monkeypatch):
     """In the backward pass, too: its x · act(gate) is the product of the forward pass, rounded."""
     gated = {"gate": "float32", "gate_first": True, "activation": activation}

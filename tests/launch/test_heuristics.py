@@ -11,7 +11,8 @@ from tilenorm.launch.calls import every_gradient
 from tilenorm.launch.config import Backward, Config, SharedForward, StreamForward
 from tilenorm.launch.target import MULTIPROCESSORS, Target
 from tilenorm.launch.tuned import TABLES
-from tilenorm.spec import ITEM_BYTES, OPS, NormSpec
+from tilenorm.spec import ITEM_BYTES, NormSpec
+from tilenorm.table import NORMS
 
 TABLE_LIST = [
     pytest.param(arch, direction, key, table, id=f"{arch}-{direction}-{key}")
@@ -58,10 +59,10 @@ def test_sizes_of_a_table_ascend(arch, direction, key, table):
 
 @pytest.mark.parametrize("arch", TABLES)
 def test_tables_have_every_norm_without_a_gate_in_every_item_size(arch):
-    ops = [op for op in OPS if not op.startswith("gated") and not op.endswith("_add")]
+    ops = [op for op in NORMS if not op.startswith("gated") and not op.endswith("_add")]
     for table in (TABLES[arch].forward, TABLES[arch].backward):
         assert {(op, size) for op in ops for size in DTYPE} <= set(table)
-        assert {op for op, _ in table} <= {*OPS, "gate_first"}
+        assert {op for op, _ in table} <= {*NORMS, "gate_first"}
 
 
 @each_table

@@ -10,7 +10,8 @@ from tilenorm.launch.config import Hints, RowForward, SharedForward
 from tilenorm.launch.plan import plan_forward
 from tilenorm.launch.target import Target
 from tilenorm.launch.tuned.quantized import FETCHED, SHARED
-from tilenorm.spec import OPS, NormSpec, Quantization
+from tilenorm.spec import NormSpec, Quantization
+from tilenorm.table import NORMS
 from tilenorm.tools.precompile import calls_of, compile_call
 
 THREADS = 2048  # of a multiprocessor
@@ -22,7 +23,7 @@ SPILLS = {("sm_90", "rms_norm_quantized", 16384, "block"): 32}
 
 
 def drawn(rng: Random) -> NormSpec:
-    op, dtype = rng.choice(OPS[:4]), rng.choice(("bfloat16", "float16", "float32"))
+    op, dtype = rng.choice(NORMS[:4]), rng.choice(("bfloat16", "float16", "float32"))
     hidden = 128 * rng.randint(1, 2048 if rng.choice((True, False)) else 160)
     bias = dtype if "layer" in op else None
     how = Quantization(rng.choice(SCALINGS), output=rng.choice((True, False)))

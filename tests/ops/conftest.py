@@ -6,7 +6,7 @@ import torch
 import tilenorm
 from tests.stand_in_compiler import compiling_gpu
 from tilenorm.launch import plan, toolchain
-from tilenorm.ops import cutile, dispatch, plans, reference, registry
+from tilenorm.ops import bound, call, cutile, reference, registry
 from tilenorm.tools import info, precompile
 
 from .pretended import GPU, pretended_gpu
@@ -18,8 +18,9 @@ CACHES = (
     registry.device_of,
     toolchain.compiler_problem,
     toolchain.toolkit_problem,
-    plans._runner,
-    dispatch.remembered,
+    bound._bound,
+    bound.norm_of,
+    call.remembered,
     plan.plan_forward,
     plan.plan_backward,
 )

@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tilenorm
-from tilenorm.ops import bound
-from tilenorm.ops.schemas import first_and_others, tensor_names
-from tilenorm.spec import OPS
+from tilenorm.ops import generated
+from tilenorm.table import NORMS, OPS, OPTIONS
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
@@ -48,7 +47,7 @@ class Form(NamedTuple):
         return (*filter(None, first), *self.branch)
 
 
-FAMILY = {op: Form(op) for op in OPS}
+FAMILY = {op: Form(op) for op in NORMS}
 FAMILY["gated_rms_norm, gate first"] = Form("gated_rms_norm", {"norm_before_gate": False})
 FAMILY["gated_layer_norm, gate first"] = Form("gated_layer_norm", {"norm_before_gate": False})
 FAMILY["gated_rms_norm, sigmoid"] = Form("gated_rms_norm", {"activation": "sigmoid"})
@@ -153,6 +152,11 @@ def arguments_of(tensors: dict[str, Tensor]) -> dict[str, Tensor | tuple[Tensor,
     return given
 
 
+def arguments_by_port(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors by the names of the op's schema."""
+    return {"residual" if n == "skip" else n: t for n, t in tensors.items()}
+
+
 def step(
     form: Form, tensors: dict[str, Tensor], incoming=None, asked=None, function=call, **options
 ) -> dict[str, Tensor]:
@@ -170,6 +174,22 @@ def step(
     torch.autograd.backward(*zip(*used, strict=True))
     results = dict(zip(("output", "sum"), (y.detach() for y in outputs), strict=False))
     return results | {n: t.grad for n, t in leaves.items() if t.grad is not None}
+
+
+def op_arguments(
+    op: str, given: dict, hidden: int, save: bool = True, eps: float = EPS, backend=None, **options
+) -> tuple:
+    """The arguments of an op of torch.ops.tilenorm. given: tensors by the names of its schema."""
+    row = OPS[op]
+    values = [options.get(name, OPTIONS[name].default) for name in row.options]
+    tensors = [given.get(port.name) for port in row.takes]
+    return *tensors, hidden, *values, *[eps] * len(row.eps), save, backend
+
+
+def op_call(op: str, given: dict, hidden: int, **how) -> dict[str, Tensor]:
+    """What an op of torch.ops.tilenorm returns, by name."""
+    made = getattr(torch.ops.tilenorm, op)(*op_arguments(op, given, hidden, **how))
+    return dict(zip([port.name for port in OPS[op].makes], made, strict=True))
 
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
@@ -324,11 +344,9 @@ def by_inductor(op: str) -> Callable:
         schema = getattr(torch.ops.tilenorm, op).default._schema.arguments
         given = {a.name: a.default_value for a in schema}
         given |= dict(zip(given, arguments, strict=False)) | by_name
-        tensors = tensor_names(op)
-        there = [name for name in tensors if given[name] is not None]
-        names, others = first_and_others(op, there)
+        tensors = [a.name for a in schema if "Tensor" in str(a.type)]
+        taken = generated.tensors_of(op, [name for name in tensors if given[name] is not None])
         options = {name: value for name, value in given.items() if name not in tensors}
-        function = getattr(bound, op)(others=others, **options)
-        return function(*[given[name] for name in (*names, *others)])
+        return generated.bind(op, taken, **options)(*[given[name] for name in taken])
 
     return run

@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 from torch import Tensor
 
-from tilenorm.ops import cutile, dispatch, plans, registry, torch_private
+from tilenorm.ops import bound, call, cutile, registry, torch_private
 from tilenorm.ops.split import library as split
 
 from ..cases import target
@@ -24,15 +24,15 @@ def pretended_gpu(arch: str = "sm_90"):
     interpret = Interpreter(arch).run()
     gpu = replace(GPU, target=target(arch))
     replaced = (
-        (plans, "device_of", lambda *_: gpu),
+        (bound, "device_of", lambda *_: gpu),
         (split, "device_of", lambda *_: gpu),
-        (dispatch, "_index_of", lambda tensor: 0),
+        (call, "_index_of", lambda tensor: 0),
         (torch_private, "current_device", lambda: 0),
         (torch_private, "current_stream", lambda index: 0),
         (cutile, "launch", lambda stream, *made: interpret(*made, -1)),
     )
     with ExitStack() as stack:
-        for cache in (*CACHES, plans._runner, dispatch.remembered):
+        for cache in (*CACHES, bound._bound, bound.norm_of, call.remembered):
             cache.cache_clear()
             stack.callback(cache.cache_clear)
         for module, name, function in replaced:

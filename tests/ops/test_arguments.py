@@ -12,7 +12,7 @@ import torch
 import tilenorm
 from tilenorm.launch import plan
 from tilenorm.ops import cutile, dispatch, plans, reference, registry
-from tilenorm.spec import OPS
+from tilenorm.table import NORMS
 
 from .helpers import EACH_FORM, NEEDS_GPU, TORCH, call, tensors_of
 from .wrong_calls import Wrong, of_functions
@@ -89,10 +89,10 @@ def test_wrong_call(name, no_memory):
 
 def test_there_are_many_wrong_calls():
     assert len(WRONG) > 300
-    assert {op for op in OPS if any(name.startswith(op) for name in WRONG)} == {*OPS}
+    assert {op for op in NORMS if any(name.startswith(op) for name in WRONG)} == {*NORMS}
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", NORMS)
 def test_by_keyword_alone_beyond_pytorch(op):
     parameters = inspect.signature(getattr(tilenorm, op)).parameters
     inputs = ["input", *(n for n in ("residual", "gate") if n in parameters)]

@@ -9,7 +9,7 @@ from torch._subclasses import FakeTensorMode
 
 import tilenorm
 from tilenorm.ops import library
-from tilenorm.spec import norm_of
+
 
 from .cuda_helpers import made, ops_seen, train
 from .helpers import (

@@ -16,7 +16,8 @@ from tests.pieces import in_pieces
 from tests.quantized import HOWS, arguments, bits, label
 from tests.tolerance import assert_close
 from tilenorm.ops import quantized
-from tilenorm.spec import OPS, QUANTIZED_OPS, NormSpec, Quantization
+from tilenorm.spec import NormSpec, Quantization
+from tilenorm.table import NORMS, QUANTIZED_NORMS
 
 from . import test_chain
 from .helpers import EPS, NEEDS_GPU, random
@@ -24,7 +25,7 @@ from .test_quantized import plain
 
 pytestmark = NEEDS_GPU
 B, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-EACH_OP = pytest.mark.parametrize("op", QUANTIZED_OPS)
+EACH_OP = pytest.mark.parametrize("op", QUANTIZED_NORMS)
 # Tiles of several rows, tiles of one, tile loads, and rows that blocks share.
 WHOLE = (128, 512, 2048, 4096, 5120, 8192, 10240, 16384, 32768, 65536)
 ANY = (1, 7, 36, 1000, 1001, *WHOLE)
@@ -152,7 +153,7 @@ def test_chains(op, dtypes):
         assert all(torch.equal(p, t[order]) for p, t in zip(permuted, found, strict=True))
 
 
-@pytest.mark.parametrize("op", [op for op in OPS if not op.endswith("_add")])
+@pytest.mark.parametrize("op", [op for op in NORMS if not op.endswith("_add")])
 def test_pieces_of_rows(op):
     rng = Random(op)
     for seed, dtype in enumerate(cases.DTYPES):

@@ -16,7 +16,7 @@ from torch._subclasses import FakeTensorMode
 
 import tilenorm
 from tilenorm.ops import cutile, dispatch, library, torch_private
-from tilenorm.spec import norm_of
+
 
 from ..quantized import bits, check
 from .helpers import NEEDS_GPU, assert_within, name_of

@@ -9,8 +9,7 @@ from torch.library import opcheck
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tilenorm.ops.tensors import Tensors
-from tilenorm.spec import PLAIN, Options, norm_of
+from tilenorm.spec import Options
 
 from .helpers import (
     ADD,
@@ -21,11 +20,14 @@ from .helpers import (
     GATED,
     LAYER,
     RMS,
+    arguments_by_port,
     by_inductor,
     call,
     incoming_of,
     leaves_of,
     name_of,
+    op_arguments,
+    op_call,
     random,
     tensors_of,
 )
@@ -34,32 +36,32 @@ OPS = torch.ops.tilenorm
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 
 
-def how(form, hidden, offset=1.0, rounding="late"):
-    """What both ops take between their tensors and the last arguments."""
-    gate_first = not form.options.get("norm_before_gate", True)
-    scale = form.options.get("dropout_scale", 1.0)
-    activation = form.options.get("activation", "silu")
-    norm = norm_of(form.op)
-    return *Options(hidden, norm, offset, gate_first, rounding, activation, scale), EPS
+def forward_arguments(form, tensors, save=True, offset=1.0, **options):
+    """The arguments of the op of a form."""
+    given = arguments_by_port(tensors)
+    hidden, options = tensors["input"].shape[-1], {"offset": offset, **form.options, **options}
+    return op_arguments(form.op, given, hidden, save, **options)
 
 
-def forward_arguments(form, tensors, save=True, **options):
-    given = [tensors.get(n) for n in Tensors._fields]
-    more = (None, *given[PLAIN:]) if any(t is not None for t in given[PLAIN:]) else ()
-    return *given[:PLAIN], *how(form, tensors["input"].shape[-1], **options), save, *more
+def op_of(form):
+    return getattr(OPS, form.op).default
 
 
-def backward_arguments(form, tensors, dsum=True, mask=(True,) * 5, **options):
+def backward_arguments(form, tensors, dsum=True, mask=(True,) * 5, rounding="late"):
     """With what a forward pass saves."""
     tensors = {n: t.detach() for n, t in tensors.items()}
-    _, total, mean, rstd = OPS.norm(*forward_arguments(form, tensors, **options))
+    hidden, given = tensors["input"].shape[-1], {"offset": 1.0, **form.options}
+    asked = {"rounding": rounding, **given}
+    saved = op_call(form.op, arguments_by_port(tensors), hidden, **asked)
     dy, *dsums = incoming_of(tensors)
     added = "residual" in tensors
-    x = total if added else tensors["input"]
+    x = saved["residual_out"] if added else tensors["input"]
     parameters = (tensors.get(n) for n in ("gate", "weight", "bias"))
     incoming = dy, dsums[0] if added and dsum else None
-    arguments = (*incoming, x, *parameters, mean if "layer" in form.op else None, rstd)
-    last = (*how(form, x.shape[-1], **options), added, list(mask))
+    arguments = (*incoming, x, *parameters, saved.get("mean"), saved["rstd"])
+    given["gate_first"] = not given.pop("norm_before_gate", True)
+    options = Options(hidden, "layer" if "layer" in form.op else "rms", rounding=rounding, **given)
+    last = (*options, EPS, added, list(mask))
     branch = [tensors.get(n) for n in ("dropout_mask", "layer_scale")]
     return *arguments, *last, *((None, *[None] * 3, False, *branch) if form.branch else ())
 
@@ -109,15 +111,15 @@ def test_opcheck_forward(device, case, save):
     if not save:
         tensors = {n: t.detach() for n, t in tensors.items()}
     arguments = forward_arguments(form, tensors, save)
-    assert save or [t.shape for t in OPS.norm(*arguments)[2:]] == [(0,), (0,)]
-    opcheck(OPS.norm.default, arguments)
+    assert save or op_of(form)(*arguments)[-1].shape == (0,)
+    opcheck(op_of(form), arguments)
 
 
 @EACH_DEVICE
 @pytest.mark.parametrize("drop", ABSENT, ids="+".join)
 def test_opcheck_forward_of_absent_parameters(device, drop):
     form, tensors = made("matrix", device, drop)
-    opcheck(OPS.norm.default, forward_arguments(form, tensors, rounding="early"))
+    opcheck(op_of(form), forward_arguments(form, tensors, rounding="early"))
 
 
 ROWS = {  # an input's shape, how long its rows are, and the leading sizes
@@ -141,19 +143,17 @@ def test_statistics_have_the_shape_of_the_rows(device, case, norm):
     """In the op, in its fake and in what Inductor's code calls; and the backward pass takes it."""
     shape, hidden, rows = ROWS[case]
     x = random(*shape, device=device)
-    arguments = (x, None, None, None, None, *Options(hidden, norm), EPS, True)
-    expected = [rows if norm == "layer" else (0,), rows]
-    meta = OPS.norm(x.to("meta"), *arguments[1:])
-    found = OPS.norm(*arguments)
-    called = [t if t is not None else x.new_empty(0) for t in by_inductor("norm")(*arguments)]
-    for results in (found, meta, called):
-        assert [t.shape for t in results[2:]] == expected
-        assert all(t.is_contiguous() for t in results[2:])
-    mean = found[2] if norm == "layer" else None
+    name, taken = f"{norm}_norm", op_arguments(f"{norm}_norm", {"input": x}, hidden)
+    op, numbers = getattr(OPS, name), 2 if norm == "layer" else 1
+    found, meta = op(*taken), op(x.to("meta"), *taken[1:])
+    for results in (found, meta, by_inductor(name)(*taken)):
+        assert [t.shape for t in results[1:]] == [rows] * numbers
+        assert all(t.is_contiguous() for t in results[1:])
+    mean, rstd = found[1] if norm == "layer" else None, found[-1]
     last = (*Options(hidden, norm), EPS, False, [True, False, False, False, False])
-    saved = (x, None, None, None, mean, found[3])
+    saved = (x, None, None, None, mean, rstd)
     (dx, *_) = OPS.norm_backward(x, None, *saved, *last)
-    flat = (*saved[:4], mean if mean is None else mean.reshape(-1), found[3].reshape(-1))
+    flat = (*saved[:4], mean if mean is None else mean.reshape(-1), rstd.reshape(-1))
     assert torch.equal(dx, OPS.norm_backward(x, None, *flat, *last)[0])
     assert torch.equal(dx, by_inductor("norm_backward")(x, None, *saved, *last)[0])
 
@@ -161,7 +161,7 @@ def test_statistics_have_the_shape_of_the_rows(device, case, norm):
 @pytest.mark.parametrize("x", [random(3, 40), random(0, 40), torch.empty(3, 40, device="meta")])
 def test_a_row_length_that_no_dimensions_hold_is_refused(x):
     with pytest.raises(RuntimeError, match=r"argument 'hidden' takes .* got 20 for an input of"):
-        OPS.norm(x, None, None, None, None, *Options(20, "rms"), EPS, True)
+        op_call("rms_norm", {"input": x}, 20)
 
 
 @EACH_DEVICE
@@ -175,15 +175,15 @@ def test_modes_and_subclasses_see_the_op(device, grad):
     form, tensors = made("matrix", device)
     arguments = forward_arguments(form, tensors)
     with torch.set_grad_enabled(grad):
-        alone = OPS.norm(*arguments)
+        alone = OPS.rms_norm(*arguments)
         seen = []
         with Mode():
-            found = OPS.norm(*arguments)
-        assert seen[0] is OPS.norm.default
+            found = OPS.rms_norm(*arguments)
+        assert seen[0] is OPS.rms_norm.default
         assert all(map(torch.equal, found, alone))
         assert found[0].requires_grad is grad
         inner = TwoTensor(arguments[0].detach(), arguments[0].detach())
-        assert type(OPS.norm(inner, *arguments[1:])[0]) is TwoTensor
+        assert type(OPS.rms_norm(inner, *arguments[1:])[0]) is TwoTensor
 
 
 @EACH_DEVICE
@@ -202,7 +202,7 @@ def test_opcheck_backward_of_one_gradient(device, case, mask):
 
 def test_a_backward_pass_without_rstd_says_so():
     x = random(3, 8).requires_grad_()
-    y = OPS.norm(*forward_arguments(RMS, {"input": x}, save=False))[0]
+    y = OPS.rms_norm(*forward_arguments(RMS, {"input": x}, save=False))[0]
     with pytest.raises(RuntimeError, match="save was False, its backward needs it; pass True"):
         y.sum().backward()
 
@@ -229,7 +229,7 @@ def targets(graph) -> list:
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
 def test_make_fx_sees_the_ops(form, mode):
     seen = targets(traced(form, tensors_of(form, 3, 40), mode))
-    assert seen.count(OPS.norm.default) == seen.count(OPS.norm_backward.default) == 1
+    assert seen.count(op_of(form)) == seen.count(OPS.norm_backward.default) == 1
     assert not [t for t in seen if "mean" in str(t)], "the reference was traced, not the op"
 
 
@@ -239,7 +239,7 @@ def test_make_fx_sees_the_ops(form, mode):
 def test_meta_tensors_are_as_real_ones(form, shape, dtype, other):
     real = tensors_of(form, *shape, dtype=dtype, other=other, parameter=other)
     meta = {n: t.to("meta") for n, t in real.items()}
-    for op, arguments in ((OPS.norm, forward_arguments), (OPS.norm_backward, backward_arguments)):
+    for op, arguments in ((op_of(form), forward_arguments), (OPS.norm_backward, backward_arguments)):
         for a, b in zip(op(*arguments(form, meta)), op(*arguments(form, real)), strict=True):
             assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
             assert a.is_meta
@@ -248,7 +248,7 @@ def test_meta_tensors_are_as_real_ones(form, shape, dtype, other):
 @EACH_CALL
 def test_a_fake_of_any_number_of_rows(form):
     graph = traced(form, tensors_of(form, 6, 40), "symbolic")
-    (forward,) = (node for node in graph.nodes if node.target is OPS.norm.default)
+    (forward,) = (node for node in graph.nodes if node.target is op_of(form))
     (backward,) = (node for node in graph.nodes if node.target is OPS.norm_backward.default)
     of_rows = [t for t in (*forward.meta["val"], *backward.meta["val"][:3]) if t.shape != (0,)]
     for tensor in of_rows:

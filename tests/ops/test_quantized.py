@@ -21,13 +21,14 @@ from tilenorm.ops.quantized.library import arguments_of
 from tilenorm.ops.quantized.norm import check as call_of
 from tilenorm.ops.quantized.tensors import QuantizedNorm, Results
 from tilenorm.ops.tensors import Tensors
-from tilenorm.spec import QUANTIZED_OPS, NormSpec, Quantization
+from tilenorm.spec import NormSpec, Quantization
+from tilenorm.table import QUANTIZED_NORMS
 
 from .helpers import EPS, random
 from .pretended import by, pretended_gpu
 
 SERVED = ("reference", "sm_90", "sm_100", "sm_80")
-EACH_OP = pytest.mark.parametrize("op", QUANTIZED_OPS)
+EACH_OP = pytest.mark.parametrize("op", QUANTIZED_NORMS)
 EACH_HOW = pytest.mark.parametrize("how", HOWS, ids=label)
 ROW = HOWS[0]
 B, F = torch.bfloat16, torch.float32
@@ -192,7 +193,7 @@ def op_arguments(op, how, requires_grad=False):
 @EACH_HOW
 def test_opcheck(how):
     op = torch.ops.tilenorm.norm_quantized.default
-    for name in QUANTIZED_OPS[1:3]:
+    for name in QUANTIZED_NORMS[1:3]:
         tests = ("test_schema", "test_autograd_registration", "test_faketensor")
         opcheck(op, op_arguments(name, how), test_utils=tests)
 

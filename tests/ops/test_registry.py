@@ -13,7 +13,8 @@ from tilenorm.launch import toolchain
 from tilenorm.launch.target import MULTIPROCESSORS, Target
 from tilenorm.ops import reference, registry
 from tilenorm.ops.registry import MAX_HIDDEN, MAX_ROWS, Device, refusals, select
-from tilenorm.spec import OPS, NormSpec
+from tilenorm.spec import NormSpec
+from tilenorm.table import NORMS
 
 from .helpers import EACH_FORM, NEEDS_GPU, call, random, step, tensors_of
 
@@ -63,7 +64,7 @@ def test_refused(spec, reason, device, rows):
     assert refusals(spec, rows, device)["reference"] is None
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", NORMS)
 @pytest.mark.parametrize("arch", MULTIPROCESSORS)
 def test_served_on_every_architecture(arch, op):
     device = Device("cuda", Target.of(arch), 13000)
@@ -73,7 +74,7 @@ def test_served_on_every_architecture(arch, op):
         assert select(spec, MAX_ROWS, device, None).name == "cutile"
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", NORMS)
 @pytest.mark.parametrize("dtype", registry.DTYPES)
 @pytest.mark.parametrize("hidden", [1, MAX_HIDDEN])
 def test_served_to_the_ends_of_the_range(hidden, dtype, op):

@@ -19,7 +19,7 @@ from tests.pieces import OPS, forward, in_pieces
 from tests.tolerance import assert_close
 from tilenorm.launch.toolchain import CompileError
 from tilenorm.ops import cutile, registry
-from tilenorm.spec import OPS as NAMES
+from tilenorm.table import NORMS as NAMES
 from tilenorm.spec import NormSpec, Options
 
 from .helpers import random

@@ -9,7 +9,7 @@ from cuda.tile import _compile
 import tilenorm
 from tests.stand_in_compiler import ERROR, has_ptxas
 from tilenorm.launch import toolchain
-from tilenorm.spec import OPS
+from tilenorm.table import NORMS
 from tilenorm.tools import info
 
 from .helpers import FAMILY, incoming_of, messages, random, same, step, tensors_of
@@ -133,7 +133,7 @@ def test_info_says_it_once(broken, gpu_of_info):
         f"    cutile refuses: {wrong[0]}",
         f"wrong: {wrong[0]}",
     ]
-    assert all(f"  {op}: reference" in lines for op in OPS)
+    assert all(f"  {op}: reference" in lines for op in NORMS)
     assert compiler.runs("row_forward") == runs
 
 

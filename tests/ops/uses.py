@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import tilenorm
-from tilenorm.spec import OPS, QUANTIZED_OPS, Quantization
+from tilenorm.spec import Quantization
+from tilenorm.table import NORMS, QUANTIZED_NORMS
 
 from ..quantized import arguments
 from .helpers import EPS, Form, random
@@ -92,10 +93,10 @@ def of_pytorch(function: Callable, parameters: dict[str, Tensor]) -> Callable[..
 def _uses() -> dict[str, Use]:
     one, two, weight, both = ("input",), ("input", "residual"), ("weight",), ("weight", "bias")
     found = {}
-    for op in OPS:
+    for op in NORMS:
         rows = tuple(filter(None, ("input", Form(op).argument)))
         found[op] = Use(rows, both, partial(of_function, op), op)
-    for op in QUANTIZED_OPS:
+    for op in QUANTIZED_NORMS:
         plain = found[op.removesuffix("_quantized")]
         make = partial(of_function, op, **arguments(HOW))
         found[op] = Use(plain.rows, both, make, plain.like)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import tilenorm
-from tilenorm.spec import OPS
+from tilenorm.table import NORMS
 
 from .helpers import FAMILY, Form, arguments_of
 
@@ -299,5 +299,5 @@ def of_functions() -> Iterator[tuple[str, Wrong]]:
         for what, (wrong, kind, message) in rows.items():
             call = with_keywords(function, (arguments | wrong,))
             explained = with_keywords(tilenorm.explain, (op, arguments | wrong))
-            explained = explained if op in OPS and what != "backend unknown" else None
+            explained = explained if op in NORMS and what != "backend unknown" else None
             yield f"{name}: {what}", Wrong(call, message, kind, right, explained)

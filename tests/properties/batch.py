@@ -8,7 +8,8 @@ from torch import Tensor
 
 from tilenorm.launch.calls import Needs
 from tilenorm.launch.target import Target
-from tilenorm.spec import OPS, NormSpec
+from tilenorm.spec import NormSpec
+from tilenorm.table import NORMS
 
 from .. import cases, drawing, layouts
 from ..executors import WITH_ROWS, Compiler, Executor, Inputs
@@ -89,7 +90,7 @@ def draw_spec(rng: Random, most: int) -> NormSpec:
     gate first the oracle's mean, which the backward pass gets, is that of another x · act(z), and
     the rest is larger than the budget. So there are at least three elements.
     """
-    spec = drawing.spec(rng, rng.choice(OPS), rng.choice(cases.DTYPES), drawing.hidden(rng, most))
+    spec = drawing.spec(rng, rng.choice(NORMS), rng.choice(cases.DTYPES), drawing.hidden(rng, most))
     if spec.norm == "layer" and spec.gate_first:
         return replace(spec, hidden=max(3, spec.hidden))
     return spec

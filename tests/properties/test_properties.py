@@ -13,7 +13,8 @@ from tests import cases
 from tests.executors import Gpu, Inputs, Interpreter
 from tilenorm.kernels import backward, forward
 from tilenorm.launch.calls import every_gradient
-from tilenorm.spec import OPS, NormSpec
+from tilenorm.spec import NormSpec
+from tilenorm.table import NORMS
 from tilenorm.tools.precompile import compiling
 
 from . import batch
@@ -121,7 +122,7 @@ def test_drawn_batches_have_every_kind():
     found = [batch.draw(r, batch.draw_spec(r, WIDEST), ROWS) for r in map(Random, range(SPECS))]
     assert sum(len(b.kinds) * (b.spec.heads or 1) for b in found) >= SPECS * ROWS
     assert {k for b in found for k in b.kinds} == set(KINDS)
-    assert {b.spec.op for b in found} == set(OPS)
+    assert {b.spec.op for b in found} == set(NORMS)
     assert {b.spec.dtype for b in found} == set(cases.DTYPES)
     assert {b.eps for b in found} == set(batch.EPS)
     for field in (*cases.GRADIENTS, "dsum"):

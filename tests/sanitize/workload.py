@@ -19,7 +19,6 @@ from tilenorm.launch.config import (
 from tilenorm.launch.plan import BackwardPlan, ForwardPlan
 from tilenorm.launch.target import Target
 from tilenorm.ops import cutile
-from tilenorm.ops.tensors import Results
 from tilenorm.spec import NormSpec
 
 from .. import cases, oracle
@@ -89,14 +88,14 @@ def _results(job: Job, inputs: Inputs, target: Target, run) -> dict[str, Tensor]
     spec, config = job.spec, job.config
     if config.direction == "forward":
         plan = ForwardPlan(spec, target, config, True)
-        found = Results(*cutile.bind_forward(plan, run)(inputs.tensors, EPS))._asdict()
+        made = cutile.bind_forward(plan, run)(inputs.tensors(spec), EPS)
+        found = dict(zip(OPS[spec.op].made, made, strict=True))
     else:
         several = job.terms > 1
         needs = every_gradient(spec)._replace(terms=job.terms, output=several)
         plan = BackwardPlan(spec, target, config, needs)
-        x = oracle.total(spec, inputs.arguments)
-        given = (x, inputs.gate, inputs.weight, inputs.bias, *inputs.stats(spec))
         dy, *more = (inputs.dy, *[torch.zeros_like(inputs.dy)] * (job.terms - 1))
-        tensors = cutile.bind_backward(plan, run)(dy, inputs.dsum, given, more=more)
+        bound = cutile.bind_backward(plan, spec.kept, run)
+        tensors = bound(dy, inputs.dsum, inputs.saved(spec), more=more)
         found = dict(zip((*cases.GRADIENTS, *["y"] * several), tensors, strict=True))
     return {name: t for name, t in found.items() if t is not None}

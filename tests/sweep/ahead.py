@@ -12,8 +12,8 @@ from tilenorm.launch.calls import Call, bound, every_gradient
 from tilenorm.launch.plan import plan_backward, plan_forward
 from tilenorm.launch.target import Target
 from tilenorm.ops import cutile
-from tilenorm.ops.tensors import Tensors, branch_of, trimmed
-from tilenorm.spec import PLAIN
+
+from tilenorm.table import OPS
 from tilenorm.tools.precompile import compile_call, compiling
 from tilenorm.tools.signature import signature
 
@@ -79,24 +79,29 @@ def _calls(case: Case, target: Target, layouts: dict[str, Layout], saves=(True,)
         layout = layouts[name] if name in layouts else Layout.contiguous(*shape)
         return layout.view(torch.empty(layout.size, dtype=getattr(torch, dtype)))
 
-    named = zip(Tensors._fields, spec.dtypes, strict=True)
-    tensors = trimmed(tuple(empty(name, dtype) for name, dtype in named))
+    fields = ["dtype" if role == "x" else role for role in OPS[spec.op].roles]
+    names = ["input" if name == "dtype" else name for name in fields]
+    each = zip(names, fields, strict=True)
+    given = {name: empty(name, getattr(spec, field)) for name, field in each}
+    tensors = tuple(given.values())
     dy = empty(INCOMING[0], spec.skip or spec.dtype)
     dsum = empty(INCOMING[1], spec.residual)
     if case.how and False in saves:
-        given = torch.empty(1) if case.how.scaling == "tensor" else None
+        scale = torch.empty(1) if case.how.scaling == "tensor" else None
         for output in (False, True):
             asked = replace(spec, quantized=case.how._replace(output=output))
             plan = plan_forward(asked, target, False)
             if plan.spec.quantized:  # otherwise the plain norm's kernels run
-                cutile.bind_quantized(plan, collect)((*Tensors(*tensors), given), 1e-6)
+                taken = given | {"x": given["input"], "given_scale": scale}
+                taken = tuple(taken[role] for role in OPS[asked.op].roles)
+                cutile.bind_forward(plan, collect)(taken, 1e-6)
     for save in saves:
         found = cutile.bind_forward(plan_forward(spec, target, save), collect)(tensors, 1e-6)
-    _, total, mean, rstd = found
-    x = tensors[0] if total is None else total
+    made = dict(zip(OPS[spec.op].made, found, strict=True))
+    kept = given | made | {"x": made.get("sum", given["input"])}
     plan = plan_backward(spec, target, every_gradient(spec))
-    saved, branch = (x, *tensors[2:PLAIN], mean, rstd), branch_of(tensors)
-    cutile.bind_backward(plan, collect)(dy, dsum, saved, branch=branch)
+    saved = tuple(kept[role] for role in spec.kept)
+    cutile.bind_backward(plan, spec.kept, collect)(dy, dsum, saved)
     return calls
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from tilenorm.ops.tensors import Tensors
+from tilenorm.spec import TENSORS
 
 from ..guarded import guarded
 from ..ops.cuda_helpers import train
@@ -31,7 +31,7 @@ class Subject:
             options["dropout_scale"] = spec.dropout_scale
         if spec.gate:
             options |= {"norm_before_gate": not spec.gate_first, "activation": spec.activation}
-        dtypes = dict(zip(Tensors._fields, spec.dtypes, strict=True))
+        dtypes = dict(zip(("input", *TENSORS[1:]), spec.dtypes, strict=True))
         self.form = Form(spec.op, options)
         self.generator = torch.Generator(device).manual_seed(case.seed)
         self.tensors = {n: self._random(n, d) for n, d in dtypes.items() if d}

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from tilenorm.launch.tuned import TABLES
-from tilenorm.spec import GROUPS, ITEM_BYTES, OPS, QUANTIZED_OPS, NormSpec, Quantization
+from tilenorm.spec import GROUPS, ITEM_BYTES, NormSpec, Quantization
+from tilenorm.table import NORMS, QUANTIZED_NORMS
 
 from .. import drawing, layouts
 from ..cases import DTYPES, MAX_HIDDEN
@@ -54,7 +55,7 @@ def _known() -> list[NormSpec]:
     found += [weighted("gated_rms_norm", 160, "float32"), weighted("add_rms_norm", 64, "float32")]
     found += [weighted("rms_norm", n, "bfloat16") for n in REGIMES]
     found += [weighted("rms_norm", n, "float32") for n in REGIMES[::2]]
-    found += [weighted(op, n, "bfloat16", bias="bfloat16") for op in OPS[1:] for n in REGIMES[::6]]
+    found += [weighted(op, n, "bfloat16", bias="bfloat16") for op in NORMS[1:] for n in REGIMES[::6]]
     return list(dict.fromkeys(found))
 
 
@@ -99,7 +100,7 @@ class Case:
     def how(self) -> Quantization | None:
         """How the output is quantised too, where a function quantises the norm."""
         spec = self.spec
-        if f"{spec.op}_quantized" not in QUANTIZED_OPS or spec.dropout_mask or spec.layer_scale:
+        if f"{spec.op}_quantized" not in QUANTIZED_NORMS or spec.dropout_mask or spec.layer_scale:
             return None
         hows = [how for how in HOWS if not (how.group and spec.hidden % how.group)]
         return hows[self.seed % len(hows)]
@@ -129,7 +130,7 @@ def drawn(seed: int, limits: Limits) -> Iterator[Case]:
     """Cases without end. Every op comes with every dtype before one of the pairs comes again."""
     rng, number = Random(seed), 0
     while True:
-        pairs = list(product(OPS, DTYPES))
+        pairs = list(product(NORMS, DTYPES))
         rng.shuffle(pairs)
         for op, dtype in pairs:
             hidden = drawing.hidden(rng, limits.hidden)

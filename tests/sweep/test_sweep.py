@@ -19,7 +19,7 @@ from tilenorm.kernels import backward, forward
 from tilenorm.launch.calls import bound
 from tilenorm.launch.tuned import TABLES
 from tilenorm.ops import cutile
-from tilenorm.spec import OPS
+from tilenorm.table import NORMS
 
 from . import ahead, checks, draw
 from .__main__ import main
@@ -139,7 +139,7 @@ def test_drawn_cases_have_every_kind_of_spec():
     drawn = draw.some(600, 0, draw.GPU)
     specs = [case.spec for case in drawn]
     assert len(set(specs)) > 550
-    assert {(s.op, s.dtype) for s in specs} == {(op, d) for op in OPS for d in cases.DTYPES}
+    assert {(s.op, s.dtype) for s in specs} == {(op, d) for op in NORMS for d in cases.DTYPES}
     assert any(case.compiles for case in drawn)
     sizes = Counter()
     for n in (s.hidden for s in specs):
@@ -197,8 +197,8 @@ def test_other_bits_of_a_quantised_norm_are_found(capsys):
         function = real(*arguments, **how)
         return lambda tensors, eps, laid_out=False: function(tensors, eps + 1.0)
 
-    real = cutile.bind_quantized
-    with patch.object(cutile, "bind_quantized", wrong):
+    real = cutile.bind_forward
+    with patch.object(cutile, "bind_forward", wrong):
         status, printed = run(capsys, *given)
     assert status == 1 and "FAILED quantized" in printed and "output" in printed
 
@@ -212,7 +212,7 @@ def test_varied_cases_draw_rows_that_are_apart_and_unevenly_spaced():
 
 
 @NEEDS_GPU
-@pytest.mark.parametrize("op", OPS[:4])
+@pytest.mark.parametrize("op", NORMS[:4])
 def test_quantised_norms_of_the_sizes_of_the_tables(op):
     """Of fourteen of these, the plain norm's hints once gave y other bits."""
     target, found = target_of_the_gpu(), {}

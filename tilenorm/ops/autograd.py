@@ -73,22 +73,22 @@ def gradients(
         if needs_grad(dy, dsum, *by_role.values()):
             again = by_role | {"mean": None, "rstd": None}
             return reference.backward(spec, step.needs, dy, dsum, again, own)
-        return by_op(spec, step, dy, dsum, by_role, own, what.backend)
+        return by_op(what, spec, step, dy, dsum, by_role, own)
 
     return run_steps(op, steps, grads, saved, what.eps_of(eps), run)
 
 
 def by_op(
-    spec: NormSpec, step: Step, dy, dsum, by_role: dict, eps: float, backend: str | None
+    what: OpSpecs, spec: NormSpec, step: Step, dy, dsum, by_role: dict, eps: float
 ) -> tuple[Tensor | None, ...]:
     """The gradients of one norm by the op norm_backward."""
     if by_role["rstd"] is None:
         raise RuntimeError(
-            "tilenorm: an op was called with save=False, its backward needs it; pass True"
+            f"tilenorm::{what.op.name}: save was False, its backward needs it; pass True"
         )
     saved = (by_role.get(role) for role in ("x", "gate", "weight", "bias", "mean", "rstd"))
     factors = {role: by_role.get(role) for role in ("dropout_mask", "layer_scale")}
-    last = (*spec.options, eps, spec.residual is not None, list(step.needs.gradients), backend)
+    last = (*spec.options, eps, spec.residual is not None, list(step.needs.gradients), what.backend)
     return torch.ops.tilenorm.norm_backward(dy, dsum, *saved, *last, **factors)[:5]
 
 

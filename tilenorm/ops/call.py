@@ -177,6 +177,10 @@ def _select_transformed(op: Op, tensors: tuple, options: tuple, backend: str | N
         select_transformed(spec, device_of(x.device.type, x.get_device()), backend)
 
 
+def _index_of(x: Tensor) -> int | None:
+    return x.get_device() if x.is_cuda else None
+
+
 def is_direct(tensors: tuple) -> bool:
     """Whether eager plain tensors are on the CPU or on the current CUDA device."""
     if torch.compiler.is_compiling():
@@ -223,8 +227,7 @@ def remember(known: list[Known], op: Op, tensors: tuple, dims: int, eps: Any, bo
     recorded = any(t.requires_grad for port, t in there if port.grad)
     rows = [i for i, port in enumerate(op.takes) if port.lies in ("rows", "mask")]
     places = tuple([i for i in rows[1:] if tensors[i] is not None])
-    index = x.get_device() if x.is_cuda else None
-    how = index, MAX_ROWS * hidden, places, matrices, eps, recorded, bound
+    how = _index_of(x), MAX_ROWS * hidden, places, matrices, eps, recorded, bound
     known.insert(0, Known(check, *how))
     del known[MOST_GUARDS:]
 
