@@ -3,11 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from tilenorm.ops.plans import spec_of_tensors
+from tilenorm.ops.tensors import Tensors
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tilenorm.ops.plans import spec_of_tensors
-from tilenorm.ops.tensors import Tensors
 from tilenorm.spec import Options
 
 from ..ops.helpers import name_of, random

@@ -11,7 +11,8 @@ import torch
 
 import tilenorm
 from tilenorm.launch import plan
-from tilenorm.ops import cutile, dispatch, plans, reference, registry
+from tilenorm.ops import bound, cutile, reference, registry
+from tilenorm.ops import call as calls
 from tilenorm.table import NORMS
 
 from .helpers import EACH_FORM, NEEDS_GPU, TORCH, call, tensors_of
@@ -19,7 +20,7 @@ from .wrong_calls import Wrong, of_functions
 from .wrong_uses import of_integrations, of_modules
 
 WRONG = dict([*of_functions(), *of_modules(), *of_integrations()])
-PLANS = (plans._runner, registry._select, plan.plan_forward, plan.plan_backward)
+PLANS = (bound._bound, registry._select, plan.plan_forward, plan.plan_backward)
 
 
 @contextmanager
@@ -30,8 +31,8 @@ def nothing_runs():
         raise AssertionError("ran on bad input")
 
     names = [(cutile, "bind_forward"), (cutile, "bind_backward"), (cutile, "launch")]
-    names += [(reference, name) for name in ("forward", "formula", "backward")]
-    names += [(dispatch, "remember"), (registry.warnings, "warn")]
+    names += [(reference, name) for name in ("normalize", "formula", "backward")]
+    names += [(calls, "remember"), (registry.warnings, "warn")]
     planned = [cache.cache_info().currsize for cache in PLANS]
     drawn = torch.get_rng_state()
     with ExitStack() as stack:

@@ -9,7 +9,7 @@ from torch._subclasses import FakeTensorMode
 
 import tilenorm
 from tilenorm.ops import library
-
+from tilenorm.table import OPS
 
 from .cuda_helpers import made, ops_seen, train
 from .helpers import (
@@ -78,7 +78,7 @@ def test_dtypes_on_cuda(form, dtype, parameter):
         got, expected = call(form, tensors), pytorchs(form, without_bias(tensors))
         assert [y.dtype for y in got] == [y.dtype for y in expected]
         assert [y.shape for y in got] == [y.shape for y in expected]
-        by_op = torch.ops.tilenorm.norm(*forward_arguments(form, tensors))
+        by_op = getattr(torch.ops.tilenorm, form.op)(*forward_arguments(form, tensors))
         assert [y.dtype for y in by_op[: len(got)]] == [y.dtype for y in got]
 
 
@@ -94,7 +94,7 @@ def test_the_cpu_is_not_concerned_by_autocast_for_cuda():
 def test_on_a_gpu(form, dtype):
     """The kernels take a float32 input, where PyTorch's norm does: RMSNorm since 2.12."""
     tensors, incoming = made(form, 37, 4096, dtype)
-    cast = F32 if norm_of(form.op) in library.AUTOCAST_NORMS else dtype
+    cast = F32 if OPS[form.op].norm in library.AUTOCAST_NORMS else dtype
     incoming[0] = incoming[0].to(cast)
     with torch.autocast("cuda", dtype):
         got = train(form, tensors, incoming)

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 import tilenorm
-from tilenorm.spec import Options
 
-from .helpers import EACH_DEVICE, EPS, leaves_of, name_of, random
+from .helpers import EACH_DEVICE, EPS, leaves_of, name_of, op_call, random
 from .pretended import EACH_WAY, by
 
 pytestmark = EACH_DEVICE
@@ -137,17 +136,13 @@ def test_the_mask_of_pytorchs_dropout(device, op):
 
 def test_what_the_op_refuses(device):
     x = random(5, N, device=device)
-    how, norm = (*Options(N, "rms"), EPS, False, None), torch.ops.tilenorm.norm
-    for message, residual, gate, addend, skip, mask in (
-        ("take one residual", None, None, None, None, x > 0),
-        ("take one residual", x, None, x, None, x > 0),
-        ("an addend needs a residual", None, None, x, None, None),
-        ("a gate takes no addend", x, x, x, None, None),
-        ("third dtype has fewer bits", x.bfloat16(), None, x, None, None),
+    for message, residual, others in (
+        ("take one residual", x, {"addend": x, "dropout_mask": x > 0}),
+        ("third dtype has fewer bits", x.bfloat16(), {"addend": x}),
     ):
-        given = x.half() if "third" in message else x
+        given = {"input": x.half() if "third" in message else x, "residual": residual, **others}
         with pytest.raises(NotImplementedError, match=message):
-            norm(given, residual, gate, None, None, *how, addend, skip, mask)
+            op_call("add_rms_norm", given, N, save=False)
 
 
 def test_what_is_explained(device):

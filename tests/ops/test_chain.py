@@ -45,13 +45,13 @@ def compare(found, expected, equal=True):
 @pytest.fixture
 def passes(monkeypatch):
     """What was launched in one pass."""
-    found, bind = [], cutile.bind_chain
+    found, bind = [], cutile.bind_forward
 
-    def bound(*arguments):
-        chain = bind(*arguments)
-        return lambda *a: found.append(a) or chain(*a)
+    def bound(plan, *arguments):
+        run = bind(plan, *arguments)
+        return (lambda *a: found.append(a) or run(*a)) if plan.spec.inner else run
 
-    monkeypatch.setattr(cutile, "bind_chain", bound)
+    monkeypatch.setattr(cutile, "bind_forward", bound)
     return found
 
 
@@ -102,7 +102,10 @@ def test_a_kernel_that_does_not_compile(monkeypatch):
     rows, weights = made(3, 40)
     with by("sm_100"):
         expected = apart(*rows, (40,), *weights)
-        monkeypatch.setattr(cutile, "bind_chain", lambda *_: fail)
+        bind = cutile.bind_forward
+        monkeypatch.setattr(
+            cutile, "bind_forward", lambda plan, run: fail if plan.spec.inner else bind(plan, run)
+        )
         for _ in range(2):
             assert all(map(torch.equal, chain(*rows, (40,), *weights), expected))
     assert len(calls) == 1
@@ -146,9 +149,11 @@ def test_op():
     rows[0].requires_grad_()
     arguments = (*rows, *weights, 8, 1.0, "late", 1e-6, 1e-6, True)
     utilities = ("test_schema", "test_autograd_registration", "test_faketensor")
-    opcheck(torch.ops.tilenorm.norm_add_norm, arguments, test_utils=utilities)
+    opcheck(torch.ops.tilenorm.rms_norm_add_rms_norm, arguments, test_utils=utilities)
     traced = make_fx(lambda *t: chain(*t[:2], (8,), *t[2:]))(*rows, *weights)
-    assert torch.ops.tilenorm.norm_add_norm.default in [n.target for n in traced.graph.nodes]
+    assert torch.ops.tilenorm.rms_norm_add_rms_norm.default in [
+        n.target for n in traced.graph.nodes
+    ]
     assert all(map(torch.equal, traced(*rows, *weights), chain(*rows, (8,), *weights)))
 
 
@@ -156,7 +161,7 @@ def test_op():
 def test_op_with_symbolic_sizes():
     rows, weights = made(3, 8, weights=(B, B))
     arguments = (*(t.requires_grad_() for t in (*rows, *weights)), 8, 1.0, "late", 1e-6, 1e-6, True)
-    opcheck(torch.ops.tilenorm.norm_add_norm, arguments)
+    opcheck(torch.ops.tilenorm.rms_norm_add_rms_norm, arguments)
 
 
 def test_compiled_without_a_graph_break():

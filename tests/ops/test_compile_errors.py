@@ -6,7 +6,6 @@ from cuda.tile._cext import default_tile_context
 
 import tilenorm
 from tests.stand_in_compiler import CRASH, ERROR, HANG
-from tilenorm.spec import Options
 from tilenorm.tools import explain, info
 
 from .helpers import (
@@ -16,6 +15,7 @@ from .helpers import (
     expected_of,
     incoming_of,
     messages,
+    op_call,
     random,
     same,
     step,
@@ -130,7 +130,7 @@ def test_a_kernel_that_fails_later(compiler, told):
 def test_by_the_ops(compiler, told):
     compiler.breaks(norm_backward=ERROR)
     x, w = random(5, N).requires_grad_(), random(N, seed=1).requires_grad_()
-    y, *_ = torch.ops.tilenorm.norm(x, None, None, w, None, *Options(N, "rms"), EPS, True)
+    y = op_call("rms_norm", {"input": x, "weight": w}, N)["output"]
     grads = torch.autograd.grad(y.sum(), (x, w))
     expected = torch.autograd.grad(norm_of(x, w).sum(), (x, w))
     torch.testing.assert_close(grads, expected)

@@ -8,8 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tilenorm.spec import Options
-
 from .cuda_helpers import forms_and_widths, made, ops_seen, train
 from .helpers import (
     EACH_FORM,
@@ -20,6 +18,7 @@ from .helpers import (
     call,
     definition,
     expected_of,
+    op_call,
     random,
     same,
 )
@@ -40,9 +39,8 @@ def test_eager_calls_do_not_go_through_the_dispatcher(form):
 
 def test_calls_of_the_op_are_seen():
     x = random(5, 64, device="cuda")
-    how = (*Options(64, "rms"), EPS, False)
-    seen = ops_seen(lambda: torch.ops.tilenorm.norm(x, None, None, None, None, *how))
-    assert seen == {"tilenorm::norm"}
+    seen = ops_seen(lambda: op_call("rms_norm", {"input": x}, 64, save=False))
+    assert seen == {"tilenorm::rms_norm"}
 
 
 @REGIMES

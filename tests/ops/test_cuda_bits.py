@@ -4,10 +4,9 @@ import pytest
 import torch
 
 import tilenorm
-from tilenorm.spec import Options
 
 from .cuda_helpers import forms_and_widths, made, train
-from .helpers import EPS, FAMILY, NEEDS_GPU, RMS, call, random, same
+from .helpers import EPS, FAMILY, NEEDS_GPU, RMS, arguments_by_port, call, op_call, random, same
 
 pytestmark = NEEDS_GPU
 
@@ -33,18 +32,14 @@ def test_one_row_of_an_odd_stride(n):
 @forms_and_widths([64, 1001, 4096, 12288, 65536], [4096])
 def test_the_ops_give_the_bits_of_the_eager_path(form, n):
     tensors, incoming = made(form, 333, n)
-    given = [tensors.get(name) for name in ("input", "residual", "gate", "weight", "bias")]
-    norm = "layer" if "layer" in form.op else "rms"
-    gate_first = not form.options.get("norm_before_gate", True)
-    activation = form.options.get("activation", "silu")
-    options = Options(n, norm, gate_first=gate_first, activation=activation)
-    skip = tensors.get("skip")
-    y, total, mean, rstd = torch.ops.tilenorm.norm(*given, *options, EPS, True, skip=skip)
-    outputs = (y, total)[: len(incoming)]
+    given = arguments_by_port(tensors)
+    made_by_op = op_call(form.op, given, n, eps=EPS, **form.options)
+    outputs = [made_by_op[name] for name in ("output", "residual_out") if name in made_by_op]
     grads = torch.autograd.grad(outputs, list(tensors.values()), incoming)
     expected = train(form, tensors, incoming)
     assert same(dict(zip(expected, (*outputs, *grads), strict=True)), expected)
-    assert rstd.shape == (333,) and mean.shape == ((333,) if norm == "layer" else (0,))
+    numbers = ("mean", "rstd") if "layer" in form.op else ("rstd",)
+    assert all(made_by_op[name].shape == (333,) for name in numbers)
 
 
 def trained(steps=5):

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 import tilenorm
-from tilenorm.ops import cutile, dispatch, library, torch_private
-
+from tilenorm.ops import call, cutile, library, torch_private
+from tilenorm.table import OPS
 
 from ..quantized import bits, check
 from .helpers import NEEDS_GPU, assert_within, name_of
@@ -87,7 +87,7 @@ def _reference(use: Use, tensors: dict[str, Tensor], cast: tuple = ()) -> Output
 def expected_of(use: Use, state: State, dtypes: tuple) -> Outputs:
     """By the reference, on what PyTorch's own norms would get."""
     cast = ()
-    if state.autocast and norm_of(use.like) in library.AUTOCAST_NORMS:
+    if state.autocast and OPS[use.like].norm in library.AUTOCAST_NORMS:
         skips = use.like == CHAIN or use.like.endswith("_add")
         cast = ("input", "residual") if skips else ("input",)
     found = reference_of(use, dtypes, cast)
@@ -143,7 +143,7 @@ def test_pretending(name, pretends, dynamo):
         if not state.pretends:
             continue
         dtypes = dtypes_of(use, state)
-        dispatch.remembered.cache_clear()  # whose guards see no autocast for CUDA
+        call.remembered.cache_clear()  # whose guards see no autocast for CUDA
         check_results(use, state, dtypes[number % len(dtypes)], "cpu")
 
 

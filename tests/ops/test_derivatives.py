@@ -8,9 +8,18 @@ import torch.nn.functional as F
 
 import tilenorm
 from tilenorm.ops import registry
-from tilenorm.spec import Options
 
-from .helpers import CALLS, EACH_CALL, EACH_DEVICE, NEEDS_GPU, call, leaves_of, random, tensors_of
+from .helpers import (
+    CALLS,
+    EACH_CALL,
+    EACH_DEVICE,
+    NEEDS_GPU,
+    call,
+    leaves_of,
+    op_call,
+    random,
+    tensors_of,
+)
 
 
 def second(form, function, tensors, incoming, options):
@@ -141,8 +150,7 @@ def test_compiled_transforms(device, name, transform, dynamo):
 @pytest.mark.parametrize("transform", ["forward mode", "jvp"])
 def test_the_op_itself_refuses_forward_mode(device, transform):
     def norm(x):
-        how = (*Options(8, "rms"), 1e-5, False)
-        return torch.ops.tilenorm.norm(x, None, None, None, None, *how)[0]
+        return op_call("rms_norm", {"input": x}, 8, save=False)["output"]
 
     x, v = random(3, 8, device=device), random(3, 8, device=device, seed=1)
     with pytest.raises(NotImplementedError, match="has no forward-mode derivative"):

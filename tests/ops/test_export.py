@@ -39,7 +39,9 @@ def exported(block, device, strict=False):
 @pytest.mark.parametrize("strict", [False, True])
 def test_an_exported_module_runs_for_any_number_of_rows(device, strict, tmp_path):
     block, program = exported(Block(), device, strict)
-    assert [node.target for node in program.graph.nodes].count(OPS.norm.default) == 3
+    targets = [node.target for node in program.graph.nodes]
+    ops = (OPS.rms_norm, OPS.add_rms_norm, OPS.layer_norm)
+    assert all(targets.count(op.default) == 1 for op in ops)
     torch.export.save(program, tmp_path / "block.pt2")
     loaded = torch.export.load(tmp_path / "block.pt2").module()
     for rows in (2, 7):
@@ -71,4 +73,4 @@ def test_aot_inductor_calls_the_op_of_the_process(device, tmp_path):
         torch.testing.assert_close(package(x), block(x), rtol=1e-5, atol=1e-5)
     command = [sys.executable, "-c", WITHOUT_TILENORM, path, device]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode and "Could not find schema for tilenorm::norm" in done.stderr
+    assert done.returncode and "Could not find schema for tilenorm::" in done.stderr

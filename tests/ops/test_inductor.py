@@ -10,9 +10,8 @@ from torch._inductor.utils import run_and_get_code
 
 import tilenorm
 from tilenorm.ops import inductor
-from tilenorm.spec import Options
 
-from .helpers import ADD, EACH_DEVICE, EACH_FORM, RMS, call, random, same, step, tensors_of
+from .helpers import ADD, EACH_DEVICE, EACH_FORM, RMS, call, op_call, random, same, step, tensors_of
 
 OPS = torch.ops.tilenorm
 CALLS = "torch._inductor.codegen.custom_extern_kernel_codegen"
@@ -33,7 +32,7 @@ def test_inductor_calls_past_the_dispatcher(device, form, grad, dynamo):
         else:
             got, codes = run_and_get_code(run, tensors)
             assert all(map(torch.equal, got, call(form, tensors)))
-    names = ["norm", "norm_backward"] if grad else ["norm"]
+    names = [form.op, "norm_backward"] if grad else [form.op]
     assert len(codes) == len(names)
     for code, name in zip(codes, names, strict=True):
         assert re.search(rf"buf\d+ = {name}_[0-9a-f]{{12}}\(", code)
@@ -69,7 +68,8 @@ def test_inductor_calls_that_differ_in_their_tensors(device, grad, dynamo):
         got, codes = run_and_get_code(run, compiled)
     for results in (got, run(compiled)):
         assert all(map(torch.equal, results, expected))
-    for code, op in zip(codes, ("norm", "norm_backward"), strict=False):
+    ops = ("(add_)?rms_norm", "norm_backward")
+    for code, op in zip(codes, ops, strict=False):
         assert len(re.findall(rf"buf\d+ = {op}_[0-9a-f]{{12}}\(", code)) == len(calls)
 
 
@@ -99,7 +99,7 @@ def test_inductor_calls_of_chains_and_quantised_norms(device, grad, lead, dynamo
         got, codes = run_and_get_code(run, compiled)
     for results in (got, run(compiled)):
         assert all(map(torch.equal, results, expected))
-    for op in ("norm_add_norm", "norm_quantized"):
+    for op in ("rms_norm_add_rms_norm", "add_layer_norm_quantized"):
         assert len(re.findall(rf"buf\d+ = {op}_[0-9a-f]{{12}}\(", codes[0])) == 1
     assert all("= torch.ops.tilenorm" not in code for code in codes)
 
@@ -111,7 +111,7 @@ def test_inductor_calls_of_any_width(device, dynamo):
     x = random(5, 24, device=device)
     with torch._inductor.config.patch(force_disable_caches=True):
         got, (code,) = run_and_get_code(run, x)
-    assert re.search(r"buf\d+ = torch\.ops\.tilenorm\.norm\.default\(", code)
+    assert re.search(r"buf\d+ = torch\.ops\.tilenorm\.rms_norm\.default\(", code)
     with dynamo.config.patch(error_on_recompile=True):
         wide = random(5, 40, device=device)
         assert torch.equal(run(wide), tilenorm.rms_norm(wide, (40,)))
@@ -120,13 +120,12 @@ def test_inductor_calls_of_any_width(device, dynamo):
 
 @EACH_DEVICE
 def test_inductor_asks_the_op_for_an_absent_result(device, dynamo):
-    """Of an RMSNorm that saves nothing, sum, mean and rstd are empty tensors."""
-    how = (*Options(16, "rms"), 1e-6, False)
+    """Of a call that saves nothing, mean and rstd are empty tensors."""
     x = random(3, 16, device=device)
-    run = torch.compile(lambda x: OPS.norm(x, None, None, None, None, *how), fullgraph=True)
+    run = torch.compile(partial(op_call, "layer_norm", hidden=16, save=False), fullgraph=True)
     with torch._inductor.config.patch(force_disable_caches=True):
-        for got, expected in zip(run(x), OPS.norm(x, None, None, None, None, *how), strict=True):
-            assert torch.equal(got, expected)
+        got, expected = run({"input": x}), op_call("layer_norm", {"input": x}, 16, save=False)
+    assert all(torch.equal(got[name], t) for name, t in expected.items())
 
 
 def test_code_that_another_version_has_generated_is_not_found(tmp_path, monkeypatch, dynamo):

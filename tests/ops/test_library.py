@@ -239,7 +239,10 @@ def test_make_fx_sees_the_ops(form, mode):
 def test_meta_tensors_are_as_real_ones(form, shape, dtype, other):
     real = tensors_of(form, *shape, dtype=dtype, other=other, parameter=other)
     meta = {n: t.to("meta") for n, t in real.items()}
-    for op, arguments in ((op_of(form), forward_arguments), (OPS.norm_backward, backward_arguments)):
+    for op, arguments in (
+        (op_of(form), forward_arguments),
+        (OPS.norm_backward, backward_arguments),
+    ):
         for a, b in zip(op(*arguments(form, meta)), op(*arguments(form, real)), strict=True):
             assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
             assert a.is_meta

@@ -16,8 +16,7 @@ from torch import nn
 
 import tilenorm
 from tilenorm.ops import cutile
-from tilenorm.ops.dispatch import MOST_CALLS
-from tilenorm.spec import Options
+from tilenorm.ops.call import MOST_CALLS
 
 from .helpers import (
     CALLS,
@@ -26,6 +25,7 @@ from .helpers import (
     call,
     incoming_of,
     leaves_of,
+    op_call,
     random,
     step,
     tensors_of,
@@ -67,7 +67,7 @@ def one_call(kind: str, form, tensors, eps: float) -> None:
         case "strided":
             call(form, tensors | {"input": x.unsqueeze(-1).expand(*x.shape, 2)[..., 0]}, eps=eps)
         case "op":
-            torch.ops.tilenorm.norm(x, None, None, w, None, *Options(w.numel(), "rms"), eps, True)
+            op_call("rms_norm", {"input": x, "weight": w}, w.numel(), eps=eps)
         case "refused":
             with pytest.raises(RuntimeError):
                 call(form, tensors | {"weight": x.new_ones(77)}, eps=eps)

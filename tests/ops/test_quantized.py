@@ -16,15 +16,11 @@ from tests.quantized import HOWS, arguments, bits, check, label, swizzled
 from tilenorm.launch.config import Hints, SharedForward
 from tilenorm.launch.plan import ForwardPlan
 from tilenorm.ops import cutile
-from tilenorm.ops.quantized import reference
-from tilenorm.ops.quantized.library import arguments_of
-from tilenorm.ops.quantized.norm import check as call_of
-from tilenorm.ops.quantized.tensors import QuantizedNorm, Results
-from tilenorm.ops.tensors import Tensors
+from tilenorm.ops.quantize import QuantizedNorm, quantize
 from tilenorm.spec import NormSpec, Quantization
 from tilenorm.table import QUANTIZED_NORMS
 
-from .helpers import EPS, random
+from .helpers import EPS, op_arguments, random
 from .pretended import by, pretended_gpu
 
 SERVED = ("reference", "sm_90", "sm_100", "sm_80")
@@ -110,7 +106,7 @@ def test_the_codes_of_all_numbers():
     for how in HOWS:
         spec = NormSpec("rms", 128, "bfloat16", quantized=how)
         given = arguments(how)["scale"]
-        q, scale, amax = reference.quantize(spec, every, given)
+        q, scale, amax = quantize(spec, every, given)
         found = QuantizedNorm(q, scale if given is None else given, every, amax)
         found = found._replace(output=every if how.output else None)
         check(how, found, every, 128, given)
@@ -139,12 +135,11 @@ def test_blocks_that_share_a_row(how, exchange):
         spec = NormSpec(norm, 640, "bfloat16", "bfloat16", "bfloat16", residual="bfloat16")
         inputs = Inputs.random(spec, 2, "cpu")
         plan = ForwardPlan(spec, executor.target, config, save)
-        y = cutile.bind_forward(plan, run)(inputs.tensors, EPS)[0]
-        plan = replace(plan, spec=replace(spec, quantized=how))
-        bound = cutile.bind_quantized(plan, run)
-        found = Results(*bound((*Tensors(*inputs.tensors), given), EPS))
-        scale = found.scale if given is None else given
-        check(how, QuantizedNorm(found.q, scale, found.y, found.amax), y, 640, given)
+        y = cutile.bind_forward(plan, run)(inputs.tensors(spec), EPS)[0]
+        asked = replace(spec, quantized=how)
+        bound = cutile.bind_forward(replace(plan, spec=asked), run)
+        found = bound(replace(inputs, scale=given).tensors(asked), EPS)
+        check(how, QuantizedNorm.of(found, given, None), y, 640, given)
 
 
 @pytest.mark.parametrize("residuals", [1, 2])
@@ -179,23 +174,20 @@ def test_a_gradient_needs_the_output():
         tilenorm.rms_norm_quantized(x, (128,), scaling="row")
 
 
-def op_arguments(op, how, requires_grad=False):
+def arguments_of(op, how):
+    """The arguments of the op that has a function's name."""
     rows, given = tensors_of(op, 5, 128)
-    tensors = (rows[0], rows[1] if rows[1:] else None, None, *given.values())
-    if requires_grad:
-        tensors = tuple(t if t is None else t.requires_grad_() for t in tensors)
+    given |= dict(zip(("input", "residual"), rows, strict=False))
     asked = arguments(how)
-    scale = asked.pop("scale")
-    call = call_of(op, tensors, (128,), EPS, (0.0, "late"), tuple(asked.values()), scale, None)
-    return arguments_of(call)
+    return op_arguments(op, given | {"given_scale": asked.pop("scale")}, 128, False, **asked)
 
 
 @EACH_HOW
 def test_opcheck(how):
-    op = torch.ops.tilenorm.norm_quantized.default
     for name in QUANTIZED_NORMS[1:3]:
+        op = getattr(torch.ops.tilenorm, name).default
         tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-        opcheck(op, op_arguments(name, how), test_utils=tests)
+        opcheck(op, arguments_of(name, how), test_utils=tests)
 
 
 def test_compiled_without_a_break_for_any_number_of_rows():

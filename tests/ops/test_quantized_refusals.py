@@ -79,4 +79,4 @@ def test_a_mode_sees_the_call():
     assert type(found.q) is Sub
     with Mode():
         tilenorm.rms_norm_quantized(X, (128,), scaling="row")
-    assert torch.ops.tilenorm.norm_quantized in seen
+    assert torch.ops.tilenorm.rms_norm_quantized in seen

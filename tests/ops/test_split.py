@@ -19,8 +19,8 @@ from tests.pieces import OPS, forward, in_pieces
 from tests.tolerance import assert_close
 from tilenorm.launch.toolchain import CompileError
 from tilenorm.ops import cutile, registry
-from tilenorm.table import NORMS as NAMES
 from tilenorm.spec import NormSpec, Options
+from tilenorm.table import NORMS as NAMES
 
 from .helpers import random
 from .pretended import by, pretended_gpu, tensors_among
@@ -49,7 +49,7 @@ def test_drawn_pieces(served, op):
     rng = Random(f"{served} {op}")
     for seed, dtype in product(range(4), cases.DTYPES):
         # Operations of their own do what only whole rows have.
-        spec = drawing.spec(rng, op, dtype, drawing.hidden(rng, 1500)).plain
+        spec = drawing.spec(rng, op, dtype, drawing.hidden(rng, 1500)).without_joins
         inputs = Inputs.random(spec, rng.randint(1, 9), "cpu", seed)
         widths, needs = widths_of(rng, spec.hidden), rng.choice(cases.some_needs(spec))
         if not needs.dsum:

@@ -22,6 +22,7 @@ from .helpers import (
     by_inductor,
     call,
     incoming_of,
+    op_arguments,
     random,
     step,
     tensors_of,
@@ -147,13 +148,14 @@ def check_each_in_turn(function, tensors, how, state) -> None:
 @pytest.mark.parametrize("of_inductor", [False, True], ids=["op", "bound"])
 def test_the_ops_and_what_inductor_calls(device, served, state, of_inductor):
     ops = torch.ops.tilenorm
-    norm, backward = ops.norm, ops.norm_backward
+    norm, backward = ops.gated_layer_norm, ops.norm_backward
     if of_inductor:
-        norm, backward = map(by_inductor, ("norm", "norm_backward"))
+        norm, backward = map(by_inductor, ("gated_layer_norm", "norm_backward"))
     x, *others = tensors_of(FAMILY["gated_layer_norm"], 3, 16, device=device).values()
     with by(served, device), torch.no_grad():
-        check_each_in_turn(norm, (x, None, *others), HOW, state)
-        mean, rstd = norm(x, None, *others, *HOW)[2:]
+        how = op_arguments("gated_layer_norm", {}, 16)[4:]
+        check_each_in_turn(norm, (x, *others), how, state)
+        mean, rstd = norm(x, *others, *how)[1:]
         saved = (random(3, 16, device=device, seed=9), None, x, *others, mean, rstd)
         mask = [True, False, True, True, True]
         check_each_in_turn(backward, saved, (*HOW[:-1], False, mask), state)

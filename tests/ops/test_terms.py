@@ -19,11 +19,13 @@ from tests.executors import Inputs
 from tests.guarded import guarded
 from tests.tolerance import assert_close
 from tilenorm.launch.plan import BackwardPlan, plan_backward
-from tilenorm.ops.tensors import Tensors, merged_needs
+from tilenorm.ops.gradients import needs_of
+from tilenorm.ops.norm_backward import MASKED
 from tilenorm.spec import MAX_TERMS, SHARED_FROM, NormSpec
-from tilenorm.spec import OPS as NAMES
+from tilenorm.table import NORMS as NAMES
+from tilenorm.table import OPS
 
-from .helpers import NEEDS_GPU, by_inductor, random
+from .helpers import NEEDS_GPU, by_inductor, op_call, random
 from .pretended import by, pretended_gpu
 
 OP = torch.ops.tilenorm.norm_backward
@@ -59,13 +61,15 @@ class Call(NamedTuple):
     def of(cls, spec, rows=3, terms=3, mask=EVERY, dsum=True, seed=0, device="cpu") -> "Call":
         """dsum: whether there is a gradient of the sum, or, where nothing was added, of x."""
         p = Inputs.random(spec, rows, device, seed)
-        tensors, how = (p.x, p.residual, p.gate, p.weight, p.bias), (*spec.options, p.eps)
-        more = p.tensors[len(tensors) :]
-        y, total, mean, rstd = torch.ops.tilenorm.norm(*tensors, *how, True, None, *more)
-        added = spec.residual is not None
-        x, mean = total if added else p.x, mean if spec.norm == "layer" else None
+        names, how = [port.name for port in OPS[spec.op].takes], (*spec.options, p.eps)
+        options = spec.options._asdict() | {"norm_before_gate": not spec.gate_first}
+        options = {name: options[name] for name in OPS[spec.op].options}
+        tensors = dict(zip(names, p.tensors(spec), strict=True))
+        made = op_call(spec.op, tensors, spec.hidden, eps=p.eps, **options)
+        y, added = made["output"], spec.residual is not None
+        x, mean, rstd = made["residual_out"] if added else p.x, made.get("mean"), made["rstd"]
         incoming = random(*x.shape, dtype=x.dtype, seed=seed + 99, device=device) if dsum else None
-        given = (incoming, x, *tensors[2:], mean, rstd, *how, added, list(mask))
+        given = (incoming, x, p.gate, p.weight, p.bias, mean, rstd, *how, added, list(mask))
         some = [random(*y.shape, dtype=y.dtype, seed=seed + i, device=device) for i in range(terms)]
         inputs = replace(p, dy=reduce(add, some), dsum=incoming)
         return cls(spec, tuple(some), given, y, inputs)
@@ -87,9 +91,10 @@ class Call(NamedTuple):
 
 def plans(call: Call, served: str, output: bool) -> list[BackwardPlan]:
     """The plan for all terms, and the plan for their sum."""
-    dtypes, spec = Tensors(*call.spec.dtypes), call.spec
-    given = (dtypes, call.given[0] is not None, call.given[-1])
-    needs = [merged_needs(*given, len(call.terms), output), merged_needs(*given)]
+    spec = call.spec
+    asked = [role for role, need in zip(MASKED, call.given[-1], strict=True) if need]
+    given = (spec, asked, call.given[0] is not None)
+    needs = [needs_of(*given, len(call.terms), output), needs_of(*given)]
     return [plan_backward(spec, cases.target(served), n) for n in needs]
 
 

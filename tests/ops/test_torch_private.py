@@ -229,8 +229,7 @@ warnings.simplefilter("ignore")
 
 def run():
     from tilenorm import layer_norm
-    from tilenorm.spec import Options
-    from tests.ops.helpers import FAMILY, call, step, tensors_of
+    from tests.ops.helpers import FAMILY, call, op_call, step, tensors_of
     from tests.ops.pretended import pretended_gpu
 
     found = []
@@ -243,12 +242,11 @@ def run():
                     found.extend(call(form, tensors))
     all_calls(FAMILY)
     x = torch.linspace(-1, 2, 120).view(3, 40).requires_grad_()
-    how = (*Options(40, "layer"), 1e-6, True)
-    y = torch.ops.tilenorm.norm(x, None, None, None, None, *how)[0]
+    y = op_call("layer_norm", {"input": x}, 40)["output"]
     found.extend((y.detach(), *torch.autograd.grad(y.square().sum(), x)))
     w = torch.linspace(1, 2, 40).requires_grad_()
     for asked in ([x], [w], [x, w]):  # less than what requires a gradient
-        op = torch.ops.tilenorm.norm(x, None, None, w, None, *how)[0]
+        op = op_call("layer_norm", {"input": x, "weight": w}, 40)["output"]
         for y in (op, layer_norm(x, (40,), w, eps=1e-6)):
             found.extend(torch.autograd.grad(y.square().sum(), asked))
     with pretended_gpu():

@@ -20,8 +20,9 @@ from tilenorm.launch.plan import BackwardPlan, ForwardPlan
 from tilenorm.launch.target import Target
 from tilenorm.ops import cutile
 from tilenorm.spec import NormSpec
+from tilenorm.table import OPS
 
-from .. import cases, oracle
+from .. import cases
 from ..executors import EPS, Executor, Inputs
 
 ROWS = 13  # tiles of four rows and one row that is left over

@@ -12,7 +12,6 @@ from tilenorm.launch.calls import Call, bound, every_gradient
 from tilenorm.launch.plan import plan_backward, plan_forward
 from tilenorm.launch.target import Target
 from tilenorm.ops import cutile
-
 from tilenorm.table import OPS
 from tilenorm.tools.precompile import compile_call, compiling
 from tilenorm.tools.signature import signature

@@ -55,7 +55,9 @@ def _known() -> list[NormSpec]:
     found += [weighted("gated_rms_norm", 160, "float32"), weighted("add_rms_norm", 64, "float32")]
     found += [weighted("rms_norm", n, "bfloat16") for n in REGIMES]
     found += [weighted("rms_norm", n, "float32") for n in REGIMES[::2]]
-    found += [weighted(op, n, "bfloat16", bias="bfloat16") for op in NORMS[1:] for n in REGIMES[::6]]
+    found += [
+        weighted(op, n, "bfloat16", bias="bfloat16") for op in NORMS[1:] for n in REGIMES[::6]
+    ]
     return list(dict.fromkeys(found))
 
 

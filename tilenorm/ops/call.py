@@ -185,6 +185,8 @@ def is_direct(tensors: tuple) -> bool:
     """Whether eager plain tensors are on the CPU or on the current CUDA device."""
     if torch.compiler.is_compiling():
         return False
+    if has_torch_function(tensors):  # a quantised norm, which a mode or a subclass sees as the op
+        return False
     # A fake CUDA tensor is not plain, and there may be no device to ask for.
     return is_plain(*tensors) and _is_here(tensors[0])
 
