@@ -1,8 +1,8 @@
 """Find norms that are written as elementary operations, as models write them.
 
-A norm starts at the reduction that its statistic comes from: the mean or sum of squares, the
-variance, the standard deviation, or the Euclidean norm. The search follows the users of this node
-as long as they have terms (term.py), and ends at the last one that an op of tilenorm computes.
+A norm starts at the reduction that its statistic comes from: the mean or sum of squares, or the
+variance. The search follows the users of this node as long as they have terms (term.py), and ends
+at the last one that an op of tilenorm computes.
 """
 
 from collections.abc import Iterator
@@ -15,22 +15,20 @@ from .nodes import (
     argument_of,
     before_exact_casts,
     bind,
-    bind_norm,
     casts_between,
     constant_of,
     is_idle,
+    item_of,
     name_of,
     operands_of,
     users_of,
     value_of,
 )
 from .norms import Norm, known, trailing
-from .term import NOTHING, SPREADS, Reader, Term, is_one
-
-LENGTHS = ("norm", "linalg_norm", "linalg_vector_norm", "normalize")
+from .term import NOTHING, Reader, Term, is_one
 
 
-def match_decomposed(node: Node) -> Norm | None:
+def match_spelled_out(node: Node) -> Norm | None:
     """The norm whose statistic a node computes, or None if there is none.
 
     Raises Left if the nodes compute a norm that no single op can replace.
@@ -51,11 +49,9 @@ def extended(norm: Norm) -> Norm:
     """One of PyTorch's norms, with the casts, weight, bias and gate that are applied to its output.
 
     The same norm if there are none, or if other nodes use its output or its statistics.
-
-    Raises Left if one of these nodes is malformed.
     """
     y = norm.outputs.get("output")
-    if y is None or any(node.users for name, node in norm.outputs.items() if name != "output"):
+    if y is None or any(node.users for node in norm.outputs.values() if node is not y):
         return norm
     reader = Reader(norm.x, norm.norm == "layer", norm.dims)
     given = [node for node in (norm.x, norm.weight, norm.bias) if node is not None]
@@ -73,27 +69,21 @@ def extended(norm: Norm) -> Norm:
 
 def _readers(node: Node) -> Iterator[Reader]:
     """The inputs that a norm may have whose statistic a node computes."""
-    reduction, name = node, name_of(node)
-    if name == "getitem" and node.args[1:] == (0,) and isinstance(node.args[0], Node):
-        reduction, name = node.args[0], name_of(node.args[0])
-        name = name if name in ("var_mean", "std_mean") else None
-    if name in ("mean", "sum"):
-        args, source = bind(node), _squared(argument_of(node))
-    elif name in SPREADS and (reduction is not node) == name.endswith("_mean"):
-        args = bind(reduction)
-        source = args["self"]
-    elif name in LENGTHS:
-        args = bind_norm(node)
-        source = args["self"]
+    source, place = item_of(node)
+    is_variance = source is not None and place == 0 and name_of(source) == "var_mean"
+    reduction = source if is_variance else node
+    if is_variance or name_of(node) == "var":
+        is_variance, x = True, argument_of(reduction)
+    elif name_of(node) in ("mean", "sum"):
+        x = _squared(argument_of(node))
     else:
         return
-    if not isinstance(source, Node) or args.get("dim") is None:
-        return
-    if dims := trailing(known(source), args["dim"]):
-        pair = operands_of("sub", source)
+    dim = bind(reduction).get("dim")
+    if dim is not None and isinstance(x, Node) and (dims := trailing(known(x), dim)):
+        pair = operands_of("sub", x)
         if pair and isinstance(pair[0], Node):
             yield Reader(pair[0], True, dims)
-        yield Reader(source, name in SPREADS, dims)
+        yield Reader(x, is_variance, dims)
 
 
 def _squared(node: object) -> object:
