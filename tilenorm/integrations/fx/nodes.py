@@ -296,12 +296,3 @@ def before_exact_casts(node: Node) -> Node:
             break
         node = source
     return node
-
-
-def casts_between(source: Node, node: Node) -> frozenset[Node]:
-    """The casts that lead from source to node, including node; none if they are one node."""
-    path = set()
-    while node is not source:
-        path.add(node)
-        node = cast_input(node)
-    return frozenset(path)

@@ -11,11 +11,12 @@ import torch
 from torch.fx import Node
 
 from .nodes import (
+    DTYPES_16_BIT,
+    NUMBERS,
     Left,
     argument_of,
     before_exact_casts,
     bind,
-    casts_between,
     constant_of,
     is_idle,
     item_of,
@@ -23,9 +24,10 @@ from .nodes import (
     operands_of,
     users_of,
     value_of,
+    values_of,
 )
 from .norms import Norm, known, trailing
-from .term import NOTHING, Reader, Term, is_one
+from .term import Reader, Term, is_one
 
 
 def match_spelled_out(node: Node) -> Norm | None:
@@ -54,15 +56,8 @@ def extended(norm: Norm) -> Norm:
     if y is None or any(node.users for node in norm.outputs.values() if node is not y):
         return norm
     reader = Reader(norm.x, norm.norm == "layer", norm.dims)
-    given = [node for node in (norm.x, norm.weight, norm.bias) if node is not None]
-    before = {node: before_exact_casts(node) for node in given}
-    term = Term(
-        degree=1, power=-0.5, eps=norm.eps,
-        weight=before.get(norm.weight), bias=before.get(norm.bias),
-        parts=frozenset({*norm.parts, *norm.outputs.values()}),
-        inputs=frozenset().union(*(casts_between(before[node], node) for node in given)),
-    )  # fmt: skip
-    reader.seed(y, term)
+    weight, bias = (p if p is None else before_exact_casts(p) for p in (norm.weight, norm.bias))
+    reader.terms[y] = Term(degree=1, power=-0.5, eps=norm.eps, weight=weight, bias=bias)
     longer = _longest(reader, y, found=norm)
     return norm if longer.at is y else longer
 
@@ -108,7 +103,7 @@ def _longest(reader: Reader, node: Node | None, found: Norm | None = None) -> No
         term = reader.term(node)
         if term.is_normalized:
             try:
-                found = _norm(reader, node, term)
+                found = _norm(reader, node, term, found)
             except Left as reason:
                 why = why or reason
         node = _next(reader, node, found is not None)
@@ -122,42 +117,67 @@ def _next(reader: Reader, node: Node, found: bool) -> Node | None:
     users = users_of(node)
     if found and (len(users) > 1 or any(value_of(user) is None for user in users)):
         return None
-    terms = {user: reader.term(user) for user in users}
-    return min((user for user, term in terms.items() if node in term.parts), default=None)
+    for user in users:
+        reader.term(user)
+    return min(filter(reader.computes, users), default=None)
 
 
-def _norm(reader: Reader, end: Node, term: Term) -> Norm:
-    """The norm that ends at a node. Raises Left if an op of tilenorm is not the same."""
+def _norm(reader: Reader, end: Node, term: Term, found: Norm | None) -> Norm:
+    """The norm that ends at a node. found: a norm in it.
+
+    Raises Left if an op of tilenorm is not the same.
+    """
     if term.left is not None:
         raise Left(term.left)
-    for node in sorted(term.parts):
-        part = reader.terms.get(node, NOTHING)
-        if part is not NOTHING and not part.is_complete and known(node).dtype != torch.float32:
+    inside = _between({reader.x, term.weight, term.bias, term.gate}, end)
+    parts = sorted(filter(reader.computes, inside))
+    for node in parts:
+        of_two = name_of(node) == "var_mean"
+        if not (of_two or reader.terms[node].is_complete) and known(node).dtype != torch.float32:
             dtype = value_of(node).dtype
             raise Left(f"its intermediate result {node.name} is {dtype}, not float32")
-    inside = term.parts | term.inputs
-    for node in sorted(term.parts - {end}):
-        if any(user not in inside and not is_idle(user) for user in node.users):
+    for node in parts:
+        if node is not end and any(u not in inside and not is_idle(u) for u in node.users):
             what = f"its intermediate result {node.name}"
             raise Left(f"other nodes (perhaps of its gradient) use {what}")
     if not is_one(term.scale):
         raise Left(f"its result is {term.scale:.6g} times a norm")
     dtype = reader.value.dtype
-    if value_of(end).dtype != dtype:
-        raise Left(f"its output is {value_of(end).dtype}, its input {dtype}")
+    if known(end).dtype != dtype:
+        raise Left(f"its output is {known(end).dtype}, its input {dtype}")
+    rounded = {
+        reader.terms[node].stage
+        for node in parts
+        if reader.terms[node].is_complete and known(node).dtype in DTYPES_16_BIT
+    }
+    if found is not None:
+        inside |= {*found.parts, *found.outputs.values()}
     return Norm(
         "layer" if reader.centred else "rms", reader.x, term.weight, term.bias, reader.dims,
-        term.eps, term.offset, _rounding(term, dtype), {"output": end}, end, tuple(sorted(inside)),
-        term.gate, term.activation,
+        term.eps, term.offset, _rounding(term, dtype, rounded), {"output": end}, end,
+        tuple(sorted(inside)), term.gate, term.activation,
     )  # fmt: skip
 
 
-def _rounding(term: Term, dtype: torch.dtype) -> str:
+def _between(first: set[Node | None], last: Node) -> set[Node]:
+    """The calls between some nodes and the last one, which belongs to them."""
+    found, stack = set(), [last]
+    while stack:
+        node = stack.pop()
+        computes = node.op != "placeholder" and not isinstance(values_of(node), NUMBERS)
+        if computes and node not in first and node not in found:
+            found.add(node)
+            stack += node.all_input_nodes
+    return found
+
+
+def _rounding(term: Term, dtype: torch.dtype, rounded: set[str]) -> str:
     """The rounding of tilenorm's op that rounds where the term does.
 
-    The last stage rounds to the input's dtype in any case.
+    rounded: the stages after which the result is rounded to 16 bits. The last stage rounds to the
+    input's dtype in any case.
     """
-    rounded = term.rounded - {term.stage}
+    rounded -= {term.stage}
     if not rounded:
         return "late"
     same = term.weight is not None and value_of(term.weight).dtype == dtype

@@ -19,12 +19,10 @@ from torch.fx import Node
 
 from .nodes import (
     CASTS,
-    DTYPES_16_BIT,
     argument_of,
     before_exact_casts,
     bind,
     cast_input,
-    casts_between,
     constant_of,
     in_turn,
     item_of,
@@ -52,10 +50,8 @@ class Term:
     """What a node computes, in the normal form.
 
     base: "u" is what is normalised, "x" the input of a LayerNorm, and "mean" the mean of its rows.
-    left: why no norm of tilenorm's is this expression, or None. rounded: the stages (x_hat, weight,
-    bias, gate) after which the result is rounded to 16 bits. parts: the nodes that compute the
-    term. inputs: the nodes that prepare x, a parameter or a gate for it, by casts for example.
-    Other nodes may use these.
+    weight, bias, gate: the nodes before all exact casts. left: why no norm of tilenorm's is this
+    expression, or None.
     """
 
     base: str = "u"
@@ -69,9 +65,6 @@ class Term:
     gate: Node | None = None
     activation: str = "silu"
     left: str | None = None
-    rounded: frozenset[str] = frozenset()
-    parts: frozenset[Node] = frozenset()
-    inputs: frozenset[Node] = frozenset()
 
     @property
     def is_normalized(self) -> bool:
@@ -100,7 +93,7 @@ class Term:
 
     @property
     def stage(self) -> str:
-        """What was done to the normalised row last."""
+        """What was done to the normalised row last: x_hat, weight, bias or gate."""
         done = {"gate": self.gate, "bias": self.bias, "weight": self.weight}
         return next((stage for stage, node in done.items() if node is not None), "x_hat")
 
@@ -135,8 +128,6 @@ class Term:
         return Term(
             "u", self.scale * other.scale, degree, root.power, root.eps,
             weighted.weight, weighted.offset, left=self.left or other.left,
-            rounded=self.rounded | other.rounded, parts=self.parts | other.parts,
-            inputs=self.inputs | other.inputs,
         )  # fmt: skip
 
 
@@ -181,15 +172,13 @@ def _joined(reader: "Reader", *pairs: tuple[Node, Term]) -> Term:
 
 def _gated(reader: "Reader", term: Term, node: Node) -> Term:
     """The term times silu(z) or sigmoid(z), for a z of x's shape, if float32 computes them."""
-    z, activation, nodes = _activation(node) if only_user(node) else (None, "", set())
+    z, activation, nodes = _activation(node) if only_user(node) else (None, "", ())
     value = value_of(z)
     if value is None or not same_sizes(value.shape, reader.value.shape):
         return NOTHING
     if not all(map(_is_float32, nodes)):
         return NOTHING
-    source = before_exact_casts(z)
-    inputs = term.inputs | nodes | casts_between(source, z)
-    return replace(term, gate=source, activation=activation, inputs=inputs)
+    return replace(term, gate=before_exact_casts(z), activation=activation)
 
 
 def _is_float32(node: Node) -> bool:
@@ -197,16 +186,16 @@ def _is_float32(node: Node) -> bool:
     return value is not None and value.dtype == torch.float32
 
 
-def _activation(node: Node) -> tuple[Node | None, str, set[Node]]:
+def _activation(node: Node) -> tuple[Node | None, str, tuple[Node, ...]]:
     """z, the activation's name, and its nodes, if a node computes silu(z) or sigmoid(z)."""
     if name_of(node) in ("silu", "sigmoid"):
-        return argument_of(node), name_of(node), {node}
+        return argument_of(node), name_of(node), (node,)
     for z, sigmoid in in_turn(operands_of("mul", node)):
         if isinstance(z, Node) and isinstance(sigmoid, Node) and name_of(sigmoid) == "sigmoid":
             inner = argument_of(sigmoid)
             if isinstance(inner, Node) and before_exact_casts(inner) is before_exact_casts(z):
-                return z, "silu", {node, sigmoid}
-    return None, "", set()
+                return z, "silu", (node, sigmoid)
+    return None, "", ()
 
 
 def total(reader: "Reader", node: Node) -> Term:
@@ -218,10 +207,10 @@ def total(reader: "Reader", node: Node) -> Term:
         if term.is_parameter and other is NOTHING and not term.offset and not writes(node):
             number = number_of(b) if _is_float32(node) else None
             if number is not None:
-                return replace(term, offset=number, inputs=term.inputs | {node})
+                return replace(term, offset=number)
         takes_bias = term.is_complete and term.bias is None and term.gate is None
         if takes_bias and other.is_parameter and not other.offset:
-            return replace(term, bias=other.weight, inputs=term.inputs | other.inputs)
+            return replace(term, bias=other.weight)
     return NOTHING
 
 
@@ -240,9 +229,7 @@ def difference(reader: "Reader", node: Node) -> Term:
     term, mean = reader.term(a), reader.term(b)
     if not term.is_input or (term.base, mean.base) != ("x", "mean") or not is_one(mean.scale):
         return NOTHING
-    if not reader.fits_rows(b):
-        return NOTHING
-    return Term(degree=1, parts=mean.parts, inputs=term.inputs | mean.inputs)
+    return Term(degree=1) if reader.fits_rows(b) else NOTHING
 
 
 def power(reader: "Reader", node: Node) -> Term:
@@ -291,14 +278,11 @@ def item(reader: "Reader", node: Node) -> Term:
     there = source is not None and isinstance(values_of(source), tuple | list)
     if not there or name_of(source) != "var_mean":
         return NOTHING
-    term = variance(reader, source)
-    if term is NOTHING:
-        return NOTHING
-    parts = term.parts | {source}
-    if index == 0:
-        return replace(term, parts=parts)
+    reader.terms[source] = term = variance(reader, source)
+    if term is NOTHING or index == 0:
+        return term
     is_mean = index == 1 and reader.term(argument_of(source)).base == "x"
-    return Term("mean", degree=1, parts=parts, inputs=term.inputs) if is_mean else NOTHING
+    return Term("mean", degree=1) if is_mean else NOTHING
 
 
 DEPTH = 24  # how many nested operations are read; a spelled-out norm has about ten
@@ -355,10 +339,6 @@ class Reader:
                 self._depth -= 1
         return self.terms[node]
 
-    def seed(self, node: Node, term: Term) -> None:
-        """Give a node a term that is not read from its operands."""
-        self.terms[node] = self._rounded(term, node)
-
     def reduces(self, node: Node, dim: object) -> bool:
         """Whether `dim` names the dimensions of a node that are normalised together."""
         return trailing(value_of(node), dim) == self.dims
@@ -367,32 +347,21 @@ class Reader:
         """Whether a node has one number for each row, at its row's place beside x."""
         return same_sizes(known(node).shape, self.rows)
 
+    def computes(self, node: Node) -> bool:
+        """Whether a node computes a term of x. A cast of x, a parameter or a gate does not."""
+        term = self.terms.get(node, NOTHING)
+        of_x = term is not NOTHING and not term.is_parameter
+        return of_x and before_exact_casts(node) is not self.x
+
     def _read(self, node: Node) -> Term:
         if before_exact_casts(node) is self.x:
-            base = "x" if self.centred else "u"
-            return Term(base, degree=1, inputs=casts_between(self.x, node))
+            return Term("x" if self.centred else "u", degree=1)
         rule = total if node.target in ADDS_IN_PLACE else RULES.get(name_of(node))
         term = NOTHING if rule is None else rule(self, node)
-        if term is NOTHING:
-            return self._parameter(node)
-        if term.is_parameter:
-            return term
-        return self._rounded(replace(term, parts=term.parts | {node}), node)
-
-    def _parameter(self, node: Node) -> Term:
+        if term is not NOTHING:
+            dtypes = (self.value.dtype, torch.float32)
+            return NOTHING if term.is_complete and known(node).dtype not in dtypes else term
         value = value_of(node)
         if value is None or not parameter_fits(value, self.value, self.dims):
             return NOTHING
-        source = before_exact_casts(node)
-        return Term(weight=source, inputs=casts_between(source, node))
-
-    def _rounded(self, term: Term, node: Node) -> Term:
-        """The term, with the rounding of its node's dtype."""
-        dtype = known(node).dtype
-        if not term.is_complete:
-            return term
-        if dtype not in (self.value.dtype, torch.float32):
-            return NOTHING
-        if dtype in DTYPES_16_BIT:
-            return replace(term, rounded=term.rounded | {term.stage})
-        return term
+        return Term(weight=before_exact_casts(node))
