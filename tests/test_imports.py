@@ -26,7 +26,8 @@ ALLOWED = {
     "nn": {"tilenorm.ops", "torch"},
     "tools": {"tilenorm.launch", "tilenorm.ops", "tilenorm.settings", "tilenorm.spec"}
     | {"cuda.tile", "torch"},
-    "integrations": {"tilenorm.nn", "tilenorm.ops", "tilenorm.spec", "torch"},
+    "integrations": {"tilenorm.nn", "tilenorm.ops", "tilenorm.spec", "tilenorm.launch.tuned"}
+    | {"torch"},
     "__init__": {"tilenorm.ops", "tilenorm.nn", "tilenorm.tools", "tilenorm.integrations"},
     "__main__": {"tilenorm.tools", "tilenorm.ops", "tilenorm.launch", "tilenorm.spec"}
     | {"tilenorm.__version__"},

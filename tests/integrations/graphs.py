@@ -1,6 +1,7 @@
 """Graphs for tests of the FX pass: traced by TorchDynamo, torch.export or make_fx, or by hand."""
 
 from collections.abc import Callable
+from random import Random
 from typing import NamedTuple
 
 import torch
@@ -110,3 +111,31 @@ def targets(graph_module: GraphModule) -> list[object]:
     """The functions and methods that a graph calls, in order."""
     ops = ("call_function", "call_method")
     return [node.target for node in graph_module.graph.nodes if node.op in ops]
+
+
+def malform(graph: Graph, rng: Random) -> Node:
+    """Change the arguments of one call at random. Returns the call.
+
+    An argument is left out, comes again, has an unknown name, or has a value that is drawn. Python
+    has no code for an operator with a missing operand.
+    """
+    nodes = [node for node in graph.nodes if node.op in ("call_function", "call_method")]
+    node = rng.choice([n for n in nodes if getattr(n.target, "__module__", "") != "_operator"])
+    values = (None, 0, -1, 1.5, True, [], [1.5], (8, 8), [True], "text")
+    value = rng.choice((*values, next(iter(graph.nodes))))
+    args, kwargs = list(node.args), dict(node.kwargs)
+    first = node.op == "call_method"  # Python's code for a method starts with its tensor
+    place = rng.randrange(first, len(args) + 1)
+    match rng.choice(("replace", "drop", "insert", "name", "add")):
+        case "replace":
+            args[place : place + 1] = [value]
+        case "drop":
+            args[place : place + 1] = []
+        case "insert":
+            args.insert(place, value)
+        case "name" if len(args) > first:
+            kwargs[rng.choice(("bogus", "input", "self", "eps", "dim", "other"))] = args.pop()
+        case _:
+            kwargs[rng.choice(("bogus", *kwargs))] = value
+    node.args, node.kwargs = tuple(args), kwargs
+    return node

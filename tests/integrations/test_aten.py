@@ -109,25 +109,18 @@ def test_no_rows(cpu, shape):
 
 # F.layer_norm accepts a weight of another dtype on the CPU, but not on CUDA.
 UNSUPPORTED = {
-    "float64": lambda f: f(random(5, 40, dtype=torch.float64), (40,)),
-    "no columns": lambda f: f(random(5, 0), (0,)),
-    "weight of another dtype": lambda f: f(random(5, 40, dtype=torch.bfloat16), (40,), random(40)),
+    "float64": (random(5, 40, dtype=torch.float64), random(40, dtype=torch.float64)),
+    "no columns": (random(5, 0), random(0)),
+    "weight of another dtype": (random(5, 40, dtype=torch.bfloat16), random(40)),
 }
 
 
 @pytest.mark.parametrize("case", UNSUPPORTED)
 @pytest.mark.parametrize("function", [F.layer_norm, F.rms_norm])
-def test_unsupported_inputs_run_pytorchs_kernel(cpu, function, case):
-    expected = UNSUPPORTED[case](function)
-    assert torch.equal(cpu.around(UNSUPPORTED[case], function), expected)
-    assert not cpu.launches
-
-
-def test_gradients_of_unsupported_inputs_run_pytorchs_kernel(cpu):
-    x, w = random(5, 40, dtype=torch.float64), random(40, dtype=torch.float64)
-    arguments = lambda x, w: F.layer_norm(x, (40,), w), x, w
+def test_unsupported_inputs_run_pytorchs_kernels(cpu, function, case):
+    arguments = lambda x, w: function(x, w.shape, w), *UNSUPPORTED[case]
     expected = output_and_grads(*arguments)
-    assert all(map(torch.equal, cpu.around(output_and_grads, *arguments), expected))
+    torch.testing.assert_close(cpu.around(output_and_grads, *arguments), expected)
     assert not cpu.launches
 
 
@@ -167,14 +160,12 @@ def test_bad_input_raises_pytorchs_error(cpu, arguments):
 
 CALLERS = {
     "module": lambda x: nn.LayerNorm(40)(x),
-    "inference_mode": lambda x: torch.inference_mode()(F.layer_norm)(x.detach(), (40,)),
     "vmap": lambda x: torch.func.vmap(lambda row: F.layer_norm(row, (40,)))(x),
     "grad": lambda x: torch.func.grad(lambda x: F.layer_norm(x, (40,)).square().sum())(x),
     "checkpoint": lambda x: checkpoint(F.layer_norm, x, (40,), use_reentrant=False),
     "compiled": lambda x: torch.compile(
         lambda x: F.layer_norm(x, (40,)), fullgraph=True, backend="aot_eager"
     )(x),
-    "encoder": lambda x: nn.TransformerEncoderLayer(40, 2, 8, dropout=0.0)(x),
 }
 
 
@@ -201,42 +192,3 @@ def test_second_derivatives(cpu):
         return torch.autograd.grad(sum(g.square().sum() for g in first), (x, w))
 
     torch.testing.assert_close(cpu.around(second), second(), rtol=1e-4, atol=1e-4)
-
-
-STATES = {
-    "negative": lambda x: torch._neg_view(-x),
-    "imaginary": lambda x: torch.complex(x, -x).conj().imag,
-    "zero": lambda x: torch._efficientzerotensor(x.shape),
-    "copy on write": torch._lazy_clone,
-}
-
-
-@pytest.mark.parametrize("norm", ["rms", "layer"])
-@pytest.mark.parametrize("state", STATES)
-def test_kernels_get_tensors_whose_memory_holds_their_values(cpu, norm, state):
-    """PyTorch's dispatcher resolves a state before it calls them. Each tensor in turn is in it."""
-    x, w, b, dy = (
-        random(*shape, seed=s) for s, shape in enumerate([(5, 40), (40,), (40,), (5, 40)])
-    )
-    aten_ops, shape = torch.ops.aten, (40,)
-    if norm == "layer":
-        mean, rstd = torch.native_layer_norm(x, shape, w, b, 1e-5)[1:]
-        calls = {
-            aten_ops.native_layer_norm: (x, shape, w, b, 1e-5),
-            aten_ops.native_layer_norm_backward: (dy, x, shape, mean, rstd, w, b, [True] * 3),
-        }
-    else:
-        rstd = aten_ops._fused_rms_norm(x, shape, w, 1e-5)[1]
-        calls = {
-            aten_ops._fused_rms_norm: (x, shape, w, 1e-5),
-            aten_ops._fused_rms_norm_backward: (dy, x, shape, rstd, w, [True] * 2),
-        }
-    for op, given in calls.items():
-        for place, tensor in enumerate(given):
-            if isinstance(tensor, torch.Tensor):
-                special, plain = list(given), list(given)
-                special[place] = STATES[state](tensor)
-                plain[place] = torch.empty(tensor.shape).copy_(special[place])
-                got, expected = (cpu.around(op, *arguments) for arguments in (special, plain))
-                assert all(map(torch.equal, got, expected))
-    assert "row_forward" in cpu.launches and "norm_backward" in cpu.launches

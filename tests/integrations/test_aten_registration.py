@@ -1,7 +1,5 @@
 """When tilenorm.override registers and removes its kernels, and its errors without a usable GPU."""
 
-import threading
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -53,28 +51,6 @@ def test_blocks_and_enable_together(cpu):
     assert not is_active()
     cpu.enable(False)
     assert not is_active()
-
-
-def test_blocks_of_two_threads(cpu):
-    began, finish, x = threading.Event(), threading.Event(), random(1, 8)
-
-    def other():
-        cpu.begin()
-        began.set()
-        finish.wait(10)
-        cpu.end()
-
-    before = registered()
-    thread = threading.Thread(target=other)
-    thread.start()
-    assert began.wait(10)
-    cpu.around(F.layer_norm, x, (8,))
-    cpu.launches.clear()
-    F.layer_norm(x, (8,))
-    assert cpu.launches, "the end of one thread's block ended another thread's block"
-    finish.set()
-    thread.join()
-    assert registered() == before
 
 
 SM_90 = Target("sm_90", 132)

@@ -180,27 +180,28 @@ class Override:
         self._fall_back: Callable[[], None] = lambda: None
 
     def begin(self) -> None:
-        with self._lock:
-            self._ask(self._blocks + 1, self._enabled)
+        self._ask(blocks=1)
 
     def end(self) -> None:
-        with self._lock:
-            self._ask(self._blocks - 1, self._enabled)
+        self._ask(blocks=-1)
 
     def enable(self, enabled: bool) -> None:
-        with self._lock:
-            self._ask(self._blocks, enabled)
+        self._ask(enabled=enabled)
 
-    def _ask(self, blocks: int, enabled: bool) -> None:
-        wanted = enabled or blocks > 0
-        if wanted and self._registered is None:
-            self._registered = _register(self._key, self._kernels)
-            self._stay_in_front()
-        elif not wanted and self._registered is not None:
-            self._fall_back()
-            self._registered._destroy()
-            self._registered = None
-        self._blocks, self._enabled = blocks, enabled
+    def _ask(self, blocks: int = 0, enabled: bool | None = None) -> None:
+        """Change the number of open blocks, and set whether enable() is in effect."""
+        with self._lock:
+            blocks += self._blocks
+            enabled = self._enabled if enabled is None else enabled
+            wanted = enabled or blocks > 0
+            if wanted and self._registered is None:
+                self._registered = _register(self._key, self._kernels)
+                self._stay_in_front()
+            elif not wanted and self._registered is not None:
+                self._fall_back()
+                self._registered._destroy()
+                self._registered = None
+            self._blocks, self._enabled = blocks, enabled
 
     def _stay_in_front(self) -> None:
         """Have PyTorch's router register its kernels behind these, until self._fall_back is called.
@@ -234,13 +235,12 @@ class Override:
 
 def _register(key: str, kernels: Kernels) -> Library:
     """Register the kernels for a dispatch key; calls that they do not support run the old ones."""
-    former = {name: get_kernel(f"aten::{name}", key) for name in OPERATORS}
     registered = Library("aten", "IMPL")
     with warnings.catch_warnings():
         # PyTorch warns when a registered kernel is replaced. Replacing it is the purpose here.
         warnings.filterwarnings("ignore", "Warning only once for all operators")
         for name in OPERATORS:
-            kernel = _first(getattr(kernels, name), former[name])
+            kernel = _first(getattr(kernels, name), get_kernel(f"aten::{name}", key))
             registered.impl(name, kernel, key, with_keyset=True, allow_override=True)
     return registered
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from ..launch.tuned.compiled import LEAST_WORK, SMALL
 from ..ops.torch_private import inductor_captures, inductor_joint_pass
 from .fx import Folds, Report
 from .fx.nodes import Left
@@ -15,16 +16,6 @@ from .fx.norms import Gradient, Norm, hidden_of, known
 from .fx.rewrite import check_where, replace_chosen
 from .joint import OPTION, joint_pass
 
-# Queries and keys have rows of 64 to 256 elements. Inductor fuses their norms with the rotary
-# embedding that follows. It cannot fuse an op, and then reads the normalised rows once more.
-SMALL = 256
-# A layer of a transformer multiplies matrices in about 12 · rows · N² multiply-adds. Where those
-# take less of the GPU's time than the layer takes of the host's, the step waits for the host. On an
-# H200 (driver 580.159, 2026-11-25) a step of 0.85e10 rows · N² (ViT-L, 14 x 577 tokens) lost 12.6%
-# of its tokens/s, because a call of an op took the host about 50 µs more than a kernel of
-# Inductor's. A step of 1.7e10 (Llama 3.2 1B, 4096 tokens) gained 1.2%. With bound functions ViT-L's
-# step still lost 4.7% on an H100 (driver 580.159, 2026-11-25).
-LEAST_WORK = 12_000_000_000
 OTHER_BACKEND = "the backend is not Inductor, which has a hook for joint graphs"
 NO_HOOK = "this PyTorch's Inductor has no joint_custom_post_pass"
 
@@ -56,13 +47,12 @@ def compile(
     Args:
         model: a module or function. Without a model, the result is a decorator, as in
             torch.compile.
-        where: selects the norms to replace, as in replace_norms. Inductor fuses PyTorch's norm
-            with neighbouring elementwise operations, but it cannot fuse an op of tilenorm. None
-            therefore leaves norms of rows of at most 256 elements to Inductor, such as those of
-            queries and keys; and, on a GPU without CUDA graphs, norms whose rows · N² is known to
-            be below 1.2e10, because a step with so little work waits for the host, which takes
-            longer for an op than for a kernel of Inductor's. It replaces all others; of other
-            backends' graphs it replaces all.
+        where: selects the norms to replace, as in replace_norms. None leaves to Inductor, which
+            fuses PyTorch's norm with its neighbours but cannot fuse an op, norms of rows of at most
+            256 elements, such as those of queries and keys; and, on a GPU without CUDA graphs,
+            norms whose rows · N² is known to be below 1.2e10, because a step with so little work
+            waits for the host, which takes longer for an op. None replaces all others, and all of
+            other backends' graphs.
         memory: None, or "low", with Inductor: the backward pass writes the output of a norm again,
             with the same bits, and the forward pass's output is not saved where nothing else of
             the backward pass needs it. This is one more write of each such output.
@@ -81,7 +71,16 @@ def compile(
         All exceptions that torch.compile raises.
     """
     check_where("compile", where)
-    _check(options, mode, memory, backend)
+    if options is not None and not isinstance(options, dict):
+        got = type(options).__name__
+        raise TypeError(f"compile: argument 'options' takes a dict or None, got {got}")
+    if memory not in (None, "low"):
+        raise ValueError(f"compile: argument 'memory' takes 'low' or None, got {memory!r}")
+    if memory and backend != "inductor":
+        what = f"takes {memory!r} with backend 'inductor' alone, got backend {backend!r}"
+        raise ValueError(f"compile: argument 'memory' {what}")
+    if mode is not None and options is not None:
+        raise RuntimeError(f"compile: argument 'mode' takes None beside options, got {mode!r}")
     options = dict(options or {})
     dynamo_options = {k: options.pop(k) for k in ("guard_filter_fn",) if k in options}
     # torch.compile wraps a backend given by name in one of these, but not a backend given as a
@@ -103,20 +102,6 @@ def compile(
     return compiled if model is None else compiled(model)
 
 
-def _check(options: object, mode: object, memory: object, backend: object) -> None:
-    """Raise for arguments of compile that have a wrong type or value, or do not go together."""
-    if options is not None and not isinstance(options, dict):
-        got = type(options).__name__
-        raise TypeError(f"compile: argument 'options' takes a dict or None, got {got}")
-    if memory not in (None, "low"):
-        raise ValueError(f"compile: argument 'memory' takes 'low' or None, got {memory!r}")
-    if memory and backend != "inductor":
-        what = f"takes {memory!r} with backend 'inductor' alone, got backend {backend!r}"
-        raise ValueError(f"compile: argument 'memory' {what}")
-    if mode is not None and options is not None:
-        raise RuntimeError(f"compile: argument 'mode' takes None beside options, got {mode!r}")
-
-
 class CompileReport:
     """What tilenorm.compile has replaced so far, and what it has left, by graph.
 
@@ -127,6 +112,10 @@ class CompileReport:
     folds: what the gradients have taken over, and what not, for each joint graph of Inductor with
     something to fold. A graph whose code AOTAutograd found in its cache has no entry. not_folding:
     why no graph has one, or None.
+
+    Of all graphs together: replaced, (kind, node name) of each norm that became an op of tilenorm;
+    left, (node name, reason) of each other norm; folded, (kind, node name) of what each gradient
+    has taken over; unfolded, (node name, reason) of each sum or output that none has taken over.
     """
 
     def __init__(self, not_folding: str | None = None):
@@ -136,22 +125,18 @@ class CompileReport:
 
     @property
     def replaced(self) -> tuple[tuple[str, str], ...]:
-        """(kind, node name) of each norm that became an op of tilenorm, of all graphs."""
         return tuple(entry for report in self.graphs for entry in report.replaced)
 
     @property
     def left(self) -> tuple[tuple[str, str], ...]:
-        """(node name, reason) of each other norm, of all graphs."""
         return tuple(entry for report in self.graphs for entry in report.left)
 
     @property
     def folded(self) -> tuple[tuple[str, str], ...]:
-        """(kind, node name) of what each gradient has taken over, of all joint graphs."""
         return tuple(entry for folds in self.folds for entry in folds.folded)
 
     @property
     def unfolded(self) -> tuple[tuple[str, str], ...]:
-        """(node name, reason) of each sum or output that no gradient has taken over."""
         return tuple(entry for folds in self.folds for entry in folds.left)
 
     def clear(self) -> None:

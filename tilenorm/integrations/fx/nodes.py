@@ -1,12 +1,6 @@
-"""Read the nodes of graphs: of torch-level graphs, from TorchDynamo, and of aten-level graphs.
+"""Read the nodes of graphs: of torch-level graphs, from TorchDynamo, and of aten-level graphs."""
 
-A graph may hold a call that PyTorch would refuse. `bind` reads the arguments of a call by the
-schema of its op, and gives the reason where they do not fit it.
-"""
-
-import inspect
 import operator
-from collections.abc import Callable
 from functools import cache
 from numbers import Number, Real
 from typing import Any
@@ -18,20 +12,16 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses import FakeTensor
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-from torch.nn.functional import silu
 
 from ...ops.sharding import is_distributed
 
-TORCH_MODULES = (
-    *("torch", "torch.nn.functional", "torch.functional", "torch._C._linalg"),
-    "_operator",
-)
+TORCH_MODULES = ("torch", "torch.nn.functional", "torch.functional", "_operator")
 ALIASES = {
     **dict.fromkeys(("truediv", "true_divide", "divide"), "div"),
-    **{"multiply": "mul", "subtract": "sub", "negative": "neg"},
+    **{"multiply": "mul", "subtract": "sub"},
 }
 # Modules whose functions write to no tensor, apart from those that `writes` lists.
-PURE_MODULES = (*TORCH_MODULES, "torch._C._nn", "math", "builtins")
+PURE_MODULES = (*TORCH_MODULES, "torch._C._linalg", "torch._C._nn", "math", "builtins")
 # The metadata keys of a node's traced value: make_fx and torch.export use "val", TorchDynamo uses
 # "example_value".
 VALUES = ("val", "example_value")
@@ -48,14 +38,7 @@ CASTS = (
     *("float", "half", "bfloat16", "double"),
 )
 DTYPES_16_BIT = (torch.float16, torch.bfloat16)
-# Methods without an aten op, and an op that takes the same arguments.
-SAME_ARGUMENTS = {
-    **dict.fromkeys(("float", "half", "bfloat16", "double"), "clone"),
-    "type": "to",
-}
-ARITHMETIC = ("add", "sub", "mul", "div")  # torch.mul(2, x) is a call that PyTorch takes
-TAKE_SIZES = ("view", "reshape", "expand")  # methods that take sizes one by one too
-ADDS_IN_PLACE = ("add_", torch.ops.aten.add_.Scalar, torch.ops.aten.add_.Tensor)
+NUMBERS = (Number, SymFloat, SymInt, SymBool)
 
 
 class Left(Exception):
@@ -67,11 +50,11 @@ def name_of(node: Node) -> str | None:
     if node.op not in ("call_function", "call_method") or writes(node):
         return None
     target = node.target
-    if node.op == "call_method":
-        return ALIASES.get(target, target) if hasattr(Tensor, target) else None
     if isinstance(target, OpOverload):
         namespace, name = target._schema.name.split("::")
         return name if namespace in ("aten", "prims") else None
+    if node.op == "call_method":
+        return ALIASES.get(target, target)
     named = getattr(target, "__module__", None) in TORCH_MODULES
     name = getattr(target, "__name__", None) if named else None
     return ALIASES.get(name, name)
@@ -95,19 +78,19 @@ def writes(node: Node) -> bool:
     name = getattr(target, "__name__", "")
     if name in IN_PLACE or name.endswith("_") or "out" in node.kwargs:
         return True
-    # relu, dropout and similar functions also accept `inplace` by position, after other bools. Any
+    # relu, dropout and similar functions accept `inplace` by position, after other bools. Any
     # positional True of such a function therefore counts as inplace=True.
-    takes_inplace = target.__module__ == "torch.nn.functional" and _takes_inplace(target)
+    takes_inplace = target.__module__ == "torch.nn.functional"
     return takes_inplace and any(a is True for a in (*node.args, node.kwargs.get("inplace")))
 
 
-@cache
-def _takes_inplace(function) -> bool:
-    """Whether a function has an argument `inplace`, or may have one."""
-    try:
-        return "inplace" in inspect.signature(function).parameters
-    except ValueError:
-        return True
+def written(first: Node, last: Node, parts: tuple[Node, ...] = ()) -> bool:
+    """Whether a node from `first` up to `last`, outside `parts`, may write to a tensor."""
+    while first is not last:
+        if writes(first) and first not in parts:
+            return True
+        first = first.next
+    return False
 
 
 def key_of(node: Node) -> str:
@@ -145,7 +128,7 @@ def number_of(value: object) -> float | None:
     """
     if isinstance(value, Node):
         value = values_of(value)
-    if not isinstance(value, Real | torch.SymFloat | torch.SymInt):
+    if not isinstance(value, Real | SymFloat | SymInt):
         return None
     try:
         return float(value)
@@ -157,8 +140,8 @@ def constant_of(value: object) -> float | None:
     """The value of a number that is the same in every call, else None. Adds no guard."""
     if isinstance(value, Node):
         value = values_of(value)
-    if isinstance(value, torch.SymInt | torch.SymFloat):
-        as_int = isinstance(value, torch.SymInt)
+    if isinstance(value, SymInt | SymFloat):
+        as_int = isinstance(value, SymInt)
         value = value.node.maybe_as_int() if as_int else value.node.maybe_as_float()
     return number_of(value)
 
@@ -198,15 +181,6 @@ def item_of(node: Node) -> tuple[Node | None, int | None]:
     return (source, place) if isinstance(source, Node) else (None, None)
 
 
-def written(first: Node, last: Node, parts: tuple[Node, ...] = ()) -> bool:
-    """Whether a node from `first` up to `last`, outside `parts`, may write to a tensor."""
-    while first is not last:
-        if writes(first) and first not in parts:
-            return True
-        first = first.next
-    return False
-
-
 def erase(node: Node) -> None:
     """Erase a node and its users, all of which are idle."""
     for user in list(node.users):
@@ -217,75 +191,76 @@ def erase(node: Node) -> None:
 def bind(node: Node) -> dict[str, Any]:
     """All arguments of a call by name, in the schema's order, with the schema's defaults.
 
-    The call is one of an aten or prims op, or of PyTorch's function or method of an aten op's name.
+    The call is one of an op, or of PyTorch's function or method of an aten op's name.
 
-    Raises Left if PyTorch would refuse the call: an argument is missing, unknown, given twice, or
-    of a type that the op does not take.
+    Raises Left if no schema takes the arguments.
     """
-    if isinstance(node.target, OpOverload):
-        return _fitted(node, node.target._schema, {}, True, (node.args, node.kwargs))
-    if node.target is silu:  # aten's op has no argument inplace
-        given = _by_signature(node, silu)
-        if given["inplace"] is not False:
-            raise Left(f"{node.name}: argument 'inplace' of silu is {given['inplace']}, not False")
-        return {"self": given["input"]}
-    name, is_operator = name_of(node), getattr(node.target, "__module__", None) == "_operator"
-    args = node.args
-    if node.op == "call_method":
-        name = node.target
-        if not args or not isinstance(args[0], Node):
-            raise Left(f"{node.name} calls a method of no tensor")
-        if name in TAKE_SIZES and len(args) > 1 and _is_size(args[1]):
-            args = (args[0], list(args[1:]))
-    if is_operator and (node.kwargs or len(args) != 2):
-        raise Left(f"{node.name} calls an operator with other arguments than two operands")
-    wraps, reasons = is_operator or name in ARITHMETIC, []
-    for schema in _schemas(name):
+    target: Any = node.target
+    is_op = isinstance(target, OpOverload)
+    why = Left(f"{node.name}: PyTorch has no such function")
+    for schema in [target._schema] if is_op else _schemas(name_of(node)):
         try:
-            return _fitted(node, schema, OTHER_NAMES, wraps, (args, node.kwargs))
+            return _bound(node, schema, {} if is_op else OTHER_NAMES)
         except Left as reason:
-            reasons.append(reason)
-    if len(reasons) == 1:
-        raise reasons[0]
-    passed = [*map(str, node.args), *(f"{name}={value}" for name, value in node.kwargs.items())]
-    raise Left(f"{node.name} calls {name} with ({', '.join(passed)}), which it does not take")
+            why = reason
+    raise why
 
 
-def bind_norm(node: Node) -> dict[str, Any]:
-    """The arguments of a vector norm: self, ord, dim, keepdim and dtype; of F.normalize eps too.
+@cache
+def _schemas(name: str) -> list:
+    """The schemas of the overloads of an aten op that take no output tensor.
 
-    ord is 2 where the call leaves it out.
-
-    Raises Left as bind does.
+    Those whose names start with prim_ are TorchScript's.
     """
-    name, python = name_of(node), node.target
-    if node.op == "call_method":
-        python = getattr(Tensor, node.target)
-    if not inspect.isfunction(python):
-        args = bind(node)
-        if name == "linalg_norm" and not isinstance(args["dim"], int):
-            return args | {"dim": None}  # perhaps the norm of a matrix
-        order = args["p"] if "p" in args else args["ord"]
-        return args | {"ord": 2 if order is None else order}
-    given = _by_signature(node, python)
-    if given.get("out") is not None:
-        raise Left(f"{node.name} has an argument out")
-    schema = torch.ops.aten.linalg_vector_norm.default._schema
-    first, order, *_ = given.values()
-    if order == "nuc":
-        order, given["dim"] = 2, None
-    args = {"self": first, "ord": 2 if order in (None, "fro") else order, "dim": given["dim"]}
-    args |= {"keepdim": given.get("keepdim", True), "dtype": given.get("dtype")}
-    args = _fitted(node, schema, {}, False, ((), args))
-    eps = given.get("eps", 0.0)
-    if not _fits(eps, "float", None, False):
-        raise Left(f"{node.name}: argument 'eps' takes float, got {eps}")
-    return args | {"eps": eps}
+    packet = getattr(torch.ops.aten, name, None)
+    overloads = [] if packet is None else packet.overloads()
+    schemas = [getattr(packet, o)._schema for o in overloads if not o.startswith("prim_")]
+    return [s for s in schemas if not any(argument.is_out for argument in s.arguments)]
+
+
+def _bound(node: Node, schema, other_names: dict[str, str]) -> dict[str, Any]:
+    """The arguments of a call by name. Raises Left if they do not fit the schema."""
+    takes = {argument.name: argument for argument in schema.arguments}
+    positional = [name for name, argument in takes.items() if not argument.kwarg_only]
+    named: dict[str, Any] = dict(zip(positional, node.args, strict=False))
+    for key, value in node.kwargs.items():
+        name = key if key in takes else other_names.get(key, key)
+        if name not in takes or name in named:
+            raise Left(f"{node.name}: {schema.name} takes no other argument {key!r}")
+        named[name] = value
+    if len(node.args) > len(positional):
+        raise Left(f"{node.name}: {schema.name} takes {len(positional)} positional arguments")
+    for name, argument in takes.items():
+        if name not in named and not argument.has_default_value():
+            raise Left(f"{node.name}: argument {name!r} of {schema.name} is missing")
+        kind = str(argument.real_type).replace("SymInt", "int")
+        if name in named and not _fits(named[name], kind):
+            got = named[name]
+            raise Left(f"{node.name}: argument {name!r} of {schema.name} takes {kind}, got {got}")
+    return {name: named.get(name, argument.default_value) for name, argument in takes.items()}
+
+
+def _fits(value: Any, kind: str) -> bool:
+    """Whether a schema's type takes a value. A node fits every type if tracing stored no value.
+
+    Bools, lists of bools, and tensors are told from others. A number may stand for a tensor, as in
+    torch.mul(2, x).
+    """
+    if isinstance(value, Node):
+        value = values_of(value)
+        if value is None:
+            return True
+    if value is None:
+        return kind.startswith("Optional")
+    if "bool" in kind:
+        return isinstance(value, bool if kind == "bool" else tuple | list)
+    is_tensor = isinstance(value, Tensor)
+    return is_tensor or isinstance(value, NUMBERS) if "Tensor" in kind else not is_tensor
 
 
 def argument_of(node: Node) -> Any:
-    """The first argument of a call. Raises Left as bind does."""
-    return next(iter(bind(node).values()))
+    """The first argument of a call, or None."""
+    return node.args[0] if node.args else node.kwargs.get("input", node.kwargs.get("self"))
 
 
 def operands(node: Node) -> tuple[Any, ...]:
@@ -302,14 +277,6 @@ def operands_of(name: str, node: object) -> tuple[Any, ...]:
 def in_turn(pair: tuple[Any, ...]) -> tuple[tuple[Any, Any], ...]:
     """Two operands in both orders; () for no operands."""
     return (pair, pair[::-1]) if pair else ()
-
-
-def summands(node: object) -> tuple[Any, ...]:
-    """The two operands of an add, in place or not; () for any other node or value."""
-    if not isinstance(node, Node):
-        return ()
-    in_place = isinstance(node.target, str | OpOverload) and node.target in ADDS_IN_PLACE
-    return operands(node) if in_place else operands_of("add", node)
 
 
 def cast_input(node: object) -> Node | None:
@@ -329,122 +296,3 @@ def before_exact_casts(node: Node) -> Node:
             break
         node = source
     return node
-
-
-def casts_between(source: Node, node: Node) -> frozenset[Node]:
-    """The casts that lead from source to node, including node; none if they are one node."""
-    path = set()
-    while node is not source:
-        path.add(node)
-        node = cast_input(node)
-    return frozenset(path)
-
-
-def _by_signature(node: Node, function: Callable) -> dict[str, Any]:
-    """The arguments of a call of a Python function, by name. Raises Left if they do not fit."""
-    try:
-        given = inspect.signature(function).bind(*node.args, **node.kwargs)
-    except TypeError as error:
-        raise Left(f"{node.name}: {error}") from None
-    given.apply_defaults()
-    return given.arguments
-
-
-@cache
-def _schemas(name: str) -> list:
-    """The schemas of the overloads that take a tensor or number first, and no output tensor.
-
-    Those whose names start with prim_ are TorchScript's.
-    """
-    packet = getattr(torch.ops.aten, SAME_ARGUMENTS.get(name, name))
-    overloads = [name for name in packet.overloads() if not name.startswith("prim_")]
-    schemas = [getattr(packet, overload)._schema for overload in overloads]
-    return [
-        schema
-        for schema in schemas
-        if str(schema.arguments[0].type) in ("Tensor", "number")
-        and not any(argument.is_out for argument in schema.arguments)
-    ]
-
-
-def _fitted(
-    node: Node, schema, other_names: dict[str, str], wraps: bool, given: tuple[tuple, dict]
-) -> dict[str, Any]:
-    """The arguments, if they fit one schema. wraps: whether a number may stand for a tensor.
-
-    given: the positional arguments and the keyword arguments.
-    """
-    args, kwargs = given
-    op, takes = schema.name, {argument.name: argument for argument in schema.arguments}
-    positional = [name for name, argument in takes.items() if not argument.kwarg_only]
-    if len(args) > len(positional):
-        got = len(args)
-        raise Left(f"{node.name} has {got} positional arguments; {op} takes {len(positional)}")
-    named = dict(zip(positional, args, strict=False))
-    for key, value in kwargs.items():
-        name = key if key in takes else other_names.get(key, key)
-        known = name in takes and not (other_names and key == "self")
-        if not known or name in named:
-            why = "is given twice" if known else "is unknown"
-            raise Left(f"{node.name}: argument {key!r} of {op} {why}")
-        named[name] = value
-    bound = {}
-    for name, argument in takes.items():
-        if name not in named and not argument.has_default_value():
-            raise Left(f"{node.name}: argument {name!r} of {op} is missing")
-        bound[name] = named.get(name, argument.default_value)
-        kind = str(argument.real_type).replace("SymInt", "int")
-        if name in named and not _fits(named[name], kind, argument.N, wraps):
-            raise Left(f"{node.name}: argument {name!r} of {op} takes {kind}, got {named[name]}")
-    return bound
-
-
-def _fits(value: Any, kind: str, count: int | None, wraps: bool) -> bool:
-    """Whether a schema's type takes a value. count: the length that a list has to have, or None.
-
-    A node stands for its traced value, and fits every type of a value if tracing stored none.
-    """
-    if kind.startswith("Optional["):
-        inner = kind.removeprefix("Optional[")[:-1]
-        return value is None or _fits(value, inner, count, wraps)
-    if isinstance(value, Node):
-        value = values_of(value)
-        if value is None:
-            return kind in ("Tensor", "number", "float", "int", "List[int]")
-    if kind == "int":
-        return _is_size(value)
-    if kind == "List[int]":
-        if count == 1 and _is_size(value):
-            return True
-        return isinstance(value, tuple | list) and all(map(_is_size, value))
-    if kind == "List[bool]":
-        is_list = isinstance(value, tuple | list) and len(value) == count
-        return is_list and all(isinstance(item, int) for item in value)
-    if kind == "Device":
-        return isinstance(value, torch.device) or _is_device_name(value)
-    numbers = (Number, SymFloat, SymInt, SymBool)
-    types = {
-        "Tensor": (Tensor, *numbers) if wraps else Tensor,
-        "number": numbers,
-        "float": (Real, SymFloat, SymInt),
-        "bool": bool,
-        "str": str,
-        "ScalarType": torch.dtype,
-        "Layout": torch.layout,
-        "MemoryFormat": torch.memory_format,
-    }
-    return isinstance(value, types.get(kind, ()))
-
-
-def _is_size(value: object) -> bool:
-    if isinstance(value, Node):
-        value = values_of(value)
-        return value is None or _is_size(value)
-    return isinstance(value, int | SymInt) and not isinstance(value, bool)
-
-
-def _is_device_name(value: object) -> bool:
-    try:
-        return isinstance(value, str) and torch.device(value) is not None
-    except RuntimeError:
-        return False

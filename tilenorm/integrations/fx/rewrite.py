@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 
 from torch.fx import Graph, GraphModule, Node
 
-from .decomposed import extended, match_decomposed
 from .emit import emit_backward, emit_forward
 from .gradients import Folds, fold_sums
 from .nodes import Left
 from .norms import Gradient, Norm, match_fused
 from .quantized import quantize_norms
+from .spelled_out import extended, match_spelled_out
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,8 @@ def replace_norms(
 
     - PyTorch's rms_norm and layer_norm,
     - aten's fused norms and their gradients,
-    - RMSNorm and LayerNorm written as elementary operations, in any spelling of x̂: the statistic
-      is a mean or sum of squares, a variance, a standard deviation, x.norm() or F.normalize, and
-      x̂ is x divided by its root, or times a reciprocal or power of it.
+    - RMSNorm and LayerNorm written as elementary operations: the statistic is a mean or sum of
+      squares, or a variance, and x̂ is x divided by its root, or times a reciprocal or power of it.
 
     The weight, the bias and a gate silu(z) or sigmoid(z) that are applied to either kind of norm
     belong to the op, with the casts between them, if the op rounds where they do. A gate that is
@@ -67,9 +66,9 @@ def replace_norms(
 
     Every replaced node keeps its name, metadata, shape, strides and dtype. A norm is not replaced
     if tilenorm's op would change one of these, if it has another formula (an eps that is added to
-    the root or that is its lower bound, the variance of a sample), if other nodes use its
-    intermediate results, if an intermediate result has 16 bits, if the kernels do not support its
-    dtype or size, or if a node in between writes to a tensor.
+    the root, the variance of a sample), if other nodes use its intermediate results, if an
+    intermediate result has 16 bits, if the kernels do not support its dtype or size, or if a node
+    in between writes to a tensor.
 
     The pass raises for no node. A node that has the name of an op of a norm, and arguments that do
     not fit this op's schema, stays as it is, and the report gives the reason.
@@ -135,7 +134,7 @@ def _replace(graph: Graph, choose) -> tuple[list, list]:
         name = node.name
         try:
             norm = match_fused(node)
-            norm = extended(norm) if isinstance(norm, Norm) else norm or match_decomposed(node)
+            norm = extended(norm) if isinstance(norm, Norm) else norm or match_spelled_out(node)
             if norm is None:
                 continue
             name = norm.at.name

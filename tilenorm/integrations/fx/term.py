@@ -1,4 +1,4 @@
-"""Term: the normal form that every spelling of a norm has, and Reader: the terms of nodes.
+"""Term: the normal form of a norm that is written as elementary operations, as models write them.
 
     scale · u^degree · (mean(u²) + eps)^power · (weight + offset) + bias, times act(gate)
 
@@ -6,7 +6,7 @@ u is x, or x − mean(x) for LayerNorm. A norm is the term of scale 1, degree 1 
 however it is written: x / sqrt(...), x times 1 / sqrt(...), or weight · x / sqrt(...).
 
 A rule takes a Reader and a node, and returns the node's term, or NOTHING if the normal form does
-not have it.
+not have it. spelled_out.py finds norms by the terms of a graph's nodes.
 """
 
 import math
@@ -19,21 +19,18 @@ from torch.fx import Node
 
 from .nodes import (
     CASTS,
-    DTYPES_16_BIT,
     argument_of,
     before_exact_casts,
     bind,
-    bind_norm,
     cast_input,
-    casts_between,
     constant_of,
     in_turn,
+    item_of,
     name_of,
     number_of,
     only_user,
     operands,
     operands_of,
-    summands,
     value_of,
     values_of,
     writes,
@@ -41,6 +38,11 @@ from .nodes import (
 from .norms import hidden_of, known, parameter_fits, same_sizes, statistic_shape, trailing
 
 CLOSE = 1e-9  # no float32 result tells a scale that is this close to 1 from 1
+# PyTorch adds eps in this way where it decomposes its RMSNorm.
+ADDS_IN_PLACE = (torch.ops.aten.add_.Scalar, torch.ops.aten.add_.Tensor)
+POWERS = {"sqrt": 0.5, "rsqrt": -0.5, "square": 2.0, "reciprocal": -1.0}
+OUTER_EPS = "its eps is added to the root of the mean square, not to the mean square"
+TENSOR_EPS = "its eps is a tensor, or a number that depends on data"
 
 
 @dataclass(frozen=True)
@@ -48,10 +50,8 @@ class Term:
     """What a node computes, in the normal form.
 
     base: "u" is what is normalised, "x" the input of a LayerNorm, and "mean" the mean of its rows.
-    left: why no norm of tilenorm's is this expression, or None. rounded: the stages (x_hat, weight,
-    bias, gate) after which the result is rounded to 16 bits. parts: the nodes that compute the
-    term. inputs: the nodes that prepare x, a parameter or a gate for it, by casts for example.
-    Other nodes may use these.
+    weight, bias, gate: the nodes before all exact casts. left: why no norm of tilenorm's is this
+    expression, or None.
     """
 
     base: str = "u"
@@ -65,9 +65,6 @@ class Term:
     gate: Node | None = None
     activation: str = "silu"
     left: str | None = None
-    rounded: frozenset[str] = frozenset()
-    parts: frozenset[Node] = frozenset()
-    inputs: frozenset[Node] = frozenset()
 
     @property
     def is_normalized(self) -> bool:
@@ -96,7 +93,7 @@ class Term:
 
     @property
     def stage(self) -> str:
-        """What was done to the normalised row last."""
+        """What was done to the normalised row last: x_hat, weight, bias or gate."""
         done = {"gate": self.gate, "bias": self.bias, "weight": self.weight}
         return next((stage for stage, node in done.items() if node is not None), "x_hat")
 
@@ -131,18 +128,10 @@ class Term:
         return Term(
             "u", self.scale * other.scale, degree, root.power, root.eps,
             weighted.weight, weighted.offset, left=self.left or other.left,
-            rounded=self.rounded | other.rounded, parts=self.parts | other.parts,
-            inputs=self.inputs | other.inputs,
         )  # fmt: skip
 
 
 NOTHING = Term("nothing")  # of a number, and of what the normal form does not have
-POWERS = {"sqrt": 0.5, "rsqrt": -0.5, "square": 2.0, "reciprocal": -1.0}
-# The power of the mean square that is the variance, and that is the standard deviation.
-SPREADS = {"var": 1.0, "std": 0.5, "var_mean": 1.0, "std_mean": 0.5}
-OUTER_EPS = "its eps is added to the root of the mean square, not to the mean square"
-TENSOR_EPS = "its eps is a tensor, or a number that depends on data"
-LOWER_BOUND = "its eps is a lower bound of the root; tilenorm adds eps to the mean square"
 
 
 def is_one(scale: float) -> bool:
@@ -183,18 +172,13 @@ def _joined(reader: "Reader", *pairs: tuple[Node, Term]) -> Term:
 
 def _gated(reader: "Reader", term: Term, node: Node) -> Term:
     """The term times silu(z) or sigmoid(z), for a z of x's shape, if float32 computes them."""
-    found = None if only_user(node) is None else _activation(node)
-    if found is None:
-        return NOTHING
-    z, activation, nodes = found
+    z, activation, nodes = _activation(node) if only_user(node) else (None, "", ())
     value = value_of(z)
     if value is None or not same_sizes(value.shape, reader.value.shape):
         return NOTHING
     if not all(map(_is_float32, nodes)):
         return NOTHING
-    source = before_exact_casts(z)
-    inputs = term.inputs | nodes | casts_between(source, z)
-    return replace(term, gate=source, activation=activation, inputs=inputs)
+    return replace(term, gate=before_exact_casts(z), activation=activation)
 
 
 def _is_float32(node: Node) -> bool:
@@ -202,33 +186,31 @@ def _is_float32(node: Node) -> bool:
     return value is not None and value.dtype == torch.float32
 
 
-def _activation(node: Node) -> tuple[Node, str, set[Node]] | None:
+def _activation(node: Node) -> tuple[Node | None, str, tuple[Node, ...]]:
     """z, the activation's name, and its nodes, if a node computes silu(z) or sigmoid(z)."""
     if name_of(node) in ("silu", "sigmoid"):
-        z = argument_of(node)
-        return (z, name_of(node), {node}) if isinstance(z, Node) else None
+        return argument_of(node), name_of(node), (node,)
     for z, sigmoid in in_turn(operands_of("mul", node)):
-        nodes = isinstance(z, Node) and isinstance(sigmoid, Node)
-        if nodes and name_of(sigmoid) == "sigmoid":
+        if isinstance(z, Node) and isinstance(sigmoid, Node) and name_of(sigmoid) == "sigmoid":
             inner = argument_of(sigmoid)
             if isinstance(inner, Node) and before_exact_casts(inner) is before_exact_casts(z):
-                return z, "silu", {node, sigmoid}
-    return None
+                return z, "silu", (node, sigmoid)
+    return None, "", ()
 
 
 def total(reader: "Reader", node: Node) -> Term:
     """A term plus a number, which is eps or the weight's offset, or plus the bias."""
-    for a, b in in_turn(summands(node)):
+    for a, b in in_turn(operands(node)):
         term, other = reader.term(a), reader.term(b)
         if term.is_of_rows and term.base == "u" and other is NOTHING:
             return _with_eps(term, b)
         if term.is_parameter and other is NOTHING and not term.offset and not writes(node):
             number = number_of(b) if _is_float32(node) else None
             if number is not None:
-                return replace(term, offset=number, inputs=term.inputs | {node})
+                return replace(term, offset=number)
         takes_bias = term.is_complete and term.bias is None and term.gate is None
         if takes_bias and other.is_parameter and not other.offset:
-            return replace(term, bias=other.weight, inputs=term.inputs | other.inputs)
+            return replace(term, bias=other.weight)
     return NOTHING
 
 
@@ -247,20 +229,14 @@ def difference(reader: "Reader", node: Node) -> Term:
     term, mean = reader.term(a), reader.term(b)
     if not term.is_input or (term.base, mean.base) != ("x", "mean") or not is_one(mean.scale):
         return NOTHING
-    if not reader.fits_rows(b):
-        return NOTHING
-    return Term(degree=1, parts=mean.parts, inputs=term.inputs | mean.inputs)
+    return Term(degree=1) if reader.fits_rows(b) else NOTHING
 
 
 def power(reader: "Reader", node: Node) -> Term:
-    if (exponent := POWERS.get(name_of(node))) is not None:
-        return reader.term(argument_of(node)).to_the(exponent)
-    source, exponent = bind(node).values()  # prims' op has another name for the exponent
+    source, exponent = argument_of(node), POWERS.get(name_of(node))
+    if exponent is None:
+        source, exponent = bind(node).values()  # prims' op has another name for the exponent
     return reader.term(source).to_the(constant_of(exponent))
-
-
-def negative(reader: "Reader", node: Node) -> Term:
-    return reader.term(argument_of(node)).scaled(-1.0)
 
 
 def cast(reader: "Reader", node: Node) -> Term:
@@ -282,103 +258,31 @@ def reduced(reader: "Reader", node: Node) -> Term:
     return NOTHING
 
 
-def spread(reader: "Reader", node: Node) -> Term:
-    """The variance or the standard deviation over a row, alone or as the first of two results."""
-    args = bind(node)
-    term = reader.term(args["self"])
-    if not (reader.centred and term.is_input and reader.reduces(args["self"], args.get("dim"))):
+def variance(reader: "Reader", node: Node) -> Term:
+    """The variance of a row, alone or as the first of two results."""
+    args, source = bind(node), argument_of(node)
+    term = reader.term(source)
+    if not (reader.centred and term.is_input and reader.reduces(source, args.get("dim"))):
         return NOTHING
-    if "unbiased" in args:
-        correction = float(args["unbiased"])
-    else:
-        correction = 1.0 if args["correction"] is None else constant_of(args["correction"])
+    correction = args.get("unbiased", args.get("correction"))
+    correction = 1.0 if correction is None else constant_of(correction)
     if correction is None or reader.count <= correction:
         return NOTHING
-    exponent = SPREADS[name_of(node)]
-    scale = (reader.count / (reader.count - correction)) ** exponent
-    return replace(term, base="u", degree=0, power=exponent, scale=scale)
+    scale = reader.count / (reader.count - correction)
+    return replace(term, base="u", degree=0, power=1.0, scale=scale)
 
 
 def item(reader: "Reader", node: Node) -> Term:
-    """A result of var_mean or std_mean, or a row's number with new dimensions, t[..., None]."""
-    if len(node.args) != 2 or node.kwargs or not isinstance(node.args[0], Node):
+    """A result of var_mean."""
+    source, index = item_of(node)
+    there = source is not None and isinstance(values_of(source), tuple | list)
+    if not there or name_of(source) != "var_mean":
         return NOTHING
-    source, index = node.args
-    if name_of(source) not in ("var_mean", "std_mean"):
-        new = isinstance(index, tuple) and all(i in (None, ..., slice(None)) for i in index)
-        return unsqueezed(reader, node, source) if new else NOTHING
-    term = spread(reader, source)
-    if term is NOTHING or not isinstance(values_of(source), tuple | list):
-        return NOTHING
-    parts = term.parts | {source}
-    if index == 0:
-        return replace(term, parts=parts)
-    is_mean = index == 1 and reader.term(bind(source)["self"]).base == "x"
-    return Term("mean", degree=1, parts=parts, inputs=term.inputs) if is_mean else NOTHING
-
-
-def unsqueezed(reader: "Reader", node: Node, source: Node | None = None) -> Term:
-    """A row's number, with the dimensions of a row as ones. source: what t[..., None] reads."""
-    source = argument_of(node) if source is None else source
-    term = reader.term(source)
-    if not term.is_of_rows:
-        return NOTHING
-    leading = reader.rows[: -reader.dims]
-    before, after = known(source).shape, known(node).shape
-    return term if same_sizes(before, leading) and same_sizes(after, reader.rows) else NOTHING
-
-
-def expanded(reader: "Reader", node: Node) -> Term:
-    """A row's number, once for each element of the row."""
-    source = argument_of(node)
-    term = reader.term(source)
-    if not term.is_of_rows or not reader.fits_rows(source):
-        return NOTHING
-    return term if same_sizes(known(node).shape, reader.value.shape) else NOTHING
-
-
-def length(reader: "Reader", node: Node) -> Term:
-    """The Euclidean norm of a row."""
-    args = bind_norm(node)
-    term = reader.term(args["self"])
-    if not term.is_input or term.base != "u" or constant_of(args["ord"]) != 2:
-        return NOTHING
-    if not reader.reduces(args["self"], args["dim"]):
-        return NOTHING
-    return replace(term, degree=0, power=0.5, scale=math.sqrt(reader.count))
-
-
-def unit_length(reader: "Reader", node: Node) -> Term:
-    """F.normalize: a row divided by its Euclidean norm, of which eps is the lower bound."""
-    root, args = length(reader, node), bind_norm(node)
-    return reader.term(args["self"]).times(_bounded(reader, root, args["eps"]).to_the(-1))
-
-
-def clamped(reader: "Reader", node: Node) -> Term:
-    """A power of the mean square with a lower bound."""
-    args = bind(node)
-    term = reader.term(args["self"])
-    if not term.is_of_rows or term.base != "u" or args.get("max") is not None:
-        return NOTHING
-    return _bounded(reader, term, args["min"])
-
-
-def _bounded(reader: "Reader", term: Term, bound: object) -> Term:
-    """The term with a lower bound, as an eps if it can be one.
-
-    The mean square of a row of float16 is zero, or at least 2^-48 / N. A bound far below that is a
-    bound of the rows of zeros alone, and so is an eps that is added.
-    """
-    number = constant_of(bound)
-    if term.power <= 0 or term.scale <= 0:
-        return NOTHING
-    least = math.inf if number is None else max(number, 0.0) / term.scale
-    least = least ** (1 / term.power) if least < 1e30 else math.inf
-    if least <= term.eps:
+    reader.terms[source] = term = variance(reader, source)
+    if term is NOTHING or index == 0:
         return term
-    if reader.value.dtype == torch.float16 and not term.eps and least <= 2.0**-74 / reader.count:
-        return replace(term, eps=least)
-    return replace(term, left=term.left or LOWER_BOUND)
+    is_mean = index == 1 and reader.term(argument_of(source)).base == "x"
+    return Term("mean", degree=1) if is_mean else NOTHING
 
 
 DEPTH = 24  # how many nested operations are read; a spelled-out norm has about ten
@@ -387,18 +291,11 @@ RULES: dict[str, Callable[["Reader", Node], Term]] = {
     "div": quotient,
     "add": total,
     "sub": difference,
-    "neg": negative,
-    "pow": power,
-    **dict.fromkeys(POWERS, power),
+    "var": variance,
+    "getitem": item,
+    **dict.fromkeys(("pow", *POWERS), power),
     **dict.fromkeys(CASTS, cast),
     **dict.fromkeys(("mean", "sum"), reduced),
-    **dict.fromkeys(("var", "std"), spread),
-    "getitem": item,
-    "unsqueeze": unsqueezed,
-    **dict.fromkeys(("expand", "expand_as", "broadcast_to"), expanded),
-    **dict.fromkeys(("norm", "linalg_norm", "linalg_vector_norm"), length),
-    "normalize": unit_length,
-    **dict.fromkeys(("clamp", "clamp_min", "clip"), clamped),
 }
 
 
@@ -442,45 +339,29 @@ class Reader:
                 self._depth -= 1
         return self.terms[node]
 
-    def seed(self, node: Node, term: Term) -> None:
-        """Give a node a term that is not read from its operands."""
-        self.terms[node] = self._rounded(term, node)
-
     def reduces(self, node: Node, dim: object) -> bool:
         """Whether `dim` names the dimensions of a node that are normalised together."""
         return trailing(value_of(node), dim) == self.dims
 
     def fits_rows(self, node: Node) -> bool:
         """Whether a node has one number for each row, at its row's place beside x."""
-        shape = known(node).shape
-        return same_sizes(shape, self.rows) or same_sizes(shape, self.value.shape)
+        return same_sizes(known(node).shape, self.rows)
+
+    def computes(self, node: Node) -> bool:
+        """Whether a node computes a term of x. A cast of x, a parameter or a gate does not."""
+        term = self.terms.get(node, NOTHING)
+        of_x = term is not NOTHING and not term.is_parameter
+        return of_x and before_exact_casts(node) is not self.x
 
     def _read(self, node: Node) -> Term:
         if before_exact_casts(node) is self.x:
-            base = "x" if self.centred else "u"
-            return Term(base, degree=1, inputs=casts_between(self.x, node))
-        name = name_of(node) or ("add" if summands(node) else None)  # or an addition in place
-        term = RULES[name](self, node) if name in RULES else NOTHING
-        if term is NOTHING:
-            return self._parameter(node)
-        if term.is_parameter:
-            return term
-        return self._rounded(replace(term, parts=term.parts | {node}), node)
-
-    def _parameter(self, node: Node) -> Term:
+            return Term("x" if self.centred else "u", degree=1)
+        rule = total if node.target in ADDS_IN_PLACE else RULES.get(name_of(node))
+        term = NOTHING if rule is None else rule(self, node)
+        if term is not NOTHING:
+            dtypes = (self.value.dtype, torch.float32)
+            return NOTHING if term.is_complete and known(node).dtype not in dtypes else term
         value = value_of(node)
         if value is None or not parameter_fits(value, self.value, self.dims):
             return NOTHING
-        source = before_exact_casts(node)
-        return Term(weight=source, inputs=casts_between(source, node))
-
-    def _rounded(self, term: Term, node: Node) -> Term:
-        """The term, with the rounding of its node's dtype."""
-        dtype = known(node).dtype
-        if not term.is_complete:
-            return term
-        if dtype not in (self.value.dtype, torch.float32):
-            return NOTHING
-        if dtype in DTYPES_16_BIT:
-            return replace(term, rounded=term.rounded | {term.stage})
-        return term
+        return Term(weight=before_exact_casts(node))

@@ -1,8 +1,8 @@
 """Find norms that are written as elementary operations, as models write them.
 
-A norm starts at the reduction that its statistic comes from: the mean or sum of squares, the
-variance, the standard deviation, or the Euclidean norm. The search follows the users of this node
-as long as they have terms (term.py), and ends at the last one that an op of tilenorm computes.
+A norm starts at the reduction that its statistic comes from: the mean or sum of squares, or the
+variance. The search follows the users of this node as long as they have terms (term.py), and ends
+at the last one that an op of tilenorm computes.
 """
 
 from collections.abc import Iterator
@@ -11,26 +11,26 @@ import torch
 from torch.fx import Node
 
 from .nodes import (
+    DTYPES_16_BIT,
+    NUMBERS,
     Left,
     argument_of,
     before_exact_casts,
     bind,
-    bind_norm,
-    casts_between,
     constant_of,
     is_idle,
+    item_of,
     name_of,
     operands_of,
     users_of,
     value_of,
+    values_of,
 )
 from .norms import Norm, known, trailing
-from .term import NOTHING, SPREADS, Reader, Term, is_one
-
-LENGTHS = ("norm", "linalg_norm", "linalg_vector_norm", "normalize")
+from .term import Reader, Term, is_one
 
 
-def match_decomposed(node: Node) -> Norm | None:
+def match_spelled_out(node: Node) -> Norm | None:
     """The norm whose statistic a node computes, or None if there is none.
 
     Raises Left if the nodes compute a norm that no single op can replace.
@@ -51,49 +51,34 @@ def extended(norm: Norm) -> Norm:
     """One of PyTorch's norms, with the casts, weight, bias and gate that are applied to its output.
 
     The same norm if there are none, or if other nodes use its output or its statistics.
-
-    Raises Left if one of these nodes is malformed.
     """
     y = norm.outputs.get("output")
-    if y is None or any(node.users for name, node in norm.outputs.items() if name != "output"):
+    if y is None or any(node.users for node in norm.outputs.values() if node is not y):
         return norm
     reader = Reader(norm.x, norm.norm == "layer", norm.dims)
-    given = [node for node in (norm.x, norm.weight, norm.bias) if node is not None]
-    before = {node: before_exact_casts(node) for node in given}
-    term = Term(
-        degree=1, power=-0.5, eps=norm.eps,
-        weight=before.get(norm.weight), bias=before.get(norm.bias),
-        parts=frozenset({*norm.parts, *norm.outputs.values()}),
-        inputs=frozenset().union(*(casts_between(before[node], node) for node in given)),
-    )  # fmt: skip
-    reader.seed(y, term)
+    weight, bias = (p if p is None else before_exact_casts(p) for p in (norm.weight, norm.bias))
+    reader.terms[y] = Term(degree=1, power=-0.5, eps=norm.eps, weight=weight, bias=bias)
     longer = _longest(reader, y, found=norm)
     return norm if longer.at is y else longer
 
 
 def _readers(node: Node) -> Iterator[Reader]:
     """The inputs that a norm may have whose statistic a node computes."""
-    reduction, name = node, name_of(node)
-    if name == "getitem" and node.args[1:] == (0,) and isinstance(node.args[0], Node):
-        reduction, name = node.args[0], name_of(node.args[0])
-        name = name if name in ("var_mean", "std_mean") else None
-    if name in ("mean", "sum"):
-        args, source = bind(node), _squared(argument_of(node))
-    elif name in SPREADS and (reduction is not node) == name.endswith("_mean"):
-        args = bind(reduction)
-        source = args["self"]
-    elif name in LENGTHS:
-        args = bind_norm(node)
-        source = args["self"]
+    source, place = item_of(node)
+    is_variance = source is not None and place == 0 and name_of(source) == "var_mean"
+    reduction = source if is_variance else node
+    if is_variance or name_of(node) == "var":
+        is_variance, x = True, argument_of(reduction)
+    elif name_of(node) in ("mean", "sum"):
+        x = _squared(argument_of(node))
     else:
         return
-    if not isinstance(source, Node) or args.get("dim") is None:
-        return
-    if dims := trailing(known(source), args["dim"]):
-        pair = operands_of("sub", source)
+    dim = bind(reduction).get("dim")
+    if dim is not None and isinstance(x, Node) and (dims := trailing(known(x), dim)):
+        pair = operands_of("sub", x)
         if pair and isinstance(pair[0], Node):
             yield Reader(pair[0], True, dims)
-        yield Reader(source, name in SPREADS, dims)
+        yield Reader(x, is_variance, dims)
 
 
 def _squared(node: object) -> object:
@@ -118,7 +103,7 @@ def _longest(reader: Reader, node: Node | None, found: Norm | None = None) -> No
         term = reader.term(node)
         if term.is_normalized:
             try:
-                found = _norm(reader, node, term)
+                found = _norm(reader, node, term, found)
             except Left as reason:
                 why = why or reason
         node = _next(reader, node, found is not None)
@@ -132,42 +117,67 @@ def _next(reader: Reader, node: Node, found: bool) -> Node | None:
     users = users_of(node)
     if found and (len(users) > 1 or any(value_of(user) is None for user in users)):
         return None
-    terms = {user: reader.term(user) for user in users}
-    return min((user for user, term in terms.items() if node in term.parts), default=None)
+    for user in users:
+        reader.term(user)
+    return min(filter(reader.computes, users), default=None)
 
 
-def _norm(reader: Reader, end: Node, term: Term) -> Norm:
-    """The norm that ends at a node. Raises Left if an op of tilenorm is not the same."""
+def _norm(reader: Reader, end: Node, term: Term, found: Norm | None) -> Norm:
+    """The norm that ends at a node. found: a norm in it.
+
+    Raises Left if an op of tilenorm is not the same.
+    """
     if term.left is not None:
         raise Left(term.left)
-    for node in sorted(term.parts):
-        part = reader.terms.get(node, NOTHING)
-        if part is not NOTHING and not part.is_complete and known(node).dtype != torch.float32:
+    inside = _between({reader.x, term.weight, term.bias, term.gate}, end)
+    parts = sorted(filter(reader.computes, inside))
+    for node in parts:
+        of_two = name_of(node) == "var_mean"
+        if not (of_two or reader.terms[node].is_complete) and known(node).dtype != torch.float32:
             dtype = value_of(node).dtype
             raise Left(f"its intermediate result {node.name} is {dtype}, not float32")
-    inside = term.parts | term.inputs
-    for node in sorted(term.parts - {end}):
-        if any(user not in inside and not is_idle(user) for user in node.users):
+    for node in parts:
+        if node is not end and any(u not in inside and not is_idle(u) for u in node.users):
             what = f"its intermediate result {node.name}"
             raise Left(f"other nodes (perhaps of its gradient) use {what}")
     if not is_one(term.scale):
         raise Left(f"its result is {term.scale:.6g} times a norm")
     dtype = reader.value.dtype
-    if value_of(end).dtype != dtype:
-        raise Left(f"its output is {value_of(end).dtype}, its input {dtype}")
+    if known(end).dtype != dtype:
+        raise Left(f"its output is {known(end).dtype}, its input {dtype}")
+    rounded = {
+        reader.terms[node].stage
+        for node in parts
+        if reader.terms[node].is_complete and known(node).dtype in DTYPES_16_BIT
+    }
+    if found is not None:
+        inside |= {*found.parts, *found.outputs.values()}
     return Norm(
         "layer" if reader.centred else "rms", reader.x, term.weight, term.bias, reader.dims,
-        term.eps, term.offset, _rounding(term, dtype), {"output": end}, end, tuple(sorted(inside)),
-        term.gate, term.activation,
+        term.eps, term.offset, _rounding(term, dtype, rounded), {"output": end}, end,
+        tuple(sorted(inside)), term.gate, term.activation,
     )  # fmt: skip
 
 
-def _rounding(term: Term, dtype: torch.dtype) -> str:
+def _between(first: set[Node | None], last: Node) -> set[Node]:
+    """The calls between some nodes and the last one, which belongs to them."""
+    found, stack = set(), [last]
+    while stack:
+        node = stack.pop()
+        computes = node.op != "placeholder" and not isinstance(values_of(node), NUMBERS)
+        if computes and node not in first and node not in found:
+            found.add(node)
+            stack += node.all_input_nodes
+    return found
+
+
+def _rounding(term: Term, dtype: torch.dtype, rounded: set[str]) -> str:
     """The rounding of tilenorm's op that rounds where the term does.
 
-    The last stage rounds to the input's dtype in any case.
+    rounded: the stages after which the result is rounded to 16 bits. The last stage rounds to the
+    input's dtype in any case.
     """
-    rounded = term.rounded - {term.stage}
+    rounded -= {term.stage}
     if not rounded:
         return "late"
     same = term.weight is not None and value_of(term.weight).dtype == dtype
