@@ -12,7 +12,19 @@ import tilenorm
 from tilenorm.ops.library import Backward
 from tilenorm.spec import Options
 
-from ..ops.helpers import ADD, EPS, FAMILY, GATED, JOINED, LAYER, RMS, call, incoming_of, random
+from ..ops.helpers import (
+    ADD,
+    EPS,
+    FAMILY,
+    GATED,
+    JOINED,
+    LAYER,
+    RMS,
+    call,
+    incoming_of,
+    op_arguments,
+    random,
+)
 from ..ops.test_branch import KINDS, made
 from ..ops.test_branch import call as call_of_branch
 from .placing import PARAMETERS, P, R, alike, case, counted, placed
@@ -307,12 +319,13 @@ def test_several_terms_and_the_output(name, form):
     given = case(form, 4, 6, N, dtype=torch.bfloat16, parameter=torch.float32)
     x, weight = given.tensors["input"], given.tensors["weight"]
     bias, how = given.tensors["bias"], (*Options(N, form.op[:-5]), EPS)
+    row = op_arguments(form.op, {}, N)[3:]
     terms = [random(4, 6, N, dtype=x.dtype, device=device(), seed=20 + i) for i in range(4)]
-    op, backward = torch.ops.tilenorm.norm, torch.ops.tilenorm.norm_backward
+    op, backward = getattr(torch.ops.tilenorm, form.op), torch.ops.tilenorm.norm_backward
 
     def results(x, weight, bias, *terms):
-        y, _, mean, rstd = op(x, None, None, weight, bias, *how, True)
-        saved = (x, None, weight, bias, mean if "layer" in form.op else None, rstd)
+        y, *mean, rstd = op(x, weight, bias, *row)
+        saved = (x, None, weight, bias, *(mean or [None]), rstd)
         mask = [True, False, False, True, True]
         return backward(terms[0], None, *saved, *how, False, mask, None, *terms[1:], True), y
 
@@ -336,12 +349,13 @@ def test_several_terms_and_the_output(name, form):
 def test_the_op_itself_and_autocast(name):
     """The op without its default argument, with it, and under autocast."""
     x, w = random(4, 6, N, device=device()), random(N, device=device())
-    how, dims = (*Options(N, "layer"), EPS, True), mesh(name).ndim
+    *how, _ = op_arguments("layer_norm", {}, N)[3:]
+    dims = mesh(name).ndim
     given = (placed(x, name, [Shard(1)] * dims), placed(w, name, [R] * dims))
-    alone = torch.ops.tilenorm.norm(x, None, None, w, None, *how)
+    alone = torch.ops.tilenorm.layer_norm(x, w, None, *how)
     for last in ((), (None,), ("reference",)):
-        found = torch.ops.tilenorm.norm(given[0], None, None, given[1], None, *how, *last)
-        assert [t.placements[0] for t in found] == [Shard(1), R, Shard(1), Shard(1)]
+        found = torch.ops.tilenorm.layer_norm(given[0], given[1], None, *how, *last)
+        assert [t.placements[0] for t in found] == [Shard(1)] * 3
         assert torch.equal(found[0].full_tensor(), alone[0])
         assert all(a.shape == b.shape for a, b in zip(found, alone, strict=True))
     with torch.autocast(device(), dtype=torch.bfloat16):

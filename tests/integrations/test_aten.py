@@ -3,12 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from tilenorm.ops.plans import spec_of_tensors
-from tilenorm.ops.tensors import Tensors
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tilenorm.spec import Options
+from tilenorm.spec import NormSpec
 
 from ..ops.helpers import name_of, random
 
@@ -48,9 +46,10 @@ def test_functional_norms_run_the_kernels(cpu, norm, weight, bias, case):
     for a, e in zip(got, expected, strict=True):
         assert a.is_contiguous()
         torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-5)
-    tensors = Tensors(x, weight=w, bias=b)
-    spec = spec_of_tensors(tensors, Options(x.shape[-dims:].numel(), norm))
-    direct = cpu.runner(spec, None).training(tensors, 1e-5)
+    dtype = "float32"
+    fields = {"weight": dtype if weight else None, "bias": dtype if bias else None}
+    spec = NormSpec(norm, x.shape[-dims:].numel(), dtype, **fields)
+    direct = cpu.runner(spec, None).forward(True)((x, w, b), 1e-5)
     assert torch.equal(got[0], direct[0])
 
 

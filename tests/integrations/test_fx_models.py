@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ..ops.helpers import EACH_DEVICE, EPS, RMS, assert_step, expected_of, name_of, random
-from .graphs import NORM, TRACERS, argument, by_dynamo, calls
+from .graphs import TRACERS, argument, by_dynamo, calls
 
 BF16, F32 = torch.bfloat16, torch.float32
 N = 64
@@ -76,7 +76,7 @@ def test_weights_per_head(dynamo):
 
         x = random(2, 3, 6, N, dtype=BF16)[:, :, 1:5]
         replaced = TRACERS["dynamo"](function, x)
-        assert NORM in [node.target for node in replaced.graph_module.graph.nodes]
+        assert calls(replaced.graph_module)
         assert torch.equal(replaced.run(x), function(x))
 
 

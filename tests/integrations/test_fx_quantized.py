@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 import tilenorm
 from tilenorm.integrations.fx import replace_norms
+from tilenorm.table import QUANTIZED_NORMS
 
 from ..ops.helpers import EPS, random
 from .chains import (
@@ -27,7 +28,11 @@ from .chains import (
 )
 from .graphs import TRACERS, argument, by_dynamo, calls, targets
 
-QUANTIZED = torch.ops.tilenorm.norm_quantized.default
+QUANTIZED = {getattr(torch.ops.tilenorm, name).default for name in QUANTIZED_NORMS}
+
+
+def quantized_calls(graph_module):
+    return [node for node in graph_module.graph.nodes if node.target in QUANTIZED]
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +65,7 @@ def test_spellings(chain, tracer):
     graph_module, report = replaced(tracer, Quantized(chain, norm), given)
     assert [kind for kind, _ in report.replaced] == [f"{norm}_quantized"]
     assert not report.left and not calls(graph_module)
-    (call,) = calls(graph_module, QUANTIZED)
+    (call,) = quantized_calls(graph_module)
     assert not argument(call, "return_output")
     assert argument(call, "power_of_2") == ("power_of_2" in chain.__name__)
     # The chain is gone.
@@ -73,15 +78,14 @@ def test_output_where_other_nodes_read_y(tracer):
     for chain, dtype in ((row, BF16), (block, F32), (static, F16)):
         module = Quantized(chain, "add_rms_norm", more=lambda y: (y, y.t().amax(0)))
         graph_module, report = replaced(tracer, module, inputs(5, dtype=dtype))
-        (call,) = calls(graph_module, QUANTIZED)
+        (call,) = quantized_calls(graph_module)
         assert argument(call, "return_output") and not report.left
 
 
 def test_the_sum_and_the_statistics_are_results():
     def norm(x, r, w):
-        y, total, mean, rstd = torch.ops.tilenorm.norm(
-            x, r, None, w, None, N, "layer", 0.0, False, "late", "silu", 1.0, EPS, True
-        )
+        given = (x, r, w, None, None, None, None, N, 0.0, "late", 1.0, EPS, True)
+        y, total, mean, rstd = torch.ops.tilenorm.add_layer_norm(*given)
         return *row(y, None), total, mean, rstd
 
     graph_module = torch.fx.experimental.proxy_tensor.make_fx(norm)(*(given := inputs(2, 3)[:3]))
@@ -124,7 +128,7 @@ def test_a_chain_that_passes_a_gradient_on_is_left():
     torch._dynamo.reset()
     module = Quantized(lambda y, s: row(y.detach(), s), more=lambda y: (y,))
     run, graph_module, report = by_dynamo(module, *given)
-    assert len(calls(graph_module, QUANTIZED)) == 1 and not report.left
+    assert len(quantized_calls(graph_module)) == 1 and not report.left
     dy = random(5, N, dtype=BF16, seed=4)
     (dx,) = torch.autograd.grad(run(*given)[-1], x, dy)
     (expected,) = torch.autograd.grad(tilenorm.rms_norm(x, (N,), w, EPS), x, dy)

@@ -15,7 +15,7 @@ from tests.guarded import guarded
 from tests.pieces import in_pieces
 from tests.quantized import HOWS, arguments, bits, label
 from tests.tolerance import assert_close
-from tilenorm.ops import quantized
+from tilenorm.ops.quantize import quantize
 from tilenorm.spec import NormSpec, Quantization
 from tilenorm.table import NORMS, QUANTIZED_NORMS
 
@@ -52,7 +52,7 @@ def check(op, how, rows, hidden, given) -> None:
         found, asked = call(op, how, rows, hidden, given)
     dtype = str(y.dtype).removeprefix("torch.")
     spec = NormSpec("rms", hidden, dtype, quantized=how)
-    q, scale, amax = quantized.reference.quantize(spec, y, asked["scale"])
+    q, scale, amax = quantize(spec, y, asked["scale"])
     wrong = (bits(found.q) != bits(q)) & ~q.float().isnan().flatten()
     assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} codes"
     assert found.q.is_contiguous()
@@ -118,9 +118,7 @@ def test_what_scaled_mm_makes_of_the_codes(scaling):
     x, w = (random(n, 2048, dtype=B, device="cuda", seed=n) for n in (512, 256))
     q, scale, *_ = tilenorm.rms_norm_quantized(x, (2048,), scaling=scaling)
     how = Quantization(scaling, layout="column" if scaling == "block" else "row")
-    codes, scales, _ = quantized.reference.quantize(
-        NormSpec("rms", 2048, "bfloat16", quantized=how), w
-    )
+    codes, scales, _ = quantize(NormSpec("rms", 2048, "bfloat16", quantized=how), w)
     recipe = F.ScalingType.RowWise if scaling == "row" else F.ScalingType.BlockWise1x128
     scales = scales.t() if scaling == "row" else scales
     found = F.scaled_mm(q, codes.t(), scale, recipe, scales, recipe, output_dtype=B).float()
