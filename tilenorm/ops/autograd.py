@@ -34,7 +34,8 @@ class Call(Function):
     @staticmethod
     def forward(ctx, how, *tensors):
         eps, laid_out, bound, run = how
-        refuse_gradient(bound.op, bound.options)
+        if not bound.differentiable:
+            refuse_gradient(bound.op, bound.options)
         made = run(tensors, eps, laid_out)
         saved = made if bound.save else bound.unsaved(made)
         ctx.save_for_backward(*bound.kept((*tensors, *saved)))

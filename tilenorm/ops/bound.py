@@ -14,7 +14,7 @@ from ..launch.toolchain import CompileError
 from ..spec import NormSpec, Options, Quantization
 from ..table import OPS, QUANTIZATION, Op
 from .direct import Plain
-from .gradients import Step, run_steps, steps_of
+from .gradients import PLACES, Step, run_steps, steps_of
 from .reference import name_of
 from .registry import MAX_ROWS, Device, Implementation, device_of, failure, record_failure, select
 
@@ -59,6 +59,7 @@ class OpSpecs:
 
     def _returns(self, count: int) -> None:
         self.returned = count
+        self.differentiable = self.spec.differentiable
         self.fixed = [i for i, port in enumerate(self.op.makes[:count]) if not port.grad]
 
     def unsaved(self, made: Sequence) -> list:
@@ -238,17 +239,20 @@ class Bound(OpSpecs):
         """
         op, norms = self.op, self.norms
         steps = steps_of(op, self.specs, asked[1:], arrived)
+
+        def run(step: Step, dy, dsum, saved, eps):
+            kept = saved[: len(step.spec.kept)]
+            return norms[step.place].backward(step.spec, step.needs)(dy, dsum, kept, eps)
+
+        def several(grads, saved, eps):
+            return None, *run_steps(op, steps, grads, saved, self.eps_of(eps), run)
+
         if len(steps) != 1 or steps[0].dy is None or op.calls:
-
-            def run(step: Step, dy, dsum, saved, eps):
-                return norms[step.place].backward(step.spec, step.needs)(dy, dsum, saved, eps)
-
-            def several(grads, saved, eps):
-                return None, *run_steps(op, steps, grads, saved, self.eps_of(eps), run)
-
             return several, Plain()
-        step, end = steps[0], len(self.spec.kept)
-        ordered, whole = step.ordered(), not self.spec.layer_scale
+        step, places = steps[0], steps[0].places
+        if places is None:
+            return several, Plain()
+        take = itemgetter(PLACES[None], *places)
         names = [port.name for port in op.makes]
         first, second = names.index(step.dy), step.dsum and names.index(step.dsum)
         compute: Callable = _nothing
@@ -257,8 +261,7 @@ class Bound(OpSpecs):
 
         def one(grads, saved, eps):
             dy, dsum = grads[first], grads[second] if second else None
-            found = compute(dy, dsum, saved if whole else saved[:end], eps)
-            return None, *ordered(found, dy, saved)
+            return take((*compute(dy, dsum, saved, eps), dy, None))
 
         return one, Plain()
 

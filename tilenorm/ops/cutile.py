@@ -53,7 +53,8 @@ class Layout(NamedTuple):
 
     rows: how many. made: what is allocated, in the order of the results; None for what is absent.
     matrix: (rows, hidden), or None where the results with rows are such a matrix. views: see
-    layout.as_read. slots, partials: scratch, or None. scales: of a quantised norm.
+    layout.as_read. slots, partials: scratch, or None. scales: of a quantised norm. cleared: the
+    places of the results that the kernels add to, or do not write whole.
     """
 
     rows: int
@@ -63,23 +64,25 @@ class Layout(NamedTuple):
     slots: Fresh | None
     partials: Fresh | None
     scales: Scales | None
+    cleared: tuple[int, ...]
 
 
 class Layouts(dict):
     """The Layout of each shape that a plan has met, the first MOST_SHAPES of them.
 
-    read: how each tensor that is read lies, as Port.lies. made: how each result lies, and its
-    dtype; None for a result that is absent.
+    read: how each tensor that is read lies, as Port.lies. there: whether it is there. made: how
+    each result lies, and its dtype; None for a result that is absent.
     """
 
     def __init__(
         self,
         plan: ForwardPlan | BackwardPlan,
         read: Sequence[str],
+        there: Sequence[bool],
         made: Sequence[tuple[str, str] | None],
     ):
         super().__init__()
-        self._plan, self._read, self._made = plan, tuple(read), tuple(made)
+        self._plan, self._read, self._made = plan, (read, there), tuple(made)
 
     def __missing__(self, shape: torch.Size) -> Layout:
         plan, spec = self._plan, self._plan.spec
@@ -88,15 +91,24 @@ class Layouts(dict):
         matrix = rows, hidden
         partials = plan.partials(rows) if rows and isinstance(plan, BackwardPlan) else None
         slots = plan.slots(rows) if rows else None
-        scales = None if how is None else Scales.of(how, hidden, rows)
+        scales, cleared = None, ()
+        if how is not None:
+            scales = Scales.of(how, hidden, rows)
+            if scales.count > MOST_SCALES:
+                raise NotImplementedError(
+                    f"{spec.op}: the kernels write up to {MOST_SCALES} scales, got {scales.count}"
+                )
+            added = ("one", "scales") if scales.padding else ("one",)
+            cleared = tuple([i for i, made in enumerate(self._made) if made and made[0] in added])
         layout = Layout(
             rows,
             tuple([m and _fresh(*m, tuple(shape), spec, rows, scales) for m in self._made]),
             None if shape == matrix else matrix,
-            Views.of(spec, rows, shape, self._read),
+            Views.of(spec, rows, shape, *self._read),
             slots and Fresh(slots, (slots[1], 1), torch.int32),
             partials and Fresh(partials, (partials[1], 1), torch.float32),
             scales,
+            cleared,
         )
         if len(self) < MOST_SHAPES:
             self[shape] = layout
@@ -140,20 +152,21 @@ def bind_forward(plan: ForwardPlan, run: Run = on_device) -> Callable:
     """
     spec, op = plan.spec, OPS[plan.spec.op]
     made_as = _made_as(op, spec, plan.save)
-    layouts = Layouts(plan, [port.lies for port in op.takes], made_as)
-    matrices = [how is not None and how[0] == "rows" for how in made_as]
+    dtypes = _dtypes_of(op, spec)
+    layouts = Layouts(plan, [port.lies for port in op.takes], list(map(bool, dtypes)), made_as)
+    matrices = _matrices_of(made_as)
     by_row, quantized, branches = (spec.hidden, 1), spec.quantized is not None, spec.branches
-    take = _taking_forward(op, spec, made_as)
+    take = _taking_forward(op, spec, dtypes, made_as)
 
     def forward(tensors: tuple, eps: float, laid_out: bool = False) -> tuple[Tensor | None, ...]:
         x = tensors[0]
-        rows, fresh, matrix, views, slots, _, scales = layouts[x.shape]
+        rows, fresh, matrix, views, slots, _, scales, cleared = layouts[x.shape]
         empty = torch_private.empty_strided_cuda if x.is_cuda else _empty_strided_cpu
-        if quantized:
-            _check_scales(op, scales)
-        made: list = [None if how is None else empty(*how) for how in fresh]
-        if quantized:
-            _clear(op, made, scales)
+        made: list = []  # a comprehension takes longer
+        for how in fresh:
+            made.append(None if how is None else empty(*how))
+        for place in cleared:
+            made[place].zero_()
         if rows:
             written = made if matrix is None else _as_matrices(made, matrices, matrix, by_row)
             if branches or not (laid_out and start_vectors(tensors)):
@@ -187,11 +200,17 @@ def _made_as(op: Op, spec: NormSpec, save: bool) -> list[tuple[str, str] | None]
     return made
 
 
-def _taking_forward(op: Op, spec: NormSpec, made_as: list) -> Callable[[tuple], tuple]:
-    """A function of an op's tensors, its results, the slots and ABSENT that returns the arrays."""
+def _dtypes_of(op: Op, spec: NormSpec) -> list[str | None]:
+    """The dtype of each tensor that an op takes; None for one that is absent, and for a number."""
     dtypes = {"x": spec.dtype, "inner_w": spec.inner and spec.inner.weight}
-    dtypes = {role: dtypes.get(role, getattr(spec, role, None)) for role in op.roles}
-    places = {role: i for i, role in enumerate(op.roles) if dtypes[role]}
+    return [dtypes.get(role, getattr(spec, role, None)) for role in op.roles]
+
+
+def _taking_forward(
+    op: Op, spec: NormSpec, dtypes: list, made_as: list
+) -> Callable[[tuple], tuple]:
+    """A function of an op's tensors, its results, the slots and ABSENT that returns the arrays."""
+    places = {role: i for i, role in enumerate(op.roles) if dtypes[i]}
     if spec.quantized is not None and spec.quantized.scaling == "tensor":
         places["scale"] = op.roles.index("given_scale")
     first = len(op.takes)
@@ -201,25 +220,17 @@ def _taking_forward(op: Op, spec: NormSpec, made_as: list) -> Callable[[tuple], 
     return itemgetter(*[places.get(name, -1) for name in names])
 
 
-def _as_matrices(made: list, matrices: list, shape: tuple, strides: tuple) -> list:
+def _matrices_of(made_as: list) -> list[int]:
+    """The places of the results that have rows."""
+    return [i for i, how in enumerate(made_as) if how is not None and how[0] == "rows"]
+
+
+def _as_matrices(made: list, places: list[int], shape: tuple, strides: tuple) -> list:
     """The results, of which those with rows are viewed as matrices."""
-    pairs = zip(made, matrices, strict=True)
-    return [reinterpret(t, shape, strides) if with_rows else t for t, with_rows in pairs]
-
-
-def _check_scales(op: Op, scales: Scales) -> None:
-    if scales.count > MOST_SCALES:
-        raise NotImplementedError(
-            f"{op.name}: the kernels write up to {MOST_SCALES} scales, got {scales.count}"
-        )
-
-
-def _clear(op: Op, made: list, scales: Scales) -> None:
-    """Fill with zeros what a quantised norm adds to, or does not write whole."""
-    added = ("one", "scales") if scales.padding else ("one",)
-    for tensor, port in zip(made, op.makes, strict=True):
-        if tensor is not None and port.lies in added:
-            tensor.zero_()
+    written = list(made)
+    for place in places:
+        written[place] = reinterpret(made[place], shape, strides)
+    return written
 
 
 def _shown(op: Op, made: list, scales: Scales) -> list:
@@ -266,8 +277,11 @@ def bind_backward(plan: BackwardPlan, kept: tuple[str, ...], run: Run = on_devic
     made_as = _gradients_as(spec, needs)
     read = ["rows", "rows", *(KEPT.get(role, "number") for role in kept)]
     read += ["rows"] * (needs.terms - 1)
-    layouts, end = Layouts(plan, read, made_as), 2 + len(kept)
-    matrices = [how is not None and how[0] == "rows" for how in made_as]
+    factors = ("dropout_mask", "layer_scale")  # which only the gradient of the input needs
+    there = [True, needs.dsum, *(r not in factors or bool(getattr(spec, r)) for r in kept)]
+    there += [True] * (needs.terms - 1)
+    layouts, end = Layouts(plan, read, there, made_as), 2 + len(kept)
+    matrices = _matrices_of(made_as)
     by_row, need_dsum, branches = (spec.hidden, 1), needs.dsum, spec.branches
     take = _taking_backward(spec, kept, made_as, need_dsum)
     parameters = [
@@ -285,9 +299,11 @@ def bind_backward(plan: BackwardPlan, kept: tuple[str, ...], run: Run = on_devic
         more: Sequence[Tensor] = (),
     ) -> Sequence[Tensor | None]:
         x = saved[0]
-        rows, fresh, matrix, views, slots, partials, _ = layouts[x.shape]
+        rows, fresh, matrix, views, slots, partials, *_ = layouts[x.shape]
         empty = torch_private.empty_strided_cuda if x.is_cuda else _empty_strided_cpu
-        made: list = [None if how is None else empty(*how) for how in fresh]
+        made: list = []  # a comprehension takes longer
+        for how in fresh:
+            made.append(None if how is None else empty(*how))
         if rows:
             written = made if matrix is None else _as_matrices(made, matrices, matrix, by_row)
             tensors = as_read((dy, dsum if need_dsum else None, *saved, *more), spec, views)

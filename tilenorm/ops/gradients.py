@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -75,29 +74,33 @@ class Step(NamedTuple):
     dsum: str | None
     kept: slice
 
-    def ordered(self) -> Callable[[tuple, Tensor, Sequence], tuple]:
-        """A function of the gradients that were computed, dy and the saved tensors that returns the
-        gradients that are asked for, in the order of `asked`.
+    @property
+    def places(self) -> tuple[int, ...] | None:
+        """Where the gradients that are asked for stand in what a backward pass returns, with dy and
+        None behind it. None where one of them is made of what it returns.
         """
-        spec, asked = self.spec, self.asked
-        shared, own = 0 if spec.shares_dx else 1, ("addend", "layer_scale")
-        places = PLACES | {"residual": shared} | dict.fromkeys(own, 6)
-        places["addend"] = 0 if _addend_as(spec) == "x" else shared
-        take = itemgetter(*[places[role] for role in asked])
-        converted = "addend" in asked and spec.addend not in (spec.dtype, spec.residual)
-        if not converted and "layer_scale" not in asked:
-            return lambda found, dy, saved: take((*found[:5], dy, None))
+        spec, shared = self.spec, 0 if self.spec.shares_dx else 1
+        own = {"residual": shared, "addend": 0 if _addend_as(spec) == "x" else shared}
+        third = "addend" in self.asked and spec.addend not in (spec.dtype, spec.residual)
+        if third or "layer_scale" in self.asked:
+            return None
+        return tuple([(PLACES | own)[role] for role in self.asked])
 
-        def order(found: tuple, dy: Tensor, saved: Sequence) -> tuple:
-            grads = list(take((*found[:5], dy, None)))
-            for i, role in enumerate(asked):
-                if role == "addend" and converted:
-                    grads[i] = grads[i].to(getattr(torch, spec.addend))
-                if role == "layer_scale":
-                    grads[i] = layer_scale_gradient(spec, found[shared], named(spec, saved))
-            return tuple(grads)
-
-        return order
+    def ordered(self, found: Sequence, dy: Tensor, saved: Sequence) -> tuple[Tensor | None, ...]:
+        """The gradients that are asked for, in the order of `asked`. found: what a backward pass
+        returns.
+        """
+        dx, dresidual, dgate, dw, db, *_ = found
+        spec = self.spec
+        total = dx if spec.shares_dx else dresidual
+        addend = dx if _addend_as(spec) == "x" else total
+        if "addend" in self.asked:
+            addend = addend.to(getattr(torch, spec.addend))
+        by_role = {"x": dx, "residual": total, "gate": dgate, "weight": dw, "bias": db}
+        by_role |= {"skip": dy, "addend": addend}
+        if "layer_scale" in self.asked:
+            by_role["layer_scale"] = layer_scale_gradient(spec, total, named(spec, saved))
+        return tuple([by_role.get(role) for role in self.asked])
 
 
 def named(spec: NormSpec, saved: Sequence) -> dict[str, Any]:
@@ -173,7 +176,7 @@ def run_steps(
         else:
             computed = any(step.needs.gradients)
             grads = run(step, dy, dsum, kept, eps[step.place]) if computed else (None,) * 5
-            given = step.ordered()(grads, dy, kept)
+            given = step.ordered(grads, dy, kept)
         there = {name: grad for name, grad in zip(step.ports, given, strict=True) if name}
         found, by_name = found | there, by_name | there
     return tuple([found.get(port.name) for port in op.takes])

@@ -80,17 +80,20 @@ def start_vectors(tensors: Sequence[Tensor | None]) -> bool:
 class Views(NamedTuple):
     """How an op's tensors are read.
 
-    lies: how each of them lies, as Port.lies. shapes: the shape and strides in which each is viewed
-    if it is contiguous. as_they_are: contiguous tensors have these shapes already.
+    lies: how each of them lies, as Port.lies. shapes: of each that is there, its place, and the
+    shape and strides in which it is viewed if it is contiguous. as_they_are: contiguous tensors
+    have these shapes already.
     """
 
     lies: tuple[str, ...]
-    shapes: tuple[tuple[tuple[int, ...], tuple[int, ...]] | None, ...]
+    shapes: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]
     as_they_are: bool
 
     @classmethod
-    def of(cls, spec: NormSpec, rows: int, shape: Sequence[int], lies: tuple[str, ...]) -> "Views":
-        """shape: of the input. rows: how many it has."""
+    def of(
+        cls, spec: NormSpec, rows: int, shape: Sequence[int], lies: Sequence[str], there: Sequence
+    ) -> "Views":
+        """shape: of the input. rows: how many it has. there: whether each tensor is there."""
         heads, hidden = spec.heads, spec.hidden
         vector = (hidden,), (1,)
         if heads:
@@ -99,9 +102,14 @@ class Views(NamedTuple):
         else:
             matrix, affine = ((rows, hidden), (hidden, 1)), vector
         by_kind = {"rows": matrix, "mask": matrix, "affine": affine, "vector": vector}
+        views = [
+            (place, *by_kind[kind])
+            for place, (kind, is_there) in enumerate(zip(lies, there, strict=True))
+            if is_there and kind in by_kind
+        ]
         # An extent of 1 may have any stride, and the compiler reads by what the stride is.
         same = tuple(shape) == matrix[0] and rows > 1 and hidden > 1 and not spec.branches
-        return cls(lies, tuple(map(by_kind.get, lies)), same)
+        return cls(tuple(lies), tuple(views), same)
 
 
 def as_read(tensors: Sequence[Tensor | None], spec: NormSpec, views: Views) -> Sequence:
@@ -109,23 +117,19 @@ def as_read(tensors: Sequence[Tensor | None], spec: NormSpec, views: Views) -> S
     mask is read as bytes, which are 0 or 1.
     """
     lies, shapes, as_they_are = views
-    addresses = 0
-    for t, shape in zip(tensors, shapes, strict=True):
-        if t is not None and shape is not None:
-            if not t.is_contiguous():
-                return [_read_apart(*each, spec) for each in zip(tensors, lies, strict=True)]
-            addresses |= t.data_ptr()
+    addresses, read = 0, list(tensors)
+    for place, shape, strides in shapes:
+        t = tensors[place]
+        if not t.is_contiguous():
+            addresses = 1
+            break
+        addresses |= t.data_ptr()
+        if not as_they_are:
+            read[place] = reinterpret(t, shape, strides)
     if addresses % VECTOR_BYTES:
         return [_read_apart(*each, spec) for each in zip(tensors, lies, strict=True)]
-    if as_they_are:
-        return tensors
-    read = []  # a comprehension takes longer
-    for t, shape in zip(tensors, shapes, strict=True):
-        if t is not None and shape is not None:
-            t = reinterpret(t, *shape)
-            if t.dtype == torch.bool:
-                t = t.view(torch.uint8)
-        read.append(t)
+    if spec.branches:
+        read = [t.view(torch.uint8) if t is not None and t.dtype == torch.bool else t for t in read]
     return read
 
 

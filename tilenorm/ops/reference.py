@@ -31,11 +31,14 @@ def bind_forward(spec: NormSpec) -> Callable | None:
     if spec.inner is not None:
         return None
     op, plain, how = OPS[spec.op], spec.unquantized, spec.quantized
-    roles, made = op.roles, op.made
+    roles, made, has_operator = op.roles, op.made, _has_operator(spec)
 
     def forward(tensors: tuple, eps: float, _laid_out: bool = False) -> tuple:
-        given = dict(zip(roles, tensors, strict=True))
-        found = normalize(plain, given, eps)
+        given, x = dict(zip(roles, tensors, strict=True)), tensors[0]
+        if has_operator and x.is_cpu and x.numel():
+            found = _by_operator(plain, given, eps)
+        else:
+            found = _by_formula(plain, given, eps)
         if how is not None:
             q, scale, amax = quantize(spec, found["y"], given["given_scale"])
             found |= {"q": q, "scale": scale, "amax": amax}
@@ -46,12 +49,15 @@ def bind_forward(spec: NormSpec) -> Callable | None:
     return forward
 
 
-def normalize(spec: NormSpec, given: Given, eps: float) -> Given:
+def _by_formula(spec: NormSpec, given: Given, eps: float) -> Given:
     """y, sum, mean and rstd by name; mean and rstd are (rows,). given: the tensors of the norm."""
+    found = with_rows(formula(spec, given, eps))
+    return found | {"y": reshaped(found["y"], found["y"].shape)}
+
+
+def _by_operator(spec: NormSpec, given: Given, eps: float) -> Given:
+    """The same by PyTorch's own operator."""
     x, skip = given["x"], given.get("skip")
-    if not _is_fast(spec, x):
-        found = with_rows(formula(spec, given, eps))
-        return found | {"y": reshaped(found["y"], found["y"].shape)}
     total = total_of(spec, given) if spec.residual else None
     rows = rows_of(x if total is None else total, spec, x.dtype).reshape(-1, spec.hidden)
     hidden, mean, weight = (spec.hidden,), None, given["weight"]
@@ -212,8 +218,8 @@ def _output_again(spec: NormSpec, saved: Given, dtype: torch.dtype, eps: float) 
     """
     x, weight, bias = (saved.get(role) for role in ("x", "weight", "bias"))
     if x.dtype == dtype:
-        given = {"x": x, "weight": weight, "bias": bias}
-        return normalize(replace(spec, residual=None), given, eps)["y"]
+        plain = replace(spec, residual=None)
+        return bind_forward(plain)((x, weight, bias), eps)[0]
     x_hat = _normalize(spec, rows_of(x, spec, statistics_dtype(x)), None, eps)[0]
     return affine(spec, x_hat, weight, bias, dtype).to(dtype).reshape(x.shape)
 
@@ -235,14 +241,17 @@ def weigh(spec: NormSpec, g: Tensor, weight: Tensor | None) -> Tensor:
 
 
 def _is_fast(spec: NormSpec, x: Tensor) -> bool:
-    """Whether PyTorch's own operators on the CPU compute the norm, with PyTorch's own error.
+    """Whether PyTorch's own operators on the CPU compute the norm, with PyTorch's own error."""
+    return bool(x.is_cpu and x.numel() and _has_operator(spec))
+
+
+def _has_operator(spec: NormSpec) -> bool:
+    """Whether they compute it of tensors on the CPU that have elements.
 
     A sum may be in another dtype than the input, a weight too, and then no operator fits. Rounding
     early differs from rounding late in 16 bits alone.
     """
-    if not x.is_cpu or not x.numel() or spec.gate or spec.heads:
-        return False
-    if spec.residual not in (None, spec.dtype):
+    if spec.gate or spec.heads or spec.residual not in (None, spec.dtype):
         return False
     if spec.rounding == "early" and spec.dtype not in ("float32", "float64"):
         return False

@@ -128,8 +128,10 @@ LIES = {"x": "rows", "residual": "rows", "gate": "rows", "weight": "affine", "bi
 def _read(spec: NormSpec, given: Given, rows: int) -> dict[str, Tensor | None]:
     """The tensors of these roles as the kernels read them, by the names of the arrays."""
     there = {role: lies for role, lies in LIES.items() if role in given}
-    views = Views.of(spec, rows, given["x"].shape, tuple(there.values()))
-    return dict(zip(there, as_read([given[role] for role in there], spec, views), strict=True))
+    tensors = [given[role] for role in there]
+    present = [tensor is not None for tensor in tensors]
+    views = Views.of(spec, rows, given["x"].shape, tuple(there.values()), present)
+    return dict(zip(there, as_read(tensors, spec, views), strict=True))
 
 
 def _read_backward(spec: NormSpec, dy: Tensor, saved: Given) -> dict[str, Any]:
