@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from .table import OPS
+from .table import FACTORS, OPS
 
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "bool": 1}
 DIGITS = {"bfloat16": 8, "float16": 11, "float32": 24, "float64": 53}  # binary ones
@@ -21,7 +21,7 @@ LAYOUTS = {
 # The fields of NormSpec that are dtypes of tensors: `dtype` is that of x, and each other field has
 # the name of its tensor's role.
 TENSORS = ("dtype", "residual", "gate", "weight", "bias", "addend", "skip")
-TENSORS += ("dropout_mask", "layer_scale")
+TENSORS += FACTORS
 MAX_TERMS = 4  # of dy, that one backward pass adds up
 # No table, no rule and no candidate of the tuner has blocks share a row of fewer elements.
 SHARED_FROM = 8192
@@ -147,7 +147,7 @@ class NormSpec:
         """The dtypes of the tensors, in the order of TENSORS; None for an absent tensor."""
         return tuple(getattr(self, name) for name in TENSORS)
 
-    @cached_property
+    @property
     def joins(self) -> bool:
         """Whether something is added to x before the residual, or to the normalised rows, or x is
         masked or scaled.
@@ -162,7 +162,12 @@ class NormSpec:
     @property
     def branches(self) -> bool:
         """Whether x is masked or scaled before it is added to the residual."""
-        return bool(self.dropout_mask or self.layer_scale)
+        return any(getattr(self, name) for name in FACTORS)
+
+    @property
+    def keeps_input(self) -> bool:
+        """Whether autograd saves x as well as the sum: the layer scale's gradient is made of it."""
+        return self.layer_scale is not None
 
     @property
     def unserved(self) -> str | None:
@@ -196,8 +201,7 @@ class NormSpec:
     @property
     def without_joins(self) -> "NormSpec":
         """The same norm, where operations of their own do what `joins` tells of."""
-        names = ("addend", "skip", "dropout_mask", "layer_scale")
-        return replace(self, **dict.fromkeys(names))
+        return replace(self, **dict.fromkeys(("addend", "skip", *FACTORS)))
 
     @property
     def op(self) -> str:
@@ -215,10 +219,10 @@ class NormSpec:
         """
         roles = ["x", *(name for name in ("gate", "weight", "bias") if getattr(self, name))]
         roles += ["mean", "rstd"] if self.norm == "layer" else ["rstd"]
-        roles += [name for name in ("dropout_mask", "layer_scale") if getattr(self, name)]
+        roles += [name for name in FACTORS if getattr(self, name)]
         return tuple(roles)
 
-    @cached_property
+    @property
     def unquantized(self) -> "NormSpec":
         """The same norm, whose output is not quantised."""
         return replace(self, quantized=None) if self.quantized else self

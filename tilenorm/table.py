@@ -208,6 +208,10 @@ RMS_NORM_ADD_RMS_NORM = Op(
 _PAIRS = zip(_ops_of("rms"), _ops_of("layer"), strict=True)
 _ROWS = (*(op for pair in _PAIRS for op in pair), RMS_NORM_ADD_RMS_NORM)
 OPS = {op.name: op for op in _ROWS}
+# What multiplies the input before the residual is added, in this order. A mask has no gradient.
+FACTORS = MASK, VECTOR = DROPOUT_MASK.role, LAYER_SCALE.role
+# How the tensor of each role lies.
+LIES = {port.role: port.lies for op in _ROWS for port in (*op.takes, *op.makes)}
 # The ops of one norm, by whether their output is quantised.
 NORMS = tuple(op.name for op in _ROWS if not op.calls and not op.quantized)
 QUANTIZED_NORMS = tuple(op.name for op in _ROWS if op.quantized)

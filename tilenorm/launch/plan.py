@@ -18,6 +18,7 @@ from ..kernels.column_sum import column_sum
 from ..kernels.constants import BackwardHow, RowHow, SharedHow, StreamHow
 from ..kernels.forward import row_forward, shared_forward, stream_forward
 from ..spec import NormSpec
+from ..table import FACTORS
 from . import heuristics
 from .calls import (
     MAX_GRID,
@@ -89,7 +90,7 @@ def backward_spec(spec: NormSpec, needs: Needs) -> NormSpec:
     skip = None if spec.skip == spec.dtype else spec.skip
     rounding = spec.rounding if needs.output else "late"
     if not needs.dx:
-        spec = replace(spec, dropout_mask=None, layer_scale=None, dropout_scale=1.0)
+        spec = replace(spec, **dict.fromkeys(FACTORS), dropout_scale=1.0)
     return replace(spec, addend=None, skip=skip, rounding=rounding, quantized=None)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import SymFloat, SymInt, Tensor
 
 from ..spec import FP8, GROUPS, LAYOUTS
-from ..table import OPS, OPTIONS, Op
+from ..table import FACTORS, MASK, OPS, OPTIONS, VECTOR, Op
 from .reference import statistics_dtype
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -272,8 +272,12 @@ def _check_affine(op: str, name: str, parameter: Tensor, shape: tuple, input: Te
 
 
 # By how a port lies. The one scalar has a check of its own.
-CHECKS = {"rows": _check_rows, "mask": _check_mask, "vector": _check_vector}
-CHECKS["affine"] = _check_affine
+CHECKS = {
+    "rows": _check_rows,
+    "mask": _check_mask,
+    "vector": _check_vector,
+    "affine": _check_affine,
+}
 
 
 def _check_bias(op: str, given: dict) -> None:
@@ -298,20 +302,18 @@ def _check_addend(op: str, given: dict) -> None:
 
 def _check_branch(op: str, given: dict, scale: float) -> None:
     """Check that what multiplies the input goes with the other arguments."""
-    if given["dropout_mask"] is None and scale != 1:
-        raise ValueError(
-            f"{op}: argument 'dropout_scale' takes 1.0 without a dropout_mask, got {scale}"
-        )
-    for name in ("dropout_mask", "layer_scale"):
+    if given[MASK] is None and scale != 1:
+        raise ValueError(f"{op}: argument 'dropout_scale' takes 1.0 without a {MASK}, got {scale}")
+    for name in FACTORS:
         if given[name] is not None and given["addend"] is not None:
             raise RuntimeError(f"{op}: argument {name!r} takes None with two residuals, got one")
-    # The gradient of the layer scale is made of the residual's.
+    # The gradient of the vector is made of the residual's.
     input, residual = given["input"], given["residual"]
     digits = torch.finfo(residual.dtype).eps > torch.finfo(input.dtype).eps
-    if given["layer_scale"] is not None and digits:
+    if given[VECTOR] is not None and digits:
         raise RuntimeError(
             f"{op}: argument 'residual' takes at least the digits of the input's {input.dtype}"
-            f" with a layer_scale, got {residual.dtype}"
+            f" with a {VECTOR}, got {residual.dtype}"
         )
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ..spec import NormSpec
-from ..table import Op
+from ..table import FACTORS, Op
 from . import reference
 from .bound import OpSpecs, refuse_gradient
 from .gradients import Step, named, run_steps, steps_of
@@ -88,7 +88,7 @@ def by_op(
             f"tilenorm::{what.op.name}: save was False, its backward needs it; pass True"
         )
     saved = (by_role.get(role) for role in ("x", "gate", "weight", "bias", "mean", "rstd"))
-    factors = {role: by_role.get(role) for role in ("dropout_mask", "layer_scale")}
+    factors = {role: by_role.get(role) for role in FACTORS}
     last = (*spec.options, eps, spec.residual is not None, list(step.needs.gradients), what.backend)
     return torch.ops.tilenorm.norm_backward(dy, dsum, *saved, *last, **factors)[:5]
 

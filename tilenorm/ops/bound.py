@@ -44,7 +44,7 @@ class OpSpecs:
     ):
         self.op, self.options, self.dtypes, self.backend = op, options, dtypes, backend
         self.save = save
-        self.specs = _specs_of(op, options, dtypes, heads)
+        self.specs = specs_of(op, options, dtypes, heads)
         self.spec = self.specs[0] if len(self.specs) == 1 else NormSpec.chained(*self.specs)
         names = [port.name for port in (*op.takes, *op.makes)]
         places: list[int] = []
@@ -52,7 +52,7 @@ class OpSpecs:
             ports = stage.ports
             x = ports["sum"] if spec.residual else ports["x"]
             kept = [x, *(ports[role] for role in spec.kept[1:])]
-            places += map(names.index, [*kept, *[ports["x"]] * bool(spec.layer_scale)])
+            places += map(names.index, [*kept, *[ports["x"]] * spec.keeps_input])
         # Of an op's tensors and results, those that autograd saves.
         self.kept: Callable[[tuple], tuple] = itemgetter(*places)
         self._returns(len(op.makes))
@@ -72,7 +72,7 @@ class OpSpecs:
         return eps if self.op.calls else (eps,)
 
 
-def _specs_of(
+def specs_of(
     op: Op, options: tuple, dtypes: Sequence[torch.dtype | None], heads: Sequence[int]
 ) -> tuple[NormSpec, ...]:
     names = [None if d is None else name_of(d) for d in dtypes]
@@ -97,20 +97,14 @@ def options_of(op: Op, options: tuple) -> Options:
 
 
 def spec_of(op: Op, options: tuple, dtypes: dict[str, str | None], heads: int = 0) -> NormSpec:
-    """The spec of an op that has one norm. dtypes: by the roles of the tensors that it takes.
-
-    Raises NotImplementedError for a norm that no implementation has.
-    """
+    """The spec of an op that has one norm. dtypes: by the roles of the tensors that it takes."""
     how = None
     if op.quantized:
         by_name = dict(zip(op.options, options[1:], strict=True))
         scaling, dtype, *rest = (by_name[name] for name in QUANTIZATION)
         how = Quantization(scaling, name_of(dtype), *rest)
         dtypes = {role: of for role, of in dtypes.items() if role != "given_scale"}
-    spec = NormSpec.of_tensors(options_of(op, options), dtypes, heads, quantized=how)
-    if spec.unserved:
-        raise NotImplementedError(f"tilenorm::{op.name}: {spec.unserved}")
-    return spec
+    return NormSpec.of_tensors(options_of(op, options), dtypes, heads, quantized=how)
 
 
 def refuse_gradient(op: Op, options: tuple) -> None:
@@ -122,17 +116,18 @@ def refuse_gradient(op: Op, options: tuple) -> None:
         )
 
 
-def heads_of(op: Op, tensors: Sequence[Tensor | None], hidden: int) -> tuple[int, ...]:
-    """For each tensor that an op takes, how many rows of `hidden` elements a weight or bias has; 0
-    for the others, and for one that has one.
+def kinds_of(op: Op, tensors: Sequence[Tensor | None], hidden: int) -> tuple[tuple, tuple]:
+    """For each tensor that an op takes, its dtype, None for an absent one; and how many rows of
+    `hidden` elements a weight or bias has, 0 for the others and for one that has one.
     """
-    found = []
+    dtypes, heads = [], []
     for port, tensor in zip(op.takes, tensors, strict=True):
+        dtypes.append(None if tensor is None else tensor.dtype)
         rows = 0
         if port.lies == "affine" and tensor is not None and hidden:
             rows = tensor.numel() // hidden
-        found.append(rows if rows > 1 else 0)
-    return tuple(found)
+        heads.append(rows if rows > 1 else 0)
+    return tuple(dtypes), tuple(heads)
 
 
 def specs_of_tensors(
@@ -143,8 +138,7 @@ def specs_of_tensors(
     save: bool = True,
 ) -> OpSpecs:
     """An op for the tensors of a call."""
-    dtypes = tuple([None if t is None else t.dtype for t in tensors])
-    return OpSpecs(op, options, dtypes, heads_of(op, tensors, options[0]), backend, save)
+    return OpSpecs(op, options, *kinds_of(op, tensors, options[0]), backend, save)
 
 
 class Bound(OpSpecs):
@@ -162,6 +156,9 @@ class Bound(OpSpecs):
 
     def __init__(self, op, options, dtypes, heads, backend, device: Device, long: bool):
         super().__init__(op, options, dtypes, heads, backend)
+        for spec in self.specs:
+            if spec.unserved:
+                raise NotImplementedError(f"tilenorm::{op.name}: {spec.unserved}")
         self.device, self.plain = device, Plain()
         self._returns(op.shown)
         rows = MAX_ROWS + 1 if long else 0
@@ -179,7 +176,7 @@ class Bound(OpSpecs):
 
     def _forward(self, save: bool) -> Callable:
         chosen = self._one_pass()
-        run = chosen and chosen.forward(self.spec, self.device, save)
+        run = None if chosen is None else chosen.forward(self.spec, self.device, save)
         if run is None:
             return self._norm_by_norm(save)
         chained = bool(self.op.calls)
@@ -289,11 +286,11 @@ class BoundNorm:
 
     def _forward(self, save: bool) -> Callable:
         chosen = self.implementation
-        run = chosen.forward(self.spec, self.device, save)
+        run: Any = chosen.forward(self.spec, self.device, save)
 
         def forward(tensors, eps):
             try:
-                return run(tensors, eps)
+                return run(tensors, eps, False)
             except CompileError as error:
                 self.replace(chosen, error)
             return self.forward(save)(tensors, eps)
@@ -336,8 +333,7 @@ def bound_of(
     return _bound(
         op.name,
         options,
-        tuple([None if t is None else t.dtype for t in tensors]),
-        heads_of(op, tensors, hidden),
+        *kinds_of(op, tensors, hidden),
         x.device.type,
         x.get_device(),
         x.numel() > MAX_ROWS * hidden,

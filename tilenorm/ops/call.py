@@ -13,7 +13,7 @@ from torch.overrides import has_torch_function
 from ..table import OPS, Op
 from . import arguments, legacy, library, overrides, torch_private  # noqa: F401 (legacy defines ops)
 from .autograd import apply, call_needs_grad
-from .bound import Bound, bound_of, refuse_gradient, specs_of_tensors
+from .bound import Bound, bound_of, kinds_of, refuse_gradient, specs_of
 from .direct import MOST_GUARDS, in_onnx_export, is_plain, is_transformed
 from .registry import MAX_ROWS, device_of, refuse_transformed, select_transformed
 from .split import norm as split
@@ -173,7 +173,7 @@ def _select_transformed(op: Op, tensors: tuple, options: tuple, backend: str | N
         refuse_transformed(op.name, backend)  # a graph has no place for a warning
         return
     x = tensors[0]
-    for spec in specs_of_tensors(op, tensors, options).specs:
+    for spec in specs_of(op, options, *kinds_of(op, tensors, options[0])):
         select_transformed(spec, device_of(x.device.type, x.get_device()), backend)
 
 

@@ -18,7 +18,7 @@ from ..launch.plan import BackwardPlan, ForwardPlan, chain_refused, plan_backwar
 from ..launch.scales import Scales
 from ..launch.target import Target
 from ..spec import NormSpec
-from ..table import OPS, Op
+from ..table import FACTORS, LIES, MASK, OPS, Op
 from . import torch_private
 from .layout import Views, as_read, contiguous_strides_of, shaped_as, start_vectors
 from .quantize import quantize, scale_of
@@ -27,9 +27,6 @@ from .torch_private import reinterpret
 Run = Callable[[Sequence[Launch], tuple, int], None]
 MOST_SHAPES = 256  # that a bound call keeps
 MOST_SCALES = 2**31 - 1  # the kernels number scales in 32 bits
-# How the tensors of NormSpec.kept lie. "number" is read as it is, and so is what is not read.
-KEPT = {"x": "rows", "gate": "rows", "weight": "affine", "bias": "affine"}
-KEPT |= {"dropout_mask": "mask", "layer_scale": "vector"}
 # The arrays that a backward pass makes, in the order in which it returns them, and how they lie.
 GRADIENTS = {"dx": "rows", "dresidual": "rows", "dgate": "rows", "dw": "affine", "db": "affine"}
 GRADIENTS |= {"y": "rows"}
@@ -202,7 +199,7 @@ def _made_as(op: Op, spec: NormSpec, save: bool) -> list[tuple[str, str] | None]
 
 def _dtypes_of(op: Op, spec: NormSpec) -> list[str | None]:
     """The dtype of each tensor that an op takes; None for one that is absent, and for a number."""
-    dtypes = {"x": spec.dtype, "inner_w": spec.inner and spec.inner.weight}
+    dtypes: dict = {"x": spec.dtype, "inner_w": spec.inner and spec.inner.weight}
     return [dtypes.get(role, getattr(spec, role, None)) for role in op.roles]
 
 
@@ -275,10 +272,10 @@ def bind_backward(plan: BackwardPlan, kept: tuple[str, ...], run: Run = on_devic
     """
     spec, needs = plan.spec, plan.needs
     made_as = _gradients_as(spec, needs)
-    read = ["rows", "rows", *(KEPT.get(role, "number") for role in kept)]
+    read = ["rows", "rows", *(LIES[role] for role in kept)]
     read += ["rows"] * (needs.terms - 1)
-    factors = ("dropout_mask", "layer_scale")  # which only the gradient of the input needs
-    there = [True, needs.dsum, *(r not in factors or bool(getattr(spec, r)) for r in kept)]
+    # Only the gradient of the input needs the factors.
+    there = [True, needs.dsum, *(r not in FACTORS or bool(getattr(spec, r)) for r in kept)]
     there += [True] * (needs.terms - 1)
     layouts, end = Layouts(plan, read, there, made_as), 2 + len(kept)
     matrices = _matrices_of(made_as)
@@ -346,11 +343,10 @@ def _taking_backward(
     names = *GRADIENTS, "partials", "slots", "dy"
     made = {name: end + i for i, name in enumerate(names)}
     absent = [name for name, how in zip(GRADIENTS, made_as, strict=True) if how is None]
-    factors = ("dropout_mask", "layer_scale")
-    absent += [name for name in factors if not getattr(spec, name)]
+    absent += [name for name in FACTORS if not getattr(spec, name)]
     places = {name: i for name, i in (places | made).items() if name not in absent}
     fields: Any = BackwardArrays._fields
-    fields = fields if spec.branches else fields[: fields.index(factors[0])]
+    fields = fields if spec.branches else fields[: fields.index(MASK)]
     return itemgetter(*[places.get(name, -1) for name in fields])
 
 

@@ -13,11 +13,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..table import OPS
+from ..table import FACTORS, OPS
 from .bound import Bound, BoundNorm, bound_of, norm_of
 from .direct import Plain
 from .layout import contiguous_strides_of, rows_shape, vector_of
-from .norm_backward import FACTORS, FIRST, TERMS, Backward
+from .norm_backward import FIRST, TERMS, Backward
 from .registry import MAX_ROWS, on_device_of
 from .torch_private import reinterpret
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..launch.calls import Needs
 from ..spec import NormSpec
-from ..table import OPS, Op
-from .reference import branched, layer_scale_gradient
+from ..table import FACTORS, OPS, VECTOR, Op
+from .reference import branched, vector_gradient
 
 # Where a gradient stands in what a backward pass returns, by the role of the tensor. Behind these
 # stand dy, which is a skip's gradient, and None.
@@ -30,7 +30,7 @@ def needs_of(
     output: see Needs.
     """
     roles = set(asked)
-    if "layer_scale" in roles:  # its gradient is made of the residual's
+    if VECTOR in roles:  # its gradient is made of the residual's
         roles.add("residual")
     if "addend" in roles:
         roles.add(_addend_as(spec))
@@ -82,7 +82,7 @@ class Step(NamedTuple):
         spec, shared = self.spec, 0 if self.spec.shares_dx else 1
         own = {"residual": shared, "addend": 0 if _addend_as(spec) == "x" else shared}
         third = "addend" in self.asked and spec.addend not in (spec.dtype, spec.residual)
-        if third or "layer_scale" in self.asked:
+        if third or VECTOR in self.asked:
             return None
         return tuple([(PLACES | own)[role] for role in self.asked])
 
@@ -98,8 +98,8 @@ class Step(NamedTuple):
             addend = addend.to(getattr(torch, spec.addend))
         by_role = {"x": dx, "residual": total, "gate": dgate, "weight": dw, "bias": db}
         by_role |= {"skip": dy, "addend": addend}
-        if "layer_scale" in self.asked:
-            by_role["layer_scale"] = layer_scale_gradient(spec, total, named(spec, saved))
+        if VECTOR in self.asked:
+            by_role[VECTOR] = vector_gradient(spec, total, named(spec, saved))
         return tuple([by_role.get(role) for role in self.asked])
 
 
@@ -121,7 +121,7 @@ def steps_of(
     first = {port.name for port in op.takes}
     kept, end = [], 0
     for spec in specs:
-        start, end = end, end + len(spec.kept) + bool(spec.layer_scale)
+        start, end = end, end + len(spec.kept) + spec.keeps_input
         kept.append(slice(start, end))
     steps = []
     for place in reversed(range(len(specs))):
@@ -193,8 +193,8 @@ def through_sum(
             dtype = spec.dtype if role == "x" else getattr(spec, role)
             grad = dsum.to(getattr(torch, dtype), copy=True)
         if role == "x":
-            grad = branched(spec, grad, saved.get("layer_scale"), saved.get("dropout_mask"))
-        if role == "layer_scale":
-            grad = layer_scale_gradient(spec, dsum, saved)
+            grad = branched(spec, grad, *map(saved.get, FACTORS[::-1]))
+        if role == VECTOR:
+            grad = vector_gradient(spec, dsum, saved)
         found.append(grad)
     return found

@@ -6,15 +6,16 @@ Each calls the op of the table that does the same, and returns what it returned 
 import torch
 from torch import Tensor
 
-from ..table import OPS
+from ..table import FACTORS, OPS
 from .library import LIBRARY, TAGS
 from .norm_backward import OPTIONS
 from .reference import statistics_dtype
 
+LAST = ("addend", "skip", *FACTORS)
 LIBRARY.define(
     "norm(Tensor input, Tensor? residual, Tensor? gate, Tensor? weight, Tensor? bias,"
-    f" {OPTIONS}, float eps, bool save, str? backend=None, Tensor? addend=None,"
-    " Tensor? skip=None, Tensor? dropout_mask=None, Tensor? layer_scale=None)"
+    f" {OPTIONS}, float eps, bool save, str? backend=None"
+    f"{''.join(f', Tensor? {name}=None' for name in LAST)})"
     " -> (Tensor output, Tensor sum, Tensor mean, Tensor rstd)",
     tags=TAGS,
 )
@@ -50,14 +51,14 @@ def _called(name: str, given: dict, options: dict, eps: tuple, save: bool, backe
 
 def norm(
     input, residual, gate, weight, bias, hidden, norm, offset, gate_first, rounding, activation,
-    dropout_scale, eps, save, backend=None, addend=None, skip=None, dropout_mask=None,
-    layer_scale=None,
+    dropout_scale, eps, save, backend=None, *others,
 ) -> tuple[Tensor, ...]:  # fmt: skip
+    last = dict(zip(LAST, (*others, *[None] * len(LAST)), strict=False))
+    skip = last.pop("skip")
     before = "add_" if residual is not None else "gated_" if gate is not None else ""
     name = f"{before}{norm}_norm{'_add' if skip is not None else ''}"
-    given = {"input": input, "gate": gate, "weight": weight, "bias": bias, "addend": addend}
-    given |= {"residual": residual if skip is None else skip}
-    given |= {"dropout_mask": dropout_mask, "layer_scale": layer_scale}
+    given = {"input": input, "gate": gate, "weight": weight, "bias": bias, **last}
+    given["residual"] = residual if skip is None else skip
     options = {"hidden": hidden, "offset": offset, "rounding": rounding, "activation": activation}
     options |= {"norm_before_gate": not gate_first, "dropout_scale": dropout_scale}
     found = _called(name, given, options, (eps,), save, backend)

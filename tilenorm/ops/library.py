@@ -16,7 +16,7 @@ from ..spec import Quantization
 from ..table import OPS, OPTIONS, Op, Port
 from . import reference
 from .autograd import Call, call_needs_grad, gradients
-from .bound import bound_of, specs_of_tensors
+from .bound import bound_of, kinds_of, specs_of, specs_of_tensors
 from .inductor import tell_inductor
 from .layout import rows_shape
 from .quantize import SCALE_DTYPES, quantize
@@ -130,9 +130,9 @@ def _run_by(bound, op: Op, called: Called, save: bool) -> tuple[Tensor, ...]:
 
 def formula(op: Op, tensors: Sequence, options: tuple, eps: tuple) -> tuple[Tensor | None, ...]:
     """What an op makes, of PyTorch's differentiable operations; mean and rstd are (rows,)."""
-    what = specs_of_tensors(op, tensors, options)
+    specs = specs_of(op, options, *kinds_of(op, tensors, options[0]))
     found = dict(zip([port.name for port in op.takes], tensors, strict=True))
-    for stage, spec, own in zip(op.stages, what.specs, eps, strict=True):
+    for stage, spec, own in zip(op.stages, specs, eps, strict=True):
         given = {role: found.get(port) for role, port in stage.ports.items()}
         made = reference.with_rows(reference.formula(spec.unquantized, given, own))
         if spec.quantized:

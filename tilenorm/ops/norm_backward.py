@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..launch.calls import Needs
 from ..spec import NormSpec, Options
+from ..table import FACTORS
 from . import reference
 from .bound import norm_of
 from .gradients import PLACES, needs_of, refuse_output
@@ -20,7 +21,6 @@ from .torch_private import in_forward_mode
 _TYPES = {int: "SymInt", float: "float", bool: "bool", str: "str"}
 OPTIONS = ", ".join(f"{_TYPES[kind]} {name}" for name, kind in get_type_hints(Options).items())
 TERMS = ("grad_output_2", "grad_output_3", "grad_output_4")
-FACTORS = ("dropout_mask", "layer_scale")
 # The first tensors, and the roles of those that the forward pass saved.
 FIRST = ("grad_output", "grad_sum", "input", "gate", "weight", "bias", "mean", "rstd")
 SAVED = ("x", *FIRST[3:], *FACTORS)
@@ -30,7 +30,7 @@ LIBRARY.define(
     " Tensor? weight, Tensor? bias, Tensor? mean, Tensor rstd,"
     f" {OPTIONS}, float eps, bool added, bool[5] output_mask, str? backend=None,"
     " Tensor? grad_output_2=None, Tensor? grad_output_3=None, Tensor? grad_output_4=None,"
-    " bool output=False, Tensor? dropout_mask=None, Tensor? layer_scale=None)"
+    f" bool output=False{''.join(f', Tensor? {name}=None' for name in FACTORS)})"
     " -> (Tensor grad_input, Tensor grad_residual, Tensor grad_gate, Tensor grad_weight,"
     " Tensor grad_bias, Tensor output)",
     tags=TAGS,

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.overrides import handle_torch_function
 
-from ..table import OPS, Op
+from ..table import FACTORS, OPS, Op
 from . import arguments
 from .torch_private import ragged_dimension
 
@@ -54,7 +54,7 @@ def overridden(call: Callable, name: str, tensors, normalized_shape, eps, asked,
         if port.lies == "affine" or given[port.name] is not None
     }
     options = dict(zip(op.options, asked, strict=True))
-    if not (by_name.keys() & {"dropout_mask", "layer_scale"}) and options.get("dropout_scale") == 1:
+    if by_name.keys().isdisjoint(FACTORS) and options.get("dropout_scale") == 1:
         del options["dropout_scale"]
     by_name |= {"eps": eps, "backend": backend} | options
     relevant = [t for t in tensors if t is not None]

@@ -15,7 +15,7 @@ from torch.nn.functional import silu
 
 from ..launch.calls import Needs
 from ..spec import NormSpec, Options
-from ..table import OPS
+from ..table import FACTORS, MASK, OPS, VECTOR
 from .layout import rows_shape
 from .quantize import quantize
 from .torch_private import fused_rms_norm, reshaped
@@ -165,7 +165,7 @@ def backward(
     dinput = None
     if needs.dx:
         dinput = dx.to((dy if spec.residual else x).dtype).reshape(x.shape)
-        dinput = branched(spec, dinput, saved.get("layer_scale"), saved.get("dropout_mask"))
+        dinput = branched(spec, dinput, *map(saved.get, FACTORS[::-1]))
     grads = (
         dinput,
         dx.to(x.dtype).reshape(x.shape) if needs.dresidual else None,
@@ -186,17 +186,17 @@ def branched(spec: NormSpec | Options, x: Tensor, *factors: Tensor | None) -> Te
     return x
 
 
-def layer_scale_gradient(spec: NormSpec, dsum: Tensor, saved: Given) -> Tensor:
-    """The gradient of the layer scale: the sum over rows of dsum · x, x as it was scaled. dsum: the
-    gradient of the whole sum, that of the residual.
+def vector_gradient(spec: NormSpec, dsum: Tensor, saved: Given) -> Tensor:
+    """The gradient of VECTOR, the layer scale: the sum over rows of dsum · x, x as it was scaled.
+    dsum: the gradient of the whole sum, that of the residual.
     """
-    x, layer_scale = saved["input"], saved["layer_scale"]
+    x, vector = saved["input"], saved[VECTOR]
     dtype = statistics_dtype(x)
-    u = branched(spec, x, saved.get("dropout_mask"))
+    u = branched(spec, x, saved.get(MASK))
     products = (dsum.to(x.dtype).to(dtype) * u.to(dtype)).contiguous()  # for one order of the sum
-    leading = x.dim() - layer_scale.dim()
+    leading = x.dim() - vector.dim()
     sums = products.sum(tuple(range(leading))) if leading else products
-    return sums.to(layer_scale.dtype)
+    return sums.to(vector.dtype)
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -277,7 +277,7 @@ def total_of(spec: NormSpec, given: Given) -> Tensor | None:
     """The sum that is normalised, if there is a residual."""
     x, residual = given["x"], given.get("residual")
     if spec.branches:
-        x = branched(spec, x, given.get("dropout_mask"), given.get("layer_scale"))
+        x = branched(spec, x, *map(given.get, FACTORS))
     return sum_of(x, residual, given.get("addend"))
 
 

@@ -88,7 +88,7 @@ def cutile_refuses(spec: NormSpec, rows: int, device: Device) -> str | None:
 def spec_refused(spec: NormSpec) -> str | None:
     """Why the kernels do not take a spec on any device, or None."""
     for name, dtype in zip(TENSORS, spec.dtypes, strict=True):
-        if dtype is not None and dtype not in DTYPES and name != "dropout_mask":
+        if dtype is not None and dtype not in DTYPES and dtype != "bool":
             argument = "input" if name == "dtype" else name
             return f"{argument} is {dtype}; the kernels take {', '.join(DTYPES)}"
     if not 1 <= spec.hidden <= MAX_HIDDEN:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..table import OPS, Op
+from ..table import OPS, VECTOR, Op
 from .layout import rows_shape
 from .torch_private import keep_every_argument
 
@@ -121,7 +121,7 @@ def backward_strategies(given: Given) -> list[Strategy]:
     made = *call.needs(call.spec).gradients, call.output
     found = rules(saved["x"], [saved["weight"], saved["bias"]], call.options.hidden)
     # The terms of dy and a mask have rows. What else is last is no tensor, or the layer scale.
-    last = ["w" if t is given[-1] and saved["layer_scale"] is not None else "r" for t in given[8:]]
+    last = ["w" if t is given[-1] and saved[VECTOR] is not None else "r" for t in given[8:]]
     return strategies_of(found, "rrrrpprr" + "".join(last), given, "rrrddr", made)
 
 

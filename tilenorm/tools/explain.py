@@ -122,7 +122,7 @@ def explain(op: str, *args, **kwargs) -> Explanation | ChainExplanation:
 
         refused = chain_refused(what.spec, device.target)
     print("  in one pass" if refused is None else f"  in two calls: {refused}")
-    return ChainExplanation(*norms, refused)
+    return ChainExplanation(norms[0], norms[1], refused)
 
 
 def explain_spec(
@@ -180,7 +180,7 @@ def moved_bytes(spec: NormSpec, rows: int, terms: int = 1) -> tuple[int, int]:
 
     terms: how many tensors make up dy.
     """
-    x, residual, gate, weight, bias, addend, skip, mask, layer_scale = (
+    x, residual, gate, weight, bias, addend, skip, mask, factor = (
         ITEM_BYTES[dtype] if dtype else 0 for dtype in spec.dtypes
     )
     how, heads = spec.quantized, spec.heads or 1
@@ -188,7 +188,7 @@ def moved_bytes(spec: NormSpec, rows: int, terms: int = 1) -> tuple[int, int]:
     y = skip or (x if spec.differentiable else 0)
     # Added up: x, y and q; residual and sum; gate; addend; skip; mask.
     forward = matrix * (x + y + bool(how) + 2 * residual + gate + addend + skip + mask)
-    forward += vector * (weight + bias) + spec.hidden * layer_scale
+    forward += vector * (weight + bias) + spec.hidden * factor
     if how:
         scales = Scales.of(how, spec.hidden, rows)
         item = 4 if scales.dtype == "float32" else 1
@@ -199,7 +199,7 @@ def moved_bytes(spec: NormSpec, rows: int, terms: int = 1) -> tuple[int, int]:
     # if the residual has another dtype, or x is masked or scaled); the gate and its gradient; mask.
     apart = spec.branches or spec.residual not in (None, spec.dtype)
     saved = (2 + apart) * residual if residual else x
-    backward = matrix * (x + terms * y + saved + 2 * gate + mask) + spec.hidden * layer_scale
+    backward = matrix * (x + terms * y + saved + 2 * gate + mask) + spec.hidden * factor
     kept = weight + (bias if spec.gate and not spec.gate_first else 0)
     return forward, backward + vector * (kept + weight + bias)
 

@@ -26,7 +26,7 @@ from ..launch.user_table import TableWarning
 from ..ops import cutile
 from ..ops.split import cutile as split
 from ..spec import TENSORS, NormSpec
-from ..table import OPS
+from ..table import LIES, OPS
 from .cubin import Resources, resources
 from .explain import title
 from .signature import ArrayLike, signature
@@ -71,8 +71,7 @@ def arguments(
         return tuple([made(dtypes[r], *shape) if dtypes[r] else None for r, shape in ports]), EPS
     total, dy = spec.residual or spec.dtype, spec.skip or spec.dtype
     dtypes |= {"x": total, "mean": "float32", "rstd": "float32"}
-    lies = cutile.KEPT
-    saved = [made(dtypes[r], *shapes[lies.get(r, "number")]) for r in spec.kept]
+    saved = [made(dtypes[r], *shapes[LIES[r]]) for r in spec.kept]
     first, *more = (made(dy, *matrix) for _ in range(needs.terms))
     dsum = made(total, *matrix) if needs.dsum else None
     return first, dsum, saved, EPS, more

@@ -26,8 +26,10 @@ from .nodes import VALUES, Left, bind, is_idle, item_of, key_of, value_of, value
 
 FORWARD: dict[Any, Op] = {getattr(torch.ops.tilenorm, name).default: op for name, op in OPS.items()}
 NORM_BACKWARD = torch.ops.tilenorm.norm_backward.default
-FAKES: dict[Any, Callable] = {overload: partial(fake, op) for overload, op in FORWARD.items()}
-FAKES[NORM_BACKWARD] = norm_backward_fake
+FAKES: dict[Any, Callable] = {
+    **{overload: partial(fake, op) for overload, op in FORWARD.items()},
+    NORM_BACKWARD: norm_backward_fake,
+}
 TERMS = ("grad_output", *MORE_TERMS)
 # What the forward and the backward call of a norm have in common. A forward op that lacks one of
 # the options has its default.

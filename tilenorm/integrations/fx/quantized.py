@@ -22,7 +22,7 @@ from torch.fx import Graph, Node
 
 from ...ops.sharding import is_distributed
 from ...spec import FP8, Quantization
-from ...table import OPS
+from ...table import FACTORS, OPS
 from . import calls
 from .calls import FORWARD, Call, Tensors, derived, read_by, result_of, spec_of
 from .emit import ATEN, size_of, take_over
@@ -381,7 +381,7 @@ def _norm(chain: Chain) -> Call:
     name = FORWARD[chain.norm.target].name
     if f"{name}_quantized" not in OPS:
         raise Left(f"no quantised norm does what {name} does")
-    for name in ("dropout_mask", "layer_scale"):
+    for name in FACTORS:
         if norm[name] is not None:
             raise Left(f"its norm has a {name}, which no quantised norm takes")
     for name in (*norm.options._fields, "eps", "save"):

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ...spec import NormSpec, Options
-from ...table import OPS, Op
+from ...table import FACTORS, OPS, Op
 from .. import reference
 from ..autograd import needs_grad
 from ..bound import options_of
@@ -87,7 +87,7 @@ def normalize(op: Op, given: dict[str, Any], how: One) -> tuple[Tensor, Tensor |
         if tensor is not None:
             along = port.lies in ("affine", "vector")
             given[port.role] = _moved(tensor, _along(tensor, x, at) if along else at)
-    factors = given.get("dropout_mask"), given.get("layer_scale")
+    factors = map(given.get, FACTORS)
     given["x"] = branched(how.options, given["x"], *factors)
     if given.get("addend") is not None:
         given["x"] = _plus(op.name, given["x"], given["addend"])
