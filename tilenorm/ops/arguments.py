@@ -101,6 +101,11 @@ def _check_shape(op: str, normalized_shape: Sequence[int], input: Tensor, layer:
     return shape
 
 
+def is_sequence(op: Op, tensors: tuple) -> bool:
+    """Whether the residual of a call is a sequence."""
+    return isinstance(tensors[1], (tuple, list)) and op.takes[1].name == "residual"
+
+
 def spread(op: Op, tensors: tuple) -> tuple:
     """The tensors of a call whose residual is a sequence: its last item is the residual, and one
     before it the addend.

@@ -89,7 +89,7 @@ def call(
                     if recorded and is_grad_enabled():
                         return apply((own, laid_out, bound, bound.training), *tensors)
                     return bound.inference(tensors, own, laid_out)
-    if known is None and isinstance(tensors[1], (tuple, list)):
+    if known is None and arguments.is_sequence(OPS[op], tensors):
         tensors = arguments.spread(OPS[op], tensors)
         return call(op, tensors, normalized_shape, eps, asked, backend)
     return checked(OPS[op], tensors, normalized_shape, eps, asked, backend, known)

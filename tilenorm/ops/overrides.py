@@ -37,7 +37,7 @@ def overridden(call: Callable, name: str, tensors, normalized_shape, eps, asked,
     from . import functional
 
     op = OPS[name]
-    if isinstance(tensors[1], (tuple, list)):
+    if arguments.is_sequence(op, tensors):
         tensors = arguments.spread(op, tensors)
     if has_nested(tensors):
         return of_jagged(call, op, tensors, normalized_shape, eps, asked, backend)

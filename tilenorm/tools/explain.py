@@ -102,7 +102,7 @@ def explain(op: str, *args, **kwargs) -> Explanation | ChainExplanation:
     bound.apply_defaults()
     given = bound.arguments
     tensors = tuple([given.get(port.argument) for port in row.takes])
-    if isinstance(tensors[1], (tuple, list)):
+    if arguments.is_sequence(row, tensors):
         tensors = arguments.spread(row, tensors)
     asked = tuple([given[name] for name in row.options])
     shape, eps, backend, input = (
