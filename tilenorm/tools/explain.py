@@ -94,7 +94,7 @@ def explain(op: str, *args, **kwargs) -> Explanation | ChainExplanation:
     function.
     Raises: ValueError for an unknown op, and whatever the op raises for bad input.
     """
-    if op not in OPS:
+    if not isinstance(op, str) or op not in OPS:
         raise ValueError(f"explain: argument 'op' takes one of {', '.join(OPS)}, got {op!r}")
     row = OPS[op]
     module = functional_quantized if row.quantized else functional
