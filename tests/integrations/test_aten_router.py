@@ -149,14 +149,6 @@ def test_two_overrides_that_end_in_any_order(router):
     assert native_router()._register_overrides_from_graph is function
 
 
-def test_a_router_without_the_function(router, monkeypatch):
-    """The override works as beside no router."""
-    monkeypatch.setattr(aten, "native_router", lambda: None)
-    with cpu_override() as cpu:
-        assert cpu.around(who, cpu, router) == "tilenorm"
-        assert who(cpu, router) == DSL
-
-
 @EACH_SWITCH
 def test_whose_rms_norm_it_is(router, switch, monkeypatch):
     off, on = SWITCHES[switch]

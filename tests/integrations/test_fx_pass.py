@@ -43,8 +43,6 @@ def test_replaces_every_norm_and_no_other_node(tracer, dynamo):
     module, x = Block(), random(3, N)
     excluded = tracer(module, x, where=lambda node: False)
     assert [reason for _, reason in excluded.report.left] == ["where() excludes it"] * 3
-    assert not excluded.report.replaced and NORM not in targets(excluded.graph_module)
-    assert torch.equal(excluded.run(x)[0], module(x)[0])
     dynamo.reset()
     replaced = tracer(module, x)
     kinds = [kind for kind, _ in replaced.report.replaced]
@@ -68,14 +66,6 @@ def test_where_is_called_once_for_each_norm(dynamo):
     assert [name for name, _ in replaced.report.left] == [names[0], names[2]]
     first, *rest = str(replaced.report).splitlines()
     assert first == "1 norms replaced, 2 not replaced" and len(rest) == 3
-
-
-def test_graph_without_norms_is_not_recompiled():
-    graph_module = make_fx(lambda x: torch.rsqrt(x.square().mean(0) + 1))(random(3, N))
-    code, forward = graph_module.code, graph_module.forward
-    report = replace_norms(graph_module)
-    assert report.replaced == report.left == ()
-    assert (graph_module.code, graph_module.forward) == (code, forward)
 
 
 @pytest.mark.parametrize(
