@@ -1,7 +1,7 @@
 """The calls of tilenorm's ops in graphs. No other file knows the order of arguments and results.
 
-Arguments and results have the names of the ops' schemas. The functions norm, norm_backward and
-norm_quantized add a call to a graph; Call reads one.
+Arguments and results have the names of the ops' schemas. The functions norm and norm_backward add
+a call to a graph; Call reads one.
 """
 
 import operator
@@ -15,22 +15,16 @@ from torch.fx.node import map_aggregate
 
 from ...ops.library import norm_backward_fake, norm_fake
 from ...ops.plans import spec_of_tensors
-from ...ops.quantized.library import norm_quantized_fake
 from ...ops.schemas import TERMS as MORE_TERMS
 from ...ops.schemas import Backward
 from ...ops.sharding import is_distributed
 from ...ops.tensors import Saved, Tensors
-from ...spec import Options, Quantization
+from ...spec import Options
 from .nodes import VALUES, Left, bind, is_idle, item_of, key_of, value_of, values_of
 
 NORM = torch.ops.tilenorm.norm.default
 NORM_BACKWARD = torch.ops.tilenorm.norm_backward.default
-NORM_QUANTIZED = torch.ops.tilenorm.norm_quantized.default
-FAKES = {
-    NORM: norm_fake,
-    NORM_BACKWARD: norm_backward_fake,
-    NORM_QUANTIZED: norm_quantized_fake,
-}
+FAKES = {NORM: norm_fake, NORM_BACKWARD: norm_backward_fake}
 TERMS = ("grad_output", *MORE_TERMS)
 # What the forward and the backward call of a norm have in common.
 COMMON = ("gate", "weight", "bias", *Options._fields, "eps")
@@ -57,14 +51,6 @@ def norm_backward(like: Node, dy: Node, saved: Saved, options: Options, results:
     # Only second derivatives use eps. aten's op does not have it, so 0.0 stands for it here.
     arguments |= {"grad_output": dy, "input": saved.x, "eps": 0.0, "added": False}
     return _called(NORM_BACKWARD, arguments | {"output_mask": mask}, like)
-
-
-def norm_quantized(call: "Call", given: Node | None, how: Quantization) -> Node:
-    """A call of tilenorm::norm_quantized in the place of a call of tilenorm::norm."""
-    dtype = getattr(torch, how.dtype)
-    options = how._asdict() | {"given_scale": given, "dtype": dtype}
-    options |= {"return_output": how.output, "return_amax": how.amax}
-    return _called(NORM_QUANTIZED, call.arguments | options, call.node)
 
 
 def results_of(op: OpOverload) -> list[str]:

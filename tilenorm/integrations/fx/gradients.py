@@ -47,8 +47,7 @@ class Folds:
     """What the gradients of a graph have taken over, and what they have not.
 
     folded: (kind, node name) of each change of a gradient; the kinds are "2 terms" to "4 terms",
-    "sum" and "output", and "rms_norm_quantized" for example of quantize_norms. left: (node name,
-    reason) of each addition, output or chain that stays.
+    "sum" and "output". left: (node name, reason) of each addition or output that stays.
     """
 
     folded: tuple[tuple[str, str], ...] = ()

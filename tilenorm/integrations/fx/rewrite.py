@@ -9,7 +9,6 @@ from .emit import emit_backward, emit_forward
 from .gradients import Folds, fold_sums
 from .nodes import Left
 from .norms import Gradient, Norm, match_fused
-from .quantized import quantize_norms
 from .spelled_out import extended, match_spelled_out
 
 
@@ -52,14 +51,6 @@ def replace_norms(
     op, with the casts between them, if the op rounds where they do. A gate that is computed in 16
     bits stays outside, for example. A norm of the sum of two tensors becomes one op that also
     computes the sum.
-
-    A norm whose output is then quantised to 8-bit floats becomes one op with the quantisation. The
-    chain of operations is that of torchao's row-wise cast, with and without the power of two, or of
-    its 1×128 cast, or clamp(y.float() * (1 / scale)) with a given scale. The codes and the factor
-    of decoding keep their bits; the powers of two are exact, which PyTorch's
-    exp2(floor(log2(factor))) is not for some factors on a CPU. The op returns y too if other nodes
-    read it. Codes and scales have no gradient. A chain stays if a gradient goes through it, or if
-    other nodes read a factor of encoding that is no power of two.
 
     Every replaced node keeps its name, metadata, shape, strides and dtype. A norm is not replaced
     if tilenorm's op would change one of these, if it has another formula (an eps that is added to
@@ -122,7 +113,7 @@ def check_where(function: str, where: object) -> None:
 
 def _replace(graph: Graph, choose) -> tuple[list, list]:
     """Replace the norms of one graph; the lists of a Report, with names as in this graph."""
-    replaced, left = {}, []
+    replaced, left = [], []
     for node in list(graph.nodes):
         if node.op not in ("call_function", "call_method"):
             continue
@@ -136,11 +127,7 @@ def _replace(graph: Graph, choose) -> tuple[list, list]:
             choose(norm)
             norm.check()
             emit = emit_forward if isinstance(norm, Norm) else emit_backward
-            kind, call = emit(norm)
-            replaced[call] = kind, name
+            replaced.append((emit(norm), name))
         except Left as reason:
             left.append((name, str(reason)))
-    quantized, why = quantize_norms(graph)
-    for kind, name, call in quantized:
-        replaced[call] = kind, name  # in the place of the norm's entry
-    return list(replaced.values()), left + why
+    return replaced, left
