@@ -6,7 +6,6 @@ from random import Random
 import pytest
 import torch
 import torch.nn.functional as F
-from torch._higher_order_ops import triton_kernel_wrap
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tilenorm.integrations.fx import replace_norms
@@ -117,22 +116,6 @@ def test_sums(name):
     tolerance = 2**-7 if "sum" in kinds else 0  # dx + other is rounded once
     torch.testing.assert_close(got, function(*tensors), rtol=tolerance, atol=tolerance)
     assert not replace_norms(graph_module, fold=True).folds.folded
-
-
-OPERATORS = {
-    "functional": triton_kernel_wrap.triton_kernel_wrapper_functional,
-    "mutation": triton_kernel_wrap.triton_kernel_wrapper_mutation,
-}
-
-
-@pytest.mark.parametrize("name", OPERATORS)
-def test_a_kernel_between_the_nodes(name):
-    """In the functional form, that of joint graphs, a user's Triton kernel writes to no tensor."""
-    graph_module = make_fx(written_between)(*tensors_for(written_between))
-    (writer,) = calls(graph_module, ATEN.mul_.Tensor)
-    writer.target = OPERATORS[name]
-    folds = fold_sums(graph_module.graph)
-    assert [kind for kind, _ in folds.folded] == (["2 terms"] if name == "functional" else [])
 
 
 def test_a_symbolic_number_of_rows_gets_no_guard():

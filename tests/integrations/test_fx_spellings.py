@@ -90,10 +90,8 @@ def test_other_formulas_are_left_with_the_reason(name, tracer, dynamo):
 
 NOT_NORMS = {
     "loss": lambda x, y: ((x - y) ** 2).mean(-1, keepdim=True),
-    "distance": lambda x, y: (x - y).norm(dim=-1),
     "scaled by another's": lambda x, y: x * torch.rsqrt(squares(y) + EPS),
     "of columns": lambda x, y: x * torch.rsqrt(x.square().mean(0, keepdim=True) + EPS),
-    "standard deviation": lambda x, y: x * x.std(-1, keepdim=True) + y,
     "not centred": lambda x, y: x / torch.sqrt(x.var(-1, unbiased=False, keepdim=True) + EPS),
     "centred by another's": lambda x, y: (x - mean(y)) * (x.var(-1, False, True) + EPS).rsqrt(),
     "columns by rows": lambda x, y: x * torch.rsqrt(x.square().mean(-1) + EPS),
@@ -146,10 +144,6 @@ STAGES = {
     "after x_hat and weight": (
         lambda y, z, w, b: y.bfloat16() * w * silu(z),
         *("gated_rms_norm", "early"),
-    ),
-    "after x_hat, but not after weight": (
-        lambda y, z, w, b: (y.bfloat16() * w.float() + b.float()).bfloat16(),
-        *("rms_norm", "late"),
     ),
     "after weight": (lambda y, z, w, b: (y * w).bfloat16() * silu(z), "rms_norm", "late"),
     "in silu": (lambda y, z, w, b: (y * w).bfloat16() * F.silu(z), "rms_norm", "late"),
@@ -226,16 +220,3 @@ def test_gates_that_no_op_takes(gate, dynamo):
     replaced = by_dynamo(function, *tensors)
     assert [kind for kind, _ in replaced.report.replaced] == ["rms_norm"]
     torch.testing.assert_close(replaced.run(*tensors), function(*tensors))
-
-
-def test_a_gated_norm_of_transposed_heads_keeps_its_strides(dynamo):
-    def function(x, z, w):
-        return RMSES["1 / sqrt"](x) * w * F.silu(z)
-
-    x, z = (random(2, 5, 4, N, seed=i).transpose(1, 2) for i in range(2))
-    w = random(N, seed=2)
-    replaced = by_dynamo(function, x, z, w)
-    assert [kind for kind, _ in replaced.report.replaced] == ["gated_rms_norm"]
-    got, expected = replaced.run(x, z, w), function(x, z, w)
-    assert got.stride() == expected.stride()
-    torch.testing.assert_close(got, expected)
