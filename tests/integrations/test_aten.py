@@ -1,4 +1,6 @@
-"""tilenorm.override on the CPU: the override's kernels run in the interpreter."""
+"""tilenorm.override on the CPU: the interpreter runs its kernels. When it registers and removes
+them, and its errors without a usable GPU.
+"""
 
 import pytest
 import torch
@@ -6,9 +8,15 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import tilenorm
+from tilenorm.integrations import aten
+from tilenorm.launch.target import Target
+from tilenorm.ops import registry
+from tilenorm.ops.registry import Device
 from tilenorm.spec import NormSpec
 
 from ..ops.helpers import name_of, random
+from .aten_helpers import registered
 
 
 def output_and_grads(function, *tensors, dy=None):
@@ -191,3 +199,59 @@ def test_second_derivatives(cpu):
         return torch.autograd.grad(sum(g.square().sum() for g in first), (x, w))
 
     torch.testing.assert_close(cpu.around(second), second(), rtol=1e-4, atol=1e-4)
+
+
+def test_blocks_and_enable_together(cpu):
+    before = registered()
+
+    def is_active() -> bool:
+        cpu.launches.clear()
+        F.layer_norm(random(1, 8), (8,))
+        assert (registered() != before) == bool(cpu.launches)
+        return bool(cpu.launches)
+
+    cpu.begin()
+    cpu.begin()
+    cpu.end()
+    assert is_active(), "the end of a nested block ended the outer block"
+    cpu.enable(True)
+    cpu.enable(True)
+    cpu.end()
+    assert is_active(), "the end of a block undid enable()"
+    cpu.begin()
+    cpu.enable(False)
+    assert is_active(), "disable() ended an open block"
+    cpu.end()
+    assert not is_active()
+    cpu.enable(False)
+    assert not is_active()
+
+
+SM_90 = Target("sm_90", 132)
+MACHINES = {
+    "PyTorch sees no CUDA GPU": (None, None),
+    "the driver serves CUDA 12; cuTile takes CUDA 13": (Device("cuda", SM_90, 12080), None),
+    "sm_75: cuTile compiles for": (Device("cuda", Target("sm_75", 40), 13000), None),
+    "its compiler is missing": (Device("cuda", SM_90, 13000), "its compiler is missing"),
+}
+ENTRIES = {"enable": tilenorm.enable, "override": lambda: tilenorm.override().__enter__()}
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("reason", MACHINES)
+def test_unsupported_machine_raises_with_the_reason(monkeypatch, entry, reason):
+    device, compiler = MACHINES[reason]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: device is not None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(aten, "device_of", lambda kind, index: device)
+    monkeypatch.setattr(registry, "compiler_problem", lambda: compiler)
+    before = registered()
+    with pytest.raises(RuntimeError, match=f"tilenorm.override: cuTile supports no .*{reason}"):
+        ENTRIES[entry]()
+    assert registered() == before
+
+
+def test_disable_without_enable_does_nothing():
+    before = registered()
+    tilenorm.disable()
+    assert registered() == before

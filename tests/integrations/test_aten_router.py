@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tilenorm.integrations import aten
 from tilenorm.ops import torch_private
 from tilenorm.ops.torch_private import native_router, rms_norm_of_torch
 
@@ -59,15 +58,8 @@ def router():
 
 NATIVE = sys.modules["torch.backends.python_native"] if native_router() else None
 SWITCHES = {
-    "language": (
-        lambda: getattr(NATIVE, DSL).disable(),
-        lambda: getattr(NATIVE, DSL).enable(),
-    ),
+    "language": (lambda: getattr(NATIVE, DSL).disable(), lambda: getattr(NATIVE, DSL).enable()),
     "operator": (lambda: NATIVE.disable_operations(OP), lambda: NATIVE.enable_operations(OP)),
-    "dispatch key": (
-        lambda: NATIVE.disable_dispatch_keys("CPU"),
-        lambda: NATIVE.enable_dispatch_keys("CPU"),
-    ),
 }
 EACH_SWITCH = pytest.mark.parametrize("switch", SWITCHES)
 
@@ -126,35 +118,6 @@ def test_what_was_switched_inside_of_a_block_stays_so(router, switch):
             assert who(cpu, router) == "ATen"
         assert who(cpu, router) == DSL
     assert native_router()._register_overrides_from_graph is function
-
-
-def test_two_overrides_that_end_in_any_order(router):
-    off, on = SWITCHES["language"]
-    function = native_router()._register_overrides_from_graph
-    with cpu_override() as cpu:
-        other = aten.Override("CPU", aten.Kernels(lambda *_: None))
-        for last in (cpu, other):
-            first = other if last is cpu else cpu
-            first.begin()
-            last.begin()
-            off()
-            on()
-            assert who(cpu, router) == "tilenorm"
-            last.end()
-            off()
-            on()
-            assert who(cpu, router) == ("tilenorm" if first is cpu else DSL)
-            first.end()
-            assert who(cpu, router) == DSL
-    assert native_router()._register_overrides_from_graph is function
-
-
-def test_a_router_without_the_function(router, monkeypatch):
-    """The override works as beside no router."""
-    monkeypatch.setattr(aten, "native_router", lambda: None)
-    with cpu_override() as cpu:
-        assert cpu.around(who, cpu, router) == "tilenorm"
-        assert who(cpu, router) == DSL
 
 
 @EACH_SWITCH

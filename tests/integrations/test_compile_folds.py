@@ -1,6 +1,7 @@
 """tilenorm.compile with Inductor: sums folded into gradients, and outputs that are not saved."""
 
 import shutil
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -72,75 +73,58 @@ def step(module, x, **options):
 FOLDED = ["2 terms", "3 terms", "sum"]
 
 
-@pytest.mark.parametrize("shape", [(2, ROWS, N), (ROWS, N)], ids=["batch", "tokens"])
-def test_gradients_take_over_the_sums(shape, stepwise, unfolded):
-    x = random(*shape, dtype=BF16)
+def test_gradients_take_over_the_sums(stepwise, unfolded):
+    """With low memory the outputs are not saved. The gradients have the same bits."""
+    x = random(2, ROWS, N, dtype=BF16)
     got, report = step(block(), x)
     assert [kind for kind, _ in report.folded] == FOLDED
     assert not report.unfolded and report.not_folding is None
     assert "joint graph 0: 3 folds, 0 not folded" in str(report)
     (backward,) = stepwise.backward
     assert not sums(backward.graph, N) and counted(backward.graph, NORM_BACKWARD) == 2
+    saved = stepwise.saved
+    stepwise.forward.clear()
+    low, report = step(block(), x, memory="low")
+    assert sorted(kind for kind, _ in report.folded) == sorted([*FOLDED, "output", "output"])
+    assert stepwise.saved == saved - 2 * x.numel() * x.element_size()
+    calls = stepwise.backward[-1].graph.find_nodes(op="call_function", target=NORM_BACKWARD)
+    assert all(argument(call, "output") for call in calls)
     unfolded()
     expected, other = step(block(), x)
     assert not other.folded
     assert len(sums(stepwise.backward[-1].graph, N)) == 4
     for name, grad in expected.items():
+        assert torch.equal(got[name], low[name])
         if name == "input":  # rounded once where the sum with dx is folded
             torch.testing.assert_close(got[name], grad, rtol=2**-7, atol=2**-7)
         else:
             assert torch.equal(got[name], grad), name
 
 
-def test_outputs_are_not_saved_with_low_memory(stepwise):
-    x = random(2, ROWS, N, dtype=BF16)
-    expected, _ = step(block(), x)
-    saved = stepwise.saved
-    stepwise.forward.clear()
-    got, report = step(block(), x, memory="low")
-    assert sorted(kind for kind, _ in report.folded) == sorted([*FOLDED, "output", "output"])
-    assert stepwise.saved == saved - 2 * x.numel() * x.element_size()
-    assert all(torch.equal(got[name], grad) for name, grad in expected.items())
-    calls = stepwise.backward[-1].graph.find_nodes(op="call_function", target=NORM_BACKWARD)
-    assert all(argument(call, "output") for call in calls)
+def returned(block, x):
+    h = block.before(x)
+    return x + block.q(h) + block.k(h), h
 
 
-class Returned(Block):
-    def forward(self, x):
-        h = self.before(x)
-        return x + self.q(h) + self.k(h), h
-
-
-class Activated(Block):
-    def forward(self, x):
-        return x + self.q(self.before(x).sin())
-
-
-class Twice(Block):
-    """The gradient of the first norm's output needs that output."""
-
-    def forward(self, x):
-        h = self.before(x)
-        return x + h * self.k(h)
-
-
-class Float32(Block):
-    def forward(self, x):
-        return x + self.q(self.after(x))
+def product(block, x):
+    """The gradient of the norm's output needs that output."""
+    h = block.before(x)
+    return x + h * block.k(h)
 
 
 OUTPUTS_LEFT = {
-    "a result": (Returned, BF16, "is a result of the graph"),
-    "activated": (Activated, BF16, "which is made of y"),
-    "a product": (Twice, BF16, "reads y before this gradient is computed"),
-    "other bits": (Float32, torch.float32, "writes no y for LayerNorm"),
-    "checkpointed": (Checkpointed, BF16, "its forward pass is computed again"),
+    "a result": (returned, BF16, "is a result of the graph"),
+    "activated": (lambda b, x: x + b.q(b.before(x).sin()), BF16, "which is made of y"),
+    "a product": (product, BF16, "reads y before this gradient is computed"),
+    "other bits": (lambda b, x: x + b.q(b.after(x)), torch.float32, "writes no y for LayerNorm"),
+    "checkpointed": (Checkpointed.forward, BF16, "its forward pass is computed again"),
 }
 
 
 @pytest.mark.parametrize("name", OUTPUTS_LEFT)
 def test_outputs_that_are_saved_all_the_same_stay(name, stepwise):
-    kind, dtype, reason = OUTPUTS_LEFT[name]
+    forward, dtype, reason = OUTPUTS_LEFT[name]
+    kind = type("Other", (Checkpointed,), {"forward": forward})
     run = tilenorm.compile(block(kind, dtype), memory="low", fullgraph=True)
     y = run(random(2, ROWS, N, dtype=dtype).requires_grad_())
     (y[0] + y[1] if isinstance(y, tuple) else y).sum().backward()
@@ -190,21 +174,16 @@ def recorder(seen: list):
 
 @pytest.mark.parametrize("by", ["options", "configuration"])
 def test_a_users_own_pass_runs_before(by, stepwise):
-    seen = []
-    if by == "options":
-        _, report = step(
-            block(), random(ROWS, N, dtype=BF16), options={joint.OPTION: recorder(seen)}
-        )
-    else:
-        from torch._inductor import config
+    from torch._inductor import config
 
-        with config.patch({joint.OPTION: recorder(seen)}):
-            _, report = step(block(), random(ROWS, N, dtype=BF16))
+    seen = []
+    own = {joint.OPTION: recorder(seen)}
+    options, configured = ({"options": own}, {}) if by == "options" else ({}, own)
+    with config.patch(configured):
+        _, report = step(block(), random(ROWS, N, dtype=BF16), **options)
     assert [kind for kind, _ in report.folded] == FOLDED
     (additions,) = seen
     assert additions > 4
-    folding = joint.joint_pass([recorder(seen)], True, print)
-    assert folding.uuid() is None  # the code of an unknown pass stays out of caches
 
 
 def test_compiled_code_is_known_by_what_the_pass_does():
@@ -212,9 +191,14 @@ def test_compiled_code_is_known_by_what_the_pass_does():
     keys.add(joint.joint_pass([joint.joint_pass(None, True, print)], True, print).uuid())
     assert len(keys) == 3 and None not in keys
     assert joint.joint_pass(None, True, len).uuid() in keys
+    # The code of an unknown pass stays out of caches.
+    assert joint.joint_pass([recorder([])], True, print).uuid() is None
 
 
 def test_other_backends_and_other_pytorchs_fold_nothing_and_say_so(monkeypatch, stepwise):
+    """Every PyTorch from 2.9 on has the hook."""
+    config, base = torch_private.inductor_joint_pass()
+    assert hasattr(config, joint.OPTION) and isinstance(joint.joint_pass(None, False, print), base)
     x = random(ROWS, N, dtype=BF16)
     _, report = step(block(), x, backend="aot_eager")
     assert "the backend is not Inductor" in str(report) and not report.folds
@@ -222,34 +206,6 @@ def test_other_backends_and_other_pytorchs_fold_nothing_and_say_so(monkeypatch, 
     _, report = step(block(), x, memory="low")
     assert "no joint_custom_post_pass" in str(report) and not report.folds
     assert len(report.replaced) == 2
-
-
-def test_small_norms_are_left_to_inductor(stepwise):
-    """Queries and keys have so few elements. An explicit `where` replaces them."""
-
-    def function(x, w):
-        return tilenorm_free(x) + tilenorm_free(x.view(ROWS, 2, -1), w).flatten(1)
-
-    def tilenorm_free(x, w=None):
-        return nn.functional.rms_norm(x, x.shape[-1:], w, EPS)
-
-    x, w = random(ROWS, 512), random(256)
-    run = tilenorm.compile(function, fullgraph=True)
-    run(x, w)
-    assert len(run.tilenorm_report.replaced) == 1
-    ((_, reason),) = run.tilenorm_report.left
-    assert reason == "Inductor fuses a norm of 256 elements with its neighbours"
-    for options in ({"where": lambda node: True}, {"backend": "eager"}):
-        torch._dynamo.reset()
-        run = tilenorm.compile(function, fullgraph=True, **options)
-        run(x, w)
-        assert len(run.tilenorm_report.replaced) == 2
-
-
-def test_the_hook_is_there():
-    """In every PyTorch from 2.9 on."""
-    config, base = torch_private.inductor_joint_pass()
-    assert hasattr(config, joint.OPTION) and isinstance(joint.joint_pass(None, False, print), base)
 
 
 @pytest.mark.slow
@@ -278,3 +234,91 @@ def test_caches_hit_and_keep_what_was_folded(dynamo):
     for (name, _), grad in zip(module.named_parameters(), expected, strict=True):
         atol = 1e-4 * grad.abs().max().item()
         torch.testing.assert_close(grads[1][name], grad, rtol=1e-4, atol=atol)
+
+
+WIDTH, LAYERS = 64, 2
+PATCHES = {"image_size": 32, "patch_size": 8}
+
+
+class Expected(NamedTuple):
+    """config: what differs from SIZES. before, after: additions of two gradients of rows, without
+    and with folding. outputs: norms whose output is not saved with low memory. rounded: parts of
+    the names of the parameters whose gradients are rounded once where dx and another are added.
+    """
+
+    config: dict
+    before: int
+    after: int
+    outputs: int
+    rounded: tuple[str, ...] = ("embed",)
+
+
+SIZES = {
+    "hidden_size": WIDTH,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "vocab_size": 128,
+    "pad_token_id": 0,
+}
+HEADS = {"num_key_value_heads": 2, "head_dim": 16}
+MODELS = {
+    "llama": Expected({"num_key_value_heads": 2}, 7, 0, 4),
+    "qwen3": Expected(HEADS, 7, 0, 4),
+    "gemma3_text": Expected(HEADS, 7, 0, 4),
+    # The sum is the gradient of a norm's output and of what was added to this output.
+    "olmo2": Expected({}, 10, 10, 0, ()),
+    # Each layer adds the gradients of two norms of one input.
+    "gpt_neox": Expected({}, 3, 0, 4, ("embed", "layers.0")),
+    # Three terms come before the gradient of the embedding's norm, behind dropout.
+    "bert": Expected({}, 9, 3, 3, ()),
+    "gpt2": Expected({"n_embd": WIDTH, "n_layer": LAYERS, "n_head": 4}, 1, 0, 4, ("wte", "wpe")),
+    "vit": Expected(PATCHES, 6, 0, 4),
+    "dinov2": Expected(PATCHES, 5, 0, 4),
+}
+
+
+def model(name: str) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(name, **(SIZES | MODELS[name].config))
+    torch.manual_seed(0)
+    return transformers.AutoModel.from_config(config).bfloat16().train()
+
+
+def gradients(name: str, **options) -> tuple[dict, object]:
+    """The gradients of a compiled model's parameters, and the report."""
+    torch._dynamo.reset()
+    module = model(name)
+    run = tilenorm.compile(module, where=lambda node: True, **options)
+    if "image_size" in MODELS[name].config:
+        inputs = {"pixel_values": random(2, 3, 32, 32, dtype=torch.bfloat16)}
+    else:
+        inputs = {"input_ids": torch.arange(32).view(2, 16) * 5 % 128}
+    torch.manual_seed(1)  # for dropout
+    y = run(**inputs)[0]
+    y.backward(random(*y.shape, dtype=y.dtype, seed=2))
+    named = module.named_parameters()
+    return {n: p.grad for n, p in named if p.grad is not None}, run.tilenorm_report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_sums_and_outputs_of_models(name, stepwise, monkeypatch):
+    expected = MODELS[name]
+    found, _ = gradients(name)
+    assert len(sums(stepwise.backward[-1].graph, WIDTH)) == expected.after
+    saved = stepwise.saved
+    stepwise.forward.clear()
+    low, report = gradients(name, memory="low")
+    outputs = [kind for kind, _ in report.folded if kind == "output"]
+    assert len(outputs) == expected.outputs
+    output_bytes = 2 * (17 if "image_size" in expected.config else 16) * WIDTH * 2
+    assert stepwise.saved == saved - expected.outputs * output_bytes
+    monkeypatch.setattr(joint, "fold_sums", lambda graph, output: Folds())
+    plain, _ = gradients(name)
+    assert len(sums(stepwise.backward[-1].graph, WIDTH)) == expected.before
+    for n, grad in plain.items():
+        assert torch.equal(low[n], found[n]), n
+        if not any(part in n for part in expected.rounded):
+            assert torch.equal(found[n], grad), n
+        torch.testing.assert_close(found[n], grad, rtol=2**-5, atol=2**-5 * grad.abs().max().item())

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ..ops.helpers import EACH_DEVICE, EPS, RMS, assert_step, expected_of, name_of, random
-from .graphs import TRACERS, argument, by_dynamo, calls
+from .graphs import TRACERS, HuggingFaceNorm, argument, by_dynamo, calls
 
 BF16, F32 = torch.bfloat16, torch.float32
 N = 64
@@ -65,19 +65,14 @@ def test_transformers_classes(device, tracer, dtype, name, dynamo, gradients_mad
     assert_step(got, expected_of(RMS, tensors, [dy], offset=offset), tensors)
 
 
-def test_weights_per_head(dynamo):
+@pytest.mark.parametrize("shape", [(4, N), (N,)])
+def test_weights_per_head(shape, dynamo):
     """A weight of shape (heads, N), and Qwen3's weight of shape (N,) for all heads."""
-    for shape in ((4, N), (N,)):
-        weight = random(*shape, dtype=BF16, seed=1)
-
-        def function(x, weight=weight):
-            x_hat = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + EPS)
-            return weight * x_hat.to(x.dtype)
-
-        x = random(2, 3, 6, N, dtype=BF16)[:, :, 1:5]
-        replaced = TRACERS["dynamo"](function, x)
-        assert calls(replaced.graph_module)
-        assert torch.equal(replaced.run(x), function(x))
+    module = HuggingFaceNorm(shape, EPS).to(BF16)
+    x = random(2, 3, 6, N, dtype=BF16)[:, :, 1:5]
+    replaced = by_dynamo(module, x)
+    assert len(calls(replaced.graph_module)) == 1
+    assert torch.equal(replaced.run(x), module(x))
 
 
 @EACH_DEVICE

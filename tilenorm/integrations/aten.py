@@ -45,19 +45,14 @@ def override() -> Iterator[None]:
     runs tilenorm's kernels if it is called inside the block, wherever its forward pass was called.
 
     PyTorch's kernel still runs for a float64 input, for a row of more than 262144 elements, and on
-    a GPU that cuTile does not support. The override does not reach three kinds of norms:
+    a GPU that cuTile does not support. The override does not reach norms inside code that
+    torch.compile generates, and F.rms_norm of a channels-last input or with a weight whose dtype
+    differs from the input's, which PyTorch composes from elementwise operations and a mean.
 
-    - F.rms_norm with a weight whose dtype differs from the input's. PyTorch composes it from
-      elementwise operations and a mean.
-    - F.rms_norm of a channels-last input, for the same reason.
-    - Norms inside code that torch.compile generates.
-
-    PyTorch's own router (torch.backends.python_native) may be switched off and on
-    inside a block: its kernels then serve what tilenorm's do not.
-
-    Blocks may be nested. PyTorch's own kernels are restored when the last open block ends, also if
-    it ends with an exception. A block should not begin or end while another thread is inside a
-    norm.
+    PyTorch's own router (torch.backends.python_native) may be switched off and on inside a block:
+    its kernels then serve what tilenorm's do not. Blocks may be nested. PyTorch's own kernels are
+    restored when the last open block ends, also if it ends with an exception. A block should not
+    begin or end while another thread is inside a norm.
 
     Raises:
         RuntimeError: cuTile supports no GPU of this machine. The message gives the reason.

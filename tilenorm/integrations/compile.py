@@ -41,8 +41,7 @@ def compile(
     With Inductor, the op of a norm's gradient also takes over the additions around it, in the joint
     graph of forward and backward: up to four terms of dy, rounded after each addition as eager
     PyTorch rounds them, and the addition of dx to another gradient, which is then rounded once. A
-    pass of Inductor's option joint_custom_post_pass runs before. A norm whose output is quantised
-    inside an autograd function becomes one op with the quantisation in that graph too.
+    pass of Inductor's option joint_custom_post_pass runs before.
 
     Args:
         model: a module or function. Without a model, the result is a decorator, as in

@@ -14,7 +14,6 @@ from torch.fx import Graph
 
 from ..ops.torch_private import inductor_joint_pass
 from .fx.gradients import Folds, fold_sums
-from .fx.quantized import quantize_norms
 
 OPTION = "joint_custom_post_pass"
 
@@ -47,9 +46,6 @@ def _pass_class() -> type | None:
             for other in self.others:
                 other(graph)
             folds = fold_sums(graph, output=self.output)
-            # After the folds, of which some leave y to be read by the quantisation alone.
-            quantized, left = quantize_norms(graph)
-            folds += Folds(tuple((kind, name) for kind, name, _ in quantized), tuple(left))
             if folds.folded or folds.left:
                 self.tell(folds)
 

@@ -1,7 +1,7 @@
 """The calls of tilenorm's ops in graphs. No other file knows the order of arguments and results.
 
-Arguments and results have the names of the ops' schemas. The functions norm, norm_backward and
-norm_quantized add a call to a graph; Call reads one.
+Arguments and results have the names of the ops' schemas. The functions norm and norm_backward add
+a call to a graph; Call reads one.
 """
 
 import operator
@@ -20,7 +20,7 @@ from ...ops.norm_backward import TERMS as MORE_TERMS
 from ...ops.norm_backward import Backward, norm_backward_fake
 from ...ops.reference import name_of as dtype_name
 from ...ops.sharding import is_distributed
-from ...spec import NormSpec, Options, Quantization
+from ...spec import NormSpec, Options
 from ...table import OPS, Op
 from .nodes import VALUES, Left, bind, is_idle, item_of, key_of, value_of, values_of
 
@@ -83,14 +83,6 @@ def norm_backward(
     # Only second derivatives use eps. aten's op does not have it, so 0.0 stands for it here.
     arguments = saved | options._asdict() | {"grad_output": dy, "eps": 0.0, "added": False}
     return _called(NORM_BACKWARD, arguments | {"output_mask": mask}, like)
-
-
-def norm_quantized(call: "Call", given: Node | None, how: Quantization) -> Node:
-    """A call of the op of a quantised norm in the place of a call of the norm's."""
-    dtype, op = getattr(torch, how.dtype), f"{FORWARD[call.node.target].name}_quantized"
-    options = how._asdict() | {"given_scale": given, "dtype": dtype}
-    options |= {"return_output": how.output, "return_amax": how.amax}
-    return _called(getattr(torch.ops.tilenorm, op).default, call.arguments | options, call.node)
 
 
 def results_of(op: OpOverload) -> list[str]:

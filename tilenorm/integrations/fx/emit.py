@@ -18,9 +18,8 @@ from .norms import Gradient, Norm, alike
 ATEN = torch.ops.aten
 
 
-def emit_forward(norm: Norm) -> tuple[str, Node]:
-    """Replace a norm, and the sum that it normalises if there is one. Returns the new op's kind,
-    and its call.
+def emit_forward(norm: Norm) -> str:
+    """Replace a norm, and the sum that it normalises if there is one. Returns the new op's kind.
 
     Raises Left if a node between the norm's first and last node may write to a tensor: the new op
     reads its inputs at another place of the graph and could read other values.
@@ -44,12 +43,12 @@ def emit_forward(norm: Norm) -> tuple[str, Node]:
             old: _result(call, name, old, norm.x, order) if old.users else None
             for name, old in outputs.items()
         }
-    take_over(new, (*parts, norm.at))
-    return (norm.kind if tensors.residual is None else f"add_{norm.kind}"), call
+    _take_over(new, (*parts, norm.at))
+    return norm.kind if tensors.residual is None else f"add_{norm.kind}"
 
 
-def emit_backward(norm: Gradient) -> tuple[str, Node]:
-    """Replace aten's gradient of a norm. Returns the new op's kind, and its call."""
+def emit_backward(norm: Gradient) -> str:
+    """Replace aten's gradient of a norm. Returns the new op's kind."""
     with norm.at.graph.inserting_before(norm.at):
         rstd = _rows(norm.rstd, norm)
         mean = None if norm.mean is None else _rows(norm.mean, norm)
@@ -60,8 +59,8 @@ def emit_backward(norm: Gradient) -> tuple[str, Node]:
             old: _result(call, name, old, norm.x) if name in norm.wanted else None
             for name, old in norm.outputs.items()
         }
-    take_over(new, (norm.at,))
-    return norm.kind, call
+    _take_over(new, (norm.at,))
+    return norm.kind
 
 
 def _saves(norm: Norm) -> bool:
@@ -126,7 +125,7 @@ def _inverse(order: list[int]) -> list[int]:
 
 def _viewed(node: Node, shape: Sequence[int | SymInt], x: Node) -> Node:
     """A view of a node. A symbolic size of the shape is that of x in the same dimension."""
-    sizes = [size_of(x, i, size) for i, size in enumerate(shape)]
+    sizes = [_size_of(x, i, size) for i, size in enumerate(shape)]
     return derived(ATEN.view.default, (node, sizes), value_of(node).view(shape), node)
 
 
@@ -143,7 +142,7 @@ def _permuted(node: Node | None, order: list[int]) -> Node | None:
     return derived(ATEN.permute.default, (node, order), value_of(node).permute(order), node)
 
 
-def size_of(x: Node, dim: int, size: int | SymInt) -> int | Node:
+def _size_of(x: Node, dim: int, size: int | SymInt) -> int | Node:
     if isinstance(size, int):
         return size
     return derived(ATEN.sym_size.int, (x, dim), size, x)
@@ -155,7 +154,7 @@ def _rows(statistic: Node, norm: Gradient) -> Node:
     return _cast(_viewed(statistic, shape, norm.x), torch.float32)
 
 
-def take_over(new: dict[Node, Node | None], parts: tuple[Node, ...]) -> None:
+def _take_over(new: dict[Node, Node | None], parts: tuple[Node, ...]) -> None:
     """Replace old nodes by new ones (or by None), and erase the nodes that nothing uses any more.
 
     new: the new node, or None, for each old node. parts: more nodes to erase if unused.

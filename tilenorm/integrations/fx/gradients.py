@@ -6,7 +6,6 @@ readers of y         ->  the op's output: y is written again and need not be sav
 """
 
 import operator
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -30,7 +29,6 @@ from .nodes import (
     only_user,
     operands,
     value_of,
-    writes,
     written,
 )
 from .norms import alike, known
@@ -40,6 +38,8 @@ VIEWS += DETACHES
 # Results that are saved for the backward pass, and not computed again from what they are made of.
 SAVED = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm", "_grouped_mm")
 ATTENTION = "_scaled_dot_product"
+# y or a view of it, with the views on the way to it, and what reads it.
+Read = tuple[tuple[Node, ...], Node]
 WRITTEN = "a node in between may write to a tensor"
 
 
@@ -48,8 +48,7 @@ class Folds:
     """What the gradients of a graph have taken over, and what they have not.
 
     folded: (kind, node name) of each change of a gradient; the kinds are "2 terms" to "4 terms",
-    "sum" and "output", and "rms_norm_quantized" for example of quantize_norms. left: (node name,
-    reason) of each addition, output or chain that stays.
+    "sum" and "output". left: (node name, reason) of each addition or output that stays.
     """
 
     folded: tuple[tuple[str, str], ...] = ()
@@ -57,6 +56,11 @@ class Folds:
 
     def __add__(self, others: "Folds") -> "Folds":
         return Folds(self.folded + others.folded, self.left + others.left)
+
+    def named(self, prefix: str) -> "Folds":
+        """The same entries, with names that start with a subgraph's."""
+        folded = tuple((kind, prefix + name) for kind, name in self.folded)
+        return Folds(folded, tuple((prefix + name, reason) for name, reason in self.left))
 
     @property
     def lines(self) -> list[str]:
@@ -195,8 +199,7 @@ def _output(call: Call, backward: set[Node]) -> str | None:
     norm = _norm_of(call)
     if norm is None:
         return None
-    returned = _returned(norm, backward)
-    reads = list(_reads(norm, backward))
+    reads, returned = _reads(norm, backward)
     if not reads:
         return None
     if returned:
@@ -232,35 +235,26 @@ def _before_detach(node: Node) -> Node:
     return node
 
 
-def _reads(norm: Call, backward: set[Node]) -> Iterator[tuple[tuple[Node, ...], Node]]:
-    """What the backward pass reads of y: y or a view of it, with the views on the way to it."""
-    stack = [(item,) for item in norm.readers("output")]
-    while stack:
-        path = stack.pop()
-        for user in path[-1].users:
-            if user.op == "call_function" and user in backward:
-                yield path, user
-            elif name_of(user) in VIEWS:
-                stack.append((*path, user))
-
-
-def _returned(norm: Call, backward: set[Node]) -> Node | None:
-    """A result of the graph that is y or a view of y, or None.
+def _reads(norm: Call, backward: set[Node]) -> tuple[list[Read], Node | None]:
+    """What the backward pass reads of y, and a result of the graph that is y or a view of y.
 
     Raises Left if the backward pass reads what is made of y: it is computed again from y.
     """
-    returned, seen, stack = None, set(), [(item, True) for item in norm.readers("output")]
+    reads, returned, seen = [], None, set()
+    stack = [((item,), True) for item in norm.readers("output")]
     while stack:
-        node, is_view = stack.pop()
-        for user in node.users:
+        path, is_view = stack.pop()
+        for user in path[-1].users:
             if user.op == "output":
-                returned = node if is_view else returned
-            elif user in backward and not is_view:
-                raise Left(f"the backward pass reads {node.name}, which is made of y")
-            elif user not in backward and user not in seen and not _is_saved(user):
+                returned = path[-1] if is_view else returned
+            elif user in backward and is_view:
+                reads.append((path, user))
+            elif user in backward:
+                raise Left(f"the backward pass reads {path[-1].name}, which is made of y")
+            elif user not in seen and not _is_saved(user):
                 seen.add(user)
-                stack.append((user, is_view and name_of(user) in VIEWS))
-    return returned
+                stack.append(((*path, user), is_view and name_of(user) in VIEWS))
+    return reads, returned
 
 
 def _is_saved(node: Node) -> bool:
@@ -279,8 +273,6 @@ def _later(call: Call, readers: set[Node]) -> list[Node]:
     later, node = {}, min(readers)
     while node is not call.node and node.op not in ("output", "root"):
         if node in readers or not later.keys().isdisjoint(node.all_input_nodes):
-            if writes(node):
-                raise Left(f"{node.name}, which would be moved, may write to a tensor")
             later[node] = None
         node = node.next
     if node is not call.node:
@@ -290,7 +282,7 @@ def _later(call: Call, readers: set[Node]) -> list[Node]:
     return list(later)
 
 
-def _replace(call: Call, reads: list[tuple[tuple[Node, ...], Node]], later: list[Node]) -> None:
+def _replace(call: Call, reads: list[Read], later: list[Node]) -> None:
     """Have readers read views of the gradient's output, and stand after it."""
     graph, node = call.node.graph, call.node
     with graph.inserting_after(node):

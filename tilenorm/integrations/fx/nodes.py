@@ -223,13 +223,11 @@ def _bound(node: Node, schema, other_names: dict[str, str]) -> dict[str, Any]:
     takes = {argument.name: argument for argument in schema.arguments}
     positional = [name for name, argument in takes.items() if not argument.kwarg_only]
     named: dict[str, Any] = dict(zip(positional, node.args, strict=False))
-    for key, value in node.kwargs.items():
-        name = key if key in takes else other_names.get(key, key)
-        if name not in takes or name in named:
-            raise Left(f"{node.name}: {schema.name} takes no other argument {key!r}")
-        named[name] = value
-    if len(node.args) > len(positional):
-        raise Left(f"{node.name}: {schema.name} takes {len(positional)} positional arguments")
+    others = {k if k in takes else other_names.get(k, k): v for k, v in node.kwargs.items()}
+    wrong = [name for name in others if name not in takes or name in named]
+    if wrong or len(others) < len(node.kwargs) or len(node.args) > len(positional):
+        raise Left(f"{node.name}: {schema.name} takes no such arguments {wrong}")
+    named |= others
     for name, argument in takes.items():
         if name not in named and not argument.has_default_value():
             raise Left(f"{node.name}: argument {name!r} of {schema.name} is missing")

@@ -9,7 +9,6 @@ from .emit import emit_backward, emit_forward
 from .gradients import Folds, fold_sums
 from .nodes import Left
 from .norms import Gradient, Norm, match_fused
-from .quantized import quantize_norms
 from .spelled_out import extended, match_spelled_out
 
 
@@ -18,9 +17,8 @@ class Report:
     """The result of replace_norms: the norms that were replaced, and those that were not.
 
     replaced: (kind, node name) of each norm that is now an op of tilenorm. left: (node name,
-    reason) of each other norm, and of each node whose arguments do not fit its op. folds: what the
-    gradients have taken over, if replace_norms was asked to fold. The name of a node in a subgraph
-    starts with the subgraph's name.
+    reason) of each other norm. folds: what the gradients have taken over, if replace_norms was
+    asked to fold. The name of a node in a subgraph starts with the subgraph's name.
     """
 
     replaced: tuple[tuple[str, str], ...]
@@ -43,35 +41,24 @@ def replace_norms(
     """Replace the norms in a graph by tilenorm's ops. The graph is changed in place.
 
     The graph may come from a torch.compile backend (before autograd), from torch.export, from
-    make_fx, or from AOTAutograd (forward, backward, or both in one graph). replace_norms finds:
+    make_fx, or from AOTAutograd (forward, backward, or both in one graph). replace_norms finds
+    PyTorch's rms_norm and layer_norm, aten's fused norms and their gradients, and RMSNorm and
+    LayerNorm written as elementary operations: the statistic is a mean or sum of squares, or a
+    variance, and x̂ is x divided by its root, or times a reciprocal or power of it. The gradient of
+    the latter is not found. Replace such a norm before autograd; its gradient is then tilenorm's.
 
-    - PyTorch's rms_norm and layer_norm,
-    - aten's fused norms and their gradients,
-    - RMSNorm and LayerNorm written as elementary operations: the statistic is a mean or sum of
-      squares, or a variance, and x̂ is x divided by its root, or times a reciprocal or power of it.
-
-    The weight, the bias and a gate silu(z) or sigmoid(z) that are applied to either kind of norm
-    belong to the op, with the casts between them, if the op rounds where they do. A gate that is
-    computed in 16 bits stays outside, for example. A norm of the sum of two tensors becomes one op
-    that also computes the sum. The gradient of a norm written as elementary operations is not
-    found. Replace such a norm before autograd; its gradient is then tilenorm's.
-
-    A norm whose output is then quantised to 8-bit floats becomes one op with the quantisation. The
-    chain of operations is that of torchao's row-wise cast, with and without the power of two, or of
-    its 1×128 cast, or clamp(y.float() * (1 / scale)) with a given scale. The codes and the factor
-    of decoding keep their bits; the powers of two are exact, which PyTorch's
-    exp2(floor(log2(factor))) is not for some factors on a CPU. The op returns y too if other nodes
-    read it. Codes and scales have no gradient. A chain stays if a gradient goes through it, or if
-    other nodes read a factor of encoding that is no power of two.
+    The weight, the bias and a gate silu(z) or sigmoid(z) that are applied to a norm belong to the
+    op, with the casts between them, if the op rounds where they do. A gate that is computed in 16
+    bits stays outside, for example. A norm of the sum of two tensors becomes one op that also
+    computes the sum.
 
     Every replaced node keeps its name, metadata, shape, strides and dtype. A norm is not replaced
     if tilenorm's op would change one of these, if it has another formula (an eps that is added to
     the root, the variance of a sample), if other nodes use its intermediate results, if an
     intermediate result has 16 bits, if the kernels do not support its dtype or size, or if a node
-    in between writes to a tensor.
-
-    The pass raises for no node. A node that has the name of an op of a norm, and arguments that do
-    not fit this op's schema, stays as it is, and the report gives the reason.
+    in between writes to a tensor. The pass raises for no node. A node that has the name of an op of
+    a norm, and arguments that do not fit this op's schema, stays as it is. The report gives the
+    reason for each norm that stays.
 
     Args:
         graph_module: its nodes need the metadata "val" or "example_value" that tracing gives.
@@ -103,19 +90,18 @@ def replace_chosen(
     graph_module: GraphModule, choose: Callable[[Norm | Gradient], None], fold: bool = False
 ) -> Report:
     """As replace_norms. choose: raises Left, with the reason, for a norm that is to stay."""
-    replaced, left, folded, unfolded = [], [], [], []
+    replaced, left, folds = [], [], Folds()
     for path, module in list(graph_module.named_modules()):
         if isinstance(module, GraphModule):
             prefix = f"{path}." if path else ""
-            graph_replaced, graph_left = _replace(module.graph, choose)
-            folds = fold_sums(module.graph) if fold else Folds()
-            replaced += [(kind, prefix + name) for kind, name in graph_replaced]
-            left += [(prefix + name, reason) for name, reason in graph_left]
-            folded += [(kind, prefix + name) for kind, name in folds.folded]
-            unfolded += [(prefix + name, reason) for name, reason in folds.left]
-            if graph_replaced or folds.folded:
+            entries, reasons = _replace(module.graph, choose)
+            new = fold_sums(module.graph) if fold else Folds()
+            replaced += [(kind, prefix + name) for kind, name in entries]
+            left += [(prefix + name, reason) for name, reason in reasons]
+            folds += new.named(prefix)
+            if entries or new.folded:
                 module.recompile()
-    return Report(tuple(replaced), tuple(left), Folds(tuple(folded), tuple(unfolded)))
+    return Report(tuple(replaced), tuple(left), folds)
 
 
 def check_where(function: str, where: object) -> None:
@@ -127,7 +113,7 @@ def check_where(function: str, where: object) -> None:
 
 def _replace(graph: Graph, choose) -> tuple[list, list]:
     """Replace the norms of one graph; the lists of a Report, with names as in this graph."""
-    replaced, left = {}, []
+    replaced, left = [], []
     for node in list(graph.nodes):
         if node.op not in ("call_function", "call_method"):
             continue
@@ -141,11 +127,7 @@ def _replace(graph: Graph, choose) -> tuple[list, list]:
             choose(norm)
             norm.check()
             emit = emit_forward if isinstance(norm, Norm) else emit_backward
-            kind, call = emit(norm)
-            replaced[call] = kind, name
+            replaced.append((emit(norm), name))
         except Left as reason:
             left.append((name, str(reason)))
-    quantized, why = quantize_norms(graph)
-    for kind, name, call in quantized:
-        replaced[call] = kind, name  # in the place of the norm's entry
-    return list(replaced.values()), left + why
+    return replaced, left
