@@ -247,7 +247,7 @@ class Bound(OpSpecs):
         if len(steps) != 1 or steps[0].dy is None or op.calls:
             return several, Plain()
         step, places = steps[0], steps[0].places
-        if places is None:
+        if places is None or self.spec.keeps_input:
             return several, Plain()
         take = itemgetter(PLACES[None], *places)
         names = [port.name for port in op.makes]
