@@ -13,6 +13,7 @@ from .tuned.quantized import (
     MOST_UNPACKED,
     OUT_OF_ORDER,
     SHARED,
+    TILES_OUT_OF_ORDER,
 )
 
 
@@ -104,6 +105,7 @@ def cast_apart(spec: NormSpec, target: Target, config: Config, free: bool) -> st
     group = spec.quantized.group
     if group and any(width % group for width in config.segments(spec.hidden)):
         return f"the configuration {config} cuts groups of {group} elements"
-    if free and spec.aligned and spec.hidden in OUT_OF_ORDER.get(_operation(spec), ()):
+    tables = OUT_OF_ORDER if free else TILES_OUT_OF_ORDER if config.rows > 1 else {}
+    if spec.aligned and spec.hidden in tables.get(_operation(spec), ()):
         return "one kernel would add up these rows in another order than the plain norm's"
     return None

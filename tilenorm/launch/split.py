@@ -30,7 +30,7 @@ CENTER_TILE = 512  # rows that a block of row_center serves
 def arrays_of(name: str, kernels: type, *more: str) -> Any:
     """A NamedTuple of the arrays that kernels take, in their order, and of more of these.
 
-    kernels: their dataclass. The arrays have the lower-case names that ops/tensors.py gives them,
+    kernels: their dataclass. The arrays have the lower-case names of the roles in table.py,
     and are absent by default.
     """
     long = {"W": "weight", "B": "bias"}
