@@ -262,11 +262,10 @@ def backward_calls(spec: NormSpec, target: Target, rows: int, needs: Needs) -> l
 
 
 def arguments_of(call: Call) -> dict[str, object]:
-    """The arguments of a call by name. Tuples of arrays and of constants are unpacked.
-    DX, DRESIDUAL and DGATE name both arrays and flags of Needs; here they are the arrays."""
+    """The arguments of a call by name. Tuples of arrays and of constants are unpacked."""
     arguments = {}
     for name, group, value in _grouped(call):
-        arguments = (dict(zip(group, value, strict=True)) if group else {name: value}) | arguments
+        arguments |= dict(zip(group, value, strict=True)) if group else {name: value}
     return arguments
 
 
@@ -288,8 +287,9 @@ def with_arguments(calls: list[Call], **given) -> list[Call]:
 def _grouped(call: Call) -> list[tuple[str, tuple[str, ...], object]]:
     """(parameter, names of its tuple's items, argument) of a call; () if it is not a tuple."""
     kinds = groups(call.kernel)
-    if "Arrays" in call.kernel._pyfunc.__globals__:
-        kinds["ARRAYS"] = call.kernel._pyfunc.__globals__["Arrays"]
+    for name, kind in call.kernel._pyfunc.__globals__.items():
+        if name.endswith("Arrays"):  # of which each file of kernels imports one
+            kinds["ARRAYS"] = kind
     names = call.kernel._annotated_function.pysig.parameters
 
     def of(name: str, value) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from typing import Any
 import cuda.tile as ct
 
 from .activation import activated, slope
+from .arrays import given
 from .opaque import opaque_zero, rematerialize
 from .tiles import gather_parameter, write
 
@@ -29,7 +30,7 @@ class Row:
         found = ()
         for j, x in ct.static_iter(enumerate(self.x)):
             x = x.astype(ct.float32)
-            if self.norm.GATED and self.norm.GATE_FIRST:
+            if self.norm.GATE_FIRST:
                 x = x * activated(self.gate[j].astype(ct.float32), self.norm)
             found += (x,)
         return found
@@ -42,34 +43,21 @@ class Row:
         return Row(xs, self.gate, self.skip, self.norm, self.PACKED).values()
 
 
-def inputs_of(a, norm):
+def inputs_of(a):
     """The arrays that a forward pass reads by rows, in the order in which row_of takes tiles."""
-    inputs = (a.X,)
-    if norm.ADD:
-        inputs += (a.RESIDUAL,)
-    if norm.ADDEND:
-        inputs += (a.ADDEND,)
-    if norm.GATED:
-        inputs += (a.GATE,)
-    if norm.SKIP:
-        inputs += (a.SKIP,)
-    if norm.DROPOUT:
-        inputs += (a.DROPOUT_MASK,)
-    return inputs
+    return a.X, a.RESIDUAL, a.ADDEND, a.GATE, a.SKIP, a.DROPOUT_MASK
 
 
-def row_of(a, norm, tile, tiles, PACKED):
+def row_of(this, tile, tiles):
     """What is normalised, from the tiles of inputs_of; tile: where they lie."""
-    gate = tiles[-1] if norm.GATED else ()
-    skip = tiles[-1] if norm.SKIP else ()
-    if not norm.ADD:
-        return Row(tiles[0], gate, skip, norm, PACKED)
-    xs = tiles[0]
-    if norm.ADDEND:
-        xs = added(xs, tiles[2], a.ADDEND.dtype)
-    if norm.BRANCHES:
-        xs = branch(a, norm, tile, xs, tiles[-1])
-    return Row(added(xs, tiles[1], a.SUM.dtype), gate, skip, norm, PACKED)
+    x, residual, addend, gate, skip, mask = tiles
+    if not given(residual):
+        return Row(x, gate, skip, this.norm, this.how.PACKED)
+    xs = x
+    if given(addend):
+        xs = added(xs, addend, this.a.ADDEND.dtype)
+    xs = added(branch(this, tile, xs, mask), residual, this.a.SUM.dtype)
+    return Row(xs, gate, skip, this.norm, this.how.PACKED)
 
 
 def added(xs, others, dtype):
@@ -81,28 +69,30 @@ def added(xs, others, dtype):
     return totals
 
 
-def branch(a, norm, tile, xs, masks):
+def branch(this, tile, xs, masks):
     """The segments of x as they are added to the residual: x · mask · scale, rounded to x's dtype,
-    and then x · layer scale, rounded again. masks: the segments of the mask, with DROPOUT."""
+    and then x · layer scale, rounded again."""
     zero = opaque_zero(tile.place[0])
     found = ()
     for j, x in ct.static_iter(enumerate(xs)):
-        if norm.DROPOUT:
-            x = dropped(x, masks[j], norm, zero)
-        if norm.LAYER_SCALE:
-            x = times(x, layer_scale_of(a, tile, j), zero)
+        if given(masks):
+            x = dropped(x, masks[j], this.norm, zero)
+        if given(this.a.LAYER_SCALE):
+            x = times(x, layer_scale_of(this.a, tile, j), zero)
         found += (x,)
     return found
 
 
-def branch_gradient(a, norm, tile, j, saved, dx):
+def branch_gradient(this, tile, j, saved, dx):
     """The gradient of x of segment j, from that of the sum: branch backwards."""
+    a = this.a
     zero = opaque_zero(tile.place[0])
-    dx = dx.astype(a.DX.dtype)
-    if norm.LAYER_SCALE:
+    if given(a.LAYER_SCALE) or given(saved.mask):
+        dx = dx.astype(a.DX.dtype)
+    if given(a.LAYER_SCALE):
         dx = times(dx, layer_scale_of(a, tile, j), zero)
-    if norm.DROPOUT:
-        dx = dropped(dx, saved.mask, norm, zero)
+    if given(saved.mask):
+        dx = dropped(dx, saved.mask, this.norm, zero)
     return dx
 
 
@@ -123,77 +113,73 @@ def times(x, factor, zero):
     return product + zero if x.dtype == ct.float32 else product.astype(x.dtype)
 
 
-def is_exact(a, norm):
+def is_exact(a):
     """Whether an input has more than 16 bits, so that a mean needs its correction."""
-    return a.X.dtype == ct.float32 or (norm.ADD and a.SUM.dtype == ct.float32)
+    return a.X.dtype == ct.float32 or (given(a.SUM) and a.SUM.dtype == ct.float32)
 
 
-def write_sum(a, norm, tile, row, STORE):
+def write_sum(this, tile, row):
     """Write x + residual, which the next layer and the backward pass read."""
-    if norm.ADD:
+    if given(this.a.SUM):
         for j, x in ct.static_iter(enumerate(row.x)):
-            write(a.SUM, tile.at(j), x, STORE)
+            write(this.a.SUM, tile.at(j), x, this.how.STORE)
 
 
 @dataclass(frozen=True)
 class Saved:
     """What the backward pass reads of a segment: x (the sum, where a residual was added), dy, gate,
-    dsum and mask, and the rows' statistics. What a constant excludes is an empty tuple."""
+    mask and dsum, and the rows' statistics. What is absent is an empty tuple."""
 
     x: Any
     dy: Any
     gate: Any
-    dsum: Any
     mask: Any
+    dsum: Any
     rstd: Any
     mean: Any
 
     def unpacked(self):
         """The same with x and dy in float32."""
         x, dy = self.x.astype(ct.float32), self.dy.astype(ct.float32)
-        return Saved(x, dy, self.gate, self.dsum, self.mask, self.rstd, self.mean)
+        return Saved(x, dy, self.gate, self.mask, self.dsum, self.rstd, self.mean)
 
     def rematerialized(self, number):
         """The same with x and dy to be converted to float32 once more after `number` is known."""
         x, dy = rematerialize(self.x, number), rematerialize(self.dy, number)
-        return Saved(x, dy, self.gate, self.dsum, self.mask, self.rstd, self.mean)
+        return Saved(x, dy, self.gate, self.mask, self.dsum, self.rstd, self.mean)
 
 
-def saved_inputs_of(a, norm, needs):
-    """The arrays that a backward pass reads by rows, and those with one number a row."""
-    inputs = (a.X,) + a.DY
-    if norm.GATED:
-        inputs += (a.GATE,)
-    if norm.DROPOUT:  # where there is no gate
-        inputs += (a.DROPOUT_MASK,)
-    if needs.DSUM:
-        inputs += (a.DSUM,)
-    return inputs, (a.RSTD, a.MEAN) if norm.LAYER else (a.RSTD,)
+def saved_inputs_of(a):
+    """The arrays that a backward pass reads by rows, in the order in which saved_of takes tiles."""
+    return (a.X,) + a.DY + (a.GATE, a.DROPOUT_MASK, a.DSUM)
 
 
-def saved_of(norm, needs, tiles, numbers):
-    """What the backward pass reads of each segment, from the tiles of saved_inputs_of."""
+def saved_of(tiles, numbers):
+    """What the backward pass reads of each segment, from the tiles of saved_inputs_of.
+
+    numbers: of the rows; the first is rstd, and the last is the mean.
+    """
+    dys = sum_of_terms(tiles[1:-3])
     found = ()
-    dys = sum_of_terms(tiles[1 : 1 + needs.TERMS])
     for j, x in ct.static_iter(enumerate(tiles[0])):
-        gate = tiles[1 + needs.TERMS][j] if norm.GATED else ()
-        mask = tiles[1 + needs.TERMS][j] if norm.DROPOUT else ()
-        dsum = tiles[-1][j] if needs.DSUM else ()
-        found += (Saved(x, dys[j], gate, dsum, mask, numbers[0], numbers[-1]),)
+        gate, mask = segment_of(tiles[-3], j), segment_of(tiles[-2], j)
+        dsum = segment_of(tiles[-1], j)
+        found += (Saved(x, dys[j], gate, mask, dsum, numbers[0], numbers[-1]),)
     return found
+
+
+def segment_of(tiles, j):
+    """Segment j, or () where an array is absent."""
+    return tiles[j] if len(tiles) > 0 else ()
 
 
 def sum_of_terms(terms):
     """The segments of dy: its terms are added from left to right, and each sum is rounded to their
     dtype, as autograd's own sums of gradients are."""
-    totals = terms[0]
+    total = terms[0]
     for term in ct.static_iter(terms[1:]):
-        added = ()
-        for j, total in ct.static_iter(enumerate(totals)):
-            more = term[j].astype(ct.float32)
-            added += ((total.astype(ct.float32) + more).astype(total.dtype),)
-        totals = added
-    return totals
+        total = added(total, term, total[0].dtype)
+    return total
 
 
 def x_hat_of(saved, norm, zero=0.0):
@@ -203,24 +189,24 @@ def x_hat_of(saved, norm, zero=0.0):
     compiler would subtract it from the exact product, and x̂ of equal products would not be 0.
     """
     x = saved.x
-    if norm.GATED and norm.GATE_FIRST:
+    if norm.GATE_FIRST:
         x = x * activated(saved.gate.astype(ct.float32), norm)
         if norm.LAYER:
             x = x + zero
     return (x - saved.mean) * saved.rstd if norm.LAYER else x * saved.rstd
 
 
-def input_gradient(a, norm, needs, at, saved, dx, STORE):
+def input_gradient(this, at, saved, dx):
     """The gradient of the input, from that of the row that is normalised.
 
     Writes the gradient of a gate before the norm, and adds the gradient of the sum.
     """
-    if norm.GATED and norm.GATE_FIRST:
+    if this.norm.GATE_FIRST:
         gate = saved.gate.astype(ct.float32)
-        if needs.DGATE:
-            dgate = dx * saved.x.astype(ct.float32) * slope(gate, norm)
-            write(a.DGATE, at, dgate, STORE)
-        dx = dx * activated(gate, norm)
-    if needs.DSUM:
+        if given(this.a.DGATE):
+            dgate = dx * saved.x.astype(ct.float32) * slope(gate, this.norm)
+            write(this.a.DGATE, at, dgate, this.how.STORE)
+        dx = dx * activated(gate, this.norm)
+    if given(saved.dsum):
         dx = dx + saved.dsum.astype(ct.float32)
     return dx

@@ -7,9 +7,12 @@ from typing import Any
 import cuda.tile as ct
 
 from .activation import activated, slope
+from .arrays import given
+from .constants import Quant
 from .inputs import x_hat_of
 from .opaque import depend_on, dependent_zero
 from .quantize import row_peak, write_quantized
+from .statistics import recentered
 from .tiles import VECTOR, gather_parameter, write
 
 
@@ -19,131 +22,142 @@ def scale(w, OFFSET):
     return w + OFFSET if OFFSET != 0.0 else w
 
 
-def affine(x_hat, w, b, norm, dtype, SAME):
+def affine(this, x_hat, w, b, dtype):
     """x̂ · w + b, with w in float32. EARLY rounds to dtype before the weight, and, if the weight has
-    the SAME dtype, after."""
+    the same dtype, after."""
     y = x_hat
-    if norm.EARLY:
+    if this.norm.EARLY:
         y = y.astype(dtype).astype(ct.float32)
-    if norm.WEIGHT:
+    if given(this.a.W):
         y = y * w
-        if norm.EARLY and SAME:
+        if this.norm.EARLY and this.a.W.dtype == dtype:
             y = y.astype(dtype).astype(ct.float32)
-    if norm.BIAS:
+    if given(this.a.B):
         y = y + b
     return y
 
 
-def read_parameters(a, norm, tile, j):
+def read_parameters(a, tile, j):
     """w and b of a segment, None where there is none."""
     cols, mask = tile.segments[j].cols(), tile.segments[j].mask
-    w = gather_parameter(a.W, tile, cols, mask) if norm.WEIGHT else None
-    b = gather_parameter(a.B, tile, cols, mask) if norm.BIAS else None
+    w = gather_parameter(a.W, tile, cols, mask) if given(a.W) else None
+    b = gather_parameter(a.B, tile, cols, mask) if given(a.B) else None
     return w, b
 
 
-@dataclass(frozen=True)
-class Parameters:
-    """w and b of segments: kept, because they were read with the row, or else read by TOGETHER
-    segments when the first of these is needed. number: see read_together."""
-
-    kept: Any = ()
-    TOGETHER: int = 1
-    number: Any = 0.0
-
-
-def fetch_parameters(a, norm, tile, tiles, number):
-    """The tiles of the inputs, which can be used when w and b are read; and these parameters."""
-    parameters = ()
+def fetch_parameters(this, tile, tiles):
+    """The tiles of the inputs, which can be used when w and b are read; w and b of each segment."""
+    kept = ()
     xs = ()
     for j, x in ct.static_iter(enumerate(tiles[0])):
-        w, b = read_parameters(a, norm, tile, j)
-        if norm.WEIGHT:
-            x = depend_on(x, w, number)
-        if norm.BIAS:
-            x = depend_on(x, b, number)
-        parameters += ((w, b),)
+        w, b = read_parameters(this.a, tile, j)
+        if given(this.a.W):
+            x = depend_on(x, w, this.eps)
+        if given(this.a.B):
+            x = depend_on(x, b, this.eps)
+        kept += ((w, b),)
         xs += (x,)
-    return (xs,) + tiles[1:], Parameters(parameters, len(parameters))
+    return (xs,) + tiles[1:], kept
 
 
-def read_together(a, norm, tile, first, COUNT, number):
-    """w and b of COUNT segments, of which the first can be used when all are read.
+def read_together(this, tile, first):
+    """w and b of TOGETHER segments, of which the first can be used when all are read.
 
     No read passes a store: without this a block would wait for memory once a segment.
     """
+    a, number = this.a, this.eps
     found = ()
-    for j in ct.static_iter(range(first, min(first + COUNT, len(tile.segments)))):
-        found += (read_parameters(a, norm, tile, j),)
+    for j in ct.static_iter(range(first, min(first + this.how.TOGETHER, len(tile.segments)))):
+        found += (read_parameters(a, tile, j),)
     w, b = found[0]
     for other_w, other_b in ct.static_iter(found[1:]):
-        if norm.WEIGHT:
+        if given(a.W):
             w = depend_on(w, other_w, number)
-        if norm.BIAS and norm.WEIGHT:
+        if given(a.B) and given(a.W):
             w = depend_on(w, other_b, number)
-        elif norm.BIAS:
+        elif given(a.B):
             b = depend_on(b, other_b, number)
     return ((w, b),) + found[1:]
 
 
 @dataclass(frozen=True)
 class Normalized:
-    """Normalised rows: x̂ = centered · rstd, centered by segments; and the row that was read."""
+    """Normalised rows: x̂ = centered · rstd, centered by segments; and the row that was read, with
+    its moments."""
 
-    centered: Any
-    rstd: Any
     row: Any
+    found: Any
+    rstd: Any
+    centered: Any
 
 
-def output_of(a, norm, j, rows, parameters):
-    """y of segment j of normalised rows, in its dtype; parameters: its w and b."""
-    DTYPE = a.X.dtype if norm.SKIP or not norm.OUTPUT else a.Y.dtype
+def normalized(this, row, found, rstd):
+    """The rows, normalised by these moments."""
+    kept = len(found.centered) > 0
+    centered = found.centered if kept else recentered(row, found, rstd, this.norm.LAYER)
+    return Normalized(row, found, rstd, centered)
+
+
+def output_of(this, j, rows, parameters):
+    """y of segment j of normalised rows, in its dtype, or in float32 where there is a skip.
+
+    parameters: w and b of the segment.
+    """
+    a, norm = this.a, this.norm
+    DTYPE = a.X.dtype if given(a.SKIP) or not given(a.Y) else a.Y.dtype
     w, b = parameters
-    w = scale(w, norm.OFFSET) if norm.WEIGHT else None
-    b = b.astype(ct.float32) if norm.BIAS else None
-    SAME = norm.WEIGHT and a.W.dtype == DTYPE
-    y = affine(rows.centered[j] * rows.rstd, w, b, norm, DTYPE, SAME)
-    if norm.GATE_AFTER:
+    w = scale(w, norm.OFFSET) if given(a.W) else None
+    b = b.astype(ct.float32) if given(a.B) else None
+    y = affine(this, rows.centered[j] * rows.rstd, w, b, DTYPE)
+    if given(a.GATE) and not norm.GATE_FIRST:
         y = y * activated(rows.row.gate[j].astype(ct.float32), norm)
-    if norm.SKIP:
+    if given(a.SKIP):
         return rows.row.skip[j].astype(ct.float32) + y.astype(DTYPE).astype(ct.float32)
     return y.astype(DTYPE)
 
 
-def write_output(a, norm, tile, j, rows, parameters, STORE):
-    """Write y of segment j of normalised rows, if it is asked for, and return it."""
-    at = tile.at(j)
-    y = output_of(a, norm, j, rows, parameters)
-    if norm.OUTPUT:
-        write(a.Y, at, y, STORE)
-    return y
+def outputs_of(this, tile, rows):
+    """y of each segment of normalised rows, in its dtype."""
+    ys = ()
+    for j in ct.static_iter(range(len(tile.segments))):
+        y = output_of(this, j, rows, read_parameters(this.a, tile, j))
+        ys += (y.astype(this.a.Y.dtype) if given(this.a.SKIP) else y,)
+    return ys
 
 
-def epilogue(a, norm, tile, rows, parameters, whole_peak, STORE):
+def write_outputs(this, tile, rows, kept, shared):
     """Write y of normalised rows, and q with its scales, whichever are asked for.
 
-    whole_peak: None, or, where blocks share a row, a function of the largest y of this block's
-    chunk, which returns that of the row.
+    kept: w and b of each segment, if they were read with the row, else (). shared: None, or the
+    SharedRow of which this is a chunk.
     """
     ys = ()
-    read = parameters.kept
+    read = kept
+    together = max(len(kept), this.how.TOGETHER)
     for j in ct.static_iter(range(len(tile.segments))):
-        if len(parameters.kept) == 0 and j % parameters.TOGETHER == 0:
-            read = read_together(a, norm, tile, j, parameters.TOGETHER, parameters.number)
-        ys += (write_output(a, norm, tile, j, rows, read[j % parameters.TOGETHER], STORE),)
-    if len(norm.QUANT) > 0:
-        peak = None
-        if norm.PEAKS and whole_peak is not None:
-            peak = whole_peak(row_peak(tile, ys))
-        write_quantized(a, norm, tile, ys, peak, STORE)
+        if len(kept) == 0 and j % together == 0:
+            read = read_together(this, tile, j)
+        at = tile.at(j)
+        y = output_of(this, j, rows, read[j % together])
+        if given(this.a.Y):
+            write(this.a.Y, at, y, this.how.STORE)
+        ys += (y,)
+    if given(this.a.Q):
+        write_quantized(this, tile, ys, whole_peak(this, tile, rows, ys, shared))
 
 
-def peak_of(a, norm, tile, rows):
-    """The largest magnitude of y of a chunk of one row."""
-    ys = ()
-    for j in ct.static_iter(range(len(tile.segments))):
-        ys += (output_of(a, norm, j, rows, read_parameters(a, norm, tile, j)),)
-    return row_peak(tile, ys).item()
+def whole_peak(this, tile, rows, ys, shared):
+    """The largest y of a row that blocks share, if it has a scale of its own. Else None."""
+
+    def missing(there, row):
+        """The largest y of a chunk whose block has not published it."""
+        others = normalized(this, row, rows.found, rows.rstd)
+        return row_peak(there, outputs_of(this, there, others))
+
+    peak = None
+    if shared is not None and Quant(*this.norm.QUANT).BY_ROW:
+        peak = shared.largest(row_peak(tile, ys), missing)
+    return peak  # a second return would compile to other machine code
 
 
 @dataclass(frozen=True)
@@ -161,7 +175,7 @@ class Weights:
 
     def times(self, tile, j, number):
         """The tile times w + offset of segment j. A weight read again waits for `number`."""
-        if not self.norm.WEIGHT:
+        if not given(self.a.W):
             return tile
         return tile * self.segment(j, number)
 
@@ -187,7 +201,7 @@ def weights_of(a, norm, home, REREAD):
     """The weights of a block's chunk: read now, or REREAD whenever they are needed."""
     weights = Weights(a, norm, home, ())
     kept = ()
-    if norm.WEIGHT and not REREAD:
+    if given(a.W) and not REREAD:
         for j in ct.static_iter(range(len(home.segments))):
             kept += (weights.read(j, None),)
     return Weights(a, norm, home, kept)
@@ -196,45 +210,43 @@ def weights_of(a, norm, home, REREAD):
 def read_biases(a, home):
     """b of each segment, in float32."""
     found = ()
-    for segment in ct.static_iter(home.segments):
-        b = gather_parameter(a.B, home, segment.cols(), segment.mask)
-        found += (b.astype(ct.float32),)
+    for j in ct.static_iter(range(len(home.segments))):
+        found += (read_late(a.B, home, j, None).astype(ct.float32),)
     return found
 
 
-def dy_of(saved, norm):
+def dy_of(this, saved):
     """dy of an unpacked segment, times act(gate) where the gate comes after the norm."""
     dy = saved.dy
-    if norm.GATE_AFTER:
-        dy = dy * activated(saved.gate.astype(ct.float32), norm)
+    if given(this.a.GATE) and not this.norm.GATE_FIRST:
+        dy = dy * activated(saved.gate.astype(ct.float32), this.norm)
     return dy
 
 
-def write_output_again(a, norm, tile, row, weights, number, STORE):
-    """Write y of rows that the backward pass has read, with the bits that write_output gives it.
+def write_output_again(this, tile, row, weights, number):
+    """Write y of rows that the backward pass has read, with the bits that write_outputs gives it.
 
     The bias is read again for every tile, all of it before the first write (see weights_of).
     """
-    SAME = norm.WEIGHT and a.W.dtype == a.Y.dtype
+    a, dtype = this.a, this.a.Y.dtype
     ys = ()
     for j, saved in ct.static_iter(enumerate(row)):
-        w = weights.segment(j, number) if norm.WEIGHT else None
+        w = weights.segment(j, number) if given(a.W) else None
         b = None
-        if norm.BIAS:
+        if given(a.B):
             b = read_late(a.B, weights.home, j, number).astype(ct.float32)
-        y = affine(x_hat_of(saved.unpacked(), norm), w, b, norm, a.Y.dtype, SAME)
-        ys += (y.astype(a.Y.dtype),)
+        ys += (affine(this, x_hat_of(saved.unpacked(), this.norm), w, b, dtype).astype(dtype),)
     for j, y in ct.static_iter(enumerate(ys)):
-        write(a.Y, tile.at(j), y, STORE)
+        write(a.Y, tile.at(j), y, this.how.STORE)
 
 
-def write_gate_gradient(a, norm, tile, row, weights, biases, number, STORE):
+def write_gate_gradient(this, tile, row, weights, biases, number):
     """The gradient dy · ŷ · act'(gate) of a gate that comes after the norm, ŷ being ungated y."""
     for j, saved in ct.static_iter(enumerate(row)):
         at = tile.at(j)
-        y = weights.times(x_hat_of(saved.unpacked(), norm), j, number)
-        if norm.BIAS:
+        y = weights.times(x_hat_of(saved.unpacked(), this.norm), j, number)
+        if given(this.a.B):
             y = y + biases[j]
         dgate = saved.dy.astype(ct.float32) * y
-        dgate = dgate * slope(saved.gate.astype(ct.float32), norm)
-        write(a.DGATE, at, dgate, STORE)
+        dgate = dgate * slope(saved.gate.astype(ct.float32), this.norm)
+        write(this.a.DGATE, at, dgate, this.how.STORE)

@@ -6,9 +6,10 @@ y is a tuple of segments in y's dtype: what is quantised is what the norm withou
 
 import cuda.tile as ct
 
+from .arrays import given
 from .constants import Quant
 from .opaque import rematerialize
-from .tiles import both, write
+from .tiles import both, write, write_number
 
 SMALLEST = 1e-12  # a group whose largest magnitude is smaller has the factor of this
 FIELD = 23  # the bits of float32's mantissa
@@ -17,15 +18,15 @@ NAN = 0x7FFFFFFF  # the NaN of the GPU's own arithmetic
 TILE_ROWS, TILE_GROUPS = 128, 4  # of a tile of swizzled scales
 
 
-def write_quantized(a, norm, tile, ys, peak, STORE):
+def write_quantized(this, tile, ys, peak):
     """Write q, and the scales, and the largest magnitude of all y, whichever are asked for.
 
     peak: of each row, (ROWS, 1) float32, or None where row_peak is to find it.
     """
-    quant = Quant(*norm.QUANT)
-    if peak is None and (quant.BY_ROW or quant.AMAX):
+    a, STORE, quant = this.a, this.how.STORE, Quant(*this.norm.QUANT)
+    if peak is None and (quant.BY_ROW or given(a.AMAX)):
         peak = row_peak(tile, ys)
-    if quant.AMAX:
+    if given(a.AMAX):
         write_largest(a, tile, peak)
     if quant.GROUP > 0:
         widths = ct.static_eval(tuple(segment.WIDTH for segment in tile.segments))
@@ -41,20 +42,11 @@ def write_rows(a, quant, tile, ys, peak, STORE):
         factor = ct.truediv(1.0, ct.load(a.SCALE, (0,), (1,)).reshape((1, 1)))
     else:
         factor = factor_of(quant, peak)
-        where = (tile.place[0],)
-        mask = both(tile.in_rows, first_chunk(tile))
-        ct.scatter(a.SCALE, where, ct.truediv(1.0, factor), mask=mask, check_bounds=False)
+        write_number(a.SCALE, tile, ct.truediv(1.0, factor))
     for j, y in ct.static_iter(enumerate(ys)):
         if quant.BY_ROW and quant.PACKED:
             y = rematerialize(y, factor)
         write(a.Q, tile.at(j), y.astype(ct.float32) * factor, STORE)
-
-
-def first_chunk(tile):
-    """A mask: whether this block has the first chunk of the row. None where there is one chunk."""
-    if ct.static_eval(isinstance(tile.chunk, int)):
-        return None
-    return tile.chunk == 0
 
 
 def write_groups(a, quant, tile, first, ys, STORE):

@@ -5,40 +5,14 @@ two, whoever launches them adds up what grad_sums stored over the pieces of a ro
 its sums by the length of the whole row, so that what is added up is a mean.
 """
 
-from dataclasses import dataclass
-from typing import Any
-
 import cuda.tile as ct
 
-from .backward import Pass, add_up, copied, walk
-from .constants import BackwardHow, Constants, Needs, Norm
+from .arrays import BackwardArrays
+from .backward import Pass, add_up, walk
+from .constants import Constants, How, Norm
 from .inputs import saved_of
-from .split_forward import put
 from .statistics import order_of_dots
-from .tiles import Cut
-
-
-@dataclass(frozen=True)
-class Arrays:
-    """As backward.Arrays, without Y and SLOTS, and DY is a tuple of one array. DOT, TOTAL: (rows,)
-    float32 with any stride, for the means of g · x̂ and, for LAYER, of g. grad_sums stores the
-    piece's parts of them.
-    """
-
-    X: Any
-    DY: Any
-    GATE: Any
-    DSUM: Any
-    W: Any
-    B: Any
-    MEAN: Any
-    RSTD: Any
-    DX: Any
-    DRESIDUAL: Any
-    DGATE: Any
-    PARTIALS: Any
-    DOT: Any
-    TOTAL: Any
+from .tiles import Cut, write_number
 
 
 @ct.kernel
@@ -56,11 +30,9 @@ def grad_sums(
     share: 1 / the length of a whole row. Block (0, y, z) adds up tile `first` + z · `step` + y,
     chunk by chunk.
     """
-    a, norm, cut = Arrays(*ARRAYS), Norm(*NORM), Cut(*CUT)
-    how = BackwardHow(False, False, False, False, 0, 0, False)
-    needs = Needs(True, False, False, False, False, False, 1, False)
+    a, norm, cut = BackwardArrays(*ARRAYS), Norm(*NORM), Cut(*CUT)
     order = order_of_dots(a.X, cut, rows, False)
-    this = Pass(a, norm, cut, how, needs, rows, order, ())
+    this = Pass(a, norm, cut, How(), rows, order, False, False, THROUGH=True, SUMMED=False)
     i = first + ct.bid(2) * step + ct.bid(1)
     dot, total = dots_of(this, i, 0)
     if cut.CHUNKS > 1:
@@ -69,14 +41,14 @@ def grad_sums(
             dot = dot + more
             total = total + more_total
     tile = this.tile(i, 0)
-    put(a.DOT, tile, dot * share)
+    write_number(a.DOT, tile, dot * share)
     if norm.LAYER:
-        put(a.TOTAL, tile, total * share)
+        write_number(a.TOTAL, tile, total * share)
 
 
 def dots_of(this, i, chunk):
     """Σ g · x̂ and Σ g over a chunk of each row of tile i."""
-    row = saved_of(this.norm, this.needs, *this.gather(i, chunk))
+    row = saved_of(*this.gather(i, chunk))
     weights = this.weights(this.tile(i, chunk))
     number = ct.astype(i, ct.float32)
     dots = add_up(this, row, weights, number, (), ())[1]
@@ -89,11 +61,9 @@ def grad_apply(
     rows: int,
     NORM: Constants[Norm],
     CUT: Constants[Cut],
-    HOW: Constants[BackwardHow],
-    NEEDS: Constants[Needs],
+    HOW: Constants[How],
+    DW: ct.Constant[bool],
+    DB: ct.Constant[bool],
 ):
     """The formula of norm_backward, with the means of g · x̂ and of g over whole rows as given."""
-    a, norm, cut, how = Arrays(*ARRAYS), Norm(*NORM), Cut(*CUT), BackwardHow(*HOW)
-    order = order_of_dots(a.X, cut, rows, copied(norm, cut, how))
-    dots = (a.DOT, a.TOTAL) if norm.LAYER else (a.DOT,)
-    walk(Pass(a, norm, cut, how, Needs(*NEEDS), rows, order, dots))
+    walk(ARRAYS, rows, NORM, CUT, HOW, DW, DB, True)

@@ -7,46 +7,13 @@ divides its sums by the length of the whole row, so that what is added up is a m
 LayerNorm adds up twice: the means, and then what row_center makes of them. It reads no row.
 """
 
-from dataclasses import dataclass
-from typing import Any
-
 import cuda.tile as ct
 
-from .constants import Constants, Norm
-from .forward import write_statistics
-from .inputs import inputs_of, row_of, write_sum
-from .outputs import Normalized, Parameters, epilogue
-from .statistics import Moments, moments, order_of, recentered
-from .tiles import Cut, gather_numbers, gather_tiles
-
-
-@dataclass(frozen=True)
-class Arrays:
-    """X, RESIDUAL, GATE (rows, N) or (tokens, HEADS, N); W and B (N,) or (HEADS, N); SUM, Y
-    (rows, N). All others are (rows,) float32, with any stride.
-
-    PART: what row_sums stores. OWN_*: the moments of the piece. WHOLE: the sum of all PARTs of a
-    row: the mean of squares, or, for LAYER, the mean. CORRECTION, SQUARE: what row_center stores,
-    and what row_apply reads of it once it is added up. MEAN, RSTD: what the backward pass reads.
-    An array that a kernel does not touch is an empty tuple.
-    """
-
-    X: Any
-    RESIDUAL: Any
-    GATE: Any
-    W: Any
-    B: Any
-    SUM: Any
-    Y: Any
-    PART: Any
-    OWN_MEAN: Any
-    OWN_CORRECTION: Any
-    OWN_SQUARES: Any
-    WHOLE: Any
-    CORRECTION: Any
-    SQUARE: Any
-    MEAN: Any
-    RSTD: Any
+from .arrays import SplitForwardArrays
+from .constants import Constants, How, Norm
+from .forward import pass_of
+from .statistics import Moments, moments
+from .tiles import Cut, gather_numbers, write_number
 
 
 @ct.kernel
@@ -64,38 +31,37 @@ def row_sums(
     share: 1 / the length of a whole row. Block (0, y, z) adds up tile `first` + z · `step` + y,
     chunk by chunk.
     """
-    a, norm, cut = Arrays(*ARRAYS), Norm(*NORM), Cut(*CUT)
-    i = first + ct.bid(2) * step + ct.bid(1)
-    numbers = add_up(a, norm, cut, rows, i, 0, first)
+    a = SplitForwardArrays(*ARRAYS)
+    this = pass_of(a.of_norm(), first, 0.0, rows, NORM, CUT, ())
+    i, cut = first + ct.bid(2) * step + ct.bid(1), this.cut
+    numbers = add_up(this, i, 0)
     if cut.CHUNKS > 1:
         for chunk in range(1, cut.CHUNKS):
-            more = add_up(a, norm, cut, rows, i, chunk, first)
+            more = add_up(this, i, chunk)
             numbers = joined(numbers, more, chunk * cut.chunk_width(), cut.count(chunk))
-    tile = cut.tile(a.X, i, 0, rows)
-    if norm.LAYER:
+    tile = this.tile(i, 0)
+    if this.norm.LAYER:
         mean, correction, squares = numbers
-        put(a.PART, tile, (mean + correction) * (cut.N * share))
-        put(a.OWN_MEAN, tile, mean)
-        put(a.OWN_CORRECTION, tile, correction)
-        put(a.OWN_SQUARES, tile, squares)
+        write_number(a.PART, tile, (mean + correction) * (cut.N * share))
+        write_number(a.OWN_MEAN, tile, mean)
+        write_number(a.OWN_CORRECTION, tile, correction)
+        write_number(a.OWN_SQUARES, tile, squares)
     else:
-        put(a.PART, tile, numbers[0] * share)
+        write_number(a.PART, tile, numbers[0] * share)
 
 
-def add_up(a, norm, cut, rows, i, chunk, first):
+def add_up(this, i, chunk):
     """(Σ x²,) of a chunk of each row of tile i, for LAYER (mean, correction, Σ (x − mean)²).
 
     The mean is the sum of its first two numbers. Writes x + residual.
     """
-    tile = cut.tile(a.X, i, chunk, rows)
-    row = row_of(a, norm, tile, gather_tiles(inputs_of(a, norm), cut, tile), False)
-    write_sum(a, norm, tile, row, False)
-    count = cut.N if cut.CHUNKS == 1 else cut.count(chunk)
-    order = order_of(a.X, cut, first, False)
+    tile = this.tile(i, chunk)
+    row = this.prologue(tile, this.gather(tile))
     # Exact in every dtype: where the means of two parts are apart, an error of one of them would
     # change Σ (x − mean)² by as much times that distance.
-    found = moments(row, tile.masks(), count, 0.0, order, norm.LAYER, True)
-    if not norm.LAYER:
+    count = this.cut.N if this.cut.CHUNKS == 1 else this.cut.count(chunk)
+    found = moments(this, tile, row, count, True)
+    if not this.norm.LAYER:
         return (found.variance * count,)
     return found.mean, found.correction, found.variance * count
 
@@ -115,11 +81,6 @@ def joined(numbers, more, before, count):
     return mean, correction + step, squares
 
 
-def put(NUMBERS, tile, values):
-    """Store a number for each row of a tile."""
-    ct.scatter(NUMBERS, (tile.place[0],), values, mask=tile.in_rows, check_bounds=False)
-
-
 @ct.kernel
 def row_center(ARRAYS: tuple, count: float, share: float, rows: int, TILE: ct.Constant[int]):
     """correction = Σ (x − mean) · share, and square = Σ (x − mean)² · share, over the piece.
@@ -127,7 +88,7 @@ def row_center(ARRAYS: tuple, count: float, share: float, rows: int, TILE: ct.Co
     mean: of the whole row, as WHOLE has it. count: the columns of the piece. Both follow from the
     piece's own moments; after Chan, Golub and LeVeque (see exchange.Slots.combine).
     """
-    a = Arrays(*ARRAYS)
+    a = SplitForwardArrays(*ARRAYS)
     row = ct.bid(0) * TILE + ct.arange(TILE, dtype=ct.int32)
     mask = row < rows
     apart = read(a.OWN_MEAN, row, mask) - read(a.WHOLE, row, mask)
@@ -151,25 +112,18 @@ def row_apply(
     rows: int,
     NORM: Constants[Norm],
     CUT: Constants[Cut],
-    TOGETHER: ct.Constant[int],
+    HOW: Constants[How],
 ):
     """y = (x − mean) · rstd · (w + offset) + b, with the mean and the variance of the whole row.
 
     Block (0, y, z) has number `first` + z · `step` + y, and normalises a chunk of a tile of rows.
-    TOGETHER: as in SharedHow.
     """
-    a, norm, cut = Arrays(*ARRAYS), Norm(*NORM), Cut(*CUT)
-    b = first + ct.bid(2) * step + ct.bid(1)
-    chunk = b % cut.CHUNKS if cut.CHUNKS > 1 else 0
-    tile = cut.tile(a.X, b // cut.CHUNKS, chunk, rows)
-    row = row_of(a, norm, tile, gather_tiles(inputs_of(a, norm), cut, tile), False)
-    found = whole_moments(a, norm, tile)
-    rstd = ct.rsqrt(found.variance + eps)
-    normalized = Normalized(recentered(row, found, rstd, norm.LAYER), rstd, row)
-    epilogue(a, norm, tile, normalized, Parameters((), TOGETHER, eps), None, False)
-    if norm.SAVE:
-        mask = tile.in_rows if cut.CHUNKS == 1 else chunk == 0
-        write_statistics(a, norm, tile.place, found, rstd, mask)
+    a = SplitForwardArrays(*ARRAYS)
+    this = pass_of(a.of_norm(), first, eps, rows, NORM, CUT, HOW)
+    b, CHUNKS = first + ct.bid(2) * step + ct.bid(1), this.cut.CHUNKS
+    tile = this.tile(b // CHUNKS, b % CHUNKS if CHUNKS > 1 else 0)
+    row = this.prologue(tile, this.gather(tile))
+    this.epilogue(tile, row, whole_moments(a, this.norm, tile), (), None)
 
 
 def whole_moments(a, norm, tile):

@@ -143,8 +143,8 @@ def unit(X, cut):
 
 @dataclass(frozen=True)
 class Moments:
-    """centered: the segments of x − mean. The mean is the sum of two float32 numbers, mean and
-    correction: what rounding left of it."""
+    """centered: the segments of x − mean, or () where `recentered` has to make them anew. The mean
+    is the sum of two float32 numbers, mean and correction: what rounding left of it."""
 
     centered: Any
     mean: Any
@@ -152,27 +152,29 @@ class Moments:
     variance: Any
 
 
-def moments(row, masks, count, rest, order, LAYER, EXACT):
-    """The moments of a row, or of a chunk of `count` elements of it.
+def moments(this, tile, row, count, EXACT):
+    """The moments of the chunk of a row that a tile has, of which `count` elements exist.
 
-    row: what is normalised (inputs.Row). rest: see Cut.rest. EXACT: the correction is found; where
-    every input has 16 bits no digit would show it. The variance is that of centered values, so that
-    a mean far larger than the standard deviation costs no accuracy.
+    row: what is normalised (inputs.Row). EXACT: the correction is found; where every input has 16
+    bits no digit would show it. The variance is that of centered values, so that a mean far larger
+    than the standard deviation costs no accuracy.
     """
+    order, rest = this.order, this.cut.rest(tile.chunk)
     xs = row.values()
-    if not LAYER:
-        return Moments(xs, 0.0, 0.0, order.mean_square(xs, count))
+    if not this.norm.LAYER:
+        return Moments(() if row.PACKED else xs, 0.0, 0.0, order.mean_square(xs, count))
     mean = order.mean(xs, count, 0.0 if EXACT else rest)
     if row.PACKED:
         xs = row.rematerialized(mean)
-    xs = subtract_mean(xs, masks, mean)
+    xs = subtract_mean(xs, tile.masks(), mean)
     if not EXACT:
-        return Moments(xs, mean, 0.0, order.mean_square(xs, count))
+        return Moments(() if row.PACKED else xs, mean, 0.0, order.mean_square(xs, count))
     correction, square = correct_mean(xs, count, order)
     centered = ()
     for x in ct.static_iter(xs):
         centered += (x - correction,)
-    return Moments(centered, mean, correction, square - correction * correction)
+    variance = square - correction * correction
+    return Moments(() if row.PACKED else centered, mean, correction, variance)
 
 
 def recentered(row, found, number, LAYER):

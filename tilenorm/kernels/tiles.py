@@ -20,6 +20,8 @@ from typing import Any
 
 import cuda.tile as ct
 
+from .arrays import given
+
 VECTOR = 8  # elements of 16 bytes, of the narrowest dtype
 
 
@@ -211,41 +213,58 @@ def leading(X, place):
 
 
 def gather_tiles(inputs, cut, tile):
-    """The segments of each input's rows, zero past the last row and column."""
+    """The segments of each input's rows, zero past the last row and column; () of an absent one."""
     left = tile.chunk * cut.chunk_width()
     found = ()
     for X in ct.static_iter(inputs):
-        tiles = ()
-        for _, start, width, end in ct.static_iter(cut.segments()):
-            cols = columns(left + start, width)
-            mask = both(tile.in_rows, cut.inside(X, cols, end))
-            index = leading(X, tile.place) + (cols,)
-            tiles += (ct.gather(X, index, mask=mask, check_bounds=False),)
-        found += (tiles,)
+        found += (gather_segments(X, cut, tile, left) if given(X) else (),)
     return found
+
+
+def gather_segments(X, cut, tile, left):
+    tiles = ()
+    for _, start, width, end in ct.static_iter(cut.segments()):
+        cols = columns(left + start, width)
+        mask = both(tile.in_rows, cut.inside(X, cols, end))
+        index = leading(X, tile.place) + (cols,)
+        tiles += (ct.gather(X, index, mask=mask, check_bounds=False),)
+    return tiles
 
 
 def load_tiles(inputs, cut, row):
-    """The segments of one row of each input, by tile loads."""
+    """The same of one row by tile loads."""
     place = cut.row_place(row)
     found = ()
     for X in ct.static_iter(inputs):
-        tiles = ()
-        for _, start, width, _ in ct.static_iter(cut.segments()):
-            index = leading(X, place) + (start // width,)
-            shape = (1, width) if X.ndim == 2 else (1, 1, width)
-            tile = ct.load(X, index, shape, padding_mode=ct.PaddingMode.ZERO)
-            tiles += (tile.reshape((1, width)),)
-        found += (tiles,)
+        found += (load_segments(X, cut, leading(X, place)) if given(X) else (),)
     return found
+
+
+def load_segments(X, cut, place):
+    tiles = ()
+    for _, start, width, _ in ct.static_iter(cut.segments()):
+        index = place + (start // width,)
+        shape = (1, width) if X.ndim == 2 else (1, 1, width)
+        tile = ct.load(X, index, shape, padding_mode=ct.PaddingMode.ZERO)
+        tiles += (tile.reshape((1, width)),)
+    return tiles
 
 
 def gather_numbers(arrays, tile):
-    """One number a row of each array."""
+    """One number a row of each array; () of an absent one."""
     found = ()
     for X in ct.static_iter(arrays):
-        found += (ct.gather(X, (tile.place[0],), mask=tile.in_rows, check_bounds=False),)
+        numbers = ()
+        if given(X):
+            numbers = ct.gather(X, (tile.place[0],), mask=tile.in_rows, check_bounds=False)
+        found += (numbers,)
     return found
+
+
+def write_number(X, tile, values):
+    """Write a number for each row of a tile. Of a row in chunks, the block of the first does it."""
+    mask = tile.in_rows if ct.static_eval(isinstance(tile.chunk, int)) else tile.chunk == 0
+    ct.scatter(X, (tile.place[0],), values, mask=mask, check_bounds=False)
 
 
 def gather_parameter(W, tile, cols, mask):

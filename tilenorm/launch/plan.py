@@ -15,7 +15,7 @@ import cuda.tile as ct
 
 from ..kernels.backward import norm_backward
 from ..kernels.column_sum import column_sum
-from ..kernels.constants import BackwardHow, RowHow, SharedHow, StreamHow
+from ..kernels.constants import How
 from ..kernels.forward import row_forward, shared_forward, stream_forward
 from ..spec import NormSpec
 from ..table import FACTORS
@@ -137,15 +137,15 @@ class ForwardPlan(Tiling):
         return hinted(FORWARD[type(self.config)], self.hints)
 
     @cached_property
-    def _how(self) -> RowHow | StreamHow | SharedHow:
+    def _how(self) -> How:
         config = self.compiled
         match config:
             case RowForward():
-                return RowHow(config.packed, config.fetch, self.ordered)
+                return How(PACKED=config.packed, FETCH=config.fetch, ORDERED=self.ordered)
             case StreamForward():
-                return StreamHow(config.tma, config.store)
+                return How(TMA=config.tma, STORE=config.store)
             case SharedForward():
-                return SharedHow(config.packed, config.together, *self._sharing)
+                return How(PACKED=config.packed, TOGETHER=config.together, **self._sharing)
 
     @property
     def fetches(self) -> bool:
@@ -169,7 +169,7 @@ class ForwardPlan(Tiling):
 
     @cached_property
     def launches(self) -> Callable[[int, float], list[Launch]]:
-        groups = tuple(map(constants, (self.norm(self.save), self.cut, self._how)))
+        groups = tuple(map(constants, (self.norm, self.cut, self._how)))
 
         @lru_cache(SIZES)
         def launches(rows, eps):
@@ -261,9 +261,8 @@ class BackwardPlan(Tiling):
     @cached_property
     def launches(self) -> Callable[[int], list[Launch]]:
         config = self.config
-        how = (config.tma, config.store, config.packed, config.reread)
-        groups = (self.norm(False), self.cut, BackwardHow(*how, *self._sharing))
-        groups = (*map(constants, groups), tuple(self.needs))
+        how = How(config.packed, config.tma, config.store, REREAD=config.reread, **self._sharing)
+        groups = (*map(constants, (self.norm, self.cut, how)), self.needs.dw, self.needs.db)
         main_arrays = itemgetter(slice(self.arrays._fields.index("dw")))
         if self.spec.branches:
             main_arrays = self.arrays.of_branches

@@ -58,8 +58,6 @@ def quant_of(spec: NormSpec, config: Config) -> Quant:
         POWER_OF_2=how.power_of_2,
         PADDED={"column": 1, "column_tma": 4}.get(how.layout, 0),
         SWIZZLED=how.layout == "swizzled",
-        OUTPUT=how.output,
-        AMAX=how.amax,
         PACKED=sixteen and not fetches and _elements(spec, config) > MOST_OUTPUT_UNPACKED,
     )
 

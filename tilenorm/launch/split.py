@@ -6,14 +6,15 @@ A spec's `hidden` is the length of a piece. The length of the whole row is a num
 
 from collections import namedtuple
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cache, cached_property
 from operator import itemgetter
 from typing import Any, ClassVar
 
 import cuda.tile as ct
 
-from ..kernels import split_backward, split_forward
+from ..kernels import arrays, split_backward, split_forward
+from ..kernels.constants import How
 from ..spec import NormSpec
 from . import heuristics
 from .calls import ABSENT, Launch, Needs, constants, rectangles
@@ -38,9 +39,9 @@ def arrays_of(name: str, kernels: type, *more: str) -> Any:
     return namedtuple(name, [*names, *more], defaults=[ABSENT] * (len(names) + len(more)))
 
 
-SplitForwardArrays = arrays_of("SplitForwardArrays", split_forward.Arrays)
+SplitForwardArrays = arrays_of("SplitForwardArrays", arrays.SplitForwardArrays)
 # dy is a tuple of one array. The column sum writes the last two.
-SplitBackwardArrays = arrays_of("SplitBackwardArrays", split_backward.Arrays, "dw", "db")
+SplitBackwardArrays = arrays_of("SplitBackwardArrays", arrays.BackwardArrays, "dw", "db")
 MAIN_ARRAYS = itemgetter(slice(SplitBackwardArrays._fields.index("dw")))
 
 
@@ -49,7 +50,8 @@ class RowPlan(Tiling):
     """The launches of a kernel that reads each tile of rows once.
 
     take: selects the kernel's arrays. apart: whether each chunk of a wide row has a block of its
-    own; else a block takes the chunks of its rows one after the other. save: see Norm.SAVE.
+    own; else a block takes the chunks of its rows one after the other. save: whether mean
+    and rstd are written.
     """
 
     function: ct.kernel
@@ -59,12 +61,9 @@ class RowPlan(Tiling):
 
     @cached_property
     def _after(self) -> tuple:
-        # What is added to x is written by row_sums alone.
-        norm = self.norm(self.save)
-        if self.function is not split_forward.row_sums:
-            norm = replace(norm, ADD=False)
-        after = constants(norm), constants(self.cut)
-        return (*after, getattr(self.config, "together", 1)) if self.apart else after
+        after = constants(self.norm), constants(self.cut)
+        how = How(TOGETHER=getattr(self.config, "together", 1))
+        return (*after, constants(how)) if self.apart else after
 
     @cached_property
     def _kernel(self) -> ct.kernel:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd
+from typing import Any
 
 from ..kernels.constants import Norm
 from ..kernels.exchange import clear_slots
@@ -70,32 +71,28 @@ class Tiling:
         heads = (spec.heads, rows, self.tile_heads)
         return Cut(spec.hidden, *heads, self._widths, self.chunks, spec.aligned)
 
-    def norm(self, save: bool) -> Norm:
+    @cached_property
+    def norm(self) -> Norm:
         spec = self.spec
         return Norm(
             LAYER=spec.norm == "layer",
-            ADD=spec.residual is not None,
-            GATED=spec.gate is not None,
             GATE_FIRST=spec.gate is not None and spec.gate_first,
-            WEIGHT=spec.weight is not None,
-            BIAS=spec.bias is not None,
             OFFSET=spec.offset,
             EARLY=spec.rounding == "early",
-            SAVE=save,
             SIGMOID=spec.activation == "sigmoid",
-            ADDEND=spec.addend is not None,
-            SKIP=spec.skip is not None,
-            DROPOUT=spec.dropout_mask is not None,
             DROPOUT_SCALE=spec.dropout_scale,
-            LAYER_SCALE=spec.layer_scale is not None,
             QUANT=constants(quant_of(spec, self.config)) if spec.quantized else (),
-            INNER=constants(replace(self, spec=spec.inner).norm(save)) if spec.inner else (),
+            INNER=constants(replace(self, spec=spec.inner).norm) if spec.inner else (),
         )
 
     @cached_property
-    def _sharing(self) -> tuple[int, int, bool]:
-        """The constants PADDED_CHUNKS, POLLS and OVERLAP."""
-        return tile_width(self.chunks), POLLS if self._exchanges else 0, self._overlap
+    def _sharing(self) -> dict[str, Any]:
+        """The constants of How that concern blocks that share a row."""
+        return {
+            "PADDED_CHUNKS": tile_width(self.chunks),
+            "POLLS": POLLS if self._exchanges else 0,
+            "OVERLAP": self._overlap,
+        }
 
     @property
     def _overlap(self) -> bool:

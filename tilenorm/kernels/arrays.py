@@ -1,0 +1,109 @@
+"""The arrays that the kernels take. An absent one is an empty tuple, which adds no parameter to the
+compiled kernel. What a kernel computes follows from the arrays that are given."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cuda.tile as ct
+
+
+def given(X):
+    """Whether an array, or the tiles that were read of one, is there."""
+    return ct.static_eval(not isinstance(X, tuple) or len(X) > 0)
+
+
+@dataclass(frozen=True)
+class ForwardArrays:
+    """X, RESIDUAL, GATE, ADDEND, SKIP (rows, N) or (tokens, HEADS, N), and so DROPOUT_MASK, of
+    bytes; LAYER_SCALE (N,); W and B (N,) or (HEADS, N); Y, SUM (rows, N); MEAN, RSTD (rows,)
+    float32; SLOTS (rows, n) int32; Q (rows, N) of 8-bit floats; SCALE: every scale, in one
+    dimension, float32 or bytes; AMAX (1,) int32, at first 0; INNER_W, INNER_RSTD: W and RSTD of the
+    inner norm.
+    """
+
+    X: Any
+    Y: Any
+    W: Any
+    B: Any
+    RESIDUAL: Any
+    GATE: Any
+    SUM: Any
+    MEAN: Any
+    RSTD: Any
+    SLOTS: Any = ()
+    ADDEND: Any = ()
+    SKIP: Any = ()
+    DROPOUT_MASK: Any = ()
+    LAYER_SCALE: Any = ()
+    Q: Any = ()
+    SCALE: Any = ()
+    AMAX: Any = ()
+    INNER_W: Any = ()
+    INNER_RSTD: Any = ()
+
+
+@dataclass(frozen=True)
+class SplitForwardArrays:
+    """Of split_forward.py. X, RESIDUAL, GATE (rows, N) or (tokens, HEADS, N); W and B (N,) or
+    (HEADS, N); SUM, Y (rows, N). All others are (rows,) float32, with any stride.
+
+    PART: what row_sums stores. OWN_*: the moments of the piece. WHOLE: the sum of all PARTs of a
+    row: the mean of squares, or, for LAYER, the mean. CORRECTION, SQUARE: what row_center stores,
+    and what row_apply reads of it once it is added up. MEAN, RSTD: what the backward pass reads.
+    """
+
+    X: Any
+    RESIDUAL: Any
+    GATE: Any
+    W: Any
+    B: Any
+    SUM: Any
+    Y: Any
+    PART: Any
+    OWN_MEAN: Any
+    OWN_CORRECTION: Any
+    OWN_SQUARES: Any
+    WHOLE: Any
+    CORRECTION: Any
+    SQUARE: Any
+    MEAN: Any
+    RSTD: Any
+
+    def of_norm(self):
+        """Those that the stages of a forward pass take."""
+        return ForwardArrays(
+            self.X, self.Y, self.W, self.B, self.RESIDUAL, self.GATE, self.SUM, self.MEAN, self.RSTD
+        )
+
+
+@dataclass(frozen=True)
+class BackwardArrays:
+    """X, GATE, DSUM (rows, N) or (tokens, HEADS, N), and so DROPOUT_MASK, of bytes; DY a tuple of
+    such arrays, which add up to dy; LAYER_SCALE (N,); W and B (N,) or (HEADS, N); MEAN and RSTD
+    (rows,) float32; DX, DRESIDUAL, DGATE, Y (rows, N); SLOTS (rows, n) int32.
+
+    X is the sum where a residual was added. PARTIALS (outputs · blocks, N) float32: block b writes
+    its part of dW to row b, and its part of dB to a row behind all rows of dW. With HEADS, PARTIALS
+    is (outputs · n, HEADS · N), and a group of blocks, one for each part of the heads, writes one
+    row. DOT, TOTAL: of split_backward.py, (rows,) float32 with any stride, for the means of g · x̂
+    and, for LAYER, of g.
+    """
+
+    X: Any
+    DY: Any
+    GATE: Any
+    DSUM: Any
+    W: Any
+    B: Any
+    MEAN: Any
+    RSTD: Any
+    DX: Any
+    DRESIDUAL: Any
+    DGATE: Any
+    Y: Any
+    PARTIALS: Any
+    SLOTS: Any
+    DROPOUT_MASK: Any = ()
+    LAYER_SCALE: Any = ()
+    DOT: Any = ()
+    TOTAL: Any = ()
