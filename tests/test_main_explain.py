@@ -38,6 +38,10 @@ OPTIONS = {
     "--op gated_rms_norm --activation sigmoid": (
         f"{PLAIN}, gate bfloat16 after the norm, activation sigmoid"
     ),
+    "--op rms_norm_quantized --scaling block --layout column_tma --power-of-2 --return-output": (
+        f"{PLAIN}, block scales powers of two float8_e4m3fn layout column_tma output"
+    ),
+    "--op rms_norm_quantized --fp8 float8_e5m2": f"{PLAIN}, row scales float8_e5m2 layout row",
     "--op gated_rms_norm --gate-first": f"{PLAIN}, gate bfloat16 before the norm, activation silu",
 }
 
