@@ -110,7 +110,7 @@ def test_configurations_for_several_terms_and_for_y(arch):
 
 @pytest.mark.parametrize(
     "arch, hidden, norm, bias",
-    product(("sm_90", "sm_100"), (37, 4096, 20001, 20480), ("rms", "layer"), (None, "bfloat16")),
+    [*product(("sm_90", "sm_100"), (37, 4096, 20001, 20480), ("rms", "layer"), (None, "bfloat16"))],
 )
 def test_a_gate_with_a_residual_is_planned_like_a_gate(arch, hidden, norm, bias):
     """No public function takes both, but the torch.library ops do."""
