@@ -11,6 +11,7 @@ import time
 import cuda.tile as ct
 import cutile_cache._cache as cutile_cache
 import pytest
+import torch
 from cuda.tile._cext import default_tile_context
 
 from tests.executors import backward_calls, forward_calls
@@ -22,7 +23,7 @@ from tilenorm.launch.target import Target
 from tilenorm.launch.toolchain import cache_problem
 from tilenorm.spec import NormSpec
 from tilenorm.tools.precompile import precompile
-from tilenorm.tools.signature import ArrayLike, signature
+from tilenorm.tools.signature import signature
 
 SPEC = NormSpec("rms", 64, "bfloat16", "bfloat16")
 TARGET, CAPABILITY = Target.of("sm_90"), (9, 0)
@@ -254,7 +255,7 @@ def wrong(X):
 def test_the_kernel_of_an_error_is_named(compiler):
     """Each of a step, and one with an error of the language."""
     calls = backward_calls(SPEC, TARGET, 1000, every_gradient(SPEC))
-    calls += [Call(Kernel(wrong._pyfunc), (1,), (ArrayLike.contiguous("float32", 16),))]
+    calls += [Call(Kernel(wrong._pyfunc), (1,), (torch.empty(16),))]
     for call in calls:
         name = call.kernel._pyfunc.__name__
         compiler.breaks(**{name: ERROR})

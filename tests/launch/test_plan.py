@@ -170,7 +170,7 @@ def test_the_norm_kernel_overlaps_clear_slots(arch, overlap):
     ):
         first, main, *rest = calls
         assert first.kernel is CLEAR_SLOTS
-        assert arguments_of(first)["SLOTS"] == arguments_of(main)["SLOTS"]
+        assert arguments_of(first)["SLOTS"] is arguments_of(main)["SLOTS"]
         assert [c.overlap for c in calls] == [False, overlap, *(overlap for _ in rest)]
         assert all(arguments_of(call)["OVERLAP"] is overlap for call in calls)
 
