@@ -15,7 +15,6 @@ from tilenorm.ops import cutile
 from tilenorm.spec import NormSpec
 from tilenorm.table import OPS
 from tilenorm.tools.precompile import calls_of, compile_call
-from tilenorm.tools.signature import ArrayLike
 
 from . import cases, interpreter, oracle
 from .guarded import guarded
@@ -230,20 +229,10 @@ class Compiler(Executor):
 
     def run(self, exchange: bool = True, **constants) -> Callable:
         def run(launches, arrays, index) -> None:
-            for call in bound(launches, described(arrays)):
+            for call in bound(launches, arrays):
                 compile_call(call, self.target.arch)
 
         return run
-
-
-def described(argument):
-    """An argument of a launch, or a tuple of them, with what the compiler sees of tensors."""
-    if isinstance(argument, tuple):
-        return _of_kind(argument, map(described, argument))
-    if not isinstance(argument, Tensor):
-        return argument
-    dtype, aligned = str(argument.dtype).removeprefix("torch."), argument.data_ptr() % 16 == 0
-    return ArrayLike(dtype, tuple(argument.shape), argument.stride(), aligned)
 
 
 def _of_kind(group: tuple, items: Iterable) -> tuple:
@@ -252,12 +241,12 @@ def _of_kind(group: tuple, items: Iterable) -> tuple:
 
 
 def forward_calls(spec: NormSpec, target: Target, rows: int, save: bool) -> list[Call]:
-    """The calls of a forward pass for contiguous inputs, with descriptions for arrays."""
+    """The calls of a forward pass for contiguous inputs, with tensors without memory."""
     return calls_of(plan_forward(spec, target, save), rows)
 
 
 def backward_calls(spec: NormSpec, target: Target, rows: int, needs: Needs) -> list[Call]:
-    """The calls of a backward pass for contiguous inputs, with descriptions for arrays."""
+    """The calls of a backward pass for contiguous inputs, with tensors without memory."""
     return calls_of(plan_backward(spec, target, needs), rows)
 
 

@@ -8,7 +8,7 @@ from unittest.mock import patch
 from cuda.tile import _compile
 from cuda.tile._cext import default_tile_context
 
-from tests.executors import Interpreter, described
+from tests.executors import Interpreter
 from tilenorm.launch import disk_cache, kernel, plan, tiling
 from tilenorm.launch.calls import bound
 from tilenorm.ops import cutile
@@ -80,7 +80,7 @@ def compiling_launch(stream: int, launches, arrays: tuple) -> None:
     interpret = Interpreter("sm_90").run()
     for launch in launches:
         [call] = bound([launch], arrays)
-        cubin_of(call._replace(arguments=described(call.arguments)), ARCH)
+        cubin_of(call, ARCH)
         interpret([launch], arrays, -1)
 
 

@@ -12,13 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-
-from tilenorm.tools.signature import ArrayLike
+from torch import Tensor
 
 ROOT = Path(__file__).parents[1]
 SOURCE = Path(__file__).with_suffix(".c")
 NAME = "libcuda.so.1"
-STRINGS = {"float32": "<f4", "float16": "<f2", "int32": "<i4"}
+STRINGS = {"torch.float32": "<f4", "torch.float16": "<f2", "torch.int32": "<i4"}
 
 
 def built(folder: Path) -> Path:
@@ -49,23 +48,22 @@ def run(program: str, folder: Path) -> subprocess.CompletedProcess:
 
 
 class Array:
-    """What a launch takes for an array: a description, and an address that nobody reads."""
+    """What a launch takes for a tensor without memory, with an address that nobody reads."""
 
-    def __init__(self, like: ArrayLike):
-        size = int(STRINGS[like.dtype][-1])
+    def __init__(self, like: Tensor):
         self.__cuda_array_interface__ = {
-            "shape": like.shape,
-            "typestr": STRINGS[like.dtype],
+            "shape": tuple(like.shape),
+            "typestr": STRINGS[str(like.dtype)],
             "data": (1 << 20, False),
-            "strides": tuple(s * size for s in like.strides),
+            "strides": tuple(s * like.itemsize for s in like.stride()),
             "version": 3,
         }
 
 
 def arrays_of(arrays: Sequence) -> tuple:
-    """ForwardArrays or BackwardArrays of descriptions, as a launch takes them."""
+    """ForwardArrays or BackwardArrays of tensors without memory, as a launch takes them."""
     return tuple(
-        arrays_of(a) if isinstance(a, tuple) else Array(a) if isinstance(a, ArrayLike) else a
+        arrays_of(a) if isinstance(a, tuple) else Array(a) if isinstance(a, Tensor) else a
         for a in arrays
     )
 

@@ -1,6 +1,6 @@
-"""The commands info and precompile, and the messages for wrong arguments.
+"""The commands info, explain and precompile, and the messages for wrong arguments.
 
-test_main_explain.py tests the command explain, and test_main_tune.py the command tune.
+test_main_tune.py tests the command tune.
 """
 
 import re
@@ -18,6 +18,7 @@ from tilenorm.__main__ import main
 from tilenorm.launch.target import Target
 from tilenorm.spec import NormSpec
 from tilenorm.table import NORMS
+from tilenorm.tools import precompile
 from tilenorm.tools.precompile import training_calls
 
 FOR_H200 = ["--arch", "sm_90", "--hidden", "256"]
@@ -83,6 +84,7 @@ def test_as_a_program():
 
 EXPLAIN = "explain --arch sm_90 --hidden 256"
 PRECOMPILE = EXPLAIN.replace("explain", "precompile")
+DRY = "tune --dry-run --arch sm_90"
 WRONG = {
     "": "required",
     "time": "invalid choice: 'time'",
@@ -119,14 +121,27 @@ WRONG = {
     f"{EXPLAIN} --op rms_norm_quantized --scaling mx --power-of-2": (
         "--power-of-2: takes --scaling row or block"
     ),
-    "tune --dry-run --arch sm_90 --hidden 1024 --op rms_norm_quantized": (
+    "tune": "--hidden: needs at least one size",
+    "tune --arch sm_90 --hidden 64": (
+        "--arch: tune times on this GPU; only --dry-run takes an architecture"
+    ),
+    "tune --dry-run --hidden 64": "--dry-run: needs --arch",
+    f"{DRY} --hidden 64 --op gated_rms_norm --bias": (
+        "no table serves gated_rms_norm forward with weight and bias"
+    ),
+    f"{DRY} --hidden 64 --terms 2 --direction forward": "--terms: the forward pass takes none",
+    f"{DRY} --hidden 262145": "the kernels take 1 to 262144",
+    "tune --arch sm_90 --shipped": "--shipped: [Errno 2]",
+    "tune --hidden 64 --seconds 0": "got 0, takes a positive",
+    "tune --direction up --hidden 64": "'up'",
+    f"{DRY} --hidden 1024 --op rms_norm_quantized": (
         "takes the configuration, and the bits, of rms_norm: tune that"
     ),
 }
 
 
 @pytest.mark.parametrize("command", WRONG)
-def test_wrong_arguments(command, refused, cache):
+def test_wrong_arguments(command, refused, cache, tables):
     assert WRONG[command] in refused(command.split())
 
 
@@ -148,18 +163,21 @@ def test_precompile_fills_the_cache(capsys, cache, compilations):
     assert len(compilations) == count, "the second time, the compiler ran again"
 
 
-@pytest.mark.parametrize("op", [op for op in NORMS if op != "rms_norm"])
-def test_precompile_of_the_other_ops(op, cache, monkeypatch, capsys):
+STEPS = {"": (1,), "--output --terms 2": (2,), "--output --terms": (1, 2, 3)}  # the terms of dy
+
+
+@pytest.mark.parametrize("op", NORMS)
+@pytest.mark.parametrize("step", STEPS)
+def test_what_precompile_compiles(op, step, cache, monkeypatch, capsys):
     prepared = []
-    monkeypatch.setattr(
-        "tilenorm.tools.precompile.precompile", lambda *a: prepared.append(a) or [[]]
-    )
+    monkeypatch.setattr(precompile, "precompile", lambda *a: prepared.append(a) or [[]])
     arguments = ["--op", op, "--heads", "6", "--rounding", "early", "--processes", "1"]
-    assert main(["precompile", *FOR_H200, *arguments]) == 0
+    assert main(["precompile", *FOR_H200, *arguments, *step.split()]) == 0
     spec = NormSpec.of(op, 256, "bfloat16", weight="bfloat16", heads=6, rounding="early")
     ((*what, calls),) = prepared
     assert what == [[spec], Target.of("sm_90"), 1]
-    assert (calls.func, calls.keywords) == (training_calls, {"terms": (1,), "output": False})
+    assert calls.func == training_calls
+    assert calls.keywords == {"terms": STEPS[step], "output": bool(step)}
     assert f"{op} 256 bfloat16 (weight bfloat16, " in capsys.readouterr().out
 
 
@@ -172,11 +190,52 @@ def test_precompile_in_processes_fills_the_same_cache(cache, monkeypatch, compil
     assert compilations == []
 
 
-@pytest.mark.parametrize("given, terms", [(["2"], (2,)), ([], (1, 2, 3))], ids=str)
-def test_precompile_for_a_compiled_step(given, terms, cache, monkeypatch):
-    prepared = []
-    monkeypatch.setattr(
-        "tilenorm.tools.precompile.precompile", lambda *a: prepared.append(a) or [[]]
-    )
-    assert main(["precompile", *FOR_H200, "--output", "--terms", *given]) == 0
-    assert prepared[0][-1].keywords == {"terms": terms, "output": True}
+@pytest.mark.parametrize("op", NORMS)
+def test_explain(op, capsys):
+    arguments = ["--op", op, "--arch", "sm_100", "--hidden", "64", "8192", "--rows", "77"]
+    assert main(["explain", *arguments, "--dtype", "float16", "float32", "--bias"]) == 0
+    out = capsys.readouterr().out
+    for hidden in (64, 8192):
+        for dtype in ("float16", "float32"):
+            line = f"77 rows of {hidden} {dtype} on sm_100 (weight {dtype}, bias {dtype}, offset 0"
+            assert f"{op} of {line}" in out
+    assert out.count("served by cutile") == 4
+
+
+PLAIN = "weight bfloat16, bias None, offset 0"
+# Options of explain, and the words of its output that show them.
+OPTIONS = {
+    "--weight-dtype float32 --offset 1": "weight float32, bias None, offset 1",
+    "--no-weight": "weight None, bias None, offset 0",
+    "--no-weight --bias": "weight None, bias bfloat16, offset 0",
+    "--rounding early": f"{PLAIN}, rounding early",
+    "--heads 6": f"{PLAIN}, 6 heads",
+    "--heads 1": PLAIN,
+    "--heads 6 --no-weight": "weight None, bias None, offset 0",
+    "--op add_rms_norm": f"{PLAIN}, residual bfloat16",
+    "--op add_layer_norm --residual-dtype float32": f"{PLAIN}, residual float32",
+    "--op add_rms_norm --residuals 2": f"{PLAIN}, residual bfloat16, another residual bfloat16",
+    "--op layer_norm_add --residual-dtype float32": f"{PLAIN}, residual float32 after the norm",
+    "--op gated_rms_norm": f"{PLAIN}, gate bfloat16 after the norm, activation silu",
+    "--op gated_rms_norm --activation sigmoid": (
+        f"{PLAIN}, gate bfloat16 after the norm, activation sigmoid"
+    ),
+    "--op rms_norm_quantized --scaling block --layout column_tma --power-of-2 --return-output": (
+        f"{PLAIN}, block scales powers of two float8_e4m3fn layout column_tma output"
+    ),
+    "--op rms_norm_quantized --fp8 float8_e5m2": f"{PLAIN}, row scales float8_e5m2 layout row",
+    "--op gated_rms_norm --gate-first": f"{PLAIN}, gate bfloat16 before the norm, activation silu",
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_explain_options(options, capsys):
+    main(["explain", *FOR_H200, *options.split()])
+    assert f"bfloat16 on sm_90 ({OPTIONS[options]})" in capsys.readouterr().out
+
+
+def test_explain_a_refused_spec(capsys):
+    assert main(["explain", "--arch", "sm_90", "--hidden", "262145"]) == 0
+    out = capsys.readouterr().out
+    assert "served by reference" in out
+    assert "refused by cutile: normalized_shape holds 262145 elements" in out

@@ -107,29 +107,6 @@ def test_dry_run(tables, capsys, monkeypatch):
     assert not tables.exists()
 
 
-DRY = "tune --dry-run --arch sm_90"
-WRONG = {
-    "tune": "--hidden: needs at least one size",
-    "tune --arch sm_90 --hidden 64": (
-        "--arch: tune times on this GPU; only --dry-run takes an architecture"
-    ),
-    "tune --dry-run --hidden 64": "--dry-run: needs --arch",
-    f"{DRY} --hidden 64 --op gated_rms_norm --bias": (
-        "no table serves gated_rms_norm forward with weight and bias"
-    ),
-    f"{DRY} --hidden 64 --terms 2 --direction forward": "--terms: the forward pass takes none",
-    f"{DRY} --hidden 262145": "the kernels take 1 to 262144",
-    "tune --arch sm_90 --shipped": "--shipped: [Errno 2]",
-    "tune --hidden 64 --seconds 0": "got 0, takes a positive",
-    "tune --direction up --hidden 64": "'up'",
-}
-
-
-@pytest.mark.parametrize("command", WRONG)
-def test_wrong_arguments(command, refused, tables):
-    assert WRONG[command] in refused(command.split())
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_without_a_gpu(refused, tables):
     assert "there is no NVIDIA GPU, or no driver for it" in refused(["tune", "--hidden", "64"])

@@ -2,35 +2,21 @@ import pytest
 import torch
 
 from bench.cases import DTYPES, OPS, SUITE_DIRECTIONS, SUITES, Case, select
+from tilenorm.spec import NormSpec
+from tilenorm.tools.explain import moved_bytes
 
 every_op = pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.name)
 
 
-def test_bytes_count_each_tensor_once():
-    op, heads = OPS["rms_norm"], OPS["head_rms_norm"]
-    x, w = 64 * 128 * 2, 128 * 2
-    for made, weight in ((op, w), (heads, 32 * w)):
-        assert made.bytes("forward", 64, 128, 2) == x + weight + x
-        assert made.bytes("inference", 64, 128, 2) == x + weight + x
-        assert made.bytes("backward", 64, 128, 2) == x + x + weight + x + weight
-
-
-@pytest.mark.parametrize(
-    ("name", "forward", "backward"),
-    [
-        ("rms_norm", (2, 1), (3, 2)),
-        ("layer_norm", (2, 2), (3, 3)),
-        ("add_rms_norm", (4, 1), (4, 2)),  # the gradients of x and residual are one tensor
-        ("add_layer_norm", (4, 2), (4, 3)),
-        ("rms_norm_add", (3, 1), (3, 2)),  # the gradient of what is added is dy
-        ("layer_norm_add", (3, 2), (3, 3)),
-        ("gated_rms_norm", (3, 1), (5, 2)),
-        ("gated_layer_norm", (3, 2), (5, 4)),
-        ("head_rms_norm", (2, 1), (3, 2)),
-    ],
-)
-def test_traffic_is_what_the_mathematics_needs(name, forward, backward):
-    assert (OPS[name].forward, OPS[name].backward) == (forward, backward)
+@every_op
+def test_bytes_are_what_the_mathematics_needs(op):
+    """As tilenorm.explain counts them: tests/tools/test_explain.py has the numbers."""
+    name = op.name.removeprefix("head_")
+    parameters = dict.fromkeys(op.columns, "bfloat16")
+    spec = NormSpec.of(name, 128, "bfloat16", heads=op.heads or 0, **parameters)
+    found = tuple(op.bytes(direction, 64, 128, 2) for direction in ("forward", "backward"))
+    assert found == moved_bytes(spec, 64)
+    assert op.bytes("inference", 64, 128, 2) == found[0]
 
 
 @every_op

@@ -56,22 +56,19 @@ def test_a_kernel_is_traced_once(traced):
 
 def test_anything_that_changes_the_code_compiles_anew(traced, monkeypatch, tmp_path):
     other = NormSpec("rms", 64, "float16", "bfloat16")
-    calls = forward_calls(other, Target.of("sm_90"), 1000, True)
+    [call] = forward_calls(other, Target.of("sm_90"), 1000, True)
     found = [
         compiled(),
-        compiled(signature(row_forward, calls[0].arguments)),
+        compiled(signature(row_forward, call.arguments)),
         compiled(capability=(10, 0)),
         compiled(occupancy=2),
         compiled(num_worker_warps=8),
     ]
-    compiler = tmp_path / "tileiras"
-    compiler.write_text("")
-    kernels = tmp_path / "kernels"
-    kernels.mkdir()
-    (kernels / "forward.py").write_text("# edited")
+    (tmp_path / "tileiras").write_text("")
+    (tmp_path / "forward.py").write_text("# edited")
     for owner, name, value in (
-        (disk_cache, "compiler_path", lambda: str(compiler)),
-        (disk_cache.kernels, "__file__", str(kernels / "__init__.py")),
+        (disk_cache, "compiler_path", lambda: str(tmp_path / "tileiras")),
+        (disk_cache.kernels, "__file__", str(tmp_path / "__init__.py")),
         (ct, "__version__", "99"),
     ):
         monkeypatch.setattr(owner, name, value)
@@ -80,9 +77,7 @@ def test_anything_that_changes_the_code_compiles_anew(traced, monkeypatch, tmp_p
     assert found == [f"cubin {i}".encode() for i in range(1, 9)]
 
 
-@pytest.mark.parametrize(
-    "name", ["CUDA_TILE_LOGS", "CUDA_TILE_DUMP_TILEIR", "CUDA_TILE_ANYTHING", ""]
-)
+@pytest.mark.parametrize("name", ["CUDA_TILE_LOGS", "CUDA_TILE_ANYTHING", ""])
 def test_other_cutile_variables_turn_the_lookup_off_and_so_does_no_cache(traced, monkeypatch, name):
     if name:
         monkeypatch.setenv(name, "1")
@@ -115,14 +110,8 @@ os._exit(0)  # an ordinary end aborts if a thread of autograd still frees tensor
 def test_a_new_process_traces_nothing(tmp_path, n):
     environment = {k: v for k, v in os.environ.items() if not k.startswith("CUDA_TILE_")}
     environment["CUDA_TILE_CACHE_DIR"] = str(tmp_path)
-    first, again = (
-        subprocess.run(
-            [sys.executable, "-c", PROGRAM.format(n=n), which],
-            env=environment,
-            capture_output=True,
-            text=True,
-        )
-        for which in ("first", "again")
-    )
+    command = [sys.executable, "-c", PROGRAM.format(n=n)]
+    told = {"env": environment, "capture_output": True, "text": True}
+    first, again = (subprocess.run([*command, which], **told) for which in ("first", "again"))
     assert (first.returncode, again.returncode) == (0, 0), first.stderr + again.stderr
     assert first.stdout == again.stdout

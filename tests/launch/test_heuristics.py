@@ -1,14 +1,14 @@
 """The tables are well formed, and every size gets a configuration that can serve it."""
 
 from dataclasses import replace
-from itertools import accumulate, chain, pairwise, product
+from itertools import chain, pairwise, product
 
 import pytest
 
 from tests import cases
 from tilenorm.launch import heuristics
 from tilenorm.launch.calls import every_gradient
-from tilenorm.launch.config import Backward, Config, SharedForward, StreamForward
+from tilenorm.launch.config import Config, Served
 from tilenorm.launch.target import MULTIPROCESSORS, Target
 from tilenorm.launch.tuned import TABLES
 from tilenorm.spec import ITEM_BYTES, NormSpec
@@ -17,7 +17,7 @@ from tilenorm.table import NORMS
 TABLE_LIST = [
     pytest.param(arch, direction, key, table, id=f"{arch}-{direction}-{key}")
     for arch, tables in TABLES.items()
-    for direction in ("forward", "backward")
+    for direction in cases.DIRECTIONS
     for key, table in getattr(tables, direction).items()
 ]
 each_table = pytest.mark.parametrize("arch, direction, key, table", TABLE_LIST)
@@ -30,7 +30,7 @@ REGIMES = [
     )
     for direction in cases.DIRECTIONS
     for arch in MULTIPROCESSORS
-    for dtype in ("bfloat16", "float32")
+    for dtype in DTYPE.values()
     for aligned in (True, False)
 ]
 
@@ -45,8 +45,10 @@ def spec_of(hidden: int, key: tuple[str, int]) -> NormSpec:
     return NormSpec.of(op, hidden, dtype, weight=dtype, bias=bias)
 
 
-def power_of_two(n: int) -> bool:
-    return n > 0 and n & (n - 1) == 0
+def check(config: Config, spec: NormSpec, target: Target) -> None:
+    """tests/tools/test_candidates.py tests what a configuration refuses."""
+    served = Served(spec.hidden, spec.widest_item, spec.aligned, target)
+    assert config.refusal(served) is None, (config, spec)
 
 
 @each_table
@@ -67,17 +69,14 @@ def test_tables_have_every_norm_without_a_gate_in_every_item_size(arch):
 
 @each_table
 def test_the_planner_returns_what_the_table_has(arch, direction, key, table):
-    unit = 16 // key[1]
-    starts = [32] + [n + unit for n, _ in table]
+    target = Target.of(arch)
+    starts = [32] + [n + 16 // key[1] for n, _ in table]
     for first, (last, config) in zip(starts, table, strict=False):
-        for_first, for_last = (
-            cases.config(direction.lower(), spec_of(hidden, key), Target.of(arch))
-            for hidden in (first, last)
-        )
+        specs = [spec_of(hidden, key) for hidden in (first, last)]
+        for_first, for_last = (cases.config(direction, spec, target) for spec in specs)
         if config is None:
-            spec = spec_of(last, key)
-            needs = None if direction == "forward" else every_gradient(spec)
-            assert "untimed" in heuristics.source(spec, Target.of(arch), needs)
+            needs = None if direction == "forward" else every_gradient(specs[1])
+            assert "untimed" in heuristics.source(specs[1], target, needs)
             continue
         assert for_last == config
         # The narrowest row may not reach its last segments.
@@ -110,70 +109,33 @@ def test_configurations_for_several_terms_and_for_y(arch):
             assert not output or spec.output_refused is None
 
 
-@pytest.mark.parametrize("norm", ["rms", "layer"])
-@pytest.mark.parametrize("bias", [None, "bfloat16"])
-@pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
-@pytest.mark.parametrize("hidden", [37, 4096, 20001, 20480])
-def test_a_gate_with_a_residual_is_planned_like_a_gate(hidden, arch, bias, norm):
+@pytest.mark.parametrize(
+    "arch, hidden, norm, bias",
+    [*product(("sm_90", "sm_100"), (37, 4096, 20001, 20480), ("rms", "layer"), (None, "bfloat16"))],
+)
+def test_a_gate_with_a_residual_is_planned_like_a_gate(arch, hidden, norm, bias):
     """No public function takes both, but the torch.library ops do."""
-    spec = NormSpec(
-        norm, hidden, "bfloat16", "bfloat16", bias, residual="bfloat16", gate="bfloat16"
-    )
-    without_residual = replace(spec, norm="rms", residual=None)
-    needs = every_gradient(spec)
-    for asked in (None, needs):
-        assert heuristics.operation(spec, asked) == heuristics.operation(without_residual, asked)
-    for direction in cases.DIRECTIONS:
-        check(cases.config(direction, spec, Target.of(arch)), spec, Target.of(arch))
+    b, target = "bfloat16", Target.of(arch)
+    spec = NormSpec(norm, hidden, b, b, bias, residual=b, gate=b)
+    alone, every = replace(spec, norm="rms", residual=None), every_gradient(spec)
+    for needs in (None, every):
+        assert heuristics.operation(spec, needs) == heuristics.operation(alone, needs)
+        check(heuristics.chosen(spec, target, needs), spec, target)
 
 
 @pytest.mark.parametrize("direction, arch, dtype, aligned", REGIMES)
 def test_every_configuration_can_serve_its_sizes(direction, arch, dtype, aligned):
     target, ranges = Target.of(arch), cases.regimes(direction, arch, dtype, aligned)
     step = 16 // ITEM_BYTES[dtype] if aligned else 2
-    assert (ranges[0][0], ranges[-1][1]) == (
-        step if aligned else 1,
-        cases.MAX_HIDDEN - (not aligned),
-    )
+    ends = (step if aligned else 1, cases.MAX_HIDDEN - (not aligned))
+    assert (ranges[0][0], ranges[-1][1]) == ends
     assert all(b[0] == a[1] + step for a, b in pairwise(ranges))
     for hidden, fields in product(chain(*ranges), cases.tabled(dtype)):
         spec = NormSpec(**{"norm": "rms", "hidden": hidden, "dtype": dtype, **fields})
         check(cases.config(direction, spec, target), spec, target)
 
 
-def check(config: Config, spec, target):
-    assert power_of_two(config.rows)
-    if config.tma:
-        assert config.rows == 1 and target.has_tma and spec.aligned
-    if isinstance(config, StreamForward | Backward):
-        assert not config.store or config.tma, "tile stores need tile loads"
-    if getattr(config, "packed", False):
-        assert spec.widest_item == 2, "packed needs 16-bit rows"
-    if cases.shares(config, spec.hidden):
-        check_chunks(config, spec)
-    elif config.widths:
-        check_widths(config.widths, spec.hidden)
-
-
-def check_chunks(config: SharedForward | Backward, spec):
-    assert config.rows == 1 and not config.tma
-    # All segments are full, except in the last chunk, and aligned rows are read in vectors.
-    assert all(power_of_two(width) for width in config.widths)
-    assert all(a >= b for a, b in pairwise(config.widths))
-    assert all(width * spec.item_bytes % 16 == 0 for width in config.widths)
-
-
-def check_widths(widths: tuple[int, ...], hidden):
-    starts = [0, *accumulate(widths)]
-    assert all(power_of_two(width) for width in widths)
-    assert all(a >= b for a, b in pairwise(widths))
-    # The index of a tile load counts tiles, so a segment has to start at a multiple of its width.
-    assert all(s % w == 0 for s, w in zip(starts, widths, strict=False))
-    assert starts[-1] >= hidden, "columns that no segment covers"
-    assert starts[-2] < hidden, "a segment outside the row"
-
-
 def test_column_sum_has_tiles_of_powers_of_two():
     for hidden in cases.HIDDEN:
         config = heuristics.column_sum(NormSpec("rms", hidden, "bfloat16"))
-        assert power_of_two(config.rows) and power_of_two(config.tile)
+        assert all(n > 0 and n & (n - 1) == 0 for n in (config.rows, config.tile))

@@ -11,18 +11,19 @@ import time
 import cuda.tile as ct
 import cutile_cache._cache as cutile_cache
 import pytest
+import torch
 from cuda.tile._cext import default_tile_context
 
 from tests.executors import backward_calls, forward_calls
 from tests.stand_in_compiler import CRASH, ERROR
-from tilenorm.launch.calls import every_gradient
+from tilenorm.launch.calls import Call, every_gradient
 from tilenorm.launch.config import Hints
 from tilenorm.launch.kernel import TIMEOUT, CompileError, Kernel, bounded, hinted
 from tilenorm.launch.target import Target
 from tilenorm.launch.toolchain import cache_problem
 from tilenorm.spec import NormSpec
 from tilenorm.tools.precompile import precompile
-from tilenorm.tools.signature import ArrayLike, signature
+from tilenorm.tools.signature import signature
 
 SPEC = NormSpec("rms", 64, "bfloat16", "bfloat16")
 TARGET, CAPABILITY = Target.of("sm_90"), (9, 0)
@@ -134,17 +135,6 @@ def test_the_time_limit(given, used, monkeypatch):
     assert config.compiler_timeout_sec == given
 
 
-def under_a_file(folder, monkeypatch):
-    (folder / "file").touch()
-    return folder / "file" / "cache"
-
-
-def read_only(folder, monkeypatch):
-    """As the superuser sees a read-only file system: files cannot be made."""
-    (folder / "cache" / "cache.db").mkdir(parents=True)
-    return folder / "cache"
-
-
 def full(folder, monkeypatch):
     """SQLite itself says that the disk is full."""
     opened = cutile_cache._open_db
@@ -156,43 +146,46 @@ def full(folder, monkeypatch):
         return connection
 
     monkeypatch.setattr(cutile_cache, "_open_db", limited)
-    return folder / "cache"
 
 
-def no_home(folder, monkeypatch):
-    """cuTile's folder where there is no home folder; it would be in the working directory."""
-    monkeypatch.chdir(folder)
-    return "~/.cache/cutile-python"
-
-
-FOLDERS = {"cannot be made": under_a_file, "no home": no_home, "read-only": read_only, "full": full}
+# How a folder comes to keep nothing, the folder, and what is told of it before it is used.
+FOLDERS = {
+    "cannot be made": (
+        lambda folder, patch: (folder / "file").touch(),
+        "{}/file/cache",
+        "cannot be written ([Errno 20] Not a directory",
+    ),
+    # cuTile's folder where there is no home folder; it would be in the working directory.
+    "no home": (
+        lambda folder, patch: patch.chdir(folder),
+        "~/.cache/cutile-python",
+        "cannot be written (there is no home folder",
+    ),
+    # As the superuser sees a read-only file system: files cannot be made.
+    "read-only": (
+        lambda folder, patch: (folder / "cache" / "cache.db").mkdir(parents=True),
+        "{}/cache",
+        None,
+    ),
+    "full": (full, "{}/cache", None),
+}
 
 
 @pytest.mark.parametrize("kind", FOLDERS)
 def test_a_cache_that_keeps_nothing(kind, compiler, monkeypatch):
-    folder = FOLDERS[kind](compiler.folder, monkeypatch)
-    monkeypatch.setattr(default_tile_context.config, "cache_dir", str(folder))
+    prepare, folder, told = FOLDERS[kind]
+    prepare(compiler.folder, monkeypatch)
+    monkeypatch.setattr(default_tile_context.config, "cache_dir", folder.format(compiler.folder))
     # Larger than a page, so that a full database has no room for it.
     compiler.breaks(row_forward='head -c 100000 /dev/zero > "$3"; exit')
     for runs in (1, 2):
         assert compiled()[0] == bytes(100_000)
         assert compiler.runs("row_forward") == runs
     assert not (compiler.folder / "~").exists()
-
-
-@pytest.mark.parametrize(
-    "kind, words",
-    [
-        ("cannot be made", "cannot be written ([Errno 20] Not a directory"),
-        ("no home", "cannot be written (there is no home folder"),
-    ],
-)
-def test_a_cache_that_keeps_nothing_is_told(kind, words, compiler, monkeypatch):
-    folder = FOLDERS[kind](compiler.folder, monkeypatch)
-    monkeypatch.setattr(default_tile_context.config, "cache_dir", str(folder))
-    assert words in cache_problem()
-    with pytest.raises(RuntimeError, match="nothing would be kept"):
-        next(precompile([SPEC], TARGET))
+    if told:
+        assert told in cache_problem()
+        with pytest.raises(RuntimeError, match="nothing would be kept"):
+            next(precompile([SPEC], TARGET))
 
 
 def test_a_process_that_died_while_it_stored(compiler, monkeypatch):
@@ -254,21 +247,18 @@ def test_eight_processes_fill_one_cache(compiler):
     assert compiler.runs("row_forward") == runs  # the cache has all of them
 
 
-def test_every_kernel_of_a_step_is_named(compiler):
+@ct.kernel
+def wrong(X):
+    ct.store(X, (0,), "text")
+
+
+def test_the_kernel_of_an_error_is_named(compiler):
+    """Each of a step, and one with an error of the language."""
     calls = backward_calls(SPEC, TARGET, 1000, every_gradient(SPEC))
+    calls += [Call(Kernel(wrong._pyfunc), (1,), (torch.empty(16),))]
     for call in calls:
         name = call.kernel._pyfunc.__name__
         compiler.breaks(**{name: ERROR})
         made = signature(call.kernel, call.arguments)
         with pytest.raises(CompileError, match=f"its kernel {name} does not compile for sm_90"):
             call.kernel._compile(made, default_tile_context, CAPABILITY)
-
-
-def test_errors_of_the_language_name_the_kernel_too(compiler):
-    @ct.kernel
-    def wrong(X):
-        ct.store(X, (0,), "text")
-
-    made = signature(wrong, (ArrayLike.contiguous("float32", 16),))
-    with pytest.raises(CompileError, match="its kernel wrong does not compile for sm_90"):
-        Kernel(wrong._pyfunc)._compile(made, default_tile_context, CAPABILITY)

@@ -62,17 +62,16 @@ def test_more_elements_of_a_thread_have_no_fewer_registers(rows):
     assert [registers for _, registers in rows] == sorted(registers for _, registers in rows)
 
 
+def spec_of(op: str, hidden: int, how: Quantization = ROW) -> NormSpec:
+    return NormSpec.of(op, hidden, "bfloat16", weight="bfloat16", quantized=how)
+
+
 def test_a_small_batch_has_the_hints_of_every_small_batch():
     """It has tiles for fewer blocks than fit, so that no registers have to be spared."""
-    spec = NormSpec.of("rms_norm", 2048, "bfloat16", weight="bfloat16", quantized=ROW)
-    plan = plan_forward(spec, Target.of("sm_90"), False)
+    plan = plan_forward(spec_of("rms_norm", 2048), Target.of("sm_90"), False)
     small = replace(plan, small=True)
     assert plan.fetches and small.ordered
     assert small.hints == Hints(None, plan.config.hints.num_worker_warps)
-
-
-def spec_of(op: str, hidden: int, how: Quantization) -> NormSpec:
-    return NormSpec.of(op, hidden, "bfloat16", weight="bfloat16", quantized=how)
 
 
 def kernel(spec: NormSpec, arch: str) -> Call:
@@ -97,7 +96,7 @@ def test_no_spills(arch, hidden, op, output, how):
 
 
 def test_the_plain_norm_has_no_array_of_a_quantisation():
-    spec = spec_of("rms_norm", 4096, ROW)
+    spec = spec_of("rms_norm", 4096)
     plain = kernel(replace(spec, quantized=None), "sm_90")
     assert len(plain.arguments[2]) == ForwardArrays._fields.index("slots") + 1
     assert len(kernel(spec, "sm_90").arguments[2]) == len(ForwardArrays._fields)

@@ -8,6 +8,7 @@ from tests.stand_in_compiler import compiling_gpu
 from tilenorm.launch import plan, toolchain
 from tilenorm.ops import bound, call, cutile, reference, registry
 from tilenorm.tools import info, precompile
+from tilenorm.tools.cubin import Resources
 
 from .pretended import GPU, pretended_gpu
 
@@ -97,4 +98,4 @@ def gpu_of_info(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "GPU")
     monkeypatch.setattr(info, "device_of", lambda *_: GPU)
     monkeypatch.setattr(info, "driver_version", lambda: 13000)
-    monkeypatch.setattr(precompile, "resources", lambda cubin: (0, 0, 0, 0, ""))
+    monkeypatch.setattr(precompile, "resources", lambda cubin: Resources(0, 0, 0, 0, ""))

@@ -16,7 +16,6 @@ from tilenorm.table import OPS
 from tilenorm.tools.precompile import compile_call, compiling
 from tilenorm.tools.signature import signature
 
-from ..executors import described
 from ..layouts import Layout
 from .checks import ROWS
 from .draw import Case
@@ -55,7 +54,7 @@ def compile_ahead(job: Job) -> str:
 
 
 def calls_of(case: Case, target: Target) -> list[Call]:
-    """The kernel calls of the checks of a case, once each, with descriptions for arrays."""
+    """The kernel calls of the checks of a case, once each."""
     names = (*ROWS, *INCOMING)
     calls = _calls(case, target, {name: case.layout(name) for name in names})
     for rows in {case.rows, *map(len, case.picks().values())}:
@@ -69,7 +68,7 @@ def _calls(case: Case, target: Target, layouts: dict[str, Layout], saves=(True,)
     spec, calls = case.spec, []
 
     def collect(launches, arrays, index) -> None:
-        calls.extend(bound(launches, described(arrays)))
+        calls.extend(bound(launches, arrays))
 
     def empty(name: str, dtype: str | None) -> Tensor | None:
         if dtype is None:

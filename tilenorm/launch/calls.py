@@ -99,7 +99,10 @@ def every_gradient(spec: NormSpec) -> Needs:
 
 
 class ForwardArrays(NamedTuple):
-    """What a forward pass reads and writes: tensors, or descriptions of tensors."""
+    """What a forward pass reads and writes: tensors, or descriptions of tensors.
+
+    A call leaves out what is behind the slots, or behind layer_scale, where it has none of it.
+    """
 
     x: Any
     y: Any
@@ -120,12 +123,6 @@ class ForwardArrays(NamedTuple):
     amax: Any = ABSENT
     inner_w: Any = ABSENT
     inner_rstd: Any = ABSENT
-
-    def of(self, spec: NormSpec) -> tuple:
-        """What calls of a spec launch: without what is behind the slots, unless the spec has it."""
-        if spec.quantized or spec.inner:
-            return self
-        return self[: self._fields.index("layer_scale" if spec.joins else "slots") + 1]
 
 
 class BackwardArrays(NamedTuple):

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from ..kernels.constants import Quant
 from ..spec import FP8, NormSpec
-from .config import Config, Hints, RowForward, SharedForward
+from .config import Config, RowForward, SharedForward
 from .target import REGISTERS, Target
 from .tuned.quantized import (
     FETCHED,
@@ -31,18 +31,25 @@ def compiled_as(spec: NormSpec, config: Config, free: bool) -> Config:
     more instructions and writes less.
     """
     if free:
-        return replace(config, hints=_hints_in_order(spec, config))
+        # The compiler chooses the order by the registers that are left. Without an occupancy it
+        # mostly chooses the plain norm's; IN_ORDER has the other cases.
+        known = IN_ORDER.get(_operation(spec), ())
+        return _with(config, next((found for sizes, found in known if spec.hidden in sizes), None))
     elements = _elements(spec, config)
-    sixteen = spec.widest_item == 2
     if isinstance(config, SharedForward):
-        fewer = _hints(config, _registers(SHARED[spec.norm], elements))
-        return replace(config, hints=min(fewer, config.hints, key=_blocks))
+        fewer = _resident(config, SHARED[spec.norm], elements)
+        return _with(config, min(fewer, config.hints.occupancy or 1))
     if isinstance(config, RowForward) and config.fetch and not spec.residual:
+        sixteen = spec.widest_item == 2
         wide = elements if sixteen else elements * 1.25  # rows of float32 spill earlier
-        hints = _hints(config, _registers(FETCHED[spec.quantized.group > 0], wide))
+        occupancy = _resident(config, FETCHED[spec.quantized.group > 0], wide)
         packed = sixteen and elements > MOST_UNPACKED
-        return replace(config, hints=hints, packed=packed, fetch=False)
+        return _with(config, occupancy, packed=packed, fetch=False)
     return config
+
+
+def _with(config: Config, occupancy: int | None, **fields) -> Config:
+    return replace(config, hints=replace(config.hints, occupancy=occupancy), **fields)
 
 
 def quant_of(spec: NormSpec, config: Config) -> Quant:
@@ -67,29 +74,10 @@ def _elements(spec: NormSpec, config: Config) -> float:
     return config.rows * sum(config.segments(spec.hidden)) / config.hints.threads
 
 
-def _registers(rows: tuple[tuple[int, int], ...], elements: float) -> int:
-    return next((registers for most, registers in rows if elements <= most), rows[-1][1])
-
-
-def _blocks(hints: Hints) -> int:
-    return hints.occupancy or 1
-
-
-def _hints(config: Config, registers: int) -> Hints:
-    """The plain norm's threads, and as many blocks as have so many registers a thread."""
-    return replace(config.hints, occupancy=REGISTERS // (registers * config.hints.threads))
-
-
-def _hints_in_order(spec: NormSpec, config: Config) -> Hints:
-    """The hints of a quantised norm whose rows have no prescribed order.
-
-    Its rows have to be added up in the order of the plain norm. The compiler chooses the order, by
-    the registers that are left. Without an occupancy it mostly chooses the plain norm's; IN_ORDER
-    has the other cases.
-    """
-    known = IN_ORDER.get(_operation(spec), ())
-    occupancy = next((found for sizes, found in known if spec.hidden in sizes), None)
-    return replace(config.hints, occupancy=occupancy)
+def _resident(config: Config, rows: tuple[tuple[int, int], ...], elements: float) -> int:
+    """How many blocks have the registers of so many elements a thread. rows: (most, registers)."""
+    registers = next((registers for most, registers in rows if elements <= most), rows[-1][1])
+    return REGISTERS // (registers * config.hints.threads)
 
 
 def cast_apart(spec: NormSpec, target: Target, config: Config, free: bool) -> str | None:

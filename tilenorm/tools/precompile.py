@@ -29,7 +29,7 @@ from ..spec import TENSORS, NormSpec
 from ..table import LIES, OPS
 from .cubin import Resources, resources
 from .explain import title
-from .signature import ArrayLike, signature
+from .signature import signature
 
 EPS = 1e-6
 RESOURCES = " regs spill B  smem B"  # what resources_of writes
@@ -78,7 +78,7 @@ def arguments(
 
 
 def calls_of(plan: ForwardPlan | BackwardPlan, rows: int) -> list[Call]:
-    """The calls of a plan for contiguous inputs, with array descriptions instead of tensors."""
+    """The calls of a plan for contiguous inputs, with tensors without memory."""
     needs = plan.needs if isinstance(plan, BackwardPlan) else None
     given = arguments(plan.spec, needs, rows, _without_memory)
     return _recorded(lambda run: bind(plan, run)(*given))
@@ -124,19 +124,8 @@ def _recorded(step: Callable[[cutile.Run], Any]) -> list[Call]:
     """The calls that a function makes by the `run` that it gets."""
     calls: list[Call] = []
     with torch.device("meta"):  # so that nothing is allocated
-        step(lambda launches, arrays, _: calls.extend(bound(launches, _described(arrays))))
+        step(lambda launches, arrays, _: calls.extend(bound(launches, arrays)))
     return calls
-
-
-def _described(array):
-    """What the compiler sees of tensors, in the place of each one in a tuple."""
-    if isinstance(array, tuple):
-        items = map(_described, array)
-        return type(array)(*items) if hasattr(array, "_fields") else tuple(items)
-    if not isinstance(array, Tensor):
-        return array
-    dtype = str(array.dtype).removeprefix("torch.")
-    return ArrayLike(dtype, tuple(array.shape), array.stride())
 
 
 def training_calls(

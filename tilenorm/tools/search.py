@@ -142,7 +142,10 @@ def rank(
     taken, measured = {choice: [] for choice in choices}, {}
     alive, count = list(choices), FIRST_SAMPLES
     while alive:
-        late = not _take(taken, alive, count, sample, deadline, clock)
+        for choice in alive * count:
+            if late := clock() >= deadline:
+                break
+            taken[choice].append(sample(choice))
         measured = {c: Measured.of(samples) for c, samples in taken.items() if samples}
         alive = sorted((c for c in alive if c in measured), key=lambda c: measured[c].us)
         if alive:
@@ -156,16 +159,6 @@ def rank(
     dropped = [c for c in measured if c not in alive]
     dropped.sort(key=lambda c: (-measured[c].samples, measured[c].us))
     return [(choice, measured[choice]) for choice in (*alive, *dropped)]
-
-
-def _take(taken, alive, count, sample, deadline, clock) -> bool:
-    """Take `count` samples of each choice. Returns False if the time is over."""
-    for _ in range(count):
-        for choice in alive:
-            if clock() >= deadline:
-                return False
-            taken[choice].append(sample(choice))
-    return True
 
 
 def _settled(fastest: list[Measured]) -> bool:
