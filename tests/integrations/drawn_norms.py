@@ -13,6 +13,20 @@ from ..ops.helpers import random
 
 N = 8
 DTYPES = torch.float32, torch.bfloat16, torch.float16
+# Whether a forward leaves early, by what its module and its input are.
+EARLY = {
+    "none": lambda module, x: False,
+    "empty": lambda module, x: x.numel() == 0,
+    "one row": lambda module, x: x.numel() == x.shape[-1],
+    "matrix": lambda module, x: x.dim() == 2,
+    "no gradients": lambda module, x: not torch.is_grad_enabled(),
+    "strided": lambda module, x: not x.is_contiguous(),
+    "float16": lambda module, x: x.dtype is torch.float16,
+    "long": lambda module, x: x.shape[0] > 20,
+    "odd": lambda module, x: x.shape[0] % 5 == 0 and x.shape[0] > 3,
+    "large": lambda module, x: bool((x.abs() > 1e5).any()),
+    "training": lambda module, x: module.training,
+}
 # The values of each part; the first one is that of an ordinary norm, and drawn most often.
 PARTS = {
     "norm": ("rms", "layer", "torch", "mean of the batch"),
@@ -26,10 +40,7 @@ PARTS = {
     "second": ("none", "gate", "gate=None", "needs gate=None", "residual=None", "flip=False"),
     "gate": ("after", "before", "sigmoid", "gelu"),
     "view": ("none", "rows", "groups", "groups of unknown size", "transposed", "no images"),
-    "early": (
-        *("none", "empty", "one row", "matrix", "no gradients", "strided", "float16", "long"),
-        *("odd", "too long", "large", "training", "clamped", "detached in 16 bits"),
-    ),
+    "early": (*EARLY, "too long", "clamped", "detached in 16 bits"),
     "effect": (
         *("none", "attribute", "count", "list", "global", "print", "warning", "in place"),
         *("parameter", "noise", "hook", "closure"),
@@ -58,16 +69,13 @@ def drawn_class(parts: dict) -> type[nn.Module]:
     count = 0
 
     def arguments_of(forward):
-        match parts["second"]:
-            case "none":
-                return lambda self, x: forward(self, x)
-            case "gate":
-                return lambda self, x, z: forward(self, x, z)
-            case "residual=None":
-                return lambda self, x, residual=None: forward(self, x, None, residual)
-            case "flip=False":
-                return lambda self, x, flip=False: forward(self, -x if flip else x)
-        return lambda self, x, gate=None: forward(self, x, gate)
+        kinds = {
+            "none": lambda self, x: forward(self, x),
+            "gate": lambda self, x, z: forward(self, x, z),
+            "residual=None": lambda self, x, residual=None: forward(self, x, None, residual),
+            "flip=False": lambda self, x, flip=False: forward(self, -x if flip else x),
+        }
+        return kinds.get(parts["second"], lambda self, x, gate=None: forward(self, x, gate))
 
     class DrawnNorm(nn.Module):
         def __init__(self):
@@ -84,8 +92,10 @@ def drawn_class(parts: dict) -> type[nn.Module]:
             nonlocal count
             if residual is not None:
                 x = x + residual
-            if leaves_early(parts["early"], self, x):
+            if EARLY.get(parts["early"], EARLY["none"])(self, x):
                 return x * 1
+            if parts["early"] == "too long" and len(x) > 20:
+                raise ValueError("at most 20 rows")
             if parts["second"] == "needs gate=None":
                 gate = gate * 1
             y = scaled(parts, self, viewed(parts, self, x, gate), gate, x)
@@ -94,34 +104,6 @@ def drawn_class(parts: dict) -> type[nn.Module]:
             return (y, x) if residual is not None else y
 
     return DrawnNorm
-
-
-def leaves_early(how: str, module: nn.Module, x: Tensor) -> bool:
-    match how:
-        case "empty":
-            return x.numel() == 0
-        case "one row":
-            return x.numel() == x.shape[-1]
-        case "matrix":
-            return x.dim() == 2
-        case "no gradients":
-            return not torch.is_grad_enabled()
-        case "strided":
-            return not x.is_contiguous()
-        case "float16":
-            return x.dtype is torch.float16
-        case "long":
-            return x.shape[0] > 20
-        case "odd":
-            return x.shape[0] % 5 == 0 and x.shape[0] > 3
-        case "too long":
-            if len(x) > 20:
-                raise ValueError("at most 20 rows")
-        case "large":
-            return bool((x.abs() > 1e5).any())
-        case "training":
-            return module.training
-    return False
 
 
 def viewed(parts: dict, module: nn.Module, x: Tensor, gate: Tensor | None) -> Tensor:

@@ -32,9 +32,8 @@ class Scale(nn.Module):
         self.epsilon = 1e-6
 
     def forward(self, tokens):
-        return (rms(tokens.float(), self.epsilon) * (1 + self.gain.float()) + self.shift).type_as(
-            tokens
-        )
+        y = rms(tokens.float(), self.epsilon) * (1 + self.gain.float()) + self.shift
+        return y.type_as(tokens)
 
 
 class Float32LayerNorm(nn.LayerNorm):
@@ -55,6 +54,13 @@ class SigmoidGatedLayerNorm(nn.LayerNorm):
         return (y * torch.sigmoid(z.float())).to(x.dtype)
 
 
+class OfThreeDims(Custom):
+    def forward(self, x):
+        if x.dim() != 3:
+            raise ValueError("takes three dimensions")
+        return super().forward(x)
+
+
 # tilenorm computes none of the modules below.
 
 
@@ -66,46 +72,3 @@ class ScaledRMSNorm(Custom):
 class NoSubclassNorm(Custom):
     def __init_subclass__(cls):
         raise TypeError("has no subclasses")
-
-
-class KimiNorm(Custom):
-    """As in Kimi Linear and in the early Qwen3-Next: the gate is needed."""
-
-    def forward(self, hidden_states, gate=None):
-        dtype = hidden_states.dtype
-        y = self.weight * rms(hidden_states.float(), self.eps).to(dtype)
-        return (y * F.silu(gate.float())).to(dtype)
-
-
-class WeightDtypeNorm(Custom):
-    """As diffusers' RMSNorm: the row gets the weight's dtype before the weight."""
-
-    def forward(self, x):
-        y = x * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps)
-        if self.weight.dtype in (torch.float16, torch.bfloat16):
-            y = y.to(self.weight.dtype)
-        return y * self.weight
-
-
-class BroadcastNorm(nn.Module):
-    """Its parameter broadcasts to the rows."""
-
-    def __init__(self, *shape: int):
-        super().__init__()
-        self.g, self.eps = nn.Parameter(torch.ones(shape)), 1e-6
-
-    def forward(self, x):
-        return (rms(x.float(), self.eps) * self.g.float()).to(x.dtype)
-
-
-class OfDims(Custom):
-    """A norm that takes inputs of these numbers of dimensions."""
-
-    def __init__(self, *dims: int):
-        super().__init__()
-        self.dims = dims
-
-    def forward(self, x):
-        if x.dim() not in self.dims:
-            raise ValueError(f"takes {self.dims} dimensions")
-        return super().forward(x)

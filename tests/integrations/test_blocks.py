@@ -3,6 +3,9 @@
 import copy
 import functools
 import pickle
+from contextlib import ExitStack
+from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -81,30 +84,32 @@ class Apart(Block):
         return h, total
 
 
-def made(cls: type[Block], dtype=torch.bfloat16) -> tuple[Block, Block, list]:
-    """A block, the same patched, and the functions that the latter called."""
-    block = cls().to(dtype)
+def made(cls: type[Block]) -> tuple[Block, Block, Tensor, Tensor]:
+    """A block with patched norms, the same patched itself, and two inputs."""
+    block = cls().bfloat16()
     for number, parameter in enumerate(block.parameters()):
         parameter.data.copy_(random(N, seed=number))
     patched = copy.deepcopy(block)
     tilenorm.patch(block)
     tilenorm.patch(patched, residual=True)
-    return block, patched
+    x, h = (random(5, N, dtype=torch.bfloat16, seed=seed) for seed in (0, 1))
+    return block, patched, x, h
 
 
 @pytest.fixture
-def sums(monkeypatch):
+def sums():
     """How many calls add and normalise in one pass."""
     calls = []
-    for name in ("add_rms_norm", "add_layer_norm"):
-        function = getattr(functional, name)
 
-        def counted(*args, function=function, **options):
-            calls.append(function)
-            return function(*args, **options)
+    def counted(function, *args, **options):
+        calls.append(function)
+        return function(*args, **options)
 
-        monkeypatch.setattr(functional, name, counted)
-    return calls
+    with ExitStack() as stack:
+        for name in ("add_rms_norm", "add_layer_norm"):
+            replaced = partial(counted, getattr(functional, name))
+            stack.enter_context(mock.patch.object(functional, name, replaced))
+        yield calls
 
 
 def outputs(block, *tensors, **options) -> list[Tensor]:
@@ -116,8 +121,7 @@ def outputs(block, *tensors, **options) -> list[Tensor]:
 
 @pytest.mark.parametrize("cls", [Block, InBranches, Decorated, Directly])
 def test_outputs_have_the_same_bits(cls, sums):
-    block, patched = made(cls)
-    x, h = random(5, N, dtype=torch.bfloat16), random(5, N, dtype=torch.bfloat16, seed=1)
+    block, patched, x, h = made(cls)
     expected, got = outputs(block, x, h, twice=3.0), outputs(patched, x, h, twice=3.0)
     assert len(sums) == (1 if cls is Decorated else 2)
     for a, b in zip(got[:2], expected[:2], strict=True):
@@ -126,30 +130,26 @@ def test_outputs_have_the_same_bits(cls, sums):
         torch.testing.assert_close(a, b, rtol=2**-6, atol=2**-6 * b.abs().max().item())
 
 
-@pytest.mark.parametrize("what", ["shape", "dtype", "hook", "own forward", "parameter", "number"])
-def test_what_one_pass_does_not_give_runs_as_before(what, sums):
-    block, patched = made(Block)
-    x, h = random(5, N, dtype=torch.bfloat16), random(5, N, dtype=torch.bfloat16, seed=1)
-    seen = []
-    match what:
-        case "shape":
-            h = h[:1]
-        case "dtype":
-            h = h.float()
-            block.float(), patched.float()
-        case "hook":
-            patched.norm.register_forward_hook(lambda *_: seen.append(1))
-        case "own forward":
-            forward = patched.norm.forward
-            patched.norm.forward = lambda x: seen.append(1) or forward(x)
-        case "parameter":  # the output is promoted to float32
-            block.norm.float(), patched.norm.float()
-        case "number":
-            h = 2.0
+# What one pass does not give: changes of the block, the patched one and h, which run as before.
+AS_BEFORE = {
+    "shape": lambda block, patched, h: h[:1],
+    "dtype": lambda block, patched, h: (block.float(), patched.float(), h.float())[2],
+    "number": lambda block, patched, h: 2.0,
+    "parameter": lambda block, patched, h: (block.norm.float(), patched.norm.float(), h)[2],
+    "hook": lambda block, patched, h: patched.norm.register_forward_hook(lambda *_: None) and h,
+    "own forward": lambda block, patched, h: (
+        setattr(patched.norm, "forward", partial(patched.norm.forward)) or h
+    ),
+}
+
+
+@pytest.mark.parametrize("change", AS_BEFORE.values(), ids=AS_BEFORE)
+def test_what_one_pass_does_not_give_runs_as_before(change, sums):
+    block, patched, x, h = made(Block)
+    h = change(block, patched, h)
     torch.testing.assert_close(patched(x, h), block(x, h), rtol=0, atol=0)
-    assert len(seen) == (what in ("hook", "own forward"))
     # The second sum is that of two outputs. nn.RMSNorm's output has the input's dtype.
-    assert len(sums) == 1 + (what == "parameter")
+    assert len(sums) == 1 + (change is AS_BEFORE["parameter"])
 
 
 def test_undo_copy_and_pickle():
@@ -182,31 +182,28 @@ def test_a_block_that_is_left_says_why(make, reason):
     assert entry.cls is cls and reason in entry.reason
 
 
-class Passes(nn.Module):
-    """As peft's wrappers: a norm's attributes, and another forward."""
-
-    def __init__(self, norm):
-        super().__init__()
-        self.inner = norm
-
-    def __getattr__(self, name):
-        return getattr(super().__getattr__("inner"), name) if name != "inner" else None
-
-    def forward(self, x):
-        return -self._modules["inner"](x)
-
-
 def test_a_wrapper_that_passes_attributes_on_keeps_its_forward(sums):
-    block, patched = made(Block)
-    x, h = random(5, N, dtype=torch.bfloat16), random(5, N, dtype=torch.bfloat16, seed=1)
+    """As peft's: it has the norm's attributes, and another forward."""
+
+    class Passes(nn.Module):
+        def __init__(self, norm):
+            super().__init__()
+            self.inner = norm
+
+        def __getattr__(self, name):
+            return getattr(self._modules["inner"], name)
+
+        def forward(self, x):
+            return -self._modules["inner"](x)
+
+    block, patched, x, h = made(Block)
     for model in (block, patched):
         model.norm = Passes(model.norm)
     assert all(map(torch.equal, patched(x, h), block(x, h))) and len(sums) == 1
 
 
 def test_compiled_in_one_graph(dynamo):
-    block, patched = made(Block)
-    x, h = random(5, N, dtype=torch.bfloat16), random(5, N, dtype=torch.bfloat16, seed=1)
+    block, patched, x, h = made(Block)
     compiled = torch.compile(patched, backend="aot_eager", fullgraph=True)
     assert all(map(torch.equal, compiled(x, h), block(x, h)))
 

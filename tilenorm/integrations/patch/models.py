@@ -16,20 +16,21 @@ from .classes import (
     names_of,
     patched_subclass,
     revert,
+    title,
 )
 from .form import Form
 from .recognition import Unrecognised, looks_like_a_norm, recognise
 from .replaced import UNREACHED, calls_of_class
 
 _MODULE_ATTRIBUTES = vars(nn.Module()).keys()
-_PLAIN = (int, float, str, type(None), torch.Size)
+_PLAIN = (int, float, bool, str, type(None), torch.Size)
+# What computes a module and its patched class, or the reason why it is left and None.
+Result = tuple[str, type[nn.Module] | None]
 
 
 class Patched(NamedTuple):
-    """A report entry for a patched module.
-
-    name: the module's qualified names in the model, joined by commas. cls: its class before the
-    patch. how: the tilenorm function and the options that compute its forward.
+    """A report entry for a patched module: its qualified names in the model, joined by commas; its
+    class before the patch; and the tilenorm function and options that compute its forward.
     """
 
     name: str
@@ -57,8 +58,8 @@ class PatchedNorm(PatchedModule):
 @cache
 def patched_norm(cls: type[nn.Module], form: Form) -> type[nn.Module]:
     """A subclass of cls with the same name, whose forward computes the form."""
-    options = {"_tilenorm_made": (patched_norm, cls, form), "_tilenorm_forward": form.forward}
-    return patched_subclass(PatchedNorm, cls, _tilenorm_form=form, **options)
+    options = {"_tilenorm_made": (patched_norm, cls, form), "_tilenorm_form": form}
+    return patched_subclass(PatchedNorm, cls, form.forward, **options)
 
 
 class Report:
@@ -67,8 +68,12 @@ class Report:
     patched: the entries of the patched modules. left: the entries of the others, with a reason.
     """
 
-    def __init__(self, patched: list[Patched], left: list[Left], modules: dict[nn.Module, str]):
-        self.patched, self.left, self._modules = tuple(patched), tuple(left), modules
+    def __init__(self, results: dict[nn.Module, Result], names: dict[nn.Module, str]):
+        left = {m: reason for m, (reason, cls) in results.items() if cls is None}
+        patched = {m: how for m, (how, _) in results.items() if m not in left}
+        self.patched = tuple(Patched(names[m], type(m), how) for m, how in patched.items())
+        self.left = tuple(Left(names[m], type(m), reason) for m, reason in left.items())
+        self._modules = {m: names[m] for m in patched}
 
     def undo(self) -> None:
         """Revert the patch: what `unpatch` does, for the modules of this report that are patched.
@@ -89,11 +94,10 @@ class Report:
     def __str__(self) -> str:
         """One line for each combination of class and result, with the names of its modules."""
         names_by_result = {}
-        for name, cls, how in self.patched:
-            names_by_result.setdefault(f"{cls.__name__} runs {how}", []).append(name)
-        for name, cls, reason in self.left:
-            result = f"{cls.__name__} is not patched ({reason})"
-            names_by_result.setdefault(result, []).append(name)
+        for text, entries in (("runs {}", self.patched), ("is not patched ({})", self.left)):
+            for name, cls, how in entries:
+                result = f"{cls.__name__} {text.format(how)}"
+                names_by_result.setdefault(result, []).append(name)
         lines = [f"{len(self.patched)} modules patched, {len(self.left)} not patched"]
         for result, names in names_by_result.items():
             others = f", {len(names) - 2} others" if len(names) > 2 else ""
@@ -125,11 +129,9 @@ def patch(
     change of its eps takes effect. Its class becomes a subclass of its former class, with the same
     name and with tilenorm's forward. isinstance, state_dict, copying and pickling work as before,
     and a copy of a patched module is patched too. Outputs keep their dtypes, also under
-    torch.autocast.
-
-    Hooks of Accelerate and diffusers, and Hugging Face's tensor parallelism, replace a module's
-    forward by a function that calls the former one. That function stays and calls tilenorm's. patch
-    searches the module and the function for the former one, and leaves the module if it finds none.
+    torch.autocast. Where hooks of Accelerate and diffusers, or Hugging Face's tensor parallelism,
+    have replaced a module's forward by a function that calls the former one, that function stays
+    and calls tilenorm's. patch leaves the module if it does not find the former forward.
 
     Args:
         model: a module on any device, including meta; it may be a norm itself. Patch the model
@@ -138,12 +140,11 @@ def patch(
             None patches every norm. A module that appears at several places of the model is
             patched if where returns true for one of its names.
         residual: whether blocks also add and normalise in one pass (add_rms_norm, add_layer_norm).
-            The source of a block's forward is read. Where it has `self.norm(a + b)`, or where
-            `x = a + b` stands before `y = self.norm(x)` with nothing but copies of x between them,
-            as in most layers of Hugging Face, the block's class becomes a subclass whose forward
-            computes both at once.
-            The outputs have the same bits. The gradient of the sum is rounded once instead of
-            twice. A norm with hooks, and terms of several shapes or dtypes, run as before.
+            The source of a block's forward is read. Where it has `self.norm(a + b)`, or `x = a + b`
+            before `y = self.norm(x)` with nothing but copies of x between them, the block's class
+            becomes a subclass whose forward computes both at once. The outputs have the same bits.
+            The gradient of the sum is rounded once instead of twice. A norm with hooks, and terms
+            of several shapes or dtypes, run as before.
 
     Returns:
         A report of the modules that were patched and of those that were not. str(report) is
@@ -162,73 +163,55 @@ def patch(
         if isinstance(module, PatchedModule):
             text = f"{name or 'the model'} is already patched"
             raise RuntimeError(f"patch: {text}; tilenorm.unpatch(model) reverts that")
-    patched, left, changes, known = [], [], [], {}
-
-    def enter(module: nn.Module, how: str, cls: type[nn.Module] | None = None) -> None:
-        """Add an entry to the report: of a patched module if it gets another class."""
-        name = ", ".join(names[module]) or "the model"
-        if cls is None:
-            left.append(Left(name, type(module), how))
-        else:
-            patched.append(Patched(name, type(module), how))
-            changes.append((name, module, cls))
-
+    results: dict[nn.Module, Result] = {}
+    known: dict[tuple | None, Result] = {}
     for module in filter(looks_like_a_norm, names):
         if isinstance(module, (RMSNorm, LayerNorm)):
-            enter(module, "it is a tilenorm module")
+            results[module] = "it is a tilenorm module", None
         elif where is not None and not any(where(name, module) for name in names[module]):
-            enter(module, "where() excludes it")
+            results[module] = "where() excludes it", None
         else:
             key = _likeness(module)  # the layers of a model have norms that are alike
             if key is None or key not in known:
-                known[key] = _recognised(module)
-            enter(module, *known[key])
-    norms = {module for _, module, _ in changes}
+                known[key] = _result(module, _recognised)
+            results[module] = known[key]
+    norms = {module for module, (_, cls) in results.items() if cls}
     for block in names if residual else ():
         inside = tuple(name for name, child in block.named_children() if child in norms)
         if inside and block not in norms:
-            enter(block, *_with_sums(block, inside))
-    change_classes("patch", changes)
-    return Report(patched, left, {module: name for name, module, _ in changes})
+            results[block] = _result(block, _with_sums, inside)
+    report = Report(results, {module: title(names[module]) for module in results})
+    change_classes([(module, cls) for module, (_, cls) in results.items() if cls])
+    return report
 
 
-def _recognised(module: nn.Module) -> tuple[str, type[nn.Module] | None]:
-    """What computes a norm and its patched class, or the reason why it is left and None."""
+def _result(module: nn.Module, made: Callable[..., Result], *arguments) -> Result:
+    if "forward" in vars(module) and not calls_of_class(module):
+        return UNREACHED, None
     try:
-        form = recognise(module)
-        cls = patched_norm(type(module), form)
-        # Python refuses some pairs of classes. A class may have a __setattr__ of its own.
-        object.__setattr__(object.__new__(type(module)), "__class__", cls)
-        return form.describe(module), cls
-    except Unrecognised as reason:
+        return made(module, *arguments)
+    except (Unrecognised, Unchanged) as reason:
         return str(reason), None
     except Exception as error:  # a module that cannot be tried must not stop those that can
         return f"trying it raised {type(error).__name__}: {error}", None
 
 
-def _with_sums(block: nn.Module, norms: tuple[str, ...]) -> tuple[str, type[nn.Module] | None]:
-    """The same for a block, whose norms of these names are patched."""
-    if "forward" in vars(block) and not calls_of_class(block):
-        return UNREACHED, None
-    try:
-        cls: Any = patched_block(type(block), norms)
-    except Unchanged as reason:
-        return str(reason), None
-    except Exception as error:  # a class that refuses a subclass must not stop the others
-        return f"its subclass raised {type(error).__name__}: {error}", None
-    return f"the sum before {' and '.join(cls._tilenorm_sums)} with the norm", cls
+def _recognised(module: nn.Module) -> Result:
+    form = recognise(module)
+    return form.describe(module), patched_norm(type(module), form)
+
+
+def _with_sums(block: nn.Module, norms: tuple[str, ...]) -> Result:
+    cls: Any = patched_block(type(block), norms)
+    return f"the sum before {' and '.join(dict.fromkeys(cls._tilenorm_sums))} with the norm", cls
 
 
 def _likeness(module: nn.Module) -> tuple | None:
     """A key that two modules share if recognition cannot tell them apart; None for no such key."""
-    attributes = vars(module)
-    plain = {n: v for n, v in attributes.items() if n not in _MODULE_ATTRIBUTES}
-    if "forward" in plain or any(not isinstance(v, _PLAIN) for v in plain.values()):
+    plain = {n: v for n, v in vars(module).items() if n not in _MODULE_ATTRIBUTES}
+    if module._buffers or module._modules or any(type(v) not in _PLAIN for v in plain.values()):
         return None
-    if attributes["_buffers"] or attributes["_modules"]:
-        return None
-    parameters = attributes["_parameters"].items()
-    shapes = [
-        (n, p if p is None else (tuple(p.shape), p.is_floating_point())) for n, p in parameters
-    ]
-    return type(module), tuple(shapes), tuple((n, type(v), repr(v)) for n, v in plain.items())
+    parameters = {
+        n: p is not None and (p.shape, p.is_floating_point()) for n, p in module._parameters.items()
+    }
+    return type(module), repr((parameters, plain))

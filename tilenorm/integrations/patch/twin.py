@@ -9,25 +9,18 @@ run of fake tensors with symbolic sizes must not branch on sizes or values.
 import gc
 import logging
 import sys
-from collections import OrderedDict, defaultdict, deque
 from types import BuiltinFunctionType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import (
-    DimDynamic,
-    ShapeEnv,
-    StatelessSymbolicContext,
-)
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
 
-MAPPINGS = (dict, OrderedDict, defaultdict)
-SEQUENCES = (list, tuple, set, frozenset, deque)
+# What a forward cannot change by itself, or whose changes only PyTorch makes.
 UNCHANGING = (nn.Module, type, FunctionType, MethodType, BuiltinFunctionType, ModuleType)
-DEPTH = 4  # how far a module's attributes are followed
-MOST_ITEMS = 1000  # of a container whose items are compared
 # Functions and methods of Python whose call is more than computation, and such of PyTorch.
 EFFECTS = {"print", "write", "open", "input", "warn", "register_hook", "exec", "set_rng_state"}
 # Operators that may leave all values of a few inputs as they are, and change those of others.
@@ -57,14 +50,16 @@ def twin_of(module: nn.Module, dtype: torch.dtype, training: bool = True) -> nn.
     }
     own = {"training": training, "_parameters": module._parameters | parameters}
     twin = object.__new__(type(module))
-    twin.__dict__ = {n: _copied(v) for n, v in vars(module).items() if n not in own} | own
+    attributes = {n: v for n, v in vars(module).items() if n not in own}
+    # A forward may change containers: tree_map copies them. Other objects are shared.
+    twin.__dict__ = tree_map(lambda v: v.copy() if type(v) is set else v, attributes) | own
     return twin
 
 
 def random(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
     """Normally distributed float32 numbers, rounded to the dtype."""
     generator = torch.Generator("cpu").manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
+    return torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype)
 
 
 def run(twin: nn.Module, *inputs: Tensor) -> Tensor:
@@ -98,19 +93,21 @@ def run(twin: nn.Module, *inputs: Tensor) -> Tensor:
     return y
 
 
-def check_branches(twin: nn.Module, shapes: tuple[int, ...], dynamic: int, number: int) -> None:
-    """Raise Unrecognised if the forward asks for values, or for the first sizes of its input.
+def check_branches(twin: nn.Module, tail: tuple[int, ...], dims: int, number: int) -> None:
+    """Raise Unrecognised if the forward asks for values, or for sizes of its input before the tail.
 
-    shape: of the input. dynamic: how many sizes are symbols. number: of tensors.
+    dims, number: how many dimensions the input has, and how many tensors forward takes.
     """
+    dynamic = dims - len(tail)
+    shape = TRACED_SIZES[:dynamic] + tail
     sizes = ShapeEnv()
     fake = FakeTensorMode(shape_env=sizes, allow_non_fake_inputs=True)
-    kinds = [DimDynamic.DYNAMIC] * dynamic + [DimDynamic.STATIC] * (len(shapes) - dynamic)
+    kinds = [DimDynamic.DYNAMIC] * dynamic + [DimDynamic.STATIC] * len(tail)
     logger = logging.getLogger("torch._subclasses.fake_tensor")  # it logs what we report
     disabled, logger.disabled = logger.disabled, True
     try:
         context = StatelessSymbolicContext(dynamic_sizes=kinds)
-        x = fake.from_tensor(random(shapes, torch.float32, 0), symbolic_context=context)
+        x = fake.from_tensor(random(shape, torch.float32, 0), symbolic_context=context)
         with fake, _Operators() as operators:
             x.requires_grad_()
             type(twin).forward(twin, *(x, torch.empty_like(x))[:number])
@@ -148,73 +145,54 @@ class _Watch:
         self.effect, self._before = "", {}
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
-        if event == "call" and frame.f_code.co_name in EFFECTS and not _is_quiet(frame.f_back):
-            self.effect = f"calls {frame.f_code.co_name}"
-        if _is_quiet(frame):
+        function, caller = frame.f_code.co_name, frame.f_back
+        if event == "c_call":
+            function, caller = getattr(argument, "__name__", ""), frame
+        if event in ("call", "c_call") and function in EFFECTS and not _is_of(caller, *QUIET):
+            self.effect = f"calls {function}"
+        if _is_of(frame, *QUIET):
             return
         if event == "call":
             self._before[frame] = _variables(frame)
             if _is_of(frame, "logging"):
                 self.effect = "logs"
-        elif event == "return":
-            if frame in self._before and self._before.pop(frame) != _variables(frame):
-                self.effect = f"changes variables outside of {frame.f_code.co_name}"
-        elif event == "c_call" and getattr(argument, "__name__", "") in EFFECTS:
-            self.effect = f"calls {argument.__name__}"
+        elif event == "return" and self._before.pop(frame, None) not in (None, _variables(frame)):
+            self.effect = f"changes variables outside of {function}"
 
 
-def _is_quiet(frame: FrameType | None) -> bool:
-    return frame is None or any(_is_of(frame, package) for package in QUIET)
-
-
-def _is_of(frame: FrameType, package: str) -> bool:
+def _is_of(frame: FrameType, *packages: str) -> bool:
     name = frame.f_globals.get("__name__") or ""
-    return name == package or name.startswith(f"{package}.")
+    return name.partition(".")[0] in packages
 
 
 def _variables(frame: FrameType) -> list:
     """The state of the variables that a function shares with others, and of their attributes."""
     code, found = frame.f_code, []
-    for name in code.co_names:
-        if name in frame.f_globals:
-            value = frame.f_globals[name]
-            attributes = getattr(value, "__dict__", {})
-            named = [attributes[n] for n in code.co_names if n in attributes]
-            found.append(state_of((value, *named), 2))
-    if code.co_freevars:
-        shared = frame.f_locals
-        found += [state_of(shared[name], 2) for name in code.co_freevars if name in shared]
-    return found
+    for value in (frame.f_globals[n] for n in code.co_names if n in frame.f_globals):
+        attributes = getattr(value, "__dict__", {})
+        found.append(state_of((value, *(attributes[n] for n in code.co_names if n in attributes))))
+    shared = frame.f_locals if code.co_freevars else {}
+    return found + [state_of(shared[name]) for name in code.co_freevars if name in shared]
 
 
-def state_of(value: Any, depth: int = DEPTH) -> object:
-    """A description that differs after a change of the value."""
+def state_of(value: Any, objects: bool = True) -> object:
+    """A description of a value that differs after a change of it or of a container in it.
+
+    objects: whether attributes of other objects are part of it.
+    """
+    leaves, structure = tree_flatten(value)
+    return structure, [_state_of_leaf(leaf, objects) for leaf in leaves]
+
+
+def _state_of_leaf(value: Any, objects: bool) -> object:
     if isinstance(value, Tensor):
-        hooks = value._backward_hooks
-        return id(value), 0 if value.is_inference() else value._version, len(hooks or ())
-    if isinstance(value, (int, float, str)):
+        version = 0 if value.is_inference() else value._version
+        return id(value), version, len(value._backward_hooks or ())
+    if isinstance(value, (int, float, str, set)):
         return type(value), repr(value)
-    if type(value) is tuple:
-        return tuple(state_of(item, depth) for item in value)
-    if depth and type(value) in MAPPINGS + SEQUENCES:
-        if len(value) > MOST_ITEMS:
-            return id(value), len(value)
-        items = value.items() if type(value) in MAPPINGS else value
-        return id(value), [state_of(item, depth - 1) for item in items]
-    if depth and not isinstance(value, UNCHANGING):
-        return id(value), state_of(getattr(value, "__dict__", None), depth - 1)
+    if objects and not isinstance(value, UNCHANGING):
+        return id(value), state_of(getattr(value, "__dict__", None), objects=False)
     return id(value)
-
-
-def _copied(value: Any, depth: int = DEPTH) -> Any:
-    """A copy of containers, which a forward may change. Other objects are shared."""
-    if depth and type(value) in MAPPINGS:
-        made = value.copy()
-        made.update((key, _copied(item, depth - 1)) for key, item in value.items())
-        return made
-    if depth and type(value) in SEQUENCES:
-        return type(value)(_copied(item, depth - 1) for item in value)
-    return value
 
 
 def _line_of(error: Exception) -> str:
