@@ -18,25 +18,19 @@ from .fx.gradients import Folds, fold_sums
 OPTION = "joint_custom_post_pass"
 
 
-def joint_pass(others: object, output: bool, tell: Callable[[Folds], None]) -> object | None:
-    """A pass for Inductor that runs other passes, and then folds; None if this PyTorch takes none.
+def joint_pass(others: object, output: bool, tell: Callable[[Folds], None]) -> object:
+    """A pass for Inductor that runs other passes, and then folds.
 
     others: a pass, a sequence of them, or None. output: as in fold_sums. tell: is given what was
     folded in each graph that has gradients.
     """
-    cls = _pass_class()
-    if cls is None:
-        return None
     passes = tuple(others) if isinstance(others, list | tuple) else (others,)
-    return cls(tuple(p for p in passes if p is not None), output, tell)
+    return _pass_class()(tuple(p for p in passes if p is not None), output, tell)
 
 
 @cache
-def _pass_class() -> type | None:
-    names = inductor_joint_pass()
-    if names is None:
-        return None
-    base: Any = names[1]
+def _pass_class() -> type:
+    base: Any = inductor_joint_pass()[1]
 
     class FoldPass(base):
         def __init__(self, others: tuple, output: bool, tell: Callable):

@@ -5,7 +5,6 @@ ops with statistics.
 """
 
 import math
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,9 +15,9 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ...ops.arguments import default_eps
 from ...ops.registry import DTYPES, cutile_refuses, device_of, spec_refused
-from ...spec import NormSpec, Options
+from ...spec import Options
 from .calls import Tensors, spec_of
-from .nodes import Left, bind, name_of, number_of, value_of, values_of
+from .nodes import Left, bind, item_of, name_of, number_of, value_of, values_of
 
 PARAMETER_DTYPES = tuple(getattr(torch, name) for name in DTYPES)
 SINGLE = ("rms_norm", "layer_norm")  # their result is the output alone
@@ -128,11 +127,7 @@ class Gradient:
         check_shape("incoming gradient", dy, x.shape)
         for name, node in (("mean", self.mean), ("rstd", self.rstd)):
             if node is not None:
-                statistic = known(node)
-                check_shape(name, statistic, statistic_shape(x, self.dims))
-                if statistic.dtype not in PARAMETER_DTYPES or statistic.device != x.device:
-                    raise Left(f"its {name} is {statistic.dtype} on {statistic.device}")
-                check_contiguous(name, statistic)
+                check_shape(name, known(node), statistic_shape(x, self.dims))
         likes = {"grad_input": self.x, "grad_weight": self.weight, "grad_bias": self.bias}
         for name in self.wanted & self.outputs.keys():
             like, output = likes[name], known(self.outputs[name])
@@ -151,14 +146,9 @@ def known(node: object) -> Tensor:
 
 
 def check_layout(name: str, result: Tensor, x: Tensor) -> None:
-    """Raise Left if a result is not contiguous, or has another dtype than the input."""
+    """Raise Left if a result is not contiguous, as tilenorm's are, or has another dtype than x."""
     if result.dtype != x.dtype:
         raise Left(f"its {name} is {result.dtype}, its input {x.dtype}")
-    check_contiguous(name, result)
-
-
-def check_contiguous(name: str, result: Tensor) -> None:
-    """Raise Left if a result is not contiguous. tilenorm's results are contiguous."""
     if not result.is_contiguous():
         raise Left(f"its {name} is not contiguous")
 
@@ -181,11 +171,7 @@ def check_tensors(node: Node, gate, weight, bias, dims: int, options: Options) -
         elif not parameter_fits(tensor, x, dims) or tensor.device != x.device:
             of = f"{tensor.dtype} of shape {list(tensor.shape)} on {tensor.device}"
             raise Left(f"its {name} is {of}, which does not fit the input")
-    check_spec(spec_of(options, Tensors(x, **tensors)), x)
-
-
-def check_spec(spec: NormSpec, x: Tensor) -> None:
-    """Raise Left if the kernels do not support a spec on the device of x."""
+    spec = spec_of(options, Tensors(x, **tensors))
     if x.device.type == "cuda":
         reason = cutile_refuses(spec, 0, device_of("cuda", x.device.index))
     else:
@@ -288,11 +274,10 @@ def _items(node: Node, names: tuple[str, ...]) -> dict[str, Node]:
     """The getitem nodes of an op's results, by the results' names."""
     items = {}
     for user in node.users:
-        if user.target is not operator.getitem or user.args[:1] != (node,):
+        source, place = item_of(user)
+        if source is not node:
             raise Left(f"{user.name} uses the tuple of its results")
-        place = user.args[1] if len(user.args) == 2 and not user.kwargs else None
-        if type(place) is not int or not -len(names) <= place < len(names):
-            raise Left(f"{user.name} reads none of its {len(names)} results")
-        if items.setdefault(names[place], user) is not user:
-            raise Left(f"{user.name} and {items[names[place]].name} read the same result")
+        if place not in range(len(names)) or names[place] in items:
+            raise Left(f"{user.name} reads none of its results, or one that is read already")
+        items[names[place]] = user
     return items
