@@ -38,7 +38,8 @@ def test_one_op_with_the_numbers_of_the_formula(name, gradients_made):
     assert not replaced.report.left
     assert len(targets(replaced.graph_module)) == 2  # the op, and its first result
     assert argument(call, "rounding") == "late"
-    assert argument(call, "activation") == form.options.get("activation", "silu")
+    if "gate" in form.names:
+        assert argument(call, "activation") == form.options.get("activation", "silu")
     assert argument(call, "eps") == pytest.approx(EPS, rel=1e-7)  # PyTorch's own is a float32
     leaves = {name: t.requires_grad_() for name, t in tensors.items()}
     assert_numbers(SPELLINGS[name], leaves, replaced.run(*leaves.values()))

@@ -34,7 +34,7 @@ def test_more_tiles_than_a_side_of_a_grid(executor, spec, monkeypatch):
     grids = [launch.grid for launch in plan.launches(rows, 1e-6)]
     assert grids == [(1, 2, 4), (1, 3, 1)]
     inputs = Inputs.random(spec, rows, executor.device)
-    given = inputs.x, None, None, inputs.weight, inputs.bias
+    given = inputs.tensors(spec)
     y, *_ = cutile.bind_forward(plan, executor.run())(given, inputs.eps)
     check(spec, inputs, {"y": y})
 

@@ -18,7 +18,7 @@ from ..launch.plan import BackwardPlan, ForwardPlan, chain_refused, plan_backwar
 from ..launch.scales import Scales
 from ..launch.target import Target
 from ..spec import NormSpec
-from ..table import FACTORS, LIES, MASK, OPS, Op
+from ..table import FACTORS, LIES, MASK, OPS, VECTOR, Op
 from . import torch_private
 from .layout import Views, as_read, contiguous_strides_of, shaped_as, start_vectors
 from .quantize import quantize, scale_of
@@ -213,7 +213,9 @@ def _taking_forward(
     first = len(op.takes)
     places |= {port.role: first + i for i, port in enumerate(op.makes) if made_as[i] is not None}
     places["slots"] = first + len(op.makes)
-    names = ForwardArrays._make(ForwardArrays._fields).of(spec)
+    names: Sequence[str] = ForwardArrays._fields
+    if spec.quantized is None and spec.inner is None:  # see ForwardArrays
+        names = names[: names.index(VECTOR if spec.joins else "slots") + 1]
     return itemgetter(*[places.get(name, -1) for name in names])
 
 

@@ -276,8 +276,9 @@ def _fast_parameters(
 def total_of(spec: NormSpec, given: Given) -> Tensor | None:
     """The sum that is normalised, if there is a residual."""
     x, residual = given["x"], given.get("residual")
-    if spec.branches:
-        x = branched(spec, x, *map(given.get, FACTORS))
+    mask, vector = given.get(MASK), given.get(VECTOR)
+    if mask is not None or vector is not None:
+        x = branched(spec, x, mask, vector)
     return sum_of(x, residual, given.get("addend"))
 
 
