@@ -135,7 +135,8 @@ def test_patch_and_undo_after_torch_compile(dynamo):
     for _ in range(2):
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             compiled(random(5, N))
-        runs_tilenorm.append("tilenorm::norm" in {event.name for event in profile.events()})
+        names = [event.name for event in profile.events()]
+        runs_tilenorm.append(any(name.startswith("tilenorm::") for name in names))
         if len(runs_tilenorm) == 1:
             report.undo()
     assert runs_tilenorm == [True, False]
