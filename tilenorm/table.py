@@ -204,7 +204,7 @@ def _chain_of(norm: str) -> Op:
 
 
 _PAIRS = zip(_ops_of("rms"), _ops_of("layer"), strict=True)
-_ROWS = (*(op for pair in _PAIRS for op in pair), _chain_of("rms"))
+_ROWS = (*(op for pair in _PAIRS for op in pair), _chain_of("rms"), _chain_of("layer"))
 OPS = {op.name: op for op in _ROWS}
 # What multiplies the input before the residual is added, in this order. A mask has no gradient.
 FACTORS = MASK, VECTOR = DROPOUT_MASK.role, LAYER_SCALE.role
