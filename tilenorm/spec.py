@@ -203,6 +203,12 @@ class NormSpec:
         """The same norm, where operations of their own do what `joins` tells of."""
         return replace(self, **dict.fromkeys(("addend", "skip", *FACTORS)))
 
+    def dtype_of(self, role: str) -> str | None:
+        """The dtype of a tensor that is taken, by its role; None for an absent one, or a number."""
+        if role.startswith("inner_"):
+            return self.inner and getattr(self.inner, {"w": "weight", "b": "bias"}[role[6:]])
+        return getattr(self, "dtype" if role == "x" else role, None)
+
     @property
     def op(self) -> str:
         """The name of the function that users call."""

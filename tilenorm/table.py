@@ -172,41 +172,39 @@ def _ops_of(norm: str) -> tuple[Op, ...]:
     )
 
 
-# The second norm reads the sum that the first one writes. The kernels know the first as the inner.
-RMS_NORM_ADD_RMS_NORM = Op(
-    "rms_norm_add_rms_norm",
-    "rms",
-    (
-        X,
-        SKIP._replace(role="residual"),
-        WEIGHT._replace(role="inner_w"),
-        WEIGHT._replace(name="next_weight"),
-    ),
-    (
-        Y._replace(like="residual"),
-        SUM,
-        RSTD._replace(role="inner_rstd"),
-        RSTD._replace(name="next_rstd", like="residual"),
-    ),
-    calls=(
-        Stage(
-            "rms_norm_add",
-            {
-                "x": "input",
-                "skip": "residual",
-                "weight": "weight",
-                "y": "residual_out",
-                "rstd": "rstd",
-            },
+def _chain_of(norm: str) -> Op:
+    """A norm, the addition of the residual, and the norm of the sum. RMSNorm's have no biases.
+
+    The second norm reads the sum that the first one writes. The kernels know the first as the inner
+    norm.
+    """
+    name = f"{norm}_norm"
+    affine, numbers = ((WEIGHT, BIAS), (MEAN, RSTD)) if norm == "layer" else ((WEIGHT,), (RSTD,))
+    inner = {"weight": "inner_w", "bias": "inner_b", "mean": "inner_mean", "rstd": "inner_rstd"}
+    before = [port._replace(role=inner[port.role]) for port in (*affine, *numbers)]
+    after = [port._replace(name=f"next_{port.name}") for port in (*affine, *numbers)]
+    own = {port.role: port.name for port in (*affine, *numbers)}
+    following = {port.role: port.name for port in after}
+    end = len(affine)
+    return Op(
+        f"{name}_add_{name}",
+        norm,
+        (X, SKIP._replace(role="residual"), *before[:end], *after[:end]),
+        (
+            Y._replace(like="residual"),
+            SUM,
+            *before[end:],
+            *(port._replace(like="residual") for port in after[end:]),
         ),
-        Stage(
-            "rms_norm",
-            {"x": "residual_out", "weight": "next_weight", "y": "output", "rstd": "next_rstd"},
+        calls=(
+            Stage(f"{name}_add", {"x": "input", "skip": "residual", "y": "residual_out", **own}),
+            Stage(name, {"x": "residual_out", "y": "output", **following}),
         ),
-    ),
-)
+    )
+
+
 _PAIRS = zip(_ops_of("rms"), _ops_of("layer"), strict=True)
-_ROWS = (*(op for pair in _PAIRS for op in pair), RMS_NORM_ADD_RMS_NORM)
+_ROWS = (*(op for pair in _PAIRS for op in pair), _chain_of("rms"), _chain_of("layer"))
 OPS = {op.name: op for op in _ROWS}
 # What multiplies the input before the residual is added, in this order. A mask has no gradient.
 FACTORS = MASK, VECTOR = DROPOUT_MASK.role, LAYER_SCALE.role

@@ -6,11 +6,12 @@ import torch
 from torch import Tensor, nn
 
 import tilenorm
+from tilenorm.table import OPS
 
 from .helpers import CALLS, FAMILY, arguments_of, random, tensors_of
 
 N = 256
-PARAMETERS = ("weight", "bias", "next_weight", "layer_scale")
+PARAMETERS = ("weight", "bias", "next_weight", "next_bias", "layer_scale")
 
 
 class Called(nn.Module):
@@ -83,9 +84,11 @@ CASES |= {
 CASES["rms_norm, by heads"] = called(
     "rms_norm", {"input": random(3, 4, N), "weight": random(4, N, seed=1)}
 )
-CASES["rms_norm_add_rms_norm"] = called(
-    "rms_norm_add_rms_norm", drawn("input", "residual", "weight", "next_weight")
-)
+CASES |= {
+    name: called(name, drawn(*[port.name for port in op.takes]))
+    for name, op in OPS.items()
+    if op.calls
+}
 MODULES = {
     "RMSNorm": tilenorm.RMSNorm(N, offset=1.0),
     "LayerNorm": tilenorm.LayerNorm(N),

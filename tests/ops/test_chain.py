@@ -22,17 +22,26 @@ from .pretended import by
 B, H, F, D = torch.bfloat16, torch.float16, torch.float32, torch.float64
 DTYPES = ((B, B), (F, F), (H, H), (B, F), (F, B), (D, D))
 SERVED = ("reference", "sm_90", "sm_100")
-chain = tilenorm.rms_norm_add_rms_norm
+EACH_NORM = pytest.mark.parametrize("norm", ["rms", "layer"])
 
 
-def apart(input, residual, shape, weight=None, next_weight=None, eps=None, **options):
-    total = tilenorm.rms_norm_add(input, residual, shape, weight, eps, **options)
-    return tilenorm.rms_norm(total, shape, next_weight, eps, **options), total
+def chain(norm, rows, shape, parameters, **options):
+    function = getattr(tilenorm, f"{norm}_norm_add_{norm}_norm")
+    return function(*rows, shape, *parameters, **options)
 
 
-def made(*shape, dtypes=(B, B), weights=(B, F)):
+def apart(norm, rows, shape, parameters, **options):
+    end = len(parameters) // 2
+    before, after = (getattr(tilenorm, f"{norm}_norm{last}") for last in ("_add", ""))
+    total = before(*rows, shape, *parameters[:end], **options)
+    return after(total, shape, *parameters[end:], **options), total
+
+
+def made(norm, *shape, dtypes=(B, B), weights=(B, F)):
+    """The tensors that have rows, and the weight, and bias if it has one, of each norm."""
     rows = [random(*shape, dtype=d, seed=i) for i, d in enumerate(dtypes)]
-    return rows, [random(shape[-1], dtype=d, seed=7 + i) for i, d in enumerate(weights)]
+    each = [d for d in weights for _ in range(2 if norm == "layer" else 1)]
+    return rows, [random(shape[-1], dtype=d, seed=7 + i) for i, d in enumerate(each)]
 
 
 def compare(found, expected, equal=True):
@@ -55,38 +64,41 @@ def passes(monkeypatch):
     return found
 
 
+@EACH_NORM
 @pytest.mark.parametrize("served", SERVED)
-def test_drawn_calls(served, passes):
-    rng = Random(served)
+def test_drawn_calls(served, norm, passes):
+    rng = Random(f"{served} {norm}")
     with by(served):
         for dtypes in DTYPES:
             hidden = rng.choice((7, 40, 128, 1024))
             shape = rng.choice(((1, hidden), (5, hidden), (2, 3, hidden), (0, hidden)))
             weights = rng.choice(dtypes), rng.choice((H, F))
-            rows, parameters = made(*shape, dtypes=dtypes, weights=weights)
+            rows, parameters = made(norm, *shape, dtypes=dtypes, weights=weights)
             if shape[0]:
                 rows[0] = layouts.draw(rng, shape, False).filled(rows[0])
             parameters = [rng.choice((w, w, None)) for w in parameters]
-            eps, offset = rng.choice((None, 1e-3)), rng.choice((0.0, 1.0))
-            options = {"offset": offset, "rounding": rng.choice(("late", "early"))}
-            arguments = *rows, (hidden,), *parameters, eps
+            options = {"offset": rng.choice((0.0, 1.0)), "rounding": rng.choice(("late", "early"))}
+            options |= rng.choice(({}, {"eps": 1e-3}))
+            arguments = norm, rows, (hidden,), parameters
             found, expected = chain(*arguments, **options), apart(*arguments, **options)
             assert all(t.dtype == dtypes[1] and t.is_contiguous() for t in found)
             compare(found, expected, equal=served == "reference")
 
 
+@EACH_NORM
 @pytest.mark.parametrize(
     "arch, hidden", [("sm_90", 128), ("sm_90", 2304), ("sm_100", 40), ("sm_100", 5376)]
 )
 @pytest.mark.parametrize("save", [False, True])
-def test_one_pass(arch, hidden, save, passes):
-    rows, weights = made(3, hidden)
+def test_one_pass(arch, hidden, save, norm, passes):
+    rows, parameters = made(norm, 3, hidden)
     if save:
         rows[0].requires_grad_()
+    arguments = norm, rows, (hidden,), parameters
     with by(arch):
-        found = chain(*rows, (hidden,), *weights, rounding="early")
-        expected = apart(*rows, (hidden,), *weights, rounding="early")
-        again = [t.detach() for t in chain(*rows, (hidden,), *weights, rounding="early")]
+        found = chain(*arguments, rounding="early")
+        expected = apart(*arguments, rounding="early")
+        again = [t.detach() for t in chain(*arguments, rounding="early")]
     assert len(passes) == 2
     assert all(map(torch.equal, found, again))
     compare(found, expected, equal=False)
@@ -99,28 +111,31 @@ def test_a_kernel_that_does_not_compile(monkeypatch):
         calls.append(arguments)
         raise kernel.CompileError("no")
 
-    rows, weights = made(3, 40)
+    rows, parameters = made("rms", 3, 40)
     with by("sm_100"):
-        expected = apart(*rows, (40,), *weights)
+        expected = apart("rms", rows, (40,), parameters)
         bind = cutile.bind_forward
         monkeypatch.setattr(
             cutile, "bind_forward", lambda plan, run: fail if plan.spec.inner else bind(plan, run)
         )
         for _ in range(2):
-            assert all(map(torch.equal, chain(*rows, (40,), *weights), expected))
+            found = chain("rms", rows, (40,), parameters)
+            assert all(map(torch.equal, found, expected))
     assert len(calls) == 1
 
 
+@EACH_NORM
 @pytest.mark.parametrize("served", SERVED)
 @pytest.mark.parametrize("used", [(0,), (1,), (0, 1)], ids=str)
-def test_gradients(served, used):
-    rows, weights = made(5, 40, dtypes=(F, F), weights=(F, F))
-    leaves = [t.requires_grad_() for t in (*rows, *weights)]
+def test_gradients(served, used, norm):
+    rows, parameters = made(norm, 5, 40, dtypes=(F, F), weights=(F, F))
+    leaves = [t.requires_grad_() for t in (*rows, *parameters)]
     grads = []
     with by(served):
         for function in (chain, apart):
-            outputs = [function(*rows, (40,), *weights, offset=1.0)[i] for i in used]
+            found = function(norm, rows, (40,), parameters, offset=1.0)
             dys = [random(5, 40, dtype=F, seed=20 + i) for i in used]
+            outputs = [found[i] for i in used]
             grads.append(torch.autograd.grad(outputs, leaves, dys, allow_unused=True))
     for one, other in zip(*grads, strict=True):
         assert (one is None) == (other is None)
@@ -130,66 +145,88 @@ def test_gradients(served, used):
             torch.testing.assert_close(one, other)
 
 
-def test_second_derivatives_and_transforms():
-    rows, weights = made(2, 5, dtypes=(D, D), weights=(D, D))
-    inputs = [t.requires_grad_() for t in (*rows, *weights)]
+@EACH_NORM
+def test_only_the_gradients_that_are_asked_for(norm):
+    """Each gradient alone is what it is beside the others."""
+    rows, parameters = made(norm, 5, 40, dtypes=(F, F), weights=(F, F))
+    leaves = [t.requires_grad_() for t in (*rows, *parameters)]
+    outputs = chain(norm, rows, (40,), parameters)
+    dys = [random(5, 40, dtype=F, seed=20 + i) for i in range(2)]
+    every = torch.autograd.grad(outputs, leaves, dys, retain_graph=True)
+    for leaf, expected in zip(leaves, every, strict=True):
+        (found,) = torch.autograd.grad(outputs, [leaf], dys, retain_graph=True)
+        assert torch.equal(found, expected)
 
-    def function(x, residual, weight, next_weight):
-        return chain(x, residual, (5,), weight, next_weight, 1e-3)
+
+@EACH_NORM
+def test_second_derivatives_and_transforms(norm):
+    rows, parameters = made(norm, 2, 5, dtypes=(D, D), weights=(D, D))
+    inputs = [t.requires_grad_() for t in (*rows, *parameters)]
+
+    def function(x, residual, *parameters):
+        return chain(norm, (x, residual), (5,), parameters, eps=1e-3)
 
     assert torch.autograd.gradcheck(function, inputs)
     assert torch.autograd.gradgradcheck(function, inputs)
-    mapped = torch.func.vmap(function, (0, 0, None, None))(*inputs)
+    mapped = torch.func.vmap(function, (0, 0, *[None] * len(parameters)))(*inputs)
     for one, other in zip(mapped, function(*inputs), strict=True):
         torch.testing.assert_close(one, other)
 
 
-def test_op():
-    rows, weights = made(3, 8, weights=(B, B))
-    rows[0].requires_grad_()
-    arguments = (*rows, *weights, 8, 1.0, "late", 1e-6, 1e-6, True)
+def op_and_arguments(norm):
+    rows, parameters = made(norm, 3, 8, weights=(B, B))
+    tensors = [t.requires_grad_() for t in (*rows, *parameters)]
+    op = getattr(torch.ops.tilenorm, f"{norm}_norm_add_{norm}_norm").default
+    return op, (*tensors, 8, 1.0, "late", 1e-6, 1e-6, True)
+
+
+@EACH_NORM
+def test_op(norm):
+    op, arguments = op_and_arguments(norm)
     utilities = ("test_schema", "test_autograd_registration", "test_faketensor")
-    opcheck(torch.ops.tilenorm.rms_norm_add_rms_norm, arguments, test_utils=utilities)
-    traced = make_fx(lambda *t: chain(*t[:2], (8,), *t[2:]))(*rows, *weights)
-    assert torch.ops.tilenorm.rms_norm_add_rms_norm.default in [
-        n.target for n in traced.graph.nodes
-    ]
-    assert all(map(torch.equal, traced(*rows, *weights), chain(*rows, (8,), *weights)))
+    opcheck(op, arguments, test_utils=utilities)
+    rows, parameters = made(norm, 3, 8, weights=(B, B))
+    traced = make_fx(lambda *t: chain(norm, t[:2], (8,), t[2:]))(*rows, *parameters)
+    assert op in [n.target for n in traced.graph.nodes]
+    expected = chain(norm, rows, (8,), parameters)
+    assert all(map(torch.equal, traced(*rows, *parameters), expected))
 
 
 @pytest.mark.slow
-def test_op_with_symbolic_sizes():
-    rows, weights = made(3, 8, weights=(B, B))
-    arguments = (*(t.requires_grad_() for t in (*rows, *weights)), 8, 1.0, "late", 1e-6, 1e-6, True)
-    opcheck(torch.ops.tilenorm.rms_norm_add_rms_norm, arguments)
+@EACH_NORM
+def test_op_with_symbolic_sizes(norm):
+    opcheck(*op_and_arguments(norm))
 
 
-def test_compiled_without_a_graph_break():
-    rows, weights = made(3, 8, weights=(B, B))
+@EACH_NORM
+def test_compiled_without_a_graph_break(norm, dynamo):
+    rows, parameters = made(norm, 3, 8, weights=(B, B))
     function = torch.compile(chain, fullgraph=True, backend="aot_eager")
-    found, expected = function(*rows, (8,), *weights), chain(*rows, (8,), *weights)
-    assert all(map(torch.equal, found, expected))
+    arguments = norm, rows, (8,), parameters
+    assert all(map(torch.equal, function(*arguments), chain(*arguments)))
     rows[0].requires_grad_()
-    y, total = function(*rows, (8,), *weights)
-    other, same = chain(*rows, (8,), *weights)
-    for loss in ((y, other), (total, same)):
+    for loss in zip(function(*arguments), chain(*arguments), strict=True):
         grads = [torch.autograd.grad(t.sum(), rows[0], retain_graph=True)[0] for t in loss]
         assert torch.equal(*grads)
 
 
-def test_symbolic_trace_and_nested_tensors():
-    rows, weights = made(4, 8)
-    traced = torch.fx.symbolic_trace(lambda a, b: chain(a, b, (8,)))
-    assert [n.target for n in traced.graph.nodes if n.op == "call_function"] == [chain]
+@EACH_NORM
+def test_symbolic_trace_and_nested_tensors(norm):
+    rows, _ = made(norm, 4, 8)
+    function = getattr(tilenorm, f"{norm}_norm_add_{norm}_norm")
+    traced = torch.fx.symbolic_trace(lambda a, b: function(a, b, (8,)))
+    assert [n.target for n in traced.graph.nodes if n.op == "call_function"] == [function]
     offsets = torch.tensor([0, 1, 4])
     nested = [torch.nested.nested_tensor_from_jagged(t, offsets) for t in rows]
-    found, expected = chain(*nested, (8,), *weights), chain(*rows, (8,), *weights)
+    found, expected = chain(norm, nested, (8,), ()), chain(norm, rows, (8,), ())
     assert all(torch.equal(f.values(), e) for f, e in zip(found, expected, strict=True))
 
 
-def spec_of(hidden: int, dtype: str = "bfloat16") -> NormSpec:
-    before = NormSpec("rms", hidden, dtype, dtype, offset=1.0, skip=dtype)
-    return NormSpec.chained(before, NormSpec("rms", hidden, dtype, dtype, offset=1.0))
+def spec_of(hidden: int, norm: str = "rms") -> NormSpec:
+    dtype = "bfloat16"
+    fields = {"weight": dtype, "bias": dtype if norm == "layer" else None, "offset": 1.0}
+    before, after = (NormSpec(norm, hidden, dtype, **fields, skip=s) for s in (dtype, None))
+    return NormSpec.chained(before, after)
 
 
 def test_what_one_pass_refuses():
@@ -205,7 +242,7 @@ def test_what_one_pass_refuses():
 
 
 def test_explained(capsys):
-    rows, weights = made(3, 40)
+    rows, weights = made("rms", 3, 40)
     found = tilenorm.explain("rms_norm_add_rms_norm", *rows, (40,), *weights)
     assert (found.before.spec.skip, found.after.spec.weight) == ("bfloat16", "float32")
     assert found.refused in capsys.readouterr().out
@@ -220,7 +257,8 @@ COMPILED += [
 ]
 
 
+@EACH_NORM
 @pytest.mark.parametrize("arch, hidden", COMPILED)
-def test_compiles_without_spills(arch, hidden):
-    call = calls_of(plan_forward(spec_of(hidden), Target.of(arch), True), 65537)[-1]
+def test_compiles_without_spills(arch, hidden, norm):
+    call = calls_of(plan_forward(spec_of(hidden, norm), Target.of(arch), True), 65537)[-1]
     assert compile_call(call, arch).spill_bytes == 0

@@ -23,7 +23,7 @@ from .helpers import NEEDS_GPU, assert_within, name_of
 from .pretended import pretended_gpu
 from .use_states import STATES, State, results_of, step
 from .uses import (
-    CHAIN,
+    CHAINS,
     FAKE,
     HIDDEN,
     HOW,
@@ -88,7 +88,7 @@ def expected_of(use: Use, state: State, dtypes: tuple) -> Outputs:
     """By the reference, on what PyTorch's own norms would get."""
     cast = ()
     if state.autocast and OPS[use.like].norm in library.AUTOCAST_NORMS:
-        skips = use.like == CHAIN or use.like.endswith("_add")
+        skips = use.like in CHAINS or use.like.endswith("_add")
         cast = ("input", "residual") if skips else ("input",)
     found = reference_of(use, dtypes, cast)
     return {n: t for n, t in found.items() if state.has_gradients or "gradient" not in n}

@@ -10,13 +10,13 @@ from torch.nn import functional as F
 
 import tilenorm
 from tilenorm.spec import Quantization
-from tilenorm.table import NORMS, QUANTIZED_NORMS
+from tilenorm.table import NORMS, OPS, QUANTIZED_NORMS
 
 from ..quantized import arguments
 from .helpers import EPS, Form, random
 
 ROWS, HIDDEN = 6, 256
-CHAIN = "rms_norm_add_rms_norm"
+CHAINS = tuple(name for name, op in OPS.items() if op.calls)
 HOW = Quantization("block", layout="column", output=True, amax=True)
 PRETENDING, FAKE = "CPU tensors that pretend to be CUDA's", "fake tensors of CUDA"
 Outputs = dict[str, Tensor]
@@ -100,8 +100,9 @@ def _uses() -> dict[str, Use]:
         plain = found[op.removesuffix("_quantized")]
         make = partial(of_function, op, **arguments(HOW))
         found[op] = Use(plain.rows, both, make, plain.like)
-    parameters = ("weight", "next_weight")
-    found[CHAIN] = Use(two, parameters, partial(of_function, CHAIN), CHAIN)
+    for op in CHAINS:
+        parameters = tuple(port.name for port in OPS[op].takes if port.lies == "affine")
+        found[op] = Use(two, parameters, partial(of_function, op), op)
     for norm, function, names in (
         ("RMSNorm", "rms_norm", weight),
         ("LayerNorm", "layer_norm", both),

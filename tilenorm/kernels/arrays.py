@@ -17,8 +17,8 @@ class ForwardArrays:
     """X, RESIDUAL, GATE, ADDEND, SKIP (rows, N) or (tokens, HEADS, N), and so DROPOUT_MASK, of
     bytes; LAYER_SCALE (N,); W and B (N,) or (HEADS, N); Y, SUM (rows, N); MEAN, RSTD (rows,)
     float32; SLOTS (rows, n) int32; Q (rows, N) of 8-bit floats; SCALE: every scale, in one
-    dimension, float32 or bytes; AMAX (1,) int32, at first 0; INNER_W, INNER_RSTD: W and RSTD of the
-    inner norm.
+    dimension, float32 or bytes; AMAX (1,) int32, at first 0; INNER_W and so on: W, B,
+    MEAN and RSTD of the inner norm.
     """
 
     X: Any
@@ -40,6 +40,8 @@ class ForwardArrays:
     AMAX: Any = ()
     INNER_W: Any = ()
     INNER_RSTD: Any = ()
+    INNER_B: Any = ()
+    INNER_MEAN: Any = ()
 
 
 @dataclass(frozen=True)

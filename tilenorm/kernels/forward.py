@@ -141,9 +141,9 @@ class Pass:
     def after_inner(self, tile, tiles):
         """The residual + the inner norm of x, rounded to the sum's dtype."""
         a, cut, how = self.a, self.cut, self.how
-        no = ()
+        no, statistics = (), (a.INNER_MEAN, a.INNER_RSTD)
         arrays = ForwardArrays(
-            a.X, a.SUM, a.INNER_W, no, no, no, no, no, a.INNER_RSTD, SKIP=a.RESIDUAL
+            a.X, a.SUM, a.INNER_W, a.INNER_B, no, no, no, *statistics, SKIP=a.RESIDUAL
         )
         inner = Pass(arrays, Norm(*self.norm.INNER), cut, how, self.rows, self.eps, self.order)
         row = row_of(inner, tile, (tiles[0], no, no, no, tiles[1], no))

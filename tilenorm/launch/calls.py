@@ -123,6 +123,8 @@ class ForwardArrays(NamedTuple):
     amax: Any = ABSENT
     inner_w: Any = ABSENT
     inner_rstd: Any = ABSENT
+    inner_b: Any = ABSENT
+    inner_mean: Any = ABSENT
 
 
 class BackwardArrays(NamedTuple):

@@ -286,13 +286,14 @@ CHECKS = {
 
 
 def _check_bias(op: str, given: dict) -> None:
-    """Check that a bias is by heads where the weight is."""
-    weight, bias = given.get("weight"), given.get("bias")
-    if weight is not None and bias is not None and weight.shape != bias.shape:
-        raise RuntimeError(
-            f"{op}: argument 'bias' takes the shape of weight {list(weight.shape)},"
-            f" got {list(bias.shape)}"
-        )
+    """Check that a bias is by heads where its weight is."""
+    for prefix in ("", "next_"):
+        weight, bias = given.get(f"{prefix}weight"), given.get(f"{prefix}bias")
+        if weight is not None and bias is not None and weight.shape != bias.shape:
+            raise RuntimeError(
+                f"{op}: argument '{prefix}bias' takes the shape of {prefix}weight"
+                f" {list(weight.shape)}, got {list(bias.shape)}"
+            )
 
 
 def _check_addend(op: str, given: dict) -> None:

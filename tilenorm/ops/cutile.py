@@ -199,8 +199,7 @@ def _made_as(op: Op, spec: NormSpec, save: bool) -> list[tuple[str, str] | None]
 
 def _dtypes_of(op: Op, spec: NormSpec) -> list[str | None]:
     """The dtype of each tensor that an op takes; None for one that is absent, and for a number."""
-    dtypes: dict = {"x": spec.dtype, "inner_w": spec.inner and spec.inner.weight}
-    return [dtypes.get(role, getattr(spec, role, None)) for role in op.roles]
+    return [spec.dtype_of(role) for role in op.roles]
 
 
 def _taking_forward(

@@ -333,3 +333,35 @@ def rms_norm_add_rms_norm(
     tensors, asked = (input, residual, weight, next_weight), (offset, rounding)
     made = call("rms_norm_add_rms_norm", tensors, normalized_shape, eps, asked, backend)
     return made[:2]
+
+
+def layer_norm_add_layer_norm(
+    input: Tensor,
+    residual: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    next_weight: Tensor | None = None,
+    next_bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    offset: float = 0.0,
+    rounding: str = "late",
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """residual + the LayerNorm of input, and the LayerNorm of that sum.
+
+        residual_out = residual + layer_norm(input, weight, bias)
+        output       = layer_norm(residual_out, next_weight, next_bias)
+
+    as where blocks that normalise what they add follow one another, as in Liu et al., "Swin
+    Transformer V2" (2022), and the last one is followed by a norm. It rounds where
+    tilenorm.layer_norm_add and then tilenorm.layer_norm do.
+
+    Args: weight, bias, next_weight, next_bias: of the norm before the addition and of the norm
+    after it, each as those of tilenorm.layer_norm. The others, returns, raises: as
+    rms_norm_add_rms_norm and layer_norm.
+    """
+    tensors = (input, residual, weight, bias, next_weight, next_bias)
+    asked = (offset, rounding)
+    return call("layer_norm_add_layer_norm", tensors, normalized_shape, eps, asked, backend)[:2]

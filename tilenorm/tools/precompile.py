@@ -64,7 +64,7 @@ def arguments(
     shapes |= {"scalar": (1,), "number": (rows,)}
     dtypes = {name: getattr(spec, name) for name in TENSORS[1:]} | {"x": spec.dtype}
     if needs is None:
-        dtypes["inner_w"] = spec.inner and spec.inner.weight
+        dtypes |= {role: spec.dtype_of(role) for role in OPS[spec.op].roles}
         given = spec.quantized and spec.quantized.scaling == "tensor"
         dtypes["given_scale"] = "float32" if given else None
         ports = [(port.role, shapes[port.lies]) for port in OPS[spec.op].takes]
