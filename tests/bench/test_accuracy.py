@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from bench import accuracy, documents, record, report
+from bench import accuracy, record, report
 from bench.__main__ import main
 from bench.accuracy import INPUTS, difficult_inputs, error_in_ulps, measure
 from bench.accuracy_table import worse
@@ -109,13 +109,6 @@ def test_what_is_worse_than_pytorch(monkeypatch, without_gpu, ours, eager, is_wo
     assert main(command) == is_worse  # the exit status
 
 
-def test_page_shows_a_record_of_errors(tmp_path):
-    failed = Accuracy("rms_norm", "bfloat16", 8, 64, "normal", "quack", error="OSError: no")
-    lines = [RUN, *lines_of(1.0, 2.0), *lines_of(9.0, 1.0, "zero rows"), failed]
-    path = tmp_path / "a.jsonl"
-    path.write_text("\n".join(map(record.to_json, lines)))
-    rows = [" ".join(row.split()) for row in documents.page(path).splitlines()]
-    assert "| rms_norm | y | 9 | 2 | zero rows | 4.50 |" in rows
-    assert "quack, rms_norm: OSError: no" in rows
-    assert any("rms_norm bfloat16 8 x 64, y, zero rows: 9 ulps, torch 1" in row for row in rows)
-    assert record.merge([Record([RUN], accuracies=lines[1:])] * 2).accuracies == lines[1:]
+def test_errors_are_merged_once():
+    lines = lines_of(1.0, 2.0)
+    assert record.merge([Record([RUN], accuracies=lines)] * 2).accuracies == lines

@@ -1,4 +1,8 @@
-"""The documents of the repository say what their records say."""
+"""The documents of the repository say what their records say.
+
+The pages of the records hold what each kind of a record prints, those of README.md what a summary,
+an index and a list of gains say.
+"""
 
 import contextlib
 import io
@@ -9,10 +13,9 @@ import pytest
 
 from bench import documents, plot
 from bench.__main__ import main
-from bench.record import Accuracy, Cell, FirstCall, Host, load, to_json
+from bench.record import Cell, load, to_json
 
 from .test_record import RUN, SHAPE, TIMED
-from .test_train import MEASURED
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "bench" / "results"
@@ -108,22 +111,6 @@ def test_command_rewrites_documents_and_pages_in_place(folder):
     assert (path.read_text(), record.with_suffix(".md").read_text()) == again
 
 
-def rows_of_document(path):
-    return [" ".join(row.split()) for row in documents.rewritten(path).splitlines()]
-
-
-def test_summary_has_a_row_for_each_n_and_direction_and_a_column_for_each_op(folder):
-    others = "provider=tilenorm,torch,quack"
-    path = folder(
-        f"<!-- summary: a.jsonl op=rms_norm direction=forward {others}\na.jsonl op=layer_norm -->"
-    )
-    assert [row for row in rows_of_document(path) if row.startswith(("| N", "| 1024"))] == [
-        "| N | direction | rms_norm | layer_norm |",
-        "| 1024 | forward | 2000 (0.80 × quack) * | 2000 (0.80 × quack) |",
-        "| 1024 | backward | - | 2000 (0.80 × quack) |",
-    ]
-
-
 def test_losses_name_every_shape_at_which_a_peer_is_faster(folder):
     text = documents.rewritten(folder("<!-- losses: a.jsonl op=rms_norm -->"))
     assert "Another provider is faster at 2 of the 2 measured shapes:" in text
@@ -146,55 +133,6 @@ def test_losses_take_the_latest_number_of_each_provider_and_list_numbers_of_rows
     slower = Cell(**shape, provider="tilenorm", median_us=1.65)
     path.with_name("0.jsonl").write_text("\n".join(map(to_json, [*later, slower])))
     assert "0.95 to 0.97 × quack at 1024 with 8, 1000 rows" in documents.rewritten(path)
-
-
-def test_index_says_what_each_record_asks_and_answers(folder):
-    where = {"op": "rms_norm", "dtype": "bfloat16", "m": 32, "n": 1024}
-    ulps = {"tilenorm": 9.0, "torch": 1.0}
-    hosts = {"tilenorm": (12.0, 90.0), "torch": (10.0, 100.0)}
-    records = {
-        "accuracy": [
-            Accuracy(**where, inputs="normal", provider=name, ulps={"y": u})
-            for name, u in ulps.items()
-        ],
-        "first": [
-            FirstCall(**where, direction=way, provider="tilenorm", cold_s=s, warm_s=0.01)
-            for way, s in (("forward", 1.0), ("backward", 2.0))
-        ],
-        "host": [
-            Host(**where, provider=name, forward_us=f, forward_backward_us=b)
-            for name, (f, b) in hosts.items()
-        ],
-        "pair": [MEASURED],
-    }
-    path = folder("<!-- index: *.jsonl -->")
-    for name, lines in records.items():
-        path.with_name(f"{name}.jsonl").write_text("\n".join(map(to_json, [RUN, *lines])))
-    shown = [row.split(" | ")[:2] for row in documents.rewritten(path).splitlines()[5:-3]]
-    assert shown == [
-        [
-            "| layer_norm, rms_norm: forward, backward, bfloat16, N 1024, beside torch, compile,"
-            " quack",
-            "0.80 × the fastest other; not slower at 0 of 4 shapes",
-        ],
-        ["| rms_norm: errors on difficult inputs", "results beyond the contract with PyTorch: 1"],
-        ["| rms_norm: the first call", "1.00 to 2.00 s, and 0.010 s with caches on the disk"],
-        ["| rms_norm: host time of a call", "1.20 × PyTorch's, 0.90 with a backward"],
-        [
-            "| Llama 3 8B, 32 layers: tokens/s of tilenorm-compile beside compile",
-            "+0.58% (+0.57 to +0.58%), 82.00 → 78.00 GiB",
-        ],
-    ]
-    assert "| [pair](pair.md) | 2026-01-02 | abc |" in documents.rewritten(path)
-
-
-def test_gains_of_pairs_have_a_row_each(folder):
-    path = folder("<!-- gains: pair.jsonl -->")
-    path.with_name("pair.jsonl").write_text("\n".join(map(to_json, [RUN, MEASURED])))
-    row = (
-        "| compile | tilenorm-compile | 700.0 → 696.0 | +0.58% (+0.57 to +0.58%) | 82.00 → 78.00 |"
-    )
-    assert f"| Llama 3 8B, 32 layers {row}" in rows_of_document(path)
 
 
 def test_plot_is_drawn_again_when_its_record_has_changed(folder):

@@ -1,4 +1,4 @@
-"""Records are written, read, merged and shown."""
+"""Records are written, read, merged and shown. test_documents.py tests whole pages."""
 
 from dataclasses import replace
 
@@ -111,23 +111,6 @@ def test_last_line_of_a_run_that_was_cut_off_is_ignored(record):
 def test_damaged_record_is_refused_with_its_line(lines, message):
     with pytest.raises(ValueError, match=message):
         read(lines)
-
-
-def test_first_calls_have_a_column_for_each_provider():
-    rows = rows_of(report.render(record_of(*COMPILING)))
-    assert "N dtype direction tilenorm compile" in rows
-    assert "4096 float32 forward 1.25 / 0.031 4.50 / -" in rows
-    assert "quack: ValueError: no" in rows
-    assert "python -m tilenorm precompile --arch sm_90 --hidden 4096: 7.5 s on 16 cores" in rows
-
-
-def test_inference_is_a_time_with_a_ratio_of_speeds():
-    cells = [
-        cell(name, us, direction="inference") for name, us in (("tilenorm", 2), ("quack", 1.6))
-    ]
-    rows = rows_of(report.render(record_of(*cells)))
-    assert "rms_norm inference, bfloat16: µs" in rows
-    assert "1024 1000 2 1.6 0.80 quack" in rows
 
 
 def test_rows_show_rate_share_of_copy_and_ratio_to_the_best_peer(record):

@@ -2,24 +2,24 @@
 
 import json
 import random
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import pytest
 import torch
 from torch import nn
 
 import tilenorm
-from bench import pair, report, train, worker
+from bench import pair, train, worker
 from bench.__main__ import main
 from bench.models import Transformer
 from bench.pair import LEAST_SIZE, alternated, changes_of
-from bench.record import Pair, Record
+from bench.record import Pair
 from bench.shapes import LLAMA, MODELS, tiny
 from bench.step import Settings
 from bench.timing import Timer
 from bench.variants import VARIANTS, prepared, twin
 
-from .test_record import RUN, rows_of
+from .test_record import rows_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::tilenorm.ReferenceWarning")
 FOREVER = float("inf")
@@ -80,7 +80,9 @@ def test_drift_of_the_machine_is_not_in_the_median_difference():
         return lambda: own + 20 * len(clock.order) + rng.gauss(0, 0.5)
 
     found, _ = alternated(clock.steps({"A": us(1000), "B": us(996)}), 40, clock, FOREVER)
-    difference = replace(MEASURED, pairs_us=found).difference_us
+    names = {"model": "m", "label": "m", "base": "A", "variant": "B"}
+    made = Pair(**names, tokens=1, asked=40, pairs_us=found, peak_bytes=[None, None])
+    difference = made.difference_us
     assert difference.low < -4 < difference.high
     assert difference.median == pytest.approx(-4, abs=1)
 
@@ -258,50 +260,3 @@ def test_pairs_that_fail_or_have_no_time_left_are_shown(monkeypatch, without_gpu
     assert "eager, compile: failed: OutOfMemoryError: CUDA out of memory" in out
     assert any("eager patch 40 2.00 / 1.00 -1.00 (-1.00 to -1.00)" in row for row in rows_of(out))
     assert "ViT-L's form in other sizes, 2 layers, 2 x 8 tokens, eager, patch: skipped" in out
-
-
-MEASURED = Pair(
-    "32 layers of 4096",
-    "Llama 3 8B, 32 layers",
-    "compile",
-    "tilenorm-compile",
-    tokens=8192,
-    asked=8,
-    pairs_us=[[700e3 + i, 696e3 - i] for i in range(8)],
-    peak_bytes=[82 << 30, 78 << 30],
-    losses=[12.5, 12.5],
-    gradient_change=0.0123,
-    gradient="head.norm.weight",
-    kernels=[
-        [
-            {"name": "triton_add", "calls": 2, "ms": 3.0, "bytes": 4_000_000_000},
-            {"name": "matmul", "calls": 9, "ms": 90.0, "bytes": None},
-        ],
-        [
-            {"name": "norm_backward of 7 arrays", "calls": 1, "ms": 1.25, "bytes": 3_000_000_000},
-            {"name": "matmul", "calls": 9, "ms": 90.5, "bytes": None},
-        ],
-    ],
-    reports=["", "graph 0: 2 norms replaced"],
-)
-NAMES = {"model": "m", "label": "ViT-L, 24 layers", "base": "eager", "variant": "patch"}
-CUT = Pair(**NAMES, tokens=100, asked=40, pairs_us=[[2e3, 1e3]] * 5, peak_bytes=[None, None])
-SKIPPED = Pair(**NAMES | {"model": "n"}, tokens=1, asked=40, status="skipped", error="out of time")
-
-
-def test_table_has_a_row_for_each_pair_and_its_kernels():
-    rows = rows_of(report.render(Record([RUN], pairs=[MEASURED, CUT, SKIPPED])))
-    shown = "8 700.00 / 696.00 -4.01 (-4.01 to -4.00) 11703 / 11770 +0.58% (+0.57 to +0.58%)"
-    kernels = "82.00 / 78.00 4.0 GB, 3.00 ms 3.0 GB, 1.25 ms 0.012"
-    assert f"Llama 3 8B, 32 layers compile tilenorm-compile {shown} {kernels}" in rows
-    cut = "5 2.00 / 1.00 -1.00 (too few pairs) 50000 / 100000 +100.00% (too few pairs) - / -"
-    assert f"ViT-L, 24 layers eager patch {cut} - - -" in rows
-    assert "ViT-L, 24 layers, eager, patch: out of time after 5 of 40 pairs" in rows
-    assert "ViT-L, 24 layers, eager, patch: skipped: out of time" in rows
-    start = rows.index("kernels of a step: A is compile, B is tilenorm-compile: 32 layers of 4096")
-    assert rows[start + 2 : start + 6] == [
-        "triton_add 2 3.000 4.000 - - -",
-        "norm_backward of 7 arrays - - - 1 1.250 3.000",
-        "matmul 9 90.000 - 9 90.500 -",
-        "all kernels 11 93.000 4.000 10 91.750 3.000",
-    ]

@@ -7,7 +7,7 @@ import pytest
 from cuda.tile._cext import default_tile_context
 
 from tests import cases
-from tests.executors import backward_calls, forward_calls
+from tests.executors import arguments_of, backward_calls, forward_calls
 from tests.quantized import HOWS
 from tilenorm.__main__ import main
 from tilenorm.launch.calls import every_gradient
@@ -114,3 +114,10 @@ def test_a_quantised_norm_compiles_nothing_new(how):
     for save in (False, True) if how.output else (False,):
         for rows in (1, 2, 3, 8, 16, 100, 128, 130, 4097, 65536, 1 << 22):
             assert keys(forward_calls(spec, H200, rows, save)) <= keys(made), rows
+
+
+def test_columns_of_numbers_start_where_those_of_a_call_do():
+    spec = NormSpec("layer", 1000, "bfloat16", "bfloat16")
+    arrays = arguments_of(piece_calls(spec, H200, 1000)[0])
+    starts = [arrays[f"OWN_{name}"].data_ptr() for name in ("MEAN", "CORRECTION", "SQUARES")]
+    assert [start % 16 for start in starts] == [0, 4, 8]
