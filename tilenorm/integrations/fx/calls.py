@@ -93,10 +93,6 @@ class Call:
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]
 
-    @property
-    def options(self) -> Options:
-        return Options(*(self.arguments[name] for name in Options._fields))
-
     def readers(self, name: str) -> list[Node]:
         """The nodes that read one result."""
         return [user for user in self.node.users if read_by(user) == (self.node, name)]
