@@ -9,8 +9,6 @@ from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import make_boxed_func
 from torch.fx import Graph, GraphModule, Node
 
-from tilenorm.integrations.fx.gradients import of_tangents
-
 from .graphs import ATEN
 
 
@@ -46,11 +44,9 @@ def stepwise(monkeypatch, dynamo):
 
 
 def sums(graph: Graph, width: int) -> list[Node]:
-    """The additions of two gradients of rows of a width, in a joint graph or a backward graph."""
-    joint = any("primals" in str(n.target) for n in graph.nodes if n.op == "placeholder")
-    of_backward = of_tangents(graph) if joint else set(graph.nodes)
+    """The additions of two gradients of rows of a width, in a backward graph."""
     found = graph.find_nodes(op="call_function", target=ATEN.add.Tensor)
-    return [n for n in found if n in of_backward and _adds_rows(n, width)]
+    return [node for node in found if _adds_rows(node, width)]
 
 
 def _adds_rows(node: Node, width: int) -> bool:

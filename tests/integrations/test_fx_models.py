@@ -13,14 +13,11 @@ BF16, F32 = torch.bfloat16, torch.float32
 N = 64
 CLASSES = {
     "Llama": ("llama", "LlamaRMSNorm"),
-    "Gemma 2": ("gemma2", "Gemma2RMSNorm"),
     "Gemma 3": ("gemma3", "Gemma3RMSNorm"),
-    "Qwen3": ("qwen3", "Qwen3RMSNorm"),
     "OLMo 2": ("olmo2", "Olmo2RMSNorm"),
     "T5": ("t5", "T5LayerNorm"),
 }
-OFFSET = {"Gemma 2": 1.0, "Gemma 3": 1.0}
-ROUNDING = dict.fromkeys(("Llama", "Qwen3", "T5"), "early")
+OFFSET, ROUNDING = {"Gemma 3": 1.0}, dict.fromkeys(("Llama", "T5"), "early")
 
 
 def model(name: str, dtype, device) -> nn.Module:
@@ -87,10 +84,3 @@ def test_transposed_queries_and_keys(device, name, dynamo):
         got, expected = replaced.run(x), module(x)
         assert got.stride() == expected.stride()
         assert_bits(device, got, expected)
-    leaves = [x.detach().requires_grad_() for _ in range(2)]
-    dy = random(2, 4, 5, N, dtype=BF16, device=device, seed=2)
-    run = by_dynamo(module, leaves[0]).run
-    grads = [
-        torch.autograd.grad(f(x), x, dy)[0] for f, x in zip((run, module), leaves, strict=True)
-    ]
-    torch.testing.assert_close(*grads, rtol=2**-6, atol=2**-5)
