@@ -132,13 +132,6 @@ class Call:
             return not self.arguments.get("norm_before_gate", True)
         return Options._field_defaults.get(name)
 
-<<<<<<< HEAD
-    @property
-    def options(self) -> Options:
-        return Options(*(self[name] for name in Options._fields))
-
-=======
->>>>>>> fx
     def readers(self, name: str) -> list[Node]:
         """The nodes that read one result."""
         return [user for user in self.node.users if read_by(user) == (self.node, name)]
