@@ -213,3 +213,57 @@ LIES = {port.role: port.lies for op in _ROWS for port in (*op.takes, *op.makes)}
 # The ops of one norm, by whether their output is quantised.
 NORMS = tuple(op.name for op in _ROWS if not op.calls and not op.quantized)
 QUANTIZED_NORMS = tuple(op.name for op in _ROWS if op.quantized)
+
+
+class Piece(NamedTuple):
+    """An op of rows of which a process holds a piece, some columns of each row: see ops/split.
+
+    Its ports lie also as "part", what the piece adds to the numbers of a row; as "whole", such
+    numbers, added up over the pieces; and as "derivative", of an affine tensor. more: the arguments
+    behind those that all these ops take, as in a schema.
+    """
+
+    name: str
+    takes: tuple[Port, ...]
+    makes: tuple[Port, ...]
+    more: str = ""
+
+
+def _ports(needed: bool, **lies: str) -> tuple[Port, ...]:
+    return tuple(Port(name, kind, needed=needed) for name, kind in lies.items())
+
+
+_PIECE, _GATE, _AFFINE = _ports(True, input="rows"), _ports(False, gate="rows"), (WEIGHT, BIAS)
+_STATISTICS = (*_ports(False, mean="whole"), *_ports(True, rstd="whole"))
+_DY = _ports(True, grad_output="rows")
+PIECES = (
+    Piece(
+        "row_sums",
+        (*_PIECE, *_ports(False, residual="rows"), *_GATE),
+        _ports(True, part="part", own="part", sum="rows"),
+    ),
+    Piece(
+        "row_center",
+        (*_PIECE, *_ports(True, mean="whole", own="part")),
+        _ports(True, centered="part"),
+    ),
+    Piece(
+        "row_apply",
+        (*_PIECE, *_GATE, *_AFFINE, *_ports(True, whole="whole"), *_ports(False, centered="whole")),
+        _ports(True, output="rows", mean="whole", rstd="whole"),
+        "float eps, ScalarType dtype, bool save, ",
+    ),
+    Piece("grad_sums", (*_DY, *_PIECE, *_GATE, WEIGHT, *_STATISTICS), _ports(True, dots="part")),
+    Piece(
+        "grad_apply",
+        (
+            *(*_DY, *_ports(False, grad_sum="rows"), *_PIECE, *_GATE, *_AFFINE, *_STATISTICS),
+            *_ports(False, dots="whole"),
+        ),
+        (
+            *_ports(True, grad_input="rows", grad_residual="rows", grad_gate="rows"),
+            *_ports(True, grad_weight="derivative", grad_bias="derivative"),
+        ),
+        "bool added, bool[5] output_mask, ",
+    ),
+)

@@ -6,12 +6,10 @@ from functools import partial
 import torch
 from torch._ops import OpOverload
 
-from ..table import OPS
+from ..table import OPS, PIECES
 from .library import decomposed
 from .norm_backward import norm_backward_decomposed
 from .split import library as split
-
-PIECES = ("row_sums", "row_center", "row_apply", "grad_sums", "grad_apply")
 
 
 def decompositions() -> dict[OpOverload, Callable]:
@@ -40,7 +38,7 @@ def decompositions() -> dict[OpOverload, Callable]:
     return {
         **{getattr(ops, name).default: partial(decomposed, op) for name, op in OPS.items()},
         ops.norm_backward.default: norm_backward_decomposed,
-        **{getattr(ops, name).default: partial(_of_piece, name) for name in PIECES},
+        **{getattr(ops, p.name).default: partial(_of_piece, p.name) for p in PIECES},
     }
 
 

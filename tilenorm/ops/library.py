@@ -31,12 +31,23 @@ LIBRARY = torch.library.Library("tilenorm", "DEF")
 TAGS = (torch.Tag.pt2_compliant_tag,)
 
 
+def taken(ports: Sequence[Port]) -> list[str]:
+    """The tensors that an op takes, as in its schema."""
+    return [f"Tensor{'' if port.needed else '?'} {port.name}" for port in ports]
+
+
 def schema_of(op: Op) -> str:
     """The schema of an op, from its row."""
-    takes = [f"Tensor{'' if port.needed else '?'} {port.name}" for port in op.takes]
     options = [f"{OPTIONS[name].kind} {name}" for name in op.options]
     eps = [f"float {name}" for name in op.eps]
-    arguments = [*takes, "SymInt hidden", *options, *eps, "bool save", "str? backend=None"]
+    arguments = [
+        *taken(op.takes),
+        "SymInt hidden",
+        *options,
+        *eps,
+        "bool save",
+        "str? backend=None",
+    ]
     makes = ", ".join(f"Tensor {port.name}" for port in op.makes)
     return f"{op.name}({', '.join(arguments)}) -> ({makes})"
 

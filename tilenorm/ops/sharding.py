@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..table import OPS, VECTOR, Op
+from ..table import OPS, VECTOR, Op, Port
 from .layout import rows_shape
 from .torch_private import keep_every_argument
 
@@ -70,7 +70,7 @@ def _register() -> None:
         for name, op in OPS.items()
         if not op.quantized
     }
-    ops |= {"norm_backward": backward_strategies, **dict(STRATEGIES)}
+    ops |= {"norm_backward": backward_strategies, **STRATEGIES}
     overloads = [getattr(torch.ops.tilenorm, name).default for name in ops]
     for overload, tell in zip(overloads, ops.values(), strict=True):
         register_sharding(overload)(lambda *given, tell=tell: tell(given))
@@ -98,6 +98,11 @@ def rules(x: Any, parameters: Sequence[Any], hidden: int) -> Iterator[Rule]:
 
 # The letter of Rule for each way in which a port lies. "w" is whole on each rank.
 LETTERS = {"rows": "r", "mask": "r", "affine": "p", "vector": "w", "number": "r"}
+LETTERS |= {"whole": "n", "part": "s", "derivative": "d"}
+
+
+def letters_of(ports: Sequence[Port]) -> str:
+    return "".join(LETTERS[port.lies] for port in ports)
 
 
 def op_strategies(op: Op, given: Given) -> list[Strategy]:
@@ -108,8 +113,7 @@ def op_strategies(op: Op, given: Given) -> list[Strategy]:
     parameters = [t for port, t in zip(op.takes, tensors, strict=True) if port.lies == "affine"]
     made = [there(op, port, tensors, options, save) for port in op.makes]
     found = rules(tensors[0], parameters, options[0])
-    taken, results = ("".join(LETTERS[p.lies] for p in ports) for ports in (op.takes, op.makes))
-    return strategies_of(found, taken, given, results, made)
+    return strategies_of(found, letters_of(op.takes), given, letters_of(op.makes), made)
 
 
 def backward_strategies(given: Given) -> list[Strategy]:

@@ -23,29 +23,15 @@ from torch import Tensor
 from ...launch.calls import Needs
 from ...launch.toolchain import CompileError
 from ...spec import NormSpec, Options
+from ...table import PIECES, Piece
 from ..gradients import PLACES, needs_of
-from ..library import LIBRARY, tell_others
+from ..library import LIBRARY, TAGS, taken, tell_others
 from ..norm_backward import OPTIONS
 from ..reference import Given, name_of, statistics_dtype
 from ..registry import device_of, on_device_of, record_failure, select
 from . import reference
 
 _FIELDS = len(Options._fields)
-_LAST = f"{OPTIONS}, int dims"
-SCHEMAS = (
-    f"row_sums(Tensor input, Tensor? residual, Tensor? gate, {_LAST}, str? backend=None)"
-    " -> (Tensor part, Tensor own, Tensor sum)",
-    f"row_center(Tensor input, Tensor mean, Tensor own, {_LAST}, str? backend=None) -> Tensor",
-    "row_apply(Tensor input, Tensor? gate, Tensor? weight, Tensor? bias, Tensor whole,"
-    f" Tensor? centered, {_LAST}, float eps, ScalarType dtype, bool save, str? backend=None)"
-    " -> (Tensor output, Tensor mean, Tensor rstd)",
-    "grad_sums(Tensor grad_output, Tensor input, Tensor? gate, Tensor? weight, Tensor? mean,"
-    f" Tensor rstd, {_LAST}, str? backend=None) -> Tensor",
-    "grad_apply(Tensor grad_output, Tensor? grad_sum, Tensor input, Tensor? gate, Tensor? weight,"
-    f" Tensor? bias, Tensor? mean, Tensor rstd, Tensor? dots, {_LAST}, bool added,"
-    " bool[5] output_mask, str? backend=None) -> (Tensor grad_input, Tensor grad_residual,"
-    " Tensor grad_gate, Tensor grad_weight, Tensor grad_bias)",
-)
 
 
 class Call(NamedTuple):
@@ -233,13 +219,17 @@ def grad_apply_fake(*arguments) -> tuple[Tensor, ...]:
     return tuple(like.new_empty(like.shape) if need else dy.new_empty(0) for need, like in likes)
 
 
-for schema, op, fake in zip(
-    SCHEMAS,
-    (row_sums, row_center, row_apply, grad_sums, grad_apply),
-    (row_sums_fake, row_center_fake, row_apply_fake, grad_sums_fake, grad_apply_fake),
-    strict=True,
-):
-    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+def schema_of(piece: Piece) -> str:
+    """The schema of an op, from its row."""
+    makes = ", ".join(f"Tensor {port.name}" for port in piece.makes)
+    makes = f"({makes})" if len(piece.makes) > 1 else "Tensor"
+    last = f"{OPTIONS}, int dims, {piece.more}str? backend=None"
+    return f"{piece.name}({', '.join(taken(piece.takes))}, {last}) -> {makes}"
+
+
+for piece in PIECES:
+    LIBRARY.define(schema_of(piece), tags=TAGS)
     for key in ("CPU", "CUDA"):
-        LIBRARY.impl(op.__name__, op, key)
-    torch.library.register_fake(f"tilenorm::{op.__name__}", fake, lib=LIBRARY)
+        LIBRARY.impl(piece.name, globals()[piece.name], key)
+    fake = globals()[f"{piece.name}_fake"]
+    torch.library.register_fake(f"tilenorm::{piece.name}", fake, lib=LIBRARY)

@@ -17,17 +17,9 @@ from functools import partial
 from typing import Any
 
 from ...spec import Options
-from ..sharding import Given, Rule, Strategy, described, strategies_of
+from ...table import PIECES, Piece
+from ..sharding import Given, Rule, Strategy, described, letters_of, strategies_of
 from .library import GradApply
-
-# The letters of Rule for the tensors and for the results of each op.
-GROUPS = {
-    "row_sums": ("rrr", "ssr"),
-    "row_center": ("rns", "s"),
-    "row_apply": ("rrppnn", "rnn"),
-    "grad_sums": ("rrrpnn", "s"),
-    "grad_apply": ("rrrrppnnn", "rrrdd"),
-}
 
 
 def piece_rules(x: Any, parameters: list, dims: int) -> Iterator[Rule]:
@@ -47,14 +39,16 @@ def piece_rules(x: Any, parameters: list, dims: int) -> Iterator[Rule]:
             yield Rule(Shard(d), p, derivative, whole, part)
 
 
-def strategies(name: str, given: Given) -> list[Strategy]:
+def strategies(piece: Piece, given: Given) -> list[Strategy]:
     """What DTensor may do with a call of an op."""
-    groups, results = GROUPS[name]
-    options = Options(*given[len(groups) :][: len(Options._fields)])
-    dims, *more = given[len(groups) + len(Options._fields) :]
-    parameters = [t for t, group in zip(given, groups, strict=False) if group == "p"]
+    count = len(piece.takes)
+    options = Options(*given[count:][: len(Options._fields)])
+    dims, *more = given[count + len(Options._fields) :]
+    pairs = zip(given, piece.takes, strict=False)
+    parameters = [t for t, port in pairs if port.lies == "affine"]
     rules = piece_rules(given[0], parameters, dims)
-    return strategies_of(rules, groups, given, results, _there(name, given, options, more))
+    letters, results = letters_of(piece.takes), letters_of(piece.makes)
+    return strategies_of(rules, letters, given, results, _there(piece.name, given, options, more))
 
 
 def _there(name: str, given: Given, options: Options, more: list) -> tuple[bool, ...]:
@@ -71,4 +65,4 @@ def _there(name: str, given: Given, options: Options, more: list) -> tuple[bool,
     return (True,)
 
 
-STRATEGIES = tuple((name, partial(strategies, name)) for name in GROUPS)
+STRATEGIES = {piece.name: partial(strategies, piece) for piece in PIECES}
