@@ -33,7 +33,6 @@ BINARY = {
     "floordiv": (ct.floordiv, np.floor_divide, lambda x, y: torch.floor(torch.div(x, y))),
     "cdiv": (None, _integer_cdiv, None),  # launching.py replaces its stub
     "mod": (ct.mod, np.mod, _float_mod),
-    "pow": (ct.pow, None, torch.pow),
     "min": (ct.minimum, np.minimum, torch.fmin),
     "max": (ct.maximum, np.maximum, torch.fmax),
 }
@@ -57,21 +56,7 @@ UNARY = {
     "abs": (ct.abs, np.abs, torch.abs),
     "bitwise_not": (ct.bitwise_not, np.invert, None),
 }
-# These give a float32 for an integer.
-FLOATS = (
-    "exp",
-    "exp2",
-    "log",
-    "log2",
-    "sqrt",
-    "rsqrt",
-    "sin",
-    "cos",
-    "tan",
-    "sinh",
-    "cosh",
-    "tanh",
-)
+FLOATS = ("exp", "rsqrt")  # these give a float32 for an integer
 UNARY |= {name: (getattr(ct, name), None, getattr(torch, name)) for name in FLOATS}
 OPERATIONS = BINARY | COMPARISONS | BITWISE | UNARY
 # torch wraps in these operations on int32 and int64, the dtypes of indices, and is faster.
@@ -148,11 +133,7 @@ def unary(fn: str, x):
     return Tile(compute(fn, dtype, operand(x, dtype)), dtype)
 
 
-for _function, _operations in (
-    (binary, BINARY | COMPARISONS),
-    (bitwise, BITWISE),
-    (unary, UNARY),
-):
+for _function, _operations in ((binary, BINARY | COMPARISONS), (bitwise, BITWISE), (unary, UNARY)):
     for _fn, (_stub, *_) in _operations.items():
         if _stub is not None:
             implements(_stub)(partial(_function, _fn))

@@ -114,23 +114,13 @@ def test_slots_that_come_late_or_never(direction, spec, monkeypatch):
 @each_spec
 @pytest.mark.parametrize("polls", [0, 5])
 def test_a_block_that_waits_in_vain_polls_so_often_and_ends(direction, spec, polls, monkeypatch):
+    """It does the work of all, as where no other block has started in a grid that was preempted."""
     inputs = Inputs.random(spec, 1, "cpu")
     expected = run(direction, spec, inputs)
     visibility = Visibility(monkeypatch, lambda slot: NEVER)
     assert_same_bits(run(direction, spec, inputs, POLLS=polls), expected)
     most = {"collect": 1 + polls, "collect_sums": 1 + SUM_POLLS + polls}
     assert visibility.most.items() <= most.items() and visibility.most
-
-
-@each_spec
-def test_one_block_alone_does_the_work_of_all(direction, spec, monkeypatch):
-    """Nobody publishes: no block but one has started, as in a grid that was preempted."""
-    inputs = Inputs.random(spec, 1, "cpu")
-    expected = run(direction, spec, inputs)
-    monkeypatch.setattr(Slots, "publish", lambda slots, chunk, numbers: None)
-    visibility = Visibility(monkeypatch, lambda slot: NEVER)
-    assert_same_bits(run(direction, spec, inputs, POLLS=1), expected)
-    assert visibility.most
 
 
 @each_spec

@@ -20,7 +20,7 @@ from .exchange import Slots
 from .inputs import Row, inputs_of, is_exact, row_of, write_sum
 from .outputs import fetch_parameters, normalized, outputs_of, write_outputs
 from .statistics import Moments, Order, moments, order_of
-from .tiles import Cut, Tile, gather_tiles, load_tiles, write_number
+from .tiles import Cut, Tile, gather_tiles, load_tiles, once, write_number
 
 
 @ct.kernel
@@ -176,9 +176,10 @@ def pass_of(a, first, eps, rows, NORM, CUT, HOW):
 def write_statistics(this, tile, rows):
     """Write rstd, and the mean if there is one, if they are asked for."""
     if given(this.a.RSTD):
-        write_number(this.a.RSTD, tile, rows.rstd)
+        mask = once(tile)
+        write_number(this.a.RSTD, tile, rows.rstd, mask)
         if this.norm.LAYER:
-            write_number(this.a.MEAN, tile, rows.found.mean + rows.found.correction)
+            write_number(this.a.MEAN, tile, rows.found.mean + rows.found.correction, mask)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import cuda.tile as ct
 from .arrays import given
 from .constants import Quant
 from .opaque import rematerialize
-from .tiles import both, write, write_number
+from .tiles import both, once, write, write_number
 
 SMALLEST = 1e-12  # a group whose largest magnitude is smaller has the factor of this
 FIELD = 23  # the bits of float32's mantissa
@@ -42,7 +42,7 @@ def write_rows(a, quant, tile, ys, peak, STORE):
         factor = ct.truediv(1.0, ct.load(a.SCALE, (0,), (1,)).reshape((1, 1)))
     else:
         factor = factor_of(quant, peak)
-        write_number(a.SCALE, tile, ct.truediv(1.0, factor))
+        write_number(a.SCALE, tile, ct.truediv(1.0, factor), once(tile))
     for j, y in ct.static_iter(enumerate(ys)):
         if quant.BY_ROW and quant.PACKED:
             y = rematerialize(y, factor)

@@ -41,9 +41,9 @@ def grad_sums(
             dot = dot + more
             total = total + more_total
     tile = this.tile(i, 0)
-    write_number(a.DOT, tile, dot * share)
+    write_number(a.DOT, tile, dot * share, tile.in_rows)
     if norm.LAYER:
-        write_number(a.TOTAL, tile, total * share)
+        write_number(a.TOTAL, tile, total * share, tile.in_rows)
 
 
 def dots_of(this, i, chunk):

@@ -42,12 +42,12 @@ def row_sums(
     tile = this.tile(i, 0)
     if this.norm.LAYER:
         mean, correction, squares = numbers
-        write_number(a.PART, tile, (mean + correction) * (cut.N * share))
-        write_number(a.OWN_MEAN, tile, mean)
-        write_number(a.OWN_CORRECTION, tile, correction)
-        write_number(a.OWN_SQUARES, tile, squares)
+        write_number(a.PART, tile, (mean + correction) * (cut.N * share), tile.in_rows)
+        write_number(a.OWN_MEAN, tile, mean, tile.in_rows)
+        write_number(a.OWN_CORRECTION, tile, correction, tile.in_rows)
+        write_number(a.OWN_SQUARES, tile, squares, tile.in_rows)
     else:
-        write_number(a.PART, tile, numbers[0] * share)
+        write_number(a.PART, tile, numbers[0] * share, tile.in_rows)
 
 
 def add_up(this, i, chunk):

@@ -261,9 +261,13 @@ def gather_numbers(arrays, tile):
     return found
 
 
-def write_number(X, tile, values):
-    """Write a number for each row of a tile. Of a row in chunks, the block of the first does it."""
-    mask = tile.in_rows if ct.static_eval(isinstance(tile.chunk, int)) else tile.chunk == 0
+def once(tile):
+    """A mask of the rows of which this block writes a number: of a row in chunks one block does."""
+    return tile.in_rows if ct.static_eval(isinstance(tile.chunk, int)) else tile.chunk == 0
+
+
+def write_number(X, tile, values, mask):
+    """Write a number for each row of a tile, where the mask is true."""
     ct.scatter(X, (tile.place[0],), values, mask=mask, check_bounds=False)
 
 
