@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import tilenorm
 from tilenorm.integrations.patch.blocks import PatchedBlock
-from tilenorm.integrations.patch.replaced import UNREACHED
+from tilenorm.integrations.patch.classes import UNREACHED
 from tilenorm.ops import functional
 
 from ..ops.helpers import random

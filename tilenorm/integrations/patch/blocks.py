@@ -23,8 +23,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...ops.torch_private import is_its_forward
-from .classes import PatchedModule, patched_subclass
-from .replaced import content_of
+from .classes import PatchedModule, content_of, patched_subclass
 
 NORMED = "_tilenorm_normed_{}"  # a local variable: what the norm makes of the sum of that number
 

@@ -27,14 +27,12 @@ class Form:
             where rows of every size are served.
         groups: how many groups of columns are normalised by themselves; 0 if the row is one.
         weight, bias: names of the module's parameters, or None.
-        offset, rounding: as in tilenorm.rms_norm.
-        promotes: whether the output has the dtype to which input and weight promote. The
-            normalised row is then rounded to the input's dtype before it is multiplied by the
-            weight. If False, the output has the input's dtype.
+        offset, rounding, activation: as in tilenorm.rms_norm and gated_rms_norm.
+        promotes: whether the normalised row is rounded to the input's dtype, and then multiplied by
+            the weight in the dtype to which both promote. If not, the output has the input's dtype.
         autocasts: whether the forward follows torch.autocast as PyTorch's own norms do.
-        gate: "after" if act(gate) multiplies the normalised row, "before" if it multiplies the
-            input of the norm, None if there is no gate.
-        activation: act, as in tilenorm.gated_rms_norm.
+        gate: "after" if the gate multiplies the normalised row, "before" if it multiplies the input
+            of the norm, None if there is no gate.
         arguments: the names of the arguments that are the input and the gate.
         calls: the served numbers of tensors (2 with a gate), each with a served number of the
             input's dimensions.

@@ -10,7 +10,9 @@ from torch import nn
 from ...nn import LayerNorm, RMSNorm, refuse_script
 from .blocks import Unchanged, patched_block
 from .classes import (
+    UNREACHED,
     PatchedModule,
+    calls_of_class,
     change_classes,
     check_argument,
     names_of,
@@ -20,7 +22,6 @@ from .classes import (
 )
 from .form import Form
 from .recognition import Unrecognised, looks_like_a_norm, recognise
-from .replaced import UNREACHED, calls_of_class
 
 _MODULE_ATTRIBUTES = vars(nn.Module()).keys()
 _PLAIN = (int, float, bool, str, type(None), torch.Size)

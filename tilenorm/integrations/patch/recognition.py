@@ -65,17 +65,16 @@ def _arguments(module: nn.Module) -> tuple[tuple[str, ...], list[int]]:
     """The names of the arguments that may be the input and a gate, and how many to try to pass."""
     signature = inspect.signature(type(module).forward)
     _, *parameters = signature.parameters.values()
-    takes = ", ".join(map(str, parameters))
     given = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:2]
-    names = tuple(p.name if p.kind is p.POSITIONAL_OR_KEYWORD else "" for p in given)
     numbers = []
-    for number in range(1, len(names) + 1):
+    for number in range(1, len(given) + 1):
         with suppress(TypeError):
             signature.bind(None, *[None] * number)
             numbers.append(number)
     if not numbers:
+        takes = ", ".join(map(str, parameters))
         raise Unrecognised(f"its forward takes ({takes}), not an input and perhaps a gate")
-    return names, numbers
+    return tuple(p.name if p.kind is p.POSITIONAL_OR_KEYWORD else "" for p in given), numbers
 
 
 def _check_attributes(module: nn.Module) -> None:
