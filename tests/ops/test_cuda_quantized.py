@@ -129,25 +129,26 @@ def test_what_scaled_mm_makes_of_the_codes(scaling):
 
 @pytest.mark.filterwarnings("ignore::tilenorm.ReferenceWarning")  # float64
 @pytest.mark.parametrize("dtypes", test_chain.DTYPES[:3], ids=str)
-@pytest.mark.parametrize("op", ["rms_norm_add_rms_norm"])
-def test_chains(op, dtypes):
+@test_chain.EACH_NORM
+def test_chains(norm, dtypes):
     """The error is at most twice that of the two functions; rows have the same bits anywhere."""
-    rng, chain = Random(str(dtypes)), getattr(tilenorm, op)
+    rng = Random(f"{norm} {dtypes}")
     for hidden in (7, 128, 1001, 2304, 4096, 5376, 16384):
-        rows = [random(257, hidden, dtype=d, device="cuda", seed=i) for i, d in enumerate(dtypes)]
         kinds = rng.choice(dtypes), rng.choice(dtypes)
-        weights = [random(hidden, dtype=d, device="cuda", seed=7) for d in kinds]
-        given, doubled = (*rows, (hidden,), *weights), [w.double() for w in weights]
+        tensors = test_chain.made(norm, 257, hidden, dtypes=dtypes, weights=kinds)
+        rows, parameters = ([t.cuda() for t in group] for group in tensors)
         options = {"offset": rng.choice((0.0, 1.0)), "rounding": rng.choice(("late", "early"))}
         with guarded():
-            found = chain(*given, **options)
-        apart = test_chain.apart(*given, **options)
-        exact = test_chain.apart(*(t.double() for t in rows), (hidden,), *doubled, **options)
+            found = test_chain.chain(norm, rows, (hidden,), parameters, **options)
+        apart = test_chain.apart(norm, rows, (hidden,), parameters, **options)
+        doubled = ([t.double() for t in group] for group in (rows, parameters))
+        exact = test_chain.apart(norm, next(doubled), (hidden,), next(doubled), **options)
         for one, other, true in zip(found, apart, exact, strict=True):
             few = 4 * torch.finfo(one.dtype).eps * true.abs().max()
             assert (one - true).abs().max() <= 2 * (other - true).abs().max() + few
         order = torch.randperm(257, device="cuda")
-        permuted = chain(*(t[order] for t in rows), *given[2:], **options)
+        moved = [t[order] for t in rows]
+        permuted = test_chain.chain(norm, moved, (hidden,), parameters, **options)
         assert all(torch.equal(p, t[order]) for p, t in zip(permuted, found, strict=True))
 
 
@@ -155,7 +156,7 @@ def test_chains(op, dtypes):
 def test_pieces_of_rows(op):
     rng = Random(op)
     for seed, dtype in enumerate(cases.DTYPES):
-        spec = drawing.spec(rng, op, dtype, rng.choice((96, 1000, 4096, 9000))).plain
+        spec = drawing.spec(rng, op, dtype, rng.choice((96, 1000, 4096, 9000))).without_joins
         inputs = Inputs.random(spec, 129, "cuda", seed)
         cut = rng.randint(1, spec.hidden - 1)
         needs = rng.choice(cases.some_needs(spec))
