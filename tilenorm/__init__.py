@@ -59,4 +59,4 @@ __all__ = [
     "rms_norm_quantized",
     "unpatch",
 ]
-__version__ = "0.2.0"
+__version__ = "0.3.0"

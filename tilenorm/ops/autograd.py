@@ -10,7 +10,7 @@ from ..spec import NormSpec
 from ..table import FACTORS, Op
 from . import reference
 from .bound import OpSpecs, refuse_gradient
-from .gradients import Step, named, run_steps, steps_of
+from .gradients import Step, named, run_steps
 from .torch_private import asked_of, fast_apply
 
 
@@ -66,8 +66,7 @@ def gradients(
     asked: whether each tensor needs its gradient. grads: of the op's results.
     """
     op = what.op
-    arrived = [grad is not None for grad in grads[: op.shown]]
-    steps = steps_of(op, what.specs, asked, arrived)
+    steps = what.steps(tuple(asked), *[grad is not None for grad in grads[: op.shown]])
 
     def run(step: Step, dy: Tensor, dsum: Tensor | None, kept: Sequence, own: float):
         spec, by_role = step.spec, named(step.spec, kept)

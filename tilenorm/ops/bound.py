@@ -1,7 +1,7 @@
 """Bound calls: what serves the calls of an op, for one spec on one device, found once and kept."""
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from operator import itemgetter
 from threading import Lock
 from typing import Any
@@ -19,6 +19,7 @@ from .reference import name_of
 from .registry import MAX_ROWS, Device, Implementation, device_of, failure, record_failure, select
 
 _REPLACING = Lock()
+MOST_CALLS = 1024  # that are remembered
 
 
 class OpSpecs:
@@ -56,6 +57,10 @@ class OpSpecs:
         # Of an op's tensors and results, those that autograd saves.
         self.kept: Callable[[tuple], tuple] = itemgetter(*places)
         self._returns(len(op.makes))
+        self.steps = cache(self._steps)
+
+    def _steps(self, asked: tuple[bool, ...], *arrived: bool) -> tuple[Step, ...]:
+        return steps_of(self.op, self.specs, asked, arrived)
 
     def _returns(self, count: int) -> None:
         self.returned = count
@@ -138,7 +143,16 @@ def specs_of_tensors(
     save: bool = True,
 ) -> OpSpecs:
     """An op for the tensors of a call."""
-    return OpSpecs(op, options, *kinds_of(op, tensors, options[0]), backend, save)
+    kinds = kinds_of(op, tensors, options[0])
+    try:
+        return _op_specs(op.name, options, *kinds, backend, save)
+    except TypeError:  # a symbolic size has no hash
+        return OpSpecs(op, options, *kinds, backend, save)
+
+
+@lru_cache(MOST_CALLS)
+def _op_specs(name, options, dtypes, heads, backend, save) -> OpSpecs:
+    return OpSpecs(OPS[name], options, dtypes, heads, backend, save)
 
 
 class Bound(OpSpecs):
@@ -235,7 +249,7 @@ class Bound(OpSpecs):
         of its results, whether its gradient comes in.
         """
         op, norms = self.op, self.norms
-        steps = steps_of(op, self.specs, asked[1:], arrived)
+        steps = self.steps(asked[1:], *arrived)
 
         def run(step: Step, dy, dsum, saved, eps):
             kept = saved[: len(step.spec.kept)]

@@ -13,13 +13,12 @@ from torch.overrides import has_torch_function
 from ..table import OPS, Op
 from . import arguments, legacy, library, overrides, torch_private  # noqa: F401 (legacy defines ops)
 from .autograd import apply, call_needs_grad
-from .bound import Bound, bound_of, kinds_of, refuse_gradient, specs_of
+from .bound import MOST_CALLS, Bound, bound_of, kinds_of, refuse_gradient, specs_of
 from .direct import MOST_GUARDS, in_onnx_export, is_plain, is_transformed
 from .registry import MAX_ROWS, device_of, refuse_transformed, select_transformed
 from .split import norm as split
 from .torch_private import TensorGuards, forward_mode, modes
 
-MOST_CALLS = 1024
 _autocast = torch.is_autocast_enabled  # for CUDA; given a device's name it takes twice as long
 
 

@@ -1,6 +1,7 @@
 """The torch.library op norm_backward: of one norm. The backward pass of every op is made of it."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple, get_type_hints
 
@@ -11,7 +12,7 @@ from ..launch.calls import Needs
 from ..spec import NormSpec, Options
 from ..table import FACTORS
 from . import reference
-from .bound import norm_of
+from .bound import MOST_CALLS, norm_of
 from .gradients import PLACES, needs_of, refuse_output
 from .layout import vector_of
 from .library import LIBRARY, TAGS, tell_others
@@ -98,7 +99,10 @@ class Backward(NamedTuple):
         hidden = self.options.hidden
         affine = [prod(t.shape) for r in ("weight", "bias") if (t := self.saved[r]) is not None]
         heads = max(affine) // hidden if affine and hidden else 0
-        return NormSpec.of_tensors(self.options, named, heads)
+        try:
+            return _spec_of(self.options, heads, *named.items())
+        except TypeError:  # a symbolic size has no hash
+            return NormSpec.of_tensors(self.options, named, heads)
 
     def needs(self, spec: NormSpec) -> Needs:
         """Raises NotImplementedError as refuse_output does."""
@@ -107,6 +111,11 @@ class Backward(NamedTuple):
         asked = [role for role, need in zip(MASKED, self.mask, strict=True) if need]
         terms = 1 + sum(term is not None for term in self.terms)
         return needs_of(spec, asked, self.dsum is not None, terms, self.output)
+
+
+@lru_cache(MOST_CALLS)
+def _spec_of(options: Options, heads: int, *named: tuple) -> NormSpec:
+    return NormSpec.of_tensors(options, dict(named), heads)
 
 
 def terms_after(dy: Tensor, *others: Tensor | None) -> tuple[Tensor, ...]:
