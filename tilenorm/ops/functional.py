@@ -309,8 +309,9 @@ def rms_norm_add_rms_norm(
     after Gemma Team, "Gemma 2" (2024), where a norm follows each layer and another precedes the
     next one. It rounds where tilenorm.rms_norm_add and then tilenorm.rms_norm do; a kernel may add
     up a row in another order than theirs. One pass reads input and residual and writes
-    residual_out and output. Where input and residual have different dtypes, and where rows are so
-    wide that blocks share them, the two functions run; tilenorm.explain tells which.
+    residual_out and output. Where input and residual have different dtypes, where a weight is by
+    heads, and where rows are so wide that blocks share them, the kernels run twice, as for the two
+    functions; tilenorm.explain tells.
 
     Args:
         input: (..., *normalized_shape), float16, bfloat16, float32 or float64: a layer's output.
@@ -325,8 +326,7 @@ def rms_norm_add_rms_norm(
         (output, residual_out), contiguous, in the residual's dtype, differentiable in input,
         residual, weight and next_weight, to any order. The gradients are those of the two
         functions; where both results have a gradient, that of residual_out is added before the
-        only rounding, as by tilenorm.add_rms_norm. torch.func's transforms, nested tensors,
-        DTensors and weights by heads run the two functions.
+        only rounding, as by tilenorm.add_rms_norm.
 
     Raises: as tilenorm.rms_norm.
     """
