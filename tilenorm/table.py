@@ -4,10 +4,12 @@ From a row follow the op's schema, fake, implementations, derivative, autocast a
 the checks of a call and their messages, and which array of the kernels each tensor is.
 """
 
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 
-class Port(NamedTuple):
+@dataclass(frozen=True)
+class Port:
     """A tensor of an op.
 
     lies: "rows" has the input's shape; "mask" has it too, of torch.bool; "affine" has the shape
@@ -60,7 +62,8 @@ class Stage(NamedTuple):
     ports: dict[str, str]
 
 
-class Op(NamedTuple):
+@dataclass(frozen=True)
+class Op:
     """A row of the table.
 
     norm: "rms" or "layer". takes, makes: in the order of a call's tensors; what users get comes
@@ -140,22 +143,22 @@ GIVEN = Port("given_scale", "scalar", role="given_scale", shown="scale", grad=Fa
 Y = Port("output", role="y", like="input")
 SUM = Port("residual_out", role="sum", like="residual")
 MEAN = Port("mean", "number", role="mean", like="input", when="save", grad=False)
-RSTD = MEAN._replace(name="rstd", role="rstd")
+RSTD = replace(MEAN, name="rstd", role="rstd")
 Q = Port("q", role="q", like="dtype", grad=False)
 SCALE = Port("scale", "scales", role="scale", like="scale", unless="given_scale", grad=False)
 AMAX = Port("amax", "one", role="amax", like="float32", when="return_amax", grad=False)
-QUANTIZED = (Q, SCALE, AMAX, Y._replace(when="return_output"))
+QUANTIZED = (Q, SCALE, AMAX, replace(Y, when="return_output"))
 
 
 def _ops_of(norm: str) -> tuple[Op, ...]:
     """The ops of one norm."""
     name, affine, plain = f"{norm}_norm", (WEIGHT, BIAS), ("offset", "rounding")
     numbers = (MEAN, RSTD) if norm == "layer" else (RSTD,)
-    of_sum = tuple(port._replace(like="input residual") for port in numbers)
+    of_sum = tuple(replace(port, like="input residual") for port in numbers)
     branch, quantized = (ADDEND, DROPOUT_MASK, LAYER_SCALE), (*plain, *QUANTIZATION)
     gated = (*plain, "norm_before_gate", "activation")
     added = (*plain, "dropout_scale")
-    after = Y._replace(like="residual")
+    after = replace(Y, like="residual")
     return (
         Op(name, norm, (X, *affine), (Y, *numbers), plain),
         Op(f"add_{name}", norm, (X, RESIDUAL, *affine, *branch), (Y, SUM, *of_sum), added),
@@ -181,20 +184,20 @@ def _chain_of(norm: str) -> Op:
     name = f"{norm}_norm"
     affine, numbers = ((WEIGHT, BIAS), (MEAN, RSTD)) if norm == "layer" else ((WEIGHT,), (RSTD,))
     inner = {"weight": "inner_w", "bias": "inner_b", "mean": "inner_mean", "rstd": "inner_rstd"}
-    before = [port._replace(role=inner[port.role]) for port in (*affine, *numbers)]
-    after = [port._replace(name=f"next_{port.name}") for port in (*affine, *numbers)]
+    before = [replace(port, role=inner[port.role]) for port in (*affine, *numbers)]
+    after = [replace(port, name=f"next_{port.name}") for port in (*affine, *numbers)]
     own = {port.role: port.name for port in (*affine, *numbers)}
     following = {port.role: port.name for port in after}
     end = len(affine)
     return Op(
         f"{name}_add_{name}",
         norm,
-        (X, SKIP._replace(role="residual"), *before[:end], *after[:end]),
+        (X, replace(SKIP, role="residual"), *before[:end], *after[:end]),
         (
-            Y._replace(like="residual"),
+            replace(Y, like="residual"),
             SUM,
             *before[end:],
-            *(port._replace(like="residual") for port in after[end:]),
+            *(replace(port, like="residual") for port in after[end:]),
         ),
         calls=(
             Stage(f"{name}_add", {"x": "input", "skip": "residual", "y": "residual_out", **own}),
