@@ -27,11 +27,8 @@ class OpSpecs:
     options: `hidden`, and the values of the op's options. dtypes, heads: for each tensor that the
     op takes, its dtype, None for an absent one, and how many rows of `hidden` elements a weight or
     a bias has. It holds no tensor and knows no device. returned: how many of the results the
-    autograd Function returns. fixed: which of them have no gradient. save: whether mean and rstd
-    are among the results.
+    autograd Function returns. fixed: which of them have no gradient.
     """
-
-    gradients: Callable | None = None  # finds the implementation of a backward pass
 
     def __init__(
         self,
@@ -40,10 +37,8 @@ class OpSpecs:
         dtypes: tuple[torch.dtype | None, ...],
         heads: tuple[int, ...],
         backend: str | None,
-        save: bool = True,
     ):
         self.op, self.options, self.dtypes, self.backend = op, options, dtypes, backend
-        self.save = save
         self.specs = specs_of(op, options, dtypes, heads)
         self.spec = self.specs[0] if len(self.specs) == 1 else NormSpec.chained(*self.specs)
         names = [port.name for port in (*op.takes, *op.makes)]
@@ -135,10 +130,9 @@ def specs_of_tensors(
     tensors: Sequence[Tensor | None],
     options: tuple,
     backend: str | None = None,
-    save: bool = True,
 ) -> OpSpecs:
     """An op for the tensors of a call."""
-    return OpSpecs(op, options, *kinds_of(op, tensors, options[0]), backend, save)
+    return OpSpecs(op, options, *kinds_of(op, tensors, options[0]), backend)
 
 
 class Bound(OpSpecs):
