@@ -127,7 +127,7 @@ def checked(
         _select_transformed(op, cast, options, backend)
         return library.formula(op, cast, options, each)
     if not op.quantized and split.is_cut(cast[0], dims):
-        return split.of_op(op, cast, split.How(options, dims, each, backend))
+        return split.of_op(op, cast, options, dims, each, backend)
     save = recorded or torch.jit.is_tracing()
     made = getattr(torch.ops.tilenorm, op.name)(*cast, *options, *each, save, backend)
     return present(op, cast, options, made)
