@@ -7,7 +7,29 @@ from .ops.arguments import check_option, sizes_of
 from .ops.functional import layer_norm, rms_norm
 
 
-class RMSNorm(nn.RMSNorm):
+class _WithOptions(nn.Module):
+    """What both norms do with the options that torch.nn's have not."""
+
+    offset: float
+    rounding: str
+
+    def reset_parameters(self) -> None:
+        """Set the weight to 1 - offset, and a bias to 0."""
+        super().reset_parameters()  # type: ignore[misc]
+        if self.elementwise_affine:
+            nn.init.constant_(self.weight, 1.0 - self.offset)
+
+    def extra_repr(self) -> str:
+        """torch.nn's text, and the options that have other values than by default."""
+        text = f", offset={self.offset:g}" if self.offset else ""
+        text += f", rounding={self.rounding!r}" if self.rounding != "late" else ""
+        return super().extra_repr() + text
+
+    def __prepare_scriptable__(self):
+        refuse_script(self)
+
+
+class RMSNorm(_WithOptions, nn.RMSNorm):
     """A replacement for torch.nn.RMSNorm that calls tilenorm.rms_norm.
 
     Args:
@@ -37,24 +59,13 @@ class RMSNorm(nn.RMSNorm):
         self.offset, self.rounding = offset, rounding
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
 
-    def reset_parameters(self) -> None:
-        """Set the weight to 1 - offset."""
-        if self.elementwise_affine:
-            nn.init.constant_(self.weight, 1.0 - self.offset)
-
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x, of shape (..., *normalized_shape). The output has the same dtype."""
         options = {"offset": self.offset, "rounding": self.rounding}
         return rms_norm(x, self.normalized_shape, self.weight, self.eps, **options)
 
-    def extra_repr(self) -> str:
-        return super().extra_repr() + _extra_options(self)
 
-    def __prepare_scriptable__(self):
-        refuse_script(self)
-
-
-class LayerNorm(nn.LayerNorm):
+class LayerNorm(_WithOptions, nn.LayerNorm):
     """A replacement for torch.nn.LayerNorm that calls tilenorm.layer_norm.
 
     Args:
@@ -85,23 +96,10 @@ class LayerNorm(nn.LayerNorm):
         self.offset, self.rounding = offset, rounding
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
 
-    def reset_parameters(self) -> None:
-        """Set the weight to 1 - offset and the bias to 0."""
-        if self.elementwise_affine:
-            nn.init.constant_(self.weight, 1.0 - self.offset)
-            if self.bias is not None:
-                nn.init.zeros_(self.bias)
-
     def forward(self, input: Tensor) -> Tensor:
         """Normalise input, of shape (..., *normalized_shape). The output has the same dtype."""
         options = {"offset": self.offset, "rounding": self.rounding}
         return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps, **options)
-
-    def extra_repr(self) -> str:
-        return super().extra_repr() + _extra_options(self)
-
-    def __prepare_scriptable__(self):
-        refuse_script(self)
 
 
 def refuse_script(module: nn.Module) -> None:
@@ -121,9 +119,3 @@ def _check(name: str, dtype, offset, rounding) -> None:
         raise RuntimeError(f"{name}: argument 'dtype' takes a floating-point dtype, got {dtype}")
     check_option(name, "offset", offset)
     check_option(name, "rounding", rounding)
-
-
-def _extra_options(module: nn.Module) -> str:
-    """The options that torch.nn's module does not have, unless they have their default values."""
-    text = f", offset={module.offset:g}" if module.offset else ""
-    return text + (f", rounding={module.rounding!r}" if module.rounding != "late" else "")

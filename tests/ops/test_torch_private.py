@@ -22,9 +22,12 @@ ROOT = Path(__file__).parents[2]
 CUDA = {
     "_C._dynamo.guards._empty_strided_cuda": "empty_strided_cuda",
     "_C._cuda_getCurrentRawStream": "current_stream",
-    "_C._cuda_getDevice": "current_device",
 }
-ENGINE = ("_C._will_engine_execute_node", "_C._current_autograd_node")
+ENGINE = (
+    "autograd.Variable._execution_engine.is_checkpoint_valid",
+    "_C._will_engine_execute_node",
+    "_C._current_autograd_node",
+)
 CHECKED = [name for name in NAMES if name not in (*CUDA, *ENGINE)]
 
 
@@ -72,9 +75,6 @@ WRONG = {
     "_C._functorch.CInterpreter": [object, type(None)],
     "autograd.forward_ad._current_level": [],  # torch_private asks forward_ad for it each time
     "autograd.Function._backward_cls": [],  # and a Function for this
-    "autograd.Variable._execution_engine.is_checkpoint_valid": [lambda: False, lambda: None],
-    "_C._AutoDispatchBelowAutograd": [nullcontext],
-    "_C._dispatch_has_kernel_for_dispatch_key": [lambda *_: True, lambda *_: False],
     "_fused_rms_norm": [lambda x, *_: (x, x[:, :1]), torch.native_layer_norm],
     "ops.aten._unsafe_view.default": [torch.Tensor.view, lambda x, shape: x],
     "nn.modules.module._has_any_global_hook": [lambda: False, dict],
@@ -113,8 +113,8 @@ def test_another_meaning_of_an_attribute(name, monkeypatch):
     ("name", "wrong"),
     [
         *((name, wrong) for name in ENGINE for wrong in (raises, lambda *_: None)),
-        (ENGINE[0], lambda node: True),
-        ("autograd.Variable._execution_engine.is_checkpoint_valid", lambda: True),
+        *((name, lambda *_: True) for name in ENGINE[:2]),
+        (ENGINE[0], lambda: False),
     ],
 )
 def test_another_meaning_of_what_the_engine_tells(name, wrong):
@@ -155,7 +155,6 @@ def imitated_cuda(monkeypatch) -> list[int]:
 
     for name, function in {
         "current_device": lambda: 0,
-        "is_initialized": lambda: True,
         "current_stream": lambda index=None: SimpleNamespace(cuda_stream=streams[-1]),
         "Stream": Stream,
         "stream": lambda stream: stream,
@@ -164,17 +163,13 @@ def imitated_cuda(monkeypatch) -> list[int]:
     return streams
 
 
-@pytest.mark.parametrize("name", ["_C._cuda_getCurrentRawStream", "_C._cuda_getDevice"])
-def test_a_name_for_cuda_is_checked_at_the_first_call(name, monkeypatch):
+def test_the_stream_is_checked_at_the_first_call(monkeypatch):
     streams = imitated_cuda(monkeypatch)
-    right = (lambda: 0) if name.endswith("Device") else (lambda index: streams[-1])
-    arguments = () if name.endswith("Device") else (0,)
-    expected = right(*arguments)
-    for given in (right, raises, lambda *_: 7, lambda *_: None):
-        module = loaded({name: lambda given=given: given})
+    for given in (right := lambda index: streams[-1], raises, lambda *_: 7, lambda *_: None):
+        module = loaded({"_C._cuda_getCurrentRawStream": lambda given=given: given})
         for _ in range(2):
-            assert getattr(module, CUDA[name])(*arguments) == expected
-        assert (getattr(module, CUDA[name]) is given) == (given is right)
+            assert module.current_stream(0) == 7
+        assert (module.current_stream is given) == (given is right)
 
 
 def test_the_allocation_is_checked_at_the_first_call(monkeypatch):

@@ -9,7 +9,7 @@ from torch._ops import OpOverload
 from ..table import OPS, PIECES
 from .library import decomposed
 from .norm_backward import norm_backward_decomposed
-from .split import library as split
+from .split.library import by_reference
 
 
 def decompositions() -> dict[OpOverload, Callable]:
@@ -38,11 +38,5 @@ def decompositions() -> dict[OpOverload, Callable]:
     return {
         **{getattr(ops, name).default: partial(decomposed, op) for name, op in OPS.items()},
         ops.norm_backward.default: norm_backward_decomposed,
-        **{getattr(ops, p.name).default: partial(_of_piece, p.name) for p in PIECES},
+        **{getattr(ops, p.name).default: partial(by_reference, p) for p in PIECES},
     }
-
-
-def _of_piece(name: str, *arguments):
-    """An op of rows in pieces, by the reference. `backend` is its last argument."""
-    count = len(getattr(torch.ops.tilenorm, name).default._schema.arguments)
-    return getattr(split, name)(*arguments[: count - 1], "reference")

@@ -133,8 +133,8 @@ def backward(
     through_norm = needs.dx or needs.dresidual or (needs.dgate and spec.gate_first)
     dx = dgate = dw = db = None
     like = (*rows.shape[:-1], 1)
-    fast = spec.norm == "layer" and _is_fast(spec, x) and spec.hidden > 1
-    if rstd is not None and dots is None and fast:
+    fast = spec.norm == "layer" and x.is_cpu and x.numel() and spec.hidden > 1
+    if rstd is not None and dots is None and fast and _has_operator(spec):
         parameters = _fast_parameters(spec, weight, bias, dtype)
         statistics = (mean.reshape(like), rstd.reshape(like))
         mask = [through_norm, needs.dw, needs.db]
@@ -240,13 +240,8 @@ def weigh(spec: NormSpec, g: Tensor, weight: Tensor | None) -> Tensor:
     return g if weight is None else by_heads(spec, g, scale(spec, weight, g.dtype), torch.mul)
 
 
-def _is_fast(spec: NormSpec, x: Tensor) -> bool:
-    """Whether PyTorch's own operators on the CPU compute the norm, with PyTorch's own error."""
-    return bool(x.is_cpu and x.numel() and _has_operator(spec))
-
-
 def _has_operator(spec: NormSpec) -> bool:
-    """Whether they compute it of tensors on the CPU that have elements.
+    """Whether PyTorch's own operators compute the norm of tensors on the CPU that have elements.
 
     A sum may be in another dtype than the input, a weight too, and then no operator fits. Rounding
     early differs from rounding late in 16 bits alone.

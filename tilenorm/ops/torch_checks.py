@@ -6,6 +6,7 @@ for CUDA starts CUDA, and none but engine_tells runs a backward pass: a process 
 either cannot fork.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,25 +71,24 @@ def tells_stream(current_stream) -> bool:
     return inside == other.cuda_stream and current_stream(index) == before
 
 
-def tells_device(current_device) -> bool:
-    return current_device() == torch.cuda.current_device()
-
-
 def counts_modes(modes) -> bool:
     with _Mode():
         inside = modes()
     return inside == 1 and modes() == 0
 
 
+def bits_of(Keys, Key, *names: str) -> int:
+    """The bits of dispatch keys."""
+    found = 0
+    for name in names:
+        found |= Keys(getattr(Key, name)).raw_repr()
+    return found
+
+
 def tells_keys(keys_of, thread_keys, Keys, Key) -> bool:
     """The dispatch keys of tensors and of the thread, as sets whose bits tell them apart."""
 
-    def bits(*names: str) -> int:
-        found = 0
-        for name in names:
-            found |= Keys(getattr(Key, name)).raw_repr()
-        return found
-
+    bits = partial(bits_of, Keys, Key)
     x, others = _ones(2, dtype=torch.complex64), ~bits(*ORDINARY)
     keys = (keys_of(t).raw_repr() for t in (x, x.conj(), torch.empty(2, device="meta")))
     plain, conjugated, on_meta = (bits & others for bits in keys)
@@ -144,19 +144,6 @@ def is_applied(backward_class) -> bool:
     return right and y.tolist() == y.grad_fn.apply(_ones(2)).tolist() == [2, 2]
 
 
-def is_below_autograd(BelowAutograd) -> bool:
-    x = _ones(2, requires_grad=True)
-    with BelowAutograd():
-        inside = (x * 2).requires_grad
-    return (x * 2).requires_grad and not inside
-
-
-def tells_kernels(has_kernel) -> bool:
-    """Which operators autocast casts: layer_norm in every PyTorch, relu in none."""
-    key = "AutocastCUDA"
-    return has_kernel("aten::layer_norm", key) is True and has_kernel("aten::relu", key) is False
-
-
 def normalizes(fused_rms_norm) -> bool:
     """y and rstd (rows, 1) of a matrix, with and without a weight."""
     x, w = _ones(2, 3) * 4, _ones(3) * 3
@@ -191,11 +178,6 @@ def tells_hooks(has_any_global_hook) -> bool:
 
 def _no_hook(*_) -> None:
     pass
-
-
-def wants_all(pass_wants_all) -> bool:
-    """Outside of a pass. engine_tells looks inside."""
-    return pass_wants_all() is True
 
 
 def engine_tells(pass_wants_all, engine_runs, running_node) -> bool:

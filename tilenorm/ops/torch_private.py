@@ -8,8 +8,8 @@ those with a GPU by PyTorch 2.11 on the host of an H200, the others by PyTorch 2
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, reduce
-from operator import attrgetter, or_
+from functools import cache
+from operator import attrgetter
 from types import SimpleNamespace
 
 import torch
@@ -64,15 +64,12 @@ _empty_strided_cuda = _named("_C._dynamo.guards._empty_strided_cuda")
 # builds without CUDA.
 _current_raw_stream = _named("_C._cuda_getCurrentRawStream")
 
-# The current CUDA device without a check whether CUDA was initialised. Absent without CUDA.
-_cuda_get_device = _named("_C._cuda_getDevice")
-
-# How many modes see every operation. PyTorch has no public way to ask: without it no call is
-# direct, and the dispatcher, which knows the modes, takes every call to the ops.
+# How many modes see every operation. TensorGuards overlooks some of them. PyTorch has no public way
+# to ask: without this name no call is direct, and the dispatcher takes every call to the ops.
 _dispatch_modes = _found(checks.counts_modes, "_C._len_torch_dispatch_stack")
 
-# A tensor's dispatch keys, and those that a thread adds to every tensor's. Without one of these
-# names no call is direct either.
+# A tensor's dispatch keys, and those that a thread adds to every tensor's: a mode or a transform
+# adds one. Without one of these names no call is direct either.
 _keys_of, _thread_keys, _Keys, _Key = _found(
     checks.tells_keys,
     "_C._dispatch_keys",
@@ -81,8 +78,7 @@ _keys_of, _thread_keys, _Keys, _Key = _found(
     "_C.DispatchKey",
 )
 
-# torch.func's transforms that are active. Without these two no call is direct either, and PyTorch
-# refuses to transform the ops.
+# torch.func's transforms that are active. Without these two PyTorch refuses to transform the ops.
 _transforms, _Transform = _found(
     checks.tells_transforms, "_C._functorch.peek_interpreter_stack", "_C._functorch.CInterpreter"
 )
@@ -97,18 +93,9 @@ _backward_class = _found(checks.is_applied, "autograd.Function._backward_cls")
 # Whether the engine's current pass is that of a backward() without `inputs`, which wants all
 # gradients; whether a pass runs a node of the graph; and the node that it runs now. Without one of
 # these names grad(y, [x]) computes dW as well, and grad(y, [w]) computes dx.
-_pass_wants_all = _found(
-    checks.wants_all, "autograd.Variable._execution_engine.is_checkpoint_valid"
-)
+_pass_wants_all = _named("autograd.Variable._execution_engine.is_checkpoint_valid")
 _engine_runs = _named("_C._will_engine_execute_node")
 _running_node = _named("_C._current_autograd_node")
-
-# Runs an op as if autograd were off, for less time than register_autograd's own layer, which takes
-# 8 µs of a call that needs no gradient.
-BelowAutograd = _found(checks.is_below_autograd, "_C._AutoDispatchBelowAutograd")
-
-# Whether PyTorch's autocast handles one of its operators. The public way compares versions.
-_has_kernel = _found(checks.tells_kernels, "_C._dispatch_has_kernel_for_dispatch_key")
 
 # y and rstd of F.rms_norm in one call. Without it the reference computes its own formula.
 fused_rms_norm = _found(checks.normalizes, "_fused_rms_norm")
@@ -135,10 +122,6 @@ def _stream_public(index: int) -> int:
     return torch.cuda.current_stream(index).cuda_stream
 
 
-def _device_public() -> int:
-    return torch.cuda.current_device() if torch.cuda.is_initialized() else -1
-
-
 def _at_first_call(name: str, check: Callable[..., bool], private, public: Callable) -> Callable:
     """A function that makes the check, and puts what this module then has under `name` in its own
     place. The check starts CUDA, so it waits for a call that does so anyway.
@@ -160,63 +143,42 @@ empty_strided_cuda = _at_first_call(
 current_stream = _at_first_call(
     "current_stream", checks.tells_stream, _current_raw_stream, _stream_public
 )
-current_device = _at_first_call(
-    "current_device", checks.tells_device, _cuda_get_device, _device_public
-)
+current_device = torch.cuda.current_device
+modes: Callable[[], int] = _dispatch_modes or (lambda: 1)  # unknown, so perhaps one
 
-if _dispatch_modes is None or _transforms is None:
 
-    def modes() -> int:
-        """Whether a mode or a transform may want to see every operation: unknown, so yes."""
-        return 1
+def in_transform() -> bool:
+    """Whether torch.func transforms what is called now."""
+    # torch.compile takes `is not None` of what _transforms returns for true here.
+    return _transforms is not None and isinstance(_transforms(), _Transform)
 
-    def in_transform() -> bool:
+
+_OTHER_BITS = 0 if _keys_of is None else ~checks.bits_of(_Keys, _Key, *checks.ORDINARY)
+
+
+def has_ordinary_keys(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether no tensor has, and the thread adds, another dispatch key than those of ordinary
+    tensors on the CPU or on CUDA. Where that is unknown, no.
+    """
+    if _keys_of is None:
         return False
-
-else:
-    modes = _dispatch_modes
-
-    def in_transform() -> bool:
-        """Whether torch.func transforms what is called now."""
-        # torch.compile takes `is not None` for true here.
-        return isinstance(_transforms(), _Transform)
+    keys = _thread_keys().raw_repr()
+    for tensor in tensors:
+        if tensor is not None:
+            keys |= _keys_of(tensor).raw_repr()
+    return not keys & _OTHER_BITS
 
 
-if _keys_of is None:
-
-    def has_ordinary_keys(tensors: Sequence[Tensor | None]) -> bool:
-        """Whether tensors have only the dispatch keys of ordinary ones: unknown, so no."""
-        return False
-
-else:
-    _ORDINARY_BITS = (_Keys(getattr(_Key, name)).raw_repr() for name in checks.ORDINARY)
-    _OTHER_BITS = ~reduce(or_, _ORDINARY_BITS)
-
-    def has_ordinary_keys(tensors: Sequence[Tensor | None]) -> bool:
-        """Whether no tensor has, and the thread adds, another dispatch key than those of ordinary
-        tensors on the CPU or on CUDA.
-        """
-        keys = _thread_keys().raw_repr()
-        for tensor in tensors:
-            if tensor is not None:
-                keys |= _keys_of(tensor).raw_repr()
-        return not keys & _OTHER_BITS
+# An attribute, because a function takes longer in every call. Unknown, the level is that of one.
+forward_mode = forward_ad if _forward_mode else SimpleNamespace(_current_level=0)
 
 
-if _forward_mode:
-    # An attribute, because a function takes longer in every call.
-    forward_mode = forward_ad
-
-    def in_forward_mode(tensors: Sequence[Tensor | None]) -> bool:
-        """Whether forward-mode derivatives may be asked for. True says so of no tensor alone."""
+def in_forward_mode(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether forward-mode derivatives may be asked for. True says so of no tensor alone."""
+    if _forward_mode:
         return forward_mode._current_level >= 0
-
-else:
-    forward_mode = SimpleNamespace(_current_level=0)  # unknown, so perhaps in one
-
-    def in_forward_mode(tensors: Sequence[Tensor | None]) -> bool:
-        given = [t for t in tensors if t is not None]
-        return any(forward_ad.unpack_dual(t).tangent is not None for t in given)
+    given = [t for t in tensors if t is not None]
+    return any(forward_ad.unpack_dual(t).tangent is not None for t in given)
 
 
 def fast_apply(function):
@@ -227,53 +189,40 @@ def fast_apply(function):
     return super(Function, function).apply
 
 
-if _pass_wants_all is None or _engine_runs is None or _running_node is None:
+def asked_of(ctx) -> tuple[bool, ...]:
+    """Which inputs of a Function need a gradient that the engine's current pass uses.
 
-    def asked_of(ctx) -> tuple[bool, ...]:
-        """Which inputs of a Function need a gradient, whether the current pass uses it or not."""
-        return ctx.needs_input_grad
+    Up to PyTorch 2.13, ctx.needs_input_grad tells what the forward pass knew. PyTorch's own
+    nodes ask task_should_compute_output, which Python cannot call. What is asked here in its place
+    takes 1 µs, and 9 µs more for each leaf whose gradient torch.autograd.grad is asked for.
+    """
+    mask = ctx.needs_input_grad
+    # TorchDynamo cannot trace what asks the engine.
+    if is_compiling() or not _engine_tells() or _pass_wants_all():
+        return mask
+    if _running_node() is not ctx:
+        return mask  # called in a pass of another graph, or by compiled autograd
+    nodes = [node for node, _ in ctx.next_functions if node is not None]
+    if len(nodes) != sum(mask):
+        return mask  # this PyTorch keeps needs_input_grad up to date, as is proposed for it
+    used = []
+    for node in nodes:
+        try:
+            used.append(_engine_runs(node))
+        except RuntimeError:  # what the engine answers of a leaf whose gradient grad() returns
+            used.append(True)
+    if not any(used) and not _engine_runs(ctx):
+        return mask  # the engine of torch.distributed.rpc knows no node
+    of_each = iter(used)
+    return tuple([needed and next(of_each) for needed in mask])
 
-else:
 
-    def asked_of(ctx) -> tuple[bool, ...]:
-        """Which inputs of a Function need a gradient that the engine's current pass uses.
-
-        Up to PyTorch 2.13, ctx.needs_input_grad tells what the forward pass knew. PyTorch's own
-        nodes ask task_should_compute_output, which Python cannot call.
-        """
-        # TorchDynamo cannot trace what asks the engine.
-        if is_compiling() or _pass_wants_all() or not _engine_tells():
-            return ctx.needs_input_grad
-        return _asked_of_part(ctx)
-
-    @cache
-    def _engine_tells() -> bool:
-        """The check runs backward passes, so it waits for one that runs anyway."""
-        with ThreadPoolExecutor(1) as aside:
-            names = _pass_wants_all, _engine_runs, _running_node
-            return _passes(checks.engine_tells, *names, aside=aside)
-
-    def _asked_of_part(ctx) -> tuple[bool, ...]:
-        """The same in a pass that may want a part. It asks what task_should_compute_output asks.
-
-        It takes 1 µs, and 9 µs more for each leaf whose gradient torch.autograd.grad is asked for.
-        """
-        mask = ctx.needs_input_grad
-        if _running_node() is not ctx:
-            return mask  # called in a pass of another graph, or by compiled autograd
-        nodes = [node for node, _ in ctx.next_functions if node is not None]
-        if len(nodes) != sum(mask):
-            return mask  # this PyTorch keeps needs_input_grad up to date, as is proposed for it
-        used = []
-        for node in nodes:
-            try:
-                used.append(_engine_runs(node))
-            except RuntimeError:  # what the engine answers of a leaf whose gradient grad() returns
-                used.append(True)
-        if not any(used) and not _engine_runs(ctx):
-            return mask  # the engine of torch.distributed.rpc knows no node
-        of_each = iter(used)
-        return tuple([needed and next(of_each) for needed in mask])
+@cache
+def _engine_tells() -> bool:
+    """The check runs backward passes, so it waits for one that runs anyway."""
+    names = _pass_wants_all, _engine_runs, _running_node
+    with ThreadPoolExecutor(1) as aside:
+        return None not in names and _passes(checks.engine_tells, *names, aside=aside)
 
 
 # PyTorch's own kernels in Python, by the language that they are written in.
@@ -290,10 +239,7 @@ def ragged_dimension(x: Tensor) -> int:
 
 def autocast_casts(norm: str) -> bool:
     """Whether PyTorch's autocast on CUDA computes its norm in float32: RMSNorm from 2.12 on."""
-    if _has_kernel is not None:
-        return _has_kernel(f"aten::{norm}_norm", "AutocastCUDA")
-    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    return norm == "layer" or version >= (2, 12)
+    return norm == "layer" or tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
 
 
 def inductor_calls():

@@ -96,22 +96,25 @@ def piece_calls(spec: NormSpec, target: Target, rows: int) -> list[Call]:
         zip(OPS[spec.op].roles, tensors, strict=True)
     )
     dy, dsum, *_ = arguments(spec, needs, rows, _without_memory)
-    whole, sums, applied = 2 * spec.hidden, spec.summed, spec.applied
+    sums, applied = spec.summed, spec.applied
+    how = {"rows": rows, "hidden": 2 * spec.hidden, "eps": EPS}
     before = given | {"gate": given["gate"] if spec.gate_first else None}
 
     def step(run: cutile.Run) -> None:
-        number, own, total = split.row_sums(sums, target, before, rows, whole, run)
+        number, own, total = split.row_sums(sums, target, before | how, run)
         centered = None
         if spec.norm == "layer":
-            centered = split.row_center(sums, target, number, own, whole, run)
+            numbers = how | {"mean": number, "own": own}
+            (centered,) = split.row_center(sums, target, numbers, run)
         read = {role: given[role] for role in ("x", "gate", "weight", "bias")}
         read["x"] = given["x"] if total is None else total
-        how = (applied, target, read, number, centered, EPS)
-        split.row_apply(*how, False, run)
-        _, mean, rstd = split.row_apply(*how, True, run)
-        saved = read | {"mean": mean, "rstd": rstd}
-        dots = split.grad_sums(spec, target, dy, saved, whole, run)
-        split.grad_apply(spec, target, needs, dy, dsum, saved, dots, run)
+        apply = read | how | {"whole": number, "centered": centered}
+        split.row_apply(applied, target, apply | {"save": False}, run)
+        _, mean, rstd = split.row_apply(applied, target, apply | {"save": True}, run)
+        saved = read | how | {"dy": dy, "mean": mean, "rstd": rstd}
+        (dots,) = split.grad_sums(spec, target, saved, run)
+        saved |= {"dsum": dsum, "dots": dots, "needs": needs}
+        split.grad_apply(spec, target, saved, run)
 
     return _recorded(step)
 

@@ -3,12 +3,13 @@
 Each takes a target after the spec, and `run`, what launches: the tests interpret instead.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...launch.calls import Needs
+from ...launch.calls import Launch
 from ...launch.split import (
     SplitBackwardArrays,
     SplitForwardArrays,
@@ -20,135 +21,108 @@ from ...launch.split import (
 )
 from ...launch.target import Target
 from ...spec import NormSpec
-from ..cutile import Run, fresh, on_device
-from ..layout import Views, as_read, rows_of
-from ..reference import Given
+from ..cutile import GRADIENTS, Run, fresh, on_device
+from ..layout import Views, as_read
+from .reference import Given, Made
 
-# The arrays of the columns of what has several numbers a row.
-OWN = ("own_mean", "own_correction", "own_squares")
-CENTERED = ("correction", "square")
-DOTS = ("dot", "total")
+# How the tensors that the kernels read lie, and those that they write, by their roles.
+READ = dict.fromkeys(("x", "residual", "gate", "dy", "dsum"), "rows")
+READ |= {"weight": "affine", "bias": "affine"}
+WRITTEN = {"sum": "rows", **GRADIENTS}
+# The arrays of the columns of what has several numbers a row. RMSNorm has the first of dots alone.
+COLUMNS = {
+    "own": ("own_mean", "own_correction", "own_squares"),
+    "centered": ("correction", "square"),
+    "dots": ("dot", "total"),
+}
 
 
-def row_sums(
-    spec: NormSpec, target: Target, given: Given, rows: int, whole: int, run: Run = on_device
-):
-    x, residual = given["x"], given["residual"]
-    part = fresh(x, (rows,), torch.float32)
-    own = fresh(x, (rows, 3), torch.float32) if spec.norm == "layer" else None
-    total = None if residual is None else fresh(x, x.shape, residual.dtype)
+def row_sums(spec: NormSpec, target: Target, given: Given, run: Run = on_device) -> Made:
+    x, residual, rows = given["x"], given["residual"], given["rows"]
+    made = {
+        "part": _numbers(x, rows),
+        "own": _numbers(x, rows, 3) if spec.norm == "layer" else None,
+        "sum": None if residual is None else fresh(x, x.shape, residual.dtype),
+    }
     if rows:
-        arrays = _read(spec, given, rows) | _columns(OWN, own)
-        arrays |= {"part": part, "sum": _rows(total, rows)}
-        launches = plan_row_sums(spec, target).launches(rows, 1 / whole)
-        run(launches, SplitForwardArrays(**_there(arrays)), part.get_device())
-    return part, own, total
+        launches = plan_row_sums(spec, target).launches(rows, 1 / given["hidden"])
+        _launch(run, launches, SplitForwardArrays, spec, given, made)
+    return tuple(made.values())
 
 
-def row_center(
-    spec: NormSpec, target: Target, mean: Tensor, own: Tensor, whole: int, run: Run = on_device
-) -> Tensor:
-    rows = mean.numel()
-    centered = fresh(mean, (rows, 2), torch.float32)
+def row_center(spec: NormSpec, target: Target, given: Given, run: Run = on_device) -> Made:
+    mean, rows = given["mean"], given["rows"]
+    centered = _numbers(mean, rows, 2)
     if rows:
-        arrays = {"whole": mean} | _columns(OWN, own) | _columns(CENTERED, centered)
-        launches = center_launches(rows, spec.hidden, 1 / whole)
+        arrays = {"whole": mean} | _columns("own", given["own"]) | _columns("centered", centered)
+        launches = center_launches(rows, spec.hidden, 1 / given["hidden"])
         run(launches, SplitForwardArrays(**arrays), mean.get_device())
-    return centered
+    return (centered,)
 
 
-def row_apply(
-    spec: NormSpec,
-    target: Target,
-    given: Given,
-    whole: Tensor,
-    centered: Tensor | None,
-    eps: float,
-    save: bool,
-    run: Run = on_device,
-):
-    x = given["x"]
-    rows = whole.numel()
-    y = fresh(x, x.shape, getattr(torch, spec.dtype))
-    rstd = fresh(x, (rows,), torch.float32) if save else None
-    mean = fresh(x, (rows,), torch.float32) if save and spec.norm == "layer" else None
+def row_apply(spec: NormSpec, target: Target, given: Given, run: Run = on_device) -> Made:
+    x, rows, save = given["x"], given["rows"], given["save"]
+    made = {
+        "y": fresh(x, x.shape, getattr(torch, spec.dtype)),
+        "mean": _numbers(x, rows) if save and spec.norm == "layer" else None,
+        "rstd": _numbers(x, rows) if save else None,
+    }
     if rows:
-        arrays = _read(spec, given, rows) | _columns(CENTERED, centered)
-        arrays |= {"y": _rows(y, rows), "whole": whole, "mean": mean, "rstd": rstd}
-        launches = plan_row_apply(spec, target, save).launches(rows, eps)
-        run(launches, SplitForwardArrays(**_there(arrays)), x.get_device())
-    return y, mean, rstd
+        launches = plan_row_apply(spec, target, save).launches(rows, given["eps"])
+        _launch(run, launches, SplitForwardArrays, spec, given, made)
+    return tuple(made.values())
 
 
-def grad_sums(
-    spec: NormSpec, target: Target, dy: Tensor, saved: Given, whole: int, run: Run = on_device
-) -> Tensor:
-    rows = saved["rstd"].numel()
-    sums = fresh(dy, (rows, 2 if spec.norm == "layer" else 1), torch.float32)
+def grad_sums(spec: NormSpec, target: Target, given: Given, run: Run = on_device) -> Made:
+    rows = given["rows"]
+    dots = _numbers(given["dy"], rows, 2 if spec.norm == "layer" else 1)
     if rows:
-        arrays = _read_backward(spec, dy, saved) | _columns(DOTS, sums)
-        launches = plan_grad_sums(spec, target).launches(rows, 1 / whole)
-        run(launches, SplitBackwardArrays(**_there(arrays)), dy.get_device())
-    return sums
+        launches = plan_grad_sums(spec, target).launches(rows, 1 / given["hidden"])
+        _launch(run, launches, SplitBackwardArrays, spec, given, {"dots": dots})
+    return (dots,)
 
 
-def grad_apply(
-    spec: NormSpec,
-    target: Target,
-    needs: Needs,
-    dy: Tensor,
-    dsum: Tensor | None,
-    saved: Given,
-    dots: Tensor | None,
-    run: Run = on_device,
-) -> tuple[Tensor | None, ...]:
-    x, gate, weight, bias = (saved[role] for role in ("x", "gate", "weight", "bias"))
-    plan, rows = plan_grad_apply(spec, target, needs), saved["rstd"].numel()
-    shapes = (*[x.shape] * 3, *(w if w is None else w.shape for w in (weight, bias)))
-    kinds = zip(needs.gradients, shapes, (dy, x, gate, weight, bias), strict=True)
-    grads = tuple([fresh(x, shape, t.dtype) if need else None for need, shape, t in kinds])
+def grad_apply(spec: NormSpec, target: Target, given: Given, run: Run = on_device) -> Made:
+    needs, rows, x = given["needs"], given["rows"], given["x"]
+    likes = [given[role] for role in ("dy", "x", "gate", "weight", "bias")]
+    shapes = [x.shape] * 3 + [t if t is None else t.shape for t in likes[3:]]
+    each = zip(GRADIENTS, needs.gradients, shapes, likes, strict=False)
+    made = {name: fresh(x, shape, t.dtype) if need else None for name, need, shape, t in each}
     if not rows:
-        return tuple(g if g is None else g.zero_() for g in grads)
+        return tuple([grad if grad is None else grad.zero_() for grad in made.values()])
+    plan = plan_grad_apply(spec, target, needs)
     partials = plan.partials(rows)
-    arrays = _read_backward(spec, dy, saved) | _columns(DOTS, dots)
-    arrays["dsum"] = rows_of(dsum, spec) if needs.dsum else None
-    arrays["partials"] = None if partials is None else fresh(dy, partials, torch.float32)
-    for name, grad in zip(("dx", "dresidual", "dgate"), grads, strict=False):
-        arrays[name] = _rows(grad, rows)
-    for name, grad in zip(("dw", "db"), grads[3:], strict=True):
-        arrays[name] = grad if grad is None else grad.view(-1)
-    run(plan.launches(rows), SplitBackwardArrays(**_there(arrays)), dy.get_device())
-    return grads
+    scratch = {"partials": None if partials is None else fresh(x, partials, torch.float32)}
+    given = given if needs.dsum else given | {"dsum": None}
+    _launch(run, plan.launches(rows), SplitBackwardArrays, spec, given, made | scratch)
+    return tuple(made.values())
 
 
-# How the tensors that are read lie, by their roles.
-LIES = {"x": "rows", "residual": "rows", "gate": "rows", "weight": "affine", "bias": "affine"}
+def _launch(
+    run: Run, launches: Sequence[Launch], arrays: Any, spec: NormSpec, given: Given, made: Given
+) -> None:
+    """Launch with these arrays, which have the names of what a kernel reads and writes."""
+    rows, x = given["rows"], given["x"]
+    read = {role: given[role] for role in READ if given.get(role) is not None}
+    lies = [READ[role] for role in read]
+    views = Views.of(spec, rows, x.shape, lies, lies)
+    found = dict(zip(read, as_read([*read.values()], spec, views), strict=True))
+    for name, t in (given | made).items():
+        if name in COLUMNS and t is not None:
+            found |= _columns(name, t)
+        elif name in arrays._fields and name not in READ and t is not None:
+            shape = {"rows": (rows, -1), "affine": (-1,)}.get(WRITTEN.get(name), t.shape)
+            found[name] = t.view(shape)
+    if "dy" in found:
+        found["dy"] = (found["dy"],)
+    run(launches, arrays(**found), x.get_device())
 
 
-def _read(spec: NormSpec, given: Given, rows: int) -> dict[str, Tensor | None]:
-    """The tensors of these roles as the kernels read them, by the names of the arrays."""
-    there = {role: lies for role, lies in LIES.items() if role in given}
-    tensors = [given[role] for role in there]
-    present = [tensor is not None for tensor in tensors]
-    views = Views.of(spec, rows, given["x"].shape, tuple(there.values()), present)
-    return dict(zip(there, as_read(tensors, spec, views), strict=True))
+def _numbers(like: Tensor, rows: int, *columns: int) -> Tensor:
+    return fresh(like, (rows, *columns), torch.float32)
 
 
-def _read_backward(spec: NormSpec, dy: Tensor, saved: Given) -> dict[str, Any]:
-    """What a backward kernel reads of a piece."""
-    arrays = _read(spec, saved, saved["rstd"].numel())
-    return arrays | {"dy": (rows_of(dy, spec),), "mean": saved["mean"], "rstd": saved["rstd"]}
-
-
-def _columns(names: tuple[str, ...], numbers: Tensor | None) -> dict[str, Tensor]:
-    """The columns of a matrix by name: RMSNorm has the first of DOTS alone."""
-    return {} if numbers is None else dict(zip(names, numbers.unbind(1), strict=False))
-
-
-def _rows(made: Tensor | None, rows: int) -> Tensor | None:
-    return made if made is None else made.view(rows, -1)
-
-
-def _there(arrays: dict) -> dict:
-    """Without the arrays that are absent."""
-    return {name: array for name, array in arrays.items() if array is not None}
+def _columns(name: str, numbers: Tensor) -> dict[str, Tensor]:
+    """The arrays of the columns of a matrix, or of the only column."""
+    columns = numbers.view(len(numbers), -1).unbind(1)
+    return dict(zip(COLUMNS[name], columns, strict=False))

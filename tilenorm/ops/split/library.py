@@ -15,7 +15,10 @@ tensors.
 row_sums takes a gate that comes before the norm alone. autograd sees none of them: see norm.py.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from functools import partial
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,196 +30,146 @@ from ...table import PIECES, Piece
 from ..gradients import PLACES, needs_of
 from ..library import LIBRARY, TAGS, taken, tell_others
 from ..norm_backward import OPTIONS
-from ..reference import Given, name_of, statistics_dtype
+from ..reference import name_of, statistics_dtype
 from ..registry import device_of, on_device_of, record_failure, select
 from . import reference
 
-_FIELDS = len(Options._fields)
+# The roles of the tensors that have another name in the schemas.
+ROLES = {"input": "x", "grad_output": "dy", "grad_sum": "dsum"}
+# The shape of a result, None for an empty tensor, and its dtype.
+Result = tuple[Sequence[int] | None, torch.dtype]
 
 
 class Call(NamedTuple):
-    """What all five ops take, beside their tensors."""
+    """A call of an op. given: the arguments by name, the tensors by role. Where only results() is
+    asked for, a shape and a dtype may stand for a tensor.
+    """
 
+    piece: Piece
     options: Options
-    dims: int
-    backend: str | None = None
+    given: dict[str, Any]
 
-    def lead(self, x: Tensor) -> torch.Size:
+    @classmethod
+    def of(cls, piece: Piece, arguments: Sequence) -> "Call":
+        names = getattr(torch.ops.tilenorm, piece.name).default._schema.arguments
+        named = zip([ROLES.get(a.name, a.name) for a in names], arguments, strict=False)
+        given = {"backend": None} | dict(named)
+        return cls(piece, Options(*[given[name] for name in Options._fields]), given)
+
+    @property
+    def lead(self) -> tuple[int, ...]:
         """The shape of what has a number a row."""
-        if not 0 < self.dims <= x.dim():
-            raise RuntimeError(f"tilenorm: argument 'dims' takes 1 to {x.dim()}, got {self.dims}")
-        return x.shape[: x.dim() - self.dims]
+        shape, dims = tuple(self.given["x"].shape), self.given["dims"]
+        if not 0 < dims <= len(shape):
+            raise RuntimeError(f"tilenorm: argument 'dims' takes 1 to {len(shape)}, got {dims}")
+        return shape[: len(shape) - dims]
 
-    def spec(self, given: Given, dtypes: dict | None = None) -> NormSpec:
-        """The spec of a piece: its `hidden` is what the piece has of a row.
+    @property
+    def dtypes(self) -> dict[str, str]:
+        """The dtypes of the spec's tensors by role. Once a residual was added, x is the sum, and
+        stands for the residual. The spec's own dtype is that of y.
+        """
+        given, x, dy = self.given, self.given["x"], self.given.get("dy")
+        there = {r: given.get(r) for r in ("residual", "gate", "weight", "bias")}
+        dtypes = {role: t.dtype for role, t in there.items() if t is not None}
+        dtypes["x"] = given.get("dtype", x.dtype if dy is None else dy.dtype)
+        if given.get("added", dy is not None or dtypes["x"] != x.dtype):
+            dtypes["residual"] = x.dtype
+        return {role: name_of(dtype) for role, dtype in dtypes.items()}
 
-        given: tensors by their roles. dtypes: of those that have another one in the spec.
+    def spec(self) -> NormSpec:
+        """The spec of the piece: its `hidden` is what the piece has of a row.
+
         Raises RuntimeError where weight or bias are not of the piece's shape.
         """
-        x = given["x"]
-        piece = x.shape[len(self.lead(x)) :]
-        width, heads = piece.numel(), 0
+        given, heads = self.given, 0
+        shape = given["x"].shape[len(self.lead) :]
+        width = prod(shape)
         for name in ("weight", "bias"):
             parameter = given.get(name)
             if parameter is None:
                 continue
-            if parameter.shape[-self.dims :] != piece:
+            if parameter.shape[-given["dims"] :] != shape:
                 raise RuntimeError(
                     f"tilenorm: argument {name!r} takes a shape that ends in that of the piece,"
-                    f" {list(piece)}, got {list(parameter.shape)}"
+                    f" {list(shape)}, got {list(parameter.shape)}"
                 )
             heads = parameter.numel() // width if width else 0
-        roles = ("x", "residual", "gate", "weight", "bias")
-        named = {r: None if (t := given.get(r)) is None else name_of(t.dtype) for r in roles}
-        options = self.options._replace(hidden=width)
-        return NormSpec.of_tensors(options, named | (dtypes or {}), heads)
-
-    def run(self, name: str, spec: NormSpec, x: Tensor, *arguments):
-        """A function of split/reference.py, by the implementation that serves the spec.
-
-        Raises and warns as registry.select does.
-        """
-        if self.backend == "reference":
-            return getattr(reference, name)(spec, *arguments)
-        device, rows = device_of(x.device.type, x.get_device()), x.numel() // (spec.hidden or 1)
-        while True:
-            # A process may hold nothing of a row: the kernels have nothing to do then.
-            backend = self.backend if spec.hidden else "reference"
-            chosen = select(spec, rows, device, backend)
-            try:
-                with on_device_of(x):
-                    return chosen.piece(name, spec, device)(*arguments)
-            except CompileError as error:
-                record_failure(chosen.name, spec, device, error)
-
-
-def call_of(arguments: tuple) -> Call:
-    """Of an op's arguments from its options on, of which `backend` follows `dims` at once."""
-    return Call(Options(*arguments[:_FIELDS]), *arguments[_FIELDS:])
-
-
-def row_sums(x, residual, gate, *others) -> tuple[Tensor, ...]:
-    call, given = call_of(others), {"x": x, "residual": residual, "gate": gate}
-    lead, dtype = call.lead(x), statistics_dtype(x, residual)
-    spec = call.spec(given)
-    part, own, total = call.run("row_sums", spec, x, given, lead.numel(), call.options.hidden)
-    return (
-        part.view(lead),
-        x.new_empty(0, dtype=dtype) if own is None else own.view(*lead, 3),
-        x.new_empty(0) if total is None else total,
-    )
-
-
-def row_sums_fake(x, residual, gate, *others) -> tuple[Tensor, ...]:
-    tell_others()
-    call, dtype = call_of(others), statistics_dtype(x, residual)
-    lead = call.lead(x)
-    own = (*lead, 3) if call.options.norm == "layer" else (0,)
-    total = x.new_empty(0) if residual is None else residual.new_empty(x.shape)
-    return x.new_empty(lead, dtype=dtype), x.new_empty(own, dtype=dtype), total
-
-
-def row_center(x, mean, own, *others) -> Tensor:
-    call = call_of(others)
-    numbers = mean.reshape(-1), own.reshape(-1, 3)
-    centered = call.run("row_center", call.spec({"x": x}), x, *numbers, call.options.hidden)
-    return centered.view(*mean.shape, 2)
-
-
-def row_center_fake(x, mean, own, *others) -> Tensor:
-    tell_others()
-    return mean.new_empty([*mean.shape, 2])
-
-
-def row_apply(x, gate, weight, bias, whole, centered, *others) -> tuple[Tensor, ...]:
-    *others, eps, dtype, save, backend = (*others, None)[: _FIELDS + 5]
-    call = call_of((*others, backend))
-    given = {"x": x, "gate": gate, "weight": weight, "bias": bias}
-    lead = call.lead(x)
-    # Where a residual was added, x is the sum, whose dtype is not always y's.
-    added = None if x.dtype == dtype else name_of(x.dtype)
-    spec = call.spec(given, {"x": name_of(dtype), "residual": added})
-    numbers = whole.reshape(-1), None if centered is None else centered.reshape(-1, 2)
-    y, *statistics = call.run("row_apply", spec, x, given, *numbers, eps, save)
-    none = whole.new_empty(0)
-    return y, *(none.clone() if not save or t is None else t.view(lead) for t in statistics)
-
-
-def row_apply_fake(x, gate, weight, bias, whole, centered, *others) -> tuple[Tensor, ...]:
-    tell_others()
-    dtype, save = others[_FIELDS + 2], others[_FIELDS + 3]
-    mean = whole.shape if save and centered is not None else (0,)
-    rstd = whole.shape if save else (0,)
-    return x.new_empty(x.shape, dtype=dtype), whole.new_empty(mean), whole.new_empty(rstd)
-
-
-def _saved(x, gate, weight, bias, mean, rstd) -> Given:
-    mean = None if mean is None else mean.reshape(-1)
-    saved = {"x": x, "gate": gate, "weight": weight, "bias": bias}
-    return saved | {"mean": mean, "rstd": rstd.reshape(-1)}
-
-
-def grad_sums(dy, x, gate, weight, mean, rstd, *others) -> Tensor:
-    call, saved = call_of(others), _saved(x, gate, weight, None, mean, rstd)
-    spec = call.spec(saved, {"x": name_of(dy.dtype), "residual": name_of(x.dtype)})
-    dots = call.run("grad_sums", spec, x, dy, saved, call.options.hidden)
-    return dots.view(*rstd.shape, *([2] if mean is not None else []))
-
-
-def grad_sums_fake(dy, x, gate, weight, mean, rstd, *others) -> Tensor:
-    tell_others()
-    return rstd.new_empty((*rstd.shape, *([2] if mean is not None else [])))
-
-
-class GradApply(NamedTuple):
-    """The arguments of grad_apply. read: what grad_sums read, and the bias."""
-
-    dy: Tensor
-    dsum: Tensor | None
-    read: tuple
-    dots: Tensor | None
-    call: Call
-    added: bool
-    mask: tuple[bool, ...]
-
-    @classmethod
-    def of(cls, arguments: tuple) -> "GradApply":
-        dy, dsum, *read, dots = arguments[:9]
-        end = 9 + _FIELDS
-        dims, added, mask, *backend = arguments[end:]
-        call = call_of((*arguments[9:end], dims, *backend))
-        return cls(dy, dsum, tuple(read), dots, call, added, tuple(mask))
+        return NormSpec.of_tensors(self.options._replace(hidden=width), self.dtypes, heads)
 
     def needs(self) -> Needs:
-        """The gradients that are asked for. The tensors may be descriptions with a dtype."""
-        x, gate, weight, bias = self.read[:4]
-        given = {"x": self.dy, "residual": x if self.added else None}
-        given |= {"gate": gate, "weight": weight, "bias": bias}
-        dtypes = {role: None if t is None else name_of(t.dtype) for role, t in given.items()}
-        spec = NormSpec.of_tensors(self.call.options, dtypes)
-        asked = [role for role, need in zip(PLACES, self.mask, strict=False) if need]
-        return needs_of(spec, asked, self.dsum is not None)
+        """The gradients that grad_apply is asked for."""
+        pairs = zip(PLACES, self.given["output_mask"], strict=False)
+        spec = NormSpec.of_tensors(self.options, self.dtypes)
+        return needs_of(spec, [r for r, need in pairs if need], self.given["dsum"] is not None)
+
+    def results(self) -> tuple[Result, ...]:
+        given, lead, layer = self.given, self.lead, self.options.norm == "layer"
+        x = given["x"]
+        if self.piece.name == "row_sums":
+            residual = given["residual"]
+            dtype = statistics_dtype(x, residual)
+            total = (None, x.dtype) if residual is None else (x.shape, residual.dtype)
+            return (lead, dtype), ((*lead, 3) if layer else None, dtype), total
+        if self.piece.name == "row_center":
+            return (((*lead, 2), given["mean"].dtype),)
+        if self.piece.name == "row_apply":
+            rstd = lead if given["save"] else None
+            numbers = [(shape, given["whole"].dtype) for shape in (rstd if layer else None, rstd)]
+            return (x.shape, given["dtype"]), *numbers
+        if self.piece.name == "grad_sums":
+            return (((*lead, 2) if layer else lead, given["rstd"].dtype),)
+        likes = [given[role] for role in ("dy", "x", "gate", "weight", "bias")]
+        pairs = zip(self.needs().gradients, likes, strict=True)
+        return tuple((t.shape, t.dtype) if need else (None, x.dtype) for need, t in pairs)
+
+    def returned(self, made: Sequence[Tensor | None] | None = None) -> Any:
+        """What the op returns: `made`, or tensors like that; empty tensors for absent results."""
+        x, found = self.given["x"], []
+        for place, (shape, dtype) in enumerate(self.results()):
+            if shape is None or made is None:
+                found.append(x.new_empty(0 if shape is None else shape, dtype=dtype))
+            else:
+                found.append(made[place].view(shape))
+        return tuple(found) if len(found) > 1 else found[0]
+
+    def read(self) -> dict[str, Any]:
+        """What the functions of reference.py take: numbers of rows are (rows,) or (rows, n)."""
+        lead, found = self.lead, dict(self.given)
+        rows = found["rows"] = prod(lead)
+        for port in self.piece.takes:
+            t = found[ROLES.get(port.name, port.name)]
+            if port.lies in ("part", "whole") and t is not None:
+                found[port.name] = t.reshape(rows, *t.shape[len(lead) :])
+        return found | ({"needs": self.needs()} if "output_mask" in found else {})
 
 
-def grad_apply(*arguments) -> tuple[Tensor, ...]:
-    asked = GradApply.of(arguments)
-    dy, dots, needs = asked.dy, asked.dots, asked.needs()
-    saved = _saved(*asked.read)
-    x = saved["x"]
-    dtypes = {"x": name_of(dy.dtype), "residual": name_of(x.dtype) if asked.added else None}
-    spec = asked.call.spec(saved, dtypes)
-    if dots is not None:
-        dots = dots.reshape(saved["rstd"].numel(), 1 if saved["mean"] is None else 2)
-    grads = asked.call.run("grad_apply", spec, dy, needs, dy, asked.dsum, saved, dots)
-    return tuple(dy.new_empty(0) if g is None else g for g in grads)
+def run(piece: Piece, *arguments):
+    """An op, by the implementation that serves the spec. Raises and warns as registry.select."""
+    call = Call.of(piece, arguments)
+    spec, x, backend = call.spec(), call.given["x"], call.given["backend"]
+    if backend == "reference":
+        return by_reference(piece, *arguments)
+    device, rows = device_of(x.device.type, x.get_device()), x.numel() // (spec.hidden or 1)
+    while True:
+        # A process may hold nothing of a row: the kernels have nothing to do then.
+        chosen = select(spec, rows, device, backend if spec.hidden else "reference")
+        try:
+            with on_device_of(x):
+                return call.returned(chosen.piece(piece.name, spec, device)(call.read()))
+        except CompileError as error:
+            record_failure(chosen.name, spec, device, error)
 
 
-def grad_apply_fake(*arguments) -> tuple[Tensor, ...]:
+def by_reference(piece: Piece, *arguments):
+    """An op in PyTorch's own operators, for tensors on any device."""
+    call = Call.of(piece, arguments)
+    return call.returned(getattr(reference, piece.name)(call.spec(), call.read()))
+
+
+def fake(piece: Piece, *arguments):
     tell_others()
-    asked = GradApply.of(arguments)
-    dy, needs = asked.dy, asked.needs()
-    likes = zip(needs.gradients, (dy, *asked.read[:4]), strict=True)
-    return tuple(like.new_empty(like.shape) if need else dy.new_empty(0) for need, like in likes)
+    return Call.of(piece, arguments).returned()
 
 
 def schema_of(piece: Piece) -> str:
@@ -227,9 +180,8 @@ def schema_of(piece: Piece) -> str:
     return f"{piece.name}({', '.join(taken(piece.takes))}, {last}) -> {makes}"
 
 
-for piece in PIECES:
-    LIBRARY.define(schema_of(piece), tags=TAGS)
-    for key in ("CPU", "CUDA"):
-        LIBRARY.impl(piece.name, globals()[piece.name], key)
-    fake = globals()[f"{piece.name}_fake"]
-    torch.library.register_fake(f"tilenorm::{piece.name}", fake, lib=LIBRARY)
+for _piece in PIECES:
+    LIBRARY.define(schema_of(_piece), tags=TAGS)
+    for _key in ("CPU", "CUDA"):
+        LIBRARY.impl(_piece.name, partial(run, _piece), _key)
+    torch.library.register_fake(f"tilenorm::{_piece.name}", partial(fake, _piece), lib=LIBRARY)

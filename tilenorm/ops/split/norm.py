@@ -25,18 +25,7 @@ ROLES = ("x", "residual", "gate", "weight", "bias")  # what the ops take
 
 
 class How(NamedTuple):
-    """What an op is told beside its tensors: `hidden` and the values of its options, how many
-    dimensions are normalised, and the eps of each of its norms.
-    """
-
-    options: tuple
-    dims: int
-    eps: tuple[float, ...]
-    backend: str | None
-
-
-class One(NamedTuple):
-    """The same of one norm."""
+    """What a norm is told beside its tensors. dims: how many dimensions are normalised."""
 
     options: Options
     dims: int
@@ -55,8 +44,11 @@ def is_cut(x: Tensor, dims: int) -> bool:
     return any(p.is_shard() and p.dim >= x.dim() - dims for p in placements)
 
 
-def of_op(op: Op, tensors: tuple, how: How) -> tuple:
-    """What an op makes of DTensors of cut rows, for users, without mean and rstd."""
+def of_op(op: Op, tensors: tuple, options: tuple, dims: int, eps: tuple, backend) -> tuple:
+    """What an op makes of DTensors of cut rows, for users, without mean and rstd.
+
+    options: `hidden` and the values of the op's options. eps: of each of its norms.
+    """
     for port, tensor in zip(op.takes, tensors, strict=True):
         if tensor is not None and not hasattr(tensor, "placements"):
             raise RuntimeError(
@@ -64,16 +56,15 @@ def of_op(op: Op, tensors: tuple, how: How) -> tuple:
                 " Tensor"
             )
     found = dict(zip([port.name for port in op.takes], tensors, strict=True))
-    for stage, eps in zip(op.stages, how.eps, strict=True):
+    for stage, own in zip(op.stages, eps, strict=True):
         row = OPS[stage.op]
-        one = One(options_of(row, how.options), how.dims, eps, how.backend)
         given = {role: found.get(stage.ports.get(role, "")) for role in row.roles}
-        y, total = normalize(row, given, one)
+        y, total = normalize(row, given, How(options_of(row, options), dims, own, backend))
         found |= {stage.ports["y"]: y, stage.ports.get("sum", ""): total}
     return tuple([found.get(port.name) for port in op.makes[: op.shown]])
 
 
-def normalize(op: Op, given: dict[str, Any], how: One) -> tuple[Tensor, Tensor | None]:
+def normalize(op: Op, given: dict[str, Any], how: How) -> tuple[Tensor, Tensor | None]:
     """The norm, and the sum with the residual if there is one, of DTensors of cut rows.
 
     given: the tensors of the norm by their roles. Tensors that are placed otherwise than x are
@@ -87,19 +78,13 @@ def normalize(op: Op, given: dict[str, Any], how: One) -> tuple[Tensor, Tensor |
         if tensor is not None:
             along = port.lies in ("affine", "vector")
             given[port.role] = _moved(tensor, _along(tensor, x, at) if along else at)
-    factors = map(given.get, FACTORS)
-    given["x"] = branched(how.options, given["x"], *factors)
+    given["x"] = branched(how.options, given["x"], *map(given.get, FACTORS))
     if given.get("addend") is not None:
         given["x"] = _plus(op.name, given["x"], given["addend"])
     placed = tuple(given.get(role) for role in ROLES)
-    run = PieceNorm.apply if needs_grad(*placed) else _without_gradients
-    y, total = run(how, *placed)
-    skip = given.get("skip")
+    recorded, skip = needs_grad(*placed), given.get("skip")
+    y, total = PieceNorm.apply(how, *placed) if recorded else forward(how, placed, False)[:2]
     return (y if skip is None else reference.sum_of(y, skip)), total
-
-
-def _without_gradients(how: One, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    return forward(how, tensors, False)[:2]
 
 
 def _plus(op: str, x: Tensor, addend: Tensor) -> Tensor:
@@ -112,7 +97,7 @@ def _plus(op: str, x: Tensor, addend: Tensor) -> Tensor:
     return reference.sum_of(x, addend).to(x.dtype)
 
 
-def forward(how: One, tensors: tuple, save: bool) -> tuple[Tensor | None, ...]:
+def forward(how: How, tensors: tuple, save: bool) -> tuple[Tensor | None, ...]:
     """(y, sum, mean, rstd), the last two only if `save`. tensors: those of ROLES."""
     x, residual, gate, *parameters = tensors
     ops, layer, last = torch.ops.tilenorm, how.options.norm == "layer", how.last
@@ -129,7 +114,7 @@ def forward(how: One, tensors: tuple, save: bool) -> tuple[Tensor | None, ...]:
 
 
 class PieceNorm(Function):
-    """Of One and the tensors of ROLES. Its results are y and the sum."""
+    """Of How and the tensors of ROLES. Its results are y and the sum."""
 
     @staticmethod
     def forward(ctx, how, *tensors):
@@ -163,7 +148,7 @@ class PieceNorm(Function):
         return None, *(None if role is None else grads[shared[role]] for role in asked)
 
 
-def _by_pieces(how: One, spec: NormSpec, needs, dy, dsum, saved: dict) -> Sequence:
+def _by_pieces(how: How, spec: NormSpec, needs, dy, dsum, saved: dict) -> Sequence:
     """The gradients that are needed, in the order of Needs.gradients."""
     x, gate, weight, bias, *statistics = saved.values()
     ops, dots = torch.ops.tilenorm, None
@@ -174,7 +159,7 @@ def _by_pieces(how: One, spec: NormSpec, needs, dy, dsum, saved: dict) -> Sequen
     return ops.grad_apply(dy, dsum, x, gate, weight, bias, *statistics, dots, *how.last, *more)
 
 
-def _by_formula(how: One, spec: NormSpec, needs, dy, dsum, saved: dict) -> Sequence:
+def _by_formula(how: How, spec: NormSpec, needs, dy, dsum, saved: dict) -> Sequence:
     """The same by single operations, which DTensor runs and autograd sees."""
     heads = [w.numel() // spec.hidden for w in (saved["weight"], saved["bias"]) if w is not None]
     spec = NormSpec.of_tensors(

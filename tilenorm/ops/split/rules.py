@@ -16,10 +16,9 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from ...spec import Options
 from ...table import PIECES, Piece
 from ..sharding import Given, Rule, Strategy, described, letters_of, strategies_of
-from .library import GradApply
+from .library import Call
 
 
 def piece_rules(x: Any, parameters: list, dims: int) -> Iterator[Rule]:
@@ -41,28 +40,11 @@ def piece_rules(x: Any, parameters: list, dims: int) -> Iterator[Rule]:
 
 def strategies(piece: Piece, given: Given) -> list[Strategy]:
     """What DTensor may do with a call of an op."""
-    count = len(piece.takes)
-    options = Options(*given[count:][: len(Options._fields)])
-    dims, *more = given[count + len(Options._fields) :]
-    pairs = zip(given, piece.takes, strict=False)
-    parameters = [t for t, port in pairs if port.lies == "affine"]
-    rules = piece_rules(given[0], parameters, dims)
-    letters, results = letters_of(piece.takes), letters_of(piece.makes)
-    return strategies_of(rules, letters, given, results, _there(piece.name, given, options, more))
-
-
-def _there(name: str, given: Given, options: Options, more: list) -> tuple[bool, ...]:
-    """Which results are no empty tensors."""
-    layer = options.norm == "layer"
-    if name == "row_sums":
-        return True, layer, given[1] is not None
-    if name == "row_apply":
-        save = more[2]
-        return True, save and layer, save
-    if name == "grad_apply":
-        asked = GradApply.of(tuple(described(t) for t in given))
-        return asked.needs().gradients
-    return (True,)
+    call = Call.of(piece, [described(t) for t in given])
+    parameters = [t for t, port in zip(given, piece.takes, strict=False) if port.lies == "affine"]
+    rules = piece_rules(given[0], parameters, call.given["dims"])
+    there = [shape is not None for shape, _ in call.results()]
+    return strategies_of(rules, letters_of(piece.takes), given, letters_of(piece.makes), there)
 
 
 STRATEGIES = {piece.name: partial(strategies, piece) for piece in PIECES}
