@@ -1,4 +1,4 @@
-"""add_rms_norm and add_layer_norm: one residual or two, the sum, its rounding, both gradients."""
+"""add_rms_norm and add_layer_norm: one residual or two, the sum and its rounding."""
 
 import pytest
 import torch
@@ -11,9 +11,7 @@ from .helpers import (
     EPS,
     FAMILY,
     JOINED,
-    assert_step,
     call,
-    expected_of,
     incoming_of,
     name_of,
     random,
@@ -21,7 +19,6 @@ from .helpers import (
     tensors_of,
 )
 from .pretended import EACH_WAY, by
-from .test_gradients import passes
 
 ADDS = {name: form for name, form in FAMILY.items() if form.other == "residual"}
 EACH_ADD = pytest.mark.parametrize("form", ADDS.values(), ids=ADDS)
@@ -72,27 +69,6 @@ def test_bits_are_those_of_the_operations_one_after_the_other(device, form, dtyp
         exact = dtypes[2] == dtypes[0] or (dtypes[2] == F32 and dtypes[0] != F64)
         if device == "cpu" and served == "reference" and exact:
             assert torch.equal(found[0], plain(form, tensors | {"input": total}).to(dtypes[0]))
-
-
-@EACH_WAY
-@EACH_SUM
-@EACH_DTYPES
-@pytest.mark.parametrize("absent", [None, 0, 1], ids=["neither", "output", "sum"])
-def test_gradients(device, form, dtypes, absent, served, gradients_made):
-    """All of them, and each alone, where one output may have no gradient."""
-    tensors = made(form, 19, N, dtypes=dtypes, device=device)
-    incoming = [None if i == absent else dy for i, dy in enumerate(incoming_of(tensors))]
-    expected = expected_of(form, tensors, incoming)
-    reached = [n for n in form.names if absent != 0 or n not in ("weight", "bias")]
-    for asked in (reached, *([n] for n in reached)):
-        gradients_made.clear()
-        with by(served, device):
-            got = step(form, tensors, incoming, asked)
-        wanted = {n: tensors[n].dtype for n in asked}
-        assert {n: t.dtype for n, t in got.items() if n in tensors} == wanted
-        # The gradient of a sum alone needs no kernel.
-        assert gradients_made == ([] if absent == 0 else passes(tensors, asked))
-        assert_step(got, expected, got.keys())
 
 
 @EACH_ADD
