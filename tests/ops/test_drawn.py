@@ -123,7 +123,7 @@ def test_accuracy(device, served, form, dtype, gradients_made):
             check_without_gradients(form, drawn, found)
         wanted = {n: (tensors[n].dtype, tensors[n].shape) for n in asked}
         assert {n: (t.dtype, t.shape) for n, t in found.items() if n in tensors} == wanted
-        if not (form.branch and dtype.itemsize == 2):  # rounded twice, as test_branch.py holds
+        if not (form.branch and dtype.itemsize == 2):  # rounded twice, as test_add.py holds
             assert_step(found, expected_of(form, tensors, incoming, **options), found.keys())
 
 
