@@ -70,8 +70,6 @@ TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 EACH_DEVICE = pytest.mark.parametrize("device", DEVICES)
 EACH_JOINED = pytest.mark.parametrize("form", JOINED.values(), ids=JOINED)
 EACH_CALL = pytest.mark.parametrize("form", CALLS.values(), ids=CALLS)
-WITH_OTHER = {name: form for name, form in FAMILY.items() if form.other}
-EACH_WITH_OTHER = pytest.mark.parametrize("form", WITH_OTHER.values(), ids=WITH_OTHER)
 EACH_FORM = pytest.mark.parametrize("form", FAMILY.values(), ids=FAMILY)
 LAYER, ADD = FAMILY["layer_norm"], FAMILY["add_rms_norm"]
 RMS, GATED = FAMILY["rms_norm"], FAMILY["gated_rms_norm"]
@@ -99,13 +97,17 @@ def tensors_of(
     other=None,
     parameter=None,
     parameter_shape=None,
+    dims=1,
     device="cpu",
 ) -> dict[str, Tensor]:
-    """Every tensor that a form takes, by name. other, parameter: dtypes, else the input's."""
+    """Every tensor that a form takes, by name. other, parameter: dtypes, else the input's.
+
+    dims: how many dimensions are normalised.
+    """
     other, parameter = other or dtype, parameter or dtype
     dtypes = {"input": dtype} | dict.fromkeys(PARAMETERS, parameter)
-    sizes = dict.fromkeys(("weight", "bias"), parameter_shape or shape[-1:])
-    sizes["layer_scale"] = shape[-1:]
+    sizes = dict.fromkeys(("weight", "bias"), parameter_shape or shape[-dims:])
+    sizes["layer_scale"] = shape[-dims:]
     found = {
         name: random(*sizes.get(name, shape), dtype=dtypes.get(name, other), device=device, seed=i)
         for i, name in enumerate(form.names)

@@ -1,4 +1,4 @@
-"""Passes of the engine that ask for a part of the gradients, and graphs for them."""
+"""Passes of the engine that ask for a part of the gradients, graphs for them, and their work."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -55,3 +55,23 @@ def recorded(tensors, leaves=None):
         *(found if leaves is None else leaves)
     }
     return {n: t * 1 if n in made else t for n, t in found.items()}
+
+
+def computed(tensors, asked) -> set[str]:
+    """What is to be computed: one gradient serves several tensors."""
+    asked, dtypes = set(asked) - {"skip"}, {n: t.dtype for n, t in tensors.items()}
+    if "layer_scale" in asked:
+        asked = asked - {"layer_scale"} | {"residual"}
+    if "addend" in asked:
+        alike = dtypes["addend"] == dtypes["input"]
+        asked = asked - {"addend"} | {"input" if alike else "residual"}
+    branch = {"dropout_mask", "layer_scale"} & tensors.keys()
+    if "residual" in asked and dtypes["residual"] == dtypes["input"] and not branch:
+        asked = asked - {"residual"} | {"input"}
+    return asked
+
+
+def passes(tensors, asked) -> list[set[str]]:
+    """What the backward passes are to compute: there is none that computes nothing."""
+    found = computed(tensors, asked)
+    return [found] if found else []

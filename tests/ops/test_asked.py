@@ -22,9 +22,8 @@ from .helpers import (
     random,
     tensors_of,
 )
-from .passes import FUNCTIONS, WAYS, by_grad, recorded
+from .passes import FUNCTIONS, WAYS, by_grad, passes, recorded
 from .pretended import EACH_WAY, by
-from .test_gradients import passes
 
 pytestmark = EACH_DEVICE
 

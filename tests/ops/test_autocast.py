@@ -8,17 +8,13 @@ import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
 
 import tilenorm
-from tilenorm.ops import library
-from tilenorm.table import OPS
 
-from .cuda_helpers import made, ops_seen, train
 from .helpers import (
     DTYPES,
     EACH_FORM,
     NEEDS_GPU,
     call,
     name_of,
-    same,
     tensors_of,
 )
 from .test_library import forward_arguments
@@ -86,26 +82,6 @@ def test_the_cpu_is_not_concerned_by_autocast_for_cuda():
     with fake_cuda():
         x = torch.empty(5, 40, dtype=BF16)
         assert tilenorm.rms_norm(x, (40,)).dtype == F.rms_norm(x, (40,)).dtype == BF16
-
-
-@NEEDS_GPU
-@EACH_FORM
-@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=name_of)
-def test_on_a_gpu(form, dtype):
-    """The kernels take a float32 input, where PyTorch's norm does: RMSNorm since 2.12."""
-    tensors, incoming = made(form, 37, 4096, dtype)
-    cast = F32 if OPS[form.op].norm in library.AUTOCAST_NORMS else dtype
-    incoming[0] = incoming[0].to(cast)
-    with torch.autocast("cuda", dtype):
-        got = train(form, tensors, incoming)
-        peers = pytorchs(form, without_bias(tensors))
-        assert not ops_seen(lambda: train(form, tensors, incoming)), "not by the short way"
-    for key, peer in zip(("output", "sum"), peers, strict=False):
-        assert got[key].dtype == peer.dtype
-    names = [n for n in ("input", "skip") if n in tensors]
-    floats = {n: tensors[n].detach().to(cast).requires_grad_() for n in names}
-    expected = train(form, tensors | floats, incoming)
-    assert same(got, expected | {n: expected[n].to(dtype) for n in names})
 
 
 @NEEDS_GPU

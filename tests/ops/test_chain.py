@@ -128,34 +128,28 @@ def test_a_kernel_that_does_not_compile(monkeypatch):
 @pytest.mark.parametrize("served", SERVED)
 @pytest.mark.parametrize("used", [(0,), (1,), (0, 1)], ids=str)
 def test_gradients(served, used, norm):
+    """Those of the two functions. Each gradient alone is what it is beside the others."""
     rows, parameters = made(norm, 5, 40, dtypes=(F, F), weights=(F, F))
     leaves = [t.requires_grad_() for t in (*rows, *parameters)]
-    grads = []
+    dys, grads, how = (
+        [random(5, 40, dtype=F, seed=20 + i) for i in used],
+        [],
+        {"allow_unused": True},
+    )
     with by(served):
         for function in (chain, apart):
             found = function(norm, rows, (40,), parameters, offset=1.0)
-            dys = [random(5, 40, dtype=F, seed=20 + i) for i in used]
             outputs = [found[i] for i in used]
-            grads.append(torch.autograd.grad(outputs, leaves, dys, allow_unused=True))
+            grads.append(torch.autograd.grad(outputs, leaves, dys, retain_graph=True, **how))
+            for leaf, every in zip(leaves, grads[-1], strict=True):
+                (alone,) = torch.autograd.grad(outputs, [leaf], dys, retain_graph=True, **how)
+                assert (alone is None and every is None) or torch.equal(alone, every)
     for one, other in zip(*grads, strict=True):
         assert (one is None) == (other is None)
         if len(used) == 1 and one is not None and served == "reference":
             assert torch.equal(one, other)
         elif one is not None:
             torch.testing.assert_close(one, other)
-
-
-@EACH_NORM
-def test_only_the_gradients_that_are_asked_for(norm):
-    """Each gradient alone is what it is beside the others."""
-    rows, parameters = made(norm, 5, 40, dtypes=(F, F), weights=(F, F))
-    leaves = [t.requires_grad_() for t in (*rows, *parameters)]
-    outputs = chain(norm, rows, (40,), parameters)
-    dys = [random(5, 40, dtype=F, seed=20 + i) for i in range(2)]
-    every = torch.autograd.grad(outputs, leaves, dys, retain_graph=True)
-    for leaf, expected in zip(leaves, every, strict=True):
-        (found,) = torch.autograd.grad(outputs, [leaf], dys, retain_graph=True)
-        assert torch.equal(found, expected)
 
 
 @EACH_NORM
@@ -196,18 +190,6 @@ def test_op(norm):
 @EACH_NORM
 def test_op_with_symbolic_sizes(norm):
     opcheck(*op_and_arguments(norm))
-
-
-@EACH_NORM
-def test_compiled_without_a_graph_break(norm, dynamo):
-    rows, parameters = made(norm, 3, 8, weights=(B, B))
-    function = torch.compile(chain, fullgraph=True, backend="aot_eager")
-    arguments = norm, rows, (8,), parameters
-    assert all(map(torch.equal, function(*arguments), chain(*arguments)))
-    rows[0].requires_grad_()
-    for loss in zip(function(*arguments), chain(*arguments), strict=True):
-        grads = [torch.autograd.grad(t.sum(), rows[0], retain_graph=True)[0] for t in loss]
-        assert torch.equal(*grads)
 
 
 @EACH_NORM

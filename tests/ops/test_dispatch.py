@@ -171,14 +171,6 @@ def test_a_dual_level_runs_the_reference(device, checked):
         assert forward_ad.unpack_dual(y).tangent is not None
 
 
-def test_without_grad_autograd_is_not_called(device, monkeypatch):
-    tensors = {n: t.requires_grad_() for n, t in tensors_of(RMS, 5, N, device=device).items()}
-    call(RMS, tensors)
-    monkeypatch.setattr(calls, "apply", None)
-    with torch.no_grad():
-        call(RMS, tensors)
-
-
 def test_another_current_device_is_not_served(device, checked, monkeypatch):
     tensors = tensors_of(RMS, 5, N, device=device)
     call(RMS, tensors)

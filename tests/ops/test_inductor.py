@@ -2,106 +2,78 @@
 
 import re
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
+from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 
 import tilenorm
 from tilenorm.ops import inductor
+from tilenorm.table import NORMS, OPS, QUANTIZED_NORMS
 
-from .helpers import ADD, EACH_DEVICE, EACH_FORM, RMS, call, op_call, random, same, step, tensors_of
+from ..quantized import bits
+from .helpers import EACH_DEVICE, op_call, random
+from .uses import USES, Use, of_function
 
-OPS = torch.ops.tilenorm
+B, F32 = torch.bfloat16, torch.float32
 CALLS = "torch._inductor.codegen.custom_extern_kernel_codegen"
 
 
-@EACH_DEVICE
-@EACH_FORM
-@pytest.mark.parametrize("grad", [False, True])
-def test_inductor_calls_past_the_dispatcher(device, form, grad, dynamo):
-    pytest.importorskip(CALLS, reason="PyTorch before 2.11")
-    tensors = tensors_of(form, 3, 16, device=device)
-    run = torch.compile(lambda tensors: call(form, tensors))
-    with torch.set_grad_enabled(grad), torch._inductor.config.patch(force_disable_caches=True):
-        if grad:
-            compiled = partial(step, form, tensors, function=lambda _, tensors: run(tensors))
-            got, codes = run_and_get_code(compiled)
-            assert same(got, step(form, tensors))
-        else:
-            got, codes = run_and_get_code(run, tensors)
-            assert all(map(torch.equal, got, call(form, tensors)))
-    names = [form.op, "norm_backward"] if grad else [form.op]
-    assert len(codes) == len(names)
-    for code, name in zip(codes, names, strict=True):
-        assert re.search(rf"buf\d+ = {name}_[0-9a-f]{{12}}\(", code)
-        assert "= torch.ops.tilenorm" not in code
+def calls_of(device) -> list[tuple[str, Use, dict[str, Tensor]]]:
+    """Every op: with tensors of several dtypes, without some parameters, and with options."""
+    found = []
+    for op in OPS:
+        for dtypes in ((B, B), (B, F32)) if op in QUANTIZED_NORMS else ((B, B), (B, F32), (F32, B)):
+            found.append((op, USES[op], USES[op].tensors(dtypes, device)))
+    for op, left in product(NORMS, ("weight", "bias")):
+        use = USES[op]._replace(parameters=(left,))
+        found.append((op, use, use.tensors((B, B), device)))
+    others = {"norm_before_gate": False, "activation": "sigmoid"}
+    for op, use in USES.items():
+        if op.startswith("gated"):
+            use = use._replace(make=partial(of_function, op, **others))
+            found.append((op, use, use.tensors((B, B), device)))
+    scaled = USES["add_rms_norm"]._replace(parameters=("weight", "layer_scale"))
+    return [*found, ("add_rms_norm", scaled, scaled.tensors((B, B), device))]
 
 
 @EACH_DEVICE
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("grad", [False, True])
-def test_inductor_calls_that_differ_in_their_tensors(device, grad, dynamo):
-    """Each call finds the plan of its own tensors."""
+def test_inductor_calls_past_the_dispatcher(device, grad, dynamo):
+    """Each call of a graph finds the plan of its own tensors."""
     pytest.importorskip(CALLS, reason="PyTorch before 2.11")
-    low, full = torch.bfloat16, torch.float32
-    kinds = [(RMS, {"dtype": d, "parameter": p}) for d in (low, full) for p in (low, full)]
-    kinds += [(ADD, {"dtype": d, "other": o}) for d in (low, full) for o in (low, full)]
-    calls = [(form, tensors_of(form, 6, 64, device=device, **kind)) for form, kind in kinds]
-    for form, given in (calls[0], calls[4]):
-        for left in ("weight", "bias"):
-            calls.append((form, {name: t for name, t in given.items() if name != left}))
+    calls = calls_of(device)
 
     def norms(given):
-        return [y for (form, _), t in zip(calls, given, strict=True) for y in call(form, t)]
+        outputs = []
+        for (_, use, _), tensors in zip(calls, given, strict=True):
+            function, rows = use.bound(tensors)
+            outputs.extend(function(*rows).values())
+        return outputs
 
     def run(function):
-        given = [{n: t.clone() for n, t in tensors.items()} for _, tensors in calls]
+        given = [{n: t.detach().clone() for n, t in tensors.items()} for *_, tensors in calls]
         of = [t.requires_grad_(grad) for tensors in given for t in tensors.values()]
         outputs = function(given)
-        grads = torch.autograd.grad(outputs, of, [*map(torch.ones_like, outputs)]) if grad else ()
+        used = [y for y in outputs if y.requires_grad]
+        grads = torch.autograd.grad(used, of, [*map(torch.ones_like, used)]) if grad else ()
         return *outputs, *grads
 
     compiled, expected = torch.compile(norms, fullgraph=True), run(norms)
     with torch._inductor.config.patch(force_disable_caches=True):
         got, codes = run_and_get_code(run, compiled)
     for results in (got, run(compiled)):
-        assert all(map(torch.equal, results, expected))
-    ops = ("(add_)?rms_norm", "norm_backward")
-    for code, op in zip(codes, ops, strict=False):
-        assert len(re.findall(rf"buf\d+ = {op}_[0-9a-f]{{12}}\(", code)) == len(calls)
-
-
-@EACH_DEVICE
-@pytest.mark.usefixtures("as_on_a_gpu")
-@pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("lead", [(6,), (2, 3)], ids=str)
-def test_inductor_calls_of_chains_and_quantised_norms(device, grad, lead, dynamo):
-    pytest.importorskip(CALLS, reason="PyTorch before 2.11")
-    shapes = [(*lead, 64)] * 2 + [(64,)] * 2
-    leaves = [random(*s, device=device, seed=i).requires_grad_(grad) for i, s in enumerate(shapes)]
-
-    def norms(x, residual, w, next_w):
-        y, total = tilenorm.rms_norm_add_rms_norm(x, residual, (64,), w, next_w)
-        q = tilenorm.add_layer_norm_quantized(
-            x, residual, (64,), w, scaling="mx", return_output=True, return_amax=True
-        )
-        return y, total, q.output, q.residual_out, q.q.float(), q.scale.float(), q.amax
-
-    def run(function):
-        outputs = function(*leaves)
-        dys = [*map(torch.ones_like, outputs[:4])]
-        return *outputs, *(torch.autograd.grad(outputs[:4], leaves, dys) if grad else ())
-
-    compiled, expected = torch.compile(norms, fullgraph=True), run(norms)
-    with torch._inductor.config.patch(force_disable_caches=True):
-        got, codes = run_and_get_code(run, compiled)
-    for results in (got, run(compiled)):
-        assert all(map(torch.equal, results, expected))
-    for op in ("rms_norm_add_rms_norm", "add_layer_norm_quantized"):
-        assert len(re.findall(rf"buf\d+ = {op}_[0-9a-f]{{12}}\(", codes[0])) == 1
+        for one, other in zip(results, expected, strict=True):
+            assert one.stride() == other.stride() and torch.equal(bits(one), bits(other))
+    for op in OPS:
+        calls_of_op = re.findall(rf"buf\d+ = {op}_[0-9a-f]{{12}}\(", codes[0])
+        assert len(calls_of_op) == sum(op == other for other, *_ in calls)
     assert all("= torch.ops.tilenorm" not in code for code in codes)
+    assert not grad or len(re.findall(r"buf\d+ = norm_backward_", codes[1])) >= len(calls)
 
 
 @EACH_DEVICE

@@ -115,13 +115,6 @@ def test_opcheck_forward(device, case, save):
     opcheck(op_of(form), arguments)
 
 
-@EACH_DEVICE
-@pytest.mark.parametrize("drop", ABSENT, ids="+".join)
-def test_opcheck_forward_of_absent_parameters(device, drop):
-    form, tensors = made("matrix", device, drop)
-    opcheck(op_of(form), forward_arguments(form, tensors, rounding="early"))
-
-
 ROWS = {  # an input's shape, how long its rows are, and the leading sizes
     "matrix": ((3, 40), 40, (3,)),
     "three dimensions": ((2, 3, 40), 40, (2, 3)),
@@ -192,14 +185,6 @@ def test_opcheck_backward(device, case):
     opcheck(OPS.norm_backward.default, backward_arguments(*made(case, device)))
 
 
-@EACH_DEVICE
-@pytest.mark.parametrize("mask", MASKS, ids=lambda m: f"gradient {m.index(True)}")
-@pytest.mark.parametrize("case", ["residual float32", "gate float32"])
-def test_opcheck_backward_of_one_gradient(device, case, mask):
-    form, tensors = made(case, device)
-    opcheck(OPS.norm_backward.default, backward_arguments(form, tensors, False, mask))
-
-
 def test_a_backward_pass_without_rstd_says_so():
     x = random(3, 8).requires_grad_()
     y = OPS.rms_norm(*forward_arguments(RMS, {"input": x}, save=False))[0]
@@ -246,15 +231,3 @@ def test_meta_tensors_are_as_real_ones(form, shape, dtype, other):
         for a, b in zip(op(*arguments(form, meta)), op(*arguments(form, real)), strict=True):
             assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
             assert a.is_meta
-
-
-@EACH_CALL
-def test_a_fake_of_any_number_of_rows(form):
-    graph = traced(form, tensors_of(form, 6, 40), "symbolic")
-    (forward,) = (node for node in graph.nodes if node.target is op_of(form))
-    (backward,) = (node for node in graph.nodes if node.target is OPS.norm_backward.default)
-    of_rows = [t for t in (*forward.meta["val"], *backward.meta["val"][:3]) if t.shape != (0,)]
-    for tensor in of_rows:
-        assert isinstance(tensor.shape[0], torch.SymInt), "the number of rows became a constant"
-    dw, db = backward.meta["val"][3:5]
-    assert dw.shape == db.shape == (40,)

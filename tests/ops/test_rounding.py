@@ -1,8 +1,4 @@
-"""rounding="early" gives the bits of Hugging Face's modules, "late" those of PyTorch's functions.
-
-The formulas are those of LlamaRMSNorm, GemmaRMSNorm, Qwen3NextRMSNormGated and MambaRMSNormGated in
-transformers 5.23.
-"""
+"""rounding="early" gives the bits of transformers' modules, "late" those of PyTorch's functions."""
 
 import inspect
 
@@ -31,44 +27,20 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 GATE_FIRST = FAMILY["gated_rms_norm, gate first"]
 
 
-def x_hat(hidden):
-    variance = hidden.pow(2).mean(-1, keepdim=True)
-    return hidden * torch.rsqrt(variance + EPS)
-
-
-def llama(hidden, weight):
-    return weight * x_hat(hidden.to(F32)).to(hidden.dtype)
-
-
-def gemma(hidden, weight):
-    return (x_hat(hidden.float()) * (1.0 + weight.float())).type_as(hidden)
-
-
-def qwen3_next_gated(hidden, weight, gate):
-    normed = weight * x_hat(hidden.to(F32)).to(hidden.dtype)
-    return (normed * F.silu(gate.to(F32))).to(hidden.dtype)
-
-
-def mamba_gated(hidden, weight, gate):
-    product = hidden.to(F32) * F.silu(gate.to(F32))
-    return weight * x_hat(product).to(hidden.dtype)
-
-
 EARLY = {"rounding": "early"}
+# Of each model: the form and its options, and the class of transformers, by its file.
 MODELS = {
-    "Llama": (RMS, EARLY, llama),
-    "Gemma": (RMS, {"offset": 1.0}, gemma),
-    "Qwen3-Next, gated": (GATED, EARLY, qwen3_next_gated),
-    "Mamba, gated": (GATE_FIRST, EARLY, mamba_gated),
-    "F.rms_norm": (RMS, {}, lambda x, w: F.rms_norm(x, w.shape, w, EPS)),
+    "Llama": (RMS, EARLY, "llama", "LlamaRMSNorm"),
+    "Gemma": (RMS, {"offset": 1.0}, "gemma", "GemmaRMSNorm"),
+    "Qwen3-Next, gated": (GATED, EARLY, "qwen3_next", "Qwen3NextRMSNormGated"),
+    "Mamba, gated": (GATE_FIRST, EARLY, "mamba2", "MambaRMSNormGated"),
 }
-CASES = [(m, d, d) for m in MODELS for d in (F32, BF16, F16)]
-CASES += [(m, d, F32) for m in MODELS if m != "F.rms_norm" for d in (BF16, F16)]
+DTYPES = [(d, d) for d in (F32, BF16, F16)] + [(d, F32) for d in (BF16, F16)]
 
 
-def assert_bits(device, got, expected):
+def assert_bits(got, expected):
     """Of the CPU; on a GPU sums have another order, which may tip a rounding."""
-    if device == "cpu":
+    if not got.is_cuda:
         assert torch.equal(got, expected)
     else:
         # Rounded early, x̂ may differ by one unit, and its product by one more.
@@ -77,47 +49,37 @@ def assert_bits(device, got, expected):
         torch.testing.assert_close(got, expected, **limits)
 
 
-@EACH_DEVICE
-@pytest.mark.parametrize("model, dtype, parameter", CASES, ids=name_of)
-def test_the_bits_of_a_model(device, model, dtype, parameter):
-    form, options, formula = MODELS[model]
-    tensors = tensors_of(form, 3, 32, 128, dtype=dtype, parameter=parameter, device=device)
-    del tensors["bias"]
-    arguments = (tensors[n] for n in ("input", "weight", "gate") if n in tensors)
-    # A float32 weight makes Llama's output float32; tilenorm's has the input's dtype.
-    expected = formula(*arguments).to(dtype)
-    assert_bits(device, call(form, tensors, **options)[0], expected)
-
-
 def by_groups(form, tensors, groups):
     """Every group a head."""
     tensors = {n: t.unflatten(-1, (groups, -1)) for n, t in tensors.items()}
     return call(form, tensors, **EARLY)[0].flatten(-2)
 
 
-CLASSES = {
-    "Llama": ("llama", "LlamaRMSNorm"),
-    "Gemma": ("gemma", "GemmaRMSNorm"),
-    "Qwen3-Next, gated": ("qwen3_next", "Qwen3NextRMSNormGated"),
-    "Mamba, gated": ("mamba2", "MambaRMSNormGated"),
-}
-
-
-@pytest.mark.parametrize("model", CLASSES)
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=name_of)
-def test_the_bits_of_transformers(model, dtype):
-    folder, name = CLASSES[model]
+@EACH_DEVICE
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("dtype, parameter", DTYPES, ids=name_of)
+def test_the_bits_of_transformers(device, model, dtype, parameter):
+    form, options, folder, name = MODELS[model]
     kind = getattr(pytest.importorskip(f"transformers.models.{folder}.modeling_{folder}"), name)
     grouped = "group_size" in inspect.signature(kind).parameters
-    module = kind(128, **({"group_size": 32} if grouped else {}), eps=EPS).to(dtype)
-    form, options, _ = MODELS[model]
-    tensors = tensors_of(form, 3, 32, 128, dtype=dtype)
+    module = kind(128, **({"group_size": 32} if grouped else {}), eps=EPS).to(device, parameter)
+    tensors = tensors_of(form, 3, 32, 128, dtype=dtype, parameter=parameter, device=device)
     del tensors["bias"]
     with torch.no_grad():
         module.weight.copy_(tensors["weight"])
         expected = module(tensors["input"], *([tensors["gate"]] if "gate" in tensors else []))
     got = by_groups(form, tensors, 4) if grouped else call(form, tensors, **options)[0]
-    assert torch.equal(got, expected)
+    # A float32 weight makes Llama's output float32; tilenorm's has the input's dtype.
+    assert_bits(got, expected.to(dtype))
+
+
+@EACH_DEVICE
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=name_of)
+def test_the_bits_of_pytorchs_function(device, dtype):
+    tensors = tensors_of(RMS, 3, 32, 128, dtype=dtype, device=device)
+    del tensors["bias"]
+    x, w = tensors.values()
+    assert_bits(call(RMS, tensors)[0], F.rms_norm(x, w.shape, w, EPS))
 
 
 @EACH_DEVICE

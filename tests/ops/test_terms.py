@@ -1,6 +1,5 @@
 """norm_backward with several terms of dy, and with y written once more."""
 
-import re
 from dataclasses import replace
 from functools import reduce
 from itertools import product
@@ -11,7 +10,6 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import Tensor
-from torch._inductor.utils import run_and_get_code
 from torch.library import opcheck
 
 from tests import cases, drawing, layouts
@@ -224,21 +222,3 @@ def test_a_term_on_another_device():
     a, b = (call := Call.of(ADDED, terms=2)).terms
     with pytest.raises(RuntimeError, match=r"takes .* on cpu, got .* on meta"):
         by_inductor("norm_backward")(*call._replace(terms=(a, b.to("meta"))).arguments())
-
-
-@pytest.mark.parametrize(
-    "spec", [LAYER, pytest.param(ADDED, marks=pytest.mark.slow)], ids=cases.label
-)
-def test_inductor_calls_past_the_dispatcher(spec, dynamo):
-    pytest.importorskip("torch._inductor.codegen.custom_extern_kernel_codegen")
-    call = Call.of(spec)
-
-    def results(*terms):
-        found = OP(terms[0], *call.given, None, *terms[1:], None, True)
-        return found[0], found[3], found[5]
-
-    run = torch.compile(results, fullgraph=True)
-    with torch._inductor.config.patch(force_disable_caches=True):
-        got, (code,) = run_and_get_code(run, *call.terms)
-    assert re.search(r"buf\d+ = norm_backward_[0-9a-f]{12}\(", code)
-    assert all(map(torch.equal, got, results(*call.terms)))

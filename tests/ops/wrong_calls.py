@@ -39,7 +39,6 @@ class Wrong(NamedTuple):
 # Of F.rms_norm and F.layer_norm.
 BY_PYTORCH = {
     "input a list": (([1.0], (8,)), r"'input' takes a Tensor, got list"),
-    "input None": ((None, (8,)), r"'input' takes a Tensor, got NoneType"),
     # A class that has __torch_function__: these are PyTorch's own words.
     "input a class": ((torch.Tensor, (8,)), r"no implementation found for '.*_norm'"),
     "input of ints": ((X.int(), (8,)), r"'input' takes float16, .*, got torch.int32"),
@@ -50,7 +49,6 @@ BY_PYTORCH = {
     "input a scalar": ((X[0, 0], (1,)), r"'input' takes at least the 1 dimensions .*, got 0"),
     "input a matrix": ((X, (2, 3, 8)), r"'input' takes at least the 3 dimensions .*, got 2"),
     "input elsewhere": ((X.to("meta"), (8,), W), r"'weight' takes .* device meta, got cpu"),
-    "shape an int": ((X, 8), r"'normalized_shape' takes a tuple of ints, got int"),
     "shape a bool": ((X, True), r"'normalized_shape' takes a tuple of ints, got bool"),
     "shape a set": ((X, {8}), r"'normalized_shape' takes a tuple of ints, got set"),
     "shape a tensor": ((X, W.int()), r"'normalized_shape' takes a tuple of ints, got Tensor"),
@@ -68,7 +66,6 @@ BY_PYTORCH = {
     "weight elsewhere": ((X, (8,), W.to("meta")), r"'weight' takes .* device cpu, got meta"),
     "eps a vector": ((X, (8,), {"eps": W[:1]}), r"'eps' takes a float.*, got"),
     "eps of a graph": ((X, (8,), {"eps": torch.ones((), requires_grad=True)}), r"eps"),
-    "eps a string": ((X, (8,), W, "1"), r"'(eps|bias)' takes .*, got str"),
     "eps beyond floats": ((X, (8,), {"eps": HUGE}), r"'eps' takes .* no float holds"),
     "no arguments": ((), "missing .*'input' and 'normalized_shape'"),
     "no shape": ((X,), "missing .*'normalized_shape'"),
@@ -79,12 +76,8 @@ BY_PYTORCH = {
 
 # Of F.layer_norm alone.
 LAYER_NORM = {
-    "bias a list": ((X, (8,), W, [1.0]), r"'bias' takes a Tensor or None, got list"),
-    "bias of another size": ((X, (8,), W, W[:7]), r"'bias' takes .* \[8\].*, got \[7\]"),
     "bias complex": ((X, (8,), W, W + 0j), r"'bias' takes float16, .*, got torch.complex64"),
-    "weight of ints": ((X, (8,), W.int()), r"'weight' takes float16, .*, got torch.int32"),
     "eps None": ((X, (8,), {"eps": None}), r"'eps' takes a float, got NoneType"),
-    "eps a string": ((X, (8,), {"eps": "1"}), r"'eps' takes a float, got str"),
 }
 
 # Of every function: what PyTorch's does not take, or casts, or, with a residual or a gate, lacks.
