@@ -12,9 +12,10 @@ from torch._inductor.utils import run_and_get_code
 
 import tilenorm
 from tilenorm.ops import inductor
+from tilenorm.spec import Quantization
 from tilenorm.table import NORMS, OPS, QUANTIZED_NORMS
 
-from ..quantized import bits
+from ..quantized import arguments, bits
 from .helpers import EACH_DEVICE, op_call, random
 from .uses import USES, Use, of_function
 
@@ -36,6 +37,9 @@ def calls_of(device) -> list[tuple[str, Use, dict[str, Tensor]]]:
         if op.startswith("gated"):
             use = use._replace(make=partial(of_function, op, **others))
             found.append((op, use, use.tensors((B, B), device)))
+    op, how = "layer_norm_quantized", Quantization("mx", layout="swizzled", output=True)
+    swizzled = USES[op]._replace(make=partial(of_function, op, **arguments(how)))
+    found.append((op, swizzled, swizzled.tensors((B, B), device)))
     scaled = USES["add_rms_norm"]._replace(parameters=("weight", "layer_scale"))
     return [*found, ("add_rms_norm", scaled, scaled.tensors((B, B), device))]
 
