@@ -1,4 +1,4 @@
-"""The derivative of every op: an autograd Function for eager calls, and what the ops share."""
+"""The derivative of every op: one autograd Function, for eager calls and for the ops."""
 
 from collections.abc import Callable, Sequence
 
@@ -25,15 +25,20 @@ def call_needs_grad(op: Op, tensors: Sequence[Tensor | None]) -> bool:
 
 
 class Call(Function):
-    """Of (eps, laid_out, a Bound), and an op's tensors. Its results are those that users get."""
+    """Of (eps, laid_out, a Bound or an OpSpecs, the function to call), and an op's tensors.
+
+    Its results are those that users get; by the dispatcher, which finds the implementation of an
+    OpSpecs, all that the op makes.
+    """
 
     @staticmethod
     def forward(ctx, how, *tensors):
-        eps, laid_out, bound = how
+        eps, laid_out, bound, run = how
         if not bound.differentiable:
             refuse_gradient(bound.op, bound.options)
-        made = bound.training(tensors, eps, laid_out)
-        ctx.save_for_backward(*bound.kept((*tensors, *made)))
+        made = run(tensors, eps, laid_out)
+        saved = made if bound.save else bound.unsaved(made)
+        ctx.save_for_backward(*bound.kept((*tensors, *saved)))
         if bound.fixed:
             fixed = [made[i] for i in bound.fixed if made[i] is not None]
             ctx.mark_non_differentiable(*fixed)
@@ -45,7 +50,7 @@ class Call(Function):
     def backward(ctx, *grads):
         bound, asked = ctx.bound, asked_of(ctx)
         saved = ctx.saved_tensors  # asking calls the hooks of saved tensors
-        if not torch.is_grad_enabled():
+        if bound.gradients is not None and not torch.is_grad_enabled():
             run, plain = bound.gradients(asked, *[g is not None for g in grads])
             if plain.takes((*grads, *saved)):  # a hook of saved tensors may return any tensor
                 return run(grads, saved, ctx.eps)
@@ -87,5 +92,5 @@ def by_op(
     return torch.ops.tilenorm.norm_backward(dy, dsum, *saved, *last, **factors)[:5]
 
 
-# No transform sees these calls.
+# For eager calls, which no transform sees. The ops take Call.apply.
 apply: Callable = fast_apply(Call)

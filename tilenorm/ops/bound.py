@@ -28,8 +28,11 @@ class OpSpecs:
     options: `hidden`, and the values of the op's options. dtypes, heads: for each tensor that the
     op takes, its dtype, None for an absent one, and how many rows of `hidden` elements a weight or
     a bias has. It holds no tensor and knows no device. returned: how many of the results the
-    autograd Function returns. fixed: which of them have no gradient.
+    autograd Function returns. fixed: which of them have no gradient. save: whether mean and rstd
+    are among the results.
     """
+
+    gradients: Callable | None = None  # finds the implementation of a backward pass
 
     def __init__(
         self,
@@ -38,8 +41,10 @@ class OpSpecs:
         dtypes: tuple[torch.dtype | None, ...],
         heads: tuple[int, ...],
         backend: str | None,
+        save: bool = True,
     ):
         self.op, self.options, self.dtypes, self.backend = op, options, dtypes, backend
+        self.save = save
         self.specs = specs_of(op, options, dtypes, heads)
         self.spec = self.specs[0] if len(self.specs) == 1 else NormSpec.chained(*self.specs)
         names = [port.name for port in (*op.takes, *op.makes)]
@@ -135,18 +140,19 @@ def specs_of_tensors(
     tensors: Sequence[Tensor | None],
     options: tuple,
     backend: str | None = None,
+    save: bool = True,
 ) -> OpSpecs:
     """An op for the tensors of a call."""
     kinds = kinds_of(op, tensors, options[0])
     try:
-        return _op_specs(op.name, options, *kinds, backend)
+        return _op_specs(op.name, options, *kinds, backend, save)
     except TypeError:  # a symbolic size has no hash
-        return OpSpecs(op, options, *kinds, backend)
+        return OpSpecs(op, options, *kinds, backend, save)
 
 
 @lru_cache(MOST_CALLS)
-def _op_specs(name, options, dtypes, heads, backend) -> OpSpecs:
-    return OpSpecs(OPS[name], options, dtypes, heads, backend)
+def _op_specs(name, options, dtypes, heads, backend, save) -> OpSpecs:
+    return OpSpecs(OPS[name], options, dtypes, heads, backend, save)
 
 
 class Bound(OpSpecs):

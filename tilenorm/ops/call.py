@@ -86,7 +86,7 @@ def call(
                         break
                 else:
                     if recorded and is_grad_enabled():
-                        return apply((own, laid_out, bound), *tensors)
+                        return apply((own, laid_out, bound, bound.training), *tensors)
                     return bound.inference(tensors, own, laid_out)
     if known is None and arguments.is_sequence(OPS[op], tensors):
         tensors = arguments.spread(OPS[op], tensors)
@@ -118,7 +118,7 @@ def checked(
         if known is not None and all(a is b for a, b in zip(cast, tensors, strict=True)):
             remember(known, op, tensors, dims, own, bound)
         if recorded:
-            return apply((own, False, bound), *cast)
+            return apply((own, False, bound, bound.training), *cast)
         return bound.inference(cast, own)
     if in_onnx_export():
         return present(op, cast, options, library.formula(op, cast, options, each))

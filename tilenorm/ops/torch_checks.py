@@ -144,6 +144,13 @@ def is_applied(backward_class) -> bool:
     return right and y.tolist() == y.grad_fn.apply(_ones(2)).tolist() == [2, 2]
 
 
+def is_below_autograd(BelowAutograd) -> bool:
+    x = _ones(2, requires_grad=True)
+    with BelowAutograd():
+        inside = (x * 2).requires_grad
+    return (x * 2).requires_grad and not inside
+
+
 def normalizes(fused_rms_norm) -> bool:
     """y and rstd (rows, 1) of a matrix, with and without a weight."""
     x, w = _ones(2, 3) * 4, _ones(3) * 3
