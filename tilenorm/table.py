@@ -68,7 +68,7 @@ class Op:
 
     norm: "rms" or "layer". takes, makes: in the order of a call's tensors; what users get comes
     first in makes. options: names of OPTIONS, in the order of a call. calls: of an op that stands
-    for several calls, the stages; no op else has any.
+    for several calls, the stages; no other op has any.
     """
 
     name: str
@@ -107,11 +107,6 @@ class Op:
     def eps(self) -> tuple[str, ...]:
         """The names of the eps of its stages, in a schema."""
         return ("eps", "next_eps")[: len(self.stages)]
-
-    @property
-    def adds(self) -> bool:
-        """Whether the norm is of the input + residual."""
-        return "sum" in self.made and not self.calls
 
 
 OPTIONS = {

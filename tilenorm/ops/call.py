@@ -107,7 +107,6 @@ def checked(
         cast = library.autocast_tensors(op, tensors)
     each = eps_of(op, tensors, eps)
     own = each if op.calls else each[0]
-    # What torch.jit traces may be called with and without gradients.
     recorded = call_needs_grad(op, cast)
     if op.quantized:
         _refuse_quantized(op, cast)
@@ -127,6 +126,7 @@ def checked(
         return library.formula(op, cast, options, each)
     if not op.quantized and split.is_cut(cast[0], dims):
         return split.of_op(op, cast, options, dims, each, backend)
+    # What torch.jit traces may be called with and without gradients.
     save = recorded or torch.jit.is_tracing()
     made = getattr(torch.ops.tilenorm, op.name)(*cast, *options, *each, save, backend)
     return present(op, cast, options, made)

@@ -38,7 +38,7 @@ def on_device(launches: Sequence[Launch], arrays: tuple, index: int) -> None:
 
 
 class Fresh(NamedTuple):
-    """A tensor to be allocated. lies: as Port.lies."""
+    """The shape, strides and dtype of a tensor to be allocated."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
