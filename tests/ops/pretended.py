@@ -7,6 +7,7 @@ from unittest.mock import patch
 import pytest
 from torch import Tensor
 
+from tilenorm.launch import driver
 from tilenorm.ops import bound, call, cutile, registry, torch_private
 from tilenorm.ops.split import library as split
 
@@ -30,6 +31,7 @@ def pretended_gpu(arch: str = "sm_90"):
         (torch_private, "current_device", lambda: 0),
         (torch_private, "current_stream", lambda index: 0),
         (cutile, "launch", lambda stream, *made: interpret(*made, -1)),
+        (cutile, "prepare", lambda *_: driver.never),
     )
     with ExitStack() as stack:
         for cache in (*CACHES, bound._bound, bound.norm_of, call.remembered):

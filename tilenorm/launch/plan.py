@@ -262,7 +262,8 @@ class BackwardPlan(Tiling):
         return hinted(self.function, self.config.hints)
 
     @cached_property
-    def launches(self) -> Callable[[int], list[Launch]]:
+    def launches(self) -> Callable[..., list[Launch]]:
+        """A function of the rows and of an eps, which is not read: the saved rstd holds it."""
         config = self.config
         how = How(config.packed, config.tma, config.store, REREAD=config.reread, **self._sharing)
         groups = (*map(constants, (self.norm, self.cut, how)), self.needs.dw, self.needs.db)
@@ -271,7 +272,7 @@ class BackwardPlan(Tiling):
             main_arrays = self.arrays.of_branches
 
         @lru_cache(SIZES)
-        def launches(rows):
+        def launches(rows, _eps=0.0):
             blocks = self.blocks(rows)
             grid, after = (blocks * self.chunks,), (rows, *groups)
             main = Launch(self._kernel, grid, (), main_arrays, after, self._starts_early)

@@ -25,7 +25,7 @@ def call_needs_grad(op: Op, tensors: Sequence[Tensor | None]) -> bool:
 
 
 class Call(Function):
-    """Of (eps, laid_out, a Bound or an OpSpecs, the function to call), and an op's tensors.
+    """Of (eps, a Bound or an OpSpecs, the function to call), and an op's tensors.
 
     Its results are those that users get; by the dispatcher, which finds the implementation of an
     OpSpecs, all that the op makes.
@@ -33,10 +33,10 @@ class Call(Function):
 
     @staticmethod
     def forward(ctx, how, *tensors):
-        eps, laid_out, bound, run = how
+        eps, bound, run = how
         if not bound.differentiable:
             refuse_gradient(bound.op, bound.options)
-        made = run(tensors, eps, laid_out)
+        made = run(tensors, eps)
         saved = made if bound.save else bound.unsaved(made)
         ctx.save_for_backward(*bound.kept((*tensors, *saved)))
         if bound.fixed:

@@ -158,7 +158,7 @@ def _op_specs(name, options, dtypes, heads, backend, save) -> OpSpecs:
 class Bound(OpSpecs):
     """Runs the calls of one op, for one spec on one device, by an implementation.
 
-    inference, training: functions of (tensors, eps, laid_out) that return the tensors that the op
+    inference, training: functions of (tensors, eps) that return the tensors that the op
     makes, as those of Implementation. Training saves mean and rstd. plain: tells whether tensors
     may be given to one of them directly. An op of several norms is one pass where the
     implementation has it, else it runs norm by norm.
@@ -195,12 +195,12 @@ class Bound(OpSpecs):
             return self._norm_by_norm(save)
         chained = bool(self.op.calls)
 
-        def forward(tensors, eps, laid_out=False):
+        def forward(tensors, eps):
             try:  # this function takes 0.04 µs
                 if not chained:
-                    return run(tensors, eps, laid_out)
+                    return run(tensors, eps)
                 if eps[0] == eps[1]:
-                    return run(tensors, eps[0], laid_out)
+                    return run(tensors, eps[0])
             except CompileError as error:
                 self._replace(chosen, error)
                 return (self.training if save else self.inference)(tensors, eps)
@@ -220,7 +220,7 @@ class Bound(OpSpecs):
     def _norm_by_norm(self, save: bool) -> Callable:
         names = [port.name for port in self.op.takes]
 
-        def forward(tensors, eps, _laid_out=False):
+        def forward(tensors, eps):
             found = dict(zip(names, tensors, strict=True))
             each = zip(self.norms, self.op.stages, eps, strict=True)
             for norm, stage, own in each:
@@ -304,7 +304,7 @@ class BoundNorm:
 
         def forward(tensors, eps):
             try:
-                return run(tensors, eps, False)
+                return run(tensors, eps)
             except CompileError as error:
                 self.replace(chosen, error)
             return self.forward(save)(tensors, eps)

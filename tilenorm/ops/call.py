@@ -27,7 +27,6 @@ class Known(NamedTuple):
 
     index: the CUDA device's, or None. most: how many elements the input may have. rows: the places
     of the tensors that have the input's shape.
-    laid_out: whether the tensors are contiguous matrices of rows, and vectors.
     recorded: whether one of the tensors requires a gradient.
     """
 
@@ -35,7 +34,6 @@ class Known(NamedTuple):
     index: int | None
     most: int
     rows: tuple[int, ...]
-    laid_out: bool
     eps: Any
     recorded: bool
     bound: Bound
@@ -73,7 +71,7 @@ def call(
             )
         except (AttributeError, TypeError):  # nothing is remembered; the checks say what is wrong
             pass
-        for check, index, most, rows, laid_out, own, recorded, bound in known or ():
+        for check, index, most, rows, own, recorded, bound in known or ():
             if (
                 check(*given)
                 and (index is None or index == torch_private.current_device())
@@ -86,8 +84,8 @@ def call(
                         break
                 else:
                     if recorded and is_grad_enabled():
-                        return apply((own, laid_out, bound, bound.training), *tensors)
-                    return bound.inference(tensors, own, laid_out)
+                        return apply((own, bound, bound.training), *tensors)
+                    return bound.inference(tensors, own)
     if known is None and arguments.is_sequence(OPS[op], tensors):
         tensors = arguments.spread(OPS[op], tensors)
         return call(op, tensors, normalized_shape, eps, asked, backend)
@@ -117,7 +115,7 @@ def checked(
         if known is not None and all(a is b for a, b in zip(cast, tensors, strict=True)):
             remember(known, op, tensors, dims, own, bound)
         if recorded:
-            return apply((own, False, bound, bound.training), *cast)
+            return apply((own, bound, bound.training), *cast)
         return bound.inference(cast, own)
     if in_onnx_export():
         return present(op, cast, options, library.formula(op, cast, options, each))
@@ -209,38 +207,35 @@ def remember(known: list[Known], op: Op, tensors: tuple, dims: int, eps: Any, bo
     """Remember what serves calls like this one, unless no guard can tell them.
 
     The guard holds the type, dispatch keys, dtype, device and requires_grad of each tensor, and as
-    many of its trailing sizes as the call's normalized_shape or parameters have, and the strides
-    where all are contiguous matrices and vectors. Dispatch keys come and go with a thread's state:
-    autocast, inference mode, torch.func. It holds no tensor.
+    many of its trailing sizes as the call's normalized_shape or parameters have. Dispatch keys come
+    and go with a thread's state: autocast, inference mode, torch.func. It holds no tensor.
     """
     if TensorGuards is None:
         return
     there = [(port, t) for port, t in zip(op.takes, tensors, strict=True) if t is not None]
     given, x, hidden = [t for _, t in there], tensors[0], bound.options[0]
     fixed = max(dims, *(t.dim() for port, t in there if port.lies in ("affine", "vector")), 0)
-    matrices = fixed == 1 and all(t.stride() in ((hidden, 1), (1,)) for t in given)
-    matrices = matrices and x.dim() == 2
     sizes = [[*[None] * (t.dim() - fixed), *t.shape[-fixed:]] for t in given]
-    strides = [[*t.stride()] if matrices else [None] * t.dim() for t in given]
-    check = _guard_of(given, sizes, strides)
+    check = _guard_of(given, sizes)
     if not check(*given):
         return
     recorded = any(t.requires_grad for port, t in there if port.grad)
     rows = [i for i, port in enumerate(op.takes) if port.lies in ("rows", "mask")]
     places = tuple([i for i in rows[1:] if tensors[i] is not None])
-    how = _index_of(x), MAX_ROWS * hidden, places, matrices, eps, recorded, bound
+    how = _index_of(x), MAX_ROWS * hidden, places, eps, recorded, bound
     known.insert(0, Known(check, *how))
     del known[MOST_GUARDS:]
 
 
-def _guard_of(given: list[Tensor], sizes: list, strides: list) -> Callable[..., bool]:
+def _guard_of(given: list[Tensor], sizes: list) -> Callable[..., bool]:
     """A function that compares other tensors with the given ones. TensorGuards takes no tensor
     twice, so that the function gives it each tensor once.
     """
     numbers = [next(i for i, t in enumerate(given) if t is tensor) for tensor in given]
     once = sorted(set(numbers))
-    each = [[of[i] for i in once] for of in (given, sizes, strides)]
-    check = TensorGuards(*each[0], dynamic_dims_sizes=each[1], dynamic_dims_strides=each[2]).check
+    tensors, fixed = [given[i] for i in once], [sizes[i] for i in once]
+    free = [[None] * t.dim() for t in tensors]
+    check = TensorGuards(*tensors, dynamic_dims_sizes=fixed, dynamic_dims_strides=free).check
     if len(once) == len(given):
         return check
     first = itemgetter(slice(1)) if len(once) == 1 else itemgetter(*once)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..launch.calls import ABSENT, BackwardArrays, ForwardArrays, Launch, Needs
+from ..launch.driver import prepare
 from ..launch.kernel import launch
 from ..launch.plan import BackwardPlan, ForwardPlan, chain_refused, plan_backward, plan_forward
 from ..launch.scales import Scales
@@ -20,12 +21,13 @@ from ..launch.target import Target
 from ..spec import NormSpec
 from ..table import FACTORS, LIES, MASK, OPS, VECTOR, Op
 from . import torch_private
-from .layout import Views, as_read, contiguous_strides_of, shaped_as, start_vectors
+from .layout import Views, addresses_of, as_read, contiguous_strides_of, shaped_as
 from .quantize import quantize, scale_of
 from .torch_private import reinterpret
 
 Run = Callable[[Sequence[Launch], tuple, int], None]
 MOST_SHAPES = 256  # that a bound call keeps
+MOST_EPS = 8  # for which it keeps the launches of a shape
 MOST_SCALES = 2**31 - 1  # the kernels number scales in 32 bits
 # The arrays that a backward pass makes, in the order in which it returns them, and how they lie.
 GRADIENTS = {"dx": "rows", "dresidual": "rows", "dgate": "rows", "dw": "affine", "db": "affine"}
@@ -48,27 +50,28 @@ class Fresh(NamedTuple):
 class Layout(NamedTuple):
     """What follows from the shape of an input.
 
-    rows: how many. made: what is allocated, in the order of the results; None for what is absent.
-    matrix: (rows, hidden), or None where the results with rows are such a matrix. views: see
-    layout.as_read. slots, partials: scratch, or None. scales: of a quantised norm. cleared: the
-    places of the results that the kernels add to, or do not write whole.
+    rows: how many. made: what is allocated: the results in their order, partials and slots; None
+    for what is absent. matrix: (rows, hidden), or None where the results with rows are such a
+    matrix. views: see layout.as_read. scales: of a quantised norm. cleared: the places of the
+    results that the kernels add to, or do not write whole. repeated: by the eps, what repeats the
+    launches of a call; None until there were two calls.
     """
 
     rows: int
     made: tuple[Fresh | None, ...]
     matrix: tuple[int, int] | None
     views: Views
-    slots: Fresh | None
-    partials: Fresh | None
     scales: Scales | None
     cleared: tuple[int, ...]
+    repeated: dict[float, Callable | None]
 
 
 class Layouts(dict):
     """The Layout of each shape that a plan has met, the first MOST_SHAPES of them.
 
     read: how each tensor that is read lies, as Port.lies. there: whether it is there. made: how
-    each result lies, and its dtype; None for a result that is absent.
+    each result lies, and its dtype; None for a result that is absent. with_rows: the places of the
+    results that have rows.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class Layouts(dict):
     ):
         super().__init__()
         self._plan, self._read, self._made = plan, (read, there), tuple(made)
+        self.with_rows = [i for i, m in enumerate(made) if m is not None and m[0] == "rows"]
 
     def __missing__(self, shape: torch.Size) -> Layout:
         plan, spec = self._plan, self._plan.spec
@@ -97,15 +101,17 @@ class Layouts(dict):
                 )
             added = ("one", "scales") if scales.padding else ("one",)
             cleared = tuple([i for i, made in enumerate(self._made) if made and made[0] in added])
+        made = [m and _fresh(*m, tuple(shape), spec, rows, scales) for m in self._made]
+        made.append(partials and Fresh(partials, (partials[1], 1), torch.float32))
+        made.append(slots and Fresh(slots, (slots[1], 1), torch.int32))
         layout = Layout(
             rows,
-            tuple([m and _fresh(*m, tuple(shape), spec, rows, scales) for m in self._made]),
+            tuple(made),
             None if shape == matrix else matrix,
             Views.of(spec, rows, shape, *self._read),
-            slots and Fresh(slots, (slots[1], 1), torch.int32),
-            partials and Fresh(partials, (partials[1], 1), torch.float32),
             scales,
             cleared,
+            {},
         )
         if len(self) < MOST_SHAPES:
             self[shape] = layout
@@ -139,42 +145,81 @@ def backward(spec: NormSpec, target: Target, needs: Needs, run: Run | None = Non
     return bind_backward(plan_backward(spec, target, needs), spec.kept, run or on_device)
 
 
+def bind_pass(
+    plan: ForwardPlan | BackwardPlan, layouts: Layouts, arrays_of: Callable, run: Run, place: int
+) -> Callable:
+    """A function of (tensors, eps), with the tensors that a pass reads, that allocates and launches
+    and returns Layout.made as tensors, and the Layout.
+
+    arrays_of: a function of the tensors as they are read, and of what is written, that returns the
+    arrays of the plan's launches. place: that of the input.
+    """
+    spec, by_row = plan.spec, (plan.spec.hidden, 1)
+    matrices = layouts.with_rows
+
+    def execute(tensors: Sequence[Tensor | None], eps: float) -> tuple[list, Layout]:
+        x = tensors[place]
+        layout = layouts[x.shape]
+        rows, fresh, matrix, views, _, cleared, repeated = layout
+        empty = torch_private.empty_strided_cuda if x.is_cuda else _empty_strided_cpu
+        made: list = []  # a comprehension takes longer
+        for how in fresh:
+            made.append(None if how is None else empty(*how))
+        for cleared_place in cleared:
+            made[cleared_place].zero_()
+        if rows:
+            index, repeat = x.get_device(), repeated.get(eps)
+            addresses = None if repeat is None else addresses_of(tensors, made)
+            if not addresses or not repeat(torch_private.current_stream(index), addresses):
+                written = made if matrix is None else _as_matrices(made, matrices, matrix, by_row)
+                arrays = arrays_of(as_read(tensors, spec, views), written)
+                launches = plan.launches(rows, eps)
+                run(launches, arrays, index)
+                if repeat is None and run is on_device:
+                    _keep(repeated, eps, index, launches, arrays, arrays_of, tensors, made)
+        return made, layout
+
+    return execute
+
+
+def _keep(
+    repeated: dict, eps: float, index: int, launches, arrays, arrays_of, read: Sequence, made: list
+) -> None:
+    """Keep what repeats the launches of a call, if it is the second one: most shapes of inputs that
+    differ in every call are met once.
+    """
+    if eps not in repeated:
+        if len(repeated) < MOST_EPS:
+            repeated[eps] = None
+    elif addresses := addresses_of(read, made):
+        places = [*range(len(addresses))]
+        numbered = arrays_of(places[: len(read)], places[len(read) :])
+        stream = torch_private.current_stream(index)
+        repeated[eps] = prepare(stream, launches, arrays, numbered, len(places))
+
+
 def bind_forward(plan: ForwardPlan, run: Run = on_device) -> Callable:
-    """A function of (tensors, eps, laid_out), with the tensors that the op takes, that returns the
-    tensors that the op makes; None for one that is absent.
+    """A function of (tensors, eps), with the tensors that the op takes, that returns the tensors
+    that the op makes; None for one that is absent.
 
     Results with rows are contiguous; mean and rstd are (rows,) float32 where the plan saves them.
-    laid_out: whether the caller knows that the tensors are contiguous matrices of rows, and
-    vectors. It raises NotImplementedError for more scales than the kernels can number.
+    It raises NotImplementedError for more scales than the kernels can number.
     """
     spec, op = plan.spec, OPS[plan.spec.op]
     made_as = _made_as(op, spec, plan.save)
     dtypes = _dtypes_of(op, spec)
     layouts = Layouts(plan, [port.lies for port in op.takes], list(map(bool, dtypes)), made_as)
-    matrices = _matrices_of(made_as)
-    by_row, quantized, branches = (spec.hidden, 1), spec.quantized is not None, spec.branches
-    take = _taking_forward(op, spec, dtypes, made_as)
+    take = _taking_forward(op, spec, dtypes, made_as, plan.slots(1) is not None)
+    quantized, count = spec.quantized is not None, len(made_as)
 
-    def forward(tensors: tuple, eps: float, laid_out: bool = False) -> tuple[Tensor | None, ...]:
-        x = tensors[0]
-        rows, fresh, matrix, views, slots, _, scales, cleared = layouts[x.shape]
-        empty = torch_private.empty_strided_cuda if x.is_cuda else _empty_strided_cpu
-        made: list = []  # a comprehension takes longer
-        for how in fresh:
-            made.append(None if how is None else empty(*how))
-        for place in cleared:
-            made[place].zero_()
-        if rows:
-            written = made if matrix is None else _as_matrices(made, matrices, matrix, by_row)
-            if branches or not (laid_out and start_vectors(tensors)):
-                tensors = as_read(tensors, spec, views)
-            scratch = ABSENT if slots is None else empty(*slots)
-            run(
-                plan.launches(rows, eps),
-                take((*tensors, *written, scratch, ABSENT)),
-                x.get_device(),
-            )
-        return tuple(_shown(op, made, scales) if quantized else made)
+    def arrays_of(read: Sequence, written: Sequence) -> tuple:
+        return take((*read, *written, ABSENT))
+
+    execute = bind_pass(plan, layouts, arrays_of, run, 0)
+
+    def forward(tensors: tuple, eps: float) -> tuple[Tensor | None, ...]:
+        made, layout = execute(tensors, eps)
+        return tuple(_shown(op, made[:count], layout.scales) if quantized else made[:count])
 
     return forward
 
@@ -203,24 +248,22 @@ def _dtypes_of(op: Op, spec: NormSpec) -> list[str | None]:
 
 
 def _taking_forward(
-    op: Op, spec: NormSpec, dtypes: list, made_as: list
+    op: Op, spec: NormSpec, dtypes: list, made_as: list, slots: bool
 ) -> Callable[[tuple], tuple]:
-    """A function of an op's tensors, its results, the slots and ABSENT that returns the arrays."""
+    """A function of an op's tensors, its results, partials, slots and ABSENT that returns the
+    arrays. slots: whether there are any.
+    """
     places = {role: i for i, role in enumerate(op.roles) if dtypes[i]}
     if spec.quantized is not None and spec.quantized.scaling == "tensor":
         places["scale"] = op.roles.index("given_scale")
     first = len(op.takes)
     places |= {port.role: first + i for i, port in enumerate(op.makes) if made_as[i] is not None}
-    places["slots"] = first + len(op.makes)
+    if slots:
+        places["slots"] = first + len(op.makes) + 1
     names: Sequence[str] = ForwardArrays._fields
     if spec.quantized is None and spec.inner is None:  # see ForwardArrays
         names = names[: names.index(VECTOR if spec.joins else "slots") + 1]
     return itemgetter(*[places.get(name, -1) for name in names])
-
-
-def _matrices_of(made_as: list) -> list[int]:
-    """The places of the results that have rows."""
-    return [i for i, how in enumerate(made_as) if how is not None and how[0] == "rows"]
 
 
 def _as_matrices(made: list, places: list[int], shape: tuple, strides: tuple) -> list:
@@ -251,7 +294,7 @@ def bind_cast_apart(spec: NormSpec, plan: ForwardPlan, run: Run = on_device) -> 
     taken = itemgetter(*[op.roles.index(r) if r in op.roles else -1 for r in plain.roles])
     given = op.roles.index("given_scale")
 
-    def cast_apart(tensors: tuple, eps: float, _laid_out: bool = False) -> tuple:
+    def cast_apart(tensors: tuple, eps: float) -> tuple:
         found = dict(zip(plain.made, normalize(taken((*tensors, None)), eps), strict=True))
         q, scale, amax = quantize(spec, found["y"], tensors[given])
         found |= {"q": q, "scale": scale, "amax": amax}
@@ -278,16 +321,20 @@ def bind_backward(plan: BackwardPlan, kept: tuple[str, ...], run: Run = on_devic
     # Only the gradient of the input needs the factors.
     there = [True, needs.dsum, *(r not in FACTORS or bool(getattr(spec, r)) for r in kept)]
     there += [True] * (needs.terms - 1)
-    layouts, end = Layouts(plan, read, there, made_as), 2 + len(kept)
-    matrices = _matrices_of(made_as)
-    by_row, need_dsum, branches = (spec.hidden, 1), needs.dsum, spec.branches
-    take = _taking_backward(spec, kept, made_as, need_dsum)
+    end, need_dsum, branches = 2 + len(kept), needs.dsum, spec.branches
+    take = _taking_backward(spec, kept, made_as, needs, plan.slots(1) is not None)
+
+    def arrays_of(read: Sequence, written: Sequence) -> tuple:
+        arrays = take((*read[:end], *written, (read[0], *read[end:]), ABSENT))
+        return BackwardArrays(*arrays) if branches else arrays
+
+    execute = bind_pass(plan, Layouts(plan, read, there, made_as), arrays_of, run, 2)
     parameters = [
         (3 + i, kept.index(role))
         for i, role in enumerate(("weight", "bias"))
         if made_as[3 + i] is not None
     ]
-    last = len(made_as) if needs.output else -1
+    last = len(made_as) - (not needs.output)
 
     def backward(
         dy: Tensor,
@@ -296,27 +343,11 @@ def bind_backward(plan: BackwardPlan, kept: tuple[str, ...], run: Run = on_devic
         eps: float = 0.0,
         more: Sequence[Tensor] = (),
     ) -> Sequence[Tensor | None]:
-        x = saved[0]
-        rows, fresh, matrix, views, slots, partials, *_ = layouts[x.shape]
-        empty = torch_private.empty_strided_cuda if x.is_cuda else _empty_strided_cpu
-        made: list = []  # a comprehension takes longer
-        for how in fresh:
-            made.append(None if how is None else empty(*how))
-        if rows:
-            written = made if matrix is None else _as_matrices(made, matrices, matrix, by_row)
-            tensors = as_read((dy, dsum if need_dsum else None, *saved, *more), spec, views)
-            scratch = (
-                ABSENT if partials is None else empty(*partials),
-                ABSENT if slots is None else empty(*slots),
-            )
-            terms = tensors[0], *tensors[end:]
-            arrays = take((*tensors[:end], *written, *scratch, terms, ABSENT))
-            if branches:
-                arrays = BackwardArrays(*arrays)
-            run(plan.launches(rows), arrays, x.get_device())
+        tensors = dy, dsum if need_dsum else None, *saved, *more
+        made, layout = execute(tensors, 0.0)
         for place, of in parameters:
             parameter = saved[of]
-            if not rows:
+            if not layout.rows:
                 made[place].zero_()
             if parameter.dim() > 1:
                 made[place] = shaped_as(made[place], parameter)
@@ -334,17 +365,18 @@ def _gradients_as(spec: NormSpec, needs: Needs) -> list[tuple[str, str] | None]:
 
 
 def _taking_backward(
-    spec: NormSpec, kept: tuple, made_as: list, dsum: bool
+    spec: NormSpec, kept: tuple, made_as: list, needs: Needs, slots: bool
 ) -> Callable[[tuple], tuple]:
-    """A function of dy, dsum, the tensors that were kept, the gradients, the scratch, the terms of
-    dy and ABSENT that returns the arrays.
+    """A function of dy, dsum, the tensors that were kept, the gradients, partials, slots, the terms
+    of dy and ABSENT that returns the arrays. slots: whether there are any.
     """
-    places = ({"dsum": 1} if dsum else {}) | {role: 2 + i for i, role in enumerate(kept)}
+    places = ({"dsum": 1} if needs.dsum else {}) | {role: 2 + i for i, role in enumerate(kept)}
     end = 2 + len(kept)
     names = *GRADIENTS, "partials", "slots", "dy"
     made = {name: end + i for i, name in enumerate(names)}
     absent = [name for name, how in zip(GRADIENTS, made_as, strict=True) if how is None]
     absent += [name for name in FACTORS if not getattr(spec, name)]
+    absent += ["slots"] * (not slots) + ["partials"] * (not needs.sums)
     places = {name: i for name, i in (places | made).items() if name not in absent}
     fields: Any = BackwardArrays._fields
     fields = fields if spec.branches else fields[: fields.index(MASK)]

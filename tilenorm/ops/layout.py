@@ -68,13 +68,26 @@ def _starts_vectors(x: Tensor, strides: list[int], fills: bool) -> bool:
     return not fills or not (x.data_ptr() % VECTOR_BYTES or any(s % unit for s in strides))
 
 
-def start_vectors(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether every tensor that is there starts on 16 bytes."""
-    addresses = 0
-    for tensor in tensors:
+def addresses_of(
+    read: Sequence[Tensor | None], written: Sequence[Tensor | None]
+) -> list[int] | None:
+    """Where the tensors start that a pass reads and writes, 0 for one that is absent; None unless
+    the kernels read all of them in place as what they are if they are contiguous.
+    """
+    addresses, every = [], 0
+    for tensor in read:
+        start = 0
         if tensor is not None:
-            addresses |= tensor.data_ptr()
-    return not addresses % VECTOR_BYTES
+            if not tensor.is_contiguous():
+                return None
+            start = tensor.data_ptr()
+            every |= start
+        addresses.append(start)
+    if every % VECTOR_BYTES:
+        return None
+    for tensor in written:
+        addresses.append(0 if tensor is None else tensor.data_ptr())
+    return addresses
 
 
 class Views(NamedTuple):

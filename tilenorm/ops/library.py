@@ -201,7 +201,7 @@ def autograd(op: Op, *arguments) -> tuple[Tensor, ...]:
         def below(given, *_):
             return _below_autograd(op, *given, *last)
 
-        return Call.apply((called.own_eps(op), False, what, below), *tensors)
+        return Call.apply((called.own_eps(op), what, below), *tensors)
     x = tensors[0]
     if type(x) is Tensor and (x.is_cpu or x.is_cuda):
         bound = bound_of(op, tensors, options, backend)

@@ -25,7 +25,7 @@ Given = dict[str, Tensor | None]  # tensors by their roles
 
 
 def bind_forward(spec: NormSpec) -> Callable | None:
-    """A function of (tensors, eps, laid_out) as registry.Implementation has it. None for a chain,
+    """A function of (tensors, eps) as registry.Implementation has it. None for a chain,
     whose norms run one after the other.
     """
     if spec.inner is not None:
@@ -33,7 +33,7 @@ def bind_forward(spec: NormSpec) -> Callable | None:
     op, plain, how = OPS[spec.op], spec.unquantized, spec.quantized
     roles, made, has_operator = op.roles, op.made, _has_operator(spec)
 
-    def forward(tensors: tuple, eps: float, _laid_out: bool = False) -> tuple:
+    def forward(tensors: tuple, eps: float) -> tuple:
         given, x = dict(zip(roles, tensors, strict=True)), tensors[0]
         if has_operator and x.is_cpu and x.numel():
             found = _by_operator(plain, given, eps)

@@ -49,10 +49,9 @@ class Implementation:
     """Something that can serve calls. Its functions are asked once for a spec and a device.
 
     refuses(spec, rows, device) says why it cannot serve, or None where it can.
-    forward(spec, device, save) returns a function of (tensors, eps, laid_out), with the tensors
-    that the op takes, that returns those that it makes; None for one that is absent. mean and rstd
-    are (rows,). laid_out: whether the tensors are known to be contiguous matrices of rows, and
-    vectors. For an op of several norms that it does not serve in one pass, it returns None.
+    forward(spec, device, save) returns a function of (tensors, eps), with the tensors that
+    the op takes, that returns those that it makes; None for one that is absent. mean and rstd are
+    (rows,). For an op of several norms that it does not serve in one pass, it returns None.
     backward(spec, device, needs) returns a function of (dy, dsum, saved, eps, more), with the
     tensors of NormSpec.kept, that returns gradients in the order of Needs.gradients, and behind
     them y if the needs ask for it. more: the terms of dy behind the first.

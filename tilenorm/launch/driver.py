@@ -1,0 +1,225 @@
+"""Launches that differ from earlier ones in the addresses of their arrays alone, by CUDA's driver.
+
+cuda.tile.launch wraps every array, hashes every argument and asks the driver for the arrays'
+context, in every call. None of that changes where the shapes, strides, constants and alignments are
+those of an earlier call. Then the arguments are laid out once, and a call writes the addresses.
+
+The arguments have the binary format of the calling convention cutile_python_v2, which cuTile
+documents (https://docs.nvidia.com/cuda/cutile-python/compilation.html). The driver is asked whether
+the compiled kernel takes arguments of these sizes.
+"""
+
+import ctypes
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from ctypes import POINTER, byref, c_uint, c_void_p
+from functools import cache
+from typing import Any, NamedTuple
+
+from cuda.tile._cext import default_tile_context
+from cuda.tile.compilation import (
+    ArrayConstraint,
+    CallingConvention,
+    KernelSignature,
+    ParameterConstraint,
+    ScalarConstraint,
+    TupleConstraint,
+)
+
+from .calls import Launch
+from .toolchain import DRIVER
+
+WORD = 8  # bytes
+OVERLAP = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+FORMATS = {"float32": "<f", "int32": "<i", "int64": "<q"}  # of numbers, by cuTile's dtypes
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig. cuTile launches blocks of the shape (1, 1, 1)."""
+
+    _fields_ = (
+        ("grid", c_uint * 3),
+        ("block", c_uint * 3),
+        ("shared_bytes", c_uint),
+        ("stream", c_void_p),
+        ("attributes", c_void_p),
+        ("attribute_count", c_uint),
+    )
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute, whose value is a union of 64 bytes."""
+
+    _fields_ = (("name", ctypes.c_uint64), ("value", c_uint * 16))
+
+
+class Argument(NamedTuple):
+    """An argument in its binary format. place: of an address, in a call's addresses."""
+
+    size: int
+    bits: int = 0
+    place: int | None = None
+
+
+class Prepared(NamedTuple):
+    """A launch. function: the driver's number of the compiled kernel on the current device."""
+
+    function: int
+    grid: tuple[int, ...]
+    arguments: tuple[Argument, ...]
+    overlap: bool
+
+
+class Repeated:
+    """Launches with the same arguments, but for the addresses, on the same device.
+
+    queue: the driver's cuLaunchKernelEx. addresses: how many a call has. A call returns whether the
+    driver has queued all launches. If it has not, cuda.tile.launch says
+    what is wrong. Threads that call at once write into different copies of the arguments.
+    """
+
+    def __init__(self, queue: Callable, launches: Sequence[Prepared], addresses: int):
+        self._queue, self._launches, self._count = queue, launches, addresses
+        self._idle: list[tuple] = []
+        self._write = struct.Struct(f"{addresses}Q").pack_into
+
+    def __call__(self, stream: int, addresses: Sequence[int]) -> bool:
+        try:
+            copy = self._idle.pop()
+        except IndexError:  # the first call, or one beside it
+            copy = self._copy()
+        words, calls, _ = copy
+        self._write(words, 0, *addresses)
+        failed = 0
+        for config, at, function, arguments in calls:
+            config.stream = stream
+            failed = failed or self._queue(at, function, arguments, None)
+        self._idle.append(copy)
+        return not failed
+
+    def _copy(self) -> tuple:
+        """The words that hold the arguments, what the driver takes for each launch, and what that
+        refers to.
+        """
+        constants = [a.bits for launch in self._launches for a in launch.arguments]
+        words = (ctypes.c_uint64 * (self._count + len(constants)))(*[0] * self._count, *constants)
+        start, next_word = ctypes.addressof(words), self._count
+        calls, kept = [], []
+        for launch in self._launches:
+            places = []
+            for argument in launch.arguments:
+                places.append(next_word if argument.place is None else argument.place)
+                next_word += 1
+            arguments = (c_void_p * len(places))(*[start + WORD * place for place in places])
+            attributes = (_Attribute * launch.overlap)(*[(OVERLAP, (1,))] * launch.overlap)
+            grid = (*launch.grid, 1, 1)[:3]
+            config = _Config(
+                grid, (1, 1, 1), 0, None, ctypes.addressof(attributes), len(attributes)
+            )
+            at = ctypes.addressof(config)
+            calls.append((config, at, launch.function, ctypes.addressof(arguments)))
+            kept += arguments, attributes
+        return words, calls, kept
+
+
+def never(stream: int, addresses: Sequence[int]) -> bool:
+    """In the place of a Repeated, for launches that cuda.tile.launch has to make."""
+    return False
+
+
+def prepare(
+    stream: int, launches: Sequence[Launch], arrays: tuple, numbered: tuple, addresses: int
+) -> Callable[[int, Sequence[int]], bool] | None:
+    """What repeats launches that cuda.tile.launch has made with these arrays; None while the stream
+    is captured, because loading a kernel may end a capture.
+
+    numbered: the same as `arrays`, with the place of each array among a call's addresses.
+    addresses: how many a call has.
+    """
+    driver, capturing = _driver(), ctypes.c_int()
+    if driver.cuStreamIsCapturing(stream, byref(capturing)) or capturing.value:
+        return None
+    prepared = []
+    for kernel, grid, before, take, after, overlap in launches:
+        given, places = ((*before, take(of), *after) for of in (arrays, numbered))
+        signature = KernelSignature.from_kernel_args(
+            kernel, given, CallingConvention.cutile_python_v2()
+        )
+        arguments = tuple(arguments_of(signature, given, places))
+        code, symbol, _, libraries = kernel._compile(signature, default_tile_context)
+        function = None if libraries else _function(code, symbol, _context())
+        if function is None or sizes_of(function) != [a.size for a in arguments]:
+            return never
+        prepared.append(Prepared(function, grid, arguments, overlap))
+    return Repeated(driver.cuLaunchKernelEx, prepared, addresses)
+
+
+def arguments_of(signature: KernelSignature, given: tuple, places: tuple) -> Iterator[Argument]:
+    """The arguments of a kernel in the binary format of cutile_python_v2."""
+    for each in zip(signature.parameters, given, places, strict=True):
+        yield from _arguments(*each)
+
+
+def _arguments(constraint: ParameterConstraint, value: Any, place: Any) -> Iterator[Argument]:
+    match constraint:
+        case TupleConstraint():
+            for each in zip(constraint.items, value, place, strict=True):
+                yield from _arguments(*each)
+        case ArrayConstraint():
+            yield Argument(WORD, place=place)
+            for number in (*value.shape, *value.stride()):
+                yield _number(constraint.index_dtype.name, number)
+        case ScalarConstraint():
+            yield _number(constraint.dtype.name, value)
+
+
+def _number(dtype: str, value: float) -> Argument:
+    packed = struct.pack(FORMATS[dtype], value)
+    return Argument(len(packed), int.from_bytes(packed, "little"))
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    """The driver. As in cuTile, a call keeps the interpreter's lock: letting go of it takes longer
+    in autograd's thread.
+    """
+    driver = ctypes.PyDLL(DRIVER)
+    address = POINTER(c_void_p)
+    driver.cuLaunchKernelEx.argtypes = (c_void_p,) * 4
+    driver.cuStreamIsCapturing.argtypes = c_void_p, POINTER(ctypes.c_int)
+    driver.cuCtxGetCurrent.argtypes = (address,)
+    driver.cuLibraryLoadData.argtypes = address, ctypes.c_char_p, *(c_void_p,) * 2, c_uint
+    driver.cuLibraryLoadData.argtypes += *(c_void_p,) * 2, c_uint
+    driver.cuLibraryGetKernel.argtypes = address, c_void_p, ctypes.c_char_p
+    driver.cuKernelGetFunction.argtypes = address, c_void_p
+    size = POINTER(ctypes.c_size_t)
+    driver.cuFuncGetParamInfo.argtypes = c_void_p, ctypes.c_size_t, size, size
+    return driver
+
+
+def _found(function: Callable, *given) -> int | None:
+    """The address that a function of the driver writes to its first argument; None if it fails."""
+    found = c_void_p()
+    return None if function(byref(found), *given) else found.value
+
+
+def _context() -> int | None:
+    return _found(_driver().cuCtxGetCurrent)
+
+
+@cache
+def _function(code: bytes, symbol: str, context: int | None) -> int | None:
+    """The number of a compiled kernel, which is loaded into the current context for good."""
+    driver = _driver()
+    library = _found(driver.cuLibraryLoadData, code, None, None, 0, None, None, 0)
+    kernel = library and _found(driver.cuLibraryGetKernel, library, symbol.encode())
+    return kernel and _found(driver.cuKernelGetFunction, kernel)
+
+
+def sizes_of(function: int) -> list[int]:
+    """The sizes of the arguments that a compiled kernel takes, in bytes."""
+    sizes: list[int] = []
+    offset, size = ctypes.c_size_t(), ctypes.c_size_t()
+    while not _driver().cuFuncGetParamInfo(function, len(sizes), byref(offset), byref(size)):
+        sizes.append(size.value)
+    return sizes
