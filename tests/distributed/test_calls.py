@@ -16,6 +16,7 @@ from ..ops.helpers import (
     ADD,
     EPS,
     FAMILY,
+    FEW,
     GATED,
     JOINED,
     LAYER,
@@ -25,6 +26,7 @@ from ..ops.helpers import (
     op_arguments,
     random,
 )
+from ..ops.helpers import each as each_of
 from ..ops.test_branch import KINDS, made
 from ..ops.test_branch import call as call_of_branch
 from .placing import PARAMETERS, P, R, alike, case, counted, placed
@@ -32,8 +34,7 @@ from .world import NAMES, device, mesh, on_every_rank, slow_but_first
 
 # Whole vectors: the CPU computes silu and sigmoid of what fills none by other code, to other bits.
 N = 32
-EVERY = FAMILY | JOINED
-EACH_CALL = pytest.mark.parametrize("form", EVERY.values(), ids=EVERY)
+EACH_CALL = each_of(FAMILY | JOINED, FEW)
 EACH_MESH = pytest.mark.parametrize("name", slow_but_first(reversed(NAMES)))
 ONE = NAMES[0]
 ROWS = ("output", "sum", "input", "residual", "gate")
@@ -99,7 +100,7 @@ def test_rows_alike(name, form):
 
 @EACH_MESH
 @pytest.mark.parametrize("number", slow_but_first([5, 4]))
-@each(LAYER, ADD, GATED)
+@each(*slow_but_first([LAYER, ADD, GATED]))
 @on_every_rank
 def test_weights_by_head(name, form, number):
     """Of five heads, one of four ranks has none."""
@@ -295,7 +296,7 @@ def test_a_partial_input_and_a_cut_residual_take_one_reduce_scatter():
 
 
 @EACH_MESH
-@each(LAYER, ADD, GATED, *JOINED.values())
+@each(*slow_but_first([ADD, LAYER, GATED, *JOINED.values()]))
 @on_every_rank
 def test_second_derivatives(name, form):
     given = case(form, 4, 6, N, dtype=torch.float64)
@@ -366,7 +367,7 @@ def test_the_op_itself_and_autocast(name):
         assert found.dtype == expected.dtype and torch.equal(found.full_tensor(), expected)
 
 
-@pytest.mark.parametrize("cut, vector", [(Shard(0), R), (Shard(2), Shard(0)), (R, R)], ids=str)
+@pytest.mark.parametrize("cut, vector", [(Shard(2), Shard(0)), (Shard(0), R), (R, R)], ids=str)
 @pytest.mark.parametrize("op", ["add_rms_norm", "add_layer_norm"])
 @on_every_rank
 def test_a_mask_and_a_layer_scale(op, cut, vector):

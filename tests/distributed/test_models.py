@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import (
 import tilenorm
 
 from ..integrations.graphs import HuggingFaceNorm
-from ..ops.helpers import EPS, FAMILY, call, incoming_of, random, step
+from ..ops.helpers import EPS, FAMILY, call, incoming_of, random, slow, step
 from .placing import P, R, alike, case, placed, profiled
 from .world import INDUCTOR, NAMES, device, mesh, on_every_rank, slow_but_first
 
@@ -208,7 +208,9 @@ class Attention(nn.Module):
         return self.o_proj(torch.tanh(q) * k)
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager", pytest.param("inductor", marks=INDUCTOR)])
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", *slow(None), pytest.param("inductor", marks=INDUCTOR)]
+)
 @on_every_rank
 def test_q_and_k_norms_of_olmo_2(backend):
     """Behind projections that are cut by columns: one all-reduce for each norm each way, and the

@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import tilenorm
 
-from .exported import CASES, assert_alike
+from .exported import CASES, assert_alike, each
 from .helpers import EACH_CALL, call, leaves_of, random, tensors_of
 from .test_library import ABSENT, MASKS, backward_arguments, made
 from .test_split import GATED as GATED_PIECE
@@ -55,7 +55,7 @@ def test_every_op_has_a_decomposition():
     assert {op.name() for op in tilenorm.decompositions()} == registered - legacy
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", each())
 def test_an_exported_program_of_aten_operators(name):
     case = CASES[name]
     program = exported(case)

@@ -16,20 +16,23 @@ from tilenorm.spec import Quantization
 from tilenorm.table import NORMS, OPS, QUANTIZED_NORMS
 
 from ..quantized import arguments, bits
-from .helpers import EACH_DEVICE, op_call, random
+from .helpers import EACH_DEVICE, op_call, random, slow
 from .uses import USES, Use, of_function
 
 B, F32 = torch.bfloat16, torch.float32
 CALLS = "torch._inductor.codegen.custom_extern_kernel_codegen"
 
 
-def calls_of(device) -> list[tuple[str, Use, dict[str, Tensor]]]:
-    """Every op: with tensors of several dtypes, without some parameters, and with options."""
+def calls_of(device, every: bool) -> list[tuple[str, Use, dict[str, Tensor]]]:
+    """Every op, and some with options.
+
+    every: also with tensors of several dtypes, and without some parameters.
+    """
     found = []
-    for op in OPS:
-        for dtypes in ((B, B), (B, F32)) if op in QUANTIZED_NORMS else ((B, B), (B, F32), (F32, B)):
+    for op, dtypes in product(OPS, ((B, F32), (B, B), (F32, B)) if every else ((B, F32),)):
+        if op not in QUANTIZED_NORMS or dtypes[0] == B:
             found.append((op, USES[op], USES[op].tensors(dtypes, device)))
-    for op, left in product(NORMS, ("weight", "bias")):
+    for op, left in product(NORMS if every else (), ("weight", "bias")):
         use = USES[op]._replace(parameters=(left,))
         found.append((op, use, use.tensors((B, B), device)))
     others = {"norm_before_gate": False, "activation": "sigmoid"}
@@ -46,11 +49,11 @@ def calls_of(device) -> list[tuple[str, Use, dict[str, Tensor]]]:
 
 @EACH_DEVICE
 @pytest.mark.usefixtures("as_on_a_gpu")
-@pytest.mark.parametrize("grad", [False, True])
-def test_inductor_calls_past_the_dispatcher(device, grad, dynamo):
+@pytest.mark.parametrize("grad, every", [(True, False), *slow((True, True), (False, True))])
+def test_inductor_calls_past_the_dispatcher(device, grad, every, dynamo):
     """Each call of a graph finds the plan of its own tensors."""
     pytest.importorskip(CALLS, reason="PyTorch before 2.11")
-    calls = calls_of(device)
+    calls = calls_of(device, every)
 
     def norms(given):
         outputs = []
