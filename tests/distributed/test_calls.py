@@ -20,15 +20,16 @@ from ..ops.helpers import (
     GATED,
     JOINED,
     LAYER,
+    MASKED,
     RMS,
+    Form,
     call,
     incoming_of,
+    leaves_of,
     op_arguments,
     random,
 )
 from ..ops.helpers import each as each_of
-from ..ops.test_branch import KINDS, made
-from ..ops.test_branch import call as call_of_branch
 from .placing import PARAMETERS, P, R, alike, case, counted, placed
 from .world import NAMES, device, mesh, on_every_rank, slow_but_first
 
@@ -37,6 +38,7 @@ N = 32
 EACH_CALL = each_of(FAMILY | JOINED, FEW)
 EACH_MESH = pytest.mark.parametrize("name", slow_but_first(reversed(NAMES)))
 ONE = NAMES[0]
+ADDS = ("add_rms_norm", "add_layer_norm")
 ROWS = ("output", "sum", "input", "residual", "gate")
 # Of three dimensions the last is a row, which these placements of rows and of parameters cut.
 CUTS = {
@@ -368,15 +370,14 @@ def test_the_op_itself_and_autocast(name):
 
 
 @pytest.mark.parametrize("cut, vector", [(Shard(2), Shard(0)), (Shard(0), R), (R, R)], ids=str)
-@pytest.mark.parametrize("op", ["add_rms_norm", "add_layer_norm"])
+@each(*(Form(op, MASKED, branch=("dropout_mask", "layer_scale")) for op in ADDS))
 @on_every_rank
-def test_a_mask_and_a_layer_scale(op, cut, vector):
-    tensors = made(KINDS["both"], 4, 6, N, device=device())
-    at = {n: [vector if t.dim() == 1 else cut] for n, t in tensors.items()}
-    results = []
-    for given in (tensors, {n: placed(t, ONE, at[n]) for n, t in tensors.items()}):
-        leaves = {n: t.detach().requires_grad_(n != "dropout_mask") for n, t in given.items()}
-        y, total = call_of_branch(op, leaves)
+def test_a_mask_and_a_layer_scale(form, cut, vector):
+    given, results = case(form, 4, 6, N), []
+    at = {n: [vector if t.dim() == 1 else cut] for n, t in given.tensors.items()}
+    for tensors in (given.tensors, on_mesh(given, ONE, at)):
+        leaves = leaves_of(tensors)
+        y, total = call(form, leaves)
         asked = [t for t in leaves.values() if t.requires_grad]
         grads = torch.autograd.grad((y * y).sum() + (total * total).sum(), asked)
         results.append((y, total, *grads))
