@@ -89,10 +89,7 @@ CASES |= {
     for name, op in OPS.items()
     if op.calls
 }
-MODULES = {
-    "RMSNorm": tilenorm.RMSNorm(N, offset=1.0),
-    "LayerNorm": tilenorm.LayerNorm(N),
-}
+MODULES = {"RMSNorm": tilenorm.RMSNorm(N, offset=1.0), "LayerNorm": tilenorm.LayerNorm(N)}
 CASES |= {n: Case(m.requires_grad_(False), drawn("input")) for n, m in MODULES.items()}
 QUANTIZED = {
     "row": {"scaling": "row", "return_output": True, "return_amax": True},

@@ -22,18 +22,7 @@ from ..quantized import bits, check
 from .helpers import NEEDS_GPU, assert_within, name_of, slow
 from .pretended import pretended_gpu
 from .use_states import STATES, State, results_of, step
-from .uses import (
-    CHAINS,
-    FAKE,
-    HIDDEN,
-    HOW,
-    PRETENDING,
-    ROWS,
-    USES,
-    Outputs,
-    Use,
-    of_function,
-)
+from .uses import CHAINS, FAKE, HIDDEN, HOW, PRETENDING, ROWS, USES, Outputs, Use, of_function
 
 B, H, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 DTYPES = [(B, B), (B, F32), (H, H), (H, F32), (F32, F32), (F32, B)]  # of rows, of parameters
