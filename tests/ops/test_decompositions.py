@@ -1,9 +1,5 @@
 """The decomposition table: what it makes of every op, of exported programs and of gradients."""
 
-import shutil
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -117,25 +113,3 @@ def test_the_graph_of_a_training_step(form):
         assert not [t for t in names_of(traced.graph) if "tilenorm" in t]
         for got, expected in zip(traced(*given), step(*given), strict=True):
             torch.testing.assert_close(got, expected)
-
-
-WITHOUT_TILENORM = """
-import sys, torch
-inputs, expected = torch.load(sys.argv[2])
-found = torch._inductor.aoti_load_package(sys.argv[1])(*inputs)
-torch.testing.assert_close(found, expected)
-assert "tilenorm" not in sys.modules
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("g++"), reason="AOTInductor needs a C++ compiler")
-def test_a_package_of_aot_inductor_runs_without_tilenorm(tmp_path):
-    case = CASES["LayerNorm"]
-    program = exported(case).run_decompositions(tilenorm.decompositions())
-    path, tensors = str(tmp_path / "norm.pt2"), str(tmp_path / "tensors.pt")
-    torch._inductor.aoti_compile_and_package(program, package_path=path)
-    inputs = case.of_rows(7)
-    torch.save((inputs, case.module(*inputs)), tensors)
-    command = [sys.executable, "-c", WITHOUT_TILENORM, path, tensors]
-    subprocess.run(command, check=True, cwd=tmp_path)

@@ -88,9 +88,13 @@ TRANSFORMS = {
     "vjp": lambda f, x, v: torch.func.vjp(f, x)[1](v)[0],
     "grad": lambda f, x, v: torch.func.grad(lambda x: f(x).mul(v).sum())(x),
     "vmap": lambda f, x, v: torch.func.vmap(f)(torch.stack([x, v])),
+    "gradients of samples": lambda f, x, v: torch.func.vmap(
+        torch.func.grad(lambda x: f(x).mul(v).sum())
+    )(torch.stack([x, v])),
     "jacrev": lambda f, x, v: torch.func.jacrev(f)(x),
     "hessian": lambda f, x, v: torch.func.hessian(lambda x: f(x).mul(v).sum())(x),
 }
+LAYER = tilenorm.LayerNorm(8)
 PAIRS = {
     "rms_norm": (
         lambda x, w, z: tilenorm.rms_norm(x, (8,), w, 1e-5),
@@ -115,6 +119,14 @@ PAIRS = {
             )
         ),
         lambda x, w, z: F.layer_norm(s := x * 2 * (z > -1) * w + z, (8,), w) + s,
+    ),
+    "weights, one for each row": (
+        lambda x, w, z: tilenorm.rms_norm(z, (8,), x, 1e-5),
+        lambda x, w, z: F.rms_norm(z, (8,), None, 1e-5) * x,
+    ),
+    "a module": (
+        lambda x, w, z: torch.func.functional_call(LAYER, {"weight": w, "bias": w}, x),
+        lambda x, w, z: F.layer_norm(x, (8,), w, w),
     ),
     "gated_rms_norm": (
         lambda x, w, z: tilenorm.gated_rms_norm(x, z, (8,), w, 1e-5),
