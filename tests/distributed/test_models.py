@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import (
 
 import tilenorm
 
-from ..integrations.graphs import HuggingFaceNorm
+from ..integrations.graphs import FeedForward, HuggingFaceNorm
 from ..ops.helpers import EPS, FAMILY, call, incoming_of, random, slow, step
 from .placing import P, R, alike, case, placed, profiled
 from .world import INDUCTOR, NAMES, device, mesh, on_every_rank, slow_but_first
@@ -30,19 +30,8 @@ NORMS = {
 }
 
 
-class Block(nn.Module):
-    """A transformer's feed-forward block: its residual stream is cut in the sequence."""
-
-    def __init__(self, first=nn.RMSNorm, second=nn.LayerNorm):
-        super().__init__()
-        self.first, self.second = first(N), second(N)
-        self.up, self.down = nn.Linear(N, 2 * N), nn.Linear(2 * N, N)
-
-    def forward(self, x):
-        return self.second(x + self.down(torch.relu(self.up(self.first(x)))))
-
-
-def parallel(model: Block, name: str) -> Block:
+def parallel(model: FeedForward, name: str) -> FeedForward:
+    """A block whose residual stream is cut in the sequence."""
     plan = {
         "first": SequenceParallel(),
         "up": ColwiseParallel(input_layouts=Shard(1)),
@@ -56,9 +45,9 @@ def parallel(model: Block, name: str) -> Block:
     return parallelize_module(model, mesh(name), whole)
 
 
-def model(*norms) -> Block:
+def model(first=nn.RMSNorm, second=nn.LayerNorm) -> FeedForward:
     torch.manual_seed(0)
-    return Block(*norms).to(device())
+    return FeedForward(first(N), second(N), N).to(device())
 
 
 def trained(module, x) -> tuple[dict, dict]:

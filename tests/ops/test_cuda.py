@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from .cuda_helpers import forms_and_widths, made, ops_seen, train
+from .cuda_helpers import capture, forms_and_widths, made, ops_seen, train
 from .helpers import (
     EACH_FORM,
     EPS,
@@ -92,14 +92,7 @@ def test_on_the_device_of_the_input(current, name):
 @REGIMES
 def test_captured_in_a_graph(form, n):
     tensors, incoming = made(form, 300, n)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        train(form, tensors, incoming)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = train(form, tensors, incoming)
+    graph, captured = capture(lambda: train(form, tensors, incoming))
     for seed in range(2):
         with torch.no_grad():
             for number, tensor in enumerate((*tensors.values(), *incoming)):

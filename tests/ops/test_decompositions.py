@@ -8,7 +8,7 @@ import tilenorm
 
 from .exported import CASES, assert_alike, each
 from .helpers import EACH_CALL, call, leaves_of, random, tensors_of
-from .test_library import ABSENT, MASKS, backward_arguments, made
+from .test_library import ABSENT, MASKS, backward_arguments, made, targets
 from .test_split import GATED as GATED_PIECE
 from .test_split import LAYER as LAYER_PIECE
 from .test_split import arguments_of
@@ -24,10 +24,6 @@ def table():
     found = torch.export.default_decompositions()
     found.update(tilenorm.decompositions())
     return found
-
-
-def targets(graph) -> set:
-    return {n.target for n in graph.nodes if n.op == "call_function"}
 
 
 def names_of(graph) -> set[str]:
