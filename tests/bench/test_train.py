@@ -19,10 +19,12 @@ from bench.step import Settings
 from bench.timing import Timer
 from bench.variants import VARIANTS, prepared, twin
 
+from ..ops.helpers import slow
 from .test_record import rows_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::tilenorm.ReferenceWarning")
 FOREVER = float("inf")
+QUICK = ("Qwen3 8B", "ViT-L")
 
 
 class Clock(Timer):
@@ -145,7 +147,7 @@ def test_variant_patches_and_compiles_the_right_parts(monkeypatch, variant, patc
         assert done == first + ([compiled] * parts if compiled else [])
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*QUICK, *slow(*(name for name in MODELS if name not in QUICK))])
 def test_both_variants_train_the_same_weights(name):
     found = pair.measure(["eager", "patch"], asdict(settings_of(name)), 3, FOREVER)
     assert len(found["pairs_us"]) == 3

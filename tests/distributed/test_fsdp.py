@@ -14,7 +14,7 @@ import tilenorm
 
 from ..ops.helpers import slow
 from .modules import ALL, OURS, PYTORCHS, Block, alone, block, rows_of, steps, trained
-from .world import INDUCTOR, device, mesh, on_every_rank, slow_but_first
+from .world import INDUCTOR, device, mesh, on_every_rank
 
 BF16, F32 = torch.bfloat16, torch.float32
 # The policy, and the dtypes of the activations and of the weights that a forward sees.
@@ -128,7 +128,8 @@ def test_activation_checkpointing(reentrant):
     compare(steps(inside, x), alone(block()))
 
 
-@pytest.mark.parametrize("precision", slow_but_first(reversed(PRECISIONS)))
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=INDUCTOR)])
 @on_every_rank
 def test_compiled_layers(backend, precision):

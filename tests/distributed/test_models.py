@@ -198,7 +198,7 @@ class Attention(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "backend", ["aot_eager", *slow(None), pytest.param("inductor", marks=INDUCTOR)]
+    "backend", [None, *slow("aot_eager"), pytest.param("inductor", marks=INDUCTOR)]
 )
 @on_every_rank
 def test_q_and_k_norms_of_olmo_2(backend):

@@ -22,7 +22,8 @@ from .model_rows import CAUSAL, MODELS, TRANSFORMERS, built, step
 
 pytestmark = pytest.mark.filterwarnings("ignore::tilenorm.ReferenceWarning")
 
-EACH_MODEL = pytest.mark.parametrize("name", MODELS)
+SOME = ("llama", "gemma3_text", "bert", "flux")
+EACH_MODEL = pytest.mark.parametrize("name", [*SOME, *slow(*(m for m in MODELS if m not in SOME))])
 
 
 class InFloat64(TorchFunctionMode):

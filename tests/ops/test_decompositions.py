@@ -7,7 +7,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import tilenorm
 
 from .exported import CASES, assert_alike, each
-from .helpers import EACH_CALL, call, leaves_of, random, tensors_of
+from .helpers import CALLS, FEW, call, leaves_of, random, tensors_of
+from .helpers import each as each_form
 from .test_library import ABSENT, MASKS, backward_arguments, made, targets
 from .test_split import GATED as GATED_PIECE
 from .test_split import LAYER as LAYER_PIECE
@@ -93,7 +94,7 @@ def test_rows_in_pieces(spec):
         check(name.strip(), arguments)
 
 
-@EACH_CALL
+@each_form(CALLS, FEW)
 def test_the_graph_of_a_training_step(form):
     """make_fx, and whatever else takes a table, decomposes both directions."""
     tensors = tensors_of(form, 3, 40)

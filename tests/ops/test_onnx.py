@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import tilenorm
 
 from .exported import BITS, CASES, Case, assert_alike, drawn, each
+from .helpers import slow
 from .test_decompositions import exported, table
 
 onnx = pytest.importorskip("onnx")
@@ -66,7 +67,7 @@ def test_a_module(name):
     assert_same_numbers(by_dynamo(CASES[name]), CASES[name])
 
 
-@pytest.mark.parametrize("name", ["add_rms_norm", "rms_norm_quantized, block"])
+@pytest.mark.parametrize("name", ["rms_norm_quantized, block", *slow("add_rms_norm")])
 def test_an_exported_program(name):
     program = exported(CASES[name]).run_decompositions(table())
     model = torch.onnx.export(program, dynamo=True, verbose=False).model_proto

@@ -66,7 +66,7 @@ WIDE += slow((GATED, (33001, 17)), (LAYER, (20000, 40000)))
 
 
 @pytest.mark.any_torch
-@pytest.mark.parametrize("spec, widths", WIDE, ids=str)
+@pytest.mark.parametrize("spec, widths", WIDE, ids=cases.label)
 def test_pieces_wider_than_a_block(spec, widths):
     """By vectors and by elements. A block takes the chunks of a row one after the other."""
     spec = replace(spec, hidden=sum(widths))
