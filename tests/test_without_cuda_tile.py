@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tilenorm.launch import scales
 from tilenorm.launch.config import VECTOR
 
@@ -65,6 +67,7 @@ with pytest.raises(RuntimeError, match="backend 'cutile' was asked for, but cuda
 with pytest.raises(RuntimeError, match="tilenorm.override: cuTile supports no GPU here"):
     tilenorm.enable()
 """
+CALL = "tilenorm.rms_norm(torch.ones(2, 8), (8,))"
 COMMANDS = """
 assert main(["info"]) == 0
 assert main(["explain", "--arch", "sm_90", "--hidden", "16"]) == 0
@@ -89,15 +92,18 @@ def test_a_model_runs_forward_and_backward():
     without_cuda_tile(MODEL)
 
 
-def test_commands_say_that_it_is_missing():
-    out, err = without_cuda_tile(COMMANDS)
+@pytest.fixture(scope="module")
+def said() -> tuple[str, str]:
+    """What a call and the commands print."""
+    return without_cuda_tile(CALL + COMMANDS)
+
+
+def test_commands_say_that_it_is_missing(said):
+    out, err = said
     missing = "cuda-tile is not installed (No module named cuda); on Linux and Windows: pip install"
     assert f"cutile refuses: {missing}" in out  # info
     assert f"refused by cutile: {missing}" in out  # explain
     assert err.count(f"error: {missing}") == 3
-
-
-CALL = "tilenorm.rms_norm(torch.ones(2, 8), (8,))"
 
 
 def test_one_that_does_not_load():
@@ -105,8 +111,8 @@ def test_one_that_does_not_load():
     assert "cuda-tile does not load (libcuda is too old)" in err
 
 
-def test_the_remedy_is_the_projects_own_line():
-    _, err = without_cuda_tile(CALL)
+def test_the_remedy_is_the_projects_own_line(said):
+    _, err = said
     [line] = re.findall(r'"(cuda-tile\S*);', (ROOT / "pyproject.toml").read_text())
     assert f"pip install '{line}'" in err
 

@@ -25,6 +25,7 @@ from .test_record import rows_of
 pytestmark = pytest.mark.filterwarnings("ignore::tilenorm.ReferenceWarning")
 FOREVER = float("inf")
 QUICK = ("Qwen3 8B", "ViT-L")
+OTHER_PAIR = pytest.param(("patch-compile", "compile"), marks=pytest.mark.slow)
 
 
 class Clock(Timer):
@@ -160,7 +161,7 @@ def test_both_variants_train_the_same_weights(name):
     assert found["reports"][1].startswith(f"{norms} modules patched, 0 not patched")
 
 
-@pytest.mark.parametrize("names", [("compile", "tilenorm-compile"), ("patch-compile", "compile")])
+@pytest.mark.parametrize("names", [("compile", "tilenorm-compile"), OTHER_PAIR])
 def test_compiled_variants_share_a_process_and_compile_once_each(graphs, names):
     found = pair.measure(names, asdict(settings_of()), 2, FOREVER)
     assert len(graphs) == 4  # of each variant a layer, which serves all layers, and the head

@@ -102,7 +102,7 @@ def test_sequence_parallel_plans(name, kind):
 @pytest.mark.parametrize(
     "name, first, backend",
     [
-        (ONE, HuggingFaceNorm, "aot_eager"),
+        *slow((ONE, HuggingFaceNorm, "aot_eager")),
         *(pytest.param(n, nn.RMSNorm, "aot_eager", marks=pytest.mark.slow) for n in NAMES_FLAT),
         pytest.param(ONE, nn.RMSNorm, "inductor", marks=INDUCTOR),
     ],
@@ -156,7 +156,8 @@ def test_compiled_functions(op, backend):
             assert torch.equal(result.to_local(), other.to_local())
 
 
-@pytest.mark.parametrize("name", FLAT)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES_FLAT)
 @on_every_rank
 def test_compile_keeps_the_placement_of_a_sum(name):
     """x + residual is one reduce-scatter, which the fused op takes over; the rest is local."""

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import tilenorm
 
-from .helpers import FAMILY, incoming_of, same, step, tensors_of
+from .helpers import FAMILY, incoming_of, same, slow, step, tensors_of
 
 pytestmark = pytest.mark.usefixtures("no_memory")
 
@@ -64,7 +64,7 @@ class Normalized(Dataset):
         return y.detach(), grad
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", *slow("spawn")])
 def test_workers_of_a_data_loader(method):
     data = Normalized()
     expected = [data[i] for i in range(len(data))]  # what a forked worker remembers

@@ -18,6 +18,7 @@ from .helpers import (
     leaves_of,
     op_call,
     random,
+    slow,
     tensors_of,
 )
 
@@ -152,7 +153,7 @@ def test_transforms(device, name, transform):
 
 @EACH_DEVICE
 @pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm"])
+@pytest.mark.parametrize("name", ["rms_norm", *slow("add_rms_norm")])
 def test_compiled_transforms(device, name, transform, dynamo):
     compiled = partial(torch.compile, fullgraph=transform != "forward mode", backend="aot_eager")
     torch.testing.assert_close(*both(device, name, transform, compiled), rtol=2e-6, atol=2e-6)
