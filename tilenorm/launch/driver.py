@@ -111,7 +111,9 @@ class Repeated:
                 places.append(next_word if argument.place is None else argument.place)
                 next_word += 1
             arguments = (c_void_p * len(places))(*[start + WORD * place for place in places])
-            attributes = (_Attribute * launch.overlap)(*[(OVERLAP, (1,))] * launch.overlap)
+            attributes = (_Attribute * launch.overlap)()
+            for attribute in attributes:
+                attribute.name, attribute.value[0] = OVERLAP, 1
             grid = (*launch.grid, 1, 1)[:3]
             config = _Config(
                 grid, (1, 1, 1), 0, None, ctypes.addressof(attributes), len(attributes)
