@@ -12,7 +12,7 @@ from cuda.tile._cext import default_tile_context
 from tests.executors import backward_calls, forward_calls
 from tilenorm.launch import driver
 from tilenorm.launch.calls import every_gradient
-from tilenorm.launch.driver import Argument, Prepared, Repeated, arguments_of
+from tilenorm.launch.driver import Argument, Prepared, arguments_of, repeating
 from tilenorm.launch.target import Target
 from tilenorm.spec import NormSpec, Quantization
 from tilenorm.tools.cubin import _sections
@@ -122,7 +122,7 @@ SIZES = {launch.function: [a.size for a in launch.arguments] for launch in LAUNC
 
 
 def test_the_driver_gets_the_addresses_of_the_call_and_the_constants_of_the_first():
-    repeat = Repeated(queue := Queue(SIZES), LAUNCHES, 3)
+    repeat = repeating(queue := Queue(SIZES), LAUNCHES, 3)
     for stream, addresses in ((100, [1 << 40, 2 << 40, 3 << 40]), (200, [4 << 40, 0, 6 << 40])):
         assert repeat(stream, addresses)
         a, b, c = addresses
@@ -133,7 +133,7 @@ def test_the_driver_gets_the_addresses_of_the_call_and_the_constants_of_the_firs
 
 
 def test_a_launch_that_the_driver_refuses_ends_the_call():
-    repeat = Repeated(queue := Queue(SIZES, code=201), LAUNCHES, 3)
+    repeat = repeating(queue := Queue(SIZES, code=201), LAUNCHES, 3)
     assert not repeat(1, [0, 0, 0])
     assert [seen[0] for seen in queue.seen] == [11]
     queue.code = 0
@@ -150,7 +150,7 @@ def test_calls_beside_each_other_have_arguments_of_their_own():
             assert repeat(2, [21, 22, 23])
         return queue(*given)
 
-    repeat = Repeated(nested, LAUNCHES, 3)
+    repeat = repeating(nested, LAUNCHES, 3)
     assert repeat(1, [11, 12, 13])
     read = [(stream, arguments) for _, stream, _, arguments, _ in queue.seen[1:]]
     assert read == [(2, [23, 5, 21]), (2, [23, 22, 9]), (1, [13, 5, 11]), (1, [13, 12, 9])]
@@ -171,7 +171,7 @@ def test_threads_at_once():
         [first] = (ctypes.c_void_p * 1).from_address(arguments)
         return ctypes.c_uint64.from_address(first).value >> 32 != stream
 
-    repeat = Repeated(compare, LAUNCHES, 3)
+    repeat = repeating(compare, LAUNCHES, 3)
     threads = [threading.Thread(target=work, args=(n,)) for n in range(1, 5)]
     for thread in threads:
         thread.start()
@@ -221,7 +221,7 @@ def prepared(monkeypatch):
 
 def test_nothing_is_prepared_while_the_stream_is_captured(prepared):
     assert prepared(capturing=1) is None
-    assert isinstance(prepared(), Repeated)
+    assert prepared()(1, [0] * 4) is True
 
 
 def test_a_kernel_that_takes_other_arguments_is_launched_by_cutile(prepared):

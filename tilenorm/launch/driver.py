@@ -29,6 +29,9 @@ from cuda.tile.compilation import (
 from .calls import Launch
 from .toolchain import DRIVER
 
+# A function of a stream and the addresses of a call. It returns whether the driver has queued all
+# launches. If it has not, cuda.tile.launch says what is wrong.
+Repeated = Callable[[int, Sequence[int]], bool]
 WORD = 8  # bytes
 OVERLAP = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 FORMATS = {"float32": "<f", "int32": "<i", "int64": "<q"}  # of numbers, by cuTile's dtypes
@@ -70,68 +73,66 @@ class Prepared(NamedTuple):
     overlap: bool
 
 
-class Repeated:
-    """Launches with the same arguments, but for the addresses, on the same device.
+def repeating(queue: Callable, launches: Sequence[Prepared], addresses: int) -> Repeated:
+    """A function that makes launches with other addresses, on the same device.
 
-    queue: the driver's cuLaunchKernelEx. addresses: how many a call has. A call returns whether the
-    driver has queued all launches. If it has not, cuda.tile.launch says
-    what is wrong. Threads that call at once write into different copies of the arguments.
+    queue: the driver's cuLaunchKernelEx. addresses: how many a call has. Threads that call at once
+    write into different copies of the arguments. Where code has left the caches of a CPU, as in a
+    step of a model, each object that a call touches takes longer than the call itself.
     """
+    idle: list[tuple] = []
+    write = struct.Struct(f"{addresses}Q").pack_into
 
-    def __init__(self, queue: Callable, launches: Sequence[Prepared], addresses: int):
-        self._queue, self._launches, self._count = queue, launches, addresses
-        self._idle: list[tuple] = []
-        self._write = struct.Struct(f"{addresses}Q").pack_into
-
-    def __call__(self, stream: int, addresses: Sequence[int]) -> bool:
+    def repeat(stream: int, starts: Sequence[int]) -> bool:
         try:
-            copy = self._idle.pop()
+            copy = idle.pop()
         except IndexError:  # the first call, or one beside it
-            copy = self._copy()
+            copy = _copy(launches, addresses)
         words, calls, _ = copy
-        self._write(words, 0, *addresses)
+        write(words, 0, *starts)
         failed = 0
         for config, at, function, arguments in calls:
             config.stream = stream
-            failed = failed or self._queue(at, function, arguments, None)
-        self._idle.append(copy)
+            failed = failed or queue(at, function, arguments, None)
+        idle.append(copy)
         return not failed
 
-    def _copy(self) -> tuple:
-        """The words that hold the arguments, what the driver takes for each launch, and what that
-        refers to.
-        """
-        constants = [a.bits for launch in self._launches for a in launch.arguments]
-        words = (ctypes.c_uint64 * (self._count + len(constants)))(*[0] * self._count, *constants)
-        start, next_word = ctypes.addressof(words), self._count
-        calls, kept = [], []
-        for launch in self._launches:
-            places = []
-            for argument in launch.arguments:
-                places.append(next_word if argument.place is None else argument.place)
-                next_word += 1
-            arguments = (c_void_p * len(places))(*[start + WORD * place for place in places])
-            attributes = (_Attribute * launch.overlap)()
-            for attribute in attributes:
-                attribute.name, attribute.value[0] = OVERLAP, 1
-            grid = (*launch.grid, 1, 1)[:3]
-            config = _Config(
-                grid, (1, 1, 1), 0, None, ctypes.addressof(attributes), len(attributes)
-            )
-            at = ctypes.addressof(config)
-            calls.append((config, at, launch.function, ctypes.addressof(arguments)))
-            kept += arguments, attributes
-        return words, calls, kept
+    return repeat
 
 
-def never(stream: int, addresses: Sequence[int]) -> bool:
-    """In the place of a Repeated, for launches that cuda.tile.launch has to make."""
+def _copy(launches: Sequence[Prepared], addresses: int) -> tuple:
+    """The words that hold the arguments, what the driver takes for each launch, and what that
+    refers to.
+    """
+    constants = [a.bits for launch in launches for a in launch.arguments]
+    words = (ctypes.c_uint64 * (addresses + len(constants)))(*[0] * addresses, *constants)
+    start, next_word = ctypes.addressof(words), addresses
+    calls, kept = [], []
+    for launch in launches:
+        places = []
+        for argument in launch.arguments:
+            places.append(next_word if argument.place is None else argument.place)
+            next_word += 1
+        arguments = (c_void_p * len(places))(*[start + WORD * place for place in places])
+        attributes = (_Attribute * launch.overlap)()
+        for attribute in attributes:
+            attribute.name, attribute.value[0] = OVERLAP, 1
+        grid = (*launch.grid, 1, 1)[:3]
+        config = _Config(grid, (1, 1, 1), 0, None, ctypes.addressof(attributes), len(attributes))
+        at = ctypes.addressof(config)
+        calls.append((config, at, launch.function, ctypes.addressof(arguments)))
+        kept += arguments, attributes
+    return words, calls, kept
+
+
+def never(stream: int, starts: Sequence[int]) -> bool:
+    """In the place of what `repeating` returns, for launches that cuda.tile.launch has to make."""
     return False
 
 
 def prepare(
     stream: int, launches: Sequence[Launch], arrays: tuple, numbered: tuple, addresses: int
-) -> Callable[[int, Sequence[int]], bool] | None:
+) -> Repeated | None:
     """What repeats launches that cuda.tile.launch has made with these arrays; None while the stream
     is captured, because loading a kernel may end a capture.
 
@@ -153,7 +154,7 @@ def prepare(
         if function is None or sizes_of(function) != [a.size for a in arguments]:
             return never
         prepared.append(Prepared(function, grid, arguments, overlap))
-    return Repeated(driver.cuLaunchKernelEx, prepared, addresses)
+    return repeating(driver.cuLaunchKernelEx, prepared, addresses)
 
 
 def arguments_of(signature: KernelSignature, given: tuple, places: tuple) -> Iterator[Argument]:
