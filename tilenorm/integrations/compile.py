@@ -169,9 +169,8 @@ class _ReplacingBackend:
         if self.where is not None:
             if not self.where(norm.at):
                 raise Left("where() excludes it")
-        elif self.is_inductor:
-            if (count := hidden_of(known(norm.x), norm.dims)) <= SMALL:
-                raise Left(f"Inductor fuses a norm of {count} elements with its neighbours")
+        elif self.is_inductor and (count := hidden_of(known(norm.x), norm.dims)) <= SMALL:
+            raise Left(f"Inductor fuses a norm of {count} elements with its neighbours")
 
     def _folding(self) -> Callable:
         """The other backend; if it is Inductor, with a pass more in its configuration."""
