@@ -21,6 +21,7 @@ from tilenorm.tools.signature import signature
 TARGET, CAPABILITY = Target.of("sm_90"), (9, 0)
 SPECS = {
     "rms": NormSpec("rms", 1024, "bfloat16", "bfloat16"),
+    "narrow": NormSpec("rms", 64, "bfloat16", "bfloat16", "bfloat16"),
     "layer": NormSpec("layer", 1000, "float32", "float32", "float32"),
     "add": NormSpec("rms", 1024, "bfloat16", "bfloat16", residual="float32"),
     "heads": NormSpec("rms", 128, "bfloat16", "bfloat16", heads=4),
@@ -140,6 +141,49 @@ def test_a_launch_that_the_driver_refuses_ends_the_call():
     assert repeat(1, [0, 0, 0])
 
 
+def test_a_thread_without_a_context_gets_it_and_launches_again():
+    queue, entered = Queue(SIZES, code=201), []
+
+    def enter():
+        entered.append(queue.code)
+        queue.code = 0
+        return len(entered) == 1
+
+    repeat = repeating(queue, LAUNCHES, 3, enter)
+    assert repeat(1, [0, 0, 0]) and entered == [201]
+    assert [seen[0] for seen in queue.seen] == [11, 11, 12]
+    queue.code = 400
+    assert not repeat(1, [0, 0, 0]) and entered == [201, 400]
+
+
+def test_the_context_of_a_thread_is_the_devices_if_it_has_none(monkeypatch):
+    class Contexts:
+        def __init__(self):
+            self.current, self.retained = None, []
+
+        def cuCtxGetCurrent(self, found):
+            found._obj.value = self.current
+            return 0
+
+        def cuDevicePrimaryCtxRetain(self, found, index):
+            self.retained.append(index)
+            found._obj.value = 40 + index
+            return 0
+
+        def cuCtxSetCurrent(self, context):
+            self.current = context
+            return 0
+
+    contexts = Contexts()
+    monkeypatch.setattr(driver, "_driver", lambda: contexts)
+    driver._primary.cache_clear()
+    assert driver._enter(1) and contexts.current == 41
+    assert not driver._enter(0) and contexts.current == 41 and contexts.retained == [1]
+    contexts.current = None
+    assert driver._enter(1) and contexts.retained == [1]
+    driver._primary.cache_clear()
+
+
 def test_calls_beside_each_other_have_arguments_of_their_own():
     """A call inside of another stands for a call by another thread."""
     queue = Queue(SIZES)
@@ -213,7 +257,7 @@ def prepared(monkeypatch):
     def prepare(takes=sizes, capturing=0):
         monkeypatch.setattr(driver, "_driver", lambda: Driver(takes, capturing))
         places = numbered(arrays, tensors := [])
-        return driver.prepare(3, [launch], arrays, places, len(tensors))
+        return driver.prepare(0, 3, [launch], arrays, places, len(tensors))
 
     prepare.sizes = sizes
     return prepare

@@ -46,7 +46,7 @@ def pretended_gpu(arch: str = "sm_90"):
 
 
 def repeating(
-    interpret: Callable, stream: int, launches: list, arrays: tuple, numbered: tuple, count: int
+    interpret: Callable, index: int, stream: int, launches, arrays, numbered, count: int
 ) -> Callable:
     """As driver.prepare: interprets the launches with what lies at the addresses of a call."""
 

@@ -62,7 +62,7 @@ def frames(call: Callable, x: torch.Tensor) -> list[str]:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_frames_up_to_the_launch(name, monkeypatch):
-    def prepare(stream, launches, arrays, numbered, addresses):
+    def prepare(index, stream, launches, arrays, numbered, addresses):
         return driver.repeating(lambda *_: 0, (), addresses)
 
     with pretended_gpu(), torch.no_grad():

@@ -36,7 +36,7 @@ def made(device, monkeypatch):
             done.append("repeated")
             return repeat(*called)
 
-        return repeated
+        return repeat and repeated
 
     monkeypatch.setattr(cutile, "prepare", preparing)
     return done

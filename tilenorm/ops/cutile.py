@@ -204,7 +204,7 @@ def _keep(layout: Layout, eps: float, index: int, launches, arrays, arrays_of, r
     elif lie_as_read(read):
         numbered = arrays_of([*range(len(read))], [*range(len(read), count)])
         stream = torch_private.current_stream(index)
-        launch = prepare(stream, launches, arrays, numbered, count)
+        launch = prepare(index, stream, launches, arrays, numbered, count)
         if launch is not None:
             empty = torch_private.empty_strided_cuda if index >= 0 else _empty_strided_cpu
             repeated[eps] = _repeat(launch, layout, index, empty, torch_private.current_stream)
