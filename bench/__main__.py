@@ -4,8 +4,9 @@
 pages of records print. Neither measures anything.
 
 ``python -m bench train`` compares training steps, ``python -m bench first-call`` measures how long
-compiling takes, and ``python -m bench accuracy`` measures errors. ``--from`` prints their records
-too. ``python -m bench quantized`` measures norms with a quantised output.
+compiling takes, ``python -m bench accuracy`` measures errors, and ``python -m bench host`` host
+time. ``--from`` prints their records too. ``python -m bench quantized`` measures norms with a
+quantised output.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from bench import (
     accuracy,
     documents,
     first_call,
+    host,
     plot,
     provenance,
     quantized,
@@ -41,6 +43,7 @@ COMMANDS = {
     "train": train.main,
     "first-call": first_call.main,
     "accuracy": accuracy.main,
+    "host": host.main,
     "quantized": quantized.main,
 }
 CPU_ELEMENTS = 1 << 18

@@ -194,7 +194,25 @@ def _index(block: Block) -> str:
     return "\n".join(lines)
 
 
+def _hosts(block: Block) -> str:
+    """The host time of PyTorch's norms and of tilenorm's, eager and compiled."""
+    rows = []
+    measured = {(h.op, h.way, h.provider): h for h in block.record.hosts if not h.error}
+    for op, way, provider in measured:
+        other = {"torch": "tilenorm", "compile": "tilenorm-compile"}.get(provider)
+        if (ours := measured.get((op, way, other))) is None:
+            continue
+        base, row = measured[op, way, provider], [op, way, provider, other]
+        for name in ("forward_us", "forward_backward_us"):
+            before, after = getattr(base, name), getattr(ours, name)
+            row.append(f"{before:.1f} → {after:.1f} ({after / before:.2f})")
+        rows.append(row)
+    header = ["op", "way", "A", "B", "forward, µs", "forward and backward, µs"]
+    return table(header, rows, markdown=True)
+
+
 KINDS = {
+    "hosts": _hosts,
     "summary": _summary,
     "losses": _losses,
     "index": _index,

@@ -61,7 +61,7 @@ def _first_calls(record: Record) -> tuple[str, str]:
 
 
 def _hosts(record: Record) -> tuple[str, str]:
-    times = {(host.op, host.provider): host for host in record.hosts}
+    times = {(h.op, h.provider): h for h in record.hosts if h.way == "call" and not h.error}
     ops = list(dict.fromkeys(op for op, _ in times))
     ratios = {}
     for name in ("forward_us", "forward_backward_us"):

@@ -65,8 +65,8 @@ class Copy:
 
 @dataclass(frozen=True)
 class Host:
-    """Host microseconds of one call: a forward without grad, and a forward with its backward. Each
-    is the least median of several rounds.
+    """Host microseconds of a call: a forward without grad, and a forward with its backward, by the
+    clock and of all threads. Each is the least median of several rounds. ``way``: see bench.host.
     """
 
     op: str
@@ -77,6 +77,9 @@ class Host:
     forward_us: float | None = None
     forward_backward_us: float | None = None
     error: str = ""
+    way: str = "call"
+    forward_cpu_us: float | None = None
+    forward_backward_cpu_us: float | None = None
 
 
 @dataclass(frozen=True)

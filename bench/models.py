@@ -22,7 +22,7 @@ def norm_of(shape: Shape, columns: int, **factory) -> nn.Module:
 
 
 class Attention(nn.Module):
-    """Attention with rotary positions. ``heads`` queries share ``kv_heads`` keys."""
+    """Attention, rotated if it gets cos and sin. ``heads`` queries share ``kv_heads`` keys."""
 
     def __init__(self, shape: Shape, **factory):
         super().__init__()
@@ -47,7 +47,7 @@ class Attention(nn.Module):
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
         if cos is not None:
             q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
-        how = {"is_causal": not self.shape.images}
+        how = {"is_causal": self.shape.causal}
         how |= {"enable_gqa": self.shape.heads != self.shape.kv_heads}
         y = F.scaled_dot_product_attention(q, k, v, **how)
         return self.output(y.transpose(1, 2).flatten(-2))
@@ -72,7 +72,8 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """A layer: x + attention(norm(x)), and then x + ffn(norm(x)).
 
-    With the norms after: x + norm(attention(x)), and then x + norm(ffn(x)).
+    With the norms after the parts: x + norm(attention(x)), and then x + norm(ffn(x)); after the
+    sums: norm(x + attention(x)), and then norm(x + ffn(x)).
     """
 
     def __init__(self, shape: Shape, **factory):
@@ -85,7 +86,10 @@ class Block(nn.Module):
         self.ffn = FeedForward(shape, **factory)
 
     def forward(self, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
-        if self.shape.norm_after:
+        if self.shape.norm_after == "sum":
+            x = self.attention_norm(x + self.attention(x, cos, sin))
+            return self.ffn_norm(x + self.ffn(x))
+        if self.shape.norm_after == "part":
             x = x + self.attention_norm(self.attention(x, cos, sin))
             return x + self.ffn_norm(self.ffn(x))
         x = x + self.attention(self.attention_norm(x), cos, sin)
@@ -96,15 +100,14 @@ class Block(nn.Module):
 class Patches(nn.Module):
     """(batch, T - 1, PIXELS) -> (batch, T, hidden): projected patches behind a class token."""
 
-    def __init__(self, shape: Shape, length: int, **factory):
+    def __init__(self, shape: Shape, **factory):
         super().__init__()
         self.projection = nn.Linear(PIXELS, shape.hidden, **factory)
         self.first = nn.Parameter(torch.empty(1, 1, shape.hidden, **factory))
-        self.positions = nn.Parameter(torch.empty(length, shape.hidden, **factory))
 
     def forward(self, patches: Tensor) -> Tensor:
         first = self.first.expand(len(patches), -1, -1)
-        return torch.cat((first, self.projection(patches)), 1) + self.positions
+        return torch.cat((first, self.projection(patches)), 1)
 
 
 class Head(nn.Module):
@@ -117,7 +120,8 @@ class Head(nn.Module):
         super().__init__()
         self.images = shape.images
         self.norm = norm_of(shape, shape.hidden, **factory)
-        self.output = nn.Linear(shape.hidden, shape.vocab, bias=shape.biased, **factory)
+        biased = shape.biased and not shape.tied
+        self.output = nn.Linear(shape.hidden, shape.vocab, bias=biased, **factory)
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
         x = self.norm(x)
@@ -135,16 +139,19 @@ class Transformer(nn.Module):
 
     def __init__(self, shape: Shape, length: int, **factory):
         super().__init__()
+        self.shape = shape
         if shape.images:
-            self.embedding = Patches(shape, length, **factory)
+            self.embedding = Patches(shape, **factory)
         else:
             self.embedding = nn.Embedding(shape.vocab, shape.hidden, **factory)
         self.blocks = nn.ModuleList(Block(shape, **factory) for _ in range(shape.layers))
         self.head = Head(shape, **factory)
         if shape.tied:
             self.head.output.weight = self.embedding.weight
+        if shape.learned:
+            self.positions = nn.Parameter(torch.empty(shape.learned, shape.hidden, **factory))
         for name, table in zip(("cos", "sin"), _rotation(shape, length), strict=True):
-            placed = None if shape.images else table.to(**factory)
+            placed = None if shape.learned else table.to(**factory)
             self.register_buffer(name, placed, persistent=False)
 
     @torch.no_grad()
@@ -161,6 +168,8 @@ class Transformer(nn.Module):
         if targets is None:
             given, targets = given[:, :-1], given[:, 1:]
         x = self.embedding(given)
+        if self.shape.learned:
+            x = x + self.positions[: x.shape[1]]
         for block in self.blocks:
             x = block(x, self.cos, self.sin)
         return self.head(x, targets)

@@ -33,8 +33,8 @@ def tables(record: Record, markdown: bool = False) -> list[str]:
                 parts.append(_throughput(record, cells, markdown))
             elif cells:
                 parts.append(_latency(cells, markdown))
-    for op in dict.fromkeys(host.op for host in record.hosts):
-        parts.append(_host_times(record, op, markdown))
+    for of in dict.fromkeys((host.op, host.way) for host in record.hosts):
+        parts.append(_host_times(record, *of, markdown))
     if record.pairs:
         parts.append(pair_table.table_of(record.pairs, markdown))
     parts += [pair_table.kernels_of(pair, markdown) for pair in record.pairs if pair.kernels]
@@ -195,20 +195,24 @@ def against_best_peer(cells: dict[str, Cell]) -> str:
     return f"{found[0]:.2f} {found[1]}" if found else "-"
 
 
-def _host_times(record: Record, op: str, markdown: bool) -> str:
-    hosts = [host for host in record.hosts if host.op == op]
+def _host_times(record: Record, op: str, way: str, markdown: bool) -> str:
+    hosts = [host for host in record.hosts if (host.op, host.way) == (op, way)]
     eager = next((host for host in hosts if host.provider == "torch"), hosts[0])
     shown = [
         [
             host.provider,
             _us(host.forward_us, eager.forward_us),
             _us(host.forward_backward_us, eager.forward_backward_us),
+            *(_us(us, None) for us in (host.forward_cpu_us, host.forward_backward_cpu_us)),
         ]
         for host in hosts
     ]
     header = ["provider", "forward without grad", "forward and backward"]
+    header += ["forward, all threads", "both, all threads"]
+    if eager.forward_cpu_us is None:  # of a record from before 2026-11-26
+        header, shown = header[:3], [row[:3] for row in shown]
     shape = f"{eager.dtype}, {eager.m} x {eager.n}"
-    title = f"{op}: host time of a call in µs (times {eager.provider}'s), {shape}"
+    title = f"{op}: host time of a {way} in µs (times {eager.provider}'s), {shape}"
     notes = [f"{host.provider}: {host.error}" for host in hosts if host.error]
     return titled(title, table(header, shown, markdown), notes, markdown)
 

@@ -4,18 +4,14 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 import torch
 
-from bench import check, timing
+from bench import check, host, timing
 from bench.cases import DTYPES, HOST, OPS, Case, Op
 from bench.providers import PROVIDERS
 from bench.record import Cell, Copy, Host, first_line
 
-# A shape so small that the GPU finishes a call before the host has prepared the next call.
-HOST_M, HOST_N, HOST_DTYPE = 32, 1024, "bfloat16"
-HOST_ROUNDS = 3
 # The number of elements of a copy is rounded up to a multiple of this.
 COPY_UNIT = 1 << 16
 # Exceptions that Python code raises on purpose. All others are failures.
@@ -72,8 +68,10 @@ def run(
     shapes = set()
     with torch.cuda.stream(stream):
         for op in map(OPS.get, host_ops):
-            for host in _hosts(op, names[op.name], device, late, progress):
-                emit(host)
+            for found in host.times(op, names[op.name], device, "call", late, progress.step):
+                emit(found)
+                if found.error and found.error != host.LATE:
+                    _require_gpu(device, f"{found.provider}: {found.error}")
         for case in cases:
             _run_case(case, timed[case.op], ways, device, emit, late, progress, budget_s, shapes)
 
@@ -190,47 +188,6 @@ def copied(case: Case, dtype: torch.dtype, device: str, budget_s: float) -> Copy
     found = timing.measure(calls, nbytes, device, budget_s)
     where = {"dtype": case.dtype, "m": case.m, "n": case.n, "bytes": nbytes}
     return Copy(**where, **{k: v for k, v in _fields(found).items() if k != "error"})
-
-
-def _hosts(op: Op, names: Sequence[str], device: str, late, progress) -> list[Host]:
-    """The host times of all providers: each is the least median of several rounds.
-
-    The providers take turns in every round, because the host of a virtual machine may be slow for
-    seconds.
-    """
-    shape = HOST_M, HOST_N, DTYPES[HOST_DTYPE], device
-    leaves = [x.requires_grad_() for x in op.inputs(*shape)]
-    grads = op.output_grads(*shape)
-
-    def forward(provider):
-        with torch.no_grad():
-            return provider(*leaves)
-
-    def forward_backward(provider):
-        """As in a training step. torch.autograd.grad would ask for a part of the graph."""
-        for leaf in leaves:
-            leaf.grad = None
-        torch.autograd.backward(_with_grad(provider(*leaves)), grads)
-
-    calls = {"forward_us": forward, "forward_backward_us": forward_backward}
-    found, loaded = {name: {} for name in names}, {}
-    for turn in range(HOST_ROUNDS):
-        for name, least in found.items():
-            if turn == 0:
-                progress.step(f"{op.name} host time {name}")
-            if late() or "error" in least:
-                continue
-            try:
-                provider = loaded[name] = loaded.get(name) or PROVIDERS[name].load(op)
-                for field, call in calls.items():
-                    us = timing.host(partial(call, provider), device)
-                    least[field] = min(us, least.get(field, us))
-            except Exception as error:
-                _require_gpu(device, f"{name}: {first_line(error)}")
-                least["error"] = first_line(error)
-    where = {"op": op.name, "dtype": HOST_DTYPE, "m": HOST_M, "n": HOST_N}
-    skipped = {"error": "out of time"}
-    return [Host(**where, provider=name, **(least or skipped)) for name, least in found.items()]
 
 
 def _status(error: Exception) -> str:

@@ -11,12 +11,13 @@ class Shape:
     """The sizes and the stages of a model. The defaults are those of Llama 3 8B.
 
     ``norm`` is "rms", or "layer" with a bias. ``norm_after`` puts a block's norms behind attention
-    and the feed-forward network, in front of the sum: x + norm(part(x)). ``qk_norm`` is the norm of
-    q and k: "" for none, "head" over each head, "whole" over the whole projection. ``gated`` is
-    output(silu(gate(x)) · up(x)), and else output(gelu(up(x))). ``biased`` gives every projection a
-    bias. ``images`` makes it a ViT: patches and a class token with learned positions, attention to
-    all tokens without rotation, and ``vocab`` classes. ``tied`` is one weight for embedding and
-    logits.
+    and the feed-forward network: "part" is x + norm(part(x)), and "sum" norm(x + part(x)).
+    ``qk_norm`` is the norm of q and k: "" for none, "head" over each head, "whole" over the whole
+    projection. ``gated`` is output(silu(gate(x)) · up(x)), and else output(gelu(up(x))). ``biased``
+    gives every projection of a block a bias, and the logits if they have a weight of their own.
+    ``learned`` is the number of learned positions, which the embedding adds; 0 is rotation of q and
+    k. ``causal`` is attention to earlier tokens alone. ``images`` makes it a ViT: patches and a
+    class token, and ``vocab`` classes. ``tied`` is one weight for embedding and logits.
     """
 
     layers: int = 32
@@ -27,10 +28,12 @@ class Shape:
     vocab: int = 128256
     norm: str = "rms"
     eps: float = 1e-5
-    norm_after: bool = False
+    norm_after: str = ""
     qk_norm: str = ""
     gated: bool = True
     biased: bool = False
+    learned: int = 0
+    causal: bool = True
     images: bool = False
     tied: bool = False
     theta: float = 500_000.0
@@ -56,8 +59,12 @@ class Model:
 
 # The sizes are those of the config.json of each model on Hugging Face, and the tests compare the
 # number of parameters: meta-llama/Meta-Llama-3-8B, meta-llama/Llama-3.2-1B, Qwen/Qwen3-8B,
-# allenai/OLMo-2-1124-7B, google/vit-large-patch16-384 (576 patches and the class token). Llama
-# 3.2's scaling of the frequencies is left out: it changes the values of a table, and no time.
+# allenai/OLMo-2-1124-7B, google/vit-large-patch16-384 (576 patches and the class token),
+# openai-community/gpt2, google-bert/bert-base-uncased. Llama 3.2's scaling of the frequencies is
+# left out: it changes the values of a table, and no time. So are BERT's types of tokens, the norm
+# of its embedding, and the projection before its logits.
+_BASE = {"layers": 12, "hidden": 768, "heads": 12, "kv_heads": 12, "ffn": 3072}
+_BASE |= {"norm": "layer", "gated": False, "biased": True, "tied": True}
 MODELS = {
     LLAMA: Model(Shape(), batch=2, length=4096),
     "Llama 3.2 1B": Model(
@@ -71,7 +78,7 @@ MODELS = {
         length=4096,
     ),
     "OLMo 2 7B": Model(
-        Shape(kv_heads=32, ffn=11008, vocab=100352, eps=1e-6, norm_after=True, qk_norm="whole"),
+        Shape(kv_heads=32, ffn=11008, vocab=100352, eps=1e-6, norm_after="part", qk_norm="whole"),
         batch=2,
         length=4096,
     ),
@@ -87,10 +94,22 @@ MODELS = {
             eps=1e-12,
             gated=False,
             biased=True,
+            learned=577,
+            causal=False,
             images=True,
         ),
         batch=14,
         length=577,
+    ),
+    "GPT-2": Model(
+        Shape(**_BASE, vocab=50257, learned=1024, eps=1e-5),
+        batch=8,
+        length=1024,
+    ),
+    "BERT-base": Model(
+        Shape(**_BASE, vocab=30522, learned=512, eps=1e-12, causal=False, norm_after="sum"),
+        batch=32,
+        length=128,
     ),
 }
 
@@ -99,4 +118,5 @@ def tiny(model: Model) -> Model:
     """The same stages with sizes that a CPU computes in milliseconds."""
     kv_heads = 4 if model.shape.kv_heads == model.shape.heads else 2
     sizes = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": kv_heads, "ffn": 48, "vocab": 40}
+    sizes["learned"] = 16 if model.shape.learned else 0
     return Model(replace(model.shape, **sizes), batch=2, length=8)

@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -163,8 +164,15 @@ def _by_clock(calls, budget_s) -> Timing:
     return summarize(samples, "clock")
 
 
-def host(call: Callable, device: str, samples: int = 40, calls: int = 20) -> float:
-    """The median of the microseconds that the host spends on one call.
+class HostTime(NamedTuple):
+    """Microseconds of a call: of the clock, and of all threads of the process."""
+
+    wall_us: float
+    cpu_us: float
+
+
+def host(call: Callable, device: str, samples: int = 40, calls: int = 20) -> HostTime:
+    """The medians of the microseconds that the host spends on one call.
 
     The GPU work of the call has to be shorter than its host work, because only the time between two
     samples waits for the GPU.
@@ -179,10 +187,11 @@ def host(call: Callable, device: str, samples: int = 40, calls: int = 20) -> flo
         for _ in range(samples):
             if device != "cpu":
                 torch.cuda.synchronize()
-            start = time.perf_counter()
+            start = time.perf_counter(), time.process_time()
             for _ in range(calls):
                 call()
-            times.append((time.perf_counter() - start) * 1e6 / calls)
+            ends = time.perf_counter(), time.process_time()
+            times.append([(b - a) * 1e6 / calls for a, b in zip(start, ends, strict=True)])
     finally:
         gc.enable()
-    return statistics.median(times)
+    return HostTime(*map(statistics.median, zip(*times, strict=True)))

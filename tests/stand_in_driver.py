@@ -8,16 +8,20 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from torch import Tensor
 
+from tilenorm.spec import TENSORS, NormSpec
+
 ROOT = Path(__file__).parents[1]
 SOURCE = Path(__file__).with_suffix(".c")
 NAME = "libcuda.so.1"
 STRINGS = {"torch.float32": "<f4", "torch.float16": "<f2", "torch.int32": "<i4"}
+STRINGS |= {"torch.uint8": "|u1"}
 
 
 def built(folder: Path) -> Path:
@@ -47,14 +51,19 @@ def run(program: str, folder: Path) -> subprocess.CompletedProcess:
     )
 
 
+def address(like: Tensor) -> int:
+    """An address that nobody reads, on 16 bytes, and another for each tensor."""
+    return 16 * (id(like) % (1 << 40))
+
+
 class Array:
-    """What a launch takes for a tensor without memory, with an address that nobody reads."""
+    """What a launch takes for a tensor without memory."""
 
     def __init__(self, like: Tensor):
         self.__cuda_array_interface__ = {
             "shape": tuple(like.shape),
             "typestr": STRINGS[str(like.dtype)],
-            "data": (1 << 20, False),
+            "data": (address(like), False),
             "strides": tuple(s * like.itemsize for s in like.stride()),
             "version": 3,
         }
@@ -73,13 +82,36 @@ def launches() -> int:
     return ctypes.CDLL(NAME).stand_in_launches()
 
 
+def queue() -> Callable:
+    """cuLaunchKernelEx of the library that stands for the driver."""
+    function = ctypes.PyDLL(NAME).cuLaunchKernelEx
+    function.argtypes = (ctypes.c_void_p,) * 4
+    return function
+
+
+def last_launch(sizes: Sequence[int], launch: Callable[[], object]) -> list[int]:
+    """What the driver gets from a launch with arguments of these sizes: see the C source."""
+    library = ctypes.CDLL(NAME)
+    library.stand_in_launch.restype = ctypes.POINTER(ctypes.c_uint64)
+    library.stand_in_take(len(sizes))
+    launch()
+    words, first = library.stand_in_launch(), 9
+    found = [words[first + i] % (1 << 8 * size) for i, size in enumerate(sizes)]
+    return [*words[:first], *found]
+
+
+def in_float16(spec: NormSpec) -> NormSpec:
+    """The spec with float16 in the place of what NumPy's interface has no string for."""
+    dtypes = {name: "float16" for name in TENSORS if getattr(spec, name) == "bfloat16"}
+    return replace(spec, **dtypes)
+
+
 def launch_step(hidden: int, rows: int = 300) -> None:
     """Launch a training step of rms_norm in float32 by the H200's plans."""
     from tilenorm.launch.calls import Launch, every_gradient
     from tilenorm.launch.kernel import launch
     from tilenorm.launch.plan import plan_backward, plan_forward
     from tilenorm.launch.target import Target
-    from tilenorm.spec import NormSpec
     from tilenorm.tools.precompile import calls_of
 
     spec, target = NormSpec("rms", hidden, "float32", "float32"), Target.of("sm_90")

@@ -13,7 +13,7 @@ import pytest
 
 from bench import documents, plot
 from bench.__main__ import main
-from bench.record import Cell, load, to_json
+from bench.record import Cell, Host, load, to_json
 
 from .test_record import RUN, SHAPE, TIMED
 
@@ -158,3 +158,21 @@ def test_plot_is_drawn_again_when_its_record_has_changed(folder):
 def test_unknown_words_in_markers_are_refused(folder, marker, message):
     with pytest.raises(ValueError, match=message):
         documents.rewritten(folder(f"<!-- {marker} -->"))
+
+
+def test_host_times_stand_beside_each_other(tmp_path):
+    hosts = [
+        Host("rms_norm", "bfloat16", 32, 1024, "torch", 10.0, 80.0),
+        Host("rms_norm", "bfloat16", 32, 1024, "tilenorm", 9.0, 100.0),
+        Host("rms_norm", "bfloat16", 32, 512, "compile", 100.0, 400.0, way="step"),
+        Host("rms_norm", "bfloat16", 32, 512, "tilenorm-compile", error="out of time", way="step"),
+    ]
+    (tmp_path / "r.jsonl").write_text("\n".join(map(to_json, (RUN, *hosts))))
+    path = tmp_path / "a.md"
+    path.write_text("<!-- hosts: r.jsonl -->\n<!-- end -->\n")
+    documents.update(path)
+    (row,) = path.read_text().splitlines()[4:5]
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells[:4] == ["rms_norm", "call", "torch", "tilenorm"]
+    assert cells[4:] == ["10.0 → 9.0 (0.90)", "80.0 → 100.0 (1.25)"]
+    assert "step" not in path.read_text()

@@ -5,13 +5,16 @@ from bench.models import Transformer, drawn_batch
 from bench.shapes import LLAMA, MODELS, Shape, tiny
 
 LENGTH = 10  # for ViT a class token, and an image of 3 x 3 patches
-# As Hugging Face counts them, for ViT-L without a pooler.
+# As Hugging Face counts them, for ViT-L without a pooler; for BERT without the types of tokens, the
+# norm of the embedding, and the projection and the bias of the logits.
 PARAMETERS = {
     "Llama 3 8B": 8_030_261_248,
     "Llama 3.2 1B": 1_235_814_400,
     "Qwen3 8B": 8_190_735_360,
     "OLMo 2 7B": 7_298_617_344,
     "ViT-L": 304_715_752,
+    "GPT-2": 124_439_808,
+    "BERT-base": 109_514_298 - 2 * 768 - 2 * 768 - (768 + 1) * 768 - 30522,
 }
 each_model = pytest.mark.parametrize("name", MODELS)
 
@@ -29,7 +32,8 @@ def test_shape_has_the_parameters_of_the_model(name):
     shape, length = MODELS[name].shape, MODELS[name].length
     model = Transformer(shape, length, device="meta", dtype=torch.bfloat16)
     assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS[name]
-    assert 8000 <= MODELS[name].batch * length <= 8192
+    assert 4096 <= MODELS[name].batch * length <= 8192
+    assert not shape.learned or shape.learned >= length
 
 
 NAMES = {
@@ -78,7 +82,9 @@ def of_transformers(name: str, shape: Shape):
     return getattr(transformers, f"{family}ForCausalLM")(config)
 
 
-@pytest.mark.parametrize("name", [name for name, model in MODELS.items() if not model.shape.images])
+@pytest.mark.parametrize(
+    "name", [name for name, model in MODELS.items() if not model.shape.learned]
+)
 def test_decoder_computes_the_same_as_the_one_in_transformers(name):
     model, (tokens,) = small(name)
     shape = tiny(MODELS[name]).shape
@@ -99,7 +105,7 @@ def test_decoder_computes_the_same_as_the_one_in_transformers(name):
 
 
 @each_model
-def test_token_sees_later_tokens_only_in_an_image(name):
+def test_token_sees_later_tokens_unless_attention_is_causal(name):
     model, (given, *labels) = small(name)
     seen = []
     model.head.register_forward_hook(lambda head, inputs, output: seen.append(inputs[0]))
@@ -107,7 +113,7 @@ def test_token_sees_later_tokens_only_in_an_image(name):
     given[:, LENGTH // 2] += 1
     model(given if labels else given % tiny(MODELS[name]).shape.vocab, *labels)
     before, after = (x[:, : LENGTH // 2] for x in seen)
-    assert torch.equal(before, after) == (not labels)
+    assert torch.equal(before, after) == MODELS[name].shape.causal
     assert not torch.equal(seen[0][:, LENGTH // 2 :], seen[1][:, LENGTH // 2 :])
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bench import providers
+from bench import providers, timing
 from bench.cases import OPS, Case
 from bench.providers import Provider
 from bench.record import Cell, Host
@@ -42,6 +42,7 @@ def measured(monkeypatch, loads, case=CASE, directions=("host", "forward", "back
     named = {name: Provider(name, lambda op, f=f: f, on_cpu=True) for name, f in loads.items()}
     monkeypatch.setattr(providers, "PROVIDERS", named)
     monkeypatch.setattr("bench.run.PROVIDERS", named)
+    monkeypatch.setattr("bench.host.PROVIDERS", named)
     lines = []
     run([case], {case.op: list(named)}, directions, "cpu", lines.append, budget_s=0.0, **options)
     return {
@@ -57,6 +58,7 @@ def test_only_the_host_time_of_a_host_only_provider_is_measured(monkeypatch):
         "wrapped": Provider("wrapped", lambda op: EAGER, on_cpu=True, host_only=True),
     }
     monkeypatch.setattr("bench.run.PROVIDERS", named)
+    monkeypatch.setattr("bench.host.PROVIDERS", named)
     lines = []
     run([CASE], {CASE.op: list(named)}, ("host", "forward"), "cpu", lines.append, budget_s=0.0)
     assert [line.provider for line in lines if isinstance(line, Cell)] == ["torch"]
@@ -71,9 +73,9 @@ def test_host_time_is_the_least_of_rounds_that_providers_take_in_turn(monkeypatc
 
     def host(call, device):
         seen.append(call.args[0])
-        return next(taken)
+        return timing.HostTime(next(taken), 1.0)
 
-    monkeypatch.setattr("bench.run.timing.host", host)
+    monkeypatch.setattr("bench.host.timing.host", host)
     loads = {"a": EAGER, "b": lambda x, w: EAGER(x, w)}
     found = measured(monkeypatch, loads, directions=("host",))
     assert seen == [f for _ in range(3) for f in loads.values() for _ in range(2)]

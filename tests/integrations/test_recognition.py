@@ -16,7 +16,6 @@ from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.llama4.modeling_llama4 import Llama4TextL2Norm
-from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
@@ -67,7 +66,6 @@ RECOGNISED = {
         GATED.replace("late", "early") + "True activation=silu",
     ),
     "T5": (lambda: T5LayerNorm(N), ONE_DTYPE),
-    "Mamba 2 in groups": (lambda: MambaRMSNormGated(N, 8), GROUPS),
     "Zamba 2 in groups": (lambda: Zamba2RMSNormGated(N, 8), GROUPS),
 }
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]

@@ -128,7 +128,8 @@ def main(scenario: str, form: str, n: str) -> None:
     stream = torch.cuda.Stream()  # a capture may not follow a step in the default stream
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        expected = step()
+        for _ in range(3):  # from then on calls are repeated, and load no kernel
+            expected = step()
     torch.cuda.synchronize()
     globals()[scenario](step, expected)
 

@@ -1,13 +1,16 @@
 """CPU tensors on CUDA's path, with the interpreter for a GPU."""
 
+import ctypes
+from collections.abc import Callable
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from unittest.mock import patch
 
 import pytest
+import torch
 from torch import Tensor
 
-from tilenorm.launch import driver
 from tilenorm.ops import bound, call, cutile, registry, torch_private
 from tilenorm.ops.split import library as split
 
@@ -42,12 +45,45 @@ def pretended_gpu(arch: str = "sm_90"):
         (torch_private, "current_device", lambda: 0),
         (torch_private, "current_stream", lambda index: 0),
         (cutile, "launch", lambda stream, *made: interpret(*made, -1)),
-        (cutile, "prepare", lambda *_: driver.never),
+        (cutile, "prepare", partial(repeating, interpret)),
     )
     with forgotten(*CACHES), ExitStack() as stack:
         for module, name, function in replaced:
             stack.enter_context(patch.object(module, name, function))
         yield
+
+
+def repeating(
+    interpret: Callable, index: int, stream: int, launches, arrays, numbered, count: int
+) -> Callable:
+    """As driver.prepare: interprets the launches with what lies at the addresses of a call."""
+
+    like = without_memory(arrays)
+
+    def repeat(_: int, addresses: list[int]) -> bool:
+        assert len(addresses) == count
+        interpret(launches, there(like, numbered, addresses), -1)
+        return True
+
+    return repeat
+
+
+def without_memory(arrays):
+    """Tensors as the given ones, or tuples of them, on the meta device."""
+    if not isinstance(arrays, tuple):
+        return torch.empty_strided(arrays.shape, arrays.stride(), dtype=arrays.dtype, device="meta")
+    found = map(without_memory, arrays)
+    return type(arrays)(*found) if hasattr(arrays, "_fields") else tuple(found)
+
+
+def there(like, place, addresses: list[int]):
+    """Tensors as the given ones, or tuples of them, at the addresses of those places."""
+    if isinstance(like, tuple):
+        found = [there(*each, addresses) for each in zip(like, place, strict=True)]
+        return type(like)(*found) if hasattr(like, "_fields") else tuple(found)
+    last = sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True))
+    memory = (ctypes.c_char * ((last + 1) * like.itemsize)).from_address(addresses[place])
+    return torch.frombuffer(memory, dtype=like.dtype).as_strided(like.shape, like.stride())
 
 
 def by(served: str, device: str = "cpu"):

@@ -100,17 +100,17 @@ def test_a_part_has_the_second_derivatives_of_the_whole(device, served, form, fu
                 for grads in (every, part)
             )
             for a, b in zip(wanted, got, strict=True):
-                assert (a is None and b is None) or torch.equal(a, b) or added_otherwise(a, b, form)
+                assert (a is None and b is None) or torch.equal(a, b) or added_otherwise(a, b)
 
 
-def added_otherwise(a, b, form):
+def added_otherwise(a, b):
     """Whether the same terms may have been added up in another order.
 
-    Where the gate comes first, PyTorch's engine adds several terms in the order of its nodes, which
-    are numbered in each thread. On a GPU two threads make them, so that the order depends on how
-    many nodes each made before. On a CPU that differed by up to 1.4 units of the largest element.
+    PyTorch's engine adds several terms in the order of its nodes, which are numbered in each
+    thread. On a GPU two threads make them, so that the order depends on how many nodes each made
+    before. On a CPU that differed by up to 1.4 units of the largest element.
     """
-    if form.options.get("norm_before_gate", True) or not a.is_cuda:
+    if not a.is_cuda:
         return False
     return (a - b).abs().max() <= 4 * torch.finfo(a.dtype).eps * a.abs().max()
 

@@ -85,7 +85,7 @@ def held() -> tuple[int, int, int]:
 def test_nothing_grows_with_the_number_of_calls(served, calls):
     every = [(k, *m, eps) for k in KINDS for m in made() for eps in (1e-6, 1e-3)]
     draw = Random(0)
-    for one in every:
+    for one in every * 3:  # what repeats a call is kept from the second on
         one_call(*one)
     pages = []
     for _ in range(2):

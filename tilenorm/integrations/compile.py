@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from ..launch.tuned.compiled import LEAST_WORK, SMALL
-from ..ops.torch_private import inductor_captures, inductor_joint_pass
+from ..launch.tuned.compiled import SMALL
+from ..ops.torch_private import inductor_joint_pass
 from .fx import Folds, Report
 from .fx.nodes import Left
 from .fx.norms import Gradient, Norm, hidden_of, known
@@ -48,9 +48,7 @@ def compile(
             torch.compile.
         where: selects the norms to replace, as in replace_norms. None leaves to Inductor, which
             fuses PyTorch's norm with its neighbours but cannot fuse an op, norms of rows of at most
-            256 elements, such as those of queries and keys; and, on a GPU without CUDA graphs,
-            norms whose rows · N² is known to be below 1.2e10, because a step with so little work
-            waits for the host, which takes longer for an op. None replaces all others, and all of
+            256 elements, such as those of queries and keys. None replaces all others, and all of
             other backends' graphs.
         memory: None, or "low", with Inductor: the backward pass writes the output of a norm again,
             with the same bits, and the forward pass's output is not saved where nothing else of
@@ -171,14 +169,8 @@ class _ReplacingBackend:
         if self.where is not None:
             if not self.where(norm.at):
                 raise Left("where() excludes it")
-        elif self.is_inductor:
-            x = known(norm.x)
-            if (count := hidden_of(x, norm.dims)) <= SMALL:
-                raise Left(f"Inductor fuses a norm of {count} elements with its neighbours")
-            rows = x.numel() // count
-            few = isinstance(rows, int) and rows * count**2 < LEAST_WORK
-            if few and x.is_cuda and not inductor_captures(self.backend.config):
-                raise Left(f"a step with norms of {rows} rows of {count} waits for the host")
+        elif self.is_inductor and (count := hidden_of(known(norm.x), norm.dims)) <= SMALL:
+            raise Left(f"Inductor fuses a norm of {count} elements with its neighbours")
 
     def _folding(self) -> Callable:
         """The other backend; if it is Inductor, with a pass more in its configuration."""

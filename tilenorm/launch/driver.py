@@ -4,16 +4,16 @@ cuda.tile.launch wraps every array, hashes every argument and asks the driver fo
 context, in every call. None of that changes where the shapes, strides, constants and alignments are
 those of an earlier call. Then the arguments are laid out once, and a call writes the addresses.
 
-The arguments have the binary format of the calling convention cutile_python_v2, which cuTile
-documents (https://docs.nvidia.com/cuda/cutile-python/compilation.html). The driver is asked whether
-the compiled kernel takes arguments of these sizes.
+The arguments have the binary format of cuTile's calling conventions, which it documents
+(https://docs.nvidia.com/cuda/cutile-python/compilation.html). The driver is asked whether the
+compiled kernel takes arguments of these sizes.
 """
 
 import ctypes
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from ctypes import POINTER, byref, c_uint, c_void_p
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 from cuda.tile._cext import default_tile_context
@@ -27,8 +27,12 @@ from cuda.tile.compilation import (
 )
 
 from .calls import Launch
+from .kernel import Kernel
 from .toolchain import DRIVER
 
+# A function of a stream and the addresses of a call. It returns whether the driver has queued all
+# launches. If it has not, cuda.tile.launch says what is wrong.
+Repeated = Callable[[int, Sequence[int]], bool]
 WORD = 8  # bytes
 OVERLAP = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 FORMATS = {"float32": "<f", "int32": "<i", "int64": "<q"}  # of numbers, by cuTile's dtypes
@@ -70,92 +74,121 @@ class Prepared(NamedTuple):
     overlap: bool
 
 
-class Repeated:
-    """Launches with the same arguments, but for the addresses, on the same device.
+def repeating(
+    queue: Callable,
+    launches: Sequence[Prepared],
+    addresses: int,
+    enter: Callable[[], bool] = lambda: False,
+) -> Repeated:
+    """A function that makes launches with other addresses, on the same device.
 
-    queue: the driver's cuLaunchKernelEx. addresses: how many a call has. A call returns whether the
-    driver has queued all launches. If it has not, cuda.tile.launch says
-    what is wrong. Threads that call at once write into different copies of the arguments.
+    queue: the driver's cuLaunchKernelEx. addresses: how many a call has. enter: gives the thread
+    the device's context, and says whether it had none. Threads that call at once write into
+    different copies of the arguments. Where code has left the caches of a CPU, as in a step of a
+    model, each object that a call touches takes longer than the call itself.
     """
+    idle: list[tuple] = []
+    write = struct.Struct(f"{addresses}Q").pack_into
 
-    def __init__(self, queue: Callable, launches: Sequence[Prepared], addresses: int):
-        self._queue, self._launches, self._count = queue, launches, addresses
-        self._idle: list[tuple] = []
-        self._write = struct.Struct(f"{addresses}Q").pack_into
-
-    def __call__(self, stream: int, addresses: Sequence[int]) -> bool:
+    def repeat(stream: int, starts: Sequence[int]) -> bool:
         try:
-            copy = self._idle.pop()
+            copy = idle.pop()
         except IndexError:  # the first call, or one beside it
-            copy = self._copy()
+            copy = _copy(launches, addresses)
         words, calls, _ = copy
-        self._write(words, 0, *addresses)
-        failed = 0
-        for config, at, function, arguments in calls:
-            config.stream = stream
-            failed = failed or self._queue(at, function, arguments, None)
-        self._idle.append(copy)
+        write(words, 0, *starts)
+        failed, again = 0, True
+        while again:
+            failed = 0
+            for config, at, function, arguments in calls:
+                config.stream = stream
+                failed = failed or queue(at, function, arguments, None)
+            again = bool(failed) and enter()
+        idle.append(copy)
         return not failed
 
-    def _copy(self) -> tuple:
-        """The words that hold the arguments, what the driver takes for each launch, and what that
-        refers to.
-        """
-        constants = [a.bits for launch in self._launches for a in launch.arguments]
-        words = (ctypes.c_uint64 * (self._count + len(constants)))(*[0] * self._count, *constants)
-        start, next_word = ctypes.addressof(words), self._count
-        calls, kept = [], []
-        for launch in self._launches:
-            places = []
-            for argument in launch.arguments:
-                places.append(next_word if argument.place is None else argument.place)
-                next_word += 1
-            arguments = (c_void_p * len(places))(*[start + WORD * place for place in places])
-            attributes = (_Attribute * launch.overlap)(*[(OVERLAP, (1,))] * launch.overlap)
-            grid = (*launch.grid, 1, 1)[:3]
-            config = _Config(
-                grid, (1, 1, 1), 0, None, ctypes.addressof(attributes), len(attributes)
-            )
-            at = ctypes.addressof(config)
-            calls.append((config, at, launch.function, ctypes.addressof(arguments)))
-            kept += arguments, attributes
-        return words, calls, kept
+    return repeat
 
 
-def never(stream: int, addresses: Sequence[int]) -> bool:
-    """In the place of a Repeated, for launches that cuda.tile.launch has to make."""
+def _copy(launches: Sequence[Prepared], addresses: int) -> tuple:
+    """The words that hold the arguments, what the driver takes for each launch, and what that
+    refers to.
+    """
+    constants = [a.bits for launch in launches for a in launch.arguments]
+    words = (ctypes.c_uint64 * (addresses + len(constants)))(*[0] * addresses, *constants)
+    start, next_word = ctypes.addressof(words), addresses
+    calls, kept = [], []
+    for launch in launches:
+        places = []
+        for argument in launch.arguments:
+            places.append(next_word if argument.place is None else argument.place)
+            next_word += 1
+        arguments = (c_void_p * len(places))(*[start + WORD * place for place in places])
+        attributes = (_Attribute * launch.overlap)()
+        for attribute in attributes:
+            attribute.name, attribute.value[0] = OVERLAP, 1
+        grid = (*launch.grid, 1, 1)[:3]
+        config = _Config(grid, (1, 1, 1), 0, None, ctypes.addressof(attributes), len(attributes))
+        at = ctypes.addressof(config)
+        calls.append((config, at, launch.function, ctypes.addressof(arguments)))
+        kept += arguments, attributes
+    return words, calls, kept
+
+
+def never(stream: int, starts: Sequence[int]) -> bool:
+    """In the place of what `repeating` returns, for launches that cuda.tile.launch has to make."""
     return False
 
 
 def prepare(
-    stream: int, launches: Sequence[Launch], arrays: tuple, numbered: tuple, addresses: int
-) -> Callable[[int, Sequence[int]], bool] | None:
+    index: int,
+    stream: int,
+    launches: Sequence[Launch],
+    arrays: tuple,
+    numbered: tuple,
+    addresses: int,
+) -> Repeated | None:
     """What repeats launches that cuda.tile.launch has made with these arrays; None while the stream
     is captured, because loading a kernel may end a capture.
 
-    numbered: the same as `arrays`, with the place of each array among a call's addresses.
-    addresses: how many a call has.
+    index: the device's. numbered: the same as `arrays`, with the place of each array among a call's
+    addresses. addresses: how many a call has.
     """
-    driver, capturing = _driver(), ctypes.c_int()
+    driver, capturing, enter = _driver(), ctypes.c_int(), partial(_enter, index)
+    enter()
     if driver.cuStreamIsCapturing(stream, byref(capturing)) or capturing.value:
         return None
     prepared = []
     for kernel, grid, before, take, after, overlap in launches:
         given, places = ((*before, take(of), *after) for of in (arrays, numbered))
-        signature = KernelSignature.from_kernel_args(
-            kernel, given, CallingConvention.cutile_python_v2()
-        )
+        signature = signature_of(kernel, given)
         arguments = tuple(arguments_of(signature, given, places))
         code, symbol, _, libraries = kernel._compile(signature, default_tile_context)
         function = None if libraries else _function(code, symbol, _context())
         if function is None or sizes_of(function) != [a.size for a in arguments]:
             return never
         prepared.append(Prepared(function, grid, arguments, overlap))
-    return Repeated(driver.cuLaunchKernelEx, prepared, addresses)
+    return repeating(driver.cuLaunchKernelEx, prepared, addresses, enter)
+
+
+def signature_of(kernel: Kernel, given: tuple) -> KernelSignature:
+    """The signature with which cuTile's launch function compiles: of the first convention, unless
+    the second is needed. Another one would be compiled once more.
+    """
+    second = KernelSignature.from_kernel_args(kernel, given, CallingConvention.cutile_python_v2())
+    if any(map(_needs_second, second.parameters)):
+        return second
+    return KernelSignature.from_kernel_args(kernel, given, CallingConvention.cutile_python_v1())
+
+
+def _needs_second(constraint: ParameterConstraint) -> bool:
+    if isinstance(constraint, ArrayConstraint):
+        return any(size is not None for size in constraint.shape_constant)
+    return isinstance(constraint, TupleConstraint)
 
 
 def arguments_of(signature: KernelSignature, given: tuple, places: tuple) -> Iterator[Argument]:
-    """The arguments of a kernel in the binary format of cutile_python_v2."""
+    """The arguments of a kernel in their binary format, which both conventions share."""
     for each in zip(signature.parameters, given, places, strict=True):
         yield from _arguments(*each)
 
@@ -188,6 +221,8 @@ def _driver() -> ctypes.CDLL:
     driver.cuLaunchKernelEx.argtypes = (c_void_p,) * 4
     driver.cuStreamIsCapturing.argtypes = c_void_p, POINTER(ctypes.c_int)
     driver.cuCtxGetCurrent.argtypes = (address,)
+    driver.cuCtxSetCurrent.argtypes = (c_void_p,)
+    driver.cuDevicePrimaryCtxRetain.argtypes = address, ctypes.c_int
     driver.cuLibraryLoadData.argtypes = address, ctypes.c_char_p, *(c_void_p,) * 2, c_uint
     driver.cuLibraryLoadData.argtypes += *(c_void_p,) * 2, c_uint
     driver.cuLibraryGetKernel.argtypes = address, c_void_p, ctypes.c_char_p
@@ -205,6 +240,24 @@ def _found(function: Callable, *given) -> int | None:
 
 def _context() -> int | None:
     return _found(_driver().cuCtxGetCurrent)
+
+
+def _enter(index: int) -> bool:
+    """Give this thread the primary context of a device, if it has none; whether it had none.
+
+    CUDA's runtime does this at a thread's first call. A thread of autograd's may make no such call:
+    PyTorch has memory for it, and cuda.tile.launch gives it a context for the launch alone.
+    """
+    if _context() is not None:
+        return False
+    context = _primary(index)
+    return context is not None and not _driver().cuCtxSetCurrent(context)
+
+
+@cache
+def _primary(index: int) -> int | None:
+    """The primary context of a device, which PyTorch uses; it is kept."""
+    return _found(_driver().cuDevicePrimaryCtxRetain, index)
 
 
 @cache

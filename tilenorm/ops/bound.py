@@ -207,6 +207,7 @@ class Bound(OpSpecs):
             return apart(tensors, eps)
 
         apart = self._norm_by_norm(save) if chained else run
+        forward.repeated = getattr(run, "repeated", _never)  # type: ignore[attr-defined]
         return forward
 
     def _one_pass(self) -> Implementation | None:
@@ -231,6 +232,7 @@ class Bound(OpSpecs):
                 found |= {stage.ports[role]: t for role, t in pairs if role in stage.ports}
             return tuple([found.get(port.name) for port in self.op.makes])
 
+        forward.repeated = _never  # type: ignore[attr-defined]
         return forward
 
     def _replace(self, broken: Implementation, error: CompileError) -> None:
@@ -323,6 +325,7 @@ class BoundNorm:
                 self.replace(chosen, error)
             return self.backward(spec, needs)(dy, dsum, saved, eps, more)
 
+        backward.repeated = getattr(run, "repeated", _never)  # type: ignore[attr-defined]
         return backward
 
     def replace(self, broken: Implementation, error: CompileError) -> None:
@@ -332,6 +335,10 @@ class BoundNorm:
                 record_failure(broken.name, self.spec, self.device, error)
                 self._serve_by(select(self.spec, 0, self.device, self.backend))
                 self.changed()
+
+
+def _never(*_) -> None:
+    """What repeats calls where nothing does, see Implementation."""
 
 
 def _nothing(*_) -> tuple[None, ...]:

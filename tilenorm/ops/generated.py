@@ -5,10 +5,17 @@ with the same dtypes, device and parameters, with the same options. The function
 when it is called first, because code is loaded before a device is used. Then a call checks that its
 tensors are plain, and runs the implementation. Arguments that only the dispatcher can serve go to
 the op.
+
+Calls that repeat earlier ones ask only whether a mode sees them. TorchDynamo's guards hold the
+dispatch keys of a graph's inputs, and what Inductor makes is plain. A step of a model runs much
+between two calls, so that each Python object that a call touches comes from memory: on the host of
+an H100 a forward pass of 5 µs in a loop took 40 µs in a step of BERT.
 """
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,9 +26,9 @@ from .direct import Plain
 from .layout import contiguous_strides_of, rows_shape, vector_of
 from .norm_backward import FIRST, TERMS, Backward
 from .registry import MAX_ROWS, on_device_of
-from .torch_private import reinterpret
+from .torch_private import modes, reinterpret
 
-MOST_SHAPES = 256  # of inputs, for which a function keeps the shape of the statistics
+MOST_SHAPES = 256  # of inputs, for which a function keeps what follows from them
 
 
 def tensors_of(op: str, given: Sequence[str]) -> tuple[str, ...]:
@@ -42,6 +49,12 @@ def bind(op: str, taken: tuple[str, ...], **options) -> Callable:
     return backward(taken, **options)
 
 
+def keep(repeated: dict, shape: torch.Size, repeat: Callable | None) -> None:
+    """Keep what repeats calls with inputs of a shape."""
+    if repeat is not None and len(repeated) < MOST_SHAPES:
+        repeated[shape] = repeat
+
+
 def forward(name: str, *, hidden: int, save: bool, backend: str | None, **options) -> Callable:
     op = OPS[name]
     eps = tuple(options.pop(of) for of in op.eps)
@@ -49,6 +62,7 @@ def forward(name: str, *, hidden: int, save: bool, backend: str | None, **option
     most, own = MAX_ROWS * hidden, eps if op.calls else eps[0]
     numbers = [i for i, port in enumerate(op.makes) if port.lies == "number"]
     bound: Bound | None = None
+    repeated: dict[torch.Size, Callable] = {}  # by the shape of the input
 
     @lru_cache(MOST_SHAPES)
     def view_of(shape: torch.Size) -> tuple | None:
@@ -56,20 +70,30 @@ def forward(name: str, *, hidden: int, save: bool, backend: str | None, **option
         return None if len(rows) == 1 else (rows, contiguous_strides_of(rows))
 
     def bound_forward(*tensors: Tensor | None) -> Sequence[Tensor | None]:
-        nonlocal bound
         x = tensors[0]
-        bound = bound or bound_of(op, tensors, asked, backend)
-        if x.numel() > most or not bound.plain.takes(tensors):
-            of_op = getattr(torch.ops.tilenorm, name)
-            return of_op(*tensors, *asked, *eps, save, backend)
-        with on_device_of(x):
-            made = list((bound.training if save else bound.inference)(tensors, own))
+        repeat = repeated.get(x.shape)
+        made = None if repeat is None or modes() else repeat(tensors)
+        if made is None:
+            made = called(x, tensors)
         view = view_of(x.shape) if save else None
         for i in numbers:
             if not save:
                 made[i] = None
             elif view is not None:
                 made[i] = reinterpret(made[i], *view)
+        return made[: len(op.makes)]
+
+    def called(x: Tensor, tensors: tuple) -> list:
+        nonlocal bound
+        bound = bound or bound_of(op, tensors, asked, backend)
+        if x.numel() > most or not bound.plain.takes(tensors):
+            made = getattr(torch.ops.tilenorm, name)(*tensors, *asked, *eps, save, backend)
+            return [made] if isinstance(made, Tensor) else list(made)
+        run: Any = bound.training if save else bound.inference
+        with on_device_of(x):
+            made = list(run(tensors, own))
+        if len(set(eps)) == 1:
+            keep(repeated, x.shape, run.repeated(x.shape, eps[0]))
         return made
 
     return bound_forward
@@ -82,11 +106,21 @@ def backward(taken: tuple[str, ...], *, hidden: int, backend: str | None, **opti
     first, end = len(FIRST), len(FIRST) + len(set(TERMS) & set(taken))
     statistics = [taken.index(name) for name in ("mean", "rstd")]
     norm: BoundNorm | None = None
-    run: Callable | None = None
+    run: Any = None
+    read: Any = None
     places: list[int] = []
+    repeated: dict[torch.Size, Callable] = {}
 
     def bound_backward(*tensors: Tensor | None) -> Sequence[Tensor | None]:
-        nonlocal norm, run, places
+        repeat = repeated.get(tensors[2].shape)
+        if repeat is not None and not modes():
+            made = repeat(read((*tensors, None)))
+            if made is not None:
+                return (*made[:5], made[5] if output else None)
+        return called(tensors)
+
+    def called(tensors: tuple) -> Sequence[Tensor | None]:
+        nonlocal norm, run, read, places
         dy, dsum, x = tensors[:3]
         if norm is None:
             call = Backward.of((), constant | dict(zip(taken, tensors, strict=True)))
@@ -95,6 +129,8 @@ def backward(taken: tuple[str, ...], *, hidden: int, backend: str | None, **opti
             norm = norm_of(spec, x.device.type, x.get_device(), False, backend)
             places = [taken.index("input" if role == "x" else role) for role in spec.kept]
             run = norm.backward(spec, needs)
+            order = [0, 1 if needs.dsum else -1, *places, *range(first, end)]
+            read = itemgetter(*order)
         if x.numel() > most or not plain.takes(tensors):
             given = constant | dict(zip(taken, tensors, strict=True))
             return torch.ops.tilenorm.norm_backward(**given)
@@ -104,6 +140,8 @@ def backward(taken: tuple[str, ...], *, hidden: int, backend: str | None, **opti
                 saved[i] = vector_of(saved[i])
         with on_device_of(dy):
             found = run(dy, dsum, saved, options["eps"], tensors[first:end])
+        if all(grad is None or grad.dim() == 1 for grad in found[3:5]):
+            keep(repeated, x.shape, run.repeated(x.shape, 0.0))
         return found if output else (*found, None)
 
     return bound_backward

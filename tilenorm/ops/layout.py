@@ -68,26 +68,10 @@ def _starts_vectors(x: Tensor, strides: list[int], fills: bool) -> bool:
     return not fills or not (x.data_ptr() % VECTOR_BYTES or any(s % unit for s in strides))
 
 
-def addresses_of(
-    read: Sequence[Tensor | None], written: Sequence[Tensor | None]
-) -> list[int] | None:
-    """Where the tensors start that a pass reads and writes, 0 for one that is absent; None unless
-    the kernels read all of them in place as what they are if they are contiguous.
-    """
-    addresses, every = [], 0
-    for tensor in read:
-        start = 0
-        if tensor is not None:
-            if not tensor.is_contiguous():
-                return None
-            start = tensor.data_ptr()
-            every |= start
-        addresses.append(start)
-    if every % VECTOR_BYTES:
-        return None
-    for tensor in written:
-        addresses.append(0 if tensor is None else tensor.data_ptr())
-    return addresses
+def lie_as_read(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether the kernels read each tensor in place, as what it is if it is contiguous."""
+    there = [t for t in tensors if t is not None]
+    return all(t.is_contiguous() and not t.data_ptr() % VECTOR_BYTES for t in there)
 
 
 class Views(NamedTuple):

@@ -303,13 +303,6 @@ def is_its_forward(module: torch.nn.Module) -> bool:
     return not any(getattr(module, name, True) for name in checks.HOOKS)
 
 
-def inductor_captures(options: dict) -> bool:
-    """Whether Inductor captures CUDA graphs with these options."""
-    from torch._inductor.config import triton
-
-    return options.get("triton.cudagraphs", triton.cudagraphs)
-
-
 def inductor_joint_pass():
     """Inductor's configuration and the class of its graph passes, or None.
 

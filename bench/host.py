@@ -1,0 +1,139 @@
+"""``python -m bench host`` measures what a norm costs the host, on shapes that a GPU does at once.
+
+Three ways: a call of (rows, N); a batch of (2, rows / 2, N), as in a model; and a step, which is
+twelve norms with a product behind each, as one function. Compilers get the step whole: there a norm
+costs what is between two providers, divided by twelve. Times are of the clock of the thread that
+calls, and of all threads of the process.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from bench import command, provenance, record, report, timing
+from bench.cases import DTYPES, OPS, Op
+from bench.check import as_tuple
+from bench.providers import PROVIDERS, attendance
+from bench.record import Host, first_line
+
+# Shapes so small that the GPU finishes a call before the host has prepared the next call.
+M, N, DTYPE = 32, 1024, "bfloat16"
+STEP_N, NORMS = 512, 12
+WAYS = ("call", "batch", "step")
+ROUNDS = 3
+LATE = "out of time"
+# What computes a step as a whole, by the provider whose function is in it.
+STEPS = {"torch": "compile", "tilenorm": "tilenorm-compile"}
+
+
+def main(argv: list[str]) -> int:
+    parser = command.parser("host", __doc__)
+    parser.add_argument("--op", nargs="+", choices=OPS, default=list(OPS))
+    parser.add_argument("--way", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument("--provider", nargs="+", choices=PROVIDERS, default=list(PROVIDERS))
+    parser.add_argument("--max-seconds", type=float, default=math.inf)
+    args, device = parser.parse_args(argv), provenance.device()
+    present, absent = attendance(args.op, args.provider, device)
+    end = time.monotonic() + args.max_seconds
+
+    def late() -> bool:
+        return time.monotonic() > end
+
+    made = provenance.describe_run(device, ["host", *argv], absent)
+    with record.writing(args.out, made) as (found, emit):
+        for op in map(OPS.get, args.op):
+            for way in args.way:
+                names = present[op.name]
+                if way == "step":
+                    names = [name for pair in STEPS.items() if pair[0] in names for name in pair]
+                for line in times(op, names, device, way, late, lambda what: None):
+                    emit(line)
+    print(report.render(found, args.markdown))
+    return 0
+
+
+def times(
+    op: Op, names: Sequence[str], device: str, way: str, late: Callable, told: Callable
+) -> list[Host]:
+    """The host times of all providers: each is the least median of several rounds.
+
+    The providers take turns in every round, because the host of a virtual machine may be slow for
+    seconds.
+    """
+    leaves, grads, load = _given(op, device, way)
+    found, loaded = {name: {} for name in names}, {}
+    for turn in range(ROUNDS):
+        for name, least in found.items():
+            if turn == 0:
+                told(f"{op.name} host time {name}")
+            if late() or "error" in least:
+                continue
+            try:
+                provider = loaded[name] = loaded.get(name) or load(name)
+                calls = {"forward": _forward, "forward_backward": _both}
+                for field, call in calls.items():
+                    taken = timing.host(partial(call, provider, leaves, grads), device)
+                    for key, us in zip(("us", "cpu_us"), taken, strict=True):
+                        least[f"{field}_{key}"] = min(us, least.get(f"{field}_{key}", us))
+            except Exception as error:
+                least["error"] = first_line(error)
+    where = {"op": op.name, "dtype": DTYPE, "m": M, "n": STEP_N if way == "step" else N}
+    skipped = {"error": LATE}
+    return [Host(**where, way=way, provider=n, **(least or skipped)) for n, least in found.items()]
+
+
+def _given(op: Op, device: str, way: str) -> tuple[list[Tensor], list[Tensor], Callable]:
+    """The inputs, the gradients of the outputs, and what loads a provider by its name."""
+    shape = M, STEP_N if way == "step" else N, DTYPES[DTYPE], device
+    leaves = [x.requires_grad_() for x in op.inputs(*shape)]
+    grads = op.output_grads(*shape)
+    if way == "batch":
+        leaves, grads = (list(map(_in_batch, tensors)) for tensors in (leaves, grads))
+    if way != "step":
+        return leaves, grads, lambda name: PROVIDERS[name].load(op)
+    product = torch.randn(NORMS, STEP_N, STEP_N, dtype=shape[2], device=device) * STEP_N**-0.5
+    leaves.append(product.requires_grad_())
+    return leaves, grads[:1], partial(_step, op)
+
+
+def _in_batch(x: Tensor) -> Tensor:
+    """(rows, N) as (2, rows / 2, N). A parameter stays as it is."""
+    if x.shape[0] != M:
+        return x
+    return x.detach().unflatten(0, (2, -1)).requires_grad_(x.requires_grad)
+
+
+def _step(op: Op, name: str) -> Callable:
+    """Norms with products behind them, by a provider's function, compiled or not."""
+    inner = {compiled: plain for plain, compiled in STEPS.items()}.get(name, name)
+    function = PROVIDERS[inner].load(op)
+
+    def step(x: Tensor, *rest: Tensor) -> Tensor:
+        *rest, products = rest
+        for product in products.unbind():
+            x = as_tuple(function(x, *rest))[0] @ product
+        return x
+
+    if inner == name:
+        return step
+    torch._dynamo.reset()
+    return torch.compile(step, dynamic=False)
+
+
+def _forward(provider: Callable, leaves: list[Tensor], grads: list[Tensor]) -> None:
+    with torch.no_grad():
+        provider(*leaves)
+
+
+def _both(provider: Callable, leaves: list[Tensor], grads: list[Tensor]) -> None:
+    """As in a training step. torch.autograd.grad would ask for a part of the graph."""
+    for leaf in leaves:
+        leaf.grad = None
+    outputs = as_tuple(provider(*leaves))
+    if not all(output.requires_grad for output in outputs):
+        raise NotImplementedError("has a forward only")
+    torch.autograd.backward(outputs, grads)

@@ -1,0 +1,61 @@
+"""``python -m bench host`` measures each way of each op, and prints what it measured."""
+
+import pytest
+import torch
+
+from bench import host, record, timing
+from bench.__main__ import main
+from bench.cases import OPS
+
+
+@pytest.mark.parametrize("op", ["rms_norm", "add_layer_norm"])
+def test_the_command_measures_every_way(op, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(
+        host.timing, "host", lambda call, device: (call(), timing.HostTime(3, 4))[1]
+    )
+    path = str(tmp_path / "host.jsonl")
+    assert main(["host", "--op", op, "--provider", "torch", "tilenorm", "--out", path]) == 0
+    lines = record.load([path]).hosts
+    found = {(line.way, line.provider): line for line in lines}
+    names = ("torch", "tilenorm")
+    steps = {("step", name) for name in (*names, "compile", "tilenorm-compile")}
+    assert found.keys() == {(way, n) for way in ("call", "batch") for n in names} | steps
+    for line in lines:
+        assert not line.error and (line.forward_us, line.forward_cpu_us) == (3, 4)
+        assert (line.forward_backward_us, line.forward_backward_cpu_us) == (3, 4)
+    out = capsys.readouterr().out
+    for way in host.WAYS:
+        assert f"{op}: host time of a {way} in µs (times torch's)" in out
+
+
+def test_a_step_is_norms_with_products_by_either_way():
+    leaves, grads, load = host._given(OPS["rms_norm"], "cpu", "step")
+    outputs = [load(name)(*leaves) for name in ("torch", "tilenorm")]
+    torch.testing.assert_close(*outputs, rtol=0.1, atol=0.1)
+    assert outputs[0].shape == grads[0].shape and len(leaves[-1]) == host.NORMS
+
+
+def test_a_batch_has_three_dimensions_and_whole_parameters():
+    leaves, grads, _ = host._given(OPS["add_rms_norm"], "cpu", "batch")
+    assert [x.dim() for x in leaves] == [3, 3, 1] and all(dy.dim() == 3 for dy in grads)
+    assert all(x.is_leaf and x.requires_grad for x in leaves)
+
+
+def test_a_provider_that_fails_is_named_and_the_others_go_on(monkeypatch):
+    def load(name):
+        def run(x, w):
+            if name == "a":
+                raise ValueError("at most 64 columns")
+            return x * w
+
+        return run
+
+    given = host._given(OPS["rms_norm"], "cpu", "call")
+    monkeypatch.setattr(host, "_given", lambda *_: (*given[:2], load))
+    monkeypatch.setattr(
+        host.timing, "host", lambda call, device: (call(), timing.HostTime(3, 4))[1]
+    )
+    a, b = host.times(OPS["rms_norm"], ["a", "b"], "cpu", "call", lambda: False, print)
+    assert a.error == "ValueError: at most 64 columns" and not b.error
+    (late,) = host.times(OPS["rms_norm"], ["b"], "cpu", "call", lambda: True, print)
+    assert late.error == host.LATE and late.forward_us is None

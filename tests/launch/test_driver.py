@@ -1,0 +1,274 @@
+"""A call that repeats an earlier one gives the driver the arguments that cuTile would give it."""
+
+import ctypes
+import struct
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from cuda.tile._cext import default_tile_context
+
+from tests.executors import backward_calls, forward_calls
+from tilenorm.launch import driver
+from tilenorm.launch.calls import every_gradient
+from tilenorm.launch.driver import Argument, Prepared, arguments_of, repeating
+from tilenorm.launch.target import Target
+from tilenorm.spec import NormSpec, Quantization
+from tilenorm.tools.cubin import _sections
+from tilenorm.tools.signature import signature
+
+TARGET, CAPABILITY = Target.of("sm_90"), (9, 0)
+SPECS = {
+    "rms": NormSpec("rms", 1024, "bfloat16", "bfloat16"),
+    "narrow": NormSpec("rms", 64, "bfloat16", "bfloat16", "bfloat16"),
+    "layer": NormSpec("layer", 1000, "float32", "float32", "float32"),
+    "add": NormSpec("rms", 1024, "bfloat16", "bfloat16", residual="float32"),
+    "heads": NormSpec("rms", 128, "bfloat16", "bfloat16", heads=4),
+    "blocks share a row": NormSpec("layer", 65536, "float16", "float16", "float16"),
+    "quantized": NormSpec(
+        "rms", 1024, "bfloat16", "bfloat16", quantized=Quantization("row", "float8_e4m3fn")
+    ),
+}
+PARAMETER = 0x17  # EIATTR_KPARAM_INFO: index, (ordinal, offset), and in 14 bits at 18 the size
+
+
+def taken(cubin: bytes) -> list[int]:
+    """The sizes of the arguments that a compiled kernel takes."""
+    [info] = [data for name, _, data in _sections(cubin) if name.startswith(".nv.info.")]
+    sizes, at = {}, 0
+    while at < len(info):
+        kind, attribute, size = struct.unpack_from("<BBH", info, at)
+        at += 4
+        if kind == 4:
+            if attribute == PARAMETER:
+                _, place, flags = struct.unpack_from("<IIxxH", info, at)
+                sizes[place & 0xFFFF] = flags >> 2
+            at += size
+    return [sizes[place] for place in sorted(sizes)]
+
+
+def calls(spec):
+    found = forward_calls(spec, TARGET, 64, True)
+    return (
+        found if spec.quantized else found + backward_calls(spec, TARGET, 64, every_gradient(spec))
+    )
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_compiled_kernels_take_arguments_of_these_sizes(spec):
+    for call in calls(spec):
+        made = signature(call.kernel, call.arguments)
+        cubin, *_ = call.kernel._compile(made, default_tile_context, CAPABILITY)
+        found = list(arguments_of(made, call.arguments, numbered(call.arguments, [])))
+        assert [a.size for a in found] == taken(cubin)
+        assert len({a.place for a in found} - {None}) == len(tensors_of(call.arguments))
+
+
+def numbered(value, tensors: list):
+    """The arguments, with numbers in the places of the tensors."""
+    if isinstance(value, tuple):
+        return tuple([numbered(item, tensors) for item in value])
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return len(tensors) - 1
+    return value
+
+
+def tensors_of(arguments) -> list[torch.Tensor]:
+    numbered(arguments, found := [])
+    return found
+
+
+def test_an_array_is_its_address_shape_and_strides_and_constants_are_left_out():
+    [call] = forward_calls(SPECS["rms"], TARGET, 64, True)
+    first, step, arrays, eps, rows, *_ = call.arguments
+    found = [*arguments_of(signature(call.kernel, call.arguments), call.arguments, call.arguments)]
+    places = [a.place for a in found if a.place is not None]
+    assert all(a is b for a, b in zip(places, tensors_of(arrays), strict=True))
+    numbers = [a.bits for a in found if a.place is None]
+    eps_bits = struct.unpack("<I", struct.pack("<f", eps))[0]
+    of_arrays = [n for t in tensors_of(arrays) for n in (*t.shape, *t.stride())]
+    assert numbers == [first, step, *of_arrays, eps_bits, rows]
+
+
+class Queue:
+    """The driver's cuLaunchKernelEx: reads what it is given."""
+
+    def __init__(self, sizes: dict[int, list[int]], code: int = 0):
+        self.sizes, self.code, self.seen = sizes, code, []
+
+    def __call__(self, config: int, function: int, arguments: int, _) -> int:
+        config = driver._Config.from_address(config)
+        sizes = self.sizes[function]
+        places = (ctypes.c_void_p * len(sizes)).from_address(arguments)
+        read = [
+            int.from_bytes(ctypes.string_at(*at), "little")
+            for at in zip(places, sizes, strict=True)
+        ]
+        attributes = (driver._Attribute * config.attribute_count).from_address(
+            config.attributes or 0
+        )
+        overlap = [(a.name, a.value[0]) for a in attributes]
+        shape = tuple(config.grid), tuple(config.block), config.shared_bytes
+        self.seen.append((function, config.stream, shape, read, overlap))
+        return self.code
+
+
+LAUNCHES = (
+    Prepared(11, (7,), (Argument(8, place=2), Argument(4, 5), Argument(8, place=0)), False),
+    Prepared(12, (2, 3), (Argument(8, place=2), Argument(8, place=1), Argument(4, 9)), True),
+)
+SIZES = {launch.function: [a.size for a in launch.arguments] for launch in LAUNCHES}
+
+
+def test_the_driver_gets_the_addresses_of_the_call_and_the_constants_of_the_first():
+    repeat = repeating(queue := Queue(SIZES), LAUNCHES, 3)
+    for stream, addresses in ((100, [1 << 40, 2 << 40, 3 << 40]), (200, [4 << 40, 0, 6 << 40])):
+        assert repeat(stream, addresses)
+        a, b, c = addresses
+        assert queue.seen[-2:] == [
+            (11, stream, ((7, 1, 1), (1, 1, 1), 0), [c, 5, a], []),
+            (12, stream, ((2, 3, 1), (1, 1, 1), 0), [c, b, 9], [(driver.OVERLAP, 1)]),
+        ]
+
+
+def test_a_launch_that_the_driver_refuses_ends_the_call():
+    repeat = repeating(queue := Queue(SIZES, code=201), LAUNCHES, 3)
+    assert not repeat(1, [0, 0, 0])
+    assert [seen[0] for seen in queue.seen] == [11]
+    queue.code = 0
+    assert repeat(1, [0, 0, 0])
+
+
+def test_a_thread_without_a_context_gets_it_and_launches_again():
+    queue, entered = Queue(SIZES, code=201), []
+
+    def enter():
+        entered.append(queue.code)
+        queue.code = 0
+        return len(entered) == 1
+
+    repeat = repeating(queue, LAUNCHES, 3, enter)
+    assert repeat(1, [0, 0, 0]) and entered == [201]
+    assert [seen[0] for seen in queue.seen] == [11, 11, 12]
+    queue.code = 400
+    assert not repeat(1, [0, 0, 0]) and entered == [201, 400]
+
+
+def test_the_context_of_a_thread_is_the_devices_if_it_has_none(monkeypatch):
+    class Contexts:
+        def __init__(self):
+            self.current, self.retained = None, []
+
+        def cuCtxGetCurrent(self, found):
+            found._obj.value = self.current
+            return 0
+
+        def cuDevicePrimaryCtxRetain(self, found, index):
+            self.retained.append(index)
+            found._obj.value = 40 + index
+            return 0
+
+        def cuCtxSetCurrent(self, context):
+            self.current = context
+            return 0
+
+    contexts = Contexts()
+    monkeypatch.setattr(driver, "_driver", lambda: contexts)
+    driver._primary.cache_clear()
+    assert driver._enter(1) and contexts.current == 41
+    assert not driver._enter(0) and contexts.current == 41 and contexts.retained == [1]
+    contexts.current = None
+    assert driver._enter(1) and contexts.retained == [1]
+    driver._primary.cache_clear()
+
+
+def test_calls_beside_each_other_have_arguments_of_their_own():
+    """A call inside of another stands for a call by another thread."""
+    queue = Queue(SIZES)
+
+    def nested(*given):
+        if not queue.seen:
+            queue.seen.append("first")
+            assert repeat(2, [21, 22, 23])
+        return queue(*given)
+
+    repeat = repeating(nested, LAUNCHES, 3)
+    assert repeat(1, [11, 12, 13])
+    read = [(stream, arguments) for _, stream, _, arguments, _ in queue.seen[1:]]
+    assert read == [(2, [23, 5, 21]), (2, [23, 22, 9]), (1, [13, 5, 11]), (1, [13, 12, 9])]
+
+
+def test_threads_at_once():
+    wrong, barrier = [], threading.Barrier(4)
+
+    def work(number):
+        barrier.wait()
+        for i in range(300):
+            addresses = [number << 32 | i, 0, number << 32 | i]
+            if not repeat(number, addresses):
+                wrong.append((number, i))
+
+    def compare(config, function, arguments, _):
+        stream = driver._Config.from_address(config).stream
+        [first] = (ctypes.c_void_p * 1).from_address(arguments)
+        return ctypes.c_uint64.from_address(first).value >> 32 != stream
+
+    repeat = repeating(compare, LAUNCHES, 3)
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+class Driver(SimpleNamespace):
+    """A driver with one kernel, whose arguments have the sizes `takes`."""
+
+    def __init__(self, takes: list[int], capturing: int = 0):
+        super().__init__(takes=takes, capturing=capturing, cuLaunchKernelEx=lambda *_: 0)
+
+    def cuStreamIsCapturing(self, stream, status):
+        status._obj.value = self.capturing
+        return 0
+
+    def cuFuncGetParamInfo(self, function, index, offset, size):
+        if index >= len(self.takes):
+            return 1
+        size._obj.value = self.takes[index]
+        return 0
+
+
+@pytest.fixture
+def prepared(monkeypatch):
+    """What driver.prepare returns for the first launch of an RMSNorm by a driver."""
+    [call] = forward_calls(SPECS["rms"], TARGET, 64, True)
+    made = signature(call.kernel, call.arguments)
+    monkeypatch.setattr(driver.KernelSignature, "from_kernel_args", lambda *_: made)
+    monkeypatch.setattr(driver, "_context", lambda: 1)
+    monkeypatch.setattr(driver, "_function", lambda *_: 7)
+    monkeypatch.setattr(type(call.kernel), "_compile", lambda *_: (b"", made.symbol, None, ()))
+    start, arrays, after = call.arguments[:2], call.arguments[2], call.arguments[3:]
+    launch = driver.Launch(call.kernel, call.grid, start, tuple, after)
+    sizes = [a.size for a in arguments_of(made, call.arguments, call.arguments)]
+
+    def prepare(takes=sizes, capturing=0):
+        monkeypatch.setattr(driver, "_driver", lambda: Driver(takes, capturing))
+        places = numbered(arrays, tensors := [])
+        return driver.prepare(0, 3, [launch], arrays, places, len(tensors))
+
+    prepare.sizes = sizes
+    return prepare
+
+
+def test_nothing_is_prepared_while_the_stream_is_captured(prepared):
+    assert prepared(capturing=1) is None
+    assert prepared()(1, [0] * 4) is True
+
+
+def test_a_kernel_that_takes_other_arguments_is_launched_by_cutile(prepared):
+    for sizes in (prepared.sizes[:-1], [*prepared.sizes, 4], [4, 4, 4, *prepared.sizes[3:]]):
+        repeat = prepared(sizes)
+        assert repeat is driver.never and not repeat(0, [])
