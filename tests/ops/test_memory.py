@@ -6,6 +6,7 @@ Host memory, with launches that do nothing. test_cuda_memory.py has the GPU's.
 import gc
 import sys
 import weakref
+from collections.abc import Iterable
 from pathlib import Path
 from random import Random
 from unittest.mock import patch
@@ -21,12 +22,13 @@ from tilenorm.ops.call import MOST_CALLS
 from .helpers import (
     CALLS,
     EACH_CALL,
-    FAMILY,
+    FEW,
     call,
     incoming_of,
     leaves_of,
     op_call,
     random,
+    slow,
     step,
     tensors_of,
 )
@@ -41,15 +43,19 @@ def served(request):
     if request.param == "reference":
         yield
     else:
-        with pretended_gpu(), patch.object(cutile, "launch", lambda *_: None):
+        with (
+            pretended_gpu(),
+            patch.object(cutile, "launch", lambda *_: None),
+            patch.object(cutile, "prepare", lambda *_: lambda *_: True),
+        ):
             yield
 
 
-def made() -> list[tuple]:
+def made(forms: Iterable[str]) -> list[tuple]:
     """Forms with tensors of several shapes and dtypes."""
     return [
         (form, tensors_of(form, *lead, n, dtype=dtype))
-        for form in FAMILY.values()
+        for form in map(CALLS.get, forms)
         for lead, n, dtype in (((5,), 16, torch.float32), ((2, 3), 9, torch.bfloat16))
     ]
 
@@ -81,9 +87,9 @@ def held() -> tuple[int, int, int]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")
-@pytest.mark.parametrize("calls", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_nothing_grows_with_the_number_of_calls(served, calls):
-    every = [(k, *m, eps) for k in KINDS for m in made() for eps in (1e-6, 1e-3)]
+@pytest.mark.parametrize("forms, calls", [(FEW, 1000), *slow(([*CALLS], 10_000))])
+def test_nothing_grows_with_the_number_of_calls(served, forms, calls):
+    every = [(k, *m, eps) for k in KINDS for m in made(forms) for eps in (1e-6, 1e-3)]
     draw = Random(0)
     for one in every * 3:  # what repeats a call is kept from the second on
         one_call(*one)
