@@ -21,14 +21,12 @@ import torch
 from torch import Tensor
 
 from ..table import FACTORS, OPS
-from .bound import Bound, BoundNorm, bound_of, norm_of
+from .bound import MOST_SHAPES, Bound, BoundNorm, bound_of, keep, keep_backward, norm_of
 from .direct import Plain
 from .layout import contiguous_strides_of, rows_shape, vector_of
 from .norm_backward import FIRST, TERMS, Backward
 from .registry import MAX_ROWS, on_device_of
 from .torch_private import modes, reinterpret
-
-MOST_SHAPES = 256  # of inputs, for which a function keeps what follows from them
 
 
 def tensors_of(op: str, given: Sequence[str]) -> tuple[str, ...]:
@@ -47,12 +45,6 @@ def bind(op: str, taken: tuple[str, ...], **options) -> Callable:
     if op in OPS:
         return forward(op, **options)
     return backward(taken, **options)
-
-
-def keep(repeated: dict, shape: torch.Size, repeat: Callable | None) -> None:
-    """Keep what repeats calls with inputs of a shape."""
-    if repeat is not None and len(repeated) < MOST_SHAPES:
-        repeated[shape] = repeat
 
 
 def forward(name: str, *, hidden: int, save: bool, backend: str | None, **options) -> Callable:
@@ -140,8 +132,7 @@ def backward(taken: tuple[str, ...], *, hidden: int, backend: str | None, **opti
                 saved[i] = vector_of(saved[i])
         with on_device_of(dy):
             found = run(dy, dsum, saved, options["eps"], tensors[first:end])
-        if all(grad is None or grad.dim() == 1 for grad in found[3:5]):
-            keep(repeated, x.shape, run.repeated(x.shape, 0.0))
+        keep_backward(repeated, x.shape, run, found)
         return found if output else (*found, None)
 
     return bound_backward
