@@ -149,9 +149,11 @@ def regimes(direction: str, arch: str, dtype: str, aligned: bool) -> list[tuple[
         chosen = [config(direction, replace(spec, **more), target(arch)) for more in tabled(dtype)]
         return *chosen, tile_width(spec.hidden)
 
-    count = MAX_HIDDEN // unit
-    fine = range(1, min(count, 1024 // unit))
-    points = [*fine, *range(1024 // unit, count, 256 // unit), count]
+    count, points = MAX_HIDDEN // unit, [*range(1, 1024 // unit)]
+    # Two regimes that end within 256 elements, or within 4096 of wide rows, would pass for one.
+    for first, last, apart in ((1024, WIDEST_ROW, 256), (WIDEST_ROW, MAX_HIDDEN, 4096)):
+        points += range(first // unit, last // unit, apart // unit)
+    points.append(count)
     edges = [1]
     for low, high in pairwise(points):
         edges += _changes(regime, low, high)

@@ -13,6 +13,7 @@ from tilenorm.spec import NormSpec
 from . import cases
 from .executors import Executor, Gpu, Interpreter
 from .ops.helpers import NEEDS_GPU
+from .ops.pretended import forgotten
 from .stand_in_compiler import Compiler
 
 ALL = "test_accuracy"  # all cases of this test are quick
@@ -104,11 +105,8 @@ def tables(tmp_path, monkeypatch):
     monkeypatch.setenv("TILENORM_CACHE_DIR", str(folder))
     caches = (user_table.configs, plan.plan_forward, plan.plan_backward)
     caches += (toolchain.compiler_problem, toolchain.toolkit_problem)
-    for cache in caches:
-        cache.cache_clear()
-    yield folder
-    for cache in caches:
-        cache.cache_clear()
+    with forgotten(*caches):
+        yield folder
 
 
 @pytest.fixture

@@ -215,6 +215,9 @@ OPTIONS = {
     "--op add_rms_norm": f"{PLAIN}, residual bfloat16",
     "--op add_layer_norm --residual-dtype float32": f"{PLAIN}, residual float32",
     "--op add_rms_norm --residuals 2": f"{PLAIN}, residual bfloat16, another residual bfloat16",
+    "--op add_rms_norm --dropout-mask 2 --layer-scale": (
+        f"{PLAIN}, residual bfloat16, input masked, times 2, layer scale bfloat16"
+    ),
     "--op layer_norm_add --residual-dtype float32": f"{PLAIN}, residual float32 after the norm",
     "--op gated_rms_norm": f"{PLAIN}, gate bfloat16 after the norm, activation silu",
     "--op gated_rms_norm --activation sigmoid": (

@@ -156,40 +156,6 @@ def test_module_on_meta_can_be_materialised(ours):
     assert torch.equal(module(x), ours(24)(x))
 
 
-def residual_model(source):
-    """Modules of torch.nn or of tilenorm, with the same parameters."""
-    torch.manual_seed(0)
-    norms = source.RMSNorm(24), source.LayerNorm(24)
-    return randomized(nn.Sequential(norms[0], nn.Linear(24, 24), norms[1]).double())
-
-
-def loss(model, parameters, x):
-    return torch.func.functional_call(model, parameters, (x,)).square().sum()
-
-
-FUNCTIONS = {
-    "functional_call": loss,
-    "grad": lambda model, p, x: torch.func.grad(loss, 1)(model, p, x),
-    "gradients of each sample": lambda model, p, x: torch.func.vmap(
-        torch.func.grad(loss, 1), (None, None, 0)
-    )(model, p, x),
-    "gradients of a batch of models": lambda model, p, x: torch.func.vmap(
-        torch.func.grad(loss, 1), (None, 0, None)
-    )(model, {n: torch.stack([t, 2 * t]) for n, t in p.items()}, x),
-}
-
-
-@EACH_DEVICE
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_torch_func_over_modules(device, name):
-    found = []
-    for source in (tilenorm, nn):
-        model, x = residual_model(source).to(device), random(3, 2, 24, dtype=torch.float64)
-        parameters = {n: p.detach() for n, p in model.named_parameters()}
-        found.append(FUNCTIONS[name](model, parameters, x.to(device)))
-    torch.testing.assert_close(*found)
-
-
 def patched(n):
     norm = nn.LayerNorm(n)
     tilenorm.patch(norm)

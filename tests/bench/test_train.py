@@ -19,10 +19,13 @@ from bench.step import Settings
 from bench.timing import Timer
 from bench.variants import VARIANTS, prepared, twin
 
+from ..ops.helpers import slow
 from .test_record import rows_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::tilenorm.ReferenceWarning")
 FOREVER = float("inf")
+QUICK = ("Qwen3 8B", "ViT-L")
+OTHER_PAIR = pytest.param(("patch-compile", "compile"), marks=pytest.mark.slow)
 
 
 class Clock(Timer):
@@ -145,7 +148,7 @@ def test_variant_patches_and_compiles_the_right_parts(monkeypatch, variant, patc
         assert done == first + ([compiled] * parts if compiled else [])
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*QUICK, *slow(*(name for name in MODELS if name not in QUICK))])
 def test_both_variants_train_the_same_weights(name):
     found = pair.measure(["eager", "patch"], asdict(settings_of(name)), 3, FOREVER)
     assert len(found["pairs_us"]) == 3
@@ -158,7 +161,7 @@ def test_both_variants_train_the_same_weights(name):
     assert found["reports"][1].startswith(f"{norms} modules patched, 0 not patched")
 
 
-@pytest.mark.parametrize("names", [("compile", "tilenorm-compile"), ("patch-compile", "compile")])
+@pytest.mark.parametrize("names", [("compile", "tilenorm-compile"), OTHER_PAIR])
 def test_compiled_variants_share_a_process_and_compile_once_each(graphs, names):
     found = pair.measure(names, asdict(settings_of()), 2, FOREVER)
     assert len(graphs) == 4  # of each variant a layer, which serves all layers, and the head

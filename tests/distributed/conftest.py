@@ -1,6 +1,7 @@
 import pytest
 import torch.distributed as dist
 
+from ..integrations.conftest import one_process_mesh  # noqa: F401
 from . import world as worlds
 
 

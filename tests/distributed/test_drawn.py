@@ -63,8 +63,7 @@ def _placement(draw: random.Random, dims: int, *others):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
-    "seed, number",
-    [(0, 20), *(pytest.param(s, 60, marks=pytest.mark.slow) for s in (1, 2))],
+    "seed, number", [(0, 20), *(pytest.param(s, 60, marks=pytest.mark.slow) for s in (1, 2))]
 )
 @on_every_rank
 def test_drawn_calls(name, seed, number):

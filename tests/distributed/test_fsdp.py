@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tilenorm
 
+from ..ops.helpers import slow
 from .modules import ALL, OURS, PYTORCHS, Block, alone, block, rows_of, steps, trained
 from .world import INDUCTOR, device, mesh, on_every_rank
 
@@ -22,7 +23,6 @@ PRECISIONS = {
     "bfloat16": (MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=F32), BF16, BF16),
     "bfloat16, float32 weights": (MixedPrecisionPolicy(cast_forward_inputs=False), BF16, F32),
 }
-EACH_PRECISION = pytest.mark.parametrize("precision", PRECISIONS)
 
 
 def sharded(model: Block, **options) -> Block:
@@ -60,10 +60,11 @@ def wrapped(precision: str, reshard: bool, offload: bool, patched: bool):
     return others
 
 
-@pytest.mark.parametrize(
-    "precision, offload, patched",
-    [*product(PRECISIONS, [False], [False, True]), ("float32", True, False)],
-)
+WRAPPED = [("float32", True, False), ("bfloat16, float32 weights", False, True)]
+WRAPPED += slow(*(p for p in product(PRECISIONS, [False], [False, True]) if p not in WRAPPED))
+
+
+@pytest.mark.parametrize("precision, offload, patched", WRAPPED)
 @on_every_rank
 def test_a_norm_wrapped_alone(precision, offload, patched):
     """The bits of one process and the collectives of PyTorch's norms, resharded or not."""
@@ -74,7 +75,7 @@ def test_a_norm_wrapped_alone(precision, offload, patched):
     assert gathers[0] > gathers[1]
 
 
-@pytest.mark.parametrize("order", ["patched, sharded", "sharded, patched"])
+@pytest.mark.parametrize("order", ["patched, sharded", *slow("sharded, patched")])
 @on_every_rank
 def test_unpatch(order):
     """The bits and collectives of a model that was never patched."""
@@ -89,7 +90,7 @@ def test_unpatch(order):
     assert all(map(torch.equal, full(gradients).values(), full(others).values()))
 
 
-@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("offset", [1.0, *slow(0.0)])
 @on_every_rank
 def test_deferred_initialisation_on_meta(offset):
     kinds = [partial(kind, offset=offset) for kind in OURS]
@@ -114,7 +115,7 @@ class Checkpointed(nn.Module):
         return checkpoint(self.inner, x, use_reentrant=self.reentrant)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reentrant", [False, *slow(True)])
 @on_every_rank
 def test_activation_checkpointing(reentrant):
     x = rows_of(dist.get_rank()).requires_grad_()
@@ -127,7 +128,8 @@ def test_activation_checkpointing(reentrant):
     compare(steps(inside, x), alone(block()))
 
 
-@EACH_PRECISION
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=INDUCTOR)])
 @on_every_rank
 def test_compiled_layers(backend, precision):

@@ -16,8 +16,8 @@ from torch.distributed.tensor.parallel import (
 
 import tilenorm
 
-from ..integrations.graphs import HuggingFaceNorm
-from ..ops.helpers import EPS, FAMILY, call, incoming_of, random, step
+from ..integrations.graphs import FeedForward, HuggingFaceNorm
+from ..ops.helpers import EPS, FAMILY, call, incoming_of, random, slow, step
 from .placing import P, R, alike, case, placed, profiled
 from .world import INDUCTOR, NAMES, device, mesh, on_every_rank, slow_but_first
 
@@ -30,19 +30,8 @@ NORMS = {
 }
 
 
-class Block(nn.Module):
-    """A transformer's feed-forward block: its residual stream is cut in the sequence."""
-
-    def __init__(self, first=nn.RMSNorm, second=nn.LayerNorm):
-        super().__init__()
-        self.first, self.second = first(N), second(N)
-        self.up, self.down = nn.Linear(N, 2 * N), nn.Linear(2 * N, N)
-
-    def forward(self, x):
-        return self.second(x + self.down(torch.relu(self.up(self.first(x)))))
-
-
-def parallel(model: Block, name: str) -> Block:
+def parallel(model: FeedForward, name: str) -> FeedForward:
+    """A block whose residual stream is cut in the sequence."""
     plan = {
         "first": SequenceParallel(),
         "up": ColwiseParallel(input_layouts=Shard(1)),
@@ -56,9 +45,9 @@ def parallel(model: Block, name: str) -> Block:
     return parallelize_module(model, mesh(name), whole)
 
 
-def model(*norms) -> Block:
+def model(first=nn.RMSNorm, second=nn.LayerNorm) -> FeedForward:
     torch.manual_seed(0)
-    return Block(*norms).to(device())
+    return FeedForward(first(N), second(N), N).to(device())
 
 
 def trained(module, x) -> tuple[dict, dict]:
@@ -113,7 +102,7 @@ def test_sequence_parallel_plans(name, kind):
 @pytest.mark.parametrize(
     "name, first, backend",
     [
-        (ONE, HuggingFaceNorm, "aot_eager"),
+        *slow((ONE, HuggingFaceNorm, "aot_eager")),
         *(pytest.param(n, nn.RMSNorm, "aot_eager", marks=pytest.mark.slow) for n in NAMES_FLAT),
         pytest.param(ONE, nn.RMSNorm, "inductor", marks=INDUCTOR),
     ],
@@ -167,7 +156,8 @@ def test_compiled_functions(op, backend):
             assert torch.equal(result.to_local(), other.to_local())
 
 
-@pytest.mark.parametrize("name", FLAT)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES_FLAT)
 @on_every_rank
 def test_compile_keeps_the_placement_of_a_sum(name):
     """x + residual is one reduce-scatter, which the fused op takes over; the rest is local."""
@@ -208,7 +198,9 @@ class Attention(nn.Module):
         return self.o_proj(torch.tanh(q) * k)
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager", pytest.param("inductor", marks=INDUCTOR)])
+@pytest.mark.parametrize(
+    "backend", [None, *slow("aot_eager"), pytest.param("inductor", marks=INDUCTOR)]
+)
 @on_every_rank
 def test_q_and_k_norms_of_olmo_2(backend):
     """Behind projections that are cut by columns: one all-reduce for each norm each way, and the

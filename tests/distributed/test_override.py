@@ -2,14 +2,12 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import tilenorm
-from tilenorm.ops import cutile
 
-from ..integrations.aten_helpers import cpu_override
+from ..integrations.aten_helpers import cpu_override, recorded_passes
 from ..ops.helpers import NEEDS_GPU, random
 from .placing import R, counted, placed
 from .world import NAMES, mesh, on_every_rank
@@ -62,30 +60,16 @@ def test_kernels_run_on_local_tensors(norm, name):
     assert not collectives
 
 
-@pytest.fixture
-def mesh_of_one_gpu():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cuda", (1,))
-    dist.destroy_process_group()
-
-
 @NEEDS_GPU
 @EACH_NORM
-def test_kernels_of_a_gpu_run_on_local_tensors(mesh_of_one_gpu, norm, monkeypatch):
-    passes = []
-    for kind in ("forward", "backward"):
-        bind = getattr(cutile, f"bind_{kind}")
-
-        def bound(*args, kind=kind, bind=bind):
-            function = bind(*args)
-            return lambda *a: passes.append(kind) or function(*a)
-
-        monkeypatch.setattr(cutile, f"bind_{kind}", bound)
+def test_kernels_of_a_gpu_run_on_local_tensors(one_process_mesh, norm, monkeypatch):
+    passes = recorded_passes(monkeypatch)
     tensors, dy = inputs(norm, "cuda")
+    on = init_device_mesh("cuda", (1,))
 
     def cut(tensor):
         placements = [R if tensor.dim() == 1 else Shard(1)]
-        return distribute_tensor(tensor, mesh_of_one_gpu, placements)
+        return distribute_tensor(tensor, on, placements)
 
     with tilenorm.override():
         expected = stepped(norm, tensors, dy)

@@ -19,14 +19,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tilenorm
 
-from ..ops.helpers import random
+from ..ops.helpers import random, slow
 from .modules import OURS, PYTORCHS, N, alone, block, rows_of, steps
 from .world import NAMES, device, mesh, on_every_rank
 
 ONE = NAMES[0]
 
 
-@pytest.mark.parametrize("static_graph", [False, True])
+@pytest.mark.parametrize("static_graph", [True, *slow(False)])
 @on_every_rank
 def test_ddp(static_graph):
     x = rows_of(dist.get_rank())
@@ -101,7 +101,7 @@ def test_schedules_of_two_ranks(cls):
     compare_stages(whole, {f"{i}.": m for i, m in modules.items()}, y, x, target)
 
 
-@pytest.mark.parametrize("patched", [False, True], ids=["tilenorm's modules", "patched"])
+@pytest.mark.parametrize("patched", [True, *slow(False)], ids=["patched", "tilenorm's modules"])
 @on_every_rank
 def test_a_traced_pipeline(patched):
     group = mesh(ONE).get_group()

@@ -25,6 +25,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from ..ops.helpers import slow
+
 RANKS = 4
 SECONDS = 300  # for one function; a collective alone has COLLECTIVE
 COLLECTIVE = timedelta(seconds=90)
@@ -46,7 +48,7 @@ INDUCTOR = [pytest.mark.slow, NEEDS_COMPILER]
 def slow_but_first(values: Iterable) -> list:
     """Parameters of which the quick run takes the first alone."""
     first, *others = values
-    return [first, *(pytest.param(v, marks=pytest.mark.slow) for v in others)]
+    return [first, *slow(*others)]
 
 
 def device() -> str:

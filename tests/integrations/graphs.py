@@ -34,6 +34,18 @@ class HuggingFaceNorm(nn.Module):
         return self.weight * hidden_states.to(dtype)
 
 
+class FeedForward(nn.Module):
+    """A transformer's block without attention, and a norm behind it."""
+
+    def __init__(self, first: nn.Module, second: nn.Module, size: int):
+        super().__init__()
+        self.first, self.second = first, second
+        self.up, self.down = nn.Linear(size, 2 * size), nn.Linear(2 * size, size)
+
+    def forward(self, x):
+        return self.second(x + self.down(torch.relu(self.up(self.first(x)))))
+
+
 class Replaced(NamedTuple):
     """A module after the pass: a callable that runs it, its graph, and the report of the pass."""
 

@@ -6,10 +6,10 @@ import torch.nn.functional as F
 
 import tilenorm
 from tilenorm.integrations import aten
-from tilenorm.ops import cutile
 
+from ..ops.cuda_helpers import capture
 from ..ops.helpers import NEEDS_GPU, name_of, random
-from .aten_helpers import registered
+from .aten_helpers import recorded_passes, registered
 
 pytestmark = NEEDS_GPU
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -18,15 +18,7 @@ BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float6
 @pytest.fixture
 def kernels(no_memory, monkeypatch):
     """A list to which each pass that tilenorm's kernels run is added: "forward" or "backward"."""
-    passes = []
-    for name in ("forward", "backward"):
-        bind = getattr(cutile, f"bind_{name}")
-
-        def bound(*args, name=name, bind=bind):
-            function = bind(*args)
-            return lambda *a: passes.append(name) or function(*a)
-
-        monkeypatch.setattr(cutile, f"bind_{name}", bound)
+    passes = recorded_passes(monkeypatch)
     # The override remembers its runners, which call the functions that were there before.
     monkeypatch.setattr(aten, "_CUDA", aten.Override("CUDA", aten.Kernels(aten._cuda_runner)))
     yield passes
@@ -103,22 +95,19 @@ def test_autocast_output_dtypes_match_pytorchs(kernels, norm):
 @EACH_NORM
 def test_capture_in_a_cuda_graph(norm):
     tensors = inputs_of(norm, 300, 4096)
-    function = getattr(F, f"{norm}_norm")
+    leaves = [t.clone().requires_grad_() for t in tensors]
+    dy = random(300, 4096, dtype=BF16, device="cuda", seed=9)
+
+    def step() -> dict:
+        y = getattr(F, f"{norm}_norm")(leaves[0], (4096,), *leaves[1:])
+        return dict(enumerate((y.detach(), *torch.autograd.grad(y, leaves, dy))))
+
     with tilenorm.override():
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            output_and_grads(function, tensors)
-        torch.cuda.current_stream().wait_stream(stream)
-        leaves = [t.clone().requires_grad_() for t in tensors]
-        dy = random(300, 4096, dtype=BF16, device="cuda", seed=9)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            y = function(leaves[0], (4096,), *leaves[1:])
-            captured = y.detach(), *torch.autograd.grad(y, leaves, dy)
+        graph, captured = capture(step)
     graph.replay()
     torch.cuda.synchronize()
-    assert equal(captured, output_and_grads(getattr(tilenorm, f"{norm}_norm"), tensors))
+    expected = output_and_grads(getattr(tilenorm, f"{norm}_norm"), tensors)
+    assert equal(captured.values(), expected)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

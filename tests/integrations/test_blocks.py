@@ -86,14 +86,19 @@ class Apart(Block):
 
 def made(cls: type[Block]) -> tuple[Block, Block, Tensor, Tensor]:
     """A block with patched norms, the same patched itself, and two inputs."""
+    x, h = (random(5, N, dtype=torch.bfloat16, seed=seed) for seed in (0, 1))
+    return *copy.deepcopy(_made(cls)), x, h
+
+
+@functools.cache
+def _made(cls: type[Block]) -> tuple[Block, Block]:
     block = cls().bfloat16()
     for number, parameter in enumerate(block.parameters()):
         parameter.data.copy_(random(N, seed=number))
     patched = copy.deepcopy(block)
     tilenorm.patch(block)
     tilenorm.patch(patched, residual=True)
-    x, h = (random(5, N, dtype=torch.bfloat16, seed=seed) for seed in (0, 1))
-    return block, patched, x, h
+    return block, patched
 
 
 @pytest.fixture

@@ -12,26 +12,14 @@ from tilenorm.integrations.fx.nodes import Left
 from tilenorm.integrations.fx.rewrite import replace_chosen
 
 from ..ops.helpers import EACH_DEVICE, EPS, NEEDS_GPU, random
-from .graphs import HuggingFaceNorm, argument, calls
+from .graphs import FeedForward, HuggingFaceNorm, argument, calls
 
 N, ROWS = 64, 6
 
 
-class Model(nn.Module):
-    """A transformer block without attention, followed by a LayerNorm."""
-
-    def __init__(self):
-        super().__init__()
-        self.before, self.after = HuggingFaceNorm(N, EPS), nn.LayerNorm(N)
-        self.up, self.down = nn.Linear(N, 2 * N), nn.Linear(2 * N, N)
-
-    def forward(self, x):
-        return self.after(x + self.down(torch.relu(self.up(self.before(x)))))
-
-
-def model(device="cpu", dtype=torch.float32) -> Model:
+def model(device="cpu", dtype=torch.float32) -> FeedForward:
     torch.manual_seed(0)
-    return Model().to(device, dtype)
+    return FeedForward(HuggingFaceNorm(N, EPS), nn.LayerNorm(N), N).to(device, dtype)
 
 
 def assert_same_step(got, expected, tolerance):

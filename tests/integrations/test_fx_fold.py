@@ -80,10 +80,7 @@ SUMS = {
         lambda a, b, x, *s: gradient(a, x.float(), *s, added=True)[0] + b,
         *([], 1, "add is the gradient of the input, but not of the residual"),
     ),
-    "a later tensor": (
-        later,
-        *([], 1, "sin, which add adds to its result, is computed after it"),
-    ),
+    "a later tensor": (later, *([], 1, "sin, which add adds to its result, is computed after it")),
     "written": (written_between, [], 1, "a node in between may write to a tensor"),
 }
 

@@ -119,14 +119,8 @@ NOT_REPLACED = {
         lambda x, w: rms_norm_in_operations(x.bfloat16().float(), w),
         "output is torch.float32",
     ),
-    "16-bit sums": (
-        lambda x, w: rms_norm_in_operations(x.bfloat16(), w.bfloat16()),
-        "not float32",
-    ),
-    "layout": (
-        lambda x, w: rms_norm_in_operations(x.t().contiguous().t(), w),
-        "not contiguous",
-    ),
+    "16-bit sums": (lambda x, w: rms_norm_in_operations(x.bfloat16(), w.bfloat16()), "not float32"),
+    "layout": (lambda x, w: rms_norm_in_operations(x.t().contiguous().t(), w), "not contiguous"),
     "rstd is used": (rstd_used, "use its intermediate result"),
     "weight": (lambda x, w: F.rms_norm(x, (N,), w.double()), "its weight is torch.float64"),
 }

@@ -16,13 +16,14 @@ from torch.overrides import TorchFunctionMode
 import tilenorm
 from tilenorm.integrations.patch.models import PatchedNorm
 
-from ..ops.helpers import EACH_DEVICE, NEEDS_GPU, name_of
+from ..ops.helpers import EACH_DEVICE, NEEDS_GPU, name_of, slow
 from ..tolerance import TIMES_TORCH
 from .model_rows import CAUSAL, MODELS, TRANSFORMERS, built, step
 
 pytestmark = pytest.mark.filterwarnings("ignore::tilenorm.ReferenceWarning")
 
-EACH_MODEL = pytest.mark.parametrize("name", MODELS)
+SOME = ("llama", "gemma3_text", "bert", "flux")
+EACH_MODEL = pytest.mark.parametrize("name", [*SOME, *slow(*(m for m in MODELS if m not in SOME))])
 
 
 class InFloat64(TorchFunctionMode):
@@ -85,7 +86,7 @@ def test_outputs_and_gradients(name, dtype, device):
 
 
 @EACH_DEVICE
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3_text", "gpt_neox", "flux"])
+@pytest.mark.parametrize("name", ["llama", "flux", *slow("qwen3", "gemma3_text", "gpt_neox")])
 def test_outputs_and_gradients_under_autocast(name, device):
     check(name, device, torch.float32, autocast=True)
 

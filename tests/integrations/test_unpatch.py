@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 import tilenorm
 from tilenorm.integrations.patch.classes import PatchedModule
 
-from ..ops.helpers import random, through_pickle, through_save
+from ..ops.helpers import random, slow, through_pickle, through_save
 from .norms import Custom, N
 from .test_replaced import runs_tilenorm
 
@@ -98,6 +98,8 @@ def sharded_1(model):
 ORDERS = ["patch copy wrap", "patch wrap copy", "wrap patch copy"]
 # deepcopy keeps functions: the hooks of diffusers in a copy call the original, also without us.
 UNCOPIED = ["patch wrap", "wrap patch", "patch copy wrap"]
+# Those whose way to wrap modules another has too.
+ALIKE = (with_tuned_norms, without_hooks, replicate, sharded_1)
 # What libraries make of a model, and when. FSDP1 takes the parameters from the norms: patch would
 # leave those.
 WRAPPERS = {
@@ -151,7 +153,8 @@ def check_again(model):
 
 @pytest.mark.parametrize(
     "wrap, order",
-    [(wrap, order) for wrap, orders in WRAPPERS.items() for order in orders],
+    [(wrap, order) for wrap, orders in WRAPPERS.items() if wrap not in ALIKE for order in orders]
+    + slow(*((wrap, order) for wrap in ALIKE for order in WRAPPERS[wrap])),
     ids=lambda value: getattr(value, "__name__", str(value)[:20]),
 )
 def test_what_libraries_make_of_a_patched_model(wrap, order, dynamo, one_process_mesh):

@@ -103,10 +103,7 @@ def _static_iter(iterable):
 
 
 # Stubs that run on the host without calling the dispatch mode, and their replacements.
-HOST_STUBS = {
-    ct.cdiv: lambda x, y: binary("cdiv", x, y),
-    ct.static_iter: _static_iter,
-}
+HOST_STUBS = {ct.cdiv: lambda x, y: binary("cdiv", x, y), ct.static_iter: _static_iter}
 _BUILTINS = {"range": TileRange, "min": _extremum("min"), "max": _extremum("max")}
 
 

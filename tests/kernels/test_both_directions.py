@@ -4,18 +4,22 @@ import pytest
 
 from tests import cases
 from tests.executors import Inputs
+from tests.ops.helpers import slow
 from tilenorm.spec import NormSpec
 
 from .helpers import check, each_spec, every_result
 
-NARROW = cases.every_variant(24) + cases.every_variant(37)
+NARROW = cases.every_variant(24)[::2] + cases.every_variant(37)[1::2]
+MORE = cases.every_variant(24)[1::2] + cases.every_variant(37)[::2]  # the others of each size
 # On sm_80 blocks share these rows. Some variants of each dtype are enough.
 SHARED = cases.every_variant(4104)[::8] + cases.every_variant(4107)[4::8]
 
 
 @pytest.mark.parametrize(
     "executor, spec",
-    [(executor, spec) for executor in ("interpreter_sm_90", "gpu") for spec in NARROW]
+    [("interpreter_sm_90", spec) for spec in NARROW]
+    + slow(*(("interpreter_sm_90", spec) for spec in MORE))
+    + [("gpu", spec) for spec in (*NARROW, *MORE)]
     + [(executor, spec) for executor in ("interpreter_sm_80", "gpu") for spec in SHARED],
     indirect=["executor"],
     ids=cases.label,

@@ -10,6 +10,7 @@ import pytest
 
 from tests import cases
 from tests.executors import Inputs, Interpreter
+from tests.ops.helpers import slow
 from tilenorm.launch.plan import plan_forward
 from tilenorm.spec import NormSpec
 
@@ -59,7 +60,7 @@ def test_fetch_with_any_weight_dtype(executor, dtype, weight):
 
 
 @pytest.mark.parametrize("more", TOGETHER, ids=str)
-@pytest.mark.parametrize("hidden", [5120, 40000])
+@pytest.mark.parametrize("hidden", [5120, *slow(40000)])
 def test_together(hidden, more):
     executor = Interpreter("sm_90")
     for norm in ("rms", "layer"):

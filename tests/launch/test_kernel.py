@@ -7,6 +7,7 @@ import signal
 import sqlite3
 import threading
 import time
+from functools import partial
 
 import cuda.tile as ct
 import cutile_cache._cache as cutile_cache
@@ -15,6 +16,7 @@ import torch
 from cuda.tile._cext import default_tile_context
 
 from tests.executors import backward_calls, forward_calls
+from tests.ops.test_concurrency import at_once
 from tests.stand_in_compiler import CRASH, ERROR
 from tilenorm.launch.calls import Call, every_gradient
 from tilenorm.launch.config import Hints
@@ -44,35 +46,17 @@ def compiled(kernel=None, rows=1000, capability=CAPABILITY):
     return kernel._compile(made, default_tile_context, capability)
 
 
-def at_once(function, *arguments) -> list:
-    """What THREADS threads get that call a function at once. Exceptions are results too."""
-    barrier, found = threading.Barrier(THREADS), []
-
-    def run():
-        barrier.wait()
-        try:
-            found.append(function(*arguments))
-        except Exception as error:
-            found.append(error)
-
-    threads = [threading.Thread(target=run) for _ in range(THREADS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found
-
-
 @pytest.mark.parametrize("folder", ["cache", "off"])
 def test_threads_share_one_compilation_and_one_failure(folder, compiler, monkeypatch):
     if folder == "off":
         monkeypatch.setattr(default_tile_context.config, "cache_dir", None)
     compiler.breaks(row_forward='sleep 0.3; echo cubin > "$3"; exit')
-    found = at_once(compiled, Kernel(forward_call().kernel._pyfunc))
+    found = at_once([partial(compiled, Kernel(forward_call().kernel._pyfunc))] * THREADS)
     assert len({id(result) for result in found}) == 1
     assert found[0][0] == b"cubin\n"
     compiler.breaks(row_forward=f"sleep 0.3; {CRASH}")
-    found = at_once(compiled, Kernel(forward_call(ROWS_OF_16).kernel._pyfunc), ROWS_OF_16)
+    kernel = Kernel(forward_call(ROWS_OF_16).kernel._pyfunc)
+    found = at_once([partial(compiled, kernel, ROWS_OF_16)] * THREADS)
     assert all(type(error) is CompileError for error in found)
     assert len(set(map(str, found))) == 1
     assert compiler.runs("row_forward") == 2
@@ -89,7 +73,7 @@ def test_threads_share_one_kernel(compiler, monkeypatch):
 
     monkeypatch.setattr(Kernel, "__init__", slowly)
     kernel = forward_call().kernel
-    found = at_once(hinted, kernel, Hints(occupancy=3))
+    found = at_once([partial(hinted, kernel, Hints(occupancy=3))] * THREADS)
     assert len(set(found)) == 1
     assert len(made) > 1  # the test was about a race
     assert hinted(kernel, Hints(occupancy=3)) is found[0]

@@ -10,13 +10,7 @@ import torch
 from tests import cases
 from tests.executors import arguments_of, backward_calls, forward_calls
 from tilenorm.kernels.forward import row_forward
-from tilenorm.launch.calls import (
-    MAX_GRID,
-    MAX_SIDE,
-    Needs,
-    constants_of,
-    every_gradient,
-)
+from tilenorm.launch.calls import MAX_GRID, MAX_SIDE, Needs, constants_of, every_gradient
 from tilenorm.launch.config import Hints
 from tilenorm.launch.kernel import hinted
 from tilenorm.launch.plan import plan_backward, plan_forward

@@ -6,35 +6,19 @@ import torch
 import tilenorm
 from tests.stand_in_compiler import compiling_gpu
 from tilenorm.launch import plan, toolchain
-from tilenorm.ops import bound, call, cutile, reference, registry
+from tilenorm.ops import cutile, reference, registry
 from tilenorm.tools import info, precompile
 from tilenorm.tools.cubin import Resources
 
-from .pretended import GPU, pretended_gpu
-
-CACHES = (
-    registry._select,
-    registry._told,
-    registry.failures,
-    registry.device_of,
-    toolchain.compiler_problem,
-    toolchain.toolkit_problem,
-    bound._bound,
-    bound.norm_of,
-    call.remembered,
-    plan.plan_forward,
-    plan.plan_backward,
-)
+from .pretended import CACHES, GPU, forgotten, pretended_gpu
 
 
 @pytest.fixture
 def no_memory():
     """What was decided before the test is forgotten, and so is what the test decides."""
-    for cache in CACHES:
-        cache.cache_clear()
-    yield
-    for cache in CACHES:
-        cache.cache_clear()
+    caches = toolchain.compiler_problem, toolchain.toolkit_problem, registry.device_of
+    with forgotten(*CACHES, *caches, plan.plan_forward, plan.plan_backward):
+        yield
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
 """What the tests that need a GPU share. Importing it needs none."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -52,6 +54,19 @@ def train(
     grads = torch.autograd.grad(outputs, list(leaves.values()), incoming)
     results = dict(zip(("output", "sum"), (y.detach() for y in outputs), strict=False))
     return results | dict(zip(leaves, grads, strict=True))
+
+
+def capture(step: Callable[[], dict[str, Tensor]]) -> tuple[torch.cuda.CUDAGraph, dict]:
+    """A CUDA graph of a step, and its results, which a replay fills."""
+    stream = torch.cuda.Stream()  # the first step compiles, which a graph cannot hold
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    return graph, results
 
 
 def ops_seen(function) -> set[str]:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 import tilenorm
 from tilenorm.table import OPS
 
-from .helpers import CALLS, FAMILY, arguments_of, random, tensors_of
+from .helpers import CALLS, FAMILY, arguments_of, random, slow, tensors_of
 
 N = 256
 PARAMETERS = ("weight", "bias", "next_weight", "next_bias", "layer_scale")
@@ -89,10 +89,7 @@ CASES |= {
     for name, op in OPS.items()
     if op.calls
 }
-MODULES = {
-    "RMSNorm": tilenorm.RMSNorm(N, offset=1.0),
-    "LayerNorm": tilenorm.LayerNorm(N),
-}
+MODULES = {"RMSNorm": tilenorm.RMSNorm(N, offset=1.0), "LayerNorm": tilenorm.LayerNorm(N)}
 CASES |= {n: Case(m.requires_grad_(False), drawn("input")) for n, m in MODULES.items()}
 QUANTIZED = {
     "row": {"scaling": "row", "return_output": True, "return_amax": True},
@@ -113,8 +110,16 @@ CASES |= {
     f"{op}_quantized": called(f"{op}_quantized", tensors_of(FAMILY[op], 3, N), scaling="row")
     for op in ("layer_norm", "add_rms_norm", "add_layer_norm")
 }
+QUICK = ("add_layer_norm, two residuals", "rms_norm_add_rms_norm", "RMSNorm")
+QUICK += ("gated_rms_norm, 16 bits", "rms_norm_quantized, block")
 # They look at the bits of numbers, for which ONNX has no operator.
 BITS = tuple(f"rms_norm_quantized, {n}" for n in ("row, powers of two", "mx", "mx, swizzled"))
+
+
+def each(*left_out: str) -> list:
+    """The names of the cases but of these, as parameters."""
+    names = [name for name in CASES if name not in left_out]
+    return [n for n in names if n in QUICK] + slow(*(n for n in names if n not in QUICK))
 
 
 def assert_alike(got: Tensor, expected: Tensor) -> None:

@@ -15,6 +15,7 @@ from tilenorm.ops import generated
 from tilenorm.table import NORMS, OPS, OPTIONS
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+SLOW = pytest.mark.slow
 DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 EPS = 1e-6
@@ -67,10 +68,25 @@ BRANCHED = {
 CALLS = FAMILY | JOINED | BRANCHED
 PARAMETERS = ("weight", "bias", "layer_scale")
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+# One of each kind, for tests whose other forms are slow and take the same ways.
+FEW = ("rms_norm", "add_layer_norm", "gated_rms_norm, gate first", "add_rms_norm, two residuals")
+
+
+def each(forms: dict[str, Form], quick=None):
+    """Parametrises with forms. quick: the names of those that are not slow, else all."""
+    marks = dict.fromkeys(forms if quick is None else quick, ())
+    values = [pytest.param(f, id=n, marks=marks.get(n, SLOW)) for n, f in forms.items()]
+    return pytest.mark.parametrize("form", values)
+
+
+def slow(*cases) -> list:
+    """Parameters of slow cases. A tuple has several parameters."""
+    tuples = [case if type(case) is tuple else (case,) for case in cases]
+    return [pytest.param(*values, marks=SLOW) for values in tuples]
+
+
 EACH_DEVICE = pytest.mark.parametrize("device", DEVICES)
-EACH_JOINED = pytest.mark.parametrize("form", JOINED.values(), ids=JOINED)
-EACH_CALL = pytest.mark.parametrize("form", CALLS.values(), ids=CALLS)
-EACH_FORM = pytest.mark.parametrize("form", FAMILY.values(), ids=FAMILY)
+EACH_JOINED, EACH_CALL, EACH_FORM = each(JOINED), each(CALLS), each(FAMILY)
 LAYER, ADD = FAMILY["layer_norm"], FAMILY["add_rms_norm"]
 RMS, GATED = FAMILY["rms_norm"], FAMILY["gated_rms_norm"]
 

@@ -7,15 +7,27 @@ from torch.utils.checkpoint import checkpoint
 from .helpers import call, leaves_of
 
 
-class Mode(TorchDispatchMode):
-    """Sees every operation, so that the functions call the op."""
+class Seen(TorchDispatchMode):
+    """Sees every operation, so that the functions call the op. A guard of Dynamo does not see it.
+
+    ops: those seen.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.ops = []
+
+    @classmethod
+    def ignore_compile_internals(cls):
+        return True
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ops.append(func)
         return func(*args, **(kwargs or {}))
 
 
 def by_op(form, tensors, **options):
-    with Mode():
+    with Seen():
         return call(form, tensors, **options)
 
 

@@ -17,9 +17,20 @@ from tilenorm.ops.split import library as split
 from ..cases import target
 from ..executors import Interpreter
 
-CACHES = registry._select, registry._told, registry.failures
+CACHES = registry._select, registry._told, registry.failures, bound._bound, bound.norm_of
+CACHES = *CACHES, call.remembered
 EACH_WAY = pytest.mark.parametrize("served", ["reference", "kernels"])
 GPU = registry.Device("cuda", target("sm_90"), 13000)
+
+
+@contextmanager
+def forgotten(*caches):
+    """What these remember is forgotten before this block and after it."""
+    with ExitStack() as stack:
+        for cache in caches:
+            cache.cache_clear()
+            stack.callback(cache.cache_clear)
+        yield
 
 
 @contextmanager
@@ -36,10 +47,7 @@ def pretended_gpu(arch: str = "sm_90"):
         (cutile, "launch", lambda stream, *made: interpret(*made, -1)),
         (cutile, "prepare", partial(repeating, interpret)),
     )
-    with ExitStack() as stack:
-        for cache in (*CACHES, bound._bound, bound.norm_of, call.remembered):
-            cache.cache_clear()
-            stack.callback(cache.cache_clear)
+    with forgotten(*CACHES), ExitStack() as stack:
         for module, name, function in replaced:
             stack.enter_context(patch.object(module, name, function))
         yield

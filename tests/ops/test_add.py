@@ -16,9 +16,11 @@ from .helpers import (
     EPS,
     FAMILY,
     JOINED,
+    MASKED,
     call,
     incoming_of,
     name_of,
+    op_call,
     random,
     step,
     tensors_of,
@@ -120,6 +122,24 @@ def test_the_gradient_of_the_layer_scale(device, name, served):
     masked = before(form._replace(branch=form.branch[:-1]), tensors)
     products = found["residual"].double() * masked.double()
     torch.testing.assert_close(found["layer_scale"].double(), products.sum(0), rtol=1e-5, atol=1e-4)
+
+
+@EACH_ADD
+def test_the_mask_of_pytorchs_dropout(device, form):
+    tensors = tensors_of(form._replace(options=MASKED), 64, N, device=device)
+    dropped, mask = torch.ops.aten.native_dropout(tensors["input"], 0.1, True)
+    _, total = call(form._replace(options=MASKED), tensors | {"dropout_mask": mask})
+    assert torch.equal(total, dropped + tensors["residual"])
+
+
+def test_what_the_op_refuses(device):
+    x = random(5, N, device=device)
+    for message, given in (
+        ("take one residual", {"input": x, "residual": x, "addend": x, "dropout_mask": x > 0}),
+        ("third dtype has fewer", {"input": x.half(), "residual": x.bfloat16(), "addend": x}),
+    ):
+        with pytest.raises(NotImplementedError, match=message):
+            op_call("add_rms_norm", given, N, save=False)
 
 
 @EACH_ADD

@@ -9,14 +9,7 @@ from torch._subclasses import FakeTensorMode
 
 import tilenorm
 
-from .helpers import (
-    DTYPES,
-    EACH_FORM,
-    NEEDS_GPU,
-    call,
-    name_of,
-    tensors_of,
-)
+from .helpers import DTYPES, EACH_FORM, NEEDS_GPU, call, name_of, tensors_of
 from .test_library import forward_arguments
 
 BF16, F32 = torch.bfloat16, torch.float32

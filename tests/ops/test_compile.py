@@ -11,12 +11,14 @@ from .helpers import (
     CALLS,
     EACH_DEVICE,
     FAMILY,
+    FEW,
     NEEDS_GPU,
     call,
     incoming_of,
     name_of,
     random,
     same,
+    slow,
     step,
     tensors_of,
 )
@@ -39,7 +41,8 @@ def compiled(form, device, function=call, **options):
 
 
 CASES = [("rms_norm", dtype, n) for dtype in (torch.bfloat16, torch.float32) for n in (40, 1001)]
-CASES += [(name, torch.bfloat16, 40) for name in CALLS if name != "rms_norm"]
+CASES += [(name, torch.bfloat16, 40) for name in FEW[1:]]
+CASES += slow(*((name, torch.bfloat16, 40) for name in CALLS if name not in FEW))
 
 
 @EACH_DEVICE

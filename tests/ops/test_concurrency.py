@@ -2,6 +2,7 @@
 
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -10,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import tilenorm
 
-from .helpers import FAMILY, incoming_of, same, step, tensors_of
+from .helpers import FAMILY, incoming_of, same, slow, step, tensors_of
 
 pytestmark = pytest.mark.usefixtures("no_memory")
 
@@ -19,19 +20,16 @@ NAMES = ("rms_norm", "add_layer_norm", "gated_rms_norm")
 
 
 def at_once(functions) -> list:
-    """What functions return, each called in a thread of its own, all at once."""
-    barrier, found = threading.Barrier(len(functions)), {}
+    """What functions return or raise, each called in a thread of its own, all at once."""
+    barrier = threading.Barrier(len(functions))
 
-    def run(number, function):
+    def run(function):
         barrier.wait()
-        found[number] = function()
+        return function()
 
-    threads = [threading.Thread(target=run, args=pair) for pair in enumerate(functions)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [found[number] for number in range(len(functions))]
+    with ThreadPoolExecutor(len(functions)) as threads:
+        calls = [threads.submit(run, function) for function in functions]
+    return [call.exception() or call.result() for call in calls]
 
 
 def trained(name, seed):
@@ -66,7 +64,7 @@ class Normalized(Dataset):
         return y.detach(), grad
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", *slow("spawn")])
 def test_workers_of_a_data_loader(method):
     data = Normalized()
     expected = [data[i] for i in range(len(data))]  # what a forked worker remembers

@@ -21,7 +21,7 @@ from tilenorm.table import NORMS, QUANTIZED_NORMS
 
 from . import test_chain
 from .helpers import EPS, NEEDS_GPU, random
-from .test_quantized import plain
+from .test_quantized import plain, tensors_of
 
 pytestmark = NEEDS_GPU
 B, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -36,13 +36,6 @@ def call(op, how, rows, hidden, given):
     if asked["scale"] is not None:
         asked["scale"] = asked["scale"].cuda()
     return getattr(tilenorm, op)(*rows, (hidden,), **given, **asked, backend="cutile"), asked
-
-
-def made(op, rows, hidden, dtype, parameter):
-    count = 2 if op.startswith("add") else 1
-    tensors = [random(rows, hidden, dtype=dtype, device="cuda", seed=i) for i in range(count)]
-    named = {n: random(hidden, dtype=parameter, device="cuda", seed=7) for n in ("weight", "bias")}
-    return tensors, named | {"eps": EPS}
 
 
 def check(op, how, rows, hidden, given) -> None:
@@ -81,10 +74,11 @@ def test_codes_are_those_of_the_plain_norm(op, how):
 
 
 def made_with(op, rows, hidden, dtype, rng):
-    tensors, given = made(op, rows, hidden, dtype, rng.choice((dtype, F32)))
+    parameter = rng.choice((dtype, F32))
+    tensors, given = tensors_of(op, rows, hidden, dtype=dtype, parameter=parameter, device="cuda")
     if "rms" in op and rng.random() < 0.7:
         del given["bias"]
-    return tensors, hidden, given
+    return tensors, hidden, given | {"eps": EPS}
 
 
 def test_rows_of_zeros_nan_and_infinity():
@@ -93,22 +87,6 @@ def test_rows_of_zeros_nan_and_infinity():
     for how in HOWS:
         check("rms_norm_quantized", how, [x], 256, {"eps": 1e-6})
         check("rms_norm_quantized", how, [x[:0]], 256, {"eps": 1e-6})
-
-
-@EACH_OP
-def test_gradients_are_those_of_the_plain_norm(op):
-    results = []
-    for function in (op, op.removesuffix("_quantized")):
-        rows, given = made(op, 300, 2048, B, B)
-        leaves = [t.requires_grad_() for t in (*rows, given["weight"], given["bias"])]
-        if function == op:
-            found, _ = call(op, HOWS[2], rows, 2048, given)
-            outputs = [t for t in (found.output, found.residual_out) if t is not None]
-        else:
-            outputs = [t for t in plain(op, rows, (2048,), **given) if t is not None]
-        incoming = [random(*t.shape, dtype=B, device="cuda", seed=9) for t in outputs]
-        results.append([*outputs, *torch.autograd.grad(outputs, leaves, incoming)])
-    assert all(map(torch.equal, *results))
 
 
 @pytest.mark.skipif(not hasattr(F, "scaled_mm"), reason="needs the F.scaled_mm of PyTorch 2.10")

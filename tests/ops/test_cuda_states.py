@@ -19,21 +19,10 @@ from tilenorm.ops import call, cutile, library, torch_private
 from tilenorm.table import OPS
 
 from ..quantized import bits, check
-from .helpers import NEEDS_GPU, assert_within, name_of
+from .helpers import NEEDS_GPU, assert_within, name_of, slow
 from .pretended import pretended_gpu
 from .use_states import STATES, State, results_of, step
-from .uses import (
-    CHAINS,
-    FAKE,
-    HIDDEN,
-    HOW,
-    PRETENDING,
-    ROWS,
-    USES,
-    Outputs,
-    Use,
-    of_function,
-)
+from .uses import CHAINS, FAKE, HIDDEN, HOW, PRETENDING, ROWS, USES, Outputs, Use, of_function
 
 B, H, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 DTYPES = [(B, B), (B, F32), (H, H), (H, F32), (F32, F32), (F32, B)]  # of rows, of parameters
@@ -138,10 +127,12 @@ def pretends(no_memory):
 
 
 @pytest.mark.parametrize("name", [n for n, use in USES.items() if PRETENDING in use.walks])
-def test_pretending(name, pretends, dynamo):
+@pytest.mark.parametrize("compiles", [False, *slow(True)])
+def test_pretending(name, compiles, pretends, dynamo):
+    """test_compile.py and test_inductor.py compile in the quick run."""
     use = USES[name]
     for number, state in enumerate(STATES.values()):
-        if not state.pretends:
+        if not state.pretends or state.compiles != compiles:
             continue
         dtypes = dtypes_of(use, state)
         call.remembered.cache_clear()  # whose guards see no autocast for CUDA

@@ -1,18 +1,15 @@
 """The decomposition table: what it makes of every op, of exported programs and of gradients."""
 
-import shutil
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import tilenorm
 
-from .exported import CASES, assert_alike
-from .helpers import EACH_CALL, call, leaves_of, random, tensors_of
-from .test_library import ABSENT, MASKS, backward_arguments, made
+from .exported import CASES, assert_alike, each
+from .helpers import CALLS, FEW, call, leaves_of, random, tensors_of
+from .helpers import each as each_form
+from .test_library import ABSENT, MASKS, backward_arguments, made, targets
 from .test_split import GATED as GATED_PIECE
 from .test_split import LAYER as LAYER_PIECE
 from .test_split import arguments_of
@@ -28,10 +25,6 @@ def table():
     found = torch.export.default_decompositions()
     found.update(tilenorm.decompositions())
     return found
-
-
-def targets(graph) -> set:
-    return {n.target for n in graph.nodes if n.op == "call_function"}
 
 
 def names_of(graph) -> set[str]:
@@ -55,7 +48,7 @@ def test_every_op_has_a_decomposition():
     assert {op.name() for op in tilenorm.decompositions()} == registered - legacy
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", each())
 def test_an_exported_program_of_aten_operators(name):
     case = CASES[name]
     program = exported(case)
@@ -101,7 +94,7 @@ def test_rows_in_pieces(spec):
         check(name.strip(), arguments)
 
 
-@EACH_CALL
+@each_form(CALLS, FEW)
 def test_the_graph_of_a_training_step(form):
     """make_fx, and whatever else takes a table, decomposes both directions."""
     tensors = tensors_of(form, 3, 40)
@@ -117,25 +110,3 @@ def test_the_graph_of_a_training_step(form):
         assert not [t for t in names_of(traced.graph) if "tilenorm" in t]
         for got, expected in zip(traced(*given), step(*given), strict=True):
             torch.testing.assert_close(got, expected)
-
-
-WITHOUT_TILENORM = """
-import sys, torch
-inputs, expected = torch.load(sys.argv[2])
-found = torch._inductor.aoti_load_package(sys.argv[1])(*inputs)
-torch.testing.assert_close(found, expected)
-assert "tilenorm" not in sys.modules
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("g++"), reason="AOTInductor needs a C++ compiler")
-def test_a_package_of_aot_inductor_runs_without_tilenorm(tmp_path):
-    case = CASES["LayerNorm"]
-    program = exported(case).run_decompositions(tilenorm.decompositions())
-    path, tensors = str(tmp_path / "norm.pt2"), str(tmp_path / "tensors.pt")
-    torch._inductor.aoti_compile_and_package(program, package_path=path)
-    inputs = case.of_rows(7)
-    torch.save((inputs, case.module(*inputs)), tensors)
-    command = [sys.executable, "-c", WITHOUT_TILENORM, path, tensors]
-    subprocess.run(command, check=True, cwd=tmp_path)

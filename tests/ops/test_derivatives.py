@@ -18,6 +18,7 @@ from .helpers import (
     leaves_of,
     op_call,
     random,
+    slow,
     tensors_of,
 )
 
@@ -88,9 +89,13 @@ TRANSFORMS = {
     "vjp": lambda f, x, v: torch.func.vjp(f, x)[1](v)[0],
     "grad": lambda f, x, v: torch.func.grad(lambda x: f(x).mul(v).sum())(x),
     "vmap": lambda f, x, v: torch.func.vmap(f)(torch.stack([x, v])),
+    "gradients of samples": lambda f, x, v: torch.func.vmap(
+        torch.func.grad(lambda x: f(x).mul(v).sum())
+    )(torch.stack([x, v])),
     "jacrev": lambda f, x, v: torch.func.jacrev(f)(x),
     "hessian": lambda f, x, v: torch.func.hessian(lambda x: f(x).mul(v).sum())(x),
 }
+LAYER = tilenorm.LayerNorm(8)
 PAIRS = {
     "rms_norm": (
         lambda x, w, z: tilenorm.rms_norm(x, (8,), w, 1e-5),
@@ -116,6 +121,14 @@ PAIRS = {
         ),
         lambda x, w, z: F.layer_norm(s := x * 2 * (z > -1) * w + z, (8,), w) + s,
     ),
+    "weights, one for each row": (
+        lambda x, w, z: tilenorm.rms_norm(z, (8,), x, 1e-5),
+        lambda x, w, z: F.rms_norm(z, (8,), None, 1e-5) * x,
+    ),
+    "a module": (
+        lambda x, w, z: torch.func.functional_call(LAYER, {"weight": w, "bias": w}, x),
+        lambda x, w, z: F.layer_norm(x, (8,), w, w),
+    ),
     "gated_rms_norm": (
         lambda x, w, z: tilenorm.gated_rms_norm(x, z, (8,), w, 1e-5),
         lambda x, w, z: F.rms_norm(x, (8,), w, 1e-5) * F.silu(z),
@@ -140,7 +153,7 @@ def test_transforms(device, name, transform):
 
 @EACH_DEVICE
 @pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm"])
+@pytest.mark.parametrize("name", ["rms_norm", *slow("add_rms_norm")])
 def test_compiled_transforms(device, name, transform, dynamo):
     compiled = partial(torch.compile, fullgraph=transform != "forward mode", backend="aot_eager")
     torch.testing.assert_close(*both(device, name, transform, compiled), rtol=2e-6, atol=2e-6)

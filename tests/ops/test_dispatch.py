@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilenorm
 from tilenorm.ops import call as calls
@@ -27,6 +26,7 @@ from .helpers import (
     step,
     tensors_of,
 )
+from .passes import Seen
 
 pytestmark = EACH_DEVICE
 N = 40
@@ -146,20 +146,11 @@ def test_subclasses_are_never_served(device, form, seen, checked):
 
 
 def test_a_mode_sees_the_op(device):
-    class Seen(TorchDispatchMode):
-        @classmethod
-        def ignore_compile_internals(cls):
-            return True  # the guard does not see such a mode
-
-        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-            ops.append(op)
-            return op(*args, **(kwargs or {}))
-
-    ops, tensors = [], tensors_of(RMS, 5, N, device=device)
+    tensors = tensors_of(RMS, 5, N, device=device)
     call(RMS, tensors)
-    with Seen():
+    with Seen() as seen:
         call(RMS, tensors)
-    assert ops == [torch.ops.tilenorm.rms_norm.default]
+    assert seen.ops == [torch.ops.tilenorm.rms_norm.default]
 
 
 def test_a_dual_level_runs_the_reference(device, checked):

@@ -1,4 +1,7 @@
-"""torch.export of modules, and AOTInductor, for any number of rows."""
+"""torch.export of modules, and AOTInductor, for any number of rows.
+
+test_decompositions.py exports every function and module.
+"""
 
 import shutil
 import subprocess
@@ -52,19 +55,24 @@ def test_an_exported_module_runs_for_any_number_of_rows(device, strict, tmp_path
 WITHOUT_TILENORM = """
 import sys, torch
 package = torch._inductor.aoti_load_package(sys.argv[1])
-package(torch.ones(3, 16, device=sys.argv[2]))
+found = package(torch.ones(3, 16, device=sys.argv[2]))
+torch.testing.assert_close(found, torch.zeros_like(found))
+assert "tilenorm" not in sys.modules
 """
 
 
 @pytest.mark.slow
 @EACH_DEVICE
+@pytest.mark.parametrize("decomposed", [False, True])
 @pytest.mark.skipif(TORCH < (2, 13), reason="AOTInductor of PyTorch 2.11 crashes on the op")
 @pytest.mark.skipif(not shutil.which("g++"), reason="AOTInductor needs a C++ compiler")
-def test_aot_inductor_calls_the_op_of_the_process(device, tmp_path):
+def test_a_package_of_aot_inductor(device, decomposed, tmp_path):
+    """It calls the op of the process. With the table of decompositions it needs no tilenorm."""
     if device == "cuda" and CUDA_HOME is None:
         pytest.skip("AOTInductor needs CUDA's headers")
     # Norms alone: whatever Inductor generates beside them takes the C++ compiler seconds.
     block, program = exported(nn.Sequential(tilenorm.RMSNorm(16), tilenorm.LayerNorm(16)), device)
+    program = program.run_decompositions(tilenorm.decompositions()) if decomposed else program
     path = str(tmp_path / "block.pt2")
     torch._inductor.aoti_compile_and_package(program, package_path=path)
     package = torch._inductor.aoti_load_package(path)
@@ -73,4 +81,7 @@ def test_aot_inductor_calls_the_op_of_the_process(device, tmp_path):
         torch.testing.assert_close(package(x), block(x), rtol=1e-5, atol=1e-5)
     command = [sys.executable, "-c", WITHOUT_TILENORM, path, device]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode and "Could not find schema for tilenorm::" in done.stderr
+    if decomposed:
+        assert done.returncode == 0, done.stderr
+    else:
+        assert done.returncode and "Could not find schema for tilenorm::" in done.stderr

@@ -7,7 +7,6 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
 from torch.testing._internal.two_tensor import TwoTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilenorm.spec import Options
 
@@ -31,6 +30,7 @@ from .helpers import (
     random,
     tensors_of,
 )
+from .passes import Seen
 
 OPS = torch.ops.tilenorm
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
@@ -160,19 +160,13 @@ def test_a_row_length_that_no_dimensions_hold_is_refused(x):
 @EACH_DEVICE
 @pytest.mark.parametrize("grad", [True, False])
 def test_modes_and_subclasses_see_the_op(device, grad):
-    class Mode(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            seen.append(func)
-            return func(*args, **(kwargs or {}))
-
     form, tensors = made("matrix", device)
     arguments = forward_arguments(form, tensors)
     with torch.set_grad_enabled(grad):
         alone = OPS.rms_norm(*arguments)
-        seen = []
-        with Mode():
+        with Seen() as seen:
             found = OPS.rms_norm(*arguments)
-        assert seen[0] is OPS.rms_norm.default
+        assert seen.ops[0] is OPS.rms_norm.default
         assert all(map(torch.equal, found, alone))
         assert found[0].requires_grad is grad
         inner = TwoTensor(arguments[0].detach(), arguments[0].detach())

@@ -8,11 +8,14 @@ from torch import Tensor, nn
 import tilenorm
 
 from .helpers import (
+    CALLS,
     EACH_CALL,
     EACH_DEVICE,
     FAMILY,
+    FEW,
     RMS,
     call,
+    each,
     random,
     rows_of,
     same,
@@ -78,7 +81,7 @@ def call_nested_inside(form, tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dynamic", [None, True], ids=["static", "dynamic"])
-@EACH_CALL
+@each(CALLS, FEW)
 def test_tensors_made_inside_a_compiled_function(dynamo, form, dynamic, backend):
     tensors = tensors_of(form, sum(LENGTHS), 16)
     run = torch.compile(call_nested_inside, backend=backend, fullgraph=True, dynamic=dynamic)

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 import tilenorm
 
-from .exported import BITS, CASES, Case, assert_alike, drawn
+from .exported import BITS, CASES, Case, assert_alike, drawn, each
+from .helpers import slow
 from .test_decompositions import exported, table
 
 onnx = pytest.importorskip("onnx")
@@ -22,16 +23,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
     pytest.mark.filterwarnings("ignore:# 'dynamic_axes'"),
 ]
-QUICK = ("rms_norm", "add_layer_norm, two residuals", "rms_norm_add_rms_norm", "RMSNorm")
-QUICK += ("gated_rms_norm, 16 bits", "add_layer_norm, masked and scaled")
-QUICK += ("rms_norm_quantized, block",)
-SERVED = [
-    pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow)  # a second each
-    for name in CASES
-    if name not in BITS
-]
 # The exporter by TorchScript knows no 8-bit floats.
-WITHOUT_8_BITS = [case for case in SERVED if "uantized" not in case.values[0]]
+WITHOUT_8_BITS = each(*(name for name in CASES if "uantized" in name))
 
 
 def run(model, inputs: tuple[Tensor, ...]) -> list[Tensor]:
@@ -69,12 +62,12 @@ def by_dynamo(case: Case):
     return program.model_proto
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", each(*BITS))
 def test_a_module(name):
     assert_same_numbers(by_dynamo(CASES[name]), CASES[name])
 
 
-@pytest.mark.parametrize("name", ["add_rms_norm", "rms_norm_quantized, block"])
+@pytest.mark.parametrize("name", ["rms_norm_quantized, block", *slow("add_rms_norm")])
 def test_an_exported_program(name):
     program = exported(CASES[name]).run_decompositions(table())
     model = torch.onnx.export(program, dynamo=True, verbose=False).model_proto

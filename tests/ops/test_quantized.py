@@ -20,7 +20,7 @@ from tilenorm.ops.quantize import QuantizedNorm, quantize
 from tilenorm.spec import NormSpec, Quantization
 from tilenorm.table import QUANTIZED_NORMS
 
-from .helpers import EPS, op_arguments, random
+from .helpers import EACH_DEVICE, EPS, op_arguments, random
 from .pretended import by, pretended_gpu
 
 SERVED = ("reference", "sm_90", "sm_100", "sm_80")
@@ -30,13 +30,13 @@ ROW = HOWS[0]
 B, F = torch.bfloat16, torch.float32
 
 
-def tensors_of(op, *shape, dtype=B, parameter=None, bias=True) -> tuple[tuple, dict]:
+def tensors_of(op, *shape, dtype=B, parameter=None, device="cpu") -> tuple[tuple, dict]:
     """The tensors that have rows, and the parameters by name."""
     count = 2 if op.startswith("add") else 1
-    rows = tuple(random(*shape, dtype=dtype, seed=i) for i in range(count))
-    size, parameter = shape[-1:], parameter or dtype
-    given = {"weight": random(*size, dtype=parameter, seed=7)}
-    return rows, given | {"bias": random(*size, dtype=parameter, seed=8)} if bias else given
+    rows = tuple(random(*shape, dtype=dtype, seed=i, device=device) for i in range(count))
+    how = {"dtype": parameter or dtype, "device": device}
+    named = enumerate(("weight", "bias"), 7)
+    return rows, {name: random(shape[-1], seed=seed, **how) for seed, name in named}
 
 
 def plain(op, rows, shape, **options):
@@ -142,24 +142,26 @@ def test_blocks_that_share_a_row(how, exchange):
         check(how, QuantizedNorm.of(found, given, None), y, 640, given)
 
 
+@EACH_DEVICE
 @pytest.mark.parametrize("residuals", [1, 2])
 @EACH_OP
-def test_gradients_are_those_of_the_plain_norm(op, residuals):
+def test_gradients_are_those_of_the_plain_norm(op, residuals, device):
     """And second derivatives. residuals: of a norm of a sum."""
     results = []
     for function in (op, op.removesuffix("_quantized")):
-        (x, *others), given = tensors_of(op, 3, 128)
-        others += [random(3, 128, dtype=B, seed=9)] * (len(others) * residuals - len(others))
+        (x, *others), given = tensors_of(op, 300, 2048, device=device)
+        more = random(300, 2048, dtype=B, seed=9, device=device)
+        others += [more] * (residuals - 1) * len(others)
         leaves = [t.requires_grad_() for t in (x, *others, *given.values())]
         rows = (x, tuple(others)) if others else (x,)
         asked = arguments(HOWS[2]) if function == op else {}
-        found = getattr(tilenorm, function)(*rows, (128,), **given, eps=EPS, **asked)
+        found = getattr(tilenorm, function)(*rows, (2048,), **given, eps=EPS, **asked)
         if function == op:
             assert not (found.q.requires_grad or found.scale.requires_grad)
             assert not found.amax.requires_grad
             found = (found.output, found.residual_out)
         outputs = [t for t in (found if isinstance(found, tuple) else (found,)) if t is not None]
-        incoming = [random(*t.shape, dtype=t.dtype, seed=20 + i) for i, t in enumerate(outputs)]
+        incoming = [random(*t.shape, dtype=t.dtype, seed=20, device=device) for t in outputs]
         grads = torch.autograd.grad(outputs, leaves, incoming, create_graph=True)
         second = torch.autograd.grad(grads[0].square().sum(), leaves, allow_unused=True)
         results.append([*outputs, *grads, *(t for t in second if t is not None)])

@@ -22,7 +22,7 @@ from tilenorm.ops import cutile, registry
 from tilenorm.spec import NormSpec, Options
 from tilenorm.table import NORMS as NAMES
 
-from .helpers import random
+from .helpers import random, slow
 from .pretended import by, pretended_gpu, tensors_among
 
 SERVED = ("reference", *cases.INTERPRETED)
@@ -61,9 +61,12 @@ def test_drawn_pieces(served, op):
         assert sums <= found.keys(), (spec, widths)
 
 
+WIDE = [(LAYER, (33001, 17)), (GATED, (20000, 40000))]
+WIDE += slow((GATED, (33001, 17)), (LAYER, (20000, 40000)))
+
+
 @pytest.mark.any_torch
-@pytest.mark.parametrize("spec", [LAYER, GATED], ids=cases.label)
-@pytest.mark.parametrize("widths", [(33001, 17), (20000, 40000)], ids=str)
+@pytest.mark.parametrize("spec, widths", WIDE, ids=cases.label)
 def test_pieces_wider_than_a_block(spec, widths):
     """By vectors and by elements. A block takes the chunks of a row one after the other."""
     spec = replace(spec, hidden=sum(widths))

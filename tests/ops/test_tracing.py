@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
 ]
 FORMS = ["rms_norm", "add_layer_norm", "gated_rms_norm, gate first"]
-EACH_FORM = pytest.mark.parametrize("form", map(FAMILY.get, FORMS), ids=FORMS)
+EACH_FORM = pytest.mark.parametrize("form", [FAMILY[name] for name in FORMS], ids=FORMS)
 N = 16
 
 

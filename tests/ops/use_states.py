@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tilenorm
 
+from .cuda_helpers import capture
 from .uses import Outputs, Use
 
 
@@ -57,14 +58,7 @@ def compiled(compile: Callable, function: Callable) -> Callable:
 
 def captured(run: Callable[[], Outputs]) -> Outputs:
     """The results of a replay of a step that a CUDA graph holds."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = run()
+    graph, results = capture(run)
     for tensor in results.values():
         tensor.zero_()
     graph.replay()

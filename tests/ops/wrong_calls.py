@@ -85,11 +85,7 @@ EVERY = {
     "input None": ({"input": None}, TypeError, "'input' takes a Tensor, got NoneType"),
     "shape an int": ({"normalized_shape": 8}, TypeError, "'normalized_shape' takes .* got int"),
     "eps a string": ({"eps": "1"}, TypeError, "'eps' takes a float.*, got str"),
-    "eps a complex tensor": (
-        {"eps": torch.tensor(1j)},
-        TypeError,
-        "'eps' takes a float",
-    ),
+    "eps a complex tensor": ({"eps": torch.tensor(1j)}, TypeError, "'eps' takes a float"),
     "bias a list": ({"bias": [1.0]}, TypeError, "'bias' takes a Tensor or None, got list"),
     "bias of another size": ({"bias": W[:7]}, RuntimeError, r"'bias' takes .* \[8\].*, got \[7\]"),
     "bias elsewhere": ({"bias": W.to("meta")}, RuntimeError, "'bias' takes .* cpu, got meta"),
@@ -160,11 +156,7 @@ ADDED = {
     "a shorter first residual": ({"residual": (X[:2], X)}, RuntimeError, r"'residual\[0\]' takes"),
     "a shorter last residual": ({"residual": (X, X[:2])}, RuntimeError, r"'residual\[1\]' takes"),
     "a first residual of ints": ({"residual": (X.int(), X)}, NOT_SERVED, r"'residual\[0\]' takes"),
-    "mask absent": (
-        {"dropout_scale": 2.0},
-        ValueError,
-        "'dropout_scale' takes 1.0 without",
-    ),
+    "mask absent": ({"dropout_scale": 2.0}, ValueError, "'dropout_scale' takes 1.0 without"),
     "mask scaled by a string": (
         {"dropout_mask": MASK, "dropout_scale": "2"},
         TypeError,
@@ -226,11 +218,7 @@ QUANTIZED = {
     "scale of rows given": (ROW | {"scale": W[:1]}, ValueError, "'scale' takes None with scaling="),
     "no scale": (TENSOR, TypeError, "'scale' takes a Tensor of one float32 .*, got NoneType"),
     "scales": (TENSOR | {"scale": W}, RuntimeError, r"'scale' takes one torch.float32 on cpu, got"),
-    "weight by heads": (
-        ROW | {"weight": WIDE[:2]},
-        RuntimeError,
-        "'weight' takes the shape of",
-    ),
+    "weight by heads": (ROW | {"weight": WIDE[:2]}, RuntimeError, "'weight' takes the shape of"),
     "backend unknown": (ROW | {"backend": "tile"}, ValueError, "backend: got 'tile', takes one of"),
     "nested": (ROW | {"input": NESTED}, NOT_SERVED, "'input' takes no nested tensor"),
 } | {

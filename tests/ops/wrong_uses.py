@@ -92,8 +92,14 @@ INTEGRATIONS = {
             "no model": ((), TypeError, "missing .* 'model'"),
             "where a string": ((MODEL, {"where": "0"}), TypeError, "'where' takes .*, got str"),
             "where by position": ((MODEL, plus), TypeError, "takes 1 positional"),
+            "residual an int": ((MODEL, {"residual": 1}), TypeError, "takes a bool, got int"),
             "model patched": ((PATCHED,), RuntimeError, "0 is already patched; tilenorm.unpatch"),
         },
+    ),
+    "unpatch": (
+        lambda: tilenorm.unpatch(MODEL),
+        tilenorm.unpatch,
+        {"model a class": ((nn.LayerNorm,), TypeError, A_MODEL + "type")},
     ),
     "compile": (
         lambda: callable(tilenorm.compile(plus)),

@@ -65,22 +65,20 @@ def test_every_tool_runs_the_workload(tool, capsys):
     assert [words.split()[:2] for words in asked] == [["--tool", name] for name in script.TOOLS]
 
 
-def test_a_tool_that_finds_something(tool):
-    tool.write_text(f"#!/bin/sh\necho '{RAN}\n{INVALID}'\nexit 86\n")
-    assert script.main(["--tools", "racecheck"]) == 1
+# Which program does something else, what it does, and what the script says.
+FAULTS = [
+    ("compute-sanitizer", f"echo '{RAN}\n{INVALID}'; exit 86", "memcheck: 3 findings"),
+    ("compute-sanitizer", "exec sleep 60", "stopped after 0.3 s"),
+    ("workload", "echo broken; exit 3", "fails by itself, with status 3:\nbroken"),
+]
 
 
-def test_a_workload_that_fails_by_itself(tool, capsys):
-    (tool.parent / "workload").write_text("#!/bin/sh\necho broken; exit 3\n")
-    assert script.main([]) == 1
-    assert "fails by itself, with status 3:\nbroken" in capsys.readouterr().out
-
-
-def test_a_tool_that_hangs(tool, monkeypatch, capsys):
+@pytest.mark.parametrize("program, does, says", FAULTS)
+def test_what_fails(program, does, says, tool, monkeypatch, capsys):
     monkeypatch.setattr(script, "SECONDS", 0.3)
-    tool.write_text("#!/bin/sh\nexec sleep 60\n")
+    (tool.parent / program).write_text(f"#!/bin/sh\n{does}\n")
     assert script.main(["--tools", "memcheck"]) == 1
-    assert "stopped after 0.3 s" in capsys.readouterr().out
+    assert says in capsys.readouterr().out
 
 
 def test_without_a_gpu(tool, monkeypatch, capsys):

@@ -111,6 +111,20 @@ def picked(subject: Subject) -> Iterator[str]:
             yield f"{name}, {len(index)} rows: {difference}"
 
 
+def beside_nan(subject: Subject) -> Iterator[str]:
+    """Every second row is NaN: no mask lets a row read the next one, or a sum run over both."""
+    index = torch.arange(0, subject.case.rows, 2)
+
+    def spoilt(_, tensor: Tensor) -> Tensor:
+        tensor = tensor.clone()
+        tensor[1::2] = torch.nan if tensor.is_floating_point() else False
+        return tensor
+
+    got = subject.train(*subject.with_rows(spoilt))
+    there = {name: t if name in SUMS else t[::2] for name, t in got.items()}
+    yield from subject.differences(there, index)
+
+
 def strided(subject: Subject) -> Iterator[str]:
     """Each tensor that has rows lies in a layout of its own, with NaN around it."""
 
@@ -192,8 +206,8 @@ def beside_other_work(subject: Subject) -> Iterator[str]:
 
 
 Check = Callable[[Subject], Iterator[str]]
-ANYWHERE: tuple[Check, ...] = (again, without_grad, picked, strided, between_guards)
-ANYWHERE += (quantized, compiled)
+ANYWHERE: tuple[Check, ...] = (again, without_grad, picked, beside_nan, strided)
+ANYWHERE += (between_guards, quantized, compiled)
 ON_GPU: tuple[Check, ...] = (replayed, beside_other_work)
 
 

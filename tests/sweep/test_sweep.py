@@ -12,7 +12,7 @@ import torch
 
 from tests import cases
 from tests.ops.cuda_helpers import target as target_of_the_gpu
-from tests.ops.helpers import NEEDS_GPU
+from tests.ops.helpers import NEEDS_GPU, slow
 from tests.ops.pretended import pretended_gpu
 from tilenorm.kernels import backward, forward
 from tilenorm.launch.calls import bound
@@ -48,13 +48,13 @@ REGIMES = (
     "rms hidden=1001 dtype=bfloat16 weight=bfloat16",
     "rms hidden=520 dtype=float16 gate=float32 gate_first=True",
     "layer hidden=37 dtype=float32 weight=float32 bias=float32 heads=4",
-    "layer hidden=1536 dtype=float16 weight=float16 bias=float16",
     "rms hidden=5120 dtype=bfloat16 weight=bfloat16",
     "rms hidden=16392 dtype=bfloat16 residual=bfloat16",
 )
+WIDE = "layer hidden=1536 dtype=float16 weight=float16 bias=float16"
 
 
-@pytest.mark.parametrize("spec", REGIMES)
+@pytest.mark.parametrize("spec", [*REGIMES, *slow(WIDE)])
 def test_regimes_pass(spec, capsys):
     case = f"{spec} rows=6 seed=4"
     status, printed = run(capsys, "--executor", "interpreter_sm_90", "--case", case)

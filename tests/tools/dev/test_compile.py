@@ -61,7 +61,7 @@ def any_kind(rng: Random, seed: int) -> Case:
     dtype, hidden = rng.choice(cases.DTYPES), rng.choice(cases.HIDDEN)
     spec = NormSpec(hidden=hidden, dtype=dtype, **rng.choice(cases.variants(dtype)))
     archs = list(MULTIPROCESSORS)
-    direction = cases.DIRECTIONS[seed // len(archs) % 2]
+    direction = cases.DIRECTIONS[(seed + seed // len(archs)) % 2]
     case = passes(spec, archs[seed % len(archs)], direction, rng)
     return case if case.needs is None else case._replace(needs=rng.choice(cases.some_needs(spec)))
 
@@ -135,7 +135,7 @@ def compiled(request, tmp_path_factory):
             workers.shutdown(cancel_futures=True)
 
 
-@drawn(any_kind, 18, 120)
+@drawn(any_kind, 9, 120)
 def test_compiles(compiled, case):
     assert compiled(case)
 
@@ -150,14 +150,14 @@ def test_rows_apart_compile():
             assert compile_call(call, "sm_90")
 
 
-@drawn(end_of_a_regime, 16, 200)
+@drawn(end_of_a_regime, 6, 200)
 def test_every_regime_compiles_and_does_not_spill(compiled, case):
     spilled = {c.kernel: c.spill_bytes for c in compiled(case) if c.spill_bytes}
     excess = {kernel: b for kernel, b in spilled.items() if b > allowed_spill(kernel, case)}
     assert not excess, f"bytes a thread: {excess}"
 
 
-@drawn(several_terms, 3, 100)
+@drawn(several_terms, 2, 100)
 def test_several_terms_compile_and_hardly_spill(compiled, case):
     key = "norm_backward", stands_for("backward", case.spec), case.spec.widest_item
     owned = TABLES[case.target.arch].spills.get((*key, case.spec.hidden), 0)
@@ -165,7 +165,7 @@ def test_several_terms_compile_and_hardly_spill(compiled, case):
     assert max(spilled.values()) <= max(owned, MOST_SPILLED_BY_MORE), spilled
 
 
-@drawn(pieces, 4, 36)
+@drawn(pieces, 2, 36)
 def test_pieces_compile_and_do_not_spill(compiled, case):
     spilled = {c.kernel: c.spill_bytes for c in compiled(case) if c.spill_bytes}
     assert not spilled, f"bytes a thread: {spilled}"
