@@ -27,6 +27,8 @@ def chosen(spec: NormSpec, target: Target, needs: Needs | None = None) -> Config
     elif needs is None:
         read = (spec.dtype, spec.residual, spec.gate, spec.addend, spec.skip)
         config = piece(spec, sum(dtype is not None for dtype in read))
+    elif spec.modulated:
+        config = _by_group(spec)
     else:
         config = _backward(spec, target, needs)
     return with_room(spec, config)
@@ -81,6 +83,16 @@ def _backward(spec: NormSpec, target: Target, needs: Needs) -> Backward:
     return Backward((max(chunk, least),), hints=Hints(occupancy), packed=_packs(spec))
 
 
+def _by_group(spec: NormSpec) -> Backward:
+    width = tile_width(spec.hidden)
+    if width <= rules.TILE // 2:
+        return Backward((width,), rules.TILE // width, hints=Hints(occupancy=2))
+    first = width if width == spec.hidden else width // 2
+    rest = spec.hidden - first
+    widths = (first, tile_width(rest)) if rest else (first,)
+    return Backward(widths, hints=Hints(2 if spec.hidden <= 1536 else 1, 8))
+
+
 def piece_backward(spec: NormSpec, target: Target, needs: Needs) -> Config:
     """For a backward pass to which the sums over rows are given.
 
@@ -108,6 +120,8 @@ def source(spec: NormSpec, target: Target, needs: Needs | None = None) -> str:
     _, table = found
     if spec.gate and spec.norm == "layer":
         return f"{table}, timed with RMSNorm"
+    if spec.modulated:
+        return f"{table}, timed without modulation"
     if spec.branches:
         return f"{table}, timed without a mask and a scale of the input"
     if needs is None and spec.addend:
@@ -129,6 +143,10 @@ def operation(spec: NormSpec, needs: Needs | None = None) -> str | None:
         if spec.bias if needs is None else needs.sums == 2:
             return None
         return "gate_first" if spec.gate_first else "gated_rms_norm"
+    if spec.modulated:
+        if needs is not None:
+            return None
+        return f"add_{spec.norm}_norm" if spec.residual else f"{spec.norm}_norm"
     if needs is None:
         return spec.op
     norm = "layer_norm" if spec.norm == "layer" or needs.sums == 2 else "rms_norm"

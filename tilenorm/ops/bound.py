@@ -52,6 +52,7 @@ class OpSpecs:
         for stage, spec in zip(op.stages, self.specs, strict=True):
             ports = stage.ports
             x = ports["sum"] if spec.residual else ports["x"]
+            ports = ports | {"input": ports["x"]}
             kept = [x, *(ports[role] for role in spec.kept[1:])]
             places += map(names.index, [*kept, *[ports["x"]] * spec.keeps_input])
         # Of an op's tensors and results, those that autograd saves.
@@ -261,7 +262,7 @@ class Bound(OpSpecs):
         if len(steps) != 1 or steps[0].dy is None or op.calls:
             return several, Plain()
         step, places = steps[0], steps[0].places
-        if places is None or self.spec.keeps_input:
+        if places is None or self.spec.keeps_input or self.spec.mod_gate:
             return several, Plain()
         take = itemgetter(PLACES[None], *places)
         names = [port.name for port in op.makes]

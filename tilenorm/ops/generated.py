@@ -13,10 +13,14 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from ..spec import NormSpec
 from ..table import FACTORS, OPS
 from .bound import Bound, BoundNorm, bound_of, norm_of
 from .direct import Plain
 from .layout import contiguous_strides_of, rows_shape, vector_of
+from .modulated_backward import NAME as MODULATED
+from .modulated_backward import NAMES as OF_MODULATED
+from .modulated_backward import Backward as ModulatedBackward
 from .norm_backward import FIRST, TERMS, Backward
 from .registry import MAX_ROWS, on_device_of
 from .torch_private import reinterpret
@@ -30,6 +34,8 @@ def tensors_of(op: str, given: Sequence[str]) -> tuple[str, ...]:
     """
     if op in OPS:
         return tuple(port.name for port in OPS[op].takes)
+    if op == MODULATED:
+        return OF_MODULATED
     return *FIRST, *(name for name in (*TERMS, *FACTORS) if name in given)
 
 
@@ -39,7 +45,7 @@ def bind(op: str, taken: tuple[str, ...], **options) -> Callable:
     """
     if op in OPS:
         return forward(op, **options)
-    return backward(taken, **options)
+    return modulated_backward(**options) if op == MODULATED else backward(taken, **options)
 
 
 def forward(name: str, *, hidden: int, save: bool, backend: str | None, **options) -> Callable:
@@ -105,5 +111,28 @@ def backward(taken: tuple[str, ...], *, hidden: int, backend: str | None, **opti
         with on_device_of(dy):
             found = run(dy, dsum, saved, options["eps"], tensors[first:end])
         return found if output else (*found, None)
+
+    return bound_backward
+
+
+def modulated_backward(*, hidden: int, **options) -> Callable:
+    """The same of modulated_norm_backward."""
+    most, plain = MAX_ROWS * hidden, Plain()
+    constant = (hidden, *options.values())
+    known: tuple[NormSpec, Callable] | None = None
+
+    def bound_backward(*tensors: Tensor | None) -> Sequence[Tensor | None]:
+        nonlocal known
+        dy, dsum, x = tensors[:3]
+        call = ModulatedBackward.of((*tensors, *constant))
+        if known is None:
+            spec = call.spec
+            norm = norm_of(spec, x.device.type, x.get_device(), False, call.backend)
+            known = spec, norm.backward(spec, call.needs(spec))
+        if x.numel() > most or not plain.takes(tensors):
+            return torch.ops.tilenorm.modulated_norm_backward(*tensors, *constant)
+        spec, run = known
+        with on_device_of(dy):
+            return run(dy, dsum, call.kept(spec), call.eps)
 
     return bound_backward

@@ -104,9 +104,15 @@ class Views(NamedTuple):
 
     @classmethod
     def of(
-        cls, spec: NormSpec, rows: int, shape: Sequence[int], lies: Sequence[str], there: Sequence
+        cls,
+        spec: NormSpec,
+        rows: int,
+        shape: Sequence[int],
+        lies: Sequence[str],
+        there: Sequence,
+        groups: int = 0,
     ) -> "Views":
-        """shape: of the input. rows: how many it has. there: whether each tensor is there."""
+        """shape: of the input. rows, groups: how many it has. there: whether each tensor is."""
         heads, hidden = spec.heads, spec.hidden
         vector = (hidden,), (1,)
         if heads:
@@ -115,13 +121,15 @@ class Views(NamedTuple):
         else:
             matrix, affine = ((rows, hidden), (hidden, 1)), vector
         by_kind = {"rows": matrix, "mask": matrix, "affine": affine, "vector": vector}
+        by_kind["group"] = (groups, hidden), (hidden, 1)
         views = [
             (place, *by_kind[kind])
             for place, (kind, is_there) in enumerate(zip(lies, there, strict=True))
             if is_there and kind in by_kind
         ]
         # An extent of 1 may have any stride, and the compiler reads by what the stride is.
-        same = tuple(shape) == matrix[0] and rows > 1 and hidden > 1 and not spec.branches
+        as_they_are = not spec.branches and not spec.modulated
+        same = tuple(shape) == matrix[0] and rows > 1 and hidden > 1 and as_they_are
         return cls(tuple(lies), tuple(views), same)
 
 
@@ -153,6 +161,8 @@ def _read_apart(t: Tensor | None, lies: str, spec: NormSpec) -> Tensor | None:
     if lies in ("rows", "mask"):
         t = rows_of(t, spec)
         return t.view(torch.uint8) if t.dtype == torch.bool else t
+    if lies == "group":
+        return groups_of(t, spec)
     if lies == "affine":
         return parameter_of(t, spec)
     return vector_of(t, spec.aligned) if lies == "vector" else t
@@ -209,6 +219,22 @@ def parameter_of(w: Tensor, spec: NormSpec) -> Tensor:
     """A weight or bias as (hidden,), or (heads, hidden) where heads have their own."""
     vector = vector_of(w, spec.aligned)
     return vector.view(spec.heads, spec.hidden) if spec.heads else vector
+
+
+def groups_of(p: Tensor, spec: NormSpec) -> Tensor:
+    """What lies by group as (groups, hidden), in place if its rows are evenly spaced, and start on
+    16 bytes where rows fill vectors.
+    """
+    hidden = spec.hidden
+    groups = p.numel() // hidden
+    strided = _collapse(p, hidden)
+    fills = _fills_vectors(p, spec)
+    if strided is None or len(strided[0]) > 1 or not _starts_vectors(p, strided[1], fills):
+        p = p.clone(memory_format=torch.contiguous_format)
+        strided = None
+    # A single row may have any stride, and the compiler reads by what the stride is.
+    stride = hidden if strided is None or groups == 1 else strided[1][0]
+    return p.as_strided((groups, hidden), (stride, 1))
 
 
 def _collapse(x: Tensor, hidden: int) -> tuple[list[int], list[int]] | None:
