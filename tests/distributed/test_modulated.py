@@ -37,7 +37,7 @@ def test_rows_alike(name, groups):
     for rows in product((R, Shard(0), Shard(1)), repeat=mesh(name).ndim):
         cut = [p.dim if p.is_shard() else None for p in rows]
         along = [d is not None and d < len(groups) and groups[d] == (5, 6)[d] for d in cut]
-        at = {n: rows for n in ("input", "residual")}
+        at = dict.fromkeys(("input", "residual"), rows)
         at |= {n: [p if c else R for p, c in zip(rows, along, strict=True)] for n in BY_GROUP}
         at |= {n: [R] * len(rows) for n in ("weight", "bias")}
         found, collectives = counted(

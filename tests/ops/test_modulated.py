@@ -1,5 +1,7 @@
 """Norms that are scaled and shifted by group, through the public functions and the ops."""
 
+from random import Random
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,6 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
 
 import tilenorm
+from tests import layouts
 from tilenorm.launch.calls import every_gradient
 from tilenorm.launch.plan import plan_backward, plan_forward
 from tilenorm.launch.target import Target
@@ -120,14 +123,34 @@ def test_dtypes_and_chunks_in_place(served, norm):
             with torch.no_grad():
                 compare(found[:2], call(norm, given), 0.0)
             assert [t.dtype for t in found[2:]] == [t.dtype for t in given.values()]
-        with torch.no_grad():
-            expected = step_in_double(norm, given)
-        compare(found, expected, 2e-2)
+        compare(found, step_in_double(norm, given), 2e-2)
+
+
+@EACH_NORM
+@EACH_WAY
+def test_drawn_calls(served, norm):
+    """Accurate, and of the same bits wherever the tensors lie."""
+    rng, dtypes = Random(f"{served} {norm}"), (B, torch.float16, F32)
+    for _ in range(8):
+        leading, groups = rng.choice(GROUPS)
+        dtype, by_group = rng.choice(dtypes), rng.choice(dtypes)
+        given = made(leading, groups, rng.choice((7, 40, 96, 513)), dtype, by_group)
+        for name in NAMES[2:]:
+            if rng.random() < 0.3 or (name == "gate" and given["residual"] is None):
+                given[name] = None
+        given = {n: t for n, t in given.items() if t is not None}
+        elsewhere = {
+            n: layouts.draw(rng, tuple(t.shape), False).filled(t) for n, t in given.items()
+        }
+        with by(served):
+            found = step(call, norm, given)
+            compare(step(call, norm, elsewhere), found, 0.0)
+        bound = 1e-5 if dtype == by_group == F32 else 2e-2
+        compare(found, step_in_double(norm, given), bound)
 
 
 def step_in_double(norm, given):
-    with torch.enable_grad():
-        return step(formula, norm, {n: t.to(D) for n, t in given.items()}, eps=eps_of(norm))
+    return step(formula, norm, {n: t.to(D) for n, t in given.items()}, eps=eps_of(norm))
 
 
 def eps_of(norm):

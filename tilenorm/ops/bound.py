@@ -1,7 +1,7 @@
 """Bound calls: what serves the calls of an op, for one spec on one device, found once and kept."""
 
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from operator import itemgetter
 from threading import Lock
 from typing import Any
@@ -14,7 +14,7 @@ from ..launch.toolchain import CompileError
 from ..spec import NormSpec, Options, Quantization
 from ..table import OPS, QUANTIZATION, Op
 from .direct import Plain
-from .gradients import PLACES, Step, run_steps, steps_of
+from .gradients import Step, run_steps, steps_of
 from .reference import name_of
 from .registry import MAX_ROWS, Device, Implementation, device_of, failure, record_failure, select
 
@@ -262,12 +262,13 @@ class Bound(OpSpecs):
         if len(steps) != 1 or steps[0].dy is None or op.calls:
             return several, Plain()
         step, places = steps[0], steps[0].places
-        if places is None or self.spec.keeps_input or self.spec.mod_gate:
+        if places is None or self.spec.keeps_input:
             return several, Plain()
-        take = itemgetter(PLACES[None], *places)
+        count = len(step.needs.gradients)
+        take = itemgetter(count + 1, *places)
         names = [port.name for port in op.makes]
         first, second = names.index(step.dy), step.dsum and names.index(step.dsum)
-        compute: Callable = _nothing
+        compute: Callable = partial(_nothing, count)
         if any(step.needs.gradients):
             compute = norms[0].backward(step.spec, step.needs)
 
@@ -335,9 +336,9 @@ class BoundNorm:
                 self.changed()
 
 
-def _nothing(*_) -> tuple[None, ...]:
+def _nothing(count: int, *_) -> tuple[None, ...]:
     """The gradients where none is asked for: y.backward(inputs=[y]) runs y's own node too."""
-    return (None,) * 5
+    return (None,) * count
 
 
 def bound_of(

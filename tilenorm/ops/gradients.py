@@ -80,12 +80,14 @@ class Step(NamedTuple):
     @property
     def places(self) -> tuple[int, ...] | None:
         """Where the gradients that are asked for stand in what a backward pass returns, with dy and
-        None behind it. None where one of them is made of what it returns, or rows are modulated.
+        None behind it. None where one of them is made of what it returns.
         """
         spec, shared = self.spec, 0 if self.spec.shares_dx else 1
         own = {"residual": shared, "addend": 0 if _addend_as(spec) == "x" else shared}
+        if spec.modulated:  # what lies by group stands between the others and dy
+            own |= {role: i for i, role in enumerate((*MODULATION, "skip", None), 5)}
         third = "addend" in self.asked and spec.addend not in (spec.dtype, spec.residual)
-        if third or VECTOR in self.asked or spec.modulated:
+        if third or VECTOR in self.asked:
             return None
         return tuple([(PLACES | own)[role] for role in self.asked])
 
