@@ -73,6 +73,16 @@ class Needs(NamedTuple):
         return (self.dx, self.dresidual, self.dgate, self.dw, self.db, *self.modulation)
 
     @property
+    def dmod_gate(self) -> bool:
+        """Whether the gradient of a gate by group is requested."""
+        return any(self.modulation[2:])
+
+    @property
+    def of_sum(self) -> bool:
+        """Whether a gradient is requested that is made of that of what is normalised."""
+        return self.dx or self.dresidual or self.dmod_gate
+
+    @property
     def label(self) -> str:
         """The names of what is requested, and of what comes in."""
         asked = {name: getattr(self, name) for name in self._fields}

@@ -432,7 +432,7 @@ def _taking_backward(
     absent += [name for name in FACTORS if not getattr(spec, name)]
     absent += ["slots"] * (not slots) + ["partials"] * (not needs.sums)
     absent += ["group_sums"] * (not needs.sums and not any(needs.modulation))
-    absent += ["input"] * (not any(needs.modulation[2:]))  # of which the gate's gradient is made
+    absent += ["input"] * (not needs.dmod_gate)  # the gradient of a gate by group is made of it
     places = {name: i for name, i in (places | made).items() if name not in absent}
     if not spec.modulated:
         fields = fields[: fields.index("input" if spec.branches else MASK)]

@@ -39,9 +39,9 @@ def needs_of(
         dx, dresidual = dx or dresidual, False
     there = ("gate", "weight", "bias", *MODULATION)
     dgate, dw, db, *groups = [r in roles and bool(getattr(spec, r)) for r in there]
-    dsum = dsum and (dx or dresidual or groups[-1])
     by_group = tuple(groups) if spec.modulated else ()
-    return Needs(dx, dw, db, dresidual, dgate, dsum, terms, output, by_group)
+    needs = Needs(dx, dw, db, dresidual, dgate, False, terms, output, by_group)
+    return needs._replace(dsum=dsum and needs.of_sum)
 
 
 def _addend_as(spec: NormSpec) -> str:

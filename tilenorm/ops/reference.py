@@ -22,6 +22,7 @@ from .torch_private import fused_rms_norm, reshaped
 
 native_layer_norm_backward = torch.ops.aten.native_layer_norm_backward
 Given = dict[str, Tensor | None]  # tensors by their roles
+ROLES = ("x", "gate", "weight", "bias", "mean", "rstd")  # of a norm's tensors in a backward pass
 
 
 def bind_forward(spec: NormSpec) -> Callable | None:
@@ -126,15 +127,13 @@ def backward(
     """
     for term in more:
         dy = dy + term  # rounded to its dtype, as autograd's own sums are
-    x, gate, weight, bias = (saved.get(role) for role in ("x", "gate", "weight", "bias"))
-    mean, rstd = saved.get("mean"), saved.get("rstd")
+    x, gate, weight, bias, mean, rstd = map(saved.get, ROLES)
     dtype = statistics_dtype(dy, x)
     rows, g = rows_of(x, spec, dtype), rows_of(dy, spec, dtype)
     z = None if gate is None else rows_of(gate, spec, dtype)
-    through_norm = needs.dx or needs.dresidual or (needs.dgate and spec.gate_first)
-    through_norm = through_norm or any(needs.modulation[2:])
+    through_norm = needs.of_sum or (needs.dgate and spec.gate_first)
     dx = dgate = dw = db = None
-    by_group: tuple[Tensor | None, ...] = ()
+    by_group: tuple = ()
     like = (*rows.shape[:-1], 1)
     fast = spec.norm == "layer" and x.is_cpu and x.numel() and spec.hidden > 1
     if rstd is not None and dots is None and fast and _has_operator(spec):
@@ -168,22 +167,24 @@ def backward(
                 dx = dx * act(spec, z)
     if dsum is not None and dx is not None:
         dx = dx + rows_of(dsum, spec, dtype)
-    dinput = None
-    if needs.dx:
-        dinput = dx.to((dy if spec.residual else x).dtype).reshape(x.shape)
-        dinput = branched(spec, dinput, *map(saved.get, FACTORS[::-1]))
-        dinput = gated(spec, dx, saved.get("mod_gate"), dinput)
+    if spec.modulated:
+        by_group += (group_gradient(spec, dx, saved) if needs.dmod_gate else None,)
     grads = (
-        dinput,
+        _of_input(spec, dx, dy if spec.residual else x, saved) if needs.dx else None,
         dx.to(x.dtype).reshape(x.shape) if needs.dresidual else None,
         dgate.to(gate.dtype).reshape(gate.shape) if needs.dgate else None,
         dw.to(weight.dtype).reshape(weight.shape) if needs.dw else None,
         db.to(bias.dtype).reshape(bias.shape) if needs.db else None,
         *by_group,
     )
-    if spec.modulated:
-        grads = (*grads, group_gradient(spec, dx, saved) if needs.modulation[2] else None)
     return (*grads, _output_again(spec, saved, dy.dtype, eps)) if needs.output else grads
+
+
+def _of_input(spec: NormSpec, dsum: Tensor, like: Tensor, saved: Given) -> Tensor:
+    """The gradient of the input, from that of the sum. like: a tensor of the input's dtype."""
+    dx = dsum.to(like.dtype).reshape(like.shape)
+    dx = branched(spec, dx, *map(saved.get, FACTORS[::-1]))
+    return gated(spec, dsum, saved.get("mod_gate"), dx)
 
 
 def branched(spec: NormSpec | Options, x: Tensor, *factors: Tensor | None) -> Tensor:
