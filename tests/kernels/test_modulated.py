@@ -26,12 +26,16 @@ WIDE = [
     NormSpec(hidden=hidden, dtype="bfloat16", **more)
     for hidden, more in zip((1152, 1155), cases.modulations("bfloat16")[2::7], strict=False)
 ]
-each_spec = pytest.mark.parametrize("spec", SPECS + WIDE, ids=cases.label)
+# Each spec in two shapes, which take turns.
+TURNS = [
+    pytest.param(spec, *SHAPES[(i + k) % len(SHAPES)], id=f"{cases.label(spec)}-{k}")
+    for i, spec in enumerate(SPECS + WIDE)
+    for k in (0, 2)
+]
 
 
-@each_spec
+@pytest.mark.parametrize("spec, groups, tokens", TURNS)
 @pytest.mark.parametrize("executor", cases.EXECUTORS[:1] + cases.EXECUTORS[-1:], indirect=True)
-@pytest.mark.parametrize("groups, tokens", SHAPES)
 def test_accuracy(executor, spec, groups, tokens):
     inputs = Inputs.random(spec, groups * tokens, executor.device, groups=groups)
     check(spec, inputs, executor.forward(spec, inputs))
@@ -73,7 +77,9 @@ def test_bits_do_not_depend_on_padding_or_the_order_of_blocks(spec, how):
         assert_same_bits(every_result(executor, spec, inputs, **how), expected)
 
 
-@pytest.mark.parametrize("spec, arch", product((SPECS[2], SPECS[20]), ("sm_80", "sm_90")), ids=str)
+@pytest.mark.parametrize(
+    "spec, arch", [*product((SPECS[2], SPECS[20]), ("sm_80", "sm_90"))], ids=str
+)
 def test_bits_of_a_row_do_not_depend_on_where_its_group_stands(spec, arch):
     executor = Interpreter(arch)
     inputs = Inputs.random(spec, 36, executor.device, groups=6)

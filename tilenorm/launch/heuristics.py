@@ -28,7 +28,7 @@ def chosen(spec: NormSpec, target: Target, needs: Needs | None = None) -> Config
         read = (spec.dtype, spec.residual, spec.gate, spec.addend, spec.skip)
         config = piece(spec, sum(dtype is not None for dtype in read))
     elif spec.modulated:
-        config = _by_group(spec)
+        config = _by_group(spec, needs)
     else:
         config = _backward(spec, target, needs)
     return with_room(spec, config)
@@ -83,14 +83,17 @@ def _backward(spec: NormSpec, target: Target, needs: Needs) -> Backward:
     return Backward((max(chunk, least),), hints=Hints(occupancy), packed=_packs(spec))
 
 
-def _by_group(spec: NormSpec) -> Backward:
+def _by_group(spec: NormSpec, needs: Needs) -> Backward:
     width = tile_width(spec.hidden)
     if width <= rules.TILE // 2:
-        return Backward((width,), rules.TILE // width, hints=Hints(occupancy=2))
+        return Backward((width,), rules.TILE // width, hints=Hints(2, 8))
     first = width if width == spec.hidden else width // 2
     rest = spec.hidden - first
     widths = (first, tile_width(rest)) if rest else (first,)
-    return Backward(widths, hints=Hints(2 if spec.hidden <= 1536 else 1, 8))
+    # dW and dB, and rows of more than 16 bits, take registers.
+    more = bool(needs.sums) + (spec.widest_item > 2)
+    blocks = next(n for most, n in rules.GROUPED_BLOCKS if spec.hidden <= most)
+    return Backward(widths, hints=Hints(max(1, blocks - more), 8))
 
 
 def piece_backward(spec: NormSpec, target: Target, needs: Needs) -> Config:

@@ -313,10 +313,11 @@ class GroupedPlan(BackwardPlan):
         return Grouped(a, b, dgate, needs.dw, needs.db, whole)
 
     def blocks(self, rows: int, groups: int = 1) -> int:
-        """As many as are resident at once, unless there are fewer tiles, or fewer whole groups."""
+        """As many as are resident at once, unless there is too little to do."""
         if self.sums(groups).WHOLE:
-            return min(groups, self.resident)
-        return min(cdiv(rows // groups, self.config.rows) * groups, self.resident)
+            return self.resident
+        tiles = cdiv(rows // groups, self.config.rows) * groups
+        return min(cdiv(tiles, cdiv(rules.LEAST_ROWS, self.config.rows)), self.resident)
 
     @cached_property
     def partials(self) -> Callable[..., tuple[int, int] | None]:
