@@ -28,7 +28,7 @@ from ..launch.target import Target
 from ..spec import NormSpec
 from ..table import FACTORS, LIES, MASK, MODULATION, OPS, VECTOR, Op
 from . import torch_private
-from .layout import Views, addresses_of, as_read, contiguous_strides_of, shaped_as
+from .layout import Views, addresses_of, as_read, contiguous_strides_of, group_stride, shaped_as
 from .quantize import quantize, scale_of
 from .torch_private import reinterpret
 
@@ -78,11 +78,11 @@ class Layout(NamedTuple):
 
 class Layouts(dict):
     """The Layout of each shape that a plan has met, the first MOST_SHAPES of them. Where tensors
-    lie by group, of each pair of a shape and the shape of those.
+    lie by group, a key has their shapes, strides and item sizes, too.
 
     read: how each tensor that is read lies, as Port.lies. there: whether it is there. made: how
     each result lies, and its dtype; None for a result that is absent. with_rows: the places of the
-    results that have rows. grouped: the place of the first tensor that lies by group, or None.
+    results that have rows. grouped: the places of the tensors that lie by group.
     """
 
     def __init__(
@@ -95,15 +95,18 @@ class Layouts(dict):
         super().__init__()
         self._plan, self._read, self._made = plan, (read, there), tuple(made)
         self.with_rows = [i for i, m in enumerate(made) if m is not None and m[0] == "rows"]
-        self.grouped = list(read).index("group") if "group" in read else None
+        each = enumerate(zip(read, there, strict=True))
+        self.grouped = [i for i, (lies, is_there) in each if lies == "group" and is_there]
 
     def __missing__(self, key: Any) -> Layout:
         plan, spec = self._plan, self._plan.spec
         hidden, how = spec.hidden, spec.quantized
         groups: tuple[int, ...] = ()
-        shape = key
-        if self.grouped is not None:
-            shape, groups = key[0], (key[1].numel() // hidden,)
+        shape, by_group = key, ()
+        if self.grouped:
+            shape, *keys = key
+            groups = (keys[0][0].numel() // hidden,)
+            by_group = _by_group(spec, self.grouped, keys)
         rows = shape.numel() // hidden
         matrix = rows, hidden
         partials = group_sums = None
@@ -131,7 +134,7 @@ class Layouts(dict):
             groups if isinstance(plan, BackwardPlan) else (),
             tuple(made),
             None if shape == matrix else matrix,
-            Views.of(spec, rows, shape, *self._read, *groups),
+            Views.of(spec, rows, shape, *self._read, by_group),
             scales,
             cleared,
             {},
@@ -139,6 +142,17 @@ class Layouts(dict):
         if len(self) < MOST_SHAPES:
             self[key] = layout
         return layout
+
+
+def _by_group(
+    spec: NormSpec, places: list[int], keys: Sequence[tuple[torch.Size, tuple, int]]
+) -> tuple | None:
+    """Views.by_group of tensors of these places. keys: the shape, strides and item size of each."""
+    strides = [group_stride(shape, apart, item, spec) for shape, apart, item in keys]
+    if None in strides:
+        return None
+    shape = keys[0][0].numel() // spec.hidden, spec.hidden
+    return tuple([(i, shape, (stride, 1)) for i, stride in zip(places, strides, strict=True)])
 
 
 def _fresh(
@@ -191,8 +205,9 @@ def bind_pass(
     def execute(tensors: Sequence[Tensor | None], eps: float) -> tuple[list, Layout]:
         x = tensors[place]
         key: Any = x.shape
-        if grouped is not None:
-            key = key, tensors[grouped].shape
+        if grouped:
+            own = [tensors[i] for i in grouped]
+            key = key, *[(t.shape, t.stride(), t.element_size()) for t in own]
         layout = layouts[key]
         rows, groups, fresh, matrix, views, _, cleared, repeated = layout
         empty = torch_private.empty_strided_cuda if x.is_cuda else _empty_strided_cpu
@@ -203,29 +218,30 @@ def bind_pass(
             made[cleared_place].zero_()
         if rows:
             index, repeat = x.get_device(), repeated.get(eps)
-            addresses = None if repeat is None else addresses_of(tensors, made)
+            addresses = None if repeat is None else addresses_of(tensors, made, views)
             if not addresses or not repeat(torch_private.current_stream(index), addresses):
                 written = made if matrix is None else _as_matrices(made, matrices, matrix, by_row)
                 arrays = arrays_of(as_read(tensors, spec, views), written)
                 launches = plan.launches(rows, eps, *groups)
                 run(launches, arrays, index)
                 if repeat is None and run is on_device:
-                    _keep(repeated, eps, index, launches, arrays, arrays_of, tensors, made)
+                    _keep(layout, eps, index, launches, arrays, arrays_of, tensors, made)
         return made, layout
 
     return execute
 
 
 def _keep(
-    repeated: dict, eps: float, index: int, launches, arrays, arrays_of, read: Sequence, made: list
+    layout: Layout, eps: float, index: int, launches, arrays, arrays_of, read: Sequence, made: list
 ) -> None:
     """Keep what repeats the launches of a call, if it is the second one: most shapes of inputs that
     differ in every call are met once.
     """
+    repeated = layout.repeated
     if eps not in repeated:
         if len(repeated) < MOST_EPS:
             repeated[eps] = None
-    elif addresses := addresses_of(read, made):
+    elif addresses := addresses_of(read, made, layout.views):
         places = [*range(len(addresses))]
         numbered = arrays_of(places[: len(read)], places[len(read) :])
         stream = torch_private.current_stream(index)

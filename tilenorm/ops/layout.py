@@ -1,7 +1,7 @@
 """Tensors as the kernels take them: rows in place where that keeps a row's bits, else one copy."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ def rows_of(x: Tensor, spec: NormSpec) -> Tensor:
         if x.stride() != (hidden, 1):
             x = reinterpret(x, (x.numel() // hidden, hidden), (hidden, 1))
         return x.clone() if fills and x.data_ptr() % VECTOR_BYTES else x
-    strided = _collapse(x, hidden) if spec.takes_rows_apart else None
+    strided = _collapse(x.shape, x.stride(), hidden) if spec.takes_rows_apart else None
     if strided is None or len(strided[0]) > 1 or not _starts_vectors(x, strided[1], fills):
         return x.reshape(-1, hidden).contiguous()
     shape, strides = strided
@@ -69,16 +69,20 @@ def _starts_vectors(x: Tensor, strides: list[int], fills: bool) -> bool:
 
 
 def addresses_of(
-    read: Sequence[Tensor | None], written: Sequence[Tensor | None]
+    read: Sequence[Tensor | None], written: Sequence[Tensor | None], views: "Views"
 ) -> list[int] | None:
     """Where the tensors start that a pass reads and writes, 0 for one that is absent; None unless
-    the kernels read all of them in place as what they are if they are contiguous.
+    the kernels read all of them in place as what they are if they are contiguous, and what lies by
+    group as views tell.
     """
+    by_group = views.by_group
+    if by_group is None:
+        return None
     addresses, every = [], 0
-    for tensor in read:
+    for place, tensor in enumerate(read):
         start = 0
         if tensor is not None:
-            if not tensor.is_contiguous():
+            if not (tensor.is_contiguous() or (by_group and views.lies[place] == "group")):
                 return None
             start = tensor.data_ptr()
             every |= start
@@ -95,12 +99,14 @@ class Views(NamedTuple):
 
     lies: how each of them lies, as Port.lies. shapes: of each that is there, its place, and the
     shape and strides in which it is viewed if it is contiguous. as_they_are: contiguous tensors
-    have these shapes already.
+    have these shapes already. by_group: as shapes, of what lies by group, whose strides are those
+    of one layout; None if one of these tensors is copied.
     """
 
     lies: tuple[str, ...]
     shapes: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]
     as_they_are: bool
+    by_group: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...] | None = ()
 
     @classmethod
     def of(
@@ -110,9 +116,9 @@ class Views(NamedTuple):
         shape: Sequence[int],
         lies: Sequence[str],
         there: Sequence,
-        groups: int = 0,
+        by_group: Any = (),
     ) -> "Views":
-        """shape: of the input. rows, groups: how many it has. there: whether each tensor is."""
+        """shape: of the input. rows: how many it has. there: whether each tensor is there."""
         heads, hidden = spec.heads, spec.hidden
         vector = (hidden,), (1,)
         if heads:
@@ -121,23 +127,21 @@ class Views(NamedTuple):
         else:
             matrix, affine = ((rows, hidden), (hidden, 1)), vector
         by_kind = {"rows": matrix, "mask": matrix, "affine": affine, "vector": vector}
-        by_kind["group"] = (groups, hidden), (hidden, 1)
         views = [
             (place, *by_kind[kind])
             for place, (kind, is_there) in enumerate(zip(lies, there, strict=True))
             if is_there and kind in by_kind
         ]
         # An extent of 1 may have any stride, and the compiler reads by what the stride is.
-        as_they_are = not spec.branches and not spec.modulated
-        same = tuple(shape) == matrix[0] and rows > 1 and hidden > 1 and as_they_are
-        return cls(tuple(lies), tuple(views), same)
+        same = tuple(shape) == matrix[0] and rows > 1 and hidden > 1 and not spec.branches
+        return cls(tuple(lies), tuple(views), same, by_group)
 
 
 def as_read(tensors: Sequence[Tensor | None], spec: NormSpec, views: Views) -> Sequence:
     """An op's tensors as the kernels read them, copied only where they cannot be read in place. A
     mask is read as bytes, which are 0 or 1.
     """
-    lies, shapes, as_they_are = views
+    lies, shapes, as_they_are, by_group = views
     addresses, read = 0, list(tensors)
     for place, shape, strides in shapes:
         t = tensors[place]
@@ -147,6 +151,12 @@ def as_read(tensors: Sequence[Tensor | None], spec: NormSpec, views: Views) -> S
         addresses |= t.data_ptr()
         if not as_they_are:
             read[place] = reinterpret(t, shape, strides)
+    if by_group is None:
+        addresses = 1
+    elif by_group:
+        for place, shape, strides in by_group:
+            addresses |= tensors[place].data_ptr()
+            read[place] = reinterpret(tensors[place], shape, strides)
     if addresses % VECTOR_BYTES:
         return [_read_apart(*each, spec) for each in zip(tensors, lies, strict=True)]
     if spec.branches:
@@ -222,24 +232,37 @@ def parameter_of(w: Tensor, spec: NormSpec) -> Tensor:
 
 
 def groups_of(p: Tensor, spec: NormSpec) -> Tensor:
-    """What lies by group as (groups, hidden), in place if its rows are evenly spaced, and start on
-    16 bytes where rows fill vectors.
+    """What lies by group as (groups, hidden), in place where group_stride says so, unless rows fill
+    vectors and the first one does not start on 16 bytes.
     """
-    hidden = spec.hidden
-    groups = p.numel() // hidden
-    strided = _collapse(p, hidden)
-    fills = _fills_vectors(p, spec)
-    if strided is None or len(strided[0]) > 1 or not _starts_vectors(p, strided[1], fills):
-        p = p.clone(memory_format=torch.contiguous_format)
-        strided = None
+    hidden, stride = spec.hidden, group_stride(p.shape, p.stride(), p.element_size(), spec)
+    if stride is None or (_fills_vectors(p, spec) and p.data_ptr() % VECTOR_BYTES):
+        p, stride = p.clone(memory_format=torch.contiguous_format), hidden
+    return p.as_strided((p.numel() // hidden, hidden), (stride, 1))
+
+
+def group_stride(
+    shape: torch.Size, strides: Sequence[int], item_bytes: int, spec: NormSpec
+) -> int | None:
+    """The distance of the rows of what lies by group, or None if it is copied: where its rows are
+    not evenly spaced, or do not all start on 16 bytes although they fill vectors.
+    """
+    hidden, strided = spec.hidden, _collapse(shape, strides, spec.hidden)
+    if strided is None or len(strided[0]) > 1:
+        return None
     # A single row may have any stride, and the compiler reads by what the stride is.
-    stride = hidden if strided is None or groups == 1 else strided[1][0]
-    return p.as_strided((groups, hidden), (stride, 1))
+    stride = hidden if shape.numel() == hidden else strided[1][0]
+    fills = spec.aligned or not hidden * item_bytes % VECTOR_BYTES
+    return None if fills and stride * item_bytes % VECTOR_BYTES else stride
 
 
-def _collapse(x: Tensor, hidden: int) -> tuple[list[int], list[int]] | None:
-    """Shape and strides of the leading dimensions, merged; None if the kernels cannot read x."""
-    dims = [(n, s) for n, s in zip(x.shape, x.stride(), strict=True) if n != 1]
+def _collapse(
+    sizes: Sequence[int], distances: Sequence[int], hidden: int
+) -> tuple[list[int], list[int]] | None:
+    """Shape and strides of the leading dimensions, merged; None if the kernels cannot read a tensor
+    of these sizes and strides.
+    """
+    dims = [(n, s) for n, s in zip(sizes, distances, strict=True) if n != 1]
     inner = 1
     while inner < hidden:
         extent, stride = dims.pop()
