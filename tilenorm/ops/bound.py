@@ -1,7 +1,7 @@
 """Bound calls: what serves the calls of an op, for one spec on one device, found once and kept."""
 
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from operator import itemgetter
 from threading import Lock
 from typing import Any
@@ -14,7 +14,7 @@ from ..launch.toolchain import CompileError
 from ..spec import NormSpec, Options, Quantization
 from ..table import OPS, QUANTIZATION, Op
 from .direct import Plain
-from .gradients import PLACES, Step, run_steps, steps_of
+from .gradients import Step, run_steps, steps_of
 from .reference import name_of
 from .registry import MAX_ROWS, Device, Implementation, device_of, failure, record_failure, select
 
@@ -53,6 +53,7 @@ class OpSpecs:
         for stage, spec in zip(op.stages, self.specs, strict=True):
             ports = stage.ports
             x = ports["sum"] if spec.residual else ports["x"]
+            ports = ports | {"input": ports["x"]}
             kept = [x, *(ports[role] for role in spec.kept[1:])]
             places += map(names.index, [*kept, *[ports["x"]] * spec.keeps_input])
         # Of an op's tensors and results, those that autograd saves.
@@ -279,11 +280,13 @@ class Bound(OpSpecs):
         step, places = steps[0], steps[0].places
         if places is None or self.spec.keeps_input:
             return several, Plain()
-        take = itemgetter(PLACES[None], *places)
+        count = len(step.needs.gradients)
+        take = itemgetter(count + 1, *places)
         names = [port.name for port in op.makes]
         first, second = names.index(step.dy), step.dsum and names.index(step.dsum)
-        compute: Any = _nothing
-        if any(step.needs.gradients):
+        compute: Any = partial(_nothing, count)
+        computed = any(step.needs.gradients)
+        if computed:
             compute = norms[0].backward(step.spec, step.needs)
         repeated: dict[torch.Size, Callable] = {}
 
@@ -291,12 +294,12 @@ class Bound(OpSpecs):
             dy, dsum = grads[first], grads[second] if second else None
             repeat = repeated.get(saved[0].shape)
             made = repeat and repeat((dy, dsum, *saved))
-            found = called(dy, dsum, saved, eps) if made is None else made[:5]
+            found = called(dy, dsum, saved, eps) if made is None else made[:count]
             return take((*found, dy, None))
 
         def called(dy, dsum, saved, eps):
             found = compute(dy, dsum, saved, eps)
-            if compute is not _nothing:
+            if computed:
                 keep_backward(repeated, saved[0].shape, compute, found)
             return found
 
@@ -379,9 +382,9 @@ def _never(*_) -> None:
     """What repeats calls where nothing does, see Implementation."""
 
 
-def _nothing(*_) -> tuple[None, ...]:
+def _nothing(count: int, *_) -> tuple[None, ...]:
     """The gradients where none is asked for: y.backward(inputs=[y]) runs y's own node too."""
-    return (None,) * 5
+    return (None,) * count
 
 
 def bound_of(
