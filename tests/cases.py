@@ -43,6 +43,7 @@ INTERPRETERS = tuple(f"interpreter_{arch}" for arch in INTERPRETED)
 EXECUTORS = (*INTERPRETERS, "gpu")
 DIRECTIONS = ("forward", "backward")
 GRADIENTS = ("dx", "dresidual", "dgate", "dw", "db")  # in the order of their tensors
+BY_GROUP = ("dscale", "dshift", "dmod_gate")  # behind them, of modulated rows
 
 
 def config(direction: str, spec: NormSpec, target: Target):
@@ -113,6 +114,21 @@ def variants(dtype: str) -> list[dict]:
     ]
     branches.append({**branches[0], "layer_scale": dtype, "weight": dtype, "heads": 3})
     return [*plain, *added, *gated, *by_heads, *early, *twice, *after, *branches]
+
+
+def modulations(dtype: str) -> list[dict]:
+    """Variants of a norm whose rows are modulated, as fields of a spec."""
+    other = "bfloat16" if dtype == "float32" else "float32"
+    affine = ({}, {"weight": dtype, "bias": dtype}, {"weight": other}, {"bias": other})
+    before = ({}, {"residual": dtype, "mod_gate": dtype}, {"residual": other, "mod_gate": other})
+    before += ({"residual": dtype},)
+    parameters = ({"mod_scale": dtype, "mod_shift": dtype}, {"mod_scale": "float32"})
+    parameters += ({"mod_scale": "float32", "mod_shift": other},)
+    found = []
+    for i, (norm, more) in enumerate(product(("layer", "rms"), before)):
+        found.append({"norm": norm, **more, **affine[i % 4], **parameters[i % 3]})
+        found.append({"norm": norm, **more, **parameters[(i + 1) % 3]})
+    return found
 
 
 def every_variant(hidden: int) -> list[NormSpec]:
@@ -243,6 +259,9 @@ def label(value) -> str:
         ("skip", value.skip),
         ("scale", value.layer_scale),
         ("first" if value.gate_first else "gate", value.gate),
+        ("mod", value.mod_scale),
+        ("shift", value.mod_shift),
+        ("by", value.mod_gate),
     ):
         if dtype:
             parts.append(name if dtype == value.dtype else f"{name}{short[dtype][2:]}")

@@ -13,7 +13,7 @@ from tilenorm.launch.target import Target
 from tilenorm.launch.tiling import CLEAR_SLOTS
 from tilenorm.ops import cutile
 from tilenorm.spec import NormSpec
-from tilenorm.table import OPS
+from tilenorm.table import MODULATION, OPS
 from tilenorm.tools.precompile import calls_of, compile_call
 
 from . import cases, interpreter, oracle
@@ -42,11 +42,19 @@ class Inputs:
     skip: Tensor | None = None
     dropout_mask: Tensor | None = None
     layer_scale: Tensor | None = None
+    mod_scale: Tensor | None = None
+    mod_shift: Tensor | None = None
+    mod_gate: Tensor | None = None
     scale: Tensor | None = None  # of a quantised norm whose caller gives one
 
     @classmethod
-    def random(cls, spec: NormSpec, rows: int, device: str, seed: int = 0) -> "Inputs":
-        """Random inputs with `rows` rows, rounded up to whole tokens if there are heads."""
+    def random(
+        cls, spec: NormSpec, rows: int, device: str, seed: int = 0, groups: int = 1
+    ) -> "Inputs":
+        """Random inputs with `rows` rows, rounded up to whole tokens if there are heads.
+
+        groups: in which modulated rows lie.
+        """
         generator = torch.Generator().manual_seed(seed)
 
         def normal(dtype: str | None, *shape: int) -> Tensor | None:
@@ -69,6 +77,7 @@ class Inputs:
             skip=normal(spec.skip, *lead, spec.hidden),
             dropout_mask=normal("float32", *lead, spec.hidden) > -1 if spec.dropout_mask else None,
             layer_scale=normal(spec.layer_scale, spec.hidden),
+            **{role: normal(getattr(spec, role), groups, spec.hidden) for role in MODULATION},
             scale=cls.given(spec, device),
         )
 
@@ -92,6 +101,7 @@ class Inputs:
         """What a backward pass reads of the forward pass, with the oracle's statistics."""
         mean, rstd = self.stats(spec)
         found = {"x": oracle.total(spec, self.arguments), "mean": mean, "rstd": rstd}
+        found["input"] = self.x
         return tuple(found.get(role, getattr(self, role, None)) for role in spec.kept)
 
     @property
@@ -145,7 +155,8 @@ class Executor:
         run = cutile.bind_backward(plan, spec.kept, self.run(**how))
         with guarded():
             tensors = run(inputs.dy, dsum, saved)
-        grads = dict(zip(cases.GRADIENTS, tensors, strict=True))
+        names = cases.GRADIENTS + (cases.BY_GROUP if spec.modulated else ())
+        grads = dict(zip(names, tensors, strict=True))
         # The oracle has dw and db of all heads in one row.
         grads |= {name: grads[name].reshape(-1) for name in ("dw", "db") if grads[name] is not None}
         return {name: t for name, t in grads.items() if t is not None}

@@ -27,7 +27,7 @@ class Arguments(NamedTuple):
     """The inputs of a norm and the gradients of its outputs; None for an absent tensor.
 
     weight and bias have the shape (N,) or (heads, N). The other tensors have the shape (rows, N) or
-    (tokens, heads, N).
+    (tokens, heads, N), or, by group, (groups, N).
     """
 
     x: Tensor
@@ -42,6 +42,19 @@ class Arguments(NamedTuple):
     skip: Tensor | None = None
     dropout_mask: Tensor | None = None
     layer_scale: Tensor | None = None
+    mod_scale: Tensor | None = None
+    mod_shift: Tensor | None = None
+    mod_gate: Tensor | None = None
+
+
+def by_row(parameter: Tensor, rows: Tensor) -> Tensor:
+    """A tensor (groups, N) for each row of (rows, N), in groups of consecutive rows."""
+    return parameter.repeat_interleave(rows.shape[0] // parameter.shape[0], 0)
+
+
+def by_group(rows: Tensor, parameter: Tensor) -> Tensor:
+    """The sums over the rows of each group."""
+    return rows.unflatten(0, (parameter.shape[0], -1)).sum(1)
 
 
 def factor_of(spec: NormSpec, arguments: Arguments) -> Tensor | None:
@@ -52,6 +65,8 @@ def factor_of(spec: NormSpec, arguments: Arguments) -> Tensor | None:
     if arguments.layer_scale is not None:
         layer_scale = arguments.layer_scale.double()
         found = layer_scale if found is None else found * layer_scale
+    if arguments.mod_gate is not None:
+        found = by_row(arguments.mod_gate.double(), arguments.x)
     return found
 
 
@@ -71,6 +86,8 @@ def total(spec: NormSpec, arguments: Arguments) -> Tensor:
     scale multiply x first.
     """
     found = branched(spec, arguments.x, arguments.dropout_mask, arguments.layer_scale)
+    if arguments.mod_gate is not None:  # the product is not rounded
+        found = found.float() * by_row(arguments.mod_gate.float(), found)
     for other in (arguments.addend, arguments.residual):
         if other is not None:
             found = (found.float() + other.float()).to(other.dtype)
@@ -83,8 +100,8 @@ def norm(spec: NormSpec, arguments: Arguments) -> dict[str, Truth]:
     def leaf(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.detach().double().requires_grad_()
 
-    x, gate, w, b = map(
-        leaf, (total(spec, arguments), arguments.gate, arguments.weight, arguments.bias)
+    x, gate, w, b, mod_scale, mod_shift = map(
+        leaf, (total(spec, arguments), *_parameters(arguments))
     )
     u = x * act(spec, gate) if spec.gate and spec.gate_first else x
     mean = u.mean(-1, keepdim=True) if spec.norm == "layer" else torch.zeros_like(u[..., :1])
@@ -96,11 +113,18 @@ def norm(spec: NormSpec, arguments: Arguments) -> dict[str, Truth]:
     factor = torch.ones_like(x_hat)
     if spec.gate and not spec.gate_first:
         factor = act(spec, gate)
-    y = (x_hat * gain + shift) * factor
+    # What a factor 1 + scale is rounded from.
+    factor_scale, added = factor.abs(), torch.zeros_like(x_hat)
+    if mod_scale is not None:
+        factor = by_row(1 + mod_scale, x_hat)
+        factor_scale = by_row(1 + mod_scale.abs(), x_hat)
+    if mod_shift is not None:
+        added = by_row(mod_shift, x_hat)
+    y = (x_hat * gain + shift) * factor + added
     # Scale of x_hat: x_hat is a difference from the mean, and the mean's own error adds to it.
     spread = x_hat.abs() + (x_hat.abs().mean(-1, keepdim=True) if spec.norm == "layer" else 0.0)
     plain_scale = spread * gain.abs() + shift.abs()
-    out, out_scale = y, plain_scale * factor.abs()
+    out, out_scale = y, plain_scale * factor_scale + added.abs()
     if arguments.skip is not None:
         out, out_scale = y + arguments.skip.double(), out_scale + arguments.skip.double().abs()
     truths = {
@@ -115,20 +139,27 @@ def norm(spec: NormSpec, arguments: Arguments) -> dict[str, Truth]:
             terms[0] = terms[0] * times
         truths["sum"] = Truth(sum(terms), sum(t.abs() for t in terms))
     if arguments.dy is not None:
+        leaves, factors = (x, gate, w, b, mod_scale, mod_shift), (factor, factor_scale)
         truths |= _gradients(
-            spec, arguments, (x, gate, w, b), y, (x_hat, spread, rstd, gain, factor), plain_scale
+            spec, arguments, leaves, y, (x_hat, spread, rstd, gain, *factors), plain_scale
         )
     return {name: Truth(t.value.detach(), t.scale.detach()) for name, t in truths.items()}
 
 
+def _parameters(arguments: Arguments) -> tuple[Tensor | None, ...]:
+    return tuple(
+        getattr(arguments, name) for name in ("gate", "weight", "bias", "mod_scale", "mod_shift")
+    )
+
+
 def _gradients(spec, arguments, leaves, y, parts, plain_scale) -> dict[str, Truth]:
-    x, gate, w, b = leaves
-    x_hat, spread, rstd, gain, factor = parts
+    x, gate, w, b, mod_scale, mod_shift = leaves
+    x_hat, spread, rstd, gain, factor, factor_scale = parts
     dy = arguments.dy.double()
     present = [t for t in leaves if t is not None]
     grads = iter(torch.autograd.grad(y, present, dy))
-    dx, dgate, dw, db = (None if t is None else next(grads) for t in leaves)
-    dn = dy * factor
+    dx, dgate, dw, db, dscale, dshift = (None if t is None else next(grads) for t in leaves)
+    dn = dy * (factor_scale if spec.modulated else factor)
     g = dn * gain
     mean_g = g.abs().mean(-1, keepdim=True) if spec.norm == "layer" else 0.0
     du_scale = rstd * (g.abs() + spread * (g * x_hat).abs().mean(-1, keepdim=True) + mean_g)
@@ -154,6 +185,14 @@ def _gradients(spec, arguments, leaves, y, parts, plain_scale) -> dict[str, Trut
         truths["dw"] = Truth(dw.reshape(-1), (dn.abs() * spread).reshape(rows).sum(0))
     if b is not None:
         truths["db"] = Truth(db.reshape(-1), dn.abs().reshape(rows).sum(0))
+    if mod_scale is not None:
+        truths["dscale"] = Truth(dscale, by_group(dy.abs() * plain_scale, mod_scale))
+    if mod_shift is not None:
+        truths["dshift"] = Truth(dshift, by_group(dy.abs(), mod_shift))
+    if (mod_gate := arguments.mod_gate) is not None:
+        branch = arguments.x.double()
+        scale = by_group(dx_scale * branch.abs(), mod_gate)
+        truths["dmod_gate"] = Truth(by_group(dx * branch, mod_gate), scale)
     return truths
 
 
@@ -190,11 +229,15 @@ def torch_own(spec: NormSpec, arguments: Arguments) -> dict[str, Tensor]:
     def leaf(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.detach().requires_grad_()
 
-    x, gate, w, b = map(
-        leaf, (total(spec, arguments), arguments.gate, arguments.weight, arguments.bias)
+    x, gate, w, b, mod_scale, mod_shift = map(
+        leaf, (total(spec, arguments), *_parameters(arguments))
     )
     dtype = arguments.x.dtype
-    if spec.rounding == "late" and _has_pytorch_op(spec, x, dtype, w, b):
+    if spec.modulated:
+        y = _composed(spec, x.float(), gate, w, b, arguments.eps, torch.float32)
+        y = y * by_row(1 + mod_scale.float(), y)
+        y = (y if mod_shift is None else y + by_row(mod_shift.float(), y)).to(dtype)
+    elif spec.rounding == "late" and _has_pytorch_op(spec, x, dtype, w, b):
         if spec.norm == "layer":
             y = functional.layer_norm(x, (spec.hidden,), w, b, arguments.eps)
         else:
@@ -212,7 +255,7 @@ def torch_own(spec: NormSpec, arguments: Arguments) -> dict[str, Tensor]:
     results["rstd"] = torch.rsqrt(variance + arguments.eps).reshape(-1)
     if arguments.dy is None:
         return results
-    leaves = {"dx": x, "dgate": gate, "dw": w, "db": b}
+    leaves = {"dx": x, "dgate": gate, "dw": w, "db": b, "dscale": mod_scale, "dshift": mod_shift}
     present = {name: t for name, t in leaves.items() if t is not None}
     results |= zip(
         present, torch.autograd.grad(y, list(present.values()), arguments.dy), strict=True
@@ -223,6 +266,9 @@ def torch_own(spec: NormSpec, arguments: Arguments) -> dict[str, Tensor]:
     results["dresidual"] = dx.to(x.dtype)
     branch = arguments.layer_scale, arguments.dropout_mask
     results["dx"] = branched(spec, dx.to(dtype), *branch)
+    if (gate := arguments.mod_gate) is not None:
+        results["dx"] = (dx * by_row(gate.float(), dx)).to(dtype)
+        results["dmod_gate"] = by_group(dx * arguments.x.float(), gate).to(gate.dtype)
     return results
 
 

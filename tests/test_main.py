@@ -101,6 +101,9 @@ WRONG = {
     f"{EXPLAIN} --op gated_rms_norm --residual-dtype float32": (
         "--residual-dtype: gated_rms_norm takes no residual"
     ),
+    f"{EXPLAIN} --group-dtype float32": "--group-dtype: rms_norm takes nothing by group",
+    f"{PRECOMPILE} --op modulated_rms_norm --pieces": "--pieces: modulated_rms_norm has none",
+    f"{DRY} --op modulated_rms_norm --hidden 256": "its forward pass takes that of rms_norm",
     f"{EXPLAIN} --residuals 2": "--residuals: rms_norm takes no residual",
     f"{EXPLAIN} --layer-scale": "--layer-scale: rms_norm takes none, or not with these options",
     f"{EXPLAIN} --op add_rms_norm --residuals 2 --dropout-mask 2": "--dropout-mask: add_rms_norm",

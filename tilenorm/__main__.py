@@ -58,6 +58,9 @@ def compile_ahead(asked: argparse.Namespace) -> int:
     if asked.pieces:
         if terms != (1,) or asked.output:
             raise RefusedError("--pieces: rows in pieces take one term of dy and no --output")
+        for spec in specs:
+            if spec.modulated:
+                raise RefusedError(f"--pieces: {spec.op} has none")
         calls = precompile.piece_training_calls
     return _print(precompile.listed(specs, Target.of(asked.arch), asked.processes, calls))
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from .table import FACTORS, OPS
+from .table import FACTORS, MODULATION, OPS
 
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "bool": 1}
 DIGITS = {"bfloat16": 8, "float16": 11, "float32": 24, "float64": 53}  # binary ones
@@ -21,7 +21,7 @@ LAYOUTS = {
 # The fields of NormSpec that are dtypes of tensors: `dtype` is that of x, and each other field has
 # the name of its tensor's role.
 TENSORS = ("dtype", "residual", "gate", "weight", "bias", "addend", "skip")
-TENSORS += FACTORS
+TENSORS += FACTORS + MODULATION
 MAX_TERMS = 4  # of dy, that one backward pass adds up
 # No table, no rule and no candidate of the tuner has blocks share a row of fewer elements.
 SHARED_FROM = 8192
@@ -90,7 +90,10 @@ class NormSpec:
     gate_first, the rows before the norm. activation: act(z) is z · σ(z) for "silu" and σ(z) for
     "sigmoid". heads: 0, or the number of heads H; each head has its own N weights and biases, and
     row i of the input belongs to head i mod H. quantized: how the output is quantised, if it is.
-    inner: the norm of x that is added to the residual in place of x, or None. rounding: "late"
+    inner: the norm of x that is added to the residual in place of x, or None. mod_scale, mod_shift:
+    the dtypes of what modulates the normalised rows, a row for each group of consecutive rows: y is
+    multiplied by 1 + scale, and shift is added. mod_gate: that of what multiplies x, by group,
+    before the residual is added. rounding: "late"
     computes in float32 to the end; "early" rounds to the input's dtype before the weight is
     applied.
     """
@@ -114,6 +117,9 @@ class NormSpec:
     dropout_scale: float = 1.0
     quantized: Quantization | None = None
     inner: "NormSpec | None" = None
+    mod_scale: str | None = None
+    mod_shift: str | None = None
+    mod_gate: str | None = None
 
     @classmethod
     def of(cls, op: str, hidden: int, dtype: str, **fields) -> "NormSpec":
@@ -157,12 +163,17 @@ class NormSpec:
     @property
     def shares_dx(self) -> bool:
         """Whether the residual's gradient is that of x."""
-        return self.residual == self.dtype and not self.branches
+        return self.residual == self.dtype and not self.branches and not self.mod_gate
 
     @property
     def branches(self) -> bool:
         """Whether x is masked or scaled before it is added to the residual."""
         return any(getattr(self, name) for name in FACTORS)
+
+    @property
+    def modulated(self) -> bool:
+        """Whether the normalised rows are scaled and shifted by group."""
+        return self.mod_scale is not None
 
     @property
     def keeps_input(self) -> bool:
@@ -185,6 +196,8 @@ class NormSpec:
             return "a dropout mask and a layer scale take one residual"
         if self.layer_scale and DIGITS[self.residual] < DIGITS[self.dtype]:
             return "a layer scale takes a residual of at least as many digits as the input"
+        if self.mod_gate and not self.residual:
+            return "a gate by group needs a residual"
         return None
 
     @property
@@ -214,6 +227,8 @@ class NormSpec:
         """The name of the function that users call."""
         if self.inner:
             return f"{self.inner.op}_{self.norm}_norm"
+        if self.modulated:
+            return f"modulated_{self.norm}_norm"
         before = "add_" if self.residual else "gated_" if self.gate else ""
         after = f"{'_add' if self.skip else ''}{'_quantized' if self.quantized else ''}"
         return f"{before}{self.norm}_norm{after}"
@@ -221,12 +236,12 @@ class NormSpec:
     @cached_property
     def kept(self) -> tuple[str, ...]:
         """The roles of the saved tensors that the backward pass reads. "x" is the sum if there is
-        one.
+        one, and "input" is x itself.
         """
         roles = ["x", *(name for name in ("gate", "weight", "bias") if getattr(self, name))]
         roles += ["mean", "rstd"] if self.norm == "layer" else ["rstd"]
-        roles += [name for name in FACTORS if getattr(self, name)]
-        return tuple(roles)
+        roles += [name for name in (*FACTORS, "mod_scale", "mod_gate") if getattr(self, name)]
+        return (*roles, "input") if self.mod_gate else tuple(roles)
 
     @property
     def unquantized(self) -> "NormSpec":
@@ -264,6 +279,8 @@ class NormSpec:
         """
         if self.gate:
             return "a norm with a gate"
+        if self.modulated:
+            return "a modulated norm"
         if self.skip:
             return "a norm to whose output something is added"
         if self.norm == "layer" and self.widest_item > 2:
@@ -277,7 +294,8 @@ class NormSpec:
     @cached_property
     def aligned(self) -> bool:
         """Whether a row is whole 16-byte vectors: then each row of a matrix starts at a vector."""
-        return all(self.hidden * size % 16 == 0 for size in self._row_bytes)
+        by_group = [ITEM_BYTES[dtype] for role in MODULATION if (dtype := getattr(self, role))]
+        return all(self.hidden * size % 16 == 0 for size in (*self._row_bytes, *by_group))
 
     @cached_property
     def takes_rows_apart(self) -> bool:

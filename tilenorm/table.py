@@ -14,8 +14,9 @@ class Port:
 
     lies: "rows" has the input's shape; "mask" has it too, of torch.bool; "affine" has the shape
     normalized_shape, or (H, *normalized_shape) by heads; "vector" has normalized_shape alone;
-    "scalar" is one number. Of what is made also: "number" has one number a row; "scales" one a
-    group; "one" is (1,).
+    "group" has a row for each group of consecutive rows: leading sizes of the input, of which the
+    last may be a divisor, and then normalized_shape; "scalar" is one number. Of what is made also:
+    "number" has one number a row; "scales" one a group of elements; "one" is (1,).
     role: the tensor's name in a norm: the array of the kernels, and of a tensor that is taken the
     field of NormSpec that holds its dtype.
     needed: every call has it. cast: autocast casts it, as it casts the input of a norm.
@@ -24,7 +25,7 @@ class Port:
     these, separated by spaces, is float64, else float32; or "dtype" and "scale" of a quantised
     norm; or a dtype's name.
     when: of what is made, the option without which it is absent, or "save". unless: the port that
-    stands in its place, if a call has that port.
+    stands in its place, if a call has that port. given: the port without which it is absent.
     grad: whether it has a gradient.
     """
 
@@ -37,6 +38,7 @@ class Port:
     like: str = ""
     when: str = ""
     unless: str = ""
+    given: str = ""
     grad: bool = True
 
     @property
@@ -133,6 +135,9 @@ SKIP = Port("residual", role="skip", needed=True, cast=True)
 GATE = Port("gate", role="gate", needed=True)
 WEIGHT = Port("weight", "affine", role="weight")
 BIAS = Port("bias", "affine", role="bias")
+MOD_SCALE = Port("scale", "group", role="mod_scale", needed=True)
+MOD_SHIFT = Port("shift", "group", role="mod_shift")
+MOD_GATE = Port("gate", "group", role="mod_gate")
 GIVEN = Port("given_scale", "scalar", role="given_scale", shown="scale", grad=False)
 
 Y = Port("output", role="y", like="input")
@@ -170,6 +175,22 @@ def _ops_of(norm: str) -> tuple[Op, ...]:
     )
 
 
+def _modulated(norm: str) -> Op:
+    """A norm that is scaled and shifted by group; of the sum with the residual, if there is one."""
+    numbers = (MEAN, RSTD) if norm == "layer" else (RSTD,)
+    return Op(
+        f"modulated_{norm}_norm",
+        norm,
+        (X, MOD_SCALE, MOD_SHIFT, WEIGHT, BIAS, replace(RESIDUAL, needed=False), MOD_GATE),
+        (
+            Y,
+            replace(SUM, given="residual"),
+            *(replace(port, like="input residual") for port in numbers),
+        ),
+        (),
+    )
+
+
 def _chain_of(norm: str) -> Op:
     """A norm, the addition of the residual, and the norm of the sum. RMSNorm's have no biases.
 
@@ -202,14 +223,21 @@ def _chain_of(norm: str) -> Op:
 
 
 _PAIRS = zip(_ops_of("rms"), _ops_of("layer"), strict=True)
-_ROWS = (*(op for pair in _PAIRS for op in pair), _chain_of("rms"), _chain_of("layer"))
+_MORE = _chain_of("rms"), _chain_of("layer"), _modulated("rms"), _modulated("layer")
+_ROWS = (*(op for pair in _PAIRS for op in pair), *_MORE)
 OPS = {op.name: op for op in _ROWS}
 # What multiplies the input before the residual is added, in this order. A mask has no gradient.
 FACTORS = MASK, VECTOR = DROPOUT_MASK.role, LAYER_SCALE.role
-# How the tensor of each role lies.
+# What lies by group, in the order in which gradients are returned.
+MODULATION = MOD_SCALE.role, MOD_SHIFT.role, MOD_GATE.role
+# How the tensor of each role lies. A gate by group is saved with the input that it multiplied.
 LIES = {port.role: port.lies for op in _ROWS for port in (*op.takes, *op.makes)}
-# The ops of one norm, by whether their output is quantised.
-NORMS = tuple(op.name for op in _ROWS if not op.calls and not op.quantized)
+LIES |= {"input": X.lies}
+# The ops of one norm: of rows alone, with tensors by group, and those whose output is quantised.
+MODULATED_NORMS = tuple(op.name for op in _ROWS if op.roles[1:2] == MODULATION[:1])
+NORMS = tuple(
+    op.name for op in _ROWS if not (op.calls or op.quantized or op.name in MODULATED_NORMS)
+)
 QUANTIZED_NORMS = tuple(op.name for op in _ROWS if op.quantized)
 
 

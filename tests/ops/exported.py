@@ -6,12 +6,12 @@ import torch
 from torch import Tensor, nn
 
 import tilenorm
-from tilenorm.table import OPS
+from tilenorm.table import MODULATED_NORMS, OPS
 
 from .helpers import CALLS, FAMILY, arguments_of, random, slow, tensors_of
 
 N = 256
-PARAMETERS = ("weight", "bias", "next_weight", "next_bias", "layer_scale")
+PARAMETERS = ("weight", "bias", "next_weight", "next_bias", "layer_scale", "scale", "shift")
 
 
 class Called(nn.Module):
@@ -88,6 +88,10 @@ CASES |= {
     name: called(name, drawn(*[port.name for port in op.takes]))
     for name, op in OPS.items()
     if op.calls
+}
+CASES |= {
+    op: called(op, drawn("input", "scale", "shift", "weight", "bias", "residual"))
+    for op in MODULATED_NORMS
 }
 MODULES = {"RMSNorm": tilenorm.RMSNorm(N, offset=1.0), "LayerNorm": tilenorm.LayerNorm(N)}
 CASES |= {n: Case(m.requires_grad_(False), drawn("input")) for n, m in MODULES.items()}

@@ -1,4 +1,4 @@
-"""How many of the package's Python functions a warm call runs up to the kernel's launch."""
+"""How many of the package's Python functions a warm call runs, and what it allocates."""
 
 import sys
 from collections.abc import Callable
@@ -82,3 +82,40 @@ def test_frames_by_pytorchs_operators(name):
     with torch.no_grad():
         found = frames(CALLS[name], X)
     assert len(found) <= 12, found
+
+
+# The outputs, mean and rstd, the gradients, and the partial sums of dW and dB. A forward pass
+# without grad writes mean and rstd too where it would else compile to other bits.
+@pytest.mark.parametrize(
+    "name, forward, both",
+    [
+        ("rms_norm", 1, 5),
+        ("layer_norm", 3, 7),
+        ("add_rms_norm", 3, 6),
+        ("rms_norm_add", 2, 5),
+        ("gated_rms_norm", 2, 6),
+        ("rms_norm_add_rms_norm", 2, 10),
+    ],
+)
+def test_allocations_of_a_warm_call(name, forward, both, monkeypatch):
+    made, empty = [], cutile._empty_strided_cpu
+
+    def counted(*how):
+        made.append(how)
+        return empty(*how)
+
+    monkeypatch.setattr(cutile, "_empty_strided_cpu", counted)
+    leaves = X, RESIDUAL, GATE, W, B
+    with pretended_gpu():
+        for count, grad in ((forward, False), (both, True)):
+            for t in leaves:
+                t.requires_grad_(grad)
+            for _ in range(4):
+                made.clear()
+                found = CALLS[name](X)
+                if grad:
+                    first = found if isinstance(found, torch.Tensor) else found[0]
+                    first.backward(torch.ones_like(first))
+            for t in leaves:
+                t.requires_grad_(False).grad = None
+            assert len(made) == count, made

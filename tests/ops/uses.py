@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import tilenorm
 from tilenorm.spec import Quantization
-from tilenorm.table import NORMS, OPS, QUANTIZED_NORMS
+from tilenorm.table import MODULATED_NORMS, NORMS, OPS, QUANTIZED_NORMS
 
 from ..quantized import arguments
 from .helpers import EPS, Form, random
@@ -73,7 +73,10 @@ def of_function(name: str, parameters: dict[str, Tensor], **options) -> Callable
     function = getattr(tilenorm, name)
 
     def call(*rows):
-        return outputs_of(function(*rows, (HIDDEN,), **parameters, eps=EPS, **options))
+        more = {}
+        if name in MODULATED_NORMS:  # they take the residual by its name
+            rows, more = rows[:1], {"residual": rows[1]}
+        return outputs_of(function(*rows, (HIDDEN,), **parameters, **more, eps=EPS, **options))
 
     return call
 
@@ -111,6 +114,9 @@ def _uses() -> dict[str, Use]:
     for op in CHAINS:
         parameters = tuple(port.name for port in OPS[op].takes if port.lies == "affine")
         found[op] = Use(two, parameters, partial(of_function, op), op)
+    for op in MODULATED_NORMS:
+        by_group = ("scale", "shift", "gate", *both)
+        found[op] = Use(two, by_group, partial(of_function, op), op)
     for norm, function, names in (
         ("RMSNorm", "rms_norm", weight),
         ("LayerNorm", "layer_norm", both),

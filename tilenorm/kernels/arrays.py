@@ -18,7 +18,7 @@ class ForwardArrays:
     bytes; LAYER_SCALE (N,); W and B (N,) or (HEADS, N); Y, SUM (rows, N); MEAN, RSTD (rows,)
     float32; SLOTS (rows, n) int32; Q (rows, N) of 8-bit floats; SCALE: every scale, in one
     dimension, float32 or bytes; AMAX (1,) int32, at first 0; INNER_W and so on: W, B,
-    MEAN and RSTD of the inner norm.
+    MEAN and RSTD of the inner norm; MOD_SCALE, MOD_SHIFT, MOD_GATE (groups, N), see modulation.py.
     """
 
     X: Any
@@ -42,6 +42,9 @@ class ForwardArrays:
     INNER_RSTD: Any = ()
     INNER_B: Any = ()
     INNER_MEAN: Any = ()
+    MOD_SCALE: Any = ()
+    MOD_SHIFT: Any = ()
+    MOD_GATE: Any = ()
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,9 @@ class BackwardArrays:
     its part of dW to row b, and its part of dB to a row behind all rows of dW. With HEADS, PARTIALS
     is (outputs · n, HEADS · N), and a group of blocks, one for each part of the heads, writes one
     row. DOT, TOTAL: of split_backward.py, (rows,) float32 with any stride, for the means of g · x̂
-    and, for LAYER, of g.
+    and, for LAYER, of g. Of group_backward.py: INPUT (rows, N), x before the gate by group;
+    MOD_SCALE and MOD_GATE (groups, N); DSCALE, DSHIFT, DMOD_GATE (groups, N), the gradients of what
+    is by group; GROUP_SUMS (sums · slots, N) float32.
     """
 
     X: Any
@@ -107,5 +112,12 @@ class BackwardArrays:
     SLOTS: Any
     DROPOUT_MASK: Any = ()
     LAYER_SCALE: Any = ()
+    INPUT: Any = ()
+    MOD_SCALE: Any = ()
+    MOD_GATE: Any = ()
+    DSCALE: Any = ()
+    DSHIFT: Any = ()
+    DMOD_GATE: Any = ()
+    GROUP_SUMS: Any = ()
     DOT: Any = ()
     TOTAL: Any = ()

@@ -196,7 +196,8 @@ def add_up(this, row, weights, number, dws, dbs):
         x_hat, dy = x_hat_of(unpacked, norm, order.zero), dy_of(this, unpacked)
         if this.THROUGH:
             g = weights.times(dy, j, number)
-            if given(this.a.W) and (norm.LAYER or copied(norm, this.cut, this.how)):
+            copies = norm.LAYER or copied(norm, this.cut, this.how)
+            if given(this.a.MOD_SCALE) or (given(this.a.W) and copies):
                 g = order.unfused(g)
             pairs += ((x_hat, g),)
             if not this.SUMMED:

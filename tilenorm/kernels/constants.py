@@ -66,6 +66,22 @@ class Quant:
 
 
 @dataclass(frozen=True)
+class Grouped:
+    """The sums of a backward pass by group (group_backward.py).
+
+    A, B, C: which sums by group are needed. DW, DB: whether PARTIALS gets dW and dB. WHOLE: no
+    group is shared by blocks.
+    """
+
+    A: bool
+    B: bool
+    C: bool
+    DW: bool
+    DB: bool
+    WHOLE: bool
+
+
+@dataclass(frozen=True)
 class How:
     """How a schedule works. Each reads what concerns it.
 

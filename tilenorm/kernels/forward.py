@@ -151,7 +151,7 @@ class Pass:
         rows = normalized(inner, row, found, ct.rsqrt(found.variance + self.eps))
         xs = outputs_of(inner, tile, rows)
         write_statistics(inner, tile, rows)
-        return Row(xs, (), (), self.norm, how.PACKED)
+        return Row(xs, (), (), self.norm, how.PACKED, ())
 
     def statistics(self, tile, row, count):
         """The moments of the `count` elements of each row that the tile has."""

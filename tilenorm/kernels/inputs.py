@@ -1,5 +1,5 @@
 """Stage: what is normalised, and its gradients: x, x + residual, (x + addend) + residual,
-x · mask · scale + residual, or x · act(gate)."""
+x · mask · scale + residual, residual + gate · x with a gate by group, or x · act(gate)."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +8,7 @@ import cuda.tile as ct
 
 from .activation import activated, slope
 from .arrays import given
+from .modulation import gated_sum, modulation_of
 from .opaque import opaque_zero, rematerialize
 from .tiles import gather_parameter, write
 
@@ -17,6 +18,7 @@ class Row:
     """What is normalised, and what else the forward pass reads by rows.
 
     x: segments of x, or of x + residual as rounded to the sum's dtype. gate, skip: segments, or ().
+    modulation: see modulation_of.
     """
 
     x: Any
@@ -24,6 +26,7 @@ class Row:
     skip: Any
     norm: Any
     PACKED: bool
+    modulation: Any
 
     def values(self):
         """The segments that are normalised, in float32."""
@@ -40,7 +43,7 @@ class Row:
         xs = ()
         for x in ct.static_iter(self.x):
             xs += (rematerialize(x, number) if self.PACKED else x,)
-        return Row(xs, self.gate, self.skip, self.norm, self.PACKED).values()
+        return Row(xs, self.gate, self.skip, self.norm, self.PACKED, self.modulation).values()
 
 
 def inputs_of(a):
@@ -51,13 +54,17 @@ def inputs_of(a):
 def row_of(this, tile, tiles):
     """What is normalised, from the tiles of inputs_of; tile: where they lie."""
     x, residual, addend, gate, skip, mask = tiles
+    modulation = modulation_of(this.a, tile, this.rows)
     if not given(residual):
-        return Row(x, gate, skip, this.norm, this.how.PACKED)
+        return Row(x, gate, skip, this.norm, this.how.PACKED, modulation)
     xs = x
     if given(addend):
         xs = added(xs, addend, this.a.ADDEND.dtype)
-    xs = added(branch(this, tile, xs, mask), residual, this.a.SUM.dtype)
-    return Row(xs, gate, skip, this.norm, this.how.PACKED)
+    if given(this.a.MOD_GATE):
+        xs = gated_sum(this, tile, xs, residual)
+    else:
+        xs = added(branch(this, tile, xs, mask), residual, this.a.SUM.dtype)
+    return Row(xs, gate, skip, this.norm, this.how.PACKED, modulation)
 
 
 def added(xs, others, dtype):

@@ -10,6 +10,7 @@ from .activation import activated, slope
 from .arrays import given
 from .constants import Quant
 from .inputs import x_hat_of
+from .modulation import modulated
 from .opaque import depend_on, dependent_zero
 from .quantize import row_peak, write_quantized
 from .statistics import recentered
@@ -109,6 +110,8 @@ def output_of(this, j, rows, parameters):
     w = scale(w, norm.OFFSET) if given(a.W) else None
     b = b.astype(ct.float32) if given(a.B) else None
     y = affine(this, rows.centered[j] * rows.rstd, w, b, DTYPE)
+    if given(a.MOD_SCALE):
+        y = modulated(y, rows.row.modulation[j])
     if given(a.GATE) and not norm.GATE_FIRST:
         y = y * activated(rows.row.gate[j].astype(ct.float32), norm)
     if given(a.SKIP):

@@ -9,6 +9,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
 
 from ..spec import NormSpec
+from ..table import MODULATION
 from .config import cdiv
 
 if TYPE_CHECKING:  # what the reference serves needs no cuda.tile
@@ -52,7 +53,8 @@ class Needs(NamedTuple):
     """What a backward pass takes and makes.
 
     dx to dgate: which gradients are requested. dsum: the sum x + residual has an incoming gradient.
-    terms: how many tensors make up dy. output: y is requested once more.
+    terms: how many tensors make up dy. output: y is requested once more. modulation: of a modulated
+    norm, which gradients of the tensors of MODULATION are requested.
     """
 
     dx: bool
@@ -63,17 +65,30 @@ class Needs(NamedTuple):
     dsum: bool = False
     terms: int = 1
     output: bool = False
+    modulation: tuple[bool, ...] = ()
 
     @property
     def gradients(self) -> tuple[bool, ...]:
         """Which gradients are requested, in the order of the tensors that they are of."""
-        return self.dx, self.dresidual, self.dgate, self.dw, self.db
+        return (self.dx, self.dresidual, self.dgate, self.dw, self.db, *self.modulation)
+
+    @property
+    def dmod_gate(self) -> bool:
+        """Whether the gradient of a gate by group is requested."""
+        return any(self.modulation[2:])
+
+    @property
+    def of_sum(self) -> bool:
+        """Whether a gradient is requested that is made of that of what is normalised."""
+        return self.dx or self.dresidual or self.dmod_gate
 
     @property
     def label(self) -> str:
         """The names of what is requested, and of what comes in."""
         asked = {name: getattr(self, name) for name in self._fields}
         names = [name for name, given in asked.items() if given is True]
+        by_group = zip(MODULATION, self.modulation, strict=False)
+        names += [f"d{role}" for role, given in by_group if given]
         return "+".join(names + [f"terms:{self.terms}"] * (self.terms > 1))
 
     @property
@@ -86,22 +101,25 @@ def every_gradient(spec: NormSpec) -> Needs:
     """The gradients of a training step.
 
     An input and a residual of the same dtype share one gradient, dx, unless the input is masked or
-    scaled.
+    scaled, also by group.
     """
+    by_group = tuple([getattr(spec, role) is not None for role in MODULATION])
     return Needs(
         dx=True,
         dw=spec.weight is not None,
         db=spec.bias is not None,
-        dresidual=spec.branches or spec.residual not in (None, spec.dtype),
+        dresidual=spec.residual is not None and not spec.shares_dx,
         dgate=spec.gate is not None,
         dsum=spec.residual is not None,
+        modulation=by_group if spec.modulated else (),
     )
 
 
 class ForwardArrays(NamedTuple):
     """What a forward pass reads and writes: tensors, or descriptions of tensors.
 
-    A call leaves out what is behind the slots, or behind layer_scale, where it has none of it.
+    A call leaves out what is behind the slots, behind layer_scale, or behind inner_mean, where it
+    has none of it.
     """
 
     x: Any
@@ -125,11 +143,15 @@ class ForwardArrays(NamedTuple):
     inner_rstd: Any = ABSENT
     inner_b: Any = ABSENT
     inner_mean: Any = ABSENT
+    mod_scale: Any = ABSENT
+    mod_shift: Any = ABSENT
+    mod_gate: Any = ABSENT
 
 
 class BackwardArrays(NamedTuple):
     """What a backward pass reads and writes. x is the sum x + residual if there is a residual. dy
-    is a tuple of the terms of dy. The last two are read where the input is masked or scaled.
+    is a tuple of the terms of dy. dropout_mask and layer_scale are read where the input is masked
+    or scaled, and what is behind them where rows are modulated.
     """
 
     x: Any
@@ -150,11 +172,28 @@ class BackwardArrays(NamedTuple):
     db: Any
     dropout_mask: Any = ABSENT
     layer_scale: Any = ABSENT
+    input: Any = ABSENT
+    mod_scale: Any = ABSENT
+    mod_gate: Any = ABSENT
+    dscale: Any = ABSENT
+    dshift: Any = ABSENT
+    dmod_gate: Any = ABSENT
+    group_sums: Any = ABSENT
 
     def of_branches(self) -> tuple:
         """What the kernel takes of a norm whose input is masked or scaled."""
+        return self.of_groups()[: self._fields.index("input") - 2]
+
+    def of_groups(self) -> tuple:
+        """What the kernel takes of a norm whose rows are modulated."""
         sums = self._fields.index("dw")
         return (*self[:sums], *self[sums + 2 :])
+
+    def of_group_sums(self) -> tuple:
+        """What the kernel takes that adds up the sums by group."""
+        read = ("weight", "bias", "mod_scale", "dscale", "dshift", "dmod_gate", "group_sums")
+        absent = dict.fromkeys(self._fields, ABSENT)
+        return BackwardArrays(**absent | {name: getattr(self, name) for name in read}).of_groups()
 
 
 def taking(kind: type[NamedTuple], *names: str) -> Callable[[tuple], Any]:

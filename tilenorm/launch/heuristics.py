@@ -27,6 +27,8 @@ def chosen(spec: NormSpec, target: Target, needs: Needs | None = None) -> Config
     elif needs is None:
         read = (spec.dtype, spec.residual, spec.gate, spec.addend, spec.skip)
         config = piece(spec, sum(dtype is not None for dtype in read))
+    elif spec.modulated:
+        config = _by_group(spec, needs)
     else:
         config = _backward(spec, target, needs)
     return with_room(spec, config)
@@ -81,6 +83,19 @@ def _backward(spec: NormSpec, target: Target, needs: Needs) -> Backward:
     return Backward((max(chunk, least),), hints=Hints(occupancy), packed=_packs(spec))
 
 
+def _by_group(spec: NormSpec, needs: Needs) -> Backward:
+    width = tile_width(spec.hidden)
+    if width <= rules.TILE // 2:
+        return Backward((width,), rules.TILE // width, hints=Hints(2, 8))
+    first = width if width == spec.hidden else width // 2
+    rest = spec.hidden - first
+    widths = (first, tile_width(rest)) if rest else (first,)
+    # dW and dB, and rows of more than 16 bits, take registers.
+    more = bool(needs.sums) + (spec.widest_item > 2)
+    blocks = next(n for most, n in rules.GROUPED_BLOCKS if spec.hidden <= most)
+    return Backward(widths, hints=Hints(max(1, blocks - more), 8))
+
+
 def piece_backward(spec: NormSpec, target: Target, needs: Needs) -> Config:
     """For a backward pass to which the sums over rows are given.
 
@@ -108,6 +123,8 @@ def source(spec: NormSpec, target: Target, needs: Needs | None = None) -> str:
     _, table = found
     if spec.gate and spec.norm == "layer":
         return f"{table}, timed with RMSNorm"
+    if spec.modulated:
+        return f"{table}, timed without modulation"
     if spec.branches:
         return f"{table}, timed without a mask and a scale of the input"
     if needs is None and spec.addend:
@@ -129,6 +146,10 @@ def operation(spec: NormSpec, needs: Needs | None = None) -> str | None:
         if spec.bias if needs is None else needs.sums == 2:
             return None
         return "gate_first" if spec.gate_first else "gated_rms_norm"
+    if spec.modulated:
+        if needs is not None:
+            return None
+        return f"add_{spec.norm}_norm" if spec.residual else f"{spec.norm}_norm"
     if needs is None:
         return spec.op
     norm = "layer_norm" if spec.norm == "layer" or needs.sums == 2 else "rms_norm"

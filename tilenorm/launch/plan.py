@@ -15,8 +15,9 @@ import cuda.tile as ct
 
 from ..kernels.backward import norm_backward
 from ..kernels.column_sum import column_sum
-from ..kernels.constants import How
+from ..kernels.constants import Grouped, How
 from ..kernels.forward import row_forward, shared_forward, stream_forward
+from ..kernels.group_backward import group_backward, group_sum
 from ..spec import NormSpec
 from ..table import FACTORS
 from . import heuristics
@@ -38,7 +39,7 @@ from .target import Target
 from .tiling import Tiling
 from .tuned import rules
 
-COLUMN_SUM = hinted(column_sum, Hints())
+COLUMN_SUM, GROUP_SUM = hinted(column_sum, Hints()), hinted(group_sum, Hints())
 FORWARD = {RowForward: row_forward, StreamForward: stream_forward, SharedForward: shared_forward}
 SIZES = 64  # row counts that a plan remembers
 _FORWARD_SLOTS, _BACKWARD_SLOTS = (taking(a, "slots") for a in (ForwardArrays, BackwardArrays))
@@ -79,7 +80,8 @@ def chain_refused(spec: NormSpec, target: Target) -> str | None:
 def plan_backward(spec: NormSpec, target: Target, needs: Needs) -> "BackwardPlan":
     """The plan for the needed gradients."""
     spec = backward_spec(spec, needs)
-    return BackwardPlan(spec, target, heuristics.chosen(spec, target, needs), needs)
+    kind = GroupedPlan if spec.modulated else BackwardPlan
+    return kind(spec, target, heuristics.chosen(spec, target, needs), needs)
 
 
 def backward_spec(spec: NormSpec, needs: Needs) -> NormSpec:
@@ -290,3 +292,70 @@ class BackwardPlan(Tiling):
         after = (rows, config.rows, config.tile, self._overlap)
         grid = cdiv(self._sum_width, config.tile), len(sums)
         return [Launch(COLUMN_SUM, grid, (), take, after, self._overlap)]
+
+
+@dataclass(frozen=True)
+class GroupedPlan(BackwardPlan):
+    """The launches of a backward pass of rows that are modulated by group: the norm, and the sums
+    over the blocks that a group has.
+
+    Its functions of the rows take the number of groups, too.
+    """
+
+    function: ClassVar[ct.kernel] = group_backward
+
+    def sums(self, groups: int) -> Grouped:
+        """The sums that are needed."""
+        needs, spec = self.needs, self.spec
+        dscale, dshift, dgate = needs.modulation
+        a, b = dscale or needs.dw, dshift or needs.db or (dscale and spec.bias is not None)
+        whole = groups >= rules.WHOLE_GROUPS * self.resident
+        return Grouped(a, b, dgate, needs.dw, needs.db, whole)
+
+    def blocks(self, rows: int, groups: int = 1) -> int:
+        """As many as are resident at once, unless there is too little to do."""
+        if self.sums(groups).WHOLE:
+            return self.resident
+        tiles = cdiv(rows // groups, self.config.rows) * groups
+        return min(cdiv(tiles, cdiv(rules.LEAST_ROWS, self.config.rows)), self.resident)
+
+    @cached_property
+    def partials(self) -> Callable[..., tuple[int, int] | None]:
+        """Shape of the float32 scratch for the sums over all rows; None without dw and db."""
+
+        def partials(rows, groups):
+            sums = self.needs.sums
+            return (sums * self.blocks(rows, groups), self.spec.hidden) if sums else None
+
+        return partials
+
+    def group_sums(self, rows: int, groups: int) -> tuple[int, int] | None:
+        """Shape of the float32 scratch for the sums by group, a row that nobody reads where blocks
+        have whole groups; None without sums.
+        """
+        sums = self.sums(groups)
+        count = sums.A + sums.B + sums.C
+        slots = 1 if sums.WHOLE else self.blocks(rows, groups) + groups - 1
+        return (count * slots, self.spec.hidden) if count else None
+
+    @cached_property
+    def launches(self) -> Callable[..., list[Launch]]:
+        """A function of the rows, of an eps, which is not read, and of the groups."""
+        norm, cut, how = map(constants, (self.norm, self.cut, How()))
+
+        @lru_cache(SIZES)
+        def launches(rows, _eps, groups):
+            blocks, sums = self.blocks(rows, groups), constants(self.sums(groups))
+            after = (rows, norm, cut, how, sums)
+            main = Launch(self._kernel, (blocks,), (), self.arrays.of_groups, after)
+            found = [main, *self._column_sum(blocks)]
+            if any(self.needs.modulation) and not self.sums(groups).WHOLE:
+                config = heuristics.column_sum(self.spec)
+                tiles = self.config.rows, config.rows, config.tile
+                early = self._overlap and len(found) == 1  # one kernel may start early
+                after = (rows, blocks, norm, sums, *tiles, early)
+                grid = cdiv(self.spec.hidden, config.tile), groups
+                found.append(Launch(GROUP_SUM, grid, (), self.arrays.of_group_sums, after, early))
+            return found
+
+        return launches

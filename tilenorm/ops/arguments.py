@@ -16,7 +16,7 @@ FP8_DTYPES = tuple(getattr(torch, name) for name in FP8)
 MAX_SIZE = 2**63 - 1
 CASTS = {"float": float, "bool": bool, "str": str}
 # The order in which ports are checked: a message names the first tensor that does not fit.
-_ORDER = ("rows", "mask", "vector", "affine", "scalar")
+_ORDER = ("rows", "mask", "vector", "affine", "group", "scalar")
 PORTS = {
     name: tuple(sorted(op.takes[1:], key=lambda port: _ORDER.index(port.lies)))
     for name, op in OPS.items()
@@ -68,6 +68,8 @@ def check(
     _check_bias(name, given)
     if "addend" in given and given["addend"] is not None:
         _check_addend(name, given)
+    if "shift" in given:
+        _check_modulation(name, given)
     if "dropout_scale" in options:
         _check_branch(name, given, options["dropout_scale"])
     hidden = math.prod(shape)
@@ -276,12 +278,36 @@ def _check_affine(op: str, name: str, parameter: Tensor, shape: tuple, input: Te
     _check_device(op, name, parameter, input)
 
 
+def _check_group(op: str, name: str, tensor: Tensor, shape: tuple, input: Tensor) -> None:
+    """Check a tensor that lies by group: a row for each set of consecutive rows."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{op}: argument {name!r} takes a Tensor, got {_kind(tensor)}")
+    leading = list(input.shape[: input.dim() - len(shape)])
+    groups = list(tensor.shape[: max(0, tensor.dim() - len(shape))])
+    while groups and groups[-1] == 1:
+        groups.pop()
+    fits = tensor.shape[-len(shape) :] == shape and len(groups) <= len(leading)
+    if fits and groups:
+        *before, last = leading[: len(groups)]
+        divides = groups[-1] == last or (groups[-1] and not last % groups[-1])
+        fits = groups[:-1] == before and divides
+    if not fits:
+        raise RuntimeError(
+            f"{op}: argument {name!r} takes leading sizes of the input's {leading}, of which the"
+            f" last may be a divisor, and then normalized_shape {list(shape)},"
+            f" got {list(tensor.shape)}"
+        )
+    _check_dtype(op, name, tensor)
+    _check_device(op, name, tensor, input)
+
+
 # By how a port lies. The one scalar has a check of its own.
 CHECKS = {
     "rows": _check_rows,
     "mask": _check_mask,
     "vector": _check_vector,
     "affine": _check_affine,
+    "group": _check_group,
 }
 
 
@@ -303,6 +329,23 @@ def _check_addend(op: str, given: dict) -> None:
         raise RuntimeError(
             f"{op}: argument 'residual[0]' takes the dtype of the input or of residual[1],"
             f" {input.dtype} or {residual.dtype}, got {addend.dtype}"
+        )
+
+
+def _check_modulation(op: str, given: dict) -> None:
+    """Check that what lies by group goes with the scale, and a gate with a residual."""
+    scale = given["scale"]
+    for name in ("shift", "gate"):
+        tensor = given[name]
+        if tensor is not None and tensor.shape != scale.shape:
+            raise RuntimeError(
+                f"{op}: argument {name!r} takes the shape of scale {list(scale.shape)},"
+                f" got {list(tensor.shape)}"
+            )
+    if given["gate"] is not None and given["residual"] is None:
+        raise ValueError(
+            f"{op}: argument 'gate' takes None without a residual, to which gate · input is added,"
+            " got a Tensor"
         )
 
 

@@ -13,6 +13,9 @@ from .bound import OpSpecs, refuse_gradient
 from .gradients import Step, named, run_steps
 from .torch_private import asked_of, fast_apply
 
+# The saved tensors that modulated_norm_backward takes, by their roles.
+MODULATED_SAVED = ("x", "input", "weight", "bias", "mean", "rstd", "mod_scale", "mod_gate")
+
 
 def needs_grad(*tensors: Tensor | None) -> bool:
     """Whether autograd is to record an operation on these tensors."""
@@ -81,14 +84,18 @@ def gradients(
 def by_op(
     what: OpSpecs, spec: NormSpec, step: Step, dy, dsum, by_role: dict, eps: float
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of one norm by the op norm_backward."""
+    """The gradients of one norm by the op norm_backward, or modulated_norm_backward."""
     if by_role["rstd"] is None:
         raise RuntimeError(
             f"tilenorm::{what.op.name}: save was False, its backward needs it; pass True"
         )
+    last = (*spec.options, eps, spec.residual is not None, list(step.needs.gradients), what.backend)
+    if spec.modulated:
+        saved = (by_role.get(role) for role in MODULATED_SAVED)
+        how = spec.hidden, spec.norm, spec.mod_shift, *last[len(spec.options) :]
+        return torch.ops.tilenorm.modulated_norm_backward(dy, dsum, *saved, *how)
     saved = (by_role.get(role) for role in ("x", "gate", "weight", "bias", "mean", "rstd"))
     factors = {role: by_role.get(role) for role in FACTORS}
-    last = (*spec.options, eps, spec.residual is not None, list(step.needs.gradients), what.backend)
     return torch.ops.tilenorm.norm_backward(dy, dsum, *saved, *last, **factors)[:5]
 
 

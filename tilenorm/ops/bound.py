@@ -1,7 +1,7 @@
 """Bound calls: what serves the calls of an op, for one spec on one device, found once and kept."""
 
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from operator import itemgetter
 from threading import Lock
 from typing import Any
@@ -14,12 +14,13 @@ from ..launch.toolchain import CompileError
 from ..spec import NormSpec, Options, Quantization
 from ..table import OPS, QUANTIZATION, Op
 from .direct import Plain
-from .gradients import PLACES, Step, run_steps, steps_of
+from .gradients import Step, run_steps, steps_of
 from .reference import name_of
 from .registry import MAX_ROWS, Device, Implementation, device_of, failure, record_failure, select
 
 _REPLACING = Lock()
 MOST_CALLS = 1024  # that are remembered
+MOST_SHAPES = 256  # of inputs, for which what repeats a call is remembered
 
 
 class OpSpecs:
@@ -52,6 +53,7 @@ class OpSpecs:
         for stage, spec in zip(op.stages, self.specs, strict=True):
             ports = stage.ports
             x = ports["sum"] if spec.residual else ports["x"]
+            ports = ports | {"input": ports["x"]}
             kept = [x, *(ports[role] for role in spec.kept[1:])]
             places += map(names.index, [*kept, *[ports["x"]] * spec.keeps_input])
         # Of an op's tensors and results, those that autograd saves.
@@ -193,10 +195,10 @@ class Bound(OpSpecs):
         run = None if chosen is None else chosen.forward(self.spec, self.device, save)
         if run is None:
             return self._norm_by_norm(save)
-        chained = bool(self.op.calls)
+        chained, count = bool(self.op.calls), len(self.op.makes)
 
         def forward(tensors, eps):
-            try:  # this function takes 0.04 µs
+            try:
                 if not chained:
                     return run(tensors, eps)
                 if eps[0] == eps[1]:
@@ -206,9 +208,22 @@ class Bound(OpSpecs):
                 return (self.training if save else self.inference)(tensors, eps)
             return apart(tensors, eps)
 
+        def repeating(tensors, eps):
+            repeat = repeated.get((tensors[0].shape, eps))
+            made = repeat and repeat(tensors)
+            if made is not None:
+                return tuple(made[:count])
+            made, shape = forward(tensors, eps), tensors[0].shape
+            if not chained or eps[0] == eps[1]:
+                keep(repeated, (shape, eps), by_shape(shape, eps[0] if chained else eps))
+            return made
+
         apart = self._norm_by_norm(save) if chained else run
-        forward.repeated = getattr(run, "repeated", _never)  # type: ignore[attr-defined]
-        return forward
+        repeated: dict[tuple, Callable] = {}
+        by_shape = getattr(run, "repeated", _never)
+        served = forward if by_shape is _never else repeating
+        served.repeated = by_shape  # type: ignore[attr-defined]
+        return served
 
     def _one_pass(self) -> Implementation | None:
         """What serves the whole op, or None."""
@@ -265,16 +280,28 @@ class Bound(OpSpecs):
         step, places = steps[0], steps[0].places
         if places is None or self.spec.keeps_input:
             return several, Plain()
-        take = itemgetter(PLACES[None], *places)
+        count = len(step.needs.gradients)
+        take = itemgetter(count + 1, *places)
         names = [port.name for port in op.makes]
         first, second = names.index(step.dy), step.dsum and names.index(step.dsum)
-        compute: Callable = _nothing
-        if any(step.needs.gradients):
+        compute: Any = partial(_nothing, count)
+        computed = any(step.needs.gradients)
+        if computed:
             compute = norms[0].backward(step.spec, step.needs)
+        repeated: dict[torch.Size, Callable] = {}
 
         def one(grads, saved, eps):
             dy, dsum = grads[first], grads[second] if second else None
-            return take((*compute(dy, dsum, saved, eps), dy, None))
+            repeat = repeated.get(saved[0].shape)
+            made = repeat and repeat((dy, dsum, *saved))
+            found = called(dy, dsum, saved, eps) if made is None else made[:count]
+            return take((*found, dy, None))
+
+        def called(dy, dsum, saved, eps):
+            found = compute(dy, dsum, saved, eps)
+            if computed:
+                keep_backward(repeated, saved[0].shape, compute, found)
+            return found
 
         return one, Plain()
 
@@ -337,13 +364,27 @@ class BoundNorm:
                 self.changed()
 
 
+def keep(repeated: dict, key: Any, repeat: Callable | None) -> None:
+    """Keep what repeats calls, for inputs of a shape."""
+    if repeat is not None and len(repeated) < MOST_SHAPES:
+        repeated[key] = repeat
+
+
+def keep_backward(repeated: dict, shape: torch.Size, run: Any, found: Sequence) -> None:
+    """The same of a backward pass `run`, which found these gradients: that of a parameter with
+    several dimensions has the parameter's shape, which what repeats calls does not know.
+    """
+    if all(grad is None or grad.dim() == 1 for grad in found[3:5]):
+        keep(repeated, shape, run.repeated(shape, 0.0))
+
+
 def _never(*_) -> None:
     """What repeats calls where nothing does, see Implementation."""
 
 
-def _nothing(*_) -> tuple[None, ...]:
+def _nothing(count: int, *_) -> tuple[None, ...]:
     """The gradients where none is asked for: y.backward(inputs=[y]) runs y's own node too."""
-    return (None,) * 5
+    return (None,) * count
 
 
 def bound_of(

@@ -215,6 +215,8 @@ def remember(known: list[Known], op: Op, tensors: tuple, dims: int, eps: Any, bo
     there = [(port, t) for port, t in zip(op.takes, tensors, strict=True) if t is not None]
     given, x, hidden = [t for _, t in there], tensors[0], bound.options[0]
     fixed = max(dims, *(t.dim() for port, t in there if port.lies in ("affine", "vector")), 0)
+    if any(port.lies == "group" for port in op.takes):  # every size has to fit the groups
+        fixed = max(t.dim() for t in given)
     sizes = [[*[None] * (t.dim() - fixed), *t.shape[-fixed:]] for t in given]
     check = _guard_of(given, sizes)
     if not check(*given):

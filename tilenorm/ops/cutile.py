@@ -15,17 +15,25 @@ from torch import Tensor
 from ..launch.calls import ABSENT, BackwardArrays, ForwardArrays, Launch, Needs
 from ..launch.driver import Repeated, prepare
 from ..launch.kernel import launch
-from ..launch.plan import BackwardPlan, ForwardPlan, chain_refused, plan_backward, plan_forward
+from ..launch.plan import (
+    BackwardPlan,
+    ForwardPlan,
+    GroupedPlan,
+    chain_refused,
+    plan_backward,
+    plan_forward,
+)
 from ..launch.scales import Scales
 from ..launch.target import Target
 from ..spec import NormSpec
-from ..table import FACTORS, LIES, MASK, OPS, VECTOR, Op
+from ..table import FACTORS, LIES, MASK, MODULATION, OPS, VECTOR, Op
 from . import torch_private
 from .layout import (
     VECTOR_BYTES,
     Views,
     as_read,
     contiguous_strides_of,
+    group_stride,
     lie_as_read,
     shaped_as,
 )
@@ -39,6 +47,7 @@ MOST_SCALES = 2**31 - 1  # the kernels number scales in 32 bits
 # The arrays that a backward pass makes, in the order in which it returns them, and how they lie.
 GRADIENTS = {"dx": "rows", "dresidual": "rows", "dgate": "rows", "dw": "affine", "db": "affine"}
 GRADIENTS |= {"y": "rows"}
+BY_GROUP = {"dscale": "group", "dshift": "group", "dmod_gate": "group"}  # of modulated rows
 
 
 def on_device(launches: Sequence[Launch], arrays: tuple, index: int) -> None:
@@ -57,14 +66,16 @@ class Fresh(NamedTuple):
 class Layout(NamedTuple):
     """What follows from the shape of an input.
 
-    rows: how many. made: what is allocated: the results in their order, partials and slots; None
-    for what is absent. matrix: (rows, hidden), or None where the results with rows are such a
-    matrix. views: see layout.as_read. scales: of a quantised norm. cleared: the places of the
-    results that the kernels add to, or do not write whole. repeated: by the eps, what repeats the
-    launches of a call; None until there were two calls.
+    rows: how many. groups: how many, of a backward pass by group, in a tuple; else (). made: what
+    is allocated: the results in their order, partials and slots, and the sums by group; None for
+    what is absent. matrix: (rows, hidden), or None where the results with rows are such a matrix.
+    views: see layout.as_read. scales: of a quantised norm. cleared: the places of the results that
+    the kernels add to, or do not write whole. repeated: by the eps, what repeats the launches of a
+    call; None until there were two calls.
     """
 
     rows: int
+    groups: tuple[int, ...]
     made: tuple[Fresh | None, ...]
     matrix: tuple[int, int] | None
     views: Views
@@ -74,11 +85,12 @@ class Layout(NamedTuple):
 
 
 class Layouts(dict):
-    """The Layout of each shape that a plan has met, the first MOST_SHAPES of them.
+    """The Layout of each shape that a plan has met, the first MOST_SHAPES of them. Where tensors
+    lie by group, a key has their shapes, strides and item sizes, too.
 
     read: how each tensor that is read lies, as Port.lies. there: whether it is there. made: how
     each result lies, and its dtype; None for a result that is absent. with_rows: the places of the
-    results that have rows.
+    results that have rows. grouped: the places of the tensors that lie by group.
     """
 
     def __init__(
@@ -91,18 +103,30 @@ class Layouts(dict):
         super().__init__()
         self._plan, self._read, self._made = plan, (read, there), tuple(made)
         self.with_rows = [i for i, m in enumerate(made) if m is not None and m[0] == "rows"]
+        each = enumerate(zip(read, there, strict=True))
+        self.grouped = [i for i, (lies, is_there) in each if lies == "group" and is_there]
 
     def repeated(self, shape: torch.Size, eps: float) -> Callable | None:
         """What repeats calls with inputs of a shape; None before there were two."""
         layout = self.get(shape)
         return layout and layout.repeated.get(eps)
 
-    def __missing__(self, shape: torch.Size) -> Layout:
+    def __missing__(self, key: Any) -> Layout:
         plan, spec = self._plan, self._plan.spec
         hidden, how = spec.hidden, spec.quantized
+        groups: tuple[int, ...] = ()
+        shape, by_group = key, ()
+        if self.grouped:
+            shape, *keys = key
+            groups = (keys[0][0].numel() // hidden,)
+            by_group = _by_group(spec, self.grouped, keys)
         rows = shape.numel() // hidden
         matrix = rows, hidden
-        partials = plan.partials(rows) if rows and isinstance(plan, BackwardPlan) else None
+        partials = group_sums = None
+        if rows and isinstance(plan, BackwardPlan):
+            partials = plan.partials(rows, *groups)
+        if rows and isinstance(plan, GroupedPlan):
+            group_sums = plan.group_sums(rows, groups[0])
         slots = plan.slots(rows) if rows else None
         scales, cleared = None, ()
         if how is not None:
@@ -113,28 +137,50 @@ class Layouts(dict):
                 )
             added = ("one", "scales") if scales.padding else ("one",)
             cleared = tuple([i for i, made in enumerate(self._made) if made and made[0] in added])
-        made = [m and _fresh(*m, tuple(shape), spec, rows, scales) for m in self._made]
+        made = [m and _fresh(*m, tuple(shape), spec, rows, groups, scales) for m in self._made]
         made.append(partials and Fresh(partials, (partials[1], 1), torch.float32))
         made.append(slots and Fresh(slots, (slots[1], 1), torch.int32))
+        if isinstance(plan, GroupedPlan):
+            made.append(group_sums and Fresh(group_sums, (hidden, 1), torch.float32))
         layout = Layout(
             rows,
+            groups if isinstance(plan, BackwardPlan) else (),
             tuple(made),
             None if shape == matrix else matrix,
-            Views.of(spec, rows, shape, *self._read),
+            Views.of(spec, rows, shape, *self._read, by_group),
             scales,
             cleared,
             {},
         )
         if len(self) < MOST_SHAPES:
-            self[shape] = layout
+            self[key] = layout
         return layout
 
 
+def _by_group(
+    spec: NormSpec, places: list[int], keys: Sequence[tuple[torch.Size, tuple, int]]
+) -> tuple | None:
+    """Views.by_group of tensors of these places. keys: the shape, strides and item size of each."""
+    strides = [group_stride(shape, apart, item, spec) for shape, apart, item in keys]
+    if None in strides:
+        return None
+    shape = keys[0][0].numel() // spec.hidden, spec.hidden
+    return tuple([(i, shape, (stride, 1)) for i, stride in zip(places, strides, strict=True)])
+
+
 def _fresh(
-    lies: str, dtype: str, shape: tuple, spec: NormSpec, rows: int, scales: Scales | None
+    lies: str,
+    dtype: str,
+    shape: tuple,
+    spec: NormSpec,
+    rows: int,
+    groups: tuple[int, ...],
+    scales: Scales | None,
 ) -> Fresh:
     if lies == "rows":
         return Fresh(shape, contiguous_strides_of(shape), getattr(torch, dtype))
+    if lies == "group":
+        return Fresh((*groups, spec.hidden), (spec.hidden, 1), getattr(torch, dtype))
     sizes = {"number": rows, "affine": spec.hidden * (spec.heads or 1), "one": 1}
     if lies == "scales":
         return Fresh((scales.count,), (1,), getattr(torch, scales.dtype))
@@ -167,12 +213,16 @@ def bind_pass(
     arrays of the plan's launches. place: that of the input.
     """
     spec, by_row = plan.spec, (plan.spec.hidden, 1)
-    matrices = layouts.with_rows
+    matrices, grouped = layouts.with_rows, layouts.grouped
 
     def execute(tensors: Sequence[Tensor | None], eps: float) -> tuple[list, Layout]:
         x = tensors[place]
-        layout = layouts[x.shape]
-        rows, fresh, matrix, views, _, cleared, repeated = layout
+        key: Any = x.shape
+        if grouped:
+            own = [tensors[i] for i in grouped]
+            key = key, *[(t.shape, t.stride(), t.element_size()) for t in own]
+        layout = layouts[key]
+        rows, groups, fresh, matrix, views, _, cleared, repeated = layout
         repeat = repeated.get(eps)
         if repeat is not None and (made := repeat(tensors)):
             return made, layout
@@ -184,34 +234,42 @@ def bind_pass(
             index = x.get_device()
             written = made if matrix is None else _as_matrices(made, matrices, matrix, by_row)
             arrays = arrays_of(as_read(tensors, spec, views), written)
-            launches = plan.launches(rows, eps)
+            launches = plan.launches(rows, eps, *groups)
             run(launches, arrays, index)
             if repeat is None and run is on_device:
-                _keep(layout, eps, index, launches, arrays, arrays_of, tensors)
+                _keep(layout, eps, index, launches, arrays, arrays_of, tensors, grouped)
         return made, layout
 
     return execute
 
 
-def _keep(layout: Layout, eps: float, index: int, launches, arrays, arrays_of, read: tuple) -> None:
+def _keep(
+    layout: Layout, eps: float, index: int, launches, arrays, arrays_of, read: tuple, grouped: list
+) -> None:
     """Keep what repeats the launches of a call, if it is the second one: most shapes of inputs that
-    differ in every call are met once.
+    differ in every call are met once. grouped: the places of what lies by group.
     """
     repeated, count = layout.repeated, len(read) + len(layout.made)
     if eps not in repeated:
         if len(repeated) < MOST_EPS:
             repeated[eps] = None
-    elif lie_as_read(read):
+    elif layout.views.by_group is not None and lie_as_read(read, grouped):
         numbered = arrays_of([*range(len(read))], [*range(len(read), count)])
         stream = torch_private.current_stream(index)
         launch = prepare(index, stream, launches, arrays, numbered, count)
         if launch is not None:
             empty = torch_private.empty_strided_cuda if index >= 0 else _empty_strided_cpu
-            repeated[eps] = _repeat(launch, layout, index, empty, torch_private.current_stream)
+            how = empty, torch_private.current_stream
+            repeated[eps] = _repeat(launch, layout, index, grouped, *how)
 
 
 def _repeat(
-    launch: Repeated, layout: Layout, index: int, empty: Callable, current_stream: Callable
+    launch: Repeated,
+    layout: Layout,
+    index: int,
+    grouped: Sequence[int],
+    empty: Callable,
+    current_stream: Callable,
 ) -> Callable[[Sequence[Tensor | None]], list | None]:
     """A function of the tensors that a pass reads, with the shapes and dtypes of an earlier call,
     that does the same as that call; None, and nothing done, where it has to be done another way.
@@ -223,10 +281,10 @@ def _repeat(
 
     def repeat(tensors: Sequence[Tensor | None]) -> list | None:
         starts, every = [], 0
-        for tensor in tensors:
+        for place, tensor in enumerate(tensors):
             if tensor is None:
                 starts.append(0)
-            elif tensor.is_contiguous():
+            elif tensor.is_contiguous() or place in grouped:
                 start = tensor.data_ptr()
                 starts.append(start)
                 every |= start
@@ -275,7 +333,7 @@ def bind_forward(plan: ForwardPlan, run: Run = on_device) -> Callable:
         made, layout = execute(tensors, eps)
         return tuple(_shown(op, made[:count], layout.scales) if quantized else made[:count])
 
-    if not quantized:
+    if not (quantized or layouts.grouped):  # for a shape of the input, the groups may differ
         forward.repeated = layouts.repeated  # type: ignore[attr-defined]
     return forward
 
@@ -292,9 +350,10 @@ def _made_as(op: Op, spec: NormSpec, save: bool) -> list[tuple[str, str] | None]
     fixed = {"number": "float32", "one": "int32", "scales": ""}
     made: list[tuple[str, str] | None] = []
     for port in op.makes:
-        given = port.unless and how is not None and how.scaling == "tensor"
+        absent = port.unless and how is not None and how.scaling == "tensor"
+        absent = absent or (port.given and getattr(spec, port.given) is None)
         dtype = fixed.get(port.lies, dtypes.get(port.like, ""))
-        made.append((port.lies, dtype) if there[port.when] and not given else None)
+        made.append((port.lies, dtype) if there[port.when] and not absent else None)
     return made
 
 
@@ -317,8 +376,10 @@ def _taking_forward(
     if slots:
         places["slots"] = first + len(op.makes) + 1
     names: Sequence[str] = ForwardArrays._fields
-    if spec.quantized is None and spec.inner is None:  # see ForwardArrays
-        names = names[: names.index(VECTOR if spec.joins else "slots") + 1]
+    if not spec.modulated:  # see ForwardArrays
+        last = VECTOR if spec.joins else "slots"
+        more = spec.quantized is not None or spec.inner is not None
+        names = names[: names.index("inner_mean" if more else last) + 1]
     return itemgetter(*[places.get(name, -1) for name in names])
 
 
@@ -372,26 +433,29 @@ def bind_backward(plan: BackwardPlan, kept: tuple[str, ...], run: Run = on_devic
     """
     spec, needs = plan.spec, plan.needs
     made_as = _gradients_as(spec, needs)
+    names = list(_gradient_names(spec))
     read = ["rows", "rows", *(LIES[role] for role in kept)]
     read += ["rows"] * (needs.terms - 1)
     # Only the gradient of the input needs the factors.
     there = [True, needs.dsum, *(r not in FACTORS or bool(getattr(spec, r)) for r in kept)]
     there += [True] * (needs.terms - 1)
-    end, need_dsum, branches = 2 + len(kept), needs.dsum, spec.branches
+    end, need_dsum, named = 2 + len(kept), needs.dsum, spec.branches or spec.modulated
     take = _taking_backward(spec, kept, made_as, needs, plan.slots(1) is not None)
 
     def arrays_of(read: Sequence, written: Sequence) -> tuple:
         arrays = take((*read[:end], *written, (read[0], *read[end:]), ABSENT))
-        return BackwardArrays(*arrays) if branches else arrays
+        return BackwardArrays(*arrays) if named else arrays
 
     layouts = Layouts(plan, read, there, made_as)
     execute = bind_pass(plan, layouts, arrays_of, run, 2)
+    # Of what has no rows: its place, and that of a tensor of its shape.
+    likes = {"dw": "weight", "db": "bias"} | dict.fromkeys(BY_GROUP, "mod_scale")
     parameters = [
-        (3 + i, kept.index(role))
-        for i, role in enumerate(("weight", "bias"))
-        if made_as[3 + i] is not None
+        (names.index(name), kept.index(role))
+        for name, role in likes.items()
+        if name in names and made_as[names.index(name)] is not None
     ]
-    last = len(made_as) - (not needs.output)
+    last = len(made_as) - (not needs.output and not spec.modulated)
 
     def backward(
         dy: Tensor,
@@ -406,38 +470,55 @@ def bind_backward(plan: BackwardPlan, kept: tuple[str, ...], run: Run = on_devic
             parameter = saved[of]
             if not layout.rows:
                 made[place].zero_()
-            if parameter.dim() > 1:
+            if parameter.dim() > 1 or made[place].dim() > 1:
                 made[place] = shaped_as(made[place], parameter)
         return made[:last]
 
-    backward.repeated = layouts.repeated  # type: ignore[attr-defined]
+    if not layouts.grouped:
+        backward.repeated = layouts.repeated  # type: ignore[attr-defined]
     return backward
 
 
+def _gradient_names(spec: NormSpec) -> dict[str, str]:
+    """What a backward pass makes, in the order in which it returns it, and how it lies. That of
+    modulated rows does not write y again.
+    """
+    if not spec.modulated:
+        return GRADIENTS
+    return {name: lies for name, lies in GRADIENTS.items() if name != "y"} | BY_GROUP
+
+
 def _gradients_as(spec: NormSpec, needs: Needs) -> list[tuple[str, str] | None]:
-    """How each of GRADIENTS lies, and its dtype; None for one that is not needed."""
-    dtypes = spec.dtype, spec.residual or spec.dtype, spec.gate, spec.weight, spec.bias, spec.dtype
-    needed = *needs.gradients, needs.output
-    each = zip(GRADIENTS.values(), dtypes, needed, strict=True)
+    """How each of the gradients lies, and its dtype; None for one that is not needed."""
+    total = spec.residual or spec.dtype
+    dtypes = [spec.dtype, total, spec.gate, spec.weight, spec.bias]
+    dtypes += [getattr(spec, role) for role in MODULATION] if spec.modulated else [spec.dtype]
+    needed = needs.gradients if spec.modulated else (*needs.gradients, needs.output)
+    each = zip(_gradient_names(spec).values(), dtypes, needed, strict=True)
     return [(lies, dtype) if need else None for lies, dtype, need in each]
 
 
 def _taking_backward(
     spec: NormSpec, kept: tuple, made_as: list, needs: Needs, slots: bool
 ) -> Callable[[tuple], tuple]:
-    """A function of dy, dsum, the tensors that were kept, the gradients, partials, slots, the terms
-    of dy and ABSENT that returns the arrays. slots: whether there are any.
+    """A function of dy, dsum, the tensors that were kept, the gradients, partials, slots, of
+    modulated rows the sums by group, the terms of dy, and ABSENT that returns the arrays. slots:
+    whether there are any.
     """
     places = ({"dsum": 1} if needs.dsum else {}) | {role: 2 + i for i, role in enumerate(kept)}
     end = 2 + len(kept)
-    names = *GRADIENTS, "partials", "slots", "dy"
+    gradients, fields = _gradient_names(spec), BackwardArrays._fields
+    more = ["group_sums"] if spec.modulated else []
+    names = *gradients, "partials", "slots", *more, "dy"
     made = {name: end + i for i, name in enumerate(names)}
-    absent = [name for name, how in zip(GRADIENTS, made_as, strict=True) if how is None]
+    absent = [name for name, how in zip(gradients, made_as, strict=True) if how is None]
     absent += [name for name in FACTORS if not getattr(spec, name)]
     absent += ["slots"] * (not slots) + ["partials"] * (not needs.sums)
+    absent += ["group_sums"] * (not needs.sums and not any(needs.modulation))
+    absent += ["input"] * (not needs.dmod_gate)  # the gradient of a gate by group is made of it
     places = {name: i for name, i in (places | made).items() if name not in absent}
-    fields: Any = BackwardArrays._fields
-    fields = fields if spec.branches else fields[: fields.index(MASK)]
+    if not spec.modulated:
+        fields = fields[: fields.index("input" if spec.branches else MASK)]
     return itemgetter(*[places.get(name, -1) for name in fields])
 
 

@@ -8,6 +8,7 @@ from torch._ops import OpOverload
 
 from ..table import OPS, PIECES
 from .library import decomposed
+from .modulated_backward import decomposed as modulated_backward_decomposed
 from .norm_backward import norm_backward_decomposed
 from .split.library import by_reference
 
@@ -38,5 +39,6 @@ def decompositions() -> dict[OpOverload, Callable]:
     return {
         **{getattr(ops, name).default: partial(decomposed, op) for name, op in OPS.items()},
         ops.norm_backward.default: norm_backward_decomposed,
+        ops.modulated_norm_backward.default: modulated_backward_decomposed,
         **{getattr(ops, p.name).default: partial(by_reference, p) for p in PIECES},
     }

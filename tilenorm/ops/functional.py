@@ -365,3 +365,86 @@ def layer_norm_add_layer_norm(
     tensors = (input, residual, weight, bias, next_weight, next_bias)
     asked = (offset, rounding)
     return call("layer_norm_add_layer_norm", tensors, normalized_shape, eps, asked, backend)[:2]
+
+
+def modulated_rms_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    scale: Tensor,
+    shift: Tensor | None = None,
+    *,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float | None = None,
+    residual: Tensor | None = None,
+    gate: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """RMSNorm that is scaled and shifted by group, as adaptive norms of diffusion transformers.
+
+        output = rms_norm(s, weight, bias) · (1 + scale) + shift
+        s      = input, or residual + gate · input, which is returned, too
+
+    after Peebles and Xie, "Scalable Diffusion Models with Transformers" (2023). All is computed in
+    float32 and rounded once; s is rounded to the residual's dtype, and output is that of the
+    rounded s.
+
+    Args:
+        input: (..., *normalized_shape), float16, bfloat16, float32 or float64.
+        normalized_shape: the trailing sizes that are normalised together.
+        scale: what multiplies the norm is 1 + scale. It has a row for each group of consecutive
+            rows of the input. For an input (B, S, D) it is (D,), (B, D) or (B, 1, D) for each
+            sample, (B, F, D) for each of F frames of S / F tokens, or (B, S, D) for each token: its
+            sizes before normalized_shape are leading sizes of the input's, of which the last may be
+            a divisor; sizes of 1 behind them are left out. In the input's dtype or another
+            floating-point dtype. Rows that are evenly spaced, as those of a chunk of a projection
+            (B, 6 · D), are read in place.
+        shift: of scale's shape, in any of the dtypes; is added.
+        weight, bias: of the norm, as those of rms_norm. The kernels take no weight by heads.
+        eps: as that of rms_norm.
+        residual: of the input's shape, in its dtype or another floating-point dtype.
+        gate: of scale's shape, in any of the dtypes; only with a residual. Without a gate, s is
+            residual + input.
+        backend: as for rms_norm. The kernels take rows of up to 8192 elements.
+
+    Returns:
+        output, contiguous, of the input's shape and dtype; with a residual (output, s), s in the
+        residual's dtype. Differentiable in every tensor, to any order. The gradients of scale,
+        shift and gate are sums over the rows of each group, in float32 in one order, which depends
+        on the number of rows. torch.func's transforms and forward-mode derivatives run the
+        reference.
+
+    Raises:
+        RuntimeError: a scale, shift or gate of a shape that does not fit.
+        ValueError: a gate without a residual.
+        NotImplementedError: nested tensors, and DTensors that are cut in a normalised dimension.
+        The others are those of rms_norm.
+    """
+    tensors = input, scale, shift, weight, bias, residual, gate
+    made = call("modulated_rms_norm", tensors, normalized_shape, eps, (), backend)
+    return made[0] if residual is None else made[:2]
+
+
+def modulated_layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    scale: Tensor,
+    shift: Tensor | None = None,
+    *,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    residual: Tensor | None = None,
+    gate: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """LayerNorm that is scaled and shifted by group, as adaptive norms of diffusion transformers.
+
+        output = layer_norm(s, weight, bias) · (1 + scale) + shift
+        s      = input, or residual + gate · input, which is returned, too
+
+    Args, returns, raises: as modulated_rms_norm and layer_norm.
+    """
+    tensors = input, scale, shift, weight, bias, residual, gate
+    made = call("modulated_layer_norm", tensors, normalized_shape, eps, (), backend)
+    return made[0] if residual is None else made[:2]

@@ -20,15 +20,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..spec import NormSpec
 from ..table import FACTORS, OPS
-from .bound import Bound, BoundNorm, bound_of, norm_of
+from .bound import MOST_SHAPES, Bound, BoundNorm, bound_of, keep, keep_backward, norm_of
 from .direct import Plain
 from .layout import contiguous_strides_of, rows_shape, vector_of
+from .modulated_backward import NAME as MODULATED
+from .modulated_backward import NAMES as OF_MODULATED
+from .modulated_backward import Backward as ModulatedBackward
 from .norm_backward import FIRST, TERMS, Backward
 from .registry import MAX_ROWS, on_device_of
 from .torch_private import modes, reinterpret
-
-MOST_SHAPES = 256  # of inputs, for which a function keeps what follows from them
 
 
 def tensors_of(op: str, given: Sequence[str]) -> tuple[str, ...]:
@@ -37,6 +39,8 @@ def tensors_of(op: str, given: Sequence[str]) -> tuple[str, ...]:
     """
     if op in OPS:
         return tuple(port.name for port in OPS[op].takes)
+    if op == MODULATED:
+        return OF_MODULATED
     return *FIRST, *(name for name in (*TERMS, *FACTORS) if name in given)
 
 
@@ -46,13 +50,7 @@ def bind(op: str, taken: tuple[str, ...], **options) -> Callable:
     """
     if op in OPS:
         return forward(op, **options)
-    return backward(taken, **options)
-
-
-def keep(repeated: dict, shape: torch.Size, repeat: Callable | None) -> None:
-    """Keep what repeats calls with inputs of a shape."""
-    if repeat is not None and len(repeated) < MOST_SHAPES:
-        repeated[shape] = repeat
+    return modulated_backward(**options) if op == MODULATED else backward(taken, **options)
 
 
 def forward(name: str, *, hidden: int, save: bool, backend: str | None, **options) -> Callable:
@@ -140,8 +138,30 @@ def backward(taken: tuple[str, ...], *, hidden: int, backend: str | None, **opti
                 saved[i] = vector_of(saved[i])
         with on_device_of(dy):
             found = run(dy, dsum, saved, options["eps"], tensors[first:end])
-        if all(grad is None or grad.dim() == 1 for grad in found[3:5]):
-            keep(repeated, x.shape, run.repeated(x.shape, 0.0))
+        keep_backward(repeated, x.shape, run, found)
         return found if output else (*found, None)
+
+    return bound_backward
+
+
+def modulated_backward(*, hidden: int, **options) -> Callable:
+    """The same of modulated_norm_backward."""
+    most, plain = MAX_ROWS * hidden, Plain()
+    constant = (hidden, *options.values())
+    known: tuple[NormSpec, Callable] | None = None
+
+    def bound_backward(*tensors: Tensor | None) -> Sequence[Tensor | None]:
+        nonlocal known
+        dy, dsum, x = tensors[:3]
+        call = ModulatedBackward.of((*tensors, *constant))
+        if known is None:
+            spec = call.spec
+            norm = norm_of(spec, x.device.type, x.get_device(), False, call.backend)
+            known = spec, norm.backward(spec, call.needs(spec))
+        if x.numel() > most or not plain.takes(tensors):
+            return torch.ops.tilenorm.modulated_norm_backward(*tensors, *constant)
+        spec, run = known
+        with on_device_of(dy):
+            return run(dy, dsum, call.kept(spec), call.eps)
 
     return bound_backward

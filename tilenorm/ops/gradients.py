@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..launch.calls import Needs
 from ..spec import NormSpec
-from ..table import FACTORS, OPS, VECTOR, Op
-from .reference import branched, vector_gradient
+from ..table import FACTORS, MODULATION, OPS, VECTOR, Op
+from .reference import branched, gated, group_gradient, vector_gradient
 
 # Where a gradient stands in what a backward pass returns, by the role of the tensor. Behind these
 # stand dy, which is a skip's gradient, and None.
@@ -37,8 +37,11 @@ def needs_of(
     dx, dresidual = "x" in roles, "residual" in roles and spec.residual is not None
     if spec.residual is None or spec.shares_dx:
         dx, dresidual = dx or dresidual, False
-    dgate, dw, db = (r in roles and bool(getattr(spec, r)) for r in ("gate", "weight", "bias"))
-    return Needs(dx, dw, db, dresidual, dgate, dsum and (dx or dresidual), terms, output)
+    there = ("gate", "weight", "bias", *MODULATION)
+    dgate, dw, db, *groups = [r in roles and bool(getattr(spec, r)) for r in there]
+    by_group = tuple(groups) if spec.modulated else ()
+    needs = Needs(dx, dw, db, dresidual, dgate, False, terms, output, by_group)
+    return needs._replace(dsum=dsum and needs.of_sum)
 
 
 def _addend_as(spec: NormSpec) -> str:
@@ -81,6 +84,8 @@ class Step(NamedTuple):
         """
         spec, shared = self.spec, 0 if self.spec.shares_dx else 1
         own = {"residual": shared, "addend": 0 if _addend_as(spec) == "x" else shared}
+        if spec.modulated:  # what lies by group stands between the others and dy
+            own |= {role: i for i, role in enumerate((*MODULATION, "skip", None), 5)}
         third = "addend" in self.asked and spec.addend not in (spec.dtype, spec.residual)
         if third or VECTOR in self.asked:
             return None
@@ -90,7 +95,7 @@ class Step(NamedTuple):
         """The gradients that are asked for, in the order of `asked`. found: what a backward pass
         returns.
         """
-        dx, dresidual, dgate, dw, db, *_ = found
+        dx, dresidual, dgate, dw, db, *more = found
         spec = self.spec
         total = dx if spec.shares_dx else dresidual
         addend = dx if _addend_as(spec) == "x" else total
@@ -98,6 +103,8 @@ class Step(NamedTuple):
             addend = addend.to(getattr(torch, spec.addend))
         by_role = {"x": dx, "residual": total, "gate": dgate, "weight": dw, "bias": db}
         by_role |= {"skip": dy, "addend": addend}
+        if spec.modulated:
+            by_role |= zip(MODULATION, more, strict=True)
         if VECTOR in self.asked:
             by_role[VECTOR] = vector_gradient(spec, total, named(spec, saved))
         return tuple([by_role.get(role) for role in self.asked])
@@ -174,8 +181,9 @@ def run_steps(
         if dy is None:
             given = through_sum(step.spec, step.asked, dsum, named(step.spec, kept))
         else:
-            computed = any(step.needs.gradients)
-            grads = run(step, dy, dsum, kept, eps[step.place]) if computed else (None,) * 5
+            grads = (None,) * len(step.needs.gradients)
+            if any(step.needs.gradients):
+                grads = run(step, dy, dsum, kept, eps[step.place])
             given = step.ordered(grads, dy, kept)
         there = {name: grad for name, grad in zip(step.ports, given, strict=True) if name}
         found, by_name = found | there, by_name | there
@@ -194,6 +202,9 @@ def through_sum(
             grad = dsum.to(getattr(torch, dtype), copy=True)
         if role == "x":
             grad = branched(spec, grad, *map(saved.get, FACTORS[::-1]))
+            grad = gated(spec, dsum, saved.get("mod_gate"), grad)
+        if role == "mod_gate":
+            grad = group_gradient(spec, dsum, saved)
         if role == VECTOR:
             grad = vector_gradient(spec, dsum, saved)
         found.append(grad)

@@ -17,6 +17,8 @@ import torch
 from ..table import OPS
 from .torch_private import inductor_calls
 
+BACKWARD = ("norm_backward", "modulated_norm_backward")
+
 
 def tell_inductor() -> None:
     """Have Inductor, once it is loaded, generate calls of bound functions for the ops, and keep the
@@ -24,9 +26,9 @@ def tell_inductor() -> None:
     """
     _tell_generation()
     calls = inductor_calls()
-    if calls is None or _name_of("norm_backward") in calls.CUSTOM_EXTERN_KERNEL_CODEGEN:
+    if calls is None or _name_of(BACKWARD[0]) in calls.CUSTOM_EXTERN_KERNEL_CODEGEN:
         return
-    for op in (*OPS, "norm_backward"):
+    for op in (*OPS, *BACKWARD):
         custom = calls.CustomCodegen(python=partial(_generate, op))
         calls.CUSTOM_EXTERN_KERNEL_CODEGEN[_name_of(op)] = custom
 

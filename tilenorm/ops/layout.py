@@ -1,7 +1,7 @@
 """Tensors as the kernels take them: rows in place where that keeps a row's bits, else one copy."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ def rows_of(x: Tensor, spec: NormSpec) -> Tensor:
         if x.stride() != (hidden, 1):
             x = reinterpret(x, (x.numel() // hidden, hidden), (hidden, 1))
         return x.clone() if fills and x.data_ptr() % VECTOR_BYTES else x
-    strided = _collapse(x, hidden) if spec.takes_rows_apart else None
+    strided = _collapse(x.shape, x.stride(), hidden) if spec.takes_rows_apart else None
     if strided is None or len(strided[0]) > 1 or not _starts_vectors(x, strided[1], fills):
         return x.reshape(-1, hidden).contiguous()
     shape, strides = strided
@@ -68,10 +68,13 @@ def _starts_vectors(x: Tensor, strides: list[int], fills: bool) -> bool:
     return not fills or not (x.data_ptr() % VECTOR_BYTES or any(s % unit for s in strides))
 
 
-def lie_as_read(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether the kernels read each tensor in place, as what it is if it is contiguous."""
-    there = [t for t in tensors if t is not None]
-    return all(t.is_contiguous() and not t.data_ptr() % VECTOR_BYTES for t in there)
+def lie_as_read(tensors: Sequence[Tensor | None], grouped: Sequence[int] = ()) -> bool:
+    """Whether the kernels read each tensor in place, as what it is if it is contiguous. grouped:
+    the places of tensors that lie by group, with any strides.
+    """
+    there = [(place, t) for place, t in enumerate(tensors) if t is not None]
+    alike = all(place in grouped or t.is_contiguous() for place, t in there)
+    return alike and all(not t.data_ptr() % VECTOR_BYTES for _, t in there)
 
 
 class Views(NamedTuple):
@@ -79,16 +82,24 @@ class Views(NamedTuple):
 
     lies: how each of them lies, as Port.lies. shapes: of each that is there, its place, and the
     shape and strides in which it is viewed if it is contiguous. as_they_are: contiguous tensors
-    have these shapes already.
+    have these shapes already. by_group: as shapes, of what lies by group, whose strides are those
+    of one layout; None if one of these tensors is copied.
     """
 
     lies: tuple[str, ...]
     shapes: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]
     as_they_are: bool
+    by_group: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...] | None = ()
 
     @classmethod
     def of(
-        cls, spec: NormSpec, rows: int, shape: Sequence[int], lies: Sequence[str], there: Sequence
+        cls,
+        spec: NormSpec,
+        rows: int,
+        shape: Sequence[int],
+        lies: Sequence[str],
+        there: Sequence,
+        by_group: Any = (),
     ) -> "Views":
         """shape: of the input. rows: how many it has. there: whether each tensor is there."""
         heads, hidden = spec.heads, spec.hidden
@@ -106,14 +117,14 @@ class Views(NamedTuple):
         ]
         # An extent of 1 may have any stride, and the compiler reads by what the stride is.
         same = tuple(shape) == matrix[0] and rows > 1 and hidden > 1 and not spec.branches
-        return cls(tuple(lies), tuple(views), same)
+        return cls(tuple(lies), tuple(views), same, by_group)
 
 
 def as_read(tensors: Sequence[Tensor | None], spec: NormSpec, views: Views) -> Sequence:
     """An op's tensors as the kernels read them, copied only where they cannot be read in place. A
     mask is read as bytes, which are 0 or 1.
     """
-    lies, shapes, as_they_are = views
+    lies, shapes, as_they_are, by_group = views
     addresses, read = 0, list(tensors)
     for place, shape, strides in shapes:
         t = tensors[place]
@@ -123,6 +134,12 @@ def as_read(tensors: Sequence[Tensor | None], spec: NormSpec, views: Views) -> S
         addresses |= t.data_ptr()
         if not as_they_are:
             read[place] = reinterpret(t, shape, strides)
+    if by_group is None:
+        addresses = 1
+    elif by_group:
+        for place, shape, strides in by_group:
+            addresses |= tensors[place].data_ptr()
+            read[place] = reinterpret(tensors[place], shape, strides)
     if addresses % VECTOR_BYTES:
         return [_read_apart(*each, spec) for each in zip(tensors, lies, strict=True)]
     if spec.branches:
@@ -137,6 +154,8 @@ def _read_apart(t: Tensor | None, lies: str, spec: NormSpec) -> Tensor | None:
     if lies in ("rows", "mask"):
         t = rows_of(t, spec)
         return t.view(torch.uint8) if t.dtype == torch.bool else t
+    if lies == "group":
+        return groups_of(t, spec)
     if lies == "affine":
         return parameter_of(t, spec)
     return vector_of(t, spec.aligned) if lies == "vector" else t
@@ -195,9 +214,38 @@ def parameter_of(w: Tensor, spec: NormSpec) -> Tensor:
     return vector.view(spec.heads, spec.hidden) if spec.heads else vector
 
 
-def _collapse(x: Tensor, hidden: int) -> tuple[list[int], list[int]] | None:
-    """Shape and strides of the leading dimensions, merged; None if the kernels cannot read x."""
-    dims = [(n, s) for n, s in zip(x.shape, x.stride(), strict=True) if n != 1]
+def groups_of(p: Tensor, spec: NormSpec) -> Tensor:
+    """What lies by group as (groups, hidden), in place where group_stride says so, unless rows fill
+    vectors and the first one does not start on 16 bytes.
+    """
+    hidden, stride = spec.hidden, group_stride(p.shape, p.stride(), p.element_size(), spec)
+    if stride is None or (_fills_vectors(p, spec) and p.data_ptr() % VECTOR_BYTES):
+        p, stride = p.clone(memory_format=torch.contiguous_format), hidden
+    return p.as_strided((p.numel() // hidden, hidden), (stride, 1))
+
+
+def group_stride(
+    shape: torch.Size, strides: Sequence[int], item_bytes: int, spec: NormSpec
+) -> int | None:
+    """The distance of the rows of what lies by group, or None if it is copied: where its rows are
+    not evenly spaced, or do not all start on 16 bytes although they fill vectors.
+    """
+    hidden, strided = spec.hidden, _collapse(shape, strides, spec.hidden)
+    if strided is None or len(strided[0]) > 1:
+        return None
+    # A single row may have any stride, and the compiler reads by what the stride is.
+    stride = hidden if shape.numel() == hidden else strided[1][0]
+    fills = spec.aligned or not hidden * item_bytes % VECTOR_BYTES
+    return None if fills and stride * item_bytes % VECTOR_BYTES else stride
+
+
+def _collapse(
+    sizes: Sequence[int], distances: Sequence[int], hidden: int
+) -> tuple[list[int], list[int]] | None:
+    """Shape and strides of the leading dimensions, merged; None if the kernels cannot read a tensor
+    of these sizes and strides.
+    """
+    dims = [(n, s) for n, s in zip(sizes, distances, strict=True) if n != 1]
     inner = 1
     while inner < hidden:
         extent, stride = dims.pop()

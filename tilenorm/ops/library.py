@@ -79,10 +79,11 @@ class Called(NamedTuple):
 
 def there(op: Op, port: Port, tensors: Sequence, options: tuple, save: bool) -> bool:
     """Whether a call of an op makes a tensor."""
-    if port.unless:
-        names = [taken.name for taken in op.takes]
-        if tensors[names.index(port.unless)] is not None:
-            return False
+    names = [taken.name for taken in op.takes]
+    if port.unless and tensors[names.index(port.unless)] is not None:
+        return False
+    if port.given and tensors[names.index(port.given)] is None:
+        return False
     if port.when == "save":
         return save
     return not port.when or bool(options[1 + op.options.index(port.when)])
@@ -98,7 +99,10 @@ def dtype_of(op: Op, port: Port, tensors: Sequence, options: tuple) -> torch.dty
         return SCALE_DTYPES["uint8" if scaling == "mx" else "float32"]
     if port.like in op.options:
         return options[1 + op.options.index(port.like)]
-    return by_name[port.like].dtype if port.like in by_name else getattr(torch, port.like)
+    if port.like in by_name:
+        like = by_name[port.like]
+        return (tensors[0] if like is None else like).dtype  # what is absent has a dtype, too
+    return getattr(torch, port.like)
 
 
 def with_absent(op: Op, called: Called, made: Sequence[Tensor | None]) -> tuple[Tensor, ...]:

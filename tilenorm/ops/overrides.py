@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.overrides import handle_torch_function
 
-from ..table import FACTORS, OPS, Op
+from ..table import FACTORS, MODULATED_NORMS, OPS, Op
 from . import arguments
 from .torch_private import ragged_dimension
 
@@ -46,8 +46,9 @@ def overridden(call: Callable, name: str, tensors, normalized_shape, eps, asked,
     given = {port.name: t for port, t in zip(op.takes, tensors, strict=True)}
     if given.get("addend") is not None:
         given["residual"] = (given["addend"], given["residual"])
-    rows = [given[port.name] for port in op.takes if port.needed]
-    optional = [port for port in op.takes if not port.needed and port.name != "addend"]
+    first = [port for port in op.takes if port.needed and port.lies == "rows"]
+    rows = [given[port.name] for port in first]
+    optional = [port for port in op.takes if port not in first and port.name != "addend"]
     by_name = {
         port.argument: given[port.name]
         for port in optional
@@ -68,7 +69,7 @@ def has_nested(tensors: Sequence[Tensor | None]) -> bool:
 
 def of_jagged(call: Callable, op: Op, tensors, normalized_shape, eps, asked, backend):
     """The norm of nested tensors: that of their values, whose rows are rows like any others."""
-    if op.quantized:
+    if op.quantized or op.name in MODULATED_NORMS:
         raise NotImplementedError(f"{op.name}: argument 'input' takes no nested tensor, got one")
     ragged = _check_jagged(op, tensors, normalized_shape)
     values = tuple([t.values() if has_nested((t,)) else t for t in tensors])

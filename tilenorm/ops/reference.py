@@ -22,6 +22,7 @@ from .torch_private import fused_rms_norm, reshaped
 
 native_layer_norm_backward = torch.ops.aten.native_layer_norm_backward
 Given = dict[str, Tensor | None]  # tensors by their roles
+ROLES = ("x", "gate", "weight", "bias", "mean", "rstd")  # of a norm's tensors in a backward pass
 
 
 def bind_forward(spec: NormSpec) -> Callable | None:
@@ -84,6 +85,7 @@ def formula(spec: NormSpec, given: Given, eps: float) -> Given:
     y = affine(spec, x_hat, given.get("weight"), given.get("bias"), x.dtype)
     if z is not None and not spec.gate_first:
         y = y * act(spec, z)
+    y = modulated(y, given.get("mod_scale"), given.get("mod_shift"))
     y = y.to(x.dtype).reshape(x.shape)
     y = y if skip is None else sum_of(y, skip)
     return {"y": y, "sum": total, "mean": mean, "rstd": rstd}
@@ -125,13 +127,13 @@ def backward(
     """
     for term in more:
         dy = dy + term  # rounded to its dtype, as autograd's own sums are
-    x, gate, weight, bias = (saved.get(role) for role in ("x", "gate", "weight", "bias"))
-    mean, rstd = saved.get("mean"), saved.get("rstd")
+    x, gate, weight, bias, mean, rstd = map(saved.get, ROLES)
     dtype = statistics_dtype(dy, x)
     rows, g = rows_of(x, spec, dtype), rows_of(dy, spec, dtype)
     z = None if gate is None else rows_of(gate, spec, dtype)
-    through_norm = needs.dx or needs.dresidual or (needs.dgate and spec.gate_first)
+    through_norm = needs.of_sum or (needs.dgate and spec.gate_first)
     dx = dgate = dw = db = None
+    by_group: tuple = ()
     like = (*rows.shape[:-1], 1)
     fast = spec.norm == "layer" and x.is_cpu and x.numel() and spec.hidden > 1
     if rstd is not None and dots is None and fast and _has_operator(spec):
@@ -152,6 +154,9 @@ def backward(
             if needs.dgate:
                 dgate = g * affine(spec, x_hat, weight, bias, dtype) * slope(spec, z)
             g = g * act(spec, z)
+        if spec.modulated:
+            by_group = _modulation_gradients(spec, needs, g, x_hat, saved)
+            g = by_groups(g, 1 + saved["mod_scale"].to(dtype), torch.mul)
         dw = _sum_rows(spec, g * x_hat, weight) if needs.dw else None
         db = _sum_rows(spec, g, bias) if needs.db else None
         if through_norm:
@@ -162,18 +167,24 @@ def backward(
                 dx = dx * act(spec, z)
     if dsum is not None and dx is not None:
         dx = dx + rows_of(dsum, spec, dtype)
-    dinput = None
-    if needs.dx:
-        dinput = dx.to((dy if spec.residual else x).dtype).reshape(x.shape)
-        dinput = branched(spec, dinput, *map(saved.get, FACTORS[::-1]))
+    if spec.modulated:
+        by_group += (group_gradient(spec, dx, saved) if needs.dmod_gate else None,)
     grads = (
-        dinput,
+        _of_input(spec, dx, dy if spec.residual else x, saved) if needs.dx else None,
         dx.to(x.dtype).reshape(x.shape) if needs.dresidual else None,
         dgate.to(gate.dtype).reshape(gate.shape) if needs.dgate else None,
         dw.to(weight.dtype).reshape(weight.shape) if needs.dw else None,
         db.to(bias.dtype).reshape(bias.shape) if needs.db else None,
+        *by_group,
     )
     return (*grads, _output_again(spec, saved, dy.dtype, eps)) if needs.output else grads
+
+
+def _of_input(spec: NormSpec, dsum: Tensor, like: Tensor, saved: Given) -> Tensor:
+    """The gradient of the input, from that of the sum. like: a tensor of the input's dtype."""
+    dx = dsum.to(like.dtype).reshape(like.shape)
+    dx = branched(spec, dx, *map(saved.get, FACTORS[::-1]))
+    return gated(spec, dsum, saved.get("mod_gate"), dx)
 
 
 def branched(spec: NormSpec | Options, x: Tensor, *factors: Tensor | None) -> Tensor:
@@ -197,6 +208,67 @@ def vector_gradient(spec: NormSpec, dsum: Tensor, saved: Given) -> Tensor:
     leading = x.dim() - vector.dim()
     sums = products.sum(tuple(range(leading))) if leading else products
     return sums.to(vector.dtype)
+
+
+def modulated(y: Tensor, scale: Tensor | None, shift: Tensor | None) -> Tensor:
+    """y · (1 + scale) + shift, by group, in y's dtype."""
+    if scale is not None:
+        y = by_groups(y, 1 + scale.to(y.dtype), torch.mul)
+    return y if shift is None else by_groups(y, shift.to(y.dtype), torch.add)
+
+
+def by_groups(rows: Tensor, parameter: Tensor, function: Callable) -> Tensor:
+    """function(rows, parameter), where each group of consecutive rows meets a row of the parameter.
+
+    rows: (..., hidden), in the dimensions of the input where the parameter has several rows.
+    """
+    if not parameter.numel() or not rows.numel():
+        return rows
+    hidden = rows.shape[-1]
+    groups = parameter.numel() // hidden
+    each = rows.reshape(groups, -1, hidden)
+    return function(each, parameter.reshape(groups, 1, hidden)).reshape(rows.shape)
+
+
+def sums_by_group(rows: Tensor, like: Tensor) -> Tensor:
+    """The sum over the rows of each group, in the shape of a tensor that lies by group."""
+    if not rows.numel() or not like.numel():
+        return rows.new_zeros(like.shape)
+    hidden = rows.shape[-1]
+    return rows.reshape(like.numel() // hidden, -1, hidden).sum(1).reshape(like.shape)
+
+
+def gated(spec: NormSpec | Options, x: Tensor, gate: Tensor | None, other: Tensor) -> Tensor:
+    """x times a gate by group, in the dtype of `other`; `other` without a gate."""
+    if gate is None:
+        return other
+    dtype = statistics_dtype(x)
+    rows = x.reshape(*rows_shape(x.shape, spec.hidden), spec.hidden).to(dtype)
+    return by_groups(rows, gate.to(dtype), torch.mul).to(other.dtype).reshape(other.shape)
+
+
+def group_gradient(spec: NormSpec, dsum: Tensor, saved: Given) -> Tensor:
+    """The gradient of a gate by group: the sum over each group of dsum · x. dsum: the gradient of
+    the sum.
+    """
+    x, gate = saved["input"], saved["mod_gate"]
+    dtype = statistics_dtype(x, dsum)
+    products = rows_of(dsum, spec, dtype) * rows_of(x, spec, dtype)
+    return sums_by_group(products, gate).to(gate.dtype)
+
+
+def _modulation_gradients(
+    spec: NormSpec, needs: Needs, dy: Tensor, x_hat: Tensor, saved: Given
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of scale and shift, which are needed."""
+    scale, weight, bias = (saved.get(role) for role in ("mod_scale", "weight", "bias"))
+    dscale, dshift, _ = needs.modulation
+    products = dy * affine(spec, x_hat, weight, bias, x_hat.dtype) if dscale else dy
+    shift = spec.mod_shift and getattr(torch, spec.mod_shift)
+    return (
+        sums_by_group(products, scale).to(scale.dtype) if dscale else None,
+        sums_by_group(dy, scale).to(shift) if dshift else None,
+    )
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -246,7 +318,7 @@ def _has_operator(spec: NormSpec) -> bool:
     A sum may be in another dtype than the input, a weight too, and then no operator fits. Rounding
     early differs from rounding late in 16 bits alone.
     """
-    if spec.gate or spec.heads or spec.residual not in (None, spec.dtype):
+    if spec.gate or spec.heads or spec.residual not in (None, spec.dtype) or spec.modulated:
         return False
     if spec.rounding == "early" and spec.dtype not in ("float32", "float64"):
         return False
@@ -271,9 +343,11 @@ def _fast_parameters(
 def total_of(spec: NormSpec, given: Given) -> Tensor | None:
     """The sum that is normalised, if there is a residual."""
     x, residual = given["x"], given.get("residual")
-    mask, vector = given.get(MASK), given.get(VECTOR)
+    mask, vector, gate = given.get(MASK), given.get(VECTOR), given.get("mod_gate")
     if mask is not None or vector is not None:
         x = branched(spec, x, mask, vector)
+    if gate is not None:  # the product is not rounded
+        x = gated(spec, x, gate, x.to(statistics_dtype(x, residual)))
     return sum_of(x, residual, given.get("addend"))
 
 

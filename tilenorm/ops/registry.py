@@ -18,6 +18,7 @@ from ..launch.toolchain import (
     compiler_problem,
     driver_version,
 )
+from ..launch.tuned.rules import MODULATED_ROW
 from ..settings import settings
 from ..spec import TENSORS, NormSpec
 from . import reference, torch_private
@@ -92,8 +93,12 @@ def spec_refused(spec: NormSpec) -> str | None:
     """Why the kernels do not take a spec on any device, or None."""
     for name, dtype in zip(TENSORS, spec.dtypes, strict=True):
         if dtype is not None and dtype not in DTYPES and dtype != "bool":
-            argument = "input" if name == "dtype" else name
+            argument = "input" if name == "dtype" else name.removeprefix("mod_")
             return f"{argument} is {dtype}; the kernels take {', '.join(DTYPES)}"
+    if spec.modulated and spec.heads:
+        return "a modulated norm has a weight by heads"
+    if spec.modulated and spec.hidden > MODULATED_ROW:
+        return f"rows are modulated; the kernels take up to {MODULATED_ROW} elements of those"
     if not 1 <= spec.hidden <= MAX_HIDDEN:
         return f"normalized_shape holds {spec.hidden} elements; the kernels take 1 to {MAX_HIDDEN}"
     return None

@@ -10,6 +10,10 @@ Per mesh dimension, the ops run on any row of this table:
     cut by heads with    Shard(heads)             Shard(0)    Shard(heads)        Shard(0)
       their own weights
 
+What lies by group is cut in a dimension d that it has as the input has it, and so is its
+derivative. Else it is replicated, and its derivative is Partial: a process then holds some rows of
+each group. Rows are not cut in a dimension that groups divide.
+
 DTensor's search takes the row that costs least, and moves what does not fit it: it gathers a tensor
 that is cut in a normalised dimension, which the functions give to other ops (split/rules.py), and
 reduces or reduce-scatters one that is Partial.
@@ -36,7 +40,8 @@ Strategy = tuple[list, list]
 
 class Rule(NamedTuple):
     """A row of a table, as placements: of what has (r)ows, of (p)arameters and of their
-    (d)erivatives; for pieces of rows, also of (n)umbers of whole rows and of (s)ums of a piece.
+    (d)erivatives; for pieces of rows, also of (n)umbers of whole rows and of (s)ums of a piece; and
+    of what lies by (g)roup and of its d(e)rivatives.
     """
 
     r: Any
@@ -44,6 +49,8 @@ class Rule(NamedTuple):
     d: Any
     n: Any = None
     s: Any = None
+    g: Any = None
+    e: Any = None
 
 
 def is_distributed(value: object) -> bool:
@@ -71,6 +78,7 @@ def _register() -> None:
         if not op.quantized
     }
     ops |= {"norm_backward": backward_strategies, **STRATEGIES}
+    ops["modulated_norm_backward"] = modulated_strategies
     overloads = [getattr(torch.ops.tilenorm, name).default for name in ops]
     for overload, tell in zip(overloads, ops.values(), strict=True):
         register_sharding(overload)(lambda *given, tell=tell: tell(given))
@@ -96,8 +104,26 @@ def rules(x: Any, parameters: Sequence[Any], hidden: int) -> Iterator[Rule]:
     # A cut normalised dimension has no row: its sums need an all-reduce (split/norm.py).
 
 
+def rules_by_group(
+    x: Any, parameters: Sequence[Any], scale: Any, dims: int, hidden: int
+) -> Iterator[Rule]:
+    """The rows of the table where a tensor lies by group. dims: how many are normalised."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    groups = list(scale.shape[: len(scale.shape) - dims])
+    while groups and groups[-1] == 1:
+        groups.pop()
+    for rule in rules(x, parameters, hidden):
+        placed, d = (Replicate(), Replicate()), getattr(rule.r, "dim", None)
+        if d is not None:
+            if d < len(groups) and groups[d] != x.shape[d]:
+                continue
+            placed = (Shard(d), Shard(d)) if d < len(groups) else (Replicate(), Partial())
+        yield rule._replace(g=placed[0], e=placed[1])
+
+
 # The letter of Rule for each way in which a port lies. "w" is whole on each rank.
-LETTERS = {"rows": "r", "mask": "r", "affine": "p", "vector": "w", "number": "r"}
+LETTERS = {"rows": "r", "mask": "r", "affine": "p", "vector": "w", "number": "r", "group": "g"}
 LETTERS |= {"whole": "n", "part": "s", "derivative": "d"}
 
 
@@ -113,6 +139,10 @@ def op_strategies(op: Op, given: Given) -> list[Strategy]:
     parameters = [t for port, t in zip(op.takes, tensors, strict=True) if port.lies == "affine"]
     made = [there(op, port, tensors, options, save) for port in op.makes]
     found = rules(tensors[0], parameters, options[0])
+    by_group = [t for port, t in zip(op.takes, tensors, strict=True) if port.lies == "group"]
+    if by_group and options[0]:
+        dims = len(tensors[0].shape) - len(rows_shape(tensors[0].shape, options[0]))
+        found = rules_by_group(tensors[0], parameters, by_group[0], dims, options[0])
     return strategies_of(found, letters_of(op.takes), given, letters_of(op.makes), made)
 
 
@@ -127,6 +157,19 @@ def backward_strategies(given: Given) -> list[Strategy]:
     # The terms of dy and a mask have rows. What else is last is no tensor, or the layer scale.
     last = ["w" if t is given[-1] and saved[VECTOR] is not None else "r" for t in given[8:]]
     return strategies_of(found, "rrrrpprr" + "".join(last), given, "rrrddr", made)
+
+
+def modulated_strategies(given: Given) -> list[Strategy]:
+    """What DTensor may do with a call of the op modulated_norm_backward."""
+    from .modulated_backward import Backward
+
+    call = Backward.of([described(t) for t in given])
+    x, scale, hidden = call.tensors["x"], call.tensors["mod_scale"], call.hidden
+    dims = len(x.shape) - len(rows_shape(x.shape, hidden)) if hidden else 1
+    parameters = [call.tensors["weight"], call.tensors["bias"]]
+    found = rules_by_group(x, parameters, scale, dims, hidden)
+    needed = call.needs(call.spec).gradients
+    return strategies_of(found, "rrrrpprrgg", given, "rrrddeee", needed)
 
 
 def described(argument: Any) -> Any:

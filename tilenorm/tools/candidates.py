@@ -90,6 +90,11 @@ class Search:
             raise ValueError(
                 f"{spec.op} takes the configuration, and the bits, of {plain}: tune that"
             )
+        if spec.modulated:
+            plain = "add_" if spec.residual else ""
+            raise ValueError(
+                f"{spec.op} has no table: its forward pass takes that of {plain}{spec.norm}_norm"
+            )
         if spec.branches:
             raise ValueError(
                 f"{spec.op} with a mask or a layer scale has no table: tune it without"

@@ -178,9 +178,10 @@ def _steps(calls) -> tuple[Step, ...]:
 def moved_bytes(spec: NormSpec, rows: int, terms: int = 1) -> tuple[int, int]:
     """Bytes that the mathematics moves, (forward, backward): each input and output once.
 
-    terms: how many tensors make up dy.
+    terms: how many tensors make up dy. What lies by group is left out: a spec has no number of
+    groups.
     """
-    x, residual, gate, weight, bias, addend, skip, mask, factor = (
+    x, residual, gate, weight, bias, addend, skip, mask, factor, *by_group = (
         ITEM_BYTES[dtype] if dtype else 0 for dtype in spec.dtypes
     )
     how, heads = spec.quantized, spec.heads or 1
@@ -197,8 +198,9 @@ def moved_bytes(spec: NormSpec, rows: int, terms: int = 1) -> tuple[int, int]:
         return forward, 0
     # Added up: dy and dx; the saved x, or the sum with its gradient (and the residual's gradient
     # if the residual has another dtype, or x is masked or scaled); the gate and its gradient; mask.
-    apart = spec.branches or spec.residual not in (None, spec.dtype)
+    apart = spec.residual is not None and not spec.shares_dx
     saved = (2 + apart) * residual if residual else x
+    saved += x if by_group[-1] else 0  # the input, which a gate by group multiplied
     backward = matrix * (x + terms * y + saved + 2 * gate + mask) + spec.hidden * factor
     kept = weight + (bias if spec.gate and not spec.gate_first else 0)
     return forward, backward + vector * (kept + weight + bias)
@@ -207,12 +209,14 @@ def moved_bytes(spec: NormSpec, rows: int, terms: int = 1) -> tuple[int, int]:
 def options_of(spec: NormSpec, terms: int = 1) -> str:
     """The fields of a spec besides op, size and dtype, as text. terms: of dy."""
     place = "before" if spec.gate_first else "after"
+    by_gate = f" gate {spec.mod_gate}" if spec.mod_gate else ""
     further = (
         (spec.heads, f"{spec.heads} heads"),
         (spec.residual, f"residual {spec.residual}"),
         (spec.addend, f"another residual {spec.addend}"),
         (spec.dropout_mask, f"input masked, times {spec.dropout_scale:g}"),
         (spec.layer_scale, f"layer scale {spec.layer_scale}"),
+        (spec.modulated, f"modulation scale {spec.mod_scale} shift {spec.mod_shift}{by_gate}"),
         (spec.skip, f"residual {spec.skip} after the norm"),
         (spec.gate, f"gate {spec.gate} {place} the norm, activation {spec.activation}"),
         (spec.quantized, spec.quantized and spec.quantized.label),

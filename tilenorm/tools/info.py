@@ -23,8 +23,10 @@ from ..launch.toolchain import (
 from ..ops.registry import Device, device_of, record_failure, refusals
 from ..ops.torch_private import rms_norm_of_torch
 from ..spec import NormSpec
-from ..table import NORMS
+from ..table import MODULATED_NORMS
+from ..table import NORMS as OF_ROWS
 
+NORMS = OF_ROWS + MODULATED_NORMS
 ROWS = 4096
 PACKAGES = ("tilenorm", "torch", "cuda-tile", *COMPILER_PACKAGES, "triton")
 

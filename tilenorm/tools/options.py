@@ -14,7 +14,7 @@ from ..spec import (
     NormSpec,
     Quantization,
 )
-from ..table import NORMS, OPTIONS, QUANTIZED_NORMS
+from ..table import MODULATED_NORMS, MODULATION, NORMS, OPTIONS, QUANTIZED_NORMS
 from .candidates import MOST_SPILLED, Search
 from .explain import gpu, planned_device
 
@@ -78,8 +78,15 @@ def specs_of(asked: argparse.Namespace) -> list[NormSpec]:
 def _spec(asked: argparse.Namespace, op: str, hidden: int, dtype: str) -> NormSpec:
     added, after, gated = op.startswith("add_"), op.endswith("_add"), op.startswith("gated_")
     branches = added and op not in QUANTIZED_NORMS and asked.residuals == 1
+    modulated = op in MODULATED_NORMS
     for name, given, taken, why in (
-        ("--residual-dtype", asked.residual_dtype, added or after, "takes no residual"),
+        (
+            "--residual-dtype",
+            asked.residual_dtype,
+            added or after or modulated,
+            "takes no residual",
+        ),
+        ("--group-dtype", asked.group_dtype, modulated, "takes nothing by group"),
         ("--residuals", asked.residuals > 1, added, "takes no residual"),
         ("--dropout-mask", asked.dropout_mask, branches, "takes none, or not with these options"),
         ("--layer-scale", asked.layer_scale, branches, "takes none, or not with these options"),
@@ -105,6 +112,9 @@ def _spec(asked: argparse.Namespace, op: str, hidden: int, dtype: str) -> NormSp
     }
     if asked.residual_dtype:
         fields["skip" if after else "residual"] = asked.residual_dtype
+    if modulated:
+        by_group = MODULATION if asked.residual_dtype else MODULATION[:2]
+        fields |= dict.fromkeys(by_group, asked.group_dtype or dtype)
     if op in QUANTIZED_NORMS:
         fields["quantized"] = _quantization(asked, hidden)
     return NormSpec.of(op, hidden, dtype, **fields)
@@ -127,7 +137,7 @@ def _quantization(asked: argparse.Namespace, hidden: int) -> Quantization:
 def add_spec(command: argparse.ArgumentParser, size: dict) -> None:
     """Add the options that describe specs. size: whether --hidden is required."""
     add = command.add_argument
-    add("--op", nargs="+", default=["rms_norm"], choices=NORMS + QUANTIZED_NORMS)
+    add("--op", nargs="+", default=["rms_norm"], choices=NORMS + QUANTIZED_NORMS + MODULATED_NORMS)
     add("--hidden", type=_positive, nargs="+", metavar="N", **size)
     add("--dtype", nargs="+", default=["bfloat16"], choices=DTYPES)
     add("--weight-dtype", choices=DTYPES, help="default: --dtype")
@@ -136,7 +146,8 @@ def add_spec(command: argparse.ArgumentParser, size: dict) -> None:
     add("--offset", type=float, default=0.0, help="added to the weight")
     add("--heads", type=_positive, default=0, help="each head has its own weight")
     add("--rounding", default="late", choices=OPTIONS["rounding"].words)
-    add("--residual-dtype", choices=DTYPES, help="default: --dtype")
+    add("--residual-dtype", choices=DTYPES, help="default: --dtype; modulated norms: none, no gate")
+    add("--group-dtype", choices=DTYPES, help="of scale, shift and gate; default: --dtype")
     add("--residuals", type=int, default=1, choices=(1, 2), help="how many are added to the input")
     add("--dropout-mask", type=float, metavar="S", help="the input is times a mask and times S")
     add("--layer-scale", action="store_true", help="the input is times a vector")

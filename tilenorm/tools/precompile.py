@@ -22,6 +22,7 @@ from ..launch.plan import BackwardPlan, ForwardPlan, plan_backward, plan_forward
 from ..launch.split import plan_grad_apply
 from ..launch.target import Target
 from ..launch.toolchain import cache_problem
+from ..launch.tuned import rules
 from ..launch.user_table import TableWarning
 from ..ops import cutile
 from ..ops.split import cutile as split
@@ -52,16 +53,16 @@ def bind(plan: ForwardPlan | BackwardPlan, run: cutile.Run) -> Callable:
 
 
 def arguments(
-    spec: NormSpec, needs: Needs | None, rows: int, made: Callable[..., Tensor]
+    spec: NormSpec, needs: Needs | None, rows: int, made: Callable[..., Tensor], groups: int = 1
 ) -> tuple[Any, ...]:
     """What a bound call takes. needs: of a backward pass; None is a forward pass.
 
-    made: returns a contiguous tensor, given its dtype and its shape.
+    made: returns a contiguous tensor, given its dtype and its shape. groups: of modulated rows.
     """
     lead = (rows // spec.heads, spec.heads) if spec.heads else (rows,)
     matrix, affine = (*lead, spec.hidden), (*lead[1:], spec.hidden)
     shapes = {"rows": matrix, "mask": matrix, "affine": affine, "vector": (spec.hidden,)}
-    shapes |= {"scalar": (1,), "number": (rows,)}
+    shapes |= {"scalar": (1,), "number": (rows,), "group": (groups, spec.hidden)}
     dtypes = {name: getattr(spec, name) for name in TENSORS[1:]} | {"x": spec.dtype}
     if needs is None:
         dtypes |= {role: spec.dtype_of(role) for role in OPS[spec.op].roles}
@@ -70,17 +71,17 @@ def arguments(
         ports = [(port.role, shapes[port.lies]) for port in OPS[spec.op].takes]
         return tuple([made(dtypes[r], *shape) if dtypes[r] else None for r, shape in ports]), EPS
     total, dy = spec.residual or spec.dtype, spec.skip or spec.dtype
-    dtypes |= {"x": total, "mean": "float32", "rstd": "float32"}
+    dtypes |= {"x": total, "mean": "float32", "rstd": "float32", "input": spec.dtype}
     saved = [made(dtypes[r], *shapes[LIES[r]]) for r in spec.kept]
     first, *more = (made(dy, *matrix) for _ in range(needs.terms))
     dsum = made(total, *matrix) if needs.dsum else None
     return first, dsum, saved, EPS, more
 
 
-def calls_of(plan: ForwardPlan | BackwardPlan, rows: int) -> list[Call]:
+def calls_of(plan: ForwardPlan | BackwardPlan, rows: int, groups: int = 1) -> list[Call]:
     """The calls of a plan for contiguous inputs, with tensors without memory."""
     needs = plan.needs if isinstance(plan, BackwardPlan) else None
-    given = arguments(plan.spec, needs, rows, _without_memory)
+    given = arguments(plan.spec, needs, rows, _without_memory, groups)
     return _recorded(lambda run: bind(plan, run)(*given))
 
 
@@ -150,6 +151,11 @@ def training_calls(
     if output and not spec.output_refused:
         asked += [needs._replace(output=True) for needs in asked]
     backward = [plan_backward(spec, target, needs) for needs in asked]
+    if spec.modulated:
+        for rows, groups in _group_classes(backward[0]):
+            for made in (inference, training, backward[0]):
+                calls += calls_of(made, rows, groups)
+        return _distinct(calls)
     for plan in backward:
         for rows in _row_classes(training, plan, spec.heads or 1):
             for made in (inference, training, plan) if spec.differentiable else (inference,):
@@ -183,6 +189,17 @@ def _row_classes(forward: ForwardPlan, backward: BackwardPlan, heads: int) -> li
         kinds = tuple((n == 1, n % 16 == 0) for n in extents)
         classes.setdefault((forward.fetches and forward.queues(rows), kinds), rows)
     return list(classes.values())
+
+
+def _group_classes(plan: BackwardPlan) -> Iterator[tuple[int, int]]:
+    """Row counts and numbers of groups: several of each class of both that compiles to the same
+    kernels.
+    """
+    whole = rules.WHOLE_GROUPS * plan.resident
+    whole += -whole % 16
+    for groups in (1, 2, 3, 16, 32, whole, whole + 1):
+        for tokens in (1, 2, 3, 15, 16, 17, 256, 4096, 4097):
+            yield groups * tokens, groups
 
 
 def precompile(

@@ -24,6 +24,13 @@ TMA_TILE, TMA_TILE_OF_MORE = 8192, 4096
 # for rows that do not fill vectors: with WIDE_CHUNK RMSNorm of 20001 and 65537 moved 2778 and 1553
 # GB/s, and 2369 and 366 with chunks of 1024; LayerNorm 2188 and 1059, and 1656 and 298.
 WIDE_CHUNK, CHUNK, MORE_CHUNK = (2048, 2), (1024, 3), (1024, 2)
+# Backward by group: the widest row that the kernels hold; by the widest row, blocks on a
+# multiprocessor without dW and dB for 16 bits. With so many groups for each block that is resident,
+# blocks have whole groups, of which some have one more than others. A block has at least so many
+# rows, because it writes rows of sums. Compiled on 2026-11-26 for sm_80 and sm_90: up to 5120
+# elements kernels spill at most 32 bytes in 16 bits, and 96 in float32.
+MODULATED_ROW, GROUPED_BLOCKS = 8192, ((1536, 3), (3072, 2), (8192, 1))
+WHOLE_GROUPS, LEAST_ROWS = 8, 4
 # Column sum: the most columns that have narrow tiles, and both widths of a tile. Narrow tiles of a
 # narrow sum fill the GPU. Timed on 2026-11-21: 1.5 to 2.5 µs from N = 256 to 16384.
 NARROW_SUM, NARROW_TILE, WIDE_TILE = 4096, 16, 32

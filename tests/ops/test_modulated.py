@@ -1,0 +1,462 @@
+"""Norms that are scaled and shifted by group, through the public functions and the ops."""
+
+from random import Random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.library import opcheck
+
+import tilenorm
+from tests import layouts
+from tilenorm.launch.calls import every_gradient
+from tilenorm.launch.plan import plan_backward, plan_forward
+from tilenorm.launch.target import Target
+from tilenorm.ops import cutile, registry
+from tilenorm.spec import NormSpec
+from tilenorm.tools.explain import explain_spec, planned_device
+from tilenorm.tools.precompile import calls_of, compile_call, training_calls
+
+from .helpers import by_inductor, messages, random
+from .pretended import by
+
+B, F32, D = torch.bfloat16, torch.float32, torch.float64
+SERVED = ("reference", "sm_80", "sm_90")
+EACH_NORM = pytest.mark.parametrize("norm", ["rms", "layer"])
+EACH_WAY = pytest.mark.parametrize("served", SERVED)
+NAMES = ("input", "scale", "shift", "weight", "bias", "residual", "gate")
+# (sizes of the input before a row, of what lies by group).
+GROUPS = (
+    ((4, 6), ()),
+    ((4, 6), (1, 1)),
+    ((4, 6), (4,)),
+    ((4, 6), (4, 1)),
+    ((4, 6), (4, 3)),
+    ((4, 6), (4, 3, 1)),
+    ((4, 6), (4, 6)),
+    ((1, 24), (1, 8)),
+    ((24,), (6,)),
+    ((2, 3, 4), (2, 3, 1)),
+)
+
+
+def made(leading, groups, hidden=40, dtype=F32, by_group=None, affine=True, seed=0):
+    """Every tensor, by its name; those by group are chunks of one tensor."""
+    chunks = random(*groups, 6 * hidden, dtype=by_group or dtype, seed=seed).chunk(6, -1)
+    found = {"scale": chunks[0], "shift": chunks[1], "gate": chunks[4]}
+    for i, name in enumerate(("input", "residual")):
+        found[name] = random(*leading, hidden, dtype=dtype, seed=seed + 1 + i)
+    for i, name in enumerate(("weight", "bias")):
+        found[name] = random(hidden, dtype=dtype, seed=seed + 3 + i) if affine else None
+    return {name: found[name] for name in NAMES}
+
+
+def call(norm, given, shape=None, **options):
+    """The results of the public function, always as a tuple."""
+    function, given = getattr(tilenorm, f"modulated_{norm}_norm"), dict(given)
+    x = given.pop("input")
+    made = function(x, shape or x.shape[-1:], given.pop("scale"), **given, **options)
+    return made if isinstance(made, tuple) else (made,)
+
+
+def formula(norm, given, eps=1e-6):
+    """The same by PyTorch's functions, one operation after the other."""
+    x, scale, shift, weight, bias, residual, gate = (given.get(name) for name in NAMES)
+    hidden = x.shape[-1]
+
+    def by_row(p):
+        each = x.numel() // max(p.numel(), 1)
+        return p.reshape(-1, 1, hidden).expand(-1, each, hidden).reshape(x.shape)
+
+    s = x if residual is None else residual + (x if gate is None else by_row(gate) * x)
+    y = (
+        F.layer_norm(s, (hidden,), eps=eps)
+        if norm == "layer"
+        else F.rms_norm(s, (hidden,), eps=eps)
+    )
+    y = y if weight is None else y * weight
+    y = (y if bias is None else y + bias) * (1 + by_row(scale))
+    y = y if shift is None else y + by_row(shift)
+    return (y,) if residual is None else (y, s)
+
+
+def step(function, norm, given, **options):
+    """Results, and the gradient of each tensor that is there, by its name."""
+    leaves = {n: t.detach().requires_grad_() for n, t in given.items() if t is not None}
+    results = function(norm, leaves, **options)
+    dys = [random(*t.shape, dtype=t.dtype, seed=30 + i) for i, t in enumerate(results)]
+    grads = torch.autograd.grad(results, list(leaves.values()), dys)
+    return [*results, *grads]
+
+
+def compare(found, expected, bound):
+    for one, other in zip(found, expected, strict=True):
+        assert one.shape == other.shape
+        size = other.abs().max().item() if other.numel() else 0.0
+        torch.testing.assert_close(one.to(D), other.to(D), rtol=bound, atol=bound * size)
+
+
+@EACH_NORM
+@EACH_WAY
+@pytest.mark.parametrize("leading, groups", GROUPS, ids=str)
+def test_groups(leading, groups, served, norm):
+    for without in ((), ("gate",), ("gate", "residual"), ("shift", "gate", "residual", "bias")):
+        given = {n: t for n, t in made(leading, groups).items() if n not in without}
+        expected = step(formula, norm, {n: t.to(D) for n, t in given.items()})
+        with by(served):
+            found = step(call, norm, given, eps=1e-6)
+        compare(found, expected, 1e-5)
+
+
+@EACH_NORM
+@pytest.mark.parametrize("served", SERVED[1:])
+def test_dtypes_and_chunks_in_place(served, norm):
+    """Chunks of a projection give the bits of contiguous tensors, and warm calls those of cold."""
+    for dtype, by_group in ((B, F32), (F32, B), (torch.float16, torch.float16)):
+        given = made((3, 8), (3, 4), 72, dtype, by_group)
+        contiguous = {n: t.contiguous() for n, t in given.items()}
+        with by(served):
+            found = step(call, norm, given)
+            compare(found, step(call, norm, contiguous), 0.0)
+            compare(found, step(call, norm, given), 0.0)
+            with torch.no_grad():
+                compare(found[:2], call(norm, given), 0.0)
+            assert [t.dtype for t in found[2:]] == [t.dtype for t in given.values()]
+        compare(found, step_in_double(norm, given), 2e-2)
+
+
+@EACH_NORM
+@EACH_WAY
+def test_drawn_calls(served, norm):
+    """Accurate, and of the same bits wherever the tensors lie."""
+    rng, dtypes = Random(f"{served} {norm}"), (B, torch.float16, F32)
+    for _ in range(8):
+        leading, groups = rng.choice(GROUPS)
+        dtype, by_group = rng.choice(dtypes), rng.choice(dtypes)
+        given = made(leading, groups, rng.choice((7, 40, 96, 513)), dtype, by_group)
+        for name in NAMES[2:]:
+            if rng.random() < 0.3 or (name == "gate" and given["residual"] is None):
+                given[name] = None
+        given = {n: t for n, t in given.items() if t is not None}
+        elsewhere = {
+            n: layouts.draw(rng, tuple(t.shape), False).filled(t) for n, t in given.items()
+        }
+        with by(served):
+            found = step(call, norm, given)
+            compare(step(call, norm, elsewhere), found, 0.0)
+        bound = 1e-5 if dtype == by_group == F32 else 2e-2
+        compare(found, step_in_double(norm, given), bound)
+
+
+def step_in_double(norm, given):
+    return step(formula, norm, {n: t.to(D) for n, t in given.items()}, eps=eps_of(norm))
+
+
+def eps_of(norm):
+    return 1e-5 if norm == "layer" else torch.finfo(F32).eps
+
+
+@EACH_NORM
+def test_a_call_after_one_of_other_groups(norm):
+    """What is remembered of a call does not serve one whose tensors fit otherwise, or do not."""
+    given, other = made((4, 6), (4, 3)), made((4, 6), (4, 6))
+    wrong = {**given, **{n: other[n][:, :4] for n in ("scale", "shift", "gate")}}
+    with by("sm_90"), torch.no_grad():
+        for case in (given, other, given):
+            compare(call(norm, case, eps=1e-6), formula(norm, case), 1e-5)
+        with pytest.raises(RuntimeError, match="'scale' takes leading sizes"):
+            call(norm, wrong, eps=1e-6)
+
+
+@EACH_NORM
+def test_calls_that_repeat_launches(norm, monkeypatch):
+    """From the third call on, each array is where the launches expect it, chunks in place too."""
+    repeated = []
+
+    def prepare(index, stream, launches, arrays, numbered, count):
+        def repeat(stream, addresses):
+            assert len(addresses) == count
+            pairs = zip(flat(arrays), flat(numbered), strict=True)
+            of_inputs = [(t, i) for t, i in pairs if isinstance(t, torch.Tensor)]
+            there = {t.data_ptr() for t in given.values()}
+            repeated.append(sum(t.data_ptr() in there for t, _ in of_inputs))
+            assert all(t.data_ptr() == addresses[i] for t, i in of_inputs if t.data_ptr() in there)
+            return False
+
+        return repeat
+
+    given = made((2, 6), (2, 3), 16)
+    with by("sm_90"), torch.no_grad():
+        monkeypatch.setattr(cutile, "prepare", prepare)
+        expected = call(norm, given)
+        for _ in range(2):
+            compare(call(norm, given), expected, 0.0)
+        assert repeated == [len(given)]
+        uneven = given | {n: given[n][:, ::2] for n in ("scale", "shift", "gate")}
+        for _ in range(3):
+            call(norm, uneven)
+        assert len(repeated) == 1
+
+
+def flat(arrays):
+    for array in arrays:
+        yield from flat(array) if isinstance(array, tuple) else (array,)
+
+
+@EACH_NORM
+@EACH_WAY
+def test_some_gradients(served, norm):
+    """Each gradient alone, and where only one of the results is used."""
+    given = made((4, 6), (4,))
+    leaves = {n: t.detach().requires_grad_() for n, t in given.items()}
+    with by(served):
+        results = call(norm, leaves)
+        expected = formula(norm, leaves, eps_of(norm))
+        dys = [random(*t.shape, seed=30 + i) for i, t in enumerate(results)]
+        for used in ([0], [1], [0, 1]):
+            for leaf in leaves.values():
+                grads = [
+                    torch.autograd.grad(
+                        [made[i] for i in used],
+                        [leaf],
+                        [dys[i] for i in used],
+                        retain_graph=True,
+                        allow_unused=True,
+                    )[0]
+                    for made in (results, expected)
+                ]
+                assert (grads[0] is None) == (grads[1] is None)
+                if grads[0] is not None:
+                    compare(grads[:1], grads[1:], 1e-4)
+
+
+@EACH_NORM
+@EACH_WAY
+@pytest.mark.parametrize(
+    "leading, groups", [((0, 3), (0,)), ((2, 0), (2,)), ((2, 0), ()), ((0,), (0,))], ids=str
+)
+def test_no_rows(leading, groups, served, norm):
+    given = made(leading, groups)
+    with by(served):
+        found = step(call, norm, given)
+    for grad, tensor in zip(found[2:], given.values(), strict=True):
+        assert grad.shape == tensor.shape and not grad.count_nonzero()
+
+
+def test_several_normalized_dimensions_and_heads():
+    given = made((2, 6), (2,), 12)
+    wide = {n: t.unflatten(-1, (3, 4)) for n, t in given.items()}
+    with by("sm_90"):
+        expected = call("layer", given)
+        found = call("layer", wide, (3, 4))
+        compare([t.flatten(-2) for t in found], expected, 0.0)
+        by_heads = {**given, "weight": random(6, 12), "bias": random(6, 12, seed=1)}
+        with pytest.warns(tilenorm.ReferenceWarning, match="a weight by heads"):
+            found = call("layer", by_heads, eps=1e-6)
+    compare(found, formula("layer", by_heads), 1e-5)
+
+
+def test_refusals():
+    spec = NormSpec("rms", 8200, "bfloat16", mod_scale="bfloat16")
+    assert "rows are modulated" in registry.spec_refused(spec)
+    assert "8192 elements" in explain_spec(spec, 4, planned_device("sm_90")).refused["cutile"]
+    spec = NormSpec("rms", 8, "bfloat16", mod_scale="float64")
+    assert "scale is float64" in registry.spec_refused(spec)
+
+
+@EACH_NORM
+@pytest.mark.parametrize(
+    "changes, error, message",
+    [
+        ({"scale": None}, TypeError, "'scale' takes a Tensor, got NoneType"),
+        ({"scale": random(3, 40)}, RuntimeError, "'scale' takes leading sizes"),
+        ({"scale": random(6, 40)}, RuntimeError, "'scale' takes leading sizes"),
+        ({"scale": random(4, 4, 40)}, RuntimeError, "'scale' takes leading sizes"),
+        ({"scale": random(1, 6, 40)}, RuntimeError, "'scale' takes leading sizes"),
+        ({"scale": random(4, 6, 1, 2, 40)}, RuntimeError, "'scale' takes leading sizes"),
+        ({"scale": random(4, 41)}, RuntimeError, "'scale' takes leading sizes"),
+        ({"scale": random(0, 40)}, RuntimeError, "'scale' takes leading sizes"),
+        ({"shift": random(40)}, RuntimeError, "'shift' takes the shape of scale"),
+        ({"gate": random(40)}, RuntimeError, "'gate' takes the shape of scale"),
+        ({"residual": None}, ValueError, "'gate' takes None without a residual"),
+        ({"residual": random(4, 5, 40)}, RuntimeError, "'residual' takes the input's shape"),
+        ({"scale": random(4, 40).int()}, NotImplementedError, "'scale' takes float16"),
+        ({"shift": random(4, 40, device="meta")}, RuntimeError, "'shift' takes the input's device"),
+        ({"weight": random(39)}, RuntimeError, "'weight' takes the shape"),
+    ],
+)
+def test_wrong_arguments(changes, error, message, norm):
+    with pytest.raises(error, match=f"modulated_{norm}_norm: argument {message}"):
+        call(norm, made((4, 6), (4,)) | changes)
+
+
+@EACH_NORM
+def test_second_derivatives_and_transforms(norm):
+    given = made((2, 4), (2, 2), 5, D)
+    inputs = [t.detach().requires_grad_() for t in given.values()]
+
+    def function(*tensors):
+        return call(norm, dict(zip(NAMES, tensors, strict=True)), eps=1e-3)
+
+    assert torch.autograd.gradcheck(function, inputs)
+    assert torch.autograd.gradgradcheck(function, inputs)
+    mapped = torch.func.vmap(function, (0, 0, 0, None, None, 0, 0))(*inputs)
+    compare(mapped, function(*inputs), 1e-12)
+    tangents = tuple(torch.ones_like(t) for t in inputs)
+    _, found = torch.func.jvp(function, tuple(inputs), tangents)
+    assert all(t.isfinite().all() for t in found)
+
+
+def op_and_arguments(norm, dtype=B):
+    given = made((2, 6), (2, 3), 8, dtype)
+    tensors = [t.detach().requires_grad_() for t in given.values()]
+    op = getattr(torch.ops.tilenorm, f"modulated_{norm}_norm").default
+    return op, (*tensors, 8, 1e-6, True)
+
+
+@EACH_NORM
+def test_op(norm):
+    op, arguments = op_and_arguments(norm)
+    utilities = ("test_schema", "test_autograd_registration", "test_faketensor")
+    opcheck(op, arguments, test_utils=utilities)
+    given = made((2, 6), (2, 3), 8)
+    traced = make_fx(lambda t: call(norm, t))(given)
+    assert op in [n.target for n in traced.graph.nodes]
+    compare(traced(given), call(norm, given), 0.0)
+    alone = op(given["input"], given["scale"], *[None] * 5, 8, 1e-6, False)
+    assert alone[1].numel() == 0 and alone[0].shape == (2, 6, 8)
+
+
+@pytest.mark.slow
+@EACH_NORM
+def test_op_with_symbolic_sizes(norm):
+    opcheck(*op_and_arguments(norm))
+
+
+def backward_arguments(norm, asked, dtype=F32):
+    given = made((2, 6), (2, 3), 8, dtype)
+    x, statistics = given["input"], random(2, 6).abs() + 0.5
+    total, mean = random(2, 6, 8, seed=9), statistics if norm == "layer" else None
+    saved = total, x, given["weight"], given["bias"], mean, statistics
+    mask = [asked] * 8
+    mask[2] = False
+    how = 8, norm, "float32", 1e-6, True, mask
+    return (
+        random(2, 6, 8, seed=7),
+        random(2, 6, 8, seed=8),
+        *saved,
+        given["scale"],
+        given["gate"],
+        *how,
+    )
+
+
+@EACH_NORM
+@EACH_WAY
+def test_backward_op(served, norm):
+    """Its fake, its decomposition, and what Inductor's generated code calls."""
+    op = torch.ops.tilenorm.modulated_norm_backward.default
+    arguments = backward_arguments(norm, True)
+    if served == "reference":
+        opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
+    decomposed = tilenorm.decompositions()[op](*arguments)
+    with by(served):
+        found = op(*arguments)
+        bound = by_inductor("modulated_norm_backward")(*arguments)
+    compare(found, decomposed, 1e-5)
+    compare([t for i, t in enumerate(bound) if i != 2], [*found[:2], *found[3:]], 0.0)
+    assert all(t.numel() == 0 for t in op(*backward_arguments(norm, False)))
+
+
+@EACH_NORM
+@EACH_WAY
+def test_what_inductor_calls(served, norm):
+    given = made((2, 6), (2, 3), 8)
+    arguments = (*given.values(), 8, 1e-6, True, None)
+    op = getattr(torch.ops.tilenorm, f"modulated_{norm}_norm")
+    with by(served):
+        expected, found = op(*arguments), by_inductor(op.__name__)(*arguments)
+    compare(found, expected, 0.0)
+
+
+@EACH_NORM
+def test_compiled(norm, dynamo):
+    given = made((2, 6), (2,), 8)
+
+    def function(norm, given):
+        return call(norm, given)
+
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    compare(step(compiled, norm, given), step(call, norm, given), 1e-6)
+
+
+@EACH_NORM
+def test_decomposed(norm):
+    op, arguments = op_and_arguments(norm, F32)
+    detached = [t.detach() if isinstance(t, torch.Tensor) else t for t in arguments]
+    compare(tilenorm.decompositions()[op](*detached), op(*detached), 1e-5)
+
+
+def test_symbolic_trace_nested_tensors_and_overrides():
+    given = made((4, 6), (4,), 8, affine=False)
+    traced = torch.fx.symbolic_trace(
+        lambda x, scale, gate, r: tilenorm.modulated_rms_norm(x, (8,), scale, gate=gate, residual=r)
+    )
+    (node,) = [n for n in traced.graph.nodes if n.op == "call_function"]
+    assert node.target is tilenorm.modulated_rms_norm
+    names = ("input", "scale", "gate", "residual")
+    found = traced(*(given[name] for name in names))
+    compare(found, call("rms", {name: given[name] for name in names}), 0.0)
+    nested = torch.nested.nested_tensor_from_jagged(random(5, 8), torch.tensor([0, 2, 5]))
+    with pytest.raises(NotImplementedError, match="'input' takes no nested tensor"):
+        tilenorm.modulated_rms_norm(nested, (8,), random(2, 8))
+
+
+def test_explained(capsys):
+    given = made((4, 6), (4,), 8)
+    x, scale = given.pop("input"), given.pop("scale")
+    found = tilenorm.explain("modulated_layer_norm", x, (8,), scale, **given)
+    assert "modulation scale float32 shift float32 gate float32" in capsys.readouterr().out
+    assert found.spec.mod_gate == "float32"
+    explained = explain_spec(found.spec, 24, planned_device("sm_90"))
+    assert [s.kernel for s in explained.backward] == ["group_backward", "column_sum", "group_sum"]
+    assert "timed without modulation" in explained.forward_source
+
+
+def test_no_warning_where_kernels_serve(recwarn):
+    with by("sm_90"):
+        step(call, "layer", made((4, 6), (4,)))
+    assert not messages(list(recwarn))
+
+
+def spec_of(norm: str, hidden: int, gated: bool) -> NormSpec:
+    before = {"residual": "bfloat16", "mod_gate": "bfloat16"} if gated else {}
+    both = dict.fromkeys(("mod_scale", "mod_shift"), "bfloat16")
+    return NormSpec(norm, hidden, "bfloat16", **before, **both)
+
+
+def test_what_is_compiled_ahead():
+    target = Target.of("sm_90")
+    calls = training_calls(spec_of("layer", 1152, True), target)
+    names = {call.kernel._pyfunc.__name__ for call in calls}
+    assert names == {"row_forward", "group_backward", "group_sum"}
+
+
+SLOW = pytest.mark.slow
+COMPILED = [pytest.param("sm_100", 64, "layer", True)]
+COMPILED += [
+    pytest.param(arch, n, norm, gated, marks=SLOW)
+    for arch in ("sm_80", "sm_90", "sm_100", "sm_120")
+    for n in (64, 1000, 1152, 1536, 3072, 5120)
+    for norm, gated in (("layer", True), ("rms", False))
+]
+
+
+@pytest.mark.parametrize("arch, hidden, norm, gated", COMPILED)
+def test_compiles_without_spills(arch, hidden, norm, gated):
+    spec, target = spec_of(norm, hidden, gated), Target.of(arch)
+    plans = plan_forward(spec, target, True), plan_backward(spec, target, every_gradient(spec))
+    for plan, groups in zip((*plans, plans[1]), (4, 4, 4096), strict=True):
+        for made in calls_of(plan, 65536, groups):
+            assert compile_call(made, arch).spill_bytes <= 16, made.kernel._pyfunc.__name__
