@@ -78,36 +78,38 @@ class Step(NamedTuple):
     kept: slice
 
     @property
-    def places(self) -> tuple[int, ...] | None:
-        """Where the gradients that are asked for stand in what a backward pass returns, with dy and
-        None behind it. None where one of them is made of what it returns.
+    def standing(self) -> dict[str | None, int]:
+        """Where the gradient of each role stands in what a backward pass returns, with dy and None
+        behind it.
         """
         spec, shared = self.spec, 0 if self.spec.shares_dx else 1
         own = {"residual": shared, "addend": 0 if _addend_as(spec) == "x" else shared}
         if spec.modulated:  # what lies by group stands between the others and dy
             own |= {role: i for i, role in enumerate((*MODULATION, "skip", None), 5)}
+        return PLACES | own
+
+    @property
+    def places(self) -> tuple[int, ...] | None:
+        """The same of what is asked for; None where one of them is made of what is returned."""
+        spec = self.spec
         third = "addend" in self.asked and spec.addend not in (spec.dtype, spec.residual)
         if third or VECTOR in self.asked:
             return None
-        return tuple([(PLACES | own)[role] for role in self.asked])
+        return tuple(map(self.standing.__getitem__, self.asked))
 
     def ordered(self, found: Sequence, dy: Tensor, saved: Sequence) -> tuple[Tensor | None, ...]:
         """The gradients that are asked for, in the order of `asked`. found: what a backward pass
         returns.
         """
-        dx, dresidual, dgate, dw, db, *more = found
-        spec = self.spec
-        total = dx if spec.shares_dx else dresidual
-        addend = dx if _addend_as(spec) == "x" else total
-        if "addend" in self.asked:
-            addend = addend.to(getattr(torch, spec.addend))
-        by_role = {"x": dx, "residual": total, "gate": dgate, "weight": dw, "bias": db}
-        by_role |= {"skip": dy, "addend": addend}
-        if spec.modulated:
-            by_role |= zip(MODULATION, more, strict=True)
+        spec, standing = self.spec, self.standing
+        every = *found[: len(self.needs.gradients)], dy, None
+        by_role = {role: every[standing[role]] for role in self.asked if role != VECTOR}
+        if "addend" in by_role:
+            by_role["addend"] = by_role["addend"].to(getattr(torch, spec.addend))
         if VECTOR in self.asked:
+            total = every[standing["residual"]]
             by_role[VECTOR] = vector_gradient(spec, total, named(spec, saved))
-        return tuple([by_role.get(role) for role in self.asked])
+        return tuple(map(by_role.__getitem__, self.asked))
 
 
 def named(spec: NormSpec, saved: Sequence) -> dict[str, Any]:
