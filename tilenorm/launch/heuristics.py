@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 from ..spec import NormSpec
+from ..table import MODULATION
 from . import user_table
 from .calls import Needs
 from .config import Backward, ColumnSum, Config, Hints, RowForward, SharedForward, cdiv, tile_width
@@ -90,8 +91,9 @@ def _by_group(spec: NormSpec, needs: Needs) -> Backward:
     first = width if width == spec.hidden else width // 2
     rest = spec.hidden - first
     widths = (first, tile_width(rest)) if rest else (first,)
-    # dW and dB, and rows of more than 16 bits, take registers.
-    more = bool(needs.sums) + (spec.widest_item > 2)
+    # dW and dB, and float32, take registers.
+    by_group = (getattr(spec, role) for role in MODULATION)
+    more = bool(needs.sums) + (spec.widest_item > 2 or "float32" in by_group)
     blocks = next(n for most, n in rules.GROUPED_BLOCKS if spec.hidden <= most)
     return Backward(widths, hints=Hints(max(1, blocks - more), 8))
 

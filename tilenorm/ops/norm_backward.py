@@ -1,4 +1,6 @@
-"""The torch.library op norm_backward: of one norm. The backward pass of every op is made of it."""
+"""The torch.library op norm_backward: of one norm. The backward pass of every op is made of it, but
+that of modulated norms, which have modulated_norm_backward.
+"""
 
 from collections.abc import Sequence
 from functools import lru_cache
