@@ -168,3 +168,42 @@ def test_torch_jit_script_is_refused(make):
     model = nn.Sequential(nn.Linear(16, 16), make(16))
     with pytest.raises(NotImplementedError, match=r"use torch\.export or"):
         torch.jit.script(model)
+
+
+MODULATED = {
+    "rms": (tilenorm.ModulatedRMSNorm, nn.RMSNorm, tilenorm.modulated_rms_norm),
+    "layer": (tilenorm.ModulatedLayerNorm, nn.LayerNorm, tilenorm.modulated_layer_norm),
+}
+EACH_MODULATED = pytest.mark.parametrize(
+    "ours, theirs, function", MODULATED.values(), ids=MODULATED
+)
+
+
+@EACH_MODULATED
+@pytest.mark.parametrize("affine", [False, True])
+def test_modulated_modules_call_their_functions(ours, theirs, function, affine):
+    module = randomized(ours((4, 6), 0.01, affine))
+    names = ("input", "residual", "scale", "shift", "gate")
+    shapes = [(2, 3, 4, 6)] * 2 + [(2, 4, 6)] * 3
+    given = {n: random(*s, seed=i) for i, (n, s) in enumerate(zip(names, shapes, strict=True))}
+    x, scale = given.pop("input"), given.pop("scale")
+    options = dict(module.named_parameters()) | {"eps": 0.01}
+    y, total = module(x, scale, **given)
+    expected = function(x, (4, 6), scale, **given, **options)
+    assert torch.equal(y, expected[0]) and torch.equal(total, expected[1])
+    plain = theirs((4, 6), 0.01, affine)
+    plain.load_state_dict(module.state_dict())
+    alone = module(x, scale)
+    torch.testing.assert_close(alone, plain(x) * (1 + scale.unsqueeze(1)))
+    for again in (copy.deepcopy(module), through_pickle(module)):
+        assert torch.equal(again(x, scale), alone)
+
+
+@EACH_MODULATED
+def test_modulated_modules_have_no_parameters_by_default(ours, theirs, function):
+    module = ours(8)
+    assert not list(module.parameters()) and module.eps == 1e-6 and issubclass(ours, theirs)
+    with pytest.raises(NotImplementedError, match=f"{ours.__name__}: torch.jit.script"):
+        torch.jit.script(module)
+    with pytest.raises(TypeError, match=f"{ours.__name__}: argument 'dtype'"):
+        ours(8, dtype=8)

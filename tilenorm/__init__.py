@@ -6,7 +6,7 @@ Importing this never touches CUDA.
 from .integrations.aten import disable, enable, override
 from .integrations.compile import compile
 from .integrations.patch import patch, unpatch
-from .nn import LayerNorm, RMSNorm
+from .nn import LayerNorm, ModulatedLayerNorm, ModulatedRMSNorm, RMSNorm
 from .ops.decompositions import decompositions
 from .ops.functional import (
     add_layer_norm,
@@ -34,6 +34,8 @@ from .tools.explain import explain
 
 __all__ = [
     "LayerNorm",
+    "ModulatedLayerNorm",
+    "ModulatedRMSNorm",
     "QuantizedNorm",
     "RMSNorm",
     "ReferenceWarning",

@@ -1,10 +1,10 @@
-"""RMSNorm and LayerNorm: modules with torch.nn's signatures and state_dicts, run by tilenorm."""
+"""Modules with the signatures and state_dicts of torch.nn's norms, run by tilenorm."""
 
 import torch
 from torch import Tensor, nn
 
 from .ops.arguments import check_option, sizes_of
-from .ops.functional import layer_norm, rms_norm
+from .ops.functional import layer_norm, modulated_layer_norm, modulated_rms_norm, rms_norm
 
 
 class _WithOptions(nn.Module):
@@ -102,6 +102,93 @@ class LayerNorm(_WithOptions, nn.LayerNorm):
         return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps, **options)
 
 
+class ModulatedRMSNorm(nn.RMSNorm):
+    """An RMSNorm whose output is scaled and shifted by group: see tilenorm.modulated_rms_norm.
+
+    Args:
+        normalized_shape: sizes of the trailing dimensions to normalise, or an int for one size.
+        eps: added to the mean square; None means the machine epsilon of float32, as in torch.nn.
+        elementwise_affine: whether the module has a weight, of shape normalized_shape. Diffusion
+            transformers have none.
+
+    state_dicts can be exchanged with torch.nn.RMSNorm.
+    """
+
+    def __init__(
+        self,
+        normalized_shape,
+        eps: float | None = 1e-6,
+        elementwise_affine: bool = False,
+        device=None,
+        dtype=None,
+    ):
+        normalized_shape = sizes_of("ModulatedRMSNorm", normalized_shape)
+        _check("ModulatedRMSNorm", dtype)
+        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
+
+    def forward(  # type: ignore[override]
+        self,
+        input: Tensor,
+        scale: Tensor,
+        shift: Tensor | None = None,
+        *,
+        residual: Tensor | None = None,
+        gate: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """The norm of input, scaled and shifted; with a residual, that of residual + gate · input,
+        and this sum.
+        """
+        given = {"weight": self.weight, "eps": self.eps, "residual": residual, "gate": gate}
+        return modulated_rms_norm(input, self.normalized_shape, scale, shift, **given)
+
+    def __prepare_scriptable__(self):
+        refuse_script(self)
+
+
+class ModulatedLayerNorm(nn.LayerNorm):
+    """A LayerNorm whose output is scaled and shifted by group: see tilenorm.modulated_layer_norm.
+
+    Args:
+        normalized_shape: sizes of the trailing dimensions to normalise, or an int for one size.
+        eps: added to the variance.
+        elementwise_affine: whether the module has a weight, of shape normalized_shape. Diffusion
+            transformers have none.
+        bias: whether a module with a weight also has a bias.
+
+    state_dicts can be exchanged with torch.nn.LayerNorm.
+    """
+
+    def __init__(
+        self,
+        normalized_shape,
+        eps: float = 1e-6,
+        elementwise_affine: bool = False,
+        bias: bool = True,
+        device=None,
+        dtype=None,
+    ):
+        normalized_shape = sizes_of("ModulatedLayerNorm", normalized_shape)
+        _check("ModulatedLayerNorm", dtype)
+        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
+
+    def forward(  # type: ignore[override]
+        self,
+        input: Tensor,
+        scale: Tensor,
+        shift: Tensor | None = None,
+        *,
+        residual: Tensor | None = None,
+        gate: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """As ModulatedRMSNorm.forward."""
+        given = {"weight": self.weight, "bias": self.bias, "eps": self.eps}
+        given |= {"residual": residual, "gate": gate}
+        return modulated_layer_norm(input, self.normalized_shape, scale, shift, **given)
+
+    def __prepare_scriptable__(self):
+        refuse_script(self)
+
+
 def refuse_script(module: nn.Module) -> None:
     """Raise NotImplementedError: torch.jit.script calls it, by the name __prepare_scriptable__."""
     raise NotImplementedError(
@@ -110,7 +197,7 @@ def refuse_script(module: nn.Module) -> None:
     )
 
 
-def _check(name: str, dtype, offset, rounding) -> None:
+def _check(name: str, dtype, offset=0.0, rounding="late") -> None:
     """Check what a module is made with. PyTorch's own messages name `device` and its values."""
     if dtype is not None and not isinstance(dtype, torch.dtype):
         got = type(dtype).__name__
