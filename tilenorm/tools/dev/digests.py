@@ -16,6 +16,7 @@ from ...launch.plan import BackwardPlan, ForwardPlan, plan_backward, plan_forwar
 from ...launch.target import Target
 from ...launch.tuned import TABLES
 from ...spec import ITEM_BYTES, NormSpec, Quantization
+from ...table import MODULATION
 from ..precompile import calls_of, compile_call, compiling, piece_calls
 
 LARGE, SMALL = 65537, 33  # rows of a large batch and of a small batch
@@ -59,7 +60,7 @@ class Case(NamedTuple):
         return plan_backward(self.spec, self.target, self.needs)
 
     def __str__(self) -> str:
-        spec, named = self.spec, ("weight", "bias", "residual", "gate")
+        spec, named = self.spec, ("weight", "bias", "residual", "gate", *MODULATION)
         done = "pieces" if self.pieces else "forward" if self.needs is None else "backward"
         asked = "saving " if self.save and not self.pieces else ""
         asked = asked if self.needs is None else f"{self.needs.label} "
@@ -167,6 +168,8 @@ def _variants() -> Iterator[NormSpec]:
         before = NormSpec("rms", hidden, b, b, skip=b)
         yield NormSpec.chained(before, NormSpec("rms", hidden, b, b))
     for hidden in (1024, 4096):
+        yield NormSpec("layer", hidden, b, mod_scale=b, mod_shift=b)
+        yield NormSpec("rms", hidden, b, b, b, residual=b, mod_scale=f, mod_shift=f, mod_gate=f)
         block = Quantization("block", "float8_e5m2", True, "column_tma", output=True)
         yield NormSpec("layer", hidden, b, b, b, residual=b, quantized=block)
         yield NormSpec("rms", hidden, f, b, quantized=Quantization("mx", layout="swizzled"))
