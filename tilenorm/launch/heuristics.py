@@ -91,9 +91,10 @@ def _by_group(spec: NormSpec, needs: Needs) -> Backward:
     first = width if width == spec.hidden else width // 2
     rest = spec.hidden - first
     widths = (first, tile_width(rest)) if rest else (first,)
-    # dW and dB, and float32, take registers.
+    # dW and dB, float32, and the gate of a wide row take registers.
     by_group = (getattr(spec, role) for role in MODULATION)
     more = bool(needs.sums) + (spec.widest_item > 2 or "float32" in by_group)
+    more += spec.mod_gate is not None and spec.hidden > rules.GATED_ROW
     blocks = next(n for most, n in rules.GROUPED_BLOCKS if spec.hidden <= most)
     return Backward(widths, hints=Hints(max(1, blocks - more), 8))
 

@@ -31,6 +31,7 @@ WIDE_CHUNK, CHUNK, MORE_CHUNK = (2048, 2), (1024, 3), (1024, 2)
 # elements kernels spill at most 32 bytes in 16 bits, and 96 in float32.
 MODULATED_ROW, GROUPED_BLOCKS = 8192, ((1536, 3), (3072, 2), (8192, 1))
 WHOLE_GROUPS, LEAST_ROWS = 8, 4
+GATED_ROW = 1536  # wider rows with a gate spilled up to 80 bytes at 3072 with two blocks (sm_120)
 # Column sum: the most columns that have narrow tiles, and both widths of a tile. Narrow tiles of a
 # narrow sum fill the GPU. Timed on 2026-11-21: 1.5 to 2.5 µs from N = 256 to 16384.
 NARROW_SUM, NARROW_TILE, WIDE_TILE = 4096, 16, 32
