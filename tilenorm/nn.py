@@ -131,7 +131,6 @@ class ModulatedRMSNorm(nn.RMSNorm):
         input: Tensor,
         scale: Tensor,
         shift: Tensor | None = None,
-        *,
         residual: Tensor | None = None,
         gate: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
@@ -176,7 +175,6 @@ class ModulatedLayerNorm(nn.LayerNorm):
         input: Tensor,
         scale: Tensor,
         shift: Tensor | None = None,
-        *,
         residual: Tensor | None = None,
         gate: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:

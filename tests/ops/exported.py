@@ -95,6 +95,8 @@ CASES |= {
 }
 MODULES = {"RMSNorm": tilenorm.RMSNorm(N, offset=1.0), "LayerNorm": tilenorm.LayerNorm(N)}
 CASES |= {n: Case(m.requires_grad_(False), drawn("input")) for n, m in MODULES.items()}
+MODULES = {n: getattr(tilenorm, n)(N) for n in ("ModulatedRMSNorm", "ModulatedLayerNorm")}
+CASES |= {n: Case(m, drawn("input", "scale", "shift")) for n, m in MODULES.items()}
 QUANTIZED = {
     "row": {"scaling": "row", "return_output": True, "return_amax": True},
     "row, powers of two": {"scaling": "row", "power_of_2": True},

@@ -89,6 +89,13 @@ def of_module(kind: type[nn.Module], parameters: dict[str, Tensor]) -> Callable[
     return lambda x: {"output": module(x)}
 
 
+def of_modulated(kind: type[nn.Module], parameters: dict[str, Tensor]) -> Callable[..., Outputs]:
+    module, given = kind(HIDDEN, EPS, True), dict(parameters)
+    for name in [n for n in ("weight", "bias") if n in given]:
+        setattr(module, name, given.pop(name))
+    return lambda x, residual: outputs_of(module(x, residual=residual, **given))
+
+
 @cache
 def _patched(kind: type[nn.Module]) -> nn.Module:
     """patch tries a norm for a quarter of a second."""
@@ -125,6 +132,9 @@ def _uses() -> dict[str, Use]:
         found[norm] = Use(one, names, partial(of_module, ours), function)
         patched = partial(of_module, theirs)
         found[f"patch of {norm}"] = Use(one, names, patched, function, False, (PRETENDING,))
+        by_group = ("scale", "shift", "gate", *names)
+        make = partial(of_modulated, getattr(tilenorm, f"Modulated{norm}"))
+        found[f"Modulated{norm}"] = Use(two, by_group, make, f"modulated_{function}")
         make = partial(of_pytorch, getattr(F, function))
         found[f"override of {function}"] = Use(
             one, names, make, function, False, (), tilenorm.override
