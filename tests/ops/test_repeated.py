@@ -101,6 +101,18 @@ def test_a_tensor_that_lies_otherwise_is_launched_by_cutile(name, change, device
     assert len(taken(made)) == (3 if name == "dy" else 0)  # the forward passes alone
 
 
+def test_a_weight_of_another_shape_gets_its_gradient_in_that_shape(device, made):
+    tensors = tensors_of(RMS, 3, 1, N, device=device)
+    for shape in ((N,), (1, N)) * 3:
+        given = tensors | {n: tensors[n].view(shape) for n in ("weight", "bias")}
+        x, w, b = (given[n].detach().requires_grad_() for n in ("input", "weight", "bias"))
+        tilenorm.rms_norm(x, shape, w, bias=b).sum().backward()
+        y = tilenorm.rms_norm(x, shape, w, bias=b)
+        w.grad = b.grad = None
+        y.backward(torch.ones_like(y))
+        assert w.grad.shape == b.grad.shape == shape
+
+
 def test_another_shape_or_eps_is_another_call(device, made):
     x = random(4, N, device=device)
     for eps in (1e-6, 1e-5, 1e-6):

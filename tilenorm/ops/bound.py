@@ -288,11 +288,13 @@ class Bound(OpSpecs):
         computed = any(step.needs.gradients)
         if computed:
             compute = norms[0].backward(step.spec, step.needs)
-        repeated: dict[torch.Size, Callable] = {}
+        repeated: dict[tuple, Callable] = {}
+        kept = step.spec.kept
+        affine = next((i for i, role in enumerate(kept) if role in ("weight", "bias")), 0)
 
         def one(grads, saved, eps):
             dy, dsum = grads[first], grads[second] if second else None
-            repeat = repeated.get(saved[0].shape)
+            repeat = repeated.get((saved[0].shape, saved[affine].shape))
             made = repeat and repeat((dy, dsum, *saved))
             found = called(dy, dsum, saved, eps) if made is None else made[:count]
             return take((*found, dy, None))
@@ -300,7 +302,9 @@ class Bound(OpSpecs):
         def called(dy, dsum, saved, eps):
             found = compute(dy, dsum, saved, eps)
             if computed:
-                keep_backward(repeated, saved[0].shape, compute, found)
+                shape = saved[0].shape
+                repeat = compute.repeated(shape, 0.0)
+                keep_backward(repeated, (shape, saved[affine].shape), found, repeat)
             return found
 
         return one, Plain()
@@ -370,12 +374,14 @@ def keep(repeated: dict, key: Any, repeat: Callable | None) -> None:
         repeated[key] = repeat
 
 
-def keep_backward(repeated: dict, shape: torch.Size, run: Any, found: Sequence) -> None:
-    """The same of a backward pass `run`, which found these gradients: that of a parameter with
-    several dimensions has the parameter's shape, which what repeats calls does not know.
+def keep_backward(
+    repeated: dict, key: Any, found: Sequence[Tensor | None], repeat: Callable | None
+) -> None:
+    """The same of a backward pass. found: its gradients. That of a parameter with several dimensions
+    has the parameter's shape, which what repeats calls does not know.
     """
     if all(grad is None or grad.dim() == 1 for grad in found[3:5]):
-        keep(repeated, shape, run.repeated(shape, 0.0))
+        keep(repeated, key, repeat)
 
 
 def _never(*_) -> None:

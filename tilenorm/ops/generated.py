@@ -138,7 +138,7 @@ def backward(taken: tuple[str, ...], *, hidden: int, backend: str | None, **opti
                 saved[i] = vector_of(saved[i])
         with on_device_of(dy):
             found = run(dy, dsum, saved, options["eps"], tensors[first:end])
-        keep_backward(repeated, x.shape, run, found)
+        keep_backward(repeated, x.shape, found, run.repeated(x.shape, 0.0))
         return found if output else (*found, None)
 
     return bound_backward
