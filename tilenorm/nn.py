@@ -1,5 +1,7 @@
 """Modules with the signatures and state_dicts of torch.nn's norms, run by tilenorm."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -102,7 +104,31 @@ class LayerNorm(_WithOptions, nn.LayerNorm):
         return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps, **options)
 
 
-class ModulatedRMSNorm(nn.RMSNorm):
+class _Modulated(nn.Module):
+    """What both modulated norms do. _function: what they call."""
+
+    _function: Callable
+
+    def forward(
+        self,
+        input: Tensor,
+        scale: Tensor,
+        shift: Tensor | None = None,
+        residual: Tensor | None = None,
+        gate: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """The norm of input, scaled and shifted; with a residual, that of residual + gate · input,
+        and this sum.
+        """
+        given = {"residual": residual, "gate": gate, "eps": self.eps}
+        given |= {"weight": self.weight, "bias": getattr(self, "bias", None)}
+        return self._function(input, self.normalized_shape, scale, shift, **given)
+
+    def __prepare_scriptable__(self):
+        refuse_script(self)
+
+
+class ModulatedRMSNorm(_Modulated, nn.RMSNorm):  # type: ignore[misc]
     """An RMSNorm whose output is scaled and shifted by group: see tilenorm.modulated_rms_norm.
 
     Args:
@@ -113,6 +139,8 @@ class ModulatedRMSNorm(nn.RMSNorm):
 
     state_dicts can be exchanged with torch.nn.RMSNorm.
     """
+
+    _function = staticmethod(modulated_rms_norm)
 
     def __init__(
         self,
@@ -126,25 +154,8 @@ class ModulatedRMSNorm(nn.RMSNorm):
         _check("ModulatedRMSNorm", dtype)
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
 
-    def forward(  # type: ignore[override]
-        self,
-        input: Tensor,
-        scale: Tensor,
-        shift: Tensor | None = None,
-        residual: Tensor | None = None,
-        gate: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """The norm of input, scaled and shifted; with a residual, that of residual + gate · input,
-        and this sum.
-        """
-        given = {"weight": self.weight, "eps": self.eps, "residual": residual, "gate": gate}
-        return modulated_rms_norm(input, self.normalized_shape, scale, shift, **given)
 
-    def __prepare_scriptable__(self):
-        refuse_script(self)
-
-
-class ModulatedLayerNorm(nn.LayerNorm):
+class ModulatedLayerNorm(_Modulated, nn.LayerNorm):  # type: ignore[misc]
     """A LayerNorm whose output is scaled and shifted by group: see tilenorm.modulated_layer_norm.
 
     Args:
@@ -156,6 +167,8 @@ class ModulatedLayerNorm(nn.LayerNorm):
 
     state_dicts can be exchanged with torch.nn.LayerNorm.
     """
+
+    _function = staticmethod(modulated_layer_norm)
 
     def __init__(
         self,
@@ -169,22 +182,6 @@ class ModulatedLayerNorm(nn.LayerNorm):
         normalized_shape = sizes_of("ModulatedLayerNorm", normalized_shape)
         _check("ModulatedLayerNorm", dtype)
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
-
-    def forward(  # type: ignore[override]
-        self,
-        input: Tensor,
-        scale: Tensor,
-        shift: Tensor | None = None,
-        residual: Tensor | None = None,
-        gate: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """As ModulatedRMSNorm.forward."""
-        given = {"weight": self.weight, "bias": self.bias, "eps": self.eps}
-        given |= {"residual": residual, "gate": gate}
-        return modulated_layer_norm(input, self.normalized_shape, scale, shift, **given)
-
-    def __prepare_scriptable__(self):
-        refuse_script(self)
 
 
 def refuse_script(module: nn.Module) -> None:

@@ -9,6 +9,7 @@ from torch import SymFloat, SymInt, Tensor
 
 from ..spec import FP8, GROUPS, LAYOUTS
 from ..table import FACTORS, MASK, OPS, OPTIONS, VECTOR, Op
+from .layout import leading_groups
 from .reference import statistics_dtype
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -283,9 +284,7 @@ def _check_group(op: str, name: str, tensor: Tensor, shape: tuple, input: Tensor
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{op}: argument {name!r} takes a Tensor, got {_kind(tensor)}")
     leading = list(input.shape[: input.dim() - len(shape)])
-    groups = list(tensor.shape[: max(0, tensor.dim() - len(shape))])
-    while groups and groups[-1] == 1:
-        groups.pop()
+    groups = list(leading_groups(tensor.shape, len(shape)))
     fits = tensor.shape[-len(shape) :] == shape and len(groups) <= len(leading)
     if fits and groups:
         *before, last = leading[: len(groups)]

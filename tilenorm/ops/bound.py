@@ -15,12 +15,12 @@ from ..spec import NormSpec, Options, Quantization
 from ..table import OPS, QUANTIZATION, Op
 from .direct import Plain
 from .gradients import Step, run_steps, steps_of
+from .layout import MOST_SHAPES
 from .reference import name_of
 from .registry import MAX_ROWS, Device, Implementation, device_of, failure, record_failure, select
 
 _REPLACING = Lock()
 MOST_CALLS = 1024  # that are remembered
-MOST_SHAPES = 256  # of inputs, for which what repeats a call is remembered
 
 
 class OpSpecs:
@@ -377,8 +377,8 @@ def keep(repeated: dict, key: Any, repeat: Callable | None) -> None:
 def keep_backward(
     repeated: dict, key: Any, found: Sequence[Tensor | None], repeat: Callable | None
 ) -> None:
-    """The same of a backward pass. found: its gradients. That of a parameter with several dimensions
-    has the parameter's shape, which what repeats calls does not know.
+    """The same of a backward pass. found: its gradients. That of a parameter with several
+    dimensions has the parameter's shape, which what repeats calls does not know.
     """
     if all(grad is None or grad.dim() == 1 for grad in found[3:5]):
         keep(repeated, key, repeat)

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from ..spec import NormSpec
 from ..table import FACTORS, OPS
-from .bound import MOST_SHAPES, Bound, BoundNorm, bound_of, keep, keep_backward, norm_of
+from .bound import Bound, BoundNorm, bound_of, keep, keep_backward, norm_of
 from .direct import Plain
-from .layout import contiguous_strides_of, rows_shape, vector_of
+from .layout import MOST_SHAPES, contiguous_strides_of, rows_shape, vector_of
 from .modulated_backward import NAME as MODULATED
 from .modulated_backward import NAMES as OF_MODULATED
 from .modulated_backward import Backward as ModulatedBackward

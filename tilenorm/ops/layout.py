@@ -11,6 +11,7 @@ from .torch_private import reinterpret
 
 VECTOR_BYTES = 16
 MAX_STRIDE = 2**31  # kernels hold extents and strides in 32 bits
+MOST_SHAPES = 256  # of inputs, for which a bound call keeps what follows from them
 
 
 def rows_of(x: Tensor, spec: NormSpec) -> Tensor:
@@ -25,7 +26,7 @@ def rows_of(x: Tensor, spec: NormSpec) -> Tensor:
     """
     if spec.heads:
         return _tokens_of(x, spec)
-    hidden, fills = spec.hidden, _fills_vectors(x, spec)
+    hidden, fills = spec.hidden, _fills_vectors(x.element_size(), spec)
     if x.is_contiguous():
         # A single row may have any stride, and the compiler reads by what the stride is.
         if x.stride() != (hidden, 1):
@@ -42,7 +43,7 @@ def _tokens_of(x: Tensor, spec: NormSpec) -> Tensor:
     """x as (tokens, heads, hidden), always, so that every layout is read by the same code."""
     heads, hidden = spec.heads, spec.hidden
     shape = (x.numel() // (heads * hidden), heads, hidden)
-    even, fills = (heads * hidden, hidden, 1), _fills_vectors(x, spec)
+    even, fills = (heads * hidden, hidden, 1), _fills_vectors(x.element_size(), spec)
     if x.is_contiguous() and not (fills and x.data_ptr() % VECTOR_BYTES):
         return x if x.stride() == even else reinterpret(x, shape, even)
     try:
@@ -57,9 +58,9 @@ def _tokens_of(x: Tensor, spec: NormSpec) -> Tensor:
     return view.clone(memory_format=torch.contiguous_format).as_strided(shape, even)
 
 
-def _fills_vectors(x: Tensor, spec: NormSpec) -> bool:
-    """Whether a contiguous row of x is whole vectors of 16 bytes."""
-    return spec.aligned or not spec.hidden * x.element_size() % VECTOR_BYTES
+def _fills_vectors(item_bytes: int, spec: NormSpec) -> bool:
+    """Whether a contiguous row of such items is whole vectors of 16 bytes."""
+    return spec.aligned or not spec.hidden * item_bytes % VECTOR_BYTES
 
 
 def _starts_vectors(x: Tensor, strides: list[int], fills: bool) -> bool:
@@ -167,6 +168,16 @@ def shaped_as(fresh: Tensor, like: Tensor) -> Tensor:
     return reinterpret(fresh, tuple(like.shape), strides)  # PyTorch 2.14 takes no torch.Size
 
 
+def leading_groups(shape: Sequence[int], dims: int) -> tuple[int, ...]:
+    """The leading sizes of what lies by group, without sizes of 1 at their end. dims: how many
+    dimensions are normalised.
+    """
+    groups = list(shape[: max(0, len(shape) - dims)])
+    while groups and groups[-1] == 1:
+        groups.pop()
+    return tuple(groups)
+
+
 def rows_shape(shape: Sequence[int], hidden: int) -> tuple[int, ...]:
     """The leading sizes of a tensor whose rows have `hidden` elements: the shape of the statistics.
 
@@ -219,7 +230,7 @@ def groups_of(p: Tensor, spec: NormSpec) -> Tensor:
     vectors and the first one does not start on 16 bytes.
     """
     hidden, stride = spec.hidden, group_stride(p.shape, p.stride(), p.element_size(), spec)
-    if stride is None or (_fills_vectors(p, spec) and p.data_ptr() % VECTOR_BYTES):
+    if stride is None or (_fills_vectors(p.element_size(), spec) and p.data_ptr() % VECTOR_BYTES):
         p, stride = p.clone(memory_format=torch.contiguous_format), hidden
     return p.as_strided((p.numel() // hidden, hidden), (stride, 1))
 
@@ -235,7 +246,7 @@ def group_stride(
         return None
     # A single row may have any stride, and the compiler reads by what the stride is.
     stride = hidden if shape.numel() == hidden else strided[1][0]
-    fills = spec.aligned or not hidden * item_bytes % VECTOR_BYTES
+    fills = _fills_vectors(item_bytes, spec)
     return None if fills and stride * item_bytes % VECTOR_BYTES else stride
 
 

@@ -11,9 +11,8 @@ import torch
 from ..launch.plan import BackwardPlan, ForwardPlan, GroupedPlan
 from ..launch.scales import Scales
 from ..spec import NormSpec
-from .layout import Views, contiguous_strides_of, group_stride
+from .layout import MOST_SHAPES, Views, contiguous_strides_of, group_stride
 
-MOST_SHAPES = 256  # that a bound call keeps
 MOST_SCALES = 2**31 - 1  # the kernels number scales in 32 bits
 
 

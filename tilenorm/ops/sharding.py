@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..table import OPS, VECTOR, Op, Port
-from .layout import rows_shape
+from .layout import leading_groups, rows_shape
 from .torch_private import keep_every_argument
 
 # DTensor's description of an argument: a tensor's shape, dtype and placements, or the value itself.
@@ -110,9 +110,7 @@ def rules_by_group(
     """The rows of the table where a tensor lies by group. dims: how many are normalised."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
-    groups = list(scale.shape[: len(scale.shape) - dims])
-    while groups and groups[-1] == 1:
-        groups.pop()
+    groups = leading_groups(scale.shape, dims)
     for rule in rules(x, parameters, hidden):
         placed, d = (Replicate(), Replicate()), getattr(rule.r, "dim", None)
         if d is not None:

@@ -23,10 +23,8 @@ from ..launch.toolchain import (
 from ..ops.registry import Device, device_of, record_failure, refusals
 from ..ops.torch_private import rms_norm_of_torch
 from ..spec import NormSpec
-from ..table import MODULATED_NORMS
-from ..table import NORMS as OF_ROWS
+from ..table import MODULATED_NORMS, NORMS
 
-NORMS = OF_ROWS + MODULATED_NORMS
 ROWS = 4096
 PACKAGES = ("tilenorm", "torch", "cuda-tile", *COMPILER_PACKAGES, "triton")
 
@@ -58,7 +56,7 @@ def _device(kind: str, index: int | None, wrong: list[str]) -> Iterator[str]:
     target = device.target
     yield name + (f", {target.arch}, {target.multiprocessors} SMs" if target else "")
     before = None
-    for op in NORMS:
+    for op in NORMS + MODULATED_NORMS:
         spec = NormSpec.of(op, 4096, "bfloat16", weight="bfloat16")
         reasons = refusals(spec, ROWS, device)
         if reasons["cutile"] is None:
