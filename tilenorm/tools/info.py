@@ -45,7 +45,8 @@ def information() -> tuple[list[str], list[str]]:
         lines.append("no NVIDIA GPU or no driver: the reference implementation serves every op")
     for kind, index in devices or [("cpu", None)]:
         lines += _device(kind, index, wrong)
-    lines += [f"wrong: {reason}" for reason in dict.fromkeys(wrong)]
+    wrong = list(dict.fromkeys(wrong))  # ops that launch the same kernels have the same reasons
+    lines += [f"wrong: {reason}" for reason in wrong]
     return lines, wrong
 
 
