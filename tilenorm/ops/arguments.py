@@ -16,11 +16,13 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FP8_DTYPES = tuple(getattr(torch, name) for name in FP8)
 MAX_SIZE = 2**63 - 1
 CASTS = {"float": float, "bool": bool, "str": str}
-# The order in which ports are checked: a message names the first tensor that does not fit.
+# The order in which ports are checked: a message names the first tensor that does not fit. Those
+# of a norm that is rotated have checks of their own.
 _ORDER = ("rows", "mask", "vector", "affine", "group", "scalar")
 PORTS = {
     name: tuple(sorted(op.takes[1:], key=lambda port: _ORDER.index(port.lies)))
     for name, op in OPS.items()
+    if not op.rotated
 }
 
 
