@@ -92,6 +92,15 @@ class Rotation(NamedTuple):
     full: bool = True
     positions: str | None = None
 
+    def aligned(self, item_bytes: int) -> bool:
+        """Whether heads, and what is rotated of a head and of a table, are whole 16-byte vectors,
+        also the halves that are read apart.
+        """
+        apart = self.dim if self.interleaved else self.dim // 2
+        columns = self.dim if self.interleaved and self.full else self.dim // 2
+        sizes = self.head * item_bytes, apart * item_bytes, columns * ITEM_BYTES[self.table]
+        return not any(size % 16 for size in sizes)
+
     @property
     def label(self) -> str:
         """The fields in words."""
@@ -364,7 +373,8 @@ class NormSpec:
     def aligned(self) -> bool:
         """Whether a row is whole 16-byte vectors: then each row of a matrix starts at a vector."""
         by_group = [ITEM_BYTES[dtype] for role in MODULATION if (dtype := getattr(self, role))]
-        return all(self.hidden * size % 16 == 0 for size in (*self._row_bytes, *by_group))
+        whole = all(self.hidden * size % 16 == 0 for size in (*self._row_bytes, *by_group))
+        return whole and (self.rotation is None or self.rotation.aligned(self.item_bytes))
 
     @cached_property
     def takes_rows_apart(self) -> bool:

@@ -214,6 +214,63 @@ class BackwardArrays(NamedTuple):
         return BackwardArrays(**absent | {name: getattr(self, name) for name in read}).of_groups()
 
 
+class Sizes(NamedTuple):
+    """The sizes of a call of a norm that is rotated: `batch` sequences of `tokens` tokens, with so
+    many heads of the input and of the key.
+    """
+
+    batch: int
+    tokens: int
+    heads: int
+    key_heads: int = 0
+
+
+class HeadsIn(NamedTuple):
+    """What a forward pass reads and writes of heads, see kernels/arrays.py."""
+
+    x: Any
+    weight: Any
+    y: Any
+    rstd: Any
+
+
+class HeadsBack(NamedTuple):
+    """What a backward pass reads and writes of heads, see kernels/arrays.py."""
+
+    x: Any
+    dy: Any
+    weight: Any
+    rstd: Any
+    dx: Any
+
+
+class RopeForwardArrays(NamedTuple):
+    """What the forward pass of a norm that is rotated takes, see kernels/arrays.py. input, key:
+    plain tuples of what HeadsIn names.
+    """
+
+    input: tuple
+    key: tuple
+    cos: Any
+    sin: Any
+    positions: Any = ABSENT
+
+
+class RopeBackwardArrays(NamedTuple):
+    """What the backward pass of a norm that is rotated takes, see kernels/arrays.py. input, key:
+    plain tuples of what HeadsBack names. dw, dkey_weight: as in BackwardArrays.
+    """
+
+    input: tuple
+    key: tuple
+    cos: Any
+    sin: Any
+    positions: Any
+    partials: Any = ABSENT
+    dw: Any = ABSENT
+    dkey_weight: Any = ABSENT
+
+
 def taking(kind: type[NamedTuple], *names: str) -> Callable[[tuple], Any]:
     """A function that selects the named arrays of a ForwardArrays or BackwardArrays.
 
