@@ -82,7 +82,8 @@ class Rotation(NamedTuple):
     a head. interleaved: elements 2 i and 2 i + 1 are a pair, else i and i + dim / 2. table: the
     dtype of cos and sin. full: these have `dim` columns, one for each element, else dim / 2, one
     for each pair. positions: the dtype of the tokens' rows in the tables; None where each token
-    has a row of its own.
+    has a row of its own. heads_first: the input is (B, S, H, head), and what is made of it is
+    (B, H, S, head).
     """
 
     dim: int
@@ -91,6 +92,7 @@ class Rotation(NamedTuple):
     table: str = "float32"
     full: bool = True
     positions: str | None = None
+    heads_first: bool = False
 
     def aligned(self, item_bytes: int) -> bool:
         """Whether heads, and what is rotated of a head and of a table, are whole 16-byte vectors,
@@ -226,6 +228,15 @@ class NormSpec:
     def by_token(self) -> bool:
         """Whether all heads of a token are normalised together, before they are rotated."""
         return self.rotation is not None and self.hidden != self.rotation.head
+
+    @property
+    def rotated_norms(self) -> "tuple[NormSpec, ...]":
+        """The norms of the input and of the key, without their rotation."""
+        bare = {"rotation": None, "key": None, "key_weight": None, "key_hidden": 0}
+        norm = replace(self, **bare)
+        hidden = self.key_hidden or self.hidden
+        of_key = replace(norm, hidden=hidden, weight=self.key_weight)
+        return (norm, of_key) if self.key else (norm,)
 
     @property
     def keeps_input(self) -> bool:

@@ -271,8 +271,8 @@ LIES |= {"input": X.lies}
 # those whose output is quantised.
 MODULATED_NORMS = tuple(op.name for op in _ROWS if op.roles[1:2] == MODULATION[:1])
 ROTATED_NORMS = tuple(op.name for op in _ROWS if op.rotated)
-_NOT_OF_ROWS = MODULATED_NORMS + ROTATED_NORMS
-NORMS = tuple(op.name for op in _ROWS if not (op.calls or op.quantized or op.name in _NOT_OF_ROWS))
+NOT_OF_ROWS = MODULATED_NORMS + ROTATED_NORMS
+NORMS = tuple(op.name for op in _ROWS if not (op.calls or op.quantized or op.name in NOT_OF_ROWS))
 QUANTIZED_NORMS = tuple(op.name for op in _ROWS if op.quantized)
 
 
