@@ -13,6 +13,7 @@ import tilenorm
 from tilenorm.ops import cutile, library, registry
 from tilenorm.spec import NormSpec, Rotation
 from tilenorm.table import OPS
+from tilenorm.tools.explain import explain_spec, planned_device
 
 from .helpers import EACH_DEVICE, by_inductor, messages, random, slow
 from .pretended import by
@@ -457,3 +458,15 @@ def test_refusals():
         ({"key": "bfloat16", "key_hidden": 64 * 129, "hidden": 640}, "up to 8192"),
     ):
         assert message in registry.spec_refused(replace(spec, **how))
+
+
+def test_explained(capsys):
+    given = made((2, 5), (4, 2), 16, 8, B) | {"positions": torch.arange(5)}
+    given |= {n: given[n].transpose(1, 2) for n in LEAVES[:2]}
+    found = tilenorm.explain(NAME, given.pop("input"), (16,), heads_first=True, **given)
+    assert "16 of 16 elements rotated by halves tables bfloat16 of 8" in capsys.readouterr().out
+    assert found.spec.rotation.heads_first and found.rows == 40
+    # Queries, keys and what they become; weights; tables of 5 rows; positions of 10 tokens.
+    assert found.forward_bytes == 2 * 2 * 60 * 16 + 2 * 2 * 16 + 2 * 2 * 5 * 8 + 10 * 8
+    explained = explain_spec(found.spec, 24, planned_device("sm_90"))
+    assert [s.kernel for s in explained.backward] == ["rope_backward", "column_sum"]
