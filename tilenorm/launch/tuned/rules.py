@@ -38,12 +38,10 @@ GATED_ROW = 1536  # wider rows with a gate spilled up to 80 bytes at 3072 with t
 # head and of all heads of a block for each thread, and hints. ROPE_HEADS: the most heads of a
 # block. ROPE_TILES: a tile has at least such a part of a head's columns. Where a norm spans all
 # heads of a token: the most elements of a tile for each thread, and, by the elements of a token,
-# the hints of the backward pass. The kernels take heads of at most ROPE_HEAD elements, and tokens
-# of at most ROPE_TOKEN. Chosen by compiled code alone, not yet timed (2026-11-26).
+# the hints of the backward pass. Chosen by compiled code alone, not yet timed (2026-11-26).
 ROPE = ((RopeBackward, 16, 32, Hints(3, 4)), (RopeForward, 32, 64, Hints(None, 4)))
 ROPE_HEADS, ROPE_TILES, ROPE_ELEMENTS = 4, 8, 4
 ROPE_TOKENS = ((2048, Hints(4, 4)), (4096, Hints(2, 8)), (8192, Hints(1, 8)))
-ROPE_HEAD, ROPE_TOKEN = 512, 8192
 # Column sum: the most columns that have narrow tiles, and both widths of a tile. Narrow tiles of a
 # narrow sum fill the GPU. Timed on 2026-11-21: 1.5 to 2.5 µs from N = 256 to 16384.
 NARROW_SUM, NARROW_TILE, WIDE_TILE = 4096, 16, 32
