@@ -188,7 +188,7 @@ def operation(spec: NormSpec, needs: Needs | None = None) -> str | None:
             return None
         return "gate_first" if spec.gate_first else "gated_rms_norm"
     if spec.rotation:
-        return f"{spec.op} {spec.rotation.label}"
+        return f"{spec.op}, {spec.rotation._replace(positions=None).label}"
     if spec.modulated:
         if needs is not None:
             return None
