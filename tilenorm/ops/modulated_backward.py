@@ -32,8 +32,8 @@ LIBRARY.define(
     tags=TAGS,
 )
 
-_ARGUMENTS = torch.ops.tilenorm.modulated_norm_backward.default._schema.arguments
-NAMES = tuple(a.name for a in _ARGUMENTS)[: len(TENSORS)]  # of its tensors
+ARGUMENTS = [a.name for a in torch.ops.tilenorm.modulated_norm_backward.default._schema.arguments]
+NAMES = tuple(ARGUMENTS[: len(TENSORS)])  # of its tensors
 
 
 class Backward(NamedTuple):
@@ -54,9 +54,15 @@ class Backward(NamedTuple):
     backend: str | None = None
 
     @classmethod
-    def of(cls, arguments: Sequence) -> "Backward":
-        end = len(TENSORS)
-        return cls(dict(zip(TENSORS, arguments, strict=False)), *arguments[end:])
+    def of(cls, arguments: Sequence, by_name: dict | None = None) -> "Backward":
+        given = dict(zip(ARGUMENTS, arguments, strict=False)) | (by_name or {})
+        tensors = {role: given.pop(name, None) for role, name in zip(TENSORS, NAMES, strict=True)}
+        return cls(tensors, *[given[name] for name in ARGUMENTS if name in given])
+
+    @staticmethod
+    def argument(role: str) -> str:
+        """The name of the argument of a role."""
+        return NAMES[TENSORS.index(role)]
 
     @property
     def spec(self) -> NormSpec:
@@ -101,8 +107,7 @@ def backward(*arguments) -> tuple[Tensor, ...]:
 
 def decomposed(*arguments, **by_name) -> tuple[Tensor, ...]:
     """The op in PyTorch's own operators, for tensors on any device."""
-    last = [by_name[a.name] for a in _ARGUMENTS if a.name in by_name]
-    call = Backward.of((*arguments, *last))
+    call = Backward.of(arguments, by_name)
     spec, dy, found = call.spec, call.tensors["dy"], ()
     needs = call.needs(spec)
     if any(needs.gradients):
