@@ -28,6 +28,7 @@ from .ops.functional_quantized import (
     layer_norm_quantized,
     rms_norm_quantized,
 )
+from .ops.functional_rotated import rms_norm_rope
 from .ops.quantize import QuantizedNorm
 from .ops.registry import ReferenceWarning
 from .tools.explain import explain
@@ -63,6 +64,7 @@ __all__ = [
     "rms_norm_add",
     "rms_norm_add_rms_norm",
     "rms_norm_quantized",
+    "rms_norm_rope",
     "unpatch",
 ]
 __version__ = "0.3.0"
