@@ -21,6 +21,7 @@ from .ops.functional import (
     rms_norm,
     rms_norm_add,
     rms_norm_add_rms_norm,
+    rms_norm_rope,
 )
 from .ops.functional_quantized import (
     add_layer_norm_quantized,
@@ -28,7 +29,6 @@ from .ops.functional_quantized import (
     layer_norm_quantized,
     rms_norm_quantized,
 )
-from .ops.functional_rotated import rms_norm_rope
 from .ops.quantize import QuantizedNorm
 from .ops.registry import ReferenceWarning
 from .tools.explain import explain

@@ -131,6 +131,7 @@ OPTIONS = {
     "return_amax": Option("bool", False),
     "rotary_dim": Option("SymInt"),
     "interleaved": Option("bool", False),
+    "heads_first": Option("bool", False),
     "output_heads_first": Option("bool", False),
 }
 QUANTIZATION = ("scaling", "dtype", "power_of_2", "layout", "return_output", "return_amax")

@@ -152,9 +152,10 @@ def dot_of(this, heads):
 
 def write_dx(this, at, pairs, dot, rstd):
     found = ()
-    for (x1, g1), (x2, g2) in ct.static_iter(pairs):
-        found += (((g1 - x1 * dot) * rstd, (g2 - x2 * dot) * rstd),)
-    this.rotary.write(this.a.DX, (at.batch, at.token, at.head), at.mask, found, 0)
+    if given(this.a.DX):
+        for (x1, g1), (x2, g2) in ct.static_iter(pairs):
+            found += (((g1 - x1 * dot) * rstd, (g2 - x2 * dot) * rstd),)
+        this.rotary.write(this.a.DX, (at.batch, at.token, at.head), at.mask, found, 0)
 
 
 def write_sums(this, at, slot, sums):

@@ -76,7 +76,7 @@ class Backward:
 
     def shown(self, found: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
         """What the op returns of what a backward pass does; what is absent is an empty tensor."""
-        every = (*found, *[None] * len(self.MASKED))
+        every = (*found, *[None] * 8)
         x = self.tensors["x"]
         return tuple([x.new_empty(0) if (t := every[i]) is None else t for i in self.PLACES])
 
@@ -111,7 +111,7 @@ def fake(kind: type[Backward], *arguments) -> tuple[Tensor, ...]:
     tell_others()
     call = kind(arguments, {})
     spec, x = call.spec, call.tensors["x"]
-    needed = (*call.needs(spec).gradients, *[False] * len(kind.MASKED))
+    needed = (*call.needs(spec).gradients, False, False)
     made = []
     for place, like in zip(kind.PLACES, call.likes(spec), strict=True):
         made.append(like.new_empty(like.shape) if needed[place] else x.new_empty(0))

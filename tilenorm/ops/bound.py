@@ -334,8 +334,7 @@ class Bound(OpSpecs):
             if made is not None:
                 return take((*made[:count], dy, None))
             found = compute(dy, dsum, saved, eps)
-            repeat = layouts.repeated(key, 0.0)
-            keep_backward(repeated, (key, saved[affine].shape), found, repeat)
+            keep_backward(repeated, (key, saved[affine].shape), found, layouts, key)
             return take((*found, dy, None))
 
         return one, Plain()
@@ -406,13 +405,15 @@ def keep(repeated: dict, key: Any, repeat: Callable | None) -> None:
 
 
 def keep_backward(
-    repeated: dict, key: Any, found: Sequence[Tensor | None], repeat: Callable | None
+    repeated: dict, key: Any, found: Sequence[Tensor | None], layouts: Any, of: Any
 ) -> None:
-    """The same of a backward pass. found: its gradients. That of a parameter with several
-    dimensions has the parameter's shape, which what repeats calls does not know.
+    """The same of a backward pass. found: its gradients, and y. of: the key in the layouts. What
+    repeats calls is not kept where a gradient has its parameter's shape, which it does not know.
     """
-    if all(grad is None or grad.dim() == 1 for grad in found[3:5]):
-        keep(repeated, key, repeat)
+    if (repeat := layouts.repeated(of, 0.0)) is not None:
+        pairs = zip(found, layouts[of].made, strict=False)
+        if all(t is None or tuple(t.shape) == how.shape for t, how in pairs):
+            keep(repeated, key, repeat)
 
 
 def _nothing(count: int, *_) -> tuple[None, ...]:

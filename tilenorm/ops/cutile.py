@@ -7,6 +7,7 @@ here.
 
 from collections.abc import Callable, Sequence
 from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,6 +54,10 @@ def on_device(launches: Sequence[Launch], arrays: tuple, index: int) -> None:
 def forward(spec: NormSpec, target: Target, save: bool, run: Run | None = None) -> Callable | None:
     """As registry.Implementation.forward. None for a chain that one pass does not serve."""
     run = run or on_device
+    if spec.rotation:
+        from . import rotated  # which imports this module
+
+        return rotated.bind_forward(plan_forward(spec, target, save), run)
     if spec.inner and chain_refused(spec, target):
         return None
     plan = plan_forward(spec, target, save)
@@ -63,22 +68,28 @@ def forward(spec: NormSpec, target: Target, save: bool, run: Run | None = None) 
 
 def backward(spec: NormSpec, target: Target, needs: Needs, run: Run | None = None) -> Callable:
     """As registry.Implementation.backward."""
-    return bind_backward(plan_backward(spec, target, needs), spec.kept, run or on_device)
+    plan, run = plan_backward(spec, target, needs), run or on_device
+    if spec.rotation:
+        from . import rotated
+
+        return rotated.bind_backward(plan, spec.kept, run)
+    return bind_backward(plan, spec.kept, run)
 
 
 def bind_pass(
-    plan: ForwardPlan | BackwardPlan, layouts: Layouts, arrays_of: Callable, run: Run
+    plan: Any, layouts: Any, arrays_of: Callable, run: Run, as_read: Callable = as_read
 ) -> Callable:
     """A function of (tensors, eps), with the tensors that a pass reads, that allocates and launches
     and returns Layout.made as tensors, and the Layout.
 
     arrays_of: a function of the tensors as they are read, and of what is written, that returns the
-    arrays of the plan's launches.
+    arrays of the plan's launches. as_read: a function that returns the tensors as the kernels read
+    them.
     """
     spec, place, grouped, key_of = plan.spec, layouts.input, layouts.grouped, layouts.key_of
 
     def execute(tensors: Sequence[Tensor | None], eps: float) -> tuple[list, Layout]:
-        x = tensors[place]
+        x: Any = tensors[place]
         layout = layouts[x.shape if key_of is None else key_of(tensors)]
         rows, groups, fresh, matrices, views, _, cleared, repeated = layout
         repeat = repeated.get(eps)

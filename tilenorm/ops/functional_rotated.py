@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from .arguments import check_option
 from .call import call
 from .rotated_arguments import heads_last
 
@@ -80,7 +81,8 @@ def rms_norm_rope(
         The others are those of tilenorm.rms_norm.
     """
     first = heads_first if output_heads_first is None else output_heads_first
-    if heads_first:
+    if heads_first is not False:
+        check_option("rms_norm_rope", "heads_first", heads_first)
         input, key = heads_last("input", input), heads_last("key", key)
     tensors = input, cos, sin, weight, key, key_weight, positions
     asked = rotary_dim, interleaved, first, offset, rounding

@@ -163,7 +163,7 @@ def backward(
         with on_device_of(x):
             found = run(dy, dsum, saved, options["eps"], tensors[first:end])
         key = x.shape if key_of is None else key_of(read((*tensors, None)))
-        keep_backward(repeated, key, found, run.layouts.repeated(key, 0.0))
+        keep_backward(repeated, key, found, run.layouts, key)
         return shown((*found, *absent))
 
     return bound_backward

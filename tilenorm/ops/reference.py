@@ -111,8 +111,6 @@ def _rotated(spec: NormSpec, given: Given, eps: float) -> Given:
         x_hat, _, rstd = _normalize(norm, rows_of(x, norm, dtype), None, eps)
         rows = affine(norm, x_hat, given.get(f"{key}weight"), None, x.dtype).reshape(x.shape)
         del x_hat
-        if early:  # a weight of another dtype too is applied in the input's
-            rows = rows.to(x.dtype).to(dtype)
         y = rotate(spec.rotation, rows, turns, x.dtype, early)
         y = y.transpose(1, 2).contiguous() if spec.rotation.heads_first else y
         found |= {f"{key}y": y, f"{key}rstd": rstd}

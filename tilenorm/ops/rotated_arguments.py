@@ -20,10 +20,11 @@ def heads_last(argument: str, tensor: Any) -> Any:
     if tensor is None:
         return None
     takes = f"{NAME}: argument {argument!r} takes"
-    if not isinstance(tensor, Tensor) and not has_torch_function((tensor,)):
-        raise TypeError(f"{takes} a Tensor, got {kind_of(tensor)}")
-    if tensor.dim() != 4:
-        raise ValueError(f"{takes} four dimensions with heads_first, got {tensor.dim()}")
+    if not has_torch_function((tensor,)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{takes} a Tensor, got {kind_of(tensor)}")
+        if tensor.dim() != 4:
+            raise ValueError(f"{takes} four dimensions with heads_first, got {tensor.dim()}")
     return torch.transpose(tensor, 1, 2)
 
 

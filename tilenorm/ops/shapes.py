@@ -67,7 +67,7 @@ class Layouts(dict):
         super().__init__()
         self.input, self._plan, self._read, self._made = input, plan, tuple(read), tuple(made)
         self.grouped = [i for i, (lies, dtype) in enumerate(read) if lies == "group" and dtype]
-        self.key_of = partial(_key_of, input, self.grouped) if self.grouped else None
+        self.key_of = partial(key_of, input, self.grouped) if self.grouped else None
 
     def repeated(self, key: Any, eps: float) -> Callable | None:
         """What repeats calls with tensors of a key; None before there were two."""
@@ -137,7 +137,7 @@ class Layouts(dict):
         return tuple(found)
 
 
-def _key_of(input: int, grouped: Sequence[int], tensors: Sequence[Tensor]) -> tuple:
+def key_of(input: int, grouped: Sequence[int], tensors: Sequence[Tensor]) -> tuple:
     key: list = [tensors[input].shape]
     for place in grouped:
         tensor = tensors[place]
