@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache, partial
+from math import prod
 from operator import itemgetter
 from threading import Lock
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from ..launch.calls import Needs
 from ..launch.toolchain import CompileError
 from ..spec import TENSORS, NormSpec, Options, Quantization, Rotation
 from ..table import OPS, QUANTIZATION, ROTATION, Op
+from .arguments import without_tensor
 from .direct import Plain
 from .gradients import Step, run_steps, steps_of
 from .layout import MOST_SHAPES
@@ -160,11 +162,11 @@ def kinds_of(op: Op, tensors: Sequence[Tensor | None], hidden: int) -> tuple[tup
 
 def _head_sizes(op: Op, tensors: Sequence[Tensor | None], hidden: int) -> tuple[int, ...]:
     by_name = dict(zip([port.name for port in op.takes], tensors, strict=True))
-    head = by_name["input"].shape[-1]
-    found = {"input": head, "cos": by_name["cos"].shape[-1]}
-    if by_name["key"] is not None and hidden != head:
-        found["key"] = by_name["key"].shape[-2] * head
-    return tuple([found.get(name, 0) for name in by_name])
+    found = {name: by_name[name].shape[-1] for name in ("input", "cos")}
+    if by_name["key"] is not None and hidden != found["input"]:
+        found["key"] = prod(by_name["key"].shape[-2:])
+    # torch.jit has tensors for sizes.
+    return tuple([without_tensor(found.get(name, 0)) for name in by_name])
 
 
 def specs_of_tensors(
