@@ -5,6 +5,7 @@ from random import Random
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import tilenorm
@@ -237,3 +238,29 @@ def test_the_option_takes_a_bool():
     graph_module = make_fx(normed)(random(3, N))
     with pytest.raises(TypeError, match="argument 'rounds_once' takes a bool, got int"):
         replace_norms(graph_module, rounds_once=1)
+
+
+def gated(x, residual, gate, scale):
+    s = residual + gate[:, None] * x
+    return normed(s) * (1 + scale[:, None]), s
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
+def test_dtensors(placement, one_process_mesh, dynamo):
+    """Those by sample are cut with the samples."""
+    of_sample = Replicate() if placement == Shard(1) else placement
+    plain = [random(BATCH, TOKENS, N, seed=i) for i in range(2)]
+    plain += [random(BATCH, N, seed=i) for i in (2, 3)]
+    places = [placement] * 2 + [of_sample] * 2
+    pairs = zip(plain, places, strict=True)
+    leaves = [distribute_tensor(t, one_process_mesh, [p]).requires_grad_() for t, p in pairs]
+    run = tilenorm.compile(gated, backend="aot_eager")
+    found = [f(*leaves) for f in (run, gated)]
+    assert kinds_of(run.tilenorm_report) == [GATED]
+    for got, expected in zip(*found, strict=True):
+        assert got.placements == expected.placements
+    losses = [sum(y.sin().sum() for y in outputs) for outputs in found]
+    grads = [torch.autograd.grad(loss, leaves) for loss in losses]
+    for got, expected in zip(*grads, strict=True):
+        assert got.placements == expected.placements
+        torch.testing.assert_close(got.full_tensor(), expected.full_tensor())
