@@ -35,6 +35,7 @@ class Cell:
     samples: int = 0
     timing: str = ""
     error: str = ""
+    groups: int = 1
 
     COMPUTED = ("gbps",)
 
