@@ -4,8 +4,6 @@ PACKED converts 16-bit inputs twice. REREAD reads weights for each row. FETCH re
 row. TOGETHER reads the weights of several segments at once.
 """
 
-from dataclasses import replace
-
 import pytest
 
 from tests import cases
@@ -72,16 +70,3 @@ def test_together(hidden, more):
         for together in (2, 3, len(widths)):
             found = executor.forward(spec, inputs, TOGETHER=together, FETCH=False)
             assert_same_bits(found, once)
-
-
-@each_spec(argvalues=[s for s in SPECS if s.hidden <= 37])
-@each_executor
-def test_packed_and_reread_with_any_needed_gradients(executor, spec):
-    inputs = Inputs.random(spec, 3, executor.device)
-    for needs in cases.some_needs(spec):
-        given = inputs if needs.dsum else replace(inputs, dsum=None)
-        once, again = (
-            executor.backward(spec, given, needs, PACKED=reread, REREAD=reread)
-            for reread in (False, True)
-        )
-        assert_same_bits(again, once)

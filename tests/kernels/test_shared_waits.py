@@ -29,6 +29,8 @@ BACKWARD = [
 FORWARD = [
     NormSpec("rms", 16388, "bfloat16", "bfloat16"),
     NormSpec("layer", 16392, "float32", "float32", "float32", 1.0),
+    NormSpec("rms", 16385, "float32", residual="bfloat16", heads=2, weight="float32"),
+    NormSpec("rms", 16385, "bfloat16", "float32", gate="float32", gate_first=True),
 ]
 # The narrowest of each direction are quick.
 each_spec = pytest.mark.parametrize(

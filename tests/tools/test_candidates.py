@@ -18,7 +18,7 @@ from tilenorm.launch.config import (
 )
 from tilenorm.launch.target import MULTIPROCESSORS, Target
 from tilenorm.spec import NormSpec
-from tilenorm.tools.candidates import Search, explicit, segmentations
+from tilenorm.tools.candidates import Search, explicit
 
 H200 = Target.of("sm_90")
 B, F = "bfloat16", "float32"
@@ -60,46 +60,6 @@ def check_candidate(config, spec, target):
         assert config.hints.occupancy * config.rows * sum(config.widths) <= 6 * 2048
 
 
-WIDE = NormSpec("rms", 65536, B, B)
-# (a spec, a direction, a field, the values of all candidates)
-TRIED = [
-    (replace(WIDE, gate=B), "forward", "packed", {False, True}),
-    (replace(WIDE, gate=B), "backward", "packed", {False, True}),
-    (replace(WIDE, gate=F), "backward", "packed", {False}),
-    (replace(WIDE, dtype=F), "forward", "packed", {False}),
-    (WIDE, "forward", "together", {1, 2, 4}),
-    (replace(WIDE, dtype=F, weight=F), "forward", "together", {1, 2, 4}),
-    (replace(WIDE, hidden=16384), "backward", "reread", {False, True}),
-    (replace(WIDE, hidden=8192), "forward", "fetch", {False, True}),
-    (replace(WIDE, hidden=128, heads=16), "backward", "rows", {4, 8, 16, 32}),
-]
-
-
-@pytest.mark.parametrize("spec, direction, name, values", TRIED, ids=str)
-def test_what_is_tried(spec, direction, name, values):
-    found = Search(spec, H200, direction).candidates()
-    assert {getattr(config, name) for config in found} == values
-    assert {None, 8} <= {config.hints.num_worker_warps for config in found}
-
-
-@pytest.mark.parametrize(
-    "hidden, some",
-    [
-        (12288, {(16384,), (8192, 4096), (4096, 4096, 4096)}),
-        (7168, {(8192,), (4096, 2048, 1024), (4096, 4096)}),
-        (20480, {(16384, 4096), (8192, 8192, 4096), (4096,) * 5}),
-        (5000, {(8192,), (4096, 1024)}),
-        (1024, {(1024,), (512, 512), (256,) * 4}),
-        (37, {(64,)}),
-    ],
-)
-def test_segmentations(hidden, some):
-    found = segmentations(hidden)
-    assert some <= set(found)
-    for widths in found:
-        assert sum(widths) >= hidden > sum(widths[:-1])
-
-
 ROW = RowForward(1, Hints(2, 8), (4096, 1024))
 STREAM = StreamForward(1, Hints(2, 8), (4096, 1024), tma=True, store=True)
 SHARED = SharedForward(Hints(4), (1024,), packed=True)  # five blocks share a row
@@ -135,18 +95,9 @@ REFUSED = [
     ("reread needs rows=1", replace(REREAD, rows=2), {"hidden": 512}),
     ("needs more than 1024 chunks of 16", TINY, {"hidden": 16388, "item_bytes": 4}),
 ]
-RIGHT = [(config, {}) for config in (ROW, STREAM, SHARED, WHOLE, CHUNK)]
-RIGHT += [(replace(config, packed=False), {"item_bytes": 4}) for config in (SHARED, WHOLE)]
-RIGHT += [(config, {"aligned": False}) for config in (SHARED, WHOLE)]
-RIGHT += [(REREAD, {"hidden": 512}), (TINY, {"hidden": 16384, "item_bytes": 4})]
 USUAL = {"hidden": 5120, "item_bytes": 2, "aligned": True, "target": H200}
 
 
 @pytest.mark.parametrize("message, config, given", REFUSED, ids=str)
 def test_wrong_configurations_say_why(message, config, given):
     assert message in config.refusal(Served(**USUAL | given))
-
-
-@pytest.mark.parametrize("config, given", RIGHT, ids=str)
-def test_right_configurations_can_serve(config, given):
-    assert config.refusal(Served(**USUAL | given)) is None
