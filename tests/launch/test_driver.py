@@ -55,9 +55,9 @@ def calls(spec):
     )
 
 
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-def test_compiled_kernels_take_arguments_of_these_sizes(spec):
-    for call in calls(spec):
+@pytest.mark.parametrize("name", ["narrow", "blocks share a row", "quantized"])
+def test_compiled_kernels_take_arguments_of_these_sizes(name):
+    for call in calls(SPECS[name]):
         made = signature(call.kernel, call.arguments)
         cubin, *_ = call.kernel._compile(made, default_tile_context, CAPABILITY)
         found = list(arguments_of(made, call.arguments, numbered(call.arguments, [])))
