@@ -128,7 +128,7 @@ def pretends(no_memory):
 @pytest.mark.parametrize("name", [n for n, use in USES.items() if use.same_bits])
 @pytest.mark.parametrize("compiles", [False, *slow(True)])
 def test_pretending(name, compiles, pretends, dynamo):
-    """test_compile.py and test_inductor.py compile in the quick run."""
+    """test_compile.py compiles in the quick run."""
     use = USES[name]
     for number, state in enumerate(STATES.values()):
         if not state.pretends or state.compiles != compiles:
