@@ -17,8 +17,8 @@ from tilenorm.tools.explain import explain_spec, planned_device
 
 from .helpers import EACH_DEVICE, NEEDS_GPU, by_inductor, messages, random, slow
 from .pretended import by
+from .test_like_pytorch import assert_bits
 from .test_modulated import compare, flat
-from .test_rounding import assert_bits
 
 B, F32, D = torch.bfloat16, torch.float32, torch.float64
 DTYPES = (B, torch.float16, F32)
