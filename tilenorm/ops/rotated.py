@@ -151,7 +151,7 @@ def _read_of(spec: NormSpec, place: int, lies: str, t: Tensor, tokens: tuple[int
     # An extent of 1 may have any stride, and the compiler reads by what the stride is.
     inner = 1
     for i in reversed(range(len(shape))):
-        strides[i] = inner if shape[i] == 1 else strides[i]
+        strides[i] = min(inner, VECTOR_BYTES * shape[-1]) if shape[i] == 1 else strides[i]
         inner = shape[i] * strides[i]
     unit = VECTOR_BYTES // t.element_size() if spec.aligned and lies in IN_VECTORS else 1
     fits = strides[-1] == 1 and max(strides) < MAX_STRIDE

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from multiprocessing import get_context
 from typing import Any
 
@@ -185,6 +186,11 @@ def training_calls(
     if output and not spec.output_refused:
         asked += [needs._replace(output=True) for needs in asked]
     backward = [plan_backward(spec, target, needs) for needs in asked]
+    if spec.rotation:
+        for sizes in _size_classes(spec):
+            for made in (inference, training, backward[0]):
+                calls += calls_of(made, 0, sizes=sizes)
+        return _distinct(calls)
     if spec.modulated:
         for rows, groups in _group_classes(backward[0]):
             for made in (inference, training, backward[0]):
@@ -234,6 +240,15 @@ def _group_classes(plan: BackwardPlan) -> Iterator[tuple[int, int]]:
     for groups in (1, 2, 3, 16, 32, whole, whole + 1):
         for tokens in (1, 2, 3, 15, 16, 17, 256, 4096, 4097):
             yield groups * tokens, groups
+
+
+def _size_classes(spec: NormSpec) -> Iterator[Sizes]:
+    """Sizes of heads that are rotated: several of each class that compiles to the same kernels, of
+    as many heads as sizes_of tells.
+    """
+    heads = sizes_of(spec, 1)[2:]
+    for batch, tokens in product((1, 2, 16), (1, 2, 3, 15, 16, 17, 256, 4096, 4097)):
+        yield Sizes(batch, tokens, *heads)
 
 
 def precompile(

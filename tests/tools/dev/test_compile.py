@@ -22,13 +22,16 @@ from tilenorm.launch.calls import every_gradient
 from tilenorm.launch.target import MULTIPROCESSORS, Target
 from tilenorm.launch.tuned import TABLES
 from tilenorm.spec import NormSpec
-from tilenorm.tools.dev.digests import Case
+from tilenorm.tools.dev.digests import Case, rotations
+from tilenorm.tools.explain import HEADS
 from tilenorm.tools.precompile import compile_call
 
 TUNED = ("sm_90", "sm_100")
 ROWS, FEW = 65537, 33
 MOST_SPILLED_WITH_SKIP = 32  # bytes a thread; see heuristics.shipped_op
 MOST_SPILLED_BY_MORE = 16  # bytes a thread; backward_of_more of sm_90.json has what spilled more
+MOST_SPILLED_BY_TOKENS = 80  # bytes a thread; heads that are rotated, tokens of more than 4096
+MOST_SHARED = 20480  # bytes; heads that are rotated
 PIECES = (37, 1024, 4096, 8192, 16384, 40000)  # columns of a row that one process holds
 
 
@@ -103,6 +106,17 @@ def pieces(rng: Random, seed: int) -> Case:
     return Case(rng.choice(tabled(dtype, hidden)), Target.of(arch), ROWS, pieces=True)
 
 
+def rotated(rng: Random, seed: int) -> Case:
+    """Heads that are rotated: of usual sizes, in part and in pairs, and whole tokens."""
+    arch = ("sm_80", "sm_90", "sm_100", "sm_120")[seed % 4]
+    spec = rng.choice(list(rotations(rng.choice(("bfloat16", "bfloat16", "float32")))))
+    if spec.rotation.head % 8 == 0 and rng.random() < 0.3:
+        spec = replace(spec, rotation=spec.rotation._replace(full=False, positions="int64"))
+    rows = ROWS if spec.by_token else ROWS * HEADS[0]
+    needs = every_gradient(spec) if rng.random() < 0.7 else None
+    return Case(spec, Target.of(arch), rows, needs=needs)
+
+
 def stands_for(direction: str, spec: NormSpec) -> str | None:
     """The operation whose table serves a spec, in a direction."""
     op = heuristics.operation(spec, None if direction == "forward" else every_gradient(spec))
@@ -169,6 +183,15 @@ def test_several_terms_compile_and_hardly_spill(compiled, case):
 def test_pieces_compile_and_do_not_spill(compiled, case):
     spilled = {c.kernel: c.spill_bytes for c in compiled(case) if c.spill_bytes}
     assert not spilled, f"bytes a thread: {spilled}"
+
+
+@drawn(rotated, 8, 120)
+def test_rotated_heads_compile_and_do_not_spill(compiled, case):
+    wide = case.spec.by_token and case.spec.hidden > 4096
+    spilled = {c.kernel: c.spill_bytes for c in compiled(case)}
+    assert max(spilled.values()) <= (MOST_SPILLED_BY_TOKENS if wide else 0), spilled
+    # Tables and rows lie alike over the threads, and pass through no shared memory.
+    assert max(c.shared_bytes for c in compiled(case)) <= MOST_SHARED
 
 
 def allowed_spill(kernel: str, case: Case) -> int:
