@@ -10,6 +10,7 @@ import pytest
 
 from tests import cases
 from tests.launch.test_heuristics import check, each_table, spec_of
+from tilenorm.launch import heuristics
 from tilenorm.launch.config import (
     Backward,
     Hints,
@@ -22,6 +23,7 @@ from tilenorm.launch.config import (
 from tilenorm.launch.target import MULTIPROCESSORS, Target
 from tilenorm.spec import NormSpec
 from tilenorm.tools.candidates import Search, explicit
+from tilenorm.tools.dev.digests import rotations
 from tilenorm.tools.precompile import Compiled
 from tilenorm.tools.search import (
     MOST_SAMPLES,
@@ -191,6 +193,17 @@ def test_drawn_candidates_can_serve_and_are_few(seed, direction):
         assert (spec.heads or found) and len(found) == len(set(found)) < 512
         for config in found:
             check_candidate(config, spec, target)
+
+
+@pytest.mark.parametrize("direction", cases.DIRECTIONS)
+def test_candidates_of_rotated_heads_hold_what_the_rules_choose(direction):
+    for dtype in cases.DTYPES:
+        for spec in rotations(dtype):
+            search = Search(spec, Target.of("sm_90"), direction)
+            found = search.candidates()
+            assert heuristics.chosen(spec, search.target, search.needs) in found
+            assert len(found) == len(set(found)) < 512
+            assert {config.direction for config in found} == {direction}
 
 
 def check_candidate(config, spec, target):

@@ -144,21 +144,20 @@ def _rotated(spec: NormSpec, needs: Needs | None) -> RopeForward | RopeBackward:
     both = 2 if how.interleaved else 1  # a thread reads both elements of a pair
     table = ITEM_BYTES[how.table] * (both if how.full else 1)
     elements = max(1, 16 // max(spec.item_bytes * both, table))
+    if needs is not None or spec.by_token:
+        elements = min(elements, rules.ROPE_ELEMENTS)
     if spec.by_token:
         hints = next(h for columns, h in rules.ROPE_TOKENS if token <= columns)
-        hints = Hints(None, hints.num_worker_warps) if needs is None else hints
-        rows = min(elements, rules.ROPE_ELEMENTS) * hints.threads // width
-        return form(max(1, min(rows, tile_width(token // how.head))), 1, hints)
+    # Masks of elements, pairs beside what passes through, and 32 bits take registers.
+    masked = not spec.aligned or (how.interleaved and how.dim < how.head)
+    blocks = max(1, (hints.occupancy or 1) - (masked or spec.item_bytes > 2))
+    hints = replace(hints, occupancy=None if needs is None else blocks)
+    if spec.by_token:
+        rows = min(elements * hints.threads // width, tile_width(token // how.head))
+        return form(max(1, rows), 1, hints)
     tiles = 2 * tile_width(1 + cdiv(how.head - how.dim, 2 * width))  # of a head
-    if needs is not None:
-        elements = min(elements, rules.ROPE_ELEMENTS)
-        # Those of 32 bits, masks of elements and what is rotated in part in pairs take registers.
-        in_part = how.interleaved and how.dim < how.head
-        if spec.item_bytes > 2 or not spec.aligned or in_part:
-            hints = replace(hints, occupancy=hints.occupancy - 1)
-    block = block if spec.aligned else block // 2
     elements = max(1, min(elements, most // tiles))
-    heads = min(rules.ROPE_HEADS, block // (tiles * elements))
+    heads = min(rules.ROPE_HEADS, (block // 2 if masked else block) // (tiles * elements))
     return form(max(1, elements * hints.threads // width), max(1, heads), hints)
 
 
