@@ -250,6 +250,11 @@ def _rotated_bytes(spec: NormSpec, sizes: Sizes) -> tuple[int, int]:
     return 2 * x * heads + tables + weights, 3 * x * heads + tables + 2 * weights
 
 
+def token_rows(spec: NormSpec) -> int:
+    """How many rows a token has, each of which is normalised by itself."""
+    return HEADS[0] if spec.rotation and not spec.by_token else spec.heads or 1
+
+
 def sizes_of(spec: NormSpec, rows: int) -> Sizes:
     """Of a call of rotated heads whose input has about so many rows, in one sequence. Where a norm
     spans one head, a token has those of HEADS.
@@ -257,8 +262,7 @@ def sizes_of(spec: NormSpec, rows: int) -> Sizes:
     heads, keys = HEADS
     if spec.by_token:
         heads, keys = spec.hidden // spec.rotation.head, spec.key_hidden // spec.rotation.head
-    tokens = rows if spec.by_token else rows // heads
-    return Sizes(1, max(1, tokens), heads, keys if spec.key else 0)
+    return Sizes(1, max(1, rows // token_rows(spec)), heads, keys if spec.key else 0)
 
 
 def options_of(spec: NormSpec, terms: int = 1) -> str:

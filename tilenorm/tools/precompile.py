@@ -66,6 +66,8 @@ def arguments(
 
     made: returns a contiguous tensor, given its dtype and its shape. groups: of modulated rows.
     """
+    if spec.rotation:
+        return rotated_arguments(spec, needs, sizes_of(spec, rows), made)
     lead = (rows // spec.heads, spec.heads) if spec.heads else (rows,)
     matrix, affine = (*lead, spec.hidden), (*lead[1:], spec.hidden)
     shapes = {"rows": matrix, "mask": matrix, "affine": affine, "vector": (spec.hidden,)}
@@ -113,8 +115,8 @@ def calls_of(plan: Plan, rows: int, groups: int = 1, sizes: Sizes | None = None)
     are rotated.
     """
     spec, needs = plan.spec, getattr(plan, "needs", None)
-    if spec.rotation:
-        given = rotated_arguments(spec, needs, sizes or sizes_of(spec, rows), _without_memory)
+    if sizes:
+        given = rotated_arguments(spec, needs, sizes, _without_memory)
     else:
         given = arguments(spec, needs, rows, _without_memory, groups)
     return _recorded(lambda run: bind(plan, run)(*given))

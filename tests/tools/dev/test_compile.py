@@ -23,7 +23,7 @@ from tilenorm.launch.target import MULTIPROCESSORS, Target
 from tilenorm.launch.tuned import TABLES
 from tilenorm.spec import NormSpec
 from tilenorm.tools.dev.digests import Case, rotations
-from tilenorm.tools.explain import HEADS
+from tilenorm.tools.explain import token_rows
 from tilenorm.tools.precompile import compile_call
 
 TUNED = ("sm_90", "sm_100")
@@ -112,9 +112,8 @@ def rotated(rng: Random, seed: int) -> Case:
     spec = rng.choice(list(rotations(rng.choice(("bfloat16", "bfloat16", "float32")))))
     if spec.rotation.head % 8 == 0 and rng.random() < 0.3:
         spec = replace(spec, rotation=spec.rotation._replace(full=False, positions="int64"))
-    rows = ROWS if spec.by_token else ROWS * HEADS[0]
     needs = every_gradient(spec) if rng.random() < 0.7 else None
-    return Case(spec, Target.of(arch), rows, needs=needs)
+    return Case(spec, Target.of(arch), ROWS * token_rows(spec), needs=needs)
 
 
 def stands_for(direction: str, spec: NormSpec) -> str | None:

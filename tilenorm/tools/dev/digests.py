@@ -17,7 +17,7 @@ from ...launch.target import Target
 from ...launch.tuned import TABLES
 from ...spec import ITEM_BYTES, NormSpec, Quantization, Rotation
 from ...table import MODULATION
-from ..explain import HEADS
+from ..explain import token_rows
 from ..precompile import calls_of, compile_call, compiling, piece_calls
 
 LARGE, SMALL = 65537, 33  # rows of a large batch and of a small batch
@@ -89,12 +89,12 @@ def cases(arch: str) -> list[Case]:
             plan = plan_forward(spec, target, save)
             if plan.save == save:
                 batches = (LARGE, SMALL) if plan.fetches else (LARGE,)
-                found += [Case(spec, target, rows * _heads(spec), save) for rows in batches]
+                found += [Case(spec, target, rows * token_rows(spec), save) for rows in batches]
     for spec in _specs(arch, "backward"):
         if spec.quantized or spec.inner:
             continue  # those of the norms themselves
         every = every_gradient(spec)
-        found.append(Case(spec, target, LARGE * _heads(spec), needs=every))
+        found.append(Case(spec, target, LARGE * token_rows(spec), needs=every))
         if arch in TABLES and spec.hidden in (37, 1024) and not spec.heads:
             for name in ("dx", "dw", "db", "dresidual", "dgate"):
                 if getattr(every, name):
@@ -107,11 +107,6 @@ def cases(arch: str) -> list[Case]:
     for dtype, hidden, op in product(DTYPES, PIECES, OPERATIONS):
         found.append(Case(_spec(op, hidden, dtype), target, LARGE, pieces=True))
     return found
-
-
-def _heads(spec: NormSpec) -> int:
-    """How many rows a token has."""
-    return HEADS[0] if spec.rotation and not spec.by_token else spec.heads or 1
 
 
 def digests(arch: str, processes: int | None = None) -> Iterator[str]:
