@@ -149,7 +149,7 @@ def test_threads_that_meet_it_at_once(compiler, told):
 @pytest.mark.parametrize("kernel", ["row_forward", "norm_backward", None])
 def test_info_shows_it(kernel, compiler, gpu_of_info, monkeypatch):
     monkeypatch.setattr(info, "NORMS", ("rms_norm", "add_rms_norm"))
-    monkeypatch.setattr(info, "MODULATED_NORMS", ())
+    monkeypatch.setattr(info, "NOT_OF_ROWS", ())
     compiler.breaks(**({kernel: ERROR} if kernel else {}))
     lines, wrong = info.information()
     assert f"  rms_norm: {'reference' if kernel else 'cutile'}" in lines
