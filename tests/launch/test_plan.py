@@ -18,7 +18,6 @@ from tilenorm.launch.target import MULTIPROCESSORS, Target
 from tilenorm.launch.tiling import CLEAR_SLOTS
 from tilenorm.ops.registry import MAX_ROWS
 from tilenorm.spec import NormSpec
-from tilenorm.tools.signature import signature
 
 H200 = Target.of("sm_90")
 ALL = Needs(True, True, True)
@@ -66,18 +65,6 @@ def test_plans_are_made_once(make, how):
     for field in fields(first):
         with pytest.raises(FrozenInstanceError):
             setattr(first, field.name, None)
-
-
-@each_arch
-def test_row_count_specialises_nothing(arch):
-    # cuTile specialises extents of 1 and multiples of 16. Neither row count is one of these. Nor is
-    # the number of partial rows: the grid is full with both row counts.
-    for spec in SPECS:
-        one, other = (
-            {(call.kernel, signature(call.kernel, call.arguments).symbol) for call in calls}
-            for calls in (all_calls(spec, Target.of(arch), rows) for rows in (1_000_003, 2_000_003))
-        )
-        assert one == other, spec
 
 
 def test_plans_with_the_same_hints_share_a_kernel():
@@ -141,18 +128,6 @@ def test_blocks_that_share_rows_are_resident_at_once(arch):
             assert plan.chunks <= plan.resident, spec
             assert sets * plan.chunks <= plan.resident or sets == spec.heads, spec
     assert shared
-
-
-@pytest.mark.parametrize("norm, numbers", [("rms", 1), ("layer", 2)])
-def test_each_chunk_has_a_slot_for_each_number_it_publishes(norm, numbers):
-    narrow, wide = (NormSpec(norm, n, "float32", "float32") for n in (4096, 65537))
-    for make, how in ((plan_forward, True), (plan_backward, ALL)):
-        assert make(narrow, H200, how).slots(1000) is None
-        plan = make(wide, H200, how)
-        assert plan.chunks * sum(plan.config.widths) >= 65537 > plan.chunks
-        assert plan.slots(1000) == (1000, plan.chunks * numbers)
-    # dw alone does not need sums over a whole row, so blocks exchange nothing.
-    assert plan_backward(wide, H200, Needs(False, True, False)).slots(1000) is None
 
 
 @pytest.mark.parametrize("arch, overlap", [("sm_80", False), ("sm_90", True)])

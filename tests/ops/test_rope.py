@@ -1,5 +1,6 @@
 """Heads that are normalised and rotated, through the public function and the ops."""
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -9,13 +10,14 @@ from torch.library import opcheck
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 import tilenorm
-from tilenorm.ops import cutile, library
+from tilenorm.ops import cutile, library, registry
+from tilenorm.spec import NormSpec, Rotation
 from tilenorm.table import OPS
 
 from .helpers import EACH_DEVICE, by_inductor, messages, random, slow
 from .pretended import by
+from .test_like_pytorch import assert_bits
 from .test_modulated import compare, flat
-from .test_rounding import assert_bits
 
 B, F32, D = torch.bfloat16, torch.float32, torch.float64
 DTYPES = (B, torch.float16, F32)
@@ -444,3 +446,14 @@ def test_no_warning_where_kernels_serve(recwarn):
     with by("sm_90"):
         step(call, made())
     assert not messages(list(recwarn))
+
+
+def test_refusals():
+    spec = NormSpec.of(NAME, 64, "bfloat16")
+    assert registry.spec_refused(spec) is None
+    for how, message in (
+        ({"rotation": Rotation(64, 64, table="float64")}, "cos is float64"),
+        ({"rotation": Rotation(64, 1024), "hidden": 1024}, "up to 512 elements"),
+        ({"key": "bfloat16", "key_hidden": 64 * 129, "hidden": 640}, "up to 8192"),
+    ):
+        assert message in registry.spec_refused(replace(spec, **how))

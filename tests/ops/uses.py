@@ -6,12 +6,13 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import tilenorm
 from tilenorm.spec import Quantization
-from tilenorm.table import MODULATED_NORMS, NORMS, OPS, QUANTIZED_NORMS
+from tilenorm.table import MODULATED_NORMS, NORMS, OPS, QUANTIZED_NORMS, ROTATED_NORMS
 
 from ..quantized import arguments
 from .helpers import EPS, Form, random
@@ -19,7 +20,6 @@ from .helpers import EPS, Form, random
 ROWS, HIDDEN = 6, 256
 CHAINS = tuple(name for name, op in OPS.items() if op.calls)
 HOW = Quantization("block", layout="column", output=True, amax=True)
-PRETENDING, FAKE = "CPU tensors that pretend to be CUDA's", "fake tensors of CUDA"
 Outputs = dict[str, Tensor]
 
 
@@ -28,8 +28,8 @@ class Use(NamedTuple):
 
     rows, parameters: the names of its tensors. make: of the parameters by name, a function of rows
     that returns outputs by name. like: the function whose outputs are the same. mixed: whether rows
-    and parameters may have two dtypes. walks: with which stand-ins for a GPU it runs. around:
-    the context of forward and backward pass.
+    and parameters may have two dtypes. same_bits: whether each state gives the same bits, as
+    tilenorm promises for what it computes. around: the context of forward and backward pass.
     """
 
     rows: tuple[str, ...]
@@ -37,7 +37,7 @@ class Use(NamedTuple):
     make: Callable[[dict[str, Tensor]], Callable[..., Outputs]]
     like: str
     mixed: bool = True
-    walks: tuple[str, ...] = (PRETENDING, FAKE)
+    same_bits: bool = True
     around: Callable[[], AbstractContextManager] = nullcontext
 
     def tensors(self, dtypes: tuple, device: str) -> dict[str, Tensor]:
@@ -49,11 +49,6 @@ class Use(NamedTuple):
             values = random(*shape, dtype=dtypes[not row], device=device, seed=seed)
             made[name] = nn.Parameter(values)
         return made
-
-    @property
-    def same_bits(self) -> bool:
-        """Whether each state gives the same bits, as tilenorm promises for what it computes."""
-        return PRETENDING in self.walks
 
     def bound(self, tensors: dict[str, Tensor]) -> tuple[Callable[..., Outputs], list[Tensor]]:
         """The function of rows, and the rows."""
@@ -74,11 +69,21 @@ def of_function(name: str, parameters: dict[str, Tensor], **options) -> Callable
 
     def call(*rows):
         more = {}
+        if name in ROTATED_NORMS:
+            return rotated(function, *rows, **parameters, **options)
         if name in MODULATED_NORMS:  # they take the residual by its name
             rows, more = rows[:1], {"residual": rows[1]}
         return outputs_of(function(*rows, (HIDDEN,), **parameters, **more, eps=EPS, **options))
 
     return call
+
+
+def rotated(function: Callable, input: Tensor, key: Tensor, **given) -> Outputs:
+    """Each row has one head."""
+    angles = torch.arange(HIDDEN // 2, device=input.device) * 0.1
+    tables, rows = (angles.cos(), angles.sin()), (input.unsqueeze(1), key.unsqueeze(1))
+    made = function(rows[0], (HIDDEN,), *tables, key=rows[1], eps=EPS, **given)
+    return dict(zip(("output", "key_output"), made, strict=True))
 
 
 def of_module(kind: type[nn.Module], parameters: dict[str, Tensor]) -> Callable[..., Outputs]:
@@ -124,6 +129,8 @@ def _uses() -> dict[str, Use]:
     for op in MODULATED_NORMS:
         by_group = ("scale", "shift", "gate", *both)
         found[op] = Use(two, by_group, partial(of_function, op), op)
+    for op in ROTATED_NORMS:
+        found[op] = Use(("input", "key"), ("weight", "key_weight"), partial(of_function, op), op)
     for norm, function, names in (
         ("RMSNorm", "rms_norm", weight),
         ("LayerNorm", "layer_norm", both),
@@ -131,13 +138,13 @@ def _uses() -> dict[str, Use]:
         ours, theirs = getattr(tilenorm, norm), getattr(nn, norm)
         found[norm] = Use(one, names, partial(of_module, ours), function)
         patched = partial(of_module, theirs)
-        found[f"patch of {norm}"] = Use(one, names, patched, function, False, (PRETENDING,))
+        found[f"patch of {norm}"] = Use(one, names, patched, function, False)
         by_group = ("scale", "shift", "gate", *names)
         make = partial(of_modulated, getattr(tilenorm, f"Modulated{norm}"))
         found[f"Modulated{norm}"] = Use(two, by_group, make, f"modulated_{function}")
         make = partial(of_pytorch, getattr(F, function))
         found[f"override of {function}"] = Use(
-            one, names, make, function, False, (), tilenorm.override
+            one, names, make, function, False, False, tilenorm.override
         )
     return found
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from numbers import Integral, Real
+from typing import Any
 
 import torch
 from torch import SymFloat, SymInt, Tensor
@@ -137,7 +138,7 @@ def spread(op: Op, tensors: tuple) -> tuple:
     )
 
 
-def without_tensor(number: object) -> object:
+def without_tensor(number: Any) -> Any:
     """A number instead of a tensor that PyTorch takes for one: without dimensions or a gradient."""
     if isinstance(number, Tensor) and not number.dim() and not number.requires_grad:
         return number.item()

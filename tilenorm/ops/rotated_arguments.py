@@ -47,7 +47,7 @@ def check_rotation(given: dict[str, Any], shape: tuple[int, ...], options: dict)
             f"{NAME}: argument 'output_heads_first' takes True for four dimensions, got {x.dim()}"
         )
     _check_key(given, shape)
-    dim = _rotary_dim(options["rotary_dim"], x.shape[-1])
+    dim = _rotary_dim(options["rotary_dim"], shape[-1])
     _check_tables(given, dim)
     return options | {"rotary_dim": dim}
 
