@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from bench.models import Transformer, drawn_batch
+from bench import diffusion, models
 from bench.shapes import LLAMA, MODELS, Shape
 
 LEARNING_RATE, SEED = 1e-4, 0
@@ -85,7 +85,8 @@ class Training:
         fused = given.device != "cpu"
         optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, fused=fused)
         factory = {"device": given.device, "dtype": torch.bfloat16}
-        inputs = drawn_batch(given.shape, given.batch, given.length, seed, **factory)
+        module = diffusion if given.shape.adaptive else models
+        inputs = module.drawn_batch(given.shape, given.batch, given.length, seed, **factory)
         return cls(model, optimizer, inputs)
 
     def step(self, call: Callable[..., Tensor]) -> Tensor:
@@ -97,9 +98,10 @@ class Training:
         return loss.detach()
 
 
-def model_of(given: Settings) -> Transformer:
+def model_of(given: Settings) -> nn.Module:
     """The model with random weights, the same at every call."""
     factory = {"device": given.device, "dtype": torch.bfloat16}
-    model = Transformer(given.shape, given.length, **factory)
-    model.reset(SEED)
+    kind = diffusion.Diffusion if given.shape.adaptive else models.Transformer
+    model = kind(given.shape, given.length, **factory)
+    models.reset(model, SEED)
     return model
