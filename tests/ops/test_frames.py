@@ -18,6 +18,7 @@ from .pretended import pretended_gpu
 N = 128
 X, RESIDUAL, GATE = (random(4, N, dtype=torch.bfloat16, seed=i) for i in range(3))
 W, B = (random(N, dtype=torch.bfloat16, seed=i) for i in (3, 4))
+TABLES = random(N, seed=5), random(N, seed=6)
 QUANTIZED = {"scaling": "row", "return_output": True}
 CALLS: dict[str, Callable] = {
     "rms_norm": lambda x: tilenorm.rms_norm(x, (N,), W, 1e-6),
@@ -31,6 +32,9 @@ CALLS: dict[str, Callable] = {
     "rms_norm_quantized": lambda x: tilenorm.rms_norm_quantized(x, (N,), W, 1e-6, **QUANTIZED),
     "add_layer_norm_quantized": lambda x: tilenorm.add_layer_norm_quantized(
         x, RESIDUAL, (N,), W, B, 1e-6, **QUANTIZED
+    ),
+    "rms_norm_rope": lambda x: tilenorm.rms_norm_rope(
+        x[:, None], (N,), *TABLES, W, 1e-6, key=RESIDUAL[:, None], key_weight=B
     ),
     "rms_norm_add_rms_norm": lambda x: tilenorm.rms_norm_add_rms_norm(
         x, RESIDUAL, (N,), W, B, 1e-6

@@ -14,7 +14,8 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 
 import tilenorm
-from tilenorm.ops.arguments import DTYPES, default_eps
+from tilenorm.ops.arguments import default_eps
+from tilenorm.ops.tensor_checks import DTYPES
 
 from .helpers import EACH_DEVICE, FAMILY, assert_within, expected_of, name_of, random
 from .pretended import by

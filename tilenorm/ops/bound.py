@@ -1,7 +1,9 @@
 """Bound calls: what serves the calls of an op, for one spec on one device, found once and kept."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache, lru_cache, partial
+from math import prod
 from operator import itemgetter
 from threading import Lock
 from typing import Any
@@ -11,8 +13,9 @@ from torch import Tensor
 
 from ..launch.calls import Needs
 from ..launch.toolchain import CompileError
-from ..spec import NormSpec, Options, Quantization
-from ..table import OPS, QUANTIZATION, Op
+from ..spec import TENSORS, NormSpec, Options, Quantization, Rotation
+from ..table import OPS, QUANTIZATION, ROTATION, Op
+from .arguments import without_tensor
 from .direct import Plain
 from .gradients import Step, run_steps, steps_of
 from .layout import MOST_SHAPES
@@ -91,7 +94,8 @@ def specs_of(
         row = OPS[stage.op]
         by_role = {r: by_port.get(stage.ports.get(r, "")) for r in row.roles}
         most = max([of_port.get(stage.ports.get(r, ""), 0) for r in ("weight", "bias")])
-        specs.append(spec_of(row, options, by_role, most))
+        spec = spec_of(row, options, by_role, most)
+        specs.append(rotated(spec, options, by_role, of_port) if row.rotated else spec)
     return tuple(specs)
 
 
@@ -99,7 +103,8 @@ def options_of(op: Op, options: tuple) -> Options:
     """The options of an op's norms."""
     by_name = dict(zip(op.options, options[1:], strict=True))
     by_name["gate_first"] = not by_name.pop("norm_before_gate", True)
-    asked = {name: value for name, value in by_name.items() if name not in QUANTIZATION}
+    others = QUANTIZATION + ROTATION
+    asked = {name: value for name, value in by_name.items() if name not in others}
     return Options(options[0], op.norm, **asked)
 
 
@@ -110,8 +115,18 @@ def spec_of(op: Op, options: tuple, dtypes: dict[str, str | None], heads: int = 
         by_name = dict(zip(op.options, options[1:], strict=True))
         scaling, dtype, *rest = (by_name[name] for name in QUANTIZATION)
         how = Quantization(scaling, name_of(dtype), *rest)
-        dtypes = {role: of for role, of in dtypes.items() if role != "given_scale"}
+    dtypes = {role: of for role, of in dtypes.items() if role == "x" or role in TENSORS}
     return NormSpec.of_tensors(options_of(op, options), dtypes, heads, quantized=how)
+
+
+def rotated(spec: NormSpec, options: tuple, dtypes: dict, sizes: dict) -> NormSpec:
+    """The spec of a norm with its rotation. options: of the op. dtypes: of its tensors by their
+    roles. sizes: see kinds_of.
+    """
+    dim, interleaved, heads_first = options[1 : 1 + len(ROTATION)]
+    full, positions = sizes["cos"] == dim, dtypes.get("positions")
+    how = dim, sizes["input"], interleaved, dtypes["cos"], full, positions, heads_first
+    return replace(spec, rotation=Rotation(*how), key_hidden=sizes["key"])
 
 
 def refuse_gradient(op: Op, options: tuple) -> None:
@@ -125,8 +140,14 @@ def refuse_gradient(op: Op, options: tuple) -> None:
 
 def kinds_of(op: Op, tensors: Sequence[Tensor | None], hidden: int) -> tuple[tuple, tuple]:
     """For each tensor that an op takes, its dtype, None for an absent one; and how many rows of
-    `hidden` elements a weight or bias has, 0 for the others and for one that has one.
+    `hidden` elements a weight or bias has, 0 for the others and for one that has one. Where heads
+    are rotated, in place of these numbers: the elements of a head, those of a key's token if they
+    are normalised together, and the columns of the tables.
     """
+    if op.rotated:
+        return tuple([t if t is None else t.dtype for t in tensors]), _head_sizes(
+            op, tensors, hidden
+        )
     dtypes, heads = [], []
     for port, tensor in zip(op.takes, tensors, strict=True):
         dtypes.append(None if tensor is None else tensor.dtype)
@@ -135,6 +156,15 @@ def kinds_of(op: Op, tensors: Sequence[Tensor | None], hidden: int) -> tuple[tup
             rows = tensor.numel() // hidden
         heads.append(rows if rows > 1 else 0)
     return tuple(dtypes), tuple(heads)
+
+
+def _head_sizes(op: Op, tensors: Sequence[Tensor | None], hidden: int) -> tuple[int, ...]:
+    by_name = dict(zip([port.name for port in op.takes], tensors, strict=True))
+    found = {name: by_name[name].shape[-1] for name in ("input", "cos")}
+    if by_name["key"] is not None and hidden != found["input"]:
+        found["key"] = prod(by_name["key"].shape[-2:])
+    # torch.jit has tensors for sizes.
+    return tuple([without_tensor(found.get(name, 0)) for name in by_name])
 
 
 def specs_of_tensors(

@@ -54,6 +54,10 @@ def on_device(launches: Sequence[Launch], arrays: tuple, index: int) -> None:
 def forward(spec: NormSpec, target: Target, save: bool, run: Run | None = None) -> Callable | None:
     """As registry.Implementation.forward. None for a chain that one pass does not serve."""
     run = run or on_device
+    if spec.rotation:
+        from . import rotated  # which imports this module
+
+        return rotated.bind_forward(plan_forward(spec, target, save), run)
     if spec.inner and chain_refused(spec, target):
         return None
     plan = plan_forward(spec, target, save)
@@ -64,27 +68,43 @@ def forward(spec: NormSpec, target: Target, save: bool, run: Run | None = None) 
 
 def backward(spec: NormSpec, target: Target, needs: Needs, run: Run | None = None) -> Callable:
     """As registry.Implementation.backward."""
-    return bind_backward(plan_backward(spec, target, needs), spec.kept, run or on_device)
+    plan, run = plan_backward(spec, target, needs), run or on_device
+    if spec.rotation:
+        from . import rotated
+
+        return rotated.bind_backward(plan, spec.kept, run)
+    return bind_backward(plan, spec.kept, run)
 
 
 def bind_pass(
-    plan: ForwardPlan | BackwardPlan, layouts: Layouts, arrays_of: Callable, run: Run, place: int
+    plan: Any,
+    layouts: Any,
+    arrays_of: Callable,
+    run: Run,
+    place: int,
+    as_read: Callable = as_read,
+    as_written: Callable | None = None,
 ) -> Callable:
     """A function of (tensors, eps), with the tensors that a pass reads, that allocates and launches
     and returns Layout.made as tensors, and the Layout.
 
     arrays_of: a function of the tensors as they are read, and of what is written, that returns the
-    arrays of the plan's launches. place: that of the input.
+    arrays of the plan's launches. place: that of the input. as_read, as_written: functions that
+    return the tensors as the kernels read and write them.
     """
     spec, by_row = plan.spec, (plan.spec.hidden, 1)
     matrices, grouped = layouts.with_rows, layouts.grouped
+    as_written = as_written or _as_matrices
 
     def execute(tensors: Sequence[Tensor | None], eps: float) -> tuple[list, Layout]:
         x = tensors[place]
         key: Any = x.shape
         if grouped:
-            own = [tensors[i] for i in grouped]
-            key = key, *[(t.shape, t.stride(), t.element_size()) for t in own]
+            key = [key]
+            for i in grouped:  # a comprehension takes longer
+                t: Any = tensors[i]
+                key.append((t.shape, t.stride(), t.element_size()))
+            key = tuple(key)
         layout = layouts[key]
         rows, groups, fresh, matrix, views, _, cleared, repeated = layout
         repeat = repeated.get(eps)
@@ -96,7 +116,7 @@ def bind_pass(
             made[cleared_place].zero_()
         if rows:
             index = x.get_device()
-            written = made if matrix is None else _as_matrices(made, matrices, matrix, by_row)
+            written = made if matrix is None else as_written(made, matrices, matrix, by_row)
             arrays = arrays_of(as_read(tensors, spec, views), written)
             launches = plan.launches(rows, eps, *groups)
             run(launches, arrays, index)

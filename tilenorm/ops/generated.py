@@ -25,12 +25,15 @@ from ..table import FACTORS, OPS
 from .bound import Bound, BoundNorm, bound_of, keep, keep_backward, norm_of
 from .direct import Plain
 from .layout import MOST_SHAPES, contiguous_strides_of, rows_shape, vector_of
-from .modulated_backward import NAME as MODULATED
-from .modulated_backward import NAMES as OF_MODULATED
-from .modulated_backward import Backward as ModulatedBackward
+from .library import numbers_shape
+from .modulated_backward import ModulatedBackward
 from .norm_backward import FIRST, TERMS, Backward
 from .registry import MAX_ROWS, on_device_of
+from .rotated_backward import RotatedBackward
 from .torch_private import modes, reinterpret
+
+# The backward ops whose tensors go by their roles.
+BY_ROLE = {kind.NAME: kind for kind in (ModulatedBackward, RotatedBackward)}
 
 
 def tensors_of(op: str, given: Sequence[str]) -> tuple[str, ...]:
@@ -39,8 +42,9 @@ def tensors_of(op: str, given: Sequence[str]) -> tuple[str, ...]:
     """
     if op in OPS:
         return tuple(port.name for port in OPS[op].takes)
-    if op == MODULATED:
-        return OF_MODULATED
+    if op in BY_ROLE:
+        kind = BY_ROLE[op]
+        return kind.NAMES[: len(kind.ROLES)]
     return *FIRST, *(name for name in (*TERMS, *FACTORS) if name in given)
 
 
@@ -50,7 +54,7 @@ def bind(op: str, taken: tuple[str, ...], **options) -> Callable:
     """
     if op in OPS:
         return forward(op, **options)
-    return modulated_backward(**options) if op == MODULATED else backward(taken, **options)
+    return backward_by_role(op, **options) if op in BY_ROLE else backward(taken, **options)
 
 
 def forward(name: str, *, hidden: int, save: bool, backend: str | None, **options) -> Callable:
@@ -58,14 +62,13 @@ def forward(name: str, *, hidden: int, save: bool, backend: str | None, **option
     eps = tuple(options.pop(of) for of in op.eps)
     asked = (hidden, *(options[of] for of in op.options))
     most, own = MAX_ROWS * hidden, eps if op.calls else eps[0]
-    numbers = [i for i, port in enumerate(op.makes) if port.lies == "number"]
+    numbers = [(i, port) for i, port in enumerate(op.makes) if port.lies == "number"]
     bound: Bound | None = None
     repeated: dict[torch.Size, Callable] = {}  # by the shape of the input
 
     @lru_cache(MOST_SHAPES)
     def view_of(shape: torch.Size) -> tuple | None:
-        rows = rows_shape(shape, hidden)
-        return None if len(rows) == 1 else (rows, contiguous_strides_of(rows))
+        return _apart(rows_shape(shape, hidden))
 
     def bound_forward(*tensors: Tensor | None) -> Sequence[Tensor | None]:
         x = tensors[0]
@@ -74,10 +77,13 @@ def forward(name: str, *, hidden: int, save: bool, backend: str | None, **option
         if made is None:
             made = called(x, tensors)
         view = view_of(x.shape) if save else None
-        for i in numbers:
-            if not save:
+        for i, port in numbers:
+            if not save or made[i] is None:
                 made[i] = None
-            elif view is not None:
+                continue
+            if port.given:
+                view = _apart(numbers_shape(op, port, tensors, hidden))
+            if view is not None:
                 made[i] = reinterpret(made[i], *view)
         return made[: len(op.makes)]
 
@@ -95,6 +101,11 @@ def forward(name: str, *, hidden: int, save: bool, backend: str | None, **option
         return made
 
     return bound_forward
+
+
+def _apart(shape: tuple[int, ...]) -> tuple | None:
+    """The shape and strides of numbers in several dimensions."""
+    return None if len(shape) == 1 else (shape, contiguous_strides_of(shape))
 
 
 def backward(taken: tuple[str, ...], *, hidden: int, backend: str | None, **options) -> Callable:
@@ -144,24 +155,25 @@ def backward(taken: tuple[str, ...], *, hidden: int, backend: str | None, **opti
     return bound_backward
 
 
-def modulated_backward(*, hidden: int, **options) -> Callable:
-    """The same of modulated_norm_backward."""
-    most, plain = MAX_ROWS * hidden, Plain()
+def backward_by_role(op: str, *, hidden: int, **options) -> Callable:
+    """The same of an op whose tensors go by their roles."""
+    most, plain, kind = MAX_ROWS * hidden, Plain(), BY_ROLE[op]
     constant = (hidden, *options.values())
     known: tuple[NormSpec, Callable] | None = None
 
     def bound_backward(*tensors: Tensor | None) -> Sequence[Tensor | None]:
         nonlocal known
         dy, dsum, x = tensors[:3]
-        call = ModulatedBackward.of((*tensors, *constant))
+        call = kind((*tensors, *constant), {})
         if known is None:
             spec = call.spec
-            norm = norm_of(spec, x.device.type, x.get_device(), False, call.backend)
+            norm = norm_of(spec, x.device.type, x.get_device(), False, options["backend"])
             known = spec, norm.backward(spec, call.needs(spec))
         if x.numel() > most or not plain.takes(tensors):
-            return torch.ops.tilenorm.modulated_norm_backward(*tensors, *constant)
+            return getattr(torch.ops.tilenorm, op)(*tensors, *constant)
         spec, run = known
-        with on_device_of(dy):
-            return run(dy, dsum, call.kept(spec), call.eps)
+        with on_device_of(x):
+            found = (*run(dy, dsum, call.kept(spec), options["eps"]), None, None)
+        return [found[place] for place in kind.PLACES]
 
     return bound_backward
