@@ -137,7 +137,7 @@ class Pair:
     losses are of the first forward, from the same weights. ``gradient_change`` is the norm of the
     difference of the two first gradients divided by the norm of the base's: the largest of all
     parameters, and ``gradient`` is the name of this parameter. ``kernels`` has the name,
-    calls, milliseconds and bytes of each kernel of one step. ``reports`` say what tilenorm
+    calls and milliseconds of each kernel of one step. ``reports`` say what tilenorm
     replaced. ``step_losses`` has the loss of every step in order, those of warming up first: two
     runs whose numbers are equal computed the same bits. With several ``gpus`` these are the first
     process's losses, ``ranks`` has the times and peaks of each process, and ``pairs_us`` and
