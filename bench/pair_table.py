@@ -77,7 +77,7 @@ def kernels_of(pair: Pair, markdown: bool) -> str:
         for name, *lines in [*rows[:KERNELS], ["all kernels", *sums]]
     ]
     header = ["kernel", *(f"{what} of {x}" for x in "AB" for what in ("calls", "ms"))]
-    title = f"kernels of a step: A is {pair.base}, B is {pair.variant}: {pair.model}"
+    title = f"kernels of a step: A is {pair.base}, B is {pair.variant}: {pair.label}"
     less = len(rows) - KERNELS
     notes = [f"{less} kernels whose time differs less are left out."] if less > 0 else []
     return titled(title, table(header, shown, markdown), notes, markdown)

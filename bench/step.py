@@ -45,26 +45,8 @@ class Settings:
         return words + ["deterministic"] * self.deterministic
 
     @property
-    def name(self) -> str:
-        """The settings as text. Two measurements are comparable if their names are equal.
-
-        The form of a model stands in front, but not Llama 3's, which earlier records do not name.
-        """
-        shape = self.shape
-        form = "" if self.model == LLAMA else f"{self.model}'s form: "
-        sizes = [
-            f"{form}{shape.layers} layers of {shape.hidden} with {shape.heads} heads",
-            f"{shape.kv_heads} of keys",
-            f"ffn {shape.ffn}",
-            f"{shape.vocab} classes" if shape.images else f"vocabulary {shape.vocab}",
-            f"{self.batch} x {self.length} tokens",
-            "adamw in bfloat16",
-        ]
-        return ", ".join([*sizes, *self.how])
-
-    @property
     def label(self) -> str:
-        """The model with its layers and tokens. What else differs from the model's row is said."""
+        """The model, its layers and tokens, and how it is trained. Steps of one label compare."""
         listed = MODELS[self.model].shape
         given = replace(self.shape, layers=listed.layers)
         parts = [self.model if given == listed else f"{self.model}'s form in other sizes"]
