@@ -136,7 +136,8 @@ CODEGEN = "torch._inductor.codegen.custom_extern_kernel_codegen"
 def calls_of(device, every: bool) -> list[tuple[str, Use, dict[str, Tensor]]]:
     """Ops with tensors of several dtypes and with options. every: all, and without parameters."""
     found = []
-    for op, dtypes in product(OPS if every else SOME, ((B, F32), (B, B), (F32, B))):
+    dtypes_of = ((B, B), (F32, B), (B, F32))[: 3 if every else 2]
+    for op, dtypes in product(OPS if every else SOME, dtypes_of):
         if op not in QUANTIZED_NORMS or dtypes[0] == B:
             found.append((op, USES[op], USES[op].tensors(dtypes, device)))
     for op, left in product(NORMS if every else (), ("weight", "bias")):
