@@ -5,8 +5,10 @@ pages of records print. Neither measures anything.
 
 ``python -m bench train`` compares training steps, ``python -m bench first-call`` measures how long
 compiling takes, ``python -m bench accuracy`` measures errors, and ``python -m bench host`` host
-time. ``--from`` prints their records too. ``python -m bench quantized`` measures norms with a
-quantised output.
+time. ``--from`` prints their records too.
+
+The suite "release" measures every op, in every dtype, on a machine. Started again with the same
+``--out``, it goes on where it ended.
 """
 
 import argparse
@@ -21,21 +23,12 @@ from bench import (
     host,
     plot,
     provenance,
-    quantized,
     record,
     report,
     train,
 )
-from bench.cases import (
-    DIRECTIONS,
-    DTYPES,
-    HOST,
-    INFERENCE,
-    OPS,
-    SUITE_DIRECTIONS,
-    SUITES,
-    select,
-)
+from bench.cases import OPS, RELEASE, SUITE_DIRECTIONS, SUITES, select
+from bench.op import DIRECTIONS, DTYPES, HOST, INFERENCE
 from bench.providers import PROVIDERS, attendance
 from bench.run import GpuLost, run
 
@@ -44,7 +37,6 @@ COMMANDS = {
     "first-call": first_call.main,
     "accuracy": accuracy.main,
     "host": host.main,
-    "quantized": quantized.main,
 }
 CPU_ELEMENTS = 1 << 18
 CPU_BUDGET_S = 0.02
@@ -99,15 +91,16 @@ def _measured(args: argparse.Namespace, argv: list[str]) -> record.Record:
         sys.exit(f"suite {args.suite} has no such case; its N are {listed}")
     if device == "cpu":
         print(report.CPU_NOTICE, file=sys.stderr)
-        cases = list(dict.fromkeys(case.shrunk(CPU_ELEMENTS) for case in cases))
+        cases = list(dict.fromkeys(OPS[case.op].shrunk(case, CPU_ELEMENTS) for case in cases))
     ops = dict.fromkeys(case.op for case in cases)
     present, absent = attendance(ops, args.provider or list(PROVIDERS), device)
     directions = args.direction or (HOST, *SUITE_DIRECTIONS.get(args.suite, DIRECTIONS))
     options = {"budget_s": CPU_BUDGET_S} if device == "cpu" else {}
-    made = provenance.describe_run(device, argv, absent)
-    with record.writing(args.out, made) as (result, emit):
+    made = provenance.describe_run(device, argv, absent) | {"suite": args.suite}
+    with record.writing(args.out, made, args.suite == RELEASE) as (result, emit):
         try:
-            run(cases, present, directions, device, emit, args.max_seconds, **options)
+            limit = args.max_seconds
+            run(cases, present, directions, device, emit, limit, earlier=result, **options)
         except GpuLost as error:
             print(f"the GPU no longer works, so the run ends here: {error}", file=sys.stderr)
         except KeyboardInterrupt:

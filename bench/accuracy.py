@@ -12,18 +12,21 @@ ulps. Without a GPU the reference implementation of tilenorm is measured.
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from bench import check, command, provenance, record, report
 from bench.accuracy_table import worse
-from bench.cases import DTYPES, OPS, Op
+from bench.cases import AROUND, OPS, PLAIN
+from bench.op import DTYPES, Case, Op
 from bench.providers import PROVIDERS, attendance
 from bench.record import Accuracy, first_line
 from bench.run import repeatable_call
 
 HIDDEN, HEAD_HIDDEN, ROWS = (4096,), (128,), 512
+SERVED = (*PLAIN, *AROUND, "head_rms_norm")
 # A mean as large as leaves the deviation of 1 a few bits in the dtype.
 LARGE_MEAN = {torch.bfloat16: 60.0, torch.float16: 500.0, torch.float32: 1e4}
 MAX_FLOAT32 = torch.finfo(torch.float32).max
@@ -78,7 +81,8 @@ def main(argv: list[str]) -> int:
             for dtype in args.dtype:
                 for n in args.hidden or (HEAD_HIDDEN if op.heads else HIDDEN):
                     print(f"{op.name} {dtype} N = {n}", file=sys.stderr, flush=True)
-                    for line in measure(op, dtype, args.rows, n, present[op.name], device):
+                    case = op.shrunk(Case(op.name, dtype, args.rows, n), args.rows * n)
+                    for line in measure(op, case, present[op.name], device):
                         emit(line)
     print(report.render(found, args.markdown))
     return 1 if worse(found.accuracies) else 0
@@ -87,7 +91,7 @@ def main(argv: list[str]) -> int:
 def _arguments(argv: list[str]) -> argparse.Namespace:
     parser = command.parser("accuracy", __doc__)
     names = [name for name, provider in PROVIDERS.items() if not provider.host_only]
-    parser.add_argument("--op", nargs="+", choices=OPS, default=list(OPS))
+    parser.add_argument("--op", nargs="+", choices=SERVED, default=SERVED)
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--hidden", nargs="+", type=int, metavar="N", help="default: 4096, or 128")
     parser.add_argument("--rows", type=int, default=ROWS, metavar="M")
@@ -95,19 +99,15 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def measure(
-    op: Op, dtype: str, m: int, n: int, names: Sequence[str], device: str
-) -> Iterator[Accuracy]:
+def measure(op: Op, case: Case, names: Sequence[str], device: str) -> Iterator[Accuracy]:
     """The errors of each provider on each kind of inputs, at one shape."""
-    m = max(m, op.heads or 0) // (op.heads or 1) * (op.heads or 1)
     loaded = {}
     for kind in INPUTS:
-        inputs = difficult_inputs(op, kind, m, n, DTYPES[dtype], device)
-        grads = op.output_grads(m, n, DTYPES[dtype], device)
-        true = _true_results(op, inputs, grads)
+        inputs = difficult_inputs(op, kind, case, device)
+        grads = op.output_grads(case, device)
+        true = _true_results(op, case, inputs, grads)
         for name in names:
-            line = {"op": op.name, "dtype": dtype, "m": m, "n": n, "inputs": kind}
-            line["provider"] = name
+            line = case.shape | {"inputs": kind, "provider": name}
             try:
                 loaded[name] = loaded.get(name) or PROVIDERS[name].load(op)
                 call = repeatable_call(loaded[name], inputs, grads, "training")
@@ -122,14 +122,13 @@ def measure(
             yield Accuracy(**line, ulps=ulps)
 
 
-def difficult_inputs(
-    op: Op, kind: str, m: int, n: int, dtype: torch.dtype, device: str
-) -> list[Tensor]:
+def difficult_inputs(op: Op, kind: str, case: Case, device: str) -> list[Tensor]:
     """The op's inputs, with the first one of a kind. A residual has the same kind of values.
 
     In the inputs that cancel, the residual is almost the negative of the input.
     """
-    inputs = op.inputs(m, n, torch.float32, device)
+    dtype = DTYPES[case.dtype]
+    inputs = [x.detach() for x in op.made(replace(case, dtype="float32"), device)]
     rows, columns = inputs[: len(op.rows)], inputs[len(op.rows) :]
     values = {
         name: x if name == "gate" else INPUTS[kind](x, dtype)
@@ -143,15 +142,16 @@ def difficult_inputs(
 
 
 def _strided_copy(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty_strided(x.shape, x.stride(), dtype=dtype, device=x.device).copy_(x)
+    made = torch.empty_strided(x.shape, x.stride(), dtype=dtype, device=x.device)
+    return made.copy_(x).requires_grad_()
 
 
-def _true_results(op: Op, inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
+def _true_results(op: Op, case: Case, inputs: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
     if "residual" in op.rows:
         x, residual, *columns = inputs
-        total = x + residual
-        inputs = [total, torch.zeros_like(total), *columns]
-    return check.oracle(op, inputs, grads)["training"]
+        total = (x + residual).detach().requires_grad_()
+        inputs = [total, torch.zeros_like(total).requires_grad_(), *columns]
+    return check.oracle(op, case, inputs, grads)["training"]
 
 
 def error_in_ulps(actual: Tensor, true: Tensor, of_rows: bool) -> float:

@@ -10,81 +10,86 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from bench.cases import Op
+from bench.op import DTYPES, INFERENCE, Case, Op
 
 FLOOR_ULPS = 4.0
 OVER_EAGER = 4.0
 _CHUNK = 1 << 22  # elements in float64 at a time
 
 
-def as_tuple(value) -> tuple[torch.Tensor, ...]:
+def as_tuple(value) -> tuple[Tensor, ...]:
     return value if isinstance(value, tuple) else (value,)
 
 
-def oracle(op: Op, inputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]):
+def oracle(op: Op, case: Case, inputs: Sequence[Tensor], grads: Sequence[Tensor]):
     """The expected results of each direction, in float64 and from the same rounded inputs.
 
     The results are outputs, gradients, or both, in the order of the op's fields.
     """
-    n_rows = len(op.rows)
-    shape = inputs[0].shape
     like: dict[str, Any] = {"dtype": torch.float64, "device": inputs[0].device}
-    outputs = [torch.empty(shape, **like) for _ in op.outputs]
-    row_grads = [torch.empty(shape, **like) for _ in op.rows]
-    column_grads = [torch.zeros(x.shape, **like) for x in inputs[n_rows:]]
-    for part in _chunks(len(inputs[0]), inputs[0][0].numel()):
-        rows = [x[part] for x in inputs[:n_rows]]
-        leaves = [x.detach().double().requires_grad_() for x in (*rows, *inputs[n_rows:])]
+    shapes = op.shapes(case)
+    outputs = [torch.empty(shapes[name], **like) for name in op.outputs]
+    gradients = [torch.zeros(shapes[name], **like) for name in op.trained]
+    length = inputs[0].shape[op.axis]
+    for start, count in _chunks(length, inputs[0].numel() // length):
+        leaves = [
+            op.cut(name, x, start, count).detach().double().requires_grad_(x.requires_grad)
+            for name, x in zip(op.inputs, inputs, strict=True)
+        ]
         results = as_tuple(op.reference(*leaves))
-        found = torch.autograd.grad(results, leaves, [dy[part].double() for dy in grads])
         for whole, result in zip(outputs, results, strict=True):
-            whole[part] = result.detach()
-        for whole, grad in zip(row_grads, found[:n_rows], strict=True):
-            whole[part] = grad
-        for whole, grad in zip(column_grads, found[n_rows:], strict=True):
-            whole += grad
-    gradients = row_grads + column_grads
+            whole.narrow(op.axis, start, count).copy_(result.detach())
+        if op.trained:
+            given = [dy.narrow(op.axis, start, count).double() for dy in grads]
+            found = torch.autograd.grad(results, [x for x in leaves if x.requires_grad], given)
+            for name, whole, grad in zip(op.trained, gradients, found, strict=True):
+                op.cut(name, whole, start, count).add_(grad)
     return {
         "forward": outputs,
         "backward": gradients,
-        "inference": outputs,
+        INFERENCE: outputs,
         "training": outputs + gradients,
     }
 
 
-def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+def error(actual: Tensor, expected: Tensor) -> float:
     """The largest error in ulps. It is infinite if a value is not finite or the shape is wrong."""
     if actual.shape != expected.shape:
         return float("inf")
     rms = torch.linalg.vector_norm(expected) / max(1, expected.numel()) ** 0.5
     worst = torch.zeros((), dtype=torch.float64, device=expected.device)
     actual, expected = actual.detach().reshape(-1), expected.reshape(-1)
-    for part in _chunks(expected.numel(), 1):
+    for start, count in _chunks(expected.numel(), 1):
+        part = slice(start, start + count)
         off = (actual[part].double() - expected[part]).abs() / (expected[part].abs() + rms)
         worst = torch.maximum(worst, off.nan_to_num(nan=torch.inf, posinf=torch.inf).max())
     return worst.item() / torch.finfo(actual.dtype).eps
 
 
-def budgets(eager_errors: Sequence[float], dtype: torch.dtype, m: int, columns: int) -> list[float]:
-    """The ulps that each output may be off: a multiple of eager PyTorch's own error, or a floor.
+def budgets(op: Op, case: Case, direction: str, eager_errors: Sequence[float]) -> list[float]:
+    """The ulps that each result may be off: a multiple of eager PyTorch's own error, or a floor.
 
-    The last ``columns`` outputs are float32 sums over M rows, and each provider adds in an order of
-    its own. These outputs may be off by √M ulps of float32.
+    The gradients of parameters are float32 sums over M rows, and each provider adds in an order of
+    its own. They may be off by √M ulps of float32. ``op.coded`` is the budget of codes.
     """
-    over_rows = m**0.5 * torch.finfo(torch.float32).eps / torch.finfo(dtype).eps
-    first_sum = len(eager_errors) - columns
-    return [
-        max(OVER_EAGER * ulps, FLOOR_ULPS, over_rows if i >= first_sum else 0.0)
-        for i, ulps in enumerate(eager_errors)
+    eps = torch.finfo(DTYPES[case.dtype]).eps
+    shared = case.m // ((case.groups if op.by_group else 1) * (op.heads or 1))
+    over_rows = shared**0.5 * torch.finfo(torch.float32).eps / eps
+    sums = {f"d{name}" for name in op.trained if name not in op.rows}
+    found = [
+        max(OVER_EAGER * ulps, FLOOR_ULPS, over_rows if name in sums else 0.0)
+        for name, ulps in zip(names(op, direction), eager_errors, strict=True)
     ]
+    return found if op.coded is None else [op.coded, *found[1:]]
 
 
 def names(op: Op, direction: str) -> list[str]:
     """The names of a direction's results in messages."""
-    if direction in ("forward", "inference"):
+    if direction in ("forward", INFERENCE):
         return list(op.outputs)
-    gradients = [f"d{name}" for name in (*op.rows, *op.columns)]
+    gradients = [f"d{name}" for name in op.trained]
     return [*op.outputs, *gradients] if direction == "training" else gradients
 
 
@@ -98,7 +103,7 @@ def complaint(actual, expected, allowed, called) -> str | None:
     return "; ".join(wrong) or None
 
 
-def poison(tensors: Sequence[torch.Tensor]) -> None:
+def poison(tensors: Sequence[Tensor]) -> None:
     """Fill memory with NaN that the allocator will reuse for outputs of these sizes.
 
     Otherwise a kernel that writes nothing could get memory that still holds the right answer.
@@ -107,6 +112,7 @@ def poison(tensors: Sequence[torch.Tensor]) -> None:
     del held
 
 
-def _chunks(m: int, n: int) -> Iterator[slice]:
+def _chunks(m: int, n: int) -> Iterator[tuple[int, int]]:
+    """The start and the length of each chunk of M rows."""
     step = max(1, _CHUNK // n)
-    return (slice(start, start + step) for start in range(0, m, step))
+    return ((start, min(step, m - start)) for start in range(0, m, step))

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench import index, pair_table, plot, report
-from bench.cases import DIRECTIONS
+from bench.op import DIRECTIONS
 from bench.record import Cell, Record, by_shape, load, merge
 from bench.text import table
 
@@ -99,7 +99,9 @@ def page(path: Path) -> str:
 
 
 def _block(document: Path, match: re.Match) -> Block:
-    """Raises ValueError for an unknown word, a missing record, or a cell that two records show."""
+    """Raises ValueError for an unknown word, a missing record, a cell that two records show, or a
+    release's record beside one of another commit.
+    """
     kind, opening = match["kind"], match["opening"].strip()
     options, svg = [], ""
     for word in match["words"].split():
@@ -121,7 +123,8 @@ def _block(document: Path, match: re.Match) -> Block:
         (path, load([document.parent / path]).narrowed(**wanted)) for path, wanted in options
     ]
     block, cells = Block(kind, sources, svg), sum(len(record.cells) for _, record in sources)
-    if kind in ("summary", "plot") and len(block.record.cells) < cells:
+    shown = None if kind == "index" else block.record  # an index has each record by itself
+    if kind in ("summary", "plot") and len(shown.cells) < cells:
         raise ValueError(f"{document}: two records have the same cells in {opening}")
     return block
 

@@ -14,7 +14,8 @@ from collections.abc import Iterator
 import torch
 
 from bench import command, provenance, record, report, worker
-from bench.cases import DIRECTIONS, DTYPES, OPS, Case
+from bench.cases import AROUND, OPS, PLAIN
+from bench.op import DIRECTIONS, DTYPES, Case
 from bench.providers import PROVIDERS, attendance
 from bench.record import FirstCall, Precompile, first_line
 from bench.run import repeatable_call
@@ -27,9 +28,8 @@ TIMEOUT_S = 300.0
 
 def main(argv: list[str]) -> int:
     parser = command.parser("first-call", __doc__)
-    served = [name for name, op in OPS.items() if op.heads is None]
     names = [name for name, provider in PROVIDERS.items() if not provider.host_only]
-    parser.add_argument("--op", nargs="+", choices=served, default=["rms_norm"])
+    parser.add_argument("--op", nargs="+", choices=(*PLAIN, *AROUND), default=["rms_norm"])
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bfloat16", "float32"])
     parser.add_argument("--hidden", nargs="+", type=int, metavar="N", default=HIDDEN)
     parser.add_argument("--provider", nargs="+", choices=names, default=names)
@@ -53,13 +53,13 @@ def main(argv: list[str]) -> int:
 
 def _first_calls(cases: list[Case], name: str, device: str) -> Iterator[FirstCall]:
     """The first calls of one provider, from both processes."""
-    arguments = {"cases": [vars(case) for case in cases], "provider": name, "device": device}
+    arguments = {"cases": [case.shape for case in cases], "provider": name, "device": device}
     with worker.temporary_folder() as folder:
         places = worker.caches(folder)
         try:
             cold, warm = (worker.run(measure, TIMEOUT_S, places, **arguments) for _ in range(2))
         except worker.WorkerError as error:  # one line, since it concerns all specs
-            where = {**vars(cases[0]), "direction": "forward", "provider": name}
+            where = {**cases[0].shape, "direction": "forward", "provider": name}
             yield FirstCall(**where, error=str(error))
             return
     for first, again in zip(cold, warm, strict=True):
@@ -74,8 +74,7 @@ def measure(cases: list[dict], provider: str, device: str) -> list[dict]:
     found = []
     for fields in cases:
         case, op = Case(**fields), OPS[fields["op"]]
-        shape = case.m, case.n, DTYPES[case.dtype], device
-        inputs, grads = op.inputs(*shape), op.output_grads(*shape)
+        inputs, grads = op.made(case, device), op.output_grads(case, device)
         call = None
         for direction in DIRECTIONS:
             line = {**fields, "direction": direction, "provider": provider, "error": ""}

@@ -1,41 +1,28 @@
-"""The measured operations as PyTorch code: spelled out, and as a PyTorch model calls them."""
+"""The measured operations as a PyTorch model calls them. In float64 they are the oracle, too."""
 
 from collections.abc import Callable
 
-import torch
 import torch.nn.functional as F
 
 EPS = 1e-6
 
 
-def rms_norm(x, weight):
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight
+def rms_norm(x, weight=None):
+    return F.rms_norm(x, x.shape[-1:], weight, EPS)
 
 
-def layer_norm(x, weight, bias):
-    return rms_norm(x - x.mean(-1, keepdim=True), weight) + bias
+def layer_norm(x, weight=None, bias=None):
+    return F.layer_norm(x, x.shape[-1:], weight, bias, EPS)
 
 
-def alone(norm: Callable) -> Callable:
-    return norm
+def head_rms_norm(x, weight):
+    # F.rms_norm takes only weights of the normalised shape.
+    return rms_norm(x) * weight
 
 
 def gated(norm: Callable) -> Callable:
     """A function that returns norm(x) · silu(gate)."""
     return lambda x, gate, *parameters: norm(x, *parameters) * F.silu(gate)
-
-
-def eager_rms_norm(x, weight):
-    return F.rms_norm(x, x.shape[-1:], weight, EPS)
-
-
-def eager_layer_norm(x, weight, bias):
-    return F.layer_norm(x, x.shape[-1:], weight, bias, EPS)
-
-
-def eager_head_rms_norm(x, weight):
-    # F.rms_norm takes only weights of the normalised shape.
-    return F.rms_norm(x, x.shape[-1:], eps=EPS) * weight
 
 
 def added_to(norm: Callable) -> Callable:
@@ -51,3 +38,32 @@ def of_sum(norm: Callable) -> Callable:
         return norm(total, *parameters), total
 
     return add_norm
+
+
+def chained(norm: Callable) -> Callable:
+    """A function that returns the norm of s = skip + norm(x), and s."""
+
+    def norm_add_norm(x, skip, *parameters):
+        each = len(parameters) // 2
+        total = skip + norm(x, *parameters[:each])
+        return norm(total, *parameters[each:]), total
+
+    return norm_add_norm
+
+
+def modulated(norm: Callable) -> Callable:
+    """A function that returns norm(x) · (1 + scale) + shift of x (B, S, D), scale and shift (B, D).
+
+    These are the operations of a diffusion transformer in diffusers.
+    """
+    return lambda x, scale, shift: norm(x) * (1 + scale[:, None]) + shift[:, None]
+
+
+def modulated_sum(norm: Callable) -> Callable:
+    """A function that returns the modulated norm of s = residual + gate · x, and s."""
+
+    def gate_add_norm(x, residual, scale, shift, gate):
+        total = residual + gate[:, None] * x
+        return modulated(norm)(total, scale, shift), total
+
+    return gate_add_norm

@@ -1,7 +1,8 @@
 """``python -m bench host`` measures what a norm costs the host, on shapes that a GPU does at once.
 
 Three ways: a call of (rows, N); a batch of (2, rows / 2, N), as in a model; and a step, which is
-twelve norms with a product behind each, as one function. Compilers get the step whole: there a norm
+twelve norms with a product behind each, as one function. Norms with parameters by group take
+(1, 1024, N) in a call. Compilers get the step whole: there a norm
 costs what is between two providers, divided by twelve. Times are of the clock of the thread that
 calls, and of all threads of the process.
 """
@@ -15,24 +16,26 @@ import torch
 from torch import Tensor
 
 from bench import command, provenance, record, report, timing
-from bench.cases import DTYPES, OPS, Op
+from bench.cases import AROUND, MODULATED, OPS, PLAIN
 from bench.check import as_tuple
+from bench.op import Case, Op
 from bench.providers import PROVIDERS, attendance
 from bench.record import Host, first_line
 
 # Shapes so small that the GPU finishes a call before the host has prepared the next call.
 M, N, DTYPE = 32, 1024, "bfloat16"
+GROUP_ROWS = 1024  # of a sample, where parameters lie by group
 STEP_N, NORMS = 512, 12
 WAYS = ("call", "batch", "step")
 ROUNDS = 3
-LATE = "out of time"
+MEASURED = (*PLAIN, *AROUND, "head_rms_norm", *MODULATED)
 # What computes a step as a whole, by the provider whose function is in it.
 STEPS = {"torch": "compile", "tilenorm": "tilenorm-compile"}
 
 
 def main(argv: list[str]) -> int:
     parser = command.parser("host", __doc__)
-    parser.add_argument("--op", nargs="+", choices=OPS, default=list(OPS))
+    parser.add_argument("--op", nargs="+", choices=OPS, default=MEASURED)
     parser.add_argument("--way", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--provider", nargs="+", choices=PROVIDERS, default=list(PROVIDERS))
     parser.add_argument("--max-seconds", type=float, default=math.inf)
@@ -46,7 +49,7 @@ def main(argv: list[str]) -> int:
     made = provenance.describe_run(device, ["host", *argv], absent)
     with record.writing(args.out, made) as (found, emit):
         for op in map(OPS.get, args.op):
-            for way in args.way:
+            for way in filter(ways_of(op).__contains__, args.way):
                 names = present[op.name]
                 if way == "step":
                     names = [name for pair in STEPS.items() if pair[0] in names for name in pair]
@@ -56,47 +59,64 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+def ways_of(op: Op) -> tuple[str, ...]:
+    """The ways of an op: rows by group are a batch in a call, and codes have no step."""
+    return tuple(
+        way
+        for way in WAYS
+        if way == "call" or (op.trained and not (op.by_group and way == "batch"))
+    )
+
+
+def missing(op: Op, names: Sequence[str], hosts: Sequence[Host]) -> list[str]:
+    """The providers whose call of an op was not measured yet."""
+    found = {host.provider for host in hosts if (host.op, host.way) == (op.name, "call")}
+    return [name for name in names if name not in found]
+
+
 def times(
     op: Op, names: Sequence[str], device: str, way: str, late: Callable, told: Callable
 ) -> list[Host]:
     """The host times of all providers: each is the least median of several rounds.
 
     The providers take turns in every round, because the host of a virtual machine may be slow for
-    seconds.
+    seconds. What there was no time for is left out.
     """
-    leaves, grads, load = _given(op, device, way)
+    case, (leaves, grads, load) = case_of(op, way), _given(op, device, way)
     found, loaded = {name: {} for name in names}, {}
     for turn in range(ROUNDS):
         for name, least in found.items():
-            if turn == 0:
-                told(f"{op.name} host time {name}")
             if late() or "error" in least:
                 continue
+            if turn == 0:
+                told(f"{op.name} host time {name}")
             try:
                 provider = loaded[name] = loaded.get(name) or load(name)
-                calls = {"forward": _forward, "forward_backward": _both}
+                calls = {"forward": _forward} | ({"forward_backward": _both} if op.trained else {})
                 for field, call in calls.items():
                     taken = timing.host(partial(call, provider, leaves, grads), device)
                     for key, us in zip(("us", "cpu_us"), taken, strict=True):
                         least[f"{field}_{key}"] = min(us, least.get(f"{field}_{key}", us))
             except Exception as error:
                 least["error"] = first_line(error)
-    where = {"op": op.name, "dtype": DTYPE, "m": M, "n": STEP_N if way == "step" else N}
-    skipped = {"error": LATE}
-    return [Host(**where, way=way, provider=n, **(least or skipped)) for n, least in found.items()]
+    where = case.shape | {"way": way}
+    return [Host(**where, provider=name, **least) for name, least in found.items() if least]
+
+
+def case_of(op: Op, way: str) -> Case:
+    return Case(op.name, DTYPE, GROUP_ROWS if op.by_group else M, STEP_N if way == "step" else N)
 
 
 def _given(op: Op, device: str, way: str) -> tuple[list[Tensor], list[Tensor], Callable]:
     """The inputs, the gradients of the outputs, and what loads a provider by its name."""
-    shape = M, STEP_N if way == "step" else N, DTYPES[DTYPE], device
-    leaves = [x.requires_grad_() for x in op.inputs(*shape)]
-    grads = op.output_grads(*shape)
+    case = case_of(op, way)
+    leaves, grads = op.made(case, device), op.output_grads(case, device)
     if way == "batch":
         leaves, grads = (list(map(_in_batch, tensors)) for tensors in (leaves, grads))
     if way != "step":
         return leaves, grads, lambda name: PROVIDERS[name].load(op)
-    product = torch.randn(NORMS, STEP_N, STEP_N, dtype=shape[2], device=device) * STEP_N**-0.5
-    leaves.append(product.requires_grad_())
+    product = torch.randn(NORMS, STEP_N, STEP_N, device=device) * STEP_N**-0.5
+    leaves.append(product.to(grads[0].dtype).requires_grad_())
     return leaves, grads[:1], partial(_step, op)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from bench import accuracy_table, pair_table, report
-from bench.cases import DIRECTIONS
+from bench.op import DIRECTIONS
 from bench.record import Record, by_shape
 
 

@@ -35,6 +35,7 @@ class Cell:
     samples: int = 0
     timing: str = ""
     error: str = ""
+    groups: int = 1
 
     COMPUTED = ("gbps",)
 
@@ -136,8 +137,11 @@ class Pair:
     losses are of the first forward, from the same weights. ``gradient_change`` is the norm of the
     difference of the two first gradients divided by the norm of the base's: the largest of all
     parameters, and ``gradient`` is the name of this parameter. ``kernels`` has the name,
-    calls, milliseconds and bytes of each kernel of one step. ``reports`` say what
-    tilenorm replaced.
+    calls, milliseconds and bytes of each kernel of one step. ``reports`` say what tilenorm
+    replaced. ``step_losses`` has the loss of every step in order, those of warming up first: two
+    runs whose numbers are equal computed the same bits. With several ``gpus`` these are the first
+    process's losses, ``ranks`` has the times and peaks of each process, and ``pairs_us`` and
+    ``peak_bytes`` those of the slowest, or with the most.
     """
 
     model: str
@@ -154,6 +158,9 @@ class Pair:
     gradient: str = ""
     kernels: list[list[dict]] = field(default_factory=list)
     reports: list[str] = field(default_factory=list)
+    gpus: int = 1
+    ranks: list[dict] = field(default_factory=list)
+    step_losses: list[float] = field(default_factory=list)
     error: str = ""
 
     COMPUTED = ("medians_us", "difference_us", "more_tokens")

@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from bench import kernels
+from bench import kernels, parallel
 from bench.record import first_line
-from bench.step import Settings, Training
+from bench.step import SEED, Settings, Training, model_of
 from bench.timing import Timer
-from bench.variants import VARIANTS, prepared, twin
+from bench.variants import VARIANTS, Prepared, prepared, share
 
 WARM_UP = 2  # pairs of steps
 # A larger change of a gradient is an error. In Llama 3's form with 32 layers of 512 on a CPU, with
@@ -30,24 +30,59 @@ LEAST_SIZE = 0.1
 
 
 def measure(names: Sequence[str], settings: dict, pairs: int, deadline: float) -> dict:
-    """The fields of a record's Pair. No pair starts after the deadline, a value of time.time()."""
+    """The fields of a record's Pair. No pair starts after the deadline, a value of time.time().
+
+    The processes of a parallel step call it together, and all get the same fields.
+    """
     given = Settings.of(settings)
-    training = Training.of(given)
-    both = [prepared(twin(training.model), VARIANTS[name], given.whole) for name in names]
+    torch.use_deterministic_algorithms(given.deterministic)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    training, both = _built(given, names)
     calls = [variant.call for variant in both]
     found = compared(training, calls)
-    found["reports"] = [variant.said() for variant in both]
+    found |= {"reports": [variant.said() for variant in both], "gpus": given.fsdp * given.tp}
     if not found["gradient_change"] <= MOST_CHANGE:
         return found | {"status": "wrong", "error": _complaint(found)}
-    steps = [lambda call=variant.call: training.step(call) for variant in both]
+    losses: list[Tensor] = []
+    steps = [lambda call=call: losses.append(training.step(call)) for call in calls]
     timer = Timer(given.device)
     alternated(steps, WARM_UP, timer, deadline)
-    found["pairs_us"], found["peak_bytes"] = alternated(steps, pairs, timer, deadline)
-    if not found["pairs_us"]:
+    times, peaks = alternated(steps, pairs, timer, deadline)
+    found |= {"pairs_us": times, "peak_bytes": peaks}
+    found["step_losses"] = [loss.item() for loss in losses]
+    if found["gpus"] > 1:
+        found["ranks"] = parallel.of_all({"pairs_us": times, "peak_bytes": peaks})
+        found["pairs_us"] = _most([rank["pairs_us"] for rank in found["ranks"]])
+        if given.device != "cpu":
+            found["peak_bytes"] = _most([rank["peak_bytes"] for rank in found["ranks"]])
+    if not times:
         return found | {"status": "skipped", "error": "no time was left after compiling"}
-    if given.device != "cpu":
+    if given.device != "cpu" and found["gpus"] == 1:
         found |= kernels_of(steps)
     return found
+
+
+def _most(of_ranks: list) -> list:
+    """The largest number of any process at each place."""
+    return torch.tensor(of_ranks, dtype=torch.float64).amax(0).tolist()
+
+
+def _built(given: Settings, names: Sequence[str]) -> tuple[Training, list[Prepared]]:
+    """The training of the first variant's model, and both variants with its parameters."""
+    mesh, models, both = None, [], []
+    if given.fsdp * given.tp > 1:
+        mesh = parallel.mesh_of(given.device, given.fsdp, given.tp)
+    for name in names:
+        model = model_of(given)
+        if mesh is not None:
+            parallel.split(model, mesh)
+        both.append(prepared(model, VARIANTS[name], given.whole))
+        if mesh is not None:
+            parallel.sharded(model, mesh)
+        models.append(model)
+        share(model, models[0])
+    seed = SEED + (0 if mesh is None else mesh.get_local_rank("fsdp"))
+    return Training.of(given, models[0], seed), both
 
 
 def compared(training: Training, calls: Sequence[Callable[..., Tensor]]) -> dict:
@@ -56,23 +91,31 @@ def compared(training: Training, calls: Sequence[Callable[..., Tensor]]) -> dict
     for call in calls:
         loss = call(*training.inputs)
         loss.backward()
-        losses.append(loss.item())
-        gradients.append({name: p.grad for name, p in training.model.named_parameters()})
+        losses.append(loss.detach().double())
+        gradients.append({n: parallel.local(p.grad) for n, p in training.model.named_parameters()})
         training.optimizer.zero_grad(set_to_none=True)
+    shares = parallel.total(torch.ones_like(losses[0]))
+    losses = (parallel.total(torch.stack(losses)) / shares).tolist()
     return {"losses": losses} | _worst(changes_of(*gradients))
 
 
 def changes_of(base: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, float]:
-    """‖other - base‖ / ‖base‖ of each gradient. See LEAST_SIZE for gradients of about 0."""
-    norms = {name: gradient.float().norm().item() for name, gradient in base.items()}
-    elements = sum(gradient.numel() for gradient in base.values())
-    mean = math.sqrt(sum(norm**2 for norm in norms.values()) / elements)
-    found = {}
-    for name, gradient in base.items():
-        least = LEAST_SIZE * mean * math.sqrt(gradient.numel())
-        difference = (other[name].float() - gradient.float()).norm().item()
-        found[name] = difference / (max(norms[name], least) or 1.0)
-    return found
+    """‖other - base‖ / ‖base‖ of each gradient. See LEAST_SIZE for gradients of about 0.
+
+    Of a gradient that is cut, each process has a part.
+    """
+    norms = [
+        torch.stack([g.float().norm(), (other[name].float() - g.float()).norm()])
+        for name, g in base.items()
+    ]
+    squares = torch.stack(norms).double() ** 2
+    elements = squares.new_tensor([[g.numel()] for g in base.values()])
+    squares = parallel.total(torch.cat((squares, elements), 1))
+    mean = math.sqrt(squares[:, 0].sum() / squares[:, 2].sum())
+    least = LEAST_SIZE * mean * squares[:, 2].sqrt()
+    size = squares[:, 0].sqrt().maximum(least)
+    changes = squares[:, 1].sqrt() / size.where(size > 0, 1.0)
+    return dict(zip(base, changes.tolist(), strict=True))
 
 
 def _worst(changes: dict[str, float]) -> dict:
@@ -107,7 +150,7 @@ def alternated(
     marks: list = []
     peaks: list = [None, None]
     for i in range(pairs):
-        if time.time() >= deadline:
+        if not parallel.agreed(time.time() < deadline):
             break
         order = (0, 1) if i % 2 == 0 else (1, 0)
         ends = [timer.mark()]

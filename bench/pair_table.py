@@ -33,6 +33,8 @@ def table_of(pairs: Sequence[Pair], markdown: bool) -> str:
             continue
         base, variant = pair.medians_us
         made = len(pair.pairs_us)
+        if pair.gpus > 1:
+            notes.append(f"{', '.join(names)}: tokens/s are of one of {pair.gpus} GPUs")
         if made < pair.asked:
             notes.append(f"{', '.join(names)}: out of time after {made} of {pair.asked} pairs")
         rows.append(
@@ -41,7 +43,7 @@ def table_of(pairs: Sequence[Pair], markdown: bool) -> str:
                 made,
                 f"{base / 1e3:.2f} / {variant / 1e3:.2f}",
                 with_interval(pair.difference_us, 1e-3, "+.2f", ""),
-                " / ".join(f"{pair.tokens / us * 1e6:.0f}" for us in (base, variant)),
+                " / ".join(f"{pair.tokens / pair.gpus / us * 1e6:.0f}" for us in (base, variant)),
                 with_interval(pair.more_tokens, 100, "+.2f", "%"),
                 " / ".join(map(gib, pair.peak_bytes)),
                 *(map(_counted, pair.kernels) if pair.kernels else ("-", "-")),

@@ -3,7 +3,7 @@
 import hashlib
 import re
 
-from bench.cases import DIRECTIONS
+from bench.op import DIRECTIONS
 from bench.record import Cell, Record
 from bench.report import CPU_NOTICE, OURS, ops_and_dtypes
 
@@ -16,6 +16,8 @@ _STYLES = {
     "liger": ("#CC79A7", "D"),
     "liger-cutile": ("#56B4E9", "P"),
     "tilegym": ("#E69F00", "X"),
+    "tilenorm+cast": ("#999999", "<"),
+    "flashinfer": ("#F0E442", ">"),
     OURS: ("#009E73", "o"),  # the last line is drawn on top
 }
 

@@ -1,5 +1,6 @@
 """The run line of a record: where, when and with which versions the run was made."""
 
+import hashlib
 import os
 import platform
 import re
@@ -46,6 +47,7 @@ def describe_run(device: str, arguments: list[str], absent: dict[str, str]) -> d
         "packages": {name: _version(name) for name in PACKAGES},
         "tilenorm": tilenorm.__version__,
         "commit": _commit(),
+        "sources": _sources(),
         "absent": absent,
     }
 
@@ -97,6 +99,14 @@ def _commit() -> str | None:
     commit = _output(*git, "rev-parse", "--short=12", "HEAD", lines=1)
     edited = commit and _output(*git, "status", "--porcelain", "--untracked-files=no")
     return f"{commit}+dirty" if edited else commit
+
+
+def _sources() -> str:
+    """A digest of tilenorm's files: two edited checkouts of one commit differ in it."""
+    found, folder = hashlib.sha256(), Path(__file__).resolve().parents[1] / "tilenorm"
+    for path in sorted(p for p in folder.rglob("*") if p.suffix in (".py", ".json")):
+        found.update(str(path.relative_to(folder)).encode() + path.read_bytes())
+    return found.hexdigest()[:16]
 
 
 def _output(*command: str, lines: int | None = None) -> str | None:

@@ -10,8 +10,11 @@ from functools import cache
 
 import torch
 
-from bench.cases import OPS, Op
+from bench.cases import OPS
 from bench.formulas import EPS
+from bench.op import Op
+from bench.quantized import Quantized, composed, flashinfer, quantize
+from bench.quantized import tilenorm as quantized_by_tilenorm
 from bench.record import first_line
 
 
@@ -41,23 +44,20 @@ class Provider:
 def _tilenorm(op: Op):
     import tilenorm as tn
 
-    def rms_norm(x, weight):
-        return tn.rms_norm(x, x.shape[-1:], weight, EPS)
+    if isinstance(op, Quantized):
+        return quantized_by_tilenorm(op)
+    function: Callable = getattr(tn, op.name.split()[0].removeprefix("head_"))
+    rows = len(op.rows)
+    if not op.by_group:
+        return lambda *given: function(*given[:rows], given[0].shape[-1:], *given[rows:], EPS)
+    if rows == 1:
+        return lambda x, scale, shift: function(x, x.shape[-1:], scale, shift, eps=EPS)
 
-    def gated_layer_norm(x, gate, weight, bias):
-        return tn.gated_layer_norm(x, gate, x.shape[-1:], weight, bias, EPS)
+    def gated(x, residual, scale, shift, gate):
+        how = {"residual": residual, "gate": gate, "eps": EPS}
+        return function(x, x.shape[-1:], scale, shift, **how)
 
-    return {
-        "rms_norm": rms_norm,
-        "layer_norm": lambda x, w, b: tn.layer_norm(x, x.shape[-1:], w, b, EPS),
-        "add_rms_norm": lambda x, r, w: tn.add_rms_norm(x, r, x.shape[-1:], w, EPS),
-        "add_layer_norm": lambda x, r, w, b: tn.add_layer_norm(x, r, x.shape[-1:], w, b, EPS),
-        "rms_norm_add": lambda x, s, w: tn.rms_norm_add(x, s, x.shape[-1:], w, EPS),
-        "layer_norm_add": lambda x, s, w, b: tn.layer_norm_add(x, s, x.shape[-1:], w, b, EPS),
-        "gated_rms_norm": lambda x, z, w: tn.gated_rms_norm(x, z, x.shape[-1:], w, EPS),
-        "gated_layer_norm": gated_layer_norm,
-        "head_rms_norm": rms_norm,
-    }.get(op.name)
+    return gated
 
 
 def _compile(op: Op):
@@ -67,6 +67,17 @@ def _compile(op: Op):
 def _tilenorm_compile(op: Op):
     ours = _tilenorm(op)
     return ours and compiled(ours)
+
+
+def _tilenorm_and_cast(op: Op):
+    if not isinstance(op, Quantized):
+        return None
+    norm = _tilenorm(OPS[op.name.split()[0].removesuffix("_quantized")])
+    return composed(norm, op.scaling, op.returned, compiled(quantize))
+
+
+def _flashinfer(op: Op):
+    return flashinfer(op) if isinstance(op, Quantized) else None
 
 
 def compiled(function: Callable) -> Callable:
@@ -129,6 +140,11 @@ def _liger_norms(rms_norm, layer_norm, add_rms_norm):
 
 
 def _liger(op: Op):
+    if op.name == "modulated_rms_norm":  # Liger 0.8.5 has none
+        from liger_kernel.ops.modulated_rms_norm import LigerModulatedRMSNormFunction as Modulated
+
+        rest = EPS, 0.0, "gemma", True
+        return lambda x, scale, shift: Modulated.apply(x, None, scale, shift, *rest)
     # From the submodules, because LIGER_KERNEL_IMPL changes the names in liger_kernel.ops.
     from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction as AddRMSNorm
     from liger_kernel.ops.layer_norm import LigerLayerNormFunction as LayerNorm
@@ -180,6 +196,8 @@ PROVIDERS = {
         Provider("liger", _liger),
         Provider("liger-cutile", _liger_cutile),
         Provider("tilegym", _tilegym),
+        Provider("tilenorm+cast", _tilenorm_and_cast),
+        Provider("flashinfer", _flashinfer),
     )
 }
 

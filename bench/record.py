@@ -11,17 +11,13 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
-from bench.cases import HOST
-from bench.lines import (
-    Accuracy,
-    Cell,
-    Copy,
-    FirstCall,
-    Host,
-    Pair,
-    Precompile,
-)
+from bench.cases import RELEASE
+from bench.lines import Accuracy, Cell, Copy, FirstCall, Host, Pair, Precompile
+from bench.op import HOST
 
+# What has to be equal for a run to go on in the file of another.
+IDENTITY = ("machine", "commit", "sources", "tilenorm", "torch", "rms_norm", "cuda", "driver")
+IDENTITY = (*IDENTITY, "tileiras", "python", "packages")
 LISTS = {
     Cell: "cells",
     Copy: "copies",
@@ -130,14 +126,24 @@ def load(paths: Sequence[str | Path]) -> Record:
 
 
 @contextmanager
-def writing(path: str | None, run: dict) -> Iterator[tuple[Record, Callable[[Line], None]]]:
-    """An empty record of one run, and a function that adds a line to it, and at once to the file
-    at ``path``, if a path is given.
+def writing(
+    path: str | None, run: dict, resumed: bool = False
+) -> Iterator[tuple[Record, Callable[[Line], None]]]:
+    """A record of a run, and a function that adds a line to it, and at once to the file at
+    ``path``, if a path is given.
+
+    The record is empty, or, ``resumed``, what the file has, if it exists. Raises ValueError if that
+    is of another commit, version or machine.
     """
+    record = Record()
     if path:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-    record = Record()
-    with open(path or os.devnull, "w") as file:
+    if resumed and path and Path(path).exists():
+        whole, end, _ = Path(path).read_text().rpartition("\n")  # without a line that was cut off
+        Path(path).write_text(whole + end)
+        record = load([path])
+        _same(path, record.runs, run)
+    with open(path or os.devnull, "a" if record.runs else "w") as file:
 
         def emit(line: Line | dict) -> None:
             record.add(line)
@@ -147,8 +153,17 @@ def writing(path: str | None, run: dict) -> Iterator[tuple[Record, Callable[[Lin
         yield record, emit
 
 
+def _same(path: str, runs: Sequence[dict], run: dict) -> None:
+    """Raise ValueError unless all runs are of one suite, commit, machine and versions."""
+    for earlier in runs:
+        for name in ("suite", *IDENTITY):
+            if earlier.get(name) != run.get(name):
+                what = f"{name} {earlier.get(name)}, not {run.get(name)}: give another file"
+                raise ValueError(f"{path} is of {what}")
+
+
 def merge(records: Sequence[Record]) -> Record:
-    """One record of several, all of one machine.
+    """One record of several, all of one machine, and of one commit if one is a release's.
 
     Where two records measured the same thing, the later record counts.
     """
@@ -156,6 +171,10 @@ def merge(records: Sequence[Record]) -> Record:
     machines = sorted({run["machine"] for run in runs})
     if len(machines) > 1:
         raise ValueError(f"records of different machines cannot be merged: {machines}")
+    released = [run for run in runs if run.get("suite") == RELEASE]
+    if released and len({(run["commit"], run.get("sources")) for run in runs}) > 1:
+        commits = ", ".join(dict.fromkeys(str(run["commit"]) for run in runs))
+        raise ValueError(f"a release's record is shown beside no other commit's, got {commits}")
     merged = Record(runs)
     for kind in LISTS.values():
         lines = [line for record in records for line in getattr(record, kind)]
@@ -175,7 +194,7 @@ def by_shape(records: Iterable[Record]) -> dict[tuple, dict[str, Cell]]:
 
 def what(line: Line) -> tuple:
     """The key of what a line measures: two lines with equal keys measure the same thing."""
-    names = "op dtype m n way direction provider arguments model base variant inputs"
+    names = "op dtype m n groups way direction provider arguments model base variant inputs"
     return type(line), *(getattr(line, name, None) for name in names.split())
 
 

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from bench import accuracy_table, pair_table
-from bench.cases import DIRECTIONS, INFERENCE, OPS
+from bench.cases import OPS
+from bench.op import DIRECTIONS, INFERENCE
 from bench.record import Cell, FirstCall, Record
 from bench.text import table, titled
 
@@ -29,10 +30,8 @@ def tables(record: Record, markdown: bool = False) -> list[str]:
             cells = [
                 c for c in record.cells if (c.op, c.dtype, c.direction) == (op, dtype, direction)
             ]
-            if cells and direction in DIRECTIONS:
-                parts.append(_throughput(record, cells, markdown))
-            elif cells:
-                parts.append(_latency(cells, markdown))
+            if any(cell.status != "skipped" for cell in cells):
+                parts.append(_of_cells(record, cells, markdown))
     for of in dict.fromkeys((host.op, host.way) for host in record.hosts):
         parts.append(_host_times(record, *of, markdown))
     if record.pairs:
@@ -77,60 +76,35 @@ def versions(run: dict) -> str:
     return ", ".join(f"{name} {value}" for name, value in found.items() if value)
 
 
-def _throughput(record: Record, cells: Sequence[Cell], markdown: bool) -> str:
+def _of_cells(record: Record, cells: Sequence[Cell], markdown: bool) -> str:
+    """A row for each shape: GB/s beside a copy's, or microseconds of an inference."""
+    first, measured = cells[0], [cell for cell in cells if cell.status != "skipped"]
+    rates = first.direction in DIRECTIONS
     copies = {(copy.dtype, copy.m, copy.n): copy.gbps for copy in record.copies}
-    names, shapes = _by_shape(cells)
-    rows = []
-    for (m, n), here in shapes.items():
-        copy = copies.get((cells[0].dtype, m, n))
-        shown = [_rate(here.get(name), copy) for name in names]
-        rows.append([n, m, *shown, _speed(copy) if copy else "-", against_best_peer(here)])
-    header = ["N", "M", *names, "copy", f"{OURS} / best peer"]
-    return _of_cells(cells, "GB/s (% of a copy)", table(header, rows, markdown), markdown)
-
-
-def _latency(cells: Sequence[Cell], markdown: bool) -> str:
-    names, shapes = _by_shape(cells)
-    rows = [
-        [n, m, *(_time(here.get(name)) for name in names), against_best_peer(here)]
-        for (m, n), here in shapes.items()
-    ]
-    header = ["N", "M", *names, f"speed of {OURS} / best peer"]
-    return _of_cells(cells, "µs", table(header, rows, markdown), markdown)
-
-
-def _by_shape(cells: Sequence[Cell]) -> tuple[list[str], dict[tuple[int, int], dict[str, Cell]]]:
-    """The providers, and the cells of each shape (M, N) by provider, narrow shapes first.
-
-    A shape is left out if the run had no time for any of its cells.
-    """
-    shapes, measured = {}, [cell for cell in cells if cell.status != "skipped"]
+    names = list(dict.fromkeys(cell.provider for cell in measured))
+    shapes: dict[tuple, dict[str, Cell]] = {}
     for cell in sorted(cells, key=lambda c: (c.n, c.m)):
-        shapes.setdefault((cell.m, cell.n), {})[cell.provider] = cell
-    some = {(cell.m, cell.n) for cell in measured}
-    shapes = {shape: here for shape, here in shapes.items() if shape in some}
-    return list(dict.fromkeys(cell.provider for cell in measured)), shapes
-
-
-def _of_cells(cells: Sequence[Cell], unit: str, body: str, markdown: bool) -> str:
-    first = cells[0]
-    title = f"{first.op} {first.direction}, {first.dtype}: {unit}"
+        shapes.setdefault((cell.n, cell.m, cell.groups), {})[cell.provider] = cell
+    rows, some = [], {(cell.n, cell.m, cell.groups) for cell in measured}
+    for (n, m, groups), here in ((shape, shapes[shape]) for shape in shapes if shape in some):
+        copy = copies.get((first.dtype, m, n)) if rates else None
+        shown = [_shown(here[name], copy) if name in here else "-" for name in names]
+        shown += [_speed(copy) if copy else "-"] * rates
+        size = m if groups == 1 else f"{groups} x {m // groups}"
+        rows.append([n, size, *shown, against_best_peer(here)])
+    unit, ratio = ("GB/s (% of a copy)", "") if rates else ("µs", "speed of ")
+    header = ["N", "M", *names, *["copy"] * rates, f"{ratio}{OURS} / best peer"]
     spreads = [cell.spread for cell in cells if cell.spread is not None]
     notes = [f"largest spread (p80 - p20) / median: {max(spreads):.1%}"] if spreads else []
-    return titled(title, body, notes + _notes(cells), markdown)
+    title = f"{first.op} {first.direction}, {first.dtype}: {unit}"
+    return titled(title, table(header, rows, markdown), notes + _notes(measured), markdown)
 
 
-def _time(cell: Cell | None) -> str:
-    if cell is None or cell.status == "skipped":
-        return "-"
-    return cell.status if cell.median_us is None else f"{cell.median_us:.3g}"
-
-
-def _rate(cell: Cell | None, copy: float | None) -> str:
-    if cell is None or cell.status == "skipped":
-        return "-"
-    if cell.gbps is None:
-        return cell.status
+def _shown(cell: Cell, copy: float | None) -> str:
+    if cell.median_us is None:  # earlier records have cells that were skipped
+        return "-" if cell.status == "skipped" else cell.status
+    if cell.direction not in DIRECTIONS:
+        return f"{cell.median_us:.3g}"
     speed = _speed(cell.gbps)
     return f"{speed} ({cell.gbps / copy:.0%})" if copy else speed
 
@@ -143,28 +117,12 @@ def _speed(gbps: float) -> str:
 def _notes(cells: Sequence[Cell]) -> list[str]:
     """Why cells have no time, or why CUDA graphs did not time them: one line for each reason."""
     sizes = {}
-    for cell in cells:
-        if cell.error and cell.status != "skipped":
-            status = cell.status if cell.status != "ok" else "timed by " + cell.timing
-            sizes.setdefault((cell.provider, status, cell.error), {})[str(cell.n)] = None
-    lines = [
+    for cell in filter(lambda cell: cell.error, cells):
+        status = cell.status if cell.status != "ok" else "timed by " + cell.timing
+        sizes.setdefault((cell.provider, status, cell.error), {})[str(cell.n)] = None
+    return [
         f"{provider}, N = {', '.join(ns)}: {status}: {reason}"
         for (provider, status, reason), ns in sizes.items()
-    ]
-    if late := _out_of_time(cells):
-        lines.append(f"not measured, because the run was out of time: N = {', '.join(late)}")
-    return lines
-
-
-def _out_of_time(cells: Sequence[Cell]) -> list[str]:
-    """The N that the run had no time for, with the providers where it is not all of them."""
-    late = {}
-    for cell in sorted(cells, key=lambda c: c.n):
-        late.setdefault(cell.n, {})[cell.provider] = cell.status == "skipped"
-    return [
-        str(n) if all(skipped.values()) else f"{n} ({', '.join(filter(skipped.get, skipped))})"
-        for n, skipped in late.items()
-        if any(skipped.values())
     ]
 
 

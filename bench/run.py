@@ -3,14 +3,16 @@
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
 from bench import check, host, timing
-from bench.cases import DTYPES, HOST, OPS, Case, Op
+from bench.cases import OPS
+from bench.op import DTYPES, HOST, INFERENCE, Case, Op
 from bench.providers import PROVIDERS
-from bench.record import Cell, Copy, Host, first_line
+from bench.record import Cell, Copy, Host, Record, first_line, what
 
 # The number of elements of a copy is rounded up to a multiple of this.
 COPY_UNIT = 1 << 16
@@ -46,74 +48,86 @@ def run(
     emit: Callable[[Cell | Copy | Host], None],
     max_seconds: float = math.inf,
     budget_s: float = 0.1,
+    earlier: Record | None = None,
 ) -> None:
     """Measure the providers that ``names`` gives for each op, and hand each result to ``emit``.
 
-    The direction HOST is measured once for each op, and the other directions for each case.
+    The direction HOST is measured once for each op, and the other directions for each case. What
+    ``earlier`` has is not measured again. Nothing starts after ``max_seconds``.
 
     On a GPU the run has a stream of its own. The autograd engine runs a backward on the stream of
     its forward, and a CUDA graph captures one stream, which must not be the default stream.
     """
-    ops = dict.fromkeys(case.op for case in cases)
-    timed = {op: [n for n in names[op] if not PROVIDERS[n].host_only] for op in ops}
-    ways = [direction for direction in directions if direction != HOST]
-    host_ops = ops if HOST in directions else ()
-    cells = sum(len(timed[case.op]) for case in cases) * len(ways)
-    progress = Progress(cells + sum(len(names[op]) for op in host_ops))
+    earlier = earlier or Record()
+    done = {what(line) for line in (*earlier.cells, *earlier.hosts)}
+    shapes = {(copy.dtype, copy.m, copy.n) for copy in earlier.copies}
+    todo = {case: _asked(case, names[case.op], directions) for case in cases}
+    todo = {case: [c for c in cells if what(c) not in done] for case, cells in todo.items()}
+    ops = dict.fromkeys(case.op for case in cases) if HOST in directions else ()
+    hosts = {op: host.missing(OPS[op], names[op], earlier.hosts) for op in ops}
+    progress = Progress(sum(map(len, (*todo.values(), *hosts.values()))))
 
     def late() -> bool:
         return progress.elapsed > max_seconds
 
     stream = torch.cuda.Stream(device) if device != "cpu" else None
-    shapes = set()
     with torch.cuda.stream(stream):
-        for op in map(OPS.get, host_ops):
-            for found in host.times(op, names[op.name], device, "call", late, progress.step):
+        for case, cells in todo.items():
+            if cells and not late():
+                if (shape := (case.dtype, case.m, case.n)) not in shapes:
+                    emit(copied(case, device, budget_s))
+                    shapes.add(shape)  # the same for all ops
+                _run_case(case, cells, device, emit, late, progress, budget_s)
+        for op, missing in hosts.items():
+            for found in host.times(OPS[op], missing, device, "call", late, progress.step):
                 emit(found)
-                if found.error and found.error != host.LATE:
+                if found.error:
                     _require_gpu(device, f"{found.provider}: {found.error}")
-        for case in cases:
-            _run_case(case, timed[case.op], ways, device, emit, late, progress, budget_s, shapes)
+    if progress.done < progress.total:
+        print(f"out of time after {progress.done} of {progress.total}", file=sys.stderr)
 
 
-def _run_case(case, names, directions, device, emit, late, progress, budget_s, shapes) -> None:
-    op, dtype = OPS[case.op], DTYPES[case.dtype]
-    prepared = None
-    for name in names:
-        provider = None
-        for direction in directions:
-            progress.step(f"{case.op} {case.dtype} {case.m} x {case.n} {direction} {name}")
-            nbytes = op.bytes(direction, case.m, case.n, dtype.itemsize)
-            cell = {**vars(case), "direction": direction, "provider": name, "bytes": nbytes}
-            if late():
-                emit(Cell(**cell, status="skipped", error="out of time"))
-                continue
-            if prepared is None:
-                if (case.dtype, case.m, case.n) not in shapes:  # not yet copied for another op
-                    emit(copied(case, dtype, device, budget_s))
-                    shapes.add((case.dtype, case.m, case.n))
-                prepared = _prepare(op, case, dtype, directions, device)
-            try:
-                provider = provider or PROVIDERS[name].load(op)
-                found = _measure(provider, op, prepared, direction, nbytes, device, budget_s)
-            except Exception as error:  # the failure of a peer is a result
-                found = {"status": _status(error), "error": first_line(error)}
-            emit(Cell(**cell, **found))
-            if "error" in found:
-                _require_gpu(device, f"{name}: {found['error']}")
+def _asked(case: Case, names: Sequence[str], directions: Sequence[str]) -> list[Cell]:
+    """The cells of a case without their numbers."""
+    op, timed = OPS[case.op], [name for name in names if not PROVIDERS[name].host_only]
+    ways = [direction for direction in directions if direction in op.directions]
+    return [
+        Cell(**vars(case), direction=way, provider=name, bytes=op.bytes(way, case))
+        for name in timed
+        for way in ways
+    ]
 
 
-def _prepare(op: Op, case: Case, dtype: torch.dtype, directions: Sequence[str], device: str):
+def _run_case(case, cells, device, emit, late, progress, budget_s) -> None:
+    op = OPS[case.op]
+    prepared = _prepare(op, case, dict.fromkeys(cell.direction for cell in cells), device)
+    loaded = {}
+    for cell in cells:
+        if late():
+            return
+        name, way = cell.provider, cell.direction
+        progress.step(f"{case.op} {case.dtype} {case.m} x {case.n} {way} {name}")
+        try:
+            if name not in loaded:
+                loaded = {name: PROVIDERS[name].load(op)}
+            found = _measure(loaded[name], op, prepared, cell, device, budget_s)
+        except Exception as error:  # the failure of a peer is a result
+            found = {"status": _status(error), "error": first_line(error)}
+        emit(replace(cell, **found))
+        if "error" in found:
+            _require_gpu(device, f"{name}: {found['error']}")
+
+
+def _prepare(op: Op, case: Case, directions: Iterable[str], device: str):
     """Inputs, output gradients, and the expected results and allowed errors of each direction."""
-    inputs = op.inputs(case.m, case.n, dtype, device)
-    grads = op.output_grads(case.m, case.n, dtype, device)
-    expected = check.oracle(op, inputs, grads)
+    inputs, grads = op.made(case, device), op.output_grads(case, device)
+    expected = check.oracle(op, case, inputs, grads)
     allowed = {}
     for direction in directions:
-        sums = len(op.columns) if direction in ("backward", "training") else 0
         eager = check.as_tuple(repeatable_call(op.eager, inputs, grads, direction)())
-        errors = [check.error(*pair) for pair in zip(eager, expected[direction], strict=True)]
-        allowed[direction] = check.budgets(errors, dtype, len(inputs[0]), sums)
+        pairs = zip(op.decoded(eager, inputs), expected[direction], strict=True)
+        errors = [check.error(*pair) for pair in pairs]
+        allowed[direction] = check.budgets(op, case, direction, errors)
     return inputs, grads, expected, allowed
 
 
@@ -122,26 +136,28 @@ def repeatable_call(provider, inputs, grads, direction) -> Callable:
 
     The inputs of a forward require gradients, so the forward saves what a backward needs.
     """
-    leaves = [_duplicate(x).requires_grad_() for x in inputs]
+    leaves = [_duplicate(x) for x in inputs]
     if direction == "forward":
         return lambda: provider(*leaves)
-    if direction == "inference":
+    if direction == INFERENCE:
         return torch.no_grad()(lambda: provider(*leaves))
     grads = [grad.clone() for grad in grads]
+    trained = [leaf for leaf in leaves if leaf.requires_grad]
     if direction == "training":
 
         def step():
             outputs = check.as_tuple(provider(*leaves))
-            return *(y.detach() for y in outputs), *_gradients(outputs, leaves, grads)
+            return *(y.detach() for y in outputs), *_gradients(outputs, trained, grads)
 
         return step
     outputs = provider(*leaves)
-    return lambda: _gradients(outputs, leaves, grads, retain_graph=True)
+    return lambda: _gradients(outputs, trained, grads, retain_graph=True)
 
 
 def _duplicate(x: torch.Tensor) -> torch.Tensor:
     """A copy with the same strides. clone() would remove the gaps between the rows."""
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
+    made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+    return made.copy_(x.detach()).requires_grad_(x.requires_grad)
 
 
 def _with_grad(outputs) -> tuple[torch.Tensor, ...]:
@@ -155,13 +171,14 @@ def _gradients(outputs, leaves, grads, **options) -> tuple[torch.Tensor, ...]:
     return torch.autograd.grad(_with_grad(outputs), leaves, grads, **options)
 
 
-def _measure(provider, op, prepared, direction, nbytes, device, budget_s) -> dict:
+def _measure(provider, op, prepared, cell, device, budget_s) -> dict:
     inputs, grads, expected, allowed = prepared
+    direction, nbytes = cell.direction, cell.bytes
     call = repeatable_call(provider, inputs, grads, direction)
     check.poison((*inputs, *grads))
-    wrong = check.complaint(
-        check.as_tuple(call()), expected[direction], allowed[direction], check.names(op, direction)
-    )
+    results = op.decoded(check.as_tuple(call()), inputs)
+    called = check.names(op, direction)
+    wrong = check.complaint(results, expected[direction], allowed[direction], called)
     if wrong:
         return {"status": "wrong", "error": wrong}
     sets = timing.rotating_sets(nbytes, device)
@@ -174,7 +191,8 @@ def _fields(result: timing.Timing) -> dict:
     return {**found, "timing": result.kind, **({"error": result.note} if result.note else {})}
 
 
-def copied(case: Case, dtype: torch.dtype, device: str, budget_s: float) -> Copy:
+def copied(case: Case, device: str, budget_s: float) -> Copy:
+    dtype = DTYPES[case.dtype]
     # Rounded up, because a copy of 21845 x 3072 elements ran at two thirds of the speed of 64 Mi.
     count = -(-case.m * case.n // COPY_UNIT) * COPY_UNIT
     nbytes = 2 * count * dtype.itemsize

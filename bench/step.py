@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bench.models import Transformer, drawn_batch
 from bench.shapes import LLAMA, MODELS, Shape
@@ -22,6 +22,9 @@ class Settings:
     length: int = 4096
     whole: bool = False
     device: str = "cuda"
+    fsdp: int = 1
+    tp: int = 1
+    deterministic: bool = False
 
     @classmethod
     def of(cls, fields: dict) -> "Settings":
@@ -30,8 +33,16 @@ class Settings:
 
     @property
     def tokens(self) -> int:
-        """The tokens of a step."""
-        return self.batch * self.length
+        """The tokens of a step, of all processes. Each group of tp processes has its own batch."""
+        return self.batch * self.length * self.fsdp
+
+    @property
+    def how(self) -> list[str]:
+        """How the model is trained, where it is not layer by layer on one GPU."""
+        words = ["whole"] * self.whole
+        if self.fsdp * self.tp > 1:
+            words += [f"fsdp {self.fsdp}, tp {self.tp}"]
+        return words + ["deterministic"] * self.deterministic
 
     @property
     def name(self) -> str:
@@ -49,7 +60,7 @@ class Settings:
             f"{self.batch} x {self.length} tokens",
             "adamw in bfloat16",
         ]
-        return ", ".join([*sizes, *["whole"] * self.whole])
+        return ", ".join([*sizes, *self.how])
 
     @property
     def label(self) -> str:
@@ -58,25 +69,23 @@ class Settings:
         given = replace(self.shape, layers=listed.layers)
         parts = [self.model if given == listed else f"{self.model}'s form in other sizes"]
         parts += [f"{self.shape.layers} layers", f"{self.batch} x {self.length} tokens"]
-        return ", ".join([*parts, *["whole"] * self.whole])
+        return ", ".join([*parts, *self.how])
 
 
 @dataclass
 class Training:
     """A model with its optimizer, and the inputs of every step."""
 
-    model: Transformer
+    model: nn.Module
     optimizer: torch.optim.Optimizer
     inputs: tuple[Tensor, ...]
 
     @classmethod
-    def of(cls, given: Settings) -> "Training":
-        factory = {"device": given.device, "dtype": torch.bfloat16}
-        model = Transformer(given.shape, given.length, **factory)
-        model.reset(SEED)
+    def of(cls, given: Settings, model: nn.Module, seed: int = SEED) -> "Training":
         fused = given.device != "cpu"
         optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, fused=fused)
-        inputs = drawn_batch(given.shape, given.batch, given.length, SEED, **factory)
+        factory = {"device": given.device, "dtype": torch.bfloat16}
+        inputs = drawn_batch(given.shape, given.batch, given.length, seed, **factory)
         return cls(model, optimizer, inputs)
 
     def step(self, call: Callable[..., Tensor]) -> Tensor:
@@ -86,3 +95,11 @@ class Training:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return loss.detach()
+
+
+def model_of(given: Settings) -> Transformer:
+    """The model with random weights, the same at every call."""
+    factory = {"device": given.device, "dtype": torch.bfloat16}
+    model = Transformer(given.shape, given.length, **factory)
+    model.reset(SEED)
+    return model

@@ -11,16 +11,27 @@ has it add the residual. patch-compile patches the model and gives it to torch.c
 tilenorm-compile is tilenorm.compile, and -low with memory="low". A compiler compiles one layer for
 all layers, as torchtitan does. With --whole it compiles the model as one graph, which takes minutes
 for many layers. --layers takes fewer layers where the memory is short.
+
+With --parallel fsdp=4,tp=2 eight processes train the model, one a GPU: FSDP2 over four, each with a
+batch of its own, and tensor parallelism with sequence parallelism over two. torchrun starts them:
+torchrun --nproc-per-node 8 -m bench train --parallel fsdp=4,tp=2 --pair A B. The record has the
+times of each process. A process that fails ends the run.
 """
 
 import argparse
+import gc
 import math
+import os
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 
-from bench import command, pair, provenance, record, report, worker
+import torch
+import torch._dynamo
+
+from bench import command, pair, parallel, provenance, record, report, worker
 from bench.record import Pair
 from bench.shapes import LLAMA, MODELS, tiny
 from bench.step import Settings
@@ -36,11 +47,16 @@ def main(argv: list[str]) -> int:
     args = _arguments(argv)
     if device == "cpu" and not args.tiny:
         sys.exit("there is no GPU, so give --tiny")
-    made = provenance.describe_run(device, ["train", *argv], {})
-    with record.writing(args.out, made) as (found, emit):
-        for line in _pairs(args, device):
-            emit(line)
-    print(report.render(found, args.markdown))
+    if args.deterministic:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    ranks = parallel.joined(device) if args.parallel else nullcontext(0)
+    with ranks as rank:
+        made = provenance.describe_run(device, ["train", *argv], {})
+        with record.writing(None if rank else args.out, made) as (found, emit):
+            for line in _pairs(args, device):
+                emit(line)
+        if rank == 0:
+            print(report.render(found, args.markdown))
     return 0
 
 
@@ -69,10 +85,20 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     for name in ("layers", "batch", "length"):
         parser.add_argument(f"--{name}", type=int, help="default: the model's")
     parser.add_argument("--whole", action="store_true", help="compile the model as one graph")
+    parser.add_argument("--parallel", type=parallel.sizes, metavar="fsdp=N,tp=N")
+    parser.add_argument(
+        "--deterministic", action="store_true", help="the same losses in every run, bit for bit"
+    )
     args = parser.parse_args(argv)
     for name in ("layers", "batch", "length", "pairs"):
         if (value := vars(args)[name]) is not None and value < 1:
             parser.error(f"--{name}: got {value}, takes at least 1")
+    if parallel.processes() > 1 and not args.parallel:
+        parser.error("--parallel: torchrun's processes need it")
+    for name in args.model if args.parallel else ():
+        shape = (tiny(MODELS[name]) if args.tiny else MODELS[name]).shape
+        if why := parallel.unserved(shape, args.parallel, args.whole):
+            parser.error(f"--parallel: {why}")
     return args
 
 
@@ -83,7 +109,8 @@ def _pairs(args: argparse.Namespace, device: str) -> Iterator[Pair]:
         model = tiny(MODELS[name]) if args.tiny else MODELS[name]
         shape = replace(model.shape, layers=args.layers or model.shape.layers)
         sizes = args.batch or model.batch, args.length or model.length
-        settings = Settings(shape, name, *sizes, whole=args.whole, device=device)
+        how = {"whole": args.whole, "deterministic": args.deterministic, **(args.parallel or {})}
+        settings = Settings(shape, name, *sizes, device=device, **how)
         for names in args.pair:
             print(f"{names[0]} and {names[1]}: {settings.name}", file=sys.stderr, flush=True)
             found = _pair(settings, names, args.pairs, deadline)
@@ -96,11 +123,17 @@ def _pair(settings: Settings, names: list[str], pairs: int, deadline: float) -> 
     where = {"model": settings.name, "label": settings.label, "base": base, "variant": variant}
     where |= {"tokens": settings.tokens, "asked": pairs}
     left = deadline - time.time()
-    if left <= 0:
+    if parallel.agreed(left <= 0):
         return Pair(**where, status="skipped", error="out of time")
     limit = min(TIMEOUT_S, left + GRACE_S)
     # JSON as Python writes it has infinity.
     arguments = {"names": names, "settings": asdict(settings), "pairs": pairs, "deadline": deadline}
+    if settings.fsdp * settings.tp > 1:  # each process is a worker already
+        found = pair.measure(**arguments)
+        torch._dynamo.reset()
+        gc.collect()  # what the next pair needs
+        torch.cuda.empty_cache()
+        return Pair(**where, **found)
     try:
         return Pair(**where, **worker.run(pair.measure, limit, places={}, **arguments))
     except worker.WorkerError as error:

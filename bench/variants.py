@@ -1,6 +1,5 @@
 """The variants of a training step: what tilenorm and a compiler do to the model."""
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -71,7 +70,15 @@ def prepared(model: Transformer, variant: Variant, whole: bool) -> Prepared:
     return found
 
 
-def twin(model: nn.Module) -> nn.Module:
-    """A copy of a model's modules, with the model's own parameters and buffers in them."""
-    shared = [*model.parameters(), *model.buffers()]
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
+def share(model: nn.Module, other: nn.Module) -> None:
+    """Give a model the parameters and buffers of another, whose layers may be compiled or not."""
+
+    def plain(name: str) -> str:
+        return name.replace("_orig_mod.", "")
+
+    tensors = *other.named_parameters(remove_duplicate=False), *other.named_buffers()
+    given = {plain(name): tensor for name, tensor in tensors}
+    for prefix, module in model.named_modules():
+        for held in (module._parameters, module._buffers):
+            for name in [name for name, tensor in held.items() if tensor is not None]:
+                held[name] = given[plain(f"{prefix}.{name}" if prefix else name)]

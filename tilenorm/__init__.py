@@ -21,6 +21,7 @@ from .ops.functional import (
     rms_norm,
     rms_norm_add,
     rms_norm_add_rms_norm,
+    rms_norm_rope,
 )
 from .ops.functional_quantized import (
     add_layer_norm_quantized,
@@ -63,6 +64,7 @@ __all__ = [
     "rms_norm_add",
     "rms_norm_add_rms_norm",
     "rms_norm_quantized",
+    "rms_norm_rope",
     "unpatch",
 ]
 __version__ = "0.3.0"

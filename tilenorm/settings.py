@@ -10,11 +10,13 @@ class Settings(NamedTuple):
 
     backend: the value of TILENORM_BACKEND ("cutile" or "reference"), or None if it is not set.
     tables: the folder of the tables that `python -m tilenorm tune` writes; it need not exist. None
-    where no variable names it and the user has no home folder, as in some containers.
+    where no variable names it and the user has no home folder, as in some containers. debug:
+    whether TILENORM_DEBUG asks for checks of values, which wait for the GPU.
     """
 
     backend: str | None
     tables: Path | None
+    debug: bool = False
 
 
 def settings() -> Settings:
@@ -23,4 +25,5 @@ def settings() -> Settings:
     if not tables:
         cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
         tables = None if cache.startswith("~") else Path(cache) / "tilenorm"
-    return Settings(os.environ.get("TILENORM_BACKEND") or None, tables and Path(tables))
+    debug = os.environ.get("TILENORM_DEBUG", "0") not in ("", "0")
+    return Settings(os.environ.get("TILENORM_BACKEND") or None, tables and Path(tables), debug)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from .table import FACTORS, MODULATION, OPS
+from .table import FACTORS, MODULATION, OF_KEY, OPS
 
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "bool": 1}
 DIGITS = {"bfloat16": 8, "float16": 11, "float32": 24, "float64": 53}  # binary ones
@@ -21,7 +21,7 @@ LAYOUTS = {
 # The fields of NormSpec that are dtypes of tensors: `dtype` is that of x, and each other field has
 # the name of its tensor's role.
 TENSORS = ("dtype", "residual", "gate", "weight", "bias", "addend", "skip")
-TENSORS += FACTORS + MODULATION
+TENSORS += FACTORS + MODULATION + OF_KEY
 MAX_TERMS = 4  # of dy, that one backward pass adds up
 # No table, no rule and no candidate of the tuner has blocks share a row of fewer elements.
 SHARED_FROM = 8192
@@ -75,6 +75,43 @@ class Quantization(NamedTuple):
         return " ".join(words + ["output"] * self.output + ["amax"] * self.amax)
 
 
+class Rotation(NamedTuple):
+    """How normalised heads are rotated by their tokens' angles, whose cosines and sines are given.
+
+    dim: how many elements of a head are rotated, the first ones; it is even. head: the elements of
+    a head. interleaved: elements 2 i and 2 i + 1 are a pair, else i and i + dim / 2. table: the
+    dtype of cos and sin. full: these have `dim` columns, one for each element, else dim / 2, one
+    for each pair. positions: the dtype of the tokens' rows in the tables; None where each token
+    has a row of its own. heads_first: the input is (B, S, H, head), and what is made of it is
+    (B, H, S, head).
+    """
+
+    dim: int
+    head: int
+    interleaved: bool = False
+    table: str = "float32"
+    full: bool = True
+    positions: str | None = None
+    heads_first: bool = False
+
+    def aligned(self, item_bytes: int) -> bool:
+        """Whether heads, and what is rotated of a head and of a table, are whole 16-byte vectors,
+        also the halves that are read apart.
+        """
+        apart = self.dim if self.interleaved else self.dim // 2
+        columns = self.dim if self.interleaved and self.full else self.dim // 2
+        sizes = self.head * item_bytes, apart * item_bytes, columns * ITEM_BYTES[self.table]
+        return not any(size % 16 for size in sizes)
+
+    @property
+    def label(self) -> str:
+        """The fields in words."""
+        words = [f"{self.dim} of {self.head} elements rotated"]
+        words += ["in pairs" if self.interleaved else "by halves"]
+        words += [f"tables {self.table} of {self.dim if self.full else self.dim // 2}"]
+        return " ".join(words + [f"positions {self.positions}"] * bool(self.positions))
+
+
 @dataclass(frozen=True)
 class NormSpec:
     """One normalisation, independent of the number of rows and of the device.
@@ -96,6 +133,11 @@ class NormSpec:
     before the residual is added. rounding: "late"
     computes in float32 to the end; "early" rounds to the input's dtype before the weight is
     applied.
+
+    rotation: how the normalised heads are rotated, if they are. x is then (tokens, H, head), and
+    hidden is `head`, or H · head where all heads of a token are normalised together. key: the dtype
+    of other heads of the same tokens, for which the same is done; key_weight: that of their weight.
+    key_hidden: the elements of a key's token, where these are normalised together, else 0.
     """
 
     norm: str
@@ -120,14 +162,21 @@ class NormSpec:
     mod_scale: str | None = None
     mod_shift: str | None = None
     mod_gate: str | None = None
+    rotation: Rotation | None = None
+    key: str | None = None
+    key_weight: str | None = None
+    key_hidden: int = 0
 
     @classmethod
     def of(cls, op: str, hidden: int, dtype: str, **fields) -> "NormSpec":
         """The spec of a function, given its name. A residual or gate has the input's dtype."""
         row = OPS[op]
-        needed = {port.role: dtype for port in row.takes if port.needed and port.role != "x"}
+        roles = [port.role for port in row.takes if port.needed]
+        needed: dict = {role: dtype for role in roles if role in TENSORS}
         if row.quantized:
             needed["quantized"] = Quantization("row")
+        if row.rotated:
+            needed["rotation"] = Rotation(hidden, hidden)
         return cls(row.norm, hidden, dtype, **needed | fields)
 
     @classmethod
@@ -176,6 +225,20 @@ class NormSpec:
         return self.mod_scale is not None
 
     @property
+    def by_token(self) -> bool:
+        """Whether all heads of a token are normalised together, before they are rotated."""
+        return self.rotation is not None and self.hidden != self.rotation.head
+
+    @property
+    def rotated_norms(self) -> "tuple[NormSpec, ...]":
+        """The norms of the input and of the key, without their rotation."""
+        bare = {"rotation": None, "key": None, "key_weight": None, "key_hidden": 0}
+        norm = replace(self, **bare)
+        hidden = self.key_hidden or self.hidden
+        of_key = replace(norm, hidden=hidden, weight=self.key_weight)
+        return (norm, of_key) if self.key else (norm,)
+
+    @property
     def keeps_input(self) -> bool:
         """Whether autograd saves x as well as the sum: the layer scale's gradient is made of it."""
         return self.layer_scale is not None
@@ -198,6 +261,21 @@ class NormSpec:
             return "a layer scale takes a residual of at least as many digits as the input"
         if self.mod_gate and not self.residual:
             return "a gate by group needs a residual"
+        return self._rotation_unserved
+
+    @property
+    def _rotation_unserved(self) -> str | None:
+        """The same of what concerns a rotation."""
+        how = self.rotation
+        if how is None:
+            return "a key needs a rotation" if self.key else None
+        more = self.residual, self.gate, self.bias, self.skip, self.quantized, self.mod_scale
+        if self.norm != "rms" or self.heads or any(more):
+            return "a rotation takes RMSNorm, a weight and a key alone"
+        if how.dim % 2 or not 0 < how.dim <= how.head or (self.hidden and self.hidden % how.head):
+            return "a rotation takes an even number of elements of a head"
+        if (self.key or self.dtype) != self.dtype:
+            return "a key has the input's dtype"
         return None
 
     @property
@@ -220,6 +298,9 @@ class NormSpec:
         """The dtype of a tensor that is taken, by its role; None for an absent one, or a number."""
         if role.startswith("inner_"):
             return self.inner and getattr(self.inner, {"w": "weight", "b": "bias"}[role[6:]])
+        if role in ("cos", "sin", "positions"):
+            how = self.rotation
+            return how and (how.positions if role == "positions" else how.table)
         return getattr(self, "dtype" if role == "x" else role, None)
 
     @property
@@ -229,6 +310,8 @@ class NormSpec:
             return f"{self.inner.op}_{self.norm}_norm"
         if self.modulated:
             return f"modulated_{self.norm}_norm"
+        if self.rotation:
+            return f"{self.norm}_norm_rope"
         before = "add_" if self.residual else "gated_" if self.gate else ""
         after = f"{'_add' if self.skip else ''}{'_quantized' if self.quantized else ''}"
         return f"{before}{self.norm}_norm{after}"
@@ -238,6 +321,10 @@ class NormSpec:
         """The roles of the saved tensors that the backward pass reads. "x" is the sum if there is
         one, and "input" is x itself.
         """
+        if self.rotation:
+            roles = [name for name in ("weight", *OF_KEY) if getattr(self, name)]
+            roles += ["rstd", "key_rstd"] if self.key else ["rstd"]
+            return ("x", *roles, "cos", "sin", *["positions"] * bool(self.rotation.positions))
         roles = ["x", *(name for name in ("gate", "weight", "bias") if getattr(self, name))]
         roles += ["mean", "rstd"] if self.norm == "layer" else ["rstd"]
         roles += [name for name in (*FACTORS, "mod_scale", "mod_gate") if getattr(self, name)]
@@ -281,6 +368,8 @@ class NormSpec:
             return "a norm with a gate"
         if self.modulated:
             return "a modulated norm"
+        if self.rotation:
+            return "a norm that is rotated"
         if self.skip:
             return "a norm to whose output something is added"
         if self.norm == "layer" and self.widest_item > 2:
@@ -295,7 +384,8 @@ class NormSpec:
     def aligned(self) -> bool:
         """Whether a row is whole 16-byte vectors: then each row of a matrix starts at a vector."""
         by_group = [ITEM_BYTES[dtype] for role in MODULATION if (dtype := getattr(self, role))]
-        return all(self.hidden * size % 16 == 0 for size in (*self._row_bytes, *by_group))
+        whole = all(self.hidden * size % 16 == 0 for size in (*self._row_bytes, *by_group))
+        return whole and (self.rotation is None or self.rotation.aligned(self.item_bytes))
 
     @cached_property
     def takes_rows_apart(self) -> bool:

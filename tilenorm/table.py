@@ -15,15 +15,17 @@ class Port:
     lies: "rows" has the input's shape; "mask" has it too, of torch.bool; "affine" has the shape
     normalized_shape, or (H, *normalized_shape) by heads; "vector" has normalized_shape alone;
     "group" has a row for each group of consecutive rows: leading sizes of the input, of which the
-    last may be a divisor, and then normalized_shape; "scalar" is one number. Of what is made also:
-    "number" has one number a row; "scales" one a group of elements; "one" is (1,).
+    last may be a divisor, and then normalized_shape; "scalar" is one number; "key" has the input's
+    shape but for the number of heads; "table" has a row for each token, and "tokens" a number, or
+    what broadcasts to that. Of what is made also: "number" has one number a row; "scales" one a
+    group of elements; "one" is (1,).
     role: the tensor's name in a norm: the array of the kernels, and of a tensor that is taken the
     field of NormSpec that holds its dtype.
     needed: every call has it. cast: autocast casts it, as it casts the input of a norm.
     shown: the argument of the public function, where it has another name.
     like: of what is made, the dtype: that of a port; or, for "number", float64 where a port of
     these, separated by spaces, is float64, else float32; or "dtype" and "scale" of a quantised
-    norm; or a dtype's name.
+    norm; or a dtype's name. The rows are those of the first port, where one is named.
     when: of what is made, the option without which it is absent, or "save". unless: the port that
     stands in its place, if a call has that port. given: the port without which it is absent.
     grad: whether it has a gradient.
@@ -106,6 +108,10 @@ class Op:
         return "scaling" in self.options
 
     @property
+    def rotated(self) -> bool:
+        return "rotary_dim" in self.options
+
+    @property
     def eps(self) -> tuple[str, ...]:
         """The names of the eps of its stages, in a schema."""
         return ("eps", "next_eps")[: len(self.stages)]
@@ -123,8 +129,13 @@ OPTIONS = {
     "layout": Option("str"),
     "return_output": Option("bool", False),
     "return_amax": Option("bool", False),
+    "rotary_dim": Option("SymInt"),
+    "interleaved": Option("bool", False),
+    "heads_first": Option("bool", False),
+    "output_heads_first": Option("bool", False),
 }
 QUANTIZATION = ("scaling", "dtype", "power_of_2", "layout", "return_output", "return_amax")
+ROTATION = ("rotary_dim", "interleaved", "output_heads_first")
 
 X = Port("input", role="x", needed=True, cast=True)
 RESIDUAL = Port("residual", role="residual", needed=True)
@@ -138,6 +149,11 @@ BIAS = Port("bias", "affine", role="bias")
 MOD_SCALE = Port("scale", "group", role="mod_scale", needed=True)
 MOD_SHIFT = Port("shift", "group", role="mod_shift")
 MOD_GATE = Port("gate", "group", role="mod_gate")
+KEY = Port("key", "key", role="key", cast=True)
+KEY_WEIGHT = Port("key_weight", "affine", role="key_weight")
+COS = Port("cos", "table", role="cos", needed=True, grad=False)
+SIN = replace(COS, name="sin", role="sin")
+POSITIONS = Port("positions", "tokens", role="positions", grad=False)
 GIVEN = Port("given_scale", "scalar", role="given_scale", shown="scale", grad=False)
 
 Y = Port("output", role="y", like="input")
@@ -191,6 +207,23 @@ def _modulated(norm: str) -> Op:
     )
 
 
+def _rotated() -> Op:
+    """RMSNorm of the heads of queries, and of keys, and the rotation of each head."""
+    of_key = {"given": "key", "like": "key"}
+    return Op(
+        "rms_norm_rope",
+        "rms",
+        (X, COS, SIN, WEIGHT, KEY, KEY_WEIGHT, POSITIONS),
+        (
+            Y,
+            replace(Y, name="key_output", role="key_y", **of_key),
+            RSTD,
+            replace(RSTD, name="key_rstd", role="key_rstd", **of_key),
+        ),
+        (*ROTATION, "offset", "rounding"),
+    )
+
+
 def _chain_of(norm: str) -> Op:
     """A norm, the addition of the residual, and the norm of the sum. RMSNorm's have no biases.
 
@@ -223,21 +256,24 @@ def _chain_of(norm: str) -> Op:
 
 
 _PAIRS = zip(_ops_of("rms"), _ops_of("layer"), strict=True)
-_MORE = _chain_of("rms"), _chain_of("layer"), _modulated("rms"), _modulated("layer")
+_MORE = _chain_of("rms"), _chain_of("layer"), _modulated("rms"), _modulated("layer"), _rotated()
 _ROWS = (*(op for pair in _PAIRS for op in pair), *_MORE)
 OPS = {op.name: op for op in _ROWS}
 # What multiplies the input before the residual is added, in this order. A mask has no gradient.
 FACTORS = MASK, VECTOR = DROPOUT_MASK.role, LAYER_SCALE.role
 # What lies by group, in the order in which gradients are returned.
 MODULATION = MOD_SCALE.role, MOD_SHIFT.role, MOD_GATE.role
+# The gradients of the key and of its weight, in the order in which they are returned.
+OF_KEY = KEY.role, KEY_WEIGHT.role
 # How the tensor of each role lies. A gate by group is saved with the input that it multiplied.
 LIES = {port.role: port.lies for op in _ROWS for port in (*op.takes, *op.makes)}
 LIES |= {"input": X.lies}
-# The ops of one norm: of rows alone, with tensors by group, and those whose output is quantised.
+# The ops of one norm: of rows alone, with tensors by group, those whose output is rotated, and
+# those whose output is quantised.
 MODULATED_NORMS = tuple(op.name for op in _ROWS if op.roles[1:2] == MODULATION[:1])
-NORMS = tuple(
-    op.name for op in _ROWS if not (op.calls or op.quantized or op.name in MODULATED_NORMS)
-)
+ROTATED_NORMS = tuple(op.name for op in _ROWS if op.rotated)
+NOT_OF_ROWS = MODULATED_NORMS + ROTATED_NORMS
+NORMS = tuple(op.name for op in _ROWS if not (op.calls or op.quantized or op.name in NOT_OF_ROWS))
 QUANTIZED_NORMS = tuple(op.name for op in _ROWS if op.quantized)
 
 

@@ -6,6 +6,8 @@ import torch
 import tilenorm
 from bench import timing
 
+from ..distributed.conftest import world  # noqa: F401
+
 
 @pytest.fixture(autouse=True)
 def brief(monkeypatch):

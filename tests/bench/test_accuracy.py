@@ -5,9 +5,10 @@ import torch
 
 from bench import accuracy, record, report
 from bench.__main__ import main
-from bench.accuracy import INPUTS, difficult_inputs, error_in_ulps, measure
+from bench.accuracy import INPUTS, SERVED, difficult_inputs, error_in_ulps, measure
 from bench.accuracy_table import worse
-from bench.cases import DTYPES, OPS
+from bench.cases import OPS
+from bench.op import DTYPES, Case
 from bench.record import Accuracy, Record
 
 from ..ops.pretended import pretended_gpu
@@ -38,13 +39,14 @@ def test_command_prints_a_table_and_writes_a_record(tmp_path, capsys, monkeypatc
 
 
 @pytest.mark.parametrize(
-    "of_kernels", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in OPS]
+    "of_kernels", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in SERVED]
 )
 def test_kernels_are_not_worse_than_twice_pytorch(of_kernels):
     """By the interpreter of the kernels."""
     op, m, n = OPS[of_kernels], OPS[of_kernels].heads or 6, 32 if OPS[of_kernels].heads else 96
     with pretended_gpu():
-        lines = [x for d in ("bfloat16", "float32") for x in measure(op, d, m, n, BOTH, "cpu")]
+        cases = [Case(op.name, dtype, m, n) for dtype in ("bfloat16", "float32")]
+        lines = [line for case in cases for line in measure(op, case, BOTH, "cpu")]
     assert not [line.error for line in lines if line.error]
     assert worse(lines) == []
 
@@ -70,7 +72,12 @@ def test_error_in_ulps(dtype):
 @EACH_DTYPE
 def test_inputs_are_what_their_names_say(dtype):
     m, n, info = 64, 256, torch.finfo(dtype)
-    made = {k: difficult_inputs(OPS["rms_norm"], k, m, n, dtype, "cpu")[0] for k in INPUTS}
+    name = str(dtype).removeprefix("torch.")
+
+    def difficult(op: str, kind: str) -> list[torch.Tensor]:
+        return [x.detach() for x in difficult_inputs(OPS[op], kind, Case(op, name, m, n), "cpu")]
+
+    made = {kind: difficult("rms_norm", kind)[0] for kind in INPUTS}
     assert all(x.dtype == dtype and x.isfinite().all() for x in made.values())
     deviation = {k: x.double().std(1, correction=0).max() for k, x in made.items()}
     mean = {k: x.double().mean(1).abs().min() for k, x in made.items()}
@@ -85,10 +92,11 @@ def test_inputs_are_what_their_names_say(dtype):
     assert (made["one huge value"].abs() > 1000).sum() == m
     assert made["cancelling"].double().mean(1).abs().max() < 0.01 * deviation["cancelling"]
     assert (made["zero rows"] == 0).all(1).sum() == m // 2
-    x, residual, _ = difficult_inputs(OPS["add_rms_norm"], "cancelling", m, n, dtype, "cpu")
+    x, residual, _ = difficult("add_rms_norm", "cancelling")
     assert (x + residual).abs().max() < 0.01 * x.abs().max()
-    op, shape = OPS["head_rms_norm"], (64, 16, dtype, "cpu")
-    assert difficult_inputs(op, "normal", *shape)[0].stride() == op.inputs(*shape)[0].stride()
+    op = OPS["head_rms_norm"]
+    given = op.made(Case(op.name, name, m, n), "cpu")
+    assert difficult(op.name, "normal")[0].stride() == given[0].stride()
 
 
 def lines_of(ours: float, eager: float, inputs="normal") -> list[Accuracy]:

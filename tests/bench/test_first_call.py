@@ -5,7 +5,8 @@ import pytest
 
 from bench import first_call, worker
 from bench.__main__ import main
-from bench.cases import OPS, Case
+from bench.cases import OPS
+from bench.op import Case
 from bench.providers import Provider
 from tilenorm.spec import NormSpec
 from tilenorm.tools import precompile

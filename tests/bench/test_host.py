@@ -57,5 +57,14 @@ def test_a_provider_that_fails_is_named_and_the_others_go_on(monkeypatch):
     )
     a, b = host.times(OPS["rms_norm"], ["a", "b"], "cpu", "call", lambda: False, print)
     assert a.error == "ValueError: at most 64 columns" and not b.error
-    (late,) = host.times(OPS["rms_norm"], ["b"], "cpu", "call", lambda: True, print)
-    assert late.error == host.LATE and late.forward_us is None
+    assert host.times(OPS["rms_norm"], ["b"], "cpu", "call", lambda: True, print) == []
+
+
+def test_norms_by_group_are_called_with_a_sample_and_codes_have_a_forward_alone():
+    leaves, *_ = host._given(OPS["modulated_rms_norm gated"], "cpu", "call")
+    assert [list(x.shape) for x in leaves] == [[1, 1024, 1024]] * 2 + [[1, 1024]] * 3
+    assert host.ways_of(OPS["modulated_rms_norm"]) == ("call", "step")
+    assert host.ways_of(OPS["rms_norm_quantized row"]) == ("call",)
+    given = OPS["rms_norm_quantized row"], ["torch"], "cpu", "call", lambda: False, print
+    (line,) = host.times(*given)
+    assert line.forward_us and line.forward_backward_us is None and not line.error

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from bench import providers
 from bench.cases import OPS
 from bench.check import as_tuple
+from bench.op import Case
 from bench.providers import PROVIDERS, Provider
 
 PEERS = ("quack", "liger_kernel", "tilegym", "triton", "matplotlib")
@@ -42,10 +43,6 @@ def test_providers_are_absent_without_a_gpu_or_the_op():
     assert nothing.absent(op, "cpu") == "has no rms_norm"
 
 
-def inputs_of(op):
-    return [x.requires_grad_() for x in op.inputs(64, 16, torch.float32, "cpu")]
-
-
 class Recorded:
     """Stands for an autograd function of a peer. Its result is its arguments."""
 
@@ -59,6 +56,18 @@ def test_liger_is_called_with_the_rounding_of_pytorch():
     assert norms["rms_norm"](1, 2)[2:] == (providers.EPS, 0.0, "gemma", True, None)
     assert norms["layer_norm"](1, 2, 3) == (1, 2, 3, providers.EPS)
     assert norms["add_rms_norm"](1, 2, 3)[3:] == (providers.EPS, 0.0, "gemma", False)
+
+
+def test_liger_has_modulated_rms_norm_where_its_package_has(monkeypatch):
+    module = ModuleType("liger_kernel.ops.modulated_rms_norm")
+    module.LigerModulatedRMSNormFunction = Recorded
+    monkeypatch.setitem(sys.modules, "liger_kernel", ModuleType("liger_kernel"))
+    monkeypatch.setitem(sys.modules, "liger_kernel.ops", ModuleType("liger_kernel.ops"))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    found = PROVIDERS["liger"].load(OPS["modulated_rms_norm"])(1, 2, 3)
+    assert found == (1, None, 2, 3, providers.EPS, 0.0, "gemma", True)
+    monkeypatch.setitem(sys.modules, module.__name__, None)
+    assert "modulated_rms_norm" in PROVIDERS["liger"].absent(OPS["modulated_rms_norm"], "cuda")
 
 
 def _quack_rmsnorm(x, weight, *, residual=None, eps, prenorm=False):
@@ -89,7 +98,8 @@ def test_quack_is_called_with_its_own_signatures(name, monkeypatch):
     monkeypatch.setitem(sys.modules, "quack.rmsnorm", inner)
     monkeypatch.setitem(sys.modules, "quack", SimpleNamespace(rmsnorm=_quack_rmsnorm))
     op = OPS[name]
-    inputs, grads = inputs_of(op), op.output_grads(64, 16, torch.float32, "cpu")
+    case = Case(op.name, "float32", 64, 16)
+    inputs, grads = op.made(case, "cpu"), op.output_grads(case, "cpu")
     found, expected = (as_tuple(f(*inputs)) for f in (PROVIDERS["quack"].load(op), op.reference))
     torch.testing.assert_close(found, expected)
     found, expected = (torch.autograd.grad(out, inputs, grads) for out in (found, expected))

@@ -1,4 +1,4 @@
-"""bench quantized: its bytes, its check, its providers, and its table."""
+"""Norms with a quantised output: their check, and the peers that have them."""
 
 import sys
 from types import ModuleType
@@ -7,39 +7,33 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bench import quantized
-from bench.__main__ import main
+from bench import check
+from bench.cases import OPS
 from bench.formulas import EPS
-from bench.quantized import MOST_ERROR, PROVIDERS, SCALINGS, Asked, inputs, quantize, wrong_by
+from bench.op import Case
+from bench.providers import PROVIDERS
+from bench.quantized import QUANTIZED, SCALINGS, quantize
+from bench.run import _prepare, run
 
-ASKED = [("tensor", False, False), ("tensor", True, False), ("block", True, True)]
-X, WEIGHT = 64 * 1024 * 2, 1024 * 2
-
-
-@pytest.mark.parametrize(
-    ("asked", "expected"),
-    [
-        (("row", False, False), X + WEIGHT + X // 2 + 64 * 4),
-        (("block", False, True), 2 * X + WEIGHT + X // 2 + 64 * 8 * 4),
-        (("row", True, False), 3 * X + WEIGHT + X // 2 + 64 * 4),
-        (("tensor", False, False), X + WEIGHT + X // 2),
-        (("tensor", True, True), 4 * X + WEIGHT + X // 2),
-    ],
-)
-def test_bytes_are_what_the_mathematics_needs(asked, expected):
-    assert Asked(*asked).bytes(64, 1024) == expected
+HAS = ("rms_norm_quantized tensor", "add_rms_norm_quantized tensor")
+HAS = (*HAS, "add_rms_norm_quantized block + y")
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_a_wrong_result_is_found(scaling):
-    given = inputs(8, 256, "cpu", True)
-    found = PROVIDERS["torch"](Asked(scaling, True, False))(*given)
-    assert wrong_by(found, given, scaling) < MOST_ERROR
-    *codes, total = found
-    assert wrong_by((*codes, total + 1), given, scaling) > MOST_ERROR
-    assert wrong_by((codes[0].roll(1, -1), *found[1:]), given, scaling) > MOST_ERROR
+    op, case = OPS[f"add_rms_norm_quantized {scaling}"], Case("", "bfloat16", 8, 256)
+    inputs, _, expected, allowed = _prepare(op, case, ["forward"], "cpu")
+
+    def complaint(*made) -> str | None:
+        results = op.decoded(made, inputs)
+        return check.complaint(results, expected["forward"], allowed["forward"], op.outputs)
+
+    *codes, total = found = op.eager(*inputs)
+    assert complaint(*found) is None
+    assert complaint(*codes, total + 1).startswith("sum is off")
+    assert complaint(codes[0].roll(1, -1), *found[1:]).startswith("codes is off")
     for wrong in [scale * factor for scale in codes[1:] for factor in (1.1, torch.nan)]:
-        assert wrong_by((codes[0], wrong, total), given, scaling) > MOST_ERROR
+        assert complaint(codes[0], wrong, total).startswith("codes is off")
 
 
 @pytest.fixture
@@ -70,26 +64,18 @@ def flashinfer(monkeypatch):
 
 
 def test_flashinfer_is_measured_where_it_moves_the_same_bytes(flashinfer):
-    every = [(s, added, y) for s in SCALINGS for added in (False, True) for y in (False, True)]
-    for asked in every:
-        made = quantized.cell("flashinfer", Asked(*asked), 6, 256, "cpu", 0.01)
-        assert made.status == ("ok" if asked in ASKED else "skipped"), made.error
+    absent = {op.name: PROVIDERS["flashinfer"].absent(op, "cuda") for op in OPS.values()}
+    assert {name for name, why in absent.items() if not why} == {*HAS}
 
 
-def test_a_package_that_is_absent_fails_alone(monkeypatch):
-    monkeypatch.setitem(sys.modules, "flashinfer", None)
-    made = quantized.cell("flashinfer", Asked(*ASKED[0]), 8, 256, "cpu", 0.01)
-    assert made.status == "failed" and "flashinfer" in made.error
-
-
-@pytest.mark.parametrize("output", [[], ["--output"]])
-def test_the_command_measures_the_ops_asked_for(capsys, output):
-    small = ["--hidden", "256", "--elements", "2048", "--budget", "0.01", *output]
-    assert main(["quantized", "--provider", "tilenorm", "torch", *small]) == 0
-    text = capsys.readouterr().out
-    for op in quantized.OPS:
-        assert all(f"\n{op} {scaling}" in text for scaling in SCALINGS)
-    assert "wrong" not in text and "failed" not in text
-    only = ["--op", "add_rms_norm_quantized", "--provider", "torch"]
-    assert main(["quantized", *only, *small]) == 0
-    assert "\nrms_norm_quantized" not in capsys.readouterr().out
+@pytest.mark.filterwarnings("ignore::tilenorm.ReferenceWarning")
+@pytest.mark.parametrize("name", [op.name for op in QUANTIZED])
+def test_what_each_provider_returns_is_right(name, flashinfer, monkeypatch):
+    monkeypatch.setattr("bench.providers.compiled", lambda function: function)
+    names = ["tilenorm", "torch", "tilenorm+cast", *["flashinfer"] * (name in HAS)]
+    lines, cases = [], [Case(name, "bfloat16", 6, 256)]
+    run(cases, {name: names}, ("forward", "backward"), "cpu", lines.append, budget_s=0.0)
+    _, *cells = lines
+    assert [(c.provider, c.direction, c.status) for c in cells] == [
+        (name, "forward", "ok") for name in names
+    ]

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from bench import providers, timing
-from bench.cases import OPS, Case
+from bench.cases import OPS
+from bench.op import Case
 from bench.providers import Provider
 from bench.record import Cell, Host
 from bench.run import repeatable_call, run
@@ -120,8 +121,8 @@ def test_refusals_and_failures_are_recorded_and_the_run_goes_on(monkeypatch):
 
 
 def test_slice_of_a_fused_projection_keeps_its_strides_in_both_directions():
-    op = OPS["head_rms_norm"]
-    inputs = op.inputs(96, 16, torch.float32, "cpu")
+    op, case = OPS["head_rms_norm"], Case("head_rms_norm", "float32", 96, 16)
+    inputs = op.made(case, "cpu")
     seen = []
 
     class Strides(torch.autograd.Function):
@@ -136,9 +137,7 @@ def test_slice_of_a_fused_projection_keeps_its_strides_in_both_directions():
             seen.append(ctx.saved_tensors[0].stride())
             return dy, dy.sum(0)
 
-    repeatable_call(
-        Strides.apply, inputs, op.output_grads(96, 16, torch.float32, "cpu"), "backward"
-    )()
+    repeatable_call(Strides.apply, inputs, op.output_grads(case, "cpu"), "backward")()
     assert seen == [inputs[0].stride()] * 2
 
 
@@ -160,10 +159,9 @@ def test_inference_runs_without_grad(monkeypatch):
     assert grads and not any(grads)
 
 
-def test_cells_after_the_time_limit_are_marked_as_skipped(monkeypatch):
-    found = measured(monkeypatch, {"torch": EAGER}, max_seconds=0.0)
-    assert found["torch", "backward"].status == "skipped"
-    assert {line.error for line in found.values()} == {"out of time"}
+def test_nothing_starts_after_the_time_limit_and_what_is_left_is_said(monkeypatch, capsys):
+    assert measured(monkeypatch, {"torch": EAGER}, max_seconds=-1.0) == {}
+    assert capsys.readouterr().err == "out of time after 0 of 3\n"
 
 
 def test_inference_is_timed_by_a_graph(gpu):

@@ -1,7 +1,10 @@
 """bench train: the alternation of steps, tiny models on the CPU, the command and its tables."""
 
 import json
+import os
 import random
+import subprocess
+import sys
 from dataclasses import asdict
 
 import pytest
@@ -9,7 +12,7 @@ import torch
 from torch import nn
 
 import tilenorm
-from bench import pair, train, worker
+from bench import pair, parallel, record, train, worker
 from bench.__main__ import main
 from bench.models import Transformer
 from bench.pair import LEAST_SIZE, alternated, changes_of
@@ -17,7 +20,7 @@ from bench.record import Pair
 from bench.shapes import LLAMA, MODELS, tiny
 from bench.step import Settings
 from bench.timing import Timer
-from bench.variants import VARIANTS, prepared, twin
+from bench.variants import VARIANTS, prepared, share
 
 from ..ops.helpers import slow
 from .test_record import rows_of
@@ -111,10 +114,13 @@ def small(name=LLAMA) -> tuple[Transformer, torch.Tensor]:
     return model, torch.zeros(1, settings.length + 1, dtype=torch.int64)
 
 
-def test_twin_has_the_same_parameters_in_other_modules():
+def test_models_that_share_have_the_same_tensors_in_other_modules():
     model, _ = small("Llama 3.2 1B")  # whose embedding is the weight of the logits, too
-    other = twin(model)
+    other, _ = small("Llama 3.2 1B")
+    other.blocks[0] = torch.compile(other.blocks[0])
+    share(other, model)
     assert all(a is b for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    assert all(a is b for a, b in zip(model.buffers(), other.buffers(), strict=True))
     assert other.head.output.weight is other.embedding.weight
     assert not {*model.modules()} & {*other.modules()}
 
@@ -194,7 +200,7 @@ def test_change_of_a_gradient_of_about_zero_is_that_of_the_mean():
     assert changes == pytest.approx({"weight": 0.25, "bias": 0.1 / (LEAST_SIZE * mean)})
 
 
-PAIR = ["--pair", "eager", "patch"]
+PAIR, ALONE = ["--pair", "eager", "patch"], ["--parallel", "fsdp=1"]
 
 
 @pytest.mark.parametrize(
@@ -206,6 +212,10 @@ PAIR = ["--pair", "eager", "patch"]
         ([*PAIR, "--model", "Llama 4"], "invalid choice: 'Llama 4'"),
         ([*PAIR, "--pairs", "0"], "--pairs: got 0, takes at least 1"),
         ([*PAIR, "--layers", "0"], "--layers: got 0, takes at least 1"),
+        ([*PAIR, "--parallel", "fsdp=2,pp=2"], "takes fsdp=N,tp=N or one of them, got fsdp=2,pp=2"),
+        ([*PAIR, "--parallel", "fsdp=x"], "takes fsdp=N,tp=N or one of them, got fsdp=x"),
+        ([*PAIR, "--parallel", "fsdp=4,tp=2"], "start 8 processes: torchrun --nproc-per-node 8"),
+        ([*PAIR, *ALONE, "--whole"], "--whole is for one process"),
         ([*PAIR], "there is no GPU, so give --tiny"),
     ],
 )
@@ -228,6 +238,7 @@ def test_command_prints_the_same_from_its_record(monkeypatch, without_gpu, tmp_p
     assert err.count("6 of 6 pairs") == 2
     with open(path) as file:
         run, *lines = map(json.loads, file)
+    assert all(len(line["step_losses"]) == 2 * (2 + 6) for line in lines)
     assert run["command"].endswith("--layers 1 --out run.jsonl")
     for line, name in zip(lines, ("Llama 3.2 1B", "ViT-L"), strict=True):
         assert line["model"].startswith(f"{name}'s form: 1 layers of 32 with 4 heads")
@@ -238,6 +249,31 @@ def test_command_prints_the_same_from_its_record(monkeypatch, without_gpu, tmp_p
         assert f"{low / 1e3:+.2f} to {high / 1e3:+.2f}" in out
     assert main(["--from", path]) == 0
     assert capsys.readouterr().out == out
+
+
+def test_tensor_parallelism_is_for_the_form_of_llama(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    asked = parallel.sizes("tp=2")
+    found = {name: parallel.unserved(MODELS[name].shape, asked, False) for name in MODELS}
+    assert [name for name, why in found.items() if why is None] == [LLAMA]
+    assert not any(parallel.unserved(m.shape, {"fsdp": 2, "tp": 1}, False) for m in MODELS.values())
+
+
+@pytest.mark.slow
+def test_command_under_torchrun(tmp_path):
+    path = tmp_path / "run.jsonl"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "-m"]
+    command += ["bench", "train", "--tiny", "--pairs", "2", "--parallel", "fsdp=2,tp=2"]
+    command += ["--pair", "eager", "patch-add", *PAIR, "--out", str(path)]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = record.load([path])
+    assert [len(p.pairs_us) for p in found.pairs] == [2, 2]
+    assert [p.gpus for p in found.pairs] == [len(p.ranks) for p in found.pairs] == [4, 4]
+    assert all(p.label.endswith("2 x 8 tokens, fsdp 2, tp 2") for p in found.pairs)
+    assert done.stdout.count("pairs of training steps") == 1  # by one process
+    assert "tokens/s are of one of 4 GPUs" in done.stdout
 
 
 def test_pairs_that_fail_or_have_no_time_left_are_shown(monkeypatch, without_gpu, capsys):

@@ -28,6 +28,12 @@ def fused_forward(call, x, w):
     return call(ATEN._fused_rms_norm.default, x, [N], w, EPS)
 
 
+def modulated(x, by_group, w):
+    by_group = by_group[:, None]
+    y = F.layer_norm(x, (N,), w) * (1 + by_group) + by_group
+    return F.layer_norm(x + by_group * y, (N,)) * (1 + by_group)
+
+
 @pytest.fixture(scope="module")
 def graphs() -> dict[str, tuple[GraphModule, int]]:
     """Graphs of norms, and how many norms each has."""
@@ -37,11 +43,12 @@ def graphs() -> dict[str, tuple[GraphModule, int]]:
         "torch": (torch._dynamo.export(every_spelling)(*tensors).graph_module, others),
         "aten": (make_fx(every_spelling)(*tensors), others),
         "fused": (by_hand(fused, *rows), 2),
+        "modulated": (make_fx(modulated)(random(2, 3, N), random(2, N), random(N)), 2),
     }
 
 
 @pytest.mark.parametrize("examples", [25, pytest.param(200, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["torch", "aten", "fused"])
+@pytest.mark.parametrize("name", ["torch", "aten", "fused", "modulated"])
 def test_drawn_malformed_calls(name, examples, graphs):
     """The other norms of the graph are replaced. A malformed call of a norm has a reason."""
     rng, (whole, norms) = Random(examples), graphs[name]

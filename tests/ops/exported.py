@@ -12,6 +12,7 @@ from .helpers import CALLS, FAMILY, arguments_of, random, slow, tensors_of
 
 N = 256
 PARAMETERS = ("weight", "bias", "next_weight", "next_bias", "layer_scale", "scale", "shift")
+PARAMETERS += ("key_weight", "cos", "sin")
 
 
 class Called(nn.Module):
@@ -93,6 +94,10 @@ CASES |= {
     op: called(op, drawn("input", "scale", "shift", "weight", "bias", "residual"))
     for op in MODULATED_NORMS
 }
+HEADS = {"input": random(3, 4, N), "key": random(3, 2, N, seed=1)}
+CASES["rms_norm_rope"] = called(
+    "rms_norm_rope", HEADS | drawn("weight", "key_weight", "cos", "sin"), interleaved=True
+)
 MODULES = {"RMSNorm": tilenorm.RMSNorm(N, offset=1.0), "LayerNorm": tilenorm.LayerNorm(N)}
 CASES |= {n: Case(m.requires_grad_(False), drawn("input")) for n, m in MODULES.items()}
 MODULES = {n: getattr(tilenorm, n)(N) for n in ("ModulatedRMSNorm", "ModulatedLayerNorm")}

@@ -188,7 +188,7 @@ def test_inductor_calls_past_the_dispatcher(device, grad, every, dynamo):
         calls_of_op = re.findall(rf"buf\d+ = {op}_[0-9a-f]{{12}}\(", codes[0])
         assert len(calls_of_op) == sum(op == other for other, *_ in calls)
     assert all("= torch.ops.tilenorm" not in code for code in codes)
-    backward = r"buf\d+ = (?:modulated_)?norm_backward_"
+    backward = r"buf\d+ = (?:(?:modulated_)?norm|rms_norm_rope)_backward_"
     assert not grad or len(re.findall(backward, codes[1])) >= len(calls)
 
 

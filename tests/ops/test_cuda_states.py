@@ -78,7 +78,7 @@ def expected_of(use: Use, state: State, dtypes: tuple) -> Outputs:
     cast = ()
     if state.autocast and OPS[use.like].norm in library.AUTOCAST_NORMS:
         skips = use.like in CHAINS or use.like.endswith("_add")
-        cast = ("input", "residual") if skips else ("input",)
+        cast = ("input", "residual") if skips else ("input", "key")
     found = reference_of(use, dtypes, cast)
     return {n: t for n, t in found.items() if state.has_gradients or "gradient" not in n}
 

@@ -6,12 +6,13 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import tilenorm
 from tilenorm.spec import Quantization
-from tilenorm.table import MODULATED_NORMS, NORMS, OPS, QUANTIZED_NORMS
+from tilenorm.table import MODULATED_NORMS, NORMS, OPS, QUANTIZED_NORMS, ROTATED_NORMS
 
 from ..quantized import arguments
 from .helpers import EPS, Form, random
@@ -68,11 +69,21 @@ def of_function(name: str, parameters: dict[str, Tensor], **options) -> Callable
 
     def call(*rows):
         more = {}
+        if name in ROTATED_NORMS:
+            return rotated(function, *rows, **parameters, **options)
         if name in MODULATED_NORMS:  # they take the residual by its name
             rows, more = rows[:1], {"residual": rows[1]}
         return outputs_of(function(*rows, (HIDDEN,), **parameters, **more, eps=EPS, **options))
 
     return call
+
+
+def rotated(function: Callable, input: Tensor, key: Tensor, **given) -> Outputs:
+    """Each row has one head."""
+    angles = torch.arange(HIDDEN // 2, device=input.device) * 0.1
+    tables, rows = (angles.cos(), angles.sin()), (input.unsqueeze(1), key.unsqueeze(1))
+    made = function(rows[0], (HIDDEN,), *tables, key=rows[1], eps=EPS, **given)
+    return dict(zip(("output", "key_output"), made, strict=True))
 
 
 def of_module(kind: type[nn.Module], parameters: dict[str, Tensor]) -> Callable[..., Outputs]:
@@ -118,6 +129,8 @@ def _uses() -> dict[str, Use]:
     for op in MODULATED_NORMS:
         by_group = ("scale", "shift", "gate", *both)
         found[op] = Use(two, by_group, partial(of_function, op), op)
+    for op in ROTATED_NORMS:
+        found[op] = Use(("input", "key"), ("weight", "key_weight"), partial(of_function, op), op)
     for norm, function, names in (
         ("RMSNorm", "rms_norm", weight),
         ("LayerNorm", "layer_norm", both),

@@ -17,6 +17,7 @@ from .fx.rewrite import check_where, replace_chosen
 from .joint import OPTION, joint_pass
 
 OTHER_BACKEND = "the backend is not Inductor, which has a hook for joint graphs"
+EMULATES = "emulate_precision_casts"  # Inductor's option, by which its code rounds as eager code
 NO_HOOK = "this PyTorch's Inductor has no joint_custom_post_pass"
 
 
@@ -42,6 +43,11 @@ def compile(
     graph of forward and backward: up to four terms of dy, rounded after each addition as eager
     PyTorch rounds them, and the addition of dx to another gradient, which is then rounded once. A
     pass of Inductor's option joint_custom_post_pass runs before.
+
+    A modulation of a norm by sample, frame or token, as in diffusion transformers, belongs to the
+    op, with the gate of the sum before it. With Inductor it also does where the graph computes it
+    in 16 bits: the op rounds once, as Inductor's code does unless emulate_precision_casts is set.
+    Modulated norms have not been timed on a GPU. `where` can leave them to Inductor.
 
     Args:
         model: a module or function. Without a model, the result is a decorator, as in
@@ -162,7 +168,8 @@ class _ReplacingBackend:
     report: CompileReport = field(default_factory=CompileReport, compare=False)
 
     def __call__(self, graph_module: GraphModule, inputs: list) -> Callable:
-        self.report.graphs.append(replace_chosen(graph_module, self._choose))
+        once = self._rounds_once()
+        self.report.graphs.append(replace_chosen(graph_module, self._choose, rounds_once=once))
         return self._folding()(graph_module, inputs)
 
     def _choose(self, norm: Norm | Gradient) -> None:
@@ -171,6 +178,14 @@ class _ReplacingBackend:
                 raise Left("where() excludes it")
         elif self.is_inductor and (count := hidden_of(known(norm.x), norm.dims)) <= SMALL:
             raise Left(f"Inductor fuses a norm of {count} elements with its neighbours")
+
+    def _rounds_once(self) -> bool:
+        """Whether the other backend's own code keeps float32 between 16-bit operations."""
+        names = inductor_joint_pass() if self.is_inductor else None
+        if names is None:
+            return self.is_inductor
+        default = getattr(names[0], EMULATES, False)
+        return not self.backend.config.get(EMULATES, default)
 
     def _folding(self) -> Callable:
         """The other backend; if it is Inductor, with a pass more in its configuration."""

@@ -121,3 +121,60 @@ class BackwardArrays:
     GROUP_SUMS: Any = ()
     DOT: Any = ()
     TOTAL: Any = ()
+
+
+@dataclass(frozen=True)
+class RopeForwardArrays:
+    """Of rope_forward.py. INPUT and KEY: HeadsIn as tuples; no key is ().
+
+    COS, SIN (B, S, R), with any strides, also 0; or (P, R) with POSITIONS (B, S) of integers, the
+    rows of the tokens.
+    """
+
+    INPUT: Any
+    KEY: Any
+    COS: Any
+    SIN: Any
+    POSITIONS: Any
+
+
+@dataclass(frozen=True)
+class HeadsIn:
+    """X and Y (B, S, H, D), with any strides and a last stride of 1: B sequences of S tokens, each
+    with H heads. W (D,) and RSTD (B, S, H) float32; where a norm spans all heads of a token, W
+    (H, D) and RSTD (B, S).
+    """
+
+    X: Any
+    W: Any
+    Y: Any
+    RSTD: Any
+    B: Any = ()  # there is no bias
+
+
+@dataclass(frozen=True)
+class RopeBackwardArrays:
+    """Of rope_backward.py. INPUT and KEY: HeadsBack as tuples; () where no gradient is needed.
+
+    COS, SIN, POSITIONS: as in RopeForwardArrays. PARTIALS (sums · blocks, columns) float32: block b
+    writes its part of dW to row b, and that of the key's dW to a row behind all rows of dW. Columns
+    are those of W; where the key's W has fewer, those behind them hold nothing.
+    """
+
+    INPUT: Any
+    KEY: Any
+    COS: Any
+    SIN: Any
+    POSITIONS: Any
+    PARTIALS: Any
+
+
+@dataclass(frozen=True)
+class HeadsBack:
+    """X, W and RSTD as in HeadsIn, and DY, DX like X."""
+
+    X: Any
+    DY: Any
+    W: Any
+    RSTD: Any
+    DX: Any

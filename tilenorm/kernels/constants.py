@@ -82,6 +82,29 @@ class Grouped:
 
 
 @dataclass(frozen=True)
+class Rope:
+    """Which elements of a head are rotated, and how heads are cut into tiles (rotation.py).
+
+    HEAD: D, the elements of a head. HALF: half of the number that is rotated. PAIRS: elements 2i
+    and 2i + 1 are rotated into each other, not i and i + HALF. FULL: cos and sin have a column for
+    each rotated element, not one for two. ALIGNED: heads, halves and tables are whole vectors of 16
+    bytes. WIDTH: columns of a tile, a power of two, at least HALF. ROWS: rows of a tile. TILES: how
+    many tiles a block has at once. WHOLE: (), or, where a norm spans all heads of a token, how many
+    heads the input has, and the key.
+    """
+
+    HEAD: int
+    HALF: int
+    PAIRS: bool
+    FULL: bool
+    ALIGNED: bool
+    WIDTH: int
+    ROWS: int
+    TILES: int
+    WHOLE: tuple
+
+
+@dataclass(frozen=True)
 class How:
     """How a schedule works. Each reads what concerns it.
 

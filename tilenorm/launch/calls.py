@@ -9,7 +9,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
 
 from ..spec import NormSpec
-from ..table import MODULATION
+from ..table import MODULATION, OF_KEY
 from .config import cdiv
 
 if TYPE_CHECKING:  # what the reference serves needs no cuda.tile
@@ -54,7 +54,9 @@ class Needs(NamedTuple):
 
     dx to dgate: which gradients are requested. dsum: the sum x + residual has an incoming gradient.
     terms: how many tensors make up dy. output: y is requested once more. modulation: of a modulated
-    norm, which gradients of the tensors of MODULATION are requested.
+    norm, which gradients of the tensors of MODULATION are requested. of_key: of a rotated norm,
+    which gradients of the tensors of OF_KEY are; dx and dw are then those of the queries, and dsum
+    tells that the gradient of the rotated key comes in.
     """
 
     dx: bool
@@ -66,11 +68,23 @@ class Needs(NamedTuple):
     terms: int = 1
     output: bool = False
     modulation: tuple[bool, ...] = ()
+    of_key: tuple[bool, ...] = ()
 
     @property
     def gradients(self) -> tuple[bool, ...]:
         """Which gradients are requested, in the order of the tensors that they are of."""
-        return (self.dx, self.dresidual, self.dgate, self.dw, self.db, *self.modulation)
+        first = self.dx, self.dresidual, self.dgate, self.dw, self.db
+        return (*first, *self.modulation, *self.of_key)
+
+    @property
+    def dkey(self) -> bool:
+        """Whether the gradient of a key is requested."""
+        return any(self.of_key[:1])
+
+    @property
+    def dkey_weight(self) -> bool:
+        """Whether the gradient of a key's weight is requested."""
+        return any(self.of_key[1:])
 
     @property
     def dmod_gate(self) -> bool:
@@ -89,6 +103,8 @@ class Needs(NamedTuple):
         names = [name for name, given in asked.items() if given is True]
         by_group = zip(MODULATION, self.modulation, strict=False)
         names += [f"d{role}" for role, given in by_group if given]
+        of_key = zip(OF_KEY, self.of_key, strict=False)
+        names += [f"d{role}" for role, given in of_key if given]
         return "+".join(names + [f"terms:{self.terms}"] * (self.terms > 1))
 
     @property
@@ -104,14 +120,16 @@ def every_gradient(spec: NormSpec) -> Needs:
     scaled, also by group.
     """
     by_group = tuple([getattr(spec, role) is not None for role in MODULATION])
+    of_key = tuple([getattr(spec, role) is not None for role in OF_KEY])
     return Needs(
         dx=True,
         dw=spec.weight is not None,
         db=spec.bias is not None,
         dresidual=spec.residual is not None and not spec.shares_dx,
         dgate=spec.gate is not None,
-        dsum=spec.residual is not None,
+        dsum=spec.residual is not None or spec.key is not None,
         modulation=by_group if spec.modulated else (),
+        of_key=of_key if spec.key else (),
     )
 
 
@@ -194,6 +212,63 @@ class BackwardArrays(NamedTuple):
         read = ("weight", "bias", "mod_scale", "dscale", "dshift", "dmod_gate", "group_sums")
         absent = dict.fromkeys(self._fields, ABSENT)
         return BackwardArrays(**absent | {name: getattr(self, name) for name in read}).of_groups()
+
+
+class Sizes(NamedTuple):
+    """The sizes of a call of a norm that is rotated: `batch` sequences of `tokens` tokens, with so
+    many heads of the input and of the key.
+    """
+
+    batch: int
+    tokens: int
+    heads: int
+    key_heads: int = 0
+
+
+class HeadsIn(NamedTuple):
+    """What a forward pass reads and writes of heads, see kernels/arrays.py."""
+
+    x: Any
+    weight: Any
+    y: Any
+    rstd: Any
+
+
+class HeadsBack(NamedTuple):
+    """What a backward pass reads and writes of heads, see kernels/arrays.py."""
+
+    x: Any
+    dy: Any
+    weight: Any
+    rstd: Any
+    dx: Any
+
+
+class RopeForwardArrays(NamedTuple):
+    """What the forward pass of a norm that is rotated takes, see kernels/arrays.py. input, key:
+    plain tuples of what HeadsIn names.
+    """
+
+    input: tuple
+    key: tuple
+    cos: Any
+    sin: Any
+    positions: Any = ABSENT
+
+
+class RopeBackwardArrays(NamedTuple):
+    """What the backward pass of a norm that is rotated takes, see kernels/arrays.py. input, key:
+    plain tuples of what HeadsBack names. dw, dkey_weight: as in BackwardArrays.
+    """
+
+    input: tuple
+    key: tuple
+    cos: Any
+    sin: Any
+    positions: Any
+    partials: Any = ABSENT
+    dw: Any = ABSENT
+    dkey_weight: Any = ABSENT
 
 
 def taking(kind: type[NamedTuple], *names: str) -> Callable[[tuple], Any]:

@@ -63,7 +63,7 @@ class Served:
 
 
 class Config:
-    """Base class of the four configurations, with the fields that some of them do not have."""
+    """Base class of the configurations, with the fields that some of them do not have."""
 
     direction: ClassVar[str] = "forward"
     hints: Hints
@@ -86,10 +86,7 @@ class Config:
     def _reasons(self, served: Served) -> Iterator[str]:
         hidden, item_bytes = served.hidden, served.item_bytes
         widths, hints = self.segments(hidden), self.hints
-        if not _power_of_two(self.rows):
-            yield f"rows {self.rows} is not a power of two"
-        if not 1 <= (hints.occupancy or 1) <= 32 or not _power_of_two(hints.num_worker_warps or 1):
-            yield f"hints out of range: {hints}"
+        yield from self._wrong_rows()
         # Tile loads need segments that start at a multiple of their width. Descending powers of two
         # do.
         if not all(a >= b for a, b in pairwise(widths)) or not all(map(_power_of_two, widths)):
@@ -110,6 +107,13 @@ class Config:
         if self.together != 1 and not (one_width and 1 < self.together <= len(widths)):
             yield "together is 1, or at most the number of segments, which then have one width"
         yield from self._wrong_cut(widths, hidden)
+
+    def _wrong_rows(self) -> Iterator[str]:
+        hints = self.hints
+        if not _power_of_two(self.rows):
+            yield f"rows {self.rows} is not a power of two"
+        if not 1 <= (hints.occupancy or 1) <= 32 or not _power_of_two(hints.num_worker_warps or 1):
+            yield f"hints out of range: {hints}"
 
     def _wrong_cut(self, widths: tuple[int, ...], hidden: int) -> Iterator[str]:
         """Why the segments are neither one row nor a chunk of a row that blocks share."""
@@ -193,7 +197,33 @@ class Backward(Config):
     direction: ClassVar[str] = "backward"
 
 
-FORMS = (RowForward, StreamForward, SharedForward, Backward)
+@dataclass(frozen=True)
+class RopeForward(Config):
+    """rope_forward: tiles of `rows` rows, which are tokens, and `tiles` heads of these in a block;
+    or, where a norm spans all heads of a token, tiles of `rows` heads, and a token in a block.
+    """
+
+    rows: int = 4
+    tiles: int = 4
+    hints: Hints = Hints()
+    widths = None
+
+    def _reasons(self, served: Served) -> Iterator[str]:
+        yield from self._wrong_rows()
+        if not _power_of_two(self.tiles):
+            yield f"tiles {self.tiles} is not a power of two"
+
+
+@dataclass(frozen=True)
+class RopeBackward(RopeForward):
+    """rope_backward: the same by a persistent grid with `hints.occupancy` blocks on each
+    multiprocessor.
+    """
+
+    direction: ClassVar[str] = "backward"
+
+
+FORMS = (RowForward, StreamForward, SharedForward, Backward, RopeForward, RopeBackward)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,18 @@ from ..spec import NormSpec
 from ..table import MODULATION
 from . import user_table
 from .calls import Needs
-from .config import Backward, ColumnSum, Config, Hints, RowForward, SharedForward, cdiv, tile_width
+from .config import (
+    Backward,
+    ColumnSum,
+    Config,
+    Hints,
+    RopeBackward,
+    RopeForward,
+    RowForward,
+    SharedForward,
+    cdiv,
+    tile_width,
+)
 from .target import Target
 from .tuned import TABLES, rules
 
@@ -25,6 +36,8 @@ def chosen(spec: NormSpec, target: Target, needs: Needs | None = None) -> Config
     spec = spec.unquantized
     if found := _tabled(spec, target, needs):
         config, _ = found
+    elif spec.rotation:
+        config = _rotated(spec, needs)
     elif needs is None:
         read = (spec.dtype, spec.residual, spec.gate, spec.addend, spec.skip)
         config = piece(spec, sum(dtype is not None for dtype in read))
@@ -112,9 +125,28 @@ def piece_backward(spec: NormSpec, target: Target, needs: Needs) -> Config:
     return replace(config, rows=config.rows // 2) if more else config
 
 
-def column_sum(spec: NormSpec) -> ColumnSum:
-    narrow = spec.hidden * (spec.heads or 1) <= rules.NARROW_SUM
-    return ColumnSum(tile=rules.NARROW_TILE if narrow else rules.WIDE_TILE)
+def column_sum(columns: int) -> ColumnSum:
+    return ColumnSum(tile=rules.NARROW_TILE if columns <= rules.NARROW_SUM else rules.WIDE_TILE)
+
+
+def rope_width(spec: NormSpec) -> int:
+    """Columns of a tile of heads: a half of what is rotated, or, if that is little, more."""
+    how = spec.rotation
+    return max(tile_width(how.dim // 2), tile_width(how.head) // rules.ROPE_TILES)
+
+
+def _rotated(spec: NormSpec, needs: Needs | None) -> RopeForward | RopeBackward:
+    """A tile has rules.ROPE_ELEMENTS for each thread: all tiles, of whatever dtype, then lie alike
+    over the threads, which read 16 bytes of the widest one at once. Of pairs a thread has both.
+    """
+    how, width = spec.rotation, rope_width(spec)
+    hints = rules.ROPE_HINTS["forward" if needs is None else "backward"]
+    wide = how.interleaved and "float32" in (spec.dtype, how.full and how.table)
+    rows = max(1, rules.ROPE_ELEMENTS * Hints(*hints).threads // (width << wide))
+    couples = 1 + cdiv(how.head - how.dim, 2 * width)
+    tiles = max(1, rules.ROPE_HEADS // tile_width(couples))
+    form = RopeForward if needs is None else RopeBackward
+    return form(rows, tiles, Hints(*hints))
 
 
 def source(spec: NormSpec, target: Target, needs: Needs | None = None) -> str:
@@ -149,6 +181,8 @@ def operation(spec: NormSpec, needs: Needs | None = None) -> str | None:
         if spec.bias if needs is None else needs.sums == 2:
             return None
         return "gate_first" if spec.gate_first else "gated_rms_norm"
+    if spec.rotation:
+        return f"{spec.op} {spec.rotation.label}"
     if spec.modulated:
         if needs is not None:
             return None

@@ -14,7 +14,6 @@ from typing import ClassVar
 import cuda.tile as ct
 
 from ..kernels.backward import norm_backward
-from ..kernels.column_sum import column_sum
 from ..kernels.constants import Grouped, How
 from ..kernels.forward import row_forward, shared_forward, stream_forward
 from ..kernels.group_backward import group_backward, group_sum
@@ -35,18 +34,18 @@ from .calls import (
 from .config import Backward, Hints, RowForward, SharedForward, StreamForward, cdiv
 from .kernel import hinted
 from .quantized import cast_apart, compiled_as
+from .rope import RopeBackwardPlan, RopeForwardPlan
 from .target import Target
-from .tiling import Tiling
+from .tiling import COLUMN_SUM, SIZES, Tiling
 from .tuned import rules
 
-COLUMN_SUM, GROUP_SUM = hinted(column_sum, Hints()), hinted(group_sum, Hints())
+GROUP_SUM = hinted(group_sum, Hints())
 FORWARD = {RowForward: row_forward, StreamForward: stream_forward, SharedForward: shared_forward}
-SIZES = 64  # row counts that a plan remembers
 _FORWARD_SLOTS, _BACKWARD_SLOTS = (taking(a, "slots") for a in (ForwardArrays, BackwardArrays))
 
 
 @cache
-def plan_forward(spec: NormSpec, target: Target, save: bool) -> "ForwardPlan":
+def plan_forward(spec: NormSpec, target: Target, save: bool) -> "ForwardPlan | RopeForwardPlan":
     """The plan for y and the sum, and for mean and rstd if `save`; of a quantised norm for q and
     the scales, or the plan of the plain norm where a cast follows its kernels (casts_apart).
 
@@ -54,6 +53,8 @@ def plan_forward(spec: NormSpec, target: Target, save: bool) -> "ForwardPlan":
     registers. An occupancy hint bounds the registers, so that a kernel that does not write mean and
     rstd could give y other last bits. In this case the plan always writes mean and rstd.
     """
+    if spec.rotation:
+        return RopeForwardPlan(spec, target, heuristics.chosen(spec, target), save)
     plan = ForwardPlan(spec, target, heuristics.chosen(_configured(spec), target), save)
     if plan.casts_apart:
         return plan_forward(spec.unquantized, target, save)
@@ -77,10 +78,12 @@ def chain_refused(spec: NormSpec, target: Target) -> str | None:
 
 
 @cache
-def plan_backward(spec: NormSpec, target: Target, needs: Needs) -> "BackwardPlan":
+def plan_backward(
+    spec: NormSpec, target: Target, needs: Needs
+) -> "BackwardPlan | RopeBackwardPlan":
     """The plan for the needed gradients."""
     spec = backward_spec(spec, needs)
-    kind = GroupedPlan if spec.modulated else BackwardPlan
+    kind = GroupedPlan if spec.modulated else RopeBackwardPlan if spec.rotation else BackwardPlan
     return kind(spec, target, heuristics.chosen(spec, target, needs), needs)
 
 
@@ -287,7 +290,7 @@ class BackwardPlan(Tiling):
         sums = [name for name in ("dw", "db") if getattr(self.needs, name)]
         if not sums:
             return []
-        config, rows = heuristics.column_sum(self.spec), self._partial_rows(blocks)
+        config, rows = heuristics.column_sum(self._sum_width), self._partial_rows(blocks)
         take = taking(self.arrays, "partials", *sums)
         after = (rows, config.rows, config.tile, self._overlap)
         grid = cdiv(self._sum_width, config.tile), len(sums)
@@ -350,7 +353,7 @@ class GroupedPlan(BackwardPlan):
             main = Launch(self._kernel, (blocks,), (), self.arrays.of_groups, after)
             found = [main, *self._column_sum(blocks)]
             if any(self.needs.modulation) and not self.sums(groups).WHOLE:
-                config = heuristics.column_sum(self.spec)
+                config = heuristics.column_sum(self._sum_width)
                 tiles = self.config.rows, config.rows, config.tile
                 early = self._overlap and len(found) == 1  # one kernel may start early
                 after = (rows, blocks, norm, sums, *tiles, early)

@@ -6,6 +6,7 @@ from functools import cached_property
 from math import gcd
 from typing import Any
 
+from ..kernels.column_sum import column_sum
 from ..kernels.constants import Norm
 from ..kernels.exchange import clear_slots
 from ..kernels.tiles import Cut
@@ -17,8 +18,9 @@ from .quantized import quant_of
 from .target import Target
 from .tuned.rules import POLLS
 
-CLEAR_SLOTS = hinted(clear_slots, Hints())
+CLEAR_SLOTS, COLUMN_SUM = hinted(clear_slots, Hints()), hinted(column_sum, Hints())
 CLEARED = 1024  # slots that one block empties
+SIZES = 64  # row counts, or Sizes, whose launches a plan remembers
 
 
 @dataclass(frozen=True)

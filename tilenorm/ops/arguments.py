@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from numbers import Integral, Real
+from typing import Any
 
 import torch
 from torch import SymFloat, SymInt, Tensor
@@ -11,16 +12,19 @@ from ..spec import FP8, GROUPS, LAYOUTS
 from ..table import FACTORS, MASK, OPS, OPTIONS, VECTOR, Op
 from .layout import leading_groups
 from .reference import statistics_dtype
+from .rotated_arguments import check_rotation
+from .tensor_checks import check_device, check_dtype, kind_of
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FP8_DTYPES = tuple(getattr(torch, name) for name in FP8)
 MAX_SIZE = 2**63 - 1
 CASTS = {"float": float, "bool": bool, "str": str}
-# The order in which ports are checked: a message names the first tensor that does not fit.
+# The order in which ports are checked: a message names the first tensor that does not fit. Those
+# of a norm that is rotated have checks of their own.
 _ORDER = ("rows", "mask", "vector", "affine", "group", "scalar")
 PORTS = {
     name: tuple(sorted(op.takes[1:], key=lambda port: _ORDER.index(port.lies)))
     for name, op in OPS.items()
+    if not op.rotated
 }
 
 
@@ -43,24 +47,26 @@ def check(
     """
     name, input = op.name, tensors[0]
     if not isinstance(input, Tensor):
-        raise TypeError(f"{name}: argument 'input' takes a Tensor, got {_kind(input)}")
+        raise TypeError(f"{name}: argument 'input' takes a Tensor, got {kind_of(input)}")
     if not isinstance(normalized_shape, (tuple, list)):
-        got = _kind(normalized_shape)
+        got = kind_of(normalized_shape)
         raise TypeError(f"{name}: argument 'normalized_shape' takes a tuple of ints, got {got}")
     # PyTorch's layer_norm takes no None, and has another exception for too few dimensions.
     layer = op.norm == "layer"
     if layer or eps is not None:
         _check_float(name, "eps", eps, "a float" if layer else "a float or None")
     if backend is not None and not isinstance(backend, str):
-        raise TypeError(f"{name}: argument 'backend' takes a str or None, got {_kind(backend)}")
+        raise TypeError(f"{name}: argument 'backend' takes a str or None, got {kind_of(backend)}")
     options = dict(zip(op.options, asked, strict=True))
     for option, value in options.items():
-        if option not in ("scaling", "layout", "dtype"):
+        if option not in ("scaling", "layout", "dtype", "rotary_dim"):
             check_option(name, option, value)
-    _check_dtype(name, "input", input)
+    check_dtype(name, "input", input)
     shape = _check_shape(name, normalized_shape, input, layer)
     given = {port.name: tensor for port, tensor in zip(op.takes, tensors, strict=True)}
-    for port in PORTS[name]:
+    if op.rotated:
+        options = check_rotation(given, shape, options)
+    for port in PORTS.get(name, ()):
         tensor = given[port.name]
         if port.needed or (tensor is not None and port.lies in CHECKS):
             twice = port.role == "residual" and given.get("addend") is not None
@@ -125,14 +131,14 @@ def spread(op: Op, tensors: tuple) -> tuple:
         if len(given) == 2:
             spread[names.index("addend")] = given[0]
         return tuple(spread)
-    got = f"[{', '.join(map(_kind, given))}]"
+    got = f"[{', '.join(map(kind_of, given))}]"
     raise TypeError(
         f"{op.name}: argument 'residual' takes a Tensor or a sequence of one or two Tensors,"
         f" got {got}"
     )
 
 
-def without_tensor(number: object) -> object:
+def without_tensor(number: Any) -> Any:
     """A number instead of a tensor that PyTorch takes for one: without dimensions or a gradient."""
     if isinstance(number, Tensor) and not number.dim() and not number.requires_grad:
         return number.item()
@@ -154,7 +160,7 @@ def sizes_of(module: str, normalized_shape: object) -> tuple[int, ...]:
     takes = "an int or a tuple of ints, from 0 on"
     given = (normalized_shape,) if _is_size(normalized_shape) else normalized_shape
     if not isinstance(given, Iterable):
-        got = _kind(given)
+        got = kind_of(given)
         raise TypeError(f"{module}: argument 'normalized_shape' takes {takes}, got {got}")
     sizes = _sizes(module, given, takes)
     if any(size < 0 for size in sizes):
@@ -170,7 +176,7 @@ def check_option(op: str, name: str, value: object) -> None:
     elif kind == "float":
         _check_float(op, name, value, "a float")
     elif not isinstance(value, bool):
-        raise TypeError(f"{op}: argument {name!r} takes a bool, got {_kind(value)}")
+        raise TypeError(f"{op}: argument {name!r} takes a bool, got {kind_of(value)}")
 
 
 def _check_word(op: str, name: str, value: object, words: Sequence[str], where: str = "") -> None:
@@ -210,7 +216,7 @@ def _check_given(op: str, scaling: str, given: Tensor | None, input: Tensor) -> 
             raise ValueError(f"{takes} None with scaling={scaling!r}, which finds the scales")
         return
     if not isinstance(given, Tensor):
-        got = _kind(given)
+        got = kind_of(given)
         raise TypeError(f"{takes} a Tensor of one float32 with scaling='tensor', got {got}")
     if given.dtype != torch.float32 or given.numel() != 1 or given.device != input.device:
         raise RuntimeError(
@@ -221,7 +227,7 @@ def _check_given(op: str, scaling: str, given: Tensor | None, input: Tensor) -> 
 
 def _check_float(op: str, name: str, value: object, takes: str) -> None:
     if not isinstance(value, (float, Real, SymFloat)):
-        raise TypeError(f"{op}: argument {name!r} takes {takes}, got {_kind(value)}")
+        raise TypeError(f"{op}: argument {name!r} takes {takes}, got {kind_of(value)}")
     try:
         isinstance(value, Integral) and float(value)
     except OverflowError:
@@ -232,19 +238,19 @@ def _check_float(op: str, name: str, value: object, takes: str) -> None:
 
 def _check_rows(op: str, name: str, tensor: Tensor, shape: tuple, input: Tensor) -> None:
     if not isinstance(tensor, Tensor):
-        raise TypeError(f"{op}: argument {name!r} takes a Tensor, got {_kind(tensor)}")
+        raise TypeError(f"{op}: argument {name!r} takes a Tensor, got {kind_of(tensor)}")
     if tensor.shape != input.shape:
         raise RuntimeError(
             f"{op}: argument {name!r} takes the input's shape {list(input.shape)},"
             f" got {list(tensor.shape)}"
         )
-    _check_dtype(op, name, tensor)
-    _check_device(op, name, tensor, input)
+    check_dtype(op, name, tensor)
+    check_device(op, name, tensor, input)
 
 
 def _check_mask(op: str, name: str, mask: Tensor, shape: tuple, input: Tensor) -> None:
     if not isinstance(mask, Tensor):
-        raise TypeError(f"{op}: argument {name!r} takes a Tensor or None, got {_kind(mask)}")
+        raise TypeError(f"{op}: argument {name!r} takes a Tensor or None, got {kind_of(mask)}")
     if mask.shape != input.shape or mask.layout != torch.strided:
         raise RuntimeError(
             f"{op}: argument {name!r} takes the input's shape {list(input.shape)},"
@@ -252,7 +258,7 @@ def _check_mask(op: str, name: str, mask: Tensor, shape: tuple, input: Tensor) -
         )
     if mask.dtype != torch.bool:
         raise NotImplementedError(f"{op}: argument {name!r} takes torch.bool, got {mask.dtype}")
-    _check_device(op, name, mask, input)
+    check_device(op, name, mask, input)
 
 
 def _check_vector(op: str, name: str, vector: Tensor, shape: tuple, input: Tensor) -> None:
@@ -266,7 +272,7 @@ def _check_vector(op: str, name: str, vector: Tensor, shape: tuple, input: Tenso
 
 def _check_affine(op: str, name: str, parameter: Tensor, shape: tuple, input: Tensor) -> None:
     if not isinstance(parameter, Tensor):
-        raise TypeError(f"{op}: argument {name!r} takes a Tensor or None, got {_kind(parameter)}")
+        raise TypeError(f"{op}: argument {name!r} takes a Tensor or None, got {kind_of(parameter)}")
     if parameter.shape != shape:
         by_heads = input.shape[-len(shape) - 1 :]
         if len(by_heads) == len(shape) or parameter.shape != by_heads:
@@ -275,14 +281,14 @@ def _check_affine(op: str, name: str, parameter: Tensor, shape: tuple, input: Te
                 f"{op}: argument {name!r} takes the shape of normalized_shape {list(shape)}"
                 f"{or_heads}, got {list(parameter.shape)}"
             )
-    _check_dtype(op, name, parameter)
-    _check_device(op, name, parameter, input)
+    check_dtype(op, name, parameter)
+    check_device(op, name, parameter, input)
 
 
 def _check_group(op: str, name: str, tensor: Tensor, shape: tuple, input: Tensor) -> None:
     """Check a tensor that lies by group: a row for each set of consecutive rows."""
     if not isinstance(tensor, Tensor):
-        raise TypeError(f"{op}: argument {name!r} takes a Tensor, got {_kind(tensor)}")
+        raise TypeError(f"{op}: argument {name!r} takes a Tensor, got {kind_of(tensor)}")
     leading = list(input.shape[: input.dim() - len(shape)])
     groups = list(leading_groups(tensor.shape, len(shape)))
     fits = tensor.shape[-len(shape) :] == shape and len(groups) <= len(leading)
@@ -296,8 +302,8 @@ def _check_group(op: str, name: str, tensor: Tensor, shape: tuple, input: Tensor
             f" last may be a divisor, and then normalized_shape {list(shape)},"
             f" got {list(tensor.shape)}"
         )
-    _check_dtype(op, name, tensor)
-    _check_device(op, name, tensor, input)
+    check_dtype(op, name, tensor)
+    check_device(op, name, tensor, input)
 
 
 # By how a port lies. The one scalar has a check of its own.
@@ -365,23 +371,6 @@ def _check_branch(op: str, given: dict, scale: float) -> None:
         )
 
 
-def _check_device(op: str, name: str, tensor: Tensor, input: Tensor) -> None:
-    if tensor.device != input.device:
-        raise RuntimeError(
-            f"{op}: argument {name!r} takes the input's device {input.device}, got {tensor.device}"
-        )
-
-
-def _check_dtype(op: str, name: str, tensor: Tensor) -> None:
-    if tensor.layout != torch.strided:
-        raise NotImplementedError(
-            f"{op}: argument {name!r} takes the layout torch.strided, got {tensor.layout}"
-        )
-    if tensor.dtype not in DTYPES:
-        takes = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-        raise NotImplementedError(f"{op}: argument {name!r} takes {takes}, got {tensor.dtype}")
-
-
 def _is_integer_tensor(value: object) -> bool:
     if not isinstance(value, Tensor) or value.dim():
         return False
@@ -395,7 +384,3 @@ def _is_size(value: object) -> bool:
 def default_eps(*tensors: Tensor | None) -> float:
     """What PyTorch takes for eps=None: the machine epsilon of the dtype it computes in."""
     return torch.finfo(statistics_dtype(*tensors)).eps
-
-
-def _kind(value: object) -> str:
-    return type(value).__name__

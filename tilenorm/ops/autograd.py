@@ -10,11 +10,15 @@ from ..spec import NormSpec
 from ..table import FACTORS, Op
 from . import reference
 from .bound import OpSpecs, refuse_gradient
-from .gradients import Step, named, run_steps
+from .gradients import (
+    MODULATED_SAVED,
+    ROTATED_PLACES,
+    ROTATED_SAVED,
+    Step,
+    named,
+    run_steps,
+)
 from .torch_private import asked_of, fast_apply
-
-# The saved tensors that modulated_norm_backward takes, by their roles.
-MODULATED_SAVED = ("x", "input", "weight", "bias", "mean", "rstd", "mod_scale", "mod_gate")
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:
@@ -74,7 +78,7 @@ def gradients(
     def run(step: Step, dy: Tensor, dsum: Tensor | None, kept: Sequence, own: float):
         spec, by_role = step.spec, named(step.spec, kept)
         if needs_grad(dy, dsum, *by_role.values()):
-            again = by_role | {"mean": None, "rstd": None}
+            again = by_role | dict.fromkeys(reference.STATISTICS)
             return reference.backward(spec, step.needs, dy, dsum, again, own)
         return by_op(what, spec, step, dy, dsum, by_role, own)
 
@@ -84,7 +88,7 @@ def gradients(
 def by_op(
     what: OpSpecs, spec: NormSpec, step: Step, dy, dsum, by_role: dict, eps: float
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of one norm by the op norm_backward, or modulated_norm_backward."""
+    """The gradients of one norm by the op norm_backward, or that of its kind of norm."""
     if by_role["rstd"] is None:
         raise RuntimeError(
             f"tilenorm::{what.op.name}: save was False, its backward needs it; pass True"
@@ -94,6 +98,14 @@ def by_op(
         saved = (by_role.get(role) for role in MODULATED_SAVED)
         how = spec.hidden, spec.norm, spec.mod_shift, *last[len(spec.options) :]
         return torch.ops.tilenorm.modulated_norm_backward(dy, dsum, *saved, *how)
+    if spec.rotation:
+        how, asked = spec.rotation, (*step.needs.gradients, False, False)
+        saved = (by_role.get(role) for role in ROTATED_SAVED)
+        options = spec.hidden, how.dim, how.interleaved, how.heads_first, spec.offset, eps
+        mask = [asked[place] for place in ROTATED_PLACES]
+        backward = torch.ops.tilenorm.rms_norm_rope_backward
+        dx, dw, *of_key = backward(dy, dsum, *saved, *options, mask, what.backend)
+        return dx, None, None, dw, None, *(of_key if spec.key else ())
     saved = (by_role.get(role) for role in ("x", "gate", "weight", "bias", "mean", "rstd"))
     factors = {role: by_role.get(role) for role in FACTORS}
     return torch.ops.tilenorm.norm_backward(dy, dsum, *saved, *last, **factors)[:5]

@@ -1,9 +1,12 @@
 """Bound calls: what serves the calls of an op, for one spec on one device, found once and kept."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache, lru_cache, partial
+from math import prod
 from operator import itemgetter
 from threading import Lock
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -11,8 +14,9 @@ from torch import Tensor
 
 from ..launch.calls import Needs
 from ..launch.toolchain import CompileError
-from ..spec import NormSpec, Options, Quantization
-from ..table import OPS, QUANTIZATION, Op
+from ..spec import TENSORS, NormSpec, Options, Quantization, Rotation
+from ..table import OPS, QUANTIZATION, ROTATION, Op
+from .arguments import without_tensor
 from .direct import Plain
 from .gradients import Step, run_steps, steps_of
 from .layout import MOST_SHAPES
@@ -20,6 +24,7 @@ from .reference import name_of
 from .registry import MAX_ROWS, Device, Implementation, device_of, failure, record_failure, select
 
 _REPLACING = Lock()
+NOTHING = SimpleNamespace(key_of=None, repeated=lambda *_: None)  # the layouts that repeat no call
 MOST_CALLS = 1024  # that are remembered
 
 
@@ -91,7 +96,8 @@ def specs_of(
         row = OPS[stage.op]
         by_role = {r: by_port.get(stage.ports.get(r, "")) for r in row.roles}
         most = max([of_port.get(stage.ports.get(r, ""), 0) for r in ("weight", "bias")])
-        specs.append(spec_of(row, options, by_role, most))
+        spec = spec_of(row, options, by_role, most)
+        specs.append(rotated(spec, options, by_role, of_port) if row.rotated else spec)
     return tuple(specs)
 
 
@@ -99,7 +105,8 @@ def options_of(op: Op, options: tuple) -> Options:
     """The options of an op's norms."""
     by_name = dict(zip(op.options, options[1:], strict=True))
     by_name["gate_first"] = not by_name.pop("norm_before_gate", True)
-    asked = {name: value for name, value in by_name.items() if name not in QUANTIZATION}
+    others = QUANTIZATION + ROTATION
+    asked = {name: value for name, value in by_name.items() if name not in others}
     return Options(options[0], op.norm, **asked)
 
 
@@ -110,8 +117,18 @@ def spec_of(op: Op, options: tuple, dtypes: dict[str, str | None], heads: int = 
         by_name = dict(zip(op.options, options[1:], strict=True))
         scaling, dtype, *rest = (by_name[name] for name in QUANTIZATION)
         how = Quantization(scaling, name_of(dtype), *rest)
-        dtypes = {role: of for role, of in dtypes.items() if role != "given_scale"}
+    dtypes = {role: of for role, of in dtypes.items() if role == "x" or role in TENSORS}
     return NormSpec.of_tensors(options_of(op, options), dtypes, heads, quantized=how)
+
+
+def rotated(spec: NormSpec, options: tuple, dtypes: dict, sizes: dict) -> NormSpec:
+    """The spec of a norm with its rotation. options: of the op. dtypes: of its tensors by their
+    roles. sizes: see kinds_of.
+    """
+    dim, interleaved, heads_first = options[1 : 1 + len(ROTATION)]
+    full, positions = sizes["cos"] == dim, dtypes.get("positions")
+    how = dim, sizes["input"], interleaved, dtypes["cos"], full, positions, heads_first
+    return replace(spec, rotation=Rotation(*how), key_hidden=sizes["key"])
 
 
 def refuse_gradient(op: Op, options: tuple) -> None:
@@ -125,8 +142,14 @@ def refuse_gradient(op: Op, options: tuple) -> None:
 
 def kinds_of(op: Op, tensors: Sequence[Tensor | None], hidden: int) -> tuple[tuple, tuple]:
     """For each tensor that an op takes, its dtype, None for an absent one; and how many rows of
-    `hidden` elements a weight or bias has, 0 for the others and for one that has one.
+    `hidden` elements a weight or bias has, 0 for the others and for one that has one. Where heads
+    are rotated, in place of these numbers: the elements of a head, those of a key's token if they
+    are normalised together, and the columns of the tables.
     """
+    if op.rotated:
+        return tuple([t if t is None else t.dtype for t in tensors]), _head_sizes(
+            op, tensors, hidden
+        )
     dtypes, heads = [], []
     for port, tensor in zip(op.takes, tensors, strict=True):
         dtypes.append(None if tensor is None else tensor.dtype)
@@ -135,6 +158,15 @@ def kinds_of(op: Op, tensors: Sequence[Tensor | None], hidden: int) -> tuple[tup
             rows = tensor.numel() // hidden
         heads.append(rows if rows > 1 else 0)
     return tuple(dtypes), tuple(heads)
+
+
+def _head_sizes(op: Op, tensors: Sequence[Tensor | None], hidden: int) -> tuple[int, ...]:
+    by_name = dict(zip([port.name for port in op.takes], tensors, strict=True))
+    found = {name: by_name[name].shape[-1] for name in ("input", "cos")}
+    if by_name["key"] is not None and hidden != found["input"]:
+        found["key"] = prod(by_name["key"].shape[-2:])
+    # torch.jit has tensors for sizes.
+    return tuple([without_tensor(found.get(name, 0)) for name in by_name])
 
 
 def specs_of_tensors(
@@ -209,20 +241,22 @@ class Bound(OpSpecs):
             return apart(tensors, eps)
 
         def repeating(tensors, eps):
-            repeat = repeated.get((tensors[0].shape, eps))
+            key = tensors[0].shape if key_of is None else key_of(tensors)
+            repeat = repeated.get((key, eps))
             made = repeat and repeat(tensors)
             if made is not None:
                 return tuple(made[:count])
-            made, shape = forward(tensors, eps), tensors[0].shape
+            made = forward(tensors, eps)
             if not chained or eps[0] == eps[1]:
-                keep(repeated, (shape, eps), by_shape(shape, eps[0] if chained else eps))
+                keep(repeated, (key, eps), layouts.repeated(key, eps[0] if chained else eps))
             return made
 
         apart = self._norm_by_norm(save) if chained else run
         repeated: dict[tuple, Callable] = {}
-        by_shape = getattr(run, "repeated", _never)
-        served = forward if by_shape is _never else repeating
-        served.repeated = by_shape  # type: ignore[attr-defined]
+        layouts = getattr(run, "layouts", NOTHING)
+        key_of = layouts.key_of
+        served = forward if layouts is NOTHING else repeating
+        served.layouts = layouts  # type: ignore[attr-defined]
         return served
 
     def _one_pass(self) -> Implementation | None:
@@ -247,7 +281,7 @@ class Bound(OpSpecs):
                 found |= {stage.ports[role]: t for role, t in pairs if role in stage.ports}
             return tuple([found.get(port.name) for port in self.op.makes])
 
-        forward.repeated = _never  # type: ignore[attr-defined]
+        forward.layouts = NOTHING  # type: ignore[attr-defined]
         return forward
 
     def _replace(self, broken: Implementation, error: CompileError) -> None:
@@ -291,21 +325,19 @@ class Bound(OpSpecs):
         repeated: dict[tuple, Callable] = {}
         kept = step.spec.kept
         affine = next((i for i, role in enumerate(kept) if role in ("weight", "bias")), 0)
+        layouts = compute.layouts if computed else NOTHING
+        key_of = layouts.key_of
 
         def one(grads, saved, eps):
             dy, dsum = grads[first], grads[second] if second else None
-            repeat = repeated.get((saved[0].shape, saved[affine].shape))
+            key = saved[0].shape if key_of is None else key_of((dy, dsum, *saved))
+            repeat = repeated.get((key, saved[affine].shape))
             made = repeat and repeat((dy, dsum, *saved))
-            found = called(dy, dsum, saved, eps) if made is None else made[:count]
-            return take((*found, dy, None))
-
-        def called(dy, dsum, saved, eps):
+            if made is not None:
+                return take((*made[:count], dy, None))
             found = compute(dy, dsum, saved, eps)
-            if computed:
-                shape = saved[0].shape
-                repeat = compute.repeated(shape, 0.0)
-                keep_backward(repeated, (shape, saved[affine].shape), found, repeat)
-            return found
+            keep_backward(repeated, (key, saved[affine].shape), found, layouts, key)
+            return take((*found, dy, None))
 
         return one, Plain()
 
@@ -356,7 +388,7 @@ class BoundNorm:
                 self.replace(chosen, error)
             return self.backward(spec, needs)(dy, dsum, saved, eps, more)
 
-        backward.repeated = getattr(run, "repeated", _never)  # type: ignore[attr-defined]
+        backward.layouts = getattr(run, "layouts", NOTHING)  # type: ignore[attr-defined]
         return backward
 
     def replace(self, broken: Implementation, error: CompileError) -> None:
@@ -375,17 +407,15 @@ def keep(repeated: dict, key: Any, repeat: Callable | None) -> None:
 
 
 def keep_backward(
-    repeated: dict, key: Any, found: Sequence[Tensor | None], repeat: Callable | None
+    repeated: dict, key: Any, found: Sequence[Tensor | None], layouts: Any, of: Any
 ) -> None:
-    """The same of a backward pass. found: its gradients. That of a parameter with several
-    dimensions has the parameter's shape, which what repeats calls does not know.
+    """The same of a backward pass. found: its gradients, and y. of: the key in the layouts. What
+    repeats calls is not kept where a gradient has its parameter's shape, which it does not know.
     """
-    if all(grad is None or grad.dim() == 1 for grad in found[3:5]):
-        keep(repeated, key, repeat)
-
-
-def _never(*_) -> None:
-    """What repeats calls where nothing does, see Implementation."""
+    if (repeat := layouts.repeated(of, 0.0)) is not None:
+        pairs = zip(found, layouts[of].made, strict=False)
+        if all(t is None or tuple(t.shape) == how.shape for t, how in pairs):
+            keep(repeated, key, repeat)
 
 
 def _nothing(count: int, *_) -> tuple[None, ...]:

@@ -16,6 +16,7 @@ from .autograd import apply, call_needs_grad
 from .bound import MOST_CALLS, Bound, bound_of, kinds_of, refuse_gradient, specs_of
 from .direct import MOST_GUARDS, in_onnx_export, is_plain, is_transformed
 from .registry import MAX_ROWS, device_of, refuse_transformed, select_transformed
+from .rotated_arguments import check_values
 from .split import norm as split
 from .torch_private import TensorGuards, forward_mode, modes
 
@@ -111,6 +112,8 @@ def checked(
         if recorded:
             refuse_gradient(op, options)
     if is_direct(cast):
+        if op.rotated and check_values(tensors[op.roles.index("positions")], tensors[1]):
+            known = None  # so that the next call is checked
         bound = bound_of(op, cast, options, backend)
         if known is not None and all(a is b for a, b in zip(cast, tensors, strict=True)):
             remember(known, op, tensors, dims, own, bound)
@@ -213,9 +216,11 @@ def remember(known: list[Known], op: Op, tensors: tuple, dims: int, eps: Any, bo
     if TensorGuards is None:
         return
     there = [(port, t) for port, t in zip(op.takes, tensors, strict=True) if t is not None]
+    if any(t.requires_grad and not port.grad for port, t in there):
+        return  # it is refused where gradients are recorded
     given, x, hidden = [t for _, t in there], tensors[0], bound.options[0]
     fixed = max(dims, *(t.dim() for port, t in there if port.lies in ("affine", "vector")), 0)
-    if any(port.lies == "group" for port in op.takes):  # every size has to fit the groups
+    if any(port.lies in ("group", "table") for port in op.takes):  # every size has to fit others
         fixed = max(t.dim() for t in given)
     sizes = [[*[None] * (t.dim() - fixed), *t.shape[-fixed:]] for t in given]
     check = _guard_of(given, sizes)

@@ -7,8 +7,9 @@ import torch
 from torch._ops import OpOverload
 
 from ..table import OPS, PIECES
+from . import backward_by_role
+from .generated import BY_ROLE
 from .library import decomposed
-from .modulated_backward import decomposed as modulated_backward_decomposed
 from .norm_backward import norm_backward_decomposed
 from .split.library import by_reference
 
@@ -39,6 +40,9 @@ def decompositions() -> dict[OpOverload, Callable]:
     return {
         **{getattr(ops, name).default: partial(decomposed, op) for name, op in OPS.items()},
         ops.norm_backward.default: norm_backward_decomposed,
-        ops.modulated_norm_backward.default: modulated_backward_decomposed,
+        **{
+            getattr(ops, name).default: partial(backward_by_role.decomposed, kind)
+            for name, kind in BY_ROLE.items()
+        },
         **{getattr(ops, p.name).default: partial(by_reference, p) for p in PIECES},
     }

@@ -1,4 +1,4 @@
-"""The functions that users call: those of torch.nn.functional, and more.
+"""The functions that users call: those of torch.nn.functional, and more; all but quantised norms.
 
 Each makes two groups of its arguments, in the order of its row in the table: tensors and options.
 """
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from .call import call
+from .functional_rotated import rms_norm_rope  # noqa: F401
 
 
 def rms_norm(

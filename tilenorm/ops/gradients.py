@@ -9,13 +9,18 @@ from torch import Tensor
 
 from ..launch.calls import Needs
 from ..spec import NormSpec
-from ..table import FACTORS, MODULATION, OPS, VECTOR, Op
+from ..table import FACTORS, MODULATION, OF_KEY, OPS, VECTOR, Op
 from .reference import branched, gated, group_gradient, vector_gradient
 
 # Where a gradient stands in what a backward pass returns, by the role of the tensor. Behind these
 # stand dy, which is a skip's gradient, and None.
 PLACES = {"x": 0, "residual": 1, "gate": 2, "weight": 3, "bias": 4, "skip": 5, None: 6}
 SUMMED = ("x", "residual", "addend")
+# The saved tensors that modulated_norm_backward and rms_norm_rope_backward take, by their roles.
+MODULATED_SAVED = ("x", "input", "weight", "bias", "mean", "rstd", "mod_scale", "mod_gate")
+ROTATED_SAVED = ("x", "weight", *OF_KEY, "rstd", "key_rstd", "cos", "sin", "positions")
+# Where what the latter returns stands in Needs.gradients.
+ROTATED_PLACES = (0, 3, 5, 6)
 Roles = tuple[str | None, ...]
 
 
@@ -26,8 +31,8 @@ def needs_of(
 
     asked: the roles of the tensors whose gradients are asked for. dsum: whether the sum's gradient
     comes in; only the gradients of x and residual need it. An input and a residual of one dtype
-    have the same gradient, which is computed once, unless the input is masked or scaled. terms,
-    output: see Needs.
+    have the same gradient, which is computed once, unless the input is masked or scaled. Where
+    heads are rotated, dsum is the key's. terms, output: see Needs.
     """
     roles = set(asked)
     if VECTOR in roles:  # its gradient is made of the residual's
@@ -40,8 +45,10 @@ def needs_of(
     there = ("gate", "weight", "bias", *MODULATION)
     dgate, dw, db, *groups = [r in roles and bool(getattr(spec, r)) for r in there]
     by_group = tuple(groups) if spec.modulated else ()
-    needs = Needs(dx, dw, db, dresidual, dgate, False, terms, output, by_group)
-    return needs._replace(dsum=dsum and needs.of_sum)
+    of_key = tuple([role in roles and bool(getattr(spec, role)) for role in OF_KEY])
+    of_key = of_key if spec.key else ()
+    needs = Needs(dx, dw, db, dresidual, dgate, False, terms, output, by_group, of_key)
+    return needs._replace(dsum=dsum and (any(of_key) if spec.rotation else needs.of_sum))
 
 
 def _addend_as(spec: NormSpec) -> str:
@@ -84,9 +91,9 @@ class Step(NamedTuple):
         """
         spec, shared = self.spec, 0 if self.spec.shares_dx else 1
         own = {"residual": shared, "addend": 0 if _addend_as(spec) == "x" else shared}
-        if spec.modulated:  # what lies by group stands between the others and dy
-            own |= {role: i for i, role in enumerate((*MODULATION, "skip", None), 5)}
-        return PLACES | own
+        # What lies by group, or is of a key, stands between the others and dy.
+        more = MODULATION if spec.modulated else OF_KEY if spec.key else ()
+        return PLACES | own | {role: i for i, role in enumerate((*more, "skip", None), 5)}
 
     @property
     def places(self) -> tuple[int, ...] | None:
@@ -125,7 +132,7 @@ def steps_of(
     asked: for each tensor that the op takes, whether its gradient is asked for. arrived: for each
     tensor that users get, whether its gradient comes in.
     """
-    wanted = {port.name for port, need in zip(op.takes, asked, strict=False) if need}
+    wanted = {port.name for port, need in zip(op.takes, asked, strict=False) if need and port.grad}
     comes = {port.name for port, came in zip(op.makes, arrived, strict=False) if came}
     first = {port.name for port in op.takes}
     kept, end = [], 0
@@ -135,7 +142,7 @@ def steps_of(
     steps = []
     for place in reversed(range(len(specs))):
         stage, spec = op.stages[place], specs[place]
-        ports, dsum = stage.ports, stage.ports.get("sum")
+        ports, dsum = stage.ports, stage.ports.get("key_y" if op.rotated else "sum")
         x = ports["x"]
         inside = x not in first  # x is what an earlier norm has made
         if inside:
@@ -153,6 +160,8 @@ def steps_of(
         dy, dsum = ports["y"] if ports["y"] in comes else None, dsum if dsum in comes else None
         if dy is None and dsum is None:
             continue
+        if op.rotated:  # the gradients of the input and of the key come in apart
+            roles = tuple([r if (dsum if r in OF_KEY else dy) else None for r in roles])
         needs = needs_of(spec, roles, dsum is not None)
         names = tuple(n if r else None for n, r in zip(names, roles, strict=True))
         steps.append(Step(place, spec, needs, roles, names, dy, dsum, kept[place]))
@@ -180,7 +189,7 @@ def run_steps(
     for step in steps:
         kept = saved[step.kept]
         dy, dsum = by_name.get(step.dy), by_name.get(step.dsum)
-        if dy is None:
+        if dy is None and not op.rotated:
             given = through_sum(step.spec, step.asked, dsum, named(step.spec, kept))
         else:
             grads = (None,) * len(step.needs.gradients)

@@ -17,7 +17,7 @@ import torch
 from ..table import OPS
 from .torch_private import inductor_calls
 
-BACKWARD = ("norm_backward", "modulated_norm_backward")
+BACKWARD = ("norm_backward", "modulated_norm_backward", "rms_norm_rope_backward")
 
 
 def tell_inductor() -> None:

@@ -117,9 +117,27 @@ def with_absent(op: Op, called: Called, made: Sequence[Tensor | None]) -> tuple[
         if t is None or not there(op, port, tensors, options, save):
             t = x.new_empty(0, dtype=dtype_of(op, port, tensors, options))
         elif port.lies == "number":
-            t = t.view(rows_shape(x.shape, options[0]))
+            t = t.view(numbers_shape(op, port, tensors, options[0]))
         found.append(t)
     return tuple(found)
+
+
+def numbers_shape(op: Op, port: Port, tensors: Sequence, hidden: int) -> tuple[int, ...]:
+    """The shape of a number a row: of the input, or of the key, whose rows are heads or tokens."""
+    x = tensors[0]
+    if not port.given:
+        return rows_shape(x.shape, hidden)
+    key = tensors[[taken.name for taken in op.takes].index(port.given)]
+    return tuple(key.shape[:-1] if hidden == x.shape[-1] else key.shape[:-2])
+
+
+def rows_made(op: Op, port: Port, tensors: Sequence, options: tuple) -> Sequence[int]:
+    """The shape of a result that has rows."""
+    if not op.rotated:
+        return tensors[0].shape
+    like = tensors[[taken.name for taken in op.takes].index(port.like)]
+    heads_first = options[1 + op.options.index("output_heads_first")]
+    return like.transpose(1, 2).shape if heads_first else like.shape
 
 
 def run(op: Op, *arguments) -> tuple[Tensor, ...]:
@@ -186,8 +204,11 @@ def fake(op: Op, *arguments) -> tuple[Tensor, ...]:
             scales = Scales.of(how, hidden, x.numel() // hidden)
             made.append(x.new_empty_strided(scales.shape, scales.strides, dtype=dtype))
         else:
-            shape = {"rows": x.shape, "one": (1,)}.get(port.lies)
-            shape = rows_shape(x.shape, hidden) if shape is None else shape
+            shape: Sequence[int] = (1,)
+            if port.lies == "rows":
+                shape = rows_made(op, port, tensors, options)
+            elif port.lies == "number":
+                shape = numbers_shape(op, port, tensors, hidden)
             made.append(x.new_empty(shape, dtype=dtype))
     return tuple(made)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.overrides import handle_torch_function
 
-from ..table import FACTORS, MODULATED_NORMS, OPS, Op
+from ..table import FACTORS, NOT_OF_ROWS, OPS, Op
 from . import arguments
 from .torch_private import ragged_dimension
 
@@ -69,7 +69,7 @@ def has_nested(tensors: Sequence[Tensor | None]) -> bool:
 
 def of_jagged(call: Callable, op: Op, tensors, normalized_shape, eps, asked, backend):
     """The norm of nested tensors: that of their values, whose rows are rows like any others."""
-    if op.quantized or op.name in MODULATED_NORMS:
+    if op.quantized or op.name in NOT_OF_ROWS:
         raise NotImplementedError(f"{op.name}: argument 'input' takes no nested tensor, got one")
     ragged = _check_jagged(op, tensors, normalized_shape)
     values = tuple([t.values() if has_nested((t,)) else t for t in tensors])

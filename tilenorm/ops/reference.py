@@ -18,11 +18,13 @@ from ..spec import NormSpec, Options
 from ..table import FACTORS, MASK, OPS, VECTOR
 from .layout import rows_shape
 from .quantize import quantize
+from .rotation import Turns, rotate, rotate_back
 from .torch_private import fused_rms_norm, reshaped
 
 native_layer_norm_backward = torch.ops.aten.native_layer_norm_backward
 Given = dict[str, Tensor | None]  # tensors by their roles
 ROLES = ("x", "gate", "weight", "bias", "mean", "rstd")  # of a norm's tensors in a backward pass
+STATISTICS = ("mean", "rstd", "key_rstd")
 
 
 def bind_forward(spec: NormSpec) -> Callable | None:
@@ -53,7 +55,8 @@ def bind_forward(spec: NormSpec) -> Callable | None:
 def _by_formula(spec: NormSpec, given: Given, eps: float) -> Given:
     """y, sum, mean and rstd by name; mean and rstd are (rows,). given: the tensors of the norm."""
     found = with_rows(formula(spec, given, eps))
-    return found | {"y": reshaped(found["y"], found["y"].shape)}
+    made = {role: y for role, y in found.items() if role in ("y", "key_y") and y is not None}
+    return found | {role: reshaped(y, y.shape) for role, y in made.items()}
 
 
 def _by_operator(spec: NormSpec, given: Given, eps: float) -> Given:
@@ -76,6 +79,8 @@ def _by_operator(spec: NormSpec, given: Given, eps: float) -> Given:
 
 def formula(spec: NormSpec, given: Given, eps: float) -> Given:
     """The same of differentiable operations alone. mean and rstd have a last dimension of 1."""
+    if spec.rotation:
+        return _rotated(spec, given, eps)
     x, gate, skip = given["x"], given.get("gate"), given.get("skip")
     total = total_of(spec, given)
     dtype = statistics_dtype(x, given.get("residual"))
@@ -93,9 +98,28 @@ def formula(spec: NormSpec, given: Given, eps: float) -> Given:
 
 def with_rows(found: Given) -> Given:
     """What formula returns, with mean and rstd (rows,)."""
-    mean = found["mean"]
-    mean = mean if mean is None else mean.reshape(-1)
-    return found | {"mean": mean, "rstd": found["rstd"].reshape(-1)}
+    there = {role: t for role, t in found.items() if role in STATISTICS and t is not None}
+    return found | {role: t.reshape(-1) for role, t in there.items()}
+
+
+def _rotated(spec: NormSpec, given: Given, eps: float) -> Given:
+    """The formula of heads that are rotated."""
+    dtype, early, found = statistics_dtype(given["x"]), spec.rounding == "early", {}
+    turns = _turns(spec, given, dtype)
+    for norm, key in zip(spec.rotated_norms, ("", "key_"), strict=False):
+        x = given["key" if key else "x"]
+        x_hat, _, rstd = _normalize(norm, rows_of(x, norm, dtype), None, eps)
+        rows = affine(norm, x_hat, given.get(f"{key}weight"), None, x.dtype).reshape(x.shape)
+        del x_hat
+        y = rotate(spec.rotation, rows, turns, x.dtype, early)
+        y = y.transpose(1, 2).contiguous() if spec.rotation.heads_first else y
+        found |= {f"{key}y": y, f"{key}rstd": rstd}
+    return found
+
+
+def _turns(spec: NormSpec, given: Given, dtype: torch.dtype) -> Turns:
+    cos, sin, positions = map(given.get, ("cos", "sin", "positions"))
+    return Turns.of(spec.rotation, cos, sin, positions, dtype)
 
 
 def bind_backward(spec: NormSpec, needs: Needs) -> Callable:
@@ -125,6 +149,8 @@ def backward(
     of x too. more: what is added to dy, term by term. dots: the means of g · x̂ and of g over whole
     rows, (rows, 1) or (rows, 2), where the tensors hold pieces of rows.
     """
+    if spec.rotation:
+        return _rotated_backward(spec, needs, (dy, dsum), saved, eps)
     for term in more:
         dy = dy + term  # rounded to its dtype, as autograd's own sums are
     x, gate, weight, bias, mean, rstd = map(saved.get, ROLES)
@@ -178,6 +204,26 @@ def backward(
         *by_group,
     )
     return (*grads, _output_again(spec, saved, dy.dtype, eps)) if needs.output else grads
+
+
+def _rotated_backward(
+    spec: NormSpec, needs: Needs, dys: tuple, saved: Given, eps: float
+) -> tuple[Tensor | None, ...]:
+    """The gradients of heads that are rotated. dys: those of the rotated input, and of the key."""
+    how, dtype, grads = spec.rotation, statistics_dtype(saved["x"]), []
+    turns = _turns(spec, saved, dtype)
+    asked = (needs.dx, needs.dw), (needs.dkey, needs.dkey_weight)
+    each = zip(spec.rotated_norms, ("", "key_"), dys, asked, strict=False)
+    for norm, key, dy, of in each:
+        found: tuple = (None,) * 5
+        if any(of):
+            dy = dy.transpose(1, 2) if how.heads_first else dy
+            turned = rotate_back(how, dy.to(dtype), turns)
+            own = {"x": saved["key" if key else "x"], "weight": saved.get(f"{key}weight")}
+            own["rstd"] = saved.get(f"{key}rstd")
+            found = backward(norm, Needs(*of), turned, None, own, eps)
+        grads += [found[0], found[3]] if key else found
+    return tuple(grads)
 
 
 def _of_input(spec: NormSpec, dsum: Tensor, like: Tensor, saved: Given) -> Tensor:
@@ -318,7 +364,9 @@ def _has_operator(spec: NormSpec) -> bool:
     A sum may be in another dtype than the input, a weight too, and then no operator fits. Rounding
     early differs from rounding late in 16 bits alone.
     """
-    if spec.gate or spec.heads or spec.residual not in (None, spec.dtype) or spec.modulated:
+    if spec.gate or spec.heads or spec.residual not in (None, spec.dtype):
+        return False
+    if spec.modulated or spec.rotation:
         return False
     if spec.rounding == "early" and spec.dtype not in ("float32", "float64"):
         return False

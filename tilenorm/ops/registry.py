@@ -25,6 +25,7 @@ from . import reference, torch_private
 from .split import reference as pieces
 
 MAX_HIDDEN = 262144
+ROPE_HEAD, ROPE_TOKEN = 512, 8192  # where heads are rotated, the elements of a head and of a token
 MAX_ROWS = 2**30  # row numbers are 32-bit, and the last tile of rows may reach past the end
 MIN_DRIVER = 13000  # the CUDA version of driver r580, the first to load cuTile's sm_80-90 code
 DTYPES = ("float16", "bfloat16", "float32")
@@ -58,10 +59,10 @@ class Implementation:
     them y if the needs ask for it. more: the terms of dy behind the first.
     piece(name, spec, device) returns a function of split/reference.py, by its name, for a spec of
     pieces of rows.
-    A function that is returned may have an attribute `repeated`: a function of the input's shape
-    and the eps, which returns what does the same as earlier calls with that shape, or None. That
-    takes one tuple of all tensors, and returns the results, and more behind them; or None, with
-    nothing done, for tensors that lie otherwise than those of the earlier calls.
+    A function that is returned may have an attribute `layouts`: see Layouts.key_of, and
+    Layouts.repeated, which returns what does the same as earlier calls with such tensors, or None.
+    That takes one tuple of all tensors, and returns the results, and more behind them; or None,
+    with nothing done, for tensors that lie otherwise than those of the earlier calls.
     The functions that are returned may raise CompileError. The implementation is then not used
     for that spec and device again.
     """
@@ -95,12 +96,28 @@ def spec_refused(spec: NormSpec) -> str | None:
         if dtype is not None and dtype not in DTYPES and dtype != "bool":
             argument = "input" if name == "dtype" else name.removeprefix("mod_")
             return f"{argument} is {dtype}; the kernels take {', '.join(DTYPES)}"
+    if reason := spec.rotation and _rotation_refused(spec):
+        return reason
     if spec.modulated and spec.heads:
         return "a modulated norm has a weight by heads"
     if spec.modulated and spec.hidden > MODULATED_ROW:
         return f"rows are modulated; the kernels take up to {MODULATED_ROW} elements of those"
     if not 1 <= spec.hidden <= MAX_HIDDEN:
         return f"normalized_shape holds {spec.hidden} elements; the kernels take 1 to {MAX_HIDDEN}"
+    return None
+
+
+def _rotation_refused(spec: NormSpec) -> str | None:
+    """The same of what concerns a rotation."""
+    how, most = spec.rotation, ROPE_HEAD
+    if how.table not in DTYPES:
+        return f"cos is {how.table}; the kernels take {', '.join(DTYPES)}"
+    if how.head > most:
+        return f"heads are rotated; the kernels take up to {most} elements of those"
+    if spec.by_token and (longest := max(spec.hidden, spec.key_hidden)) > ROPE_TOKEN:
+        return (
+            f"tokens hold {longest} elements; the kernels take up to {ROPE_TOKEN} of rotated ones"
+        )
     return None
 
 

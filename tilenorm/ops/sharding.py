@@ -14,6 +14,9 @@ What lies by group is cut in a dimension d that it has as the input has it, and 
 derivative. Else it is replicated, and its derivative is Partial: a process then holds some rows of
 each group. Rows are not cut in a dimension that groups divide.
 
+Where heads are rotated, the rows are heads, or tokens, also those of a key. Tables and positions
+are cut in a dimension d that they have as the tokens have it, and else replicated.
+
 DTensor's search takes the row that costs least, and moves what does not fit it: it gathers a tensor
 that is cut in a normalised dimension, which the functions give to other ops (split/rules.py), and
 reduces or reduce-scatters one that is Partial.
@@ -40,8 +43,9 @@ Strategy = tuple[list, list]
 
 class Rule(NamedTuple):
     """A row of a table, as placements: of what has (r)ows, of (p)arameters and of their
-    (d)erivatives; for pieces of rows, also of (n)umbers of whole rows and of (s)ums of a piece; and
-    of what lies by (g)roup and of its d(e)rivatives.
+    (d)erivatives; for pieces of rows, also of (n)umbers of whole rows and of (s)ums of a piece; of
+    what lies by (g)roup and of its d(e)rivatives; and where heads are rotated of (t)ables, of
+    pos(i)tions, and of (o)utputs.
     """
 
     r: Any
@@ -51,6 +55,9 @@ class Rule(NamedTuple):
     s: Any = None
     g: Any = None
     e: Any = None
+    t: Any = None
+    i: Any = None
+    o: Any = None
 
 
 def is_distributed(value: object) -> bool:
@@ -79,6 +86,7 @@ def _register() -> None:
     }
     ops |= {"norm_backward": backward_strategies, **STRATEGIES}
     ops["modulated_norm_backward"] = modulated_strategies
+    ops["rms_norm_rope_backward"] = rotated_strategies
     overloads = [getattr(torch.ops.tilenorm, name).default for name in ops]
     for overload, tell in zip(overloads, ops.values(), strict=True):
         register_sharding(overload)(lambda *given, tell=tell: tell(given))
@@ -120,9 +128,31 @@ def rules_by_group(
         yield rule._replace(g=placed[0], e=placed[1])
 
 
+def rules_rotated(
+    x: Any, cos: Any, positions: Any, weight: Any, hidden: int, heads_first: bool
+) -> Iterator[Rule]:
+    """The rows of the table where heads are rotated."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    tokens = len(x.shape) - 2
+    for rule in rules(x, [weight], hidden):
+        d = getattr(rule.r, "dim", None)
+
+        def along(sizes: Sequence[int], d=d) -> Any:
+            """Where what broadcasts to the tokens is, if these are cut in d."""
+            own = -1 if d is None or d >= tokens else d - tokens + len(sizes)
+            return Shard(own) if own >= 0 and sizes[own] != 1 else Replicate()
+
+        table = along(cos.shape[:-1]) if positions is None else Replicate()
+        made = Shard({1: 2, 2: 1}.get(d, d)) if heads_first and d is not None else rule.r
+        placed = positions if positions is None else along(positions.shape)
+        yield rule._replace(t=table, i=placed, o=made)
+
+
 # The letter of Rule for each way in which a port lies. "w" is whole on each rank.
 LETTERS = {"rows": "r", "mask": "r", "affine": "p", "vector": "w", "number": "r", "group": "g"}
 LETTERS |= {"whole": "n", "part": "s", "derivative": "d"}
+LETTERS |= {"key": "r", "table": "t", "tokens": "i"}
 
 
 def letters_of(ports: Sequence[Port]) -> str:
@@ -141,7 +171,13 @@ def op_strategies(op: Op, given: Given) -> list[Strategy]:
     if by_group and options[0]:
         dims = len(tensors[0].shape) - len(rows_shape(tensors[0].shape, options[0]))
         found = rules_by_group(tensors[0], parameters, by_group[0], dims, options[0])
-    return strategies_of(found, letters_of(op.takes), given, letters_of(op.makes), made)
+    letters = letters_of(op.makes)
+    if op.rotated:
+        x, cos, _, weight, *_, positions = tensors
+        heads_first = options[1 + op.options.index("output_heads_first")]
+        found = rules_rotated(x, cos, positions, weight, options[0], heads_first)
+        letters = "oorr"
+    return strategies_of(found, letters_of(op.takes), given, letters, made)
 
 
 def backward_strategies(given: Given) -> list[Strategy]:
@@ -159,15 +195,27 @@ def backward_strategies(given: Given) -> list[Strategy]:
 
 def modulated_strategies(given: Given) -> list[Strategy]:
     """What DTensor may do with a call of the op modulated_norm_backward."""
-    from .modulated_backward import Backward
+    from .modulated_backward import ModulatedBackward
 
-    call = Backward.of([described(t) for t in given])
+    call = ModulatedBackward([described(t) for t in given], {})
     x, scale, hidden = call.tensors["x"], call.tensors["mod_scale"], call.hidden
     dims = len(x.shape) - len(rows_shape(x.shape, hidden)) if hidden else 1
     parameters = [call.tensors["weight"], call.tensors["bias"]]
     found = rules_by_group(x, parameters, scale, dims, hidden)
     needed = call.needs(call.spec).gradients
     return strategies_of(found, "rrrrpprrgg", given, "rrrddeee", needed)
+
+
+def rotated_strategies(given: Given) -> list[Strategy]:
+    """What DTensor may do with a call of the op rms_norm_rope_backward."""
+    from .rotated_backward import RotatedBackward
+
+    call = RotatedBackward([described(t) for t in given], {})
+    x, cos, positions, weight = (call.tensors[r] for r in ("x", "cos", "positions", "weight"))
+    found = rules_rotated(x, cos, positions, weight, call.hidden, call.spec.rotation.heads_first)
+    needed = (*call.needs(call.spec).gradients, False, False)
+    made = [needed[place] for place in RotatedBackward.PLACES]
+    return strategies_of(found, "oorprprrtti", given, "rdrd", made)
 
 
 def described(argument: Any) -> Any:

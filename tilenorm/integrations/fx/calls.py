@@ -40,19 +40,24 @@ OF_VALUES = (*VALUES, "tensor_meta", EAGER_VALUES)
 
 
 class Tensors(NamedTuple):
-    """The nodes, or the tensors, of a norm."""
+    """The nodes, or the tensors, of a norm. With a scale, a gate lies by group, as the scale."""
 
     input: Any
     residual: Any = None
     gate: Any = None
     weight: Any = None
     bias: Any = None
+    scale: Any = None
+    shift: Any = None
 
 
 def spec_of(options: Options, tensors: Tensors, **fields) -> NormSpec:
     """The spec of a norm of tensors."""
     given = tensors._asdict()
     given["x"] = given.pop("input")
+    scale, shift = given.pop("scale"), given.pop("shift")
+    gate = given.pop("gate") if scale is not None else None
+    given |= {"mod_scale": scale, "mod_shift": shift, "mod_gate": gate}
     dtypes = {role: None if t is None else dtype_name(t.dtype) for role, t in given.items()}
     affine = [t.numel() for t in (tensors.weight, tensors.bias) if t is not None]
     heads = max(affine, default=0) // options.hidden if options.hidden else 0
@@ -173,6 +178,7 @@ def _norm_arguments(
     """The op of a norm, and its arguments by name."""
     before = "" if tensors.residual is None else "add_"
     before = before if tensors.gate is None else "gated_"
+    before = before if tensors.scale is None else "modulated_"
     op = getattr(torch.ops.tilenorm, f"{before}{options.norm}_norm").default
     given = tensors._asdict() | options._asdict() | {"eps": eps, "save": save}
     given["norm_before_gate"] = not options.gate_first

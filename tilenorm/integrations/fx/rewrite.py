@@ -17,8 +17,9 @@ class Report:
     """The result of replace_norms: the norms that were replaced, and those that were not.
 
     replaced: (kind, node name) of each norm that is now an op of tilenorm. left: (node name,
-    reason) of each other norm. folds: what the gradients have taken over, if replace_norms was
-    asked to fold. The name of a node in a subgraph starts with the subgraph's name.
+    reason) of each other norm, and of each modulation that stays behind its norm. folds: what the
+    gradients have taken over, if replace_norms was asked to fold. The name of a node in a subgraph
+    starts with the subgraph's name.
     """
 
     replaced: tuple[tuple[str, str], ...]
@@ -37,6 +38,7 @@ def replace_norms(
     *,
     where: Callable[[Node], bool] | None = None,
     fold: bool = False,
+    rounds_once: bool = False,
 ) -> Report:
     """Replace the norms in a graph by tilenorm's ops. The graph is changed in place.
 
@@ -51,6 +53,10 @@ def replace_norms(
     op, with the casts between them, if the op rounds where they do. A gate that is computed in 16
     bits stays outside, for example. A norm of the sum of two tensors becomes one op that also
     computes the sum.
+
+    So does a modulation by sample, frame or token, as in diffusion transformers: the norm times
+    1 + scale, plus shift, for views of them with sizes of 1 such as scale[:, None]; and a gate by
+    group of one of the terms of the sum before it.
 
     Every replaced node keeps its name, metadata, shape, strides and dtype. A norm is not replaced
     if tilenorm's op would change one of these, if it has another formula (an eps that is added to
@@ -68,6 +74,9 @@ def replace_norms(
             over the additions around them. The op adds up to four terms of dy, with the bits of
             the additions that it replaces. It also adds dx to another gradient, and rounds this
             sum once instead of twice. tilenorm.compile does both by itself.
+        rounds_once: whether a modulation, with its gate, may be taken over that the graph computes
+            in 16 bits. The graph rounds after each operation. The op computes in float32 and rounds
+            once, as the code does that Inductor makes of the graph.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -77,24 +86,30 @@ def replace_norms(
         raise TypeError(f"replace_norms: argument 'graph_module' takes a GraphModule, got {got}")
     if not isinstance(fold, bool):
         raise TypeError(f"replace_norms: argument 'fold' takes a bool, got {type(fold).__name__}")
+    if not isinstance(rounds_once, bool):
+        got = type(rounds_once).__name__
+        raise TypeError(f"replace_norms: argument 'rounds_once' takes a bool, got {got}")
     check_where("replace_norms", where)
 
     def choose(norm: Norm | Gradient) -> None:
         if where is not None and not where(norm.at):
             raise Left("where() excludes it")
 
-    return replace_chosen(graph_module, choose, fold)
+    return replace_chosen(graph_module, choose, fold, rounds_once)
 
 
 def replace_chosen(
-    graph_module: GraphModule, choose: Callable[[Norm | Gradient], None], fold: bool = False
+    graph_module: GraphModule,
+    choose: Callable[[Norm | Gradient], None],
+    fold: bool = False,
+    rounds_once: bool = False,
 ) -> Report:
     """As replace_norms. choose: raises Left, with the reason, for a norm that is to stay."""
     replaced, left, folds = [], [], Folds()
     for path, module in list(graph_module.named_modules()):
         if isinstance(module, GraphModule):
             prefix = f"{path}." if path else ""
-            entries, reasons = _replace(module.graph, choose)
+            entries, reasons = _replace(module.graph, choose, rounds_once)
             new = fold_sums(module.graph) if fold else Folds()
             replaced += [(kind, prefix + name) for kind, name in entries]
             left += [(prefix + name, reason) for name, reason in reasons]
@@ -111,7 +126,7 @@ def check_where(function: str, where: object) -> None:
         raise TypeError(f"{function}: argument 'where' takes a function of a node, got {got}")
 
 
-def _replace(graph: Graph, choose) -> tuple[list, list]:
+def _replace(graph: Graph, choose, rounds_once: bool) -> tuple[list, list]:
     """Replace the norms of one graph; the lists of a Report, with names as in this graph."""
     replaced, left = [], []
     for node in list(graph.nodes):
@@ -120,7 +135,9 @@ def _replace(graph: Graph, choose) -> tuple[list, list]:
         name = node.name
         try:
             norm = match_fused(node)
-            norm = extended(norm) if isinstance(norm, Norm) else norm or match_spelled_out(node)
+            if isinstance(norm, Norm):
+                norm = extended(norm, rounds_once)
+            norm = norm or match_spelled_out(node, rounds_once)
             if norm is None:
                 continue
             name = norm.at.name
@@ -128,6 +145,8 @@ def _replace(graph: Graph, choose) -> tuple[list, list]:
             norm.check()
             emit = emit_forward if isinstance(norm, Norm) else emit_backward
             replaced.append((emit(norm), name))
+            if isinstance(norm, Norm) and norm.apart is not None:
+                left.append(norm.apart)
         except Left as reason:
             left.append((name, str(reason)))
     return replaced, left

@@ -32,6 +32,11 @@ WIDE_CHUNK, CHUNK, MORE_CHUNK = (2048, 2), (1024, 3), (1024, 2)
 MODULATED_ROW, GROUPED_BLOCKS = 8192, ((1536, 3), (3072, 2), (8192, 1))
 WHOLE_GROUPS, LEAST_ROWS = 8, 4
 GATED_ROW = 1536  # wider rows with a gate spilled up to 80 bytes at 3072 with two blocks (sm_120)
+# Heads that are rotated: elements of a tile for each thread; how many heads a block has at once; a
+# tile has at least a head / ROPE_TILES columns; (blocks on a multiprocessor, warps). Chosen by
+# compiled code alone, not yet timed (2026-11-26).
+ROPE_ELEMENTS, ROPE_HEADS, ROPE_TILES = 4, 4, 8
+ROPE_HINTS = {"forward": (None, 4), "backward": (2, 4)}
 # Column sum: the most columns that have narrow tiles, and both widths of a tile. Narrow tiles of a
 # narrow sum fill the GPU. Timed on 2026-11-21: 1.5 to 2.5 µs from N = 256 to 16384.
 NARROW_SUM, NARROW_TILE, WIDE_TILE = 4096, 16, 32

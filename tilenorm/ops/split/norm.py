@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ...spec import NormSpec, Options
-from ...table import FACTORS, MODULATED_NORMS, OPS, Op
+from ...table import FACTORS, NOT_OF_ROWS, OPS, Op
 from .. import reference
 from ..autograd import needs_grad
 from ..bound import options_of
@@ -49,7 +49,7 @@ def of_op(op: Op, tensors: tuple, options: tuple, dims: int, eps: tuple, backend
 
     options: `hidden` and the values of the op's options. eps: of each of its norms.
     """
-    if op.name in MODULATED_NORMS:
+    if op.name in NOT_OF_ROWS:
         raise NotImplementedError(
             f"{op.name}: argument 'input' takes no DTensor that is cut in a normalised dimension"
         )

@@ -1,0 +1,150 @@
+"""A training step on several processes: FSDP2 over one dimension of a mesh, and tensor parallelism
+with sequence parallelism over the other. torchrun starts one process a GPU.
+"""
+
+import argparse
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from bench.models import Transformer
+from bench.shapes import Shape
+
+DIMENSIONS = ("fsdp", "tp")
+
+
+def sizes(text: str) -> dict[str, int]:
+    """The value of --parallel: fsdp=4,tp=2, or one of the two."""
+    found = dict(part.partition("=")[::2] for part in text.split(","))
+    if not found or found.keys() - set(DIMENSIONS) or not all(n.isdigit() for n in found.values()):
+        raise argparse.ArgumentTypeError(f"takes fsdp=N,tp=N or one of them, got {text}")
+    return {name: int(found.get(name, 1)) for name in DIMENSIONS}
+
+
+def unserved(shape: Shape, asked: dict[str, int], whole: bool) -> str | None:
+    """Why a model is not trained so, or None."""
+    size = asked["fsdp"] * asked["tp"]
+    if processes() != size:
+        return f"start {size} processes: torchrun --nproc-per-node {size} -m bench train …"
+    if whole:
+        return "--whole is for one process"
+    plain = Shape(shape.layers, shape.hidden, shape.heads, shape.kv_heads, shape.ffn, shape.vocab)
+    given = {**vars(shape), "theta": plain.theta, "eps": plain.eps}
+    if asked["tp"] > 1 and Shape(**given) != plain:
+        return "tp is for models of Llama 3's form"
+    return None
+
+
+def processes() -> int:
+    """How many processes torchrun started, or 1."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+@contextmanager
+def joined(device: str) -> Iterator[int]:
+    """The rank of this process among those of torchrun. CPU tensors are sent without the GPU."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host's own name may be unknown
+    if device != "cpu":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
+    try:
+        yield dist.get_rank()
+    finally:
+        dist.destroy_process_group()
+
+
+def mesh_of(device: str, fsdp: int, tp: int) -> DeviceMesh:
+    return init_device_mesh(device, (fsdp, tp), mesh_dim_names=DIMENSIONS)
+
+
+def split(model: Transformer, mesh: DeviceMesh) -> None:
+    """Split a model of Llama 3's form over the dimension tp. The residual stream is cut in tokens.
+
+    Every parameter becomes a DTensor.
+    """
+    if mesh["tp"].size() == 1:
+        return
+    rows, whole = Shard(1), Replicate()
+
+    def gathered(*others: None) -> PrepareModuleInput:
+        layouts = (rows, *others), (whole, *others)
+        return PrepareModuleInput(input_layouts=layouts[0], desired_input_layouts=layouts[1])
+
+    block = {
+        "attention_norm": SequenceParallel(),
+        "attention": gathered(None, None),
+        **{f"attention.{name}": ColwiseParallel() for name in "qkv"},
+        "attention.output": RowwiseParallel(output_layouts=rows),
+        "ffn_norm": SequenceParallel(),
+        "ffn": gathered(),
+        **{f"ffn.{name}": ColwiseParallel() for name in ("gate", "up")},
+        "ffn.output": RowwiseParallel(output_layouts=rows),
+    }
+    ends = {
+        "embedding": RowwiseParallel(input_layouts=whole, output_layouts=rows),
+        "head.norm": SequenceParallel(),
+        "head.output": ColwiseParallel(input_layouts=rows, output_layouts=whole),
+    }
+    for layer in model.blocks:
+        parallelize_module(layer, mesh["tp"], block)
+    parallelize_module(model, mesh["tp"], ends)
+
+
+def sharded(model: Transformer, mesh: DeviceMesh) -> None:
+    """Shard a model over the dimension fsdp, layer by layer. Sums of gradients are float32.
+
+    Raises ValueError for a parameter that is not cut evenly: FSDP would pad it in each variant.
+    """
+    if (size := mesh["fsdp"].size()) == 1:
+        return
+    for name, parameter in model.named_parameters():
+        if len(local(parameter)) % size:
+            raise ValueError(
+                f"{name} has {len(local(parameter))} rows, which fsdp={size} cuts unevenly"
+            )
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for part in (*model.blocks, model):
+        fully_shard(part, mesh=mesh["fsdp"], mp_policy=policy)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This process's part of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def total(values: Tensor) -> Tensor:
+    """The sum over all processes, or the values of the only one."""
+    if dist.is_initialized():
+        dist.all_reduce(values)
+    return values
+
+
+def agreed(answer: bool) -> bool:
+    """What the first process answers: all go on, or none does."""
+    if not dist.is_initialized():
+        return answer
+    sent = torch.tensor(answer)
+    dist.broadcast(sent, 0)
+    return bool(sent)
+
+
+def of_all(value: Any) -> list:
+    """The value of each process."""
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found

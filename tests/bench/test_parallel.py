@@ -1,0 +1,81 @@
+"""``bench train --parallel``: both variants over the same shards, with gloo at a tiny size."""
+
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from bench import pair, parallel
+from bench.shapes import LLAMA, MODELS, tiny
+from bench.step import Settings, model_of
+
+from ..distributed.world import device, on_every_rank
+
+FOREVER = float("inf")
+
+
+def settings_of(fsdp: int, tp: int, **options) -> Settings:
+    model = tiny(MODELS[LLAMA])
+    shape = replace(model.shape, kv_heads=4)
+    sizes = {"batch": model.batch, "length": model.length, "fsdp": fsdp, "tp": tp}
+    return Settings(shape, LLAMA, **sizes, device=device(), **options)
+
+
+def measured(names, settings: Settings, pairs: int = 2) -> dict:
+    return pair.measure(names, asdict(settings), pairs, FOREVER)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fsdp, tp", [(2, 2), (4, 1), (1, 4)])
+@on_every_rank
+def test_a_pair_over_a_mesh(fsdp, tp):
+    """All ranks have the same fields, with losses as one process has them, the same in each run."""
+    given = settings_of(fsdp, tp, deterministic=True)
+    found = measured(["eager", "patch-add"], given)
+    assert found["gpus"] == len(found["ranks"]) == 4 and len(found["pairs_us"]) == 2
+    assert found["gradient_change"] < 0.02
+    own = torch.tensor(found["ranks"][dist.get_rank()]["pairs_us"])
+    assert (own <= torch.tensor(found["pairs_us"])).all()
+    assert len({str(each) for each in parallel.of_all(found["pairs_us"])}) == 1
+    assert "Block runs the sum" in found["reports"][1]
+    again = measured(["eager", "patch-add"], given)
+    assert again["losses"] == found["losses"] and again["step_losses"] == found["step_losses"]
+    # A loss is of a sample's tokens: the first process of each group has a batch of its own.
+    losses = parallel.of_all(found["step_losses"])
+    assert [losses[r] == losses[0] for r in range(4)] == [r < tp for r in range(4)]
+    assert all(after < before for before, after in zip(losses[0], losses[0][1:], strict=False))
+
+
+@on_every_rank
+def test_the_variants_have_the_same_shards():
+    given = settings_of(2, 2)
+    training, both = pair._built(given, ["eager", "eager"])
+    models = [variant.call for variant in both]
+    for model in models:
+        model(*training.inputs).backward()
+        training.optimizer.zero_grad()
+    first, second = (dict(model.named_parameters()) for model in models)
+    assert all(first[name] is second[name] for name in first)
+    before = parallel.local(first["embedding.weight"]).clone()
+    training.step(models[1])
+    assert not torch.equal(parallel.local(first["embedding.weight"]), before)
+    loss = models[0](*training.inputs)
+    assert torch.equal(loss, models[1](*training.inputs))
+
+
+@on_every_rank
+def test_the_losses_are_those_of_one_process():
+    found = measured(["eager", "patch"], settings_of(1, 4), 1)["losses"]
+    given = settings_of(1, 1)
+    model = model_of(given)
+    (tokens,) = pair.Training.of(given, model).inputs
+    assert found[0] == pytest.approx(model(tokens).item(), rel=2e-3)
+
+
+@on_every_rank
+def test_rows_that_are_cut_unevenly_are_refused():
+    mesh = parallel.mesh_of(device(), 4, 1)
+    model = model_of(replace(settings_of(4, 1), shape=replace(settings_of(4, 1).shape, vocab=42)))
+    with pytest.raises(ValueError, match="42 rows, which fsdp=4 cuts"):
+        parallel.sharded(model, mesh)

@@ -1,0 +1,459 @@
+"""Heads that are normalised and rotated, through the public function and the ops."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.library import opcheck
+from transformers.models.qwen3 import modeling_qwen3 as qwen3
+
+import tilenorm
+from tilenorm.ops import cutile, library, registry
+from tilenorm.spec import NormSpec, Rotation
+from tilenorm.table import OPS
+
+from .helpers import EACH_DEVICE, by_inductor, messages, random, slow
+from .pretended import by
+from .test_like_pytorch import assert_bits
+from .test_modulated import compare, flat
+
+B, F32, D = torch.bfloat16, torch.float32, torch.float64
+DTYPES = (B, torch.float16, F32)
+SERVED = ("reference", "sm_80", "sm_90")
+EACH_WAY = pytest.mark.parametrize("served", SERVED)
+LEAVES = ("input", "key", "weight", "key_weight")
+NAME = "rms_norm_rope"
+
+
+def made(
+    tokens=(2, 5), heads=(4, 2), head=16, columns=16, dtype=F32, weight=None, table=None, seed=0
+) -> dict:
+    """The tensors of a call by their names: queries and keys are views of one projection. heads:
+    of queries and of keys, 0 without a key. columns: of the tables, whose rows are those of the
+    last dimension of the tokens.
+    """
+    queries, keys = heads
+    packed = random(*tokens, queries + 2 * keys, head, dtype=dtype, seed=seed)
+    found = {"input": packed[..., :queries, :], "key": packed[..., queries : queries + keys, :]}
+    for i, name in enumerate(("weight", "key_weight")):
+        found[name] = random(head, dtype=weight or dtype, seed=seed + 1 + i)
+    for i, name in enumerate(("cos", "sin")):
+        found[name] = random(tokens[-1], columns, dtype=table or dtype, seed=seed + 3 + i)
+    return {name: t for name, t in found.items() if keys or "key" not in name}
+
+
+def call(given, **options):
+    """The results of the public function, always as a tuple."""
+    given = given | options
+    shape = given.pop("normalized_shape", None) or given["input"].shape[-1:]
+    found = tilenorm.rms_norm_rope(normalized_shape=shape, **given)
+    return found if isinstance(found, tuple) else (found,)
+
+
+def formula(given, **options):
+    """The same, one operation after the other. Element i of a head meets element other[i]."""
+    how = given | options
+    cos, sin = how["cos"], how["sin"]
+    dim, pairs = how.get("rotary_dim") or how["input"].shape[-1], how.get("interleaved", False)
+    i, half = torch.arange(dim), dim // 2
+    other, first = (i ^ 1, i % 2 == 0) if pairs else ((i + half) % dim, i < half)
+    if (positions := how.get("positions")) is not None:
+        cos, sin = cos[positions.long()], sin[positions.long()]
+    if cos.shape[-1] != dim:
+        of_pair = i // 2 if pairs else i % half
+        cos, sin = cos[..., of_pair], sin[..., of_pair]
+    found = []
+    for name, weight in (("input", "weight"), ("key", "key_weight")):
+        if (x := how.get(name)) is None:
+            continue
+        x = x.transpose(1, 2) if how.get("heads_first") else x
+        dims = tuple(range(-len(how.get("normalized_shape", "x")), 0))
+        n = x * (x.square().mean(dims, keepdim=True) + how.get("eps", eps_of(x))).rsqrt()
+        n = n if how.get(weight) is None else n * (how[weight] + how.get("offset", 0.0))
+        turned, signs = n[..., other], torch.where(first, -1, 1)
+        y = n[..., :dim] * cos.unsqueeze(-2) + turned * signs * sin.unsqueeze(-2)
+        y, last = torch.cat((y, n[..., dim:]), -1), how.get("output_heads_first")
+        found.append(y.transpose(1, 2) if (how.get("heads_first") if last is None else last) else y)
+    return tuple(found)
+
+
+def eps_of(x):
+    return torch.finfo(D if x.dtype == D else F32).eps
+
+
+def step(function, given, dtype=None, **options):
+    """The results, and the gradient of each of LEAVES that is there. dtype: of which the numbers of
+    the incoming gradients are.
+    """
+    given = {n: t.detach() for n, t in given.items() if t is not None}
+    leaves = [given[n].requires_grad_() for n in LEAVES if n in given]
+    results = function(given, **options)
+    dys = [random(*y.shape, dtype=dtype or y.dtype, seed=30).to(y) for y in results]
+    return [*results, *torch.autograd.grad(results, leaves, dys)]
+
+
+def in_double(given, **options):
+    """What `step` should give."""
+    dtype = given["input"].dtype
+    given = {n: t if t is None or n == "positions" else t.to(D) for n, t in given.items()}
+    return step(formula, given, dtype, **{"eps": eps_of(torch.empty(0)), **options})
+
+
+def drawn(rng: Random) -> tuple[dict, dict]:
+    """The tensors of a call, and its options."""
+    tokens = rng.choice(((1,), (9,), (2, 5), (3, 1), (2, 3, 3)))
+    heads, head = rng.choice(((4, 2), (3, 0), (1, 1), (2, 3), (5, 1))), rng.choice((6, 16, 40, 64))
+    dim = rng.choice((None, None, head // 4 * 2, 2))
+    columns = (dim or head) // rng.choice((1, 2))
+    dtype, weight, table = (rng.choice(DTYPES) for _ in range(3))
+    given = made(tokens, heads, head, columns, dtype, weight, table)
+    options = {"rotary_dim": dim, "interleaved": rng.random() < 0.5, "eps": 1e-6}
+    if rng.random() < 0.3:
+        given |= {name: None for name in ("weight", "key_weight") if name in given}
+    elif rng.random() < 0.3:
+        options["offset"] = 1.0
+    if rng.random() < 0.3 and heads != (1, 1):
+        options["normalized_shape"] = heads[0], head
+        for name, count in (("weight", heads[0]), ("key_weight", heads[1])):
+            if given.get(name) is not None:
+                given[name] = random(count, head, dtype=weight, seed=9)
+    match rng.choice(("rows", "every row", "positions", "some positions")):
+        case "every row":
+            for i, name in enumerate(("cos", "sin")):
+                given[name] = random(*tokens, columns, dtype=table, seed=11 + i)
+        case "positions":
+            given["positions"] = (
+                torch.arange(tokens[-1]).flip(0).to(rng.choice((torch.int32, torch.int64)))
+            )
+        case "some positions":
+            last = (torch.arange(tokens[0]) % tokens[-1]).reshape(-1, *[1] * (len(tokens) - 1))
+            given["positions"] = last
+    if len(tokens) == 2:
+        options["output_heads_first"] = rng.choice((None, False, True))
+        options["heads_first"] = rng.random() < 0.5
+    return given, options
+
+
+def elsewhere(rng: Random, t, name: str):
+    """The same tensor in other memory, between whose elements lie NaN."""
+    if t is None or not t.is_floating_point():
+        return t
+    kind = rng.choice(("vectors", "odd", "heads first", "one element in"))
+    apart = {"vectors": 16, "odd": 3}.get(kind, 0)
+    around = torch.full((*t.shape[:-1], t.shape[-1] + apart), torch.nan, dtype=t.dtype)
+    if kind == "heads first" and t.dim() > 2:
+        around = around.transpose(-3, -2).contiguous().transpose(-3, -2)
+    if kind == "one element in":
+        around = torch.full((t.numel() + 1,), torch.nan, dtype=t.dtype)[1:].view(t.shape)
+    return around[..., : t.shape[-1]].copy_(t)
+
+
+@pytest.mark.parametrize(
+    "served, calls", [("reference", 32), ("sm_80", 4), ("sm_90", 4), *slow(("sm_90", 32))]
+)
+def test_drawn_calls(served, calls):
+    """Accurate, and of the same bits wherever the tensors lie, in warm calls as in cold ones."""
+    rng = Random(f"rope {served} {calls}")
+    for _ in range(calls):
+        given, options = drawn(rng)
+        turned = given
+        if options.get("heads_first"):
+            turned = given | {n: given[n].transpose(1, 2) for n in ("input", "key") if n in given}
+        moved = {n: elsewhere(rng, t, n) for n, t in turned.items()}
+        with by(served):
+            found = step(call, turned, **options)
+            for again in (moved, turned, turned):
+                compare(step(call, again, **options), found, 0.0)
+            with torch.no_grad():
+                compare(call(turned, **options), found[: 1 + ("key" in given)], 0.0)
+        results = len(found) - sum(given.get(n) is not None for n in LEAVES)
+        assert all(t.is_contiguous() for t in found[:results])
+        dtypes = [given[n].dtype for n in ("input", *LEAVES) if given.get(n) is not None]
+        assert [t.dtype for t in found[results - 1 :]] == dtypes
+        for one, exact in zip(found, in_double(turned, **options), strict=True):
+            compare([one], [exact], 1e-5 if one.dtype == F32 else 2e-2)
+
+
+@EACH_DEVICE
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bits_of_hugging_face(dtype, device):
+    """The norms and the rotation of Qwen 3, of heads and of whole tokens, with rounding="early"."""
+    given = made((2, 7), (4, 4), 32, 32, dtype)
+    given = {name: t.to(device) for name, t in given.items()}
+    norms = [qwen3.Qwen3RMSNorm(32, 1e-6).to(device, dtype) for _ in range(2)]
+    for norm, name in zip(norms, ("weight", "key_weight"), strict=True):
+        norm.weight.data = given[name]
+    for by_token in (False, True):
+        if by_token:
+            given |= {n: random(4, 32, dtype=dtype, device=device) for n in LEAVES[2:]}
+            for norm, name in zip(norms, LEAVES[2:], strict=True):
+                norm.weight.data = given[name].flatten()
+        made_ = []
+        for norm, name in zip(norms, LEAVES, strict=False):
+            x = given[name].flatten(-2) if by_token else given[name]
+            made_.append(norm(x).unflatten(-1, (4, 32)) if by_token else norm(x))
+        queries, keys = (t.transpose(1, 2) for t in made_)
+        tables = given["cos"][None], given["sin"][None]
+        expected = qwen3.apply_rotary_pos_emb(queries, keys, *tables)
+        how = {"eps": 1e-6, "rounding": "early", "output_heads_first": True}
+        how["normalized_shape"] = given["weight"].shape
+        for got, wanted in zip(call(given, **how), expected, strict=True):
+            assert_bits(got, wanted)
+
+
+@EACH_WAY
+def test_some_gradients(served):
+    """Each gradient alone, and where only one of the results is used."""
+    given = made()
+    leaves = {n: t.detach().requires_grad_(n in LEAVES) for n, t in given.items()}
+    dys = [random(2, 5, heads, 16, seed=30) for heads in (4, 2)]
+    with by(served):
+        results, expected = call(leaves), formula(leaves)
+        for used in ([0], [1], [0, 1]):
+            for name in LEAVES:
+                found = [
+                    torch.autograd.grad(
+                        [each[i] for i in used],
+                        [leaves[name]],
+                        [dys[i] for i in used],
+                        retain_graph=True,
+                        allow_unused=True,
+                    )[0]
+                    for each in (results, expected)
+                ]
+                assert (found[0] is None) == (found[1] is None)
+                if found[0] is not None:
+                    compare(found[:1], found[1:], 1e-5)
+
+
+@EACH_WAY
+@pytest.mark.parametrize("tokens", [(0,), (2, 0), (0, 3)], ids=str)
+def test_no_tokens(tokens, served):
+    given = made(tokens)
+    with by(served):
+        found = step(call, given)
+    for grad, name in zip(found[2:], LEAVES, strict=True):
+        assert grad.shape == given[name].shape and not grad.count_nonzero()
+
+
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_projections_are_read_in_place(heads_first, monkeypatch):
+    given = made(dtype=B)
+    if heads_first:
+        given |= {n: given[n].transpose(1, 2) for n in LEAVES[:2]}
+    with by("sm_90"):
+        launch, read = cutile.launch, set()
+
+        def seen(stream, launches, arrays):
+            read.update(t.data_ptr() for t in flat(arrays) if torch.is_tensor(t))
+            launch(stream, launches, arrays)
+
+        monkeypatch.setattr(cutile, "launch", seen)
+        call(given, heads_first=heads_first)
+    assert {t.data_ptr() for t in given.values()} <= read
+
+
+def test_a_call_after_one_of_other_sizes():
+    """What is remembered of a call does not serve one whose tensors do not fit each other."""
+    given, other = made(), made((2, 6))
+    with by("sm_90"), torch.no_grad():
+        for case in (given, other, given):
+            compare(call(case), formula(case), 1e-5)
+        with pytest.raises(RuntimeError, match="'cos' takes rows that broadcast"):
+            call(given | {"cos": other["cos"], "sin": other["sin"]})
+        with pytest.raises(RuntimeError, match="'key' takes the input's shape"):
+            call(given | {"key": other["key"]})
+
+
+def test_second_derivatives_and_transforms():
+    given = {n: t[:, :2] if n in LEAVES[:2] else t for n, t in made(dtype=D, columns=8).items()}
+    given |= {n: given[n][:2] for n in ("cos", "sin")}
+    inputs = [given.pop(n).detach().requires_grad_() for n in LEAVES]
+
+    def function(*tensors):
+        return call(given, **dict(zip(LEAVES, tensors, strict=True)), eps=1e-3)
+
+    assert torch.autograd.gradcheck(function, inputs)
+    assert torch.autograd.gradgradcheck(function, inputs)
+    mapped = torch.func.vmap(function, (0, 0, None, None))(*inputs)
+    compare(mapped, function(*inputs), 1e-12)
+    tangents = tuple(torch.ones_like(t) for t in inputs)
+    _, found = torch.func.jvp(function, tuple(inputs), tangents)
+    assert all(t.isfinite().all() for t in found)
+
+
+def test_positions_out_of_range(monkeypatch):
+    """Checked in every call, warm ones too, where TILENORM_DEBUG asks for it."""
+    given = made() | {"positions": torch.tensor([0, 1, 4, 4, 2], dtype=torch.int32)}
+    monkeypatch.setenv("TILENORM_DEBUG", "1")
+    with by("sm_90"), torch.no_grad():
+        call(given)
+        for wrong in (5, -1):
+            positions = given["positions"].index_fill(0, torch.tensor([3]), wrong)
+            with pytest.raises(IndexError, match="'positions' takes numbers from 0 to 4"):
+                call(given | {"positions": positions})
+
+
+WRONG = [
+    ({"input": random(4, 16)}, ValueError, "'input' takes at least the three dimensions"),
+    ({"normalized_shape": (5, 4, 16)}, RuntimeError, "'normalized_shape' takes"),
+    ({"key": random(2, 4, 2, 16)}, RuntimeError, "'key' takes the input's shape"),
+    ({"key": random(2, 5, 2, 8)}, RuntimeError, "'key' takes the input's shape"),
+    ({"key": random(2, 5, 2, 16, dtype=B)}, RuntimeError, "'key' takes the input's dtype"),
+    ({"key": None}, ValueError, "'key_weight' takes None without a key"),
+    ({"weight": None}, ValueError, "'key_weight' take two Tensors or None"),
+    ({"weight": random(4, 16)}, RuntimeError, "'weight' takes the shape"),
+    ({"key_weight": random(2, 16)}, RuntimeError, "'key_weight' takes the shape"),
+    ({"key_weight": random(16).int()}, NotImplementedError, "'key_weight' takes float16"),
+    ({"rotary_dim": 7}, ValueError, "'rotary_dim' takes an even int from 2 to"),
+    ({"rotary_dim": 18}, ValueError, "'rotary_dim' takes an even int from 2 to"),
+    ({"rotary_dim": 8.0}, TypeError, "'rotary_dim' takes an even int from 2 to"),
+    ({"rotary_dim": 6}, ValueError, "'cos' takes rotary_dim or rotary_dim / 2 columns"),
+    ({"cos": None}, TypeError, "'cos' takes a Tensor"),
+    ({"sin": random(5, 8)}, RuntimeError, "'sin' takes the shape"),
+    ({"sin": random(5, 16, dtype=B)}, RuntimeError, "'sin' takes the dtype of cos"),
+    ({"cos": random(5, 16).requires_grad_()}, RuntimeError, "'cos' takes .* no gradient"),
+    ({"cos": random(5, 16, device="meta")}, RuntimeError, "'cos' takes the input's device"),
+    ({"positions": torch.zeros(5)}, NotImplementedError, "'positions' takes int32 or int64"),
+    ({"positions": torch.zeros(4).int()}, RuntimeError, "'positions' takes what broadcasts"),
+    ({"interleaved": 1}, TypeError, "'interleaved' takes a bool"),
+    ({"heads_first": 1}, TypeError, "'heads_first' takes a bool"),
+    ({"input": random(5, 4, 16), "heads_first": True}, ValueError, "'input' takes four dimen"),
+    ({"input": 1, "heads_first": True}, TypeError, "'input' takes a Tensor"),
+]
+
+
+@pytest.mark.parametrize("changes, error, message", WRONG, ids=lambda v: str(v)[:40])
+def test_wrong_arguments(changes, error, message):
+    with pytest.raises(error, match=f"{NAME}: arguments? .*{message}"):
+        call(made(), **{"normalized_shape": (16,), **changes})
+
+
+def test_sizes_that_do_not_go_together():
+    three = made((5,))
+    with pytest.raises(ValueError, match="'output_heads_first' takes True for four dimensions"):
+        call(three, output_heads_first=True)
+    with pytest.raises(RuntimeError, match="'cos' takes two dimensions with positions"):
+        call(made(), cos=random(1, 5, 16), sin=random(1, 5, 16), positions=torch.arange(5))
+    one = {n: t for n, t in made(heads=(1, 2)).items() if "weight" not in n}
+    with pytest.raises(RuntimeError, match="'key' takes one head where the input has one"):
+        call(one, normalized_shape=(1, 16))
+
+
+def op_and_arguments(dtype=B, **options):
+    given = made(dtype=dtype) | {"positions": torch.arange(5)}
+    tensors = [given.get(port.name) for port in OPS[NAME].takes]
+    for port, t in zip(OPS[NAME].takes, tensors, strict=True):
+        t.requires_grad_(port.grad)
+    options = {"rotary_dim": 16, "interleaved": False, "output_heads_first": True} | options
+    last = (16, *options.values(), 0.0, "late", 1e-6, True)
+    return torch.ops.tilenorm.rms_norm_rope.default, (
+        *(t.detach().requires_grad_(t.requires_grad) for t in tensors),
+        *last,
+    )
+
+
+UTILITIES = ("test_schema", "test_autograd_registration", "test_faketensor")
+
+
+def test_op():
+    op, arguments = op_and_arguments()
+    opcheck(op, arguments, test_utils=UTILITIES)
+    given = made(columns=8)
+    traced = make_fx(lambda t: call(t))(given)
+    assert op in [n.target for n in traced.graph.nodes]
+    compare(traced(given), call(given), 0.0)
+    x, cos, sin = (given[name] for name in ("input", "cos", "sin"))
+    alone = op(x, cos, sin, *[None] * 4, 16, 16, False, False, 0.0, "late", 1e-6, False)
+    assert [t.numel() for t in alone] == [x.numel(), 0, 0, 0]
+
+
+@pytest.mark.slow
+def test_op_with_symbolic_sizes():
+    opcheck(*op_and_arguments())
+
+
+def backward_arguments(asked):
+    given = made()
+    rstds = [random(2, 5, heads).abs() + 0.5 for heads in (4, 2)]
+    dys = [random(2, heads, 5, 16, seed=7) for heads in (4, 2)]
+    saved = (given[n] for n in ("input", "weight", "key", "key_weight"))
+    tables = given["cos"], given["sin"], torch.arange(5)
+    return *dys, *saved, *rstds, *tables, 16, 16, False, True, 0.0, 1e-6, [asked] * 4
+
+
+@EACH_WAY
+def test_backward_op(served):
+    """Its fake, its decomposition, and what Inductor's generated code calls."""
+    op = torch.ops.tilenorm.rms_norm_rope_backward.default
+    arguments = backward_arguments(True)
+    if served == "reference":
+        opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
+    decomposed = tilenorm.decompositions()[op](*arguments)
+    with by(served):
+        found = op(*arguments)
+        compare(by_inductor("rms_norm_rope_backward")(*arguments), found, 0.0)
+    compare(found, decomposed, 1e-5)
+    assert all(t.numel() == 0 for t in op(*backward_arguments(False)))
+
+
+@EACH_WAY
+def test_what_inductor_calls(served):
+    op, arguments = op_and_arguments(F32)
+    arguments = [t.detach() if torch.is_tensor(t) else t for t in arguments]
+    with by(served):
+        compare(by_inductor(NAME)(*arguments), op(*arguments), 0.0)
+    compare(tilenorm.decompositions()[op](*arguments), op(*arguments), 1e-5)
+
+
+def test_compiled(dynamo):
+    given = {n: t.transpose(1, 2) if n in LEAVES[:2] else t for n, t in made().items()}
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    for options in ({"heads_first": True, "rounding": "early"}, {"heads_first": True}):
+        compare(step(compiled, given, **options), step(call, given, **options), 1e-6)
+
+
+def test_autocast_casts_queries_and_keys():
+    """As it casts the input of PyTorch's own norm, from 2.12 on."""
+    given = made(dtype=B)
+    tensors = tuple(given.get(port.name) for port in OPS[NAME].takes)
+    cast = library.autocast_tensors(OPS[NAME], tensors)
+    to = F32 if "rms" in library.AUTOCAST_NORMS else B
+    found = {p.name: t.dtype for p, t in zip(OPS[NAME].takes, cast, strict=True) if t is not None}
+    assert found == dict.fromkeys(given, B) | dict.fromkeys(LEAVES[:2], to)
+
+
+def test_symbolic_trace_nested_tensors_and_overrides():
+    given = {n: t.transpose(1, 2) if n in LEAVES[:2] else t for n, t in made().items()}
+    traced = torch.fx.symbolic_trace(
+        lambda x, cos, sin, key: tilenorm.rms_norm_rope(
+            x, (16,), cos, sin, key=key, heads_first=True, rotary_dim=8
+        )
+    )
+    last = [n for n in traced.graph.nodes if n.op == "call_function"][-1]
+    assert last.target is tilenorm.rms_norm_rope
+    plain = {n: given[n] for n in ("input", "cos", "sin", "key")}
+    plain |= {n: plain[n][:, :8] for n in ("cos", "sin")}
+    compare(traced(*plain.values()), call(plain, heads_first=True, rotary_dim=8), 0.0)
+    nested = torch.nested.nested_tensor_from_jagged(random(5, 4, 16), torch.tensor([0, 2, 5]))
+    with pytest.raises(NotImplementedError, match="'input' takes no nested tensor"):
+        tilenorm.rms_norm_rope(nested, (16,), random(5, 16), random(5, 16))
+
+
+def test_no_warning_where_kernels_serve(recwarn):
+    with by("sm_90"):
+        step(call, made())
+    assert not messages(list(recwarn))
+
+
+def test_refusals():
+    spec = NormSpec.of(NAME, 64, "bfloat16")
+    assert registry.spec_refused(spec) is None
+    for how, message in (
+        ({"rotation": Rotation(64, 64, table="float64")}, "cos is float64"),
+        ({"rotation": Rotation(64, 1024), "hidden": 1024}, "up to 512 elements"),
+        ({"key": "bfloat16", "key_hidden": 64 * 129, "hidden": 640}, "up to 8192"),
+    ):
+        assert message in registry.spec_refused(replace(spec, **how))

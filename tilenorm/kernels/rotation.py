@@ -1,0 +1,222 @@
+"""Stage: heads as tiles, and the rotation of a head by the angles of its token.
+
+All tiles have ROWS rows and WIDTH columns, so that all have one layout: a thread's own values of
+cos, sin and the weight serve all heads, and nothing passes through shared memory. A row is a token,
+and a block has TILES heads of its tokens; or, where a norm spans all heads of a token, a row is a
+head, and a block has all tiles of a token.
+
+A head is cut into couples of tiles. The two tiles of the first couple are rotated into each other:
+the first and the second half of the rotated elements, or the even ones and the odd ones. The other
+couples hold the elements that pass through.
+
+The order in which a row is added up follows the width of its loads, as tiles.py says. Where ALIGNED
+is false, columns are masked by a number of which the compiler knows nothing, so that every layout
+is read element by element.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cuda.tile as ct
+
+from .arrays import given
+from .constants import Norm, Rope
+from .outputs import scale
+from .statistics import Order
+from .tiles import both, columns
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Where a tile lies: its sequence, and its tokens and heads, of which one is a (ROWS, 1) tile.
+
+    mask: which rows exist, or None.
+    """
+
+    batch: Any
+    token: Any
+    head: Any
+    mask: Any
+
+
+@dataclass(frozen=True)
+class Turns:
+    """cos and sin of the first element of a couple, and of the second, (ROWS, WIDTH), float32."""
+
+    cos: Any
+    sin: Any
+    cos2: Any
+    sin2: Any
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """How heads are read, rotated and written.
+
+    nothing: an integer 0 of which the compiler knows nothing.
+    """
+
+    rope: Rope
+    norm: Norm
+    nothing: Any
+
+    def order(self):
+        """The order of sums. Without it each copy of a loop could get an order of its own."""
+        return Order(self.zero(), SETTLED=True, FUSED=True)
+
+    def zero(self):
+        return ct.astype(self.nothing, ct.float32)
+
+    def groups(self, X):
+        """How many groups of heads, which blocks have at once, X has."""
+        return 1 if self.rope.WHOLE else ct.cdiv(X.shape[2], self.rope.TILES)
+
+    def parts(self, tokens):
+        """How many parts of the tokens of a sequence, which blocks have at once, there are."""
+        return tokens if self.rope.WHOLE else ct.cdiv(tokens, self.rope.ROWS)
+
+    def tiles(self, i, group, tokens, heads, WHOLE):
+        """The tiles that a block has at once, of part i of the tokens of all sequences: of `heads`
+        heads group `group`; or all of a token, of WHOLE heads.
+        """
+        ROWS, found = self.rope.ROWS, ()
+        step = ct.arange(ROWS, dtype=ct.int32)[:, None]
+        parts = self.parts(tokens)
+        batch, i = i // parts, i % parts
+        for n in ct.static_iter(range(-(-WHOLE // ROWS) if WHOLE > 0 else self.rope.TILES)):
+            if WHOLE > 0:
+                head = n * ROWS + step
+                mask = None if (n + 1) * ROWS <= WHOLE else head < WHOLE
+                found += (Heads(batch, i, head, mask),)
+            else:
+                token, head = i * ROWS + step, group * self.rope.TILES + n
+                found += (Heads(batch, token, head, (token < tokens) & (head < heads)),)
+        return found
+
+    def place(self, start, width, end, mask):
+        """(columns, mask) of `width` columns, of which those before the end exist."""
+        cols = columns(start, width)
+        if not (self.rope.ALIGNED and start + width <= end):
+            mask = both(mask, cols < end + self.nothing)
+        return cols, mask
+
+    def read(self, X, index, mask, first):
+        """The couples of tiles of some heads, in X's dtype.
+
+        index: of all dimensions but the last. first: the column where a head begins.
+        """
+        found = ()
+        for couple in ct.static_iter(couples_of(self.rope)):
+            found += (self.read_couple(X, index, mask, first, couple),)
+        return found
+
+    def read_couple(self, X, index, mask, first, couple):
+        found = ()
+        for start, width, end in ct.static_iter(couple):
+            cols, inside = self.place(start, width, end, mask)
+            found += (ct.gather(X, index + (first + cols,), mask=inside, check_bounds=False),)
+        return halves_of(found[0]) if self.rope.PAIRS else found
+
+    def write(self, X, index, mask, couples, first):
+        """Write couples of tiles. first: the column of X where a head begins."""
+        for j, couple in ct.static_iter(enumerate(couples_of(self.rope))):
+            a, b = couples[j]
+            tiles = (a.astype(X.dtype), b.astype(X.dtype))
+            if self.rope.PAIRS:
+                tiles = (joined(tiles[0], tiles[1]),)
+            for k, (start, width, end) in ct.static_iter(enumerate(couple)):
+                cols, inside = self.place(start, width, end, mask)
+                ct.scatter(X, index + (first + cols,), tiles[k], mask=inside, check_bounds=False)
+
+    def weights(self, W, at):
+        """The couples of w + offset for the heads of a tile, in float32; () without a weight."""
+        found = ()
+        if given(W):
+            rows = at.token * 0 + at.head
+            if W.ndim == 2:
+                couples = self.read(W, (rows,), at.mask, 0)
+            else:
+                couples = self.read(W, (), None, rows * 0)  # a tile, for its layout
+            for w1, w2 in ct.static_iter(couples):
+                found += ((scale(w1, self.norm.OFFSET), scale(w2, self.norm.OFFSET)),)
+        return found
+
+    def turns(self, arrays, at):
+        """The Turns of the tokens of a tile."""
+        COS, SIN, POSITIONS = arrays.COS, arrays.SIN, arrays.POSITIONS
+        token = at.token + at.head * 0
+        index = (at.batch, token)
+        if given(POSITIONS):
+            row = ct.gather(POSITIONS, index, mask=at.mask, check_bounds=False)
+            index = (row.astype(ct.int32),)
+        found = ()
+        for TABLE in ct.static_iter((COS, SIN)):
+            if self.rope.FULL:
+                pair = self.read_couple(
+                    TABLE, index, at.mask, 0, ct.static_eval(couples_of(self.rope)[0])
+                )
+            else:
+                cols, inside = self.place(0, self.rope.WIDTH, self.rope.HALF, at.mask)
+                half = ct.gather(TABLE, index + (cols,), mask=inside, check_bounds=False)
+                pair = (half, half)
+            a, b = pair
+            found += ((a.astype(ct.float32), b.astype(ct.float32)),)
+        (cos, cos2), (sin, sin2) = found
+        return Turns(cos, sin, cos2, sin2)
+
+    def rotated(self, a, b, turns, DTYPE):
+        """(a · cos − b · sin, b · cos' + a · sin'). EARLY rounds each product to DTYPE.
+
+        The compiler would fuse one of the products with their sum, not the same one in all copies
+        of the code. A product − opaque zero is no product, and has the same sign where it is 0.
+        """
+        zero = self.zero()
+        first, second = a * turns.cos - zero, b * turns.cos2 - zero
+        if self.norm.EARLY:
+            first, second = rounded(first, DTYPE), rounded(second, DTYPE)
+            other, another = (
+                rounded(b * turns.sin - zero, DTYPE),
+                rounded(a * turns.sin2 - zero, DTYPE),
+            )
+            pair = (first - other, second + another)
+        else:
+            pair = (first - b * turns.sin, second + a * turns.sin2)
+        return pair
+
+    def rotated_back(self, a, b, turns):
+        """The gradient of what was rotated: (a · cos + b · sin', b · cos' − a · sin)."""
+        zero = self.zero()
+        first, second = a * turns.cos - zero, b * turns.cos2 - zero
+        return first + b * turns.sin2, second - a * turns.sin
+
+
+def rounded(x, DTYPE):
+    return x.astype(DTYPE).astype(ct.float32)
+
+
+def couples_of(rope):
+    """(first column, width, end) of what is read of each couple: two tiles, or, of PAIRS, one of
+    both. No column of it reaches the end.
+    """
+    W, rotated = rope.WIDTH, 2 * rope.HALF
+    starts = range(rotated, rope.HEAD, 2 * W)
+    if rope.PAIRS:
+        return (((0, 2 * W, rotated),), *(((start, 2 * W, rope.HEAD),) for start in starts))
+    rest = (((start, W, rope.HEAD), (start + W, W, rope.HEAD)) for start in starts)
+    return (((0, W, rope.HALF), (rope.HALF, W, rotated)), *rest)
+
+
+def halves_of(tile):
+    """The even and the odd columns of a tile."""
+    R, W = tile.shape
+    pairs = tile.reshape((R, W // 2, 2))
+    even = ct.extract(pairs, (0, 0, 0), (R, W // 2, 1)).reshape((R, W // 2))
+    odd = ct.extract(pairs, (0, 0, 1), (R, W // 2, 1)).reshape((R, W // 2))
+    return even, odd
+
+
+def joined(even, odd):
+    """A tile with these even and odd columns."""
+    R, W = even.shape
+    pairs = ct.cat((even.reshape((R, W, 1)), odd.reshape((R, W, 1))), 2)
+    return pairs.reshape((R, 2 * W))

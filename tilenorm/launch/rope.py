@@ -1,0 +1,122 @@
+"""The plans of heads that are normalised and then rotated.
+
+Their launches are a function of (Sizes, eps). What they take is a RopeForwardArrays or a
+RopeBackwardArrays, whose tensors of heads are views (batch, tokens, heads, D).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from operator import itemgetter
+from typing import ClassVar
+
+from ..kernels.constants import Rope
+from ..kernels.rope_backward import rope_backward
+from ..kernels.rope_forward import rope_forward
+from . import heuristics
+from .calls import Launch, Needs, RopeBackwardArrays, Sizes, constants, rectangles, taking
+from .config import RopeBackward, RopeForward, cdiv
+from .kernel import hinted
+from .tiling import COLUMN_SUM, SIZES, Tiling
+
+
+@dataclass(frozen=True)
+class RopePlan(Tiling):
+    """Base class of the plans of both directions."""
+
+    config: RopeForward
+
+    @cached_property
+    def rope(self) -> Rope:
+        spec, how, config = self.spec, self.spec.rotation, self.config
+        heads = (spec.hidden // how.head, spec.key_hidden // how.head) if spec.by_token else ()
+        width = heuristics.rope_width(spec)
+        cut = spec.aligned, width, config.rows, config.tiles, heads
+        return Rope(how.head, how.dim // 2, how.interleaved, how.full, *cut)
+
+    def items(self, sizes: Sizes) -> tuple[int, int]:
+        """How many times blocks have tiles, of the input and of the key."""
+        if self.spec.by_token:
+            parts = sizes.batch * sizes.tokens
+            return parts, parts * bool(sizes.key_heads)
+        parts = sizes.batch * cdiv(sizes.tokens, self.config.rows)
+        groups, more = (cdiv(heads, self.config.tiles) for heads in sizes[2:])
+        return parts * groups, parts * more
+
+
+@dataclass(frozen=True)
+class RopeForwardPlan(RopePlan):
+    """The launches of a forward pass. save: whether the arrays have an rstd."""
+
+    save: bool
+
+    fetches: ClassVar[bool] = False  # as a ForwardPlan has them
+    casts_apart: ClassVar[None] = None
+
+    @cached_property
+    def launches(self) -> Callable[[Sizes, float], list[Launch]]:
+        kernel, groups = hinted(rope_forward, self.config.hints), (self.norm, self.rope)
+
+        @lru_cache(SIZES)
+        def launches(sizes, eps):
+            after = (eps, sizes.tokens, *map(constants, groups))
+            return [
+                Launch(kernel, (1, y, z), (first, y), tuple, after)
+                for first, y, z in rectangles(sum(self.items(sizes)))
+            ]
+
+        return launches
+
+
+@dataclass(frozen=True)
+class RopeBackwardPlan(RopePlan):
+    """The launches of a backward pass: the norm and, if there are sums over tokens, their sums
+    over the blocks.
+    """
+
+    config: RopeBackward
+    needs: Needs
+
+    @cached_property
+    def columns(self) -> dict[str, int]:
+        """How many columns each of the needed sums over tokens has."""
+        spec, needs = self.spec, self.needs
+        found = {"dw": spec.hidden} if needs.dw else {}
+        return found | (
+            {"dkey_weight": spec.key_hidden or spec.hidden} if needs.dkey_weight else {}
+        )
+
+    def blocks(self, sizes: Sizes) -> int:
+        """As many as are resident at once, unless there is too little to do."""
+        return min(max(self.items(sizes)), self.resident)
+
+    def partials(self, sizes: Sizes) -> tuple[int, int] | None:
+        """Shape of the float32 scratch for the sums over tokens; None without any."""
+        columns = self.columns.values()
+        return (len(columns) * self.blocks(sizes), max(columns)) if columns else None
+
+    @cached_property
+    def launches(self) -> Callable[[Sizes, float], list[Launch]]:
+        """A function of the sizes and of an eps, which is not read: the saved rstd holds it."""
+        kernel, groups = hinted(rope_backward, self.config.hints), (self.norm, self.rope)
+        asked = self.needs.dw, self.needs.dkey_weight
+        main_arrays = itemgetter(slice(RopeBackwardArrays._fields.index("dw")))
+
+        @lru_cache(SIZES)
+        def launches(sizes, _eps=0.0):
+            blocks = self.blocks(sizes)
+            after = (sizes.batch, sizes.tokens, *map(constants, groups), *asked)
+            main = Launch(kernel, (blocks,), (), main_arrays, after)
+            return [main, *self._column_sum(blocks)]
+
+        return launches
+
+    def _column_sum(self, blocks: int) -> list[Launch]:
+        if not self.columns:
+            return []
+        width = max(self.columns.values())
+        config = heuristics.column_sum(width)
+        take = taking(RopeBackwardArrays, "partials", *self.columns)
+        after = (blocks, config.rows, config.tile, self._overlap)
+        grid = cdiv(width, config.tile), len(self.columns)
+        return [Launch(COLUMN_SUM, grid, (), take, after, self._overlap)]

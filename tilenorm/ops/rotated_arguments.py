@@ -1,0 +1,174 @@
+"""Checks of the arguments of norms whose heads are rotated."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+from torch.overrides import has_torch_function
+
+from ..settings import settings
+from .tensor_checks import check_device, check_dtype, kind_of
+
+POSITIONS = (torch.int32, torch.int64)
+NAME = "rms_norm_rope"
+
+
+def heads_last(argument: str, tensor: Any) -> Any:
+    """A view (B, S, H, D) of (B, H, S, D); None for None."""
+    if tensor is None:
+        return None
+    takes = f"{NAME}: argument {argument!r} takes"
+    if not has_torch_function((tensor,)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{takes} a Tensor, got {kind_of(tensor)}")
+        if tensor.dim() != 4:
+            raise ValueError(f"{takes} four dimensions with heads_first, got {tensor.dim()}")
+    return torch.transpose(tensor, 1, 2)
+
+
+def check_rotation(given: dict[str, Any], shape: tuple[int, ...], options: dict) -> dict:
+    """The options, with rotary_dim for None. given: the tensors by name, of which `input` has
+    passed its checks. shape: the sizes of normalized_shape.
+
+    Raises as rms_norm_rope says.
+    """
+    x = given["input"]
+    if len(shape) > 2:
+        raise RuntimeError(f"{NAME}: argument 'normalized_shape' takes (D,) or (H, D), got {shape}")
+    if x.dim() < 3:
+        raise ValueError(
+            f"{NAME}: argument 'input' takes at least the three dimensions (tokens, H, D), got"
+            f" {x.dim()}"
+        )
+    if options["output_heads_first"] and x.dim() != 4:
+        raise ValueError(
+            f"{NAME}: argument 'output_heads_first' takes True for four dimensions, got {x.dim()}"
+        )
+    _check_key(given, shape)
+    dim = _rotary_dim(options["rotary_dim"], shape[-1])
+    _check_tables(given, dim)
+    return options | {"rotary_dim": dim}
+
+
+def _check_key(given: dict[str, Any], shape: tuple[int, ...]) -> None:
+    """Check the weights, and the key."""
+    x, key = given["input"], given["key"]
+    if given["weight"] is not None:
+        _check_tensor("weight", given["weight"], shape, x)
+    if key is None:
+        if given["key_weight"] is not None:
+            raise ValueError(f"{NAME}: argument 'key_weight' takes None without a key")
+        return
+    _check_tensor("key", key, None, x)
+    others = [*x.shape[:-2], x.shape[-1]]
+    if key.dim() != x.dim() or [*key.shape[:-2], key.shape[-1]] != others:
+        raise RuntimeError(
+            f"{NAME}: argument 'key' takes the input's shape {list(x.shape)} but for the heads,"
+            f" got {list(key.shape)}"
+        )
+    if key.dtype != x.dtype:
+        raise RuntimeError(
+            f"{NAME}: argument 'key' takes the input's dtype {x.dtype}, got {key.dtype}"
+        )
+    if len(shape) == 2 and x.shape[-2] == 1 != key.shape[-2]:
+        raise RuntimeError(
+            f"{NAME}: argument 'key' takes one head where the input has one that is normalised as"
+            f" a token, got {key.shape[-2]}"
+        )
+    if (given["weight"] is None) != (given["key_weight"] is None):
+        raise ValueError(
+            f"{NAME}: arguments 'weight' and 'key_weight' take two Tensors or None twice with a key"
+        )
+    if given["key_weight"] is not None:
+        _check_tensor("key_weight", given["key_weight"], key.shape[-len(shape) :], x)
+
+
+def _check_tensor(name: str, tensor: Any, shape: Sequence[int] | None, x: Tensor) -> None:
+    """Check a tensor's type, layout, dtype, device and, if there is one to have, its shape."""
+    takes = f"{NAME}: argument {name!r} takes"
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{takes} a Tensor, got {kind_of(tensor)}")
+    if shape is not None and tensor.shape != tuple(shape):
+        raise RuntimeError(f"{takes} the shape {list(shape)}, got {list(tensor.shape)}")
+    check_dtype(NAME, name, tensor)
+    check_device(NAME, name, tensor, x)
+
+
+def _rotary_dim(asked: Any, head: int) -> int:
+    dim = head if asked is None else asked
+    takes = f"{NAME}: argument 'rotary_dim' takes an even int from 2 to the head's {head} elements"
+    if isinstance(dim, bool) or not isinstance(dim, (int, torch.SymInt)):
+        raise TypeError(f"{takes}, got {kind_of(dim)}")
+    if dim % 2 or not 2 <= dim <= head:
+        raise ValueError(f"{takes}, got {dim}")
+    return dim
+
+
+def _check_tables(given: dict[str, Any], dim: int) -> None:
+    x, cos, positions = given["input"], given["cos"], given["positions"]
+    tokens = list(x.shape[:-2])
+    for name in ("cos", "sin"):
+        table, takes = given[name], f"{NAME}: argument {name!r} takes"
+        _check_tensor(name, table, None if name == "cos" else cos.shape, x)
+        if name == "sin" and table.dtype != cos.dtype:
+            raise RuntimeError(f"{takes} the dtype of cos {cos.dtype}, got {table.dtype}")
+        if torch.is_grad_enabled() and table.requires_grad:
+            raise RuntimeError(f"{takes} a tensor that requires no gradient: detach it")
+        if not table.dim() or table.shape[-1] not in (dim, dim // 2):
+            raise ValueError(
+                f"{takes} rotary_dim or rotary_dim / 2 columns, {dim} or {dim // 2}, got"
+                f" {list(table.shape)}"
+            )
+    rows = list(cos.shape[:-1])
+    if positions is None:
+        if not _broadcasts(rows, tokens):
+            raise RuntimeError(
+                f"{NAME}: argument 'cos' takes rows that broadcast to the tokens {tokens}, got"
+                f" {list(cos.shape)}"
+            )
+        return
+    if len(rows) != 1:
+        raise RuntimeError(
+            f"{NAME}: argument 'cos' takes two dimensions with positions, got {list(cos.shape)}"
+        )
+    _check_positions(positions, tokens, x)
+
+
+def _check_positions(positions: Any, tokens: list[int], x: Tensor) -> None:
+    takes = f"{NAME}: argument 'positions' takes"
+    if not isinstance(positions, Tensor):
+        raise TypeError(f"{takes} a Tensor or None, got {kind_of(positions)}")
+    if positions.dtype not in POSITIONS:
+        raise NotImplementedError(f"{takes} int32 or int64, got {positions.dtype}")
+    if not _broadcasts(list(positions.shape), tokens):
+        raise RuntimeError(
+            f"{takes} what broadcasts to the tokens {tokens}, got {list(positions.shape)}"
+        )
+    check_device(NAME, "positions", positions, x)
+
+
+def _broadcasts(sizes: list[int], tokens: list[int]) -> bool:
+    """Whether a tensor of these sizes broadcasts to the tokens' shape."""
+    if len(sizes) > len(tokens):
+        return False
+    own = tokens[len(tokens) - len(sizes) :]
+    return all(a in (1, b) for a, b in zip(sizes, own, strict=True))
+
+
+def check_values(positions: Tensor | None, cos: Tensor) -> bool:
+    """Whether TILENORM_DEBUG has the positions of each eager call checked; and check them then.
+
+    Raises IndexError for a position that is no row of the tables.
+    """
+    if positions is None or is_compiling() or not settings().debug:
+        return False
+    if positions.numel():
+        least, most = (int(end) for end in positions.aminmax())
+        if least < 0 or most >= cos.shape[0]:
+            raise IndexError(
+                f"{NAME}: argument 'positions' takes numbers from 0 to {cos.shape[0] - 1}, the"
+                f" rows of cos and sin, got {least} to {most}"
+            )
+    return True
