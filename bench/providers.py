@@ -10,12 +10,13 @@ from functools import cache
 
 import torch
 
+from bench import quantized, rotated
 from bench.cases import OPS
 from bench.formulas import EPS
 from bench.op import Op
-from bench.quantized import Quantized, composed, flashinfer, quantize
-from bench.quantized import tilenorm as quantized_by_tilenorm
+from bench.quantized import Quantized, composed, quantize
 from bench.record import first_line
+from bench.rotated import Rotated
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,9 @@ def _tilenorm(op: Op):
     import tilenorm as tn
 
     if isinstance(op, Quantized):
-        return quantized_by_tilenorm(op)
+        return quantized.tilenorm(op)
+    if isinstance(op, Rotated):
+        return rotated.tilenorm(op)
     function: Callable = getattr(tn, op.name.split()[0].removeprefix("head_"))
     rows = len(op.rows)
     if not op.by_group:
@@ -77,7 +80,7 @@ def _tilenorm_and_cast(op: Op):
 
 
 def _flashinfer(op: Op):
-    return flashinfer(op) if isinstance(op, Quantized) else None
+    return quantized.flashinfer(op) if isinstance(op, Quantized) else None
 
 
 def compiled(function: Callable) -> Callable:
@@ -140,6 +143,8 @@ def _liger_norms(rms_norm, layer_norm, add_rms_norm):
 
 
 def _liger(op: Op):
+    if isinstance(op, Rotated):
+        return rotated.liger(op)
     if op.name == "modulated_rms_norm":  # Liger 0.8.5 has none
         from liger_kernel.ops.modulated_rms_norm import LigerModulatedRMSNormFunction as Modulated
 

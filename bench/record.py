@@ -194,7 +194,7 @@ def by_shape(records: Iterable[Record]) -> dict[tuple, dict[str, Cell]]:
 
 def what(line: Line) -> tuple:
     """The key of what a line measures: two lines with equal keys measure the same thing."""
-    names = "op dtype m n groups way direction provider arguments model base variant inputs"
+    names = "op dtype m n groups way direction provider arguments label base variant inputs"
     return type(line), *(getattr(line, name, None) for name in names.split())
 
 
