@@ -98,8 +98,6 @@ def sharded_1(model):
 ORDERS = ["patch copy wrap", "patch wrap copy", "wrap patch copy"]
 # deepcopy keeps functions: the hooks of diffusers in a copy call the original, also without us.
 UNCOPIED = ["patch wrap", "wrap patch", "patch copy wrap"]
-# Those whose way to wrap modules another has too.
-ALIKE = (with_tuned_norms, without_hooks, replicate, sharded_1)
 # What libraries make of a model, and when. FSDP1 takes the parameters from the norms: patch would
 # leave those.
 WRAPPERS = {
@@ -115,6 +113,11 @@ WRAPPERS = {
     replicate: UNCOPIED,
     sharded_1: ["patch wrap"],
 }
+CASES = [(wrap, order) for wrap, orders in WRAPPERS.items() for order in orders]
+# Each way to wrap modules in one order, and one in each order.
+ALIKE = (with_tuned_norms, without_hooks, replicate, sharded_1)
+QUICK = [(wrap, order) for wrap, order in CASES if wrap is with_lora or order == WRAPPERS[wrap][0]]
+QUICK = [(wrap, order) for wrap, order in QUICK if wrap not in ALIKE]
 COPIES = [copy.deepcopy, copy.copy, through_pickle, through_save, AveragedModel]
 
 
@@ -153,8 +156,7 @@ def check_again(model):
 
 @pytest.mark.parametrize(
     "wrap, order",
-    [(wrap, order) for wrap, orders in WRAPPERS.items() if wrap not in ALIKE for order in orders]
-    + slow(*((wrap, order) for wrap in ALIKE for order in WRAPPERS[wrap])),
+    QUICK + slow(*(case for case in CASES if case not in QUICK)),
     ids=lambda value: getattr(value, "__name__", str(value)[:20]),
 )
 def test_what_libraries_make_of_a_patched_model(wrap, order, dynamo, one_process_mesh):

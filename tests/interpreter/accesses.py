@@ -7,41 +7,28 @@ from functools import partial
 
 import cuda.tile as ct
 import torch
-from cuda.tile._ir.ops import _ATOMIC_RMW_SPECS, TileAtomicRMW
-from cuda.tile._ir.ops_utils import validate_memory_order_and_scope
 
 from . import dtypes
 from .dispatch import current, implements
-from .dtypes import is_boolean, is_integral
 from .elementwise import compute
 from .errors import OutOfBoundsError
 from .memory import Array, Scattered, indexable
-from .tile import (
-    Tile,
-    as_int,
-    as_tile,
-    broadcast,
-    common_shape,
-    constant_shape,
-    loose_dtype,
-    operand,
-)
+from .tile import Tile, as_int, as_tile, common_shape, operand
 
-COMPUTE = {"and": "and_", "or": "or_"}  # the names of atomic updates in elementwise.py
+# The names in elementwise.py of atomic updates, None for an exchange.
+ATOMICS = {ct.atomic_add: "add", ct.atomic_max: "max", ct.atomic_or: "or_", ct.atomic_xchg: None}
 
 
 def _window(array: Array, index, shape):
     """The part of an array that a tile overlaps, and the slices of the tile inside the array."""
     index = index if isinstance(index, tuple) else (index,)
-    if len(index) != array.ndim:
-        raise ct.TileTypeError(f"{len(index)} indices do not match the rank {array.ndim}")
     inside, covered = [], []
     for i, n, extent in zip(index, shape, array.data.shape, strict=True):
-        start = as_int(i, "index") * n
+        start = as_int(i) * n
         low, high = max(start, 0), min(start + n, extent)
         if low >= high:
             raise OutOfBoundsError(
-                f"tile {tuple(as_int(i, 'index') for i in index)} of shape {shape} lies outside"
+                f"tile {tuple(map(as_int, index))} of shape {shape} lies outside"
                 f" '{array.buffer.name}' of shape {tuple(array.data.shape)}"
             )
         inside.append(slice(low, high))
@@ -60,7 +47,7 @@ def _padding(mode, dtype) -> torch.Tensor:
 
 @implements(ct.load)
 def _load(array, index, shape, *, padding_mode=ct.PaddingMode.UNDETERMINED, allow_tma=None):
-    shape = constant_shape(shape, rank=array.ndim)
+    shape = shape if isinstance(shape, tuple) else (shape,)
     full = shape or (1,) * array.ndim
     region, covered = _window(array, index, full)
     values = array.buffer.load(region)
@@ -73,11 +60,8 @@ def _load(array, index, shape, *, padding_mode=ct.PaddingMode.UNDETERMINED, allo
 
 @implements(ct.store)
 def _store(array, index, tile, *, allow_tma=None):
-    dtypes.require_implicit_cast(loose_dtype(tile), array.dtype, "stored tile")
     data = operand(tile, array.dtype)
     shape = tuple(data.shape) or (1,) * array.ndim
-    if len(shape) != array.ndim:
-        raise ct.TileTypeError(f"a tile of shape {shape} cannot be stored at rank {array.ndim}")
     region, covered = _window(array, index, shape)
     array.buffer.store(region, data.reshape(shape)[covered])
 
@@ -85,12 +69,7 @@ def _store(array, index, tile, *, allow_tma=None):
 def _elements(array: Array, indices, mask, check_bounds: bool):
     """The indexed elements' offsets from the buffer's base, and a mask of those to access."""
     indices = indices if isinstance(indices, tuple) else (indices,)
-    if len(indices) != array.ndim:
-        raise ct.TileTypeError(f"{len(indices)} indices do not match the rank {array.ndim}")
-    tiles = [as_tile(i, "index") for i in indices]
-    for tile in tiles:
-        if not is_integral(tile.dtype):
-            raise ct.TileTypeError(f"an index must be an integer, got {tile.describe()}")
+    tiles = list(map(as_tile, indices))
     shape = common_shape(*(t.shape for t in tiles))
     # The compiler also widens indices to 64 bits before it multiplies them by strides.
     offsets, inside = torch.tensor(0), torch.tensor(True)
@@ -100,10 +79,7 @@ def _elements(array: Array, indices, mask, check_bounds: bool):
         offsets = offsets + wide * stride
     offsets, inside = offsets.expand(shape), inside.expand(shape)
     if mask is not None:
-        mask = as_tile(mask, "mask")
-        if not is_boolean(mask.dtype):
-            raise ct.TileTypeError(f"mask must be boolean, got {mask.describe()}")
-        mask = broadcast(mask.data, shape, "mask")
+        mask = as_tile(mask).data.expand(shape)
     if check_bounds:
         return offsets, inside if mask is None else inside & mask
     active = torch.ones_like(inside) if mask is None else mask
@@ -112,16 +88,10 @@ def _elements(array: Array, indices, mask, check_bounds: bool):
     return offsets, active
 
 
-def _broadcast(array: Array, value, shape, name: str) -> torch.Tensor:
-    """A value cast to the array's dtype by the compiler's rules, and broadcast to a shape."""
-    dtypes.require_implicit_cast(loose_dtype(value), array.dtype, name)
-    return broadcast(operand(value, array.dtype), tuple(shape), name)
-
-
 @implements(ct.gather)
 def _gather(array, indices, *, mask=None, padding_value=0, check_bounds=True):
     offsets, active = _elements(array, indices, mask, check_bounds)
-    values = _broadcast(array, padding_value, offsets.shape, "padding value")
+    values = operand(padding_value, array.dtype).expand(offsets.shape)
     if active.all():
         return Tile(array.buffer.load(Scattered(offsets)), array.dtype)
     values = values.clone()
@@ -133,13 +103,13 @@ def _gather(array, indices, *, mask=None, padding_value=0, check_bounds=True):
 @implements(ct.scatter)
 def _scatter(array, indices, value, *, mask=None, check_bounds=True):
     offsets, active = _elements(array, indices, mask, check_bounds)
-    values = _broadcast(array, value, offsets.shape, "value")
+    values = operand(value, array.dtype).expand(offsets.shape)
     stored = indexable(values)[active].view(values.dtype)
     array.buffer.store(Scattered(offsets[active]), stored)
 
 
 def _update(
-    op: str,
+    op: str | None,
     array,
     indices,
     update,
@@ -149,22 +119,16 @@ def _update(
     memory_scope=ct.MemoryScope.DEVICE,
 ):
     """Update the active elements; the result is undefined at the other elements."""
-    validate_memory_order_and_scope(memory_order, memory_scope, TileAtomicRMW)
     offsets, active = _elements(array, indices, None, check_bounds)
-    spec = _ATOMIC_RMW_SPECS[op]
-    if array.dtype not in spec.supported_dtypes:
-        raise ct.TileTypeError(f"atomic_{op} does not support {array.dtype}")
-    if spec.bitwise and as_tile(update).dtype != array.dtype:
-        raise ct.TileTypeError(f"atomic_{op} needs an update of dtype {array.dtype}")
 
     def apply(old, new):
-        return new if op == "xchg" else compute(COMPUTE.get(op, op), array.dtype, old, new)
+        return compute(op, array.dtype, old, new) if op else new
 
-    values = _broadcast(array, update, offsets.shape, "update")
+    values = operand(update, array.dtype).expand(offsets.shape)
     old = current().undefined(array.dtype).repeat(offsets.shape)
     old[active] = array.buffer.update(offsets[active], apply, values[active])
     return Tile(old, array.dtype)
 
 
-for _op in _ATOMIC_RMW_SPECS:
-    implements(getattr(ct, f"atomic_{_op}"))(partial(_update, _op))
+for _stub, _op in ATOMICS.items():
+    implements(_stub)(partial(_update, _op))

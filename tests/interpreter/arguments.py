@@ -1,11 +1,9 @@
-"""Convert a launch's arguments for the kernel, and reject the arguments that ct.launch rejects."""
+"""Converts the arguments of a launch for the kernel."""
 
 import cuda.tile as ct
 import torch
-from cuda.tile._annotated_function import LeafAnnotationNode
 from torch._subclasses.fake_tensor import FakeTensor
 
-from . import dtypes
 from .errors import StateError
 from .memory import Array, Blocks, Buffer, find_aliases
 from .tile import scalar
@@ -17,42 +15,18 @@ def bind(kernel: ct.kernel, args: tuple, blocks: Blocks) -> tuple:
     """The values that a kernel's function receives for the arguments of a launch."""
     function = kernel._annotated_function
     names, nodes = tuple(function.pysig.parameters), function.parameter_annotations
-    if len(args) != len(names):
-        raise TypeError(f"Kernel expects {len(names)} arguments but {len(args)} was given")
     buffers = []
 
-    def convert(value, node, name: str, label: str):
-        if not isinstance(node, LeafAnnotationNode) or node.array or node.scalar:
-            raise NotImplementedError(
-                f"the interpreter does not implement the annotation of {name}"
-            )
+    def convert(value, node, name: str):
         if isinstance(value, tuple):
             if type(value) is not tuple:
-                raise TypeError(
-                    f"Invalid {label}: '{type(value).__name__}' is a subclass of 'tuple'."
-                    " Only plain tuples are accepted."
-                )
-            item = LeafAnnotationNode(constant=node.constant)
-            return tuple(
-                convert(v, item, f"{name}[{i}]", f"item #{i} of {label}")
-                for i, v in enumerate(value)
-            )
+                raise TypeError(f"'{name}' is of a subclass of tuple, which ct.launch refuses")
+            return tuple(convert(v, node, f"{name}[{i}]") for i, v in enumerate(value))
         if node.constant:
-            if type(value) not in SCALARS:
-                raise TypeError(
-                    f"Invalid {label}: Could not interpret object of type"
-                    f" '{type(value).__name__}' as a constant."
-                )
             return value
-        if isinstance(value, torch.Tensor):
-            return array(value, name)
-        return _scalar(value, label)
+        return array(value, name) if isinstance(value, torch.Tensor) else _scalar(value)
 
     def array(tensor: torch.Tensor, name: str) -> Array:
-        if tensor.device.type != "cpu":
-            raise ValueError(f"'{name}' is on {tensor.device}: the interpreter runs on the CPU")
-        if tensor.dtype not in dtypes.TILE_DTYPE:
-            raise TypeError(f"Unsupported array dtype: '{name}' has {tensor.dtype}")
         if (state := _unresolved(tensor)) is not None:
             raise StateError(f"'{name}' is {state}: a kernel would read its memory as it is")
         tensor = tensor.detach()
@@ -60,10 +34,7 @@ def bind(kernel: ct.kernel, args: tuple, blocks: Blocks) -> tuple:
         buffers.append((buffer, tensor))
         return Array(buffer, tensor)
 
-    bound = tuple(
-        convert(value, node, name, f"kernel argument #{i}")
-        for i, (value, node, name) in enumerate(zip(args, nodes, names, strict=True))
-    )
+    bound = tuple(convert(*one) for one in zip(args, nodes, names, strict=True))
     find_aliases(buffers)
     return bound
 
@@ -81,11 +52,8 @@ def _unresolved(tensor: torch.Tensor) -> str | None:
     return None
 
 
-def _scalar(value, label: str):
+def _scalar(value: float):
     """A 0-d tile of a Python number."""
-    if type(value) is int and not -1 << 31 <= value < 1 << 31:
+    if isinstance(value, int) and not -1 << 31 <= value < 1 << 31:
         raise OverflowError("Python int too large to convert to C int32_t")
-    if type(value) not in SCALARS:
-        name = type(value).__name__
-        raise TypeError(f"Invalid {label}: Objects of type '{name}' are not supported.")
     return scalar(value, SCALARS[type(value)])

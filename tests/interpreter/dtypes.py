@@ -11,11 +11,9 @@ from cuda.tile._datatype import (
     is_boolean,
     is_float,
     is_integral,
-    is_restricted_float,
 )
 from cuda.tile._ir import ops_utils
-from cuda.tile._ir.cast_ops import check_implicit_cast
-from cuda.tile._ir.type import LooselyTypedScalar, TileTy
+from cuda.tile._ir.type import LooselyTypedScalar
 
 NAMES = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 NAMES += ("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2")
@@ -31,28 +29,11 @@ def is_constant(value) -> bool:
     return isinstance(value, (int, float))
 
 
-def torch_dtype(dtype: ct.DType) -> torch.dtype:
-    if dtype not in TORCH_DTYPE:
-        raise ct.TileTypeError(f"the interpreter has no storage for {dtype}")
-    return TORCH_DTYPE[dtype]
-
-
 @lru_cache(CACHE_SIZE, typed=True)
 def promote(x, y, force_float: bool = False) -> ct.DType:
     """Common dtype of two operands, each a dtype or a Python constant."""
     x, y = (LooselyTypedScalar(v) if is_constant(v) else v for v in (x, y))
     return ops_utils.promote_dtypes(x, y, force_float)
-
-
-def require_implicit_cast(source, target: ct.DType, name: str) -> None:
-    """Raise TileTypeError for an implicit cast that the compiler rejects: float32 to bfloat16."""
-    if source == target and not is_constant(source):
-        return
-    source_type = LooselyTypedScalar(source) if is_constant(source) else TileTy(source, ())
-    try:
-        check_implicit_cast(source_type, target)
-    except ct.TileTypeError as e:
-        raise ct.TileTypeError(f"{name}: {e}") from None
 
 
 def constant(value: bool | int | float, dtype: ct.DType) -> torch.Tensor:
@@ -68,33 +49,21 @@ def _constant(value: bool | int | float, dtype: ct.DType, sign: float) -> torch.
         value = (int(value) - low) % (1 << dtype.bitwidth) + low
     elif is_float(dtype):
         return cast(torch.tensor(float(value), dtype=torch.float64), ct.float64, dtype)
-    return torch.tensor(value, dtype=torch_dtype(dtype))
+    return torch.tensor(value, dtype=TORCH_DTYPE[dtype])
 
 
 def cast(data: torch.Tensor, source: ct.DType, target: ct.DType) -> torch.Tensor:
     """Convert between cuTile dtypes, to the nearest number."""
     if source == target:
         return data
-    storage = torch_dtype(target)
-    if is_boolean(target):
-        return (data.to(torch.float32) if is_restricted_float(source) else data) != 0
+    storage = TORCH_DTYPE[target]
     if is_float(source) and is_integral(target):
-        return _float_to_int(data, target)
+        raise NotImplementedError("the interpreter converts no float to an integer")
     if target in SATURATING and is_float(source):
         # The GPU saturates, and PyTorch does from 2.12 on.
         most = torch.finfo(storage).max
         data = data.clamp(-most, most)
     return data.to(storage)
-
-
-def _float_to_int(data: torch.Tensor, target: ct.DType) -> torch.Tensor:
-    # The GPU saturates and converts NaN to 0. torch leaves both undefined.
-    wide = data.to(torch.float64).nan_to_num(0.0, float("inf"), float("-inf")).trunc()
-    low, high = integer_dtype_min(target), integer_dtype_max(target)
-    storage = torch_dtype(target)
-    result = wide.clamp(float(low), float(high - (1 << 10 if target.bitwidth == 64 else 0)))
-    result = result.to(storage)
-    return torch.where(wide >= float(high), torch.tensor(high, dtype=storage), result)
 
 
 def extreme(fill: float, dtype: ct.DType) -> bool | int | float:

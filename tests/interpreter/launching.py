@@ -29,9 +29,9 @@ def launch(grid, kernel, args, *, fill=float("nan"), order=None) -> None:
 
     Raises:
         InterpreterError: the result on a GPU would be undefined (see errors.py).
+        NotImplementedError: the interpreter lacks an operation.
         TypeError, OverflowError: where ct.launch raises them.
         ValueError: the grid cannot be launched.
-        ct.TileError: where the compiler raises it.
     """
     grid = _check_grid(grid)
     mode = Interpreter(grid, fill)
@@ -60,8 +60,6 @@ def _blocks(grid, order):
         blocks.reverse()
     elif isinstance(order, int):
         random.Random(order).shuffle(blocks)
-    elif order is not None:
-        raise ValueError(f"order must be None, 'reverse' or a seed, got {order!r}")
     return blocks
 
 
@@ -69,15 +67,10 @@ class TileRange:
     """range() with the compiler's typing: bounds and index have one dtype, at least int32."""
 
     def __init__(self, *bounds):
-        if not 1 <= len(bounds) <= 3:
-            raise ct.TileTypeError(f"invalid number of arguments of range(): {len(bounds)}")
-        dtype = ct.int32
+        self._dtype = ct.int32
         for bound in bounds:
-            dtype = dtypes.promote(dtype, loose_dtype(bound))
-        self._dtype = dtype
-        self._values = range(*(as_int(b, "bound of range()") for b in bounds))
-        if self._values.step <= 0:
-            raise ct.TileTypeError(f"step must be positive, got {self._values.step}")
+            self._dtype = dtypes.promote(self._dtype, loose_dtype(bound))
+        self._values = range(*map(as_int, bounds))
         self._kind = Tile if any(isinstance(b, Tile) for b in bounds) else LoopIndex
 
     def __iter__(self):

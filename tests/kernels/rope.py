@@ -249,8 +249,7 @@ def hugging_face(spec: NormSpec, inputs: Inputs, rstds: dict[str, Tensor]) -> di
         rstd = rstd[..., None, None] if spec.by_token else rstd[..., None]
         n = (x.float() * rstd).to(dtype).float()
         if w is not None:
-            n = n * (w.float() + spec.offset)
-            n = n.to(dtype).float() if w.dtype == dtype else n
+            n = (n * (w.float() + spec.offset)).to(dtype).float()
         n1, n2 = split(n, how)
 
         def product(a, b, dtype=dtype):

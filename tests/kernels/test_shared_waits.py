@@ -29,9 +29,11 @@ BACKWARD = [
 FORWARD = [
     NormSpec("rms", 16388, "bfloat16", "bfloat16"),
     NormSpec("layer", 16392, "float32", "float32", "float32", 1.0),
+    NormSpec("rms", 16385, "float32", "float32", residual="bfloat16"),
+    NormSpec("rms", 16385, "bfloat16", "float32", gate="float32", gate_first=True),
 ]
 # The narrowest of each direction are quick.
-each_spec = pytest.mark.parametrize(
+each_shared = pytest.mark.parametrize(
     "direction, spec",
     [
         pytest.param(
@@ -98,7 +100,7 @@ def drawn(seed):
     return partial(random.Random(seed).choice, (0, 0, 1, 2, 5, SUM_POLLS + 2, NEVER))
 
 
-@each_spec
+@each_shared
 def test_slots_that_come_late_or_never(direction, spec, monkeypatch):
     inputs = Inputs.random(spec, 2, "cpu")
     expected = run(direction, spec, inputs)
@@ -111,7 +113,7 @@ def test_slots_that_come_late_or_never(direction, spec, monkeypatch):
         assert_same_bits(found, expected)
 
 
-@each_spec
+@each_shared
 @pytest.mark.parametrize("polls", [0, 5])
 def test_a_block_that_waits_in_vain_polls_so_often_and_ends(direction, spec, polls, monkeypatch):
     """It does the work of all, as where no other block has started in a grid that was preempted."""
@@ -123,7 +125,7 @@ def test_a_block_that_waits_in_vain_polls_so_often_and_ends(direction, spec, pol
     assert visibility.most.items() <= most.items() and visibility.most
 
 
-@each_spec
+@each_shared
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_sum_that_is_not_a_number_is_not_waited_for(direction, spec, value, monkeypatch):
     """EMPTY is a NaN too. A row with a NaN ends, and its neighbours have the bits they had."""

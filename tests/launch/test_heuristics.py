@@ -46,7 +46,7 @@ def spec_of(hidden: int, key: tuple[str, int]) -> NormSpec:
 
 
 def check(config: Config, spec: NormSpec, target: Target) -> None:
-    """tests/tools/test_candidates.py tests what a configuration refuses."""
+    """tests/tools/test_search.py tests what a configuration refuses."""
     served = Served(spec.hidden, spec.widest_item, spec.aligned, target)
     assert config.refusal(served) is None, (config, spec)
 
@@ -109,20 +109,6 @@ def test_configurations_for_several_terms_and_for_y(arch):
             assert not output or spec.output_refused is None
 
 
-@pytest.mark.parametrize(
-    "arch, hidden, norm, bias",
-    [*product(("sm_90", "sm_100"), (37, 4096, 20001, 20480), ("rms", "layer"), (None, "bfloat16"))],
-)
-def test_a_gate_with_a_residual_is_planned_like_a_gate(arch, hidden, norm, bias):
-    """No public function takes both, but the torch.library ops do."""
-    b, target = "bfloat16", Target.of(arch)
-    spec = NormSpec(norm, hidden, b, b, bias, residual=b, gate=b)
-    alone, every = replace(spec, norm="rms", residual=None), every_gradient(spec)
-    for needs in (None, every):
-        assert heuristics.operation(spec, needs) == heuristics.operation(alone, needs)
-        check(heuristics.chosen(spec, target, needs), spec, target)
-
-
 @pytest.mark.parametrize("direction, arch, dtype, aligned", REGIMES)
 def test_every_configuration_can_serve_its_sizes(direction, arch, dtype, aligned):
     target, ranges = Target.of(arch), cases.regimes(direction, arch, dtype, aligned)
@@ -133,9 +119,3 @@ def test_every_configuration_can_serve_its_sizes(direction, arch, dtype, aligned
     for hidden, fields in product(chain(*ranges), cases.tabled(dtype)):
         spec = NormSpec(**{"norm": "rms", "hidden": hidden, "dtype": dtype, **fields})
         check(cases.config(direction, spec, target), spec, target)
-
-
-def test_column_sum_has_tiles_of_powers_of_two():
-    for hidden in cases.HIDDEN:
-        config = heuristics.column_sum(hidden)
-        assert all(n > 0 and n & (n - 1) == 0 for n in (config.rows, config.tile))

@@ -2,10 +2,8 @@
 
 from dataclasses import FrozenInstanceError, fields, replace
 from itertools import cycle, product
-from types import FunctionType
 
 import pytest
-import torch
 
 from tests import cases
 from tests.executors import arguments_of, backward_calls, forward_calls
@@ -18,7 +16,6 @@ from tilenorm.launch.target import MULTIPROCESSORS, Target
 from tilenorm.launch.tiling import CLEAR_SLOTS
 from tilenorm.ops.registry import MAX_ROWS
 from tilenorm.spec import NormSpec
-from tilenorm.tools.signature import signature
 
 H200 = Target.of("sm_90")
 ALL = Needs(True, True, True)
@@ -43,22 +40,6 @@ def all_calls(spec, target, rows):
     return forward_calls(spec, target, rows, True) + backward_calls(spec, target, rows, needs)
 
 
-@each_arch
-def test_planning_does_not_use_cuda(arch, monkeypatch):
-    def refuse(*_, **__):
-        raise AssertionError("a plan called CUDA")
-
-    for name, value in list(vars(torch.cuda).items()):
-        if isinstance(value, FunctionType):
-            monkeypatch.setattr(torch.cuda, name, refuse)
-    for name in dir(torch._C):
-        if name.startswith(("_cuda_get", "_cuda_init")):
-            monkeypatch.setattr(torch._C, name, refuse)
-    target = Target(arch, 3)  # no other test has this number, so that no plan is remembered
-    for spec in SPECS:
-        assert all_calls(spec, target, 17)
-
-
 @pytest.mark.parametrize("make, how", [(plan_forward, True), (plan_backward, ALL)])
 def test_plans_are_made_once(make, how):
     first, again = (make(NormSpec("rms", 4096, "bfloat16", "bfloat16"), H200, how) for _ in "ab")
@@ -66,25 +47,6 @@ def test_plans_are_made_once(make, how):
     for field in fields(first):
         with pytest.raises(FrozenInstanceError):
             setattr(first, field.name, None)
-
-
-@each_arch
-def test_row_count_specialises_nothing(arch):
-    # cuTile specialises extents of 1 and multiples of 16. Neither row count is one of these. Nor is
-    # the number of partial rows: the grid is full with both row counts.
-    for spec in SPECS:
-        one, other = (
-            {(call.kernel, signature(call.kernel, call.arguments).symbol) for call in calls}
-            for calls in (all_calls(spec, Target.of(arch), rows) for rows in (1_000_003, 2_000_003))
-        )
-        assert one == other, spec
-
-
-def test_plans_with_the_same_hints_share_a_kernel():
-    specs = [NormSpec("rms", 4096, dtype, dtype) for dtype in ("bfloat16", "float16")]
-    plans = [replace(plan_backward(spec, H200, ALL)) for spec in specs for _ in "ab"]  # new ones
-    assert plans[0].config.hints.given()
-    assert len({plan.launches(5)[0].kernel for plan in plans}) == 1
 
 
 def test_small_batches_use_the_variant_without_prefetch():
@@ -141,18 +103,6 @@ def test_blocks_that_share_rows_are_resident_at_once(arch):
             assert plan.chunks <= plan.resident, spec
             assert sets * plan.chunks <= plan.resident or sets == spec.heads, spec
     assert shared
-
-
-@pytest.mark.parametrize("norm, numbers", [("rms", 1), ("layer", 2)])
-def test_each_chunk_has_a_slot_for_each_number_it_publishes(norm, numbers):
-    narrow, wide = (NormSpec(norm, n, "float32", "float32") for n in (4096, 65537))
-    for make, how in ((plan_forward, True), (plan_backward, ALL)):
-        assert make(narrow, H200, how).slots(1000) is None
-        plan = make(wide, H200, how)
-        assert plan.chunks * sum(plan.config.widths) >= 65537 > plan.chunks
-        assert plan.slots(1000) == (1000, plan.chunks * numbers)
-    # dw alone does not need sums over a whole row, so blocks exchange nothing.
-    assert plan_backward(wide, H200, Needs(False, True, False)).slots(1000) is None
 
 
 @pytest.mark.parametrize("arch, overlap", [("sm_80", False), ("sm_90", True)])

@@ -1,27 +1,40 @@
-"""torch.compile and torch.export: one graph for any number of rows, and the bits of eager calls."""
+"""torch.compile: one graph for any number of rows, the bits of eager calls, and what Inductor's
+generated code calls in place of the ops.
+"""
+
+import re
+from functools import partial
+from itertools import product
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
+from torch._inductor.utils import run_and_get_code
 
 import tilenorm
+from tilenorm.ops import inductor
+from tilenorm.spec import Quantization
+from tilenorm.table import NORMS, OPS, QUANTIZED_NORMS
 
+from ..quantized import arguments, bits
 from .helpers import (
     CALLS,
     EACH_DEVICE,
     FAMILY,
     FEW,
-    NEEDS_GPU,
     call,
     incoming_of,
     name_of,
+    op_call,
     random,
     same,
     slow,
     step,
     tensors_of,
 )
+from .uses import USES, Use, of_function
 
 OPTIONS = {"offset": 1.0}
 
@@ -111,15 +124,109 @@ def test_compiled_modules_without_recompiling(device, grad, sizes, dynamo):
     assert not dynamo.utils.counters["graph_break"]
 
 
-@NEEDS_GPU
-@pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
-def test_compiled_into_cuda_graphs(grad, dynamo):
-    block = nn.Sequential(tilenorm.RMSNorm(256), tilenorm.LayerNorm(256)).cuda()
-    run = torch.compile(block, fullgraph=True, mode="reduce-overhead")
-    for seed in range(5):  # warms up, records, replays
-        x = random(64, 256, device="cuda", seed=seed)
-        torch.compiler.cudagraph_mark_step_begin()
-        got = [t.clone() for t in trained(run, block, x, grad)]
-        for a, b in zip(got, trained(block, block, x, grad), strict=True):
-            assert torch.equal(a, b)
-    assert not dynamo.utils.counters["inductor"]["cudagraph_skips"]
+B, F32 = torch.bfloat16, torch.float32
+SOME = ("rms_norm", "add_layer_norm", "add_rms_norm_quantized", "layer_norm_add_layer_norm")
+# No vectors: to find out which a processor has, Inductor calls the C++ compiler for seconds.
+CONFIG = partial(
+    torch._inductor.config.patch, {"force_disable_caches": True, "cpp.vec_isa_ok": False}
+)
+CODEGEN = "torch._inductor.codegen.custom_extern_kernel_codegen"
+
+
+def calls_of(device, every: bool) -> list[tuple[str, Use, dict[str, Tensor]]]:
+    """Ops with tensors of several dtypes and with options. every: all, and without parameters."""
+    found = []
+    dtypes_of = ((B, B), (F32, B), (B, F32))[: 3 if every else 2]
+    for op, dtypes in product(OPS if every else SOME, dtypes_of):
+        if op not in QUANTIZED_NORMS or dtypes[0] == B:
+            found.append((op, USES[op], USES[op].tensors(dtypes, device)))
+    for op, left in product(NORMS if every else (), ("weight", "bias")):
+        use = USES[op]._replace(parameters=(left,))
+        found.append((op, use, use.tensors((B, B), device)))
+    others = {"norm_before_gate": False, "activation": "sigmoid"}
+    for op, use in USES.items():
+        if op.startswith("gated"):
+            use = use._replace(make=partial(of_function, op, **others))
+            found.append((op, use, use.tensors((B, B), device)))
+    op, how = "layer_norm_quantized", Quantization("mx", layout="swizzled", output=True)
+    swizzled = USES[op]._replace(make=partial(of_function, op, **arguments(how)))
+    found.append((op, swizzled, swizzled.tensors((B, B), device)))
+    scaled = USES["add_rms_norm"]._replace(parameters=("weight", "layer_scale"))
+    return [*found, ("add_rms_norm", scaled, scaled.tensors((B, B), device))]
+
+
+@EACH_DEVICE
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("grad, every", [(True, False), *slow((True, True), (False, True))])
+def test_inductor_calls_past_the_dispatcher(device, grad, every, dynamo):
+    """Each call of a graph finds the plan of its own tensors."""
+    pytest.importorskip(CODEGEN, reason="PyTorch before 2.11")
+    calls = calls_of(device, every)
+
+    def norms(given):
+        outputs = []
+        for (_, use, _), tensors in zip(calls, given, strict=True):
+            function, rows = use.bound(tensors)
+            outputs.extend(function(*rows).values())
+        return outputs
+
+    def run(function):
+        given = [{n: t.detach().clone() for n, t in tensors.items()} for *_, tensors in calls]
+        of = [t.requires_grad_(grad) for tensors in given for t in tensors.values()]
+        outputs = function(given)
+        used = [y for y in outputs if y.requires_grad]
+        grads = torch.autograd.grad(used, of, [*map(torch.ones_like, used)]) if grad else ()
+        return *outputs, *grads
+
+    compiled, expected = torch.compile(norms, fullgraph=True), run(norms)
+    with CONFIG():
+        got, codes = run_and_get_code(run, compiled)
+    for results in (got, run(compiled)):
+        for one, other in zip(results, expected, strict=True):
+            assert one.stride() == other.stride() and torch.equal(bits(one), bits(other))
+    for op in OPS:
+        calls_of_op = re.findall(rf"buf\d+ = {op}_[0-9a-f]{{12}}\(", codes[0])
+        assert len(calls_of_op) == sum(op == other for other, *_ in calls)
+    assert all("= torch.ops.tilenorm" not in code for code in codes)
+    backward = r"buf\d+ = (?:(?:modulated_)?norm|rms_norm_rope)_backward_"
+    assert not grad or len(re.findall(backward, codes[1])) >= len(calls)
+
+
+@EACH_DEVICE
+def test_inductor_calls_of_any_width(device, dynamo):
+    pytest.importorskip(CODEGEN, reason="PyTorch before 2.11")
+    run = torch.compile(lambda x: tilenorm.rms_norm(x, x.shape[-1:]), dynamic=True, fullgraph=True)
+    x = random(5, 24, device=device)
+    with CONFIG():
+        got, (code,) = run_and_get_code(run, x)
+    assert re.search(r"buf\d+ = torch\.ops\.tilenorm\.rms_norm\.default\(", code)
+    with dynamo.config.patch(error_on_recompile=True):
+        wide = random(5, 40, device=device)
+        assert torch.equal(run(wide), tilenorm.rms_norm(wide, (40,)))
+    assert torch.equal(got, tilenorm.rms_norm(x, (24,)))
+
+
+@EACH_DEVICE
+def test_inductor_asks_the_op_for_an_absent_result(device, dynamo):
+    """Of a call that saves nothing, mean and rstd are empty tensors."""
+    x = random(3, 16, device=device)
+    run = torch.compile(partial(op_call, "layer_norm", hidden=16, save=False), fullgraph=True)
+    with CONFIG():
+        got, expected = run({"input": x}), op_call("layer_norm", {"input": x}, 16, save=False)
+    assert all(torch.equal(got[name], t) for name, t in expected.items())
+
+
+def test_code_that_another_version_has_generated_is_not_found(tmp_path, monkeypatch, dynamo):
+    pytest.importorskip(CODEGEN, reason="PyTorch before 2.11")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    x, found = random(3, 16), []
+    with torch.compiler.config.patch(cache_key_tag="a user's"):
+        for generation in ("one", "one", "another"):
+            monkeypatch.setattr(inductor, "_generation", lambda tag=generation: f" {tag}")
+            torch._dynamo.reset()
+            counters.clear()
+            run = torch.compile(lambda x: tilenorm.rms_norm(x, (16,)) + 1, fullgraph=True)
+            assert torch.equal(run(x), tilenorm.rms_norm(x, (16,)) + 1)
+            found.append("fxgraph_cache_hit" in counters["inductor"])
+        assert torch.compiler.config.cache_key_tag == "a user's one another"
+    assert found == [False, True, False]

@@ -1,8 +1,8 @@
 """Each public function and module in each state in which users call them, on CUDA.
 
-Values and gradients are compared with the reference's on the CPU. Without a GPU two stand-ins walk
-through the same table, so that CI runs code that CUDA alone reaches: CPU tensors that pretend to be
-CUDA's, whose kernels an interpreter runs, and fake tensors of CUDA, which have no values.
+Values and gradients are compared with the reference's on the CPU. Without a GPU, CPU tensors that
+pretend to be CUDA's walk through the same table, and an interpreter runs the kernels, so that CI
+runs code that CUDA alone reaches.
 """
 
 from functools import cache
@@ -12,7 +12,6 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
 
 import tilenorm
 from tilenorm.ops import call, cutile, library, torch_private
@@ -22,7 +21,7 @@ from ..quantized import bits, check
 from .helpers import NEEDS_GPU, assert_within, name_of, slow
 from .pretended import pretended_gpu
 from .use_states import STATES, State, results_of, step
-from .uses import CHAINS, FAKE, HIDDEN, HOW, PRETENDING, ROWS, USES, Outputs, Use, of_function
+from .uses import CHAINS, HIDDEN, HOW, ROWS, USES, Outputs, Use, of_function
 
 B, H, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 DTYPES = [(B, B), (B, F32), (H, H), (H, F32), (F32, F32), (F32, B)]  # of rows, of parameters
@@ -126,10 +125,10 @@ def pretends(no_memory):
         yield
 
 
-@pytest.mark.parametrize("name", [n for n, use in USES.items() if PRETENDING in use.walks])
+@pytest.mark.parametrize("name", [n for n, use in USES.items() if use.same_bits])
 @pytest.mark.parametrize("compiles", [False, *slow(True)])
 def test_pretending(name, compiles, pretends, dynamo):
-    """test_compile.py and test_inductor.py compile in the quick run."""
+    """test_compile.py compiles in the quick run."""
     use = USES[name]
     for number, state in enumerate(STATES.values()):
         if not state.pretends or state.compiles != compiles:
@@ -137,20 +136,3 @@ def test_pretending(name, compiles, pretends, dynamo):
         dtypes = dtypes_of(use, state)
         call.remembered.cache_clear()  # whose guards see no autocast for CUDA
         check_results(use, state, dtypes[number % len(dtypes)], "cpu")
-
-
-@pytest.mark.parametrize("name", [n for n, use in USES.items() if FAKE in use.walks])
-def test_fake_tensors_of_cuda(name):
-    """Without gradients, for which PyTorch asks CUDA itself."""
-    use = USES[name]
-    for autocast, dtypes in product((None, H, B), dtypes_of(use, STATES["plain"])):
-        state = State(torch.no_grad, autocast)
-        with FakeTensorMode():
-            tensors = {
-                n: nn.Parameter(torch.empty_like(t, device="cuda"))
-                for n, t in use.tensors(dtypes, "cpu").items()
-            }
-            got = results_of(use, state, tensors)
-        assert all(t.device.type == "cuda" for t in got.values())
-        outputs = {n: t for n, t in got.items() if n not in CODES}
-        check_kinds(outputs, expected_of(use, state, dtypes))

@@ -1,22 +1,122 @@
-"""torch.export of modules, and AOTInductor, for any number of rows.
-
-test_decompositions.py exports every function and module.
-"""
+"""Exported programs: decompositions, AOTInductor, and programs that version 0.2 exported."""
 
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.cpp_extension import CUDA_HOME
 
 import tilenorm
 
-from .helpers import EACH_DEVICE, TORCH, random
+from .exported import CASES, assert_alike, each
+from .helpers import CALLS, EACH_DEVICE, FEW, TORCH, call, leaves_of, random, tensors_of
+from .helpers import each as each_form
+from .test_library import ABSENT, MASKS, backward_arguments, made, targets
+from .test_split import GATED as GATED_PIECE
+from .test_split import LAYER as LAYER_PIECE
+from .test_split import arguments_of
 
 OPS = torch.ops.tilenorm
+# Of the ATen operators that are left, those that are not core.
+NOT_CORE = {"aten.view.dtype", "aten.__rshift__.Scalar", "aten.__lshift__.Scalar"}
+NOT_CORE |= {"aten._assert_tensor_metadata.default"}
+
+
+def table():
+    """As the documentation of decompositions has it."""
+    found = torch.export.default_decompositions()
+    found.update(tilenorm.decompositions())
+    return found
+
+
+def names_of(graph) -> set[str]:
+    return {str(t) for t in targets(graph) if isinstance(t, torch._ops.OpOverload)}
+
+
+def exported(case) -> torch.export.ExportedProgram:
+    return torch.export.export(case.module, case.inputs, dynamic_shapes=case.dynamic_shapes)
+
+
+def test_the_cases_are_every_function_and_module():
+    apart = {"compile", "decompositions", "disable", "enable", "explain", "override", "patch"}
+    apart |= {"unpatch", "QuantizedNorm", "ReferenceWarning", "__version__"}
+    called = {name.partition(",")[0] for name in CASES}
+    assert called == {*tilenorm.__all__} - apart
+
+
+def test_every_op_has_a_decomposition():
+    registered = {n for n in torch._C._dispatch_get_all_op_names() if n.startswith("tilenorm::")}
+    legacy = {f"tilenorm::{name}" for name in ("norm", "norm_quantized", "norm_add_norm")}
+    assert {op.name() for op in tilenorm.decompositions()} == registered - legacy
+
+
+@pytest.mark.parametrize("name", each())
+def test_an_exported_program_of_aten_operators(name):
+    case = CASES[name]
+    program = exported(case)
+    assert [t for t in names_of(program.graph) if t.startswith("tilenorm")]  # as without a table
+    decomposed = program.run_decompositions(table())
+    left = {t for t in targets(decomposed.graph) if isinstance(t, torch._ops.OpOverload)}
+    left = {str(t) for t in left if torch.Tag.core not in t.tags}
+    assert left <= NOT_CORE
+    for inputs in (case.inputs, case.of_rows(7)):
+        found = decomposed.module()(*inputs)
+        found = found if isinstance(found, tuple) else (found,)
+        for got, expected in zip(found, case.outputs(inputs), strict=True):
+            assert_alike(got, expected)
+
+
+def check(op, arguments: tuple, **by_name) -> None:
+    """The decomposition's results are those of the op, absent ones included."""
+    op = getattr(OPS, op).default
+    results = tilenorm.decompositions()[op](*arguments, **by_name), op(*arguments, **by_name)
+    results = [(r,) if isinstance(r, torch.Tensor) else r for r in results]
+    for got, wanted in zip(*results, strict=True):
+        assert got.stride() == wanted.stride() or not wanted.numel()
+        assert_alike(got.detach(), wanted.detach())
+
+
+@pytest.mark.parametrize("case", ["residual float32", "gate float32"])
+def test_norm_backward_of_one_gradient(case):
+    for mask in (*MASKS, (False,) * 5):
+        check("norm_backward", backward_arguments(*made(case, "cpu"), False, mask))
+
+
+def test_norm_backward_of_several_terms_and_the_output():
+    form, tensors = made("matrix", "cpu")
+    terms = {f"grad_output_{i}": random(3, 40, seed=20 + i) for i in (2, 3)}
+    arguments = backward_arguments(form, tensors)
+    check("norm_backward", arguments, **terms, output=True)
+    check("norm_backward", backward_arguments(*made("matrix", "cpu", ABSENT[0])))
+
+
+@pytest.mark.parametrize("spec", [LAYER_PIECE, GATED_PIECE], ids=["layer", "gated"])
+def test_rows_in_pieces(spec):
+    for name, arguments in arguments_of(spec, 40).items():
+        check(name.strip(), arguments)
+
+
+@each_form(CALLS, FEW)
+def test_the_graph_of_a_training_step(form):
+    """make_fx, and whatever else takes a table, decomposes both directions."""
+    tensors = tensors_of(form, 3, 40)
+
+    def step(*given):
+        outputs = call(form, dict(zip(tensors, given, strict=True)), offset=1.0)
+        of = [t for t in given if t.requires_grad]
+        return *outputs, *torch.autograd.grad(outputs, of, [y.sin() for y in outputs])
+
+    given = [*leaves_of(tensors).values()]
+    for mode in ("real", "symbolic"):
+        traced = make_fx(step, tilenorm.decompositions(), mode)(*given)
+        assert not [t for t in names_of(traced.graph) if "tilenorm" in t]
+        for got, expected in zip(traced(*given), step(*given), strict=True):
+            torch.testing.assert_close(got, expected)
 
 
 class Block(nn.Module):
@@ -31,7 +131,7 @@ class Block(nn.Module):
         return self.last(y + total)
 
 
-def exported(block, device, strict=False):
+def program_of(block, device, strict=False):
     block = block.to(device).requires_grad_(False)
     rows = torch.export.Dim("rows", min=2, max=1 << 20)
     given = (random(3, 16, device=device),)
@@ -41,7 +141,7 @@ def exported(block, device, strict=False):
 @EACH_DEVICE
 @pytest.mark.parametrize("strict", [False, True])
 def test_an_exported_module_runs_for_any_number_of_rows(device, strict, tmp_path):
-    block, program = exported(Block(), device, strict)
+    block, program = program_of(Block(), device, strict)
     targets = [node.target for node in program.graph.nodes]
     ops = (OPS.rms_norm, OPS.add_rms_norm, OPS.layer_norm)
     assert all(targets.count(op.default) == 1 for op in ops)
@@ -71,7 +171,7 @@ def test_a_package_of_aot_inductor(device, decomposed, tmp_path):
     if device == "cuda" and CUDA_HOME is None:
         pytest.skip("AOTInductor needs CUDA's headers")
     # Norms alone: whatever Inductor generates beside them takes the C++ compiler seconds.
-    block, program = exported(nn.Sequential(tilenorm.RMSNorm(16), tilenorm.LayerNorm(16)), device)
+    block, program = program_of(nn.Sequential(tilenorm.RMSNorm(16), tilenorm.LayerNorm(16)), device)
     program = program.run_decompositions(tilenorm.decompositions()) if decomposed else program
     path = str(tmp_path / "block.pt2")
     torch._inductor.aoti_compile_and_package(program, package_path=path)
@@ -85,3 +185,56 @@ def test_a_package_of_aot_inductor(device, decomposed, tmp_path):
         assert done.returncode == 0, done.stderr
     else:
         assert done.returncode and "Could not find schema for tilenorm::" in done.stderr
+
+
+N = 64
+BEFORE = Path(__file__).parent / "exported_before.pt2"
+OF_2_13 = pytest.mark.skipif(TORCH < (2, 13), reason="the file is one of PyTorch 2.13")
+
+
+def now(x, r, w, b, v) -> tuple:
+    """What the program does, by the functions of this version."""
+    y, total = tilenorm.add_rms_norm(
+        x, r, (N,), w, dropout_mask=r > 0, dropout_scale=2.0, layer_scale=v
+    )
+    q = tilenorm.rms_norm_quantized(x, (N,), w, scaling="row", return_output=True)
+    m = tilenorm.add_layer_norm_quantized(x, r, (N,), w, b, scaling="mx", return_amax=True)
+    return (
+        tilenorm.rms_norm(x, (N,), w),
+        tilenorm.layer_norm(x, (N,), w, b),
+        *(y, total),
+        *tilenorm.add_layer_norm(x, (x, r), (N,), w, b),
+        tilenorm.rms_norm_add(x, r, (N,), w),
+        tilenorm.gated_rms_norm(x, r, (N,), w, norm_before_gate=False, activation="sigmoid"),
+        *tilenorm.rms_norm_add_rms_norm(x, r, (N,), w, v),
+        *(q.q.float(), q.scale, q.output),
+        *(m.q.float(), m.scale.float(), m.amax, m.residual_out),
+    )
+
+
+@OF_2_13
+@pytest.mark.parametrize("rows", [5, 9])
+def test_an_exported_program_runs(rows):
+    program = torch.export.load(BEFORE)
+    called = {node.target.name() for node in program.graph.nodes if "tilenorm" in str(node.target)}
+    assert called == {f"tilenorm::{op}" for op in ("norm", "norm_quantized", "norm_add_norm")}
+    x, r = random(rows, N), random(rows, N, seed=1)
+    parameters = [program.state_dict[name] for name in ("w", "b", "v")]
+    found, expected = program.module()(x, r), now(x, r, *parameters)
+    assert all(map(torch.equal, found, expected)) and len(found) == len(expected)
+
+
+@OF_2_13
+def test_gradients_and_decompositions_of_the_ops_of_before():
+    x, w = random(3, N).requires_grad_(), random(N, seed=1).requires_grad_()
+    how = (N, "layer", 0.0, False, "late", "silu", 1.0, 1e-5, True)
+    y, _, mean, rstd = torch.ops.tilenorm.norm(x, None, None, w, None, *how)
+    expected = tilenorm.layer_norm(x, (N,), w)
+    assert torch.equal(y, expected) and mean.shape == rstd.shape == (3,)
+    pairs = zip(*(torch.autograd.grad(t.sum(), (x, w)) for t in (y, expected)), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    program = torch.export.load(BEFORE)
+    table = torch.export.default_decompositions()
+    table.update(tilenorm.decompositions())
+    left = {str(n.target) for n in program.run_decompositions(table).graph.nodes}
+    assert not [name for name in left if "tilenorm" in name]

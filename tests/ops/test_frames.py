@@ -18,7 +18,9 @@ from .pretended import pretended_gpu
 N = 128
 X, RESIDUAL, GATE = (random(4, N, dtype=torch.bfloat16, seed=i) for i in range(3))
 W, B = (random(N, dtype=torch.bfloat16, seed=i) for i in (3, 4))
-TABLES = random(N, seed=5), random(N, seed=6)
+CHUNK = random(2, 3 * N, dtype=torch.bfloat16, seed=5)[:, N : 2 * N]  # for two groups of rows
+TABLES = random(2, 64, seed=6), random(2, 64, seed=7)
+KEY = random(2, 2, 3, 64, dtype=torch.bfloat16, seed=8)[:, :, 1:]  # of a packed projection
 QUANTIZED = {"scaling": "row", "return_output": True}
 CALLS: dict[str, Callable] = {
     "rms_norm": lambda x: tilenorm.rms_norm(x, (N,), W, 1e-6),
@@ -33,8 +35,12 @@ CALLS: dict[str, Callable] = {
     "add_layer_norm_quantized": lambda x: tilenorm.add_layer_norm_quantized(
         x, RESIDUAL, (N,), W, B, 1e-6, **QUANTIZED
     ),
+    "modulated_rms_norm": lambda x: tilenorm.modulated_rms_norm(x, (N,), CHUNK),
+    "modulated_layer_norm": lambda x: tilenorm.modulated_layer_norm(
+        x, (N,), CHUNK, CHUNK, residual=RESIDUAL, gate=CHUNK
+    ),
     "rms_norm_rope": lambda x: tilenorm.rms_norm_rope(
-        x[:, None], (N,), *TABLES, W, 1e-6, key=RESIDUAL[:, None], key_weight=B
+        x.view(2, 2, 2, 64), (64,), *TABLES, W[:64], key=KEY, key_weight=B[:64]
     ),
     "rms_norm_add_rms_norm": lambda x: tilenorm.rms_norm_add_rms_norm(
         x, RESIDUAL, (N,), W, B, 1e-6
@@ -99,6 +105,8 @@ def test_frames_by_pytorchs_operators(name):
         ("rms_norm_add", 2, 5),
         ("gated_rms_norm", 2, 6),
         ("rms_norm_add_rms_norm", 2, 10),
+        ("modulated_rms_norm", 1, 5),
+        ("rms_norm_rope", 2, 7),
     ],
 )
 def test_allocations_of_a_warm_call(name, forward, both, monkeypatch):
@@ -109,7 +117,7 @@ def test_allocations_of_a_warm_call(name, forward, both, monkeypatch):
         return empty(*how)
 
     monkeypatch.setattr(cutile, "_empty_strided_cpu", counted)
-    leaves = X, RESIDUAL, GATE, W, B
+    leaves = X, RESIDUAL, GATE, W, B, CHUNK
     with pretended_gpu():
         for count, grad in ((forward, False), (both, True)):
             for t in leaves:

@@ -192,11 +192,12 @@ def test_calls_that_repeat_launches(norm, monkeypatch):
         expected = call(norm, given)
         for _ in range(2):
             compare(call(norm, given), expected, 0.0)
-        assert repeated == [len(given)]
+        assert set(repeated) == {len(given)}
+        repeated.clear()
         uneven = given | {n: given[n][:, ::2] for n in ("scale", "shift", "gate")}
         for _ in range(3):
             call(norm, uneven)
-        assert len(repeated) == 1
+        assert not repeated
 
 
 def flat(arrays):

@@ -11,7 +11,7 @@ import tilenorm
 
 from .exported import BITS, CASES, Case, assert_alike, drawn, each
 from .helpers import slow
-from .test_decompositions import exported, table
+from .test_export import exported, table
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxscript")

@@ -13,11 +13,12 @@ import tilenorm
 from tilenorm.ops import cutile, library, registry
 from tilenorm.spec import NormSpec, Rotation
 from tilenorm.table import OPS
+from tilenorm.tools.explain import explain_spec, planned_device
 
-from .helpers import EACH_DEVICE, by_inductor, messages, random, slow
+from .helpers import EACH_DEVICE, NEEDS_GPU, by_inductor, messages, random, slow
 from .pretended import by
+from .test_like_pytorch import assert_bits
 from .test_modulated import compare, flat
-from .test_rounding import assert_bits
 
 B, F32, D = torch.bfloat16, torch.float32, torch.float64
 DTYPES = (B, torch.float16, F32)
@@ -97,7 +98,8 @@ def step(function, given, dtype=None, **options):
 def in_double(given, **options):
     """What `step` should give."""
     dtype = given["input"].dtype
-    given = {n: t if t is None or n == "positions" else t.to(D) for n, t in given.items()}
+    there = {n: t.cpu() for n, t in given.items() if t is not None}
+    given = {n: t if n == "positions" else t.to(D) for n, t in there.items()}
     return step(formula, given, dtype, **{"eps": eps_of(torch.empty(0)), **options})
 
 
@@ -136,33 +138,51 @@ def drawn(rng: Random) -> tuple[dict, dict]:
     return given, options
 
 
+def on(device, t):
+    """The same tensor on a device, with the same strides."""
+    if device == t.device.type:
+        return t
+    last = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+    memory = torch.zeros(last + 1, dtype=t.dtype, device=device)
+    return memory.as_strided(t.shape, t.stride()).copy_(t)
+
+
 def elsewhere(rng: Random, t, name: str):
     """The same tensor in other memory, between whose elements lie NaN."""
     if t is None or not t.is_floating_point():
         return t
     kind = rng.choice(("vectors", "odd", "heads first", "one element in"))
     apart = {"vectors": 16, "odd": 3}.get(kind, 0)
-    around = torch.full((*t.shape[:-1], t.shape[-1] + apart), torch.nan, dtype=t.dtype)
+    how = {"dtype": t.dtype, "device": t.device}
+    around = torch.full((*t.shape[:-1], t.shape[-1] + apart), torch.nan, **how)
     if kind == "heads first" and t.dim() > 2:
         around = around.transpose(-3, -2).contiguous().transpose(-3, -2)
     if kind == "one element in":
-        around = torch.full((t.numel() + 1,), torch.nan, dtype=t.dtype)[1:].view(t.shape)
+        around = torch.full((t.numel() + 1,), torch.nan, **how)[1:].view(t.shape)
     return around[..., : t.shape[-1]].copy_(t)
 
 
 @pytest.mark.parametrize(
-    "served, calls", [("reference", 32), ("sm_80", 4), ("sm_90", 4), *slow(("sm_90", 32))]
+    "served, calls",
+    [
+        ("reference", 32),
+        ("sm_80", 4),
+        ("sm_90", 4),
+        *slow(("sm_90", 32)),
+        pytest.param("cuda", 64, marks=NEEDS_GPU),
+    ],
 )
 def test_drawn_calls(served, calls):
     """Accurate, and of the same bits wherever the tensors lie, in warm calls as in cold ones."""
-    rng = Random(f"rope {served} {calls}")
+    rng, device = Random(f"rope {served} {calls}"), "cuda" if served == "cuda" else "cpu"
     for _ in range(calls):
         given, options = drawn(rng)
+        given = {n: t if t is None else on(device, t) for n, t in given.items()}
         turned = given
         if options.get("heads_first"):
             turned = given | {n: given[n].transpose(1, 2) for n in ("input", "key") if n in given}
         moved = {n: elsewhere(rng, t, n) for n, t in turned.items()}
-        with by(served):
+        with by(served, device):
             found = step(call, turned, **options)
             for again in (moved, turned, turned):
                 compare(step(call, again, **options), found, 0.0)
@@ -173,7 +193,7 @@ def test_drawn_calls(served, calls):
         dtypes = [given[n].dtype for n in ("input", *LEAVES) if given.get(n) is not None]
         assert [t.dtype for t in found[results - 1 :]] == dtypes
         for one, exact in zip(found, in_double(turned, **options), strict=True):
-            compare([one], [exact], 1e-5 if one.dtype == F32 else 2e-2)
+            compare([one.cpu()], [exact], 1e-5 if one.dtype == F32 else 2e-2)
 
 
 @EACH_DEVICE
@@ -457,3 +477,15 @@ def test_refusals():
         ({"key": "bfloat16", "key_hidden": 64 * 129, "hidden": 640}, "up to 8192"),
     ):
         assert message in registry.spec_refused(replace(spec, **how))
+
+
+def test_explained(capsys):
+    given = made((2, 5), (4, 2), 16, 8, B) | {"positions": torch.arange(5)}
+    given |= {n: given[n].transpose(1, 2) for n in LEAVES[:2]}
+    found = tilenorm.explain(NAME, given.pop("input"), (16,), heads_first=True, **given)
+    assert "16 of 16 elements rotated by halves tables bfloat16 of 8" in capsys.readouterr().out
+    assert found.spec.rotation.heads_first and found.rows == 40
+    # Queries, keys and what they become; weights; tables of 5 rows; positions of 10 tokens.
+    assert found.forward_bytes == 2 * 2 * 60 * 16 + 2 * 2 * 16 + 2 * 2 * 5 * 8 + 10 * 8
+    explained = explain_spec(found.spec, 24, planned_device("sm_90"))
+    assert [s.kernel for s in explained.backward] == ["rope_backward", "column_sum"]

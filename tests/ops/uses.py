@@ -20,7 +20,6 @@ from .helpers import EPS, Form, random
 ROWS, HIDDEN = 6, 256
 CHAINS = tuple(name for name, op in OPS.items() if op.calls)
 HOW = Quantization("block", layout="column", output=True, amax=True)
-PRETENDING, FAKE = "CPU tensors that pretend to be CUDA's", "fake tensors of CUDA"
 Outputs = dict[str, Tensor]
 
 
@@ -29,8 +28,8 @@ class Use(NamedTuple):
 
     rows, parameters: the names of its tensors. make: of the parameters by name, a function of rows
     that returns outputs by name. like: the function whose outputs are the same. mixed: whether rows
-    and parameters may have two dtypes. walks: with which stand-ins for a GPU it runs. around:
-    the context of forward and backward pass.
+    and parameters may have two dtypes. same_bits: whether each state gives the same bits, as
+    tilenorm promises for what it computes. around: the context of forward and backward pass.
     """
 
     rows: tuple[str, ...]
@@ -38,7 +37,7 @@ class Use(NamedTuple):
     make: Callable[[dict[str, Tensor]], Callable[..., Outputs]]
     like: str
     mixed: bool = True
-    walks: tuple[str, ...] = (PRETENDING, FAKE)
+    same_bits: bool = True
     around: Callable[[], AbstractContextManager] = nullcontext
 
     def tensors(self, dtypes: tuple, device: str) -> dict[str, Tensor]:
@@ -50,11 +49,6 @@ class Use(NamedTuple):
             values = random(*shape, dtype=dtypes[not row], device=device, seed=seed)
             made[name] = nn.Parameter(values)
         return made
-
-    @property
-    def same_bits(self) -> bool:
-        """Whether each state gives the same bits, as tilenorm promises for what it computes."""
-        return PRETENDING in self.walks
 
     def bound(self, tensors: dict[str, Tensor]) -> tuple[Callable[..., Outputs], list[Tensor]]:
         """The function of rows, and the rows."""
@@ -144,13 +138,13 @@ def _uses() -> dict[str, Use]:
         ours, theirs = getattr(tilenorm, norm), getattr(nn, norm)
         found[norm] = Use(one, names, partial(of_module, ours), function)
         patched = partial(of_module, theirs)
-        found[f"patch of {norm}"] = Use(one, names, patched, function, False, (PRETENDING,))
+        found[f"patch of {norm}"] = Use(one, names, patched, function, False)
         by_group = ("scale", "shift", "gate", *names)
         make = partial(of_modulated, getattr(tilenorm, f"Modulated{norm}"))
         found[f"Modulated{norm}"] = Use(two, by_group, make, f"modulated_{function}")
         make = partial(of_pytorch, getattr(F, function))
         found[f"override of {function}"] = Use(
-            one, names, make, function, False, (), tilenorm.override
+            one, names, make, function, False, False, tilenorm.override
         )
     return found
 

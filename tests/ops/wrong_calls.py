@@ -83,6 +83,7 @@ LAYER_NORM = {
 # Of every function: what PyTorch's does not take, or casts, or, with a residual or a gate, lacks.
 EVERY = {
     "input None": ({"input": None}, TypeError, "'input' takes a Tensor, got NoneType"),
+    "input complex": ({"input": X + 0j}, NOT_SERVED, "'input' takes float16, .*complex64"),
     "shape an int": ({"normalized_shape": 8}, TypeError, "'normalized_shape' takes .* got int"),
     "eps a string": ({"eps": "1"}, TypeError, "'eps' takes a float.*, got str"),
     "eps a complex tensor": ({"eps": torch.tensor(1j)}, TypeError, "'eps' takes a float"),

@@ -47,9 +47,9 @@ def main(given: list[str] | None = None) -> int:
 
 def run_workload(executor) -> int:
     ran = 0
-    for job, _, found in workload.run(executor):
-        if isinstance(found, str):
-            print(f"{job.name}: left out: {found}")
+    for job, reason in workload.run(executor):
+        if reason:
+            print(f"{job.name}: left out: {reason}")
         else:
             ran += 1
     torch.cuda.synchronize()

@@ -8,7 +8,6 @@ import torch
 from tests import cases
 from tests.executors import Interpreter
 from tests.ops.helpers import NEEDS_GPU
-from tests.tolerance import assert_close
 from tilenorm.launch.calls import bound
 from tilenorm.launch.target import MULTIPROCESSORS, Target
 
@@ -87,31 +86,18 @@ def test_without_a_gpu(tool, monkeypatch, capsys):
     assert "needs a CUDA GPU" in capsys.readouterr().out
 
 
-@pytest.fixture(scope="module")
-def launched():
-    """What the interpreter gives for the workload, and the names of the kernels that it ran."""
-    interpreter, kernels = Interpreter("sm_90"), set()
+def test_the_workload_has_every_kernel_and_schedule():
+    interpreter, launched = Interpreter("sm_90"), set()
     interpret = interpreter.run()
 
     def recorded(launches, arrays, index):
-        kernels.update(call.kernel._pyfunc.__name__ for call in bound(launches, arrays))
+        launched.update(call.kernel._pyfunc.__name__ for call in bound(launches, arrays))
         interpret(launches, arrays, index)
 
     with patch.object(interpreter, "run", lambda: recorded):
-        return list(workload.run(interpreter)), kernels
-
-
-def test_the_workload_is_right(launched):
-    for job, inputs, found in launched[0]:
-        truth, own = inputs.truth(job.spec), inputs.own(job.spec)
-        for name, tensor in found.items():
-            shape = truth[name].value.shape
-            assert_close(name, tensor.reshape(shape), truth[name], own[name])
-
-
-def test_the_workload_has_every_kernel_and_schedule(launched):
+        assert not any(reason for _, reason in workload.run(interpreter))
     kernels = {"row_forward", "stream_forward", "shared_forward", "norm_backward", "column_sum"}
-    assert launched[1] == kernels | {"clear_slots"}
+    assert launched == kernels | {"clear_slots"}
     names = {cases.schedule(job.config, job.spec.hidden) for job in workload.JOBS}
     forward = {"RowForward", "StreamForward", "SharedForward"}
     assert names == forward | {"gathered", "tile loads", "shared"}

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from tilenorm.launch.calls import every_gradient
 from tilenorm.launch.config import (
@@ -20,7 +19,6 @@ from tilenorm.launch.plan import BackwardPlan, ForwardPlan
 from tilenorm.launch.target import Target
 from tilenorm.ops import cutile
 from tilenorm.spec import NormSpec
-from tilenorm.table import OPS
 
 from .. import cases
 from ..executors import EPS, Executor, Inputs
@@ -72,31 +70,28 @@ def refusal(job: Job, target: Target) -> str | None:
     return job.config.refusal(Served(spec.hidden, spec.widest_item, spec.aligned, target))
 
 
-def run(executor: Executor) -> Iterator[tuple[Job, Inputs, dict[str, Tensor] | str]]:
-    """The results of each job by name, or why it is left out.
+def run(executor: Executor) -> Iterator[tuple[Job, str | None]]:
+    """Runs each job, or says why it is left out.
 
     The memory of results is not filled before the kernels write it: initcheck looks for that. Plans
     are for so few multiprocessors that the blocks of persistent grids take several tiles.
     """
     target = Target(executor.target.arch, cases.MULTIPROCESSORS)
     for job in JOBS:
-        inputs = Inputs.random(job.spec, ROWS, executor.device)
         reason = refusal(job, target)
-        yield job, inputs, reason or _results(job, inputs, target, executor.run())
+        if not reason:
+            launch(job, Inputs.random(job.spec, ROWS, executor.device), target, executor.run())
+        yield job, reason
 
 
-def _results(job: Job, inputs: Inputs, target: Target, run) -> dict[str, Tensor]:
+def launch(job: Job, inputs: Inputs, target: Target, run) -> None:
     spec, config = job.spec, job.config
     if config.direction == "forward":
         plan = ForwardPlan(spec, target, config, True)
-        made = cutile.bind_forward(plan, run)(inputs.tensors(spec), EPS)
-        found = dict(zip(OPS[spec.op].made, made, strict=True))
-    else:
-        several = job.terms > 1
-        needs = every_gradient(spec)._replace(terms=job.terms, output=several)
-        plan = BackwardPlan(spec, target, config, needs)
-        dy, *more = (inputs.dy, *[torch.zeros_like(inputs.dy)] * (job.terms - 1))
-        bound = cutile.bind_backward(plan, spec.kept, run)
-        tensors = bound(dy, inputs.dsum, inputs.saved(spec), more=more)
-        found = dict(zip((*cases.GRADIENTS, *["y"] * several), tensors, strict=True))
-    return {name: t for name, t in found.items() if t is not None}
+        cutile.bind_forward(plan, run)(inputs.tensors(spec), EPS)
+        return
+    needs = every_gradient(spec)._replace(terms=job.terms, output=job.terms > 1)
+    plan = BackwardPlan(spec, target, config, needs)
+    more = [torch.zeros_like(inputs.dy)] * (job.terms - 1)
+    bound = cutile.bind_backward(plan, spec.kept, run)
+    bound(inputs.dy, inputs.dsum, inputs.saved(spec), more=more)

@@ -71,7 +71,7 @@ def ready(asked: argparse.Namespace, until: float) -> Iterator[tuple[Case, str]]
     if asked.case:
         yield asked.case, ""
         return
-    cases = draw.some(asked.specs, asked.seed, draw.GPU if on_gpu else draw.INTERPRETER)
+    cases = draw.drawn(asked.specs, asked.seed, draw.GPU if on_gpu else draw.INTERPRETER)
     if on_gpu:
         target = device_of("cuda", torch.cuda.current_device()).target
         yield from ahead.compiled(cases, target, until)

@@ -1,9 +1,7 @@
 """The sweep finds a kernel whose rows depend on their place, and prints how to see it again."""
 
 import shlex
-from collections import Counter
 from dataclasses import replace
-from math import inf
 from unittest.mock import patch
 
 import cuda.tile as ct
@@ -11,14 +9,11 @@ import pytest
 import torch
 
 from tests import cases
-from tests.ops.cuda_helpers import target as target_of_the_gpu
 from tests.ops.helpers import NEEDS_GPU, slow
 from tests.ops.pretended import pretended_gpu
 from tilenorm.kernels import backward, forward
 from tilenorm.launch.calls import bound
-from tilenorm.launch.tuned import TABLES
 from tilenorm.ops import cutile
-from tilenorm.table import NORMS
 
 from . import ahead, checks, draw
 from .__main__ import main
@@ -123,7 +118,7 @@ def test_the_time_is_kept(capsys):
 
 
 def test_a_case_is_read_as_it_is_printed():
-    for case in draw.some(200, 3, draw.GPU):
+    for case in draw.drawn(200, 3, draw.GPU):
         assert Case.parse(str(case)) == case
 
 
@@ -133,34 +128,10 @@ def test_what_is_no_case_is_refused(text):
         Case.parse(text)
 
 
-def test_drawn_cases_have_every_kind_of_spec():
-    """Of 600 cases, so many as the sweep checks at least in its own time on 16 cores."""
-    drawn = draw.some(600, 0, draw.GPU)
-    specs = [case.spec for case in drawn]
-    assert len(set(specs)) > 550
-    assert {(s.op, s.dtype) for s in specs} == {(op, d) for op in NORMS for d in cases.DTYPES}
-    assert any(case.compiles for case in drawn)
-    sizes = Counter()
-    for n in (s.hidden for s in specs):
-        sizes["powers of two"] += n & (n - 1) == 0
-        sizes["multiples of 8"] += n % 8 == 0
-        sizes["odd"] += n % 2
-        sizes["narrow"] += n <= 512
-        sizes["wide"] += n > cases.WIDEST_ROW
-    assert all(60 < count < 450 for count in sizes.values()), sizes
-    for name in ("weight", "bias", "residual", "gate"):
-        others = {None if d is None else d == s.dtype for s in specs for d in [getattr(s, name)]}
-        assert others == {None, True, False}
-    for name in ("offset", "gate_first", "rounding", "activation"):
-        assert len({getattr(s, name) for s in specs}) == 2
-    assert {s.heads for s in specs} >= {0, 2, 3}
-    assert {1} < {case.rows for case in drawn} and max(case.rows for case in drawn) > 10000
-
-
 def test_what_a_check_launches_is_compiled_ahead():
     """Exactly that: what is missing would be compiled while the GPU waits."""
     target = cases.target("sm_90")
-    for case in draw.some(5, 5, draw.INTERPRETER):
+    for case in draw.drawn(5, 5, draw.INTERPRETER):
         planned, launched = {ahead.key_of(c) for c in ahead.calls_of(case, target)}, set()
         with pretended_gpu():
             launch = cutile.launch
@@ -183,43 +154,6 @@ def test_compiling_ahead_says_what_does_not_compile():
             ahead.Job(case, cases.target("sm_90"), 1e99)
         )
         assert ahead.compile_ahead(ahead.Job(case, cases.target("sm_90"), 0.0)) == ""
-
-
-def test_other_bits_of_a_quantised_norm_are_found(capsys):
-    case = "rms hidden=128 dtype=bfloat16 weight=bfloat16 rows=3 seed=2"
-    given = ("--executor", "interpreter_sm_90", "--case", case, "--check", "quantized")
-    assert Case.parse(case).how
-    assert run(capsys, *given)[0] == 0
-
-    def wrong(plan, run):
-        function, more = real(plan, run), 1.0 if plan.spec.quantized else 0.0
-        return lambda tensors, eps: function(tensors, eps + more)
-
-    real = cutile.bind_forward
-    with patch.object(cutile, "bind_forward", wrong):
-        status, printed = run(capsys, *given)
-    assert status == 1 and "FAILED quantized" in printed and "output" in printed
-
-
-def test_varied_cases_draw_rows_that_are_apart_and_unevenly_spaced():
-    for spec in draw.VARIED:
-        alike = [case for case in draw.known(draw.GPU) if case.spec == spec]
-        strides = [case.layout("input").strides for case in alike]
-        assert any(len(s) == 3 and s[1] > s[0] for s in strides)
-        assert any(s[0] > spec.hidden for s in strides)
-
-
-@NEEDS_GPU
-@pytest.mark.parametrize("op", NORMS[:4])
-def test_quantised_norms_of_the_sizes_of_the_tables(op):
-    """Of fourteen of these, the plain norm's hints once gave y other bits."""
-    target, found = target_of_the_gpu(), {}
-    cases = draw.quantized(op, target.arch if target.arch in TABLES else "sm_90")
-    for case, error in ahead.compiled(cases, target, inf):
-        differences = error or list(checks.quantized(checks.Subject(case, "cuda")))
-        if differences:
-            found[str(case)] = differences
-    assert not found
 
 
 @NEEDS_GPU

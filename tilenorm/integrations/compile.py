@@ -13,10 +13,11 @@ from ..ops.torch_private import inductor_joint_pass
 from .fx import Folds, Report
 from .fx.nodes import Left
 from .fx.norms import Gradient, Norm, hidden_of, known
-from .fx.rewrite import check_where, replace_chosen
+from .fx.rewrite import check_bool, check_where, replace_chosen
 from .joint import OPTION, joint_pass
 
 OTHER_BACKEND = "the backend is not Inductor, which has a hook for joint graphs"
+EMULATES = "emulate_precision_casts"  # Inductor's option, by which its code rounds as eager code
 NO_HOOK = "this PyTorch's Inductor has no joint_custom_post_pass"
 
 
@@ -25,6 +26,7 @@ def compile(
     *,
     where: Callable[[Node], bool] | None = None,
     memory: str | None = None,
+    rotation: bool = False,
     backend: str | Callable = "inductor",
     mode: str | None = None,
     options: dict | None = None,
@@ -43,6 +45,11 @@ def compile(
     PyTorch rounds them, and the addition of dx to another gradient, which is then rounded once. A
     pass of Inductor's option joint_custom_post_pass runs before.
 
+    A modulation of a norm by sample, frame or token, as in diffusion transformers, belongs to the
+    op, with the gate of the sum before it. With Inductor it also does where the graph computes it
+    in 16 bits: the op rounds once, as Inductor's code does unless emulate_precision_casts is set.
+    Modulated norms have not been timed on a GPU. `where` can leave them to Inductor.
+
     Args:
         model: a module or function. Without a model, the result is a decorator, as in
             torch.compile.
@@ -53,6 +60,9 @@ def compile(
         memory: None, or "low", with Inductor: the backward pass writes the output of a norm again,
             with the same bits, and the forward pass's output is not saved where nothing else of
             the backward pass needs it. This is one more write of each such output.
+        rotation: whether RMSNorm of queries and keys and the rotary embedding behind it become one
+            op, whatever the size of a head. This has not been timed on a GPU. Without it, Inductor
+            fuses the rotation with such norms of heads as are left to it.
         backend, mode, options, dynamic, others: as in torch.compile.
 
     Returns:
@@ -61,13 +71,15 @@ def compile(
         the model is called.
 
     Raises:
-        TypeError: `where` is neither None nor a function, or `options` is neither None nor a dict.
+        TypeError: `where` is neither None nor a function, `options` is neither None nor a dict, or
+            `rotation` is not a bool.
         ValueError: `memory` is neither None nor "low", or is asked of another backend than
             Inductor.
         RuntimeError: both mode and options are given, as in torch.compile.
         All exceptions that torch.compile raises.
     """
     check_where("compile", where)
+    check_bool("compile", "rotation", rotation)
     if options is not None and not isinstance(options, dict):
         got = type(options).__name__
         raise TypeError(f"compile: argument 'options' takes a dict or None, got {got}")
@@ -86,7 +98,7 @@ def compile(
         wrapped = torch._TorchCompileInductorWrapper(mode, options, dynamic)
     else:
         wrapped = torch._TorchCompileWrapper(backend, mode, options, dynamic)
-    replacing = _ReplacingBackend(wrapped, where, memory, backend == "inductor")
+    replacing = _ReplacingBackend(wrapped, where, memory, backend == "inductor", rotation)
 
     def compiled(model: Callable) -> Callable:
         run = torch.compile(
@@ -158,19 +170,32 @@ class _ReplacingBackend:
     where: Callable[[Node], bool] | None
     memory: str | None
     is_inductor: bool
+    rotation: bool
     # Compiled code is shared by equal backends: each layer of a model compiled alone, for example.
     report: CompileReport = field(default_factory=CompileReport, compare=False)
 
     def __call__(self, graph_module: GraphModule, inputs: list) -> Callable:
-        self.report.graphs.append(replace_chosen(graph_module, self._choose))
+        once = self._rounds_once()
+        how = {"rounds_once": once, "rotation": self.rotation}
+        self.report.graphs.append(replace_chosen(graph_module, self._choose, **how))
         return self._folding()(graph_module, inputs)
 
     def _choose(self, norm: Norm | Gradient) -> None:
         if self.where is not None:
             if not self.where(norm.at):
                 raise Left("where() excludes it")
+        elif getattr(norm, "rotation", None) is not None:
+            return
         elif self.is_inductor and (count := hidden_of(known(norm.x), norm.dims)) <= SMALL:
             raise Left(f"Inductor fuses a norm of {count} elements with its neighbours")
+
+    def _rounds_once(self) -> bool:
+        """Whether the other backend's own code keeps float32 between 16-bit operations."""
+        names = inductor_joint_pass() if self.is_inductor else None
+        if names is None:
+            return self.is_inductor
+        default = getattr(names[0], EMULATES, False)
+        return not self.backend.config.get(EMULATES, default)
 
     def _folding(self) -> Callable:
         """The other backend; if it is Inductor, with a pass more in its configuration."""

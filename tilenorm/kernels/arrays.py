@@ -149,7 +149,6 @@ class HeadsIn:
     W: Any
     Y: Any
     RSTD: Any
-    B: Any = ()  # there is no bias
 
 
 @dataclass(frozen=True)

@@ -80,10 +80,11 @@ def walk(this, slot):
     for at in ct.static_iter(home):
         ws += (rotary.weights(this.a.W, at),)
         sums += (zeros(rotary.rope) if this.DW else (),)
-    for item in range(ct.bid(0), this.items(), ct.num_blocks(0)):
-        tiles, read, every, new = this.tiles(item), (), (), sums
-        for at in ct.static_iter(tiles):
-            read += (read_heads(this, at),)
+    items, step = this.items(), ct.num_blocks(0)
+    ahead = read_item(this, ct.minimum(ct.bid(0), items - 1))
+    for item in range(ct.bid(0), items, step):
+        tiles, every, new, read = this.tiles(item), (), sums, ahead
+        ahead = read_item(this, ct.minimum(item + step, items - 1))
         turns = rotary.turns(this.arrays, tiles[0])
         for n, at in ct.static_iter(enumerate(tiles)):
             own = n if WHOLE > 0 else 0
@@ -100,6 +101,14 @@ def walk(this, slot):
     if this.DW:
         for n, at in ct.static_iter(enumerate(home)):
             write_sums(this, at, slot, sums[n])
+
+
+def read_item(this, item):
+    """read_heads of each tile of an item."""
+    found, tiles = (), this.tiles(item)
+    for at in ct.static_iter(tiles):
+        found += (read_heads(this, at),)
+    return found
 
 
 def read_heads(this, at):

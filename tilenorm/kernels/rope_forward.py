@@ -7,7 +7,6 @@ import cuda.tile as ct
 
 from .arrays import HeadsIn, RopeForwardArrays, given
 from .constants import Constants, Norm, Rope
-from .outputs import affine
 from .rotation import Rotary
 from .statistics import fused_add
 
@@ -56,10 +55,6 @@ class Pass:
     NUMBER: int
 
     @property
-    def norm(self):
-        return self.rotary.norm
-
-    @property
     def WHOLE(self):
         """How many heads a norm spans, or 0 where it spans one."""
         WHOLE = self.rotary.rope.WHOLE
@@ -106,9 +101,10 @@ def rstd_of(this, heads):
 def write_rotated(this, at, couples, ws, turns, rstd):
     """Normalise the heads of a tile, rotate them, and write them."""
     a, rotary, DTYPE, found = this.a, this.rotary, this.a.Y.dtype, ()
-    for j, (x1, x2) in ct.static_iter(enumerate(couples)):
-        w1, w2 = ws[j] if given(a.W) else (None, None)
-        n1 = affine(this, x1.astype(ct.float32) * rstd, w1, None, DTYPE)
-        n2 = affine(this, x2.astype(ct.float32) * rstd, w2, None, DTYPE)
-        found += (rotary.rotated(n1, n2, turns, DTYPE) if j == 0 else (n1, n2),)
+    for j, couple in ct.static_iter(enumerate(couples)):
+        pair = ()
+        for k, x in ct.static_iter(enumerate(couple)):
+            n = rotary.rounded(x.astype(ct.float32) * rstd, DTYPE)
+            pair += (rotary.rounded(n * ws[j][k], DTYPE) if given(a.W) else n,)
+        found += (rotary.rotated(pair[0], pair[1], turns, DTYPE) if j == 0 else pair,)
     rotary.write(a.Y, (at.batch, at.token, at.head), at.mask, found, 0)

@@ -96,8 +96,10 @@ class Rotary:
     def place(self, start, width, end, mask):
         """(columns, mask) of `width` columns, of which those before the end exist."""
         cols = columns(start, width)
-        if not (self.rope.ALIGNED and start + width <= end):
+        if not self.rope.ALIGNED:
             mask = both(mask, cols < end + self.nothing)
+        elif start + width > end:
+            mask = both(mask, cols < end)
         return cols, mask
 
     def read(self, X, index, mask, first):
@@ -164,6 +166,10 @@ class Rotary:
         (cos, cos2), (sin, sin2) = found
         return Turns(cos, sin, cos2, sin2)
 
+    def rounded(self, x, DTYPE):
+        """x, rounded to DTYPE if EARLY."""
+        return x.astype(DTYPE).astype(ct.float32) if self.norm.EARLY else x
+
     def rotated(self, a, b, turns, DTYPE):
         """(a · cos − b · sin, b · cos' + a · sin'). EARLY rounds each product to DTYPE.
 
@@ -171,14 +177,11 @@ class Rotary:
         of the code. A product − opaque zero is no product, and has the same sign where it is 0.
         """
         zero = self.zero()
-        first, second = a * turns.cos - zero, b * turns.cos2 - zero
+        first = self.rounded(a * turns.cos - zero, DTYPE)
+        second = self.rounded(b * turns.cos2 - zero, DTYPE)
         if self.norm.EARLY:
-            first, second = rounded(first, DTYPE), rounded(second, DTYPE)
-            other, another = (
-                rounded(b * turns.sin - zero, DTYPE),
-                rounded(a * turns.sin2 - zero, DTYPE),
-            )
-            pair = (first - other, second + another)
+            other = self.rounded(b * turns.sin - zero, DTYPE)
+            pair = (first - other, second + self.rounded(a * turns.sin2 - zero, DTYPE))
         else:
             pair = (first - b * turns.sin, second + a * turns.sin2)
         return pair
@@ -188,10 +191,6 @@ class Rotary:
         zero = self.zero()
         first, second = a * turns.cos - zero, b * turns.cos2 - zero
         return first + b * turns.sin2, second - a * turns.sin
-
-
-def rounded(x, DTYPE):
-    return x.astype(DTYPE).astype(ct.float32)
 
 
 def couples_of(rope):

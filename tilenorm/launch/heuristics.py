@@ -8,7 +8,7 @@ in the backward pass, and two in the forward pass. A block without TMA has 128 t
 from dataclasses import replace
 from itertools import accumulate
 
-from ..spec import NormSpec
+from ..spec import ITEM_BYTES, NormSpec
 from ..table import MODULATION
 from . import user_table
 from .calls import Needs
@@ -136,17 +136,23 @@ def rope_width(spec: NormSpec) -> int:
 
 
 def _rotated(spec: NormSpec, needs: Needs | None) -> RopeForward | RopeBackward:
-    """A tile has rules.ROPE_ELEMENTS for each thread: all tiles, of whatever dtype, then lie alike
-    over the threads, which read 16 bytes of the widest one at once. Of pairs a thread has both.
+    """A thread reads 16 bytes of the widest array at once. So all tiles, of whatever dtype, lie
+    alike over the threads; else the tables would pass through shared memory.
     """
-    how, width = spec.rotation, rope_width(spec)
-    hints = rules.ROPE_HINTS["forward" if needs is None else "backward"]
-    wide = how.interleaved and "float32" in (spec.dtype, how.full and how.table)
-    rows = max(1, rules.ROPE_ELEMENTS * Hints(*hints).threads // (width << wide))
-    couples = 1 + cdiv(how.head - how.dim, 2 * width)
-    tiles = max(1, rules.ROPE_HEADS // tile_width(couples))
-    form = RopeForward if needs is None else RopeBackward
-    return form(rows, tiles, Hints(*hints))
+    how, width, token = spec.rotation, rope_width(spec), max(spec.hidden, spec.key_hidden)
+    form, most, block, hints = rules.ROPE[needs is None]
+    both = 2 if how.interleaved else 1  # a thread reads both elements of a pair
+    table = ITEM_BYTES[how.table] * (both if how.full else 1)
+    elements = max(1, 16 // max(spec.item_bytes * both, table))
+    if spec.by_token:
+        hints = next(h for columns, h in rules.ROPE_TOKENS if token <= columns)
+        hints = Hints(None, hints.num_worker_warps) if needs is None else hints
+        rows = min(elements, rules.ROPE_ELEMENTS) * hints.threads // width
+        return form(max(1, min(rows, tile_width(token // how.head))), 1, hints)
+    tiles = 2 * tile_width(1 + cdiv(how.head - how.dim, 2 * width))  # of a head
+    elements = max(1, min(elements, most // tiles))
+    heads = min(rules.ROPE_HEADS, block // (tiles * elements))
+    return form(max(1, elements * hints.threads // width), max(1, heads), hints)
 
 
 def source(spec: NormSpec, target: Target, needs: Needs | None = None) -> str:

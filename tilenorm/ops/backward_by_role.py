@@ -55,6 +55,11 @@ class Backward:
         """For each gradient a tensor of its shape and dtype."""
         raise NotImplementedError
 
+    @classmethod
+    def argument(cls, role: str) -> str:
+        """The name of the argument of a role."""
+        return cls.NAMES[cls.ROLES.index(role)]
+
     def needs(self, spec: NormSpec) -> Needs:
         each = zip(self.MASKED, self.options["output_mask"], strict=True)
         asked = [role for role, need in each if need]

@@ -6,6 +6,7 @@ from functools import cache, lru_cache, partial
 from math import prod
 from operator import itemgetter
 from threading import Lock
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from .reference import name_of
 from .registry import MAX_ROWS, Device, Implementation, device_of, failure, record_failure, select
 
 _REPLACING = Lock()
+NOTHING = SimpleNamespace(key_of=None, repeated=lambda *_: None)  # the layouts that repeat no call
 MOST_CALLS = 1024  # that are remembered
 
 
@@ -239,20 +241,22 @@ class Bound(OpSpecs):
             return apart(tensors, eps)
 
         def repeating(tensors, eps):
-            repeat = repeated.get((tensors[0].shape, eps))
+            key = tensors[0].shape if key_of is None else key_of(tensors)
+            repeat = repeated.get((key, eps))
             made = repeat and repeat(tensors)
             if made is not None:
                 return tuple(made[:count])
-            made, shape = forward(tensors, eps), tensors[0].shape
+            made = forward(tensors, eps)
             if not chained or eps[0] == eps[1]:
-                keep(repeated, (shape, eps), by_shape(shape, eps[0] if chained else eps))
+                keep(repeated, (key, eps), layouts.repeated(key, eps[0] if chained else eps))
             return made
 
         apart = self._norm_by_norm(save) if chained else run
         repeated: dict[tuple, Callable] = {}
-        by_shape = getattr(run, "repeated", _never)
-        served = forward if by_shape is _never else repeating
-        served.repeated = by_shape  # type: ignore[attr-defined]
+        layouts = getattr(run, "layouts", NOTHING)
+        key_of = layouts.key_of
+        served = forward if layouts is NOTHING else repeating
+        served.layouts = layouts  # type: ignore[attr-defined]
         return served
 
     def _one_pass(self) -> Implementation | None:
@@ -277,7 +281,7 @@ class Bound(OpSpecs):
                 found |= {stage.ports[role]: t for role, t in pairs if role in stage.ports}
             return tuple([found.get(port.name) for port in self.op.makes])
 
-        forward.repeated = _never  # type: ignore[attr-defined]
+        forward.layouts = NOTHING  # type: ignore[attr-defined]
         return forward
 
     def _replace(self, broken: Implementation, error: CompileError) -> None:
@@ -321,21 +325,19 @@ class Bound(OpSpecs):
         repeated: dict[tuple, Callable] = {}
         kept = step.spec.kept
         affine = next((i for i, role in enumerate(kept) if role in ("weight", "bias")), 0)
+        layouts = compute.layouts if computed else NOTHING
+        key_of = layouts.key_of
 
         def one(grads, saved, eps):
             dy, dsum = grads[first], grads[second] if second else None
-            repeat = repeated.get((saved[0].shape, saved[affine].shape))
+            key = saved[0].shape if key_of is None else key_of((dy, dsum, *saved))
+            repeat = repeated.get((key, saved[affine].shape))
             made = repeat and repeat((dy, dsum, *saved))
-            found = called(dy, dsum, saved, eps) if made is None else made[:count]
-            return take((*found, dy, None))
-
-        def called(dy, dsum, saved, eps):
+            if made is not None:
+                return take((*made[:count], dy, None))
             found = compute(dy, dsum, saved, eps)
-            if computed:
-                shape = saved[0].shape
-                repeat = compute.repeated(shape, 0.0)
-                keep_backward(repeated, (shape, saved[affine].shape), found, repeat)
-            return found
+            keep_backward(repeated, (key, saved[affine].shape), found, layouts, key)
+            return take((*found, dy, None))
 
         return one, Plain()
 
@@ -386,7 +388,7 @@ class BoundNorm:
                 self.replace(chosen, error)
             return self.backward(spec, needs)(dy, dsum, saved, eps, more)
 
-        backward.repeated = getattr(run, "repeated", _never)  # type: ignore[attr-defined]
+        backward.layouts = getattr(run, "layouts", NOTHING)  # type: ignore[attr-defined]
         return backward
 
     def replace(self, broken: Implementation, error: CompileError) -> None:
@@ -405,17 +407,15 @@ def keep(repeated: dict, key: Any, repeat: Callable | None) -> None:
 
 
 def keep_backward(
-    repeated: dict, key: Any, found: Sequence[Tensor | None], repeat: Callable | None
+    repeated: dict, key: Any, found: Sequence[Tensor | None], layouts: Any, of: Any
 ) -> None:
-    """The same of a backward pass. found: its gradients. That of a parameter with several
-    dimensions has the parameter's shape, which what repeats calls does not know.
+    """The same of a backward pass. found: its gradients, and y. of: the key in the layouts. What
+    repeats calls is not kept where a gradient has its parameter's shape, which it does not know.
     """
-    if all(grad is None or grad.dim() == 1 for grad in found[3:5]):
-        keep(repeated, key, repeat)
-
-
-def _never(*_) -> None:
-    """What repeats calls where nothing does, see Implementation."""
+    if (repeat := layouts.repeated(of, 0.0)) is not None:
+        pairs = zip(found, layouts[of].made, strict=False)
+        if all(t is None or tuple(t.shape) == how.shape for t, how in pairs):
+            keep(repeated, key, repeat)
 
 
 def _nothing(count: int, *_) -> tuple[None, ...]:

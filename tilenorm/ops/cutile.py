@@ -77,36 +77,21 @@ def backward(spec: NormSpec, target: Target, needs: Needs, run: Run | None = Non
 
 
 def bind_pass(
-    plan: Any,
-    layouts: Any,
-    arrays_of: Callable,
-    run: Run,
-    place: int,
-    as_read: Callable = as_read,
-    as_written: Callable | None = None,
+    plan: Any, layouts: Any, arrays_of: Callable, run: Run, as_read: Callable = as_read
 ) -> Callable:
     """A function of (tensors, eps), with the tensors that a pass reads, that allocates and launches
     and returns Layout.made as tensors, and the Layout.
 
     arrays_of: a function of the tensors as they are read, and of what is written, that returns the
-    arrays of the plan's launches. place: that of the input. as_read, as_written: functions that
-    return the tensors as the kernels read and write them.
+    arrays of the plan's launches. as_read: a function that returns the tensors as the kernels read
+    them.
     """
-    spec, by_row = plan.spec, (plan.spec.hidden, 1)
-    matrices, grouped = layouts.with_rows, layouts.grouped
-    as_written = as_written or _as_matrices
+    spec, place, grouped, key_of = plan.spec, layouts.input, layouts.grouped, layouts.key_of
 
     def execute(tensors: Sequence[Tensor | None], eps: float) -> tuple[list, Layout]:
-        x = tensors[place]
-        key: Any = x.shape
-        if grouped:
-            key = [key]
-            for i in grouped:  # a comprehension takes longer
-                t: Any = tensors[i]
-                key.append((t.shape, t.stride(), t.element_size()))
-            key = tuple(key)
-        layout = layouts[key]
-        rows, groups, fresh, matrix, views, _, cleared, repeated = layout
+        x: Any = tensors[place]
+        layout = layouts[x.shape if key_of is None else key_of(tensors)]
+        rows, groups, fresh, matrices, views, _, cleared, repeated = layout
         repeat = repeated.get(eps)
         if repeat is not None and (made := repeat(tensors)):
             return made, layout
@@ -116,7 +101,9 @@ def bind_pass(
             made[cleared_place].zero_()
         if rows:
             index = x.get_device()
-            written = made if matrix is None else as_written(made, matrices, matrix, by_row)
+            written = [*made] if matrices else made
+            for written_place, shape, strides in matrices:
+                written[written_place] = reinterpret(made[written_place], shape, strides)
             arrays = arrays_of(as_read(tensors, spec, views), written)
             launches = plan.launches(rows, eps, *groups)
             run(launches, arrays, index)
@@ -204,21 +191,22 @@ def bind_forward(plan: ForwardPlan, run: Run = on_device) -> Callable:
     spec, op = plan.spec, OPS[plan.spec.op]
     made_as = _made_as(op, spec, plan.save)
     dtypes = _dtypes_of(op, spec)
-    layouts = Layouts(plan, [port.lies for port in op.takes], list(map(bool, dtypes)), made_as)
+    read = [(port.lies, dtype) for port, dtype in zip(op.takes, dtypes, strict=True)]
+    layouts = Layouts(plan, 0, read, made_as)
     take = _taking_forward(op, spec, dtypes, made_as, plan.slots(1) is not None)
     quantized, count = spec.quantized is not None, len(made_as)
 
     def arrays_of(read: Sequence, written: Sequence) -> tuple:
         return take((*read, *written, ABSENT))
 
-    execute = bind_pass(plan, layouts, arrays_of, run, 0)
+    execute = bind_pass(plan, layouts, arrays_of, run)
 
     def forward(tensors: tuple, eps: float) -> tuple[Tensor | None, ...]:
         made, layout = execute(tensors, eps)
         return tuple(_shown(op, made[:count], layout.scales) if quantized else made[:count])
 
-    if not (quantized or layouts.grouped):  # for a shape of the input, the groups may differ
-        forward.repeated = layouts.repeated  # type: ignore[attr-defined]
+    if not quantized:
+        forward.layouts = layouts  # type: ignore[attr-defined]
     return forward
 
 
@@ -267,14 +255,6 @@ def _taking_forward(
     return itemgetter(*[places.get(name, -1) for name in names])
 
 
-def _as_matrices(made: list, places: list[int], shape: tuple, strides: tuple) -> list:
-    """The results, of which those with rows are viewed as matrices."""
-    written = list(made)
-    for place in places:
-        written[place] = reinterpret(made[place], shape, strides)
-    return written
-
-
 def _shown(op: Op, made: list, scales: Scales) -> list:
     """The results of a quantised norm as the caller gets them."""
     for i, port in enumerate(op.makes):
@@ -318,11 +298,12 @@ def bind_backward(plan: BackwardPlan, kept: tuple[str, ...], run: Run = on_devic
     spec, needs = plan.spec, plan.needs
     made_as = _gradients_as(spec, needs)
     names = list(_gradient_names(spec))
-    read = ["rows", "rows", *(LIES[role] for role in kept)]
-    read += ["rows"] * (needs.terms - 1)
-    # Only the gradient of the input needs the factors.
-    there = [True, needs.dsum, *(r not in FACTORS or bool(getattr(spec, r)) for r in kept)]
-    there += [True] * (needs.terms - 1)
+    total = spec.residual or spec.dtype
+    # A factor is absent where only the gradient of the input would need it.
+    dtypes = {"mean": "float32", "rstd": "float32", "x": total, "input": spec.dtype}
+    read: list[tuple[str, str | None]] = [("rows", spec.dtype), ("rows", needs.dsum and total)]
+    read += [(LIES[role], dtypes.get(role) or spec.dtype_of(role)) for role in kept]
+    read += [("rows", spec.dtype)] * (needs.terms - 1)
     end, need_dsum, named = 2 + len(kept), needs.dsum, spec.branches or spec.modulated
     take = _taking_backward(spec, kept, made_as, needs, plan.slots(1) is not None)
 
@@ -330,15 +311,15 @@ def bind_backward(plan: BackwardPlan, kept: tuple[str, ...], run: Run = on_devic
         arrays = take((*read[:end], *written, (read[0], *read[end:]), ABSENT))
         return BackwardArrays(*arrays) if named else arrays
 
-    layouts = Layouts(plan, read, there, made_as)
-    execute = bind_pass(plan, layouts, arrays_of, run, 2)
-    # Of what has no rows: its place, and that of a tensor of its shape.
-    likes = {"dw": "weight", "db": "bias"} | dict.fromkeys(BY_GROUP, "mod_scale")
+    layouts = Layouts(plan, 2, read, made_as)
+    execute = bind_pass(plan, layouts, arrays_of, run)
+    # Of a parameter that has a gradient: the places of both.
     parameters = [
         (names.index(name), kept.index(role))
-        for name, role in likes.items()
-        if name in names and made_as[names.index(name)] is not None
+        for name, role in (("dw", "weight"), ("db", "bias"))
+        if made_as[names.index(name)] is not None
     ]
+    summed = [i for i, how in enumerate(made_as) if how is not None and how[0] != "rows"]
     last = len(made_as) - (not needs.output and not spec.modulated)
 
     def backward(
@@ -350,16 +331,15 @@ def bind_backward(plan: BackwardPlan, kept: tuple[str, ...], run: Run = on_devic
     ) -> Sequence[Tensor | None]:
         tensors = dy, dsum if need_dsum else None, *saved, *more
         made, layout = execute(tensors, 0.0)
-        for place, of in parameters:
-            parameter = saved[of]
-            if not layout.rows:
+        if not layout.rows:
+            for place in summed:
                 made[place].zero_()
-            if parameter.dim() > 1 or made[place].dim() > 1:
-                made[place] = shaped_as(made[place], parameter)
+        for place, of in parameters:
+            if saved[of].dim() > 1:
+                made[place] = shaped_as(made[place], saved[of])
         return made[:last]
 
-    if not layouts.grouped:
-        backward.repeated = layouts.repeated  # type: ignore[attr-defined]
+    backward.layouts = layouts  # type: ignore[attr-defined]
     return backward
 
 

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..spec import NormSpec
 from ..table import FACTORS, OPS
 from .bound import Bound, BoundNorm, bound_of, keep, keep_backward, norm_of
 from .direct import Plain
@@ -28,6 +27,7 @@ from .layout import MOST_SHAPES, contiguous_strides_of, rows_shape, vector_of
 from .library import numbers_shape
 from .modulated_backward import ModulatedBackward
 from .norm_backward import FIRST, TERMS, Backward
+from .reference import STATISTICS
 from .registry import MAX_ROWS, on_device_of
 from .rotated_backward import RotatedBackward
 from .torch_private import modes, reinterpret
@@ -52,9 +52,7 @@ def bind(op: str, taken: tuple[str, ...], **options) -> Callable:
     """A function of an op's tensors of the names `taken` that returns what the op returns, and None
     for what is absent. options: the op's other arguments by name.
     """
-    if op in OPS:
-        return forward(op, **options)
-    return backward_by_role(op, **options) if op in BY_ROLE else backward(taken, **options)
+    return forward(op, **options) if op in OPS else backward(op, taken, **options)
 
 
 def forward(name: str, *, hidden: int, save: bool, backend: str | None, **options) -> Callable:
@@ -64,7 +62,8 @@ def forward(name: str, *, hidden: int, save: bool, backend: str | None, **option
     most, own = MAX_ROWS * hidden, eps if op.calls else eps[0]
     numbers = [(i, port) for i, port in enumerate(op.makes) if port.lies == "number"]
     bound: Bound | None = None
-    repeated: dict[torch.Size, Callable] = {}  # by the shape of the input
+    repeated: dict[Any, Callable] = {}  # by the shape of the input, or as Layouts.key_of tells
+    key_of: Callable | None = None
 
     @lru_cache(MOST_SHAPES)
     def view_of(shape: torch.Size) -> tuple | None:
@@ -72,7 +71,7 @@ def forward(name: str, *, hidden: int, save: bool, backend: str | None, **option
 
     def bound_forward(*tensors: Tensor | None) -> Sequence[Tensor | None]:
         x = tensors[0]
-        repeat = repeated.get(x.shape)
+        repeat = repeated.get(x.shape if key_of is None else key_of(tensors))
         made = None if repeat is None or modes() else repeat(tensors)
         if made is None:
             made = called(x, tensors)
@@ -88,7 +87,7 @@ def forward(name: str, *, hidden: int, save: bool, backend: str | None, **option
         return made[: len(op.makes)]
 
     def called(x: Tensor, tensors: tuple) -> list:
-        nonlocal bound
+        nonlocal bound, key_of
         bound = bound or bound_of(op, tensors, asked, backend)
         if x.numel() > most or not bound.plain.takes(tensors):
             made = getattr(torch.ops.tilenorm, name)(*tensors, *asked, *eps, save, backend)
@@ -97,7 +96,9 @@ def forward(name: str, *, hidden: int, save: bool, backend: str | None, **option
         with on_device_of(x):
             made = list(run(tensors, own))
         if len(set(eps)) == 1:
-            keep(repeated, x.shape, run.repeated(x.shape, eps[0]))
+            key_of = run.layouts.key_of
+            key = x.shape if key_of is None else key_of(tensors)
+            keep(repeated, key, run.layouts.repeated(key, eps[0]))
         return made
 
     return bound_forward
@@ -108,72 +109,61 @@ def _apart(shape: tuple[int, ...]) -> tuple | None:
     return None if len(shape) == 1 else (shape, contiguous_strides_of(shape))
 
 
-def backward(taken: tuple[str, ...], *, hidden: int, backend: str | None, **options) -> Callable:
-    """The same of norm_backward."""
-    most, plain, output = MAX_ROWS * hidden, Plain(), options["output"]
+def backward(
+    op: str, taken: tuple[str, ...], *, hidden: int, backend: str | None, **options
+) -> Callable:
+    """The same of norm_backward, and of the ops whose tensors go by their roles."""
+    most, plain, kind = MAX_ROWS * hidden, Plain(), BY_ROLE.get(op)
     constant = options | {"hidden": hidden, "backend": backend}
-    first, end = len(FIRST), len(FIRST) + len(set(TERMS) & set(taken))
-    statistics = [taken.index(name) for name in ("mean", "rstd")]
+    first = len(kind.ROLES if kind else FIRST)
+    end = first + len(set(TERMS) & set(taken))
+    absent = (None,) * len(options["output_mask"])
+    shown = itemgetter(*(kind.PLACES if kind else range(len(absent) + 1)))  # behind them y
+    statistics = [i for i, name in enumerate(taken) if name in STATISTICS]
     norm: BoundNorm | None = None
     run: Any = None
     read: Any = None
+    count = 0
     places: list[int] = []
-    repeated: dict[torch.Size, Callable] = {}
+    repeated: dict[Any, Callable] = {}
+    key_of: Callable | None = None
 
     def bound_backward(*tensors: Tensor | None) -> Sequence[Tensor | None]:
-        repeat = repeated.get(tensors[2].shape)
+        repeat = None
+        if norm is not None:
+            given = read((*tensors, None))
+            repeat = repeated.get(tensors[2].shape if key_of is None else key_of(given))
         if repeat is not None and not modes():
-            made = repeat(read((*tensors, None)))
+            made = repeat(given)
             if made is not None:
-                return (*made[:5], made[5] if output else None)
+                return shown((*made[:count], *absent))
         return called(tensors)
 
     def called(tensors: tuple) -> Sequence[Tensor | None]:
-        nonlocal norm, run, read, places
+        nonlocal norm, run, read, count, places, key_of
         dy, dsum, x = tensors[:3]
         if norm is None:
-            call = Backward.of((), constant | dict(zip(taken, tensors, strict=True)))
+            given = constant | dict(zip(taken, tensors, strict=True))
+            call: Any = kind((), given) if kind else Backward.of((), given)
             spec = call.spec
             needs = call.needs(spec)
-            norm = norm_of(spec, x.device.type, x.get_device(), False, backend)
-            places = [taken.index("input" if role == "x" else role) for role in spec.kept]
-            run = norm.backward(spec, needs)
+            count = len(needs.gradients) + needs.output
+            places = [taken.index(call.argument(role)) for role in spec.kept]
+            bound = norm_of(spec, x.device.type, x.get_device(), False, backend)
+            run = bound.backward(spec, needs)
             order = [0, 1 if needs.dsum else -1, *places, *range(first, end)]
-            read = itemgetter(*order)
+            read, key_of, norm = itemgetter(*order), run.layouts.key_of, bound
         if x.numel() > most or not plain.takes(tensors):
             given = constant | dict(zip(taken, tensors, strict=True))
-            return torch.ops.tilenorm.norm_backward(**given)
+            return getattr(torch.ops.tilenorm, op)(**given)
         saved = [tensors[place] for place in places]
         for i, place in enumerate(places):
             if place in statistics:
                 saved[i] = vector_of(saved[i])
-        with on_device_of(dy):
-            found = run(dy, dsum, saved, options["eps"], tensors[first:end])
-        keep_backward(repeated, x.shape, found, run.repeated(x.shape, 0.0))
-        return found if output else (*found, None)
-
-    return bound_backward
-
-
-def backward_by_role(op: str, *, hidden: int, **options) -> Callable:
-    """The same of an op whose tensors go by their roles."""
-    most, plain, kind = MAX_ROWS * hidden, Plain(), BY_ROLE[op]
-    constant = (hidden, *options.values())
-    known: tuple[NormSpec, Callable] | None = None
-
-    def bound_backward(*tensors: Tensor | None) -> Sequence[Tensor | None]:
-        nonlocal known
-        dy, dsum, x = tensors[:3]
-        call = kind((*tensors, *constant), {})
-        if known is None:
-            spec = call.spec
-            norm = norm_of(spec, x.device.type, x.get_device(), False, options["backend"])
-            known = spec, norm.backward(spec, call.needs(spec))
-        if x.numel() > most or not plain.takes(tensors):
-            return getattr(torch.ops.tilenorm, op)(*tensors, *constant)
-        spec, run = known
         with on_device_of(x):
-            found = (*run(dy, dsum, call.kept(spec), options["eps"]), None, None)
-        return [found[place] for place in kind.PLACES]
+            found = run(dy, dsum, saved, options["eps"], tensors[first:end])
+        key = x.shape if key_of is None else key_of(read((*tensors, None)))
+        keep_backward(repeated, key, found, run.layouts, key)
+        return shown((*found, *absent))
 
     return bound_backward

@@ -98,11 +98,12 @@ class Views(NamedTuple):
         spec: NormSpec,
         rows: int,
         shape: Sequence[int],
-        lies: Sequence[str],
-        there: Sequence,
+        read: Sequence[tuple[str, Any]],
         by_group: Any = (),
     ) -> "Views":
-        """shape: of the input. rows: how many it has. there: whether each tensor is there."""
+        """shape: of the input. rows: how many it has. read: how each tensor lies, and whether it is
+        there.
+        """
         heads, hidden = spec.heads, spec.hidden
         vector = (hidden,), (1,)
         if heads:
@@ -113,12 +114,12 @@ class Views(NamedTuple):
         by_kind = {"rows": matrix, "mask": matrix, "affine": affine, "vector": vector}
         views = [
             (place, *by_kind[kind])
-            for place, (kind, is_there) in enumerate(zip(lies, there, strict=True))
+            for place, (kind, is_there) in enumerate(read)
             if is_there and kind in by_kind
         ]
         # An extent of 1 may have any stride, and the compiler reads by what the stride is.
         same = tuple(shape) == matrix[0] and rows > 1 and hidden > 1 and not spec.branches
-        return cls(tuple(lies), tuple(views), same, by_group)
+        return cls(tuple([kind for kind, _ in read]), tuple(views), same, by_group)
 
 
 def as_read(tensors: Sequence[Tensor | None], spec: NormSpec, views: Views) -> Sequence:

@@ -83,6 +83,11 @@ class Backward(NamedTuple):
             given.get("output", False),
         )
 
+    @staticmethod
+    def argument(role: str) -> str:
+        """The name of the argument of a role."""
+        return "input" if role == "x" else role
+
     @property
     def more(self) -> tuple[Tensor, ...]:
         """The terms of dy behind the first. Raises as terms_after does."""

@@ -59,10 +59,10 @@ class Implementation:
     them y if the needs ask for it. more: the terms of dy behind the first.
     piece(name, spec, device) returns a function of split/reference.py, by its name, for a spec of
     pieces of rows.
-    A function that is returned may have an attribute `repeated`: a function of the input's shape
-    and the eps, which returns what does the same as earlier calls with that shape, or None. That
-    takes one tuple of all tensors, and returns the results, and more behind them; or None, with
-    nothing done, for tensors that lie otherwise than those of the earlier calls.
+    A function that is returned may have an attribute `layouts`: see Layouts.key_of, and
+    Layouts.repeated, which returns what does the same as earlier calls with such tensors, or None.
+    That takes one tuple of all tensors, and returns the results, and more behind them; or None,
+    with nothing done, for tensors that lie otherwise than those of the earlier calls.
     The functions that are returned may raise CompileError. The implementation is then not used
     for that spec and device again.
     """

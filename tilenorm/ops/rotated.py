@@ -5,6 +5,7 @@ queries and keys may be views of one projection, and what is made may have heads
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -17,7 +18,8 @@ from ..spec import NormSpec
 from ..table import LIES, OF_KEY, OPS
 from .cutile import Run, bind_pass, on_device
 from .layout import MAX_STRIDE, MOST_SHAPES, VECTOR_BYTES, contiguous_strides_of
-from .shapes import Fresh, Layout
+from .reference import STATISTICS
+from .shapes import Fresh, Layout, Layouts, key_of
 from .torch_private import reinterpret
 
 IN_VECTORS = ("rows", "key", "output", "table")
@@ -50,53 +52,53 @@ class Made(NamedTuple):
     dtype: str
 
 
-class RotatedLayouts(dict):
-    """As shapes.Layouts. A key has the shape of the input, and then of each tensor that is there
-    its shape, strides and item size.
+class RotatedLayouts(Layouts):
+    """A key has the shape of the input, and then the shape and strides of each tensor that is read.
 
-    read: how each tensor lies; None for one that is not read. heads: the places of the input and of
-    the key, if there is one. made: None for a result that is absent.
+    heads: the places of the input and of the key, if there is one. made: None for a result that is
+    absent.
     """
-
-    with_rows: Sequence[int] = ()
 
     def __init__(
         self,
         plan: RopeForwardPlan | RopeBackwardPlan,
-        read: Sequence[str | None],
+        input: int,
+        read: Sequence[tuple[str, str | None]],
         heads: Sequence[int],
         made: Sequence[Made | None],
     ):
-        super().__init__()
-        self._plan, self._heads, self._made = plan, heads, made
-        self._lies = {place: lies for place, lies in enumerate(read) if lies}
-        self.grouped = list(self._lies)
+        super().__init__(plan, input, read, ())
+        self._heads, self._results = heads, made
+        self.grouped = [place for place, (_, dtype) in enumerate(read) if dtype]
+        self.key_of = partial(key_of, input, self.grouped)
 
     def __missing__(self, key: Any) -> Layout:
-        plan, spec, tokens, given = self._plan, self._plan.spec, tuple(key[0][:-2]), {}
-        for place, (shape, strides, item_bytes) in zip(self.grouped, key[1:], strict=True):
-            dtype = getattr(torch, f"int{8 * item_bytes}")  # of any tensor of such items
+        plan: Any = self._plan
+        spec, tokens, given = plan.spec, tuple(key[0][:-2]), {}
+        for place, (shape, strides) in zip(self.grouped, key[1:], strict=True):
+            dtype = getattr(torch, self._read[place][1] or "")
             given[place] = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
         there = any(given[place].numel() for place in self._heads)
         heads = [given[place].shape[-2] for place in self._heads]
         sizes: Any = Sizes(prod(tokens[:-1]), tokens[-1], *heads) if there else ()
         fresh, written, reads = [], [], []
-        for place, made in enumerate(self._made):
+        for place, made in enumerate(self._results):
             how = made and _fresh(spec, made, given[made.like])
             fresh.append(how)
-            if there and how:
+            if there and made and how:
                 empty = torch.empty_strided(how.shape, how.strides, device="meta")
-                written.append(_read_of(spec, place, made.lies, empty, tokens))
+                as_matrix = _read_of(spec, place, made.lies, empty, tokens)
+                written.append((place, as_matrix.shape, as_matrix.strides))
         if isinstance(plan, RopeBackwardPlan):
             partials = plan.partials(sizes) if there else None
             fresh.append(partials and Fresh(partials, (partials[1], 1), torch.float32))
         if there:
-            each = self._lies.items()
-            reads = [_read_of(spec, place, lies, given[place], tokens) for place, lies in each]
+            each = [(place, self._read[place][0], given[place]) for place in self.grouped]
+            reads = [_read_of(spec, *how, tokens) for how in each]
         in_place = None not in [read.strides for read in reads]
         views: Any = Views(tuple(reads), tokens, () if in_place else None)
-        matrix: Any = tuple(written)
-        layout = Layout(sizes, (), tuple(fresh), matrix, views, None, (), {})
+        as_matrices: Any = tuple(written)
+        layout = Layout(sizes, (), tuple(fresh), as_matrices, views, None, (), {})
         if len(self) < MOST_SHAPES:
             self[key] = layout
         return layout
@@ -170,41 +172,34 @@ def as_read(tensors: Sequence[Tensor | None], spec: NormSpec, views: Views) -> l
     return read
 
 
-def as_written(made: list, _: Sequence, written: Sequence[Read], *__) -> list:
-    """The results as the kernels write them."""
-    views = list(made)
-    for place, _lies, shape, strides in written:
-        views[place] = reinterpret(made[place], shape, strides)
-    return views
-
-
 def bind_forward(plan: RopeForwardPlan, run: Run = on_device) -> Callable:
     """As cutile.bind_forward."""
     spec, op, save = plan.spec, OPS[plan.spec.op], plan.save
     taken, there = [port.name for port in op.takes], [spec.dtype_of(role) for role in op.roles]
-    lies = [port.lies if dtype else None for port, dtype in zip(op.takes, there, strict=True)]
+    lies = [(port.lies, dtype) for port, dtype in zip(op.takes, there, strict=True)]
     made: list[Made | None] = []
     for port in op.makes:
         like = taken.index(port.given or "input")
         kind = ("number", "float32") if port.lies == "number" else ("output", spec.dtype)
-        absent = not lies[like] or (port.lies == "number" and not save)
+        absent = not there[like] or (port.lies == "number" and not save)
         made.append(None if absent else Made(like, *kind))
-    heads = [taken.index(name) for name in ("input", "key") if lies[taken.index(name)]]
+    heads = [taken.index(name) for name in ("input", "key") if there[taken.index(name)]]
 
     def arrays_of(read: Sequence, written: Sequence) -> tuple:
-        x, cos, sin, weight, key, key_weight, positions = _present(read, lies)
+        x, cos, sin, weight, key, key_weight, positions = _present(read, there)
         y, key_y, rstd, key_rstd = _present(written, made)
         of_key = tuple(HeadsIn(key, key_weight, key_y, key_rstd)) if spec.key else ABSENT
         first = tuple(HeadsIn(x, weight, y, rstd))
         return RopeForwardArrays(first, of_key, cos, sin, positions)
 
-    layouts = RotatedLayouts(plan, lies, heads, made)
-    execute = bind_pass(plan, layouts, arrays_of, run, 0, as_read, as_written)
+    layouts = RotatedLayouts(plan, 0, lies, heads, made)
+    execute = bind_pass(plan, layouts, arrays_of, run, as_read)
 
     def forward(tensors: tuple, eps: float) -> tuple[Tensor | None, ...]:
         made, _ = execute(tensors, eps)
         return tuple(made)
 
+    forward.layouts = layouts  # type: ignore[attr-defined]
     return forward
 
 
@@ -212,30 +207,35 @@ def bind_backward(plan: RopeBackwardPlan, kept: tuple[str, ...], run: Run = on_d
     """As cutile.bind_backward. dsum: the gradient of the rotated key."""
     spec, needs = plan.spec, plan.needs
     of_input, of_key = needs.dx or needs.dw, needs.dkey or needs.dkey_weight
-    read: list[str | None] = ["output" if of_input else None, "output" if of_key else None]
-    read += [LIES[role] for role in kept]
+    read: list[tuple[str, str | None]]
+    read = [("output", spec.dtype if need else None) for need in (of_input, of_key)]
+    numbers = dict.fromkeys(STATISTICS, "float32")
+    read += [(LIES[role], numbers.get(role) or spec.dtype_of(role)) for role in kept]
+    there = [dtype for _, dtype in read]
     places = {role: 2 + i for i, role in enumerate(kept)}
     made: list[Made | None] = []
-    asked = needs.dx, needs.dw, needs.dkey, needs.dkey_weight
-    for need, role in zip(asked, ("x", "weight", *OF_KEY), strict=True):
+    roles = "x", None, None, "weight", None, *OF_KEY
+    for need, role in zip(needs.gradients, roles, strict=False):
         kind = "rows" if role in ("x", "key") else "vector"
-        made.append(Made(places[role], kind, spec.dtype_of(role) or "") if need else None)
+        made.append(Made(places[role], kind, spec.dtype_of(role) or "") if need and role else None)
     heads = [places[role] for role in ("x", "key") if role in places]
 
     def arrays_of(read_: Sequence, written: Sequence) -> tuple:
-        dy, dkey_y, *saved = _present(read_, read)
+        dy, dkey_y, *saved = _present(read_, there)
         of = dict.fromkeys(("weight", "key", "key_weight", "positions", "key_rstd"), ABSENT)
         of |= dict(zip(kept, saved, strict=True))
-        dx, dw, dkey, dkey_weight = _present(written[:4], made)
+        *gradients, partials = written
+        dx, _, _, dw, _, dkey, dkey_weight, *_ = (*_present(gradients, made), ABSENT, ABSENT)
         first = tuple(HeadsBack(of["x"], dy, of["weight"], of["rstd"], dx))
         second = tuple(HeadsBack(of["key"], dkey_y, of["key_weight"], of["key_rstd"], dkey))
         groups = first if of_input else ABSENT, second if of_key else ABSENT
-        partials = written[4] if needs.dw or needs.dkey_weight else ABSENT
+        partials = partials if needs.dw or needs.dkey_weight else ABSENT
         tables = of["cos"], of["sin"], of["positions"]
         return RopeBackwardArrays(*groups, *tables, partials, dw, dkey_weight)
 
-    layouts = RotatedLayouts(plan, read, heads, made)
-    execute = bind_pass(plan, layouts, arrays_of, run, 2, as_read, as_written)
+    layouts = RotatedLayouts(plan, 2, read, heads, made)
+    execute = bind_pass(plan, layouts, arrays_of, run, as_read)
+    summed = [place for place, how in enumerate(made) if how and how.lies == "vector"]
 
     def backward(
         dy: Tensor | None,
@@ -246,12 +246,12 @@ def bind_backward(plan: RopeBackwardPlan, kept: tuple[str, ...], run: Run = on_d
     ) -> tuple[Tensor | None, ...]:
         incoming = dy if of_input else None, dsum if of_key else None
         made, layout = execute((*incoming, *saved), 0.0)
-        dx, dw, dkey, dkey_weight = made[:4]
-        for sums in (dw, dkey_weight):
-            if sums is not None and not layout.rows:
-                sums.zero_()
-        return dx, None, None, dw, None, *((dkey, dkey_weight) if spec.key else ())
+        if not layout.rows:
+            for place in summed:
+                made[place].zero_()
+        return tuple(made[:-1])
 
+    backward.layouts = layouts  # type: ignore[attr-defined]
     return backward
 
 

@@ -4,13 +4,15 @@ It is found once for each shape, and kept.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..launch.plan import BackwardPlan, ForwardPlan, GroupedPlan
 from ..launch.scales import Scales
-from ..spec import NormSpec
+from ..spec import ITEM_BYTES, NormSpec
 from .layout import MOST_SHAPES, Views, contiguous_strides_of, group_stride
 
 MOST_SCALES = 2**31 - 1  # the kernels number scales in 32 bits
@@ -29,16 +31,16 @@ class Layout(NamedTuple):
 
     rows: how many. groups: how many, of a backward pass by group, in a tuple; else (). made: what
     is allocated: the results in their order, partials and slots, and the sums by group; None for
-    what is absent. matrix: (rows, hidden), or None where the results with rows are such a matrix.
-    views: see layout.as_read. scales: of a quantised norm. cleared: the places of the results that
-    the kernels add to, or do not write whole. repeated: by the eps, what repeats the launches of a
-    call; None until there were two calls.
+    what is absent. written: the place, shape and strides of each result that the kernels write as a
+    matrix, where it is not one. views: see layout.as_read. scales: of a quantised norm. cleared:
+    the places of the results that the kernels add to, or do not write whole. repeated: by the eps,
+    what repeats the launches of a call; None until there were two calls.
     """
 
     rows: int
     groups: tuple[int, ...]
     made: tuple[Fresh | None, ...]
-    matrix: tuple[int, int] | None
+    written: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]
     views: Views
     scales: Scales | None
     cleared: tuple[int, ...]
@@ -46,43 +48,43 @@ class Layout(NamedTuple):
 
 
 class Layouts(dict):
-    """The Layout of each shape that a plan has met, the first MOST_SHAPES of them. Where tensors
-    lie by group, a key has their shapes, strides and item sizes, too.
+    """The Layout of each shape that a plan has met, the first MOST_SHAPES of them.
 
-    read: how each tensor that is read lies, as Port.lies. there: whether it is there. made: how
-    each result lies, and its dtype; None for a result that is absent. with_rows: the places of the
-    results that have rows. grouped: the places of the tensors that lie by group.
+    input: the place of the input among the tensors that are read. read: how each of these lies, as
+    Port.lies, and its dtype, None for an absent one. made: how each result lies, and its dtype;
+    None for a result that is absent. grouped: the places of the tensors that lie by group. key_of:
+    a function of the tensors that returns what stands for their shapes where some lie by group;
+    else None, and the shape of the input does.
     """
 
     def __init__(
         self,
         plan: ForwardPlan | BackwardPlan,
-        read: Sequence[str],
-        there: Sequence[bool],
+        input: int,
+        read: Sequence[tuple[str, str | None]],
         made: Sequence[tuple[str, str] | None],
     ):
         super().__init__()
-        self._plan, self._read, self._made = plan, (read, there), tuple(made)
-        self.with_rows = [i for i, m in enumerate(made) if m is not None and m[0] == "rows"]
-        each = enumerate(zip(read, there, strict=True))
-        self.grouped = [i for i, (lies, is_there) in each if lies == "group" and is_there]
+        self.input, self._plan, self._read, self._made = input, plan, tuple(read), tuple(made)
+        self.grouped = [i for i, (lies, dtype) in enumerate(read) if lies == "group" and dtype]
+        self.key_of = partial(key_of, input, self.grouped) if self.grouped else None
 
-    def repeated(self, shape: torch.Size, eps: float) -> Callable | None:
-        """What repeats calls with inputs of a shape; None before there were two."""
-        layout = self.get(shape)
+    def repeated(self, key: Any, eps: float) -> Callable | None:
+        """What repeats calls with tensors of a key; None before there were two."""
+        layout = self.get(key)
         return layout and layout.repeated.get(eps)
 
     def __missing__(self, key: Any) -> Layout:
         plan, spec = self._plan, self._plan.spec
         hidden, how = spec.hidden, spec.quantized
         groups: tuple[int, ...] = ()
-        shape, by_group = key, ()
+        shape, of_groups, by_group = key, (), ()
         if self.grouped:
-            shape, *keys = key
-            groups = (keys[0][0].numel() // hidden,)
-            by_group = _by_group(spec, self.grouped, keys)
+            shape, *others = key
+            of_groups = others[0][0]
+            groups = (of_groups.numel() // hidden,)
+            by_group = self._by_group(others)
         rows = shape.numel() // hidden
-        matrix = rows, hidden
         partials = group_sums = None
         if rows and isinstance(plan, BackwardPlan):
             partials = plan.partials(rows, *groups)
@@ -98,7 +100,14 @@ class Layouts(dict):
                 )
             added = ("one", "scales") if scales.padding else ("one",)
             cleared = tuple([i for i, made in enumerate(self._made) if made and made[0] in added])
-        made = [m and _fresh(*m, tuple(shape), spec, rows, groups, scales) for m in self._made]
+        shapes = {"rows": tuple(shape), "group": tuple(of_groups)}
+        matrices = {"rows": (rows, hidden), "group": (*groups, hidden)}
+        made = [m and _fresh(*m, shapes, spec, rows, scales) for m in self._made]
+        written = [
+            (place, matrices[m[0]], (hidden, 1))
+            for place, m in enumerate(self._made)
+            if m and shapes.get(m[0]) != matrices.get(m[0])
+        ]
         made.append(partials and Fresh(partials, (partials[1], 1), torch.float32))
         made.append(slots and Fresh(slots, (slots[1], 1), torch.int32))
         if isinstance(plan, GroupedPlan):
@@ -107,8 +116,8 @@ class Layouts(dict):
             rows,
             groups if isinstance(plan, BackwardPlan) else (),
             tuple(made),
-            None if shape == matrix else matrix,
-            Views.of(spec, rows, shape, *self._read, by_group),
+            tuple(written),
+            Views.of(spec, rows, shape, self._read, by_group),
             scales,
             cleared,
             {},
@@ -117,31 +126,36 @@ class Layouts(dict):
             self[key] = layout
         return layout
 
+    def _by_group(self, layouts: Sequence[tuple[torch.Size, tuple[int, ...]]]) -> tuple | None:
+        """Views.by_group. layouts: the shape and the strides of each tensor that lies by group."""
+        spec, found = self._plan.spec, []
+        for place, (shape, strides) in zip(self.grouped, layouts, strict=True):
+            stride = group_stride(shape, strides, ITEM_BYTES[self._read[place][1]], spec)
+            if stride is None:
+                return None
+            found.append((place, (shape.numel() // spec.hidden, spec.hidden), (stride, 1)))
+        return tuple(found)
 
-def _by_group(
-    spec: NormSpec, places: list[int], keys: Sequence[tuple[torch.Size, tuple, int]]
-) -> tuple | None:
-    """Views.by_group of tensors of these places. keys: the shape, strides and item size of each."""
-    strides = [group_stride(shape, apart, item, spec) for shape, apart, item in keys]
-    if None in strides:
-        return None
-    shape = keys[0][0].numel() // spec.hidden, spec.hidden
-    return tuple([(i, shape, (stride, 1)) for i, stride in zip(places, strides, strict=True)])
+
+def key_of(input: int, grouped: Sequence[int], tensors: Sequence[Tensor]) -> tuple:
+    key: list = [tensors[input].shape]
+    for place in grouped:
+        tensor = tensors[place]
+        key.append((tensor.shape, tensor.stride()))
+    return tuple(key)
 
 
 def _fresh(
     lies: str,
     dtype: str,
-    shape: tuple,
+    shapes: dict[str, tuple],
     spec: NormSpec,
     rows: int,
-    groups: tuple[int, ...],
     scales: Scales | None,
 ) -> Fresh:
-    if lies == "rows":
+    if lies in shapes:
+        shape = shapes[lies]
         return Fresh(shape, contiguous_strides_of(shape), getattr(torch, dtype))
-    if lies == "group":
-        return Fresh((*groups, spec.hidden), (spec.hidden, 1), getattr(torch, dtype))
     sizes = {"number": rows, "affine": spec.hidden * (spec.heads or 1), "one": 1}
     if lies == "scales":
         return Fresh((scales.count,), (1,), getattr(torch, scales.dtype))

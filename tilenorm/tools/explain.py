@@ -8,15 +8,16 @@ from typing import NamedTuple
 import torch
 
 from ..launch import heuristics
-from ..launch.calls import constants_of, every_gradient
+from ..launch.calls import Sizes, constants_of, every_gradient
 from ..launch.config import Hints
 from ..launch.scales import Scales
 from ..launch.target import Target
 from ..ops import arguments, functional, functional_quantized
 from ..ops.bound import specs_of_tensors
 from ..ops.registry import MIN_DRIVER, Device, device_of, refusals, requested_backend
+from ..ops.rotated_arguments import heads_last
 from ..spec import ITEM_BYTES, NormSpec
-from ..table import OPS
+from ..table import OPS, Op
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,8 @@ def explain(op: str, *args, **kwargs) -> Explanation | ChainExplanation:
     bound = inspect.signature(getattr(module, op)).bind(*args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments
+    if row.rotated:
+        _heads_last(given)
     tensors = tuple([given.get(port.argument) for port in row.takes])
     if arguments.is_sequence(row, tensors):
         tensors = arguments.spread(row, tensors)
@@ -109,10 +112,10 @@ def explain(op: str, *args, **kwargs) -> Explanation | ChainExplanation:
         given[name] for name in ("normalized_shape", "eps", "backend", "input")
     )
     options = arguments.check(row, tensors, shape, eps, asked, backend)
-    what = specs_of_tensors(row, tensors, options)
+    what, sizes = specs_of_tensors(row, tensors, options), _sizes(row, tensors)
     rows = input.numel() // options[0] if options[0] else 0
     device = device_of(input.device.type, input.device.index)
-    norms = [explain_spec(spec, rows, device, backend) for spec in what.specs]
+    norms = [explain_spec(spec, rows, device, backend, sizes=sizes) for spec in what.specs]
     print(*norms, sep="\n")
     if not row.calls:
         return norms[0]
@@ -125,12 +128,35 @@ def explain(op: str, *args, **kwargs) -> Explanation | ChainExplanation:
     return ChainExplanation(norms[0], norms[1], refused)
 
 
+def _heads_last(given: dict) -> None:
+    """Make what the function of rotated heads is given that which its op takes."""
+    if given["output_heads_first"] is None:
+        given["output_heads_first"] = given["heads_first"]
+    if given["heads_first"]:
+        given |= {name: heads_last(name, given[name]) for name in ("input", "key")}
+
+
+def _sizes(row: Op, tensors: tuple) -> Sizes | None:
+    """The sizes of a call of rotated heads."""
+    if not row.rotated:
+        return None
+    *tokens, heads, _ = tensors[0].shape
+    key = tensors[row.roles.index("key")]
+    return Sizes(math.prod(tokens[:-1]), tokens[-1], heads, 0 if key is None else key.shape[-2])
+
+
 def explain_spec(
-    spec: NormSpec, rows: int, device: Device, backend: str | None = None, terms: int = 1
+    spec: NormSpec,
+    rows: int,
+    device: Device,
+    backend: str | None = None,
+    terms: int = 1,
+    sizes: Sizes | None = None,
 ) -> Explanation:
     """Explain how a spec would be served on a device, which need not be in this machine.
 
-    terms: how many tensors make up dy.
+    terms: how many tensors make up dy. sizes: of heads that are rotated; None for those of
+    sizes_of.
     """
     backend = backend or requested_backend()
     reasons = refusals(spec, rows, device)
@@ -143,13 +169,13 @@ def explain_spec(
         refused[serving[0]] = f"backend {chosen!r} was asked for"
     passes = ((), None), ((), None)
     if chosen == "cutile" and rows:
-        passes = _passes(spec, rows, device.target, terms)
+        passes = _passes(spec, rows, device.target, terms, sizes)
     steps, sources = zip(*passes, strict=True)
-    moved = moved_bytes(spec, rows, terms)
+    moved = moved_bytes(spec, rows, terms, sizes)
     return Explanation(spec, rows, device, chosen, refused, *steps, *sources, *moved, terms)
 
 
-def _passes(spec: NormSpec, rows: int, target: Target, terms: int) -> tuple:
+def _passes(spec: NormSpec, rows: int, target: Target, terms: int, sizes: Sizes | None) -> tuple:
     """(steps, source) of the forward pass and of the backward pass."""
     from ..launch.plan import plan_backward, plan_forward
     from .precompile import calls_of
@@ -158,11 +184,11 @@ def _passes(spec: NormSpec, rows: int, target: Target, terms: int) -> tuple:
     if spec.quantized and not plan.spec.quantized:
         reason = replace(plan, spec=spec).casts_apart
         source += f"; PyTorch's operations quantise afterwards: {reason}"
-    forward = _steps(calls_of(plan, rows)), source
+    forward = _steps(calls_of(plan, rows, sizes=sizes)), source
     if not spec.differentiable:
         return forward, ((), None)
     needs = every_gradient(spec)._replace(terms=terms)
-    calls = calls_of(plan_backward(spec, target, needs), rows)
+    calls = calls_of(plan_backward(spec, target, needs), rows, sizes=sizes)
     return forward, (_steps(calls), heuristics.source(spec, target, needs))
 
 
@@ -175,17 +201,21 @@ def _steps(calls) -> tuple[Step, ...]:
     return tuple(steps)
 
 
-def moved_bytes(spec: NormSpec, rows: int, terms: int = 1) -> tuple[int, int]:
+def moved_bytes(
+    spec: NormSpec, rows: int, terms: int = 1, sizes: Sizes | None = None
+) -> tuple[int, int]:
     """Bytes that the mathematics moves, (forward, backward): each input and output once.
 
     terms: how many tensors make up dy. What lies by group is left out: a spec has no number of
-    groups.
+    groups. sizes: of heads that are rotated.
     """
-    x, residual, gate, weight, bias, addend, skip, mask, factor, *by_group = (
+    x, residual, gate, weight, bias, addend, skip, mask, factor, *_ = (
         ITEM_BYTES[dtype] if dtype else 0 for dtype in spec.dtypes
     )
     how, heads = spec.quantized, spec.heads or 1
     matrix, vector = rows * spec.hidden, spec.hidden * heads
+    if spec.rotation:
+        return _rotated_bytes(spec, sizes or sizes_of(spec, rows))
     y = skip or (x if spec.differentiable else 0)
     # Added up: x, y and q; residual and sum; gate; addend; skip; mask.
     forward = matrix * (x + y + bool(how) + 2 * residual + gate + addend + skip + mask)
@@ -200,10 +230,31 @@ def moved_bytes(spec: NormSpec, rows: int, terms: int = 1) -> tuple[int, int]:
     # if the residual has another dtype, or x is masked or scaled); the gate and its gradient; mask.
     apart = spec.residual is not None and not spec.shares_dx
     saved = (2 + apart) * residual if residual else x
-    saved += x if by_group[-1] else 0  # the input, which a gate by group multiplied
+    saved += x if spec.mod_gate else 0  # the input, which a gate by group multiplied
     backward = matrix * (x + terms * y + saved + 2 * gate + mask) + spec.hidden * factor
     kept = weight + (bias if spec.gate and not spec.gate_first else 0)
     return forward, backward + vector * (kept + weight + bias)
+
+
+def _rotated_bytes(spec: NormSpec, sizes: Sizes) -> tuple[int, int]:
+    """The same of heads that are rotated. All sequences share the tables' rows."""
+    how, x = spec.rotation, ITEM_BYTES[spec.dtype]
+    tokens = sizes.batch * sizes.tokens
+    heads = tokens * (sizes.heads + sizes.key_heads) * how.head
+    tables = 2 * sizes.tokens * (how.dim if how.full else how.dim // 2) * ITEM_BYTES[how.table]
+    tables += tokens * {"int32": 4, "int64": 8}.get(how.positions or "", 0)
+    each = (spec.weight, spec.hidden), (spec.key_weight, spec.key_hidden or spec.hidden)
+    weights = sum(ITEM_BYTES[dtype] * count for dtype, count in each if dtype)
+    return 2 * x * heads + tables + weights, 3 * x * heads + tables + 2 * weights
+
+
+def sizes_of(spec: NormSpec, rows: int) -> Sizes:
+    """Of a call of rotated heads whose input has so many rows, in one sequence: each token has one
+    head, or those that a norm spans, and so has a key.
+    """
+    head = spec.rotation.head
+    keys = (spec.key_hidden or head) // head if spec.key else 0
+    return Sizes(1, rows, spec.hidden // head, keys)
 
 
 def options_of(spec: NormSpec, terms: int = 1) -> str:
@@ -216,6 +267,8 @@ def options_of(spec: NormSpec, terms: int = 1) -> str:
         (spec.addend, f"another residual {spec.addend}"),
         (spec.dropout_mask, f"input masked, times {spec.dropout_scale:g}"),
         (spec.layer_scale, f"layer scale {spec.layer_scale}"),
+        (spec.rotation, spec.rotation and spec.rotation.label),
+        (spec.key, f"key weight {spec.key_weight}"),
         (spec.modulated, f"modulation scale {spec.mod_scale} shift {spec.mod_shift}{by_gate}"),
         (spec.skip, f"residual {spec.skip} after the norm"),
         (spec.gate, f"gate {spec.gate} {place} the norm, activation {spec.activation}"),

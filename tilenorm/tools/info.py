@@ -23,9 +23,9 @@ from ..launch.toolchain import (
 from ..ops.registry import Device, device_of, record_failure, refusals
 from ..ops.torch_private import rms_norm_of_torch
 from ..spec import NormSpec
-from ..table import MODULATED_NORMS, NORMS
+from ..table import NORMS, NOT_OF_ROWS, ROTATED_NORMS
 
-ROWS = 4096
+ROWS, HIDDEN, HEAD = 4096, 4096, 128  # of calls that are tried
 PACKAGES = ("tilenorm", "torch", "cuda-tile", *COMPILER_PACKAGES, "triton")
 
 
@@ -57,8 +57,9 @@ def _device(kind: str, index: int | None, wrong: list[str]) -> Iterator[str]:
     target = device.target
     yield name + (f", {target.arch}, {target.multiprocessors} SMs" if target else "")
     before = None
-    for op in NORMS + MODULATED_NORMS:
-        spec = NormSpec.of(op, 4096, "bfloat16", weight="bfloat16")
+    for op in NORMS + NOT_OF_ROWS:
+        hidden = HEAD if op in ROTATED_NORMS else HIDDEN
+        spec = NormSpec.of(op, hidden, "bfloat16", weight="bfloat16")
         reasons = refusals(spec, ROWS, device)
         if reasons["cutile"] is None:
             reasons["cutile"] = _not_compiled(spec, device)

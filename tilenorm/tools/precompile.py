@@ -17,21 +17,23 @@ import torch
 from cuda.tile._cext import default_tile_context
 from torch import Tensor
 
-from ..launch.calls import Call, Needs, bound, every_gradient
+from ..launch.calls import Call, Needs, Sizes, bound, every_gradient
 from ..launch.plan import BackwardPlan, ForwardPlan, plan_backward, plan_forward
+from ..launch.rope import RopeBackwardPlan, RopeForwardPlan
 from ..launch.split import plan_grad_apply
 from ..launch.target import Target
 from ..launch.toolchain import cache_problem
 from ..launch.tuned import rules
 from ..launch.user_table import TableWarning
-from ..ops import cutile
+from ..ops import cutile, rotated
 from ..ops.split import cutile as split
 from ..spec import TENSORS, NormSpec
 from ..table import LIES, OPS
 from .cubin import Resources, resources
-from .explain import title
+from .explain import sizes_of, title
 from .signature import signature
 
+Plan = ForwardPlan | BackwardPlan | RopeForwardPlan | RopeBackwardPlan
 EPS = 1e-6
 RESOURCES = " regs spill B  smem B"  # what resources_of writes
 
@@ -45,8 +47,12 @@ class Compiled(Resources):
     seconds: float
 
 
-def bind(plan: ForwardPlan | BackwardPlan, run: cutile.Run) -> Callable:
+def bind(plan: Plan, run: cutile.Run) -> Callable:
     """The bound call of a plan."""
+    if isinstance(plan, RopeBackwardPlan):
+        return rotated.bind_backward(plan, plan.spec.kept, run)
+    if isinstance(plan, RopeForwardPlan):
+        return rotated.bind_forward(plan, run)
     if isinstance(plan, BackwardPlan):
         return cutile.bind_backward(plan, plan.spec.kept, run)
     return cutile.bind_forward(plan, run)
@@ -78,10 +84,38 @@ def arguments(
     return first, dsum, saved, EPS, more
 
 
-def calls_of(plan: ForwardPlan | BackwardPlan, rows: int, groups: int = 1) -> list[Call]:
-    """The calls of a plan for contiguous inputs, with tensors without memory."""
-    needs = plan.needs if isinstance(plan, BackwardPlan) else None
-    given = arguments(plan.spec, needs, rows, _without_memory, groups)
+def rotated_arguments(
+    spec: NormSpec, needs: Needs | None, sizes: Sizes, made: Callable[..., Tensor]
+) -> tuple[Any, ...]:
+    """As arguments, of heads that are rotated. Tables have a row for each token of a sequence."""
+    how, lead = spec.rotation, tuple(sizes[:2])
+    counts = {"": sizes.heads, "key_": sizes.key_heads}
+    heads = {f"{key}y": (*lead, count, how.head) for key, count in counts.items()}
+    shapes = {"x": heads["y"], "key": heads["key_y"], "positions": lead}
+    for key, count in counts.items():
+        shapes[f"{key}rstd"] = lead if spec.by_token else (*lead, count)
+        shapes[f"{key}weight"] = (count, how.head) if spec.by_token else (how.head,)
+    shapes |= dict.fromkeys(("cos", "sin"), (sizes.tokens, how.dim if how.full else how.dim // 2))
+    dtypes = {role: spec.dtype_of(role) for role in shapes} | dict.fromkeys(heads, spec.dtype)
+    dtypes |= {f"{key}rstd": "float32" for key in counts}
+    if needs is None:
+        roles = OPS[spec.op].roles
+        return tuple([made(dtypes[r], *shapes[r]) if dtypes[r] else None for r in roles]), EPS
+    order = (0, 2, 1, 3) if how.heads_first else range(4)
+    dys = [made(spec.dtype, *(shape[i] for i in order)) for shape in heads.values()]
+    saved = [made(dtypes[role], *shapes[role]) for role in spec.kept]
+    return dys[0], dys[1] if needs.dsum else None, saved, EPS, ()
+
+
+def calls_of(plan: Plan, rows: int, groups: int = 1, sizes: Sizes | None = None) -> list[Call]:
+    """The calls of a plan for contiguous inputs, with tensors without memory. sizes: of heads that
+    are rotated.
+    """
+    spec, needs = plan.spec, getattr(plan, "needs", None)
+    if spec.rotation:
+        given = rotated_arguments(spec, needs, sizes or sizes_of(spec, rows), _without_memory)
+    else:
+        given = arguments(spec, needs, rows, _without_memory, groups)
     return _recorded(lambda run: bind(plan, run)(*given))
 
 

@@ -1,10 +1,10 @@
 """Insert tilenorm's ops into a graph in place of a norm's nodes; names and metadata are kept."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import SymInt
+from torch import SymInt, Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
@@ -12,10 +12,37 @@ from ...ops.layout import rows_shape
 from ...ops.sharding import is_distributed
 from . import calls
 from .calls import Tensors, derived, result_of
-from .nodes import Left, erase, is_idle, key_of, operands_of, value_of, written
-from .norms import Gradient, Norm, alike
+from .modulation import groups_of, operand
+from .nodes import (
+    DTYPES_16_BIT,
+    Left,
+    before_exact_casts,
+    cast_input,
+    erase,
+    in_turn,
+    is_idle,
+    key_of,
+    only_user,
+    operands_of,
+    users_of,
+    value_of,
+    written,
+)
+from .norms import Gradient, Norm, alike, known
 
 ATEN = torch.ops.aten
+
+
+class Sum(NamedTuple):
+    """residual + branch, or residual + gate · branch.
+
+    nodes: those that compute it. The last one is the sum.
+    """
+
+    residual: Node
+    branch: Node
+    gate: Node | None
+    nodes: tuple[Node, ...]
 
 
 def emit_forward(norm: Norm) -> str:
@@ -27,24 +54,97 @@ def emit_forward(norm: Norm) -> str:
     if written(norm.parts[0], norm.at, norm.parts):
         raise Left("a node between its operations may write to a tensor")
     order, at, parts, outputs = norm.order, norm.at, norm.parts, norm.outputs
-    tensors = Tensors(norm.x, None, norm.gate, norm.weight, norm.bias)
-    terms = _terms(norm) if order == sorted(order) and norm.gate is None else None
-    with_sum = {**outputs, "residual_out": norm.x}
-    if terms and not _moved(norm, tensors._replace(input=terms[0], residual=terms[1]), with_sum):
-        tensors = tensors._replace(input=terms[0], residual=terms[1])
-        at, parts, outputs = norm.x, (norm.x, *parts), with_sum
+    tensors = norm.tensors
+    found, before = _sum(norm)
+    with_sum = outputs | ({"residual_out": found.nodes[-1]} if found else {})
+    if found and not _moved(norm, whole := _with(found, tensors), with_sum):
+        tensors, outputs = whole, with_sum
+        at, parts = before, (*found.nodes, *parts)
     elif reason := _moved(norm, tensors, outputs):
         raise Left(reason)
+    if found and at is norm.at:  # a check of the sum's metadata may stand before it
+        for user in filter(is_idle, list(found.nodes[-1].users)):
+            erase(user)
     with at.graph.inserting_before(at):
-        of_rows = {name: _permuted(getattr(tensors, name), order) for name in ("input", "gate")}
-        tensors = tensors._replace(**of_rows)
+        of_rows = ("input",) if tensors.scale is not None else ("input", "gate")
+        permuted = {name: _permuted(getattr(tensors, name), order) for name in of_rows}
+        tensors = _alike(tensors._replace(**permuted), norm.x)
         call = calls.norm(norm.at, tensors, norm.options, norm.eps, _saves(norm))
         new = {
             old: _result(call, name, old, norm.x, order) if old.users else None
             for name, old in outputs.items()
         }
     _take_over(new, (*parts, norm.at))
-    return norm.kind if tensors.residual is None else f"add_{norm.kind}"
+    if tensors.residual is None:
+        return norm.kind
+    if tensors.scale is None:
+        return f"add_{norm.kind}"
+    return f"{norm.kind} with residual{'' if tensors.gate is None else ' and gate'}"
+
+
+def emit_rotated(norms: tuple[Norm, ...]) -> None:
+    """Replace a norm with its rotation, or those of queries and of keys with the same tables.
+
+    The op stands in the place of the first one. Raises Left if it cannot.
+    """
+    at, first, last = min(norm.at for norm in norms), norms[0], norms[-1]
+    how: Any = first.rotation
+    inputs = [norm.x for norm in norms]
+    weights = [norm.weight for norm in norms]
+    parts = {node for norm in norms for node in norm.parts}
+    for a, b in ((first, last), (last, first)):
+        same = a.rotation[:2] == b.rotation[:2] and a.rotation.contiguous == b.rotation.contiguous
+        same = same and (a.eps, a.offset, a.rounding) == (b.eps, b.offset, b.rounding)
+        same = same and (a.weight is None) == (b.weight is None)
+        if not same or known(a.x).dtype != known(b.x).dtype or _of_token(a) != _of_token(b):
+            raise Left("queries and keys differ in more than their heads")
+    if any(node is not None and not node < at for node in (*inputs, *weights)):
+        raise Left("its arguments are computed later")
+    if written(min(parts), max(norm.at for norm in norms), tuple(parts)):
+        raise Left("a node between its operations may write to a tensor")
+    if any(is_distributed(value_of(x)) for x in inputs):
+        raise Left("its tensors are DTensors")
+    with at.graph.inserting_before(at):
+        tables = [_without_heads(t, how.heads) for t in how[:2]]
+        call = calls.rotated_norm(
+            first.at, [_heads_last(norm) for norm in norms], tables, weights,
+            hidden=first.options.hidden, rotary_dim=known(first.at).shape[-1], interleaved=False,
+            output_heads_first=how.contiguous, offset=first.offset, rounding=first.rounding,
+            eps=first.eps, save=any(map(_saves, norms)),
+        )  # fmt: skip
+        new = {}
+        for norm, name in zip(norms, ("output", "key_output"), strict=False):
+            node = result_of(call, name, norm.at)
+            swaps = not how.contiguous and how.heads == 1
+            node = _permuted(node, [0, 2, 1, 3]) if swaps else node
+            node.meta = dict(norm.at.meta)
+            new[norm.at] = node
+    _take_over(new, tuple(parts))
+
+
+def _of_token(norm: Norm) -> bool:
+    """Whether all heads of a token are normalised together."""
+    return known(norm.x).dim() == 3
+
+
+def _heads_last(norm: Norm) -> Node:
+    """The input of a norm that is rotated, as (batch, tokens, heads, elements)."""
+    rotation: Any = norm.rotation
+    if _of_token(norm):
+        shape = list(known(norm.at).shape)
+        if rotation.heads == 1:
+            shape[1:3] = shape[2:0:-1]
+        return _viewed(norm.x, shape, norm.x)
+    swap = rotation.heads == 1 and not rotation.swapped
+    return _permuted(norm.x, [0, 2, 1, 3]) if swap else norm.x
+
+
+def _without_heads(table: Node, heads: int) -> Node:
+    """cos or sin as (batch or 1, tokens, columns)."""
+    value = value_of(table)
+    if value.dim() == 3:
+        return table
+    return derived(ATEN.squeeze.dim, (table, heads), value.squeeze(heads), table)
 
 
 def emit_backward(norm: Gradient) -> str:
@@ -70,14 +170,80 @@ def _saves(norm: Norm) -> bool:
     return not traced_with_gradients or len(norm.outputs) > 1 or value_of(y).requires_grad
 
 
-def _terms(norm: Norm) -> tuple[Node, Node] | None:
-    """The two tensors whose sum is x, if the op can compute the sum at x's place in the graph."""
-    terms = operands_of("add", norm.x)
-    total = value_of(norm.x)
-    if not terms or not total.is_contiguous() or not all(alike(value_of(t), total) for t in terms):
+def _sum(norm: Norm) -> tuple[Sum | None, Node]:
+    """The sum that x is, if an op can compute it too, and the node before which the op stands.
+
+    This is the sum's place. Where arguments of the op are computed later, and the sum is used
+    later, it is the place of the norm's last node.
+    """
+    nothing = None, norm.at
+    if norm.gate is not None or norm.order != sorted(norm.order):
+        return nothing
+    total = norm.x
+    if (cast := only_user(total)) is not None and _keeps_dtype(cast):
+        total = cast
+    found = _terms(norm, total)
+    if found is None or not value_of(total).is_contiguous():
+        return nothing
+    given = {node for node in _with(found, norm.tensors) if node is not None}
+    place = total if max(given) < total else norm.at
+    going: set[Node] = {norm.at}
+    for node in sorted(norm.parts, reverse=True):
+        if going.issuperset(users_of(node)):
+            going.add(node)
+    too_early = total in given or any(user < place for user in {*users_of(total)} - going)
+    return (
+        nothing if too_early or written(min(found.nodes), norm.at, norm.parts) else (found, place)
+    )
+
+
+def _terms(norm: Norm, total: Node) -> Sum | None:
+    """The terms of a sum that has the numbers of x, and the gate that multiplies one of them."""
+    cast = cast_input(total)
+    whole = total if cast is None or only_user(cast) is not total else cast
+    pair, like = operands_of("add", whole), known(norm.x)
+    if norm.mod_scale is not None:
+        groups = groups_of(norm.mod_scale, like, norm.dims)
+        for other, product in in_turn(pair):
+            for factor, scaled in in_turn(operands_of("mul", product)):
+                gate = operand(factor, like, norm.dims, groups)
+                residual, branch = _as(like, other), _as(like, scaled)
+                value = value_of(product)
+                rounds = value is None or value.dtype in DTYPES_16_BIT
+                takes = gate and residual and branch and (norm.rounds_once or not rounds)
+                if takes and only_user(product) is whole:
+                    return Sum(residual, branch, gate, (product, whole, total))
+    branch, residual = [_as(like, node) for node in pair] or (None, None)
+    return Sum(residual, branch, None, (whole, total)) if residual and branch else None
+
+
+def _as(like: Tensor, node: object) -> Node | None:
+    """A term of a sum, or what it is an exact cast of, if one of them is as `like`."""
+    if not isinstance(node, Node):
         return None
-    late = any(p is not None and norm.x < p for p in (norm.weight, norm.bias))
-    return None if late or written(norm.x, norm.at, norm.parts) else terms
+    return next((n for n in (node, before_exact_casts(node)) if alike(value_of(n), like)), None)
+
+
+def _keeps_dtype(node: Node) -> bool:
+    source = cast_input(node)
+    return source is not None and value_of(source).dtype == value_of(node).dtype
+
+
+def _with(found: Sum, tensors: Tensors) -> Tensors:
+    gate = {} if found.gate is None else {"gate": found.gate}
+    return tensors._replace(input=found.branch, residual=found.residual, **gate)
+
+
+def _alike(tensors: Tensors, x: Node) -> Tensors:
+    """The tensors with shift and gate in the shape of the scale. Its sizes of 1 may be others."""
+    if tensors.scale is None:
+        return tensors
+    shape, new = value_of(tensors.scale).shape, {}
+    for name in ("shift", "gate"):
+        node = getattr(tensors, name)
+        if node is not None and value_of(node).dim() != len(shape):
+            new[name] = _viewed(node, shape, x)
+    return tensors._replace(**new)
 
 
 def _moved(norm: Norm, tensors: Tensors, outputs: dict[str, Node]) -> str | None:
@@ -92,8 +258,9 @@ def _moved(norm: Norm, tensors: Tensors, outputs: dict[str, Node]) -> str | None
     if not all(there):
         return "some of its tensors are DTensors, and others are not"
     order, values = norm.order, Tensors(*given)
-    gate = None if values.gate is None else values.gate.permute(order)
-    values = values._replace(input=values.input.permute(order), gate=gate)
+    values = values._replace(input=values.input.permute(order))
+    if values.gate is not None and values.scale is None:
+        values = values._replace(gate=values.gate.permute(order))
     results: dict[str, Any] = calls.norm_values(values, norm.options, norm.eps, _saves(norm))
     results["output"] = results["output"].permute(_inverse(order))
     for name, node in outputs.items():

@@ -7,6 +7,7 @@ ops with statistics.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import SymInt, Tensor
@@ -31,6 +32,22 @@ GRADIENTS = {
 }
 
 
+class Rotation(NamedTuple):
+    """How the heads are rotated that a norm gives: see rotation.py.
+
+    cos, sin: (batch or 1, tokens, columns), or with a size of 1 for heads. heads: the dimension of
+    heads of what is rotated. swapped: whether the input has the tokens before the heads, and what
+    is rotated has not. contiguous: whether the result is contiguous; if not, it is with the heads
+    behind the tokens.
+    """
+
+    cos: Node
+    sin: Node
+    heads: int
+    swapped: bool
+    contiguous: bool
+
+
 @dataclass(frozen=True)
 class Norm:
     """The norm of x over its last `dims` dimensions.
@@ -40,6 +57,10 @@ class Norm:
         outputs: the nodes of output, mean and rstd, by their names.
         at: tilenorm's op goes to this node's place in the graph and takes over its metadata.
         parts: the nodes that compute the norm. Those that nothing else uses are erased.
+        mod_scale, mod_shift: what scales and shifts the norm by group: see modulation.py.
+        rounds_once: whether the op may round once where the graph rounds several times.
+        apart: the node behind the norm that modulates or rotates it and that no op takes over, and
+            the reason. rotation: if the op rotates the heads too.
     """
 
     norm: str
@@ -55,9 +76,18 @@ class Norm:
     parts: tuple[Node, ...]
     gate: Node | None = None
     activation: str = "silu"
+    mod_scale: Node | None = None
+    mod_shift: Node | None = None
+    rounds_once: bool = False
+    apart: tuple[str, str] | None = None
+    rotation: Rotation | None = None
 
     @property
     def kind(self) -> str:
+        if self.rotation is not None:
+            return f"{self.norm}_norm_rope"
+        if self.mod_scale is not None:
+            return f"modulated_{self.norm}_norm"
         return f"{'gated_' if self.gate is not None else ''}{self.norm}_norm"
 
     @property
@@ -75,7 +105,8 @@ class Norm:
         """
         y = known(self.outputs.get("output", self.x))
         by_heads = self.weight is not None and known(self.weight).dim() > self.dims
-        if y.is_contiguous() or by_heads or len(self.outputs) > 1:
+        apart = by_heads or len(self.outputs) > 1 or self.mod_scale is not None
+        if y.is_contiguous() or apart:
             return list(range(y.dim()))
         rows = sorted(range(y.dim() - self.dims), key=y.stride, reverse=True)
         return [*rows, *range(y.dim() - self.dims, y.dim())]
@@ -89,7 +120,12 @@ class Norm:
                 check_layout(name, known(node).permute(self.order), x)
             else:
                 check_shape("statistic", known(node), statistic_shape(x, self.dims))
-        check_tensors(self.x, self.gate, self.weight, self.bias, self.dims, self.options)
+        check_tensors(self.tensors, self.dims, self.options)
+
+    @property
+    def tensors(self) -> Tensors:
+        affine, by_group = (self.weight, self.bias), (self.mod_scale, self.mod_shift)
+        return Tensors(self.x, None, self.gate, *affine, *by_group)
 
 
 @dataclass(frozen=True)
@@ -134,7 +170,8 @@ class Gradient:
             check_shape(f"gradient of {like}", output, known(like).shape)
             if like is self.x:
                 check_layout("gradient", output, x)
-        check_tensors(self.x, None, self.weight, self.bias, self.dims, self.options)
+        tensors = Tensors(self.x, weight=self.weight, bias=self.bias)
+        check_tensors(tensors, self.dims, self.options)
 
 
 def known(node: object) -> Tensor:
@@ -159,19 +196,19 @@ def check_shape(name: str, value: Tensor, expected: Sequence[int | SymInt]) -> N
         raise Left(f"its {name} has the shape {list(value.shape)}, not {list(expected)}")
 
 
-def check_tensors(node: Node, gate, weight, bias, dims: int, options: Options) -> None:
-    """Raise Left if the kernels do not support a norm's tensors. node: the input."""
-    x, given = known(node), {"gate": gate, "weight": weight, "bias": bias}
-    tensors = {name: known(node) for name, node in given.items() if node is not None}
+def check_tensors(nodes: Tensors, dims: int, options: Options) -> None:
+    """Raise Left if the kernels do not support a norm's tensors."""
+    x, affine = known(nodes.input), ("weight", "bias")
+    tensors = {name: known(node) for name, node in nodes._asdict().items() if node is not None}
     for name, tensor in tensors.items():
         if name == "gate":
             check_shape(name, tensor, x.shape)
             if tensor.device != x.device:
                 raise Left(f"its gate is on {tensor.device}, its input on {x.device}")
-        elif not parameter_fits(tensor, x, dims) or tensor.device != x.device:
+        elif name in affine and not (parameter_fits(tensor, x, dims) and tensor.device == x.device):
             of = f"{tensor.dtype} of shape {list(tensor.shape)} on {tensor.device}"
             raise Left(f"its {name} is {of}, which does not fit the input")
-    spec = spec_of(options, Tensors(x, **tensors))
+    spec = spec_of(options, Tensors(**tensors))
     if x.device.type == "cuda":
         reason = cutile_refuses(spec, 0, device_of("cuda", x.device.index))
     else:

@@ -6,6 +6,8 @@ at the last one that an op of tilenorm computes.
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
 
 import torch
 from torch.fx import Node
@@ -29,14 +31,18 @@ from .nodes import (
 from .norms import Norm, known, trailing
 from .term import Reader, Term, is_one
 
+ROUNDED = "each of its operations rounds to 16 bits, and tilenorm's op rounds once"
 
-def match_spelled_out(node: Node) -> Norm | None:
+
+def match_spelled_out(node: Node, rounds_once: bool = False) -> Norm | None:
     """The norm whose statistic a node computes, or None if there is none.
+
+    rounds_once: as of Reader.
 
     Raises Left if the nodes compute a norm that no single op can replace.
     """
     why = None
-    for reader in _readers(node):
+    for reader in _readers(node, rounds_once):
         try:
             if norm := _longest(reader, node):
                 return norm
@@ -47,22 +53,26 @@ def match_spelled_out(node: Node) -> Norm | None:
     return None
 
 
-def extended(norm: Norm) -> Norm:
-    """One of PyTorch's norms, with the casts, weight, bias and gate that are applied to its output.
+def extended(norm: Norm, rounds_once: bool = False) -> Norm:
+    """One of PyTorch's norms, with the casts, weight, bias, gate and modulation that are applied to
+    its output.
 
     The same norm if there are none, or if other nodes use its output or its statistics.
+    rounds_once: as of Reader.
     """
     y = norm.outputs.get("output")
-    if y is None or any(node.users for node in norm.outputs.values() if node is not y):
+    if y is None:
         return norm
-    reader = Reader(norm.x, norm.norm == "layer", norm.dims)
+    reader = Reader(norm.x, norm.norm == "layer", norm.dims, rounds_once)
     weight, bias = (p if p is None else before_exact_casts(p) for p in (norm.weight, norm.bias))
     reader.terms[y] = Term(degree=1, power=-0.5, eps=norm.eps, weight=weight, bias=bias)
+    if any(node.users for node in norm.outputs.values() if node is not y):
+        return replace(norm, apart=_shared(reader, norm))
     longer = _longest(reader, y, found=norm)
-    return norm if longer.at is y else longer
+    return replace(norm, apart=longer.apart) if longer.at is y else longer
 
 
-def _readers(node: Node) -> Iterator[Reader]:
+def _readers(node: Node, rounds_once: bool) -> Iterator[Reader]:
     """The inputs that a norm may have whose statistic a node computes."""
     source, place = item_of(node)
     is_variance = source is not None and place == 0 and name_of(source) == "var_mean"
@@ -77,8 +87,8 @@ def _readers(node: Node) -> Iterator[Reader]:
     if dim is not None and isinstance(x, Node) and (dims := trailing(known(x), dim)):
         pair = operands_of("sub", x)
         if pair and isinstance(pair[0], Node):
-            yield Reader(pair[0], True, dims)
-        yield Reader(x, is_variance, dims)
+            yield Reader(pair[0], True, dims, rounds_once)
+        yield Reader(x, is_variance, dims, rounds_once)
 
 
 def _squared(node: object) -> object:
@@ -98,18 +108,32 @@ def _longest(reader: Reader, node: Node | None, found: Norm | None = None) -> No
 
     Raises Left if there is none, but a chain computes a norm that no single op can replace.
     """
-    why = None
+    why = apart = None
     while node is not None:
         term = reader.term(node)
         if term.is_normalized:
             try:
-                found = _norm(reader, node, term, found)
+                found, apart = _norm(reader, node, term, found), None
             except Left as reason:
                 why = why or reason
+                if apart is None and term.mod_scale is not None:
+                    apart = node.name, f"it stays behind its norm: {reason}"
         node = _next(reader, node, found is not None)
-    if found is None and why is not None:
-        raise why
-    return found
+    if found is None:
+        if why is not None:
+            raise why
+        return None
+    return replace(found, apart=apart or _shared(reader, found))
+
+
+def _shared(reader: Reader, norm: Norm) -> tuple[str, str] | None:
+    """A node that modulates a norm whose output other nodes use too, and this reason; or None."""
+    users = [] if norm.mod_scale is not None else users_of(norm.outputs["output"])
+    for user in users if len(users) > 1 or len(norm.outputs) > 1 else ():
+        with suppress(Left):
+            if reader.term(user).mod_scale is not None:
+                return user.name, "it stays behind its norm, whose results other nodes use too"
+    return None
 
 
 def _next(reader: Reader, node: Node, found: bool) -> Node | None:
@@ -129,7 +153,8 @@ def _norm(reader: Reader, end: Node, term: Term, found: Norm | None) -> Norm:
     """
     if term.left is not None:
         raise Left(term.left)
-    inside = _between({reader.x, term.weight, term.bias, term.gate}, end)
+    first = {reader.x, term.weight, term.bias, term.gate, term.mod_scale, term.mod_shift}
+    inside = _between(first, end)
     parts = sorted(filter(reader.computes, inside))
     for node in parts:
         of_two = name_of(node) == "var_mean"
@@ -152,11 +177,15 @@ def _norm(reader: Reader, end: Node, term: Term, found: Norm | None) -> Norm:
     }
     if found is not None:
         inside |= {*found.parts, *found.outputs.values()}
-    return Norm(
+    norm = Norm(
         "layer" if reader.centred else "rms", reader.x, term.weight, term.bias, reader.dims,
-        term.eps, term.offset, _rounding(term, dtype, rounded), {"output": end}, end,
-        tuple(sorted(inside)), term.gate, term.activation,
+        term.eps, term.offset, _rounding(reader, term, rounded), {"output": end}, end,
+        tuple(sorted(inside)), term.gate, term.activation, term.mod_scale, term.mod_shift,
+        reader.rounds_once,
     )  # fmt: skip
+    if norm.mod_scale is not None:  # else the op of the norm alone serves
+        norm.check()
+    return norm
 
 
 def _between(first: set[Node | None], last: Node) -> set[Node]:
@@ -171,15 +200,22 @@ def _between(first: set[Node | None], last: Node) -> set[Node]:
     return found
 
 
-def _rounding(term: Term, dtype: torch.dtype, rounded: set[str]) -> str:
+def _rounding(reader: Reader, term: Term, rounded: set[str]) -> str:
     """The rounding of tilenorm's op that rounds where the term does.
 
     rounded: the stages after which the result is rounded to 16 bits. The last stage rounds to the
     input's dtype in any case.
     """
     rounded -= {term.stage}
+    if term.mod_scale is not None:
+        if term.offset:
+            raise Left("no modulated norm of tilenorm's has an offset of the weight")
+        if (rounded or term.rounds) and not reader.rounds_once:
+            raise Left(ROUNDED)
+        return "late"
     if not rounded:
         return "late"
+    dtype = reader.value.dtype
     same = term.weight is not None and value_of(term.weight).dtype == dtype
     early = {"x_hat", "weight"} if same else {"x_hat"}
     if rounded != early - {term.stage}:

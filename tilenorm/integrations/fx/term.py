@@ -1,6 +1,7 @@
 """Term: the normal form of a norm that is written as elementary operations, as models write them.
 
-    scale · u^degree · (mean(u²) + eps)^power · (weight + offset) + bias, times act(gate)
+    scale · u^degree · (mean(u²) + eps)^power · (weight + offset) + bias,
+    times act(gate), or times 1 + mod_scale and plus mod_shift, by group
 
 u is x, or x − mean(x) for LayerNorm. A norm is the term of scale 1, degree 1 and power −1/2,
 however it is written: x / sqrt(...), x times 1 / sqrt(...), or weight · x / sqrt(...).
@@ -17,6 +18,7 @@ import torch
 from torch import SymInt
 from torch.fx import Node
 
+from .modulation import groups_of, operand, scale_of
 from .nodes import (
     CASTS,
     argument_of,
@@ -50,7 +52,8 @@ class Term:
     """What a node computes, in the normal form.
 
     base: "u" is what is normalised, "x" the input of a LayerNorm, and "mean" the mean of its rows.
-    weight, bias, gate: the nodes before all exact casts. left: why no norm of tilenorm's is this
+    weight, bias, gate: the nodes before all exact casts. mod_scale, mod_shift: those by group.
+    rounds: whether 1 + mod_scale is rounded to 16 bits. left: why no norm of tilenorm's is this
     expression, or None.
     """
 
@@ -64,6 +67,9 @@ class Term:
     bias: Node | None = None
     gate: Node | None = None
     activation: str = "silu"
+    mod_scale: Node | None = None
+    mod_shift: Node | None = None
+    rounds: bool = False
     left: str | None = None
 
     @property
@@ -75,6 +81,11 @@ class Term:
     def is_complete(self) -> bool:
         """Whether the term is a norm."""
         return self.is_normalized and is_one(self.scale)
+
+    @property
+    def is_affine(self) -> bool:
+        """Whether the term is a norm that has neither a gate nor a modulation yet."""
+        return self.is_complete and self.gate is None and self.mod_scale is None
 
     @property
     def is_parameter(self) -> bool:
@@ -93,13 +104,19 @@ class Term:
 
     @property
     def stage(self) -> str:
-        """What was done to the normalised row last: x_hat, weight, bias or gate."""
-        done = {"gate": self.gate, "bias": self.bias, "weight": self.weight}
+        """What was done to the normalised row last: x_hat or the name of one of the nodes."""
+        names = ("gate", "mod_shift", "mod_scale", "bias", "weight")
+        done = {name: getattr(self, name) for name in names}
         return next((stage for stage, node in done.items() if node is not None), "x_hat")
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether the term is no product of powers and a weight."""
+        return any(node is not None for node in (self.bias, self.gate, self.mod_scale))
 
     def scaled(self, number: float) -> "Term":
         """The product with a number."""
-        product = (self.degree or self.power) and self.bias is None and self.gate is None
+        product = (self.degree or self.power) and not self.is_sum
         if not product or not number or not math.isfinite(number):
             return NOTHING
         return replace(self, scale=self.scale * number)
@@ -117,7 +134,7 @@ class Term:
     def times(self, other: "Term") -> "Term":
         """The product with another term."""
         pair = (self, other)
-        sums = any(t.bias is not None or t.gate is not None or t.base != "u" for t in pair)
+        sums = any(t.is_sum or t.base != "u" for t in pair)
         weights, roots = [t for t in pair if t.weight is not None], [t for t in pair if t.power]
         degree = self.degree + other.degree
         if sums or len(weights) > 1 or len(roots) > 1 or all(t.is_parameter for t in pair):
@@ -147,8 +164,9 @@ def product(reader: "Reader", node: Node) -> Term:
             return term.scaled(number)
         if (other := reader.term(b)) is not NOTHING:
             return _joined(reader, (a, term), (b, other))
-        if term.is_complete and term.gate is None and isinstance(b, Node):
-            return _gated(reader, term, b)
+        if term.is_affine and isinstance(b, Node):
+            modulated = _modulated(reader, term, b)
+            return _gated(reader, term, b) if modulated is NOTHING else modulated
     return NOTHING
 
 
@@ -168,6 +186,15 @@ def _joined(reader: "Reader", *pairs: tuple[Node, Term]) -> Term:
         return NOTHING
     (_, term), (_, other) = pairs
     return term.times(other)
+
+
+def _modulated(reader: "Reader", term: Term, node: Node) -> Term:
+    """The term times 1 + scale, by group."""
+    found = scale_of(node, reader.value, reader.dims)
+    if found is None:
+        return NOTHING
+    scale, rounds, left = found
+    return replace(term, mod_scale=scale, rounds=rounds, left=term.left or left)
 
 
 def _gated(reader: "Reader", term: Term, node: Node) -> Term:
@@ -208,9 +235,14 @@ def total(reader: "Reader", node: Node) -> Term:
             number = number_of(b) if _is_float32(node) else None
             if number is not None:
                 return replace(term, offset=number)
-        takes_bias = term.is_complete and term.bias is None and term.gate is None
+        takes_bias = term.is_affine and term.bias is None
         if takes_bias and other.is_parameter and not other.offset:
             return replace(term, bias=other.weight)
+        if term.is_complete and term.mod_scale is not None and term.mod_shift is None:
+            groups = groups_of(term.mod_scale, reader.value, reader.dims)
+            shift = operand(b, reader.value, reader.dims, groups)
+            if shift is not None:
+                return replace(term, mod_shift=shift)
     return NOTHING
 
 
@@ -303,12 +335,13 @@ class Reader:
     """Reads the nodes that are made of one input x.
 
     x: the input, before all exact casts. centred: whether u is x − mean(x). dims: the number of
-    dimensions that are normalised together. terms: the terms of the nodes that were read so far.
+    dimensions that are normalised together. rounds_once: whether tilenorm's op may round once where
+    a modulation rounds several times. terms: the terms of the nodes that were read so far.
     """
 
-    def __init__(self, x: Node, centred: bool, dims: int):
+    def __init__(self, x: Node, centred: bool, dims: int, rounds_once: bool = False):
         self.x, self.centred, self.dims = before_exact_casts(x), centred, dims
-        self.value = known(self.x)
+        self.value, self.rounds_once = known(self.x), rounds_once
         self.terms: dict[Node, Term] = {}
         self._depth = 0
 

@@ -1,13 +1,21 @@
-"""Blocks of a model: a sum and the norm behind it as one add_rms_norm or add_layer_norm.
+"""Blocks of a model: what stands around a norm in a forward, computed with the norm.
 
-A block's forward is a Python function. Its source is read, and where a patched norm follows the sum
-that it normalises, one call computes both:
+A block's forward is a Python function, whose source is read. Where a patched norm follows the sum
+that it normalises, one call of add_rms_norm or add_layer_norm computes both:
 
     x = a + b                     x, normed = self.sum_and_norm(a, b, self.norm)
     residual = x                  residual = x
     x = self.norm(x)              x = normed
 
     x = self.norm(a + b)          x = self.sum_and_norm(a, b, self.norm)[1]
+
+Where a modulation follows a patched norm, one call of modulated_rms_norm or modulated_layer_norm
+computes both, with or without the shift:
+
+    self.norm(x) * (1 + a) + b    self.modulated(self.norm, x, a, b)
+
+    x = self.norm(x)              x = self.modulated(self.norm, x, a, b)
+    x = x * (1 + a) + b
 
 The call decides at every run whether tilenorm's function gives what the two statements give, and
 runs the statements otherwise.
@@ -35,7 +43,9 @@ class Unchanged(Exception):
 class PatchedBlock(PatchedModule):
     """Mixin of the class of a block whose forward is rewritten."""
 
-    _tilenorm_sums: list[str]  # the names of the norms that a sum stands before
+    # The names of the norms that a sum stands before, and of those that a modulation follows.
+    _tilenorm_sums: list[str]
+    _tilenorm_modulations: list[str]
 
     @staticmethod
     def _tilenorm_sum_and_norm(a: Tensor, b: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
@@ -48,11 +58,26 @@ class PatchedBlock(PatchedModule):
         total = a + b
         return total, norm(total)
 
+    @staticmethod
+    def _tilenorm_modulated(
+        norm: nn.Module, x: Tensor, scale: Tensor, shift: Tensor | None = None
+    ) -> Tensor:
+        """The norm of x, times 1 + scale, plus shift."""
+        form = getattr(type(norm), "_tilenorm_form", None)
+        if form is not None and is_its_forward(norm):
+            found = form.modulate(norm, x, scale, shift)
+            if found is not None:
+                return found
+        y = norm(x) * (1 + scale)
+        return y if shift is None else y + shift
+
 
 @cache
-def patched_block(cls: type[nn.Module], norms: tuple[str, ...]) -> type[nn.Module]:
-    """A subclass of a block's class with the same name, whose forward adds and normalises at once
-    in front of the norms of these attributes.
+def patched_block(
+    cls: type[nn.Module], norms: tuple[str, ...], kinds: tuple[str, ...] = ("sums",)
+) -> type[nn.Module]:
+    """A subclass of a block's class with the same name, whose forward computes more at once with
+    the norms of these attributes. kinds: "modulations", "sums" or both, in this order.
 
     Decorators of the forward that keep the function, as functools.wraps does, stay around it.
     Raises Unchanged if the forward has no such place, or cannot be rewritten.
@@ -62,14 +87,18 @@ def patched_block(cls: type[nn.Module], norms: tuple[str, ...]) -> type[nn.Modul
         wrappers.append(forward)
         forward = forward.__wrapped__
     tree: Any = _parsed(forward, bool(wrappers))
-    sums = _Sums(tree.body[0].args.args[0].arg, norms)
-    made = _compiled(sums.visit(tree), forward)
-    if not sums.found:
-        raise Unchanged("no sum of two terms stands right before a patched norm")
+    found: dict[str, list[str]] = {"sums": [], "modulations": []}
+    for kind in kinds:
+        rewriter = REWRITERS[kind](tree.body[0].args.args[0].arg, norms)
+        tree, found[kind] = rewriter.visit(tree), rewriter.found
+    made = _compiled(tree, forward)
+    if not any(found.values()):
+        raise Unchanged(" and ".join(REWRITERS[kind].absent for kind in kinds))
     for wrapper in reversed(wrappers):
         made = _wrapping(wrapper, made)
-    options = {"_tilenorm_made": (patched_block, cls, norms), "_tilenorm_sums": sums.found}
-    return patched_subclass(PatchedBlock, cls, made, **options)
+    options = {f"_tilenorm_{kind}": names for kind, names in found.items()}
+    again = patched_block, cls, norms, kinds
+    return patched_subclass(PatchedBlock, cls, made, _tilenorm_made=again, **options)
 
 
 def _parsed(forward: FunctionType, is_wrapped: bool) -> ast.Module:
@@ -129,10 +158,10 @@ def _like(
     return update_wrapper(made, named)
 
 
-class _Sums(ast.NodeTransformer):
-    """Rewrites each `x = a + b`, copies of x, and `y = self.norm(x)` that stand in a row, and each
-    `self.norm(a + b)`.
-    """
+class _Rewriter(ast.NodeTransformer):
+    """Rewrites expressions, and statements that stand in a row. found: of which norms."""
+
+    absent: str  # what there is none of where nothing is found
 
     def __init__(self, this: str, norms: tuple[str, ...]):
         self.this, self.norms, self.found = this, norms, []
@@ -144,11 +173,33 @@ class _Sums(ast.NodeTransformer):
                 setattr(node, name, self._rewritten(getattr(node, name)))
         return node
 
+    def _rewritten(self, statements: list[Any]) -> list[Any]:
+        raise NotImplementedError
+
+    def _is_norm(self, called: ast.expr) -> bool:
+        match called:
+            case ast.Attribute(ast.Name(this), norm):
+                return this == self.this and norm in self.norms
+        return False
+
+    def _call(self, name: str, norm: ast.Attribute, *arguments: ast.expr) -> ast.Call:
+        self.found.append(norm.attr)
+        function = ast.Attribute(ast.Name(self.this, ast.Load()), name, ast.Load())
+        return ast.Call(function, list(arguments), [])
+
+
+class _Sums(_Rewriter):
+    """Rewrites each `x = a + b`, copies of x, and `y = self.norm(x)` that stand in a row, and each
+    `self.norm(a + b)`.
+    """
+
+    absent = "no sum of two terms stands right before a patched norm"
+
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
         match node:
             case ast.Call(norm, [ast.BinOp(op=ast.Add()) as total], []) if self._is_norm(norm):
-                both = self._call(total, norm)
+                both = self._both(total, norm)
                 return ast.copy_location(ast.Subscript(both, ast.Constant(1), ast.Load()), node)
         return node
 
@@ -162,7 +213,7 @@ class _Sums(ast.NodeTransformer):
                 ):
                     normed, first = NORMED.format(len(self.found)), made[place]
                     names = ast.Tuple([*first.targets, ast.Name(normed, ast.Store())], ast.Store())
-                    both = ast.Assign([names], self._call(first.value, norm))
+                    both = ast.Assign([names], self._both(first.value, norm))
                     made[place] = ast.copy_location(both, first)
                     y = ast.Assign(targets, ast.Name(normed, ast.Load()))
                     statement, total = ast.copy_location(y, statement), None
@@ -175,14 +226,78 @@ class _Sums(ast.NodeTransformer):
             made.append(statement)
         return made
 
-    def _is_norm(self, called: ast.expr) -> bool:
-        match called:
-            case ast.Attribute(ast.Name(this), norm):
-                return this == self.this and norm in self.norms
-        return False
+    def _both(self, total: ast.BinOp, norm: ast.Attribute) -> ast.Call:
+        return self._call("_tilenorm_sum_and_norm", norm, total.left, total.right, norm)
 
-    def _call(self, total: ast.BinOp, norm: ast.Attribute) -> ast.Call:
-        self.found.append(norm.attr)
-        this = ast.Name(self.this, ast.Load())
-        function = ast.Attribute(this, "_tilenorm_sum_and_norm", ast.Load())
-        return ast.Call(function, [total.left, total.right, norm], [])
+
+class _Modulations(_Rewriter):
+    """Rewrites each `self.norm(x) * (1 + a) + b`, with or without b, and each `y = self.norm(x)`
+    right before `y = y * (1 + a) + b`.
+    """
+
+    absent = "no modulation stands right behind a patched norm"
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+        match self._modulated(node):
+            case ast.Call(norm, [x], []), *by_group if self._is_norm(norm):
+                node = self._at(node, norm, x, by_group)
+        return self.generic_visit(node)
+
+    def _rewritten(self, statements: list[Any]) -> list[Any]:
+        made: list[Any] = []
+        for statement in statements:
+            match made[-1:], statement:
+                case (
+                    [ast.Assign([ast.Name(y)], ast.Call(norm, [x], []))],
+                    ast.Assign([ast.Name(again)], ast.BinOp() as value),
+                ) if y == again and self._is_norm(norm):
+                    match self._modulated(value):
+                        case ast.Name(name), *by_group if name == y and not _names(by_group, y):
+                            statement.value = self._at(value, norm, x, by_group)
+                            made.pop()
+            made.append(statement)
+        return made
+
+    def _at(self, node: ast.expr, norm: Any, x: ast.expr, by_group: list) -> Any:
+        made = self._call("_tilenorm_modulated", norm, norm, x, *by_group)
+        return ast.copy_location(made, node)
+
+    def _modulated(self, node: ast.AST) -> tuple[ast.expr, ...]:
+        """y, a and b of y * (1 + a) + b, y and a of y * (1 + a), or ()."""
+        match node:
+            case ast.BinOp(op=ast.Add()):
+                for product, shift in _in_turn(node):
+                    match product:
+                        case ast.BinOp(op=ast.Mult()) if found := self._modulated(product):
+                            return *found, shift
+            case ast.BinOp(op=ast.Mult()):
+                for y, factor in _in_turn(node):
+                    if (scale := _less_one(factor)) is not None:
+                        return y, scale
+        return ()
+
+
+REWRITERS = {"modulations": _Modulations, "sums": _Sums}
+
+
+def _in_turn(node: ast.BinOp) -> tuple[tuple[ast.expr, ast.expr], ...]:
+    return (node.left, node.right), (node.right, node.left)
+
+
+def _less_one(node: ast.expr) -> ast.expr | None:
+    """a of 1 + a; a[index] of (1 + a)[index]; None for others."""
+    match node:
+        case ast.Subscript(inner) if (scale := _less_one(inner)) is not None:
+            return ast.copy_location(ast.Subscript(scale, node.slice, ast.Load()), node)
+        case ast.BinOp(op=ast.Add()):
+            for one, scale in _in_turn(node):
+                match one:
+                    case ast.Constant(1 | 1.0):
+                        return scale
+    return None
+
+
+def _names(nodes: list, name: str) -> bool:
+    """Whether a variable is named in expressions."""
+    inside = (part for node in nodes for part in ast.walk(node))
+    return any(isinstance(part, ast.Name) and part.id == name for part in inside)

@@ -60,11 +60,11 @@ def unpatch(model: nn.Module) -> tuple[str, ...]:
 
     It finds every patched module that named_modules() finds: in a model that was patched, in copies
     and pickles of it and averages over its steps (AveragedModel), and in what peft, Accelerate and
-    FSDP make of it, in any order. Norms and blocks (residual=True) get back the class that they
-    had. Where fully_shard or a parametrization has derived a class from a patched one, the module
-    gets the class that it would have without the patch. Parameters, hooks and attributes stay. A
-    forward that hooks or others stored while the module was patched runs that of its class from
-    now on. A copy whose hooks call the original, as those of diffusers do, calls it as before:
+    FSDP make of it, in any order. Norms and blocks (residual, modulation) get back the class that
+    they had. Where fully_shard or a parametrization has derived a class from a patched one, the
+    module gets the class that it would have without the patch. Parameters, hooks and attributes
+    stay. A forward that hooks or others stored while the module was patched runs that of its class
+    from now on. A copy whose hooks call the original, as those of diffusers do, calls it as before:
     revert that one too.
 
     Args:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from ...ops import functional
+from ...ops.layout import leading_groups
+from ...ops.registry import MODULATED_ROW
 
 Dtypes = tuple[torch.dtype, torch.dtype | None, torch.dtype | None]  # input, gate, parameters
 
@@ -119,6 +121,37 @@ class Form:
         if self.autocasts and a.is_cuda and torch.is_autocast_enabled():
             return None
         return self._norm(module, "add_", (a, b), weight, bias)[::-1]
+
+    def modulate(
+        self, module: nn.Module, x: Tensor, scale: Tensor, shift: Tensor | None
+    ) -> Tensor | None:
+        """The module's output for x, times 1 + scale, plus shift, in one pass; None if one pass
+        gives other shapes or dtypes.
+        """
+        apart = self.groups or self.offset or self.gate
+        served = None if apart else self._served(module, x)
+        if served is None or not self._lie_by_group(x, scale, scale if shift is None else shift):
+            return None
+        _, _, weight, bias = served
+        others = [
+            t.dtype for t in (weight if self.promotes else None, scale, shift) if t is not None
+        ]
+        if any(torch.promote_types(x.dtype, dtype) != x.dtype for dtype in others):
+            return None
+        if x.is_cuda and torch.is_autocast_enabled():
+            return None
+        function = getattr(functional, f"modulated_{self.norm}_norm")
+        affine = {"weight": weight, "bias": bias, "eps": self.epsilon(module)}
+        return function(x, x.shape[-self.dims :], scale, shift, **affine)
+
+    def _lie_by_group(self, x: Tensor, scale: Tensor, shift: Tensor) -> bool:
+        """Whether PyTorch repeats scale and shift along x as tilenorm repeats their rows."""
+        if not all(isinstance(t, Tensor) and t.device == x.device for t in (scale, shift)):
+            return False
+        rows, groups = x.shape[: -self.dims], leading_groups(scale.shape, self.dims)
+        repeated = scale.dim() in (self.dims, x.dim()) and groups == rows[: len(groups)]
+        alike = scale.shape == shift.shape and scale.shape[-self.dims :] == x.shape[-self.dims :]
+        return repeated and alike and x.shape[-self.dims :].numel() <= MODULATED_ROW
 
     def compute(
         self, module: nn.Module, x: Tensor, gate: Tensor | None = None, *, backend: str

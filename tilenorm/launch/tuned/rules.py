@@ -5,6 +5,8 @@ compiled by tileiras 13.4.92, within what a block has. Times are those of an NVI
 580.159, tileiras 13.4.92, cuda-tile 1.7.0).
 """
 
+from ..config import Hints, RopeBackward, RopeForward
+
 TILE = 2048  # elements of a tile of several rows
 # Forward: the most elements of a row that a block keeps, over all inputs. 2026-11-21.
 FORWARD_TILE = 16384
@@ -32,11 +34,14 @@ WIDE_CHUNK, CHUNK, MORE_CHUNK = (2048, 2), (1024, 3), (1024, 2)
 MODULATED_ROW, GROUPED_BLOCKS = 8192, ((1536, 3), (3072, 2), (8192, 1))
 WHOLE_GROUPS, LEAST_ROWS = 8, 4
 GATED_ROW = 1536  # wider rows with a gate spilled up to 80 bytes at 3072 with two blocks (sm_120)
-# Heads that are rotated: elements of a tile for each thread; how many heads a block has at once; a
-# tile has at least a head / ROPE_TILES columns; (blocks on a multiprocessor, warps). Chosen by
-# compiled code alone, not yet timed (2026-11-26).
-ROPE_ELEMENTS, ROPE_HEADS, ROPE_TILES = 4, 4, 8
-ROPE_HINTS = {"forward": (None, 4), "backward": (2, 4)}
+# Heads that are rotated, backward and forward: the configuration's class, the most elements of a
+# head and of all heads of a block for each thread, and hints. ROPE_HEADS: the most heads of a
+# block. ROPE_TILES: a tile has at least such a part of a head's columns. Where a norm spans all
+# heads of a token: the most elements of a tile for each thread, and, by the elements of a token,
+# the hints of the backward pass. Chosen by compiled code alone, not yet timed (2026-11-26).
+ROPE = ((RopeBackward, 16, 32, Hints(3, 4)), (RopeForward, 32, 64, Hints(None, 4)))
+ROPE_HEADS, ROPE_TILES, ROPE_ELEMENTS = 4, 8, 4
+ROPE_TOKENS = ((2048, Hints(4, 4)), (4096, Hints(2, 8)), (8192, Hints(1, 8)))
 # Column sum: the most columns that have narrow tiles, and both widths of a tile. Narrow tiles of a
 # narrow sum fill the GPU. Timed on 2026-11-21: 1.5 to 2.5 µs from N = 256 to 16384.
 NARROW_SUM, NARROW_TILE, WIDE_TILE = 4096, 16, 32

@@ -104,8 +104,7 @@ def _launch(
     """Launch with these arrays, which have the names of what a kernel reads and writes."""
     rows, x = given["rows"], given["x"]
     read = {role: given[role] for role in READ if given.get(role) is not None}
-    lies = [READ[role] for role in read]
-    views = Views.of(spec, rows, x.shape, lies, lies)
+    views = Views.of(spec, rows, x.shape, [(READ[role], True) for role in read])
     found = dict(zip(read, as_read([*read.values()], spec, views), strict=True))
     for name, t in (given | made).items():
         if name in COLUMNS and t is not None:

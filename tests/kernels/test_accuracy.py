@@ -1,0 +1,226 @@
+"""Each schedule, variant and number of rows: every result is within the budget."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests import cases
+from tests.executors import Inputs, Interpreter
+from tests.ops.helpers import slow
+from tests.oracle import Truth
+from tests.tolerance import assert_close
+from tilenorm.kernels.column_sum import column_sum
+from tilenorm.launch import calls
+from tilenorm.launch.calls import Launch, Needs, every_gradient
+from tilenorm.launch.plan import plan_backward, plan_forward
+from tilenorm.ops import cutile
+from tilenorm.spec import NormSpec
+from tilenorm.table import OPTIONS
+
+from .helpers import check, each_spec, every_result, over
+
+
+@over(argvalues=cases.matrix("forward", shared=False))
+def test_every_regime_forward(executor, spec):
+    inputs = Inputs.random(spec, executor.rows_beyond_grid(spec, "forward"), executor.device)
+    check(spec, inputs, executor.forward(spec, inputs))
+
+
+@over(argvalues=cases.matrix("forward", shared=True))
+def test_every_regime_of_shared_rows_forward(executor, spec):
+    inputs = Inputs.random(spec, 3, executor.device)
+    check(spec, inputs, executor.forward(spec, inputs))
+
+
+@each_spec(argvalues=[NormSpec("rms", 37, "float32"), NormSpec("layer", 4096, "bfloat16")])
+def test_more_tiles_than_a_side_of_a_grid_forward(executor, spec, monkeypatch):
+    monkeypatch.setattr(calls, "MAX_SIDE", 3)
+    plan = replace(plan_forward(spec, executor.target, True))  # a new plan remembers no grids
+    rows = 11 * plan.config.rows - (plan.config.rows > 1)
+    grids = [launch.grid for launch in plan.launches(rows, 1e-6)]
+    assert grids == [(1, 2, 4), (1, 3, 1)]
+    inputs = Inputs.random(spec, rows, executor.device)
+    given = inputs.tensors(spec)
+    y, *_ = cutile.bind_forward(plan, executor.run())(given, inputs.eps)
+    check(spec, inputs, {"y": y})
+
+
+@pytest.mark.parametrize("dtype, mean", [("float32", 1000.0), ("bfloat16", 100.0)])
+@pytest.mark.parametrize("hidden", [37, 1024, 4096, 12288, 40000])
+@pytest.mark.parametrize("residual", [None, "float32"])
+def test_a_mean_far_larger_than_the_deviation_forward(executor, hidden, dtype, mean, residual):
+    spec = NormSpec("layer", hidden, dtype, dtype, dtype, residual=residual)
+    inputs = Inputs.random(spec, 5, executor.device)
+    inputs = replace(inputs, x=inputs.x + mean)
+    check(spec, inputs, executor.forward(spec, inputs))
+
+
+# For wider rows the interpreter's column sum takes seconds, and works as for narrower rows.
+SUMMED = 20480
+# On sm_80, which has no table, blocks share rows of this spec in both directions.
+SHORT = NormSpec("rms", 4104, "bfloat16", "bfloat16", "bfloat16", 1.0)
+NEEDED = [
+    NormSpec(hidden=n, **fields)
+    for n in (24, 37)
+    for fields in (
+        {"norm": "rms", "dtype": "float32", "weight": "float32", "bias": "float32"},
+        {"norm": "layer", "dtype": "bfloat16", "weight": "bfloat16", "residual": "float32"},
+        {"norm": "rms", "dtype": "float32", "weight": "float32", "bias": "float32", "heads": 3}
+        | {"gate": "float32"},
+        {"norm": "rms", "dtype": "bfloat16", "weight": "float32", "gate": "bfloat16"}
+        | {"gate_first": True},
+    )
+]
+
+
+@over(argvalues=cases.matrix("backward", shared=False))
+def test_every_regime_backward(executor, spec):
+    inputs = Inputs.random(spec, executor.rows_beyond_grid(spec, "backward"), executor.device)
+    check(spec, inputs, executor.backward(spec, inputs))
+
+
+@over(argvalues=cases.matrix("backward", shared=True))
+def test_every_regime_of_shared_rows_backward(executor, spec):
+    needs = every_gradient(spec)
+    if executor.name != "gpu" and spec.hidden > SUMMED:
+        needs = needs._replace(dw=False, db=False)
+    # Some sets of blocks take two rows or more. If there are many sets, 13 rows save time.
+    rows = min(13, executor.rows_beyond_grid(spec, "backward"))
+    inputs = Inputs.random(spec, rows, executor.device)
+    check(spec, inputs, executor.backward(spec, inputs, needs))
+
+
+@pytest.mark.parametrize(
+    "spec, needs",
+    [
+        pytest.param(spec, needs, id=f"{cases.label(spec)}-{needs.label}")
+        for spec in NEEDED
+        for needs in cases.some_needs(spec)
+    ],
+)
+def test_backward_gradients_do_not_depend_on_others(executor, spec, needs):
+    inputs = Inputs.random(spec, 13, executor.device)
+    inputs = inputs if needs.dsum else replace(inputs, dsum=None)
+    grads = check(spec, inputs, executor.backward(spec, inputs, needs))
+    assert set(grads) == {name for name in cases.GRADIENTS if getattr(needs, name)}
+    every = executor.backward(spec, inputs, every_gradient(spec)._replace(dsum=needs.dsum))
+    if spec.gate and executor.name == "gpu":
+        return  # the other gradients decide which multiplications the compiler fuses
+    for name, grad in grads.items():
+        assert torch.equal(grad, every[name]), name
+
+
+@pytest.mark.parametrize("needs", [Needs(True, False, False), Needs(False, True, True)], ids=str)
+def test_backward_gradients_of_shared_rows_do_not_depend_on_others(needs):
+    executor = Interpreter("sm_80")
+    assert plan_backward(SHORT, executor.target, needs).chunks > 1
+    inputs = Inputs.random(SHORT, 5, executor.device)
+    every = executor.backward(SHORT, inputs)
+    for name, grad in executor.backward(SHORT, inputs, needs).items():
+        assert torch.equal(grad, every[name]), name
+
+
+NARROW = cases.every_variant(24)[::2] + cases.every_variant(37)[1::2]
+MORE = cases.every_variant(24)[1::2] + cases.every_variant(37)[::2]  # the others of each size
+# On sm_80 blocks share these rows. Some variants of each dtype are enough.
+SHARING = cases.every_variant(4104)[::8] + cases.every_variant(4107)[4::8]
+
+
+@pytest.mark.parametrize(
+    "executor, spec",
+    [("interpreter_sm_90", spec) for spec in NARROW]
+    + slow(*(("interpreter_sm_90", spec) for spec in MORE))
+    + [("gpu", spec) for spec in (*NARROW, *MORE)]
+    + [(executor, spec) for executor in ("interpreter_sm_80", "gpu") for spec in SHARING],
+    indirect=["executor"],
+    ids=cases.label,
+)
+def test_every_variant(executor, spec):
+    inputs = Inputs.random(spec, 2 if spec.hidden > cases.NARROW else 5, executor.device)
+    check(spec, inputs, every_result(executor, spec, inputs))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 13, 131, 1031])
+@each_spec(argvalues=[NormSpec("rms", n, "float16", "float16", "float16") for n in (16, 37, 520)])
+def test_any_number_of_rows(executor, spec, rows):
+    inputs = Inputs.random(spec, rows, executor.device)
+    check(spec, inputs, every_result(executor, spec, inputs))
+
+
+@pytest.mark.parametrize("hidden", [24, 37, 4104])
+def test_float16_overflows_to_infinity(executor, hidden):
+    spec = NormSpec("rms", hidden, "float16", "float16")
+    inputs = Inputs.random(spec, 5, executor.device)
+    inputs.weight[::2] = 6e4
+    assert check(spec, inputs, executor.forward(spec, inputs))["y"].isinf().any()
+
+
+@pytest.mark.parametrize("activation", OPTIONS["activation"].words)
+def test_a_gated_row_of_one_element_is_its_own_mean(executor, activation, monkeypatch):
+    """In the backward pass, too: its x · act(gate) is the product of the forward pass, rounded."""
+    gated = {"gate": "float32", "gate_first": True, "activation": activation}
+    spec = NormSpec("layer", 1, "float32", "float32", **gated)
+    inputs = Inputs.random(spec, 37, executor.device)
+    found = executor.forward(spec, inputs)
+    assert not found["y"].any()
+    monkeypatch.setattr(Inputs, "stats", lambda self, spec: (found["mean"], found["rstd"]))
+    found = executor.backward(spec, inputs)
+    assert not found["dw"].any() and not found["dgate"].any()
+
+
+def test_the_slope_of_a_sigmoid_keeps_its_digits(executor):
+    """Where σ(z) is close to 1, too, as where it is close to 0."""
+    spec = NormSpec("rms", 64, "float32", gate="float32", activation="sigmoid")
+    gate = torch.linspace(-15, 15, 4 * 64, device=executor.device).reshape(4, 64)
+    inputs = replace(Inputs.random(spec, 4, executor.device), gate=gate)
+    truth = inputs.truth(spec)["dgate"].value.to(executor.device)
+    error = (executor.backward(spec, inputs)["dgate"] / truth - 1).abs()
+    assert error.max() < 5e-6
+
+
+B, F = torch.bfloat16, torch.float32
+
+
+def summed(executor, partials, count, dtypes, tile_rows=32, tile=16):
+    """The kernel's outputs, one for each dtype. Unwritten elements are NaN."""
+    hidden = partials.shape[1]
+    make = {"device": executor.device}
+    outs = [torch.full((hidden,), torch.nan, dtype=dtype, **make) for dtype in dtypes]
+    grid = (-(-hidden // tile), len(outs))
+    launch = Launch(column_sum, grid, (), tuple, (count, tile_rows, tile, False))
+    executor.run()([launch], (partials, *outs), partials.get_device())
+    return outs
+
+
+@pytest.mark.parametrize("count", [1, 2, 31, 32, 33, 131, 264])
+@pytest.mark.parametrize("hidden", [1, 16, 37])
+@pytest.mark.parametrize(
+    "dtypes",
+    [(torch.float32,), (torch.bfloat16,), (torch.float16,), (torch.bfloat16, torch.float32)],
+    ids=str,
+)
+def test_one_sum_and_two_sums(executor, hidden, count, dtypes):
+    generator = torch.Generator().manual_seed(count)
+    partials = torch.randn(count * len(dtypes), hidden, generator=generator).to(executor.device)
+    outs = summed(executor, partials, count, dtypes)
+    for out, part in zip(outs, partials.split(count), strict=True):
+        truth = Truth(part.double().sum(0), part.double().abs().sum(0))
+        assert_close("sum", out, truth, part.sum(0).to(out.dtype))
+
+
+# Wider than the rows that cases.matrix gives the interpreter.
+WIDEST = [
+    NormSpec("layer", 65537, "bfloat16", "bfloat16", "bfloat16", residual="bfloat16"),
+    NormSpec("rms", 262144, "bfloat16", "bfloat16"),
+    NormSpec("layer", 262144, "float32", "float32"),
+]
+
+
+@each_spec(argvalues=WIDEST)
+@pytest.mark.parametrize("executor", cases.INTERPRETERS, indirect=True)
+def test_many_blocks_share_a_row(executor, spec):
+    inputs = Inputs.random(spec, 1, executor.device)
+    needs = every_gradient(spec)._replace(dw=False, db=False)
+    found = executor.forward(spec, inputs) | executor.backward(spec, inputs, needs)
+    check(spec, inputs, found)

@@ -1,0 +1,132 @@
+"""A row's bits depend on nothing beside the row: not on undefined padding, the order of blocks,
+partial sums that come late, or constants that save registers or move reads.
+
+tests/sweep compares the bits in other layouts, batches and places, and beside rows of NaN. PACKED
+converts 16-bit inputs twice. REREAD reads weights for each row. FETCH reads weights with the row.
+TOGETHER reads the weights of several segments at once.
+"""
+
+import pytest
+
+from tests import cases
+from tests.executors import Inputs, Interpreter
+from tests.ops.helpers import slow
+from tilenorm.launch.plan import plan_forward
+from tilenorm.spec import NormSpec
+
+from .helpers import assert_same_bits, each_spec, every_result
+
+# Tiles of several rows and of one, tile loads, shared rows; masked and not; aligned and not.
+SPECS = (
+    NormSpec("rms", 24, "bfloat16", "bfloat16", "bfloat16"),
+    NormSpec("rms", 37, "float16", "float32"),
+    NormSpec("rms", 64, "float32", "float32", None, 1.0),
+    NormSpec("rms", 1001, "bfloat16", "bfloat16"),
+    NormSpec("rms", 5120, "bfloat16", "bfloat16"),
+    NormSpec("layer", 40, "bfloat16", "bfloat16", "bfloat16", residual="float32"),
+    NormSpec("layer", 1536, "float16", "float16", "float16"),
+    NormSpec("rms", 16392, "bfloat16", residual="bfloat16"),
+    NormSpec("rms", 12288, "bfloat16", "bfloat16", residual="bfloat16"),
+    NormSpec("rms", 128, "bfloat16", "bfloat16", gate="bfloat16"),
+    NormSpec("rms", 520, "float16", gate="float32", gate_first=True),
+    NormSpec("rms", 64, "bfloat16", "bfloat16", heads=3),
+    NormSpec("layer", 37, "float32", "float32", "float32", heads=4),
+)
+ROWS = 12
+
+
+@each_spec(argvalues=SPECS)
+@pytest.mark.parametrize("executor", cases.INTERPRETERS, indirect=True)
+@pytest.mark.parametrize(
+    "how", [{"fill": 1e30}, {"fill": -1e30}, {"order": "reverse"}, {"order": 1}], ids=str
+)
+def test_bits_do_not_depend_on_padding_or_the_order_of_blocks(executor, spec, how):
+    inputs = Inputs.random(spec, ROWS, executor.device)
+    expected = every_result(executor, spec, inputs)
+    assert_same_bits(every_result(executor, spec, inputs, **how), expected)
+
+
+ON_GPU = [
+    NormSpec(hidden=n, dtype=dtype, weight=dtype, **fields)
+    for n, dtype in (
+        (20480, "float32"),
+        (40000, "bfloat16"),
+        (65536, "float16"),
+        (131072, "bfloat16"),
+        (65537, "float32"),
+        (262144, "bfloat16"),
+    )
+    for fields in (
+        {"norm": "rms"},
+        {"norm": "layer", "bias": dtype, "residual": dtype},
+        {"norm": "rms", "gate": dtype},
+        {"norm": "rms", "gate": dtype, "gate_first": True},
+    )
+]
+
+
+@each_spec(argvalues=ON_GPU)
+@pytest.mark.parametrize("executor", ["gpu"], indirect=True)
+def test_blocks_that_do_not_wait_have_the_same_bits(executor, spec):
+    for rows in (1, 300):
+        inputs = Inputs.random(spec, rows, executor.device)
+        expected = every_result(executor, spec, inputs)
+        assert_same_bits(every_result(executor, spec, inputs, exchange=False), expected)
+
+
+B, F, F16 = "bfloat16", "float32", "float16"
+EXECUTORS = [Interpreter("sm_80"), Interpreter("sm_90")]
+each_executor = pytest.mark.parametrize("executor", EXECUTORS, ids=lambda e: e.name)
+# Tiles of several rows, tiles of one row (gathers, or tile loads on sm_90), and shared rows.
+SAVING = [
+    NormSpec(hidden=n, dtype=B, weight=B, **fields)
+    for n in (24, 37, 4096, 5120, 16392)
+    for fields in (
+        {"norm": "rms", "bias": B},
+        {"norm": "layer", "residual": B, "heads": 2},
+        {"norm": "rms", "gate": B},
+        {"norm": "rms", "gate": B, "gate_first": True},
+    )
+]
+TOGETHER = (
+    {"weight": B},
+    {"weight": B, "bias": F},
+    {"weight": F, "bias": F16, "offset": 1.0},
+    {"bias": B, "heads": 2},
+)
+
+
+@each_spec(argvalues=SAVING)
+@each_executor
+def test_packed_and_reread(executor, spec):
+    inputs = Inputs.random(spec, 3, executor.device)
+    expected = every_result(executor, spec, inputs, PACKED=False, FETCH=False, REREAD=False)
+    for more in (False, True):
+        found = every_result(executor, spec, inputs, PACKED=True, FETCH=more, REREAD=more)
+        assert_same_bits(found, expected)
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("weight", cases.DTYPES)
+@each_executor
+def test_fetch_with_any_weight_dtype(executor, dtype, weight):
+    for more in ({"bias": F}, {"rounding": "early"}, {"offset": 1.0, "heads": 2}):
+        spec = NormSpec("rms", 1000, dtype, weight, **more)
+        inputs = Inputs.random(spec, 4, executor.device)
+        late, fetched = (executor.forward(spec, inputs, FETCH=fetch) for fetch in (False, True))
+        assert_same_bits(fetched, late)
+
+
+@pytest.mark.parametrize("more", TOGETHER, ids=str)
+@pytest.mark.parametrize("hidden", [5120, *slow(40000)])
+def test_together(hidden, more):
+    executor = Interpreter("sm_90")
+    for norm in ("rms", "layer"):
+        spec = NormSpec(norm, hidden, B, **more)
+        widths = plan_forward(spec, executor.target, True).config.widths
+        assert len(widths) > 3 and len(set(widths)) == 1
+        inputs = Inputs.random(spec, 2, executor.device)
+        once = executor.forward(spec, inputs, TOGETHER=1, FETCH=False)
+        for together in (2, 3, len(widths)):
+            found = executor.forward(spec, inputs, TOGETHER=together, FETCH=False)
+            assert_same_bits(found, once)
