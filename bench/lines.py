@@ -163,12 +163,17 @@ class Pair:
     step_losses: list[float] = field(default_factory=list)
     error: str = ""
 
-    COMPUTED = ("medians_us", "difference_us", "more_tokens")
+    COMPUTED = ("medians_us", "gpu_tokens", "difference_us", "more_tokens")
 
     @property
     def medians_us(self) -> list[float]:
         """The median step of the base and of the variant."""
         return [statistics.median(times) for times in zip(*self.pairs_us, strict=True)]
+
+    @property
+    def gpu_tokens(self) -> list[float]:
+        """The tokens a second of one GPU, of the base and of the variant."""
+        return [self.tokens / self.gpus / us * 1e6 for us in self.medians_us]
 
     @property
     def difference_us(self) -> Estimate | None:

@@ -143,8 +143,8 @@ class Op:
     def made(self, case: Case, device: str) -> list[Tensor]:
         """Random inputs, equal at every call, with requires_grad where they have a gradient.
 
-        Weights lie in [0.25, 0.75]. The backward of Liger overwrites the gradient that it is given,
-        so a repeated backward runs on its own result, and that result must not overflow.
+        Weights, and 1 + scale, lie in [0.25, 0.75]. The backward of Liger overwrites the gradient
+        that it is given, so a repeated backward runs on its own result, which must not overflow.
         """
         make = torch.Generator(device).manual_seed(case.m * case.n + case.n)
         like: dict[str, Any] = {"generator": make, "dtype": torch.float32, "device": device}
@@ -156,7 +156,7 @@ class Op:
         for name in self.columns:
             found.append((0.25 + 0.5 * torch.rand(shapes[name], **like)).to(dtype))
         if self.by_group:
-            projected = torch.rand(case.groups, 6 * case.n, **like) * 0.5 - 0.25
+            projected = torch.rand(case.groups, 6 * case.n, **like) * 0.5 - 0.75
             found += projected.to(dtype).chunk(6, -1)[: len(self.by_group)]
         return [x.requires_grad_() for x in found]
 

@@ -40,7 +40,7 @@ def table_of(pairs: Sequence[Pair], markdown: bool) -> str:
                 made,
                 f"{base / 1e3:.2f} / {variant / 1e3:.2f}",
                 with_interval(pair.difference_us, 1e-3, "+.2f", ""),
-                " / ".join(f"{pair.tokens / pair.gpus / us * 1e6:.0f}" for us in (base, variant)),
+                " / ".join(f"{tokens:.0f}" for tokens in pair.gpu_tokens),
                 with_interval(pair.more_tokens, 100, "+.2f", "%"),
                 " / ".join(map(gib, pair.peak_bytes)),
                 "-" if pair.gradient_change is None else f"{pair.gradient_change:.2g}",

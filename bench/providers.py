@@ -21,16 +21,11 @@ from bench.rotated import Rotated
 
 @dataclass(frozen=True)
 class Provider:
-    """``load(op)`` returns ``f(*inputs) -> output(s)``, or None if the provider lacks the op.
-
-    A provider with ``host_only`` runs the kernels of another provider, so only its host time is
-    measured.
-    """
+    """``load(op)`` returns ``f(*inputs) -> output(s)``, or None if the provider lacks the op."""
 
     name: str
     load: Callable[[Op], Callable | None]
     on_cpu: bool = False
-    host_only: bool = False
 
     def absent(self, op: Op, device: str) -> str | None:
         """Why this provider cannot be measured, or None if it can be."""
@@ -61,15 +56,6 @@ def _tilenorm(op: Op):
         return function(x, x.shape[-1:], scale, shift, **how)
 
     return gated
-
-
-def _compile(op: Op):
-    return compiled(op.eager)
-
-
-def _tilenorm_compile(op: Op):
-    ours = _tilenorm(op)
-    return ours and compiled(ours)
 
 
 def _tilenorm_and_cast(op: Op):
@@ -195,8 +181,7 @@ PROVIDERS = {
     for provider in (
         Provider("tilenorm", _tilenorm, on_cpu=True),
         Provider("torch", lambda op: op.eager, on_cpu=True),
-        Provider("compile", _compile),
-        Provider("tilenorm-compile", _tilenorm_compile, host_only=True),
+        Provider("compile", lambda op: compiled(op.eager)),
         Provider("quack", _quack),
         Provider("liger", _liger),
         Provider("liger-cutile", _liger_cutile),

@@ -81,6 +81,7 @@ def test_parameters_by_group_are_chunks_of_one_projection():
     x, _, *by_group = op.made(case_of(op), "cpu")
     assert x.shape == (GROUPS, M // GROUPS, N)
     assert [p.stride() for p in by_group] == [(6 * N, 1)] * 3
+    assert 1 + by_group[0].min() >= 0.25 and 1 + by_group[0].max() <= 0.75
 
 
 @pytest.mark.parametrize("name", SUITES)
