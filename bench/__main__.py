@@ -121,7 +121,10 @@ def main(argv: list[str]) -> int:
         fields |= {"direction": args.direction, "provider": args.provider}
         found = record.load(args.sources).narrowed(**fields)
     else:
-        found = _measured(args, argv)
+        try:
+            found = _measured(args, argv)
+        except record.OtherRun as error:
+            sys.exit(f"{error}")
     print(report.render(found, args.markdown is not None))
     if args.plot:
         plot.save(found, args.plot)

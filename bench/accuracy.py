@@ -90,12 +90,11 @@ def main(argv: list[str]) -> int:
 
 def _arguments(argv: list[str]) -> argparse.Namespace:
     parser = command.parser("accuracy", __doc__)
-    names = [name for name, provider in PROVIDERS.items() if not provider.host_only]
     parser.add_argument("--op", nargs="+", choices=SERVED, default=SERVED)
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--hidden", nargs="+", type=int, metavar="N", help="default: 4096, or 128")
     parser.add_argument("--rows", type=int, default=ROWS, metavar="M")
-    parser.add_argument("--provider", nargs="+", choices=names, default=names)
+    parser.add_argument("--provider", nargs="+", choices=PROVIDERS, default=list(PROVIDERS))
     return parser.parse_args(argv)
 
 

@@ -19,6 +19,8 @@ from bench.formulas import (
 )
 from bench.op import DTYPES, INFERENCE, Case, Op
 from bench.quantized import QUANTIZED
+from bench.rotated import ROTATED
+from bench.rotated import SIZES as OF_HEADS
 
 
 def _ops_of(name: str, norm: Callable, columns: tuple[str, ...]) -> tuple[Op, ...]:
@@ -60,7 +62,7 @@ _PAIRS = zip(
     strict=True,
 )
 _HEADS = Op("head_rms_norm", head_rms_norm, ("x",), ("weight",), ("y",), ("x", "weight"), heads=32)
-_EACH = (*(op for pair in _PAIRS for op in pair), _HEADS, *QUANTIZED)
+_EACH = (*(op for pair in _PAIRS for op in pair), _HEADS, *QUANTIZED, *ROTATED)
 OPS: dict[str, Op] = {op.name: op for op in _EACH}
 # The ops of one norm whose parameters are columns, and those of a gate or of two norms.
 PLAIN = ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm")
@@ -96,12 +98,20 @@ def _modulated(shapes) -> tuple[Case, ...]:
     )
 
 
+def _rotated(samples: int, length: int) -> tuple[Case, ...]:
+    return tuple(
+        Case(op.name, dtype, samples * length * op.unit, n, samples)
+        for op, n in OF_HEADS
+        for dtype in DTYPES
+    )
+
+
 def _by_importance(cases: tuple[Case, ...]) -> tuple[Case, ...]:
     """bfloat16 first, and of each dtype what README's tables show before all else."""
-    dtypes = list(DTYPES)
+    dtypes, new = list(DTYPES), (*MODULATED, *(op.name for op in ROTATED))
 
     def place(case: Case) -> tuple[int, bool]:
-        shown = (case.op in PLAIN[:3] and case.n in SHOWN) or case.op in MODULATED
+        shown = (case.op in PLAIN[:3] and case.n in SHOWN) or case.op in new
         return dtypes.index(case.dtype), not shown
 
     return tuple(sorted(cases, key=place))
@@ -118,6 +128,7 @@ SUITES = {
     RELEASE: _by_importance(
         _sweep(64 * _MI, PLAIN, _SIZES)
         + _modulated(_IMAGES)
+        + _rotated(2, 4096)
         + _sweep(64 * _MI, (*AROUND, *CHAINS), (256, 1024, 4096, 8192, 65536, 262144))
         + _sweep(64 * _MI, ("head_rms_norm",), (32, 64, 128, 256, 512))
         + _sweep(64 * _MI, [op.name for op in QUANTIZED], (1024, 2048, 4096, 8192, 16384, 65536))

@@ -28,11 +28,10 @@ TIMEOUT_S = 300.0
 
 def main(argv: list[str]) -> int:
     parser = command.parser("first-call", __doc__)
-    names = [name for name, provider in PROVIDERS.items() if not provider.host_only]
     parser.add_argument("--op", nargs="+", choices=(*PLAIN, *AROUND), default=["rms_norm"])
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bfloat16", "float32"])
     parser.add_argument("--hidden", nargs="+", type=int, metavar="N", default=HIDDEN)
-    parser.add_argument("--provider", nargs="+", choices=names, default=names)
+    parser.add_argument("--provider", nargs="+", choices=PROVIDERS, default=list(PROVIDERS))
     args = parser.parse_args(argv)
     device = provenance.device()
     specs = [OPENING, *((dtype, n) for n in args.hidden for dtype in args.dtype)]

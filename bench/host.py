@@ -18,14 +18,11 @@ from torch import Tensor
 from bench import command, provenance, record, report, timing
 from bench.cases import AROUND, MODULATED, OPS, PLAIN
 from bench.check import as_tuple
-from bench.op import Case, Op
+from bench.op import Op
 from bench.providers import PROVIDERS, attendance
 from bench.record import Host, first_line
 
-# Shapes so small that the GPU finishes a call before the host has prepared the next call.
-M, N, DTYPE = 32, 1024, "bfloat16"
-GROUP_ROWS = 1024  # of a sample, where parameters lie by group
-STEP_N, NORMS = 512, 12
+N, STEP_N, NORMS = 1024, 512, 12
 WAYS = ("call", "batch", "step")
 ROUNDS = 3
 MEASURED = (*PLAIN, *AROUND, "head_rms_norm", *MODULATED)
@@ -49,7 +46,7 @@ def main(argv: list[str]) -> int:
     made = provenance.describe_run(device, ["host", *argv], absent)
     with record.writing(args.out, made) as (found, emit):
         for op in map(OPS.get, args.op):
-            for way in filter(ways_of(op).__contains__, args.way):
+            for way in filter(op.ways.__contains__, args.way):
                 names = present[op.name]
                 if way == "step":
                     names = [name for pair in STEPS.items() if pair[0] in names for name in pair]
@@ -57,15 +54,6 @@ def main(argv: list[str]) -> int:
                     emit(line)
     print(report.render(found, args.markdown))
     return 0
-
-
-def ways_of(op: Op) -> tuple[str, ...]:
-    """The ways of an op: rows by group are a batch in a call, and codes have no step."""
-    return tuple(
-        way
-        for way in WAYS
-        if way == "call" or (op.trained and not (op.by_group and way == "batch"))
-    )
 
 
 def missing(op: Op, names: Sequence[str], hosts: Sequence[Host]) -> list[str]:
@@ -82,7 +70,7 @@ def times(
     The providers take turns in every round, because the host of a virtual machine may be slow for
     seconds. What there was no time for is left out.
     """
-    case, (leaves, grads, load) = case_of(op, way), _given(op, device, way)
+    leaves, grads, load = _given(op, device, way)
     found, loaded = {name: {} for name in names}, {}
     for turn in range(ROUNDS):
         for name, least in found.items():
@@ -99,17 +87,13 @@ def times(
                         least[f"{field}_{key}"] = min(us, least.get(f"{field}_{key}", us))
             except Exception as error:
                 least["error"] = first_line(error)
-    where = case.shape | {"way": way}
+    where = op.small(STEP_N if way == "step" else N).shape | {"way": way}
     return [Host(**where, provider=name, **least) for name, least in found.items() if least]
-
-
-def case_of(op: Op, way: str) -> Case:
-    return Case(op.name, DTYPE, GROUP_ROWS if op.by_group else M, STEP_N if way == "step" else N)
 
 
 def _given(op: Op, device: str, way: str) -> tuple[list[Tensor], list[Tensor], Callable]:
     """The inputs, the gradients of the outputs, and what loads a provider by its name."""
-    case = case_of(op, way)
+    case = op.small(STEP_N if way == "step" else N)
     leaves, grads = op.made(case, device), op.output_grads(case, device)
     if way == "batch":
         leaves, grads = (list(map(_in_batch, tensors)) for tensors in (leaves, grads))
@@ -122,7 +106,7 @@ def _given(op: Op, device: str, way: str) -> tuple[list[Tensor], list[Tensor], C
 
 def _in_batch(x: Tensor) -> Tensor:
     """(rows, N) as (2, rows / 2, N). A parameter stays as it is."""
-    if x.shape[0] != M:
+    if x.dim() == 1:
         return x
     return x.detach().unflatten(0, (2, -1)).requires_grad_(x.requires_grad)
 

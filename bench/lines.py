@@ -130,21 +130,21 @@ class Accuracy:
 class Pair:
     """Training steps of two variants of one model, in one process and over the same weights.
 
-    ``label`` is a short name of the model and its sizes, which ``model`` has in full. ``pairs_us``
-    has the microseconds of the base's step and of the variant's step, for each pair of steps.
-    ``asked`` is how many pairs the command asked for; a run that is out of time makes fewer.
-    ``peak_bytes``, ``losses``, ``kernels`` and ``reports`` have an entry for each of the two. The
-    losses are of the first forward, from the same weights. ``gradient_change`` is the norm of the
-    difference of the two first gradients divided by the norm of the base's: the largest of all
-    parameters, and ``gradient`` is the name of this parameter. ``kernels`` has the name,
-    calls, milliseconds and bytes of each kernel of one step. ``reports`` say what tilenorm
-    replaced. ``step_losses`` has the loss of every step in order, those of warming up first: two
-    runs whose numbers are equal computed the same bits. With several ``gpus`` these are the first
-    process's losses, ``ranks`` has the times and peaks of each process, and ``pairs_us`` and
-    ``peak_bytes`` those of the slowest, or with the most.
+    ``label`` names the model, its sizes and how it is trained. ``pairs_us`` has the microseconds of
+    the base's step and of the variant's step, for each pair of steps. ``asked`` is how many pairs
+    the command asked for; a run that is out of time makes fewer. ``peak_bytes``, ``losses``,
+    ``kernels`` and ``reports`` have an entry for each of the two. The losses are of the first
+    forward, from the same weights. ``gradient_change`` is the norm of the difference of the two
+    first gradients divided by the norm of the base's: the largest of all parameters, and
+    ``gradient`` is the name of this parameter. ``kernels`` has the name, calls and milliseconds of
+    each kernel of one step. ``reports`` say what tilenorm replaced.
+
+    ``step_losses`` has the loss of every step in order, those of warming up first: two runs whose
+    numbers are equal computed the same bits. With several ``gpus`` these are the first process's
+    losses, ``ranks`` has the times and peaks of each process, and ``pairs_us`` and ``peak_bytes``
+    are the largest of any process.
     """
 
-    model: str
     label: str
     base: str
     variant: str
@@ -163,12 +163,17 @@ class Pair:
     step_losses: list[float] = field(default_factory=list)
     error: str = ""
 
-    COMPUTED = ("medians_us", "difference_us", "more_tokens")
+    COMPUTED = ("medians_us", "gpu_tokens", "difference_us", "more_tokens")
 
     @property
     def medians_us(self) -> list[float]:
         """The median step of the base and of the variant."""
         return [statistics.median(times) for times in zip(*self.pairs_us, strict=True)]
+
+    @property
+    def gpu_tokens(self) -> list[float]:
+        """The tokens a second of one GPU, of the base and of the variant."""
+        return [self.tokens / self.gpus / us * 1e6 for us in self.medians_us]
 
     @property
     def difference_us(self) -> Estimate | None:

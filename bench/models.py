@@ -33,10 +33,12 @@ class Attention(nn.Module):
         self.output = linear(shape.hidden, shape.hidden)
         if shape.qk_norm:
             whole = shape.qk_norm == "whole"
-            self.q_norm = norm_of(shape, shape.hidden if whole else shape.head, **factory)
-            self.k_norm = norm_of(shape, shape.narrow if whole else shape.head, **factory)
+            columns = (shape.hidden, shape.narrow) if whole else (shape.head, shape.head)
+            norms = (nn.RMSNorm(count, shape.eps, **factory) for count in columns)
+            self.q_norm, self.k_norm = norms
 
-    def forward(self, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v, of shape (batch, heads, tokens, D)."""
         q, k, v = self.q(x), self.k(x), self.v(x)
         if self.shape.qk_norm == "whole":
             q, k = self.q_norm(q), self.k_norm(k)
@@ -44,13 +46,20 @@ class Attention(nn.Module):
         q, k, v = (projected.unflatten(-1, (-1, self.shape.head)) for projected in (q, k, v))
         if self.shape.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+    def forward(self, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
+        q, k, v = self.heads(x)
         if cos is not None:
             q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
-        how = {"is_causal": self.shape.causal}
-        how |= {"enable_gqa": self.shape.heads != self.shape.kv_heads}
-        y = F.scaled_dot_product_attention(q, k, v, **how)
-        return self.output(y.transpose(1, 2).flatten(-2))
+        return self.output(attended(q, k, v, self.shape.causal))
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """(batch, heads, tokens, D) -> (batch, tokens, H D)"""
+    grouped = q.shape[1] != k.shape[1]
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
+    return y.transpose(1, 2).flatten(-2)
 
 
 class FeedForward(nn.Module):
@@ -59,13 +68,14 @@ class FeedForward(nn.Module):
     def __init__(self, shape: Shape, **factory):
         super().__init__()
         linear: Callable = partial(nn.Linear, bias=shape.biased, **factory)
+        self.approximate = "tanh" if shape.adaptive else "none"
         self.gate = linear(shape.hidden, shape.ffn) if shape.gated else None
         self.up = linear(shape.hidden, shape.ffn)
         self.output = linear(shape.ffn, shape.hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gate is None:
-            return self.output(F.gelu(self.up(x)))
+            return self.output(F.gelu(self.up(x), approximate=self.approximate))
         return self.output(F.silu(self.gate(x)) * self.up(x))
 
 
@@ -150,19 +160,9 @@ class Transformer(nn.Module):
             self.head.output.weight = self.embedding.weight
         if shape.learned:
             self.positions = nn.Parameter(torch.empty(shape.learned, shape.hidden, **factory))
-        for name, table in zip(("cos", "sin"), _rotation(shape, length), strict=True):
+        for name, table in zip(("cos", "sin"), rotation(shape, length), strict=True):
             placed = None if shape.learned else table.to(**factory)
             self.register_buffer(name, placed, persistent=False)
-
-    @torch.no_grad()
-    def reset(self, seed: int) -> None:
-        """Set norms to 1, biases to 0, and all other weights to random values from the seed."""
-        make = torch.Generator(self.head.output.weight.device).manual_seed(seed)
-        for name, parameter in self.named_parameters():
-            if parameter.ndim == 1:
-                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
-            else:
-                parameter.normal_(0.0, INITIAL_DEVIATION, generator=make)
 
     def forward(self, given: Tensor, targets: Tensor | None = None) -> Tensor:
         if targets is None:
@@ -173,6 +173,17 @@ class Transformer(nn.Module):
         for block in self.blocks:
             x = block(x, self.cos, self.sin)
         return self.head(x, targets)
+
+
+@torch.no_grad()
+def reset(model: nn.Module, seed: int) -> None:
+    """Set norms to 1, biases to 0, and all other weights to random values from the seed."""
+    make = torch.Generator(next(model.parameters()).device).manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+        else:
+            parameter.normal_(0.0, INITIAL_DEVIATION, generator=make)
 
 
 def drawn_batch(
@@ -188,7 +199,7 @@ def drawn_batch(
     return patches, torch.randint(shape.vocab, (batch,), generator=make, device=device)
 
 
-def _rotation(shape: Shape, length: int) -> tuple[Tensor, Tensor]:
+def rotation(shape: Shape, length: int) -> tuple[Tensor, Tensor]:
     """cos and sin of position · frequency, each of shape (length, head) with two equal halves."""
     frequencies = shape.theta ** -(torch.arange(0, shape.head, 2).double() / shape.head)
     angles = torch.arange(length).double()[:, None] * frequencies

@@ -83,6 +83,16 @@ class Op:
         return self.eager
 
     @property
+    def ways(self) -> tuple[str, ...]:
+        """The ways of bench.host. Rows by group are a batch in a call."""
+        return ("call", "step") if self.by_group else ("call", "batch", "step")
+
+    @property
+    def unit(self) -> int:
+        """How many rows stand together."""
+        return self.heads or 1
+
+    @property
     def axis(self) -> int:
         """A dimension of the inputs along which they can be cut; parameters stay whole."""
         return 1 if self.by_group else 0
@@ -96,12 +106,16 @@ class Op:
 
         At least one row is left, or one row for each head or group.
         """
-        least = (self.heads or 1) * case.groups
+        least = self.unit * case.groups
         return replace(case, m=max(least, min(case.m, elements // case.n) // least * least))
 
     def decoded(self, outputs: tuple[Tensor, ...], given: list[Tensor]) -> tuple[Tensor, ...]:
         """The outputs as the reference has them."""
         return outputs
+
+    def small(self, n: int) -> Case:
+        """A shape that a GPU finishes before the host has prepared the next call."""
+        return Case(self.name, "bfloat16", 1024 if self.by_group else 32, n)
 
     def shapes(self, case: Case) -> dict[str, tuple[int, ...]]:
         """The shape of every input and output, by its name."""
@@ -129,8 +143,8 @@ class Op:
     def made(self, case: Case, device: str) -> list[Tensor]:
         """Random inputs, equal at every call, with requires_grad where they have a gradient.
 
-        Weights lie in [0.25, 0.75]. The backward of Liger overwrites the gradient that it is given,
-        so a repeated backward runs on its own result, and that result must not overflow.
+        Weights, and 1 + scale, lie in [0.25, 0.75]. The backward of Liger overwrites the gradient
+        that it is given, so a repeated backward runs on its own result, which must not overflow.
         """
         make = torch.Generator(device).manual_seed(case.m * case.n + case.n)
         like: dict[str, Any] = {"generator": make, "dtype": torch.float32, "device": device}
@@ -142,7 +156,7 @@ class Op:
         for name in self.columns:
             found.append((0.25 + 0.5 * torch.rand(shapes[name], **like)).to(dtype))
         if self.by_group:
-            projected = torch.rand(case.groups, 6 * case.n, **like) * 0.5 - 0.25
+            projected = torch.rand(case.groups, 6 * case.n, **like) * 0.5 - 0.75
             found += projected.to(dtype).chunk(6, -1)[: len(self.by_group)]
         return [x.requires_grad_() for x in found]
 

@@ -38,7 +38,11 @@ def describe_run(device: str, arguments: list[str], absent: dict[str, str]) -> d
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": " ".join(["python -m bench", *_without_folder(arguments)]),
         "device": device,
-        **(_gpu(device) if device != "cpu" else {"machine": processors()}),
+        **(
+            _gpu(device)
+            if device != "cpu"
+            else {"machine": f"{os.cpu_count()} × {platform.machine()}"}
+        ),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "rms_norm": rms_norm_of_torch(),
@@ -55,16 +59,6 @@ def describe_run(device: str, arguments: list[str], absent: dict[str, str]) -> d
 def _without_folder(arguments: list[str]) -> list[str]:
     pairs = zip(["", *arguments], arguments, strict=False)
     return [Path(value).name if option == "--out" else value for option, value in pairs]
-
-
-def processors() -> str:
-    """How many processors this machine has, and of which kind."""
-    try:
-        with open("/proc/cpuinfo") as file:
-            kind = next(line.partition(": ")[2].strip() for line in file if "model name" in line)
-    except (OSError, StopIteration):
-        kind = platform.machine()
-    return f"{os.cpu_count()} × {kind}"
 
 
 def _gpu(device: str) -> dict:

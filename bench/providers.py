@@ -10,26 +10,22 @@ from functools import cache
 
 import torch
 
+from bench import quantized, rotated
 from bench.cases import OPS
 from bench.formulas import EPS
 from bench.op import Op
-from bench.quantized import Quantized, composed, flashinfer, quantize
-from bench.quantized import tilenorm as quantized_by_tilenorm
+from bench.quantized import Quantized, composed, quantize
 from bench.record import first_line
+from bench.rotated import Rotated
 
 
 @dataclass(frozen=True)
 class Provider:
-    """``load(op)`` returns ``f(*inputs) -> output(s)``, or None if the provider lacks the op.
-
-    A provider with ``host_only`` runs the kernels of another provider, so only its host time is
-    measured.
-    """
+    """``load(op)`` returns ``f(*inputs) -> output(s)``, or None if the provider lacks the op."""
 
     name: str
     load: Callable[[Op], Callable | None]
     on_cpu: bool = False
-    host_only: bool = False
 
     def absent(self, op: Op, device: str) -> str | None:
         """Why this provider cannot be measured, or None if it can be."""
@@ -45,7 +41,9 @@ def _tilenorm(op: Op):
     import tilenorm as tn
 
     if isinstance(op, Quantized):
-        return quantized_by_tilenorm(op)
+        return quantized.tilenorm(op)
+    if isinstance(op, Rotated):
+        return rotated.tilenorm(op)
     function: Callable = getattr(tn, op.name.split()[0].removeprefix("head_"))
     rows = len(op.rows)
     if not op.by_group:
@@ -60,15 +58,6 @@ def _tilenorm(op: Op):
     return gated
 
 
-def _compile(op: Op):
-    return compiled(op.eager)
-
-
-def _tilenorm_compile(op: Op):
-    ours = _tilenorm(op)
-    return ours and compiled(ours)
-
-
 def _tilenorm_and_cast(op: Op):
     if not isinstance(op, Quantized):
         return None
@@ -77,7 +66,7 @@ def _tilenorm_and_cast(op: Op):
 
 
 def _flashinfer(op: Op):
-    return flashinfer(op) if isinstance(op, Quantized) else None
+    return quantized.flashinfer(op) if isinstance(op, Quantized) else None
 
 
 def compiled(function: Callable) -> Callable:
@@ -140,6 +129,8 @@ def _liger_norms(rms_norm, layer_norm, add_rms_norm):
 
 
 def _liger(op: Op):
+    if isinstance(op, Rotated):
+        return rotated.liger(op)
     if op.name == "modulated_rms_norm":  # Liger 0.8.5 has none
         from liger_kernel.ops.modulated_rms_norm import LigerModulatedRMSNormFunction as Modulated
 
@@ -190,8 +181,7 @@ PROVIDERS = {
     for provider in (
         Provider("tilenorm", _tilenorm, on_cpu=True),
         Provider("torch", lambda op: op.eager, on_cpu=True),
-        Provider("compile", _compile),
-        Provider("tilenorm-compile", _tilenorm_compile, host_only=True),
+        Provider("compile", lambda op: compiled(op.eager)),
         Provider("quack", _quack),
         Provider("liger", _liger),
         Provider("liger-cutile", _liger_cutile),

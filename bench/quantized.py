@@ -33,6 +33,7 @@ class Quantized(Op):
 
     directions = ("forward", INFERENCE)
     trained = ()
+    ways = ("call",)
     # Three bits of mantissa miss a value by a sixteenth at most. Decoded rows are float32.
     coded = 2**-4 / torch.finfo(torch.float32).eps
 

@@ -125,6 +125,10 @@ def load(paths: Sequence[str | Path]) -> Record:
     return merge(records)
 
 
+class OtherRun(ValueError):
+    """A file is of another suite, commit, version or machine."""
+
+
 @contextmanager
 def writing(
     path: str | None, run: dict, resumed: bool = False
@@ -132,7 +136,7 @@ def writing(
     """A record of a run, and a function that adds a line to it, and at once to the file at
     ``path``, if a path is given.
 
-    The record is empty, or, ``resumed``, what the file has, if it exists. Raises ValueError if that
+    The record is empty, or, ``resumed``, what the file has, if it exists. Raises OtherRun if that
     is of another commit, version or machine.
     """
     record = Record()
@@ -154,12 +158,12 @@ def writing(
 
 
 def _same(path: str, runs: Sequence[dict], run: dict) -> None:
-    """Raise ValueError unless all runs are of one suite, commit, machine and versions."""
+    """Raise OtherRun unless all runs are of one suite, commit, machine and versions."""
     for earlier in runs:
         for name in ("suite", *IDENTITY):
             if earlier.get(name) != run.get(name):
                 what = f"{name} {earlier.get(name)}, not {run.get(name)}: give another file"
-                raise ValueError(f"{path} is of {what}")
+                raise OtherRun(f"{path} is of {what}")
 
 
 def merge(records: Sequence[Record]) -> Record:
@@ -194,7 +198,7 @@ def by_shape(records: Iterable[Record]) -> dict[tuple, dict[str, Cell]]:
 
 def what(line: Line) -> tuple:
     """The key of what a line measures: two lines with equal keys measure the same thing."""
-    names = "op dtype m n groups way direction provider arguments model base variant inputs"
+    names = "op dtype m n groups way direction provider arguments label base variant inputs"
     return type(line), *(getattr(line, name, None) for name in names.split())
 
 

@@ -89,11 +89,11 @@ def run(
 
 def _asked(case: Case, names: Sequence[str], directions: Sequence[str]) -> list[Cell]:
     """The cells of a case without their numbers."""
-    op, timed = OPS[case.op], [name for name in names if not PROVIDERS[name].host_only]
+    op = OPS[case.op]
     ways = [direction for direction in directions if direction in op.directions]
     return [
         Cell(**vars(case), direction=way, provider=name, bytes=op.bytes(way, case))
-        for name in timed
+        for name in names
         for way in ways
     ]
 

@@ -18,6 +18,9 @@ class Shape:
     ``learned`` is the number of learned positions, which the embedding adds; 0 is rotation of q and
     k. ``causal`` is attention to earlier tokens alone. ``images`` makes it a ViT: patches and a
     class token, and ``vocab`` classes. ``tied`` is one weight for embedding and logits.
+
+    ``adaptive`` is "dit" or "flux": a diffusion transformer, with ``channels`` values of a token of
+    an image, ``vocab`` of what is predicted of it, and ``conditioning`` features of a sample.
     """
 
     layers: int = 32
@@ -37,6 +40,9 @@ class Shape:
     images: bool = False
     tied: bool = False
     theta: float = 500_000.0
+    adaptive: str = ""
+    channels: int = 0
+    conditioning: int = 0
 
     @property
     def head(self) -> int:
@@ -50,7 +56,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Model:
-    """A model's shape, and the batch of a step: about 8192 tokens, which fit in 139 GiB."""
+    """A model's shape, and the batch of a step: 4096 to 16384 tokens."""
 
     shape: Shape
     batch: int
@@ -62,9 +68,14 @@ class Model:
 # allenai/OLMo-2-1124-7B, google/vit-large-patch16-384 (576 patches and the class token),
 # openai-community/gpt2, google-bert/bert-base-uncased. Llama 3.2's scaling of the frequencies is
 # left out: it changes the values of a table, and no time. So are BERT's types of tokens, the norm
-# of its embedding, and the projection before its logits.
+# of its embedding, and the projection before its logits. facebook/DiT-XL-2-256 is without the
+# embeddings of classes and positions, and black-forest-labs/FLUX.1-dev has one projection of its
+# conditioning instead of three; all of its layers take more than 80 GiB.
 _BASE = {"layers": 12, "hidden": 768, "heads": 12, "kv_heads": 12, "ffn": 3072}
 _BASE |= {"norm": "layer", "gated": False, "biased": True, "tied": True}
+_ADAPTIVE = {"norm": "layer", "eps": 1e-6, "gated": False, "biased": True, "causal": False}
+_DIT = {"layers": 28, "hidden": 1152, "heads": 16, "kv_heads": 16, "ffn": 4608, "vocab": 32}
+_FLUX = {"layers": 19, "hidden": 3072, "heads": 24, "kv_heads": 24, "ffn": 12288, "vocab": 64}
 MODELS = {
     LLAMA: Model(Shape(), batch=2, length=4096),
     "Llama 3.2 1B": Model(
@@ -110,6 +121,23 @@ MODELS = {
         Shape(**_BASE, vocab=30522, learned=512, eps=1e-12, causal=False, norm_after="sum"),
         batch=32,
         length=128,
+    ),
+    "DiT-XL/2": Model(
+        Shape(**_DIT, **_ADAPTIVE, adaptive="dit", channels=16, conditioning=256),
+        batch=64,
+        length=256,
+    ),
+    "Flux": Model(
+        Shape(
+            **(_FLUX | _ADAPTIVE),
+            adaptive="flux",
+            qk_norm="head",
+            channels=64,
+            conditioning=1024,
+            theta=1e4,
+        ),
+        batch=1,
+        length=4608,
     ),
 }
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from bench.models import Transformer, drawn_batch
+from bench import diffusion, models
 from bench.shapes import LLAMA, MODELS, Shape
 
 LEARNING_RATE, SEED = 1e-4, 0
@@ -45,26 +45,8 @@ class Settings:
         return words + ["deterministic"] * self.deterministic
 
     @property
-    def name(self) -> str:
-        """The settings as text. Two measurements are comparable if their names are equal.
-
-        The form of a model stands in front, but not Llama 3's, which earlier records do not name.
-        """
-        shape = self.shape
-        form = "" if self.model == LLAMA else f"{self.model}'s form: "
-        sizes = [
-            f"{form}{shape.layers} layers of {shape.hidden} with {shape.heads} heads",
-            f"{shape.kv_heads} of keys",
-            f"ffn {shape.ffn}",
-            f"{shape.vocab} classes" if shape.images else f"vocabulary {shape.vocab}",
-            f"{self.batch} x {self.length} tokens",
-            "adamw in bfloat16",
-        ]
-        return ", ".join([*sizes, *self.how])
-
-    @property
     def label(self) -> str:
-        """The model with its layers and tokens. What else differs from the model's row is said."""
+        """The model, its layers and tokens, and how it is trained. Steps of one label compare."""
         listed = MODELS[self.model].shape
         given = replace(self.shape, layers=listed.layers)
         parts = [self.model if given == listed else f"{self.model}'s form in other sizes"]
@@ -85,7 +67,8 @@ class Training:
         fused = given.device != "cpu"
         optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, fused=fused)
         factory = {"device": given.device, "dtype": torch.bfloat16}
-        inputs = drawn_batch(given.shape, given.batch, given.length, seed, **factory)
+        module = diffusion if given.shape.adaptive else models
+        inputs = module.drawn_batch(given.shape, given.batch, given.length, seed, **factory)
         return cls(model, optimizer, inputs)
 
     def step(self, call: Callable[..., Tensor]) -> Tensor:
@@ -97,9 +80,10 @@ class Training:
         return loss.detach()
 
 
-def model_of(given: Settings) -> Transformer:
+def model_of(given: Settings) -> nn.Module:
     """The model with random weights, the same at every call."""
     factory = {"device": given.device, "dtype": torch.bfloat16}
-    model = Transformer(given.shape, given.length, **factory)
-    model.reset(SEED)
+    kind = diffusion.Diffusion if given.shape.adaptive else models.Transformer
+    model = kind(given.shape, given.length, **factory)
+    models.reset(model, SEED)
     return model

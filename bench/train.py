@@ -2,7 +2,7 @@
 
 The model is Llama 3 8B, or --model's. Both variants run in one process, over the same weights, with
 their steps in turn. The command prints the median of the differences with its 95% interval,
-tokens/s, the peak memory, and the kernels of each with their bytes. Losses and gradients are
+tokens/s, the peak memory, and the kernels of each. Losses and gradients are
 compared first. The compilers' caches are those of the machine, so a second run compiles less. A
 pair of a variant with itself shows what the bench sees where there is nothing to see.
 
@@ -112,7 +112,7 @@ def _pairs(args: argparse.Namespace, device: str) -> Iterator[Pair]:
         how = {"whole": args.whole, "deterministic": args.deterministic, **(args.parallel or {})}
         settings = Settings(shape, name, *sizes, device=device, **how)
         for names in args.pair:
-            print(f"{names[0]} and {names[1]}: {settings.name}", file=sys.stderr, flush=True)
+            print(f"{names[0]} and {names[1]}: {settings.label}", file=sys.stderr, flush=True)
             found = _pair(settings, names, args.pairs, deadline)
             print(f"{len(found.pairs_us)} of {found.asked} pairs", file=sys.stderr, flush=True)
             yield found
@@ -120,7 +120,7 @@ def _pairs(args: argparse.Namespace, device: str) -> Iterator[Pair]:
 
 def _pair(settings: Settings, names: list[str], pairs: int, deadline: float) -> Pair:
     base, variant = names
-    where = {"model": settings.name, "label": settings.label, "base": base, "variant": variant}
+    where = {"label": settings.label, "base": base, "variant": variant}
     where |= {"tokens": settings.tokens, "asked": pairs}
     left = deadline - time.time()
     if parallel.agreed(left <= 0):

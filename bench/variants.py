@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from bench.models import Transformer
-
 
 @dataclass(frozen=True)
 class Variant:
@@ -45,7 +43,7 @@ class Prepared:
         return "\n".join(map(str, graphs))
 
 
-def prepared(model: Transformer, variant: Variant, whole: bool) -> Prepared:
+def prepared(model: nn.Module, variant: Variant, whole: bool) -> Prepared:
     """The model of a variant: its norms are replaced, and its layers are compiled, in place."""
     import tilenorm
 

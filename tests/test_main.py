@@ -202,18 +202,6 @@ def test_precompile_in_processes_fills_the_same_cache(cache, monkeypatch, compil
     assert compilations == []
 
 
-@pytest.mark.parametrize("op", NORMS)
-def test_explain(op, capsys):
-    arguments = ["--op", op, "--arch", "sm_100", "--hidden", "64", "8192", "--rows", "77"]
-    assert main(["explain", *arguments, "--dtype", "float16", "float32", "--bias"]) == 0
-    out = capsys.readouterr().out
-    for hidden in (64, 8192):
-        for dtype in ("float16", "float32"):
-            line = f"77 rows of {hidden} {dtype} on sm_100 (weight {dtype}, bias {dtype}, offset 0"
-            assert f"{op} of {line}" in out
-    assert out.count("served by cutile") == 4
-
-
 PLAIN = "weight bfloat16, bias None, offset 0"
 # Options of explain, and the words of its output that show them.
 OPTIONS = {

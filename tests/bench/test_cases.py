@@ -4,12 +4,13 @@ import torch
 from bench.cases import OPS, RELEASE, SUITE_DIRECTIONS, SUITES, select
 from bench.op import DTYPES, Case
 from bench.quantized import Quantized
+from bench.rotated import Rotated
 from tilenorm import table
 from tilenorm.spec import NormSpec, Quantization
 from tilenorm.tools.explain import moved_bytes
 
 every_op = pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.name)
-M, N, GROUPS = 64, 128, 2
+M, N, GROUPS = 2880, 128, 2  # whole tokens of all ops
 # Rows, columns and groups that a pass reads and writes, of what a spec does not count.
 BY_HAND = {
     "rms_norm_add_rms_norm": ((4, 2, 0), (6, 4, 0)),
@@ -20,7 +21,7 @@ BY_HAND = {
 
 
 def case_of(op, m=M, n=N) -> Case:
-    return Case(op.name, "bfloat16", m, n, GROUPS if op.by_group else 1)
+    return Case(op.name, "bfloat16", m, n, GROUPS if op.axis else 1)
 
 
 def row_of(name: str) -> str:
@@ -41,6 +42,10 @@ def test_bytes_are_what_the_mathematics_needs(op):
         BY_HAND.get(op.name)
     ):
         assert found == tuple(2 * N * (r * M + c + g * GROUPS) for r, c, g in counts)
+        return
+    if isinstance(op, Rotated):  # the tables are read once, whatever the samples and heads
+        tables = 2 * (M // op.unit // GROUPS) + 2
+        assert found == (2 * N * (2 * M + tables), 2 * N * (3 * M + tables + 2))
         return
     how = {}
     if isinstance(op, Quantized):
@@ -76,13 +81,14 @@ def test_parameters_by_group_are_chunks_of_one_projection():
     x, _, *by_group = op.made(case_of(op), "cpu")
     assert x.shape == (GROUPS, M // GROUPS, N)
     assert [p.stride() for p in by_group] == [(6 * N, 1)] * 3
+    assert 1 + by_group[0].min() >= 0.25 and 1 + by_group[0].max() <= 0.75
 
 
 @pytest.mark.parametrize("name", SUITES)
 def test_suites_have_no_case_twice_and_whole_tokens(name):
     cases = SUITES[name]
     assert len(set(cases)) == len(cases)
-    assert all(case.m % ((OPS[case.op].heads or 1) * case.groups) == 0 for case in cases)
+    assert all(case.m % (OPS[case.op].unit * case.groups) == 0 for case in cases)
 
 
 def test_a_release_has_every_op_in_every_dtype_and_begins_with_what_is_shown():

@@ -10,8 +10,9 @@ from bench.op import Case
 
 @pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.name)
 def test_oracle_equals_float64_autograd_for_any_chunk_size(op, monkeypatch):
-    each = (op.heads or 1) * (2 if op.by_group else 1)
-    case = Case(op.name, "bfloat16", 7 * each, 128, 2 if op.by_group else 1)
+    groups = 2 if op.axis else 1
+    each = op.unit * groups
+    case = Case(op.name, "bfloat16", 7 * each, 128, groups)
     inputs, grads = op.made(case, "cpu"), op.output_grads(case, "cpu")
     leaves = [x.detach().double().requires_grad_(x.requires_grad) for x in inputs]
     outputs = check.as_tuple(op.reference(*leaves))

@@ -63,8 +63,8 @@ def test_a_provider_that_fails_is_named_and_the_others_go_on(monkeypatch):
 def test_norms_by_group_are_called_with_a_sample_and_codes_have_a_forward_alone():
     leaves, *_ = host._given(OPS["modulated_rms_norm gated"], "cpu", "call")
     assert [list(x.shape) for x in leaves] == [[1, 1024, 1024]] * 2 + [[1, 1024]] * 3
-    assert host.ways_of(OPS["modulated_rms_norm"]) == ("call", "step")
-    assert host.ways_of(OPS["rms_norm_quantized row"]) == ("call",)
+    assert OPS["modulated_rms_norm"].ways == ("call", "step")
+    assert OPS["rms_norm_quantized row"].ways == ("call",)
     given = OPS["rms_norm_quantized row"], ["torch"], "cpu", "call", lambda: False, print
     (line,) = host.times(*given)
     assert line.forward_us and line.forward_backward_us is None and not line.error

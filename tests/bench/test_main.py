@@ -41,7 +41,20 @@ def test_command_prints_the_same_from_its_record(tmp_path, capsys):
 
 def test_every_op_of_a_suite_has_tables_and_each_shape_is_copied_once(tmp_path, capsys):
     path = str(tmp_path / "run.jsonl")
-    main(["--suite", "release", "--dtype", "bfloat16", "--hidden", "128", "1024", "--out", path])
+    main(
+        [
+            "--suite",
+            "release",
+            "--dtype",
+            "bfloat16",
+            "--hidden",
+            "128",
+            "256",
+            "1024",
+            "--out",
+            path,
+        ]
+    )
     out = capsys.readouterr().out
     titles = [line.split(":")[0] for line in out.splitlines() if "% of a copy" in line]
     assert titles == [

@@ -1,7 +1,10 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
-from bench.models import Transformer, drawn_batch
+from bench import diffusion, models
+from bench.models import reset
 from bench.shapes import LLAMA, MODELS, Shape, tiny
 
 LENGTH = 10  # for ViT a class token, and an image of 3 x 3 patches
@@ -14,6 +17,10 @@ PARAMETERS = {
     "OLMo 2 7B": 7_298_617_344,
     "ViT-L": 304_715_752,
     "GPT-2": 124_439_808,
+    # Of DiT without the embeddings of positions and classes. Flux has a projection of 256 features
+    # twice and one of 768 in place of the one here.
+    "DiT-XL/2": 675_129_632 - (256 + 1001) * 1152,
+    "Flux": 11_901_408_320 - 256 * 3072 - 2 * (3072 + 3072 * 3072 + 3072),
     "BERT-base": 109_514_298 - 2 * 768 - 2 * 768 - (768 + 1) * 768 - 30522,
 }
 each_model = pytest.mark.parametrize("name", MODELS)
@@ -22,17 +29,22 @@ each_model = pytest.mark.parametrize("name", MODELS)
 def small(name=LLAMA, dtype=torch.float32):
     """A tiny model with the stages of a listed one, and its inputs."""
     shape = tiny(MODELS[name]).shape
-    model = Transformer(shape, LENGTH, device="cpu", dtype=dtype)
-    model.reset(0)
-    return model, drawn_batch(shape, 2, LENGTH, 1, "cpu", dtype)
+    model = kind_of(shape)(shape, LENGTH, device="cpu", dtype=dtype)
+    reset(model, 0)
+    module = diffusion if shape.adaptive else models
+    return model, module.drawn_batch(shape, 2, LENGTH, 1, "cpu", dtype)
+
+
+def kind_of(shape: Shape) -> type:
+    return diffusion.Diffusion if shape.adaptive else models.Transformer
 
 
 @each_model
 def test_shape_has_the_parameters_of_the_model(name):
     shape, length = MODELS[name].shape, MODELS[name].length
-    model = Transformer(shape, length, device="meta", dtype=torch.bfloat16)
+    model = kind_of(shape)(shape, length, device="meta", dtype=torch.bfloat16)
     assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS[name]
-    assert 4096 <= MODELS[name].batch * length <= 8192
+    assert 4096 <= MODELS[name].batch * length <= 16384
     assert not shape.learned or shape.learned >= length
 
 
@@ -83,7 +95,7 @@ def of_transformers(name: str, shape: Shape):
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, model in MODELS.items() if not model.shape.learned]
+    "name", [n for n, m in MODELS.items() if not (m.shape.learned or m.shape.adaptive)]
 )
 def test_decoder_computes_the_same_as_the_one_in_transformers(name):
     model, (tokens,) = small(name)
@@ -104,7 +116,51 @@ def test_decoder_computes_the_same_as_the_one_in_transformers(name):
         torch.testing.assert_close(parameter.grad, found[key].grad, msg=key)
 
 
-@each_model
+def attentions(ours, theirs, names: str) -> list[tuple]:
+    return [
+        (getattr(ours, a), theirs.get_submodule(b))
+        for a, b in zip(("q", "k", "v", "q_norm", "k_norm", "output"), names.split(), strict=False)
+    ]
+
+
+@pytest.mark.parametrize("kind", ["Joint", "Single"])
+def test_layers_of_flux_compute_the_same_as_those_in_diffusers(kind):
+    flux = pytest.importorskip("diffusers.models.transformers.transformer_flux")
+    shape = replace(tiny(MODELS["Flux"]).shape, ffn=128)
+    layer = getattr(diffusion, kind)(shape)
+    reset(layer, 0)
+    make = torch.Generator().manual_seed(1)
+    text, image, c = (torch.randn(2, *n, 32, generator=make) for n in ((1,), (8,), ()))
+    angles = torch.rand(9, shape.head // 2, generator=make).repeat_interleave(2, -1)
+    tables = angles.cos(), angles.sin()
+    if kind == "Joint":
+        other = flux.FluxTransformerBlock(32, 4, 8)
+        pairs = [(layer.text.modulation.linear, other.norm1_context.linear)]
+        pairs += [(layer.image.modulation.linear, other.norm1.linear)]
+        for stream, ff in ((layer.text, other.ff_context), (layer.image, other.ff)):
+            pairs += [(stream.ffn.up, ff.net[0].proj), (stream.ffn.output, ff.net[2])]
+        names = "add_q_proj add_k_proj add_v_proj norm_added_q norm_added_k to_add_out"
+        pairs += attentions(layer.text.attention, other.attn, names)
+        names = "to_q to_k to_v norm_q norm_k to_out.0"
+        pairs += attentions(layer.image.attention, other.attn, names)
+    else:
+        other = flux.FluxSingleTransformerBlock(32, 4, 8)
+        pairs = [(layer.modulation.linear, other.norm.linear)]
+        pairs += [(layer.up, other.proj_mlp), (layer.output, other.proj_out)]
+        pairs += attentions(layer.attention, other.attn, "to_q to_k to_v norm_q norm_k")
+    for ours, theirs in pairs:
+        theirs.load_state_dict(ours.state_dict())
+    assert sum(p.numel() for p in layer.parameters()) == sum(p.numel() for p in other.parameters())
+    expected = other(image, text, c, tables)
+    if kind == "Joint":
+        torch.testing.assert_close(layer(text, image, c, *tables), expected)
+    else:
+        torch.testing.assert_close(
+            layer(torch.cat((text, image), 1), c, *tables), torch.cat(expected, 1)
+        )
+
+
+@pytest.mark.parametrize("name", [n for n, m in MODELS.items() if not m.shape.adaptive])
 def test_token_sees_later_tokens_unless_attention_is_causal(name):
     model, (given, *labels) = small(name)
     seen = []
@@ -120,10 +176,10 @@ def test_token_sees_later_tokens_unless_attention_is_causal(name):
 def test_reset_gives_the_weights_of_a_seed_with_norms_of_one_and_biases_of_zero():
     model, _ = small("ViT-L")
     start = [p.clone() for p in model.parameters()]
-    model.reset(1)
+    reset(model, 1)
     assert not torch.equal(model.head.output.weight, start[-2])
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1:
             assert (parameter == (0.0 if name.endswith("bias") else 1.0)).all(), name
-    model.reset(0)
+    reset(model, 0)
     assert all(map(torch.equal, start, model.parameters()))

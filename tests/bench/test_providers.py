@@ -70,6 +70,36 @@ def test_liger_has_modulated_rms_norm_where_its_package_has(monkeypatch):
     assert "modulated_rms_norm" in PROVIDERS["liger"].absent(OPS["modulated_rms_norm"], "cuda")
 
 
+def test_liger_normalises_and_then_rotates(monkeypatch):
+    """Functions with the signatures of Liger's, of which the rotation overwrites what it gets."""
+
+    class RMSNorm:
+        @staticmethod
+        def apply(x, weight, *rest):
+            assert rest == (providers.EPS, 0.0, "llama", True, None)
+            return F.rms_norm(x, x.shape[-1:], weight, providers.EPS)
+
+    class Rope:
+        @staticmethod
+        def apply(q, k, cos, sin):
+            for x in (q, k):
+                first, second = x.chunk(2, -1)
+                x.copy_(x * cos[:, None] + torch.cat((-second, first), -1) * sin[:, None])
+            return q, k, cos, sin
+
+    for name, function in (("rms_norm", RMSNorm), ("rope", Rope)):
+        module = ModuleType(f"liger_kernel.ops.{name}")
+        setattr(
+            module, "LigerRMSNormFunction" if function is RMSNorm else "LigerRopeFunction", function
+        )
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    for name in ("liger_kernel", "liger_kernel.ops"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    op = OPS["rms_norm_rope 16/8"]
+    inputs = [x.detach() for x in op.made(Case(op.name, "float32", 24 * 2 * 5, 16, 2), "cpu")]
+    torch.testing.assert_close(PROVIDERS["liger"].load(op)(*inputs), op.eager(*inputs))
+
+
 def _quack_rmsnorm(x, weight, *, residual=None, eps, prenorm=False):
     total = x if residual is None else x + residual
     y = F.rms_norm(total, x.shape[-1:], None, eps) * weight

@@ -170,7 +170,7 @@ def test_first_line_skips_blank_lines():
 
 
 def test_plot_is_an_svg_with_a_style_for_every_provider(record, tmp_path):
-    assert set(_STYLES) == {name for name, p in PROVIDERS.items() if not p.host_only}
+    assert set(_STYLES) == {*PROVIDERS}
     pytest.importorskip("matplotlib")
     path = tmp_path / "plot.svg"
     record.add(cell("torch", 1.0, direction="inference"))

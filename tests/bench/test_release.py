@@ -39,6 +39,10 @@ def test_a_run_that_ended_early_goes_on_in_its_file(tmp_path, capsys):
     assert sum('"run"' in line for line in lines) == 3
     assert len(keys(path)) == len({*keys(path)}) == 4 + 1 + 2
     whole = path.read_text()
+    path.write_text(whole.replace('"suite": "release"', '"suite": "quick"'))
+    with pytest.raises(SystemExit, match="suite quick, not release: give another file"):
+        main(command)
+    path.write_text(whole)
     main(command)
     assert path.read_text().startswith(whole) and len(keys(path)) == 7
 

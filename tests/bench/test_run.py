@@ -7,7 +7,7 @@ from bench import providers, timing
 from bench.cases import OPS
 from bench.op import Case
 from bench.providers import Provider
-from bench.record import Cell, Host
+from bench.record import Cell
 from bench.run import repeatable_call, run
 
 EAGER, ADD = OPS["rms_norm"].eager, OPS["add_rms_norm"].eager
@@ -51,21 +51,6 @@ def measured(monkeypatch, loads, case=CASE, directions=("host", "forward", "back
         for line in lines
         if hasattr(line, "provider")
     }
-
-
-def test_only_the_host_time_of_a_host_only_provider_is_measured(monkeypatch):
-    named = {
-        "torch": Provider("torch", lambda op: EAGER, on_cpu=True),
-        "wrapped": Provider("wrapped", lambda op: EAGER, on_cpu=True, host_only=True),
-    }
-    monkeypatch.setattr("bench.run.PROVIDERS", named)
-    monkeypatch.setattr("bench.host.PROVIDERS", named)
-    lines = []
-    run([CASE], {CASE.op: list(named)}, ("host", "forward"), "cpu", lines.append, budget_s=0.0)
-    assert [line.provider for line in lines if isinstance(line, Cell)] == ["torch"]
-    hosts = [line for line in lines if isinstance(line, Host)]
-    assert [host.provider for host in hosts] == ["torch", "wrapped"]
-    assert all(host.forward_us > 0 for host in hosts)
 
 
 def test_host_time_is_the_least_of_rounds_that_providers_take_in_turn(monkeypatch):

@@ -18,7 +18,7 @@ from bench.models import Transformer
 from bench.pair import LEAST_SIZE, alternated, changes_of
 from bench.record import Pair
 from bench.shapes import LLAMA, MODELS, tiny
-from bench.step import Settings
+from bench.step import Settings, model_of
 from bench.timing import Timer
 from bench.variants import VARIANTS, prepared, share
 
@@ -86,7 +86,7 @@ def test_drift_of_the_machine_is_not_in_the_median_difference():
         return lambda: own + 20 * len(clock.order) + rng.gauss(0, 0.5)
 
     found, _ = alternated(clock.steps({"A": us(1000), "B": us(996)}), 40, clock, FOREVER)
-    names = {"model": "m", "label": "m", "base": "A", "variant": "B"}
+    names = {"label": "m", "base": "A", "variant": "B"}
     made = Pair(**names, tokens=1, asked=40, pairs_us=found, peak_bytes=[None, None])
     difference = made.difference_us
     assert difference.low < -4 < difference.high
@@ -161,8 +161,8 @@ def test_both_variants_train_the_same_weights(name):
     assert all(us > 0 for times in found["pairs_us"] for us in times)
     assert found["gradient_change"] < 0.02
     assert found["losses"][0] == pytest.approx(found["losses"][1], rel=1e-3)
-    shape = tiny(MODELS[name]).shape
-    norms = 2 * shape.layers * (2 if shape.qk_norm else 1) + 1
+    modules = model_of(settings_of(name)).modules()
+    norms = sum(isinstance(module, (nn.RMSNorm, nn.LayerNorm)) for module in modules)
     assert found["reports"][0] == ""
     assert found["reports"][1].startswith(f"{norms} modules patched, 0 not patched")
 
@@ -241,7 +241,6 @@ def test_command_prints_the_same_from_its_record(monkeypatch, without_gpu, tmp_p
     assert all(len(line["step_losses"]) == 2 * (2 + 6) for line in lines)
     assert run["command"].endswith("--layers 1 --out run.jsonl")
     for line, name in zip(lines, ("Llama 3.2 1B", "ViT-L"), strict=True):
-        assert line["model"].startswith(f"{name}'s form: 1 layers of 32 with 4 heads")
         assert line["label"].startswith(f"{name}'s form in other sizes, 1 layers")
         assert len(line["pairs_us"]) == line["asked"] == 6
         median, low, high = line["difference_us"]

@@ -14,7 +14,8 @@ from tilenorm.integrations.fx import replace_norms
 
 from ..ops.helpers import EPS, GATED, random, tensors_of
 from .graphs import ATEN, by_hand, calls, malform
-from .spellings import SPELLINGS, N, every_spelling
+from .rotations import rotate
+from .spellings import RMSES, SPELLINGS, N, every_spelling
 
 
 def fused(call, x, dy, w):
@@ -34,6 +35,11 @@ def modulated(x, by_group, w):
     return F.layer_norm(x + by_group * y, (N,)) * (1 + by_group)
 
 
+def rotated(x, w, table):
+    q, k = (RMSES["/ sqrt"](t).transpose(1, 2) * w for t in (x, x * 2))
+    return rotate(q, table, table), rotate(k, table, table)
+
+
 @pytest.fixture(scope="module")
 def graphs() -> dict[str, tuple[GraphModule, int]]:
     """Graphs of norms, and how many norms each has."""
@@ -44,18 +50,19 @@ def graphs() -> dict[str, tuple[GraphModule, int]]:
         "aten": (make_fx(every_spelling)(*tensors), others),
         "fused": (by_hand(fused, *rows), 2),
         "modulated": (make_fx(modulated)(random(2, 3, N), random(2, N), random(N)), 2),
+        "rotated": (make_fx(rotated)(random(2, 3, 2, N), random(N), random(1, 1, 3, N)), 2),
     }
 
 
 @pytest.mark.parametrize("examples", [25, pytest.param(200, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["torch", "aten", "fused", "modulated"])
+@pytest.mark.parametrize("name", ["torch", "aten", "fused", "modulated", "rotated"])
 def test_drawn_malformed_calls(name, examples, graphs):
     """The other norms of the graph are replaced. A malformed call of a norm has a reason."""
     rng, (whole, norms) = Random(examples), graphs[name]
     for _ in range(examples):
         graph_module = copy.deepcopy(whole)
         node = malform(graph_module.graph, rng)
-        report = replace_norms(graph_module)
+        report = replace_norms(graph_module, rotation=True)
         graph_module.graph.lint()
         label = f"{node.name}, {node.format_node()}: {report}"
         assert len(report.replaced) >= norms - 2, label
@@ -69,7 +76,7 @@ def test_no_metadata(graphs):
         for _ in range(8):
             graph_module = copy.deepcopy(whole)
             rng.choice(list(graph_module.graph.nodes)).meta.clear()
-            replace_norms(graph_module)
+            replace_norms(graph_module, rotation=True)
             graph_module.graph.lint()
         graph_module = copy.deepcopy(whole)
         for node in graph_module.graph.nodes:

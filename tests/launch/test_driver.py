@@ -85,18 +85,6 @@ def tensors_of(arguments) -> list[torch.Tensor]:
     return found
 
 
-def test_an_array_is_its_address_shape_and_strides_and_constants_are_left_out():
-    [call] = forward_calls(SPECS["rms"], TARGET, 64, True)
-    first, step, arrays, eps, rows, *_ = call.arguments
-    found = [*arguments_of(signature(call.kernel, call.arguments), call.arguments, call.arguments)]
-    places = [a.place for a in found if a.place is not None]
-    assert all(a is b for a, b in zip(places, tensors_of(arrays), strict=True))
-    numbers = [a.bits for a in found if a.place is None]
-    eps_bits = struct.unpack("<I", struct.pack("<f", eps))[0]
-    of_arrays = [n for t in tensors_of(arrays) for n in (*t.shape, *t.stride())]
-    assert numbers == [first, step, *of_arrays, eps_bits, rows]
-
-
 class Queue:
     """The driver's cuLaunchKernelEx: reads what it is given."""
 

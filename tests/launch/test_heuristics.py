@@ -119,9 +119,3 @@ def test_every_configuration_can_serve_its_sizes(direction, arch, dtype, aligned
     for hidden, fields in product(chain(*ranges), cases.tabled(dtype)):
         spec = NormSpec(**{"norm": "rms", "hidden": hidden, "dtype": dtype, **fields})
         check(cases.config(direction, spec, target), spec, target)
-
-
-def test_column_sum_has_tiles_of_powers_of_two():
-    for hidden in cases.HIDDEN:
-        config = heuristics.column_sum(hidden)
-        assert all(n > 0 and n & (n - 1) == 0 for n in (config.rows, config.tile))

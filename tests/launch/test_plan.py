@@ -2,10 +2,8 @@
 
 from dataclasses import FrozenInstanceError, fields, replace
 from itertools import cycle, product
-from types import FunctionType
 
 import pytest
-import torch
 
 from tests import cases
 from tests.executors import arguments_of, backward_calls, forward_calls
@@ -42,22 +40,6 @@ def all_calls(spec, target, rows):
     return forward_calls(spec, target, rows, True) + backward_calls(spec, target, rows, needs)
 
 
-@each_arch
-def test_planning_does_not_use_cuda(arch, monkeypatch):
-    def refuse(*_, **__):
-        raise AssertionError("a plan called CUDA")
-
-    for name, value in list(vars(torch.cuda).items()):
-        if isinstance(value, FunctionType):
-            monkeypatch.setattr(torch.cuda, name, refuse)
-    for name in dir(torch._C):
-        if name.startswith(("_cuda_get", "_cuda_init")):
-            monkeypatch.setattr(torch._C, name, refuse)
-    target = Target(arch, 3)  # no other test has this number, so that no plan is remembered
-    for spec in SPECS:
-        assert all_calls(spec, target, 17)
-
-
 @pytest.mark.parametrize("make, how", [(plan_forward, True), (plan_backward, ALL)])
 def test_plans_are_made_once(make, how):
     first, again = (make(NormSpec("rms", 4096, "bfloat16", "bfloat16"), H200, how) for _ in "ab")
@@ -65,13 +47,6 @@ def test_plans_are_made_once(make, how):
     for field in fields(first):
         with pytest.raises(FrozenInstanceError):
             setattr(first, field.name, None)
-
-
-def test_plans_with_the_same_hints_share_a_kernel():
-    specs = [NormSpec("rms", 4096, dtype, dtype) for dtype in ("bfloat16", "float16")]
-    plans = [replace(plan_backward(spec, H200, ALL)) for spec in specs for _ in "ab"]  # new ones
-    assert plans[0].config.hints.given()
-    assert len({plan.launches(5)[0].kernel for plan in plans}) == 1
 
 
 def test_small_batches_use_the_variant_without_prefetch():

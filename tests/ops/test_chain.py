@@ -10,11 +10,10 @@ from torch.library import opcheck
 import tilenorm
 from tests import layouts
 from tilenorm.launch import kernel
-from tilenorm.launch.plan import chain_refused, plan_forward
+from tilenorm.launch.plan import chain_refused
 from tilenorm.launch.target import Target
 from tilenorm.ops import cutile
 from tilenorm.spec import NormSpec
-from tilenorm.tools.precompile import calls_of, compile_call
 
 from .helpers import random
 from .pretended import by
@@ -228,19 +227,3 @@ def test_explained(capsys):
     found = tilenorm.explain("rms_norm_add_rms_norm", *rows, (40,), *weights)
     assert (found.before.spec.skip, found.after.spec.weight) == ("bfloat16", "float32")
     assert found.refused in capsys.readouterr().out
-
-
-SLOW = pytest.mark.slow
-COMPILED = [pytest.param("sm_100", 1024)]
-COMPILED += [
-    pytest.param(arch, n, marks=SLOW)
-    for arch in ("sm_80", "sm_90", "sm_100", "sm_120")
-    for n in (128, 2048, 2304, 3584, 4096, 5376)
-]
-
-
-@EACH_NORM
-@pytest.mark.parametrize("arch, hidden", COMPILED)
-def test_compiles_without_spills(arch, hidden, norm):
-    call = calls_of(plan_forward(spec_of(hidden, norm), Target.of(arch), True), 65537)[-1]
-    assert compile_call(call, arch).spill_bytes == 0

@@ -23,7 +23,7 @@ from tilenorm.spec import NormSpec, Options
 from tilenorm.table import NORMS as NAMES
 
 from .helpers import random, slow
-from .pretended import by, pretended_gpu, tensors_among
+from .pretended import by, pretended_gpu
 
 SERVED = ("reference", *cases.INTERPRETED)
 EACH = pytest.mark.parametrize("served", SERVED)
@@ -173,34 +173,6 @@ def test_contracts_of_the_ops(spec):
     """Schema, fake, aliasing and tracing, with real and with symbolic shapes."""
     for name, arguments in arguments_of(spec, 40).items():
         opcheck(getattr(OPS, name.strip()).default, arguments)
-
-
-@pytest.mark.parametrize(
-    "spec",
-    [LAYER, replace(LAYER, norm="rms"), replace(LAYER, residual=None), GATED],
-    ids=cases.label,
-)
-def test_rows_are_read_once_by_sums_and_once_by_outputs(spec):
-    """So a norm in pieces moves at most one reading of each input more than an undivided one."""
-    read = []
-
-    def spy(stream, launches, arrays):
-        for kernel, *_, take, _, _ in launches:
-            rows = [t for t in tensors_among((take(arrays),)) if t.numel() in (4 * 40, 4 * 56)]
-            read.append((kernel._pyfunc.__name__, len(rows)))
-        return launch(stream, launches, arrays)
-
-    inputs = Inputs.random(spec, 4, "cpu")
-    with pretended_gpu():
-        launch = cutile.launch
-        with patch.object(cutile, "launch", spy):
-            in_pieces(spec, inputs, (40, 56))
-    layer = spec.norm == "layer"
-    inputs_of_sums = 1 + (spec.residual is not None) + (spec.gate is not None)
-    assert dict(read)["row_sums"] == inputs_of_sums + (spec.residual is not None)
-    assert dict(read).get("row_center", 0) == 0 and ("row_center" in dict(read)) == layer
-    assert dict(read)["row_apply"] == 2 + (spec.gate is not None)
-    assert [name for name, _ in read].count("row_sums") == 2
 
 
 def test_wrong_arguments():

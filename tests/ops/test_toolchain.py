@@ -29,7 +29,6 @@ from .helpers import (
     tensors_of,
 )
 from .pretended import GPU
-from .test_concurrency import at_once
 
 pytestmark = pytest.mark.usefixtures("no_memory")
 
@@ -136,14 +135,6 @@ def test_a_kernel_that_fails_later(compiler, told):
 
 def norm_of(x, w):
     return tilenorm.rms_norm(x, (N,), w, eps=EPS, backend="reference")
-
-
-def test_threads_that_meet_it_at_once(compiler, told):
-    compiler.breaks(row_forward=f"sleep 0.3; {ERROR}")
-    found, expected = at_once([norm] * 6), norm(backend="reference")
-    assert all(torch.equal(y, expected) for y in found)
-    assert compiler.runs("row_forward") == 1
-    assert len(messages(told)) == 1
 
 
 @pytest.mark.parametrize("kernel", ["row_forward", "norm_backward", None])

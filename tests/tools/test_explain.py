@@ -6,8 +6,6 @@ import torch
 import tilenorm
 from tests.ops.helpers import EACH_FORM, NEEDS_GPU, arguments_of, random, tensors_of
 from tests.quantized import arguments
-from tilenorm.launch import plan, user_table
-from tilenorm.launch.config import RowForward
 from tilenorm.launch.target import MULTIPROCESSORS
 from tilenorm.ops import cutile, functional, reference
 from tilenorm.spec import NormSpec, Quantization
@@ -145,17 +143,6 @@ def test_where_configurations_come_from(fields, forward, backward, tables):
     assert (found.forward_source, found.backward_source) == (forward, backward)
     if backward:
         assert f"backward: {found.backward_bytes:,} bytes, configuration: {backward}" in str(found)
-
-
-def test_a_configuration_comes_from_a_users_table(tables):
-    key = user_table.Key("forward", "rms_norm", 2, 4096, True, False)
-    measured = user_table.Entry(key, RowForward(4), 1.0, 0.0, 1, 1.0, 16, "", {}, {}, "", "", "")
-    path = user_table.path_of("sm_90")
-    user_table.write(path, "sm_90", [measured])
-    plan.plan_forward.cache_clear()
-    found = planned(weight="bfloat16")
-    assert (found.forward_source, found.backward_source) == (f"user table {path}", TUNED)
-    assert found.forward[0].constants["ROWS"] == 4
 
 
 def test_no_parameters_no_column_sum_and_no_rows_no_launch():

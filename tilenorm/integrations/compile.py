@@ -13,7 +13,7 @@ from ..ops.torch_private import inductor_joint_pass
 from .fx import Folds, Report
 from .fx.nodes import Left
 from .fx.norms import Gradient, Norm, hidden_of, known
-from .fx.rewrite import check_where, replace_chosen
+from .fx.rewrite import check_bool, check_where, replace_chosen
 from .joint import OPTION, joint_pass
 
 OTHER_BACKEND = "the backend is not Inductor, which has a hook for joint graphs"
@@ -26,6 +26,7 @@ def compile(
     *,
     where: Callable[[Node], bool] | None = None,
     memory: str | None = None,
+    rotation: bool = False,
     backend: str | Callable = "inductor",
     mode: str | None = None,
     options: dict | None = None,
@@ -59,6 +60,9 @@ def compile(
         memory: None, or "low", with Inductor: the backward pass writes the output of a norm again,
             with the same bits, and the forward pass's output is not saved where nothing else of
             the backward pass needs it. This is one more write of each such output.
+        rotation: whether RMSNorm of queries and keys and the rotary embedding behind it become one
+            op, whatever the size of a head. This has not been timed on a GPU. Without it, Inductor
+            fuses the rotation with such norms of heads as are left to it.
         backend, mode, options, dynamic, others: as in torch.compile.
 
     Returns:
@@ -67,13 +71,15 @@ def compile(
         the model is called.
 
     Raises:
-        TypeError: `where` is neither None nor a function, or `options` is neither None nor a dict.
+        TypeError: `where` is neither None nor a function, `options` is neither None nor a dict, or
+            `rotation` is not a bool.
         ValueError: `memory` is neither None nor "low", or is asked of another backend than
             Inductor.
         RuntimeError: both mode and options are given, as in torch.compile.
         All exceptions that torch.compile raises.
     """
     check_where("compile", where)
+    check_bool("compile", "rotation", rotation)
     if options is not None and not isinstance(options, dict):
         got = type(options).__name__
         raise TypeError(f"compile: argument 'options' takes a dict or None, got {got}")
@@ -92,7 +98,7 @@ def compile(
         wrapped = torch._TorchCompileInductorWrapper(mode, options, dynamic)
     else:
         wrapped = torch._TorchCompileWrapper(backend, mode, options, dynamic)
-    replacing = _ReplacingBackend(wrapped, where, memory, backend == "inductor")
+    replacing = _ReplacingBackend(wrapped, where, memory, backend == "inductor", rotation)
 
     def compiled(model: Callable) -> Callable:
         run = torch.compile(
@@ -164,18 +170,22 @@ class _ReplacingBackend:
     where: Callable[[Node], bool] | None
     memory: str | None
     is_inductor: bool
+    rotation: bool
     # Compiled code is shared by equal backends: each layer of a model compiled alone, for example.
     report: CompileReport = field(default_factory=CompileReport, compare=False)
 
     def __call__(self, graph_module: GraphModule, inputs: list) -> Callable:
         once = self._rounds_once()
-        self.report.graphs.append(replace_chosen(graph_module, self._choose, rounds_once=once))
+        how = {"rounds_once": once, "rotation": self.rotation}
+        self.report.graphs.append(replace_chosen(graph_module, self._choose, **how))
         return self._folding()(graph_module, inputs)
 
     def _choose(self, norm: Norm | Gradient) -> None:
         if self.where is not None:
             if not self.where(norm.at):
                 raise Left("where() excludes it")
+        elif getattr(norm, "rotation", None) is not None:
+            return
         elif self.is_inductor and (count := hidden_of(known(norm.x), norm.dims)) <= SMALL:
             raise Left(f"Inductor fuses a norm of {count} elements with its neighbours")
 

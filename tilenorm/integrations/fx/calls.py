@@ -15,10 +15,12 @@ from torch._ops import OpOverload
 from torch.fx import Node
 from torch.fx.node import map_aggregate
 
+from ...ops.bound import specs_of_tensors
 from ...ops.library import fake
 from ...ops.norm_backward import TERMS as MORE_TERMS
 from ...ops.norm_backward import Backward, norm_backward_fake
 from ...ops.reference import name_of as dtype_name
+from ...ops.registry import cutile_refuses, device_of, spec_refused
 from ...ops.sharding import is_distributed
 from ...spec import NormSpec, Options
 from ...table import OPS, Op
@@ -74,6 +76,29 @@ def norm_values(tensors: Tensors, options: Options, eps: float, save: bool) -> d
     """The results that the op of a norm has for these tensors, by name."""
     op, arguments = _norm_arguments(tensors, options, eps, save)
     return dict(zip(results_of(op), _values(op, _in_order(op, arguments)), strict=True))
+
+
+def rotated_norm(
+    like: Node, heads: list[Node], tables: list[Node], weights: list, **options
+) -> Node:
+    """A call of tilenorm::rms_norm_rope for queries, and for keys if there are two in `heads`.
+
+    heads: with heads behind tokens. Raises Left if the kernels do not support it.
+    """
+    op = torch.ops.tilenorm.rms_norm_rope.default
+    given = dict(zip(("input", "key"), heads, strict=False))
+    given |= dict(zip(("weight", "key_weight"), weights, strict=False))
+    given |= dict(zip(("cos", "sin"), tables, strict=True))
+    row, tensors = FORWARD[op], [given.get(port.name) for port in FORWARD[op].takes]
+    values = [value_of(t) for t in tensors]
+    asked = tuple(options[name] for name in ("hidden", *row.options))
+    spec = specs_of_tensors(row, values, asked).spec
+    x = values[0]
+    device = device_of("cuda", x.device.index) if x.is_cuda else None
+    reason = spec_refused(spec) if device is None else cutile_refuses(spec, 0, device)
+    if reason or spec.unserved:
+        raise Left(reason or spec.unserved)
+    return _called(op, given | options, like)
 
 
 def norm_backward(

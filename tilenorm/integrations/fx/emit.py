@@ -82,6 +82,71 @@ def emit_forward(norm: Norm) -> str:
     return f"{norm.kind} with residual{'' if tensors.gate is None else ' and gate'}"
 
 
+def emit_rotated(norms: tuple[Norm, ...]) -> None:
+    """Replace a norm with its rotation, or those of queries and of keys with the same tables.
+
+    The op stands in the place of the first one. Raises Left if it cannot.
+    """
+    at, first, last = min(norm.at for norm in norms), norms[0], norms[-1]
+    how: Any = first.rotation
+    inputs = [norm.x for norm in norms]
+    weights = [norm.weight for norm in norms]
+    parts = {node for norm in norms for node in norm.parts}
+    for a, b in ((first, last), (last, first)):
+        same = a.rotation[:2] == b.rotation[:2] and a.rotation.contiguous == b.rotation.contiguous
+        same = same and (a.eps, a.offset, a.rounding) == (b.eps, b.offset, b.rounding)
+        same = same and (a.weight is None) == (b.weight is None)
+        if not same or known(a.x).dtype != known(b.x).dtype or _of_token(a) != _of_token(b):
+            raise Left("queries and keys differ in more than their heads")
+    if any(node is not None and not node < at for node in (*inputs, *weights)):
+        raise Left("its arguments are computed later")
+    if written(min(parts), max(norm.at for norm in norms), tuple(parts)):
+        raise Left("a node between its operations may write to a tensor")
+    if any(is_distributed(value_of(x)) for x in inputs):
+        raise Left("its tensors are DTensors")
+    with at.graph.inserting_before(at):
+        tables = [_without_heads(t, how.heads) for t in how[:2]]
+        call = calls.rotated_norm(
+            first.at, [_heads_last(norm) for norm in norms], tables, weights,
+            hidden=first.options.hidden, rotary_dim=int(known(first.at).shape[-1]),
+            interleaved=False, output_heads_first=how.contiguous, offset=first.offset,
+            rounding=first.rounding, eps=first.eps, save=any(map(_saves, norms)),
+        )  # fmt: skip
+        new = {}
+        for norm, name in zip(norms, ("output", "key_output"), strict=False):
+            node = result_of(call, name, norm.at)
+            swaps = not how.contiguous and how.heads == 1
+            node = _permuted(node, [0, 2, 1, 3]) if swaps else node
+            node.meta = dict(norm.at.meta)
+            new[norm.at] = node
+    _take_over(new, tuple(parts))
+
+
+def _of_token(norm: Norm) -> bool:
+    """Whether all heads of a token are normalised together."""
+    return known(norm.x).dim() == 3
+
+
+def _heads_last(norm: Norm) -> Node:
+    """The input of a norm that is rotated, as (batch, tokens, heads, elements)."""
+    rotation: Any = norm.rotation
+    if _of_token(norm):
+        shape = list(known(norm.at).shape)
+        if rotation.heads == 1:
+            shape[1:3] = shape[2:0:-1]
+        return _viewed(norm.x, shape, norm.x)
+    swap = rotation.heads == 1 and not rotation.swapped
+    return _permuted(norm.x, [0, 2, 1, 3]) if swap else norm.x
+
+
+def _without_heads(table: Node, heads: int) -> Node:
+    """cos or sin as (batch or 1, tokens, columns)."""
+    value = value_of(table)
+    if value.dim() == 3:
+        return table
+    return derived(ATEN.squeeze.dim, (table, heads), value.squeeze(heads), table)
+
+
 def emit_backward(norm: Gradient) -> str:
     """Replace aten's gradient of a norm. Returns the new op's kind."""
     with norm.at.graph.inserting_before(norm.at):

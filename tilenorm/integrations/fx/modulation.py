@@ -38,7 +38,7 @@ def groups_of(node: object, x: Tensor, dims: int) -> Sizes | None:
     if value is None or value.dtype not in PARAMETER_DTYPES or value.device != x.device:
         return None
     groups = list(value.shape[: max(0, value.dim() - dims)])
-    while groups and _is_one(groups[-1]):
+    while groups and is_of_size_one(groups[-1]):
         groups.pop()
     fits = same_sizes(value.shape[-dims:], x.shape[x.dim() - dims :])
     fits = fits and len(groups) <= x.dim() - dims and same_sizes(groups, x.shape[: len(groups)])
@@ -106,9 +106,10 @@ def _viewed(node: Node) -> Node | None:
     parts = index if isinstance(index, tuple | list) else (index,)
     if not all(part is None or part is ... or isinstance(part, slice) for part in parts):
         return None
-    sizes = [[n for n in value_of(t).shape if not _is_one(n)] for t in (node, source)]
+    sizes = [[n for n in value_of(t).shape if not is_of_size_one(n)] for t in (node, source)]
     return source if same_sizes(*sizes) else None
 
 
-def _is_one(size: int | SymInt) -> bool:
+def is_of_size_one(size: int | SymInt) -> bool:
+    """Whether a size is 1 for all values of its symbols."""
     return statically_known_true(size == 1)

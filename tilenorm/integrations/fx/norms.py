@@ -7,6 +7,7 @@ ops with statistics.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import SymInt, Tensor
@@ -31,6 +32,22 @@ GRADIENTS = {
 }
 
 
+class Rotation(NamedTuple):
+    """How the heads are rotated that a norm gives: see rotation.py.
+
+    cos, sin: (batch or 1, tokens, columns), or with a size of 1 for heads. heads: the dimension of
+    heads of what is rotated. swapped: whether the input has the tokens before the heads, and what
+    is rotated has not. contiguous: whether the result is contiguous; if not, it is with the heads
+    behind the tokens.
+    """
+
+    cos: Node
+    sin: Node
+    heads: int
+    swapped: bool
+    contiguous: bool
+
+
 @dataclass(frozen=True)
 class Norm:
     """The norm of x over its last `dims` dimensions.
@@ -42,7 +59,8 @@ class Norm:
         parts: the nodes that compute the norm. Those that nothing else uses are erased.
         mod_scale, mod_shift: what scales and shifts the norm by group: see modulation.py.
         rounds_once: whether the op may round once where the graph rounds several times.
-        apart: the node behind the norm that modulates it and that no op takes over, and the reason.
+        apart: the node behind the norm that modulates or rotates it and that no op takes over, and
+            the reason. rotation: if the op rotates the heads too.
     """
 
     norm: str
@@ -62,9 +80,12 @@ class Norm:
     mod_shift: Node | None = None
     rounds_once: bool = False
     apart: tuple[str, str] | None = None
+    rotation: Rotation | None = None
 
     @property
     def kind(self) -> str:
+        if self.rotation is not None:
+            return f"{self.norm}_norm_rope"
         if self.mod_scale is not None:
             return f"modulated_{self.norm}_norm"
         return f"{'gated_' if self.gate is not None else ''}{self.norm}_norm"

@@ -5,10 +5,11 @@ from dataclasses import dataclass, field
 
 from torch.fx import Graph, GraphModule, Node
 
-from .emit import emit_backward, emit_forward
+from .emit import emit_backward, emit_forward, emit_rotated
 from .gradients import Folds, fold_sums
 from .nodes import Left
 from .norms import Gradient, Norm, match_fused
+from .rotation import rotated
 from .spelled_out import extended, match_spelled_out
 
 
@@ -39,6 +40,7 @@ def replace_norms(
     where: Callable[[Node], bool] | None = None,
     fold: bool = False,
     rounds_once: bool = False,
+    rotation: bool = False,
 ) -> Report:
     """Replace the norms in a graph by tilenorm's ops. The graph is changed in place.
 
@@ -74,9 +76,11 @@ def replace_norms(
             over the additions around them. The op adds up to four terms of dy, with the bits of
             the additions that it replaces. It also adds dx to another gradient, and rounds this
             sum once instead of twice. tilenorm.compile does both by itself.
-        rounds_once: whether a modulation, with its gate, may be taken over that the graph computes
-            in 16 bits. The graph rounds after each operation. The op computes in float32 and rounds
-            once, as the code does that Inductor makes of the graph.
+        rounds_once: whether a modulation with its gate, and a rotation, may be taken over that the
+            graph computes in 16 bits. The graph rounds after each operation. The op computes in
+            float32 and rounds once, as the code does that Inductor makes of the graph.
+        rotation: whether RMSNorm of queries and keys and the rotary embedding behind it, as Hugging
+            Face's attention spells it, become one op. It has not been timed on a GPU.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -84,18 +88,15 @@ def replace_norms(
     if not isinstance(graph_module, GraphModule):
         got = type(graph_module).__name__
         raise TypeError(f"replace_norms: argument 'graph_module' takes a GraphModule, got {got}")
-    if not isinstance(fold, bool):
-        raise TypeError(f"replace_norms: argument 'fold' takes a bool, got {type(fold).__name__}")
-    if not isinstance(rounds_once, bool):
-        got = type(rounds_once).__name__
-        raise TypeError(f"replace_norms: argument 'rounds_once' takes a bool, got {got}")
+    for name, value in (("fold", fold), ("rounds_once", rounds_once), ("rotation", rotation)):
+        check_bool("replace_norms", name, value)
     check_where("replace_norms", where)
 
     def choose(norm: Norm | Gradient) -> None:
         if where is not None and not where(norm.at):
             raise Left("where() excludes it")
 
-    return replace_chosen(graph_module, choose, fold, rounds_once)
+    return replace_chosen(graph_module, choose, fold, rounds_once, rotation)
 
 
 def replace_chosen(
@@ -103,13 +104,14 @@ def replace_chosen(
     choose: Callable[[Norm | Gradient], None],
     fold: bool = False,
     rounds_once: bool = False,
+    rotation: bool = False,
 ) -> Report:
     """As replace_norms. choose: raises Left, with the reason, for a norm that is to stay."""
     replaced, left, folds = [], [], Folds()
     for path, module in list(graph_module.named_modules()):
         if isinstance(module, GraphModule):
             prefix = f"{path}." if path else ""
-            entries, reasons = _replace(module.graph, choose, rounds_once)
+            entries, reasons = _Replacing(choose, rounds_once, rotation).run(module.graph)
             new = fold_sums(module.graph) if fold else Folds()
             replaced += [(kind, prefix + name) for kind, name in entries]
             left += [(prefix + name, reason) for name, reason in reasons]
@@ -119,6 +121,13 @@ def replace_chosen(
     return Report(tuple(replaced), tuple(left), folds)
 
 
+def check_bool(function: str, name: str, value: object) -> None:
+    """Raise TypeError if an argument is no bool."""
+    if not isinstance(value, bool):
+        got = type(value).__name__
+        raise TypeError(f"{function}: argument {name!r} takes a bool, got {got}")
+
+
 def check_where(function: str, where: object) -> None:
     """Raise TypeError if `where` is neither None nor callable."""
     if where is not None and not callable(where):
@@ -126,27 +135,67 @@ def check_where(function: str, where: object) -> None:
         raise TypeError(f"{function}: argument 'where' takes a function of a node, got {got}")
 
 
-def _replace(graph: Graph, choose, rounds_once: bool) -> tuple[list, list]:
-    """Replace the norms of one graph; the lists of a Report, with names as in this graph."""
-    replaced, left = [], []
-    for node in list(graph.nodes):
-        if node.op not in ("call_function", "call_method"):
-            continue
+class _Replacing:
+    """Replaces the norms of a graph. replaced, left: the lists of a Report, with its names."""
+
+    def __init__(self, choose: Callable, rounds_once: bool, rotation: bool):
+        self.choose, self.rounds_once, self.rotation = choose, rounds_once, rotation
+        self.replaced: list[tuple[str, str]] = []
+        self.left: list[tuple[str, str]] = []
+        # The node that the norm of queries starts at, by the tables that rotate them.
+        self._waiting: dict[tuple, Node] = {}
+
+    def run(self, graph: Graph) -> tuple[list, list]:
+        for node in list(graph.nodes):
+            if node.op in ("call_function", "call_method"):
+                self._visit(node, self.rotation)
+        for node in self._waiting.values():
+            self._rotate(node)
+        return self.replaced, self.left
+
+    def _norm(self, node: Node, rotation: bool) -> Norm | Gradient | None:
+        norm = match_fused(node)
+        if isinstance(norm, Norm):
+            norm = extended(norm, self.rounds_once)
+        norm = norm or match_spelled_out(node, self.rounds_once)
+        return rotated(norm) if rotation and isinstance(norm, Norm) else norm
+
+    def _visit(self, node: Node, rotation: bool) -> None:
         name = node.name
         try:
-            norm = match_fused(node)
-            if isinstance(norm, Norm):
-                norm = extended(norm, rounds_once)
-            norm = norm or match_spelled_out(node, rounds_once)
+            norm = self._norm(node, rotation)
             if norm is None:
-                continue
+                return
             name = norm.at.name
-            choose(norm)
+            self.choose(norm)
+            if isinstance(norm, Norm) and norm.rotation is not None:
+                tables = norm.rotation[:2]
+                if tables in self._waiting:
+                    self._rotate(self._waiting.pop(tables), node)
+                else:
+                    self._waiting[tables] = node
+                return
             norm.check()
             emit = emit_forward if isinstance(norm, Norm) else emit_backward
-            replaced.append((emit(norm), name))
+            self.replaced.append((emit(norm), name))
             if isinstance(norm, Norm) and norm.apart is not None:
-                left.append(norm.apart)
+                self.left.append(norm.apart)
         except Left as reason:
-            left.append((name, str(reason)))
-    return replaced, left
+            self.left.append((name, str(reason)))
+
+    def _rotate(self, *nodes: Node) -> None:
+        """Replace the norms that start at one node or two, with their rotation, by one op. If that
+        cannot be, replace each with its rotation, or else alone.
+        """
+        norms: list = []
+        try:
+            norms += [self._norm(node, True) for node in nodes]
+            emit_rotated(tuple(norms))
+            self.replaced += [(norm.kind, norm.at.name) for norm in norms]
+        except Left as reason:
+            for node in nodes if len(nodes) > 1 else ():
+                self._rotate(node)
+            if len(nodes) == 1:
+                name = norms[0].at.name if norms else nodes[0].name
+                self.left.append((name, f"it stays behind its norm: {reason}"))
+                self._visit(nodes[0], False)

@@ -1,0 +1,224 @@
+"""The rotary embedding behind the norm of queries or keys, in graphs.
+
+    q = norm(x), with heads before or behind tokens
+    q · cos + rotate_half(q) · sin          rotate_half(q) = cat(−q[…, D/2:], q[…, :D/2])
+
+cos and sin have a row for each token, with a size of 1 for the heads.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+from torch.fx import Node
+
+from .modulation import is_of_size_one
+from .nodes import (
+    DTYPES_16_BIT,
+    Left,
+    argument_of,
+    bind,
+    cast_input,
+    constant_of,
+    in_turn,
+    name_of,
+    only_user,
+    operands_of,
+    users_of,
+    value_of,
+)
+from .norms import PARAMETER_DTYPES, Norm, Rotation, check_tensors, known, same_sizes
+
+SWAPPED = "its heads and tokens are neither in order nor swapped"
+
+
+def rotated(norm: Norm) -> Norm:
+    """RMSNorm with the rotary embedding behind it, or the same norm if there is none.
+
+    The norm is that of each head, or of all heads of a token. Where no op of tilenorm's computes
+    both, the norm tells the reason.
+    """
+    y = norm.outputs.get("output")
+    plain = norm.kind == "rms_norm" and norm.dims == 1 and norm.bias is None
+    if not plain or y is None or any(n.users for n in norm.outputs.values() if n is not y):
+        return norm
+    path = [y]
+    while (user := only_user(path[-1])) is not None and name_of(user) in ("view", *TURNS):
+        path.append(user)
+    found = _embedding(path[-1])
+    if found is None:
+        return norm
+    try:
+        return _with_rotation(norm, path, *found)
+    except Left as reason:
+        return replace(norm, apart=(found[0].name, f"it stays behind its norm: {reason}"))
+
+
+TURNS = ("transpose", "permute", "swapaxes", "swapdims", "reshape", "_unsafe_view")
+
+
+def _embedding(q: Node) -> tuple[Node, Node, Node, tuple[Node, ...]] | None:
+    """The last node of a rotation of q, cos and sin beside q, and the nodes; None if q has none."""
+    for product in users_of(q):
+        end = only_user(product)
+        for a, b in in_turn(operands_of("add", end)):
+            for one, cos in in_turn(operands_of("mul", a)):
+                for half, sin in in_turn(operands_of("mul", b)):
+                    nodes = _rotate_half(half, q)
+                    tables = isinstance(cos, Node) and isinstance(sin, Node)
+                    if one is q and nodes and tables and end is not None:
+                        return end, cos, sin, (a, b, *nodes)
+    return None
+
+
+def _rotate_half(node: object, q: Node) -> tuple[Node, ...]:
+    """The nodes that compute cat(−q[…, D/2:], q[…, :D/2]), or ()."""
+    if not isinstance(node, Node) or name_of(node) not in ("cat", "concat", "concatenate"):
+        return ()
+    parts, size = argument_of(node), known(q).shape[-1]
+    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+    if not isinstance(parts, tuple | list) or dim not in (-1, known(q).dim() - 1):
+        return ()
+    match parts:
+        case [Node() as negative, Node() as first] if name_of(negative) == "neg":
+            second: Any = argument_of(negative)
+            half = size // 2
+            if _columns(second) == (q, half, size) and _columns(first) == (q, 0, half):
+                return node, negative, second, first
+    return ()
+
+
+def _columns(node: object) -> tuple[Node, int, int] | None:
+    """The source of a slice of the last dimension, and its first and its last column, plus 1."""
+    source, value = argument_of(node) if isinstance(node, Node) else None, value_of(node)
+    if not isinstance(node, Node) or not isinstance(source, Node) or value is None:
+        return None
+    if name_of(node) == "slice":
+        args = bind(node)
+        last, start = args["dim"] % value.dim() == value.dim() - 1, args["start"]
+        index = slice(start, None, args["step"]) if last else None
+    elif name_of(node) == "getitem" and isinstance(node.args[1], tuple):
+        *before, index = node.args[1]
+        full = ... in before or len(before) == value.dim() - 1
+        only = all(part in (..., slice(None)) for part in before)
+        index = index if full and only else None
+    else:
+        return None
+    if not isinstance(index, slice) or constant_of(index.step or 1) != 1:
+        return None
+    start = constant_of(index.start or 0)
+    width = constant_of(value.shape[-1])
+    whole = value_of(source)
+    if start is None or width is None or whole is None or whole.dim() != value.dim():
+        return None
+    first = int(start) if start >= 0 else int(start) + int(whole.shape[-1])
+    return source, first, first + int(width)
+
+
+def _with_rotation(norm: Norm, path: list[Node], end: Node, cos: Node, sin: Node, nodes) -> Norm:
+    """The norm with its rotation. path: from its output to q. nodes: those up to `end`.
+
+    Raises Left if no op of tilenorm's computes both.
+    """
+    x, q, last = known(norm.x), path[-1], end
+    check_tensors(norm.tensors, norm.dims, norm.options)
+    if norm.weight is not None and known(norm.weight).dim() > 1:
+        raise Left("its weight is by heads")
+    if (cast := only_user(end)) is not None and cast_input(cast) is end:
+        last = cast if known(end).dtype != x.dtype else end
+    swapped = _swapped(x, path)
+    heads = _heads(known(q), known(cos), known(sin))
+    if heads != 1 if swapped else heads == 1 and x.dim() == 3:
+        raise Left(SWAPPED)
+    inside = {*nodes, end, last, *path[1:]}
+    if any(user not in inside for node in (*path, *inside - {last}) for user in users_of(node)):
+        raise Left("other nodes use its intermediate results")
+    for node in (cos, sin):
+        table = known(node)
+        if table.dtype not in PARAMETER_DTYPES or table.device != x.device or table.requires_grad:
+            raise Left(f"{node.name} is a {table.dtype} on {table.device}, or needs a gradient")
+    y = known(last)
+    before = y.transpose(1, 2) if heads == 1 else y
+    if y.dtype != x.dtype or not (y.is_contiguous() or before.is_contiguous()):
+        raise Left(f"its result is {y.dtype} with strides {y.stride()}")
+    rotation = Rotation(
+        _table(cos, heads), _table(sin, heads), heads, swapped, not before.is_contiguous()
+    )
+    parts = tuple(sorted({*norm.parts, norm.at, *inside}))
+    rounding = _rounding(norm, (end, *nodes, path[0]))
+    how = {"rounding": rounding, "outputs": {"output": last}, "at": last, "parts": parts}
+    return replace(norm, rotation=rotation, **how)
+
+
+def _swapped(x: Tensor, path: list[Node]) -> bool:
+    """Whether the views from a norm's output to q swap heads and tokens. They may also give heads
+    a dimension.
+    """
+    swapped, shape = False, x.shape
+    for node in path[1:]:
+        value = known(node)
+        if value.dim() == 4 and len(shape) == 3 and same_sizes(value.shape[:2], shape[:2]):
+            pass
+        elif value.dim() == 4 == len(shape) and _swaps(node) and not swapped:
+            swapped = True
+        else:
+            raise Left(SWAPPED)
+        shape = value.shape
+    if len(shape) != 4:
+        raise Left("it has no dimensions of samples, heads and tokens")
+    return swapped
+
+
+def _swaps(node: Node) -> bool:
+    """Whether a node swaps the second and the third of four dimensions."""
+    if name_of(node) == "permute":
+        dims = node.args[1] if len(node.args) == 2 else node.args[1:]
+        return isinstance(dims, tuple | list) and [d % 4 for d in dims] == [0, 2, 1, 3]
+    dims = (*node.args[1:], *node.kwargs.values())
+    named = name_of(node) in ("transpose", "swapaxes", "swapdims")
+    return named and sorted(d % 4 for d in dims if isinstance(d, int)) == [1, 2]
+
+
+def _heads(q: Tensor, *tables: Tensor) -> int:
+    """The dimension of q's heads: that along which the tables are repeated."""
+    for heads in (1, 2):
+        tokens = [n for i, n in enumerate(q.shape) if i not in (0, heads)]
+        if all(_fits(q, table, heads, tokens) for table in tables):
+            return heads
+    shapes = [list(table.shape) for table in tables]
+    raise Left(f"its cos and sin are {shapes}, its heads {list(q.shape)}")
+
+
+def _fits(q: Tensor, table: Tensor, heads: int, tokens: list) -> bool:
+    if table.dim() != 4 or not is_of_size_one(table.shape[heads]):
+        return False
+    rest = [n for i, n in enumerate(table.shape) if i not in (0, heads)]
+    batch = is_of_size_one(table.shape[0]) or same_sizes(table.shape[:1], q.shape[:1])
+    return batch and same_sizes(rest, tokens)
+
+
+def _table(node: Node, heads: int) -> Node:
+    """cos or sin before it got a dimension of heads; the same node if it had it from the start."""
+    source: Any = argument_of(node)
+    if name_of(node) == "unsqueeze" and value_of(source) is not None:
+        shape = [n for i, n in enumerate(known(node).shape) if i != heads]
+        if same_sizes(value_of(source).shape, shape):
+            return source
+    return node
+
+
+def _rounding(norm: Norm, nodes: tuple[Node, ...]) -> str:
+    """The rounding of tilenorm's op: that of the nodes, if the op does not round once.
+
+    nodes: of the norm's output and of the rotation. Raises Left if none is the same.
+    """
+    dtypes = {known(node).dtype for node in nodes}
+    if not dtypes & set(DTYPES_16_BIT):
+        return "late"
+    weight = None if norm.weight is None else known(norm.weight).dtype
+    early = norm.rounding == "early" and weight == known(norm.x).dtype
+    if len(dtypes) == 1 and (weight is None or early):
+        return "early"
+    if norm.rounds_once:
+        return "late"
+    raise Left("it rounds to 16 bits where tilenorm's op does not")
