@@ -103,6 +103,10 @@ class Rope:
     TILES: int
     WHOLE: tuple
 
+    def spanned(self, NUMBER):
+        """How many heads a norm of the input (0) or of the key (1) spans; 0 where it spans one."""
+        return self.WHOLE[NUMBER] if len(self.WHOLE) > 0 else 0
+
 
 @dataclass(frozen=True)
 class How:

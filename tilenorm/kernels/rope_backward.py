@@ -54,9 +54,7 @@ class Pass:
 
     @property
     def WHOLE(self):
-        """How many heads a norm spans, or 0 where it spans one."""
-        WHOLE = self.rotary.rope.WHOLE
-        return WHOLE[self.NUMBER] if len(WHOLE) > 0 else 0
+        return self.rotary.rope.spanned(self.NUMBER)
 
     @property
     def COUNT(self):

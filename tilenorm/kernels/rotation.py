@@ -154,9 +154,8 @@ class Rotary:
         found = ()
         for TABLE in ct.static_iter((COS, SIN)):
             if self.rope.FULL:
-                pair = self.read_couple(
-                    TABLE, index, at.mask, 0, ct.static_eval(couples_of(self.rope)[0])
-                )
+                first = ct.static_eval(couples_of(self.rope)[0])
+                pair = self.read_couple(TABLE, index, at.mask, 0, first)
             else:
                 cols, inside = self.place(0, self.rope.WIDTH, self.rope.HALF, at.mask)
                 half = ct.gather(TABLE, index + (cols,), mask=inside, check_bounds=False)
