@@ -228,10 +228,10 @@ OPTIONS = {
     ),
     "--op rms_norm_quantized --fp8 float8_e5m2": f"{PLAIN}, row scales float8_e5m2 layout row",
     "--op rms_norm_rope --rotary-dim 64 --interleaved --half-tables": (
-        f"{PLAIN}, 64 of 256 elements rotated in pairs tables float32 of 32, key weight bfloat16"
+        f"{PLAIN}, 64 of 256 elements rotated in pairs, tables float32 of 32, key weight bfloat16"
     ),
     "--op rms_norm_rope --head-dim 64 --table-dtype bfloat16 --positions int64": (
-        f"{PLAIN}, 64 of 64 elements rotated by halves tables bfloat16 of 64 positions int64, "
+        f"{PLAIN}, 64 of 64 elements rotated by halves, tables bfloat16 of 64, positions int64, "
         "key weight bfloat16"
     ),
     "--op gated_rms_norm --gate-first": f"{PLAIN}, gate bfloat16 before the norm, activation silu",

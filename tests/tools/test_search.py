@@ -14,6 +14,7 @@ from tilenorm.launch import heuristics
 from tilenorm.launch.config import (
     Backward,
     Hints,
+    RopeForward,
     RowForward,
     Served,
     SharedForward,
@@ -231,6 +232,7 @@ TWO_BYTES = "packed needs rows with 16-bit elements"
 # (why it is refused, the configuration, what it would serve besides rows of 5120 in 16 bits)
 REFUSED = [
     ("rows 3 is not a power of two", replace(ROW, rows=3), {}),
+    ("tiles 3 is not a power of two", RopeForward(4, 3), {}),
     ("hints out of range", replace(STREAM, hints=Hints(33)), {}),
     ("hints out of range: Hints(", replace(SHARED, hints=Hints(2, 5)), {}),
     (VECTORS, replace(STREAM, rows=2), {}),
