@@ -144,6 +144,8 @@ def _rotated(spec: NormSpec, needs: Needs | None) -> RopeForward | RopeBackward:
     both = 2 if how.interleaved else 1  # a thread reads both elements of a pair
     table = ITEM_BYTES[how.table] * (both if how.full else 1)
     elements = max(1, 16 // max(spec.item_bytes * both, table))
+    if how.interleaved and not spec.aligned:
+        elements = 1  # they do pass through shared memory, element by element
     if needs is not None or spec.by_token:
         elements = min(elements, rules.ROPE_ELEMENTS)
     if spec.by_token:
