@@ -24,27 +24,12 @@ WITH_ROWS = ("x", "residual", "gate", "dy", "dsum", "addend", "skip", "dropout_m
 
 
 @dataclass(frozen=True)
-class Inputs:
+class Inputs(oracle.Arguments):
     """The inputs of a norm.
 
     The backward pass gets mean and rstd from the oracle: errors of the forward pass do not matter.
     """
 
-    x: Tensor
-    residual: Tensor | None
-    gate: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
-    dy: Tensor
-    dsum: Tensor | None
-    eps: float = EPS
-    addend: Tensor | None = None
-    skip: Tensor | None = None
-    dropout_mask: Tensor | None = None
-    layer_scale: Tensor | None = None
-    mod_scale: Tensor | None = None
-    mod_shift: Tensor | None = None
-    mod_gate: Tensor | None = None
     scale: Tensor | None = None  # of a quantised norm whose caller gives one
 
     @classmethod
@@ -100,23 +85,19 @@ class Inputs:
     def saved(self, spec: NormSpec) -> tuple[Tensor, ...]:
         """What a backward pass reads of the forward pass, with the oracle's statistics."""
         mean, rstd = self.stats(spec)
-        found = {"x": oracle.total(spec, self.arguments), "mean": mean, "rstd": rstd}
+        found = {"x": oracle.total(spec, self), "mean": mean, "rstd": rstd}
         found["input"] = self.x
         return tuple(found.get(role, getattr(self, role, None)) for role in spec.kept)
 
-    @property
-    def arguments(self) -> oracle.Arguments:
-        return oracle.Arguments(*(getattr(self, name) for name in oracle.Arguments._fields))
-
     def truth(self, spec: NormSpec) -> dict[str, oracle.Truth]:
-        return oracle.norm(spec, self.arguments)
+        return oracle.norm(spec, self)
 
     def own(self, spec: NormSpec) -> dict[str, Tensor]:
-        return oracle.torch_own(spec, self.arguments)
+        return oracle.torch_own(spec, self)
 
     def stats(self, spec: NormSpec) -> tuple[Tensor | None, Tensor]:
         """mean and rstd, float32."""
-        found = oracle.norm(spec, self.arguments._replace(dy=None))
+        found = oracle.norm(spec, replace(self, dy=None))
         mean, rstd = (found[name].value.float() for name in ("mean", "rstd"))
         return (mean if spec.norm == "layer" else None), rstd
 

@@ -6,7 +6,6 @@ scale. The value itself may be much smaller, because the terms may cancel.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +22,8 @@ class Truth:
     scale: Tensor
 
 
-class Arguments(NamedTuple):
+@dataclass(frozen=True)
+class Arguments:
     """The inputs of a norm and the gradients of its outputs; None for an absent tensor.
 
     weight and bias have the shape (N,) or (heads, N). The other tensors have the shape (rows, N) or
@@ -37,7 +37,7 @@ class Arguments(NamedTuple):
     bias: Tensor | None
     dy: Tensor | None
     dsum: Tensor | None
-    eps: float
+    eps: float = 1e-6
     addend: Tensor | None = None
     skip: Tensor | None = None
     dropout_mask: Tensor | None = None

@@ -110,6 +110,9 @@ WRONG = {
     f"{EXPLAIN} --group-dtype float32": "--group-dtype: rms_norm takes nothing by group",
     f"{PRECOMPILE} --op modulated_rms_norm --pieces": "--pieces: modulated_rms_norm has none",
     f"{DRY} --op modulated_rms_norm --hidden 256": "its forward pass takes that of rms_norm",
+    f"{EXPLAIN} --rotary-dim 64": "--rotary-dim, --head-dim and the like: rms_norm takes none",
+    f"{EXPLAIN} --op rms_norm_rope --bias": "--bias: rms_norm_rope takes none",
+    f"{DRY} --op rms_norm_rope --hidden 64 --terms 2": "rms_norm_rope takes one term of dy",
     f"{EXPLAIN} --residuals 2": "--residuals: rms_norm takes no residual",
     f"{EXPLAIN} --layer-scale": "--layer-scale: rms_norm takes none, or not with these options",
     f"{EXPLAIN} --op add_rms_norm --residuals 2 --dropout-mask 2": "--dropout-mask: add_rms_norm",
@@ -224,6 +227,13 @@ OPTIONS = {
         f"{PLAIN}, block scales powers of two float8_e4m3fn layout column_tma output"
     ),
     "--op rms_norm_quantized --fp8 float8_e5m2": f"{PLAIN}, row scales float8_e5m2 layout row",
+    "--op rms_norm_rope --rotary-dim 64 --interleaved --half-tables": (
+        f"{PLAIN}, 64 of 256 elements rotated in pairs tables float32 of 32, key weight bfloat16"
+    ),
+    "--op rms_norm_rope --head-dim 64 --table-dtype bfloat16 --positions int64": (
+        f"{PLAIN}, 64 of 64 elements rotated by halves tables bfloat16 of 64 positions int64, "
+        "key weight bfloat16"
+    ),
     "--op gated_rms_norm --gate-first": f"{PLAIN}, gate bfloat16 before the norm, activation silu",
 }
 

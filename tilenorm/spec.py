@@ -106,10 +106,11 @@ class Rotation(NamedTuple):
     @property
     def label(self) -> str:
         """The fields in words."""
-        words = [f"{self.dim} of {self.head} elements rotated"]
-        words += ["in pairs" if self.interleaved else "by halves"]
-        words += [f"tables {self.table} of {self.dim if self.full else self.dim // 2}"]
-        return " ".join(words + [f"positions {self.positions}"] * bool(self.positions))
+        pairs, columns = "in pairs" if self.interleaved else "by halves", self.dim
+        columns = columns if self.full else columns // 2
+        words = [f"{self.dim} of {self.head} elements rotated {pairs}"]
+        words += [f"tables {self.table} of {columns}"]
+        return ", ".join(words + [f"positions {self.positions}"] * bool(self.positions))
 
 
 @dataclass(frozen=True)

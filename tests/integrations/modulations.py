@@ -220,17 +220,13 @@ def drawn(rng: Random) -> Drawn:
     cast, affine, shifted = rng.random() < 0.5, rng.random() < 0.5, rng.random() < 0.8
     before = rng.choice(("x", "residual", "gated"))
     swap = [rng.random() < 0.5 for _ in range(5)]
-    in_float32 = cast or torch.float32 in (dtype, own)
+    one, late = rng.choice((1, 1.0)), rng.random() < 0.3
 
     def both(a, b, place):
         return (b, a) if swap[place] else (a, b)
 
     def plus_one(t):
-        one = rng_one
         return one + t if swap[0] else t + one
-
-    rng_one = rng.choice((1, 1.0))
-    late = rng.random() < 0.3
 
     def function(x, residual, by_group, weight, bias):
         scale, shift, gate = (chunk(by_group, i) for i in range(3))
@@ -267,4 +263,4 @@ def drawn(rng: Random) -> Drawn:
     more = {"x": "", "residual": " with residual", "gated": " with residual and gate"}[before]
     kind = f"modulated_{norm[:3].replace('lay', 'layer')}_norm{more}"
     name = f"{norm}, {label}, {dtype}, {own}, {before}, cast {cast}, affine {affine}, late {late}"
-    return Drawn(f"{name}, {in_float32}", kind, function, (*rows, by_group, *affines))
+    return Drawn(name, kind, function, (*rows, by_group, *affines))

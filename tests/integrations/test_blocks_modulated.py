@@ -1,6 +1,7 @@
 """patch(modulation=True): blocks that modulate in the pass of the norm."""
 
 import copy
+import functools
 import pickle
 from functools import partial
 from unittest import mock
@@ -90,16 +91,22 @@ class Apart(Block):
         return y, z
 
 
-def made(cls=Block):
-    block = cls().bfloat16()
+def made():
+    """A block with patched norms, the same patched itself, and inputs."""
+    x = random(BATCH, TOKENS, N, dtype=BF16)
+    scale, shift = (random(BATCH, 1, N, dtype=BF16, seed=seed) for seed in (1, 2))
+    return *copy.deepcopy(_made()), x, scale, shift
+
+
+@functools.cache
+def _made():
+    block = Block().bfloat16()
     for number, parameter in enumerate(block.parameters()):
         parameter.data.copy_(random(N, seed=number))
     patched = copy.deepcopy(block)
-    report = tilenorm.patch(patched, modulation=True)
+    tilenorm.patch(patched, modulation=True)
     tilenorm.patch(block)
-    x = random(BATCH, TOKENS, N, dtype=BF16)
-    scale, shift = (random(BATCH, 1, N, dtype=BF16, seed=seed) for seed in (1, 2))
-    return block, patched, report, x, scale, shift
+    return block, patched
 
 
 # What one pass does not give runs as before, with the same bits and the same errors.
@@ -116,7 +123,7 @@ AS_BEFORE = {
 
 @pytest.mark.parametrize("change", AS_BEFORE.values(), ids=AS_BEFORE)
 def test_what_one_pass_does_not_give_runs_as_before(change, passes):
-    block, patched, _, *tensors = made()
+    block, patched, *tensors = made()
     for norm in (block.norm, patched.norm):
         given = change(norm, *tensors)
     got, expected = patched(*given)[0], block(*given)[0]
@@ -126,7 +133,7 @@ def test_what_one_pass_does_not_give_runs_as_before(change, passes):
 
 @pytest.mark.parametrize("shape", [(BATCH, 1), (BATCH, TOKENS), (1, 1), ()])
 def test_rows_that_lie_by_group(shape, passes):
-    block, patched, _, x, *_ = made()
+    block, patched, x, *_ = made()
     tensors = [t.float() for t in (x, random(*shape, N, seed=1), random(*shape, N, seed=2))]
     for got, expected in zip(patched.float()(*tensors), block.float()(*tensors), strict=True):
         torch.testing.assert_close(got, expected)
@@ -134,14 +141,15 @@ def test_rows_that_lie_by_group(shape, passes):
 
 
 def test_a_norm_whose_output_is_used_besides_stays():
-    _, patched, report, *_ = made(Apart)
-    assert type(patched) is Apart
+    block = Apart()
+    report = tilenorm.patch(block, modulation=True)
+    assert type(block) is Apart
     ((_, cls, reason),) = report.left
     assert cls is Apart and reason == "no modulation stands right behind a patched norm"
 
 
 def test_with_sums_undone_copied_and_pickled(passes):
-    block, _, _, x, scale, shift = made()
+    block, _, x, scale, shift = made()
     tilenorm.unpatch(block)
     report = tilenorm.patch(block, modulation=True, residual=True)
     assert "the modulation of norm and last with the norm" in str(report)
@@ -153,7 +161,7 @@ def test_with_sums_undone_copied_and_pickled(passes):
 
 
 def test_compiled_in_one_graph(dynamo, passes):
-    _, patched, _, *tensors = made()
+    _, patched, *tensors = made()
     compiled = torch.compile(patched, backend="aot_eager", fullgraph=True)
     for got, expected in zip(compiled(*tensors), patched(*tensors), strict=True):
         assert torch.equal(got, expected)

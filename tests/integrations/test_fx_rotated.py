@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import tilenorm
 from tilenorm.integrations.fx import replace_norms
 
-from ..ops.helpers import random
+from ..ops.helpers import name_of, random
 from .graphs import TRACERS, by_dynamo, by_make_fx, calls
 from .rotations import BATCH, HEADS, NORMS, TOKENS, D, drawn, rotate, split
 from .spellings import module_of
@@ -64,7 +64,7 @@ def model(name: str, dtype: torch.dtype):
     return module, arguments(module, name)
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=name_of)
 @pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "olmo2"])
 def test_models_of_transformers(name, dtype, dynamo):
     """Both layers. In 16 bits, Qwen 3 alone rounds as tilenorm's op can."""

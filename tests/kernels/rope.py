@@ -26,8 +26,8 @@ EPS = 1e-6
 def drawn(rng: Random, **fields) -> tuple[NormSpec, Sizes]:
     """A spec and sizes. fields: of the spec, not drawn."""
     dtype = fields.pop("dtype", rng.choice(DTYPES))
-    head = rng.choice((2, 6, 8, 20, 32, 40, 48, 64))
-    dim = rng.choice((head, head, max(2, head // 4 * 2), max(2, head // 8 * 2)))
+    head = rng.choice((2, 6, 7, 8, 20, 32, 40, 48, 64, 80, 96))
+    dim = rng.choice((head // 2 * 2, head // 2 * 2, max(2, head // 4 * 2), max(2, head // 8 * 2)))
     positions = rng.choice((None, None, "int32", "int64"))
     rotation = Rotation(
         dim, head, rng.random() < 0.5, rng.choice((dtype, *DTYPES)), rng.random() < 0.5, positions

@@ -483,7 +483,7 @@ def test_explained(capsys):
     given = made((2, 5), (4, 2), 16, 8, B) | {"positions": torch.arange(5)}
     given |= {n: given[n].transpose(1, 2) for n in LEAVES[:2]}
     found = tilenorm.explain(NAME, given.pop("input"), (16,), heads_first=True, **given)
-    assert "16 of 16 elements rotated by halves tables bfloat16 of 8" in capsys.readouterr().out
+    assert "16 of 16 elements rotated by halves, tables bfloat16 of 8" in capsys.readouterr().out
     assert found.spec.rotation.heads_first and found.rows == 40
     # Queries, keys and what they become; weights; tables of 5 rows; positions of 10 tokens.
     assert found.forward_bytes == 2 * 2 * 60 * 16 + 2 * 2 * 16 + 2 * 2 * 5 * 8 + 10 * 8

@@ -79,9 +79,9 @@ def of_function(name: str, parameters: dict[str, Tensor], **options) -> Callable
 
 
 def rotated(function: Callable, input: Tensor, key: Tensor, **given) -> Outputs:
-    """Each row has one head."""
-    angles = torch.arange(HIDDEN // 2, device=input.device) * 0.1
-    tables, rows = (angles.cos(), angles.sin()), (input.unsqueeze(1), key.unsqueeze(1))
+    """Each row has one head. Eager and compiled code compute the tables exactly."""
+    cos = torch.arange(HIDDEN // 2, device=input.device) / HIDDEN
+    tables, rows = (cos, 1 - cos), (input.unsqueeze(1), key.unsqueeze(1))
     made = function(rows[0], (HIDDEN,), *tables, key=rows[1], eps=EPS, **given)
     return dict(zip(("output", "key_output"), made, strict=True))
 

@@ -14,7 +14,7 @@ from tilenorm.launch import heuristics, user_table
 from tilenorm.launch.calls import bound, every_gradient
 from tilenorm.launch.config import Backward, Hints, RowForward, SharedForward
 from tilenorm.launch.target import Target
-from tilenorm.spec import NormSpec
+from tilenorm.spec import NormSpec, Rotation
 from tilenorm.tools import tune as tuning
 from tilenorm.tools.candidates import Search, explicit
 from tilenorm.tools.search import How, plan_of
@@ -48,6 +48,18 @@ def test_right_candidates_are_kept(spec, direction, terms):
         plan = plan_of(search, config)
         assert plan.needs.terms == terms if direction == "backward" else plan.save
         assert tried.wrong(plan) is None, config
+
+
+@each_direction
+@pytest.mark.parametrize("heads", (1, 3))
+def test_right_candidates_of_rotated_heads_are_kept(direction, heads):
+    """Of a norm of each head, and of one of all heads of a token."""
+    b, hidden = "bfloat16", 24 * heads
+    of_key = {"key": b, "key_weight": b, "key_hidden": hidden if heads > 1 else 0}
+    spec = NormSpec("rms", hidden, b, b, rotation=Rotation(16, 24, heads > 1), **of_key)
+    search = Search(spec, H200, direction)
+    for config in (search.configs[0], *search.candidates()[5::40]):
+        assert trials(search).wrong(plan_of(search, config)) is None, config
 
 
 def all_but_one(launches, arrays, index) -> None:

@@ -150,6 +150,13 @@ def _rotated(spec: NormSpec, needs: Needs | None) -> RopeForward | RopeBackward:
         rows = min(elements, rules.ROPE_ELEMENTS) * hints.threads // width
         return form(max(1, min(rows, tile_width(token // how.head))), 1, hints)
     tiles = 2 * tile_width(1 + cdiv(how.head - how.dim, 2 * width))  # of a head
+    if needs is not None:
+        elements = min(elements, rules.ROPE_ELEMENTS)
+        # Those of 32 bits, masks of elements and what is rotated in part in pairs take registers.
+        in_part = how.interleaved and how.dim < how.head
+        if spec.item_bytes > 2 or not spec.aligned or in_part:
+            hints = replace(hints, occupancy=hints.occupancy - 1)
+    block = block if spec.aligned else block // 2
     elements = max(1, min(elements, most // tiles))
     heads = min(rules.ROPE_HEADS, block // (tiles * elements))
     return form(max(1, elements * hints.threads // width), max(1, heads), hints)
@@ -188,7 +195,7 @@ def operation(spec: NormSpec, needs: Needs | None = None) -> str | None:
             return None
         return "gate_first" if spec.gate_first else "gated_rms_norm"
     if spec.rotation:
-        return f"{spec.op} {spec.rotation.label}"
+        return f"{spec.op}, {spec.rotation._replace(positions=None).label}"
     if spec.modulated:
         if needs is not None:
             return None

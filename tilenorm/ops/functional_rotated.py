@@ -59,10 +59,12 @@ def rms_norm_rope(
         heads_first: input and key are (B, H, S, D).
         output_heads_first: the outputs are (B, H, S, D), of (B, S, H, D); None for what the input
             is.
-        offset, backend: as those of tilenorm.rms_norm.
-        rounding: "late" rounds once. "early" gives the bits of Hugging Face's models, which round
-            the norm, its product with the weight, and each product and each sum of the rotation to
-            the input's dtype.
+        offset: as that of tilenorm.rms_norm.
+        rounding: "late" rounds once. "early" gives the bits of Hugging Face's models, in which all
+            tensors have one dtype: to the input's are rounded the norm, its product with a weight
+            of that dtype, and each product and each sum of the rotation.
+        backend: as that of tilenorm.rms_norm. The kernels take heads of up to 512 elements, and up
+            to 8192 elements that are normalised together.
 
     Returns:
         The rotated queries, contiguous, in the input's dtype; with a key (queries, keys).

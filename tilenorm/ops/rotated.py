@@ -80,7 +80,7 @@ class RotatedLayouts(Layouts):
             given[place] = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
         there = any(given[place].numel() for place in self._heads)
         heads = [given[place].shape[-2] for place in self._heads]
-        sizes: Any = Sizes(prod(tokens[:-1]), tokens[-1], *heads) if there else ()
+        sizes: Any = Sizes(*_sequences(tokens), *heads) if there else ()
         fresh, written, reads = [], [], []
         for place, made in enumerate(self._results):
             how = made and _fresh(spec, made, given[made.like])
@@ -104,6 +104,14 @@ class RotatedLayouts(Layouts):
         return layout
 
 
+def _sequences(tokens: tuple[int, ...]) -> tuple[int, int]:
+    """How many sequences there are, and the tokens of each. A block has tokens of one sequence: so
+    tokens that are their sequences' only ones, as where a model decodes, count as one sequence.
+    """
+    batch, count = prod(tokens[:-1]), tokens[-1]
+    return (1, batch) if count == 1 else (batch, count)
+
+
 def _fresh(spec: NormSpec, made: Made, like: Tensor) -> Fresh:
     shape = tuple(like.shape)
     if made.lies == "output" and spec.rotation.heads_first:
@@ -124,7 +132,7 @@ def _turned(spec: NormSpec, lies: str, t: Tensor, tokens: tuple[int, ...]) -> Te
 
 def _shape_of(spec: NormSpec, lies: str, turned: Tensor, tokens: tuple[int, ...]) -> tuple:
     """The shape in which the kernels take a tensor."""
-    batch, head = (prod(tokens[:-1]), tokens[-1]), spec.rotation.head
+    batch, head = _sequences(tokens), spec.rotation.head
     if lies == "vector" or (lies == "affine" and not spec.by_token):
         return (turned.numel(),)
     if lies == "affine":
@@ -151,7 +159,7 @@ def _read_of(spec: NormSpec, place: int, lies: str, t: Tensor, tokens: tuple[int
     # An extent of 1 may have any stride, and the compiler reads by what the stride is.
     inner = 1
     for i in reversed(range(len(shape))):
-        strides[i] = inner if shape[i] == 1 else strides[i]
+        strides[i] = min(inner, VECTOR_BYTES * shape[-1]) if shape[i] == 1 else strides[i]
         inner = shape[i] * strides[i]
     unit = VECTOR_BYTES // t.element_size() if spec.aligned and lies in IN_VECTORS else 1
     fits = strides[-1] == 1 and max(strides) < MAX_STRIDE

@@ -10,6 +10,8 @@ from ..launch.config import (
     Backward,
     Config,
     Hints,
+    RopeBackward,
+    RopeForward,
     RowForward,
     Served,
     SharedForward,
@@ -35,6 +37,7 @@ LOOP_OCCUPANCY = (1, 2, 3, 4, 5, 6, 8)
 TMA_OCCUPANCY = (1, 2, 3, 4)
 BACKWARD_OCCUPANCY = (1, 2, 3, 4, 5, 6)  # each block has partial sums
 CHUNK_OCCUPANCY = (4, 5, 6, 7, 8, 10)  # forward; here it only bounds the registers
+ROPE_OCCUPANCY = {"forward": (None, 2, 3, 4, 6), "backward": BACKWARD_OCCUPANCY}
 CHUNKS = {"forward": (2048, 4096, 8192), "backward": (1024, 2048, 4096, 8192)}
 CHUNK_SEGMENTS = {"forward": (1, 2, 4, 8), "backward": (1, 2)}
 CHUNK_TOGETHER = (1, 2, 4)  # if a thread reads one vector of each segment
@@ -95,6 +98,8 @@ class Search:
             raise ValueError(
                 f"{spec.op} has no table: its forward pass takes that of {plain}{spec.norm}_norm"
             )
+        if spec.rotation and self.terms > 1:
+            raise ValueError(f"{spec.op} takes one term of dy")
         if spec.branches:
             raise ValueError(
                 f"{spec.op} with a mask or a layer scale has no table: tune it without"
@@ -113,7 +118,9 @@ class Search:
     def candidates(self) -> list[Config]:
         """The configurations that the tuner tries, simple ones first."""
         spec, target = self.spec, self.target
-        if self.direction == "forward":
+        if spec.rotation:
+            tried = _rotated(spec, self.direction)
+        elif self.direction == "forward":
             tried = chain(_forward(spec), _forward_chunks(spec))
         else:
             tried = chain(_backward(spec), _backward_chunks(spec, target))
@@ -122,8 +129,10 @@ class Search:
 
 
 def explicit(config: Config, hidden: int) -> Config:
-    """The same configuration with its widths written out."""
-    return config if config.widths else replace(config, widths=(tile_width(hidden),))
+    """The same configuration with its widths written out, if it has any."""
+    if config.widths or isinstance(config, RopeForward):
+        return config
+    return replace(config, widths=(tile_width(hidden),))
 
 
 def written(value) -> str:
@@ -201,6 +210,19 @@ def _backward(spec: NormSpec) -> Iterator[Backward]:
                 yield replace(config, reread=True)
                 if _packs(spec):
                     yield replace(config, packed=True, reread=True)
+
+
+def _rotated(spec: NormSpec, direction: str) -> Iterator[RopeForward | RopeBackward]:
+    """Tiles of 1 to 8 elements for each thread, of up to 64 over the heads of a block."""
+    how, width = spec.rotation, heuristics.rope_width(spec)
+    form = RopeForward if direction == "forward" else RopeBackward
+    parts = 2 * (1 + cdiv(how.head - how.dim, 2 * width))  # tiles of a head
+    for elements, tiles in product((1, 2, 4, 8), (1,) if spec.by_token else (1, 2, 4, 8)):
+        if spec.by_token or parts * elements * tiles <= 64:
+            for occupancy, warps in product(ROPE_OCCUPANCY[direction], WARPS[True]):
+                hints = Hints(occupancy, warps)
+                if (occupancy or 1) * hints.threads <= THREADS:
+                    yield form(max(1, elements * hints.threads // width), tiles, hints)
 
 
 def _forward_chunks(spec: NormSpec) -> Iterator[SharedForward]:

@@ -19,6 +19,8 @@ from ..ops.rotated_arguments import heads_last
 from ..spec import ITEM_BYTES, NormSpec
 from ..table import OPS, Op
 
+HEADS = 32, 8  # of the input and of the key
+
 
 @dataclass(frozen=True)
 class Step:
@@ -248,13 +250,19 @@ def _rotated_bytes(spec: NormSpec, sizes: Sizes) -> tuple[int, int]:
     return 2 * x * heads + tables + weights, 3 * x * heads + tables + 2 * weights
 
 
+def token_rows(spec: NormSpec) -> int:
+    """How many rows a token has, each of which is normalised by itself."""
+    return HEADS[0] if spec.rotation and not spec.by_token else spec.heads or 1
+
+
 def sizes_of(spec: NormSpec, rows: int) -> Sizes:
-    """Of a call of rotated heads whose input has so many rows, in one sequence: each token has one
-    head, or those that a norm spans, and so has a key.
+    """Of a call of rotated heads whose input has about so many rows, in one sequence. Where a norm
+    spans one head, a token has those of HEADS.
     """
-    head = spec.rotation.head
-    keys = (spec.key_hidden or head) // head if spec.key else 0
-    return Sizes(1, rows, spec.hidden // head, keys)
+    heads, keys = HEADS
+    if spec.by_token:
+        heads, keys = spec.hidden // spec.rotation.head, spec.key_hidden // spec.rotation.head
+    return Sizes(1, max(1, rows // token_rows(spec)), heads, keys if spec.key else 0)
 
 
 def options_of(spec: NormSpec, terms: int = 1) -> str:

@@ -13,8 +13,17 @@ from ..spec import (
     MAX_TERMS,
     NormSpec,
     Quantization,
+    Rotation,
 )
-from ..table import MODULATED_NORMS, MODULATION, NORMS, OPTIONS, QUANTIZED_NORMS
+from ..table import (
+    MODULATED_NORMS,
+    MODULATION,
+    NORMS,
+    NOT_OF_ROWS,
+    OPTIONS,
+    QUANTIZED_NORMS,
+    ROTATED_NORMS,
+)
 from .candidates import MOST_SPILLED, Search
 from .explain import gpu, planned_device
 
@@ -78,7 +87,9 @@ def specs_of(asked: argparse.Namespace) -> list[NormSpec]:
 def _spec(asked: argparse.Namespace, op: str, hidden: int, dtype: str) -> NormSpec:
     added, after, gated = op.startswith("add_"), op.endswith("_add"), op.startswith("gated_")
     branches = added and op not in QUANTIZED_NORMS and asked.residuals == 1
-    modulated = op in MODULATED_NORMS
+    modulated, rotated = op in MODULATED_NORMS, op in ROTATED_NORMS
+    rotation = asked.rotary_dim, asked.head_dim, asked.interleaved, asked.table_dtype
+    rotation = any((*rotation, asked.half_tables, asked.positions))
     for name, given, taken, why in (
         (
             "--residual-dtype",
@@ -87,6 +98,8 @@ def _spec(asked: argparse.Namespace, op: str, hidden: int, dtype: str) -> NormSp
             "takes no residual",
         ),
         ("--group-dtype", asked.group_dtype, modulated, "takes nothing by group"),
+        ("--rotary-dim, --head-dim and the like", rotation, rotated, "takes none"),
+        ("--bias", asked.bias, not rotated, "takes none"),
         ("--residuals", asked.residuals > 1, added, "takes no residual"),
         ("--dropout-mask", asked.dropout_mask, branches, "takes none, or not with these options"),
         ("--layer-scale", asked.layer_scale, branches, "takes none, or not with these options"),
@@ -115,9 +128,21 @@ def _spec(asked: argparse.Namespace, op: str, hidden: int, dtype: str) -> NormSp
     if modulated:
         by_group = MODULATION if asked.residual_dtype else MODULATION[:2]
         fields |= dict.fromkeys(by_group, asked.group_dtype or dtype)
+    if rotated:
+        fields |= _rotation(asked, hidden, dtype, fields["weight"])
     if op in QUANTIZED_NORMS:
         fields["quantized"] = _quantization(asked, hidden)
     return NormSpec.of(op, hidden, dtype, **fields)
+
+
+def _rotation(asked: argparse.Namespace, hidden: int, dtype: str, weight: str | None) -> dict:
+    """The fields of a spec whose heads are rotated, with a key."""
+    head = asked.head_dim or hidden
+    table, full = asked.table_dtype or "float32", not asked.half_tables
+    how = asked.rotary_dim or head, head, asked.interleaved, table, full, asked.positions
+    keys = hidden if head != hidden else 0
+    rotation = Rotation(*how)
+    return {"rotation": rotation, "key": dtype, "key_weight": weight, "key_hidden": keys}
 
 
 def _quantization(asked: argparse.Namespace, hidden: int) -> Quantization:
@@ -137,7 +162,7 @@ def _quantization(asked: argparse.Namespace, hidden: int) -> Quantization:
 def add_spec(command: argparse.ArgumentParser, size: dict) -> None:
     """Add the options that describe specs. size: whether --hidden is required."""
     add = command.add_argument
-    add("--op", nargs="+", default=["rms_norm"], choices=NORMS + QUANTIZED_NORMS + MODULATED_NORMS)
+    add("--op", nargs="+", default=["rms_norm"], choices=NORMS + QUANTIZED_NORMS + NOT_OF_ROWS)
     add("--hidden", type=_positive, nargs="+", metavar="N", **size)
     add("--dtype", nargs="+", default=["bfloat16"], choices=DTYPES)
     add("--weight-dtype", choices=DTYPES, help="default: --dtype")
@@ -151,6 +176,12 @@ def add_spec(command: argparse.ArgumentParser, size: dict) -> None:
     add("--residuals", type=int, default=1, choices=(1, 2), help="how many are added to the input")
     add("--dropout-mask", type=float, metavar="S", help="the input is times a mask and times S")
     add("--layer-scale", action="store_true", help="the input is times a vector")
+    add("--rotary-dim", type=_positive, metavar="R", help="elements of a head that are rotated")
+    add("--head-dim", type=_positive, metavar="D", help="a norm spans N / D heads of a token")
+    add("--interleaved", action="store_true", help="elements 2i and 2i + 1 are rotated")
+    add("--table-dtype", choices=DTYPES, help="of cos and sin (float32)")
+    add("--half-tables", action="store_true", help="of half as many columns")
+    add("--positions", choices=("int32", "int64"), help="of the rows in the tables")
     add("--gate-first", action="store_true", help="gate, then normalise")
     add("--activation", choices=OPTIONS["activation"].words, help="of the gate (silu)")
     layouts = sorted({layout for found in LAYOUTS.values() for layout in found})

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from multiprocessing import get_context
 from typing import Any
 
@@ -65,6 +66,8 @@ def arguments(
 
     made: returns a contiguous tensor, given its dtype and its shape. groups: of modulated rows.
     """
+    if spec.rotation:
+        return rotated_arguments(spec, needs, sizes_of(spec, rows), made)
     lead = (rows // spec.heads, spec.heads) if spec.heads else (rows,)
     matrix, affine = (*lead, spec.hidden), (*lead[1:], spec.hidden)
     shapes = {"rows": matrix, "mask": matrix, "affine": affine, "vector": (spec.hidden,)}
@@ -112,8 +115,8 @@ def calls_of(plan: Plan, rows: int, groups: int = 1, sizes: Sizes | None = None)
     are rotated.
     """
     spec, needs = plan.spec, getattr(plan, "needs", None)
-    if spec.rotation:
-        given = rotated_arguments(spec, needs, sizes or sizes_of(spec, rows), _without_memory)
+    if sizes:
+        given = rotated_arguments(spec, needs, sizes, _without_memory)
     else:
         given = arguments(spec, needs, rows, _without_memory, groups)
     return _recorded(lambda run: bind(plan, run)(*given))
@@ -185,6 +188,11 @@ def training_calls(
     if output and not spec.output_refused:
         asked += [needs._replace(output=True) for needs in asked]
     backward = [plan_backward(spec, target, needs) for needs in asked]
+    if spec.rotation:
+        for sizes in _size_classes(spec):
+            for made in (inference, training, backward[0]):
+                calls += calls_of(made, 0, sizes=sizes)
+        return _distinct(calls)
     if spec.modulated:
         for rows, groups in _group_classes(backward[0]):
             for made in (inference, training, backward[0]):
@@ -234,6 +242,15 @@ def _group_classes(plan: BackwardPlan) -> Iterator[tuple[int, int]]:
     for groups in (1, 2, 3, 16, 32, whole, whole + 1):
         for tokens in (1, 2, 3, 15, 16, 17, 256, 4096, 4097):
             yield groups * tokens, groups
+
+
+def _size_classes(spec: NormSpec) -> Iterator[Sizes]:
+    """Sizes of heads that are rotated: several of each class that compiles to the same kernels, of
+    as many heads as sizes_of tells.
+    """
+    heads = sizes_of(spec, 1)[2:]
+    for batch, tokens in product((1, 2, 16), (1, 2, 3, 15, 16, 17, 256, 4096, 4097)):
+        yield Sizes(batch, tokens, *heads)
 
 
 def precompile(

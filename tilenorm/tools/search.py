@@ -12,10 +12,11 @@ from typing import TypeVar
 
 from ..launch.config import Config
 from ..launch.plan import BackwardPlan, ForwardPlan, backward_spec
+from ..launch.rope import RopeBackwardPlan, RopeForwardPlan
 from ..launch.target import REGISTERS, Target
 from ..launch.toolchain import CompileError
 from .candidates import MOST_SPILLED, Search, written
-from .precompile import Compiled, calls_of, compile_call, compiling
+from .precompile import Compiled, Plan, calls_of, compile_call, compiling
 
 HELPERS = ("clear_slots", "column_sum")  # kernels that run before and after the norm's kernel
 FIRST_SAMPLES, MOST_SAMPLES = 3, 200
@@ -76,12 +77,14 @@ class Measured:
         return cls(statistics.median(samples), high - low, len(samples))
 
 
-def plan_of(search: Search, config: Config) -> ForwardPlan | BackwardPlan:
+def plan_of(search: Search, config: Config) -> Plan:
     """The plan of a training step with this configuration instead of the chosen one."""
     spec, target, needs = search.spec, search.target, search.needs
     if needs is None:
-        return ForwardPlan(spec, target, config, True)
-    return BackwardPlan(backward_spec(spec, needs), target, config, needs)
+        forward = RopeForwardPlan if spec.rotation else ForwardPlan
+        return forward(spec, target, config, True)
+    backward = RopeBackwardPlan if spec.rotation else BackwardPlan
+    return backward(backward_spec(spec, needs), target, config, needs)
 
 
 def compile_candidates(

@@ -13,7 +13,7 @@ from ..launch.user_table import Entry
 from ..ops import cutile, reference
 from ..spec import NormSpec
 from .candidates import Search, written
-from .explain import moved_bytes, options_of
+from .explain import moved_bytes, options_of, token_rows
 from .precompile import RESOURCES, arguments, bind, resources_of
 from .search import HELPERS, How, compile_candidates, plan_of, prune, rank
 
@@ -132,7 +132,7 @@ class Trials:
             return found
         dy, dsum, saved, *others = found
         pairs = zip(self.spec.kept, saved, strict=True)
-        saved = [t.abs() + 0.5 if role in ("mean", "rstd") else t for role, t in pairs]
+        saved = [t.abs() + 0.5 if role.endswith(("mean", "rstd")) else t for role, t in pairs]
         return dy, dsum, saved, *others
 
     def _reference(self, inputs: tuple) -> tuple[Tensor | None, ...]:
@@ -202,7 +202,7 @@ def tune(search: Search, how: How) -> Entry:
 
 def whole_rows(spec: NormSpec, rows: int) -> int:
     """Round rows down to whole tokens and a multiple of 16 (for which candidates compile)."""
-    unit = 16 * (spec.heads or 1)
+    unit = 16 * token_rows(spec)
     return max(1, rows // unit) * unit
 
 

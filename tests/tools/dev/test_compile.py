@@ -23,13 +23,16 @@ from tilenorm.launch.calls import every_gradient
 from tilenorm.launch.target import MULTIPROCESSORS, Target
 from tilenorm.launch.tuned import TABLES
 from tilenorm.spec import NormSpec, Quantization
-from tilenorm.tools.dev.digests import Case
+from tilenorm.tools.dev.digests import Case, rotations
+from tilenorm.tools.explain import token_rows
 from tilenorm.tools.precompile import compile_call
 
 TUNED = ("sm_90", "sm_100")
 ROWS, FEW = 65537, 33
 MOST_SPILLED_WITH_SKIP = 32  # bytes a thread; see heuristics.shipped_op
 MOST_SPILLED_BY_MORE = 16  # bytes a thread; backward_of_more of sm_90.json has what spilled more
+MOST_SPILLED_BY_TOKENS = 80  # bytes a thread; heads that are rotated, tokens of more than 4096
+MOST_SHARED = 20480  # bytes; heads that are rotated
 QUANTIZED = (1024, 2048, 3072, 4096, 5120, 6144, 7168, 8192, 12288, 16384)
 CHAINS = (128, 1024, 2048, 2304, 3584, 4096, 5376)
 # Bytes that a thread spills. Without spills it took 73.5 µs and not 70.0 (H200, 2026-11-25).
@@ -106,6 +109,16 @@ def pieces(rng: Random, seed: int) -> Case:
     arch = ("sm_80", "sm_90", "sm_100", "sm_120")[seed % 4]
     hidden, dtype = rng.choice(PIECES), rng.choice(("bfloat16", "float32"))
     return Case(rng.choice(tabled(dtype, hidden)), Target.of(arch), ROWS, pieces=True)
+
+
+def rotated(rng: Random, seed: int) -> Case:
+    """Heads that are rotated: of usual sizes, in part and in pairs, and whole tokens."""
+    arch = ("sm_80", "sm_90", "sm_100", "sm_120")[seed % 4]
+    spec = rng.choice(list(rotations(rng.choice(("bfloat16", "bfloat16", "float32")))))
+    if spec.rotation.head % 8 == 0 and rng.random() < 0.3:
+        spec = replace(spec, rotation=spec.rotation._replace(full=False, positions="int64"))
+    needs = every_gradient(spec) if rng.random() < 0.7 else None
+    return Case(spec, Target.of(arch), ROWS * token_rows(spec), needs=needs)
 
 
 def quantized(rng: Random, seed: int) -> Case:
@@ -191,6 +204,15 @@ def test_several_terms_compile_and_hardly_spill(compiled, case):
 def test_pieces_compile_and_do_not_spill(compiled, case):
     spilled = {c.kernel: c.spill_bytes for c in compiled(case) if c.spill_bytes}
     assert not spilled, f"bytes a thread: {spilled}"
+
+
+@drawn(rotated, 8, 120)
+def test_rotated_heads_compile_and_do_not_spill(compiled, case):
+    wide = case.spec.by_token and case.spec.hidden > 4096
+    spilled = {c.kernel: c.spill_bytes for c in compiled(case)}
+    assert max(spilled.values()) <= (MOST_SPILLED_BY_TOKENS if wide else 0), spilled
+    # Tables and rows lie alike over the threads, and pass through no shared memory.
+    assert max(c.shared_bytes for c in compiled(case)) <= MOST_SHARED
 
 
 @drawn(quantized, 2, 50)

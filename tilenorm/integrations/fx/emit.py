@@ -108,9 +108,9 @@ def emit_rotated(norms: tuple[Norm, ...]) -> None:
         tables = [_without_heads(t, how.heads) for t in how[:2]]
         call = calls.rotated_norm(
             first.at, [_heads_last(norm) for norm in norms], tables, weights,
-            hidden=first.options.hidden, rotary_dim=known(first.at).shape[-1], interleaved=False,
-            output_heads_first=how.contiguous, offset=first.offset, rounding=first.rounding,
-            eps=first.eps, save=any(map(_saves, norms)),
+            hidden=first.options.hidden, rotary_dim=int(known(first.at).shape[-1]),
+            interleaved=False, output_heads_first=how.contiguous, offset=first.offset,
+            rounding=first.rounding, eps=first.eps, save=any(map(_saves, norms)),
         )  # fmt: skip
         new = {}
         for norm, name in zip(norms, ("output", "key_output"), strict=False):

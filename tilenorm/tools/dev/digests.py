@@ -15,8 +15,9 @@ from ...launch.calls import Call, Needs, every_gradient
 from ...launch.plan import BackwardPlan, ForwardPlan, plan_backward, plan_forward
 from ...launch.target import Target
 from ...launch.tuned import TABLES
-from ...spec import ITEM_BYTES, NormSpec, Quantization
+from ...spec import ITEM_BYTES, NormSpec, Quantization, Rotation
 from ...table import MODULATION
+from ..explain import token_rows
 from ..precompile import calls_of, compile_call, compiling, piece_calls
 
 LARGE, SMALL = 65537, 33  # rows of a large batch and of a small batch
@@ -73,6 +74,8 @@ class Case(NamedTuple):
             f"offset:{spec.offset:g}" if spec.offset else "",
             f"heads:{spec.heads}" if spec.heads else "",
             spec.quantized.label if spec.quantized else "",
+            spec.rotation.label if spec.rotation else "",
+            f"key:{spec.key_hidden or spec.hidden}" if spec.key else "",
             f"{asked}rows:{self.rows}",
         ]
         return " ".join(filter(None, parts))
@@ -86,12 +89,12 @@ def cases(arch: str) -> list[Case]:
             plan = plan_forward(spec, target, save)
             if plan.save == save:
                 batches = (LARGE, SMALL) if plan.fetches else (LARGE,)
-                found += [Case(spec, target, rows * (spec.heads or 1), save) for rows in batches]
+                found += [Case(spec, target, rows * token_rows(spec), save) for rows in batches]
     for spec in _specs(arch, "backward"):
         if spec.quantized or spec.inner:
             continue  # those of the norms themselves
         every = every_gradient(spec)
-        found.append(Case(spec, target, LARGE * (spec.heads or 1), needs=every))
+        found.append(Case(spec, target, LARGE * token_rows(spec), needs=every))
         if arch in TABLES and spec.hidden in (37, 1024) and not spec.heads:
             for name in ("dx", "dw", "db", "dresidual", "dgate"):
                 if getattr(every, name):
@@ -144,6 +147,21 @@ def _specs(arch: str, direction: str) -> list[NormSpec]:
     return list(dict.fromkeys([*found, *(_variants() if table is not None else ())]))
 
 
+def rotations(dtype: str) -> Iterator[NormSpec]:
+    """Heads that are rotated: of usual sizes, in part and in pairs, and whole tokens."""
+    of_key = {"weight": dtype, "key": dtype, "key_weight": dtype}
+    how = [Rotation(n, n) for n in (64, 80, 96, 128, 192, 256, 37 * 2)]
+    how += [Rotation(64, 256), Rotation(32, 80), Rotation(128, 128, table=dtype)]
+    how += [Rotation(128, 128, True), Rotation(64, 128, True, full=False, positions="int32")]
+    for rotation in how:
+        yield NormSpec("rms", rotation.head, dtype, rotation=rotation, **of_key)
+    early = {"rounding": "early", "rotation": Rotation(128, 128, table=dtype)}
+    yield NormSpec("rms", 128, dtype, **early, **of_key)
+    for heads, key_heads in ((16, 16), (32, 32), (40, 8), (64, 64)):
+        whole = {"rotation": Rotation(128, 128), "key_hidden": 128 * key_heads}
+        yield NormSpec("rms", 128 * heads, dtype, **whole, **of_key)
+
+
 def _variants() -> Iterator[NormSpec]:
     """Specs that differ in ways the tables ignore: heads, dtypes, offset, rounding, parameters."""
     b, f = "bfloat16", "float32"
@@ -167,6 +185,8 @@ def _variants() -> Iterator[NormSpec]:
         yield NormSpec("rms", hidden, b, b, quantized=Quantization("row", amax=True))
         before = NormSpec("rms", hidden, b, b, skip=b)
         yield NormSpec.chained(before, NormSpec("rms", hidden, b, b))
+    yield from rotations(b)
+    yield NormSpec("rms", 128, f, f, rotation=Rotation(64, 128, True))
     for hidden in (1024, 4096):
         yield NormSpec("layer", hidden, b, mod_scale=b, mod_shift=b)
         yield NormSpec("rms", hidden, b, b, b, residual=b, mod_scale=f, mod_shift=f, mod_gate=f)
