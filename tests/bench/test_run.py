@@ -5,10 +5,13 @@ import torch
 
 from bench import providers, timing
 from bench.cases import OPS
-from bench.op import Case
+from bench.op import DIRECTIONS, Case
 from bench.providers import Provider
 from bench.record import Cell
 from bench.run import repeatable_call, run
+
+from ..ops.helpers import slow
+from ..ops.pretended import pretended_gpu
 
 EAGER, ADD = OPS["rms_norm"].eager, OPS["add_rms_norm"].eager
 CASE = Case("rms_norm", "float32", 64, 128)
@@ -147,6 +150,23 @@ def test_inference_runs_without_grad(monkeypatch):
 def test_nothing_starts_after_the_time_limit_and_what_is_left_is_said(monkeypatch, capsys):
     assert measured(monkeypatch, {"torch": EAGER}, max_seconds=-1.0) == {}
     assert capsys.readouterr().err == "out of time after 0 of 3\n"
+
+
+NEW = ("modulated_layer_norm gated", "rms_norm_rope 16/8")
+
+
+@pytest.mark.parametrize("name", [*NEW, *slow(*(name for name in OPS if name not in NEW))])
+def test_the_kernels_serve_each_op_as_the_bench_calls_it(name):
+    """By the interpreter of the kernels, with the right results in both directions."""
+    op, lines = OPS[name], []
+    groups = 2 if op.axis else 1
+    case = Case(name, "bfloat16", 2 * op.unit * groups, 128, groups)
+    with pretended_gpu():
+        run([case], {name: ["tilenorm"]}, DIRECTIONS, "cpu", lines.append, budget_s=0.0)
+    cells = [line for line in lines if isinstance(line, Cell)]
+    assert [(c.direction, c.status, c.error) for c in cells] == [
+        (way, "ok", "") for way in DIRECTIONS if way in op.directions
+    ]
 
 
 def test_inference_is_timed_by_a_graph(gpu):

@@ -281,7 +281,10 @@ def test_only_what_is_asked_for_of_cut_rows(form):
         wanted = (2 if "layer" in form.op else 1) + through
         assert collectives == all_reduces(wanted, ONE), asked
     if "residual" in given.tensors:  # the sum alone has a gradient
-        found, _ = given.on(ONE, placements, [None, rows], asked=["input", "residual"])
+        replicated = placements | {n: [R] for n in PARAMETERS if n in given.tensors}
+        asked = ["input", "residual", "weight"]
+        found, _ = given.on(ONE, replicated, [None, rows], asked=asked)
+        assert not found["weight"].full_tensor().any()
         dy = [None, incoming_of(given.tensors)[1]]
         assert torch.equal(found["input"].full_tensor(), given.alone(None, dy)["input"])
 

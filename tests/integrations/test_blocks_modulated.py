@@ -148,6 +148,31 @@ def test_a_norm_whose_output_is_used_besides_stays():
     assert cls is Apart and reason == "no modulation stands right behind a patched norm"
 
 
+class Added(Block):
+    """As Flux and HunyuanVideo do."""
+
+    def forward(self, x, h, scale, shift):
+        x = x + h
+        y = self.norm(x)
+        y = y * (1 + scale) + shift
+        return y, x
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_the_sum_before_in_the_same_pass(alike, passes):
+    """With residual=True; the sum has the same bits. Terms of two shapes are added as before."""
+    block, (_, _, x, scale, shift) = Added().bfloat16(), made()
+    h = random(*x.shape, dtype=BF16, seed=5)
+    h = h if alike else h[:1]
+    patched = copy.deepcopy(block)
+    report = tilenorm.patch(patched, modulation=True, residual=True)
+    assert "the sum before norm and the modulation of norm with the norm" in str(report)
+    (y, s), (like, total) = patched(x, h, scale, shift), block(x, h, scale, shift)
+    assert torch.equal(s, total) and s.dtype == total.dtype and y.dtype == like.dtype
+    torch.testing.assert_close(y, like, rtol=2**-6, atol=2**-5)
+    assert len(passes) == 1
+
+
 def test_with_sums_undone_copied_and_pickled(passes):
     block, _, x, scale, shift = made()
     tilenorm.unpatch(block)

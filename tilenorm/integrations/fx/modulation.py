@@ -19,6 +19,7 @@ from .nodes import (
     cast_input,
     constant_of,
     in_turn,
+    index_of,
     name_of,
     operands_of,
     value_of,
@@ -102,7 +103,7 @@ def _viewed(node: Node) -> Node | None:
     source: Any = argument_of(node)
     if name_of(node) not in VIEWS or value_of(source) is None or value_of(node) is None:
         return None
-    index = node.args[1] if name_of(node) == "getitem" else ()
+    index = index_of(node) if name_of(node) == "getitem" else ()
     parts = index if isinstance(index, tuple | list) else (index,)
     if not all(part is None or part is ... or isinstance(part, slice) for part in parts):
         return None

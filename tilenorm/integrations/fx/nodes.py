@@ -181,6 +181,12 @@ def item_of(node: Node) -> tuple[Node | None, int | None]:
     return (source, place) if isinstance(source, Node) else (None, None)
 
 
+def index_of(node: Node) -> Any:
+    """The index of a node that reads a part of a tensor; 0 for other nodes."""
+    is_item = node.target is operator.getitem and len(node.args) == 2
+    return node.args[1] if is_item else 0
+
+
 def erase(node: Node) -> None:
     """Erase a node and its users, all of which are idle."""
     for user in list(node.users):

@@ -21,6 +21,7 @@ from .nodes import (
     cast_input,
     constant_of,
     in_turn,
+    index_of,
     name_of,
     only_user,
     operands_of,
@@ -29,6 +30,8 @@ from .nodes import (
 )
 from .norms import PARAMETER_DTYPES, Norm, Rotation, check_tensors, known, same_sizes
 
+# Between a norm and its rotation: a dimension of heads, and heads in front of tokens.
+VIEWS = ("view", "reshape", "_unsafe_view", "transpose", "permute", "swapaxes", "swapdims")
 SWAPPED = "its heads and tokens are neither in order nor swapped"
 
 
@@ -43,18 +46,17 @@ def rotated(norm: Norm) -> Norm:
     if not plain or y is None or any(n.users for n in norm.outputs.values() if n is not y):
         return norm
     path = [y]
-    while (user := only_user(path[-1])) is not None and name_of(user) in ("view", *TURNS):
+    while (user := only_user(path[-1])) is not None and name_of(user) in VIEWS:
         path.append(user)
-    found = _embedding(path[-1])
-    if found is None:
-        return norm
+    end = path[-1]
     try:
+        found = _embedding(path[-1])
+        if found is None:
+            return norm
+        end = found[0]
         return _with_rotation(norm, path, *found)
     except Left as reason:
-        return replace(norm, apart=(found[0].name, f"it stays behind its norm: {reason}"))
-
-
-TURNS = ("transpose", "permute", "swapaxes", "swapdims", "reshape", "_unsafe_view")
+        return replace(norm, apart=(end.name, f"it stays behind its norm: {reason}"))
 
 
 def _embedding(q: Node) -> tuple[Node, Node, Node, tuple[Node, ...]] | None:
@@ -95,10 +97,10 @@ def _columns(node: object) -> tuple[Node, int, int] | None:
         return None
     if name_of(node) == "slice":
         args = bind(node)
-        last, start = args["dim"] % value.dim() == value.dim() - 1, args["start"]
-        index = slice(start, None, args["step"]) if last else None
-    elif name_of(node) == "getitem" and isinstance(node.args[1], tuple):
-        *before, index = node.args[1]
+        last = args["dim"] in (-1, value.dim() - 1)
+        index = slice(args["start"], None, args["step"]) if last else None
+    elif isinstance(parts := index_of(node), tuple) and parts:
+        *before, index = parts
         full = ... in before or len(before) == value.dim() - 1
         only = all(part in (..., slice(None)) for part in before)
         index = index if full and only else None
@@ -172,8 +174,9 @@ def _swapped(x: Tensor, path: list[Node]) -> bool:
 def _swaps(node: Node) -> bool:
     """Whether a node swaps the second and the third of four dimensions."""
     if name_of(node) == "permute":
-        dims = node.args[1] if len(node.args) == 2 else node.args[1:]
-        return isinstance(dims, tuple | list) and [d % 4 for d in dims] == [0, 2, 1, 3]
+        order: Any = node.args[1] if len(node.args) == 2 else node.args[1:]
+        named = isinstance(order, tuple | list) and all(isinstance(d, int) for d in order)
+        return named and [d % 4 for d in order] == [0, 2, 1, 3]
     dims = (*node.args[1:], *node.kwargs.values())
     named = name_of(node) in ("transpose", "swapaxes", "swapdims")
     return named and sorted(d % 4 for d in dims if isinstance(d, int)) == [1, 2]

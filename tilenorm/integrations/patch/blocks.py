@@ -17,8 +17,8 @@ computes both, with or without the shift:
     x = self.norm(x)              x = self.modulated(self.norm, x, a, b)
     x = x * (1 + a) + b
 
-The call decides at every run whether tilenorm's function gives what the two statements give, and
-runs the statements otherwise.
+With a sum right before the norm, sum_and_modulated computes all three. The call decides at every
+run whether tilenorm's function gives what the statements give, and runs the statements otherwise.
 """
 
 import ast
@@ -34,6 +34,14 @@ from ...ops.torch_private import is_its_forward
 from .classes import PatchedModule, content_of, patched_subclass
 
 NORMED = "_tilenorm_normed_{}"  # a local variable: what the norm makes of the sum of that number
+
+
+class Names:
+    """Of the methods that a rewritten forward calls."""
+
+    SUM_AND_NORM = "_tilenorm_sum_and_norm"
+    MODULATED = "_tilenorm_modulated"
+    SUM_AND_MODULATED = "_tilenorm_sum_and_modulated"
 
 
 class Unchanged(Exception):
@@ -70,6 +78,19 @@ class PatchedBlock(PatchedModule):
                 return found
         y = norm(x) * (1 + scale)
         return y if shift is None else y + shift
+
+    @staticmethod
+    def _tilenorm_sum_and_modulated(
+        norm: nn.Module, a: Tensor, b: Tensor, scale: Tensor, shift: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """a + b, and the norm of it, times 1 + scale, plus shift."""
+        form = getattr(type(norm), "_tilenorm_form", None)
+        if form is not None and is_its_forward(norm):
+            found = form.modulate(norm, a, scale, shift, b)
+            if found is not None:
+                return found[::-1]
+        total = a + b
+        return total, PatchedBlock._tilenorm_modulated(norm, total, scale, shift)
 
 
 @cache
@@ -211,12 +232,17 @@ class _Sums(_Rewriter):
                 case ast.Assign([ast.Name(_)] as targets, ast.Call(norm, [ast.Name(name)], [])) if (
                     name == total and self._is_norm(norm)
                 ):
-                    normed, first = NORMED.format(len(self.found)), made[place]
-                    names = ast.Tuple([*first.targets, ast.Name(normed, ast.Store())], ast.Store())
-                    both = ast.Assign([names], self._both(first.value, norm))
-                    made[place] = ast.copy_location(both, first)
-                    y = ast.Assign(targets, ast.Name(normed, ast.Load()))
-                    statement, total = ast.copy_location(y, statement), None
+                    both = self._both(made[place].value, norm)
+                    statement, total = self._at_the_sum(made, place, both, statement, targets), None
+                case ast.Assign(
+                    [ast.Name(_)] as targets,
+                    ast.Call(
+                        ast.Attribute(attr=Names.MODULATED), [norm, ast.Name(name), *by_group], []
+                    ),
+                ) if name == total and place == len(made) - 1 and not _names(by_group, total):
+                    terms = made[place].value.left, made[place].value.right
+                    both = self._call(Names.SUM_AND_MODULATED, norm, norm, *terms, *by_group)
+                    statement, total = self._at_the_sum(made, place, both, statement, targets), None
                 case ast.Assign([ast.Name(name)], ast.BinOp(op=ast.Add())):
                     place, total = len(made), name
                 case ast.Assign([ast.Name(copy)], ast.Name(name)) if copy != name == total:
@@ -226,8 +252,17 @@ class _Sums(_Rewriter):
             made.append(statement)
         return made
 
+    def _at_the_sum(self, made: list, place: int, both: ast.Call, last: Any, targets: list) -> Any:
+        """Has a call stand where the sum made[place] stands. Returns what stands in the place of
+        the last statement, which assigns to `targets`.
+        """
+        normed, first = NORMED.format(len(self.found)), made[place]
+        names = ast.Tuple([*first.targets, ast.Name(normed, ast.Store())], ast.Store())
+        made[place] = ast.copy_location(ast.Assign([names], both), first)
+        return ast.copy_location(ast.Assign(targets, ast.Name(normed, ast.Load())), last)
+
     def _both(self, total: ast.BinOp, norm: ast.Attribute) -> ast.Call:
-        return self._call("_tilenorm_sum_and_norm", norm, total.left, total.right, norm)
+        return self._call(Names.SUM_AND_NORM, norm, total.left, total.right, norm)
 
 
 class _Modulations(_Rewriter):
@@ -259,7 +294,7 @@ class _Modulations(_Rewriter):
         return made
 
     def _at(self, node: ast.expr, norm: Any, x: ast.expr, by_group: list) -> Any:
-        made = self._call("_tilenorm_modulated", norm, norm, x, *by_group)
+        made = self._call(Names.MODULATED, norm, norm, x, *by_group)
         return ast.copy_location(made, node)
 
     def _modulated(self, node: ast.AST) -> tuple[ast.expr, ...]:

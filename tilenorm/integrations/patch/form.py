@@ -123,10 +123,15 @@ class Form:
         return self._norm(module, "add_", (a, b), weight, bias)[::-1]
 
     def modulate(
-        self, module: nn.Module, x: Tensor, scale: Tensor, shift: Tensor | None
-    ) -> Tensor | None:
+        self,
+        module: nn.Module,
+        x: Tensor,
+        scale: Tensor,
+        shift: Tensor | None,
+        residual: Tensor | None = None,
+    ) -> Any:
         """The module's output for x, times 1 + scale, plus shift, in one pass; None if one pass
-        gives other shapes or dtypes.
+        gives other shapes or dtypes. With a residual, that of x + residual, and this sum.
         """
         apart = self.groups or self.offset or self.gate
         served = None if apart else self._served(module, x)
@@ -138,11 +143,12 @@ class Form:
         ]
         if any(torch.promote_types(x.dtype, dtype) != x.dtype for dtype in others):
             return None
-        if x.is_cuda and torch.is_autocast_enabled():
+        apart = residual is not None and not _are_alike(x, residual)
+        if apart or (x.is_cuda and torch.is_autocast_enabled()):
             return None
         function = getattr(functional, f"modulated_{self.norm}_norm")
-        affine = {"weight": weight, "bias": bias, "eps": self.epsilon(module)}
-        return function(x, x.shape[-self.dims :], scale, shift, **affine)
+        given = {"weight": weight, "bias": bias, "eps": self.epsilon(module)}
+        return function(x, x.shape[-self.dims :], scale, shift, residual=residual, **given)
 
     def _lie_by_group(self, x: Tensor, scale: Tensor, shift: Tensor) -> bool:
         """Whether PyTorch repeats scale and shift along x as tilenorm repeats their rows."""

@@ -153,7 +153,8 @@ def patch(
             right before `y = y * (1 + a) + b`, one pass computes both, if a and b have a row for
             each sample or token, or one row. It computes in float32 and rounds once. The block
             rounds after each operation: in 16 bits, the results have other bits and a smaller
-            error. These passes have not been timed on a GPU.
+            error. With residual, a sum right before belongs to the pass. What CUDA's autocast runs
+            is as before. These passes have not been timed on a GPU.
 
     Returns:
         A report of the modules that were patched and of those that were not. str(report) is

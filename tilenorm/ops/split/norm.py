@@ -138,7 +138,13 @@ class PieceNorm(Function):
         spec = NormSpec.of_tensors(how.options, dict(zip(ROLES, ctx.dtypes, strict=True)))
         dsum = dsum if spec.residual else None
         if dy is None:
-            given = through_sum(spec, asked, dsum, saved) if dsum is not None else [None] * 5
+            given: list = [None] * 5
+            if dsum is not None:
+                given = through_sum(spec, asked, dsum, saved)
+            # DTensor takes no None for the gradient of a parameter that it has moved to its place.
+            for i, role in enumerate(asked):
+                if role in ("weight", "bias"):
+                    given[i] = torch.zeros_like(saved[role])
             return None, *given
         at = saved["x"].placements
         dy, dsum = (g if g is None else _moved(g, at) for g in (dy, dsum))
