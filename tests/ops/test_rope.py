@@ -10,7 +10,7 @@ from torch.library import opcheck
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 import tilenorm
-from tilenorm.ops import cutile, library, registry
+from tilenorm.ops import cutile, library, registry, rotated
 from tilenorm.spec import NormSpec, Rotation
 from tilenorm.table import OPS
 from tilenorm.tools.explain import explain_spec, planned_device
@@ -489,3 +489,15 @@ def test_explained(capsys):
     assert found.forward_bytes == 2 * 2 * 60 * 16 + 2 * 2 * 16 + 2 * 2 * 5 * 8 + 10 * 8
     explained = explain_spec(found.spec, 24, planned_device("sm_90"))
     assert [s.kernel for s in explained.backward] == ["rope_backward", "column_sum"]
+
+
+def test_several_sequences_of_more_elements_than_strides_hold():
+    spec = NormSpec("rms", 64, "bfloat16", rotation=Rotation(64, 64))
+    for batch in (1, 2):
+        tokens = batch, 1 << 25
+        x = torch.empty(*tokens, 1, 64, dtype=torch.bfloat16, device="meta")
+        if batch == 1:
+            rotated._read_of(spec, 0, "rows", x, tokens)
+        else:
+            with pytest.raises(NotImplementedError, match="less than 2147483648 elements"):
+                rotated._read_of(spec, 0, "rows", x, tokens)

@@ -149,9 +149,16 @@ def _shape_of(spec: NormSpec, lies: str, turned: Tensor, tokens: tuple[int, ...]
 def _read_of(spec: NormSpec, place: int, lies: str, t: Tensor, tokens: tuple[int, ...]) -> Read:
     """How a tensor is read: in place if its dimensions are evenly spaced, its last stride is 1,
     and, where heads are whole vectors, each head and each row of a table starts on 16 bytes.
+
+    Raises NotImplementedError for sequences whose distance the kernels cannot hold.
     """
     turned = _turned(spec, lies, t, tokens)
     shape = _shape_of(spec, lies, turned, tokens)
+    if shape[0] > 1 and (elements := prod(shape[1:])) >= MAX_STRIDE:
+        raise NotImplementedError(
+            f"{spec.op}: the kernels take sequences of less than {MAX_STRIDE} elements where there"
+            f" are several, got {elements}; backend='reference' takes them"
+        )
     try:
         strides = list(turned.view(shape).stride())
     except RuntimeError:  # the leading dimensions do not merge
