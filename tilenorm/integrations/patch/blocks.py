@@ -17,21 +17,35 @@ computes both, with or without the shift:
     x = self.norm(x)              x = self.modulated(self.norm, x, a, b)
     x = x * (1 + a) + b
 
-With a sum right before the norm, sum_and_modulated computes all three. The call decides at every
-run whether tilenorm's function gives what the statements give, and runs the statements otherwise.
+With a sum right before the norm, sum_and_modulated computes all three.
+
+Where queries and keys are normalised and then rotated, by a function with the numbers of Hugging
+Face's apply_rotary_pos_emb, one call of rms_norm_rope computes all:
+
+    q = self.q_norm(x)            q = x
+    k = self.k_norm(y)            k = y
+    q, k = apply(q, k, c, s)      q, k = self.rotated(apply, self.q_norm, self.k_norm, …)
+
+Heads and tokens may be swapped between, after a view of all heads of a token or without one.
+
+The call decides at every run whether tilenorm's function gives what the statements give, and runs
+the statements otherwise.
 """
 
 import ast
 import inspect
 import textwrap
-from functools import cache, update_wrapper
+from collections.abc import Callable
+from functools import cache, partial, update_wrapper
 from types import CellType, CodeType, FunctionType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ...ops.torch_private import is_its_forward
 from .classes import PatchedModule, content_of, patched_subclass
+from .form import rotate
 
 NORMED = "_tilenorm_normed_{}"  # a local variable: what the norm makes of the sum of that number
 
@@ -42,6 +56,7 @@ class Names:
     SUM_AND_NORM = "_tilenorm_sum_and_norm"
     MODULATED = "_tilenorm_modulated"
     SUM_AND_MODULATED = "_tilenorm_sum_and_modulated"
+    ROTATED = "_tilenorm_rotated"
 
 
 class Unchanged(Exception):
@@ -51,9 +66,11 @@ class Unchanged(Exception):
 class PatchedBlock(PatchedModule):
     """Mixin of the class of a block whose forward is rewritten."""
 
-    # The names of the norms that a sum stands before, and of those that a modulation follows.
+    # The names of the norms that a sum stands before, and of those that a modulation or a rotation
+    # follows.
     _tilenorm_sums: list[str]
     _tilenorm_modulations: list[str]
+    _tilenorm_rotations: list[str]
 
     @staticmethod
     def _tilenorm_sum_and_norm(a: Tensor, b: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
@@ -92,13 +109,35 @@ class PatchedBlock(PatchedModule):
         total = a + b
         return total, PatchedBlock._tilenorm_modulated(norm, total, scale, shift)
 
+    @staticmethod
+    def _tilenorm_rotated(
+        apply: Callable,
+        q_norm: nn.Module,
+        k_norm: nn.Module,
+        place: str,
+        casts: bool,
+        q: Tensor,
+        k: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """The norms of q and k, which stand at a place of PLACES, and their rotation by `apply`.
+        casts: as that of casts_back.
+        """
+        norms = q_norm, k_norm
+        if all(hasattr(type(norm), "_tilenorm_form") and is_its_forward(norm) for norm in norms):
+            found = rotate(norms, (q, k), cos, sin, place == "before the view", casts)
+            if found is not None:
+                return found
+        return apply(_normed(q_norm, q, place), _normed(k_norm, k, place), cos, sin)
+
 
 @cache
 def patched_block(
     cls: type[nn.Module], norms: tuple[str, ...], kinds: tuple[str, ...] = ("sums",)
 ) -> type[nn.Module]:
     """A subclass of a block's class with the same name, whose forward computes more at once with
-    the norms of these attributes. kinds: "modulations", "sums" or both, in this order.
+    the norms of these attributes. kinds: some of REWRITERS, in this order.
 
     Decorators of the forward that keep the function, as functools.wraps does, stay around it.
     Raises Unchanged if the forward has no such place, or cannot be rewritten.
@@ -108,9 +147,11 @@ def patched_block(
         wrappers.append(forward)
         forward = forward.__wrapped__
     tree: Any = _parsed(forward, bool(wrappers))
-    found: dict[str, list[str]] = {"sums": [], "modulations": []}
+    used = forward.__code__.co_names  # no local variables
+    functions = {name: f for name, f in forward.__globals__.items() if name in used}
+    found: dict[str, list[str]] = {"sums": [], "modulations": [], "rotations": []}
     for kind in kinds:
-        rewriter = REWRITERS[kind](tree.body[0].args.args[0].arg, norms)
+        rewriter = REWRITERS[kind](tree.body[0].args.args[0].arg, norms, functions)
         tree, found[kind] = rewriter.visit(tree), rewriter.found
     made = _compiled(tree, forward)
     if not any(found.values()):
@@ -180,12 +221,14 @@ def _like(
 
 
 class _Rewriter(ast.NodeTransformer):
-    """Rewrites expressions, and statements that stand in a row. found: of which norms."""
+    """Rewrites expressions, and statements that stand in a row. found: of which norms. functions:
+    what the forward uses of its module, by name.
+    """
 
     absent: str  # what there is none of where nothing is found
 
-    def __init__(self, this: str, norms: tuple[str, ...]):
-        self.this, self.norms, self.found = this, norms, []
+    def __init__(self, this: str, norms: tuple[str, ...], functions: dict[str, Any]):
+        self.this, self.norms, self.functions, self.found = this, norms, functions, []
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
         super().generic_visit(node)
@@ -312,7 +355,132 @@ class _Modulations(_Rewriter):
         return ()
 
 
-REWRITERS = {"modulations": _Modulations, "sums": _Sums}
+class _Rotations(_Rewriter):
+    """Rewrites norms of two variables that are then rotated, with nothing between that names them
+    but a swap of heads and tokens, and a view.
+    """
+
+    absent = "no rotation stands behind patched norms of queries and keys"
+
+    def _rewritten(self, statements: list[Any]) -> list[Any]:
+        # By variable: the norm's attribute, what takes the norm out, and the methods behind it.
+        normed: dict[str, tuple[ast.Attribute, Callable, tuple[str, ...]]] = {}
+        for statement in statements:
+            name: Any = None
+            value = getattr(statement, "value", None)
+            match statement:
+                case ast.Assign([ast.Name(name)], ast.Call()):
+                    methods, inner, holder = _peeled(value)
+                    match inner:
+                        case ast.Call(norm, [x], []) if self._is_norm(norm):
+                            _forget(normed, statement)
+                            put = partial(setattr, holder or statement, "value", x)
+                            normed[name] = norm, put, methods
+                            continue
+                        case ast.Name(again) if again == name and name in normed:
+                            norm, put, before = normed[name]
+                            normed[name] = norm, put, (*before, *methods)
+                            continue
+                case ast.Assign(
+                    [ast.Tuple([ast.Name(), ast.Name()])], ast.Call(ast.Name(), given, [])
+                ):
+                    self._rotate(statement, given, normed)
+            _forget(normed, statement)
+        return statements
+
+    def _rotate(self, statement: Any, given: list, normed: dict[str, tuple]) -> None:
+        """Have a rotation of two variables that are normalised call what computes both."""
+        match given:
+            case [ast.Name(q), ast.Name(k), cos, sin] if q != k and {q, k} <= normed.keys():
+                (q_norm, put_q, place), (k_norm, put_k, other) = normed[q], normed[k]
+                apart = any(_names([cos, sin], name) for name in (q, k))
+                function = statement.value.func
+                rotates = is_rotary(self.functions.get(function.id))
+                if place == other and place in PLACES and rotates and not apart:
+                    put_q()
+                    put_k()
+                    self.found.append(q_norm.attr)
+                    casts = ast.Constant(casts_back(self.functions[function.id]))
+                    at = q_norm, k_norm, ast.Constant(PLACES[place]), casts
+                    made = self._call(Names.ROTATED, k_norm, function, *at, *given)
+                    statement.value = ast.copy_location(made, statement.value)
+
+
+REWRITERS = {"modulations": _Modulations, "sums": _Sums, "rotations": _Rotations}
+# Where the norms of a rotation stand, by the methods between: q is (B, H, S, D) at last.
+PLACES = {
+    (): "right before",
+    ("transpose",): "before the swap",
+    ("view", "transpose"): "before the view",
+}
+
+
+def _normed(norm: nn.Module, x: Tensor, place: str) -> Tensor:
+    """What a norm at a place gives of (B, H, S, D)."""
+    if place == "right before":
+        return norm(x)
+    rows = x.transpose(1, 2)
+    if place == "before the view":
+        return norm(rows.flatten(2)).view(rows.shape).transpose(1, 2)
+    return norm(rows).transpose(1, 2)
+
+
+@cache
+def is_rotary(function: Any) -> bool:
+    """Whether a function of q, k, cos and sin has the numbers of apply_rotary_pos_emb."""
+    return all(_rotates(function, dtype, dtype) for dtype in (torch.float32, torch.bfloat16))
+
+
+@cache
+def casts_back(function: Any) -> bool:
+    """Whether such a function computes with cos and sin of more bits, and then has the dtype of q
+    and k.
+    """
+    return _rotates(function, torch.bfloat16, torch.float32)
+
+
+def _rotates(function: Any, dtype: torch.dtype, of_tables: torch.dtype) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    heads = [torch.randn(2, n, 3, 8, generator=generator).to(dtype) for n in (4, 2)]
+    tables = [torch.randn(2, 3, 8, generator=generator).to(of_tables) for _ in range(2)]
+    cos, sin = (table[:, None] for table in tables)
+    expected = []
+    for x in heads:
+        first, second = x.chunk(2, -1)
+        expected.append((x * cos + torch.cat((-second, first), -1) * sin).to(dtype))
+    try:
+        pairs = zip(function(*heads, *tables), expected, strict=True)
+        return all(y.dtype == dtype and torch.equal(y, like) for y, like in pairs)
+    except Exception:  # it takes other arguments
+        return False
+
+
+def _peeled(value: ast.AST) -> tuple[tuple[str, ...], ast.AST, ast.Attribute | None]:
+    """The methods .view(…) and .transpose(1, 2) that are called last, what they are called on, and
+    the attribute that holds it.
+    """
+    methods: list[str] = []
+    holder = None
+    while True:
+        match value:
+            case ast.Call(ast.Attribute(inner, "view") as attribute, [_, *_], []):
+                pass
+            case ast.Call(
+                ast.Attribute(inner, "transpose") as attribute,
+                [ast.Constant(1), ast.Constant(2)],
+                [],
+            ):
+                pass
+            case _:
+                return tuple(methods), value, holder
+        methods.insert(0, attribute.attr)
+        holder, value = attribute, inner
+
+
+def _forget(variables: dict[str, Any], statement: ast.AST) -> None:
+    """Drop the variables that a statement names."""
+    for name in [name for name in variables if _names([statement], name)]:
+        del variables[name]
 
 
 def _in_turn(node: ast.BinOp) -> tuple[tuple[ast.expr, ast.expr], ...]:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ...nn import LayerNorm, RMSNorm, refuse_script
-from .blocks import Unchanged, patched_block
+from .blocks import REWRITERS, Unchanged, patched_block
 from .classes import (
     UNREACHED,
     PatchedModule,
@@ -113,6 +113,7 @@ def patch(
     where: Callable[[str, nn.Module], bool] | None = None,
     residual: bool = False,
     modulation: bool = False,
+    rotation: bool = False,
 ) -> Report:
     """Make tilenorm compute the norms of a model. The model is changed in place.
 
@@ -155,19 +156,27 @@ def patch(
             rounds after each operation: in 16 bits, the results have other bits and a smaller
             error. With residual, a sum right before belongs to the pass. What CUDA's autocast runs
             is as before. These passes have not been timed on a GPU.
+        rotation: whether attention also rotates queries and keys in the pass of their norms
+            (rms_norm_rope). The source is read in the same way. Where it normalises both, may swap
+            heads and tokens, and calls a function with the numbers of Hugging Face's
+            apply_rotary_pos_emb, one pass computes all. In 16 bits the results have the same bits
+            with Qwen 3's norms. Where a norm rounds once, as those of Gemma 3 and OLMo 2 do, the
+            pass rounds once too, and they have other bits. It has not been timed on a GPU.
 
     Returns:
         A report of the modules that were patched and of those that were not. str(report) is
         readable. report.undo() reverts the patch, and so does tilenorm.unpatch(model).
 
     Raises:
-        TypeError: model is not a module, where is neither a function nor None, or residual or
-            modulation is not a bool.
+        TypeError: model is not a module, where is neither a function nor None, or residual,
+            modulation or rotation is not a bool.
         RuntimeError: a module of the model is already patched. No module is changed in this case.
     """
     check_argument("patch", "model", model, isinstance(model, nn.Module), "a torch.nn.Module")
     check_argument("patch", "where", where, where is None or callable(where), "a function or None")
-    for name, value in (("residual", residual), ("modulation", modulation)):
+    # In the order in which they are rewritten.
+    asked = {"modulation": modulation, "residual": residual, "rotation": rotation}
+    for name, value in asked.items():
         check_argument("patch", name, value, isinstance(value, bool), "a bool")
     names = names_of(model)
     for module, (name, *_) in names.items():
@@ -187,8 +196,7 @@ def patch(
                 known[key] = _result(module, _recognised)
             results[module] = known[key]
     norms = {module for module, (_, cls) in results.items() if cls}
-    asked = {"modulations": modulation, "sums": residual}
-    kinds = tuple(kind for kind, is_asked in asked.items() if is_asked)
+    kinds = tuple(kind for kind, name in zip(REWRITERS, asked, strict=True) if asked[name])
     for block in names if kinds else ():
         inside = tuple(name for name, child in block.named_children() if child in norms)
         if inside and block not in norms:
@@ -217,6 +225,7 @@ def _recognised(module: nn.Module) -> Result:
 def _rewritten(block: nn.Module, norms: tuple[str, ...], kinds: tuple[str, ...]) -> Result:
     cls: Any = patched_block(type(block), norms, kinds)
     found = {"sum before": cls._tilenorm_sums, "modulation of": cls._tilenorm_modulations}
+    found["rotation of"] = cls._tilenorm_rotations
     texts = [f"the {k} {' and '.join(dict.fromkeys(of))}" for k, of in found.items() if of]
     return f"{' and '.join(texts)} with the norm", cls
 
