@@ -40,12 +40,11 @@ from functools import cache, partial, update_wrapper
 from types import CellType, CodeType, FunctionType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ...ops.torch_private import is_its_forward
 from .classes import PatchedModule, content_of, patched_subclass
-from .form import rotate
+from .rotary import PLACES, casts_back, is_rotary, norm_at, rotate
 
 NORMED = "_tilenorm_normed_{}"  # a local variable: what the norm makes of the sum of that number
 
@@ -129,7 +128,7 @@ class PatchedBlock(PatchedModule):
             found = rotate(norms, (q, k), cos, sin, place == "before the view", casts)
             if found is not None:
                 return found
-        return apply(_normed(q_norm, q, place), _normed(k_norm, k, place), cos, sin)
+        return apply(norm_at(q_norm, q, place), norm_at(k_norm, k, place), cos, sin)
 
 
 @cache
@@ -407,52 +406,6 @@ class _Rotations(_Rewriter):
 
 
 REWRITERS = {"modulations": _Modulations, "sums": _Sums, "rotations": _Rotations}
-# Where the norms of a rotation stand, by the methods between: q is (B, H, S, D) at last.
-PLACES = {
-    (): "right before",
-    ("transpose",): "before the swap",
-    ("view", "transpose"): "before the view",
-}
-
-
-def _normed(norm: nn.Module, x: Tensor, place: str) -> Tensor:
-    """What a norm at a place gives of (B, H, S, D)."""
-    if place == "right before":
-        return norm(x)
-    rows = x.transpose(1, 2)
-    if place == "before the view":
-        return norm(rows.flatten(2)).view(rows.shape).transpose(1, 2)
-    return norm(rows).transpose(1, 2)
-
-
-@cache
-def is_rotary(function: Any) -> bool:
-    """Whether a function of q, k, cos and sin has the numbers of apply_rotary_pos_emb."""
-    return all(_rotates(function, dtype, dtype) for dtype in (torch.float32, torch.bfloat16))
-
-
-@cache
-def casts_back(function: Any) -> bool:
-    """Whether such a function computes with cos and sin of more bits, and then has the dtype of q
-    and k.
-    """
-    return _rotates(function, torch.bfloat16, torch.float32)
-
-
-def _rotates(function: Any, dtype: torch.dtype, of_tables: torch.dtype) -> bool:
-    generator = torch.Generator().manual_seed(0)
-    heads = [torch.randn(2, n, 3, 8, generator=generator).to(dtype) for n in (4, 2)]
-    tables = [torch.randn(2, 3, 8, generator=generator).to(of_tables) for _ in range(2)]
-    cos, sin = (table[:, None] for table in tables)
-    expected = []
-    for x in heads:
-        first, second = x.chunk(2, -1)
-        expected.append((x * cos + torch.cat((-second, first), -1) * sin).to(dtype))
-    try:
-        pairs = zip(function(*heads, *tables), expected, strict=True)
-        return all(y.dtype == dtype and torch.equal(y, like) for y, like in pairs)
-    except Exception:  # it takes other arguments
-        return False
 
 
 def _peeled(value: ast.AST) -> tuple[tuple[str, ...], ast.AST, ast.Attribute | None]:

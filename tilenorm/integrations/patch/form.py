@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...ops import functional, functional_rotated
+from ...ops import functional
 from ...ops.layout import leading_groups
 from ...ops.registry import MODULATED_ROW
 
@@ -83,7 +83,7 @@ class Form:
         if gate is not None and not (isinstance(gate, Tensor) and gate.shape == x.shape):
             return None
         weight, bias = self._parameters(module)
-        if self.weight and self.bias and not _are_alike(weight, bias):
+        if self.weight and self.bias and not are_alike(weight, bias):
             return None
         parameter = bias if weight is None else weight
         if parameter is None and (self.weight or self.bias):
@@ -111,7 +111,7 @@ class Form:
 
     def add(self, module: nn.Module, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor] | None:
         """a + b and the module's output for it, in one pass; None if one pass gives others."""
-        served = self._served(module, a) if _are_alike(a, b) and not self.groups else None
+        served = self._served(module, a) if are_alike(a, b) and not self.groups else None
         if served is None:
             return None
         _, _, weight, bias = served
@@ -143,7 +143,7 @@ class Form:
         ]
         if any(torch.promote_types(x.dtype, dtype) != x.dtype for dtype in others):
             return None
-        apart = residual is not None and not _are_alike(x, residual)
+        apart = residual is not None and not are_alike(x, residual)
         if apart or (x.is_cuda and torch.is_autocast_enabled()):
             return None
         function = getattr(functional, f"modulated_{self.norm}_norm")
@@ -216,63 +216,7 @@ class Form:
         return text + (", or its own forward for mixed dtypes" if self.mixed else "")
 
 
-def rotate(
-    norms: tuple[nn.Module, nn.Module],
-    heads: tuple[Tensor, Tensor],
-    cos: Tensor,
-    sin: Tensor,
-    spans_token: bool,
-    casts: bool,
-) -> tuple[Tensor, Tensor] | None:
-    """Queries and keys (B, H, S, D), normalised and rotated in one pass; None if one pass gives
-    other shapes or dtypes. norms: patched ones. spans_token: whether a norm is that of all heads of
-    a token. casts: whether the results have the dtype of q and k where cos and sin have more bits.
-    """
-    if not all(isinstance(t, Tensor) for t in (*heads, cos, sin)):
-        return None
-    forms: list[Form] = [norm._tilenorm_form for norm in norms]  # type: ignore[misc]
-    (q, k), (form, other) = heads, forms
-    fits = q.dim() == k.dim() == 4 and (q.dtype, q.device) == (k.dtype, k.device)
-    fits = fits and (q.shape[0], *q.shape[2:]) == (k.shape[0], *k.shape[2:])
-    fits = fits and _are_alike(cos, sin) and cos.dim() == 3 and cos.shape[0] in (1, len(q))
-    fits = fits and cos.shape[1:] == q.shape[2:] and not (cos.requires_grad or sin.requires_grad)
-    wide = fits and torch.promote_types(q.dtype, cos.dtype) != q.dtype
-    fits = fits and (casts or not wide) and cos.dtype != torch.float64
-    how = [(f.offset, f.rounding, f.epsilon(n)) for f, n in ((form, norms[0]), (other, norms[1]))]
-    if not fits or how[0] != how[1] or (q.is_cuda and torch.is_autocast_enabled()):
-        return None
-    weights = []
-    for norm, own, x in zip(norms, forms, heads, strict=True):
-        rows = x.transpose(1, 2)
-        plain = own.norm == "rms" and own.dims == 1 and not (own.groups or own.gate or own.bias)
-        served = own._served(norm, rows.flatten(2) if spans_token else rows) if plain else None
-        if served is None:
-            return None
-        weight = served[2]
-        if own.promotes and weight is not None and weight.dtype != x.dtype:
-            return None
-        weights.append(
-            weight.view(-1, x.shape[-1]) if spans_token and weight is not None else weight
-        )
-    # In 16 bits, no rounding of the op is that of a norm that rounds once, behind the weight.
-    once = (form.rounding == "late" and weights[0] is not None and q.dtype.itemsize == 2) or wide
-    shape = (q.shape[1], q.shape[3]) if spans_token else q.shape[3:]
-    return functional_rotated.rms_norm_rope(
-        q,
-        shape,
-        cos,
-        sin,
-        weights[0],
-        form.epsilon(norms[0]),
-        key=k,
-        key_weight=weights[1],
-        heads_first=True,
-        offset=form.offset,
-        rounding="late" if once else "early",
-    )
-
-
-def _are_alike(a: Tensor | None, b: Tensor | None) -> bool:
+def are_alike(a: Tensor | None, b: Tensor | None) -> bool:
     """Whether both are tensors of one shape, dtype and device."""
     tensors = isinstance(a, Tensor) and isinstance(b, Tensor)
     return tensors and a.shape == b.shape and a.dtype == b.dtype and a.device == b.device

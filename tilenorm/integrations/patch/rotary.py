@@ -1,0 +1,113 @@
+"""Norms of queries and keys with a rotation behind them: what rotates, and both in one pass."""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...ops import functional_rotated
+from .form import Form, are_alike
+
+# Where the norms of a rotation stand, by the methods between: q is (B, H, S, D) at last.
+PLACES = {
+    (): "right before",
+    ("transpose",): "before the swap",
+    ("view", "transpose"): "before the view",
+}
+
+
+def norm_at(norm: nn.Module, x: Tensor, place: str) -> Tensor:
+    """What a norm at a place gives of (B, H, S, D)."""
+    if place == "right before":
+        return norm(x)
+    rows = x.transpose(1, 2)
+    if place == "before the view":
+        return norm(rows.flatten(2)).view(rows.shape).transpose(1, 2)
+    return norm(rows).transpose(1, 2)
+
+
+@cache
+def is_rotary(function: Any) -> bool:
+    """Whether a function of q, k, cos and sin has the numbers of apply_rotary_pos_emb."""
+    return all(_rotates(function, dtype, dtype) for dtype in (torch.float32, torch.bfloat16))
+
+
+@cache
+def casts_back(function: Any) -> bool:
+    """Whether such a function computes with cos and sin of more bits, and then has the dtype of q
+    and k.
+    """
+    return _rotates(function, torch.bfloat16, torch.float32)
+
+
+def _rotates(function: Any, dtype: torch.dtype, of_tables: torch.dtype) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    heads = [torch.randn(2, n, 3, 8, generator=generator).to(dtype) for n in (4, 2)]
+    tables = [torch.randn(2, 3, 8, generator=generator).to(of_tables) for _ in range(2)]
+    cos, sin = (table[:, None] for table in tables)
+    expected = []
+    for x in heads:
+        first, second = x.chunk(2, -1)
+        expected.append((x * cos + torch.cat((-second, first), -1) * sin).to(dtype))
+    try:
+        pairs = zip(function(*heads, *tables), expected, strict=True)
+        return all(y.dtype == dtype and torch.equal(y, like) for y, like in pairs)
+    except Exception:  # it takes other arguments
+        return False
+
+
+def rotate(
+    norms: tuple[nn.Module, nn.Module],
+    heads: tuple[Tensor, Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    spans_token: bool,
+    casts: bool,
+) -> tuple[Tensor, Tensor] | None:
+    """Queries and keys (B, H, S, D), normalised and rotated in one pass; None if one pass gives
+    other shapes or dtypes. norms: patched ones. spans_token: whether a norm is that of all heads of
+    a token. casts: whether the results have the dtype of q and k where cos and sin have more bits.
+    """
+    if not all(isinstance(t, Tensor) for t in (*heads, cos, sin)):
+        return None
+    forms: list[Form] = [norm._tilenorm_form for norm in norms]  # type: ignore[misc]
+    (q, k), (form, other) = heads, forms
+    fits = q.dim() == k.dim() == 4 and (q.dtype, q.device) == (k.dtype, k.device)
+    fits = fits and (q.shape[0], *q.shape[2:]) == (k.shape[0], *k.shape[2:])
+    fits = fits and are_alike(cos, sin) and cos.dim() == 3 and cos.shape[0] in (1, len(q))
+    fits = fits and cos.shape[1:] == q.shape[2:] and not (cos.requires_grad or sin.requires_grad)
+    wide = fits and torch.promote_types(q.dtype, cos.dtype) != q.dtype
+    fits = fits and (casts or not wide) and cos.dtype != torch.float64
+    how = [(f.offset, f.rounding, f.epsilon(n)) for f, n in ((form, norms[0]), (other, norms[1]))]
+    if not fits or how[0] != how[1] or (q.is_cuda and torch.is_autocast_enabled()):
+        return None
+    weights = []
+    for norm, own, x in zip(norms, forms, heads, strict=True):
+        rows = x.transpose(1, 2)
+        plain = own.norm == "rms" and own.dims == 1 and not (own.groups or own.gate or own.bias)
+        served = own._served(norm, rows.flatten(2) if spans_token else rows) if plain else None
+        if served is None:
+            return None
+        weight = served[2]
+        if own.promotes and weight is not None and weight.dtype != x.dtype:
+            return None
+        weights.append(
+            weight.view(-1, x.shape[-1]) if spans_token and weight is not None else weight
+        )
+    # In 16 bits, no rounding of the op is that of a norm that rounds once, behind the weight.
+    once = (form.rounding == "late" and weights[0] is not None and q.dtype.itemsize == 2) or wide
+    shape = (q.shape[1], q.shape[3]) if spans_token else q.shape[3:]
+    return functional_rotated.rms_norm_rope(
+        q,
+        shape,
+        cos,
+        sin,
+        weights[0],
+        form.epsilon(norms[0]),
+        key=k,
+        key_weight=weights[1],
+        heads_first=True,
+        offset=form.offset,
+        rounding="late" if once else "early",
+    )
