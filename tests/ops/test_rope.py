@@ -493,11 +493,7 @@ def test_explained(capsys):
 
 def test_several_sequences_of_more_elements_than_strides_hold():
     spec = NormSpec("rms", 64, "bfloat16", rotation=Rotation(64, 64))
-    for batch in (1, 2):
-        tokens = batch, 1 << 25
-        x = torch.empty(*tokens, 1, 64, dtype=torch.bfloat16, device="meta")
-        if batch == 1:
-            rotated._read_of(spec, 0, "rows", x, tokens)
-        else:
-            with pytest.raises(NotImplementedError, match="less than 2147483648 elements"):
-                rotated._read_of(spec, 0, "rows", x, tokens)
+    x = torch.empty(2, 1 << 25, 1, 64, dtype=torch.bfloat16, device="meta")
+    rotated._read_of(spec, 0, "rows", x[:1], (1, 1 << 25))
+    with pytest.raises(NotImplementedError, match="less than 2147483648 elements"):
+        rotated._read_of(spec, 0, "rows", x, (2, 1 << 25))
