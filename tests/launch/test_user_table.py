@@ -127,6 +127,7 @@ UNSERVING = [
     ({f"{KEY}direction": "forward"}, "Backward does not serve the forward pass"),
     ({f"{KEY}rows": 3}, "entry 0"),
     ({f"{KEY}terms": 5}, "takes 1 to 4 terms of dy"),
+    ({f"{KEY}op": "modulated_rms_norm by float32", f"{CONFIG}widths": [2048]}, "do not share rows"),
     ({f"{KEY}terms": "2"}, "entry 0"),
     ({f"{KEY}hidden": "4096"}, "entry 0"),
 ]

@@ -62,6 +62,15 @@ def test_right_candidates_of_rotated_heads_are_kept(direction, heads):
         assert trials(search).wrong(plan_of(search, config)) is None, config
 
 
+def test_right_candidates_by_group_are_kept():
+    b = "bfloat16"
+    spec = NormSpec("layer", 40, b, b, b, residual=b, mod_scale=b, mod_shift=b, mod_gate=b)
+    search = Search(spec, H200, "backward")
+    assert search.key().op == "modulated_layer_norm by bfloat16, a gate, 2 sums over all rows"
+    for config in (search.configs[0], *search.candidates()[::10]):
+        assert trials(search).wrong(plan_of(search, config)) is None, config
+
+
 def all_but_one(launches, arrays, index) -> None:
     """Launch, and lose the last row."""
     interpret(launches, arrays, index)

@@ -172,7 +172,7 @@ def source(spec: NormSpec, target: Target, needs: Needs | None = None) -> str:
     _, table = found
     if spec.gate and spec.norm == "layer":
         return f"{table}, timed with RMSNorm"
-    if spec.modulated:
+    if spec.modulated and needs is None:
         return f"{table}, timed without modulation"
     if spec.branches:
         return f"{table}, timed without a mask and a scale of the input"
@@ -197,9 +197,11 @@ def operation(spec: NormSpec, needs: Needs | None = None) -> str | None:
         return "gate_first" if spec.gate_first else "gated_rms_norm"
     if spec.rotation:
         return f"{spec.op}, {spec.rotation._replace(positions=None).label}"
+    if spec.modulated and needs is not None:
+        sums = [f"{needs.sums} sums over all rows"] * bool(needs.sums)
+        gate = ["a gate"] * bool(spec.mod_gate)
+        return ", ".join([f"{spec.op} by {spec.mod_scale}", *gate, *sums])
     if spec.modulated:
-        if needs is not None:
-            return None
         return f"add_{spec.norm}_norm" if spec.residual else f"{spec.norm}_norm"
     if needs is None:
         return spec.op

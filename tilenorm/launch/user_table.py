@@ -153,6 +153,8 @@ def _decoded(number: int, data: dict, arch: str) -> Entry:
         reason = f"a backward pass takes 1 to {MAX_TERMS} terms of dy"
     if config.direction != key.direction:
         reason = f"{type(config).__name__} does not serve the {key.direction} pass"
+    if key.op.startswith("modulated") and sum(config.widths or (key.hidden,)) < key.hidden:
+        reason = "blocks do not share rows that are modulated"
     if reason:
         raise ValueError(f"entry {number}, {key}: {reason}")
     return entry

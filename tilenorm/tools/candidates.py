@@ -93,12 +93,13 @@ class Search:
             raise ValueError(
                 f"{spec.op} takes the configuration, and the bits, of {plain}: tune that"
             )
-        if spec.modulated:
-            plain = "add_" if spec.residual else ""
+        if spec.modulated and self.direction == "forward":
+            plain = f"{'add_' if spec.residual else ''}{spec.norm}_norm"
             raise ValueError(
-                f"{spec.op} has no table: its forward pass takes that of {plain}{spec.norm}_norm"
+                f"{spec.op} has a table of its backward pass alone: its forward pass takes that of"
+                f" {plain}; tune --direction backward"
             )
-        if spec.rotation and self.terms > 1:
+        if (spec.rotation or spec.modulated) and self.terms > 1:
             raise ValueError(f"{spec.op} takes one term of dy")
         if spec.branches:
             raise ValueError(
@@ -122,6 +123,8 @@ class Search:
             tried = _rotated(spec, self.direction)
         elif self.direction == "forward":
             tried = chain(_forward(spec), _forward_chunks(spec))
+        elif spec.modulated:
+            tried = _by_group(spec)
         else:
             tried = chain(_backward(spec), _backward_chunks(spec, target))
         served = Served(spec.hidden, spec.widest_item, spec.aligned, target)
@@ -210,6 +213,14 @@ def _backward(spec: NormSpec) -> Iterator[Backward]:
                 yield replace(config, reread=True)
                 if _packs(spec):
                     yield replace(config, packed=True, reread=True)
+
+
+def _by_group(spec: NormSpec) -> Iterator[Backward]:
+    """Tiles of whole rows, which are gathered."""
+    for widths in segmentations(spec.hidden):
+        for rows in _rows(widths, "backward"):
+            for hints in _hints(BACKWARD_OCCUPANCY, rows * sum(widths), REGISTERS):
+                yield Backward(widths, rows, hints=hints)
 
 
 def _rotated(spec: NormSpec, direction: str) -> Iterator[RopeForward | RopeBackward]:

@@ -11,14 +11,18 @@ from functools import partial
 from typing import TypeVar
 
 from ..launch.config import Config
-from ..launch.plan import BackwardPlan, ForwardPlan, backward_spec
+from ..launch.plan import BackwardPlan, ForwardPlan, GroupedPlan, backward_spec
 from ..launch.rope import RopeBackwardPlan, RopeForwardPlan
 from ..launch.target import REGISTERS, Target
 from ..launch.toolchain import CompileError
 from .candidates import MOST_SPILLED, Search, written
 from .precompile import Compiled, Plan, calls_of, compile_call, compiling
 
-HELPERS = ("clear_slots", "column_sum")  # kernels that run before and after the norm's kernel
+HELPERS = (
+    "clear_slots",
+    "column_sum",
+    "group_sum",
+)  # kernels that run before and after the norm's kernel
 FIRST_SAMPLES, MOST_SAMPLES = 3, 200
 ENOUGH_SAMPLES = 12  # with fewer samples the spread does not tell two choices apart
 HOPELESS = 1.3  # times the fastest; a slower choice is dropped
@@ -84,6 +88,7 @@ def plan_of(search: Search, config: Config) -> Plan:
         forward = RopeForwardPlan if spec.rotation else ForwardPlan
         return forward(spec, target, config, True)
     backward = RopeBackwardPlan if spec.rotation else BackwardPlan
+    backward = GroupedPlan if spec.modulated else backward
     return backward(backward_spec(spec, needs), target, config, needs)
 
 
