@@ -64,6 +64,7 @@ def test_the_variants_have_the_same_shards():
     assert torch.equal(loss, models[1](*training.inputs))
 
 
+@pytest.mark.slow
 @on_every_rank
 def test_the_losses_are_those_of_one_process():
     found = measured(["eager", "patch"], settings_of(1, 4), 1)["losses"]

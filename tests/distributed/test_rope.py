@@ -33,7 +33,7 @@ def drawn(with_positions: bool) -> dict:
 
 
 @EACH_MESH
-@pytest.mark.parametrize("with_positions", [False, True])
+@pytest.mark.parametrize("with_positions", slow_but_first([False, True]))
 @on_every_rank
 def test_tokens_and_heads(name, with_positions):
     """No collective, whatever is cut; the outputs have heads before tokens."""

@@ -206,7 +206,7 @@ def test_pieces_compile_and_do_not_spill(compiled, case):
     assert not spilled, f"bytes a thread: {spilled}"
 
 
-@drawn(rotated, 8, 120)
+@drawn(rotated, 3, 120)
 def test_rotated_heads_compile_and_do_not_spill(compiled, case):
     wide = case.spec.by_token and case.spec.hidden > 4096
     spilled = {c.kernel: c.spill_bytes for c in compiled(case)}
