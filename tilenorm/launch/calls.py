@@ -129,7 +129,7 @@ def every_gradient(spec: NormSpec) -> Needs:
         dgate=spec.gate is not None,
         dsum=spec.residual is not None or spec.key is not None,
         modulation=by_group if spec.modulated else (),
-        of_key=of_key if spec.key else (),
+        of_key=of_key if spec.rotation else (),
     )
 
 

@@ -99,13 +99,13 @@ def by_op(
         how = spec.hidden, spec.norm, spec.mod_shift, *last[len(spec.options) :]
         return torch.ops.tilenorm.modulated_norm_backward(dy, dsum, *saved, *how)
     if spec.rotation:
-        how, asked = spec.rotation, (*step.needs.gradients, False, False)
+        how, asked = spec.rotation, step.needs.gradients
         saved = (by_role.get(role) for role in ROTATED_SAVED)
         options = spec.hidden, how.dim, how.interleaved, how.heads_first, spec.offset, eps
         mask = [asked[place] for place in ROTATED_PLACES]
         backward = torch.ops.tilenorm.rms_norm_rope_backward
         dx, dw, *of_key = backward(dy, dsum, *saved, *options, mask, what.backend)
-        return dx, None, None, dw, None, *(of_key if spec.key else ())
+        return dx, None, None, dw, None, *of_key
     saved = (by_role.get(role) for role in ("x", "gate", "weight", "bias", "mean", "rstd"))
     factors = {role: by_role.get(role) for role in FACTORS}
     return torch.ops.tilenorm.norm_backward(dy, dsum, *saved, *last, **factors)[:5]

@@ -76,9 +76,9 @@ class Backward:
 
     def shown(self, found: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
         """What the op returns of what a backward pass does; what is absent is an empty tensor."""
-        every = (*found, *[None] * 8)
+        every = [found[place] for place in self.PLACES] if found else [None] * len(self.PLACES)
         x = self.tensors["x"]
-        return tuple([x.new_empty(0) if (t := every[i]) is None else t for i in self.PLACES])
+        return tuple([x.new_empty(0) if t is None else t for t in every])
 
 
 def run(kind: type[Backward], *arguments) -> tuple[Tensor, ...]:
@@ -111,7 +111,7 @@ def fake(kind: type[Backward], *arguments) -> tuple[Tensor, ...]:
     tell_others()
     call = kind(arguments, {})
     spec, x = call.spec, call.tensors["x"]
-    needed = (*call.needs(spec).gradients, False, False)
+    needed = call.needs(spec).gradients
     made = []
     for place, like in zip(kind.PLACES, call.likes(spec), strict=True):
         made.append(like.new_empty(like.shape) if needed[place] else x.new_empty(0))

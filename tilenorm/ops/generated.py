@@ -117,8 +117,8 @@ def backward(
     constant = options | {"hidden": hidden, "backend": backend}
     first = len(kind.ROLES if kind else FIRST)
     end = first + len(set(TERMS) & set(taken))
-    absent = (None,) * len(options["output_mask"])
-    shown = itemgetter(*(kind.PLACES if kind else range(len(absent) + 1)))  # behind them y
+    # What the op returns, of the gradients and None; norm_backward y too, or None in its place.
+    shown = itemgetter(*(kind.PLACES if kind else range(len(options["output_mask"]) + 1)))
     statistics = [i for i, name in enumerate(taken) if name in STATISTICS]
     norm: BoundNorm | None = None
     run: Any = None
@@ -136,7 +136,7 @@ def backward(
         if repeat is not None and not modes():
             made = repeat(given)
             if made is not None:
-                return shown((*made[:count], *absent))
+                return shown((*made[:count], None))
         return called(tensors)
 
     def called(tensors: tuple) -> Sequence[Tensor | None]:
@@ -164,6 +164,6 @@ def backward(
             found = run(dy, dsum, saved, options["eps"], tensors[first:end])
         key = x.shape if key_of is None else key_of(read((*tensors, None)))
         keep_backward(repeated, key, found, run.layouts, key)
-        return shown((*found, *absent))
+        return shown((*found, None))
 
     return bound_backward

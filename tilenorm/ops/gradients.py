@@ -46,7 +46,7 @@ def needs_of(
     dgate, dw, db, *groups = [r in roles and bool(getattr(spec, r)) for r in there]
     by_group = tuple(groups) if spec.modulated else ()
     of_key = tuple([role in roles and bool(getattr(spec, role)) for role in OF_KEY])
-    of_key = of_key if spec.key else ()
+    of_key = of_key if spec.rotation else ()
     needs = Needs(dx, dw, db, dresidual, dgate, False, terms, output, by_group, of_key)
     return needs._replace(dsum=dsum and (any(of_key) if spec.rotation else needs.of_sum))
 
@@ -92,7 +92,7 @@ class Step(NamedTuple):
         spec, shared = self.spec, 0 if self.spec.shares_dx else 1
         own = {"residual": shared, "addend": 0 if _addend_as(spec) == "x" else shared}
         # What lies by group, or is of a key, stands between the others and dy.
-        more = MODULATION if spec.modulated else OF_KEY if spec.key else ()
+        more = MODULATION if spec.modulated else OF_KEY if spec.rotation else ()
         return PLACES | own | {role: i for i, role in enumerate((*more, "skip", None), 5)}
 
     @property

@@ -210,20 +210,19 @@ def _rotated_backward(
     spec: NormSpec, needs: Needs, dys: tuple, saved: Given, eps: float
 ) -> tuple[Tensor | None, ...]:
     """The gradients of heads that are rotated. dys: those of the rotated input, and of the key."""
-    how, dtype, grads = spec.rotation, statistics_dtype(saved["x"]), []
-    turns = _turns(spec, saved, dtype)
+    how, dtype = spec.rotation, statistics_dtype(saved["x"])
+    turns, grads = _turns(spec, saved, dtype), dict.fromkeys(("", "key_"), (None,) * 5)
     asked = (needs.dx, needs.dw), (needs.dkey, needs.dkey_weight)
     each = zip(spec.rotated_norms, ("", "key_"), dys, asked, strict=False)
     for norm, key, dy, of in each:
-        found: tuple = (None,) * 5
         if any(of):
             dy = dy.transpose(1, 2) if how.heads_first else dy
             turned = rotate_back(how, dy.to(dtype), turns)
             own = {"x": saved["key" if key else "x"], "weight": saved.get(f"{key}weight")}
             own["rstd"] = saved.get(f"{key}rstd")
-            found = backward(norm, Needs(*of), turned, None, own, eps)
-        grads += [found[0], found[3]] if key else found
-    return tuple(grads)
+            grads[key] = backward(norm, Needs(*of), turned, None, own, eps)
+    dkey, _, _, dkey_weight, _ = grads["key_"]
+    return *grads[""], dkey, dkey_weight
 
 
 def _of_input(spec: NormSpec, dsum: Tensor, like: Tensor, saved: Given) -> Tensor:

@@ -230,7 +230,7 @@ def bind_backward(plan: RopeBackwardPlan, kept: tuple[str, ...], run: Run = on_d
     places = {role: 2 + i for i, role in enumerate(kept)}
     made: list[Made | None] = []
     roles = "x", None, None, "weight", None, *OF_KEY
-    for need, role in zip(needs.gradients, roles, strict=False):
+    for need, role in zip(needs.gradients, roles, strict=True):
         kind = "rows" if role in ("x", "key") else "vector"
         made.append(Made(places[role], kind, spec.dtype_of(role) or "") if need and role else None)
     heads = [places[role] for role in ("x", "key") if role in places]
@@ -240,7 +240,7 @@ def bind_backward(plan: RopeBackwardPlan, kept: tuple[str, ...], run: Run = on_d
         of = dict.fromkeys(("weight", "key", "key_weight", "positions", "key_rstd"), ABSENT)
         of |= dict(zip(kept, saved, strict=True))
         *gradients, partials = written
-        dx, _, _, dw, _, dkey, dkey_weight, *_ = (*_present(gradients, made), ABSENT, ABSENT)
+        dx, _, _, dw, _, dkey, dkey_weight = _present(gradients, made)
         first = tuple(HeadsBack(of["x"], dy, of["weight"], of["rstd"], dx))
         second = tuple(HeadsBack(of["key"], dkey_y, of["key_weight"], of["key_rstd"], dkey))
         groups = first if of_input else ABSENT, second if of_key else ABSENT

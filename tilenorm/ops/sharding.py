@@ -213,7 +213,7 @@ def rotated_strategies(given: Given) -> list[Strategy]:
     call = RotatedBackward([described(t) for t in given], {})
     x, cos, positions, weight = (call.tensors[r] for r in ("x", "cos", "positions", "weight"))
     found = rules_rotated(x, cos, positions, weight, call.hidden, call.spec.rotation.heads_first)
-    needed = (*call.needs(call.spec).gradients, False, False)
+    needed = call.needs(call.spec).gradients
     made = [needed[place] for place in RotatedBackward.PLACES]
     return strategies_of(found, "oorprprrtti", given, "rdrd", made)
 
