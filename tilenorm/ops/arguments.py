@@ -13,7 +13,7 @@ from ..table import FACTORS, MASK, OPS, OPTIONS, VECTOR, Op
 from .layout import leading_groups
 from .reference import statistics_dtype
 from .rotated_arguments import check_rotation
-from .tensor_checks import check_device, check_dtype, kind_of
+from .tensor_checks import check_device, check_dtype, check_tensor, kind_of
 
 FP8_DTYPES = tuple(getattr(torch, name) for name in FP8)
 MAX_SIZE = 2**63 - 1
@@ -46,8 +46,7 @@ def check(
     holds. An RMSNorm's input of too few dimensions raises ValueError.
     """
     name, input = op.name, tensors[0]
-    if not isinstance(input, Tensor):
-        raise TypeError(f"{name}: argument 'input' takes a Tensor, got {kind_of(input)}")
+    check_tensor(name, "input", input)
     if not isinstance(normalized_shape, (tuple, list)):
         got = kind_of(normalized_shape)
         raise TypeError(f"{name}: argument 'normalized_shape' takes a tuple of ints, got {got}")
@@ -215,9 +214,7 @@ def _check_given(op: str, scaling: str, given: Tensor | None, input: Tensor) -> 
         if given is not None:
             raise ValueError(f"{takes} None with scaling={scaling!r}, which finds the scales")
         return
-    if not isinstance(given, Tensor):
-        got = kind_of(given)
-        raise TypeError(f"{takes} a Tensor of one float32 with scaling='tensor', got {got}")
+    check_tensor(op, "scale", given, "a Tensor of one float32 with scaling='tensor'")
     if given.dtype != torch.float32 or given.numel() != 1 or given.device != input.device:
         raise RuntimeError(
             f"{takes} one torch.float32 on {input.device}, got {list(given.shape)} {given.dtype}"
@@ -237,8 +234,7 @@ def _check_float(op: str, name: str, value: object, takes: str) -> None:
 
 
 def _check_rows(op: str, name: str, tensor: Tensor, shape: tuple, input: Tensor) -> None:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{op}: argument {name!r} takes a Tensor, got {kind_of(tensor)}")
+    check_tensor(op, name, tensor)
     if tensor.shape != input.shape:
         raise RuntimeError(
             f"{op}: argument {name!r} takes the input's shape {list(input.shape)},"
@@ -249,8 +245,7 @@ def _check_rows(op: str, name: str, tensor: Tensor, shape: tuple, input: Tensor)
 
 
 def _check_mask(op: str, name: str, mask: Tensor, shape: tuple, input: Tensor) -> None:
-    if not isinstance(mask, Tensor):
-        raise TypeError(f"{op}: argument {name!r} takes a Tensor or None, got {kind_of(mask)}")
+    check_tensor(op, name, mask, "a Tensor or None")
     if mask.shape != input.shape or mask.layout != torch.strided:
         raise RuntimeError(
             f"{op}: argument {name!r} takes the input's shape {list(input.shape)},"
@@ -271,8 +266,7 @@ def _check_vector(op: str, name: str, vector: Tensor, shape: tuple, input: Tenso
 
 
 def _check_affine(op: str, name: str, parameter: Tensor, shape: tuple, input: Tensor) -> None:
-    if not isinstance(parameter, Tensor):
-        raise TypeError(f"{op}: argument {name!r} takes a Tensor or None, got {kind_of(parameter)}")
+    check_tensor(op, name, parameter, "a Tensor or None")
     if parameter.shape != shape:
         by_heads = input.shape[-len(shape) - 1 :]
         if len(by_heads) == len(shape) or parameter.shape != by_heads:
@@ -287,8 +281,7 @@ def _check_affine(op: str, name: str, parameter: Tensor, shape: tuple, input: Te
 
 def _check_group(op: str, name: str, tensor: Tensor, shape: tuple, input: Tensor) -> None:
     """Check a tensor that lies by group: a row for each set of consecutive rows."""
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{op}: argument {name!r} takes a Tensor, got {kind_of(tensor)}")
+    check_tensor(op, name, tensor)
     leading = list(input.shape[: input.dim() - len(shape)])
     groups = list(leading_groups(tensor.shape, len(shape)))
     fits = tensor.shape[-len(shape) :] == shape and len(groups) <= len(leading)

@@ -9,7 +9,7 @@ from torch.compiler import is_compiling
 from torch.overrides import has_torch_function
 
 from ..settings import settings
-from .tensor_checks import check_device, check_dtype, kind_of
+from .tensor_checks import check_device, check_dtype, check_tensor, kind_of
 
 POSITIONS = (torch.int32, torch.int64)
 NAME = "rms_norm_rope"
@@ -19,12 +19,13 @@ def heads_last(argument: str, tensor: Any) -> Any:
     """A view (B, S, H, D) of (B, H, S, D); None for None."""
     if tensor is None:
         return None
-    takes = f"{NAME}: argument {argument!r} takes"
     if not has_torch_function((tensor,)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{takes} a Tensor, got {kind_of(tensor)}")
+        check_tensor(NAME, argument, tensor)
         if tensor.dim() != 4:
-            raise ValueError(f"{takes} four dimensions with heads_first, got {tensor.dim()}")
+            raise ValueError(
+                f"{NAME}: argument {argument!r} takes four dimensions with heads_first, got"
+                f" {tensor.dim()}"
+            )
     return torch.transpose(tensor, 1, 2)
 
 
@@ -87,11 +88,11 @@ def _check_key(given: dict[str, Any], shape: tuple[int, ...]) -> None:
 
 def _check_tensor(name: str, tensor: Any, shape: Sequence[int] | None, x: Tensor) -> None:
     """Check a tensor's type, layout, dtype, device and, if there is one to have, its shape."""
-    takes = f"{NAME}: argument {name!r} takes"
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{takes} a Tensor, got {kind_of(tensor)}")
+    check_tensor(NAME, name, tensor)
     if shape is not None and tensor.shape != tuple(shape):
-        raise RuntimeError(f"{takes} the shape {list(shape)}, got {list(tensor.shape)}")
+        raise RuntimeError(
+            f"{NAME}: argument {name!r} takes the shape {list(shape)}, got {list(tensor.shape)}"
+        )
     check_dtype(NAME, name, tensor)
     check_device(NAME, name, tensor, x)
 
@@ -138,8 +139,7 @@ def _check_tables(given: dict[str, Any], dim: int) -> None:
 
 def _check_positions(positions: Any, tokens: list[int], x: Tensor) -> None:
     takes = f"{NAME}: argument 'positions' takes"
-    if not isinstance(positions, Tensor):
-        raise TypeError(f"{takes} a Tensor or None, got {kind_of(positions)}")
+    check_tensor(NAME, "positions", positions, "a Tensor or None")
     if positions.dtype not in POSITIONS:
         raise NotImplementedError(f"{takes} int32 or int64, got {positions.dtype}")
     if not _broadcasts(list(positions.shape), tokens):

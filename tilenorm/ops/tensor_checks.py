@@ -6,6 +6,11 @@ from torch import Tensor
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
+def check_tensor(op: str, name: str, value: object, takes: str = "a Tensor") -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{op}: argument {name!r} takes {takes}, got {kind_of(value)}")
+
+
 def check_device(op: str, name: str, tensor: Tensor, input: Tensor) -> None:
     if tensor.device != input.device:
         raise RuntimeError(
