@@ -83,8 +83,13 @@ def plan_backward(
 ) -> "BackwardPlan | RopeBackwardPlan":
     """The plan for the needed gradients."""
     spec = backward_spec(spec, needs)
-    kind = GroupedPlan if spec.modulated else RopeBackwardPlan if spec.rotation else BackwardPlan
-    return kind(spec, target, heuristics.chosen(spec, target, needs), needs)
+    config = heuristics.chosen(spec, target, needs)
+    return backward_kind(spec)(spec, target, config, needs)
+
+
+def backward_kind(spec: NormSpec) -> "type[BackwardPlan | RopeBackwardPlan]":
+    """The class of a norm's plans of its backward pass."""
+    return GroupedPlan if spec.modulated else RopeBackwardPlan if spec.rotation else BackwardPlan
 
 
 def backward_spec(spec: NormSpec, needs: Needs) -> NormSpec:

@@ -54,26 +54,31 @@ def on_device(launches: Sequence[Launch], arrays: tuple, index: int) -> None:
 def forward(spec: NormSpec, target: Target, save: bool, run: Run | None = None) -> Callable | None:
     """As registry.Implementation.forward. None for a chain that one pass does not serve."""
     run = run or on_device
-    if spec.rotation:
-        from . import rotated  # which imports this module
-
-        return rotated.bind_forward(plan_forward(spec, target, save), run)
     if spec.inner and chain_refused(spec, target):
         return None
     plan = plan_forward(spec, target, save)
     if spec.quantized and not plan.spec.quantized:
         return bind_cast_apart(spec, plan, run)
-    return bind_forward(plan, run)
+    return bind(plan, run)
 
 
 def backward(spec: NormSpec, target: Target, needs: Needs, run: Run | None = None) -> Callable:
     """As registry.Implementation.backward."""
-    plan, run = plan_backward(spec, target, needs), run or on_device
-    if spec.rotation:
-        from . import rotated
+    return bind(plan_backward(spec, target, needs), run or on_device, spec.kept)
 
-        return rotated.bind_backward(plan, spec.kept, run)
-    return bind_backward(plan, spec.kept, run)
+
+def bind(plan: Any, run: Run, kept: tuple[str, ...] | None = None) -> Callable:
+    """The bound call of a plan of whole norms. kept: see bind_backward; None for those of the
+    plan's spec.
+    """
+    from . import rotated  # which imports this module
+
+    forward, backward = bind_forward, bind_backward
+    if plan.spec.rotation:
+        forward, backward = rotated.bind_forward, rotated.bind_backward
+    if hasattr(plan, "needs"):
+        return backward(plan, plan.spec.kept if kept is None else kept, run)
+    return forward(plan, run)
 
 
 def bind_pass(

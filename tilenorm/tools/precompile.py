@@ -26,7 +26,7 @@ from ..launch.target import Target
 from ..launch.toolchain import cache_problem
 from ..launch.tuned import rules
 from ..launch.user_table import TableWarning
-from ..ops import cutile, rotated
+from ..ops import cutile
 from ..ops.split import cutile as split
 from ..spec import TENSORS, NormSpec
 from ..table import LIES, OPS
@@ -46,17 +46,6 @@ class Compiled(Resources):
     kernel: str
     hints: str
     seconds: float
-
-
-def bind(plan: Plan, run: cutile.Run) -> Callable:
-    """The bound call of a plan."""
-    if isinstance(plan, RopeBackwardPlan):
-        return rotated.bind_backward(plan, plan.spec.kept, run)
-    if isinstance(plan, RopeForwardPlan):
-        return rotated.bind_forward(plan, run)
-    if isinstance(plan, BackwardPlan):
-        return cutile.bind_backward(plan, plan.spec.kept, run)
-    return cutile.bind_forward(plan, run)
 
 
 def arguments(
@@ -119,7 +108,7 @@ def calls_of(plan: Plan, rows: int, groups: int = 1, sizes: Sizes | None = None)
         given = rotated_arguments(spec, needs, sizes, _without_memory)
     else:
         given = arguments(spec, needs, rows, _without_memory, groups)
-    return _recorded(lambda run: bind(plan, run)(*given))
+    return _recorded(lambda run: cutile.bind(plan, run)(*given))
 
 
 def piece_calls(spec: NormSpec, target: Target, rows: int) -> list[Call]:

@@ -11,8 +11,8 @@ from functools import partial
 from typing import TypeVar
 
 from ..launch.config import Config
-from ..launch.plan import BackwardPlan, ForwardPlan, GroupedPlan, backward_spec
-from ..launch.rope import RopeBackwardPlan, RopeForwardPlan
+from ..launch.plan import ForwardPlan, backward_kind, backward_spec
+from ..launch.rope import RopeForwardPlan
 from ..launch.target import REGISTERS, Target
 from ..launch.toolchain import CompileError
 from .candidates import MOST_SPILLED, Search, written
@@ -87,9 +87,7 @@ def plan_of(search: Search, config: Config) -> Plan:
     if needs is None:
         forward = RopeForwardPlan if spec.rotation else ForwardPlan
         return forward(spec, target, config, True)
-    backward = RopeBackwardPlan if spec.rotation else BackwardPlan
-    backward = GroupedPlan if spec.modulated else backward
-    return backward(backward_spec(spec, needs), target, config, needs)
+    return backward_kind(spec)(backward_spec(spec, needs), target, config, needs)
 
 
 def compile_candidates(

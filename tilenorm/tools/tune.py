@@ -14,7 +14,7 @@ from ..ops import cutile, reference
 from ..spec import NormSpec
 from .candidates import Search, written
 from .explain import moved_bytes, options_of, token_rows
-from .precompile import RESOURCES, arguments, bind, resources_of
+from .precompile import RESOURCES, arguments, resources_of
 from .search import HELPERS, How, compile_candidates, plan_of, prune, rank
 
 ELEMENTS = 1 << 26  # elements of a matrix that is timed
@@ -86,7 +86,7 @@ class Trials:
     def wrong(self, plan) -> str | None:
         """How the results of a plan differ from the reference, or None if only by rounding."""
         for number, (got, expected) in enumerate(
-            zip(bind(plan, self._run)(*self._checked), self._expected, strict=True)
+            zip(cutile.bind(plan, self._run)(*self._checked), self._expected, strict=True)
         ):
             if got is None:
                 continue
@@ -109,7 +109,7 @@ class Trials:
         """
         copies = len(self._sets)
         calls = min(MOST_CALLS, -(-SAMPLE_BYTES // self.bytes) + copies - 1) // copies * copies
-        call = bind(plan, self._run)
+        call = cutile.bind(plan, self._run)
         kept: list = [None] * copies  # keeps results alive, so that the next call writes elsewhere
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(HEAD_START * calls)
