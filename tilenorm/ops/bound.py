@@ -146,18 +146,16 @@ def kinds_of(op: Op, tensors: Sequence[Tensor | None], hidden: int) -> tuple[tup
     are rotated, in place of these numbers: the elements of a head, those of a key's token if they
     are normalised together, and the columns of the tables.
     """
+    dtypes = tuple([None if tensor is None else tensor.dtype for tensor in tensors])
     if op.rotated:
-        return tuple([t if t is None else t.dtype for t in tensors]), _head_sizes(
-            op, tensors, hidden
-        )
-    dtypes, heads = [], []
+        return dtypes, _head_sizes(op, tensors, hidden)
+    heads = []
     for port, tensor in zip(op.takes, tensors, strict=True):
-        dtypes.append(None if tensor is None else tensor.dtype)
         rows = 0
         if port.lies == "affine" and tensor is not None and hidden:
             rows = tensor.numel() // hidden
         heads.append(rows if rows > 1 else 0)
-    return tuple(dtypes), tuple(heads)
+    return dtypes, tuple(heads)
 
 
 def _head_sizes(op: Op, tensors: Sequence[Tensor | None], hidden: int) -> tuple[int, ...]:

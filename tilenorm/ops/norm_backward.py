@@ -1,5 +1,5 @@
-"""The torch.library op norm_backward: of one norm. The backward pass of every op is made of it, but
-that of modulated norms, which have modulated_norm_backward.
+"""The torch.library op norm_backward: of one norm. The backward pass of every op is made of it,
+except for modulated norms and rotated heads, which have ops of their own (backward_by_role.py).
 """
 
 from collections.abc import Sequence

@@ -53,7 +53,7 @@ class Made(NamedTuple):
 
 
 class RotatedLayouts(Layouts):
-    """A key has the shape of the input, and then the shape and strides of each tensor that is read.
+    """As Layouts, where `grouped` are all tensors that are read.
 
     heads: the places of the input and of the key, if there is one. made: None for a result that is
     absent.
@@ -80,7 +80,7 @@ class RotatedLayouts(Layouts):
             given[place] = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
         there = any(given[place].numel() for place in self._heads)
         heads = [given[place].shape[-2] for place in self._heads]
-        sizes: Any = Sizes(*_sequences(tokens), *heads) if there else ()
+        sizes = Sizes(*_sequences(tokens), *heads) if there else ()
         fresh, written, reads = [], [], []
         for place, made in enumerate(self._results):
             how = made and _fresh(spec, made, given[made.like])
@@ -96,9 +96,8 @@ class RotatedLayouts(Layouts):
             each = [(place, self._read[place][0], given[place]) for place in self.grouped]
             reads = [_read_of(spec, *how, tokens) for how in each]
         in_place = None not in [read.strides for read in reads]
-        views: Any = Views(tuple(reads), tokens, () if in_place else None)
-        as_matrices: Any = tuple(written)
-        layout = Layout(sizes, (), tuple(fresh), as_matrices, views, None, (), {})
+        views = Views(tuple(reads), tokens, () if in_place else None)
+        layout = Layout(sizes, (), tuple(fresh), tuple(written), views, None, (), {})
         if len(self) < MOST_SHAPES:
             self[key] = layout
         return layout

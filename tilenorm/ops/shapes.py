@@ -29,19 +29,20 @@ class Fresh(NamedTuple):
 class Layout(NamedTuple):
     """What follows from the shape of an input.
 
-    rows: how many. groups: how many, of a backward pass by group, in a tuple; else (). made: what
-    is allocated: the results in their order, partials and slots, and the sums by group; None for
-    what is absent. written: the place, shape and strides of each result that the kernels write as a
-    matrix, where it is not one. views: see layout.as_read. scales: of a quantised norm. cleared:
-    the places of the results that the kernels add to, or do not write whole. repeated: by the eps,
-    what repeats the launches of a call; None until there were two calls.
+    rows: how many; where heads are rotated the Sizes, or () if there are none. groups: how many, of
+    a backward pass by group, in a tuple; else (). made: what is allocated: the results in their
+    order, partials and slots, and the sums by group; None for what is absent. written: the place,
+    shape and strides of each result that the kernels write as a matrix, where it is not one. views:
+    see layout.as_read. scales: of a quantised norm. cleared: the places of the results that the
+    kernels add to, or do not write whole. repeated: by the eps, what repeats the launches of a
+    call; None until there were two calls.
     """
 
-    rows: int
+    rows: Any
     groups: tuple[int, ...]
     made: tuple[Fresh | None, ...]
     written: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]
-    views: Views
+    views: Any
     scales: Scales | None
     cleared: tuple[int, ...]
     repeated: dict[float, Callable | None]
@@ -52,9 +53,9 @@ class Layouts(dict):
 
     input: the place of the input among the tensors that are read. read: how each of these lies, as
     Port.lies, and its dtype, None for an absent one. made: how each result lies, and its dtype;
-    None for a result that is absent. grouped: the places of the tensors that lie by group. key_of:
-    a function of the tensors that returns what stands for their shapes where some lie by group;
-    else None, and the shape of the input does.
+    None for a result that is absent. grouped: the places of the tensors that lie by group, whose
+    shapes and strides a key has beside the shape of the input. key_of: a function of the tensors
+    that returns the key; None where the key is the shape of the input alone.
     """
 
     def __init__(
@@ -138,6 +139,7 @@ class Layouts(dict):
 
 
 def key_of(input: int, grouped: Sequence[int], tensors: Sequence[Tensor]) -> tuple:
+    """The shape of the input, and the shape and the strides of each tensor at `grouped`."""
     key: list = [tensors[input].shape]
     for place in grouped:
         tensor = tensors[place]

@@ -211,13 +211,13 @@ def moved_bytes(
     terms: how many tensors make up dy. What lies by group is left out: a spec has no number of
     groups. sizes: of heads that are rotated.
     """
+    if spec.rotation:
+        return _rotated_bytes(spec, sizes or sizes_of(spec, rows))
     x, residual, gate, weight, bias, addend, skip, mask, factor, *_ = (
         ITEM_BYTES[dtype] if dtype else 0 for dtype in spec.dtypes
     )
     how, heads = spec.quantized, spec.heads or 1
     matrix, vector = rows * spec.hidden, spec.hidden * heads
-    if spec.rotation:
-        return _rotated_bytes(spec, sizes or sizes_of(spec, rows))
     y = skip or (x if spec.differentiable else 0)
     # Added up: x, y and q; residual and sum; gate; addend; skip; mask.
     forward = matrix * (x + y + bool(how) + 2 * residual + gate + addend + skip + mask)
