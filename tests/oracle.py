@@ -123,6 +123,8 @@ def norm(spec: NormSpec, arguments: Arguments) -> dict[str, Truth]:
     y = (x_hat * gain + shift) * factor + added
     # Scale of x_hat: x_hat is a difference from the mean, and the mean's own error adds to it.
     spread = x_hat.abs() + (x_hat.abs().mean(-1, keepdim=True) if spec.norm == "layer" else 0.0)
+    if arguments.mod_gate is not None:  # a kernel may round its product with x, and the sum, once
+        spread = spread + sum(t.abs() for t in _terms(spec, arguments)) * rstd
     plain_scale = spread * gain.abs() + shift.abs()
     out, out_scale = y, plain_scale * factor_scale + added.abs()
     if arguments.skip is not None:
@@ -133,10 +135,7 @@ def norm(spec: NormSpec, arguments: Arguments) -> dict[str, Truth]:
         "rstd": Truth(rstd.reshape(-1), rstd.reshape(-1)),
     }
     if arguments.residual is not None:
-        terms = (arguments.x, arguments.residual, arguments.addend)
-        terms = [t.double() for t in terms if t is not None]
-        if (times := factor_of(spec, arguments)) is not None:
-            terms[0] = terms[0] * times
+        terms = _terms(spec, arguments)
         truths["sum"] = Truth(sum(terms), sum(t.abs() for t in terms))
     if arguments.dy is not None:
         leaves, factors = (x, gate, w, b, mod_scale, mod_shift), (factor, factor_scale)
@@ -144,6 +143,15 @@ def norm(spec: NormSpec, arguments: Arguments) -> dict[str, Truth]:
             spec, arguments, leaves, y, (x_hat, spread, rstd, gain, *factors), plain_scale
         )
     return {name: Truth(t.value.detach(), t.scale.detach()) for name, t in truths.items()}
+
+
+def _terms(spec: NormSpec, arguments: Arguments) -> list[Tensor]:
+    """What adds up to the tensor that is normalised."""
+    found = (arguments.x, arguments.residual, arguments.addend)
+    terms = [t.double() for t in found if t is not None]
+    if (times := factor_of(spec, arguments)) is not None:
+        terms[0] = terms[0] * times
+    return terms
 
 
 def _parameters(arguments: Arguments) -> tuple[Tensor | None, ...]:

@@ -1,7 +1,7 @@
 """Tunes on the current GPU: makes inputs, checks the results of plans, and times them."""
 
 import datetime
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -24,7 +24,6 @@ L2_MULTIPLE = 4
 MOST_SETS = 64
 SAMPLE_BYTES = 2_000_000_000  # a sample moves at least this: half a millisecond on an H200
 MOST_CALLS = 128
-HEAD_START = 60_000  # GPU cycles (30 µs) for each call: the host queues a call faster
 
 
 def dry_run(searches: Sequence[Search], how: How) -> Iterator[str]:
@@ -74,8 +73,9 @@ class Trials:
     ):
         self.spec, self.needs, self._run = search.spec, search.needs, run
         self.bytes = moved_bytes(search.spec, rows, search.terms)[self.needs is not None]
-        copies = 1
+        copies, self._pool = 1, None
         if device.type == "cuda":
+            self._pool = torch.cuda.graph_pool_handle()  # nobody reads the results of two graphs
             l2 = torch.cuda.get_device_properties(device).L2_cache_size
             copies = min(MOST_SETS, max(2, -(-L2_MULTIPLE * l2 // self.bytes)))
         generator = torch.Generator(device).manual_seed(0)
@@ -101,24 +101,29 @@ class Trials:
                 return f"result {number} differs from the reference in {int(outside.sum())} places"
         return None
 
-    def sample(self, plan) -> float:
-        """Microseconds of a call.
-
-        Several calls are queued before the first one starts, so that the GPU never waits for the
-        host.
+    def sampler(self, plan) -> Callable[[], float]:
+        """A function that returns microseconds of a call. It replays a CUDA graph of several calls,
+        so that the GPU never waits for the host.
         """
         copies = len(self._sets)
         calls = min(MOST_CALLS, -(-SAMPLE_BYTES // self.bytes) + copies - 1) // copies * copies
         call = cutile.bind(plan, self._run)
         kept: list = [None] * copies  # keeps results alive, so that the next call writes elsewhere
+        kept[0] = call(*self._sets[0])  # may load code, which a graph cannot capture
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            for i in range(calls):
+                kept[i % copies] = call(*self._sets[i % copies])
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(HEAD_START * calls)
-        start.record()
-        for i in range(calls):
-            kept[i % copies] = call(*self._sets[i % copies])
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) * 1e3 / calls
+
+        def sample() -> float:
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            return start.elapsed_time(end) * 1e3 / calls
+
+        return sample
 
     def _inputs(self, rows: int, device, generator) -> tuple:
         """The arguments of a bound call."""
@@ -174,9 +179,10 @@ def tune(search: Search, how: How) -> Entry:
             del plans[config]
     if not plans:
         raise RuntimeError(f"{name}: no candidate gives the reference's results")
-    for plan in plans.values():
-        trials.sample(plan)  # not counted: an idle GPU is slow at first, and memory is allocated
-    ranking = rank(list(plans), lambda config: trials.sample(plans[config]), how.seconds, report)
+    samplers = {config: trials.sampler(plan) for config, plan in plans.items()}
+    for sample in samplers.values():
+        sample()  # not counted: an idle GPU is slow at first
+    ranking = rank(list(samplers), lambda config: samplers[config](), how.seconds, report)
     if not ranking:
         raise RuntimeError(f"{name}: {how.seconds} s are too short to time anything")
     config, best = ranking[0]
