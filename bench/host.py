@@ -50,16 +50,16 @@ def main(argv: list[str]) -> int:
                 names = present[op.name]
                 if way == "step":
                     names = [name for pair in STEPS.items() if pair[0] in names for name in pair]
-                for line in times(op, names, device, way, late, lambda what: None):
-                    emit(line)
+                for measured in times(op, names, device, way, late, lambda what: None):
+                    emit(measured)
     print(report.render(found, args.markdown))
     return 0
 
 
-def missing(op: Op, names: Sequence[str], hosts: Sequence[Host]) -> list[str]:
-    """The providers whose call of an op was not measured yet."""
-    found = {host.provider for host in hosts if (host.op, host.way) == (op.name, "call")}
-    return [name for name in names if name not in found]
+def line(op: Op, provider: str, way: str, **fields) -> Host:
+    """A line of the record, by default without its numbers."""
+    where = op.small(STEP_N if way == "step" else N).shape
+    return Host(**where, provider=provider, way=way, **fields)
 
 
 def times(
@@ -87,8 +87,7 @@ def times(
                         least[f"{field}_{key}"] = min(us, least.get(f"{field}_{key}", us))
             except Exception as error:
                 least["error"] = first_line(error)
-    where = op.small(STEP_N if way == "step" else N).shape | {"way": way}
-    return [Host(**where, provider=name, **least) for name, least in found.items() if least]
+    return [line(op, name, way, **least) for name, least in found.items() if least]
 
 
 def _given(op: Op, device: str, way: str) -> tuple[list[Tensor], list[Tensor], Callable]:

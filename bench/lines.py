@@ -10,58 +10,42 @@ from dataclasses import dataclass, field
 from bench.interval import Estimate, estimate
 
 
-def gbps(nbytes: int, us: float | None) -> float | None:
-    return None if us is None else nbytes / us / 1e3
-
-
 @dataclass(frozen=True)
-class Cell:
-    """The time of one provider on one shape in one direction.
+class Copy:
+    """The time of a device-to-device copy of an (M, N) tensor: the speed that memory allows.
 
-    ``status`` is ok, wrong, refused, failed or skipped. A cell that is not ok has no numbers, and
-    ``error`` says why.
+    ``error`` says why it is not timed, or why no CUDA graph times it.
     """
 
-    op: str
     dtype: str
     m: int
     n: int
-    direction: str
-    provider: str
     bytes: int
-    status: str = "ok"
     median_us: float | None = None
     spread: float | None = None
     samples: int = 0
     timing: str = ""
     error: str = ""
-    groups: int = 1
 
     COMPUTED = ("gbps",)
 
     @property
     def gbps(self) -> float | None:
-        return gbps(self.bytes, self.median_us)
+        return None if self.median_us is None else self.bytes / self.median_us / 1e3
 
 
-@dataclass(frozen=True)
-class Copy:
-    """The time of a device-to-device copy of an (M, N) tensor: the speed that memory allows."""
+@dataclass(frozen=True, kw_only=True)
+class Cell(Copy):
+    """The time of one provider on one shape in one direction, with the fields of a copy's.
 
-    dtype: str
-    m: int
-    n: int
-    bytes: int
-    median_us: float
-    spread: float
-    samples: int
-    timing: str
+    ``status`` is ok, wrong, refused, failed or skipped. A cell that is not ok has no numbers.
+    """
 
-    COMPUTED = ("gbps",)
-
-    @property
-    def gbps(self) -> float:
-        return gbps(self.bytes, self.median_us)
+    op: str
+    direction: str
+    provider: str
+    status: str = "ok"
+    groups: int = 1
 
 
 @dataclass(frozen=True)

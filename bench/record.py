@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from bench.cases import RELEASE
 from bench.lines import Accuracy, Cell, Copy, FirstCall, Host, Pair, Precompile
@@ -18,17 +19,12 @@ from bench.op import HOST
 # What has to be equal for a run to go on in the file of another.
 IDENTITY = ("machine", "commit", "sources", "tilenorm", "torch", "rms_norm", "cuda", "driver")
 IDENTITY = (*IDENTITY, "tileiras", "python", "packages")
-LISTS = {
-    Cell: "cells",
-    Copy: "copies",
-    Host: "hosts",
-    FirstCall: "first_calls",
-    Precompile: "precompiles",
-    Accuracy: "accuracies",
-    Pair: "pairs",
-}
-KINDS = {kind.__name__.lower(): kind for kind in LISTS}
+KINDS = (Cell, Copy, Host, FirstCall, Precompile, Accuracy, Pair)
 Line = Cell | Copy | Host | FirstCall | Precompile | Accuracy | Pair
+
+
+def _of(kind: type) -> Any:
+    return property(lambda record: [line for line in record.lines if type(line) is kind])
 
 
 @dataclass
@@ -38,21 +34,16 @@ class Record:
     """
 
     runs: list[dict] = field(default_factory=list)
-    cells: list[Cell] = field(default_factory=list)
-    copies: list[Copy] = field(default_factory=list)
-    hosts: list[Host] = field(default_factory=list)
-    first_calls: list[FirstCall] = field(default_factory=list)
-    precompiles: list[Precompile] = field(default_factory=list)
-    accuracies: list[Accuracy] = field(default_factory=list)
-    pairs: list[Pair] = field(default_factory=list)
+    lines: list[Line] = field(default_factory=list)
+
+    cells, copies, hosts, first_calls, precompiles, accuracies, pairs = map(_of, KINDS)
 
     @property
     def on_cpu(self) -> bool:
         return any(run["device"] == "cpu" for run in self.runs)
 
     def add(self, line: dict | Line) -> None:
-        lines = self.runs if isinstance(line, dict) else getattr(self, LISTS[type(line)])
-        lines.append(line)
+        (self.runs if isinstance(line, dict) else self.lines).append(line)
 
     def narrowed(self, **wanted: Sequence | None) -> "Record":
         """The same runs, with only the lines whose fields have one of the wanted values.
@@ -72,8 +63,7 @@ class Record:
                 names = {name for name in asked if hasattr(line, name)}
             return all(getattr(line, name) in asked[name] for name in names)
 
-        lists = {name: list(filter(kept, getattr(self, name))) for name in LISTS.values()}
-        return Record(self.runs, **lists)
+        return Record(self.runs, list(filter(kept, self.lines)))
 
 
 def to_json(line: Line | dict) -> str:
@@ -90,7 +80,7 @@ def from_json(text: str) -> Line | dict:
     name = values.pop("record")
     if name == "run":
         return values
-    kind = KINDS[name]
+    kind = {kind.__name__.lower(): kind for kind in KINDS}[name]
     known = {field.name for field in fields(kind)}  # earlier versions wrote others, too
     return kind(**{name: value for name, value in values.items() if name in known})
 
@@ -179,11 +169,9 @@ def merge(records: Sequence[Record]) -> Record:
     if released and len({(run["commit"], run.get("sources")) for run in runs}) > 1:
         commits = ", ".join(dict.fromkeys(str(run["commit"]) for run in runs))
         raise ValueError(f"a release's record is shown beside no other commit's, got {commits}")
-    merged = Record(runs)
-    for kind in LISTS.values():
-        lines = [line for record in records for line in getattr(record, kind)]
-        getattr(merged, kind).extend({what(line): line for line in lines}.values())
-    return merged
+    return Record(
+        runs, [*{what(line): line for record in records for line in record.lines}.values()]
+    )
 
 
 def by_shape(records: Iterable[Record]) -> dict[tuple, dict[str, Cell]]:

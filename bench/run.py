@@ -58,13 +58,15 @@ def run(
     On a GPU the run has a stream of its own. The autograd engine runs a backward on the stream of
     its forward, and a CUDA graph captures one stream, which must not be the default stream.
     """
-    earlier = earlier or Record()
-    done = {what(line) for line in (*earlier.cells, *earlier.hosts)}
-    shapes = {(copy.dtype, copy.m, copy.n) for copy in earlier.copies}
-    todo = {case: _asked(case, names[case.op], directions) for case in cases}
-    todo = {case: [c for c in cells if what(c) not in done] for case, cells in todo.items()}
-    ops = dict.fromkeys(case.op for case in cases) if HOST in directions else ()
-    hosts = {op: host.missing(OPS[op], names[op], earlier.hosts) for op in ops}
+    done = {what(line) for line in earlier.lines} if earlier else set()
+    todo = {
+        case: [cell for cell in _asked(case, names[case.op], directions) if what(cell) not in done]
+        for case in cases
+    }
+    hosts = {}
+    for op in dict.fromkeys(case.op for case in cases) if HOST in directions else ():
+        asked = (host.line(OPS[op], name, "call") for name in names[op])
+        hosts[op] = [line.provider for line in asked if what(line) not in done]
     progress = Progress(sum(map(len, (*todo.values(), *hosts.values()))))
 
     def late() -> bool:
@@ -74,9 +76,9 @@ def run(
     with torch.cuda.stream(stream):
         for case, cells in todo.items():
             if cells and not late():
-                if (shape := (case.dtype, case.m, case.n)) not in shapes:
+                if (copy := what(Copy(case.dtype, case.m, case.n, 0))) not in done:
                     emit(copied(case, device, budget_s))
-                    shapes.add(shape)  # the same for all ops
+                    done.add(copy)  # the same for all ops
                 _run_case(case, cells, device, emit, late, progress, budget_s)
         for op, missing in hosts.items():
             for found in host.times(OPS[op], missing, device, "call", late, progress.step):
@@ -114,7 +116,7 @@ def _run_case(case, cells, device, emit, late, progress, budget_s) -> None:
         except Exception as error:  # the failure of a peer is a result
             found = {"status": _status(error), "error": first_line(error)}
         emit(replace(cell, **found))
-        if "error" in found:
+        if found["error"]:
             _require_gpu(device, f"{name}: {found['error']}")
 
 
@@ -183,12 +185,7 @@ def _measure(provider, op, prepared, cell, device, budget_s) -> dict:
         return {"status": "wrong", "error": wrong}
     sets = timing.rotating_sets(nbytes, device)
     calls = [repeatable_call(provider, inputs, grads, direction) for _ in range(sets)]
-    return _fields(timing.measure(calls, nbytes, device, budget_s))
-
-
-def _fields(result: timing.Timing) -> dict:
-    found = {"median_us": result.median_us, "spread": result.spread, "samples": result.samples}
-    return {**found, "timing": result.kind, **({"error": result.note} if result.note else {})}
+    return timing.measure(calls, nbytes, device, budget_s)
 
 
 def copied(case: Case, device: str, budget_s: float) -> Copy:
@@ -203,9 +200,8 @@ def copied(case: Case, device: str, budget_s: float) -> Copy:
         return lambda: y.copy_(x)
 
     calls = [one() for _ in range(timing.rotating_sets(nbytes, device))]
-    found = timing.measure(calls, nbytes, device, budget_s)
     where = {"dtype": case.dtype, "m": case.m, "n": case.n, "bytes": nbytes}
-    return Copy(**where, **{k: v for k, v in _fields(found).items() if k != "error"})
+    return Copy(**where, **timing.measure(calls, nbytes, device, budget_s))
 
 
 def _status(error: Exception) -> str:

@@ -8,8 +8,8 @@ several times the size of the L2 cache, so inputs and outputs are cold.
 import gc
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from itertools import cycle, islice
 from typing import NamedTuple
 
 import torch
@@ -26,17 +26,6 @@ MOST_CALLS = 512
 WARM_UP_S = 0.2
 HEAD_START = 2_000_000  # GPU cycles, about a millisecond, in which the host runs ahead
 _MARK = 7.0
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Microseconds of a call: the median of the samples. ``spread`` is (p80 - p20) / median."""
-
-    median_us: float
-    spread: float
-    samples: int
-    kind: str  # "graph", "events" or "clock"
-    note: str = ""  # why no CUDA graph was used
 
 
 class Timer:
@@ -62,12 +51,26 @@ class Timer:
         """The microseconds between two points that were reached."""
         return (end - start) * 1e6 if self.on_cpu else start.elapsed_time(end) * 1e3
 
+    def of_each(self, calls: Iterable[Callable], before: Callable = lambda: None) -> list[float]:
+        """The microseconds of each call, with something else before it."""
+        marks = []
+        for call in calls:
+            before()
+            start = self.mark()
+            call()
+            marks.append((start, self.mark()))
+        self.wait(marks[-1][1])
+        return [self.between(*ends) for ends in marks]
 
-def summarize(samples_us: Sequence[float], kind: str, note: str = "") -> Timing:
-    """The timing of at least two samples."""
+
+def summarize(samples_us: Sequence[float], kind: str, note: str = "") -> dict:
+    """The fields of a record's line, of at least two samples: the median, and as its spread
+    (p80 - p20) / median.
+    """
     p20, *_, p80 = statistics.quantiles(samples_us, n=5, method="inclusive")
     median = statistics.median(samples_us)
-    return Timing(median, (p80 - p20) / median, len(samples_us), kind, note)
+    found = {"median_us": median, "spread": (p80 - p20) / median, "samples": len(samples_us)}
+    return found | {"timing": kind, "error": note}
 
 
 def rotating_sets(bytes_per_call: int, device: str) -> int:
@@ -78,21 +81,29 @@ def rotating_sets(bytes_per_call: int, device: str) -> int:
     return min(MOST_SETS, max(2, -(-L2_MULTIPLE * l2 // bytes_per_call)))
 
 
-def measure(calls: Sequence[Callable], bytes_per_call: int, device: str, budget_s: float) -> Timing:
+def measure(calls: Sequence[Callable], bytes_per_call: int, device: str, budget_s: float) -> dict:
     """Time a call. On a GPU, calls that a graph cannot capture are timed by events."""
-    if device == "cpu":
-        return _by_clock(calls, budget_s)
     for call in calls:
         call()
+    if device == "cpu":
+        return _sampled(Timer(device), calls, 5, budget_s, "clock")
     try:
-        return _by_graph(calls, bytes_per_call, budget_s)
+        return _by_graph(calls, bytes_per_call, Timer(device), budget_s)
     except Exception as error:  # providers raise many types when capturing fails
         torch.cuda.synchronize()  # raises again if the GPU no longer works
         cause = error.__context__ or error  # ending a broken capture raises another error
         return _by_events(calls, device, f"no CUDA graph: {first_line(cause)}")
 
 
-def _by_graph(calls, bytes_per_call, budget_s) -> Timing:
+def _sampled(timer, calls, least: int, budget_s: float, kind: str, each: int = 1) -> dict:
+    """Samples of ``each`` calls, taken in turn: as many as there is time for, at most 100."""
+    (first_us,) = timer.of_each(calls[:1])
+    count = max(least, min(100, int(budget_s * 1e6 / first_us)))
+    times = timer.of_each(islice(cycle(calls), count))
+    return summarize([us / each for us in times], kind)
+
+
+def _by_graph(calls, bytes_per_call, timer, budget_s) -> dict:
     rounds = min(MOST_CALLS, -(-GRAPH_BYTES // bytes_per_call)) // len(calls)
     count = max(1, rounds) * len(calls)
     results = [None] * len(calls)
@@ -102,11 +113,9 @@ def _by_graph(calls, bytes_per_call, budget_s) -> Timing:
             results[i % len(calls)] = calls[i % len(calls)]()
     try:
         _replay_rewrites(graph, results)
-        (first_ms,) = _replay(graph, 1)
-        times = _replay(graph, max(10, min(100, int(budget_s * 1e3 / first_ms))))
+        return _sampled(timer, [graph.replay], 10, budget_s, "graph", count)
     finally:
         graph.reset()
-    return summarize([ms * 1e3 / count for ms in times], "graph")
 
 
 def _replay_rewrites(graph, results) -> None:
@@ -124,44 +133,15 @@ def _replay_rewrites(graph, results) -> None:
         raise RuntimeError("a replay does not write the outputs")
 
 
-def _replay(graph, times: int) -> list[float]:
-    """The milliseconds of each replay."""
-    events = [_event_pair() for _ in range(times)]
-    for start, end in events:
-        start.record()
-        graph.replay()
-        end.record()
-    torch.cuda.synchronize()
-    return [start.elapsed_time(end) for start, end in events]
-
-
-def _by_events(calls, device, note) -> Timing:
+def _by_events(calls, device, note) -> dict:
     l2 = torch.cuda.get_device_properties(device).L2_cache_size
     flush = torch.zeros(L2_MULTIPLE * l2 // 4, device=device)
-    events = [_event_pair() for _ in range(30)]
-    for i, (start, end) in enumerate(events):
+
+    def before() -> None:
         flush.sum()  # only reads, so the call has no dirty cache lines to write back
         torch.cuda._sleep(HEAD_START)
-        start.record()
-        calls[i % len(calls)]()
-        end.record()
-    torch.cuda.synchronize()
-    return summarize([start.elapsed_time(end) * 1e3 for start, end in events], "events", note)
 
-
-def _event_pair():
-    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-
-
-def _by_clock(calls, budget_s) -> Timing:
-    for call in calls:
-        call()
-    samples, deadline = [], time.perf_counter() + budget_s
-    while len(samples) < 5 or (time.perf_counter() < deadline and len(samples) < 100):
-        start = time.perf_counter()
-        calls[len(samples) % len(calls)]()
-        samples.append((time.perf_counter() - start) * 1e6)
-    return summarize(samples, "clock")
+    return summarize(Timer(device).of_each(islice(cycle(calls), 30), before), "events", note)
 
 
 class HostTime(NamedTuple):

@@ -119,4 +119,4 @@ def test_what_is_worse_than_pytorch(monkeypatch, without_gpu, ours, eager, is_wo
 
 def test_errors_are_merged_once():
     lines = lines_of(1.0, 2.0)
-    assert record.merge([Record([RUN], accuracies=lines)] * 2).accuracies == lines
+    assert record.merge([Record([RUN], lines)] * 2).accuracies == lines

@@ -8,7 +8,6 @@ from bench import report
 from bench.plot import _STYLES, save
 from bench.providers import PROVIDERS
 from bench.record import (
-    LISTS,
     Cell,
     Copy,
     FirstCall,
@@ -73,8 +72,7 @@ def record():
 
 
 def written(record):
-    lines = [line for name in ("runs", *LISTS.values()) for line in getattr(record, name)]
-    return [to_json(line) for line in lines]
+    return [to_json(line) for line in (*record.runs, *record.lines)]
 
 
 def rows_of(text):
