@@ -12,24 +12,12 @@ The suite "release" measures every op, in every dtype, on a machine. Started aga
 """
 
 import argparse
-import math
 import sys
 from pathlib import Path
 
-from bench import (
-    accuracy,
-    documents,
-    first_call,
-    host,
-    plot,
-    provenance,
-    record,
-    report,
-    train,
-)
-from bench.cases import OPS, RELEASE, SUITE_DIRECTIONS, SUITES, select
-from bench.op import DIRECTIONS, DTYPES, HOST, INFERENCE
-from bench.providers import PROVIDERS, attendance
+from bench import accuracy, command, documents, first_call, host, plot, record, report, train
+from bench.cases import OPS, SUITE_DIRECTIONS, SUITES, select
+from bench.op import DIRECTIONS, HOST, INFERENCE
 from bench.run import GpuLost, run
 
 COMMANDS = {
@@ -42,25 +30,15 @@ CPU_ELEMENTS = 1 << 18
 CPU_BUDGET_S = 0.02
 
 
-def _arguments(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "python -m bench", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+def _parser() -> argparse.ArgumentParser:
+    parser = command.parser("", __doc__, op=None, dtype=None, hidden=None, provider=None)
     parser.add_argument("--suite", choices=SUITES, default="quick")
-    parser.add_argument("--op", nargs="+", choices=OPS)
-    parser.add_argument("--dtype", nargs="+", choices=DTYPES)
-    parser.add_argument("--hidden", nargs="+", type=int, metavar="N")
     parser.add_argument(
         "--direction",
         nargs="+",
         choices=(*DIRECTIONS, INFERENCE, HOST),
         help="default: the directions of the suite, and host times",
     )
-    parser.add_argument("--provider", nargs="+", choices=PROVIDERS)
-    parser.add_argument(
-        "--max-seconds", type=float, default=math.inf, help="measure nothing more after this time"
-    )
-    parser.add_argument("--out", metavar="FILE.jsonl", help="write the record")
     parser.add_argument(
         "--from",
         dest="sources",
@@ -76,56 +54,49 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
         " stands between the markers of documents (FILE.md)",
     )
     parser.add_argument("--plot", metavar="FILE.svg", help="draw GB/s against N (needs matplotlib)")
-    return parser.parse_args(argv)
+    return parser
 
 
 def _measured(args: argparse.Namespace, argv: list[str]) -> record.Record:
     """The record of a run. Each line is written to ``--out`` as soon as it is measured."""
-    device = provenance.device()
     cases = select(args.suite, args.op, args.dtype, args.hidden)
     if not cases or set(args.hidden or ()) - {case.n for case in cases}:
-        sizes = {}
+        sizes: dict[str, dict] = {}
         for case in select(args.suite, None, args.dtype):
             sizes.setdefault(case.op, {})[case.n] = None
         listed = "; ".join(f"{op} {sorted(found)}" for op, found in sizes.items())
         sys.exit(f"suite {args.suite} has no such case; its N are {listed}")
-    if device == "cpu":
-        print(report.CPU_NOTICE, file=sys.stderr)
-        cases = list(dict.fromkeys(OPS[case.op].shrunk(case, CPU_ELEMENTS) for case in cases))
-    ops = dict.fromkeys(case.op for case in cases)
-    present, absent = attendance(ops, args.provider or list(PROVIDERS), device)
     directions = args.direction or (HOST, *SUITE_DIRECTIONS.get(args.suite, DIRECTIONS))
-    options = {"budget_s": CPU_BUDGET_S} if device == "cpu" else {}
-    made = provenance.describe_run(device, argv, absent) | {"suite": args.suite}
-    with record.writing(args.out, made, args.suite == RELEASE) as (result, emit):
+    options, ops = {}, dict.fromkeys(case.op for case in cases)
+    with command.running(args, argv, ops, suite=args.suite) as made:
+        if made.device == "cpu":
+            print(report.CPU_NOTICE, file=sys.stderr)
+            cases = list(dict.fromkeys(OPS[case.op].shrunk(case, CPU_ELEMENTS) for case in cases))
+            options = {"budget_s": CPU_BUDGET_S}
         try:
-            limit = args.max_seconds
-            run(cases, present, directions, device, emit, limit, earlier=result, **options)
+            run(cases, made, directions, **options)
         except GpuLost as error:
             print(f"the GPU no longer works, so the run ends here: {error}", file=sys.stderr)
         except KeyboardInterrupt:
             print("interrupted; the measurements until now follow", file=sys.stderr)
-    return result
+    return made.record
 
 
 def main(argv: list[str]) -> int:
     if argv and argv[0] in COMMANDS:
         return COMMANDS[argv[0]](argv[1:])
-    args = _arguments(argv)
+    args = _parser().parse_args(argv)
+    for path in map(Path, args.markdown or ()):
+        documents.update(path)
     if args.markdown:
-        for path in map(Path, args.markdown):
-            documents.update(path)
         return 0
     if args.sources:
         fields = {"op": args.op, "dtype": args.dtype, "n": args.hidden}
         fields |= {"direction": args.direction, "provider": args.provider}
         found = record.load(args.sources).narrowed(**fields)
+        print(report.render(found, args.markdown is not None))
     else:
-        try:
-            found = _measured(args, argv)
-        except record.OtherRun as error:
-            sys.exit(f"{error}")
-    print(report.render(found, args.markdown is not None))
+        found = _measured(args, argv)
     if args.plot:
         plot.save(found, args.plot)
     return 0

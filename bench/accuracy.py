@@ -9,7 +9,6 @@ The exit status is 1 if an error of tilenorm is more than twice that of PyTorch 
 ulps. Without a GPU the reference implementation of tilenorm is measured.
 """
 
-import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -17,11 +16,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from bench import check, command, provenance, record, report
+from bench import check, command
 from bench.accuracy_table import worse
 from bench.cases import AROUND, OPS, PLAIN
 from bench.op import DTYPES, Case, Op
-from bench.providers import PROVIDERS, attendance
+from bench.providers import PROVIDERS
 from bench.record import Accuracy, first_line
 from bench.run import repeatable_call
 
@@ -72,30 +71,19 @@ INPUTS: dict[str, Callable[[Tensor, torch.dtype], Tensor]] = {
 
 
 def main(argv: list[str]) -> int:
-    args = _arguments(argv)
-    device = provenance.device()
-    present, absent = attendance(args.op, args.provider, device)
-    made = provenance.describe_run(device, ["accuracy", *argv], absent)
-    with record.writing(args.out, made) as (found, emit):
+    options = {"op": SERVED, "dtype": list(DTYPES), "hidden": None, "provider": None}
+    parser = command.parser("accuracy", __doc__, SERVED, **options)
+    parser.add_argument("--rows", type=int, default=ROWS, metavar="M")
+    args = parser.parse_args(argv)
+    with command.running(args, ["accuracy", *argv], args.op) as run:
         for op in map(OPS.get, args.op):
             for dtype in args.dtype:
                 for n in args.hidden or (HEAD_HIDDEN if op.heads else HIDDEN):
                     print(f"{op.name} {dtype} N = {n}", file=sys.stderr, flush=True)
                     case = op.shrunk(Case(op.name, dtype, args.rows, n), args.rows * n)
-                    for line in measure(op, case, present[op.name], device):
-                        emit(line)
-    print(report.render(found, args.markdown))
-    return 1 if worse(found.accuracies) else 0
-
-
-def _arguments(argv: list[str]) -> argparse.Namespace:
-    parser = command.parser("accuracy", __doc__)
-    parser.add_argument("--op", nargs="+", choices=SERVED, default=SERVED)
-    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
-    parser.add_argument("--hidden", nargs="+", type=int, metavar="N", help="default: 4096, or 128")
-    parser.add_argument("--rows", type=int, default=ROWS, metavar="M")
-    parser.add_argument("--provider", nargs="+", choices=PROVIDERS, default=list(PROVIDERS))
-    return parser.parse_args(argv)
+                    for line in measure(op, case, run.present[op.name], run.device):
+                        run.emit(line)
+    return 1 if worse(run.record.accuracies) else 0
 
 
 def measure(op: Op, case: Case, names: Sequence[str], device: str) -> Iterator[Accuracy]:

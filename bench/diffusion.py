@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bench.models import Attention, FeedForward, attended, norm_of, rotation
+from bench import models
+from bench.models import Attention, attended, norm_of, rotation
 from bench.shapes import Shape
 
 TEXT_FEATURES = 4096
@@ -30,19 +31,14 @@ class Modulation(nn.Module):
         return self.linear(F.silu(c)).chunk(self.count, dim=1)
 
 
-class Stream(nn.Module):
+class Stream(models.Block):
     """The parts of a layer around its attention, which several streams may share."""
 
     def __init__(self, shape: Shape, **factory):
-        super().__init__()
-        norm = partial(norm_of, shape, shape.hidden, elementwise_affine=False, **factory)
+        super().__init__(shape, **factory)
         self.modulation = Modulation(shape, 6, **factory)
-        self.attention_norm = norm()
-        self.attention = Attention(shape, **factory)
-        self.ffn_norm = norm()
-        self.ffn = FeedForward(shape, **factory)
 
-    def opened(self, x: Tensor, by_sample: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def opened(self, x: Tensor, by_sample: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v."""
         shift, scale, *_ = by_sample
         normed = self.attention_norm(x) * (1 + scale[:, None]) + shift[:, None]
@@ -59,10 +55,9 @@ class Stream(nn.Module):
 class Alone(Stream):
     """A layer of DiT."""
 
-    def forward(self, x: Tensor, c: Tensor) -> Tensor:
+    def forward(self, x: Tensor, c: Tensor) -> Tensor:  # type: ignore[override]
         by_sample = self.modulation(c)
-        q, k, v = self.opened(x, by_sample)
-        y = attended(q, k, v, causal=False)
+        y = attended(self.shape, *self.opened(x, by_sample))
         return self.closed(x, y, by_sample)
 
 
@@ -77,11 +72,10 @@ class Joint(nn.Module):
         for_text, for_image = self.text.modulation(c), self.image.modulation(c)
         both = self.text.opened(text, for_text), self.image.opened(image, for_image)
         q, k, v = (torch.cat(parts, 2) for parts in zip(*both, strict=True))
-        y = attended(rotated_pairs(q, cos, sin), rotated_pairs(k, cos, sin), v, causal=False)
-        y_text, y_image = y.split((text.shape[1], image.shape[1]), 1)
-        return self.text.closed(text, y_text, for_text), self.image.closed(
-            image, y_image, for_image
-        )
+        y = attended(self.text.shape, q, k, v, cos, sin)
+        written, seen = y.split((text.shape[1], image.shape[1]), 1)
+        image = self.image.closed(image, seen, for_image)
+        return self.text.closed(text, written, for_text), image
 
 
 class Single(nn.Module):
@@ -90,7 +84,7 @@ class Single(nn.Module):
     def __init__(self, shape: Shape, **factory):
         super().__init__()
         self.modulation = Modulation(shape, 3, **factory)
-        self.norm = norm_of(shape, shape.hidden, elementwise_affine=False, **factory)
+        self.norm = norm_of(shape, **factory)
         self.attention = Attention(shape, **factory)
         self.attention.output = nn.Identity()
         self.up = nn.Linear(shape.hidden, shape.ffn, **factory)
@@ -99,22 +93,19 @@ class Single(nn.Module):
     def forward(self, x: Tensor, c: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         shift, scale, gate = self.modulation(c)
         normed = self.norm(x) * (1 + scale[:, None]) + shift[:, None]
-        q, k, v = self.attention.heads(normed)
-        y = attended(rotated_pairs(q, cos, sin), rotated_pairs(k, cos, sin), v, causal=False)
+        y = self.attention(normed, cos, sin)
         wide = F.gelu(self.up(normed), approximate="tanh")
         return x + gate[:, None] * self.output(torch.cat((y, wide), 2))
 
 
-class Head(nn.Module):
+class Head(models.Head):
     """The last norm, and the mean square of the error of a sample's prediction in float32."""
 
     def __init__(self, shape: Shape, **factory):
-        super().__init__()
+        super().__init__(shape, **factory)
         self.modulation = Modulation(shape, 2, **factory)
-        self.norm = norm_of(shape, shape.hidden, elementwise_affine=False, **factory)
-        self.output = nn.Linear(shape.hidden, shape.vocab, **factory)
 
-    def forward(self, x: Tensor, c: Tensor, target: Tensor) -> Tensor:
+    def forward(self, x: Tensor, c: Tensor, target: Tensor) -> Tensor:  # type: ignore[override]
         shift, scale = self.modulation(c)
         predicted = self.output(self.norm(x) * (1 + scale[:, None]) + shift[:, None])
         return F.mse_loss(predicted.float(), target.float())
@@ -127,7 +118,7 @@ class Diffusion(nn.Module):
     is (B, T, TEXT_FEATURES). Flux has twice as many single layers as joint ones.
     """
 
-    def __init__(self, shape: Shape, length: int, **factory):
+    def __init__(self, shape: Shape, **factory):
         super().__init__()
         self.shape = shape
         self.embedding = nn.Linear(shape.channels, shape.hidden, **factory)
@@ -136,21 +127,14 @@ class Diffusion(nn.Module):
             nn.SiLU(),
             nn.Linear(shape.hidden, shape.hidden, **factory),
         )
-        self.blocks = nn.ModuleList(self._blocks(**factory))
+        layers = [Alone] if shape.adaptive == "dit" else [Joint, Single, Single]
+        kinds = sorted(layers * shape.layers, key=layers.index)
+        self.blocks = nn.ModuleList(kind(shape, **factory) for kind in kinds)
         self.head = Head(shape, **factory)
         if shape.adaptive == "flux":
             self.text = nn.Linear(TEXT_FEATURES, shape.hidden, **factory)
-        for name, table in zip(("cos", "sin"), rotation(shape, length), strict=True):
-            pairs = table[:, : shape.head // 2].repeat_interleave(2, -1)
-            placed = pairs.to(factory["device"], torch.float32)
-            self.register_buffer(name, placed, persistent=False)
-
-    def _blocks(self, **factory) -> list[nn.Module]:
-        layers = self.shape.layers
-        if self.shape.adaptive == "dit":
-            return [Alone(self.shape, **factory) for _ in range(layers)]
-        joint = [Joint(self.shape, **factory) for _ in range(layers)]
-        return joint + [Single(self.shape, **factory) for _ in range(2 * layers)]
+        for name, table in zip(("cos", "sin"), rotation(shape), strict=True):
+            self.register_buffer(name, table.to(factory["device"], torch.float32), persistent=False)
 
     def forward(self, x: Tensor, features: Tensor, target: Tensor, *text: Tensor) -> Tensor:
         x, c = self.embedding(x), self.conditioning(features)
@@ -166,22 +150,12 @@ class Diffusion(nn.Module):
             x = block(x, c, self.cos, self.sin)
         return self.head(x[:, before:], c, target)
 
-
-def rotated_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Each pair of neighbours rotated, in float32 as Flux does."""
-    first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
-    partner = torch.stack((-second, first), -1).flatten(-2)
-    return (x.float() * cos + partner.float() * sin).to(x.dtype)
-
-
-def drawn_batch(
-    shape: Shape, batch: int, length: int, seed: int, device: str, dtype: torch.dtype
-) -> tuple[Tensor, ...]:
-    """Random inputs of a step, the same for each variant. A ninth of Flux's tokens are text."""
-    make = torch.Generator(device).manual_seed(seed)
-    drawn = partial(torch.randn, generator=make, device=device, dtype=dtype)
-    text = max(1, length // 9) if shape.adaptive == "flux" else 0
-    tokens = batch, length - text
-    given = drawn(*tokens, shape.channels), drawn(batch, shape.conditioning)
-    given = *given, drawn(*tokens, shape.vocab)
-    return (*given, drawn(batch, text, TEXT_FEATURES)) if text else given
+    def drawn(self, seed: int, device: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Random inputs, the same for each step and variant. A ninth of Flux's tokens are text."""
+        shape, make = self.shape, torch.Generator(device).manual_seed(seed)
+        normal = partial(torch.randn, generator=make, device=device, dtype=dtype)
+        text = max(1, shape.length // 9) if shape.adaptive == "flux" else 0
+        tokens = shape.batch, shape.length - text
+        given = normal(*tokens, shape.channels), normal(shape.batch, shape.conditioning)
+        given = *given, normal(*tokens, shape.vocab)
+        return (*given, normal(shape.batch, text, TEXT_FEATURES)) if text else given

@@ -28,7 +28,7 @@ from pathlib import Path
 from bench import index, pair_table, plot, report
 from bench.op import DIRECTIONS
 from bench.record import Cell, Record, by_shape, load, merge
-from bench.text import table
+from bench.text import columns
 
 OPTIONS = {"op": str, "dtype": str, "n": int, "direction": str, "provider": str}
 BLOCK = re.compile(
@@ -95,7 +95,8 @@ def page(path: Path) -> str:
         machine = f"{run['machine']}, {run['date'][:10]}, {report.versions(run)}"
         commit = f"tilenorm {run['tilenorm']} at commit {run['commit'] or 'unknown'}"
         parts.append(f"{machine}, {commit}, by `{run['command']}`.")
-    return "\n\n".join([*parts, *report.tables(record, markdown=True)]) + "\n"
+    parts += [table.shown(markdown=True) for table in report.tables(record)]
+    return "\n\n".join(parts) + "\n"
 
 
 def _block(document: Path, match: re.Match) -> Block:
@@ -141,7 +142,7 @@ def _summary(block: Block) -> str:
             here = [shapes.get((op, direction, n), {}) for op in ops]
             if any(here):
                 rows.append([n, direction, *map(_speed, here)])
-    return table(["N", "direction", *ops], rows, markdown=True)
+    return columns(["N", "direction", *ops], rows)
 
 
 def _speed(cells: dict[str, Cell]) -> str:
@@ -211,7 +212,7 @@ def _hosts(block: Block) -> str:
             row.append(f"{before:.1f} → {after:.1f} ({after / before:.2f})")
         rows.append(row)
     header = ["op", "way", "A", "B", "forward, µs", "forward and backward, µs"]
-    return table(header, rows, markdown=True)
+    return columns(header, rows)
 
 
 KINDS = {

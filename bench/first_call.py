@@ -13,10 +13,10 @@ from collections.abc import Iterator
 
 import torch
 
-from bench import command, provenance, record, report, worker
+from bench import command, worker
 from bench.cases import AROUND, OPS, PLAIN
-from bench.op import DIRECTIONS, DTYPES, Case
-from bench.providers import PROVIDERS, attendance
+from bench.op import DIRECTIONS, Case
+from bench.providers import PROVIDERS
 from bench.record import FirstCall, Precompile, first_line
 from bench.run import repeatable_call
 
@@ -27,26 +27,20 @@ TIMEOUT_S = 300.0
 
 
 def main(argv: list[str]) -> int:
-    parser = command.parser("first-call", __doc__)
-    parser.add_argument("--op", nargs="+", choices=(*PLAIN, *AROUND), default=["rms_norm"])
-    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bfloat16", "float32"])
-    parser.add_argument("--hidden", nargs="+", type=int, metavar="N", default=HIDDEN)
-    parser.add_argument("--provider", nargs="+", choices=PROVIDERS, default=list(PROVIDERS))
-    args = parser.parse_args(argv)
-    device = provenance.device()
+    shapes = {"dtype": ["bfloat16", "float32"], "hidden": HIDDEN}
+    options = {"op": ["rms_norm"], "provider": None} | shapes
+    args = command.parser("first-call", __doc__, (*PLAIN, *AROUND), **options).parse_args(argv)
     specs = [OPENING, *((dtype, n) for n in args.hidden for dtype in args.dtype)]
-    present, absent = attendance(args.op, args.provider, device)
-    made = provenance.describe_run(device, ["first-call", *argv], absent)
-    with record.writing(args.out, made) as (found, emit):
-        for op in args.op:
-            for name in present[op]:
+    with command.running(args, ["first-call", *argv], args.op) as run:
+        for op, names in run.present.items():
+            for name in names:
                 print(f"{op} first calls of {name}", file=sys.stderr, flush=True)
                 cases = [Case(op, dtype, ROWS, n) for dtype, n in specs]
-                for line in _first_calls(cases, name, device):
-                    emit(line)
-            if device != "cpu" and "tilenorm" in present[op]:
-                emit(precompile(op, args.hidden, args.dtype, found.runs[0]["capability"]))
-    print(report.render(found, args.markdown))
+                for line in _first_calls(cases, name, run.device):
+                    run.emit(line)
+            if run.device != "cpu" and "tilenorm" in names:
+                arch = run.record.runs[0]["capability"]
+                run.emit(precompile(op, args.hidden, args.dtype, arch))
     return 0
 
 

@@ -7,19 +7,17 @@ costs what is between two providers, divided by twelve. Times are of the clock o
 calls, and of all threads of the process.
 """
 
-import math
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from bench import command, provenance, record, report, timing
+from bench import command, timing
 from bench.cases import AROUND, MODULATED, OPS, PLAIN
 from bench.check import as_tuple
 from bench.op import Op
-from bench.providers import PROVIDERS, attendance
+from bench.providers import PROVIDERS
 from bench.record import Host, first_line
 
 N, STEP_N, NORMS = 1024, 512, 12
@@ -31,28 +29,17 @@ STEPS = {"torch": "compile", "tilenorm": "tilenorm-compile"}
 
 
 def main(argv: list[str]) -> int:
-    parser = command.parser("host", __doc__)
-    parser.add_argument("--op", nargs="+", choices=OPS, default=MEASURED)
+    parser = command.parser("host", __doc__, op=MEASURED, provider=None)
     parser.add_argument("--way", nargs="+", choices=WAYS, default=WAYS)
-    parser.add_argument("--provider", nargs="+", choices=PROVIDERS, default=list(PROVIDERS))
-    parser.add_argument("--max-seconds", type=float, default=math.inf)
-    args, device = parser.parse_args(argv), provenance.device()
-    present, absent = attendance(args.op, args.provider, device)
-    end = time.monotonic() + args.max_seconds
-
-    def late() -> bool:
-        return time.monotonic() > end
-
-    made = provenance.describe_run(device, ["host", *argv], absent)
-    with record.writing(args.out, made) as (found, emit):
+    args = parser.parse_args(argv)
+    with command.running(args, ["host", *argv], args.op) as run:
         for op in map(OPS.get, args.op):
             for way in filter(op.ways.__contains__, args.way):
-                names = present[op.name]
+                names = run.present[op.name]
                 if way == "step":
                     names = [name for pair in STEPS.items() if pair[0] in names for name in pair]
-                for measured in times(op, names, device, way, late, lambda what: None):
-                    emit(measured)
-    print(report.render(found, args.markdown))
+                for found in times(op, names, run.device, way, run.late, lambda what: None):
+                    run.emit(found)
     return 0
 
 

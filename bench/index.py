@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from bench import accuracy_table, pair_table, report
 from bench.op import DIRECTIONS
 from bench.record import Record, by_shape
+from bench.text import distinct
 
 
 def about(record: Record) -> tuple[str, str]:
@@ -22,10 +23,9 @@ def about(record: Record) -> tuple[str, str]:
 
 def _cells(record: Record) -> tuple[str, str]:
     cells = [cell for cell in record.cells if cell.gbps]
-    ops, ways = _listed(c.op for c in cells), _listed(c.direction for c in cells)
-    others = _listed(c.provider for c in cells if c.provider != report.OURS)
-    sizes = report.spread_of([c.n for c in cells], "d")
-    dtypes = _listed(c.dtype for c in cells)
+    ops, ways, dtypes = (_listed(cells, name) for name in ("op", "direction", "dtype"))
+    others = _listed((cell for cell in cells if cell.provider != report.OURS), "provider")
+    sizes = report.spread_of(distinct(cells, "n"), "d")
     question = f"{ops}: {ways}, {dtypes}, N {sizes}{', beside ' * bool(others)}{others}"
     compared = map(report.best_peer, by_shape([record]).values())
     ratios = [best[0] for best in compared if best]
@@ -33,21 +33,21 @@ def _cells(record: Record) -> tuple[str, str]:
         ahead = sum(round(ratio, 2) >= 1 for ratio in ratios)
         speed = f"{report.spread_of(ratios, '.2f')} × the fastest other"
         return question, f"{speed}; not slower at {ahead} of {len(ratios)} shapes"
-    copies = {(copy.dtype, copy.m, copy.n): copy.gbps for copy in record.copies}
-    shares = [c.gbps / copies[c.dtype, c.m, c.n] for c in cells if c.direction in DIRECTIONS]
+    rated = [cell for cell in cells if cell.direction in DIRECTIONS]
+    shares = [cell.gbps / record.copied[cell.dtype, cell.m, cell.n] for cell in rated]
     return question, f"{report.spread_of(shares, '.0%')} of a copy"
 
 
 def _pairs(record: Record) -> tuple[str, str]:
     (pair,) = record.pairs
     peaks = " → ".join(map(pair_table.gib, pair.peak_bytes))
-    answer = f"{pair_table.with_interval(pair.more_tokens, 100, '+.2f', '%')}, {peaks} GiB"
+    answer = f"{pair_table.with_interval(pair.more_tokens, 100, '%')}, {peaks} GiB"
     return f"{pair.label}: tokens/s of {pair.variant} beside {pair.base}", answer
 
 
 def _accuracies(record: Record) -> tuple[str, str]:
     lines = record.accuracies
-    question = f"{_listed(line.op for line in lines if line.ulps)}: errors on difficult inputs"
+    question = f"{_listed((line for line in lines if line.ulps), 'op')}: errors on difficult inputs"
     beyond = len(accuracy_table.worse(lines))
     return question, f"results beyond the contract with PyTorch: {beyond}"
 
@@ -57,7 +57,7 @@ def _first_calls(record: Record) -> tuple[str, str]:
     cold, warm = ([getattr(call, name) for call in ours] for name in ("cold_s", "warm_s"))
     took, again = report.spread_of(cold, ".2f"), report.spread_of(warm, ".3f")
     answer = f"{took} s, and {again} s with caches on the disk"
-    return f"{_listed(call.op for call in ours)}: the first call", answer
+    return f"{_listed(ours, 'op')}: the first call", answer
 
 
 def _hosts(record: Record) -> tuple[str, str]:
@@ -70,8 +70,8 @@ def _hosts(record: Record) -> tuple[str, str]:
             [ours / theirs for ours, theirs in zip(*both, strict=True)], ".2f"
         )
     answer = f"{ratios['forward_us']} × PyTorch's, {ratios['forward_backward_us']} with a backward"
-    return f"{_listed(ops)}: host time of a call", answer
+    return f"{', '.join(ops)}: host time of a call", answer
 
 
-def _listed(values: Iterable[str]) -> str:
-    return ", ".join(dict.fromkeys(values))
+def _listed(lines: Iterable, name: str) -> str:
+    return ", ".join(distinct(lines, name))

@@ -16,9 +16,10 @@ from bench.shapes import PIXELS, Shape
 INITIAL_DEVIATION = 0.02
 
 
-def norm_of(shape: Shape, columns: int, **factory) -> nn.Module:
+def norm_of(shape: Shape, **factory) -> nn.Module:
+    """A norm of the residual stream. What is adaptive has no weight of its own."""
     kind = {"rms": nn.RMSNorm, "layer": nn.LayerNorm}[shape.norm]
-    return kind(columns, shape.eps, **factory)
+    return kind(shape.hidden, shape.eps, elementwise_affine=not shape.adaptive, **factory)
 
 
 class Attention(nn.Module):
@@ -48,17 +49,17 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
-    def forward(self, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
-        q, k, v = self.heads(x)
-        if cos is not None:
-            q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
-        return self.output(attended(q, k, v, self.shape.causal))
+    def forward(self, x: Tensor, *table: Tensor | None) -> Tensor:
+        return self.output(attended(self.shape, *self.heads(x), *table))
 
 
-def attended(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+def attended(shape: Shape, q: Tensor, k: Tensor, v: Tensor, cos=None, sin=None) -> Tensor:
     """(batch, heads, tokens, D) -> (batch, tokens, H D)"""
+    if cos is not None:
+        turned = _rotated_pairs if shape.adaptive else _rotated
+        q, k = turned(q, cos, sin), turned(k, cos, sin)
     grouped = q.shape[1] != k.shape[1]
-    y = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=shape.causal, enable_gqa=grouped)
     return y.transpose(1, 2).flatten(-2)
 
 
@@ -89,10 +90,9 @@ class Block(nn.Module):
     def __init__(self, shape: Shape, **factory):
         super().__init__()
         self.shape = shape
-        norm = partial(norm_of, shape, shape.hidden, **factory)
-        self.attention_norm = norm()
+        self.attention_norm = norm_of(shape, **factory)
         self.attention = Attention(shape, **factory)
-        self.ffn_norm = norm()
+        self.ffn_norm = norm_of(shape, **factory)
         self.ffn = FeedForward(shape, **factory)
 
     def forward(self, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
@@ -129,7 +129,7 @@ class Head(nn.Module):
     def __init__(self, shape: Shape, **factory):
         super().__init__()
         self.images = shape.images
-        self.norm = norm_of(shape, shape.hidden, **factory)
+        self.norm = norm_of(shape, **factory)
         biased = shape.biased and not shape.tied
         self.output = nn.Linear(shape.hidden, shape.vocab, bias=biased, **factory)
 
@@ -147,7 +147,7 @@ class Transformer(nn.Module):
     With ``images``: patches (batch, T - 1, PIXELS) and classes (batch,) -> the scalar loss.
     """
 
-    def __init__(self, shape: Shape, length: int, **factory):
+    def __init__(self, shape: Shape, **factory):
         super().__init__()
         self.shape = shape
         if shape.images:
@@ -160,7 +160,7 @@ class Transformer(nn.Module):
             self.head.output.weight = self.embedding.weight
         if shape.learned:
             self.positions = nn.Parameter(torch.empty(shape.learned, shape.hidden, **factory))
-        for name, table in zip(("cos", "sin"), rotation(shape, length), strict=True):
+        for name, table in zip(("cos", "sin"), rotation(shape), strict=True):
             placed = None if shape.learned else table.to(**factory)
             self.register_buffer(name, placed, persistent=False)
 
@@ -174,6 +174,16 @@ class Transformer(nn.Module):
             x = block(x, self.cos, self.sin)
         return self.head(x, targets)
 
+    def drawn(self, seed: int, device: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Random inputs, the same for each step and variant."""
+        shape, make = self.shape, torch.Generator(device).manual_seed(seed)
+        whole: Callable = partial(torch.randint, shape.vocab, generator=make, device=device)
+        if not shape.images:
+            return (whole((shape.batch, shape.length + 1)),)
+        size = shape.batch, shape.length - 1, PIXELS
+        patches = torch.randn(size, generator=make, device=device, dtype=dtype)
+        return patches, whole((shape.batch,))
+
 
 @torch.no_grad()
 def reset(model: nn.Module, seed: int) -> None:
@@ -186,27 +196,23 @@ def reset(model: nn.Module, seed: int) -> None:
             parameter.normal_(0.0, INITIAL_DEVIATION, generator=make)
 
 
-def drawn_batch(
-    shape: Shape, batch: int, length: int, seed: int, device: str, dtype: torch.dtype
-) -> tuple[Tensor, ...]:
-    """Random inputs of a step, the same for each step and variant."""
-    make = torch.Generator(device).manual_seed(seed)
-    if not shape.images:
-        size = batch, length + 1
-        return (torch.randint(shape.vocab, size, generator=make, device=device),)
-    size = batch, length - 1, PIXELS
-    patches = torch.randn(size, generator=make, device=device, dtype=dtype)
-    return patches, torch.randint(shape.vocab, (batch,), generator=make, device=device)
-
-
-def rotation(shape: Shape, length: int) -> tuple[Tensor, Tensor]:
-    """cos and sin of position · frequency, each of shape (length, head) with two equal halves."""
+def rotation(shape: Shape) -> tuple[Tensor, Tensor]:
+    """cos and sin of position · frequency, each of shape (length, head): two equal halves, or pairs
+    of equals in a diffusion transformer.
+    """
     frequencies = shape.theta ** -(torch.arange(0, shape.head, 2).double() / shape.head)
-    angles = torch.arange(length).double()[:, None] * frequencies
-    angles = torch.cat((angles, angles), -1)
+    angles = torch.arange(shape.length).double()[:, None] * frequencies
+    angles = angles.repeat_interleave(2, -1) if shape.adaptive else torch.cat((angles, angles), -1)
     return angles.cos(), angles.sin()
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat((-second, first), -1) * sin
+
+
+def _rotated_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Each pair of neighbours rotated, in float32 as Flux does."""
+    first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
+    partner = torch.stack((-second, first), -1).flatten(-2)
+    return (x.float() * cos + partner.float() * sin).to(x.dtype)

@@ -40,9 +40,12 @@ def measure(names: Sequence[str], settings: dict, pairs: int, deadline: float) -
     training, both = _built(given, names)
     calls = [variant.call for variant in both]
     found = compared(training, calls)
-    found |= {"reports": [variant.said() for variant in both], "gpus": given.fsdp * given.tp}
+    found |= {"reports": [variant.said() for variant in both], "gpus": given.gpus}
     if not found["gradient_change"] <= MOST_CHANGE:
-        return found | {"status": "wrong", "error": _complaint(found)}
+        base, other = found["losses"]
+        why = f"the gradient of {found['gradient']} changes by {found['gradient_change']:.3g} of"
+        why += f" its norm, more than {MOST_CHANGE}; the losses are {base:.4f} and {other:.4f}"
+        return found | {"status": "wrong", "error": why}
     losses: list[Tensor] = []
     steps = [lambda call=call: losses.append(training.step(call)) for call in calls]
     timer = Timer(given.device)
@@ -50,30 +53,25 @@ def measure(names: Sequence[str], settings: dict, pairs: int, deadline: float) -
     times, peaks = alternated(steps, pairs, timer, deadline)
     found |= {"pairs_us": times, "peak_bytes": peaks}
     found["step_losses"] = [loss.item() for loss in losses]
-    if found["gpus"] > 1:
+    if given.gpus > 1:
         found["ranks"] = parallel.of_all({"pairs_us": times, "peak_bytes": peaks})
-        found["pairs_us"] = _most([rank["pairs_us"] for rank in found["ranks"]])
-        if given.device != "cpu":
-            found["peak_bytes"] = _most([rank["peak_bytes"] for rank in found["ranks"]])
+        for name in ("pairs_us", "peak_bytes") if given.device != "cpu" else ("pairs_us",):
+            of_ranks = [rank[name] for rank in found["ranks"]]
+            found[name] = torch.tensor(of_ranks, dtype=torch.float64).amax(0).tolist()
     if not times:
         return found | {"status": "skipped", "error": "no time was left after compiling"}
-    if given.device != "cpu" and found["gpus"] == 1:
+    if given.device != "cpu" and given.gpus == 1:
         found |= kernels_of(steps)
     return found
-
-
-def _most(of_ranks: list) -> list:
-    """The largest number of any process at each place."""
-    return torch.tensor(of_ranks, dtype=torch.float64).amax(0).tolist()
 
 
 def _built(given: Settings, names: Sequence[str]) -> tuple[Training, list[Prepared]]:
     """The training of the first variant's model, and both variants with its parameters."""
     mesh, models, both = None, [], []
-    if given.fsdp * given.tp > 1:
+    if given.gpus > 1:
         mesh = parallel.mesh_of(given.device, given.fsdp, given.tp)
     for name in names:
-        model = model_of(given)
+        model = model_of(given.shape, device=given.device, dtype=torch.bfloat16)
         if mesh is not None:
             parallel.split(model, mesh)
         both.append(prepared(model, VARIANTS[name], given.whole))
@@ -96,7 +94,10 @@ def compared(training: Training, calls: Sequence[Callable[..., Tensor]]) -> dict
         training.optimizer.zero_grad(set_to_none=True)
     shares = parallel.total(torch.ones_like(losses[0]))
     losses = (parallel.total(torch.stack(losses)) / shares).tolist()
-    return {"losses": losses} | _worst(changes_of(*gradients))
+    changes = changes_of(*gradients)
+    # A NaN is larger than all.
+    worst = max(changes, key=lambda name: (math.isnan(changes[name]), changes[name]))
+    return {"losses": losses, "gradient_change": changes[worst], "gradient": worst}
 
 
 def changes_of(base: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, float]:
@@ -118,26 +119,12 @@ def changes_of(base: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, f
     return dict(zip(base, changes.tolist(), strict=True))
 
 
-def _worst(changes: dict[str, float]) -> dict:
-    """The largest change; a NaN is larger than all."""
-    worst = max(changes, key=lambda name: (math.isnan(changes[name]), changes[name]))
-    return {"gradient_change": changes[worst], "gradient": worst}
-
-
 def kernels_of(steps: Sequence[Callable]) -> dict:
     """The kernels of each step. A failure does not lose the times, which were measured before."""
     try:
         return {"kernels": [kernels.of_step(step) for step in steps]}
     except Exception as error:  # PyTorch's profiler raises many types
         return {"error": f"no kernels: {first_line(error)}"}
-
-
-def _complaint(found: dict) -> str:
-    base, other = found["losses"]
-    return (
-        f"the gradient of {found['gradient']} changes by {found['gradient_change']:.3g} of its norm"
-        f", more than {MOST_CHANGE}; the losses are {base:.4f} and {other:.4f}"
-    )
 
 
 def alternated(

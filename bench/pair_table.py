@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from bench.interval import CONFIDENCE, Estimate
 from bench.lines import Pair
-from bench.text import table, titled
+from bench.text import Table, columns
 
 KERNELS = 16  # rows of the table of kernels
 NOTES = (
@@ -13,62 +13,55 @@ NOTES = (
     "Gradient: the largest change of a gradient from A to B, as a share of its norm, in the first\n"
     "step from the same weights.",
 )
+MORE = f"B's tokens/s more ({CONFIDENCE:.0%})"
 
 
-def table_of(pairs: Sequence[Pair], markdown: bool) -> str:
+def table_of(pairs: Sequence[Pair]) -> Table:
     """A row for each pair, of all models."""
     header = ["model", "A", "B", "pairs", "ms a step, A / B", f"B - A, ms ({CONFIDENCE:.0%})"]
-    header += ["tokens/s, A / B", f"B's tokens/s more ({CONFIDENCE:.0%})", "peak GiB, A / B"]
-    header += ["gradient"]
+    header += ["tokens/s, A / B", MORE, "peak GiB, A / B", "gradient"]
     rows, notes = [], [*NOTES]
     for pair in pairs:
-        names = [pair.label, pair.base, pair.variant]
-        if pair.error:
-            notes.append(f"{', '.join(names)}: {pair.status}: {pair.error}")
-        if not pair.pairs_us:
+        names, made = [pair.label, pair.base, pair.variant], len(pair.pairs_us)
+        said = [f"{pair.status}: {pair.error}"] if pair.error else []
+        if made and pair.gpus > 1:
+            said.append(f"tokens/s are of one of {pair.gpus} GPUs")
+        if 0 < made < pair.asked:
+            said.append(f"out of time after {made} of {pair.asked} pairs")
+        notes += [f"{', '.join(names)}: {note}" for note in said]
+        if not made:
             rows.append([*names, pair.status, *["-"] * (len(header) - len(names) - 1)])
             continue
-        base, variant = pair.medians_us
-        made = len(pair.pairs_us)
-        if pair.gpus > 1:
-            notes.append(f"{', '.join(names)}: tokens/s are of one of {pair.gpus} GPUs")
-        if made < pair.asked:
-            notes.append(f"{', '.join(names)}: out of time after {made} of {pair.asked} pairs")
-        rows.append(
-            [
-                *names,
-                made,
-                f"{base / 1e3:.2f} / {variant / 1e3:.2f}",
-                with_interval(pair.difference_us, 1e-3, "+.2f", ""),
-                " / ".join(f"{tokens:.0f}" for tokens in pair.gpu_tokens),
-                with_interval(pair.more_tokens, 100, "+.2f", "%"),
-                " / ".join(map(gib, pair.peak_bytes)),
-                "-" if pair.gradient_change is None else f"{pair.gradient_change:.2g}",
-            ]
-        )
-    return titled("pairs of training steps", table(header, rows, markdown), notes, markdown)
+        shown = [
+            " / ".join(f"{us / 1e3:.2f}" for us in pair.medians_us),
+            with_interval(pair.difference_us, 1e-3, ""),
+            " / ".join(f"{tokens:.0f}" for tokens in pair.gpu_tokens),
+            with_interval(pair.more_tokens, 100, "%"),
+            " / ".join(map(gib, pair.peak_bytes)),
+            "-" if pair.gradient_change is None else f"{pair.gradient_change:.2g}",
+        ]
+        rows.append([*names, made, *shown])
+    return Table("pairs of training steps", header, rows, notes)
 
 
 def gains(pairs: Sequence[Pair]) -> str:
     """What the second variant of each pair gains, in Markdown."""
-    header = ["model", "A", "B", "ms a step", f"B's tokens/s more ({CONFIDENCE:.0%})", "peak GiB"]
-    rows = [
-        [
-            *(pair.label, pair.base, pair.variant),
-            " → ".join(f"{us / 1e3:.1f}" for us in pair.medians_us),
-            with_interval(pair.more_tokens, 100, "+.2f", "%"),
+    rows = []
+    for pair in pairs:
+        ms = " → ".join(f"{us / 1e3:.1f}" for us in pair.medians_us)
+        more, peak = (
+            with_interval(pair.more_tokens, 100, "%"),
             " → ".join(map(gib, pair.peak_bytes)),
-        ]
-        for pair in pairs
-    ]
-    return table(header, rows, markdown=True)
+        )
+        rows.append([pair.label, pair.base, pair.variant, ms, more, peak])
+    return columns(["model", "A", "B", "ms a step", MORE, "peak GiB"], rows)
 
 
-def kernels_of(pair: Pair, markdown: bool) -> str:
+def kernels_of(pair: Pair) -> Table:
     """The kernels whose time differs most between the two variants of a pair, and all together."""
     both = [{line["name"]: line for line in lines} for lines in pair.kernels]
-    names = dict.fromkeys(name for lines in both for name in lines)
     none = {"calls": 0, "ms": 0.0}
+    names = dict.fromkeys(name for lines in both for name in lines)
     rows = [[name, *(lines.get(name, none) for lines in both)] for name in names]
     rows.sort(key=lambda row: -abs(row[2]["ms"] - row[1]["ms"]))
     sums = [{key: sum(x[key] for x in lines) for key in none} for lines in pair.kernels]
@@ -80,14 +73,14 @@ def kernels_of(pair: Pair, markdown: bool) -> str:
     title = f"kernels of a step: A is {pair.base}, B is {pair.variant}: {pair.label}"
     less = len(rows) - KERNELS
     notes = [f"{less} kernels whose time differs less are left out."] if less > 0 else []
-    return titled(title, table(header, shown, markdown), notes, markdown)
+    return Table(title, header, shown, notes)
 
 
-def with_interval(value: Estimate, unit: float, form: str, sign: str) -> str:
-    shown = f"{value.median * unit:{form}}{sign}"
+def with_interval(value: Estimate, unit: float, sign: str) -> str:
+    shown = f"{value.median * unit:+.2f}{sign}"
     if value.low is None:
         return f"{shown} (too few pairs)"
-    return f"{shown} ({value.low * unit:{form}} to {value.high * unit:{form}}{sign})"
+    return f"{shown} ({value.low * unit:+.2f} to {value.high * unit:+.2f}{sign})"
 
 
 def gib(nbytes: int | None) -> str:

@@ -26,6 +26,8 @@ from bench.models import Transformer
 from bench.shapes import Shape
 
 DIMENSIONS = ("fsdp", "tp")
+# The sizes that tensor parallelism leaves open; the stages are those of Llama 3.
+FREE = ["layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "eps", "theta", "batch", "length"]
 
 
 def sizes(text: str) -> dict[str, int]:
@@ -43,9 +45,7 @@ def unserved(shape: Shape, asked: dict[str, int], whole: bool) -> str | None:
         return f"start {size} processes: torchrun --nproc-per-node {size} -m bench train …"
     if whole:
         return "--whole is for one process"
-    plain = Shape(shape.layers, shape.hidden, shape.heads, shape.kv_heads, shape.ffn, shape.vocab)
-    given = {**vars(shape), "theta": plain.theta, "eps": plain.eps}
-    if asked["tp"] > 1 and Shape(**given) != plain:
+    if asked["tp"] > 1 and Shape(**{name: vars(shape)[name] for name in FREE}) != shape:
         return "tp is for models of Llama 3's form"
     return None
 

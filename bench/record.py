@@ -42,6 +42,11 @@ class Record:
     def on_cpu(self) -> bool:
         return any(run["device"] == "cpu" for run in self.runs)
 
+    @property
+    def copied(self) -> dict[tuple, float]:
+        """GB/s of a copy by (dtype, M, N)."""
+        return {(copy.dtype, copy.m, copy.n): copy.gbps for copy in self.copies}
+
     def add(self, line: dict | Line) -> None:
         (self.runs if isinstance(line, dict) else self.lines).append(line)
 
@@ -115,28 +120,26 @@ def load(paths: Sequence[str | Path]) -> Record:
     return merge(records)
 
 
-class OtherRun(ValueError):
-    """A file is of another suite, commit, version or machine."""
-
-
 @contextmanager
-def writing(
-    path: str | None, run: dict, resumed: bool = False
-) -> Iterator[tuple[Record, Callable[[Line], None]]]:
+def writing(path: str | None, run: dict) -> Iterator[tuple[Record, Callable[[Line], None]]]:
     """A record of a run, and a function that adds a line to it, and at once to the file at
     ``path``, if a path is given.
 
-    The record is empty, or, ``resumed``, what the file has, if it exists. Raises OtherRun if that
-    is of another commit, version or machine.
+    The record is empty, or, of a release, what the file has, if it exists. Exits if that is of
+    another suite, commit, version or machine.
     """
     record = Record()
     if path:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-    if resumed and path and Path(path).exists():
+    if run.get("suite") == RELEASE and path and Path(path).exists():
         whole, end, _ = Path(path).read_text().rpartition("\n")  # without a line that was cut off
         Path(path).write_text(whole + end)
         record = load([path])
-        _same(path, record.runs, run)
+        for earlier in record.runs:
+            for name in ("suite", *IDENTITY):
+                if earlier.get(name) != run.get(name):
+                    what = f"{name} {earlier.get(name)}, not {run.get(name)}: give another file"
+                    raise SystemExit(f"{path} is of {what}")
     with open(path or os.devnull, "a" if record.runs else "w") as file:
 
         def emit(line: Line | dict) -> None:
@@ -145,15 +148,6 @@ def writing(
 
         emit(run)
         yield record, emit
-
-
-def _same(path: str, runs: Sequence[dict], run: dict) -> None:
-    """Raise OtherRun unless all runs are of one suite, commit, machine and versions."""
-    for earlier in runs:
-        for name in ("suite", *IDENTITY):
-            if earlier.get(name) != run.get(name):
-                what = f"{name} {earlier.get(name)}, not {run.get(name)}: give another file"
-                raise OtherRun(f"{path} is of {what}")
 
 
 def merge(records: Sequence[Record]) -> Record:

@@ -1,18 +1,19 @@
 """A run checks every provider on every case, and then times it."""
 
-import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
 
 from bench import check, host, timing
 from bench.cases import OPS
+from bench.command import Run
 from bench.op import DTYPES, HOST, INFERENCE, Case, Op
 from bench.providers import PROVIDERS
-from bench.record import Cell, Copy, Host, Record, first_line, what
+from bench.record import Cell, Copy, first_line, what
+from bench.text import distinct
 
 # The number of elements of a copy is rounded up to a multiple of this.
 COPY_UNIT = 1 << 16
@@ -30,35 +31,25 @@ class Progress:
     def __init__(self, total: int):
         self.total, self.done, self.start = total, 0, time.monotonic()
 
-    @property
-    def elapsed(self) -> float:
-        return time.monotonic() - self.start
-
     def step(self, what: str) -> None:
         self.done += 1
-        line = f"[{self.done}/{self.total}] {self.elapsed:4.0f} s  {what}"
+        line = f"[{self.done}/{self.total}] {time.monotonic() - self.start:4.0f} s  {what}"
         print(line, file=sys.stderr, flush=True)
 
 
 def run(
-    cases: Sequence[Case],
-    names: Mapping[str, Sequence[str]],
-    directions: Sequence[str],
-    device: str,
-    emit: Callable[[Cell | Copy | Host], None],
-    max_seconds: float = math.inf,
-    budget_s: float = 0.1,
-    earlier: Record | None = None,
+    cases: Sequence[Case], course: Run, directions: Sequence[str], budget_s: float = 0.1
 ) -> None:
-    """Measure the providers that ``names`` gives for each op, and hand each result to ``emit``.
+    """Measure the providers that are present for each op, and emit each result.
 
     The direction HOST is measured once for each op, and the other directions for each case. What
-    ``earlier`` has is not measured again. Nothing starts after ``max_seconds``.
+    the record has already is not measured again.
 
     On a GPU the run has a stream of its own. The autograd engine runs a backward on the stream of
     its forward, and a CUDA graph captures one stream, which must not be the default stream.
     """
-    done = {what(line) for line in earlier.lines} if earlier else set()
+    device, names, emit, late = course.device, course.present, course.emit, course.late
+    done = {what(line) for line in course.record.lines}
     todo = {
         case: [cell for cell in _asked(case, names[case.op], directions) if what(cell) not in done]
         for case in cases
@@ -68,10 +59,6 @@ def run(
         asked = (host.line(OPS[op], name, "call") for name in names[op])
         hosts[op] = [line.provider for line in asked if what(line) not in done]
     progress = Progress(sum(map(len, (*todo.values(), *hosts.values()))))
-
-    def late() -> bool:
-        return progress.elapsed > max_seconds
-
     stream = torch.cuda.Stream(device) if device != "cpu" else None
     with torch.cuda.stream(stream):
         for case, cells in todo.items():
@@ -79,7 +66,7 @@ def run(
                 if (copy := what(Copy(case.dtype, case.m, case.n, 0))) not in done:
                     emit(copied(case, device, budget_s))
                     done.add(copy)  # the same for all ops
-                _run_case(case, cells, device, emit, late, progress, budget_s)
+                _run_case(case, cells, course, progress, budget_s)
         for op, missing in hosts.items():
             for found in host.times(OPS[op], missing, device, "call", late, progress.step):
                 emit(found)
@@ -100,12 +87,14 @@ def _asked(case: Case, names: Sequence[str], directions: Sequence[str]) -> list[
     ]
 
 
-def _run_case(case, cells, device, emit, late, progress, budget_s) -> None:
-    op = OPS[case.op]
-    prepared = _prepare(op, case, dict.fromkeys(cell.direction for cell in cells), device)
+def _run_case(
+    case: Case, cells: Sequence[Cell], course: Run, progress: Progress, budget_s: float
+) -> None:
+    op, device = OPS[case.op], course.device
+    prepared = _prepare(op, case, distinct(cells, "direction"), device)
     loaded = {}
     for cell in cells:
-        if late():
+        if course.late():
             return
         name, way = cell.provider, cell.direction
         progress.step(f"{case.op} {case.dtype} {case.m} x {case.n} {way} {name}")
@@ -115,7 +104,7 @@ def _run_case(case, cells, device, emit, late, progress, budget_s) -> None:
             found = _measure(loaded[name], op, prepared, cell, device, budget_s)
         except Exception as error:  # the failure of a peer is a result
             found = {"status": _status(error), "error": first_line(error)}
-        emit(replace(cell, **found))
+        course.emit(replace(cell, **found))
         if found["error"]:
             _require_gpu(device, f"{name}: {found['error']}")
 

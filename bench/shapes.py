@@ -21,6 +21,8 @@ class Shape:
 
     ``adaptive`` is "dit" or "flux": a diffusion transformer, with ``channels`` values of a token of
     an image, ``vocab`` of what is predicted of it, and ``conditioning`` features of a sample.
+
+    A step takes ``batch`` samples of ``length`` tokens: 4096 to 16384 tokens.
     """
 
     layers: int = 32
@@ -43,6 +45,8 @@ class Shape:
     adaptive: str = ""
     channels: int = 0
     conditioning: int = 0
+    batch: int = 2
+    length: int = 4096
 
     @property
     def head(self) -> int:
@@ -54,15 +58,6 @@ class Shape:
         return self.kv_heads * self.head
 
 
-@dataclass(frozen=True)
-class Model:
-    """A model's shape, and the batch of a step: 4096 to 16384 tokens."""
-
-    shape: Shape
-    batch: int
-    length: int
-
-
 # The sizes are those of the config.json of each model on Hugging Face, and the tests compare the
 # number of parameters: meta-llama/Meta-Llama-3-8B, meta-llama/Llama-3.2-1B, Qwen/Qwen3-8B,
 # allenai/OLMo-2-1124-7B, google/vit-large-patch16-384 (576 patches and the class token),
@@ -71,80 +66,33 @@ class Model:
 # of its embedding, and the projection before its logits. facebook/DiT-XL-2-256 is without the
 # embeddings of classes and positions, and black-forest-labs/FLUX.1-dev has one projection of its
 # conditioning instead of three; all of its layers take more than 80 GiB.
-_BASE = {"layers": 12, "hidden": 768, "heads": 12, "kv_heads": 12, "ffn": 3072}
-_BASE |= {"norm": "layer", "gated": False, "biased": True, "tied": True}
-_ADAPTIVE = {"norm": "layer", "eps": 1e-6, "gated": False, "biased": True, "causal": False}
+_LAYER = {"norm": "layer", "gated": False, "biased": True}
+_BASE = {"layers": 12, "hidden": 768, "heads": 12, "kv_heads": 12, "ffn": 3072, "tied": True}
+_LARGE = {"layers": 24, "hidden": 1024, "heads": 16, "kv_heads": 16, "ffn": 4096, "vocab": 1000}
 _DIT = {"layers": 28, "hidden": 1152, "heads": 16, "kv_heads": 16, "ffn": 4608, "vocab": 32}
 _FLUX = {"layers": 19, "hidden": 3072, "heads": 24, "kv_heads": 24, "ffn": 12288, "vocab": 64}
+_DIT |= {"adaptive": "dit", "channels": 16, "conditioning": 256}
+_FLUX |= {"adaptive": "flux", "channels": 64, "conditioning": 1024, "qk_norm": "head", "theta": 1e4}
+_IMAGES = {"learned": 577, "causal": False, "images": True, "eps": 1e-12}
+_MASKED = {"learned": 512, "causal": False, "norm_after": "sum", "eps": 1e-12}
+_NOISE = {"eps": 1e-6, "causal": False}
+_QWEN = {"ffn": 12288, "vocab": 151936, "eps": 1e-6, "qk_norm": "head", "theta": 1e6}
+_OLMO = {"ffn": 11008, "vocab": 100352, "eps": 1e-6, "qk_norm": "whole", "norm_after": "part"}
 MODELS = {
-    LLAMA: Model(Shape(), batch=2, length=4096),
-    "Llama 3.2 1B": Model(
-        Shape(layers=16, hidden=2048, heads=32, kv_heads=8, ffn=8192, tied=True),
-        batch=2,
-        length=4096,
-    ),
-    "Qwen3 8B": Model(
-        Shape(layers=36, ffn=12288, vocab=151936, eps=1e-6, qk_norm="head", theta=1e6),
-        batch=2,
-        length=4096,
-    ),
-    "OLMo 2 7B": Model(
-        Shape(kv_heads=32, ffn=11008, vocab=100352, eps=1e-6, norm_after="part", qk_norm="whole"),
-        batch=2,
-        length=4096,
-    ),
-    "ViT-L": Model(
-        Shape(
-            layers=24,
-            hidden=1024,
-            heads=16,
-            kv_heads=16,
-            ffn=4096,
-            vocab=1000,
-            norm="layer",
-            eps=1e-12,
-            gated=False,
-            biased=True,
-            learned=577,
-            causal=False,
-            images=True,
-        ),
-        batch=14,
-        length=577,
-    ),
-    "GPT-2": Model(
-        Shape(**_BASE, vocab=50257, learned=1024, eps=1e-5),
-        batch=8,
-        length=1024,
-    ),
-    "BERT-base": Model(
-        Shape(**_BASE, vocab=30522, learned=512, eps=1e-12, causal=False, norm_after="sum"),
-        batch=32,
-        length=128,
-    ),
-    "DiT-XL/2": Model(
-        Shape(**_DIT, **_ADAPTIVE, adaptive="dit", channels=16, conditioning=256),
-        batch=64,
-        length=256,
-    ),
-    "Flux": Model(
-        Shape(
-            **(_FLUX | _ADAPTIVE),
-            adaptive="flux",
-            qk_norm="head",
-            channels=64,
-            conditioning=1024,
-            theta=1e4,
-        ),
-        batch=1,
-        length=4608,
-    ),
+    LLAMA: Shape(),
+    "Llama 3.2 1B": Shape(layers=16, hidden=2048, ffn=8192, tied=True),
+    "Qwen3 8B": Shape(layers=36, **_QWEN),
+    "OLMo 2 7B": Shape(kv_heads=32, **_OLMO),
+    "ViT-L": Shape(**_LARGE, **_LAYER, **_IMAGES, batch=14, length=577),
+    "GPT-2": Shape(**_BASE, **_LAYER, vocab=50257, learned=1024, batch=8, length=1024),
+    "BERT-base": Shape(**_BASE, **_LAYER, **_MASKED, vocab=30522, batch=32, length=128),
+    "DiT-XL/2": Shape(**_DIT, **_LAYER, **_NOISE, batch=64, length=256),
+    "Flux": Shape(**_FLUX, **_LAYER, **_NOISE, batch=1, length=4608),
 }
 
 
-def tiny(model: Model) -> Model:
+def tiny(shape: Shape) -> Shape:
     """The same stages with sizes that a CPU computes in milliseconds."""
-    kv_heads = 4 if model.shape.kv_heads == model.shape.heads else 2
+    kv_heads = 4 if shape.kv_heads == shape.heads else 2
     sizes = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": kv_heads, "ffn": 48, "vocab": 40}
-    sizes["learned"] = 16 if model.shape.learned else 0
-    return Model(replace(model.shape, **sizes), batch=2, length=8)
+    return replace(shape, **sizes, learned=16 if shape.learned else 0, batch=2, length=8)

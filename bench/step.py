@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +19,6 @@ class Settings:
 
     shape: Shape = field(default_factory=Shape)
     model: str = LLAMA
-    batch: int = 2
-    length: int = 4096
     whole: bool = False
     device: str = "cuda"
     fsdp: int = 1
@@ -32,26 +31,27 @@ class Settings:
         return cls(**fields | {"shape": Shape(**fields["shape"])})
 
     @property
-    def tokens(self) -> int:
-        """The tokens of a step, of all processes. Each group of tp processes has its own batch."""
-        return self.batch * self.length * self.fsdp
+    def gpus(self) -> int:
+        return self.fsdp * self.tp
 
     @property
-    def how(self) -> list[str]:
-        """How the model is trained, where it is not layer by layer on one GPU."""
-        words = ["whole"] * self.whole
-        if self.fsdp * self.tp > 1:
-            words += [f"fsdp {self.fsdp}, tp {self.tp}"]
-        return words + ["deterministic"] * self.deterministic
+    def tokens(self) -> int:
+        """The tokens of a step, of all processes. Each group of tp processes has its own batch."""
+        return self.shape.batch * self.shape.length * self.fsdp
 
     @property
     def label(self) -> str:
-        """The model, its layers and tokens, and how it is trained. Steps of one label compare."""
-        listed = MODELS[self.model].shape
-        given = replace(self.shape, layers=listed.layers)
-        parts = [self.model if given == listed else f"{self.model}'s form in other sizes"]
-        parts += [f"{self.shape.layers} layers", f"{self.batch} x {self.length} tokens"]
-        return ", ".join([*parts, *self.how])
+        """The model, its layers and tokens, and how it is trained, where it is not layer by layer
+        on one GPU. Steps of one label compare.
+        """
+        listed, given = MODELS[self.model], self.shape
+        free = {name: getattr(listed, name) for name in ("layers", "batch", "length")}
+        same = replace(given, **free) == listed
+        words = [self.model if same else f"{self.model}'s form in other sizes"]
+        words += [f"{given.layers} layers", f"{given.batch} x {given.length} tokens"]
+        words += ["whole"] * self.whole
+        words += [f"fsdp {self.fsdp}, tp {self.tp}"] * (self.gpus > 1)
+        return ", ".join(words + ["deterministic"] * self.deterministic)
 
 
 @dataclass
@@ -63,13 +63,10 @@ class Training:
     inputs: tuple[Tensor, ...]
 
     @classmethod
-    def of(cls, given: Settings, model: nn.Module, seed: int = SEED) -> "Training":
+    def of(cls, given: Settings, model: Any, seed: int = SEED) -> "Training":
         fused = given.device != "cpu"
         optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, fused=fused)
-        factory = {"device": given.device, "dtype": torch.bfloat16}
-        module = diffusion if given.shape.adaptive else models
-        inputs = module.drawn_batch(given.shape, given.batch, given.length, seed, **factory)
-        return cls(model, optimizer, inputs)
+        return cls(model, optimizer, model.drawn(seed, given.device, torch.bfloat16))
 
     def step(self, call: Callable[..., Tensor]) -> Tensor:
         """A whole step of the model, whose loss ``call`` computes."""
@@ -80,10 +77,8 @@ class Training:
         return loss.detach()
 
 
-def model_of(given: Settings) -> nn.Module:
+def model_of(shape: Shape, **factory) -> nn.Module:
     """The model with random weights, the same at every call."""
-    factory = {"device": given.device, "dtype": torch.bfloat16}
-    kind = diffusion.Diffusion if given.shape.adaptive else models.Transformer
-    model = kind(given.shape, given.length, **factory)
+    model = (diffusion.Diffusion if shape.adaptive else models.Transformer)(shape, **factory)
     models.reset(model, SEED)
     return model

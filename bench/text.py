@@ -1,10 +1,25 @@
 """The form of tables and notes, as text and as Markdown."""
 
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
+from typing import NamedTuple
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence], markdown: bool = False) -> str:
-    """Right-aligned columns, or a Markdown table."""
+class Table(NamedTuple):
+    """Right-aligned columns with a title above and notes below."""
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence]
+    notes: Sequence[str] = ()
+
+    def shown(self, markdown: bool) -> str:
+        title, gap = (f"**{self.title}**", "\n\n") if markdown else (self.title, "\n")
+        return gap.join([title, columns(self.header, self.rows, markdown), *self.notes])
+
+
+def columns(header: Sequence[str], rows: Iterable[Sequence], markdown: bool = True) -> str:
+    """The columns of a table alone."""
     lines = [[str(value) for value in row] for row in (header, *rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     padded = [[v.rjust(w) for v, w in zip(row, widths, strict=True)] for row in lines]
@@ -14,8 +29,14 @@ def table(header: Sequence[str], rows: Iterable[Sequence], markdown: bool = Fals
     return "\n".join(f"| {' | '.join(row)} |" for row in padded)
 
 
-def titled(title: str, body: str, notes: Sequence[str], markdown: bool) -> str:
-    """A table with its title above and its notes below."""
-    if markdown:
-        return "\n\n".join([f"**{title}**", body, *notes])
-    return "\n".join([title, body, *notes])
+def grouped(lines: Iterable, *names: str) -> dict:
+    """The lines by one attribute, or by a tuple of several, in the order of their first ones."""
+    found: dict = {}
+    for line in lines:
+        found.setdefault(attrgetter(*names)(line), []).append(line)
+    return found
+
+
+def distinct(lines: Iterable, name: str) -> list:
+    """The values of an attribute, in order."""
+    return list(grouped(lines, name))

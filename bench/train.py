@@ -20,7 +20,6 @@ times of each process. A process that fails ends the run.
 
 import argparse
 import gc
-import math
 import os
 import sys
 import time
@@ -31,7 +30,7 @@ from dataclasses import asdict, replace
 import torch
 import torch._dynamo
 
-from bench import command, pair, parallel, provenance, record, report, worker
+from bench import command, pair, parallel, provenance, worker
 from bench.record import Pair
 from bench.shapes import LLAMA, MODELS, tiny
 from bench.step import Settings
@@ -40,6 +39,7 @@ from bench.variants import VARIANTS
 TIMEOUT_S = 1800.0
 # The last steps, the kernels' profile and the end of the process come after --max-seconds.
 GRACE_S = 60.0
+SIZES = ("layers", "batch", "length")
 
 
 def main(argv: list[str]) -> int:
@@ -50,13 +50,9 @@ def main(argv: list[str]) -> int:
     if args.deterministic:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     ranks = parallel.joined(device) if args.parallel else nullcontext(0)
-    with ranks as rank:
-        made = provenance.describe_run(device, ["train", *argv], {})
-        with record.writing(None if rank else args.out, made) as (found, emit):
-            for line in _pairs(args, device):
-                emit(line)
-        if rank == 0:
-            print(report.render(found, args.markdown))
+    with ranks as rank, command.running(args, ["train", *argv], quiet=rank > 0) as run:
+        for line in _pairs(args, device):
+            run.emit(line)
     return 0
 
 
@@ -72,17 +68,11 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
         help="compare these two variants; may be given several times",
     )
     parser.add_argument("--pairs", type=int, default=40, help="pairs of steps; default: 40")
-    parser.add_argument(
-        "--max-seconds",
-        type=float,
-        default=math.inf,
-        help="start no pair of steps after this time; default: no end",
-    )
     parser.add_argument("--model", nargs="+", choices=MODELS, default=[LLAMA])
     parser.add_argument(
         "--tiny", action="store_true", help="small sizes, to try the command: no measurement"
     )
-    for name in ("layers", "batch", "length"):
+    for name in SIZES:
         parser.add_argument(f"--{name}", type=int, help="default: the model's")
     parser.add_argument("--whole", action="store_true", help="compile the model as one graph")
     parser.add_argument("--parallel", type=parallel.sizes, metavar="fsdp=N,tp=N")
@@ -90,14 +80,13 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
         "--deterministic", action="store_true", help="the same losses in every run, bit for bit"
     )
     args = parser.parse_args(argv)
-    for name in ("layers", "batch", "length", "pairs"):
+    for name in (*SIZES, "pairs"):
         if (value := vars(args)[name]) is not None and value < 1:
             parser.error(f"--{name}: got {value}, takes at least 1")
     if parallel.processes() > 1 and not args.parallel:
         parser.error("--parallel: torchrun's processes need it")
     for name in args.model if args.parallel else ():
-        shape = (tiny(MODELS[name]) if args.tiny else MODELS[name]).shape
-        if why := parallel.unserved(shape, args.parallel, args.whole):
+        if why := parallel.unserved(MODELS[name], args.parallel, args.whole):
             parser.error(f"--parallel: {why}")
     return args
 
@@ -106,11 +95,10 @@ def _pairs(args: argparse.Namespace, device: str) -> Iterator[Pair]:
     """Each model and pair in a process of its own, whose end frees the memory."""
     deadline = time.time() + args.max_seconds
     for name in args.model:
-        model = tiny(MODELS[name]) if args.tiny else MODELS[name]
-        shape = replace(model.shape, layers=args.layers or model.shape.layers)
-        sizes = args.batch or model.batch, args.length or model.length
+        sizes = {size: vars(args)[size] for size in SIZES if vars(args)[size]}
+        shape = replace(tiny(MODELS[name]) if args.tiny else MODELS[name], **sizes)
         how = {"whole": args.whole, "deterministic": args.deterministic, **(args.parallel or {})}
-        settings = Settings(shape, name, *sizes, device=device, **how)
+        settings = Settings(shape, name, device=device, **how)
         for names in args.pair:
             print(f"{names[0]} and {names[1]}: {settings.label}", file=sys.stderr, flush=True)
             found = _pair(settings, names, args.pairs, deadline)
@@ -128,7 +116,7 @@ def _pair(settings: Settings, names: list[str], pairs: int, deadline: float) -> 
     limit = min(TIMEOUT_S, left + GRACE_S)
     # JSON as Python writes it has infinity.
     arguments = {"names": names, "settings": asdict(settings), "pairs": pairs, "deadline": deadline}
-    if settings.fsdp * settings.tp > 1:  # each process is a worker already
+    if settings.gpus > 1:  # each process is a worker already
         found = pair.measure(**arguments)
         torch._dynamo.reset()
         gc.collect()  # what the next pair needs

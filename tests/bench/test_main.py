@@ -73,7 +73,7 @@ def test_provider_without_an_op_is_absent_from_that_op_alone(monkeypatch, capsys
     some = Provider("some", lambda op: {"rms_norm": eager}.get(op.name), on_cpu=True)
     broken = Provider("broken", lambda op: 1 / 0, on_cpu=True)
     named = {provider.name: provider for provider in (some, broken)}
-    for module in ("bench.__main__", "bench.providers", "bench.run"):
+    for module in ("bench.command", "bench.providers", "bench.run"):
         monkeypatch.setattr(f"{module}.PROVIDERS", named)
     main(["--suite", "release", "--dtype", "bfloat16", "--hidden", "512"])
     out = capsys.readouterr().out

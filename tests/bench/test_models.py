@@ -2,10 +2,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
-from bench import diffusion, models
+from bench import diffusion
 from bench.models import reset
 from bench.shapes import LLAMA, MODELS, Shape, tiny
+from bench.step import model_of
 
 LENGTH = 10  # for ViT a class token, and an image of 3 x 3 patches
 # As Hugging Face counts them, for ViT-L without a pooler; for BERT without the types of tokens, the
@@ -28,24 +30,18 @@ each_model = pytest.mark.parametrize("name", MODELS)
 
 def small(name=LLAMA, dtype=torch.float32):
     """A tiny model with the stages of a listed one, and its inputs."""
-    shape = tiny(MODELS[name]).shape
-    model = kind_of(shape)(shape, LENGTH, device="cpu", dtype=dtype)
-    reset(model, 0)
-    module = diffusion if shape.adaptive else models
-    return model, module.drawn_batch(shape, 2, LENGTH, 1, "cpu", dtype)
-
-
-def kind_of(shape: Shape) -> type:
-    return diffusion.Diffusion if shape.adaptive else models.Transformer
+    model = model_of(replace(tiny(MODELS[name]), length=LENGTH), device="cpu", dtype=dtype)
+    return model, model.drawn(1, "cpu", dtype)
 
 
 @each_model
 def test_shape_has_the_parameters_of_the_model(name):
-    shape, length = MODELS[name].shape, MODELS[name].length
-    model = kind_of(shape)(shape, length, device="meta", dtype=torch.bfloat16)
+    shape = MODELS[name]
+    with FakeTensorMode():  # whose memory is not needed
+        model = model_of(shape, device="cpu", dtype=torch.bfloat16)
     assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS[name]
-    assert 4096 <= MODELS[name].batch * length <= 16384
-    assert not shape.learned or shape.learned >= length
+    assert 4096 <= shape.batch * shape.length <= 16384
+    assert not shape.learned or shape.learned >= shape.length
 
 
 NAMES = {
@@ -94,12 +90,10 @@ def of_transformers(name: str, shape: Shape):
     return getattr(transformers, f"{family}ForCausalLM")(config)
 
 
-@pytest.mark.parametrize(
-    "name", [n for n, m in MODELS.items() if not (m.shape.learned or m.shape.adaptive)]
-)
+@pytest.mark.parametrize("name", [n for n, m in MODELS.items() if not (m.learned or m.adaptive)])
 def test_decoder_computes_the_same_as_the_one_in_transformers(name):
     model, (tokens,) = small(name)
-    shape = tiny(MODELS[name]).shape
+    shape = tiny(MODELS[name])
     other = of_transformers(name, shape)
     found = dict(other.named_parameters())
     named = {theirs(ours, shape): p for ours, p in model.named_parameters()}
@@ -126,7 +120,7 @@ def attentions(ours, theirs, names: str) -> list[tuple]:
 @pytest.mark.parametrize("kind", ["Joint", "Single"])
 def test_layers_of_flux_compute_the_same_as_those_in_diffusers(kind):
     flux = pytest.importorskip("diffusers.models.transformers.transformer_flux")
-    shape = replace(tiny(MODELS["Flux"]).shape, ffn=128)
+    shape = replace(tiny(MODELS["Flux"]), ffn=128)
     layer = getattr(diffusion, kind)(shape)
     reset(layer, 0)
     make = torch.Generator().manual_seed(1)
@@ -160,16 +154,16 @@ def test_layers_of_flux_compute_the_same_as_those_in_diffusers(kind):
         )
 
 
-@pytest.mark.parametrize("name", [n for n, m in MODELS.items() if not m.shape.adaptive])
+@pytest.mark.parametrize("name", [n for n, m in MODELS.items() if not m.adaptive])
 def test_token_sees_later_tokens_unless_attention_is_causal(name):
     model, (given, *labels) = small(name)
     seen = []
     model.head.register_forward_hook(lambda head, inputs, output: seen.append(inputs[0]))
     model(given, *labels)
     given[:, LENGTH // 2] += 1
-    model(given if labels else given % tiny(MODELS[name]).shape.vocab, *labels)
+    model(given if labels else given % tiny(MODELS[name]).vocab, *labels)
     before, after = (x[:, : LENGTH // 2] for x in seen)
-    assert torch.equal(before, after) == MODELS[name].shape.causal
+    assert torch.equal(before, after) == MODELS[name].causal
     assert not torch.equal(seen[0][:, LENGTH // 2 :], seen[1][:, LENGTH // 2 :])
 
 

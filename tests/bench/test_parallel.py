@@ -16,10 +16,8 @@ FOREVER = float("inf")
 
 
 def settings_of(fsdp: int, tp: int, **options) -> Settings:
-    model = tiny(MODELS[LLAMA])
-    shape = replace(model.shape, kv_heads=4)
-    sizes = {"batch": model.batch, "length": model.length, "fsdp": fsdp, "tp": tp}
-    return Settings(shape, LLAMA, **sizes, device=device(), **options)
+    shape = replace(tiny(MODELS[LLAMA]), kv_heads=4)
+    return Settings(shape, LLAMA, fsdp=fsdp, tp=tp, device=device(), **options)
 
 
 def measured(names, settings: Settings, pairs: int = 2) -> dict:
@@ -69,7 +67,7 @@ def test_the_variants_have_the_same_shards():
 def test_the_losses_are_those_of_one_process():
     found = measured(["eager", "patch"], settings_of(1, 4), 1)["losses"]
     given = settings_of(1, 1)
-    model = model_of(given)
+    model = model_of(given.shape, device=device(), dtype=torch.bfloat16)
     (tokens,) = pair.Training.of(given, model).inputs
     assert found[0] == pytest.approx(model(tokens).item(), rel=2e-3)
 
@@ -77,6 +75,7 @@ def test_the_losses_are_those_of_one_process():
 @on_every_rank
 def test_rows_that_are_cut_unevenly_are_refused():
     mesh = parallel.mesh_of(device(), 4, 1)
-    model = model_of(replace(settings_of(4, 1), shape=replace(settings_of(4, 1).shape, vocab=42)))
+    shape = replace(tiny(MODELS[LLAMA]), vocab=42)
+    model = model_of(shape, device=device(), dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="42 rows, which fsdp=4 cuts"):
         parallel.sharded(model, mesh)

@@ -13,7 +13,9 @@ from bench.formulas import EPS
 from bench.op import Case
 from bench.providers import PROVIDERS
 from bench.quantized import QUANTIZED, SCALINGS, quantize
-from bench.run import _prepare, run
+from bench.run import _prepare
+
+from .test_run import ran
 
 HAS = ("rms_norm_quantized tensor", "add_rms_norm_quantized tensor")
 HAS = (*HAS, "add_rms_norm_quantized block + y")
@@ -73,9 +75,7 @@ def test_flashinfer_is_measured_where_it_moves_the_same_bytes(flashinfer):
 def test_what_each_provider_returns_is_right(name, flashinfer, monkeypatch):
     monkeypatch.setattr("bench.providers.compiled", lambda function: function)
     names = ["tilenorm", "torch", "tilenorm+cast", *["flashinfer"] * (name in HAS)]
-    lines, cases = [], [Case(name, "bfloat16", 6, 256)]
-    run(cases, {name: names}, ("forward", "backward"), "cpu", lines.append, budget_s=0.0)
-    _, *cells = lines
+    _, *cells = ran(Case(name, "bfloat16", 6, 256), names, ("forward", "backward"))
     assert [(c.provider, c.direction, c.status) for c in cells] == [
         (name, "forward", "ok") for name in names
     ]

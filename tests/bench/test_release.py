@@ -51,14 +51,14 @@ def test_a_run_that_ended_early_goes_on_in_its_file(tmp_path, capsys):
 def test_a_file_of_another_run_is_refused_and_left_as_it_was(tmp_path, field):
     path = tmp_path / "release.jsonl"
     run = {**RUN, "suite": "release", "sources": "1"}
-    with writing(str(path), run, True):
+    with writing(str(path), run):
         pass
     before = path.read_text()
-    other = writing(str(path), run | {field: "2"}, True)
-    with pytest.raises(ValueError, match=f"is of {field} .*: give another file"), other:
+    other = writing(str(path), run | {field: "2"})
+    with pytest.raises(SystemExit, match=f"is of {field} .*: give another file"), other:
         pass
     assert path.read_text() == before
-    with writing(str(path), run, True) as (found, _):
+    with writing(str(path), run) as (found, _):
         assert found.runs == [run, run]
 
 

@@ -5,9 +5,10 @@ import torch
 
 from bench import providers, timing
 from bench.cases import OPS
+from bench.command import Run
 from bench.op import DIRECTIONS, Case
 from bench.providers import Provider
-from bench.record import Cell
+from bench.record import Record
 from bench.run import repeatable_call, run
 
 from ..ops.helpers import slow
@@ -41,17 +42,22 @@ def _fails(x, weight):
     raise OSError("no compiler")
 
 
+def ran(case, names, directions, device="cpu", late=lambda: False) -> list:
+    """The lines of a run of one case."""
+    course = Run(device, {case.op: names}, found := Record(), found.add, late)
+    run([case], course, directions, budget_s=0.0 if device == "cpu" else 0.1)
+    return found.lines
+
+
 def measured(monkeypatch, loads, case=CASE, directions=("host", "forward", "backward"), **options):
     """The results of one case for the given functions, by provider and direction."""
     named = {name: Provider(name, lambda op, f=f: f, on_cpu=True) for name, f in loads.items()}
     monkeypatch.setattr(providers, "PROVIDERS", named)
     monkeypatch.setattr("bench.run.PROVIDERS", named)
     monkeypatch.setattr("bench.host.PROVIDERS", named)
-    lines = []
-    run([case], {case.op: list(named)}, directions, "cpu", lines.append, budget_s=0.0, **options)
     return {
         (line.provider, getattr(line, "direction", "host")): line
-        for line in lines
+        for line in ran(case, [*named], directions, **options)
         if hasattr(line, "provider")
     }
 
@@ -148,7 +154,7 @@ def test_inference_runs_without_grad(monkeypatch):
 
 
 def test_nothing_starts_after_the_time_limit_and_what_is_left_is_said(monkeypatch, capsys):
-    assert measured(monkeypatch, {"torch": EAGER}, max_seconds=-1.0) == {}
+    assert measured(monkeypatch, {"torch": EAGER}, late=lambda: True) == {}
     assert capsys.readouterr().err == "out of time after 0 of 3\n"
 
 
@@ -158,19 +164,17 @@ NEW = ("modulated_layer_norm gated", "rms_norm_rope 16/8")
 @pytest.mark.parametrize("name", [*NEW, *slow(*(name for name in OPS if name not in NEW))])
 def test_the_kernels_serve_each_op_as_the_bench_calls_it(name):
     """By the interpreter of the kernels, with the right results in both directions."""
-    op, lines = OPS[name], []
+    op = OPS[name]
     groups = 2 if op.axis else 1
     case = Case(name, "bfloat16", 2 * op.unit * groups, 128, groups)
     with pretended_gpu():
-        run([case], {name: ["tilenorm"]}, DIRECTIONS, "cpu", lines.append, budget_s=0.0)
-    cells = [line for line in lines if isinstance(line, Cell)]
+        _, *cells = ran(case, ["tilenorm"], DIRECTIONS)
     assert [(c.direction, c.status, c.error) for c in cells] == [
         (way, "ok", "") for way in DIRECTIONS if way in op.directions
     ]
 
 
 def test_inference_is_timed_by_a_graph(gpu):
-    lines, case = [], Case("rms_norm", "bfloat16", 4096, 4096)
-    run([case], {case.op: ["tilenorm", "torch"]}, ("inference",), gpu, lines.append)
-    cells = [line for line in lines if isinstance(line, Cell)]
+    case = Case("rms_norm", "bfloat16", 4096, 4096)
+    _, *cells = ran(case, ["tilenorm", "torch"], ("inference",), gpu)
     assert [(cell.status, cell.timing) for cell in cells] == [("ok", "graph")] * 2

@@ -104,14 +104,13 @@ def test_peak_of_each_variant_is_that_of_its_own_steps(monkeypatch):
 
 
 def settings_of(name=LLAMA):
-    model = tiny(MODELS[name])
-    return Settings(model.shape, name, model.batch, model.length, device="cpu")
+    return Settings(tiny(MODELS[name]), name, device="cpu")
 
 
 def small(name=LLAMA) -> tuple[Transformer, torch.Tensor]:
-    settings = settings_of(name)
-    model = Transformer(settings.shape, settings.length, device="cpu", dtype=torch.bfloat16)
-    return model, torch.zeros(1, settings.length + 1, dtype=torch.int64)
+    shape = tiny(MODELS[name])
+    model = Transformer(shape, device="cpu", dtype=torch.bfloat16)
+    return model, torch.zeros(1, shape.length + 1, dtype=torch.int64)
 
 
 def test_models_that_share_have_the_same_tensors_in_other_modules():
@@ -161,7 +160,7 @@ def test_both_variants_train_the_same_weights(name):
     assert all(us > 0 for times in found["pairs_us"] for us in times)
     assert found["gradient_change"] < 0.02
     assert found["losses"][0] == pytest.approx(found["losses"][1], rel=1e-3)
-    modules = model_of(settings_of(name)).modules()
+    modules = model_of(tiny(MODELS[name])).modules()
     norms = sum(isinstance(module, (nn.RMSNorm, nn.LayerNorm)) for module in modules)
     assert found["reports"][0] == ""
     assert found["reports"][1].startswith(f"{norms} modules patched, 0 not patched")
@@ -253,9 +252,9 @@ def test_command_prints_the_same_from_its_record(monkeypatch, without_gpu, tmp_p
 def test_tensor_parallelism_is_for_the_form_of_llama(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     asked = parallel.sizes("tp=2")
-    found = {name: parallel.unserved(MODELS[name].shape, asked, False) for name in MODELS}
+    found = {name: parallel.unserved(MODELS[name], asked, False) for name in MODELS}
     assert [name for name, why in found.items() if why is None] == [LLAMA]
-    assert not any(parallel.unserved(m.shape, {"fsdp": 2, "tp": 1}, False) for m in MODELS.values())
+    assert not any(parallel.unserved(m, {"fsdp": 2, "tp": 1}, False) for m in MODELS.values())
 
 
 @pytest.mark.slow
