@@ -6,17 +6,9 @@ the bench does not know the operations' names.
 
 from collections.abc import Callable
 
-from bench.formulas import (
-    added_to,
-    chained,
-    gated,
-    head_rms_norm,
-    layer_norm,
-    modulated,
-    modulated_sum,
-    of_sum,
-    rms_norm,
-)
+import torch.nn.functional as F
+
+from bench.formulas import head_rms_norm, layer_norm, of_sum, rms_norm
 from bench.op import DTYPES, INFERENCE, Case, Op
 from bench.quantized import QUANTIZED
 from bench.rotated import ROTATED
@@ -24,35 +16,40 @@ from bench.rotated import SIZES as OF_HEADS
 
 
 def _ops_of(name: str, norm: Callable, columns: tuple[str, ...]) -> tuple[Op, ...]:
-    """The ops of one norm."""
-    x, added, skipped, both = ("x",), ("x", "residual"), ("x", "skip"), ("y", "sum")
+    """The ops of one norm. The modulated ones are those of diffusers, with x of shape (B, S, D),
+    and scale, shift and gate of shape (B, D).
+    """
+
+    def added(x, skip, *parameters):
+        return skip + norm(x, *parameters)
+
+    def chained(x, skip, *parameters):
+        each = len(parameters) // 2
+        total = added(x, skip, *parameters[:each])
+        return norm(total, *parameters[each:]), total
+
+    def gated(x, gate, *parameters):
+        return norm(x, *parameters) * F.silu(gate)
+
+    def modulated(x, scale, shift):
+        return norm(x) * (1 + scale[:, None]) + shift[:, None]
+
+    def modulated_sum(x, residual, scale, shift, gate):
+        total = residual + gate[:, None] * x
+        return modulated(total, scale, shift), total
+
+    x, both, xs, xr = ("x",), ("y", "sum"), ("x", "skip"), ("x", "residual")
     chain = (*columns, *(f"next_{column}" for column in columns))
-    of_chain = ("x", "sum", "weight", "next_weight")
-    group, with_gate = ("scale", "shift"), ("scale", "shift", "gate")
+    of_chain, of_sums = ("x", "sum", "weight", "next_weight"), ("x", "sum", "scale", "gate")
+    group, gates = {"by_group": ("scale", "shift")}, {"by_group": ("scale", "shift", "gate")}
     return (
         Op(name, norm, x, columns, ("y",), ("x", "weight")),
-        Op(f"add_{name}", of_sum(norm), added, columns, both, ("sum", "weight"), ("residual",)),
-        Op(f"{name}_add", added_to(norm), skipped, columns, ("y",), ("x", "weight"), ("skip",)),
-        Op(f"gated_{name}", gated(norm), ("x", "gate"), columns, ("y",), ("x", "gate", *columns)),
-        Op(f"{name}_add_{name}", chained(norm), skipped, chain, both, of_chain),
-        Op(
-            f"modulated_{name}",
-            modulated(norm),
-            x,
-            (),
-            ("y",),
-            saved=("x", "scale"),
-            by_group=group,
-        ),
-        Op(
-            f"modulated_{name} gated",
-            modulated_sum(norm),
-            added,
-            (),
-            both,
-            saved=("x", "sum", "scale", "gate"),
-            by_group=with_gate,
-        ),
+        Op(f"add_{name}", of_sum(norm), xr, columns, both, ("sum", "weight"), ("residual",)),
+        Op(f"{name}_add", added, xs, columns, ("y",), ("x", "weight"), ("skip",)),
+        Op(f"gated_{name}", gated, ("x", "gate"), columns, ("y",), ("x", "gate", *columns)),
+        Op(f"{name}_add_{name}", chained, xs, chain, both, of_chain),
+        Op(f"modulated_{name}", modulated, x, (), ("y",), ("x", "scale"), **group),
+        Op(f"modulated_{name} gated", modulated_sum, xr, (), both, of_sums, **gates),
     )
 
 

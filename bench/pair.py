@@ -8,16 +8,19 @@ machine's speed is in both alike. Everything here runs in a worker process.
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd import DeviceType
+from torch.distributed.device_mesh import init_device_mesh
+from torch.profiler import ProfilerActivity, profile
 
-from bench import kernels, parallel
+from bench import parallel
 from bench.record import first_line
 from bench.step import SEED, Settings, Training, model_of
 from bench.timing import Timer
-from bench.variants import VARIANTS, Prepared, prepared, share
+from bench.variants import VARIANTS, prepared, said, share
 
 WARM_UP = 2  # pairs of steps
 # A larger change of a gradient is an error. In Llama 3's form with 32 layers of 512 on a CPU, with
@@ -27,6 +30,7 @@ MOST_CHANGE = 0.4
 # A gradient whose elements are smaller than this share of the mean is compared with the share: the
 # gradient of the bias of k is 0, and what is computed for it is rounding alone.
 LEAST_SIZE = 0.1
+NAME_LENGTH = 100  # of a kernel
 
 
 def measure(names: Sequence[str], settings: dict, pairs: int, deadline: float) -> dict:
@@ -37,10 +41,10 @@ def measure(names: Sequence[str], settings: dict, pairs: int, deadline: float) -
     given = Settings.of(settings)
     torch.use_deterministic_algorithms(given.deterministic)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    training, both = _built(given, names)
-    calls = [variant.call for variant in both]
+    training, both = built(given, names)
+    calls = [call for call, _ in both]
     found = compared(training, calls)
-    found |= {"reports": [variant.said() for variant in both], "gpus": given.gpus}
+    found |= {"reports": [said(reports) for _, reports in both], "gpus": given.gpus}
     if not found["gradient_change"] <= MOST_CHANGE:
         base, other = found["losses"]
         why = f"the gradient of {found['gradient']} changes by {found['gradient_change']:.3g} of"
@@ -61,23 +65,26 @@ def measure(names: Sequence[str], settings: dict, pairs: int, deadline: float) -
     if not times:
         return found | {"status": "skipped", "error": "no time was left after compiling"}
     if given.device != "cpu" and given.gpus == 1:
-        found |= kernels_of(steps)
+        try:
+            found["kernels"] = [kernels_of(step) for step in steps]
+        except Exception as error:  # PyTorch's profiler raises many types
+            found["error"] = f"no kernels: {first_line(error)}"
     return found
 
 
-def _built(given: Settings, names: Sequence[str]) -> tuple[Training, list[Prepared]]:
+def built(given: Settings, names: Sequence[str]) -> tuple[Training, list[tuple[Callable, list]]]:
     """The training of the first variant's model, and both variants with its parameters."""
     mesh, models, both = None, [], []
     if given.gpus > 1:
-        mesh = parallel.mesh_of(given.device, given.fsdp, given.tp)
+        sizes = given.fsdp, given.tp
+        mesh = init_device_mesh(given.device, sizes, mesh_dim_names=parallel.DIMENSIONS)
     for name in names:
-        model = model_of(given.shape, device=given.device, dtype=torch.bfloat16)
+        models.append(model := model_of(given.shape, device=given.device, dtype=torch.bfloat16))
         if mesh is not None:
             parallel.split(model, mesh)
         both.append(prepared(model, VARIANTS[name], given.whole))
         if mesh is not None:
             parallel.sharded(model, mesh)
-        models.append(model)
         share(model, models[0])
     seed = SEED + (0 if mesh is None else mesh.get_local_rank("fsdp"))
     return Training.of(given, models[0], seed), both
@@ -117,14 +124,6 @@ def changes_of(base: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, f
     size = squares[:, 0].sqrt().maximum(least)
     changes = squares[:, 1].sqrt() / size.where(size > 0, 1.0)
     return dict(zip(base, changes.tolist(), strict=True))
-
-
-def kernels_of(steps: Sequence[Callable]) -> dict:
-    """The kernels of each step. A failure does not lose the times, which were measured before."""
-    try:
-        return {"kernels": [kernels.of_step(step) for step in steps]}
-    except Exception as error:  # PyTorch's profiler raises many types
-        return {"error": f"no kernels: {first_line(error)}"}
 
 
 def alternated(
@@ -168,3 +167,26 @@ def peak_of(step: Callable, on_cpu: bool) -> int | None:
     torch.cuda.reset_peak_memory_stats()
     step()
     return torch.cuda.max_memory_allocated()
+
+
+def kernels_of(step: Callable) -> list[dict]:
+    """The name, calls and ms of each kernel of one step, those with the most time first."""
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        step()
+        torch.cuda.synchronize()
+    events = [e for e in profiler.events() if e.device_type == DeviceType.CUDA]
+    return by_name((event.name, event.device_time_total) for event in events)
+
+
+def by_name(ran: Iterable[tuple[str, float]]) -> list[dict]:
+    """The kernels of each name, given the names and the microseconds of all that ran.
+
+    cuTile appends _K and the types of the arguments to the name of a kernel's function.
+    """
+    found: dict[str, dict] = {}
+    for name, us in ran:
+        shown = name.partition("_K")[0][:NAME_LENGTH]
+        line = found.setdefault(shown, {"name": shown, "calls": 0, "ms": 0.0})
+        line["calls"] += 1
+        line["ms"] += us / 1e3
+    return sorted(found.values(), key=lambda line: -line["ms"])

@@ -11,21 +11,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import parallel as tp
 
 from bench.models import Transformer
 from bench.shapes import Shape
 
 DIMENSIONS = ("fsdp", "tp")
+PROCESSES = int(os.environ.get("WORLD_SIZE", 1))  # that torchrun started
 # The sizes that tensor parallelism leaves open; the stages are those of Llama 3.
 FREE = ["layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "eps", "theta", "batch", "length"]
 
@@ -41,18 +36,13 @@ def sizes(text: str) -> dict[str, int]:
 def unserved(shape: Shape, asked: dict[str, int], whole: bool) -> str | None:
     """Why a model is not trained so, or None."""
     size = asked["fsdp"] * asked["tp"]
-    if processes() != size:
+    if size != PROCESSES:
         return f"start {size} processes: torchrun --nproc-per-node {size} -m bench train …"
     if whole:
         return "--whole is for one process"
     if asked["tp"] > 1 and Shape(**{name: vars(shape)[name] for name in FREE}) != shape:
         return "tp is for models of Llama 3's form"
     return None
-
-
-def processes() -> int:
-    """How many processes torchrun started, or 1."""
-    return int(os.environ.get("WORLD_SIZE", 1))
 
 
 @contextmanager
@@ -68,10 +58,6 @@ def joined(device: str) -> Iterator[int]:
         dist.destroy_process_group()
 
 
-def mesh_of(device: str, fsdp: int, tp: int) -> DeviceMesh:
-    return init_device_mesh(device, (fsdp, tp), mesh_dim_names=DIMENSIONS)
-
-
 def split(model: Transformer, mesh: DeviceMesh) -> None:
     """Split a model of Llama 3's form over the dimension tp. The residual stream is cut in tokens.
 
@@ -81,28 +67,28 @@ def split(model: Transformer, mesh: DeviceMesh) -> None:
         return
     rows, whole = Shard(1), Replicate()
 
-    def gathered(*others: None) -> PrepareModuleInput:
-        layouts = (rows, *others), (whole, *others)
-        return PrepareModuleInput(input_layouts=layouts[0], desired_input_layouts=layouts[1])
+    def gathered(*others: None) -> tp.PrepareModuleInput:
+        before, wanted = (rows, *others), (whole, *others)
+        return tp.PrepareModuleInput(input_layouts=before, desired_input_layouts=wanted)
 
     block = {
-        "attention_norm": SequenceParallel(),
+        "attention_norm": tp.SequenceParallel(),
         "attention": gathered(None, None),
-        **{f"attention.{name}": ColwiseParallel() for name in "qkv"},
-        "attention.output": RowwiseParallel(output_layouts=rows),
-        "ffn_norm": SequenceParallel(),
+        **{f"attention.{name}": tp.ColwiseParallel() for name in "qkv"},
+        "attention.output": tp.RowwiseParallel(output_layouts=rows),
+        "ffn_norm": tp.SequenceParallel(),
         "ffn": gathered(),
-        **{f"ffn.{name}": ColwiseParallel() for name in ("gate", "up")},
-        "ffn.output": RowwiseParallel(output_layouts=rows),
+        **{f"ffn.{name}": tp.ColwiseParallel() for name in ("gate", "up")},
+        "ffn.output": tp.RowwiseParallel(output_layouts=rows),
     }
     ends = {
-        "embedding": RowwiseParallel(input_layouts=whole, output_layouts=rows),
-        "head.norm": SequenceParallel(),
-        "head.output": ColwiseParallel(input_layouts=rows, output_layouts=whole),
+        "embedding": tp.RowwiseParallel(input_layouts=whole, output_layouts=rows),
+        "head.norm": tp.SequenceParallel(),
+        "head.output": tp.ColwiseParallel(input_layouts=rows, output_layouts=whole),
     }
     for layer in model.blocks:
-        parallelize_module(layer, mesh["tp"], block)
-    parallelize_module(model, mesh["tp"], ends)
+        tp.parallelize_module(layer, mesh["tp"], block)
+    tp.parallelize_module(model, mesh["tp"], ends)
 
 
 def sharded(model: Transformer, mesh: DeviceMesh) -> None:
@@ -113,10 +99,8 @@ def sharded(model: Transformer, mesh: DeviceMesh) -> None:
     if (size := mesh["fsdp"].size()) == 1:
         return
     for name, parameter in model.named_parameters():
-        if len(local(parameter)) % size:
-            raise ValueError(
-                f"{name} has {len(local(parameter))} rows, which fsdp={size} cuts unevenly"
-            )
+        if (rows := len(local(parameter))) % size:
+            raise ValueError(f"{name} has {rows} rows, which fsdp={size} cuts unevenly")
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for part in (*model.blocks, model):
         fully_shard(part, mesh=mesh["fsdp"], mp_policy=policy)

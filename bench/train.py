@@ -83,7 +83,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     for name in (*SIZES, "pairs"):
         if (value := vars(args)[name]) is not None and value < 1:
             parser.error(f"--{name}: got {value}, takes at least 1")
-    if parallel.processes() > 1 and not args.parallel:
+    if parallel.PROCESSES > 1 and not args.parallel:
         parser.error("--parallel: torchrun's processes need it")
     for name in args.model if args.parallel else ():
         if why := parallel.unserved(MODELS[name], args.parallel, args.whole):

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 
 @dataclass(frozen=True)
@@ -30,42 +30,34 @@ VARIANTS = {
 }
 
 
-@dataclass
-class Prepared:
-    """A model of a variant: what to call, and the reports of what tilenorm replaced."""
-
-    call: Callable[..., Tensor]
-    reports: list = field(default_factory=list)
-
-    def said(self) -> str:
-        """The reports that say anything. Layers that share compiled code have one report."""
-        graphs = [r for r in self.reports if getattr(r, "graphs", True)]
-        return "\n".join(map(str, graphs))
-
-
-def prepared(model: nn.Module, variant: Variant, whole: bool) -> Prepared:
-    """The model of a variant: its norms are replaced, and its layers are compiled, in place."""
+def prepared(model: nn.Module, variant: Variant, whole: bool) -> tuple[Callable, list]:
+    """What to call, and the reports of what tilenorm replaced. The norms of the model are replaced,
+    and its layers are compiled, in place.
+    """
     import tilenorm
 
-    found = Prepared(model)
+    reports = []
     if variant.patch is not None:
-        found.reports.append(tilenorm.patch(model, **variant.patch))
+        reports.append(tilenorm.patch(model, **variant.patch))
     if variant.compiler is None:
-        return found
+        return model, reports
     compiler = {"torch": torch, "tilenorm": tilenorm}[variant.compiler].compile
 
     def compiled(part: nn.Module) -> nn.Module:
         run = compiler(part, **variant.options)
-        if report := getattr(run, "tilenorm_report", None):
-            found.reports.append(report)
+        reports.append(getattr(run, "tilenorm_report", None))
         return run
 
     if whole:
-        found.call = compiled(model)
-    else:
-        model.blocks = nn.ModuleList(map(compiled, model.blocks))
-        model.head = compiled(model.head)
-    return found
+        return compiled(model), reports
+    model.blocks = nn.ModuleList(map(compiled, model.blocks))
+    model.head = compiled(model.head)
+    return model, reports
+
+
+def said(reports: list) -> str:
+    """The reports that say anything. Layers that share compiled code have one report."""
+    return "\n".join(str(r) for r in reports if r is not None and getattr(r, "graphs", True))
 
 
 def share(model: nn.Module, other: nn.Module) -> None:

@@ -5,6 +5,7 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from bench import pair, parallel
 from bench.shapes import LLAMA, MODELS, tiny
@@ -48,8 +49,8 @@ def test_a_pair_over_a_mesh(fsdp, tp):
 @on_every_rank
 def test_the_variants_have_the_same_shards():
     given = settings_of(2, 2)
-    training, both = pair._built(given, ["eager", "eager"])
-    models = [variant.call for variant in both]
+    training, both = pair.built(given, ["eager", "eager"])
+    models = [call for call, _ in both]
     for model in models:
         model(*training.inputs).backward()
         training.optimizer.zero_grad()
@@ -74,7 +75,7 @@ def test_the_losses_are_those_of_one_process():
 
 @on_every_rank
 def test_rows_that_are_cut_unevenly_are_refused():
-    mesh = parallel.mesh_of(device(), 4, 1)
+    mesh = init_device_mesh(device(), (4, 1), mesh_dim_names=parallel.DIMENSIONS)
     shape = replace(tiny(MODELS[LLAMA]), vocab=42)
     model = model_of(shape, device=device(), dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="42 rows, which fsdp=4 cuts"):

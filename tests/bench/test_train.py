@@ -15,7 +15,7 @@ import tilenorm
 from bench import pair, parallel, record, train, worker
 from bench.__main__ import main
 from bench.models import Transformer
-from bench.pair import LEAST_SIZE, alternated, changes_of
+from bench.pair import LEAST_SIZE, alternated, by_name, changes_of, kernels_of
 from bench.record import Pair
 from bench.shapes import LLAMA, MODELS, tiny
 from bench.step import Settings, model_of
@@ -149,7 +149,7 @@ def test_variant_patches_and_compiles_the_right_parts(monkeypatch, variant, patc
     model, tokens = small()
     for whole, parts in ((False, len(model.blocks) + 1), (True, 1)):
         done.clear()
-        prepared(model, VARIANTS[variant], whole).call(tokens)
+        prepared(model, VARIANTS[variant], whole)[0](tokens)
         assert done == first + ([compiled] * parts if compiled else [])
 
 
@@ -250,7 +250,7 @@ def test_command_prints_the_same_from_its_record(monkeypatch, without_gpu, tmp_p
 
 
 def test_tensor_parallelism_is_for_the_form_of_llama(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(parallel, "PROCESSES", 2)
     asked = parallel.sizes("tp=2")
     found = {name: parallel.unserved(MODELS[name], asked, False) for name in MODELS}
     assert [name for name, why in found.items() if why is None] == [LLAMA]
@@ -297,3 +297,28 @@ def test_pairs_that_fail_or_have_no_time_left_are_shown(monkeypatch, without_gpu
     assert "eager, compile: failed: OutOfMemoryError: CUDA out of memory" in out
     assert any("eager patch 40 2.00 / 1.00 -1.00 (-1.00 to -1.00)" in row for row in rows_of(out))
     assert "ViT-L's form in other sizes, 2 layers, 2 x 8 tokens, eager, patch: skipped" in out
+
+
+def test_kernels_of_one_function_are_counted_together_and_the_longest_are_first():
+    ran = [
+        ("row_forward_Kt2_A2bf16", 100.0),
+        ("norm_backward_Kt3_A2bf16", 2000.0),
+        ("norm_backward_Kt2_A2bf16", 1000.0),
+        ("triton_poi_fused_add_0", 500.0),
+    ]
+    assert by_name(ran) == [
+        {"name": "norm_backward", "calls": 2, "ms": 3.0},
+        {"name": "triton_poi_fused_add_0", "calls": 1, "ms": 0.5},
+        {"name": "row_forward", "calls": 1, "ms": pytest.approx(0.1)},
+    ]
+
+
+def test_kernels_of_a_step_on_the_gpu(gpu):
+    x = torch.zeros(64, 1024, device=gpu, dtype=torch.bfloat16, requires_grad=True)
+
+    def step():
+        tilenorm.rms_norm(x, (1024,)).sum().backward()
+
+    step()
+    found = {line["name"]: line for line in kernels_of(step)}
+    assert "norm_backward" in found and all(line["ms"] > 0 for line in found.values())
