@@ -9,7 +9,8 @@ time of the first spec, a small spec that is there for this purpose alone.
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 
@@ -44,69 +45,57 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _first_calls(cases: list[Case], name: str, device: str) -> Iterator[FirstCall]:
+def _first_calls(cases: list[Case], provider: str, device: str) -> Iterator[FirstCall]:
     """The first calls of one provider, from both processes."""
-    arguments = {"cases": [case.shape for case in cases], "provider": name, "device": device}
+    arguments = {"cases": cases, "provider": provider, "device": device}
     with worker.temporary_folder() as folder:
         places = worker.caches(folder)
         try:
             cold, warm = (worker.run(measure, TIMEOUT_S, places, **arguments) for _ in range(2))
         except worker.WorkerError as error:  # one line, since it concerns all specs
-            where = {**cases[0].shape, "direction": "forward", "provider": name}
+            where = {**cases[0].shape, "direction": "forward", "provider": provider}
             yield FirstCall(**where, error=str(error))
             return
     for first, again in zip(cold, warm, strict=True):
-        times = {"cold_s": first.pop("seconds"), "warm_s": again["seconds"]}
-        yield FirstCall(**first, **times)
+        yield replace(first, warm_s=again.cold_s)
 
 
-def measure(cases: list[dict], provider: str, device: str) -> list[dict]:
+def measure(cases: list[Case], provider: str, device: str) -> list[FirstCall]:
     """Seconds of the first call of each case in each direction. Runs in a worker process."""
     one = torch.ones(1, device=device, requires_grad=True)
     torch.autograd.grad(one * one, one, torch.ones_like(one))  # the first gradient imports sympy
+    wait: Callable = torch.cuda.synchronize if device != "cpu" else lambda: None
     found = []
-    for fields in cases:
-        case, op = Case(**fields), OPS[fields["op"]]
+    for case in cases:
+        op = OPS[case.op]
         inputs, grads = op.made(case, device), op.output_grads(case, device)
-        call = None
+        function = None
         for direction in DIRECTIONS:
-            line = {**fields, "direction": direction, "provider": provider, "error": ""}
+            line = FirstCall(**case.shape, direction=direction, provider=provider)
             try:
-                call = call or PROVIDERS[provider].load(op)
-                line["seconds"] = _seconds(repeatable_call(call, inputs, grads, direction), device)
+                function = function or PROVIDERS[provider].load(op)
+                call = repeatable_call(function, inputs, grads, direction)
+                wait()
+                start = time.perf_counter()
+                call()
+                wait()
+                found.append(replace(line, cold_s=time.perf_counter() - start))
             except Exception as error:  # the failure of a peer is a result
-                line |= {"seconds": None, "error": first_line(error)}
-            found.append(line)
+                found.append(replace(line, error=first_line(error)))
     return found
 
 
 def precompile(op: str, hidden: list[int], dtypes: list[str], arch: str) -> Precompile:
     """Seconds of ``python -m tilenorm precompile`` with an empty cache, including the process."""
+    from tilenorm.__main__ import main as main_of_tilenorm
+
     shape = ["--hidden", *map(str, hidden), "--dtype", *dtypes]
     bias = ["--bias"] if "bias" in OPS[op].columns else []
     arguments = ["--arch", arch, "--op", op, *bias, *shape]
     found = {"op": op, "arguments": " ".join(arguments), "cores": os.cpu_count()}
     try:
         start = time.perf_counter()
-        worker.run(_precompile, TIMEOUT_S, arguments=arguments)
+        worker.run(main_of_tilenorm, TIMEOUT_S, argv=["precompile", *arguments])
         return Precompile(**found, seconds=time.perf_counter() - start)
     except worker.WorkerError as error:
         return Precompile(**found, error=str(error))
-
-
-def _precompile(arguments: list[str]) -> int:
-    from tilenorm.__main__ import main
-
-    return main(["precompile", *arguments])
-
-
-def _seconds(call, device: str) -> float:
-    def synchronize() -> None:
-        if device != "cpu":
-            torch.cuda.synchronize()
-
-    synchronize()
-    start = time.perf_counter()
-    call()
-    synchronize()
-    return time.perf_counter() - start

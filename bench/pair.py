@@ -18,9 +18,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench import parallel
 from bench.record import first_line
-from bench.step import SEED, Settings, Training, model_of
+from bench.step import SEED, VARIANTS, Settings, Training, model_of, prepared, said, share
 from bench.timing import Timer
-from bench.variants import VARIANTS, prepared, said, share
 
 WARM_UP = 2  # pairs of steps
 # A larger change of a gradient is an error. In Llama 3's form with 32 layers of 512 on a CPU, with
@@ -33,12 +32,11 @@ LEAST_SIZE = 0.1
 NAME_LENGTH = 100  # of a kernel
 
 
-def measure(names: Sequence[str], settings: dict, pairs: int, deadline: float) -> dict:
+def measure(names: Sequence[str], given: Settings, pairs: int, deadline: float) -> dict:
     """The fields of a record's Pair. No pair starts after the deadline, a value of time.time().
 
     The processes of a parallel step call it together, and all get the same fields.
     """
-    given = Settings.of(settings)
     torch.use_deterministic_algorithms(given.deterministic)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     training, both = built(given, names)
@@ -132,41 +130,30 @@ def alternated(
     """The microseconds of both steps of each pair, and the most bytes that each step needs.
 
     No pair starts after the deadline. The host queues one pair while the GPU computes another.
+    The host allocates and frees memory in the order of its own calls, so its peak needs no waiting.
     """
-    marks: list = []
-    peaks: list = [None, None]
+    marks: list[dict] = []
+    ends: list = []
+    peaks: list[list[int]] = [[], []]
     for i in range(pairs):
         if not parallel.agreed(time.time() < deadline):
             break
-        order = (0, 1) if i % 2 == 0 else (1, 0)
-        ends = [timer.mark()]
-        for which in order:
-            peak = peak_of(steps[which], timer.on_cpu)
-            peaks[which] = peak if peaks[which] is None else max(peaks[which], peak)
-            ends.append(timer.mark())
-        marks.append((order, ends))
+        marks.append({})
+        for which in (0, 1) if i % 2 == 0 else (1, 0):
+            if not timer.on_cpu:
+                torch.cuda.reset_peak_memory_stats()
+            start = timer.mark()
+            steps[which]()
+            marks[i][which] = start, (end := timer.mark())
+            if not timer.on_cpu:
+                peaks[which].append(torch.cuda.max_memory_allocated())
+        ends.append(end)
         if i:
-            timer.wait(marks[-2][1][-1])
-    if marks:
-        timer.wait(marks[-1][1][-1])
-    times = []
-    for order, (start, middle, end) in marks:
-        first, second = timer.between(start, middle), timer.between(middle, end)
-        times.append([first, second] if order == (0, 1) else [second, first])
-    return times, peaks
-
-
-def peak_of(step: Callable, on_cpu: bool) -> int | None:
-    """The most bytes of the GPU's memory that tensors have during a step.
-
-    The host allocates and frees memory in the order of its own calls, so this needs no waiting.
-    """
-    if on_cpu:
-        step()
-        return None
-    torch.cuda.reset_peak_memory_stats()
-    step()
-    return torch.cuda.max_memory_allocated()
+            timer.wait(ends[i - 1])
+    for end in ends[-1:]:
+        timer.wait(end)
+    times = [[timer.between(*pair[which]) for which in (0, 1)] for pair in marks]
+    return times, [max(found, default=None) for found in peaks]
 
 
 def kernels_of(step: Callable) -> list[dict]:

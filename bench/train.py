@@ -25,7 +25,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import torch
 import torch._dynamo
@@ -33,8 +33,7 @@ import torch._dynamo
 from bench import command, pair, parallel, provenance, worker
 from bench.record import Pair
 from bench.shapes import LLAMA, MODELS, tiny
-from bench.step import Settings
-from bench.variants import VARIANTS
+from bench.step import VARIANTS, Settings
 
 TIMEOUT_S = 1800.0
 # The last steps, the kernels' profile and the end of the process come after --max-seconds.
@@ -114,8 +113,7 @@ def _pair(settings: Settings, names: list[str], pairs: int, deadline: float) -> 
     if parallel.agreed(left <= 0):
         return Pair(**where, status="skipped", error="out of time")
     limit = min(TIMEOUT_S, left + GRACE_S)
-    # JSON as Python writes it has infinity.
-    arguments = {"names": names, "settings": asdict(settings), "pairs": pairs, "deadline": deadline}
+    arguments = {"names": names, "given": settings, "pairs": pairs, "deadline": deadline}
     if settings.gpus > 1:  # each process is a worker already
         found = pair.measure(**arguments)
         torch._dynamo.reset()

@@ -1,8 +1,7 @@
 """Run a function in a worker process with its own memory and its own compilers' caches."""
 
-import importlib
-import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -42,14 +41,14 @@ def caches(folder: str) -> dict[str, str]:
 def run(function: Callable, timeout_s: float, places: dict[str, str] | None = None, **arguments):
     """The result of a module-level function, called in a worker process.
 
-    JSON has to be able to hold the arguments and the result. ``places`` are environment variables
+    pickle has to be able to hold the arguments and the result. ``places`` are environment variables
     from ``caches``. Without them the compilers' caches start empty and are deleted at the end.
     Raises WorkerError if the function raises, if the process dies, or if it takes too long.
     """
     with temporary_folder() as place:
-        result = Path(place, "result")
-        name = f"{function.__module__}:{function.__name__}"
-        command = [sys.executable, "-m", __name__, name, json.dumps(arguments), str(result)]
+        call, result = Path(place, "call"), Path(place, "result")
+        call.write_bytes(pickle.dumps((function, arguments)))
+        command = [sys.executable, "-m", __name__, str(call), str(result)]
         environment = os.environ | (caches(place) if places is None else places)
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
         options: dict[str, Any] = quiet | {"env": environment, "start_new_session": True}
@@ -64,21 +63,21 @@ def run(function: Callable, timeout_s: float, places: dict[str, str] | None = No
         if not result.exists():
             last = said.strip().splitlines()[-1:] or ["no message"]
             raise WorkerError(f"exit status {process.returncode}: {last[0][:200]}")
-        value, error = json.loads(result.read_text())
+        value, error = pickle.loads(result.read_bytes())
     if error:
         raise WorkerError(error)
     return value
 
 
-def main(name: str, arguments: str, result: str) -> None:
+def main(call: str, result: str) -> None:
     """The worker process: call the function, and write its result or its exception to a file."""
-    module, function = name.split(":")
+    function, arguments = pickle.loads(Path(call).read_bytes())
     value, error = None, ""
     try:
-        value = getattr(importlib.import_module(module), function)(**json.loads(arguments))
+        value = function(**arguments)
     except Exception as raised:
         error = first_line(raised)
-    Path(result).write_text(json.dumps((value, error)))
+    Path(result).write_bytes(pickle.dumps((value, error)))
 
 
 if __name__ == "__main__":

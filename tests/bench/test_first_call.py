@@ -11,7 +11,7 @@ from bench.providers import Provider
 from tilenorm.spec import NormSpec
 from tilenorm.tools import precompile
 
-CASE = vars(Case("rms_norm", "float32", 8, 16))
+CASE = Case("rms_norm", "float32", 8, 16)
 
 
 def test_cold_and_warm_calls_run_in_two_processes_with_one_cache(
@@ -50,9 +50,9 @@ def test_failure_is_shown_for_its_direction_alone(monkeypatch):
     named = {"half": Provider("half", forward_only, on_cpu=True)}
     monkeypatch.setattr(first_call, "PROVIDERS", named)
     forward, backward = first_call.measure([CASE], "half", "cpu")
-    assert forward["seconds"] > 0 and not forward["error"]
-    assert backward["seconds"] is None
-    assert backward["error"] == "NotImplementedError: has a forward only"
+    assert forward.cold_s > 0 and not forward.error
+    assert backward.cold_s is None
+    assert backward.error == "NotImplementedError: has a forward only"
 
 
 def test_failed_process_is_one_line(monkeypatch, without_gpu, capsys):
@@ -67,7 +67,7 @@ def test_failed_process_is_one_line(monkeypatch, without_gpu, capsys):
 @pytest.mark.parametrize("op", ["rms_norm", "add_layer_norm"])
 def test_precompile_compiles_the_specs_that_are_called(monkeypatch, op):
     specs = []
-    monkeypatch.setattr(worker, "run", lambda function, timeout_s, arguments: function(arguments))
+    monkeypatch.setattr(worker, "run", lambda function, timeout_s, argv: function(argv))
     monkeypatch.setattr(
         precompile, "precompile", lambda all, *rest: specs.extend(all) or [[] for _ in all]
     )

@@ -1,6 +1,6 @@
 """``bench train --parallel``: both variants over the same shards, with gloo at a tiny size."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def settings_of(fsdp: int, tp: int, **options) -> Settings:
 
 
 def measured(names, settings: Settings, pairs: int = 2) -> dict:
-    return pair.measure(names, asdict(settings), pairs, FOREVER)
+    return pair.measure(names, settings, pairs, FOREVER)
 
 
 @pytest.mark.slow

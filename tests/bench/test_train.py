@@ -5,7 +5,6 @@ import os
 import random
 import subprocess
 import sys
-from dataclasses import asdict
 
 import pytest
 import torch
@@ -18,9 +17,8 @@ from bench.models import Transformer
 from bench.pair import LEAST_SIZE, alternated, by_name, changes_of, kernels_of
 from bench.record import Pair
 from bench.shapes import LLAMA, MODELS, tiny
-from bench.step import Settings, model_of
+from bench.step import VARIANTS, Settings, model_of, prepared, share
 from bench.timing import Timer
-from bench.variants import VARIANTS, prepared, share
 
 from ..ops.helpers import slow
 from .test_record import rows_of
@@ -155,7 +153,7 @@ def test_variant_patches_and_compiles_the_right_parts(monkeypatch, variant, patc
 
 @pytest.mark.parametrize("name", [*QUICK, *slow(*(name for name in MODELS if name not in QUICK))])
 def test_both_variants_train_the_same_weights(name):
-    found = pair.measure(["eager", "patch"], asdict(settings_of(name)), 3, FOREVER)
+    found = pair.measure(["eager", "patch"], settings_of(name), 3, FOREVER)
     assert len(found["pairs_us"]) == 3
     assert all(us > 0 for times in found["pairs_us"] for us in times)
     assert found["gradient_change"] < 0.02
@@ -168,7 +166,7 @@ def test_both_variants_train_the_same_weights(name):
 
 @pytest.mark.parametrize("names", [("compile", "tilenorm-compile"), OTHER_PAIR])
 def test_compiled_variants_share_a_process_and_compile_once_each(graphs, names):
-    found = pair.measure(names, asdict(settings_of()), 2, FOREVER)
+    found = pair.measure(names, settings_of(), 2, FOREVER)
     assert len(graphs) == 4  # of each variant a layer, which serves all layers, and the head
     ours = [any("tilenorm" in str(n.target) for n in graph.graph.nodes) for graph in graphs]
     assert ours == [name != "compile" for name in names for _ in range(2)]
@@ -186,7 +184,7 @@ def test_variant_with_a_wrong_gradient_is_not_timed(monkeypatch):
         model.head.norm.__class__ = QuarterOfTheGradient
 
     monkeypatch.setattr(tilenorm, "patch", patch)
-    found = pair.measure(["eager", "patch"], asdict(settings_of()), 2, FOREVER)
+    found = pair.measure(["eager", "patch"], settings_of(), 2, FOREVER)
     assert found["status"] == "wrong" and "pairs_us" not in found
     assert found["losses"][0] == found["losses"][1]
     assert found["error"].startswith(f"the gradient of {found['gradient']} changes by ")
@@ -226,7 +224,7 @@ def test_bad_options_are_refused_before_anything_runs(without_gpu, options, mess
 
 def test_command_prints_the_same_from_its_record(monkeypatch, without_gpu, tmp_path, capsys):
     def run(function, timeout_s, places=None, **arguments):
-        return json.loads(json.dumps(function(**json.loads(json.dumps(arguments)))))
+        return function(**arguments)
 
     monkeypatch.setattr(worker, "run", run)
     path = str(tmp_path / "run.jsonl")
@@ -278,7 +276,7 @@ def test_pairs_that_fail_or_have_no_time_left_are_shown(monkeypatch, without_gpu
     now, limits = [0.0], []
     monkeypatch.setattr(train.time, "time", lambda: now[0])
 
-    def run(function, timeout_s, names, pairs, deadline, places, settings):
+    def run(function, timeout_s, names, pairs, deadline, places, given):
         assert (function, places, deadline) == (pair.measure, {}, 100.0)
         limits.append(timeout_s)
         now[0] += 35.0
