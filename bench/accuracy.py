@@ -10,7 +10,7 @@ ulps. Without a GPU the reference implementation of tilenorm is measured.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -29,45 +29,31 @@ SERVED = (*PLAIN, *AROUND, "head_rms_norm")
 # A mean as large as leaves the deviation of 1 a few bits in the dtype.
 LARGE_MEAN = {torch.bfloat16: 60.0, torch.float16: 500.0, torch.float32: 1e4}
 MAX_FLOAT32 = torch.finfo(torch.float32).max
+INPUTS = ("normal", "large mean", "tiny variance", "subnormal", "near overflow", "one huge value")
+INPUTS = (*INPUTS, "cancelling", "zero rows")
 
 
-def _near_overflow(normal: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum of a row's squares is just below the largest float32, or values fill the dtype."""
-    largest = min(torch.finfo(dtype).max / 4, (MAX_FLOAT32 / (8 * normal.shape[-1])) ** 0.5)
-    return normal / normal.abs().max() * largest
-
-
-def _one_huge(normal: Tensor, dtype: torch.dtype) -> Tensor:
-    normal = normal.clone()
-    normal[..., normal.shape[-1] // 2] = 1e4
-    return normal
-
-
-def _cancelling(normal: Tensor, dtype: torch.dtype) -> Tensor:
-    """Each value has its negative beside it, so that a row's sum is almost 0."""
-    pairs = normal.clone()
-    even = pairs.shape[-1] // 2 * 2
-    pairs[..., 1:even:2] = -pairs[..., 0:even:2]
-    return 100 * pairs + 0.01 * normal.roll(1, -1)
-
-
-def _some_zeros(normal: Tensor, dtype: torch.dtype) -> Tensor:
-    """Every second row is zero."""
-    rows = torch.arange(len(normal), device=normal.device) % 2
-    return normal * rows.view(-1, *[1] * (normal.dim() - 1))
-
-
-# Each makes float32 values of normal random numbers, for a dtype.
-INPUTS: dict[str, Callable[[Tensor, torch.dtype], Tensor]] = {
-    "normal": lambda normal, dtype: normal,
-    "large mean": lambda normal, dtype: normal + LARGE_MEAN[dtype],
-    "tiny variance": lambda normal, dtype: 1 + 1e-3 * normal,
-    "subnormal": lambda normal, dtype: normal * (torch.finfo(dtype).tiny / 8),
-    "near overflow": _near_overflow,
-    "one huge value": _one_huge,
-    "cancelling": _cancelling,
-    "zero rows": _some_zeros,
-}
+def values_of(kind: str, normal: Tensor, dtype: torch.dtype) -> Tensor:
+    """float32 values of a kind of inputs for a dtype, made of normal random numbers."""
+    made, n = normal.clone(), normal.shape[-1]
+    match kind:
+        case "large mean":
+            made += LARGE_MEAN[dtype]
+        case "tiny variance":
+            made = 1 + 1e-3 * made
+        case "subnormal":
+            made *= torch.finfo(dtype).tiny / 8
+        case "near overflow":  # of a row's sum of squares in float32, or else values fill the dtype
+            largest = min(torch.finfo(dtype).max / 4, (MAX_FLOAT32 / (8 * n)) ** 0.5)
+            made *= largest / made.abs().max()
+        case "one huge value":
+            made[..., n // 2] = 1e4
+        case "cancelling":  # each value's negative is beside it: a row's sum is almost 0
+            made[..., 1 : n // 2 * 2 : 2] = -made[..., 0 : n // 2 * 2 : 2]
+            made = 100 * made + 0.01 * normal.roll(1, -1)
+        case "zero rows":
+            made[::2] = 0
+    return made
 
 
 def main(argv: list[str]) -> int:
@@ -92,7 +78,12 @@ def measure(op: Op, case: Case, names: Sequence[str], device: str) -> Iterator[A
     for kind in INPUTS:
         inputs = difficult_inputs(op, kind, case, device)
         grads = op.output_grads(case, device)
-        true = _true_results(op, case, inputs, grads)
+        given = inputs
+        if "residual" in op.rows:
+            x, residual, *columns = inputs
+            total = (x + residual).detach().requires_grad_()
+            given = [total, torch.zeros_like(total).requires_grad_(), *columns]
+        true = check.oracle(op, case, given, grads)["training"]
         for name in names:
             line = case.shape | {"inputs": kind, "provider": name}
             try:
@@ -118,27 +109,14 @@ def difficult_inputs(op: Op, kind: str, case: Case, device: str) -> list[Tensor]
     inputs = [x.detach() for x in op.made(replace(case, dtype="float32"), device)]
     rows, columns = inputs[: len(op.rows)], inputs[len(op.rows) :]
     values = {
-        name: x if name == "gate" else INPUTS[kind](x, dtype)
+        name: x if name == "gate" else values_of(kind, x, dtype)
         for name, x in zip(op.rows, rows, strict=True)
     }
     if kind == "cancelling" and "residual" in values:
         values["residual"] = 0.01 * rows[1] - values["x"]
     for x, value in zip(rows, values.values(), strict=True):
         x.copy_(value)
-    return [_strided_copy(x, dtype) for x in (*rows, *columns)]
-
-
-def _strided_copy(x: Tensor, dtype: torch.dtype) -> Tensor:
-    made = torch.empty_strided(x.shape, x.stride(), dtype=dtype, device=x.device)
-    return made.copy_(x).requires_grad_()
-
-
-def _true_results(op: Op, case: Case, inputs: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
-    if "residual" in op.rows:
-        x, residual, *columns = inputs
-        total = (x + residual).detach().requires_grad_()
-        inputs = [total, torch.zeros_like(total).requires_grad_(), *columns]
-    return check.oracle(op, case, inputs, grads)["training"]
+    return [check.duplicate(x, dtype).requires_grad_() for x in (*rows, *columns)]
 
 
 def error_in_ulps(actual: Tensor, true: Tensor, of_rows: bool) -> float:

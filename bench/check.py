@@ -23,6 +23,12 @@ def as_tuple(value) -> tuple[Tensor, ...]:
     return value if isinstance(value, tuple) else (value,)
 
 
+def duplicate(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A copy with the same strides. clone() would remove the gaps between the rows."""
+    made = torch.empty_strided(x.shape, x.stride(), dtype=dtype or x.dtype, device=x.device)
+    return made.copy_(x.detach()).requires_grad_(x.requires_grad)
+
+
 def oracle(op: Op, case: Case, inputs: Sequence[Tensor], grads: Sequence[Tensor]):
     """The expected results of each direction, in float64 and from the same rounded inputs.
 
@@ -46,12 +52,8 @@ def oracle(op: Op, case: Case, inputs: Sequence[Tensor], grads: Sequence[Tensor]
             found = torch.autograd.grad(results, [x for x in leaves if x.requires_grad], given)
             for name, whole, grad in zip(op.trained, gradients, found, strict=True):
                 op.cut(name, whole, start, count).add_(grad)
-    return {
-        "forward": outputs,
-        "backward": gradients,
-        INFERENCE: outputs,
-        "training": outputs + gradients,
-    }
+    whole = {"training": outputs + gradients, INFERENCE: outputs}
+    return {"forward": outputs, "backward": gradients, **whole}
 
 
 def error(actual: Tensor, expected: Tensor) -> float:

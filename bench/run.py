@@ -4,6 +4,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -50,14 +51,19 @@ def run(
     """
     device, names, emit, late = course.device, course.present, course.emit, course.late
     done = {what(line) for line in course.record.lines}
-    todo = {
-        case: [cell for cell in _asked(case, names[case.op], directions) if what(cell) not in done]
-        for case in cases
-    }
-    hosts = {}
+    todo, hosts = {}, {}
+    for case in cases:
+        of = OPS[case.op]
+        ways = [(way, of.bytes(way, case)) for way in directions if way in of.directions]
+        asked = [
+            Cell(**vars(case), direction=way, provider=name, bytes=nbytes)
+            for name in names[case.op]
+            for way, nbytes in ways
+        ]
+        todo[case] = [cell for cell in asked if what(cell) not in done]
     for op in dict.fromkeys(case.op for case in cases) if HOST in directions else ():
-        asked = (host.line(OPS[op], name, "call") for name in names[op])
-        hosts[op] = [line.provider for line in asked if what(line) not in done]
+        lines = (host.line(OPS[op], name, "call") for name in names[op])
+        hosts[op] = [line.provider for line in lines if what(line) not in done]
     progress = Progress(sum(map(len, (*todo.values(), *hosts.values()))))
     stream = torch.cuda.Stream(device) if device != "cpu" else None
     with torch.cuda.stream(stream):
@@ -76,17 +82,6 @@ def run(
         print(f"out of time after {progress.done} of {progress.total}", file=sys.stderr)
 
 
-def _asked(case: Case, names: Sequence[str], directions: Sequence[str]) -> list[Cell]:
-    """The cells of a case without their numbers."""
-    op = OPS[case.op]
-    ways = [direction for direction in directions if direction in op.directions]
-    return [
-        Cell(**vars(case), direction=way, provider=name, bytes=op.bytes(way, case))
-        for name in names
-        for way in ways
-    ]
-
-
 def _run_case(
     case: Case, cells: Sequence[Cell], course: Run, progress: Progress, budget_s: float
 ) -> None:
@@ -103,7 +98,10 @@ def _run_case(
                 loaded = {name: PROVIDERS[name].load(op)}
             found = _measure(loaded[name], op, prepared, cell, device, budget_s)
         except Exception as error:  # the failure of a peer is a result
-            found = {"status": _status(error), "error": first_line(error)}
+            # Liger refuses wide rows with a RuntimeError. CUDA and compilers raise subclasses.
+            refused = isinstance(error, _REFUSALS) or type(error) is RuntimeError
+            status = "refused" if refused else "failed"
+            found = {"status": status, "error": first_line(error)}
         course.emit(replace(cell, **found))
         if found["error"]:
             _require_gpu(device, f"{name}: {found['error']}")
@@ -127,39 +125,28 @@ def repeatable_call(provider, inputs, grads, direction) -> Callable:
 
     The inputs of a forward require gradients, so the forward saves what a backward needs.
     """
-    leaves = [_duplicate(x) for x in inputs]
+    leaves = [check.duplicate(x) for x in inputs]
     if direction == "forward":
         return lambda: provider(*leaves)
     if direction == INFERENCE:
         return torch.no_grad()(lambda: provider(*leaves))
     grads = [grad.clone() for grad in grads]
     trained = [leaf for leaf in leaves if leaf.requires_grad]
+
+    def gradients(outputs: tuple, **options) -> tuple:
+        if not all(output.requires_grad for output in outputs):
+            raise NotImplementedError("has a forward only")
+        return torch.autograd.grad(outputs, trained, grads, **options)
+
     if direction == "training":
 
         def step():
             outputs = check.as_tuple(provider(*leaves))
-            return *(y.detach() for y in outputs), *_gradients(outputs, trained, grads)
+            return *(y.detach() for y in outputs), *gradients(outputs)
 
         return step
-    outputs = provider(*leaves)
-    return lambda: _gradients(outputs, trained, grads, retain_graph=True)
-
-
-def _duplicate(x: torch.Tensor) -> torch.Tensor:
-    """A copy with the same strides. clone() would remove the gaps between the rows."""
-    made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-    return made.copy_(x.detach()).requires_grad_(x.requires_grad)
-
-
-def _with_grad(outputs) -> tuple[torch.Tensor, ...]:
-    outputs = check.as_tuple(outputs)
-    if not all(output.requires_grad for output in outputs):
-        raise NotImplementedError("has a forward only")
-    return outputs
-
-
-def _gradients(outputs, leaves, grads, **options) -> tuple[torch.Tensor, ...]:
-    return torch.autograd.grad(_with_grad(outputs), leaves, grads, **options)
+    outputs = check.as_tuple(provider(*leaves))
+    return lambda: gradients(outputs, retain_graph=True)
 
 
 def _measure(provider, op, prepared, cell, device, budget_s) -> dict:
@@ -169,8 +156,7 @@ def _measure(provider, op, prepared, cell, device, budget_s) -> dict:
     check.poison((*inputs, *grads))
     results = op.decoded(check.as_tuple(call()), inputs)
     called = check.names(op, direction)
-    wrong = check.complaint(results, expected[direction], allowed[direction], called)
-    if wrong:
+    if wrong := check.complaint(results, expected[direction], allowed[direction], called):
         return {"status": "wrong", "error": wrong}
     sets = timing.rotating_sets(nbytes, device)
     calls = [repeatable_call(provider, inputs, grads, direction) for _ in range(sets)]
@@ -181,21 +167,11 @@ def copied(case: Case, device: str, budget_s: float) -> Copy:
     dtype = DTYPES[case.dtype]
     # Rounded up, because a copy of 21845 x 3072 elements ran at two thirds of the speed of 64 Mi.
     count = -(-case.m * case.n // COPY_UNIT) * COPY_UNIT
-    nbytes = 2 * count * dtype.itemsize
-    source = torch.randn(count, device=device).to(dtype)
-
-    def one() -> Callable:
-        x, y = source.clone(), torch.empty_like(source)
-        return lambda: y.copy_(x)
-
-    calls = [one() for _ in range(timing.rotating_sets(nbytes, device))]
-    where = {"dtype": case.dtype, "m": case.m, "n": case.n, "bytes": nbytes}
-    return Copy(**where, **timing.measure(calls, nbytes, device, budget_s))
-
-
-def _status(error: Exception) -> str:
-    # Liger refuses wide rows with a RuntimeError. CUDA and the compilers raise subclasses of it.
-    return "refused" if isinstance(error, _REFUSALS) or type(error) is RuntimeError else "failed"
+    nbytes, source = 2 * count * dtype.itemsize, torch.randn(count, device=device).to(dtype)
+    sets = timing.rotating_sets(nbytes, device)
+    calls = [partial(torch.empty_like(source).copy_, source.clone()) for _ in range(sets)]
+    found = timing.measure(calls, nbytes, device, budget_s)
+    return Copy(case.dtype, case.m, case.n, nbytes, **found)
 
 
 def _require_gpu(device: str, after: str) -> None:

@@ -10,7 +10,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import cycle, islice
-from typing import NamedTuple
 
 import torch
 
@@ -144,15 +143,9 @@ def _by_events(calls, device, note) -> dict:
     return summarize(Timer(device).of_each(islice(cycle(calls), 30), before), "events", note)
 
 
-class HostTime(NamedTuple):
-    """Microseconds of a call: of the clock, and of all threads of the process."""
-
-    wall_us: float
-    cpu_us: float
-
-
-def host(call: Callable, device: str, samples: int = 40, calls: int = 20) -> HostTime:
-    """The medians of the microseconds that the host spends on one call.
+def host(call: Callable, device: str, samples: int = 40, calls: int = 20) -> list[float]:
+    """The medians of the microseconds that the host spends on one call: by the clock, and of all
+    threads of the process.
 
     The GPU work of the call has to be shorter than its host work, because only the time between two
     samples waits for the GPU.
@@ -174,4 +167,4 @@ def host(call: Callable, device: str, samples: int = 40, calls: int = 20) -> Hos
             times.append([(b - a) * 1e6 / calls for a, b in zip(start, ends, strict=True)])
     finally:
         gc.enable()
-    return HostTime(*map(statistics.median, zip(*times, strict=True)))
+    return list(map(statistics.median, zip(*times, strict=True)))

@@ -63,9 +63,8 @@ def test_a_file_of_another_run_is_refused_and_left_as_it_was(tmp_path, field):
 
 
 def test_sources_are_a_digest_of_the_package(monkeypatch, tmp_path):
-    (tmp_path / "bench").mkdir()
     (tmp_path / "tilenorm").mkdir()
-    monkeypatch.setattr(provenance, "__file__", str(tmp_path / "bench" / "provenance.py"))
+    monkeypatch.setattr(provenance, "ROOT", tmp_path)
     digests = {provenance._sources()}
     for name, text in (("a.py", "x"), ("a.py", "y"), ("b.json", "y"), ("c.md", "y")):
         (tmp_path / "tilenorm" / name).write_text(text)
