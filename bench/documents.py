@@ -54,6 +54,16 @@ class Block:
         """The narrowed records together."""
         return merge([record for _, record in self.sources])
 
+    def is_drawn(self, folder: Path) -> bool:
+        """Whether the SVG file of a plot exists and shows its records."""
+        svg = folder / self.svg
+        return svg.exists() and f"digest {plot.digest(self.record)}" in svg.read_text()
+
+
+def blocks(path: Path) -> list[Block]:
+    """The blocks of a document, in order."""
+    return [_block(path, match) for match in BLOCK.finditer(path.read_text())]
+
 
 def rewritten(path: Path) -> str:
     """The text of a document with every block printed again from its records."""
@@ -65,11 +75,6 @@ def rewritten(path: Path) -> str:
     return BLOCK.sub(printed, path.read_text())
 
 
-def blocks(path: Path) -> list[Block]:
-    """The blocks of a document, in order."""
-    return [_block(path, match) for match in BLOCK.finditer(path.read_text())]
-
-
 def update(path: Path) -> None:
     """Write the page of a record, or a document's blocks and those of its plots that are old."""
     if path.suffix == ".jsonl":
@@ -77,14 +82,8 @@ def update(path: Path) -> None:
         return
     path.write_text(rewritten(path))
     for block in blocks(path):
-        if block.kind == "plot" and not is_drawn(path, block):
+        if block.kind == "plot" and not block.is_drawn(path.parent):
             plot.save(block.record, str(path.parent / block.svg))
-
-
-def is_drawn(document: Path, block: Block) -> bool:
-    """Whether the SVG file of a plot exists and shows its records."""
-    svg = document.parent / block.svg
-    return svg.exists() and plot.digest_in(svg.read_text()) == plot.digest(block.record)
 
 
 def page(path: Path) -> str:
@@ -157,34 +156,29 @@ def _speed(cells: dict[str, Cell]) -> str:
 
 
 def _losses(block: Block) -> str:
-    """A sentence on every shape at which the rounded ratio to another provider is below 1.
-
-    Of each provider the latest number counts.
+    """A sentence on every shape at which the rounded ratio to another provider is below 1, with the
+    numbers of rows where several are. Of each provider the latest number counts.
     """
-    shapes, count = by_shape(record for _, record in block.sources), 0
-    lost: dict[tuple, dict[tuple[int, str], dict[int, float]]] = {}
-    for (op, direction, dtype, n, m), cells in shapes.items():
-        if found := report.best_peer(cells):
-            count += 1
-            if round(found[0], 2) < 1:
-                here = lost.setdefault((op, direction, dtype), {})
-                here.setdefault((n, found[1]), {})[m] = found[0]
+    shapes = by_shape(record for _, record in block.sources).items()
+    compared = [(shape, best) for shape, cells in shapes if (best := report.best_peer(cells))]
+    lost: dict[tuple, dict[tuple, dict[int, float]]] = {}
+    for (op, direction, dtype, n, m), (ratio, name) in compared:
+        if round(ratio, 2) < 1:
+            here = lost.setdefault((op, direction, dtype), {})
+            here.setdefault((n, name), {})[m] = ratio
     if not lost:
-        return f"No other provider is faster at any of the {count} measured shapes."
-    parts = [
-        f"`{op}` {direction}, {dtype}: "
-        + ", ".join(_lost(n, name, ratios) for (n, name), ratios in here.items())
-        for (op, direction, dtype), here in lost.items()
-    ]
-    behind = sum(len(ratios) for here in lost.values() for ratios in here.values())
-    first = f"Another provider is faster at {behind} of the {count} measured shapes:\n"
-    return "\n".join([first, *(f"- {part}" for part in parts)])
-
-
-def _lost(n: int, provider: str, ratios: dict[int, float]) -> str:
-    """The ratios of one N, by the number of rows. The numbers of rows are listed if several are."""
-    text = f"{report.spread_of(list(ratios.values()), '.2f')} × {provider} at {n}"
-    return text if len(ratios) == 1 else f"{text} with {', '.join(map(str, ratios))} rows"
+        return f"No other provider is faster at any of the {len(compared)} measured shapes."
+    count, lines = 0, []
+    for (op, direction, dtype), here in lost.items():
+        parts = []
+        for (n, name), ratios in here.items():
+            rows = f" with {', '.join(map(str, ratios))} rows" if len(ratios) > 1 else ""
+            spread = report.spread_of([*ratios.values()], ".2f")
+            parts.append(f"{spread} × {name} at {n}{rows}")
+            count += len(ratios)
+        lines.append(f"- `{op}` {direction}, {dtype}: {', '.join(parts)}")
+    first = f"Another provider is faster at {count} of the {len(compared)} measured shapes:\n"
+    return "\n".join([first, *lines])
 
 
 def _index(block: Block) -> str:
@@ -202,15 +196,20 @@ def _hosts(block: Block) -> str:
     """The host time of PyTorch's norms and of tilenorm's, eager and compiled."""
     rows = []
     measured = {(h.op, h.way, h.provider): h for h in block.record.hosts if not h.error}
-    for op, way, provider in measured:
+    for (op, way, provider), base in measured.items():
         other = {"torch": "tilenorm", "compile": "tilenorm-compile"}.get(provider)
-        if (ours := measured.get((op, way, other))) is None:
-            continue
-        base, row = measured[op, way, provider], [op, way, provider, other]
-        for name in ("forward_us", "forward_backward_us"):
-            before, after = getattr(base, name), getattr(ours, name)
-            row.append(f"{before:.1f} → {after:.1f} ({after / before:.2f})")
-        rows.append(row)
+        if ours := measured.get((op, way, other)):
+            pairs = (
+                (base.forward_us, ours.forward_us),
+                (
+                    base.forward_backward_us,
+                    ours.forward_backward_us,
+                ),
+            )
+            shown = [
+                f"{before:.1f} → {after:.1f} ({after / before:.2f})" for before, after in pairs
+            ]
+            rows.append([op, way, provider, other, *shown])
     header = ["op", "way", "A", "B", "forward, µs", "forward and backward, µs"]
     return columns(header, rows)
 

@@ -1,7 +1,6 @@
 """GB/s against N as an SVG file: a row for each direction, a column for each op and dtype."""
 
 import hashlib
-import re
 
 from bench.op import DIRECTIONS
 from bench.record import Cell, Record
@@ -27,12 +26,6 @@ def digest(record: Record) -> str:
     shown = [(c.op, c.dtype, c.direction, c.provider, c.n, c.gbps) for c in _plotted(record)]
     copies = [(copy.dtype, copy.n, copy.gbps) for copy in record.copies]
     return hashlib.sha256(repr((sorted(map(repr, shown)), copies)).encode()).hexdigest()[:16]
-
-
-def digest_in(svg: str) -> str | None:
-    """The digest that ``save`` wrote into an SVG file, given the file's text."""
-    found = re.search(r"digest ([0-9a-f]{16})", svg)
-    return found[1] if found else None
 
 
 def save(record: Record, path: str) -> None:
