@@ -68,39 +68,30 @@ CHAINS = ("rms_norm_add_rms_norm", "layer_norm_add_layer_norm")
 MODULATED = tuple(name for name, op in OPS.items() if op.by_group)
 
 
-def _sweep(elements: int, ops, hidden, dtypes=tuple(DTYPES)) -> tuple[Case, ...]:
-    return tuple(
-        Case(op, dtype, elements // n, n) for op in ops for dtype in dtypes for n in hidden
-    )
-
-
 RELEASE = "release"
 _MI = 1 << 20
 _POWERS = tuple(1 << k for k in range(8, 19))
 _SIZES = tuple(sorted((*_POWERS, 1536, 3072, 5120, 7168, 12288, 20480, 49152)))
-# Samples, rows of all samples, and N: DiT-XL/2, SD3, Flux, Wan 2.1 14B, and a shape at which the
+# Rows of all samples, N, and samples: DiT-XL/2, SD3, Flux, Wan 2.1 14B, and a shape at which the
 # launch takes longer than the memory.
-_IMAGES = ((64, 64 * 256, 1152), (2, 2 * 4096, 1536), (1, 4608, 3072), (1, 32760, 5120))
-_IMAGES = (*_IMAGES, (1, 1024, 1024))
+_IMAGES = ((64 * 256, 1152, 64), (2 * 4096, 1536, 2), (4608, 3072, 1), (32760, 5120, 1))
+_IMAGES = (*_IMAGES, (1024, 1024, 1))
 # The sizes that README's tables show.
 SHOWN = (1024, 4096, 16384, 65536)
 
 
-def _modulated(shapes) -> tuple[Case, ...]:
-    return tuple(
-        Case(op, dtype, m, n, groups)
-        for op in MODULATED
-        for dtype in DTYPES
-        for groups, m, n in shapes
-    )
+def _cases(ops, shapes, dtypes=tuple(DTYPES)) -> tuple[Case, ...]:
+    """Every op in every dtype, for shapes (M, N, groups)."""
+    return tuple(Case(op, dtype, *shape) for op in ops for dtype in dtypes for shape in shapes)
+
+
+def _sweep(elements: int, ops, hidden, dtypes=tuple(DTYPES)) -> tuple[Case, ...]:
+    return _cases(ops, [(elements // n, n, 1) for n in hidden], dtypes)
 
 
 def _rotated(samples: int, length: int) -> tuple[Case, ...]:
-    return tuple(
-        Case(op.name, dtype, samples * length * op.unit, n, samples)
-        for op, n in OF_HEADS
-        for dtype in DTYPES
-    )
+    shapes = ((op, (samples * length * op.unit, n, samples)) for op, n in OF_HEADS)
+    return sum((_cases((op.name,), [shape]) for op, shape in shapes), ())
 
 
 def _by_importance(cases: tuple[Case, ...]) -> tuple[Case, ...]:
@@ -124,7 +115,7 @@ SUITES = {
     # Every op in every dtype: what a release is measured with, on each machine.
     RELEASE: _by_importance(
         _sweep(64 * _MI, PLAIN, _SIZES)
-        + _modulated(_IMAGES)
+        + _cases(MODULATED, _IMAGES)
         + _rotated(2, 4096)
         + _sweep(64 * _MI, (*AROUND, *CHAINS), (256, 1024, 4096, 8192, 65536, 262144))
         + _sweep(64 * _MI, ("head_rms_norm",), (32, 64, 128, 256, 512))

@@ -107,19 +107,6 @@ class Block(nn.Module):
         return x + self.ffn(normed)
 
 
-class Patches(nn.Module):
-    """(batch, T - 1, PIXELS) -> (batch, T, hidden): projected patches behind a class token."""
-
-    def __init__(self, shape: Shape, **factory):
-        super().__init__()
-        self.projection = nn.Linear(PIXELS, shape.hidden, **factory)
-        self.first = nn.Parameter(torch.empty(1, 1, shape.hidden, **factory))
-
-    def forward(self, patches: Tensor) -> Tensor:
-        first = self.first.expand(len(patches), -1, -1)
-        return torch.cat((first, self.projection(patches)), 1)
-
-
 class Head(nn.Module):
     """The last norm, the logits, and the cross entropy of the logits in float32.
 
@@ -144,14 +131,16 @@ class Head(nn.Module):
 class Transformer(nn.Module):
     """tokens (batch, T + 1) -> the scalar loss of predicting each token from the tokens before it.
 
-    With ``images``: patches (batch, T - 1, PIXELS) and classes (batch,) -> the scalar loss.
+    With ``images``: patches (batch, T - 1, PIXELS) and classes (batch,) -> the scalar loss. The
+    projected patches stand behind a class token.
     """
 
     def __init__(self, shape: Shape, **factory):
         super().__init__()
         self.shape = shape
         if shape.images:
-            self.embedding = Patches(shape, **factory)
+            self.embedding = nn.Linear(PIXELS, shape.hidden, **factory)
+            self.first = nn.Parameter(torch.empty(1, 1, shape.hidden, **factory))
         else:
             self.embedding = nn.Embedding(shape.vocab, shape.hidden, **factory)
         self.blocks = nn.ModuleList(Block(shape, **factory) for _ in range(shape.layers))
@@ -168,6 +157,8 @@ class Transformer(nn.Module):
         if targets is None:
             given, targets = given[:, :-1], given[:, 1:]
         x = self.embedding(given)
+        if self.shape.images:
+            x = torch.cat((self.first.expand(len(x), -1, -1), x), 1)
         if self.shape.learned:
             x = x + self.positions[: x.shape[1]]
         for block in self.blocks:

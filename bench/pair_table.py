@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-from bench.interval import CONFIDENCE, Estimate
-from bench.lines import Pair
+from bench.lines import CONFIDENCE, Estimate, Pair
 from bench.text import Table, columns
 
 KERNELS = 16  # rows of the table of kernels

@@ -6,7 +6,8 @@ arguments that make it compute the same function as PyTorch.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from importlib import import_module
 
 import torch
 
@@ -50,12 +51,9 @@ def _tilenorm(op: Op):
         return lambda *given: function(*given[:rows], given[0].shape[-1:], *given[rows:], EPS)
     if rows == 1:
         return lambda x, scale, shift: function(x, x.shape[-1:], scale, shift, eps=EPS)
-
-    def gated(x, residual, scale, shift, gate):
-        how = {"residual": residual, "gate": gate, "eps": EPS}
-        return function(x, x.shape[-1:], scale, shift, **how)
-
-    return gated
+    return lambda x, residual, scale, shift, gate: function(
+        x, x.shape[-1:], scale, shift, residual=residual, gate=gate, eps=EPS
+    )
 
 
 def _tilenorm_and_cast(op: Op):
@@ -116,42 +114,31 @@ def _quack_layer_norm():
     return lambda x, w, b: LayerNorm.apply(x, w, b, widened(w), widened(b))
 
 
-def _liger_norms(rms_norm, layer_norm, add_rms_norm):
+LIGER, LIGER_CUTILE = "liger_kernel.ops", "liger_kernel.ops.cutile.ops"
+
+
+def _liger(op: Op, package: str = LIGER):
+    def load(module: str, name: str) -> Callable:
+        # Of the submodule, because LIGER_KERNEL_IMPL changes the names in liger_kernel.ops.
+        return getattr(import_module(f"{package}.{module}"), f"Liger{name}Function").apply
+
     # "gemma" computes in float32 to the end, as PyTorch does. "llama" rounds before the weight.
     # The last True and False are the values of in_place that Liger's modules pass. With True the
     # backward writes dx over dy. With False the Triton rms_norm would also clear a new dx, which
     # add_rms_norm does not do.
-    return {
-        "rms_norm": lambda x, w: rms_norm.apply(x, w, EPS, 0.0, "gemma", True, None),
-        "layer_norm": lambda x, w, b: layer_norm.apply(x, w, b, EPS),
-        "add_rms_norm": lambda x, r, w: add_rms_norm.apply(x, r, w, EPS, 0.0, "gemma", False),
-    }
-
-
-def _liger(op: Op):
-    if isinstance(op, Rotated):
-        return rotated.liger(op)
-    if op.name == "modulated_rms_norm":  # Liger 0.8.5 has none
-        from liger_kernel.ops.modulated_rms_norm import LigerModulatedRMSNormFunction as Modulated
-
-        rest = EPS, 0.0, "gemma", True
-        return lambda x, scale, shift: Modulated.apply(x, None, scale, shift, *rest)
-    # From the submodules, because LIGER_KERNEL_IMPL changes the names in liger_kernel.ops.
-    from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction as AddRMSNorm
-    from liger_kernel.ops.layer_norm import LigerLayerNormFunction as LayerNorm
-    from liger_kernel.ops.rms_norm import LigerRMSNormFunction as RMSNorm
-
-    return _liger_norms(RMSNorm, LayerNorm, AddRMSNorm).get(op.name)
-
-
-def _liger_cutile(op: Op):
-    from liger_kernel.ops.cutile.ops import fused_add_rms_norm, layer_norm, rms_norm
-
-    return _liger_norms(
-        rms_norm.LigerRMSNormFunction,
-        layer_norm.LigerLayerNormFunction,
-        fused_add_rms_norm.LigerFusedAddRMSNormFunction,
-    ).get(op.name)
+    if op.name == "rms_norm":
+        rms_norm = load("rms_norm", "RMSNorm")
+        return lambda x, w: rms_norm(x, w, EPS, 0.0, "gemma", True, None)
+    if op.name == "layer_norm":
+        layer_norm = load("layer_norm", "LayerNorm")
+        return lambda x, w, b: layer_norm(x, w, b, EPS)
+    if op.name == "add_rms_norm":
+        add_rms_norm = load("fused_add_rms_norm", "FusedAddRMSNorm")
+        return lambda x, r, w: add_rms_norm(x, r, w, EPS, 0.0, "gemma", False)
+    if op.name == "modulated_rms_norm" and package == LIGER:  # Liger 0.8.5 has none
+        modulated = load("modulated_rms_norm", "ModulatedRMSNorm")
+        return lambda x, *by_group: modulated(x, None, *by_group, EPS, 0.0, "gemma", True)
+    return rotated.liger(op) if isinstance(op, Rotated) and package == LIGER else None
 
 
 def _tilegym(op: Op):
@@ -184,7 +171,7 @@ PROVIDERS = {
         Provider("compile", lambda op: compiled(op.eager)),
         Provider("quack", _quack),
         Provider("liger", _liger),
-        Provider("liger-cutile", _liger_cutile),
+        Provider("liger-cutile", partial(_liger, package=LIGER_CUTILE)),
         Provider("tilegym", _tilegym),
         Provider("tilenorm+cast", _tilenorm_and_cast),
         Provider("flashinfer", _flashinfer),

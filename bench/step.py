@@ -133,14 +133,11 @@ def said(reports: list) -> str:
 
 
 def share(model: nn.Module, other: nn.Module) -> None:
-    """Give a model the parameters and buffers of another, whose layers may be compiled or not."""
+    """Give a model the parameters of another, whose layers may be compiled or not."""
 
     def plain(name: str) -> str:
         return name.replace("_orig_mod.", "")
 
-    tensors = *other.named_parameters(remove_duplicate=False), *other.named_buffers()
-    given = {plain(name): tensor for name, tensor in tensors}
-    for prefix, module in model.named_modules():
-        for held in (module._parameters, module._buffers):
-            for name in [name for name, tensor in held.items() if tensor is not None]:
-                held[name] = given[plain(f"{prefix}.{name}" if prefix else name)]
+    given = {plain(name): tensor for name, tensor in other.state_dict(keep_vars=True).items()}
+    named = {name: given[plain(name)] for name in model.state_dict()}
+    model.load_state_dict(named, assign=True)

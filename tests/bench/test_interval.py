@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from bench.interval import CONFIDENCE, Estimate, estimate, interval
+from bench.lines import CONFIDENCE, Estimate, estimate, interval
 
 
 @pytest.mark.parametrize("n", range(1, 13))

@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bench import providers
 from bench.cases import OPS
 from bench.check import as_tuple
+from bench.formulas import EPS
 from bench.op import Case
-from bench.providers import PROVIDERS, Provider
+from bench.providers import LIGER, LIGER_CUTILE, PROVIDERS, Provider
 
 PEERS = ("quack", "liger_kernel", "tilegym", "triton", "matplotlib")
 
@@ -43,58 +43,56 @@ def test_providers_are_absent_without_a_gpu_or_the_op():
     assert nothing.absent(op, "cpu") == "has no rms_norm"
 
 
-class Recorded:
-    """Stands for an autograd function of a peer. Its result is its arguments."""
+@pytest.fixture
+def liger(monkeypatch):
+    """A function that makes Liger have an autograd function, whose result is its arguments."""
 
-    @staticmethod
-    def apply(*arguments):
-        return arguments
+    def has(package: str, module: str, name: str, apply=lambda *arguments: arguments):
+        parts = f"{package}.{module}".split(".")
+        for i in range(1, len(parts) + 1):
+            path = ".".join(parts[:i])
+            if path not in sys.modules:
+                monkeypatch.setitem(sys.modules, path, ModuleType(path))
+        setattr(sys.modules[path], f"Liger{name}Function", SimpleNamespace(apply=apply))
 
-
-def test_liger_is_called_with_the_rounding_of_pytorch():
-    norms = providers._liger_norms(Recorded, Recorded, Recorded)
-    assert norms["rms_norm"](1, 2)[2:] == (providers.EPS, 0.0, "gemma", True, None)
-    assert norms["layer_norm"](1, 2, 3) == (1, 2, 3, providers.EPS)
-    assert norms["add_rms_norm"](1, 2, 3)[3:] == (providers.EPS, 0.0, "gemma", False)
-
-
-def test_liger_has_modulated_rms_norm_where_its_package_has(monkeypatch):
-    module = ModuleType("liger_kernel.ops.modulated_rms_norm")
-    module.LigerModulatedRMSNormFunction = Recorded
-    monkeypatch.setitem(sys.modules, "liger_kernel", ModuleType("liger_kernel"))
-    monkeypatch.setitem(sys.modules, "liger_kernel.ops", ModuleType("liger_kernel.ops"))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    found = PROVIDERS["liger"].load(OPS["modulated_rms_norm"])(1, 2, 3)
-    assert found == (1, None, 2, 3, providers.EPS, 0.0, "gemma", True)
-    monkeypatch.setitem(sys.modules, module.__name__, None)
-    assert "modulated_rms_norm" in PROVIDERS["liger"].absent(OPS["modulated_rms_norm"], "cuda")
+    return has
 
 
-def test_liger_normalises_and_then_rotates(monkeypatch):
+@pytest.mark.parametrize("provider, package", [("liger", LIGER), ("liger-cutile", LIGER_CUTILE)])
+def test_liger_is_called_with_the_rounding_of_pytorch(liger, provider, package):
+    liger(package, "rms_norm", "RMSNorm")
+    liger(package, "layer_norm", "LayerNorm")
+    liger(package, "fused_add_rms_norm", "FusedAddRMSNorm")
+    load = PROVIDERS[provider].load
+    assert load(OPS["rms_norm"])(1, 2)[2:] == (EPS, 0.0, "gemma", True, None)
+    assert load(OPS["layer_norm"])(1, 2, 3) == (1, 2, 3, EPS)
+    assert load(OPS["add_rms_norm"])(1, 2, 3)[3:] == (EPS, 0.0, "gemma", False)
+    assert load(OPS["add_layer_norm"]) is None
+
+
+def test_liger_has_modulated_rms_norm_where_its_package_has(liger):
+    op, where = OPS["modulated_rms_norm"], (LIGER, "modulated_rms_norm")
+    assert "liger" in PROVIDERS["liger"].absent(op, "cuda")
+    liger(*where, "ModulatedRMSNorm")
+    assert PROVIDERS["liger"].load(op)(1, 2, 3) == (1, None, 2, 3, EPS, 0.0, "gemma", True)
+    assert PROVIDERS["liger-cutile"].load(op) is None
+
+
+def test_liger_normalises_and_then_rotates(liger):
     """Functions with the signatures of Liger's, of which the rotation overwrites what it gets."""
 
-    class RMSNorm:
-        @staticmethod
-        def apply(x, weight, *rest):
-            assert rest == (providers.EPS, 0.0, "llama", True, None)
-            return F.rms_norm(x, x.shape[-1:], weight, providers.EPS)
+    def rms_norm(x, weight, *rest):
+        assert rest == (EPS, 0.0, "llama", True, None)
+        return F.rms_norm(x, x.shape[-1:], weight, EPS)
 
-    class Rope:
-        @staticmethod
-        def apply(q, k, cos, sin):
-            for x in (q, k):
-                first, second = x.chunk(2, -1)
-                x.copy_(x * cos[:, None] + torch.cat((-second, first), -1) * sin[:, None])
-            return q, k, cos, sin
+    def rope(q, k, cos, sin):
+        for x in (q, k):
+            first, second = x.chunk(2, -1)
+            x.copy_(x * cos[:, None] + torch.cat((-second, first), -1) * sin[:, None])
+        return q, k, cos, sin
 
-    for name, function in (("rms_norm", RMSNorm), ("rope", Rope)):
-        module = ModuleType(f"liger_kernel.ops.{name}")
-        setattr(
-            module, "LigerRMSNormFunction" if function is RMSNorm else "LigerRopeFunction", function
-        )
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    for name in ("liger_kernel", "liger_kernel.ops"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    liger(LIGER, "rms_norm", "RMSNorm", rms_norm)
+    liger(LIGER, "rope", "Rope", rope)
     op = OPS["rms_norm_rope 16/8"]
     inputs = [x.detach() for x in op.made(Case(op.name, "float32", 24 * 2 * 5, 16, 2), "cpu")]
     torch.testing.assert_close(PROVIDERS["liger"].load(op)(*inputs), op.eager(*inputs))

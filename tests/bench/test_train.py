@@ -117,7 +117,6 @@ def test_models_that_share_have_the_same_tensors_in_other_modules():
     other.blocks[0] = torch.compile(other.blocks[0])
     share(other, model)
     assert all(a is b for a, b in zip(model.parameters(), other.parameters(), strict=True))
-    assert all(a is b for a, b in zip(model.buffers(), other.buffers(), strict=True))
     assert other.head.output.weight is other.embedding.weight
     assert not {*model.modules()} & {*other.modules()}
 
