@@ -159,10 +159,8 @@ class Pair:
     ``gradient`` is the name of this parameter. ``kernels`` has the name, calls and milliseconds of
     each kernel of one step. ``reports`` say what tilenorm replaced.
 
-    ``step_losses`` has the loss of every step in order, those of warming up first: two runs whose
-    numbers are equal computed the same bits. With several ``gpus`` these are the first process's
-    losses, ``ranks`` has the times and peaks of each process, and ``pairs_us`` and ``peak_bytes``
-    are the largest of any process.
+    With several ``gpus``, ``ranks`` has the times and peaks of each process, and ``pairs_us`` and
+    ``peak_bytes`` are the largest of any process.
     """
 
     label: str
@@ -180,7 +178,6 @@ class Pair:
     reports: list[str] = field(default_factory=list)
     gpus: int = 1
     ranks: list[dict] = field(default_factory=list)
-    step_losses: list[float] = field(default_factory=list)
     error: str = ""
 
     COMPUTED = ("medians_us", "gpu_tokens", "difference_us", "more_tokens")

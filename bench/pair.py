@@ -9,6 +9,7 @@ machine's speed is in both alike. Everything here runs in a worker process.
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -37,8 +38,6 @@ def measure(names: Sequence[str], given: Settings, pairs: int, deadline: float) 
 
     The processes of a parallel step call it together, and all get the same fields.
     """
-    torch.use_deterministic_algorithms(given.deterministic)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     training, both = built(given, names)
     calls = [call for call, _ in both]
     found = compared(training, calls)
@@ -48,13 +47,11 @@ def measure(names: Sequence[str], given: Settings, pairs: int, deadline: float) 
         why = f"the gradient of {found['gradient']} changes by {found['gradient_change']:.3g} of"
         why += f" its norm, more than {MOST_CHANGE}; the losses are {base:.4f} and {other:.4f}"
         return found | {"status": "wrong", "error": why}
-    losses: list[Tensor] = []
-    steps = [lambda call=call: losses.append(training.step(call)) for call in calls]
+    steps = [partial(training.step, call) for call in calls]
     timer = Timer(given.device)
     alternated(steps, WARM_UP, timer, deadline)
     times, peaks = alternated(steps, pairs, timer, deadline)
     found |= {"pairs_us": times, "peak_bytes": peaks}
-    found["step_losses"] = [loss.item() for loss in losses]
     if given.gpus > 1:
         found["ranks"] = parallel.of_all({"pairs_us": times, "peak_bytes": peaks})
         for name in ("pairs_us", "peak_bytes") if given.device != "cpu" else ("pairs_us",):

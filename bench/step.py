@@ -23,7 +23,6 @@ class Settings:
     device: str = "cuda"
     fsdp: int = 1
     tp: int = 1
-    deterministic: bool = False
 
     @property
     def gpus(self) -> int:
@@ -46,7 +45,7 @@ class Settings:
         words += [f"{given.layers} layers", f"{given.batch} x {given.length} tokens"]
         words += ["whole"] * self.whole
         words += [f"fsdp {self.fsdp}, tp {self.tp}"] * (self.gpus > 1)
-        return ", ".join(words + ["deterministic"] * self.deterministic)
+        return ", ".join(words)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ times of each process. A process that fails ends the run.
 
 import argparse
 import gc
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -46,8 +45,6 @@ def main(argv: list[str]) -> int:
     args = _arguments(argv)
     if device == "cpu" and not args.tiny:
         sys.exit("there is no GPU, so give --tiny")
-    if args.deterministic:
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     ranks = parallel.joined(device) if args.parallel else nullcontext(0)
     with ranks as rank, command.running(args, ["train", *argv], quiet=rank > 0) as run:
         for line in _pairs(args, device):
@@ -75,9 +72,6 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, help="default: the model's")
     parser.add_argument("--whole", action="store_true", help="compile the model as one graph")
     parser.add_argument("--parallel", type=parallel.sizes, metavar="fsdp=N,tp=N")
-    parser.add_argument(
-        "--deterministic", action="store_true", help="the same losses in every run, bit for bit"
-    )
     args = parser.parse_args(argv)
     for name in (*SIZES, "pairs"):
         if (value := vars(args)[name]) is not None and value < 1:
@@ -96,8 +90,7 @@ def _pairs(args: argparse.Namespace, device: str) -> Iterator[Pair]:
     for name in args.model:
         sizes = {size: vars(args)[size] for size in SIZES if vars(args)[size]}
         shape = replace(tiny(MODELS[name]) if args.tiny else MODELS[name], **sizes)
-        how = {"whole": args.whole, "deterministic": args.deterministic, **(args.parallel or {})}
-        settings = Settings(shape, name, device=device, **how)
+        settings = Settings(shape, name, args.whole, device, **(args.parallel or {}))
         for names in args.pair:
             print(f"{names[0]} and {names[1]}: {settings.label}", file=sys.stderr, flush=True)
             found = _pair(settings, names, args.pairs, deadline)

@@ -157,7 +157,7 @@ def test_both_variants_train_the_same_weights(name):
     assert all(us > 0 for times in found["pairs_us"] for us in times)
     assert found["gradient_change"] < 0.02
     assert found["losses"][0] == pytest.approx(found["losses"][1], rel=1e-3)
-    modules = model_of(tiny(MODELS[name])).modules()
+    modules = model_of(tiny(MODELS[name]), device="cpu").modules()
     norms = sum(isinstance(module, (nn.RMSNorm, nn.LayerNorm)) for module in modules)
     assert found["reports"][0] == ""
     assert found["reports"][1].startswith(f"{norms} modules patched, 0 not patched")
@@ -234,7 +234,6 @@ def test_command_prints_the_same_from_its_record(monkeypatch, without_gpu, tmp_p
     assert err.count("6 of 6 pairs") == 2
     with open(path) as file:
         run, *lines = map(json.loads, file)
-    assert all(len(line["step_losses"]) == 2 * (2 + 6) for line in lines)
     assert run["command"].endswith("--layers 1 --out run.jsonl")
     for line, name in zip(lines, ("Llama 3.2 1B", "ViT-L"), strict=True):
         assert line["label"].startswith(f"{name}'s form in other sizes, 1 layers")
