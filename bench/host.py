@@ -82,19 +82,14 @@ def _given(op: Op, device: str, way: str) -> tuple[list[Tensor], list[Tensor], C
     case = op.small(STEP_N if way == "step" else N)
     leaves, grads = op.made(case, device), op.output_grads(case, device)
     if way == "batch":
-        leaves, grads = (list(map(_in_batch, tensors)) for tensors in (leaves, grads))
+        grads = [dy.unflatten(0, (2, -1)) for dy in grads]
+        for i in range(len(op.rows)):
+            leaves[i] = leaves[i].detach().unflatten(0, (2, -1)).requires_grad_()
     if way != "step":
         return leaves, grads, lambda name: PROVIDERS[name].load(op)
     product = torch.randn(NORMS, STEP_N, STEP_N, device=device) * STEP_N**-0.5
     leaves.append(product.to(grads[0].dtype).requires_grad_())
     return leaves, grads[:1], partial(_step, op)
-
-
-def _in_batch(x: Tensor) -> Tensor:
-    """(rows, N) as (2, rows / 2, N). A parameter stays as it is."""
-    if x.dim() == 1:
-        return x
-    return x.detach().unflatten(0, (2, -1)).requires_grad_(x.requires_grad)
 
 
 def _step(op: Op, name: str) -> Callable:

@@ -64,6 +64,7 @@ class Op:
     same: tuple[str, ...] = ()
     by_group: tuple[str, ...] = ()
     heads: int = 0
+    key_heads: int = 0
 
     directions = (*DIRECTIONS, INFERENCE, "training")
     coded: ClassVar[float | None] = None
@@ -90,7 +91,7 @@ class Op:
     @property
     def unit(self) -> int:
         """How many rows stand together."""
-        return self.heads or 1
+        return self.heads + self.key_heads or 1
 
     @property
     def axis(self) -> int:
@@ -115,7 +116,7 @@ class Op:
 
     def small(self, n: int) -> Case:
         """A shape that a GPU finishes before the host has prepared the next call."""
-        return Case(self.name, "bfloat16", 1024 if self.by_group else 32, n)
+        return Case(self.name, "bfloat16", 1024 if self.by_group else 32 * self.unit, n)
 
     def shapes(self, case: Case) -> dict[str, tuple[int, ...]]:
         """The shape of every input and output, by its name."""

@@ -1,7 +1,6 @@
 """RMSNorm of the heads of queries and keys with rotary embedding, as in attention."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,7 +24,6 @@ def _eager(q, k, cos, sin, weight, key_weight):
     return rotated(q, weight), rotated(k, key_weight)
 
 
-@dataclass(frozen=True)
 class Rotated(Op):
     """A case's M counts the heads of q and of k of all tokens, and its groups are samples.
 
@@ -33,15 +31,9 @@ class Rotated(Op):
     shape (1, S, D) and the dtype of q.
     """
 
-    key_heads: int = 8
-
     ways = ("call",)
     axis = 1
     trained = ("q", "k", "weight", "key_weight")
-
-    @property
-    def unit(self) -> int:
-        return self.heads + self.key_heads
 
     def shapes(self, case: Case) -> dict[str, tuple[int, ...]]:
         tokens = case.groups, case.m // (case.groups * self.unit)
@@ -51,7 +43,7 @@ class Rotated(Op):
         return found | dict.fromkeys(self.columns, (case.n,))
 
     def small(self, n: int) -> Case:
-        return Case(self.name, "bfloat16", 32 * self.unit, 128)
+        return super().small(128)
 
     def made(self, case: Case, device: str) -> list[Tensor]:
         make = torch.Generator(device).manual_seed(case.m * case.n + case.n)

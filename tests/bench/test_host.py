@@ -38,6 +38,9 @@ def test_a_batch_has_three_dimensions_and_whole_parameters():
     leaves, grads, _ = host._given(OPS["add_rms_norm"], "cpu", "batch")
     assert [x.dim() for x in leaves] == [3, 3, 1] and all(dy.dim() == 3 for dy in grads)
     assert all(x.is_leaf and x.requires_grad for x in leaves)
+    (x, weight), grads, load = host._given(OPS["head_rms_norm"], "cpu", "batch")
+    assert x.shape == grads[0].shape == (2, 16, 32, host.N) and weight.shape == (32, host.N)
+    assert load("torch")(x, weight).shape == x.shape
 
 
 def test_a_provider_that_fails_is_named_and_the_others_go_on(monkeypatch):
