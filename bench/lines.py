@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from bench.op import HOST
+
 CONFIDENCE = 0.95
 
 
@@ -17,33 +19,28 @@ class Estimate(NamedTuple):
     """The median of samples, and the ends of its interval, or None with too few samples."""
 
     median: float
-    low: float | None
-    high: float | None
+    low: float | None = None
+    high: float | None = None
 
 
 def estimate(samples: Sequence[float]) -> Estimate | None:
-    """The median of the samples with its interval, or None without samples."""
-    if not samples:
-        return None
-    return Estimate(statistics.median(samples), *(interval(samples) or (None, None)))
+    """The median of the samples with its interval, or None without samples.
 
-
-def interval(samples: Sequence[float]) -> tuple[float, float] | None:
-    """An interval that contains the median of what the samples are drawn from, with CONFIDENCE.
-
-    It is the interval of the sign test (W. R. Thompson, Annals of Mathematical Statistics 7, 1936):
+    The interval contains the median of what the samples are drawn from, with CONFIDENCE. It is that
+    of the sign test (W. R. Thompson, Annals of Mathematical Statistics 7, 1936):
     from the k-th smallest sample to the k-th largest. The median is below the k-th smallest of n
     independent samples if fewer than k samples are below it, with the probability
     Σ_{i < k} C(n, i) / 2^n for every continuous distribution; for others it is at most that. k is
     the largest number with which both sides together have at most the probability 1 - CONFIDENCE.
-    Below 6 samples there is none, and the result is None.
+    Below 6 samples there is none.
     """
     n, k, below = len(samples), 0, 1
     while 2 * below <= (1 - CONFIDENCE) * 2**n:
         k += 1
         below += math.comb(n, k)
     found = sorted(samples)
-    return (found[k - 1], found[n - k]) if k else None
+    ends = (found[k - 1], found[n - k]) if k else ()
+    return Estimate(statistics.median(samples), *ends) if samples else None
 
 
 @dataclass(frozen=True)
@@ -101,6 +98,8 @@ class Host:
     way: str = "call"
     forward_cpu_us: float | None = None
     forward_backward_cpu_us: float | None = None
+
+    direction = HOST
 
 
 @dataclass(frozen=True)

@@ -63,10 +63,6 @@ def _tilenorm_and_cast(op: Op):
     return composed(norm, op.scaling, op.returned, compiled(quantize))
 
 
-def _flashinfer(op: Op):
-    return quantized.flashinfer(op) if isinstance(op, Quantized) else None
-
-
 def compiled(function: Callable) -> Callable:
     import torch._dynamo
     import torch._functorch.config
@@ -174,7 +170,7 @@ PROVIDERS = {
         Provider("liger-cutile", partial(_liger, package=LIGER_CUTILE)),
         Provider("tilegym", _tilegym),
         Provider("tilenorm+cast", _tilenorm_and_cast),
-        Provider("flashinfer", _flashinfer),
+        Provider("flashinfer", quantized.flashinfer),
     )
 }
 

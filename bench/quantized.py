@@ -52,13 +52,8 @@ class Quantized(Op):
     @property
     def reference(self) -> Callable:
         """y, the sum if there is one, and y if it is returned."""
-
-        def norm(*tensors):
-            *given, _ = tensors
-            y, *total = of_sum(self.norm)(*given) if self.added else (self.norm(*given),)
-            return y, *total, *[y] * self.returned
-
-        return norm
+        norm = of_sum(self.norm) if self.added else self.norm
+        return composed(norm, self.scaling, self.returned, lambda y, *_: (y,))
 
     def decoded(self, outputs: tuple[Tensor, ...], given: list[Tensor]) -> tuple[Tensor, ...]:
         q, *written = outputs
@@ -144,7 +139,9 @@ def tilenorm(op: Quantized) -> Callable:
     return run
 
 
-def flashinfer(op: Quantized) -> Callable | None:
+def flashinfer(op: Op) -> Callable | None:
+    if not isinstance(op, Quantized) or op.norm is not rms_norm:
+        return None
     from flashinfer import norm
 
     def by_tensor(*tensors):
@@ -161,8 +158,6 @@ def flashinfer(op: Quantized) -> Callable | None:
         norm.fused_add_rmsnorm_fp8_block_quant(q, scales, y, x, residual, w, EPS)
         return q, scales.T[:rows], residual, y
 
-    if op.norm is not rms_norm:
-        return None
     if (op.scaling, op.returned) == ("block", True):  # y and the sum are always written
         return by_block
     return by_tensor if (op.scaling, op.returned) == ("tensor", False) else None

@@ -14,7 +14,6 @@ from typing import Any
 
 from bench.cases import RELEASE
 from bench.lines import Accuracy, Cell, Copy, FirstCall, Host, Pair, Precompile
-from bench.op import HOST
 
 # What has to be equal for a run to go on in the file of another.
 IDENTITY = ("machine", "commit", "sources", "tilenorm", "torch", "rms_norm", "cuda", "driver")
@@ -54,18 +53,14 @@ class Record:
         """The same runs, with only the lines whose fields have one of the wanted values.
 
         ``wanted`` maps a field's name to a list of values, or to None for all values. A field that
-        a line does not have is not compared. Host times have the direction "host", and they are
-        not narrowed by shape or dtype, because they are measured on one shape only.
+        a line does not have is not compared. Host times are not narrowed by shape or dtype, because
+        they are measured on one shape only.
         """
         asked = {name: values for name, values in wanted.items() if values}
 
         def kept(line: Line) -> bool:
-            if isinstance(line, Host):
-                if HOST not in asked.get("direction", [HOST]):
-                    return False
-                names = asked.keys() & {"op", "provider"}
-            else:
-                names = {name for name in asked if hasattr(line, name)}
+            free = ("n", "dtype") if isinstance(line, Host) else ()
+            names = [name for name in asked if hasattr(line, name) and name not in free]
             return all(getattr(line, name) in asked[name] for name in names)
 
         return Record(self.runs, list(filter(kept, self.lines)))

@@ -77,10 +77,11 @@ def _of_cells(cells: Sequence[Cell], copies: dict[tuple, float]) -> Table:
         if all(cell.status == "skipped" for cell in of_shape):
             continue
         copy = copies.get((first.dtype, m, n))
-        shown = [_shown(here[name], copy) if name in here else "-" for name in names]
+        shown = [_shown(here.get(name), copy) for name in names]
         shown += [_speed(copy) if copy else "-"] * rates
         size = m if groups == 1 else f"{groups} x {m // groups}"
-        rows.append([n, size, *shown, against_best_peer(here)])
+        best = best_peer(here)  # a ratio below 1 is a loss
+        rows.append([n, size, *shown, f"{best[0]:.2f} {best[1]}" if best else "-"])
     unit, ratio = ("GB/s (% of a copy)", "") if rates else ("µs", "speed of ")
     header = ["N", "M", *names, *["copy"] * rates, f"{ratio}{OURS} / best peer"]
     spreads = [cell.spread for cell in cells if cell.spread is not None]
@@ -94,13 +95,14 @@ def _of_cells(cells: Sequence[Cell], copies: dict[tuple, float]) -> Table:
     return Table(f"{first.op} {first.direction}, {first.dtype}: {unit}", header, rows, notes)
 
 
-def _shown(cell: Cell, copy: float | None) -> str:
-    if cell.median_us is None:  # earlier records have cells that were skipped
-        return "-" if cell.status == "skipped" else cell.status
+def _shown(cell: Cell | None, copy: float | None) -> str:
+    if cell is None or cell.status == "skipped":  # of which earlier records have lines
+        return "-"
+    if cell.median_us is None:
+        return cell.status
     if cell.direction not in DIRECTIONS:
         return f"{cell.median_us:.3g}"
-    speed = _speed(cell.gbps)
-    return f"{speed} ({cell.gbps / copy:.0%})" if copy else speed
+    return _speed(cell.gbps) + (f" ({cell.gbps / copy:.0%})" if copy else "")
 
 
 def _speed(gbps: float) -> str:
@@ -127,12 +129,6 @@ def spread_of(values: Sequence, form: str) -> str:
     """The smallest and the largest of the values, or the one text that both have."""
     low, high = (f"{end(values):{form}}" for end in (min, max))
     return low if low == high else f"{low} to {high}"
-
-
-def against_best_peer(cells: dict[str, Cell]) -> str:
-    """``best_peer`` as a table shows it. A ratio below 1 is a loss."""
-    found = best_peer(cells)
-    return f"{found[0]:.2f} {found[1]}" if found else "-"
 
 
 def _host_times(hosts: Sequence[Host]) -> Table:

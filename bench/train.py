@@ -93,27 +93,26 @@ def _pairs(args: argparse.Namespace, device: str) -> Iterator[Pair]:
         settings = Settings(shape, name, args.whole, device, **(args.parallel or {}))
         for names in args.pair:
             print(f"{names[0]} and {names[1]}: {settings.label}", file=sys.stderr, flush=True)
-            found = _pair(settings, names, args.pairs, deadline)
+            where = {"label": settings.label, "base": names[0], "variant": names[1]}
+            where |= {"tokens": settings.tokens, "asked": args.pairs}
+            asked = {"names": names, "given": settings, "pairs": args.pairs, "deadline": deadline}
+            found = Pair(**where, **_measured(**asked))
             print(f"{len(found.pairs_us)} of {found.asked} pairs", file=sys.stderr, flush=True)
             yield found
 
 
-def _pair(settings: Settings, names: list[str], pairs: int, deadline: float) -> Pair:
-    base, variant = names
-    where = {"label": settings.label, "base": base, "variant": variant}
-    where |= {"tokens": settings.tokens, "asked": pairs}
-    left = deadline - time.time()
+def _measured(given: Settings, deadline: float, **asked) -> dict:
+    """The fields of ``pair.measure``, or why there are none."""
+    left, asked = deadline - time.time(), {"given": given, "deadline": deadline, **asked}
     if parallel.agreed(left <= 0):
-        return Pair(**where, status="skipped", error="out of time")
-    limit = min(TIMEOUT_S, left + GRACE_S)
-    arguments = {"names": names, "given": settings, "pairs": pairs, "deadline": deadline}
-    if settings.gpus > 1:  # each process is a worker already
-        found = pair.measure(**arguments)
+        return {"status": "skipped", "error": "out of time"}
+    if given.gpus > 1:  # each process is a worker already
+        found = pair.measure(**asked)
         torch._dynamo.reset()
         gc.collect()  # what the next pair needs
         torch.cuda.empty_cache()
-        return Pair(**where, **found)
+        return found
     try:
-        return Pair(**where, **worker.run(pair.measure, limit, places={}, **arguments))
+        return worker.run(pair.measure, min(TIMEOUT_S, left + GRACE_S), places={}, **asked)
     except worker.WorkerError as error:
-        return Pair(**where, status="failed", error=str(error))
+        return {"status": "failed", "error": str(error)}
