@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from bench import check, command
-from bench.accuracy_table import worse
 from bench.cases import AROUND, OPS, PLAIN
-from bench.op import DTYPES, Case, Op
+from bench.op import DIRECTIONS, DTYPES, Case, Op
 from bench.providers import PROVIDERS
 from bench.record import Accuracy, first_line
+from bench.report import worse
 from bench.run import repeatable_call
 
 HIDDEN, HEAD_HIDDEN, ROWS = (4096,), (128,), 512
@@ -74,7 +74,7 @@ def main(argv: list[str]) -> int:
 
 def measure(op: Op, case: Case, names: Sequence[str], device: str) -> Iterator[Accuracy]:
     """The errors of each provider on each kind of inputs, at one shape."""
-    loaded = {}
+    loaded: dict = {}
     for kind in INPUTS:
         inputs = difficult_inputs(op, kind, case, device)
         grads = op.output_grads(case, device)
@@ -83,21 +83,21 @@ def measure(op: Op, case: Case, names: Sequence[str], device: str) -> Iterator[A
             x, residual, *columns = inputs
             total = (x + residual).detach().requires_grad_()
             given = [total, torch.zeros_like(total).requires_grad_(), *columns]
-        true = check.oracle(op, case, given, grads)["training"]
+        true = check.oracle(op, case, given, grads)
         for name in names:
             line = case.shape | {"inputs": kind, "provider": name}
+            ulps = {}
             try:
                 loaded[name] = loaded.get(name) or PROVIDERS[name].load(op)
-                call = repeatable_call(loaded[name], inputs, grads, "training")
-                found = check.as_tuple(call())
+                for way in DIRECTIONS:
+                    found = check.as_tuple(repeatable_call(loaded[name], inputs, grads, way)())
+                    called = check.names(op, way)
+                    for result, got, want in zip(called, found, true[way], strict=True):
+                        of_rows = result.removeprefix("d") not in op.columns
+                        ulps[result] = error_in_ulps(got, want, of_rows)
+                yield Accuracy(**line, ulps=ulps)
             except Exception as error:  # the failure of a peer is a result
                 yield Accuracy(**line, error=first_line(error))
-                continue
-            ulps = {}
-            for result, got, want in zip(check.names(op, "training"), found, true, strict=True):
-                of_rows = result.removeprefix("d") not in op.columns
-                ulps[result] = error_in_ulps(got, want, of_rows)
-            yield Accuracy(**line, ulps=ulps)
 
 
 def difficult_inputs(op: Op, kind: str, case: Case, device: str) -> list[Tensor]:

@@ -32,7 +32,7 @@ def duplicate(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 def oracle(op: Op, case: Case, inputs: Sequence[Tensor], grads: Sequence[Tensor]):
     """The expected results of each direction, in float64 and from the same rounded inputs.
 
-    The results are outputs, gradients, or both, in the order of the op's fields.
+    The results are outputs or gradients, in the order of the op's fields.
     """
     like: dict[str, Any] = {"dtype": torch.float64, "device": inputs[0].device}
     shapes = op.shapes(case)
@@ -52,8 +52,7 @@ def oracle(op: Op, case: Case, inputs: Sequence[Tensor], grads: Sequence[Tensor]
             found = torch.autograd.grad(results, [x for x in leaves if x.requires_grad], given)
             for name, whole, grad in zip(op.trained, gradients, found, strict=True):
                 op.cut(name, whole, start, count).add_(grad)
-    whole = {"training": outputs + gradients, INFERENCE: outputs}
-    return {"forward": outputs, "backward": gradients, **whole}
+    return {"forward": outputs, "backward": gradients, INFERENCE: outputs}
 
 
 def error(actual: Tensor, expected: Tensor) -> float:
@@ -89,10 +88,7 @@ def budgets(op: Op, case: Case, direction: str, eager_errors: Sequence[float]) -
 
 def names(op: Op, direction: str) -> list[str]:
     """The names of a direction's results in messages."""
-    if direction in ("forward", INFERENCE):
-        return list(op.outputs)
-    gradients = [f"d{name}" for name in op.trained]
-    return [*op.outputs, *gradients] if direction == "training" else gradients
+    return [f"d{name}" for name in op.trained] if direction == "backward" else [*op.outputs]
 
 
 def complaint(actual, expected, allowed, called) -> str | None:

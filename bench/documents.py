@@ -22,13 +22,14 @@ any case.
 """
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench import index, pair_table, plot, report
+from bench import plot, report
 from bench.op import DIRECTIONS
 from bench.record import Cell, Record, by_shape, load, merge
-from bench.text import columns
+from bench.text import columns, distinct
 
 OPTIONS = {"op": str, "dtype": str, "n": int, "direction": str, "provider": str}
 BLOCK = re.compile(
@@ -187,7 +188,7 @@ def _index(block: Block) -> str:
     for path, record in block.sources:
         run = record.runs[-1]
         link = f"[{Path(path).stem}]({Path(path).with_suffix('.md').as_posix()})"
-        cells = [*index.about(record), link, run["date"][:10], run["commit"]]
+        cells = [*about(record), link, run["date"][:10], run["commit"]]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -214,11 +215,80 @@ def _hosts(block: Block) -> str:
     return columns(header, rows)
 
 
+def about(record: Record) -> tuple[str, str]:
+    """The question and the answer of a record, by the first kind of lines that it has."""
+    if record.cells:
+        return _about_cells(record)
+    if record.pairs:
+        return _about_pairs(record)
+    if record.accuracies:
+        return _about_accuracies(record)
+    if record.first_calls:
+        return _about_first_calls(record)
+    return _about_hosts(record)
+
+
+def _about_cells(record: Record) -> tuple[str, str]:
+    cells = [cell for cell in record.cells if cell.gbps]
+    ops, ways, dtypes = (_listed(cells, name) for name in ("op", "direction", "dtype"))
+    others = _listed((cell for cell in cells if cell.provider != report.OURS), "provider")
+    sizes = report.spread_of(distinct(cells, "n"), "d")
+    question = f"{ops}: {ways}, {dtypes}, N {sizes}{', beside ' * bool(others)}{others}"
+    compared = map(report.best_peer, by_shape([record]).values())
+    ratios = [best[0] for best in compared if best]
+    if ratios:
+        ahead = sum(round(ratio, 2) >= 1 for ratio in ratios)
+        speed = f"{report.spread_of(ratios, '.2f')} × the fastest other"
+        return question, f"{speed}; not slower at {ahead} of {len(ratios)} shapes"
+    rated = [cell for cell in cells if cell.direction in DIRECTIONS]
+    shares = [cell.gbps / record.copied[cell.dtype, cell.m, cell.n] for cell in rated]
+    return question, f"{report.spread_of(shares, '.0%')} of a copy"
+
+
+def _about_pairs(record: Record) -> tuple[str, str]:
+    (pair,) = record.pairs
+    peaks = " → ".join(map(report.gib, pair.peak_bytes))
+    answer = f"{report.with_interval(pair.more_tokens, 100, '%')}, {peaks} GiB"
+    return f"{pair.label}: tokens/s of {pair.variant} beside {pair.base}", answer
+
+
+def _about_accuracies(record: Record) -> tuple[str, str]:
+    lines = record.accuracies
+    question = f"{_listed((line for line in lines if line.ulps), 'op')}: errors on difficult inputs"
+    beyond = len(report.worse(lines))
+    return question, f"results beyond the contract with PyTorch: {beyond}"
+
+
+def _about_first_calls(record: Record) -> tuple[str, str]:
+    ours = [call for call in record.first_calls if call.provider == report.OURS]
+    cold, warm = ([getattr(call, name) for call in ours] for name in ("cold_s", "warm_s"))
+    took, again = report.spread_of(cold, ".2f"), report.spread_of(warm, ".3f")
+    answer = f"{took} s, and {again} s with caches on the disk"
+    return f"{_listed(ours, 'op')}: the first call", answer
+
+
+def _about_hosts(record: Record) -> tuple[str, str]:
+    times = {(h.op, h.provider): h for h in record.hosts if h.way == "call" and not h.error}
+    ops = list(dict.fromkeys(op for op, _ in times))
+    ratios = {}
+    for name in ("forward_us", "forward_backward_us"):
+        both = ([getattr(times[op, who], name) for op in ops] for who in (report.OURS, "torch"))
+        ratios[name] = report.spread_of(
+            [ours / theirs for ours, theirs in zip(*both, strict=True)], ".2f"
+        )
+    answer = f"{ratios['forward_us']} × PyTorch's, {ratios['forward_backward_us']} with a backward"
+    return f"{', '.join(ops)}: host time of a call", answer
+
+
+def _listed(lines: Iterable, name: str) -> str:
+    return ", ".join(distinct(lines, name))
+
+
 KINDS = {
     "hosts": _hosts,
     "summary": _summary,
     "losses": _losses,
     "index": _index,
-    "gains": lambda block: pair_table.gains(block.record.pairs),
+    "gains": lambda block: report.gains(block.record.pairs),
     "plot": lambda block: f"![GB/s against N]({block.svg})",
 }

@@ -66,7 +66,7 @@ class Op:
     heads: int = 0
     key_heads: int = 0
 
-    directions = (*DIRECTIONS, INFERENCE, "training")
+    directions = (*DIRECTIONS, INFERENCE)
     coded: ClassVar[float | None] = None
 
     @property

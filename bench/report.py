@@ -1,14 +1,33 @@
 """Tables printed from a record, as text or as Markdown. Nothing in this module measures."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from bench import accuracy_table, pair_table
 from bench.cases import OPS
 from bench.op import DIRECTIONS, INFERENCE
-from bench.record import Cell, FirstCall, Host, Precompile, Record
-from bench.text import Table, distinct, grouped
+from bench.record import (
+    CONFIDENCE,
+    Accuracy,
+    Cell,
+    Estimate,
+    FirstCall,
+    Host,
+    Pair,
+    Precompile,
+    Record,
+)
+from bench.text import Table, columns, distinct, grouped
 
-OURS = "tilenorm"
+OURS, EAGER = "tilenorm", "torch"
+OVER_EAGER = 2
+FEW_ULPS = 4
+KERNELS = 16  # rows of the table of kernels
+NOTES = (
+    f"Intervals: those of the sign test, at {CONFIDENCE:.0%}. They hold for every distribution of\n"
+    "independent pairs. Both variants run in one process over the same weights, in turn.",
+    "Gradient: the largest change of a gradient from A to B, as a share of its norm, in the first\n"
+    "step from the same weights.",
+)
+MORE = f"B's tokens/s more ({CONFIDENCE:.0%})"
 CPU_NOTICE = "CPU reference, small shapes: not a GPU measurement"
 
 
@@ -33,11 +52,11 @@ def tables(record: Record) -> Iterator[Table]:
     for hosts in grouped(record.hosts, "op", "way").values():
         yield _host_times(hosts)
     if record.pairs:
-        yield pair_table.table_of(record.pairs)
-    yield from (pair_table.kernels_of(pair) for pair in record.pairs if pair.kernels)
+        yield _pairs(record.pairs)
+    yield from (_kernels(pair) for pair in record.pairs if pair.kernels)
     for calls in grouped(record.first_calls, "op").values():
         yield _first_calls(calls, record.precompiles)
-    yield from accuracy_table.tables(record.accuracies)
+    yield from _accuracies(record.accuracies)
 
 
 def ops_and_dtypes(cells: Sequence[Cell]) -> list[tuple[str, str]]:
@@ -175,3 +194,130 @@ def _first_calls(calls: Sequence[FirstCall], ahead: Sequence[Precompile]) -> Tab
 
 def _seconds(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds:.3f}"
+
+
+def _pairs(pairs: Sequence[Pair]) -> Table:
+    """A row for each pair, of all models."""
+    header = ["model", "A", "B", "pairs", "ms a step, A / B", f"B - A, ms ({CONFIDENCE:.0%})"]
+    header += ["tokens/s, A / B", MORE, "peak GiB, A / B", "gradient"]
+    rows, notes = [], [*NOTES]
+    for pair in pairs:
+        names, made = [pair.label, pair.base, pair.variant], len(pair.pairs_us)
+        said = [f"{pair.status}: {pair.error}"] if pair.error else []
+        if made and pair.gpus > 1:
+            said.append(f"tokens/s are of one of {pair.gpus} GPUs")
+        if 0 < made < pair.asked:
+            said.append(f"out of time after {made} of {pair.asked} pairs")
+        notes += [f"{', '.join(names)}: {note}" for note in said]
+        if not made:
+            rows.append([*names, pair.status, *["-"] * (len(header) - len(names) - 1)])
+            continue
+        shown = [
+            " / ".join(f"{us / 1e3:.2f}" for us in pair.medians_us),
+            with_interval(pair.difference_us, 1e-3, ""),
+            " / ".join(f"{tokens:.0f}" for tokens in pair.gpu_tokens),
+            with_interval(pair.more_tokens, 100, "%"),
+            " / ".join(map(gib, pair.peak_bytes)),
+            "-" if pair.gradient_change is None else f"{pair.gradient_change:.2g}",
+        ]
+        rows.append([*names, made, *shown])
+    return Table("pairs of training steps", header, rows, notes)
+
+
+def gains(pairs: Sequence[Pair]) -> str:
+    """What the second variant of each pair gains, in Markdown."""
+    rows = []
+    for pair in pairs:
+        ms = " → ".join(f"{us / 1e3:.1f}" for us in pair.medians_us)
+        more, peak = (
+            with_interval(pair.more_tokens, 100, "%"),
+            " → ".join(map(gib, pair.peak_bytes)),
+        )
+        rows.append([pair.label, pair.base, pair.variant, ms, more, peak])
+    return columns(["model", "A", "B", "ms a step", MORE, "peak GiB"], rows)
+
+
+def _kernels(pair: Pair) -> Table:
+    """The kernels whose time differs most between the two variants of a pair, and all together."""
+    both = [{line["name"]: line for line in lines} for lines in pair.kernels]
+    none = {"calls": 0, "ms": 0.0}
+    names = dict.fromkeys(name for lines in both for name in lines)
+    rows = [[name, *(lines.get(name, none) for lines in both)] for name in names]
+    rows.sort(key=lambda row: -abs(row[2]["ms"] - row[1]["ms"]))
+    sums = [{key: sum(x[key] for x in lines) for key in none} for lines in pair.kernels]
+    shown = [
+        [name, *(cell for line in lines for cell in (line["calls"], f"{line['ms']:.3f}"))]
+        for name, *lines in [*rows[:KERNELS], ["all kernels", *sums]]
+    ]
+    header = ["kernel", *(f"{what} of {x}" for x in "AB" for what in ("calls", "ms"))]
+    title = f"kernels of a step: A is {pair.base}, B is {pair.variant}: {pair.label}"
+    less = len(rows) - KERNELS
+    notes = [f"{less} kernels whose time differs less are left out."] if less > 0 else []
+    return Table(title, header, shown, notes)
+
+
+def with_interval(value: Estimate, unit: float, sign: str) -> str:
+    shown = f"{value.median * unit:+.2f}{sign}"
+    if value.low is None:
+        return f"{shown} (too few pairs)"
+    return f"{shown} ({value.low * unit:+.2f} to {value.high * unit:+.2f}{sign})"
+
+
+def gib(nbytes: int | None) -> str:
+    return f"{nbytes / 2**30:.2f}" if nbytes else "-"
+
+
+def worse(lines: Iterable[Accuracy]) -> list[str]:
+    """A line for each result in which tilenorm is worse than its contract with PyTorch.
+
+    tilenorm is compared with PyTorch on the same inputs, and not on each one's worst inputs.
+    """
+    found = []
+    for case, here in grouped(lines, "dtype", "op", "m", "n", "inputs").items():
+        dtype, op, m, n, inputs = case
+        ulps = {line.provider: line.ulps for line in here}
+        for result, ours in ulps.get(OURS, {}).items():
+            eager = ulps.get(EAGER, {}).get(result)
+            if eager is not None and not ours <= max(OVER_EAGER * eager, FEW_ULPS):
+                errors = f"{ours:.3g} ulps, {EAGER} {eager:.3g}"
+                found.append(f"{op} {dtype} {m} x {n}, {result}, {inputs}: {errors}")
+    return found
+
+
+def _accuracies(lines: Sequence[Accuracy]) -> Iterator[Table]:
+    """A table for each dtype, with a row for each op and result and a column for each provider."""
+    names = distinct((line for line in lines if line.ulps), "provider")
+    for dtype, here in grouped(lines, "dtype").items():
+        rows = []
+        for op, of_op in grouped(here, "op").items():
+            for result in dict.fromkeys(name for line in of_op for name in line.ulps):
+                rows.append([op, result, *_largest(of_op, result, names)])
+        header = ["op", "result", *names, f"worst inputs of {OURS}", f"{OURS} / {EAGER}"]
+        title = f"{dtype}: largest error against float64, in ulps"
+        yield Table(title, header, rows, _accuracy_notes(here))
+
+
+def _largest(lines: Sequence[Accuracy], result: str, names: Sequence[str]) -> list[str]:
+    """The largest error of each provider, and the inputs and the ratio to PyTorch's of ours."""
+    found: dict[str, tuple[float, str]] = {}
+    for line in (line for line in lines if result in line.ulps):
+        least = found.get(line.provider, (-1.0, ""))
+        found[line.provider] = max(least, (line.ulps[result], line.inputs))
+    ours, eager = found.get(OURS, (None, "-")), found.get(EAGER, (None, ""))
+    ratio = f"{ours[0] / eager[0]:.2f}" if ours[0] is not None and eager[0] else "-"
+    shown = [f"{found[name][0]:.3g}" if name in found else "-" for name in names]
+    return [*shown, ours[1], ratio]
+
+
+def _accuracy_notes(lines: Sequence[Accuracy]) -> list[str]:
+    """The shapes and inputs, tilenorm's contract, and why providers have no result."""
+    shapes = (f"{m} x {n}" for m, n in grouped(lines, "m", "n"))
+    limit = f"more than {OVER_EAGER} times {EAGER}'s error on the same inputs and {FEW_ULPS} ulps"
+    notes = [
+        f"shapes: {', '.join(shapes)}; inputs: {', '.join(distinct(lines, 'inputs'))}",
+        f"{OURS} with {limit}: {'; '.join(worse(lines)) or 'nowhere'}",
+    ]
+    failed = grouped((line for line in lines if line.error), "provider", "error")
+    return notes + [
+        f"{name}, {', '.join(distinct(of, 'op'))}: {why}" for (name, why), of in failed.items()
+    ]

@@ -133,20 +133,10 @@ def repeatable_call(provider, inputs, grads, direction) -> Callable:
     grads = [grad.clone() for grad in grads]
     trained = [leaf for leaf in leaves if leaf.requires_grad]
 
-    def gradients(outputs: tuple, **options) -> tuple:
-        if not all(output.requires_grad for output in outputs):
-            raise NotImplementedError("has a forward only")
-        return torch.autograd.grad(outputs, trained, grads, **options)
-
-    if direction == "training":
-
-        def step():
-            outputs = check.as_tuple(provider(*leaves))
-            return *(y.detach() for y in outputs), *gradients(outputs)
-
-        return step
     outputs = check.as_tuple(provider(*leaves))
-    return lambda: gradients(outputs, retain_graph=True)
+    if not all(output.requires_grad for output in outputs):
+        raise NotImplementedError("has a forward only")
+    return lambda: torch.autograd.grad(outputs, trained, grads, retain_graph=True)
 
 
 def _measure(provider, op, prepared, cell, device, budget_s) -> dict:

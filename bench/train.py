@@ -30,9 +30,9 @@ import torch
 import torch._dynamo
 
 from bench import command, pair, parallel, provenance, worker
+from bench.pair import VARIANTS, Settings
 from bench.record import Pair
 from bench.shapes import LLAMA, MODELS, tiny
-from bench.step import VARIANTS, Settings
 
 TIMEOUT_S = 1800.0
 # The last steps, the kernels' profile and the end of the process come after --max-seconds.

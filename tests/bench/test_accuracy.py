@@ -6,10 +6,10 @@ import torch
 from bench import accuracy, record, report
 from bench.__main__ import main
 from bench.accuracy import INPUTS, SERVED, difficult_inputs, error_in_ulps, measure
-from bench.accuracy_table import worse
 from bench.cases import OPS
 from bench.op import DTYPES, Case
 from bench.record import Accuracy, Record
+from bench.report import worse
 
 from ..ops.pretended import pretended_gpu
 from .test_record import RUN

@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from bench.lines import CONFIDENCE, Estimate, estimate
+from bench.record import CONFIDENCE, Estimate, estimate
 
 
 @pytest.mark.parametrize("n", range(1, 13))

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from bench import diffusion
+from bench import models
 from bench.models import reset
+from bench.pair import model_of
 from bench.shapes import LLAMA, MODELS, Shape, tiny
-from bench.step import model_of
 
 LENGTH = 10  # for ViT a class token, and an image of 3 x 3 patches
 # As Hugging Face counts them, for ViT-L without a pooler; for BERT without the types of tokens, the
@@ -121,7 +121,7 @@ def attentions(ours, theirs, names: str) -> list[tuple]:
 def test_layers_of_flux_compute_the_same_as_those_in_diffusers(kind):
     flux = pytest.importorskip("diffusers.models.transformers.transformer_flux")
     shape = replace(tiny(MODELS["Flux"]), ffn=128)
-    layer = getattr(diffusion, kind)(shape)
+    layer = getattr(models, kind)(shape)
     reset(layer, 0)
     make = torch.Generator().manual_seed(1)
     text, image, c = (torch.randn(2, *n, 32, generator=make) for n in ((1,), (8,), ()))

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from bench import pair, parallel
+from bench.pair import Settings, model_of
 from bench.shapes import LLAMA, MODELS, tiny
-from bench.step import Settings, model_of
 
 from ..distributed.world import device, on_every_rank
 

@@ -14,10 +14,20 @@ import tilenorm
 from bench import pair, parallel, record, train, worker
 from bench.__main__ import main
 from bench.models import Transformer
-from bench.pair import LEAST_SIZE, alternated, by_name, changes_of, kernels_of
+from bench.pair import (
+    LEAST_SIZE,
+    VARIANTS,
+    Settings,
+    alternated,
+    by_name,
+    changes_of,
+    kernels_of,
+    model_of,
+    prepared,
+    share,
+)
 from bench.record import Pair
 from bench.shapes import LLAMA, MODELS, tiny
-from bench.step import VARIANTS, Settings, model_of, prepared, share
 from bench.timing import Timer
 
 from ..ops.helpers import slow
