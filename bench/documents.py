@@ -13,6 +13,7 @@ The options after a path narrow its records; a list of values is written with co
 summary  speeds beside the fastest other provider, with a column for each op
 losses   every shape at which another provider is faster
 gains    what the second variant of each pair of training steps gains
+hosts    the host time of PyTorch's norms and of tilenorm's
 index    a row for each record: its question and its answer
 plot     a link to the plot of the records, an SVG file, which a path that ends in .svg names
 

@@ -71,42 +71,27 @@ class Settings:
         return ", ".join(words)
 
 
-@dataclass(frozen=True)
-class Variant:
-    """``patch``: the options of ``tilenorm.patch``, or None for a model that is not patched.
-
-    ``compiler``: "torch" or "tilenorm", whose ``compile`` gets the model with ``options``.
-    """
-
-    patch: dict | None = None
-    compiler: str | None = None
-    options: dict = field(default_factory=dict)
-
-
-VARIANTS = {
-    "eager": Variant(),
-    "compile": Variant(compiler="torch"),
-    "patch": Variant(patch={}),
-    "patch-add": Variant(patch={"residual": True}),
-    "patch-compile": Variant(patch={}, compiler="torch"),
-    "tilenorm-compile": Variant(compiler="tilenorm"),  # replaces norms in the graph
-    "tilenorm-compile-low": Variant(compiler="tilenorm", options={"memory": "low"}),
+# The options of ``tilenorm.patch``, or None for a model that is not patched; and the package whose
+# ``compile`` gets the model, with its options.
+VARIANTS: dict[str, tuple[dict | None, str | None, dict]] = {
+    "eager": (None, None, {}),
+    "compile": (None, "torch", {}),
+    "patch": ({}, None, {}),
+    "patch-add": ({"residual": True}, None, {}),
+    "patch-compile": ({}, "torch", {}),
+    "tilenorm-compile": (None, "tilenorm", {}),  # replaces norms in the graph
+    "tilenorm-compile-low": (None, "tilenorm", {"memory": "low"}),
 }
 
 
-@dataclass
 class Training:
     """A model with its optimizer, and the inputs of every step."""
 
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    inputs: tuple[Tensor, ...]
-
-    @classmethod
-    def of(cls, given: Settings, model: Any, seed: int = SEED) -> "Training":
+    def __init__(self, given: Settings, model: Any, seed: int = SEED):
         fused = given.device != "cpu"
-        optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, fused=fused)
-        return cls(model, optimizer, model.drawn(seed, given.device, torch.bfloat16))
+        self.model = model
+        self.optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, fused=fused)
+        self.inputs = model.drawn(seed, given.device, torch.bfloat16)
 
     def step(self, call: Callable[..., Tensor]) -> Tensor:
         """A whole step of the model, whose loss ``call`` computes."""
@@ -124,21 +109,19 @@ def model_of(shape: Shape, **factory) -> nn.Module:
     return model
 
 
-def prepared(model: nn.Module, variant: Variant, whole: bool) -> tuple[Callable, list]:
+def prepared(model: nn.Module, variant: str, whole: bool) -> tuple[Callable, list]:
     """What to call, and the reports of what tilenorm replaced. The norms of the model are replaced,
     and its layers are compiled, in place.
     """
     import tilenorm
 
-    reports = []
-    if variant.patch is not None:
-        reports.append(tilenorm.patch(model, **variant.patch))
-    if variant.compiler is None:
+    patch, package, options = VARIANTS[variant]
+    reports = [] if patch is None else [tilenorm.patch(model, **patch)]
+    if package is None:
         return model, reports
-    compiler = {"torch": torch, "tilenorm": tilenorm}[variant.compiler].compile
 
     def compiled(part: nn.Module) -> nn.Module:
-        run = compiler(part, **variant.options)
+        run = {"torch": torch, "tilenorm": tilenorm}[package].compile(part, **options)
         reports.append(getattr(run, "tilenorm_report", None))
         return run
 
@@ -209,12 +192,12 @@ def built(given: Settings, names: Sequence[str]) -> tuple[Training, list[tuple[C
         models.append(model := model_of(given.shape, device=given.device, dtype=torch.bfloat16))
         if mesh is not None:
             parallel.split(model, mesh)
-        both.append(prepared(model, VARIANTS[name], given.whole))
+        both.append(prepared(model, name, given.whole))
         if mesh is not None:
             parallel.sharded(model, mesh)
         share(model, models[0])
     seed = SEED + (0 if mesh is None else mesh.get_local_rank("fsdp"))
-    return Training.of(given, models[0], seed), both
+    return Training(given, models[0], seed), both
 
 
 def compared(training: Training, calls: Sequence[Callable[..., Tensor]]) -> dict:

@@ -4,17 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from bench.cases import OPS
 from bench.op import DIRECTIONS, INFERENCE
-from bench.record import (
-    CONFIDENCE,
-    Accuracy,
-    Cell,
-    Estimate,
-    FirstCall,
-    Host,
-    Pair,
-    Precompile,
-    Record,
-)
+from bench.record import CONFIDENCE, Accuracy, Cell, Estimate, FirstCall, Host, Pair, Record
 from bench.text import Table, columns, distinct, grouped
 
 OURS, EAGER = "tilenorm", "torch"
@@ -55,7 +45,7 @@ def tables(record: Record) -> Iterator[Table]:
         yield _pairs(record.pairs)
     yield from (_kernels(pair) for pair in record.pairs if pair.kernels)
     for calls in grouped(record.first_calls, "op").values():
-        yield _first_calls(calls, record.precompiles)
+        yield _first_calls(calls, record)
     yield from _accuracies(record.accuracies)
 
 
@@ -174,7 +164,7 @@ def _us(value: float | None, unit: float | None = None) -> str:
     return f"{value:.1f} ({value / unit:.2f})" if unit else f"{value:.1f}"
 
 
-def _first_calls(calls: Sequence[FirstCall], ahead: Sequence[Precompile]) -> Table:
+def _first_calls(calls: Sequence[FirstCall], record: Record) -> Table:
     """A row for each N, dtype and direction."""
     done, op = [call for call in calls if call.cold_s is not None], calls[0].op
     names, rows = distinct(done, "provider"), []
@@ -185,7 +175,7 @@ def _first_calls(calls: Sequence[FirstCall], ahead: Sequence[Precompile]) -> Tab
     if "compile" in names:
         notes.append("torch.compile compiles both directions in the first call of the forward.")
     notes += [f"{call.provider}: {call.error}" for call in calls if call.error]
-    for line in (line for line in ahead if line.op == op):
+    for line in (line for line in record.precompiles if line.op == op):
         took = line.error or f"{line.seconds:.1f} s on {line.cores} cores"
         notes.append(f"python -m tilenorm precompile {line.arguments}: {took}")
     title = f"{op}: seconds of the first call, with empty caches / with caches on the disk"

@@ -132,7 +132,6 @@ def repeatable_call(provider, inputs, grads, direction) -> Callable:
         return torch.no_grad()(lambda: provider(*leaves))
     grads = [grad.clone() for grad in grads]
     trained = [leaf for leaf in leaves if leaf.requires_grad]
-
     outputs = check.as_tuple(provider(*leaves))
     if not all(output.requires_grad for output in outputs):
         raise NotImplementedError("has a forward only")
@@ -148,9 +147,8 @@ def _measure(provider, op, prepared, cell, device, budget_s) -> dict:
     called = check.names(op, direction)
     if wrong := check.complaint(results, expected[direction], allowed[direction], called):
         return {"status": "wrong", "error": wrong}
-    sets = timing.rotating_sets(nbytes, device)
-    calls = [repeatable_call(provider, inputs, grads, direction) for _ in range(sets)]
-    return timing.measure(calls, nbytes, device, budget_s)
+    make = partial(repeatable_call, provider, inputs, grads, direction)
+    return timing.measure(make, nbytes, device, budget_s)
 
 
 def copied(case: Case, device: str, budget_s: float) -> Copy:
@@ -158,9 +156,11 @@ def copied(case: Case, device: str, budget_s: float) -> Copy:
     # Rounded up, because a copy of 21845 x 3072 elements ran at two thirds of the speed of 64 Mi.
     count = -(-case.m * case.n // COPY_UNIT) * COPY_UNIT
     nbytes, source = 2 * count * dtype.itemsize, torch.randn(count, device=device).to(dtype)
-    sets = timing.rotating_sets(nbytes, device)
-    calls = [partial(torch.empty_like(source).copy_, source.clone()) for _ in range(sets)]
-    found = timing.measure(calls, nbytes, device, budget_s)
+
+    def make() -> Callable:
+        return partial(torch.empty_like(source).copy_, source.clone())
+
+    found = timing.measure(make, nbytes, device, budget_s)
     return Copy(case.dtype, case.m, case.n, nbytes, **found)
 
 

@@ -1,7 +1,7 @@
 """The time of a call: on the GPU from replays of a CUDA graph, on the CPU from the clock.
 
-``calls`` are functions without arguments, and each has its own copy of the inputs. They are called
-in turn, and the last ``len(calls)`` results are kept. Between two uses of a tensor the calls move
+Calls are functions without arguments, and each has its own copy of the inputs. They are called
+in turn, and the last results of all are kept. Between two uses of a tensor the calls move
 several times the size of the L2 cache, so inputs and outputs are cold.
 """
 
@@ -80,14 +80,18 @@ def rotating_sets(bytes_per_call: int, device: str) -> int:
     return min(MOST_SETS, max(2, -(-L2_MULTIPLE * l2 // bytes_per_call)))
 
 
-def measure(calls: Sequence[Callable], bytes_per_call: int, device: str, budget_s: float) -> dict:
-    """Time a call. On a GPU, calls that a graph cannot capture are timed by events."""
+def measure(make: Callable[[], Callable], nbytes: int, device: str, budget_s: float) -> dict:
+    """Time a call that moves so many bytes. ``make`` makes one with tensors of its own.
+
+    On a GPU, calls that a graph cannot capture are timed by events.
+    """
+    calls = [make() for _ in range(rotating_sets(nbytes, device))]
     for call in calls:
         call()
     if device == "cpu":
         return _sampled(Timer(device), calls, 5, budget_s, "clock")
     try:
-        return _by_graph(calls, bytes_per_call, Timer(device), budget_s)
+        return _by_graph(calls, nbytes, Timer(device), budget_s)
     except Exception as error:  # providers raise many types when capturing fails
         torch.cuda.synchronize()  # raises again if the GPU no longer works
         cause = error.__context__ or error  # ending a broken capture raises another error
@@ -102,8 +106,8 @@ def _sampled(timer, calls, least: int, budget_s: float, kind: str, each: int = 1
     return summarize([us / each for us in times], kind)
 
 
-def _by_graph(calls, bytes_per_call, timer, budget_s) -> dict:
-    rounds = min(MOST_CALLS, -(-GRAPH_BYTES // bytes_per_call)) // len(calls)
+def _by_graph(calls, nbytes, timer, budget_s) -> dict:
+    rounds = min(MOST_CALLS, -(-GRAPH_BYTES // nbytes)) // len(calls)
     count = max(1, rounds) * len(calls)
     results = [None] * len(calls)
     graph = torch.cuda.CUDAGraph()

@@ -71,7 +71,7 @@ def test_the_losses_are_those_of_one_process():
     found = measured(["eager", "patch"], settings_of(1, 4), 1)["losses"]
     given = settings_of(1, 1)
     model = model_of(given.shape, device=device(), dtype=torch.bfloat16)
-    (tokens,) = pair.Training.of(given, model).inputs
+    (tokens,) = pair.Training(given, model).inputs
     assert found[0] == pytest.approx(model(tokens).item(), rel=2e-3)
 
 

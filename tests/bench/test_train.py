@@ -16,7 +16,6 @@ from bench.__main__ import main
 from bench.models import Transformer
 from bench.pair import (
     LEAST_SIZE,
-    VARIANTS,
     Settings,
     alternated,
     by_name,
@@ -156,7 +155,7 @@ def test_variant_patches_and_compiles_the_right_parts(monkeypatch, variant, patc
     model, tokens = small()
     for whole, parts in ((False, len(model.blocks) + 1), (True, 1)):
         done.clear()
-        prepared(model, VARIANTS[variant], whole)[0](tokens)
+        prepared(model, variant, whole)[0](tokens)
         assert done == first + ([compiled] * parts if compiled else [])
 
 
