@@ -9,7 +9,6 @@ The exit status is 1 if an error of tilenorm is more than twice that of PyTorch 
 ulps. Without a GPU the reference implementation of tilenorm is measured.
 """
 
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -65,7 +64,7 @@ def main(argv: list[str]) -> int:
         for op in map(OPS.get, args.op):
             for dtype in args.dtype:
                 for n in args.hidden or (HEAD_HIDDEN if op.heads else HIDDEN):
-                    print(f"{op.name} {dtype} N = {n}", file=sys.stderr, flush=True)
+                    command.told(f"{op.name} {dtype} N = {n}")
                     case = op.shrunk(Case(op.name, dtype, args.rows, n), args.rows * n)
                     for line in measure(op, case, run.present[op.name], run.device):
                         run.emit(line)

@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ OPTIONS: dict[str, dict] = {
     "provider": {"nargs": "+", "choices": PROVIDERS},
     "max-seconds": {"type": float, "help": "start nothing more after this time"},
 }
+START = time.monotonic()
 
 
 def parser(command: str, description: str, ops=OPS, **defaults) -> argparse.ArgumentParser:
@@ -35,6 +37,11 @@ def parser(command: str, description: str, ops=OPS, **defaults) -> argparse.Argu
         given = OPTIONS[name] | ({"choices": ops} if name == "op" else {})
         made.add_argument(f"--{name}", default=default, **given)
     return made
+
+
+def told(text: str) -> None:
+    """Print a line of progress to stderr, with the time so far."""
+    print(f"{time.monotonic() - START:4.0f} s  {text}", file=sys.stderr, flush=True)
 
 
 class Run(NamedTuple):

@@ -7,7 +7,6 @@ time of the first spec, a small spec that is there for this purpose alone.
 """
 
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -35,7 +34,7 @@ def main(argv: list[str]) -> int:
     with command.running(args, ["first-call", *argv], args.op) as run:
         for op, names in run.present.items():
             for name in names:
-                print(f"{op} first calls of {name}", file=sys.stderr, flush=True)
+                command.told(f"{op} first calls of {name}")
                 cases = [Case(op, dtype, ROWS, n) for dtype, n in specs]
                 for line in _first_calls(cases, name, run.device):
                     run.emit(line)

@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
                 names = run.present[op.name]
                 if way == "step":
                     names = [name for pair in STEPS.items() if pair[0] in names for name in pair]
-                for found in times(op, names, run.device, way, run.late, lambda what: None):
+                for found in times(op, names, run.device, way, run.late, command.told):
                     run.emit(found)
     return 0
 
@@ -64,7 +64,7 @@ def times(
             if late() or "error" in least:
                 continue
             if turn == 0:
-                told(f"{op.name} host time {name}")
+                told(f"{op.name} host time of a {way} {name}")
             try:
                 provider = loaded[name] = loaded.get(name) or load(name)
                 calls = {"forward": _forward} | ({"forward_backward": _both} if op.trained else {})

@@ -1,8 +1,5 @@
 """A record is a JSON-lines file: one ``run`` line, then one line for each measurement.
 
-``COMPUTED`` names the properties of a line that are computed from its fields. A file has them
-beside the fields, for its readers. Reading a file leaves them out.
-
 A record is written line by line while the run goes on, so a run that is cut off leaves a record of
 everything that it had measured. Records of several runs on one machine can be merged into one.
 """
@@ -70,8 +67,6 @@ class Copy:
     samples: int = 0
     timing: str = ""
     error: str = ""
-
-    COMPUTED = ("gbps",)
 
     @property
     def gbps(self) -> float | None:
@@ -190,8 +185,6 @@ class Pair:
     ranks: list[dict] = field(default_factory=list)
     error: str = ""
 
-    COMPUTED = ("medians_us", "gpu_tokens", "difference_us", "more_tokens")
-
     @property
     def medians_us(self) -> list[float]:
         """The median step of the base and of the variant."""
@@ -262,11 +255,10 @@ class Record:
 
 
 def to_json(line: Line | dict) -> str:
-    """One line of the file. What is computed from the fields is written beside them."""
+    """One line of the file."""
     if isinstance(line, dict):
         return json.dumps({"record": "run", **line})
-    computed = {name: getattr(line, name) for name in getattr(line, "COMPUTED", ())}
-    return json.dumps({"record": type(line).__name__.lower(), **asdict(line), **computed})
+    return json.dumps({"record": type(line).__name__.lower(), **asdict(line)})
 
 
 def from_json(text: str) -> Line | dict:

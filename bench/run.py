@@ -1,7 +1,7 @@
 """A run checks every provider on every case, and then times it."""
 
+import itertools
 import sys
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -10,7 +10,7 @@ import torch
 
 from bench import check, host, timing
 from bench.cases import OPS
-from bench.command import Run
+from bench.command import Run, told
 from bench.op import DTYPES, HOST, INFERENCE, Case, Op
 from bench.providers import PROVIDERS
 from bench.record import Cell, Copy, first_line, what
@@ -26,18 +26,6 @@ class GpuLost(RuntimeError):
     """The GPU no longer works in this process."""
 
 
-class Progress:
-    """Prints one line for each measurement to stderr, with the time so far."""
-
-    def __init__(self, total: int):
-        self.total, self.done, self.start = total, 0, time.monotonic()
-
-    def step(self, what: str) -> None:
-        self.done += 1
-        line = f"[{self.done}/{self.total}] {time.monotonic() - self.start:4.0f} s  {what}"
-        print(line, file=sys.stderr, flush=True)
-
-
 def run(
     cases: Sequence[Case], course: Run, directions: Sequence[str], budget_s: float = 0.1
 ) -> None:
@@ -50,7 +38,7 @@ def run(
     its forward, and a CUDA graph captures one stream, which must not be the default stream.
     """
     device, names, emit, late = course.device, course.present, course.emit, course.late
-    done = {what(line) for line in course.record.lines}
+    known = {what(line) for line in course.record.lines}
     todo, hosts = {}, {}
     for case in cases:
         of = OPS[case.op]
@@ -60,30 +48,34 @@ def run(
             for name in names[case.op]
             for way, nbytes in ways
         ]
-        todo[case] = [cell for cell in asked if what(cell) not in done]
+        todo[case] = [cell for cell in asked if what(cell) not in known]
     for op in dict.fromkeys(case.op for case in cases) if HOST in directions else ():
         lines = (host.line(OPS[op], name, "call") for name in names[op])
-        hosts[op] = [line.provider for line in lines if what(line) not in done]
-    progress = Progress(sum(map(len, (*todo.values(), *hosts.values()))))
+        hosts[op] = [line.provider for line in lines if what(line) not in known]
+    total, count = sum(map(len, (*todo.values(), *hosts.values()))), itertools.count(1)
+
+    def step(text: str) -> None:
+        told(f"[{next(count)}/{total}] {text}")
+
     stream = torch.cuda.Stream(device) if device != "cpu" else None
     with torch.cuda.stream(stream):
         for case, cells in todo.items():
             if cells and not late():
-                if (copy := what(Copy(case.dtype, case.m, case.n, 0))) not in done:
+                if (copy := what(Copy(case.dtype, case.m, case.n, 0))) not in known:
                     emit(copied(case, device, budget_s))
-                    done.add(copy)  # the same for all ops
-                _run_case(case, cells, course, progress, budget_s)
+                    known.add(copy)  # the same for all ops
+                _run_case(case, cells, course, step, budget_s)
         for op, missing in hosts.items():
-            for found in host.times(OPS[op], missing, device, "call", late, progress.step):
+            for found in host.times(OPS[op], missing, device, "call", late, step):
                 emit(found)
                 if found.error:
                     _require_gpu(device, f"{found.provider}: {found.error}")
-    if progress.done < progress.total:
-        print(f"out of time after {progress.done} of {progress.total}", file=sys.stderr)
+    if (done := next(count) - 1) < total:
+        print(f"out of time after {done} of {total}", file=sys.stderr)
 
 
 def _run_case(
-    case: Case, cells: Sequence[Cell], course: Run, progress: Progress, budget_s: float
+    case: Case, cells: Sequence[Cell], course: Run, step: Callable, budget_s: float
 ) -> None:
     op, device = OPS[case.op], course.device
     prepared = _prepare(op, case, distinct(cells, "direction"), device)
@@ -92,7 +84,7 @@ def _run_case(
         if course.late():
             return
         name, way = cell.provider, cell.direction
-        progress.step(f"{case.op} {case.dtype} {case.m} x {case.n} {way} {name}")
+        step(f"{case.op} {case.dtype} {case.m} x {case.n} {way} {name}")
         try:
             if name not in loaded:
                 loaded = {name: PROVIDERS[name].load(op)}

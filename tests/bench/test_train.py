@@ -1,6 +1,5 @@
 """bench train: the alternation of steps, tiny models on the CPU, the command and its tables."""
 
-import json
 import os
 import random
 import subprocess
@@ -241,13 +240,12 @@ def test_command_prints_the_same_from_its_record(monkeypatch, without_gpu, tmp_p
     assert main(command) == 0
     out, err = capsys.readouterr()
     assert err.count("6 of 6 pairs") == 2
-    with open(path) as file:
-        run, *lines = map(json.loads, file)
-    assert run["command"].endswith("--layers 1 --out run.jsonl")
-    for line, name in zip(lines, ("Llama 3.2 1B", "ViT-L"), strict=True):
-        assert line["label"].startswith(f"{name}'s form in other sizes, 1 layers")
-        assert len(line["pairs_us"]) == line["asked"] == 6
-        median, low, high = line["difference_us"]
+    found = record.load([path])
+    assert found.runs[0]["command"].endswith("--layers 1 --out run.jsonl")
+    for line, name in zip(found.pairs, ("Llama 3.2 1B", "ViT-L"), strict=True):
+        assert line.label.startswith(f"{name}'s form in other sizes, 1 layers")
+        assert len(line.pairs_us) == line.asked == 6
+        median, low, high = line.difference_us
         assert low <= median <= high
         assert f"{low / 1e3:+.2f} to {high / 1e3:+.2f}" in out
     assert main(["--from", path]) == 0
