@@ -8,8 +8,7 @@ from collections.abc import Callable
 
 import torch.nn.functional as F
 
-from bench.formulas import head_rms_norm, layer_norm, of_sum, rms_norm
-from bench.op import DTYPES, INFERENCE, Case, Op
+from bench.op import DTYPES, INFERENCE, Case, Op, head_rms_norm, layer_norm, of_sum, rms_norm
 from bench.quantized import QUANTIZED
 from bench.rotated import ROTATED
 from bench.rotated import SIZES as OF_HEADS

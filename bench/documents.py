@@ -271,13 +271,12 @@ def _about_first_calls(record: Record) -> tuple[str, str]:
 def _about_hosts(record: Record) -> tuple[str, str]:
     times = {(h.op, h.provider): h for h in record.hosts if h.way == "call" and not h.error}
     ops = list(dict.fromkeys(op for op, _ in times))
-    ratios = {}
-    for name in ("forward_us", "forward_backward_us"):
-        both = ([getattr(times[op, who], name) for op in ops] for who in (report.OURS, "torch"))
-        ratios[name] = report.spread_of(
-            [ours / theirs for ours, theirs in zip(*both, strict=True)], ".2f"
-        )
-    answer = f"{ratios['forward_us']} × PyTorch's, {ratios['forward_backward_us']} with a backward"
+    ratios = (
+        [getattr(times[op, report.OURS], way) / getattr(times[op, "torch"], way) for op in ops]
+        for way in ("forward_us", "forward_backward_us")
+    )
+    alone, both = (report.spread_of(of, ".2f") for of in ratios)
+    answer = f"{alone} × PyTorch's, {both} with a backward"
     return f"{', '.join(ops)}: host time of a call", answer
 
 

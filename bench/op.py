@@ -1,4 +1,6 @@
-"""A measured operation: its tensors, the bytes that it has to move, and random inputs."""
+"""A measured operation: its tensors, the bytes that it has to move, and random inputs; and the
+norms as a PyTorch model calls them. In float64 they are the oracle, too.
+"""
 
 import math
 from collections.abc import Callable
@@ -6,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 DTYPES = {
@@ -19,6 +22,7 @@ DIRECTIONS = ("forward", "backward")
 INFERENCE = "inference"
 # The time that the host needs for a call, measured on one shape.
 HOST = "host"
+EPS = 1e-6
 
 
 @dataclass(frozen=True)
@@ -169,3 +173,26 @@ class Op:
             torch.randn(shapes[name], generator=make, device=device).to(dtype)
             for name in self.outputs
         ]
+
+
+def rms_norm(x, weight=None):
+    return F.rms_norm(x, x.shape[-1:], weight, EPS)
+
+
+def layer_norm(x, weight=None, bias=None):
+    return F.layer_norm(x, x.shape[-1:], weight, bias, EPS)
+
+
+def head_rms_norm(x, weight):
+    # F.rms_norm takes only weights of the normalised shape.
+    return rms_norm(x) * weight
+
+
+def of_sum(norm: Callable) -> Callable:
+    """A function that returns the norm of x + residual, and x + residual."""
+
+    def add_norm(x, residual, *parameters):
+        total = x + residual
+        return norm(total, *parameters), total
+
+    return add_norm

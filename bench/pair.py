@@ -190,11 +190,9 @@ def built(given: Settings, names: Sequence[str]) -> tuple[Training, list[tuple[C
         mesh = init_device_mesh(given.device, sizes, mesh_dim_names=parallel.DIMENSIONS)
     for name in names:
         models.append(model := model_of(given.shape, device=given.device, dtype=torch.bfloat16))
-        if mesh is not None:
-            parallel.split(model, mesh)
+        parallel.split(model, mesh)
         both.append(prepared(model, name, given.whole))
-        if mesh is not None:
-            parallel.sharded(model, mesh)
+        parallel.sharded(model, mesh)
         share(model, models[0])
     seed = SEED + (0 if mesh is None else mesh.get_local_rank("fsdp"))
     return Training(given, models[0], seed), both

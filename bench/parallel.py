@@ -58,12 +58,12 @@ def joined(device: str) -> Iterator[int]:
         dist.destroy_process_group()
 
 
-def split(model: Transformer, mesh: DeviceMesh) -> None:
+def split(model: Transformer, mesh: DeviceMesh | None) -> None:
     """Split a model of Llama 3's form over the dimension tp. The residual stream is cut in tokens.
 
     Every parameter becomes a DTensor.
     """
-    if mesh["tp"].size() == 1:
+    if mesh is None or mesh["tp"].size() == 1:
         return
     rows, whole = Shard(1), Replicate()
 
@@ -91,12 +91,12 @@ def split(model: Transformer, mesh: DeviceMesh) -> None:
     tp.parallelize_module(model, mesh["tp"], ends)
 
 
-def sharded(model: Transformer, mesh: DeviceMesh) -> None:
+def sharded(model: Transformer, mesh: DeviceMesh | None) -> None:
     """Shard a model over the dimension fsdp, layer by layer. Sums of gradients are float32.
 
     Raises ValueError for a parameter that is not cut evenly: FSDP would pad it in each variant.
     """
-    if (size := mesh["fsdp"].size()) == 1:
+    if mesh is None or (size := mesh["fsdp"].size()) == 1:
         return
     for name, parameter in model.named_parameters():
         if (rows := len(local(parameter))) % size:

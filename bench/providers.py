@@ -13,8 +13,7 @@ import torch
 
 from bench import quantized, rotated
 from bench.cases import OPS
-from bench.formulas import EPS
-from bench.op import Op
+from bench.op import EPS, Op
 from bench.quantized import Quantized, composed, quantize
 from bench.record import first_line
 from bench.rotated import Rotated
@@ -134,7 +133,9 @@ def _liger(op: Op, package: str = LIGER):
     if op.name == "modulated_rms_norm" and package == LIGER:  # Liger 0.8.5 has none
         modulated = load("modulated_rms_norm", "ModulatedRMSNorm")
         return lambda x, *by_group: modulated(x, None, *by_group, EPS, 0.0, "gemma", True)
-    return rotated.liger(op) if isinstance(op, Rotated) and package == LIGER else None
+    if isinstance(op, Rotated) and package == LIGER:
+        return rotated.liger(load("rms_norm", "RMSNorm"), load("rope", "Rope"))
+    return None
 
 
 def _tilegym(op: Op):

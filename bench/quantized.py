@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bench.formulas import EPS, layer_norm, of_sum, rms_norm
-from bench.op import DTYPES, INFERENCE, Case, Op
+from bench.op import DTYPES, EPS, INFERENCE, Case, Op, layer_norm, of_sum, rms_norm
 
 FP8, MOST = torch.float8_e4m3fn, 448.0
 LEAST_PEAK = 1e-12  # a row of zeros has a finite scale, too

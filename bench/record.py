@@ -295,11 +295,7 @@ def read(lines: Iterable[str]) -> Record:
 
 def load(paths: Sequence[str | Path]) -> Record:
     """The records in several files, merged."""
-    records = []
-    for path in paths:
-        with open(path) as file:
-            records.append(read(file))
-    return merge(records)
+    return merge([read(Path(path).read_text().splitlines()) for path in paths])
 
 
 @contextmanager

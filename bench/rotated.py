@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.formulas import EPS
-from bench.op import DTYPES, Case, Op
+from bench.op import DTYPES, EPS, Case, Op
 
 
 def _eager(q, k, cos, sin, weight, key_weight):
@@ -75,24 +74,17 @@ SIZES = ((ROTATED[0], 128), (ROTATED[1], 128), (ROTATED[2], 256), (ROTATED[0], 6
 def tilenorm(op: Rotated) -> Callable:
     import tilenorm as tn
 
-    def run(q, k, cos, sin, weight, key_weight):
-        how = {"key": k, "key_weight": key_weight}
-        return tn.rms_norm_rope(q, q.shape[-1:], cos, sin, weight, EPS, **how)
-
-    return run
+    return lambda q, k, cos, sin, weight, key_weight: tn.rms_norm_rope(
+        q, q.shape[-1:], cos, sin, weight, EPS, key=k, key_weight=key_weight
+    )
 
 
-def liger(op: Rotated) -> Callable:
-    """Two norms, and the rotation over their results."""
-    from liger_kernel.ops.rms_norm import LigerRMSNormFunction as RMSNorm
-    from liger_kernel.ops.rope import LigerRopeFunction as Rope
+def liger(rms_norm: Callable, rope: Callable) -> Callable:
+    """Two norms, and the rotation over their results, by Liger's functions."""
 
     def run(q, k, cos, sin, weight, key_weight):
-        normed = (
-            RMSNorm.apply(x, w, EPS, 0.0, "llama", True, None).transpose(1, 2)
-            for x, w in ((q, weight), (k, key_weight))
-        )
-        made = Rope.apply(*normed, cos, sin)[:2]
-        return tuple(y.transpose(1, 2) for y in made)
+        rest = EPS, 0.0, "llama", True, None
+        normed = (rms_norm(x, w, *rest).transpose(1, 2) for x, w in ((q, weight), (k, key_weight)))
+        return tuple(y.transpose(1, 2) for y in rope(*normed, cos, sin)[:2])
 
     return run

@@ -65,9 +65,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--pairs", type=int, default=40, help="pairs of steps; default: 40")
     parser.add_argument("--model", nargs="+", choices=MODELS, default=[LLAMA])
-    parser.add_argument(
-        "--tiny", action="store_true", help="small sizes, to try the command: no measurement"
-    )
+    parser.add_argument("--tiny", action="store_true", help="small sizes, to try the command")
     for name in SIZES:
         parser.add_argument(f"--{name}", type=int, help="default: the model's")
     parser.add_argument("--whole", action="store_true", help="compile the model as one graph")

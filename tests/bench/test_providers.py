@@ -8,8 +8,7 @@ import torch.nn.functional as F
 
 from bench.cases import OPS
 from bench.check import as_tuple
-from bench.formulas import EPS
-from bench.op import Case
+from bench.op import EPS, Case
 from bench.providers import LIGER, LIGER_CUTILE, PROVIDERS, Provider
 
 PEERS = ("quack", "liger_kernel", "tilegym", "triton", "matplotlib")

@@ -9,8 +9,7 @@ import torch.nn.functional as F
 
 from bench import check
 from bench.cases import OPS
-from bench.formulas import EPS
-from bench.op import Case
+from bench.op import EPS, Case
 from bench.providers import PROVIDERS
 from bench.quantized import QUANTIZED, SCALINGS, quantize
 from bench.run import _prepare
