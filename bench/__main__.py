@@ -27,7 +27,6 @@ COMMANDS = {
     "host": host.main,
 }
 CPU_ELEMENTS = 1 << 18
-CPU_BUDGET_S = 0.02
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -67,14 +66,13 @@ def _measured(args: argparse.Namespace, argv: list[str]) -> record.Record:
         listed = "; ".join(f"{op} {sorted(found)}" for op, found in sizes.items())
         sys.exit(f"suite {args.suite} has no such case; its N are {listed}")
     directions = args.direction or (HOST, *SUITE_DIRECTIONS.get(args.suite, DIRECTIONS))
-    options, ops = {}, dict.fromkeys(case.op for case in cases)
+    ops = dict.fromkeys(case.op for case in cases)
     with command.running(args, argv, ops, suite=args.suite) as made:
         if made.device == "cpu":
             print(report.CPU_NOTICE, file=sys.stderr)
             cases = list(dict.fromkeys(OPS[case.op].shrunk(case, CPU_ELEMENTS) for case in cases))
-            options = {"budget_s": CPU_BUDGET_S}
         try:
-            run(cases, made, directions, **options)
+            run(cases, made, directions)
         except GpuLost as error:
             print(f"the GPU no longer works, so the run ends here: {error}", file=sys.stderr)
         except KeyboardInterrupt:

@@ -104,18 +104,14 @@ def difficult_inputs(op: Op, kind: str, case: Case, device: str) -> list[Tensor]
 
     In the inputs that cancel, the residual is almost the negative of the input.
     """
-    dtype = DTYPES[case.dtype]
-    inputs = [x.detach() for x in op.made(replace(case, dtype="float32"), device)]
-    rows, columns = inputs[: len(op.rows)], inputs[len(op.rows) :]
-    values = {
-        name: x if name == "gate" else values_of(kind, x, dtype)
-        for name, x in zip(op.rows, rows, strict=True)
-    }
-    if kind == "cancelling" and "residual" in values:
-        values["residual"] = 0.01 * rows[1] - values["x"]
-    for x, value in zip(rows, values.values(), strict=True):
-        x.copy_(value)
-    return [check.duplicate(x, dtype).requires_grad_() for x in (*rows, *columns)]
+    dtype, made = DTYPES[case.dtype], op.made(replace(case, dtype="float32"), device)
+    given = {name: x.detach() for name, x in zip(op.inputs, made, strict=True)}
+    noise = 0.01 * given["x"]
+    for name in filter(lambda name: name != "gate", op.rows):
+        given[name].copy_(values_of(kind, given[name], dtype))
+    if kind == "cancelling" and "residual" in given:
+        given["residual"].copy_(noise - given["x"])
+    return [check.duplicate(x, dtype).requires_grad_() for x in given.values()]
 
 
 def error_in_ulps(actual: Tensor, true: Tensor, of_rows: bool) -> float:

@@ -80,17 +80,12 @@ SHOWN = (1024, 4096, 16384, 65536)
 
 
 def _cases(ops, shapes, dtypes=tuple(DTYPES)) -> tuple[Case, ...]:
-    """Every op in every dtype, for shapes (M, N, groups)."""
+    """Every op in every dtype, for shapes (M, N) or (M, N, groups)."""
     return tuple(Case(op, dtype, *shape) for op in ops for dtype in dtypes for shape in shapes)
 
 
 def _sweep(elements: int, ops, hidden, dtypes=tuple(DTYPES)) -> tuple[Case, ...]:
-    return _cases(ops, [(elements // n, n, 1) for n in hidden], dtypes)
-
-
-def _rotated(samples: int, length: int) -> tuple[Case, ...]:
-    shapes = ((op, (samples * length * op.unit, n, samples)) for op, n in OF_HEADS)
-    return sum((_cases((op.name,), [shape]) for op, shape in shapes), ())
+    return _cases(ops, [(elements // n, n) for n in hidden], dtypes)
 
 
 def _by_importance(cases: tuple[Case, ...]) -> tuple[Case, ...]:
@@ -115,19 +110,16 @@ SUITES = {
     RELEASE: _by_importance(
         _sweep(64 * _MI, PLAIN, _SIZES)
         + _cases(MODULATED, _IMAGES)
-        + _rotated(2, 4096)
+        + sum((_cases([op.name], [(8192 * op.unit, n, 2)]) for op, n in OF_HEADS), ())
         + _sweep(64 * _MI, (*AROUND, *CHAINS), (256, 1024, 4096, 8192, 65536, 262144))
         + _sweep(64 * _MI, ("head_rms_norm",), (32, 64, 128, 256, 512))
         + _sweep(64 * _MI, [op.name for op in QUANTIZED], (1024, 2048, 4096, 8192, 16384, 65536))
     ),
     # The published sweep of Triton's LayerNorm tutorial.
-    "tutorial": tuple(Case("layer_norm", "float16", 4096, n) for n in range(1024, 15872 + 1, 512)),
+    "tutorial": _cases(["layer_norm"], [(4096, n) for n in range(1024, 15873, 512)], ["float16"]),
     # Decode steps and small batches.
-    "latency": tuple(
-        Case(op, "bfloat16", 1 << k, n)
-        for op in PLAIN[:3]
-        for n in (2048, 4096, 8192, 16384)
-        for k in range(10)
+    "latency": _cases(
+        PLAIN[:3], [(1 << k, n) for n in (2048, 4096, 8192, 16384) for k in range(10)], ["bfloat16"]
     ),
 }
 SUITE_DIRECTIONS = {"latency": (INFERENCE,)}
@@ -139,11 +131,10 @@ def select(suite: str, ops=None, dtypes=None, hidden=None) -> list[Case]:
     The cases are in the order of ``hidden`` if it is given, with all ops and dtypes of an N side by
     side: a run that is cut off has then measured the first sizes completely.
     """
+    wanted = {"op": ops, "dtype": dtypes, "n": hidden}.items()
     cases = [
         case
         for case in SUITES[suite]
-        if (not ops or case.op in ops)
-        and (not dtypes or case.dtype in dtypes)
-        and (not hidden or case.n in hidden)
+        if all(not values or getattr(case, name) in values for name, values in wanted)
     ]
     return sorted(cases, key=lambda case: hidden.index(case.n)) if hidden else cases

@@ -218,15 +218,9 @@ def _hosts(block: Block) -> str:
 
 def about(record: Record) -> tuple[str, str]:
     """The question and the answer of a record, by the first kind of lines that it has."""
-    if record.cells:
-        return _about_cells(record)
-    if record.pairs:
-        return _about_pairs(record)
-    if record.accuracies:
-        return _about_accuracies(record)
-    if record.first_calls:
-        return _about_first_calls(record)
-    return _about_hosts(record)
+    kinds = {"cells": _about_cells, "pairs": _about_pairs, "accuracies": _about_accuracies}
+    kinds |= {"first_calls": _about_first_calls, "hosts": _about_hosts}
+    return next(answer(record) for name, answer in kinds.items() if getattr(record, name))
 
 
 def _about_cells(record: Record) -> tuple[str, str]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from bench import command, timing
 from bench.cases import AROUND, MODULATED, OPS, PLAIN
 from bench.check import as_tuple
+from bench.command import Run
 from bench.op import Op
 from bench.providers import PROVIDERS
 from bench.record import Host, first_line
@@ -38,7 +39,7 @@ def main(argv: list[str]) -> int:
                 names = run.present[op.name]
                 if way == "step":
                     names = [name for pair in STEPS.items() if pair[0] in names for name in pair]
-                for found in times(op, names, run.device, way, run.late, command.told):
+                for found in times(op, names, run, way, command.told):
                     run.emit(found)
     return 0
 
@@ -49,27 +50,25 @@ def line(op: Op, provider: str, way: str, **fields) -> Host:
     return Host(**where, provider=provider, way=way, **fields)
 
 
-def times(
-    op: Op, names: Sequence[str], device: str, way: str, late: Callable, told: Callable
-) -> list[Host]:
+def times(op: Op, names: Sequence[str], course: Run, way: str, step: Callable) -> list[Host]:
     """The host times of all providers: each is the least median of several rounds.
 
     The providers take turns in every round, because the host of a virtual machine may be slow for
     seconds. What there was no time for is left out.
     """
-    leaves, grads, load = _given(op, device, way)
+    leaves, grads, load = _given(op, course.device, way)
     found, loaded = {name: {} for name in names}, {}
     for turn in range(ROUNDS):
         for name, least in found.items():
-            if late() or "error" in least:
+            if course.late() or "error" in least:
                 continue
             if turn == 0:
-                told(f"{op.name} host time of a {way} {name}")
+                step(f"{op.name} host time of a {way} {name}")
             try:
                 provider = loaded[name] = loaded.get(name) or load(name)
                 calls = {"forward": _forward} | ({"forward_backward": _both} if op.trained else {})
                 for field, call in calls.items():
-                    taken = timing.host(partial(call, provider, leaves, grads), device)
+                    taken = timing.host(partial(call, provider, leaves, grads), course.device)
                     for key, us in zip(("us", "cpu_us"), taken, strict=True):
                         least[f"{field}_{key}"] = min(us, least.get(f"{field}_{key}", us))
             except Exception as error:

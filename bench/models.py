@@ -183,16 +183,9 @@ class Transformer(nn.Module):
         return patches, whole((shape.batch,))
 
 
-class Modulation(nn.Module):
-    """conditioning (B, D) -> tensors (B, D): chunks of one projection."""
-
-    def __init__(self, shape: Shape, count: int, **factory):
-        super().__init__()
-        self.count = count
-        self.linear = nn.Linear(shape.hidden, count * shape.hidden, **factory)
-
-    def forward(self, c: Tensor) -> tuple[Tensor, ...]:
-        return self.linear(F.silu(c)).chunk(self.count, dim=1)
+def modulation(shape: Shape, count: int, **factory) -> nn.Module:
+    """conditioning (B, D) -> (B, count · D), which is cut into what modulates a layer."""
+    return nn.Sequential(nn.SiLU(), nn.Linear(shape.hidden, count * shape.hidden, **factory))
 
 
 class Stream(Block):
@@ -200,7 +193,7 @@ class Stream(Block):
 
     def __init__(self, shape: Shape, **factory):
         super().__init__(shape, **factory)
-        self.modulation = Modulation(shape, 6, **factory)
+        self.modulation = modulation(shape, 6, **factory)
 
     def opened(self, x: Tensor, by_sample: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v."""
@@ -220,7 +213,7 @@ class Alone(Stream):
     """A layer of DiT."""
 
     def forward(self, x: Tensor, c: Tensor) -> Tensor:  # type: ignore[override]
-        by_sample = self.modulation(c)
+        by_sample = self.modulation(c).chunk(6, 1)
         y = attended(self.shape, *self.opened(x, by_sample))
         return self.closed(x, y, by_sample)
 
@@ -233,7 +226,7 @@ class Joint(nn.Module):
         self.text, self.image = Stream(shape, **factory), Stream(shape, **factory)
 
     def forward(self, text: Tensor, image: Tensor, c: Tensor, cos: Tensor, sin: Tensor):
-        for_text, for_image = self.text.modulation(c), self.image.modulation(c)
+        for_text, for_image = (part.modulation(c).chunk(6, 1) for part in (self.text, self.image))
         both = self.text.opened(text, for_text), self.image.opened(image, for_image)
         q, k, v = (torch.cat(parts, 2) for parts in zip(*both, strict=True))
         y = attended(self.text.shape, q, k, v, cos, sin)
@@ -247,7 +240,7 @@ class Single(nn.Module):
 
     def __init__(self, shape: Shape, **factory):
         super().__init__()
-        self.modulation = Modulation(shape, 3, **factory)
+        self.modulation = modulation(shape, 3, **factory)
         self.norm = norm_of(shape, **factory)
         self.attention = Attention(shape, **factory)
         self.attention.output = nn.Identity()
@@ -255,7 +248,7 @@ class Single(nn.Module):
         self.output = nn.Linear(shape.hidden + shape.ffn, shape.hidden, **factory)
 
     def forward(self, x: Tensor, c: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        shift, scale, gate = self.modulation(c)
+        shift, scale, gate = self.modulation(c).chunk(3, 1)
         normed = self.norm(x) * (1 + scale[:, None]) + shift[:, None]
         y = self.attention(normed, cos, sin)
         wide = F.gelu(self.up(normed), approximate="tanh")
@@ -267,10 +260,10 @@ class AdaptiveHead(Head):
 
     def __init__(self, shape: Shape, **factory):
         super().__init__(shape, **factory)
-        self.modulation = Modulation(shape, 2, **factory)
+        self.modulation = modulation(shape, 2, **factory)
 
     def forward(self, x: Tensor, c: Tensor, target: Tensor) -> Tensor:  # type: ignore[override]
-        shift, scale = self.modulation(c)
+        shift, scale = self.modulation(c).chunk(2, 1)
         predicted = self.output(self.norm(x) * (1 + scale[:, None]) + shift[:, None])
         return F.mse_loss(predicted.float(), target.float())
 

@@ -29,20 +29,14 @@ class Quantized(Op):
 
     norm: Callable = rms_norm
     scaling: str = "row"
+    added: bool = False
+    returned: bool = False
 
     directions = ("forward", INFERENCE)
     trained = ()
     ways = ("call",)
     # Three bits of mantissa miss a value by a sixteenth at most. Decoded rows are float32.
     coded = 2**-4 / torch.finfo(torch.float32).eps
-
-    @property
-    def added(self) -> bool:
-        return "residual" in self.rows
-
-    @property
-    def returned(self) -> bool:
-        return "output" in self.outputs
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -104,10 +98,11 @@ def composed(norm: Callable, scaling: str, returned: bool, casting: Callable = q
 
 def _op(norm: Callable, columns: tuple, scaling: str, added: bool, returned: bool = False) -> Op:
     name = f"{'add_' * added}{norm.__name__}_quantized {scaling}{' + y' * returned}"
-    rows, outputs = ("x", *["residual"] * added), ("codes", *["sum"] * added)
+    rows = ("x", *["residual"] * added)
+    outputs = ("codes", *["sum"] * added, *["output"] * returned)
     eager = composed(of_sum(norm) if added else norm, scaling, returned)
-    outputs = (*outputs, *["output"] * returned)
-    return Quantized(name, eager, rows, columns, outputs, norm=norm, scaling=scaling)
+    how = {"norm": norm, "scaling": scaling, "added": added, "returned": returned}
+    return Quantized(name, eager, rows, columns, outputs, **how)
 
 
 QUANTIZED = (

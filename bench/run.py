@@ -26,9 +26,7 @@ class GpuLost(RuntimeError):
     """The GPU no longer works in this process."""
 
 
-def run(
-    cases: Sequence[Case], course: Run, directions: Sequence[str], budget_s: float = 0.1
-) -> None:
+def run(cases: Sequence[Case], course: Run, directions: Sequence[str]) -> None:
     """Measure the providers that are present for each op, and emit each result.
 
     The direction HOST is measured once for each op, and the other directions for each case. What
@@ -62,11 +60,11 @@ def run(
         for case, cells in todo.items():
             if cells and not late():
                 if (copy := what(Copy(case.dtype, case.m, case.n, 0))) not in known:
-                    emit(copied(case, device, budget_s))
+                    emit(copied(case, device))
                     known.add(copy)  # the same for all ops
-                _run_case(case, cells, course, step, budget_s)
+                _run_case(case, cells, course, step)
         for op, missing in hosts.items():
-            for found in host.times(OPS[op], missing, device, "call", late, step):
+            for found in host.times(OPS[op], missing, course, "call", step):
                 emit(found)
                 if found.error:
                     _require_gpu(device, f"{found.provider}: {found.error}")
@@ -74,9 +72,7 @@ def run(
         print(f"out of time after {done} of {total}", file=sys.stderr)
 
 
-def _run_case(
-    case: Case, cells: Sequence[Cell], course: Run, step: Callable, budget_s: float
-) -> None:
+def _run_case(case: Case, cells: Sequence[Cell], course: Run, step: Callable) -> None:
     op, device = OPS[case.op], course.device
     prepared = _prepare(op, case, distinct(cells, "direction"), device)
     loaded = {}
@@ -88,7 +84,7 @@ def _run_case(
         try:
             if name not in loaded:
                 loaded = {name: PROVIDERS[name].load(op)}
-            found = _measure(loaded[name], op, prepared, cell, device, budget_s)
+            found = _measure(loaded[name], op, prepared, cell, device)
         except Exception as error:  # the failure of a peer is a result
             # Liger refuses wide rows with a RuntimeError. CUDA and compilers raise subclasses.
             refused = isinstance(error, _REFUSALS) or type(error) is RuntimeError
@@ -130,9 +126,9 @@ def repeatable_call(provider, inputs, grads, direction) -> Callable:
     return lambda: torch.autograd.grad(outputs, trained, grads, retain_graph=True)
 
 
-def _measure(provider, op, prepared, cell, device, budget_s) -> dict:
+def _measure(provider, op, prepared, cell, device) -> dict:
     inputs, grads, expected, allowed = prepared
-    direction, nbytes = cell.direction, cell.bytes
+    direction = cell.direction
     call = repeatable_call(provider, inputs, grads, direction)
     check.poison((*inputs, *grads))
     results = op.decoded(check.as_tuple(call()), inputs)
@@ -140,10 +136,10 @@ def _measure(provider, op, prepared, cell, device, budget_s) -> dict:
     if wrong := check.complaint(results, expected[direction], allowed[direction], called):
         return {"status": "wrong", "error": wrong}
     make = partial(repeatable_call, provider, inputs, grads, direction)
-    return timing.measure(make, nbytes, device, budget_s)
+    return timing.measure(make, cell.bytes, device)
 
 
-def copied(case: Case, device: str, budget_s: float) -> Copy:
+def copied(case: Case, device: str) -> Copy:
     dtype = DTYPES[case.dtype]
     # Rounded up, because a copy of 21845 x 3072 elements ran at two thirds of the speed of 64 Mi.
     count = -(-case.m * case.n // COPY_UNIT) * COPY_UNIT
@@ -152,8 +148,7 @@ def copied(case: Case, device: str, budget_s: float) -> Copy:
     def make() -> Callable:
         return partial(torch.empty_like(source).copy_, source.clone())
 
-    found = timing.measure(make, nbytes, device, budget_s)
-    return Copy(case.dtype, case.m, case.n, nbytes, **found)
+    return Copy(case.dtype, case.m, case.n, nbytes, **timing.measure(make, nbytes, device))
 
 
 def _require_gpu(device: str, after: str) -> None:

@@ -23,6 +23,7 @@ MOST_SETS = 64
 GRAPH_BYTES = 4_000_000_000
 MOST_CALLS = 512
 WARM_UP_S = 0.2
+BUDGET_S, CPU_BUDGET_S = 0.1, 0.02  # of the samples of a call
 HEAD_START = 2_000_000  # GPU cycles, about a millisecond, in which the host runs ahead
 _MARK = 7.0
 
@@ -80,7 +81,7 @@ def rotating_sets(bytes_per_call: int, device: str) -> int:
     return min(MOST_SETS, max(2, -(-L2_MULTIPLE * l2 // bytes_per_call)))
 
 
-def measure(make: Callable[[], Callable], nbytes: int, device: str, budget_s: float) -> dict:
+def measure(make: Callable[[], Callable], nbytes: int, device: str) -> dict:
     """Time a call that moves so many bytes. ``make`` makes one with tensors of its own.
 
     On a GPU, calls that a graph cannot capture are timed by events.
@@ -89,9 +90,9 @@ def measure(make: Callable[[], Callable], nbytes: int, device: str, budget_s: fl
     for call in calls:
         call()
     if device == "cpu":
-        return _sampled(Timer(device), calls, 5, budget_s, "clock")
+        return _sampled(Timer(device), calls, 5, CPU_BUDGET_S, "clock")
     try:
-        return _by_graph(calls, nbytes, Timer(device), budget_s)
+        return _by_graph(calls, nbytes, Timer(device))
     except Exception as error:  # providers raise many types when capturing fails
         torch.cuda.synchronize()  # raises again if the GPU no longer works
         cause = error.__context__ or error  # ending a broken capture raises another error
@@ -106,7 +107,7 @@ def _sampled(timer, calls, least: int, budget_s: float, kind: str, each: int = 1
     return summarize([us / each for us in times], kind)
 
 
-def _by_graph(calls, nbytes, timer, budget_s) -> dict:
+def _by_graph(calls, nbytes, timer) -> dict:
     rounds = min(MOST_CALLS, -(-GRAPH_BYTES // nbytes)) // len(calls)
     count = max(1, rounds) * len(calls)
     results = [None] * len(calls)
@@ -116,7 +117,7 @@ def _by_graph(calls, nbytes, timer, budget_s) -> dict:
             results[i % len(calls)] = calls[i % len(calls)]()
     try:
         _replay_rewrites(graph, results)
-        return _sampled(timer, [graph.replay], 10, budget_s, "graph", count)
+        return _sampled(timer, [graph.replay], 10, BUDGET_S, "graph", count)
     finally:
         graph.reset()
 

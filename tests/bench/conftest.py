@@ -11,9 +11,10 @@ from ..distributed.conftest import world  # noqa: F401
 
 @pytest.fixture(autouse=True)
 def brief(monkeypatch):
-    """On the CPU, time the host with few calls and without warming up: no test uses the value."""
+    """On the CPU, few calls are timed, without warming up: no test uses the value."""
     if not torch.cuda.is_available():
         monkeypatch.setattr(timing, "WARM_UP_S", 0.0)
+        monkeypatch.setattr(timing, "CPU_BUDGET_S", 0.0)
         monkeypatch.setattr(timing, "host", partial(timing.host, samples=2, calls=2))
 
 

@@ -6,6 +6,11 @@ import torch
 from bench import host, record
 from bench.__main__ import main
 from bench.cases import OPS
+from bench.command import Run
+
+
+def course(late: bool) -> Run:
+    return Run("cpu", {}, record.Record(), print, lambda: late)
 
 
 @pytest.mark.slow
@@ -55,9 +60,9 @@ def test_a_provider_that_fails_is_named_and_the_others_go_on(monkeypatch):
     given = host._given(OPS["rms_norm"], "cpu", "call")
     monkeypatch.setattr(host, "_given", lambda *_: (*given[:2], load))
     monkeypatch.setattr(host.timing, "host", lambda call, device: (call(), [3, 4])[1])
-    a, b = host.times(OPS["rms_norm"], ["a", "b"], "cpu", "call", lambda: False, print)
+    a, b = host.times(OPS["rms_norm"], ["a", "b"], course(False), "call", print)
     assert a.error == "ValueError: at most 64 columns" and not b.error
-    assert host.times(OPS["rms_norm"], ["b"], "cpu", "call", lambda: True, print) == []
+    assert host.times(OPS["rms_norm"], ["b"], course(True), "call", print) == []
 
 
 def test_norms_by_group_are_called_with_a_sample_and_codes_have_a_forward_alone():
@@ -65,6 +70,5 @@ def test_norms_by_group_are_called_with_a_sample_and_codes_have_a_forward_alone(
     assert [list(x.shape) for x in leaves] == [[1, 1024, 1024]] * 2 + [[1, 1024]] * 3
     assert OPS["modulated_rms_norm"].ways == ("call", "step")
     assert OPS["rms_norm_quantized row"].ways == ("call",)
-    given = OPS["rms_norm_quantized row"], ["torch"], "cpu", "call", lambda: False, print
-    (line,) = host.times(*given)
+    (line,) = host.times(OPS["rms_norm_quantized row"], ["torch"], course(False), "call", print)
     assert line.forward_us and line.forward_backward_us is None and not line.error

@@ -17,7 +17,6 @@ SUITE = ["--suite", "release", "--op", "rms_norm", "--dtype", "bfloat16", "--hid
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch, without_gpu):
     monkeypatch.setattr("bench.__main__.CPU_ELEMENTS", 4096)
-    monkeypatch.setattr("bench.__main__.CPU_BUDGET_S", 0.0)
 
 
 def keys(path) -> list[tuple]:

@@ -45,7 +45,7 @@ def _fails(x, weight):
 def ran(case, names, directions, device="cpu", late=lambda: False) -> list:
     """The lines of a run of one case."""
     course = Run(device, {case.op: names}, found := Record(), found.add, late)
-    run([case], course, directions, budget_s=0.0 if device == "cpu" else 0.1)
+    run([case], course, directions)
     return found.lines
 
 

@@ -25,7 +25,7 @@ def test_rotating_sets_exceed_the_cache(monkeypatch, nbytes, sets):
 def test_clock_calls_every_set_in_turn():
     seen = []
     made = iter((lambda: seen.append(0), lambda: seen.append(1)))
-    found = timing.measure(made.__next__, 1, "cpu", 0.0)
+    found = timing.measure(made.__next__, 1, "cpu")
     assert found["timing"] == "clock"
     assert seen[:3] == [0, 1, 0]  # warm-up, and how long a call takes
     assert seen[3:] == [0, 1, 0, 1, 0]
@@ -40,7 +40,7 @@ def test_host_time_is_divided_by_the_number_of_calls(monkeypatch):
 def test_gpu_time_comes_from_a_graph(gpu):
     x = torch.randn(1 << 22, device=gpu)
     with torch.cuda.stream(torch.cuda.Stream()):
-        found = timing.measure(lambda: partial(x.clone().copy_, x.clone()), 8 << 22, gpu, 0.02)
+        found = timing.measure(lambda: partial(x.clone().copy_, x.clone()), 8 << 22, gpu)
     assert (found["timing"], found["error"]) == ("graph", "")
     assert 1.0 < found["median_us"] < 10_000.0
 
@@ -54,6 +54,6 @@ def test_work_on_another_stream_is_noticed(gpu):
             return y.copy_(x)
 
     with torch.cuda.stream(torch.cuda.Stream()):
-        found = timing.measure(lambda: stray, 8 << 22, gpu, 0.02)
+        found = timing.measure(lambda: stray, 8 << 22, gpu)
     assert found["timing"] == "events"
     assert "does not write" in found["error"]
