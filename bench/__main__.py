@@ -19,13 +19,9 @@ from bench import accuracy, command, documents, first_call, host, plot, record, 
 from bench.cases import OPS, SUITE_DIRECTIONS, SUITES, select
 from bench.op import DIRECTIONS, HOST, INFERENCE
 from bench.run import GpuLost, run
+from bench.text import distinct, grouped
 
-COMMANDS = {
-    "train": train.main,
-    "first-call": first_call.main,
-    "accuracy": accuracy.main,
-    "host": host.main,
-}
+COMMANDS = {"train": train, "first-call": first_call, "accuracy": accuracy, "host": host}
 CPU_ELEMENTS = 1 << 18
 
 
@@ -60,10 +56,8 @@ def _measured(args: argparse.Namespace, argv: list[str]) -> record.Record:
     """The record of a run. Each line is written to ``--out`` as soon as it is measured."""
     cases = select(args.suite, args.op, args.dtype, args.hidden)
     if not cases or set(args.hidden or ()) - {case.n for case in cases}:
-        sizes: dict[str, dict] = {}
-        for case in select(args.suite, None, args.dtype):
-            sizes.setdefault(case.op, {})[case.n] = None
-        listed = "; ".join(f"{op} {sorted(found)}" for op, found in sizes.items())
+        by_op = grouped(select(args.suite, None, args.dtype), "op").items()
+        listed = "; ".join(f"{op} {sorted(distinct(of_op, 'n'))}" for op, of_op in by_op)
         sys.exit(f"suite {args.suite} has no such case; its N are {listed}")
     directions = args.direction or (HOST, *SUITE_DIRECTIONS.get(args.suite, DIRECTIONS))
     ops = dict.fromkeys(case.op for case in cases)
@@ -82,7 +76,7 @@ def _measured(args: argparse.Namespace, argv: list[str]) -> record.Record:
 
 def main(argv: list[str]) -> int:
     if argv and argv[0] in COMMANDS:
-        return COMMANDS[argv[0]](argv[1:])
+        return COMMANDS[argv[0]].main(argv[1:])
     args = _parser().parse_args(argv)
     for path in map(Path, args.markdown or ()):
         documents.update(path)

@@ -91,10 +91,10 @@ def names(op: Op, direction: str) -> list[str]:
     return [f"d{name}" for name in op.trained] if direction == "backward" else [*op.outputs]
 
 
-def complaint(actual, expected, allowed, called) -> str | None:
+def complaint(op: Op, direction: str, actual, expected, allowed) -> str | None:
     """A message that names each wrong result, or None if all are right."""
-    wrong = []
-    for got, want, budget, name in zip(actual, expected, allowed, called, strict=True):
+    wrong, found = [], (actual, expected, allowed, names(op, direction))
+    for got, want, budget, name in zip(*found, strict=True):
         ulps = error(got, want)
         if not ulps <= budget:
             wrong.append(f"{name} is off by {ulps:.3g} ulps, {budget:.3g} are allowed")

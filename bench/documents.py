@@ -33,6 +33,7 @@ from bench.record import Cell, Record, by_shape, load, merge
 from bench.text import columns, distinct
 
 OPTIONS = {"op": str, "dtype": str, "n": int, "direction": str, "provider": str}
+HOST_TIMES = ("forward_us", "forward_backward_us")
 BLOCK = re.compile(
     r"(?P<opening><!-- (?P<kind>\w+): (?P<words>[^>]*?\.jsonl[^>]*) -->\n)"
     r"(?P<text>.*?)(?P<closing><!-- end -->)",
@@ -201,13 +202,7 @@ def _hosts(block: Block) -> str:
     for (op, way, provider), base in measured.items():
         other = {"torch": "tilenorm", "compile": "tilenorm-compile"}.get(provider)
         if ours := measured.get((op, way, other)):
-            pairs = (
-                (base.forward_us, ours.forward_us),
-                (
-                    base.forward_backward_us,
-                    ours.forward_backward_us,
-                ),
-            )
+            pairs = [(getattr(base, name), getattr(ours, name)) for name in HOST_TIMES]
             shown = [
                 f"{before:.1f} → {after:.1f} ({after / before:.2f})" for before, after in pairs
             ]
@@ -267,7 +262,7 @@ def _about_hosts(record: Record) -> tuple[str, str]:
     ops = list(dict.fromkeys(op for op, _ in times))
     ratios = (
         [getattr(times[op, report.OURS], way) / getattr(times[op, "torch"], way) for op in ops]
-        for way in ("forward_us", "forward_backward_us")
+        for way in HOST_TIMES
     )
     alone, both = (report.spread_of(of, ".2f") for of in ratios)
     answer = f"{alone} × PyTorch's, {both} with a backward"

@@ -2,9 +2,9 @@
 
 Three ways: a call of (rows, N); a batch of (2, rows / 2, N), as in a model; and a step, which is
 twelve norms with a product behind each, as one function. Norms with parameters by group take
-(1, 1024, N) in a call. Compilers get the step whole: there a norm
-costs what is between two providers, divided by twelve. Times are of the clock of the thread that
-calls, and of all threads of the process.
+(1, 1024, N) in a call. Compilers get the step whole: there a norm costs what is between two
+providers, divided by twelve. Times are of the clock of the thread that calls, and of all threads of
+the process.
 """
 
 from collections.abc import Callable, Sequence

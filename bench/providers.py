@@ -176,9 +176,7 @@ PROVIDERS = {
 }
 
 
-def attendance(
-    ops: Iterable[str], names: Sequence[str], device: str
-) -> tuple[dict[str, list[str]], dict[str, str]]:
+def attendance(ops: Iterable[str], names: Sequence[str], device: str) -> tuple[dict, dict]:
     """The providers that have each op, and for every provider that lacks an op the reasons."""
     present, reasons = {}, {}
     for op in ops:

@@ -35,12 +35,11 @@ def estimate(samples: Sequence[float]) -> Estimate | None:
     """The median of the samples with its interval, or None without samples.
 
     The interval contains the median of what the samples are drawn from, with CONFIDENCE. It is that
-    of the sign test (W. R. Thompson, Annals of Mathematical Statistics 7, 1936):
-    from the k-th smallest sample to the k-th largest. The median is below the k-th smallest of n
-    independent samples if fewer than k samples are below it, with the probability
-    Σ_{i < k} C(n, i) / 2^n for every continuous distribution; for others it is at most that. k is
-    the largest number with which both sides together have at most the probability 1 - CONFIDENCE.
-    Below 6 samples there is none.
+    of the sign test (W. R. Thompson, Annals of Mathematical Statistics 7, 1936): from the k-th
+    smallest sample to the k-th largest. The median is below the k-th smallest of n independent
+    samples if fewer than k samples are below it, with the probability Σ_{i < k} C(n, i) / 2^n for
+    every continuous distribution; for others it is at most that. k is the largest number with which
+    both sides together have at most the probability 1 - CONFIDENCE. Below 6 samples there is none.
     """
     n, k, below = len(samples), 0, 1
     while 2 * below <= (1 - CONFIDENCE) * 2**n:
@@ -88,16 +87,22 @@ class Cell(Copy):
 
 
 @dataclass(frozen=True)
-class Host:
-    """Host microseconds of a call: a forward without grad, and a forward with its backward, by the
-    clock and of all threads. Each is the least median of several rounds. ``way``: see bench.host.
-    """
+class Shaped:
+    """What a provider did with an op on M rows of N elements."""
 
     op: str
     dtype: str
     m: int
     n: int
     provider: str
+
+
+@dataclass(frozen=True)
+class Host(Shaped):
+    """Host microseconds of a call: a forward without grad, and a forward with its backward, by the
+    clock and of all threads. Each is the least median of several rounds. ``way``: see bench.host.
+    """
+
     forward_us: float | None = None
     forward_backward_us: float | None = None
     error: str = ""
@@ -109,20 +114,24 @@ class Host:
 
 
 @dataclass(frozen=True)
-class FirstCall:
+class FirstCall(Shaped):
     """Seconds of the first call of a spec in a process, with the compilation in it.
 
     ``cold_s`` starts from empty caches. ``warm_s`` is of a second process, with the first's caches.
     """
 
-    op: str
-    dtype: str
-    m: int
-    n: int
     direction: str
-    provider: str
     cold_s: float | None = None
     warm_s: float | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Accuracy(Shaped):
+    """The largest errors of one provider on one kind of inputs, by the result's name."""
+
+    inputs: str
+    ulps: dict[str, float] = field(default_factory=dict)
     error: str = ""
 
 
@@ -134,20 +143,6 @@ class Precompile:
     arguments: str
     cores: int
     seconds: float | None = None
-    error: str = ""
-
-
-@dataclass(frozen=True)
-class Accuracy:
-    """The largest errors of one provider on one kind of inputs, by the result's name."""
-
-    op: str
-    dtype: str
-    m: int
-    n: int
-    inputs: str
-    provider: str
-    ulps: dict[str, float] = field(default_factory=dict)
     error: str = ""
 
 

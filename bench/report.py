@@ -219,11 +219,8 @@ def gains(pairs: Sequence[Pair]) -> str:
     rows = []
     for pair in pairs:
         ms = " → ".join(f"{us / 1e3:.1f}" for us in pair.medians_us)
-        more, peak = (
-            with_interval(pair.more_tokens, 100, "%"),
-            " → ".join(map(gib, pair.peak_bytes)),
-        )
-        rows.append([pair.label, pair.base, pair.variant, ms, more, peak])
+        more, peaks = with_interval(pair.more_tokens, 100, "%"), map(gib, pair.peak_bytes)
+        rows.append([pair.label, pair.base, pair.variant, ms, more, " → ".join(peaks)])
     return columns(["model", "A", "B", "ms a step", MORE, "peak GiB"], rows)
 
 

@@ -132,8 +132,8 @@ def _measure(provider, op, prepared, cell, device) -> dict:
     call = repeatable_call(provider, inputs, grads, direction)
     check.poison((*inputs, *grads))
     results = op.decoded(check.as_tuple(call()), inputs)
-    called = check.names(op, direction)
-    if wrong := check.complaint(results, expected[direction], allowed[direction], called):
+    found = results, expected[direction], allowed[direction]
+    if wrong := check.complaint(op, direction, *found):
         return {"status": "wrong", "error": wrong}
     make = partial(repeatable_call, provider, inputs, grads, direction)
     return timing.measure(make, cell.bytes, device)

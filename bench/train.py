@@ -2,9 +2,9 @@
 
 The model is Llama 3 8B, or --model's. Both variants run in one process, over the same weights, with
 their steps in turn. The command prints the median of the differences with its 95% interval,
-tokens/s, the peak memory, and the kernels of each. Losses and gradients are
-compared first. The compilers' caches are those of the machine, so a second run compiles less. A
-pair of a variant with itself shows what the bench sees where there is nothing to see.
+tokens/s, the peak memory, and the kernels of each. Losses and gradients are compared first. The
+compilers' caches are those of the machine, so a second run compiles less. A pair of a variant with
+itself shows what the bench sees where there is nothing to see.
 
 Variants: eager is PyTorch. compile is torch.compile. patch is tilenorm.patch, and patch-add also
 has it add the residual. patch-compile patches the model and gives it to torch.compile.

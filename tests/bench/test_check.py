@@ -48,10 +48,9 @@ def test_budget_is_a_floor_a_multiple_of_eager_or_grows_with_rows(dtype, sums):
 
 
 def test_complaint_names_the_output_and_the_budget():
-    expected = [torch.ones(3, dtype=torch.float64)] * 2
+    expected, op = [torch.ones(3, dtype=torch.float64)] * 2, OPS["rms_norm"]
     actual = [torch.ones(3), torch.zeros(3)]
-    names = check.names(OPS["rms_norm"], "backward")
-    complaint = check.complaint(actual, expected, [4.0, 4.0], names)
+    complaint = check.complaint(op, "backward", actual, expected, [4.0, 4.0])
     assert complaint.startswith("dweight is off by ")
     assert complaint.endswith(" 4 are allowed")
-    assert check.complaint(actual[:1], expected[:1], [4.0], ["y"]) is None
+    assert check.complaint(op, "forward", actual[:1], expected[:1], [4.0]) is None

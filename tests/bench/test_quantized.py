@@ -27,7 +27,7 @@ def test_a_wrong_result_is_found(scaling):
 
     def complaint(*made) -> str | None:
         results = op.decoded(made, inputs)
-        return check.complaint(results, expected["forward"], allowed["forward"], op.outputs)
+        return check.complaint(op, "forward", results, expected["forward"], allowed["forward"])
 
     *codes, total = found = op.eager(*inputs)
     assert complaint(*found) is None
