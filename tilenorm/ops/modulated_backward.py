@@ -1,7 +1,6 @@
 """The torch.library op modulated_norm_backward: the backward pass of a norm modulated by group."""
 
-from collections.abc import Sequence
-from math import prod
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -10,6 +9,8 @@ from ..spec import NormSpec
 from ..table import MODULATION
 from .backward_by_role import Backward, define
 from .gradients import MODULATED_SAVED, PLACES
+from .layout import rows_shape
+from .sharding import Rule, rules_by_group
 
 
 class ModulatedBackward(Backward):
@@ -29,16 +30,16 @@ class ModulatedBackward(Backward):
     ROLES = ("dy", "dsum", *MODULATED_SAVED)
     MASKED = (*tuple(PLACES)[:5], *MODULATION)
     PLACES = tuple(range(8))
+    TAKEN = "rrrrpprrgg"
+    MADE = "rrrddeee"
 
     @property
     def spec(self) -> NormSpec:
-        t, hidden, shift = self.tensors, self.hidden, self.options["shift"]
+        hidden, shift = self.hidden, self.options["shift"]
         dtypes = {r: self.dtype_of(r) for r in ("weight", "bias", "mod_scale", "mod_gate")}
         if self.options["added"]:
             dtypes["residual"] = self.dtype_of("x")
-        affine = [prod(p.shape) for r in ("weight", "bias") if (p := t[r]) is not None]
-        heads = max(affine) // hidden if affine and hidden else 0
-        heads, dtype = heads if heads > 1 else 0, self.dtype_of("dy")
+        heads, dtype = self.heads if self.heads > 1 else 0, self.dtype_of("dy")
         return NormSpec(self.options["norm"], hidden, dtype, heads=heads, mod_shift=shift, **dtypes)
 
     def likes(self, spec: NormSpec) -> Sequence[Tensor | None]:
@@ -46,6 +47,11 @@ class ModulatedBackward(Backward):
         scale, shift = t["mod_scale"], spec.mod_shift
         shift = shift and scale.new_empty(scale.shape, dtype=getattr(torch, shift))
         return t["dy"], t["x"], None, t["weight"], t["bias"], scale, shift, t["mod_gate"]
+
+    def rules(self) -> Iterable[Rule]:
+        t, shape, hidden = self.tensors, self.tensors["x"].shape, self.hidden
+        dims = len(shape) - len(rows_shape(shape, hidden)) if hidden else 1
+        return rules_by_group(t["x"], [t["weight"], t["bias"]], t["mod_scale"], dims, hidden)
 
 
 define(ModulatedBackward)

@@ -1,6 +1,6 @@
 """The torch.library op rms_norm_rope_backward: the backward pass of heads that are rotated."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
@@ -8,6 +8,7 @@ from ..spec import NormSpec, Rotation
 from ..table import OF_KEY
 from .backward_by_role import Backward, define
 from .gradients import ROTATED_PLACES, ROTATED_SAVED
+from .sharding import Rule, rules_rotated
 
 
 class RotatedBackward(Backward):
@@ -27,6 +28,8 @@ class RotatedBackward(Backward):
     ROLES = ("dy", "dsum", *ROTATED_SAVED)
     MASKED = ("x", "weight", *OF_KEY)
     PLACES = ROTATED_PLACES
+    TAKEN = "oorprprrtti"
+    MADE = "rdrd"
 
     @property
     def spec(self) -> NormSpec:
@@ -48,6 +51,11 @@ class RotatedBackward(Backward):
 
     def likes(self, spec: NormSpec) -> Sequence[Tensor | None]:
         return [self.tensors[role] for role in self.MASKED]
+
+    def rules(self) -> Iterable[Rule]:
+        t, heads_first = self.tensors, self.options["output_heads_first"]
+        tables = t["cos"], t["positions"]
+        return rules_rotated(t["x"], *tables, t["weight"], self.hidden, heads_first)
 
 
 define(RotatedBackward)

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..table import OPS, VECTOR, Op, Port
+from ..table import OPS, Op, Port
 from .layout import leading_groups, rows_shape
 from .torch_private import keep_every_argument
 
@@ -76,6 +76,7 @@ def register_where_loaded() -> None:
 def _register() -> None:
     from torch.distributed.tensor.experimental import register_sharding
 
+    from .generated import KINDS
     from .split.rules import STRATEGIES
 
     ops: dict[str, Callable] = {
@@ -84,9 +85,7 @@ def _register() -> None:
         for name, op in OPS.items()
         if not op.quantized
     }
-    ops |= {"norm_backward": backward_strategies, **STRATEGIES}
-    ops["modulated_norm_backward"] = modulated_strategies
-    ops["rms_norm_rope_backward"] = rotated_strategies
+    ops |= {kind.NAME: partial(backward_strategies, kind) for kind in KINDS.values()} | STRATEGIES
     overloads = [getattr(torch.ops.tilenorm, name).default for name in ops]
     for overload, tell in zip(overloads, ops.values(), strict=True):
         register_sharding(overload)(lambda *given, tell=tell: tell(given))
@@ -180,42 +179,16 @@ def op_strategies(op: Op, given: Given) -> list[Strategy]:
     return strategies_of(found, letters_of(op.takes), given, letters, made)
 
 
-def backward_strategies(given: Given) -> list[Strategy]:
-    """What DTensor may do with a call of the op norm_backward."""
-    from .norm_backward import Backward
+def backward_strategies(kind: Any, given: Given) -> list[Strategy]:
+    """What DTensor may do with a call of the op of a class of backward_by_role.py."""
+    from .backward_by_role import asked_of
 
-    call = Backward.of([described(t) for t in given])
-    saved = call.saved
-    made = *call.needs(call.spec).gradients, call.output
-    found = rules(saved["x"], [saved["weight"], saved["bias"]], call.options.hidden)
-    # The terms of dy and a mask have rows. What else is last is no tensor, or the layer scale.
-    last = ["w" if t is given[-1] and saved[VECTOR] is not None else "r" for t in given[8:]]
-    return strategies_of(found, "rrrrpprr" + "".join(last), given, "rrrddr", made)
-
-
-def modulated_strategies(given: Given) -> list[Strategy]:
-    """What DTensor may do with a call of the op modulated_norm_backward."""
-    from .modulated_backward import ModulatedBackward
-
-    call = ModulatedBackward([described(t) for t in given], {})
-    x, scale, hidden = call.tensors["x"], call.tensors["mod_scale"], call.hidden
-    dims = len(x.shape) - len(rows_shape(x.shape, hidden)) if hidden else 1
-    parameters = [call.tensors["weight"], call.tensors["bias"]]
-    found = rules_by_group(x, parameters, scale, dims, hidden)
-    needed = call.needs(call.spec).gradients
-    return strategies_of(found, "rrrrpprrgg", given, "rrrddeee", needed)
-
-
-def rotated_strategies(given: Given) -> list[Strategy]:
-    """What DTensor may do with a call of the op rms_norm_rope_backward."""
-    from .rotated_backward import RotatedBackward
-
-    call = RotatedBackward([described(t) for t in given], {})
-    x, cos, positions, weight = (call.tensors[r] for r in ("x", "cos", "positions", "weight"))
-    found = rules_rotated(x, cos, positions, weight, call.hidden, call.spec.rotation.heads_first)
-    needed = call.needs(call.spec).gradients
-    made = [needed[place] for place in RotatedBackward.PLACES]
-    return strategies_of(found, "oorprprrtti", given, "rdrd", made)
+    call = kind([described(t) for t in given], {})
+    needed = asked_of(call.needs(call.spec))
+    made = [needed[place] for place in kind.PLACES]
+    letters = dict(zip(kind.ARGUMENTS.values(), kind.TAKEN, strict=True))
+    taken = "".join([letters.get(name, "w") for name in kind.NAMES[: len(given)]])
+    return strategies_of(call.rules(), taken, given, kind.MADE, made)
 
 
 def described(argument: Any) -> Any:
