@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from .ops.arguments import check_option, sizes_of
 from .ops.functional import layer_norm, modulated_layer_norm, modulated_rms_norm, rms_norm
+from .ops.tensor_checks import check_argument, wrong
 
 
 class _WithOptions(nn.Module):
@@ -194,10 +195,9 @@ def refuse_script(module: nn.Module) -> None:
 
 def _check(name: str, dtype, offset=0.0, rounding="late") -> None:
     """Check what a module is made with. PyTorch's own messages name `device` and its values."""
-    if dtype is not None and not isinstance(dtype, torch.dtype):
-        got = type(dtype).__name__
-        raise TypeError(f"{name}: argument 'dtype' takes a torch.dtype or None, got {got}")
+    right = dtype is None or isinstance(dtype, torch.dtype)
+    check_argument(name, "dtype", dtype, right, "a torch.dtype or None")
     if dtype is not None and not (dtype.is_floating_point or dtype.is_complex):
-        raise RuntimeError(f"{name}: argument 'dtype' takes a floating-point dtype, got {dtype}")
+        raise wrong(name, "dtype", "a floating-point dtype", dtype)
     check_option(name, "offset", offset)
     check_option(name, "rounding", rounding)

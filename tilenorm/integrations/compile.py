@@ -9,6 +9,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ..launch.tuned.compiled import SMALL
+from ..ops.tensor_checks import check_argument
 from ..ops.torch_private import inductor_joint_pass
 from .fx import Folds, Report
 from .fx.nodes import Left
@@ -80,9 +81,8 @@ def compile(
     """
     check_where("compile", where)
     check_bool("compile", "rotation", rotation)
-    if options is not None and not isinstance(options, dict):
-        got = type(options).__name__
-        raise TypeError(f"compile: argument 'options' takes a dict or None, got {got}")
+    right = options is None or isinstance(options, dict)
+    check_argument("compile", "options", options, right, "a dict or None")
     if memory not in (None, "low"):
         raise ValueError(f"compile: argument 'memory' takes 'low' or None, got {memory!r}")
     if memory and backend != "inductor":

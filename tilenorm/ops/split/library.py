@@ -32,6 +32,7 @@ from ..library import LIBRARY, TAGS, taken, tell_others
 from ..norm_backward import OPTIONS
 from ..reference import name_of, statistics_dtype
 from ..registry import device_of, on_device_of, record_failure, select
+from ..tensor_checks import wrong
 from . import reference
 
 # The roles of the tensors that have another name in the schemas.
@@ -61,7 +62,7 @@ class Call(NamedTuple):
         """The shape of what has a number a row."""
         shape, dims = tuple(self.given["x"].shape), self.given["dims"]
         if not 0 < dims <= len(shape):
-            raise RuntimeError(f"tilenorm: argument 'dims' takes 1 to {len(shape)}, got {dims}")
+            raise wrong("tilenorm", "dims", f"1 to {len(shape)}", dims)
         return shape[: len(shape) - dims]
 
     @property
@@ -90,10 +91,8 @@ class Call(NamedTuple):
             if parameter is None:
                 continue
             if parameter.shape[-given["dims"] :] != shape:
-                raise RuntimeError(
-                    f"tilenorm: argument {name!r} takes a shape that ends in that of the piece,"
-                    f" {list(shape)}, got {list(parameter.shape)}"
-                )
+                takes = f"a shape that ends in that of the piece, {list(shape)}"
+                raise wrong("tilenorm", name, takes, list(parameter.shape))
             heads = parameter.numel() // width if width else 0
         return NormSpec.of_tensors(self.options._replace(hidden=width), self.dtypes, heads)
 

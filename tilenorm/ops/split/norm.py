@@ -18,6 +18,7 @@ from ..autograd import needs_grad
 from ..bound import options_of
 from ..gradients import PLACES, needs_of, through_sum
 from ..reference import branched, name_of
+from ..tensor_checks import wrong
 from ..torch_private import asked_of
 from . import library  # noqa: F401 (defines the ops)
 
@@ -55,10 +56,7 @@ def of_op(op: Op, tensors: tuple, options: tuple, dims: int, eps: tuple, backend
         )
     for port, tensor in zip(op.takes, tensors, strict=True):
         if tensor is not None and not hasattr(tensor, "placements"):
-            raise RuntimeError(
-                f"{op.name}: argument {port.argument!r} takes a DTensor, as the input is one, got a"
-                " Tensor"
-            )
+            raise wrong(op.name, port.argument, "a DTensor, as the input is one", "a Tensor")
     found = dict(zip([port.name for port in op.takes], tensors, strict=True))
     for stage, own in zip(op.stages, eps, strict=True):
         row = OPS[stage.op]
@@ -94,10 +92,8 @@ def normalize(op: Op, given: dict[str, Any], how: How) -> tuple[Tensor, Tensor |
 def _plus(op: str, x: Tensor, addend: Tensor) -> Tensor:
     """x + addend, rounded to the addend's dtype, in x's. RuntimeError if x's has fewer bits."""
     if addend.dtype.itemsize > x.dtype.itemsize:
-        raise RuntimeError(
-            f"{op}: argument 'residual[0]' takes the input's dtype {x.dtype} where rows are cut,"
-            f" got {addend.dtype}"
-        )
+        takes = f"the input's dtype {x.dtype} where rows are cut"
+        raise wrong(op, "residual[0]", takes, addend.dtype)
     return reference.sum_of(x, addend).to(x.dtype)
 
 
