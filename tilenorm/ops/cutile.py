@@ -34,7 +34,7 @@ from .layout import (
     lie_as_read,
     shaped_as,
 )
-from .quantize import quantize, scale_of
+from .quantize import scale_of, with_codes
 from .shapes import Layout, Layouts
 from .torch_private import reinterpret
 
@@ -282,10 +282,7 @@ def bind_cast_apart(spec: NormSpec, plan: ForwardPlan, run: Run = on_device) -> 
 
     def cast_apart(tensors: tuple, eps: float) -> tuple:
         found = dict(zip(plain.made, normalize(taken((*tensors, None)), eps), strict=True))
-        q, scale, amax = quantize(spec, found["y"], tensors[given])
-        found |= {"q": q, "scale": scale, "amax": amax}
-        if not spec.quantized.output:
-            found["y"] = None
+        found = with_codes(spec, found, tensors[given])
         return tuple([found[role] for role in op.made])
 
     return cast_apart

@@ -19,7 +19,7 @@ from .autograd import Call, call_needs_grad, gradients
 from .bound import bound_of, kinds_of, specs_of, specs_of_tensors
 from .inductor import tell_inductor
 from .layout import rows_shape
-from .quantize import SCALE_DTYPES, quantize
+from .quantize import SCALE_DTYPES, with_codes
 from .reference import statistics_dtype
 from .registry import on_device_of
 from .sharding import register_where_loaded
@@ -169,8 +169,7 @@ def formula(op: Op, tensors: Sequence, options: tuple, eps: tuple) -> tuple[Tens
         given = {role: found.get(port) for role, port in stage.ports.items()}
         made = reference.with_rows(reference.formula(spec.unquantized, given, own))
         if spec.quantized:
-            q, scale, amax = quantize(spec, made["y"], given["given_scale"])
-            made |= {"q": q, "scale": scale, "amax": amax}
+            made = with_codes(spec, made, given["given_scale"])
         found |= {port: made[role] for role, port in stage.ports.items() if role in made}
     return tuple([found.get(port.name) for port in op.makes])
 

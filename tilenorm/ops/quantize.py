@@ -62,6 +62,13 @@ def quantize(
     return q, scale, amax
 
 
+def with_codes(spec: NormSpec, found: dict, given: Tensor | None) -> dict:
+    """The results of a norm by their roles, with those of quantize. given: the caller's scale."""
+    q, scale, amax = quantize(spec, found["y"], given)
+    y = found["y"] if spec.quantized.output else None
+    return found | {"q": q, "scale": scale, "amax": amax, "y": y}
+
+
 def _factor(how: Quantization, peak: Tensor) -> tuple[Tensor, Tensor]:
     # A number divided by a tensor would be the number times the tensor's reciprocal.
     factor = torch.full_like(peak, FP8[how.dtype]) / peak.clamp(min=SMALLEST)

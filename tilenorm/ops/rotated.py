@@ -17,7 +17,7 @@ from ..launch.rope import RopeBackwardPlan, RopeForwardPlan
 from ..spec import NormSpec
 from ..table import LIES, OF_KEY, OPS
 from .cutile import Run, bind_pass, on_device
-from .layout import MAX_STRIDE, MOST_SHAPES, VECTOR_BYTES, contiguous_strides_of
+from .layout import MAX_STRIDE, VECTOR_BYTES, contiguous_strides_of
 from .reference import STATISTICS
 from .shapes import Fresh, Layout, Layouts, key_of
 from .torch_private import reinterpret
@@ -72,7 +72,7 @@ class RotatedLayouts(Layouts):
         self.grouped = [place for place, (_, dtype) in enumerate(read) if dtype]
         self.key_of = partial(key_of, input, self.grouped)
 
-    def __missing__(self, key: Any) -> Layout:
+    def _layout_of(self, key: Any) -> Layout:
         plan: Any = self._plan
         spec, tokens, given = plan.spec, tuple(key[0][:-2]), {}
         for place, (shape, strides) in zip(self.grouped, key[1:], strict=True):
@@ -97,10 +97,7 @@ class RotatedLayouts(Layouts):
             reads = [_read_of(spec, *how, tokens) for how in each]
         in_place = None not in [read.strides for read in reads]
         views = Views(tuple(reads), tokens, () if in_place else None)
-        layout = Layout(sizes, (), tuple(fresh), tuple(written), views, None, (), {})
-        if len(self) < MOST_SHAPES:
-            self[key] = layout
-        return layout
+        return Layout(sizes, (), tuple(fresh), tuple(written), views, None, (), {})
 
 
 def _sequences(tokens: tuple[int, ...]) -> tuple[int, int]:

@@ -76,6 +76,12 @@ class Layouts(dict):
         return layout and layout.repeated.get(eps)
 
     def __missing__(self, key: Any) -> Layout:
+        layout = self._layout_of(key)
+        if len(self) < MOST_SHAPES:
+            self[key] = layout
+        return layout
+
+    def _layout_of(self, key: Any) -> Layout:
         plan, spec = self._plan, self._plan.spec
         hidden, how = spec.hidden, spec.quantized
         groups: tuple[int, ...] = ()
@@ -113,7 +119,7 @@ class Layouts(dict):
         made.append(slots and Fresh(slots, (slots[1], 1), torch.int32))
         if isinstance(plan, GroupedPlan):
             made.append(group_sums and Fresh(group_sums, (hidden, 1), torch.float32))
-        layout = Layout(
+        return Layout(
             rows,
             groups if isinstance(plan, BackwardPlan) else (),
             tuple(made),
@@ -123,9 +129,6 @@ class Layouts(dict):
             cleared,
             {},
         )
-        if len(self) < MOST_SHAPES:
-            self[key] = layout
-        return layout
 
     def _by_group(self, layouts: Sequence[tuple[torch.Size, tuple[int, ...]]]) -> tuple | None:
         """Views.by_group. layouts: the shape and the strides of each tensor that lies by group."""
