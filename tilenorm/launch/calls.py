@@ -1,11 +1,10 @@
-"""The parts of a plan: kernel calls, the arrays that they take, and the requested gradients.
+"""The parts of a plan: kernel calls and the requested gradients.
 
 ABSENT stands for an array that a flag turns off. The kernel does not touch it.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import is_dataclass
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
 
 from ..spec import NormSpec
@@ -133,87 +132,6 @@ def every_gradient(spec: NormSpec) -> Needs:
     )
 
 
-class ForwardArrays(NamedTuple):
-    """What a forward pass reads and writes: tensors, or descriptions of tensors.
-
-    A call leaves out what is behind the slots, behind layer_scale, or behind inner_mean, where it
-    has none of it.
-    """
-
-    x: Any
-    y: Any
-    weight: Any
-    bias: Any
-    residual: Any
-    gate: Any
-    sum: Any
-    mean: Any
-    rstd: Any
-    slots: Any = ABSENT
-    addend: Any = ABSENT
-    skip: Any = ABSENT
-    dropout_mask: Any = ABSENT
-    layer_scale: Any = ABSENT
-    q: Any = ABSENT
-    scale: Any = ABSENT
-    amax: Any = ABSENT
-    inner_w: Any = ABSENT
-    inner_rstd: Any = ABSENT
-    inner_b: Any = ABSENT
-    inner_mean: Any = ABSENT
-    mod_scale: Any = ABSENT
-    mod_shift: Any = ABSENT
-    mod_gate: Any = ABSENT
-
-
-class BackwardArrays(NamedTuple):
-    """What a backward pass reads and writes. x is the sum x + residual if there is a residual. dy
-    is a tuple of the terms of dy. dropout_mask and layer_scale are read where the input is masked
-    or scaled, and what is behind them where rows are modulated.
-    """
-
-    x: Any
-    dy: Any
-    gate: Any
-    dsum: Any
-    weight: Any
-    bias: Any
-    mean: Any
-    rstd: Any
-    dx: Any
-    dresidual: Any
-    dgate: Any
-    y: Any
-    partials: Any
-    slots: Any
-    dw: Any
-    db: Any
-    dropout_mask: Any = ABSENT
-    layer_scale: Any = ABSENT
-    input: Any = ABSENT
-    mod_scale: Any = ABSENT
-    mod_gate: Any = ABSENT
-    dscale: Any = ABSENT
-    dshift: Any = ABSENT
-    dmod_gate: Any = ABSENT
-    group_sums: Any = ABSENT
-
-    def of_branches(self) -> tuple:
-        """What the kernel takes of a norm whose input is masked or scaled."""
-        return self.of_groups()[: self._fields.index("input") - 2]
-
-    def of_groups(self) -> tuple:
-        """What the kernel takes of a norm whose rows are modulated."""
-        sums = self._fields.index("dw")
-        return (*self[:sums], *self[sums + 2 :])
-
-    def of_group_sums(self) -> tuple:
-        """What the kernel takes that adds up the sums by group."""
-        read = ("weight", "bias", "mod_scale", "dscale", "dshift", "dmod_gate", "group_sums")
-        absent = dict.fromkeys(self._fields, ABSENT)
-        return BackwardArrays(**absent | {name: getattr(self, name) for name in read}).of_groups()
-
-
 class Sizes(NamedTuple):
     """The sizes of a call of a norm that is rotated: `batch` sequences of `tokens` tokens, with so
     many heads of the input and of the key.
@@ -223,60 +141,6 @@ class Sizes(NamedTuple):
     tokens: int
     heads: int
     key_heads: int = 0
-
-
-class HeadsIn(NamedTuple):
-    """What a forward pass reads and writes of heads, see kernels/arrays.py."""
-
-    x: Any
-    weight: Any
-    y: Any
-    rstd: Any
-
-
-class HeadsBack(NamedTuple):
-    """What a backward pass reads and writes of heads, see kernels/arrays.py."""
-
-    x: Any
-    dy: Any
-    weight: Any
-    rstd: Any
-    dx: Any
-
-
-class RopeForwardArrays(NamedTuple):
-    """What the forward pass of a norm that is rotated takes, see kernels/arrays.py. input, key:
-    plain tuples of what HeadsIn names.
-    """
-
-    input: tuple
-    key: tuple
-    cos: Any
-    sin: Any
-    positions: Any = ABSENT
-
-
-class RopeBackwardArrays(NamedTuple):
-    """What the backward pass of a norm that is rotated takes, see kernels/arrays.py. input, key:
-    plain tuples of what HeadsBack names. dw, dkey_weight: as in BackwardArrays.
-    """
-
-    input: tuple
-    key: tuple
-    cos: Any
-    sin: Any
-    positions: Any
-    partials: Any = ABSENT
-    dw: Any = ABSENT
-    dkey_weight: Any = ABSENT
-
-
-def taking(kind: type[NamedTuple], *names: str) -> Callable[[tuple], Any]:
-    """A function that selects the named arrays of a ForwardArrays or BackwardArrays.
-
-    It returns one array for one name, and a tuple for several.
-    """
-    return itemgetter(*map(kind._fields.index, names))
 
 
 def constants(group: Any) -> tuple:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..launch.calls import ABSENT, BackwardArrays, ForwardArrays, Launch, Needs
+from ..launch.arrays import BackwardArrays, ForwardArrays
+from ..launch.calls import ABSENT, Launch, Needs
 from ..launch.driver import Repeated, prepare
 from ..launch.kernel import launch
 from ..launch.plan import (
@@ -306,12 +307,11 @@ def bind_backward(plan: BackwardPlan, kept: tuple[str, ...], run: Run = on_devic
     read: list[tuple[str, str | None]] = [("rows", spec.dtype), ("rows", needs.dsum and total)]
     read += [(LIES[role], dtypes.get(role) or spec.dtype_of(role)) for role in kept]
     read += [("rows", spec.dtype)] * (needs.terms - 1)
-    end, need_dsum, named = 2 + len(kept), needs.dsum, spec.branches or spec.modulated
+    end, need_dsum = 2 + len(kept), needs.dsum
     take = _taking_backward(spec, kept, made_as, needs, plan.slots(1) is not None)
 
     def arrays_of(read: Sequence, written: Sequence) -> tuple:
-        arrays = take((*read[:end], *written, (read[0], *read[end:]), ABSENT))
-        return BackwardArrays(*arrays) if named else arrays
+        return take((*read[:end], *written, (read[0], *read[end:]), ABSENT))
 
     layouts = Layouts(plan, 2, read, made_as)
     execute = bind_pass(plan, layouts, arrays_of, run)
@@ -383,8 +383,8 @@ def _taking_backward(
     absent += ["group_sums"] * (not needs.sums and not any(needs.modulation))
     absent += ["input"] * (not needs.dmod_gate)  # the gradient of a gate by group is made of it
     places = {name: i for name, i in (places | made).items() if name not in absent}
-    if not spec.modulated:
-        fields = fields[: fields.index("input" if spec.branches else MASK)]
+    first_left_out = "dot" if spec.modulated else "input" if spec.branches else MASK
+    fields = (*fields[: fields.index(first_left_out)], *fields[-2:])
     return itemgetter(*[places.get(name, -1) for name in fields])
 
 

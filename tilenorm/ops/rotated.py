@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..launch.calls import ABSENT, HeadsBack, HeadsIn, RopeBackwardArrays, RopeForwardArrays, Sizes
+from ..launch.arrays import HeadsBack, HeadsIn, RopeBackwardArrays, RopeForwardArrays
+from ..launch.calls import ABSENT, Sizes
 from ..launch.rope import RopeBackwardPlan, RopeForwardPlan
 from ..spec import NormSpec
 from ..table import LIES, OF_KEY, OPS
