@@ -26,7 +26,7 @@ from .kernel import hinted
 from .quantized import cast_apart, compiled_as
 from .rope import RopeBackwardPlan, RopeForwardPlan
 from .target import Target
-from .tiling import COLUMN_SUM, SIZES, Tiling
+from .tiling import SIZES, Tiling
 from .tuned import rules
 
 GROUP_SUM = hinted(group_sum, Hints())
@@ -271,20 +271,14 @@ class BackwardPlan(Tiling):
             blocks = self.blocks(rows)
             grid, after = (blocks * self.chunks,), (rows, *groups)
             main = Launch(self._kernel, grid, (), MAIN_ARRAYS, after, self._starts_early)
-            return [*self._clear(_BACKWARD_SLOTS, rows), main, *self._column_sum(blocks)]
+            return [*self._clear(_BACKWARD_SLOTS, rows), main, *self._sums(blocks)]
 
         return launches
 
-    def _column_sum(self, blocks: int) -> list[Launch]:
+    def _sums(self, blocks: int) -> list[Launch]:
         """The launch that turns partial sums into dW and dB."""
         sums = [name for name in ("dw", "db") if getattr(self.needs, name)]
-        if not sums:
-            return []
-        config, rows = heuristics.column_sum(self._sum_width), self._partial_rows(blocks)
-        take = taking(BackwardArrays, "partials", *sums)
-        after = (rows, config.rows, config.tile, self._overlap)
-        grid = cdiv(self._sum_width, config.tile), len(sums)
-        return [Launch(COLUMN_SUM, grid, (), take, after, self._overlap)]
+        return self._column_sum(BackwardArrays, sums, self._partial_rows(blocks), self._sum_width)
 
 
 @dataclass(frozen=True)
@@ -341,7 +335,7 @@ class GroupedPlan(BackwardPlan):
             blocks, sums = self.blocks(rows, groups), constants(self.sums(groups))
             after = (rows, norm, cut, how, sums)
             main = Launch(self._kernel, (blocks,), (), MAIN_ARRAYS, after)
-            found = [main, *self._column_sum(blocks)]
+            found = [main, *self._sums(blocks)]
             if any(self.needs.modulation) and not self.sums(groups).WHOLE:
                 config = heuristics.column_sum(self._sum_width)
                 tiles = self.config.rows, config.rows, config.tile

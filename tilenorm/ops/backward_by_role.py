@@ -4,7 +4,6 @@ the functions that serve all of them.
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from math import prod
 from typing import Any, ClassVar
 
 import torch
@@ -15,8 +14,8 @@ from ..spec import NormSpec
 from . import reference
 from .bound import norm_of
 from .gradients import needs_of
-from .layout import vector_of
-from .library import LIBRARY, TAGS, tell_others
+from .layout import heads_of, vector_of
+from .library import register, tell_others
 from .registry import MAX_ROWS, on_device_of
 from .sharding import Rule
 from .torch_private import in_forward_mode
@@ -78,9 +77,7 @@ class Backward:
 
     @property
     def heads(self) -> int:
-        """How many rows of `hidden` elements weight and bias have."""
-        each = [prod(p.shape) for r in ("weight", "bias") if (p := self.tensors[r]) is not None]
-        return max(each) // self.hidden if each and self.hidden else 0
+        return heads_of(self.hidden, self.tensors["weight"], self.tensors["bias"])
 
     def kept(self, spec: NormSpec) -> tuple[Tensor, ...]:
         """The tensors of NormSpec.kept, with numbers as vectors."""
@@ -143,12 +140,9 @@ def fake(kind: type[Backward], *arguments) -> tuple[Tensor, ...]:
 
 def define(kind: type[Backward]) -> None:
     """Define the op of a class, and register the above."""
-    LIBRARY.define(f"{kind.NAME}{kind.SCHEMA}", tags=TAGS)
+    register(kind.NAME, kind.SCHEMA, partial(run, kind), partial(fake, kind))
     op = getattr(torch.ops.tilenorm, kind.NAME).default
     arguments = op._schema.arguments
     kind.NAMES = tuple(a.name for a in arguments)
     kind.ARGUMENTS = dict(zip(kind.ROLES, kind.NAMES, strict=False)) | {n: n for n in kind.LAST}
     kind.DEFAULTS = {a.name: a.default_value for a in arguments if a.has_default_value()}
-    for key in ("CPU", "CUDA"):
-        LIBRARY.impl(kind.NAME, partial(run, kind), key)
-    torch.library.register_fake(f"tilenorm::{kind.NAME}", partial(fake, kind), lib=LIBRARY)

@@ -196,7 +196,7 @@ def bind_forward(plan: ForwardPlan, run: Run = on_device) -> Callable:
     """
     spec, op = plan.spec, OPS[plan.spec.op]
     made_as = _made_as(op, spec, plan.save)
-    dtypes = _dtypes_of(op, spec)
+    dtypes = [spec.dtype_of(role) for role in op.roles]
     read = [(port.lies, dtype) for port, dtype in zip(op.takes, dtypes, strict=True)]
     layouts = Layouts(plan, 0, read, made_as)
     take = _taking_forward(op, spec, dtypes, made_as, plan.slots(1) is not None)
@@ -233,11 +233,6 @@ def _made_as(op: Op, spec: NormSpec, save: bool) -> list[tuple[str, str] | None]
         dtype = fixed.get(port.lies, dtypes.get(port.like, ""))
         made.append((port.lies, dtype) if there[port.when] and not absent else None)
     return made
-
-
-def _dtypes_of(op: Op, spec: NormSpec) -> list[str | None]:
-    """The dtype of each tensor that an op takes; None for one that is absent, and for a number."""
-    return [spec.dtype_of(role) for role in op.roles]
 
 
 def _taking_forward(

@@ -4,7 +4,7 @@ An op takes its tensors, `hidden`, its options, the eps of each of its norms, `s
 Eager calls on plain tensors go past the ops, from call.py to the same implementations.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -37,19 +37,13 @@ def taken(ports: Sequence[Port]) -> list[str]:
 
 
 def schema_of(op: Op) -> str:
-    """The schema of an op, from its row."""
+    """The arguments and results of an op, as in its schema, from its row."""
     options = [f"{OPTIONS[name].kind} {name}" for name in op.options]
     eps = [f"float {name}" for name in op.eps]
-    arguments = [
-        *taken(op.takes),
-        "SymInt hidden",
-        *options,
-        *eps,
-        "bool save",
-        "str? backend=None",
-    ]
+    last = "bool save", "str? backend=None"
+    arguments = [*taken(op.takes), "SymInt hidden", *options, *eps, *last]
     makes = ", ".join(f"Tensor {port.name}" for port in op.makes)
-    return f"{op.name}({', '.join(arguments)}) -> ({makes})"
+    return f"({', '.join(arguments)}) -> ({makes})"
 
 
 class Called(NamedTuple):
@@ -277,14 +271,19 @@ def autocast_tensors(op: Op, tensors: tuple) -> tuple:
     return tuple(cast)
 
 
+def register(name: str, schema: str, run: Callable, fake: Callable) -> None:
+    """Define an op with its implementation for real tensors, and its fake."""
+    LIBRARY.define(f"{name}{schema}", tags=TAGS)
+    for key in ("CPU", "CUDA"):
+        LIBRARY.impl(name, run, key)
+    torch.library.register_fake(f"tilenorm::{name}", fake, lib=LIBRARY)
+
+
 def define(op: Op) -> None:
     """Define an op, and register all of the above."""
     name = f"tilenorm::{op.name}"
-    LIBRARY.define(schema_of(op), tags=TAGS)
-    for key in ("CPU", "CUDA"):
-        LIBRARY.impl(op.name, partial(run, op), key)
+    register(op.name, schema_of(op), partial(run, op), partial(fake, op))
     LIBRARY.impl(op.name, partial(autocast, op), "AutocastCUDA")
-    torch.library.register_fake(name, partial(fake, op), lib=LIBRARY)
     if BelowAutograd is None:
         torch.library.register_autograd(
             name, partial(backward, op), setup_context=partial(setup_context, op), lib=LIBRARY

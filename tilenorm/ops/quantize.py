@@ -55,7 +55,7 @@ def quantize(
         scale = _laid_out(how, spec.hidden, scale[..., 0])
     # PyTorch's own cast does not saturate before 2.12. The clamp keeps NaN.
     # In this order, because ONNX Runtime reshapes no 8-bit floats.
-    q = (v * factor).clamp(-most, most).reshape(y.shape).to(q_dtype(spec))
+    q = (v * factor).clamp(-most, most).reshape(y.shape).to(getattr(torch, how.dtype))
     amax = None
     if how.amax:
         amax = v.abs().amax((0, 1, 2)).reshape(1) if v.numel() else v.new_zeros(1)
@@ -98,10 +98,6 @@ def _laid_out(how: Quantization, hidden: int, scale: Tensor) -> Tensor:
     elif how.layout != "row":
         scale = pad(scale.t(), (0, -rows % 4 if how.layout == "column_tma" else 0))
     return scale_of(scale.reshape(-1), Scales.of(how, hidden, rows))
-
-
-def q_dtype(spec: NormSpec) -> torch.dtype:
-    return getattr(torch, spec.quantized.dtype)
 
 
 def scale_of(array: Tensor, scales: Scales) -> Tensor:

@@ -17,6 +17,7 @@ from torch.fx.node import map_aggregate
 
 from ...ops import backward_by_role
 from ...ops.bound import specs_of_tensors
+from ...ops.layout import heads_of
 from ...ops.library import fake
 from ...ops.norm_backward import TERMS as MORE_TERMS
 from ...ops.norm_backward import NormBackward
@@ -62,9 +63,18 @@ def spec_of(options: Options, tensors: Tensors, **fields) -> NormSpec:
     gate = given.pop("gate") if scale is not None else None
     given |= {"mod_scale": scale, "mod_shift": shift, "mod_gate": gate}
     dtypes = {role: None if t is None else dtype_name(t.dtype) for role, t in given.items()}
-    affine = [t.numel() for t in (tensors.weight, tensors.bias) if t is not None]
-    heads = max(affine, default=0) // options.hidden if options.hidden else 0
+    heads = heads_of(options.hidden, tensors.weight, tensors.bias)
     return NormSpec.of_tensors(options, dtypes, heads, **fields)
+
+
+def check_served(spec: NormSpec, x: Tensor) -> None:
+    """Raise Left if the kernels do not take a norm of tensors on the device of x."""
+    if x.is_cuda:
+        reason = cutile_refuses(spec, 0, device_of("cuda", x.device.index))
+    else:
+        reason = spec_refused(spec) if x.is_cpu else f"its input is on {x.device.type}"
+    if reason or spec.unserved:
+        raise Left(reason or spec.unserved)
 
 
 def norm(like: Node, tensors: Tensors, options: Options, eps: float, save: bool) -> Node:
@@ -93,12 +103,7 @@ def rotated_norm(
     row, tensors = FORWARD[op], [given.get(port.name) for port in FORWARD[op].takes]
     values = [value_of(t) for t in tensors]
     asked = tuple(options[name] for name in ("hidden", *row.options))
-    spec = specs_of_tensors(row, values, asked).spec
-    x = values[0]
-    device = device_of("cuda", x.device.index) if x.is_cuda else None
-    reason = spec_refused(spec) if device is None else cutile_refuses(spec, 0, device)
-    if reason or spec.unserved:
-        raise Left(reason or spec.unserved)
+    check_served(specs_of_tensors(row, values, asked).spec, values[0])
     return _called(op, given | options, like)
 
 

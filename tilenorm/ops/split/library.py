@@ -28,7 +28,7 @@ from ...launch.toolchain import CompileError
 from ...spec import NormSpec, Options
 from ...table import PIECES, Piece
 from ..gradients import PLACES, needs_of
-from ..library import LIBRARY, TAGS, taken, tell_others
+from ..library import register, taken, tell_others
 from ..norm_backward import OPTIONS
 from ..reference import name_of, statistics_dtype
 from ..registry import device_of, on_device_of, record_failure, select
@@ -172,15 +172,12 @@ def fake(piece: Piece, *arguments):
 
 
 def schema_of(piece: Piece) -> str:
-    """The schema of an op, from its row."""
+    """The arguments and results of an op, as in its schema, from its row."""
     makes = ", ".join(f"Tensor {port.name}" for port in piece.makes)
     makes = f"({makes})" if len(piece.makes) > 1 else "Tensor"
     last = f"{OPTIONS}, int dims, {piece.more}str? backend=None"
-    return f"{piece.name}({', '.join(taken(piece.takes))}, {last}) -> {makes}"
+    return f"({', '.join(taken(piece.takes))}, {last}) -> {makes}"
 
 
 for _piece in PIECES:
-    LIBRARY.define(schema_of(_piece), tags=TAGS)
-    for _key in ("CPU", "CUDA"):
-        LIBRARY.impl(_piece.name, partial(run, _piece), _key)
-    torch.library.register_fake(f"tilenorm::{_piece.name}", partial(fake, _piece), lib=LIBRARY)
+    register(_piece.name, schema_of(_piece), partial(run, _piece), partial(fake, _piece))

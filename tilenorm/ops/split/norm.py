@@ -17,6 +17,7 @@ from .. import reference
 from ..autograd import needs_grad
 from ..bound import options_of
 from ..gradients import PLACES, needs_of, through_sum
+from ..layout import heads_of
 from ..reference import branched, name_of
 from ..tensor_checks import wrong
 from ..torch_private import asked_of
@@ -167,11 +168,11 @@ def _by_pieces(how: How, spec: NormSpec, needs, dy, dsum, saved: dict) -> Sequen
 
 def _by_formula(how: How, spec: NormSpec, needs, dy, dsum, saved: dict) -> Sequence:
     """The same by single operations, which DTensor runs and autograd sees."""
-    heads = [w.numel() // spec.hidden for w in (saved["weight"], saved["bias"]) if w is not None]
+    heads = heads_of(spec.hidden, saved["weight"], saved["bias"])
     spec = NormSpec.of_tensors(
         spec.options,
         {role: getattr(spec, "dtype" if role == "x" else role) for role in ROLES},
-        max(heads, default=0),
+        heads,
     )
     again = saved | {"mean": None, "rstd": None}
     return reference.backward(spec, needs, dy, dsum, again, how.eps)
