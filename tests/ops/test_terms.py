@@ -16,8 +16,8 @@ from tests import cases, drawing, layouts
 from tests.executors import Inputs
 from tests.guarded import guarded
 from tests.tolerance import assert_close
+from tilenorm.launch.calls import needs_of
 from tilenorm.launch.plan import BackwardPlan, plan_backward
-from tilenorm.ops.gradients import needs_of
 from tilenorm.ops.norm_backward import NormBackward
 from tilenorm.spec import MAX_TERMS, SHARED_FROM, NormSpec
 from tilenorm.table import NORMS as NAMES
@@ -92,7 +92,8 @@ def plans(call: Call, served: str, output: bool) -> list[BackwardPlan]:
     spec = call.spec
     asked = [role for role, need in zip(NormBackward.MASKED, call.given[-1], strict=True) if need]
     given = (spec, asked, call.given[0] is not None)
-    needs = [needs_of(*given, len(call.terms), output), needs_of(*given)]
+    one = needs_of(*given)
+    needs = [one._replace(terms=len(call.terms), output=output), one]
     return [plan_backward(spec, cases.target(served), n) for n in needs]
 
 

@@ -3,12 +3,12 @@
 ABSENT stands for an array that a flag turns off. The kernel does not touch it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
 
-from ..spec import NormSpec
-from ..table import MODULATION, OF_KEY
+from ..spec import TENSORS, NormSpec
+from ..table import MODULATION, OF_KEY, VECTOR
 from .config import cdiv
 
 if TYPE_CHECKING:  # what the reference serves needs no cuda.tile
@@ -112,24 +112,42 @@ class Needs(NamedTuple):
         return self.dw + self.db
 
 
-def every_gradient(spec: NormSpec) -> Needs:
-    """The gradients of a training step.
+def needs_of(spec: NormSpec, asked: Iterable[str | None], dsum: bool) -> Needs:
+    """Which gradients a backward pass computes, of one term of dy.
 
-    An input and a residual of the same dtype share one gradient, dx, unless the input is masked or
-    scaled, also by group.
+    asked: the roles of the tensors whose gradients are asked for. dsum: whether the sum's gradient
+    comes in; only the gradients of x and residual need it. An input and a residual of one dtype
+    have the same gradient, which is computed once, unless the input is masked or scaled. Where
+    heads are rotated, dsum is the key's.
     """
-    by_group = tuple([getattr(spec, role) is not None for role in MODULATION])
-    of_key = tuple([getattr(spec, role) is not None for role in OF_KEY])
-    return Needs(
-        dx=True,
-        dw=spec.weight is not None,
-        db=spec.bias is not None,
-        dresidual=spec.residual is not None and not spec.shares_dx,
-        dgate=spec.gate is not None,
-        dsum=spec.residual is not None or spec.key is not None,
-        modulation=by_group if spec.modulated else (),
-        of_key=of_key if spec.rotation else (),
-    )
+    roles = set(asked)
+    if VECTOR in roles:  # its gradient is made of the residual's
+        roles.add("residual")
+    if "addend" in roles:
+        roles.add(addend_as(spec))
+    dx, dresidual = "x" in roles, "residual" in roles and spec.residual is not None
+    if spec.residual is None or spec.shares_dx:
+        dx, dresidual = dx or dresidual, False
+    there = ("gate", "weight", "bias", *MODULATION)
+    dgate, dw, db, *groups = [r in roles and bool(getattr(spec, r)) for r in there]
+    by_group = tuple(groups) if spec.modulated else ()
+    of_key = tuple([role in roles and bool(getattr(spec, role)) for role in OF_KEY])
+    of_key = of_key if spec.rotation else ()
+    needs = Needs(dx, dw, db, dresidual, dgate, modulation=by_group, of_key=of_key)
+    return needs._replace(dsum=dsum and (any(of_key) if spec.rotation else needs.of_sum))
+
+
+def addend_as(spec: NormSpec) -> str:
+    """Whose gradient an addend gets in its own dtype. One of a third dtype has fewer bits than the
+    residual.
+    """
+    return "x" if spec.addend == spec.dtype else "residual"
+
+
+def every_gradient(spec: NormSpec) -> Needs:
+    """The gradients of a training step."""
+    of_sum = spec.residual is not None or spec.key is not None
+    return needs_of(spec, ("x", *TENSORS), of_sum)
 
 
 class Sizes(NamedTuple):

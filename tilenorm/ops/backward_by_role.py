@@ -9,11 +9,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..launch.calls import Needs
+from ..launch.calls import Needs, needs_of
 from ..spec import NormSpec
 from . import reference
 from .bound import norm_of
-from .gradients import needs_of
 from .layout import heads_of, vector_of
 from .library import register, tell_others
 from .registry import MAX_ROWS, on_device_of

@@ -316,7 +316,6 @@ def bind_backward(plan: BackwardPlan, kept: tuple[str, ...], run: Run = on_devic
         for name, role in (("dw", "weight"), ("db", "bias"))
         if made_as[names.index(name)] is not None
     ]
-    summed = [i for i, how in enumerate(made_as) if how is not None and how[0] != "rows"]
     last = len(made_as) - (not needs.output and not spec.modulated)
 
     def backward(
@@ -327,10 +326,7 @@ def bind_backward(plan: BackwardPlan, kept: tuple[str, ...], run: Run = on_devic
         more: Sequence[Tensor] = (),
     ) -> Sequence[Tensor | None]:
         tensors = dy, dsum if need_dsum else None, *saved, *more
-        made, layout = execute(tensors, 0.0)
-        if not layout.rows:
-            for place in summed:
-                made[place].zero_()
+        made, _ = execute(tensors, 0.0)
         for place, of in parameters:
             if saved[of].dim() > 1:
                 made[place] = shaped_as(made[place], saved[of])

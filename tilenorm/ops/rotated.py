@@ -98,7 +98,10 @@ class RotatedLayouts(Layouts):
             reads = [_read_of(spec, *how, tokens) for how in each]
         in_place = None not in [read.strides for read in reads]
         views = Views(tuple(reads), tokens, () if in_place else None)
-        return Layout(sizes, (), tuple(fresh), tuple(written), views, None, (), {})
+        # A sum over no tokens is zeros.
+        sums = [i for i, made in enumerate(self._results) if made and made.lies == "vector"]
+        cleared = () if there else tuple(sums)
+        return Layout(sizes, (), tuple(fresh), tuple(written), views, None, cleared, {})
 
 
 def _sequences(tokens: tuple[int, ...]) -> tuple[int, int]:
@@ -247,7 +250,6 @@ def bind_backward(plan: RopeBackwardPlan, kept: tuple[str, ...], run: Run = on_d
 
     layouts = RotatedLayouts(plan, 2, read, heads, made)
     execute = bind_pass(plan, layouts, arrays_of, run, as_read)
-    summed = [place for place, how in enumerate(made) if how and how.lies == "vector"]
 
     def backward(
         dy: Tensor | None,
@@ -257,10 +259,7 @@ def bind_backward(plan: RopeBackwardPlan, kept: tuple[str, ...], run: Run = on_d
         more: Sequence[Tensor] = (),
     ) -> tuple[Tensor | None, ...]:
         incoming = dy if of_input else None, dsum if of_key else None
-        made, layout = execute((*incoming, *saved), 0.0)
-        if not layout.rows:
-            for place in summed:
-                made[place].zero_()
+        made, _ = execute((*incoming, *saved), 0.0)
         return tuple(made[:-1])
 
     backward.layouts = layouts  # type: ignore[attr-defined]

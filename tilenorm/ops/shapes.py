@@ -98,7 +98,9 @@ class Layouts(dict):
         if rows and isinstance(plan, GroupedPlan):
             group_sums = plan.group_sums(rows, groups[0])
         slots = plan.slots(rows) if rows else None
-        scales, cleared = None, ()
+        scales = None
+        # A sum over no rows is zeros.
+        added = () if rows else ("affine", "group")
         if how is not None:
             scales = Scales.of(how, hidden, rows)
             if scales.count > MOST_SCALES:
@@ -106,7 +108,7 @@ class Layouts(dict):
                     f"{spec.op}: the kernels write up to {MOST_SCALES} scales, got {scales.count}"
                 )
             added = ("one", "scales") if scales.padding else ("one",)
-            cleared = tuple([i for i, made in enumerate(self._made) if made and made[0] in added])
+        cleared = tuple([i for i, made in enumerate(self._made) if made and made[0] in added])
         shapes = {"rows": tuple(shape), "group": tuple(of_groups)}
         matrices = {"rows": (rows, hidden), "group": (*groups, hidden)}
         made = [m and _fresh(*m, shapes, spec, rows, scales) for m in self._made]

@@ -23,11 +23,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...launch.calls import Needs
+from ...launch.calls import Needs, needs_of
 from ...launch.toolchain import CompileError
 from ...spec import NormSpec, Options
 from ...table import PIECES, Piece
-from ..gradients import PLACES, needs_of
+from ..gradients import PLACES
 from ..library import register, taken, tell_others
 from ..norm_backward import OPTIONS
 from ..reference import name_of, statistics_dtype

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from ...launch.calls import needs_of
 from ...spec import NormSpec, Options
 from ...table import FACTORS, NOT_OF_ROWS, OPS, Op
 from .. import reference
 from ..autograd import needs_grad
 from ..bound import options_of
-from ..gradients import PLACES, needs_of, through_sum
+from ..gradients import PLACES, through_sum
 from ..layout import heads_of
 from ..reference import branched, name_of
 from ..tensor_checks import wrong
