@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilenorm
-from tilenorm.ops.norm_backward import NormBackward
+from tilenorm.ops.backward import NormBackward
 from tilenorm.spec import Options
 
 from ..ops.helpers import (

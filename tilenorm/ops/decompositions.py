@@ -7,8 +7,7 @@ import torch
 from torch._ops import OpOverload
 
 from ..table import OPS, PIECES
-from . import backward_by_role
-from .generated import KINDS
+from . import backward
 from .library import decomposed
 from .split.library import by_reference
 
@@ -39,8 +38,8 @@ def decompositions() -> dict[OpOverload, Callable]:
     return {
         **{getattr(ops, name).default: partial(decomposed, op) for name, op in OPS.items()},
         **{
-            getattr(ops, name).default: partial(backward_by_role.decomposed, kind)
-            for name, kind in KINDS.items()
+            getattr(ops, name).default: partial(backward.decomposed, kind)
+            for name, kind in backward.KINDS.items()
         },
         **{getattr(ops, p.name).default: partial(by_reference, p) for p in PIECES},
     }

@@ -21,19 +21,14 @@ import torch
 from torch import Tensor
 
 from ..table import OPS
+from .backward import KINDS, TERMS
 from .bound import Bound, BoundNorm, bound_of, keep, keep_backward, norm_of
 from .direct import Plain
 from .layout import MOST_SHAPES, contiguous_strides_of, rows_shape, vector_of
 from .library import numbers_shape
-from .modulated_backward import ModulatedBackward
-from .norm_backward import TERMS, NormBackward
 from .reference import STATISTICS
 from .registry import MAX_ROWS, on_device_of
-from .rotated_backward import RotatedBackward
 from .torch_private import modes, reinterpret
-
-# The backward ops.
-KINDS = {kind.NAME: kind for kind in (NormBackward, ModulatedBackward, RotatedBackward)}
 
 
 def tensors_of(op: str, given: Sequence[str]) -> tuple[str, ...]:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..table import FACTORS, OPS
+from .backward import OPTIONS
 from .library import LIBRARY, TAGS
-from .norm_backward import OPTIONS
 from .reference import statistics_dtype
 
 LAST = ("addend", "skip", *FACTORS)

@@ -76,7 +76,7 @@ def register_where_loaded() -> None:
 def _register() -> None:
     from torch.distributed.tensor.experimental import register_sharding
 
-    from .generated import KINDS
+    from .backward import KINDS
     from .split.rules import STRATEGIES
 
     ops: dict[str, Callable] = {
@@ -180,8 +180,8 @@ def op_strategies(op: Op, given: Given) -> list[Strategy]:
 
 
 def backward_strategies(kind: Any, given: Given) -> list[Strategy]:
-    """What DTensor may do with a call of the op of a class of backward_by_role.py."""
-    from .backward_by_role import asked_of
+    """What DTensor may do with a call of the op of a class of backward.py."""
+    from .backward import asked_of
 
     call = kind([described(t) for t in given], {})
     needed = asked_of(call.needs(call.spec))

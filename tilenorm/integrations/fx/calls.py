@@ -15,12 +15,10 @@ from torch._ops import OpOverload
 from torch.fx import Node
 from torch.fx.node import map_aggregate
 
-from ...ops import backward_by_role
+from ...ops import backward
 from ...ops.bound import specs_of_tensors
 from ...ops.layout import heads_of
 from ...ops.library import fake
-from ...ops.norm_backward import TERMS as MORE_TERMS
-from ...ops.norm_backward import NormBackward
 from ...ops.reference import name_of as dtype_name
 from ...ops.registry import cutile_refuses, device_of, spec_refused
 from ...ops.sharding import is_distributed
@@ -32,9 +30,9 @@ FORWARD: dict[Any, Op] = {getattr(torch.ops.tilenorm, name).default: op for name
 NORM_BACKWARD = torch.ops.tilenorm.norm_backward.default
 FAKES: dict[Any, Callable] = {
     **{overload: partial(fake, op) for overload, op in FORWARD.items()},
-    NORM_BACKWARD: partial(backward_by_role.fake, NormBackward),
+    NORM_BACKWARD: partial(backward.fake, backward.NormBackward),
 }
-TERMS = ("grad_output", *MORE_TERMS)
+TERMS = ("grad_output", *backward.TERMS)
 # What the forward and the backward call of a norm have in common. A forward op that lacks one of
 # the options has its default.
 COMMON = ("gate", "weight", "bias", *Options._fields, "eps")
@@ -194,7 +192,7 @@ class Call:
 
         Raises Left if it cannot have the bits of y.
         """
-        if why := NormBackward(self._values, {}).spec.output_refused:
+        if why := backward.NormBackward(self._values, {}).spec.output_refused:
             raise Left(f"its backward pass writes no y for {why}")
         values, names = values_of(self.node), results_of(NORM_BACKWARD)
         if not isinstance(values, tuple | list) or len(values) != len(names):

@@ -27,9 +27,9 @@ from ...launch.calls import Needs, needs_of
 from ...launch.toolchain import CompileError
 from ...spec import NormSpec, Options
 from ...table import PIECES, Piece
+from ..backward import OPTIONS
 from ..gradients import PLACES
 from ..library import register, taken, tell_others
-from ..norm_backward import OPTIONS
 from ..reference import name_of, statistics_dtype
 from ..registry import device_of, on_device_of, record_failure, select
 from ..tensor_checks import wrong
