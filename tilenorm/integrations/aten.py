@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.library import Library, get_kernel
 
-from ..launch.calls import needs_of
 from ..ops.arguments import default_eps
 from ..ops.bound import BoundNorm
+from ..ops.gradients import needs_of
 from ..ops.layout import vector_of
 from ..ops.reference import name_of
 from ..ops.registry import MAX_ROWS, cutile_implementation, device_of, on_device_of
