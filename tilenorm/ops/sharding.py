@@ -160,11 +160,11 @@ def letters_of(ports: Sequence[Port]) -> str:
 
 def op_strategies(op: Op, given: Given) -> list[Strategy]:
     """What DTensor may do with a call of an op."""
-    from .library import Called, there
+    from .library import Called
 
-    tensors, options, _, save, _ = Called.of(op, given)
+    _, tensors, options, *_ = called = Called.of(op, given)
     parameters = [t for port, t in zip(op.takes, tensors, strict=True) if port.lies == "affine"]
-    made = [there(op, port, tensors, options, save) for port in op.makes]
+    made = [called.makes(port) for port in op.makes]
     found = rules(tensors[0], parameters, options[0])
     by_group = [t for port, t in zip(op.takes, tensors, strict=True) if port.lies == "group"]
     if by_group and options[0]:
@@ -173,7 +173,7 @@ def op_strategies(op: Op, given: Given) -> list[Strategy]:
     letters = letters_of(op.makes)
     if op.rotated:
         x, cos, _, weight, *_, positions = tensors
-        heads_first = options[1 + op.options.index("output_heads_first")]
+        heads_first = called.option("output_heads_first")
         found = rules_rotated(x, cos, positions, weight, options[0], heads_first)
         letters = "oorr"
     return strategies_of(found, letters_of(op.takes), given, letters, made)
