@@ -69,7 +69,9 @@ def _gpu(device: str) -> dict:
         "multiprocessors": properties.multi_processor_count,
         "memory_gib": round(properties.total_memory / 2**30, 1),
         "l2_mib": round(properties.L2_cache_size / 2**20, 1),
-        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "driver": _output(
+            "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", lines=1
+        ),
     }
 
 
