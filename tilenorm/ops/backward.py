@@ -17,7 +17,7 @@ from ..table import FACTORS, MODULATION, OF_KEY
 from . import reference
 from .bound import MOST_CALLS, norm_of
 from .gradients import MODULATED_SAVED, PLACES, ROTATED_PLACES, ROTATED_SAVED, refuse_output
-from .layout import heads_of, rows_shape, vector_of
+from .layout import heads_of, vector_of
 from .library import register, tell_others
 from .registry import MAX_ROWS, on_device_of
 from .sharding import Rule, rules, rules_by_group, rules_rotated
@@ -225,9 +225,8 @@ class ModulatedBackward(Backward):
         return t["dy"], t["x"], None, t["weight"], t["bias"], scale, shift, t["mod_gate"]
 
     def rules(self) -> Iterable[Rule]:
-        t, shape, hidden = self.tensors, self.tensors["x"].shape, self.hidden
-        dims = len(shape) - len(rows_shape(shape, hidden)) if hidden else 1
-        return rules_by_group(t["x"], [t["weight"], t["bias"]], t["mod_scale"], dims, hidden)
+        t = self.tensors
+        return rules_by_group(t["x"], [t["weight"], t["bias"]], t["mod_scale"], self.hidden)
 
 
 class RotatedBackward(Backward):

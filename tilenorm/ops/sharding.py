@@ -111,12 +111,11 @@ def rules(x: Any, parameters: Sequence[Any], hidden: int) -> Iterator[Rule]:
     # A cut normalised dimension has no row: its sums need an all-reduce (split/norm.py).
 
 
-def rules_by_group(
-    x: Any, parameters: Sequence[Any], scale: Any, dims: int, hidden: int
-) -> Iterator[Rule]:
-    """The rows of the table where a tensor lies by group. dims: how many are normalised."""
+def rules_by_group(x: Any, parameters: Sequence[Any], scale: Any, hidden: int) -> Iterator[Rule]:
+    """The rows of the table where a tensor lies by group."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
+    dims = len(x.shape) - len(rows_shape(x.shape, hidden)) if hidden else 1  # normalised ones
     groups = leading_groups(scale.shape, dims)
     for rule in rules(x, parameters, hidden):
         placed, d = (Replicate(), Replicate()), getattr(rule.r, "dim", None)
@@ -167,9 +166,8 @@ def op_strategies(op: Op, given: Given) -> list[Strategy]:
     made = [called.makes(port) for port in op.makes]
     found = rules(tensors[0], parameters, options[0])
     by_group = [t for port, t in zip(op.takes, tensors, strict=True) if port.lies == "group"]
-    if by_group and options[0]:
-        dims = len(tensors[0].shape) - len(rows_shape(tensors[0].shape, options[0]))
-        found = rules_by_group(tensors[0], parameters, by_group[0], dims, options[0])
+    if by_group:
+        found = rules_by_group(tensors[0], parameters, by_group[0], options[0])
     letters = letters_of(op.makes)
     if op.rotated:
         x, cos, _, weight, *_, positions = tensors
