@@ -39,10 +39,14 @@ def _cells(record: Record) -> tuple[str, str]:
 
 
 def _pairs(record: Record) -> tuple[str, str]:
-    (pair,) = record.pairs
-    peaks = " → ".join(map(pair_table.gib, pair.peak_bytes))
-    answer = f"{pair_table.with_interval(pair.more_tokens, 100, '+.2f', '%')}, {peaks} GiB"
-    return f"{pair.label}: tokens/s of {pair.variant} beside {pair.base}", answer
+    asked, answers = [], []
+    for pair in record.pairs:
+        peaks = " → ".join(map(pair_table.gib, pair.peak_bytes))
+        more = pair_table.with_interval(pair.more_tokens, 100, "+.2f", "%")
+        asked.append(f"{pair.variant} beside {pair.base}")
+        answers.append(f"{more}, {peaks} GiB")
+    labels = _listed(pair.label for pair in record.pairs)
+    return f"{labels}: tokens/s of {_listed(asked)}", "; ".join(answers)
 
 
 def _accuracies(record: Record) -> tuple[str, str]:

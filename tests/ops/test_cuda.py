@@ -186,8 +186,8 @@ FIRST += [("add_layer_norm", 4096), ("gated_rms_norm", 4096)]
 
 @pytest.mark.parametrize("op, n", FIRST)
 def test_the_first_call_compiles_in_three_seconds(op, n, tmp_path):
-    # CPU time, because other processes lengthen a call. They lengthen CPU time too: rms_norm of 65536
-    # took 3.1 to 3.6 s in its forward pass while 14 test processes compiled on an H100's 16 cores.
+    # CPU time, because other processes lengthen a call. They lengthen CPU time too: a forward pass
+    # of 65536 took 3.1 to 3.6 s while 14 test processes compiled on an H100's 16 cores.
     most = 5 if "PYTEST_XDIST_WORKER" in os.environ else 3
     inputs = "x.requires_grad_()" + (", x" if FAMILY[op].other else "")
     environment = os.environ | {"CUDA_TILE_CACHE_DIR": str(tmp_path)}
