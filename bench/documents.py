@@ -236,10 +236,13 @@ def _about_cells(record: Record) -> tuple[str, str]:
 
 
 def _about_pairs(record: Record) -> tuple[str, str]:
-    (pair,) = record.pairs
-    peaks = " → ".join(map(report.gib, pair.peak_bytes))
-    answer = f"{report.with_interval(pair.more_tokens, 100, '%')}, {peaks} GiB"
-    return f"{pair.label}: tokens/s of {pair.variant} beside {pair.base}", answer
+    asked, answers = [], []
+    for pair in record.pairs:
+        peaks = " → ".join(map(report.gib, pair.peak_bytes))
+        asked.append(f"{pair.variant} beside {pair.base}")
+        answers.append(f"{report.with_interval(pair.more_tokens, 100, '%')}, {peaks} GiB")
+    compared = ", ".join(dict.fromkeys(asked))
+    return f"{_listed(record.pairs, 'label')}: tokens/s of {compared}", "; ".join(answers)
 
 
 def _about_accuracies(record: Record) -> tuple[str, str]:

@@ -9,7 +9,7 @@ from cuda.tile import _compile
 from cuda.tile._cext import default_tile_context
 
 from tests.executors import Interpreter
-from tilenorm.launch import disk_cache, kernel, plan, tiling
+from tilenorm.launch import disk_cache, kernel, tiling
 from tilenorm.launch.calls import bound
 from tilenorm.ops import cutile
 from tilenorm.tools.precompile import cubin_of
@@ -51,7 +51,7 @@ class Compiler:
             monkeypatch.setattr(_compile, name, cache(getattr(_compile, name).__wrapped__))
         monkeypatch.setattr(default_tile_context.config, "cache_dir", str(folder / "cache"))
         monkeypatch.setattr(kernel, "_hinted", cache(lambda: {}))
-        for kept in (plan.COLUMN_SUM, tiling.CLEAR_SLOTS):
+        for kept in (tiling.COLUMN_SUM, tiling.CLEAR_SLOTS):
             monkeypatch.setattr(kept, "_found", {})
         disk_cache._origin.cache_clear()
 

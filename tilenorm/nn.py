@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from .ops.arguments import check_option, sizes_of
 from .ops.functional import layer_norm, modulated_layer_norm, modulated_rms_norm, rms_norm
+from .ops.tensor_checks import check_argument, wrong
 
 
 class _WithOptions(nn.Module):
@@ -56,8 +57,7 @@ class RMSNorm(_WithOptions, nn.RMSNorm):
         offset: float = 0.0,
         rounding: str = "late",
     ):
-        normalized_shape = sizes_of("RMSNorm", normalized_shape)
-        _check("RMSNorm", dtype, offset, rounding)
+        normalized_shape = _checked("RMSNorm", normalized_shape, dtype, offset, rounding)
         self.offset, self.rounding = offset, rounding
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
 
@@ -93,8 +93,7 @@ class LayerNorm(_WithOptions, nn.LayerNorm):
         offset: float = 0.0,
         rounding: str = "late",
     ):
-        normalized_shape = sizes_of("LayerNorm", normalized_shape)
-        _check("LayerNorm", dtype, offset, rounding)
+        normalized_shape = _checked("LayerNorm", normalized_shape, dtype, offset, rounding)
         self.offset, self.rounding = offset, rounding
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
 
@@ -150,8 +149,7 @@ class ModulatedRMSNorm(_Modulated, nn.RMSNorm):  # type: ignore[misc]
         device=None,
         dtype=None,
     ):
-        normalized_shape = sizes_of("ModulatedRMSNorm", normalized_shape)
-        _check("ModulatedRMSNorm", dtype)
+        normalized_shape = _checked("ModulatedRMSNorm", normalized_shape, dtype)
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
 
 
@@ -179,8 +177,7 @@ class ModulatedLayerNorm(_Modulated, nn.LayerNorm):  # type: ignore[misc]
         device=None,
         dtype=None,
     ):
-        normalized_shape = sizes_of("ModulatedLayerNorm", normalized_shape)
-        _check("ModulatedLayerNorm", dtype)
+        normalized_shape = _checked("ModulatedLayerNorm", normalized_shape, dtype)
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
 
 
@@ -192,12 +189,15 @@ def refuse_script(module: nn.Module) -> None:
     )
 
 
-def _check(name: str, dtype, offset=0.0, rounding="late") -> None:
-    """Check what a module is made with. PyTorch's own messages name `device` and its values."""
-    if dtype is not None and not isinstance(dtype, torch.dtype):
-        got = type(dtype).__name__
-        raise TypeError(f"{name}: argument 'dtype' takes a torch.dtype or None, got {got}")
+def _checked(name: str, shape, dtype, offset=0.0, rounding="late") -> tuple[int, ...]:
+    """The sizes of what a module is made with, which is checked. PyTorch's own messages name
+    `device` and its values.
+    """
+    sizes = sizes_of(name, shape)
+    right = dtype is None or isinstance(dtype, torch.dtype)
+    check_argument(name, "dtype", dtype, right, "a torch.dtype or None")
     if dtype is not None and not (dtype.is_floating_point or dtype.is_complex):
-        raise RuntimeError(f"{name}: argument 'dtype' takes a floating-point dtype, got {dtype}")
+        raise wrong(name, "dtype", "a floating-point dtype", dtype)
     check_option(name, "offset", offset)
     check_option(name, "rounding", rounding)
+    return sizes

@@ -8,15 +8,8 @@ from torch import Tensor
 
 from tests.cases import DTYPES
 from tests.oracle import Truth
-from tilenorm.launch.calls import (
-    HeadsBack,
-    HeadsIn,
-    Needs,
-    RopeBackwardArrays,
-    RopeForwardArrays,
-    Sizes,
-    every_gradient,
-)
+from tilenorm.launch.arrays import HeadsBack, HeadsIn, RopeBackwardArrays, RopeForwardArrays
+from tilenorm.launch.calls import Needs, Sizes, every_gradient
 from tilenorm.launch.plan import plan_backward, plan_forward
 from tilenorm.spec import NormSpec, Rotation
 

@@ -5,7 +5,8 @@ from random import Random
 
 import pytest
 
-from tilenorm.launch.calls import Call, ForwardArrays
+from tilenorm.launch.arrays import ForwardArrays
+from tilenorm.launch.calls import Call
 from tilenorm.launch.config import Hints, RowForward, SharedForward
 from tilenorm.launch.plan import plan_forward
 from tilenorm.launch.target import Target

@@ -189,9 +189,11 @@ def step(
     outputs = function(form, leaves, **options)
     incoming = incoming_of(tensors) if incoming is None else incoming
     used = [(y, dy) for y, dy in zip(outputs, incoming, strict=True) if dy is not None]
-    torch.autograd.backward(*zip(*used, strict=True))
+    trained = {n: t for n, t in leaves.items() if t.requires_grad}
+    given, dys = zip(*used, strict=True)
+    grads = torch.autograd.grad(given, [*trained.values()], dys, allow_unused=True)
     results = dict(zip(("output", "sum"), (y.detach() for y in outputs), strict=False))
-    return results | {n: t.grad for n, t in leaves.items() if t.grad is not None}
+    return results | {n: g for n, g in zip(trained, grads, strict=True) if g is not None}
 
 
 def op_arguments(

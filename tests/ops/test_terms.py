@@ -16,9 +16,9 @@ from tests import cases, drawing, layouts
 from tests.executors import Inputs
 from tests.guarded import guarded
 from tests.tolerance import assert_close
+from tilenorm.launch.calls import needs_of
 from tilenorm.launch.plan import BackwardPlan, plan_backward
-from tilenorm.ops.gradients import needs_of
-from tilenorm.ops.norm_backward import MASKED
+from tilenorm.ops.backward import NormBackward
 from tilenorm.spec import MAX_TERMS, SHARED_FROM, NormSpec
 from tilenorm.table import NORMS as NAMES
 from tilenorm.table import OPS
@@ -90,9 +90,10 @@ class Call(NamedTuple):
 def plans(call: Call, served: str, output: bool) -> list[BackwardPlan]:
     """The plan for all terms, and the plan for their sum."""
     spec = call.spec
-    asked = [role for role, need in zip(MASKED, call.given[-1], strict=True) if need]
+    asked = [role for role, need in zip(NormBackward.MASKED, call.given[-1], strict=True) if need]
     given = (spec, asked, call.given[0] is not None)
-    needs = [needs_of(*given, len(call.terms), output), needs_of(*given)]
+    one = needs_of(*given)
+    needs = [one._replace(terms=len(call.terms), output=output), one]
     return [plan_backward(spec, cases.target(served), n) for n in needs]
 
 

@@ -9,6 +9,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ..launch.tuned.compiled import SMALL
+from ..ops.tensor_checks import check_argument
 from ..ops.torch_private import inductor_joint_pass
 from .fx import Folds, Report
 from .fx.nodes import Left
@@ -80,9 +81,8 @@ def compile(
     """
     check_where("compile", where)
     check_bool("compile", "rotation", rotation)
-    if options is not None and not isinstance(options, dict):
-        got = type(options).__name__
-        raise TypeError(f"compile: argument 'options' takes a dict or None, got {got}")
+    right = options is None or isinstance(options, dict)
+    check_argument("compile", "options", options, right, "a dict or None")
     if memory not in (None, "low"):
         raise ValueError(f"compile: argument 'memory' takes 'low' or None, got {memory!r}")
     if memory and backend != "inductor":
@@ -111,6 +111,11 @@ def compile(
     return compiled if model is None else compiled(model)
 
 
+def _entries(reports: str, name: str) -> property:
+    """The entries of this name of all of a CompileReport's reports."""
+    return property(lambda self: tuple(e for r in getattr(self, reports) for e in getattr(r, name)))
+
+
 class CompileReport:
     """What tilenorm.compile has replaced so far, and what it has left, by graph.
 
@@ -127,26 +132,15 @@ class CompileReport:
     has taken over; unfolded, (node name, reason) of each sum or output that none has taken over.
     """
 
+    replaced = _entries("graphs", "replaced")
+    left = _entries("graphs", "left")
+    folded = _entries("folds", "folded")
+    unfolded = _entries("folds", "left")
+
     def __init__(self, not_folding: str | None = None):
         self.graphs: list[Report] = []
         self.folds: list[Folds] = []
         self.not_folding = not_folding
-
-    @property
-    def replaced(self) -> tuple[tuple[str, str], ...]:
-        return tuple(entry for report in self.graphs for entry in report.replaced)
-
-    @property
-    def left(self) -> tuple[tuple[str, str], ...]:
-        return tuple(entry for report in self.graphs for entry in report.left)
-
-    @property
-    def folded(self) -> tuple[tuple[str, str], ...]:
-        return tuple(entry for folds in self.folds for entry in folds.folded)
-
-    @property
-    def unfolded(self) -> tuple[tuple[str, str], ...]:
-        return tuple(entry for folds in self.folds for entry in folds.left)
 
     def clear(self) -> None:
         self.graphs.clear()

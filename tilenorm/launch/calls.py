@@ -1,15 +1,14 @@
-"""The parts of a plan: kernel calls, the arrays that they take, and the requested gradients.
+"""The parts of a plan: kernel calls and the requested gradients.
 
 ABSENT stands for an array that a flag turns off. The kernel does not touch it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import is_dataclass
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
 
-from ..spec import NormSpec
-from ..table import MODULATION, OF_KEY
+from ..spec import TENSORS, NormSpec
+from ..table import MODULATION, OF_KEY, VECTOR
 from .config import cdiv
 
 if TYPE_CHECKING:  # what the reference serves needs no cuda.tile
@@ -113,105 +112,42 @@ class Needs(NamedTuple):
         return self.dw + self.db
 
 
+def needs_of(spec: NormSpec, asked: Iterable[str | None], dsum: bool) -> Needs:
+    """Which gradients a backward pass computes, of one term of dy.
+
+    asked: the roles of the tensors whose gradients are asked for. dsum: whether the sum's gradient
+    comes in; only the gradients of x and residual need it. An input and a residual of one dtype
+    have the same gradient, which is computed once, unless the input is masked or scaled. Where
+    heads are rotated, dsum is the key's.
+    """
+    roles = set(asked)
+    if VECTOR in roles:  # its gradient is made of the residual's
+        roles.add("residual")
+    if "addend" in roles:
+        roles.add(addend_as(spec))
+    dx, dresidual = "x" in roles, "residual" in roles and spec.residual is not None
+    if spec.residual is None or spec.shares_dx:
+        dx, dresidual = dx or dresidual, False
+    there = ("gate", "weight", "bias", *MODULATION)
+    dgate, dw, db, *groups = [r in roles and bool(getattr(spec, r)) for r in there]
+    by_group = tuple(groups) if spec.modulated else ()
+    of_key = tuple([role in roles and bool(getattr(spec, role)) for role in OF_KEY])
+    of_key = of_key if spec.rotation else ()
+    needs = Needs(dx, dw, db, dresidual, dgate, modulation=by_group, of_key=of_key)
+    return needs._replace(dsum=dsum and (any(of_key) if spec.rotation else needs.of_sum))
+
+
+def addend_as(spec: NormSpec) -> str:
+    """Whose gradient an addend gets in its own dtype. One of a third dtype has fewer bits than the
+    residual.
+    """
+    return "x" if spec.addend == spec.dtype else "residual"
+
+
 def every_gradient(spec: NormSpec) -> Needs:
-    """The gradients of a training step.
-
-    An input and a residual of the same dtype share one gradient, dx, unless the input is masked or
-    scaled, also by group.
-    """
-    by_group = tuple([getattr(spec, role) is not None for role in MODULATION])
-    of_key = tuple([getattr(spec, role) is not None for role in OF_KEY])
-    return Needs(
-        dx=True,
-        dw=spec.weight is not None,
-        db=spec.bias is not None,
-        dresidual=spec.residual is not None and not spec.shares_dx,
-        dgate=spec.gate is not None,
-        dsum=spec.residual is not None or spec.key is not None,
-        modulation=by_group if spec.modulated else (),
-        of_key=of_key if spec.rotation else (),
-    )
-
-
-class ForwardArrays(NamedTuple):
-    """What a forward pass reads and writes: tensors, or descriptions of tensors.
-
-    A call leaves out what is behind the slots, behind layer_scale, or behind inner_mean, where it
-    has none of it.
-    """
-
-    x: Any
-    y: Any
-    weight: Any
-    bias: Any
-    residual: Any
-    gate: Any
-    sum: Any
-    mean: Any
-    rstd: Any
-    slots: Any = ABSENT
-    addend: Any = ABSENT
-    skip: Any = ABSENT
-    dropout_mask: Any = ABSENT
-    layer_scale: Any = ABSENT
-    q: Any = ABSENT
-    scale: Any = ABSENT
-    amax: Any = ABSENT
-    inner_w: Any = ABSENT
-    inner_rstd: Any = ABSENT
-    inner_b: Any = ABSENT
-    inner_mean: Any = ABSENT
-    mod_scale: Any = ABSENT
-    mod_shift: Any = ABSENT
-    mod_gate: Any = ABSENT
-
-
-class BackwardArrays(NamedTuple):
-    """What a backward pass reads and writes. x is the sum x + residual if there is a residual. dy
-    is a tuple of the terms of dy. dropout_mask and layer_scale are read where the input is masked
-    or scaled, and what is behind them where rows are modulated.
-    """
-
-    x: Any
-    dy: Any
-    gate: Any
-    dsum: Any
-    weight: Any
-    bias: Any
-    mean: Any
-    rstd: Any
-    dx: Any
-    dresidual: Any
-    dgate: Any
-    y: Any
-    partials: Any
-    slots: Any
-    dw: Any
-    db: Any
-    dropout_mask: Any = ABSENT
-    layer_scale: Any = ABSENT
-    input: Any = ABSENT
-    mod_scale: Any = ABSENT
-    mod_gate: Any = ABSENT
-    dscale: Any = ABSENT
-    dshift: Any = ABSENT
-    dmod_gate: Any = ABSENT
-    group_sums: Any = ABSENT
-
-    def of_branches(self) -> tuple:
-        """What the kernel takes of a norm whose input is masked or scaled."""
-        return self.of_groups()[: self._fields.index("input") - 2]
-
-    def of_groups(self) -> tuple:
-        """What the kernel takes of a norm whose rows are modulated."""
-        sums = self._fields.index("dw")
-        return (*self[:sums], *self[sums + 2 :])
-
-    def of_group_sums(self) -> tuple:
-        """What the kernel takes that adds up the sums by group."""
-        read = ("weight", "bias", "mod_scale", "dscale", "dshift", "dmod_gate", "group_sums")
-        absent = dict.fromkeys(self._fields, ABSENT)
-        return BackwardArrays(**absent | {name: getattr(self, name) for name in read}).of_groups()
+    """The gradients of a training step."""
+    of_sum = spec.residual is not None or spec.key is not None
+    return needs_of(spec, ("x", *TENSORS), of_sum)
 
 
 class Sizes(NamedTuple):
@@ -223,60 +159,6 @@ class Sizes(NamedTuple):
     tokens: int
     heads: int
     key_heads: int = 0
-
-
-class HeadsIn(NamedTuple):
-    """What a forward pass reads and writes of heads, see kernels/arrays.py."""
-
-    x: Any
-    weight: Any
-    y: Any
-    rstd: Any
-
-
-class HeadsBack(NamedTuple):
-    """What a backward pass reads and writes of heads, see kernels/arrays.py."""
-
-    x: Any
-    dy: Any
-    weight: Any
-    rstd: Any
-    dx: Any
-
-
-class RopeForwardArrays(NamedTuple):
-    """What the forward pass of a norm that is rotated takes, see kernels/arrays.py. input, key:
-    plain tuples of what HeadsIn names.
-    """
-
-    input: tuple
-    key: tuple
-    cos: Any
-    sin: Any
-    positions: Any = ABSENT
-
-
-class RopeBackwardArrays(NamedTuple):
-    """What the backward pass of a norm that is rotated takes, see kernels/arrays.py. input, key:
-    plain tuples of what HeadsBack names. dw, dkey_weight: as in BackwardArrays.
-    """
-
-    input: tuple
-    key: tuple
-    cos: Any
-    sin: Any
-    positions: Any
-    partials: Any = ABSENT
-    dw: Any = ABSENT
-    dkey_weight: Any = ABSENT
-
-
-def taking(kind: type[NamedTuple], *names: str) -> Callable[[tuple], Any]:
-    """A function that selects the named arrays of a ForwardArrays or BackwardArrays.
-
-    It returns one array for one name, and a tuple for several.
-    """
-    return itemgetter(*map(kind._fields.index, names))
 
 
 def constants(group: Any) -> tuple:

@@ -98,18 +98,19 @@ def _backward(spec: NormSpec, target: Target, needs: Needs) -> Backward:
 
 
 def _by_group(spec: NormSpec, needs: Needs) -> Backward:
+    # dW and dB, a gate and float32 take registers.
+    by_group = (getattr(spec, role) for role in MODULATION)
+    more = bool(needs.sums) + bool(spec.mod_gate)
+    more += spec.widest_item > 2 or "float32" in by_group
+    blocks = rules.GROUPED_BLOCKS[min(more, len(rules.GROUPED_BLOCKS) - 1)]
+    occupancy = next((n for most, n in blocks if spec.hidden <= most), None)
+    hints = Hints(occupancy) if occupancy else Hints(1, 8)
     width = tile_width(spec.hidden)
     if width <= rules.TILE // 2:
-        return Backward((width,), rules.TILE // width, hints=Hints(2, 8))
+        return Backward((width,), rules.TILE // width, hints=hints)
     first = width if width == spec.hidden else width // 2
     rest = spec.hidden - first
-    widths = (first, tile_width(rest)) if rest else (first,)
-    # dW and dB, float32, and the gate of a wide row take registers.
-    by_group = (getattr(spec, role) for role in MODULATION)
-    more = bool(needs.sums) + (spec.widest_item > 2 or "float32" in by_group)
-    more += spec.mod_gate is not None and spec.hidden > rules.GATED_ROW
-    blocks = next(n for most, n in rules.GROUPED_BLOCKS if spec.hidden <= most)
-    return Backward(widths, hints=Hints(max(1, blocks - more), 8))
+    return Backward((first, tile_width(rest)) if rest else (first,), hints=hints)
 
 
 def piece_backward(spec: NormSpec, target: Target, needs: Needs) -> Config:

@@ -8,7 +8,6 @@ for the row counts that were used last.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
-from operator import itemgetter
 from typing import ClassVar
 
 import cuda.tile as ct
@@ -20,23 +19,14 @@ from ..kernels.group_backward import group_backward, group_sum
 from ..spec import NormSpec
 from ..table import FACTORS
 from . import heuristics
-from .calls import (
-    MAX_GRID,
-    BackwardArrays,
-    ForwardArrays,
-    Launch,
-    Needs,
-    constants,
-    parts,
-    rectangles,
-    taking,
-)
+from .arrays import MAIN_ARRAYS, BackwardArrays, ForwardArrays, of_group_sums, taking
+from .calls import MAX_GRID, Launch, Needs, constants, parts, rectangles
 from .config import Backward, Hints, RowForward, SharedForward, StreamForward, cdiv
 from .kernel import hinted
 from .quantized import cast_apart, compiled_as
 from .rope import RopeBackwardPlan, RopeForwardPlan
 from .target import Target
-from .tiling import COLUMN_SUM, SIZES, Tiling
+from .tiling import SIZES, Tiling
 from .tuned import rules
 
 GROUP_SUM = hinted(group_sum, Hints())
@@ -222,15 +212,13 @@ class ForwardPlan(Tiling):
 class BackwardPlan(Tiling):
     """The launches of a backward pass: the norm and, if there are sums over rows, the column sum.
 
-    If blocks share rows, the first launch empties the slots. arrays: what the launches take, of
-    which all but dw and db are the kernel's.
+    If blocks share rows, the first launch empties the slots.
     """
 
     config: Backward
     needs: Needs
 
     function: ClassVar[ct.kernel] = norm_backward
-    arrays: ClassVar[type[BackwardArrays]] = BackwardArrays
 
     @cached_property
     def _exchanges(self) -> bool:
@@ -277,29 +265,20 @@ class BackwardPlan(Tiling):
         config = self.config
         how = How(config.packed, config.tma, config.store, REREAD=config.reread, **self._sharing)
         groups = (*map(constants, (self.norm, self.cut, how)), self.needs.dw, self.needs.db)
-        main_arrays = itemgetter(slice(self.arrays._fields.index("dw")))
-        if self.spec.branches:
-            main_arrays = self.arrays.of_branches
 
         @lru_cache(SIZES)
         def launches(rows, _eps=0.0):
             blocks = self.blocks(rows)
             grid, after = (blocks * self.chunks,), (rows, *groups)
-            main = Launch(self._kernel, grid, (), main_arrays, after, self._starts_early)
-            return [*self._clear(_BACKWARD_SLOTS, rows), main, *self._column_sum(blocks)]
+            main = Launch(self._kernel, grid, (), MAIN_ARRAYS, after, self._starts_early)
+            return [*self._clear(_BACKWARD_SLOTS, rows), main, *self._sums(blocks)]
 
         return launches
 
-    def _column_sum(self, blocks: int) -> list[Launch]:
+    def _sums(self, blocks: int) -> list[Launch]:
         """The launch that turns partial sums into dW and dB."""
         sums = [name for name in ("dw", "db") if getattr(self.needs, name)]
-        if not sums:
-            return []
-        config, rows = heuristics.column_sum(self._sum_width), self._partial_rows(blocks)
-        take = taking(self.arrays, "partials", *sums)
-        after = (rows, config.rows, config.tile, self._overlap)
-        grid = cdiv(self._sum_width, config.tile), len(sums)
-        return [Launch(COLUMN_SUM, grid, (), take, after, self._overlap)]
+        return self._column_sum(BackwardArrays, sums, self._partial_rows(blocks), self._sum_width)
 
 
 @dataclass(frozen=True)
@@ -355,15 +334,15 @@ class GroupedPlan(BackwardPlan):
         def launches(rows, _eps, groups):
             blocks, sums = self.blocks(rows, groups), constants(self.sums(groups))
             after = (rows, norm, cut, how, sums)
-            main = Launch(self._kernel, (blocks,), (), self.arrays.of_groups, after)
-            found = [main, *self._column_sum(blocks)]
+            main = Launch(self._kernel, (blocks,), (), MAIN_ARRAYS, after)
+            found = [main, *self._sums(blocks)]
             if any(self.needs.modulation) and not self.sums(groups).WHOLE:
                 config = heuristics.column_sum(self._sum_width)
                 tiles = self.config.rows, config.rows, config.tile
                 early = self._overlap and len(found) == 1  # one kernel may start early
                 after = (rows, blocks, norm, sums, *tiles, early)
                 grid = cdiv(self.spec.hidden, config.tile), groups
-                found.append(Launch(GROUP_SUM, grid, (), self.arrays.of_group_sums, after, early))
+                found.append(Launch(GROUP_SUM, grid, (), of_group_sums, after, early))
             return found
 
         return launches

@@ -7,17 +7,17 @@ RopeBackwardArrays, whose tensors of heads are views (batch, tokens, heads, D).
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from operator import itemgetter
 from typing import ClassVar
 
 from ..kernels.constants import Rope
 from ..kernels.rope_backward import rope_backward
 from ..kernels.rope_forward import rope_forward
 from . import heuristics
-from .calls import Launch, Needs, RopeBackwardArrays, Sizes, constants, rectangles, taking
+from .arrays import MAIN_ARRAYS, RopeBackwardArrays
+from .calls import Launch, Needs, Sizes, constants, rectangles
 from .config import RopeBackward, RopeForward, cdiv
 from .kernel import hinted
-from .tiling import COLUMN_SUM, SIZES, Tiling
+from .tiling import SIZES, Tiling
 
 
 @dataclass(frozen=True)
@@ -99,24 +99,14 @@ class RopeBackwardPlan(RopePlan):
     def launches(self) -> Callable[[Sizes, float], list[Launch]]:
         """A function of the sizes and of an eps, which is not read: the saved rstd holds it."""
         kernel, groups = hinted(rope_backward, self.config.hints), (self.norm, self.rope)
-        asked = self.needs.dw, self.needs.dkey_weight
-        main_arrays = itemgetter(slice(RopeBackwardArrays._fields.index("dw")))
+        asked, columns = (self.needs.dw, self.needs.dkey_weight), self.columns
+        width = max(columns.values(), default=0)
 
         @lru_cache(SIZES)
         def launches(sizes, _eps=0.0):
             blocks = self.blocks(sizes)
             after = (sizes.batch, sizes.tokens, *map(constants, groups), *asked)
-            main = Launch(kernel, (blocks,), (), main_arrays, after)
-            return [main, *self._column_sum(blocks)]
+            main = Launch(kernel, (blocks,), (), MAIN_ARRAYS, after)
+            return [main, *self._column_sum(RopeBackwardArrays, [*columns], blocks, width)]
 
         return launches
-
-    def _column_sum(self, blocks: int) -> list[Launch]:
-        if not self.columns:
-            return []
-        width = max(self.columns.values())
-        config = heuristics.column_sum(width)
-        take = taking(RopeBackwardArrays, "partials", *self.columns)
-        after = (blocks, config.rows, config.tile, self._overlap)
-        grid = cdiv(width, config.tile), len(self.columns)
-        return [Launch(COLUMN_SUM, grid, (), take, after, self._overlap)]

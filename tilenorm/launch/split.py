@@ -4,20 +4,19 @@ the kernels, by whoever runs the plans (see kernels/split_forward.py).
 A spec's `hidden` is the length of a piece. The length of the whole row is a number of each call.
 """
 
-from collections import namedtuple
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache, cached_property
-from operator import itemgetter
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import cuda.tile as ct
 
-from ..kernels import arrays, split_backward, split_forward
+from ..kernels import split_backward, split_forward
 from ..kernels.constants import How
 from ..spec import NormSpec
 from . import heuristics
-from .calls import ABSENT, Launch, Needs, constants, rectangles
+from .arrays import MAIN_ARRAYS
+from .calls import Launch, Needs, constants, rectangles
 from .config import Hints, cdiv
 from .kernel import hinted
 from .plan import BackwardPlan, backward_spec
@@ -26,23 +25,6 @@ from .tiling import Tiling
 
 ROW_CENTER = hinted(split_forward.row_center, Hints())
 CENTER_TILE = 512  # rows that a block of row_center serves
-
-
-def arrays_of(name: str, kernels: type, *more: str) -> Any:
-    """A NamedTuple of the arrays that kernels take, in their order, and of more of these.
-
-    kernels: their dataclass. The arrays have the lower-case names of the roles in table.py,
-    and are absent by default.
-    """
-    long = {"W": "weight", "B": "bias"}
-    names = [long.get(field.name, field.name.lower()) for field in fields(kernels)]
-    return namedtuple(name, [*names, *more], defaults=[ABSENT] * (len(names) + len(more)))
-
-
-SplitForwardArrays = arrays_of("SplitForwardArrays", arrays.SplitForwardArrays)
-# dy is a tuple of one array. The column sum writes the last two.
-SplitBackwardArrays = arrays_of("SplitBackwardArrays", arrays.BackwardArrays, "dw", "db")
-MAIN_ARRAYS = itemgetter(slice(SplitBackwardArrays._fields.index("dw")))
 
 
 @dataclass(frozen=True)
@@ -117,7 +99,6 @@ class GradientPlan(BackwardPlan):
     """A backward pass to which the sums over rows are given, so that no blocks exchange any."""
 
     function: ClassVar[ct.kernel] = split_backward.grad_apply
-    arrays: ClassVar[type] = SplitBackwardArrays
 
     @cached_property
     def _exchanges(self) -> bool:

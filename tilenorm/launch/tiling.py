@@ -1,6 +1,6 @@
 """How a plan cuts its work: rows into tiles, a row into chunks and segments."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd
@@ -11,6 +11,8 @@ from ..kernels.constants import Norm
 from ..kernels.exchange import clear_slots
 from ..kernels.tiles import Cut
 from ..spec import NormSpec
+from . import heuristics
+from .arrays import taking
 from .calls import Launch, constants
 from .config import Config, Hints, cdiv, tile_width
 from .kernel import hinted
@@ -117,6 +119,15 @@ class Tiling:
         how = self.spec.quantized
         peaks = how is not None and how.scaling == "row"
         return rows, self.chunks * ((2 if self.spec.norm == "layer" else 1) + peaks)
+
+    def _column_sum(self, kind: Any, sums: Sequence[str], rows: int, width: int) -> list[Launch]:
+        """The launch that adds up the partial sums of each of these names: `rows` rows."""
+        if not sums:
+            return []
+        config, take = heuristics.column_sum(width), taking(kind, "partials", *sums)
+        after = (rows, config.rows, config.tile, self._overlap)
+        grid = cdiv(width, config.tile), len(sums)
+        return [Launch(COLUMN_SUM, grid, (), take, after, self._overlap)]
 
     def _clear(self, take: Callable, rows: int) -> list[Launch]:
         """The launch that empties the slots, if there are slots."""

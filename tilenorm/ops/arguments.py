@@ -13,7 +13,7 @@ from ..table import FACTORS, MASK, OPS, OPTIONS, VECTOR, Op
 from .layout import leading_groups
 from .reference import statistics_dtype
 from .rotated_arguments import check_rotation
-from .tensor_checks import check_device, check_dtype, check_tensor, kind_of
+from .tensor_checks import check_argument, check_device, check_dtype, check_tensor, kind_of, wrong
 
 FP8_DTYPES = tuple(getattr(torch, name) for name in FP8)
 MAX_SIZE = 2**63 - 1
@@ -47,15 +47,14 @@ def check(
     """
     name, input = op.name, tensors[0]
     check_tensor(name, "input", input)
-    if not isinstance(normalized_shape, (tuple, list)):
-        got = kind_of(normalized_shape)
-        raise TypeError(f"{name}: argument 'normalized_shape' takes a tuple of ints, got {got}")
+    sized = isinstance(normalized_shape, (tuple, list))
+    check_argument(name, "normalized_shape", normalized_shape, sized, "a tuple of ints")
     # PyTorch's layer_norm takes no None, and has another exception for too few dimensions.
     layer = op.norm == "layer"
     if layer or eps is not None:
         _check_float(name, "eps", eps, "a float" if layer else "a float or None")
-    if backend is not None and not isinstance(backend, str):
-        raise TypeError(f"{name}: argument 'backend' takes a str or None, got {kind_of(backend)}")
+    named = backend is None or isinstance(backend, str)
+    check_argument(name, "backend", backend, named, "a str or None")
     options = dict(zip(op.options, asked, strict=True))
     for option, value in options.items():
         if option not in ("scaling", "layout", "dtype", "rotary_dim"):
@@ -93,19 +92,13 @@ def _check_shape(op: str, normalized_shape: Sequence[int], input: Tensor, layer:
     """The sizes of normalized_shape."""
     shape = _sizes(op, normalized_shape, "a tuple of ints")
     if not shape:
-        raise RuntimeError(
-            f"{op}: argument 'normalized_shape' takes at least one size, got {shape}"
-        )
+        raise wrong(op, "normalized_shape", "at least one size", shape)
     if input.dim() < len(shape):
-        raise (RuntimeError if layer else ValueError)(
-            f"{op}: argument 'input' takes at least the {len(shape)} dimensions of"
-            f" normalized_shape, got {input.dim()}"
-        )
+        takes = f"at least the {len(shape)} dimensions of normalized_shape"
+        raise wrong(op, "input", takes, input.dim(), RuntimeError if layer else ValueError)
     if input.shape[-len(shape) :] != shape:
-        raise RuntimeError(
-            f"{op}: argument 'input' takes a shape that ends in normalized_shape {list(shape)},"
-            f" got {list(input.shape)}"
-        )
+        takes = f"a shape that ends in normalized_shape {list(shape)}"
+        raise wrong(op, "input", takes, list(input.shape))
     return shape
 
 
@@ -131,10 +124,7 @@ def spread(op: Op, tensors: tuple) -> tuple:
             spread[names.index("addend")] = given[0]
         return tuple(spread)
     got = f"[{', '.join(map(kind_of, given))}]"
-    raise TypeError(
-        f"{op.name}: argument 'residual' takes a Tensor or a sequence of one or two Tensors,"
-        f" got {got}"
-    )
+    raise wrong(op.name, "residual", "a Tensor or a sequence of one or two Tensors", got, TypeError)
 
 
 def without_tensor(number: Any) -> Any:
@@ -150,7 +140,7 @@ def _sizes(op: str, sizes: Sequence[int], takes: str) -> tuple[int, ...]:
     for size in sizes:
         # type() first: the abstract class takes longer than all the other checks of an int.
         if not (-MAX_SIZE <= size <= MAX_SIZE if type(size) is int else _is_size(size)):
-            raise TypeError(f"{op}: argument 'normalized_shape' takes {takes}, got {sizes}")
+            raise wrong(op, "normalized_shape", takes, sizes, TypeError)
     return sizes
 
 
@@ -158,12 +148,10 @@ def sizes_of(module: str, normalized_shape: object) -> tuple[int, ...]:
     """What a module takes as its normalized_shape, an int or sizes, as a tuple."""
     takes = "an int or a tuple of ints, from 0 on"
     given = (normalized_shape,) if _is_size(normalized_shape) else normalized_shape
-    if not isinstance(given, Iterable):
-        got = kind_of(given)
-        raise TypeError(f"{module}: argument 'normalized_shape' takes {takes}, got {got}")
+    check_argument(module, "normalized_shape", given, isinstance(given, Iterable), takes)
     sizes = _sizes(module, given, takes)
     if any(size < 0 for size in sizes):
-        raise RuntimeError(f"{module}: argument 'normalized_shape' takes {takes}, got {sizes}")
+        raise wrong(module, "normalized_shape", takes, sizes)
     return sizes
 
 
@@ -174,14 +162,13 @@ def check_option(op: str, name: str, value: object) -> None:
         _check_word(op, name, value, words)
     elif kind == "float":
         _check_float(op, name, value, "a float")
-    elif not isinstance(value, bool):
-        raise TypeError(f"{op}: argument {name!r} takes a bool, got {kind_of(value)}")
+    else:
+        check_argument(op, name, value, isinstance(value, bool), "a bool")
 
 
 def _check_word(op: str, name: str, value: object, words: Sequence[str], where: str = "") -> None:
     if not isinstance(value, str) or value not in words:
-        takes = " or ".join(map(repr, words))
-        raise ValueError(f"{op}: argument {name!r} takes {takes}{where}, got {value!r}")
+        raise wrong(op, name, f"{' or '.join(map(repr, words))}{where}", repr(value), ValueError)
 
 
 def check_quantization(op: str, hidden: int, options: dict) -> dict:
@@ -189,8 +176,7 @@ def check_quantization(op: str, hidden: int, options: dict) -> dict:
     scaling, dtype, layout = options["scaling"], options["dtype"], options["layout"]
     check_option(op, "scaling", scaling)
     if dtype not in FP8_DTYPES:
-        takes = " or ".join(map(str, FP8_DTYPES))
-        raise NotImplementedError(f"{op}: argument 'dtype' takes {takes}, got {dtype}")
+        raise wrong(op, "dtype", " or ".join(map(str, FP8_DTYPES)), dtype, NotImplementedError)
     if options["power_of_2"] and scaling in ("mx", "tensor"):
         why = "are powers of two always" if scaling == "mx" else "are the caller's"
         raise ValueError(
@@ -200,46 +186,36 @@ def check_quantization(op: str, hidden: int, options: dict) -> dict:
     _check_word(op, "layout", layout, LAYOUTS[scaling], f" with scaling={scaling!r}")
     group = GROUPS[scaling] or 1
     if hidden == 0 or hidden % group:
-        raise RuntimeError(
-            f"{op}: argument 'normalized_shape' takes a multiple of {group} elements with"
-            f" scaling={scaling!r}, got {hidden}"
-        )
+        takes = f"a multiple of {group} elements with scaling={scaling!r}"
+        raise wrong(op, "normalized_shape", takes, hidden)
     return options | {"layout": layout}
 
 
 def _check_given(op: str, scaling: str, given: Tensor | None, input: Tensor) -> None:
     """Check the scale that the caller of a quantised norm gives."""
-    takes = f"{op}: argument 'scale' takes"
     if scaling != "tensor":
         if given is not None:
-            raise ValueError(f"{takes} None with scaling={scaling!r}, which finds the scales")
+            takes = f"None with scaling={scaling!r}, which finds the scales"
+            raise ValueError(f"{op}: argument 'scale' takes {takes}")
         return
     check_tensor(op, "scale", given, "a Tensor of one float32 with scaling='tensor'")
     if given.dtype != torch.float32 or given.numel() != 1 or given.device != input.device:
-        raise RuntimeError(
-            f"{takes} one torch.float32 on {input.device}, got {list(given.shape)} {given.dtype}"
-            f" on {given.device}"
-        )
+        got = f"{list(given.shape)} {given.dtype} on {given.device}"
+        raise wrong(op, "scale", f"one torch.float32 on {input.device}", got)
 
 
 def _check_float(op: str, name: str, value: object, takes: str) -> None:
-    if not isinstance(value, (float, Real, SymFloat)):
-        raise TypeError(f"{op}: argument {name!r} takes {takes}, got {kind_of(value)}")
+    check_argument(op, name, value, isinstance(value, (float, Real, SymFloat)), takes)
     try:
         isinstance(value, Integral) and float(value)
     except OverflowError:
-        raise OverflowError(
-            f"{op}: argument {name!r} takes {takes}, got an int that no float holds"
-        ) from None
+        raise wrong(op, name, takes, "an int that no float holds", OverflowError) from None
 
 
 def _check_rows(op: str, name: str, tensor: Tensor, shape: tuple, input: Tensor) -> None:
     check_tensor(op, name, tensor)
     if tensor.shape != input.shape:
-        raise RuntimeError(
-            f"{op}: argument {name!r} takes the input's shape {list(input.shape)},"
-            f" got {list(tensor.shape)}"
-        )
+        raise wrong(op, name, f"the input's shape {list(input.shape)}", list(tensor.shape))
     check_dtype(op, name, tensor)
     check_device(op, name, tensor, input)
 
@@ -247,22 +223,18 @@ def _check_rows(op: str, name: str, tensor: Tensor, shape: tuple, input: Tensor)
 def _check_mask(op: str, name: str, mask: Tensor, shape: tuple, input: Tensor) -> None:
     check_tensor(op, name, mask, "a Tensor or None")
     if mask.shape != input.shape or mask.layout != torch.strided:
-        raise RuntimeError(
-            f"{op}: argument {name!r} takes the input's shape {list(input.shape)},"
-            f" got {list(mask.shape)} {mask.layout}"
-        )
+        got = f"{list(mask.shape)} {mask.layout}"
+        raise wrong(op, name, f"the input's shape {list(input.shape)}", got)
     if mask.dtype != torch.bool:
-        raise NotImplementedError(f"{op}: argument {name!r} takes torch.bool, got {mask.dtype}")
+        raise wrong(op, name, "torch.bool", mask.dtype, NotImplementedError)
     check_device(op, name, mask, input)
 
 
 def _check_vector(op: str, name: str, vector: Tensor, shape: tuple, input: Tensor) -> None:
     _check_affine(op, name, vector, shape, input)
     if vector.shape != shape:
-        raise RuntimeError(
-            f"{op}: argument {name!r} takes the shape of normalized_shape {list(shape)},"
-            f" got {list(vector.shape)}"
-        )
+        takes = f"the shape of normalized_shape {list(shape)}"
+        raise wrong(op, name, takes, list(vector.shape))
 
 
 def _check_affine(op: str, name: str, parameter: Tensor, shape: tuple, input: Tensor) -> None:
@@ -271,10 +243,8 @@ def _check_affine(op: str, name: str, parameter: Tensor, shape: tuple, input: Te
         by_heads = input.shape[-len(shape) - 1 :]
         if len(by_heads) == len(shape) or parameter.shape != by_heads:
             or_heads = f" or, by heads, {list(by_heads)}" if len(by_heads) > len(shape) else ""
-            raise RuntimeError(
-                f"{op}: argument {name!r} takes the shape of normalized_shape {list(shape)}"
-                f"{or_heads}, got {list(parameter.shape)}"
-            )
+            takes = f"the shape of normalized_shape {list(shape)}{or_heads}"
+            raise wrong(op, name, takes, list(parameter.shape))
     check_dtype(op, name, parameter)
     check_device(op, name, parameter, input)
 
@@ -290,11 +260,9 @@ def _check_group(op: str, name: str, tensor: Tensor, shape: tuple, input: Tensor
         divides = groups[-1] == last or (groups[-1] and not last % groups[-1])
         fits = groups[:-1] == before and divides
     if not fits:
-        raise RuntimeError(
-            f"{op}: argument {name!r} takes leading sizes of the input's {leading}, of which the"
-            f" last may be a divisor, and then normalized_shape {list(shape)},"
-            f" got {list(tensor.shape)}"
-        )
+        takes = f"leading sizes of the input's {leading}, of which the last may be a divisor"
+        takes += f", and then normalized_shape {list(shape)}"
+        raise wrong(op, name, takes, list(tensor.shape))
     check_dtype(op, name, tensor)
     check_device(op, name, tensor, input)
 
@@ -314,20 +282,16 @@ def _check_bias(op: str, given: dict) -> None:
     for prefix in ("", "next_"):
         weight, bias = given.get(f"{prefix}weight"), given.get(f"{prefix}bias")
         if weight is not None and bias is not None and weight.shape != bias.shape:
-            raise RuntimeError(
-                f"{op}: argument '{prefix}bias' takes the shape of {prefix}weight"
-                f" {list(weight.shape)}, got {list(bias.shape)}"
-            )
+            takes = f"the shape of {prefix}weight {list(weight.shape)}"
+            raise wrong(op, f"{prefix}bias", takes, list(bias.shape))
 
 
 def _check_addend(op: str, given: dict) -> None:
     """Check the dtype of the first of two residuals."""
     input, residual, addend = given["input"], given["residual"], given["addend"]
     if addend.dtype not in (input.dtype, residual.dtype):
-        raise RuntimeError(
-            f"{op}: argument 'residual[0]' takes the dtype of the input or of residual[1],"
-            f" {input.dtype} or {residual.dtype}, got {addend.dtype}"
-        )
+        takes = f"the dtype of the input or of residual[1], {input.dtype} or {residual.dtype}"
+        raise wrong(op, "residual[0]", takes, addend.dtype)
 
 
 def _check_modulation(op: str, given: dict) -> None:
@@ -336,32 +300,25 @@ def _check_modulation(op: str, given: dict) -> None:
     for name in ("shift", "gate"):
         tensor = given[name]
         if tensor is not None and tensor.shape != scale.shape:
-            raise RuntimeError(
-                f"{op}: argument {name!r} takes the shape of scale {list(scale.shape)},"
-                f" got {list(tensor.shape)}"
-            )
+            raise wrong(op, name, f"the shape of scale {list(scale.shape)}", list(tensor.shape))
     if given["gate"] is not None and given["residual"] is None:
-        raise ValueError(
-            f"{op}: argument 'gate' takes None without a residual, to which gate · input is added,"
-            " got a Tensor"
-        )
+        takes = "None without a residual, to which gate · input is added"
+        raise wrong(op, "gate", takes, "a Tensor", ValueError)
 
 
 def _check_branch(op: str, given: dict, scale: float) -> None:
     """Check that what multiplies the input goes with the other arguments."""
     if given[MASK] is None and scale != 1:
-        raise ValueError(f"{op}: argument 'dropout_scale' takes 1.0 without a {MASK}, got {scale}")
+        raise wrong(op, "dropout_scale", f"1.0 without a {MASK}", scale, ValueError)
     for name in FACTORS:
         if given[name] is not None and given["addend"] is not None:
-            raise RuntimeError(f"{op}: argument {name!r} takes None with two residuals, got one")
+            raise wrong(op, name, "None with two residuals", "one")
     # The gradient of the vector is made of the residual's.
     input, residual = given["input"], given["residual"]
     digits = torch.finfo(residual.dtype).eps > torch.finfo(input.dtype).eps
     if given[VECTOR] is not None and digits:
-        raise RuntimeError(
-            f"{op}: argument 'residual' takes at least the digits of the input's {input.dtype}"
-            f" with a {VECTOR}, got {residual.dtype}"
-        )
+        takes = f"at least the digits of the input's {input.dtype} with a {VECTOR}"
+        raise wrong(op, "residual", takes, residual.dtype)
 
 
 def _is_integer_tensor(value: object) -> bool:

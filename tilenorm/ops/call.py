@@ -149,10 +149,8 @@ def _refuse_quantized(op: Op, tensors: tuple) -> None:
 
 def present(op: Op, tensors: tuple, options: tuple, made: Sequence) -> tuple[Tensor | None, ...]:
     """What an op makes, without the empty tensors that stand for absent results."""
-    pairs = zip(op.makes, made, strict=True)
-    return tuple(
-        [t if library.there(op, port, tensors, options, True) else None for port, t in pairs]
-    )
+    called, pairs = library.Called(op, tensors, options, (), True), zip(op.makes, made, strict=True)
+    return tuple([t if called.makes(port) else None for port, t in pairs])
 
 
 def eps_of(op: Op, tensors: Sequence, eps: float | None) -> tuple[float, ...]:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..launch.calls import ABSENT, BackwardArrays, ForwardArrays, Launch, Needs
+from ..launch.arrays import BackwardArrays, ForwardArrays
+from ..launch.calls import ABSENT, Launch, Needs
 from ..launch.driver import Repeated, prepare
 from ..launch.kernel import launch
 from ..launch.plan import (
@@ -34,7 +35,7 @@ from .layout import (
     lie_as_read,
     shaped_as,
 )
-from .quantize import quantize, scale_of
+from .quantize import scale_of, with_codes
 from .shapes import Layout, Layouts
 from .torch_private import reinterpret
 
@@ -195,7 +196,7 @@ def bind_forward(plan: ForwardPlan, run: Run = on_device) -> Callable:
     """
     spec, op = plan.spec, OPS[plan.spec.op]
     made_as = _made_as(op, spec, plan.save)
-    dtypes = _dtypes_of(op, spec)
+    dtypes = [spec.dtype_of(role) for role in op.roles]
     read = [(port.lies, dtype) for port, dtype in zip(op.takes, dtypes, strict=True)]
     layouts = Layouts(plan, 0, read, made_as)
     take = _taking_forward(op, spec, dtypes, made_as, plan.slots(1) is not None)
@@ -232,11 +233,6 @@ def _made_as(op: Op, spec: NormSpec, save: bool) -> list[tuple[str, str] | None]
         dtype = fixed.get(port.lies, dtypes.get(port.like, ""))
         made.append((port.lies, dtype) if there[port.when] and not absent else None)
     return made
-
-
-def _dtypes_of(op: Op, spec: NormSpec) -> list[str | None]:
-    """The dtype of each tensor that an op takes; None for one that is absent, and for a number."""
-    return [spec.dtype_of(role) for role in op.roles]
 
 
 def _taking_forward(
@@ -282,10 +278,7 @@ def bind_cast_apart(spec: NormSpec, plan: ForwardPlan, run: Run = on_device) -> 
 
     def cast_apart(tensors: tuple, eps: float) -> tuple:
         found = dict(zip(plain.made, normalize(taken((*tensors, None)), eps), strict=True))
-        q, scale, amax = quantize(spec, found["y"], tensors[given])
-        found |= {"q": q, "scale": scale, "amax": amax}
-        if not spec.quantized.output:
-            found["y"] = None
+        found = with_codes(spec, found, tensors[given])
         return tuple([found[role] for role in op.made])
 
     return cast_apart
@@ -309,12 +302,11 @@ def bind_backward(plan: BackwardPlan, kept: tuple[str, ...], run: Run = on_devic
     read: list[tuple[str, str | None]] = [("rows", spec.dtype), ("rows", needs.dsum and total)]
     read += [(LIES[role], dtypes.get(role) or spec.dtype_of(role)) for role in kept]
     read += [("rows", spec.dtype)] * (needs.terms - 1)
-    end, need_dsum, named = 2 + len(kept), needs.dsum, spec.branches or spec.modulated
+    end, need_dsum = 2 + len(kept), needs.dsum
     take = _taking_backward(spec, kept, made_as, needs, plan.slots(1) is not None)
 
     def arrays_of(read: Sequence, written: Sequence) -> tuple:
-        arrays = take((*read[:end], *written, (read[0], *read[end:]), ABSENT))
-        return BackwardArrays(*arrays) if named else arrays
+        return take((*read[:end], *written, (read[0], *read[end:]), ABSENT))
 
     layouts = Layouts(plan, 2, read, made_as)
     execute = bind_pass(plan, layouts, arrays_of, run)
@@ -324,7 +316,6 @@ def bind_backward(plan: BackwardPlan, kept: tuple[str, ...], run: Run = on_devic
         for name, role in (("dw", "weight"), ("db", "bias"))
         if made_as[names.index(name)] is not None
     ]
-    summed = [i for i, how in enumerate(made_as) if how is not None and how[0] != "rows"]
     last = len(made_as) - (not needs.output and not spec.modulated)
 
     def backward(
@@ -335,10 +326,7 @@ def bind_backward(plan: BackwardPlan, kept: tuple[str, ...], run: Run = on_devic
         more: Sequence[Tensor] = (),
     ) -> Sequence[Tensor | None]:
         tensors = dy, dsum if need_dsum else None, *saved, *more
-        made, layout = execute(tensors, 0.0)
-        if not layout.rows:
-            for place in summed:
-                made[place].zero_()
+        made, _ = execute(tensors, 0.0)
         for place, of in parameters:
             if saved[of].dim() > 1:
                 made[place] = shaped_as(made[place], saved[of])
@@ -386,8 +374,8 @@ def _taking_backward(
     absent += ["group_sums"] * (not needs.sums and not any(needs.modulation))
     absent += ["input"] * (not needs.dmod_gate)  # the gradient of a gate by group is made of it
     places = {name: i for name, i in (places | made).items() if name not in absent}
-    if not spec.modulated:
-        fields = fields[: fields.index("input" if spec.branches else MASK)]
+    first_left_out = "dot" if spec.modulated else "input" if spec.branches else MASK
+    fields = (*fields[: fields.index(first_left_out)], *fields[-2:])
     return itemgetter(*[places.get(name, -1) for name in fields])
 
 

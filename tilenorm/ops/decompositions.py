@@ -7,10 +7,8 @@ import torch
 from torch._ops import OpOverload
 
 from ..table import OPS, PIECES
-from . import backward_by_role
-from .generated import BY_ROLE
+from . import backward
 from .library import decomposed
-from .norm_backward import norm_backward_decomposed
 from .split.library import by_reference
 
 
@@ -39,10 +37,9 @@ def decompositions() -> dict[OpOverload, Callable]:
     ops = torch.ops.tilenorm
     return {
         **{getattr(ops, name).default: partial(decomposed, op) for name, op in OPS.items()},
-        ops.norm_backward.default: norm_backward_decomposed,
         **{
-            getattr(ops, name).default: partial(backward_by_role.decomposed, kind)
-            for name, kind in BY_ROLE.items()
+            getattr(ops, name).default: partial(backward.decomposed, kind)
+            for name, kind in backward.KINDS.items()
         },
         **{getattr(ops, p.name).default: partial(by_reference, p) for p in PIECES},
     }

@@ -315,13 +315,9 @@ def rms_norm_add_rms_norm(
     functions; tilenorm.explain tells.
 
     Args:
-        input: (..., *normalized_shape), float16, bfloat16, float32 or float64: a layer's output.
-        residual: of the input's shape, in its dtype or another floating-point dtype.
-        normalized_shape: the trailing sizes that are normalised together.
-        weight, next_weight: of the norm before the addition and of the norm after it, each as the
-            weight of tilenorm.rms_norm.
-        eps, offset, rounding: those of tilenorm.rms_norm, for both norms.
-        backend: as for tilenorm.rms_norm.
+        input: a layer's output.
+        weight, next_weight: of the norm before the addition and of the norm after it.
+        The others are those of rms_norm_add; eps, offset and rounding serve both norms.
 
     Returns:
         (output, residual_out), contiguous, in the residual's dtype, differentiable in input,

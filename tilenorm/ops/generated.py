@@ -20,20 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..table import FACTORS, OPS
+from ..table import OPS
+from .backward import KINDS, TERMS
 from .bound import Bound, BoundNorm, bound_of, keep, keep_backward, norm_of
 from .direct import Plain
 from .layout import MOST_SHAPES, contiguous_strides_of, rows_shape, vector_of
 from .library import numbers_shape
-from .modulated_backward import ModulatedBackward
-from .norm_backward import FIRST, TERMS, Backward
 from .reference import STATISTICS
 from .registry import MAX_ROWS, on_device_of
-from .rotated_backward import RotatedBackward
 from .torch_private import modes, reinterpret
-
-# The backward ops whose tensors go by their roles.
-BY_ROLE = {kind.NAME: kind for kind in (ModulatedBackward, RotatedBackward)}
 
 
 def tensors_of(op: str, given: Sequence[str]) -> tuple[str, ...]:
@@ -42,10 +37,8 @@ def tensors_of(op: str, given: Sequence[str]) -> tuple[str, ...]:
     """
     if op in OPS:
         return tuple(port.name for port in OPS[op].takes)
-    if op in BY_ROLE:
-        kind = BY_ROLE[op]
-        return kind.NAMES[: len(kind.ROLES)]
-    return *FIRST, *(name for name in (*TERMS, *FACTORS) if name in given)
+    kind = KINDS[op]
+    return tuple(n for r, n in kind.ARGUMENTS.items() if r not in kind.LAST or n in given)
 
 
 def bind(op: str, taken: tuple[str, ...], **options) -> Callable:
@@ -112,13 +105,13 @@ def _apart(shape: tuple[int, ...]) -> tuple | None:
 def backward(
     op: str, taken: tuple[str, ...], *, hidden: int, backend: str | None, **options
 ) -> Callable:
-    """The same of norm_backward, and of the ops whose tensors go by their roles."""
-    most, plain, kind = MAX_ROWS * hidden, Plain(), BY_ROLE.get(op)
+    """The same of a backward op."""
+    most, plain, kind = MAX_ROWS * hidden, Plain(), KINDS[op]
     constant = options | {"hidden": hidden, "backend": backend}
-    first = len(kind.ROLES if kind else FIRST)
+    first = len(kind.ROLES)
     end = first + len(set(TERMS) & set(taken))
-    # What the op returns, of the gradients and None; norm_backward y too, or None in its place.
-    shown = itemgetter(*(kind.PLACES if kind else range(len(options["output_mask"]) + 1)))
+    # What the op returns, of the gradients, y where it is written, and None.
+    shown = itemgetter(*kind.PLACES)
     statistics = [i for i, name in enumerate(taken) if name in STATISTICS]
     norm: BoundNorm | None = None
     run: Any = None
@@ -144,11 +137,11 @@ def backward(
         dy, dsum, x = tensors[:3]
         if norm is None:
             given = constant | dict(zip(taken, tensors, strict=True))
-            call: Any = kind((), given) if kind else Backward.of((), given)
+            call = kind((), given)
             spec = call.spec
             needs = call.needs(spec)
             count = len(needs.gradients) + needs.output
-            places = [taken.index(call.argument(role)) for role in spec.kept]
+            places = [taken.index(kind.ARGUMENTS[role]) for role in spec.kept]
             bound = norm_of(spec, x.device.type, x.get_device(), False, backend)
             run = bound.backward(spec, needs)
             order = [0, 1 if needs.dsum else -1, *places, *range(first, end)]

@@ -1,13 +1,13 @@
 """Which gradient goes where: the backward pass of an op, as the steps of its norms."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..launch.calls import Needs
+from ..launch.calls import Needs, addend_as, needs_of
 from ..spec import NormSpec
 from ..table import FACTORS, MODULATION, OF_KEY, OPS, VECTOR, Op
 from .reference import branched, gated, group_gradient, vector_gradient
@@ -22,40 +22,6 @@ ROTATED_SAVED = ("x", "weight", *OF_KEY, "rstd", "key_rstd", "cos", "sin", "posi
 # Where what the latter returns stands in Needs.gradients.
 ROTATED_PLACES = (0, 3, 5, 6)
 Roles = tuple[str | None, ...]
-
-
-def needs_of(
-    spec: NormSpec, asked: Iterable[str | None], dsum: bool, terms: int = 1, output: bool = False
-) -> Needs:
-    """Which gradients a backward pass computes.
-
-    asked: the roles of the tensors whose gradients are asked for. dsum: whether the sum's gradient
-    comes in; only the gradients of x and residual need it. An input and a residual of one dtype
-    have the same gradient, which is computed once, unless the input is masked or scaled. Where
-    heads are rotated, dsum is the key's. terms, output: see Needs.
-    """
-    roles = set(asked)
-    if VECTOR in roles:  # its gradient is made of the residual's
-        roles.add("residual")
-    if "addend" in roles:
-        roles.add(_addend_as(spec))
-    dx, dresidual = "x" in roles, "residual" in roles and spec.residual is not None
-    if spec.residual is None or spec.shares_dx:
-        dx, dresidual = dx or dresidual, False
-    there = ("gate", "weight", "bias", *MODULATION)
-    dgate, dw, db, *groups = [r in roles and bool(getattr(spec, r)) for r in there]
-    by_group = tuple(groups) if spec.modulated else ()
-    of_key = tuple([role in roles and bool(getattr(spec, role)) for role in OF_KEY])
-    of_key = of_key if spec.rotation else ()
-    needs = Needs(dx, dw, db, dresidual, dgate, False, terms, output, by_group, of_key)
-    return needs._replace(dsum=dsum and (any(of_key) if spec.rotation else needs.of_sum))
-
-
-def _addend_as(spec: NormSpec) -> str:
-    """Whose gradient an addend gets in its own dtype. One of a third dtype has fewer bits than the
-    residual.
-    """
-    return "x" if spec.addend == spec.dtype else "residual"
 
 
 def refuse_output(spec: NormSpec) -> None:
@@ -90,7 +56,7 @@ class Step(NamedTuple):
         behind it.
         """
         spec, shared = self.spec, 0 if self.spec.shares_dx else 1
-        own = {"residual": shared, "addend": 0 if _addend_as(spec) == "x" else shared}
+        own = {"residual": shared, "addend": 0 if addend_as(spec) == "x" else shared}
         # What lies by group, or is of a key, stands between the others and dy.
         more = MODULATION if spec.modulated else OF_KEY if spec.rotation else ()
         return PLACES | own | {role: i for i, role in enumerate((*more, "skip", None), 5)}

@@ -1,6 +1,7 @@
 """Tensors as the kernels take them: rows in place where that keeps a row's bits, else one copy."""
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -165,7 +166,7 @@ def _read_apart(t: Tensor | None, lies: str, spec: NormSpec) -> Tensor | None:
 
 def shaped_as(fresh: Tensor, like: Tensor) -> Tensor:
     """A contiguous tensor, which nothing else holds, in the shape of another."""
-    strides = like.stride() if like.is_contiguous() else contiguous_strides(like)
+    strides = like.stride() if like.is_contiguous() else contiguous_strides_of(like.shape)
     return reinterpret(fresh, tuple(like.shape), strides)  # PyTorch 2.14 takes no torch.Size
 
 
@@ -177,6 +178,12 @@ def leading_groups(shape: Sequence[int], dims: int) -> tuple[int, ...]:
     while groups and groups[-1] == 1:
         groups.pop()
     return tuple(groups)
+
+
+def heads_of(hidden: int, *parameters: Tensor | None) -> int:
+    """How many rows of `hidden` elements a weight and a bias have; 0 without them."""
+    most = max([prod(p.shape) for p in parameters if p is not None], default=0)
+    return most // hidden if hidden else 0
 
 
 def rows_shape(shape: Sequence[int], hidden: int) -> tuple[int, ...]:
@@ -199,11 +206,6 @@ def rows_shape(shape: Sequence[int], hidden: int) -> tuple[int, ...]:
         "tilenorm::norm: argument 'hidden' takes the number of elements of the input's last"
         f" dimensions, got {hidden} for an input of shape {list(shape)}"
     )
-
-
-def contiguous_strides(x: Tensor) -> tuple[int, ...]:
-    """The strides of a contiguous tensor of x's shape."""
-    return x.stride() if x.is_contiguous() else contiguous_strides_of(x.shape)
 
 
 def contiguous_strides_of(shape: Sequence[int]) -> tuple[int, ...]:

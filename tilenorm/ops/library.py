@@ -4,7 +4,7 @@ An op takes its tensors, `hidden`, its options, the eps of each of its norms, `s
 Eager calls on plain tensors go past the ops, from call.py to the same implementations.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from .autograd import Call, call_needs_grad, gradients
 from .bound import bound_of, kinds_of, specs_of, specs_of_tensors
 from .inductor import tell_inductor
 from .layout import rows_shape
-from .quantize import SCALE_DTYPES, quantize
+from .quantize import SCALE_DTYPES, with_codes
 from .reference import statistics_dtype
 from .registry import on_device_of
 from .sharding import register_where_loaded
@@ -37,26 +37,19 @@ def taken(ports: Sequence[Port]) -> list[str]:
 
 
 def schema_of(op: Op) -> str:
-    """The schema of an op, from its row."""
+    """The arguments and results of an op, as in its schema, from its row."""
     options = [f"{OPTIONS[name].kind} {name}" for name in op.options]
     eps = [f"float {name}" for name in op.eps]
-    arguments = [
-        *taken(op.takes),
-        "SymInt hidden",
-        *options,
-        *eps,
-        "bool save",
-        "str? backend=None",
-    ]
+    last = "bool save", "str? backend=None"
+    arguments = [*taken(op.takes), "SymInt hidden", *options, *eps, *last]
     makes = ", ".join(f"Tensor {port.name}" for port in op.makes)
-    return f"{op.name}({', '.join(arguments)}) -> ({makes})"
+    return f"({', '.join(arguments)}) -> ({makes})"
 
 
 class Called(NamedTuple):
-    """The arguments of an op. options: `hidden`, and the values of the op's options. eps: of each
-    norm.
-    """
+    """A call of an op. options: `hidden`, and the values of the op's options. eps: of each norm."""
 
+    op: Op
     tensors: tuple
     options: tuple
     eps: tuple
@@ -69,57 +62,71 @@ class Called(NamedTuple):
         eps, end = tensors + options, tensors + options + len(op.eps)
         backend = (by_name or {}).get("backend")
         save, *last = arguments[end:]
-        given = tuple(arguments)
-        return cls(given[:tensors], given[tensors:eps], given[eps:end], save, *(last or [backend]))
+        given, last = tuple(arguments), last or [backend]
+        return cls(op, given[:tensors], given[tensors:eps], given[eps:end], save, *last)
 
-    def own_eps(self, op: Op) -> Any:
+    @property
+    def own_eps(self) -> Any:
         """The eps as bound calls take it."""
-        return self.eps if op.calls else self.eps[0]
+        return self.eps if self.op.calls else self.eps[0]
 
+    @property
+    def given(self) -> dict[str, Any]:
+        """The tensors by the names of their ports."""
+        return dict(zip([port.name for port in self.op.takes], self.tensors, strict=True))
 
-def there(op: Op, port: Port, tensors: Sequence, options: tuple, save: bool) -> bool:
-    """Whether a call of an op makes a tensor."""
-    names = [taken.name for taken in op.takes]
-    if port.unless and tensors[names.index(port.unless)] is not None:
-        return False
-    if port.given and tensors[names.index(port.given)] is None:
-        return False
-    if port.when == "save":
-        return save
-    return not port.when or bool(options[1 + op.options.index(port.when)])
+    def option(self, name: str) -> Any:
+        return self.options[1 + self.op.options.index(name)]
 
+    def makes(self, port: Port) -> bool:
+        """Whether the call makes a tensor."""
+        given = self.given
+        if given.get(port.unless) is not None or (port.given and given[port.given] is None):
+            return False
+        if port.when == "save":
+            return self.save
+        return not port.when or bool(self.option(port.when))
 
-def dtype_of(op: Op, port: Port, tensors: Sequence, options: tuple) -> torch.dtype:
-    """The dtype of a tensor that a call of an op makes."""
-    by_name = {taken.name: t for taken, t in zip(op.takes, tensors, strict=True)}
-    if port.lies == "number":
-        return statistics_dtype(*[by_name[name] for name in port.like.split()])
-    if port.lies == "scales":
-        scaling = options[1 + op.options.index("scaling")]
-        return SCALE_DTYPES["uint8" if scaling == "mx" else "float32"]
-    if port.like in op.options:
-        return options[1 + op.options.index(port.like)]
-    if port.like in by_name:
-        like = by_name[port.like]
-        return (tensors[0] if like is None else like).dtype  # what is absent has a dtype, too
-    return getattr(torch, port.like)
+    def dtype_of(self, port: Port) -> torch.dtype:
+        """The dtype of a tensor that the call makes."""
+        given = self.given
+        if port.lies == "number":
+            return statistics_dtype(*[given[name] for name in port.like.split()])
+        if port.lies == "scales":
+            return SCALE_DTYPES["uint8" if self.option("scaling") == "mx" else "float32"]
+        if port.like in self.op.options:
+            return self.option(port.like)
+        if port.like in given:
+            like = given[port.like]
+            return (self.tensors[0] if like is None else like).dtype  # what is absent has one, too
+        return getattr(torch, port.like)
 
+    def shape_of(self, port: Port) -> Sequence[int]:
+        """The shape of a tensor that the call makes, except for scales."""
+        if port.lies == "number":
+            return numbers_shape(self.op, port, self.tensors, self.options[0])
+        if port.lies != "rows":
+            return (1,)
+        if not self.op.rotated:
+            return self.tensors[0].shape
+        like = self.given[port.like]
+        return (like.transpose(1, 2) if self.option("output_heads_first") else like).shape
 
-def with_absent(op: Op, called: Called, made: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-    """What an op returns: what is absent is an empty tensor; a number a row has x's leading sizes.
+    def returned(self, made: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+        """What the op returns: what is absent is an empty tensor; a number a row has x's leading
+        sizes.
 
-    made: as a bound call returns it, or the formula. A tensor that is there but not asked for is
-    absent.
-    """
-    tensors, options, _, save, _ = called
-    x, found = tensors[0], []
-    for port, t in zip(op.makes, made, strict=True):
-        if t is None or not there(op, port, tensors, options, save):
-            t = x.new_empty(0, dtype=dtype_of(op, port, tensors, options))
-        elif port.lies == "number":
-            t = t.view(numbers_shape(op, port, tensors, options[0]))
-        found.append(t)
-    return tuple(found)
+        made: as a bound call returns it, or the formula. A tensor that is there but not asked for
+        is absent.
+        """
+        found = []
+        for port, t in zip(self.op.makes, made, strict=True):
+            if t is None or not self.makes(port):
+                t = self.tensors[0].new_empty(0, dtype=self.dtype_of(port))
+            elif port.lies == "number":
+                t = t.view(self.shape_of(port))
+            found.append(t)
+        return tuple(found)
 
 
 def numbers_shape(op: Op, port: Port, tensors: Sequence, hidden: int) -> tuple[int, ...]:
@@ -131,34 +138,23 @@ def numbers_shape(op: Op, port: Port, tensors: Sequence, hidden: int) -> tuple[i
     return tuple(key.shape[:-1] if hidden == x.shape[-1] else key.shape[:-2])
 
 
-def rows_made(op: Op, port: Port, tensors: Sequence, options: tuple) -> Sequence[int]:
-    """The shape of a result that has rows."""
-    if not op.rotated:
-        return tensors[0].shape
-    like = tensors[[taken.name for taken in op.takes].index(port.like)]
-    heads_first = options[1 + op.options.index("output_heads_first")]
-    return like.transpose(1, 2).shape if heads_first else like.shape
-
-
 def run(op: Op, *arguments) -> tuple[Tensor, ...]:
     """The op, for real tensors."""
     called = Called.of(op, arguments)
-    tensors, options, _, save, backend = called
-    if in_forward_mode(tensors):
+    if in_forward_mode(called.tensors):
         # PyTorch would take the derivatives of an op without a forward mode for zeros.
         raise NotImplementedError(
             f"torch.ops.tilenorm.{op.name} has no forward-mode derivative; tilenorm's functions"
             " have"
         )
-    bound = bound_of(op, tensors, options, backend)
-    return _run_by(bound, op, called, save)
+    return _run_by(bound_of(op, called.tensors, called.options, called.backend), called)
 
 
-def _run_by(bound, op: Op, called: Called, save: bool) -> tuple[Tensor, ...]:
+def _run_by(bound, called: Called) -> tuple[Tensor, ...]:
     with on_device_of(called.tensors[0]):
-        function = bound.training if save else bound.inference
-        made = function(called.tensors, called.own_eps(op))
-    return with_absent(op, called, made)
+        function = bound.training if called.save else bound.inference
+        made = function(called.tensors, called.own_eps)
+    return called.returned(made)
 
 
 def formula(op: Op, tensors: Sequence, options: tuple, eps: tuple) -> tuple[Tensor | None, ...]:
@@ -169,8 +165,7 @@ def formula(op: Op, tensors: Sequence, options: tuple, eps: tuple) -> tuple[Tens
         given = {role: found.get(port) for role, port in stage.ports.items()}
         made = reference.with_rows(reference.formula(spec.unquantized, given, own))
         if spec.quantized:
-            q, scale, amax = quantize(spec, made["y"], given["given_scale"])
-            made |= {"q": q, "scale": scale, "amax": amax}
+            made = with_codes(spec, made, given["given_scale"])
         found |= {port: made[role] for role, port in stage.ports.items() if role in made}
     return tuple([found.get(port.name) for port in op.makes])
 
@@ -178,7 +173,7 @@ def formula(op: Op, tensors: Sequence, options: tuple, eps: tuple) -> tuple[Tens
 def decomposed(op: Op, *arguments, **by_name) -> tuple[Tensor, ...]:
     """The op in PyTorch's own operators, for tensors on any device."""
     called = Called.of(op, arguments, by_name)
-    return with_absent(op, called, formula(op, called.tensors, called.options, called.eps))
+    return called.returned(formula(op, called.tensors, called.options, called.eps))
 
 
 def tell_others() -> None:
@@ -192,24 +187,18 @@ def tell_others() -> None:
 
 def fake(op: Op, *arguments) -> tuple[Tensor, ...]:
     tell_others()
-    tensors, options, _, save, _ = Called.of(op, arguments)
-    x, hidden, made = tensors[0], options[0], []
+    called = Called.of(op, arguments)
+    x, made = called.tensors[0], []
     for port in op.makes:
-        dtype = dtype_of(op, port, tensors, options)
-        if not there(op, port, tensors, options, save):
+        dtype = called.dtype_of(port)
+        if not called.makes(port):
             made.append(x.new_empty(0, dtype=dtype))
         elif port.lies == "scales":
-            by_name = dict(zip(op.options, options[1:], strict=True))
-            how = Quantization(by_name["scaling"], layout=by_name["layout"])
-            scales = Scales.of(how, hidden, x.numel() // hidden)
+            how = Quantization(called.option("scaling"), layout=called.option("layout"))
+            scales = Scales.of(how, called.options[0], x.numel() // called.options[0])
             made.append(x.new_empty_strided(scales.shape, scales.strides, dtype=dtype))
         else:
-            shape: Sequence[int] = (1,)
-            if port.lies == "rows":
-                shape = rows_made(op, port, tensors, options)
-            elif port.lies == "number":
-                shape = numbers_shape(op, port, tensors, hidden)
-            made.append(x.new_empty(shape, dtype=dtype))
+            made.append(x.new_empty(called.shape_of(port), dtype=dtype))
     return tuple(made)
 
 
@@ -218,7 +207,7 @@ def autograd(op: Op, *arguments) -> tuple[Tensor, ...]:
     needs no gradient.
     """
     called = Called.of(op, arguments)
-    tensors, options, _, save, backend = called
+    _, tensors, options, _, save, backend = called
     if call_needs_grad(op, tensors):
         what = specs_of_tensors(op, tensors, options, backend, save)
         last = arguments[len(tensors) :]
@@ -226,12 +215,12 @@ def autograd(op: Op, *arguments) -> tuple[Tensor, ...]:
         def below(given, *_):
             return _below_autograd(op, *given, *last)
 
-        return Call.apply((called.own_eps(op), what, below), *tensors)
+        return Call.apply((called.own_eps, what, below), *tensors)
     x = tensors[0]
     if type(x) is Tensor and (x.is_cpu or x.is_cuda):
         bound = bound_of(op, tensors, options, backend)
         if bound.plain.takes(tensors):
-            return _run_by(bound, op, called, save)
+            return _run_by(bound, called)
     return _below_autograd(op, *arguments)
 
 
@@ -241,8 +230,8 @@ def _below_autograd(op: Op, *arguments) -> tuple[Tensor, ...]:
 
 
 def setup_context(op: Op, ctx, inputs: tuple, output: tuple) -> None:
-    tensors, options, _, save, backend = called = Called.of(op, inputs)
-    ctx.what, ctx.eps = specs_of_tensors(op, tensors, options, backend, save), called.own_eps(op)
+    _, tensors, options, _, save, backend = called = Called.of(op, inputs)
+    ctx.what, ctx.eps = specs_of_tensors(op, tensors, options, backend, save), called.own_eps
     made = output if save else ctx.what.unsaved(output)
     ctx.save_for_backward(*ctx.what.kept((*tensors, *made)))
     ctx.mark_non_differentiable(*[output[i] for i in ctx.what.fixed])
@@ -278,14 +267,19 @@ def autocast_tensors(op: Op, tensors: tuple) -> tuple:
     return tuple(cast)
 
 
+def register(name: str, schema: str, run: Callable, fake: Callable) -> None:
+    """Define an op with its implementation for real tensors, and its fake."""
+    LIBRARY.define(f"{name}{schema}", tags=TAGS)
+    for key in ("CPU", "CUDA"):
+        LIBRARY.impl(name, run, key)
+    torch.library.register_fake(f"tilenorm::{name}", fake, lib=LIBRARY)
+
+
 def define(op: Op) -> None:
     """Define an op, and register all of the above."""
     name = f"tilenorm::{op.name}"
-    LIBRARY.define(schema_of(op), tags=TAGS)
-    for key in ("CPU", "CUDA"):
-        LIBRARY.impl(op.name, partial(run, op), key)
+    register(op.name, schema_of(op), partial(run, op), partial(fake, op))
     LIBRARY.impl(op.name, partial(autocast, op), "AutocastCUDA")
-    torch.library.register_fake(name, partial(fake, op), lib=LIBRARY)
     if BelowAutograd is None:
         torch.library.register_autograd(
             name, partial(backward, op), setup_context=partial(setup_context, op), lib=LIBRARY

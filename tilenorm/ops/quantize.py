@@ -55,11 +55,18 @@ def quantize(
         scale = _laid_out(how, spec.hidden, scale[..., 0])
     # PyTorch's own cast does not saturate before 2.12. The clamp keeps NaN.
     # In this order, because ONNX Runtime reshapes no 8-bit floats.
-    q = (v * factor).clamp(-most, most).reshape(y.shape).to(q_dtype(spec))
+    q = (v * factor).clamp(-most, most).reshape(y.shape).to(getattr(torch, how.dtype))
     amax = None
     if how.amax:
         amax = v.abs().amax((0, 1, 2)).reshape(1) if v.numel() else v.new_zeros(1)
     return q, scale, amax
+
+
+def with_codes(spec: NormSpec, found: dict, given: Tensor | None) -> dict:
+    """The results of a norm by their roles, with those of quantize. given: the caller's scale."""
+    q, scale, amax = quantize(spec, found["y"], given)
+    y = found["y"] if spec.quantized.output else None
+    return found | {"q": q, "scale": scale, "amax": amax, "y": y}
 
 
 def _factor(how: Quantization, peak: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,10 +98,6 @@ def _laid_out(how: Quantization, hidden: int, scale: Tensor) -> Tensor:
     elif how.layout != "row":
         scale = pad(scale.t(), (0, -rows % 4 if how.layout == "column_tma" else 0))
     return scale_of(scale.reshape(-1), Scales.of(how, hidden, rows))
-
-
-def q_dtype(spec: NormSpec) -> torch.dtype:
-    return getattr(torch, spec.quantized.dtype)
 
 
 def scale_of(array: Tensor, scales: Scales) -> Tensor:

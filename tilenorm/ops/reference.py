@@ -17,7 +17,7 @@ from ..launch.calls import Needs
 from ..spec import NormSpec, Options
 from ..table import FACTORS, MASK, OPS, VECTOR
 from .layout import rows_shape
-from .quantize import quantize
+from .quantize import with_codes
 from .rotation import Turns, rotate, rotate_back
 from .torch_private import fused_rms_norm, reshaped
 
@@ -43,10 +43,7 @@ def bind_forward(spec: NormSpec) -> Callable | None:
         else:
             found = _by_formula(plain, given, eps)
         if how is not None:
-            q, scale, amax = quantize(spec, found["y"], given["given_scale"])
-            found |= {"q": q, "scale": scale, "amax": amax}
-            if not how.output:
-                found["y"] = None
+            found = with_codes(spec, found, given["given_scale"])
         return tuple(map(found.get, made))
 
     return forward

@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..launch.calls import ABSENT, HeadsBack, HeadsIn, RopeBackwardArrays, RopeForwardArrays, Sizes
+from ..launch.arrays import HeadsBack, HeadsIn, RopeBackwardArrays, RopeForwardArrays
+from ..launch.calls import ABSENT, Sizes
 from ..launch.rope import RopeBackwardPlan, RopeForwardPlan
 from ..spec import NormSpec
 from ..table import LIES, OF_KEY, OPS
 from .cutile import Run, bind_pass, on_device
-from .layout import MAX_STRIDE, MOST_SHAPES, VECTOR_BYTES, contiguous_strides_of
+from .layout import MAX_STRIDE, VECTOR_BYTES, contiguous_strides_of
 from .reference import STATISTICS
 from .shapes import Fresh, Layout, Layouts, key_of
 from .torch_private import reinterpret
@@ -72,7 +73,7 @@ class RotatedLayouts(Layouts):
         self.grouped = [place for place, (_, dtype) in enumerate(read) if dtype]
         self.key_of = partial(key_of, input, self.grouped)
 
-    def __missing__(self, key: Any) -> Layout:
+    def _layout_of(self, key: Any) -> Layout:
         plan: Any = self._plan
         spec, tokens, given = plan.spec, tuple(key[0][:-2]), {}
         for place, (shape, strides) in zip(self.grouped, key[1:], strict=True):
@@ -97,10 +98,10 @@ class RotatedLayouts(Layouts):
             reads = [_read_of(spec, *how, tokens) for how in each]
         in_place = None not in [read.strides for read in reads]
         views = Views(tuple(reads), tokens, () if in_place else None)
-        layout = Layout(sizes, (), tuple(fresh), tuple(written), views, None, (), {})
-        if len(self) < MOST_SHAPES:
-            self[key] = layout
-        return layout
+        # A sum over no tokens is zeros.
+        sums = [i for i, made in enumerate(self._results) if made and made.lies == "vector"]
+        cleared = () if there else tuple(sums)
+        return Layout(sizes, (), tuple(fresh), tuple(written), views, None, cleared, {})
 
 
 def _sequences(tokens: tuple[int, ...]) -> tuple[int, int]:
@@ -249,7 +250,6 @@ def bind_backward(plan: RopeBackwardPlan, kept: tuple[str, ...], run: Run = on_d
 
     layouts = RotatedLayouts(plan, 2, read, heads, made)
     execute = bind_pass(plan, layouts, arrays_of, run, as_read)
-    summed = [place for place, how in enumerate(made) if how and how.lies == "vector"]
 
     def backward(
         dy: Tensor | None,
@@ -259,10 +259,7 @@ def bind_backward(plan: RopeBackwardPlan, kept: tuple[str, ...], run: Run = on_d
         more: Sequence[Tensor] = (),
     ) -> tuple[Tensor | None, ...]:
         incoming = dy if of_input else None, dsum if of_key else None
-        made, layout = execute((*incoming, *saved), 0.0)
-        if not layout.rows:
-            for place in summed:
-                made[place].zero_()
+        made, _ = execute((*incoming, *saved), 0.0)
         return tuple(made[:-1])
 
     backward.layouts = layouts  # type: ignore[attr-defined]

@@ -9,7 +9,7 @@ from torch.compiler import is_compiling
 from torch.overrides import has_torch_function
 
 from ..settings import settings
-from .tensor_checks import check_device, check_dtype, check_tensor, kind_of
+from .tensor_checks import check_argument, check_device, check_dtype, check_tensor, wrong
 
 POSITIONS = (torch.int32, torch.int64)
 NAME = "rms_norm_rope"
@@ -22,9 +22,8 @@ def heads_last(argument: str, tensor: Any) -> Any:
     if not has_torch_function((tensor,)):
         check_tensor(NAME, argument, tensor)
         if tensor.dim() != 4:
-            raise ValueError(
-                f"{NAME}: argument {argument!r} takes four dimensions with heads_first, got"
-                f" {tensor.dim()}"
+            raise wrong(
+                NAME, argument, "four dimensions with heads_first", tensor.dim(), ValueError
             )
     return torch.transpose(tensor, 1, 2)
 
@@ -37,16 +36,13 @@ def check_rotation(given: dict[str, Any], shape: tuple[int, ...], options: dict)
     """
     x = given["input"]
     if len(shape) > 2:
-        raise RuntimeError(f"{NAME}: argument 'normalized_shape' takes (D,) or (H, D), got {shape}")
+        raise wrong(NAME, "normalized_shape", "(D,) or (H, D)", shape)
     if x.dim() < 3:
-        raise ValueError(
-            f"{NAME}: argument 'input' takes at least the three dimensions (tokens, H, D), got"
-            f" {x.dim()}"
-        )
+        takes = "at least the three dimensions (tokens, H, D)"
+        raise wrong(NAME, "input", takes, x.dim(), ValueError)
     if options["output_heads_first"] and x.dim() != 4:
-        raise ValueError(
-            f"{NAME}: argument 'output_heads_first' takes True for four dimensions, got {x.dim()}"
-        )
+        takes = "True for four dimensions"
+        raise wrong(NAME, "output_heads_first", takes, x.dim(), ValueError)
     _check_key(given, shape)
     dim = _rotary_dim(options["rotary_dim"], shape[-1])
     _check_tables(given, dim)
@@ -65,19 +61,13 @@ def _check_key(given: dict[str, Any], shape: tuple[int, ...]) -> None:
     _check_tensor("key", key, None, x)
     others = [*x.shape[:-2], x.shape[-1]]
     if key.dim() != x.dim() or [*key.shape[:-2], key.shape[-1]] != others:
-        raise RuntimeError(
-            f"{NAME}: argument 'key' takes the input's shape {list(x.shape)} but for the heads,"
-            f" got {list(key.shape)}"
-        )
+        takes = f"the input's shape {list(x.shape)} but for the heads"
+        raise wrong(NAME, "key", takes, list(key.shape))
     if key.dtype != x.dtype:
-        raise RuntimeError(
-            f"{NAME}: argument 'key' takes the input's dtype {x.dtype}, got {key.dtype}"
-        )
+        raise wrong(NAME, "key", f"the input's dtype {x.dtype}", key.dtype)
     if len(shape) == 2 and x.shape[-2] == 1 != key.shape[-2]:
-        raise RuntimeError(
-            f"{NAME}: argument 'key' takes one head where the input has one that is normalised as"
-            f" a token, got {key.shape[-2]}"
-        )
+        takes = "one head where the input has one that is normalised as a token"
+        raise wrong(NAME, "key", takes, key.shape[-2])
     if (given["weight"] is None) != (given["key_weight"] is None):
         raise ValueError(
             f"{NAME}: arguments 'weight' and 'key_weight' take two Tensors or None twice with a key"
@@ -90,20 +80,18 @@ def _check_tensor(name: str, tensor: Any, shape: Sequence[int] | None, x: Tensor
     """Check a tensor's type, layout, dtype, device and, if there is one to have, its shape."""
     check_tensor(NAME, name, tensor)
     if shape is not None and tensor.shape != tuple(shape):
-        raise RuntimeError(
-            f"{NAME}: argument {name!r} takes the shape {list(shape)}, got {list(tensor.shape)}"
-        )
+        raise wrong(NAME, name, f"the shape {list(shape)}", list(tensor.shape))
     check_dtype(NAME, name, tensor)
     check_device(NAME, name, tensor, x)
 
 
 def _rotary_dim(asked: Any, head: int) -> int:
     dim = head if asked is None else asked
-    takes = f"{NAME}: argument 'rotary_dim' takes an even int from 2 to the head's {head} elements"
-    if isinstance(dim, bool) or not isinstance(dim, (int, torch.SymInt)):
-        raise TypeError(f"{takes}, got {kind_of(dim)}")
+    takes = f"an even int from 2 to the head's {head} elements"
+    right = isinstance(dim, (int, torch.SymInt)) and not isinstance(dim, bool)
+    check_argument(NAME, "rotary_dim", dim, right, takes)
     if dim % 2 or not 2 <= dim <= head:
-        raise ValueError(f"{takes}, got {dim}")
+        raise wrong(NAME, "rotary_dim", takes, dim, ValueError)
     return dim
 
 
@@ -111,41 +99,34 @@ def _check_tables(given: dict[str, Any], dim: int) -> None:
     x, cos, positions = given["input"], given["cos"], given["positions"]
     tokens = list(x.shape[:-2])
     for name in ("cos", "sin"):
-        table, takes = given[name], f"{NAME}: argument {name!r} takes"
+        table = given[name]
         _check_tensor(name, table, None if name == "cos" else cos.shape, x)
         if name == "sin" and table.dtype != cos.dtype:
-            raise RuntimeError(f"{takes} the dtype of cos {cos.dtype}, got {table.dtype}")
+            raise wrong(NAME, name, f"the dtype of cos {cos.dtype}", table.dtype)
         if torch.is_grad_enabled() and table.requires_grad:
-            raise RuntimeError(f"{takes} a tensor that requires no gradient: detach it")
+            takes = "a tensor that requires no gradient: detach it"
+            raise RuntimeError(f"{NAME}: argument {name!r} takes {takes}")
         if not table.dim() or table.shape[-1] not in (dim, dim // 2):
-            raise ValueError(
-                f"{takes} rotary_dim or rotary_dim / 2 columns, {dim} or {dim // 2}, got"
-                f" {list(table.shape)}"
-            )
+            takes = f"rotary_dim or rotary_dim / 2 columns, {dim} or {dim // 2}"
+            raise wrong(NAME, name, takes, list(table.shape), ValueError)
     rows = list(cos.shape[:-1])
     if positions is None:
         if not _broadcasts(rows, tokens):
-            raise RuntimeError(
-                f"{NAME}: argument 'cos' takes rows that broadcast to the tokens {tokens}, got"
-                f" {list(cos.shape)}"
-            )
+            takes = f"rows that broadcast to the tokens {tokens}"
+            raise wrong(NAME, "cos", takes, list(cos.shape))
         return
     if len(rows) != 1:
-        raise RuntimeError(
-            f"{NAME}: argument 'cos' takes two dimensions with positions, got {list(cos.shape)}"
-        )
+        raise wrong(NAME, "cos", "two dimensions with positions", list(cos.shape))
     _check_positions(positions, tokens, x)
 
 
 def _check_positions(positions: Any, tokens: list[int], x: Tensor) -> None:
-    takes = f"{NAME}: argument 'positions' takes"
     check_tensor(NAME, "positions", positions, "a Tensor or None")
     if positions.dtype not in POSITIONS:
-        raise NotImplementedError(f"{takes} int32 or int64, got {positions.dtype}")
+        raise wrong(NAME, "positions", "int32 or int64", positions.dtype, NotImplementedError)
     if not _broadcasts(list(positions.shape), tokens):
-        raise RuntimeError(
-            f"{takes} what broadcasts to the tokens {tokens}, got {list(positions.shape)}"
-        )
+        takes = f"what broadcasts to the tokens {tokens}"
+        raise wrong(NAME, "positions", takes, list(positions.shape))
     check_device(NAME, "positions", positions, x)
 
 
@@ -167,8 +148,6 @@ def check_values(positions: Tensor | None, cos: Tensor) -> bool:
     if positions.numel():
         least, most = (int(end) for end in positions.aminmax())
         if least < 0 or most >= cos.shape[0]:
-            raise IndexError(
-                f"{NAME}: argument 'positions' takes numbers from 0 to {cos.shape[0] - 1}, the"
-                f" rows of cos and sin, got {least} to {most}"
-            )
+            takes = f"numbers from 0 to {cos.shape[0] - 1}, the rows of cos and sin"
+            raise wrong(NAME, "positions", takes, f"{least} to {most}", IndexError)
     return True

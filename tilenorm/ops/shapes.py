@@ -76,6 +76,12 @@ class Layouts(dict):
         return layout and layout.repeated.get(eps)
 
     def __missing__(self, key: Any) -> Layout:
+        layout = self._layout_of(key)
+        if len(self) < MOST_SHAPES:
+            self[key] = layout
+        return layout
+
+    def _layout_of(self, key: Any) -> Layout:
         plan, spec = self._plan, self._plan.spec
         hidden, how = spec.hidden, spec.quantized
         groups: tuple[int, ...] = ()
@@ -92,7 +98,9 @@ class Layouts(dict):
         if rows and isinstance(plan, GroupedPlan):
             group_sums = plan.group_sums(rows, groups[0])
         slots = plan.slots(rows) if rows else None
-        scales, cleared = None, ()
+        scales = None
+        # A sum over no rows is zeros.
+        added = () if rows else ("affine", "group")
         if how is not None:
             scales = Scales.of(how, hidden, rows)
             if scales.count > MOST_SCALES:
@@ -100,7 +108,7 @@ class Layouts(dict):
                     f"{spec.op}: the kernels write up to {MOST_SCALES} scales, got {scales.count}"
                 )
             added = ("one", "scales") if scales.padding else ("one",)
-            cleared = tuple([i for i, made in enumerate(self._made) if made and made[0] in added])
+        cleared = tuple([i for i, made in enumerate(self._made) if made and made[0] in added])
         shapes = {"rows": tuple(shape), "group": tuple(of_groups)}
         matrices = {"rows": (rows, hidden), "group": (*groups, hidden)}
         made = [m and _fresh(*m, shapes, spec, rows, scales) for m in self._made]
@@ -113,7 +121,7 @@ class Layouts(dict):
         made.append(slots and Fresh(slots, (slots[1], 1), torch.int32))
         if isinstance(plan, GroupedPlan):
             made.append(group_sums and Fresh(group_sums, (hidden, 1), torch.float32))
-        layout = Layout(
+        return Layout(
             rows,
             groups if isinstance(plan, BackwardPlan) else (),
             tuple(made),
@@ -123,9 +131,6 @@ class Layouts(dict):
             cleared,
             {},
         )
-        if len(self) < MOST_SHAPES:
-            self[key] = layout
-        return layout
 
     def _by_group(self, layouts: Sequence[tuple[torch.Size, tuple[int, ...]]]) -> tuple | None:
         """Views.by_group. layouts: the shape and the strides of each tensor that lies by group."""

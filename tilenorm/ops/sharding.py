@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..table import OPS, VECTOR, Op, Port
+from ..table import OPS, Op, Port
 from .layout import leading_groups, rows_shape
 from .torch_private import keep_every_argument
 
@@ -76,6 +76,7 @@ def register_where_loaded() -> None:
 def _register() -> None:
     from torch.distributed.tensor.experimental import register_sharding
 
+    from .backward import KINDS
     from .split.rules import STRATEGIES
 
     ops: dict[str, Callable] = {
@@ -84,9 +85,7 @@ def _register() -> None:
         for name, op in OPS.items()
         if not op.quantized
     }
-    ops |= {"norm_backward": backward_strategies, **STRATEGIES}
-    ops["modulated_norm_backward"] = modulated_strategies
-    ops["rms_norm_rope_backward"] = rotated_strategies
+    ops |= {kind.NAME: partial(backward_strategies, kind) for kind in KINDS.values()} | STRATEGIES
     overloads = [getattr(torch.ops.tilenorm, name).default for name in ops]
     for overload, tell in zip(overloads, ops.values(), strict=True):
         register_sharding(overload)(lambda *given, tell=tell: tell(given))
@@ -112,12 +111,11 @@ def rules(x: Any, parameters: Sequence[Any], hidden: int) -> Iterator[Rule]:
     # A cut normalised dimension has no row: its sums need an all-reduce (split/norm.py).
 
 
-def rules_by_group(
-    x: Any, parameters: Sequence[Any], scale: Any, dims: int, hidden: int
-) -> Iterator[Rule]:
-    """The rows of the table where a tensor lies by group. dims: how many are normalised."""
+def rules_by_group(x: Any, parameters: Sequence[Any], scale: Any, hidden: int) -> Iterator[Rule]:
+    """The rows of the table where a tensor lies by group."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
+    dims = len(x.shape) - len(rows_shape(x.shape, hidden)) if hidden else 1  # normalised ones
     groups = leading_groups(scale.shape, dims)
     for rule in rules(x, parameters, hidden):
         placed, d = (Replicate(), Replicate()), getattr(rule.r, "dim", None)
@@ -161,61 +159,34 @@ def letters_of(ports: Sequence[Port]) -> str:
 
 def op_strategies(op: Op, given: Given) -> list[Strategy]:
     """What DTensor may do with a call of an op."""
-    from .library import Called, there
+    from .library import Called
 
-    tensors, options, _, save, _ = Called.of(op, given)
+    _, tensors, options, *_ = called = Called.of(op, given)
     parameters = [t for port, t in zip(op.takes, tensors, strict=True) if port.lies == "affine"]
-    made = [there(op, port, tensors, options, save) for port in op.makes]
+    made = [called.makes(port) for port in op.makes]
     found = rules(tensors[0], parameters, options[0])
     by_group = [t for port, t in zip(op.takes, tensors, strict=True) if port.lies == "group"]
-    if by_group and options[0]:
-        dims = len(tensors[0].shape) - len(rows_shape(tensors[0].shape, options[0]))
-        found = rules_by_group(tensors[0], parameters, by_group[0], dims, options[0])
+    if by_group:
+        found = rules_by_group(tensors[0], parameters, by_group[0], options[0])
     letters = letters_of(op.makes)
     if op.rotated:
         x, cos, _, weight, *_, positions = tensors
-        heads_first = options[1 + op.options.index("output_heads_first")]
+        heads_first = called.option("output_heads_first")
         found = rules_rotated(x, cos, positions, weight, options[0], heads_first)
         letters = "oorr"
     return strategies_of(found, letters_of(op.takes), given, letters, made)
 
 
-def backward_strategies(given: Given) -> list[Strategy]:
-    """What DTensor may do with a call of the op norm_backward."""
-    from .norm_backward import Backward
+def backward_strategies(kind: Any, given: Given) -> list[Strategy]:
+    """What DTensor may do with a call of the op of a class of backward.py."""
+    from .backward import asked_of
 
-    call = Backward.of([described(t) for t in given])
-    saved = call.saved
-    made = *call.needs(call.spec).gradients, call.output
-    found = rules(saved["x"], [saved["weight"], saved["bias"]], call.options.hidden)
-    # The terms of dy and a mask have rows. What else is last is no tensor, or the layer scale.
-    last = ["w" if t is given[-1] and saved[VECTOR] is not None else "r" for t in given[8:]]
-    return strategies_of(found, "rrrrpprr" + "".join(last), given, "rrrddr", made)
-
-
-def modulated_strategies(given: Given) -> list[Strategy]:
-    """What DTensor may do with a call of the op modulated_norm_backward."""
-    from .modulated_backward import ModulatedBackward
-
-    call = ModulatedBackward([described(t) for t in given], {})
-    x, scale, hidden = call.tensors["x"], call.tensors["mod_scale"], call.hidden
-    dims = len(x.shape) - len(rows_shape(x.shape, hidden)) if hidden else 1
-    parameters = [call.tensors["weight"], call.tensors["bias"]]
-    found = rules_by_group(x, parameters, scale, dims, hidden)
-    needed = call.needs(call.spec).gradients
-    return strategies_of(found, "rrrrpprrgg", given, "rrrddeee", needed)
-
-
-def rotated_strategies(given: Given) -> list[Strategy]:
-    """What DTensor may do with a call of the op rms_norm_rope_backward."""
-    from .rotated_backward import RotatedBackward
-
-    call = RotatedBackward([described(t) for t in given], {})
-    x, cos, positions, weight = (call.tensors[r] for r in ("x", "cos", "positions", "weight"))
-    found = rules_rotated(x, cos, positions, weight, call.hidden, call.spec.rotation.heads_first)
-    needed = call.needs(call.spec).gradients
-    made = [needed[place] for place in RotatedBackward.PLACES]
-    return strategies_of(found, "oorprprrtti", given, "rdrd", made)
+    call = kind([described(t) for t in given], {})
+    needed = asked_of(call.needs(call.spec))
+    made = [needed[place] for place in kind.PLACES]
+    letters = dict(zip(kind.ARGUMENTS.values(), kind.TAKEN, strict=True))
+    taken = "".join([letters.get(name, "w") for name in kind.NAMES[: len(given)]])
+    return strategies_of(call.rules(), taken, given, kind.MADE, made)
 
 
 def described(argument: Any) -> Any:

@@ -18,11 +18,8 @@ from ..launch.toolchain import CompileError
 from .candidates import MOST_SPILLED, Search, written
 from .precompile import Compiled, Plan, calls_of, compile_call, compiling
 
-HELPERS = (
-    "clear_slots",
-    "column_sum",
-    "group_sum",
-)  # kernels that run before and after the norm's kernel
+# Kernels that run before and after the norm's kernel.
+HELPERS = ("clear_slots", "column_sum", "group_sum")
 FIRST_SAMPLES, MOST_SAMPLES = 3, 200
 ENOUGH_SAMPLES = 12  # with fewer samples the spread does not tell two choices apart
 HOPELESS = 1.3  # times the fastest; a slower choice is dropped

@@ -15,10 +15,10 @@ from torch._ops import OpOverload
 from torch.fx import Node
 from torch.fx.node import map_aggregate
 
+from ...ops import backward
 from ...ops.bound import specs_of_tensors
+from ...ops.layout import heads_of
 from ...ops.library import fake
-from ...ops.norm_backward import TERMS as MORE_TERMS
-from ...ops.norm_backward import Backward, norm_backward_fake
 from ...ops.reference import name_of as dtype_name
 from ...ops.registry import cutile_refuses, device_of, spec_refused
 from ...ops.sharding import is_distributed
@@ -30,9 +30,9 @@ FORWARD: dict[Any, Op] = {getattr(torch.ops.tilenorm, name).default: op for name
 NORM_BACKWARD = torch.ops.tilenorm.norm_backward.default
 FAKES: dict[Any, Callable] = {
     **{overload: partial(fake, op) for overload, op in FORWARD.items()},
-    NORM_BACKWARD: norm_backward_fake,
+    NORM_BACKWARD: partial(backward.fake, backward.NormBackward),
 }
-TERMS = ("grad_output", *MORE_TERMS)
+TERMS = ("grad_output", *backward.TERMS)
 # What the forward and the backward call of a norm have in common. A forward op that lacks one of
 # the options has its default.
 COMMON = ("gate", "weight", "bias", *Options._fields, "eps")
@@ -61,9 +61,18 @@ def spec_of(options: Options, tensors: Tensors, **fields) -> NormSpec:
     gate = given.pop("gate") if scale is not None else None
     given |= {"mod_scale": scale, "mod_shift": shift, "mod_gate": gate}
     dtypes = {role: None if t is None else dtype_name(t.dtype) for role, t in given.items()}
-    affine = [t.numel() for t in (tensors.weight, tensors.bias) if t is not None]
-    heads = max(affine, default=0) // options.hidden if options.hidden else 0
+    heads = heads_of(options.hidden, tensors.weight, tensors.bias)
     return NormSpec.of_tensors(options, dtypes, heads, **fields)
+
+
+def check_served(spec: NormSpec, x: Tensor) -> None:
+    """Raise Left if the kernels do not take a norm of tensors on the device of x."""
+    if x.is_cuda:
+        reason = cutile_refuses(spec, 0, device_of("cuda", x.device.index))
+    else:
+        reason = spec_refused(spec) if x.is_cpu else f"its input is on {x.device.type}"
+    if reason or spec.unserved:
+        raise Left(reason or spec.unserved)
 
 
 def norm(like: Node, tensors: Tensors, options: Options, eps: float, save: bool) -> Node:
@@ -92,12 +101,7 @@ def rotated_norm(
     row, tensors = FORWARD[op], [given.get(port.name) for port in FORWARD[op].takes]
     values = [value_of(t) for t in tensors]
     asked = tuple(options[name] for name in ("hidden", *row.options))
-    spec = specs_of_tensors(row, values, asked).spec
-    x = values[0]
-    device = device_of("cuda", x.device.index) if x.is_cuda else None
-    reason = spec_refused(spec) if device is None else cutile_refuses(spec, 0, device)
-    if reason or spec.unserved:
-        raise Left(reason or spec.unserved)
+    check_served(specs_of_tensors(row, values, asked).spec, values[0])
     return _called(op, given | options, like)
 
 
@@ -188,7 +192,7 @@ class Call:
 
         Raises Left if it cannot have the bits of y.
         """
-        if why := Backward.of(self._values).spec.output_refused:
+        if why := backward.NormBackward(self._values, {}).spec.output_refused:
             raise Left(f"its backward pass writes no y for {why}")
         values, names = values_of(self.node), results_of(NORM_BACKWARD)
         if not isinstance(values, tuple | list) or len(values) != len(names):

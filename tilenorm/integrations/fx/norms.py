@@ -15,9 +15,9 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ...ops.arguments import default_eps
-from ...ops.registry import DTYPES, cutile_refuses, device_of, spec_refused
+from ...ops.registry import DTYPES
 from ...spec import Options
-from .calls import Tensors, spec_of
+from .calls import Tensors, check_served, spec_of
 from .nodes import Left, bind, item_of, name_of, number_of, value_of, values_of
 
 PARAMETER_DTYPES = tuple(getattr(torch, name) for name in DTYPES)
@@ -208,13 +208,7 @@ def check_tensors(nodes: Tensors, dims: int, options: Options) -> None:
         elif name in affine and not (parameter_fits(tensor, x, dims) and tensor.device == x.device):
             of = f"{tensor.dtype} of shape {list(tensor.shape)} on {tensor.device}"
             raise Left(f"its {name} is {of}, which does not fit the input")
-    spec = spec_of(options, Tensors(**tensors))
-    if x.device.type == "cuda":
-        reason = cutile_refuses(spec, 0, device_of("cuda", x.device.index))
-    else:
-        reason = spec_refused(spec) if x.is_cpu else f"its input is on {x.device.type}"
-    if reason:
-        raise Left(reason)
+    check_served(spec_of(options, Tensors(**tensors)), x)
 
 
 def statistic_shape(x: Tensor, dims: int) -> tuple[int | SymInt, ...]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from torch.fx import Graph, GraphModule, Node
 
+from ...ops.tensor_checks import check_argument
 from .emit import emit_backward, emit_forward, emit_rotated
 from .gradients import Folds, fold_sums
 from .nodes import Left
@@ -85,9 +86,8 @@ def replace_norms(
     Raises:
         TypeError: an argument has the wrong type.
     """
-    if not isinstance(graph_module, GraphModule):
-        got = type(graph_module).__name__
-        raise TypeError(f"replace_norms: argument 'graph_module' takes a GraphModule, got {got}")
+    right = isinstance(graph_module, GraphModule)
+    check_argument("replace_norms", "graph_module", graph_module, right, "a GraphModule")
     for name, value in (("fold", fold), ("rounds_once", rounds_once), ("rotation", rotation)):
         check_bool("replace_norms", name, value)
     check_where("replace_norms", where)
@@ -122,17 +122,12 @@ def replace_chosen(
 
 
 def check_bool(function: str, name: str, value: object) -> None:
-    """Raise TypeError if an argument is no bool."""
-    if not isinstance(value, bool):
-        got = type(value).__name__
-        raise TypeError(f"{function}: argument {name!r} takes a bool, got {got}")
+    check_argument(function, name, value, isinstance(value, bool), "a bool")
 
 
 def check_where(function: str, where: object) -> None:
-    """Raise TypeError if `where` is neither None nor callable."""
-    if where is not None and not callable(where):
-        got = type(where).__name__
-        raise TypeError(f"{function}: argument 'where' takes a function of a node, got {got}")
+    right = where is None or callable(where)
+    check_argument(function, "where", where, right, "a function of a node")
 
 
 class _Replacing:

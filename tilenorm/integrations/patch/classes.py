@@ -15,6 +15,8 @@ from typing import Any
 
 from torch import nn
 
+from ...ops.tensor_checks import check_argument
+
 UNREACHED = "its forward was replaced on this instance, and patch does not find the former one"
 
 
@@ -83,11 +85,6 @@ def unpatch(model: nn.Module) -> tuple[str, ...]:
     names = {m: title(names) for m, names in found if isinstance(m, PatchedModule)}
     revert("unpatch", names)
     return tuple(names.values())
-
-
-def check_argument(caller: str, name: str, value: object, right: bool, takes: str) -> None:
-    if not right:
-        raise TypeError(f"{caller}: argument '{name}' takes {takes}, got {type(value).__name__}")
 
 
 def names_of(model: nn.Module) -> dict[nn.Module, list[str]]:

@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from ...nn import LayerNorm, RMSNorm, refuse_script
+from ...ops.tensor_checks import check_argument
 from .blocks import REWRITERS, Unchanged, patched_block
 from .classes import (
     UNREACHED,
     PatchedModule,
     calls_of_class,
     change_classes,
-    check_argument,
     names_of,
     patched_subclass,
     revert,

@@ -26,14 +26,21 @@ TMA_TILE, TMA_TILE_OF_MORE = 8192, 4096
 # for rows that do not fill vectors: with WIDE_CHUNK RMSNorm of 20001 and 65537 moved 2778 and 1553
 # GB/s, and 2369 and 366 with chunks of 1024; LayerNorm 2188 and 1059, and 1656 and 298.
 WIDE_CHUNK, CHUNK, MORE_CHUNK = (2048, 2), (1024, 3), (1024, 2)
-# Backward by group: the widest row that the kernels hold; by the widest row, blocks on a
-# multiprocessor without dW and dB for 16 bits. With so many groups for each block that is resident,
-# blocks have whole groups, of which some have one more than others. A block has at least so many
-# rows, because it writes rows of sums. Compiled on 2026-11-26 for sm_80 and sm_90: up to 5120
-# elements kernels spill at most 32 bytes in 16 bits, and 96 in float32.
-MODULATED_ROW, GROUPED_BLOCKS = 8192, ((1536, 3), (3072, 2), (8192, 1))
+# Backward by group: the widest row that the kernels hold. By how many of these a call has (dW and
+# dB, a gate, float32): blocks of 4 warps on a multiprocessor, up to a size of row; of wider rows
+# one of 8 warps. Timed on an H100 (driver 580.159, 2026-11-26), layer_norm in bfloat16: beside
+# blocks of 8 warps 1152, 1536, 3072 and 5120 took 0.80, 0.86, 0.98 and 0.80 of the time, and 3072
+# with a gate 0.86. The others were compiled: on sm_90 they spill at most 40 bytes up to 5120
+# elements, but 96 to 336 of 5120 in float32 with a gate. With so many groups for each block that
+# is resident, blocks have whole groups, of which some have one more than others. A block has at
+# least so many rows, because it writes rows of sums.
+MODULATED_ROW = 8192
+GROUPED_BLOCKS = (
+    ((1024, 4), (1536, 5), (3072, 3), (5120, 2)),
+    ((1024, 3), (1536, 4), (3072, 2)),
+    ((1536, 2),),
+)
 WHOLE_GROUPS, LEAST_ROWS = 8, 4
-GATED_ROW = 1536  # wider rows with a gate spilled up to 80 bytes at 3072 with two blocks (sm_120)
 # Heads that are rotated, backward and forward: the configuration's class, the most elements of a
 # head and of all heads of a block for each thread, and hints. ROPE_HEADS: the most heads of a
 # block. ROPE_TILES: a tile has at least such a part of a head's columns. Where a norm spans all

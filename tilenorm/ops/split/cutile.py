@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...launch.arrays import BackwardArrays, SplitForwardArrays
 from ...launch.calls import Launch
 from ...launch.split import (
-    SplitBackwardArrays,
-    SplitForwardArrays,
     center_launches,
     plan_grad_apply,
     plan_grad_sums,
@@ -78,7 +77,7 @@ def grad_sums(spec: NormSpec, target: Target, given: Given, run: Run = on_device
     dots = _numbers(given["dy"], rows, 2 if spec.norm == "layer" else 1)
     if rows:
         launches = plan_grad_sums(spec, target).launches(rows, 1 / given["hidden"])
-        _launch(run, launches, SplitBackwardArrays, spec, given, {"dots": dots})
+        _launch(run, launches, BackwardArrays, spec, given, {"dots": dots})
     return (dots,)
 
 
@@ -94,7 +93,7 @@ def grad_apply(spec: NormSpec, target: Target, given: Given, run: Run = on_devic
     partials = plan.partials(rows)
     scratch = {"partials": None if partials is None else fresh(x, partials, torch.float32)}
     given = given if needs.dsum else given | {"dsum": None}
-    _launch(run, plan.launches(rows), SplitBackwardArrays, spec, given, made | scratch)
+    _launch(run, plan.launches(rows), BackwardArrays, spec, given, made | scratch)
     return tuple(made.values())
 
 

@@ -23,15 +23,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...launch.calls import Needs
+from ...launch.calls import Needs, needs_of
 from ...launch.toolchain import CompileError
 from ...spec import NormSpec, Options
 from ...table import PIECES, Piece
-from ..gradients import PLACES, needs_of
-from ..library import LIBRARY, TAGS, taken, tell_others
-from ..norm_backward import OPTIONS
+from ..backward import OPTIONS
+from ..gradients import PLACES
+from ..library import register, taken, tell_others
 from ..reference import name_of, statistics_dtype
 from ..registry import device_of, on_device_of, record_failure, select
+from ..tensor_checks import wrong
 from . import reference
 
 # The roles of the tensors that have another name in the schemas.
@@ -61,7 +62,7 @@ class Call(NamedTuple):
         """The shape of what has a number a row."""
         shape, dims = tuple(self.given["x"].shape), self.given["dims"]
         if not 0 < dims <= len(shape):
-            raise RuntimeError(f"tilenorm: argument 'dims' takes 1 to {len(shape)}, got {dims}")
+            raise wrong("tilenorm", "dims", f"1 to {len(shape)}", dims)
         return shape[: len(shape) - dims]
 
     @property
@@ -90,10 +91,8 @@ class Call(NamedTuple):
             if parameter is None:
                 continue
             if parameter.shape[-given["dims"] :] != shape:
-                raise RuntimeError(
-                    f"tilenorm: argument {name!r} takes a shape that ends in that of the piece,"
-                    f" {list(shape)}, got {list(parameter.shape)}"
-                )
+                takes = f"a shape that ends in that of the piece, {list(shape)}"
+                raise wrong("tilenorm", name, takes, list(parameter.shape))
             heads = parameter.numel() // width if width else 0
         return NormSpec.of_tensors(self.options._replace(hidden=width), self.dtypes, heads)
 
@@ -173,15 +172,12 @@ def fake(piece: Piece, *arguments):
 
 
 def schema_of(piece: Piece) -> str:
-    """The schema of an op, from its row."""
+    """The arguments and results of an op, as in its schema, from its row."""
     makes = ", ".join(f"Tensor {port.name}" for port in piece.makes)
     makes = f"({makes})" if len(piece.makes) > 1 else "Tensor"
     last = f"{OPTIONS}, int dims, {piece.more}str? backend=None"
-    return f"{piece.name}({', '.join(taken(piece.takes))}, {last}) -> {makes}"
+    return f"({', '.join(taken(piece.takes))}, {last}) -> {makes}"
 
 
 for _piece in PIECES:
-    LIBRARY.define(schema_of(_piece), tags=TAGS)
-    for _key in ("CPU", "CUDA"):
-        LIBRARY.impl(_piece.name, partial(run, _piece), _key)
-    torch.library.register_fake(f"tilenorm::{_piece.name}", partial(fake, _piece), lib=LIBRARY)
+    register(_piece.name, schema_of(_piece), partial(run, _piece), partial(fake, _piece))

@@ -11,13 +11,16 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from ...launch.calls import needs_of
 from ...spec import NormSpec, Options
 from ...table import FACTORS, NOT_OF_ROWS, OPS, Op
 from .. import reference
 from ..autograd import needs_grad
 from ..bound import options_of
-from ..gradients import PLACES, needs_of, through_sum
+from ..gradients import PLACES, through_sum
+from ..layout import heads_of
 from ..reference import branched, name_of
+from ..tensor_checks import wrong
 from ..torch_private import asked_of
 from . import library  # noqa: F401 (defines the ops)
 
@@ -55,10 +58,7 @@ def of_op(op: Op, tensors: tuple, options: tuple, dims: int, eps: tuple, backend
         )
     for port, tensor in zip(op.takes, tensors, strict=True):
         if tensor is not None and not hasattr(tensor, "placements"):
-            raise RuntimeError(
-                f"{op.name}: argument {port.argument!r} takes a DTensor, as the input is one, got a"
-                " Tensor"
-            )
+            raise wrong(op.name, port.argument, "a DTensor, as the input is one", "a Tensor")
     found = dict(zip([port.name for port in op.takes], tensors, strict=True))
     for stage, own in zip(op.stages, eps, strict=True):
         row = OPS[stage.op]
@@ -94,10 +94,8 @@ def normalize(op: Op, given: dict[str, Any], how: How) -> tuple[Tensor, Tensor |
 def _plus(op: str, x: Tensor, addend: Tensor) -> Tensor:
     """x + addend, rounded to the addend's dtype, in x's. RuntimeError if x's has fewer bits."""
     if addend.dtype.itemsize > x.dtype.itemsize:
-        raise RuntimeError(
-            f"{op}: argument 'residual[0]' takes the input's dtype {x.dtype} where rows are cut,"
-            f" got {addend.dtype}"
-        )
+        takes = f"the input's dtype {x.dtype} where rows are cut"
+        raise wrong(op, "residual[0]", takes, addend.dtype)
     return reference.sum_of(x, addend).to(x.dtype)
 
 
@@ -171,11 +169,11 @@ def _by_pieces(how: How, spec: NormSpec, needs, dy, dsum, saved: dict) -> Sequen
 
 def _by_formula(how: How, spec: NormSpec, needs, dy, dsum, saved: dict) -> Sequence:
     """The same by single operations, which DTensor runs and autograd sees."""
-    heads = [w.numel() // spec.hidden for w in (saved["weight"], saved["bias"]) if w is not None]
+    heads = heads_of(spec.hidden, saved["weight"], saved["bias"])
     spec = NormSpec.of_tensors(
         spec.options,
         {role: getattr(spec, "dtype" if role == "x" else role) for role in ROLES},
-        max(heads, default=0),
+        heads,
     )
     again = saved | {"mean": None, "rstd": None}
     return reference.backward(spec, needs, dy, dsum, again, how.eps)
