@@ -66,7 +66,6 @@ AROUND = ("rms_norm_add", "layer_norm_add", "gated_rms_norm", "gated_layer_norm"
 CHAINS = ("rms_norm_add_rms_norm", "layer_norm_add_layer_norm")
 MODULATED = tuple(name for name, op in OPS.items() if op.by_group)
 
-
 RELEASE = "release"
 _MI = 1 << 20
 _POWERS = tuple(1 << k for k in range(8, 19))

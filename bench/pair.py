@@ -139,12 +139,9 @@ def said(reports: list) -> str:
 
 def share(model: nn.Module, other: nn.Module) -> None:
     """Give a model the parameters of another, whose layers may be compiled or not."""
-
-    def plain(name: str) -> str:
-        return name.replace("_orig_mod.", "")
-
-    given = {plain(name): tensor for name, tensor in other.state_dict(keep_vars=True).items()}
-    named = {name: given[plain(name)] for name in model.state_dict()}
+    prefix, tensors = "_orig_mod.", other.state_dict(keep_vars=True)
+    given = {name.replace(prefix, ""): tensor for name, tensor in tensors.items()}
+    named = {name: given[name.replace(prefix, "")] for name in model.state_dict()}
     model.load_state_dict(named, assign=True)
 
 

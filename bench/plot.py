@@ -40,9 +40,8 @@ def save(record: Record, path: str) -> None:
         raise ValueError("nothing to plot: no forward or backward was measured in GB/s")
     columns = ops_and_dtypes(cells)
     rows = [d for d in DIRECTIONS if any(cell.direction == d for cell in cells)]
-    figure, axes = plt.subplots(
-        len(rows), len(columns), figsize=(5 * len(columns), 3.6 * len(rows)), squeeze=False
-    )
+    size = 5 * len(columns), 3.6 * len(rows)
+    figure, axes = plt.subplots(len(rows), len(columns), figsize=size, squeeze=False)
     for direction, line in zip(rows, axes, strict=True):
         for (op, dtype), ax in zip(columns, line, strict=True):
             _panel(ax, record, op, dtype, direction)

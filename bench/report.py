@@ -169,21 +169,20 @@ def _first_calls(calls: Sequence[FirstCall], record: Record) -> Table:
     done, op = [call for call in calls if call.cold_s is not None], calls[0].op
     names, rows = distinct(done, "provider"), []
     for key, here in grouped(done, "n", "dtype", "direction").items():
-        took = {c.provider: f"{c.cold_s:.2f} / {_seconds(c.warm_s)}" for c in here}
+        took = {}
+        for call in here:
+            warm = "-" if call.warm_s is None else f"{call.warm_s:.3f}"
+            took[call.provider] = f"{call.cold_s:.2f} / {warm}"
         rows.append([*key, *(took.get(name, "-") for name in names)])
     notes = []
     if "compile" in names:
         notes.append("torch.compile compiles both directions in the first call of the forward.")
     notes += [f"{call.provider}: {call.error}" for call in calls if call.error]
     for line in (line for line in record.precompiles if line.op == op):
-        took = line.error or f"{line.seconds:.1f} s on {line.cores} cores"
-        notes.append(f"python -m tilenorm precompile {line.arguments}: {took}")
+        said = line.error or f"{line.seconds:.1f} s on {line.cores} cores"
+        notes.append(f"python -m tilenorm precompile {line.arguments}: {said}")
     title = f"{op}: seconds of the first call, with empty caches / with caches on the disk"
     return Table(title, ["N", "dtype", "direction", *names], rows, notes)
-
-
-def _seconds(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{seconds:.3f}"
 
 
 def _pairs(pairs: Sequence[Pair]) -> Table:

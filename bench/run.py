@@ -144,11 +144,10 @@ def copied(case: Case, device: str) -> Copy:
     # Rounded up, because a copy of 21845 x 3072 elements ran at two thirds of the speed of 64 Mi.
     count = -(-case.m * case.n // COPY_UNIT) * COPY_UNIT
     nbytes, source = 2 * count * dtype.itemsize, torch.randn(count, device=device).to(dtype)
-
-    def make() -> Callable:
-        return partial(torch.empty_like(source).copy_, source.clone())
-
-    return Copy(case.dtype, case.m, case.n, nbytes, **timing.measure(make, nbytes, device))
+    found = timing.measure(
+        lambda: partial(torch.empty_like(source).copy_, source.clone()), nbytes, device
+    )
+    return Copy(case.dtype, case.m, case.n, nbytes, **found)
 
 
 def _require_gpu(device: str, after: str) -> None:

@@ -64,9 +64,7 @@ class Timer:
 
 
 def summarize(samples_us: Sequence[float], kind: str, note: str = "") -> dict:
-    """The fields of a record's line, of at least two samples: the median, and as its spread
-    (p80 - p20) / median.
-    """
+    """The fields of a line, of at least two samples. The spread is (p80 - p20) / median."""
     p20, *_, p80 = statistics.quantiles(samples_us, n=5, method="inclusive")
     median = statistics.median(samples_us)
     found = {"median_us": median, "spread": (p80 - p20) / median, "samples": len(samples_us)}

@@ -50,8 +50,8 @@ def run(function: Callable, timeout_s: float, places: dict[str, str] | None = No
         call.write_bytes(pickle.dumps((function, arguments)))
         command = [sys.executable, "-m", __name__, str(call), str(result)]
         environment = os.environ | (caches(place) if places is None else places)
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-        options: dict[str, Any] = quiet | {"env": environment, "start_new_session": True}
+        options: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+        options |= {"text": True, "env": environment, "start_new_session": True}
         with subprocess.Popen(command, **options) as process:
             try:
                 _, said = process.communicate(timeout=timeout_s)
