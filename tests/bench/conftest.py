@@ -40,6 +40,12 @@ def without_gpu(monkeypatch):
 
 
 @pytest.fixture
+def tiny(monkeypatch, without_gpu):
+    """The bench runs on the CPU with few rows."""
+    monkeypatch.setattr("bench.__main__.CPU_ELEMENTS", 4096)
+
+
+@pytest.fixture
 def gpu():
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")

@@ -8,11 +8,10 @@ from bench.__main__ import main
 from bench.accuracy import INPUTS, SERVED, difficult_inputs, error_in_ulps, measure
 from bench.cases import OPS
 from bench.op import DTYPES, Case
-from bench.record import Accuracy, Record
+from bench.record import Accuracy
 from bench.report import worse
 
 from ..ops.pretended import pretended_gpu
-from .test_record import RUN
 
 EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 BOTH = ["tilenorm", "torch"]
@@ -115,8 +114,3 @@ def test_what_is_worse_than_pytorch(monkeypatch, without_gpu, ours, eager, is_wo
     monkeypatch.setattr(accuracy, "measure", lambda *_: lines)
     command = ["accuracy", "--op", "rms_norm", "--dtype", "bfloat16", "--provider", *BOTH]
     assert main(command) == is_worse  # the exit status
-
-
-def test_errors_are_merged_once():
-    lines = lines_of(1.0, 2.0)
-    assert record.merge([Record([RUN], lines)] * 2).accuracies == lines

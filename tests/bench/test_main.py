@@ -1,27 +1,19 @@
 """The command line on the CPU, with tilenorm's reference."""
 
-import json
-
 import pytest
 
-from bench import report
+from bench import record, report
 from bench.__main__ import main
 from bench.cases import OPS
 from bench.op import DIRECTIONS
 from bench.providers import Provider
 
-pytestmark = pytest.mark.filterwarnings("ignore::tilenorm.ReferenceWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::tilenorm.ReferenceWarning"),
+    pytest.mark.usefixtures("tiny"),
+]
 RMS_NORM = ("--op", "rms_norm", "--dtype", "bfloat16")
-
-
-@pytest.fixture(autouse=True)
-def tiny(monkeypatch, without_gpu):
-    monkeypatch.setattr("bench.__main__.CPU_ELEMENTS", 4096)
-
-
-def lines_of(path, kind="cell"):
-    with open(path) as file:
-        return [line for line in map(json.loads, file) if line["record"] == kind]
+RELEASE = ("--suite", "release", "--dtype", "bfloat16")
 
 
 def test_command_prints_the_same_from_its_record(tmp_path, capsys):
@@ -31,29 +23,16 @@ def test_command_prints_the_same_from_its_record(tmp_path, capsys):
     assert out.splitlines()[0] == out.splitlines()[-1] == report.CPU_NOTICE
     assert "absent: compile (needs a GPU)" in out
     assert err.count("\n") == 1 + 2 + 2 * 2 * 2  # notice, host times, N x provider x direction
-    (run,) = lines_of(path, "run")
-    assert run["command"].endswith("--hidden 1024 4096 --out run.jsonl")
-    assert [len(lines_of(path, kind)) for kind in ("host", "copy", "cell")] == [2, 2, 8]
+    found = record.load([path])
+    assert found.runs[0]["command"].endswith("--hidden 1024 4096 --out run.jsonl")
+    assert [*map(len, (found.hosts, found.copies, found.cells))] == [2, 2, 8]
     main(["--from", path])
     assert capsys.readouterr().out == out
 
 
 def test_every_op_of_a_suite_has_tables_and_each_shape_is_copied_once(tmp_path, capsys):
     path = str(tmp_path / "run.jsonl")
-    main(
-        [
-            "--suite",
-            "release",
-            "--dtype",
-            "bfloat16",
-            "--hidden",
-            "128",
-            "256",
-            "1024",
-            "--out",
-            path,
-        ]
-    )
+    main([*RELEASE, "--hidden", "128", "256", "1024", "--out", path])
     out = capsys.readouterr().out
     titles = [line.split(":")[0] for line in out.splitlines() if "% of a copy" in line]
     assert titles == [
@@ -63,8 +42,8 @@ def test_every_op_of_a_suite_has_tables_and_each_shape_is_copied_once(tmp_path, 
         if way in op.directions
     ]
     assert all(status not in out for status in ("wrong", "failed", "refused"))
-    copies = [(line["m"], line["n"]) for line in lines_of(path, "copy")]
-    assert len(copies) == len(set(copies))
+    copies = record.load([path]).copies
+    assert len(copies) == len({(copy.m, copy.n) for copy in copies})
 
 
 def test_provider_without_an_op_is_absent_from_that_op_alone(monkeypatch, capsys):
@@ -74,7 +53,7 @@ def test_provider_without_an_op_is_absent_from_that_op_alone(monkeypatch, capsys
     named = {provider.name: provider for provider in (some, broken)}
     for module in ("bench.command", "bench.providers", "bench.run"):
         monkeypatch.setattr(f"{module}.PROVIDERS", named)
-    main(["--suite", "release", "--dtype", "bfloat16", "--hidden", "512"])
+    main([*RELEASE, "--hidden", "512"])
     out = capsys.readouterr().out
     lacks = ("layer_norm", "add_rms_norm", "add_layer_norm", "head_rms_norm")
     assert f"absent: some ({'; '.join(f'has no {op}' for op in lacks)})" in out
@@ -114,21 +93,8 @@ def test_size_outside_the_suite_is_refused_with_a_list_of_sizes():
 
 def test_sizes_are_measured_in_the_given_order_with_all_ops_of_a_size_together(tmp_path):
     path = str(tmp_path / "run.jsonl")
-    both = ["--op", "rms_norm", "layer_norm", "--dtype", "bfloat16", "--direction", "forward"]
-    main(
-        [
-            "--suite",
-            "release",
-            *both,
-            "--hidden",
-            "512",
-            "256",
-            "--provider",
-            "torch",
-            "--out",
-            path,
-        ]
-    )
-    assert [(cell["n"], cell["op"]) for cell in lines_of(path)] == [
+    both = ["--op", "rms_norm", "layer_norm", "--direction", "forward", "--provider", "torch"]
+    main([*RELEASE, *both, "--hidden", "512", "256", "--out", path])
+    assert [(cell.n, cell.op) for cell in record.load([path]).cells] == [
         (n, op) for n in (512, 256) for op in ("rms_norm", "layer_norm")
     ]

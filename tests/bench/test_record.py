@@ -1,6 +1,7 @@
 """Records are written, read, merged and shown. test_documents.py tests whole pages."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -8,12 +9,16 @@ from bench import report
 from bench.plot import _STYLES, save
 from bench.providers import PROVIDERS
 from bench.record import (
+    CONFIDENCE,
+    Accuracy,
     Cell,
     Copy,
+    Estimate,
     FirstCall,
     Host,
     Precompile,
     Record,
+    estimate,
     first_line,
     merge,
     read,
@@ -37,11 +42,13 @@ RUN = {
 SHAPE = {"op": "rms_norm", "dtype": "bfloat16", "m": 1000, "n": 1024, "direction": "forward"}
 TIMED = {"bytes": 4_000_000, "spread": 0.01, "samples": 10, "timing": "graph"}
 SPEC = {"op": "rms_norm", "dtype": "float32", "m": 2048, "n": 4096}
-COMPILING = (
+OTHER_LINES = (
     FirstCall(**SPEC, direction="forward", provider="tilenorm", cold_s=1.25, warm_s=0.0312),
     FirstCall(**SPEC, direction="forward", provider="compile", cold_s=4.5),
     FirstCall(**SPEC, direction="backward", provider="quack", error="ValueError: no"),
     Precompile("rms_norm", "--arch sm_90 --hidden 4096", 16, 7.5),
+    Accuracy(**SPEC, inputs="normal", provider="torch", ulps={"y": 0.5}),
+    Accuracy(**SPEC, inputs="zero rows", provider="torch", ulps={"y": 0.25}),
 )
 
 
@@ -80,7 +87,7 @@ def rows_of(text):
 
 
 def test_written_record_is_read_back_with_rates_beside_the_times(record):
-    for line in COMPILING:
+    for line in OTHER_LINES:
         record.add(line)
     assert read(written(record)) == record
     assert merge([record, record]) == replace(record, runs=[RUN, RUN])
@@ -176,3 +183,31 @@ def test_plot_is_an_svg_with_a_style_for_every_provider(record, tmp_path):
     assert "<svg" in text and "rms_norm forward, bfloat16" in text and "inference" not in text
     with pytest.raises(ValueError, match="nothing to plot"):
         save(Record([RUN]), str(path))
+
+
+@pytest.mark.parametrize("n", range(1, 13))
+def test_share_of_all_signs_that_the_interval_misses(n):
+    """Each sample is below or above the median with probability 1/2: all 2^n cases are as likely.
+
+    The interval misses as few cases as it can: the next narrower one misses too many.
+    """
+    _, low, high = estimate(range(n))
+    if low is None:
+        assert 2 * 0.5**n > 1 - CONFIDENCE
+        return
+    assert low + high == n - 1
+
+    def missed(k: int) -> float:
+        """The share of the cases that have at most k samples on one side of the median."""
+        cases = [sum(signs) for signs in product((0, 1), repeat=n)]
+        return sum(below <= k or below >= n - k for below in cases) / len(cases)
+
+    assert missed(low) <= 1 - CONFIDENCE < missed(low + 1)
+
+
+def test_known_ranks():
+    assert estimate(range(1, 41)) == Estimate(20.5, 14, 27)
+    assert estimate(range(60, 0, -1)) == Estimate(30.5, 22, 39)
+    assert estimate([3.0, 1.0, 2.0]) == Estimate(2.0, None, None)
+    assert estimate([]) is None
+    assert estimate([4.0, 1.0, 2.0, 3.0, 6.0, 5.0]) == Estimate(3.5, 1.0, 6.0)

@@ -14,17 +14,12 @@ pytestmark = pytest.mark.filterwarnings("ignore::tilenorm.ReferenceWarning")
 SUITE = ["--suite", "release", "--op", "rms_norm", "--dtype", "bfloat16", "--hidden", "256"]
 
 
-@pytest.fixture(autouse=True)
-def tiny(monkeypatch, without_gpu):
-    monkeypatch.setattr("bench.__main__.CPU_ELEMENTS", 4096)
-
-
 def keys(path) -> list[tuple]:
     found = record.load([path])
     return [what(line) for line in (*found.cells, *found.copies, *found.hosts)]
 
 
-def test_a_run_that_ended_early_goes_on_in_its_file(tmp_path, capsys):
+def test_a_run_that_ended_early_goes_on_in_its_file(tmp_path, capsys, tiny):
     path = tmp_path / "release.jsonl"
     command = [*SUITE, "--out", str(path)]
     main([*command, "--provider", "torch", "--direction", "forward"])

@@ -13,17 +13,7 @@ import tilenorm
 from bench import pair, parallel, record, train, worker
 from bench.__main__ import main
 from bench.models import Transformer
-from bench.pair import (
-    LEAST_SIZE,
-    Settings,
-    alternated,
-    by_name,
-    changes_of,
-    kernels_of,
-    model_of,
-    prepared,
-    share,
-)
+from bench.pair import Settings, changes_of, model_of, prepared
 from bench.record import Pair
 from bench.shapes import LLAMA, MODELS, tiny
 from bench.timing import Timer
@@ -69,7 +59,7 @@ class Clock(Timer):
 def test_each_variant_is_first_in_every_second_pair_and_times_are_its_own():
     clock, times = Clock(), {"A": iter(range(100, 200)), "B": iter(range(500, 600))}
     steps = clock.steps({name: times[name].__next__ for name in times})
-    found, peaks = alternated(steps, 5, clock, FOREVER)
+    found, peaks = pair.alternated(steps, 5, clock, FOREVER)
     assert "".join(clock.order) == "ABBAABBAAB"
     assert found == [[100 + i, 500 + i] for i in range(5)]
     assert peaks == [None, None]
@@ -78,10 +68,10 @@ def test_each_variant_is_first_in_every_second_pair_and_times_are_its_own():
 def test_host_is_at_most_one_pair_ahead_and_no_pair_starts_after_the_deadline(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(pair.time, "time", lambda: clock.now)
-    found, _ = alternated(clock.steps({"A": 2.0, "B": 3.0}), 40, clock, 17.0)
+    found, _ = pair.alternated(clock.steps({"A": 2.0, "B": 3.0}), 40, clock, 17.0)
     assert found == [[2.0, 3.0]] * 4
     assert clock.waited == [5.0, 10.0, 15.0, 20.0]  # the last wait is for the last pair
-    assert alternated([None, None], 40, clock, 0.0) == ([], [None, None])
+    assert pair.alternated([None, None], 40, clock, 0.0) == ([], [None, None])
 
 
 def test_drift_of_the_machine_is_not_in_the_median_difference():
@@ -91,7 +81,7 @@ def test_drift_of_the_machine_is_not_in_the_median_difference():
     def us(own):
         return lambda: own + 20 * len(clock.order) + rng.gauss(0, 0.5)
 
-    found, _ = alternated(clock.steps({"A": us(1000), "B": us(996)}), 40, clock, FOREVER)
+    found, _ = pair.alternated(clock.steps({"A": us(1000), "B": us(996)}), 40, clock, FOREVER)
     names = {"label": "m", "base": "A", "variant": "B"}
     made = Pair(**names, tokens=1, asked=40, pairs_us=found, peak_bytes=[None, None])
     difference = made.difference_us
@@ -106,7 +96,7 @@ def test_peak_of_each_variant_is_that_of_its_own_steps(monkeypatch):
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: peak[0])
     needs = {"A": iter((7, 3, 3)), "B": iter((1, 2, 4))}
     steps = [lambda n=n: peak.__setitem__(0, max(peak[0], next(needs[n]))) for n in needs]
-    assert alternated(steps, 3, clock, FOREVER)[1] == [7, 4]
+    assert pair.alternated(steps, 3, clock, FOREVER)[1] == [7, 4]
 
 
 def settings_of(name=LLAMA):
@@ -123,7 +113,7 @@ def test_models_that_share_have_the_same_tensors_in_other_modules():
     model, _ = small("Llama 3.2 1B")  # whose embedding is the weight of the logits, too
     other, _ = small("Llama 3.2 1B")
     other.blocks[0] = torch.compile(other.blocks[0])
-    share(other, model)
+    pair.share(other, model)
     assert all(a is b for a, b in zip(model.parameters(), other.parameters(), strict=True))
     assert other.head.output.weight is other.embedding.weight
     assert not {*model.modules()} & {*other.modules()}
@@ -201,7 +191,7 @@ def test_change_of_a_gradient_of_about_zero_is_that_of_the_mean():
     base = {"weight": torch.full((3,), 4.0), "bias": torch.tensor([0.0])}
     mean = (3 * 16 / 4) ** 0.5
     changes = changes_of(base, {"weight": torch.full((3,), 5.0), "bias": torch.tensor([0.1])})
-    assert changes == pytest.approx({"weight": 0.25, "bias": 0.1 / (LEAST_SIZE * mean)})
+    assert changes == pytest.approx({"weight": 0.25, "bias": 0.1 / (pair.LEAST_SIZE * mean)})
 
 
 PAIR, ALONE = ["--pair", "eager", "patch"], ["--parallel", "fsdp=1"]
@@ -309,7 +299,7 @@ def test_kernels_of_one_function_are_counted_together_and_the_longest_are_first(
         ("norm_backward_Kt2_A2bf16", 1000.0),
         ("triton_poi_fused_add_0", 500.0),
     ]
-    assert by_name(ran) == [
+    assert pair.by_name(ran) == [
         {"name": "norm_backward", "calls": 2, "ms": 3.0},
         {"name": "triton_poi_fused_add_0", "calls": 1, "ms": 0.5},
         {"name": "row_forward", "calls": 1, "ms": pytest.approx(0.1)},
@@ -323,5 +313,5 @@ def test_kernels_of_a_step_on_the_gpu(gpu):
         tilenorm.rms_norm(x, (1024,)).sum().backward()
 
     step()
-    found = {line["name"]: line for line in kernels_of(step)}
+    found = {line["name"]: line for line in pair.kernels_of(step)}
     assert "norm_backward" in found and all(line["ms"] > 0 for line in found.values())
