@@ -64,6 +64,8 @@ def main(argv: list[str]) -> int:
         for op in map(OPS.get, args.op):
             for dtype in args.dtype:
                 for n in args.hidden or (HEAD_HIDDEN if op.heads else HIDDEN):
+                    if run.late():
+                        continue
                     command.told(f"{op.name} {dtype} N = {n}")
                     case = op.shrunk(Case(op.name, dtype, args.rows, n), args.rows * n)
                     for line in measure(op, case, run.present[op.name], run.device):

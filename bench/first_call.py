@@ -34,11 +34,13 @@ def main(argv: list[str]) -> int:
     with command.running(args, ["first-call", *argv], args.op) as run:
         for op, names in run.present.items():
             for name in names:
+                if run.late():
+                    continue
                 command.told(f"{op} first calls of {name}")
                 cases = [Case(op, dtype, ROWS, n) for dtype, n in specs]
                 for line in _first_calls(cases, name, run.device):
                     run.emit(line)
-            if run.device != "cpu" and "tilenorm" in names:
+            if run.device != "cpu" and "tilenorm" in names and not run.late():
                 arch = run.record.runs[0]["capability"]
                 run.emit(precompile(op, args.hidden, args.dtype, arch))
     return 0

@@ -181,18 +181,18 @@ def measure(names: Sequence[str], given: Settings, pairs: int, deadline: float) 
 
 def built(given: Settings, names: Sequence[str]) -> tuple[Training, list[tuple[Callable, list]]]:
     """The training of the first variant's model, and both variants with its parameters."""
-    mesh, models, both = None, [], []
+    mesh, made, both = None, [], []
     if given.gpus > 1:
         sizes = given.fsdp, given.tp
         mesh = init_device_mesh(given.device, sizes, mesh_dim_names=parallel.DIMENSIONS)
     for name in names:
-        models.append(model := model_of(given.shape, device=given.device, dtype=torch.bfloat16))
+        made.append(model := model_of(given.shape, device=given.device, dtype=torch.bfloat16))
         parallel.split(model, mesh)
         both.append(prepared(model, name, given.whole))
         parallel.sharded(model, mesh)
-        share(model, models[0])
+        share(model, made[0])
     seed = SEED + (0 if mesh is None else mesh.get_local_rank("fsdp"))
-    return Training(given, models[0], seed), both
+    return Training(given, made[0], seed), both
 
 
 def compared(training: Training, calls: Sequence[Callable[..., Tensor]]) -> dict:

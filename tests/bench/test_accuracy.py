@@ -114,3 +114,4 @@ def test_what_is_worse_than_pytorch(monkeypatch, without_gpu, ours, eager, is_wo
     monkeypatch.setattr(accuracy, "measure", lambda *_: lines)
     command = ["accuracy", "--op", "rms_norm", "--dtype", "bfloat16", "--provider", *BOTH]
     assert main(command) == is_worse  # the exit status
+    assert main([*command, "--max-seconds", "-1"]) == 0

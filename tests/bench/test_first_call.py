@@ -60,8 +60,9 @@ def test_failed_process_is_one_line(monkeypatch, without_gpu, capsys):
         raise worker.WorkerError("not done after 1 s")
 
     monkeypatch.setattr(worker, "run", run)
-    main(["first-call", "--provider", "torch"])
-    assert capsys.readouterr().out.count("torch: not done after 1 s") == 1
+    for limit, lines in (("60", 1), ("-1", 0)):
+        main(["first-call", "--provider", "torch", "--max-seconds", limit])
+        assert capsys.readouterr().out.count("torch: not done after 1 s") == lines
 
 
 @pytest.mark.parametrize("op", ["rms_norm", "add_layer_norm"])
