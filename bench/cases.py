@@ -68,8 +68,9 @@ MODULATED = tuple(name for name, op in OPS.items() if op.by_group)
 
 RELEASE = "release"
 _MI = 1 << 20
-_POWERS = tuple(1 << k for k in range(8, 19))
-_SIZES = tuple(sorted((*_POWERS, 1536, 3072, 5120, 7168, 12288, 20480, 49152)))
+_SIZES = tuple(
+    sorted((*(1 << k for k in range(8, 19)), 1536, 3072, 5120, 7168, 12288, 20480, 49152))
+)
 # Rows of all samples, N, and samples: DiT-XL/2, SD3, Flux, Wan 2.1 14B, and a shape at which the
 # launch takes longer than the memory.
 _IMAGES = ((64 * 256, 1152, 64), (2 * 4096, 1536, 2), (4608, 3072, 1), (32760, 5120, 1))

@@ -30,10 +30,7 @@ def duplicate(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def oracle(op: Op, case: Case, inputs: Sequence[Tensor], grads: Sequence[Tensor]):
-    """The expected results of each direction, in float64 and from the same rounded inputs.
-
-    The results are outputs or gradients, in the order of the op's fields.
-    """
+    """The outputs or gradients of each direction, in float64 and from the same rounded inputs."""
     like: dict[str, Any] = {"dtype": torch.float64, "device": inputs[0].device}
     shapes = op.shapes(case)
     outputs = [torch.empty(shapes[name], **like) for name in op.outputs]

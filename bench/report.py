@@ -28,11 +28,7 @@ def render(record: Record, markdown: bool = False) -> str:
 
 
 def tables(record: Record) -> Iterator[Table]:
-    """Every table of a record.
-
-    First one table for each op, dtype and direction, then host times, pairs of training steps,
-    first calls, and errors.
-    """
+    """Every table of a record: one for each op, dtype and direction, and those of other lines."""
     cells = grouped(record.cells, "op", "dtype", "direction")
     for op, dtype in ops_and_dtypes(record.cells):
         for direction in (*DIRECTIONS, INFERENCE):
