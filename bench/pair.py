@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -46,6 +45,7 @@ class Settings:
     device: str = "cuda"
     fsdp: int = 1
     tp: int = 1
+    deterministic: bool = False
 
     @property
     def gpus(self) -> int:
@@ -68,6 +68,7 @@ class Settings:
         words += [f"{given.layers} layers", f"{given.batch} x {given.length} tokens"]
         words += ["whole"] * self.whole
         words += [f"fsdp {self.fsdp}, tp {self.tp}"] * (self.gpus > 1)
+        words += ["deterministic"] * self.deterministic
         return ", ".join(words)
 
 
@@ -150,6 +151,7 @@ def measure(names: Sequence[str], given: Settings, pairs: int, deadline: float) 
 
     The processes of a parallel step call it together, and all get the same fields.
     """
+    torch.use_deterministic_algorithms(given.deterministic)
     training, both = built(given, names)
     calls = [call for call, _ in both]
     found = compared(training, calls)
@@ -159,11 +161,13 @@ def measure(names: Sequence[str], given: Settings, pairs: int, deadline: float) 
         why = f"the gradient of {found['gradient']} changes by {found['gradient_change']:.3g} of"
         why += f" its norm, more than {MOST_CHANGE}; the losses are {base:.4f} and {other:.4f}"
         return found | {"status": "wrong", "error": why}
-    steps = [partial(training.step, call) for call in calls]
+    losses: list[Tensor] = []
+    steps = [lambda call=call: losses.append(training.step(call)) for call in calls]
     timer = Timer(given.device)
     alternated(steps, WARM_UP, timer, deadline)
     times, peaks = alternated(steps, pairs, timer, deadline)
     found |= {"pairs_us": times, "peak_bytes": peaks}
+    found["step_losses"] = [loss.item() for loss in losses]
     if given.gpus > 1:
         found["ranks"] = parallel.of_all({"pairs_us": times, "peak_bytes": peaks})
         for name in ("pairs_us", "peak_bytes") if given.device != "cpu" else ("pairs_us",):

@@ -154,10 +154,10 @@ class Pair:
     the base's step and of the variant's step, for each pair of steps. ``asked`` is how many pairs
     the command asked for; a run that is out of time makes fewer. ``peak_bytes``, ``losses``,
     ``kernels`` and ``reports`` have an entry for each of the two. The losses are of the first
-    forward, from the same weights. ``gradient_change`` is the norm of the difference of the two
-    first gradients divided by the norm of the base's: the largest of all parameters, and
-    ``gradient`` is the name of this parameter. ``kernels`` has the name, calls and milliseconds of
-    each kernel of one step. ``reports`` say what tilenorm replaced.
+    forward, from the same weights, and ``step_losses`` of all steps in order. ``gradient_change``
+    is the norm of the difference of the two first gradients divided by the norm of the base's: the
+    largest of all parameters, and ``gradient`` is the parameter's name. ``kernels`` has the name,
+    calls and milliseconds of each kernel of one step. ``reports`` say what tilenorm replaced.
 
     With several ``gpus``, ``ranks`` has the times and peaks of each process, and ``pairs_us`` and
     ``peak_bytes`` are the largest of any process.
@@ -178,6 +178,7 @@ class Pair:
     reports: list[str] = field(default_factory=list)
     gpus: int = 1
     ranks: list[dict] = field(default_factory=list)
+    step_losses: list[float] = field(default_factory=list)
     error: str = ""
 
     @property

@@ -2,9 +2,8 @@
 
 The model is Llama 3 8B, or --model's. Both variants run in one process, over the same weights, with
 their steps in turn. The command prints the median of the differences with its 95% interval,
-tokens/s, the peak memory, and the kernels of each. Losses and gradients are compared first. The
-compilers' caches are those of the machine, so a second run compiles less. A pair of a variant with
-itself shows what the bench sees where there is nothing to see.
+tokens/s, the peak memory, and the kernels of each. Losses and gradients are compared first. A
+second run compiles less, by the compilers' caches. A variant beside itself shows the bench's noise.
 
 Variants: eager is PyTorch. compile is torch.compile. patch is tilenorm.patch, and patch-add also
 has it add the residual. patch-compile patches the model and gives it to torch.compile.
@@ -20,6 +19,7 @@ times of each process. A process that fails ends the run.
 
 import argparse
 import gc
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -45,6 +45,8 @@ def main(argv: list[str]) -> int:
     args = _arguments(argv)
     if device == "cpu" and not args.tiny:
         sys.exit("there is no GPU, so give --tiny")
+    if args.deterministic:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     ranks = parallel.joined(device) if args.parallel else nullcontext(0)
     with ranks as rank, command.running(args, ["train", *argv], quiet=rank > 0) as run:
         for line in _pairs(args, device):
@@ -69,6 +71,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     for name in SIZES:
         parser.add_argument(f"--{name}", type=int, help="default: the model's")
     parser.add_argument("--whole", action="store_true", help="compile the model as one graph")
+    parser.add_argument("--deterministic", action="store_true", help="equal bits in every run")
     parser.add_argument("--parallel", type=parallel.sizes, metavar="fsdp=N,tp=N")
     args = parser.parse_args(argv)
     for name in (*SIZES, "pairs"):
@@ -88,7 +91,8 @@ def _pairs(args: argparse.Namespace, device: str) -> Iterator[Pair]:
     for name in args.model:
         sizes = {size: vars(args)[size] for size in SIZES if vars(args)[size]}
         shape = replace(tiny(MODELS[name]) if args.tiny else MODELS[name], **sizes)
-        settings = Settings(shape, name, args.whole, device, **(args.parallel or {}))
+        how = {"deterministic": args.deterministic} | (args.parallel or {})
+        settings = Settings(shape, name, args.whole, device, **how)
         for names in args.pair:
             print(f"{names[0]} and {names[1]}: {settings.label}", file=sys.stderr, flush=True)
             where = {"label": settings.label, "base": names[0], "variant": names[1]}

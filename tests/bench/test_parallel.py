@@ -29,8 +29,8 @@ def measured(names, settings: Settings, pairs: int = 2) -> dict:
 @pytest.mark.parametrize("fsdp, tp", [(2, 2), (4, 1), (1, 4)])
 @on_every_rank
 def test_a_pair_over_a_mesh(fsdp, tp):
-    """All ranks have the same fields, and the losses are the same in each run."""
-    given = settings_of(fsdp, tp)
+    """All ranks have the same fields, with losses as one process has them, the same in each run."""
+    given = settings_of(fsdp, tp, deterministic=True)
     found = measured(["eager", "patch-add"], given)
     assert found["gpus"] == len(found["ranks"]) == 4 and len(found["pairs_us"]) == 2
     assert found["gradient_change"] < 0.02
@@ -39,7 +39,11 @@ def test_a_pair_over_a_mesh(fsdp, tp):
     assert len({str(each) for each in parallel.of_all(found["pairs_us"])}) == 1
     assert "Block runs the sum" in found["reports"][1]
     again = measured(["eager", "patch-add"], given)
-    assert again["losses"] == found["losses"]
+    assert again["losses"] == found["losses"] and again["step_losses"] == found["step_losses"]
+    # A loss is of a sample's tokens: the first process of each group has a batch of its own.
+    losses = parallel.of_all(found["step_losses"])
+    assert [losses[r] == losses[0] for r in range(4)] == [r < tp for r in range(4)]
+    assert all(after < before for before, after in zip(losses[0], losses[0][1:], strict=False))
 
 
 @on_every_rank
