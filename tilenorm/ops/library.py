@@ -70,9 +70,8 @@ class Called(NamedTuple):
         """The eps as bound calls take it."""
         return self.eps if self.op.calls else self.eps[0]
 
-    @property
-    def given(self) -> dict[str, Any]:
-        """The tensors by the names of their ports."""
+    def named(self) -> dict[str, Any]:
+        """The tensors by the names of their ports. PyTorch 2.9 traces no property here."""
         return dict(zip([port.name for port in self.op.takes], self.tensors, strict=True))
 
     def option(self, name: str) -> Any:
@@ -80,7 +79,7 @@ class Called(NamedTuple):
 
     def makes(self, port: Port) -> bool:
         """Whether the call makes a tensor."""
-        given = self.given
+        given = self.named()
         if given.get(port.unless) is not None or (port.given and given[port.given] is None):
             return False
         if port.when == "save":
@@ -89,7 +88,7 @@ class Called(NamedTuple):
 
     def dtype_of(self, port: Port) -> torch.dtype:
         """The dtype of a tensor that the call makes."""
-        given = self.given
+        given = self.named()
         if port.lies == "number":
             return statistics_dtype(*[given[name] for name in port.like.split()])
         if port.lies == "scales":
@@ -109,7 +108,7 @@ class Called(NamedTuple):
             return (1,)
         if not self.op.rotated:
             return self.tensors[0].shape
-        like = self.given[port.like]
+        like = self.named()[port.like]
         return (like.transpose(1, 2) if self.option("output_heads_first") else like).shape
 
     def returned(self, made: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
