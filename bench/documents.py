@@ -126,7 +126,7 @@ def _block(document: Path, match: re.Match) -> Block:
         (path, load([document.parent / path]).narrowed(**wanted)) for path, wanted in options
     ]
     block, cells = Block(kind, sources, svg), sum(len(record.cells) for _, record in sources)
-    shown = None if kind == "index" else block.record  # an index has each record by itself
+    shown = None if kind in ("index", "gains") else block.record  # these have each record by itself
     if kind in ("summary", "plot") and len(shown.cells) < cells:
         raise ValueError(f"{document}: two records have the same cells in {opening}")
     return block
@@ -281,6 +281,6 @@ KINDS = {
     "summary": _summary,
     "losses": _losses,
     "index": _index,
-    "gains": lambda block: report.gains(block.record.pairs),
+    "gains": lambda block: report.gains(record for _, record in block.sources),
     "plot": lambda block: f"![GB/s against N]({block.svg})",
 }

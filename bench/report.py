@@ -209,14 +209,15 @@ def _pairs(pairs: Sequence[Pair]) -> Table:
     return Table("pairs of training steps", header, rows, notes)
 
 
-def gains(pairs: Sequence[Pair]) -> str:
+def gains(records: Iterable[Record]) -> str:
     """What the second variant of each pair gains, in Markdown."""
     rows = []
-    for pair in pairs:
+    for gpu, pair in ((r.runs[0]["machine"].split()[1], p) for r in records for p in r.pairs):
+        gpus = f"{pair.gpus} × {gpu}" if pair.gpus > 1 else gpu
         ms = " → ".join(f"{us / 1e3:.1f}" for us in pair.medians_us)
         more, peaks = with_interval(pair.more_tokens, 100, "%"), map(gib, pair.peak_bytes)
-        rows.append([pair.label, pair.base, pair.variant, ms, more, " → ".join(peaks)])
-    return columns(["model", "A", "B", "ms a step", MORE, "peak GiB"], rows)
+        rows.append([pair.label, gpus, pair.base, pair.variant, ms, more, " → ".join(peaks)])
+    return columns(["model", "GPU", "A", "B", "ms a step", MORE, "peak GiB"], rows)
 
 
 def _kernels(pair: Pair) -> Table:

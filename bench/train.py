@@ -8,8 +8,7 @@ second run compiles less, by the compilers' caches. A variant beside itself show
 Variants: eager is PyTorch. compile is torch.compile. patch is tilenorm.patch, and patch-add also
 has it add the residual. patch-compile patches the model and gives it to torch.compile.
 tilenorm-compile is tilenorm.compile, and -low with memory="low". A compiler compiles one layer for
-all layers, as torchtitan does. With --whole it compiles the model as one graph, which takes minutes
-for many layers. --layers takes fewer layers where the memory is short.
+all layers, as torchtitan does, or, with --whole, the model as one graph, which takes minutes.
 
 With --parallel fsdp=4,tp=2 eight processes train the model, one a GPU: FSDP2 over four, each with a
 batch of its own, and tensor parallelism with sequence parallelism over two. torchrun starts them:

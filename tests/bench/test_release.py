@@ -66,7 +66,7 @@ def test_sources_are_a_digest_of_the_package(monkeypatch, tmp_path):
     assert len(digests) == 4
 
 
-@pytest.mark.parametrize("kind", ["summary", "losses", "gains", "plot", "hosts", "index"])
+@pytest.mark.parametrize("kind", ["summary", "losses", "plot", "hosts", "index"])
 def test_a_table_of_a_release_and_another_commit_is_refused(tmp_path, kind):
     release, other = {**RUN, "suite": "release"}, {**RUN, "commit": "def"}
     for name, run in (("a", release), ("b", other)):
