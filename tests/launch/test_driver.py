@@ -15,6 +15,7 @@ from cuda.tile._cext import default_tile_context
 
 from tests import stand_in_driver
 from tests.executors import backward_calls, forward_calls
+from tests.ops.helpers import slow
 from tilenorm.launch import driver, toolchain
 from tilenorm.launch.calls import every_gradient
 from tilenorm.launch.driver import Argument, Prepared, arguments_of, repeating
@@ -60,7 +61,7 @@ def calls(spec):
     )
 
 
-@pytest.mark.parametrize("name", ["narrow", "blocks share a row", "quantized"])
+@pytest.mark.parametrize("name", ["narrow", "quantized", *slow("blocks share a row")])
 def test_compiled_kernels_take_arguments_of_these_sizes(name):
     for call in calls(SPECS[name]):
         made = signature(call.kernel, call.arguments)
@@ -312,6 +313,7 @@ REPEATED = """
 import pathlib, pytest
 from tests import stand_in_compiler, stand_in_driver
 from tests.executors import backward_calls, forward_calls
+from tests.ops.helpers import slow
 from tests.launch.test_driver import SPECS, numbered
 from tilenorm.launch import driver, kernel
 from tilenorm.launch.calls import every_gradient

@@ -8,7 +8,7 @@ import torch
 from tests import cases
 from tests.executors import Interpreter, arguments_of
 from tests.ops.cuda_helpers import made, target, train
-from tests.ops.helpers import FAMILY, NEEDS_GPU, assert_step, expected_of
+from tests.ops.helpers import FAMILY, NEEDS_GPU, assert_step, expected_of, slow
 from tilenorm.__main__ import main
 from tilenorm.launch import heuristics, user_table
 from tilenorm.launch.calls import bound, every_gradient
@@ -144,7 +144,9 @@ def pretended(tables, monkeypatch):
     return Pretended
 
 
-@pytest.mark.parametrize("direction, terms", [("forward", 1), ("backward", 1), ("backward", 2)])
+@pytest.mark.parametrize(
+    "direction, terms", [("forward", 1), ("backward", 1), *slow(("backward", 2))]
+)
 def test_the_fastest_right_candidate_is_found(direction, terms, pretended):
     told = []
     search = Search(SPEC, H200, direction, terms)

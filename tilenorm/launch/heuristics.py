@@ -102,9 +102,8 @@ def _by_group(spec: NormSpec, needs: Needs) -> Backward:
     by_group = (getattr(spec, role) for role in MODULATION)
     more = bool(needs.sums) + bool(spec.mod_gate)
     more += spec.widest_item > 2 or "float32" in by_group
-    blocks = rules.GROUPED_BLOCKS[min(more, len(rules.GROUPED_BLOCKS) - 1)]
-    occupancy = next((n for most, n in blocks if spec.hidden <= most), None)
-    hints = Hints(occupancy) if occupancy else Hints(1, 8)
+    known = rules.GROUPED[min(more, len(rules.GROUPED) - 1)]
+    hints = next((found for most, found in known if spec.hidden <= most), Hints(1, 8))
     width = tile_width(spec.hidden)
     if width <= rules.TILE // 2:
         return Backward((width,), rules.TILE // width, hints=hints)

@@ -27,18 +27,19 @@ TMA_TILE, TMA_TILE_OF_MORE = 8192, 4096
 # GB/s, and 2369 and 366 with chunks of 1024; LayerNorm 2188 and 1059, and 1656 and 298.
 WIDE_CHUNK, CHUNK, MORE_CHUNK = (2048, 2), (1024, 3), (1024, 2)
 # Backward by group: the widest row that the kernels hold. By how many of these a call has (dW and
-# dB, a gate, float32): blocks of 4 warps on a multiprocessor, up to a size of row; of wider rows
-# one of 8 warps. Timed on an H100 (driver 580.159, 2026-11-26), layer_norm in bfloat16: beside
-# blocks of 8 warps 1152, 1536, 3072 and 5120 took 0.80, 0.86, 0.98 and 0.80 of the time, and 3072
-# with a gate 0.86. The others were compiled: on sm_90 they spill at most 40 bytes up to 5120
-# elements, but 96 to 336 of 5120 in float32 with a gate. With so many groups for each block that
-# is resident, blocks have whole groups, of which some have one more than others. A block has at
-# least so many rows, because it writes rows of sums.
+# dB, a gate, float32): hints up to a size of row; wider rows have one block of 8 warps. Timed on
+# an H100 (driver 580.159, 2026-11-26), layer_norm in bfloat16: beside blocks of 8 warps, those of
+# 4 took 0.80, 0.86 and 0.80 of the time at 1152, 1536 and 5120, and 0.86 at 3072 with a gate. At
+# 3072 without one they took 0.98 of it for 64 Mi elements, and 1.04 for 4608 rows. The others
+# were compiled: in bfloat16, without dW and dB, they spill at most 16 bytes on sm_90 and sm_100,
+# 40 on sm_80, and 96 on sm_120. With so many groups for each block that is resident, blocks have
+# whole groups, of which some have one more than others. A block has at least so many rows,
+# because it writes rows of sums.
 MODULATED_ROW = 8192
-GROUPED_BLOCKS = (
-    ((1024, 4), (1536, 5), (3072, 3), (5120, 2)),
-    ((1024, 3), (1536, 4), (3072, 2)),
-    ((1536, 2),),
+GROUPED = (
+    ((1024, Hints(4)), (1536, Hints(5)), (3072, Hints(2, 8)), (5120, Hints(2))),
+    ((1024, Hints(3)), (1280, Hints(4)), (1536, Hints(3)), (3072, Hints(2))),
+    ((1536, Hints(2)),),
 )
 WHOLE_GROUPS, LEAST_ROWS = 8, 4
 # Heads that are rotated, backward and forward: the configuration's class, the most elements of a
