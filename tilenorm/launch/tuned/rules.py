@@ -46,9 +46,10 @@ WHOLE_GROUPS, LEAST_ROWS = 8, 4
 # head and of all heads of a block for each thread, and hints. ROPE_HEADS: the most heads of a
 # block. ROPE_TILES: a tile has at least such a part of a head's columns. Where a norm spans all
 # heads of a token: the most elements of a tile for each thread, and, by the elements of a token,
-# the hints of the backward pass. Chosen by compiled code alone, not yet timed (2026-11-26): of 120
-# cases, four backward passes spill, 64 bytes in pairs with positions and at most 16 bytes of
-# others. Of tokens of more than 4096 elements they spill up to 80 bytes.
+# the hints of the backward pass. Chosen by compiled code alone (2026-11-26): of 120 cases, four
+# backward passes spill, 64 bytes in pairs with positions and at most 16 bytes of others. Of
+# tokens of more than 4096 elements they spill up to 80 bytes. What serves bfloat16 heads was
+# timed afterwards, and nothing beside it: see bench/results/h100-release.md.
 ROPE = ((RopeBackward, 16, 32, Hints(3, 4)), (RopeForward, 32, 64, Hints(None, 4)))
 ROPE_HEADS, ROPE_TILES, ROPE_ELEMENTS = 4, 8, 4
 ROPE_TOKENS = ((2048, Hints(4, 4)), (4096, Hints(2, 8)), (8192, Hints(1, 8)))
