@@ -58,9 +58,7 @@ class Settings:
 
     @property
     def label(self) -> str:
-        """The model, its layers and tokens, and how it is trained, where it is not layer by layer
-        on one GPU. Steps of one label compare.
-        """
+        """The model, its layers and tokens, and how it is trained. Steps of one label compare."""
         listed, given = MODELS[self.model], self.shape
         free = {name: getattr(listed, name) for name in ("layers", "batch", "length")}
         same = replace(given, **free) == listed
@@ -152,6 +150,7 @@ def measure(names: Sequence[str], given: Settings, pairs: int, deadline: float) 
     The processes of a parallel step call it together, and all get the same fields.
     """
     torch.use_deterministic_algorithms(given.deterministic)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     training, both = built(given, names)
     calls = [call for call, _ in both]
     found = compared(training, calls)

@@ -234,7 +234,7 @@ def test_command_prints_the_same_from_its_record(monkeypatch, without_gpu, tmp_p
     assert found.runs[0]["command"].endswith("--layers 1 --out run.jsonl")
     for line, name in zip(found.pairs, ("Llama 3.2 1B", "ViT-L"), strict=True):
         assert line.label.startswith(f"{name}'s form in other sizes, 1 layers")
-        assert len(line.pairs_us) == line.asked == 6
+        assert len(line.pairs_us) == line.asked == 6 and len(line.step_losses) == 2 * (2 + 6)
         median, low, high = line.difference_us
         assert low <= median <= high
         assert f"{low / 1e3:+.2f} to {high / 1e3:+.2f}" in out
