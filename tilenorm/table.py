@@ -5,6 +5,7 @@ the checks of a call and their messages, and which array of the kernels each ten
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 
@@ -277,55 +278,151 @@ NORMS = tuple(op.name for op in _ROWS if not (op.calls or op.quantized or op.nam
 QUANTIZED_NORMS = tuple(op.name for op in _ROWS if op.quantized)
 
 
-class Piece(NamedTuple):
-    """An op of rows of which a process holds a piece, some columns of each row: see ops/split.
+@dataclass(frozen=True)
+class Inner:
+    """An op that users do not call: of a backward pass, or of rows of which a process holds a
+    piece, some columns of each row (see ops/split).
 
-    Its ports lie also as "part", what the piece adds to the numbers of a row; as "whole", such
-    numbers, added up over the pieces; and as "derivative", of an affine tensor. more: the arguments
-    behind those that all these ops take, as in a schema.
+    takes, makes: as those of Op. A result that is a gradient has the role of the tensor that it is
+    the gradient of. options: the arguments behind the tensors, as in a schema. last: the tensors
+    that are among these; they are absent by default.
+
+    Its ports lie also as "heads", rotated heads; as "derivative", of an affine tensor, and as
+    "group derivative"; and where rows are in pieces as "part", what the piece adds to the numbers
+    of a row, and as "whole", such numbers, added up over the pieces.
     """
 
     name: str
     takes: tuple[Port, ...]
     makes: tuple[Port, ...]
-    more: str = ""
+    options: str
+    last: tuple[Port, ...] = ()
+
+    @property
+    def tensors(self) -> tuple[Port, ...]:
+        """Every tensor that is taken."""
+        return (*self.takes, *self.last)
+
+    @cached_property
+    def arguments(self) -> tuple[str, ...]:
+        """The names of all arguments, in their order."""
+        options = [option.partition("=")[0].split()[-1] for option in self.options.split(", ")]
+        return (*(port.name for port in self.takes), *options)
+
+    @property
+    def masked(self) -> tuple[str, ...]:
+        """Of a backward pass, the roles of the tensors whose gradients output_mask asks for."""
+        return tuple(port.role for port in self.makes if port.role != "y")
+
+    @cached_property
+    def places(self) -> tuple[int, ...]:
+        """Where the results of a backward pass stand in Needs.gradients, behind which stands y."""
+        made = [port.role for port in self.makes]
+        order = (*DERIVED, *(role for role in made if role not in DERIVED))
+        return tuple(map(order.index, made))
 
 
 def _ports(needed: bool, **lies: str) -> tuple[Port, ...]:
-    return tuple(Port(name, kind, needed=needed) for name, kind in lies.items())
+    return tuple(Port(name, kind, role=name, needed=needed) for name, kind in lies.items())
 
 
-_PIECE, _GATE, _AFFINE = _ports(True, input="rows"), _ports(False, gate="rows"), (WEIGHT, BIAS)
-_STATISTICS = (*_ports(False, mean="whole"), *_ports(True, rstd="whole"))
-_DY = _ports(True, grad_output="rows")
-PIECES = (
-    Piece(
-        "row_sums",
-        (*_PIECE, *_ports(False, residual="rows"), *_GATE),
-        _ports(True, part="part", own="part", sum="rows"),
+def _gradients(*ports: Port) -> tuple[Port, ...]:
+    """The gradients of tensors, as results."""
+    lies = {"affine": "derivative", "group": "group derivative", "key": "rows"}
+    return tuple(
+        Port(f"grad_{port.name}", lies.get(port.lies, port.lies), role=port.role) for port in ports
+    )
+
+
+# The tensors whose gradients every backward pass may make, in the order of Needs.gradients.
+DERIVED = "x", "residual", "gate", "weight", "bias"
+# The fields of spec.Options.
+NORM = (
+    "SymInt hidden, str norm, float offset, bool gate_first, str rounding, str activation,"
+    " float dropout_scale"
+)
+BACKEND = "str? backend=None"
+DY, DSUM = Port("grad_output", role="dy", needed=True), Port("grad_sum", role="dsum")
+TERMS = tuple(Port(f"grad_output_{i}", role=f"grad_output_{i}") for i in (2, 3, 4))
+_GATE, _AFFINE = replace(GATE, needed=False), (WEIGHT, BIAS)
+_STATISTICS = MEAN, replace(RSTD, needed=True)
+_OF_KEY = KEY, KEY_WEIGHT
+_DERIVED = _gradients(X, RESIDUAL, GATE, *_AFFINE)
+
+
+def _last(ports: tuple[Port, ...]) -> str:
+    """Tensors that are absent by default, as in a schema."""
+    return ", ".join(f"Tensor? {port.name}=None" for port in ports)
+
+
+_BACKWARD = (
+    Inner(
+        "norm_backward",
+        (DY, DSUM, X, _GATE, *_AFFINE, *_STATISTICS),
+        (*_DERIVED, replace(Y, like="")),
+        f"{NORM}, float eps, bool added, bool[5] output_mask, {BACKEND}, {_last(TERMS)},"
+        f" bool output=False, {_last((DROPOUT_MASK, LAYER_SCALE))}",
+        last=(*TERMS, DROPOUT_MASK, LAYER_SCALE),
     ),
-    Piece(
-        "row_center",
-        (*_PIECE, *_ports(True, mean="whole", own="part")),
-        _ports(True, centered="part"),
-    ),
-    Piece(
-        "row_apply",
-        (*_PIECE, *_GATE, *_AFFINE, *_ports(True, whole="whole"), *_ports(False, centered="whole")),
-        _ports(True, output="rows", mean="whole", rstd="whole"),
-        "float eps, ScalarType dtype, bool save, ",
-    ),
-    Piece("grad_sums", (*_DY, *_PIECE, *_GATE, WEIGHT, *_STATISTICS), _ports(True, dots="part")),
-    Piece(
-        "grad_apply",
+    Inner(
+        "modulated_norm_backward",
         (
-            *(*_DY, *_ports(False, grad_sum="rows"), *_PIECE, *_GATE, *_AFFINE, *_STATISTICS),
-            *_ports(False, dots="whole"),
+            *(DY, DSUM, X, Port("branch", role="input"), *_AFFINE, *_STATISTICS),
+            *(MOD_SCALE, MOD_GATE),
         ),
         (
-            *_ports(True, grad_input="rows", grad_residual="rows", grad_gate="rows"),
-            *_ports(True, grad_weight="derivative", grad_bias="derivative"),
+            *(*_DERIVED[:2], replace(_DERIVED[2], name="grad_rows"), *_DERIVED[3:]),
+            *_gradients(MOD_SCALE, MOD_SHIFT, MOD_GATE),
         ),
-        "bool added, bool[5] output_mask, ",
+        "SymInt hidden, str norm, str? shift, float eps, bool added, bool[8] output_mask,"
+        f" {BACKEND}",
+    ),
+    Inner(
+        "rms_norm_rope_backward",
+        (
+            replace(DY, lies="heads", needed=False),
+            Port("grad_key_output", "heads", role="dsum"),
+            *(X, WEIGHT, *_OF_KEY, _STATISTICS[1], Port("key_rstd", "number", role="key_rstd")),
+            *(COS, SIN, POSITIONS),
+        ),
+        _gradients(X, WEIGHT, *_OF_KEY),
+        "SymInt hidden, SymInt rotary_dim, bool interleaved, bool output_heads_first,"
+        f" float offset, float eps, bool[4] output_mask, {BACKEND}",
     ),
 )
+BACKWARD = {op.name: op for op in _BACKWARD}
+
+_OF_PIECE, _OF_ROWS = f"{NORM}, int dims, ", tuple(replace(p, lies="whole") for p in _STATISTICS)
+_PIECES = (
+    Inner(
+        "row_sums",
+        (X, replace(RESIDUAL, needed=False), _GATE),
+        _ports(True, part="part", own="part", sum="rows"),
+        f"{_OF_PIECE}{BACKEND}",
+    ),
+    Inner(
+        "row_center",
+        (X, *_ports(True, mean="whole", own="part")),
+        _ports(True, centered="part"),
+        f"{_OF_PIECE}{BACKEND}",
+    ),
+    Inner(
+        "row_apply",
+        (X, _GATE, *_AFFINE, *_ports(True, whole="whole"), *_ports(False, centered="whole")),
+        _ports(True, output="rows", mean="whole", rstd="whole"),
+        f"{_OF_PIECE}float eps, ScalarType dtype, bool save, {BACKEND}",
+    ),
+    Inner(
+        "grad_sums",
+        (DY, X, _GATE, WEIGHT, *_OF_ROWS),
+        _ports(True, dots="part"),
+        f"{_OF_PIECE}{BACKEND}",
+    ),
+    Inner(
+        "grad_apply",
+        (DY, DSUM, X, _GATE, *_AFFINE, *_OF_ROWS, *_ports(False, dots="whole")),
+        _DERIVED,
+        f"{_OF_PIECE}bool added, bool[5] output_mask, {BACKEND}",
+    ),
+)
+PIECES = {op.name: op for op in _PIECES}

@@ -90,7 +90,9 @@ class Call(NamedTuple):
 def plans(call: Call, served: str, output: bool) -> list[BackwardPlan]:
     """The plan for all terms, and the plan for their sum."""
     spec = call.spec
-    asked = [role for role, need in zip(NormBackward.MASKED, call.given[-1], strict=True) if need]
+    asked = [
+        role for role, need in zip(NormBackward.ROW.masked, call.given[-1], strict=True) if need
+    ]
     given = (spec, asked, call.given[0] is not None)
     one = needs_of(*given)
     needs = [one._replace(terms=len(call.terms), output=output), one]

@@ -7,17 +7,10 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ..spec import NormSpec
-from ..table import FACTORS, Op
+from ..table import BACKWARD, Op
 from . import reference
 from .bound import OpSpecs, refuse_gradient
-from .gradients import (
-    MODULATED_SAVED,
-    ROTATED_PLACES,
-    ROTATED_SAVED,
-    Step,
-    named,
-    run_steps,
-)
+from .gradients import Step, named, run_steps
 from .torch_private import asked_of, fast_apply
 
 
@@ -87,28 +80,34 @@ def gradients(
 
 def by_op(
     what: OpSpecs, spec: NormSpec, step: Step, dy, dsum, by_role: dict, eps: float
-) -> tuple[Tensor | None, ...]:
-    """The gradients of one norm by the op norm_backward, or that of its kind of norm."""
+) -> list[Tensor | None]:
+    """The gradients of one norm by the op of its kind of norm, in the order of Needs.gradients."""
     if by_role["rstd"] is None:
         raise RuntimeError(
             f"tilenorm::{what.op.name}: save was False, its backward needs it; pass True"
         )
-    last = (*spec.options, eps, spec.residual is not None, list(step.needs.gradients), what.backend)
-    if spec.modulated:
-        saved = (by_role.get(role) for role in MODULATED_SAVED)
-        how = spec.hidden, spec.norm, spec.mod_shift, *last[len(spec.options) :]
-        return torch.ops.tilenorm.modulated_norm_backward(dy, dsum, *saved, *how)
+    name, asked = backward_op(spec), step.needs.gradients
+    row, op = BACKWARD[name], getattr(torch.ops.tilenorm, name)
+    mask = [asked[place] for place in row.places[: len(row.masked)]]
+    given = {**spec.options._asdict(), "shift": spec.mod_shift, "eps": eps, "output_mask": mask}
+    given |= {"added": spec.residual is not None, "backend": what.backend, "output": False}
+    if how := spec.rotation:
+        given |= {"rotary_dim": how.dim, "interleaved": how.interleaved}
+        given["output_heads_first"] = how.heads_first
+    tensors = {**by_role, "dy": dy, "dsum": dsum}
+    given |= {port.name: tensors.get(port.role) for port in row.tensors}
+    made = op(*[given[argument] for argument in row.arguments])
+    found: list[Tensor | None] = [None] * len(asked)
+    for place, gradient in zip(row.places[: len(mask)], made, strict=False):
+        found[place] = gradient
+    return found
+
+
+def backward_op(spec: NormSpec) -> str:
+    """The name of the op of a norm's backward pass."""
     if spec.rotation:
-        how, asked = spec.rotation, step.needs.gradients
-        saved = (by_role.get(role) for role in ROTATED_SAVED)
-        options = spec.hidden, how.dim, how.interleaved, how.heads_first, spec.offset, eps
-        mask = [asked[place] for place in ROTATED_PLACES]
-        backward = torch.ops.tilenorm.rms_norm_rope_backward
-        dx, dw, *of_key = backward(dy, dsum, *saved, *options, mask, what.backend)
-        return dx, None, None, dw, None, *of_key
-    saved = (by_role.get(role) for role in ("x", "gate", "weight", "bias", "mean", "rstd"))
-    factors = {role: by_role.get(role) for role in FACTORS}
-    return torch.ops.tilenorm.norm_backward(dy, dsum, *saved, *last, **factors)[:5]
+        return "rms_norm_rope_backward"
+    return "modulated_norm_backward" if spec.modulated else "norm_backward"
 
 
 # For eager calls, which no transform sees. The ops take Call.apply.

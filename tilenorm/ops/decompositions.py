@@ -6,10 +6,10 @@ from functools import partial
 import torch
 from torch._ops import OpOverload
 
-from ..table import OPS, PIECES
-from . import backward
+from ..table import OPS
+from . import backward, inner
 from .library import decomposed
-from .split.library import by_reference
+from .split import library as split
 
 
 def decompositions() -> dict[OpOverload, Callable]:
@@ -38,8 +38,7 @@ def decompositions() -> dict[OpOverload, Callable]:
     return {
         **{getattr(ops, name).default: partial(decomposed, op) for name, op in OPS.items()},
         **{
-            getattr(ops, name).default: partial(backward.decomposed, kind)
-            for name, kind in backward.KINDS.items()
+            getattr(ops, name).default: partial(inner.decomposed, kind)
+            for name, kind in {**backward.KINDS, **split.KINDS}.items()
         },
-        **{getattr(ops, p.name).default: partial(by_reference, p) for p in PIECES},
     }

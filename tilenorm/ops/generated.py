@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..table import OPS
-from .backward import KINDS, TERMS
+from ..table import BACKWARD, OPS, TERMS
+from .backward import KINDS
 from .bound import Bound, BoundNorm, bound_of, keep, keep_backward, norm_of
 from .direct import Plain
 from .layout import MOST_SHAPES, contiguous_strides_of, rows_shape, vector_of
@@ -37,8 +37,8 @@ def tensors_of(op: str, given: Sequence[str]) -> tuple[str, ...]:
     """
     if op in OPS:
         return tuple(port.name for port in OPS[op].takes)
-    kind = KINDS[op]
-    return tuple(n for r, n in kind.ARGUMENTS.items() if r not in kind.LAST or n in given)
+    row = BACKWARD[op]
+    return tuple(p.name for p in row.tensors if p not in row.last or p.name in given)
 
 
 def bind(op: str, taken: tuple[str, ...], **options) -> Callable:
@@ -106,12 +106,12 @@ def backward(
     op: str, taken: tuple[str, ...], *, hidden: int, backend: str | None, **options
 ) -> Callable:
     """The same of a backward op."""
-    most, plain, kind = MAX_ROWS * hidden, Plain(), KINDS[op]
+    most, plain, kind, row = MAX_ROWS * hidden, Plain(), KINDS[op], BACKWARD[op]
     constant = options | {"hidden": hidden, "backend": backend}
-    first = len(kind.ROLES)
-    end = first + len(set(TERMS) & set(taken))
+    first = len(row.takes)
+    end = first + sum(port.name in taken for port in TERMS)
     # What the op returns, of the gradients, y where it is written, and None.
-    shown = itemgetter(*kind.PLACES)
+    shown = itemgetter(*row.places)
     statistics = [i for i, name in enumerate(taken) if name in STATISTICS]
     norm: BoundNorm | None = None
     run: Any = None
@@ -141,7 +141,8 @@ def backward(
             spec = call.spec
             needs = call.needs(spec)
             count = len(needs.gradients) + needs.output
-            places = [taken.index(kind.ARGUMENTS[role]) for role in spec.kept]
+            named = {port.role: port.name for port in row.tensors}
+            places = [taken.index(named[role]) for role in spec.kept]
             bound = norm_of(spec, x.device.type, x.get_device(), False, backend)
             run = bound.backward(spec, needs)
             order = [0, 1 if needs.dsum else -1, *places, *range(first, end)]

@@ -9,18 +9,13 @@ from torch import Tensor
 
 from ..launch.calls import Needs, addend_as, needs_of
 from ..spec import NormSpec
-from ..table import FACTORS, MODULATION, OF_KEY, OPS, VECTOR, Op
+from ..table import DERIVED, FACTORS, MODULATION, OF_KEY, OPS, VECTOR, Op
 from .reference import branched, gated, group_gradient, vector_gradient
 
 # Where a gradient stands in what a backward pass returns, by the role of the tensor. Behind these
 # stand dy, which is a skip's gradient, and None.
-PLACES = {"x": 0, "residual": 1, "gate": 2, "weight": 3, "bias": 4, "skip": 5, None: 6}
+PLACES: dict[str | None, int] = {role: i for i, role in enumerate((*DERIVED, "skip", None))}
 SUMMED = ("x", "residual", "addend")
-# The saved tensors that modulated_norm_backward and rms_norm_rope_backward take, by their roles.
-MODULATED_SAVED = ("x", "input", "weight", "bias", "mean", "rstd", "mod_scale", "mod_gate")
-ROTATED_SAVED = ("x", "weight", *OF_KEY, "rstd", "key_rstd", "cos", "sin", "positions")
-# Where what the latter returns stands in Needs.gradients.
-ROTATED_PLACES = (0, 3, 5, 6)
 Roles = tuple[str | None, ...]
 
 

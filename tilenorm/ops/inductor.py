@@ -14,10 +14,8 @@ from pathlib import Path
 
 import torch
 
-from ..table import OPS
+from ..table import BACKWARD, OPS
 from .torch_private import inductor_calls
-
-BACKWARD = ("norm_backward", "modulated_norm_backward", "rms_norm_rope_backward")
 
 
 def tell_inductor() -> None:
@@ -26,7 +24,7 @@ def tell_inductor() -> None:
     """
     _tell_generation()
     calls = inductor_calls()
-    if calls is None or _name_of(BACKWARD[0]) in calls.CUSTOM_EXTERN_KERNEL_CODEGEN:
+    if calls is None or _name_of("norm_backward") in calls.CUSTOM_EXTERN_KERNEL_CODEGEN:
         return
     for op in (*OPS, *BACKWARD):
         custom = calls.CustomCodegen(python=partial(_generate, op))

@@ -8,8 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..table import FACTORS, OPS
-from .backward import OPTIONS
+from ..table import FACTORS, NORM, OPS
 from .library import LIBRARY, TAGS
 from .reference import statistics_dtype
 
@@ -17,7 +16,7 @@ LAST = ("addend", "skip", *FACTORS)
 SCHEMAS = {
     "norm": (
         "(Tensor input, Tensor? residual, Tensor? gate, Tensor? weight, Tensor? bias,"
-        f" {OPTIONS}, float eps, bool save, str? backend=None"
+        f" {NORM}, float eps, bool save, str? backend=None"
         f"{''.join(f', Tensor? {name}=None' for name in LAST)})"
         " -> (Tensor output, Tensor sum, Tensor mean, Tensor rstd)"
     ),

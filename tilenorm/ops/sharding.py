@@ -14,11 +14,22 @@ What lies by group is cut in a dimension d that it has as the input has it, and 
 derivative. Else it is replicated, and its derivative is Partial: a process then holds some rows of
 each group. Rows are not cut in a dimension that groups divide.
 
+Where rows are in pieces (see split/library.py), the ops run on the rows of the table, with what has
+a number a row placed as x is, and on one more:
+
+    rows                 x, gate, dy,    weight, bias,    part, own,       whole, mean, rstd,
+                         y, dx, …        dW, dB           their sums       dots, added up
+    cut in a normalised  Shard(d)        Shard(d')        Partial          Replicate
+      dimension d
+
+d' is the parameter's dimension that lies on x's dimension d. `own` is what a piece alone knows. It
+is Partial by name, and nothing adds it up: row_center reads it where row_sums left it.
+
 Where heads are rotated, the rows are heads, or tokens, also those of a key. Tables and positions
 are cut in a dimension d that they have as the tokens have it, and else replicated.
 
 DTensor's search takes the row that costs least, and moves what does not fit it: it gathers a tensor
-that is cut in a normalised dimension, which the functions give to other ops (split/rules.py), and
+that is cut in a normalised dimension, which the functions give to the ops of pieces, and
 reduces or reduce-scatters one that is Partial.
 """
 
@@ -77,7 +88,7 @@ def _register() -> None:
     from torch.distributed.tensor.experimental import register_sharding
 
     from .backward import KINDS
-    from .split.rules import STRATEGIES
+    from .split import library as split
 
     ops: dict[str, Callable] = {
         # The scales of a quantised norm lie in no order that a shard's would have.
@@ -85,7 +96,8 @@ def _register() -> None:
         for name, op in OPS.items()
         if not op.quantized
     }
-    ops |= {kind.NAME: partial(backward_strategies, kind) for kind in KINDS.values()} | STRATEGIES
+    inner = {**KINDS, **split.KINDS}
+    ops |= {name: partial(inner_strategies, kind) for name, kind in inner.items()}
     overloads = [getattr(torch.ops.tilenorm, name).default for name in ops]
     for overload, tell in zip(overloads, ops.values(), strict=True):
         register_sharding(overload)(lambda *given, tell=tell: tell(given))
@@ -147,10 +159,27 @@ def rules_rotated(
         yield rule._replace(t=table, i=placed, o=made)
 
 
+def rules_of_pieces(x: Any, parameters: Sequence[Any], dims: int) -> Iterator[Rule]:
+    """The rows of the table where rows are in pieces."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    whole, part = Replicate(), Partial()
+    yield Rule(*[whole] * 5)
+    rank = len(x.shape)
+    of_parameters = max((len(p.shape) for p in parameters if p is not None), default=0)
+    for d in range(rank):
+        along = d - rank + of_parameters  # the parameters' dimension that lies on x's
+        p, derivative = (Shard(along),) * 2 if along >= 0 else (whole, part)
+        if d < rank - dims:
+            yield Rule(Shard(d), p, derivative, Shard(d), Shard(d))
+        else:
+            yield Rule(Shard(d), p, derivative, whole, part)
+
+
 # The letter of Rule for each way in which a port lies. "w" is whole on each rank.
 LETTERS = {"rows": "r", "mask": "r", "affine": "p", "vector": "w", "number": "r", "group": "g"}
 LETTERS |= {"whole": "n", "part": "s", "derivative": "d"}
-LETTERS |= {"key": "r", "table": "t", "tokens": "i"}
+LETTERS |= {"key": "r", "table": "t", "tokens": "i", "heads": "o", "group derivative": "e"}
 
 
 def letters_of(ports: Sequence[Port]) -> str:
@@ -177,16 +206,13 @@ def op_strategies(op: Op, given: Given) -> list[Strategy]:
     return strategies_of(found, letters_of(op.takes), given, letters, made)
 
 
-def backward_strategies(kind: Any, given: Given) -> list[Strategy]:
-    """What DTensor may do with a call of the op of a class of backward.py."""
-    from .backward import asked_of
-
-    call = kind([described(t) for t in given], {})
-    needed = asked_of(call.needs(call.spec))
-    made = [needed[place] for place in kind.PLACES]
-    letters = dict(zip(kind.ARGUMENTS.values(), kind.TAKEN, strict=True))
-    taken = "".join([letters.get(name, "w") for name in kind.NAMES[: len(given)]])
-    return strategies_of(call.rules(), taken, given, kind.MADE, made)
+def inner_strategies(kind: Any, given: Given) -> list[Strategy]:
+    """What DTensor may do with a call of an op of inner.py."""
+    call, row = kind([described(t) for t in given]), kind.ROW
+    letters = {port.name: LETTERS[port.lies] for port in row.tensors}
+    taken = "".join([letters.get(name, "w") for name in row.arguments])
+    there = [result.shape is not None for result in call.results()]
+    return strategies_of(call.rules(), taken, given, letters_of(row.makes), there)
 
 
 def described(argument: Any) -> Any:

@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 from torch.fx import Node
 from torch.fx.node import map_aggregate
 
-from ...ops import backward
+from ...ops import backward, inner
 from ...ops.bound import specs_of_tensors
 from ...ops.layout import heads_of
 from ...ops.library import fake
@@ -24,15 +24,16 @@ from ...ops.registry import cutile_refuses, device_of, spec_refused
 from ...ops.sharding import is_distributed
 from ...spec import NormSpec, Options
 from ...table import OPS, Op
+from ...table import TERMS as LAST_TERMS
 from .nodes import VALUES, Left, bind, is_idle, item_of, key_of, value_of, values_of
 
 FORWARD: dict[Any, Op] = {getattr(torch.ops.tilenorm, name).default: op for name, op in OPS.items()}
 NORM_BACKWARD = torch.ops.tilenorm.norm_backward.default
 FAKES: dict[Any, Callable] = {
     **{overload: partial(fake, op) for overload, op in FORWARD.items()},
-    NORM_BACKWARD: partial(backward.fake, backward.NormBackward),
+    NORM_BACKWARD: partial(inner.fake, backward.NormBackward),
 }
-TERMS = ("grad_output", *backward.TERMS)
+TERMS = ("grad_output", *(port.name for port in LAST_TERMS))
 # What the forward and the backward call of a norm have in common. A forward op that lacks one of
 # the options has its default.
 COMMON = ("gate", "weight", "bias", *Options._fields, "eps")
