@@ -18,8 +18,9 @@ class Port:
     "group" has a row for each group of consecutive rows: leading sizes of the input, of which the
     last may be a divisor, and then normalized_shape; "scalar" is one number; "key" has the input's
     shape but for the number of heads; "table" has a row for each token, and "tokens" a number, or
-    what broadcasts to that. Of what is made also: "number" has one number a row; "scales" one a
-    group of elements; "one" is (1,).
+    what broadcasts to that. Of what is made also: "heads" has the input's or the key's shape, or
+    that with heads before tokens; "number" has one number a row; "scales" one a group of elements;
+    "one" is (1,).
     role: the tensor's name in a norm: the array of the kernels, and of a tensor that is taken the
     field of NormSpec that holds its dtype.
     needed: every call has it. cast: autocast casts it, as it casts the input of a norm.
@@ -210,14 +211,14 @@ def _modulated(norm: str) -> Op:
 
 def _rotated() -> Op:
     """RMSNorm of the heads of queries, and of keys, and the rotation of each head."""
-    of_key = {"given": "key", "like": "key"}
+    of_key, turned = {"given": "key", "like": "key"}, replace(Y, lies="heads")
     return Op(
         "rms_norm_rope",
         "rms",
         (X, COS, SIN, WEIGHT, KEY, KEY_WEIGHT, POSITIONS),
         (
-            Y,
-            replace(Y, name="key_output", role="key_y", **of_key),
+            turned,
+            replace(turned, name="key_output", role="key_y", **of_key),
             RSTD,
             replace(RSTD, name="key_rstd", role="key_rstd", **of_key),
         ),
@@ -287,7 +288,7 @@ class Inner:
     the gradient of. options: the arguments behind the tensors, as in a schema. last: the tensors
     that are among these; they are absent by default.
 
-    Its ports lie also as "heads", rotated heads; as "derivative", of an affine tensor, and as
+    Its ports lie also as "derivative", of an affine tensor, and as
     "group derivative"; and where rows are in pieces as "part", what the piece adds to the numbers
     of a row, and as "whole", such numbers, added up over the pieces.
     """

@@ -27,7 +27,6 @@ RopeForwardArrays = _named(arrays.RopeForwardArrays)
 # dy is a tuple of the terms of dy. The two sums stay at the end, whatever a call leaves out.
 BackwardArrays = _named(arrays.BackwardArrays, "dw", "db")
 RopeBackwardArrays = _named(arrays.RopeBackwardArrays, "dw", "dkey_weight")
-HeadsIn, HeadsBack = map(_named, (arrays.HeadsIn, arrays.HeadsBack))
 MAIN_ARRAYS = itemgetter(slice(-2))  # what the kernel of a backward pass takes
 _OF_GROUP_SUMS = ("weight", "bias", "mod_scale", "dscale", "dshift", "dmod_gate", "group_sums")
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from ..launch.calls import Needs
-from ..spec import NormSpec, Options, Rotation
-from ..table import BACKWARD, FACTORS, OF_KEY, TERMS
+from ..spec import NormSpec, Options
+from ..table import BACKWARD, FACTORS, OPS, TERMS
 from . import reference
-from .bound import MOST_CALLS, norm_of
+from .bound import MOST_CALLS, kinds_of, norm_of, specs_of
 from .gradients import refuse_output
 from .inner import Inner, Result, asked_of, define
 from .layout import heads_of, vector_of
@@ -198,21 +198,10 @@ class RotatedBackward(Backward):
 
     @property
     def spec(self) -> NormSpec:
-        t, options = self.tensors, self.options
-        head, dim, key = t["x"].shape[-1], options["rotary_dim"], t["key"]
-        by_token = key is not None and self.hidden != head
-        full, heads_first = t["cos"].shape[-1] == dim, options["output_heads_first"]
-        table, positions = self.dtype_of("cos"), self.dtype_of("positions")
-        how = Rotation(dim, head, options["interleaved"], table, full, positions, heads_first)
-        return NormSpec(
-            "rms",
-            self.hidden,
-            self.dtype_of("x"),
-            offset=options["offset"],
-            rotation=how,
-            key_hidden=key.shape[-2] * head if by_token else 0,
-            **{role: self.dtype_of(role) for role in ("weight", *OF_KEY)},
-        )
+        op = OPS["rms_norm_rope"]
+        tensors = [self.tensors[role] for role in op.roles]
+        options = self.hidden, *[self.options.get(name, "late") for name in op.options]
+        return specs_of(op, options, *kinds_of(op, tensors, self.hidden))[0]
 
     def likes(self) -> Sequence[Tensor | None]:
         return [self.tensors[role] for role in self.ROW.masked]

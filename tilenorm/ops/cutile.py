@@ -26,16 +26,11 @@ from ..launch.plan import (
 from ..launch.scales import Scales
 from ..launch.target import Target
 from ..spec import NormSpec
-from ..table import FACTORS, LIES, MASK, MODULATION, OPS, VECTOR, Op
-from . import torch_private
-from .layout import (
-    VECTOR_BYTES,
-    as_read,
-    contiguous_strides_of,
-    lie_as_read,
-    shaped_as,
-)
+from ..table import FACTORS, LIES, MASK, MODULATION, OF_KEY, OPS, VECTOR, Op
+from . import rotated, torch_private
+from .layout import VECTOR_BYTES, contiguous_strides_of, lie_as_read, shaped_as
 from .quantize import scale_of, with_codes
+from .reference import STATISTICS
 from .shapes import Layout, Layouts
 from .torch_private import reinterpret
 
@@ -45,6 +40,7 @@ MOST_EPS = 8  # for which a bound call keeps the launches of a shape
 GRADIENTS = {"dx": "rows", "dresidual": "rows", "dgate": "rows", "dw": "affine", "db": "affine"}
 GRADIENTS |= {"y": "rows"}
 BY_GROUP = {"dscale": "group", "dshift": "group", "dmod_gate": "group"}  # of modulated rows
+ROTATED = {"dw": "vector", "dkey": "rows", "dkey_weight": "vector"}  # of heads that are rotated
 
 
 def on_device(launches: Sequence[Launch], arrays: tuple, index: int) -> None:
@@ -72,27 +68,20 @@ def bind(plan: Any, run: Run, kept: tuple[str, ...] | None = None) -> Callable:
     """The bound call of a plan of whole norms. kept: see bind_backward; None for those of the
     plan's spec.
     """
-    from . import rotated  # which imports this module
-
-    forward, backward = bind_forward, bind_backward
-    if plan.spec.rotation:
-        forward, backward = rotated.bind_forward, rotated.bind_backward
     if hasattr(plan, "needs"):
-        return backward(plan, plan.spec.kept if kept is None else kept, run)
-    return forward(plan, run)
+        return bind_backward(plan, plan.spec.kept if kept is None else kept, run)
+    return bind_forward(plan, run)
 
 
-def bind_pass(
-    plan: Any, layouts: Any, arrays_of: Callable, run: Run, as_read: Callable = as_read
-) -> Callable:
+def bind_pass(plan: Any, layouts: Any, arrays_of: Callable, run: Run) -> Callable:
     """A function of (tensors, eps), with the tensors that a pass reads, that allocates and launches
     and returns Layout.made as tensors, and the Layout.
 
     arrays_of: a function of the tensors as they are read, and of what is written, that returns the
-    arrays of the plan's launches. as_read: a function that returns the tensors as the kernels read
-    them.
+    arrays of the plan's launches.
     """
     spec, place, grouped, key_of = plan.spec, layouts.input, layouts.grouped, layouts.key_of
+    as_read = layouts.as_read
 
     def execute(tensors: Sequence[Tensor | None], eps: float) -> tuple[list, Layout]:
         x: Any = tensors[place]
@@ -198,7 +187,12 @@ def bind_forward(plan: ForwardPlan, run: Run = on_device) -> Callable:
     made_as = _made_as(op, spec, plan.save)
     dtypes = [spec.dtype_of(role) for role in op.roles]
     read = [(port.lies, dtype) for port, dtype in zip(op.takes, dtypes, strict=True)]
-    layouts = Layouts(plan, 0, read, made_as)
+    layouts: Layouts
+    if spec.rotation:
+        likes = [op.roles.index("key" if port.given else "x") for port in op.makes]
+        layouts = rotated.RotatedLayouts(plan, 0, read, made_as, likes)
+    else:
+        layouts = Layouts(plan, 0, read, made_as)
     take = _taking_forward(op, spec, dtypes, made_as, plan.slots(1) is not None)
     quantized, count = spec.quantized is not None, len(made_as)
 
@@ -219,7 +213,7 @@ def bind_forward(plan: ForwardPlan, run: Run = on_device) -> Callable:
 def _made_as(op: Op, spec: NormSpec, save: bool) -> list[tuple[str, str] | None]:
     """How each result of an op lies, and its dtype; None for one that a spec does not make."""
     how = spec.quantized
-    dtypes = {"input": spec.dtype, "residual": spec.residual or spec.skip}
+    dtypes = {"input": spec.dtype, "residual": spec.residual or spec.skip, "key": spec.key}
     there = {"": True, "save": save}
     if how is not None:
         there |= {"return_output": how.output, "return_amax": how.amax}
@@ -246,6 +240,8 @@ def _taking_forward(
         places["scale"] = op.roles.index("given_scale")
     first = len(op.takes)
     places |= {port.role: first + i for i, port in enumerate(op.makes) if made_as[i] is not None}
+    if spec.rotation:
+        return rotated.taking_forward(places)
     if slots:
         places["slots"] = first + len(op.makes) + 1
     names: Sequence[str] = ForwardArrays._fields
@@ -289,26 +285,36 @@ def bind_backward(plan: BackwardPlan, kept: tuple[str, ...], run: Run = on_devic
     the order of Needs.gradients, contiguous, each in its own tensor's dtype, and behind them y if
     the plan needs it; None for what it does not need.
 
-    kept: the roles of `saved`, see NormSpec.kept. dsum: the gradient of the sum, which is read if
-    the plan needs it. eps: is not read, because the saved rstd holds it. more: the terms of dy
-    behind the first.
+    kept: the roles of `saved`, see NormSpec.kept. dsum: the gradient of the sum, or of the rotated
+    key, which is read if the plan needs it. eps: is not read, because the saved rstd holds it.
+    more: the terms of dy behind the first.
     """
     spec, needs = plan.spec, plan.needs
     made_as = _gradients_as(spec, needs)
     names = list(_gradient_names(spec))
-    total = spec.residual or spec.dtype
+    total, lies = spec.residual or spec.dtype, "heads" if spec.rotation else "rows"
     # A factor is absent where only the gradient of the input would need it.
-    dtypes = {"mean": "float32", "rstd": "float32", "x": total, "input": spec.dtype}
-    read: list[tuple[str, str | None]] = [("rows", spec.dtype), ("rows", needs.dsum and total)]
+    dtypes = dict.fromkeys(STATISTICS, "float32") | {"x": total, "input": spec.dtype}
+    need_dy, need_dsum = rotated.reads(needs) if spec.rotation else (True, needs.dsum)
+    read: list[tuple[str, str | None]] = [(lies, need_dy and spec.dtype)]
+    read += [(lies, need_dsum and total)]
     read += [(LIES[role], dtypes.get(role) or spec.dtype_of(role)) for role in kept]
     read += [("rows", spec.dtype)] * (needs.terms - 1)
-    end, need_dsum = 2 + len(kept), needs.dsum
+    end = 2 + len(kept)
     take = _taking_backward(spec, kept, made_as, needs, plan.slots(1) is not None)
 
     def arrays_of(read: Sequence, written: Sequence) -> tuple:
         return take((*read[:end], *written, (read[0], *read[end:]), ABSENT))
 
-    layouts = Layouts(plan, 2, read, made_as)
+    layouts: Layouts
+    if spec.rotation:
+        of = {"dx": "x", "dw": "weight", "dkey": "key", "dkey_weight": "key_weight"}
+        likes = [
+            2 + kept.index(of[name]) if how else 0 for name, how in zip(names, made_as, strict=True)
+        ]
+        layouts = rotated.RotatedLayouts(plan, 2, read, made_as, likes)
+    else:
+        layouts = Layouts(plan, 2, read, made_as)
     execute = bind_pass(plan, layouts, arrays_of, run)
     # Of a parameter that has a gradient: the places of both.
     parameters = [
@@ -316,16 +322,16 @@ def bind_backward(plan: BackwardPlan, kept: tuple[str, ...], run: Run = on_devic
         for name, role in (("dw", "weight"), ("db", "bias"))
         if made_as[names.index(name)] is not None
     ]
-    last = len(made_as) - (not needs.output and not spec.modulated)
+    last = len(needs.gradients) + needs.output
 
     def backward(
-        dy: Tensor,
+        dy: Tensor | None,
         dsum: Tensor | None,
         saved: Sequence[Tensor],
         eps: float = 0.0,
         more: Sequence[Tensor] = (),
     ) -> Sequence[Tensor | None]:
-        tensors = dy, dsum if need_dsum else None, *saved, *more
+        tensors = dy if need_dy else None, dsum if need_dsum else None, *saved, *more
         made, _ = execute(tensors, 0.0)
         for place, of in parameters:
             if saved[of].dim() > 1:
@@ -338,20 +344,22 @@ def bind_backward(plan: BackwardPlan, kept: tuple[str, ...], run: Run = on_devic
 
 def _gradient_names(spec: NormSpec) -> dict[str, str]:
     """What a backward pass makes, in the order in which it returns it, and how it lies. That of
-    modulated rows does not write y again.
+    modulated rows and that of rotated heads do not write y again.
     """
-    if not spec.modulated:
+    if not (spec.modulated or spec.rotation):
         return GRADIENTS
-    return {name: lies for name, lies in GRADIENTS.items() if name != "y"} | BY_GROUP
+    more = BY_GROUP if spec.modulated else ROTATED
+    return {name: lies for name, lies in GRADIENTS.items() if name != "y"} | more
 
 
 def _gradients_as(spec: NormSpec, needs: Needs) -> list[tuple[str, str] | None]:
     """How each of the gradients lies, and its dtype; None for one that is not needed."""
     total = spec.residual or spec.dtype
     dtypes = [spec.dtype, total, spec.gate, spec.weight, spec.bias]
-    dtypes += [getattr(spec, role) for role in MODULATION] if spec.modulated else [spec.dtype]
-    needed = needs.gradients if spec.modulated else (*needs.gradients, needs.output)
-    each = zip(_gradient_names(spec).values(), dtypes, needed, strict=True)
+    further = MODULATION if spec.modulated else OF_KEY if spec.rotation else ("dtype",)
+    dtypes += [getattr(spec, role) for role in further]
+    needed = *needs.gradients, needs.output
+    each = zip(_gradient_names(spec).values(), dtypes, needed, strict=False)
     return [(lies, dtype) if need else None for lies, dtype, need in each]
 
 
@@ -364,6 +372,9 @@ def _taking_backward(
     """
     places = ({"dsum": 1} if needs.dsum else {}) | {role: 2 + i for i, role in enumerate(kept)}
     end = 2 + len(kept)
+    if spec.rotation:
+        made = {name: end + i for i, name in enumerate((*_gradient_names(spec), "partials"))}
+        return rotated.taking_backward(places | made, needs)
     gradients, fields = _gradient_names(spec), BackwardArrays._fields
     more = ["group_sums"] if spec.modulated else []
     names = *gradients, "partials", "slots", *more, "dy"

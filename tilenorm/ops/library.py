@@ -104,12 +104,10 @@ class Called(NamedTuple):
         """The shape of a tensor that the call makes, except for scales."""
         if port.lies == "number":
             return numbers_shape(self.op, port, self.tensors, self.options[0])
-        if port.lies != "rows":
-            return (1,)
-        if not self.op.rotated:
-            return self.tensors[0].shape
-        like = self.named()[port.like]
-        return (like.transpose(1, 2) if self.option("output_heads_first") else like).shape
+        if port.lies == "heads":
+            like = self.named()[port.like]
+            return (like.transpose(1, 2) if self.option("output_heads_first") else like).shape
+        return self.tensors[0].shape if port.lies == "rows" else (1,)
 
     def returned(self, made: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
         """What the op returns: what is absent is an empty tensor; a number a row has x's leading

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..launch.plan import BackwardPlan, ForwardPlan, GroupedPlan
 from ..launch.scales import Scales
 from ..spec import ITEM_BYTES, NormSpec
-from .layout import MOST_SHAPES, Views, contiguous_strides_of, group_stride
+from .layout import MOST_SHAPES, Views, as_read, contiguous_strides_of, group_stride
 
 MOST_SCALES = 2**31 - 1  # the kernels number scales in 32 bits
 
@@ -69,6 +69,8 @@ class Layouts(dict):
         self.input, self._plan, self._read, self._made = input, plan, tuple(read), tuple(made)
         self.grouped = [i for i, (lies, dtype) in enumerate(read) if lies == "group" and dtype]
         self.key_of = partial(key_of, input, self.grouped) if self.grouped else None
+
+    as_read = staticmethod(as_read)
 
     def repeated(self, key: Any, eps: float) -> Callable | None:
         """What repeats calls with tensors of a key; None before there were two."""

@@ -197,13 +197,11 @@ def op_strategies(op: Op, given: Given) -> list[Strategy]:
     by_group = [t for port, t in zip(op.takes, tensors, strict=True) if port.lies == "group"]
     if by_group:
         found = rules_by_group(tensors[0], parameters, by_group[0], options[0])
-    letters = letters_of(op.makes)
     if op.rotated:
         x, cos, _, weight, *_, positions = tensors
         heads_first = called.option("output_heads_first")
         found = rules_rotated(x, cos, positions, weight, options[0], heads_first)
-        letters = "oorr"
-    return strategies_of(found, letters_of(op.takes), given, letters, made)
+    return strategies_of(found, letters_of(op.takes), given, letters_of(op.makes), made)
 
 
 def inner_strategies(kind: Any, given: Given) -> list[Strategy]:

@@ -133,7 +133,9 @@ class PieceNorm(Function):
         how, names = ctx.how, ("x", *ROLES[2:], "mean", "rstd")
         saved: dict[str, Any] = dict(zip(names, ctx.saved_tensors, strict=True))
         asked = [r if need else None for r, need in zip(ROLES, asked_of(ctx)[1:], strict=True)]
-        spec = NormSpec.of_tensors(how.options, dict(zip(ROLES, ctx.dtypes, strict=True)))
+        heads = heads_of(how.options.hidden, saved["weight"], saved["bias"])
+        dtypes = dict(zip(ROLES, ctx.dtypes, strict=True))
+        spec = NormSpec.of_tensors(how.options, dtypes, heads)
         dsum = dsum if spec.residual else None
         if dy is None:
             given: list = [None] * 5
@@ -150,8 +152,11 @@ class PieceNorm(Function):
         if not any(needs.gradients):  # y.backward(inputs=[y]) runs y's own node too
             return (None,) * 6
         read = (saved[name] for name in names[:4])
-        find = _by_formula if needs_grad(dy, dsum, *read) else _by_pieces
-        grads = find(how, spec, needs, dy, dsum, saved)
+        if needs_grad(dy, dsum, *read):  # by single operations, which DTensor runs
+            again = saved | {"mean": None, "rstd": None}
+            grads = reference.backward(spec, needs, dy, dsum, again, how.eps)
+        else:
+            grads = _by_pieces(how, spec, needs, dy, dsum, saved)
         shared = PLACES | {"residual": 0 if spec.shares_dx else 1}
         return None, *(None if role is None else grads[shared[role]] for role in asked)
 
@@ -165,18 +170,6 @@ def _by_pieces(how: How, spec: NormSpec, needs, dy, dsum, saved: dict) -> Sequen
         dots = _added_up(sums)
     more = spec.residual is not None, list(needs.gradients), how.backend
     return ops.grad_apply(dy, dsum, x, gate, weight, bias, *statistics, dots, *how.last, *more)
-
-
-def _by_formula(how: How, spec: NormSpec, needs, dy, dsum, saved: dict) -> Sequence:
-    """The same by single operations, which DTensor runs and autograd sees."""
-    heads = heads_of(spec.hidden, saved["weight"], saved["bias"])
-    spec = NormSpec.of_tensors(
-        spec.options,
-        {role: getattr(spec, "dtype" if role == "x" else role) for role in ROLES},
-        heads,
-    )
-    again = saved | {"mean": None, "rstd": None}
-    return reference.backward(spec, needs, dy, dsum, again, how.eps)
 
 
 def _added_up(part: Any) -> Tensor:
