@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from .table import FACTORS, MODULATION, OF_KEY, OPS
+from .table import DERIVED, FACTORS, MODULATION, OF_KEY, OPS
 
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "bool": 1}
 DIGITS = {"bfloat16": 8, "float16": 11, "float32": 24, "float64": 53}  # binary ones
@@ -316,6 +316,11 @@ class NormSpec:
         before = "add_" if self.residual else "gated_" if self.gate else ""
         after = f"{'_add' if self.skip else ''}{'_quantized' if self.quantized else ''}"
         return f"{before}{self.norm}_norm{after}"
+
+    @property
+    def derived(self) -> tuple[str, ...]:
+        """The roles of the tensors that may have gradients, in the order of Needs.gradients."""
+        return DERIVED + (MODULATION if self.modulated else OF_KEY if self.rotation else ())
 
     @cached_property
     def kept(self) -> tuple[str, ...]:

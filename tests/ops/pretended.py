@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from tilenorm.ops import bound, call, cutile, registry, torch_private
-from tilenorm.ops.split import library as split
 
 from ..cases import target
 from ..executors import Interpreter
@@ -40,7 +39,6 @@ def pretended_gpu(arch: str = "sm_90"):
     gpu = replace(GPU, target=target(arch))
     replaced = (
         (bound, "device_of", lambda *_: gpu),
-        (split, "device_of", lambda *_: gpu),
         (call, "_index_of", lambda tensor: 0),
         (torch_private, "current_device", lambda: 0),
         (torch_private, "current_stream", lambda index: 0),

@@ -4,7 +4,7 @@ norm_backward is of one norm. The backward pass of every op is made of it, excep
 norms and rotated heads, which have ops of their own.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -19,7 +19,6 @@ from .gradients import refuse_output
 from .inner import Inner, Result, asked_of, define
 from .layout import heads_of, vector_of
 from .registry import MAX_ROWS, on_device_of
-from .sharding import Rule, rules, rules_by_group, rules_rotated
 from .torch_private import in_forward_mode
 
 
@@ -133,10 +132,6 @@ class NormBackward(Backward):
         first = t["dy"] if self.options["added"] else t["x"]
         return first, t["x"], t["gate"], t["weight"], t["bias"], t["dy"]
 
-    def rules(self) -> Iterable[Rule]:
-        t = self.tensors
-        return rules(t["x"], [t["weight"], t["bias"]], self.hidden)
-
 
 @lru_cache(MOST_CALLS)
 def _spec_of(options: Options, heads: int, *named: tuple) -> NormSpec:
@@ -184,10 +179,6 @@ class ModulatedBackward(Backward):
         shift = shift and Result(scale.shape, getattr(torch, shift))
         return t["dy"], t["x"], None, t["weight"], t["bias"], scale, shift, t["mod_gate"]
 
-    def rules(self) -> Iterable[Rule]:
-        t = self.tensors
-        return rules_by_group(t["x"], [t["weight"], t["bias"]], t["mod_scale"], self.hidden)
-
 
 class RotatedBackward(Backward):
     """Where output_heads_first, the incoming gradients are (B, H, S, D), and the input and its
@@ -205,11 +196,6 @@ class RotatedBackward(Backward):
 
     def likes(self) -> Sequence[Tensor | None]:
         return [self.tensors[role] for role in self.ROW.masked]
-
-    def rules(self) -> Iterable[Rule]:
-        t, heads_first = self.tensors, self.options["output_heads_first"]
-        tables = t["cos"], t["positions"]
-        return rules_rotated(t["x"], *tables, t["weight"], self.hidden, heads_first)
 
 
 KINDS = {kind.ROW.name: kind for kind in (NormBackward, ModulatedBackward, RotatedBackward)}

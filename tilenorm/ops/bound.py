@@ -302,7 +302,7 @@ class Bound(OpSpecs):
 
         def run(step: Step, dy, dsum, saved, eps):
             kept = saved[: len(step.spec.kept)]
-            return norms[step.place].backward(step.spec, step.needs)(dy, dsum, kept, eps)
+            return norms[step.place].backward(step.spec, step.needs)(dy, dsum, kept, eps, ())
 
         def several(grads, saved, eps):
             return None, *run_steps(op, steps, grads, saved, self.eps_of(eps), run)
@@ -333,7 +333,7 @@ class Bound(OpSpecs):
             made = repeat and repeat((dy, dsum, *saved))
             if made is not None:
                 return take((*made[:count], dy, None))
-            found = compute(dy, dsum, saved, eps)
+            found = compute(dy, dsum, saved, eps, ())
             keep_backward(repeated, (key, saved[affine].shape), found, layouts, key)
             return take((*found, dy, None))
 
@@ -360,34 +360,36 @@ class BoundNorm:
         self.implementation = implementation
         self.forward = cache(self._forward)
         self.backward = cache(self._backward)
+        self.piece = cache(self._piece)
 
     def _forward(self, save: bool) -> Callable:
-        chosen = self.implementation
-        run: Any = chosen.forward(self.spec, self.device, save)
-
-        def forward(tensors, eps):
-            try:
-                return run(tensors, eps)
-            except CompileError as error:
-                self.replace(chosen, error)
-            return self.forward(save)(tensors, eps)
-
-        return forward
+        run = self.implementation.forward(self.spec, self.device, save)
+        return self._served(run, lambda: self.forward(save))
 
     def _backward(self, spec: NormSpec, needs: Needs) -> Callable:
         """A function as that of Implementation. spec: of the backward pass."""
-        chosen = self.implementation
-        run = chosen.backward(spec, self.device, needs)
+        run = self.implementation.backward(spec, self.device, needs)
+        return self._served(run, lambda: self.backward(spec, needs))
 
-        def backward(dy, dsum, saved, eps, more=()):
+    def _piece(self, name: str) -> Callable:
+        run: Any = self.implementation.piece
+        return self._served(run(name, self.spec, self.device), lambda: self.piece(name))
+
+    def _served(self, run: Any, again: Callable) -> Callable:
+        """A function that does what `run` does. again: finds it anew, where another implementation
+        has taken its place.
+        """
+        chosen = self.implementation
+
+        def served(*arguments):
             try:
-                return run(dy, dsum, saved, eps, more)
+                return run(*arguments)
             except CompileError as error:
                 self.replace(chosen, error)
-            return self.backward(spec, needs)(dy, dsum, saved, eps, more)
+            return again()(*arguments)
 
-        backward.layouts = getattr(run, "layouts", NOTHING)  # type: ignore[attr-defined]
-        return backward
+        served.layouts = getattr(run, "layouts", NOTHING)  # type: ignore[attr-defined]
+        return served
 
     def replace(self, broken: Implementation, error: CompileError) -> None:
         """Have what select now finds serve. It warns, or raises if `broken` was asked for."""

@@ -26,7 +26,7 @@ from ..launch.plan import (
 from ..launch.scales import Scales
 from ..launch.target import Target
 from ..spec import NormSpec
-from ..table import FACTORS, LIES, MASK, MODULATION, OF_KEY, OPS, VECTOR, Op
+from ..table import FACTORS, LIES, MASK, OPS, VECTOR, Op
 from . import rotated, torch_private
 from .layout import VECTOR_BYTES, contiguous_strides_of, lie_as_read, shaped_as
 from .quantize import scale_of, with_codes
@@ -308,10 +308,8 @@ def bind_backward(plan: BackwardPlan, kept: tuple[str, ...], run: Run = on_devic
 
     layouts: Layouts
     if spec.rotation:
-        of = {"dx": "x", "dw": "weight", "dkey": "key", "dkey_weight": "key_weight"}
-        likes = [
-            2 + kept.index(of[name]) if how else 0 for name, how in zip(names, made_as, strict=True)
-        ]
+        pairs = zip(spec.derived, made_as, strict=True)
+        likes = [2 + kept.index(role) if how else 0 for role, how in pairs]
         layouts = rotated.RotatedLayouts(plan, 2, read, made_as, likes)
     else:
         layouts = Layouts(plan, 2, read, made_as)
@@ -354,10 +352,8 @@ def _gradient_names(spec: NormSpec) -> dict[str, str]:
 
 def _gradients_as(spec: NormSpec, needs: Needs) -> list[tuple[str, str] | None]:
     """How each of the gradients lies, and its dtype; None for one that is not needed."""
-    total = spec.residual or spec.dtype
-    dtypes = [spec.dtype, total, spec.gate, spec.weight, spec.bias]
-    further = MODULATION if spec.modulated else OF_KEY if spec.rotation else ("dtype",)
-    dtypes += [getattr(spec, role) for role in further]
+    own = {"x": spec.dtype, "y": spec.dtype, "residual": spec.residual or spec.dtype}
+    dtypes = [own.get(role) or getattr(spec, role) for role in (*spec.derived, "y")]
     needed = *needs.gradients, needs.output
     each = zip(_gradient_names(spec).values(), dtypes, needed, strict=False)
     return [(lies, dtype) if need else None for lies, dtype, need in each]

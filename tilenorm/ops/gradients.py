@@ -9,12 +9,9 @@ from torch import Tensor
 
 from ..launch.calls import Needs, addend_as, needs_of
 from ..spec import NormSpec
-from ..table import DERIVED, FACTORS, MODULATION, OF_KEY, OPS, VECTOR, Op
+from ..table import FACTORS, OF_KEY, OPS, VECTOR, Op
 from .reference import branched, gated, group_gradient, vector_gradient
 
-# Where a gradient stands in what a backward pass returns, by the role of the tensor. Behind these
-# stand dy, which is a skip's gradient, and None.
-PLACES: dict[str | None, int] = {role: i for i, role in enumerate((*DERIVED, "skip", None))}
 SUMMED = ("x", "residual", "addend")
 Roles = tuple[str | None, ...]
 
@@ -47,14 +44,12 @@ class Step(NamedTuple):
 
     @property
     def standing(self) -> dict[str | None, int]:
-        """Where the gradient of each role stands in what a backward pass returns, with dy and None
-        behind it.
+        """Where the gradient of each role stands in what a backward pass returns, with dy, which is
+        a skip's gradient, and None behind it.
         """
         spec, shared = self.spec, 0 if self.spec.shares_dx else 1
         own = {"residual": shared, "addend": 0 if addend_as(spec) == "x" else shared}
-        # What lies by group, or is of a key, stands between the others and dy.
-        more = MODULATION if spec.modulated else OF_KEY if spec.rotation else ()
-        return PLACES | own | {role: i for i, role in enumerate((*more, "skip", None), 5)}
+        return {role: i for i, role in enumerate((*spec.derived, "skip", None))} | own
 
     @property
     def places(self) -> tuple[int, ...] | None:

@@ -3,7 +3,7 @@
 Backward passes (backward.py) and rows in pieces (split/library.py) have a class for each op.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -13,6 +13,7 @@ from .. import table
 from ..launch.calls import Needs, needs_of
 from ..spec import NormSpec, Options
 from .library import register, taken, tell_others
+from .sharding import Rule, rules_of
 
 
 class Result(NamedTuple):
@@ -27,16 +28,14 @@ class Inner:
 
     A class has the op's ROW, and `spec`, the NormSpec by the dtypes of the tensors; run(), which
     returns what the op does for real tensors, and decomposed(), the same in PyTorch's own
-    operators; rules(), the rows of the table in sharding.py; and results(), or likes(), what has
-    the shape and dtype of each gradient. Where only the last ones are asked for, a shape and a
-    dtype may stand for a tensor.
+    operators; and results(), or likes(), what has the shape and dtype of each gradient. Where
+    results and rules alone are asked for, a shape and a dtype may stand for a tensor.
     """
 
     ROW: ClassVar[table.Inner]
     DEFAULTS: ClassVar[dict[str, Any]]  # of the arguments that have one
     spec: Any
     likes: Any
-    rules: Any
     run: Any
     decomposed: Any
 
@@ -55,6 +54,12 @@ class Inner:
         each = zip(self.ROW.masked, self.options["output_mask"], strict=True)
         asked = [role for role, need in each if need]
         return needs_of(spec, asked, self.tensors["dsum"] is not None)
+
+    def rules(self) -> Iterable[Rule]:
+        """The rows of the table in sharding.py."""
+        options, tensors = self.options, self.tensors.values()
+        heads_first = options.get("output_heads_first", False)
+        return rules_of(self.ROW.tensors, tensors, options["hidden"], heads_first)
 
     def check(self) -> None:
         """Raise RuntimeError where tensors do not fit each other."""

@@ -104,6 +104,22 @@ def _register() -> None:
     keep_every_argument(overloads)
 
 
+def rules_of(
+    ports: Sequence[Port], tensors: Iterable[Any], hidden: int, heads_first: bool
+) -> Iterator[Rule]:
+    """The rows of the table for the tensors of an op, of which `shape` is read."""
+    each = list(zip(ports, tensors, strict=True))
+    parameters = [t for port, t in each if port.lies == "affine"]
+    given = {port.role: t for port, t in each}
+    x = given["x"]
+    if "mod_scale" in given:
+        return rules_by_group(x, parameters, given["mod_scale"], hidden)
+    if "cos" in given:
+        tables = given["cos"], given["positions"]
+        return rules_rotated(x, *tables, given["weight"], hidden, heads_first)
+    return rules(x, parameters, hidden)
+
+
 def rules(x: Any, parameters: Sequence[Any], hidden: int) -> Iterator[Rule]:
     """The rows of the table for an input and its parameters, of which `shape` is read."""
     from torch.distributed.tensor import Partial, Replicate, Shard
@@ -190,17 +206,10 @@ def op_strategies(op: Op, given: Given) -> list[Strategy]:
     """What DTensor may do with a call of an op."""
     from .library import Called
 
-    _, tensors, options, *_ = called = Called.of(op, given)
-    parameters = [t for port, t in zip(op.takes, tensors, strict=True) if port.lies == "affine"]
+    called = Called.of(op, given)
+    heads_first = op.rotated and called.option("output_heads_first")
+    found = rules_of(op.takes, called.tensors, called.options[0], heads_first)
     made = [called.makes(port) for port in op.makes]
-    found = rules(tensors[0], parameters, options[0])
-    by_group = [t for port, t in zip(op.takes, tensors, strict=True) if port.lies == "group"]
-    if by_group:
-        found = rules_by_group(tensors[0], parameters, by_group[0], options[0])
-    if op.rotated:
-        x, cos, _, weight, *_, positions = tensors
-        heads_first = called.option("output_heads_first")
-        found = rules_rotated(x, cos, positions, weight, options[0], heads_first)
     return strategies_of(found, letters_of(op.takes), given, letters_of(op.makes), made)
 
 

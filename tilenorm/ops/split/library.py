@@ -21,12 +21,12 @@ from typing import Any
 
 from torch import Tensor
 
-from ...launch.toolchain import CompileError
 from ...spec import NormSpec
 from ...table import PIECES
+from ..bound import norm_of
 from ..inner import Inner, Result, define
 from ..reference import name_of, statistics_dtype
-from ..registry import device_of, on_device_of, record_failure, select
+from ..registry import MAX_ROWS, on_device_of
 from ..sharding import Rule, rules_of_pieces
 from ..tensor_checks import wrong
 from . import reference
@@ -115,19 +115,13 @@ class Piece(Inner):
 
     def run(self) -> Any:
         """Raises and warns as registry.select."""
-        spec, x, backend = self.of_piece(), self.tensors["x"], self.options["backend"]
-        if backend == "reference":
-            return self.decomposed()
-        device, rows = device_of(x.device.type, x.get_device()), x.numel() // (spec.hidden or 1)
-        while True:
-            # A process may hold nothing of a row: the kernels have nothing to do then.
-            chosen = select(spec, rows, device, backend if spec.hidden else "reference")
-            try:
-                with on_device_of(x):
-                    compute = chosen.piece(self.ROW.name, spec, device)
-                    return self.returned(compute(self.read(spec)))
-            except CompileError as error:
-                record_failure(chosen.name, spec, device, error)
+        spec, x = self.of_piece(), self.tensors["x"]
+        # A process may hold nothing of a row: the kernels have nothing to do then.
+        backend = self.options["backend"] if spec.hidden else "reference"
+        long = x.numel() > MAX_ROWS * spec.hidden
+        norm = norm_of(spec, x.device.type, x.get_device(), long, backend)
+        with on_device_of(x):
+            return self.returned(norm.piece(self.ROW.name)(self.read(spec)))
 
     def decomposed(self) -> Any:
         spec = self.of_piece()

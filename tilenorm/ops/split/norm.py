@@ -17,7 +17,7 @@ from ...table import FACTORS, NOT_OF_ROWS, OPS, Op
 from .. import reference
 from ..autograd import needs_grad
 from ..bound import options_of
-from ..gradients import PLACES, through_sum
+from ..gradients import through_sum
 from ..layout import heads_of
 from ..reference import branched, name_of
 from ..tensor_checks import wrong
@@ -157,8 +157,9 @@ class PieceNorm(Function):
             grads = reference.backward(spec, needs, dy, dsum, again, how.eps)
         else:
             grads = _by_pieces(how, spec, needs, dy, dsum, saved)
-        shared = PLACES | {"residual": 0 if spec.shares_dx else 1}
-        return None, *(None if role is None else grads[shared[role]] for role in asked)
+        dx, dresidual, *others = grads
+        every = dx, dx if spec.shares_dx else dresidual, *others
+        return None, *(None if r is None else t for r, t in zip(asked, every, strict=True))
 
 
 def _by_pieces(how: How, spec: NormSpec, needs, dy, dsum, saved: dict) -> Sequence:
