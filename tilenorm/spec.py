@@ -280,17 +280,6 @@ class NormSpec:
         return None
 
     @property
-    def summed(self) -> "NormSpec":
-        """The part of the norm that comes before the sums over a row."""
-        gate = self.gate if self.gate_first else None
-        return replace(self, weight=None, bias=None, heads=0, gate=gate)
-
-    @property
-    def applied(self) -> "NormSpec":
-        """The part that comes after them. It reads the sum, whose dtype is named if it differs."""
-        return replace(self, residual=None if self.residual == self.dtype else self.residual)
-
-    @property
     def without_joins(self) -> "NormSpec":
         """The same norm, where operations of their own do what `joins` tells of."""
         return replace(self, **dict.fromkeys(("addend", "skip", *FACTORS)))

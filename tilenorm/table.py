@@ -410,7 +410,7 @@ _PIECES = (
     Inner(
         "row_apply",
         (X, _GATE, *_AFFINE, *_ports(True, whole="whole"), *_ports(False, centered="whole")),
-        _ports(True, output="rows", mean="whole", rstd="whole"),
+        (replace(Y, like=""), *_ports(True, mean="whole", rstd="whole")),
         f"{_OF_PIECE}float eps, ScalarType dtype, bool save, {BACKEND}",
     ),
     Inner(

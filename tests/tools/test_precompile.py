@@ -1,18 +1,23 @@
 """Compiling ahead uses every CPU that the process may use, and leaves nothing for a first step."""
 
 import os
+from dataclasses import replace
 from random import Random
+from unittest.mock import patch
 
 import pytest
 from cuda.tile._cext import default_tile_context
 
 from tests import cases, stand_in_driver
-from tests.executors import arguments_of, backward_calls, forward_calls
+from tests.executors import Inputs, arguments_of, backward_calls, forward_calls
 from tests.ops.helpers import slow
+from tests.ops.pretended import pretended_gpu
+from tests.pieces import in_pieces
 from tests.quantized import HOWS
 from tilenorm.__main__ import main
-from tilenorm.launch.calls import every_gradient
+from tilenorm.launch.calls import bound, every_gradient
 from tilenorm.launch.target import MULTIPROCESSORS, Target
+from tilenorm.ops import cutile
 from tilenorm.spec import NormSpec
 from tilenorm.tools import precompile
 from tilenorm.tools.precompile import piece_calls, piece_training_calls, training_calls
@@ -103,6 +108,20 @@ def test_a_drawn_step_compiles_nothing_new(seed):
         calls += [c for save in (False, True) for c in forward_calls(spec, target, rows, save)]
         assert keys(calls) <= ahead, (rows, needs)
         assert spec.joins or keys(piece_calls(spec, target, rows)) <= ahead_of_pieces, rows
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_the_ops_of_pieces_launch_what_is_compiled_ahead(norm):
+    spec, calls = NormSpec(norm, 128, "bfloat16", "bfloat16", residual="float32"), []
+    ahead = keys(piece_training_calls(spec, cases.target("sm_90")))
+    whole = replace(spec, hidden=256)
+
+    def launch(stream, launches, arrays):
+        calls.extend(bound(launches, arrays))
+
+    with pretended_gpu("sm_90"), patch.object(cutile, "launch", launch):
+        in_pieces(whole, Inputs.random(whole, 5, "cpu"), (128, 128), copied=True)
+    assert calls and keys(calls) <= ahead
 
 
 @pytest.mark.parametrize("how", HOWS, ids=str)

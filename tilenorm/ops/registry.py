@@ -142,7 +142,7 @@ def cutile_implementation(run: Callable | None = None) -> Implementation:
         from .split import cutile
 
         launcher = {} if run is None else {"run": run}
-        return partial(getattr(cutile, name), spec, device.target, **launcher)
+        return partial(cutile.piece, name, spec, device.target, **launcher)
 
     return Implementation("cutile", cutile_refuses, forward, backward, piece)
 

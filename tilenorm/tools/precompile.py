@@ -28,6 +28,7 @@ from ..launch.tuned import rules
 from ..launch.user_table import TableWarning
 from ..ops import cutile
 from ..ops.split import cutile as split
+from ..ops.split.library import KINDS
 from ..spec import TENSORS, NormSpec
 from ..table import LIES, OPS
 from .cubin import Resources, resources
@@ -117,31 +118,31 @@ def piece_calls(spec: NormSpec, target: Target, rows: int) -> list[Call]:
     Operations of their own do what only whole rows have.
     """
     spec = spec.without_joins
-    needs = every_gradient(spec)
+    needs, op = every_gradient(spec), OPS[spec.op]
     tensors, _ = arguments(spec, None, rows, _without_memory)
-    given = dict.fromkeys(("residual", "gate")) | dict(
-        zip(OPS[spec.op].roles, tensors, strict=True)
-    )
+    given = dict(zip(op.roles, tensors, strict=True))
+    x, residual, gate, *affine = map(given.get, ("x", "residual", "gate", "weight", "bias"))
     dy, dsum, *_ = arguments(spec, needs, rows, _without_memory)
-    sums, applied = spec.summed, spec.applied
-    how = {"rows": rows, "hidden": 2 * spec.hidden, "eps": EPS}
-    before = given | {"gate": given["gate"] if spec.gate_first else None}
+    last = *spec.options._replace(hidden=2 * spec.hidden), 1
 
     def step(run: cutile.Run) -> None:
-        number, own, total = split.row_sums(sums, target, before | how, run)
+        def made(name: str, *arguments: Any) -> tuple:
+            call = KINDS[name](arguments)
+            of = call.of_piece()
+            return split.piece(name, of, target, call.read(of), run)
+
+        before = gate if spec.gate_first else None
+        part, own, total = made("row_sums", x, residual, before, *last)
         centered = None
         if spec.norm == "layer":
-            numbers = how | {"mean": number, "own": own}
-            (centered,) = split.row_center(sums, target, numbers, run)
-        read = {role: given[role] for role in ("x", "gate", "weight", "bias")}
-        read["x"] = given["x"] if total is None else total
-        apply = read | how | {"whole": number, "centered": centered}
-        split.row_apply(applied, target, apply | {"save": False}, run)
-        _, mean, rstd = split.row_apply(applied, target, apply | {"save": True}, run)
-        saved = read | how | {"dy": dy, "mean": mean, "rstd": rstd}
-        (dots,) = split.grad_sums(spec, target, saved, run)
-        saved |= {"dsum": dsum, "dots": dots, "needs": needs}
-        split.grad_apply(spec, target, saved, run)
+            (centered,) = made("row_center", x, part, own, *last)
+        rows = x if total is None else total
+        apply = rows, gate, *affine, part, centered, *last, EPS, x.dtype
+        made("row_apply", *apply, False)
+        _, mean, rstd = made("row_apply", *apply, True)
+        (dots,) = made("grad_sums", dy, rows, gate, affine[0], mean, rstd, *last)
+        read = dy, dsum, rows, gate, *affine, mean, rstd, dots
+        made("grad_apply", *read, *last, residual is not None, list(needs.gradients))
 
     return _recorded(step)
 

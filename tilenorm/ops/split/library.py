@@ -104,13 +104,17 @@ class Piece(Inner):
         return rules_of_pieces(t["x"], [t.get("weight"), t.get("bias")], self.options["dims"])
 
     def read(self, spec: NormSpec) -> dict[str, Any]:
-        """What the functions of reference.py take: numbers of rows are (rows,) or (rows, n)."""
+        """What the functions of reference.py take: numbers of rows are (rows,) or (rows, n); and
+        the results by their roles.
+        """
         lead, found = self.lead, self.options | self.tensors
         rows = found["rows"] = prod(lead)
         for port in self.ROW.takes:
             t = found[port.role]
             if port.lies in ("part", "whole") and t is not None:
                 found[port.role] = t.reshape(rows, *t.shape[len(lead) :])
+        roles = [port.role for port in self.ROW.makes]
+        found["results"] = dict(zip(roles, self.results(), strict=True))
         return found | ({"needs": self.needs(spec)} if "output_mask" in found else {})
 
     def run(self) -> Any:
