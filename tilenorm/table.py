@@ -288,9 +288,9 @@ class Inner:
     the gradient of. options: the arguments behind the tensors, as in a schema. last: the tensors
     that are among these; they are absent by default.
 
-    Its ports lie also as "derivative", of an affine tensor, and as
-    "group derivative"; and where rows are in pieces as "part", what the piece adds to the numbers
-    of a row, and as "whole", such numbers, added up over the pieces.
+    Its ports lie also as "derivative", of an affine tensor, and as "group derivative"; and where
+    rows are in pieces as "part", what the piece adds to the numbers of a row, and as "whole", such
+    numbers, added up over the pieces.
     """
 
     name: str

@@ -7,7 +7,6 @@ norms and rotated heads, which have ops of their own.
 from collections.abc import Sequence
 from functools import lru_cache
 
-import torch
 from torch import Tensor
 
 from ..launch.calls import Needs
@@ -16,7 +15,7 @@ from ..table import BACKWARD, FACTORS, OPS, TERMS
 from . import reference
 from .bound import MOST_CALLS, kinds_of, norm_of, specs_of
 from .gradients import refuse_output
-from .inner import Inner, Result, asked_of, define
+from .inner import Inner, asked_of, define
 from .layout import heads_of, vector_of
 from .registry import MAX_ROWS, on_device_of
 from .torch_private import in_forward_mode
@@ -127,11 +126,6 @@ class NormBackward(Backward):
         terms = 1 + sum(term is not None for term in self._terms)
         return super().needs(spec)._replace(terms=terms, output=self.options["output"])
 
-    def likes(self) -> Sequence[Tensor | None]:
-        t = self.tensors
-        first = t["dy"] if self.options["added"] else t["x"]
-        return first, t["x"], t["gate"], t["weight"], t["bias"], t["dy"]
-
 
 @lru_cache(MOST_CALLS)
 def _spec_of(options: Options, heads: int, *named: tuple) -> NormSpec:
@@ -173,12 +167,6 @@ class ModulatedBackward(Backward):
         heads, dtype = self.heads if self.heads > 1 else 0, self.dtype_of("dy")
         return NormSpec(self.options["norm"], hidden, dtype, heads=heads, mod_shift=shift, **dtypes)
 
-    def likes(self) -> Sequence[Tensor | Result | None]:
-        t = self.tensors
-        scale, shift = t["mod_scale"], self.options["shift"]
-        shift = shift and Result(scale.shape, getattr(torch, shift))
-        return t["dy"], t["x"], None, t["weight"], t["bias"], scale, shift, t["mod_gate"]
-
 
 class RotatedBackward(Backward):
     """Where output_heads_first, the incoming gradients are (B, H, S, D), and the input and its
@@ -193,9 +181,6 @@ class RotatedBackward(Backward):
         tensors = [self.tensors[role] for role in op.roles]
         options = self.hidden, *[self.options.get(name, "late") for name in op.options]
         return specs_of(op, options, *kinds_of(op, tensors, self.hidden))[0]
-
-    def likes(self) -> Sequence[Tensor | None]:
-        return [self.tensors[role] for role in self.ROW.masked]
 
 
 KINDS = {kind.ROW.name: kind for kind in (NormBackward, ModulatedBackward, RotatedBackward)}

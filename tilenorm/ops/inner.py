@@ -28,14 +28,13 @@ class Inner:
 
     A class has the op's ROW, and `spec`, the NormSpec by the dtypes of the tensors; run(), which
     returns what the op does for real tensors, and decomposed(), the same in PyTorch's own
-    operators; and results(), or likes(), what has the shape and dtype of each gradient. Where
-    results and rules alone are asked for, a shape and a dtype may stand for a tensor.
+    operators. Where results and rules alone are asked for, a shape and a dtype may stand for a
+    tensor.
     """
 
     ROW: ClassVar[table.Inner]
     DEFAULTS: ClassVar[dict[str, Any]]  # of the arguments that have one
     spec: Any
-    likes: Any
     run: Any
     decomposed: Any
 
@@ -65,9 +64,19 @@ class Inner:
         """Raise RuntimeError where tensors do not fit each other."""
 
     def results(self) -> Sequence[Result]:
-        needed, absent = asked_of(self.needs(self.spec)), Result(None, self.tensors["x"].dtype)
-        pairs = zip(self.ROW.places, self.likes(), strict=True)
-        return [Result(t.shape, t.dtype) if needed[place] else absent for place, t in pairs]
+        """Those of a backward pass. A gradient has the shape and the dtype of its tensor. Once a
+        residual was added, x is the sum, and dy has the dtype of the input.
+        """
+        t, found = self.tensors, []
+        likes = t | {"residual": t["x"], "y": t["dy"]}
+        likes["x"] = t["dy"] if self.options.get("added") else t["x"]
+        if shift := self.options.get("shift"):
+            likes["mod_shift"] = Result(t["mod_scale"].shape, getattr(torch, shift))
+        needed = asked_of(self.needs(self.spec))
+        for place, port in zip(self.ROW.places, self.ROW.makes, strict=True):
+            like = likes[port.role] if needed[place] else Result(None, t["x"].dtype)
+            found.append(Result(like.shape, like.dtype))
+        return found
 
 
 def asked_of(needs: Needs) -> tuple[bool, ...]:

@@ -57,8 +57,8 @@ class Implementation:
     backward(spec, device, needs) returns a function of (dy, dsum, saved, eps, more), with the
     tensors of NormSpec.kept, that returns gradients in the order of Needs.gradients, and behind
     them y if the needs ask for it. more: the terms of dy behind the first.
-    piece(name, spec, device) returns a function of split/reference.py, by its name, for a spec of
-    pieces of rows.
+    piece(name, spec, device) returns a function of what Piece.read of split/library.py returns,
+    that returns what the op of that name makes, for a spec of pieces of rows.
     A function that is returned may have an attribute `layouts`: see Layouts.key_of, and
     Layouts.repeated, which returns what does the same as earlier calls with such tensors, or None.
     That takes one tuple of all tensors, and returns the results, and more behind them; or None,

@@ -78,9 +78,6 @@ class Piece(Inner):
             heads = parameter.numel() // width if width else 0
         return NormSpec.of_tensors(self.norm_options._replace(hidden=width), self.dtypes, heads)
 
-    def likes(self) -> Sequence[Any]:
-        return [self.tensors[role] for role in ("dy", "x", "gate", "weight", "bias")]
-
     def results(self) -> Sequence[Result]:
         given, lead, layer = self.tensors, self.lead, self.options["norm"] == "layer"
         x, found = given["x"], []
