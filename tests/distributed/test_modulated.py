@@ -47,7 +47,7 @@ def test_rows_alike(name, groups):
         )
         if 1 not in cut or groups != (5, 3):
             assert not collectives, (rows, collectives)
-        compare([t.full_tensor() for t in found], expected, 1e-5)
+        compare([t.full_tensor().cpu() for t in found], expected, 1e-5)
 
 
 @on_every_rank

@@ -10,7 +10,7 @@ import tilenorm
 from ..integrations.aten_helpers import cpu_override, recorded_passes
 from ..ops.helpers import NEEDS_GPU, random
 from .placing import R, counted, placed
-from .world import NAMES, mesh, on_every_rank
+from .world import NAMES, TORCHRUN, mesh, on_every_rank
 
 N = 64
 NORMS = {"rms": torch.nn.functional.rms_norm, "layer": torch.nn.functional.layer_norm}
@@ -61,6 +61,7 @@ def test_kernels_run_on_local_tensors(norm, name):
 
 
 @NEEDS_GPU
+@pytest.mark.skipif(TORCHRUN, reason="its mesh of one process is a process group of its own")
 @EACH_NORM
 def test_kernels_of_a_gpu_run_on_local_tensors(one_process_mesh, norm, monkeypatch):
     passes = recorded_passes(monkeypatch)

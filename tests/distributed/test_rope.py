@@ -58,7 +58,7 @@ def test_tokens_and_heads(name, with_positions):
             **options,
         )
         assert not collectives, (dims, collectives)
-        compare([t.full_tensor() for t in found], expected, 1e-5)
+        compare([t.full_tensor().cpu() for t in found], expected, 1e-5)
 
 
 @on_every_rank
@@ -78,4 +78,4 @@ def test_heads_of_whole_tokens():
                 call(on_mesh, **options)
             continue
         found = step(on_mesh, [placed(t, name, rows) for t in dys], **options)
-        compare([t.full_tensor() for t in found], expected, 1e-5)
+        compare([t.full_tensor().cpu() for t in found], expected, 1e-5)

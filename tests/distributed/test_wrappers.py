@@ -134,7 +134,9 @@ def wrapped(precision: str, reshard: bool, offload: bool, patched: bool):
     found = steps(model, x, 2)
     one = block().to(seen)
     compare([found[0], {n: g.to(device()) for n, g in found[1].items()}], alone(one, dtype))
-    *_, others = steps(sharded(block(PYTORCHS), **options), x, 2)
+    # PyTorch's LayerNorm of a GPU takes no parameters of another dtype.
+    kinds = OURS if device() == "cuda" and seen != dtype else PYTORCHS
+    *_, others = steps(sharded(block(kinds), **options), x, 2)
     assert found[2] == others and sum(others.values())
     return others
 
@@ -277,14 +279,18 @@ def run_schedule(cls, stages: list, x, target):
 
 
 def compare_stages(whole: nn.Module, modules: dict[str, nn.Module], y, x, target) -> None:
-    """Outputs have the bits of one process; it adds up gradients of all microbatches at once."""
+    """Outputs have the bits of one process; it adds up gradients of all microbatches at once.
+
+    The gradients have both signs, so their sums may be far smaller than they are.
+    """
     expected = whole(x)
     loss(expected, target).backward()
     assert y is None or torch.equal(y, expected)
     for prefix, module in modules.items():
         for name, parameter in module.named_parameters():
             other = whole.get_parameter(f"{prefix}{name}")
-            torch.testing.assert_close(parameter.grad, other.grad, msg=name)
+            largest = other.grad.abs().max().item()
+            torch.testing.assert_close(parameter.grad, other.grad, rtol=0, atol=1e-5 * largest)
 
 
 @pytest.mark.parametrize("cls", SCHEDULES, ids=lambda cls: cls.__name__)
