@@ -57,8 +57,9 @@ def of_op(op: Op, tensors: tuple, options: tuple, dims: int, eps: tuple, backend
     for stage, own in zip(op.stages, eps, strict=True):
         row = OPS[stage.op]
         given = {role: found.get(stage.ports.get(role, "")) for role in row.roles}
-        how = options_of(row, options)
-        y, total = normalize(row, given, How(options, how, (*how, dims), own, backend))
+        fields = options_of(row, options)
+        how = How(options, fields, (*fields, dims), own, backend)
+        y, total = normalize(row, given, how)
         found |= {stage.ports["y"]: y, stage.ports.get("sum", ""): total}
     return tuple([found.get(port.name) for port in op.makes[: op.shown]])
 
