@@ -45,7 +45,16 @@ def chosen(spec: NormSpec, target: Target, needs: Needs | None = None) -> Config
         config = _by_group(spec, needs)
     else:
         config = _backward(spec, target, needs)
+    if spec.modulated and needs is None:
+        config = _modulated(spec, config)
     return with_room(spec, config)
+
+
+def _modulated(spec: NormSpec, config: Config) -> Config:
+    """A plain norm's configuration, for one that reads a scale and a shift for each row."""
+    elements = config.rows * sum(config.widths or (tile_width(spec.hidden),))
+    many = config.rows > 1 and elements > rules.MODULATED_TILE
+    return replace(config, rows=config.rows // 2) if many else config
 
 
 def with_room(spec: NormSpec, config: Config) -> Config:

@@ -26,6 +26,12 @@ TMA_TILE, TMA_TILE_OF_MORE = 8192, 4096
 # for rows that do not fill vectors: with WIDE_CHUNK RMSNorm of 20001 and 65537 moved 2778 and 1553
 # GB/s, and 2369 and 366 with chunks of 1024; LayerNorm 2188 and 1059, and 1656 and 298.
 WIDE_CHUNK, CHUNK, MORE_CHUNK = (2048, 2), (1024, 3), (1024, 2)
+# Forward by group: in larger tiles of several rows there are half as many. Timed on 2026-11-26, in
+# bfloat16: on an H100 the tables' tiles of more elements took 1.01 to 1.03 times as long with 64 Mi
+# elements (256 and 512 by layer_norm, 768 by rms_norm), and 1.02 to 1.07 with 1 Mi; those of 1024
+# by layer_norm 1.02 and 1.10 on an H200. Those of 768 by layer_norm took 1.00 with 1 Mi. Tiles of
+# 2048 took 0.97 to 1.00 of the time of half as many rows.
+MODULATED_TILE = 2048
 # Backward by group: the widest row that the kernels hold. By how many of these a call has (dW and
 # dB, a gate, float32): hints up to a size of row; wider rows have one block of 8 warps. Timed on
 # an H100 (driver 580.159, 2026-11-26), layer_norm in bfloat16: beside blocks of 8 warps, those of
