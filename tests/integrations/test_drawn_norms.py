@@ -105,7 +105,7 @@ def hold(rng: Random) -> bool:
     return isinstance(patched, PatchedNorm)
 
 
-@pytest.mark.parametrize("examples", [16, pytest.param(250, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [16, pytest.param(100, marks=pytest.mark.slow)])
 def test_drawn_classes(examples):
     found = []
 

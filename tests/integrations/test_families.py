@@ -8,7 +8,7 @@ from . import families
 pytest.importorskip("diffusers")
 # One of each section, and one of each library.
 SOME = ["llama", "t5", "convnext", "dac", "FluxTransformer2DModel", "AutoencoderKL"]
-EACH = 12  # The command takes minutes for all families: the slow run looks at one of so many.
+EACH = 24  # The command takes minutes for all families: the slow run looks at one of so many.
 
 
 def check(name: str, known: dict | None = None) -> None:

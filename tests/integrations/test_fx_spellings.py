@@ -176,7 +176,7 @@ CASTS = {
 }
 
 
-@pytest.mark.parametrize("examples", [60, pytest.param(600, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [60, pytest.param(200, marks=pytest.mark.slow)])
 def test_bits_are_kept_for_drawn_casts(examples):
     """What a drawn expression does to x̂, a stage after the other, with a cast after some."""
     choose = draw.Random(7)
