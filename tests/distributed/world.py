@@ -31,6 +31,7 @@ RANKS = 4
 SECONDS = 300  # for one function; a collective alone has COLLECTIVE
 COLLECTIVE = timedelta(seconds=90)
 PRELOADED = ["torch.distributed.tensor.parallel", "torch._dynamo.backends.debugging", "tilenorm"]
+PRELOADED += ["transformers.models.qwen3.modeling_qwen3"]
 TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
 # Shapes of meshes, by the number of ranks. "2" is half of a mesh of four ranks.
 MESHES = {

@@ -6,6 +6,7 @@ import torch
 from . import families
 
 pytest.importorskip("diffusers")
+pytestmark = pytest.mark.any_torch
 # One of each section, and one of each library.
 SOME = ["llama", "t5", "convnext", "dac", "FluxTransformer2DModel", "AutoencoderKL"]
 EACH = 24  # The command takes minutes for all families: the slow run looks at one of so many.

@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import tilenorm
 from tilenorm.integrations.fx import replace_norms
 
-from ..ops.helpers import name_of, random
+from ..ops.helpers import name_of, random, slow
 from .graphs import TRACERS, by_dynamo, by_make_fx, calls
 from .rotations import BATCH, HEADS, NORMS, TOKENS, D, drawn, rotate, split
 from .spellings import module_of
@@ -64,8 +64,12 @@ def model(name: str, dtype: torch.dtype):
     return module, arguments(module, name)
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=name_of)
-@pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "olmo2"])
+@pytest.mark.parametrize(
+    "name, dtype",
+    [("qwen3", BF16), ("gemma3_text", BF16), ("olmo2", F32)]
+    + slow(("qwen3", F32), ("gemma3_text", F32), ("olmo2", BF16)),
+    ids=name_of,
+)
 def test_models_of_transformers(name, dtype, dynamo):
     """Both layers. In 16 bits, Qwen 3 alone rounds as tilenorm's op can."""
     module, given = model(name, dtype)

@@ -78,6 +78,7 @@ def check(name, device, dtype, prepare=lambda model: model, autocast=False):
     assert_as_exact(patched, original, truth, dtype)
 
 
+@pytest.mark.any_torch
 @EACH_DEVICE
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name_of)
 @EACH_MODEL
@@ -85,6 +86,7 @@ def test_outputs_and_gradients(name, dtype, device):
     check(name, device, dtype)
 
 
+@pytest.mark.any_torch
 @EACH_DEVICE
 @pytest.mark.parametrize("name", ["llama", "flux", *slow("qwen3", "gemma3_text", "gpt_neox")])
 def test_outputs_and_gradients_under_autocast(name, device):

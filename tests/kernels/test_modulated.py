@@ -28,7 +28,12 @@ WIDE = [
 ]
 # Each spec in two shapes, which take turns.
 TURNS = [
-    pytest.param(spec, *SHAPES[(i + k) % len(SHAPES)], id=f"{cases.label(spec)}-{k}")
+    pytest.param(
+        spec,
+        *SHAPES[(i + k) % len(SHAPES)],
+        id=f"{cases.label(spec)}-{k}",
+        marks=pytest.mark.slow if k else (),
+    )
     for i, spec in enumerate(SPECS + WIDE)
     for k in (0, 2)
 ]

@@ -41,7 +41,7 @@ def check(found, truths):
         assert_close(name, t, truth, truth.value.to(t.dtype))
 
 
-@drawn(40, 200)
+@drawn(24, 100)
 def test_accuracy(seed):
     """Within the budget, or, rounded early, of Hugging Face's bits, given the same rstd."""
     executor, spec, sizes, inputs = call_of(seed)
@@ -54,7 +54,7 @@ def test_accuracy(seed):
     check(rope.backward(executor, spec, sizes, inputs), truths)
 
 
-@drawn(12, 60)
+@drawn(6, 30)
 def test_bits_do_not_depend_on_padding_the_order_of_blocks_or_other_needed_gradients(seed):
     call = call_of(seed)
     expected = every_result(*call)
@@ -69,7 +69,7 @@ def test_bits_do_not_depend_on_padding_the_order_of_blocks_or_other_needed_gradi
         assert_same_bits(one, {name: expected[name]})
 
 
-@drawn(12, 60)
+@drawn(6, 30)
 def test_bits_of_a_token_do_not_depend_on_the_others(seed):
     executor, spec, sizes, inputs = call_of(seed, tokens=21)
     every, first, count = every_result(executor, spec, sizes, inputs), 1 + seed % 5, 1 + seed % 11

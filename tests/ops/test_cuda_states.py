@@ -125,8 +125,16 @@ def pretends(no_memory):
         yield
 
 
-@pytest.mark.parametrize("name", [n for n, use in USES.items() if use.same_bits])
-@pytest.mark.parametrize("compiles", [False, *slow(True)])
+# One of RMSNorm and LayerNorm, in turn, of each pair of uses.
+PAIRED = ("rms_norm", "add_layer_norm", "gated_rms_norm", "layer_norm_add", "rms_norm_quantized")
+PAIRED += ("add_layer_norm_quantized", "rms_norm_add_rms_norm", "modulated_layer_norm")
+PAIRED += ("rms_norm_rope", "RMSNorm", "patch of LayerNorm", "ModulatedRMSNorm")
+OTHERS = [name for name, use in USES.items() if use.same_bits and name not in PAIRED]
+PRETENDING = [(name, False) for name in PAIRED]
+PRETENDING += slow(*((name, False) for name in OTHERS), *((name, True) for name in PAIRED))
+
+
+@pytest.mark.parametrize("name, compiles", PRETENDING)
 def test_pretending(name, compiles, pretends, dynamo):
     """test_compile.py compiles in the quick run."""
     use = USES[name]

@@ -161,15 +161,11 @@ def elsewhere(rng: Random, t, name: str):
     return around[..., : t.shape[-1]].copy_(t)
 
 
+@pytest.mark.any_torch
 @pytest.mark.parametrize(
     "served, calls",
-    [
-        ("reference", 32),
-        ("sm_80", 4),
-        ("sm_90", 4),
-        *slow(("sm_90", 32)),
-        pytest.param("cuda", 64, marks=NEEDS_GPU),
-    ],
+    [("reference", 32), ("sm_80", 4), ("sm_90", 4), *slow(("sm_90", 32))]
+    + [pytest.param("cuda", 64, marks=NEEDS_GPU)],
 )
 def test_drawn_calls(served, calls):
     """Accurate, and of the same bits wherever the tensors lie, in warm calls as in cold ones."""

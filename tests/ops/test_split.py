@@ -43,6 +43,7 @@ def check(spec: NormSpec, inputs: Inputs, found: dict) -> None:
         assert_close(name, result, truths[name], own[name])
 
 
+@pytest.mark.any_torch
 @EACH
 @pytest.mark.parametrize("op", [op for op in NAMES if not op.endswith("_add")])
 def test_drawn_pieces(served, op):

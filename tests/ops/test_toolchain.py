@@ -30,7 +30,7 @@ from .helpers import (
 )
 from .pretended import GPU
 
-pytestmark = pytest.mark.usefixtures("no_memory")
+pytestmark = [pytest.mark.any_torch, pytest.mark.usefixtures("no_memory")]
 
 N = 64
 NAMED = "its kernel row_forward does not compile for sm_90: "
