@@ -14,8 +14,8 @@ def course(late: bool) -> Run:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("op", ["rms_norm", "add_layer_norm"])
-def test_the_command_measures_every_way(op, tmp_path, monkeypatch, capsys):
+def test_the_command_measures_every_way(tmp_path, monkeypatch, capsys):
+    op = "add_layer_norm"
     monkeypatch.setattr(host.timing, "host", lambda call, device: (call(), [3, 4])[1])
     path = str(tmp_path / "host.jsonl")
     assert main(["host", "--op", op, "--provider", "torch", "tilenorm", "--out", path]) == 0

@@ -11,10 +11,9 @@ import tilenorm
 from ..ops.helpers import random
 from ..ops.test_modulated import call, compare, made
 from .placing import R, counted, placed
-from .world import NAMES, mesh, on_every_rank, slow_but_first
+from .world import EACH_MESH, NAMES, mesh, on_every_rank
 
 BY_GROUP = ("scale", "shift", "gate")
-EACH_MESH = pytest.mark.parametrize("name", slow_but_first(reversed(NAMES)))
 
 
 def step(given, dys):

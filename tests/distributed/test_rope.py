@@ -9,9 +9,8 @@ from torch.distributed.tensor import Shard
 from ..ops.helpers import random
 from ..ops.test_rope import LEAVES, call, compare, made
 from .placing import R, counted, placed
-from .world import NAMES, mesh, on_every_rank, slow_but_first
+from .world import EACH_MESH, NAMES, mesh, on_every_rank, slow_but_first
 
-EACH_MESH = pytest.mark.parametrize("name", slow_but_first(reversed(NAMES)))
 BATCH, TOKENS, HEADS = 0, 1, 2
 
 

@@ -47,7 +47,7 @@ def test_more_tiles_than_a_side_of_a_grid_forward(executor, spec, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype, mean", [("float32", 1000.0), ("bfloat16", 100.0)])
-@pytest.mark.parametrize("hidden", [37, 1024, 4096, 12288, 40000])
+@pytest.mark.parametrize("hidden", [37, 4096, 40000])
 @pytest.mark.parametrize("residual", [None, "float32"])
 def test_a_mean_far_larger_than_the_deviation_forward(executor, hidden, dtype, mean, residual):
     spec = NormSpec("layer", hidden, dtype, dtype, dtype, residual=residual)

@@ -97,27 +97,16 @@ def compare(found, expected, bound):
         torch.testing.assert_close(one.to(D), other.to(D), rtol=bound, atol=bound * size)
 
 
-@EACH_NORM
-@EACH_WAY
-@pytest.mark.parametrize("leading, groups", GROUPS, ids=str)
-def test_groups(leading, groups, served, norm):
-    for without in ((), ("gate",), ("gate", "residual"), ("shift", "gate", "residual", "bias")):
-        given = {n: t for n, t in made(leading, groups).items() if n not in without}
-        expected = step(formula, norm, {n: t.to(D) for n, t in given.items()})
-        with by(served):
-            found = step(call, norm, given, eps=1e-6)
-        compare(found, expected, 1e-5)
-
-
 @pytest.mark.any_torch
 @EACH_NORM
 @EACH_WAY
 def test_drawn_calls(served, norm):
     """Accurate, and of the same bits wherever the tensors lie, with and without gradients."""
     rng, dtypes = Random(f"{served} {norm}"), (B, torch.float16, F32)
-    for _ in range(6):
-        leading, groups = rng.choice(GROUPS)
-        dtype, by_group = rng.choice(dtypes), rng.choice(dtypes)
+    for leading, groups in GROUPS[SERVED.index(served) % 2 :: 2]:
+        dtype = by_group = F32
+        if rng.random() < 0.5:
+            dtype, by_group = rng.choice(dtypes), rng.choice(dtypes)
         given = made(leading, groups, rng.choice((7, 40, 96, 513)), dtype, by_group)
         for name in NAMES[2:]:
             if rng.random() < 0.3 or (name == "gate" and given["residual"] is None):

@@ -15,10 +15,10 @@ from .helpers import (
     FEW,
     RMS,
     call,
-    each,
     random,
     rows_of,
     same,
+    slow,
     step,
     tensors_of,
 )
@@ -70,6 +70,13 @@ def test_as_pytorchs_function(device, op):
 
 
 BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+# A form, whether sizes are dynamic, and the backend. Inductor takes seconds for each.
+COMPILED = [(name, True, "aot_eager") for name in FEW] + [(FEW[0], None, "aot_eager")]
+COMPILED += slow(
+    *((name, True, "aot_eager") for name in CALLS if name not in FEW),
+    *((name, True, "inductor") for name in FEW),
+    (FEW[0], None, "inductor"),
+)
 
 
 def call_nested_inside(form, tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
@@ -79,10 +86,9 @@ def call_nested_inside(form, tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
     return tuple(y.values() for y in call(form, nested | {"input": x}))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dynamic", [None, True], ids=["static", "dynamic"])
-@each(CALLS, FEW)
-def test_tensors_made_inside_a_compiled_function(dynamo, form, dynamic, backend):
+@pytest.mark.parametrize("name, dynamic, backend", COMPILED)
+def test_tensors_made_inside_a_compiled_function(dynamo, name, dynamic, backend):
+    form = CALLS[name]
     tensors = tensors_of(form, sum(LENGTHS), 16)
     run = torch.compile(call_nested_inside, backend=backend, fullgraph=True, dynamic=dynamic)
     assert same(step(form, tensors, function=run), step(form, tensors))
