@@ -125,7 +125,7 @@ def test_numbers_that_never_come_again_fill_caches_of_a_fixed_size(served):
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "refused"])
 def test_no_tensor_is_kept_alive(served, kind):
     alive = []
-    for form in CALLS.values():
+    for form in map(CALLS.get, FEW):
         for _ in range(3):  # checked, remembered, and once more
             tensors = tensors_of(form, 5, 16)
             one_call(kind, form, tensors, 1e-6)

@@ -171,7 +171,7 @@ def compiled(request, tmp_path_factory):
             workers.shutdown(cancel_futures=True)
 
 
-@drawn(any_kind, 9, 80)
+@drawn(any_kind, 5, 80)
 def test_compiles(compiled, case):
     assert compiled(case)
 
@@ -186,14 +186,14 @@ def test_rows_apart_compile():
             assert compile_call(call, "sm_90")
 
 
-@drawn(end_of_a_regime, 6, 120)
+@drawn(end_of_a_regime, 4, 120)
 def test_every_regime_compiles_and_does_not_spill(compiled, case):
     spilled = {c.kernel: c.spill_bytes for c in compiled(case) if c.spill_bytes}
     excess = {kernel: b for kernel, b in spilled.items() if b > allowed_spill(kernel, case)}
     assert not excess, f"bytes a thread: {excess}"
 
 
-@drawn(several_terms, 2, 50)
+@drawn(several_terms, 1, 50)
 def test_several_terms_compile_and_hardly_spill(compiled, case):
     key = "norm_backward", stands_for("backward", case.spec), case.spec.widest_item
     owned = TABLES[case.target.arch].spills.get((*key, case.spec.hidden), 0)
@@ -201,13 +201,13 @@ def test_several_terms_compile_and_hardly_spill(compiled, case):
     assert max(spilled.values()) <= max(owned, MOST_SPILLED_BY_MORE), spilled
 
 
-@drawn(pieces, 2, 24)
+@drawn(pieces, 1, 24)
 def test_pieces_compile_and_do_not_spill(compiled, case):
     spilled = {c.kernel: c.spill_bytes for c in compiled(case) if c.spill_bytes}
     assert not spilled, f"bytes a thread: {spilled}"
 
 
-@drawn(rotated, 3, 60)
+@drawn(rotated, 2, 60)
 def test_rotated_heads_compile_and_hardly_spill(compiled, case):
     spec, most = case.spec, MOST_SPILLED_BY_HEADS
     if case.needs is None:
@@ -222,7 +222,7 @@ def test_rotated_heads_compile_and_hardly_spill(compiled, case):
     assert max(c.shared_bytes for c in compiled(case)) <= MOST_SHARED
 
 
-@drawn(quantized, 2, 30)
+@drawn(quantized, 1, 30)
 def test_quantised_norms_do_not_spill(compiled, case):
     spec = case.spec
     known = SPILLS.get((case.target.arch, spec.op, spec.hidden, spec.quantized.scaling), 0)
