@@ -4,8 +4,6 @@ from random import Random
 
 import pytest
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.library import opcheck
 
 import tilenorm
 from tests import layouts
@@ -164,31 +162,6 @@ def test_second_derivatives_and_transforms(norm):
     mapped = torch.func.vmap(function, (0, 0, *[None] * len(parameters)))(*inputs)
     for one, other in zip(mapped, function(*inputs), strict=True):
         torch.testing.assert_close(one, other)
-
-
-def op_and_arguments(norm):
-    rows, parameters = made(norm, 3, 8, weights=(B, B))
-    tensors = [t.requires_grad_() for t in (*rows, *parameters)]
-    op = getattr(torch.ops.tilenorm, f"{norm}_norm_add_{norm}_norm").default
-    return op, (*tensors, 8, 1.0, "late", 1e-6, 1e-6, True)
-
-
-@EACH_NORM
-def test_op(norm):
-    op, arguments = op_and_arguments(norm)
-    utilities = ("test_schema", "test_autograd_registration", "test_faketensor")
-    opcheck(op, arguments, test_utils=utilities)
-    rows, parameters = made(norm, 3, 8, weights=(B, B))
-    traced = make_fx(lambda *t: chain(norm, t[:2], (8,), t[2:]))(*rows, *parameters)
-    assert op in [n.target for n in traced.graph.nodes]
-    expected = chain(norm, rows, (8,), parameters)
-    assert all(map(torch.equal, traced(*rows, *parameters), expected))
-
-
-@pytest.mark.slow
-@EACH_NORM
-def test_op_with_symbolic_sizes(norm):
-    opcheck(*op_and_arguments(norm))
 
 
 @EACH_NORM

@@ -5,8 +5,6 @@ from random import Random
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.library import opcheck
 
 import tilenorm
 from tests import layouts
@@ -18,7 +16,7 @@ from tilenorm.spec import NormSpec
 from tilenorm.tools.explain import explain_spec, planned_device
 from tilenorm.tools.precompile import calls_of, compile_call, training_calls
 
-from .helpers import by_inductor, messages, random
+from .helpers import random
 from .pretended import by
 
 B, F32, D = torch.bfloat16, torch.float32, torch.float64
@@ -185,33 +183,6 @@ def flat(arrays):
 
 @EACH_NORM
 @EACH_WAY
-def test_some_gradients(served, norm):
-    """Each gradient alone, and where only one of the results is used."""
-    given = made((4, 6), (4,))
-    leaves = {n: t.detach().requires_grad_() for n, t in given.items()}
-    with by(served):
-        results = call(norm, leaves)
-        expected = formula(norm, leaves, eps_of(norm))
-        dys = [random(*t.shape, seed=30 + i) for i, t in enumerate(results)]
-        for used in ([0], [1], [0, 1]):
-            for leaf in leaves.values():
-                grads = [
-                    torch.autograd.grad(
-                        [made[i] for i in used],
-                        [leaf],
-                        [dys[i] for i in used],
-                        retain_graph=True,
-                        allow_unused=True,
-                    )[0]
-                    for made in (results, expected)
-                ]
-                assert (grads[0] is None) == (grads[1] is None)
-                if grads[0] is not None:
-                    compare(grads[:1], grads[1:], 1e-4)
-
-
-@EACH_NORM
-@EACH_WAY
 @pytest.mark.parametrize(
     "leading, groups", [((0, 3), (0,)), ((2, 0), (2,)), ((2, 0), ()), ((0,), (0,))], ids=str
 )
@@ -287,96 +258,6 @@ def test_second_derivatives_and_transforms(norm):
     assert all(t.isfinite().all() for t in found)
 
 
-def op_and_arguments(norm, dtype=B):
-    given = made((2, 6), (2, 3), 8, dtype)
-    tensors = [t.detach().requires_grad_() for t in given.values()]
-    op = getattr(torch.ops.tilenorm, f"modulated_{norm}_norm").default
-    return op, (*tensors, 8, 1e-6, True)
-
-
-@EACH_NORM
-def test_op(norm):
-    op, arguments = op_and_arguments(norm)
-    utilities = ("test_schema", "test_autograd_registration", "test_faketensor")
-    opcheck(op, arguments, test_utils=utilities)
-    given = made((2, 6), (2, 3), 8)
-    traced = make_fx(lambda t: call(norm, t))(given)
-    assert op in [n.target for n in traced.graph.nodes]
-    compare(traced(given), call(norm, given), 0.0)
-    alone = op(given["input"], given["scale"], *[None] * 5, 8, 1e-6, False)
-    assert alone[1].numel() == 0 and alone[0].shape == (2, 6, 8)
-
-
-@pytest.mark.slow
-@EACH_NORM
-def test_op_with_symbolic_sizes(norm):
-    opcheck(*op_and_arguments(norm))
-
-
-def backward_arguments(norm, asked, dtype=F32):
-    given = made((2, 6), (2, 3), 8, dtype)
-    x, statistics = given["input"], random(2, 6).abs() + 0.5
-    total, mean = random(2, 6, 8, seed=9), statistics if norm == "layer" else None
-    saved = total, x, given["weight"], given["bias"], mean, statistics
-    mask = [asked] * 8
-    mask[2] = False
-    how = 8, norm, "float32", 1e-6, True, mask
-    return (
-        random(2, 6, 8, seed=7),
-        random(2, 6, 8, seed=8),
-        *saved,
-        given["scale"],
-        given["gate"],
-        *how,
-    )
-
-
-@EACH_NORM
-@EACH_WAY
-def test_backward_op(served, norm):
-    """Its fake, its decomposition, and what Inductor's generated code calls."""
-    op = torch.ops.tilenorm.modulated_norm_backward.default
-    arguments = backward_arguments(norm, True)
-    if served == "reference":
-        opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
-    decomposed = tilenorm.decompositions()[op](*arguments)
-    with by(served):
-        found = op(*arguments)
-        bound = by_inductor("modulated_norm_backward")(*arguments)
-    compare(found, decomposed, 1e-5)
-    compare([t for i, t in enumerate(bound) if i != 2], [*found[:2], *found[3:]], 0.0)
-    assert all(t.numel() == 0 for t in op(*backward_arguments(norm, False)))
-
-
-@EACH_NORM
-@EACH_WAY
-def test_what_inductor_calls(served, norm):
-    given = made((2, 6), (2, 3), 8)
-    arguments = (*given.values(), 8, 1e-6, True, None)
-    op = getattr(torch.ops.tilenorm, f"modulated_{norm}_norm")
-    with by(served):
-        expected, found = op(*arguments), by_inductor(op.__name__)(*arguments)
-    compare(found, expected, 0.0)
-
-
-@EACH_NORM
-def test_compiled(norm, dynamo):
-    given = made((2, 6), (2,), 8)
-
-    def function(norm, given):
-        return call(norm, given)
-
-    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
-    compare(step(compiled, norm, given), step(call, norm, given), 1e-6)
-
-
-@EACH_NORM
-def test_decomposed(norm):
-    op, arguments = op_and_arguments(norm, F32)
-    detached = [t.detach() if isinstance(t, torch.Tensor) else t for t in arguments]
-    compare(tilenorm.decompositions()[op](*detached), op(*detached), 1e-5)
-
-
 def test_symbolic_trace_nested_tensors_and_overrides():
     given = made((4, 6), (4,), 8, affine=False)
     traced = torch.fx.symbolic_trace(
@@ -401,12 +282,6 @@ def test_explained(capsys):
     explained = explain_spec(found.spec, 24, planned_device("sm_90"))
     assert [s.kernel for s in explained.backward] == ["group_backward", "column_sum", "group_sum"]
     assert "timed without modulation" in explained.forward_source
-
-
-def test_no_warning_where_kernels_serve(recwarn):
-    with by("sm_90"):
-        step(call, "layer", made((4, 6), (4,)))
-    assert not messages(list(recwarn))
 
 
 def spec_of(norm: str, hidden: int, gated: bool) -> NormSpec:

@@ -5,8 +5,6 @@ from random import Random
 
 import pytest
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.library import opcheck
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 import tilenorm
@@ -15,7 +13,7 @@ from tilenorm.spec import NormSpec, Rotation
 from tilenorm.table import OPS
 from tilenorm.tools.explain import explain_spec, planned_device
 
-from .helpers import EACH_DEVICE, NEEDS_GPU, by_inductor, messages, random, slow
+from .helpers import EACH_DEVICE, NEEDS_GPU, random, slow
 from .pretended import by
 from .test_modulated import compare, flat
 
@@ -221,31 +219,6 @@ def test_bits_of_hugging_face(dtype, device):
 
 
 @EACH_WAY
-def test_some_gradients(served):
-    """Each gradient alone, and where only one of the results is used."""
-    given = made()
-    leaves = {n: t.detach().requires_grad_(n in LEAVES) for n, t in given.items()}
-    dys = [random(2, 5, heads, 16, seed=30) for heads in (4, 2)]
-    with by(served):
-        results, expected = call(leaves), formula(leaves)
-        for used in ([0], [1], [0, 1]):
-            for name in LEAVES:
-                found = [
-                    torch.autograd.grad(
-                        [each[i] for i in used],
-                        [leaves[name]],
-                        [dys[i] for i in used],
-                        retain_graph=True,
-                        allow_unused=True,
-                    )[0]
-                    for each in (results, expected)
-                ]
-                assert (found[0] is None) == (found[1] is None)
-                if found[0] is not None:
-                    compare(found[:1], found[1:], 1e-5)
-
-
-@EACH_WAY
 @pytest.mark.parametrize("tokens", [(0,), (2, 0), (0, 3)], ids=str)
 def test_no_tokens(tokens, served):
     given = made(tokens)
@@ -359,79 +332,6 @@ def test_sizes_that_do_not_go_together():
         call(one, normalized_shape=(1, 16))
 
 
-def op_and_arguments(dtype=B, **options):
-    given = made(dtype=dtype) | {"positions": torch.arange(5)}
-    tensors = [given.get(port.name) for port in OPS[NAME].takes]
-    for port, t in zip(OPS[NAME].takes, tensors, strict=True):
-        t.requires_grad_(port.grad)
-    options = {"rotary_dim": 16, "interleaved": False, "output_heads_first": True} | options
-    last = (16, *options.values(), 0.0, "late", 1e-6, True)
-    return torch.ops.tilenorm.rms_norm_rope.default, (
-        *(t.detach().requires_grad_(t.requires_grad) for t in tensors),
-        *last,
-    )
-
-
-UTILITIES = ("test_schema", "test_autograd_registration", "test_faketensor")
-
-
-def test_op():
-    op, arguments = op_and_arguments()
-    opcheck(op, arguments, test_utils=UTILITIES)
-    given = made(columns=8)
-    traced = make_fx(lambda t: call(t))(given)
-    assert op in [n.target for n in traced.graph.nodes]
-    compare(traced(given), call(given), 0.0)
-    x, cos, sin = (given[name] for name in ("input", "cos", "sin"))
-    alone = op(x, cos, sin, *[None] * 4, 16, 16, False, False, 0.0, "late", 1e-6, False)
-    assert [t.numel() for t in alone] == [x.numel(), 0, 0, 0]
-
-
-@pytest.mark.slow
-def test_op_with_symbolic_sizes():
-    opcheck(*op_and_arguments())
-
-
-def backward_arguments(asked):
-    given = made()
-    rstds = [random(2, 5, heads).abs() + 0.5 for heads in (4, 2)]
-    dys = [random(2, heads, 5, 16, seed=7) for heads in (4, 2)]
-    saved = (given[n] for n in ("input", "weight", "key", "key_weight"))
-    tables = given["cos"], given["sin"], torch.arange(5)
-    return *dys, *saved, *rstds, *tables, 16, 16, False, True, 0.0, 1e-6, [asked] * 4
-
-
-@EACH_WAY
-def test_backward_op(served):
-    """Its fake, its decomposition, and what Inductor's generated code calls."""
-    op = torch.ops.tilenorm.rms_norm_rope_backward.default
-    arguments = backward_arguments(True)
-    if served == "reference":
-        opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
-    decomposed = tilenorm.decompositions()[op](*arguments)
-    with by(served):
-        found = op(*arguments)
-        compare(by_inductor("rms_norm_rope_backward")(*arguments), found, 0.0)
-    compare(found, decomposed, 1e-5)
-    assert all(t.numel() == 0 for t in op(*backward_arguments(False)))
-
-
-@EACH_WAY
-def test_what_inductor_calls(served):
-    op, arguments = op_and_arguments(F32)
-    arguments = [t.detach() if torch.is_tensor(t) else t for t in arguments]
-    with by(served):
-        compare(by_inductor(NAME)(*arguments), op(*arguments), 0.0)
-    compare(tilenorm.decompositions()[op](*arguments), op(*arguments), 1e-5)
-
-
-def test_compiled(dynamo):
-    given = {n: t.transpose(1, 2) if n in LEAVES[:2] else t for n, t in made().items()}
-    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
-    for options in ({"heads_first": True, "rounding": "early"}, {"heads_first": True}):
-        compare(step(compiled, given, **options), step(call, given, **options), 1e-6)
-
-
 def test_autocast_casts_queries_and_keys():
     """As it casts the input of PyTorch's own norm, from 2.12 on."""
     given = made(dtype=B)
@@ -457,12 +357,6 @@ def test_symbolic_trace_nested_tensors_and_overrides():
     nested = torch.nested.nested_tensor_from_jagged(random(5, 4, 16), torch.tensor([0, 2, 5]))
     with pytest.raises(NotImplementedError, match="'input' takes no nested tensor"):
         tilenorm.rms_norm_rope(nested, (16,), random(5, 16), random(5, 16))
-
-
-def test_no_warning_where_kernels_serve(recwarn):
-    with by("sm_90"):
-        step(call, made())
-    assert not messages(list(recwarn))
 
 
 def test_refusals():

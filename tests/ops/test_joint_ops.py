@@ -1,0 +1,157 @@
+"""The ops of chained, modulated and rotated norms: fakes, decompositions, what Inductor's generated
+code calls, graphs, and each gradient alone. The tensors of a call follow from the table of ops.
+"""
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.library import opcheck
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import tilenorm
+from tilenorm.table import MODULATED_NORMS, OPS, ROTATED_NORMS
+
+from .helpers import by_inductor, messages, random
+from .pretended import by
+from .test_modulated import compare
+from .uses import CHAINS
+
+B, F32 = torch.bfloat16, torch.float32
+EACH_OP = pytest.mark.parametrize("name", [*CHAINS, *MODULATED_NORMS, *ROTATED_NORMS])
+EACH_WAY = pytest.mark.parametrize("served", ["reference", "sm_80", "sm_90"])
+ROWS, BY_GROUP = dict.fromkeys(("input", "residual"), (2, 6, 8)), (2, 3, 8)
+SIZES = ROWS | dict.fromkeys(("scale", "shift", "gate"), BY_GROUP)
+ROTATED = {"input": (2, 5, 4, 8), "key": (2, 5, 2, 8), "cos": (5, 8), "sin": (5, 8)}
+
+
+def made(name: str, dtype: torch.dtype = F32) -> dict[str, torch.Tensor]:
+    """Every tensor that an op takes; those that have a gradient require it."""
+    given, sizes = {}, ROTATED if name in ROTATED_NORMS else SIZES
+    for seed, port in enumerate(OPS[name].takes):
+        if port.name == "positions":
+            given[port.name] = torch.arange(5)
+        else:
+            t = random(*sizes.get(port.name, (8,)), dtype=dtype, seed=seed)
+            given[port.name] = t.requires_grad_(bool(port.grad))
+    return given
+
+
+def call(name: str, given: dict) -> tuple[torch.Tensor, ...]:
+    found = getattr(tilenorm, name)(**given, normalized_shape=(8,), eps=1e-6)
+    return found if isinstance(found, tuple) else (found,)
+
+
+def leaves_of(given: dict) -> list[torch.Tensor]:
+    return [t for t in given.values() if t.requires_grad]
+
+
+def step(function, name: str, given: dict) -> list[torch.Tensor]:
+    """The results, and the gradient of each leaf."""
+    results = function(name, given)
+    dys = [random(*y.shape, dtype=y.dtype, seed=30 + i) for i, y in enumerate(results)]
+    return [*results, *torch.autograd.grad(results, leaves_of(given), dys)]
+
+
+class Kept(TorchDispatchMode):
+    """Keeps each op of tilenorm that is called, with its arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        if function.namespace == "tilenorm":
+            self.calls.append((function, arguments, named or {}))
+        return function(*arguments, **(named or {}))
+
+
+def calls_of(name: str, dtype: torch.dtype = F32) -> list[tuple]:
+    """The op of a call and those of its gradients, each with its arguments, without gradients."""
+    with Kept() as kept:
+        step(call, name, made(name, dtype))
+    assert kept.calls[0][0].name() == f"tilenorm::{name}" and len(kept.calls) > 1
+    return [(op, tuple(map(detached, given)), named) for op, given, named in kept.calls]
+
+
+def detached(value):
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+@EACH_OP
+@EACH_WAY
+def test_each_op_by_itself(served, name):
+    for op, arguments, named in calls_of(name):
+        if served == "reference":
+            opcheck(op, arguments, named, test_utils=("test_schema", "test_faketensor"))
+        with by(served):
+            found = op(*arguments, **named)
+            bound = by_inductor(op._opname)(*arguments, **named)
+        compare(tilenorm.decompositions()[op](*arguments, **named), found, 1e-5)
+        for one, other in zip(bound, found, strict=True):
+            assert other.numel() == 0 if one is None else torch.equal(one, other)
+
+
+@EACH_OP
+@pytest.mark.parametrize(
+    "utilities", [("test_autograd_registration",), pytest.param(None, marks=pytest.mark.slow)]
+)
+def test_the_op_with_gradients(name, utilities):
+    """All utilities: with symbolic sizes, too."""
+    op, arguments, _ = calls_of(name, B)[0]
+    asked = [port.grad for port in OPS[name].takes]
+    for needs, t in zip(asked, arguments, strict=False):
+        t.requires_grad_(bool(needs))
+    opcheck(op, arguments, **({"test_utils": utilities} if utilities else {}))
+
+
+@EACH_OP
+def test_results_that_are_not_asked_for_are_empty(name):
+    """What only a gradient needs, and gradients by their mask."""
+    for op, arguments, named in calls_of(name):
+        names, arguments = [a.name for a in op._schema.arguments], list(arguments)
+        if "output_mask" in names:
+            place = names.index("output_mask")
+            arguments[place] = [False] * len(arguments[place])
+            assert not any(t.numel() for t in op(*arguments, **named))
+        else:
+            arguments[names.index("save")] = False
+            results = op(*arguments, **named)
+            assert sum(t.numel() > 0 for t in results) == len(call(name, made(name)))
+
+
+@EACH_OP
+def test_graphs(name, dynamo):
+    given = {n: detached(t) for n, t in made(name).items()}
+    traced = make_fx(lambda given: call(name, given))(given)
+    op = getattr(torch.ops.tilenorm, name).default
+    assert op in [node.target for node in traced.graph.nodes]
+    compare(traced(given), call(name, given), 0.0)
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    compare(step(compiled, name, made(name)), step(call, name, made(name)), 1e-6)
+
+
+@EACH_OP
+@EACH_WAY
+def test_some_gradients(served, name, recwarn):
+    """Each alone has the bits that it has beside others, where one result is used, too. A result
+    that is not used has a gradient of zeros.
+    """
+    given, how = made(name), {"retain_graph": True, "allow_unused": True}
+    leaves = leaves_of(given)
+    with by(served):
+        results = call(name, given)
+        dys = [random(*y.shape, seed=30 + i) for i, y in enumerate(results)]
+        for used in ([0], [1], [0, 1]):
+            some = [results[i] for i in used], [dys[i] for i in used]
+            every = torch.autograd.grad(some[0], leaves, some[1], **how)
+            zeros = [dy if i in used else torch.zeros_like(dy) for i, dy in enumerate(dys)]
+            expected = torch.autograd.grad(results, leaves, zeros, **how)
+            for leaf, one, other in zip(leaves, every, expected, strict=True):
+                (alone,) = torch.autograd.grad(some[0], [leaf], some[1], **how)
+                assert (alone is None) == (one is None)
+                if one is None:
+                    assert other is None or not other.any()
+                else:
+                    assert torch.equal(alone, one)
+                    compare([one], [other], 1e-4)
+    assert served == "reference" or not messages(list(recwarn))
