@@ -165,9 +165,11 @@ def regimes(direction: str, arch: str, dtype: str, aligned: bool) -> list[tuple[
         chosen = [config(direction, replace(spec, **more), target(arch)) for more in tabled(dtype)]
         return *chosen, tile_width(spec.hidden)
 
-    count, points = MAX_HIDDEN // unit, [*range(1, 1024 // unit)]
-    # Two regimes that end within 256 elements, or within 4096 of wide rows, would pass for one.
-    for first, last, apart in ((1024, WIDEST_ROW, 256), (WIDEST_ROW, MAX_HIDDEN, 4096)):
+    count, points = MAX_HIDDEN // unit, [*range(1, 16 // unit)]
+    # Two regimes that end within 8 elements would pass for one; of rows of 1024 elements and more,
+    # two within 256, and of wide rows two within 4096.
+    starts = (16, 1024, WIDEST_ROW, MAX_HIDDEN)
+    for (first, last), apart in zip(pairwise(starts), (8, 256, 4096), strict=True):
         points += range(first // unit, last // unit, apart // unit)
     points.append(count)
     edges = [1]

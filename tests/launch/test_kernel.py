@@ -222,18 +222,18 @@ def fill(specs, number, started):
         assert call.kernel._compile(made, default_tile_context, CAPABILITY)[0] == b"cubin\n"
 
 
-def test_eight_processes_fill_one_cache(compiler):
+def test_processes_fill_one_cache(compiler):
     specs = [NormSpec("rms", 16 * n, "float32") for n in (1, 2, 3)]
     fork = multiprocessing.get_context("fork")
-    started = fork.Barrier(8)
-    children = [fork.Process(target=fill, args=(specs, n, started)) for n in range(8)]
+    started = fork.Barrier(4)
+    children = [fork.Process(target=fill, args=(specs, n, started)) for n in range(4)]
     for child in children:
         child.start()
     for child in children:
         child.join()
-    assert [child.exitcode for child in children] == [0] * 8
+    assert [child.exitcode for child in children] == [0] * 4
     runs = compiler.runs("row_forward")
-    assert len(specs) <= runs <= 8 * len(specs)
+    assert len(specs) <= runs <= 4 * len(specs)
     fill(specs, 0, fork.Barrier(1))
     assert compiler.runs("row_forward") == runs  # the cache has all of them
 

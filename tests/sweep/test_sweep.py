@@ -44,12 +44,14 @@ REGIMES = (
     "rms hidden=520 dtype=float16 gate=float32 gate_first=True",
     "layer hidden=37 dtype=float32 weight=float32 bias=float32 heads=4",
     "rms hidden=5120 dtype=bfloat16 weight=bfloat16",
+)
+WIDE = (
+    "layer hidden=1536 dtype=float16 weight=float16 bias=float16",
     "rms hidden=16392 dtype=bfloat16 residual=bfloat16",
 )
-WIDE = "layer hidden=1536 dtype=float16 weight=float16 bias=float16"
 
 
-@pytest.mark.parametrize("spec", [*REGIMES, *slow(WIDE)])
+@pytest.mark.parametrize("spec", [*REGIMES, *slow(*WIDE)])
 def test_regimes_pass(spec, capsys):
     case = f"{spec} rows=6 seed=4"
     status, printed = run(capsys, "--executor", "interpreter_sm_90", "--case", case)
