@@ -138,7 +138,7 @@ class Happened:
 
 
 @given(st.sampled_from(sorted(NORMS)), st.lists(st.sampled_from(STEPS)))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=16, deadline=None)
 def test_stored_forwards_in_any_order(name, steps):
     happened = Happened(NORMS[name]())
     for what in steps:

@@ -165,7 +165,9 @@ def test_what_libraries_make_of_a_patched_model(wrap, order, dynamo, one_process
         check_again(model)
 
 
-@pytest.mark.parametrize("make_copy", COPIES, ids=lambda make_copy: make_copy.__name__)
+@pytest.mark.parametrize(
+    "make_copy", COPIES[:3] + slow(*COPIES[3:]), ids=lambda make_copy: make_copy.__name__
+)
 def test_copies(make_copy):
     check_again(check("patch copy", None, make_copy))
 
