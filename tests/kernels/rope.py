@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.cases import DTYPES
 from tests.oracle import Truth
-from tilenorm.launch.arrays import HeadsBack, HeadsIn, RopeBackwardArrays, RopeForwardArrays
+from tilenorm.launch.arrays import RopeBackwardArrays, RopeForwardArrays
 from tilenorm.launch.calls import Needs, Sizes, every_gradient
 from tilenorm.launch.plan import plan_backward, plan_forward
 from tilenorm.spec import NormSpec, Rotation
@@ -135,7 +135,7 @@ def forward(executor, spec, sizes, inputs, outputs=None, **how) -> dict[str, Ten
         shape = numbers if spec.by_token else (*numbers, count)
         rstd = torch.full(shape, torch.nan, device=x.device)
         made |= {f"{name}y": y, f"{name}rstd": rstd}
-        groups.append(tuple(HeadsIn(x, () if w is None else w, y, rstd)))
+        groups.append((x, () if w is None else w, y, rstd))  # of HeadsIn
     tables = inputs.cos, inputs.sin, () if inputs.positions is None else inputs.positions
     executor.run(**how)(plan.launches(sizes, EPS), RopeForwardArrays(*groups, *tables), 0)
     return made
@@ -159,7 +159,7 @@ def backward(executor, spec, sizes, inputs, needs: Needs | None = None, **how) -
         if dw:
             made[f"{name}dw"] = torch.full_like(w.flatten(), torch.nan)
         weight = () if w is None else w
-        groups.append(tuple(HeadsBack(x, dy, weight, rstds[f"{name}rstd"], grad)))
+        groups.append((x, dy, weight, rstds[f"{name}rstd"], grad))  # of HeadsBack
     tables = inputs.cos, inputs.sin, () if inputs.positions is None else inputs.positions
     shape = plan.partials(sizes)
     partials = () if shape is None else torch.full(shape, torch.nan, device=inputs.x.device)

@@ -4,35 +4,41 @@ DTensor makes the all-reduces, where a Partial result becomes Replicate. RMSNorm
 bytes a row each way. LayerNorm takes one of 4 and one of 8 bytes a row forward, and one of 8 back.
 """
 
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ...spec import Options
-from ...table import DERIVED, FACTORS, NOT_OF_ROWS, OPS, Op
+from ...launch.calls import needs_of
+from ...spec import NormSpec, Options
+from ...table import FACTORS, NOT_OF_ROWS, OPS, Op
 from .. import reference
 from ..autograd import needs_grad
-from ..bound import options_of, specs_of_tensors
-from ..gradients import Step, named, run_steps
-from ..reference import branched
+from ..bound import options_of
+from ..gradients import through_sum
+from ..layout import heads_of
+from ..reference import branched, name_of
 from ..tensor_checks import wrong
 from ..torch_private import asked_of
 from . import library  # noqa: F401 (defines the ops)
 
+ROLES = ("x", "residual", "gate", "weight", "bias")  # what the ops take
+
 
 class How(NamedTuple):
-    """What a norm is told beside its tensors. asked: `hidden` and the values of the op's options.
-    last: the arguments that all ops of pieces take after their tensors.
-    """
+    """What a norm is told beside its tensors. dims: how many dimensions are normalised."""
 
-    asked: tuple
     options: Options
-    last: tuple
+    dims: int
     eps: float
     backend: str | None
+
+    @property
+    def last(self) -> tuple:
+        """The arguments that all ops take after their tensors."""
+        return *self.options, self.dims
 
 
 def is_cut(x: Tensor, dims: int) -> bool:
@@ -57,9 +63,7 @@ def of_op(op: Op, tensors: tuple, options: tuple, dims: int, eps: tuple, backend
     for stage, own in zip(op.stages, eps, strict=True):
         row = OPS[stage.op]
         given = {role: found.get(stage.ports.get(role, "")) for role in row.roles}
-        fields = options_of(row, options)
-        how = How(options, fields, (*fields, dims), own, backend)
-        y, total = normalize(row, given, how)
+        y, total = normalize(row, given, How(options_of(row, options), dims, own, backend))
         found |= {stage.ports["y"]: y, stage.ports.get("sum", ""): total}
     return tuple([found.get(port.name) for port in op.makes[: op.shown]])
 
@@ -81,12 +85,9 @@ def normalize(op: Op, given: dict[str, Any], how: How) -> tuple[Tensor, Tensor |
     given["x"] = branched(how.options, given["x"], *map(given.get, FACTORS))
     if given.get("addend") is not None:
         given["x"] = _plus(op.name, given["x"], given["addend"])
-    skip, bare = given.get("skip"), OPS[op.name.removesuffix("_add")]
-    placed = [given[role] if role in DERIVED else None for role in bare.roles]
-    if needs_grad(*placed):
-        y, total = PieceNorm.apply(how, bare, *placed)
-    else:
-        y, total, *_ = forward(how, given, False).values()
+    placed = tuple(given.get(role) for role in ROLES)
+    recorded, skip = needs_grad(*placed), given.get("skip")
+    y, total = PieceNorm.apply(how, *placed) if recorded else forward(how, placed, False)[:2]
     return (y if skip is None else reference.sum_of(y, skip)), total
 
 
@@ -98,9 +99,9 @@ def _plus(op: str, x: Tensor, addend: Tensor) -> Tensor:
     return reference.sum_of(x, addend).to(x.dtype)
 
 
-def forward(how: How, given: dict[str, Any], save: bool) -> dict[str, Tensor | None]:
-    """y, sum, mean and rstd, the last two only if `save`. given: the tensors by their roles."""
-    x, residual, gate, *parameters = map(given.get, DERIVED)
+def forward(how: How, tensors: tuple, save: bool) -> tuple[Tensor | None, ...]:
+    """(y, sum, mean, rstd), the last two only if `save`. tensors: those of ROLES."""
+    x, residual, gate, *parameters = tensors
     ops, layer, last = torch.ops.tilenorm, how.options.norm == "layer", how.last
     first = gate if how.options.gate_first else None
     part, own, total = ops.row_sums(x, residual, first, *last, how.backend)
@@ -111,44 +112,61 @@ def forward(how: How, given: dict[str, Any], save: bool) -> dict[str, Tensor | N
     more = how.eps, x.dtype, save, how.backend
     y, mean, rstd = ops.row_apply(rows, gate, *parameters, whole, centered, *last, *more)
     total = None if residual is None else total
-    mean, rstd = mean if save and layer else None, rstd if save else None
-    return {"y": y, "sum": total, "mean": mean, "rstd": rstd}
+    return y, total, mean if save and layer else None, rstd if save else None
 
 
 class PieceNorm(Function):
-    """Of How, an op of one norm, and the tensors that it takes. Its results are y and the sum."""
+    """Of How and the tensors of ROLES. Its results are y and the sum."""
 
     @staticmethod
-    def forward(ctx, how, op, *tensors):
-        made = forward(how, dict(zip(op.roles, tensors, strict=True)), True)
-        ctx.how, ctx.what = how, specs_of_tensors(op, tensors, how.asked)
-        ctx.save_for_backward(*ctx.what.kept((*tensors, *[made[role] for role in op.made])))
+    def forward(ctx, how, *tensors):
+        y, total, mean, rstd = forward(how, tensors, True)
+        x = tensors[0] if total is None else total
+        ctx.save_for_backward(x, *tensors[2:], mean, rstd)
         ctx.set_materialize_grads(False)
-        return made["y"], made["sum"]
+        ctx.how = how
+        ctx.dtypes = [t if t is None else name_of(t.dtype) for t in tensors]
+        return y, total
 
     @staticmethod
     def backward(ctx, dy, dsum):
-        how, what, saved, asked = ctx.how, ctx.what, ctx.saved_tensors, tuple(asked_of(ctx)[2:])
-        steps = what.steps(asked, dy is not None, dsum is not None)
-        compute = partial(_gradients, how)
-        found = [*run_steps(what.op, steps, (dy, dsum), saved, (how.eps,), compute)]
-        # DTensor takes no None for the gradient of a parameter that it has moved to its place.
-        for i, port in enumerate(what.op.takes):
-            if dy is None and asked[i] and port.lies == "affine":
-                found[i] = torch.zeros_like(named(what.spec, saved)[port.role])
-        return None, None, *found
+        how, names = ctx.how, ("x", *ROLES[2:], "mean", "rstd")
+        saved: dict[str, Any] = dict(zip(names, ctx.saved_tensors, strict=True))
+        asked = [r if need else None for r, need in zip(ROLES, asked_of(ctx)[1:], strict=True)]
+        heads = heads_of(how.options.hidden, saved["weight"], saved["bias"])
+        dtypes = dict(zip(ROLES, ctx.dtypes, strict=True))
+        spec = NormSpec.of_tensors(how.options, dtypes, heads)
+        dsum = dsum if spec.residual else None
+        if dy is None:
+            given: list = [None] * 5
+            if dsum is not None:
+                given = through_sum(spec, asked, dsum, saved)
+            # DTensor takes no None for the gradient of a parameter that it has moved to its place.
+            for i, role in enumerate(asked):
+                if role in ("weight", "bias"):
+                    given[i] = torch.zeros_like(saved[role])
+            return None, *given
+        at = saved["x"].placements
+        dy, dsum = (g if g is None else _moved(g, at) for g in (dy, dsum))
+        needs = needs_of(spec, asked, dsum is not None)
+        if not any(needs.gradients):  # y.backward(inputs=[y]) runs y's own node too
+            return (None,) * 6
+        read = (saved[name] for name in names[:4])
+        if needs_grad(dy, dsum, *read):  # by single operations, which DTensor runs
+            again = saved | {"mean": None, "rstd": None}
+            grads = reference.backward(spec, needs, dy, dsum, again, how.eps)
+        else:
+            grads = _by_pieces(how, spec, needs, dy, dsum, saved)
+        dx, dresidual, *others = grads
+        every = dx, dx if spec.shares_dx else dresidual, *others
+        return None, *(None if r is None else t for r, t in zip(asked, every, strict=True))
 
 
-def _gradients(how: How, step: Step, dy: Tensor, dsum: Tensor | None, saved, eps: float) -> tuple:
+def _by_pieces(how: How, spec: NormSpec, needs, dy, dsum, saved: dict) -> Sequence:
     """The gradients that are needed, in the order of Needs.gradients."""
-    spec, needs, by_role = step.spec, step.needs, named(step.spec, saved)
-    x, gate, weight, bias, *statistics = map(by_role.get, reference.ROLES)
-    dy, dsum = (g if g is None else _moved(g, x.placements) for g in (dy, dsum))
-    if needs_grad(dy, dsum, x, gate, weight, bias):  # by single operations, which DTensor runs
-        again = by_role | dict.fromkeys(reference.STATISTICS)
-        return reference.backward(spec, needs, dy, dsum, again, eps)
+    x, gate, weight, bias, *statistics = saved.values()
     ops, dots = torch.ops.tilenorm, None
-    if needs.of_sum or (needs.dgate and spec.gate_first):
+    if needs.dx or needs.dresidual or (needs.dgate and how.options.gate_first):
         sums = ops.grad_sums(dy, x, gate, weight, *statistics, *how.last, how.backend)
         dots = _added_up(sums)
     more = spec.residual is not None, list(needs.gradients), how.backend
