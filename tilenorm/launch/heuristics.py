@@ -98,7 +98,11 @@ def _backward(spec: NormSpec, target: Target, needs: Needs) -> Backward:
     if width <= fits and target.has_tma and spec.aligned:
         return Backward((width,), tma=True, hints=Hints(1, 8))
     # Rows that are read element by element spill less than those that are read in vectors.
-    wide = not spec.gate and (not spec.aligned or (inputs == 2 and spec.widest_item == 2))
+    sixteen = spec.aligned and spec.widest_item == 2
+    if spec.gate:
+        wide = sixteen and not spec.gate_first and needs.terms == 1
+    else:
+        wide = not spec.aligned or (sixteen and inputs == 2)
     narrow = rules.CHUNK if inputs == 2 else rules.MORE_CHUNK
     chunk, occupancy = rules.WIDE_CHUNK if wide else narrow
     # Blocks that share a row wait for each other at every row, so all have to be resident at once.
@@ -261,7 +265,20 @@ def _tabled(spec: NormSpec, target: Target, needs: Needs | None) -> tuple[Config
         for row, least, output, config in table.more.get(key, ()):
             if row == largest and least <= terms and output <= needs.output:
                 found, source = config, f"tuned/{target.arch}, untimed"
-    return found and (_fitted(found, spec.hidden), source)
+    return found and (_for_float16(spec, _fitted(found, spec.hidden)), source)
+
+
+def _for_float16(spec: NormSpec, config: Config) -> Config:
+    """A configuration that was tuned in bfloat16.
+
+    In float16, kernels whose blocks share a row, and keep weights of two segments beside two
+    inputs, take more registers. For add_rms_norm of 65536 they spill 192 bytes on sm_90, and took
+    1.5 times quack's time on an H100. Reading the weights again ends the spills of add_rms_norm,
+    and most of gated_rms_norm's (compiled on 2026-11-26, not timed).
+    """
+    two = isinstance(config, Backward) and len(config.widths) > 1 and spec.weight
+    keeps = two and (spec.residual or spec.gate) and sum(config.widths) < spec.hidden
+    return replace(config, reread=True) if keeps and spec.dtype == "float16" else config
 
 
 def _fitted(config: Config, hidden: int) -> Config:

@@ -24,7 +24,10 @@ TMA_TILE, TMA_TILE_OF_MORE = 8192, 4096
 # for more inputs. With one more block on a multiprocessor some of these kernels spill. Compiled on
 # 2026-11-22 for sm_80, sm_90, sm_100 and sm_120, sizes of 4097 to 131072. Timed that day in float32
 # for rows that do not fill vectors: with WIDE_CHUNK RMSNorm of 20001 and 65537 moved 2778 and 1553
-# GB/s, and 2369 and 366 with chunks of 1024; LayerNorm 2188 and 1059, and 1656 and 298.
+# GB/s, and 2369 and 366 with chunks of 1024; LayerNorm 2188 and 1059, and 1656 and 298. With a
+# gate behind the norm and 16 bits, chunks of 1024 reached 16% of a copy at 262144 and 43% at 65536
+# on an H100 (2026-11-26): only one row was under way at 262144. WIDE_CHUNK spills at most 24 bytes
+# there (compiled that day, not timed).
 WIDE_CHUNK, CHUNK, MORE_CHUNK = (2048, 2), (1024, 3), (1024, 2)
 # Forward by group: in larger tiles of several rows there are half as many. Timed on 2026-11-26, in
 # bfloat16: on an H100 the tables' tiles of more elements took 1.01 to 1.03 times as long with 64 Mi
