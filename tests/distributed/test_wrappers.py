@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tilenorm
 
-from ..ops.helpers import random, slow
+from ..ops.helpers import TORCH, random, slow
 from .placing import counted
 from .world import INDUCTOR, NAMES, device, mesh, on_every_rank
 
@@ -258,6 +258,13 @@ SCHEDULES = {
     ScheduleZBVZeroBubble: {0: (0, 3), 1: (1, 2)},
 }
 MICROBATCHES = 4
+# PyTorch 2.9 and 2.11 ask a function of autograd's in Python for what it does not have.
+ZERO_BUBBLE = pytest.mark.skipif(TORCH < (2, 13), reason="PyTorch errs in zero-bubble schedules")
+EACH_SCHEDULE = pytest.mark.parametrize(
+    "cls",
+    [pytest.param(c, marks=ZERO_BUBBLE if "Zero" in c.__name__ else ()) for c in SCHEDULES],
+    ids=lambda cls: cls.__name__,
+)
 
 
 def blocks(number: int) -> nn.Sequential:
@@ -293,7 +300,7 @@ def compare_stages(whole: nn.Module, modules: dict[str, nn.Module], y, x, target
             torch.testing.assert_close(parameter.grad, other.grad, rtol=0, atol=1e-5 * largest)
 
 
-@pytest.mark.parametrize("cls", SCHEDULES, ids=lambda cls: cls.__name__)
+@EACH_SCHEDULE
 @on_every_rank
 def test_schedules_of_two_ranks(cls):
     group = mesh(ONE).get_group()
