@@ -52,7 +52,7 @@ def chosen(spec: NormSpec, target: Target, needs: Needs | None = None) -> Config
 
 def _modulated(spec: NormSpec, config: Config) -> Config:
     """A plain norm's configuration, for one that reads a scale and a shift for each row."""
-    elements = config.rows * sum(config.widths or (tile_width(spec.hidden),))
+    elements = config.rows * sum(config.segments(spec.hidden))
     many = config.rows > 1 and elements > rules.MODULATED_TILE
     return replace(config, rows=config.rows // 2) if many else config
 
@@ -271,10 +271,10 @@ def _tabled(spec: NormSpec, target: Target, needs: Needs | None) -> tuple[Config
 def _for_float16(spec: NormSpec, config: Config) -> Config:
     """A configuration that was tuned in bfloat16.
 
-    In float16, kernels whose blocks share a row, and keep weights of two segments beside two
-    inputs, take more registers. For add_rms_norm of 65536 they spill 192 bytes on sm_90, and took
+    Float16 takes more registers where blocks share a row, each has two segments of it, and the
+    kernel reads a residual or a gate. So add_rms_norm of 65536 spilled 192 bytes on sm_90, and took
     1.5 times quack's time on an H100. Reading the weights again ends the spills of add_rms_norm,
-    and most of gated_rms_norm's (compiled on 2026-11-26, not timed).
+    and most of those of gated_rms_norm (compiled on 2026-11-26, not timed).
     """
     two = isinstance(config, Backward) and len(config.widths) > 1 and spec.weight
     keeps = two and (spec.residual or spec.gate) and sum(config.widths) < spec.hidden

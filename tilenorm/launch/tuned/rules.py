@@ -24,16 +24,17 @@ TMA_TILE, TMA_TILE_OF_MORE = 8192, 4096
 # for more inputs. With one more block on a multiprocessor some of these kernels spill. Compiled on
 # 2026-11-22 for sm_80, sm_90, sm_100 and sm_120, sizes of 4097 to 131072. Timed that day in float32
 # for rows that do not fill vectors: with WIDE_CHUNK RMSNorm of 20001 and 65537 moved 2778 and 1553
-# GB/s, and 2369 and 366 with chunks of 1024; LayerNorm 2188 and 1059, and 1656 and 298. With a
-# gate behind the norm and 16 bits, chunks of 1024 reached 16% of a copy at 262144 and 43% at 65536
-# on an H100 (2026-11-26): only one row was under way at 262144. WIDE_CHUNK spills at most 24 bytes
-# there (compiled that day, not timed).
+# GB/s, and 2369 and 366 with chunks of 1024; LayerNorm 2188 and 1059, and 1656 and 298. LayerNorm
+# in 16 bits with a gate behind it reached 16% of a copy at 262144 and 43% at 65536 on an H100, with
+# chunks of 1024 (2026-11-26): at 262144 all blocks together have one row. With WIDE_CHUNK they have
+# two, and spill at most 24 bytes (compiled that day, not timed).
 WIDE_CHUNK, CHUNK, MORE_CHUNK = (2048, 2), (1024, 3), (1024, 2)
-# Forward by group: in larger tiles of several rows there are half as many. Timed on 2026-11-26, in
-# bfloat16: on an H100 the tables' tiles of more elements took 1.01 to 1.03 times as long with 64 Mi
-# elements (256 and 512 by layer_norm, 768 by rms_norm), and 1.02 to 1.07 with 1 Mi; those of 1024
-# by layer_norm 1.02 and 1.10 on an H200. Those of 768 by layer_norm took 1.00 with 1 Mi. Tiles of
-# 2048 took 0.97 to 1.00 of the time of half as many rows.
+# Forward by group: a tile of several rows with more elements than this has half of the rows that
+# the plain norm's tile has. Timed in bfloat16 on 2026-11-26. On an H100 the plain norm's tiles took
+# longer than half of them: 1.01 to 1.03 times with 64 Mi elements and 1.02 to 1.07 times with 1 Mi,
+# by layer_norm of 256 and 512 and by rms_norm of 768; the same time by layer_norm of 768. On an
+# H200 it was 1.02 and 1.10 times, by layer_norm of 1024. Tiles of 2048 elements, by rms_norm of 256
+# and 512, took 0.97 to 1.00 of the time of half of them.
 MODULATED_TILE = 2048
 # Backward by group: the widest row that the kernels hold. By how many of these a call has (dW and
 # dB, a gate, float32): hints up to a size of row; wider rows have one block of 8 warps. Timed on
