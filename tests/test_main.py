@@ -109,7 +109,6 @@ WRONG = {
     ),
     f"{EXPLAIN} --group-dtype float32": "--group-dtype: rms_norm takes nothing by group",
     f"{PRECOMPILE} --op modulated_rms_norm --pieces": "--pieces: modulated_rms_norm has none",
-    f"{DRY} --op modulated_rms_norm --hidden 256": "its forward pass takes that of rms_norm",
     f"{EXPLAIN} --rotary-dim 64": "--rotary-dim, --head-dim and the like: rms_norm takes none",
     f"{EXPLAIN} --op rms_norm_rope --bias": "--bias: rms_norm_rope takes none",
     f"{DRY} --op rms_norm_rope --hidden 64 --terms 2": "rms_norm_rope takes one term of dy",
@@ -138,8 +137,8 @@ WRONG = {
         "--arch: tune times on this GPU; only --dry-run takes an architecture"
     ),
     "tune --dry-run --hidden 64": "--dry-run: needs --arch",
-    f"{DRY} --hidden 64 --op gated_rms_norm --bias": (
-        "no table serves gated_rms_norm forward with weight and bias"
+    f"{DRY} --hidden 64 --op gated_rms_norm --gate-first --bias": (
+        "no table serves gated_rms_norm forward with a gate first, weight and bias"
     ),
     f"{DRY} --hidden 64 --terms 2 --direction forward": "--terms: the forward pass takes none",
     f"{DRY} --hidden 262145": "the kernels take 1 to 262144",

@@ -134,7 +134,7 @@ TUNED = "tuned/sm_90"
             *(f"{TUNED}, timed with one residual", TUNED),
         ),
         ({"op": "rms_norm_add"}, f"{TUNED}, timed as add_rms_norm", TUNED),
-        ({"op": "gated_layer_norm"}, *[f"{TUNED}, timed with RMSNorm"] * 2),
+        ({"op": "gated_layer_norm"}, *[f"{TUNED}, timed as gated_rms_norm"] * 2),
     ],
     ids=str,
 )

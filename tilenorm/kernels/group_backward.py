@@ -288,17 +288,21 @@ def group_sum(
     count = block_of(group * per + per - 1, blocks, per * groups) + 1 - first
     first = first + group
     cols = columns(ct.bid(0) * TILE, TILE)
-    found = ()
+    totals = ()
     for ASKED in ct.static_iter((sums.A, sums.B, sums.C)):
-        added = ()
-        if ASKED:
-            added = ct.zeros((TILE_ROWS, TILE), dtype=ct.float32)
-            for i in range(ct.cdiv(count, TILE_ROWS)):
-                row = i * TILE_ROWS + ct.arange(TILE_ROWS, dtype=ct.int32)[:, None]
-                added += ct.gather(a.GROUP_SUMS, (first + row, cols), mask=row < count)
-            added = ct.sum(added, axis=0, keepdims=True)
-            first = first + blocks + groups - 1
-        found += (added,)
+        totals += (ct.zeros((TILE_ROWS, TILE), dtype=ct.float32) if ASKED else (),)
+    for i in range(ct.cdiv(count, TILE_ROWS)):
+        row = i * TILE_ROWS + ct.arange(TILE_ROWS, dtype=ct.int32)[:, None]
+        slot, added = first, ()
+        for total in ct.static_iter(totals):
+            if given(total):
+                total = total + ct.gather(a.GROUP_SUMS, (slot + row, cols), mask=row < count)
+                slot = slot + blocks + groups - 1
+            added += (total,)
+        totals = added
+    found = ()
+    for total in ct.static_iter(totals):
+        found += (ct.sum(total, axis=0, keepdims=True) if given(total) else (),)
     if given(a.DSCALE):
         dscale = found[0]
         if given(a.W):

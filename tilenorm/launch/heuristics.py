@@ -33,28 +33,31 @@ def chosen(spec: NormSpec, target: Target, needs: Needs | None = None) -> Config
 
     A norm whose output is quantised has the configuration, and so the bits, of the plain one.
     """
-    spec = spec.unquantized
+    spec, op = spec.unquantized, ""
     if found := _tabled(spec, target, needs):
-        config, _ = found
+        config, op, _ = found
     elif spec.rotation:
         config = _rotated(spec, needs)
     elif needs is None:
         read = (spec.dtype, spec.residual, spec.gate, spec.addend, spec.skip)
-        config = piece(spec, sum(dtype is not None for dtype in read))
+        config = piece(spec, 1 if spec.inner else sum(dtype is not None for dtype in read))
     elif spec.modulated:
         config = _by_group(spec, needs)
     else:
         config = _backward(spec, target, needs)
-    if spec.modulated and needs is None:
-        config = _modulated(spec, config)
+    if needs is None and spec.op not in op:
+        config = _around(spec, config)
     return with_room(spec, config)
 
 
-def _modulated(spec: NormSpec, config: Config) -> Config:
-    """A plain norm's configuration, for one that reads a scale and a shift for each row."""
+def _around(spec: NormSpec, config: Config) -> Config:
+    """A plain norm's configuration, for a norm that does more and that was not tuned."""
+    if spec.inner and spec.norm == "layer":
+        # Two LayerNorms have more registers than the table's occupancies leave for one.
+        return replace(config, hints=replace(config.hints, occupancy=None))
     elements = config.rows * sum(config.segments(spec.hidden))
-    many = config.rows > 1 and elements > rules.MODULATED_TILE
-    return replace(config, rows=config.rows // 2) if many else config
+    halved = spec.modulated and config.rows > 1 and elements > rules.MODULATED_TILE
+    return replace(config, rows=config.rows // 2) if halved else config
 
 
 def with_room(spec: NormSpec, config: Config) -> Config:
@@ -142,6 +145,12 @@ def column_sum(columns: int) -> ColumnSum:
     return ColumnSum(tile=rules.NARROW_TILE if columns <= rules.NARROW_SUM else rules.WIDE_TILE)
 
 
+def group_sum(columns: int, slots: int) -> ColumnSum:
+    """slots: the blocks that write sums of a group, of which one more may write some."""
+    tuned = (config for most, config in rules.GROUP_SUMS if slots <= most)
+    return next(tuned, column_sum(columns))
+
+
 def rope_width(spec: NormSpec) -> int:
     """Columns of a tile of heads: a half of what is rotated, or, if that is little, more."""
     how = spec.rotation
@@ -182,10 +191,10 @@ def source(spec: NormSpec, target: Target, needs: Needs | None = None) -> str:
     found = _tabled(spec, target, needs)
     if not found:
         return "heuristic, untimed"
-    _, table = found
-    if spec.gate and spec.norm == "layer":
-        return f"{table}, timed with RMSNorm"
-    if spec.modulated and needs is None:
+    _, op, table = found
+    if spec.gate and op != "gate_first" and op != f"gated_{spec.norm}_norm":
+        return f"{table}, timed as {op}"
+    if spec.modulated and spec.op not in op:
         return f"{table}, timed without modulation"
     if spec.branches:
         return f"{table}, timed without a mask and a scale of the input"
@@ -196,30 +205,47 @@ def source(spec: NormSpec, target: Target, needs: Needs | None = None) -> str:
     return table
 
 
-def operation(spec: NormSpec, needs: Needs | None = None) -> str | None:
-    """The operation whose table serves a forward pass, or, with `needs`, a backward pass.
+def operations(spec: NormSpec, needs: Needs | None = None) -> tuple[str, ...]:
+    """The operations whose tables serve a forward pass, or, with `needs`, a backward pass: the
+    first that has a configuration for its size.
 
-    A gate with a bias, or with two sums over rows, needs more registers than the tables were tuned
-    for, so no table serves it. A residual with a gate, and an addend, change no table: compiled for
-    sm_90, an addend spills at most 16 bytes more than the table's kernels. The table of a backward
-    pass is that of a norm which reads as much and keeps as many sums.
+    A gate before a norm with a bias, or with two sums over rows, needs more registers than the
+    tables were tuned for, so no table serves it. A residual with a gate, and an addend, change no
+    table: compiled for sm_90, an addend spills at most 16 bytes more than the table's kernels. The
+    table of a backward pass is that of a norm which reads as much and keeps as many sums.
     """
     if spec.gate:
-        if spec.bias if needs is None else needs.sums == 2:
-            return None
-        return "gate_first" if spec.gate_first else "gated_rms_norm"
+        more = spec.bias if needs is None else needs.sums == 2
+        if spec.gate_first:
+            return () if more else ("gate_first",)
+        return ("gated_layer_norm" if more else "gated_rms_norm",)
     if spec.rotation:
-        return f"{spec.op}, {spec.rotation._replace(positions=None).label}"
-    if spec.modulated and needs is not None:
+        return (f"{spec.op}, {spec.rotation._replace(positions=None).label}",)
+    if needs is None:
+        if spec.inner:
+            return spec.op, f"{spec.norm}_norm"
+        if spec.modulated:
+            return _of_modulated(spec)
+        return (spec.op,)
+    if spec.modulated:
         sums = [f"{needs.sums} sums over all rows"] * bool(needs.sums)
         gate = ["a gate"] * bool(spec.mod_gate)
-        return ", ".join([f"{spec.op} by {spec.mod_scale}", *gate, *sums])
-    if spec.modulated:
-        return f"add_{spec.norm}_norm" if spec.residual else f"{spec.norm}_norm"
-    if needs is None:
-        return spec.op
+        return (", ".join([f"{spec.op} by {spec.mod_scale}", *gate, *sums]),)
     norm = "layer_norm" if spec.norm == "layer" or needs.sums == 2 else "rms_norm"
-    return f"add_{norm}" if needs.dsum else norm
+    return (f"add_{norm}" if needs.dsum else norm,)
+
+
+def _of_modulated(spec: NormSpec) -> tuple[str, ...]:
+    added = "add_" if spec.residual else ""
+    plain = f"{added}{spec.norm}_norm"
+    # Weights, and scales in float32, take registers: the kernels would spill up to 248 bytes.
+    wide = spec.weight or spec.bias or "float32" in (spec.mod_scale, spec.mod_shift, spec.mod_gate)
+    return (plain,) if wide else (f"{added}{spec.op}", plain)
+
+
+def operation(spec: NormSpec, needs: Needs | None = None) -> str | None:
+    """The operation that the tuner finds a configuration for, or None if no table serves it."""
+    return next(iter(operations(spec, needs)), None)
 
 
 def shipped_op(spec: NormSpec, op: str) -> str:
@@ -238,32 +264,50 @@ def _packs(spec: NormSpec) -> bool:
     return spec.widest_item == 2 and spec.gate is None
 
 
-def _tabled(spec: NormSpec, target: Target, needs: Needs | None) -> tuple[Config, str] | None:
-    """(configuration, source) from a user's or the shipped table, or None.
+def _tabled(spec: NormSpec, target: Target, needs: Needs | None) -> tuple[Config, str, str] | None:
+    """(configuration, operation, source) from a user's or the shipped table, or None."""
+    for op in operations(spec, needs):
+        if found := _of_user(spec, target, needs, op) or _shipped(spec, target, needs, op):
+            config, source = found
+            return config, op, source
+    return None
+
+
+def _of_user(
+    spec: NormSpec, target: Target, needs: Needs | None, op: str
+) -> tuple[Config, str] | None:
+    """(configuration, source) from a user's table, or None.
 
     What was measured for one term of dy serves several where nothing was measured for so many: it
     adds up a row in the same order.
     """
-    op = operation(spec, needs)
-    if op is None:
-        return None
-    direction = "forward" if needs is None else "backward"
-    users, terms = user_table.configs(target.arch), needs.terms if needs else 1
-    untimed = ", timed with one term of dy" if terms > 1 else ""
-    for measured, note in ((terms, ""), (1, untimed)):
+    direction, terms = ("backward", needs.terms) if needs else ("forward", 1)
+    users = user_table.configs(target.arch)
+    for measured, note in ((terms, ""), (1, _untimed(terms))):
         if found := users.get(user_table.Key.of(spec, direction, op, measured)):
             return found, f"user table {user_table.path_of(target.arch)}{note}"
+    return None
+
+
+def _untimed(terms: int) -> str:
+    return ", timed with one term of dy" if terms > 1 else ""
+
+
+def _shipped(
+    spec: NormSpec, target: Target, needs: Needs | None, op: str
+) -> tuple[Config, str] | None:
+    """(configuration, source) from the shipped table, or None."""
     # The shipped tables serve backward rows from 17 elements on, and rows that fill vectors.
     narrow = needs is not None and tile_width(spec.hidden) < 32
     if narrow or not spec.aligned or target.arch not in TABLES:
         return None
     table, key = TABLES[target.arch], (shipped_op(spec, op), spec.widest_item)
-    rows = getattr(table, direction).get(key, ())
+    rows = (table.forward if needs is None else table.backward).get(key, ())
     largest, found = next((row for row in rows if spec.hidden <= row[0]), (0, None))
-    source = f"tuned/{target.arch}{untimed}"
-    if needs and (terms > 1 or needs.output):
+    source = f"tuned/{target.arch}{_untimed(needs.terms if needs else 1)}"
+    if needs and (needs.terms > 1 or needs.output):
         for row, least, output, config in table.more.get(key, ()):
-            if row == largest and least <= terms and output <= needs.output:
+            if row == largest and least <= needs.terms and output <= needs.output:
                 found, source = config, f"tuned/{target.arch}, untimed"
     return found and (_for_float16(spec, _fitted(found, spec.hidden)), source)
 

@@ -45,15 +45,10 @@ def plan_forward(spec: NormSpec, target: Target, save: bool) -> "ForwardPlan | R
     """
     if spec.rotation:
         return RopeForwardPlan(spec, target, heuristics.chosen(spec, target), save)
-    plan = ForwardPlan(spec, target, heuristics.chosen(_configured(spec), target), save)
+    plan = ForwardPlan(spec, target, heuristics.chosen(spec, target), save)
     if plan.casts_apart:
         return plan_forward(spec.unquantized, target, save)
     return replace(plan, save=True) if plan.hints.occupancy and not plan.ordered else plan
-
-
-def _configured(spec: NormSpec) -> NormSpec:
-    """The spec whose configuration serves: a chain has that of its norm after the addition."""
-    return replace(spec, residual=None, inner=None) if spec.inner else spec
 
 
 def chain_refused(spec: NormSpec, target: Target) -> str | None:
@@ -113,9 +108,6 @@ class ForwardPlan(Tiling):
         if self.small:
             hints = Hints(None, config.hints.num_worker_warps)
             return replace(config, hints=hints, packed=False, fetch=False)
-        if self.spec.inner and self.spec.norm == "layer":
-            # Two LayerNorms have more registers than the table's occupancies leave for one.
-            return replace(config, hints=Hints(None, config.hints.num_worker_warps))
         return compiled_as(self.spec, config, self._free) if self.spec.quantized else config
 
     @property
@@ -337,7 +329,7 @@ class GroupedPlan(BackwardPlan):
             main = Launch(self._kernel, (blocks,), (), MAIN_ARRAYS, after)
             found = [main, *self._sums(blocks)]
             if any(self.needs.modulation) and not self.sums(groups).WHOLE:
-                config = heuristics.column_sum(self._sum_width)
+                config = heuristics.group_sum(self.spec.hidden, cdiv(blocks, groups))
                 tiles = self.config.rows, config.rows, config.tile
                 early = self._overlap and len(found) == 1  # one kernel may start early
                 after = (rows, blocks, norm, sums, *tiles, early)

@@ -93,12 +93,6 @@ class Search:
             raise ValueError(
                 f"{spec.op} takes the configuration, and the bits, of {plain}: tune that"
             )
-        if spec.modulated and self.direction == "forward":
-            plain = f"{'add_' if spec.residual else ''}{spec.norm}_norm"
-            raise ValueError(
-                f"{spec.op} has a table of its backward pass alone: its forward pass takes that of"
-                f" {plain}; tune --direction backward"
-            )
         if (spec.rotation or spec.modulated) and self.terms > 1:
             raise ValueError(f"{spec.op} takes one term of dy")
         if spec.branches:
@@ -107,7 +101,9 @@ class Search:
             )
         op = heuristics.operation(spec, self.needs)
         if op is None:
-            raise ValueError(f"no table serves {spec.op} {self.direction} with weight and bias")
+            raise ValueError(
+                f"no table serves {spec.op} {self.direction} with a gate first, weight and bias"
+            )
         return Key.of(spec, self.direction, op, self.terms)
 
     @property

@@ -5,7 +5,7 @@ compiled by tileiras 13.4.92, within what a block has. Times are those of an NVI
 580.159, tileiras 13.4.92, cuda-tile 1.7.0).
 """
 
-from ..config import Hints, RopeBackward, RopeForward
+from ..config import ColumnSum, Hints, RopeBackward, RopeForward
 
 TILE = 2048  # elements of a tile of several rows
 # Forward: the most elements of a row that a block keeps, over all inputs. 2026-11-21.
@@ -66,6 +66,10 @@ ROPE_TOKENS = ((2048, Hints(4, 4)), (4096, Hints(2, 8)), (8192, Hints(1, 8)))
 # Column sum: the most columns that have narrow tiles, and both widths of a tile. Narrow tiles of a
 # narrow sum fill the GPU. Timed on 2026-11-21: 1.5 to 2.5 µs from N = 256 to 16384.
 NARROW_SUM, NARROW_TILE, WIDE_TILE = 4096, 16, 32
+# The tiles that add up the sums of the blocks of a group, up to so many blocks. More blocks have
+# the column sum's tiles. Timed for 1152 columns on 2026-11-26: in 256, 64 and 8 groups these tiles
+# took 5.8, 3.4 and 4.5 µs, and the column sum's 109, 29 and 6.0. In 4 groups it was 6.7 and 3.9.
+GROUP_SUMS = (3, ColumnSum(4, 512)), (96, ColumnSum(16, 256))
 # In a small batch a multiprocessor gets at most this many tiles, and at most this many elements.
 # Timed on 2026-11-22 for 1 to 128 rows, by the kernel of large batches and by that of small ones:
 # rows of 8192 took 2.07 and 1.81 µs, of 12288 2.38 and 2.11 µs, of 16384 2.60 and 2.33 µs.
