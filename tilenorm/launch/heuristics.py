@@ -316,12 +316,13 @@ def _for_float16(spec: NormSpec, config: Config) -> Config:
     """A configuration that was tuned in bfloat16.
 
     Float16 takes more registers where blocks share a row, each has two segments of it, and the
-    kernel reads a residual or a gate. So add_rms_norm of 65536 spilled 192 bytes on sm_90, and took
-    1.5 times quack's time on an H100. Reading the weights again ends the spills of add_rms_norm,
-    and most of those of gated_rms_norm (compiled on 2026-11-26, not timed).
+    kernel reads a residual or a gate: add_rms_norm of 65536 spilled 192 bytes on sm_90. Reading the
+    weights again ends the spills. On an H100 and an H200 it took 0.53 and 0.49 of the time there,
+    0.98 and 0.95 by gated_rms_norm of 65536, but 1.09 and 1.12 by that of 262144 (2026-11-26).
     """
     two = isinstance(config, Backward) and len(config.widths) > 1 and spec.weight
-    keeps = two and (spec.residual or spec.gate) and sum(config.widths) < spec.hidden
+    gains = spec.residual or (spec.gate and spec.hidden <= rules.GATED_FLOAT16)
+    keeps = two and gains and sum(config.widths) < spec.hidden
     return replace(config, reread=True) if keeps and spec.dtype == "float16" else config
 
 

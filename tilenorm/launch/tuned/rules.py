@@ -29,6 +29,9 @@ TMA_TILE, TMA_TILE_OF_MORE = 8192, 4096
 # chunks of 1024 (2026-11-26): at 262144 all blocks together have one row. With WIDE_CHUNK they have
 # two, and spill at most 24 bytes (compiled that day, not timed).
 WIDE_CHUNK, CHUNK, MORE_CHUNK = (2048, 2), (1024, 3), (1024, 2)
+# Backward in float16, blocks that share a row: the widest row with a gate that reads its weights
+# again, see _for_float16 in heuristics.py.
+GATED_FLOAT16 = 65536
 # Forward by group: a tile of several rows with more elements than this has half of the rows that
 # the plain norm's tile has. Timed in bfloat16 on 2026-11-26. On an H100 the plain norm's tiles took
 # longer than half of them: 1.01 to 1.03 times with 64 Mi elements and 1.02 to 1.07 times with 1 Mi,
