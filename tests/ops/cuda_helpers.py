@@ -8,7 +8,6 @@ from torch import Tensor
 
 from tilenorm.launch.target import Target
 from tilenorm.ops.registry import device_of
-from tilenorm.spec import NormSpec
 
 from .helpers import FAMILY, Form, call
 
@@ -74,14 +73,6 @@ def ops_seen(function) -> set[str]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         function()
     return {e.name for e in profile.events() if e.name.startswith("tilenorm::")}
-
-
-def spec_of(form: Form, tensors: dict[str, Tensor]) -> NormSpec:
-    """The spec of a call without heads."""
-    dtypes = {n: str(t.dtype).removeprefix("torch.") for n, t in tensors.items()}
-    dtype, n = dtypes.pop("input"), tensors["input"].shape[-1]
-    gate_first = not form.options.get("norm_before_gate", True)
-    return NormSpec.of(form.op, n, dtype, gate_first=gate_first, **dtypes)
 
 
 def target() -> Target:

@@ -12,8 +12,8 @@ import tilenorm
 from tilenorm.launch.calls import every_gradient
 from tilenorm.launch.plan import plan_backward, plan_forward
 
-from .cuda_helpers import forms_and_widths, made, spec_of, target, train
-from .helpers import EPS, FAMILY, NEEDS_GPU, RMS, call
+from .cuda_helpers import forms_and_widths, made, target, train
+from .helpers import EPS, FAMILY, NEEDS_GPU, RMS, call, spec_of
 
 pytestmark = NEEDS_GPU
 

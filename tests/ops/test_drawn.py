@@ -123,8 +123,10 @@ def test_accuracy(device, served, form, dtype, gradients_made):
             check_without_gradients(form, drawn, found)
         wanted = {n: (tensors[n].dtype, tensors[n].shape) for n in asked}
         assert {n: (t.dtype, t.shape) for n, t in found.items() if n in tensors} == wanted
-        if not (form.branch and dtype.itemsize == 2):  # rounded twice, as test_add.py holds
-            assert_step(found, expected_of(form, tensors, incoming, **options), found.keys())
+        if tensors["input"].shape[-options["dims"] :].numel():
+            # A layer scale's gradient is made of rounded numbers: test_add.py holds it.
+            names = found.keys() - ({"layer_scale"} if dtype.itemsize == 2 else set())
+            assert_step(found, expected_of(form, tensors, incoming, **options), names)
 
 
 def check_without_gradients(form: Form, drawn: Drawn, found: dict[str, Tensor]) -> None:
