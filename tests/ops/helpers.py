@@ -136,6 +136,24 @@ def tensors_of(
     return {n: t > -1 if n == "dropout_mask" else t for n, t in found.items()}
 
 
+def tensors_of_op(op: str, dtype=torch.float32, lead=(2, 6), n=8) -> dict[str, Tensor]:
+    """Every tensor that an op takes, but for a given scale. lead: the sizes before a row of n
+    elements, or before the heads of a token, which are four, and two of a key.
+    """
+    batch, tokens = lead
+    sizes = {"rows": (*lead, *[4] * OPS[op].rotated, n), "key": (*lead, 2, n), "table": (tokens, n)}
+    sizes |= {"group": (batch, tokens // 2, n), "affine": (n,), "vector": (n,)}
+    found = {}
+    for seed, port in enumerate(OPS[op].takes):
+        if port.lies == "tokens":
+            found[port.name] = torch.arange(tokens)
+        elif port.lies == "mask":
+            found[port.name] = random(*sizes["rows"], seed=seed) > -1
+        elif port.lies in sizes:
+            found[port.name] = random(*sizes[port.lies], dtype=dtype, seed=seed)
+    return found
+
+
 def rows_of(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors that have rows."""
     return {n: t for n, t in tensors.items() if n not in PARAMETERS}

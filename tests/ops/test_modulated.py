@@ -181,19 +181,6 @@ def flat(arrays):
         yield from flat(array) if isinstance(array, tuple) else (array,)
 
 
-@EACH_NORM
-@EACH_WAY
-@pytest.mark.parametrize(
-    "leading, groups", [((0, 3), (0,)), ((2, 0), (2,)), ((2, 0), ()), ((0,), (0,))], ids=str
-)
-def test_no_rows(leading, groups, served, norm):
-    given = made(leading, groups)
-    with by(served):
-        found = step(call, norm, given)
-    for grad, tensor in zip(found[2:], given.values(), strict=True):
-        assert grad.shape == tensor.shape and not grad.count_nonzero()
-
-
 def test_several_normalized_dimensions_and_heads():
     given = made((2, 6), (2,), 12)
     wide = {n: t.unflatten(-1, (3, 4)) for n, t in given.items()}
@@ -213,64 +200,6 @@ def test_refusals():
     assert "8192 elements" in explain_spec(spec, 4, planned_device("sm_90")).refused["cutile"]
     spec = NormSpec("rms", 8, "bfloat16", mod_scale="float64")
     assert "scale is float64" in registry.spec_refused(spec)
-
-
-@EACH_NORM
-@pytest.mark.parametrize(
-    "changes, error, message",
-    [
-        ({"scale": None}, TypeError, "'scale' takes a Tensor, got NoneType"),
-        ({"scale": random(3, 40)}, RuntimeError, "'scale' takes leading sizes"),
-        ({"scale": random(6, 40)}, RuntimeError, "'scale' takes leading sizes"),
-        ({"scale": random(4, 4, 40)}, RuntimeError, "'scale' takes leading sizes"),
-        ({"scale": random(1, 6, 40)}, RuntimeError, "'scale' takes leading sizes"),
-        ({"scale": random(4, 6, 1, 2, 40)}, RuntimeError, "'scale' takes leading sizes"),
-        ({"scale": random(4, 41)}, RuntimeError, "'scale' takes leading sizes"),
-        ({"scale": random(0, 40)}, RuntimeError, "'scale' takes leading sizes"),
-        ({"shift": random(40)}, RuntimeError, "'shift' takes the shape of scale"),
-        ({"gate": random(40)}, RuntimeError, "'gate' takes the shape of scale"),
-        ({"residual": None}, ValueError, "'gate' takes None without a residual"),
-        ({"residual": random(4, 5, 40)}, RuntimeError, "'residual' takes the input's shape"),
-        ({"scale": random(4, 40).int()}, NotImplementedError, "'scale' takes float16"),
-        ({"shift": random(4, 40, device="meta")}, RuntimeError, "'shift' takes the input's device"),
-        ({"weight": random(39)}, RuntimeError, "'weight' takes the shape"),
-    ],
-)
-def test_wrong_arguments(changes, error, message, norm):
-    with pytest.raises(error, match=f"modulated_{norm}_norm: argument {message}"):
-        call(norm, made((4, 6), (4,)) | changes)
-
-
-@EACH_NORM
-def test_second_derivatives_and_transforms(norm):
-    given = made((2, 4), (2, 2), 5, D)
-    inputs = [t.detach().requires_grad_() for t in given.values()]
-
-    def function(*tensors):
-        return call(norm, dict(zip(NAMES, tensors, strict=True)), eps=1e-3)
-
-    assert torch.autograd.gradcheck(function, inputs)
-    assert torch.autograd.gradgradcheck(function, inputs)
-    mapped = torch.func.vmap(function, (0, 0, 0, None, None, 0, 0))(*inputs)
-    compare(mapped, function(*inputs), 1e-12)
-    tangents = tuple(torch.ones_like(t) for t in inputs)
-    _, found = torch.func.jvp(function, tuple(inputs), tangents)
-    assert all(t.isfinite().all() for t in found)
-
-
-def test_symbolic_trace_nested_tensors_and_overrides():
-    given = made((4, 6), (4,), 8, affine=False)
-    traced = torch.fx.symbolic_trace(
-        lambda x, scale, gate, r: tilenorm.modulated_rms_norm(x, (8,), scale, gate=gate, residual=r)
-    )
-    (node,) = [n for n in traced.graph.nodes if n.op == "call_function"]
-    assert node.target is tilenorm.modulated_rms_norm
-    names = ("input", "scale", "gate", "residual")
-    found = traced(*(given[name] for name in names))
-    compare(found, call("rms", {name: given[name] for name in names}), 0.0)
-    nested = torch.nested.nested_tensor_from_jagged(random(5, 8), torch.tensor([0, 2, 5]))
-    with pytest.raises(NotImplementedError, match="'input' takes no nested tensor"):
-        tilenorm.modulated_rms_norm(nested, (8,), random(2, 8))
 
 
 def test_explained(capsys):
