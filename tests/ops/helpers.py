@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import tilenorm
@@ -237,6 +238,36 @@ def op_call(op: str, given: dict, hidden: int, **how) -> dict[str, Tensor]:
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def before(form: Form, tensors: dict[str, Tensor]) -> Tensor:
+    """What the last residual is added to, by PyTorch's operations, which round once each."""
+    x, dtype = tensors["input"], tensors["input"].dtype
+    compute = torch.float64 if dtype == torch.float64 else torch.float32
+    for name in form.branch:
+        scale = form.options["dropout_scale"] if name == "dropout_mask" else 1.0
+        x = (x.to(compute) * (tensors[name].to(compute) * scale)).to(dtype)
+    return (x + tensors["addend"]).to(tensors["addend"].dtype) if "addend" in tensors else x
+
+
+def by_pytorch(form: Form, tensors: dict[str, Tensor], eps=EPS) -> tuple[Tensor, ...]:
+    """The outputs of a form whose gate has silu, by PyTorch's functions one after the other."""
+    layer = "layer" in form.op
+    norm = F.layer_norm if layer else F.rms_norm
+    affine = [tensors.get(name) for name in ("weight", "bias")[: 1 + layer]]
+
+    def normalized(x: Tensor) -> Tensor:
+        return norm(x, x.shape[-1:], *affine, eps=eps)
+
+    x, z = before(form, tensors), tensors.get(form.other)
+    if form.other == "residual":
+        return normalized(x + z), x + z
+    if form.other == "skip":
+        return (z + normalized(x),)
+    if form.other == "gate":
+        first = not form.options.get("norm_before_gate", True)
+        return (normalized(x * F.silu(z)) if first else normalized(x) * F.silu(z),)
+    return (normalized(x),)
 
 
 def spec_of(form: Form, tensors: dict[str, Tensor], dims=1, **options) -> NormSpec:

@@ -17,6 +17,7 @@ from .helpers import (
     FAMILY,
     JOINED,
     MASKED,
+    before,
     call,
     incoming_of,
     name_of,
@@ -51,16 +52,6 @@ def made(form, *shape, dtypes=(F32, F32, F32), device="cpu"):
     dtype, residual, more = dtypes
     tensors = tensors_of(form, *shape, dtype=dtype, other=residual, device=device)
     return {n: t.to(more) if n in ("addend", "layer_scale") else t for n, t in tensors.items()}
-
-
-def before(form, tensors):
-    """What the last residual is added to, by PyTorch's operations, which round once each."""
-    x, dtype = tensors["input"], tensors["input"].dtype
-    compute = F64 if dtype == F64 else F32
-    for name in form.branch:
-        scale = form.options["dropout_scale"] if name == "dropout_mask" else 1.0
-        x = (x.to(compute) * (tensors[name].to(compute) * scale)).to(dtype)
-    return (x + tensors["addend"]).to(tensors["addend"].dtype) if "addend" in tensors else x
 
 
 def apart(form, tensors, **options):

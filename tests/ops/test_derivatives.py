@@ -15,7 +15,9 @@ from .helpers import (
     CALLS,
     EACH_CALL,
     EACH_DEVICE,
+    FEW,
     NEEDS_GPU,
+    by_pytorch,
     call,
     incoming_of,
     leaves_of,
@@ -98,32 +100,17 @@ TRANSFORMS = {
     "jacrev": lambda f, x, v: torch.func.jacrev(f)(x),
     "hessian": lambda f, x, v: torch.func.hessian(lambda x: f(x).mul(v).sum())(x),
 }
+
+
+def summed(function, form, x, w, z):
+    """The sum of a function's outputs. A layer scale is the weight, and the rest is other rows."""
+    own = {"input": x, "weight": w, "layer_scale": w, "dropout_mask": z > -1}
+    return sum(function(form, {name: own.get(name, z) for name in form.names if name != "bias"}))
+
+
 LAYER = tilenorm.LayerNorm(8)
+# Functions of x, a weight and other rows, by tilenorm and by PyTorch.
 PAIRS = {
-    "rms_norm": (
-        lambda x, w, z: tilenorm.rms_norm(x, (8,), w, 1e-5),
-        lambda x, w, z: F.rms_norm(x, (8,), w, 1e-5),
-    ),
-    "layer_norm": (
-        lambda x, w, z: tilenorm.layer_norm(x, (8,), w),
-        lambda x, w, z: F.layer_norm(x, (8,), w),
-    ),
-    "add_rms_norm": (
-        lambda x, w, z: sum(tilenorm.add_rms_norm(x, z, (8,), w, 1e-5)),
-        lambda x, w, z: F.rms_norm(x + z, (8,), w, 1e-5) + (x + z),
-    ),
-    "two residuals": (
-        lambda x, w, z: sum(tilenorm.add_rms_norm(x, (z, 2 * z), (8,), w, 1e-5)),
-        lambda x, w, z: F.rms_norm(x + 3 * z, (8,), w, 1e-5) + (x + 3 * z),
-    ),
-    "masked and scaled": (
-        lambda x, w, z: sum(
-            tilenorm.add_layer_norm(
-                x, z, (8,), w, dropout_mask=z > -1, dropout_scale=2.0, layer_scale=w
-            )
-        ),
-        lambda x, w, z: F.layer_norm(s := x * 2 * (z > -1) * w + z, (8,), w) + s,
-    ),
     "weights, one for each row": (
         lambda x, w, z: tilenorm.rms_norm(z, (8,), x, 1e-5),
         lambda x, w, z: F.rms_norm(z, (8,), None, 1e-5) * x,
@@ -132,10 +119,9 @@ PAIRS = {
         lambda x, w, z: torch.func.functional_call(LAYER, {"weight": w, "bias": w}, x),
         lambda x, w, z: F.layer_norm(x, (8,), w, w),
     ),
-    "gated_rms_norm": (
-        lambda x, w, z: tilenorm.gated_rms_norm(x, z, (8,), w, 1e-5),
-        lambda x, w, z: F.rms_norm(x, (8,), w, 1e-5) * F.silu(z),
-    ),
+} | {
+    name: tuple(partial(summed, function, CALLS[name]) for function in (call, by_pytorch))
+    for name in (*FEW, "layer_norm", "add_layer_norm, masked and scaled")
 }
 
 

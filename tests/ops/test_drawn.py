@@ -82,6 +82,7 @@ def draw(rng: Random, form: Form, dtype: torch.dtype, device: str) -> Drawn:
         names = [n for n in names if n not in ("weight", "bias")]
     asked = rng.sample(names, rng.choice((1, len(names) - 1 or 1, len(names), len(names))))
     options = {"dims": len(size), "offset": rng.choice((0.0, 1.0, -0.5))}
+    options["rounding"] = rng.choice(("late", "late", "early"))
     return Drawn(tensors, incoming, asked, options)
 
 
