@@ -78,7 +78,7 @@ CASES |= {
 CASES["rms_norm, by heads"] = called(
     "rms_norm", {"input": random(3, 4, N), "weight": random(4, N, seed=1)}
 )
-INTERLEAVED = dict.fromkeys(ROTATED_NORMS, {"interleaved": True})
+INTERLEAVED = {name: {"interleaved": True} for name in ROTATED_NORMS}
 CASES |= {
     name: called(name, tensors_of_op(name, lead=(3, 2), n=N), **INTERLEAVED.get(name, {}))
     for name, op in OPS.items()
