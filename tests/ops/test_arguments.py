@@ -16,7 +16,7 @@ from tilenorm.ops import bound, cutile, reference, registry
 from tilenorm.ops import call as calls
 from tilenorm.table import NORMS
 
-from .helpers import EACH_FORM, NEEDS_GPU, TORCH, call, tensors_of
+from .helpers import TORCH
 from .wrong_calls import Function, Wrong, of_functions
 from .wrong_uses import of_integrations, of_modules
 
@@ -107,16 +107,3 @@ def test_by_keyword_alone_beyond_pytorch(op):
     positional = [n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
     assert positional == inputs + pytorch
     assert all(p.kind is p.KEYWORD_ONLY for n, p in parameters.items() if n not in positional)
-
-
-@NEEDS_GPU
-@EACH_FORM
-def test_what_is_on_another_device(form):
-    tensors = tensors_of(form, 3, 8)
-    for name in form.names[1:]:
-        argument = form.argument if name == form.other else name
-        with pytest.raises(RuntimeError, match=rf"'{argument}' takes .* cpu, got cuda:0"):
-            call(form, tensors | {name: tensors[name].cuda()})
-        elsewhere = {n: t if n == name else t.cuda() for n, t in tensors.items()}
-        with pytest.raises(RuntimeError, match=rf"'{argument}' takes .* cuda:0, got cpu"):
-            call(form, elsewhere)

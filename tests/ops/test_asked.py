@@ -12,7 +12,6 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch.autograd import Function
-from torch.autograd.graph import GradientEdge
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -272,16 +271,6 @@ def test_compiled_autograd(device, dynamo):
         with torch._dynamo.compiled_autograd._enable(compiler):
             (grad,) = by_grad(call(RMS, given), [given[name]], incoming)
         assert torch.equal(grad, every[name])
-
-
-def test_a_gradient_edge_asks_as_its_tensor_does(device, gradients_made):
-    """Pipelines that split the backward pass start and end at edges."""
-    x, w = random(3, 8, device=device).requires_grad_(), random(8, device=device).requires_grad_()
-    (y,) = call(RMS, {"input": x, "weight": w})
-    start = GradientEdge(y.grad_fn, 0)
-    end = y.grad_fn.next_functions[1]
-    torch.autograd.grad([start], [GradientEdge(*end)], [torch.ones_like(y)])
-    assert gradients_made == [{"weight"}]
 
 
 @pytest.mark.parametrize("module", [autograd, library], ids=lambda m: m.__name__.split(".")[-1])

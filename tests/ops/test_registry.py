@@ -97,18 +97,6 @@ def test_the_cpu_asks_for_no_compiler(monkeypatch):
     select(SPEC, 1, CPU, None)
 
 
-@EACH_FORM
-def test_backend_of_one_call(form):
-    tensors = tensors_of(form, 2, 8)
-    message = f"^{form.op}: backend 'cutile' was asked for, but the input is on cpu"
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match=message):
-            call(form, tensors, backend="cutile")
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            call(form, tensors, backend="reference")
-
-
 def test_backend_of_the_environment(monkeypatch):
     x = torch.ones(2, 8)
     for backend, kind, message in (
