@@ -52,8 +52,9 @@ class Form(NamedTuple):
 
 
 # The oracle's names of results and of gradients.
-RESULTS = {"output": "y", "input": "dx", "residual": "dresidual", "addend": "dresidual"}
+RESULTS = {"output": "y", "x": "dx", "residual": "dresidual", "addend": "dresidual"}
 RESULTS |= {"gate": "dgate", "weight": "dw", "bias": "db", "layer_scale": "dlayer_scale"}
+RESULTS |= {"mod_scale": "dscale", "mod_shift": "dshift", "mod_gate": "dmod_gate"}
 FAMILY = {op: Form(op) for op in NORMS}
 FAMILY["gated_rms_norm, gate first"] = Form("gated_rms_norm", {"norm_before_gate": False})
 FAMILY["gated_layer_norm, gate first"] = Form("gated_layer_norm", {"norm_before_gate": False})
@@ -276,33 +277,38 @@ def spec_of(form: Form, tensors: dict[str, Tensor], dims=1, **options) -> NormSp
     hidden = tensors["input"].shape[-dims:].numel()
     affine = [tensors[name].numel() for name in ("weight", "bias") if name in tensors]
     heads = max(affine, default=0) // hidden
-    dtypes = {n: str(t.dtype).removeprefix("torch.") for n, t in tensors.items()}
+    dtypes = {n: str(t.dtype).removeprefix("torch.") for n, t in by_role(form, tensors).items()}
     options["gate_first"] = not options.pop("norm_before_gate", True)
-    options |= {"heads": heads if heads > 1 else 0, "dtype": dtypes.pop("input")}
+    options |= {"heads": heads if heads > 1 else 0, "dtype": dtypes.pop("x")}
     return NormSpec.of(form.op, hidden, **dtypes, **options)
+
+
+def by_role(form: Form, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors by their names in a spec."""
+    roles = {port.name: port.role for port in OPS[form.op].takes}
+    return {roles.get(name, name): t for name, t in tensors.items()}
 
 
 def expected_of(
     form: Form, tensors: dict[str, Tensor], incoming=None, dims=1, eps=EPS, **options
 ) -> dict[str, tuple[oracle.Truth, Tensor]]:
     """What `step` should give, by the oracle, and PyTorch's own results. Rows have elements."""
-    given = {n: t.detach() for n, t in tensors.items()}
-    spec = spec_of(form, given, dims, **options)
-    results = dict(zip(("output", "sum"), incoming_of(given), strict=False))
+    spec, given = spec_of(form, tensors, dims, **options), by_role(form, tensors)
+    results = dict(zip(("output", "sum"), incoming_of(tensors), strict=False))
     incoming = results.values() if incoming is None else incoming
     for name, like, gradient in zip(("dy", "dsum"), results.values(), incoming, strict=False):
-        given[name] = torch.zeros_like(like) if gradient is None else gradient.detach()
+        given[name] = torch.zeros_like(like) if gradient is None else gradient
     lead = (-1, spec.heads) if spec.heads else (-1,)
     shapes = dict.fromkeys(("weight", "bias"), lead[1:]) | {"layer_scale": ()}
-    flat = {n: t.reshape(*shapes.get(n, lead), spec.hidden) for n, t in given.items()}
-    flat["x"] = flat.pop("input")
+    flat = {n: t.detach().reshape(*shapes.get(n, lead), spec.hidden) for n, t in given.items()}
     absent = dict.fromkeys(("residual", "gate", "weight", "bias", "dsum"))
     arguments = oracle.Arguments(**absent | flat, eps=eps)
     truths, own = oracle.norm(spec, arguments), oracle.torch_own(spec, arguments)
     truths["skip"], own["skip"] = oracle.Truth(*[flat["dy"].double()] * 2), flat["dy"]
+    roles = dict(zip(tensors, by_role(form, tensors), strict=True))
     found = {}
     for name, like in (results | tensors).items():
-        if (result := RESULTS.get(name, name)) in truths:
+        if (result := RESULTS.get(roles.get(name, name), name)) in truths:
             value, scale = (t.reshape(like.shape) for t in vars(truths[result]).values())
             mine = own[result].reshape(like.shape).to(like.dtype)
             found[name] = oracle.Truth(value, scale), mine

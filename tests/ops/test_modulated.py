@@ -4,7 +4,6 @@ from random import Random
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import tilenorm
 from tests import layouts
@@ -16,13 +15,15 @@ from tilenorm.spec import NormSpec
 from tilenorm.tools.explain import explain_spec, planned_device
 from tilenorm.tools.precompile import calls_of, compile_call, training_calls
 
-from .helpers import random
+from . import helpers
+from .helpers import Form, assert_step, expected_of, random, same, step
 from .pretended import by
 
 B, F32, D = torch.bfloat16, torch.float32, torch.float64
 SERVED = ("reference", "sm_80", "sm_90")
 EACH_NORM = pytest.mark.parametrize("norm", ["rms", "layer"])
 EACH_WAY = pytest.mark.parametrize("served", SERVED)
+FORMS = {norm: Form(f"modulated_{norm}_norm") for norm in ("rms", "layer")}
 NAMES = ("input", "scale", "shift", "weight", "bias", "residual", "gate")
 # (sizes of the input before a row, of what lies by group).
 GROUPS = (
@@ -52,40 +53,9 @@ def made(leading, groups, hidden=40, dtype=F32, by_group=None, affine=True, seed
 
 def call(norm, given, shape=None, **options):
     """The results of the public function, always as a tuple."""
-    function, given = getattr(tilenorm, f"modulated_{norm}_norm"), dict(given)
-    x = given.pop("input")
-    made = function(x, shape or x.shape[-1:], given.pop("scale"), **given, **options)
-    return made if isinstance(made, tuple) else (made,)
-
-
-def formula(norm, given, eps=1e-6):
-    """The same by PyTorch's functions, one operation after the other."""
-    x, scale, shift, weight, bias, residual, gate = (given.get(name) for name in NAMES)
-    hidden = x.shape[-1]
-
-    def by_row(p):
-        each = x.numel() // max(p.numel(), 1)
-        return p.reshape(-1, 1, hidden).expand(-1, each, hidden).reshape(x.shape)
-
-    s = x if residual is None else residual + (x if gate is None else by_row(gate) * x)
-    y = (
-        F.layer_norm(s, (hidden,), eps=eps)
-        if norm == "layer"
-        else F.rms_norm(s, (hidden,), eps=eps)
-    )
-    y = y if weight is None else y * weight
-    y = (y if bias is None else y + bias) * (1 + by_row(scale))
-    y = y if shift is None else y + by_row(shift)
-    return (y,) if residual is None else (y, s)
-
-
-def step(function, norm, given, **options):
-    """Results, and the gradient of each tensor that is there, by its name."""
-    leaves = {n: t.detach().requires_grad_() for n, t in given.items() if t is not None}
-    results = function(norm, leaves, **options)
-    dys = [random(*t.shape, dtype=t.dtype, seed=30 + i) for i, t in enumerate(results)]
-    grads = torch.autograd.grad(results, list(leaves.values()), dys)
-    return [*results, *grads]
+    given = {name: t for name, t in given.items() if t is not None}
+    dims = 1 if shape is None else len(shape)
+    return helpers.call(FORMS[norm], given, dims, **options)
 
 
 def compare(found, expected, bound):
@@ -114,23 +84,14 @@ def test_drawn_calls(served, norm):
             n: layouts.draw(rng, tuple(t.shape), False).filled(t) for n, t in given.items()
         }
         with by(served):
-            found = step(call, norm, given)
+            found = step(FORMS[norm], given)
             for again in (elsewhere, given):
-                compare(step(call, norm, again), found, 0.0)
+                assert same(step(FORMS[norm], again), found)
             with torch.no_grad():
                 plain = call(norm, given)
-        compare(plain, found[: len(plain)], 0.0)
-        assert [t.dtype for t in found[len(plain) :]] == [t.dtype for t in given.values()]
-        bound = 1e-5 if dtype == by_group == F32 else 2e-2
-        compare(found, step_in_double(norm, given), bound)
-
-
-def step_in_double(norm, given):
-    return step(formula, norm, {n: t.to(D) for n, t in given.items()}, eps=eps_of(norm))
-
-
-def eps_of(norm):
-    return 1e-5 if norm == "layer" else torch.finfo(F32).eps
+        assert all(map(torch.equal, plain, found.values()))
+        assert all(found[name].dtype == t.dtype for name, t in given.items())
+        assert_step(found, expected_of(FORMS[norm], given))
 
 
 @EACH_NORM
@@ -140,9 +101,9 @@ def test_a_call_after_one_of_other_groups(norm):
     wrong = {**given, **{n: other[n][:, :4] for n in ("scale", "shift", "gate")}}
     with by("sm_90"), torch.no_grad():
         for case in (given, other, given):
-            compare(call(norm, case, eps=1e-6), formula(norm, case), 1e-5)
+            compare(call(norm, case), call(norm, case, backend="reference"), 1e-5)
         with pytest.raises(RuntimeError, match="'scale' takes leading sizes"):
-            call(norm, wrong, eps=1e-6)
+            call(norm, wrong)
 
 
 @EACH_NORM
@@ -190,8 +151,8 @@ def test_several_normalized_dimensions_and_heads():
         compare([t.flatten(-2) for t in found], expected, 0.0)
         by_heads = {**given, "weight": random(6, 12), "bias": random(6, 12, seed=1)}
         with pytest.warns(tilenorm.ReferenceWarning, match="a weight by heads"):
-            found = call("layer", by_heads, eps=1e-6)
-    compare(found, formula("layer", by_heads), 1e-5)
+            found = call("layer", by_heads)
+    compare(found, call("layer", by_heads, backend="reference"), 0.0)
 
 
 def test_refusals():
