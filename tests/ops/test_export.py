@@ -16,10 +16,7 @@ import tilenorm
 from .exported import CASES, assert_alike, each
 from .helpers import CALLS, EACH_DEVICE, FEW, TORCH, call, leaves_of, random, tensors_of
 from .helpers import each as each_form
-from .test_library import ABSENT, MASKS, backward_arguments, made, targets
-from .test_split import GATED as GATED_PIECE
-from .test_split import LAYER as LAYER_PIECE
-from .test_split import arguments_of
+from .test_library import targets
 
 OPS = torch.ops.tilenorm
 # Of the ATen operators that are left, those that are not core.
@@ -69,36 +66,6 @@ def test_an_exported_program_of_aten_operators(name):
         found = found if isinstance(found, tuple) else (found,)
         for got, expected in zip(found, case.outputs(inputs), strict=True):
             assert_alike(got, expected)
-
-
-def check(op, arguments: tuple, **by_name) -> None:
-    """The decomposition's results are those of the op, absent ones included."""
-    op = getattr(OPS, op).default
-    results = tilenorm.decompositions()[op](*arguments, **by_name), op(*arguments, **by_name)
-    results = [(r,) if isinstance(r, torch.Tensor) else r for r in results]
-    for got, wanted in zip(*results, strict=True):
-        assert got.stride() == wanted.stride() or not wanted.numel()
-        assert_alike(got.detach(), wanted.detach())
-
-
-@pytest.mark.parametrize("case", ["residual float32", "gate float32"])
-def test_norm_backward_of_one_gradient(case):
-    for mask in (*MASKS, (False,) * 5):
-        check("norm_backward", backward_arguments(*made(case, "cpu"), False, mask))
-
-
-def test_norm_backward_of_several_terms_and_the_output():
-    form, tensors = made("matrix", "cpu")
-    terms = {f"grad_output_{i}": random(3, 40, seed=20 + i) for i in (2, 3)}
-    arguments = backward_arguments(form, tensors)
-    check("norm_backward", arguments, **terms, output=True)
-    check("norm_backward", backward_arguments(*made("matrix", "cpu", ABSENT[0])))
-
-
-@pytest.mark.parametrize("spec", [LAYER_PIECE, GATED_PIECE], ids=["layer", "gated"])
-def test_rows_in_pieces(spec):
-    for name, arguments in arguments_of(spec, 40).items():
-        check(name.strip(), arguments)
 
 
 @each_form(CALLS, FEW)

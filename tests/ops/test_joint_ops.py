@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilenorm
 from tilenorm.table import MODULATED_NORMS, OPS, ROTATED_NORMS
 
 from .helpers import by_inductor, messages, random, tensors_of_op
+from .passes import Kept, check_decomposition, detached
 from .pretended import by
 from .test_modulated import compare
 from .uses import CHAINS
@@ -44,29 +44,12 @@ def step(function, name: str, given: dict) -> list[torch.Tensor]:
     return [*results, *torch.autograd.grad(results, leaves_of(given), dys)]
 
 
-class Kept(TorchDispatchMode):
-    """Keeps each op of tilenorm that is called, with its arguments."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, function, types, arguments=(), named=None):
-        if function.namespace == "tilenorm":
-            self.calls.append((function, arguments, named or {}))
-        return function(*arguments, **(named or {}))
-
-
 def calls_of(name: str, dtype: torch.dtype = F32) -> list[tuple]:
     """The op of a call and those of its gradients, each with its arguments, without gradients."""
     with Kept() as kept:
         step(call, name, made(name, dtype))
     assert kept.calls[0][0].name() == f"tilenorm::{name}" and len(kept.calls) > 1
-    return [(op, tuple(map(detached, given)), named) for op, given, named in kept.calls]
-
-
-def detached(value):
-    return value.detach() if isinstance(value, torch.Tensor) else value
+    return kept.calls
 
 
 @EACH_OP
@@ -78,7 +61,7 @@ def test_each_op_by_itself(served, name):
         with by(served):
             found = op(*arguments, **named)
             bound = by_inductor(op._opname)(*arguments, **named)
-        compare(tilenorm.decompositions()[op](*arguments, **named), found, 1e-5)
+        check_decomposition(op, arguments, **named)
         for one, other in zip(bound, found, strict=True):
             assert other.numel() == 0 if one is None else torch.equal(one, other)
 

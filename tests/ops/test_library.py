@@ -1,6 +1,7 @@
 """The torch.library ops: their contracts, and what tracers make of them."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ from .helpers import (
     random,
     tensors_of,
 )
-from .passes import Seen
+from .passes import Seen, check_decomposition
 
 OPS = torch.ops.tilenorm
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
@@ -88,7 +89,7 @@ FORMS = {name: (form, (3, 40), {}) for name, form in CALLS.items() if form is no
     "gate float32": (GATED, (3, 40), {"dtype": BF16, "other": F32, "parameter": F32}),
     "heads": (LAYER, (2, 3, 8), {"parameter_shape": (3, 8)}),
 }
-ABSENT = [("weight",), ("bias",), ("weight", "bias")]
+ABSENT = ("weight",)
 MASKS = [m for m in itertools.product((True, False), repeat=5) if sum(m) == 1]
 
 
@@ -178,6 +179,18 @@ def test_modes_and_subclasses_see_the_op(device, grad):
 @pytest.mark.parametrize("case", [*INPUTS, *FORMS])
 def test_opcheck_backward(device, case):
     opcheck(OPS.norm_backward.default, backward_arguments(*made(case, device)))
+
+
+@pytest.mark.parametrize("case", ["matrix", "residual float32", "gate float32"])
+def test_decompositions_of_norm_backward(case):
+    """Of one gradient, of none, and of several terms with the output."""
+    check = partial(check_decomposition, OPS.norm_backward.default)
+    for mask in (*MASKS, (False,) * 5):
+        check(backward_arguments(*made(case, "cpu"), False, mask))
+    if case == "matrix":
+        terms = {f"grad_output_{i}": random(3, 40, seed=20 + i) for i in (2, 3)}
+        check(backward_arguments(*made(case, "cpu")), **terms, output=True)
+        check(backward_arguments(*made(case, "cpu", ABSENT)))
 
 
 def test_a_backward_pass_without_rstd_says_so():

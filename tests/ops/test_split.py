@@ -15,7 +15,7 @@ from tests import cases, drawing
 from tests.executors import Inputs
 from tests.guarded import guarded
 from tests.oracle import Truth
-from tests.pieces import OPS, forward, in_pieces
+from tests.pieces import OPS, in_pieces
 from tests.tolerance import assert_close
 from tilenorm.launch.toolchain import CompileError
 from tilenorm.ops import cutile, registry
@@ -23,6 +23,7 @@ from tilenorm.spec import NormSpec, Options
 from tilenorm.table import NORMS as NAMES
 
 from .helpers import random, slow
+from .passes import Kept, check_decomposition
 from .pretended import by, pretended_gpu
 
 SERVED = ("reference", *cases.INTERPRETED)
@@ -148,32 +149,17 @@ def test_two_normalized_dimensions_cut_in_the_last(served, norm):
     assert_close("y", torch.cat(ys, -1), Truth(expected, expected.abs() + 1), own)
 
 
-def arguments_of(spec: NormSpec, width: int) -> dict[str, tuple]:
-    """The arguments of each op that serves a spec, for a piece of so many columns."""
-    inputs = Inputs.random(spec, 3, "cpu")
-    cut = {n: t[..., :width] if isinstance(t, torch.Tensor) else t for n, t in vars(inputs).items()}
-    p = Inputs(**cut)
-    last, layer = (*spec.options, 1), spec.norm == "layer"
-    before = p.gate if spec.gate_first else None
-    part, own, _ = OPS.row_sums(p.x, p.residual, before, *last)
-    _, [(x, gate, weight, bias, mean, rstd)] = forward(spec, [p])
-    found = {"row_sums": (p.x, p.residual, before, *last)}
-    if layer:
-        found["row_center"] = (p.x, part, own, *last)
-    centered = OPS.row_center(*found["row_center"]) if layer else None
-    applied = (x, gate, weight, bias, part, centered, *last, p.eps, p.x.dtype)
-    sums = (p.dy, x, gate, weight, mean, rstd, *last)
-    read = (p.dy, p.dsum, x, gate, weight, bias, mean, rstd, OPS.grad_sums(*sums), *last)
-    found |= {"row_apply": (*applied, True), "grad_sums": sums}
-    every = spec.residual is not None, [True] * 5
-    return found | {"grad_apply": (*read, *every), "row_apply ": (*applied, False)}
-
-
 @pytest.mark.parametrize("spec", [LAYER, GATED], ids=cases.label)
 def test_contracts_of_the_ops(spec):
-    """Schema, fake, aliasing and tracing, with real and with symbolic shapes."""
-    for name, arguments in arguments_of(spec, 40).items():
-        opcheck(getattr(OPS, name.strip()).default, arguments)
+    """Schema, fake, aliasing and tracing, with real and with symbolic shapes; decompositions."""
+    with Kept() as kept:
+        in_pieces(spec, Inputs.random(spec, 3, "cpu"), (40, 56))
+    calls = {op: arguments for op, arguments, _ in kept.calls}  # one piece is enough
+    for op, arguments in calls.items():
+        saves = {OPS.row_apply.default: (True, False)}.get(op, arguments[-1:])
+        for last in saves:
+            opcheck(op, (*arguments[:-1], last))
+            check_decomposition(op, (*arguments[:-1], last))
 
 
 def test_wrong_arguments():
