@@ -11,7 +11,6 @@ from random import Random
 import pytest
 import torch
 from torch.library import opcheck
-from torch.overrides import TorchFunctionMode
 
 import tilenorm
 from tests import layouts
@@ -30,6 +29,7 @@ from tilenorm.tools.explain import explain_spec, planned_device
 
 from .helpers import EACH_DEVICE, EPS, op_arguments, random
 from .pretended import by, pretended_gpu
+from .test_overrides import Seen, Subclass
 
 SERVED = ("reference", "sm_90", "sm_100", "sm_80")
 EACH_OP = pytest.mark.parametrize("op", QUANTIZED_NORMS)
@@ -266,19 +266,8 @@ def test_segments_that_cut_groups(monkeypatch):
 
 
 def test_a_mode_sees_the_call():
-    seen = []
-
-    class Mode(TorchFunctionMode):
-        def __torch_function__(self, function, types, args=(), kwargs=None):
-            seen.append(function)
-            return function(*args, **kwargs or {})
-
-    class Sub(torch.Tensor):
-        pass
-
-    y = X.as_subclass(Sub)
-    found = tilenorm.add_rms_norm_quantized(y, X, (128,), eps=1.0, scaling="block")
-    assert type(found.q) is Sub
-    with Mode():
+    given = X.as_subclass(Subclass), X, (128,)
+    assert type(tilenorm.add_rms_norm_quantized(*given, eps=1.0, scaling="block").q) is Subclass
+    with Seen() as seen:
         tilenorm.rms_norm_quantized(X, (128,), scaling="row")
-    assert torch.ops.tilenorm.rms_norm_quantized in seen
+    assert seen.calls[0][0] is torch.ops.tilenorm.rms_norm_quantized

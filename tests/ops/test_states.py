@@ -206,27 +206,3 @@ def test_a_functional_wrapper_stays_one(device, served):
             (got,) = call(RMS, {"input": torch._to_functional_tensor(x)})
             assert torch._is_functional_tensor(got)
             assert torch.equal(torch._from_functional_tensor(got), expected)
-
-
-LAYOUTS = {
-    "sparse": Tensor.to_sparse,
-    "sparse rows": Tensor.to_sparse_csr,
-    "mkldnn": Tensor.to_mkldnn,
-    "quantised": lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
-    "strided nested": lambda x: torch.nested.nested_tensor(list(x)),
-    "meta": lambda x: x.to("meta"),
-}
-
-
-@EACH_WAY
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["input", "residual"])
-def test_another_layout_is_refused(served, layout, name):
-    """After a call of plain tensors too, whose guard PyTorch does not write for some layouts."""
-    form = FAMILY["add_rms_norm"]
-    tensors = tensors_of(form, 3, 16)
-    with by(served):
-        for _ in range(2):
-            call(form, tensors)
-            with pytest.raises(RuntimeError):  # NotImplementedError is one
-                call(form, tensors | {name: LAYOUTS[layout](tensors[name])})

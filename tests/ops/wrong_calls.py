@@ -101,6 +101,7 @@ EVERY: tuple[Row, ...] = (
     ({"normalized_shape": 8}, TypeError, "'normalized_shape' takes .* got int"),
     ({"eps": "1"}, TypeError, "'eps' takes a float.*, got str"),
     ({"eps": torch.tensor(1j)}, TypeError, "'eps' takes a float"),
+    ({"input": torch.nested.nested_tensor([X, X])}, RuntimeError, "takes|NestedTensorImpl"),
     ({"backend": 3}, TypeError, "'backend' takes a str or None, got int"),
 )
 NESTED = torch.nested.nested_tensor([X, X], layout=torch.jagged)
@@ -211,6 +212,9 @@ def of_port(port: Port, right: torch.Tensor) -> Iterator[tuple[object, type[Exce
             yield ROWS, RuntimeError, "takes the shape of normalized_shape"
     if port.lies == "rows":
         yield right.to_sparse(), NOT_SERVED, "takes the layout .* got torch.sparse_coo"
+        # PyTorch writes no guard for some layouts.
+        yield right.to_mkldnn(), NOT_SERVED, "takes the layout"
+        yield torch.quantize_per_tensor(right, 0.1, 0, torch.qint8), NOT_SERVED, "takes float16"
     if port.name != "input":
         yield right.to("meta"), RuntimeError, "takes the input's device cpu, got meta"
         if port.lies == "rows":
