@@ -10,6 +10,7 @@ from .cuda_helpers import forms_and_widths, train
 from .cuda_helpers import made as made_on_gpu
 from .helpers import DEVICES, EACH_CALL, LAYER, NEEDS_GPU, RMS, random, same, step, tensors_of
 from .pretended import by
+from .test_dispatch import one_element_in
 
 N = 64
 
@@ -82,11 +83,7 @@ def strided(x: torch.Tensor) -> torch.Tensor:
     return torch.stack([x, x], -1)[..., 0]
 
 
-def misaligned(x: torch.Tensor) -> torch.Tensor:
-    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
-
-
-@pytest.mark.parametrize("change", [strided, misaligned])
+@pytest.mark.parametrize("change", [strided, one_element_in])
 @pytest.mark.parametrize("name", ["input", "weight", "dy"])
 def test_a_tensor_that_lies_otherwise_is_launched_by_cutile(name, change, device, made):
     tensors, dy = tensors_of(RMS, 3, N, device=device), random(3, N, device=device)

@@ -8,6 +8,7 @@ import torch
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 import tilenorm
+from tests import layouts
 from tilenorm.ops import cutile, library, registry, rotated
 from tilenorm.spec import NormSpec, Rotation
 from tilenorm.table import OPS
@@ -26,19 +27,19 @@ NAME = "rms_norm_rope"
 
 
 def made(
-    tokens=(2, 5), heads=(4, 2), head=16, columns=16, dtype=F32, weight=None, table=None, seed=0
+    tokens=(2, 5), heads=(4, 2), head=16, columns=16, dtype=F32, weight=None, table=None, on="cpu"
 ) -> dict:
     """The tensors of a call by their names: queries and keys are views of one projection. heads:
     of queries and of keys, 0 without a key. columns: of the tables, whose rows are those of the
     last dimension of the tokens.
     """
     queries, keys = heads
-    packed = random(*tokens, queries + 2 * keys, head, dtype=dtype, seed=seed)
+    packed = random(*tokens, queries + 2 * keys, head, dtype=dtype, device=on)
     found = {"input": packed[..., :queries, :], "key": packed[..., queries : queries + keys, :]}
     for i, name in enumerate(("weight", "key_weight")):
-        found[name] = random(head, dtype=weight or dtype, seed=seed + 1 + i)
+        found[name] = random(head, dtype=weight or dtype, device=on, seed=1 + i)
     for i, name in enumerate(("cos", "sin")):
-        found[name] = random(tokens[-1], columns, dtype=table or dtype, seed=seed + 3 + i)
+        found[name] = random(tokens[-1], columns, dtype=table or dtype, device=on, seed=3 + i)
     return {name: t for name, t in found.items() if keys or "key" not in name}
 
 
@@ -100,14 +101,14 @@ def in_double(given, **options):
     return step(formula, given, dtype, **{"eps": eps_of(torch.empty(0)), **options})
 
 
-def drawn(rng: Random) -> tuple[dict, dict]:
+def drawn(rng: Random, device: str) -> tuple[dict, dict]:
     """The tensors of a call, and its options."""
     tokens = rng.choice(((1,), (9,), (2, 5), (3, 1), (2, 3, 3)))
     heads, head = rng.choice(((4, 2), (3, 0), (1, 1), (2, 3), (5, 1))), rng.choice((6, 16, 40, 64))
     dim = rng.choice((None, None, head // 4 * 2, 2))
     columns = (dim or head) // rng.choice((1, 2))
     dtype, weight, table = (rng.choice(DTYPES) for _ in range(3))
-    given = made(tokens, heads, head, columns, dtype, weight, table)
+    given = made(tokens, heads, head, columns, dtype, weight, table, device)
     options = {"rotary_dim": dim, "interleaved": rng.random() < 0.5, "eps": 1e-6}
     if rng.random() < 0.3:
         given |= {name: None for name in ("weight", "key_weight") if name in given}
@@ -117,46 +118,21 @@ def drawn(rng: Random) -> tuple[dict, dict]:
         options["normalized_shape"] = heads[0], head
         for name, count in (("weight", heads[0]), ("key_weight", heads[1])):
             if given.get(name) is not None:
-                given[name] = random(count, head, dtype=weight, seed=9)
+                given[name] = random(count, head, dtype=weight, device=device, seed=9)
     match rng.choice(("rows", "every row", "positions", "some positions")):
         case "every row":
             for i, name in enumerate(("cos", "sin")):
-                given[name] = random(*tokens, columns, dtype=table, seed=11 + i)
+                given[name] = random(*tokens, columns, dtype=table, device=device, seed=11 + i)
         case "positions":
-            given["positions"] = (
-                torch.arange(tokens[-1]).flip(0).to(rng.choice((torch.int32, torch.int64)))
-            )
+            kind = rng.choice((torch.int32, torch.int64))
+            given["positions"] = torch.arange(tokens[-1]).flip(0).to(device, kind)
         case "some positions":
             last = (torch.arange(tokens[0]) % tokens[-1]).reshape(-1, *[1] * (len(tokens) - 1))
-            given["positions"] = last
+            given["positions"] = last.to(device)
     if len(tokens) == 2:
         options["output_heads_first"] = rng.choice((None, False, True))
         options["heads_first"] = rng.random() < 0.5
     return given, options
-
-
-def on(device, t):
-    """The same tensor on a device, with the same strides."""
-    if device == t.device.type:
-        return t
-    last = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
-    memory = torch.zeros(last + 1, dtype=t.dtype, device=device)
-    return memory.as_strided(t.shape, t.stride()).copy_(t)
-
-
-def elsewhere(rng: Random, t, name: str):
-    """The same tensor in other memory, between whose elements lie NaN."""
-    if t is None or not t.is_floating_point():
-        return t
-    kind = rng.choice(("vectors", "odd", "heads first", "one element in"))
-    apart = {"vectors": 16, "odd": 3}.get(kind, 0)
-    how = {"dtype": t.dtype, "device": t.device}
-    around = torch.full((*t.shape[:-1], t.shape[-1] + apart), torch.nan, **how)
-    if kind == "heads first" and t.dim() > 2:
-        around = around.transpose(-3, -2).contiguous().transpose(-3, -2)
-    if kind == "one element in":
-        around = torch.full((t.numel() + 1,), torch.nan, **how)[1:].view(t.shape)
-    return around[..., : t.shape[-1]].copy_(t)
 
 
 @pytest.mark.any_torch
@@ -169,15 +145,15 @@ def test_drawn_calls(served, calls):
     """Accurate, and of the same bits wherever the tensors lie, in warm calls as in cold ones."""
     rng, device = Random(f"rope {served} {calls}"), "cuda" if served == "cuda" else "cpu"
     for _ in range(calls):
-        given, options = drawn(rng)
-        given = {n: t if t is None else on(device, t) for n, t in given.items()}
+        given, options = drawn(rng, device)
         turned = given
         if options.get("heads_first"):
             turned = given | {n: given[n].transpose(1, 2) for n in ("input", "key") if n in given}
-        moved = {n: elsewhere(rng, t, n) for n, t in turned.items()}
+        there = {n: t for n, t in turned.items() if t is not None and n != "positions"}
+        moved = {n: layouts.draw(rng, tuple(t.shape), False).filled(t) for n, t in there.items()}
         with by(served, device):
             found = step(call, turned, **options)
-            for again in (moved, turned, turned):
+            for again in (turned | moved, turned, turned):
                 compare(step(call, again, **options), found, 0.0)
             with torch.no_grad():
                 compare(call(turned, **options), found[: 1 + ("key" in given)], 0.0)
