@@ -213,27 +213,11 @@ def some_needs(spec: NormSpec) -> list[Needs]:
 
 
 def label(value) -> str:
-    """The id of a test, such as "layer-4096-bf16-w32-b-o1"."""
+    """The id of a test, such as "layer-4096-bfloat16-weight:float32-offset:1.0"."""
     if not isinstance(value, NormSpec):
         return str(value)
-    short = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-    parts = [] if value.norm == "rms" else [value.norm]
-    parts += [str(value.hidden), short[value.dtype]]
-    for name, dtype in (
-        ("w", value.weight),
-        ("b", value.bias),
-        ("addend", value.addend),
-        ("add", value.residual),
-        ("skip", value.skip),
-        ("scale", value.layer_scale),
-        ("first" if value.gate_first else "gate", value.gate),
-        ("mod", value.mod_scale),
-        ("shift", value.mod_shift),
-        ("by", value.mod_gate),
-    ):
-        if dtype:
-            parts.append(name if dtype == value.dtype else f"{name}{short[dtype][2:]}")
-    parts += ["o1"] * bool(value.offset) + [f"h{value.heads}"] * bool(value.heads)
-    parts += [f"mask{value.dropout_scale:.3g}"] * bool(value.dropout_mask)
-    parts += ["sigmoid"] * (value.activation == "sigmoid")
-    return "-".join(parts + ["early"] * (value.rounding == "early"))
+    named = [(field, getattr(value, field.name)) for field in fields(NormSpec)]
+    first, others = named[:3], named[3:]  # norm, hidden and dtype, which have no defaults
+    parts = [str(own) for _, own in first]
+    parts += [f"{field.name}:{own}" for field, own in others if own != field.default]
+    return "-".join(parts)
