@@ -1,6 +1,5 @@
-"""On a GPU: quantised norms, norms in chains, and pieces of rows."""
+"""On a GPU: quantised norms, and norms in chains."""
 
-from dataclasses import replace
 from itertools import cycle
 from random import Random
 
@@ -9,15 +8,11 @@ import torch
 from torch.nn import functional as F
 
 import tilenorm
-from tests import cases, drawing
-from tests.executors import Inputs
 from tests.guarded import guarded
-from tests.pieces import in_pieces
 from tests.quantized import HOWS, arguments, bits, label
-from tests.tolerance import assert_close
 from tilenorm.ops.quantize import quantize
 from tilenorm.spec import NormSpec, Quantization
-from tilenorm.table import NORMS, QUANTIZED_NORMS
+from tilenorm.table import QUANTIZED_NORMS
 
 from . import test_chain
 from .helpers import EPS, NEEDS_GPU, random
@@ -128,20 +123,3 @@ def test_chains(norm, dtypes):
         moved = [t[order] for t in rows]
         permuted = test_chain.chain(norm, moved, (hidden,), parameters, **options)
         assert all(torch.equal(p, t[order]) for p, t in zip(permuted, found, strict=True))
-
-
-@pytest.mark.parametrize("op", [op for op in NORMS if not op.endswith("_add")])
-def test_pieces_of_rows(op):
-    rng = Random(op)
-    for seed, dtype in enumerate(cases.DTYPES):
-        spec = drawing.spec(rng, op, dtype, rng.choice((96, 1000, 4096, 9000))).without_joins
-        inputs = Inputs.random(spec, 129, "cuda", seed)
-        cut = rng.randint(1, spec.hidden - 1)
-        needs = rng.choice(cases.some_needs(spec))
-        if not needs.dsum:
-            inputs = replace(inputs, dsum=None)
-        with guarded():
-            found = in_pieces(spec, inputs, (cut, spec.hidden - cut), needs)
-        truths, own = inputs.truth(spec), inputs.own(spec)
-        for name, result in found.items():
-            assert_close(name, result, truths[name], own[name])

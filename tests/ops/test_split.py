@@ -14,6 +14,7 @@ import tilenorm
 from tests import cases, drawing
 from tests.executors import Inputs
 from tests.guarded import guarded
+from tests.kernels.helpers import check
 from tests.oracle import Truth
 from tests.pieces import OPS, in_pieces
 from tests.tolerance import assert_close
@@ -22,7 +23,7 @@ from tilenorm.ops import cutile, registry
 from tilenorm.spec import NormSpec, Options
 from tilenorm.table import NORMS as NAMES
 
-from .helpers import random, slow
+from .helpers import NEEDS_GPU, random, slow
 from .passes import Kept, check_decomposition
 from .pretended import by, pretended_gpu
 
@@ -38,25 +39,20 @@ def widths_of(rng: Random, hidden: int) -> tuple[int, ...]:
     return tuple(b - a for a, b in zip((0, *cuts), (*cuts, hidden), strict=True))
 
 
-def check(spec: NormSpec, inputs: Inputs, found: dict) -> None:
-    truths, own = inputs.truth(spec), inputs.own(spec)
-    for name, result in found.items():
-        assert_close(name, result, truths[name], own[name])
-
-
 @pytest.mark.any_torch
-@EACH
+@pytest.mark.parametrize("served", [*SERVED, pytest.param("cuda", marks=NEEDS_GPU)])
 @pytest.mark.parametrize("op", [op for op in NAMES if not op.endswith("_add")])
 def test_drawn_pieces(served, op):
-    rng = Random(f"{served} {op}")
+    rng, device = Random(f"{served} {op}"), "cuda" if served == "cuda" else "cpu"
+    widest, rows = (9000, 129) if device == "cuda" else (1500, 9)
     for seed, dtype in product(range(4), cases.DTYPES):
         # Operations of their own do what only whole rows have.
-        spec = drawing.spec(rng, op, dtype, drawing.hidden(rng, 1500)).without_joins
-        inputs = Inputs.random(spec, rng.randint(1, 9), "cpu", seed)
+        spec = drawing.spec(rng, op, dtype, drawing.hidden(rng, widest)).without_joins
+        inputs = Inputs.random(spec, rng.randint(1, rows), device, seed)
         widths, needs = widths_of(rng, spec.hidden), rng.choice(cases.some_needs(spec))
         if not needs.dsum:
             inputs = replace(inputs, dsum=None)
-        with by(served), guarded():
+        with by(served, device), guarded():
             found = in_pieces(spec, inputs, widths, needs, copied=rng.choice((False, True)))
         check(spec, inputs, found)
         sums = {name for name in ("dx", "dresidual", "dgate", "dw", "db") if getattr(needs, name)}
