@@ -16,7 +16,6 @@ import tilenorm
 from .exported import CASES, assert_alike, each
 from .helpers import CALLS, EACH_DEVICE, FEW, TORCH, call, leaves_of, random, tensors_of
 from .helpers import each as each_form
-from .test_library import targets
 
 OPS = torch.ops.tilenorm
 # Of the ATen operators that are left, those that are not core.
@@ -29,6 +28,10 @@ def table():
     found = torch.export.default_decompositions()
     found.update(tilenorm.decompositions())
     return found
+
+
+def targets(graph) -> list:
+    return [node.target for node in graph.nodes if node.op == "call_function"]
 
 
 def names_of(graph) -> set[str]:
@@ -79,7 +82,11 @@ def test_the_graph_of_a_training_step(form):
         return *outputs, *torch.autograd.grad(outputs, of, [y.sin() for y in outputs])
 
     given = [*leaves_of(tensors).values()]
-    for mode in ("real", "symbolic"):
+    for mode in ("real", "fake", "symbolic"):
+        called = targets(make_fx(step, tracing_mode=mode)(*given).graph)
+        for op in (getattr(OPS, form.op), OPS.norm_backward):
+            assert called.count(op.default) == 1
+        assert not [t for t in called if "mean" in str(t)], "the reference was traced, not the op"
         traced = make_fx(step, tilenorm.decompositions(), mode)(*given)
         assert not [t for t in names_of(traced.graph) if "tilenorm" in t]
         for got, expected in zip(traced(*given), step(*given), strict=True):
