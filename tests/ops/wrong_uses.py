@@ -78,7 +78,6 @@ MODEL, PATCHED, LINEAR = model(), model(), nn.Linear(2, 2)
 tilenorm.patch(PATCHED)
 GRAPH = symbolic_trace(plus)
 A_MODEL, A_GRAPH = "'model' takes .*, got ", "'graph_module' takes a GraphModule, got "
-ALONE = "takes 0 positional"
 LOW_ALONE = "'memory' takes 'low' with backend 'inductor' alone, got .*'eager'"
 # Of what PyTorch has no counterpart of: a right call, the function, and of each wrong call its
 # arguments, the exception and the message.
@@ -130,9 +129,6 @@ INTEGRATIONS = {
             "where a string": ((GRAPH, {"where": "norm"}), TypeError, "'where' takes .*, got str"),
         },
     ),
-    "override": (tilenorm.disable, tilenorm.override, {"an argument": ((1,), TypeError, ALONE)}),
-    "enable": (tilenorm.disable, tilenorm.enable, {"an argument": ((1,), TypeError, ALONE)}),
-    "disable": (tilenorm.disable, tilenorm.disable, {"an argument": ((1,), TypeError, ALONE)}),
     "explain": (
         lambda: tilenorm.explain("rms_norm", X, (8,)).chosen,
         tilenorm.explain,
