@@ -12,32 +12,26 @@ from tests.guarded import guarded
 from tests.quantized import HOWS, arguments, bits, label
 from tilenorm.ops.quantize import quantize
 from tilenorm.spec import NormSpec, Quantization
-from tilenorm.table import QUANTIZED_NORMS
 
 from . import test_chain
-from .helpers import EPS, NEEDS_GPU, random
-from .test_quantized import plain, tensors_of
+from .helpers import NEEDS_GPU, RMS, call, random, tensors_of
+from .test_quantized import EACH_QUANTIZED, quantized
 
 pytestmark = NEEDS_GPU
 B, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-EACH_OP = pytest.mark.parametrize("op", QUANTIZED_NORMS)
 # Tiles of several rows, tiles of one, tile loads, and rows that blocks share.
 WHOLE = (128, 512, 2048, 4096, 5120, 8192, 10240, 16384, 32768, 65536)
 ANY = (1, 7, 36, 1000, 1001, *WHOLE)
 
 
-def call(op, how, rows, hidden, given):
-    asked = arguments(how)
+def check(form, how, tensors, **options) -> None:
+    """q, scale and amax are those of what the plain norm returns, quantised by the reference."""
+    (y, *total), asked = call(form, tensors, **options), arguments(how)
     if asked["scale"] is not None:
         asked["scale"] = asked["scale"].cuda()
-    return getattr(tilenorm, op)(*rows, (hidden,), **given, **asked, backend="cutile"), asked
-
-
-def check(op, how, rows, hidden, given) -> None:
-    """q, scale and amax are those of what the plain norm returns, quantised by the reference."""
-    y, total = plain(op, rows, (hidden,), **given)
     with guarded():
-        found, asked = call(op, how, rows, hidden, given)
+        found = quantized(form, tensors, asked, backend="cutile", **options)
+    hidden = y.shape[-1]
     dtype = str(y.dtype).removeprefix("torch.")
     spec = NormSpec("rms", hidden, dtype, quantized=how)
     q, scale, amax = quantize(spec, y, asked["scale"])
@@ -49,7 +43,7 @@ def check(op, how, rows, hidden, given) -> None:
         assert same(found.scale, scale)
     assert amax is None or same(found.amax, amax)
     assert not how.output or same(found.output, y)
-    assert total is None or same(found.residual_out, total)
+    assert all(same(found.residual_out, t) for t in total)
 
 
 def same(found, expected) -> bool:
@@ -59,29 +53,24 @@ def same(found, expected) -> bool:
     return torch.equal(found.nan_to_num(-1.0, -2.0, -3.0), expected.nan_to_num(-1.0, -2.0, -3.0))
 
 
-@EACH_OP
+@EACH_QUANTIZED
 @pytest.mark.parametrize("how", HOWS, ids=label)
-def test_codes_are_those_of_the_plain_norm(op, how):
-    rng = Random(f"{op} {label(how)}")
+def test_codes_are_those_of_the_plain_norm(form, how):
+    rng = Random(f"{form.op} {label(how)}")
     for hidden, dtype in zip(WHOLE if how.group else ANY, cycle((B, F16, B, F32)), strict=False):
-        rows = rng.choice((1, 130, 333))
-        check(op, how, *made_with(op, rows, hidden, dtype, rng))
-
-
-def made_with(op, rows, hidden, dtype, rng):
-    parameter = rng.choice((dtype, F32))
-    tensors, given = tensors_of(op, rows, hidden, dtype=dtype, parameter=parameter, device="cuda")
-    if "rms" in op and rng.random() < 0.7:
-        del given["bias"]
-    return tensors, hidden, given | {"eps": EPS}
+        dtypes = {"dtype": dtype, "parameter": rng.choice((dtype, F32))}
+        tensors = tensors_of(form, rng.choice((1, 130, 333)), hidden, **dtypes, device="cuda")
+        if "rms" in form.op and rng.random() < 0.7:
+            del tensors["bias"]
+        check(form, how, tensors)
 
 
 def test_rows_of_zeros_nan_and_infinity():
     x = random(9, 256, dtype=B, device="cuda")
     x[1], x[2, 5], x[3, 7], x[4] = 0.0, torch.nan, torch.inf, 1e-38
     for how in HOWS:
-        check("rms_norm_quantized", how, [x], 256, {"eps": 1e-6})
-        check("rms_norm_quantized", how, [x[:0]], 256, {"eps": 1e-6})
+        check(RMS, how, {"input": x})
+        check(RMS, how, {"input": x[:0]})
 
 
 @pytest.mark.skipif(not hasattr(F, "scaled_mm"), reason="needs the F.scaled_mm of PyTorch 2.10")
