@@ -10,7 +10,20 @@ from tilenorm.ops import cutile, reference, registry
 from tilenorm.tools import info, precompile
 from tilenorm.tools.cubin import Resources
 
+from .helpers import DEVICES
 from .pretended import CACHES, GPU, forgotten, pretended_gpu
+
+
+@pytest.fixture(params=DEVICES)
+def device(request) -> str:
+    """Where the tensors of a test are."""
+    return request.param
+
+
+@pytest.fixture(params=["reference", "kernels"])
+def served(request) -> str:
+    """What serves calls on a CPU, in a block of `by`: the kernels are interpreted."""
+    return request.param
 
 
 @pytest.fixture

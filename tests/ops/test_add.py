@@ -11,7 +11,6 @@ import tilenorm
 
 from .helpers import (
     BRANCHED,
-    EACH_DEVICE,
     EACH_JOINED,
     EPS,
     FAMILY,
@@ -26,9 +25,8 @@ from .helpers import (
     step,
     tensors_of,
 )
-from .pretended import EACH_WAY, by
+from .pretended import by
 
-pytestmark = EACH_DEVICE
 N = 40
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 ADDS = {name: form for name, form in FAMILY.items() if form.other == "residual"}
@@ -81,7 +79,6 @@ def compare(found, expected):
             assert torch.equal(found[name], other), name
 
 
-@EACH_WAY
 @pytest.mark.parametrize("form, dtypes", CASES)
 def test_bits_are_those_of_the_operations_one_after_the_other(device, form, dtypes, served):
     tensors = made(form, 7, N, dtypes=dtypes, device=device)
@@ -103,7 +100,6 @@ def test_bits_are_those_of_the_operations_one_after_the_other(device, form, dtyp
             assert torch.equal(y, plain(form, tensors | {"input": total}).to(dtypes[0]))
 
 
-@EACH_WAY
 @pytest.mark.parametrize("name", [n for n, f in BRANCHED.items() if "layer_scale" in f.branch])
 def test_the_gradient_of_the_layer_scale(device, name, served):
     form = BRANCHED[name]

@@ -24,7 +24,6 @@ from .helpers import (
     ADD,
     CALLS,
     EACH_CALL,
-    EACH_DEVICE,
     GATED,
     LAYER,
     RMS,
@@ -38,9 +37,7 @@ from .helpers import (
     tensors_of,
 )
 from .passes import FUNCTIONS, WAYS, Seen, by_grad, passes, recorded
-from .pretended import EACH_WAY, by
-
-pytestmark = EACH_DEVICE
+from .pretended import by
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +57,6 @@ def check_bits(form, tensors, got, every, incoming, device, **options):
         assert grad is None or torch.equal(grad, every[name]), name
 
 
-@EACH_WAY
 @pytest.mark.parametrize("seed", range(40))
 def test_drawn_parts_are_the_whole(device, served, seed, gradients_made):
     """All gradients in one pass, and in passes that share them out: the same bits."""
@@ -95,7 +91,6 @@ def test_drawn_parts_are_the_whole(device, served, seed, gradients_made):
         check_bits(form, tensors, dict(zip(part, found, strict=True)), every, of_each, device)
 
 
-@EACH_WAY
 @EACH_CALL
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_a_part_has_the_second_derivatives_of_the_whole(device, served, form, function):
@@ -130,7 +125,6 @@ def added_otherwise(a, b):
     return (a - b).abs().max() <= 4 * torch.finfo(a.dtype).eps * a.abs().max()
 
 
-@EACH_WAY
 def test_nothing_is_computed_where_nothing_is_asked_for(device, served, gradients_made):
     """The engine runs the node of a tensor that backward is given as an input."""
     for function in FUNCTIONS.values():

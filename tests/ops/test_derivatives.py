@@ -14,7 +14,6 @@ from tilenorm.ops import registry
 from .helpers import (
     CALLS,
     EACH_CALL,
-    EACH_DEVICE,
     FEW,
     NEEDS_GPU,
     by_pytorch,
@@ -39,7 +38,6 @@ def second(form, function, tensors, incoming, options):
     return torch.autograd.grad(loss, (*leaves, *incoming), allow_unused=True)
 
 
-@EACH_DEVICE
 @EACH_CALL
 def test_second_derivatives_agree_with_those_in_float64(device, form):
     """The reference in float64 on the CPU, which the next test holds to differences."""
@@ -133,14 +131,12 @@ def both(device, name, transform, around=lambda f: f):
     return around(lambda x: run(ours, x, v))(x), run(pytorchs, x, v)
 
 
-@EACH_DEVICE
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("name", PAIRS)
 def test_transforms(device, name, transform):
     torch.testing.assert_close(*both(device, name, transform), rtol=2e-6, atol=2e-6)
 
 
-@EACH_DEVICE
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("name", ["rms_norm", *slow("add_rms_norm")])
 def test_compiled_transforms(device, name, transform, dynamo):
@@ -148,7 +144,6 @@ def test_compiled_transforms(device, name, transform, dynamo):
     torch.testing.assert_close(*both(device, name, transform, compiled), rtol=2e-6, atol=2e-6)
 
 
-@EACH_DEVICE
 @pytest.mark.parametrize("transform", ["forward mode", "jvp"])
 def test_the_op_itself_refuses_forward_mode(device, transform):
     def norm(x):
@@ -178,7 +173,6 @@ def test_transforms_on_a_gpu_say_that_the_reference_runs():
         torch.func.vmap(lambda x: tilenorm.rms_norm(x, (8,), backend="cutile"))(x)
 
 
-@EACH_DEVICE
 @EACH_CALL
 def test_outputs_may_be_detached_in_place(device, form):
     """As zero-bubble pipelines do with what a stage returns. PyTorch refuses it for views."""
@@ -188,7 +182,6 @@ def test_outputs_may_be_detached_in_place(device, form):
         assert not y.detach_().requires_grad
 
 
-@EACH_DEVICE
 @EACH_CALL
 def test_no_gradient_is_the_callers_memory(device, form):
     """Nor that of an output, nor is an output that of an input."""
@@ -207,7 +200,6 @@ def test_no_gradient_is_the_callers_memory(device, form):
         assert not made & {*starts}
 
 
-@EACH_DEVICE
 @EACH_CALL
 def test_what_the_backward_pass_needs_may_not_be_written_to(device, form):
     tensors = leaves_of(tensors_of(form, 5, 8, device=device))

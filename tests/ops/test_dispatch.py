@@ -16,7 +16,6 @@ from tilenorm.ops.call import MOST_CALLS, MOST_GUARDS, remembered
 
 from .helpers import (
     EACH_CALL,
-    EACH_DEVICE,
     RMS,
     call,
     random,
@@ -26,7 +25,6 @@ from .helpers import (
 )
 from .passes import Seen
 
-pytestmark = EACH_DEVICE
 N = 40
 
 

@@ -14,7 +14,6 @@ from tests import layouts
 from .helpers import (
     DTYPES,
     EACH_CALL,
-    EACH_DEVICE,
     Form,
     assert_step,
     call,
@@ -28,7 +27,7 @@ from .helpers import (
     tensors_of,
 )
 from .passes import passes
-from .pretended import EACH_WAY, by
+from .pretended import by
 
 EXAMPLES = 4
 B, F32, F64 = torch.bfloat16, torch.float32, torch.float64
@@ -104,8 +103,6 @@ def check_elsewhere(rng: Random, form: Form, drawn: Drawn, found: dict[str, Tens
     assert all(torch.equal(tensors[name], t) for name, t in drawn.tensors.items())
 
 
-@EACH_DEVICE
-@EACH_WAY
 @EACH_CALL
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 def test_accuracy(device, served, form, dtype, gradients_made):

@@ -14,7 +14,7 @@ from torch.utils.cpp_extension import CUDA_HOME
 import tilenorm
 
 from .exported import CASES, assert_alike, each
-from .helpers import CALLS, EACH_DEVICE, FEW, TORCH, call, leaves_of, random, tensors_of
+from .helpers import CALLS, FEW, TORCH, call, leaves_of, random, tensors_of
 from .helpers import each as each_form
 
 OPS = torch.ops.tilenorm
@@ -112,7 +112,6 @@ def program_of(block, device, strict=False):
     return block, torch.export.export(block, given, dynamic_shapes=({0: rows},), strict=strict)
 
 
-@EACH_DEVICE
 @pytest.mark.parametrize("strict", [False, True])
 def test_an_exported_module_runs_for_any_number_of_rows(device, strict, tmp_path):
     block, program = program_of(Block(), device, strict)
@@ -136,7 +135,6 @@ assert "tilenorm" not in sys.modules
 
 
 @pytest.mark.slow
-@EACH_DEVICE
 @pytest.mark.parametrize("decomposed", [False, True])
 @pytest.mark.skipif(TORCH < (2, 13), reason="AOTInductor of PyTorch 2.11 crashes on the op")
 @pytest.mark.skipif(not shutil.which("g++"), reason="AOTInductor needs a C++ compiler")

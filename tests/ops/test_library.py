@@ -13,7 +13,6 @@ from tilenorm.spec import Options
 from .helpers import (
     ADD,
     CALLS,
-    EACH_DEVICE,
     EPS,
     GATED,
     LAYER,
@@ -93,7 +92,6 @@ def made(case, device, drop=()):
     return form, leaves_of({n: t for n, t in tensors.items() if n not in drop})
 
 
-@EACH_DEVICE
 @pytest.mark.parametrize("save", [True, False])
 @pytest.mark.parametrize("case", [*INPUTS, *FORMS])
 def test_opcheck_forward(device, case, save):
@@ -119,7 +117,6 @@ ROWS = {  # an input's shape, how long its rows are, and the leading sizes
 }
 
 
-@EACH_DEVICE
 @pytest.mark.parametrize("norm", ["rms", "layer"])
 @pytest.mark.parametrize("case", ROWS)
 def test_statistics_have_the_shape_of_the_rows(device, case, norm):
@@ -147,7 +144,6 @@ def test_a_row_length_that_no_dimensions_hold_is_refused(x):
         op_call("rms_norm", {"input": x}, 20)
 
 
-@EACH_DEVICE
 @pytest.mark.parametrize("grad", [True, False])
 def test_modes_and_subclasses_see_the_op(device, grad):
     form, tensors = made("matrix", device)
@@ -163,7 +159,6 @@ def test_modes_and_subclasses_see_the_op(device, grad):
         assert type(OPS.rms_norm(inner, *arguments[1:])[0]) is TwoTensor
 
 
-@EACH_DEVICE
 @pytest.mark.parametrize("case", [*INPUTS, *FORMS])
 def test_opcheck_backward(device, case):
     opcheck(OPS.norm_backward.default, backward_arguments(*made(case, device)))

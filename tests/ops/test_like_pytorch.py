@@ -17,7 +17,6 @@ from tilenorm.spec import NormSpec
 from .helpers import (
     ADD,
     DTYPES,
-    EACH_DEVICE,
     EACH_FORM,
     EPS,
     FAMILY,
@@ -34,7 +33,6 @@ from .helpers import (
 )
 from .pretended import by
 
-pytestmark = EACH_DEVICE
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 EACH_OP = pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
 

@@ -10,7 +10,6 @@ import tilenorm
 from .helpers import (
     CALLS,
     EACH_CALL,
-    EACH_DEVICE,
     FAMILY,
     FEW,
     RMS,
@@ -46,7 +45,6 @@ def call_nested(form, tensors: dict[str, Tensor], **options) -> tuple[Tensor, ..
     return tuple(y.values() for y in outputs)
 
 
-@EACH_DEVICE
 @EACH_CALL
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("heads", [None, 2], ids=["one weight", "heads"])
@@ -58,7 +56,6 @@ def test_outputs_and_gradients_are_those_of_the_values(device, form, heads):
         assert same(step(form, tensors, function=call_nested), step(form, tensors))
 
 
-@EACH_DEVICE
 @pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
 def test_as_pytorchs_function(device, op):
     x, w = jagged(random(sum(LENGTHS), 2, 16, device=device)), random(16, device=device, seed=1)

@@ -28,7 +28,6 @@ from tilenorm.table import OPS, QUANTIZED_NORMS
 from tilenorm.tools.explain import explain_spec, planned_device
 
 from .helpers import (
-    EACH_DEVICE,
     EPS,
     FAMILY,
     JOINED,
@@ -147,7 +146,6 @@ def test_blocks_that_share_a_row(how, exchange):
         check(how, QuantizedNorm.of(found, given, None), y, 640, given)
 
 
-@EACH_DEVICE
 @EACH_QUANTIZED
 def test_gradients_are_those_of_the_plain_norm(form, device):
     """And second derivatives."""

@@ -14,14 +14,13 @@ from tilenorm.spec import NormSpec, Rotation
 from tilenorm.table import OPS
 from tilenorm.tools.explain import explain_spec, planned_device
 
-from .helpers import EACH_DEVICE, NEEDS_GPU, random, slow
+from .helpers import NEEDS_GPU, random, slow
 from .pretended import by
 from .test_modulated import compare, flat
 
 B, F32, D = torch.bfloat16, torch.float32, torch.float64
 DTYPES = (B, torch.float16, F32)
 SERVED = ("reference", "sm_80", "sm_90")
-EACH_WAY = pytest.mark.parametrize("served", SERVED)
 LEAVES = ("input", "key", "weight", "key_weight")
 NAME = "rms_norm_rope"
 
@@ -165,7 +164,6 @@ def test_drawn_calls(served, calls):
             compare([one.cpu()], [exact], 1e-5 if one.dtype == F32 else 2e-2)
 
 
-@EACH_DEVICE
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_bits_of_hugging_face(dtype, device):
     """The norms and the rotation of Qwen 3, of heads and of whole tokens, with rounding="early"."""

@@ -14,7 +14,6 @@ from tilenorm.spec import Options
 
 from .helpers import (
     DTYPES,
-    EACH_DEVICE,
     FAMILY,
     LAYER,
     RMS,
@@ -27,7 +26,7 @@ from .helpers import (
     step,
     tensors_of,
 )
-from .pretended import EACH_WAY, by
+from .pretended import by
 
 
 class Subclass(Tensor):
@@ -58,8 +57,6 @@ def results(form, tensors, incoming, recorded: bool) -> dict:
     return dict(enumerate(call(form, tensors)))
 
 
-@EACH_DEVICE
-@EACH_WAY
 def test_any_states_of_any_tensors(device, served):
     rng = Random(served)
     for _ in range(50):
@@ -93,8 +90,6 @@ def check_each_in_turn(function, tensors, how, state) -> None:
                 assert absent or torch.equal(got, plain)
 
 
-@EACH_DEVICE
-@EACH_WAY
 @EACH_STATE
 @pytest.mark.parametrize("of_inductor", [False, True], ids=["op", "bound"])
 def test_the_ops_and_what_inductor_calls(device, served, state, of_inductor):
@@ -118,8 +113,6 @@ def test_the_ops_and_what_inductor_calls(device, served, state, of_inductor):
         check_each_in_turn(of_terms, (*terms, *saved), (*HOW[:-1], False, mask), state)
 
 
-@EACH_DEVICE
-@EACH_WAY
 @pytest.mark.parametrize("state", ["negative", "imaginary"])
 def test_hooks_of_saved_tensors_may_return_any_state(device, served, state):
     tensors = tensors_of(LAYER, 3, 16, device=device)
@@ -133,8 +126,6 @@ def test_hooks_of_saved_tensors_may_return_any_state(device, served, state):
             assert all(torch.equal(got[name], expected[name]) for name in got)
 
 
-@EACH_DEVICE
-@EACH_WAY
 def test_a_sparse_gradient_is_refused_by_the_dispatcher(device, served):
     x = random(4, 16, device=device).requires_grad_()
     with by(served, device):
@@ -147,8 +138,6 @@ def test_a_sparse_gradient_is_refused_by_the_dispatcher(device, served):
                 torch.autograd.grad(y, x, dy)
 
 
-@EACH_DEVICE
-@EACH_WAY
 def test_a_functional_wrapper_stays_one(device, served):
     x = random(4, 16, device=device)
     with by(served, device):

@@ -15,7 +15,6 @@ from torch._subclasses import FakeTensorMode
 
 from tilenorm.ops import torch_checks, torch_private
 
-from .helpers import EACH_DEVICE
 from .private_names import NAMES, VARIABLES, absent, loaded
 
 ROOT = Path(__file__).parents[2]
@@ -187,7 +186,6 @@ def test_the_allocation_is_checked_at_the_first_call(monkeypatch):
         assert module.empty_strided_cuda is module._empty_cuda_public
 
 
-@EACH_DEVICE
 def test_this_pytorch_has_every_name(device):
     """Were one missing, calls would take longer, and nothing would tell."""
     missing = [name for name in CHECKED if not all(map(_value, VARIABLES[name]))]

@@ -11,12 +11,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import tilenorm
 from tilenorm.ops.direct import is_plain
 
-from .helpers import EACH_DEVICE, FAMILY, RMS, call, random, same, step, tensors_of
-from .pretended import EACH_WAY, by
+from .helpers import FAMILY, RMS, call, random, same, step, tensors_of
+from .pretended import by
 
 pytestmark = [
-    EACH_DEVICE,
-    EACH_WAY,
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
 ]

@@ -12,7 +12,7 @@ from torch import nn
 import tilenorm
 from tilenorm.ops import torch_private
 
-from .helpers import EACH_DEVICE, TORCH, random
+from .helpers import TORCH, random
 from .pretended import by
 
 dist = pytest.importorskip("torch.distributed")
@@ -50,7 +50,6 @@ def computed(request, device, gradients_made):
         yield gradients_made
 
 
-@EACH_DEVICE
 def test_the_two_halves_compute_each_gradient_once(device, computed):
     from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
