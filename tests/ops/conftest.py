@@ -11,7 +11,7 @@ from tilenorm.tools import info, precompile
 from tilenorm.tools.cubin import Resources
 
 from .helpers import DEVICES
-from .pretended import CACHES, GPU, forgotten, pretended_gpu
+from .pretended import CACHES, GPU, by, forgotten, pretended_gpu
 
 
 @pytest.fixture(params=DEVICES)
@@ -24,6 +24,13 @@ def device(request) -> str:
 def served(request) -> str:
     """What serves calls on a CPU, in a block of `by`: the kernels are interpreted."""
     return request.param
+
+
+@pytest.fixture
+def way(served, device):
+    """In the test, calls are served in each way."""
+    with by(served, device):
+        yield
 
 
 @pytest.fixture

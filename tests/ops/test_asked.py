@@ -37,14 +37,6 @@ from .helpers import (
     tensors_of,
 )
 from .passes import FUNCTIONS, WAYS, Seen, by_grad, passes, recorded
-from .pretended import by
-
-
-@pytest.fixture(autouse=True)
-def way(request, device):
-    """On a CPU, the reference or, where a test says so, the interpreted kernels."""
-    with by(request.node.callspec.params.get("served", "reference"), device):
-        yield
 
 
 def check_bits(form, tensors, got, every, incoming, device, **options):
@@ -58,7 +50,7 @@ def check_bits(form, tensors, got, every, incoming, device, **options):
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_drawn_parts_are_the_whole(device, served, seed, gradients_made):
+def test_drawn_parts_are_the_whole(device, way, seed, gradients_made):
     """All gradients in one pass, and in passes that share them out: the same bits."""
     draw = Random(seed)
     form = draw.choice(list(CALLS.values()))
@@ -93,7 +85,7 @@ def test_drawn_parts_are_the_whole(device, served, seed, gradients_made):
 
 @EACH_CALL
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_a_part_has_the_second_derivatives_of_the_whole(device, served, form, function):
+def test_a_part_has_the_second_derivatives_of_the_whole(device, way, form, function):
     tensors = tensors_of(form, 5, 12, device=device)
     of = [n for n in tensors if n != "dropout_mask"]
     for asked in (("input",), ("weight",), of[1:]):
@@ -125,7 +117,7 @@ def added_otherwise(a, b):
     return (a - b).abs().max() <= 4 * torch.finfo(a.dtype).eps * a.abs().max()
 
 
-def test_nothing_is_computed_where_nothing_is_asked_for(device, served, gradients_made):
+def test_nothing_is_computed_where_nothing_is_asked_for(device, way, gradients_made):
     """The engine runs the node of a tensor that backward is given as an input."""
     for function in FUNCTIONS.values():
         (y,) = function(RMS, recorded(tensors_of(RMS, 3, 8, device=device)))
