@@ -48,9 +48,8 @@ def backward_arguments(form, tensors, **changes):
     with Kept() as kept:
         step(form, tensors, offset=1.0)
     op, arguments, _ = kept.calls[-1]
-    names = [argument.name for argument in op._schema.arguments]
-    given = dict(zip(names, arguments, strict=False)) | changes
-    return tuple(given.values())
+    given = {argument.name: argument.default_value for argument in op._schema.arguments}
+    return tuple((given | dict(zip(given, arguments, strict=False)) | changes).values())
 
 
 INPUTS = {
@@ -172,7 +171,7 @@ def test_decompositions_of_norm_backward(case):
         check(backward_arguments(*made(case, "cpu"), grad_sum=None, output_mask=mask))
     if case == "matrix":
         terms = {f"grad_output_{i}": random(3, 40, seed=20 + i) for i in (2, 3)}
-        check(backward_arguments(*made(case, "cpu")), **terms, output=True)
+        check(backward_arguments(*made(case, "cpu"), **terms, output=True))
         check(backward_arguments(*made(case, "cpu", ABSENT)))
 
 

@@ -10,8 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tilenorm.spec import Options
-
 from .helpers import (
     DTYPES,
     FAMILY,
@@ -20,13 +18,15 @@ from .helpers import (
     by_inductor,
     call,
     incoming_of,
-    op_arguments,
+    leaves_of,
     random,
     same,
     step,
     tensors_of,
 )
-from .pretended import by
+from .test_library import backward_arguments, forward_arguments
+
+pytestmark = pytest.mark.usefixtures("way")
 
 
 class Subclass(Tensor):
@@ -68,81 +68,64 @@ def test_any_states_of_any_tensors(device, served):
         drawn = [(rng.choice((None, *STATES)), dy) for dy in incoming_of(plain)]
         incoming = [None if state is None else STATES[state](dy) for state, dy in drawn]
         plain = {name: materialised(t) for name, t in tensors.items()}
-        with by(served, device):
-            expected = results(form, plain, [*map(materialised, incoming)], recorded)
-            for _ in range(2):
-                assert same(results(form, tensors, incoming, recorded), expected)
+        expected = results(form, plain, [*map(materialised, incoming)], recorded)
+        for _ in range(2):
+            assert same(results(form, tensors, incoming, recorded), expected)
 
 
 EACH_STATE = pytest.mark.parametrize("state", [name for name in STATES if name != "subclass"])
-HOW = (*Options(16, "layer"), 1e-6, True)
 
 
-def check_each_in_turn(function, tensors, how, state) -> None:
+def check_each_in_turn(function, arguments, state) -> None:
     """Each tensor in turn in a state, after a call of plain tensors."""
-    function(*tensors, *how)
-    for place, tensor in enumerate(tensors):
-        if tensor is not None:
-            other = [*tensors[:place], STATES[state](tensor), *tensors[place + 1 :]]
-            expected = function(*map(materialised, other), *how)
-            for got, plain in zip(function(*other, *how), expected, strict=True):
-                absent = plain is None or not plain.numel()
-                assert absent or torch.equal(got, plain)
+    function(*arguments)
+    for place, value in enumerate(arguments):
+        if isinstance(value, Tensor):
+            other = [*arguments[:place], STATES[state](value), *arguments[place + 1 :]]
+            plain = [*arguments[:place], materialised(other[place]), *arguments[place + 1 :]]
+            for got, expected in zip(function(*other), function(*plain), strict=True):
+                absent = expected is None or not expected.numel()
+                assert absent or torch.equal(got, expected)
 
 
 @EACH_STATE
 @pytest.mark.parametrize("of_inductor", [False, True], ids=["op", "bound"])
-def test_the_ops_and_what_inductor_calls(device, served, state, of_inductor):
-    ops = torch.ops.tilenorm
-    norm, backward = ops.gated_layer_norm, ops.norm_backward
-    if of_inductor:
-        norm, backward = map(by_inductor, ("gated_layer_norm", "norm_backward"))
-    x, *others = tensors_of(FAMILY["gated_layer_norm"], 3, 16, device=device).values()
-    with by(served, device), torch.no_grad():
-        how = op_arguments("gated_layer_norm", {}, 16)[4:]
-        check_each_in_turn(norm, (x, *others), how, state)
-        mean, rstd = norm(x, *others, *how)[1:]
-        saved = (random(3, 16, device=device, seed=9), None, x, *others, mean, rstd)
-        mask = [True, False, True, True, True]
-        check_each_in_turn(backward, saved, (*HOW[:-1], False, mask), state)
-
-        def of_terms(second, third, *others):
-            return backward(*others, None, second, third)
-
-        terms = (random(3, 16, device=device, seed=seed) for seed in (10, 11))
-        check_each_in_turn(of_terms, (*terms, *saved), (*HOW[:-1], False, mask), state)
+def test_the_ops_and_what_inductor_calls(device, state, of_inductor):
+    form = FAMILY["gated_layer_norm"]
+    tensors = leaves_of(tensors_of(form, 3, 16, device=device))
+    terms = {f"grad_output_{i}": random(3, 16, device=device, seed=8 + i) for i in (2, 3)}
+    for name, arguments in (
+        (form.op, forward_arguments(form, tensors)),
+        ("norm_backward", backward_arguments(form, tensors)),
+        ("norm_backward", backward_arguments(form, tensors, **terms)),
+    ):
+        function = by_inductor(name) if of_inductor else getattr(torch.ops.tilenorm, name)
+        with torch.no_grad():
+            check_each_in_turn(function, arguments, state)
 
 
 @pytest.mark.parametrize("state", ["negative", "imaginary"])
-def test_hooks_of_saved_tensors_may_return_any_state(device, served, state):
+def test_hooks_of_saved_tensors_may_return_any_state(device, state):
     tensors = tensors_of(LAYER, 3, 16, device=device)
-    with by(served, device):
-        expected = step(LAYER, tensors)
-        hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), STATES[state])
-        for _ in range(2):
-            with hooks:
-                got = step(LAYER, tensors)
-            assert got.keys() == expected.keys()
-            assert all(torch.equal(got[name], expected[name]) for name in got)
+    expected = step(LAYER, tensors)
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), STATES[state])
+    for _ in range(2):
+        with hooks:
+            got = step(LAYER, tensors)
+        assert same(got, expected)
 
 
-def test_a_sparse_gradient_is_refused_by_the_dispatcher(device, served):
-    x = random(4, 16, device=device).requires_grad_()
-    with by(served, device):
-        for dy in (random(4, 16, device=device), random(4, 16, device=device).to_sparse()):
-            (y,) = call(RMS, {"input": x})
-            if dy.is_sparse:
-                with pytest.raises(NotImplementedError, match="norm_backward"):
-                    torch.autograd.grad(y, x, dy)
-            else:
-                torch.autograd.grad(y, x, dy)
+def test_a_sparse_gradient_is_refused_by_the_dispatcher(device):
+    x, dy = random(4, 16, device=device).requires_grad_(), random(4, 16, device=device)
+    torch.autograd.grad(call(RMS, {"input": x})[0], x, dy)
+    with pytest.raises(NotImplementedError, match="norm_backward"):
+        torch.autograd.grad(call(RMS, {"input": x})[0], x, dy.to_sparse())
 
 
-def test_a_functional_wrapper_stays_one(device, served):
+def test_a_functional_wrapper_stays_one(device):
     x = random(4, 16, device=device)
-    with by(served, device):
-        (expected,) = call(RMS, {"input": x})
-        for _ in range(2):
-            (got,) = call(RMS, {"input": torch._to_functional_tensor(x)})
-            assert torch._is_functional_tensor(got)
-            assert torch.equal(torch._from_functional_tensor(got), expected)
+    (expected,) = call(RMS, {"input": x})
+    for _ in range(2):
+        (got,) = call(RMS, {"input": torch._to_functional_tensor(x)})
+        assert torch._is_functional_tensor(got)
+        assert torch.equal(torch._from_functional_tensor(got), expected)
