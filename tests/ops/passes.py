@@ -37,7 +37,8 @@ class Kept(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, arguments=(), named=None):
         if function.namespace == "tilenorm":
-            self.calls.append((function, tuple(map(detached, arguments)), named or {}))
+            assert not named
+            self.calls.append((function, tuple(map(detached, arguments))))
         return function(*arguments, **(named or {}))
 
 

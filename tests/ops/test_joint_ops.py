@@ -55,13 +55,13 @@ def calls_of(name: str, dtype: torch.dtype = F32) -> list[tuple]:
 @EACH_OP
 @EACH_WAY
 def test_each_op_by_itself(served, name):
-    for op, arguments, named in calls_of(name):
+    for op, arguments in calls_of(name):
         if served == "reference":
-            opcheck(op, arguments, named, test_utils=("test_schema", "test_faketensor"))
+            opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
         with by(served):
-            found = op(*arguments, **named)
-            bound = by_inductor(op._opname)(*arguments, **named)
-        check_decomposition(op, arguments, **named)
+            found = op(*arguments)
+            bound = by_inductor(op._opname)(*arguments)
+        check_decomposition(op, arguments)
         for one, other in zip(bound, found, strict=True):
             assert other.numel() == 0 if one is None else torch.equal(one, other)
 
@@ -72,7 +72,7 @@ def test_each_op_by_itself(served, name):
 )
 def test_the_op_with_gradients(name, utilities):
     """All utilities: with symbolic sizes, too."""
-    op, arguments, _ = calls_of(name, B)[0]
+    op, arguments = calls_of(name, B)[0]
     asked = [port.grad for port in OPS[name].takes]
     for needs, t in zip(asked, arguments, strict=False):
         t.requires_grad_(bool(needs))
@@ -82,15 +82,15 @@ def test_the_op_with_gradients(name, utilities):
 @EACH_OP
 def test_results_that_are_not_asked_for_are_empty(name):
     """What only a gradient needs, and gradients by their mask."""
-    for op, arguments, named in calls_of(name):
+    for op, arguments in calls_of(name):
         names, arguments = [a.name for a in op._schema.arguments], list(arguments)
         if "output_mask" in names:
             place = names.index("output_mask")
             arguments[place] = [False] * len(arguments[place])
-            assert not any(t.numel() for t in op(*arguments, **named))
+            assert not any(t.numel() for t in op(*arguments))
         else:
             arguments[names.index("save")] = False
-            results = op(*arguments, **named)
+            results = op(*arguments)
             assert sum(t.numel() > 0 for t in results) == len(call(name, made(name)))
 
 

@@ -47,7 +47,7 @@ def backward_arguments(form, tensors, **changes):
     """Those with which a step calls norm_backward. changes: of some, by their names."""
     with Kept() as kept:
         step(form, tensors, offset=1.0)
-    op, arguments, _ = kept.calls[-1]
+    op, arguments = kept.calls[-1]
     given = {argument.name: argument.default_value for argument in op._schema.arguments}
     return tuple((given | dict(zip(given, arguments, strict=False)) | changes).values())
 
