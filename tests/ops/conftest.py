@@ -26,6 +26,11 @@ def served(request) -> str:
     return request.param
 
 
+@pytest.fixture(params=["rms", "layer"])
+def norm(request) -> str:
+    return request.param
+
+
 @pytest.fixture
 def way(served, device):
     """In the test, calls are served in each way."""

@@ -19,7 +19,6 @@ from .pretended import by
 B, H, F, D = torch.bfloat16, torch.float16, torch.float32, torch.float64
 DTYPES = ((B, B), (F, F), (H, H), (B, F), (F, B), (D, D))
 SERVED = ("reference", "sm_90", "sm_100")
-EACH_NORM = pytest.mark.parametrize("norm", ["rms", "layer"])
 
 
 def chain(norm, rows, shape, parameters, **options):
@@ -61,7 +60,6 @@ def passes(monkeypatch):
     return found
 
 
-@EACH_NORM
 @pytest.mark.parametrize("served", SERVED)
 def test_drawn_calls(served, norm, passes):
     rng = Random(f"{served} {norm}")
@@ -82,7 +80,6 @@ def test_drawn_calls(served, norm, passes):
             compare(found, expected, equal=served == "reference")
 
 
-@EACH_NORM
 @pytest.mark.parametrize(
     "arch, hidden", [("sm_90", 128), ("sm_90", 2304), ("sm_100", 40), ("sm_100", 5376)]
 )
@@ -121,7 +118,6 @@ def test_a_kernel_that_does_not_compile(monkeypatch):
     assert len(calls) == 1
 
 
-@EACH_NORM
 @pytest.mark.parametrize("served", SERVED)
 @pytest.mark.parametrize("used", [(0,), (1,), (0, 1)], ids=str)
 def test_gradients(served, used, norm):
@@ -142,7 +138,6 @@ def test_gradients(served, used, norm):
             torch.testing.assert_close(one, other)
 
 
-@EACH_NORM
 def test_nested_tensors(norm):
     rows, _ = made(norm, 4, 8)
     offsets = torch.tensor([0, 1, 4])

@@ -91,7 +91,6 @@ def test_what_scaled_mm_makes_of_the_codes(scaling):
 
 @pytest.mark.filterwarnings("ignore::tilenorm.ReferenceWarning")  # float64
 @pytest.mark.parametrize("dtypes", test_chain.DTYPES[:3], ids=str)
-@test_chain.EACH_NORM
 def test_chains(norm, dtypes):
     """The error is at most twice that of the two functions; rows have the same bits anywhere."""
     rng = Random(f"{norm} {dtypes}")

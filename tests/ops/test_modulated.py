@@ -21,7 +21,6 @@ from .pretended import by
 
 B, F32, D = torch.bfloat16, torch.float32, torch.float64
 SERVED = ("reference", "sm_80", "sm_90")
-EACH_NORM = pytest.mark.parametrize("norm", ["rms", "layer"])
 EACH_WAY = pytest.mark.parametrize("served", SERVED)
 FORMS = {norm: Form(f"modulated_{norm}_norm") for norm in ("rms", "layer")}
 NAMES = ("input", "scale", "shift", "weight", "bias", "residual", "gate")
@@ -66,7 +65,6 @@ def compare(found, expected, bound):
 
 
 @pytest.mark.any_torch
-@EACH_NORM
 @EACH_WAY
 def test_drawn_calls(served, norm):
     """Accurate, and of the same bits wherever the tensors lie, with and without gradients."""
@@ -94,7 +92,6 @@ def test_drawn_calls(served, norm):
         assert_step(found, expected_of(FORMS[norm], given))
 
 
-@EACH_NORM
 def test_a_call_after_one_of_other_groups(norm):
     """What is remembered of a call does not serve one whose tensors fit otherwise, or do not."""
     given, other = made((4, 6), (4, 3)), made((4, 6), (4, 6))
@@ -106,7 +103,6 @@ def test_a_call_after_one_of_other_groups(norm):
             call(norm, wrong)
 
 
-@EACH_NORM
 def test_calls_that_repeat_launches(norm, monkeypatch):
     """From the third call on, each array is where the launches expect it, chunks in place too."""
     repeated = []

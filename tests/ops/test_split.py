@@ -122,7 +122,6 @@ def test_a_row_has_the_same_bits_anywhere(served, spec):
 
 
 @EACH
-@pytest.mark.parametrize("norm", ["rms", "layer"])
 def test_two_normalized_dimensions_cut_in_the_last(served, norm):
     x, w = random(3, 5, 4, 6), random(4, 6, seed=1)
     last = (*Options(24, norm), 2)
