@@ -10,7 +10,7 @@ from tilenorm.ops import cutile, reference, registry
 from tilenorm.tools import info, precompile
 from tilenorm.tools.cubin import Resources
 
-from .helpers import DEVICES
+from .helpers import CALLS, DEVICES, Form
 from .pretended import CACHES, GPU, by, forgotten, pretended_gpu
 
 
@@ -23,6 +23,12 @@ def device(request) -> str:
 @pytest.fixture(params=["reference", "kernels"])
 def served(request) -> str:
     """What serves calls on a CPU, in a block of `by`: the kernels are interpreted."""
+    return request.param
+
+
+@pytest.fixture(params=CALLS.values(), ids=CALLS)
+def form(request) -> Form:
+    """Each call of a plain norm, where a test does not choose others."""
     return request.param
 
 

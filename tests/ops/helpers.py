@@ -93,7 +93,7 @@ def slow(*cases) -> list:
 
 
 EACH_DEVICE = pytest.mark.parametrize("device", DEVICES)
-EACH_JOINED, EACH_CALL, EACH_FORM = each(JOINED), each(CALLS), each(FAMILY)
+EACH_JOINED, EACH_FORM = each(JOINED), each(FAMILY)
 LAYER, ADD = FAMILY["layer_norm"], FAMILY["add_rms_norm"]
 RMS, GATED = FAMILY["rms_norm"], FAMILY["gated_rms_norm"]
 

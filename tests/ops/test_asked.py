@@ -23,7 +23,6 @@ from tilenorm.ops import autograd, library
 from .helpers import (
     ADD,
     CALLS,
-    EACH_CALL,
     GATED,
     LAYER,
     RMS,
@@ -83,7 +82,6 @@ def test_drawn_parts_are_the_whole(device, way, seed, gradients_made):
         check_bits(form, tensors, dict(zip(part, found, strict=True)), every, of_each, device)
 
 
-@EACH_CALL
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_a_part_has_the_second_derivatives_of_the_whole(device, way, form, function):
     tensors = tensors_of(form, 5, 12, device=device)

@@ -13,7 +13,6 @@ from tilenorm.ops import registry
 
 from .helpers import (
     CALLS,
-    EACH_CALL,
     FEW,
     NEEDS_GPU,
     by_pytorch,
@@ -38,7 +37,6 @@ def second(form, function, tensors, incoming, options):
     return torch.autograd.grad(loss, (*leaves, *incoming), allow_unused=True)
 
 
-@EACH_CALL
 def test_second_derivatives_agree_with_those_in_float64(device, form):
     """The reference in float64 on the CPU, which the next test holds to differences."""
     tensors = tensors_of(form, 5, 12, device=device)
@@ -173,7 +171,6 @@ def test_transforms_on_a_gpu_say_that_the_reference_runs():
         torch.func.vmap(lambda x: tilenorm.rms_norm(x, (8,), backend="cutile"))(x)
 
 
-@EACH_CALL
 def test_outputs_may_be_detached_in_place(device, form):
     """As zero-bubble pipelines do with what a stage returns. PyTorch refuses it for views."""
     tensors = tensors_of(form, 2, 3, 16, device=device)
@@ -182,7 +179,6 @@ def test_outputs_may_be_detached_in_place(device, form):
         assert not y.detach_().requires_grad
 
 
-@EACH_CALL
 def test_no_gradient_is_the_callers_memory(device, form):
     """Nor that of an output, nor is an output that of an input."""
     tensors = leaves_of(tensors_of(form, 7, 40, device=device))
@@ -200,7 +196,6 @@ def test_no_gradient_is_the_callers_memory(device, form):
         assert not made & {*starts}
 
 
-@EACH_CALL
 def test_what_the_backward_pass_needs_may_not_be_written_to(device, form):
     tensors = leaves_of(tensors_of(form, 5, 8, device=device))
     tensors["input"] = tensors["input"] * 1

@@ -13,7 +13,6 @@ from tests import layouts
 
 from .helpers import (
     DTYPES,
-    EACH_CALL,
     Form,
     assert_step,
     call,
@@ -103,7 +102,6 @@ def check_elsewhere(rng: Random, form: Form, drawn: Drawn, found: dict[str, Tens
     assert all(torch.equal(tensors[name], t) for name, t in drawn.tensors.items())
 
 
-@EACH_CALL
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 def test_accuracy(device, served, form, dtype, gradients_made):
     rng = Random(f"{form} {dtype} {served}")

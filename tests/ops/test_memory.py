@@ -21,7 +21,6 @@ from tilenorm.ops.call import MOST_CALLS
 
 from .helpers import (
     CALLS,
-    EACH_CALL,
     FEW,
     NEEDS_GPU,
     call,
@@ -146,7 +145,6 @@ def test_no_tensor_is_kept_alive(served, kind):
     assert not any(one() is not None for one in alive)
 
 
-@EACH_CALL
 def test_a_graph_that_is_dropped_frees_what_it_saved(served, form):
     """Without the garbage collector: no cycle holds an output, or what the backward pass needs."""
     tensors = leaves_of(tensors_of(form, 5, 16))

@@ -9,7 +9,6 @@ import tilenorm
 
 from .helpers import (
     CALLS,
-    EACH_CALL,
     FAMILY,
     FEW,
     RMS,
@@ -45,7 +44,6 @@ def call_nested(form, tensors: dict[str, Tensor], **options) -> tuple[Tensor, ..
     return tuple(y.values() for y in outputs)
 
 
-@EACH_CALL
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("heads", [None, 2], ids=["one weight", "heads"])
 def test_outputs_and_gradients_are_those_of_the_values(device, form, heads):

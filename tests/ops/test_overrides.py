@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 import tilenorm
 from tilenorm.table import OPS, QUANTIZED_NORMS
 
-from .helpers import EACH_CALL, arguments_of, call, random, tensors_of
+from .helpers import arguments_of, call, random, tensors_of
 from .wrong_calls import right_of
 
 N = 16
@@ -56,7 +56,6 @@ def bound(op, args, kwargs) -> dict:
     return inspect.signature(getattr(tilenorm, op)).bind(*args, **kwargs).arguments
 
 
-@EACH_CALL
 @pytest.mark.parametrize("remembered", [False, True])
 def test_a_mode_sees_the_public_function_with_its_arguments(device, form, remembered):
     tensors, options = tensors_of(form, 3, N, device=device), options_of(form)
@@ -87,7 +86,6 @@ def test_a_mode_sees_what_it_sees_of_pytorchs_function(op):
     assert kwargs.items() <= {n: v for n, v in our_kwargs.items() if n in kwargs}.items()
 
 
-@EACH_CALL
 def test_a_subclass_stays_one(device, form):
     tensors = tensors_of(form, 3, N, device=device)
     for name in tensors.keys() - {"addend"}:

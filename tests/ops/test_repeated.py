@@ -8,7 +8,7 @@ from tilenorm.ops import bound, call, cutile
 
 from .cuda_helpers import forms_and_widths, train
 from .cuda_helpers import made as made_on_gpu
-from .helpers import DEVICES, EACH_CALL, LAYER, NEEDS_GPU, RMS, random, same, step, tensors_of
+from .helpers import DEVICES, LAYER, NEEDS_GPU, RMS, random, same, step, tensors_of
 from .pretended import by
 from .test_dispatch import one_element_in
 
@@ -49,7 +49,6 @@ def taken(done: list) -> list:
     return found
 
 
-@EACH_CALL
 @pytest.mark.parametrize("shape", [(3, N), (2, 2, N)], ids=["matrix", "batch"])
 def test_has_the_same_bits(form, shape, device, made):
     tensors = tensors_of(form, *shape, dtype=torch.bfloat16, device=device)
