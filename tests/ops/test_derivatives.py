@@ -14,7 +14,6 @@ from tilenorm.ops import registry
 from .helpers import (
     CALLS,
     FEW,
-    NEEDS_GPU,
     by_pytorch,
     call,
     incoming_of,
@@ -160,15 +159,6 @@ def test_transforms_do_not_take_the_kernels(compiled, monkeypatch, dynamo):
     run = torch.compile(run, fullgraph=True, backend="aot_eager") if compiled else run
     with pytest.raises(RuntimeError, match=r"'cutile' was asked for, but torch\.func"):
         run(random(3, 8))
-
-
-@NEEDS_GPU
-def test_transforms_on_a_gpu_say_that_the_reference_runs():
-    x = random(3, 8, device="cuda")
-    with pytest.warns(tilenorm.ReferenceWarning, match=r"torch\.func"):
-        torch.func.vmap(lambda x: tilenorm.rms_norm(x, (8,)))(x)
-    with pytest.raises(RuntimeError, match=r"'cutile' was asked for, but torch\.func"):
-        torch.func.vmap(lambda x: tilenorm.rms_norm(x, (8,), backend="cutile"))(x)
 
 
 def test_outputs_may_be_detached_in_place(device, form):

@@ -17,7 +17,7 @@ from tilenorm.ops.registry import MAX_HIDDEN, MAX_ROWS, Device, refusals, select
 from tilenorm.spec import NormSpec
 from tilenorm.table import NORMS
 
-from .helpers import EACH_FORM, NEEDS_GPU, call, random, step, tensors_of
+from .helpers import EACH_FORM, call, step, tensors_of
 
 pytestmark = pytest.mark.usefixtures("no_memory")
 
@@ -111,24 +111,6 @@ def test_backend_of_the_environment(monkeypatch):
     tilenorm.rms_norm(x, (8,), backend="reference")
     monkeypatch.setenv("TILENORM_BACKEND", "")
     tilenorm.rms_norm(x, (8,))
-
-
-@NEEDS_GPU
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_a_gpu_serves_what_the_kernels_take(dtype):
-    x = random(3, 8, dtype=dtype, device="cuda")
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            y = tilenorm.rms_norm(x, (8,), backend=None)
-    assert y.is_cuda
-    assert len(told) == (1 if dtype == torch.float64 else 0)
-    if dtype == torch.float64:
-        with pytest.raises(RuntimeError, match="input is float64"):
-            tilenorm.rms_norm(x, (8,), backend="cutile")
-    else:
-        tilenorm.rms_norm(x, (8,), backend="cutile")
-        torch.testing.assert_close(tilenorm.rms_norm(x, (8,), backend="reference"), y)
 
 
 @EACH_FORM

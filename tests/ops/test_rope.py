@@ -164,32 +164,25 @@ def test_drawn_calls(served, calls):
             compare([one.cpu()], [exact], 1e-5 if one.dtype == F32 else 2e-2)
 
 
+@pytest.mark.parametrize("by_token", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_bits_of_hugging_face(dtype, device):
+def test_bits_of_hugging_face(dtype, by_token, device):
     """The norms and the rotation of Qwen 3, of heads and of whole tokens, with rounding="early"."""
-    given = made((2, 7), (4, 4), 32, 32, dtype)
-    given = {name: t.to(device) for name, t in given.items()}
-    norms = [qwen3.Qwen3RMSNorm(32, 1e-6).to(device, dtype) for _ in range(2)]
-    for norm, name in zip(norms, ("weight", "key_weight"), strict=True):
-        norm.weight.data = given[name]
-    for by_token in (False, True):
-        if by_token:
-            given |= {n: random(4, 32, dtype=dtype, device=device) for n in LEAVES[2:]}
-            for norm, name in zip(norms, LEAVES[2:], strict=True):
-                norm.weight.data = given[name].flatten()
-        made_ = []
-        for norm, name in zip(norms, LEAVES, strict=False):
-            x = given[name].flatten(-2) if by_token else given[name]
-            made_.append(norm(x).unflatten(-1, (4, 32)) if by_token else norm(x))
-        queries, keys = (t.transpose(1, 2) for t in made_)
-        tables = given["cos"][None], given["sin"][None]
-        expected = qwen3.apply_rotary_pos_emb(queries, keys, *tables)
-        how = {"eps": 1e-6, "rounding": "early", "output_heads_first": True}
-        how["normalized_shape"] = given["weight"].shape
-        for got, wanted in zip(call(given, **how), expected, strict=True):
-            # On a GPU, rounded as assert_bits tells, and the products may cancel.
-            near = 4 * torch.finfo(dtype).eps * wanted.abs().max().item() if got.is_cuda else 0
-            torch.testing.assert_close(got, wanted, rtol=0, atol=near)
+    given, heads = made((2, 7), (4, 4), 32, 32, dtype, on=device), []
+    if by_token:
+        given |= {n: random(4, 32, dtype=dtype, device=device) for n in LEAVES[2:]}
+    for x, weight in zip(LEAVES[:2], LEAVES[2:], strict=True):
+        norm = qwen3.Qwen3RMSNorm(given[weight].numel(), 1e-6).to(device, dtype)
+        norm.weight.data = given[weight].flatten()
+        rows = given[x].flatten(-2) if by_token else given[x]
+        heads.append(norm(rows).view(given[x].shape).transpose(1, 2))
+    expected = qwen3.apply_rotary_pos_emb(*heads, given["cos"][None], given["sin"][None])
+    how = {"normalized_shape": given["weight"].shape, "output_heads_first": True}
+    found = call(given, **how, eps=1e-6, rounding="early")
+    for got, wanted in zip(found, expected, strict=True):
+        # On a GPU, rounded as assert_bits tells, and the products may cancel.
+        near = 4 * torch.finfo(dtype).eps * wanted.abs().max().item() if got.is_cuda else 0
+        torch.testing.assert_close(got, wanted, rtol=0, atol=near)
 
 
 @pytest.mark.parametrize("heads_first", [False, True])
