@@ -9,48 +9,19 @@ from torch.nn import functional as F
 
 import tilenorm
 from tests.guarded import guarded
-from tests.quantized import HOWS, arguments, bits, label
+from tests.quantized import HOWS, label
 from tilenorm.ops.quantize import quantize
 from tilenorm.spec import NormSpec, Quantization
 
 from . import test_chain
-from .helpers import NEEDS_GPU, RMS, call, random, tensors_of
-from .test_quantized import EACH_QUANTIZED, quantized
+from .helpers import NEEDS_GPU, RMS, random, tensors_of
+from .test_quantized import EACH_QUANTIZED, compared
 
 pytestmark = NEEDS_GPU
 B, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 # Tiles of several rows, tiles of one, tile loads, and rows that blocks share.
 WHOLE = (128, 512, 2048, 4096, 5120, 8192, 10240, 16384, 32768, 65536)
 ANY = (1, 7, 36, 1000, 1001, *WHOLE)
-
-
-def check(form, how, tensors, **options) -> None:
-    """q, scale and amax are those of what the plain norm returns, quantised by the reference."""
-    (y, *total), asked = call(form, tensors, **options), arguments(how)
-    if asked["scale"] is not None:
-        asked["scale"] = asked["scale"].cuda()
-    with guarded():
-        found = quantized(form, tensors, asked, backend="cutile", **options)
-    hidden = y.shape[-1]
-    dtype = str(y.dtype).removeprefix("torch.")
-    spec = NormSpec("rms", hidden, dtype, quantized=how)
-    q, scale, amax = quantize(spec, y, asked["scale"])
-    wrong = (bits(found.q) != bits(q)) & ~q.float().isnan().flatten()
-    assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} codes"
-    assert found.q.is_contiguous()
-    if scale is not None:
-        assert found.scale.stride() == scale.stride()
-        assert same(found.scale, scale)
-    assert amax is None or same(found.amax, amax)
-    assert not how.output or same(found.output, y)
-    assert all(same(found.residual_out, t) for t in total)
-
-
-def same(found, expected) -> bool:
-    """Equal numbers, where a NaN is one. Scales as bytes are compared as bytes."""
-    if expected.element_size() == 1:
-        return torch.equal(bits(found), bits(expected))
-    return torch.equal(found.nan_to_num(-1.0, -2.0, -3.0), expected.nan_to_num(-1.0, -2.0, -3.0))
 
 
 @EACH_QUANTIZED
@@ -62,15 +33,15 @@ def test_codes_are_those_of_the_plain_norm(form, how):
         tensors = tensors_of(form, rng.choice((1, 130, 333)), hidden, **dtypes, device="cuda")
         if "rms" in form.op and rng.random() < 0.7:
             del tensors["bias"]
-        check(form, how, tensors)
+        compared(form, how, tensors, backend="cutile")
 
 
 def test_rows_of_zeros_nan_and_infinity():
     x = random(9, 256, dtype=B, device="cuda")
     x[1], x[2, 5], x[3, 7], x[4] = 0.0, torch.nan, torch.inf, 1e-38
     for how in HOWS:
-        check(RMS, how, {"input": x})
-        check(RMS, how, {"input": x[:0]})
+        for rows in (x, x[:0]):
+            compared(RMS, how, {"input": rows}, backend="cutile")
 
 
 @pytest.mark.skipif(not hasattr(F, "scaled_mm"), reason="needs the F.scaled_mm of PyTorch 2.10")

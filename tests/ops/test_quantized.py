@@ -59,7 +59,8 @@ def quantized(form, tensors, asked: dict, dims=1, **options) -> QuantizedNorm:
 
 def compared(form, how, tensors, dims=1, **options) -> None:
     """What the function returns is the quantisation of what the plain norm returns."""
-    asked, hidden = arguments(how), tensors["input"].shape[-dims:].numel()
+    x = tensors["input"]
+    asked, hidden = arguments(how, x.device), x.shape[-dims:].numel()
     y, *total = call(form, tensors, dims, **options)
     with guarded():
         found = quantized(form, tensors, asked, dims, **options)
