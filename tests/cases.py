@@ -11,18 +11,22 @@ regime (test_compile.py).
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 from itertools import chain, cycle, pairwise, product
+from random import Random
 
 from tilenorm.launch import heuristics
 from tilenorm.launch.calls import Needs, every_gradient
 from tilenorm.launch.config import Backward, Config, tile_width
 from tilenorm.launch.target import Target
 from tilenorm.launch.tuned import TABLES
-from tilenorm.spec import DIGITS, NormSpec
+from tilenorm.spec import NormSpec
+from tilenorm.table import NORMS
 
-DTYPES = ("bfloat16", "float16", "float32")
+from . import drawing
+from .drawing import DTYPES
+
 MAX_HIDDEN = 262144
 WIDEST_ROW = 32768  # no plan holds more of a row in registers
 NARROW = 1100  # the widest row of HIDDEN that the interpreter runs
@@ -36,6 +40,7 @@ HIDDEN = (
 )
 # fmt: on
 
+VARIANTS = 15  # of each op and dtype
 MULTIPROCESSORS = 2
 # An architecture without TMA, each one with a table, and one with TMA and without a table.
 INTERPRETED = tuple(dict.fromkeys(("sm_80", *TABLES, "sm_100")))
@@ -66,54 +71,15 @@ def schedule(chosen: Config, hidden: int) -> str:
     return "tile loads" if chosen.tma else "gathered"
 
 
-def affine(dtype: str) -> list[dict]:
-    """Every combination of weight, bias and offset for an input dtype, as fields of a spec."""
-    found = [{}] + [{"bias": bias} for bias in dict.fromkeys((dtype, "float32"))]
-    for weight, offset in product(dict.fromkeys((dtype, "float32")), (0.0, 1.0)):
-        found += [{"weight": weight, "bias": bias, "offset": offset} for bias in (None, weight)]
-    return found
-
-
+@cache
 def variants(dtype: str) -> list[dict]:
-    """Variants of each norm besides size and dtype, as fields of a spec."""
-    other = "bfloat16" if dtype == "float32" else "float32"
-    plain = [{"norm": norm, **more} for norm in ("rms", "layer") for more in affine(dtype)]
-    weighted = ({}, {"weight": dtype}, {"weight": dtype, "bias": dtype, "offset": 1.0})
-    both = product(("rms", "layer"), (dtype, other), weighted)
-    added = [{"norm": norm, "residual": residual, **more} for norm, residual, more in both]
-    # The first of two residuals has the input's dtype or that of the second one.
-    dtypes = product(("rms", "layer"), ((dtype, dtype), (dtype, other), (other, other)))
-    both = zip(dtypes, cycle(weighted[1:]))
-    twice = [{"norm": n, "addend": a, "residual": r, **more} for (n, (a, r)), more in both]
-    orders = product((False, True), (dtype, other), weighted)
-    gated = [{"norm": "rms", "gate": z, "gate_first": first, **more} for first, z, more in orders]
-    gated += [{**fields, "activation": "sigmoid"} for fields in gated[:: len(weighted)]]
-    gated += [{**fields, "norm": "layer"} for fields in gated]
-    by_heads = [
-        {**fields, "heads": heads, "weight": dtype, **more}
-        for fields, heads in zip(
-            ({"norm": "rms"}, {"norm": "layer"}, *added[::3], *gated[::3], twice[1]),
-            cycle((3, 2, 4)),
-        )
-        for more in ({}, {"bias": dtype})
-    ]
-    early = [
-        {**fields, "rounding": "early", "weight": weight}
-        for fields in ({"norm": "rms"}, added[0], gated[0], gated[-1], {"norm": "layer"})
-        for weight in dict.fromkeys((dtype, "float32"))
-    ]
-    both = zip(product(("rms", "layer"), (dtype, other)), cycle(weighted[1:]))
-    after = [{"norm": n, "skip": s, **more} for (n, s), more in both]
-    after += [{**after[0], "heads": 2}, {**after[2], "rounding": "early"}]
-    masks = ({"dropout_mask": "bool", "dropout_scale": 1 / 0.9}, {}, {"dropout_mask": "bool"})
-    scales = (None, dtype, other)
-    branches = [
-        {**fields, **mask, "layer_scale": scale}
-        for fields, mask, scale in zip(added[1::2], cycle(masks), cycle(scales))
-        if scale is None or DIGITS[fields["residual"]] >= DIGITS[dtype]
-    ]
-    branches.append({**branches[0], "layer_scale": dtype, "weight": dtype, "heads": 3})
-    return [*plain, *added, *gated, *by_heads, *early, *twice, *after, *branches]
+    """Some variants of each norm besides size and dtype, as fields of a spec: drawn, and the ops
+    take turns.
+    """
+    rng = Random(dtype)
+    specs = [drawing.spec(rng, op, dtype, 64) for _ in range(VARIANTS) for op in NORMS]
+    own = {field.name for field in fields(NormSpec)} - {"hidden", "dtype"}
+    return [{name: getattr(spec, name) for name in own} for spec in dict.fromkeys(specs)]
 
 
 def modulations(dtype: str) -> list[dict]:
@@ -247,27 +213,11 @@ def some_needs(spec: NormSpec) -> list[Needs]:
 
 
 def label(value) -> str:
-    """The id of a test, such as "layer-4096-bf16-w32-b-o1"."""
+    """The id of a test, such as "layer-4096-bfloat16-weight:float32-offset:1.0"."""
     if not isinstance(value, NormSpec):
         return str(value)
-    short = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-    parts = [] if value.norm == "rms" else [value.norm]
-    parts += [str(value.hidden), short[value.dtype]]
-    for name, dtype in (
-        ("w", value.weight),
-        ("b", value.bias),
-        ("addend", value.addend),
-        ("add", value.residual),
-        ("skip", value.skip),
-        ("scale", value.layer_scale),
-        ("first" if value.gate_first else "gate", value.gate),
-        ("mod", value.mod_scale),
-        ("shift", value.mod_shift),
-        ("by", value.mod_gate),
-    ):
-        if dtype:
-            parts.append(name if dtype == value.dtype else f"{name}{short[dtype][2:]}")
-    parts += ["o1"] * bool(value.offset) + [f"h{value.heads}"] * bool(value.heads)
-    parts += [f"mask{value.dropout_scale:.3g}"] * bool(value.dropout_mask)
-    parts += ["sigmoid"] * (value.activation == "sigmoid")
-    return "-".join(parts + ["early"] * (value.rounding == "early"))
+    named = [(field, getattr(value, field.name)) for field in fields(NormSpec)]
+    first, others = named[:3], named[3:]  # norm, hidden and dtype, which have no defaults
+    parts = [str(own) for _, own in first]
+    parts += [f"{field.name}:{own}" for field, own in others if own != field.default]
+    return "-".join(parts)

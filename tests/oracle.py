@@ -5,7 +5,7 @@ absolute values of the terms that add up to the value. Rounding errors are propo
 scale. The value itself may be much smaller, because the terms may cancel.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -47,6 +47,11 @@ class Arguments:
     mod_gate: Tensor | None = None
 
 
+def wide(t: Tensor) -> Tensor:
+    """In the dtype in which PyTorch and the kernels compute: float32, or float64 of float64."""
+    return t if t.dtype == torch.float64 else t.float()
+
+
 def by_row(parameter: Tensor, rows: Tensor) -> Tensor:
     """A tensor (groups, N) for each row of (rows, N), in groups of consecutive rows."""
     return parameter.repeat_interleave(rows.shape[0] // parameter.shape[0], 0)
@@ -75,7 +80,8 @@ def branched(spec: NormSpec, x: Tensor, *factors: Tensor | None) -> Tensor:
     for factor in factors:
         if factor is not None:
             scale = spec.dropout_scale if factor.dtype == torch.bool else 1.0
-            x = (x.float() * (factor.float() * scale)).to(x.dtype)
+            compute = torch.promote_types(wide(x).dtype, factor.dtype)
+            x = (x.to(compute) * (factor.to(compute) * scale)).to(x.dtype)
     return x
 
 
@@ -87,10 +93,10 @@ def total(spec: NormSpec, arguments: Arguments) -> Tensor:
     """
     found = branched(spec, arguments.x, arguments.dropout_mask, arguments.layer_scale)
     if arguments.mod_gate is not None:  # the product is not rounded
-        found = found.float() * by_row(arguments.mod_gate.float(), found)
+        found = wide(found) * by_row(wide(arguments.mod_gate), found)
     for other in (arguments.addend, arguments.residual):
         if other is not None:
-            found = (found.float() + other.float()).to(other.dtype)
+            found = (wide(found) + wide(other)).to(other.dtype)
     return found
 
 
@@ -186,6 +192,11 @@ def _gradients(spec, arguments, leaves, y, parts, plain_scale) -> dict[str, Trut
         truths["dresidual"] = truths["dx"]
         if (times := factor_of(spec, arguments)) is not None:
             truths["dx"] = Truth(dx * times, dx_scale * times.abs())
+    if arguments.layer_scale is not None:
+        branch = factor_of(spec, replace(arguments, layer_scale=None))
+        branch = arguments.x.double() * (1.0 if branch is None else branch)
+        terms = dx * branch, dx_scale * branch.abs()
+        truths["dlayer_scale"] = Truth(*(t.reshape(-1, spec.hidden).sum(0) for t in terms))
     if gate is not None:
         truths["dgate"] = Truth(dgate, dgate_scale)
     rows = (-1, (spec.heads or 1) * spec.hidden)
@@ -242,21 +253,21 @@ def torch_own(spec: NormSpec, arguments: Arguments) -> dict[str, Tensor]:
     )
     dtype = arguments.x.dtype
     if spec.modulated:
-        y = _composed(spec, x.float(), gate, w, b, arguments.eps, torch.float32)
-        y = y * by_row(1 + mod_scale.float(), y)
-        y = (y if mod_shift is None else y + by_row(mod_shift.float(), y)).to(dtype)
+        y = _composed(spec, wide(x), gate, w, b, arguments.eps, torch.float32)
+        y = y * by_row(1 + wide(mod_scale), y)
+        y = (y if mod_shift is None else y + by_row(wide(mod_shift), y)).to(dtype)
     elif spec.rounding == "late" and _has_pytorch_op(spec, x, dtype, w, b):
         if spec.norm == "layer":
             y = functional.layer_norm(x, (spec.hidden,), w, b, arguments.eps)
         else:
             y = functional.rms_norm(x, (spec.hidden,), w, arguments.eps)
     else:
-        y = _composed(spec, x.float(), gate, w, b, arguments.eps, dtype)
+        y = _composed(spec, wide(x), gate, w, b, arguments.eps, dtype)
     if arguments.skip is not None:
         y = (arguments.skip + y).to(arguments.skip.dtype)
-    u = x.detach().float()
+    u = wide(x.detach())
     if spec.gate and spec.gate_first:
-        u = u * torch_act(spec, gate.detach().float())
+        u = u * torch_act(spec, wide(gate.detach()))
     mean = u.mean(-1) if spec.norm == "layer" else torch.zeros_like(u[..., 0])
     variance = (u - mean[..., None]).square().mean(-1)
     results = {"y": y.detach(), "mean": mean.reshape(-1), "sum": x.detach()}
@@ -269,14 +280,18 @@ def torch_own(spec: NormSpec, arguments: Arguments) -> dict[str, Tensor]:
         present, torch.autograd.grad(y, list(present.values()), arguments.dy), strict=True
     )
     results |= {name: results[name].reshape(-1) for name in ("dw", "db") if name in results}
-    dx = results["dx"].float()
-    dx = dx if arguments.dsum is None else dx + arguments.dsum.float()
+    dx = wide(results["dx"])
+    dx = dx if arguments.dsum is None else dx + wide(arguments.dsum)
     results["dresidual"] = dx.to(x.dtype)
     branch = arguments.layer_scale, arguments.dropout_mask
     results["dx"] = branched(spec, dx.to(dtype), *branch)
+    if arguments.layer_scale is not None:
+        branch = branched(spec, arguments.x, arguments.dropout_mask)
+        products = wide(results["dresidual"]) * wide(branch)
+        results["dlayer_scale"] = products.reshape(-1, spec.hidden).sum(0)
     if (gate := arguments.mod_gate) is not None:
-        results["dx"] = (dx * by_row(gate.float(), dx)).to(dtype)
-        results["dmod_gate"] = by_group(dx * arguments.x.float(), gate).to(gate.dtype)
+        results["dx"] = (dx * by_row(wide(gate), dx)).to(dtype)
+        results["dmod_gate"] = by_group(dx * wide(arguments.x), gate).to(gate.dtype)
     return results
 
 
@@ -293,17 +308,17 @@ def _composed(spec, x, gate, w, b, eps, dtype) -> Tensor:
     """The norm in float32 operations, rounded to dtype. x is float32."""
     early = spec.rounding == "early"
     if spec.gate and spec.gate_first:
-        x = x * torch_act(spec, gate.float())
+        x = x * torch_act(spec, wide(gate))
     function = functional.layer_norm if spec.norm == "layer" else functional.rms_norm
     y = function(x, (spec.hidden,), eps=eps)
     if early:
-        y = y.to(dtype).float()
+        y = wide(y.to(dtype))
     if w is not None:
-        y = y * (w.float() + spec.offset)
+        y = y * (wide(w) + spec.offset)
         if early and w.dtype == dtype:
-            y = y.to(dtype).float()
+            y = wide(y.to(dtype))
     if b is not None:
-        y = y + b.float()
+        y = y + wide(b)
     if spec.gate and not spec.gate_first:
-        y = y * torch_act(spec, gate.float())
+        y = y * torch_act(spec, wide(gate))
     return y.to(dtype)

@@ -1,6 +1,5 @@
 """The oracle of quantised norms: the codes and the scales of given rows, bit for bit."""
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -32,11 +31,11 @@ class Codes(NamedTuple):
     amax: Tensor
 
 
-def arguments(how: Quantization, given: Tensor | None = None) -> dict:
+def arguments(how: Quantization, device="cpu") -> dict:
     """What the public functions take for it."""
     names = ("scaling", "dtype", "power_of_2", "layout", "return_output", "return_amax")
     asked = dict(zip(names, how, strict=True))
-    scale = torch.tensor([0.0123]) if given is None and how.scaling == "tensor" else given
+    scale = torch.full((1,), 0.0123, device=device) if how.scaling == "tensor" else None
     return asked | {"dtype": getattr(torch, how.dtype), "scale": scale}
 
 
@@ -51,8 +50,7 @@ def codes(how: Quantization, rows: Tensor, given: Tensor | None = None) -> Codes
     if given is not None:
         factor = (1.0 / given.double()).float()
     elif how.scaling == "mx":
-        scale = torch.tensor([mx_scale(p * f32(1 / most)) for p in peak.flatten().tolist()])
-        scale = scale.double().reshape(peak.shape)
+        scale = mx_scale(peak * f32(1 / most))
         factor = torch.where(scale.isnan(), torch.nan, 1.0 / scale).float()
     else:
         factor = (most / peak.clamp(min=f32(1e-12))).float()
@@ -62,7 +60,7 @@ def codes(how: Quantization, rows: Tensor, given: Tensor | None = None) -> Codes
             factor = torch.where(factor.isfinite() & (fraction != 0), power, factor)
         scale = (1.0 / factor.double()).float()
     q = (v * factor).clamp(-most, most).to(dtype).reshape(rows.shape)
-    amax = v.abs().amax().reshape(1) if v.numel() else torch.zeros(1)
+    amax = v.abs().amax().reshape(1) if v.numel() else v.new_zeros(1)
     return Codes(q, scale if scale is None else scale[..., 0], amax)
 
 
@@ -70,16 +68,16 @@ def f32(number: float) -> float:
     return torch.tensor(number, dtype=torch.float64).float().item()
 
 
-def mx_scale(quotient: float) -> float:
-    """The smallest power of two that is not below the quotient, at least 2^-127."""
-    quotient = f32(quotient)
-    if not math.isfinite(quotient):
-        return math.nan
-    if quotient <= 2.0**-127:
-        # 2^-126 is the next, because the mantissa of a number without an exponent counts as one.
-        return 2.0**-127 if quotient == 0 else 2.0**-126
-    fraction, exponent = math.frexp(quotient)
-    return 2.0 ** max(exponent - (fraction == 0.5), -126)
+def mx_scale(quotient: Tensor) -> Tensor:
+    """The smallest powers of two that are not below quotients, or 2^-127 for 0. Others are at least
+    2^-126, because the mantissa of a number without an exponent counts as one.
+    """
+    quotient = quotient.float().double()
+    fraction, exponent = torch.frexp(quotient)
+    power = (exponent - (fraction == 0.5).int()).clamp(min=-126)
+    scale = torch.ldexp(torch.ones_like(fraction), power)
+    scale = torch.where(fraction == 0, 2.0**-127, scale)
+    return torch.where(quotient.isfinite(), scale, torch.nan)
 
 
 def swizzled(scale: Tensor) -> Tensor:

@@ -206,13 +206,11 @@ PLAIN = "weight bfloat16, bias None, offset 0"
 # Options of explain, and the words of its output that show them.
 OPTIONS = {
     "--weight-dtype float32 --offset 1": "weight float32, bias None, offset 1",
-    "--no-weight": "weight None, bias None, offset 0",
     "--no-weight --bias": "weight None, bias bfloat16, offset 0",
     "--rounding early": f"{PLAIN}, rounding early",
     "--heads 6": f"{PLAIN}, 6 heads",
     "--heads 1": PLAIN,
     "--heads 6 --no-weight": "weight None, bias None, offset 0",
-    "--op add_rms_norm": f"{PLAIN}, residual bfloat16",
     "--op add_layer_norm --residual-dtype float32": f"{PLAIN}, residual float32",
     "--op add_rms_norm --residuals 2": f"{PLAIN}, residual bfloat16, another residual bfloat16",
     "--op add_rms_norm --dropout-mask 2 --layer-scale": (
@@ -220,9 +218,6 @@ OPTIONS = {
     ),
     "--op layer_norm_add --residual-dtype float32": f"{PLAIN}, residual float32 after the norm",
     "--op gated_rms_norm": f"{PLAIN}, gate bfloat16 after the norm, activation silu",
-    "--op gated_rms_norm --activation sigmoid": (
-        f"{PLAIN}, gate bfloat16 after the norm, activation sigmoid"
-    ),
     "--op rms_norm_quantized --scaling block --layout column_tma --power-of-2 --return-output": (
         f"{PLAIN}, block scales powers of two float8_e4m3fn layout column_tma output"
     ),
@@ -234,7 +229,9 @@ OPTIONS = {
         f"{PLAIN}, 64 of 64 elements rotated by halves, tables bfloat16 of 64, positions int64, "
         "key weight bfloat16"
     ),
-    "--op gated_rms_norm --gate-first": f"{PLAIN}, gate bfloat16 before the norm, activation silu",
+    "--op gated_rms_norm --gate-first --activation sigmoid": (
+        f"{PLAIN}, gate bfloat16 before the norm, activation sigmoid"
+    ),
 }
 
 

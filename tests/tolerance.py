@@ -7,8 +7,8 @@ terms:
 
 - One unit in the last place of the output's dtype. Rounding makes an error of half a unit, and up
   to a whole unit where the result crosses a power of two.
-- FLOAT32_UNITS float32 units of the scale. The scale is the sum of the absolute values of the terms
-  that add up to the result (see oracle.py).
+- FLOAT32_UNITS float32 units of the scale, or float64 units of a float64 result. The scale is the
+  sum of the absolute values of the terms that add up to the result (see oracle.py).
 
 The second term gives dW and dB a budget that grows with the row count M, as their error does. Let
 the M products have random signs and the size s. After k additions the sum is about s √k, and the
@@ -55,7 +55,8 @@ def assert_close(name: str, actual: Tensor, truth: Truth, own: Tensor) -> None:
         equal_nan=True,
         msg=lambda m: f"{name}: NaN or inf: {m}",
     )
-    few = unit(truth.value, dtype) + FLOAT32_UNITS * unit(truth.scale, torch.float32)
+    compute = torch.float64 if dtype == torch.float64 else torch.float32
+    few = unit(truth.value, dtype) + FLOAT32_UNITS * unit(truth.scale, compute)
     # PyTorch's largest error is measured in units of the scale. In units of the result it would be
     # large at elements whose terms cancel, and would widen the budget of all other elements.
     scale_unit = unit(truth.scale, dtype)

@@ -12,18 +12,15 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.profiler import ProfilerActivity, profile
 
 import tilenorm
-from tilenorm.spec import NormSpec
 
-from .. import oracle
-from ..ops.helpers import EPS, Form, incoming_of, step, tensors_of
+from ..ops.helpers import Form, expected_of, incoming_of, step, tensors_of
+from ..oracle import Truth
 from ..tolerance import assert_close
 from .world import device, mesh
 
 warnings.simplefilter("ignore", tilenorm.ReferenceWarning)
 COLLECTIVES = ("_c10d_functional", "_dtensor")  # the namespaces of their operators
 SEND_NOTHING = ("wait_tensor", "_wrap_tensor_autograd")  # operators there that are none
-TRUTHS = {"output": "y", "sum": "sum", "input": "dx", "residual": "dresidual", "gate": "dgate"}
-TRUTHS |= {"weight": "dw", "bias": "db", "addend": "dresidual"}  # the oracle's names of results
 PARAMETERS = ("weight", "bias")
 R, P = Replicate(), Partial()
 
@@ -108,41 +105,15 @@ class Case(NamedTuple):
             whole, other = result.full_tensor(), expected[name]
             assert (whole.shape, whole.dtype) == (other.shape, other.dtype), name
             if name != "skip" and (partial or not exact):
-                truth = self._truth(dsum)[TRUTHS[name]]
-                shaped = (t.reshape(truth.value.shape).cpu() for t in (whole, other))
-                assert_close(name, next(shaped), truth, next(shaped))
+                assert_close(name, whole.cpu(), self._truth(name, dsum), other.cpu())
             else:
                 assert torch.equal(whole, other), f"{name} of {result.placements} has other bits"
 
-    def _truth(self, dsum: bool) -> dict:
+    def _truth(self, name: str, dsum: bool) -> Truth:
         tensors = {n: t.cpu() for n, t in self.tensors.items()}
-        x, weight = tensors["input"], tensors.get("weight", tensors.get("bias"))
-        hidden = x.shape[-self.dims :].numel()
-        heads = 1 if weight is None else weight.numel() // hidden
-        shape = (-1, heads, hidden) if heads > 1 else (-1, hidden)
-
-        def rows(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor.reshape(shape)
-
-        def parameter(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor.reshape(shape[1:])
-
-        given = [tensors.get(n) for n in ("input", "residual", "gate")]
         dy, *others = incoming_of(tensors)
-        fields = {n: t for n, t in tensors.items() if n != "input"}
-        dtypes = {n: str(t.dtype).removeprefix("torch.") for n, t in fields.items()}
-        options = {**self.form.options, **self.options}
-        first = not options.pop("norm_before_gate", True)
-        dtype = str(x.dtype).removeprefix("torch.")
-        spec = NormSpec.of(
-            self.form.op, hidden, dtype, **dtypes, **options, gate_first=first,
-            heads=heads if heads > 1 else 0,
-        )  # fmt: skip
-        parameters = (parameter(tensors.get(n)) for n in PARAMETERS)
-        incoming = rows(dy), rows(others[0]) if others and dsum else None
-        neighbours = (rows(tensors.get(n)) for n in ("addend", "skip"))
-        given = oracle.Arguments(*map(rows, given), *parameters, *incoming, EPS, *neighbours)
-        return oracle.norm(spec, given)
+        incoming = [dy, *(other if dsum else None for other in others)]
+        return expected_of(self.form, tensors, incoming, self.dims, **self.options)[name][0]
 
 
 def case(form: Form, *shape: int, dims=1, parameter_shape=None, options=None, **made) -> Case:

@@ -10,7 +10,38 @@ from tilenorm.ops import cutile, reference, registry
 from tilenorm.tools import info, precompile
 from tilenorm.tools.cubin import Resources
 
-from .pretended import CACHES, GPU, forgotten, pretended_gpu
+from .helpers import CALLS, DEVICES, Form
+from .pretended import CACHES, GPU, by, forgotten, pretended_gpu
+
+
+@pytest.fixture(params=DEVICES)
+def device(request) -> str:
+    """Where the tensors of a test are."""
+    return request.param
+
+
+@pytest.fixture(params=["reference", "kernels"])
+def served(request) -> str:
+    """What serves calls on a CPU, in a block of `by`: the kernels are interpreted."""
+    return request.param
+
+
+@pytest.fixture(params=CALLS.values(), ids=CALLS)
+def form(request) -> Form:
+    """Each call of a plain norm, where a test does not choose others."""
+    return request.param
+
+
+@pytest.fixture(params=["rms", "layer"])
+def norm(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def way(served, device):
+    """In the test, calls are served in each way."""
+    with by(served, device):
+        yield
 
 
 @pytest.fixture

@@ -8,9 +8,8 @@ from torch import Tensor
 
 from tilenorm.launch.target import Target
 from tilenorm.ops.registry import device_of
-from tilenorm.spec import NormSpec
 
-from .helpers import FAMILY, Form, call
+from .helpers import FAMILY, Form, call, step
 
 OTHERS = [name for name in FAMILY if name != "rms_norm"]
 
@@ -45,15 +44,9 @@ def made(form: Form, rows: int, n: int, dtype=torch.bfloat16, other=None, device
 def train(
     form: Form, tensors: dict[str, Tensor], incoming: list[Tensor], function=call
 ) -> dict[str, Tensor]:
-    """Outputs and gradients by name, of tensors that stay where they are.
-
-    function: as call, compiled say.
-    """
-    outputs = function(form, tensors)
-    leaves = {name: t for name, t in tensors.items() if t.requires_grad}
-    grads = torch.autograd.grad(outputs, list(leaves.values()), incoming)
-    results = dict(zip(("output", "sum"), (y.detach() for y in outputs), strict=False))
-    return results | dict(zip(leaves, grads, strict=True))
+    """As `step`, with the gradients of the tensors that require one."""
+    asked = [name for name, t in tensors.items() if t.requires_grad]
+    return step(form, tensors, incoming, asked, function)
 
 
 def capture(step: Callable[[], dict[str, Tensor]]) -> tuple[torch.cuda.CUDAGraph, dict]:
@@ -74,14 +67,6 @@ def ops_seen(function) -> set[str]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         function()
     return {e.name for e in profile.events() if e.name.startswith("tilenorm::")}
-
-
-def spec_of(form: Form, tensors: dict[str, Tensor]) -> NormSpec:
-    """The spec of a call without heads."""
-    dtypes = {n: str(t.dtype).removeprefix("torch.") for n, t in tensors.items()}
-    dtype, n = dtypes.pop("input"), tensors["input"].shape[-1]
-    gate_first = not form.options.get("norm_before_gate", True)
-    return NormSpec.of(form.op, n, dtype, gate_first=gate_first, **dtypes)
 
 
 def target() -> Target:

@@ -6,13 +6,14 @@ import torch
 from torch import Tensor, nn
 
 import tilenorm
-from tilenorm.table import MODULATED_NORMS, OPS
+from tilenorm.table import NOT_OF_ROWS, OPS, ROTATED_NORMS
 
-from .helpers import CALLS, FAMILY, arguments_of, random, slow, tensors_of
+from ..quantized import HOWS, arguments, label
+from .helpers import CALLS, FAMILY, arguments_of, random, slow, tensors_of, tensors_of_op
 
 N = 256
-PARAMETERS = ("weight", "bias", "next_weight", "next_bias", "layer_scale", "scale", "shift")
-PARAMETERS += ("key_weight", "cos", "sin")
+TAKEN = [port for op in OPS.values() for port in op.takes]
+PARAMETERS = {p.name for p in TAKEN if p.lies in ("affine", "vector", "table", "tokens")}
 
 
 class Called(nn.Module):
@@ -22,12 +23,10 @@ class Called(nn.Module):
         super().__init__()
         self.op, self.names, self.options = op, names, options
 
-    def forward(self, a, b=None, c=None, d=None, e=None, f=None):
+    def forward(self, a, b=None, c=None, d=None, e=None, f=None, g=None):
         """With names, because PyTorch 2.9 exports guards of *tensors that it cannot run."""
-        tensors = [t for t in (a, b, c, d, e, f) if t is not None]
+        tensors = [t for t in (a, b, c, d, e, f, g) if t is not None]
         given = arguments_of(dict(zip(self.names, tensors, strict=True)))
-        if self.options.get("scaling") == "tensor":
-            given["scale"] = torch.full((1,), 0.02)
         found = getattr(tilenorm, self.op)(**given, normalized_shape=(N,), **self.options)
         return found if isinstance(found, Tensor) else tuple(t for t in found if t is not None)
 
@@ -67,12 +66,6 @@ def called(op: str, tensors: dict[str, Tensor], **options) -> Case:
     return Case(Called(op, tuple(tensors), options), tensors)
 
 
-def drawn(*names: str) -> dict[str, Tensor]:
-    """Matrices of rows, and parameters."""
-    shapes = dict.fromkeys(PARAMETERS, (N,))
-    return {n: random(*shapes.get(n, (3, N)), seed=i) for i, n in enumerate(names)}
-
-
 CASES = {
     name: called(form.op, tensors_of(form, 3, N), **form.options) for name, form in CALLS.items()
 }
@@ -85,46 +78,36 @@ CASES |= {
 CASES["rms_norm, by heads"] = called(
     "rms_norm", {"input": random(3, 4, N), "weight": random(4, N, seed=1)}
 )
+INTERLEAVED = {name: {"interleaved": True} for name in ROTATED_NORMS}
 CASES |= {
-    name: called(name, drawn(*[port.name for port in op.takes]))
+    name: called(name, tensors_of_op(name, lead=(3, 2), n=N), **INTERLEAVED.get(name, {}))
     for name, op in OPS.items()
-    if op.calls
+    if op.calls or name in NOT_OF_ROWS
 }
+for name in ("RMSNorm", "LayerNorm", "ModulatedRMSNorm", "ModulatedLayerNorm"):
+    tensors = CASES["modulated_rms_norm"].tensors
+    taken = ("input", "scale", "shift") if name.startswith("Mod") else ("input",)
+    module = getattr(tilenorm, name)(N).requires_grad_(False)
+    CASES[name] = Case(module, {n: tensors[n] for n in taken})
 CASES |= {
-    op: called(op, drawn("input", "scale", "shift", "weight", "bias", "residual"))
-    for op in MODULATED_NORMS
-}
-HEADS = {"input": random(3, 4, N), "key": random(3, 2, N, seed=1)}
-CASES["rms_norm_rope"] = called(
-    "rms_norm_rope", HEADS | drawn("weight", "key_weight", "cos", "sin"), interleaved=True
-)
-MODULES = {"RMSNorm": tilenorm.RMSNorm(N, offset=1.0), "LayerNorm": tilenorm.LayerNorm(N)}
-CASES |= {n: Case(m.requires_grad_(False), drawn("input")) for n, m in MODULES.items()}
-MODULES = {n: getattr(tilenorm, n)(N) for n in ("ModulatedRMSNorm", "ModulatedLayerNorm")}
-CASES |= {n: Case(m, drawn("input", "scale", "shift")) for n, m in MODULES.items()}
-QUANTIZED = {
-    "row": {"scaling": "row", "return_output": True, "return_amax": True},
-    "row, powers of two": {"scaling": "row", "power_of_2": True},
-    "row, e5m2": {"scaling": "row", "dtype": torch.float8_e5m2},
-    "block": {"scaling": "block"},
-    "block, column_tma": {"scaling": "block", "layout": "column_tma"},
-    "block, row": {"scaling": "block", "layout": "row"},
-    "mx": {"scaling": "mx"},
-    "mx, swizzled": {"scaling": "mx", "layout": "swizzled"},
-    "tensor": {"scaling": "tensor"},
-}
-CASES |= {
-    f"rms_norm_quantized, {name}": called("rms_norm_quantized", drawn("input", "weight"), **how)
-    for name, how in QUANTIZED.items()
+    f"rms_norm_quantized, {label(how)}": called(
+        "rms_norm_quantized",
+        tensors_of_op("rms_norm_quantized", lead=(3, 2), n=N),
+        **arguments(how),
+    )
+    for how in HOWS
 }
 CASES |= {
     f"{op}_quantized": called(f"{op}_quantized", tensors_of(FAMILY[op], 3, N), scaling="row")
     for op in ("layer_norm", "add_rms_norm", "add_layer_norm")
 }
+BLOCK = f"rms_norm_quantized, {label(HOWS[2])}"
 QUICK = ("add_layer_norm, two residuals", "rms_norm_add_rms_norm", "RMSNorm")
-QUICK += ("gated_rms_norm, 16 bits", "rms_norm_quantized, block")
+QUICK += ("gated_rms_norm, 16 bits", BLOCK)
 # They look at the bits of numbers, for which ONNX has no operator.
-BITS = tuple(f"rms_norm_quantized, {n}" for n in ("row, powers of two", "mx", "mx, swizzled"))
+BITS = tuple(
+    f"rms_norm_quantized, {label(how)}" for how in HOWS if how.power_of_2 or how.scaling == "mx"
+)
 
 
 def each(*left_out: str) -> list:

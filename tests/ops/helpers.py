@@ -1,4 +1,4 @@
-"""What the tests of the ops share: the family as a table, its formulas, and the error budget."""
+"""What the tests of the ops share: the family as a table, and what calls should give."""
 
 import io
 import pickle
@@ -11,7 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tilenorm
+from tests import oracle
+from tests.tolerance import assert_close
 from tilenorm.ops import generated
+from tilenorm.spec import NormSpec
 from tilenorm.table import NORMS, OPS, OPTIONS
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
@@ -48,6 +51,10 @@ class Form(NamedTuple):
         return (*filter(None, first), *self.branch)
 
 
+# The oracle's names of results and of gradients.
+RESULTS = {"output": "y", "x": "dx", "residual": "dresidual", "addend": "dresidual"}
+RESULTS |= {"gate": "dgate", "weight": "dw", "bias": "db", "layer_scale": "dlayer_scale"}
+RESULTS |= {"mod_scale": "dscale", "mod_shift": "dshift", "mod_gate": "dmod_gate"}
 FAMILY = {op: Form(op) for op in NORMS}
 FAMILY["gated_rms_norm, gate first"] = Form("gated_rms_norm", {"norm_before_gate": False})
 FAMILY["gated_layer_norm, gate first"] = Form("gated_layer_norm", {"norm_before_gate": False})
@@ -86,7 +93,7 @@ def slow(*cases) -> list:
 
 
 EACH_DEVICE = pytest.mark.parametrize("device", DEVICES)
-EACH_JOINED, EACH_CALL, EACH_FORM = each(JOINED), each(CALLS), each(FAMILY)
+EACH_JOINED, EACH_FORM = each(JOINED), each(FAMILY)
 LAYER, ADD = FAMILY["layer_norm"], FAMILY["add_rms_norm"]
 RMS, GATED = FAMILY["rms_norm"], FAMILY["gated_rms_norm"]
 
@@ -129,6 +136,24 @@ def tensors_of(
         for i, name in enumerate(form.names)
     }
     return {n: t > -1 if n == "dropout_mask" else t for n, t in found.items()}
+
+
+def tensors_of_op(op: str, dtype=torch.float32, lead=(2, 6), n=8) -> dict[str, Tensor]:
+    """Every tensor that an op takes, but for a given scale. lead: the sizes before a row of n
+    elements, or before the heads of a token, which are four, and two of a key.
+    """
+    batch, tokens = lead
+    sizes = {"rows": (*lead, *[4] * OPS[op].rotated, n), "key": (*lead, 2, n), "table": (tokens, n)}
+    sizes |= {"group": (batch, tokens // 2, n), "affine": (n,), "vector": (n,)}
+    found = {}
+    for seed, port in enumerate(OPS[op].takes):
+        if port.lies == "tokens":
+            found[port.name] = torch.arange(tokens)
+        elif port.lies == "mask":
+            found[port.name] = random(*sizes["rows"], seed=seed) > -1
+        elif port.lies in sizes:
+            found[port.name] = random(*sizes[port.lies], dtype=dtype, seed=seed)
+    return found
 
 
 def rows_of(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -216,129 +241,84 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def definition(layer: bool, x: Tensor, dims: tuple[int, ...], eps: float) -> Tensor:
-    """x̂, one operation after the other."""
-    x = x - x.mean(dims, keepdim=True) if layer else x
-    return x * (x.square().mean(dims, keepdim=True) + eps).rsqrt()
+def before(form: Form, tensors: dict[str, Tensor]) -> Tensor:
+    """What the last residual is added to, by PyTorch's operations, which round once each."""
+    x, dtype = tensors["input"], tensors["input"].dtype
+    compute = torch.float64 if dtype == torch.float64 else torch.float32
+    for name in form.branch:
+        scale = form.options["dropout_scale"] if name == "dropout_mask" else 1.0
+        x = (x.to(compute) * (tensors[name].to(compute) * scale)).to(dtype)
+    return (x + tensors["addend"]).to(tensors["addend"].dtype) if "addend" in tensors else x
 
 
-def pytorch(layer: bool, x: Tensor, dims: tuple[int, ...], eps: float) -> Tensor:
-    """x̂ by PyTorch's own function."""
-    return (F.layer_norm if layer else F.rms_norm)(x, x.shape[dims[0] :], eps=eps)
+def by_pytorch(form: Form, tensors: dict[str, Tensor], eps=EPS) -> tuple[Tensor, ...]:
+    """The outputs of a form whose gate has silu, by PyTorch's functions one after the other."""
+    layer = "layer" in form.op
+    norm = F.layer_norm if layer else F.rms_norm
+    affine = [tensors.get(name) for name in ("weight", "bias")[: 1 + layer]]
+
+    def normalized(x: Tensor) -> Tensor:
+        return norm(x, x.shape[-1:], *affine, eps=eps)
+
+    x, z = before(form, tensors), tensors.get(form.other)
+    if form.other == "residual":
+        return normalized(x + z), x + z
+    if form.other == "skip":
+        return (z + normalized(x),)
+    if form.other == "gate":
+        first = not form.options.get("norm_before_gate", True)
+        return (normalized(x * F.silu(z)) if first else normalized(x) * F.silu(z),)
+    return (normalized(x),)
 
 
-class Expected(NamedTuple):
-    """The formula in float64; the same with PyTorch's functions in float32, or in float64 for a
-    float64 input; and for each element the size of the terms that cancel in it, if any do.
-    """
+def spec_of(form: Form, tensors: dict[str, Tensor], dims=1, **options) -> NormSpec:
+    """The spec of a call."""
+    options = {**form.options, **options}
+    hidden = tensors["input"].shape[-dims:].numel()
+    affine = [tensors[name].numel() for name in ("weight", "bias") if name in tensors]
+    heads = max(affine, default=0) // hidden
+    dtypes = {n: str(t.dtype).removeprefix("torch.") for n, t in by_role(form, tensors).items()}
+    options["gate_first"] = not options.pop("norm_before_gate", True)
+    options |= {"heads": heads if heads > 1 else 0, "dtype": dtypes.pop("x")}
+    return NormSpec.of(form.op, hidden, **dtypes, **options)
 
-    exact: Tensor
-    peer: Tensor
-    terms: Tensor | None = None
+
+def by_role(form: Form, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors by their names in a spec."""
+    roles = {port.name: port.role for port in OPS[form.op].takes}
+    return {roles.get(name, name): t for name, t in tensors.items()}
 
 
 def expected_of(
-    form: Form,
-    tensors: dict[str, Tensor],
-    incoming=None,
-    dims=1,
-    eps=EPS,
-    offset=0.0,
-    norm_before_gate=True,
-) -> dict[str, Expected]:
-    """What `step` should give, derivatives by autograd, on the CPU."""
-    norm_before_gate = form.options.get("norm_before_gate", norm_before_gate)
-    act = torch.sigmoid if form.options.get("activation") == "sigmoid" else F.silu
-    incoming = incoming_of(tensors) if incoming is None else incoming
-    given = {n: t.detach().cpu() for n, t in tensors.items()}
-    axes = tuple(range(-dims, 0))
-
-    def factors(t):
-        scale = form.options.get("dropout_scale", 1.0)
-        return [t[n] * (scale if n == "dropout_mask" else 1) for n in form.branch]
-
-    def run(normalize, dtype):
-        t = {n: x.to(dtype) for n, x in given.items()}
-        of = {n: t[n].requires_grad_() for n in t if n != "dropout_mask"}
-        x, z, w, b = (t.get(name) for name in ("input", "gate", "weight", "bias"))
-        outputs = {}
-        if "residual" in t:
-            rounded = given["input"]
-            for factor in factors(t):
-                rounded = (rounded.to(dtype) * factor.detach()).to(rounded.dtype)
-                x = x * factor
-            for other in ("addend", "residual"):
-                if other in t:
-                    rounded = (rounded + given[other]).to(given[other].dtype)
-                    x = x + t[other]
-            x = outputs["sum"] = x + (rounded.to(dtype) - x).detach()
-        u = x if z is None or norm_before_gate else x * act(z)
-        x_hat = normalize("layer" in form.op, u, axes, eps)
-        y = x_hat if w is None else x_hat * (w + offset)
-        y = y if b is None else y + b
-        y = y if z is None or not norm_before_gate else y * act(z)
-        if "skip" in t:
-            y = t["skip"] + y + (y.detach().to(given["input"].dtype).to(dtype) - y.detach())
-        outputs = {"output": y, **outputs}
-        pairs = zip(outputs.values(), incoming, strict=True)
-        used = [(y, dy.detach().cpu().to(dtype)) for y, dy in pairs if dy is not None]
-        ys, dys = zip(*used, strict=True)
-        g, *grads = torch.autograd.grad(ys, (x_hat, *of.values()), dys, allow_unused=True)
-        found = outputs | {n: d for n, d in zip(of, grads, strict=True) if d is not None}
-        return {n: v.detach() for n, v in found.items()}, g, u.detach(), t
-
-    exact, g, u, t = run(definition, torch.float64)
-    double = any(x.dtype == torch.float64 for x in given.values())
-    peer = run(pytorch, torch.float64 if double else torch.float32)[0]
-    terms = {}
-    if g is not None and u.numel():
-        u = u - u.mean(axes, keepdim=True) if "layer" in form.op else u
-        rstd = (u.square().mean(axes, keepdim=True) + eps).rsqrt()
-        size = (g.abs().amax(axes, keepdim=True) * rstd).expand(u.shape)
-        if "gate" in t and not norm_before_gate:
-            terms["gate"] = size * t["input"].detach().abs()
-            size = size * act(t["gate"].detach()).abs()
-        if "residual" in t and incoming[1] is not None:
-            size = size + incoming[1].detach().cpu().double().abs()
-        terms["input"] = terms["residual"] = terms["addend"] = size
-        for factor in factors(t):
-            terms["input"] = terms["input"] * factor.detach().abs()
-    return {n: Expected(exact[n], peer[n], terms.get(n)) for n in exact}
+    form: Form, tensors: dict[str, Tensor], incoming=None, dims=1, eps=EPS, **options
+) -> dict[str, tuple[oracle.Truth, Tensor]]:
+    """What `step` should give, by the oracle, and PyTorch's own results. Rows have elements."""
+    spec, given = spec_of(form, tensors, dims, **options), by_role(form, tensors)
+    results = dict(zip(("output", "sum"), incoming_of(tensors), strict=False))
+    incoming = results.values() if incoming is None else incoming
+    for name, like, gradient in zip(("dy", "dsum"), results.values(), incoming, strict=False):
+        given[name] = torch.zeros_like(like) if gradient is None else gradient
+    lead = (-1, spec.heads) if spec.heads else (-1,)
+    shapes = dict.fromkeys(("weight", "bias"), lead[1:]) | {"layer_scale": ()}
+    flat = {n: t.detach().reshape(*shapes.get(n, lead), spec.hidden) for n, t in given.items()}
+    absent = dict.fromkeys(("residual", "gate", "weight", "bias", "dsum"))
+    arguments = oracle.Arguments(**absent | flat, eps=eps)
+    truths, own = oracle.norm(spec, arguments), oracle.torch_own(spec, arguments)
+    truths["skip"], own["skip"] = oracle.Truth(*[flat["dy"].double()] * 2), flat["dy"]
+    roles = dict(zip(tensors, by_role(form, tensors), strict=True))
+    found = {}
+    for name, like in (results | tensors).items():
+        if (result := RESULTS.get(roles.get(name, name), name)) in truths:
+            value, scale = (t.reshape(like.shape) for t in vars(truths[result]).values())
+            mine = own[result].reshape(like.shape).to(like.dtype)
+            found[name] = oracle.Truth(value, scale), mine
+    return found
 
 
-def assert_step(got: dict[str, Tensor], expected: dict[str, Expected], names=None) -> None:
+def assert_step(got: dict[str, Tensor], expected: dict, names=None) -> None:
     """Hold what `step` gave to the budget."""
     for name in names or expected:
-        summed = name in PARAMETERS
-        rows = max(1, expected["output"].exact.numel() // max(1, got[name].numel()))
-        assert_within(name, got[name], *expected[name], rows=rows if summed else 1)
-
-
-def assert_within(
-    name: str, got: Tensor, exact: Tensor, peer: Tensor | None = None, terms=None, *, rows: int = 1
-) -> None:
-    """Hold the error budget: a unit in the last place and the rounding of float32 sums, or twice
-    the error of `peer`, PyTorch's own result, whichever is larger.
-
-    rows: how many were added up. terms: the size of what cancels, where that is not the result's.
-    """
-    got64, exact = got.detach().cpu().double(), exact.double()
-    compute = torch.finfo(torch.float64 if got.dtype == torch.float64 else torch.float32).eps
-    scale = exact.abs().max() if exact.numel() else torch.tensor(0.0)
-    scale = scale if terms is None else terms
-    unit = torch.finfo(got.dtype)
-    allowed = unit.eps * exact.abs() + 8 * rows**0.5 * compute * scale + unit.tiny * unit.eps
-    if peer is not None and peer.numel():
-        own = (peer.detach().cpu().to(got.dtype).double() - exact).abs().max()
-        allowed = torch.maximum(allowed, 2 * own)
-    assert got.shape == exact.shape, f"{name}: shape {got.shape}, not {exact.shape}"
-    wrong = ~((got64 - exact).abs() <= allowed)
-    if wrong.any():
-        at = tuple(wrong.nonzero()[0].tolist())
-        raise AssertionError(
-            f"{name}: {wrong.sum()} of {wrong.numel()} beyond the budget, the first at {at}:"
-            f" got {got64[at]:.9g}, expected {exact[at]:.9g} ± {allowed[at]:.2g}"
-        )
+        assert_close(name, got[name].detach(), *expected[name])
 
 
 def through_pickle(module):

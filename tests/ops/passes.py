@@ -4,6 +4,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+import tilenorm
+
 from .helpers import call, leaves_of
 
 
@@ -24,6 +26,33 @@ class Seen(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.ops.append(func)
         return func(*args, **(kwargs or {}))
+
+
+class Kept(TorchDispatchMode):
+    """Keeps each op of tilenorm that is called, with its arguments, which get no gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        if function.namespace == "tilenorm":
+            assert not named
+            self.calls.append((function, tuple(map(detached, arguments))))
+        return function(*arguments, **(named or {}))
+
+
+def detached(value):
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+def check_decomposition(op, arguments: tuple) -> None:
+    """The decomposition's results are those of the op, absent ones included."""
+    results = tilenorm.decompositions()[op](*arguments), op(*arguments)
+    results = [(r,) if isinstance(r, torch.Tensor) else r for r in results]
+    for got, wanted in zip(*results, strict=True):
+        assert got.stride() == wanted.stride() or not wanted.numel()
+        torch.testing.assert_close(got, wanted)
 
 
 def by_op(form, tensors, **options):

@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 from unittest.mock import patch
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -18,7 +17,6 @@ from ..executors import Interpreter
 
 CACHES = registry._select, registry._told, registry.failures, bound._bound, bound.norm_of
 CACHES = *CACHES, call.remembered
-EACH_WAY = pytest.mark.parametrize("served", ["reference", "kernels"])
 GPU = registry.Device("cuda", target("sm_90"), 13000)
 
 

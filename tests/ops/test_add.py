@@ -11,12 +11,12 @@ import tilenorm
 
 from .helpers import (
     BRANCHED,
-    EACH_DEVICE,
     EACH_JOINED,
     EPS,
     FAMILY,
     JOINED,
     MASKED,
+    before,
     call,
     incoming_of,
     name_of,
@@ -25,9 +25,8 @@ from .helpers import (
     step,
     tensors_of,
 )
-from .pretended import EACH_WAY, by
+from .pretended import by
 
-pytestmark = EACH_DEVICE
 N = 40
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 ADDS = {name: form for name, form in FAMILY.items() if form.other == "residual"}
@@ -51,16 +50,6 @@ def made(form, *shape, dtypes=(F32, F32, F32), device="cpu"):
     dtype, residual, more = dtypes
     tensors = tensors_of(form, *shape, dtype=dtype, other=residual, device=device)
     return {n: t.to(more) if n in ("addend", "layer_scale") else t for n, t in tensors.items()}
-
-
-def before(form, tensors):
-    """What the last residual is added to, by PyTorch's operations, which round once each."""
-    x, dtype = tensors["input"], tensors["input"].dtype
-    compute = F64 if dtype == F64 else F32
-    for name in form.branch:
-        scale = form.options["dropout_scale"] if name == "dropout_mask" else 1.0
-        x = (x.to(compute) * (tensors[name].to(compute) * scale)).to(dtype)
-    return (x + tensors["addend"]).to(tensors["addend"].dtype) if "addend" in tensors else x
 
 
 def apart(form, tensors, **options):
@@ -90,7 +79,6 @@ def compare(found, expected):
             assert torch.equal(found[name], other), name
 
 
-@EACH_WAY
 @pytest.mark.parametrize("form, dtypes", CASES)
 def test_bits_are_those_of_the_operations_one_after_the_other(device, form, dtypes, served):
     tensors = made(form, 7, N, dtypes=dtypes, device=device)
@@ -112,7 +100,6 @@ def test_bits_are_those_of_the_operations_one_after_the_other(device, form, dtyp
             assert torch.equal(y, plain(form, tensors | {"input": total}).to(dtypes[0]))
 
 
-@EACH_WAY
 @pytest.mark.parametrize("name", [n for n, f in BRANCHED.items() if "layer_scale" in f.branch])
 def test_the_gradient_of_the_layer_scale(device, name, served):
     form = BRANCHED[name]

@@ -9,26 +9,10 @@ from torch._subclasses import FakeTensorMode
 
 import tilenorm
 
-from .helpers import DTYPES, EACH_FORM, NEEDS_GPU, call, name_of, tensors_of
+from .helpers import DTYPES, EACH_FORM, NEEDS_GPU, by_pytorch, call, name_of, tensors_of
 from .test_library import forward_arguments
 
 BF16, F32 = torch.bfloat16, torch.float32
-
-
-def pytorchs(form, tensors):
-    """The outputs by PyTorch's functions, one after the other."""
-    x, z = tensors["input"], tensors.get(form.other)
-    norm = F.layer_norm if "layer" in form.op else F.rms_norm
-    given = (x.shape[-1:], tensors["weight"])
-    if form.other == "residual":
-        total = x + z
-        return norm(total, *given), total
-    if form.other == "skip":
-        return (z + norm(x, *given),)
-    if form.other == "gate":
-        first = not form.options.get("norm_before_gate", True)
-        return (norm(x * F.silu(z), *given) if first else norm(x, *given) * F.silu(z),)
-    return (norm(x, *given),)
 
 
 def without_bias(tensors):
@@ -40,7 +24,7 @@ def without_bias(tensors):
 def test_dtypes_on_the_cpu(form, dtype):
     tensors = without_bias(tensors_of(form, 5, 40, dtype=dtype))
     with torch.autocast("cpu", torch.bfloat16):
-        got, expected = call(form, tensors), pytorchs(form, tensors)
+        got, expected = call(form, tensors), by_pytorch(form, tensors)
     assert [y.dtype for y in got] == [y.dtype for y in expected]
 
 
@@ -64,7 +48,7 @@ def test_dtypes_on_cuda(form, dtype, parameter):
             n: torch.empty_like(t, device="cuda")
             for n, t in tensors_of(form, 5, 40, dtype=dtype, parameter=parameter).items()
         }
-        got, expected = call(form, tensors), pytorchs(form, without_bias(tensors))
+        got, expected = call(form, tensors), by_pytorch(form, without_bias(tensors))
         assert [y.dtype for y in got] == [y.dtype for y in expected]
         assert [y.shape for y in got] == [y.shape for y in expected]
         by_op = getattr(torch.ops.tilenorm, form.op)(*forward_arguments(form, tensors))

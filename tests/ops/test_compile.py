@@ -21,7 +21,6 @@ from tilenorm.table import NORMS, OPS, QUANTIZED_NORMS
 from ..quantized import arguments, bits
 from .helpers import (
     CALLS,
-    EACH_DEVICE,
     FAMILY,
     FEW,
     call,
@@ -58,7 +57,6 @@ CASES += [(name, torch.bfloat16, 40) for name in FEW[1:]]
 CASES += slow(*((name, torch.bfloat16, 40) for name in CALLS if name not in FEW))
 
 
-@EACH_DEVICE
 @pytest.mark.parametrize("name, dtype, n", CASES, ids=name_of)
 def test_compiled_the_same_bits_without_recompiling(device, name, dtype, n, dynamo):
     form = CALLS[name]
@@ -79,7 +77,6 @@ def test_compiled_the_same_bits_without_recompiling(device, name, dtype, n, dyna
     assert not dynamo.utils.counters["graph_break"]
 
 
-@EACH_DEVICE
 @pytest.mark.parametrize("absent", [0, 1], ids=["output", "sum"])
 @pytest.mark.parametrize("other", [torch.bfloat16, torch.float32], ids=name_of)
 def test_compiled_with_one_gradient_absent(device, other, absent, dynamo):
@@ -103,7 +100,6 @@ def trained(run, module, x, grad):
     return y.detach(), *(torch.autograd.grad(y, [x, *parameters], x.detach()) if grad else ())
 
 
-@EACH_DEVICE
 @pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("sizes", [1, 2], ids=["dynamic", "default"])
 def test_compiled_modules_without_recompiling(device, grad, sizes, dynamo):
@@ -155,7 +151,6 @@ def calls_of(device, every: bool) -> list[tuple[str, Use, dict[str, Tensor]]]:
     return [*found, ("add_rms_norm", scaled, scaled.tensors((B, B), device))]
 
 
-@EACH_DEVICE
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("grad, every", [(True, False), *slow((True, True), (False, False))])
 def test_inductor_calls_past_the_dispatcher(device, grad, every, dynamo):
@@ -192,7 +187,6 @@ def test_inductor_calls_past_the_dispatcher(device, grad, every, dynamo):
     assert not grad or len(re.findall(backward, codes[1])) >= len(calls)
 
 
-@EACH_DEVICE
 def test_inductor_calls_of_any_width(device, dynamo):
     pytest.importorskip(CODEGEN, reason="PyTorch before 2.11")
     run = torch.compile(lambda x: tilenorm.rms_norm(x, x.shape[-1:]), dynamic=True, fullgraph=True)
@@ -206,7 +200,6 @@ def test_inductor_calls_of_any_width(device, dynamo):
     assert torch.equal(got, tilenorm.rms_norm(x, (24,)))
 
 
-@EACH_DEVICE
 def test_inductor_asks_the_op_for_an_absent_result(device, dynamo):
     """Of a call that saves nothing, mean and rstd are empty tensors."""
     x = random(3, 16, device=device)

@@ -1,6 +1,5 @@
-"""On a GPU: quantised norms, norms in chains, and pieces of rows."""
+"""On a GPU: quantised norms, and norms in chains."""
 
-from dataclasses import replace
 from itertools import cycle
 from random import Random
 
@@ -9,84 +8,40 @@ import torch
 from torch.nn import functional as F
 
 import tilenorm
-from tests import cases, drawing
-from tests.executors import Inputs
 from tests.guarded import guarded
-from tests.pieces import in_pieces
-from tests.quantized import HOWS, arguments, bits, label
-from tests.tolerance import assert_close
+from tests.quantized import HOWS, label
 from tilenorm.ops.quantize import quantize
 from tilenorm.spec import NormSpec, Quantization
-from tilenorm.table import NORMS, QUANTIZED_NORMS
 
 from . import test_chain
-from .helpers import EPS, NEEDS_GPU, random
-from .test_quantized import plain, tensors_of
+from .helpers import NEEDS_GPU, RMS, random, tensors_of
+from .test_quantized import EACH_QUANTIZED, compared
 
 pytestmark = NEEDS_GPU
 B, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-EACH_OP = pytest.mark.parametrize("op", QUANTIZED_NORMS)
 # Tiles of several rows, tiles of one, tile loads, and rows that blocks share.
 WHOLE = (128, 512, 2048, 4096, 5120, 8192, 10240, 16384, 32768, 65536)
 ANY = (1, 7, 36, 1000, 1001, *WHOLE)
 
 
-def call(op, how, rows, hidden, given):
-    asked = arguments(how)
-    if asked["scale"] is not None:
-        asked["scale"] = asked["scale"].cuda()
-    return getattr(tilenorm, op)(*rows, (hidden,), **given, **asked, backend="cutile"), asked
-
-
-def check(op, how, rows, hidden, given) -> None:
-    """q, scale and amax are those of what the plain norm returns, quantised by the reference."""
-    y, total = plain(op, rows, (hidden,), **given)
-    with guarded():
-        found, asked = call(op, how, rows, hidden, given)
-    dtype = str(y.dtype).removeprefix("torch.")
-    spec = NormSpec("rms", hidden, dtype, quantized=how)
-    q, scale, amax = quantize(spec, y, asked["scale"])
-    wrong = (bits(found.q) != bits(q)) & ~q.float().isnan().flatten()
-    assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} codes"
-    assert found.q.is_contiguous()
-    if scale is not None:
-        assert found.scale.stride() == scale.stride()
-        assert same(found.scale, scale)
-    assert amax is None or same(found.amax, amax)
-    assert not how.output or same(found.output, y)
-    assert total is None or same(found.residual_out, total)
-
-
-def same(found, expected) -> bool:
-    """Equal numbers, where a NaN is one. Scales as bytes are compared as bytes."""
-    if expected.element_size() == 1:
-        return torch.equal(bits(found), bits(expected))
-    return torch.equal(found.nan_to_num(-1.0, -2.0, -3.0), expected.nan_to_num(-1.0, -2.0, -3.0))
-
-
-@EACH_OP
+@EACH_QUANTIZED
 @pytest.mark.parametrize("how", HOWS, ids=label)
-def test_codes_are_those_of_the_plain_norm(op, how):
-    rng = Random(f"{op} {label(how)}")
+def test_codes_are_those_of_the_plain_norm(form, how):
+    rng = Random(f"{form.op} {label(how)}")
     for hidden, dtype in zip(WHOLE if how.group else ANY, cycle((B, F16, B, F32)), strict=False):
-        rows = rng.choice((1, 130, 333))
-        check(op, how, *made_with(op, rows, hidden, dtype, rng))
-
-
-def made_with(op, rows, hidden, dtype, rng):
-    parameter = rng.choice((dtype, F32))
-    tensors, given = tensors_of(op, rows, hidden, dtype=dtype, parameter=parameter, device="cuda")
-    if "rms" in op and rng.random() < 0.7:
-        del given["bias"]
-    return tensors, hidden, given | {"eps": EPS}
+        dtypes = {"dtype": dtype, "parameter": rng.choice((dtype, F32))}
+        tensors = tensors_of(form, rng.choice((1, 130, 333)), hidden, **dtypes, device="cuda")
+        if "rms" in form.op and rng.random() < 0.7:
+            del tensors["bias"]
+        compared(form, how, tensors, backend="cutile")
 
 
 def test_rows_of_zeros_nan_and_infinity():
     x = random(9, 256, dtype=B, device="cuda")
     x[1], x[2, 5], x[3, 7], x[4] = 0.0, torch.nan, torch.inf, 1e-38
     for how in HOWS:
-        check("rms_norm_quantized", how, [x], 256, {"eps": 1e-6})
-        check("rms_norm_quantized", how, [x[:0]], 256, {"eps": 1e-6})
+        for rows in (x, x[:0]):
+            compared(RMS, how, {"input": rows}, backend="cutile")
 
 
 @pytest.mark.skipif(not hasattr(F, "scaled_mm"), reason="needs the F.scaled_mm of PyTorch 2.10")
@@ -107,7 +62,6 @@ def test_what_scaled_mm_makes_of_the_codes(scaling):
 
 @pytest.mark.filterwarnings("ignore::tilenorm.ReferenceWarning")  # float64
 @pytest.mark.parametrize("dtypes", test_chain.DTYPES[:3], ids=str)
-@test_chain.EACH_NORM
 def test_chains(norm, dtypes):
     """The error is at most twice that of the two functions; rows have the same bits anywhere."""
     rng = Random(f"{norm} {dtypes}")
@@ -128,20 +82,3 @@ def test_chains(norm, dtypes):
         moved = [t[order] for t in rows]
         permuted = test_chain.chain(norm, moved, (hidden,), parameters, **options)
         assert all(torch.equal(p, t[order]) for p, t in zip(permuted, found, strict=True))
-
-
-@pytest.mark.parametrize("op", [op for op in NORMS if not op.endswith("_add")])
-def test_pieces_of_rows(op):
-    rng = Random(op)
-    for seed, dtype in enumerate(cases.DTYPES):
-        spec = drawing.spec(rng, op, dtype, rng.choice((96, 1000, 4096, 9000))).without_joins
-        inputs = Inputs.random(spec, 129, "cuda", seed)
-        cut = rng.randint(1, spec.hidden - 1)
-        needs = rng.choice(cases.some_needs(spec))
-        if not needs.dsum:
-            inputs = replace(inputs, dsum=None)
-        with guarded():
-            found = in_pieces(spec, inputs, (cut, spec.hidden - cut), needs)
-        truths, own = inputs.truth(spec), inputs.own(spec)
-        for name, result in found.items():
-            assert_close(name, result, truths[name], own[name])

@@ -15,8 +15,6 @@ from tilenorm.ops import torch_private
 from tilenorm.ops.call import MOST_CALLS, MOST_GUARDS, remembered
 
 from .helpers import (
-    EACH_CALL,
-    EACH_DEVICE,
     RMS,
     call,
     random,
@@ -26,7 +24,6 @@ from .helpers import (
 )
 from .passes import Seen
 
-pytestmark = EACH_DEVICE
 N = 40
 
 
@@ -38,7 +35,6 @@ def checked(as_on_a_gpu, monkeypatch) -> list[str]:
     return seen
 
 
-@EACH_CALL
 @pytest.mark.parametrize("lead", [(5,), (2, 3), ()], ids=str)
 def test_the_same_bits_without_checks(device, form, lead, checked):
     tensors = tensors_of(form, *lead, N, device=device)
@@ -49,7 +45,6 @@ def test_the_same_bits_without_checks(device, form, lead, checked):
     assert len(checked) == 2
 
 
-@EACH_CALL
 def test_any_number_of_rows(device, form, checked):
     call(form, tensors_of(form, 5, N, device=device))
     for rows in (1, 7, 0, 5):

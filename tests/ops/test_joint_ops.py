@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilenorm
 from tilenorm.table import MODULATED_NORMS, OPS, ROTATED_NORMS
 
-from .helpers import by_inductor, messages, random
+from .helpers import by_inductor, messages, random, tensors_of_op
+from .passes import Kept, check_decomposition, detached
 from .pretended import by
 from .test_modulated import compare
 from .uses import CHAINS
@@ -19,25 +19,17 @@ from .uses import CHAINS
 B, F32 = torch.bfloat16, torch.float32
 EACH_OP = pytest.mark.parametrize("name", [*CHAINS, *MODULATED_NORMS, *ROTATED_NORMS])
 EACH_WAY = pytest.mark.parametrize("served", ["reference", "sm_80", "sm_90"])
-ROWS, BY_GROUP = dict.fromkeys(("input", "residual"), (2, 6, 8)), (2, 3, 8)
-SIZES = ROWS | dict.fromkeys(("scale", "shift", "gate"), BY_GROUP)
-ROTATED = {"input": (2, 5, 4, 8), "key": (2, 5, 2, 8), "cos": (5, 8), "sin": (5, 8)}
 
 
-def made(name: str, dtype: torch.dtype = F32) -> dict[str, torch.Tensor]:
+def made(name: str, dtype: torch.dtype = F32, **sizes) -> dict[str, torch.Tensor]:
     """Every tensor that an op takes; those that have a gradient require it."""
-    given, sizes = {}, ROTATED if name in ROTATED_NORMS else SIZES
-    for seed, port in enumerate(OPS[name].takes):
-        if port.name == "positions":
-            given[port.name] = torch.arange(5)
-        else:
-            t = random(*sizes.get(port.name, (8,)), dtype=dtype, seed=seed)
-            given[port.name] = t.requires_grad_(bool(port.grad))
-    return given
+    given = tensors_of_op(name, dtype, **sizes)
+    return {p.name: given[p.name].requires_grad_(p.grad) for p in OPS[name].takes}
 
 
-def call(name: str, given: dict) -> tuple[torch.Tensor, ...]:
-    found = getattr(tilenorm, name)(**given, normalized_shape=(8,), eps=1e-6)
+def call(name: str, given: dict, eps: float = 1e-6) -> tuple[torch.Tensor, ...]:
+    shape = given["input"].shape[-1:]
+    found = getattr(tilenorm, name)(**given, normalized_shape=shape, eps=eps)
     return found if isinstance(found, tuple) else (found,)
 
 
@@ -52,41 +44,24 @@ def step(function, name: str, given: dict) -> list[torch.Tensor]:
     return [*results, *torch.autograd.grad(results, leaves_of(given), dys)]
 
 
-class Kept(TorchDispatchMode):
-    """Keeps each op of tilenorm that is called, with its arguments."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, function, types, arguments=(), named=None):
-        if function.namespace == "tilenorm":
-            self.calls.append((function, arguments, named or {}))
-        return function(*arguments, **(named or {}))
-
-
 def calls_of(name: str, dtype: torch.dtype = F32) -> list[tuple]:
     """The op of a call and those of its gradients, each with its arguments, without gradients."""
     with Kept() as kept:
         step(call, name, made(name, dtype))
     assert kept.calls[0][0].name() == f"tilenorm::{name}" and len(kept.calls) > 1
-    return [(op, tuple(map(detached, given)), named) for op, given, named in kept.calls]
-
-
-def detached(value):
-    return value.detach() if isinstance(value, torch.Tensor) else value
+    return kept.calls
 
 
 @EACH_OP
 @EACH_WAY
 def test_each_op_by_itself(served, name):
-    for op, arguments, named in calls_of(name):
+    for op, arguments in calls_of(name):
         if served == "reference":
-            opcheck(op, arguments, named, test_utils=("test_schema", "test_faketensor"))
+            opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
         with by(served):
-            found = op(*arguments, **named)
-            bound = by_inductor(op._opname)(*arguments, **named)
-        compare(tilenorm.decompositions()[op](*arguments, **named), found, 1e-5)
+            found = op(*arguments)
+            bound = by_inductor(op._opname)(*arguments)
+        check_decomposition(op, arguments)
         for one, other in zip(bound, found, strict=True):
             assert other.numel() == 0 if one is None else torch.equal(one, other)
 
@@ -97,7 +72,7 @@ def test_each_op_by_itself(served, name):
 )
 def test_the_op_with_gradients(name, utilities):
     """All utilities: with symbolic sizes, too."""
-    op, arguments, _ = calls_of(name, B)[0]
+    op, arguments = calls_of(name, B)[0]
     asked = [port.grad for port in OPS[name].takes]
     for needs, t in zip(asked, arguments, strict=False):
         t.requires_grad_(bool(needs))
@@ -107,15 +82,15 @@ def test_the_op_with_gradients(name, utilities):
 @EACH_OP
 def test_results_that_are_not_asked_for_are_empty(name):
     """What only a gradient needs, and gradients by their mask."""
-    for op, arguments, named in calls_of(name):
+    for op, arguments in calls_of(name):
         names, arguments = [a.name for a in op._schema.arguments], list(arguments)
         if "output_mask" in names:
             place = names.index("output_mask")
             arguments[place] = [False] * len(arguments[place])
-            assert not any(t.numel() for t in op(*arguments, **named))
+            assert not any(t.numel() for t in op(*arguments))
         else:
             arguments[names.index("save")] = False
-            results = op(*arguments, **named)
+            results = op(*arguments)
             assert sum(t.numel() > 0 for t in results) == len(call(name, made(name)))
 
 
@@ -128,6 +103,36 @@ def test_graphs(name, dynamo):
     compare(traced(given), call(name, given), 0.0)
     compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
     compare(step(compiled, name, made(name)), step(call, name, made(name)), 1e-6)
+
+
+@EACH_OP
+def test_second_derivatives_and_transforms(name):
+    given = made(name, torch.float64, lead=(2, 2), n=4)
+    ports = [port for port in OPS[name].takes if port.grad]
+    names, inputs = [port.name for port in ports], leaves_of(given)
+
+    def function(*tensors):
+        return call(name, given | dict(zip(names, tensors, strict=True)), 1e-3)
+
+    assert torch.autograd.gradcheck(function, inputs)
+    assert torch.autograd.gradgradcheck(function, inputs)
+    dims = tuple(None if port.lies == "affine" else 0 for port in ports)
+    compare(torch.func.vmap(function, dims)(*inputs), function(*inputs), 1e-12)
+    tangents = tuple(torch.ones_like(t) for t in inputs)
+    _, found = torch.func.jvp(function, tuple(inputs), tangents)
+    assert all(t.isfinite().all() for t in found)
+
+
+@EACH_OP
+@EACH_WAY
+@pytest.mark.parametrize("lead", [(0, 6), (2, 0)], ids=str)
+def test_no_rows(lead, served, name):
+    given = made(name, lead=lead)
+    with by(served):
+        results = call(name, given)
+        grads = torch.autograd.grad(results, leaves_of(given), results)
+    for grad, leaf in zip(grads, leaves_of(given), strict=True):
+        assert grad.shape == leaf.shape and not grad.count_nonzero()
 
 
 @EACH_OP

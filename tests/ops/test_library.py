@@ -1,10 +1,10 @@
 """The torch.library ops: their contracts, and what tracers make of them."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -13,23 +13,20 @@ from tilenorm.spec import Options
 from .helpers import (
     ADD,
     CALLS,
-    EACH_CALL,
-    EACH_DEVICE,
     EPS,
     GATED,
     LAYER,
     RMS,
     arguments_by_port,
     by_inductor,
-    call,
-    incoming_of,
     leaves_of,
     op_arguments,
     op_call,
     random,
+    step,
     tensors_of,
 )
-from .passes import Seen
+from .passes import Kept, Seen, check_decomposition
 
 OPS = torch.ops.tilenorm
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
@@ -46,23 +43,13 @@ def op_of(form):
     return getattr(OPS, form.op).default
 
 
-def backward_arguments(form, tensors, dsum=True, mask=(True,) * 5, rounding="late"):
-    """With what a forward pass saves."""
-    tensors = {n: t.detach() for n, t in tensors.items()}
-    hidden, given = tensors["input"].shape[-1], {"offset": 1.0, **form.options}
-    asked = {"rounding": rounding, **given}
-    saved = op_call(form.op, arguments_by_port(tensors), hidden, **asked)
-    dy, *dsums = incoming_of(tensors)
-    added = "residual" in tensors
-    x = saved["residual_out"] if added else tensors["input"]
-    parameters = (tensors.get(n) for n in ("gate", "weight", "bias"))
-    incoming = dy, dsums[0] if added and dsum else None
-    arguments = (*incoming, x, *parameters, saved.get("mean"), saved["rstd"])
-    given["gate_first"] = not given.pop("norm_before_gate", True)
-    options = Options(hidden, "layer" if "layer" in form.op else "rms", rounding=rounding, **given)
-    last = (*options, EPS, added, list(mask))
-    branch = [tensors.get(n) for n in ("dropout_mask", "layer_scale")]
-    return *arguments, *last, *((None, *[None] * 3, False, *branch) if form.branch else ())
+def backward_arguments(form, tensors, **changes):
+    """Those with which a step calls norm_backward. changes: of some, by their names."""
+    with Kept() as kept:
+        step(form, tensors, offset=1.0)
+    op, arguments = kept.calls[-1]
+    given = {argument.name: argument.default_value for argument in op._schema.arguments}
+    return tuple((given | dict(zip(given, arguments, strict=False)) | changes).values())
 
 
 INPUTS = {
@@ -88,8 +75,8 @@ FORMS = {name: (form, (3, 40), {}) for name, form in CALLS.items() if form is no
     "gate float32": (GATED, (3, 40), {"dtype": BF16, "other": F32, "parameter": F32}),
     "heads": (LAYER, (2, 3, 8), {"parameter_shape": (3, 8)}),
 }
-ABSENT = [("weight",), ("bias",), ("weight", "bias")]
-MASKS = [m for m in itertools.product((True, False), repeat=5) if sum(m) == 1]
+ABSENT = ("weight",)
+MASKS = [[*m] for m in itertools.product((True, False), repeat=5) if sum(m) == 1]
 
 
 def made(case, device, drop=()):
@@ -104,7 +91,6 @@ def made(case, device, drop=()):
     return form, leaves_of({n: t for n, t in tensors.items() if n not in drop})
 
 
-@EACH_DEVICE
 @pytest.mark.parametrize("save", [True, False])
 @pytest.mark.parametrize("case", [*INPUTS, *FORMS])
 def test_opcheck_forward(device, case, save):
@@ -130,8 +116,6 @@ ROWS = {  # an input's shape, how long its rows are, and the leading sizes
 }
 
 
-@EACH_DEVICE
-@pytest.mark.parametrize("norm", ["rms", "layer"])
 @pytest.mark.parametrize("case", ROWS)
 def test_statistics_have_the_shape_of_the_rows(device, case, norm):
     """In the op, in its fake and in what Inductor's code calls; and the backward pass takes it."""
@@ -158,7 +142,6 @@ def test_a_row_length_that_no_dimensions_hold_is_refused(x):
         op_call("rms_norm", {"input": x}, 20)
 
 
-@EACH_DEVICE
 @pytest.mark.parametrize("grad", [True, False])
 def test_modes_and_subclasses_see_the_op(device, grad):
     form, tensors = made("matrix", device)
@@ -174,10 +157,21 @@ def test_modes_and_subclasses_see_the_op(device, grad):
         assert type(OPS.rms_norm(inner, *arguments[1:])[0]) is TwoTensor
 
 
-@EACH_DEVICE
 @pytest.mark.parametrize("case", [*INPUTS, *FORMS])
 def test_opcheck_backward(device, case):
     opcheck(OPS.norm_backward.default, backward_arguments(*made(case, device)))
+
+
+@pytest.mark.parametrize("case", ["matrix", "residual float32", "gate float32"])
+def test_decompositions_of_norm_backward(case):
+    """Of one gradient, of none, and of several terms with the output."""
+    check = partial(check_decomposition, OPS.norm_backward.default)
+    for mask in (*MASKS, [False] * 5):
+        check(backward_arguments(*made(case, "cpu"), grad_sum=None, output_mask=mask))
+    if case == "matrix":
+        terms = {f"grad_output_{i}": random(3, 40, seed=20 + i) for i in (2, 3)}
+        check(backward_arguments(*made(case, "cpu"), **terms, output=True))
+        check(backward_arguments(*made(case, "cpu", ABSENT)))
 
 
 def test_a_backward_pass_without_rstd_says_so():
@@ -185,29 +179,3 @@ def test_a_backward_pass_without_rstd_says_so():
     y = OPS.rms_norm(*forward_arguments(RMS, {"input": x}, save=False))[0]
     with pytest.raises(RuntimeError, match="save was False, its backward needs it; pass True"):
         y.sum().backward()
-
-
-def traced(form, tensors, mode):
-    """The graph of a training step."""
-
-    def function(*given):
-        leaves = dict(zip(tensors, given, strict=True))
-        outputs = call(form, leaves, offset=1.0)
-        incoming = [torch.ones_like(y) for y in outputs]
-        return outputs, torch.autograd.grad(
-            outputs, [t for t in given if t.requires_grad], incoming
-        )
-
-    return make_fx(function, tracing_mode=mode)(*leaves_of(tensors).values()).graph
-
-
-def targets(graph) -> list:
-    return [node.target for node in graph.nodes if node.op == "call_function"]
-
-
-@EACH_CALL
-@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
-def test_make_fx_sees_the_ops(form, mode):
-    seen = targets(traced(form, tensors_of(form, 3, 40), mode))
-    assert seen.count(op_of(form)) == seen.count(OPS.norm_backward.default) == 1
-    assert not [t for t in seen if "mean" in str(t)], "the reference was traced, not the op"

@@ -17,15 +17,12 @@ from tilenorm.spec import NormSpec
 from .helpers import (
     ADD,
     DTYPES,
-    EACH_DEVICE,
     EACH_FORM,
     EPS,
     FAMILY,
     GATED,
-    LAYER,
     RMS,
     assert_step,
-    assert_within,
     call,
     expected_of,
     name_of,
@@ -36,7 +33,6 @@ from .helpers import (
 )
 from .pretended import by
 
-pytestmark = EACH_DEVICE
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 EACH_OP = pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
 
@@ -92,7 +88,7 @@ def test_eps_none_is_what_pytorch_means(device, dtype, scale):
     x = (random(4, 64, dtype=torch.float64) * scale).to(dtype).to(device)
     got, peer = tilenorm.rms_norm(x, (64,)), F.rms_norm(x, (64,))
     eps = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
-    assert_within("y", got, *expected_of(RMS, {"input": x}, eps=eps)["output"])
+    assert_step({"output": got}, expected_of(RMS, {"input": x}, eps=eps), ["output"])
     torch.testing.assert_close(got, peer, rtol=4 * torch.finfo(dtype).eps, atol=0)
 
 
@@ -186,22 +182,3 @@ def test_the_bits_of_pytorchs_function(device, dtype):
 def test_in_float32_both_are_one(device, form):
     tensors = tensors_of(form, 7, 96, device=device)
     assert same(step(form, tensors, **EARLY), step(form, tensors, rounding="late"))
-
-
-@EACH_FORM
-def test_the_gradients_are_those_of_the_exact_formula(device, form):
-    tensors = tensors_of(form, 7, 96, dtype=BF16, device=device)
-    expected = expected_of(form, tensors, offset=1.0)
-    assert_step(step(form, tensors, offset=1.0, **EARLY), expected, tensors)
-
-
-@pytest.mark.parametrize("parameter", [BF16, F32], ids=name_of)
-def test_early_with_offset_and_bias(device, parameter):
-    tensors = tensors_of(LAYER, 7, 96, dtype=BF16, parameter=parameter, device=device)
-    x, w, b = tensors.values()
-    rounded = F.layer_norm(x.float(), (96,), eps=EPS).to(BF16)
-    product = rounded.float() * (w.float() + 1.0)
-    product = product.to(BF16).float() if parameter == BF16 else product
-    got = call(LAYER, tensors, offset=1.0, **EARLY)[0]
-    # The reference's mean is not PyTorch's to the last bit, so x̂ may round to its neighbour.
-    torch.testing.assert_close(got, (product + b.float()).to(BF16), rtol=2**-6, atol=2**-6)

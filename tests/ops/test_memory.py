@@ -1,6 +1,6 @@
 """No call leaves memory behind: nothing grows with their number, and no tensor is kept alive.
 
-Host memory, with launches that do nothing. test_cuda_memory.py has the GPU's.
+With launches that do nothing, and of any number of calls on a GPU too, where there is one.
 """
 
 import gc
@@ -21,8 +21,8 @@ from tilenorm.ops.call import MOST_CALLS
 
 from .helpers import (
     CALLS,
-    EACH_CALL,
     FEW,
+    NEEDS_GPU,
     call,
     incoming_of,
     leaves_of,
@@ -37,24 +37,27 @@ from .pretended import pretended_gpu
 KINDS = ("plain", "steps", "negative", "strided", "op", "refused")
 
 
-@pytest.fixture(params=["reference", "kernels"])
+SERVED = ("reference", "kernels")
+
+
+@pytest.fixture(params=SERVED)
 def served(request):
-    """By the reference, or up to the launches, which do nothing."""
-    if request.param == "reference":
-        yield
+    """The device: by the reference, or up to the launches, which do nothing, or on a GPU."""
+    if request.param != "kernels":
+        yield "cpu" if request.param == "reference" else "cuda"
     else:
         with (
             pretended_gpu(),
             patch.object(cutile, "launch", lambda *_: None),
             patch.object(cutile, "prepare", lambda *_: lambda *_: True),
         ):
-            yield
+            yield "cpu"
 
 
-def made(forms: Iterable[str]) -> list[tuple]:
+def made(forms: Iterable[str], device: str) -> list[tuple]:
     """Forms with tensors of several shapes and dtypes."""
     return [
-        (form, tensors_of(form, *lead, n, dtype=dtype))
+        (form, tensors_of(form, *lead, n, dtype=dtype, device=device))
         for form in map(CALLS.get, forms)
         for lead, n, dtype in (((5,), 16, torch.float32), ((2, 3), 9, torch.bfloat16))
     ]
@@ -79,18 +82,23 @@ def one_call(kind: str, form, tensors, eps: float) -> None:
                 call(form, tensors | {"weight": x.new_ones(77)}, eps=eps)
 
 
-def held() -> tuple[int, int, int]:
-    """Blocks of Python's allocator, objects of its collector, and pages of the process."""
+def held() -> tuple[int, int, int, int]:
+    """Blocks of Python's allocator, objects of its collector, pages of the process, and the bytes
+    of tensors on the GPU.
+    """
     gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return sys.getallocatedblocks(), len(gc.get_objects()), pages
+    return sys.getallocatedblocks(), len(gc.get_objects()), pages, torch.cuda.memory_allocated()
 
 
 @pytest.mark.any_torch
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")
 @pytest.mark.parametrize("forms, calls", [(FEW, 1000), *slow(([*CALLS], 3000))])
+@pytest.mark.parametrize("served", [*SERVED, pytest.param("cuda", marks=NEEDS_GPU)], indirect=True)
 def test_nothing_grows_with_the_number_of_calls(served, forms, calls):
-    every = [(k, *m, eps) for k in KINDS for m in made(forms) for eps in (1e-6, 1e-3)]
+    every = [(k, *m, eps) for k in KINDS for m in made(forms, served) for eps in (1e-6, 1e-3)]
     draw = Random(0)
     for one in every * 3:  # what repeats a call is kept from the second on
         one_call(*one)
@@ -99,8 +107,9 @@ def test_nothing_grows_with_the_number_of_calls(served, forms, calls):
         before = held()
         for _ in range(calls // 2):
             one_call(*draw.choice(every))
-        blocks, objects, more = (b - a for a, b in zip(before, held(), strict=True))
+        blocks, objects, more, on_gpu = (b - a for a, b in zip(before, held(), strict=True))
         assert blocks < 500 and objects < 100  # less than one block for a call
+        assert not on_gpu
         pages.append(more)
     # 4 MB, which the allocators may keep for themselves. They may take more once, but not again.
     assert min(pages) < 1024
@@ -118,7 +127,7 @@ def test_numbers_that_never_come_again_fill_caches_of_a_fixed_size(served):
     calls(1)
     before = held()
     calls(MOST_CALLS + 10)
-    blocks, objects, _ = (b - a for a, b in zip(before, held(), strict=True))
+    blocks, objects, *_ = (b - a for a, b in zip(before, held(), strict=True))
     assert blocks < 500 and objects < 100
 
 
@@ -136,7 +145,6 @@ def test_no_tensor_is_kept_alive(served, kind):
     assert not any(one() is not None for one in alive)
 
 
-@EACH_CALL
 def test_a_graph_that_is_dropped_frees_what_it_saved(served, form):
     """Without the garbage collector: no cycle holds an output, or what the backward pass needs."""
     tensors = leaves_of(tensors_of(form, 5, 16))

@@ -9,8 +9,6 @@ import tilenorm
 
 from .helpers import (
     CALLS,
-    EACH_CALL,
-    EACH_DEVICE,
     FAMILY,
     FEW,
     RMS,
@@ -46,8 +44,6 @@ def call_nested(form, tensors: dict[str, Tensor], **options) -> tuple[Tensor, ..
     return tuple(y.values() for y in outputs)
 
 
-@EACH_DEVICE
-@EACH_CALL
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("heads", [None, 2], ids=["one weight", "heads"])
 def test_outputs_and_gradients_are_those_of_the_values(device, form, heads):
@@ -58,7 +54,6 @@ def test_outputs_and_gradients_are_those_of_the_values(device, form, heads):
         assert same(step(form, tensors, function=call_nested), step(form, tensors))
 
 
-@EACH_DEVICE
 @pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
 def test_as_pytorchs_function(device, op):
     x, w = jagged(random(sum(LENGTHS), 2, 16, device=device)), random(16, device=device, seed=1)

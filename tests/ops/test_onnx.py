@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import tilenorm
 
-from .exported import BITS, CASES, Case, assert_alike, drawn, each
+from .exported import BITS, BLOCK, CASES, PARAMETERS, Case, assert_alike, each
 from .helpers import slow
 from .test_export import exported, table
 
@@ -67,7 +67,7 @@ def test_a_module(name):
     assert_same_numbers(by_dynamo(CASES[name]), CASES[name])
 
 
-@pytest.mark.parametrize("name", ["rms_norm_quantized, block", *slow("add_rms_norm")])
+@pytest.mark.parametrize("name", [BLOCK, *slow("add_rms_norm")])
 def test_an_exported_program(name):
     program = exported(CASES[name]).run_decompositions(table())
     model = torch.onnx.export(program, dynamo=True, verbose=False).model_proto
@@ -75,7 +75,7 @@ def test_an_exported_program(name):
 
 
 def by_torchscript(case: Case):
-    file, rows = io.BytesIO(), {n: {0: "rows"} for n, t in case.tensors.items() if t.dim() > 1}
+    file, rows = io.BytesIO(), {n: {0: "rows"} for n in case.tensors if n not in PARAMETERS}
     names = {"input_names": list(case.tensors), "dynamic_axes": rows}
     torch.onnx.export(case.module, case.inputs, file, dynamo=False, **names)
     return onnx.load_from_string(file.getvalue())
@@ -88,14 +88,14 @@ def test_the_exporter_by_torchscript(name):
 
 def test_the_exporter_by_torchscript_knows_no_8_bit_floats():
     with pytest.raises(NotImplementedError, match="pass dynamo=True"):
-        by_torchscript(CASES["rms_norm_quantized, row"])
+        by_torchscript(CASES[BLOCK])
 
 
 @pytest.mark.parametrize("export", [by_dynamo, by_torchscript])
 def test_a_patched_model(export):
     model = nn.Sequential(nn.RMSNorm(256), nn.Linear(256, 256), nn.ReLU(), nn.LayerNorm(256))
     assert len(tilenorm.patch(model).patched) == 2
-    case = Case(model.requires_grad_(False), drawn("input"))
+    case = Case(model.requires_grad_(False), CASES["RMSNorm"].tensors)
     assert_same_numbers(export(case), case)
 
 

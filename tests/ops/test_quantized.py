@@ -11,7 +11,6 @@ from random import Random
 import pytest
 import torch
 from torch.library import opcheck
-from torch.overrides import TorchFunctionMode
 
 import tilenorm
 from tests import layouts
@@ -25,72 +24,71 @@ from tilenorm.launch.target import Target
 from tilenorm.ops import cutile
 from tilenorm.ops.quantize import QuantizedNorm, quantize
 from tilenorm.spec import NormSpec, Quantization
-from tilenorm.table import QUANTIZED_NORMS
+from tilenorm.table import OPS, QUANTIZED_NORMS
 from tilenorm.tools.explain import explain_spec, planned_device
 
-from .helpers import EACH_DEVICE, EPS, op_arguments, random
+from .helpers import (
+    EPS,
+    FAMILY,
+    JOINED,
+    RMS,
+    call,
+    each,
+    incoming_of,
+    leaves_of,
+    op_arguments,
+    random,
+    tensors_of,
+    tensors_of_op,
+)
 from .pretended import by, pretended_gpu
+from .test_overrides import Seen, Subclass
 
 SERVED = ("reference", "sm_90", "sm_100", "sm_80")
-EACH_OP = pytest.mark.parametrize("op", QUANTIZED_NORMS)
+FORMS = {n: f for n, f in (FAMILY | JOINED).items() if f"{f.op}_quantized" in OPS}
+EACH_QUANTIZED = each(FORMS)
 EACH_HOW = pytest.mark.parametrize("how", HOWS, ids=label)
-ROW = HOWS[0]
 B, F = torch.bfloat16, torch.float32
 
 
-def tensors_of(op, *shape, dtype=B, parameter=None, device="cpu") -> tuple[tuple, dict]:
-    """The tensors that have rows, and the parameters by name."""
-    count = 2 if op.startswith("add") else 1
-    rows = tuple(random(*shape, dtype=dtype, seed=i, device=device) for i in range(count))
-    how = {"dtype": parameter or dtype, "device": device}
-    named = enumerate(("weight", "bias"), 7)
-    return rows, {name: random(shape[-1], seed=seed, **how) for seed, name in named}
+def quantized(form, tensors, asked: dict, dims=1, **options) -> QuantizedNorm:
+    """What the quantised function returns. asked: the arguments of the quantisation."""
+    form = form._replace(op=f"{form.op}_quantized")
+    return call(form, tensors, dims, **options, **asked)
 
 
-def plain(op, rows, shape, **options):
-    """(y, the sum) of the norm that is quantised."""
-    found = getattr(tilenorm, op.removesuffix("_quantized"))(*rows, shape, **options)
-    return found if isinstance(found, tuple) else (found, None)
-
-
-def compared(op, how, rows, shape, **options) -> QuantizedNorm:
-    """What the function returns, which is the quantisation of what the plain norm returns."""
-    asked, hidden = arguments(how), torch.Size(shape).numel()
-    y, total = plain(op, rows, shape, **options)
+def compared(form, how, tensors, dims=1, **options) -> None:
+    """What the function returns is the quantisation of what the plain norm returns."""
+    x = tensors["input"]
+    asked, hidden = arguments(how, x.device), x.shape[-dims:].numel()
+    y, *total = call(form, tensors, dims, **options)
     with guarded():
-        found = getattr(tilenorm, op)(*rows, shape, **options, **asked)
+        found = quantized(form, tensors, asked, dims, **options)
     check(how, found, y, hidden, asked["scale"])
-    assert (found.residual_out is None) == (total is None)
-    assert total is None or torch.equal(found.residual_out, total)
-    return found
+    assert (found.residual_out is None) == (not total)
+    assert all(torch.equal(found.residual_out, t) for t in total)
 
 
-@EACH_OP
+@EACH_QUANTIZED
 @pytest.mark.parametrize("served", SERVED)
-def test_drawn_calls(op, served):
-    rng = Random(f"{op} {served}")
+def test_drawn_calls(form, served):
+    rng = Random(f"{form} {served}")
     for how, dtype in zip(HOWS, cycle((B, torch.float16, F))):
-        hidden = rng.choice((128, 384, 640)) if how.group else rng.choice((1, 7, 36, 640))
-        shape = rng.choice(((1, hidden), (5, hidden), (2, 3, hidden)))
-        parameter = rng.choice((dtype, F))
-        rows, given = tensors_of(op, *shape, dtype=dtype, parameter=parameter)
+        sizes = ((128,), (384,), (4, 64)) if how.group else ((1,), (7,), (36,), (640,), (4, 9))
+        size, heads = rng.choice(sizes), rng.choice((0, 0, 0, 3))
+        shape = (*rng.choice(((1,), (5,), (2, 3))), *[heads] * bool(heads), *size)
+        dims, affine = len(size), (heads, *size) if heads else None
+        dtypes = {
+            "dtype": dtype,
+            "other": rng.choice((dtype, F)),
+            "parameter": rng.choice((dtype, F)),
+        }
+        tensors = tensors_of(form, *shape, dims=dims, parameter_shape=affine, **dtypes)
         if rng.random() < 0.5:
-            rows = (layouts.draw(rng, shape, False).filled(rows[0]), *rows[1:])
-        offset, rounding = rng.choice((0.0, 1.0)), rng.choice(("late", "early"))
+            tensors["input"] = layouts.draw(rng, shape, False).filled(tensors["input"])
+        options = {"offset": rng.choice((0.0, 1.0)), "rounding": rng.choice(("late", "early"))}
         with by(served):
-            compared(op, how, rows, (hidden,), **given, eps=EPS, offset=offset, rounding=rounding)
-
-
-@pytest.mark.parametrize("served", SERVED[:2])
-def test_normalized_shapes_heads_and_two_residuals(served):
-    x, other = random(3, 4, 64, dtype=B), random(3, 4, 64, dtype=B, seed=1)
-    with by(served):
-        for how in HOWS[2:4]:
-            compared("rms_norm_quantized", how, (x,), (4, 64), weight=random(4, 64, dtype=B))
-            rows = (x, (other, other.float()))
-            compared("add_layer_norm_quantized", how, rows, (4, 64), eps=EPS)
-        heads = random(4, 64, dtype=B, seed=2)
-        compared("layer_norm_quantized", HOWS[5], (x,), (64,), weight=heads, bias=heads)
+            compared(form, how, tensors, dims, **options)
 
 
 @EACH_HOW
@@ -102,10 +100,9 @@ def test_special_rows(how, served):
     x[1], x[2, 5], x[3] = 0.0, torch.nan, 1e-38
     weight[3], weight[100] = torch.inf, 1e30
     with by(served):
-        for w in (None, weight):
-            compared("rms_norm_quantized", how, (x,), (128,), weight=w, eps=1e-6)
-            compared("rms_norm_quantized", how, (x[:2] * 1e-20,), (128,), weight=w, eps=1.0)
-            compared("rms_norm_quantized", how, (x[:0],), (128,), weight=w)
+        for affine in ({}, {"weight": weight}):
+            for rows, eps in ((x, EPS), (x[:2] * 1e-20, 1.0), (x[:0], EPS)):
+                compared(RMS, how, {"input": rows, **affine}, eps=eps)
 
 
 def test_the_codes_of_all_numbers():
@@ -150,28 +147,21 @@ def test_blocks_that_share_a_row(how, exchange):
         check(how, QuantizedNorm.of(found, given, None), y, 640, given)
 
 
-@EACH_DEVICE
-@pytest.mark.parametrize("residuals", [1, 2])
-@EACH_OP
-def test_gradients_are_those_of_the_plain_norm(op, residuals, device):
-    """And second derivatives. residuals: of a norm of a sum."""
-    results = []
-    for function in (op, op.removesuffix("_quantized")):
-        (x, *others), given = tensors_of(op, 300, 2048, device=device)
-        more = random(300, 2048, dtype=B, seed=9, device=device)
-        others += [more] * (residuals - 1) * len(others)
-        leaves = [t.requires_grad_() for t in (x, *others, *given.values())]
-        rows = (x, tuple(others)) if others else (x,)
-        asked = arguments(HOWS[2]) if function == op else {}
-        found = getattr(tilenorm, function)(*rows, (2048,), **given, eps=EPS, **asked)
-        if function == op:
-            assert not (found.q.requires_grad or found.scale.requires_grad)
-            assert not found.amax.requires_grad
-            found = (found.output, found.residual_out)
-        outputs = [t for t in (found if isinstance(found, tuple) else (found,)) if t is not None]
-        incoming = [random(*t.shape, dtype=t.dtype, seed=20, device=device) for t in outputs]
-        grads = torch.autograd.grad(outputs, leaves, incoming, create_graph=True)
-        second = torch.autograd.grad(grads[0].square().sum(), leaves, allow_unused=True)
+@EACH_QUANTIZED
+def test_gradients_are_those_of_the_plain_norm(form, device):
+    """And second derivatives."""
+    tensors, results = tensors_of(form, 300, 2048, dtype=B, device=device), []
+    for function in (quantized, call):
+        leaves = leaves_of(tensors)
+        if function is call:
+            outputs = call(form, leaves)
+        else:
+            found = quantized(form, leaves, arguments(HOWS[2]))
+            assert not any(t.requires_grad for t in (found.q, found.scale, found.amax))
+            outputs = [t for t in (found.output, found.residual_out) if t is not None]
+        of, incoming = [*leaves.values()], incoming_of(tensors)
+        grads = torch.autograd.grad(outputs, of, incoming, create_graph=True)
+        second = torch.autograd.grad(grads[0].square().sum(), of, allow_unused=True)
         results.append([*outputs, *grads, *(t for t in second if t is not None)])
     assert len(results[0]) == len(results[1]) and all(map(torch.equal, *results))
 
@@ -184,20 +174,14 @@ def test_a_gradient_needs_the_output():
         tilenorm.rms_norm_quantized(x, (128,), scaling="row")
 
 
-def arguments_of(op, how):
-    """The arguments of the op that has a function's name."""
-    rows, given = tensors_of(op, 5, 128)
-    given |= dict(zip(("input", "residual"), rows, strict=False))
-    asked = arguments(how)
-    return op_arguments(op, given | {"given_scale": asked.pop("scale")}, 128, False, **asked)
-
-
 @EACH_HOW
 def test_opcheck(how):
     for name in QUANTIZED_NORMS[1:3]:
-        op = getattr(torch.ops.tilenorm, name).default
+        op, asked = getattr(torch.ops.tilenorm, name).default, arguments(how)
+        given = tensors_of_op(name, B, (5, 1), 128) | {"given_scale": asked.pop("scale")}
+        given.pop("addend", None)
         tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-        opcheck(op, arguments_of(name, how), test_utils=tests)
+        opcheck(op, op_arguments(name, given, 128, False, **asked), test_utils=tests)
 
 
 def test_compiled_without_a_break_for_any_number_of_rows():
@@ -238,17 +222,11 @@ def test_transforms_are_refused():
 )
 def test_a_cast_follows_the_plain_norm(arch, op, hidden, reason):
     """Its kernels give y, whose bits q has. No warning says so, but `explain` does."""
-    rows = [random(3, hidden, dtype=torch.bfloat16, seed=i) for i in range(1 + ("add" in op))]
-    given = {"eps": 1e-6, "backend": "cutile"}
+    tensors = tensors_of(FAMILY[op], 3, hidden, dtype=B)
     with pretended_gpu(arch), warnings.catch_warnings():
         warnings.simplefilter("error")
-        plain = getattr(tilenorm, op)(*rows, (hidden,), **given)
-        y, total = plain if len(rows) > 1 else (plain, None)
         for how in (HOWS[0], HOWS[2]):
-            asked = arguments(how)
-            found = getattr(tilenorm, f"{op}_quantized")(*rows, (hidden,), **given, **asked)
-            check(how, found, y, hidden, asked["scale"])
-            assert total is None or torch.equal(found.residual_out, total)
+            compared(FAMILY[op], how, tensors, backend="cutile")
     spec = NormSpec.of(f"{op}_quantized", hidden, "bfloat16", quantized=HOWS[0])
     found = explain_spec(spec, 100, planned_device(arch))
     assert found.chosen == "cutile" and reason in found.forward_source
@@ -266,19 +244,8 @@ def test_segments_that_cut_groups(monkeypatch):
 
 
 def test_a_mode_sees_the_call():
-    seen = []
-
-    class Mode(TorchFunctionMode):
-        def __torch_function__(self, function, types, args=(), kwargs=None):
-            seen.append(function)
-            return function(*args, **kwargs or {})
-
-    class Sub(torch.Tensor):
-        pass
-
-    y = X.as_subclass(Sub)
-    found = tilenorm.add_rms_norm_quantized(y, X, (128,), eps=1.0, scaling="block")
-    assert type(found.q) is Sub
-    with Mode():
+    given = X.as_subclass(Subclass), X, (128,)
+    assert type(tilenorm.add_rms_norm_quantized(*given, eps=1.0, scaling="block").q) is Subclass
+    with Seen() as seen:
         tilenorm.rms_norm_quantized(X, (128,), scaling="row")
-    assert torch.ops.tilenorm.rms_norm_quantized in seen
+    assert seen.calls[0][0] is torch.ops.tilenorm.rms_norm_quantized

@@ -17,7 +17,7 @@ from tilenorm.ops.registry import MAX_HIDDEN, MAX_ROWS, Device, refusals, select
 from tilenorm.spec import NormSpec
 from tilenorm.table import NORMS
 
-from .helpers import EACH_FORM, NEEDS_GPU, call, random, step, tensors_of
+from .helpers import EACH_FORM, call, step, tensors_of
 
 pytestmark = pytest.mark.usefixtures("no_memory")
 
@@ -97,18 +97,6 @@ def test_the_cpu_asks_for_no_compiler(monkeypatch):
     select(SPEC, 1, CPU, None)
 
 
-@EACH_FORM
-def test_backend_of_one_call(form):
-    tensors = tensors_of(form, 2, 8)
-    message = f"^{form.op}: backend 'cutile' was asked for, but the input is on cpu"
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match=message):
-            call(form, tensors, backend="cutile")
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            call(form, tensors, backend="reference")
-
-
 def test_backend_of_the_environment(monkeypatch):
     x = torch.ones(2, 8)
     for backend, kind, message in (
@@ -123,24 +111,6 @@ def test_backend_of_the_environment(monkeypatch):
     tilenorm.rms_norm(x, (8,), backend="reference")
     monkeypatch.setenv("TILENORM_BACKEND", "")
     tilenorm.rms_norm(x, (8,))
-
-
-@NEEDS_GPU
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_a_gpu_serves_what_the_kernels_take(dtype):
-    x = random(3, 8, dtype=dtype, device="cuda")
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            y = tilenorm.rms_norm(x, (8,), backend=None)
-    assert y.is_cuda
-    assert len(told) == (1 if dtype == torch.float64 else 0)
-    if dtype == torch.float64:
-        with pytest.raises(RuntimeError, match="input is float64"):
-            tilenorm.rms_norm(x, (8,), backend="cutile")
-    else:
-        tilenorm.rms_norm(x, (8,), backend="cutile")
-        torch.testing.assert_close(tilenorm.rms_norm(x, (8,), backend="reference"), y)
 
 
 @EACH_FORM

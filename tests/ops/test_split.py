@@ -14,15 +14,17 @@ import tilenorm
 from tests import cases, drawing
 from tests.executors import Inputs
 from tests.guarded import guarded
+from tests.kernels.helpers import check
 from tests.oracle import Truth
-from tests.pieces import OPS, forward, in_pieces
+from tests.pieces import OPS, in_pieces
 from tests.tolerance import assert_close
 from tilenorm.launch.toolchain import CompileError
 from tilenorm.ops import cutile, registry
 from tilenorm.spec import NormSpec, Options
 from tilenorm.table import NORMS as NAMES
 
-from .helpers import random, slow
+from .helpers import NEEDS_GPU, random, slow
+from .passes import Kept, check_decomposition
 from .pretended import by, pretended_gpu
 
 SERVED = ("reference", *cases.INTERPRETED)
@@ -37,25 +39,20 @@ def widths_of(rng: Random, hidden: int) -> tuple[int, ...]:
     return tuple(b - a for a, b in zip((0, *cuts), (*cuts, hidden), strict=True))
 
 
-def check(spec: NormSpec, inputs: Inputs, found: dict) -> None:
-    truths, own = inputs.truth(spec), inputs.own(spec)
-    for name, result in found.items():
-        assert_close(name, result, truths[name], own[name])
-
-
 @pytest.mark.any_torch
-@EACH
+@pytest.mark.parametrize("served", [*SERVED, pytest.param("cuda", marks=NEEDS_GPU)])
 @pytest.mark.parametrize("op", [op for op in NAMES if not op.endswith("_add")])
 def test_drawn_pieces(served, op):
-    rng = Random(f"{served} {op}")
+    rng, device = Random(f"{served} {op}"), "cuda" if served == "cuda" else "cpu"
+    widest, rows = (9000, 129) if device == "cuda" else (1500, 9)
     for seed, dtype in product(range(4), cases.DTYPES):
         # Operations of their own do what only whole rows have.
-        spec = drawing.spec(rng, op, dtype, drawing.hidden(rng, 1500)).without_joins
-        inputs = Inputs.random(spec, rng.randint(1, 9), "cpu", seed)
+        spec = drawing.spec(rng, op, dtype, drawing.hidden(rng, widest)).without_joins
+        inputs = Inputs.random(spec, rng.randint(1, rows), device, seed)
         widths, needs = widths_of(rng, spec.hidden), rng.choice(cases.some_needs(spec))
         if not needs.dsum:
             inputs = replace(inputs, dsum=None)
-        with by(served), guarded():
+        with by(served, device), guarded():
             found = in_pieces(spec, inputs, widths, needs, copied=rng.choice((False, True)))
         check(spec, inputs, found)
         sums = {name for name in ("dx", "dresidual", "dgate", "dw", "db") if getattr(needs, name)}
@@ -125,7 +122,6 @@ def test_a_row_has_the_same_bits_anywhere(served, spec):
 
 
 @EACH
-@pytest.mark.parametrize("norm", ["rms", "layer"])
 def test_two_normalized_dimensions_cut_in_the_last(served, norm):
     x, w = random(3, 5, 4, 6), random(4, 6, seed=1)
     last = (*Options(24, norm), 2)
@@ -148,32 +144,17 @@ def test_two_normalized_dimensions_cut_in_the_last(served, norm):
     assert_close("y", torch.cat(ys, -1), Truth(expected, expected.abs() + 1), own)
 
 
-def arguments_of(spec: NormSpec, width: int) -> dict[str, tuple]:
-    """The arguments of each op that serves a spec, for a piece of so many columns."""
-    inputs = Inputs.random(spec, 3, "cpu")
-    cut = {n: t[..., :width] if isinstance(t, torch.Tensor) else t for n, t in vars(inputs).items()}
-    p = Inputs(**cut)
-    last, layer = (*spec.options, 1), spec.norm == "layer"
-    before = p.gate if spec.gate_first else None
-    part, own, _ = OPS.row_sums(p.x, p.residual, before, *last)
-    _, [(x, gate, weight, bias, mean, rstd)] = forward(spec, [p])
-    found = {"row_sums": (p.x, p.residual, before, *last)}
-    if layer:
-        found["row_center"] = (p.x, part, own, *last)
-    centered = OPS.row_center(*found["row_center"]) if layer else None
-    applied = (x, gate, weight, bias, part, centered, *last, p.eps, p.x.dtype)
-    sums = (p.dy, x, gate, weight, mean, rstd, *last)
-    read = (p.dy, p.dsum, x, gate, weight, bias, mean, rstd, OPS.grad_sums(*sums), *last)
-    found |= {"row_apply": (*applied, True), "grad_sums": sums}
-    every = spec.residual is not None, [True] * 5
-    return found | {"grad_apply": (*read, *every), "row_apply ": (*applied, False)}
-
-
 @pytest.mark.parametrize("spec", [LAYER, GATED], ids=cases.label)
 def test_contracts_of_the_ops(spec):
-    """Schema, fake, aliasing and tracing, with real and with symbolic shapes."""
-    for name, arguments in arguments_of(spec, 40).items():
-        opcheck(getattr(OPS, name.strip()).default, arguments)
+    """Schema, fake, aliasing and tracing, with real and with symbolic shapes; decompositions."""
+    with Kept() as kept:
+        in_pieces(spec, Inputs.random(spec, 3, "cpu"), (40, 56))
+    calls = dict(kept.calls)  # one piece is enough
+    for op, arguments in calls.items():
+        saves = {OPS.row_apply.default: (True, False)}.get(op, arguments[-1:])
+        for last in saves:
+            opcheck(op, (*arguments[:-1], last))
+            check_decomposition(op, (*arguments[:-1], last))
 
 
 def test_wrong_arguments():

@@ -4,30 +4,29 @@ PyTorch's dispatcher resolves such a state before it calls a kernel. Each call i
 same call on tensors that hold the same values in memory of their own.
 """
 
-from typing import NamedTuple
+from random import Random
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
-from tilenorm.spec import Options
-
 from .helpers import (
-    EACH_DEVICE,
+    DTYPES,
     FAMILY,
     LAYER,
     RMS,
     by_inductor,
     call,
     incoming_of,
-    op_arguments,
+    leaves_of,
     random,
+    same,
     step,
     tensors_of,
 )
-from .pretended import EACH_WAY, by
+from .test_library import backward_arguments, forward_arguments
+
+pytestmark = pytest.mark.usefixtures("way")
 
 
 class Subclass(Tensor):
@@ -51,182 +50,82 @@ def materialised(x: Tensor | None) -> Tensor | None:
     return None if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
 
 
-class Case(NamedTuple):
-    """A call. states: of each tensor. incoming: of each output's gradient; None for no gradient.
-    recorded: whether the tensors require gradients.
-    """
-
-    form: str
-    rows: int
-    hidden: int
-    dtype: torch.dtype
-    states: tuple[str, ...]
-    incoming: tuple[str | None, ...]
-    recorded: bool
-
-
-@st.composite
-def cases(draw) -> Case:
-    name, recorded = draw(st.sampled_from(list(FAMILY))), draw(st.booleans())
-    form = FAMILY[name]
-    states = st.sampled_from(DIFFERENTIABLE if recorded else list(STATES))
-    gradients = st.sampled_from([*STATES, None])
-    return Case(
-        name,
-        draw(st.integers(0, 4)),
-        draw(st.sampled_from([7, 16, 40])),
-        draw(st.sampled_from([torch.float32, torch.bfloat16])),
-        tuple(draw(states) for _ in form.names),
-        tuple(draw(gradients) for _ in range(2 if form.other == "residual" else 1)),
-        recorded,
-    )
-
-
-def tensors_in(case: Case, device: str) -> tuple[dict[str, Tensor], list[Tensor | None]]:
-    """The tensors of a case in their states, and the incoming gradients in theirs."""
-    form = FAMILY[case.form]
-    tensors = tensors_of(form, case.rows, case.hidden, dtype=case.dtype, device=device)
-    incoming = [
-        None if state is None else STATES[state](dy)
-        for state, dy in zip(case.incoming, incoming_of(tensors), strict=True)
-    ]
-    named = zip(case.states, tensors.items(), strict=True)
-    return {name: STATES[state](t) for state, (name, t) in named}, incoming
-
-
-def outputs_and_gradients(case: Case, tensors, incoming) -> list[Tensor | None]:
+def results(form, tensors, incoming, recorded: bool) -> dict:
     """What a call gives. Gradients go to the tensors as they are, states included."""
-    if case.recorded:
-        tensors = {name: t.detach().requires_grad_() for name, t in tensors.items()}
-    outputs = call(FAMILY[case.form], tensors)
-    used = [(y, dy) for y, dy in zip(outputs, incoming, strict=True) if dy is not None]
-    if not case.recorded or not used:
-        return [*outputs]
-    ys, dys = zip(*used, strict=True)
-    leaves = list(tensors.values())
-    return [*outputs, *torch.autograd.grad(ys, leaves, dys, allow_unused=True)]
+    if recorded and any(dy is not None for dy in incoming):
+        return step(form, tensors, incoming)
+    return dict(enumerate(call(form, tensors)))
 
 
-def check(case: Case, device: str) -> None:
-    tensors, incoming = tensors_in(case, device)
-    plain = {name: materialised(t) for name, t in tensors.items()}
-    expected = outputs_and_gradients(case, plain, [materialised(dy) for dy in incoming])
-    for _ in range(2):
-        got = outputs_and_gradients(case, tensors, incoming)
-        for a, b in zip(got, expected, strict=True):
-            assert (a is None) == (b is None) and (a is None or torch.equal(a, b))
-
-
-@EACH_DEVICE
-@EACH_WAY
-@settings(deadline=None, max_examples=50, derandomize=True)
-@given(case=cases())
-def test_any_states_of_any_tensors(device, served, case):
-    with by(served, device):
-        check(case, device)
+def test_any_states_of_any_tensors(device, served):
+    rng = Random(served)
+    for _ in range(50):
+        form, recorded = rng.choice([*FAMILY.values()]), rng.random() < 0.5
+        shape, dtype = (rng.randint(0, 4), rng.choice((7, 16, 40))), rng.choice(DTYPES[1:3])
+        plain = tensors_of(form, *shape, dtype=dtype, device=device)
+        states = DIFFERENTIABLE if recorded else [*STATES]
+        tensors = {name: STATES[rng.choice(states)](t) for name, t in plain.items()}
+        drawn = [(rng.choice((None, *STATES)), dy) for dy in incoming_of(plain)]
+        incoming = [None if state is None else STATES[state](dy) for state, dy in drawn]
+        plain = {name: materialised(t) for name, t in tensors.items()}
+        expected = results(form, plain, [*map(materialised, incoming)], recorded)
+        for _ in range(2):
+            assert same(results(form, tensors, incoming, recorded), expected)
 
 
 EACH_STATE = pytest.mark.parametrize("state", [name for name in STATES if name != "subclass"])
-HOW = (*Options(16, "layer"), 1e-6, True)
 
 
-def check_each_in_turn(function, tensors, how, state) -> None:
+def check_each_in_turn(function, arguments, state) -> None:
     """Each tensor in turn in a state, after a call of plain tensors."""
-    function(*tensors, *how)
-    for place, tensor in enumerate(tensors):
-        if tensor is not None:
-            other = [*tensors[:place], STATES[state](tensor), *tensors[place + 1 :]]
-            expected = function(*map(materialised, other), *how)
-            for got, plain in zip(function(*other, *how), expected, strict=True):
-                absent = plain is None or not plain.numel()
-                assert absent or torch.equal(got, plain)
+    function(*arguments)
+    for place, value in enumerate(arguments):
+        if isinstance(value, Tensor):
+            other = [*arguments[:place], STATES[state](value), *arguments[place + 1 :]]
+            plain = [*arguments[:place], materialised(other[place]), *arguments[place + 1 :]]
+            for got, expected in zip(function(*other), function(*plain), strict=True):
+                absent = expected is None or not expected.numel()
+                assert absent or torch.equal(got, expected)
 
 
-@EACH_DEVICE
-@EACH_WAY
 @EACH_STATE
 @pytest.mark.parametrize("of_inductor", [False, True], ids=["op", "bound"])
-def test_the_ops_and_what_inductor_calls(device, served, state, of_inductor):
-    ops = torch.ops.tilenorm
-    norm, backward = ops.gated_layer_norm, ops.norm_backward
-    if of_inductor:
-        norm, backward = map(by_inductor, ("gated_layer_norm", "norm_backward"))
-    x, *others = tensors_of(FAMILY["gated_layer_norm"], 3, 16, device=device).values()
-    with by(served, device), torch.no_grad():
-        how = op_arguments("gated_layer_norm", {}, 16)[4:]
-        check_each_in_turn(norm, (x, *others), how, state)
-        mean, rstd = norm(x, *others, *how)[1:]
-        saved = (random(3, 16, device=device, seed=9), None, x, *others, mean, rstd)
-        mask = [True, False, True, True, True]
-        check_each_in_turn(backward, saved, (*HOW[:-1], False, mask), state)
-
-        def of_terms(second, third, *others):
-            return backward(*others, None, second, third)
-
-        terms = (random(3, 16, device=device, seed=seed) for seed in (10, 11))
-        check_each_in_turn(of_terms, (*terms, *saved), (*HOW[:-1], False, mask), state)
+def test_the_ops_and_what_inductor_calls(device, state, of_inductor):
+    form = FAMILY["gated_layer_norm"]
+    tensors = leaves_of(tensors_of(form, 3, 16, device=device))
+    terms = {f"grad_output_{i}": random(3, 16, device=device, seed=8 + i) for i in (2, 3)}
+    for name, arguments in (
+        (form.op, forward_arguments(form, tensors)),
+        ("norm_backward", backward_arguments(form, tensors)),
+        ("norm_backward", backward_arguments(form, tensors, **terms)),
+    ):
+        function = by_inductor(name) if of_inductor else getattr(torch.ops.tilenorm, name)
+        with torch.no_grad():
+            check_each_in_turn(function, arguments, state)
 
 
-@EACH_DEVICE
-@EACH_WAY
 @pytest.mark.parametrize("state", ["negative", "imaginary"])
-def test_hooks_of_saved_tensors_may_return_any_state(device, served, state):
+def test_hooks_of_saved_tensors_may_return_any_state(device, state):
     tensors = tensors_of(LAYER, 3, 16, device=device)
-    with by(served, device):
-        expected = step(LAYER, tensors)
-        hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), STATES[state])
-        for _ in range(2):
-            with hooks:
-                got = step(LAYER, tensors)
-            assert got.keys() == expected.keys()
-            assert all(torch.equal(got[name], expected[name]) for name in got)
+    expected = step(LAYER, tensors)
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), STATES[state])
+    for _ in range(2):
+        with hooks:
+            got = step(LAYER, tensors)
+        assert same(got, expected)
 
 
-@EACH_DEVICE
-@EACH_WAY
-def test_a_sparse_gradient_is_refused_by_the_dispatcher(device, served):
-    x = random(4, 16, device=device).requires_grad_()
-    with by(served, device):
-        for dy in (random(4, 16, device=device), random(4, 16, device=device).to_sparse()):
-            (y,) = call(RMS, {"input": x})
-            if dy.is_sparse:
-                with pytest.raises(NotImplementedError, match="norm_backward"):
-                    torch.autograd.grad(y, x, dy)
-            else:
-                torch.autograd.grad(y, x, dy)
+def test_a_sparse_gradient_is_refused_by_the_dispatcher(device):
+    x, dy = random(4, 16, device=device).requires_grad_(), random(4, 16, device=device)
+    torch.autograd.grad(call(RMS, {"input": x})[0], x, dy)
+    with pytest.raises(NotImplementedError, match="norm_backward"):
+        torch.autograd.grad(call(RMS, {"input": x})[0], x, dy.to_sparse())
 
 
-@EACH_DEVICE
-@EACH_WAY
-def test_a_functional_wrapper_stays_one(device, served):
+def test_a_functional_wrapper_stays_one(device):
     x = random(4, 16, device=device)
-    with by(served, device):
-        (expected,) = call(RMS, {"input": x})
-        for _ in range(2):
-            (got,) = call(RMS, {"input": torch._to_functional_tensor(x)})
-            assert torch._is_functional_tensor(got)
-            assert torch.equal(torch._from_functional_tensor(got), expected)
-
-
-LAYOUTS = {
-    "sparse": Tensor.to_sparse,
-    "sparse rows": Tensor.to_sparse_csr,
-    "mkldnn": Tensor.to_mkldnn,
-    "quantised": lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
-    "strided nested": lambda x: torch.nested.nested_tensor(list(x)),
-    "meta": lambda x: x.to("meta"),
-}
-
-
-@EACH_WAY
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["input", "residual"])
-def test_another_layout_is_refused(served, layout, name):
-    """After a call of plain tensors too, whose guard PyTorch does not write for some layouts."""
-    form = FAMILY["add_rms_norm"]
-    tensors = tensors_of(form, 3, 16)
-    with by(served):
-        for _ in range(2):
-            call(form, tensors)
-            with pytest.raises(RuntimeError):  # NotImplementedError is one
-                call(form, tensors | {name: LAYOUTS[layout](tensors[name])})
+    (expected,) = call(RMS, {"input": x})
+    for _ in range(2):
+        (got,) = call(RMS, {"input": torch._to_functional_tensor(x)})
+        assert torch._is_functional_tensor(got)
+        assert torch.equal(torch._from_functional_tensor(got), expected)

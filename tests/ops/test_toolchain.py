@@ -21,7 +21,6 @@ from .helpers import (
     FAMILY,
     assert_step,
     expected_of,
-    incoming_of,
     messages,
     random,
     same,
@@ -46,50 +45,28 @@ def norm(rows=5, **options):
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_the_reference_serves_and_one_warning_names_the_kernel(how, compiler, told):
+def test_the_reference_serves_and_the_kernel_is_named(how, compiler, told, monkeypatch):
+    """By one warning, by `explain`, and by an exception where the kernels were asked for."""
     command, words = HOW[how]
     compiler.breaks(row_forward=command)
     compiler.ends_after(0.2)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="^rms_norm: backend 'cutile' .* but " + NAMED):
+            norm(backend="cutile")
+    assert messages(told) == []
     for rows in (5, 5, 16, 1):
         assert torch.equal(norm(rows), norm(rows, backend="reference"))
     [message] = messages(told)
     assert message.startswith(f"tilenorm: reference runs instead of cutile: {NAMED}{words}")
     assert message.endswith("(for rms_norm of 64 float32)")
-    assert compiler.runs("row_forward") == 1
-
-
-def test_a_backend_that_was_asked_for_raises_what_the_compiler_said(compiler, told):
-    compiler.breaks(row_forward=ERROR)
-    reason = f"{NAMED}Return code 5 out of registers"
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match=f"^rms_norm: backend 'cutile' .* but {reason}"):
-            norm(backend="cutile")
-    assert messages(told) == []
-    norm()
-    assert len(messages(told)) == 1
-    assert compiler.runs("row_forward") == 1
-
-
-def test_other_specs_are_served_by_the_kernels(compiler, told):
-    compiler.breaks(row_forward=ERROR)
-    norm()
-    compiler.breaks()
-    tilenorm.layer_norm(random(5, N), (N,))
-    assert compiler.runs("row_forward") == 2
-    norm()  # the failed compilation is not tried again
-    assert compiler.runs("row_forward") == 2
-    assert len(messages(told)) == 1
-
-
-def test_explain_says_why(compiler, told, monkeypatch):
     monkeypatch.setattr(explain, "device_of", lambda *_: GPU)
-    compiler.breaks(row_forward=ERROR)
-    arguments = random(5, N), (N,), random(N, seed=1)
-    assert tilenorm.explain("rms_norm", *arguments).chosen == "cutile"
-    norm()
-    found = tilenorm.explain("rms_norm", *arguments)
+    found = tilenorm.explain("rms_norm", random(5, N), (N,), random(N, seed=1))
     assert found.chosen == "reference"
-    assert found.refused["cutile"].startswith(f"{NAMED}Return code 5 out of registers")
+    assert found.refused["cutile"].startswith(f"{NAMED}{words}")
+    compiler.breaks()
+    tilenorm.layer_norm(random(5, N), (N,))  # the kernels serve another spec
+    norm()  # the failed compilation is not tried again
+    assert compiler.runs("row_forward") == 2 and len(messages(told)) == 1
 
 
 FORMS = {
@@ -105,15 +82,14 @@ def test_the_reference_computes_gradients_of_what_the_kernels_computed(
 ):
     form = FAMILY[name]
     tensors = tensors_of(form, 5, N, dtype=torch.float16, parameter=torch.float32)
-    incoming = incoming_of(tensors)
     compiler.breaks(**{kernel: ERROR})
-    found = step(form, tensors, incoming)
+    found = step(form, tensors)
     assert (compiler.runs("row_forward"), compiler.runs(kernel)) == (1, 1)
-    assert_step(found, expected_of(form, tensors, incoming))
+    assert_step(found, expected_of(form, tensors))
     # From now on the reference serves both directions.
-    expected = step(form, tensors, incoming, backend="reference")
+    expected = step(form, tensors, backend="reference")
     for _ in range(2):
-        assert same(step(form, tensors, incoming), expected)
+        assert same(step(form, tensors), expected)
     assert (compiler.runs("row_forward"), compiler.runs(kernel)) == (1, 1)
     [message] = messages(told)
     assert f"its kernel {kernel} does not compile" in message
@@ -228,47 +204,29 @@ def assert_reason(reason: str, words: str) -> None:
     assert reason.endswith("unset CUDA_ROOT" if "CUDA_ROOT" in reason else pip)
 
 
-def test_one_warning_for_every_spec(broken, told):
+def test_one_reason_for_every_spec(broken, told, gpu_of_info):
+    """In exceptions, in what info says, and in one warning."""
     compiler, words, runs = broken
+    for name in ("rms_norm", "rms_norm", "layer_norm"):
+        with pytest.raises(RuntimeError) as raised:
+            getattr(tilenorm, name)(random(5, N), (N,), backend="cutile")
+        start = f"{name}: backend 'cutile' was asked for, but "
+        assert_reason(str(raised.value).removeprefix(start), words)
+    assert messages(told) == []
+    lines, [reason, *others] = info.information()
+    assert_reason(reason, words)
+    shown = [line for line in lines if reason in line]
+    assert shown == [f"    cutile refuses: {reason}", f"wrong: {reason}"] and {*others} <= {reason}
+    assert all(f"  {op}: reference" in lines for op in NORMS)
     for name, hidden in product(FAMILY, (N, 32)):
         form = FAMILY[name]
         tensors = tensors_of(form, 5, hidden)
-        incoming = incoming_of(tensors)
-        expected = step(form, tensors, incoming, backend="reference")
-        assert same(step(form, tensors, incoming), expected)
+        expected = step(form, tensors, backend="reference")
+        assert same(step(form, tensors), expected)
     x, w = random(5, N), random(N, seed=1)
     tilenorm.rms_norm_add_rms_norm(x, x, (N,), w, w)
     [message] = messages(told)
-    start = "tilenorm: reference runs instead of cutile: "
-    assert_reason(message.removeprefix(start), words)
-    assert compiler.runs("row_forward") == runs
-
-
-def test_a_backend_that_was_asked_for_raises_the_same(broken, told):
-    compiler, words, runs = broken
-    for _ in range(2):
-        with pytest.raises(RuntimeError) as raised:
-            norm(backend="cutile")
-        start = "rms_norm: backend 'cutile' was asked for, but "
-        assert_reason(str(raised.value).removeprefix(start), words)
-    with pytest.raises(
-        RuntimeError, match=r"^layer_norm: backend 'cutile' was asked for, but its compiler "
-    ):
-        tilenorm.layer_norm(random(5, N), (N,), backend="cutile")
-    assert messages(told) == []
-    assert compiler.runs("row_forward") == runs
-
-
-def test_info_says_it_once(broken, gpu_of_info):
-    compiler, words, runs = broken
-    lines, wrong = info.information()
-    assert len(set(wrong)) == 1
-    assert_reason(wrong[0], words)
-    assert [line for line in lines if wrong[0] in line] == [
-        f"    cutile refuses: {wrong[0]}",
-        f"wrong: {wrong[0]}",
-    ]
-    assert all(f"  {op}: reference" in lines for op in NORMS)
+    assert_reason(message.removeprefix("tilenorm: reference runs instead of cutile: "), words)
     assert compiler.runs("row_forward") == runs
 
 

@@ -11,25 +11,16 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import tilenorm
 from tilenorm.ops.direct import is_plain
 
-from .helpers import EACH_DEVICE, FAMILY, RMS, call, random, same, step, tensors_of
-from .pretended import EACH_WAY, by
+from .helpers import FAMILY, RMS, call, random, same, step, tensors_of
 
 pytestmark = [
-    EACH_DEVICE,
-    EACH_WAY,
+    pytest.mark.usefixtures("way"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
 ]
 FORMS = ["rms_norm", "add_layer_norm", "gated_rms_norm, gate first"]
 EACH_FORM = pytest.mark.parametrize("form", [FAMILY[name] for name in FORMS], ids=FORMS)
 N = 16
-
-
-@pytest.fixture(autouse=True)
-def way(request, device):
-    """On a CPU, the reference or the interpreted kernels."""
-    with by(request.getfixturevalue("served"), device):
-        yield
 
 
 class Called(nn.Module):
@@ -52,7 +43,7 @@ def changed(tensors):
 
 @EACH_FORM
 @pytest.mark.parametrize("grad", [False, True])
-def test_jit_trace_records_the_op(device, served, form, grad):
+def test_jit_trace_records_the_op(device, form, grad):
     """It follows other values and numbers of rows, and has gradients, wherever it was traced."""
     tensors = tensors_of(form, 3, N, device=device)
     call(form, tensors)  # what is remembered is not taken while tracing
@@ -69,7 +60,7 @@ def test_jit_trace_records_the_op(device, served, form, grad):
         assert same(got, step(form, other))
 
 
-def test_jit_trace_of_modules_and_of_a_traced_shape(device, served):
+def test_jit_trace_of_modules_and_of_a_traced_shape(device):
     model = nn.Sequential(tilenorm.RMSNorm(N), nn.Linear(N, N), tilenorm.LayerNorm(N)).to(device)
     x, other = random(3, N, device=device), random(7, N, device=device, seed=1)
     assert torch.equal(torch.jit.trace(model, x)(other), model(other))
@@ -122,7 +113,7 @@ SURROUNDINGS = {
 
 
 @pytest.mark.parametrize("name", SURROUNDINGS)
-def test_no_call_is_direct_where_something_else_has_to_see_it(device, served, name):
+def test_no_call_is_direct_where_something_else_has_to_see_it(device, name):
     x = random(3, N, device=device)
     assert is_plain(x)
     asked = []
@@ -136,7 +127,7 @@ def test_no_call_is_direct_where_something_else_has_to_see_it(device, served, na
     assert is_plain(x)
 
 
-def test_under_autocast_a_plain_call_stays_direct(device, served):
+def test_under_autocast_a_plain_call_stays_direct(device):
     x = random(3, N, device=device)
     with torch.autocast(device, torch.bfloat16):
         assert is_plain(x)

@@ -12,8 +12,7 @@ from torch import nn
 import tilenorm
 from tilenorm.ops import torch_private
 
-from .helpers import EACH_DEVICE, TORCH, random
-from .pretended import by
+from .helpers import TORCH, random
 
 dist = pytest.importorskip("torch.distributed")
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
@@ -43,15 +42,7 @@ PARAMETERS = [{"weight", "bias"}, {"weight"}, {"weight"}, {"weight"}]
 BOTH = [a | b for a, b in zip(INPUTS, PARAMETERS, strict=True)]
 
 
-@pytest.fixture(params=["reference", "kernels"])
-def computed(request, device, gradients_made):
-    """What each backward pass of a norm computed; on a CPU, by either implementation."""
-    with by(request.param, device):
-        yield gradients_made
-
-
-@EACH_DEVICE
-def test_the_two_halves_compute_each_gradient_once(device, computed):
+def test_the_two_halves_compute_each_gradient_once(device, way, gradients_made):
     from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
     block = Block().to(device)
@@ -59,13 +50,13 @@ def test_the_two_halves_compute_each_gradient_once(device, computed):
     x, dy = random(5, N, device=device).requires_grad_(), random(5, N, device=device, seed=3)
     x_of_whole = x.detach().clone().requires_grad_()
     whole(x_of_whole).backward(dy)
-    assert computed == BOTH
-    computed.clear()
+    assert gradients_made == BOTH
+    gradients_made.clear()
     (dx,), groups = stage_backward_input([block(x)], [dy], [x], block.parameters())
-    assert computed == INPUTS
-    computed.clear()
+    assert gradients_made == INPUTS
+    gradients_made.clear()
     stage_backward_weight(block.parameters(), groups)
-    assert sorted(map(sorted, computed)) == sorted(map(sorted, PARAMETERS))  # in any order
+    assert sorted(map(sorted, gradients_made)) == sorted(map(sorted, PARAMETERS))  # in any order
     # With a gate, the gradients that are computed decide which multiplications a compiler fuses.
     tolerance = {} if device == "cuda" else {"rtol": 0, "atol": 0}
     torch.testing.assert_close(dx, x_of_whole.grad, **tolerance)

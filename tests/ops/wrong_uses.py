@@ -1,6 +1,6 @@
 """A table of wrong calls of the modules and the integrations."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -9,7 +9,7 @@ from torch.fx import symbolic_trace
 import tilenorm
 from tilenorm.integrations.fx import replace_norms
 
-from .wrong_calls import W, Wrong, X, with_keywords
+from .wrong_calls import Function, W, Wrong, X, with_keywords
 
 # Of the modules' constructors, with torch.nn's.
 MADE = {
@@ -78,7 +78,6 @@ MODEL, PATCHED, LINEAR = model(), model(), nn.Linear(2, 2)
 tilenorm.patch(PATCHED)
 GRAPH = symbolic_trace(plus)
 A_MODEL, A_GRAPH = "'model' takes .*, got ", "'graph_module' takes a GraphModule, got "
-ALONE = "takes 0 positional"
 LOW_ALONE = "'memory' takes 'low' with backend 'inductor' alone, got .*'eager'"
 # Of what PyTorch has no counterpart of: a right call, the function, and of each wrong call its
 # arguments, the exception and the message.
@@ -130,9 +129,6 @@ INTEGRATIONS = {
             "where a string": ((GRAPH, {"where": "norm"}), TypeError, "'where' takes .*, got str"),
         },
     ),
-    "override": (tilenorm.disable, tilenorm.override, {"an argument": ((1,), TypeError, ALONE)}),
-    "enable": (tilenorm.disable, tilenorm.enable, {"an argument": ((1,), TypeError, ALONE)}),
-    "disable": (tilenorm.disable, tilenorm.disable, {"an argument": ((1,), TypeError, ALONE)}),
     "explain": (
         lambda: tilenorm.explain("rms_norm", X, (8,)).chosen,
         tilenorm.explain,
@@ -151,41 +147,46 @@ INTEGRATIONS = {
 }
 
 
-def of_modules() -> Iterator[tuple[str, Wrong]]:
-    """Every wrong call of a module, with its name."""
+def of_modules() -> Iterator[tuple[str, Function]]:
+    """Each module, by its name, and its forward."""
     for name in ("RMSNorm", "LayerNorm"):
-        ours, theirs = getattr(tilenorm, name), getattr(nn, name)
-        module, other = ours(8), theirs(8)
-
-        def right(ours=ours):
-            return ours(8)(X)
-
+        kinds = ours, theirs = getattr(tilenorm, name), getattr(nn, name)
+        made, called = {}, {}
         for what, (arguments, message) in MADE.items():
-            calls = [with_keywords(cls, arguments) for cls in (ours, theirs)]
-            yield f"{name}, {what}", Wrong(calls[0], message, calls[1], right)
+            made[what] = Wrong(*_pair(kinds, arguments, message))
         for what, (wrong, kind, message) in MADE_ALONE.items():
-            call = with_keywords(ours, (8, wrong))
-            yield f"{name}, {what}", Wrong(call, message, kind, right)
+            made[what] = Wrong(with_keywords(ours, (8, wrong)), message, kind)
+        yield name, Function(lambda ours=ours: ours(8)(X), made)
+        modules = ours(8), theirs(8)
         for what, (arguments, message) in FORWARD.items():
-            calls = [with_keywords(m, arguments) for m in (module, other)]
-            yield f"{name}(8), {what}", Wrong(calls[0], message, calls[1], lambda m=module: m(X))
+            called[what] = Wrong(*_pair(modules, arguments, message))
         for what, (attributes, message) in SET.items():
-            calls = [_with_attributes(cls(8), attributes) for cls in (ours, theirs)]
-            yield f"{name} with {what}", Wrong(calls[0], message, calls[1], right)
+            called[what] = Wrong(
+                *_pair([_with_attributes(k(8), attributes) for k in kinds], (X,), message)
+            )
+        yield f"{name}(8)", Function(lambda module=modules[0]: module(X), called)
 
 
-def of_integrations() -> Iterator[tuple[str, Wrong]]:
-    """Every wrong call of an integration, with its name."""
-    for name, (arguments, message) in COMPILED.items():
-        calls = [with_keywords(c.compile, arguments) for c in (tilenorm, torch)]
-        right = INTEGRATIONS["compile"][0]
-        yield f"compile, {name}", Wrong(calls[0], message, calls[1], right)
+def of_integrations() -> Iterator[tuple[str, Function]]:
+    """Each integration, by its name."""
     for name, (right, function, rows) in INTEGRATIONS.items():
-        for what, (arguments, kind, message) in rows.items():
-            yield f"{name}, {what}", Wrong(with_keywords(function, arguments), message, kind, right)
+        wrong = {
+            what: Wrong(with_keywords(function, arguments), message, kind)
+            for what, (arguments, kind, message) in rows.items()
+        }
+        if name == "compile":
+            both = tilenorm.compile, torch.compile
+            wrong |= {what: Wrong(*_pair(both, *row)) for what, row in COMPILED.items()}
+        yield name, Function(right, wrong)
 
 
-def _with_attributes(module: nn.Module, attributes: dict) -> Callable[[], object]:
+def _pair(functions: Sequence[Callable], arguments: tuple, message: str) -> tuple:
+    """What Wrong takes: our call, the message, and PyTorch's call with the same arguments."""
+    ours, theirs = (with_keywords(function, arguments) for function in functions)
+    return ours, message, theirs
+
+
+def _with_attributes(module: nn.Module, attributes: dict) -> nn.Module:
     for name, value in attributes.items():
         setattr(module, name, value)
-    return lambda: module(X)
+    return module
