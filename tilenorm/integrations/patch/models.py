@@ -9,7 +9,7 @@ from torch import nn
 
 from ...nn import LayerNorm, RMSNorm, refuse_script
 from ...ops.tensor_checks import check_argument
-from .blocks import REWRITERS, Unchanged, patched_block
+from .blocks import REWRITERS, patched_block
 from .classes import (
     UNREACHED,
     PatchedModule,
@@ -174,7 +174,6 @@ def patch(
     """
     check_argument("patch", "model", model, isinstance(model, nn.Module), "a torch.nn.Module")
     check_argument("patch", "where", where, where is None or callable(where), "a function or None")
-    # In the order in which they are rewritten.
     asked = {"modulation": modulation, "residual": residual, "rotation": rotation}
     for name, value in asked.items():
         check_argument("patch", name, value, isinstance(value, bool), "a bool")
@@ -196,7 +195,7 @@ def patch(
                 known[key] = _result(module, _recognised)
             results[module] = known[key]
     norms = {module for module, (_, cls) in results.items() if cls}
-    kinds = tuple(kind for kind, name in zip(REWRITERS, asked, strict=True) if asked[name])
+    kinds = tuple(kind for kind in REWRITERS if asked[kind])
     for block in names if kinds else ():
         inside = tuple(name for name, child in block.named_children() if child in norms)
         if inside and block not in norms:
@@ -211,7 +210,7 @@ def _result(module: nn.Module, made: Callable[..., Result], *arguments) -> Resul
         return UNREACHED, None
     try:
         return made(module, *arguments)
-    except (Unrecognised, Unchanged) as reason:
+    except Unrecognised as reason:
         return str(reason), None
     except Exception as error:  # a module that cannot be tried must not stop those that can
         return f"trying it raised {type(error).__name__}: {error}", None
@@ -224,10 +223,7 @@ def _recognised(module: nn.Module) -> Result:
 
 def _rewritten(block: nn.Module, norms: tuple[str, ...], kinds: tuple[str, ...]) -> Result:
     cls: Any = patched_block(type(block), norms, kinds)
-    found = {"sum before": cls._tilenorm_sums, "modulation of": cls._tilenorm_modulations}
-    found["rotation of"] = cls._tilenorm_rotations
-    texts = [f"the {k} {' and '.join(dict.fromkeys(of))}" for k, of in found.items() if of]
-    return f"{' and '.join(texts)} with the norm", cls
+    return cls._tilenorm_how, cls
 
 
 def _likeness(module: nn.Module) -> tuple | None:
