@@ -20,10 +20,9 @@ from ..ops.helpers import EACH_DEVICE, NEEDS_GPU, name_of, slow
 from ..tolerance import TIMES_TORCH
 from .model_rows import CAUSAL, MODELS, TRANSFORMERS, built, step
 
-pytestmark = pytest.mark.filterwarnings("ignore::tilenorm.ReferenceWarning")
-
-SOME = ("llama", "gemma3_text", "bert", "flux")
-EACH_MODEL = pytest.mark.parametrize("name", [*SOME, *slow(*(m for m in MODELS if m not in SOME))])
+# With residual, modulation and rotation: how many calls compute more than a norm.
+PASSES = {"llama": 2, "qwen3": 4, "gemma3_text": 4, "olmo2": 2, "bert": 4, "flux": 6, "lumina2": 5}
+PASSES |= {"gemma2": 2, "gpt_neox": 0}
 
 
 class InFloat64(TorchFunctionMode):
@@ -66,13 +65,19 @@ def assert_as_exact(patched, original, truth, dtype):
         assert not over, f"errors over the budget of {budget:.2g}: {over}"
 
 
-def check(name, device, dtype, prepare=lambda model: model, autocast=False):
-    """Compare a patched model with the original. prepare: maps the patched model to what runs."""
+def each_model(*quick: str):
+    return pytest.mark.parametrize("name", [*quick, *slow(*(m for m in MODELS if m not in quick))])
+
+
+def check(name, device, dtype, prepare=lambda model: model, autocast=False, **options):
+    """Compare a patched model with the original. prepare: maps the patched model to what runs.
+    options: of patch.
+    """
     model = built(name).to(device, dtype)
     truth = exact(model, name)
     with torch.autocast(device, torch.bfloat16, enabled=autocast):
         original = step(model, name)
-        tilenorm.patch(model)
+        tilenorm.patch(model, **options)
         patched = step(model, name, prepare(model))
     assert {n: t.dtype for n, t in patched.items()} == {n: t.dtype for n, t in original.items()}
     assert_as_exact(patched, original, truth, dtype)
@@ -81,9 +86,31 @@ def check(name, device, dtype, prepare=lambda model: model, autocast=False):
 @pytest.mark.any_torch
 @EACH_DEVICE
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name_of)
-@EACH_MODEL
+@each_model("llama", "gemma3_text", "bert", "flux")
 def test_outputs_and_gradients(name, dtype, device):
     check(name, device, dtype)
+
+
+@pytest.mark.any_torch
+@EACH_DEVICE
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *slow(torch.float32)], ids=name_of)
+@each_model("qwen3", "gemma3_text", "olmo2", "bert", "flux")
+def test_more_in_the_pass_of_a_norm(name, dtype, device, passes):
+    check(name, device, dtype, residual=True, modulation=True, rotation=True)
+    assert len(passes) == PASSES[name]
+
+
+def hooked(model):
+    for part in model.modules():
+        part.register_forward_hook(lambda *_: None)
+    return model
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "olmo2"])
+def test_rotation_of_norms_with_hooks(name, passes):
+    """They run as before, wherever they stand."""
+    check(name, "cpu", torch.float32, hooked, rotation=True)
+    assert not passes
 
 
 @pytest.mark.any_torch
