@@ -58,10 +58,15 @@ def parts(rng: Random) -> dict:
     }
 
 
-def with_part(part: str, value: object) -> nn.Module:
+def with_parts(parts: dict[str, object]) -> nn.Module:
     """A module whose other parts are ordinary."""
     ordinary = {name: values[0] for name, values in PARTS.items()}
-    return drawn_class(ordinary | {part: value})()
+    return drawn_class(ordinary | parts)()
+
+
+def gated_norm() -> nn.Module:
+    """An RMSNorm of an input, which a gate multiplies if there is one."""
+    return with_parts({"second": "gate=None", "gate": "before"})
 
 
 def drawn_class(parts: dict) -> type[nn.Module]:
