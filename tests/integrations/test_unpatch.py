@@ -20,10 +20,7 @@ from ..ops.helpers import random, slow, through_pickle, through_save
 from .norms import Custom, N
 from .test_replaced import runs_tilenorm
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::tilenorm.ReferenceWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 
 
 class Block(nn.Module):
@@ -114,10 +111,6 @@ WRAPPERS = {
     sharded_1: ["patch wrap"],
 }
 CASES = [(wrap, order) for wrap, orders in WRAPPERS.items() for order in orders]
-# Each way to wrap modules in one order, and one in each order.
-ALIKE = (with_tuned_norms, without_hooks, replicate, sharded_1)
-QUICK = [(wrap, order) for wrap, order in CASES if wrap is with_lora or order == WRAPPERS[wrap][0]]
-QUICK = [(wrap, order) for wrap, order in QUICK if wrap not in ALIKE]
 COPIES = [copy.deepcopy, copy.copy, through_pickle, through_save, AveragedModel]
 
 
@@ -156,7 +149,7 @@ def check_again(model):
 
 @pytest.mark.parametrize(
     "wrap, order",
-    QUICK + slow(*(case for case in CASES if case not in QUICK)),
+    CASES,
     ids=lambda value: getattr(value, "__name__", str(value)[:20]),
 )
 def test_what_libraries_make_of_a_patched_model(wrap, order, dynamo, one_process_mesh):
