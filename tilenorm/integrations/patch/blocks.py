@@ -56,8 +56,6 @@ WHAT = {"residual": "sum before", "modulation": "modulation of", "rotation": "ro
 class PatchedBlock(PatchedModule):
     """Mixin of the class of a block whose forward is rewritten."""
 
-    _tilenorm_how: str  # what is computed with which norms, for the report
-
     @staticmethod
     def _tilenorm_one_pass(
         norm: nn.Module, terms: tuple[Tensor, ...], *by_group: Tensor
@@ -124,11 +122,9 @@ def patched_block(
     made = _compiled(tree, forward)
     for wrapper in reversed(wrappers):
         made = _wrapping(wrapper, made)
-    options = {
-        "_tilenorm_made": (patched_block, cls, norms, kinds),
-        "_tilenorm_how": f"{' and '.join(texts)} with the norm",
-    }
-    return patched_subclass(PatchedBlock, cls, made, **options)
+    how = f"{' and '.join(texts)} with the norm"
+    again = {"_tilenorm_made": (patched_block, cls, norms, kinds)}
+    return patched_subclass(PatchedBlock, cls, made, **again, _tilenorm_how=lambda _: how)
 
 
 def _parsed(forward: FunctionType, is_wrapped: bool) -> ast.Module:

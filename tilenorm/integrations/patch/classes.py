@@ -26,6 +26,7 @@ class PatchedModule:
     _tilenorm_class: type[nn.Module]  # the class before the patch
     _tilenorm_forward: Callable  # what the patch computes: takes the module and its arguments
     _tilenorm_made: tuple  # the function that makes this class, and its arguments
+    _tilenorm_how: Callable[[nn.Module], str]  # what computes an instance, for the report
 
     def __reduce_ex__(self, protocol):
         return new_module, self._tilenorm_made, *super().__reduce_ex__(protocol)[2:]
