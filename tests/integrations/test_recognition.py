@@ -142,6 +142,12 @@ class NoSubclassNorm(norms.Custom):
         raise TypeError("has no subclasses")
 
 
+class OwnClass(nn.LayerNorm):
+    """What refuses another class."""
+
+    __class__ = property(lambda self: OwnClass)
+
+
 def replaced_forward():
     module = norms.Custom()
     module.forward = lambda x: x
@@ -174,6 +180,7 @@ NOT_RECOGNISED = {
     "a forward of its own": (replaced_forward, "its forward was replaced on this instance"),
     "one element": (lambda: nn.LayerNorm(1), "its rows have one element"),
     "no subclass": (NoSubclassNorm, "trying it raised TypeError: has no subclasses"),
+    "no other class": (lambda: OwnClass(N), "trying it raised"),
     "a forward that raises": (
         lambda: custom(lambda self, x: self.not_there),
         "its forward raised AttributeError: .*not_there",

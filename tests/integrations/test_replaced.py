@@ -75,9 +75,15 @@ def hidden(module, inner, name):
     return lambda x: HIDDEN[name](x), lambda: HIDDEN.pop(name)
 
 
+class OwnSetattr(nn.LayerNorm):
+    def __setattr__(self, name, value):
+        assert name != "__class__", "this class has its own way to set attributes"
+        super().__setattr__(name, value)
+
+
 WAYS = [in_an_attribute, in_an_object, in_a_closure, as_a_partial, in_an_argument, in_a_method]
 WAYS += [in_a_callable]
-NORMS = {"Hugging Face's": norms.Custom, "PyTorch's": lambda: nn.LayerNorm(N)}
+NORMS = {"Hugging Face's": norms.Custom, "PyTorch's": lambda: OwnSetattr(N)}
 STEPS = [*WAYS, hidden, *("patch", "undo", "unpatch", "back") * 3]
 
 
