@@ -236,7 +236,7 @@ def with_another_eps(block, *inputs) -> tuple:
     return inputs
 
 
-OTHER_SCALE = random(1, TOKENS, N, dtype=BF16)
+OTHER = random(1, TOKENS, N, dtype=BF16)
 AS_BEFORE = {
     "sum of two shapes": Case(Sums, lambda m, x, h: (x, h[:1]), 1),
     "sum of two dtypes": Case(Sums, lambda m, x, h: m.float() and (x, h.float()), 1),
@@ -245,7 +245,7 @@ AS_BEFORE = {
     "sum, wide weights": Case(Sums, lambda m, *inputs: m.float() and inputs),
     "sum, own forward": Case(Sums, with_own_forward, 1),
     "sum, wrapper": Case(Sums, wrapped, 1),
-    "modulation, not by group": Case(Modulated, lambda m, x, h, a, b: (x, h, OTHER_SCALE, b)),
+    "modulation, not by group": Case(Modulated, lambda m, x, h, a, b: (x, h, OTHER, OTHER)),
     "modulation of two shapes": Case(Modulated, lambda m, x, h, a, b: (x, h, a, b[:1])),
     "modulation, promoted": Case(Modulated, lambda m, x, h, a, b: (x, h, a.float(), b)),
     "modulation with numbers": Case(Modulated, lambda m, x, h, a, b: (x, h, 0.5, 2.0)),
