@@ -44,7 +44,7 @@ from torch import Tensor, nn
 
 from .classes import PatchedModule, content_of, patched_subclass
 from .form import form_of
-from .rotary import PLACES, casts_back, is_rotary, norm_at, rotate
+from .rotary import PLACES, casts_back, norm_at, rotate
 from .twin import Unrecognised
 
 NORMED = "_tilenorm_normed_{}"  # a local variable: what the norm makes of the sum of that number
@@ -365,13 +365,13 @@ class _Rotations(_Rewriter):
         if q == k or not {q, k} <= normed.keys() or any(_names([cos, sin], x) for x in (q, k)):
             return node
         (q_norm, put_q, place), (k_norm, put_k, other) = normed[q], normed[k]
-        function = self.functions.get(name)
-        if place != other or place not in PLACES or not is_rotary(function):
+        casts = casts_back(self.functions.get(name))
+        if place != other or place not in PLACES or casts is None:
             return node
         put_q()
         put_k()
         self.found += [q_norm.attr, k_norm.attr]
-        how = ast.Constant(place), ast.Constant(casts_back(function))
+        how = ast.Constant(place), ast.Constant(casts)
         return ast.copy_location(self._call(ROTATED, apply, q_norm, k_norm, *how, *given), node)
 
 

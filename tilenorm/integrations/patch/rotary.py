@@ -23,17 +23,13 @@ def norm_at(norm: nn.Module, x: Tensor, place: tuple[str, ...]) -> Tensor:
 
 
 @cache
-def is_rotary(function: Any) -> bool:
-    """Whether a function of q, k, cos and sin has the numbers of apply_rotary_pos_emb."""
-    return all(_rotates(function, dtype, dtype) for dtype in (torch.float32, torch.bfloat16))
-
-
-@cache
-def casts_back(function: Any) -> bool:
-    """Whether such a function computes with cos and sin of more bits, and then has the dtype of q
-    and k.
+def casts_back(function: Any) -> bool | None:
+    """Of a function of q, k, cos and sin with the numbers of apply_rotary_pos_emb: whether it
+    computes with cos and sin of more bits, and then has the dtype of q and k. None for others.
     """
-    return _rotates(function, torch.bfloat16, torch.float32)
+    if all(_rotates(function, dtype, dtype) for dtype in (torch.float32, torch.bfloat16)):
+        return _rotates(function, torch.bfloat16, torch.float32)
+    return None
 
 
 def _rotates(function: Any, dtype: torch.dtype, of_tables: torch.dtype) -> bool:
