@@ -332,47 +332,45 @@ class _Rotations(_Rewriter):
     absent = "no rotation stands behind patched norms of queries and keys"
 
     def _rewritten(self, statements: list[Any]) -> list[Any]:
-        # By variable: the norm's attribute, what takes the norm out, and the methods behind it.
-        normed: dict[str, tuple[ast.Attribute, Callable, tuple[str, ...]]] = {}
-        for statement in statements:
+        for number, statement in enumerate(statements):
             match statement:
-                case ast.Assign([ast.Name(name)], ast.Call() as value):
-                    methods, inner, holder = _peeled(value)
-                    match inner:
-                        case ast.Call(norm, [x], []) if self._is_norm(norm):
-                            _forget(normed, statement)
-                            put = partial(setattr, holder or statement, "value", x)
-                            normed[name] = norm, put, methods
-                            continue
-                        case ast.Name(again) if again == name and name in normed:
-                            norm, put, before = normed[name]
-                            normed[name] = norm, put, (*before, *methods)
-                            continue
-                case ast.Assign([ast.Tuple([ast.Name(), ast.Name()])], value):
-                    statement.value = self._rotated(value, normed)
-            _forget(normed, statement)
+                case ast.Assign(
+                    [ast.Tuple([ast.Name(), ast.Name()])],
+                    ast.Call(
+                        ast.Name(name) as apply, [ast.Name(q), ast.Name(k), cos, sin] as given, []
+                    ),
+                ) if q != k and not (_names([cos, sin], q) or _names([cos, sin], k)):
+                    norms = [self._norm_before(statements[:number], head) for head in (q, k)]
+                    places = {norm[2] for norm in norms if norm}
+                    casts = casts_back(self.functions.get(name))
+                    if None in norms or len(places) > 1 or not places <= PLACES or casts is None:
+                        continue
+                    for norm, take_out, _ in norms:
+                        take_out()
+                        self.found.append(norm.attr)
+                    how = ast.Constant(places.pop()), ast.Constant(casts)
+                    made = self._call(ROTATED, apply, *(norm for norm, *_ in norms), *how, *given)
+                    statement.value = ast.copy_location(made, statement.value)
         return statements
 
-    def _rotated(self, node: ast.expr, normed: dict[str, tuple]) -> ast.expr:
-        """In the place of a rotation of two variables that are normalised: a call of both."""
-        match node:
-            case ast.Call(
-                ast.Name(name) as apply, [ast.Name(q), ast.Name(k), cos, sin] as given, []
-            ):
-                pass
-            case _:
-                return node
-        if q == k or not {q, k} <= normed.keys() or any(_names([cos, sin], x) for x in (q, k)):
-            return node
-        (q_norm, put_q, place), (k_norm, put_k, other) = normed[q], normed[k]
-        casts = casts_back(self.functions.get(name))
-        if place != other or place not in PLACES or casts is None:
-            return node
-        put_q()
-        put_k()
-        self.found += [q_norm.attr, k_norm.attr]
-        how = ast.Constant(place), ast.Constant(casts)
-        return ast.copy_location(self._call(ROTATED, apply, q_norm, k_norm, *how, *given), node)
+    def _norm_before(self, statements: list[Any], head: str) -> tuple | None:
+        """The norm in head = self.norm(x), what has the statement assign x instead, and the methods
+        that are called behind the norm; None if other statements behind it name the variable.
+        """
+        methods: tuple[str, ...] = ()
+        for statement in reversed(statements):
+            match statement:
+                case ast.Assign([ast.Name(name)], value) if name == head:
+                    last, inner, holder = _peeled(value)
+                    methods = (*last, *methods)
+                    match inner:
+                        case ast.Call(norm, [x], []) if self._is_norm(norm):
+                            return norm, partial(setattr, holder or statement, "value", x), methods
+                        case ast.Name(again) if again == head and last:
+                            continue
+            if _names([statement], head):
+                return None
+        return None
 
 
 REWRITERS = {"modulation": _Modulations, "residual": _Sums, "rotation": _Rotations}
@@ -397,12 +395,6 @@ def _peeled(value: ast.AST) -> tuple[tuple[str, ...], ast.AST, ast.Attribute | N
                 holder, value = attribute, inner
             case _:
                 return tuple(methods), value, holder
-
-
-def _forget(variables: dict[str, Any], statement: ast.AST) -> None:
-    """Drop the variables that a statement names."""
-    for name in [name for name in variables if _names([statement], name)]:
-        del variables[name]
 
 
 def _in_turn(node: ast.BinOp) -> tuple[tuple[ast.expr, ast.expr], ...]:

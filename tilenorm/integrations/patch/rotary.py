@@ -10,7 +10,7 @@ from ...ops import functional_rotated
 from .form import are_alike, form_of
 
 # Where the norms of a rotation stand: the methods between. q is (B, H, S, D) at last.
-PLACES = ((), ("transpose",), ("view", "transpose"))
+PLACES = {(), ("transpose",), ("view", "transpose")}
 
 
 def norm_at(norm: nn.Module, x: Tensor, place: tuple[str, ...]) -> Tensor:
