@@ -35,7 +35,6 @@ the statements otherwise.
 import ast
 import inspect
 import textwrap
-from collections.abc import Callable
 from functools import cache, partial, update_wrapper
 from types import CellType, CodeType, FunctionType
 from typing import Any
@@ -44,7 +43,7 @@ from torch import Tensor, nn
 
 from .classes import PatchedModule, content_of, patched_subclass
 from .form import form_of
-from .rotary import PLACES, casts_back, norm_at, rotate
+from .rotary import PLACES, casts_back, rotated
 from .twin import Unrecognised
 
 NORMED = "_tilenorm_normed_{}"  # a local variable: what the norm makes of the sum of that number
@@ -74,25 +73,7 @@ class PatchedBlock(PatchedModule):
             y = y * (1 + by_group[0])
         return terms[0], y + by_group[1] if len(by_group) > 1 else y
 
-    @staticmethod
-    def _tilenorm_rotated(
-        apply: Callable,
-        q_norm: nn.Module,
-        k_norm: nn.Module,
-        place: tuple[str, ...],
-        casts: bool,
-        q: Tensor,
-        k: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """The norms of q and k, which stand at a place of PLACES, and their rotation by `apply`.
-        casts: as that of casts_back.
-        """
-        found = rotate((q_norm, k_norm), (q, k), cos, sin, "view" in place, casts)
-        if found is not None:
-            return found
-        return apply(norm_at(q_norm, q, place), norm_at(k_norm, k, place), cos, sin)
+    _tilenorm_rotated = staticmethod(rotated)
 
 
 @cache

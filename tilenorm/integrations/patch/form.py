@@ -107,8 +107,8 @@ class Form:
         return x, gate, weight, bias
 
     def widens(self, x: Tensor, weight: Tensor | None) -> bool:
-        """Whether the output has a dtype of more bits than the input, that of the weight."""
-        return self.promotes and weight is not None and _widen(x, weight)
+        """Whether the output has another dtype than the input, because of the weight's."""
+        return self.promotes and weight is not None and widens(x, weight)
 
     def _parameters(self, module: nn.Module) -> tuple[Tensor | None, Tensor | None]:
         weight = getattr(module, self.weight) if self.weight else None
@@ -128,7 +128,7 @@ class Form:
         if served is None or (by_group and not self._lie_by_group(x, by_group[0], by_group[-1])):
             return None
         _, _, weight, bias = served
-        if self.widens(x, weight) or any(_widen(x, t) for t in by_group):
+        if self.widens(x, weight) or any(widens(x, t) for t in by_group):
             return None
         # Under autocast, a norm that follows it casts the sum to float32, and the sum stays as it
         # is. A modulation is left as it is.
@@ -213,7 +213,8 @@ def are_alike(a: Tensor | None, b: Tensor | None) -> bool:
     return tensors and a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
 
 
-def _widen(x: Tensor, other: Tensor) -> bool:
+def widens(x: Tensor, other: Tensor) -> bool:
+    """Whether the product of two tensors has another dtype than the first."""
     return torch.promote_types(x.dtype, other.dtype) != x.dtype
 
 

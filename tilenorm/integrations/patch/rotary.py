@@ -1,5 +1,6 @@
 """Norms of queries and keys with a rotation behind them: what rotates, and both in one pass."""
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -7,19 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from ...ops import functional_rotated
-from .form import are_alike, form_of
+from .form import are_alike, form_of, widens
 
 # Where the norms of a rotation stand: the methods between. q is (B, H, S, D) at last.
 PLACES = {(), ("transpose",), ("view", "transpose")}
-
-
-def norm_at(norm: nn.Module, x: Tensor, place: tuple[str, ...]) -> Tensor:
-    """What a norm at a place gives of (B, H, S, D)."""
-    if not place:
-        return norm(x)
-    rows = x.transpose(1, 2)
-    y = norm(rows.flatten(2)).view(rows.shape) if "view" in place else norm(rows)
-    return y.transpose(1, 2)
 
 
 @cache
@@ -48,35 +40,28 @@ def _rotates(function: Any, dtype: torch.dtype, of_tables: torch.dtype) -> bool:
         return False
 
 
-def rotate(
-    norms: tuple[nn.Module, nn.Module],
-    heads: tuple[Tensor, Tensor],
+def rotated(
+    apply: Callable,
+    q_norm: nn.Module,
+    k_norm: nn.Module,
+    place: tuple[str, ...],
+    casts: bool,
+    q: Tensor,
+    k: Tensor,
     cos: Tensor,
     sin: Tensor,
-    spans_token: bool,
-    casts: bool,
-) -> tuple[Tensor, Tensor] | None:
-    """Queries and keys (B, H, S, D), normalised and rotated in one pass; None if one pass gives
-    other shapes or dtypes. spans_token: whether a norm is that of all heads of a token. casts:
-    whether the results have the dtype of q and k where cos and sin have more bits.
+) -> tuple[Tensor, Tensor]:
+    """Queries and keys (B, H, S, D), normalised and then rotated by `apply`; in one pass where that
+    gives the same shapes and dtypes. place: of PLACES. casts: as that of casts_back.
     """
-    if not all(isinstance(t, Tensor) for t in (*heads, cos, sin)):
-        return None
-    q, k = heads
-    fits = q.dim() == k.dim() == 4 and (q.dtype, q.device) == (k.dtype, k.device)
-    fits = fits and (q.shape[0], *q.shape[2:]) == (k.shape[0], *k.shape[2:])
-    fits = fits and are_alike(cos, sin) and cos.dim() == 3 and cos.shape[0] in (1, len(q))
-    fits = fits and cos.shape[1:] == q.shape[2:] and not (cos.requires_grad or sin.requires_grad)
-    wide = fits and torch.promote_types(q.dtype, cos.dtype) != q.dtype
-    fits = fits and (casts or not wide) and cos.dtype != torch.float64
-    if not fits or (q.is_cuda and torch.is_autocast_enabled()):
-        return None
-    found, other = (_norm_of_heads(*pair, spans_token) for pair in zip(norms, heads, strict=True))
+    spans_token, found, other = "view" in place, None, None
+    if _fit(q, k, cos, sin, casts):
+        found, other = (_norm_of_heads(*of, spans_token) for of in ((q_norm, q), (k_norm, k)))
     if found is None or other is None or found[1:] != other[1:]:
-        return None
+        return apply(_norm_at(q_norm, q, place), _norm_at(k_norm, k, place), cos, sin)
     weight, has_weight, offset, rounding, eps = found
     # In 16 bits, no rounding of the op is that of a norm that rounds once, behind the weight.
-    once = (rounding == "late" and has_weight and q.dtype.itemsize == 2) or wide
+    once = rounding == "late" and has_weight and q.dtype.itemsize == 2
     return functional_rotated.rms_norm_rope(
         q,
         (q.shape[1], q.shape[3]) if spans_token else q.shape[3:],
@@ -88,8 +73,29 @@ def rotate(
         key_weight=other[0],
         heads_first=True,
         offset=offset,
-        rounding="late" if once else "early",
+        rounding="late" if once or widens(q, cos) else "early",
     )
+
+
+def _fit(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, casts: bool) -> bool:
+    """Whether one pass takes these tensors, and gives the dtypes of what it replaces."""
+    if not all(isinstance(t, Tensor) for t in (q, k, cos, sin)):
+        return False
+    fits = q.dim() == k.dim() == 4 and (q.dtype, q.device) == (k.dtype, k.device)
+    fits = fits and (q.shape[0], *q.shape[2:]) == (k.shape[0], *k.shape[2:])
+    fits = fits and are_alike(cos, sin) and cos.dim() == 3 and cos.shape[0] in (1, len(q))
+    fits = fits and cos.shape[1:] == q.shape[2:] and not (cos.requires_grad or sin.requires_grad)
+    fits = fits and (casts or not widens(q, cos)) and cos.dtype != torch.float64
+    return fits and not (q.is_cuda and torch.is_autocast_enabled())
+
+
+def _norm_at(norm: nn.Module, x: Tensor, place: tuple[str, ...]) -> Tensor:
+    """What a norm at a place gives of (B, H, S, D)."""
+    if not place:
+        return norm(x)
+    rows = x.transpose(1, 2)
+    y = norm(rows.flatten(2)).view(rows.shape) if "view" in place else norm(rows)
+    return y.transpose(1, 2)
 
 
 def _norm_of_heads(norm: nn.Module, x: Tensor, spans_token: bool) -> tuple | None:
