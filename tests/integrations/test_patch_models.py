@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import tilenorm
-from tilenorm.integrations.patch.models import PatchedNorm
+from tilenorm.integrations.patch.classes import PatchedModule
 
 from ..ops.helpers import EACH_DEVICE, name_of, slow
 from ..tolerance import TIMES_TORCH
@@ -134,5 +134,5 @@ def test_saved_model_loads_unpatched(tmp_path):
     tilenorm.patch(model)
     model.save_pretrained(tmp_path)
     loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
-    assert not isinstance(loaded.model.norm, PatchedNorm)
+    assert not isinstance(loaded.model.norm, PatchedModule)
     assert all(torch.equal(loaded.get_parameter(n), p) for n, p in model.named_parameters())

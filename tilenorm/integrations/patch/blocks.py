@@ -41,39 +41,33 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .classes import PatchedModule, content_of, patched_subclass
+from .classes import content_of, patched_subclass
 from .form import form_of
 from .rotary import PLACES, casts_back, rotated
 from .twin import Unrecognised
 
 NORMED = "_tilenorm_normed_{}"  # a local variable: what the norm makes of the sum of that number
-ONE_PASS, ROTATED = "_tilenorm_one_pass", "_tilenorm_rotated"  # what a rewritten forward calls
+ONE_PASS, ROTATED = "_tilenorm_one_pass", "_tilenorm_rotated"  # methods of a rewritten class
 # In the report and in this order: what is rewritten by each of REWRITERS.
 WHAT = {"residual": "sum before", "modulation": "modulation of", "rotation": "rotation of"}
 
 
-class PatchedBlock(PatchedModule):
-    """Mixin of the class of a block whose forward is rewritten."""
-
-    @staticmethod
-    def _tilenorm_one_pass(
-        norm: nn.Module, terms: tuple[Tensor, ...], *by_group: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """x, or a + b if there are two terms, and the norm of it. by_group: none; or a scale, and
-        the norm is multiplied by 1 + scale; or also a shift, which is added to that.
-        """
-        form = form_of(norm)
-        found = form.one_pass(norm, terms, by_group) if form else None
-        if found is not None:
-            return found
-        if len(terms) > 1:
-            return PatchedBlock._tilenorm_one_pass(norm, (terms[0] + terms[1],), *by_group)
-        y = norm(*terms)
-        if by_group:
-            y = y * (1 + by_group[0])
-        return terms[0], y + by_group[1] if len(by_group) > 1 else y
-
-    _tilenorm_rotated = staticmethod(rotated)
+def one_pass(
+    norm: nn.Module, terms: tuple[Tensor, ...], *by_group: Tensor
+) -> tuple[Tensor, Tensor]:
+    """x, or a + b if there are two terms, and the norm of it. by_group: none; or a scale, and the
+    norm is multiplied by 1 + scale; or also a shift, which is added to that.
+    """
+    form = form_of(norm)
+    found = form.one_pass(norm, terms, by_group) if form else None
+    if found is not None:
+        return found
+    if len(terms) > 1:
+        return one_pass(norm, (terms[0] + terms[1],), *by_group)
+    y = norm(*terms)
+    if by_group:
+        y = y * (1 + by_group[0])
+    return terms[0], y + by_group[1] if len(by_group) > 1 else y
 
 
 @cache
@@ -104,8 +98,9 @@ def patched_block(
     for wrapper in reversed(wrappers):
         made = _wrapping(wrapper, made)
     how = f"{' and '.join(texts)} with the norm"
-    again = {"_tilenorm_made": (patched_block, cls, norms, kinds)}
-    return patched_subclass(PatchedBlock, cls, made, **again, _tilenorm_how=lambda _: how)
+    again, methods = (patched_block, cls, norms, kinds), {ONE_PASS: one_pass, ROTATED: rotated}
+    namespace = {name: staticmethod(method) for name, method in methods.items()}
+    return patched_subclass(cls, made, again, lambda _: how, namespace)
 
 
 def _parsed(forward: FunctionType, is_wrapped: bool) -> ast.Module:

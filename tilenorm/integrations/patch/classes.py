@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from ...nn import refuse_script
 from ...ops.tensor_checks import check_argument
 
 UNREACHED = "its forward was replaced on this instance, and patch does not find the former one"
@@ -30,6 +31,8 @@ class PatchedModule:
     _tilenorm_made: tuple  # the function that makes this class, and its arguments
     _tilenorm_how: Callable[[nn.Module], str]  # what computes an instance, for the report
 
+    __prepare_scriptable__ = refuse_script
+
     def __reduce_ex__(self, protocol):
         return new_module, self._tilenorm_made, *super().__reduce_ex__(protocol)[2:]
 
@@ -41,19 +44,21 @@ def new_module(make: Callable[..., type[nn.Module]], *arguments) -> nn.Module:
 
 
 def patched_subclass(
-    mixin: type[PatchedModule], cls: type[nn.Module], forward: Callable, **namespace
+    cls: type[nn.Module], forward: Callable, made: tuple, how: Callable, namespace: dict
 ) -> type[nn.Module]:
-    """A subclass of cls with the same name and this forward, which an instance of cls can get.
+    """A subclass of cls with the same name, this forward and namespace, which an instance of cls
+    can get. made, how: as in PatchedModule.
 
     Raises whatever cls raises where it has no subclasses, and TypeError where Python cannot give an
     instance of cls the subclass.
     """
     kept = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-    kept |= {"_tilenorm_class": cls, "_tilenorm_forward": forward, "forward": dispatching(cls)}
+    own = {"_tilenorm_class": cls, "_tilenorm_forward": forward, "forward": dispatching(cls)}
+    own |= {"_tilenorm_made": made, "_tilenorm_how": how}
     metaclass: Any = type(cls)
-    made = metaclass(cls.__name__, (mixin, cls), kept | namespace)
-    set_class(object.__new__(cls), made)
-    return made
+    subclass = metaclass(cls.__name__, (PatchedModule, cls), kept | own | namespace)
+    set_class(object.__new__(cls), subclass)
+    return subclass
 
 
 def set_class(module: nn.Module, cls: type[nn.Module]) -> None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ...nn import LayerNorm, RMSNorm, refuse_script
+from ...nn import LayerNorm, RMSNorm
 from ...ops.tensor_checks import check_argument
 from .blocks import REWRITERS, patched_block
 from .classes import (
@@ -46,20 +46,11 @@ class Left(NamedTuple):
     reason: str
 
 
-class PatchedNorm(PatchedModule):
-    """Mixin of the class of a norm with tilenorm's forward."""
-
-    _tilenorm_form: Form
-
-    def __prepare_scriptable__(self):
-        refuse_script(self)
-
-
 @cache
 def patched_norm(cls: type[nn.Module], form: Form) -> type[nn.Module]:
     """A subclass of cls with the same name, whose forward computes the form."""
-    made = {"_tilenorm_made": (patched_norm, cls, form), "_tilenorm_how": form.describe}
-    return patched_subclass(PatchedNorm, cls, form.forward, **made, _tilenorm_form=form)
+    made, namespace = (patched_norm, cls, form), {"_tilenorm_form": form}
+    return patched_subclass(cls, form.forward, made, form.describe, namespace)
 
 
 class Report:
