@@ -101,6 +101,8 @@ EFFECT = "its forward changes the module or its input"
 # The value of one part of a drawn class, and the reason why the class is left.
 PARTS = {
     ("norm", "mean of the batch"): NO_NORM,
+    ("norm", "another scale"): NO_NORM,
+    ("norm", "detached mean"): "outputs match layer_norm.*gradient of the input does not",
     ("shape", (3, 1)): r"its parameters are g \[3, 1\], not a number for each column",
     ("shape", (0,)): r"its parameters are empty \(g \[0\]\)",
     ("offset", 1.0): ROUNDS_DIFFERENTLY,  # in 16 bits, 1 + g is rounded. Gemma casts g first.
@@ -128,10 +130,6 @@ def custom(forward=norms.Custom.forward, **attributes):
     return module
 
 
-def detached_mean(self, x):
-    return norms.rms(x - x.mean(-1, keepdim=True).detach(), self.eps) * self.weight
-
-
 def over_channels(self, x):
     weight = self.weight if x.dim() < 4 else self.weight[:, None, None]
     return norms.rms(x, self.eps, -1 if x.dim() < 4 else 1) * weight
@@ -156,14 +154,6 @@ def replaced_forward():
 
 OTHER_TENSORS = "it has tensors that are not parameters"
 NOT_RECOGNISED = {
-    "detached mean": (
-        lambda: custom(detached_mean),
-        "outputs match layer_norm.*gradient of the input does not",
-    ),
-    "another scale": (
-        lambda: custom(lambda self, x: norms.rms(x, self.eps) * self.weight * 1.00001),
-        NO_NORM,
-    ),
     "other dimensions of images": (lambda: custom(over_channels), "with channels before others"),
     "another shape": (
         lambda: custom(lambda self, x: (norms.rms(x, self.eps) * self.weight).mean(-2)),
