@@ -121,30 +121,34 @@ class Form:
         one pass gives other shapes or dtypes. terms: x, and the residual if there is one. by_group:
         the scale, and the shift if there is one; or none of both.
         """
-        x, *residual = terms
-        apart = self.groups or not all(are_alike(x, t) for t in residual)
-        apart = apart or (by_group and (self.offset or self.gate))
-        served = None if apart or not (residual or by_group) else self.served(module, x)
-        if served is None or (by_group and not self._lie_by_group(x, by_group[0], by_group[-1])):
+        x, alone = terms[0], len(terms) == 1
+        if self.groups or not (by_group if alone else are_alike(*terms)):
+            return None
+        served = self.served(module, x)
+        if served is None or self.widens(x, served[2]):
             return None
         _, _, weight, bias = served
-        if self.widens(x, weight) or any(widens(x, t) for t in by_group):
-            return None
         # Under autocast, a norm that follows it casts the sum to float32, and the sum stays as it
         # is. A modulation is left as it is.
         if (self.autocasts or by_group) and x.is_cuda and torch.is_autocast_enabled():
             return None
         if not by_group:
             return self._norm(module, "add_", terms, weight, bias)[::-1]
+        if self.offset or self.gate or not self._lie_by_group(x, by_group[0], by_group[-1]):
+            return None
         function, shape = getattr(functional, f"modulated_{self.norm}_norm"), x.shape[-self.dims :]
         options = {"weight": weight, "bias": bias, "eps": self.epsilon(module)}
-        if not residual:
+        if alone:
             return x, function(x, shape, *by_group, **options)
-        return function(x, shape, *by_group, residual=residual[0], **options)[::-1]
+        return function(x, shape, *by_group, residual=terms[1], **options)[::-1]
 
     def _lie_by_group(self, x: Tensor, scale: Tensor, shift: Tensor) -> bool:
-        """Whether PyTorch repeats scale and shift along x as tilenorm repeats their rows."""
+        """Whether PyTorch repeats scale and shift along x as tilenorm repeats their rows, and gives
+        the dtype of x.
+        """
         if not all(isinstance(t, Tensor) and t.device == x.device for t in (scale, shift)):
+            return False
+        if widens(x, scale) or widens(x, shift):
             return False
         rows, groups = x.shape[: -self.dims], leading_groups(scale.shape, self.dims)
         repeated = scale.dim() in (self.dims, x.dim()) and groups == rows[: len(groups)]
