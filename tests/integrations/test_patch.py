@@ -100,16 +100,14 @@ def test_keyword_arguments():
 
 
 def test_where_selects_modules():
-    model, where_calls = Block(), []
+    model = Block()
 
     def where(name, module):
-        where_calls.append((name, module))
-        return name in ("again", "tied")
+        return module is getattr(model, name) and name in ("again", "tied")
 
     report = tilenorm.patch(model, where=where)
     assert [entry.name for entry in report.patched] == ["first, again", "tied"]
     assert [(e.name, e.cls) for e in report.left] == [("last", norms.Custom)]
-    assert ("last", model.last) in where_calls
 
 
 def test_report_as_text():
