@@ -29,7 +29,7 @@ EARLY = {
 }
 # The values of each part; the first one is that of an ordinary norm, and drawn most often.
 PARTS = {
-    "norm": ("rms", "layer", "torch", "mean of the batch"),
+    "norm": ("rms", "layer", "torch", "mean of the batch", "detached mean", "another scale"),
     "shape": ((N,), None, (1, N), (1, 1, N), (), (1,), (3, 1), (3, N), (1, 3, N), (0,)),
     "bias": (False, True),
     "offset": (0.0, 1.0),
@@ -58,10 +58,15 @@ def parts(rng: Random) -> dict:
     }
 
 
-def with_part(part: str, value: object) -> nn.Module:
+def with_parts(parts: dict[str, object]) -> nn.Module:
     """A module whose other parts are ordinary."""
     ordinary = {name: values[0] for name, values in PARTS.items()}
-    return drawn_class(ordinary | {part: value})()
+    return drawn_class(ordinary | parts)()
+
+
+def gated_norm() -> nn.Module:
+    """An RMSNorm of an input, which a gate multiplies if there is one."""
+    return with_parts({"second": "gate=None", "gate": "before"})
 
 
 def drawn_class(parts: dict) -> type[nn.Module]:
@@ -145,12 +150,14 @@ def normalised(parts: dict, module: nn.Module, x: Tensor) -> Tensor:
         eps = eps * len(x)
     if parts["norm"] == "torch":
         return F.rms_norm(x, x.shape[-1:], None, eps if isinstance(eps, float) else 1e-6)
-    if parts["norm"] == "layer":
-        x = x - x.mean(-1, keepdim=True)
+    if parts["norm"] in ("layer", "detached mean"):
+        mean = x.mean(-1, keepdim=True)
+        x = x - (mean if parts["norm"] == "layer" else mean.detach())
     variance = x.square().mean((0, -1) if "batch" in parts["norm"] else -1, keepdim=True)
     if parts["eps"] == "outside":
         return x / (variance.sqrt() + eps)
-    return x * torch.rsqrt(variance + eps)
+    scale = 1.00001 if parts["norm"] == "another scale" else 1
+    return x * torch.rsqrt(variance + eps) * scale
 
 
 def scaled(parts: dict, module: nn.Module, y: Tensor, gate: Tensor | None, x: Tensor) -> Tensor:

@@ -46,7 +46,6 @@ TRANSFORMERS = {
     "gpt_neox": causal("GPTNeoX", TEXT),
     "bert": Model("BertModel", TEXT, IDS, "BertConfig", {"add_pooling_layer": False}),
 }
-CAUSAL = [name for name, model in TRANSFORMERS.items() if "Causal" in model.cls]
 
 # Two heads of 16 elements. An image has 4 channels, 8 x 8 pixels and patches of 2 x 2 pixels. A
 # prompt has five tokens of 24 elements, and one vector of 20.

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import tilenorm
-from tilenorm.integrations.patch.models import PatchedNorm
+from tilenorm.integrations.patch.classes import PatchedModule
 
 from ..ops.helpers import random
 from . import drawn_norms
@@ -102,7 +102,7 @@ def hold(rng: Random) -> bool:
             in_float32 = eps == torch.finfo(torch.float32).eps
             units = FLOAT32_UNITS if in_float32 else OUTPUT_UNITS if is_output else GRADIENT_UNITS
             assert_close(a, b, units, eps)
-    return isinstance(patched, PatchedNorm)
+    return isinstance(patched, PatchedModule)
 
 
 @pytest.mark.parametrize("examples", [16, pytest.param(100, marks=pytest.mark.slow)])

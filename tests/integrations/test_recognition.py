@@ -24,13 +24,14 @@ from tilenorm.integrations.patch.twin import Refused, run, twin_of
 from ..ops.helpers import EACH_DEVICE, random
 from ..tolerance import FLOAT32_UNITS
 from . import norms
-from .drawn_norms import with_part
+from .drawn_norms import gated_norm, with_parts
+from .modulations import Float32LayerNorm
 from .norms import N
 
 RMS = "rms_norm offset=0.0 rounding=late eps=1e-06"
 LAYER = "layer_norm offset=0.0 rounding=late eps=1e-05"
 EARLY = RMS.replace("late", "early") + " output_dtype=promote_types(input, weight)"
-GATED = f"gated_{RMS} norm_before_gate="
+DRAWN = RMS.replace("-06", "-05")
 ONE_DTYPE = RMS.replace("late", "early") + ", or its own forward for mixed dtypes"
 GROUPS = "gated_" + EARLY.replace(
     " output", " groups=3 norm_before_gate=False activation=silu output"
@@ -43,19 +44,19 @@ RECOGNISED = {
     "LayerNorm in float64": (lambda: nn.LayerNorm(N, dtype=torch.float64), LAYER),
     "RMSNorm": (lambda: nn.RMSNorm(N), RMS.replace("1e-06", "None")),
     "without a telling name": (norms.Scale, RMS.replace("0.0", "1.0")),
-    "cast around": (lambda: norms.Float32LayerNorm(N), LAYER),
-    "three dimensions alone": (norms.OfThreeDims, RMS),
-    "gate first": (norms.GatedNorm, GATED + "False activation=silu"),
+    "cast around": (lambda: Float32LayerNorm(N), LAYER),
+    "no images": (lambda: with_parts({"view": "no images"}), DRAWN),
+    "gate first": (gated_norm, f"gated_{DRAWN} norm_before_gate=False activation=silu"),
     "sigmoid gate of a LayerNorm": (
-        lambda: norms.SigmoidGatedLayerNorm(N),
+        lambda: with_parts({"norm": "layer", "bias": True, "second": "gate", "gate": "sigmoid"}),
         f"gated_{LAYER} norm_before_gate=True activation=sigmoid",
     ),
-    "the weight's dtype": (lambda: with_part("x̂", "weight"), ONE_DTYPE.replace("-06", "-05")),
+    "the weight's dtype": (lambda: with_parts({"x̂": "weight"}), ONE_DTYPE.replace("-06", "-05")),
     "Cohere by heads": (lambda: CohereLayerNorm((4, N)), LAYER),
     "Llama": (lambda: LlamaRMSNorm(N), EARLY),
     "Qwen3-Next gated": (
         lambda: Qwen3NextRMSNormGated(N),
-        GATED.replace("late", "early") + "True activation=silu",
+        f"gated_{RMS} norm_before_gate=True activation=silu".replace("late", "early"),
     ),
     "T5": (lambda: T5LayerNorm(N), ONE_DTYPE),
     "Zamba 2 in groups": (lambda: Zamba2RMSNormGated(N, 8), GROUPS),
@@ -86,7 +87,7 @@ def test_is_recognised_and_keeps_values_and_dtype(name, autocast, device):
             try:
                 expected = module(*tensors).detach()
             except RuntimeError:  # PyTorch's norms do not accept every pair of dtypes
-                assert dtype != parameter or "cast" in name
+                assert dtype != parameter
                 continue
             got = patched(*tensors)
         assert got.dtype == expected.dtype
@@ -100,6 +101,8 @@ EFFECT = "its forward changes the module or its input"
 # The value of one part of a drawn class, and the reason why the class is left.
 PARTS = {
     ("norm", "mean of the batch"): NO_NORM,
+    ("norm", "another scale"): NO_NORM,
+    ("norm", "detached mean"): "outputs match layer_norm.*gradient of the input does not",
     ("shape", (3, 1)): r"its parameters are g \[3, 1\], not a number for each column",
     ("shape", (0,)): r"its parameters are empty \(g \[0\]\)",
     ("offset", 1.0): ROUNDS_DIFFERENTLY,  # in 16 bits, 1 + g is rounded. Gemma casts g first.
@@ -127,28 +130,24 @@ def custom(forward=norms.Custom.forward, **attributes):
     return module
 
 
-def detached_mean(self, x):
-    return norms.rms(x - x.mean(-1, keepdim=True).detach(), self.eps) * self.weight
-
-
 def over_channels(self, x):
     weight = self.weight if x.dim() < 4 else self.weight[:, None, None]
     return norms.rms(x, self.eps, -1 if x.dim() < 4 else 1) * weight
 
 
-def replaced_forward():
-    module = norms.Custom()
-    module.forward = lambda x: x
-    return module
+class NoSubclassNorm(norms.Custom):
+    def __init_subclass__(cls):
+        raise TypeError("has no subclasses")
+
+
+class OwnClass(nn.LayerNorm):
+    """What refuses another class."""
+
+    __class__ = property(lambda self: OwnClass)
 
 
 OTHER_TENSORS = "it has tensors that are not parameters"
 NOT_RECOGNISED = {
-    "detached mean": (
-        lambda: custom(detached_mean),
-        "outputs match layer_norm.*gradient of the input does not",
-    ),
-    "another scale": (norms.ScaledRMSNorm, NO_NORM),
     "other dimensions of images": (lambda: custom(over_channels), "with channels before others"),
     "another shape": (
         lambda: custom(lambda self, x: (norms.rms(x, self.eps) * self.weight).mean(-2)),
@@ -162,9 +161,9 @@ NOT_RECOGNISED = {
         r"its parameters are weight \[24\], a \[2\]",
     ),
     "a submodule": (lambda: custom(inner=nn.Linear(N, N)), "it has submodules"),
-    "a forward of its own": (replaced_forward, "its forward was replaced on this instance"),
     "one element": (lambda: nn.LayerNorm(1), "its rows have one element"),
-    "no subclass": (norms.NoSubclassNorm, "trying it raised TypeError: has no subclasses"),
+    "no subclass": (NoSubclassNorm, "trying it raised TypeError: has no subclasses"),
+    "no other class": (lambda: OwnClass(N), "trying it raised"),
     "a forward that raises": (
         lambda: custom(lambda self, x: self.not_there),
         "its forward raised AttributeError: .*not_there",
@@ -172,7 +171,7 @@ NOT_RECOGNISED = {
     "tilenorm's": (lambda: tilenorm.RMSNorm(N), "it is a tilenorm module"),
 }
 NOT_RECOGNISED |= {
-    f"{part} {value}": (partial(with_part, part, value), reason)
+    f"{part} {value}": (partial(with_parts, {part: value}), reason)
     for (part, value), reason in PARTS.items()
 }
 
@@ -199,37 +198,29 @@ def test_a_module_that_is_left_stops_no_other():
     assert len([e for e in report.left if "." not in e.name]) == len(odd) + 1
 
 
-def test_recognition_runs_no_hooks_and_draws_no_numbers():
-    module = norms.GatedNorm()
-    module.register_forward_hook(lambda *_: pytest.fail("a hook was called"))
-    values, state = module.weight.detach().clone(), torch.get_rng_state()
-    tilenorm.patch(nn.Sequential(module, with_part("effect", "noise")))
-    assert torch.equal(torch.get_rng_state(), state)
-    assert module.weight.grad is None and torch.equal(module.weight, values)
-
-
 CONTEXTS = {
     "no_grad": torch.no_grad,
     "inference_mode": torch.inference_mode,
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
     "a default device": lambda: torch.device("meta"),
+    "a profiler": cProfile.Profile,  # whose function cannot be set again once another one was set
 }
 
 
 @pytest.mark.parametrize("context", CONTEXTS.values(), ids=CONTEXTS)
 def test_recognised_in_any_context(context):
+    """Without hooks, and without random numbers that others would have drawn."""
     modules = norms.Custom(), nn.LayerNorm(N), norms.Custom().to("meta")
+    modules[0].register_forward_hook(lambda *_: pytest.fail("a hook was called"))
+    noise, state = with_parts({"effect": "noise"}), torch.get_rng_state()
     with context():
-        reports = [tilenorm.patch(module) for module in modules]
-    assert [report.patched[0].how for report in reports] == [RMS, LAYER, RMS]
-
-
-def test_under_a_profiler():
-    """cProfile's profile function cannot be set again once another one was set."""
-    model = nn.Sequential(nn.RMSNorm(16), nn.LayerNorm(16))
-    with cProfile.Profile() as profile:
-        assert len(tilenorm.patch(model).patched) == 2
+        profile = sys.getprofile()
+        reports = [tilenorm.patch(module) for module in (*modules, noise)]
         assert sys.getprofile() is profile
+    assert [report.patched[0].how for report in reports[:-1]] == [RMS, LAYER, RMS]
+    assert torch.equal(torch.get_rng_state(), state)
+    weight = modules[0].weight
+    assert weight.grad is None and torch.equal(weight, torch.ones_like(weight))
 
 
 @pytest.mark.parametrize("refused", [False, True])

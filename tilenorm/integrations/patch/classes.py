@@ -15,9 +15,12 @@ from typing import Any
 
 from torch import nn
 
+from ...nn import refuse_script
 from ...ops.tensor_checks import check_argument
 
 UNREACHED = "its forward was replaced on this instance, and patch does not find the former one"
+
+Put = Callable[[object], None]  # puts a value in the place of another
 
 
 class PatchedModule:
@@ -26,6 +29,9 @@ class PatchedModule:
     _tilenorm_class: type[nn.Module]  # the class before the patch
     _tilenorm_forward: Callable  # what the patch computes: takes the module and its arguments
     _tilenorm_made: tuple  # the function that makes this class, and its arguments
+    _tilenorm_how: Callable[[nn.Module], str]  # what computes an instance, for the report
+
+    __prepare_scriptable__ = refuse_script
 
     def __reduce_ex__(self, protocol):
         return new_module, self._tilenorm_made, *super().__reduce_ex__(protocol)[2:]
@@ -38,19 +44,21 @@ def new_module(make: Callable[..., type[nn.Module]], *arguments) -> nn.Module:
 
 
 def patched_subclass(
-    mixin: type[PatchedModule], cls: type[nn.Module], forward: Callable, **namespace
+    cls: type[nn.Module], forward: Callable, made: tuple, how: Callable, namespace: dict
 ) -> type[nn.Module]:
-    """A subclass of cls with the same name and this forward, which an instance of cls can get.
+    """A subclass of cls with the same name, this forward and namespace, which an instance of cls
+    can get. made, how: as in PatchedModule.
 
     Raises whatever cls raises where it has no subclasses, and TypeError where Python cannot give an
     instance of cls the subclass.
     """
     kept = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-    kept |= {"_tilenorm_class": cls, "_tilenorm_forward": forward, "forward": dispatching(cls)}
+    own = {"_tilenorm_class": cls, "_tilenorm_forward": forward, "forward": dispatching(cls)}
+    own |= {"_tilenorm_made": made, "_tilenorm_how": how}
     metaclass: Any = type(cls)
-    made = metaclass(cls.__name__, (mixin, cls), kept | namespace)
-    set_class(object.__new__(cls), made)
-    return made
+    subclass = metaclass(cls.__name__, (PatchedModule, cls), kept | own | namespace)
+    set_class(object.__new__(cls), subclass)
+    return subclass
 
 
 def set_class(module: nn.Module, cls: type[nn.Module]) -> None:
@@ -151,15 +159,13 @@ def dispatching(cls: type[nn.Module]) -> FunctionType:
     return wrapper
 
 
-def calls_of_class(module: nn.Module) -> list[Callable[[object], None]]:
-    """For a module whose forward was replaced: the places that hold the forward of its class.
-
-    Each place is a function that puts another forward there.
-    """
+def calls_of_class(module: nn.Module) -> list[Put]:
+    """For a module whose forward was replaced: the places that hold the forward of its class."""
     return [
-        partial(_put, holder, value)
-        for holder, value in _reached(module)
-        if type(value) is MethodType and value.__self__ is module and _is_of_class(value, module)
+        put
+        for value, put in _reached(module)
+        if put and type(value) is MethodType and value.__self__ is module
+        if _is_of_class(value, module)
     ]
 
 
@@ -169,36 +175,40 @@ def _is_of_class(method: MethodType, module: nn.Module) -> bool:
     return method.__func__ is type(module).forward or code in dispatching.__code__.co_consts
 
 
-def _reached(module: nn.Module) -> Iterator[tuple[object, object]]:
-    """Each value that a module whose forward was replaced holds, and what holds it; and so on."""
+def _reached(module: nn.Module) -> Iterator[tuple[object, Put | None]]:
+    """Each value that a module whose forward was replaced holds, and what these hold; and so on."""
     todo: list[Any] = [vars(module)] if "forward" in vars(module) else []
     seen: dict[int, Any] = {}
     while todo:
         holder = todo.pop()
         if id(holder) not in seen:
             seen[id(holder)] = holder  # kept, so that no other object gets its id
-            for value in _held(holder):
-                yield holder, value
+            for value, put in _held(holder):
+                yield value, put
                 todo.append(value)
 
 
-def _held(holder: Any) -> list:
+def _held(holder: Any) -> list[tuple[Any, Put | None]]:
     """The values of a dict, what a function, method or partial uses, and the attributes of all
-    that can be called and of what functions use.
+    that can be called and of what functions use. A value that can be replaced has a place.
     """
     kind = type(holder)  # isinstance() would ask the object, and weakref.proxy may raise
     if issubclass(kind, dict):
-        return [*dict.values(holder)]
-    used = []
+        return [(v, partial(dict.__setitem__, holder, k)) for k, v in dict.items(holder)]
+    used: list[tuple[Any, Put | None]] = []
     if issubclass(kind, FunctionType):
-        used = [*map(content_of, holder.__closure__ or ()), holder.__kwdefaults__]
+        used = [
+            (content_of(c), partial(setattr, c, "cell_contents")) for c in holder.__closure__ or ()
+        ]
+        used.append((holder.__kwdefaults__, None))
     elif issubclass(kind, MethodType):
-        used = [holder.__func__, holder.__self__]
+        used = [(holder.__func__, None), (holder.__self__, None)]
     elif issubclass(kind, partial):
-        used = [holder.func, *holder.args, holder.keywords]
+        used = [(v, partial(_put, holder, i)) for i, v in enumerate((holder.func, *holder.args))]
+        used.append((holder.keywords, None))
     elif not callable(holder) or issubclass(kind, nn.Module):
         return []
-    return used + [_attributes(value) for value in (*used, holder)]
+    return used + [(_attributes(value), None) for value, _ in (*used, (holder, None))]
 
 
 def _attributes(value: object) -> dict | None:
@@ -217,17 +227,9 @@ def content_of(cell: CellType) -> object:
         return None
 
 
-def _put(holder: Any, old: object, new: object) -> None:
-    """Replace a value that `_held` returns."""
-    if isinstance(holder, dict):
-        for key in [key for key, value in dict.items(holder) if value is old]:
-            dict.__setitem__(holder, key, new)
-    elif isinstance(holder, FunctionType):
-        for cell in holder.__closure__ or ():
-            if content_of(cell) is old:
-                cell.cell_contents = new
-    elif isinstance(holder, partial):
-        state = (holder.func, *holder.args)
-        function, *args = (new if value is old else value for value in state)
-        changed: Any = holder
-        changed.__setstate__((function, tuple(args), holder.keywords, vars(holder)))
+def _put(holder: partial, place: int, value: object) -> None:
+    """Replace the function of a partial, or an argument."""
+    state = [holder.func, *holder.args]
+    state[place] = value
+    changed: Any = holder
+    changed.__setstate__((state[0], tuple(state[1:]), holder.keywords, vars(holder)))

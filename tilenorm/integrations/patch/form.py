@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ...ops import functional
 from ...ops.layout import leading_groups
 from ...ops.registry import MODULATED_ROW
+from ...ops.torch_private import is_its_forward
 
 Dtypes = tuple[torch.dtype, torch.dtype | None, torch.dtype | None]  # input, gate, parameters
 
@@ -63,7 +64,7 @@ class Form:
     def forward(self, module: nn.Module, *args: Tensor, **kwargs: Tensor) -> Tensor:
         """The result of the module's forward, computed by tilenorm where it serves the call."""
         tensors = self._tensors(args, kwargs) if kwargs or len(args) != 1 else args
-        served = self._served(module, *tensors)
+        served = self.served(module, *tensors)
         if served is None:
             former: Any = module._tilenorm_class
             return former.forward(module, *args, **kwargs)
@@ -76,7 +77,7 @@ class Form:
             return ()
         return args + tuple(kwargs[name] for name in names)
 
-    def _served(self, module: nn.Module, x: object = None, gate: object = None) -> tuple | None:
+    def served(self, module: nn.Module, x: object = None, gate: object = None) -> tuple | None:
         """The input, gate, weight and bias of a call whose kind recognition compared, or None."""
         if not isinstance(x, Tensor) or (1 if gate is None else 2, x.dim()) not in self.calls:
             return None
@@ -105,54 +106,49 @@ class Form:
             return None
         return x, gate, weight, bias
 
+    def widens(self, x: Tensor, weight: Tensor | None) -> bool:
+        """Whether the output has another dtype than the input, because of the weight's."""
+        return self.promotes and weight is not None and widens(x, weight)
+
     def _parameters(self, module: nn.Module) -> tuple[Tensor | None, Tensor | None]:
         weight = getattr(module, self.weight) if self.weight else None
         return weight, getattr(module, self.bias) if self.bias else None
 
-    def add(self, module: nn.Module, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor] | None:
-        """a + b and the module's output for it, in one pass; None if one pass gives others."""
-        served = self._served(module, a) if are_alike(a, b) and not self.groups else None
-        if served is None:
-            return None
-        _, _, weight, bias = served
-        if self.promotes and weight is not None and weight.dtype != a.dtype:
-            return None
-        # Under autocast, the norm casts the sum to float32, and the sum stays as it is.
-        if self.autocasts and a.is_cuda and torch.is_autocast_enabled():
-            return None
-        return self._norm(module, "add_", (a, b), weight, bias)[::-1]
-
-    def modulate(
-        self,
-        module: nn.Module,
-        x: Tensor,
-        scale: Tensor,
-        shift: Tensor | None,
-        residual: Tensor | None = None,
-    ) -> Any:
-        """The module's output for x, times 1 + scale, plus shift, in one pass; None if one pass
-        gives other shapes or dtypes. With a residual, that of x + residual, and this sum.
+    def one_pass(
+        self, module: nn.Module, terms: tuple[Tensor, ...], by_group: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor] | None:
+        """x, or x + residual, and the module's output for it, times 1 + scale, plus shift; None if
+        one pass gives other shapes or dtypes. terms: x, and the residual if there is one. by_group:
+        the scale, and the shift if there is one; or none of both.
         """
-        apart = self.groups or self.offset or self.gate
-        served = None if apart else self._served(module, x)
-        if served is None or not self._lie_by_group(x, scale, scale if shift is None else shift):
+        x, alone = terms[0], len(terms) == 1
+        if self.groups or not (by_group if alone else are_alike(*terms)):
+            return None
+        served = self.served(module, x)
+        if served is None or self.widens(x, served[2]):
             return None
         _, _, weight, bias = served
-        others = [
-            t.dtype for t in (weight if self.promotes else None, scale, shift) if t is not None
-        ]
-        if any(torch.promote_types(x.dtype, dtype) != x.dtype for dtype in others):
+        # Under autocast, a norm that follows it casts the sum to float32, and the sum stays as it
+        # is. A modulation is left as it is.
+        if (self.autocasts or by_group) and x.is_cuda and torch.is_autocast_enabled():
             return None
-        apart = residual is not None and not are_alike(x, residual)
-        if apart or (x.is_cuda and torch.is_autocast_enabled()):
+        if not by_group:
+            return self._norm(module, "add_", terms, weight, bias)[::-1]
+        if self.offset or self.gate or not self._lie_by_group(x, by_group[0], by_group[-1]):
             return None
-        function = getattr(functional, f"modulated_{self.norm}_norm")
-        given = {"weight": weight, "bias": bias, "eps": self.epsilon(module)}
-        return function(x, x.shape[-self.dims :], scale, shift, residual=residual, **given)
+        function, shape = getattr(functional, f"modulated_{self.norm}_norm"), x.shape[-self.dims :]
+        options = {"weight": weight, "bias": bias, "eps": self.epsilon(module)}
+        if alone:
+            return x, function(x, shape, *by_group, **options)
+        return function(x, shape, *by_group, residual=terms[1], **options)[::-1]
 
     def _lie_by_group(self, x: Tensor, scale: Tensor, shift: Tensor) -> bool:
-        """Whether PyTorch repeats scale and shift along x as tilenorm repeats their rows."""
+        """Whether PyTorch repeats scale and shift along x as tilenorm repeats their rows, and gives
+        the dtype of x.
+        """
         if not all(isinstance(t, Tensor) and t.device == x.device for t in (scale, shift)):
+            return False
+        if widens(x, scale) or widens(x, shift):
             return False
         rows, groups = x.shape[: -self.dims], leading_groups(scale.shape, self.dims)
         repeated = scale.dim() in (self.dims, x.dim()) and groups == rows[: len(groups)]
@@ -166,8 +162,7 @@ class Form:
         return self._compute(module, x, gate, *self._parameters(module), backend)
 
     def _compute(self, module: nn.Module, x, gate, weight, bias, backend=None) -> Tensor:
-        apart = self.promotes and weight is not None
-        apart = apart and torch.promote_types(x.dtype, weight.dtype) != x.dtype
+        apart = self.widens(x, weight)
         parameters = (None, None) if apart else (weight, bias)
         if self.groups:  # each group is a head
             x, gate, *parameters = (
@@ -220,3 +215,14 @@ def are_alike(a: Tensor | None, b: Tensor | None) -> bool:
     """Whether both are tensors of one shape, dtype and device."""
     tensors = isinstance(a, Tensor) and isinstance(b, Tensor)
     return tensors and a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
+
+
+def widens(x: Tensor, other: Tensor) -> bool:
+    """Whether the product of two tensors has another dtype than the first."""
+    return torch.promote_types(x.dtype, other.dtype) != x.dtype
+
+
+def form_of(module: nn.Module) -> Form | None:
+    """The form of a patched module that runs its own forward alone: without hooks, say."""
+    form = getattr(type(module), "_tilenorm_form", None)  # peft's wrappers pass attributes on
+    return form if form is not None and is_its_forward(module) else None

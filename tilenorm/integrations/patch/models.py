@@ -1,15 +1,15 @@
 """patch: give the norm modules of a model tilenorm's forward, in place, with a report and undo."""
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from ...nn import LayerNorm, RMSNorm, refuse_script
+from ...nn import LayerNorm, RMSNorm
 from ...ops.tensor_checks import check_argument
-from .blocks import REWRITERS, Unchanged, patched_block
+from .blocks import REWRITERS, patched_block
 from .classes import (
     UNREACHED,
     PatchedModule,
@@ -25,8 +25,7 @@ from .recognition import Unrecognised, looks_like_a_norm, recognise
 
 _MODULE_ATTRIBUTES = vars(nn.Module()).keys()
 _PLAIN = (int, float, bool, str, type(None), torch.Size)
-# What computes a module and its patched class, or the reason why it is left and None.
-Result = tuple[str, type[nn.Module] | None]
+Result = type[nn.Module] | str  # the patched class of a module, or the reason why it is left
 
 
 class Patched(NamedTuple):
@@ -47,20 +46,11 @@ class Left(NamedTuple):
     reason: str
 
 
-class PatchedNorm(PatchedModule):
-    """Mixin of the class of a norm with tilenorm's forward."""
-
-    _tilenorm_form: Form
-
-    def __prepare_scriptable__(self):
-        refuse_script(self)
-
-
 @cache
 def patched_norm(cls: type[nn.Module], form: Form) -> type[nn.Module]:
     """A subclass of cls with the same name, whose forward computes the form."""
-    options = {"_tilenorm_made": (patched_norm, cls, form), "_tilenorm_form": form}
-    return patched_subclass(PatchedNorm, cls, form.forward, **options)
+    made, namespace = (patched_norm, cls, form), {"_tilenorm_form": form}
+    return patched_subclass(cls, form.forward, made, form.describe, namespace)
 
 
 class Report:
@@ -69,10 +59,10 @@ class Report:
     patched: the entries of the patched modules. left: the entries of the others, with a reason.
     """
 
-    def __init__(self, results: dict[nn.Module, Result], names: dict[nn.Module, str]):
-        left = {m: reason for m, (reason, cls) in results.items() if cls is None}
-        patched = {m: how for m, (how, _) in results.items() if m not in left}
-        self.patched = tuple(Patched(names[m], type(m), how) for m, how in patched.items())
+    def __init__(self, patched: dict[nn.Module, Any], left: dict, names: dict[nn.Module, str]):
+        self.patched = tuple(
+            Patched(names[m], type(m), cls._tilenorm_how(m)) for m, cls in patched.items()
+        )
         self.left = tuple(Left(names[m], type(m), reason) for m, reason in left.items())
         self._modules = {m: names[m] for m in patched}
 
@@ -174,7 +164,6 @@ def patch(
     """
     check_argument("patch", "model", model, isinstance(model, nn.Module), "a torch.nn.Module")
     check_argument("patch", "where", where, where is None or callable(where), "a function or None")
-    # In the order in which they are rewritten.
     asked = {"modulation": modulation, "residual": residual, "rotation": rotation}
     for name, value in asked.items():
         check_argument("patch", name, value, isinstance(value, bool), "a bool")
@@ -187,47 +176,40 @@ def patch(
     known: dict[tuple | None, Result] = {}
     for module in filter(looks_like_a_norm, names):
         if isinstance(module, (RMSNorm, LayerNorm)):
-            results[module] = "it is a tilenorm module", None
+            results[module] = "it is a tilenorm module"
         elif where is not None and not any(where(name, module) for name in names[module]):
-            results[module] = "where() excludes it", None
+            results[module] = "where() excludes it"
         else:
             key = _likeness(module)  # the layers of a model have norms that are alike
             if key is None or key not in known:
-                known[key] = _result(module, _recognised)
+                known[key] = _result(module, partial(_recognised, module))
             results[module] = known[key]
-    norms = {module for module, (_, cls) in results.items() if cls}
-    kinds = tuple(kind for kind, name in zip(REWRITERS, asked, strict=True) if asked[name])
+    norms = {module for module, result in results.items() if not isinstance(result, str)}
+    kinds = tuple(kind for kind in REWRITERS if asked[kind])
     for block in names if kinds else ():
         inside = tuple(name for name, child in block.named_children() if child in norms)
         if inside and block not in norms:
-            results[block] = _result(block, _rewritten, inside, kinds)
-    report = Report(results, {module: title(names[module]) for module in results})
-    change_classes([(module, cls) for module, (_, cls) in results.items() if cls])
+            results[block] = _result(block, partial(patched_block, type(block), inside, kinds))
+    left = {m: reason for m, reason in results.items() if isinstance(reason, str)}
+    patched: dict = {m: cls for m, cls in results.items() if m not in left}
+    report = Report(patched, left, {module: title(names[module]) for module in results})
+    change_classes([*patched.items()])
     return report
 
 
-def _result(module: nn.Module, made: Callable[..., Result], *arguments) -> Result:
+def _recognised(module: nn.Module) -> type[nn.Module]:
+    return patched_norm(type(module), recognise(module))
+
+
+def _result(module: nn.Module, made: Callable[[], type[nn.Module]]) -> Result:
     if "forward" in vars(module) and not calls_of_class(module):
-        return UNREACHED, None
+        return UNREACHED
     try:
-        return made(module, *arguments)
-    except (Unrecognised, Unchanged) as reason:
-        return str(reason), None
+        return made()
+    except Unrecognised as reason:
+        return str(reason)
     except Exception as error:  # a module that cannot be tried must not stop those that can
-        return f"trying it raised {type(error).__name__}: {error}", None
-
-
-def _recognised(module: nn.Module) -> Result:
-    form = recognise(module)
-    return form.describe(module), patched_norm(type(module), form)
-
-
-def _rewritten(block: nn.Module, norms: tuple[str, ...], kinds: tuple[str, ...]) -> Result:
-    cls: Any = patched_block(type(block), norms, kinds)
-    found = {"sum before": cls._tilenorm_sums, "modulation of": cls._tilenorm_modulations}
-    found["rotation of"] = cls._tilenorm_rotations
-    texts = [f"the {k} {' and '.join(dict.fromkeys(of))}" for k, of in found.items() if of]
-    return f"{' and '.join(texts)} with the norm", cls
+        return f"trying it raised {type(error).__name__}: {error}"
 
 
 def _likeness(module: nn.Module) -> tuple | None:

@@ -81,28 +81,21 @@ def _check_attributes(module: nn.Module) -> None:
     """Raise Unrecognised if forward may use more than parameters of one shape and plain values."""
     parameters = parameters_of(module)
     listed = ", ".join(f"{name} {list(p.shape)}" for name, p in parameters.items())
+    its = f"its parameters are {listed}"
     shapes = {tuple(p.shape) for p in parameters.values()}
-    sizes = sizes_of(getattr(module, "normalized_shape", ()))
+    elements, columns = ({math.prod(s[start:]) for s in shapes} for start in (0, -1))
+    rows = math.prod(sizes_of(getattr(module, "normalized_shape", ())) or (0,))
     values = *module.buffers(recurse=False), *vars(module).values()
+    floating = all(p.is_floating_point() for p in parameters.values())
     reasons = {
-        "it has submodules": any(True for _ in module.children()),
+        "it has submodules": [*module.children()],
         "it has tensors that are not parameters": any(isinstance(t, Tensor) for t in values),
-        "its parameters do not have a floating-point dtype": not all(
-            p.is_floating_point() for p in parameters.values()
-        ),
-        f"its parameters are empty ({listed}), perhaps gathered later": any(
-            math.prod(shape) == 0 for shape in shapes
-        ),
-        f"its parameters are {listed}, not a weight and a bias of one shape": (
-            len(parameters) > 2 or len(shapes) > 1
-        ),
-        f"its parameters are {listed}, of more than {MAX_ELEMENTS} elements": any(
-            math.prod(shape) > MAX_ELEMENTS for shape in shapes
-        ),
-        "its rows have one element": sizes and math.prod(sizes) == 1,
-        f"its parameters are {listed}, not a number for each column": any(
-            math.prod(shape[-1:]) == 1 for shape in shapes
-        ),
+        "its parameters do not have a floating-point dtype": not floating,
+        f"its parameters are empty ({listed}), perhaps gathered later": 0 in elements,
+        f"{its}, not a weight and a bias of one shape": len(parameters) > 2 or len(shapes) > 1,
+        f"{its}, of more than {MAX_ELEMENTS} elements": max(elements, default=0) > MAX_ELEMENTS,
+        "its rows have one element": rows == 1,
+        f"{its}, not a number for each column": 1 in columns,
     }
     for reason, applies in reasons.items():
         if applies:

@@ -1,5 +1,6 @@
 """Norms of queries and keys with a rotation behind them: what rotates, and both in one pass."""
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -7,38 +8,20 @@ import torch
 from torch import Tensor, nn
 
 from ...ops import functional_rotated
-from .form import Form, are_alike
+from .form import are_alike, form_of, widens
 
-# Where the norms of a rotation stand, by the methods between: q is (B, H, S, D) at last.
-PLACES = {
-    (): "right before",
-    ("transpose",): "before the swap",
-    ("view", "transpose"): "before the view",
-}
-
-
-def norm_at(norm: nn.Module, x: Tensor, place: str) -> Tensor:
-    """What a norm at a place gives of (B, H, S, D)."""
-    if place == "right before":
-        return norm(x)
-    rows = x.transpose(1, 2)
-    if place == "before the view":
-        return norm(rows.flatten(2)).view(rows.shape).transpose(1, 2)
-    return norm(rows).transpose(1, 2)
+# Where the norms of a rotation stand: the methods between. q is (B, H, S, D) at last.
+PLACES = {(), ("transpose",), ("view", "transpose")}
 
 
 @cache
-def is_rotary(function: Any) -> bool:
-    """Whether a function of q, k, cos and sin has the numbers of apply_rotary_pos_emb."""
-    return all(_rotates(function, dtype, dtype) for dtype in (torch.float32, torch.bfloat16))
-
-
-@cache
-def casts_back(function: Any) -> bool:
-    """Whether such a function computes with cos and sin of more bits, and then has the dtype of q
-    and k.
+def casts_back(function: Any) -> bool | None:
+    """Of a function of q, k, cos and sin with the numbers of apply_rotary_pos_emb: whether it
+    computes with cos and sin of more bits, and then has the dtype of q and k. None for others.
     """
-    return _rotates(function, torch.bfloat16, torch.float32)
+    if all(_rotates(function, dtype, dtype) for dtype in (torch.float32, torch.bfloat16)):
+        return _rotates(function, torch.bfloat16, torch.float32)
+    return None
 
 
 def _rotates(function: Any, dtype: torch.dtype, of_tables: torch.dtype) -> bool:
@@ -57,59 +40,75 @@ def _rotates(function: Any, dtype: torch.dtype, of_tables: torch.dtype) -> bool:
         return False
 
 
-def rotate(
-    norms: tuple[nn.Module, nn.Module],
-    heads: tuple[Tensor, Tensor],
+def rotated(
+    apply: Callable,
+    q_norm: nn.Module,
+    k_norm: nn.Module,
+    place: tuple[str, ...],
+    casts: bool,
+    q: Tensor,
+    k: Tensor,
     cos: Tensor,
     sin: Tensor,
-    spans_token: bool,
-    casts: bool,
-) -> tuple[Tensor, Tensor] | None:
-    """Queries and keys (B, H, S, D), normalised and rotated in one pass; None if one pass gives
-    other shapes or dtypes. norms: patched ones. spans_token: whether a norm is that of all heads of
-    a token. casts: whether the results have the dtype of q and k where cos and sin have more bits.
+) -> tuple[Tensor, Tensor]:
+    """Queries and keys (B, H, S, D), normalised and then rotated by `apply`; in one pass where that
+    gives the same shapes and dtypes. place: of PLACES. casts: as that of casts_back.
     """
-    if not all(isinstance(t, Tensor) for t in (*heads, cos, sin)):
-        return None
-    forms: list[Form] = [norm._tilenorm_form for norm in norms]  # type: ignore[misc]
-    (q, k), (form, other) = heads, forms
+    spans_token, found, other = "view" in place, None, None
+    if _fit(q, k, cos, sin, casts):
+        found, other = (_norm_of_heads(*of, spans_token) for of in ((q_norm, q), (k_norm, k)))
+    if found is None or other is None or found[1:] != other[1:]:
+        return apply(_norm_at(q_norm, q, place), _norm_at(k_norm, k, place), cos, sin)
+    weight, has_weight, offset, rounding, eps = found
+    # In 16 bits, no rounding of the op is that of a norm that rounds once, behind the weight.
+    once = rounding == "late" and has_weight and q.dtype.itemsize == 2
+    return functional_rotated.rms_norm_rope(
+        q,
+        (q.shape[1], q.shape[3]) if spans_token else q.shape[3:],
+        cos,
+        sin,
+        weight,
+        eps,
+        key=k,
+        key_weight=other[0],
+        heads_first=True,
+        offset=offset,
+        rounding="late" if once or widens(q, cos) else "early",
+    )
+
+
+def _fit(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, casts: bool) -> bool:
+    """Whether one pass takes these tensors, and gives the dtypes of what it replaces."""
+    if not all(isinstance(t, Tensor) for t in (q, k, cos, sin)):
+        return False
     fits = q.dim() == k.dim() == 4 and (q.dtype, q.device) == (k.dtype, k.device)
     fits = fits and (q.shape[0], *q.shape[2:]) == (k.shape[0], *k.shape[2:])
     fits = fits and are_alike(cos, sin) and cos.dim() == 3 and cos.shape[0] in (1, len(q))
     fits = fits and cos.shape[1:] == q.shape[2:] and not (cos.requires_grad or sin.requires_grad)
-    wide = fits and torch.promote_types(q.dtype, cos.dtype) != q.dtype
-    fits = fits and (casts or not wide) and cos.dtype != torch.float64
-    how = [(f.offset, f.rounding, f.epsilon(n)) for f, n in ((form, norms[0]), (other, norms[1]))]
-    if not fits or how[0] != how[1] or (q.is_cuda and torch.is_autocast_enabled()):
+    fits = fits and (casts or not widens(q, cos)) and cos.dtype != torch.float64
+    return fits and not (q.is_cuda and torch.is_autocast_enabled())
+
+
+def _norm_at(norm: nn.Module, x: Tensor, place: tuple[str, ...]) -> Tensor:
+    """What a norm at a place gives of (B, H, S, D)."""
+    if not place:
+        return norm(x)
+    rows = x.transpose(1, 2)
+    y = norm(rows.flatten(2)).view(rows.shape) if "view" in place else norm(rows)
+    return y.transpose(1, 2)
+
+
+def _norm_of_heads(norm: nn.Module, x: Tensor, spans_token: bool) -> tuple | None:
+    """The weight of the norm of heads (B, H, S, D), whether there is one, its offset, rounding and
+    eps; None for what is no RMSNorm of heads, or of all heads of a token, that tilenorm serves.
+    """
+    form, rows = form_of(norm), x.transpose(1, 2)
+    if form is None or form.norm != "rms" or form.dims > 1 or form.groups or form.gate or form.bias:
         return None
-    weights = []
-    for norm, own, x in zip(norms, forms, heads, strict=True):
-        rows = x.transpose(1, 2)
-        plain = own.norm == "rms" and own.dims == 1 and not (own.groups or own.gate or own.bias)
-        served = own._served(norm, rows.flatten(2) if spans_token else rows) if plain else None
-        if served is None:
-            return None
-        weight = served[2]
-        if own.promotes and weight is not None and weight.dtype != x.dtype:
-            return None
-        weights.append(
-            weight.view(-1, x.shape[-1]) if spans_token and weight is not None else weight
-        )
-    if (weights[0] is None) != (weights[1] is None):
+    served = form.served(norm, rows.flatten(2) if spans_token else rows)
+    if served is None or form.widens(x, served[2]):
         return None
-    # In 16 bits, no rounding of the op is that of a norm that rounds once, behind the weight.
-    once = (form.rounding == "late" and weights[0] is not None and q.dtype.itemsize == 2) or wide
-    shape = (q.shape[1], q.shape[3]) if spans_token else q.shape[3:]
-    return functional_rotated.rms_norm_rope(
-        q,
-        shape,
-        cos,
-        sin,
-        weights[0],
-        form.epsilon(norms[0]),
-        key=k,
-        key_weight=weights[1],
-        heads_first=True,
-        offset=form.offset,
-        rounding="late" if once else "early",
-    )
+    weight = served[2]
+    if spans_token and weight is not None:
+        weight = weight.view(-1, x.shape[-1])
+    return weight, weight is not None, form.offset, form.rounding, form.epsilon(norm)

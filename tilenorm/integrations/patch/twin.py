@@ -31,7 +31,7 @@ TRACED_SIZES = (5, 7, 11, 13, 17)  # each one differs: equal sizes would share a
 
 
 class Unrecognised(Exception):
-    """The module computes none of the forms; the message gives the reason."""
+    """The module is left as it is; the message gives the reason."""
 
 
 class Refused(Unrecognised):
