@@ -10,7 +10,9 @@ from torch.utils.checkpoint import checkpoint
 
 import tilenorm
 from tilenorm.integrations import joint
+from tilenorm.integrations.compile import OPTION
 from tilenorm.integrations.fx import Folds
+from tilenorm.integrations.joint import FoldPass
 from tilenorm.ops import torch_private
 
 from ..ops.helpers import EPS, random
@@ -176,7 +178,7 @@ def test_a_users_own_pass_runs_before(by, stepwise):
     from torch._inductor import config
 
     seen = []
-    own = {joint.OPTION: recorder(seen)}
+    own = {OPTION: recorder(seen)}
     options, configured = ({"options": own}, {}) if by == "options" else ({}, own)
     with config.patch(configured):
         _, report = step(block(), random(ROWS, N, dtype=BF16), **options)
@@ -186,22 +188,21 @@ def test_a_users_own_pass_runs_before(by, stepwise):
 
 
 def test_compiled_code_is_known_by_what_the_pass_does():
-    keys = {joint.joint_pass(None, output, print).uuid() for output in (False, True)}
-    keys.add(joint.joint_pass([joint.joint_pass(None, True, print)], True, print).uuid())
+    keys = {FoldPass(None, output, print).uuid() for output in (False, True)}
+    keys.add(FoldPass([FoldPass(None, True, print)], True, print).uuid())
     assert len(keys) == 3 and None not in keys
-    assert joint.joint_pass(None, True, len).uuid() in keys
+    assert FoldPass(None, True, len).uuid() in keys
     # The code of an unknown pass stays out of caches.
-    assert joint.joint_pass([recorder([])], True, print).uuid() is None
+    assert FoldPass([recorder([])], True, print).uuid() is None
 
 
 def test_other_backends_and_other_pytorchs_fold_nothing_and_say_so(monkeypatch, stepwise):
     """Every PyTorch from 2.9 on has the hook."""
-    config, base = torch_private.inductor_joint_pass()
-    assert hasattr(config, joint.OPTION) and isinstance(joint.joint_pass(None, False, print), base)
+    assert hasattr(torch_private.inductor_joint_config(), OPTION)
     x = random(ROWS, N, dtype=BF16)
     _, report = step(block(), x, backend="aot_eager")
     assert "the backend is not Inductor" in str(report) and not report.folds
-    monkeypatch.setattr("tilenorm.integrations.compile.inductor_joint_pass", lambda: None)
+    monkeypatch.setattr("tilenorm.integrations.compile.inductor_joint_config", lambda: None)
     _, report = step(block(), x, memory="low")
     assert "no joint_custom_post_pass" in str(report) and not report.folds
     assert len(report.replaced) == 2
