@@ -77,7 +77,7 @@ def step(function: Callable, tensors, trained: int | None = None) -> list[Tensor
     asked = [t.requires_grad_() for t in leaves[:trained]]
     outputs = [y for y in as_tuple(function(*leaves)) if y is not None]
     used = [y for y in outputs if y.requires_grad]
-    dys = [random(*y.shape, dtype=y.dtype, seed=9 + i) for i, y in enumerate(used)]
+    dys = [random(*y.shape, seed=9 + i).to(y) for i, y in enumerate(used)]
     grads = torch.autograd.grad(used, asked, dys, materialize_grads=True) if used else ()
     return [*(y.detach() for y in outputs), *grads]
 
