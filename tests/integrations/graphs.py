@@ -59,7 +59,7 @@ class Replaced(NamedTuple):
 def argument(call, name: str):
     """The argument of an op's call in a graph, by its name in the schema."""
     names = [a.name for a in call.target._schema.arguments]
-    return call.args[names.index(name)]
+    return dict(zip(names, call.args, strict=False)).get(name)
 
 
 def kinds_of(report) -> list[str]:
