@@ -32,6 +32,7 @@ from .nodes import (
 from .norms import Gradient, Norm, alike, known
 
 ATEN = torch.ops.aten
+SWAPPED = [0, 2, 1, 3]  # dimensions, with those of heads and tokens swapped
 
 
 def emit_forward(norm: Norm) -> str:
@@ -65,7 +66,9 @@ def _emit(norm: Norm, tensors: Tensors, at: Node, sums: tuple[Node, ...] = ()) -
             tensors = _alike(tensors._replace(**permuted), norm.x)
             call = calls.norm(norm.at, tensors, norm.options, norm.eps, _saves(norm))
             new = {
-                old: _result(call, name, old, norm.x, order) if old.users else None
+                old: _result(call, name, old, norm.x, order if name == "output" else None)
+                if old.users
+                else None
                 for name, old in outputs.items()
             }
     except Left:
@@ -109,13 +112,11 @@ def emit_rotated(norms: tuple[Norm, ...]) -> None:
             interleaved=False, output_heads_first=how.contiguous, offset=first.offset,
             rounding=first.rounding, eps=first.eps, save=any(map(_saves, norms)),
         )  # fmt: skip
-        new = {}
-        for norm, name in zip(norms, ("output", "key_output"), strict=False):
-            node = result_of(call, name, norm.at)
-            swaps = not how.contiguous and how.heads == 1
-            node = _permuted(node, [0, 2, 1, 3]) if swaps else node
-            node.meta = dict(norm.at.meta)
-            new[norm.at] = node
+        order = SWAPPED if how.heads == 1 and not how.contiguous else None
+        new = {
+            norm.at: _result(call, name, norm.at, norm.x, order)
+            for norm, name in zip(norms, ("output", "key_output"), strict=False)
+        }
     _take_over(new, tuple(parts))
 
 
@@ -140,7 +141,7 @@ def _heads_last(norm: Norm) -> Node:
             shape[1:3] = shape[2:0:-1]
         return _viewed(norm.x, shape, norm.x)
     swap = rotation.heads == 1 and not rotation.swapped
-    return _permuted(norm.x, [0, 2, 1, 3]) if swap else norm.x
+    return _permuted(norm.x, SWAPPED) if swap else norm.x
 
 
 def _without_heads(table: Node, heads: int) -> Node:
@@ -154,10 +155,9 @@ def _without_heads(table: Node, heads: int) -> Node:
 def emit_backward(norm: Gradient) -> str:
     """Replace aten's gradient of a norm. Returns the new op's kind."""
     with norm.at.graph.inserting_before(norm.at):
-        rstd = _rows(norm.rstd, norm)
-        mean = None if norm.mean is None else _rows(norm.mean, norm)
         saved = {"input": norm.x, "weight": norm.weight, "bias": norm.bias}
-        saved |= {"mean": mean, "rstd": rstd}
+        for name, statistic in (("rstd", norm.rstd), ("mean", norm.mean)):
+            saved[name] = None if statistic is None else _rows(statistic, norm)
         call = calls.norm_backward(norm.at, norm.dy, saved, norm.options, norm.wanted)
         new = {
             old: _result(call, name, old, norm.x) if name in norm.wanted else None
@@ -183,28 +183,26 @@ def _sum(norm: Norm) -> tuple[Tensors, Node, tuple[Node, ...]] | None:
     """
     if norm.gate is not None or norm.order != sorted(norm.order):
         return None
-    total = norm.x
-    if (cast := only_user(total)) is not None and _keeps_dtype(cast):
+    total, cast = norm.x, only_user(norm.x)
+    if cast_input(cast) is not None and known(cast).dtype == known(total).dtype:
         total = cast
-    found = _terms(norm, total)
-    if found is None or not value_of(total).is_contiguous():
+    tensors, nodes = _terms(norm, total)
+    if not nodes or not known(total).is_contiguous():
         return None
-    tensors, nodes = found
     given = {node for node in tensors if node is not None}
     place = total if max(given) < total else norm.at
     going: set[Node] = {norm.at}
     for node in sorted(norm.parts, reverse=True):
         if going.issuperset(users_of(node)):
             going.add(node)
-    too_early = total in given or any(user < place for user in {*users_of(total)} - going)
-    return (
-        None if too_early or written(min(nodes), norm.at, norm.parts) else (tensors, place, nodes)
-    )
+    if total in given or any(user < place for user in {*users_of(total)} - going):
+        return None
+    return None if written(min(nodes), norm.at, norm.parts) else (tensors, place, nodes)
 
 
-def _terms(norm: Norm, total: Node) -> tuple[Tensors, tuple[Node, ...]] | None:
-    """The tensors of the op for a sum with the numbers of x, and the nodes that compute the sum:
-    residual + branch, or residual + gate · branch.
+def _terms(norm: Norm, total: Node) -> tuple[Tensors, tuple[Node, ...]]:
+    """The op's tensors for a sum with the numbers of x, and the nodes that compute the sum, if it
+    is residual + branch or residual + gate · branch. No nodes compute other sums.
     """
     cast = cast_input(total)
     whole = total if cast is None or only_user(cast) is not total else cast
@@ -222,9 +220,8 @@ def _terms(norm: Norm, total: Node) -> tuple[Tensors, tuple[Node, ...]] | None:
                     gated = tensors._replace(input=branch, residual=residual, gate=gate)
                     return gated, (product, whole, total)
     branch, residual = [_as(like, node) for node in pair] or (None, None)
-    if not branch or not residual:
-        return None
-    return tensors._replace(input=branch, residual=residual), (whole, total)
+    nodes = (whole, total) if branch and residual else ()
+    return tensors._replace(input=branch, residual=residual), nodes
 
 
 def _as(like: Tensor, node: object) -> Node | None:
@@ -232,11 +229,6 @@ def _as(like: Tensor, node: object) -> Node | None:
     if not isinstance(node, Node):
         return None
     return next((n for n in (node, before_exact_casts(node)) if alike(value_of(n), like)), None)
-
-
-def _keeps_dtype(node: Node) -> bool:
-    source = cast_input(node)
-    return source is not None and value_of(source).dtype == value_of(node).dtype
 
 
 def _alike(tensors: Tensors, x: Node) -> Tensors:
@@ -259,8 +251,8 @@ def _result(call: Node, name: str, old: Node, x: Node, order: list[int] | None =
     """
     node: Node = result_of(call, name, old)
     wanted: Any = value_of(old)
-    if order is not None and name == "output":
-        node = _permuted(node, _inverse(order))
+    if order is not None:
+        node = _permuted(node, [order.index(dim) for dim in range(len(order))])
     if value_of(node).dim() != wanted.dim():  # mean and rstd have the rows' sizes, aten's x's rank
         node = _viewed(node, wanted.shape, x)
     node = _cast(node, wanted.dtype)
@@ -272,13 +264,12 @@ def _result(call: Node, name: str, old: Node, x: Node, order: list[int] | None =
     return node
 
 
-def _inverse(order: list[int]) -> list[int]:
-    return [order.index(dim) for dim in range(len(order))]
-
-
 def _viewed(node: Node, shape: Sequence[int | SymInt], x: Node) -> Node:
     """A view of a node. A symbolic size of the shape is that of x in the same dimension."""
-    sizes = [_size_of(x, i, size) for i, size in enumerate(shape)]
+    sizes = [
+        size if isinstance(size, int) else derived(ATEN.sym_size.int, (x, i), size, x)
+        for i, size in enumerate(shape)
+    ]
     return derived(ATEN.view.default, (node, sizes), value_of(node).view(shape), node)
 
 
@@ -293,12 +284,6 @@ def _permuted(node: Node | None, order: list[int]) -> Node | None:
     if node is None or order == sorted(order):
         return node
     return derived(ATEN.permute.default, (node, order), value_of(node).permute(order), node)
-
-
-def _size_of(x: Node, dim: int, size: int | SymInt) -> int | Node:
-    if isinstance(size, int):
-        return size
-    return derived(ATEN.sym_size.int, (x, dim), size, x)
 
 
 def _rows(statistic: Node, norm: Gradient) -> Node:
