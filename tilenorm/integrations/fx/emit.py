@@ -224,10 +224,8 @@ def _terms(norm: Norm, total: Node) -> tuple[Tensors, tuple[Node, ...]]:
     return tensors._replace(input=branch, residual=residual), nodes
 
 
-def _as(like: Tensor, node: object) -> Node | None:
+def _as(like: Tensor, node: Any) -> Node | None:
     """A term of a sum, or what it is an exact cast of, if one of them is as `like`."""
-    if not isinstance(node, Node):
-        return None
     return next((n for n in (node, before_exact_casts(node)) if alike(value_of(n), like)), None)
 
 

@@ -79,44 +79,36 @@ def _rotate_half(node: object, q: Node) -> tuple[Node, ...]:
     """The nodes that compute cat(−q[…, D/2:], q[…, :D/2]), or ()."""
     if not isinstance(node, Node) or name_of(node) not in ("cat", "concat", "concatenate"):
         return ()
-    parts, size = argument_of(node), known(q).shape[-1]
+    parts, size = argument_of(node), constant_of(known(q).shape[-1])
     dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
-    if not isinstance(parts, tuple | list) or dim not in (-1, known(q).dim() - 1):
+    if not isinstance(parts, tuple | list) or size is None or dim not in (-1, known(q).dim() - 1):
         return ()
     match parts:
         case [Node() as negative, Node() as first] if name_of(negative) == "neg":
-            second: Any = argument_of(negative)
-            half = size // 2
-            if _columns(second) == (q, half, size) and _columns(first) == (q, 0, half):
+            second, half = argument_of(negative), size // 2
+            if _is_slice(second, q, half, size) and _is_slice(first, q, 0, half):
                 return node, negative, second, first
     return ()
 
 
-def _columns(node: object) -> tuple[Node, int, int] | None:
-    """The source of a slice of the last dimension, and its first and its last column, plus 1."""
-    source, value = argument_of(node) if isinstance(node, Node) else None, value_of(node)
-    if not isinstance(node, Node) or not isinstance(source, Node) or value is None:
-        return None
+def _is_slice(node: object, q: Node, first: float, last: float) -> bool:
+    """Whether a node is q[..., first:last]."""
+    value, size = value_of(node), known(q).shape[-1]
+    if not isinstance(node, Node) or value is None or argument_of(node) is not q:
+        return False
     if name_of(node) == "slice":
         args = bind(node)
-        last = args["dim"] in (-1, value.dim() - 1)
-        index = slice(args["start"], None, args["step"]) if last else None
-    elif isinstance(parts := item_of(node)[1], tuple) and parts:
-        *before, index = parts
-        full = ... in before or len(before) == value.dim() - 1
-        only = all(part in (..., slice(None)) for part in before)
-        index = index if full and only else None
+        before, index = [...], slice(args["start"], None, args["step"])
+        is_last = args["dim"] in (-1, value.dim() - 1)
     else:
-        return None
-    if not isinstance(index, slice) or constant_of(index.step or 1) != 1:
-        return None
-    start = constant_of(index.start or 0)
-    width = constant_of(value.shape[-1])
-    whole = value_of(source)
-    if start is None or width is None or whole is None or whole.dim() != value.dim():
-        return None
-    first = int(start) if start >= 0 else int(start) + int(whole.shape[-1])
-    return source, first, first + int(width)
+        parts = item_of(node)[1]
+        *before, index = parts if isinstance(parts, tuple) and parts else (None,)
+        is_last = ... in before or len(before) == value.dim() - 1
+    whole = is_last and all(part in (..., slice(None)) for part in before)
+    if not whole or not isinstance(index, slice) or constant_of(index.step or 1) != 1:
+        return False
+    start, width = constant_of(index.start or 0), constant_of(value.shape[-1])
+    return start in (first, first - size) and width == last - first
 
 
 def _with_rotation(norm: Norm, path: list[Node], end: Node, cos: Node, sin: Node, nodes) -> Norm:
