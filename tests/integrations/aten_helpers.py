@@ -33,11 +33,11 @@ class CpuOverride(aten.Override):
 
     def around(self, function, *arguments):
         """Call a function inside an override block, and return its result."""
-        self.begin()
+        self.ask(blocks=1)
         try:
             return function(*arguments)
         finally:
-            self.end()
+            self.ask(blocks=-1)
 
 
 @contextmanager
@@ -50,7 +50,7 @@ def cpu_override():
     before = registered()
     override = CpuOverride()
     yield override
-    override.enable(False)
+    override.ask(enabled=False)
     assert registered() == before
     library._destroy()
 

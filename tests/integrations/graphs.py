@@ -14,6 +14,8 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from tilenorm import table
 from tilenorm.integrations.fx import Report, replace_norms
 
+from ..ops.helpers import random
+
 ATEN = torch.ops.aten
 NORM_BACKWARD = torch.ops.tilenorm.norm_backward.default
 NORMS = {getattr(torch.ops.tilenorm, name).default: name for name in table.NORMS}
@@ -57,7 +59,33 @@ class Replaced(NamedTuple):
 def argument(call, name: str):
     """The argument of an op's call in a graph, by its name in the schema."""
     names = [a.name for a in call.target._schema.arguments]
-    return call.args[names.index(name)]
+    return dict(zip(names, call.args, strict=False)).get(name)
+
+
+def kinds_of(report) -> list[str]:
+    """The kinds of the ops that a report tells of."""
+    return [kind for kind, _ in report.replaced]
+
+
+def as_tuple(outputs) -> tuple:
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def step(function: Callable, tensors, trained: int | None = None) -> list[Tensor]:
+    """Outputs, and the gradients of the first `trained` tensors, or of all of them."""
+    leaves = [t.detach().clone() for t in tensors]
+    asked = [t.requires_grad_() for t in leaves[:trained]]
+    outputs = [y for y in as_tuple(function(*leaves)) if y is not None]
+    used = [y for y in outputs if y.requires_grad]
+    dys = [random(*y.shape, seed=9 + i).to(y) for i, y in enumerate(used)]
+    grads = torch.autograd.grad(used, asked, dys, materialize_grads=True) if used else ()
+    return [*(y.detach() for y in outputs), *grads]
+
+
+def module_of(function: Callable) -> nn.Module:
+    module = nn.Module()
+    module.forward = function
+    return module
 
 
 def by_dynamo(module: Callable, *args: Tensor, **options) -> Replaced:

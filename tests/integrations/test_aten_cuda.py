@@ -10,6 +10,7 @@ from tilenorm.integrations import aten
 from ..ops.cuda_helpers import capture
 from ..ops.helpers import NEEDS_GPU, name_of, random
 from .aten_helpers import recorded_passes, registered
+from .graphs import step
 
 pytestmark = NEEDS_GPU
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -40,11 +41,8 @@ def inputs_of(norm: str, *shape: int, dtype=BF16) -> list[torch.Tensor]:
     return [random(*size, dtype=dtype, device="cuda", seed=s) for s, size in enumerate(sizes)]
 
 
-def output_and_grads(function, tensors, **options) -> tuple[torch.Tensor, ...]:
-    leaves = [t.detach().clone().requires_grad_() for t in tensors]
-    y = function(leaves[0], leaves[0].shape[-1:], *leaves[1:], **options)
-    dy = random(*y.shape, dtype=y.dtype, device="cuda", seed=9)
-    return y.detach(), *torch.autograd.grad(y, leaves, dy)
+def output_and_grads(function, tensors) -> list[torch.Tensor]:
+    return step(lambda x, *others: function(x, x.shape[-1:], *others), tensors)
 
 
 def equal(a, b) -> bool:

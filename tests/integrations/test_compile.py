@@ -12,7 +12,8 @@ from tilenorm.integrations.fx.nodes import Left
 from tilenorm.integrations.fx.rewrite import replace_chosen
 
 from ..ops.helpers import EACH_DEVICE, EPS, NEEDS_GPU, random
-from .graphs import FeedForward, HuggingFaceNorm, argument, calls
+from . import modulations, rotations
+from .graphs import FeedForward, HuggingFaceNorm, argument, calls, kinds_of
 
 N, ROWS = 64, 6
 
@@ -107,6 +108,35 @@ def test_layers_compiled_alone_share_their_code(dynamo):
     first(random(2, N))
     second(random(2, N))
     assert len(first.tilenorm_report.graphs) == 1 and not second.tilenorm_report.graphs
+
+
+def rotated(x, w, cos, sin):
+    q = rotations.NORMS["OLMo 2"](x, w).view(*x.shape[:2], -1, rotations.D).transpose(1, 2)
+    return rotations.rotate(q, cos[:, None], sin[:, None])
+
+
+B, T, D = "samples", "tokens", rotations.D
+# A function, the ops that its norms become, and the shapes of its tensors.
+VARYING = {
+    "modulated": (*modulations.MODELS["DiT"], [(B, T, modulations.N), (B, modulations.N)]),
+    "rotated": (lambda: rotated, ["rms_norm_rope"], [(B, T, 4 * D), (4 * D,), *[(1, T, D)] * 2]),
+}
+
+
+@pytest.mark.parametrize("name", VARYING)
+def test_one_graph_for_every_batch(name, dynamo):
+    build, kinds, shapes = VARYING[name]
+    function = build()
+    run = tilenorm.compile(function, backend="eager", fullgraph=True, rotation=True)
+    for sizes in ({B: 2, T: 6}, {B: 3, T: 5}, {B: 4, T: 9}):
+        tensors = [random(*[sizes.get(n, n) for n in shape], seed=len(shape)) for shape in shapes]
+        for tensor, shape in zip(tensors, shapes, strict=True):
+            if sizes[B] == 2:
+                dynamo.mark_dynamic(tensor, [i for i, n in enumerate(shape) if n in sizes])
+        with dynamo.config.patch(error_on_recompile=sizes[B] != 2):
+            got = run(*tensors)
+        torch.testing.assert_close(got, function(*tensors), rtol=1e-5, atol=1e-5)
+    assert kinds_of(run.tilenorm_report) == kinds
 
 
 @pytest.mark.parametrize(

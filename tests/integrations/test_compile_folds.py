@@ -4,16 +4,18 @@ import shutil
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._inductor.utils import fresh_cache
 from torch.utils.checkpoint import checkpoint
 
 import tilenorm
 from tilenorm.integrations import joint
+from tilenorm.integrations.compile import OPTION
 from tilenorm.integrations.fx import Folds
+from tilenorm.integrations.joint import FoldPass
 from tilenorm.ops import torch_private
 
-from ..ops.helpers import EPS, random
+from ..ops.helpers import EPS, SLOW, random
 from .graphs import NORM_BACKWARD, NORMS, HuggingFaceNorm, argument
 from .stepwise import counted, sums
 
@@ -42,62 +44,83 @@ class Checkpointed(Block):
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
-@pytest.fixture
-def unfolded(monkeypatch):
-    """A function after whose call nothing is folded."""
-
-    def stop():
-        monkeypatch.setattr(joint, "fold_sums", lambda graph, output: Folds())
-
-    return stop
-
-
 def block(kind=Block, dtype=BF16) -> nn.Module:
     torch.manual_seed(0)
     return kind().to(dtype)
 
 
-def step(module, x, **options):
-    """The gradients of a compiled module's parameters and of x, its output, and its report."""
+def model(name: str) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": N, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 128}
+    sizes |= {"num_attention_heads": 4, "head_dim": N // 4, "pad_token_id": 0}
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(name, **sizes)
+    return transformers.AutoModel.from_config(config).to(BF16).train()
+
+
+def step(module: nn.Module, x: Tensor, **options) -> tuple[dict[str, Tensor], object]:
+    """The output of a compiled module, the gradients of its parameters and of x, and the report."""
     torch._dynamo.reset()
-    x = x.detach().requires_grad_()
-    run = tilenorm.compile(module, fullgraph=True, **options)
+    torch.manual_seed(1)  # for dropout
+    named = dict(module.named_parameters())
+    if x.is_floating_point():
+        named["input"] = x = x.detach().requires_grad_()
+    run = tilenorm.compile(module, **options)
     y = run(x)
+    y = y if isinstance(y, Tensor) else y[0]
     dy = random(*y.shape, dtype=y.dtype, seed=9)
-    named = {"input": x, **dict(module.named_parameters())}
-    grads = torch.autograd.grad(y, list(named.values()), dy)
+    grads = torch.autograd.grad(y, list(named.values()), dy, materialize_grads=True)
     return dict(zip(named, grads, strict=True)) | {"output": y.detach()}, run.tilenorm_report
 
 
 FOLDED = ["2 terms", "3 terms", "sum"]
+X = random(2, ROWS, N, dtype=BF16)
+# Additions of two gradients of rows, without and with folding; norms whose output is not saved with
+# low memory; and parts of the names of the parameters whose gradients are rounded once where dx and
+# another are added.
+MODELS = {
+    "block": (4, 0, 2, ("input",)),
+    "checkpointed": (5, 1, 0, ("input",)),  # the forward pass, computed again, has one
+    "llama": (7, 0, 4, ("embed",)),
+    "gemma3_text": (7, 0, 4, ("embed",)),
+    # The sum is the gradient of a norm's output and of what was added to this output.
+    "olmo2": (10, 10, 0, ()),
+    # Each layer adds the gradients of two norms of one input.
+    "gpt_neox": (3, 0, 4, ("embed", "layers.0")),
+    # Three terms come before the gradient of the embedding's norm, behind dropout.
+    "bert": (9, 3, 3, ()),
+}
+BLOCKS = {"block": Block, "checkpointed": Checkpointed}
+NAMES = [name if name in BLOCKS else pytest.param(name, marks=SLOW) for name in MODELS]
 
 
-def test_gradients_take_over_the_sums(stepwise, unfolded):
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_take_over_the_sums(name, stepwise, monkeypatch):
     """With low memory the outputs are not saved. The gradients have the same bits."""
-    x = random(2, ROWS, N, dtype=BF16)
-    got, report = step(block(), x)
-    assert [kind for kind, _ in report.folded] == FOLDED
-    assert not report.unfolded and report.not_folding is None
-    assert "joint graph 0: 3 folds, 0 not folded" in str(report)
-    (backward,) = stepwise.backward
-    assert not sums(backward.graph, N) and counted(backward.graph, NORM_BACKWARD) == 2
-    saved = stepwise.saved
+    before, after, outputs, rounded = MODELS[name]
+    module = block(BLOCKS[name]) if name in BLOCKS else model(name)
+    x = X if name in BLOCKS else torch.arange(32).view(2, 16) * 5 % 128
+    found, report = step(module, x)
+    assert len(sums(stepwise.backward[-1].graph, N)) == after
+    assert ("sum" in [kind for kind, _ in report.folded]) == bool(rounded)
+    saved, again = stepwise.saved, sum(counted(stepwise.backward[-1].graph, op) for op in NORMS)
+    assert again == 2 * (name == "checkpointed")  # its forward pass keeps its tags
     stepwise.forward.clear()
-    low, report = step(block(), x, memory="low")
-    assert sorted(kind for kind, _ in report.folded) == sorted([*FOLDED, "output", "output"])
-    assert stepwise.saved == saved - 2 * x.numel() * x.element_size()
-    calls = stepwise.backward[-1].graph.find_nodes(op="call_function", target=NORM_BACKWARD)
-    assert all(argument(call, "output") for call in calls)
-    unfolded()
-    expected, other = step(block(), x)
-    assert not other.folded
-    assert len(sums(stepwise.backward[-1].graph, N)) == 4
-    for name, grad in expected.items():
-        assert torch.equal(got[name], low[name])
-        if name == "input":  # rounded once where the sum with dx is folded
-            torch.testing.assert_close(got[name], grad, rtol=2**-7, atol=2**-7)
-        else:
-            assert torch.equal(got[name], grad), name
+    low, report = step(module, x, memory="low")
+    assert [kind for kind, _ in report.folded].count("output") == outputs
+    assert stepwise.saved == saved - outputs * x.shape[0] * x.shape[1] * N * BF16.itemsize
+    written = stepwise.backward[-1].graph.find_nodes(op="call_function", target=NORM_BACKWARD)
+    assert [argument(call, "output") for call in written].count(True) == outputs
+    stepwise.forward.clear()
+    monkeypatch.setattr(joint, "fold_sums", lambda graph, output: Folds())
+    plain, report = step(module, x)
+    assert len(sums(stepwise.backward[-1].graph, N)) == before and not report.folded
+    assert stepwise.saved == saved
+    for n, grad in plain.items():
+        assert torch.equal(low[n], found[n]), n
+        if not any(part in n for part in rounded):
+            assert torch.equal(found[n], grad), n
+        torch.testing.assert_close(found[n], grad, rtol=2**-5, atol=2**-5 * grad.abs().max().item())
 
 
 def returned(block, x):
@@ -132,20 +155,6 @@ def test_outputs_that_are_saved_all_the_same_stay(name, stepwise):
     assert any(reason in why for _, why in report.unfolded), str(report)
 
 
-def test_a_checkpointed_block_is_computed_again_as_before(stepwise, unfolded):
-    """Its forward pass keeps its tags. The sums of its gradients are folded all the same."""
-    x = random(2, ROWS, N, dtype=BF16)
-    got, report = step(block(Checkpointed), x)
-    assert [kind for kind, _ in report.folded] == FOLDED
-    saved = stepwise.saved
-    assert sum(counted(stepwise.backward[0].graph, op) for op in NORMS) == 2
-    unfolded()
-    stepwise.forward.clear()
-    expected, _ = step(block(Checkpointed), x)
-    assert stepwise.saved == saved
-    assert all(torch.equal(got[n], g) for n, g in expected.items() if n != "input")
-
-
 def test_one_graph_for_every_batch(stepwise, dynamo):
     module = block(dtype=torch.float32)
     run = tilenorm.compile(module, fullgraph=True, dynamic=True)
@@ -176,33 +185,33 @@ def test_a_users_own_pass_runs_before(by, stepwise):
     from torch._inductor import config
 
     seen = []
-    own = {joint.OPTION: recorder(seen)}
+    own = {OPTION: recorder(seen)}
     options, configured = ({"options": own}, {}) if by == "options" else ({}, own)
     with config.patch(configured):
-        _, report = step(block(), random(ROWS, N, dtype=BF16), **options)
+        _, report = step(block(), X, **options)
     assert [kind for kind, _ in report.folded] == FOLDED
+    assert not report.unfolded and report.not_folding is None
+    assert "joint graph 0: 3 folds, 0 not folded" in str(report)
     (additions,) = seen
     assert additions > 4
 
 
 def test_compiled_code_is_known_by_what_the_pass_does():
-    keys = {joint.joint_pass(None, output, print).uuid() for output in (False, True)}
-    keys.add(joint.joint_pass([joint.joint_pass(None, True, print)], True, print).uuid())
+    keys = {FoldPass(None, output, print).uuid() for output in (False, True)}
+    keys.add(FoldPass([FoldPass(None, True, print)], True, print).uuid())
     assert len(keys) == 3 and None not in keys
-    assert joint.joint_pass(None, True, len).uuid() in keys
+    assert FoldPass(None, True, len).uuid() in keys
     # The code of an unknown pass stays out of caches.
-    assert joint.joint_pass([recorder([])], True, print).uuid() is None
+    assert FoldPass([recorder([])], True, print).uuid() is None
 
 
 def test_other_backends_and_other_pytorchs_fold_nothing_and_say_so(monkeypatch, stepwise):
     """Every PyTorch from 2.9 on has the hook."""
-    config, base = torch_private.inductor_joint_pass()
-    assert hasattr(config, joint.OPTION) and isinstance(joint.joint_pass(None, False, print), base)
-    x = random(ROWS, N, dtype=BF16)
-    _, report = step(block(), x, backend="aot_eager")
+    assert hasattr(torch_private.inductor_joint_config(), OPTION)
+    _, report = step(block(), X, backend="aot_eager")
     assert "the backend is not Inductor" in str(report) and not report.folds
-    monkeypatch.setattr("tilenorm.integrations.compile.inductor_joint_pass", lambda: None)
-    _, report = step(block(), x, memory="low")
+    monkeypatch.setattr("tilenorm.integrations.compile.inductor_joint_config", lambda: None)
+    _, report = step(block(), X, memory="low")
     assert "no joint_custom_post_pass" in str(report) and not report.folds
     assert len(report.replaced) == 2
 
@@ -233,58 +242,3 @@ def test_caches_hit_and_keep_what_was_folded(dynamo):
     for (name, _), grad in zip(module.named_parameters(), expected, strict=True):
         atol = 1e-4 * grad.abs().max().item()
         torch.testing.assert_close(grads[1][name], grad, rtol=1e-4, atol=atol)
-
-
-WIDTH = 64
-SIZES = {"hidden_size": WIDTH, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 128}
-SIZES |= {"num_attention_heads": 4, "head_dim": 16, "pad_token_id": 0}
-# Additions of two gradients of rows, without and with folding; norms whose output is not saved with
-# low memory; and parts of the names of the parameters whose gradients are rounded once where dx and
-# another are added.
-MODELS = {
-    "llama": (7, 0, 4, ("embed",)),
-    "gemma3_text": (7, 0, 4, ("embed",)),
-    # The sum is the gradient of a norm's output and of what was added to this output.
-    "olmo2": (10, 10, 0, ()),
-    # Each layer adds the gradients of two norms of one input.
-    "gpt_neox": (3, 0, 4, ("embed", "layers.0")),
-    # Three terms come before the gradient of the embedding's norm, behind dropout.
-    "bert": (9, 3, 3, ()),
-}
-
-
-def gradients(name: str, **options) -> tuple[dict, object]:
-    """The gradients of a compiled model's parameters, and the report."""
-    transformers = pytest.importorskip("transformers")
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(name, **SIZES)
-    module = transformers.AutoModel.from_config(config).bfloat16().train()
-    run = tilenorm.compile(module, where=lambda node: True, **options)
-    torch.manual_seed(1)  # for dropout
-    y = run(input_ids=torch.arange(32).view(2, 16) * 5 % 128)[0]
-    y.backward(random(*y.shape, dtype=y.dtype, seed=2))
-    named = module.named_parameters()
-    return {n: p.grad for n, p in named if p.grad is not None}, run.tilenorm_report
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
-def test_sums_and_outputs_of_models(name, stepwise, monkeypatch):
-    """Which additions of gradients stay in Hugging Face's models, and the gradients' bits."""
-    before, after, outputs, rounded = MODELS[name]
-    found, _ = gradients(name)
-    assert len(sums(stepwise.backward[-1].graph, WIDTH)) == after
-    saved = stepwise.saved
-    stepwise.forward.clear()
-    low, report = gradients(name, memory="low")
-    assert [kind for kind, _ in report.folded].count("output") == outputs
-    assert stepwise.saved == saved - outputs * 32 * WIDTH * BF16.itemsize
-    monkeypatch.setattr(joint, "fold_sums", lambda graph, output: Folds())
-    plain, _ = gradients(name)
-    assert len(sums(stepwise.backward[-1].graph, WIDTH)) == before
-    for n, grad in plain.items():
-        assert torch.equal(low[n], found[n]), n
-        if not any(part in n for part in rounded):
-            assert torch.equal(found[n], grad), n
-        torch.testing.assert_close(found[n], grad, rtol=2**-5, atol=2**-5 * grad.abs().max().item())

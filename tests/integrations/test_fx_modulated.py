@@ -6,34 +6,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.fx.experimental.proxy_tensor import make_fx
 
 import tilenorm
-from tilenorm.integrations.fx import replace_norms
 
 from ..ops.helpers import EPS, name_of, random
-from .graphs import TRACERS, by_dynamo, by_make_fx
-from .modulations import BATCH, GATED, LAYER, MODELS, TOKENS, N, drawn, model_and_inputs
-from .spellings import module_of
+from .graphs import TRACERS, by_make_fx, kinds_of, module_of, step
+from .modulations import BATCH, GATED, MODELS, TOKENS, N, drawn, model_and_inputs
 from .stepwise import counted
 
 BF16, F32 = torch.bfloat16, torch.float32
 OPS = [getattr(torch.ops.tilenorm, f"modulated_{norm}_norm").default for norm in ("rms", "layer")]
 BACKWARD = torch.ops.tilenorm.modulated_norm_backward.default
-
-
-def kinds_of(report) -> list[str]:
-    return [kind for kind, _ in report.replaced]
-
-
-def step(function, tensors) -> list[torch.Tensor]:
-    """Outputs and gradients."""
-    leaves = [t.detach().clone().requires_grad_() for t in tensors]
-    outputs = function(*leaves)
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    incoming = [random(*y.shape, dtype=y.dtype, seed=9 + i) for i, y in enumerate(outputs)]
-    grads = torch.autograd.grad(outputs, leaves, incoming, materialize_grads=True)
-    return [*(y.detach() for y in outputs), *grads]
+ROUNDED = "it stays behind its norm: each of its operations rounds to 16 bits"
 
 
 def assert_no_less_accurate(got, eager, exact, label):
@@ -98,20 +82,16 @@ def test_compiled_blocks(name, backend, stepwise):
     y = run(x, emb)
     dy, leaves = random(*y.shape, dtype=BF16, seed=4), (x, *module.parameters())
     grads = torch.autograd.grad(y, leaves, dy)
-    report = run.tilenorm_report
-    expected = MODELS[name][1]
+    report, kinds = run.tilenorm_report, MODELS[name][1]
+    modulated = sum("modulated" in kind for kind in kinds)
     if backend == "inductor":
-        assert kinds_of(report) == expected and not report.left
-        assert sum(counted(stepwise.forward[0].graph, op) for op in OPS) == sum(
-            "modulated" in kind for kind in expected
-        )
-        assert counted(stepwise.backward[0].graph, BACKWARD) == sum(
-            "modulated" in kind for kind in expected
-        )
+        assert kinds_of(report) == kinds and not report.left
+        assert sum(counted(stepwise.forward[0].graph, op) for op in OPS) == modulated
+        assert counted(stepwise.backward[0].graph, BACKWARD) == modulated
     else:
-        left = {"DiT": 5, "Wan": 1}[name]
-        assert [reason for _, reason in report.left] == [ROUNDED] * left
-        assert len(report.replaced) == len(expected)
+        assert len(report.left) == {"DiT": 5, "Wan": 1}[name]
+        assert all(ROUNDED in reason for _, reason in report.left)
+        assert len(report.replaced) == len(kinds)
     for got, grad in zip(grads, torch.autograd.grad(module(x, emb), leaves, dy), strict=True):
         torch.testing.assert_close(got, grad, rtol=2**-4, atol=2**-4 * grad.abs().max().item())
 
@@ -121,128 +101,13 @@ def test_inductor_that_emulates_casts_keeps_the_roundings(stepwise):
     options = {"emulate_precision_casts": True}
     run = tilenorm.compile(module, where=lambda node: True, options=options)
     run(x, emb)
-    assert {reason for _, reason in run.tilenorm_report.left} == {ROUNDED}
-
-
-STAYS = "it stays behind its norm"
-ROUNDED = f"{STAYS}: each of its operations rounds to 16 bits, and tilenorm's op rounds once"
-
-
-def normed(x):
-    return F.layer_norm(x, (N,), eps=EPS)
-
-
-def twice(x, scale):
-    y = normed(x)
-    return y * (1 + scale[:, None]), y * (1 - scale[:, None])
-
-
-LEFT = {
-    "by position": (
-        lambda x, s: normed(x) * (1 + s[:1, None].expand(1, TOKENS, N)),
-        "1 + scale is",
-    ),
-    "two of them": (twice, "other nodes use"),
-    "float64": (lambda x, s: normed(x) * (1 + s[:, None].double()), None),
-    "not one": (lambda x, s: normed(x) * (2 + s[:, None]) + s[:, None], None),
-    "no scale": (lambda x, s: normed(x) + s[:, None], None),
-    "offset": (
-        lambda x, s: (
-            x * torch.rsqrt(x.square().mean(-1, True) + EPS) * (1 + s[0]) * (1 + s[:, None])
-        ),
-        "offset of the weight",
-    ),
-}
-
-
-@pytest.mark.parametrize("tracer", ["dynamo", "make_fx"])
-@pytest.mark.parametrize("name", LEFT)
-def test_modulations_that_stay(name, tracer, dynamo):
-    """The norm alone is replaced."""
-    function, reason = LEFT[name]
-    x, scale = random(BATCH, TOKENS, N), random(BATCH, N, seed=1)
-    replaced = TRACERS[tracer](module_of(function), x, scale, rounds_once=True)
-    (kind,) = kinds_of(replaced.report)
-    assert "modulated" not in kind
-    reasons = [why for _, why in replaced.report.left]
-    assert len(reasons) == (reason is not None) and all(reason in why for why in reasons)
-    torch.testing.assert_close(replaced.run(x, scale), function(x, scale))
-
-
-def wide(x, scale):
-    x, scale = x.repeat(1, 1, 200), scale.repeat(1, 200)
-    return F.layer_norm(x, (200 * N,), eps=EPS) * (1 + scale[:, None])
-
-
-def test_a_row_that_is_too_long_for_the_kernels():
-    replaced = by_make_fx(module_of(wide), random(BATCH, TOKENS, N), random(BATCH, N))
-    assert kinds_of(replaced.report) == ["layer_norm"]
-    ((_, reason),) = replaced.report.left
-    assert reason.startswith(STAYS) and "the kernels take up to" in reason
-
-
-# What stands between a gated sum and its norm, and what the op computes then.
-SUMS = {
-    "used before": (lambda s, scale: (s.sin(), scale.cos()), LAYER),
-    "used after": (lambda s, scale: (None, scale.cos()), GATED),
-    "written": (lambda s, scale: (None, scale.mul_(2)), LAYER),
-    "scale of the sum": (lambda s, scale: (None, s[:, 0]), LAYER),
-}
-
-
-@pytest.mark.parametrize("name", SUMS)
-def test_where_the_op_of_a_sum_stands(name, dynamo):
-    """Its arguments may come after the sum, if nothing needs the sum before."""
-    between, kind = SUMS[name]
-
-    def function(x, residual, gate, scale):
-        s = residual + x * gate[:, None]
-        used, scale = between(s, scale)
-        return normed(s) * (1 + scale[:, None]), s.cos(), used
-
-    tensors = [random(BATCH, TOKENS, N, seed=i) for i in range(2)]
-    tensors += [random(BATCH, N, seed=i) for i in (2, 3)]
-    copies = [[t.clone() for t in tensors] for _ in range(2)]
-    replaced = by_dynamo(function, *[t.clone() for t in tensors])
-    assert kinds_of(replaced.report) == [kind]
-    torch.testing.assert_close(replaced.run(*copies[0]), function(*copies[1]))
-
-
-def test_a_joint_graph_keeps_the_modulation_with_its_reason():
-    """The norm and its gradient are replaced."""
-
-    def joint(x, scale, dy):
-        y = normed(x) * (1 + scale[:, None])
-        return y, *torch.autograd.grad(y, (x, scale), dy)
-
-    tensors = random(BATCH, TOKENS, N), random(BATCH, N, seed=1), random(BATCH, TOKENS, N, seed=2)
-    leaves = [t.requires_grad_(i < 2) for i, t in enumerate(tensors)]
-    graph_module = make_fx(joint)(*leaves)
-    report = replace_norms(graph_module)
-    assert kinds_of(report) == ["layer_norm", "layer_norm_backward"]
-    assert [why for _, why in report.left] == [f"{STAYS}, whose results other nodes use too"]
-    torch.testing.assert_close(graph_module(*leaves), joint(*leaves))
-
-
-def test_one_graph_for_every_batch(dynamo):
-    module, x, emb = model_and_inputs("DiT", F32)
-    run = tilenorm.compile(module, backend="eager", fullgraph=True, dynamic=True)
-    for batch, tokens in ((2, 6), (3, 5), (5, 9)):
-        x, emb = random(batch, tokens, N), random(batch, N, seed=1)
-        with dynamo.config.patch(error_on_recompile=batch != 2):
-            torch.testing.assert_close(run(x, emb), module(x, emb), rtol=1e-5, atol=1e-5)
-    assert kinds_of(run.tilenorm_report) == MODELS["DiT"][1]
-
-
-def test_the_option_takes_a_bool():
-    graph_module = make_fx(normed)(random(3, N))
-    with pytest.raises(TypeError, match="argument 'rounds_once' takes a bool, got int"):
-        replace_norms(graph_module, rounds_once=1)
+    assert all(ROUNDED in reason for _, reason in run.tilenorm_report.left)
+    assert len(run.tilenorm_report.left) == 5
 
 
 def gated(x, residual, gate, scale):
     s = residual + gate[:, None] * x
-    return normed(s) * (1 + scale[:, None]), s
+    return F.layer_norm(s, (N,), eps=EPS) * (1 + scale[:, None]), s
 
 
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)

@@ -106,6 +106,7 @@ INTEGRATIONS = {
         {
             "where a string": ((plus, {"where": "norm"}), TypeError, "'where' takes .*, got str"),
             "options a list": ((plus, {"options": [1]}), TypeError, "'options' takes .* got list"),
+            "rotation an int": ((plus, {"rotation": 1}), TypeError, "takes a bool, got int"),
             "memory another word": (
                 (plus, {"memory": "high"}),
                 ValueError,

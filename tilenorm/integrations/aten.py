@@ -58,22 +58,22 @@ def override() -> Iterator[None]:
         RuntimeError: cuTile supports no GPU of this machine. The message gives the reason.
     """
     _check_served()
-    _CUDA.begin()
+    _CUDA.ask(blocks=1)
     try:
         yield
     finally:
-        _CUDA.end()
+        _CUDA.ask(blocks=-1)
 
 
 def enable() -> None:
     """Like override(), but until disable() is called. A second call does nothing."""
     _check_served()
-    _CUDA.enable(True)
+    _CUDA.ask(enabled=True)
 
 
 def disable() -> None:
     """Undo enable(). An override() block that is open keeps its effect until it ends."""
-    _CUDA.enable(False)
+    _CUDA.ask(enabled=False)
 
 
 class Kernels:
@@ -174,17 +174,8 @@ class Override:
         self._registered: Library | None = None
         self._fall_back: Callable[[], None] = lambda: None
 
-    def begin(self) -> None:
-        self._ask(blocks=1)
-
-    def end(self) -> None:
-        self._ask(blocks=-1)
-
-    def enable(self, enabled: bool) -> None:
-        self._ask(enabled=enabled)
-
-    def _ask(self, blocks: int = 0, enabled: bool | None = None) -> None:
-        """Change the number of open blocks, and set whether enable() is in effect."""
+    def ask(self, blocks: int = 0, enabled: bool | None = None) -> None:
+        """Add to the number of open blocks, and set whether enable() is in effect."""
         with self._lock:
             blocks += self._blocks
             enabled = self._enabled if enabled is None else enabled

@@ -10,16 +10,16 @@ from torch.fx import GraphModule, Node
 
 from ..launch.tuned.compiled import SMALL
 from ..ops.tensor_checks import check_argument
-from ..ops.torch_private import inductor_joint_pass
+from ..ops.torch_private import inductor_joint_config
 from .fx import Folds, Report
 from .fx.nodes import Left
 from .fx.norms import Gradient, Norm, hidden_of, known
 from .fx.rewrite import check_bool, check_where, replace_chosen
-from .joint import OPTION, joint_pass
 
 OTHER_BACKEND = "the backend is not Inductor, which has a hook for joint graphs"
+OPTION = "joint_custom_post_pass"
 EMULATES = "emulate_precision_casts"  # Inductor's option, by which its code rounds as eager code
-NO_HOOK = "this PyTorch's Inductor has no joint_custom_post_pass"
+NO_HOOK = f"this PyTorch's Inductor has no {OPTION}"
 
 
 def compile(
@@ -169,10 +169,12 @@ class _ReplacingBackend:
     report: CompileReport = field(default_factory=CompileReport, compare=False)
 
     def __call__(self, graph_module: GraphModule, inputs: list) -> Callable:
-        once = self._rounds_once()
-        how = {"rounds_once": once, "rotation": self.rotation}
+        config = inductor_joint_config() if self.is_inductor else None
+        # Inductor's own code keeps float32 between operations in 16 bits, unless it is told not to.
+        emulates = self.is_inductor and self._option(config, EMULATES)
+        how = {"rounds_once": self.is_inductor and not emulates, "rotation": self.rotation}
         self.report.graphs.append(replace_chosen(graph_module, self._choose, **how))
-        return self._folding()(graph_module, inputs)
+        return self._folding(config)(graph_module, inputs)
 
     def _choose(self, norm: Norm | Gradient) -> None:
         if self.where is not None:
@@ -183,26 +185,22 @@ class _ReplacingBackend:
         elif self.is_inductor and (count := hidden_of(known(norm.x), norm.dims)) <= SMALL:
             raise Left(f"Inductor fuses a norm of {count} elements with its neighbours")
 
-    def _rounds_once(self) -> bool:
-        """Whether the other backend's own code keeps float32 between 16-bit operations."""
-        names = inductor_joint_pass() if self.is_inductor else None
-        if names is None:
-            return self.is_inductor
-        default = getattr(names[0], EMULATES, False)
-        return not self.backend.config.get(EMULATES, default)
-
-    def _folding(self) -> Callable:
+    def _folding(self, config: object | None) -> Callable:
         """The other backend; if it is Inductor, with a pass more in its configuration."""
-        names = inductor_joint_pass() if self.is_inductor else None
-        if names is None:
+        if config is None:
             self.report.not_folding = NO_HOOK if self.is_inductor else OTHER_BACKEND
             return self.backend
-        config, _ = names
-        given = self.backend.config.get(OPTION, getattr(config, OPTION))
-        folding = joint_pass(given, self.memory == "low", self.report.folds.append)
+        from .joint import FoldPass
+
+        others = self._option(config, OPTION)
+        folding = FoldPass(others, self.memory == "low", self.report.folds.append)
         backend = copy(self.backend)
         backend.config = {**self.backend.config, OPTION: folding}
         return backend
+
+    def _option(self, config: object | None, name: str) -> Any:
+        """An option of Inductor: the caller's, or its configuration's."""
+        return self.backend.config.get(name, getattr(config, name, None))
 
     def reset(self) -> None:
         """Reset the other backend. torch.compiler.reset calls this; Inductor drops CUDA graphs."""

@@ -303,18 +303,18 @@ def is_its_forward(module: torch.nn.Module) -> bool:
     return not any(getattr(module, name, True) for name in checks.HOOKS)
 
 
-def inductor_joint_pass():
-    """Inductor's configuration and the class of its graph passes, or None.
+def inductor_joint_config():
+    """Inductor's configuration, or None if it has no passes of graphs.
 
     Such a pass changes the joint graph of forward and backward before it is cut in two, under the
     option joint_custom_post_pass. Without these names no sum is folded into a gradient.
     """
     try:
-        from torch._inductor import config
-        from torch._inductor.custom_graph_pass import CustomGraphPass
+        from torch._inductor import config, custom_graph_pass
     except ImportError:
         return None
-    return (config, CustomGraphPass) if hasattr(config, "joint_custom_post_pass") else None
+    known = hasattr(custom_graph_pass, "CustomGraphPass")
+    return config if known and hasattr(config, "joint_custom_post_pass") else None
 
 
 _aside.shutdown()

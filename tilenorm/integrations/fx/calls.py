@@ -17,12 +17,10 @@ from torch.fx.node import map_aggregate
 
 from ...ops import backward, inner
 from ...ops.bound import specs_of_tensors
-from ...ops.layout import heads_of
 from ...ops.library import fake
-from ...ops.reference import name_of as dtype_name
 from ...ops.registry import cutile_refuses, device_of, spec_refused
 from ...ops.sharding import is_distributed
-from ...spec import NormSpec, Options
+from ...spec import Options
 from ...table import OPS, Op
 from ...table import TERMS as LAST_TERMS
 from .nodes import VALUES, Left, bind, is_idle, item_of, key_of, value_of, values_of
@@ -54,20 +52,12 @@ class Tensors(NamedTuple):
     shift: Any = None
 
 
-def spec_of(options: Options, tensors: Tensors, **fields) -> NormSpec:
-    """The spec of a norm of tensors."""
-    given = tensors._asdict()
-    given["x"] = given.pop("input")
-    scale, shift = given.pop("scale"), given.pop("shift")
-    gate = given.pop("gate") if scale is not None else None
-    given |= {"mod_scale": scale, "mod_shift": shift, "mod_gate": gate}
-    dtypes = {role: None if t is None else dtype_name(t.dtype) for role, t in given.items()}
-    heads = heads_of(options.hidden, tensors.weight, tensors.bias)
-    return NormSpec.of_tensors(options, dtypes, heads, **fields)
-
-
-def check_served(spec: NormSpec, x: Tensor) -> None:
-    """Raise Left if the kernels do not take a norm of tensors on the device of x."""
+def check_served(op: OpOverload, arguments: dict[str, Any]) -> None:
+    """Raise Left if the kernels do not take the tensors of an op on their device."""
+    row = FORWARD[op]
+    tensors = [value_of(arguments.get(port.name)) for port in row.takes]
+    asked = tuple(arguments[name] for name in ("hidden", *row.options))
+    spec, x = specs_of_tensors(row, tensors, asked).spec, tensors[0]
     if x.is_cuda:
         reason = cutile_refuses(spec, 0, device_of("cuda", x.device.index))
     else:
@@ -76,16 +66,22 @@ def check_served(spec: NormSpec, x: Tensor) -> None:
         raise Left(reason or spec.unserved)
 
 
+def arguments_of(
+    tensors: Tensors, options: Options, eps: float = 0.0, save: bool = True
+) -> tuple[OpOverload, dict[str, Any]]:
+    """The op of a norm, and its arguments by name."""
+    before = "" if tensors.residual is None else "add_"
+    before = before if tensors.gate is None else "gated_"
+    before = before if tensors.scale is None else "modulated_"
+    op = getattr(torch.ops.tilenorm, f"{before}{options.norm}_norm").default
+    given = tensors._asdict() | options._asdict() | {"eps": eps, "save": save}
+    given["norm_before_gate"] = not options.gate_first
+    return op, given
+
+
 def norm(like: Node, tensors: Tensors, options: Options, eps: float, save: bool) -> Node:
     """A call of the op of a norm with the metadata of the node `like`."""
-    op, arguments = _norm_arguments(tensors, options, eps, save)
-    return _called(op, arguments, like)
-
-
-def norm_values(tensors: Tensors, options: Options, eps: float, save: bool) -> dict[str, Tensor]:
-    """The results that the op of a norm has for these tensors, by name."""
-    op, arguments = _norm_arguments(tensors, options, eps, save)
-    return dict(zip(results_of(op), _values(op, _in_order(op, arguments)), strict=True))
+    return _called(*arguments_of(tensors, options, eps, save), like)
 
 
 def rotated_norm(
@@ -96,14 +92,11 @@ def rotated_norm(
     heads: with heads behind tokens. Raises Left if the kernels do not support it.
     """
     op = torch.ops.tilenorm.rms_norm_rope.default
-    given = dict(zip(("input", "key"), heads, strict=False))
+    given = options | dict(zip(("cos", "sin"), tables, strict=True))
+    given |= dict(zip(("input", "key"), heads, strict=False))
     given |= dict(zip(("weight", "key_weight"), weights, strict=False))
-    given |= dict(zip(("cos", "sin"), tables, strict=True))
-    row, tensors = FORWARD[op], [given.get(port.name) for port in FORWARD[op].takes]
-    values = [value_of(t) for t in tensors]
-    asked = tuple(options[name] for name in ("hidden", *row.options))
-    check_served(specs_of_tensors(row, values, asked).spec, values[0])
-    return _called(op, given | options, like)
+    check_served(op, given)
+    return _called(op, given, like)
 
 
 def norm_backward(
@@ -200,19 +193,6 @@ class Call:
             raise Left("its results are not those of the op")
         self.change(output=True)
         self.node.meta[key_of(self.node)] = (*values[: names.index("output")], y)
-
-
-def _norm_arguments(
-    tensors: Tensors, options: Options, eps: float, save: bool
-) -> tuple[OpOverload, dict[str, Any]]:
-    """The op of a norm, and its arguments by name."""
-    before = "" if tensors.residual is None else "add_"
-    before = before if tensors.gate is None else "gated_"
-    before = before if tensors.scale is None else "modulated_"
-    op = getattr(torch.ops.tilenorm, f"{before}{options.norm}_norm").default
-    given = tensors._asdict() | options._asdict() | {"eps": eps, "save": save}
-    given["norm_before_gate"] = not options.gate_first
-    return op, given
 
 
 def _called(op: OpOverload, arguments: dict[str, Any], like: Node) -> Node:

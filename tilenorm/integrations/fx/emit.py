@@ -1,7 +1,8 @@
 """Insert tilenorm's ops into a graph in place of a norm's nodes; names and metadata are kept."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import SymInt, Tensor
@@ -31,18 +32,7 @@ from .nodes import (
 from .norms import Gradient, Norm, alike, known
 
 ATEN = torch.ops.aten
-
-
-class Sum(NamedTuple):
-    """residual + branch, or residual + gate · branch.
-
-    nodes: those that compute it. The last one is the sum.
-    """
-
-    residual: Node
-    branch: Node
-    gate: Node | None
-    nodes: tuple[Node, ...]
+SWAPPED = [0, 2, 1, 3]  # dimensions, with those of heads and tokens swapped
 
 
 def emit_forward(norm: Norm) -> str:
@@ -53,28 +43,42 @@ def emit_forward(norm: Norm) -> str:
     """
     if written(norm.parts[0], norm.at, norm.parts):
         raise Left("a node between its operations may write to a tensor")
-    order, at, parts, outputs = norm.order, norm.at, norm.parts, norm.outputs
-    tensors = norm.tensors
-    found, before = _sum(norm)
-    with_sum = outputs | ({"residual_out": found.nodes[-1]} if found else {})
-    if found and not _moved(norm, whole := _with(found, tensors), with_sum):
-        tensors, outputs = whole, with_sum
-        at, parts = before, (*found.nodes, *parts)
-    elif reason := _moved(norm, tensors, outputs):
-        raise Left(reason)
-    if found and at is norm.at:  # a check of the sum's metadata may stand before it
-        for user in filter(is_idle, list(found.nodes[-1].users)):
+    if found := _sum(norm):
+        with suppress(Left):
+            return _emit(norm, *found)
+    return _emit(norm, norm.tensors, norm.at)
+
+
+def _emit(norm: Norm, tensors: Tensors, at: Node, sums: tuple[Node, ...] = ()) -> str:
+    """Replace a norm by the op of these tensors, before the node `at`. Returns the op's kind.
+
+    sums: the nodes of the sum that it normalises. Raises Left if DTensors do not allow it.
+    """
+    given = [is_distributed(value_of(node)) for node in tensors if node is not None]
+    if any(given) and not all(given):
+        raise Left("some of its tensors are DTensors, and others are not")
+    order, before = norm.order, at.prev
+    outputs = norm.outputs | ({"residual_out": sums[-1]} if sums else {})
+    try:
+        with at.graph.inserting_before(at):
+            of_rows = ("input",) if tensors.scale is not None else ("input", "gate")
+            permuted = {name: _permuted(getattr(tensors, name), order) for name in of_rows}
+            tensors = _alike(tensors._replace(**permuted), norm.x)
+            call = calls.norm(norm.at, tensors, norm.options, norm.eps, _saves(norm))
+            new = {
+                old: _result(call, name, old, norm.x, order if name == "output" else None)
+                if old.users
+                else None
+                for name, old in outputs.items()
+            }
+    except Left:
+        while at.prev is not before:
+            at.graph.erase_node(at.prev)
+        raise
+    if sums and at is norm.at:  # a check of the sum's metadata may stand before it
+        for user in filter(is_idle, list(sums[-1].users)):
             erase(user)
-    with at.graph.inserting_before(at):
-        of_rows = ("input",) if tensors.scale is not None else ("input", "gate")
-        permuted = {name: _permuted(getattr(tensors, name), order) for name in of_rows}
-        tensors = _alike(tensors._replace(**permuted), norm.x)
-        call = calls.norm(norm.at, tensors, norm.options, norm.eps, _saves(norm))
-        new = {
-            old: _result(call, name, old, norm.x, order) if old.users else None
-            for name, old in outputs.items()
-        }
-    _take_over(new, (*parts, norm.at))
+    _take_over(new, (*sums, *norm.parts, norm.at))
     if tensors.residual is None:
         return norm.kind
     if tensors.scale is None:
@@ -87,17 +91,13 @@ def emit_rotated(norms: tuple[Norm, ...]) -> None:
 
     The op stands in the place of the first one. Raises Left if it cannot.
     """
-    at, first, last = min(norm.at for norm in norms), norms[0], norms[-1]
+    at, first = min(norm.at for norm in norms), norms[0]
     how: Any = first.rotation
     inputs = [norm.x for norm in norms]
     weights = [norm.weight for norm in norms]
     parts = {node for norm in norms for node in norm.parts}
-    for a, b in ((first, last), (last, first)):
-        same = a.rotation[:2] == b.rotation[:2] and a.rotation.contiguous == b.rotation.contiguous
-        same = same and (a.eps, a.offset, a.rounding) == (b.eps, b.offset, b.rounding)
-        same = same and (a.weight is None) == (b.weight is None)
-        if not same or known(a.x).dtype != known(b.x).dtype or _of_token(a) != _of_token(b):
-            raise Left("queries and keys differ in more than their heads")
+    if len({_common(norm) for norm in norms}) > 1:
+        raise Left("queries and keys differ in more than their heads")
     if any(node is not None and not node < at for node in (*inputs, *weights)):
         raise Left("its arguments are computed later")
     if written(min(parts), max(norm.at for norm in norms), tuple(parts)):
@@ -112,14 +112,19 @@ def emit_rotated(norms: tuple[Norm, ...]) -> None:
             interleaved=False, output_heads_first=how.contiguous, offset=first.offset,
             rounding=first.rounding, eps=first.eps, save=any(map(_saves, norms)),
         )  # fmt: skip
-        new = {}
-        for norm, name in zip(norms, ("output", "key_output"), strict=False):
-            node = result_of(call, name, norm.at)
-            swaps = not how.contiguous and how.heads == 1
-            node = _permuted(node, [0, 2, 1, 3]) if swaps else node
-            node.meta = dict(norm.at.meta)
-            new[norm.at] = node
+        order = SWAPPED if how.heads == 1 and not how.contiguous else None
+        new = {
+            norm.at: _result(call, name, norm.at, norm.x, order)
+            for norm, name in zip(norms, ("output", "key_output"), strict=False)
+        }
     _take_over(new, tuple(parts))
+
+
+def _common(norm: Norm) -> tuple:
+    """What the norms of queries and of keys have to have in common."""
+    rotation: Any = norm.rotation
+    how = norm.eps, norm.offset, norm.rounding, norm.weight is None, known(norm.x).dtype
+    return *rotation[:2], rotation.contiguous, *how, _of_token(norm)
 
 
 def _of_token(norm: Norm) -> bool:
@@ -136,7 +141,7 @@ def _heads_last(norm: Norm) -> Node:
             shape[1:3] = shape[2:0:-1]
         return _viewed(norm.x, shape, norm.x)
     swap = rotation.heads == 1 and not rotation.swapped
-    return _permuted(norm.x, [0, 2, 1, 3]) if swap else norm.x
+    return _permuted(norm.x, SWAPPED) if swap else norm.x
 
 
 def _without_heads(table: Node, heads: int) -> Node:
@@ -150,10 +155,9 @@ def _without_heads(table: Node, heads: int) -> Node:
 def emit_backward(norm: Gradient) -> str:
     """Replace aten's gradient of a norm. Returns the new op's kind."""
     with norm.at.graph.inserting_before(norm.at):
-        rstd = _rows(norm.rstd, norm)
-        mean = None if norm.mean is None else _rows(norm.mean, norm)
         saved = {"input": norm.x, "weight": norm.weight, "bias": norm.bias}
-        saved |= {"mean": mean, "rstd": rstd}
+        for name, statistic in (("rstd", norm.rstd), ("mean", norm.mean)):
+            saved[name] = None if statistic is None else _rows(statistic, norm)
         call = calls.norm_backward(norm.at, norm.dy, saved, norm.options, norm.wanted)
         new = {
             old: _result(call, name, old, norm.x) if name in norm.wanted else None
@@ -170,38 +174,39 @@ def _saves(norm: Norm) -> bool:
     return not traced_with_gradients or len(norm.outputs) > 1 or value_of(y).requires_grad
 
 
-def _sum(norm: Norm) -> tuple[Sum | None, Node]:
-    """The sum that x is, if an op can compute it too, and the node before which the op stands.
+def _sum(norm: Norm) -> tuple[Tensors, Node, tuple[Node, ...]] | None:
+    """The sum that x is, if an op can compute it too: the op's tensors, the node before which the
+    op stands, and the nodes that compute the sum, of which the last one is the sum.
 
-    This is the sum's place. Where arguments of the op are computed later, and the sum is used
-    later, it is the place of the norm's last node.
+    The op stands at the sum's place. Where arguments of the op are computed later, and the sum is
+    used later, it stands at the place of the norm's last node.
     """
-    nothing = None, norm.at
     if norm.gate is not None or norm.order != sorted(norm.order):
-        return nothing
-    total = norm.x
-    if (cast := only_user(total)) is not None and _keeps_dtype(cast):
+        return None
+    total, cast = norm.x, only_user(norm.x)
+    if cast_input(cast) is not None and known(cast).dtype == known(total).dtype:
         total = cast
-    found = _terms(norm, total)
-    if found is None or not value_of(total).is_contiguous():
-        return nothing
-    given = {node for node in _with(found, norm.tensors) if node is not None}
+    tensors, nodes = _terms(norm, total)
+    if not nodes or not known(total).is_contiguous():
+        return None
+    given = {node for node in tensors if node is not None}
     place = total if max(given) < total else norm.at
     going: set[Node] = {norm.at}
     for node in sorted(norm.parts, reverse=True):
         if going.issuperset(users_of(node)):
             going.add(node)
-    too_early = total in given or any(user < place for user in {*users_of(total)} - going)
-    return (
-        nothing if too_early or written(min(found.nodes), norm.at, norm.parts) else (found, place)
-    )
+    if total in given or any(user < place for user in {*users_of(total)} - going):
+        return None
+    return None if written(min(nodes), norm.at, norm.parts) else (tensors, place, nodes)
 
 
-def _terms(norm: Norm, total: Node) -> Sum | None:
-    """The terms of a sum that has the numbers of x, and the gate that multiplies one of them."""
+def _terms(norm: Norm, total: Node) -> tuple[Tensors, tuple[Node, ...]]:
+    """The op's tensors for a sum with the numbers of x, and the nodes that compute the sum, if it
+    is residual + branch or residual + gate · branch. No nodes compute other sums.
+    """
     cast = cast_input(total)
     whole = total if cast is None or only_user(cast) is not total else cast
-    pair, like = operands_of("add", whole), known(norm.x)
+    pair, like, tensors = operands_of("add", whole), known(norm.x), norm.tensors
     if norm.mod_scale is not None:
         groups = groups_of(norm.mod_scale, like, norm.dims)
         for other, product in in_turn(pair):
@@ -212,26 +217,16 @@ def _terms(norm: Norm, total: Node) -> Sum | None:
                 rounds = value is None or value.dtype in DTYPES_16_BIT
                 takes = gate and residual and branch and (norm.rounds_once or not rounds)
                 if takes and only_user(product) is whole:
-                    return Sum(residual, branch, gate, (product, whole, total))
+                    gated = tensors._replace(input=branch, residual=residual, gate=gate)
+                    return gated, (product, whole, total)
     branch, residual = [_as(like, node) for node in pair] or (None, None)
-    return Sum(residual, branch, None, (whole, total)) if residual and branch else None
+    nodes = (whole, total) if branch and residual else ()
+    return tensors._replace(input=branch, residual=residual), nodes
 
 
-def _as(like: Tensor, node: object) -> Node | None:
+def _as(like: Tensor, node: Any) -> Node | None:
     """A term of a sum, or what it is an exact cast of, if one of them is as `like`."""
-    if not isinstance(node, Node):
-        return None
     return next((n for n in (node, before_exact_casts(node)) if alike(value_of(n), like)), None)
-
-
-def _keeps_dtype(node: Node) -> bool:
-    source = cast_input(node)
-    return source is not None and value_of(source).dtype == value_of(node).dtype
-
-
-def _with(found: Sum, tensors: Tensors) -> Tensors:
-    gate = {} if found.gate is None else {"gate": found.gate}
-    return tensors._replace(input=found.branch, residual=found.residual, **gate)
 
 
 def _alike(tensors: Tensors, x: Node) -> Tensors:
@@ -246,53 +241,33 @@ def _alike(tensors: Tensors, x: Node) -> Tensors:
     return tensors._replace(**new)
 
 
-def _moved(norm: Norm, tensors: Tensors, outputs: dict[str, Node]) -> str | None:
-    """Why the op would give a DTensor other placements than the node that it replaces, or None.
-
-    The nodes after it were traced for the old placements.
-    """
-    given: list[Any] = [value_of(node) for node in tensors]
-    there = [is_distributed(t) for t in given if t is not None]
-    if not any(there):
-        return None
-    if not all(there):
-        return "some of its tensors are DTensors, and others are not"
-    order, values = norm.order, Tensors(*given)
-    values = values._replace(input=values.input.permute(order))
-    if values.gate is not None and values.scale is None:
-        values = values._replace(gate=values.gate.permute(order))
-    results: dict[str, Any] = calls.norm_values(values, norm.options, norm.eps, _saves(norm))
-    results["output"] = results["output"].permute(_inverse(order))
-    for name, node in outputs.items():
-        before: Any = value_of(node)
-        now, then = results[name].placements, before.placements
-        if now != then:
-            return f"{node.name} has the placements {then}, and would have {now}"
-    return None
-
-
 def _result(call: Node, name: str, old: Node, x: Node, order: list[int] | None = None) -> Node:
     """One result of an op, in the shape, dtype and layout of the node `old` that it replaces.
 
-    order: the order of x's dimensions in which the op was called.
+    order: the order of x's dimensions in which the op was called. Raises Left if a DTensor would
+    have other placements: the nodes after it were traced for the old ones.
     """
-    node, wanted = result_of(call, name, old), value_of(old)
-    if order is not None and name == "output":
-        node = _permuted(node, _inverse(order))
+    node: Node = result_of(call, name, old)
+    wanted: Any = value_of(old)
+    if order is not None:
+        node = _permuted(node, [order.index(dim) for dim in range(len(order))])
     if value_of(node).dim() != wanted.dim():  # mean and rstd have the rows' sizes, aten's x's rank
         node = _viewed(node, wanted.shape, x)
     node = _cast(node, wanted.dtype)
+    made: Any = value_of(node)
+    if is_distributed(wanted) and made.placements != wanted.placements:
+        places = f"{wanted.placements}, and would have {made.placements}"
+        raise Left(f"{old.name} has the placements {places}")
     node.meta = dict(old.meta)
     return node
 
 
-def _inverse(order: list[int]) -> list[int]:
-    return [order.index(dim) for dim in range(len(order))]
-
-
 def _viewed(node: Node, shape: Sequence[int | SymInt], x: Node) -> Node:
     """A view of a node. A symbolic size of the shape is that of x in the same dimension."""
-    sizes = [_size_of(x, i, size) for i, size in enumerate(shape)]
+    sizes = [
+        size if isinstance(size, int) else derived(ATEN.sym_size.int, (x, i), size, x)
+        for i, size in enumerate(shape)
+    ]
     return derived(ATEN.view.default, (node, sizes), value_of(node).view(shape), node)
 
 
@@ -307,12 +282,6 @@ def _permuted(node: Node | None, order: list[int]) -> Node | None:
     if node is None or order == sorted(order):
         return node
     return derived(ATEN.permute.default, (node, order), value_of(node).permute(order), node)
-
-
-def _size_of(x: Node, dim: int, size: int | SymInt) -> int | Node:
-    if isinstance(size, int):
-        return size
-    return derived(ATEN.sym_size.int, (x, dim), size, x)
 
 
 def _rows(statistic: Node, norm: Gradient) -> Node:

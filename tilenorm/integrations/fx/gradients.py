@@ -5,13 +5,11 @@ dx + other           ->  the op's grad_sum: dx + other is rounded once
 readers of y         ->  the op's output: y is written again and need not be saved
 """
 
-import operator
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
@@ -260,9 +258,7 @@ def _reads(norm: Call, backward: set[Node]) -> tuple[list[Read], Node | None]:
 def _is_saved(node: Node) -> bool:
     """Whether a node's result is saved for the backward pass, or made by no op of PyTorch's."""
     name = name_of(node)
-    if name is None or not isinstance(node.target, OpOverload):
-        return node.target is not operator.getitem
-    return name in SAVED or name.startswith(ATTENTION)
+    return name is None or name in SAVED or name.startswith(ATTENTION)
 
 
 def _later(call: Call, readers: set[Node]) -> list[Node]:

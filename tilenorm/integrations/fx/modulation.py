@@ -19,7 +19,7 @@ from .nodes import (
     cast_input,
     constant_of,
     in_turn,
-    index_of,
+    item_of,
     name_of,
     operands_of,
     value_of,
@@ -57,29 +57,20 @@ def operand(node: object, x: Tensor, dims: int, groups: Sizes | None = None) -> 
     return None if groups is not None and not same_sizes(found, groups) else _source(node, x, dims)
 
 
-def one_plus(node: Node) -> tuple[Node, bool] | None:
-    """What a factor adds to 1, and whether it rounds the sum to 16 bits; None for other factors."""
-    rounds = False
-    while True:
-        rounds = rounds or value_of(node) is None or value_of(node).dtype in DTYPES_16_BIT
-        for scale, one in in_turn(operands_of("add", node)):
-            if isinstance(scale, Node) and constant_of(one) == 1:
-                return scale, rounds
-        source = _viewed(node) or cast_input(node)
-        if source is None:
-            return None
-        node = source
-
-
 def scale_of(node: Node, x: Tensor, dims: int) -> tuple[Node, bool, str | None] | None:
-    """The scale of a factor 1 + scale, whether it is rounded, and why no op takes it, or None.
-
-    Returns None for other factors.
+    """The scale of a factor 1 + scale, whether the factor is rounded to 16 bits, and why no op
+    takes the scale, or None. Returns None for other factors.
     """
-    found = one_plus(node)
-    if found is None:
-        return None
-    scale, rounds = found
+    scale, factor, rounds = None, node, False
+    while scale is None:
+        value = value_of(factor)
+        rounds = rounds or value is None or value.dtype in DTYPES_16_BIT
+        pairs = in_turn(operands_of("add", factor))
+        scale = next((a for a, b in pairs if isinstance(a, Node) and constant_of(b) == 1), None)
+        source = _viewed(factor) or cast_input(factor)
+        if scale is None and source is None:
+            return None
+        factor = source
     groups = groups_of(scale, x, dims)
     if groups is None or operand(node, x, dims, groups) is None:
         value = value_of(node)
@@ -103,7 +94,7 @@ def _viewed(node: Node) -> Node | None:
     source: Any = argument_of(node)
     if name_of(node) not in VIEWS or value_of(source) is None or value_of(node) is None:
         return None
-    index = index_of(node) if name_of(node) == "getitem" else ()
+    index = item_of(node)[1] if name_of(node) == "getitem" else ()
     parts = index if isinstance(index, tuple | list) else (index,)
     if not all(part is None or part is ... or isinstance(part, slice) for part in parts):
         return None

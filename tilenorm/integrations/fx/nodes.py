@@ -111,13 +111,8 @@ def value_of(node: object) -> Tensor | None:
     """
     value = values_of(node) if isinstance(node, Node) else None
     plain = isinstance(value, FakeTensor) or type(value) in (Tensor, torch.nn.Parameter)
-    if (
-        not (plain or is_distributed(value))
-        or value.layout != torch.strided
-        or is_functorch_wrapped_tensor(value)
-    ):
-        return None
-    return value
+    strided = (plain or is_distributed(value)) and value.layout == torch.strided
+    return value if strided and not is_functorch_wrapped_tensor(value) else None
 
 
 def number_of(value: object) -> float | None:
@@ -173,18 +168,12 @@ def is_recomputed(node: Node) -> bool:
     return "recompute" in node.meta or "ac_graph_id" in node.meta
 
 
-def item_of(node: Node) -> tuple[Node | None, int | None]:
-    """The tuple that a node reads a result of, and the result's index; None for other nodes."""
+def item_of(node: Node) -> tuple[Node | None, Any]:
+    """What a node reads a result or a part of, and the index; None for other nodes."""
     if node.target is not operator.getitem or len(node.args) != 2:
         return None, None
-    source, place = node.args
-    return (source, place) if isinstance(source, Node) else (None, None)
-
-
-def index_of(node: Node) -> Any:
-    """The index of a node that reads a part of a tensor; 0 for other nodes."""
-    is_item = node.target is operator.getitem and len(node.args) == 2
-    return node.args[1] if is_item else 0
+    source, index = node.args
+    return (source, index) if isinstance(source, Node) else (None, None)
 
 
 def erase(node: Node) -> None:

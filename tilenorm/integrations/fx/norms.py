@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from ...ops.arguments import default_eps
 from ...ops.registry import DTYPES
 from ...spec import Options
-from .calls import Tensors, check_served, spec_of
+from .calls import Tensors, arguments_of, check_served
 from .nodes import Left, bind, item_of, name_of, number_of, value_of, values_of
 
 PARAMETER_DTYPES = tuple(getattr(torch, name) for name in DTYPES)
@@ -208,7 +208,7 @@ def check_tensors(nodes: Tensors, dims: int, options: Options) -> None:
         elif name in affine and not (parameter_fits(tensor, x, dims) and tensor.device == x.device):
             of = f"{tensor.dtype} of shape {list(tensor.shape)} on {tensor.device}"
             raise Left(f"its {name} is {of}, which does not fit the input")
-    check_served(spec_of(options, Tensors(**tensors)), x)
+    check_served(*arguments_of(nodes, options))
 
 
 def statistic_shape(x: Tensor, dims: int) -> tuple[int | SymInt, ...]:

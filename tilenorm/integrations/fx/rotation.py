@@ -7,6 +7,7 @@ cos and sin have a row for each token, with a size of 1 for the heads.
 """
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
@@ -21,7 +22,7 @@ from .nodes import (
     cast_input,
     constant_of,
     in_turn,
-    index_of,
+    item_of,
     name_of,
     only_user,
     operands_of,
@@ -31,7 +32,8 @@ from .nodes import (
 from .norms import PARAMETER_DTYPES, Norm, Rotation, check_tensors, known, same_sizes
 
 # Between a norm and its rotation: a dimension of heads, and heads in front of tokens.
-VIEWS = ("view", "reshape", "_unsafe_view", "transpose", "permute", "swapaxes", "swapdims")
+SWAPS = ("transpose", "permute", "swapaxes", "swapdims")
+VIEWS = ("view", "reshape", "_unsafe_view", *SWAPS)
 SWAPPED = "its heads and tokens are neither in order nor swapped"
 
 
@@ -77,44 +79,36 @@ def _rotate_half(node: object, q: Node) -> tuple[Node, ...]:
     """The nodes that compute cat(−q[…, D/2:], q[…, :D/2]), or ()."""
     if not isinstance(node, Node) or name_of(node) not in ("cat", "concat", "concatenate"):
         return ()
-    parts, size = argument_of(node), known(q).shape[-1]
+    parts, size = argument_of(node), constant_of(known(q).shape[-1])
     dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
-    if not isinstance(parts, tuple | list) or dim not in (-1, known(q).dim() - 1):
+    if not isinstance(parts, tuple | list) or size is None or dim not in (-1, known(q).dim() - 1):
         return ()
     match parts:
         case [Node() as negative, Node() as first] if name_of(negative) == "neg":
-            second: Any = argument_of(negative)
-            half = size // 2
-            if _columns(second) == (q, half, size) and _columns(first) == (q, 0, half):
+            second, half = argument_of(negative), size // 2
+            if _is_slice(second, q, half, size) and _is_slice(first, q, 0, half):
                 return node, negative, second, first
     return ()
 
 
-def _columns(node: object) -> tuple[Node, int, int] | None:
-    """The source of a slice of the last dimension, and its first and its last column, plus 1."""
-    source, value = argument_of(node) if isinstance(node, Node) else None, value_of(node)
-    if not isinstance(node, Node) or not isinstance(source, Node) or value is None:
-        return None
+def _is_slice(node: object, q: Node, first: float, last: float) -> bool:
+    """Whether a node is q[..., first:last]."""
+    value, size = value_of(node), known(q).shape[-1]
+    if not isinstance(node, Node) or value is None or argument_of(node) is not q:
+        return False
     if name_of(node) == "slice":
         args = bind(node)
-        last = args["dim"] in (-1, value.dim() - 1)
-        index = slice(args["start"], None, args["step"]) if last else None
-    elif isinstance(parts := index_of(node), tuple) and parts:
-        *before, index = parts
-        full = ... in before or len(before) == value.dim() - 1
-        only = all(part in (..., slice(None)) for part in before)
-        index = index if full and only else None
+        before, index = [...], slice(args["start"], None, args["step"])
+        is_last = args["dim"] in (-1, value.dim() - 1)
     else:
-        return None
-    if not isinstance(index, slice) or constant_of(index.step or 1) != 1:
-        return None
-    start = constant_of(index.start or 0)
-    width = constant_of(value.shape[-1])
-    whole = value_of(source)
-    if start is None or width is None or whole is None or whole.dim() != value.dim():
-        return None
-    first = int(start) if start >= 0 else int(start) + int(whole.shape[-1])
-    return source, first, first + int(width)
+        parts = item_of(node)[1]
+        *before, index = parts if isinstance(parts, tuple) and parts else (None,)
+        is_last = ... in before or len(before) == value.dim() - 1
+    whole = is_last and all(part in (..., slice(None)) for part in before)
+    if not whole or not isinstance(index, slice) or constant_of(index.step or 1) != 1:
+        return False
+    start, width = constant_of(index.start or 0), constant_of(value.shape[-1])
+    return start in (first, first - size) and width == last - first
 
 
 def _with_rotation(norm: Norm, path: list[Node], end: Node, cos: Node, sin: Node, nodes) -> Norm:
@@ -128,7 +122,7 @@ def _with_rotation(norm: Norm, path: list[Node], end: Node, cos: Node, sin: Node
         raise Left("its weight is by heads")
     if (cast := only_user(end)) is not None and cast_input(cast) is end:
         last = cast if known(end).dtype != x.dtype else end
-    swapped = _swapped(x, path)
+    swapped = _swapped(path)
     heads = _heads(known(q), known(cos), known(sin))
     if heads != 1 if swapped else heads == 1 and x.dim() == 3:
         raise Left(SWAPPED)
@@ -152,34 +146,29 @@ def _with_rotation(norm: Norm, path: list[Node], end: Node, cos: Node, sin: Node
     return replace(norm, rotation=rotation, **how)
 
 
-def _swapped(x: Tensor, path: list[Node]) -> bool:
+def _swapped(path: list[Node]) -> bool:
     """Whether the views from a norm's output to q swap heads and tokens. They may also give heads
     a dimension.
     """
-    swapped, shape = False, x.shape
-    for node in path[1:]:
-        value = known(node)
-        if value.dim() == 4 and len(shape) == 3 and same_sizes(value.shape[:2], shape[:2]):
-            pass
-        elif value.dim() == 4 == len(shape) and _swaps(node) and not swapped:
-            swapped = True
-        else:
+    swapped = False
+    for source, node in pairwise(path):
+        before, value = known(source), known(node)
+        if value.dim() == 4 and before.dim() == 3 and same_sizes(value.shape[:2], before.shape[:2]):
+            continue
+        if swapped or name_of(node) not in SWAPS or not _is_swapped(value, before):
             raise Left(SWAPPED)
-        shape = value.shape
-    if len(shape) != 4:
+        swapped = True
+    if known(path[-1]).dim() != 4:
         raise Left("it has no dimensions of samples, heads and tokens")
     return swapped
 
 
-def _swaps(node: Node) -> bool:
-    """Whether a node swaps the second and the third of four dimensions."""
-    if name_of(node) == "permute":
-        order: Any = node.args[1] if len(node.args) == 2 else node.args[1:]
-        named = isinstance(order, tuple | list) and all(isinstance(d, int) for d in order)
-        return named and [d % 4 for d in order] == [0, 2, 1, 3]
-    dims = (*node.args[1:], *node.kwargs.values())
-    named = name_of(node) in ("transpose", "swapaxes", "swapdims")
-    return named and sorted(d % 4 for d in dims if isinstance(d, int)) == [1, 2]
+def _is_swapped(value: Tensor, before: Tensor) -> bool:
+    """Whether a permutation of dimensions swaps the second and the third one of four."""
+    if before.dim() != 4:
+        return False
+    swap = before.transpose(1, 2)
+    return same_sizes(value.shape, swap.shape) and same_sizes(value.stride(), swap.stride())
 
 
 def _heads(q: Tensor, *tables: Tensor) -> int:

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from torch import SymInt
 from torch.fx import Node
 
 from .modulation import groups_of, operand, scale_of
@@ -106,8 +105,7 @@ class Term:
     def stage(self) -> str:
         """What was done to the normalised row last: x_hat or the name of one of the nodes."""
         names = ("gate", "mod_shift", "mod_scale", "bias", "weight")
-        done = {name: getattr(self, name) for name in names}
-        return next((stage for stage, node in done.items() if node is not None), "x_hat")
+        return next((name for name in names if getattr(self, name) is not None), "x_hat")
 
     @property
     def is_sum(self) -> bool:
@@ -201,9 +199,8 @@ def _gated(reader: "Reader", term: Term, node: Node) -> Term:
     """The term times silu(z) or sigmoid(z), for a z of x's shape, if float32 computes them."""
     z, activation, nodes = _activation(node) if only_user(node) else (None, "", ())
     value = value_of(z)
-    if value is None or not same_sizes(value.shape, reader.value.shape):
-        return NOTHING
-    if not all(map(_is_float32, nodes)):
+    fits = value is not None and same_sizes(value.shape, reader.value.shape)
+    if not fits or not all(map(_is_float32, nodes)):
         return NOTHING
     return replace(term, gate=before_exact_casts(z), activation=activation)
 
@@ -346,11 +343,6 @@ class Reader:
         self._depth = 0
 
     @property
-    def rows(self) -> tuple[int | SymInt, ...]:
-        """The shape of the rows' numbers, with the normalised dimensions as ones."""
-        return statistic_shape(self.value, self.dims)
-
-    @property
     def count(self) -> int:
         """The number of elements that are normalised together."""
         return hidden_of(self.value, self.dims)
@@ -378,7 +370,7 @@ class Reader:
 
     def fits_rows(self, node: Node) -> bool:
         """Whether a node has one number for each row, at its row's place beside x."""
-        return same_sizes(known(node).shape, self.rows)
+        return same_sizes(known(node).shape, statistic_shape(self.value, self.dims))
 
     def computes(self, node: Node) -> bool:
         """Whether a node computes a term of x. A cast of x, a parameter or a gate does not."""
