@@ -51,7 +51,7 @@ def maxima(X, Y):
 
 @ct.kernel
 def ceiling_of_quarters(X, Y):
-    ct.store(Y, 0, ct.cdiv(ct.load(X, 0, (2,)), ct.full((2,), 4, ct.uint32)))
+    ct.store(Y, 0, ct.cdiv(ct.load(X, 0, (2,)), ct.full((2,), 4, ct.uint8)))
 
 
 @ct.kernel
@@ -82,7 +82,7 @@ def doubled(X, Z, Y):
 ONES, ZEROS = torch.ones(12), torch.zeros(8)
 SHORT = torch.tensor([1.0078125, 3.140625, 0.3, 77.0], dtype=torch.bfloat16)
 WRAPPED = torch.tensor([1 << 16] * 4, dtype=torch.int32)
-EIGHT = torch.tensor([8, 9], dtype=torch.uint32)
+EIGHT = torch.tensor([8, 9], dtype=torch.uint8)
 # A kernel, its blocks, its inputs, the memory and the extent of its output, constants, the result.
 RESULTS = {
     # A fused operation would give other numbers.
