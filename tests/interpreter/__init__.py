@@ -8,7 +8,6 @@ from .errors import (
     AliasError,
     InterpreterError,
     OutOfBoundsError,
-    PollingError,
     RaceError,
     StateError,
 )
@@ -19,7 +18,6 @@ __all__ = [
     "AliasError",
     "InterpreterError",
     "OutOfBoundsError",
-    "PollingError",
     "RaceError",
     "StateError",
     "Tile",

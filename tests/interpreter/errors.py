@@ -17,9 +17,5 @@ class OutOfBoundsError(InterpreterError):
     """An unchecked access is outside its array, or a whole tile is."""
 
 
-class PollingError(InterpreterError):
-    """A block waits for another block. Blocks run one after another here, so it would never end."""
-
-
 class StateError(InterpreterError):
     """PyTorch has yet to do something to an argument: its memory does not hold its values."""

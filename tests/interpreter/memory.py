@@ -6,12 +6,9 @@ import cuda.tile as ct
 import torch
 
 from . import dtypes
-from .errors import AliasError, PollingError, RaceError
+from .errors import AliasError, RaceError
 from .tile import scalar
 
-POLL_LIMIT = 10_000
-# An atomic over at most this many elements may be a flag for which a block waits.
-FLAG_ELEMENTS = 16
 NO_BLOCK, SEVERAL_BLOCKS = -1, -2
 INT32_MAX = (1 << 31) - 1
 
@@ -66,19 +63,6 @@ class Blocks:
 
     count: int = 1
     current: int = 0
-    _last_poll: tuple = ()
-    _polls: int = 0
-
-    def poll(self, *observed) -> None:
-        """Count repeated atomic reads of one value. Too many mean that the block waits."""
-        key = (self.current, *observed)
-        self._polls = self._polls + 1 if key == self._last_poll else 0
-        self._last_poll = key
-        if self._polls > POLL_LIMIT:
-            raise PollingError(
-                f"block {self.current} read the same flag {POLL_LIMIT} times: it waits for another"
-                " block, but the interpreter runs blocks one after another"
-            )
 
 
 class Buffer:
@@ -128,8 +112,6 @@ class Buffer:
         else:
             old = region.read(self.flat)
             region.write(self.flat, function(old, values))
-        if old.numel() <= FLAG_ELEMENTS:
-            self.blocks.poll(id(self), *offsets.flatten().tolist(), *old.flatten().tolist())
         return old
 
     def _check_aliases(self) -> None:
