@@ -21,7 +21,7 @@ from tilenorm.launch.calls import every_gradient
 from tilenorm.launch.driver import Argument, Prepared, arguments_of, repeating
 from tilenorm.launch.target import Target
 from tilenorm.spec import NormSpec, Quantization
-from tilenorm.tools.cubin import _sections
+from tilenorm.tools.cubin import attributes, sections
 from tilenorm.tools.signature import signature
 
 TARGET, CAPABILITY = Target.of("sm_90"), (9, 0)
@@ -41,17 +41,9 @@ PARAMETER = 0x17  # EIATTR_KPARAM_INFO: index, (ordinal, offset), and in 14 bits
 
 def taken(cubin: bytes) -> list[int]:
     """The sizes of the arguments that a compiled kernel takes."""
-    [info] = [data for name, _, data in _sections(cubin) if name.startswith(".nv.info.")]
-    sizes, at = {}, 0
-    while at < len(info):
-        kind, attribute, size = struct.unpack_from("<BBH", info, at)
-        at += 4
-        if kind == 4:
-            if attribute == PARAMETER:
-                _, place, flags = struct.unpack_from("<IIxxH", info, at)
-                sizes[place & 0xFFFF] = flags >> 2
-            at += size
-    return [sizes[place] for place in sorted(sizes)]
+    [info] = [data for name, _, data in sections(cubin) if name.startswith(".nv.info.")]
+    found = [struct.unpack("<4xIxxH", data) for kind, data in attributes(info) if kind == PARAMETER]
+    return [flags >> 2 for _, flags in sorted(found, key=lambda each: each[0] & 0xFFFF)]
 
 
 def calls(spec):
