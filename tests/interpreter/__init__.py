@@ -4,13 +4,7 @@ It raises an InterpreterError where the result of a kernel on a GPU would be und
 tells what it emulates. Everything else imports this package, and none of its modules.
 """
 
-from .errors import (
-    AliasError,
-    InterpreterError,
-    OutOfBoundsError,
-    RaceError,
-    StateError,
-)
+from .errors import AliasError, InterpreterError, OutOfBoundsError, RaceError, StateError
 from .launching import launch
 from .tile import Tile
 

@@ -21,13 +21,7 @@ from cutile_cache._cache import cache_lookup
 from . import disk_cache
 from .calls import Launch
 from .config import Hints
-from .toolchain import (
-    CompileError,
-    ToolchainError,
-    compiler_problem,
-    make_folder,
-    toolkit_problem,
-)
+from .toolchain import CompileError, ToolchainError, compiler_problem, make_folder, toolkit_problem
 
 TIMEOUT = 120.0  # seconds of one run of the compiler. The slowest kernel takes 5.
 
