@@ -8,11 +8,8 @@ import torch
 from tests import cases
 from tests.executors import Inputs
 from tests.ops.helpers import slow
-from tests.oracle import Truth
-from tests.tolerance import assert_close
-from tilenorm.kernels.column_sum import column_sum
 from tilenorm.launch import calls
-from tilenorm.launch.calls import Launch, Needs, every_gradient
+from tilenorm.launch.calls import Needs, every_gradient
 from tilenorm.launch.plan import plan_forward
 from tilenorm.ops import cutile
 from tilenorm.spec import NormSpec
@@ -169,36 +166,6 @@ def test_the_slope_of_a_sigmoid_keeps_its_digits(executor):
     truth = inputs.truth(spec)["dgate"].value.to(executor.device)
     error = (executor.backward(spec, inputs)["dgate"] / truth - 1).abs()
     assert error.max() < 5e-6
-
-
-B, F = torch.bfloat16, torch.float32
-
-
-def summed(executor, partials, count, dtypes, tile_rows=32, tile=16):
-    """The kernel's outputs, one for each dtype. Unwritten elements are NaN."""
-    hidden = partials.shape[1]
-    make = {"device": executor.device}
-    outs = [torch.full((hidden,), torch.nan, dtype=dtype, **make) for dtype in dtypes]
-    grid = (-(-hidden // tile), len(outs))
-    launch = Launch(column_sum, grid, (), tuple, (count, tile_rows, tile, False))
-    executor.run()([launch], (partials, *outs), partials.get_device())
-    return outs
-
-
-@pytest.mark.parametrize("count", [1, 2, 31, 32, 33, 131, 264])
-@pytest.mark.parametrize("hidden", [1, 16, 37])
-@pytest.mark.parametrize(
-    "dtypes",
-    [(torch.float32,), (torch.bfloat16,), (torch.float16,), (torch.bfloat16, torch.float32)],
-    ids=str,
-)
-def test_one_sum_and_two_sums(executor, hidden, count, dtypes):
-    generator = torch.Generator().manual_seed(count)
-    partials = torch.randn(count * len(dtypes), hidden, generator=generator).to(executor.device)
-    outs = summed(executor, partials, count, dtypes)
-    for out, part in zip(outs, partials.split(count), strict=True):
-        truth = Truth(part.double().sum(0), part.double().abs().sum(0))
-        assert_close("sum", out, truth, part.sum(0).to(out.dtype))
 
 
 # Wider than the rows that cases.matrix gives the interpreter.
