@@ -11,7 +11,7 @@ import torch
 from . import dtypes
 from .dispatch import current, implements
 from .elementwise import compute
-from .errors import OutOfBoundsError
+from .errors import InterpreterError
 from .memory import Array, Scattered, indexable
 from .tile import Tile, as_int, as_tile, common_shape, operand
 
@@ -27,7 +27,7 @@ def _window(array: Array, index, shape):
         start = as_int(i) * n
         low, high = max(start, 0), min(start + n, extent)
         if low >= high:
-            raise OutOfBoundsError(
+            raise InterpreterError(
                 f"tile {tuple(map(as_int, index))} of shape {shape} lies outside"
                 f" '{array.buffer.name}' of shape {tuple(array.data.shape)}"
             )
@@ -84,7 +84,7 @@ def _elements(array: Array, indices, mask, check_bounds: bool):
         return offsets, inside if mask is None else inside & mask
     active = torch.ones_like(inside) if mask is None else mask
     if (active & ~inside).any():
-        raise OutOfBoundsError(f"unchecked access outside '{array.buffer.name}'")
+        raise InterpreterError(f"unchecked access outside '{array.buffer.name}'")
     return offsets, active
 
 

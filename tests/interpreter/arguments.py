@@ -4,7 +4,7 @@ import cuda.tile as ct
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from .errors import StateError
+from .errors import InterpreterError
 from .memory import Array, Blocks, Buffer, find_aliases
 from .tile import scalar
 
@@ -28,7 +28,7 @@ def bind(kernel: ct.kernel, args: tuple, blocks: Blocks) -> tuple:
 
     def array(tensor: torch.Tensor, name: str) -> Array:
         if (state := _unresolved(tensor)) is not None:
-            raise StateError(f"'{name}' is {state}: a kernel would read its memory as it is")
+            raise InterpreterError(f"'{name}' is {state}: a kernel would read its memory as it is")
         tensor = tensor.detach()
         buffer = Buffer(name, tensor, blocks)
         buffers.append((buffer, tensor))

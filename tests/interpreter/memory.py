@@ -6,7 +6,7 @@ import cuda.tile as ct
 import torch
 
 from . import dtypes
-from .errors import AliasError, RaceError
+from .errors import InterpreterError
 from .tile import scalar
 
 NO_BLOCK, SEVERAL_BLOCKS = -1, -2
@@ -87,7 +87,7 @@ class Buffer:
     def store(self, region, values: torch.Tensor) -> None:
         self._check_aliases()
         if region.has_duplicates():
-            raise RaceError(f"one store writes an element of '{self.name}' twice")
+            raise InterpreterError(f"one store writes an element of '{self.name}' twice")
         if self.blocks.count > 1:
             for access in ("write", "atomic", "read"):
                 self._check_race(region, access, "writes")
@@ -116,7 +116,7 @@ class Buffer:
 
     def _check_aliases(self) -> None:
         if self.aliases:
-            raise AliasError(f"'{self.name}' is written and overlaps '{self.aliases[0]}'")
+            raise InterpreterError(f"'{self.name}' is written and overlaps '{self.aliases[0]}'")
 
     def _record_access(self, region, access: str) -> None:
         last_blocks = self._last_blocks.get(access)
@@ -142,7 +142,7 @@ class Buffer:
         if foreign.numel():
             done = {"write": "wrote", "read": "read", "atomic": "updated"}[access]
             other = next((b for b in foreign.tolist() if b != SEVERAL_BLOCKS), "more than one")
-            raise RaceError(
+            raise InterpreterError(
                 f"block {self.blocks.current} {verb} an element of '{self.name}' that another"
                 f" block ({other}) {done}"
             )
