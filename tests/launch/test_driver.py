@@ -303,19 +303,18 @@ REPEATED = """
 import pathlib, pytest
 from tests import stand_in_compiler, stand_in_driver
 from tests.executors import backward_calls, forward_calls
-from tests.ops.helpers import slow
 from tests.launch.test_driver import SPECS, numbered
 from tilenorm.launch import driver, kernel
 from tilenorm.launch.calls import every_gradient
 from tilenorm.launch.target import Target
-from dataclasses import replace
+from tilenorm.tools.signature import signature
 stand_in_compiler.Compiler(pathlib.Path({folder!r}), pytest.MonkeyPatch())
 target, seen = Target.of("sm_90"), 0
 for name, spec in SPECS.items():
     if spec.quantized:  # NumPy's interface has no string for 8-bit floats
         continue
     spec = stand_in_driver.in_float16(spec)
-    for rows in (3, 1) if name == "layer" else (3,):  # an extent of 1 is a constant
+    for rows in (3, 16, 1) if name == "layer" else (3,):  # an extent of 1 is a constant
         calls = forward_calls(spec, target, rows, True)
         calls += backward_calls(spec, target, rows, every_gradient(spec))
         for call in calls:
@@ -327,6 +326,7 @@ for name, spec in SPECS.items():
             taking = [a.size for a in arguments]
             kernel.launch_kernel(0, call.grid, call.kernel, given, **how)  # with a compilation
             assert (repr(made), (9, 0)) in call.kernel._found, "it would be compiled twice"
+            assert signature(call.kernel, call.arguments).parameters == made.parameters
             expected = stand_in_driver.last_launch(
                 taking, lambda: kernel.launch_kernel(0, call.grid, call.kernel, given, **how)
             )
