@@ -1,8 +1,10 @@
 """Arrays and the buffers behind them: races between blocks, and overlap of arguments."""
 
 from dataclasses import dataclass
+from itertools import combinations
 
 import cuda.tile as ct
+import numpy as np
 import torch
 
 from . import dtypes
@@ -11,6 +13,7 @@ from .tile import scalar
 
 NO_BLOCK, SEVERAL_BLOCKS = -1, -2
 INT32_MAX = (1 << 31) - 1
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
 def indexable(values: torch.Tensor) -> torch.Tensor:
@@ -178,25 +181,8 @@ def _span(tensor: torch.Tensor) -> int:
 
 def find_aliases(buffers: list[tuple[Buffer, torch.Tensor]]) -> None:
     """Add to each buffer's aliases the names of the arguments that share an element with it."""
-    for i, (a, x) in enumerate(buffers):
-        for b, y in buffers[i + 1 :]:
-            if _overlap(x, y):
-                a.aliases.append(b.name)
-                b.aliases.append(a.name)
-
-
-def _overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
-    ends = [(t.data_ptr(), t.data_ptr() + _span(t) * t.element_size()) for t in (x, y)]
-    start, stop = min(e[0] for e in ends), max(e[1] for e in ends)
-    if max(e[0] for e in ends) >= min(e[1] for e in ends):
-        return False
-    # Column slices of one tensor have overlapping address ranges, but may share no byte. Mark the
-    # bytes of one tensor and look for the marks in the other.
-    marked = torch.zeros(stop - start, dtype=torch.bool)
-    views = []
-    for t in (x, y):
-        width = t.element_size()
-        stride = (*(s * width for s in t.stride()), 1)
-        views.append(marked.as_strided((*t.shape, width), stride, t.data_ptr() - start))
-    views[0].fill_(True)
-    return bool(views[1].any())
+    arrays = [(buffer, tensor.view(BITS[tensor.itemsize]).numpy()) for buffer, tensor in buffers]
+    for (a, x), (b, y) in combinations(arrays, 2):
+        if np.shares_memory(x, y):
+            a.aliases.append(b.name)
+            b.aliases.append(a.name)
