@@ -1,7 +1,7 @@
 """Draws cases and checks them until the time is up; exits with 1 if a check fails.
 
 python -m tests.sweep --seconds 900 --seed 7
-python -m tests.sweep --case 'rms hidden=64 dtype=float32 rows=5 seed=3' --check picked
+python -m tests.sweep --case "Case(spec=NormSpec('rms', 64, 'float32'), rows=5, seed=3)"
 """
 
 import argparse
