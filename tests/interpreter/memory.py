@@ -22,42 +22,17 @@ def indexable(values: torch.Tensor) -> torch.Tensor:
     return values.view(torch.uint8) if narrow else values
 
 
-@dataclass(frozen=True)
-class Strided:
-    """A strided window of a buffer. The offset counts elements from the buffer's base."""
-
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-    def _view(self, flat: torch.Tensor) -> torch.Tensor:
-        return flat.as_strided(self.size, self.stride, flat.storage_offset() + self.offset)
-
-    def read(self, flat: torch.Tensor) -> torch.Tensor:
-        return self._view(flat).clone()
-
-    def write(self, flat: torch.Tensor, values) -> None:
-        self._view(flat)[...] = values
-
-    def has_duplicates(self) -> bool:
-        return any(n > 1 and s == 0 for n, s in zip(self.size, self.stride, strict=True))
+def read(flat: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    return indexable(flat)[offsets].view(flat.dtype)
 
 
-@dataclass(frozen=True)
-class Scattered:
-    """Elements of a buffer, given by their offsets from the buffer's base."""
+def write(flat: torch.Tensor, offsets: torch.Tensor, values) -> None:
+    indexable(flat)[offsets] = indexable(torch.as_tensor(values, dtype=flat.dtype))
 
-    offsets: torch.Tensor
 
-    def read(self, flat: torch.Tensor) -> torch.Tensor:
-        return indexable(flat)[self.offsets].view(flat.dtype)
-
-    def write(self, flat: torch.Tensor, values) -> None:
-        indexable(flat)[self.offsets] = indexable(torch.as_tensor(values, dtype=flat.dtype))
-
-    def has_duplicates(self) -> bool:
-        flat = self.offsets.flatten()
-        return not bool((flat[1:] > flat[:-1]).all()) and flat.unique().numel() < flat.numel()
+def has_duplicates(offsets: torch.Tensor) -> bool:
+    flat = offsets.flatten()
+    return not bool((flat[1:] > flat[:-1]).all()) and flat.unique().numel() < flat.numel()
 
 
 @dataclass
@@ -69,33 +44,35 @@ class Blocks:
 
 
 class Buffer:
-    """The memory of one array argument, with the last block that accessed each element."""
+    """The memory of one array argument, with the last block that accessed each element.
+
+    Elements are given by their offsets from the argument's first one.
+    """
 
     def __init__(self, name: str, tensor: torch.Tensor, blocks: Blocks):
         self.name = name
         self.blocks = blocks
-        self.base = tensor.storage_offset()
         self.span = _span(tensor)
-        self.flat = tensor.as_strided((self.span,), (1,), self.base)
+        self.flat = tensor.as_strided((self.span,), (1,))
         self.aliases: list[str] = []
         self._last_blocks: dict[str, torch.Tensor] = {}
 
-    def load(self, region) -> torch.Tensor:
+    def load(self, offsets: torch.Tensor) -> torch.Tensor:
         if self.blocks.count > 1:
-            self._check_race(region, "write", "reads")
-            self._check_race(region, "atomic", "reads")
-            self._record_access(region, "read")
-        return region.read(self.flat)
+            self._check_race(offsets, "write", "reads")
+            self._check_race(offsets, "atomic", "reads")
+            self._record_access(offsets, "read")
+        return read(self.flat, offsets)
 
-    def store(self, region, values: torch.Tensor) -> None:
+    def store(self, offsets: torch.Tensor, values: torch.Tensor) -> None:
         self._check_aliases()
-        if region.has_duplicates():
+        if has_duplicates(offsets):
             raise InterpreterError(f"one store writes an element of '{self.name}' twice")
         if self.blocks.count > 1:
             for access in ("write", "atomic", "read"):
-                self._check_race(region, access, "writes")
-            self._record_access(region, "write")
-        region.write(self.flat, values)
+                self._check_race(offsets, access, "writes")
+            self._record_access(offsets, "write")
+        write(self.flat, offsets, values)
 
     def update(self, offsets: torch.Tensor, function, values) -> torch.Tensor:
         """Make each element function(element, value), in the order of the offsets.
@@ -103,25 +80,24 @@ class Buffer:
         Returns the old elements.
         """
         self._check_aliases()
-        region = Scattered(offsets)
         if self.blocks.count > 1:
-            self._check_race(region, "write", "updates")
-            self._record_access(region, "atomic")
-        if region.has_duplicates():
+            self._check_race(offsets, "write", "updates")
+            self._record_access(offsets, "atomic")
+        if has_duplicates(offsets):
             old = torch.empty(offsets.shape, dtype=self.flat.dtype)
             for i, offset in enumerate(offsets.tolist()):
                 old[i] = self.flat[offset]
                 self.flat[offset] = function(old[i], values[i])
         else:
-            old = region.read(self.flat)
-            region.write(self.flat, function(old, values))
+            old = read(self.flat, offsets)
+            write(self.flat, offsets, function(old, values))
         return old
 
     def _check_aliases(self) -> None:
         if self.aliases:
             raise InterpreterError(f"'{self.name}' is written and overlaps '{self.aliases[0]}'")
 
-    def _record_access(self, region, access: str) -> None:
+    def _record_access(self, offsets: torch.Tensor, access: str) -> None:
         last_blocks = self._last_blocks.get(access)
         if last_blocks is None:
             last_blocks = torch.full((self.span,), NO_BLOCK, dtype=torch.int32)
@@ -129,18 +105,18 @@ class Buffer:
         # Below PyTorch's dispatcher, what is stored has to have the dtype of where it is stored.
         current = torch.tensor(self.blocks.current, dtype=torch.int32)
         if access == "write":
-            region.write(last_blocks, current)
+            write(last_blocks, offsets, current)
             return
-        old = region.read(last_blocks)
+        old = read(last_blocks, offsets)
         shared = (old != NO_BLOCK) & (old != current)
         if shared.any():
             current = torch.where(shared, SEVERAL_BLOCKS, current).to(torch.int32)
-        region.write(last_blocks, current)
+        write(last_blocks, offsets, current)
 
-    def _check_race(self, region, access: str, verb: str) -> None:
+    def _check_race(self, offsets: torch.Tensor, access: str, verb: str) -> None:
         if access not in self._last_blocks:
             return
-        last_blocks = region.read(self._last_blocks[access])
+        last_blocks = read(self._last_blocks[access], offsets)
         foreign = last_blocks[(last_blocks != NO_BLOCK) & (last_blocks != self.blocks.current)]
         if foreign.numel():
             done = {"write": "wrote", "read": "read", "atomic": "updated"}[access]
@@ -164,11 +140,6 @@ class Array(ct.Array):
             if any(v > INT32_MAX for v in values):
                 raise OverflowError(f"{name} {tuple(values)} of '{buffer.name}' exceed int32")
             setattr(self, name, tuple(scalar(v, ct.int32) for v in values))
-
-    def window(self, data: torch.Tensor) -> Strided:
-        """The region of the buffer that `data`, a view of this array's tensor, covers."""
-        offset = data.storage_offset() - self.buffer.base
-        return Strided(tuple(data.shape), data.stride(), offset)
 
 
 def _span(tensor: torch.Tensor) -> int:
