@@ -30,7 +30,7 @@ def _window(array: Array, index, shape):
         if low >= high:
             raise InterpreterError(
                 f"tile {tuple(map(as_int, index))} of shape {shape} lies outside"
-                f" '{array.buffer.name}' of shape {tuple(array.data.shape)}"
+                f" '{array.name}' of shape {tuple(array.data.shape)}"
             )
         offsets = offsets[..., None] + torch.arange(low, high) * stride
         covered.append(slice(low - start, high - start))
@@ -51,7 +51,7 @@ def _load(array, index, shape, *, padding_mode=ct.PaddingMode.UNDETERMINED, allo
     shape = shape if isinstance(shape, tuple) else (shape,)
     full = shape or (1,) * array.ndim
     offsets, covered = _window(array, index, full)
-    values = array.buffer.load(offsets)
+    values = array.load(offsets)
     if offsets.shape != full:
         padded = _padding(padding_mode, array.dtype).repeat(full)
         padded[covered] = values
@@ -64,11 +64,11 @@ def _store(array, index, tile, *, allow_tma=None):
     data = operand(tile, array.dtype)
     shape = tuple(data.shape) or (1,) * array.ndim
     offsets, covered = _window(array, index, shape)
-    array.buffer.store(offsets, data.reshape(shape)[covered])
+    array.store(offsets, data.reshape(shape)[covered])
 
 
 def _elements(array: Array, indices, mask, check_bounds: bool):
-    """The indexed elements' offsets from the buffer's base, and a mask of those to access."""
+    """The indexed elements' offsets from the array's first one, and a mask of those to access."""
     indices = indices if isinstance(indices, tuple) else (indices,)
     tiles = list(map(as_tile, indices))
     shape = common_shape(*(t.shape for t in tiles))
@@ -85,7 +85,7 @@ def _elements(array: Array, indices, mask, check_bounds: bool):
         return offsets, inside if mask is None else inside & mask
     active = torch.ones_like(inside) if mask is None else mask
     if (active & ~inside).any():
-        raise InterpreterError(f"unchecked access outside '{array.buffer.name}'")
+        raise InterpreterError(f"unchecked access outside '{array.name}'")
     return offsets, active
 
 
@@ -94,9 +94,9 @@ def _gather(array, indices, *, mask=None, padding_value=0, check_bounds=True):
     offsets, active = _elements(array, indices, mask, check_bounds)
     values = operand(padding_value, array.dtype).expand(offsets.shape)
     if active.all():
-        return Tile(array.buffer.load(offsets), array.dtype)
+        return Tile(array.load(offsets), array.dtype)
     values = values.clone()
-    loaded = array.buffer.load(offsets[active])
+    loaded = array.load(offsets[active])
     indexable(values)[active] = indexable(loaded)
     return Tile(values, array.dtype)
 
@@ -106,7 +106,7 @@ def _scatter(array, indices, value, *, mask=None, check_bounds=True):
     offsets, active = _elements(array, indices, mask, check_bounds)
     values = operand(value, array.dtype).expand(offsets.shape)
     stored = indexable(values)[active].view(values.dtype)
-    array.buffer.store(offsets[active], stored)
+    array.store(offsets[active], stored)
 
 
 def _update(
@@ -127,7 +127,7 @@ def _update(
 
     values = operand(update, array.dtype).expand(offsets.shape)
     old = current().undefined(array.dtype).repeat(offsets.shape)
-    old[active] = array.buffer.update(offsets[active], apply, values[active])
+    old[active] = array.update(offsets[active], apply, values[active])
     return Tile(old, array.dtype)
 
 

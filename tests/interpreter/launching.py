@@ -38,10 +38,10 @@ def launch(grid, kernel, args, *, fill=float("nan"), order=None) -> None:
     """
     grid = _check_grid(grid)
     mode = Interpreter(grid, fill)
-    bound = arguments.bind(kernel, tuple(args), mode.blocks)
+    bound = arguments.bind(kernel, tuple(args), mode)
     with mode.as_current(), _tile_builtins(kernel._pyfunc):
         for index, block in _blocks(grid, order):
-            mode.block, mode.blocks.current = block, index
+            mode.block, mode.number = block, index
             kernel._pyfunc(*bound)
 
 

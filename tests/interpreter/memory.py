@@ -1,6 +1,5 @@
-"""Arrays and the buffers behind them: races between blocks, and overlap of arguments."""
+"""Arrays: races between blocks, and overlap of arguments."""
 
-from dataclasses import dataclass
 from itertools import combinations
 
 import cuda.tile as ct
@@ -35,30 +34,31 @@ def has_duplicates(offsets: torch.Tensor) -> bool:
     return not bool((flat[1:] > flat[:-1]).all()) and flat.unique().numel() < flat.numel()
 
 
-@dataclass
-class Blocks:
-    """The block that is running."""
+class Array(ct.Array):
+    """An array in global memory, with the last block that accessed each element.
 
-    count: int = 1
-    current: int = 0
-
-
-class Buffer:
-    """The memory of one array argument, with the last block that accessed each element.
-
-    Elements are given by their offsets from the argument's first one.
+    Elements are given by their offsets from the first one. launch: has the number of the block that
+    runs, and the count of blocks.
     """
 
-    def __init__(self, name: str, tensor: torch.Tensor, blocks: Blocks):
-        self.name = name
-        self.blocks = blocks
-        self.span = _span(tensor)
-        self.flat = tensor.as_strided((self.span,), (1,))
+    # These slots override ct.Array's properties, which work only in the compiler.
+    __slots__ = ("aliases", "data", "dtype", "flat", "last_blocks", "launch", "name", "ndim")
+    __slots__ += ("shape", "strides")
+
+    def __init__(self, name: str, data: torch.Tensor, launch):
+        self.name, self.data, self.ndim, self.launch = name, data, data.ndim, launch
+        self.dtype = dtypes.TILE_DTYPE[data.dtype]
+        for of, values in (("shape", data.shape), ("strides", data.stride())):
+            if any(v > INT32_MAX for v in values):
+                raise OverflowError(f"{of} {tuple(values)} of '{name}' exceed int32")
+            setattr(self, of, tuple(scalar(v, ct.int32) for v in values))
+        ends = [(n - 1) * s for n, s in zip(data.shape, data.stride(), strict=True)]
+        self.flat = data.as_strided((1 + sum(ends) if data.numel() else 0,), (1,))
         self.aliases: list[str] = []
-        self._last_blocks: dict[str, torch.Tensor] = {}
+        self.last_blocks: dict[str, torch.Tensor] = {}
 
     def load(self, offsets: torch.Tensor) -> torch.Tensor:
-        if self.blocks.count > 1:
+        if self.launch.count > 1:
             self._check_race(offsets, "write", "reads")
             self._check_race(offsets, "atomic", "reads")
             self._record_access(offsets, "read")
@@ -68,7 +68,7 @@ class Buffer:
         self._check_aliases()
         if has_duplicates(offsets):
             raise InterpreterError(f"one store writes an element of '{self.name}' twice")
-        if self.blocks.count > 1:
+        if self.launch.count > 1:
             for access in ("write", "atomic", "read"):
                 self._check_race(offsets, access, "writes")
             self._record_access(offsets, "write")
@@ -80,7 +80,7 @@ class Buffer:
         Returns the old elements.
         """
         self._check_aliases()
-        if self.blocks.count > 1:
+        if self.launch.count > 1:
             self._check_race(offsets, "write", "updates")
             self._record_access(offsets, "atomic")
         if has_duplicates(offsets):
@@ -98,12 +98,12 @@ class Buffer:
             raise InterpreterError(f"'{self.name}' is written and overlaps '{self.aliases[0]}'")
 
     def _record_access(self, offsets: torch.Tensor, access: str) -> None:
-        last_blocks = self._last_blocks.get(access)
+        last_blocks = self.last_blocks.get(access)
         if last_blocks is None:
-            last_blocks = torch.full((self.span,), NO_BLOCK, dtype=torch.int32)
-            self._last_blocks[access] = last_blocks
+            last_blocks = torch.full(self.flat.shape, NO_BLOCK, dtype=torch.int32)
+            self.last_blocks[access] = last_blocks
         # Below PyTorch's dispatcher, what is stored has to have the dtype of where it is stored.
-        current = torch.tensor(self.blocks.current, dtype=torch.int32)
+        current = torch.tensor(self.launch.number, dtype=torch.int32)
         if access == "write":
             write(last_blocks, offsets, current)
             return
@@ -114,46 +114,23 @@ class Buffer:
         write(last_blocks, offsets, current)
 
     def _check_race(self, offsets: torch.Tensor, access: str, verb: str) -> None:
-        if access not in self._last_blocks:
+        if access not in self.last_blocks:
             return
-        last_blocks = read(self._last_blocks[access], offsets)
-        foreign = last_blocks[(last_blocks != NO_BLOCK) & (last_blocks != self.blocks.current)]
+        last_blocks = read(self.last_blocks[access], offsets)
+        foreign = last_blocks[(last_blocks != NO_BLOCK) & (last_blocks != self.launch.number)]
         if foreign.numel():
             done = {"write": "wrote", "read": "read", "atomic": "updated"}[access]
             other = next((b for b in foreign.tolist() if b != SEVERAL_BLOCKS), "more than one")
             raise InterpreterError(
-                f"block {self.blocks.current} {verb} an element of '{self.name}' that another"
+                f"block {self.launch.number} {verb} an element of '{self.name}' that another"
                 f" block ({other}) {done}"
             )
 
 
-class Array(ct.Array):
-    """An array in global memory, over a buffer."""
-
-    # These slots override ct.Array's properties, which work only in the compiler.
-    __slots__ = ("buffer", "data", "dtype", "ndim", "shape", "strides")
-
-    def __init__(self, buffer: Buffer, data: torch.Tensor):
-        self.buffer, self.data, self.ndim = buffer, data, data.ndim
-        self.dtype = dtypes.TILE_DTYPE[data.dtype]
-        for name, values in (("shape", data.shape), ("strides", data.stride())):
-            if any(v > INT32_MAX for v in values):
-                raise OverflowError(f"{name} {tuple(values)} of '{buffer.name}' exceed int32")
-            setattr(self, name, tuple(scalar(v, ct.int32) for v in values))
-
-
-def _span(tensor: torch.Tensor) -> int:
-    """The number of elements from a tensor's first to its last element in memory."""
-    if not tensor.numel():
-        return 0
-    strides = zip(tensor.shape, tensor.stride(), strict=True)
-    return 1 + sum((n - 1) * s for n, s in strides)
-
-
-def find_aliases(buffers: list[tuple[Buffer, torch.Tensor]]) -> None:
-    """Add to each buffer's aliases the names of the arguments that share an element with it."""
-    arrays = [(buffer, tensor.view(BITS[tensor.itemsize]).numpy()) for buffer, tensor in buffers]
-    for (a, x), (b, y) in combinations(arrays, 2):
+def find_aliases(arrays: list[Array]) -> None:
+    """Add to each array's aliases the names of those that share an element with it."""
+    views = [array.data.view(BITS[array.data.itemsize]).numpy() for array in arrays]
+    for (a, x), (b, y) in combinations(zip(arrays, views, strict=True), 2):
         if np.shares_memory(x, y):
             a.aliases.append(b.name)
             b.aliases.append(a.name)
