@@ -135,10 +135,6 @@ class ForwardPlan(Tiling):
         return not self.ordered and self.config.rows == 1
 
     @cached_property
-    def _kernel(self) -> ct.kernel:
-        return hinted(FORWARD[type(self.config)], self.hints)
-
-    @cached_property
     def _how(self) -> How:
         config = self.compiled
         match config:
@@ -173,12 +169,13 @@ class ForwardPlan(Tiling):
     def launches(self, rows: int, eps: float) -> list[Launch]:
         if self.fetches and not self.small and not self.queues(rows):
             return self._small_variant.launches(rows, eps)
+        kernel = hinted(FORWARD[type(self.config)], self.hints)
         after = (eps, rows, *map(constants, (self.norm, self.cut, self._how)))
         return [
             *self._clear(_FORWARD_SLOTS, rows),
             *(
                 # cuTile takes plain tuples alone. Of one of those this is the tuple itself.
-                Launch(self._kernel, grid, start, tuple, after, self._starts_early)
+                Launch(kernel, grid, start, tuple, after, self._starts_early)
                 for grid, start in self._grids(rows)
             ),
         ]
@@ -243,18 +240,15 @@ class BackwardPlan(Tiling):
     def _sum_width(self) -> int:
         return self.spec.hidden * (self.spec.heads or 1)
 
-    @cached_property
-    def _kernel(self) -> ct.kernel:
-        return hinted(self.function, self.config.hints)
-
     @remembered
     def launches(self, rows: int, _eps: float = 0.0) -> list[Launch]:
         """_eps: is not read, because the saved rstd holds it."""
         config, blocks = self.config, self.blocks(rows)
+        kernel = hinted(self.function, config.hints)
         how = How(config.packed, config.tma, config.store, REREAD=config.reread, **self._sharing)
         groups = map(constants, (self.norm, self.cut, how))
         grid, after = (blocks * self.chunks,), (rows, *groups, self.needs.dw, self.needs.db)
-        main = Launch(self._kernel, grid, (), MAIN_ARRAYS, after, self._starts_early)
+        main = Launch(kernel, grid, (), MAIN_ARRAYS, after, self._starts_early)
         return [*self._clear(_BACKWARD_SLOTS, rows), main, *self._sums(blocks)]
 
     def _sums(self, blocks: int) -> list[Launch]:
@@ -307,7 +301,8 @@ class GroupedPlan(BackwardPlan):
     def launches(self, rows: int, _eps: float, groups: int) -> list[Launch]:
         blocks, sums = self.blocks(rows, groups), constants(self.sums(groups))
         norm, cut, how = map(constants, (self.norm, self.cut, How()))
-        main = Launch(self._kernel, (blocks,), (), MAIN_ARRAYS, (rows, norm, cut, how, sums))
+        kernel, after = hinted(self.function, self.config.hints), (rows, norm, cut, how, sums)
+        main = Launch(kernel, (blocks,), (), MAIN_ARRAYS, after)
         found = [main, *self._sums(blocks)]
         if any(self.needs.modulation) and not self.sums(groups).WHOLE:
             config = heuristics.column_sum(self._sum_width)
