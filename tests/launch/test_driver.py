@@ -6,7 +6,7 @@ A call that repeats an earlier one gives the driver the arguments that cuTile wo
 import ctypes
 import importlib.util
 import struct
-import threading
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +16,7 @@ from cuda.tile._cext import default_tile_context
 from tests import stand_in_driver
 from tests.executors import backward_calls, forward_calls
 from tests.ops.helpers import slow
+from tests.ops.test_concurrency import at_once
 from tilenorm.launch import driver, toolchain
 from tilenorm.launch.calls import every_gradient
 from tilenorm.launch.driver import Argument, Prepared, arguments_of, repeating
@@ -58,9 +59,10 @@ def test_compiled_kernels_take_arguments_of_these_sizes(name):
     for call in calls(SPECS[name]):
         made = signature(call.kernel, call.arguments)
         cubin, *_ = call.kernel._compile(made, default_tile_context, CAPABILITY)
-        found = list(arguments_of(made, call.arguments, numbered(call.arguments, [])))
+        places = numbered(call.arguments, tensors := [])
+        found = list(arguments_of(made, call.arguments, places))
         assert [a.size for a in found] == taken(cubin)
-        assert len({a.place for a in found} - {None}) == len(tensors_of(call.arguments))
+        assert len({a.place for a in found} - {None}) == len(tensors)
 
 
 def numbered(value, tensors: list):
@@ -71,11 +73,6 @@ def numbered(value, tensors: list):
         tensors.append(value)
         return len(tensors) - 1
     return value
-
-
-def tensors_of(arguments) -> list[torch.Tensor]:
-    numbered(arguments, found := [])
-    return found
 
 
 class Queue:
@@ -187,14 +184,9 @@ def test_calls_beside_each_other_have_arguments_of_their_own():
 
 
 def test_threads_at_once():
-    wrong, barrier = [], threading.Barrier(4)
-
     def work(number):
-        barrier.wait()
-        for i in range(300):
-            addresses = [number << 32 | i, 0, number << 32 | i]
-            if not repeat(number, addresses):
-                wrong.append((number, i))
+        each = ([number << 32 | i, 0, number << 32 | i] for i in range(300))
+        return all(repeat(number, addresses) for addresses in each)
 
     def compare(config, function, arguments, _):
         stream = driver._Config.from_address(config).stream
@@ -202,12 +194,7 @@ def test_threads_at_once():
         return ctypes.c_uint64.from_address(first).value >> 32 != stream
 
     repeat = repeating(compare, LAUNCHES, 3)
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(1, 5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    assert at_once([partial(work, number) for number in range(1, 5)]) == [True] * 4
 
 
 class Driver(SimpleNamespace):
@@ -347,12 +334,11 @@ def test_a_repeated_launch_gives_the_driver_what_cutile_gives_it(folder):
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("tilegym"), reason="TileGym is not installed")
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_tilegym(folder, when):
-    if when == "before":
-        check(folder, "import tilegym", "lambda: None")
-    else:
-        check(folder, "", "lambda: __import__('tilegym')")
+@pytest.mark.parametrize(
+    "before, after", [("import tilegym", "lambda: None"), ("", "lambda: __import__('tilegym')")]
+)
+def test_tilegym(folder, before, after):
+    check(folder, before, after)
 
 
 def test_no_driver(monkeypatch):
