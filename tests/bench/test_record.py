@@ -52,13 +52,6 @@ OTHER_LINES = (
 )
 
 
-def record_of(*lines) -> Record:
-    made = Record([RUN])
-    for line in lines:
-        made.add(line)
-    return made
-
-
 def cell(provider: str, us: float | None = None, **fields) -> Cell:
     return Cell(
         **{**SHAPE, **(TIMED if us else {"bytes": 1}), **fields}, provider=provider, median_us=us
@@ -67,7 +60,7 @@ def cell(provider: str, us: float | None = None, **fields) -> Cell:
 
 @pytest.fixture
 def record():
-    return record_of(
+    lines = (
         Copy("bfloat16", 1000, 1024, 4_000_000, 1.0, 0.0, 10, "graph"),
         cell("quack", m=10, n=131072, status="refused", error="ValueError: too wide"),
         cell("tilenorm", 2.0),
@@ -76,6 +69,10 @@ def record():
         Host("rms_norm", "bfloat16", 16, 1024, "tilenorm", 11.25, None, "OSError: no"),
         Host("rms_norm", "bfloat16", 16, 1024, "torch", 9.0, 70.0),
     )
+    made = Record([RUN])
+    for line in lines:
+        made.add(line)
+    return made
 
 
 def written(record):

@@ -116,17 +116,14 @@ UNSERVING = [
     ({"entries": [7]}, "entry 0"),
     ({"entries.0.mean": 3.0}, "entry 0: Entry has"),
     ({f"{CONFIG}form": "Cluster"}, "entry 0: 'Cluster'"),
-    ({f"{CONFIG}depth": 2}, "entry 0: Backward has"),
     ({f"{CONFIG}tma": 1}, "entry 0: Backward: tma is 1"),
     ({f"{CONFIG}widths": ["4096"]}, "entry 0"),
     ({f"{CONFIG}hints": None}, "entry 0"),
     ({f"{CONFIG}widths": [4096, 16]}, "do not fit a row of 4096"),
     ({f"{KEY}direction": "forward"}, "Backward does not serve the forward pass"),
-    ({f"{KEY}rows": 3}, "entry 0"),
     ({f"{KEY}terms": 5}, "takes 1 to 4 terms of dy"),
     ({f"{KEY}op": "modulated_rms_norm by float32", f"{CONFIG}widths": [2048]}, "do not share rows"),
     ({f"{KEY}terms": "2"}, "entry 0"),
-    ({f"{KEY}hidden": "4096"}, "entry 0"),
 ]
 
 
