@@ -60,7 +60,7 @@ def cell(provider: str, us: float | None = None, **fields) -> Cell:
 
 @pytest.fixture
 def record():
-    lines = (
+    lines = [
         Copy("bfloat16", 1000, 1024, 4_000_000, 1.0, 0.0, 10, "graph"),
         cell("quack", m=10, n=131072, status="refused", error="ValueError: too wide"),
         cell("tilenorm", 2.0),
@@ -68,11 +68,8 @@ def record():
         cell("quack", 1.6),
         Host("rms_norm", "bfloat16", 16, 1024, "tilenorm", 11.25, None, "OSError: no"),
         Host("rms_norm", "bfloat16", 16, 1024, "torch", 9.0, 70.0),
-    )
-    made = Record([RUN])
-    for line in lines:
-        made.add(line)
-    return made
+    ]
+    return Record([RUN], lines)
 
 
 def written(record):
