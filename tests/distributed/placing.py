@@ -12,13 +12,18 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.profiler import ProfilerActivity, profile
 
 import tilenorm
+from tilenorm.spec import NormSpec
 
-from ..ops.helpers import Form, assert_step, expected_of, incoming_of, step, tensors_of
+from .. import oracle
+from ..ops.helpers import EPS, Form, incoming_of, step, tensors_of
+from ..tolerance import assert_close
 from .world import device, mesh
 
 warnings.simplefilter("ignore", tilenorm.ReferenceWarning)
 COLLECTIVES = ("_c10d_functional", "_dtensor")  # the namespaces of their operators
 SEND_NOTHING = ("wait_tensor", "_wrap_tensor_autograd")  # operators there that are none
+TRUTHS = {"output": "y", "sum": "sum", "input": "dx", "residual": "dresidual", "gate": "dgate"}
+TRUTHS |= {"weight": "dw", "bias": "db", "addend": "dresidual"}  # the oracle's names of results
 PARAMETERS = ("weight", "bias")
 R, P = Replicate(), Partial()
 
@@ -89,26 +94,55 @@ class Case(NamedTuple):
         how = {"dims": self.dims, **self.options, **how}
         return counted(step, self.form, given, gradients, **how)
 
-    def compare(self, found: dict, expected: dict, incoming=None, exact=True) -> None:
+    def compare(self, found: dict, expected: dict, dsum=True, exact=True) -> None:
         """Assert that what DTensors give is what one process gives: bit for bit, but where ranks
         add up their parts of a parameter's gradient, which are within the budget. The gradient of a
         skip is that of the output, placed as that is.
 
-        incoming: as step takes them. exact: False has everything within the budget.
+        dsum: whether the sum had a gradient. exact: False has everything within the budget.
         """
         assert found.keys() == expected.keys()
-        offset = self.options.get("offset", 0.0)
-        truth = expected_of(self.form, self.tensors, incoming, self.dims, offset=offset)
         for name, result in found.items():
             partial = any(p.is_partial() for p in result.placements)
             assert not partial or name in (*PARAMETERS, "skip"), f"{name} has {result.placements}"
             whole, other = result.full_tensor(), expected[name]
             assert (whole.shape, whole.dtype) == (other.shape, other.dtype), name
             if name != "skip" and (partial or not exact):
-                own = {name: truth[name]._replace(peer=other)}
-                assert_step({name: whole}, truth | own, [name])
+                truth = self._truth(dsum)[TRUTHS[name]]
+                shaped = (t.reshape(truth.value.shape).cpu() for t in (whole, other))
+                assert_close(name, next(shaped), truth, next(shaped))
             else:
                 assert torch.equal(whole, other), f"{name} of {result.placements} has other bits"
+
+    def _truth(self, dsum: bool) -> dict:
+        tensors = {n: t.cpu() for n, t in self.tensors.items()}
+        x, weight = tensors["input"], tensors.get("weight", tensors.get("bias"))
+        hidden = x.shape[-self.dims :].numel()
+        heads = 1 if weight is None else weight.numel() // hidden
+        shape = (-1, heads, hidden) if heads > 1 else (-1, hidden)
+
+        def rows(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.reshape(shape)
+
+        def parameter(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.reshape(shape[1:])
+
+        given = [tensors.get(n) for n in ("input", "residual", "gate")]
+        dy, *others = incoming_of(tensors)
+        fields = {n: t for n, t in tensors.items() if n != "input"}
+        dtypes = {n: str(t.dtype).removeprefix("torch.") for n, t in fields.items()}
+        options = {**self.form.options, **self.options}
+        first = not options.pop("norm_before_gate", True)
+        dtype = str(x.dtype).removeprefix("torch.")
+        spec = NormSpec.of(
+            self.form.op, hidden, dtype, **dtypes, **options, gate_first=first,
+            heads=heads if heads > 1 else 0,
+        )  # fmt: skip
+        parameters = (parameter(tensors.get(n)) for n in PARAMETERS)
+        incoming = rows(dy), rows(others[0]) if others and dsum else None
+        neighbours = (rows(tensors.get(n)) for n in ("addend", "skip"))
+        given = oracle.Arguments(*map(rows, given), *parameters, *incoming, EPS, *neighbours)
+        return oracle.norm(spec, given)
 
 
 def case(form: Form, *shape: int, dims=1, parameter_shape=None, options=None, **made) -> Case:
