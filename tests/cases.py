@@ -49,6 +49,7 @@ EXECUTORS = (*INTERPRETERS, "gpu")
 DIRECTIONS = ("forward", "backward")
 GRADIENTS = ("dx", "dresidual", "dgate", "dw", "db")  # in the order of their tensors
 BY_GROUP = ("dscale", "dshift", "dmod_gate")  # behind them, of modulated rows
+OF_KEY = ("dkey", "dkey_weight")  # behind them, of heads that are rotated
 
 
 def config(direction: str, spec: NormSpec, target: Target):

@@ -1,4 +1,4 @@
-"""Draws specs. Every function takes a random.Random, so that a seed or hypothesis decides."""
+"""Draws specs. Every function takes a random.Random, so that a seed decides."""
 
 import math
 from random import Random

@@ -20,6 +20,7 @@ from . import cases, interpreter, oracle
 from .guarded import guarded
 
 EPS = 1e-6
+SUMS = ("dw", "db", "dkey_weight")
 WITH_ROWS = ("x", "residual", "gate", "dy", "dsum", "addend", "skip", "dropout_mask")  # of Inputs
 
 
@@ -136,10 +137,11 @@ class Executor:
         run = cutile.bind_backward(plan, spec.kept, self.run(**how))
         with guarded():
             tensors = run(inputs.dy, dsum, saved)
-        names = cases.GRADIENTS + (cases.BY_GROUP if spec.modulated else ())
+        names = cases.GRADIENTS + cases.BY_GROUP * spec.modulated
+        names += cases.OF_KEY * (spec.rotation is not None)
         grads = dict(zip(names, tensors, strict=True))
-        # The oracle has dw and db of all heads in one row.
-        grads |= {name: grads[name].reshape(-1) for name in ("dw", "db") if grads[name] is not None}
+        # The oracle has those of all heads in one row.
+        grads |= {n: t.reshape(-1) for n, t in grads.items() if n in SUMS and t is not None}
         return {name: t for name, t in grads.items() if t is not None}
 
     def rows_beyond_grid(self, spec: NormSpec, direction: str) -> int:

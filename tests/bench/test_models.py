@@ -44,32 +44,6 @@ def test_shape_has_the_parameters_of_the_model(name):
     assert not shape.learned or shape.learned >= shape.length
 
 
-NAMES = {
-    "embedding.": "model.embed_tokens.",
-    "blocks.": "model.layers.",
-    "attention.output.": "self_attn.o_proj.",
-    **{f"attention.{x}.": f"self_attn.{x}_proj." for x in "qkv"},
-    **{f"attention.{x}_norm.": f"self_attn.{x}_norm." for x in "qk"},
-    "attention_norm.": "input_layernorm.",
-    "ffn.gate.": "mlp.gate_proj.",
-    "ffn.up.": "mlp.up_proj.",
-    "ffn.output.": "mlp.down_proj.",
-    "ffn_norm.": "post_attention_layernorm.",
-    "head.norm.": "model.norm.",
-    "head.output.": "lm_head.",
-}
-NAMES_AFTER = {
-    "attention_norm.": "post_attention_layernorm.",
-    "ffn_norm.": "post_feedforward_layernorm.",
-}
-
-
-def theirs(name: str, shape: Shape) -> str:
-    for ours, other in (NAMES | (NAMES_AFTER if shape.norm_after else {})).items():
-        name = name.replace(ours, other, 1)
-    return name
-
-
 def of_transformers(name: str, shape: Shape):
     """The model of Hugging Face with these sizes."""
     transformers = pytest.importorskip("transformers")
@@ -90,31 +64,44 @@ def of_transformers(name: str, shape: Shape):
     return getattr(transformers, f"{family}ForCausalLM")(config)
 
 
+def attentions(ours, theirs, names: str) -> list[tuple]:
+    """Pairs of modules: theirs have names in the order of ours, some of which a model may lack."""
+    pairs = zip(("q", "k", "v", "q_norm", "k_norm", "output"), names.split(), strict=False)
+    return [(getattr(ours, a), theirs.get_submodule(b)) for a, b in pairs if hasattr(ours, a)]
+
+
+def same_weights(ours, theirs, pairs: list[tuple]) -> None:
+    """Gives their modules the weights of ours, which are all that they have."""
+    for own, other in pairs:
+        other.load_state_dict(own.state_dict())
+    assert sum(p.numel() for p in ours.parameters()) == sum(p.numel() for p in theirs.parameters())
+
+
 @pytest.mark.parametrize("name", [n for n, m in MODELS.items() if not (m.learned or m.adaptive)])
 def test_decoder_computes_the_same_as_the_one_in_transformers(name):
     model, (tokens,) = small(name)
     shape = tiny(MODELS[name])
     other = of_transformers(name, shape)
-    found = dict(other.named_parameters())
-    named = {theirs(ours, shape): p for ours, p in model.named_parameters()}
-    assert named.keys() == found.keys()
-    with torch.no_grad():
-        for key, parameter in named.items():
-            found[key].copy_(parameter)
+    norms = ("input_layernorm", "post_attention_layernorm", "post_feedforward_layernorm")
+    norms = norms[1:] if shape.norm_after else norms[:2]
+    pairs = [(model.embedding, other.model.embed_tokens), (model.head.norm, other.model.norm)]
+    pairs += [(model.head.output, other.lm_head)]
+    for block, layer in zip(model.blocks, other.model.layers, strict=True):
+        names = "q_proj k_proj v_proj q_norm k_norm o_proj"
+        pairs += attentions(block.attention, layer.self_attn, names)
+        pairs += [(block.ffn.gate, layer.mlp.gate_proj), (block.ffn.up, layer.mlp.up_proj)]
+        pairs += [(block.ffn.output, layer.mlp.down_proj)]
+        both = block.attention_norm, block.ffn_norm
+        pairs += zip(both, map(layer.get_submodule, norms), strict=True)
+    same_weights(model, other, pairs)
     model(tokens).backward()
     # Both models predict each token except the first from the tokens before it.
     loss = other(input_ids=tokens, labels=tokens).loss
     loss.backward()
     torch.testing.assert_close(model(tokens), loss)
-    for key, parameter in named.items():
-        torch.testing.assert_close(parameter.grad, found[key].grad, msg=key)
-
-
-def attentions(ours, theirs, names: str) -> list[tuple]:
-    return [
-        (getattr(ours, a), theirs.get_submodule(b))
-        for a, b in zip(("q", "k", "v", "q_norm", "k_norm", "output"), names.split(), strict=False)
-    ]
+    for ours, theirs in pairs:
+        for own, its in zip(ours.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(own.grad, its.grad)
 
 
 @pytest.mark.parametrize("kind", ["Joint", "Single"])
@@ -142,9 +129,7 @@ def test_layers_of_flux_compute_the_same_as_those_in_diffusers(kind):
         pairs = [(layer.modulation[1], other.norm.linear)]
         pairs += [(layer.up, other.proj_mlp), (layer.output, other.proj_out)]
         pairs += attentions(layer.attention, other.attn, "to_q to_k to_v norm_q norm_k")
-    for ours, theirs in pairs:
-        theirs.load_state_dict(ours.state_dict())
-    assert sum(p.numel() for p in layer.parameters()) == sum(p.numel() for p in other.parameters())
+    same_weights(layer, other, pairs)
     expected = other(image, text, c, tables)
     if kind == "Joint":
         torch.testing.assert_close(layer(text, image, c, *tables), expected)

@@ -28,17 +28,24 @@ from ..ops.helpers import (
     leaves_of,
     op_arguments,
     random,
+    slow,
 )
-from ..ops.helpers import each as each_of
 from .placing import PARAMETERS, P, R, alike, case, counted, placed
 from .world import EACH_MESH, NAMES, device, mesh, on_every_rank, slow_but_first
 
 # Whole vectors: the CPU computes silu and sigmoid of what fills none by other code, to other bits.
 N = 32
-EACH_CALL = each_of(FAMILY | JOINED, FEW)
+# (form, heads that have weights of their own, dimensions of a row)
+LAYOUTS = [
+    *(
+        pytest.param(form, 0, 1, id=n, marks=() if n in FEW else pytest.mark.slow)
+        for n, form in (FAMILY | JOINED).items()
+    ),
+    *slow_but_first([(form, heads, 1) for form in (LAYER, ADD, GATED) for heads in (5, 4)]),
+    *slow((GATED, 0, 2)),
+]
 ONE = NAMES[0]
 ADDS = ("add_rms_norm", "add_layer_norm")
-ROWS = ("output", "sum", "input", "residual", "gate")
 # Of three dimensions the last is a row, which these placements of rows and of parameters cut.
 CUTS = {
     1: [([Shard(2)], [Shard(0)])],
@@ -69,8 +76,9 @@ def check_without_gradients(given, name: str, placements: dict, expected: dict, 
     for context in (torch.no_grad, torch.inference_mode):
         with context():
             # What goes past PyTorch's dispatcher never sees a DTensor, not even of this shape.
-            call(given.form, given.tensors)
-            found, others = counted(call, given.form, on_mesh(given, name, placements))
+            call(given.form, given.tensors, dims=given.dims)
+            on = on_mesh(given, name, placements)
+            found, others = counted(call, given.form, on, dims=given.dims)
         assert others == collectives
         for n, result in zip(("output", "sum"), found, strict=False):
             assert type(result) is DTensor and not result.requires_grad
@@ -78,74 +86,37 @@ def check_without_gradients(given, name: str, placements: dict, expected: dict, 
 
 
 @EACH_MESH
-@EACH_CALL
+@pytest.mark.parametrize("form, heads, dims", LAYOUTS)
 @on_every_rank
-def test_rows_alike(name, form):
-    """Rows cut in a leading dimension, uneven parts among them: no collective, the same bits; then
-    one reduction of each parameter's gradient over each mesh dimension that cuts.
+def test_rows_alike(name, form, heads, dims):
+    """No collective, and the same bits, where rows are cut in a leading dimension, or by heads, of
+    which one of four ranks has none. One all-reduce each way for RMSNorm, two and one for
+    LayerNorm, for each mesh dimension that cuts rows, of whose 29 columns the ranks have different
+    numbers. The outputs have the same bits with and without gradients.
     """
-    given = case(form, 5, 6, N)
-    expected = given.alone()
-    for rows in product((R, Shard(0), Shard(1)), repeat=mesh(name).ndim):
-        placements = alike(given, rows)
-        found, collectives = given.on(name, placements, [rows] * given.outputs)
-        assert not collectives, (collectives, rows)
-        assert all(found[n].placements == rows for n in ROWS if n in found)
-        given.compare(found, expected)
-        for weight in PARAMETERS:
-            _, collectives = counted(found[weight].full_tensor)
-            cuts = sum(p.is_shard() and mesh(name).size(i) > 1 for i, p in enumerate(rows))
-            assert collectives == all_reduces(cuts, name)
-        check_without_gradients(given, name, placements, expected, {})
-
-
-@EACH_MESH
-@pytest.mark.parametrize("number", slow_but_first([5, 4]))
-@each(*slow_but_first([LAYER, ADD, GATED]))
-@on_every_rank
-def test_weights_by_head(name, form, number):
-    """Of five heads, one of four ranks has none."""
-    given = case(form, 4, 5, number, N, parameter_shape=(number, N))
-    expected = given.alone()
-    for rows in product((R, Shard(0), Shard(1), Shard(2)), repeat=mesh(name).ndim):
-        parameters = [Shard(0) if p == Shard(2) else R for p in rows]
+    row, first = (heads,) if heads else (6,) if dims == 2 else (), 3 if heads else 2
+    sizes = [(*row, N), (*row, 29)]
+    each = [case(form, 4, 5, *size, dims=dims, parameter_shape=size) for size in sizes]
+    alone = [given.alone() for given in each]
+    every = [R, *map(Shard, range(each[0].tensors["input"].dim()))]
+    for rows in product(every, repeat=mesh(name).ndim):
+        cuts = sum(p.is_shard() and p.dim >= first for p in rows)
+        given, expected = each[cuts > 0], alone[cuts > 0]
+        parameters = [Shard(p.dim - 2) if p.is_shard() and p.dim >= 2 else R for p in rows]
         placements = alike(given, rows, parameters)
         found, collectives = given.on(name, placements, [rows] * given.outputs)
-        assert not collectives, (collectives, rows)
+        forward = cuts * (2 if "layer" in form.op else 1)
+        assert collectives == all_reduces(forward + cuts, name), rows
         # A rank with one head has a norm without heads. On the CPU other operators compute it.
         parts = prod(mesh(name).size(i) for i, p in enumerate(rows) if p == Shard(2))
-        given.compare(found, expected, exact=number // parts > 1 or parts == 1)
-        for i, parameter in enumerate(parameters):
-            if parameter.is_shard():
-                assert all(found[n].placements[i] == parameter for n in PARAMETERS)
-
-
-@EACH_MESH
-@EACH_CALL
-@on_every_rank
-def test_cut_rows(name, form):
-    """One all-reduce each way for RMSNorm, two and one for LayerNorm, for each mesh dimension that
-    cuts rows. Of 29 columns the ranks have different numbers. The outputs have the same bits with
-    and without gradients.
-    """
-    given = case(form, 4, 3, 29 if mesh(name).ndim == 2 else N)
-    expected = given.alone()
-    for rows, parameters in CUTS[mesh(name).ndim]:
-        placements = alike(given, rows, parameters)
-        found, collectives = given.on(name, placements, [rows] * given.outputs)
-        cuts = rows.count(Shard(2))
-        forward = cuts * (2 if "layer" in form.op else 1)
-        assert collectives == all_reduces(forward + cuts, name)
-        given.compare(found, expected, exact=False)
-        of_sums = [
-            p if p == Shard(0) else R if q == R else P
-            for p, q in zip(parameters, rows, strict=True)
-        ]
+        one = heads and heads // parts <= 1 < parts
+        given.compare(found, expected, exact=not (cuts or one))
+        both = zip(parameters, rows, strict=True)
+        of_sums = tuple(p if p.is_shard() or q == R else P for p, q in both)
         for n, result in found.items():
-            assert result.placements == tuple(of_sums if n in PARAMETERS else rows), n
+            assert result.placements == (of_sums if n in PARAMETERS else rows), n
         outputs = {n: found[n].full_tensor() for n in ("output", "sum") if n in found}
-        there = all_reduces(forward, name)
-        check_without_gradients(given, name, placements, outputs, there)
+        check_without_gradients(given, name, placements, outputs, all_reduces(forward, name))
 
 
 @pytest.mark.skipif("4" not in NAMES, reason="needs four ranks in one dimension")
@@ -156,21 +127,6 @@ def test_a_rank_without_columns():
         given = case(LAYER, 4, 3, hidden)
         found, _ = given.on(NAMES[-2], alike(given, [Shard(2)], [Shard(0)]), [[Shard(2)]])
         given.compare(found, given.alone(), exact=False)
-
-
-@on_every_rank
-def test_cut_rows_with_weights_by_head_and_of_two_dimensions():
-    by_heads = case(LAYER, 2, 3, 4, 16, parameter_shape=(4, 16))
-    two = case(GATED, 2, 3, 6, 8, dims=2)
-    for given, cut, parameter, number in (
-        (by_heads, Shard(3), Shard(1), 3),
-        (by_heads, Shard(2), Shard(0), 0),
-        (two, Shard(2), Shard(0), 2),
-        (two, Shard(3), Shard(1), 2),
-    ):
-        found, collectives = given.on(ONE, alike(given, [cut], [parameter]), [[cut]])
-        given.compare(found, given.alone(), exact=False)
-        assert collectives == all_reduces(number, ONE)
 
 
 @EACH_MESH

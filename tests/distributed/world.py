@@ -12,13 +12,11 @@ import socket
 import tempfile
 import traceback
 from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from datetime import timedelta
 from functools import cache, update_wrapper
 from importlib import import_module
 from multiprocessing import get_context
-from multiprocessing.connection import wait
-from pathlib import Path
-from time import monotonic
 
 import pytest
 import torch
@@ -112,72 +110,46 @@ class Here:
 
 
 class Pool:
-    """Processes that run the functions sent to them. A function that fails ends them all: a rank
-    that left out a collective would be paired with other ranks' next one. The next call starts new
-    ones.
+    """Processes, one a rank, that run the functions sent to them. A function that fails ends them
+    all: a rank that left out a collective would be paired with other ranks' next one. The next call
+    starts new ones.
     """
 
     def __init__(self):
         self._context = get_context("forkserver")
         self._context.set_forkserver_preload(PRELOADED)
-        self._processes, self._pipes = [], []
+        self._ranks: list[ProcessPoolExecutor] = []
 
     def run(self, function: Callable, *arguments) -> None:
         """Run a function on every rank. Raises AssertionError with the first failed rank's trace,
         or TimeoutError.
         """
-        if not self._processes:
-            self._start()
-        for pipe in self._pipes:
-            pipe.send((function, arguments))
-        waiting, deadline = dict(zip(self._pipes, range(RANKS), strict=True)), monotonic() + SECONDS
-        while waiting:
-            ready = wait([*waiting], max(0.0, deadline - monotonic()))
-            if not ready:
-                self.close()
-                late = ", ".join(map(str, waiting.values()))
-                raise TimeoutError(f"ranks {late} did not finish in {SECONDS} s")
-            for pipe in ready:
-                rank = waiting.pop(pipe)
-                try:
-                    failure = pipe.recv()
-                except EOFError:
-                    failure = "its process ended"
-                if failure:
-                    self.close()
-                    raise AssertionError(f"rank {rank}: {failure}")
-
-    def _start(self) -> None:
-        store = Path(tempfile.mkdtemp(prefix="tilenorm")) / "store"
-        for rank in range(RANKS):
-            ours, theirs = self._context.Pipe()
-            arguments = (rank, f"file://{store}", theirs)
-            process = self._context.Process(target=_serve, args=arguments, daemon=True)
-            process.start()
-            theirs.close()
-            self._processes.append(process)
-            self._pipes.append(ours)
+        if not self._ranks:
+            store = f"file://{tempfile.mkdtemp(prefix='tilenorm')}/store"
+            for rank in range(RANKS):
+                given = {"mp_context": self._context, "initializer": _join_of_pool}
+                self._ranks.append(ProcessPoolExecutor(1, initargs=(rank, store), **given))
+        running = {pool.submit(function, *arguments): rank for rank, pool in enumerate(self._ranks)}
+        done, late = wait(running, SECONDS, FIRST_EXCEPTION)
+        failed = next((each for each in done if each.exception()), None)
+        if failed:
+            self.close()
+            trace = "".join(traceback.format_exception(failed.exception()))
+            raise AssertionError(f"rank {running[failed]}: {trace}")
+        if late:
+            self.close()
+            ranks = ", ".join(str(running[each]) for each in late)
+            raise TimeoutError(f"ranks {ranks} did not finish in {SECONDS} s")
 
     def close(self) -> None:
-        for process in self._processes:
-            process.kill()
-            process.join()
-        for pipe in self._pipes:
-            pipe.close()
-        self._processes, self._pipes = [], []
+        for pool in self._ranks:
+            for process in [*pool._processes.values()]:
+                process.kill()
+            pool.shutdown()
+        self._ranks = []
 
 
-def _serve(rank: int, store: str, pipe) -> None:
+def _join_of_pool(rank: int, store: str) -> None:
     if "lo" in (name for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host's own name may be unknown
     join(rank, RANKS, init_method=store)
-    while True:
-        try:
-            function, arguments = pipe.recv()
-        except EOFError:
-            return
-        try:
-            function(*arguments)
-            pipe.send(None)
-        except BaseException:
-            pipe.send(traceback.format_exc())

@@ -4,24 +4,8 @@ It raises an InterpreterError where the result of a kernel on a GPU would be und
 tells what it emulates. Everything else imports this package, and none of its modules.
 """
 
-from .errors import (
-    AliasError,
-    InterpreterError,
-    OutOfBoundsError,
-    PollingError,
-    RaceError,
-    StateError,
-)
+from .errors import InterpreterError
 from .launching import launch
 from .tile import Tile
 
-__all__ = [
-    "AliasError",
-    "InterpreterError",
-    "OutOfBoundsError",
-    "PollingError",
-    "RaceError",
-    "StateError",
-    "Tile",
-    "launch",
-]
+__all__ = ["InterpreterError", "Tile", "launch"]

@@ -11,8 +11,8 @@ import torch
 from . import dtypes
 from .dispatch import current, implements
 from .elementwise import compute
-from .errors import OutOfBoundsError
-from .memory import Array, Scattered, indexable
+from .errors import InterpreterError
+from .memory import Array, indexable
 from .tile import Tile, as_int, as_tile, common_shape, operand
 
 # The names in elementwise.py of atomic updates, None for an exchange.
@@ -20,20 +20,21 @@ ATOMICS = {ct.atomic_add: "add", ct.atomic_max: "max", ct.atomic_or: "or_", ct.a
 
 
 def _window(array: Array, index, shape):
-    """The part of an array that a tile overlaps, and the slices of the tile inside the array."""
+    """The offsets of the elements that a tile covers, and the slices of the tile that they are."""
     index = index if isinstance(index, tuple) else (index,)
-    inside, covered = [], []
-    for i, n, extent in zip(index, shape, array.data.shape, strict=True):
+    offsets, covered = torch.tensor(0), []
+    lies = zip(array.data.shape, array.data.stride(), strict=True)
+    for i, n, (extent, stride) in zip(index, shape, lies, strict=True):
         start = as_int(i) * n
         low, high = max(start, 0), min(start + n, extent)
         if low >= high:
-            raise OutOfBoundsError(
+            raise InterpreterError(
                 f"tile {tuple(map(as_int, index))} of shape {shape} lies outside"
-                f" '{array.buffer.name}' of shape {tuple(array.data.shape)}"
+                f" '{array.name}' of shape {tuple(array.data.shape)}"
             )
-        inside.append(slice(low, high))
+        offsets = offsets[..., None] + torch.arange(low, high) * stride
         covered.append(slice(low - start, high - start))
-    return array.window(array.data[tuple(inside)]), tuple(covered)
+    return offsets, tuple(covered)
 
 
 def _padding(mode, dtype) -> torch.Tensor:
@@ -49,9 +50,9 @@ def _padding(mode, dtype) -> torch.Tensor:
 def _load(array, index, shape, *, padding_mode=ct.PaddingMode.UNDETERMINED, allow_tma=None):
     shape = shape if isinstance(shape, tuple) else (shape,)
     full = shape or (1,) * array.ndim
-    region, covered = _window(array, index, full)
-    values = array.buffer.load(region)
-    if region.size != full:
+    offsets, covered = _window(array, index, full)
+    values = array.load(offsets)
+    if offsets.shape != full:
         padded = _padding(padding_mode, array.dtype).repeat(full)
         padded[covered] = values
         values = padded
@@ -62,12 +63,12 @@ def _load(array, index, shape, *, padding_mode=ct.PaddingMode.UNDETERMINED, allo
 def _store(array, index, tile, *, allow_tma=None):
     data = operand(tile, array.dtype)
     shape = tuple(data.shape) or (1,) * array.ndim
-    region, covered = _window(array, index, shape)
-    array.buffer.store(region, data.reshape(shape)[covered])
+    offsets, covered = _window(array, index, shape)
+    array.store(offsets, data.reshape(shape)[covered])
 
 
 def _elements(array: Array, indices, mask, check_bounds: bool):
-    """The indexed elements' offsets from the buffer's base, and a mask of those to access."""
+    """The indexed elements' offsets from the array's first one, and a mask of those to access."""
     indices = indices if isinstance(indices, tuple) else (indices,)
     tiles = list(map(as_tile, indices))
     shape = common_shape(*(t.shape for t in tiles))
@@ -84,7 +85,7 @@ def _elements(array: Array, indices, mask, check_bounds: bool):
         return offsets, inside if mask is None else inside & mask
     active = torch.ones_like(inside) if mask is None else mask
     if (active & ~inside).any():
-        raise OutOfBoundsError(f"unchecked access outside '{array.buffer.name}'")
+        raise InterpreterError(f"unchecked access outside '{array.name}'")
     return offsets, active
 
 
@@ -93,9 +94,9 @@ def _gather(array, indices, *, mask=None, padding_value=0, check_bounds=True):
     offsets, active = _elements(array, indices, mask, check_bounds)
     values = operand(padding_value, array.dtype).expand(offsets.shape)
     if active.all():
-        return Tile(array.buffer.load(Scattered(offsets)), array.dtype)
+        return Tile(array.load(offsets), array.dtype)
     values = values.clone()
-    loaded = array.buffer.load(Scattered(offsets[active]))
+    loaded = array.load(offsets[active])
     indexable(values)[active] = indexable(loaded)
     return Tile(values, array.dtype)
 
@@ -105,7 +106,7 @@ def _scatter(array, indices, value, *, mask=None, check_bounds=True):
     offsets, active = _elements(array, indices, mask, check_bounds)
     values = operand(value, array.dtype).expand(offsets.shape)
     stored = indexable(values)[active].view(values.dtype)
-    array.buffer.store(Scattered(offsets[active]), stored)
+    array.store(offsets[active], stored)
 
 
 def _update(
@@ -126,7 +127,7 @@ def _update(
 
     values = operand(update, array.dtype).expand(offsets.shape)
     old = current().undefined(array.dtype).repeat(offsets.shape)
-    old[active] = array.buffer.update(offsets[active], apply, values[active])
+    old[active] = array.update(offsets[active], apply, values[active])
     return Tile(old, array.dtype)
 
 

@@ -4,18 +4,18 @@ import cuda.tile as ct
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from .errors import StateError
-from .memory import Array, Blocks, Buffer, find_aliases
+from .errors import InterpreterError
+from .memory import Array, find_aliases
 from .tile import scalar
 
 SCALARS = {bool: ct.bool_, int: ct.int32, float: ct.float32}
 
 
-def bind(kernel: ct.kernel, args: tuple, blocks: Blocks) -> tuple:
-    """The values that a kernel's function receives for the arguments of a launch."""
+def bind(kernel: ct.kernel, args: tuple, launch) -> tuple:
+    """The values that a kernel's function receives for the arguments. launch: see Array."""
     function = kernel._annotated_function
     names, nodes = tuple(function.pysig.parameters), function.parameter_annotations
-    buffers = []
+    arrays = []
 
     def convert(value, node, name: str):
         if isinstance(value, tuple):
@@ -28,14 +28,12 @@ def bind(kernel: ct.kernel, args: tuple, blocks: Blocks) -> tuple:
 
     def array(tensor: torch.Tensor, name: str) -> Array:
         if (state := _unresolved(tensor)) is not None:
-            raise StateError(f"'{name}' is {state}: a kernel would read its memory as it is")
-        tensor = tensor.detach()
-        buffer = Buffer(name, tensor, blocks)
-        buffers.append((buffer, tensor))
-        return Array(buffer, tensor)
+            raise InterpreterError(f"'{name}' is {state}: a kernel would read its memory as it is")
+        arrays.append(Array(name, tensor.detach(), launch))
+        return arrays[-1]
 
     bound = tuple(convert(*one) for one in zip(args, nodes, names, strict=True))
-    find_aliases(buffers)
+    find_aliases(arrays)
     return bound
 
 

@@ -1,10 +1,11 @@
 """The table of implemented operations, and the dispatch mode that routes ct.* stubs to it."""
 
+from math import prod
+
 from cuda.tile._dispatch_mode import DispatchMode
 from cuda.tile._execution import is_stub
 
 from . import dtypes
-from .memory import Blocks
 
 TABLE = {}  # stub -> the function that implements it
 
@@ -26,8 +27,7 @@ class Interpreter(DispatchMode):
     def __init__(self, grid: tuple[int, int, int], fill: float):
         self.grid = grid
         self.fill = fill
-        self.block = (0, 0, 0)
-        self.blocks = Blocks(count=grid[0] * grid[1] * grid[2])
+        self.block, self.number, self.count = (0, 0, 0), 0, prod(grid)
 
     def call_tile_function_from_host(self, func, args, kwargs):
         implementation = TABLE.get(func)

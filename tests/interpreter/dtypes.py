@@ -15,8 +15,8 @@ from cuda.tile._datatype import (
 from cuda.tile._ir import ops_utils
 from cuda.tile._ir.type import LooselyTypedScalar
 
-NAMES = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
-NAMES += ("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2")
+NAMES = ("uint8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64")
+NAMES += ("float8_e4m3fn", "float8_e5m2")
 TORCH_DTYPE = {getattr(ct, name): getattr(torch, name) for name in NAMES}
 TORCH_DTYPE |= {ct.bool_: torch.bool, ct.float8_e8m0fnu: torch.float8_e8m0fnu}
 TILE_DTYPE = {v: k for k, v in TORCH_DTYPE.items()}

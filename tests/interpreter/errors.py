@@ -1,25 +1,6 @@
-"""Errors that the interpreter raises where the compiler accepts a kernel."""
-
-
 class InterpreterError(RuntimeError):
-    """A kernel did something that has an undefined result on a GPU."""
-
-
-class RaceError(InterpreterError):
-    """Two blocks accessed one element without synchronisation, and at least one wrote it."""
-
-
-class AliasError(InterpreterError):
-    """A written array shares memory with another argument. The compiler assumes that none does."""
-
-
-class OutOfBoundsError(InterpreterError):
-    """An unchecked access is outside its array, or a whole tile is."""
-
-
-class PollingError(InterpreterError):
-    """A block waits for another block. Blocks run one after another here, so it would never end."""
-
-
-class StateError(InterpreterError):
-    """PyTorch has yet to do something to an argument: its memory does not hold its values."""
+    """A kernel did something that has an undefined result on a GPU, and that the compiler accepts:
+    two blocks accessed one element without synchronisation, and one wrote it; a written array
+    shares memory with another argument; an unchecked access is outside its array, or a whole tile
+    is; PyTorch has yet to do something to an argument.
+    """

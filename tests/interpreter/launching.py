@@ -3,10 +3,13 @@
 import builtins
 import itertools
 import random
+import sys
 from contextlib import contextmanager
-from types import CodeType, FunctionType, ModuleType
+from types import FunctionType
 
 import cuda.tile as ct
+
+from tilenorm import kernels
 
 from . import accesses, arguments, dtypes, reductions, shapes
 from .dispatch import Interpreter
@@ -35,10 +38,10 @@ def launch(grid, kernel, args, *, fill=float("nan"), order=None) -> None:
     """
     grid = _check_grid(grid)
     mode = Interpreter(grid, fill)
-    bound = arguments.bind(kernel, tuple(args), mode.blocks)
+    bound = arguments.bind(kernel, tuple(args), mode)
     with mode.as_current(), _tile_builtins(kernel._pyfunc):
         for index, block in _blocks(grid, order):
-            mode.block, mode.blocks.current = block, index
+            mode.block, mode.number = block, index
             kernel._pyfunc(*bound)
 
 
@@ -95,78 +98,27 @@ def _static_iter(iterable):
     return [shapes.unwrap_loop_indices(item) for item in iterable]
 
 
-# Stubs that run on the host without calling the dispatch mode, and their replacements.
-HOST_STUBS = {ct.cdiv: lambda x, y: binary("cdiv", x, y), ct.static_iter: _static_iter}
+# Stubs of ct that run on the host without calling the dispatch mode, and builtins.
+_STUBS = {"cdiv": lambda x, y: binary("cdiv", x, y), "static_iter": _static_iter}
 _BUILTINS = {"range": TileRange, "min": _extremum("min"), "max": _extremum("max")}
 
 
 @contextmanager
 def _tile_builtins(function: FunctionType):
-    """Replace host stubs, range, min and max in every module whose functions the kernel calls."""
-    saved = []
-
-    def replace(namespace: dict, name: str, value) -> None:
-        saved.append((namespace, name, name in namespace, namespace.get(name)))
-        namespace[name] = value
-
-    for namespace in (vars(ct), *_namespaces(function)):
-        for name, value in list(namespace.items()):
-            if isinstance(value, FunctionType) and value in HOST_STUBS:
-                replace(namespace, name, HOST_STUBS[value])
-        if namespace is vars(ct):
-            continue
-        for name, value in _BUILTINS.items():
-            if name not in namespace:
-                replace(namespace, name, value)
+    """Replace stubs of ct, and builtins in a function's module and in those of kernels."""
+    modules = [m for name, m in sys.modules.items() if name.startswith(kernels.__name__)]
+    replaced = [(vars(ct), _STUBS), (function.__globals__, _BUILTINS)]
+    replaced += [(vars(module), _BUILTINS) for module in modules]
+    stubs = {name: vars(ct)[name] for name in _STUBS}
     try:
+        for namespace, values in replaced:
+            namespace.update(values)
         yield
     finally:
-        for namespace, name, existed, value in reversed(saved):
-            if existed:
-                namespace[name] = value
-            else:
-                del namespace[name]
-
-
-def _namespaces(function: FunctionType) -> list[dict]:
-    """The global namespaces of a function and of the Python functions that it may call."""
-    namespaces, visited, pending = {}, set(), [function]
-    while pending:
-        f = pending.pop()
-        f = getattr(f, "__wrapped__", f)
-        if isinstance(f, type) and not _is_foreign(f.__module__):
-            pending += [getattr(method, "fget", method) for method in vars(f).values()]
-        if not isinstance(f, FunctionType) or f in visited or _is_foreign(f.__module__):
-            continue
-        visited.add(f)
-        namespaces[id(f.__globals__)] = f.__globals__
-        names = _names(f.__code__)
-        values = [f.__globals__.get(name) for name in names]
-        values += [cell.cell_contents for cell in f.__closure__ or () if _is_filled(cell)]
-        for value in values:
-            if isinstance(value, ModuleType) and not _is_foreign(value.__name__):
-                pending += [getattr(value, name, None) for name in names]
-            pending.append(value)
-    return list(namespaces.values())
-
-
-def _is_filled(cell) -> bool:
-    """Whether a closure cell has a value."""
-    try:
-        return cell.cell_contents is not cell
-    except ValueError:
-        return False
-
-
-def _is_foreign(module: str | None) -> bool:
-    """Whether a module is a library's, whose functions the interpreter does not change."""
-    return (module or "").split(".")[0] in ("cuda", "torch", "numpy", "operator", "math")
-
-
-def _names(code: CodeType) -> set[str]:
-    """The global and attribute names that a code object and its nested code objects use."""
-    nested = (_names(c) for c in code.co_consts if isinstance(c, CodeType))
-    return set(code.co_names).union(*nested)
+        for namespace, values in replaced:
+            for name in values:
+                namespace.pop(name, None)
+        vars(ct).update(stubs)
 
 
 # These modules register their operations when they are imported.

@@ -15,9 +15,8 @@ from cuda.tile.compilation import CallingConvention, KernelSignature
 from tests import interpreter
 from tests.ops.helpers import slow
 
-_NAMES = ("bool_", "int16", "int32", "int64", "uint8", "uint32")
-_NAMES += ("float16", "bfloat16", "float32", "float64")
-DTYPES = [getattr(ct, name) for name in _NAMES]
+DTYPES = [ct.bool_, ct.uint8, ct.int16, ct.int32, ct.int64]
+DTYPES += [ct.float16, ct.bfloat16, ct.float32, ct.float64]
 CONSTANTS = [1, 300, -1, 1 << 40, 1.5]
 TILES = list(product(DTYPES, DTYPES))
 MIXED = [*product(DTYPES, CONSTANTS), *product(CONSTANTS, DTYPES)]

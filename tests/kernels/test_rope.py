@@ -3,17 +3,18 @@
 tests/ops/test_rope.py compares the bits of tensors that lie otherwise in memory.
 """
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from random import Random
 
 import pytest
 
+from tests.cases import OF_KEY
 from tests.executors import Interpreter
 from tests.tolerance import assert_close
-from tilenorm.launch.calls import Sizes, every_gradient
+from tilenorm.launch.calls import every_gradient
 
 from . import rope
-from .helpers import assert_same_bits
+from .helpers import assert_same_bits, every_result
 
 
 def drawn(quick: int, count: int):
@@ -21,37 +22,24 @@ def drawn(quick: int, count: int):
     return pytest.mark.parametrize("seed", seeds)
 
 
-def call_of(seed: int, tokens: int | None = None):
-    """(executor, spec, sizes, inputs) of a seed. tokens: of a sequence, not drawn."""
+def call_of(seed: int):
+    """(executor, spec, inputs) of a seed."""
     rng = Random(seed)
     spec, sizes = rope.drawn(rng)
-    sizes = sizes if tokens is None else sizes._replace(tokens=tokens)
-    inputs = rope.Inputs.random(spec, sizes, seed)
-    return Interpreter(rng.choice(("sm_80", "sm_90"))), spec, sizes, inputs
-
-
-def every_result(executor, spec, sizes, inputs, **how):
-    results = rope.forward(executor, spec, sizes, inputs, **how)
-    return results | rope.backward(executor, spec, sizes, inputs, **how)
-
-
-def check(found, truths):
-    for name, t in found.items():
-        truth = truths[name]
-        assert_close(name, t, truth, truth.value.to(t.dtype))
+    return Interpreter(rng.choice(("sm_80", "sm_90"))), spec, rope.Inputs.random(spec, sizes, seed)
 
 
 @drawn(24, 100)
 def test_accuracy(seed):
     """Within the budget, or, rounded early, of Hugging Face's bits, given the same rstd."""
-    executor, spec, sizes, inputs = call_of(seed)
-    truths = rope.truths(spec, inputs)
-    found = rope.forward(executor, spec, sizes, inputs, ("heads first", None)[seed % 2])
+    executor, spec, inputs = call_of(seed)
+    found = every_result(executor, spec, inputs)
     if spec.rounding == "early":
         expected = rope.hugging_face(spec, inputs, found)
         assert_same_bits({name: found.pop(name) for name in expected}, expected)
-    check(found, truths)
-    check(rope.backward(executor, spec, sizes, inputs), truths)
+    truths = rope.truths(spec, inputs)
+    for name, t in found.items():
+        assert_close(name, t, truths[name], truths[name].value.to(t.dtype))
 
 
 @drawn(6, 30)
@@ -60,28 +48,32 @@ def test_bits_do_not_depend_on_padding_the_order_of_blocks_or_other_needed_gradi
     expected = every_result(*call)
     for how in {"fill": 1e30, "order": "reverse"}, {"fill": -1e30, "order": 1}:
         assert_same_bits(every_result(*call, **how), expected)
-    spec, every = call[1], every_gradient(call[1])
-    asked = {"dx": every.dx, "dw": every.dw, "key_dx": every.dkey, "key_dw": every.dkey_weight}
-    for name in [name for name, needed in asked.items() if needed]:
-        of_key = tuple(name == each for each in ("key_dx", "key_dw"))
-        needs = every._replace(dx=name == "dx", dw=name == "dw", of_key=of_key if spec.key else ())
-        one = rope.backward(*call, needs=needs)
-        assert_same_bits(one, {name: expected[name]})
+    executor, spec, inputs = call
+    every = every_gradient(spec)
+    for name in [name for name in ("dx", "dw", *OF_KEY) if getattr(every, name)]:
+        of_key = tuple(name == each for each in OF_KEY)
+        needs = every._replace(dx=name == "dx", dw=name == "dw", of_key=of_key)
+        assert_same_bits(executor.backward(spec, inputs, needs), {name: expected[name]})
 
 
 @drawn(6, 30)
 def test_bits_of_a_token_do_not_depend_on_the_others(seed):
-    executor, spec, sizes, inputs = call_of(seed, tokens=21)
-    every, first, count = every_result(executor, spec, sizes, inputs), 1 + seed % 5, 1 + seed % 11
-    of_tokens = {f.name for f in fields(inputs)} - {"weight", "key_weight"}
-    of_tokens -= {"cos", "sin"} if spec.rotation.positions else set()
+    rng = Random(seed)
+    spec, sizes = rope.drawn(rng)
+    spec = replace(spec, rotation=spec.rotation._replace(heads_first=False))
+    sizes = sizes._replace(tokens=21)
+    executor, inputs = Interpreter("sm_90"), rope.Inputs.random(spec, sizes, seed)
+    first, count = 1 + seed % 5, 1 + seed % 11
+    of_tokens = ["x", "dy", "key", "dsum", "positions"]
+    of_tokens += [] if spec.rotation.positions else ["cos", "sin"]
 
     def some(t):
         return t[-1:, first : first + count]
 
     there = {n: some(t) for n in of_tokens if (t := getattr(inputs, n)) is not None}
-    own = Sizes(1, count, *sizes[2:])
-    found = every_result(executor, spec, own, replace(inputs, **there))
-    for name in ("y", "rstd", "dx", "key_y", "key_rstd", "key_dx"):
-        if name in found:
-            assert_same_bits({name: found[name]}, {name: some(every[name]).contiguous()})
+    every, found = (
+        every_result(executor, spec, given) for given in (inputs, replace(inputs, **there))
+    )
+    for name in found.keys() & {"y", "rstd", "dx", "key_y", "key_rstd", "dkey"}:
+        expected = some(every[name].view(*sizes[:2], -1)).flatten()
+        assert_same_bits({name: found[name].flatten()}, {name: expected})

@@ -47,11 +47,6 @@ each_shared = pytest.mark.parametrize(
 )
 
 
-def numbers_to(count: int) -> list[int]:
-    """As range, which is the language's where a kernel calls a function."""
-    return torch.arange(count).tolist()
-
-
 class Visibility:
     """How much a block sees of the slots, and how often it polled, at most, for one row.
 
@@ -69,7 +64,7 @@ class Visibility:
     def counted(self, name, collect):
         def counting(slots, numbers_of):
             self.polls = 0
-            self.when = [self.arrives(slot) for slot in numbers_to(slots.PARTS * slots.CHUNKS)]
+            self.when = [self.arrives(slot) for slot in range(slots.PARTS * slots.CHUNKS)]
             found = collect(slots, numbers_of)
             self.most[name] = max(self.most.get(name, 0), self.polls)
             return found
@@ -79,7 +74,7 @@ class Visibility:
     def seen(self, slots):
         found = self.poll(slots)
         last = len(self.when) - 1  # past the last chunk a poll finds any of them
-        when = [self.when[min(slot, last)] for slot in numbers_to(found.shape[0])]
+        when = [self.when[min(slot, last)] for slot in range(found.shape[0])]
         hidden = torch.tensor([self.polls < n for n in when])
         self.polls += 1
         return ct.where(Tile(hidden, ct.bool_), exchange.EMPTY, found)

@@ -6,7 +6,7 @@ A call that repeats an earlier one gives the driver the arguments that cuTile wo
 import ctypes
 import importlib.util
 import struct
-import threading
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -16,12 +16,13 @@ from cuda.tile._cext import default_tile_context
 from tests import stand_in_driver
 from tests.executors import backward_calls, forward_calls
 from tests.ops.helpers import slow
+from tests.ops.test_concurrency import at_once
 from tilenorm.launch import driver, toolchain
 from tilenorm.launch.calls import every_gradient
 from tilenorm.launch.driver import Argument, Prepared, arguments_of, repeating
 from tilenorm.launch.target import Target
 from tilenorm.spec import NormSpec, Quantization
-from tilenorm.tools.cubin import _sections
+from tilenorm.tools.cubin import attributes, sections
 from tilenorm.tools.signature import signature
 
 TARGET, CAPABILITY = Target.of("sm_90"), (9, 0)
@@ -41,17 +42,9 @@ PARAMETER = 0x17  # EIATTR_KPARAM_INFO: index, (ordinal, offset), and in 14 bits
 
 def taken(cubin: bytes) -> list[int]:
     """The sizes of the arguments that a compiled kernel takes."""
-    [info] = [data for name, _, data in _sections(cubin) if name.startswith(".nv.info.")]
-    sizes, at = {}, 0
-    while at < len(info):
-        kind, attribute, size = struct.unpack_from("<BBH", info, at)
-        at += 4
-        if kind == 4:
-            if attribute == PARAMETER:
-                _, place, flags = struct.unpack_from("<IIxxH", info, at)
-                sizes[place & 0xFFFF] = flags >> 2
-            at += size
-    return [sizes[place] for place in sorted(sizes)]
+    [info] = [data for name, _, data in sections(cubin) if name.startswith(".nv.info.")]
+    found = [struct.unpack("<4xIxxH", data) for kind, data in attributes(info) if kind == PARAMETER]
+    return [flags >> 2 for _, flags in sorted(found, key=lambda each: each[0] & 0xFFFF)]
 
 
 def calls(spec):
@@ -66,9 +59,10 @@ def test_compiled_kernels_take_arguments_of_these_sizes(name):
     for call in calls(SPECS[name]):
         made = signature(call.kernel, call.arguments)
         cubin, *_ = call.kernel._compile(made, default_tile_context, CAPABILITY)
-        found = list(arguments_of(made, call.arguments, numbered(call.arguments, [])))
+        places = numbered(call.arguments, tensors := [])
+        found = list(arguments_of(made, call.arguments, places))
         assert [a.size for a in found] == taken(cubin)
-        assert len({a.place for a in found} - {None}) == len(tensors_of(call.arguments))
+        assert len({a.place for a in found} - {None}) == len(tensors)
 
 
 def numbered(value, tensors: list):
@@ -79,11 +73,6 @@ def numbered(value, tensors: list):
         tensors.append(value)
         return len(tensors) - 1
     return value
-
-
-def tensors_of(arguments) -> list[torch.Tensor]:
-    numbered(arguments, found := [])
-    return found
 
 
 class Queue:
@@ -195,14 +184,9 @@ def test_calls_beside_each_other_have_arguments_of_their_own():
 
 
 def test_threads_at_once():
-    wrong, barrier = [], threading.Barrier(4)
-
     def work(number):
-        barrier.wait()
-        for i in range(300):
-            addresses = [number << 32 | i, 0, number << 32 | i]
-            if not repeat(number, addresses):
-                wrong.append((number, i))
+        each = ([number << 32 | i, 0, number << 32 | i] for i in range(300))
+        return all(repeat(number, addresses) for addresses in each)
 
     def compare(config, function, arguments, _):
         stream = driver._Config.from_address(config).stream
@@ -210,12 +194,7 @@ def test_threads_at_once():
         return ctypes.c_uint64.from_address(first).value >> 32 != stream
 
     repeat = repeating(compare, LAUNCHES, 3)
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(1, 5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    assert at_once([partial(work, number) for number in range(1, 5)]) == [True] * 4
 
 
 class Driver(SimpleNamespace):
@@ -311,19 +290,18 @@ REPEATED = """
 import pathlib, pytest
 from tests import stand_in_compiler, stand_in_driver
 from tests.executors import backward_calls, forward_calls
-from tests.ops.helpers import slow
 from tests.launch.test_driver import SPECS, numbered
 from tilenorm.launch import driver, kernel
 from tilenorm.launch.calls import every_gradient
 from tilenorm.launch.target import Target
-from dataclasses import replace
+from tilenorm.tools.signature import signature
 stand_in_compiler.Compiler(pathlib.Path({folder!r}), pytest.MonkeyPatch())
 target, seen = Target.of("sm_90"), 0
 for name, spec in SPECS.items():
     if spec.quantized:  # NumPy's interface has no string for 8-bit floats
         continue
     spec = stand_in_driver.in_float16(spec)
-    for rows in (3, 1) if name == "layer" else (3,):  # an extent of 1 is a constant
+    for rows in (3, 16, 1) if name == "layer" else (3,):  # an extent of 1 is a constant
         calls = forward_calls(spec, target, rows, True)
         calls += backward_calls(spec, target, rows, every_gradient(spec))
         for call in calls:
@@ -335,6 +313,7 @@ for name, spec in SPECS.items():
             taking = [a.size for a in arguments]
             kernel.launch_kernel(0, call.grid, call.kernel, given, **how)  # with a compilation
             assert (repr(made), (9, 0)) in call.kernel._found, "it would be compiled twice"
+            assert signature(call.kernel, call.arguments).parameters == made.parameters
             expected = stand_in_driver.last_launch(
                 taking, lambda: kernel.launch_kernel(0, call.grid, call.kernel, given, **how)
             )
@@ -355,12 +334,11 @@ def test_a_repeated_launch_gives_the_driver_what_cutile_gives_it(folder):
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("tilegym"), reason="TileGym is not installed")
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_tilegym(folder, when):
-    if when == "before":
-        check(folder, "import tilegym", "lambda: None")
-    else:
-        check(folder, "", "lambda: __import__('tilegym')")
+@pytest.mark.parametrize(
+    "before, after", [("import tilegym", "lambda: None"), ("", "lambda: __import__('tilegym')")]
+)
+def test_tilegym(folder, before, after):
+    check(folder, before, after)
 
 
 def test_no_driver(monkeypatch):

@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import sqlite3
 import subprocess
 import sys
 import threading
@@ -177,24 +176,6 @@ def test_a_cache_that_keeps_nothing(kind, compiler, monkeypatch):
         assert told in cache_problem()
         with pytest.raises(RuntimeError, match="nothing would be kept"):
             next(precompile([SPEC], TARGET))
-
-
-def test_a_process_that_died_while_it_stored(compiler, monkeypatch):
-    """What it had not committed is gone, and the cache serves on."""
-    compiled()
-    folder = default_tile_context.config.cache_dir
-    if (child := os.fork()) == 0:
-        connection = sqlite3.connect(os.path.join(folder, "cache.db"))
-        connection.execute("PRAGMA cache_size = 1")  # so that pages are written before a commit
-        row = "half", bytes(1 << 20), 1 << 20, 0.0
-        statement = "INSERT INTO cache (key, blob, blob_size, atime) VALUES (?, ?, ?, ?)"
-        connection.execute(statement, row)
-        os._exit(9)
-    os.waitpid(child, 0)
-    assert os.path.exists(os.path.join(folder, "cache.db-journal"))
-    assert compiled()[0] == b"cubin\n"
-    assert compiler.runs("row_forward") == 1
-    assert cutile_cache.cache_lookup(folder, "half") is None
 
 
 def test_a_process_that_was_killed_while_it_compiled(compiler):

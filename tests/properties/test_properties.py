@@ -6,8 +6,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, note, settings
-from hypothesis import strategies as st
 
 from tests import cases
 from tests.executors import Gpu, Inputs, Interpreter
@@ -27,40 +25,35 @@ SPECS, ROWS, WIDEST = 100, 200, 16384
 BLOCK = 10  # specs of a case of pytest
 
 
-def drawn(rng: Random, hidden: int) -> Batch:
-    return batch.draw(rng, batch.draw_spec(rng, hidden), rng.randint(1, 8))
+def check_each(executor, drawn: dict[object, Batch]) -> None:
+    for seed, found in drawn.items():
+        try:
+            batch.check(executor, found)
+        except Exception as error:
+            raise AssertionError(f"batch of seed {seed}: {found}") from error
 
 
 @pytest.mark.parametrize("examples", [QUICK, pytest.param(MORE, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("executor", cases.INTERPRETERS)
+@pytest.mark.parametrize("executor", cases.INTERPRETERS, indirect=True)
 def test_drawn_batches(executor, examples):
-    interpreter = Interpreter(executor.removeprefix("interpreter_"))
     count, hidden = examples
+    drawn = {}
+    for number in range(count // len(cases.INTERPRETERS)):
+        rng = Random(f"{executor.name} {number}")
+        spec = batch.draw_spec(rng, hidden)
+        drawn[number] = batch.draw(rng, spec, rng.randint(1, 8))
+    check_each(executor, drawn)
 
-    @settings(
-        max_examples=count // len(cases.INTERPRETERS),
-        derandomize=True,
-        database=None,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(st.randoms(note_method_calls=False))
-    def holds(rng):
-        found = drawn(rng, hidden)
-        note(f"batch.check(Interpreter({interpreter.target.arch!r}), {found})")
-        batch.check(interpreter, found)
 
-    holds()
+def large() -> list[Batch]:
+    """The batches for a GPU."""
+    return [batch.draw(r, batch.draw_spec(r, WIDEST), ROWS) for r in map(Random, range(SPECS))]
 
 
 @pytest.fixture(scope="module")
 def compiled() -> list[Batch]:
     """The batches for the current GPU, whose kernels all cores compile."""
-    found = []
-    for number in range(SPECS):
-        rng = Random(number)
-        found.append(batch.draw(rng, batch.draw_spec(rng, WIDEST), ROWS))
-    target = Gpu().target
+    found, target = large(), Gpu().target
     with compiling(batch.compile_ahead, [(b, target) for b in found], None) as done:
         list(done)
     return found
@@ -69,11 +62,7 @@ def compiled() -> list[Batch]:
 @pytest.mark.parametrize("executor", ["gpu"], indirect=True)
 @pytest.mark.parametrize("first", range(0, SPECS, BLOCK))
 def test_twenty_thousand_rows(executor, compiled, first):
-    for number, found in enumerate(compiled[first : first + BLOCK], first):
-        try:
-            batch.check(executor, found)
-        except Exception as error:
-            raise AssertionError(f"batch {number}: {found}") from error
+    check_each(executor, dict(enumerate(compiled[first : first + BLOCK], first)))
 
 
 SPEC = NormSpec("layer", 24, "bfloat16", "bfloat16", "float32", gate="bfloat16")
@@ -119,7 +108,7 @@ def test_the_mean_of_equal_numbers_is_that_number(dtype, hidden):
 
 def test_drawn_batches_have_every_kind():
     """In so many batches as a GPU runs: each op, dtype, kind of rows and needed gradient."""
-    found = [batch.draw(r, batch.draw_spec(r, WIDEST), ROWS) for r in map(Random, range(SPECS))]
+    found = large()
     assert sum(len(b.kinds) * (b.spec.heads or 1) for b in found) >= SPECS * ROWS
     assert {k for b in found for k in b.kinds} == set(KINDS)
     assert {b.spec.op for b in found} == set(NORMS)

@@ -1,7 +1,7 @@
 """Draws cases and checks them until the time is up; exits with 1 if a check fails.
 
 python -m tests.sweep --seconds 900 --seed 7
-python -m tests.sweep --case 'rms hidden=64 dtype=float32 rows=5 seed=3' --check picked
+python -m tests.sweep --case "Case(spec=NormSpec('rms', 64, 'float32'), rows=5, seed=3)"
 """
 
 import argparse
@@ -10,7 +10,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import closing, nullcontext
 
 import torch
 
@@ -43,7 +43,9 @@ def main(given: list[str] | None = None) -> int:
     started = time.time()
     until = started + asked.seconds
     ran = failed = 0
-    with place(asked.executor), closing(ready(asked, until)) as cases:
+    arch = asked.executor.removeprefix("interpreter_")
+    place = nullcontext() if arch == "gpu" else pretended_gpu(arch)
+    with place, closing(ready(asked, until)) as cases:
         for case, error in cases:
             if ran and time.time() > until:
                 break
@@ -57,12 +59,6 @@ def main(given: list[str] | None = None) -> int:
         # The processes that compile ahead may take a while to end.
         print(f"{ran} specs, {failed} failures, {time.time() - started:.0f} s", flush=True)
     return 1 if failed else 0
-
-
-def place(executor: str) -> AbstractContextManager:
-    if executor == "gpu":
-        return nullcontext()
-    return pretended_gpu(executor.removeprefix("interpreter_"))
 
 
 def ready(asked: argparse.Namespace, until: float) -> Iterator[tuple[Case, str]]:

@@ -3,16 +3,18 @@
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilenorm.launch.calls import Call, bound, every_gradient
-from tilenorm.launch.plan import plan_backward, plan_forward
+from tilenorm.launch.plan import BackwardPlan, ForwardPlan, plan_backward, plan_forward
 from tilenorm.launch.target import Target
 from tilenorm.ops import cutile
 from tilenorm.table import OPS
+from tilenorm.tools import precompile
 from tilenorm.tools.precompile import compile_call, compiling
 from tilenorm.tools.signature import signature
 
@@ -55,16 +57,23 @@ def compile_ahead(job: Job) -> str:
 
 def calls_of(case: Case, target: Target) -> list[Call]:
     """The kernel calls of the checks of a case, once each."""
-    names = (*ROWS, *INCOMING)
-    calls = _calls(case, target, {name: case.layout(name) for name in names})
-    for rows in {case.rows, *map(len, case.picks().values())}:
-        plain = dict.fromkeys(names, Layout.contiguous(rows, *case.row_shape))
-        calls += _calls(case, target, plain, (False, True) if rows == case.rows else (True,))
+    spec, heads = case.spec, case.spec.heads or 1
+    both = plan_forward(spec, target, True), plan_backward(spec, target, every_gradient(spec))
+    calls = _calls_in_layouts(case, *both)
+    for plan, count in product(both, {case.rows, *map(len, case.picks().values())}):
+        calls += precompile.calls_of(plan, count * heads)
+    alone = [plan_forward(spec, target, False)]
+    for output in (False, True) if case.how else ():
+        asked = replace(spec, quantized=case.how._replace(output=output))
+        plan = plan_forward(asked, target, False)
+        alone += [plan] * (plan.spec.quantized is not None)  # else the plain norm's kernels run
+    for plan in alone:
+        calls += precompile.calls_of(plan, case.rows * heads)
     return list({key_of(call): call for call in calls}.values())
 
 
-def _calls(case: Case, target: Target, layouts: dict[str, Layout], saves=(True,)) -> list[Call]:
-    """The calls for tensors of these layouts. No tensor is written to, so none takes memory."""
+def _calls_in_layouts(case: Case, forward: ForwardPlan, backward: BackwardPlan) -> list[Call]:
+    """The calls for tensors in the layouts of a case. None is written to, so none takes memory."""
     spec, calls = case.spec, []
 
     def collect(launches, arrays, index) -> None:
@@ -74,32 +83,18 @@ def _calls(case: Case, target: Target, layouts: dict[str, Layout], saves=(True,)
         if dtype is None:
             return None
         shape = case.row_shape[-1:] if name == "layer_scale" else case.row_shape
-        layout = layouts[name] if name in layouts else Layout.contiguous(*shape)
+        layout = case.layout(name) if name in (*ROWS, *INCOMING) else Layout.contiguous(*shape)
         return layout.view(torch.empty(layout.size, dtype=getattr(torch, dtype)))
 
-    fields = ["dtype" if role == "x" else role for role in OPS[spec.op].roles]
-    names = ["input" if name == "dtype" else name for name in fields]
-    each = zip(names, fields, strict=True)
-    given = {name: empty(name, getattr(spec, field)) for name, field in each}
-    tensors = tuple(given.values())
+    given = {role: empty(role, spec.dtype_of(role)) for role in OPS[spec.op].roles}
+    given["x"] = empty("input", spec.dtype)
+    found = cutile.bind_forward(forward, collect)(tuple(given.values()), 1e-6)
+    made = dict(zip(OPS[spec.op].made, found, strict=True))
+    kept = given | made | {"x": made.get("sum", given["x"])}
     dy = empty(INCOMING[0], spec.skip or spec.dtype)
     dsum = empty(INCOMING[1], spec.residual)
-    if case.how and False in saves:
-        scale = torch.empty(1) if case.how.scaling == "tensor" else None
-        for output in (False, True):
-            asked = replace(spec, quantized=case.how._replace(output=output))
-            plan = plan_forward(asked, target, False)
-            if plan.spec.quantized:  # otherwise the plain norm's kernels run
-                taken = given | {"x": given["input"], "given_scale": scale}
-                taken = tuple(taken[role] for role in OPS[asked.op].roles)
-                cutile.bind_forward(plan, collect)(taken, 1e-6)
-    for save in saves:
-        found = cutile.bind_forward(plan_forward(spec, target, save), collect)(tensors, 1e-6)
-    made = dict(zip(OPS[spec.op].made, found, strict=True))
-    kept = given | made | {"x": made.get("sum", given["input"])}
-    plan = plan_backward(spec, target, every_gradient(spec))
     saved = tuple(kept[role] for role in spec.kept)
-    cutile.bind_backward(plan, spec.kept, collect)(dy, dsum, saved)
+    cutile.bind_backward(backward, spec.kept, collect)(dy, dsum, saved)
     return calls
 
 

@@ -1,6 +1,6 @@
 """Draws the cases of the sweep: a spec, a number of rows and a seed decide all of a case."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import product
 from random import Random
 from typing import NamedTuple
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tilenorm.spec import NormSpec, Quantization
 from tilenorm.table import NORMS, QUANTIZED_NORMS
+from tilenorm.tools.candidates import written
 
 from .. import drawing, layouts
 from ..cases import DTYPES, MAX_HIDDEN
@@ -41,24 +42,12 @@ class Case:
     seed: int
 
     def __str__(self) -> str:
-        spec = self.spec
-        plain = NormSpec(spec.norm, 0, "")
-        told = {f.name: getattr(spec, f.name) for f in fields(spec)[1:]}
-        words = [f"{name}={v}" for name, v in told.items() if v != getattr(plain, name)]
-        return " ".join([spec.norm, *words, f"rows={self.rows}", f"seed={self.seed}"])
+        return written(self)
 
     @classmethod
     def parse(cls, text: str) -> "Case":
-        """The case that str() gave this text. Raises ValueError for any other text."""
-        norm, *words = text.split()
-        given = dict(word.split("=") for word in words)
-        kinds = {f.name: f.type for f in fields(NormSpec)}
-        try:
-            rows, seed = int(given.pop("rows")), int(given.pop("seed"))
-            spec = NormSpec(norm, **{n: _value(kinds[n], v) for n, v in given.items()})
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"not a case: {text!r} ({error})") from error
-        return cls(spec, rows, seed)
+        """The case that str() gave this text."""
+        return eval(text, {"Case": cls, "NormSpec": NormSpec})
 
     @property
     def compiles(self) -> bool:
@@ -113,9 +102,3 @@ def drawn(count: int, seed: int, limits: Limits) -> list[Case]:
         rows = rng.choice((rng.randint(1, rows), drawing.size(rng, rows)))
         cases.append(Case(spec, rows, seed * 1_000_000 + number))
     return cases
-
-
-def _value(kind: type, text: str):
-    if kind is bool:
-        return {"True": True, "False": False}[text]
-    return kind(text) if kind in (int, float) else text

@@ -1,6 +1,7 @@
 """Tuning: wrong candidates are seen on the CPU; a GPU tunes, and serves what it found."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -29,6 +30,8 @@ SPECS = [
     NormSpec("rms", 40, "bfloat16", gate="bfloat16", gate_first=True),
     NormSpec("layer", 40, "bfloat16", "bfloat16", "bfloat16", heads=3),
 ]
+B = "bfloat16"
+MODULATED = NormSpec("layer", 40, B, B, B, residual=B, mod_scale=B, mod_shift=B, mod_gate=B)
 SHARED = {"forward": SharedForward(Hints(), (32,)), "backward": Backward((32,))}  # two blocks a row
 interpret = Interpreter("sm_90").run()
 each_direction = pytest.mark.parametrize("direction", cases.DIRECTIONS)
@@ -39,36 +42,35 @@ def trials(search, run=interpret) -> Trials:
     return Trials(search, rows, rows, torch.device("cpu"), run)
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=cases.label)
-@pytest.mark.parametrize("direction, terms", [("forward", 1), ("backward", 1), ("backward", 3)])
+def rotated(heads: int) -> NormSpec:
+    """Heads with a norm of each, or, of several, with one of all heads of a token."""
+    hidden, of_key = 24 * heads, {"key": B, "key_weight": B, "key_hidden": 24 * heads * (heads > 1)}
+    return NormSpec("rms", hidden, B, B, rotation=Rotation(16, 24, heads > 1), **of_key)
+
+
+@pytest.mark.parametrize(
+    "spec, direction, terms",
+    [
+        *product(SPECS, ["forward"], [1]),
+        *product(SPECS, ["backward"], [1, 3]),
+        *product(map(rotated, (1, 3)), cases.DIRECTIONS, [1]),
+        (MODULATED, "backward", 1),
+    ],
+    ids=cases.label,
+)
 def test_right_candidates_are_kept(spec, direction, terms):
     search = Search(spec, H200, direction, terms)
     tried = trials(search)
-    for config in (*search.configs[:2], SHARED[direction]):
+    alone = spec.rotation or spec.modulated  # no blocks share such rows
+    for config in (*search.configs[:2], *(search.configs[5::40] if alone else [SHARED[direction]])):
         plan = plan_of(search, config)
         assert plan.needs.terms == terms if direction == "backward" else plan.save
         assert tried.wrong(plan) is None, config
 
 
-@each_direction
-@pytest.mark.parametrize("heads", (1, 3))
-def test_right_candidates_of_rotated_heads_are_kept(direction, heads):
-    """Of a norm of each head, and of one of all heads of a token."""
-    b, hidden = "bfloat16", 24 * heads
-    of_key = {"key": b, "key_weight": b, "key_hidden": hidden if heads > 1 else 0}
-    spec = NormSpec("rms", hidden, b, b, rotation=Rotation(16, 24, heads > 1), **of_key)
-    search = Search(spec, H200, direction)
-    for config in (search.configs[0], *search.candidates()[5::40]):
-        assert trials(search).wrong(plan_of(search, config)) is None, config
-
-
-def test_right_candidates_by_group_are_kept():
-    b = "bfloat16"
-    spec = NormSpec("layer", 40, b, b, b, residual=b, mod_scale=b, mod_shift=b, mod_gate=b)
-    search = Search(spec, H200, "backward")
-    assert search.key().op == "modulated_layer_norm by bfloat16, a gate, 2 sums over all rows"
-    for config in (search.configs[0], *search.candidates()[::10]):
-        assert trials(search).wrong(plan_of(search, config)) is None, config
+def test_the_key_of_modulated_rows():
+    found = Search(MODULATED, H200, "backward").key()
+    assert found.op == "modulated_layer_norm by bfloat16, a gate, 2 sums over all rows"
 
 
 def all_but_one(launches, arrays, index) -> None:

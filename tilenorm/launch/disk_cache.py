@@ -14,7 +14,7 @@ from pathlib import Path
 
 import cuda.tile as ct
 from cuda.tile.compilation import KernelSignature
-from cutile_cache._cache import MetadataV1, cache_lookup, cache_store
+from cutile_cache._cache import MetadataV1, cache_store
 
 from .. import kernels
 from .toolchain import compiler_path
@@ -34,11 +34,6 @@ def key_of(kernel: ct.kernel, signature: KernelSignature, capability: tuple[int,
 def is_off(folder: str | None) -> bool:
     """Whether kernels are neither looked up in a folder nor stored there."""
     return folder is None or any(k.startswith("CUDA_TILE_") for k in os.environ.keys() - HARMLESS)
-
-
-def lookup(folder: str, key: str) -> bytes | None:
-    """The cubin that an earlier process stored under a key."""
-    return cache_lookup(folder, key)
 
 
 def store(folder: str, key: str, cubin: bytes, symbol: str) -> None:

@@ -16,17 +16,12 @@ from cuda.tile._cext import TileContext, get_compute_capability
 # whole process: TileGym by a function that takes no programmatic_dependent_launch.
 from cuda.tile._cext import launch as launch_kernel
 from cuda.tile.compilation import KernelSignature
+from cutile_cache._cache import cache_lookup
 
 from . import disk_cache
 from .calls import Launch
 from .config import Hints
-from .toolchain import (
-    CompileError,
-    ToolchainError,
-    compiler_problem,
-    make_folder,
-    toolkit_problem,
-)
+from .toolchain import CompileError, ToolchainError, compiler_problem, make_folder, toolkit_problem
 
 TIMEOUT = 120.0  # seconds of one run of the compiler. The slowest kernel takes 5.
 
@@ -85,7 +80,7 @@ class Kernel(ct.kernel):
         if disk_cache.is_off(folder):
             return super()._compile(signature, context, capability)
         key = disk_cache.key_of(self, signature, capability)
-        if cubin := disk_cache.lookup(folder, key):
+        if cubin := cache_lookup(folder, key):
             return cubin, signature.symbol, None, ()
         cubin, symbol, _, libraries = compiled = super()._compile(signature, context, capability)
         if not libraries:

@@ -5,9 +5,8 @@ arguments: ops, precompile and the tests' interpreter all use plans. A plan reme
 for the row counts that were used last.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property
 from typing import ClassVar
 
 import cuda.tile as ct
@@ -26,7 +25,7 @@ from .kernel import hinted
 from .quantized import cast_apart, compiled_as
 from .rope import RopeBackwardPlan, RopeForwardPlan
 from .target import Target
-from .tiling import SIZES, Tiling
+from .tiling import Tiling, remembered
 from .tuned import rules
 
 GROUP_SUM = hinted(group_sum, Hints())
@@ -128,10 +127,6 @@ class ForwardPlan(Tiling):
         return not self.ordered and self.config.rows == 1
 
     @cached_property
-    def _kernel(self) -> ct.kernel:
-        return hinted(FORWARD[type(self.config)], self.hints)
-
-    @cached_property
     def _how(self) -> How:
         config = self.compiled
         match config:
@@ -162,25 +157,20 @@ class ForwardPlan(Tiling):
         at_once = max(1, min(rules.SMALL_BATCH_TILES, rules.SMALL_BATCH_ELEMENTS // elements))
         return self.tiles(rows) > at_once * self.target.multiprocessors
 
-    @cached_property
-    def launches(self) -> Callable[[int, float], list[Launch]]:
-        groups = tuple(map(constants, (self.norm, self.cut, self._how)))
-
-        @lru_cache(SIZES)
-        def launches(rows, eps):
-            if self.fetches and not self.small and not self.queues(rows):
-                return self._small_variant.launches(rows, eps)
-            after = (eps, rows, *groups)
-            return [
-                *self._clear(_FORWARD_SLOTS, rows),
-                *(
-                    # cuTile takes plain tuples alone. Of one of those this is the tuple itself.
-                    Launch(self._kernel, grid, start, tuple, after, self._starts_early)
-                    for grid, start in self._grids(rows)
-                ),
-            ]
-
-        return launches
+    @remembered
+    def launches(self, rows: int, eps: float) -> list[Launch]:
+        if self.fetches and not self.small and not self.queues(rows):
+            return self._small_variant.launches(rows, eps)
+        kernel = hinted(FORWARD[type(self.config)], self.hints)
+        after = (eps, rows, *map(constants, (self.norm, self.cut, self._how)))
+        return [
+            *self._clear(_FORWARD_SLOTS, rows),
+            *(
+                # cuTile takes plain tuples alone. Of one of those this is the tuple itself.
+                Launch(kernel, grid, start, tuple, after, self._starts_early)
+                for grid, start in self._grids(rows)
+            ),
+        ]
 
     def _grids(self, rows: int) -> list[tuple[tuple[int, ...], tuple[int, int]]]:
         """(grid, (first, step)) of each launch.
@@ -228,16 +218,11 @@ class BackwardPlan(Tiling):
         resident, groups = self.resident // self.chunks, self._groups
         return min(self.tiles(rows), max(groups, resident // groups * groups))
 
-    @cached_property
-    def partials(self) -> Callable[[int], tuple[int, int] | None]:
+    @remembered
+    def partials(self, rows: int) -> tuple[int, int] | None:
         """Shape of the float32 scratch for partial sums over rows; None without dw and db."""
-
-        @lru_cache(SIZES)
-        def partials(rows):
-            sums = self.needs.sums
-            return (sums * self._partial_rows(self.blocks(rows)), self._sum_width) if sums else None
-
-        return partials
+        sums = self.needs.sums
+        return (sums * self._partial_rows(self.blocks(rows)), self._sum_width) if sums else None
 
     def _partial_rows(self, blocks: int) -> int:
         heads = self.spec.heads
@@ -247,25 +232,16 @@ class BackwardPlan(Tiling):
     def _sum_width(self) -> int:
         return self.spec.hidden * (self.spec.heads or 1)
 
-    @cached_property
-    def _kernel(self) -> ct.kernel:
-        return hinted(self.function, self.config.hints)
-
-    @cached_property
-    def launches(self) -> Callable[..., list[Launch]]:
-        """A function of the rows and of an eps, which is not read: the saved rstd holds it."""
-        config = self.config
+    @remembered
+    def launches(self, rows: int, _eps: float = 0.0) -> list[Launch]:
+        """_eps: is not read, because the saved rstd holds it."""
+        config, blocks = self.config, self.blocks(rows)
+        kernel = hinted(self.function, config.hints)
         how = How(config.packed, config.tma, config.store, REREAD=config.reread, **self._sharing)
-        groups = (*map(constants, (self.norm, self.cut, how)), self.needs.dw, self.needs.db)
-
-        @lru_cache(SIZES)
-        def launches(rows, _eps=0.0):
-            blocks = self.blocks(rows)
-            grid, after = (blocks * self.chunks,), (rows, *groups)
-            main = Launch(self._kernel, grid, (), MAIN_ARRAYS, after, self._starts_early)
-            return [*self._clear(_BACKWARD_SLOTS, rows), main, *self._sums(blocks)]
-
-        return launches
+        groups = map(constants, (self.norm, self.cut, how))
+        grid, after = (blocks * self.chunks,), (rows, *groups, self.needs.dw, self.needs.db)
+        main = Launch(kernel, grid, (), MAIN_ARRAYS, after, self._starts_early)
+        return [*self._clear(_BACKWARD_SLOTS, rows), main, *self._sums(blocks)]
 
     def _sums(self, blocks: int) -> list[Launch]:
         """The launch that turns partial sums into dW and dB."""
@@ -298,15 +274,11 @@ class GroupedPlan(BackwardPlan):
         tiles = cdiv(rows // groups, self.config.rows) * groups
         return min(cdiv(tiles, cdiv(rules.LEAST_ROWS, self.config.rows)), self.resident)
 
-    @cached_property
-    def partials(self) -> Callable[..., tuple[int, int] | None]:
+    @remembered
+    def partials(self, rows: int, groups: int) -> tuple[int, int] | None:
         """Shape of the float32 scratch for the sums over all rows; None without dw and db."""
-
-        def partials(rows, groups):
-            sums = self.needs.sums
-            return (sums * self.blocks(rows, groups), self.spec.hidden) if sums else None
-
-        return partials
+        sums = self.needs.sums
+        return (sums * self.blocks(rows, groups), self.spec.hidden) if sums else None
 
     def group_sums(self, rows: int, groups: int) -> tuple[int, int] | None:
         """Shape of the float32 scratch for the sums by group, a row that nobody reads where blocks
@@ -317,24 +289,18 @@ class GroupedPlan(BackwardPlan):
         slots = 1 if sums.WHOLE else self.blocks(rows, groups) + groups - 1
         return (count * slots, self.spec.hidden) if count else None
 
-    @cached_property
-    def launches(self) -> Callable[..., list[Launch]]:
-        """A function of the rows, of an eps, which is not read, and of the groups."""
+    @remembered
+    def launches(self, rows: int, _eps: float, groups: int) -> list[Launch]:
+        blocks, sums = self.blocks(rows, groups), constants(self.sums(groups))
         norm, cut, how = map(constants, (self.norm, self.cut, How()))
-
-        @lru_cache(SIZES)
-        def launches(rows, _eps, groups):
-            blocks, sums = self.blocks(rows, groups), constants(self.sums(groups))
-            after = (rows, norm, cut, how, sums)
-            main = Launch(self._kernel, (blocks,), (), MAIN_ARRAYS, after)
-            found = [main, *self._sums(blocks)]
-            if any(self.needs.modulation) and not self.sums(groups).WHOLE:
-                config = heuristics.group_sum(self.spec.hidden, cdiv(blocks, groups))
-                tiles = self.config.rows, config.rows, config.tile
-                early = self._overlap and len(found) == 1  # one kernel may start early
-                after = (rows, blocks, norm, sums, *tiles, early)
-                grid = cdiv(self.spec.hidden, config.tile), groups
-                found.append(Launch(GROUP_SUM, grid, (), of_group_sums, after, early))
-            return found
-
-        return launches
+        kernel, after = hinted(self.function, self.config.hints), (rows, norm, cut, how, sums)
+        main = Launch(kernel, (blocks,), (), MAIN_ARRAYS, after)
+        found = [main, *self._sums(blocks)]
+        if any(self.needs.modulation) and not self.sums(groups).WHOLE:
+            config = heuristics.group_sum(self.spec.hidden, cdiv(blocks, groups))
+            tiles = self.config.rows, config.rows, config.tile
+            early = self._overlap and len(found) == 1  # one kernel may start early
+            after = (rows, blocks, norm, sums, *tiles, early)
+            grid = cdiv(self.spec.hidden, config.tile), groups
+            found.append(Launch(GROUP_SUM, grid, (), of_group_sums, after, early))
+        return found

@@ -4,9 +4,8 @@ Their launches are a function of (Sizes, eps). What they take is a RopeForwardAr
 RopeBackwardArrays, whose tensors of heads are views (batch, tokens, heads, D).
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import ClassVar
 
 from ..kernels.constants import Rope
@@ -17,7 +16,7 @@ from .arrays import MAIN_ARRAYS, RopeBackwardArrays
 from .calls import Launch, Needs, Sizes, constants, rectangles
 from .config import RopeBackward, RopeForward, cdiv
 from .kernel import hinted
-from .tiling import SIZES, Tiling
+from .tiling import Tiling, remembered
 
 
 @dataclass(frozen=True)
@@ -53,19 +52,14 @@ class RopeForwardPlan(RopePlan):
     fetches: ClassVar[bool] = False  # as a ForwardPlan has them
     casts_apart: ClassVar[None] = None
 
-    @cached_property
-    def launches(self) -> Callable[[Sizes, float], list[Launch]]:
-        kernel, groups = hinted(rope_forward, self.config.hints), (self.norm, self.rope)
-
-        @lru_cache(SIZES)
-        def launches(sizes, eps):
-            after = (eps, sizes.tokens, *map(constants, groups))
-            return [
-                Launch(kernel, (1, y, z), (first, y), tuple, after)
-                for first, y, z in rectangles(sum(self.items(sizes)))
-            ]
-
-        return launches
+    @remembered
+    def launches(self, sizes: Sizes, eps: float) -> list[Launch]:
+        kernel = hinted(rope_forward, self.config.hints)
+        after = (eps, sizes.tokens, *map(constants, (self.norm, self.rope)))
+        return [
+            Launch(kernel, (1, y, z), (first, y), tuple, after)
+            for first, y, z in rectangles(sum(self.items(sizes)))
+        ]
 
 
 @dataclass(frozen=True)
@@ -95,18 +89,14 @@ class RopeBackwardPlan(RopePlan):
         columns = self.columns.values()
         return (len(columns) * self.blocks(sizes), max(columns)) if columns else None
 
-    @cached_property
-    def launches(self) -> Callable[[Sizes, float], list[Launch]]:
-        """A function of the sizes and of an eps, which is not read: the saved rstd holds it."""
-        kernel, groups = hinted(rope_backward, self.config.hints), (self.norm, self.rope)
-        asked, columns = (self.needs.dw, self.needs.dkey_weight), self.columns
-        width = max(columns.values(), default=0)
-
-        @lru_cache(SIZES)
-        def launches(sizes, _eps=0.0):
-            blocks = self.blocks(sizes)
-            after = (sizes.batch, sizes.tokens, *map(constants, groups), *asked)
-            main = Launch(kernel, (blocks,), (), MAIN_ARRAYS, after)
-            return [main, *self._column_sum(RopeBackwardArrays, [*columns], blocks, width)]
-
-        return launches
+    @remembered
+    def launches(self, sizes: Sizes, _eps: float = 0.0) -> list[Launch]:
+        """_eps: is not read, because the saved rstd holds it."""
+        kernel, blocks = hinted(rope_backward, self.config.hints), self.blocks(sizes)
+        asked, width = (
+            (self.needs.dw, self.needs.dkey_weight),
+            max(self.columns.values(), default=0),
+        )
+        groups = map(constants, (self.norm, self.rope))
+        main = Launch(kernel, (blocks,), (), MAIN_ARRAYS, (*sizes[:2], *groups, *asked))
+        return [main, *self._column_sum(RopeBackwardArrays, [*self.columns], blocks, width)]

@@ -21,7 +21,7 @@ from .config import Hints, cdiv
 from .kernel import hinted
 from .plan import BackwardPlan, backward_spec
 from .target import Target
-from .tiling import Tiling
+from .tiling import Tiling, remembered
 
 ROW_CENTER = hinted(split_forward.row_center, Hints())
 CENTER_TILE = 512  # rows that a block of row_center serves
@@ -32,32 +32,22 @@ class RowPlan(Tiling):
     """The launches of a kernel that reads each tile of rows once.
 
     take: selects the kernel's arrays. apart: whether each chunk of a wide row has a block of its
-    own; else a block takes the chunks of its rows one after the other. save: whether mean
-    and rstd are written.
+    own; else a block takes the chunks of its rows one after the other.
     """
 
     function: ct.kernel
     take: Callable
     apart: bool
-    save: bool = False
 
-    @cached_property
-    def _after(self) -> tuple:
-        after = constants(self.norm), constants(self.cut)
-        how = How(TOGETHER=getattr(self.config, "together", 1))
-        return (*after, constants(how)) if self.apart else after
-
-    @cached_property
-    def _kernel(self) -> ct.kernel:
-        return hinted(self.function, self.config.hints)
-
+    @remembered
     def launches(self, rows: int, number: float) -> list[Launch]:
         """number: 1 / the length of a whole row for sums, else eps."""
-        blocks = self.tiles(rows) * (self.chunks if self.apart else 1)
-        after = (number, rows, *self._after)
+        groups = [self.norm, self.cut, *[How(TOGETHER=self.config.together)] * self.apart]
+        after = (number, rows, *map(constants, groups))
+        kernel = hinted(self.function, self.config.hints)
         return [
-            Launch(self._kernel, (1, y, z), (first, y), self.take, after)
-            for first, y, z in rectangles(blocks)
+            Launch(kernel, (1, y, z), (first, y), self.take, after)
+            for first, y, z in rectangles(self.tiles(rows) * (self.chunks if self.apart else 1))
         ]
 
 
@@ -69,10 +59,10 @@ def plan_row_sums(spec: NormSpec, target: Target) -> RowPlan:
 
 
 @cache
-def plan_row_apply(spec: NormSpec, target: Target, save: bool) -> RowPlan:
+def plan_row_apply(spec: NormSpec, target: Target) -> RowPlan:
     """spec.residual: the dtype of the rows that are read, where it is not y's."""
     config = heuristics.piece(spec, 1 + bool(spec.gate))
-    return RowPlan(spec, target, config, split_forward.row_apply, tuple, apart=True, save=save)
+    return RowPlan(spec, target, config, split_forward.row_apply, tuple, apart=True)
 
 
 @cache

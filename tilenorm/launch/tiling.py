@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache, partial
 from math import gcd
-from typing import Any
+from typing import Any, TypeVar
 
 from ..kernels.column_sum import column_sum
 from ..kernels.constants import Norm
@@ -23,6 +23,13 @@ from .tuned.rules import POLLS
 CLEAR_SLOTS, COLUMN_SUM = hinted(clear_slots, Hints()), hinted(column_sum, Hints())
 CLEARED = 1024  # slots that one block empties
 SIZES = 64  # row counts, or Sizes, whose launches a plan remembers
+
+Result = TypeVar("Result")
+
+
+def remembered(method: Callable[..., Result]) -> cached_property[Callable[..., Result]]:
+    """A method of a plan, which keeps the results of its last SIZES arguments."""
+    return cached_property(lambda plan: lru_cache(SIZES)(partial(method, plan)))
 
 
 @dataclass(frozen=True)

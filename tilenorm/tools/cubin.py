@@ -34,9 +34,9 @@ def resources(cubin: bytes) -> Resources:
     """The resources of the kernel of a cubin. Raises ValueError unless there is exactly one."""
     found, shared, code = {}, 0, hashlib.sha256()
     try:
-        for name, size, data in _sections(cubin):
+        for name, size, data in sections(cubin):
             if name.startswith(".nv.info"):
-                found |= _attributes(data)
+                found |= dict(attributes(data))
             elif name.startswith(".nv.shared.") and name != ".nv.shared.reserved.0":
                 shared += size
             elif name.startswith(".text."):
@@ -51,7 +51,7 @@ def resources(cubin: bytes) -> Resources:
     return Resources(registers, frame, shared, threads, code.hexdigest())
 
 
-def _sections(elf: bytes) -> Iterator[tuple[str, int, bytes]]:
+def sections(elf: bytes) -> Iterator[tuple[str, int, bytes]]:
     """Name, size and bytes of each section of a 64-bit little-endian ELF file."""
     if elf[:6] != b"\x7fELF\x02\x01":
         raise ValueError("no 64-bit ELF file")
@@ -65,12 +65,12 @@ def _sections(elf: bytes) -> Iterator[tuple[str, int, bytes]]:
         yield elf[start : elf.index(b"\0", start)].decode(), size, elf[offset : offset + size]
 
 
-def _attributes(info: bytes) -> dict[int, bytes]:
-    found, at = {}, 0
+def attributes(info: bytes) -> Iterator[tuple[int, bytes]]:
+    """Each attribute that bytes follow, and the bytes."""
+    at = 0
     while at < len(info):
         kind, attribute, size = struct.unpack_from("<BBH", info, at)
         at += 4
         if kind == _SIZED:
-            found[attribute] = info[at : at + size]
+            yield attribute, info[at : at + size]
             at += size
-    return found

@@ -6,15 +6,7 @@ from pathlib import Path
 
 from ..launch.toolchain import cache_problem
 from ..ops.registry import DTYPES, Device, refusals
-from ..spec import (
-    FP8,
-    GROUPS,
-    LAYOUTS,
-    MAX_TERMS,
-    NormSpec,
-    Quantization,
-    Rotation,
-)
+from ..spec import FP8, GROUPS, LAYOUTS, MAX_TERMS, NormSpec, Quantization, Rotation
 from ..table import (
     MODULATED_NORMS,
     MODULATION,
@@ -88,15 +80,11 @@ def _spec(asked: argparse.Namespace, op: str, hidden: int, dtype: str) -> NormSp
     added, after, gated = op.startswith("add_"), op.endswith("_add"), op.startswith("gated_")
     branches = added and op not in QUANTIZED_NORMS and asked.residuals == 1
     modulated, rotated = op in MODULATED_NORMS, op in ROTATED_NORMS
+    residual = added or after or modulated
     rotation = asked.rotary_dim, asked.head_dim, asked.interleaved, asked.table_dtype
     rotation = any((*rotation, asked.half_tables, asked.positions))
     for name, given, taken, why in (
-        (
-            "--residual-dtype",
-            asked.residual_dtype,
-            added or after or modulated,
-            "takes no residual",
-        ),
+        ("--residual-dtype", asked.residual_dtype, residual, "takes no residual"),
         ("--group-dtype", asked.group_dtype, modulated, "takes nothing by group"),
         ("--rotary-dim, --head-dim and the like", rotation, rotated, "takes none"),
         ("--bias", asked.bias, not rotated, "takes none"),

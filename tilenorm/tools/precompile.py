@@ -172,26 +172,17 @@ def training_calls(
     """
     inference, training = (plan_forward(spec, target, save) for save in (False, True))
     every, calls = every_gradient(spec), []
+    terms = (1,) if spec.rotation or spec.modulated else terms
     asked = [every._replace(terms=k) for k in terms]
     if max(terms) > 1:
         asked += [needs._replace(dsum=not needs.dsum) for needs in asked]
     if output and not spec.output_refused:
         asked += [needs._replace(output=True) for needs in asked]
-    backward = [plan_backward(spec, target, needs) for needs in asked]
-    if spec.rotation:
-        for sizes in _size_classes(spec):
-            for made in (inference, training, backward[0]):
-                calls += calls_of(made, 0, sizes=sizes)
-        return _distinct(calls)
-    if spec.modulated:
-        for rows, groups in _group_classes(backward[0]):
-            for made in (inference, training, backward[0]):
-                calls += calls_of(made, rows, groups)
-        return _distinct(calls)
-    for plan in backward:
-        for rows in _row_classes(training, plan, spec.heads or 1):
+    for needs in asked:
+        plan = plan_backward(spec, target, needs)
+        for size in _size_classes(spec, training, plan):
             for made in (inference, training, plan) if spec.differentiable else (inference,):
-                calls += calls_of(made, rows)
+                calls += calls_of(made, *size)
     return _distinct(calls)
 
 
@@ -199,8 +190,8 @@ def piece_training_calls(spec: NormSpec, target: Target) -> list[Call]:
     """The same for rows of which a process holds spec.hidden columns."""
     forward = plan_forward(spec, target, True)
     backward = plan_grad_apply(spec, target, every_gradient(spec))
-    rows = _row_classes(forward, backward, spec.heads or 1)
-    return _distinct([call for count in rows for call in piece_calls(spec, target, count)])
+    rows = _size_classes(spec, forward, backward)
+    return _distinct([call for (count,) in rows for call in piece_calls(spec, target, count)])
 
 
 def _distinct(calls: list[Call]) -> list[Call]:
@@ -208,39 +199,29 @@ def _distinct(calls: list[Call]) -> list[Call]:
     return list({(c.kernel, signature(c.kernel, c.arguments).symbol): c for c in calls}.values())
 
 
-def _row_classes(forward: ForwardPlan, backward: BackwardPlan, heads: int) -> list[int]:
-    """One row count for each class of row counts that compiles to the same kernels.
+def _size_classes(spec: NormSpec, forward: ForwardPlan, backward: BackwardPlan) -> list[tuple]:
+    """What calls_of takes behind a plan, at least once for each class that compiles to the same
+    kernels: (rows,), of modulated rows (rows, groups), and of rotated heads (0, 1, Sizes).
 
     The compiler distinguishes extents of 1, multiples of 16, and others. Extents are the number of
     rows, of tokens and of partial rows. Partial rows grow with the rows until the grid is full.
     """
-    classes = {}
+    counts = (1, 2, 3, 15, 16, 17, 256, 4096, 4097)
+    if spec.rotation:
+        heads = sizes_of(spec, 1)[2:]
+        return [(0, 1, Sizes(batch, n, *heads)) for batch, n in product((1, 2, 16), counts)]
+    if spec.modulated:
+        whole = rules.WHOLE_GROUPS * backward.resident
+        whole += -whole % 16
+        each = product((1, 2, 3, 16, 32, whole, whole + 1), counts)
+        return [(groups * n, groups) for groups, n in each]
+    classes: dict[tuple, tuple[int]] = {}
     for tokens in (*range(1, 34 * backward.config.rows), *range(65536, 65552)):
-        rows = tokens * heads
+        rows = tokens * (spec.heads or 1)
         extents = (rows, tokens, *(backward.partials(rows) or ())[:1])
         kinds = tuple((n == 1, n % 16 == 0) for n in extents)
-        classes.setdefault((forward.fetches and forward.queues(rows), kinds), rows)
+        classes.setdefault((forward.fetches and forward.queues(rows), kinds), (rows,))
     return list(classes.values())
-
-
-def _group_classes(plan: BackwardPlan) -> Iterator[tuple[int, int]]:
-    """Row counts and numbers of groups: several of each class of both that compiles to the same
-    kernels.
-    """
-    whole = rules.WHOLE_GROUPS * plan.resident
-    whole += -whole % 16
-    for groups in (1, 2, 3, 16, 32, whole, whole + 1):
-        for tokens in (1, 2, 3, 15, 16, 17, 256, 4096, 4097):
-            yield groups * tokens, groups
-
-
-def _size_classes(spec: NormSpec) -> Iterator[Sizes]:
-    """Sizes of heads that are rotated: several of each class that compiles to the same kernels, of
-    as many heads as sizes_of tells.
-    """
-    heads = sizes_of(spec, 1)[2:]
-    for batch, tokens in product((1, 2, 16), (1, 2, 3, 15, 16, 17, 256, 4096, 4097)):
-        yield Sizes(batch, tokens, *heads)
 
 
 def precompile(

@@ -59,7 +59,7 @@ def _launches(
         read = {"rows": rows, "whole": given["mean"], "own": given["own"]}
         return center_launches(rows, spec.hidden, share), read
     if name == "row_apply":
-        return plan_row_apply(spec, target, given["save"]).launches(rows, given["eps"]), given
+        return plan_row_apply(spec, target).launches(rows, given["eps"]), given
     if name == "grad_sums":
         return plan_grad_sums(spec, target).launches(rows, share), given
     needs, x = given["needs"], given["x"]
