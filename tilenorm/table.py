@@ -101,6 +101,17 @@ class Op:
         return tuple(port.role for port in self.makes)
 
     @property
+    def tensors(self) -> tuple[Port, ...]:
+        """Every tensor that is taken."""
+        return self.takes
+
+    @cached_property
+    def arguments(self) -> tuple[str, ...]:
+        """The names of all arguments, in their order."""
+        names = [port.name for port in self.takes]
+        return (*names, "hidden", *self.options, *self.eps, "save", "backend")
+
+    @property
     def shown(self) -> int:
         """How many of the tensors that are made the user gets."""
         return sum(port.lies != "number" for port in self.makes)

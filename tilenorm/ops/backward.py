@@ -52,7 +52,7 @@ class Backward(Inner):
         x, dy, dsum = (self.tensors[role] for role in ("x", "dy", "dsum"))
         more = self.more
         if in_forward_mode(tuple(self.tensors.values())):
-            name = f"torch.ops.tilenorm.{self.ROW.name}"
+            name = f"torch.ops.tilenorm.{self.row.name}"
             raise NotImplementedError(f"{name} has no forward-mode derivative")
         spec, long = self.spec, x.numel() > MAX_ROWS * self.hidden
         needs, backend = self.needs(spec), self.options["backend"]
@@ -73,7 +73,7 @@ class Backward(Inner):
 
     def returned(self, found: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
         """What the op returns of what a backward pass does; what is absent is an empty tensor."""
-        places, x = self.ROW.places, self.tensors["x"]
+        places, x = self.row.places, self.tensors["x"]
         every = (*found, *[None] * (1 + max(places)))
         shown = [every[place] for place in places]
         return tuple([x.new_empty(0) if t is None else t for t in shown])
@@ -86,7 +86,7 @@ class NormBackward(Backward):
     NormSpec.output_refused tells for what it is refused.
     """
 
-    ROW = BACKWARD["norm_backward"]
+    row = BACKWARD["norm_backward"]
 
     def __init__(self, arguments: Sequence, by_name: dict | None = None):
         super().__init__(arguments, by_name)
@@ -156,7 +156,7 @@ class ModulatedBackward(Backward):
     residual. A mask has a place for the gradient of a gate by rows, which no modulated norm has.
     """
 
-    ROW = BACKWARD["modulated_norm_backward"]
+    row = BACKWARD["modulated_norm_backward"]
 
     @property
     def spec(self) -> NormSpec:
@@ -173,7 +173,7 @@ class RotatedBackward(Backward):
     gradient (B, S, H, D).
     """
 
-    ROW = BACKWARD["rms_norm_rope_backward"]
+    row = BACKWARD["rms_norm_rope_backward"]
 
     @property
     def spec(self) -> NormSpec:
@@ -183,6 +183,5 @@ class RotatedBackward(Backward):
         return specs_of(op, options, *kinds_of(op, tensors, self.hidden))[0]
 
 
-KINDS = {kind.ROW.name: kind for kind in (NormBackward, ModulatedBackward, RotatedBackward)}
-for _kind in KINDS.values():
+for _kind in (NormBackward, ModulatedBackward, RotatedBackward):
     define(_kind)

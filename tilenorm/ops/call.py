@@ -120,17 +120,18 @@ def checked(
         if recorded:
             return apply((own, bound, bound.training), *cast)
         return bound.inference(cast, own)
-    if in_onnx_export():
-        return present(op, cast, options, library.formula(op, cast, options, each))
-    if is_transformed(cast):
-        _select_transformed(op, cast, options, backend)
-        return library.formula(op, cast, options, each)
-    if not op.quantized and split.is_cut(cast[0], dims):
-        return split.of_op(op, cast, options, dims, each, backend)
     # What torch.jit traces may be called with and without gradients.
     save = recorded or torch.jit.is_tracing()
+    called = library.Called(op, cast, options, each, save, backend)
+    if in_onnx_export():
+        return called.present(called.formula())
+    if is_transformed(cast):
+        _select_transformed(op, cast, options, backend)
+        return called.formula()
+    if not op.quantized and split.is_cut(cast[0], dims):
+        return split.of_op(op, cast, options, dims, each, backend)
     made = getattr(torch.ops.tilenorm, op.name)(*cast, *options, *each, save, backend)
-    return present(op, cast, options, made)
+    return called.present(made)
 
 
 def _refuse_quantized(op: Op, tensors: tuple) -> None:
@@ -145,12 +146,6 @@ def _refuse_quantized(op: Op, tensors: tuple) -> None:
             f"{op.name}: torch.onnx.export with dynamo=False knows no 8-bit floats: pass"
             " dynamo=True"
         )
-
-
-def present(op: Op, tensors: tuple, options: tuple, made: Sequence) -> tuple[Tensor | None, ...]:
-    """What an op makes, without the empty tensors that stand for absent results."""
-    called, pairs = library.Called(op, tensors, options, (), True), zip(op.makes, made, strict=True)
-    return tuple([t if called.makes(port) else None for port, t in pairs])
 
 
 def eps_of(op: Op, tensors: Sequence, eps: float | None) -> tuple[float, ...]:

@@ -6,10 +6,7 @@ from functools import partial
 import torch
 from torch._ops import OpOverload
 
-from ..table import OPS
-from . import backward, inner
-from .library import decomposed
-from .split import library as split
+from .library import KINDS, decomposed
 
 
 def decompositions() -> dict[OpOverload, Callable]:
@@ -35,10 +32,4 @@ def decompositions() -> dict[OpOverload, Callable]:
         A new dict, from each op (an OpOverload) to a function of the op's arguments.
     """
     ops = torch.ops.tilenorm
-    return {
-        **{getattr(ops, name).default: partial(decomposed, op) for name, op in OPS.items()},
-        **{
-            getattr(ops, name).default: partial(inner.decomposed, kind)
-            for name, kind in {**backward.KINDS, **split.KINDS}.items()
-        },
-    }
+    return {getattr(ops, name).default: partial(decomposed, kind) for name, kind in KINDS.items()}

@@ -15,10 +15,10 @@ from torch._ops import OpOverload
 from torch.fx import Node
 from torch.fx.node import map_aggregate
 
-from ...ops import backward, inner
+from ...ops import backward
 from ...ops.bound import specs_of_tensors
 from ...ops.layout import heads_of
-from ...ops.library import fake
+from ...ops.library import KINDS, fake
 from ...ops.reference import name_of as dtype_name
 from ...ops.registry import cutile_refuses, device_of, spec_refused
 from ...ops.sharding import is_distributed
@@ -30,8 +30,8 @@ from .nodes import VALUES, Left, bind, is_idle, item_of, key_of, value_of, value
 FORWARD: dict[Any, Op] = {getattr(torch.ops.tilenorm, name).default: op for name, op in OPS.items()}
 NORM_BACKWARD = torch.ops.tilenorm.norm_backward.default
 FAKES: dict[Any, Callable] = {
-    **{overload: partial(fake, op) for overload, op in FORWARD.items()},
-    NORM_BACKWARD: partial(inner.fake, backward.NormBackward),
+    getattr(torch.ops.tilenorm, name).default: partial(fake, KINDS[name])
+    for name in (*OPS, "norm_backward")
 }
 TERMS = ("grad_output", *(port.name for port in LAST_TERMS))
 # What the forward and the backward call of a norm have in common. A forward op that lacks one of

@@ -35,8 +35,8 @@ def piece(name: str, spec: NormSpec, target: Target, given: Given, run: Run = on
     """What an op makes of what Piece.read returns; None for what is absent."""
     x, results = given["x"], given["results"]
     made = {
-        role: None if shape is None else fresh(x, shape, dtype)
-        for role, (shape, dtype) in results.items()
+        role: None if of.shape is None else fresh(x, of.shape, of.dtype)
+        for role, of in results.items()
     }
     if name == "grad_apply":
         made = dict(zip(GRADIENTS, made.values(), strict=False))
