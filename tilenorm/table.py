@@ -4,9 +4,10 @@ From a row follow the op's schema, fake, implementations, derivative, autocast a
 the checks of a call and their messages, and which array of the kernels each tensor is.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,10 @@ class Op:
         """The names of all arguments, in their order."""
         names = [port.name for port in self.takes]
         return (*names, "hidden", *self.options, *self.eps, "save", "backend")
+
+    def named(self, values: Iterable) -> dict[str, Any]:
+        """A value for each tensor that is taken, by the names of the ports."""
+        return dict(zip([port.name for port in self.takes], values, strict=True))
 
     @property
     def shown(self) -> int:

@@ -18,14 +18,6 @@ from .tensor_checks import check_argument, check_device, check_dtype, check_tens
 FP8_DTYPES = tuple(getattr(torch, name) for name in FP8)
 MAX_SIZE = 2**63 - 1
 CASTS = {"float": float, "bool": bool, "str": str}
-# The order in which ports are checked: a message names the first tensor that does not fit. Those
-# of a norm that is rotated have checks of their own.
-_ORDER = ("rows", "mask", "vector", "affine", "group", "scalar")
-PORTS = {
-    name: tuple(sorted(op.takes[1:], key=lambda port: _ORDER.index(port.lies)))
-    for name, op in OPS.items()
-    if not op.rotated
-}
 
 
 def check(
@@ -61,12 +53,12 @@ def check(
             check_option(name, option, value)
     check_dtype(name, "input", input)
     shape = _check_shape(name, normalized_shape, input, layer)
-    given = {port.name: tensor for port, tensor in zip(op.takes, tensors, strict=True)}
+    given = op.named(tensors)
     if op.rotated:
         options = check_rotation(given, shape, options)
     for port in PORTS.get(name, ()):
         tensor = given[port.name]
-        if port.needed or (tensor is not None and port.lies in CHECKS):
+        if port.needed or tensor is not None:
             twice = port.role == "residual" and given.get("addend") is not None
             argument = "residual[1]" if twice else port.argument
             CHECKS[port.lies](name, argument, tensor, shape, input)
@@ -267,13 +259,19 @@ def _check_group(op: str, name: str, tensor: Tensor, shape: tuple, input: Tensor
     check_device(op, name, tensor, input)
 
 
-# By how a port lies. The one scalar has a check of its own.
+# By how a port lies, in the order in which ports are checked: a message names the first tensor that
+# does not fit. The one scalar, and a norm that is rotated, have checks of their own.
 CHECKS = {
     "rows": _check_rows,
     "mask": _check_mask,
     "vector": _check_vector,
     "affine": _check_affine,
     "group": _check_group,
+}
+PORTS = {
+    name: [port for lies in CHECKS for port in op.takes[1:] if port.lies == lies]
+    for name, op in OPS.items()
+    if not op.rotated
 }
 
 

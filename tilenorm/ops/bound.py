@@ -85,20 +85,33 @@ class OpSpecs:
 
 
 def specs_of(
-    op: Op, options: tuple, dtypes: Sequence[torch.dtype | None], heads: Sequence[int]
+    op: Op, options: tuple, dtypes: Sequence[torch.dtype | None], sizes: Sequence[int]
 ) -> tuple[NormSpec, ...]:
-    names = [None if d is None else name_of(d) for d in dtypes]
-    by_port = dict(zip([port.name for port in op.takes], names, strict=True))
-    of_port = dict(zip(by_port, heads, strict=True))
-    by_port |= {port.name: by_port.get(port.like) for port in op.makes if port.lies == "rows"}
+    """The spec of each norm of an op. dtypes, sizes: see kinds_of."""
+    named, of_port = op.named([None if d is None else name_of(d) for d in dtypes]), op.named(sizes)
+    named |= {port.name: named.get(port.like) for port in op.makes if port.lies == "rows"}
     specs = []
     for stage in op.stages:
-        row = OPS[stage.op]
-        by_role = {r: by_port.get(stage.ports.get(r, "")) for r in row.roles}
-        most = max([of_port.get(stage.ports.get(r, ""), 0) for r in ("weight", "bias")])
-        spec = spec_of(row, options, by_role, most)
-        specs.append(rotated(spec, options, by_role, of_port) if row.rotated else spec)
+        row, ports = OPS[stage.op], stage.ports
+        by_role = {role: named.get(ports.get(role)) for role in row.roles}
+        heads = max([of_port.get(ports.get(role), 0) for role in ("weight", "bias")])
+        specs.append(_spec_of(row, options, by_role, heads, of_port))
     return tuple(specs)
+
+
+def _spec_of(op: Op, options: tuple, dtypes: dict, heads: int, sizes: dict) -> NormSpec:
+    """The spec of an op that has one norm. dtypes: by the roles of the tensors that it takes."""
+    by_name, fields = dict(zip(op.options, options[1:], strict=True)), {}
+    if op.quantized:
+        scaling, dtype, *rest = (by_name[name] for name in QUANTIZATION)
+        fields["quantized"] = Quantization(scaling, name_of(dtype), *rest)
+    if op.rotated:
+        dim, interleaved, heads_first = (by_name[name] for name in ROTATION)
+        tables = dtypes["cos"], sizes["cos"] == dim, dtypes["positions"]
+        fields["rotation"] = Rotation(dim, sizes["input"], interleaved, *tables, heads_first)
+        fields["key_hidden"] = sizes["key"]
+    dtypes = {role: of for role, of in dtypes.items() if role == "x" or role in TENSORS}
+    return NormSpec.of_tensors(options_of(op, options), dtypes, heads, **fields)
 
 
 def options_of(op: Op, options: tuple) -> Options:
@@ -108,27 +121,6 @@ def options_of(op: Op, options: tuple) -> Options:
     others = QUANTIZATION + ROTATION
     asked = {name: value for name, value in by_name.items() if name not in others}
     return Options(options[0], op.norm, **asked)
-
-
-def spec_of(op: Op, options: tuple, dtypes: dict[str, str | None], heads: int = 0) -> NormSpec:
-    """The spec of an op that has one norm. dtypes: by the roles of the tensors that it takes."""
-    how = None
-    if op.quantized:
-        by_name = dict(zip(op.options, options[1:], strict=True))
-        scaling, dtype, *rest = (by_name[name] for name in QUANTIZATION)
-        how = Quantization(scaling, name_of(dtype), *rest)
-    dtypes = {role: of for role, of in dtypes.items() if role == "x" or role in TENSORS}
-    return NormSpec.of_tensors(options_of(op, options), dtypes, heads, quantized=how)
-
-
-def rotated(spec: NormSpec, options: tuple, dtypes: dict, sizes: dict) -> NormSpec:
-    """The spec of a norm with its rotation. options: of the op. dtypes: of its tensors by their
-    roles. sizes: see kinds_of.
-    """
-    dim, interleaved, heads_first = options[1 : 1 + len(ROTATION)]
-    full, positions = sizes["cos"] == dim, dtypes.get("positions")
-    how = dim, sizes["input"], interleaved, dtypes["cos"], full, positions, heads_first
-    return replace(spec, rotation=Rotation(*how), key_hidden=sizes["key"])
 
 
 def refuse_gradient(op: Op, options: tuple) -> None:
@@ -159,12 +151,13 @@ def kinds_of(op: Op, tensors: Sequence[Tensor | None], hidden: int) -> tuple[tup
 
 
 def _head_sizes(op: Op, tensors: Sequence[Tensor | None], hidden: int) -> tuple[int, ...]:
-    by_name = dict(zip([port.name for port in op.takes], tensors, strict=True))
-    found = {name: by_name[name].shape[-1] for name in ("input", "cos")}
-    if by_name["key"] is not None and hidden != found["input"]:
-        found["key"] = prod(by_name["key"].shape[-2:])
+    named = op.named(tensors)
+    x, key = named["input"], named["key"]
+    sizes = {"input": x.shape[-1], "cos": named["cos"].shape[-1]}
+    if key is not None and hidden != x.shape[-1]:
+        sizes["key"] = prod(key.shape[-2:])
     # torch.jit has tensors for sizes.
-    return tuple([without_tensor(found.get(name, 0)) for name in by_name])
+    return tuple([without_tensor(sizes.get(name, 0)) for name in named])
 
 
 def specs_of_tensors(

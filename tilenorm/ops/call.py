@@ -154,7 +154,7 @@ def eps_of(op: Op, tensors: Sequence, eps: float | None) -> tuple[float, ...]:
     """
     if eps is not None:
         return (float(eps),) * len(op.stages)
-    by_name = {port.name: t for port, t in zip(op.takes, tensors, strict=True)}
+    by_name = op.named(tensors)
     statistics = {port.name: port.like.split() for port in op.makes if port.lies == "number"}
     read = [statistics[stage.ports["rstd"]] for stage in op.stages]
     return tuple([arguments.default_eps(*[by_name[name] for name in names]) for names in read])

@@ -114,16 +114,12 @@ class Called(NamedTuple):
         """The eps as bound calls take it."""
         return self.eps if self.row.calls else self.eps[0]
 
-    def named(self) -> dict[str, Any]:
-        """The tensors by the names of their ports. PyTorch 2.9 traces no property here."""
-        return dict(zip([port.name for port in self.row.takes], self.tensors, strict=True))
-
     def option(self, name: str) -> Any:
         return self.options[1 + self.row.options.index(name)]
 
     def makes(self, port: Port) -> bool:
         """Whether the call makes a tensor."""
-        given = self.named()
+        given = self.row.named(self.tensors)
         if given.get(port.unless) is not None or (port.given and given[port.given] is None):
             return False
         if port.when == "save":
@@ -132,7 +128,7 @@ class Called(NamedTuple):
 
     def dtype_of(self, port: Port) -> torch.dtype:
         """The dtype of a tensor that the call makes."""
-        given = self.named()
+        given = self.row.named(self.tensors)
         if port.lies == "number":
             return statistics_dtype(*[given[name] for name in port.like.split()])
         if port.lies == "scales":
@@ -157,7 +153,7 @@ class Called(NamedTuple):
         if port.lies == "number":
             return Result(numbers_shape(self.row, port, self.tensors, hidden), dtype)
         if port.lies == "heads":
-            shape = self.named()[port.like].shape
+            shape = self.row.named(self.tensors)[port.like].shape
             if self.option("output_heads_first"):
                 shape = shape[0], shape[2], shape[1], shape[3]
             return Result(shape, dtype)
@@ -208,11 +204,11 @@ class Called(NamedTuple):
 
     def formula(self) -> tuple[Tensor | None, ...]:
         """What the op makes, of PyTorch's differentiable operations; mean and rstd are (rows,)."""
-        row, found = self.row, self.named()
+        row, found = self.row, self.row.named(self.tensors)
         specs = specs_of(row, self.options, *kinds_of(row, self.tensors, self.options[0]))
         for stage, spec, own in zip(row.stages, specs, self.eps, strict=True):
             given = {role: found.get(port) for role, port in stage.ports.items()}
-            made = reference.with_rows(reference.formula(spec.unquantized, given, own))
+            made = reference.formula(spec.unquantized, given, own)
             if spec.quantized:
                 made = with_codes(spec, made, given["given_scale"])
             found |= {port: made[role] for role, port in stage.ports.items() if role in made}

@@ -59,7 +59,7 @@ def of_op(op: Op, tensors: tuple, options: tuple, dims: int, eps: tuple, backend
     for port, tensor in zip(op.takes, tensors, strict=True):
         if tensor is not None and not hasattr(tensor, "placements"):
             raise wrong(op.name, port.argument, "a DTensor, as the input is one", "a Tensor")
-    found = dict(zip([port.name for port in op.takes], tensors, strict=True))
+    found = op.named(tensors)
     for stage, own in zip(op.stages, eps, strict=True):
         row = OPS[stage.op]
         given = {role: found.get(stage.ports.get(role, "")) for role in row.roles}
