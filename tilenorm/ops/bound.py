@@ -1,7 +1,6 @@
 """Bound calls: what serves the calls of an op, for one spec on one device, found once and kept."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cache, lru_cache, partial
 from math import prod
 from operator import itemgetter

@@ -86,7 +86,7 @@ def bind_pass(plan: Any, layouts: Any, arrays_of: Callable, run: Run) -> Callabl
     def execute(tensors: Sequence[Tensor | None], eps: float) -> tuple[list, Layout]:
         x: Any = tensors[place]
         layout = layouts[x.shape if key_of is None else key_of(tensors)]
-        rows, groups, fresh, matrices, views, _, cleared, repeated = layout
+        rows, groups, fresh, matrices, lies, _, _, cleared, repeated = layout
         repeat = repeated.get(eps)
         if repeat is not None and (made := repeat(tensors)):
             return made, layout
@@ -99,7 +99,7 @@ def bind_pass(plan: Any, layouts: Any, arrays_of: Callable, run: Run) -> Callabl
             written = [*made] if matrices else made
             for written_place, shape, strides in matrices:
                 written[written_place] = reinterpret(made[written_place], shape, strides)
-            arrays = arrays_of(as_read(tensors, spec, views), written)
+            arrays = arrays_of(as_read(tensors, spec, lies), written)
             launches = plan.launches(rows, eps, *groups)
             run(launches, arrays, index)
             if repeat is None and run is on_device:
@@ -119,7 +119,7 @@ def _keep(
     if eps not in repeated:
         if len(repeated) < MOST_EPS:
             repeated[eps] = None
-    elif layout.views.by_group is not None and lie_as_read(read, grouped):
+    elif layout.in_place and lie_as_read(read, grouped):
         numbered = arrays_of([*range(len(read))], [*range(len(read), count)])
         stream = torch_private.current_stream(index)
         launch = prepare(index, stream, launches, arrays, numbered, count)

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -79,79 +78,14 @@ def lie_as_read(tensors: Sequence[Tensor | None], grouped: Sequence[int] = ()) -
     return alike and all(not t.data_ptr() % VECTOR_BYTES for _, t in there)
 
 
-class Views(NamedTuple):
-    """How an op's tensors are read.
-
-    lies: how each of them lies, as Port.lies. shapes: of each that is there, its place, and the
-    shape and strides in which it is viewed if it is contiguous. as_they_are: contiguous tensors
-    have these shapes already. by_group: as shapes, of what lies by group, whose strides are those
-    of one layout; None if one of these tensors is copied.
-    """
-
-    lies: tuple[str, ...]
-    shapes: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]
-    as_they_are: bool
-    by_group: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...] | None = ()
-
-    @classmethod
-    def of(
-        cls,
-        spec: NormSpec,
-        rows: int,
-        shape: Sequence[int],
-        read: Sequence[tuple[str, Any]],
-        by_group: Any = (),
-    ) -> "Views":
-        """shape: of the input. rows: how many it has. read: how each tensor lies, and whether it is
-        there.
-        """
-        heads, hidden = spec.heads, spec.hidden
-        vector = (hidden,), (1,)
-        if heads:
-            matrix = (rows // heads, heads, hidden), (heads * hidden, hidden, 1)
-            affine = (heads, hidden), (hidden, 1)
-        else:
-            matrix, affine = ((rows, hidden), (hidden, 1)), vector
-        by_kind = {"rows": matrix, "mask": matrix, "affine": affine, "vector": vector}
-        views = [
-            (place, *by_kind[kind])
-            for place, (kind, is_there) in enumerate(read)
-            if is_there and kind in by_kind
-        ]
-        # An extent of 1 may have any stride, and the compiler reads by what the stride is.
-        same = tuple(shape) == matrix[0] and rows > 1 and hidden > 1 and not spec.branches
-        return cls(tuple([kind for kind, _ in read]), tuple(views), same, by_group)
-
-
-def as_read(tensors: Sequence[Tensor | None], spec: NormSpec, views: Views) -> Sequence:
+def as_read(tensors: Sequence[Tensor | None], spec: NormSpec, lies: Sequence[str]) -> list:
     """An op's tensors as the kernels read them, copied only where they cannot be read in place. A
-    mask is read as bytes, which are 0 or 1.
+    mask is read as bytes, which are 0 or 1. lies: how each of them lies, as Port.lies.
     """
-    lies, shapes, as_they_are, by_group = views
-    addresses, read = 0, list(tensors)
-    for place, shape, strides in shapes:
-        t = tensors[place]
-        if not t.is_contiguous():
-            addresses = 1
-            break
-        addresses |= t.data_ptr()
-        if not as_they_are:
-            read[place] = reinterpret(t, shape, strides)
-    if by_group is None:
-        addresses = 1
-    elif by_group:
-        for place, shape, strides in by_group:
-            addresses |= tensors[place].data_ptr()
-            read[place] = reinterpret(tensors[place], shape, strides)
-    if addresses % VECTOR_BYTES:
-        return [_read_apart(*each, spec) for each in zip(tensors, lies, strict=True)]
-    if spec.branches:
-        read = [t.view(torch.uint8) if t is not None and t.dtype == torch.bool else t for t in read]
-    return read
+    return [_as_read(*each, spec) for each in zip(tensors, lies, strict=True)]
 
 
-def _read_apart(t: Tensor | None, lies: str, spec: NormSpec) -> Tensor | None:
-    """The same for one tensor, which may have to be copied."""
+def _as_read(t: Tensor | None, lies: str, spec: NormSpec) -> Tensor | None:
     if t is None:
         return None
     if lies in ("rows", "mask"):
@@ -218,8 +152,9 @@ def contiguous_strides_of(shape: Sequence[int]) -> tuple[int, ...]:
 
 def vector_of(w: Tensor, aligned: bool = False) -> Tensor:
     """w as a contiguous vector, copied where it is not one, or, if `aligned`, not on 16 bytes."""
-    vector = w if w.stride() == (1,) else w.reshape(-1).contiguous()
-    return vector.clone() if aligned and vector.data_ptr() % VECTOR_BYTES else vector
+    if w.stride() != (1,):  # also of one element, which may have any stride
+        w = reinterpret(w.contiguous(), (w.numel(),), (1,))
+    return w.clone() if aligned and w.data_ptr() % VECTOR_BYTES else w
 
 
 def parameter_of(w: Tensor, spec: NormSpec) -> Tensor:

@@ -35,21 +35,16 @@ class Read(NamedTuple):
     strides: tuple[int, ...] | None
 
 
-class Views(NamedTuple):
-    """How the tensors of a call are read. tokens: their shape. by_group: None if one is copied."""
+def as_read(tensors: Sequence[Tensor | None], spec: NormSpec, how: tuple) -> list:
+    """The tensors as the kernels read them, copied only where they cannot be read in place.
 
-    reads: tuple[Read, ...]
-    tokens: tuple[int, ...]
-    by_group: tuple | None
-
-
-def as_read(tensors: Sequence[Tensor | None], spec: NormSpec, views: Views) -> list:
-    """The tensors as the kernels read them, copied only where they cannot be read in place."""
-    read, aligned = list(tensors), spec.aligned
-    for place, lies, shape, strides in views.reads:
+    how: the tokens' shape, and how each tensor that is there is read.
+    """
+    read, aligned, (tokens, reads) = list(tensors), spec.aligned, how
+    for place, lies, shape, strides in reads:
         t: Any = tensors[place]
         if strides is None or (aligned and t.data_ptr() % VECTOR_BYTES):
-            turned = _turned(spec, lies, t, views.tokens)
+            turned = _turned(spec, lies, t, tokens)
             t = turned.clone(memory_format=torch.contiguous_format)
             strides = contiguous_strides_of(shape)
         read[place] = reinterpret(t, shape, strides)
@@ -100,16 +95,16 @@ class RotatedLayouts(Layouts):
                 written.append((place, as_matrix.shape, as_matrix.strides))
         if isinstance(plan, RopeBackwardPlan):
             partials = plan.partials(sizes) if there else None
-            fresh.append(partials and Fresh(partials, (partials[1], 1), torch.float32))
+            fresh.append(partials and Fresh.of(partials, "float32"))
         if there:
             each = [(place, self._read[place][0], given[place]) for place in self.grouped]
             reads = [_read_of(spec, *how, tokens) for how in each]
         in_place = None not in [read.strides for read in reads]
-        views = Views(tuple(reads), tokens, () if in_place else None)
         # A sum over no tokens is zeros.
         sums = [i for i, made in enumerate(self._made) if made and made[0] == "vector"]
         cleared = () if there else tuple(sums)
-        return Layout(sizes, (), tuple(fresh), tuple(written), views, None, cleared, {})
+        made, lies = (tuple(fresh), tuple(written)), (tokens, reads)
+        return Layout(sizes, (), *made, lies, in_place, None, cleared, {})
 
 
 def _sequences(tokens: tuple[int, ...]) -> tuple[int, int]:
@@ -126,7 +121,7 @@ def _fresh(spec: NormSpec, lies: str, dtype: str, like: Tensor) -> Fresh:
         shape = tuple(like.transpose(1, 2).shape)
     if lies == "number":
         shape = (prod(shape[: -2 if spec.by_token else -1]),)
-    return Fresh(shape, contiguous_strides_of(shape), getattr(torch, dtype))
+    return Fresh.of(shape, dtype)
 
 
 def _turned(spec: NormSpec, lies: str, t: Tensor, tokens: tuple[int, ...]) -> Tensor:

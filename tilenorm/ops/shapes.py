@@ -12,18 +12,22 @@ from torch import Tensor
 
 from ..launch.plan import BackwardPlan, ForwardPlan, GroupedPlan
 from ..launch.scales import Scales
-from ..spec import ITEM_BYTES, NormSpec
-from .layout import MOST_SHAPES, Views, as_read, contiguous_strides_of, group_stride
+from ..spec import ITEM_BYTES
+from .layout import MOST_SHAPES, as_read, contiguous_strides_of, group_stride
 
 MOST_SCALES = 2**31 - 1  # the kernels number scales in 32 bits
 
 
 class Fresh(NamedTuple):
-    """The shape, strides and dtype of a tensor to be allocated."""
+    """A contiguous tensor to be allocated."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], dtype: str) -> "Fresh":
+        return cls(shape, contiguous_strides_of(shape), getattr(torch, dtype))
 
 
 class Layout(NamedTuple):
@@ -32,17 +36,19 @@ class Layout(NamedTuple):
     rows: how many; where heads are rotated the Sizes, or () if there are none. groups: how many, of
     a backward pass by group, in a tuple; else (). made: what is allocated: the results in their
     order, partials and slots, and the sums by group; None for what is absent. written: the place,
-    shape and strides of each result that the kernels write as a matrix, where it is not one. views:
-    see layout.as_read. scales: of a quantised norm. cleared: the places of the results that the
-    kernels add to, or do not write whole. repeated: by the eps, what repeats the launches of a
-    call; None until there were two calls.
+    shape and strides of each result that the kernels write as a matrix, where it is not one. lies:
+    how the tensors lie that are read, see as_read. in_place: none of those whose strides a key has
+    is copied. scales: of a quantised norm. cleared: the places of the results that the kernels add
+    to, or do not write whole. repeated: by the eps, what repeats the launches of a call; None until
+    there were two calls.
     """
 
     rows: Any
     groups: tuple[int, ...]
     made: tuple[Fresh | None, ...]
     written: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]
-    views: Any
+    lies: Any
+    in_place: bool
     scales: Scales | None
     cleared: tuple[int, ...]
     repeated: dict[float, Callable | None]
@@ -87,12 +93,14 @@ class Layouts(dict):
         plan, spec = self._plan, self._plan.spec
         hidden, how = spec.hidden, spec.quantized
         groups: tuple[int, ...] = ()
-        shape, of_groups, by_group = key, (), ()
+        shape, of_groups, in_place = key, (), True
         if self.grouped:
             shape, *others = key
             of_groups = others[0][0]
             groups = (of_groups.numel() // hidden,)
-            by_group = self._by_group(others)
+            for place, (sizes, strides) in zip(self.grouped, others, strict=True):
+                item = ITEM_BYTES[self._read[place][1]]
+                in_place &= group_stride(sizes, strides, item, spec) is not None
         rows = shape.numel() // hidden
         partials = group_sums = None
         if rows and isinstance(plan, BackwardPlan):
@@ -111,38 +119,30 @@ class Layouts(dict):
                 )
             added = ("one", "scales") if scales.padding else ("one",)
         cleared = tuple([i for i, made in enumerate(self._made) if made and made[0] in added])
-        shapes = {"rows": tuple(shape), "group": tuple(of_groups)}
+        shapes = {"rows": tuple(shape), "group": tuple(of_groups), "number": (rows,), "one": (1,)}
+        shapes["affine"] = (hidden * (spec.heads or 1),)
+        shapes |= {"scales": (scales.count,)} if scales else {}
         matrices = {"rows": (rows, hidden), "group": (*groups, hidden)}
-        made = [m and _fresh(*m, shapes, spec, rows, scales) for m in self._made]
-        written = [
-            (place, matrices[m[0]], (hidden, 1))
-            for place, m in enumerate(self._made)
-            if m and shapes.get(m[0]) != matrices.get(m[0])
-        ]
-        made.append(partials and Fresh(partials, (partials[1], 1), torch.float32))
-        made.append(slots and Fresh(slots, (slots[1], 1), torch.int32))
+        made, written = [], []
+        for place, result in enumerate(self._made):
+            lies, dtype = result or ("", "")
+            made.append(result and Fresh.of(shapes[lies], dtype or scales.dtype))
+            if lies in matrices and shapes[lies] != matrices[lies]:
+                written.append((place, matrices[lies], (hidden, 1)))
+        made += partials and Fresh.of(partials, "float32"), slots and Fresh.of(slots, "int32")
         if isinstance(plan, GroupedPlan):
-            made.append(group_sums and Fresh(group_sums, (hidden, 1), torch.float32))
+            made.append(group_sums and Fresh.of(group_sums, "float32"))
         return Layout(
             rows,
             groups if isinstance(plan, BackwardPlan) else (),
             tuple(made),
             tuple(written),
-            Views.of(spec, rows, shape, self._read, by_group),
+            [lies for lies, _ in self._read],
+            in_place,
             scales,
             cleared,
             {},
         )
-
-    def _by_group(self, layouts: Sequence[tuple[torch.Size, tuple[int, ...]]]) -> tuple | None:
-        """Views.by_group. layouts: the shape and the strides of each tensor that lies by group."""
-        spec, found = self._plan.spec, []
-        for place, (shape, strides) in zip(self.grouped, layouts, strict=True):
-            stride = group_stride(shape, strides, ITEM_BYTES[self._read[place][1]], spec)
-            if stride is None:
-                return None
-            found.append((place, (shape.numel() // spec.hidden, spec.hidden), (stride, 1)))
-        return tuple(found)
 
 
 def key_of(input: int, grouped: Sequence[int], tensors: Sequence[Tensor]) -> tuple:
@@ -152,20 +152,3 @@ def key_of(input: int, grouped: Sequence[int], tensors: Sequence[Tensor]) -> tup
         tensor = tensors[place]
         key.append((tensor.shape, tensor.stride()))
     return tuple(key)
-
-
-def _fresh(
-    lies: str,
-    dtype: str,
-    shapes: dict[str, tuple],
-    spec: NormSpec,
-    rows: int,
-    scales: Scales | None,
-) -> Fresh:
-    if lies in shapes:
-        shape = shapes[lies]
-        return Fresh(shape, contiguous_strides_of(shape), getattr(torch, dtype))
-    sizes = {"number": rows, "affine": spec.hidden * (spec.heads or 1), "one": 1}
-    if lies == "scales":
-        return Fresh((scales.count,), (1,), getattr(torch, scales.dtype))
-    return Fresh((sizes[lies],), (1,), getattr(torch, dtype))
