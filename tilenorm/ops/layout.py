@@ -32,11 +32,10 @@ def rows_of(x: Tensor, spec: NormSpec) -> Tensor:
         if x.stride() != (hidden, 1):
             x = reinterpret(x, (x.numel() // hidden, hidden), (hidden, 1))
         return x.clone() if fills and x.data_ptr() % VECTOR_BYTES else x
-    strided = _collapse(x.shape, x.stride(), hidden) if spec.takes_rows_apart else None
-    if strided is None or len(strided[0]) > 1 or not _starts_vectors(x, strided[1], fills):
+    stride = _row_stride(x.shape, x.stride(), hidden) if spec.takes_rows_apart else None
+    if stride is None or not _starts_vectors(x, [stride], fills):
         return x.reshape(-1, hidden).contiguous()
-    shape, strides = strided
-    return x.as_strided((*shape, hidden), (*strides, 1))
+    return x.as_strided((prod(x.shape) // hidden, hidden), (stride, 1))
 
 
 def _tokens_of(x: Tensor, spec: NormSpec) -> Tensor:
@@ -179,36 +178,25 @@ def group_stride(
     """The distance of the rows of what lies by group, or None if it is copied: where its rows are
     not evenly spaced, or do not all start on 16 bytes although they fill vectors.
     """
-    hidden, strided = spec.hidden, _collapse(shape, strides, spec.hidden)
-    if strided is None or len(strided[0]) > 1:
-        return None
-    # A single row may have any stride, and the compiler reads by what the stride is.
-    stride = hidden if shape.numel() == hidden else strided[1][0]
-    fills = _fills_vectors(item_bytes, spec)
-    return None if fills and stride * item_bytes % VECTOR_BYTES else stride
+    stride = _row_stride(shape, strides, spec.hidden)
+    apart = stride and _fills_vectors(item_bytes, spec) and stride * item_bytes % VECTOR_BYTES
+    return None if apart else stride
 
 
-def _collapse(
-    sizes: Sequence[int], distances: Sequence[int], hidden: int
-) -> tuple[list[int], list[int]] | None:
-    """Shape and strides of the leading dimensions, merged; None if the kernels cannot read a tensor
-    of these sizes and strides.
+def _row_stride(sizes: Sequence[int], strides: Sequence[int], hidden: int) -> int | None:
+    """The distance of a tensor's rows if they are evenly spaced and contiguous, else None. A single
+    row may have any stride, and the compiler reads by what the stride is: it has `hidden` here.
     """
-    dims = [(n, s) for n, s in zip(sizes, distances, strict=True) if n != 1]
+    dims = [(n, s) for n, s in zip(sizes, strides, strict=True) if n != 1]
     inner = 1
     while inner < hidden:
         extent, stride = dims.pop()
         if stride != inner:
             return None
         inner *= extent
-    merged: list[tuple[int, int]] = []
-    for extent, stride in dims:
-        if merged and merged[-1][1] == extent * stride:
-            extent *= merged.pop()[0]
-        merged.append((extent, stride))
-    if not merged:
-        return [1], [hidden]
-    shape, strides = map(list, zip(*merged, strict=True))
-    if not 0 < min(strides) <= max(strides) < MAX_STRIDE:
-        return None
-    return shape, strides
+    distance = following = dims[-1][1] if dims else hidden
+    for extent, stride in reversed(dims):
+        if stride != following:
+            return None
+        following = extent * stride
+    return distance if 0 < distance < MAX_STRIDE else None
