@@ -16,15 +16,6 @@ SUMMED = ("x", "residual", "addend")
 Roles = tuple[str | None, ...]
 
 
-def refuse_output(spec: NormSpec) -> None:
-    """Raise NotImplementedError where a backward pass cannot write y with the forward's bits."""
-    if reason := spec.output_refused:
-        raise NotImplementedError(
-            f"tilenorm::norm_backward: argument 'output' takes no True for {reason}: y would have"
-            " other bits than the forward pass gave it"
-        )
-
-
 class Step(NamedTuple):
     """The backward pass of one norm of an op.
 

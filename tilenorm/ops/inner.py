@@ -10,9 +10,10 @@ import torch
 
 from .. import table
 from ..launch.calls import Needs, needs_of
-from ..spec import NormSpec, Options
+from ..spec import TENSORS, NormSpec
 from . import library
 from .library import Result
+from .reference import name_of
 
 
 class Inner:
@@ -39,8 +40,10 @@ class Inner:
         return self.tensors["x"]
 
     @property
-    def norm_options(self) -> Options:
-        return Options(*[self.options[name] for name in Options._fields])
+    def dtypes(self) -> dict[str, str | None]:
+        """The dtypes of the tensors that a spec has under their roles."""
+        there = {role: t for role, t in self.tensors.items() if role in TENSORS and t is not None}
+        return {role: name_of(t.dtype) for role, t in there.items()}
 
     def needs(self, spec: NormSpec) -> Needs:
         """What a backward pass computes."""

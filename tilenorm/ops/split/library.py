@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...spec import NormSpec
+from ...spec import NormSpec, Options
 from ...table import PIECES
 from ..bound import norm_of
 from ..inner import Inner, define
@@ -43,23 +43,22 @@ class Piece(Inner):
             raise wrong("tilenorm", "dims", f"1 to {len(shape)}", dims)
         return shape[: len(shape) - dims]
 
-    @property
-    def dtypes(self) -> dict[str, str]:
-        """The dtypes of the spec's tensors by role. Once a residual was added, x is the sum, and
-        stands for the residual. The spec's own dtype is that of y.
+    def _spec_of(self, hidden: int, heads: int = 0) -> NormSpec:
+        """Once a residual was added, x is the sum, and stands for the residual. The spec's own
+        dtype is that of y.
         """
-        given, x, dy = self.tensors, self.tensors["x"], self.tensors.get("dy")
-        there = {r: given.get(r) for r in ("residual", "gate", "weight", "bias")}
-        dtypes = {role: t.dtype for role, t in there.items() if t is not None}
-        dtypes["x"] = self.options.get("dtype", x.dtype if dy is None else dy.dtype)
-        if self.options.get("added", dy is not None or dtypes["x"] != x.dtype):
-            dtypes["residual"] = x.dtype
-        return {role: name_of(dtype) for role, dtype in dtypes.items()}
+        x, dy, options = self.x, self.tensors.get("dy"), self.options
+        own = options.get("dtype", x.dtype if dy is None else dy.dtype)
+        dtypes = self.dtypes | {"x": name_of(own)}
+        if options.get("added", dy is not None or own != x.dtype):
+            dtypes["residual"] = name_of(x.dtype)
+        asked = Options(*[options[name] for name in Options._fields])
+        return NormSpec.of_tensors(asked._replace(hidden=hidden), dtypes, heads)
 
     @property
     def spec(self) -> NormSpec:
         """The spec of whole rows, which have weights of their own shape."""
-        return NormSpec.of_tensors(self.norm_options, self.dtypes)
+        return self._spec_of(self.options["hidden"])
 
     def of_piece(self) -> NormSpec:
         """The spec of the piece: its `hidden` is what the piece has of a row.
@@ -76,7 +75,7 @@ class Piece(Inner):
                 takes = f"a shape that ends in that of the piece, {list(shape)}"
                 raise wrong("tilenorm", name, takes, list(parameter.shape))
             heads = parameter.numel() // width if width else 0
-        return NormSpec.of_tensors(self.norm_options._replace(hidden=width), self.dtypes, heads)
+        return self._spec_of(width, heads)
 
     def results(self) -> Sequence[Result]:
         given, lead, layer = self.tensors, self.lead, self.options["norm"] == "layer"
