@@ -1,7 +1,7 @@
 """Bound calls: what serves the calls of an op, for one spec on one device, found once and kept."""
 
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from math import prod
 from operator import itemgetter
 from threading import Lock
@@ -308,7 +308,11 @@ class Bound(OpSpecs):
         take = itemgetter(count + 1, *places)
         names = [port.name for port in op.makes]
         first, second = names.index(step.dy), step.dsum and names.index(step.dsum)
-        compute: Any = partial(_nothing, count)
+
+        def nothing(*_):  # y.backward(inputs=[y]) runs y's own node too
+            return (None,) * count
+
+        compute: Any = nothing
         computed = any(step.needs.gradients)
         if computed:
             compute = norms[0].backward(step.spec, step.needs)
@@ -408,11 +412,6 @@ def keep_backward(
         pairs = zip(found, layouts[of].made, strict=False)
         if all(t is None or tuple(t.shape) == how.shape for t, how in pairs):
             keep(repeated, key, repeat)
-
-
-def _nothing(count: int, *_) -> tuple[None, ...]:
-    """The gradients where none is asked for: y.backward(inputs=[y]) runs y's own node too."""
-    return (None,) * count
 
 
 def bound_of(

@@ -181,11 +181,8 @@ def is_direct(tensors: tuple) -> bool:
     if has_torch_function(tensors):  # a quantised norm, which a mode or a subclass sees as the op
         return False
     # A fake CUDA tensor is not plain, and there may be no device to ask for.
-    return is_plain(*tensors) and _is_here(tensors[0])
-
-
-def _is_here(x: Tensor) -> bool:
-    return x.is_cpu or (x.is_cuda and x.get_device() == torch_private.current_device())
+    x, plain = tensors[0], is_plain(*tensors)
+    return plain and (x.is_cpu or (x.is_cuda and x.get_device() == torch_private.current_device()))
 
 
 @lru_cache(MOST_CALLS, typed=True)

@@ -95,7 +95,8 @@ def steps_of(
         if inside:
             if ports["y"] not in comes:
                 continue
-            if any(_leads(op, earlier, wanted) for earlier in range(place)):
+            before = [s.ports.get(role) for s in op.stages[:place] for role in OPS[s.op].roles]
+            if wanted.intersection(before):
                 wanted.add(x)
             if x in comes:  # the gradient from outside is added before the only rounding
                 dsum, spec = x, replace(spec, residual=spec.dtype)
@@ -115,12 +116,6 @@ def steps_of(
         if inside and x in wanted:
             comes.add(x)
     return tuple(steps)
-
-
-def _leads(op: Op, place: int, wanted: set[str]) -> bool:
-    """Whether a gradient is asked for that one of the op's norms gives."""
-    stage = op.stages[place]
-    return any(stage.ports.get(role) in wanted for role in OPS[stage.op].roles)
 
 
 def run_steps(

@@ -68,13 +68,18 @@ def _starts_vectors(x: Tensor, strides: list[int], fills: bool) -> bool:
     return not fills or not (x.data_ptr() % VECTOR_BYTES or any(s % unit for s in strides))
 
 
-def lie_as_read(tensors: Sequence[Tensor | None], grouped: Sequence[int] = ()) -> bool:
-    """Whether the kernels read each tensor in place, as what it is if it is contiguous. grouped:
-    the places of tensors that lie by group, with any strides.
+def lie_as_read(tensors: Sequence[Tensor | None], read: Sequence, grouped: Sequence[int]) -> bool:
+    """Whether the kernels read each tensor in place, as what it is if it is contiguous. read: what
+    as_read returned. grouped: the places of tensors that may have any strides.
     """
-    there = [(place, t) for place, t in enumerate(tensors) if t is not None]
-    alike = all(place in grouped or t.is_contiguous() for place, t in there)
-    return alike and all(not t.data_ptr() % VECTOR_BYTES for _, t in there)
+    for place, (t, own) in enumerate(zip(tensors, read, strict=True)):
+        if t is not None:
+            start = t.data_ptr()
+            if start % VECTOR_BYTES or start != own.data_ptr():
+                return False
+            if not (t.is_contiguous() or place in grouped):
+                return False
+    return True
 
 
 def as_read(tensors: Sequence[Tensor | None], spec: NormSpec, lies: Sequence[str]) -> list:
@@ -163,24 +168,14 @@ def parameter_of(w: Tensor, spec: NormSpec) -> Tensor:
 
 
 def groups_of(p: Tensor, spec: NormSpec) -> Tensor:
-    """What lies by group as (groups, hidden), in place where group_stride says so, unless rows fill
-    vectors and the first one does not start on 16 bytes.
+    """What lies by group as (groups, hidden), in place if its rows are evenly spaced, and all start
+    on 16 bytes where they fill vectors.
     """
-    hidden, stride = spec.hidden, group_stride(p.shape, p.stride(), p.element_size(), spec)
-    if stride is None or (_fills_vectors(p.element_size(), spec) and p.data_ptr() % VECTOR_BYTES):
+    hidden, stride = spec.hidden, _row_stride(p.shape, p.stride(), spec.hidden)
+    fills = _fills_vectors(p.element_size(), spec)
+    if stride is None or not _starts_vectors(p, [stride], fills):
         p, stride = p.clone(memory_format=torch.contiguous_format), hidden
     return p.as_strided((p.numel() // hidden, hidden), (stride, 1))
-
-
-def group_stride(
-    shape: torch.Size, strides: Sequence[int], item_bytes: int, spec: NormSpec
-) -> int | None:
-    """The distance of the rows of what lies by group, or None if it is copied: where its rows are
-    not evenly spaced, or do not all start on 16 bytes although they fill vectors.
-    """
-    stride = _row_stride(shape, strides, spec.hidden)
-    apart = stride and _fills_vectors(item_bytes, spec) and stride * item_bytes % VECTOR_BYTES
-    return None if apart else stride
 
 
 def _row_stride(sizes: Sequence[int], strides: Sequence[int], hidden: int) -> int | None:

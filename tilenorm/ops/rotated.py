@@ -99,12 +99,11 @@ class RotatedLayouts(Layouts):
         if there:
             each = [(place, self._read[place][0], given[place]) for place in self.grouped]
             reads = [_read_of(spec, *how, tokens) for how in each]
-        in_place = None not in [read.strides for read in reads]
         # A sum over no tokens is zeros.
         sums = [i for i, made in enumerate(self._made) if made and made[0] == "vector"]
         cleared = () if there else tuple(sums)
         made, lies = (tuple(fresh), tuple(written)), (tokens, reads)
-        return Layout(sizes, (), *made, lies, in_place, None, cleared, {})
+        return Layout(sizes, (), *made, lies, None, cleared, {})
 
 
 def _sequences(tokens: tuple[int, ...]) -> tuple[int, int]:

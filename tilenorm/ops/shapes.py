@@ -12,8 +12,7 @@ from torch import Tensor
 
 from ..launch.plan import BackwardPlan, ForwardPlan, GroupedPlan
 from ..launch.scales import Scales
-from ..spec import ITEM_BYTES
-from .layout import MOST_SHAPES, as_read, contiguous_strides_of, group_stride
+from .layout import MOST_SHAPES, as_read, contiguous_strides_of
 
 MOST_SCALES = 2**31 - 1  # the kernels number scales in 32 bits
 
@@ -37,10 +36,9 @@ class Layout(NamedTuple):
     a backward pass by group, in a tuple; else (). made: what is allocated: the results in their
     order, partials and slots, and the sums by group; None for what is absent. written: the place,
     shape and strides of each result that the kernels write as a matrix, where it is not one. lies:
-    how the tensors lie that are read, see as_read. in_place: none of those whose strides a key has
-    is copied. scales: of a quantised norm. cleared: the places of the results that the kernels add
-    to, or do not write whole. repeated: by the eps, what repeats the launches of a call; None until
-    there were two calls.
+    how the tensors lie that are read, see as_read. scales: of a quantised norm. cleared: the places
+    of the results that the kernels add to, or do not write whole. repeated: by the eps, what
+    repeats the launches of a call; None until there were two calls.
     """
 
     rows: Any
@@ -48,7 +46,6 @@ class Layout(NamedTuple):
     made: tuple[Fresh | None, ...]
     written: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]
     lies: Any
-    in_place: bool
     scales: Scales | None
     cleared: tuple[int, ...]
     repeated: dict[float, Callable | None]
@@ -93,14 +90,10 @@ class Layouts(dict):
         plan, spec = self._plan, self._plan.spec
         hidden, how = spec.hidden, spec.quantized
         groups: tuple[int, ...] = ()
-        shape, of_groups, in_place = key, (), True
+        shape, of_groups = key, ()
         if self.grouped:
-            shape, *others = key
-            of_groups = others[0][0]
+            shape, (of_groups, _), *_ = key
             groups = (of_groups.numel() // hidden,)
-            for place, (sizes, strides) in zip(self.grouped, others, strict=True):
-                item = ITEM_BYTES[self._read[place][1]]
-                in_place &= group_stride(sizes, strides, item, spec) is not None
         rows = shape.numel() // hidden
         partials = group_sums = None
         if rows and isinstance(plan, BackwardPlan):
@@ -138,7 +131,6 @@ class Layouts(dict):
             tuple(made),
             tuple(written),
             [lies for lies, _ in self._read],
-            in_place,
             scales,
             cleared,
             {},

@@ -83,20 +83,16 @@ def normalize(op: Op, given: dict[str, Any], how: How) -> tuple[Tensor, Tensor |
             along = port.lies in ("affine", "vector")
             given[port.role] = _moved(tensor, _along(tensor, x, at) if along else at)
     given["x"] = branched(how.options, given["x"], *map(given.get, FACTORS))
-    if given.get("addend") is not None:
-        given["x"] = _plus(op.name, given["x"], given["addend"])
+    x, addend = given["x"], given.get("addend")
+    if addend is not None:  # x + addend is rounded to the addend's dtype, and has x's
+        if addend.dtype.itemsize > x.dtype.itemsize:
+            takes = f"the input's dtype {x.dtype} where rows are cut"
+            raise wrong(op.name, "residual[0]", takes, addend.dtype)
+        given["x"] = reference.sum_of(x, addend).to(x.dtype)
     placed = tuple(given.get(role) for role in ROLES)
     recorded, skip = needs_grad(*placed), given.get("skip")
     y, total = PieceNorm.apply(how, *placed) if recorded else forward(how, placed, False)[:2]
     return (y if skip is None else reference.sum_of(y, skip)), total
-
-
-def _plus(op: str, x: Tensor, addend: Tensor) -> Tensor:
-    """x + addend, rounded to the addend's dtype, in x's. RuntimeError if x's has fewer bits."""
-    if addend.dtype.itemsize > x.dtype.itemsize:
-        takes = f"the input's dtype {x.dtype} where rows are cut"
-        raise wrong(op, "residual[0]", takes, addend.dtype)
-    return reference.sum_of(x, addend).to(x.dtype)
 
 
 def forward(how: How, tensors: tuple, save: bool) -> tuple[Tensor | None, ...]:
