@@ -173,12 +173,11 @@ def bind_forward(plan: ForwardPlan, run: Run = on_device) -> Callable:
     made_as = _made_as(op, spec, plan.save)
     dtypes = [spec.dtype_of(role) for role in op.roles]
     read = [(port.lies, dtype) for port, dtype in zip(op.takes, dtypes, strict=True)]
-    layouts: Layouts
+    kind, likes = Layouts, []
     if spec.rotation:
+        kind = rotated.RotatedLayouts
         likes = [op.roles.index("key" if port.given else "x") for port in op.makes]
-        layouts = rotated.RotatedLayouts(plan, 0, read, made_as, likes)
-    else:
-        layouts = Layouts(plan, 0, read, made_as)
+    layouts = kind(plan, 0, read, made_as, likes)
     take = _taking_forward(op, spec, dtypes, made_as, plan.slots(1) is not None)
     quantized, count = spec.quantized is not None, len(made_as)
 
@@ -292,13 +291,11 @@ def bind_backward(plan: BackwardPlan, kept: tuple[str, ...], run: Run = on_devic
     def arrays_of(read: Sequence, written: Sequence) -> tuple:
         return take((*read[:end], *written, (read[0], *read[end:]), ABSENT))
 
-    layouts: Layouts
+    kind, likes = Layouts, []
     if spec.rotation:
-        pairs = zip(spec.derived, made_as, strict=True)
+        kind, pairs = rotated.RotatedLayouts, zip(spec.derived, made_as, strict=True)
         likes = [2 + kept.index(role) if how else 0 for role, how in pairs]
-        layouts = rotated.RotatedLayouts(plan, 2, read, made_as, likes)
-    else:
-        layouts = Layouts(plan, 2, read, made_as)
+    layouts = kind(plan, 2, read, made_as, likes)
     execute = bind_pass(plan, layouts, arrays_of, run)
     # Of a parameter that has a gradient: the places of both.
     parameters = [

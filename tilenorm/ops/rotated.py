@@ -5,7 +5,6 @@ queries and keys may be views of one projection, and what is made may have heads
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from math import prod
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -15,10 +14,10 @@ from torch import Tensor
 
 from ..launch.arrays import RopeBackwardArrays, RopeForwardArrays
 from ..launch.calls import ABSENT, Needs, Sizes
-from ..launch.rope import RopeBackwardPlan, RopeForwardPlan
+from ..launch.rope import RopeBackwardPlan
 from ..spec import NormSpec
 from .layout import MAX_STRIDE, VECTOR_BYTES, contiguous_strides_of
-from .shapes import Fresh, Layout, Layouts, key_of
+from .shapes import Fresh, Layout, Layouts
 from .torch_private import reinterpret
 
 IN_VECTORS = ("rows", "key", "heads", "table")
@@ -52,27 +51,7 @@ def as_read(tensors: Sequence[Tensor | None], spec: NormSpec, how: tuple) -> lis
 
 
 class RotatedLayouts(Layouts):
-    """As Layouts, where `grouped` are all tensors that are read.
-
-    likes: of each result that is made, the place of the tensor that has its shape, or whose rows
-    have a number.
-    """
-
-    def __init__(
-        self,
-        plan: RopeForwardPlan | RopeBackwardPlan,
-        input: int,
-        read: Sequence[tuple[str, str | None]],
-        made: Sequence[tuple[str, str] | None],
-        likes: Sequence[int],
-    ):
-        super().__init__(plan, input, read, made)
-        self._likes = likes
-        self._heads = [
-            i for i, (lies, dtype) in enumerate(read) if lies in ("rows", "key") and dtype
-        ]
-        self.grouped = [place for place, (_, dtype) in enumerate(read) if dtype]
-        self.key_of = partial(key_of, input, self.grouped)
+    """As Layouts, of heads that are rotated."""
 
     as_read = staticmethod(as_read)
 
@@ -82,9 +61,9 @@ class RotatedLayouts(Layouts):
         for place, (shape, strides) in zip(self.grouped, key[1:], strict=True):
             dtype = getattr(torch, self._read[place][1] or "")
             given[place] = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-        there = any(given[place].numel() for place in self._heads)
-        heads = [given[place].shape[-2] for place in self._heads]
-        sizes = Sizes(*_sequences(tokens), *heads) if there else ()
+        heads = [t for place, t in given.items() if self._read[place][0] in ("rows", "key")]
+        there = any(t.numel() for t in heads)
+        sizes = Sizes(*_sequences(tokens), *[t.shape[-2] for t in heads]) if there else ()
         fresh, written, reads = [], [], []
         for place, (made, like) in enumerate(zip(self._made, self._likes, strict=True)):
             how = made and _fresh(spec, *made, given[like])

@@ -56,9 +56,11 @@ class Layouts(dict):
 
     input: the place of the input among the tensors that are read. read: how each of these lies, as
     Port.lies, and its dtype, None for an absent one. made: how each result lies, and its dtype;
-    None for a result that is absent. grouped: the places of the tensors that lie by group, whose
-    shapes and strides a key has beside the shape of the input. key_of: a function of the tensors
-    that returns the key; None where the key is the shape of the input alone.
+    None for a result that is absent. likes: where heads are rotated, for each result that is made,
+    the place of the tensor that has its shape, or whose rows have a number. grouped: the places of
+    the tensors whose shapes and strides a key has beside the shape of the input: what lies by
+    group, or all where heads are rotated. key_of: a function of the tensors that returns the key;
+    None where the key is the shape of the input alone.
     """
 
     def __init__(
@@ -67,10 +69,13 @@ class Layouts(dict):
         input: int,
         read: Sequence[tuple[str, str | None]],
         made: Sequence[tuple[str, str] | None],
+        likes: Sequence[int] = (),
     ):
         super().__init__()
-        self.input, self._plan, self._read, self._made = input, plan, tuple(read), tuple(made)
-        self.grouped = [i for i, (lies, dtype) in enumerate(read) if lies == "group" and dtype]
+        self.input, self._plan, self._likes = input, plan, likes
+        self._read, self._made = tuple(read), tuple(made)
+        there = [(i, lies) for i, (lies, dtype) in enumerate(read) if dtype]
+        self.grouped = [i for i, lies in there if lies == "group" or plan.spec.rotation]
         self.key_of = partial(key_of, input, self.grouped) if self.grouped else None
 
     as_read = staticmethod(as_read)
