@@ -55,11 +55,10 @@ class OpSpecs:
         names = [port.name for port in (*op.takes, *op.makes)]
         places: list[int] = []
         for stage, spec in zip(op.stages, self.specs, strict=True):
-            ports = stage.ports
-            x = ports["sum"] if spec.residual else ports["x"]
-            ports = ports | {"input": ports["x"]}
-            kept = [x, *(ports[role] for role in spec.kept[1:])]
-            places += map(names.index, [*kept, *[ports["x"]] * spec.keeps_input])
+            x = stage.ports["sum" if spec.residual else "x"]
+            ports = stage.ports | {"x": x, "input": stage.ports["x"]}
+            roles = [*spec.kept, *["input"] * spec.keeps_input]
+            places += [names.index(ports[role]) for role in roles]
         # Of an op's tensors and results, those that autograd saves.
         self.kept: Callable[[tuple], tuple] = itemgetter(*places)
         self._returns(len(op.makes))
