@@ -262,11 +262,6 @@ class NormSpec:
             return "a layer scale takes a residual of at least as many digits as the input"
         if self.mod_gate and not self.residual:
             return "a gate by group needs a residual"
-        return self._rotation_unserved
-
-    @property
-    def _rotation_unserved(self) -> str | None:
-        """The same of what concerns a rotation."""
         how = self.rotation
         if how is None:
             return "a key needs a rotation" if self.key else None

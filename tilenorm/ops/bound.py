@@ -300,7 +300,7 @@ class Bound(OpSpecs):
 
         if len(steps) != 1 or steps[0].dy is None or op.calls:
             return several, Plain()
-        step, places = steps[0], steps[0].places
+        step, places = steps[0], steps[0].places(op.roles)
         if places is None or self.spec.keeps_input:
             return several, Plain()
         count = len(step.needs.gradients)

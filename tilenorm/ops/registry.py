@@ -96,28 +96,20 @@ def spec_refused(spec: NormSpec) -> str | None:
         if dtype is not None and dtype not in DTYPES and dtype != "bool":
             argument = "input" if name == "dtype" else name.removeprefix("mod_")
             return f"{argument} is {dtype}; the kernels take {', '.join(DTYPES)}"
-    if reason := spec.rotation and _rotation_refused(spec):
-        return reason
+    how, longest = spec.rotation, max(spec.hidden, spec.key_hidden)
+    if how and how.table not in DTYPES:
+        return f"cos is {how.table}; the kernels take {', '.join(DTYPES)}"
+    if how and how.head > ROPE_HEAD:
+        return f"heads are rotated; the kernels take up to {ROPE_HEAD} elements of those"
+    if spec.by_token and longest > ROPE_TOKEN:
+        most = f"{ROPE_TOKEN} of rotated ones"
+        return f"tokens hold {longest} elements; the kernels take up to {most}"
     if spec.modulated and spec.heads:
         return "a modulated norm has a weight by heads"
     if spec.modulated and spec.hidden > MODULATED_ROW:
         return f"rows are modulated; the kernels take up to {MODULATED_ROW} elements of those"
     if not 1 <= spec.hidden <= MAX_HIDDEN:
         return f"normalized_shape holds {spec.hidden} elements; the kernels take 1 to {MAX_HIDDEN}"
-    return None
-
-
-def _rotation_refused(spec: NormSpec) -> str | None:
-    """The same of what concerns a rotation."""
-    how, most = spec.rotation, ROPE_HEAD
-    if how.table not in DTYPES:
-        return f"cos is {how.table}; the kernels take {', '.join(DTYPES)}"
-    if how.head > most:
-        return f"heads are rotated; the kernels take up to {most} elements of those"
-    if spec.by_token and (longest := max(spec.hidden, spec.key_hidden)) > ROPE_TOKEN:
-        return (
-            f"tokens hold {longest} elements; the kernels take up to {ROPE_TOKEN} of rotated ones"
-        )
     return None
 
 
@@ -141,8 +133,7 @@ def cutile_implementation(run: Callable | None = None) -> Implementation:
     def piece(name: str, spec: NormSpec, device: Device) -> Callable:
         from .split import cutile
 
-        launcher = {} if run is None else {"run": run}
-        return partial(cutile.piece, name, spec, device.target, **launcher)
+        return partial(cutile.piece, name, spec, device.target, run=run or cutile.on_device)
 
     return Implementation("cutile", cutile_refuses, forward, backward, piece)
 

@@ -128,20 +128,17 @@ class PieceNorm(Function):
     def backward(ctx, dy, dsum):
         how, names = ctx.how, ("x", *ROLES[2:], "mean", "rstd")
         saved: dict[str, Any] = dict(zip(names, ctx.saved_tensors, strict=True))
-        asked = [r if need else None for r, need in zip(ROLES, asked_of(ctx)[1:], strict=True)]
+        asked = [r for r, need in zip(ROLES, asked_of(ctx)[1:], strict=True) if need]
         heads = heads_of(how.options.hidden, saved["weight"], saved["bias"])
         dtypes = dict(zip(ROLES, ctx.dtypes, strict=True))
         spec = NormSpec.of_tensors(how.options, dtypes, heads)
         dsum = dsum if spec.residual else None
         if dy is None:
-            given: list = [None] * 5
-            if dsum is not None:
-                given = through_sum(spec, asked, dsum, saved)
+            given = {} if dsum is None else through_sum(spec, asked, dsum, saved)
             # DTensor takes no None for the gradient of a parameter that it has moved to its place.
-            for i, role in enumerate(asked):
-                if role in ("weight", "bias"):
-                    given[i] = torch.zeros_like(saved[role])
-            return None, *given
+            affine = [role for role in asked if role in ("weight", "bias")]
+            given |= {role: torch.zeros_like(saved[role]) for role in affine}
+            return None, *map(given.get, ROLES)
         at = saved["x"].placements
         dy, dsum = (g if g is None else _moved(g, at) for g in (dy, dsum))
         needs = needs_of(spec, asked, dsum is not None)
@@ -155,7 +152,7 @@ class PieceNorm(Function):
             grads = _by_pieces(how, spec, needs, dy, dsum, saved)
         dx, dresidual, *others = grads
         every = dx, dx if spec.shares_dx else dresidual, *others
-        return None, *(None if r is None else t for r, t in zip(asked, every, strict=True))
+        return None, *(t if r in asked else None for r, t in zip(ROLES, every, strict=True))
 
 
 def _by_pieces(how: How, spec: NormSpec, needs, dy, dsum, saved: dict) -> Sequence:
