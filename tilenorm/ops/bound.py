@@ -48,8 +48,7 @@ class OpSpecs:
         backend: str | None,
         save: bool = True,
     ):
-        self.op, self.options, self.dtypes, self.backend = op, options, dtypes, backend
-        self.save = save
+        self.op, self.options, self.backend, self.save = op, options, backend, save
         self.specs = specs_of(op, options, dtypes, heads)
         self.spec = self.specs[0] if len(self.specs) == 1 else NormSpec.chained(*self.specs)
         names = [port.name for port in (*op.takes, *op.makes)]

@@ -276,7 +276,6 @@ def bind_backward(plan: BackwardPlan, kept: tuple[str, ...], run: Run = on_devic
     """
     spec, needs = plan.spec, plan.needs
     made_as = _gradients_as(spec, needs)
-    names = list(_gradient_names(spec))
     total, lies = spec.residual or spec.dtype, "heads" if spec.rotation else "rows"
     # A factor is absent where only the gradient of the input would need it.
     dtypes = dict.fromkeys(STATISTICS, "float32") | {"x": total, "input": spec.dtype}
@@ -298,11 +297,8 @@ def bind_backward(plan: BackwardPlan, kept: tuple[str, ...], run: Run = on_devic
     layouts = kind(plan, 2, read, made_as, likes)
     execute = bind_pass(plan, layouts, arrays_of, run)
     # Of a parameter that has a gradient: the places of both.
-    parameters = [
-        (names.index(name), kept.index(role))
-        for name, role in (("dw", "weight"), ("db", "bias"))
-        if made_as[names.index(name)] is not None
-    ]
+    affine = [i for i, role in enumerate(spec.derived) if role in ("weight", "bias") and made_as[i]]
+    parameters = [(place, kept.index(spec.derived[place])) for place in affine]
     last = len(needs.gradients) + needs.output
 
     def backward(

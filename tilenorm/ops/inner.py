@@ -26,8 +26,6 @@ class Inner:
     row: ClassVar[table.Inner]
     DEFAULTS: ClassVar[dict[str, Any]]  # of the arguments that have one
     spec: Any
-    run: Any
-    decomposed: Any
 
     def __init__(self, arguments: Sequence, by_name: dict[str, Any] | None = None):
         named = dict(zip(self.row.arguments, arguments, strict=False)) | (by_name or {})
