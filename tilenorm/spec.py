@@ -246,29 +246,18 @@ class NormSpec:
 
     @property
     def unserved(self) -> str | None:
-        """Why no implementation has such a norm, or None."""
-        if self.addend and not self.residual:
-            return "an addend needs a residual"
+        """Why no implementation has such a norm, or None. The ops' schemas allow no other ones."""
         third = self.addend and self.addend not in (self.dtype, self.residual)
         if third and ITEM_BYTES[self.addend] >= ITEM_BYTES[self.residual]:
             return "an addend of a third dtype has fewer bits than the residual"
-        if self.joins and self.gate:
-            return "a gate takes no addend and no skip"
-        if self.skip and self.residual:
-            return "a skip takes no residual"
-        if self.branches and (self.addend or not self.residual):
+        if self.branches and self.addend:
             return "a dropout mask and a layer scale take one residual"
         if self.layer_scale and DIGITS[self.residual] < DIGITS[self.dtype]:
             return "a layer scale takes a residual of at least as many digits as the input"
         if self.mod_gate and not self.residual:
             return "a gate by group needs a residual"
-        how = self.rotation
-        if how is None:
-            return "a key needs a rotation" if self.key else None
-        more = self.residual, self.gate, self.bias, self.skip, self.quantized, self.mod_scale
-        if self.norm != "rms" or self.heads or any(more):
-            return "a rotation takes RMSNorm, a weight and a key alone"
-        if how.dim % 2 or not 0 < how.dim <= how.head or (self.hidden and self.hidden % how.head):
+        how, head = self.rotation, self.rotation and self.rotation.head
+        if how and (how.dim % 2 or not 0 < how.dim <= head or self.hidden % head):
             return "a rotation takes an even number of elements of a head"
         if (self.key or self.dtype) != self.dtype:
             return "a key has the input's dtype"

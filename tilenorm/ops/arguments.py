@@ -62,17 +62,10 @@ def check(
             twice = port.role == "residual" and given.get("addend") is not None
             argument = "residual[1]" if twice else port.argument
             CHECKS[port.lies](name, argument, tensor, shape, input)
-    _check_bias(name, given)
-    if "addend" in given and given["addend"] is not None:
-        _check_addend(name, given)
-    if "shift" in given:
-        _check_modulation(name, given)
-    if "dropout_scale" in options:
-        _check_branch(name, given, options["dropout_scale"])
+    _check_together(name, given, options)
     hidden = math.prod(shape)
     if op.quantized:
-        options = check_quantization(name, hidden, options)
-        _check_given(name, options["scaling"], given["given_scale"], input)
+        options = _check_quantization(name, hidden, options, given["given_scale"], input)
     values = []
     for option, value in options.items():
         cast = CASTS.get(OPTIONS[option].kind)
@@ -163,8 +156,12 @@ def _check_word(op: str, name: str, value: object, words: Sequence[str], where: 
         raise wrong(op, name, f"{' or '.join(map(repr, words))}{where}", repr(value), ValueError)
 
 
-def check_quantization(op: str, hidden: int, options: dict) -> dict:
-    """The options of a quantised norm, with the default layout where it is None."""
+def _check_quantization(
+    op: str, hidden: int, options: dict, given: Tensor | None, input: Tensor
+) -> dict:
+    """The options of a quantised norm, with the default layout where it is None. given: the scale
+    that the caller gives.
+    """
     scaling, dtype, layout = options["scaling"], options["dtype"], options["layout"]
     check_option(op, "scaling", scaling)
     if dtype not in FP8_DTYPES:
@@ -180,20 +177,15 @@ def check_quantization(op: str, hidden: int, options: dict) -> dict:
     if hidden == 0 or hidden % group:
         takes = f"a multiple of {group} elements with scaling={scaling!r}"
         raise wrong(op, "normalized_shape", takes, hidden)
+    if scaling == "tensor":
+        check_tensor(op, "scale", given, "a Tensor of one float32 with scaling='tensor'")
+        if given.dtype != torch.float32 or given.numel() != 1 or given.device != input.device:
+            got = f"{list(given.shape)} {given.dtype} on {given.device}"
+            raise wrong(op, "scale", f"one torch.float32 on {input.device}", got)
+    elif given is not None:
+        takes = f"None with scaling={scaling!r}, which finds the scales"
+        raise ValueError(f"{op}: argument 'scale' takes {takes}")
     return options | {"layout": layout}
-
-
-def _check_given(op: str, scaling: str, given: Tensor | None, input: Tensor) -> None:
-    """Check the scale that the caller of a quantised norm gives."""
-    if scaling != "tensor":
-        if given is not None:
-            takes = f"None with scaling={scaling!r}, which finds the scales"
-            raise ValueError(f"{op}: argument 'scale' takes {takes}")
-        return
-    check_tensor(op, "scale", given, "a Tensor of one float32 with scaling='tensor'")
-    if given.dtype != torch.float32 or given.numel() != 1 or given.device != input.device:
-        got = f"{list(given.shape)} {given.dtype} on {given.device}"
-        raise wrong(op, "scale", f"one torch.float32 on {input.device}", got)
 
 
 def _check_float(op: str, name: str, value: object, takes: str) -> None:
@@ -275,48 +267,37 @@ PORTS = {
 }
 
 
-def _check_bias(op: str, given: dict) -> None:
-    """Check that a bias is by heads where its weight is."""
-    for prefix in ("", "next_"):
+def _check_together(op: str, given: dict, options: dict) -> None:
+    """Check that tensors and options fit each other."""
+    for prefix in ("", "next_"):  # a bias is by heads where its weight is
         weight, bias = given.get(f"{prefix}weight"), given.get(f"{prefix}bias")
         if weight is not None and bias is not None and weight.shape != bias.shape:
             takes = f"the shape of {prefix}weight {list(weight.shape)}"
             raise wrong(op, f"{prefix}bias", takes, list(bias.shape))
-
-
-def _check_addend(op: str, given: dict) -> None:
-    """Check the dtype of the first of two residuals."""
-    input, residual, addend = given["input"], given["residual"], given["addend"]
-    if addend.dtype not in (input.dtype, residual.dtype):
+    input, residual, addend = map(given.get, ("input", "residual", "addend"))
+    if addend is not None and addend.dtype not in (input.dtype, residual.dtype):
         takes = f"the dtype of the input or of residual[1], {input.dtype} or {residual.dtype}"
         raise wrong(op, "residual[0]", takes, addend.dtype)
-
-
-def _check_modulation(op: str, given: dict) -> None:
-    """Check that what lies by group goes with the scale, and a gate with a residual."""
-    scale = given["scale"]
-    for name in ("shift", "gate"):
-        tensor = given[name]
-        if tensor is not None and tensor.shape != scale.shape:
-            raise wrong(op, name, f"the shape of scale {list(scale.shape)}", list(tensor.shape))
-    if given["gate"] is not None and given["residual"] is None:
-        takes = "None without a residual, to which gate · input is added"
-        raise wrong(op, "gate", takes, "a Tensor", ValueError)
-
-
-def _check_branch(op: str, given: dict, scale: float) -> None:
-    """Check that what multiplies the input goes with the other arguments."""
-    if given[MASK] is None and scale != 1:
-        raise wrong(op, "dropout_scale", f"1.0 without a {MASK}", scale, ValueError)
-    for name in FACTORS:
-        if given[name] is not None and given["addend"] is not None:
-            raise wrong(op, name, "None with two residuals", "one")
-    # The gradient of the vector is made of the residual's.
-    input, residual = given["input"], given["residual"]
-    digits = torch.finfo(residual.dtype).eps > torch.finfo(input.dtype).eps
-    if given[VECTOR] is not None and digits:
-        takes = f"at least the digits of the input's {input.dtype} with a {VECTOR}"
-        raise wrong(op, "residual", takes, residual.dtype)
+    if "shift" in given:
+        for name in ("shift", "gate"):
+            tensor, shape = given[name], given["scale"].shape
+            if tensor is not None and tensor.shape != shape:
+                raise wrong(op, name, f"the shape of scale {list(shape)}", list(tensor.shape))
+        if given["gate"] is not None and residual is None:
+            takes = "None without a residual, to which gate · input is added"
+            raise wrong(op, "gate", takes, "a Tensor", ValueError)
+    if "dropout_scale" in options:
+        if given[MASK] is None and options["dropout_scale"] != 1:
+            got = options["dropout_scale"]
+            raise wrong(op, "dropout_scale", f"1.0 without a {MASK}", got, ValueError)
+        for name in FACTORS:
+            if given[name] is not None and addend is not None:
+                raise wrong(op, name, "None with two residuals", "one")
+        # The gradient of the vector is made of the residual's.
+        digits = torch.finfo(residual.dtype).eps > torch.finfo(input.dtype).eps
+        if given[VECTOR] is not None and digits:
+            takes = f"at least the digits of the input's {input.dtype} with a {VECTOR}"
+            raise wrong(op, "residual", takes, residual.dtype)
 
 
 def _is_integer_tensor(value: object) -> bool:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..launch.calls import Needs, addend_as, needs_of
 from ..spec import NormSpec
-from ..table import FACTORS, OF_KEY, OPS, VECTOR, Op
-from .reference import branched, gated, group_gradient, vector_gradient
+from ..table import OF_KEY, OPS, VECTOR, Op
+from .reference import group_gradient, of_input, vector_gradient
 
 SUMMED = ("x", "residual", "addend")
 
@@ -145,8 +145,7 @@ def through_sum(
             dtype = spec.dtype if role == "x" else getattr(spec, role)
             grads[role] = dsum.to(getattr(torch, dtype), copy=True)
         if role == "x":
-            x = branched(spec, grads[role], *map(saved.get, FACTORS[::-1]))
-            grads[role] = gated(spec, dsum, saved.get("mod_gate"), x)
+            grads[role] = of_input(spec, grads[role], dsum, saved)
         if role == "mod_gate":
             grads[role] = group_gradient(spec, dsum, saved)
         if role == VECTOR:

@@ -185,8 +185,9 @@ def backward(
         dx = dx + rows_of(dsum, spec, dtype)
     if spec.modulated:
         by_group += (group_gradient(spec, dx, saved) if needs.dmod_gate else None,)
+    own = dy if spec.residual else x
     grads = (
-        _of_input(spec, dx, dy if spec.residual else x, saved) if needs.dx else None,
+        of_input(spec, dx.to(own.dtype).reshape(own.shape), dx, saved) if needs.dx else None,
         dx.to(x.dtype).reshape(x.shape) if needs.dresidual else None,
         dgate.to(gate.dtype).reshape(gate.shape) if needs.dgate else None,
         dw.to(weight.dtype).reshape(weight.shape) if needs.dw else None,
@@ -215,9 +216,8 @@ def _rotated_backward(
     return *grads[""], dkey, dkey_weight
 
 
-def _of_input(spec: NormSpec, dsum: Tensor, like: Tensor, saved: Given) -> Tensor:
-    """The gradient of the input, from that of the sum. like: a tensor of the input's dtype."""
-    dx = dsum.to(like.dtype).reshape(like.shape)
+def of_input(spec: NormSpec, dx: Tensor, dsum: Tensor, saved: Given) -> Tensor:
+    """The gradient of the input, from that of the sum. dx: the same in the input's dtype."""
     dx = branched(spec, dx, *map(saved.get, FACTORS[::-1]))
     return gated(spec, dsum, saved.get("mod_gate"), dx)
 
@@ -273,7 +273,7 @@ def sums_by_group(rows: Tensor, like: Tensor) -> Tensor:
     return rows.reshape(like.numel() // hidden, -1, hidden).sum(1).reshape(like.shape)
 
 
-def gated(spec: NormSpec | Options, x: Tensor, gate: Tensor | None, other: Tensor) -> Tensor:
+def gated(spec: NormSpec, x: Tensor, gate: Tensor | None, other: Tensor) -> Tensor:
     """x times a gate by group, in the dtype of `other`; `other` without a gate."""
     if gate is None:
         return other

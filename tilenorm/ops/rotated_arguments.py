@@ -12,7 +12,6 @@ from torch.overrides import has_torch_function
 from ..settings import settings
 from .tensor_checks import check_argument, check_device, check_dtype, check_tensor, wrong
 
-POSITIONS = (torch.int32, torch.int64)
 NAME = "rms_norm_rope"
 _wrong = partial(wrong, NAME)
 
@@ -115,12 +114,8 @@ def _check_tables(given: dict[str, Any], dim: int) -> None:
         return
     if len(rows) != 1:
         raise _wrong("cos", "two dimensions with positions", list(cos.shape))
-    _check_positions(positions, tokens, x)
-
-
-def _check_positions(positions: Any, tokens: list[int], x: Tensor) -> None:
     check_tensor(NAME, "positions", positions, "a Tensor or None")
-    if positions.dtype not in POSITIONS:
+    if positions.dtype not in (torch.int32, torch.int64):
         raise _wrong("positions", "int32 or int64", positions.dtype, NotImplementedError)
     if not _broadcasts(list(positions.shape), tokens):
         takes = f"what broadcasts to the tokens {tokens}"

@@ -92,20 +92,18 @@ class Layouts(dict):
         return layout
 
     def _layout_of(self, key: Any) -> Layout:
-        plan, spec = self._plan, self._plan.spec
-        hidden, how = spec.hidden, spec.quantized
+        plan: Any = self._plan
+        spec, hidden, how = plan.spec, plan.spec.hidden, plan.spec.quantized
+        backward, grouped = isinstance(plan, BackwardPlan), isinstance(plan, GroupedPlan)
         groups: tuple[int, ...] = ()
         shape, of_groups = key, ()
         if self.grouped:
             shape, (of_groups, _), *_ = key
             groups = (of_groups.numel() // hidden,)
         rows = shape.numel() // hidden
-        partials = group_sums = None
-        if rows and isinstance(plan, BackwardPlan):
-            partials = plan.partials(rows, *groups)
-        if rows and isinstance(plan, GroupedPlan):
-            group_sums = plan.group_sums(rows, groups[0])
-        slots = plan.slots(rows) if rows else None
+        scratch = [(rows and backward and plan.partials(rows, *groups), "float32")]
+        scratch += [(rows and plan.slots(rows), "int32")]
+        scratch += [(rows and plan.group_sums(rows, *groups), "float32")] if grouped else []
         scales = None
         # A sum over no rows is zeros.
         added = () if rows else ("affine", "group")
@@ -127,19 +125,9 @@ class Layouts(dict):
             made.append(result and Fresh.of(shapes[lies], dtype or scales.dtype))
             if lies in matrices and shapes[lies] != matrices[lies]:
                 written.append((place, matrices[lies], (hidden, 1)))
-        made += partials and Fresh.of(partials, "float32"), slots and Fresh.of(slots, "int32")
-        if isinstance(plan, GroupedPlan):
-            made.append(group_sums and Fresh.of(group_sums, "float32"))
-        return Layout(
-            rows,
-            groups if isinstance(plan, BackwardPlan) else (),
-            tuple(made),
-            tuple(written),
-            [lies for lies, _ in self._read],
-            scales,
-            cleared,
-            {},
-        )
+        made += [Fresh.of(shape, dtype) if shape else None for shape, dtype in scratch]
+        read, results = [lies for lies, _ in self._read], (tuple(made), tuple(written))
+        return Layout(rows, groups if backward else (), *results, read, scales, cleared, {})
 
 
 def key_of(input: int, grouped: Sequence[int], tensors: Sequence[Tensor]) -> tuple:

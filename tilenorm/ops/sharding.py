@@ -48,8 +48,8 @@ from .torch_private import keep_every_argument
 
 # Placements of the results, and of the arguments: None for one that is no tensor.
 Strategy = tuple[list, list]
-# A row of a table: a placement for each way in which a port lies. What is not in it, and lies in
-# none of these ways, is whole on each rank.
+# A row of a table: placements of ports by how they lie. A port that lies otherwise is whole on each
+# rank.
 Rule = dict[str, Any]
 
 

@@ -73,6 +73,7 @@ def _launches(
 def _arrays(arrays: Any, spec: NormSpec, given: Given, made: Given) -> dict[str, Any]:
     """The arrays, by their names, of what the kernels read and write."""
     rows, found = given["rows"], {}
+    shapes: dict[str, tuple[int, ...]] = {"rows": (rows, -1), "affine": (-1,)}
     read = {role: given[role] for role in READ if given.get(role) is not None}
     if read:
         lies = [READ[role] for role in read]
@@ -81,11 +82,8 @@ def _arrays(arrays: Any, spec: NormSpec, given: Given, made: Given) -> dict[str,
         if name in COLUMNS and t is not None:
             found |= zip(COLUMNS[name], t.view(rows, -1).unbind(1), strict=False)
         elif name in arrays._fields and name not in READ and t is not None:
-            found[name] = t if name == "partials" else t.view(_shape_of(name, rows))
+            shape = shapes.get(WRITTEN.get(name, ""), (rows,))
+            found[name] = t if name == "partials" else t.view(shape)
     if "dy" in found:
         found["dy"] = (found["dy"],)
     return found
-
-
-def _shape_of(name: str, rows: int) -> tuple[int, ...]:
-    return {"rows": (rows, -1), "affine": (-1,)}.get(WRITTEN.get(name, ""), (rows,))
