@@ -157,5 +157,6 @@ class RotatedBackward(Backward):
         return specs_of(op, options, *kinds_of(op, tensors, hidden))[0]
 
 
-for _kind in (NormBackward, ModulatedBackward, RotatedBackward):
+KINDS = {kind.row.name: kind for kind in (NormBackward, ModulatedBackward, RotatedBackward)}
+for _kind in KINDS.values():
     define(_kind)

@@ -6,7 +6,10 @@ from functools import partial
 import torch
 from torch._ops import OpOverload
 
-from .library import KINDS, decomposed
+from . import backward, library
+from .split import library as split
+
+KINDS: dict[str, Callable] = {**library.KINDS, **backward.KINDS, **split.KINDS}  # of all ops
 
 
 def decompositions() -> dict[OpOverload, Callable]:
@@ -32,4 +35,7 @@ def decompositions() -> dict[OpOverload, Callable]:
         A new dict, from each op (an OpOverload) to a function of the op's arguments.
     """
     ops = torch.ops.tilenorm
-    return {getattr(ops, name).default: partial(decomposed, kind) for name, kind in KINDS.items()}
+    return {
+        getattr(ops, name).default: partial(library.decomposed, kind)
+        for name, kind in KINDS.items()
+    }

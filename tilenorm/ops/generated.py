@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from ..table import BACKWARD, OPS, TERMS
+from .backward import KINDS
 from .bound import Bound, BoundNorm, bound_of, keep, keep_backward, norm_of
 from .direct import Plain
 from .layout import MOST_SHAPES, contiguous_strides_of, rows_shape, vector_of
-from .library import KINDS, numbers_shape
+from .library import numbers_shape
 from .reference import STATISTICS
 from .registry import MAX_ROWS, on_device_of
 from .torch_private import modes, reinterpret

@@ -2,6 +2,10 @@
 
 An op takes its tensors, `hidden`, its options, the eps of each of its norms, `save` and `backend`.
 Eager calls on plain tensors go past the ops, from call.py to the same implementations.
+
+Each op has a kind of calls: a function of the op's arguments, in their order and by name. A call
+has the row of the table, its results, and what does it: `run`, for real tensors, and `decomposed`,
+in PyTorch's own operators.
 """
 
 import math
@@ -30,10 +34,6 @@ from .torch_private import BelowAutograd, asked_of, autocast_casts, in_forward_m
 AUTOCAST_NORMS = tuple(filter(autocast_casts, ("rms", "layer")))
 LIBRARY = torch.library.Library("tilenorm", "DEF")
 TAGS = (torch.Tag.pt2_compliant_tag,)
-# For each op the class of its calls: a function of the arguments in their order, and by name. It
-# has the row of the table, the results, and what does the call: `run`, for real tensors, and
-# `decomposed`, in PyTorch's own operators.
-KINDS: dict[str, Callable[..., Any]] = {}
 
 
 class Result(NamedTuple):
@@ -82,7 +82,6 @@ def define(kind: Callable, row: Op | Inner, options: str) -> None:
     for key in ("CPU", "CUDA"):
         LIBRARY.impl(row.name, partial(run, kind), key)
     torch.library.register_fake(f"tilenorm::{row.name}", partial(fake, kind), lib=LIBRARY)
-    KINDS[row.name] = kind
 
 
 class Called(NamedTuple):
@@ -294,7 +293,7 @@ def define_op(op: Op) -> None:
     options = [f"{OPTIONS[name].kind} {name}" for name in op.options]
     eps = [f"float {name}" for name in op.eps]
     last = ", ".join(["SymInt hidden", *options, *eps, "bool save", BACKEND])
-    define(partial(Called.of, op), op, last)
+    define(KINDS[op.name], op, last)
     LIBRARY.impl(op.name, partial(autocast, op), "AutocastCUDA")
     if BelowAutograd is None:
         name, context = f"tilenorm::{op.name}", partial(setup_context, op)
@@ -304,5 +303,6 @@ def define_op(op: Op) -> None:
         LIBRARY.impl(op.name, partial(autograd, op), "Autograd")
 
 
+KINDS = {name: partial(Called.of, op) for name, op in OPS.items()}
 for _op in OPS.values():
     define_op(_op)

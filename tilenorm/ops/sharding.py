@@ -69,7 +69,7 @@ def register_where_loaded() -> None:
 def _register() -> None:
     from torch.distributed.tensor.experimental import register_sharding
 
-    from .library import KINDS
+    from .decompositions import KINDS
 
     # The scales of a quantised norm lie in no order that a shard's would have.
     kinds = {name: kind for name, kind in KINDS.items() if name not in QUANTIZED_NORMS}

@@ -27,8 +27,8 @@ from ..launch.toolchain import cache_problem
 from ..launch.tuned import rules
 from ..launch.user_table import TableWarning
 from ..ops import cutile
-from ..ops.library import KINDS
 from ..ops.split import cutile as split
+from ..ops.split.library import KINDS
 from ..spec import TENSORS, NormSpec
 from ..table import LIES, OPS
 from .cubin import Resources, resources

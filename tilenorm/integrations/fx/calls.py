@@ -30,8 +30,8 @@ from .nodes import VALUES, Left, bind, is_idle, item_of, key_of, value_of, value
 FORWARD: dict[Any, Op] = {getattr(torch.ops.tilenorm, name).default: op for name, op in OPS.items()}
 NORM_BACKWARD = torch.ops.tilenorm.norm_backward.default
 FAKES: dict[Any, Callable] = {
-    getattr(torch.ops.tilenorm, name).default: partial(fake, KINDS[name])
-    for name in (*OPS, "norm_backward")
+    **{overload: partial(fake, KINDS[op.name]) for overload, op in FORWARD.items()},
+    NORM_BACKWARD: partial(fake, backward.NormBackward),
 }
 TERMS = ("grad_output", *(port.name for port in LAST_TERMS))
 # What the forward and the backward call of a norm have in common. A forward op that lacks one of

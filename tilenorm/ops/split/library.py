@@ -132,5 +132,6 @@ class Piece(Inner):
         return tuple(found) if len(found) > 1 else found[0]
 
 
-for _name, _row in PIECES.items():
-    define(type(_name, (Piece,), {"row": _row}))
+KINDS = {name: type(name, (Piece,), {"row": row}) for name, row in PIECES.items()}
+for _kind in KINDS.values():
+    define(_kind)
