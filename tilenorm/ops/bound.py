@@ -211,22 +211,13 @@ class Bound(OpSpecs):
         self.gradients = cache(self._gradients)
 
     def _forward(self, save: bool) -> Callable:
-        chosen = self._one_pass()
-        run = None if chosen is None else chosen.forward(self.spec, self.device, save)
-        if run is None:
-            return self._norm_by_norm(save)
         chained, count = bool(self.op.calls), len(self.op.makes)
-
-        def forward(tensors, eps):
-            try:
-                if not chained:
-                    return run(tensors, eps)
-                if eps[0] == eps[1]:
-                    return run(tensors, eps[0])
-            except CompileError as error:
-                self._replace(chosen, error)
-                return (self.training if save else self.inference)(tensors, eps)
-            return apart(tensors, eps)
+        run = self._chain(save) if chained else self.norms[0].forward(save)
+        layouts: Any = run.layouts  # type: ignore[attr-defined]
+        if layouts is NOTHING:
+            return run
+        repeated: dict[tuple, Callable] = {}
+        key_of = layouts.key_of
 
         def repeating(tensors, eps):
             key = tensors[0].shape if key_of is None else key_of(tensors)
@@ -234,26 +225,35 @@ class Bound(OpSpecs):
             made = repeat and repeat(tensors)
             if made is not None:
                 return tuple(made[:count])
-            made = forward(tensors, eps)
+            made = run(tensors, eps)
             if not chained or eps[0] == eps[1]:
                 keep(repeated, (key, eps), layouts.repeated(key, eps[0] if chained else eps))
             return made
 
-        apart = self._norm_by_norm(save) if chained else run
-        repeated: dict[tuple, Callable] = {}
-        layouts = getattr(run, "layouts", NOTHING)
-        key_of = layouts.key_of
-        served = forward if layouts is NOTHING else repeating
-        served.layouts = layouts  # type: ignore[attr-defined]
-        return served
+        repeating.layouts = layouts  # type: ignore[attr-defined]
+        return repeating
 
-    def _one_pass(self) -> Implementation | None:
-        """What serves the whole op, or None."""
-        names = {norm.implementation.name for norm in self.norms}
-        chosen = self.norms[0].implementation
-        if len(names) > 1 or failure(chosen.name, self.spec, self.device):
-            return None
-        return chosen
+    def _chain(self, save: bool) -> Callable:
+        """All norms in one pass, where one implementation serves them and has it."""
+        chosen, apart = self.norms[0].implementation, self._norm_by_norm(save)
+        alike = {norm.implementation.name for norm in self.norms} == {chosen.name}
+        served = alike and not failure(chosen.name, self.spec, self.device)
+        run = chosen.forward(self.spec, self.device, save) if served else None
+        if run is None:
+            return apart
+
+        def forward(tensors, eps):
+            if eps[0] != eps[1]:
+                return apart(tensors, eps)
+            try:
+                return run(tensors, eps[0])
+            except CompileError as error:
+                record_failure(chosen.name, self.spec, self.device, error)
+            self._bind()
+            return (self.training if save else self.inference)(tensors, eps)
+
+        forward.layouts = getattr(run, "layouts", NOTHING)  # type: ignore[attr-defined]
+        return forward
 
     def _norm_by_norm(self, save: bool) -> Callable:
         names = [port.name for port in self.op.takes]
@@ -271,14 +271,6 @@ class Bound(OpSpecs):
 
         forward.layouts = NOTHING  # type: ignore[attr-defined]
         return forward
-
-    def _replace(self, broken: Implementation, error: CompileError) -> None:
-        """Have what select now finds serve. It warns, or raises if `broken` was asked for."""
-        if self.op.calls:
-            record_failure(broken.name, self.spec, self.device, error)
-            self._bind()
-        else:
-            self.norms[0].replace(broken, error)
 
     def _gradients(self, asked: tuple[bool, ...], *arrived: bool) -> tuple[Callable, Plain]:
         """A function of (grads, saved, eps) that returns a gradient for each input of the autograd
