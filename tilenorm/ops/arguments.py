@@ -62,6 +62,9 @@ def check(
             twice = port.role == "residual" and given.get("addend") is not None
             argument = "residual[1]" if twice else port.argument
             CHECKS[port.lies](name, argument, tensor, shape, input)
+            if port.lies != "mask":  # which is of torch.bool
+                check_dtype(name, argument, tensor)
+            check_device(name, argument, tensor, input)
     _check_together(name, given, options)
     hidden = math.prod(shape)
     if op.quantized:
@@ -200,8 +203,6 @@ def _check_rows(op: str, name: str, tensor: Tensor, shape: tuple, input: Tensor)
     check_tensor(op, name, tensor)
     if tensor.shape != input.shape:
         raise wrong(op, name, f"the input's shape {list(input.shape)}", list(tensor.shape))
-    check_dtype(op, name, tensor)
-    check_device(op, name, tensor, input)
 
 
 def _check_mask(op: str, name: str, mask: Tensor, shape: tuple, input: Tensor) -> None:
@@ -211,7 +212,6 @@ def _check_mask(op: str, name: str, mask: Tensor, shape: tuple, input: Tensor) -
         raise wrong(op, name, f"the input's shape {list(input.shape)}", got)
     if mask.dtype != torch.bool:
         raise wrong(op, name, "torch.bool", mask.dtype, NotImplementedError)
-    check_device(op, name, mask, input)
 
 
 def _check_vector(op: str, name: str, vector: Tensor, shape: tuple, input: Tensor) -> None:
@@ -229,8 +229,6 @@ def _check_affine(op: str, name: str, parameter: Tensor, shape: tuple, input: Te
             or_heads = f" or, by heads, {list(by_heads)}" if len(by_heads) > len(shape) else ""
             takes = f"the shape of normalized_shape {list(shape)}{or_heads}"
             raise wrong(op, name, takes, list(parameter.shape))
-    check_dtype(op, name, parameter)
-    check_device(op, name, parameter, input)
 
 
 def _check_group(op: str, name: str, tensor: Tensor, shape: tuple, input: Tensor) -> None:
@@ -247,8 +245,6 @@ def _check_group(op: str, name: str, tensor: Tensor, shape: tuple, input: Tensor
         takes = f"leading sizes of the input's {leading}, of which the last may be a divisor"
         takes += f", and then normalized_shape {list(shape)}"
         raise wrong(op, name, takes, list(tensor.shape))
-    check_dtype(op, name, tensor)
-    check_device(op, name, tensor, input)
 
 
 # By how a port lies, in the order in which ports are checked: a message names the first tensor that
