@@ -240,9 +240,11 @@ class NormSpec:
         return (norm, of_key) if self.key else (norm,)
 
     @property
-    def keeps_input(self) -> bool:
-        """Whether autograd saves x as well as the sum: the layer scale's gradient is made of it."""
-        return self.layer_scale is not None
+    def saved(self) -> tuple[str, ...]:
+        """The roles of the tensors that autograd saves: also x itself, of which, and not of the
+        sum, the gradient of the layer scale is made.
+        """
+        return (*self.kept, "input") if self.layer_scale else self.kept
 
     @property
     def unserved(self) -> str | None:

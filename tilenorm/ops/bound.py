@@ -56,8 +56,7 @@ class OpSpecs:
         for stage, spec in zip(op.stages, self.specs, strict=True):
             x = stage.ports["sum" if spec.residual else "x"]
             ports = stage.ports | {"x": x, "input": stage.ports["x"]}
-            roles = [*spec.kept, *["input"] * spec.keeps_input]
-            places += [names.index(ports[role]) for role in roles]
+            places += [names.index(ports[role]) for role in spec.saved]
         # Of an op's tensors and results, those that autograd saves.
         self.kept: Callable[[tuple], tuple] = itemgetter(*places)
         self._returns(len(op.makes))
@@ -292,7 +291,7 @@ class Bound(OpSpecs):
         if len(steps) != 1 or steps[0].dy is None or op.calls:
             return several, Plain()
         step, places = steps[0], steps[0].places(op.roles)
-        if places is None or self.spec.keeps_input:
+        if places is None or self.spec.layer_scale:
             return several, Plain()
         count = len(step.needs.gradients)
         take = itemgetter(count + 1, *places)

@@ -65,7 +65,7 @@ class Step(NamedTuple):
 
 def named(spec: NormSpec, saved: Sequence) -> dict[str, Any]:
     """The tensors that autograd saved of a norm, by their roles."""
-    return dict(zip((*spec.kept, "input"), saved, strict=False))
+    return dict(zip(spec.saved, saved, strict=True))
 
 
 def steps_of(
@@ -81,7 +81,7 @@ def steps_of(
     first = {port.name for port in op.takes}
     kept, end = [], 0
     for spec in specs:
-        start, end = end, end + len(spec.kept) + spec.keeps_input
+        start, end = end, end + len(spec.saved)
         kept.append(slice(start, end))
     steps = []
     for place in reversed(range(len(specs))):
