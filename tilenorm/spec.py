@@ -258,9 +258,10 @@ class NormSpec:
             return "a layer scale takes a residual of at least as many digits as the input"
         if self.mod_gate and not self.residual:
             return "a gate by group needs a residual"
-        how, head = self.rotation, self.rotation and self.rotation.head
-        if how and (how.dim % 2 or not 0 < how.dim <= head or self.hidden % head):
-            return "a rotation takes an even number of elements of a head"
+        if how := self.rotation:
+            even = how.dim % 2 == 0 and 0 < how.dim <= how.head
+            if not even or self.hidden % how.head:
+                return "a rotation takes an even number of elements of a head"
         if (self.key or self.dtype) != self.dtype:
             return "a key has the input's dtype"
         return None

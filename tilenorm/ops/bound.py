@@ -84,9 +84,9 @@ def specs_of(
     op: Op, options: tuple, dtypes: Sequence[torch.dtype | None], sizes: Sequence[int]
 ) -> tuple[NormSpec, ...]:
     """The spec of each norm of an op. dtypes, sizes: see kinds_of."""
-    named, of_port = op.named([None if d is None else name_of(d) for d in dtypes]), op.named(sizes)
+    named = op.named([None if dtype is None else name_of(dtype) for dtype in dtypes])
     named |= {port.name: named.get(port.like) for port in op.makes if port.lies == "rows"}
-    specs = []
+    specs, of_port = [], op.named(sizes)
     for stage in op.stages:
         row, ports = OPS[stage.op], stage.ports
         by_role = {role: named.get(ports.get(role)) for role in row.roles}

@@ -41,8 +41,8 @@ class Step(NamedTuple):
         return {role: i for i, role in enumerate((*spec.derived, "skip", None))} | own
 
     def places(self, roles: Sequence[str]) -> list[int] | None:
-        """The same for each of the roles, of None where its gradient is not asked for. None where
-        one that is asked for is made of what a backward pass returns.
+        """Where the gradients of these roles stand; that of a role that is not asked for is None's.
+        None where one of them is made of what a backward pass returns.
         """
         spec, standing = self.spec, self.standing
         third = "addend" in self.asked and spec.addend not in (spec.dtype, spec.residual)

@@ -81,8 +81,7 @@ class RotatedLayouts(Layouts):
         # A sum over no tokens is zeros.
         sums = [i for i, made in enumerate(self._made) if made and made[0] == "vector"]
         cleared = () if there else tuple(sums)
-        made, lies = (tuple(fresh), tuple(written)), (tokens, reads)
-        return Layout(sizes, (), *made, lies, None, cleared, {})
+        return Layout(sizes, (), tuple(fresh), tuple(written), (tokens, reads), None, cleared, {})
 
 
 def _sequences(tokens: tuple[int, ...]) -> tuple[int, int]:

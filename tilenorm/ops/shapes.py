@@ -94,7 +94,7 @@ class Layouts(dict):
     def _layout_of(self, key: Any) -> Layout:
         plan: Any = self._plan
         spec, hidden, how = plan.spec, plan.spec.hidden, plan.spec.quantized
-        backward, grouped = isinstance(plan, BackwardPlan), isinstance(plan, GroupedPlan)
+        backward = isinstance(plan, BackwardPlan)
         groups: tuple[int, ...] = ()
         shape, of_groups = key, ()
         if self.grouped:
@@ -102,8 +102,9 @@ class Layouts(dict):
             groups = (of_groups.numel() // hidden,)
         rows = shape.numel() // hidden
         scratch = [(rows and backward and plan.partials(rows, *groups), "float32")]
-        scratch += [(rows and plan.slots(rows), "int32")]
-        scratch += [(rows and plan.group_sums(rows, *groups), "float32")] if grouped else []
+        scratch.append((rows and plan.slots(rows), "int32"))
+        if isinstance(plan, GroupedPlan):
+            scratch.append((rows and plan.group_sums(rows, *groups), "float32"))
         scales = None
         # A sum over no rows is zeros.
         added = () if rows else ("affine", "group")
@@ -126,8 +127,8 @@ class Layouts(dict):
             if lies in matrices and shapes[lies] != matrices[lies]:
                 written.append((place, matrices[lies], (hidden, 1)))
         made += [Fresh.of(shape, dtype) if shape else None for shape, dtype in scratch]
-        read, results = [lies for lies, _ in self._read], (tuple(made), tuple(written))
-        return Layout(rows, groups if backward else (), *results, read, scales, cleared, {})
+        read, groups = [lies for lies, _ in self._read], groups if backward else ()
+        return Layout(rows, groups, tuple(made), tuple(written), read, scales, cleared, {})
 
 
 def key_of(input: int, grouped: Sequence[int], tensors: Sequence[Tensor]) -> tuple:
