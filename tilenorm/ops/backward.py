@@ -1,23 +1,92 @@
-"""The torch.library ops of backward passes.
+"""The torch.library ops that users do not call: their calls, and the ops of backward passes.
 
 norm_backward is of one norm. The backward pass of every op is made of it, except for modulated
-norms and rotated heads, which have ops of their own.
+norms and rotated heads, which have ops of their own. The ops of rows in pieces: split/library.py.
 """
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
-from ..launch.calls import Needs
-from ..spec import NormSpec, Options
+from .. import table
+from ..launch.calls import Needs, needs_of
+from ..spec import TENSORS, NormSpec, Options
 from ..table import BACKWARD, OPS, TERMS
-from . import reference
+from . import library, reference
 from .bound import MOST_CALLS, kinds_of, norm_of, specs_of
-from .inner import Inner, asked_of, define
 from .layout import heads_of, vector_of
+from .library import Result
+from .reference import name_of
 from .registry import MAX_ROWS, on_device_of
 from .torch_private import in_forward_mode
+
+
+class Inner:
+    """A call of an op. tensors: by their roles. options: the other arguments by their names.
+
+    A class has the op's row of the table, `spec`, the NormSpec by the dtypes of the tensors, run()
+    and decomposed(). Where results alone are asked for, a shape and a dtype may stand for a tensor.
+    """
+
+    row: ClassVar[table.Inner]
+    DEFAULTS: ClassVar[dict[str, Any]]  # of the arguments that have one
+    spec: Any
+
+    def __init__(self, arguments: Sequence, by_name: dict[str, Any] | None = None):
+        named = dict(zip(self.row.arguments, arguments, strict=False)) | (by_name or {})
+        given, ports = self.DEFAULTS | named, self.row.tensors
+        self.tensors: dict[str, Any] = {port.role: given.pop(port.name) for port in ports}
+        self.options = given
+
+    @property
+    def x(self) -> Any:
+        return self.tensors["x"]
+
+    @property
+    def dtypes(self) -> dict[str, str | None]:
+        """The dtypes of the tensors that a spec has under their roles."""
+        there = {role: t for role, t in self.tensors.items() if role in TENSORS and t is not None}
+        return {role: name_of(t.dtype) for role, t in there.items()}
+
+    def needs(self, spec: NormSpec) -> Needs:
+        """What a backward pass computes."""
+        each = zip(self.row.masked, self.options["output_mask"], strict=True)
+        asked = [role for role, need in each if need]
+        return needs_of(spec, asked, self.tensors["dsum"] is not None)
+
+    def check(self) -> None:
+        """Raise RuntimeError where tensors do not fit each other."""
+
+    def results(self) -> Sequence[Result]:
+        """Those of a backward pass. A gradient has the shape and the dtype of its tensor. Once a
+        residual was added, x is the sum, and dy has the dtype of the input.
+        """
+        t, found = self.tensors, []
+        likes = t | {"residual": t["x"], "y": t["dy"]}
+        likes["x"] = t["dy"] if self.options.get("added") else t["x"]
+        if shift := self.options.get("shift"):
+            likes["mod_shift"] = Result(t["mod_scale"].shape, getattr(torch, shift))
+        needed = asked_of(self.needs(self.spec))
+        for place, port in zip(self.row.places, self.row.makes, strict=True):
+            like = likes[port.role] if needed[place] else Result(None, t["x"].dtype)
+            found.append(Result(like.shape, like.dtype))
+        return found
+
+
+def asked_of(needs: Needs) -> tuple[bool, ...]:
+    """What a backward pass computes, in the order that Inner.places of the table tells of."""
+    return *needs.gradients, needs.output
+
+
+def define(kind: type[Inner]) -> None:
+    """Define an op by its row."""
+    row = kind.row
+    library.define(kind, row, row.options)
+    arguments = getattr(torch.ops.tilenorm, row.name).default._schema.arguments
+    kind.DEFAULTS = {a.name: a.default_value for a in arguments if a.has_default_value()}
 
 
 class Backward(Inner):
@@ -51,7 +120,7 @@ class Backward(Inner):
     @property
     def spec(self) -> NormSpec:
         given, dtypes, asked = self.tensors, self.dtypes, self.options
-        x, dy = (reference.name_of(given[role].dtype) for role in ("x", "dy"))
+        x, dy = (name_of(given[role].dtype) for role in ("x", "dy"))
         if asked["added"]:
             dtypes |= {"x": dy, "residual": x}
         else:  # only what is added to the normalised rows gives y another dtype

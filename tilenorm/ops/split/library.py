@@ -23,8 +23,8 @@ from torch import Tensor
 
 from ...spec import NormSpec, Options
 from ...table import PIECES
+from ..backward import Inner, define
 from ..bound import norm_of
-from ..inner import Inner, define
 from ..library import Result
 from ..reference import name_of, statistics_dtype
 from ..registry import MAX_ROWS, on_device_of
