@@ -15,7 +15,7 @@ from . import arguments, legacy, library, overrides, torch_private  # noqa: F401
 from .autograd import apply, call_needs_grad
 from .bound import MOST_CALLS, Bound, bound_of, kinds_of, refuse_gradient, specs_of
 from .direct import MOST_GUARDS, in_onnx_export, is_plain, is_transformed
-from .registry import MAX_ROWS, device_of, refuse_transformed, select_transformed
+from .registry import MAX_ROWS, device_of, select_transformed
 from .rotated_arguments import check_values
 from .split import norm as split
 from .torch_private import TensorGuards, forward_mode, modes
@@ -161,13 +161,11 @@ def eps_of(op: Op, tensors: Sequence, eps: float | None) -> tuple[float, ...]:
 
 
 def _select_transformed(op: Op, tensors: tuple, options: tuple, backend: str | None) -> None:
-    """Check that the reference may serve. Raises and warns as registry.select_transformed."""
-    if torch.compiler.is_compiling():
-        refuse_transformed(op.name, backend)  # a graph has no place for a warning
-        return
-    x = tensors[0]
-    for spec in specs_of(op, options, *kinds_of(op, tensors, options[0])):
-        select_transformed(spec, device_of(x.device.type, x.get_device()), backend)
+    specs, device, x = (), None, tensors[0]
+    if not is_compiling():
+        specs = specs_of(op, options, *kinds_of(op, tensors, options[0]))
+        device = device_of(x.device.type, x.get_device())
+    select_transformed(op.name, specs, device, backend)
 
 
 def _index_of(x: Tensor) -> int | None:

@@ -1,7 +1,7 @@
 """Which implementation serves what: assembled here, in order of preference, and nowhere else."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
@@ -222,23 +222,22 @@ def _told() -> dict[str, object]:
     return {}
 
 
-def select_transformed(spec: NormSpec, device: Device, backend: str | None) -> None:
-    """Check that the reference may serve where a transform has to see single operations.
+def select_transformed(
+    op: str, specs: Sequence[NormSpec], device: Device | None, backend: str | None
+) -> None:
+    """Check that the reference may serve an op where a transform has to see single operations.
 
-    Raises and warns as select does.
+    specs: of the op's norms; none in a graph, which has no place for a warning. Raises and warns as
+    select does.
     """
-    chosen = select(spec, 0, device, backend).name
-    if chosen != "reference":
-        refuse_transformed(spec.op, backend)
-        message = f"tilenorm: reference runs instead of {chosen}: {TRANSFORMED}"
-        warnings.warn(message, ReferenceWarning, stacklevel=2)
-
-
-def refuse_transformed(op: str, backend: str | None) -> None:
-    """Raise RuntimeError if another backend than the reference was asked for in a transform."""
+    preferred = [select(spec, 0, device, backend).name for spec in specs]
     backend = backend or requested_backend()
     if backend not in (None, "reference"):
         raise RuntimeError(f"{op}: backend {backend!r} was asked for, but {TRANSFORMED}")
+    for name in preferred:
+        if name != "reference":
+            message = f"tilenorm: reference runs instead of {name}: {TRANSFORMED}"
+            warnings.warn(message, ReferenceWarning, stacklevel=2)
 
 
 def requested_backend() -> str | None:
