@@ -174,9 +174,8 @@ def _index_of(x: Tensor) -> int | None:
 
 def is_direct(tensors: tuple) -> bool:
     """Whether eager plain tensors are on the CPU or on the current CUDA device."""
-    if torch.compiler.is_compiling():
-        return False
-    if has_torch_function(tensors):  # a quantised norm, which a mode or a subclass sees as the op
+    # A mode or a subclass sees a quantised norm as the op.
+    if is_compiling() or has_torch_function(tensors):
         return False
     # A fake CUDA tensor is not plain, and there may be no device to ask for.
     x, plain = tensors[0], is_plain(*tensors)

@@ -115,10 +115,6 @@ def reshaped(fresh: Tensor, shape: Sequence[int]) -> Tensor:
     return fresh.view(shape) if _unsafe_view is None else _unsafe_view(fresh, shape)
 
 
-def _reinterpret_public(x: Tensor, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
-    return x.as_strided(shape, strides).detach()
-
-
 def _empty_cuda_public(shape: tuple, strides: tuple, dtype: torch.dtype) -> Tensor:
     return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
 
@@ -139,7 +135,7 @@ def _at_first_call(name: str, check: Callable[..., bool], private, public: Calla
     return public if private is None else first
 
 
-reinterpret = _reinterpret_tensor or _reinterpret_public
+reinterpret = _reinterpret_tensor or (lambda x, *how: x.as_strided(*how).detach())
 # Callers ask this module for these three at each call.
 empty_strided_cuda = _at_first_call(
     "empty_strided_cuda", checks.allocates_on_cuda, _empty_strided_cuda, _empty_cuda_public
