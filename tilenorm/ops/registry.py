@@ -187,20 +187,11 @@ def select(spec: NormSpec, rows: int, device: Device, backend: str | None) -> Im
 
     Raises ValueError for an unknown backend, RuntimeError when the one asked for refuses.
     """
-    failed = frozenset(i.name for i in REGISTRY if failure(i.name, spec, device))
-    return _select(spec, rows > MAX_ROWS, device, backend, failed)
-
-
-@cache
-def _select(
-    spec: NormSpec, long: bool, device: Device, backend: str | None, failed: frozenset[str]
-) -> Implementation:
-    """failed: the implementations with an entry in `failures`, so that a new one is seen."""
     backend = backend or requested_backend()
     known = {i.name: i for i in REGISTRY}
     if backend is not None and backend not in known:
         raise ValueError(f"backend: got {backend!r}, takes one of {', '.join(known)} or None")
-    found = refusals(spec, MAX_ROWS + 1 if long else 0, device)
+    found = refusals(spec, rows, device)
     if backend is not None:
         if found[backend]:
             reason = found[backend]
