@@ -175,7 +175,7 @@ def groups_of(p: Tensor, spec: NormSpec) -> Tensor:
     fills = _fills_vectors(p.element_size(), spec)
     if stride is None or not _starts_vectors(p, [stride], fills):
         p, stride = p.clone(memory_format=torch.contiguous_format), hidden
-    return p.as_strided((p.numel() // hidden, hidden), (stride, 1))
+    return reinterpret(p, (p.numel() // hidden, hidden), (stride, 1))
 
 
 def _row_stride(sizes: Sequence[int], strides: Sequence[int], hidden: int) -> int | None:
