@@ -26,14 +26,14 @@ def rows_of(x: Tensor, spec: NormSpec) -> Tensor:
     """
     if spec.heads:
         return _tokens_of(x, spec)
-    hidden, fills = spec.hidden, _fills_vectors(x.element_size(), spec)
+    hidden = spec.hidden
     if x.is_contiguous():
         # A single row may have any stride, and the compiler reads by what the stride is.
         if x.stride() != (hidden, 1):
             x = reinterpret(x, (x.numel() // hidden, hidden), (hidden, 1))
-        return x.clone() if fills and x.data_ptr() % VECTOR_BYTES else x
+        return x if _starts_vectors(x, spec) else x.clone()
     stride = _row_stride(x.shape, x.stride(), hidden) if spec.takes_rows_apart else None
-    if stride is None or not _starts_vectors(x, [stride], fills):
+    if stride is None or not _starts_vectors(x, spec, stride):
         return x.reshape(-1, hidden).contiguous()
     return x.as_strided((prod(x.shape) // hidden, hidden), (stride, 1))
 
@@ -41,9 +41,8 @@ def rows_of(x: Tensor, spec: NormSpec) -> Tensor:
 def _tokens_of(x: Tensor, spec: NormSpec) -> Tensor:
     """x as (tokens, heads, hidden), always, so that every layout is read by the same code."""
     heads, hidden = spec.heads, spec.hidden
-    shape = (x.numel() // (heads * hidden), heads, hidden)
-    even, fills = (heads * hidden, hidden, 1), _fills_vectors(x.element_size(), spec)
-    if x.is_contiguous() and not (fills and x.data_ptr() % VECTOR_BYTES):
+    shape, even = (x.numel() // (heads * hidden), heads, hidden), (heads * hidden, hidden, 1)
+    if x.is_contiguous() and _starts_vectors(x, spec):
         return x if x.stride() == even else reinterpret(x, shape, even)
     try:
         view = x.view(shape)
@@ -52,20 +51,17 @@ def _tokens_of(x: Tensor, spec: NormSpec) -> Tensor:
     # An extent of 1 may have any stride, and the compiler reads by what the stride is.
     strides = [e if n == 1 else s for n, s, e in zip(shape, view.stride(), even, strict=True)]
     fits = strides[2] == 1 and 0 < min(strides) <= max(strides) < MAX_STRIDE
-    if fits and spec.takes_rows_apart and _starts_vectors(view, strides[:2], fills):
+    if fits and spec.takes_rows_apart and _starts_vectors(view, spec, *strides[:2]):
         return view.as_strided(shape, strides)
     return view.clone(memory_format=torch.contiguous_format).as_strided(shape, even)
 
 
-def _fills_vectors(item_bytes: int, spec: NormSpec) -> bool:
-    """Whether a contiguous row of such items is whole vectors of 16 bytes."""
-    return spec.aligned or not spec.hidden * item_bytes % VECTOR_BYTES
-
-
-def _starts_vectors(x: Tensor, strides: list[int], fills: bool) -> bool:
-    """Every row starts on 16 bytes, if rows fill vectors."""
+def _starts_vectors(x: Tensor, spec: NormSpec, *strides: int) -> bool:
+    """Whether every row starts on 16 bytes, if a contiguous row is whole vectors of 16 bytes."""
+    if not spec.aligned and spec.hidden * x.element_size() % VECTOR_BYTES:
+        return True
     unit = VECTOR_BYTES // x.element_size()
-    return not fills or not (x.data_ptr() % VECTOR_BYTES or any(s % unit for s in strides))
+    return not (x.data_ptr() % VECTOR_BYTES or any(s % unit for s in strides))
 
 
 def lie_as_read(tensors: Sequence[Tensor | None], read: Sequence, grouped: Sequence[int]) -> bool:
@@ -172,8 +168,7 @@ def groups_of(p: Tensor, spec: NormSpec) -> Tensor:
     on 16 bytes where they fill vectors.
     """
     hidden, stride = spec.hidden, _row_stride(p.shape, p.stride(), spec.hidden)
-    fills = _fills_vectors(p.element_size(), spec)
-    if stride is None or not _starts_vectors(p, [stride], fills):
+    if stride is None or not _starts_vectors(p, spec, stride):
         p, stride = p.clone(memory_format=torch.contiguous_format), hidden
     return reinterpret(p, (p.numel() // hidden, hidden), (stride, 1))
 
