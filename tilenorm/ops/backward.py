@@ -57,9 +57,6 @@ class Inner:
         asked = [role for role, need in each if need]
         return needs_of(spec, asked, self.tensors["dsum"] is not None)
 
-    def check(self) -> None:
-        """Raise RuntimeError where tensors do not fit each other."""
-
     def results(self) -> Sequence[Result]:
         """Those of a backward pass. A gradient has the shape and the dtype of its tensor. Once a
         residual was added, x is the sum, and dy has the dtype of the input.
@@ -114,8 +111,10 @@ class Backward(Inner):
     def _terms(self) -> list[Tensor | None]:
         return [self.tensors.get(port.role) for port in TERMS]
 
-    def check(self) -> None:
+    def results(self) -> Sequence[Result]:
+        """Raises RuntimeError as terms_after."""
         terms_after(self.tensors["dy"], *self._terms)
+        return super().results()
 
     @property
     def spec(self) -> NormSpec:
@@ -194,7 +193,8 @@ def terms_after(dy: Tensor, *others: Tensor | None) -> tuple[Tensor, ...]:
         name = f"tilenorm::norm_backward: argument 'grad_output_{i + 2}'"
         if term is None:
             raise RuntimeError(f"{name} is absent, but 'grad_output_{given + 1}' is given")
-        wanted, got = ((t.shape, t.dtype, t.device) for t in (dy, term))
+        # DTensor's description of a tensor has no device.
+        wanted, got = ((t.shape, t.dtype, getattr(t, "device", None)) for t in (dy, term))
         if got != wanted:
             told = [f"{list(shape)} {dtype} on {device}" for shape, dtype, device in (wanted, got)]
             raise RuntimeError(f"{name} takes what 'grad_output' is, {told[0]}, got {told[1]}")
