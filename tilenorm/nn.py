@@ -70,15 +70,8 @@ class RMSNorm(_WithOptions, nn.RMSNorm):
 class LayerNorm(_WithOptions, nn.LayerNorm):
     """A replacement for torch.nn.LayerNorm that calls tilenorm.layer_norm.
 
-    Args:
-        normalized_shape: sizes of the trailing dimensions to normalise, or an int for one size.
-        eps: added to the variance.
-        elementwise_affine: whether the module has a weight, of shape normalized_shape.
-        bias: whether a module with a weight also has a bias.
-        offset: added to the weight in the forward pass. The weight is initialised to 1 - offset.
-        rounding: "late" or "early" (see tilenorm.rms_norm).
-
-    state_dicts can be exchanged with torch.nn.LayerNorm.
+    Args: eps is added to the variance; bias: whether a module with a weight also has a bias. The
+    others are those of RMSNorm. state_dicts can be exchanged with torch.nn.LayerNorm.
     """
 
     def __init__(
@@ -130,13 +123,8 @@ class _Modulated(nn.Module):
 class ModulatedRMSNorm(_Modulated, nn.RMSNorm):  # type: ignore[misc]
     """An RMSNorm whose output is scaled and shifted by group: see tilenorm.modulated_rms_norm.
 
-    Args:
-        normalized_shape: sizes of the trailing dimensions to normalise, or an int for one size.
-        eps: added to the mean square; None means the machine epsilon of float32, as in torch.nn.
-        elementwise_affine: whether the module has a weight, of shape normalized_shape. Diffusion
-            transformers have none.
-
-    state_dicts can be exchanged with torch.nn.RMSNorm.
+    Args: those of RMSNorm. Diffusion transformers have no weight. state_dicts can be exchanged with
+    torch.nn.RMSNorm.
     """
 
     _function = staticmethod(modulated_rms_norm)
@@ -156,14 +144,8 @@ class ModulatedRMSNorm(_Modulated, nn.RMSNorm):  # type: ignore[misc]
 class ModulatedLayerNorm(_Modulated, nn.LayerNorm):  # type: ignore[misc]
     """A LayerNorm whose output is scaled and shifted by group: see tilenorm.modulated_layer_norm.
 
-    Args:
-        normalized_shape: sizes of the trailing dimensions to normalise, or an int for one size.
-        eps: added to the variance.
-        elementwise_affine: whether the module has a weight, of shape normalized_shape. Diffusion
-            transformers have none.
-        bias: whether a module with a weight also has a bias.
-
-    state_dicts can be exchanged with torch.nn.LayerNorm.
+    Args: those of LayerNorm. Diffusion transformers have no weight. state_dicts can be exchanged
+    with torch.nn.LayerNorm.
     """
 
     _function = staticmethod(modulated_layer_norm)

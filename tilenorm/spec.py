@@ -240,41 +240,28 @@ class NormSpec:
         return (norm, of_key) if self.key else (norm,)
 
     @property
-    def keeps_input(self) -> bool:
-        """Whether autograd saves x as well as the sum: the layer scale's gradient is made of it."""
-        return self.layer_scale is not None
+    def saved(self) -> tuple[str, ...]:
+        """The roles of the tensors that autograd saves: also x itself, of which, and not of the
+        sum, the gradient of the layer scale is made.
+        """
+        return (*self.kept, "input") if self.layer_scale else self.kept
 
     @property
     def unserved(self) -> str | None:
-        """Why no implementation has such a norm, or None."""
-        if self.addend and not self.residual:
-            return "an addend needs a residual"
+        """Why no implementation has such a norm, or None. The ops' schemas allow no other ones."""
         third = self.addend and self.addend not in (self.dtype, self.residual)
         if third and ITEM_BYTES[self.addend] >= ITEM_BYTES[self.residual]:
             return "an addend of a third dtype has fewer bits than the residual"
-        if self.joins and self.gate:
-            return "a gate takes no addend and no skip"
-        if self.skip and self.residual:
-            return "a skip takes no residual"
-        if self.branches and (self.addend or not self.residual):
+        if self.branches and self.addend:
             return "a dropout mask and a layer scale take one residual"
         if self.layer_scale and DIGITS[self.residual] < DIGITS[self.dtype]:
             return "a layer scale takes a residual of at least as many digits as the input"
         if self.mod_gate and not self.residual:
             return "a gate by group needs a residual"
-        return self._rotation_unserved
-
-    @property
-    def _rotation_unserved(self) -> str | None:
-        """The same of what concerns a rotation."""
-        how = self.rotation
-        if how is None:
-            return "a key needs a rotation" if self.key else None
-        more = self.residual, self.gate, self.bias, self.skip, self.quantized, self.mod_scale
-        if self.norm != "rms" or self.heads or any(more):
-            return "a rotation takes RMSNorm, a weight and a key alone"
-        if how.dim % 2 or not 0 < how.dim <= how.head or (self.hidden and self.hidden % how.head):
-            return "a rotation takes an even number of elements of a head"
+        if how := self.rotation:
+            even = how.dim % 2 == 0 and 0 < how.dim <= how.head
+            if not even or self.hidden % how.head:
+                return "a rotation takes an even number of elements of a head"
         if (self.key or self.dtype) != self.dtype:
             return "a key has the input's dtype"
         return None

@@ -4,9 +4,10 @@ From a row follow the op's schema, fake, implementations, derivative, autocast a
 the checks of a call and their messages, and which array of the kernels each tensor is.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,21 @@ class Op:
     def made(self) -> tuple[str, ...]:
         """The roles of the tensors that are made."""
         return tuple(port.role for port in self.makes)
+
+    @property
+    def tensors(self) -> tuple[Port, ...]:
+        """Every tensor that is taken."""
+        return self.takes
+
+    @cached_property
+    def arguments(self) -> tuple[str, ...]:
+        """The names of all arguments, in their order."""
+        names = [port.name for port in self.takes]
+        return (*names, "hidden", *self.options, *self.eps, "save", "backend")
+
+    def named(self, values: Iterable) -> dict[str, Any]:
+        """A value for each tensor that is taken, by the names of the ports."""
+        return dict(zip([port.name for port in self.takes], values, strict=True))
 
     @property
     def shown(self) -> int:

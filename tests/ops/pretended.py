@@ -15,7 +15,7 @@ from tilenorm.ops import bound, call, cutile, registry, torch_private
 from ..cases import target
 from ..executors import Interpreter
 
-CACHES = registry._select, registry._told, registry.failures, bound._bound, bound.norm_of
+CACHES = registry._told, registry.failures, bound._bound, bound.norm_of
 CACHES = *CACHES, call.remembered
 GPU = registry.Device("cuda", target("sm_90"), 13000)
 

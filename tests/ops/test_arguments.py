@@ -21,7 +21,7 @@ from .wrong_calls import Function, Wrong, of_functions
 from .wrong_uses import of_integrations, of_modules
 
 FUNCTIONS = dict([*of_functions(), *of_modules(), *of_integrations()])
-PLANS = (bound._bound, registry._select, plan.plan_forward, plan.plan_backward)
+PLANS = (bound._bound, plan.plan_forward, plan.plan_backward)
 
 
 @contextmanager

@@ -91,7 +91,7 @@ def plans(call: Call, served: str, output: bool) -> list[BackwardPlan]:
     """The plan for all terms, and the plan for their sum."""
     spec = call.spec
     asked = [
-        role for role, need in zip(NormBackward.ROW.masked, call.given[-1], strict=True) if need
+        role for role, need in zip(NormBackward.row.masked, call.given[-1], strict=True) if need
     ]
     given = (spec, asked, call.given[0] is not None)
     one = needs_of(*given)

@@ -18,14 +18,6 @@ from .tensor_checks import check_argument, check_device, check_dtype, check_tens
 FP8_DTYPES = tuple(getattr(torch, name) for name in FP8)
 MAX_SIZE = 2**63 - 1
 CASTS = {"float": float, "bool": bool, "str": str}
-# The order in which ports are checked: a message names the first tensor that does not fit. Those
-# of a norm that is rotated have checks of their own.
-_ORDER = ("rows", "mask", "vector", "affine", "group", "scalar")
-PORTS = {
-    name: tuple(sorted(op.takes[1:], key=lambda port: _ORDER.index(port.lies)))
-    for name, op in OPS.items()
-    if not op.rotated
-}
 
 
 def check(
@@ -61,26 +53,22 @@ def check(
             check_option(name, option, value)
     check_dtype(name, "input", input)
     shape = _check_shape(name, normalized_shape, input, layer)
-    given = {port.name: tensor for port, tensor in zip(op.takes, tensors, strict=True)}
+    given = op.named(tensors)
     if op.rotated:
         options = check_rotation(given, shape, options)
     for port in PORTS.get(name, ()):
         tensor = given[port.name]
-        if port.needed or (tensor is not None and port.lies in CHECKS):
+        if port.needed or tensor is not None:
             twice = port.role == "residual" and given.get("addend") is not None
             argument = "residual[1]" if twice else port.argument
             CHECKS[port.lies](name, argument, tensor, shape, input)
-    _check_bias(name, given)
-    if "addend" in given and given["addend"] is not None:
-        _check_addend(name, given)
-    if "shift" in given:
-        _check_modulation(name, given)
-    if "dropout_scale" in options:
-        _check_branch(name, given, options["dropout_scale"])
+            if port.lies != "mask":  # which is of torch.bool
+                check_dtype(name, argument, tensor)
+            check_device(name, argument, tensor, input)
+    _check_together(name, given, options)
     hidden = math.prod(shape)
     if op.quantized:
-        options = check_quantization(name, hidden, options)
-        _check_given(name, options["scaling"], given["given_scale"], input)
+        options = _check_quantization(name, hidden, options, given["given_scale"], input)
     values = []
     for option, value in options.items():
         cast = CASTS.get(OPTIONS[option].kind)
@@ -171,8 +159,12 @@ def _check_word(op: str, name: str, value: object, words: Sequence[str], where: 
         raise wrong(op, name, f"{' or '.join(map(repr, words))}{where}", repr(value), ValueError)
 
 
-def check_quantization(op: str, hidden: int, options: dict) -> dict:
-    """The options of a quantised norm, with the default layout where it is None."""
+def _check_quantization(
+    op: str, hidden: int, options: dict, given: Tensor | None, input: Tensor
+) -> dict:
+    """The options of a quantised norm, with the default layout where it is None. given: the scale
+    that the caller gives.
+    """
     scaling, dtype, layout = options["scaling"], options["dtype"], options["layout"]
     check_option(op, "scaling", scaling)
     if dtype not in FP8_DTYPES:
@@ -188,20 +180,15 @@ def check_quantization(op: str, hidden: int, options: dict) -> dict:
     if hidden == 0 or hidden % group:
         takes = f"a multiple of {group} elements with scaling={scaling!r}"
         raise wrong(op, "normalized_shape", takes, hidden)
+    if scaling == "tensor":
+        check_tensor(op, "scale", given, "a Tensor of one float32 with scaling='tensor'")
+        if given.dtype != torch.float32 or given.numel() != 1 or given.device != input.device:
+            got = f"{list(given.shape)} {given.dtype} on {given.device}"
+            raise wrong(op, "scale", f"one torch.float32 on {input.device}", got)
+    elif given is not None:
+        takes = f"None with scaling={scaling!r}, which finds the scales"
+        raise ValueError(f"{op}: argument 'scale' takes {takes}")
     return options | {"layout": layout}
-
-
-def _check_given(op: str, scaling: str, given: Tensor | None, input: Tensor) -> None:
-    """Check the scale that the caller of a quantised norm gives."""
-    if scaling != "tensor":
-        if given is not None:
-            takes = f"None with scaling={scaling!r}, which finds the scales"
-            raise ValueError(f"{op}: argument 'scale' takes {takes}")
-        return
-    check_tensor(op, "scale", given, "a Tensor of one float32 with scaling='tensor'")
-    if given.dtype != torch.float32 or given.numel() != 1 or given.device != input.device:
-        got = f"{list(given.shape)} {given.dtype} on {given.device}"
-        raise wrong(op, "scale", f"one torch.float32 on {input.device}", got)
 
 
 def _check_float(op: str, name: str, value: object, takes: str) -> None:
@@ -216,8 +203,6 @@ def _check_rows(op: str, name: str, tensor: Tensor, shape: tuple, input: Tensor)
     check_tensor(op, name, tensor)
     if tensor.shape != input.shape:
         raise wrong(op, name, f"the input's shape {list(input.shape)}", list(tensor.shape))
-    check_dtype(op, name, tensor)
-    check_device(op, name, tensor, input)
 
 
 def _check_mask(op: str, name: str, mask: Tensor, shape: tuple, input: Tensor) -> None:
@@ -227,7 +212,6 @@ def _check_mask(op: str, name: str, mask: Tensor, shape: tuple, input: Tensor) -
         raise wrong(op, name, f"the input's shape {list(input.shape)}", got)
     if mask.dtype != torch.bool:
         raise wrong(op, name, "torch.bool", mask.dtype, NotImplementedError)
-    check_device(op, name, mask, input)
 
 
 def _check_vector(op: str, name: str, vector: Tensor, shape: tuple, input: Tensor) -> None:
@@ -245,8 +229,6 @@ def _check_affine(op: str, name: str, parameter: Tensor, shape: tuple, input: Te
             or_heads = f" or, by heads, {list(by_heads)}" if len(by_heads) > len(shape) else ""
             takes = f"the shape of normalized_shape {list(shape)}{or_heads}"
             raise wrong(op, name, takes, list(parameter.shape))
-    check_dtype(op, name, parameter)
-    check_device(op, name, parameter, input)
 
 
 def _check_group(op: str, name: str, tensor: Tensor, shape: tuple, input: Tensor) -> None:
@@ -263,11 +245,10 @@ def _check_group(op: str, name: str, tensor: Tensor, shape: tuple, input: Tensor
         takes = f"leading sizes of the input's {leading}, of which the last may be a divisor"
         takes += f", and then normalized_shape {list(shape)}"
         raise wrong(op, name, takes, list(tensor.shape))
-    check_dtype(op, name, tensor)
-    check_device(op, name, tensor, input)
 
 
-# By how a port lies. The one scalar has a check of its own.
+# By how a port lies, in the order in which ports are checked: a message names the first tensor that
+# does not fit. The one scalar, and a norm that is rotated, have checks of their own.
 CHECKS = {
     "rows": _check_rows,
     "mask": _check_mask,
@@ -275,50 +256,44 @@ CHECKS = {
     "affine": _check_affine,
     "group": _check_group,
 }
+PORTS = {
+    name: [port for lies in CHECKS for port in op.takes[1:] if port.lies == lies]
+    for name, op in OPS.items()
+    if not op.rotated
+}
 
 
-def _check_bias(op: str, given: dict) -> None:
-    """Check that a bias is by heads where its weight is."""
-    for prefix in ("", "next_"):
+def _check_together(op: str, given: dict, options: dict) -> None:
+    """Check that tensors and options fit each other."""
+    for prefix in ("", "next_"):  # a bias is by heads where its weight is
         weight, bias = given.get(f"{prefix}weight"), given.get(f"{prefix}bias")
         if weight is not None and bias is not None and weight.shape != bias.shape:
             takes = f"the shape of {prefix}weight {list(weight.shape)}"
             raise wrong(op, f"{prefix}bias", takes, list(bias.shape))
-
-
-def _check_addend(op: str, given: dict) -> None:
-    """Check the dtype of the first of two residuals."""
-    input, residual, addend = given["input"], given["residual"], given["addend"]
-    if addend.dtype not in (input.dtype, residual.dtype):
+    input, residual, addend = map(given.get, ("input", "residual", "addend"))
+    if addend is not None and addend.dtype not in (input.dtype, residual.dtype):
         takes = f"the dtype of the input or of residual[1], {input.dtype} or {residual.dtype}"
         raise wrong(op, "residual[0]", takes, addend.dtype)
-
-
-def _check_modulation(op: str, given: dict) -> None:
-    """Check that what lies by group goes with the scale, and a gate with a residual."""
-    scale = given["scale"]
-    for name in ("shift", "gate"):
-        tensor = given[name]
-        if tensor is not None and tensor.shape != scale.shape:
-            raise wrong(op, name, f"the shape of scale {list(scale.shape)}", list(tensor.shape))
-    if given["gate"] is not None and given["residual"] is None:
-        takes = "None without a residual, to which gate · input is added"
-        raise wrong(op, "gate", takes, "a Tensor", ValueError)
-
-
-def _check_branch(op: str, given: dict, scale: float) -> None:
-    """Check that what multiplies the input goes with the other arguments."""
-    if given[MASK] is None and scale != 1:
-        raise wrong(op, "dropout_scale", f"1.0 without a {MASK}", scale, ValueError)
-    for name in FACTORS:
-        if given[name] is not None and given["addend"] is not None:
-            raise wrong(op, name, "None with two residuals", "one")
-    # The gradient of the vector is made of the residual's.
-    input, residual = given["input"], given["residual"]
-    digits = torch.finfo(residual.dtype).eps > torch.finfo(input.dtype).eps
-    if given[VECTOR] is not None and digits:
-        takes = f"at least the digits of the input's {input.dtype} with a {VECTOR}"
-        raise wrong(op, "residual", takes, residual.dtype)
+    if "shift" in given:
+        for name in ("shift", "gate"):
+            tensor, shape = given[name], given["scale"].shape
+            if tensor is not None and tensor.shape != shape:
+                raise wrong(op, name, f"the shape of scale {list(shape)}", list(tensor.shape))
+        if given["gate"] is not None and residual is None:
+            takes = "None without a residual, to which gate · input is added"
+            raise wrong(op, "gate", takes, "a Tensor", ValueError)
+    if "dropout_scale" in options:
+        if given[MASK] is None and options["dropout_scale"] != 1:
+            got = options["dropout_scale"]
+            raise wrong(op, "dropout_scale", f"1.0 without a {MASK}", got, ValueError)
+        for name in FACTORS:
+            if given[name] is not None and addend is not None:
+                raise wrong(op, name, "None with two residuals", "one")
+        # The gradient of the vector is made of the residual's.
+        digits = torch.finfo(residual.dtype).eps > torch.finfo(input.dtype).eps
+        if given[VECTOR] is not None and digits:
+            takes = f"at least the digits of the input's {input.dtype} with a {VECTOR}"
+            raise wrong(op, "residual", takes, residual.dtype)
 
 
 def _is_integer_tensor(value: object) -> bool:

@@ -86,8 +86,8 @@ def by_op(
         raise RuntimeError(
             f"tilenorm::{what.op.name}: save was False, its backward needs it; pass True"
         )
-    name, asked = backward_op(spec), step.needs.gradients
-    row, op = BACKWARD[name], getattr(torch.ops.tilenorm, name)
+    name = spec.op if spec.rotation else "modulated_norm" if spec.modulated else "norm"
+    row, asked = BACKWARD[f"{name}_backward"], step.needs.gradients
     mask = [asked[place] for place in row.places[: len(row.masked)]]
     given = {**spec.options._asdict(), "shift": spec.mod_shift, "eps": eps, "output_mask": mask}
     given |= {"added": spec.residual is not None, "backend": what.backend, "output": False}
@@ -96,18 +96,12 @@ def by_op(
         given["output_heads_first"] = how.heads_first
     tensors = {**by_role, "dy": dy, "dsum": dsum}
     given |= {port.name: tensors.get(port.role) for port in row.tensors}
+    op = getattr(torch.ops.tilenorm, row.name)
     made = op(*[given[argument] for argument in row.arguments])
     found: list[Tensor | None] = [None] * len(asked)
     for place, gradient in zip(row.places[: len(mask)], made, strict=False):
         found[place] = gradient
     return found
-
-
-def backward_op(spec: NormSpec) -> str:
-    """The name of the op of a norm's backward pass."""
-    if spec.rotation:
-        return "rms_norm_rope_backward"
-    return "modulated_norm_backward" if spec.modulated else "norm_backward"
 
 
 # For eager calls, which no transform sees. The ops take Call.apply.

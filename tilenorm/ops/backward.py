@@ -1,67 +1,165 @@
-"""The torch.library ops of backward passes: a class for each.
+"""The torch.library ops that users do not call: their calls, and the ops of backward passes.
 
 norm_backward is of one norm. The backward pass of every op is made of it, except for modulated
-norms and rotated heads, which have ops of their own.
+norms and rotated heads, which have ops of their own. The ops of rows in pieces: split/library.py.
 """
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
-from ..launch.calls import Needs
-from ..spec import NormSpec, Options
-from ..table import BACKWARD, FACTORS, OPS, TERMS
-from . import reference
+from .. import table
+from ..launch.calls import Needs, needs_of
+from ..spec import TENSORS, NormSpec, Options
+from ..table import BACKWARD, OPS, TERMS
+from . import library, reference
 from .bound import MOST_CALLS, kinds_of, norm_of, specs_of
-from .gradients import refuse_output
-from .inner import Inner, asked_of, define
 from .layout import heads_of, vector_of
+from .library import Result
+from .reference import name_of
 from .registry import MAX_ROWS, on_device_of
 from .torch_private import in_forward_mode
+
+
+class Inner:
+    """A call of an op. tensors: by their roles. options: the other arguments by their names.
+
+    A class has the op's row of the table, `spec`, the NormSpec by the dtypes of the tensors, run()
+    and decomposed(). Where results alone are asked for, a shape and a dtype may stand for a tensor.
+    """
+
+    row: ClassVar[table.Inner]
+    DEFAULTS: ClassVar[dict[str, Any]]  # of the arguments that have one
+    spec: Any
+
+    def __init__(self, arguments: Sequence, by_name: dict[str, Any] | None = None):
+        named = dict(zip(self.row.arguments, arguments, strict=False)) | (by_name or {})
+        given, ports = self.DEFAULTS | named, self.row.tensors
+        self.tensors: dict[str, Any] = {port.role: given.pop(port.name) for port in ports}
+        self.options = given
+
+    @property
+    def x(self) -> Any:
+        return self.tensors["x"]
+
+    @property
+    def dtypes(self) -> dict[str, str | None]:
+        """The dtypes of the tensors that a spec has under their roles."""
+        there = {role: t for role, t in self.tensors.items() if role in TENSORS and t is not None}
+        return {role: name_of(t.dtype) for role, t in there.items()}
+
+    def needs(self, spec: NormSpec) -> Needs:
+        """What a backward pass computes."""
+        each = zip(self.row.masked, self.options["output_mask"], strict=True)
+        asked = [role for role, need in each if need]
+        return needs_of(spec, asked, self.tensors["dsum"] is not None)
+
+    def results(self) -> Sequence[Result]:
+        """Those of a backward pass. A gradient has the shape and the dtype of its tensor. Once a
+        residual was added, x is the sum, and dy has the dtype of the input.
+        """
+        t, found = self.tensors, []
+        likes = t | {"residual": t["x"], "y": t["dy"]}
+        likes["x"] = t["dy"] if self.options.get("added") else t["x"]
+        if shift := self.options.get("shift"):
+            likes["mod_shift"] = Result(t["mod_scale"].shape, getattr(torch, shift))
+        needed = asked_of(self.needs(self.spec))
+        for place, port in zip(self.row.places, self.row.makes, strict=True):
+            like = likes[port.role] if needed[place] else Result(None, t["x"].dtype)
+            found.append(Result(like.shape, like.dtype))
+        return found
+
+
+def asked_of(needs: Needs) -> tuple[bool, ...]:
+    """What a backward pass computes, in the order that Inner.places of the table tells of."""
+    return *needs.gradients, needs.output
+
+
+def define(kind: type[Inner]) -> None:
+    """Define an op by its row."""
+    row = kind.row
+    library.define(kind, row, row.options)
+    arguments = getattr(torch.ops.tilenorm, row.name).default._schema.arguments
+    kind.DEFAULTS = {a.name: a.default_value for a in arguments if a.has_default_value()}
 
 
 class Backward(Inner):
     """A call of the op of a backward pass. Two of its tensors are the gradients of the results,
     "dy" and "dsum". The op returns what Needs.gradients asks for, and y.
+
+    added: whether there was a residual; x is then the sum. TERMS are added to grad_output, from
+    left to right; each addition is rounded to its dtype, as autograd's own are. output: y is
+    written once more, with the bits of the forward pass, whose eps and rounding have to be given
+    then; NormSpec.output_refused tells for what it is refused. shift: the dtype of the shift of a
+    modulated norm, or None without one; `branch` is the input where a gate by group multiplied it.
     """
 
-    @property
-    def hidden(self) -> int:
-        return self.options["hidden"]
+    def __init__(self, arguments: Sequence, by_name: dict | None = None):
+        super().__init__(arguments, by_name)
+        if self.options.get("norm") == "rms":
+            self.tensors["mean"] = None
 
     @property
     def more(self) -> tuple[Tensor, ...]:
         """The terms of dy behind the first."""
-        return ()
+        return terms_after(self.tensors["dy"], *self._terms)
 
     @property
-    def heads(self) -> int:
-        return heads_of(self.hidden, self.tensors["weight"], self.tensors["bias"])
+    def _terms(self) -> list[Tensor | None]:
+        return [self.tensors.get(port.role) for port in TERMS]
 
-    def kept(self, spec: NormSpec) -> tuple[Tensor, ...]:
-        """The tensors of NormSpec.kept, with numbers as vectors."""
-        tensors, numbers = self.tensors, reference.STATISTICS
-        return tuple([vector_of(tensors[r]) if r in numbers else tensors[r] for r in spec.kept])
+    def results(self) -> Sequence[Result]:
+        """Raises RuntimeError as terms_after."""
+        terms_after(self.tensors["dy"], *self._terms)
+        return super().results()
 
-    def dtype_of(self, role: str) -> str | None:
-        tensor = self.tensors[role]
-        return None if tensor is None else reference.name_of(tensor.dtype)
+    @property
+    def spec(self) -> NormSpec:
+        given, dtypes, asked = self.tensors, self.dtypes, self.options
+        x, dy = (name_of(given[role].dtype) for role in ("x", "dy"))
+        if asked["added"]:
+            dtypes |= {"x": dy, "residual": x}
+        else:  # only what is added to the normalised rows gives y another dtype
+            dtypes |= {"x": x, "skip": None if dy == x else dy}
+        dtypes["mod_shift"] = asked.get("shift")
+        options = Options(**{name: asked[name] for name in Options._fields if name in asked})
+        heads = heads_of(options.hidden, given["weight"], given["bias"])
+        try:
+            return _spec_of(options, heads, *dtypes.items())
+        except TypeError:  # a symbolic size has no hash
+            return NormSpec.of_tensors(options, dtypes, heads)
+
+    def needs(self, spec: NormSpec) -> Needs:
+        """Raises NotImplementedError where a backward pass cannot write y with the bits of the
+        forward pass.
+        """
+        output = self.options.get("output", False)
+        if output and (reason := spec.output_refused):
+            raise NotImplementedError(
+                f"tilenorm::norm_backward: argument 'output' takes no True for {reason}: y would"
+                " have other bits than the forward pass gave it"
+            )
+        terms = 1 + sum(term is not None for term in self._terms)
+        return super().needs(spec)._replace(terms=terms, output=output)
 
     def run(self) -> tuple[Tensor, ...]:
-        x, dy, dsum = (self.tensors[role] for role in ("x", "dy", "dsum"))
-        more = self.more
-        if in_forward_mode(tuple(self.tensors.values())):
-            name = f"torch.ops.tilenorm.{self.ROW.name}"
+        given, more, asked = self.tensors, self.more, self.options
+        if in_forward_mode(tuple(given.values())):
+            name = f"torch.ops.tilenorm.{self.row.name}"
             raise NotImplementedError(f"{name} has no forward-mode derivative")
-        spec, long = self.spec, x.numel() > MAX_ROWS * self.hidden
-        needs, backend = self.needs(spec), self.options["backend"]
+        spec, x, numbers = self.spec, self.x, reference.STATISTICS
+        needs = self.needs(spec)
         if not any(asked_of(needs)):
             return self.returned(())
-        norm = norm_of(spec, x.device.type, x.get_device(), long, backend)
+        long = x.numel() > MAX_ROWS * asked["hidden"]
+        norm = norm_of(spec, x.device.type, x.get_device(), long, asked["backend"])
+        kept = [vector_of(given[r]) if r in numbers else given[r] for r in spec.kept]
         bound = norm.backward(spec, needs)
         with on_device_of(x):
-            return self.returned(bound(dy, dsum, self.kept(spec), self.options["eps"], more))
+            return self.returned(bound(given["dy"], given["dsum"], kept, asked["eps"], more))
 
     def decomposed(self) -> tuple[Tensor, ...]:
         spec, given = self.spec, self.tensors
@@ -73,58 +171,10 @@ class Backward(Inner):
 
     def returned(self, found: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
         """What the op returns of what a backward pass does; what is absent is an empty tensor."""
-        places, x = self.ROW.places, self.tensors["x"]
+        places = self.row.places
         every = (*found, *[None] * (1 + max(places)))
         shown = [every[place] for place in places]
-        return tuple([x.new_empty(0) if t is None else t for t in shown])
-
-
-class NormBackward(Backward):
-    """added: whether there was a residual. TERMS are added to grad_output, from left to right; each
-    addition is rounded to its dtype, as autograd's own are. output: y is written once more, with
-    the bits of the forward pass, whose eps and rounding have to be given then;
-    NormSpec.output_refused tells for what it is refused.
-    """
-
-    ROW = BACKWARD["norm_backward"]
-
-    def __init__(self, arguments: Sequence, by_name: dict | None = None):
-        super().__init__(arguments, by_name)
-        if self.options["norm"] != "layer":
-            self.tensors["mean"] = None
-
-    @property
-    def _terms(self) -> list[Tensor | None]:
-        """What is added to dy."""
-        return [self.tensors[port.role] for port in TERMS]
-
-    @property
-    def more(self) -> tuple[Tensor, ...]:
-        return terms_after(self.tensors["dy"], *self._terms)
-
-    def check(self) -> None:
-        terms_after(self.tensors["dy"], *self._terms)
-
-    @property
-    def spec(self) -> NormSpec:
-        options = self.norm_options
-        dtypes = {"x": self.dtype_of("dy"), "residual": self.dtype_of("x")}
-        if not self.options["added"]:
-            # Only what is added to the normalised rows gives y another dtype.
-            x, dy = dtypes["residual"], dtypes["x"]
-            dtypes = {"x": x, "skip": None if dy == x else dy}
-        dtypes |= {role: self.dtype_of(role) for role in ("gate", "weight", "bias", *FACTORS)}
-        try:
-            return _spec_of(options, self.heads, *dtypes.items())
-        except TypeError:  # a symbolic size has no hash
-            return NormSpec.of_tensors(options, dtypes, self.heads)
-
-    def needs(self, spec: NormSpec) -> Needs:
-        """Raises NotImplementedError as refuse_output does."""
-        if self.options["output"]:
-            refuse_output(spec)
-        terms = 1 + sum(term is not None for term in self._terms)
-        return super().needs(spec)._replace(terms=terms, output=self.options["output"])
+        return tuple([self.x.new_empty(0) if t is None else t for t in shown])
 
 
 @lru_cache(MOST_CALLS)
@@ -143,29 +193,22 @@ def terms_after(dy: Tensor, *others: Tensor | None) -> tuple[Tensor, ...]:
         name = f"tilenorm::norm_backward: argument 'grad_output_{i + 2}'"
         if term is None:
             raise RuntimeError(f"{name} is absent, but 'grad_output_{given + 1}' is given")
-        wanted, got = ((t.shape, t.dtype, t.device) for t in (dy, term))
+        # DTensor's description of a tensor has no device.
+        wanted, got = ((t.shape, t.dtype, getattr(t, "device", None)) for t in (dy, term))
         if got != wanted:
             told = [f"{list(shape)} {dtype} on {device}" for shape, dtype, device in (wanted, got)]
             raise RuntimeError(f"{name} takes what 'grad_output' is, {told[0]}, got {told[1]}")
     return others[:given]
 
 
+class NormBackward(Backward):
+    row = BACKWARD["norm_backward"]
+
+
 class ModulatedBackward(Backward):
-    """x is the sum where there was a residual; `branch` is the input where a gate by group
-    multiplied it. shift: the dtype of the shift, or None without one. added: whether there was a
-    residual. A mask has a place for the gradient of a gate by rows, which no modulated norm has.
-    """
+    """A mask has a place for the gradient of a gate by rows, which no modulated norm has."""
 
-    ROW = BACKWARD["modulated_norm_backward"]
-
-    @property
-    def spec(self) -> NormSpec:
-        hidden, shift = self.hidden, self.options["shift"]
-        dtypes = {r: self.dtype_of(r) for r in ("weight", "bias", "mod_scale", "mod_gate")}
-        if self.options["added"]:
-            dtypes["residual"] = self.dtype_of("x")
-        heads, dtype = self.heads if self.heads > 1 else 0, self.dtype_of("dy")
-        return NormSpec(self.options["norm"], hidden, dtype, heads=heads, mod_shift=shift, **dtypes)
+    row = BACKWARD["modulated_norm_backward"]
 
 
 class RotatedBackward(Backward):
@@ -173,16 +216,16 @@ class RotatedBackward(Backward):
     gradient (B, S, H, D).
     """
 
-    ROW = BACKWARD["rms_norm_rope_backward"]
+    row = BACKWARD["rms_norm_rope_backward"]
 
     @property
     def spec(self) -> NormSpec:
-        op = OPS["rms_norm_rope"]
+        op, hidden = OPS["rms_norm_rope"], self.options["hidden"]
+        options = hidden, *[self.options.get(name, "late") for name in op.options]
         tensors = [self.tensors[role] for role in op.roles]
-        options = self.hidden, *[self.options.get(name, "late") for name in op.options]
-        return specs_of(op, options, *kinds_of(op, tensors, self.hidden))[0]
+        return specs_of(op, options, *kinds_of(op, tensors, hidden))[0]
 
 
-KINDS = {kind.ROW.name: kind for kind in (NormBackward, ModulatedBackward, RotatedBackward)}
+KINDS = {kind.row.name: kind for kind in (NormBackward, ModulatedBackward, RotatedBackward)}
 for _kind in KINDS.values():
     define(_kind)

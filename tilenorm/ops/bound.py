@@ -1,8 +1,7 @@
 """Bound calls: what serves the calls of an op, for one spec on one device, found once and kept."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from math import prod
 from operator import itemgetter
 from threading import Lock
@@ -49,18 +48,15 @@ class OpSpecs:
         backend: str | None,
         save: bool = True,
     ):
-        self.op, self.options, self.dtypes, self.backend = op, options, dtypes, backend
-        self.save = save
+        self.op, self.options, self.backend, self.save = op, options, backend, save
         self.specs = specs_of(op, options, dtypes, heads)
         self.spec = self.specs[0] if len(self.specs) == 1 else NormSpec.chained(*self.specs)
         names = [port.name for port in (*op.takes, *op.makes)]
         places: list[int] = []
         for stage, spec in zip(op.stages, self.specs, strict=True):
-            ports = stage.ports
-            x = ports["sum"] if spec.residual else ports["x"]
-            ports = ports | {"input": ports["x"]}
-            kept = [x, *(ports[role] for role in spec.kept[1:])]
-            places += map(names.index, [*kept, *[ports["x"]] * spec.keeps_input])
+            x = stage.ports["sum" if spec.residual else "x"]
+            ports = stage.ports | {"x": x, "input": stage.ports["x"]}
+            places += [names.index(ports[role]) for role in spec.saved]
         # Of an op's tensors and results, those that autograd saves.
         self.kept: Callable[[tuple], tuple] = itemgetter(*places)
         self._returns(len(op.makes))
@@ -85,20 +81,33 @@ class OpSpecs:
 
 
 def specs_of(
-    op: Op, options: tuple, dtypes: Sequence[torch.dtype | None], heads: Sequence[int]
+    op: Op, options: tuple, dtypes: Sequence[torch.dtype | None], sizes: Sequence[int]
 ) -> tuple[NormSpec, ...]:
-    names = [None if d is None else name_of(d) for d in dtypes]
-    by_port = dict(zip([port.name for port in op.takes], names, strict=True))
-    of_port = dict(zip(by_port, heads, strict=True))
-    by_port |= {port.name: by_port.get(port.like) for port in op.makes if port.lies == "rows"}
-    specs = []
+    """The spec of each norm of an op. dtypes, sizes: see kinds_of."""
+    named = op.named([None if dtype is None else name_of(dtype) for dtype in dtypes])
+    named |= {port.name: named.get(port.like) for port in op.makes if port.lies == "rows"}
+    specs, of_port = [], op.named(sizes)
     for stage in op.stages:
-        row = OPS[stage.op]
-        by_role = {r: by_port.get(stage.ports.get(r, "")) for r in row.roles}
-        most = max([of_port.get(stage.ports.get(r, ""), 0) for r in ("weight", "bias")])
-        spec = spec_of(row, options, by_role, most)
-        specs.append(rotated(spec, options, by_role, of_port) if row.rotated else spec)
+        row, ports = OPS[stage.op], stage.ports
+        by_role = {role: named.get(ports.get(role)) for role in row.roles}
+        heads = max([of_port.get(ports.get(role), 0) for role in ("weight", "bias")])
+        specs.append(_spec_of(row, options, by_role, heads, of_port))
     return tuple(specs)
+
+
+def _spec_of(op: Op, options: tuple, dtypes: dict, heads: int, sizes: dict) -> NormSpec:
+    """The spec of an op that has one norm. dtypes: by the roles of the tensors that it takes."""
+    by_name, fields = dict(zip(op.options, options[1:], strict=True)), {}
+    if op.quantized:
+        scaling, dtype, *rest = (by_name[name] for name in QUANTIZATION)
+        fields["quantized"] = Quantization(scaling, name_of(dtype), *rest)
+    if op.rotated:
+        dim, interleaved, heads_first = (by_name[name] for name in ROTATION)
+        tables = dtypes["cos"], sizes["cos"] == dim, dtypes["positions"]
+        fields["rotation"] = Rotation(dim, sizes["input"], interleaved, *tables, heads_first)
+        fields["key_hidden"] = sizes["key"]
+    dtypes = {role: of for role, of in dtypes.items() if role == "x" or role in TENSORS}
+    return NormSpec.of_tensors(options_of(op, options), dtypes, heads, **fields)
 
 
 def options_of(op: Op, options: tuple) -> Options:
@@ -108,27 +117,6 @@ def options_of(op: Op, options: tuple) -> Options:
     others = QUANTIZATION + ROTATION
     asked = {name: value for name, value in by_name.items() if name not in others}
     return Options(options[0], op.norm, **asked)
-
-
-def spec_of(op: Op, options: tuple, dtypes: dict[str, str | None], heads: int = 0) -> NormSpec:
-    """The spec of an op that has one norm. dtypes: by the roles of the tensors that it takes."""
-    how = None
-    if op.quantized:
-        by_name = dict(zip(op.options, options[1:], strict=True))
-        scaling, dtype, *rest = (by_name[name] for name in QUANTIZATION)
-        how = Quantization(scaling, name_of(dtype), *rest)
-    dtypes = {role: of for role, of in dtypes.items() if role == "x" or role in TENSORS}
-    return NormSpec.of_tensors(options_of(op, options), dtypes, heads, quantized=how)
-
-
-def rotated(spec: NormSpec, options: tuple, dtypes: dict, sizes: dict) -> NormSpec:
-    """The spec of a norm with its rotation. options: of the op. dtypes: of its tensors by their
-    roles. sizes: see kinds_of.
-    """
-    dim, interleaved, heads_first = options[1 : 1 + len(ROTATION)]
-    full, positions = sizes["cos"] == dim, dtypes.get("positions")
-    how = dim, sizes["input"], interleaved, dtypes["cos"], full, positions, heads_first
-    return replace(spec, rotation=Rotation(*how), key_hidden=sizes["key"])
 
 
 def refuse_gradient(op: Op, options: tuple) -> None:
@@ -159,12 +147,13 @@ def kinds_of(op: Op, tensors: Sequence[Tensor | None], hidden: int) -> tuple[tup
 
 
 def _head_sizes(op: Op, tensors: Sequence[Tensor | None], hidden: int) -> tuple[int, ...]:
-    by_name = dict(zip([port.name for port in op.takes], tensors, strict=True))
-    found = {name: by_name[name].shape[-1] for name in ("input", "cos")}
-    if by_name["key"] is not None and hidden != found["input"]:
-        found["key"] = prod(by_name["key"].shape[-2:])
+    named = op.named(tensors)
+    x, key = named["input"], named["key"]
+    sizes = {"input": x.shape[-1], "cos": named["cos"].shape[-1]}
+    if key is not None and hidden != x.shape[-1]:
+        sizes["key"] = prod(key.shape[-2:])
     # torch.jit has tensors for sizes.
-    return tuple([without_tensor(found.get(name, 0)) for name in by_name])
+    return tuple([without_tensor(sizes.get(name, 0)) for name in named])
 
 
 def specs_of_tensors(
@@ -221,22 +210,13 @@ class Bound(OpSpecs):
         self.gradients = cache(self._gradients)
 
     def _forward(self, save: bool) -> Callable:
-        chosen = self._one_pass()
-        run = None if chosen is None else chosen.forward(self.spec, self.device, save)
-        if run is None:
-            return self._norm_by_norm(save)
         chained, count = bool(self.op.calls), len(self.op.makes)
-
-        def forward(tensors, eps):
-            try:
-                if not chained:
-                    return run(tensors, eps)
-                if eps[0] == eps[1]:
-                    return run(tensors, eps[0])
-            except CompileError as error:
-                self._replace(chosen, error)
-                return (self.training if save else self.inference)(tensors, eps)
-            return apart(tensors, eps)
+        run = self._chain(save) if chained else self.norms[0].forward(save)
+        layouts: Any = run.layouts  # type: ignore[attr-defined]
+        if layouts is NOTHING:
+            return run
+        repeated: dict[tuple, Callable] = {}
+        key_of = layouts.key_of
 
         def repeating(tensors, eps):
             key = tensors[0].shape if key_of is None else key_of(tensors)
@@ -244,26 +224,35 @@ class Bound(OpSpecs):
             made = repeat and repeat(tensors)
             if made is not None:
                 return tuple(made[:count])
-            made = forward(tensors, eps)
+            made = run(tensors, eps)
             if not chained or eps[0] == eps[1]:
                 keep(repeated, (key, eps), layouts.repeated(key, eps[0] if chained else eps))
             return made
 
-        apart = self._norm_by_norm(save) if chained else run
-        repeated: dict[tuple, Callable] = {}
-        layouts = getattr(run, "layouts", NOTHING)
-        key_of = layouts.key_of
-        served = forward if layouts is NOTHING else repeating
-        served.layouts = layouts  # type: ignore[attr-defined]
-        return served
+        repeating.layouts = layouts  # type: ignore[attr-defined]
+        return repeating
 
-    def _one_pass(self) -> Implementation | None:
-        """What serves the whole op, or None."""
-        names = {norm.implementation.name for norm in self.norms}
-        chosen = self.norms[0].implementation
-        if len(names) > 1 or failure(chosen.name, self.spec, self.device):
-            return None
-        return chosen
+    def _chain(self, save: bool) -> Callable:
+        """All norms in one pass, where one implementation serves them and has it."""
+        chosen, apart = self.norms[0].implementation, self._norm_by_norm(save)
+        alike = {norm.implementation.name for norm in self.norms} == {chosen.name}
+        served = alike and not failure(chosen.name, self.spec, self.device)
+        run = chosen.forward(self.spec, self.device, save) if served else None
+        if run is None:
+            return apart
+
+        def forward(tensors, eps):
+            if eps[0] != eps[1]:
+                return apart(tensors, eps)
+            try:
+                return run(tensors, eps[0])
+            except CompileError as error:
+                record_failure(chosen.name, self.spec, self.device, error)
+            self._bind()
+            return (self.training if save else self.inference)(tensors, eps)
+
+        forward.layouts = getattr(run, "layouts", NOTHING)  # type: ignore[attr-defined]
+        return forward
 
     def _norm_by_norm(self, save: bool) -> Callable:
         names = [port.name for port in self.op.takes]
@@ -281,14 +270,6 @@ class Bound(OpSpecs):
 
         forward.layouts = NOTHING  # type: ignore[attr-defined]
         return forward
-
-    def _replace(self, broken: Implementation, error: CompileError) -> None:
-        """Have what select now finds serve. It warns, or raises if `broken` was asked for."""
-        if self.op.calls:
-            record_failure(broken.name, self.spec, self.device, error)
-            self._bind()
-        else:
-            self.norms[0].replace(broken, error)
 
     def _gradients(self, asked: tuple[bool, ...], *arrived: bool) -> tuple[Callable, Plain]:
         """A function of (grads, saved, eps) that returns a gradient for each input of the autograd
@@ -309,14 +290,18 @@ class Bound(OpSpecs):
 
         if len(steps) != 1 or steps[0].dy is None or op.calls:
             return several, Plain()
-        step, places = steps[0], steps[0].places
-        if places is None or self.spec.keeps_input:
+        step, places = steps[0], steps[0].places(op.roles)
+        if places is None or self.spec.layer_scale:
             return several, Plain()
         count = len(step.needs.gradients)
         take = itemgetter(count + 1, *places)
         names = [port.name for port in op.makes]
         first, second = names.index(step.dy), step.dsum and names.index(step.dsum)
-        compute: Any = partial(_nothing, count)
+
+        def nothing(*_):  # y.backward(inputs=[y]) runs y's own node too
+            return (None,) * count
+
+        compute: Any = nothing
         computed = any(step.needs.gradients)
         if computed:
             compute = norms[0].backward(step.spec, step.needs)
@@ -416,11 +401,6 @@ def keep_backward(
         pairs = zip(found, layouts[of].made, strict=False)
         if all(t is None or tuple(t.shape) == how.shape for t, how in pairs):
             keep(repeated, key, repeat)
-
-
-def _nothing(count: int, *_) -> tuple[None, ...]:
-    """The gradients where none is asked for: y.backward(inputs=[y]) runs y's own node too."""
-    return (None,) * count
 
 
 def bound_of(

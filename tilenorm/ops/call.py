@@ -15,7 +15,7 @@ from . import arguments, legacy, library, overrides, torch_private  # noqa: F401
 from .autograd import apply, call_needs_grad
 from .bound import MOST_CALLS, Bound, bound_of, kinds_of, refuse_gradient, specs_of
 from .direct import MOST_GUARDS, in_onnx_export, is_plain, is_transformed
-from .registry import MAX_ROWS, device_of, refuse_transformed, select_transformed
+from .registry import MAX_ROWS, device_of, select_transformed
 from .rotated_arguments import check_values
 from .split import norm as split
 from .torch_private import TensorGuards, forward_mode, modes
@@ -120,17 +120,18 @@ def checked(
         if recorded:
             return apply((own, bound, bound.training), *cast)
         return bound.inference(cast, own)
-    if in_onnx_export():
-        return present(op, cast, options, library.formula(op, cast, options, each))
-    if is_transformed(cast):
-        _select_transformed(op, cast, options, backend)
-        return library.formula(op, cast, options, each)
-    if not op.quantized and split.is_cut(cast[0], dims):
-        return split.of_op(op, cast, options, dims, each, backend)
     # What torch.jit traces may be called with and without gradients.
     save = recorded or torch.jit.is_tracing()
+    called = library.Called(op, cast, options, each, save, backend)
+    if in_onnx_export():
+        return called.present(called.formula())
+    if is_transformed(cast):
+        _select_transformed(op, cast, options, backend)
+        return called.formula()
+    if not op.quantized and split.is_cut(cast[0], dims):
+        return split.of_op(op, cast, options, dims, each, backend)
     made = getattr(torch.ops.tilenorm, op.name)(*cast, *options, *each, save, backend)
-    return present(op, cast, options, made)
+    return called.present(made)
 
 
 def _refuse_quantized(op: Op, tensors: tuple) -> None:
@@ -147,32 +148,24 @@ def _refuse_quantized(op: Op, tensors: tuple) -> None:
         )
 
 
-def present(op: Op, tensors: tuple, options: tuple, made: Sequence) -> tuple[Tensor | None, ...]:
-    """What an op makes, without the empty tensors that stand for absent results."""
-    called, pairs = library.Called(op, tensors, options, (), True), zip(op.makes, made, strict=True)
-    return tuple([t if called.makes(port) else None for port, t in pairs])
-
-
 def eps_of(op: Op, tensors: Sequence, eps: float | None) -> tuple[float, ...]:
     """The eps of each norm of an op. PyTorch takes None for the machine epsilon of the dtype that a
     norm computes in.
     """
     if eps is not None:
         return (float(eps),) * len(op.stages)
-    by_name = {port.name: t for port, t in zip(op.takes, tensors, strict=True)}
+    by_name = op.named(tensors)
     statistics = {port.name: port.like.split() for port in op.makes if port.lies == "number"}
     read = [statistics[stage.ports["rstd"]] for stage in op.stages]
     return tuple([arguments.default_eps(*[by_name[name] for name in names]) for names in read])
 
 
 def _select_transformed(op: Op, tensors: tuple, options: tuple, backend: str | None) -> None:
-    """Check that the reference may serve. Raises and warns as registry.select_transformed."""
-    if torch.compiler.is_compiling():
-        refuse_transformed(op.name, backend)  # a graph has no place for a warning
-        return
-    x = tensors[0]
-    for spec in specs_of(op, options, *kinds_of(op, tensors, options[0])):
-        select_transformed(spec, device_of(x.device.type, x.get_device()), backend)
+    specs, device, x = (), None, tensors[0]
+    if not is_compiling():
+        specs = specs_of(op, options, *kinds_of(op, tensors, options[0]))
+        device = device_of(x.device.type, x.get_device())
+    select_transformed(op.name, specs, device, backend)
 
 
 def _index_of(x: Tensor) -> int | None:
@@ -181,16 +174,12 @@ def _index_of(x: Tensor) -> int | None:
 
 def is_direct(tensors: tuple) -> bool:
     """Whether eager plain tensors are on the CPU or on the current CUDA device."""
-    if torch.compiler.is_compiling():
-        return False
-    if has_torch_function(tensors):  # a quantised norm, which a mode or a subclass sees as the op
+    # A mode or a subclass sees a quantised norm as the op.
+    if is_compiling() or has_torch_function(tensors):
         return False
     # A fake CUDA tensor is not plain, and there may be no device to ask for.
-    return is_plain(*tensors) and _is_here(tensors[0])
-
-
-def _is_here(x: Tensor) -> bool:
-    return x.is_cpu or (x.is_cuda and x.get_device() == torch_private.current_device())
+    x, plain = tensors[0], is_plain(*tensors)
+    return plain and (x.is_cpu or (x.is_cuda and x.get_device() == torch_private.current_device()))
 
 
 @lru_cache(MOST_CALLS, typed=True)

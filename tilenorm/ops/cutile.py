@@ -56,20 +56,18 @@ def forward(spec: NormSpec, target: Target, save: bool, run: Run | None = None) 
     plan = plan_forward(spec, target, save)
     if spec.quantized and not plan.spec.quantized:
         return bind_cast_apart(spec, plan, run)
-    return bind(plan, run)
+    return bind_forward(plan, run)
 
 
 def backward(spec: NormSpec, target: Target, needs: Needs, run: Run | None = None) -> Callable:
     """As registry.Implementation.backward."""
-    return bind(plan_backward(spec, target, needs), run or on_device, spec.kept)
+    return bind_backward(plan_backward(spec, target, needs), spec.kept, run or on_device)
 
 
-def bind(plan: Any, run: Run, kept: tuple[str, ...] | None = None) -> Callable:
-    """The bound call of a plan of whole norms. kept: see bind_backward; None for those of the
-    plan's spec.
-    """
+def bind(plan: Any, run: Run) -> Callable:
+    """The bound call of a plan of whole norms."""
     if hasattr(plan, "needs"):
-        return bind_backward(plan, plan.spec.kept if kept is None else kept, run)
+        return bind_backward(plan, plan.spec.kept, run)
     return bind_forward(plan, run)
 
 
@@ -86,7 +84,7 @@ def bind_pass(plan: Any, layouts: Any, arrays_of: Callable, run: Run) -> Callabl
     def execute(tensors: Sequence[Tensor | None], eps: float) -> tuple[list, Layout]:
         x: Any = tensors[place]
         layout = layouts[x.shape if key_of is None else key_of(tensors)]
-        rows, groups, fresh, matrices, views, _, cleared, repeated = layout
+        rows, groups, fresh, matrices, lies, _, cleared, repeated = layout
         repeat = repeated.get(eps)
         if repeat is not None and (made := repeat(tensors)):
             return made, layout
@@ -99,34 +97,23 @@ def bind_pass(plan: Any, layouts: Any, arrays_of: Callable, run: Run) -> Callabl
             written = [*made] if matrices else made
             for written_place, shape, strides in matrices:
                 written[written_place] = reinterpret(made[written_place], shape, strides)
-            arrays = arrays_of(as_read(tensors, spec, views), written)
+            read = as_read(tensors, spec, lies)
+            arrays = arrays_of(read, written)
             launches = plan.launches(rows, eps, *groups)
             run(launches, arrays, index)
             if repeat is None and run is on_device:
-                _keep(layout, eps, index, launches, arrays, arrays_of, tensors, grouped)
+                # Most shapes of inputs that differ in every call are met once.
+                if eps in repeated and lie_as_read(tensors, read, grouped):
+                    count = len(read) + len(made)
+                    numbered = arrays_of([*range(len(read))], [*range(len(read), count)])
+                    stream = torch_private.current_stream(index)
+                    again = prepare(index, stream, launches, arrays, numbered, count)
+                    repeated[eps] = again and _repeat(again, layout, index, grouped, empty)
+                elif len(repeated) < MOST_EPS:
+                    repeated[eps] = None
         return made, layout
 
     return execute
-
-
-def _keep(
-    layout: Layout, eps: float, index: int, launches, arrays, arrays_of, read: tuple, grouped: list
-) -> None:
-    """Keep what repeats the launches of a call, if it is the second one: most shapes of inputs that
-    differ in every call are met once. grouped: the places of what lies by group.
-    """
-    repeated, count = layout.repeated, len(read) + len(layout.made)
-    if eps not in repeated:
-        if len(repeated) < MOST_EPS:
-            repeated[eps] = None
-    elif layout.views.by_group is not None and lie_as_read(read, grouped):
-        numbered = arrays_of([*range(len(read))], [*range(len(read), count)])
-        stream = torch_private.current_stream(index)
-        launch = prepare(index, stream, launches, arrays, numbered, count)
-        if launch is not None:
-            empty = torch_private.empty_strided_cuda if index >= 0 else _empty_strided_cpu
-            how = empty, torch_private.current_stream
-            repeated[eps] = _repeat(launch, layout, index, grouped, *how)
 
 
 def _repeat(
@@ -135,7 +122,6 @@ def _repeat(
     index: int,
     grouped: Sequence[int],
     empty: Callable,
-    current_stream: Callable,
 ) -> Callable[[Sequence[Tensor | None]], list | None]:
     """A function of the tensors that a pass reads, with the shapes and dtypes of an earlier call,
     that does the same as that call; None, and nothing done, where it has to be done another way.
@@ -143,7 +129,7 @@ def _repeat(
     In a step of a model this code has left the caches of the CPU when it runs: on the host of an
     H100 it took 8 times as long as in a loop. So it is one function with few names.
     """
-    fresh, cleared = layout.made, layout.cleared
+    fresh, cleared, current_stream = layout.made, layout.cleared, torch_private.current_stream
 
     def repeat(tensors: Sequence[Tensor | None]) -> list | None:
         starts, every = [], 0
@@ -187,12 +173,11 @@ def bind_forward(plan: ForwardPlan, run: Run = on_device) -> Callable:
     made_as = _made_as(op, spec, plan.save)
     dtypes = [spec.dtype_of(role) for role in op.roles]
     read = [(port.lies, dtype) for port, dtype in zip(op.takes, dtypes, strict=True)]
-    layouts: Layouts
+    kind, likes = Layouts, []
     if spec.rotation:
+        kind = rotated.RotatedLayouts
         likes = [op.roles.index("key" if port.given else "x") for port in op.makes]
-        layouts = rotated.RotatedLayouts(plan, 0, read, made_as, likes)
-    else:
-        layouts = Layouts(plan, 0, read, made_as)
+    layouts = kind(plan, 0, read, made_as, likes)
     take = _taking_forward(op, spec, dtypes, made_as, plan.slots(1) is not None)
     quantized, count = spec.quantized is not None, len(made_as)
 
@@ -291,7 +276,6 @@ def bind_backward(plan: BackwardPlan, kept: tuple[str, ...], run: Run = on_devic
     """
     spec, needs = plan.spec, plan.needs
     made_as = _gradients_as(spec, needs)
-    names = list(_gradient_names(spec))
     total, lies = spec.residual or spec.dtype, "heads" if spec.rotation else "rows"
     # A factor is absent where only the gradient of the input would need it.
     dtypes = dict.fromkeys(STATISTICS, "float32") | {"x": total, "input": spec.dtype}
@@ -306,20 +290,15 @@ def bind_backward(plan: BackwardPlan, kept: tuple[str, ...], run: Run = on_devic
     def arrays_of(read: Sequence, written: Sequence) -> tuple:
         return take((*read[:end], *written, (read[0], *read[end:]), ABSENT))
 
-    layouts: Layouts
+    kind, likes = Layouts, []
     if spec.rotation:
-        pairs = zip(spec.derived, made_as, strict=True)
+        kind, pairs = rotated.RotatedLayouts, zip(spec.derived, made_as, strict=True)
         likes = [2 + kept.index(role) if how else 0 for role, how in pairs]
-        layouts = rotated.RotatedLayouts(plan, 2, read, made_as, likes)
-    else:
-        layouts = Layouts(plan, 2, read, made_as)
+    layouts = kind(plan, 2, read, made_as, likes)
     execute = bind_pass(plan, layouts, arrays_of, run)
     # Of a parameter that has a gradient: the places of both.
-    parameters = [
-        (names.index(name), kept.index(role))
-        for name, role in (("dw", "weight"), ("db", "bias"))
-        if made_as[names.index(name)] is not None
-    ]
+    affine = [i for i, role in enumerate(spec.derived) if role in ("weight", "bias") and made_as[i]]
+    parameters = [(place, kept.index(spec.derived[place])) for place in affine]
     last = len(needs.gradients) + needs.output
 
     def backward(

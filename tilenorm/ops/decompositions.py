@@ -6,10 +6,10 @@ from functools import partial
 import torch
 from torch._ops import OpOverload
 
-from ..table import OPS
-from . import backward, inner
-from .library import decomposed
+from . import backward, library
 from .split import library as split
+
+KINDS: dict[str, Callable] = {**library.KINDS, **backward.KINDS, **split.KINDS}  # of all ops
 
 
 def decompositions() -> dict[OpOverload, Callable]:
@@ -36,9 +36,6 @@ def decompositions() -> dict[OpOverload, Callable]:
     """
     ops = torch.ops.tilenorm
     return {
-        **{getattr(ops, name).default: partial(decomposed, op) for name, op in OPS.items()},
-        **{
-            getattr(ops, name).default: partial(inner.decomposed, kind)
-            for name, kind in {**backward.KINDS, **split.KINDS}.items()
-        },
+        getattr(ops, name).default: partial(library.decomposed, kind)
+        for name, kind in KINDS.items()
     }

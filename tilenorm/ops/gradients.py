@@ -1,6 +1,6 @@
 """Which gradient goes where: the backward pass of an op, as the steps of its norms."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -9,35 +9,24 @@ from torch import Tensor
 
 from ..launch.calls import Needs, addend_as, needs_of
 from ..spec import NormSpec
-from ..table import FACTORS, OF_KEY, OPS, VECTOR, Op
-from .reference import branched, gated, group_gradient, vector_gradient
+from ..table import OF_KEY, OPS, VECTOR, Op
+from .reference import group_gradient, of_input, vector_gradient
 
 SUMMED = ("x", "residual", "addend")
-Roles = tuple[str | None, ...]
-
-
-def refuse_output(spec: NormSpec) -> None:
-    """Raise NotImplementedError where a backward pass cannot write y with the forward's bits."""
-    if reason := spec.output_refused:
-        raise NotImplementedError(
-            f"tilenorm::norm_backward: argument 'output' takes no True for {reason}: y would have"
-            " other bits than the forward pass gave it"
-        )
 
 
 class Step(NamedTuple):
     """The backward pass of one norm of an op.
 
-    place: which of the op's norms. asked: for each tensor of the norm the role, if its gradient is
-    asked for. ports: the op's names of those tensors. dy, dsum: the op's names of what the incoming
-    gradients are of. kept: where the tensors stand that autograd saved.
+    place: which of the op's norms. asked: the roles of the tensors whose gradients are asked for,
+    with the op's names of them. dy, dsum: the op's names of what the incoming gradients are of.
+    kept: where the tensors stand that autograd saved.
     """
 
     place: int
     spec: NormSpec
     needs: Needs
-    asked: Roles
-    ports: tuple[str | None, ...]
+    asked: dict[str, str]
     dy: str | None
     dsum: str | None
     kept: slice
@@ -51,33 +40,32 @@ class Step(NamedTuple):
         own = {"residual": shared, "addend": 0 if addend_as(spec) == "x" else shared}
         return {role: i for i, role in enumerate((*spec.derived, "skip", None))} | own
 
-    @property
-    def places(self) -> tuple[int, ...] | None:
-        """The same of what is asked for; None where one of them is made of what is returned."""
-        spec = self.spec
+    def places(self, roles: Sequence[str]) -> list[int] | None:
+        """Where the gradients of these roles stand; that of a role that is not asked for is None's.
+        None where one of them is made of what a backward pass returns.
+        """
+        spec, standing = self.spec, self.standing
         third = "addend" in self.asked and spec.addend not in (spec.dtype, spec.residual)
         if third or VECTOR in self.asked:
             return None
-        return tuple(map(self.standing.__getitem__, self.asked))
+        return [standing[role if role in self.asked else None] for role in roles]
 
-    def ordered(self, found: Sequence, dy: Tensor, saved: Sequence) -> tuple[Tensor | None, ...]:
-        """The gradients that are asked for, in the order of `asked`. found: what a backward pass
-        returns.
-        """
+    def by_role(self, found: Sequence, dy: Tensor, saved: Sequence) -> dict[str, Tensor | None]:
+        """The gradients that are asked for. found: what a backward pass returns."""
         spec, standing = self.spec, self.standing
         every = *found[: len(self.needs.gradients)], dy, None
-        by_role = {role: every[standing[role]] for role in self.asked if role != VECTOR}
-        if "addend" in by_role:
-            by_role["addend"] = by_role["addend"].to(getattr(torch, spec.addend))
+        grads = {role: every[standing[role]] for role in self.asked if role != VECTOR}
+        if "addend" in grads:
+            grads["addend"] = grads["addend"].to(getattr(torch, spec.addend))
         if VECTOR in self.asked:
             total = every[standing["residual"]]
-            by_role[VECTOR] = vector_gradient(spec, total, named(spec, saved))
-        return tuple(map(by_role.__getitem__, self.asked))
+            grads[VECTOR] = vector_gradient(spec, total, named(spec, saved))
+        return grads
 
 
 def named(spec: NormSpec, saved: Sequence) -> dict[str, Any]:
     """The tensors that autograd saved of a norm, by their roles."""
-    return dict(zip((*spec.kept, "input"), saved, strict=False))
+    return dict(zip(spec.saved, saved, strict=True))
 
 
 def steps_of(
@@ -93,7 +81,7 @@ def steps_of(
     first = {port.name for port in op.takes}
     kept, end = [], 0
     for spec in specs:
-        start, end = end, end + len(spec.kept) + spec.keeps_input
+        start, end = end, end + len(spec.saved)
         kept.append(slice(start, end))
     steps = []
     for place in reversed(range(len(specs))):
@@ -104,32 +92,22 @@ def steps_of(
         if inside:
             if ports["y"] not in comes:
                 continue
-            if any(_leads(op, earlier, wanted) for earlier in range(place)):
+            before = [s.ports.get(role) for s in op.stages[:place] for role in OPS[s.op].roles]
+            if wanted.intersection(before):
                 wanted.add(x)
             if x in comes:  # the gradient from outside is added before the only rounding
                 dsum, spec = x, replace(spec, residual=spec.dtype)
-        names = tuple(ports.get(role) for role in OPS[stage.op].roles)
-        roles = tuple(
-            role if name in wanted else None
-            for role, name in zip(OPS[stage.op].roles, names, strict=True)
-        )
+        roles = {r: ports[r] for r in OPS[stage.op].roles if ports.get(r) in wanted}
         dy, dsum = ports["y"] if ports["y"] in comes else None, dsum if dsum in comes else None
         if dy is None and dsum is None:
             continue
         if op.rotated:  # the gradients of the input and of the key come in apart
-            roles = tuple([r if (dsum if r in OF_KEY else dy) else None for r in roles])
+            roles = {r: name for r, name in roles.items() if (dsum if r in OF_KEY else dy)}
         needs = needs_of(spec, roles, dsum is not None)
-        names = tuple(n if r else None for n, r in zip(names, roles, strict=True))
-        steps.append(Step(place, spec, needs, roles, names, dy, dsum, kept[place]))
+        steps.append(Step(place, spec, needs, roles, dy, dsum, kept[place]))
         if inside and x in wanted:
             comes.add(x)
     return tuple(steps)
-
-
-def _leads(op: Op, place: int, wanted: set[str]) -> bool:
-    """Whether a gradient is asked for that one of the op's norms gives."""
-    stage = op.stages[place]
-    return any(stage.ports.get(role) in wanted for role in OPS[stage.op].roles)
 
 
 def run_steps(
@@ -151,28 +129,25 @@ def run_steps(
             grads = (None,) * len(step.needs.gradients)
             if any(step.needs.gradients):
                 grads = run(step, dy, dsum, kept, eps[step.place])
-            given = step.ordered(grads, dy, kept)
-        there = {name: grad for name, grad in zip(step.ports, given, strict=True) if name}
+            given = step.by_role(grads, dy, kept)
+        there = {name: given[role] for role, name in step.asked.items()}
         found, by_name = found | there, by_name | there
     return tuple([found.get(port.name) for port in op.takes])
 
 
 def through_sum(
-    spec: NormSpec, asked: Roles, dsum: Tensor, saved: dict[str, Any]
-) -> list[Tensor | None]:
+    spec: NormSpec, asked: Iterable[str], dsum: Tensor, saved: dict[str, Any]
+) -> dict[str, Tensor | None]:
     """The gradients where only the sum was used: copies, because dsum is the caller's."""
-    found: list[Tensor | None] = []
-    for role in asked:
-        grad = None
+    grads: dict[str, Tensor | None] = dict.fromkeys(asked)
+    for role in grads:
         if role in SUMMED:
             dtype = spec.dtype if role == "x" else getattr(spec, role)
-            grad = dsum.to(getattr(torch, dtype), copy=True)
+            grads[role] = dsum.to(getattr(torch, dtype), copy=True)
         if role == "x":
-            grad = branched(spec, grad, *map(saved.get, FACTORS[::-1]))
-            grad = gated(spec, dsum, saved.get("mod_gate"), grad)
+            grads[role] = of_input(spec, grads[role], dsum, saved)
         if role == "mod_gate":
-            grad = group_gradient(spec, dsum, saved)
+            grads[role] = group_gradient(spec, dsum, saved)
         if role == VECTOR:
-            grad = vector_gradient(spec, dsum, saved)
-        found.append(grad)
-    return found
+            grads[role] = vector_gradient(spec, dsum, saved)
+    return grads

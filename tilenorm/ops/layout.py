@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,25 +26,23 @@ def rows_of(x: Tensor, spec: NormSpec) -> Tensor:
     """
     if spec.heads:
         return _tokens_of(x, spec)
-    hidden, fills = spec.hidden, _fills_vectors(x.element_size(), spec)
+    hidden = spec.hidden
     if x.is_contiguous():
         # A single row may have any stride, and the compiler reads by what the stride is.
         if x.stride() != (hidden, 1):
             x = reinterpret(x, (x.numel() // hidden, hidden), (hidden, 1))
-        return x.clone() if fills and x.data_ptr() % VECTOR_BYTES else x
-    strided = _collapse(x.shape, x.stride(), hidden) if spec.takes_rows_apart else None
-    if strided is None or len(strided[0]) > 1 or not _starts_vectors(x, strided[1], fills):
+        return x if _starts_vectors(x, spec) else x.clone()
+    stride = _row_stride(x.shape, x.stride(), hidden) if spec.takes_rows_apart else None
+    if stride is None or not _starts_vectors(x, spec, stride):
         return x.reshape(-1, hidden).contiguous()
-    shape, strides = strided
-    return x.as_strided((*shape, hidden), (*strides, 1))
+    return x.as_strided((prod(x.shape) // hidden, hidden), (stride, 1))
 
 
 def _tokens_of(x: Tensor, spec: NormSpec) -> Tensor:
     """x as (tokens, heads, hidden), always, so that every layout is read by the same code."""
     heads, hidden = spec.heads, spec.hidden
-    shape = (x.numel() // (heads * hidden), heads, hidden)
-    even, fills = (heads * hidden, hidden, 1), _fills_vectors(x.element_size(), spec)
-    if x.is_contiguous() and not (fills and x.data_ptr() % VECTOR_BYTES):
+    shape, even = (x.numel() // (heads * hidden), heads, hidden), (heads * hidden, hidden, 1)
+    if x.is_contiguous() and _starts_vectors(x, spec):
         return x if x.stride() == even else reinterpret(x, shape, even)
     try:
         view = x.view(shape)
@@ -54,104 +51,41 @@ def _tokens_of(x: Tensor, spec: NormSpec) -> Tensor:
     # An extent of 1 may have any stride, and the compiler reads by what the stride is.
     strides = [e if n == 1 else s for n, s, e in zip(shape, view.stride(), even, strict=True)]
     fits = strides[2] == 1 and 0 < min(strides) <= max(strides) < MAX_STRIDE
-    if fits and spec.takes_rows_apart and _starts_vectors(view, strides[:2], fills):
+    if fits and spec.takes_rows_apart and _starts_vectors(view, spec, *strides[:2]):
         return view.as_strided(shape, strides)
     return view.clone(memory_format=torch.contiguous_format).as_strided(shape, even)
 
 
-def _fills_vectors(item_bytes: int, spec: NormSpec) -> bool:
-    """Whether a contiguous row of such items is whole vectors of 16 bytes."""
-    return spec.aligned or not spec.hidden * item_bytes % VECTOR_BYTES
-
-
-def _starts_vectors(x: Tensor, strides: list[int], fills: bool) -> bool:
-    """Every row starts on 16 bytes, if rows fill vectors."""
+def _starts_vectors(x: Tensor, spec: NormSpec, *strides: int) -> bool:
+    """Whether every row starts on 16 bytes, if a contiguous row is whole vectors of 16 bytes."""
+    if not spec.aligned and spec.hidden * x.element_size() % VECTOR_BYTES:
+        return True
     unit = VECTOR_BYTES // x.element_size()
-    return not fills or not (x.data_ptr() % VECTOR_BYTES or any(s % unit for s in strides))
+    return not (x.data_ptr() % VECTOR_BYTES or any(s % unit for s in strides))
 
 
-def lie_as_read(tensors: Sequence[Tensor | None], grouped: Sequence[int] = ()) -> bool:
-    """Whether the kernels read each tensor in place, as what it is if it is contiguous. grouped:
-    the places of tensors that lie by group, with any strides.
+def lie_as_read(tensors: Sequence[Tensor | None], read: Sequence, grouped: Sequence[int]) -> bool:
+    """Whether the kernels read each tensor in place, as what it is if it is contiguous. read: what
+    as_read returned. grouped: the places of tensors that may have any strides.
     """
-    there = [(place, t) for place, t in enumerate(tensors) if t is not None]
-    alike = all(place in grouped or t.is_contiguous() for place, t in there)
-    return alike and all(not t.data_ptr() % VECTOR_BYTES for _, t in there)
+    for place, (t, own) in enumerate(zip(tensors, read, strict=True)):
+        if t is not None:
+            start = t.data_ptr()
+            if start % VECTOR_BYTES or start != own.data_ptr():
+                return False
+            if not (t.is_contiguous() or place in grouped):
+                return False
+    return True
 
 
-class Views(NamedTuple):
-    """How an op's tensors are read.
-
-    lies: how each of them lies, as Port.lies. shapes: of each that is there, its place, and the
-    shape and strides in which it is viewed if it is contiguous. as_they_are: contiguous tensors
-    have these shapes already. by_group: as shapes, of what lies by group, whose strides are those
-    of one layout; None if one of these tensors is copied.
-    """
-
-    lies: tuple[str, ...]
-    shapes: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]
-    as_they_are: bool
-    by_group: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...] | None = ()
-
-    @classmethod
-    def of(
-        cls,
-        spec: NormSpec,
-        rows: int,
-        shape: Sequence[int],
-        read: Sequence[tuple[str, Any]],
-        by_group: Any = (),
-    ) -> "Views":
-        """shape: of the input. rows: how many it has. read: how each tensor lies, and whether it is
-        there.
-        """
-        heads, hidden = spec.heads, spec.hidden
-        vector = (hidden,), (1,)
-        if heads:
-            matrix = (rows // heads, heads, hidden), (heads * hidden, hidden, 1)
-            affine = (heads, hidden), (hidden, 1)
-        else:
-            matrix, affine = ((rows, hidden), (hidden, 1)), vector
-        by_kind = {"rows": matrix, "mask": matrix, "affine": affine, "vector": vector}
-        views = [
-            (place, *by_kind[kind])
-            for place, (kind, is_there) in enumerate(read)
-            if is_there and kind in by_kind
-        ]
-        # An extent of 1 may have any stride, and the compiler reads by what the stride is.
-        same = tuple(shape) == matrix[0] and rows > 1 and hidden > 1 and not spec.branches
-        return cls(tuple([kind for kind, _ in read]), tuple(views), same, by_group)
-
-
-def as_read(tensors: Sequence[Tensor | None], spec: NormSpec, views: Views) -> Sequence:
+def as_read(tensors: Sequence[Tensor | None], spec: NormSpec, lies: Sequence[str]) -> list:
     """An op's tensors as the kernels read them, copied only where they cannot be read in place. A
-    mask is read as bytes, which are 0 or 1.
+    mask is read as bytes, which are 0 or 1. lies: how each of them lies, as Port.lies.
     """
-    lies, shapes, as_they_are, by_group = views
-    addresses, read = 0, list(tensors)
-    for place, shape, strides in shapes:
-        t = tensors[place]
-        if not t.is_contiguous():
-            addresses = 1
-            break
-        addresses |= t.data_ptr()
-        if not as_they_are:
-            read[place] = reinterpret(t, shape, strides)
-    if by_group is None:
-        addresses = 1
-    elif by_group:
-        for place, shape, strides in by_group:
-            addresses |= tensors[place].data_ptr()
-            read[place] = reinterpret(tensors[place], shape, strides)
-    if addresses % VECTOR_BYTES:
-        return [_read_apart(*each, spec) for each in zip(tensors, lies, strict=True)]
-    if spec.branches:
-        read = [t.view(torch.uint8) if t is not None and t.dtype == torch.bool else t for t in read]
-    return read
+    return [_as_read(*each, spec) for each in zip(tensors, lies, strict=True)]
 
 
-def _read_apart(t: Tensor | None, lies: str, spec: NormSpec) -> Tensor | None:
-    """The same for one tensor, which may have to be copied."""
+def _as_read(t: Tensor | None, lies: str, spec: NormSpec) -> Tensor | None:
     if t is None:
         return None
     if lies in ("rows", "mask"):
@@ -218,8 +152,9 @@ def contiguous_strides_of(shape: Sequence[int]) -> tuple[int, ...]:
 
 def vector_of(w: Tensor, aligned: bool = False) -> Tensor:
     """w as a contiguous vector, copied where it is not one, or, if `aligned`, not on 16 bytes."""
-    vector = w if w.stride() == (1,) else w.reshape(-1).contiguous()
-    return vector.clone() if aligned and vector.data_ptr() % VECTOR_BYTES else vector
+    if w.stride() != (1,):  # also of one element, which may have any stride
+        w = reinterpret(w.contiguous(), (w.numel(),), (1,))
+    return w.clone() if aligned and w.data_ptr() % VECTOR_BYTES else w
 
 
 def parameter_of(w: Tensor, spec: NormSpec) -> Tensor:
@@ -229,51 +164,29 @@ def parameter_of(w: Tensor, spec: NormSpec) -> Tensor:
 
 
 def groups_of(p: Tensor, spec: NormSpec) -> Tensor:
-    """What lies by group as (groups, hidden), in place where group_stride says so, unless rows fill
-    vectors and the first one does not start on 16 bytes.
+    """What lies by group as (groups, hidden), in place if its rows are evenly spaced, and all start
+    on 16 bytes where they fill vectors.
     """
-    hidden, stride = spec.hidden, group_stride(p.shape, p.stride(), p.element_size(), spec)
-    if stride is None or (_fills_vectors(p.element_size(), spec) and p.data_ptr() % VECTOR_BYTES):
+    hidden, stride = spec.hidden, _row_stride(p.shape, p.stride(), spec.hidden)
+    if stride is None or not _starts_vectors(p, spec, stride):
         p, stride = p.clone(memory_format=torch.contiguous_format), hidden
-    return p.as_strided((p.numel() // hidden, hidden), (stride, 1))
+    return reinterpret(p, (p.numel() // hidden, hidden), (stride, 1))
 
 
-def group_stride(
-    shape: torch.Size, strides: Sequence[int], item_bytes: int, spec: NormSpec
-) -> int | None:
-    """The distance of the rows of what lies by group, or None if it is copied: where its rows are
-    not evenly spaced, or do not all start on 16 bytes although they fill vectors.
+def _row_stride(sizes: Sequence[int], strides: Sequence[int], hidden: int) -> int | None:
+    """The distance of a tensor's rows if they are evenly spaced and contiguous, else None. A single
+    row may have any stride, and the compiler reads by what the stride is: it has `hidden` here.
     """
-    hidden, strided = spec.hidden, _collapse(shape, strides, spec.hidden)
-    if strided is None or len(strided[0]) > 1:
-        return None
-    # A single row may have any stride, and the compiler reads by what the stride is.
-    stride = hidden if shape.numel() == hidden else strided[1][0]
-    fills = _fills_vectors(item_bytes, spec)
-    return None if fills and stride * item_bytes % VECTOR_BYTES else stride
-
-
-def _collapse(
-    sizes: Sequence[int], distances: Sequence[int], hidden: int
-) -> tuple[list[int], list[int]] | None:
-    """Shape and strides of the leading dimensions, merged; None if the kernels cannot read a tensor
-    of these sizes and strides.
-    """
-    dims = [(n, s) for n, s in zip(sizes, distances, strict=True) if n != 1]
+    dims = [(n, s) for n, s in zip(sizes, strides, strict=True) if n != 1]
     inner = 1
     while inner < hidden:
         extent, stride = dims.pop()
         if stride != inner:
             return None
         inner *= extent
-    merged: list[tuple[int, int]] = []
-    for extent, stride in dims:
-        if merged and merged[-1][1] == extent * stride:
-            extent *= merged.pop()[0]
-        merged.append((extent, stride))
-    if not merged:
-        return [1], [hidden]
-    shape, strides = map(list, zip(*merged, strict=True))
-    if not 0 < min(strides) <= max(strides) < MAX_STRIDE:
-        return None
-    return shape, strides
+    distance = following = dims[-1][1] if dims else hidden
+    for extent, stride in reversed(dims):
+        if stride != following:
+            return None
+        following = extent * stride
+    return distance if 0 < distance < MAX_STRIDE else None

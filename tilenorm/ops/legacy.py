@@ -49,9 +49,7 @@ def run(name: str, *arguments) -> tuple[Tensor, ...]:
     chain = name == "norm_add_norm"
     now = "rms_norm_add_rms_norm" if chain else f"{before}{given['norm']}_norm{after}"
     op, x = OPS[now], given["input"]
-    taken = [port.name for port in op.takes]
-    named = [*taken, "hidden", *op.options, *op.eps, "save", "backend"]
-    made = getattr(torch.ops.tilenorm, now)(*[given[argument] for argument in named])
+    made = getattr(torch.ops.tilenorm, now)(*[given[argument] for argument in op.arguments])
     dtype = statistics_dtype(x, given["residual"])
     found = {"residual_out": x.new_empty(0), "mean": x.new_empty(0, dtype=dtype)}
     found |= zip([port.name for port in op.makes], made, strict=True)

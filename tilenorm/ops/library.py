@@ -2,8 +2,13 @@
 
 An op takes its tensors, `hidden`, its options, the eps of each of its norms, `save` and `backend`.
 Eager calls on plain tensors go past the ops, from call.py to the same implementations.
+
+Each op has a kind of calls: a function of the op's arguments, in their order and by name. A call
+has the row of the table, its results, and what does it: `run`, for real tensors, and `decomposed`,
+in PyTorch's own operators.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,10 +18,10 @@ from torch import Tensor
 
 from ..launch.scales import Scales
 from ..spec import Quantization
-from ..table import OPS, OPTIONS, Op, Port
+from ..table import BACKEND, OPS, OPTIONS, Inner, Op, Port
 from . import reference
 from .autograd import Call, call_needs_grad, gradients
-from .bound import bound_of, kinds_of, specs_of, specs_of_tensors
+from .bound import Bound, bound_of, kinds_of, specs_of, specs_of_tensors
 from .inductor import tell_inductor
 from .layout import rows_shape
 from .quantize import SCALE_DTYPES, with_codes
@@ -31,25 +36,59 @@ LIBRARY = torch.library.Library("tilenorm", "DEF")
 TAGS = (torch.Tag.pt2_compliant_tag,)
 
 
-def taken(ports: Sequence[Port]) -> list[str]:
-    """The tensors that an op takes, as in its schema."""
-    return [f"Tensor{'' if port.needed else '?'} {port.name}" for port in ports]
+class Result(NamedTuple):
+    """What an op returns. shape: None for an empty tensor. strides: None for a contiguous one."""
+
+    shape: Sequence[int] | None
+    dtype: torch.dtype
+    strides: Sequence[int] | None = None
 
 
-def schema_of(op: Op) -> str:
-    """The arguments and results of an op, as in its schema, from its row."""
-    options = [f"{OPTIONS[name].kind} {name}" for name in op.options]
-    eps = [f"float {name}" for name in op.eps]
-    last = "bool save", "str? backend=None"
-    arguments = [*taken(op.takes), "SymInt hidden", *options, *eps, *last]
-    makes = ", ".join(f"Tensor {port.name}" for port in op.makes)
-    return f"({', '.join(arguments)}) -> ({makes})"
+def run(kind: Callable, *arguments) -> Any:
+    return kind(arguments).run()
+
+
+def decomposed(kind: Callable, *arguments, **by_name) -> Any:
+    return kind(arguments, by_name).decomposed()
+
+
+def fake(kind: Callable, *arguments) -> Any:
+    """What an op returns for tensors without memory.
+
+    Inductor and DTensor, which ask for it first whatever they do with the op afterwards, are told
+    how to run the ops where they are loaded.
+    """
+    tell_inductor()
+    register_where_loaded()
+    call, made = kind(arguments), []
+    for shape, dtype, strides in call.results():
+        if strides is None:
+            made.append(call.x.new_empty(0 if shape is None else shape, dtype=dtype))
+        else:
+            made.append(call.x.new_empty_strided(shape, strides, dtype=dtype))
+    return tuple(made) if len(made) > 1 else made[0]
+
+
+def define(kind: Callable, row: Op | Inner, options: str) -> None:
+    """Define an op with its implementation for real tensors, and its fake.
+
+    options: the arguments behind the tensors, as in its schema.
+    """
+    takes = [f"Tensor{'' if port.needed else '?'} {port.name}" for port in row.takes]
+    makes = [f"Tensor {port.name}" for port in row.makes]
+    schema = f"{row.name}({', '.join([*takes, options])}) -> ({', '.join(makes)})"
+    LIBRARY.define(schema, tags=TAGS)
+    for key in ("CPU", "CUDA"):
+        LIBRARY.impl(row.name, partial(run, kind), key)
+    torch.library.register_fake(f"tilenorm::{row.name}", partial(fake, kind), lib=LIBRARY)
 
 
 class Called(NamedTuple):
-    """A call of an op. options: `hidden`, and the values of the op's options. eps: of each norm."""
+    """A call of an op of OPS. options: `hidden`, and the values of the op's options. eps: of each
+    norm.
+    """
 
-    op: Op
+    row: Op
     tensors: tuple
     options: tuple
     eps: tuple
@@ -57,29 +96,28 @@ class Called(NamedTuple):
     backend: str | None = None
 
     @classmethod
-    def of(cls, op: Op, arguments: Sequence, by_name: dict | None = None) -> "Called":
-        tensors, options = len(op.takes), 1 + len(op.options)
-        eps, end = tensors + options, tensors + options + len(op.eps)
-        backend = (by_name or {}).get("backend")
+    def of(cls, row: Op, arguments: Sequence, by_name: dict | None = None) -> "Called":
+        tensors, options = len(row.takes), 1 + len(row.options)
+        eps, end = tensors + options, tensors + options + len(row.eps)
         save, *last = arguments[end:]
-        given, last = tuple(arguments), last or [backend]
-        return cls(op, given[:tensors], given[tensors:eps], given[eps:end], save, *last)
+        given, last = tuple(arguments), last or [(by_name or {}).get("backend")]
+        return cls(row, given[:tensors], given[tensors:eps], given[eps:end], save, *last)
+
+    @property
+    def x(self) -> Any:
+        return self.tensors[0]
 
     @property
     def own_eps(self) -> Any:
         """The eps as bound calls take it."""
-        return self.eps if self.op.calls else self.eps[0]
-
-    def named(self) -> dict[str, Any]:
-        """The tensors by the names of their ports. PyTorch 2.9 traces no property here."""
-        return dict(zip([port.name for port in self.op.takes], self.tensors, strict=True))
+        return self.eps if self.row.calls else self.eps[0]
 
     def option(self, name: str) -> Any:
-        return self.options[1 + self.op.options.index(name)]
+        return self.options[1 + self.row.options.index(name)]
 
     def makes(self, port: Port) -> bool:
         """Whether the call makes a tensor."""
-        given = self.named()
+        given = self.row.named(self.tensors)
         if given.get(port.unless) is not None or (port.given and given[port.given] is None):
             return False
         if port.when == "save":
@@ -88,26 +126,37 @@ class Called(NamedTuple):
 
     def dtype_of(self, port: Port) -> torch.dtype:
         """The dtype of a tensor that the call makes."""
-        given = self.named()
+        given = self.row.named(self.tensors)
         if port.lies == "number":
             return statistics_dtype(*[given[name] for name in port.like.split()])
         if port.lies == "scales":
             return SCALE_DTYPES["uint8" if self.option("scaling") == "mx" else "float32"]
-        if port.like in self.op.options:
+        if port.like in self.row.options:
             return self.option(port.like)
         if port.like in given:
             like = given[port.like]
-            return (self.tensors[0] if like is None else like).dtype  # what is absent has one, too
+            return (self.x if like is None else like).dtype  # what is absent has one, too
         return getattr(torch, port.like)
 
-    def shape_of(self, port: Port) -> Sequence[int]:
-        """The shape of a tensor that the call makes, except for scales."""
+    def results(self) -> list[Result]:
+        return [self._result(port) for port in self.row.makes]
+
+    def _result(self, port: Port) -> Result:
+        dtype, hidden, shape = self.dtype_of(port), self.options[0], self.x.shape
+        if not self.makes(port):
+            return Result(None, dtype)
         if port.lies == "number":
-            return numbers_shape(self.op, port, self.tensors, self.options[0])
+            return Result(numbers_shape(self.row, port, self.tensors, hidden), dtype)
         if port.lies == "heads":
-            like = self.named()[port.like]
-            return (like.transpose(1, 2) if self.option("output_heads_first") else like).shape
-        return self.tensors[0].shape if port.lies == "rows" else (1,)
+            shape = self.row.named(self.tensors)[port.like].shape
+            if self.option("output_heads_first"):
+                shape = shape[0], shape[2], shape[1], shape[3]
+            return Result(shape, dtype)
+        if port.lies == "scales":
+            how = Quantization(self.option("scaling"), layout=self.option("layout"))
+            scales = Scales.of(how, hidden, math.prod(shape) // hidden)
+            return Result(scales.shape, dtype, scales.strides)
+        return Result(shape if port.lies == "rows" else (1,), dtype)
 
     def returned(self, made: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
         """What the op returns: what is absent is an empty tensor; a number a row has x's leading
@@ -117,13 +166,48 @@ class Called(NamedTuple):
         is absent.
         """
         found = []
-        for port, t in zip(self.op.makes, made, strict=True):
+        for port, t in zip(self.row.makes, made, strict=True):
             if t is None or not self.makes(port):
-                t = self.tensors[0].new_empty(0, dtype=self.dtype_of(port))
+                t = self.x.new_empty(0, dtype=self.dtype_of(port))
             elif port.lies == "number":
-                t = t.view(self.shape_of(port))
+                t = t.view(numbers_shape(self.row, port, self.tensors, self.options[0]))
             found.append(t)
         return tuple(found)
+
+    def present(self, made: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+        """What the op makes, without the empty tensors that stand for absent results."""
+        pairs = zip(self.row.makes, made, strict=True)
+        return tuple([t if self.makes(port) else None for port, t in pairs])
+
+    def run(self) -> tuple[Tensor, ...]:
+        if in_forward_mode(self.tensors):
+            # PyTorch would take the derivatives of an op without a forward mode for zeros.
+            raise NotImplementedError(
+                f"torch.ops.tilenorm.{self.row.name} has no forward-mode derivative; tilenorm's"
+                " functions have"
+            )
+        return self.run_by(bound_of(self.row, self.tensors, self.options, self.backend))
+
+    def run_by(self, bound: Bound) -> tuple[Tensor, ...]:
+        with on_device_of(self.x):
+            function = bound.training if self.save else bound.inference
+            made = function(self.tensors, self.own_eps)
+        return self.returned(made)
+
+    def decomposed(self) -> tuple[Tensor, ...]:
+        return self.returned(self.formula())
+
+    def formula(self) -> tuple[Tensor | None, ...]:
+        """What the op makes, of PyTorch's differentiable operations; mean and rstd are (rows,)."""
+        row, found = self.row, self.row.named(self.tensors)
+        specs = specs_of(row, self.options, *kinds_of(row, self.tensors, self.options[0]))
+        for stage, spec, own in zip(row.stages, specs, self.eps, strict=True):
+            given = {role: found.get(port) for role, port in stage.ports.items()}
+            made = reference.formula(spec.unquantized, given, own)
+            if spec.quantized:
+                made = with_codes(spec, made, given["given_scale"])
+            found |= {port: made[role] for role, port in stage.ports.items() if role in made}
+        return tuple([found.get(port.name) for port in row.makes])
 
 
 def numbers_shape(op: Op, port: Port, tensors: Sequence, hidden: int) -> tuple[int, ...]:
@@ -133,70 +217,6 @@ def numbers_shape(op: Op, port: Port, tensors: Sequence, hidden: int) -> tuple[i
         return rows_shape(x.shape, hidden)
     key = tensors[[taken.name for taken in op.takes].index(port.given)]
     return tuple(key.shape[:-1] if hidden == x.shape[-1] else key.shape[:-2])
-
-
-def run(op: Op, *arguments) -> tuple[Tensor, ...]:
-    """The op, for real tensors."""
-    called = Called.of(op, arguments)
-    if in_forward_mode(called.tensors):
-        # PyTorch would take the derivatives of an op without a forward mode for zeros.
-        raise NotImplementedError(
-            f"torch.ops.tilenorm.{op.name} has no forward-mode derivative; tilenorm's functions"
-            " have"
-        )
-    return _run_by(bound_of(op, called.tensors, called.options, called.backend), called)
-
-
-def _run_by(bound, called: Called) -> tuple[Tensor, ...]:
-    with on_device_of(called.tensors[0]):
-        function = bound.training if called.save else bound.inference
-        made = function(called.tensors, called.own_eps)
-    return called.returned(made)
-
-
-def formula(op: Op, tensors: Sequence, options: tuple, eps: tuple) -> tuple[Tensor | None, ...]:
-    """What an op makes, of PyTorch's differentiable operations; mean and rstd are (rows,)."""
-    specs = specs_of(op, options, *kinds_of(op, tensors, options[0]))
-    found = dict(zip([port.name for port in op.takes], tensors, strict=True))
-    for stage, spec, own in zip(op.stages, specs, eps, strict=True):
-        given = {role: found.get(port) for role, port in stage.ports.items()}
-        made = reference.with_rows(reference.formula(spec.unquantized, given, own))
-        if spec.quantized:
-            made = with_codes(spec, made, given["given_scale"])
-        found |= {port: made[role] for role, port in stage.ports.items() if role in made}
-    return tuple([found.get(port.name) for port in op.makes])
-
-
-def decomposed(op: Op, *arguments, **by_name) -> tuple[Tensor, ...]:
-    """The op in PyTorch's own operators, for tensors on any device."""
-    called = Called.of(op, arguments, by_name)
-    return called.returned(formula(op, called.tensors, called.options, called.eps))
-
-
-def tell_others() -> None:
-    """Tell Inductor and DTensor, where they are loaded, how to run the ops.
-
-    Both ask an op's fake first, whatever they do with it afterwards.
-    """
-    tell_inductor()
-    register_where_loaded()
-
-
-def fake(op: Op, *arguments) -> tuple[Tensor, ...]:
-    tell_others()
-    called = Called.of(op, arguments)
-    x, made = called.tensors[0], []
-    for port in op.makes:
-        dtype = called.dtype_of(port)
-        if not called.makes(port):
-            made.append(x.new_empty(0, dtype=dtype))
-        elif port.lies == "scales":
-            how = Quantization(called.option("scaling"), layout=called.option("layout"))
-            scales = Scales.of(how, called.options[0], x.numel() // called.options[0])
-            made.append(x.new_empty_strided(scales.shape, scales.strides, dtype=dtype))
-        else:
-            made.append(x.new_empty(called.shape_of(port), dtype=dtype))
-    return tuple(made)
 
 
 def autograd(op: Op, *arguments) -> tuple[Tensor, ...]:
@@ -217,7 +237,7 @@ def autograd(op: Op, *arguments) -> tuple[Tensor, ...]:
     if type(x) is Tensor and (x.is_cpu or x.is_cuda):
         bound = bound_of(op, tensors, options, backend)
         if bound.plain.takes(tensors):
-            return _run_by(bound, called)
+            return called.run_by(bound)
     return _below_autograd(op, *arguments)
 
 
@@ -264,26 +284,21 @@ def autocast_tensors(op: Op, tensors: tuple) -> tuple:
     return tuple(cast)
 
 
-def register(name: str, schema: str, run: Callable, fake: Callable) -> None:
-    """Define an op with its implementation for real tensors, and its fake."""
-    LIBRARY.define(f"{name}{schema}", tags=TAGS)
-    for key in ("CPU", "CUDA"):
-        LIBRARY.impl(name, run, key)
-    torch.library.register_fake(f"tilenorm::{name}", fake, lib=LIBRARY)
-
-
-def define(op: Op) -> None:
+def define_op(op: Op) -> None:
     """Define an op, and register all of the above."""
-    name = f"tilenorm::{op.name}"
-    register(op.name, schema_of(op), partial(run, op), partial(fake, op))
+    options = [f"{OPTIONS[name].kind} {name}" for name in op.options]
+    eps = [f"float {name}" for name in op.eps]
+    last = ", ".join(["SymInt hidden", *options, *eps, "bool save", BACKEND])
+    define(KINDS[op.name], op, last)
     LIBRARY.impl(op.name, partial(autocast, op), "AutocastCUDA")
     if BelowAutograd is None:
-        torch.library.register_autograd(
-            name, partial(backward, op), setup_context=partial(setup_context, op), lib=LIBRARY
-        )
+        name, context = f"tilenorm::{op.name}", partial(setup_context, op)
+        how = {"setup_context": context, "lib": LIBRARY}
+        torch.library.register_autograd(name, partial(backward, op), **how)
     else:
         LIBRARY.impl(op.name, partial(autograd, op), "Autograd")
 
 
+KINDS = {name: partial(Called.of, op) for name, op in OPS.items()}
 for _op in OPS.values():
-    define(_op)
+    define_op(_op)

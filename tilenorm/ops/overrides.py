@@ -43,7 +43,7 @@ def overridden(call: Callable, name: str, tensors, normalized_shape, eps, asked,
         return of_jagged(call, op, tensors, normalized_shape, eps, asked, backend)
     if op.quantized:
         return calls.checked(op, tensors, normalized_shape, eps, asked, backend)
-    given = {port.name: t for port, t in zip(op.takes, tensors, strict=True)}
+    given = op.named(tensors)
     if given.get("addend") is not None:
         given["residual"] = (given["addend"], given["residual"])
     first = [port for port in op.takes if port.needed and port.lies == "rows"]

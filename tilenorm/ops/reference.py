@@ -41,7 +41,9 @@ def bind_forward(spec: NormSpec) -> Callable | None:
         if has_operator and x.is_cpu and x.numel():
             found = _by_operator(plain, given, eps)
         else:
-            found = _by_formula(plain, given, eps)
+            found = formula(plain, given, eps)
+            fresh = {role: found[role] for role in ("y", "key_y") if role in found}
+            found |= {role: reshaped(y, y.shape) for role, y in fresh.items()}
         if how is not None:
             found = with_codes(spec, found, given["given_scale"])
         return tuple(map(found.get, made))
@@ -49,15 +51,8 @@ def bind_forward(spec: NormSpec) -> Callable | None:
     return forward
 
 
-def _by_formula(spec: NormSpec, given: Given, eps: float) -> Given:
-    """y, sum, mean and rstd by name; mean and rstd are (rows,). given: the tensors of the norm."""
-    found = with_rows(formula(spec, given, eps))
-    made = {role: y for role, y in found.items() if role in ("y", "key_y") and y is not None}
-    return found | {role: reshaped(y, y.shape) for role, y in made.items()}
-
-
 def _by_operator(spec: NormSpec, given: Given, eps: float) -> Given:
-    """The same by PyTorch's own operator."""
+    """What formula returns, by PyTorch's own operator."""
     x, skip = given["x"], given.get("skip")
     total = total_of(spec, given) if spec.residual else None
     rows = rows_of(x if total is None else total, spec, x.dtype).reshape(-1, spec.hidden)
@@ -75,7 +70,10 @@ def _by_operator(spec: NormSpec, given: Given, eps: float) -> Given:
 
 
 def formula(spec: NormSpec, given: Given, eps: float) -> Given:
-    """The same of differentiable operations alone. mean and rstd have a last dimension of 1."""
+    """y, sum, mean and rstd by name, of differentiable operations alone; mean and rstd are (rows,).
+
+    given: the tensors of the norm by their roles.
+    """
     if spec.rotation:
         return _rotated(spec, given, eps)
     x, gate, skip = given["x"], given.get("gate"), given.get("skip")
@@ -90,13 +88,8 @@ def formula(spec: NormSpec, given: Given, eps: float) -> Given:
     y = modulated(y, given.get("mod_scale"), given.get("mod_shift"))
     y = y.to(x.dtype).reshape(x.shape)
     y = y if skip is None else sum_of(y, skip)
-    return {"y": y, "sum": total, "mean": mean, "rstd": rstd}
-
-
-def with_rows(found: Given) -> Given:
-    """What formula returns, with mean and rstd (rows,)."""
-    there = {role: t for role, t in found.items() if role in STATISTICS and t is not None}
-    return found | {role: t.reshape(-1) for role, t in there.items()}
+    mean = None if mean is None else mean.reshape(-1)
+    return {"y": y, "sum": total, "mean": mean, "rstd": rstd.reshape(-1)}
 
 
 def _rotated(spec: NormSpec, given: Given, eps: float) -> Given:
@@ -110,7 +103,7 @@ def _rotated(spec: NormSpec, given: Given, eps: float) -> Given:
         del x_hat
         y = rotate(spec.rotation, rows, turns, x.dtype, early)
         y = y.transpose(1, 2).contiguous() if spec.rotation.heads_first else y
-        found |= {f"{key}y": y, f"{key}rstd": rstd}
+        found |= {f"{key}y": y, f"{key}rstd": rstd.reshape(-1)}
     return found
 
 
@@ -192,8 +185,9 @@ def backward(
         dx = dx + rows_of(dsum, spec, dtype)
     if spec.modulated:
         by_group += (group_gradient(spec, dx, saved) if needs.dmod_gate else None,)
+    own = dy if spec.residual else x
     grads = (
-        _of_input(spec, dx, dy if spec.residual else x, saved) if needs.dx else None,
+        of_input(spec, dx.to(own.dtype).reshape(own.shape), dx, saved) if needs.dx else None,
         dx.to(x.dtype).reshape(x.shape) if needs.dresidual else None,
         dgate.to(gate.dtype).reshape(gate.shape) if needs.dgate else None,
         dw.to(weight.dtype).reshape(weight.shape) if needs.dw else None,
@@ -222,9 +216,8 @@ def _rotated_backward(
     return *grads[""], dkey, dkey_weight
 
 
-def _of_input(spec: NormSpec, dsum: Tensor, like: Tensor, saved: Given) -> Tensor:
-    """The gradient of the input, from that of the sum. like: a tensor of the input's dtype."""
-    dx = dsum.to(like.dtype).reshape(like.shape)
+def of_input(spec: NormSpec, dx: Tensor, dsum: Tensor, saved: Given) -> Tensor:
+    """The gradient of the input, from that of the sum. dx: the same in the input's dtype."""
     dx = branched(spec, dx, *map(saved.get, FACTORS[::-1]))
     return gated(spec, dsum, saved.get("mod_gate"), dx)
 
@@ -280,7 +273,7 @@ def sums_by_group(rows: Tensor, like: Tensor) -> Tensor:
     return rows.reshape(like.numel() // hidden, -1, hidden).sum(1).reshape(like.shape)
 
 
-def gated(spec: NormSpec | Options, x: Tensor, gate: Tensor | None, other: Tensor) -> Tensor:
+def gated(spec: NormSpec, x: Tensor, gate: Tensor | None, other: Tensor) -> Tensor:
     """x times a gate by group, in the dtype of `other`; `other` without a gate."""
     if gate is None:
         return other

@@ -1,7 +1,7 @@
 """Which implementation serves what: assembled here, in order of preference, and nowhere else."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
@@ -96,28 +96,20 @@ def spec_refused(spec: NormSpec) -> str | None:
         if dtype is not None and dtype not in DTYPES and dtype != "bool":
             argument = "input" if name == "dtype" else name.removeprefix("mod_")
             return f"{argument} is {dtype}; the kernels take {', '.join(DTYPES)}"
-    if reason := spec.rotation and _rotation_refused(spec):
-        return reason
+    how, longest = spec.rotation, max(spec.hidden, spec.key_hidden)
+    if how and how.table not in DTYPES:
+        return f"cos is {how.table}; the kernels take {', '.join(DTYPES)}"
+    if how and how.head > ROPE_HEAD:
+        return f"heads are rotated; the kernels take up to {ROPE_HEAD} elements of those"
+    if spec.by_token and longest > ROPE_TOKEN:
+        most = f"{ROPE_TOKEN} of rotated ones"
+        return f"tokens hold {longest} elements; the kernels take up to {most}"
     if spec.modulated and spec.heads:
         return "a modulated norm has a weight by heads"
     if spec.modulated and spec.hidden > MODULATED_ROW:
         return f"rows are modulated; the kernels take up to {MODULATED_ROW} elements of those"
     if not 1 <= spec.hidden <= MAX_HIDDEN:
         return f"normalized_shape holds {spec.hidden} elements; the kernels take 1 to {MAX_HIDDEN}"
-    return None
-
-
-def _rotation_refused(spec: NormSpec) -> str | None:
-    """The same of what concerns a rotation."""
-    how, most = spec.rotation, ROPE_HEAD
-    if how.table not in DTYPES:
-        return f"cos is {how.table}; the kernels take {', '.join(DTYPES)}"
-    if how.head > most:
-        return f"heads are rotated; the kernels take up to {most} elements of those"
-    if spec.by_token and (longest := max(spec.hidden, spec.key_hidden)) > ROPE_TOKEN:
-        return (
-            f"tokens hold {longest} elements; the kernels take up to {ROPE_TOKEN} of rotated ones"
-        )
     return None
 
 
@@ -141,8 +133,7 @@ def cutile_implementation(run: Callable | None = None) -> Implementation:
     def piece(name: str, spec: NormSpec, device: Device) -> Callable:
         from .split import cutile
 
-        launcher = {} if run is None else {"run": run}
-        return partial(cutile.piece, name, spec, device.target, **launcher)
+        return partial(cutile.piece, name, spec, device.target, run=run or cutile.on_device)
 
     return Implementation("cutile", cutile_refuses, forward, backward, piece)
 
@@ -196,20 +187,11 @@ def select(spec: NormSpec, rows: int, device: Device, backend: str | None) -> Im
 
     Raises ValueError for an unknown backend, RuntimeError when the one asked for refuses.
     """
-    failed = frozenset(i.name for i in REGISTRY if failure(i.name, spec, device))
-    return _select(spec, rows > MAX_ROWS, device, backend, failed)
-
-
-@cache
-def _select(
-    spec: NormSpec, long: bool, device: Device, backend: str | None, failed: frozenset[str]
-) -> Implementation:
-    """failed: the implementations with an entry in `failures`, so that a new one is seen."""
     backend = backend or requested_backend()
     known = {i.name: i for i in REGISTRY}
     if backend is not None and backend not in known:
         raise ValueError(f"backend: got {backend!r}, takes one of {', '.join(known)} or None")
-    found = refusals(spec, MAX_ROWS + 1 if long else 0, device)
+    found = refusals(spec, rows, device)
     if backend is not None:
         if found[backend]:
             reason = found[backend]
@@ -231,23 +213,22 @@ def _told() -> dict[str, object]:
     return {}
 
 
-def select_transformed(spec: NormSpec, device: Device, backend: str | None) -> None:
-    """Check that the reference may serve where a transform has to see single operations.
+def select_transformed(
+    op: str, specs: Sequence[NormSpec], device: Device | None, backend: str | None
+) -> None:
+    """Check that the reference may serve an op where a transform has to see single operations.
 
-    Raises and warns as select does.
+    specs: of the op's norms; none in a graph, which has no place for a warning. Raises and warns as
+    select does.
     """
-    chosen = select(spec, 0, device, backend).name
-    if chosen != "reference":
-        refuse_transformed(spec.op, backend)
-        message = f"tilenorm: reference runs instead of {chosen}: {TRANSFORMED}"
-        warnings.warn(message, ReferenceWarning, stacklevel=2)
-
-
-def refuse_transformed(op: str, backend: str | None) -> None:
-    """Raise RuntimeError if another backend than the reference was asked for in a transform."""
+    preferred = [select(spec, 0, device, backend).name for spec in specs]
     backend = backend or requested_backend()
     if backend not in (None, "reference"):
         raise RuntimeError(f"{op}: backend {backend!r} was asked for, but {TRANSFORMED}")
+    for name in preferred:
+        if name != "reference":
+            message = f"tilenorm: reference runs instead of {name}: {TRANSFORMED}"
+            warnings.warn(message, ReferenceWarning, stacklevel=2)
 
 
 def requested_backend() -> str | None:

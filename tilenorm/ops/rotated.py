@@ -5,7 +5,6 @@ queries and keys may be views of one projection, and what is made may have heads
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from math import prod
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -15,10 +14,10 @@ from torch import Tensor
 
 from ..launch.arrays import RopeBackwardArrays, RopeForwardArrays
 from ..launch.calls import ABSENT, Needs, Sizes
-from ..launch.rope import RopeBackwardPlan, RopeForwardPlan
+from ..launch.rope import RopeBackwardPlan
 from ..spec import NormSpec
 from .layout import MAX_STRIDE, VECTOR_BYTES, contiguous_strides_of
-from .shapes import Fresh, Layout, Layouts, key_of
+from .shapes import Fresh, Layout, Layouts
 from .torch_private import reinterpret
 
 IN_VECTORS = ("rows", "key", "heads", "table")
@@ -35,21 +34,16 @@ class Read(NamedTuple):
     strides: tuple[int, ...] | None
 
 
-class Views(NamedTuple):
-    """How the tensors of a call are read. tokens: their shape. by_group: None if one is copied."""
+def as_read(tensors: Sequence[Tensor | None], spec: NormSpec, how: tuple) -> list:
+    """The tensors as the kernels read them, copied only where they cannot be read in place.
 
-    reads: tuple[Read, ...]
-    tokens: tuple[int, ...]
-    by_group: tuple | None
-
-
-def as_read(tensors: Sequence[Tensor | None], spec: NormSpec, views: Views) -> list:
-    """The tensors as the kernels read them, copied only where they cannot be read in place."""
-    read, aligned = list(tensors), spec.aligned
-    for place, lies, shape, strides in views.reads:
+    how: the tokens' shape, and how each tensor that is there is read.
+    """
+    read, aligned, (tokens, reads) = list(tensors), spec.aligned, how
+    for place, lies, shape, strides in reads:
         t: Any = tensors[place]
         if strides is None or (aligned and t.data_ptr() % VECTOR_BYTES):
-            turned = _turned(spec, lies, t, views.tokens)
+            turned = _turned(spec, lies, t, tokens)
             t = turned.clone(memory_format=torch.contiguous_format)
             strides = contiguous_strides_of(shape)
         read[place] = reinterpret(t, shape, strides)
@@ -57,27 +51,7 @@ def as_read(tensors: Sequence[Tensor | None], spec: NormSpec, views: Views) -> l
 
 
 class RotatedLayouts(Layouts):
-    """As Layouts, where `grouped` are all tensors that are read.
-
-    likes: of each result that is made, the place of the tensor that has its shape, or whose rows
-    have a number.
-    """
-
-    def __init__(
-        self,
-        plan: RopeForwardPlan | RopeBackwardPlan,
-        input: int,
-        read: Sequence[tuple[str, str | None]],
-        made: Sequence[tuple[str, str] | None],
-        likes: Sequence[int],
-    ):
-        super().__init__(plan, input, read, made)
-        self._likes = likes
-        self._heads = [
-            i for i, (lies, dtype) in enumerate(read) if lies in ("rows", "key") and dtype
-        ]
-        self.grouped = [place for place, (_, dtype) in enumerate(read) if dtype]
-        self.key_of = partial(key_of, input, self.grouped)
+    """As Layouts, of heads that are rotated."""
 
     as_read = staticmethod(as_read)
 
@@ -87,9 +61,9 @@ class RotatedLayouts(Layouts):
         for place, (shape, strides) in zip(self.grouped, key[1:], strict=True):
             dtype = getattr(torch, self._read[place][1] or "")
             given[place] = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-        there = any(given[place].numel() for place in self._heads)
-        heads = [given[place].shape[-2] for place in self._heads]
-        sizes = Sizes(*_sequences(tokens), *heads) if there else ()
+        heads = [t for place, t in given.items() if self._read[place][0] in ("rows", "key")]
+        there = any(t.numel() for t in heads)
+        sizes = Sizes(*_sequences(tokens), *[t.shape[-2] for t in heads]) if there else ()
         fresh, written, reads = [], [], []
         for place, (made, like) in enumerate(zip(self._made, self._likes, strict=True)):
             how = made and _fresh(spec, *made, given[like])
@@ -100,16 +74,14 @@ class RotatedLayouts(Layouts):
                 written.append((place, as_matrix.shape, as_matrix.strides))
         if isinstance(plan, RopeBackwardPlan):
             partials = plan.partials(sizes) if there else None
-            fresh.append(partials and Fresh(partials, (partials[1], 1), torch.float32))
+            fresh.append(partials and Fresh.of(partials, "float32"))
         if there:
             each = [(place, self._read[place][0], given[place]) for place in self.grouped]
             reads = [_read_of(spec, *how, tokens) for how in each]
-        in_place = None not in [read.strides for read in reads]
-        views = Views(tuple(reads), tokens, () if in_place else None)
         # A sum over no tokens is zeros.
         sums = [i for i, made in enumerate(self._made) if made and made[0] == "vector"]
         cleared = () if there else tuple(sums)
-        return Layout(sizes, (), tuple(fresh), tuple(written), views, None, cleared, {})
+        return Layout(sizes, (), tuple(fresh), tuple(written), (tokens, reads), None, cleared, {})
 
 
 def _sequences(tokens: tuple[int, ...]) -> tuple[int, int]:
@@ -126,7 +98,7 @@ def _fresh(spec: NormSpec, lies: str, dtype: str, like: Tensor) -> Fresh:
         shape = tuple(like.transpose(1, 2).shape)
     if lies == "number":
         shape = (prod(shape[: -2 if spec.by_token else -1]),)
-    return Fresh(shape, contiguous_strides_of(shape), getattr(torch, dtype))
+    return Fresh.of(shape, dtype)
 
 
 def _turned(spec: NormSpec, lies: str, t: Tensor, tokens: tuple[int, ...]) -> Tensor:

@@ -1,6 +1,7 @@
 """Checks of the arguments of norms whose heads are rotated."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,8 +12,8 @@ from torch.overrides import has_torch_function
 from ..settings import settings
 from .tensor_checks import check_argument, check_device, check_dtype, check_tensor, wrong
 
-POSITIONS = (torch.int32, torch.int64)
 NAME = "rms_norm_rope"
+_wrong = partial(wrong, NAME)
 
 
 def heads_last(argument: str, tensor: Any) -> Any:
@@ -22,9 +23,7 @@ def heads_last(argument: str, tensor: Any) -> Any:
     if not has_torch_function((tensor,)):
         check_tensor(NAME, argument, tensor)
         if tensor.dim() != 4:
-            raise wrong(
-                NAME, argument, "four dimensions with heads_first", tensor.dim(), ValueError
-            )
+            raise _wrong(argument, "four dimensions with heads_first", tensor.dim(), ValueError)
     return torch.transpose(tensor, 1, 2)
 
 
@@ -36,13 +35,11 @@ def check_rotation(given: dict[str, Any], shape: tuple[int, ...], options: dict)
     """
     x = given["input"]
     if len(shape) > 2:
-        raise wrong(NAME, "normalized_shape", "(D,) or (H, D)", shape)
+        raise _wrong("normalized_shape", "(D,) or (H, D)", shape)
     if x.dim() < 3:
-        takes = "at least the three dimensions (tokens, H, D)"
-        raise wrong(NAME, "input", takes, x.dim(), ValueError)
+        raise _wrong("input", "at least the three dimensions (tokens, H, D)", x.dim(), ValueError)
     if options["output_heads_first"] and x.dim() != 4:
-        takes = "True for four dimensions"
-        raise wrong(NAME, "output_heads_first", takes, x.dim(), ValueError)
+        raise _wrong("output_heads_first", "True for four dimensions", x.dim(), ValueError)
     _check_key(given, shape)
     dim = _rotary_dim(options["rotary_dim"], shape[-1])
     _check_tables(given, dim)
@@ -62,12 +59,12 @@ def _check_key(given: dict[str, Any], shape: tuple[int, ...]) -> None:
     others = [*x.shape[:-2], x.shape[-1]]
     if key.dim() != x.dim() or [*key.shape[:-2], key.shape[-1]] != others:
         takes = f"the input's shape {list(x.shape)} but for the heads"
-        raise wrong(NAME, "key", takes, list(key.shape))
+        raise _wrong("key", takes, list(key.shape))
     if key.dtype != x.dtype:
-        raise wrong(NAME, "key", f"the input's dtype {x.dtype}", key.dtype)
+        raise _wrong("key", f"the input's dtype {x.dtype}", key.dtype)
     if len(shape) == 2 and x.shape[-2] == 1 != key.shape[-2]:
         takes = "one head where the input has one that is normalised as a token"
-        raise wrong(NAME, "key", takes, key.shape[-2])
+        raise _wrong("key", takes, key.shape[-2])
     if (given["weight"] is None) != (given["key_weight"] is None):
         raise ValueError(
             f"{NAME}: arguments 'weight' and 'key_weight' take two Tensors or None twice with a key"
@@ -80,7 +77,7 @@ def _check_tensor(name: str, tensor: Any, shape: Sequence[int] | None, x: Tensor
     """Check a tensor's type, layout, dtype, device and, if there is one to have, its shape."""
     check_tensor(NAME, name, tensor)
     if shape is not None and tensor.shape != tuple(shape):
-        raise wrong(NAME, name, f"the shape {list(shape)}", list(tensor.shape))
+        raise _wrong(name, f"the shape {list(shape)}", list(tensor.shape))
     check_dtype(NAME, name, tensor)
     check_device(NAME, name, tensor, x)
 
@@ -91,7 +88,7 @@ def _rotary_dim(asked: Any, head: int) -> int:
     right = isinstance(dim, (int, torch.SymInt)) and not isinstance(dim, bool)
     check_argument(NAME, "rotary_dim", dim, right, takes)
     if dim % 2 or not 2 <= dim <= head:
-        raise wrong(NAME, "rotary_dim", takes, dim, ValueError)
+        raise _wrong("rotary_dim", takes, dim, ValueError)
     return dim
 
 
@@ -102,31 +99,27 @@ def _check_tables(given: dict[str, Any], dim: int) -> None:
         table = given[name]
         _check_tensor(name, table, None if name == "cos" else cos.shape, x)
         if name == "sin" and table.dtype != cos.dtype:
-            raise wrong(NAME, name, f"the dtype of cos {cos.dtype}", table.dtype)
+            raise _wrong(name, f"the dtype of cos {cos.dtype}", table.dtype)
         if torch.is_grad_enabled() and table.requires_grad:
             takes = "a tensor that requires no gradient: detach it"
             raise RuntimeError(f"{NAME}: argument {name!r} takes {takes}")
         if not table.dim() or table.shape[-1] not in (dim, dim // 2):
             takes = f"rotary_dim or rotary_dim / 2 columns, {dim} or {dim // 2}"
-            raise wrong(NAME, name, takes, list(table.shape), ValueError)
+            raise _wrong(name, takes, list(table.shape), ValueError)
     rows = list(cos.shape[:-1])
     if positions is None:
         if not _broadcasts(rows, tokens):
             takes = f"rows that broadcast to the tokens {tokens}"
-            raise wrong(NAME, "cos", takes, list(cos.shape))
+            raise _wrong("cos", takes, list(cos.shape))
         return
     if len(rows) != 1:
-        raise wrong(NAME, "cos", "two dimensions with positions", list(cos.shape))
-    _check_positions(positions, tokens, x)
-
-
-def _check_positions(positions: Any, tokens: list[int], x: Tensor) -> None:
+        raise _wrong("cos", "two dimensions with positions", list(cos.shape))
     check_tensor(NAME, "positions", positions, "a Tensor or None")
-    if positions.dtype not in POSITIONS:
-        raise wrong(NAME, "positions", "int32 or int64", positions.dtype, NotImplementedError)
+    if positions.dtype not in (torch.int32, torch.int64):
+        raise _wrong("positions", "int32 or int64", positions.dtype, NotImplementedError)
     if not _broadcasts(list(positions.shape), tokens):
         takes = f"what broadcasts to the tokens {tokens}"
-        raise wrong(NAME, "positions", takes, list(positions.shape))
+        raise _wrong("positions", takes, list(positions.shape))
     check_device(NAME, "positions", positions, x)
 
 
@@ -149,5 +142,5 @@ def check_values(positions: Tensor | None, cos: Tensor) -> bool:
         least, most = (int(end) for end in positions.aminmax())
         if least < 0 or most >= cos.shape[0]:
             takes = f"numbers from 0 to {cos.shape[0] - 1}, the rows of cos and sin"
-            raise wrong(NAME, "positions", takes, f"{least} to {most}", IndexError)
+            raise _wrong("positions", takes, f"{least} to {most}", IndexError)
     return True

@@ -12,18 +12,21 @@ from torch import Tensor
 
 from ..launch.plan import BackwardPlan, ForwardPlan, GroupedPlan
 from ..launch.scales import Scales
-from ..spec import ITEM_BYTES, NormSpec
-from .layout import MOST_SHAPES, Views, as_read, contiguous_strides_of, group_stride
+from .layout import MOST_SHAPES, as_read, contiguous_strides_of
 
 MOST_SCALES = 2**31 - 1  # the kernels number scales in 32 bits
 
 
 class Fresh(NamedTuple):
-    """The shape, strides and dtype of a tensor to be allocated."""
+    """A contiguous tensor to be allocated."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], dtype: str) -> "Fresh":
+        return cls(shape, contiguous_strides_of(shape), getattr(torch, dtype))
 
 
 class Layout(NamedTuple):
@@ -32,17 +35,17 @@ class Layout(NamedTuple):
     rows: how many; where heads are rotated the Sizes, or () if there are none. groups: how many, of
     a backward pass by group, in a tuple; else (). made: what is allocated: the results in their
     order, partials and slots, and the sums by group; None for what is absent. written: the place,
-    shape and strides of each result that the kernels write as a matrix, where it is not one. views:
-    see layout.as_read. scales: of a quantised norm. cleared: the places of the results that the
-    kernels add to, or do not write whole. repeated: by the eps, what repeats the launches of a
-    call; None until there were two calls.
+    shape and strides of each result that the kernels write as a matrix, where it is not one. lies:
+    how the tensors lie that are read, see as_read. scales: of a quantised norm. cleared: the places
+    of the results that the kernels add to, or do not write whole. repeated: by the eps, what
+    repeats the launches of a call; None until there were two calls.
     """
 
     rows: Any
     groups: tuple[int, ...]
     made: tuple[Fresh | None, ...]
     written: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]
-    views: Any
+    lies: Any
     scales: Scales | None
     cleared: tuple[int, ...]
     repeated: dict[float, Callable | None]
@@ -53,9 +56,11 @@ class Layouts(dict):
 
     input: the place of the input among the tensors that are read. read: how each of these lies, as
     Port.lies, and its dtype, None for an absent one. made: how each result lies, and its dtype;
-    None for a result that is absent. grouped: the places of the tensors that lie by group, whose
-    shapes and strides a key has beside the shape of the input. key_of: a function of the tensors
-    that returns the key; None where the key is the shape of the input alone.
+    None for a result that is absent. likes: where heads are rotated, for each result that is made,
+    the place of the tensor that has its shape, or whose rows have a number. grouped: the places of
+    the tensors whose shapes and strides a key has beside the shape of the input: what lies by
+    group, or all where heads are rotated. key_of: a function of the tensors that returns the key;
+    None where the key is the shape of the input alone.
     """
 
     def __init__(
@@ -64,10 +69,13 @@ class Layouts(dict):
         input: int,
         read: Sequence[tuple[str, str | None]],
         made: Sequence[tuple[str, str] | None],
+        likes: Sequence[int] = (),
     ):
         super().__init__()
-        self.input, self._plan, self._read, self._made = input, plan, tuple(read), tuple(made)
-        self.grouped = [i for i, (lies, dtype) in enumerate(read) if lies == "group" and dtype]
+        self.input, self._plan, self._likes = input, plan, likes
+        self._read, self._made = tuple(read), tuple(made)
+        there = [(i, lies) for i, (lies, dtype) in enumerate(read) if dtype]
+        self.grouped = [i for i, lies in there if lies == "group" or plan.spec.rotation]
         self.key_of = partial(key_of, input, self.grouped) if self.grouped else None
 
     as_read = staticmethod(as_read)
@@ -84,22 +92,19 @@ class Layouts(dict):
         return layout
 
     def _layout_of(self, key: Any) -> Layout:
-        plan, spec = self._plan, self._plan.spec
-        hidden, how = spec.hidden, spec.quantized
+        plan: Any = self._plan
+        spec, hidden, how = plan.spec, plan.spec.hidden, plan.spec.quantized
+        backward = isinstance(plan, BackwardPlan)
         groups: tuple[int, ...] = ()
-        shape, of_groups, by_group = key, (), ()
+        shape, of_groups = key, ()
         if self.grouped:
-            shape, *others = key
-            of_groups = others[0][0]
+            shape, (of_groups, _), *_ = key
             groups = (of_groups.numel() // hidden,)
-            by_group = self._by_group(others)
         rows = shape.numel() // hidden
-        partials = group_sums = None
-        if rows and isinstance(plan, BackwardPlan):
-            partials = plan.partials(rows, *groups)
-        if rows and isinstance(plan, GroupedPlan):
-            group_sums = plan.group_sums(rows, groups[0])
-        slots = plan.slots(rows) if rows else None
+        scratch = [(rows and backward and plan.partials(rows, *groups), "float32")]
+        scratch.append((rows and plan.slots(rows), "int32"))
+        if isinstance(plan, GroupedPlan):
+            scratch.append((rows and plan.group_sums(rows, *groups), "float32"))
         scales = None
         # A sum over no rows is zeros.
         added = () if rows else ("affine", "group")
@@ -111,38 +116,19 @@ class Layouts(dict):
                 )
             added = ("one", "scales") if scales.padding else ("one",)
         cleared = tuple([i for i, made in enumerate(self._made) if made and made[0] in added])
-        shapes = {"rows": tuple(shape), "group": tuple(of_groups)}
+        shapes = {"rows": tuple(shape), "group": tuple(of_groups), "number": (rows,), "one": (1,)}
+        shapes["affine"] = (hidden * (spec.heads or 1),)
+        shapes |= {"scales": (scales.count,)} if scales else {}
         matrices = {"rows": (rows, hidden), "group": (*groups, hidden)}
-        made = [m and _fresh(*m, shapes, spec, rows, scales) for m in self._made]
-        written = [
-            (place, matrices[m[0]], (hidden, 1))
-            for place, m in enumerate(self._made)
-            if m and shapes.get(m[0]) != matrices.get(m[0])
-        ]
-        made.append(partials and Fresh(partials, (partials[1], 1), torch.float32))
-        made.append(slots and Fresh(slots, (slots[1], 1), torch.int32))
-        if isinstance(plan, GroupedPlan):
-            made.append(group_sums and Fresh(group_sums, (hidden, 1), torch.float32))
-        return Layout(
-            rows,
-            groups if isinstance(plan, BackwardPlan) else (),
-            tuple(made),
-            tuple(written),
-            Views.of(spec, rows, shape, self._read, by_group),
-            scales,
-            cleared,
-            {},
-        )
-
-    def _by_group(self, layouts: Sequence[tuple[torch.Size, tuple[int, ...]]]) -> tuple | None:
-        """Views.by_group. layouts: the shape and the strides of each tensor that lies by group."""
-        spec, found = self._plan.spec, []
-        for place, (shape, strides) in zip(self.grouped, layouts, strict=True):
-            stride = group_stride(shape, strides, ITEM_BYTES[self._read[place][1]], spec)
-            if stride is None:
-                return None
-            found.append((place, (shape.numel() // spec.hidden, spec.hidden), (stride, 1)))
-        return tuple(found)
+        made, written = [], []
+        for place, result in enumerate(self._made):
+            lies, dtype = result or ("", "")
+            made.append(result and Fresh.of(shapes[lies], dtype or scales.dtype))
+            if lies in matrices and shapes[lies] != matrices[lies]:
+                written.append((place, matrices[lies], (hidden, 1)))
+        made += [Fresh.of(shape, dtype) if shape else None for shape, dtype in scratch]
+        read, groups = [lies for lies, _ in self._read], groups if backward else ()
+        return Layout(rows, groups, tuple(made), tuple(written), read, scales, cleared, {})
 
 
 def key_of(input: int, grouped: Sequence[int], tensors: Sequence[Tensor]) -> tuple:
@@ -152,20 +138,3 @@ def key_of(input: int, grouped: Sequence[int], tensors: Sequence[Tensor]) -> tup
         tensor = tensors[place]
         key.append((tensor.shape, tensor.stride()))
     return tuple(key)
-
-
-def _fresh(
-    lies: str,
-    dtype: str,
-    shapes: dict[str, tuple],
-    spec: NormSpec,
-    rows: int,
-    scales: Scales | None,
-) -> Fresh:
-    if lies in shapes:
-        shape = shapes[lies]
-        return Fresh(shape, contiguous_strides_of(shape), getattr(torch, dtype))
-    sizes = {"number": rows, "affine": spec.hidden * (spec.heads or 1), "one": 1}
-    if lies == "scales":
-        return Fresh((scales.count,), (1,), getattr(torch, scales.dtype))
-    return Fresh((sizes[lies],), (1,), getattr(torch, dtype))

@@ -35,40 +35,22 @@ reduces or reduce-scatters one that is Partial.
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache, partial
+from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from ..table import OPS, Op, Port
+from ..table import QUANTIZED_NORMS, Inner, Op
 from .layout import leading_groups, rows_shape
 from .torch_private import keep_every_argument
 
-# DTensor's description of an argument: a tensor's shape, dtype and placements, or the value itself.
-Given = Sequence[Any]
 # Placements of the results, and of the arguments: None for one that is no tensor.
 Strategy = tuple[list, list]
-
-
-class Rule(NamedTuple):
-    """A row of a table, as placements: of what has (r)ows, of (p)arameters and of their
-    (d)erivatives; for pieces of rows, also of (n)umbers of whole rows and of (s)ums of a piece; of
-    what lies by (g)roup and of its d(e)rivatives; and where heads are rotated of (t)ables, of
-    pos(i)tions, and of (o)utputs.
-    """
-
-    r: Any
-    p: Any
-    d: Any
-    n: Any = None
-    s: Any = None
-    g: Any = None
-    e: Any = None
-    t: Any = None
-    i: Any = None
-    o: Any = None
+# A row of a table: placements of ports by how they lie. A port that lies otherwise is whole on each
+# rank.
+Rule = dict[str, Any]
 
 
 def is_distributed(value: object) -> bool:
@@ -87,36 +69,31 @@ def register_where_loaded() -> None:
 def _register() -> None:
     from torch.distributed.tensor.experimental import register_sharding
 
-    from .backward import KINDS
-    from .split import library as split
+    from .decompositions import KINDS
 
-    ops: dict[str, Callable] = {
-        # The scales of a quantised norm lie in no order that a shard's would have.
-        name: partial(op_strategies, op)
-        for name, op in OPS.items()
-        if not op.quantized
-    }
-    inner = {**KINDS, **split.KINDS}
-    ops |= {name: partial(inner_strategies, kind) for name, kind in inner.items()}
-    overloads = [getattr(torch.ops.tilenorm, name).default for name in ops]
-    for overload, tell in zip(overloads, ops.values(), strict=True):
-        register_sharding(overload)(lambda *given, tell=tell: tell(given))
+    # The scales of a quantised norm lie in no order that a shard's would have.
+    kinds = {name: kind for name, kind in KINDS.items() if name not in QUANTIZED_NORMS}
+    overloads = [getattr(torch.ops.tilenorm, name).default for name in kinds]
+    for overload, kind in zip(overloads, kinds.values(), strict=True):
+        register_sharding(overload)(lambda *given, kind=kind: strategies(kind, given))
     keep_every_argument(overloads)
 
 
-def rules_of(
-    ports: Sequence[Port], tensors: Iterable[Any], hidden: int, heads_first: bool
-) -> Iterator[Rule]:
-    """The rows of the table for the tensors of an op, of which `shape` is read."""
-    each = list(zip(ports, tensors, strict=True))
-    parameters = [t for port, t in each if port.lies == "affine"]
-    given = {port.role: t for port, t in each}
-    x = given["x"]
-    if "mod_scale" in given:
-        return rules_by_group(x, parameters, given["mod_scale"], hidden)
-    if "cos" in given:
-        tables = given["cos"], given["positions"]
-        return rules_rotated(x, *tables, given["weight"], hidden, heads_first)
+def rules_of(row: Op | Inner, given: dict[str, Any]) -> Iterator[Rule]:
+    """The rows of the table for a call of an op. given: its arguments by name; of tensors, `shape`
+    is read.
+    """
+    by_role = {port.role: given.get(port.name) for port in row.tensors}
+    parameters = [given.get(port.name) for port in row.tensors if port.lies == "affine"]
+    x, hidden = by_role["x"], given["hidden"]
+    if "dims" in given:
+        return rules_of_pieces(x, parameters, given["dims"])
+    if "mod_scale" in by_role:
+        return rules_by_group(x, parameters, by_role["mod_scale"], hidden)
+    if "cos" in by_role:
+        tables = by_role["cos"], by_role["positions"]
+        first = given["output_heads_first"]
+        return rules_rotated(x, *tables, by_role["weight"], hidden, first)
     return rules(x, parameters, hidden)
 
 
@@ -124,7 +101,7 @@ def rules(x: Any, parameters: Sequence[Any], hidden: int) -> Iterator[Rule]:
     """The rows of the table for an input and its parameters, of which `shape` is read."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
-    yield Rule(Replicate(), Replicate(), Replicate())
+    yield {}
     if not hidden:
         return
     leading = len(rows_shape(x.shape, hidden))
@@ -133,121 +110,87 @@ def rules(x: Any, parameters: Sequence[Any], hidden: int) -> Iterator[Rule]:
         if True in by_heads and d == leading - 1:
             if False in by_heads:  # no rule for a shard of heads fits both
                 return
-            yield Rule(Shard(d), Shard(0), Shard(0))
+            yield _cut(Shard(d), Shard(0), Shard(0))
         else:
-            yield Rule(Shard(d), Replicate(), Partial())
+            yield _cut(Shard(d), Replicate(), Partial())
     # A cut normalised dimension has no row: its sums need an all-reduce (split/norm.py).
+
+
+def _cut(rows: Any, affine: Any, derivative: Any) -> Rule:
+    placed = dict.fromkeys(("rows", "mask", "number", "key", "heads"), rows)
+    return placed | {"affine": affine, "derivative": derivative}
 
 
 def rules_by_group(x: Any, parameters: Sequence[Any], scale: Any, hidden: int) -> Iterator[Rule]:
     """The rows of the table where a tensor lies by group."""
-    from torch.distributed.tensor import Partial, Replicate, Shard
+    from torch.distributed.tensor import Partial, Shard
 
     dims = len(x.shape) - len(rows_shape(x.shape, hidden)) if hidden else 1  # normalised ones
     groups = leading_groups(scale.shape, dims)
     for rule in rules(x, parameters, hidden):
-        placed, d = (Replicate(), Replicate()), getattr(rule.r, "dim", None)
-        if d is not None:
-            if d < len(groups) and groups[d] != x.shape[d]:
-                continue
-            placed = (Shard(d), Shard(d)) if d < len(groups) else (Replicate(), Partial())
-        yield rule._replace(g=placed[0], e=placed[1])
+        d = rule["rows"].dim if rule else -1
+        if d >= len(groups):
+            yield rule | {"group derivative": Partial()}
+        elif d < 0:
+            yield rule
+        elif groups[d] == x.shape[d]:
+            yield rule | {"group": Shard(d), "group derivative": Shard(d)}
 
 
 def rules_rotated(
     x: Any, cos: Any, positions: Any, weight: Any, hidden: int, heads_first: bool
 ) -> Iterator[Rule]:
     """The rows of the table where heads are rotated."""
-    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor import Shard
 
     tokens = len(x.shape) - 2
+    by_token = ("table", cos.shape[:-1]) if positions is None else ("tokens", positions.shape)
+    lies, sizes = by_token
     for rule in rules(x, [weight], hidden):
-        d = getattr(rule.r, "dim", None)
-
-        def along(sizes: Sequence[int], d=d) -> Any:
-            """Where what broadcasts to the tokens is, if these are cut in d."""
-            own = -1 if d is None or d >= tokens else d - tokens + len(sizes)
-            return Shard(own) if own >= 0 and sizes[own] != 1 else Replicate()
-
-        table = along(cos.shape[:-1]) if positions is None else Replicate()
-        made = Shard({1: 2, 2: 1}.get(d, d)) if heads_first and d is not None else rule.r
-        placed = positions if positions is None else along(positions.shape)
-        yield rule._replace(t=table, i=placed, o=made)
+        if rule:
+            d = rule["rows"].dim
+            own = d - tokens + len(sizes)  # the dimension that lies on the tokens' d
+            if d < tokens and own >= 0 and sizes[own] != 1:
+                rule |= {lies: Shard(own)}
+            if heads_first:
+                rule |= {"heads": Shard({1: 2, 2: 1}.get(d, d))}
+        yield rule
 
 
 def rules_of_pieces(x: Any, parameters: Sequence[Any], dims: int) -> Iterator[Rule]:
     """The rows of the table where rows are in pieces."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
-    whole, part = Replicate(), Partial()
-    yield Rule(*[whole] * 5)
+    yield {}
     rank = len(x.shape)
     of_parameters = max((len(p.shape) for p in parameters if p is not None), default=0)
     for d in range(rank):
         along = d - rank + of_parameters  # the parameters' dimension that lies on x's
-        p, derivative = (Shard(along),) * 2 if along >= 0 else (whole, part)
+        by_place = (Shard(along), Shard(along)) if along >= 0 else (Replicate(), Partial())
+        rule = _cut(Shard(d), *by_place)
         if d < rank - dims:
-            yield Rule(Shard(d), p, derivative, Shard(d), Shard(d))
+            yield rule | {"whole": Shard(d), "part": Shard(d)}
         else:
-            yield Rule(Shard(d), p, derivative, whole, part)
+            yield rule | {"part": Partial()}
 
 
-# The letter of Rule for each way in which a port lies. "w" is whole on each rank.
-LETTERS = {"rows": "r", "mask": "r", "affine": "p", "vector": "w", "number": "r", "group": "g"}
-LETTERS |= {"whole": "n", "part": "s", "derivative": "d"}
-LETTERS |= {"key": "r", "table": "t", "tokens": "i", "heads": "o", "group derivative": "e"}
+def strategies(kind: Any, given: Sequence[Any]) -> list[Strategy]:
+    """What DTensor may do with a call of an op.
 
-
-def letters_of(ports: Sequence[Port]) -> str:
-    return "".join(LETTERS[port.lies] for port in ports)
-
-
-def op_strategies(op: Op, given: Given) -> list[Strategy]:
-    """What DTensor may do with a call of an op."""
-    from .library import Called
-
-    called = Called.of(op, given)
-    heads_first = op.rotated and called.option("output_heads_first")
-    found = rules_of(op.takes, called.tensors, called.options[0], heads_first)
-    made = [called.makes(port) for port in op.makes]
-    return strategies_of(found, letters_of(op.takes), given, letters_of(op.makes), made)
-
-
-def inner_strategies(kind: Any, given: Given) -> list[Strategy]:
-    """What DTensor may do with a call of an op of inner.py."""
-    call, row = kind([described(t) for t in given]), kind.ROW
-    letters = {port.name: LETTERS[port.lies] for port in row.tensors}
-    taken = "".join([letters.get(name, "w") for name in row.arguments])
-    there = [result.shape is not None for result in call.results()]
-    return strategies_of(call.rules(), taken, given, letters_of(row.makes), there)
-
-
-def described(argument: Any) -> Any:
-    """A tensor's shape and dtype, given DTensor's description; any other argument as it is."""
-    return getattr(argument, "tensor_meta", argument)
-
-
-def strategies_of(
-    rules: Iterable[Rule],
-    arguments: str,
-    given: Given,
-    results: str,
-    there: Sequence[bool],
-) -> list[Strategy]:
-    """What DTensor may do with a call by rules.
-
-    arguments, results: for each argument and for each result, the letter of Rule, or "w" for what
-    is whole on each rank. there: which results are no empty tensors.
+    given: DTensor's description of each argument: a tensor's shape, dtype and placements, or the
+    value itself.
     """
     from torch.distributed.tensor import Replicate
 
-    whole, found = Replicate(), []
-    for rule in rules:
-        by_letter = {**rule._asdict(), "w": whole}
+    call = kind([getattr(argument, "tensor_meta", argument) for argument in given])
+    row, whole, found = call.row, Replicate(), []
+    lies = {port.name: port.lies for port in row.tensors}
+    made = list(zip(row.makes, call.results(), strict=True))
+    for rule in rules_of(row, dict(zip(row.arguments, given, strict=False))):
         placed = [
-            by_letter[letter] if hasattr(t, "shape") else None
-            for t, letter in zip_longest(given, arguments, fillvalue="w")
+            rule.get(lies.get(name), whole) if hasattr(t, "shape") else None
+            for t, name in zip_longest(given, row.arguments)
         ]
-        made = zip(there, results, strict=True)
-        found.append(([by_letter[letter] if t else whole for t, letter in made], placed))
+        there = [whole if of.shape is None else rule.get(port.lies, whole) for port, of in made]
+        found.append((there, placed))
     return found

@@ -19,15 +19,16 @@ from torch.compiler import is_compiling
 
 from . import torch_checks as checks
 
-# This module may be imported in a mode, a transform or a context that gives tensors another device.
-# The thread of the checks is in none of them. Together they take 1 to 2 ms.
-_aside = ThreadPoolExecutor(1)
 
+def _passes(check: Callable[..., bool], *names) -> bool:
+    """Whether private names do what a check asks of them.
 
-def _passes(check: Callable[..., bool], *names, aside: ThreadPoolExecutor = _aside) -> bool:
-    """Whether private names do what a check asks of them."""
+    This module may be imported in a mode, a transform or a context that gives tensors another
+    device. The thread of a check is in none of them. Together the checks take a few ms.
+    """
     try:
-        return aside.submit(check, *names).result() is True
+        with ThreadPoolExecutor(1) as aside:
+            return aside.submit(check, *names).result() is True
     except Exception:  # what has another meaning may raise anything
         return False
 
@@ -114,10 +115,6 @@ def reshaped(fresh: Tensor, shape: Sequence[int]) -> Tensor:
     return fresh.view(shape) if _unsafe_view is None else _unsafe_view(fresh, shape)
 
 
-def _reinterpret_public(x: Tensor, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
-    return x.as_strided(shape, strides).detach()
-
-
 def _empty_cuda_public(shape: tuple, strides: tuple, dtype: torch.dtype) -> Tensor:
     return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
 
@@ -132,14 +129,13 @@ def _at_first_call(name: str, check: Callable[..., bool], private, public: Calla
     """
 
     def first(*args):
-        with ThreadPoolExecutor(1) as aside:
-            globals()[name] = private if _passes(check, private, aside=aside) else public
+        globals()[name] = private if _passes(check, private) else public
         return globals()[name](*args)
 
     return public if private is None else first
 
 
-reinterpret = _reinterpret_tensor or _reinterpret_public
+reinterpret = _reinterpret_tensor or (lambda x, *how: x.as_strided(*how).detach())
 # Callers ask this module for these three at each call.
 empty_strided_cuda = _at_first_call(
     "empty_strided_cuda", checks.allocates_on_cuda, _empty_strided_cuda, _empty_cuda_public
@@ -225,8 +221,7 @@ def asked_of(ctx) -> tuple[bool, ...]:
 def _engine_tells() -> bool:
     """The check runs backward passes, so it waits for one that runs anyway."""
     names = _pass_wants_all, _engine_runs, _running_node
-    with ThreadPoolExecutor(1) as aside:
-        return None not in names and _passes(checks.engine_tells, *names, aside=aside)
+    return None not in names and _passes(checks.engine_tells, *names)
 
 
 # PyTorch's own kernels in Python, by the language that they are written in.
@@ -315,6 +310,3 @@ def inductor_joint_config():
         return None
     known = hasattr(custom_graph_pass, "CustomGraphPass")
     return config if known and hasattr(config, "joint_custom_post_pass") else None
-
-
-_aside.shutdown()

@@ -15,9 +15,9 @@ from torch._ops import OpOverload
 from torch.fx import Node
 from torch.fx.node import map_aggregate
 
-from ...ops import backward, inner
+from ...ops import backward
 from ...ops.bound import specs_of_tensors
-from ...ops.library import fake
+from ...ops.library import KINDS, fake
 from ...ops.registry import cutile_refuses, device_of, spec_refused
 from ...ops.sharding import is_distributed
 from ...spec import Options
@@ -28,8 +28,8 @@ from .nodes import VALUES, Left, bind, is_idle, item_of, key_of, value_of, value
 FORWARD: dict[Any, Op] = {getattr(torch.ops.tilenorm, name).default: op for name, op in OPS.items()}
 NORM_BACKWARD = torch.ops.tilenorm.norm_backward.default
 FAKES: dict[Any, Callable] = {
-    **{overload: partial(fake, op) for overload, op in FORWARD.items()},
-    NORM_BACKWARD: partial(inner.fake, backward.NormBackward),
+    **{overload: partial(fake, KINDS[op.name]) for overload, op in FORWARD.items()},
+    NORM_BACKWARD: partial(fake, backward.NormBackward),
 }
 TERMS = ("grad_output", *(port.name for port in LAST_TERMS))
 # What the forward and the backward call of a norm have in common. A forward op that lacks one of

@@ -16,7 +16,7 @@ from ...launch.split import (
 from ...launch.target import Target
 from ...spec import NormSpec
 from ..cutile import GRADIENTS, Run, fresh, on_device
-from ..layout import Views, as_read
+from ..layout import as_read
 from .reference import Given, Made
 
 # How the tensors that the kernels read lie, and those that they write, by their roles.
@@ -35,8 +35,8 @@ def piece(name: str, spec: NormSpec, target: Target, given: Given, run: Run = on
     """What an op makes of what Piece.read returns; None for what is absent."""
     x, results = given["x"], given["results"]
     made = {
-        role: None if shape is None else fresh(x, shape, dtype)
-        for role, (shape, dtype) in results.items()
+        role: None if of.shape is None else fresh(x, of.shape, of.dtype)
+        for role, of in results.items()
     }
     if name == "grad_apply":
         made = dict(zip(GRADIENTS, made.values(), strict=False))
@@ -73,19 +73,17 @@ def _launches(
 def _arrays(arrays: Any, spec: NormSpec, given: Given, made: Given) -> dict[str, Any]:
     """The arrays, by their names, of what the kernels read and write."""
     rows, found = given["rows"], {}
+    shapes: dict[str, tuple[int, ...]] = {"rows": (rows, -1), "affine": (-1,)}
     read = {role: given[role] for role in READ if given.get(role) is not None}
     if read:
-        views = Views.of(spec, rows, given["x"].shape, [(READ[role], True) for role in read])
-        found = dict(zip(read, as_read([*read.values()], spec, views), strict=True))
+        lies = [READ[role] for role in read]
+        found = dict(zip(read, as_read([*read.values()], spec, lies), strict=True))
     for name, t in (given | made).items():
         if name in COLUMNS and t is not None:
             found |= zip(COLUMNS[name], t.view(rows, -1).unbind(1), strict=False)
         elif name in arrays._fields and name not in READ and t is not None:
-            found[name] = t if name == "partials" else t.view(_shape_of(name, rows))
+            shape = shapes.get(WRITTEN.get(name, ""), (rows,))
+            found[name] = t if name == "partials" else t.view(shape)
     if "dy" in found:
         found["dy"] = (found["dy"],)
     return found
-
-
-def _shape_of(name: str, rows: int) -> tuple[int, ...]:
-    return {"rows": (rows, -1), "affine": (-1,)}.get(WRITTEN.get(name, ""), (rows,))

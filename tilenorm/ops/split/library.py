@@ -15,19 +15,19 @@ tensors.
 row_sums takes a gate that comes before the norm alone. autograd sees none of them: see norm.py.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
 from torch import Tensor
 
-from ...spec import NormSpec
+from ...spec import NormSpec, Options
 from ...table import PIECES
+from ..backward import Inner, define
 from ..bound import norm_of
-from ..inner import Inner, Result, define
+from ..library import Result
 from ..reference import name_of, statistics_dtype
 from ..registry import MAX_ROWS, on_device_of
-from ..sharding import Rule, rules_of_pieces
 from ..tensor_checks import wrong
 from . import reference
 
@@ -43,23 +43,22 @@ class Piece(Inner):
             raise wrong("tilenorm", "dims", f"1 to {len(shape)}", dims)
         return shape[: len(shape) - dims]
 
-    @property
-    def dtypes(self) -> dict[str, str]:
-        """The dtypes of the spec's tensors by role. Once a residual was added, x is the sum, and
-        stands for the residual. The spec's own dtype is that of y.
+    def _spec_of(self, hidden: int, heads: int = 0) -> NormSpec:
+        """Once a residual was added, x is the sum, and stands for the residual. The spec's own
+        dtype is that of y.
         """
-        given, x, dy = self.tensors, self.tensors["x"], self.tensors.get("dy")
-        there = {r: given.get(r) for r in ("residual", "gate", "weight", "bias")}
-        dtypes = {role: t.dtype for role, t in there.items() if t is not None}
-        dtypes["x"] = self.options.get("dtype", x.dtype if dy is None else dy.dtype)
-        if self.options.get("added", dy is not None or dtypes["x"] != x.dtype):
-            dtypes["residual"] = x.dtype
-        return {role: name_of(dtype) for role, dtype in dtypes.items()}
+        x, dy, options = self.x, self.tensors.get("dy"), self.options
+        own = options.get("dtype", x.dtype if dy is None else dy.dtype)
+        dtypes = self.dtypes | {"x": name_of(own)}
+        if options.get("added", dy is not None or own != x.dtype):
+            dtypes["residual"] = name_of(x.dtype)
+        asked = Options(*[options[name] for name in Options._fields])
+        return NormSpec.of_tensors(asked._replace(hidden=hidden), dtypes, heads)
 
     @property
     def spec(self) -> NormSpec:
         """The spec of whole rows, which have weights of their own shape."""
-        return NormSpec.of_tensors(self.norm_options, self.dtypes)
+        return self._spec_of(self.options["hidden"])
 
     def of_piece(self) -> NormSpec:
         """The spec of the piece: its `hidden` is what the piece has of a row.
@@ -76,29 +75,25 @@ class Piece(Inner):
                 takes = f"a shape that ends in that of the piece, {list(shape)}"
                 raise wrong("tilenorm", name, takes, list(parameter.shape))
             heads = parameter.numel() // width if width else 0
-        return NormSpec.of_tensors(self.norm_options._replace(hidden=width), self.dtypes, heads)
+        return self._spec_of(width, heads)
 
     def results(self) -> Sequence[Result]:
         given, lead, layer = self.tensors, self.lead, self.options["norm"] == "layer"
         x, found = given["x"], []
-        if self.ROW.name == "row_sums":
+        if self.row.name == "row_sums":
             residual = given["residual"]
             dtype = statistics_dtype(x, residual)
             total = (None, x.dtype) if residual is None else (x.shape, residual.dtype)
             found = [(lead, dtype), ((*lead, 3) if layer else None, dtype), total]
-        elif self.ROW.name == "row_center":
+        elif self.row.name == "row_center":
             found = [((*lead, 2), given["mean"].dtype)]
-        elif self.ROW.name == "row_apply":
+        elif self.row.name == "row_apply":
             rstd, dtype = lead if self.options["save"] else None, given["whole"].dtype
             found = [(x.shape, self.options["dtype"]), (rstd if layer else None, dtype)]
             found.append((rstd, dtype))
-        elif self.ROW.name == "grad_sums":
+        elif self.row.name == "grad_sums":
             found = [((*lead, 2) if layer else lead, given["rstd"].dtype)]
         return [Result(*each) for each in found] or super().results()
-
-    def rules(self) -> Iterable[Rule]:
-        t = self.tensors
-        return rules_of_pieces(t["x"], [t.get("weight"), t.get("bias")], self.options["dims"])
 
     def read(self, spec: NormSpec) -> dict[str, Any]:
         """What the functions of reference.py take: numbers of rows are (rows,) or (rows, n); and
@@ -106,11 +101,11 @@ class Piece(Inner):
         """
         lead, found = self.lead, self.options | self.tensors
         rows = found["rows"] = prod(lead)
-        for port in self.ROW.takes:
+        for port in self.row.takes:
             t = found[port.role]
             if port.lies in ("part", "whole") and t is not None:
                 found[port.role] = t.reshape(rows, *t.shape[len(lead) :])
-        roles = [port.role for port in self.ROW.makes]
+        roles = [port.role for port in self.row.makes]
         found["results"] = dict(zip(roles, self.results(), strict=True))
         return found | ({"needs": self.needs(spec)} if "output_mask" in found else {})
 
@@ -122,21 +117,21 @@ class Piece(Inner):
         long = x.numel() > MAX_ROWS * spec.hidden
         norm = norm_of(spec, x.device.type, x.get_device(), long, backend)
         with on_device_of(x):
-            return self.returned(norm.piece(self.ROW.name)(self.read(spec)))
+            return self.returned(norm.piece(self.row.name)(self.read(spec)))
 
     def decomposed(self) -> Any:
         spec = self.of_piece()
-        return self.returned(getattr(reference, self.ROW.name)(spec, self.read(spec)))
+        return self.returned(getattr(reference, self.row.name)(spec, self.read(spec)))
 
     def returned(self, made: Sequence[Tensor | None]) -> Any:
         """What the op returns of what an implementation makes."""
         x, found = self.tensors["x"], []
-        for t, (shape, dtype) in zip(made, self.results(), strict=True):
-            absent = t is None or shape is None
-            found.append(x.new_empty(0, dtype=dtype) if absent else t.view(shape))
+        for t, of in zip(made, self.results(), strict=True):
+            absent = t is None or of.shape is None
+            found.append(x.new_empty(0, dtype=of.dtype) if absent else t.view(of.shape))
         return tuple(found) if len(found) > 1 else found[0]
 
 
-KINDS = {name: type(name, (Piece,), {"ROW": row}) for name, row in PIECES.items()}
+KINDS = {name: type(name, (Piece,), {"row": row}) for name, row in PIECES.items()}
 for _kind in KINDS.values():
     define(_kind)

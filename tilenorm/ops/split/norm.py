@@ -59,7 +59,7 @@ def of_op(op: Op, tensors: tuple, options: tuple, dims: int, eps: tuple, backend
     for port, tensor in zip(op.takes, tensors, strict=True):
         if tensor is not None and not hasattr(tensor, "placements"):
             raise wrong(op.name, port.argument, "a DTensor, as the input is one", "a Tensor")
-    found = dict(zip([port.name for port in op.takes], tensors, strict=True))
+    found = op.named(tensors)
     for stage, own in zip(op.stages, eps, strict=True):
         row = OPS[stage.op]
         given = {role: found.get(stage.ports.get(role, "")) for role in row.roles}
@@ -83,20 +83,16 @@ def normalize(op: Op, given: dict[str, Any], how: How) -> tuple[Tensor, Tensor |
             along = port.lies in ("affine", "vector")
             given[port.role] = _moved(tensor, _along(tensor, x, at) if along else at)
     given["x"] = branched(how.options, given["x"], *map(given.get, FACTORS))
-    if given.get("addend") is not None:
-        given["x"] = _plus(op.name, given["x"], given["addend"])
+    x, addend = given["x"], given.get("addend")
+    if addend is not None:  # x + addend is rounded to the addend's dtype, and has x's
+        if addend.dtype.itemsize > x.dtype.itemsize:
+            takes = f"the input's dtype {x.dtype} where rows are cut"
+            raise wrong(op.name, "residual[0]", takes, addend.dtype)
+        given["x"] = reference.sum_of(x, addend).to(x.dtype)
     placed = tuple(given.get(role) for role in ROLES)
     recorded, skip = needs_grad(*placed), given.get("skip")
     y, total = PieceNorm.apply(how, *placed) if recorded else forward(how, placed, False)[:2]
     return (y if skip is None else reference.sum_of(y, skip)), total
-
-
-def _plus(op: str, x: Tensor, addend: Tensor) -> Tensor:
-    """x + addend, rounded to the addend's dtype, in x's. RuntimeError if x's has fewer bits."""
-    if addend.dtype.itemsize > x.dtype.itemsize:
-        takes = f"the input's dtype {x.dtype} where rows are cut"
-        raise wrong(op, "residual[0]", takes, addend.dtype)
-    return reference.sum_of(x, addend).to(x.dtype)
 
 
 def forward(how: How, tensors: tuple, save: bool) -> tuple[Tensor | None, ...]:
@@ -132,20 +128,17 @@ class PieceNorm(Function):
     def backward(ctx, dy, dsum):
         how, names = ctx.how, ("x", *ROLES[2:], "mean", "rstd")
         saved: dict[str, Any] = dict(zip(names, ctx.saved_tensors, strict=True))
-        asked = [r if need else None for r, need in zip(ROLES, asked_of(ctx)[1:], strict=True)]
+        asked = [r for r, need in zip(ROLES, asked_of(ctx)[1:], strict=True) if need]
         heads = heads_of(how.options.hidden, saved["weight"], saved["bias"])
         dtypes = dict(zip(ROLES, ctx.dtypes, strict=True))
         spec = NormSpec.of_tensors(how.options, dtypes, heads)
         dsum = dsum if spec.residual else None
         if dy is None:
-            given: list = [None] * 5
-            if dsum is not None:
-                given = through_sum(spec, asked, dsum, saved)
+            given = {} if dsum is None else through_sum(spec, asked, dsum, saved)
             # DTensor takes no None for the gradient of a parameter that it has moved to its place.
-            for i, role in enumerate(asked):
-                if role in ("weight", "bias"):
-                    given[i] = torch.zeros_like(saved[role])
-            return None, *given
+            affine = [role for role in asked if role in ("weight", "bias")]
+            given |= {role: torch.zeros_like(saved[role]) for role in affine}
+            return None, *map(given.get, ROLES)
         at = saved["x"].placements
         dy, dsum = (g if g is None else _moved(g, at) for g in (dy, dsum))
         needs = needs_of(spec, asked, dsum is not None)
@@ -159,7 +152,7 @@ class PieceNorm(Function):
             grads = _by_pieces(how, spec, needs, dy, dsum, saved)
         dx, dresidual, *others = grads
         every = dx, dx if spec.shares_dx else dresidual, *others
-        return None, *(None if r is None else t for r, t in zip(asked, every, strict=True))
+        return None, *(t if r in asked else None for r, t in zip(ROLES, every, strict=True))
 
 
 def _by_pieces(how: How, spec: NormSpec, needs, dy, dsum, saved: dict) -> Sequence:
