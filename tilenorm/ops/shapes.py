@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..launch.plan import BackwardPlan, ForwardPlan, GroupedPlan
 from ..launch.scales import Scales
-from .layout import MOST_SHAPES, as_read, contiguous_strides_of
+from .layout import MOST_SHAPES, as_read, contiguous_strides_of, reading
 
 MOST_SCALES = 2**31 - 1  # the kernels number scales in 32 bits
 
@@ -127,7 +127,8 @@ class Layouts(dict):
             if lies in matrices and shapes[lies] != matrices[lies]:
                 written.append((place, matrices[lies], (hidden, 1)))
         made += [Fresh.of(shape, dtype) if shape else None for shape, dtype in scratch]
-        read, groups = [lies for lies, _ in self._read], groups if backward else ()
+        read = reading(spec, [lies for lies, _ in self._read])
+        groups = groups if backward else ()
         return Layout(rows, groups, tuple(made), tuple(written), read, scales, cleared, {})
 
 

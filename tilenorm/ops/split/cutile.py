@@ -16,7 +16,7 @@ from ...launch.split import (
 from ...launch.target import Target
 from ...spec import NormSpec
 from ..cutile import GRADIENTS, Run, fresh, on_device
-from ..layout import as_read
+from ..layout import as_read, reading
 from .reference import Given, Made
 
 # How the tensors that the kernels read lie, and those that they write, by their roles.
@@ -77,7 +77,7 @@ def _arrays(arrays: Any, spec: NormSpec, given: Given, made: Given) -> dict[str,
     read = {role: given[role] for role in READ if given.get(role) is not None}
     if read:
         lies = [READ[role] for role in read]
-        found = dict(zip(read, as_read([*read.values()], spec, lies), strict=True))
+        found = dict(zip(read, as_read([*read.values()], spec, reading(spec, lies)), strict=True))
     for name, t in (given | made).items():
         if name in COLUMNS and t is not None:
             found |= zip(COLUMNS[name], t.view(rows, -1).unbind(1), strict=False)
