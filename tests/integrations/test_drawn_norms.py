@@ -8,8 +8,6 @@ from random import Random
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, note, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import tilenorm
@@ -71,7 +69,7 @@ def hold(rng: Random) -> bool:
     """Draws a class and inputs, and holds the contract. Returns whether it is patched."""
     parts = drawn_norms.parts(rng)
     odd = {n: v for n, v in parts.items() if v != drawn_norms.PARTS[n][0]}
-    note(f"parts {odd}")
+    print(f"parts {odd}")
     module = drawn_norms.module_of(rng, parts)
     patched, before = copy.deepcopy(module), state(module)
     others = {"other": nn.LayerNorm(8)} if rng.random() < 0.1 else {}
@@ -79,11 +77,11 @@ def hold(rng: Random) -> bool:
     assert len(report.patched) + len(report.left) == 1 + len(others) and state(patched) == before
     assert [e.name for e in report.patched if e.name != "drawn"] == list(others)
     if report.left:
-        note(report.left[0].reason)
+        print(report.left[0].reason)
         assert type(patched) is type(module) and report.left[0].reason
     for _ in range(INPUTS):
         tensors, gradients = drawn_norms.inputs_of(rng, module), rng.random() < 0.8
-        note(f"inputs {[(list(t.shape), t.stride(), t.dtype) for t in tensors]}, {gradients=}")
+        print(f"inputs {[(list(t.shape), t.stride(), t.dtype) for t in tensors]}, {gradients=}")
         expected, effects, inputs = outcome(module, tensors, gradients)
         got, same_effects, same_inputs = outcome(patched, tensors, gradients)
         assert effects == same_effects and all(map(torch.equal, inputs, same_inputs))
@@ -107,18 +105,5 @@ def hold(rng: Random) -> bool:
 
 @pytest.mark.parametrize("examples", [16, pytest.param(100, marks=pytest.mark.slow)])
 def test_drawn_classes(examples):
-    found = []
-
-    @settings(
-        max_examples=examples,
-        derandomize=True,
-        database=None,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(st.randoms(use_true_random=True, note_method_calls=False))
-    def holds(rng):
-        found.append(hold(rng))
-
-    holds()
-    assert examples / 8 < sum(found) < examples
+    rng = Random(examples)
+    assert examples / 8 < sum(hold(rng) for _ in range(examples)) < examples

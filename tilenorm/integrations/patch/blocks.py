@@ -290,9 +290,8 @@ class _Modulations(_Rewriter):
         match node:
             case ast.BinOp(op=ast.Add()):
                 for product, shift in _in_turn(node):
-                    match product:
-                        case ast.BinOp(op=ast.Mult()) if found := self._modulated(product):
-                            return *found, shift
+                    if len(found := self._modulated(product)) == 2:
+                        return *found, shift
             case ast.BinOp(op=ast.Mult()):
                 for y, factor in _in_turn(node):
                     if (scale := _less_one(factor)) is not None:
