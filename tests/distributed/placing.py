@@ -77,12 +77,16 @@ class Case(NamedTuple):
         how = {"dims": self.dims, **self.options}
         return step(self.form, self.tensors, incoming, asked, **how)
 
+    def placed(self, name: str, placements: dict[str, Placements]) -> dict[str, DTensor]:
+        """The tensors on a mesh, each in the placements of its name."""
+        return {n: placed(t, name, placements[n]) for n, t in self.tensors.items()}
+
     def on(self, name: str, placements: dict[str, Placements], incoming, **how):
         """Outputs and gradients on a mesh, as DTensors, and the collectives that they took.
 
-        placements: of each tensor, by its name. incoming: those of each output's gradient, or None.
+        incoming: the placements of each output's gradient, or None.
         """
-        given = {n: placed(t, name, placements[n]) for n, t in self.tensors.items()}
+        given = self.placed(name, placements)
         gradients = [
             p if p is None else placed(dy, name, p)
             for dy, p in zip(incoming_of(self.tensors), incoming, strict=True)
