@@ -14,7 +14,6 @@ from torch.profiler import ProfilerActivity, profile
 import tilenorm
 
 from ..ops.helpers import Form, expected_of, incoming_of, step, tensors_of
-from ..oracle import Truth
 from ..tolerance import assert_close
 from .world import device, mesh
 
@@ -78,12 +77,16 @@ class Case(NamedTuple):
         how = {"dims": self.dims, **self.options}
         return step(self.form, self.tensors, incoming, asked, **how)
 
+    def placed(self, name: str, placements: dict[str, Placements]) -> dict[str, DTensor]:
+        """The tensors on a mesh, each in the placements of its name."""
+        return {n: placed(t, name, placements[n]) for n, t in self.tensors.items()}
+
     def on(self, name: str, placements: dict[str, Placements], incoming, **how):
         """Outputs and gradients on a mesh, as DTensors, and the collectives that they took.
 
-        placements: of each tensor, by its name. incoming: those of each output's gradient, or None.
+        incoming: the placements of each output's gradient, or None.
         """
-        given = {n: placed(t, name, placements[n]) for n, t in self.tensors.items()}
+        given = self.placed(name, placements)
         gradients = [
             p if p is None else placed(dy, name, p)
             for dy, p in zip(incoming_of(self.tensors), incoming, strict=True)
@@ -91,29 +94,25 @@ class Case(NamedTuple):
         how = {"dims": self.dims, **self.options, **how}
         return counted(step, self.form, given, gradients, **how)
 
-    def compare(self, found: dict, expected: dict, dsum=True, exact=True) -> None:
+    def compare(self, found: dict, expected: dict, incoming=None, exact=True) -> None:
         """Assert that what DTensors give is what one process gives: bit for bit, but where ranks
         add up their parts of a parameter's gradient, which are within the budget. The gradient of a
         skip is that of the output, placed as that is.
 
-        dsum: whether the sum had a gradient. exact: False has everything within the budget.
+        incoming: as step takes them. exact: False has everything within the budget.
         """
         assert found.keys() == expected.keys()
+        tensors = {n: t.cpu() for n, t in self.tensors.items()}
+        truths = expected_of(self.form, tensors, incoming, self.dims, **self.options)
         for name, result in found.items():
             partial = any(p.is_partial() for p in result.placements)
             assert not partial or name in (*PARAMETERS, "skip"), f"{name} has {result.placements}"
             whole, other = result.full_tensor(), expected[name]
             assert (whole.shape, whole.dtype) == (other.shape, other.dtype), name
             if name != "skip" and (partial or not exact):
-                assert_close(name, whole.cpu(), self._truth(name, dsum), other.cpu())
+                assert_close(name, whole.cpu(), truths[name][0], other.cpu())
             else:
                 assert torch.equal(whole, other), f"{name} of {result.placements} has other bits"
-
-    def _truth(self, name: str, dsum: bool) -> Truth:
-        tensors = {n: t.cpu() for n, t in self.tensors.items()}
-        dy, *others = incoming_of(tensors)
-        incoming = [dy, *(other if dsum else None for other in others)]
-        return expected_of(self.form, tensors, incoming, self.dims, **self.options)[name][0]
 
 
 def case(form: Form, *shape: int, dims=1, parameter_shape=None, options=None, **made) -> Case:

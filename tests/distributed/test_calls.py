@@ -67,17 +67,13 @@ def all_reduces(number: int, name: str) -> dict:
     return {"all_reduce": number} if number and mesh(name).size() > 1 else {}
 
 
-def on_mesh(given, name: str, placements: dict) -> dict[str, DTensor]:
-    return {n: placed(t, name, placements[n]) for n, t in given.tensors.items()}
-
-
 def check_without_gradients(given, name: str, placements: dict, expected: dict, collectives: dict):
     """The outputs have these bits in calls without gradients, which take these collectives."""
     for context in (torch.no_grad, torch.inference_mode):
         with context():
             # What goes past PyTorch's dispatcher never sees a DTensor, not even of this shape.
             call(given.form, given.tensors, dims=given.dims)
-            on = on_mesh(given, name, placements)
+            on = given.placed(name, placements)
             found, others = counted(call, given.form, on, dims=given.dims)
         assert others == collectives
         for n, result in zip(("output", "sum"), found, strict=False):
@@ -166,7 +162,7 @@ class Sizes(TorchDispatchMode):
 @on_every_rank
 def test_bytes_of_the_all_reduces(form):
     given = case(form, 4, 3, 29, dtype=torch.bfloat16)
-    tensors = on_mesh(given, ONE, alike(given, [Shard(2)], [Shard(0)]))
+    tensors = given.placed(ONE, alike(given, [Shard(2)], [Shard(0)]))
     leaves = {n: t.requires_grad_() for n, t in tensors.items()}
     with Sizes() as forward:
         outputs = call(form, leaves)
@@ -246,7 +242,7 @@ def test_only_what_is_asked_for_of_cut_rows(form):
 @on_every_rank
 def test_a_partial_input_and_a_cut_residual_take_one_reduce_scatter():
     given = case(ADD, 4, 6, N)
-    tensors = on_mesh(given, ONE, alike(given, [Shard(1)]) | {"input": [P]})
+    tensors = given.placed(ONE, alike(given, [Shard(1)]) | {"input": [P]})
     (y, total), collectives = counted(call, ADD, tensors)
     assert y.placements == total.placements == (Shard(1),)
     assert collectives == ({"reduce_scatter_tensor": 1} if mesh(ONE).size() > 1 else {})
@@ -269,7 +265,7 @@ def test_second_derivatives(name, form):
 
     expected, dims = twice(given.tensors), mesh(name).ndim
     for cut in (*(([p] * dims, [R]) for p in (R, Shard(0), Shard(1))), *CUTS[dims]):
-        found = twice(on_mesh(given, name, alike(given, *cut)))
+        found = twice(given.placed(name, alike(given, *cut)))
         for result, other in zip(found, expected, strict=True):
             torch.testing.assert_close(result.full_tensor(), other)
 
@@ -333,7 +329,7 @@ def test_the_op_itself_and_autocast(name):
 def test_a_mask_and_a_layer_scale(form, cut, vector):
     given, results = case(form, 4, 6, N), []
     at = {n: [vector if t.dim() == 1 else cut] for n, t in given.tensors.items()}
-    for tensors in (given.tensors, on_mesh(given, ONE, at)):
+    for tensors in (given.tensors, given.placed(ONE, at)):
         leaves = leaves_of(tensors)
         y, total = call(form, leaves)
         asked = [t for t in leaves.values() if t.requires_grad]

@@ -141,8 +141,7 @@ def test_compiled_functions(op, backend):
     torch._dynamo.reset()
     run = torch.compile(call, backend=backend, fullgraph=True)
     given, rows = case(form, 4, 6, N), [Shard(1)] * (2 if "x" in name else 1)
-    placements = alike(given, rows)
-    tensors = {n: placed(t, name, placements[n]) for n, t in given.tensors.items()}
+    tensors = given.placed(name, alike(given, rows))
     incoming = [placed(dy, name, rows) for dy in incoming_of(given.tensors)]
     expected = step(form, tensors, incoming)
     step(form, tensors, incoming, function=run)  # compiles
@@ -170,7 +169,7 @@ def test_compile_keeps_the_placement_of_a_sum(name):
     given = case(FAMILY["add_rms_norm"], 4, 8, N)
     given.tensors.pop("bias")
     placements = {"input": [P], "residual": [Shard(1)], "weight": [R]}
-    tensors = [placed(t, name, placements[n]) for n, t in given.tensors.items()]
+    tensors = given.placed(name, placements).values()
     run = tilenorm.compile(function, backend="aot_eager", fullgraph=True)
     run(*tensors)  # compiles
     found, collectives = profiled(run, *tensors)

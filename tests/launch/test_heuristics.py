@@ -6,7 +6,6 @@ from itertools import chain, pairwise, product
 import pytest
 
 from tests import cases
-from tests.ops import test_chain
 from tilenorm.launch import heuristics
 from tilenorm.launch.calls import every_gradient
 from tilenorm.launch.config import Config, Served
@@ -14,6 +13,7 @@ from tilenorm.launch.target import MULTIPROCESSORS, Target
 from tilenorm.launch.tuned import TABLES
 from tilenorm.spec import ITEM_BYTES, NormSpec
 from tilenorm.table import NORMS, OPS
+from tilenorm.tools.dev import digests
 
 TABLE_LIST = [
     pytest.param(arch, direction, key, table, id=f"{arch}-{direction}-{key}")
@@ -39,16 +39,7 @@ REGIMES = [
 def spec_of(hidden: int, key: tuple[str, int]) -> NormSpec:
     """A spec that a table's key serves."""
     op, size = key
-    dtype = DTYPE[size]
-    if OPS.get(op) and OPS[op].calls:
-        return test_chain.spec_of(hidden, OPS[op].norm)
-    if "modulated" in op:
-        added = {"residual": dtype, "mod_gate": dtype} if op.startswith("add_") else {}
-        return NormSpec(op.split("_")[-2], hidden, dtype, mod_scale=dtype, mod_shift=dtype, **added)
-    if op == "gate_first":
-        return NormSpec("rms", hidden, dtype, dtype, gate=dtype, gate_first=True)
-    bias = dtype if "layer" in op else None
-    return NormSpec.of(op, hidden, dtype, weight=dtype, bias=bias)
+    return digests.spec_of(op, hidden, DTYPE[size])
 
 
 def check(config: Config, spec: NormSpec, target: Target) -> None:

@@ -16,7 +16,7 @@ from ...launch.plan import BackwardPlan, ForwardPlan, plan_backward, plan_forwar
 from ...launch.target import Target
 from ...launch.tuned import TABLES
 from ...spec import ITEM_BYTES, NormSpec, Quantization, Rotation
-from ...table import MODULATION
+from ...table import MODULATION, OPS
 from ..explain import token_rows
 from ..precompile import calls_of, compile_call, compiling, piece_calls
 
@@ -101,11 +101,11 @@ def cases(arch: str) -> list[Case]:
                     found.append(Case(spec, target, LARGE, needs=every._replace(**{name: False})))
     for hidden, (terms, output) in product(SEVERAL_SIZES if arch in TABLES else (), SEVERAL):
         for op in ("rms_norm", "add_rms_norm", "layer_norm"):
-            spec = _spec(op, hidden, "bfloat16")
+            spec = spec_of(op, hidden, "bfloat16")
             needs = every_gradient(spec)._replace(terms=terms, output=output)
             found.append(Case(spec, target, LARGE, needs=needs))
     for dtype, hidden, op in product(DTYPES, PIECES, OPERATIONS):
-        found.append(Case(_spec(op, hidden, dtype), target, LARGE, pieces=True))
+        found.append(Case(spec_of(op, hidden, dtype), target, LARGE, pieces=True))
     return found
 
 
@@ -127,11 +127,17 @@ def _codes(case: Case) -> list[str]:
     return [compile_call(call, case.target.arch).code for call in case.calls]
 
 
-def _spec(op: str, hidden: int, dtype: str, **fields) -> NormSpec:
+def spec_of(op: str, hidden: int, dtype: str, **fields) -> NormSpec:
     """A spec that the table of an operation serves."""
+    bias = dtype if "layer" in op else None
+    if op in OPS and OPS[op].calls:
+        pair = (NormSpec(OPS[op].norm, hidden, dtype, dtype, bias, skip=s) for s in (dtype, None))
+        return NormSpec.chained(*pair)
+    if "modulated" in op:
+        added = {"residual": dtype, "mod_gate": dtype} if op.startswith("add_") else {}
+        return NormSpec(op.split("_")[-2], hidden, dtype, mod_scale=dtype, mod_shift=dtype, **added)
     if op == "gate_first":
         op, fields = "gated_rms_norm", fields | {"gate_first": True}
-    bias = dtype if "layer" in op else None
     return NormSpec.of(op, hidden, dtype, weight=dtype, bias=bias, **fields)
 
 
@@ -143,7 +149,11 @@ def _specs(arch: str, direction: str) -> list[NormSpec]:
         if table is not None:
             sizes = [n for n, _ in table.get((op, ITEM_BYTES[dtype]), ())]
             sizes += PART_SIZES[dtype]
-        found += [_spec(op, hidden, dtype) for hidden in sizes]
+        found += [spec_of(op, hidden, dtype) for hidden in sizes]
+    for (op, size), rows in (table or {}).items():
+        if op not in OPERATIONS:
+            dtype = next(name for name in DTYPES if ITEM_BYTES[name] == size)
+            found += [spec_of(op, hidden, dtype) for hidden, config in rows if config]
     return list(dict.fromkeys([*found, *(_variants() if table is not None else ())]))
 
 
@@ -167,7 +177,7 @@ def _variants() -> Iterator[NormSpec]:
     b, f = "bfloat16", "float32"
     for hidden in (128, 1000):
         for op in OPERATIONS:
-            yield _spec(op, hidden, b, heads=24)
+            yield spec_of(op, hidden, b, heads=24)
     for hidden in (1024, 4096, 37):
         yield NormSpec("rms", hidden, b)
         yield NormSpec("rms", hidden, b, b, offset=1.0)
