@@ -56,7 +56,7 @@ def call(
     known = None
     if not is_compiling():
         if has_torch_function(tensors):  # torch.compile calls it at the operations in the graph
-            return overrides.overridden(call, op, tensors, normalized_shape, eps, asked, backend)
+            return overrides.overridden(op, tensors, normalized_shape, eps, asked, backend)
         given, absent = [], 1
         try:
             for tensor in tensors:  # a comprehension takes longer

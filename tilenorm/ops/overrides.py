@@ -26,23 +26,20 @@ class Whole:
         return self._returned
 
 
-def overridden(call: Callable, name: str, tensors, normalized_shape, eps, asked, backend):
+def overridden(name: str, tensors, normalized_shape, eps, asked, backend):
     """What the arguments' __torch_function__, or a mode, makes of the public function's call.
 
     Each gets the function with the needed tensors and normalized_shape by position, and every other
     argument by name. What a quantised norm returns is no tensor, so that such a call goes on, and
     each sees the op.
     """
-    from . import call as calls  # which imports this module
-    from . import functional
+    from . import call, functional  # which import this module
 
     op = OPS[name]
     if arguments.is_sequence(op, tensors):
         tensors = arguments.spread(op, tensors)
-    if has_nested(tensors):
-        return of_jagged(call, op, tensors, normalized_shape, eps, asked, backend)
-    if op.quantized:
-        return calls.checked(op, tensors, normalized_shape, eps, asked, backend)
+    if op.quantized or has_nested(tensors):
+        return call.checked(op, tensors, normalized_shape, eps, asked, backend)
     given = op.named(tensors)
     if given.get("addend") is not None:
         given["residual"] = (given["addend"], given["residual"])

@@ -144,8 +144,7 @@ def rules_rotated(
     from torch.distributed.tensor import Shard
 
     tokens = len(x.shape) - 2
-    by_token = ("table", cos.shape[:-1]) if positions is None else ("tokens", positions.shape)
-    lies, sizes = by_token
+    lies, sizes = ("table", cos.shape[:-1]) if positions is None else ("tokens", positions.shape)
     for rule in rules(x, [weight], hidden):
         if rule:
             d = rule["rows"].dim
