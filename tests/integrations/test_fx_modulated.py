@@ -5,12 +5,12 @@ from random import Random
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import tilenorm
 
 from ..ops.helpers import EPS, name_of, random
-from .graphs import TRACERS, by_make_fx, kinds_of, module_of, step
+from .graphs import TRACERS, by_dynamo, by_make_fx, kinds_of, module_of, step
 from .modulations import BATCH, GATED, MODELS, TOKENS, N, drawn, model_and_inputs
 from .stepwise import counted
 
@@ -125,4 +125,20 @@ def test_dtensors(placement, one_process_mesh, dynamo):
     losses = [sum(y.sin().sum() for y in outputs) for outputs in found]
     grads = [torch.autograd.grad(loss, leaves) for loss in losses]
     for got, expected in zip(*grads, strict=True):
+        torch.testing.assert_close(got.full_tensor(), expected.full_tensor())
+
+
+@pytest.mark.parametrize("placement", [Shard(1), Partial()], ids=str)
+def test_an_op_that_would_move_a_sum_leaves_it(placement, one_process_mesh, dynamo):
+    """What follows the sum was traced for the placement that the sum has."""
+
+    def function(x, residual):
+        s = x + residual
+        return F.layer_norm(s, (N,)), s * 1
+
+    terms = [DTensor.from_local(random(4, N), one_process_mesh, [placement]) for _ in range(2)]
+    replaced = by_dynamo(function, *terms)
+    assert kinds_of(replaced.report) == ["layer_norm"] and not replaced.report.left
+    for got, expected in zip(replaced.run(*terms), function(*terms), strict=True):
+        assert got.placements == expected.placements
         torch.testing.assert_close(got.full_tensor(), expected.full_tensor())
