@@ -52,14 +52,6 @@ class Folds:
     folded: tuple[tuple[str, str], ...] = ()
     left: tuple[tuple[str, str], ...] = ()
 
-    def __add__(self, others: "Folds") -> "Folds":
-        return Folds(self.folded + others.folded, self.left + others.left)
-
-    def named(self, prefix: str) -> "Folds":
-        """The same entries, with names that start with a subgraph's."""
-        folded = tuple((kind, prefix + name) for kind, name in self.folded)
-        return Folds(folded, tuple((prefix + name, reason) for name, reason in self.left))
-
     @property
     def lines(self) -> list[str]:
         """The entries as text."""

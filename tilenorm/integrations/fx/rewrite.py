@@ -107,18 +107,19 @@ def replace_chosen(
     rotation: bool = False,
 ) -> Report:
     """As replace_norms. choose: raises Left, with the reason, for a norm that is to stay."""
-    replaced, left, folds = [], [], Folds()
+    replaced, left, folded, unfolded = [], [], [], []
     for path, module in list(graph_module.named_modules()):
         if isinstance(module, GraphModule):
             prefix = f"{path}." if path else ""
             entries, reasons = _Replacing(choose, rounds_once, rotation).run(module.graph)
-            new = fold_sums(module.graph) if fold else Folds()
+            folds = fold_sums(module.graph) if fold else Folds()
             replaced += [(kind, prefix + name) for kind, name in entries]
             left += [(prefix + name, reason) for name, reason in reasons]
-            folds += new.named(prefix)
-            if entries or new.folded:
+            folded += [(kind, prefix + name) for kind, name in folds.folded]
+            unfolded += [(prefix + name, reason) for name, reason in folds.left]
+            if entries or folds.folded:
                 module.recompile()
-    return Report(tuple(replaced), tuple(left), folds)
+    return Report(tuple(replaced), tuple(left), Folds(tuple(folded), tuple(unfolded)))
 
 
 def check_bool(function: str, name: str, value: object) -> None:
