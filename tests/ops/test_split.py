@@ -24,7 +24,7 @@ from tilenorm.spec import NormSpec, Options
 from tilenorm.table import NORMS as NAMES
 
 from .helpers import NEEDS_GPU, random, slow
-from .passes import Kept, check_decomposition
+from .passes import Seen, check_decomposition
 from .pretended import by, pretended_gpu
 
 SERVED = ("reference", *cases.INTERPRETED)
@@ -144,9 +144,9 @@ def test_two_normalized_dimensions_cut_in_the_last(served, norm):
 @pytest.mark.parametrize("spec", [LAYER, GATED], ids=cases.label)
 def test_contracts_of_the_ops(spec):
     """Schema, fake, aliasing and tracing, with real and with symbolic shapes; decompositions."""
-    with Kept() as kept:
+    with Seen() as seen:
         in_pieces(spec, Inputs.random(spec, 3, "cpu"), (40, 56))
-    calls = dict(kept.calls)  # one piece is enough
+    calls = dict(seen.calls)  # one piece is enough
     for op, arguments in calls.items():
         saves = {OPS.row_apply.default: (True, False)}.get(op, arguments[-1:])
         for last in saves:
