@@ -22,7 +22,7 @@ from tilenorm.launch.config import Backward, Config, tile_width
 from tilenorm.launch.target import Target
 from tilenorm.launch.tuned import TABLES
 from tilenorm.spec import NormSpec
-from tilenorm.table import NORMS
+from tilenorm.table import MODULATED_NORMS, NORMS
 
 from . import drawing
 from .drawing import DTYPES
@@ -40,7 +40,6 @@ HIDDEN = (
 )
 # fmt: on
 
-VARIANTS = 15  # of each op and dtype
 MULTIPROCESSORS = 2
 # An architecture without TMA, each one with a table, and one with TMA and without a table.
 INTERPRETED = tuple(dict.fromkeys(("sm_80", *TABLES, "sm_100")))
@@ -73,29 +72,19 @@ def schedule(chosen: Config, hidden: int) -> str:
 
 
 @cache
-def variants(dtype: str) -> list[dict]:
-    """Some variants of each norm besides size and dtype, as fields of a spec: drawn, and the ops
+def variants(dtype: str, ops: tuple[str, ...] = NORMS, count: int = 15) -> list[dict]:
+    """So many variants of each op besides size and dtype, as fields of a spec: drawn, and the ops
     take turns.
     """
     rng = Random(dtype)
-    specs = [drawing.spec(rng, op, dtype, 64) for _ in range(VARIANTS) for op in NORMS]
+    specs = [drawing.spec(rng, op, dtype, 64) for _ in range(count) for op in ops]
     own = {field.name for field in fields(NormSpec)} - {"hidden", "dtype"}
     return [{name: getattr(spec, name) for name in own} for spec in dict.fromkeys(specs)]
 
 
 def modulations(dtype: str) -> list[dict]:
     """Variants of a norm whose rows are modulated, as fields of a spec."""
-    other = "bfloat16" if dtype == "float32" else "float32"
-    affine = ({}, {"weight": dtype, "bias": dtype}, {"weight": other}, {"bias": other})
-    before = ({}, {"residual": dtype, "mod_gate": dtype}, {"residual": other, "mod_gate": other})
-    before += ({"residual": dtype},)
-    parameters = ({"mod_scale": dtype, "mod_shift": dtype}, {"mod_scale": "float32"})
-    parameters += ({"mod_scale": "float32", "mod_shift": other},)
-    found = []
-    for i, (norm, more) in enumerate(product(("layer", "rms"), before)):
-        found.append({"norm": norm, **more, **affine[i % 4], **parameters[i % 3]})
-        found.append({"norm": norm, **more, **parameters[(i + 1) % 3]})
-    return found
+    return variants(dtype, MODULATED_NORMS, 8)
 
 
 def every_variant(hidden: int) -> list[NormSpec]:

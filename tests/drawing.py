@@ -4,7 +4,7 @@ import math
 from random import Random
 
 from tilenorm.spec import DIGITS, NormSpec
-from tilenorm.table import OPTIONS
+from tilenorm.table import MODULATED_NORMS, OPTIONS
 
 DTYPES = ("bfloat16", "float16", "float32")
 HEADS = (2, 3, 4, 5, 8)
@@ -19,6 +19,10 @@ def spec(rng: Random, op: str, dtype: str, hidden: int) -> NormSpec:
         return rng.choice((*absent, dtype, dtype, *DTYPES))
 
     weight, bias = some(None), some(None, None, None, None)
+    if op in MODULATED_NORMS:
+        fields = {"mod_scale": some(), "mod_shift": some(None), "residual": some(None)}
+        fields["mod_gate"] = fields["residual"] and some(None)
+        return NormSpec.of(op, hidden, dtype, weight=weight, bias=bias, **fields)
     fields = {"weight": weight, "bias": bias, "offset": rng.choice((0.0, 0.0, 1.0))}
     if weight is None:
         del fields["offset"]  # is added to nothing

@@ -102,13 +102,7 @@ def total(spec: NormSpec, arguments: Arguments) -> Tensor:
 
 def norm(spec: NormSpec, arguments: Arguments) -> dict[str, Truth]:
     """The true y, sum, mean and rstd by name, and the gradients if there is a dy."""
-
-    def leaf(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor.detach().double().requires_grad_()
-
-    x, gate, w, b, mod_scale, mod_shift = map(
-        leaf, (total(spec, arguments), *_parameters(arguments))
-    )
+    leaves = x, gate, w, b, mod_scale, mod_shift = _leaves(spec, arguments, torch.float64)
     u = x * act(spec, gate) if spec.gate and spec.gate_first else x
     mean = u.mean(-1, keepdim=True) if spec.norm == "layer" else torch.zeros_like(u[..., :1])
     centered = u - mean
@@ -144,10 +138,8 @@ def norm(spec: NormSpec, arguments: Arguments) -> dict[str, Truth]:
         terms = _terms(spec, arguments)
         truths["sum"] = Truth(sum(terms), sum(t.abs() for t in terms))
     if arguments.dy is not None:
-        leaves, factors = (x, gate, w, b, mod_scale, mod_shift), (factor, factor_scale)
-        truths |= _gradients(
-            spec, arguments, leaves, y, (x_hat, spread, rstd, gain, *factors), plain_scale
-        )
+        parts = x_hat, spread, rstd, gain, factor, factor_scale
+        truths |= _gradients(spec, arguments, leaves, y, parts, plain_scale)
     return {name: Truth(t.value.detach(), t.scale.detach()) for name, t in truths.items()}
 
 
@@ -160,9 +152,12 @@ def _terms(spec: NormSpec, arguments: Arguments) -> list[Tensor]:
     return terms
 
 
-def _parameters(arguments: Arguments) -> tuple[Tensor | None, ...]:
+def _leaves(spec: NormSpec, arguments: Arguments, dtype=None) -> tuple[Tensor | None, ...]:
+    """What is normalised, and what else has a gradient, as leaves: in a dtype, or in their own."""
+    names = ("gate", "weight", "bias", "mod_scale", "mod_shift")
+    tensors = total(spec, arguments), *(getattr(arguments, name) for name in names)
     return tuple(
-        getattr(arguments, name) for name in ("gate", "weight", "bias", "mod_scale", "mod_shift")
+        t if t is None else t.detach().to(dtype or t.dtype).requires_grad_() for t in tensors
     )
 
 
@@ -244,13 +239,7 @@ def torch_own(spec: NormSpec, arguments: Arguments) -> dict[str, Tensor]:
     once at the end. With early rounding, models also round before the product with the weight, and
     after the product if the weight has the input's dtype; the composed norm does the same.
     """
-
-    def leaf(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor.detach().requires_grad_()
-
-    x, gate, w, b, mod_scale, mod_shift = map(
-        leaf, (total(spec, arguments), *_parameters(arguments))
-    )
+    x, gate, w, b, mod_scale, mod_shift = _leaves(spec, arguments)
     dtype = arguments.x.dtype
     if spec.modulated:
         y = _composed(spec, wide(x), gate, w, b, arguments.eps, torch.float32)

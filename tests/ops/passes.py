@@ -12,12 +12,12 @@ from .helpers import call, leaves_of
 class Seen(TorchDispatchMode):
     """Sees every operation, so that the functions call the op. A guard of Dynamo does not see it.
 
-    ops: those seen.
+    ops: those seen. calls: tilenorm's, with their arguments, which get no gradients.
     """
 
     def __init__(self):
         super().__init__()
-        self.ops = []
+        self.ops, self.calls = [], []
 
     @classmethod
     def ignore_compile_internals(cls):
@@ -25,21 +25,9 @@ class Seen(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.ops.append(func)
+        if func.namespace == "tilenorm":
+            self.calls.append((func, tuple(map(detached, args))))
         return func(*args, **(kwargs or {}))
-
-
-class Kept(TorchDispatchMode):
-    """Keeps each op of tilenorm that is called, with its arguments, which get no gradients."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, function, types, arguments=(), named=None):
-        if function.namespace == "tilenorm":
-            assert not named
-            self.calls.append((function, tuple(map(detached, arguments))))
-        return function(*arguments, **(named or {}))
 
 
 def detached(value):

@@ -1,7 +1,7 @@
 """CPU tensors on CUDA's path, with the interpreter for a GPU."""
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -91,7 +91,10 @@ def by(served: str, device: str = "cpu"):
     return pretended_gpu("sm_90" if served == "kernels" else served)
 
 
-def tensors_among(arguments: tuple) -> list[Tensor]:
+def tensors_among(arguments: tuple) -> Iterator[Tensor]:
     """The tensors of a kernel's arguments, some of which are groups."""
-    groups = [a if isinstance(a, tuple) else (a,) for a in arguments]
-    return [a for group in groups for a in group if isinstance(a, Tensor)]
+    for argument in arguments:
+        if isinstance(argument, tuple):
+            yield from tensors_among(argument)
+        elif isinstance(argument, Tensor):
+            yield argument

@@ -11,7 +11,7 @@ import tilenorm
 from tilenorm.table import MODULATED_NORMS, OPS, ROTATED_NORMS
 
 from .helpers import by_inductor, messages, random, tensors_of_op
-from .passes import Kept, check_decomposition, detached
+from .passes import Seen, check_decomposition, detached
 from .pretended import by
 from .test_modulated import compare
 from .uses import CHAINS
@@ -46,10 +46,10 @@ def step(function, name: str, given: dict) -> list[torch.Tensor]:
 
 def calls_of(name: str, dtype: torch.dtype = F32) -> list[tuple]:
     """The op of a call and those of its gradients, each with its arguments, without gradients."""
-    with Kept() as kept:
+    with Seen() as seen:
         step(call, name, made(name, dtype))
-    assert kept.calls[0][0].name() == f"tilenorm::{name}" and len(kept.calls) > 1
-    return kept.calls
+    assert seen.calls[0][0].name() == f"tilenorm::{name}" and len(seen.calls) > 1
+    return seen.calls
 
 
 @EACH_OP

@@ -26,7 +26,7 @@ from .helpers import (
     step,
     tensors_of,
 )
-from .passes import Kept, Seen, check_decomposition
+from .passes import Seen, check_decomposition
 
 OPS = torch.ops.tilenorm
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
@@ -45,9 +45,9 @@ def op_of(form):
 
 def backward_arguments(form, tensors, **changes):
     """Those with which a step calls norm_backward. changes: of some, by their names."""
-    with Kept() as kept:
+    with Seen() as seen:
         step(form, tensors, offset=1.0)
-    op, arguments = kept.calls[-1]
+    op, arguments = seen.calls[-1]
     given = {argument.name: argument.default_value for argument in op._schema.arguments}
     return tuple((given | dict(zip(given, arguments, strict=False)) | changes).values())
 

@@ -10,7 +10,7 @@ from tests import layouts
 from tilenorm.launch.calls import every_gradient
 from tilenorm.launch.plan import plan_backward, plan_forward
 from tilenorm.launch.target import Target
-from tilenorm.ops import cutile, registry
+from tilenorm.ops import registry
 from tilenorm.spec import NormSpec
 from tilenorm.tools.explain import explain_spec, planned_device
 from tilenorm.tools.precompile import calls_of, compile_call, training_calls
@@ -101,41 +101,6 @@ def test_a_call_after_one_of_other_groups(norm):
             compare(call(norm, case), call(norm, case, backend="reference"), 1e-5)
         with pytest.raises(RuntimeError, match="'scale' takes leading sizes"):
             call(norm, wrong)
-
-
-def test_calls_that_repeat_launches(norm, monkeypatch):
-    """From the third call on, each array is where the launches expect it, chunks in place too."""
-    repeated = []
-
-    def prepare(index, stream, launches, arrays, numbered, count):
-        def repeat(stream, addresses):
-            assert len(addresses) == count
-            pairs = zip(flat(arrays), flat(numbered), strict=True)
-            of_inputs = [(t, i) for t, i in pairs if isinstance(t, torch.Tensor)]
-            there = {t.data_ptr() for t in given.values()}
-            repeated.append(sum(t.data_ptr() in there for t, _ in of_inputs))
-            assert all(t.data_ptr() == addresses[i] for t, i in of_inputs if t.data_ptr() in there)
-            return False
-
-        return repeat
-
-    given = made((2, 6), (2, 3), 16)
-    with by("sm_90"), torch.no_grad():
-        monkeypatch.setattr(cutile, "prepare", prepare)
-        expected = call(norm, given)
-        for _ in range(2):
-            compare(call(norm, given), expected, 0.0)
-        assert set(repeated) == {len(given)}
-        repeated.clear()
-        uneven = given | {n: given[n][:, ::2] for n in ("scale", "shift", "gate")}
-        for _ in range(3):
-            call(norm, uneven)
-        assert not repeated
-
-
-def flat(arrays):
-    for array in arrays:
-        yield from flat(array) if isinstance(array, tuple) else (array,)
 
 
 def test_several_normalized_dimensions_and_heads():

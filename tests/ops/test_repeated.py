@@ -4,13 +4,16 @@ import pytest
 import torch
 
 import tilenorm
+from tests.quantized import bits
 from tilenorm.ops import bound, call, cutile
+from tilenorm.table import NORMS, OPS
 
 from .cuda_helpers import forms_and_widths, train
 from .cuda_helpers import made as made_on_gpu
 from .helpers import DEVICES, LAYER, NEEDS_GPU, RMS, random, same, step, tensors_of
 from .pretended import by
 from .test_dispatch import one_element_in
+from .wrong_calls import right_of
 
 N = 64
 
@@ -61,21 +64,21 @@ def test_has_the_same_bits(form, shape, device, made):
         assert taken(made) == ["repeated"] * 2
 
 
-def test_a_chain_and_a_quantised_norm_have_the_same_bits(device, made):
-    shapes = (3, N), (3, N), (N,), (N,)
-    x, residual, w, v = (random(*s, dtype=torch.bfloat16, device=device) for s in shapes)
-    for function in (
-        lambda: tilenorm.rms_norm_add_rms_norm(x, residual, (N,), w, v),
-        lambda: tilenorm.rms_norm_quantized(x, (N,), w, scaling="row", return_amax=True),
-        lambda: tilenorm.rms_norm_quantized(x, (N,), w, scaling="mx", layout="swizzled"),
-    ):
-        first, *later = (function() for _ in range(4))
-        assert "repeated" in taken(made)
+@pytest.mark.parametrize("op", [op for op in OPS if op not in NORMS])
+def test_other_functions_have_the_same_bits(op, device, made):
+    """What lies by group is read in place from a chunk, and copied from every second element."""
+    right = right_of(op)
+    given = {n: t.to(device) if isinstance(t, torch.Tensor) else t for n, t in right.items()}
+    by_group = [port.name for port in OPS[op].takes if port.lies == "group"]
+    chunks = {name: torch.cat([given[name]] * 2, -1)[..., :8] for name in by_group}
+    uneven = {name: given[name].repeat_interleave(2, -1)[..., ::2] for name in by_group}
+    for changes in (chunks, uneven):
+        results = [getattr(tilenorm, op)(**given | changes) for _ in range(4)]
+        assert ("repeated" in taken(made)) == (changes is chunks or not by_group)
+        first, *later = (r if isinstance(r, tuple) else (r,) for r in results)
         for outputs in later:
             pairs = zip(first, outputs, strict=True)
-            assert all(
-                a is b or torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs
-            )
+            assert all(a is b or torch.equal(bits(a), bits(b)) for a, b in pairs)
 
 
 def strided(x: torch.Tensor) -> torch.Tensor:

@@ -15,8 +15,8 @@ from tilenorm.table import OPS
 from tilenorm.tools.explain import explain_spec, planned_device
 
 from .helpers import NEEDS_GPU, random, slow
-from .pretended import by
-from .test_modulated import compare, flat
+from .pretended import by, tensors_among
+from .test_modulated import compare
 
 B, F32, D = torch.bfloat16, torch.float32, torch.float64
 DTYPES = (B, torch.float16, F32)
@@ -194,7 +194,7 @@ def test_projections_are_read_in_place(heads_first, monkeypatch):
         launch, read = cutile.launch, set()
 
         def seen(stream, launches, arrays):
-            read.update(t.data_ptr() for t in flat(arrays) if torch.is_tensor(t))
+            read.update(t.data_ptr() for t in tensors_among(arrays))
             launch(stream, launches, arrays)
 
         monkeypatch.setattr(cutile, "launch", seen)

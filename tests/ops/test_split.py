@@ -24,7 +24,7 @@ from tilenorm.spec import NormSpec, Options
 from tilenorm.table import NORMS as NAMES
 
 from .helpers import NEEDS_GPU, random, slow
-from .passes import Kept, check_decomposition
+from .passes import Seen, check_decomposition
 from .pretended import by, pretended_gpu
 
 SERVED = ("reference", *cases.INTERPRETED)
@@ -124,20 +124,17 @@ def test_a_row_has_the_same_bits_anywhere(served, spec):
 @EACH
 def test_two_normalized_dimensions_cut_in_the_last(served, norm):
     x, w = random(3, 5, 4, 6), random(4, 6, seed=1)
-    last = (*Options(24, norm), 2)
+    last, cuts = (*Options(24, norm), 2), (slice(0, 2), slice(2, 6))
     with by(served):
-        cut = [x[..., :2], x[..., 2:]]
-        sums = [OPS.row_sums(piece, None, None, *last) for piece in cut]
-        whole, centered = sums[0][0] + sums[1][0], None
+        pieces = [x[..., cut] for cut in cuts]
+        sums = [OPS.row_sums(piece, None, None, *last) for piece in pieces]
+        whole, centered = sum(part for part, *_ in sums), None
         assert whole.shape == (3, 5)
         if norm == "layer":
-            parts = [OPS.row_center(c, whole, s[1], *last) for c, s in zip(cut, sums, strict=True)]
-            centered = parts[0] + parts[1]
+            own = zip(pieces, (numbers for _, numbers, _ in sums), strict=True)
+            centered = sum(OPS.row_center(piece, whole, numbers, *last) for piece, numbers in own)
         more = whole, centered, *last, 1e-6, x.dtype, False
-        ys = [
-            OPS.row_apply(piece, None, weight, None, *more)[0]
-            for piece, weight in zip(cut, (w[:, :2], w[:, 2:]), strict=True)
-        ]
+        ys = [OPS.row_apply(x[..., cut], None, w[:, cut], None, *more)[0] for cut in cuts]
     function = tilenorm.layer_norm if norm == "layer" else tilenorm.rms_norm
     expected = function(x.double(), (4, 6), w.double(), eps=1e-6)
     own = function(x, (4, 6), w, eps=1e-6)
@@ -147,9 +144,9 @@ def test_two_normalized_dimensions_cut_in_the_last(served, norm):
 @pytest.mark.parametrize("spec", [LAYER, GATED], ids=cases.label)
 def test_contracts_of_the_ops(spec):
     """Schema, fake, aliasing and tracing, with real and with symbolic shapes; decompositions."""
-    with Kept() as kept:
+    with Seen() as seen:
         in_pieces(spec, Inputs.random(spec, 3, "cpu"), (40, 56))
-    calls = dict(kept.calls)  # one piece is enough
+    calls = dict(seen.calls)  # one piece is enough
     for op, arguments in calls.items():
         saves = {OPS.row_apply.default: (True, False)}.get(op, arguments[-1:])
         for last in saves:

@@ -25,12 +25,9 @@ from .helpers import (
     tensors_of,
 )
 from .test_library import backward_arguments, forward_arguments
+from .test_overrides import Subclass
 
 pytestmark = pytest.mark.usefixtures("way")
-
-
-class Subclass(Tensor):
-    pass
 
 
 # What gives a tensor of some values a state. A zero tensor has values of its own.

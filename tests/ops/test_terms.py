@@ -20,12 +20,13 @@ from tilenorm.launch.calls import needs_of
 from tilenorm.launch.plan import BackwardPlan, plan_backward
 from tilenorm.ops.backward import NormBackward
 from tilenorm.spec import MAX_TERMS, SHARED_FROM, NormSpec
+from tilenorm.table import FACTORS, OPS
 from tilenorm.table import NORMS as NAMES
-from tilenorm.table import OPS
 
 from .helpers import NEEDS_GPU, by_inductor, op_call, random
 from .pretended import by, pretended_gpu
 
+TERMS = ("grad_output", "grad_output_2", "grad_output_3", "grad_output_4")
 OP = torch.ops.tilenorm.norm_backward
 B, F = "bfloat16", "float32"
 SERVED = ("reference", *cases.INTERPRETED)
@@ -45,13 +46,12 @@ SCHEDULES = (
 
 
 class Call(NamedTuple):
-    """A call of the op. terms: all of dy's. given: the arguments from the second to the mask. y:
-    what the forward pass returned. inputs: with the sum of the terms, as autograd makes it.
+    """A call of the op. given: the arguments by their names. y: what the forward pass returned.
+    inputs: with the sum of the terms, as autograd makes it.
     """
 
     spec: NormSpec
-    terms: tuple[Tensor, ...]
-    given: tuple
+    given: dict
     y: Tensor
     inputs: Inputs
 
@@ -59,49 +59,32 @@ class Call(NamedTuple):
     def of(cls, spec, rows=3, terms=3, mask=EVERY, dsum=True, seed=0, device="cpu") -> "Call":
         """dsum: whether there is a gradient of the sum, or, where nothing was added, of x."""
         p = Inputs.random(spec, rows, device, seed)
-        names, how = [port.name for port in OPS[spec.op].takes], (*spec.options, p.eps)
+        names = [port.name for port in OPS[spec.op].takes]
         options = spec.options._asdict() | {"norm_before_gate": not spec.gate_first}
         options = {name: options[name] for name in OPS[spec.op].options}
         tensors = dict(zip(names, p.tensors(spec), strict=True))
         made = op_call(spec.op, tensors, spec.hidden, eps=p.eps, **options)
         y, added = made["output"], spec.residual is not None
-        x, mean, rstd = made["residual_out"] if added else p.x, made.get("mean"), made["rstd"]
+        x = made["residual_out"] if added else p.x
         incoming = random(*x.shape, dtype=x.dtype, seed=seed + 99, device=device) if dsum else None
-        given = (incoming, x, p.gate, p.weight, p.bias, mean, rstd, *how, added, list(mask))
         some = [random(*y.shape, dtype=y.dtype, seed=seed + i, device=device) for i in range(terms)]
-        inputs = replace(p, dy=reduce(add, some), dsum=incoming)
-        return cls(spec, tuple(some), given, y, inputs)
+        given = {name: getattr(p, name) for name in ("gate", "weight", "bias", *FACTORS)}
+        given |= {"input": x, "mean": made.get("mean"), "rstd": made["rstd"], "grad_sum": incoming}
+        given |= {"eps": p.eps, "added": added, "output_mask": [*mask], **spec.options._asdict()}
+        given |= zip(TERMS, some, strict=False)
+        return cls(spec, given, y, replace(p, dy=reduce(add, some), dsum=incoming))
 
-    @property
-    def branch(self) -> tuple[Tensor | None, Tensor | None]:
-        """What the input was multiplied by before the residual was added."""
-        return self.inputs.dropout_mask, self.inputs.layer_scale
-
-    def arguments(self, output=False) -> tuple:
-        absent = [None] * (MAX_TERMS - len(self.terms))
-        last = (None, *self.terms[1:], *absent, output, *self.branch)
-        return self.terms[0], *self.given, *last
-
-    def alone(self) -> tuple[Tensor, ...]:
-        """The gradients for the sum in one tensor."""
-        return OP(*self._replace(terms=(self.inputs.dy,)).arguments())[:5]
+    def run(self, **changes) -> tuple[Tensor, ...]:
+        return OP(**self.given | changes)
 
 
 def plans(call: Call, served: str, output: bool) -> list[BackwardPlan]:
     """The plan for all terms, and the plan for their sum."""
-    spec = call.spec
-    asked = [
-        role for role, need in zip(NormBackward.row.masked, call.given[-1], strict=True) if need
-    ]
-    given = (spec, asked, call.given[0] is not None)
-    one = needs_of(*given)
-    needs = [one._replace(terms=len(call.terms), output=output), one]
+    spec, given = call.spec, call.given
+    roles = zip(NormBackward.row.masked, given["output_mask"], strict=True)
+    one = needs_of(spec, [role for role, asked in roles if asked], given["grad_sum"] is not None)
+    needs = [one._replace(terms=len(given.keys() & {*TERMS}), output=output), one]
     return [plan_backward(spec, cases.target(served), n) for n in needs]
-
-
-def described(arguments: tuple) -> tuple:
-    """The arguments with tensors on the meta device, for which the op's fake answers."""
-    return tuple(t.to("meta") if isinstance(t, Tensor) else t for t in arguments)
 
 
 def check(call: Call, served: str, output: bool) -> None:
@@ -109,10 +92,11 @@ def check(call: Call, served: str, output: bool) -> None:
     the same order: a row in the same segments, and dW and dB in as many blocks.
     """
     with by(served), guarded():
-        *grads, y = OP(*call.arguments(output))
-        expected = call.alone()
+        *grads, y = call.run(output=output)
+        expected = call.run(**dict.fromkeys(TERMS[1:]), grad_output=call.inputs.dy)[:5]
     assert torch.equal(y, call.y) if output else y.shape == (0,)
-    for got, fake in zip(grads, OP(*described(call.arguments(output))), strict=False):
+    tensors = {name: t.to("meta") for name, t in call.given.items() if isinstance(t, Tensor)}
+    for got, fake in zip(grads, call.run(**tensors, output=output), strict=False):
         assert (got.shape, got.dtype) == (fake.shape, fake.dtype)
     rows_alike = sums_alike = True
     if served != "reference":
@@ -144,7 +128,7 @@ def test_drawn_calls(served, op, examples):
             )  # fmt: skip
         if rng.random() < 0.5:
             place = layouts.draw(rng, tuple(call.y.shape), False)
-            call = call._replace(terms=(*call.terms[:-1], place.filled(call.terms[-1])))
+            call.given["grad_output"] = place.filled(call.given["grad_output"])
         check(call, served, output)
         written += output
     writes = op in ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm")
@@ -161,7 +145,7 @@ def test_drawn_calls_on_a_gpu(op):
         output, terms = spec.output_refused is None, rng.randint(2, MAX_TERMS)
         call = Call.of(spec, 300, terms, dsum=rng.random() < 0.5, seed=seed, device="cuda")
         truth, own = call.inputs.truth(spec), call.inputs.own(spec)
-        *grads, y = OP(*call.arguments(output))
+        *grads, y = call.run(output=output)
         assert not output or torch.equal(y, call.y)
         for name, got in zip(cases.GRADIENTS, grads, strict=True):
             if got.numel():
@@ -179,14 +163,14 @@ def test_every_schedule(spec):
 @pytest.mark.parametrize("output", [False, True])
 @pytest.mark.parametrize("spec", [ADDED, LAYER], ids=cases.label)
 def test_opcheck(spec, output):
-    opcheck(OP.default, Call.of(spec).arguments(output))
+    opcheck(OP.default, (), Call.of(spec).given | {"output": output})
 
 
-def refused(device, call, match, *last, error=RuntimeError):
-    """The op refuses these arguments behind the first one's gradient, on a device."""
-    given = [call.terms[0], *call.given, None, *last]
+def refused(device, call, match, error=RuntimeError, **changes):
+    """The op refuses these arguments on a device."""
+    given = {name: t for name, t in call.given.items() if name not in TERMS[1:]} | changes
     with pytest.raises(error, match=match):
-        OP(*(t.to(device) if isinstance(t, Tensor) else t for t in given))
+        OP(**{n: t.to(device) if isinstance(t, Tensor) else t for n, t in given.items()})
 
 
 EACH_KIND = pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -196,11 +180,11 @@ EACH_KIND = pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_wrong_terms(device):
     call, like = Call.of(ADDED), random(3, 48, dtype=torch.bfloat16)
     match = "'grad_output_2' is absent, but 'grad_output_4' is given"
-    refused(device, call, match, None, like, like)
+    refused(device, call, match, grad_output_3=like, grad_output_4=like)
     match = r"'grad_output_3' takes what 'grad_output' is, \[3, 48\] .*, got \[48\]"
-    refused(device, call, match, like, like[0])
+    refused(device, call, match, grad_output_2=like, grad_output_3=like[0])
     match = r"'grad_output_2' takes .*bfloat16 on .*, got \[3, 48\] torch.float32"
-    refused(device, call, match, like.float())
+    refused(device, call, match, grad_output_2=like.float())
 
 
 @EACH_KIND
@@ -216,12 +200,12 @@ def test_wrong_terms(device):
     ids=str,
 )
 def test_norms_whose_output_would_have_other_bits(device, spec, why):
-    last = (*[None] * (MAX_TERMS - 1), True)
     match = f"'output' takes no True for {why}"
-    refused(device, Call.of(spec), match, *last, error=NotImplementedError)
+    refused(device, Call.of(spec), match, NotImplementedError, output=True)
 
 
 def test_a_term_on_another_device():
-    a, b = (call := Call.of(ADDED, terms=2)).terms
+    given = Call.of(ADDED, terms=2).given
+    there = {"grad_output_2": given["grad_output_2"].to("meta")}
     with pytest.raises(RuntimeError, match=r"takes .* on cpu, got .* on meta"):
-        by_inductor("norm_backward")(*call._replace(terms=(a, b.to("meta"))).arguments())
+        by_inductor("norm_backward")(**given | there)

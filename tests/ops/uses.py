@@ -12,10 +12,10 @@ from torch.nn import functional as F
 
 import tilenorm
 from tilenorm.spec import Quantization
-from tilenorm.table import MODULATED_NORMS, NORMS, OPS, QUANTIZED_NORMS, ROTATED_NORMS
+from tilenorm.table import MODULATED_NORMS, OPS, ROTATED_NORMS
 
 from ..quantized import arguments
-from .helpers import EPS, Form, random
+from .helpers import EPS, random
 
 ROWS, HIDDEN = 6, 256
 CHAINS = tuple(name for name, op in OPS.items() if op.calls)
@@ -114,23 +114,14 @@ def of_pytorch(function: Callable, parameters: dict[str, Tensor]) -> Callable[..
 
 
 def _uses() -> dict[str, Use]:
-    one, two, weight, both = ("input",), ("input", "residual"), ("weight",), ("weight", "bias")
-    found = {}
-    for op in NORMS:
-        rows = tuple(filter(None, ("input", Form(op).argument)))
-        found[op] = Use(rows, both, partial(of_function, op), op)
-    for op in QUANTIZED_NORMS:
-        plain = found[op.removesuffix("_quantized")]
-        make = partial(of_function, op, **arguments(HOW))
-        found[op] = Use(plain.rows, both, make, plain.like)
-    for op in CHAINS:
-        parameters = tuple(port.name for port in OPS[op].takes if port.lies == "affine")
-        found[op] = Use(two, parameters, partial(of_function, op), op)
-    for op in MODULATED_NORMS:
-        by_group = ("scale", "shift", "gate", *both)
-        found[op] = Use(two, by_group, partial(of_function, op), op)
-    for op in ROTATED_NORMS:
-        found[op] = Use(("input", "key"), ("weight", "key_weight"), partial(of_function, op), op)
+    found, weight, both = {}, ("weight",), ("weight", "bias")
+    one, two = ("input",), ("input", "residual")
+    for name, op in OPS.items():
+        rows = [p.name for p in op.takes if p.lies in ("rows", "key") and p.name != "addend"]
+        parameters = [p.name for p in op.takes if p.lies in ("affine", "group")]
+        make = partial(of_function, name, **(arguments(HOW) if op.quantized else {}))
+        like = name.removesuffix("_quantized")
+        found[name] = Use(tuple(rows), tuple(parameters), make, like)
     for norm, function, names in (
         ("RMSNorm", "rms_norm", weight),
         ("LayerNorm", "layer_norm", both),
