@@ -16,11 +16,12 @@ from tests.pieces import in_pieces
 from tests.quantized import HOWS
 from tilenorm.__main__ import main
 from tilenorm.launch.calls import bound, every_gradient
+from tilenorm.launch.plan import plan_backward
 from tilenorm.launch.target import MULTIPROCESSORS, Target
 from tilenorm.ops import cutile
 from tilenorm.spec import NormSpec
 from tilenorm.tools import precompile
-from tilenorm.tools.precompile import piece_calls, piece_training_calls, training_calls
+from tilenorm.tools.precompile import calls_of, piece_calls, piece_training_calls, training_calls
 from tilenorm.tools.signature import signature
 
 H200 = Target.of("sm_90")
@@ -87,6 +88,20 @@ def test_the_command_takes_pieces(capsys, monkeypatch):
 
 def keys(calls) -> set[str]:
     return {f"{id(c.kernel)} {signature(c.kernel, c.arguments).symbol}" for c in calls}
+
+
+@pytest.mark.parametrize("seed", [*range(3), *slow(*range(3, 12))])
+def test_drawn_groups_compile_nothing_new(seed):
+    rng, target = Random(seed), Target.of(list(MULTIPROCESSORS)[seed % len(MULTIPROCESSORS)])
+    dtype, hidden = rng.choice(cases.DTYPES), rng.choice((64, 1152, 3072, rng.randint(1, 8192)))
+    fields = {"mod_scale": dtype, "mod_shift": rng.choice((None, dtype))}
+    fields |= rng.choice(({}, {"weight": dtype}, {"residual": dtype, "mod_gate": dtype}))
+    spec = NormSpec(rng.choice(("rms", "layer")), hidden, dtype, **fields)
+    ahead = keys(training_calls(spec, target))
+    plan = plan_backward(spec, target, every_gradient(spec))
+    for most in (3, 40, 300, 3000, 30000) * 8:
+        groups, tokens = rng.randint(1, most), rng.choice((1, 16, 256, rng.randint(1, 4500)))
+        assert keys(calls_of(plan, groups * tokens, groups)) <= ahead, (groups, tokens)
 
 
 @pytest.mark.parametrize("seed", [*range(9), *slow(*range(9, 27))])

@@ -20,7 +20,7 @@ from ..table import FACTORS
 from . import heuristics
 from .arrays import MAIN_ARRAYS, BackwardArrays, ForwardArrays, of_group_sums, taking
 from .calls import MAX_GRID, Launch, Needs, constants, parts, rectangles
-from .config import Backward, Hints, RowForward, SharedForward, StreamForward, cdiv
+from .config import Backward, ColumnSum, Hints, RowForward, SharedForward, StreamForward, cdiv
 from .kernel import hinted
 from .quantized import cast_apart, compiled_as
 from .rope import RopeBackwardPlan, RopeForwardPlan
@@ -280,6 +280,9 @@ class GroupedPlan(BackwardPlan):
         sums = self.needs.sums
         return (sums * self.blocks(rows, groups), self.spec.hidden) if sums else None
 
+    def sum_config(self, blocks: int, groups: int) -> ColumnSum:
+        return heuristics.group_sum(self.spec.hidden, cdiv(blocks, groups))
+
     def group_sums(self, rows: int, groups: int) -> tuple[int, int] | None:
         """Shape of the float32 scratch for the sums by group, a row that nobody reads where blocks
         have whole groups; None without sums.
@@ -297,7 +300,7 @@ class GroupedPlan(BackwardPlan):
         main = Launch(kernel, (blocks,), (), MAIN_ARRAYS, after)
         found = [main, *self._sums(blocks)]
         if any(self.needs.modulation) and not self.sums(groups).WHOLE:
-            config = heuristics.group_sum(self.spec.hidden, cdiv(blocks, groups))
+            config = self.sum_config(blocks, groups)
             tiles = self.config.rows, config.rows, config.tile
             early = self._overlap and len(found) == 1  # one kernel may start early
             after = (rows, blocks, norm, sums, *tiles, early)

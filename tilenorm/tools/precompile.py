@@ -204,23 +204,33 @@ def _size_classes(spec: NormSpec, forward: ForwardPlan, backward: BackwardPlan) 
     kernels: (rows,), of modulated rows (rows, groups), and of rotated heads (0, 1, Sizes).
 
     The compiler distinguishes extents of 1, multiples of 16, and others. Extents are the number of
-    rows, of tokens and of partial rows. Partial rows grow with the rows until the grid is full.
+    rows, of tokens, of groups, and of partial rows and sums by group. Partial rows grow with the
+    rows until the grid is full.
     """
     counts = (1, 2, 3, 15, 16, 17, 256, 4096, 4097)
     if spec.rotation:
         heads = sizes_of(spec, 1)[2:]
         return [(0, 1, Sizes(batch, n, *heads)) for batch, n in product((1, 2, 16), counts)]
+    classes: dict[tuple, tuple[int, ...]] = {}
+
+    def add(key: Any, sizes: tuple[int, ...], *extents: int) -> None:
+        kinds = tuple((n == 1, n % 16 == 0) for n in extents)
+        classes.setdefault((key, kinds), sizes)
+
     if spec.modulated:
         whole = rules.WHOLE_GROUPS * backward.resident
         whole += -whole % 16
-        each = product((1, 2, 3, 16, 32, whole, whole + 1), counts)
-        return [(groups * n, groups) for groups, n in each]
-    classes: dict[tuple, tuple[int]] = {}
+        counts = (*range(1, 34), 256, 512, 577, 4096, 4097)
+        for groups, n in product((*range(1, backward.resident), whole, whole + 1), counts):
+            sizes = groups * n, groups
+            kernel = backward.sum_config(backward.blocks(*sizes), groups), backward.sums(groups)
+            scratch = backward.partials(*sizes), backward.group_sums(*sizes)
+            add(kernel, sizes, *sizes, *[shape[0] for shape in scratch if shape])
+        return list(classes.values())
     for tokens in (*range(1, 34 * backward.config.rows), *range(65536, 65552)):
         rows = tokens * (spec.heads or 1)
-        extents = (rows, tokens, *(backward.partials(rows) or ())[:1])
-        kinds = tuple((n == 1, n % 16 == 0) for n in extents)
-        classes.setdefault((forward.fetches and forward.queues(rows), kinds), (rows,))
+        partials = (backward.partials(rows) or ())[:1]
+        add(forward.fetches and forward.queues(rows), (rows,), rows, tokens, *partials)
     return list(classes.values())
 
 
