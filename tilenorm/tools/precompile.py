@@ -19,7 +19,7 @@ from cuda.tile._cext import default_tile_context
 from torch import Tensor
 
 from ..launch.calls import Call, Needs, Sizes, bound, every_gradient
-from ..launch.plan import BackwardPlan, ForwardPlan, plan_backward, plan_forward
+from ..launch.plan import BackwardPlan, ForwardPlan, GroupedPlan, plan_backward, plan_forward
 from ..launch.rope import RopeBackwardPlan, RopeForwardPlan
 from ..launch.split import plan_grad_apply
 from ..launch.target import Target
@@ -217,7 +217,7 @@ def _size_classes(spec: NormSpec, forward: ForwardPlan, backward: BackwardPlan) 
         kinds = tuple((n == 1, n % 16 == 0) for n in extents)
         classes.setdefault((key, kinds), sizes)
 
-    if spec.modulated:
+    if isinstance(backward, GroupedPlan):
         whole = rules.WHOLE_GROUPS * backward.resident
         whole += -whole % 16
         counts = (*range(1, 34), 256, 512, 577, 4096, 4097)
