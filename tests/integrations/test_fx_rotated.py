@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import tilenorm
-from tilenorm.integrations.fx import replace_norms
 
 from ..ops.helpers import name_of, slow
 from .graphs import by_make_fx, calls, kinds_of, module_of, step
@@ -58,33 +57,26 @@ def model(name: str, dtype: torch.dtype):
     + slow(("qwen3", F32), ("gemma3_text", F32), ("olmo2", BF16)),
     ids=name_of,
 )
-def test_models_of_transformers(name, dtype, dynamo):
-    """Both layers. In 16 bits, Qwen 3 alone rounds as tilenorm's op can."""
+def test_models_of_transformers(name, dtype, stepwise, dynamo):
+    """Both layers. In 16 bits, Qwen 3 alone rounds as tilenorm's op can; with Inductor all do."""
     module, given = model(name, dtype)
-    exact = dtype == F32 or name == "qwen3"
-    for once in (False, True):
-        graphs = []
-
-        def backend(graph_module, _, graphs=graphs, once=once):
-            report = replace_norms(graph_module, rotation=True, rounds_once=once)
-            graph_module.graph.lint()
-            graphs.append((graph_module, report))
-            return graph_module
-
+    for backend in ("eager", "inductor"):
         dynamo.reset()
+        how = {"where": lambda node: True, "rotation": True, "backend": backend}
+        run = tilenorm.compile(module, **how)
         with torch.no_grad():
-            got = torch.compile(module, backend=backend)(**given)[0]
-            expected = module(**given)[0]
-        count = 2 if exact or once else 0
-        assert sum(len(calls(graph_module, ROPE)) for graph_module, _ in graphs) == count
-        reasons = [why for _, report in graphs for _, why in report.left]
-        assert len(reasons) == (0 if count else 4)
+            got, expected = run(**given)[0], module(**given)[0]
+        fused = dtype == F32 or name == "qwen3" or backend == "inductor"
+        assert kinds_of(run.tilenorm_report).count("rms_norm_rope") == 4 * fused
+        reasons = [why for _, why in run.tilenorm_report.left]
+        assert len(reasons) == (0 if fused else 4)
         assert all("it rounds to 16 bits where tilenorm's op does not" in why for why in reasons)
-        if dtype == BF16 and not once:
+        if dtype == BF16 and backend == "eager":
             assert torch.equal(got, expected)
         else:
             atol = (2**-5 if dtype == BF16 else 1e-5) * expected.abs().max().item()
             torch.testing.assert_close(got, expected, rtol=0, atol=atol)
+    assert counted(stepwise.forward[-1].graph, ROPE) == 2  # of queries and keys together
 
 
 def test_compile_takes_rotations_where_it_is_asked_to(stepwise, dynamo):
