@@ -97,10 +97,17 @@ TRANSFORMS = {
 }
 
 
-def summed(function, form, x, w, z):
+def summed(function, form, names, x, w, z):
     """The sum of a function's outputs. A layer scale is the weight, and the rest is other rows."""
     own = {"input": x, "weight": w, "layer_scale": w, "dropout_mask": z > -1}
-    return sum(function(form, {name: own.get(name, z) for name in form.names if name != "bias"}))
+    return sum(function(form, {name: own.get(name, z) for name in names}))
+
+
+def composed(name: str) -> tuple:
+    """The sum by tilenorm's function, and by PyTorch's, without a bias."""
+    form = CALLS[name]
+    names = [n for n in form.names if n != "bias"]  # Dynamo of PyTorch 2.9 reads no NamedTuple
+    return tuple(partial(summed, function, form, names) for function in (call, by_pytorch))
 
 
 LAYER = tilenorm.LayerNorm(8)
@@ -114,10 +121,7 @@ PAIRS = {
         lambda x, w, z: torch.func.functional_call(LAYER, {"weight": w, "bias": w}, x),
         lambda x, w, z: F.layer_norm(x, (8,), w, w),
     ),
-} | {
-    name: tuple(partial(summed, function, CALLS[name]) for function in (call, by_pytorch))
-    for name in (*FEW, "layer_norm", "add_layer_norm, masked and scaled")
-}
+} | {name: composed(name) for name in (*FEW, "layer_norm", "add_layer_norm, masked and scaled")}
 
 
 def both(device, name, transform, around=lambda f: f):
