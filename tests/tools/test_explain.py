@@ -125,6 +125,10 @@ TUNED = "tuned/sm_90"
         ),
         ({"op": "rms_norm_add"}, f"{TUNED}, timed as add_rms_norm", TUNED),
         ({"op": "gated_layer_norm"}, *[f"{TUNED}, timed as gated_rms_norm"] * 2),
+        (
+            {"op": "gated_layer_norm", "gate_first": True},
+            *[f"{TUNED}, timed as gated_rms_norm"] * 2,
+        ),
     ],
     ids=str,
 )

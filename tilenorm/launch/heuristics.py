@@ -45,6 +45,7 @@ def chosen(spec: NormSpec, target: Target, needs: Needs | None = None) -> Config
         config = _by_group(spec, needs)
     else:
         config = _backward(spec, target, needs)
+    # A chain's or a modulated norm's own table has the op's name. Else a plain norm's table serves.
     if needs is None and spec.op not in op:
         config = _around(spec, config)
     return with_room(spec, config)
@@ -192,8 +193,9 @@ def source(spec: NormSpec, target: Target, needs: Needs | None = None) -> str:
     if not found:
         return "heuristic, untimed"
     _, op, table = found
-    if spec.gate and op != "gate_first" and op != f"gated_{spec.norm}_norm":
-        return f"{table}, timed as {op}"
+    timed = "gated_rms_norm" if op == "gate_first" else op
+    if spec.gate and timed != f"gated_{spec.norm}_norm":
+        return f"{table}, timed as {timed}"
     if spec.modulated and spec.op not in op:
         return f"{table}, timed without modulation"
     if spec.branches:
@@ -209,10 +211,10 @@ def operations(spec: NormSpec, needs: Needs | None = None) -> tuple[str, ...]:
     """The operations whose tables serve a forward pass, or, with `needs`, a backward pass: the
     first that has a configuration for its size.
 
-    A gate before a norm with a bias, or with two sums over rows, needs more registers than the
-    tables were tuned for, so no table serves it. A residual with a gate, and an addend, change no
-    table: compiled for sm_90, an addend spills at most 16 bytes more than the table's kernels. The
-    table of a backward pass is that of a norm which reads as much and keeps as many sums.
+    A norm behind a gate needs more registers with a bias, or with two sums over rows, than the
+    tables were tuned for, so that no table serves it. A residual with a gate, and an addend, change
+    no table: compiled for sm_90, an addend spills at most 16 bytes more than the table's kernels.
+    The table of a backward pass is that of a norm which reads as much and keeps as many sums.
     """
     if spec.gate:
         more = spec.bias if needs is None else needs.sums == 2

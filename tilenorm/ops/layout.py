@@ -107,9 +107,7 @@ def as_read(tensors: Sequence[Tensor | None], spec: NormSpec, how: Sequence) -> 
     return found
 
 
-def _as_read(t: Tensor | None, lies: str, spec: NormSpec) -> Tensor | None:
-    if t is None:
-        return None
+def _as_read(t: Tensor, lies: str, spec: NormSpec) -> Tensor:
     if lies in ("rows", "mask"):
         t = rows_of(t, spec)
         return t.view(torch.uint8) if t.dtype == torch.bool else t
