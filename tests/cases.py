@@ -41,8 +41,8 @@ HIDDEN = (
 # fmt: on
 
 MULTIPROCESSORS = 2
-# An architecture without TMA, each one with a table, and one with TMA and without a table.
-INTERPRETED = tuple(dict.fromkeys(("sm_80", *TABLES, "sm_100")))
+# An architecture without TMA, one with a table, and one with TMA and without a table.
+INTERPRETED = ("sm_80", "sm_90", "sm_100")
 INTERPRETERS = tuple(f"interpreter_{arch}" for arch in INTERPRETED)
 EXECUTORS = (*INTERPRETERS, "gpu")
 DIRECTIONS = ("forward", "backward")
@@ -95,7 +95,7 @@ def every_variant(hidden: int) -> list[NormSpec]:
 
 def target(arch: str) -> Target:
     """The target of the interpreter: so few multiprocessors that blocks take several rows."""
-    return Target(arch, MULTIPROCESSORS)
+    return replace(Target.of(arch), multiprocessors=MULTIPROCESSORS)
 
 
 def tabled(dtype: str) -> list[dict]:
@@ -172,7 +172,7 @@ def matrix(direction: str, shared: bool) -> list[tuple[str, NormSpec]]:
     """(executor, spec) of plans whose blocks share rows (`shared`) or hold whole rows."""
     pairs, seen = [], set()
     narrow = [spec for spec in listed() if spec.hidden <= NARROW]
-    for executor, arch in zip(INTERPRETERS, INTERPRETED, strict=True):
+    for arch in dict.fromkeys((*INTERPRETED, *TABLES)):
         for spec in chain(ends(direction, arch), narrow):
             if shared and spec.hidden > SHARED:
                 continue
@@ -180,7 +180,7 @@ def matrix(direction: str, shared: bool) -> list[tuple[str, NormSpec]]:
             size = (spec.hidden, spec.dtype)
             if shares(chosen, spec.hidden) == shared and (chosen, size) not in seen:
                 seen.add((chosen, size))
-                pairs.append((executor, spec))
+                pairs.append((f"interpreter_{arch}", spec))
     # The plans of a GPU are not known when tests are collected, and each spec costs a compile.
     # Regimes without a table end at powers of two, and HIDDEN has most of these.
     every = chain(listed(), *(ends(direction, arch) for arch in TABLES))

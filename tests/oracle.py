@@ -123,15 +123,19 @@ def norm(spec: NormSpec, arguments: Arguments) -> dict[str, Truth]:
     y = (x_hat * gain + shift) * factor + added
     # Scale of x_hat: x_hat is a difference from the mean, and the mean's own error adds to it.
     spread = x_hat.abs() + (x_hat.abs().mean(-1, keepdim=True) if spec.norm == "layer" else 0.0)
+    mean_scale = u.abs().mean(-1)
     if arguments.mod_gate is not None:  # a kernel may round its product with x, and the sum, once
         spread = spread + sum(t.abs() for t in _terms(spec, arguments)) * rstd
+        # So an element of the sum may be the next number of the sum's dtype.
+        units = torch.finfo(arguments.residual.dtype).eps / torch.finfo(torch.float32).eps
+        mean_scale = mean_scale + u.abs().amax(-1) * units / spec.hidden
     plain_scale = spread * gain.abs() + shift.abs()
     out, out_scale = y, plain_scale * factor_scale + added.abs()
     if arguments.skip is not None:
         out, out_scale = y + arguments.skip.double(), out_scale + arguments.skip.double().abs()
     truths = {
         "y": Truth(out, out_scale),
-        "mean": Truth(mean.reshape(-1), u.abs().mean(-1).reshape(-1)),
+        "mean": Truth(mean.reshape(-1), mean_scale.reshape(-1)),
         "rstd": Truth(rstd.reshape(-1), rstd.reshape(-1)),
     }
     if arguments.residual is not None:

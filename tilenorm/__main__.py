@@ -7,7 +7,7 @@ from functools import partial
 
 from . import __version__
 from .launch import user_table
-from .launch.target import MULTIPROCESSORS, Target
+from .launch.target import TARGETS, Target
 from .launch.toolchain import CUDA_TILE_MISSING, CompileError
 from .tools import options
 from .tools.explain import explain_spec, planned_device
@@ -121,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=run.__doc__, description=run.__doc__)
         command.set_defaults(run=run)
         if added:
-            command.add_argument("--arch", required=needs_arch, choices=MULTIPROCESSORS)
+            command.add_argument("--arch", required=needs_arch, choices=TARGETS)
         for add_options in added:
             add_options(command)
 

@@ -56,6 +56,19 @@ def test_sizes_of_a_table_ascend(arch, direction, key, table):
     assert all(n * key[1] % 16 == 0 for n in largest)
 
 
+def test_a_machine_differs_from_its_architecture_in_its_own_rows_alone():
+    one, other = Target.of("sm_90"), Target.of("sm_90_H100")
+    differs = set()
+    ops = (*digests.OPERATIONS, "gated_layer_norm")
+    for direction, size, op in product(cases.DIRECTIONS, DTYPE, ops):
+        for hidden in (128, 1024, 3072, 5120, 65536):
+            spec = digests.spec_of(op, hidden, DTYPE[size])
+            if cases.config(direction, spec, one) != cases.config(direction, spec, other):
+                differs.add((direction, size, op, hidden))
+    gated = {("gated_rms_norm", n) for n in (128, 1024, 5120)} | {("gated_layer_norm", 5120)}
+    assert differs == {("forward", 2, *row) for row in gated | {("gate_first", 1024)}}
+
+
 @pytest.mark.parametrize("arch", TABLES)
 def test_tables_have_every_norm_without_a_gate_in_every_item_size(arch):
     ops = [op for op in NORMS if not op.startswith("gated") and not op.endswith("_add")]

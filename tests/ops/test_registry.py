@@ -82,10 +82,12 @@ def test_the_driver_itself_says_how_old_it_is(version, monkeypatch, tmp_path):
     """cuTile raises RuntimeError where the driver is older than CUDA 13."""
     monkeypatch.setattr(toolchain, "DRIVER", str(stand_in_driver.built(tmp_path)))
     monkeypatch.setenv("STAND_IN_CUDA", str(version))
-    h200 = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: h200)
-    device = registry.device_of("cuda", 0)
-    assert device == Device("cuda", Target.of("sm_90"), version)
+    gpus = {"NVIDIA H200": "sm_90", "NVIDIA H100 80GB HBM3": "sm_90_H100"}
+    for index, (name, target) in enumerate(gpus.items()):
+        gpu = SimpleNamespace(major=9, minor=0, multi_processor_count=132, name=name)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, gpu=gpu: gpu)
+        device = registry.device_of("cuda", index)
+        assert device == Device("cuda", Target.of(target), version)
     assert (refusals(SPEC, 1, device)["cutile"] is None) == (version == 13000)
 
 

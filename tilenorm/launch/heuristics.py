@@ -301,16 +301,16 @@ def _shipped(
     """(configuration, source) from the shipped table, or None."""
     # The shipped tables serve backward rows from 17 elements on, and rows that fill vectors.
     narrow = needs is not None and tile_width(spec.hidden) < 32
-    if narrow or not spec.aligned or target.arch not in TABLES:
+    if narrow or not spec.aligned or target.name not in TABLES:
         return None
-    table, key = TABLES[target.arch], (shipped_op(spec, op), spec.widest_item)
+    table, key = TABLES[target.name], (shipped_op(spec, op), spec.widest_item)
     rows = (table.forward if needs is None else table.backward).get(key, ())
     largest, found = next((row for row in rows if spec.hidden <= row[0]), (0, None))
-    source = f"tuned/{target.arch}{_untimed(needs.terms if needs else 1)}"
+    source = f"tuned/{target.name}{_untimed(needs.terms if needs else 1)}"
     if needs and (needs.terms > 1 or needs.output):
         for row, least, output, config in table.more.get(key, ()):
             if row == largest and least <= needs.terms and output <= needs.output:
-                found, source = config, f"tuned/{target.arch}, untimed"
+                found, source = config, f"tuned/{target.name}, untimed"
     return found and (_for_float16(spec, _fitted(found, spec.hidden)), source)
 
 

@@ -15,6 +15,10 @@ MULTIPROCESSORS = {
     "sm_120": 170,
     "sm_121": 48,
 }
+# GPUs with a table of their own in tuned/, as their driver names them.
+MACHINES = {"NVIDIA H100 80GB HBM3": "H100"}
+# (architecture, machine), by the name of their table.
+TARGETS = {arch: (arch, "") for arch in MULTIPROCESSORS} | {"sm_90_H100": ("sm_90", "H100")}
 REGISTERS = 65536  # of a multiprocessor, on all of them
 # KiB of shared memory of a multiprocessor. Architectures that are not listed have 228 KiB.
 SHARED_KIB = {"sm_80": 164, "sm_86": 100, "sm_89": 100, "sm_120": 100, "sm_121": 100}
@@ -22,21 +26,26 @@ SHARED_KIB = {"sm_80": 164, "sm_86": 100, "sm_89": 100, "sm_120": 100, "sm_121":
 
 @dataclass(frozen=True)
 class Target:
-    """A GPU architecture, such as "sm_90", and a number of multiprocessors."""
+    """A GPU architecture, such as "sm_90", a number of multiprocessors, and a machine of MACHINES,
+    or "" for others.
+    """
 
     arch: str
     multiprocessors: int
+    machine: str = ""
 
     @classmethod
-    def of(cls, arch: str) -> "Target":
-        """The target for the name of an architecture, to plan without the GPU.
+    def of(cls, name: str) -> "Target":
+        """To plan without the GPU. Raises ValueError for a name that is not in TARGETS."""
+        if name not in TARGETS:
+            raise ValueError(f"arch: got {name!r}, takes one of {', '.join(TARGETS)}")
+        arch, machine = TARGETS[name]
+        return cls(arch, MULTIPROCESSORS[arch], machine)
 
-        Raises ValueError for an architecture that cuTile does not compile for.
-        """
-        if arch not in MULTIPROCESSORS:
-            known = ", ".join(MULTIPROCESSORS)
-            raise ValueError(f"arch: got {arch!r}, takes one of {known}")
-        return cls(arch, MULTIPROCESSORS[arch])
+    @property
+    def name(self) -> str:
+        """A name in TARGETS."""
+        return f"{self.arch}_{self.machine}" if self.machine else self.arch
 
     @property
     def has_tma(self) -> bool:

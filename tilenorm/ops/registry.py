@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..launch.calls import Needs
-from ..launch.target import MULTIPROCESSORS, Target
+from ..launch.target import MACHINES, MULTIPROCESSORS, Target
 from ..launch.toolchain import (
     CUDA_TILE_MISSING,
     CompileError,
@@ -243,7 +243,8 @@ def device_of(kind: str, index: int | None) -> Device:
         return Device(kind)
     properties = torch.cuda.get_device_properties(index)
     arch = f"sm_{properties.major}{properties.minor}"
-    target = Target(arch, properties.multi_processor_count)
+    machine = MACHINES.get(properties.name, "")
+    target = Target(arch, properties.multi_processor_count, machine)
     return Device(kind, target, driver_version())
 
 

@@ -69,7 +69,7 @@ class Explanation:
     terms: int = 1
 
     def __str__(self) -> str:
-        spec, arch = self.spec, self.device.target.arch if self.device.target else self.device.kind
+        spec, arch = self.spec, self.device.target.name if self.device.target else self.device.kind
         lines = [
             f"{spec.op} of {self.rows} rows of {spec.hidden} {spec.dtype} on {arch}"
             f" ({options_of(spec, self.terms)})",

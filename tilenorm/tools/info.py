@@ -55,7 +55,7 @@ def _device(kind: str, index: int | None, wrong: list[str]) -> Iterator[str]:
     device = device_of(kind, index)
     name = f"cuda:{index} {torch.cuda.get_device_name(index)}" if kind == "cuda" else "cpu cpu"
     target = device.target
-    yield name + (f", {target.arch}, {target.multiprocessors} SMs" if target else "")
+    yield name + (f", {target.name}, {target.multiprocessors} SMs" if target else "")
     before = None
     for op in NORMS + NOT_OF_ROWS:
         hidden = HEAD if op in ROTATED_NORMS else HIDDEN

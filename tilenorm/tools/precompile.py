@@ -261,7 +261,7 @@ def listed(
     """Compile each spec into cuTile's cache, and list the kernels with their resources."""
     results = precompile(specs, target, processes, calls)
     for spec, kernels in zip(specs, results, strict=True):
-        yield f"{title(spec)} for {target.arch}"
+        yield f"{title(spec)} for {target.name}"
         yield f"  {'kernel':<14} {'hints':<40} seconds {RESOURCES}"
         for kernel in kernels:
             name = f"  {kernel.kernel:<14} {kernel.hints:<40} {kernel.seconds:>7.2f}"

@@ -20,7 +20,7 @@ from tests.executors import with_arguments
 from tests.ops.test_chain import spec_of as spec_of_chain
 from tilenorm.launch import heuristics
 from tilenorm.launch.calls import every_gradient
-from tilenorm.launch.target import MULTIPROCESSORS, Target
+from tilenorm.launch.target import TARGETS, Target
 from tilenorm.launch.tuned import TABLES
 from tilenorm.launch.tuned.rules import GATED_FLOAT16
 from tilenorm.spec import NormSpec, Quantization
@@ -28,7 +28,7 @@ from tilenorm.tools.dev.digests import Case, rotations
 from tilenorm.tools.explain import token_rows
 from tilenorm.tools.precompile import compile_call
 
-TUNED = ("sm_90", "sm_100")
+TUNED = ("sm_90", "sm_90_H100", "sm_100")
 ARCHS = ("sm_80", "sm_90", "sm_100", "sm_120")
 ROWS, FEW = 65537, 33
 # The most bytes that a thread may spill.
@@ -63,7 +63,7 @@ def any_kind(rng: Random, seed: int) -> Case:
     """Any variant in any size, for each architecture in turn, with some of the gradients."""
     dtype, hidden = rng.choice(cases.DTYPES), rng.choice(cases.HIDDEN)
     spec = NormSpec(hidden=hidden, dtype=dtype, **rng.choice(cases.variants(dtype)))
-    archs = list(MULTIPROCESSORS)
+    archs = list(TARGETS)
     direction = cases.DIRECTIONS[(seed + seed // len(archs)) % 2]
     case = passes(spec, archs[seed % len(archs)], direction, rng)
     return case if case.needs is None else case._replace(needs=rng.choice(cases.some_needs(spec)))
@@ -75,7 +75,7 @@ def end_of_a_regime(rng: Random, seed: int) -> Case:
     Gates have no rules of their own: where no table serves, they spill up to 40 bytes. Inference of
     rows that do not fill vectors and that blocks share spills up to 72 bytes.
     """
-    arch, direction = TUNED[seed % 2], cases.DIRECTIONS[seed // 2 % 2]
+    arch, direction = TUNED[seed % len(TUNED)], cases.DIRECTIONS[seed // len(TUNED) % 2]
     dtype, aligned = rng.choice((("bfloat16", True), ("float32", True), ("bfloat16", False)))
     hidden = rng.choice(rng.choice(cases.regimes(direction, arch, dtype, aligned)))
     has_table = arch in TABLES and aligned
@@ -196,7 +196,7 @@ def allowed_of_a_regime(case: Case, kernel: str) -> int:
     spec, direction = case.spec, "forward" if case.needs is None else "backward"
     chosen = cases.config(direction, spec, case.target)
     alike = kernel, stands_for(direction, spec), spec.widest_item
-    spills = TABLES[case.target.arch].spills if case.target.arch in TABLES else {}
+    spills = TABLES[case.target.name].spills if case.target.name in TABLES else {}
     allowed = WITH_SKIP if spec.skip else 0
     for (*key, hidden), spilled in spills.items():
         edge = cases.config(direction, replace(spec, hidden=hidden), case.target)
@@ -207,7 +207,7 @@ def allowed_of_a_regime(case: Case, kernel: str) -> int:
 
 def allowed_of_terms(case: Case, _: str) -> int:
     key = "norm_backward", stands_for("backward", case.spec), case.spec.widest_item
-    return max(TABLES[case.target.arch].spills.get((*key, case.spec.hidden), 0), BY_MORE)
+    return max(TABLES[case.target.name].spills.get((*key, case.spec.hidden), 0), BY_MORE)
 
 
 def allowed_of_rotated(case: Case, _: str) -> int:

@@ -9,7 +9,7 @@ import pytest
 from tilenorm import tools
 from tilenorm.__main__ import main
 from tilenorm.launch.calls import every_gradient
-from tilenorm.launch.target import MULTIPROCESSORS, Target
+from tilenorm.launch.target import TARGETS, Target
 from tilenorm.launch.tuned import TABLES
 from tilenorm.spec import NormSpec
 from tilenorm.tools.dev import digests
@@ -45,7 +45,7 @@ def test_tools_for_users_import_nothing_for_contributors():
         assert "dev" not in re.findall(r"^ *from \.(\w*)", path.read_text(), re.MULTILINE), path
 
 
-@pytest.mark.parametrize("arch", MULTIPROCESSORS)
+@pytest.mark.parametrize("arch", TARGETS)
 def test_lines_are_told_apart(arch):
     labels = [str(case) for case in digests.cases(arch)]
     assert labels and len(set(labels)) == len(labels)

@@ -1,4 +1,5 @@
 """Measured numbers. sm_90.json has the configurations of one architecture, and explains its form.
+sm_90_H100.json has those that differ on one machine of it.
 
 rules.py and quantized.py serve every architecture.
 """
@@ -9,11 +10,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..config import config_of
+from ..target import TARGETS
 
 
 class Table(NamedTuple):
-    """What was measured on one architecture, by (operation, bytes of an element). A configuration
-    is None where the rules of heuristics.py serve.
+    """What was measured on one architecture or machine, by (operation, bytes of an element). A
+    configuration is None where the rules of heuristics.py serve.
 
     forward, backward: rows of (largest hidden size served, configuration). more: what serves a size
     of `backward` with several terms of dy, or where y is written once more, in rows of (that size,
@@ -44,5 +46,19 @@ def _tables(tables: dict, decoded: Callable[[list], tuple]) -> dict[tuple[str, i
     return {(op, int(size)): tuple(map(decoded, rows)) for (op, size), rows in named}
 
 
+def _over(shared: Table, own: Table) -> Table:
+    """The table of a machine: its own rows replace those for the same size of an architecture's."""
+    return shared._replace(
+        forward=_rows_over(shared.forward, own.forward),
+        backward=_rows_over(shared.backward, own.backward),
+    )
+
+
+def _rows_over(shared: dict, own: dict) -> dict:
+    found = {key: dict(shared.get(key, ())) | dict(rows) for key, rows in own.items()}
+    return shared | {key: tuple(sorted(rows.items())) for key, rows in found.items()}
+
+
 _FILES = Path(__file__).parent.glob("*.json")
 TABLES = {file.stem: read(file.read_text(encoding="utf-8")) for file in _FILES}
+TABLES |= {n: _over(TABLES[arch], TABLES[n]) for n, (arch, machine) in TARGETS.items() if machine}

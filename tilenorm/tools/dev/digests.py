@@ -66,7 +66,7 @@ class Case(NamedTuple):
         asked = "saving " if self.save and not self.pieces else ""
         asked = asked if self.needs is None else f"{self.needs.label} "
         parts = [
-            *(self.target.arch, done, spec.op, str(spec.hidden), spec.dtype),
+            *(self.target.name, done, spec.op, str(spec.hidden), spec.dtype),
             *(f"{name}:{dtype}" for name in named if (dtype := getattr(spec, name))),
             "gate_first" if spec.gate_first else "",
             "" if spec.rounding == "late" else spec.rounding,
