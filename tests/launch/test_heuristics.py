@@ -65,8 +65,9 @@ def test_a_machine_differs_from_its_architecture_in_its_own_rows_alone():
             spec = digests.spec_of(op, hidden, DTYPE[size])
             if cases.config(direction, spec, one) != cases.config(direction, spec, other):
                 differs.add((direction, size, op, hidden))
-    gated = {("gated_rms_norm", n) for n in (128, 1024, 5120)} | {("gated_layer_norm", 5120)}
-    assert differs == {("forward", 2, *row) for row in gated | {("gate_first", 1024)}}
+    own = {("gated_rms_norm", n) for n in (128, 1024, 5120)} | {("gate_first", 1024)}
+    own |= {("gated_layer_norm", 5120), ("add_rms_norm", 3072), ("add_rms_norm", 5120)}
+    assert differs == {("forward", 2, *row) for row in own}
 
 
 @pytest.mark.parametrize("arch", TABLES)

@@ -213,7 +213,7 @@ def operations(spec: NormSpec, needs: Needs | None = None) -> tuple[str, ...]:
 
     A norm behind a gate needs more registers with a bias, or with two sums over rows, than the
     tables were tuned for, so that no table serves it. A residual with a gate, and an addend, change
-    no table: compiled for sm_90, an addend spills at most 16 bytes more than the table's kernels.
+    no table: compiled for sm_90, an addend spills at most 48 bytes more than the table's kernels.
     The table of a backward pass is that of a norm which reads as much and keeps as many sums.
     """
     if spec.gate:
