@@ -76,7 +76,7 @@ class Copy:
 class Cell(Copy):
     """The time of one provider on one shape in one direction, with the fields of a copy's.
 
-    ``status`` is ok, wrong, refused, failed or skipped. A cell that is not ok has no numbers.
+    ``status`` is ok, wrong, refused or failed. A cell that is not ok has no numbers.
     """
 
     op: str

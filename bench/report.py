@@ -33,7 +33,7 @@ def tables(record: Record) -> Iterator[Table]:
     for op, dtype in ops_and_dtypes(record.cells):
         for direction in (*DIRECTIONS, INFERENCE):
             here = cells.get((op, dtype, direction), [])
-            if any(cell.status != "skipped" for cell in here):
+            if here:
                 yield _of_cells(here, record.copied if direction in DIRECTIONS else {})
     for hosts in grouped(record.hosts, "op", "way").values():
         yield _host_times(hosts)
@@ -74,13 +74,11 @@ def versions(run: dict) -> str:
 
 def _of_cells(cells: Sequence[Cell], copies: dict[tuple, float]) -> Table:
     """A row for each shape: GB/s beside a copy's, or microseconds of an inference."""
-    first, measured = cells[0], [cell for cell in cells if cell.status != "skipped"]
-    rates, names = first.direction in DIRECTIONS, distinct(measured, "provider")
+    first = cells[0]
+    rates, names = first.direction in DIRECTIONS, distinct(cells, "provider")
     shapes, rows = grouped(sorted(cells, key=lambda c: (c.n, c.m)), "n", "m", "groups"), []
     for (n, m, groups), of_shape in shapes.items():
         here = {cell.provider: cell for cell in of_shape}
-        if all(cell.status == "skipped" for cell in of_shape):
-            continue
         copy = copies.get((first.dtype, m, n))
         shown = [_shown(here.get(name), copy) for name in names]
         shown += [_speed(copy) if copy else "-"] * rates
@@ -92,7 +90,7 @@ def _of_cells(cells: Sequence[Cell], copies: dict[tuple, float]) -> Table:
     spreads = [cell.spread for cell in cells if cell.spread is not None]
     notes = [f"largest spread (p80 - p20) / median: {max(spreads):.1%}"] if spreads else []
     for (name, status, timing, why), of in grouped(
-        measured, "provider", "status", "timing", "error"
+        cells, "provider", "status", "timing", "error"
     ).items():
         if why:  # no time, or no CUDA graph
             status = status if status != "ok" else "timed by " + timing
@@ -101,7 +99,7 @@ def _of_cells(cells: Sequence[Cell], copies: dict[tuple, float]) -> Table:
 
 
 def _shown(cell: Cell | None, copy: float | None) -> str:
-    if cell is None or cell.status == "skipped":  # of which earlier records have lines
+    if cell is None:
         return "-"
     if cell.median_us is None:
         return cell.status
@@ -118,10 +116,8 @@ def _speed(gbps: float) -> str:
 def best_peer(cells: dict[str, Cell]) -> tuple[float, str] | None:
     """Our rate divided by the fastest other provider's rate, and that provider's name.
 
-    None if there is nothing to compare, or if the run had no time for one of the cells.
+    None if there is nothing to compare.
     """
-    if any(cell.status == "skipped" for cell in cells.values()):
-        return None
     rates = {name: cell.gbps for name, cell in cells.items() if cell.gbps is not None}
     ours = rates.pop(OURS, None)
     if not rates or ours is None:
@@ -212,7 +208,9 @@ def _pairs(pairs: Sequence[Pair]) -> Table:
 def gains(records: Iterable[Record]) -> str:
     """What the second variant of each pair gains, in Markdown."""
     rows = []
-    for gpu, pair in ((r.runs[0]["machine"].split()[1], p) for r in records for p in r.pairs):
+    timed = ((r, pair) for r in records for pair in r.pairs if pair.pairs_us)
+    for record, pair in timed:
+        gpu = record.runs[0]["machine"].split()[1]
         gpus = f"{pair.gpus} × {gpu}" if pair.gpus > 1 else gpu
         ms = " → ".join(f"{us / 1e3:.1f}" for us in pair.medians_us)
         more, peaks = with_interval(pair.more_tokens, 100, "%"), map(gib, pair.peak_bytes)

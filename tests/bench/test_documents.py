@@ -116,7 +116,7 @@ def test_losses_take_the_latest_number_of_each_provider_and_list_numbers_of_rows
     lines = [Cell(**shape, provider="tilenorm", median_us=1.0)]
     lines.append(Cell(**{**shape, "m": 8}, provider="tilenorm", median_us=2.0))
     lines.append(Cell(**{**shape, "m": 8}, provider="quack", median_us=1.9))
-    lines.append(Cell(**SHAPE | {"bytes": 1}, provider="quack", status="skipped"))
+    lines.append(Cell(**SHAPE | {"bytes": 1}, provider="quack", status="refused"))
     text = documents.rewritten(folder("<!-- losses: a.jsonl provider=tilenorm,torch -->"))
     assert "No other provider is faster at any of the 4 measured shapes." in text
     path = folder("<!-- losses: *.jsonl op=rms_norm direction=forward -->")

@@ -127,14 +127,6 @@ def test_records_of_one_machine_are_merged_into_one_report(record):
         merge([record, Record([{**RUN, "machine": "Another GPU"}])])
 
 
-def test_what_an_earlier_run_had_no_time_for_gives_no_row_and_no_ratio(record):
-    for n, provider in ((1024, "liger"), (2048, "torch"), (2048, "tilenorm")):
-        record.add(cell(provider, n=n, status="skipped", error="out of time"))
-    lines = report.render(record).splitlines()
-    rows = {line.split()[0]: line.split() for line in lines if line}
-    assert "2048" not in rows and rows["1024"][-1] == "-"
-
-
 def test_first_line_skips_blank_lines():
     assert first_line(RuntimeError("\n\n  the reason \nand more")) == "RuntimeError: the reason"
     assert first_line(KeyError()) == "KeyError"
