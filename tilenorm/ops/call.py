@@ -16,7 +16,6 @@ from .autograd import apply, call_needs_grad
 from .bound import MOST_CALLS, Bound, bound_of, kinds_of, refuse_gradient, specs_of
 from .direct import MOST_GUARDS, in_onnx_export, is_plain, is_transformed
 from .registry import MAX_ROWS, device_of, select_transformed
-from .rotated_arguments import check_values
 from .split import norm as split
 from .torch_private import TensorGuards, forward_mode, modes
 
@@ -112,7 +111,7 @@ def checked(
         if recorded:
             refuse_gradient(op, options)
     if is_direct(cast):
-        if op.rotated and check_values(tensors[op.roles.index("positions")], tensors[1]):
+        if op.rotated and arguments.check_values(tensors[op.roles.index("positions")], tensors[1]):
             known = None  # so that the next call is checked
         bound = bound_of(op, cast, options, backend)
         if known is not None and all(a is b for a, b in zip(cast, tensors, strict=True)):
