@@ -98,23 +98,12 @@ class Backward(Inner):
     """
 
     def __init__(self, arguments: Sequence, by_name: dict | None = None):
+        """Raises RuntimeError as terms_after."""
         super().__init__(arguments, by_name)
         if self.options.get("norm") == "rms":
             self.tensors["mean"] = None
-
-    @property
-    def more(self) -> tuple[Tensor, ...]:
-        """The terms of dy behind the first."""
-        return terms_after(self.tensors["dy"], *self._terms)
-
-    @property
-    def _terms(self) -> list[Tensor | None]:
-        return [self.tensors.get(port.role) for port in TERMS]
-
-    def results(self) -> Sequence[Result]:
-        """Raises RuntimeError as terms_after."""
-        terms_after(self.tensors["dy"], *self._terms)
-        return super().results()
+        terms = [self.tensors.get(port.role) for port in TERMS]
+        self.more = terms_after(self.tensors["dy"], *terms)  # of dy, behind the first
 
     @property
     def spec(self) -> NormSpec:
@@ -142,11 +131,10 @@ class Backward(Inner):
                 f"tilenorm::norm_backward: argument 'output' takes no True for {reason}: y would"
                 " have other bits than the forward pass gave it"
             )
-        terms = 1 + sum(term is not None for term in self._terms)
-        return super().needs(spec)._replace(terms=terms, output=output)
+        return super().needs(spec)._replace(terms=1 + len(self.more), output=output)
 
     def run(self) -> tuple[Tensor, ...]:
-        given, more, asked = self.tensors, self.more, self.options
+        given, asked = self.tensors, self.options
         if in_forward_mode(tuple(given.values())):
             name = f"torch.ops.tilenorm.{self.row.name}"
             raise NotImplementedError(f"{name} has no forward-mode derivative")
@@ -159,7 +147,7 @@ class Backward(Inner):
         kept = [vector_of(given[r]) if r in numbers else given[r] for r in spec.kept]
         bound = norm.backward(spec, needs)
         with on_device_of(x):
-            return self.returned(bound(given["dy"], given["dsum"], kept, asked["eps"], more))
+            return self.returned(bound(given["dy"], given["dsum"], kept, asked["eps"], self.more))
 
     def decomposed(self) -> tuple[Tensor, ...]:
         spec, given = self.spec, self.tensors

@@ -113,10 +113,9 @@ def _spec_of(op: Op, options: tuple, dtypes: dict, heads: int, sizes: dict) -> N
 def options_of(op: Op, options: tuple) -> Options:
     """The options of an op's norms."""
     by_name = dict(zip(op.options, options[1:], strict=True))
-    by_name["gate_first"] = not by_name.pop("norm_before_gate", True)
-    others = QUANTIZATION + ROTATION
-    asked = {name: value for name, value in by_name.items() if name not in others}
-    return Options(options[0], op.norm, **asked)
+    by_name |= {"hidden": options[0], "norm": op.norm}
+    by_name["gate_first"] = not by_name.get("norm_before_gate", True)
+    return Options(**{name: by_name[name] for name in Options._fields if name in by_name})
 
 
 def refuse_gradient(op: Op, options: tuple) -> None:
@@ -197,12 +196,9 @@ class Bound(OpSpecs):
         self.device, self.plain = device, Plain()
         self._returns(op.shown)
         rows = MAX_ROWS + 1 if long else 0
-        self.norms: tuple[BoundNorm, ...] = tuple(
-            [
-                BoundNorm(select(spec, rows, device, backend), spec, device, backend, self._bind)
-                for spec in self.specs
-            ]
-        )
+        how = device, backend
+        chosen = [(select(spec, rows, *how), spec) for spec in self.specs]
+        self.norms = [BoundNorm(*each, *how, self._bind) for each in chosen]
         self._bind()
 
     def _bind(self) -> None:

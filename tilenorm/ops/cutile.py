@@ -16,13 +16,7 @@ from ..launch.arrays import BackwardArrays, ForwardArrays
 from ..launch.calls import ABSENT, Launch, Needs
 from ..launch.driver import Repeated, prepare
 from ..launch.kernel import launch
-from ..launch.plan import (
-    BackwardPlan,
-    ForwardPlan,
-    chain_refused,
-    plan_backward,
-    plan_forward,
-)
+from ..launch.plan import BackwardPlan, ForwardPlan, chain_refused, plan_backward, plan_forward
 from ..launch.scales import Scales
 from ..launch.target import Target
 from ..spec import NormSpec
@@ -117,11 +111,7 @@ def bind_pass(plan: Any, layouts: Any, arrays_of: Callable, run: Run) -> Callabl
 
 
 def _repeat(
-    launch: Repeated,
-    layout: Layout,
-    index: int,
-    grouped: Sequence[int],
-    empty: Callable,
+    launch: Repeated, layout: Layout, index: int, grouped: Sequence[int], empty: Callable
 ) -> Callable[[Sequence[Tensor | None]], list | None]:
     """A function of the tensors that a pass reads, with the shapes and dtypes of an earlier call,
     that does the same as that call; None, and nothing done, where it has to be done another way.
