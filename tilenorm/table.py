@@ -195,6 +195,7 @@ def _ops_of(norm: str) -> tuple[Op, ...]:
     gated = (*plain, "norm_before_gate", "activation")
     added = (*plain, "dropout_scale")
     after, total = replace(Y, like="residual"), replace(SUM, given="residual")
+    summed = (X, RESIDUAL, *affine, ADDEND, GIVEN)
     by_group = (MOD_SCALE, MOD_SHIFT, *affine, replace(RESIDUAL, needed=False), MOD_GATE)
     return (
         Op(name, norm, (X, *affine), (Y, *numbers), plain),
@@ -202,13 +203,7 @@ def _ops_of(norm: str) -> tuple[Op, ...]:
         Op(f"gated_{name}", norm, (X, GATE, *affine), (Y, *numbers), gated),
         Op(f"{name}_add", norm, (X, SKIP, *affine), (after, *numbers), plain),
         Op(f"{name}_quantized", norm, (X, *affine, GIVEN), (*QUANTIZED, *numbers), quantized),
-        Op(
-            f"add_{name}_quantized",
-            norm,
-            (X, RESIDUAL, *affine, ADDEND, GIVEN),
-            (*QUANTIZED, SUM, *of_sum),
-            quantized,
-        ),
+        Op(f"add_{name}_quantized", norm, summed, (*QUANTIZED, SUM, *of_sum), quantized),
         Op(f"modulated_{name}", norm, (X, *by_group), (Y, total, *of_sum), ()),
     )
 
@@ -349,6 +344,7 @@ BACKEND = "str? backend=None"
 DY, DSUM = Port("grad_output", role="dy", needed=True), Port("grad_sum", role="dsum")
 TERMS = tuple(Port(f"grad_output_{i}", role=f"grad_output_{i}") for i in (2, 3, 4))
 _GATE, _AFFINE = replace(GATE, needed=False), (WEIGHT, BIAS)
+_ROWS_GATE = replace(GATE, name="rows")  # where the name is a gate's by group
 _STATISTICS = MEAN, replace(RSTD, needed=True)
 _OF_KEY = KEY, KEY_WEIGHT
 _DERIVED = _gradients(X, RESIDUAL, GATE, *_AFFINE)
@@ -370,14 +366,8 @@ _BACKWARD = (
     ),
     Inner(
         "modulated_norm_backward",
-        (
-            *(DY, DSUM, X, Port("branch", role="input"), *_AFFINE, *_STATISTICS),
-            *(MOD_SCALE, MOD_GATE),
-        ),
-        (
-            *(*_DERIVED[:2], replace(_DERIVED[2], name="grad_rows"), *_DERIVED[3:]),
-            *_gradients(MOD_SCALE, MOD_SHIFT, MOD_GATE),
-        ),
+        (DY, DSUM, X, Port("branch", role="input"), *_AFFINE, *_STATISTICS, MOD_SCALE, MOD_GATE),
+        _gradients(X, RESIDUAL, _ROWS_GATE, *_AFFINE, MOD_SCALE, MOD_SHIFT, MOD_GATE),
         "SymInt hidden, str norm, str? shift, float eps, bool added, bool[8] output_mask,"
         f" {BACKEND}",
     ),

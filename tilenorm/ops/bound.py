@@ -1,7 +1,7 @@
 """Bound calls: what serves the calls of an op, for one spec on one device, found once and kept."""
 
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from math import prod
 from operator import itemgetter
 from threading import Lock
@@ -60,10 +60,7 @@ class OpSpecs:
         # Of an op's tensors and results, those that autograd saves.
         self.kept: Callable[[tuple], tuple] = itemgetter(*places)
         self._returns(len(op.makes))
-        self.steps = cache(self._steps)
-
-    def _steps(self, asked: tuple[bool, ...], *arrived: bool) -> tuple[Step, ...]:
-        return steps_of(self.op, self.specs, asked, arrived)
+        self.steps = cache(partial(steps_of, op, self.specs))
 
     def _returns(self, count: int) -> None:
         self.returned = count
