@@ -463,8 +463,10 @@ def _check_tables(given: dict[str, Any], dim: int) -> None:
 
 def _broadcasts(sizes: list[int], tokens: list[int]) -> bool:
     """Whether a tensor of these sizes broadcasts to the tokens' shape."""
-    pairs = zip(reversed(sizes), reversed(tokens), strict=False)
-    return len(sizes) <= len(tokens) and all(a in (1, b) for a, b in pairs)
+    if len(sizes) > len(tokens):
+        return False
+    own = tokens[len(tokens) - len(sizes) :]
+    return all(a in (1, b) for a, b in zip(sizes, own, strict=True))
 
 
 def check_values(positions: Tensor | None, cos: Tensor) -> bool:
