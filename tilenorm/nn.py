@@ -5,9 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from .ops.arguments import check_option, sizes_of
+from .ops.arguments import check_argument, check_option, sizes_of, wrong
 from .ops.functional import layer_norm, modulated_layer_norm, modulated_rms_norm, rms_norm
-from .ops.tensor_checks import check_argument, wrong
 
 
 class _WithOptions(nn.Module):

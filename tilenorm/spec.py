@@ -346,21 +346,19 @@ class NormSpec:
         a weight the compiler may fuse x · rstd + b in one kernel and not in another, because the
         backward pass uses x · rstd more than once.
         """
-        if self.gate:
-            return "a norm with a gate"
-        if self.modulated:
-            return "a modulated norm"
-        if self.rotation:
-            return "a norm that is rotated"
-        if self.skip:
-            return "a norm to whose output something is added"
-        if self.norm == "layer" and self.widest_item > 2:
-            return "LayerNorm of an input or a sum of more than 16 bits"
-        if self.norm == "layer" and self.hidden >= SHARED_FROM:
-            return f"LayerNorm of rows of {SHARED_FROM} elements or more"
-        if self.bias and not self.weight and self.rounding == "late":
-            return "a norm with a bias and no weight"
-        return None
+        layer = self.norm == "layer"
+        wide, shared = layer and self.widest_item > 2, layer and self.hidden >= SHARED_FROM
+        fused = self.bias and not self.weight and self.rounding == "late"
+        reasons = {
+            "a norm with a gate": self.gate,
+            "a modulated norm": self.modulated,
+            "a norm that is rotated": self.rotation,
+            "a norm to whose output something is added": self.skip,
+            "LayerNorm of an input or a sum of more than 16 bits": wide,
+            f"LayerNorm of rows of {SHARED_FROM} elements or more": shared,
+            "a norm with a bias and no weight": fused,
+        }
+        return next((reason for reason, holds in reasons.items() if holds), None)
 
     @cached_property
     def aligned(self) -> bool:

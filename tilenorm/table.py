@@ -7,6 +7,7 @@ the checks of a call and their messages, and which array of the kernels each ten
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any, NamedTuple
 
 
@@ -181,47 +182,29 @@ RSTD = replace(MEAN, name="rstd", role="rstd")
 Q = Port("q", role="q", like="dtype", grad=False)
 SCALE = Port("scale", "scales", role="scale", like="scale", unless="given_scale", grad=False)
 AMAX = Port("amax", "one", role="amax", like="float32", when="return_amax", grad=False)
+NUMBERS = {"rms": (RSTD,), "layer": (MEAN, RSTD)}
 QUANTIZED = (Q, SCALE, AMAX, replace(Y, when="return_output"))
 
 
 def _ops_of(norm: str) -> tuple[Op, ...]:
-    """The ops of one norm."""
+    """The ops of one norm. Modulated rows may be those of a sum with the residual."""
     name, affine, plain = f"{norm}_norm", (WEIGHT, BIAS), ("offset", "rounding")
-    numbers = (MEAN, RSTD) if norm == "layer" else (RSTD,)
+    numbers = NUMBERS[norm]
     of_sum = tuple(replace(port, like="input residual") for port in numbers)
     branch, quantized = (ADDEND, DROPOUT_MASK, LAYER_SCALE), (*plain, *QUANTIZATION)
     gated = (*plain, "norm_before_gate", "activation")
     added = (*plain, "dropout_scale")
-    after = replace(Y, like="residual")
+    after, total = replace(Y, like="residual"), replace(SUM, given="residual")
+    summed = (X, RESIDUAL, *affine, ADDEND, GIVEN)
+    by_group = (MOD_SCALE, MOD_SHIFT, *affine, replace(RESIDUAL, needed=False), MOD_GATE)
     return (
         Op(name, norm, (X, *affine), (Y, *numbers), plain),
         Op(f"add_{name}", norm, (X, RESIDUAL, *affine, *branch), (Y, SUM, *of_sum), added),
         Op(f"gated_{name}", norm, (X, GATE, *affine), (Y, *numbers), gated),
         Op(f"{name}_add", norm, (X, SKIP, *affine), (after, *numbers), plain),
         Op(f"{name}_quantized", norm, (X, *affine, GIVEN), (*QUANTIZED, *numbers), quantized),
-        Op(
-            f"add_{name}_quantized",
-            norm,
-            (X, RESIDUAL, *affine, ADDEND, GIVEN),
-            (*QUANTIZED, SUM, *of_sum),
-            quantized,
-        ),
-    )
-
-
-def _modulated(norm: str) -> Op:
-    """A norm that is scaled and shifted by group; of the sum with the residual, if there is one."""
-    numbers = (MEAN, RSTD) if norm == "layer" else (RSTD,)
-    return Op(
-        f"modulated_{norm}_norm",
-        norm,
-        (X, MOD_SCALE, MOD_SHIFT, WEIGHT, BIAS, replace(RESIDUAL, needed=False), MOD_GATE),
-        (
-            Y,
-            replace(SUM, given="residual"),
-            *(replace(port, like="input residual") for port in numbers),
-        ),
-        (),
+        Op(f"add_{name}_quantized", norm, summed, (*QUANTIZED, SUM, *of_sum), quantized),
+        Op(f"modulated_{name}", norm, (X, *by_group), (Y, total, *of_sum), ()),
     )
 
 
@@ -249,7 +232,7 @@ def _chain_of(norm: str) -> Op:
     norm.
     """
     name = f"{norm}_norm"
-    affine, numbers = ((WEIGHT, BIAS), (MEAN, RSTD)) if norm == "layer" else ((WEIGHT,), (RSTD,))
+    affine, numbers = (WEIGHT, BIAS) if norm == "layer" else (WEIGHT,), NUMBERS[norm]
     inner = {"weight": "inner_w", "bias": "inner_b", "mean": "inner_mean", "rstd": "inner_rstd"}
     before = [replace(port, role=inner[port.role]) for port in (*affine, *numbers)]
     after = [replace(port, name=f"next_{port.name}") for port in (*affine, *numbers)]
@@ -274,8 +257,7 @@ def _chain_of(norm: str) -> Op:
 
 
 _PAIRS = zip(_ops_of("rms"), _ops_of("layer"), strict=True)
-_MORE = _chain_of("rms"), _chain_of("layer"), _modulated("rms"), _modulated("layer"), _rotated()
-_ROWS = (*(op for pair in _PAIRS for op in pair), *_MORE)
+_ROWS = (*chain.from_iterable(_PAIRS), _chain_of("rms"), _chain_of("layer"), _rotated())
 OPS = {op.name: op for op in _ROWS}
 # What multiplies the input before the residual is added, in this order. A mask has no gradient.
 FACTORS = MASK, VECTOR = DROPOUT_MASK.role, LAYER_SCALE.role
@@ -362,6 +344,7 @@ BACKEND = "str? backend=None"
 DY, DSUM = Port("grad_output", role="dy", needed=True), Port("grad_sum", role="dsum")
 TERMS = tuple(Port(f"grad_output_{i}", role=f"grad_output_{i}") for i in (2, 3, 4))
 _GATE, _AFFINE = replace(GATE, needed=False), (WEIGHT, BIAS)
+_ROWS_GATE = replace(GATE, name="rows")  # where the name is a gate's by group
 _STATISTICS = MEAN, replace(RSTD, needed=True)
 _OF_KEY = KEY, KEY_WEIGHT
 _DERIVED = _gradients(X, RESIDUAL, GATE, *_AFFINE)
@@ -383,14 +366,8 @@ _BACKWARD = (
     ),
     Inner(
         "modulated_norm_backward",
-        (
-            *(DY, DSUM, X, Port("branch", role="input"), *_AFFINE, *_STATISTICS),
-            *(MOD_SCALE, MOD_GATE),
-        ),
-        (
-            *(*_DERIVED[:2], replace(_DERIVED[2], name="grad_rows"), *_DERIVED[3:]),
-            *_gradients(MOD_SCALE, MOD_SHIFT, MOD_GATE),
-        ),
+        (DY, DSUM, X, Port("branch", role="input"), *_AFFINE, *_STATISTICS, MOD_SCALE, MOD_GATE),
+        _gradients(X, RESIDUAL, _ROWS_GATE, *_AFFINE, MOD_SCALE, MOD_SHIFT, MOD_GATE),
         "SymInt hidden, str norm, str? shift, float eps, bool added, bool[8] output_mask,"
         f" {BACKEND}",
     ),

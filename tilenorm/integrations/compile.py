@@ -9,7 +9,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ..launch.tuned.compiled import SMALL
-from ..ops.tensor_checks import check_argument
+from ..ops.arguments import check_argument
 from ..ops.torch_private import inductor_joint_config
 from .fx import Folds, Report
 from .fx.nodes import Left

@@ -7,16 +7,19 @@ from typing import Any
 
 import torch
 from torch import SymFloat, SymInt, Tensor
+from torch.compiler import is_compiling
+from torch.overrides import has_torch_function
 
+from ..settings import settings
 from ..spec import FP8, GROUPS, LAYOUTS
 from ..table import FACTORS, MASK, OPS, OPTIONS, VECTOR, Op
 from .layout import leading_groups
 from .reference import statistics_dtype
-from .rotated_arguments import check_rotation
-from .tensor_checks import check_argument, check_device, check_dtype, check_tensor, kind_of, wrong
 
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FP8_DTYPES = tuple(getattr(torch, name) for name in FP8)
 MAX_SIZE = 2**63 - 1
+ROPE = "rms_norm_rope"
 CASTS = {"float": float, "bool": bool, "str": str}
 
 
@@ -309,3 +312,173 @@ def _is_size(value: object) -> bool:
 def default_eps(*tensors: Tensor | None) -> float:
     """What PyTorch takes for eps=None: the machine epsilon of the dtype it computes in."""
     return torch.finfo(statistics_dtype(*tensors)).eps
+
+
+def wrong(
+    op: str, name: str, takes: str, got: object, kind: type[Exception] = RuntimeError
+) -> Exception:
+    """The exception for an argument that is not what an op takes."""
+    return kind(f"{op}: argument {name!r} takes {takes}, got {got}")
+
+
+def check_argument(caller: str, name: str, value: object, right: bool, takes: str) -> None:
+    """Raise TypeError unless an argument is right: of a type that the caller takes."""
+    if not right:
+        raise wrong(caller, name, takes, kind_of(value), TypeError)
+
+
+def check_tensor(op: str, name: str, value: object, takes: str = "a Tensor") -> None:
+    check_argument(op, name, value, isinstance(value, Tensor), takes)
+
+
+def check_device(op: str, name: str, tensor: Tensor, input: Tensor) -> None:
+    if tensor.device != input.device:
+        raise wrong(op, name, f"the input's device {input.device}", tensor.device)
+
+
+def check_dtype(op: str, name: str, tensor: Tensor) -> None:
+    """Check a tensor's layout and dtype."""
+    if tensor.layout != torch.strided:
+        takes = "the layout torch.strided"
+        raise wrong(op, name, takes, tensor.layout, NotImplementedError)
+    if tensor.dtype not in DTYPES:
+        takes = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        raise wrong(op, name, takes, tensor.dtype, NotImplementedError)
+
+
+def kind_of(value: object) -> str:
+    return type(value).__name__
+
+
+def heads_last(argument: str, tensor: Any) -> Any:
+    """A view (B, S, H, D) of (B, H, S, D); None for None."""
+    if tensor is None:
+        return None
+    if not has_torch_function((tensor,)):
+        check_tensor(ROPE, argument, tensor)
+        if tensor.dim() != 4:
+            raise wrong(
+                ROPE, argument, "four dimensions with heads_first", tensor.dim(), ValueError
+            )
+    return torch.transpose(tensor, 1, 2)
+
+
+def check_rotation(given: dict[str, Any], shape: tuple[int, ...], options: dict) -> dict:
+    """The options, with rotary_dim for None. given: the tensors by name, of which `input` has
+    passed its checks. shape: the sizes of normalized_shape.
+
+    Raises as rms_norm_rope says.
+    """
+    x = given["input"]
+    if len(shape) > 2:
+        raise wrong(ROPE, "normalized_shape", "(D,) or (H, D)", shape)
+    if x.dim() < 3:
+        raise wrong(
+            ROPE, "input", "at least the three dimensions (tokens, H, D)", x.dim(), ValueError
+        )
+    if options["output_heads_first"] and x.dim() != 4:
+        raise wrong(ROPE, "output_heads_first", "True for four dimensions", x.dim(), ValueError)
+    _check_key(given, shape)
+    dim = _rotary_dim(options["rotary_dim"], shape[-1])
+    _check_tables(given, dim)
+    return options | {"rotary_dim": dim}
+
+
+def _check_key(given: dict[str, Any], shape: tuple[int, ...]) -> None:
+    """Check the weights, and the key."""
+    x, key = given["input"], given["key"]
+    if given["weight"] is not None:
+        _check_at("weight", given["weight"], shape, x)
+    if key is None:
+        if given["key_weight"] is not None:
+            raise ValueError(f"{ROPE}: argument 'key_weight' takes None without a key")
+        return
+    _check_at("key", key, None, x)
+    others = [*x.shape[:-2], x.shape[-1]]
+    if key.dim() != x.dim() or [*key.shape[:-2], key.shape[-1]] != others:
+        takes = f"the input's shape {list(x.shape)} but for the heads"
+        raise wrong(ROPE, "key", takes, list(key.shape))
+    if key.dtype != x.dtype:
+        raise wrong(ROPE, "key", f"the input's dtype {x.dtype}", key.dtype)
+    if len(shape) == 2 and x.shape[-2] == 1 != key.shape[-2]:
+        takes = "one head where the input has one that is normalised as a token"
+        raise wrong(ROPE, "key", takes, key.shape[-2])
+    if (given["weight"] is None) != (given["key_weight"] is None):
+        raise ValueError(
+            f"{ROPE}: arguments 'weight' and 'key_weight' take two Tensors or None twice with a key"
+        )
+    if given["key_weight"] is not None:
+        _check_at("key_weight", given["key_weight"], key.shape[-len(shape) :], x)
+
+
+def _check_at(name: str, tensor: Any, shape: Sequence[int] | None, x: Tensor) -> None:
+    """Check a tensor's type, layout, dtype, device and, if there is one to have, its shape."""
+    check_tensor(ROPE, name, tensor)
+    if shape is not None and tensor.shape != tuple(shape):
+        raise wrong(ROPE, name, f"the shape {list(shape)}", list(tensor.shape))
+    check_dtype(ROPE, name, tensor)
+    check_device(ROPE, name, tensor, x)
+
+
+def _rotary_dim(asked: Any, head: int) -> int:
+    dim = head if asked is None else asked
+    takes = f"an even int from 2 to the head's {head} elements"
+    right = isinstance(dim, (int, torch.SymInt)) and not isinstance(dim, bool)
+    check_argument(ROPE, "rotary_dim", dim, right, takes)
+    if dim % 2 or not 2 <= dim <= head:
+        raise wrong(ROPE, "rotary_dim", takes, dim, ValueError)
+    return dim
+
+
+def _check_tables(given: dict[str, Any], dim: int) -> None:
+    x, cos, positions = given["input"], given["cos"], given["positions"]
+    tokens = list(x.shape[:-2])
+    for name in ("cos", "sin"):
+        table = given[name]
+        _check_at(name, table, None if name == "cos" else cos.shape, x)
+        if name == "sin" and table.dtype != cos.dtype:
+            raise wrong(ROPE, name, f"the dtype of cos {cos.dtype}", table.dtype)
+        if torch.is_grad_enabled() and table.requires_grad:
+            takes = "a tensor that requires no gradient: detach it"
+            raise RuntimeError(f"{ROPE}: argument {name!r} takes {takes}")
+        if not table.dim() or table.shape[-1] not in (dim, dim // 2):
+            takes = f"rotary_dim or rotary_dim / 2 columns, {dim} or {dim // 2}"
+            raise wrong(ROPE, name, takes, list(table.shape), ValueError)
+    rows = list(cos.shape[:-1])
+    if positions is None:
+        if not _broadcasts(rows, tokens):
+            takes = f"rows that broadcast to the tokens {tokens}"
+            raise wrong(ROPE, "cos", takes, list(cos.shape))
+        return
+    if len(rows) != 1:
+        raise wrong(ROPE, "cos", "two dimensions with positions", list(cos.shape))
+    check_tensor(ROPE, "positions", positions, "a Tensor or None")
+    if positions.dtype not in (torch.int32, torch.int64):
+        raise wrong(ROPE, "positions", "int32 or int64", positions.dtype, NotImplementedError)
+    if not _broadcasts(list(positions.shape), tokens):
+        takes = f"what broadcasts to the tokens {tokens}"
+        raise wrong(ROPE, "positions", takes, list(positions.shape))
+    check_device(ROPE, "positions", positions, x)
+
+
+def _broadcasts(sizes: list[int], tokens: list[int]) -> bool:
+    """Whether a tensor of these sizes broadcasts to the tokens' shape."""
+    if len(sizes) > len(tokens):
+        return False
+    own = tokens[len(tokens) - len(sizes) :]
+    return all(a in (1, b) for a, b in zip(sizes, own, strict=True))
+
+
+def check_values(positions: Tensor | None, cos: Tensor) -> bool:
+    """Whether TILENORM_DEBUG has the positions of each eager call checked; and check them then.
+
+    Raises IndexError for a position that is no row of the tables.
+    """
+    if positions is None or is_compiling() or not settings().debug:
+        return False
+    if positions.numel():
+        least, most = (int(end) for end in positions.aminmax())
+        if least < 0 or most >= cos.shape[0]:
+            takes = f"numbers from 0 to {cos.shape[0] - 1}, the rows of cos and sin"
+            raise wrong(ROPE, "positions", takes, f"{least} to {most}", IndexError)
+    return True

@@ -98,10 +98,8 @@ def by_op(
     given |= {port.name: tensors.get(port.role) for port in row.tensors}
     op = getattr(torch.ops.tilenorm, row.name)
     made = op(*[given[argument] for argument in row.arguments])
-    found: list[Tensor | None] = [None] * len(asked)
-    for place, gradient in zip(row.places[: len(mask)], made, strict=False):
-        found[place] = gradient
-    return found
+    found = dict(zip(row.places, made, strict=True))
+    return [found.get(place) for place in range(len(asked))]
 
 
 # For eager calls, which no transform sees. The ops take Call.apply.

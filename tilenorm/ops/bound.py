@@ -1,7 +1,7 @@
 """Bound calls: what serves the calls of an op, for one spec on one device, found once and kept."""
 
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from math import prod
 from operator import itemgetter
 from threading import Lock
@@ -60,10 +60,7 @@ class OpSpecs:
         # Of an op's tensors and results, those that autograd saves.
         self.kept: Callable[[tuple], tuple] = itemgetter(*places)
         self._returns(len(op.makes))
-        self.steps = cache(self._steps)
-
-    def _steps(self, asked: tuple[bool, ...], *arrived: bool) -> tuple[Step, ...]:
-        return steps_of(self.op, self.specs, asked, arrived)
+        self.steps = cache(partial(steps_of, op, self.specs))
 
     def _returns(self, count: int) -> None:
         self.returned = count
@@ -113,10 +110,9 @@ def _spec_of(op: Op, options: tuple, dtypes: dict, heads: int, sizes: dict) -> N
 def options_of(op: Op, options: tuple) -> Options:
     """The options of an op's norms."""
     by_name = dict(zip(op.options, options[1:], strict=True))
-    by_name["gate_first"] = not by_name.pop("norm_before_gate", True)
-    others = QUANTIZATION + ROTATION
-    asked = {name: value for name, value in by_name.items() if name not in others}
-    return Options(options[0], op.norm, **asked)
+    by_name |= {"hidden": options[0], "norm": op.norm}
+    by_name["gate_first"] = not by_name.get("norm_before_gate", True)
+    return Options(**{name: by_name[name] for name in Options._fields if name in by_name})
 
 
 def refuse_gradient(op: Op, options: tuple) -> None:
@@ -197,12 +193,9 @@ class Bound(OpSpecs):
         self.device, self.plain = device, Plain()
         self._returns(op.shown)
         rows = MAX_ROWS + 1 if long else 0
-        self.norms: tuple[BoundNorm, ...] = tuple(
-            [
-                BoundNorm(select(spec, rows, device, backend), spec, device, backend, self._bind)
-                for spec in self.specs
-            ]
-        )
+        how = device, backend
+        chosen = [(select(spec, rows, *how), spec) for spec in self.specs]
+        self.norms = [BoundNorm(*each, *how, self._bind) for each in chosen]
         self._bind()
 
     def _bind(self) -> None:

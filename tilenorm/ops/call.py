@@ -16,7 +16,6 @@ from .autograd import apply, call_needs_grad
 from .bound import MOST_CALLS, Bound, bound_of, kinds_of, refuse_gradient, specs_of
 from .direct import MOST_GUARDS, in_onnx_export, is_plain, is_transformed
 from .registry import MAX_ROWS, device_of, select_transformed
-from .rotated_arguments import check_values
 from .split import norm as split
 from .torch_private import TensorGuards, forward_mode, modes
 
@@ -112,7 +111,7 @@ def checked(
         if recorded:
             refuse_gradient(op, options)
     if is_direct(cast):
-        if op.rotated and check_values(tensors[op.roles.index("positions")], tensors[1]):
+        if op.rotated and arguments.check_values(tensors[op.roles.index("positions")], tensors[1]):
             known = None  # so that the next call is checked
         bound = bound_of(op, cast, options, backend)
         if known is not None and all(a is b for a, b in zip(cast, tensors, strict=True)):
@@ -126,7 +125,11 @@ def checked(
     if in_onnx_export():
         return called.present(called.formula())
     if is_transformed(cast):
-        _select_transformed(op, cast, options, backend)
+        specs, device, x = (), None, cast[0]
+        if not is_compiling():
+            specs = specs_of(op, options, *kinds_of(op, cast, options[0]))
+            device = device_of(x.device.type, x.get_device())
+        select_transformed(op.name, specs, device, backend)
         return called.formula()
     if not op.quantized and split.is_cut(cast[0], dims):
         return split.of_op(op, cast, options, dims, each, backend)
@@ -158,14 +161,6 @@ def eps_of(op: Op, tensors: Sequence, eps: float | None) -> tuple[float, ...]:
     statistics = {port.name: port.like.split() for port in op.makes if port.lies == "number"}
     read = [statistics[stage.ports["rstd"]] for stage in op.stages]
     return tuple([arguments.default_eps(*[by_name[name] for name in names]) for names in read])
-
-
-def _select_transformed(op: Op, tensors: tuple, options: tuple, backend: str | None) -> None:
-    specs, device, x = (), None, tensors[0]
-    if not is_compiling():
-        specs = specs_of(op, options, *kinds_of(op, tensors, options[0]))
-        device = device_of(x.device.type, x.get_device())
-    select_transformed(op.name, specs, device, backend)
 
 
 def _index_of(x: Tensor) -> int | None:

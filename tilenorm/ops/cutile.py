@@ -12,26 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..launch.arrays import BackwardArrays, ForwardArrays
+from ..launch.arrays import BackwardArrays, ForwardArrays, RopeBackwardArrays, RopeForwardArrays
 from ..launch.calls import ABSENT, Launch, Needs
 from ..launch.driver import Repeated, prepare
 from ..launch.kernel import launch
-from ..launch.plan import (
-    BackwardPlan,
-    ForwardPlan,
-    chain_refused,
-    plan_backward,
-    plan_forward,
-)
+from ..launch.plan import BackwardPlan, ForwardPlan, chain_refused, plan_backward, plan_forward
 from ..launch.scales import Scales
 from ..launch.target import Target
 from ..spec import NormSpec
 from ..table import FACTORS, LIES, MASK, OPS, VECTOR, Op
-from . import rotated, torch_private
+from . import torch_private
 from .layout import VECTOR_BYTES, contiguous_strides_of, lie_as_read, shaped_as
 from .quantize import scale_of, with_codes
 from .reference import STATISTICS
-from .shapes import Layout, Layouts
+from .shapes import Layout, Layouts, RotatedLayouts
 from .torch_private import reinterpret
 
 Run = Callable[[Sequence[Launch], tuple, int], None]
@@ -117,11 +111,7 @@ def bind_pass(plan: Any, layouts: Any, arrays_of: Callable, run: Run) -> Callabl
 
 
 def _repeat(
-    launch: Repeated,
-    layout: Layout,
-    index: int,
-    grouped: Sequence[int],
-    empty: Callable,
+    launch: Repeated, layout: Layout, index: int, grouped: Sequence[int], empty: Callable
 ) -> Callable[[Sequence[Tensor | None]], list | None]:
     """A function of the tensors that a pass reads, with the shapes and dtypes of an earlier call,
     that does the same as that call; None, and nothing done, where it has to be done another way.
@@ -175,7 +165,7 @@ def bind_forward(plan: ForwardPlan, run: Run = on_device) -> Callable:
     read = [(port.lies, dtype) for port, dtype in zip(op.takes, dtypes, strict=True)]
     kind, likes = Layouts, []
     if spec.rotation:
-        kind = rotated.RotatedLayouts
+        kind = RotatedLayouts
         likes = [op.roles.index("key" if port.given else "x") for port in op.makes]
     layouts = kind(plan, 0, read, made_as, likes)
     take = _taking_forward(op, spec, dtypes, made_as, plan.slots(1) is not None)
@@ -226,7 +216,7 @@ def _taking_forward(
     first = len(op.takes)
     places |= {port.role: first + i for i, port in enumerate(op.makes) if made_as[i] is not None}
     if spec.rotation:
-        return rotated.taking_forward(places)
+        return _taking_heads_forward(places)
     if slots:
         places["slots"] = first + len(op.makes) + 1
     names: Sequence[str] = ForwardArrays._fields
@@ -234,7 +224,7 @@ def _taking_forward(
         last = VECTOR if spec.joins else "slots"
         more = spec.quantized is not None or spec.inner is not None
         names = names[: names.index("inner_mean" if more else last) + 1]
-    return itemgetter(*[places.get(name, -1) for name in names])
+    return _taking(places, *names)
 
 
 def _shown(op: Op, made: list, scales: Scales) -> list:
@@ -279,7 +269,7 @@ def bind_backward(plan: BackwardPlan, kept: tuple[str, ...], run: Run = on_devic
     total, lies = spec.residual or spec.dtype, "heads" if spec.rotation else "rows"
     # A factor is absent where only the gradient of the input would need it.
     dtypes = dict.fromkeys(STATISTICS, "float32") | {"x": total, "input": spec.dtype}
-    need_dy, need_dsum = rotated.reads(needs) if spec.rotation else (True, needs.dsum)
+    need_dy, need_dsum = _reads(needs) if spec.rotation else (True, needs.dsum)
     read: list[tuple[str, str | None]] = [(lies, need_dy and spec.dtype)]
     read += [(lies, need_dsum and total)]
     read += [(LIES[role], dtypes.get(role) or spec.dtype_of(role)) for role in kept]
@@ -292,7 +282,7 @@ def bind_backward(plan: BackwardPlan, kept: tuple[str, ...], run: Run = on_devic
 
     kind, likes = Layouts, []
     if spec.rotation:
-        kind, pairs = rotated.RotatedLayouts, zip(spec.derived, made_as, strict=True)
+        kind, pairs = RotatedLayouts, zip(spec.derived, made_as, strict=True)
         likes = [2 + kept.index(role) if how else 0 for role, how in pairs]
     layouts = kind(plan, 2, read, made_as, likes)
     execute = bind_pass(plan, layouts, arrays_of, run)
@@ -349,7 +339,7 @@ def _taking_backward(
     end = 2 + len(kept)
     if spec.rotation:
         made = {name: end + i for i, name in enumerate((*_gradient_names(spec), "partials"))}
-        return rotated.taking_backward(places | made, needs)
+        return _taking_heads_backward(places | made, needs)
     gradients, fields = _gradient_names(spec), BackwardArrays._fields
     more = ["group_sums"] if spec.modulated else []
     names = *gradients, "partials", "slots", *more, "dy"
@@ -362,7 +352,47 @@ def _taking_backward(
     places = {name: i for name, i in (places | made).items() if name not in absent}
     first_left_out = "dot" if spec.modulated else "input" if spec.branches else MASK
     fields = (*fields[: fields.index(first_left_out)], *fields[-2:])
-    return itemgetter(*[places.get(name, -1) for name in fields])
+    return _taking(places, *fields)
+
+
+def _reads(needs: Needs) -> tuple[bool, bool]:
+    """Whether a backward pass reads the gradients of the rotated input and of the rotated key."""
+    return needs.dx or needs.dw, needs.dkey or needs.dkey_weight
+
+
+def _taking_heads_forward(places: dict[str, int]) -> Callable[[tuple], tuple]:
+    """As _taking_forward. places: of what is there, by the roles."""
+    of_input = _taking(places, "x", "weight", "y", "rstd")
+    of_key = _taking(places, "key", "key_weight", "key_y", "key_rstd")
+    tables = _taking(places, "cos", "sin", "positions")
+
+    def take(given: tuple) -> tuple:
+        second = of_key(given) if "key" in places else ABSENT
+        return RopeForwardArrays(of_input(given), second, *tables(given))
+
+    return take
+
+
+def _taking_heads_backward(places: dict[str, int], needs: Needs) -> Callable[[tuple], tuple]:
+    """As _taking_backward. places: also of gradients and partials that are not needed."""
+    asked = {"dx": needs.dx, "dw": needs.dw, "dkey": needs.dkey, "dkey_weight": needs.dkey_weight}
+    asked["partials"] = needs.dw or needs.dkey_weight
+    places = {name: place for name, place in places.items() if asked.get(name, True)}
+    of_input = _taking(places | {"dy": 0}, "x", "dy", "weight", "rstd", "dx")
+    of_key = _taking(places | {"dy": 1}, "key", "dy", "key_weight", "key_rstd", "dkey")
+    others = _taking(places, "cos", "sin", "positions", "partials", "dw", "dkey_weight")
+    first, second = _reads(needs)
+
+    def take(given: tuple) -> tuple:
+        each = of_input(given) if first else ABSENT, of_key(given) if second else ABSENT
+        return RopeBackwardArrays(*each, *others(given))
+
+    return take
+
+
+def _taking(places: dict[str, int], *names: str) -> Callable[[tuple], tuple]:
+    """A function that selects arrays by their names; the last one, ABSENT, for an absent one."""
+    return itemgetter(*[places.get(name, -1) for name in names])
 
 
 def fresh(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

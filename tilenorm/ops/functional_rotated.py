@@ -4,9 +4,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from .arguments import check_option
+from .arguments import check_option, heads_last
 from .call import call
-from .rotated_arguments import heads_last
 
 
 def rms_norm_rope(

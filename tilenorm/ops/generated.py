@@ -1,10 +1,13 @@
-"""What Inductor's generated code calls: functions in which everything constant of a call is bound.
+"""What Inductor's generated code calls in place of the ops: functions in which everything constant
+of a call is bound. Inductor is told here to generate the calls.
 
-Generated code makes one function for each kind of call when it is loaded: of one op, of tensors
-with the same dtypes, device and parameters, with the same options. The function finds what serves
-when it is called first, because code is loaded before a device is used. Then a call checks that its
-tensors are plain, and runs the implementation. Arguments that only the dispatcher can serve go to
-the op.
+They leave out PyTorch's dispatcher, its layers in Python, the empty tensors for absent results, and
+finding the plan. Generated code makes one function for each kind of call when it is loaded: of one
+op, of tensors with the same dtypes, device and parameters, with the same options. The function
+finds what serves when it is called first, because code is loaded before a device is used. Then a
+call checks that its tensors are plain, and runs the implementation. Arguments that only the
+dispatcher can serve go to the op. Where an option is known only when the code runs, such as the
+size of rows of any width, and where an absent result is asked for, generated code calls the op.
 
 Calls that repeat earlier ones ask only whether a mode sees them. TorchDynamo's guards hold the
 dispatch keys of a graph's inputs, and what Inductor makes is plain. A step of a model runs much
@@ -12,9 +15,13 @@ between two calls, so that each Python object that a call touches comes from mem
 an H100 a forward pass of 5 µs in a loop took 40 µs in a step of BERT.
 """
 
+import re
+from ast import literal_eval
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache, partial
+from hashlib import sha256
 from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +35,83 @@ from .layout import MOST_SHAPES, contiguous_strides_of, rows_shape, vector_of
 from .library import numbers_shape
 from .reference import STATISTICS
 from .registry import MAX_ROWS, on_device_of
-from .torch_private import modes, reinterpret
+from .torch_private import inductor_calls, modes, reinterpret
+
+
+def tell_inductor() -> None:
+    """Have Inductor, once it is loaded, generate calls of bound functions for the ops. An op's fake
+    calls this function.
+
+    A digest of this package's ops goes into the key of torch.compile's caches on the disk, because
+    another version may not have the functions that generated code calls. The key that a process
+    computes after this call differs from that of another version.
+    """
+    config, tag = torch.compiler.config, _generation()
+    if tag not in config.cache_key_tag:
+        config.cache_key_tag = f"{config.cache_key_tag}{tag}"
+    calls = inductor_calls()
+    if calls is None or _name_of("norm_backward") in calls.CUSTOM_EXTERN_KERNEL_CODEGEN:
+        return
+    for op in (*OPS, *BACKWARD):
+        custom = calls.CustomCodegen(python=partial(_generate, op))
+        calls.CUSTOM_EXTERN_KERNEL_CODEGEN[_name_of(op)] = custom
+
+
+def _name_of(op: str) -> str:
+    return f"torch.ops.tilenorm.{op}.default"
+
+
+def _generate(op: str, node, writeline: Callable[[str], None]) -> None:
+    from torch._inductor.virtualized import V
+
+    used = [out for out in node.outputs if out.get_name() not in V.graph.removed_buffers]
+    arguments, line = [*node.codegen_args(), *node.codegen_kwargs()], None
+    if all(list(out.get_size()) != [0] for out in used):
+        line = _bound(op, node, arguments, V.graph.wrapper_code)
+    line = line or f"{_name_of(op)}({', '.join(arguments)})"
+    writeline(f"{node.get_name()} = {line}")
+
+
+def _bound(op: str, node, arguments: list[str], wrapper) -> str | None:
+    """A call of a bound function, which is made where the code is loaded, or None where not all
+    options are known.
+    """
+    schema = getattr(torch.ops.tilenorm, op).default._schema.arguments
+    given = {a.name: repr(a.default_value) for a in schema}
+    positional = [a for a in arguments if "=" not in a]
+    given |= zip(given, positional, strict=False)
+    given |= dict(a.split("=", 1) for a in arguments[len(positional) :])
+    tensors = [a.name for a in schema if "Tensor" in str(a.type)]
+    options = {name: value for name, value in given.items() if name not in tensors}
+    if not all(map(_is_constant, options.values())):
+        return None
+    taken = tensors_of(op, [name for name in tensors if given[name] != "None"])
+    named = ", ".join(f"{name}={value}" for name, value in options.items())
+    made = f"generated.bind({op!r}, {taken}, {named})"
+    # Each kind of call has a function of its own, which finds what serves once.
+    layouts = [f"{i.get_dtype()} {i.get_device()} {i.get_size()}" for i in node.inputs]
+    there = [given[name] != "None" for name in taken]
+    name = f"{op}_{sha256(f'{made}{layouts}{there}'.encode()).hexdigest()[:12]}"
+    wrapper.add_import_once("from tilenorm.ops import generated")
+    wrapper.add_import_once(f"{name} = {made}")
+    return f"{name}({', '.join(given[name] for name in taken)})"
+
+
+def _is_constant(value: str) -> bool:
+    """Whether generated code has a value of its own for an option, and no name of a symbol."""
+    try:
+        literal_eval(value)
+    except (ValueError, SyntaxError):
+        return re.fullmatch(r"torch\.\w+", value) is not None  # a dtype
+    return True
+
+
+@cache
+def _generation() -> str:
+    package = Path(__file__).parent.parent
+    files = [package / "table.py", package / "spec.py", *(package / "ops").glob("**/*.py")]
+    code = b"".join(file.read_bytes() for file in sorted(files))
+    return f"tilenorm-{sha256(code).hexdigest()[:16]}"
 
 
 def tensors_of(op: str, given: Sequence[str]) -> tuple[str, ...]:

@@ -69,7 +69,7 @@ def named(spec: NormSpec, saved: Sequence) -> dict[str, Any]:
 
 
 def steps_of(
-    op: Op, specs: Sequence[NormSpec], asked: Sequence[bool], arrived: Sequence[bool]
+    op: Op, specs: Sequence[NormSpec], asked: Sequence[bool], *arrived: bool
 ) -> tuple[Step, ...]:
     """The steps of the backward pass of an op, in the order in which they run.
 

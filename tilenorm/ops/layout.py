@@ -1,8 +1,9 @@
 """Tensors as the kernels take them: rows in place where that keeps a row's bits, else one copy."""
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import prod
+from operator import mul
 
 import torch
 from torch import Tensor
@@ -164,10 +165,8 @@ def rows_shape(shape: Sequence[int], hidden: int) -> tuple[int, ...]:
 
 def contiguous_strides_of(shape: Sequence[int]) -> tuple[int, ...]:
     """The strides of a contiguous tensor of a shape."""
-    strides = [1] if len(shape) else []
-    for size in shape[:0:-1]:
-        strides.append(strides[-1] * max(size, 1))
-    return tuple(reversed(strides))
+    sizes = [max(size, 1) for size in shape[:0:-1]]
+    return tuple(accumulate(sizes, mul, initial=1))[::-1] if len(shape) else ()
 
 
 def vector_of(w: Tensor, aligned: bool = False) -> Tensor:

@@ -22,7 +22,6 @@ from ..table import BACKEND, OPS, OPTIONS, Inner, Op, Port
 from . import reference
 from .autograd import Call, call_needs_grad, gradients
 from .bound import Bound, bound_of, kinds_of, specs_of, specs_of_tensors
-from .inductor import tell_inductor
 from .layout import rows_shape
 from .quantize import SCALE_DTYPES, with_codes
 from .reference import statistics_dtype
@@ -58,6 +57,8 @@ def fake(kind: Callable, *arguments) -> Any:
     Inductor and DTensor, which ask for it first whatever they do with the op afterwards, are told
     how to run the ops where they are loaded.
     """
+    from .generated import tell_inductor  # which imports this module
+
     tell_inductor()
     register_where_loaded()
     call, made = kind(arguments), []

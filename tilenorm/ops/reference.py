@@ -172,7 +172,7 @@ def backward(
             g = g * act(spec, z)
         if spec.modulated:
             by_group = _modulation_gradients(spec, needs, g, x_hat, saved)
-            g = by_groups(g, 1 + saved["mod_scale"].to(dtype), torch.mul)
+            g = modulated(g, saved["mod_scale"], None)
         dw = _sum_rows(spec, g * x_hat, weight) if needs.dw else None
         db = _sum_rows(spec, g, bias) if needs.db else None
         if through_norm:
@@ -425,10 +425,9 @@ def affine(
     """x̂ · (weight + offset) + bias. dtype: the output's, to which early rounding rounds x̂ first."""
     compute, early = x_hat.dtype, spec.rounding == "early"
     y = x_hat.to(dtype).to(compute) if early else x_hat
-    if weight is not None:
-        y = by_heads(spec, y, scale(spec, weight, compute), torch.mul)
-        if early and weight.dtype == dtype:
-            y = y.to(dtype).to(compute)
+    y = weigh(spec, y, weight)
+    if early and weight is not None and weight.dtype == dtype:
+        y = y.to(dtype).to(compute)
     if bias is not None:
         y = by_heads(spec, y, bias.to(compute), torch.add)
     return y

@@ -193,8 +193,7 @@ def select(spec: NormSpec, rows: int, device: Device, backend: str | None) -> Im
         raise ValueError(f"backend: got {backend!r}, takes one of {', '.join(known)} or None")
     found = refusals(spec, rows, device)
     if backend is not None:
-        if found[backend]:
-            reason = found[backend]
+        if reason := found[backend]:
             raise RuntimeError(f"{spec.op}: backend {backend!r} was asked for, but {reason}")
         return known[backend]
     chosen = next(name for name, reason in found.items() if reason is None)

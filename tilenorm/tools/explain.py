@@ -15,7 +15,6 @@ from ..launch.target import Target
 from ..ops import arguments, functional, functional_quantized
 from ..ops.bound import specs_of_tensors
 from ..ops.registry import MIN_DRIVER, Device, device_of, refusals, requested_backend
-from ..ops.rotated_arguments import heads_last
 from ..spec import ITEM_BYTES, NormSpec
 from ..table import OPS, Op
 
@@ -135,7 +134,7 @@ def _heads_last(given: dict) -> None:
     if given["output_heads_first"] is None:
         given["output_heads_first"] = given["heads_first"]
     if given["heads_first"]:
-        given |= {name: heads_last(name, given[name]) for name in ("input", "key")}
+        given |= {name: arguments.heads_last(name, given[name]) for name in ("input", "key")}
 
 
 def _sizes(row: Op, tensors: tuple) -> Sizes | None:

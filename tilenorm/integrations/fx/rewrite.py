@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from torch.fx import Graph, GraphModule, Node
 
-from ...ops.tensor_checks import check_argument
+from ...ops.arguments import check_argument
 from .emit import emit_backward, emit_forward, emit_rotated
 from .gradients import Folds, fold_sums
 from .nodes import Left

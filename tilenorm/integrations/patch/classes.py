@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from ...nn import refuse_script
-from ...ops.tensor_checks import check_argument
+from ...ops.arguments import check_argument
 
 UNREACHED = "its forward was replaced on this instance, and patch does not find the former one"
 

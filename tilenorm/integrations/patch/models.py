@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ...nn import LayerNorm, RMSNorm
-from ...ops.tensor_checks import check_argument
+from ...ops.arguments import check_argument
 from .blocks import REWRITERS, patched_block
 from .classes import (
     UNREACHED,

@@ -23,12 +23,12 @@ from torch import Tensor
 
 from ...spec import NormSpec, Options
 from ...table import PIECES
+from ..arguments import wrong
 from ..backward import Inner, define
 from ..bound import norm_of
 from ..library import Result
 from ..reference import name_of, statistics_dtype
 from ..registry import MAX_ROWS, on_device_of
-from ..tensor_checks import wrong
 from . import reference
 
 

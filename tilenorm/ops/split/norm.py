@@ -15,12 +15,12 @@ from ...launch.calls import needs_of
 from ...spec import NormSpec, Options
 from ...table import FACTORS, NOT_OF_ROWS, OPS, Op
 from .. import reference
+from ..arguments import wrong
 from ..autograd import needs_grad
 from ..bound import options_of
 from ..gradients import through_sum
 from ..layout import heads_of
 from ..reference import branched, name_of
-from ..tensor_checks import wrong
 from ..torch_private import asked_of
 from . import library  # noqa: F401 (defines the ops)
 
