@@ -9,8 +9,17 @@ from torch._subclasses import FakeTensorMode
 
 import tilenorm
 
-from .helpers import DTYPES, EACH_FORM, NEEDS_GPU, by_pytorch, call, name_of, tensors_of
-from .test_library import forward_arguments
+from .helpers import (
+    DTYPES,
+    EACH_FORM,
+    NEEDS_GPU,
+    arguments_by_port,
+    by_pytorch,
+    call,
+    name_of,
+    op_call,
+    tensors_of,
+)
 
 BF16, F32 = torch.bfloat16, torch.float32
 
@@ -51,8 +60,8 @@ def test_dtypes_on_cuda(form, dtype, parameter):
         got, expected = call(form, tensors), by_pytorch(form, without_bias(tensors))
         assert [y.dtype for y in got] == [y.dtype for y in expected]
         assert [y.shape for y in got] == [y.shape for y in expected]
-        by_op = getattr(torch.ops.tilenorm, form.op)(*forward_arguments(form, tensors))
-        assert [y.dtype for y in by_op[: len(got)]] == [y.dtype for y in got]
+        by_op = op_call(form.op, arguments_by_port(tensors), 40, **form.options)
+        assert [y.dtype for y in [*by_op.values()][: len(got)]] == [y.dtype for y in got]
 
 
 def test_the_cpu_is_not_concerned_by_autocast_for_cuda():
