@@ -84,8 +84,9 @@ def made(name: str, dtype: torch.dtype = F32, **sizes) -> dict[str, torch.Tensor
 
 
 def call(name: str, given: dict, eps: float = 1e-6) -> tuple[torch.Tensor, ...]:
+    options = {} if name in MODULATED_NORMS else {"offset": 0.5}
     shape = given["input"].shape[-1:]
-    found = getattr(tilenorm, name)(**given, normalized_shape=shape, eps=eps)
+    found = getattr(tilenorm, name)(**given, normalized_shape=shape, eps=eps, **options)
     return found if isinstance(found, tuple) else (found,)
 
 
