@@ -24,19 +24,6 @@ from .helpers import (
 BF16, F32 = torch.bfloat16, torch.float32
 
 
-def without_bias(tensors):
-    return {n: t for n, t in tensors.items() if n != "bias"}
-
-
-@EACH_FORM
-@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-def test_dtypes_on_the_cpu(form, dtype):
-    tensors = without_bias(tensors_of(form, 5, 40, dtype=dtype))
-    with torch.autocast("cpu", torch.bfloat16):
-        got, expected = call(form, tensors), by_pytorch(form, tensors)
-    assert [y.dtype for y in got] == [y.dtype for y in expected]
-
-
 @contextlib.contextmanager
 def fake_cuda():
     """Autocast for CUDA, with tensors that have no memory: needs no GPU."""
@@ -51,13 +38,13 @@ def fake_cuda():
 @EACH_FORM
 @pytest.mark.parametrize("parameter", [None, F32], ids=["parameters alike", "parameters float32"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-def test_dtypes_on_cuda(form, dtype, parameter):
-    with fake_cuda():
-        tensors = {
-            n: torch.empty_like(t, device="cuda")
-            for n, t in tensors_of(form, 5, 40, dtype=dtype, parameter=parameter).items()
-        }
-        got, expected = call(form, tensors), by_pytorch(form, without_bias(tensors))
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_dtypes(kind, form, dtype, parameter):
+    with torch.autocast("cpu", BF16) if kind == "cpu" else fake_cuda():
+        tensors = tensors_of(form, 5, 40, dtype=dtype, parameter=parameter)
+        tensors = {n: torch.empty_like(t, device=kind) for n, t in tensors.items()}
+        without_bias = {n: t for n, t in tensors.items() if n != "bias"}
+        got, expected = call(form, tensors), by_pytorch(form, without_bias)
         assert [y.dtype for y in got] == [y.dtype for y in expected]
         assert [y.shape for y in got] == [y.shape for y in expected]
         by_op = op_call(form.op, arguments_by_port(tensors), 40, **form.options)

@@ -110,34 +110,13 @@ def alike(found, value) -> bool:
     return found is value or (not isinstance(value, Tensor) and found == value)
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = tilenorm.RMSNorm(N), tilenorm.LayerNorm(N, offset=1.0)
-        self.linear = nn.Linear(N, N)
-
-    def forward(self, x):
-        y, total = tilenorm.add_rms_norm(self.linear(self.first(x)), x, (N,), self.first.weight)
-        z = tilenorm.add_layer_norm(total, y, total.shape[-1:])[0]
-        y = tilenorm.gated_rms_norm(self.last(z), y, (N,), eps=1e-5, norm_before_gate=False)
-        return tilenorm.gated_layer_norm(y, total, (N,), self.last.weight, activation="sigmoid")
-
-
-def test_fx_traces_functions_and_modules():
-    model, x = Model(), random(3, N)
+def test_fx_traces_modules_and_a_shape_that_is_traced():
+    model, x = nn.Sequential(tilenorm.RMSNorm(N), tilenorm.LayerNorm(N, offset=1.0)), random(3, N)
     graph = symbolic_trace(model)
-    called = [node.target for node in graph.graph.nodes if node.op == "call_function"]
-    expected = "rms_norm add_rms_norm add_layer_norm layer_norm gated_rms_norm gated_layer_norm"
-    norms = [target for target in called if target.__name__.endswith("norm")]
-    assert norms == [getattr(tilenorm, name) for name in expected.split()]
+    norms = [node.target for node in graph.graph.nodes if node.op == "call_function"]
+    assert norms == [tilenorm.rms_norm, tilenorm.layer_norm]
     for copy in (graph, pickle.loads(pickle.dumps(graph)), symbolic_trace(graph)):
         assert torch.equal(copy(x), model(x))
-    y = graph(x.requires_grad_())
-    got, wanted = (torch.autograd.grad(y.sum(), graph.parameters()) for y in (y, model(x)))
-    assert all(map(torch.equal, got, wanted))
-
-
-def test_fx_traces_a_shape_that_is_traced():
     graph = symbolic_trace(lambda x: tilenorm.rms_norm(x, x.shape[-1:]))
     for n in (8, N):
         assert torch.equal(graph(random(3, n)), tilenorm.rms_norm(random(3, n), (n,)))

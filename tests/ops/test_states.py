@@ -113,12 +113,3 @@ def test_a_sparse_gradient_is_refused_by_the_dispatcher(device):
     torch.autograd.grad(call(RMS, {"input": x})[0], x, dy)
     with pytest.raises(NotImplementedError, match="norm_backward"):
         torch.autograd.grad(call(RMS, {"input": x})[0], x, dy.to_sparse())
-
-
-def test_a_functional_wrapper_stays_one(device):
-    x = random(4, 16, device=device)
-    (expected,) = call(RMS, {"input": x})
-    for _ in range(2):
-        (got,) = call(RMS, {"input": torch._to_functional_tensor(x)})
-        assert torch._is_functional_tensor(got)
-        assert torch.equal(torch._from_functional_tensor(got), expected)
