@@ -1,7 +1,5 @@
 """Under torch.autocast the outputs have the dtypes that PyTorch's own functions would give them."""
 
-import contextlib
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -20,19 +18,9 @@ from .helpers import (
     op_call,
     tensors_of,
 )
+from .use_states import autocast
 
-BF16, F32 = torch.bfloat16, torch.float32
-
-
-@contextlib.contextmanager
-def fake_cuda():
-    """Autocast for CUDA, with tensors that have no memory: needs no GPU."""
-    torch.set_autocast_enabled("cuda", True)
-    try:
-        with FakeTensorMode():
-            yield
-    finally:
-        torch.set_autocast_enabled("cuda", False)
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 
 
 @EACH_FORM
@@ -40,7 +28,7 @@ def fake_cuda():
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_dtypes(kind, form, dtype, parameter):
-    with torch.autocast("cpu", BF16) if kind == "cpu" else fake_cuda():
+    with torch.autocast("cpu", BF16) if kind == "cpu" else autocast(F16), FakeTensorMode():
         tensors = tensors_of(form, 5, 40, dtype=dtype, parameter=parameter)
         tensors = {n: torch.empty_like(t, device=kind) for n, t in tensors.items()}
         without_bias = {n: t for n, t in tensors.items() if n != "bias"}
@@ -52,7 +40,7 @@ def test_dtypes(kind, form, dtype, parameter):
 
 
 def test_the_cpu_is_not_concerned_by_autocast_for_cuda():
-    with fake_cuda():
+    with autocast(F16), FakeTensorMode():
         x = torch.empty(5, 40, dtype=BF16)
         assert tilenorm.rms_norm(x, (40,)).dtype == F.rms_norm(x, (40,)).dtype == BF16
 

@@ -62,9 +62,12 @@ def test_drawn_calls(device, served, form):
         with Seen() as seen:
             helpers.step(form, tensors, drawn.incoming, drawn.asked, **drawn.options)
         x, dims = tensors["input"], drawn.options["dims"]
+        with by(served, device):
+            eager = helpers.call(form, tensors, **drawn.options)
         for op, arguments in seen.calls:
             found = check_alone(op, arguments, served, device)
             if op._opname == form.op:
+                assert all(map(torch.equal, eager, found))
                 shapes = [t.shape for t in found[len(drawn.incoming) :]]
                 lead = x.shape[:-dims] if x.shape[-dims:].numel() else (0,)
                 assert shapes == [lead] * (2 if "layer" in form.op else 1)
