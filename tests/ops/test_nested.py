@@ -7,17 +7,7 @@ from torch import Tensor, nn
 
 import tilenorm
 
-from .helpers import (
-    CALLS,
-    FEW,
-    call,
-    random,
-    rows_of,
-    same,
-    slow,
-    step,
-    tensors_of,
-)
+from .helpers import CALLS, FEW, call, random, rows_of, same, slow, step, tensors_of
 
 LENGTHS = (2, 0, 1)
 

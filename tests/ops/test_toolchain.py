@@ -16,17 +16,7 @@ from tilenorm.launch import toolchain
 from tilenorm.table import NORMS
 from tilenorm.tools import explain, info
 
-from .helpers import (
-    EPS,
-    FAMILY,
-    assert_step,
-    expected_of,
-    messages,
-    random,
-    same,
-    step,
-    tensors_of,
-)
+from .helpers import EPS, FAMILY, assert_step, expected_of, messages, random, same, step, tensors_of
 from .pretended import GPU
 
 pytestmark = [pytest.mark.any_torch, pytest.mark.usefixtures("no_memory")]
