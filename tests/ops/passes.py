@@ -34,6 +34,17 @@ def detached(value):
     return value.detach() if isinstance(value, torch.Tensor) else value
 
 
+def named(op, arguments: tuple) -> dict:
+    """All arguments of a call of an op, by their names."""
+    given = {argument.name: argument.default_value for argument in op._schema.arguments}
+    return given | dict(zip(given, arguments, strict=False))
+
+
+def changed(op, arguments: tuple, **changes) -> tuple:
+    """The same with others in the place of some."""
+    return tuple((named(op, arguments) | changes).values())
+
+
 def check_decomposition(op, arguments: tuple) -> None:
     """The decomposition's results are those of the op, absent ones included."""
     results = tilenorm.decompositions()[op](*arguments), op(*arguments)

@@ -1,23 +1,30 @@
-"""What only a GPU can show: streams, graphs, synchronisation, sizes, bits, the first call."""
+"""What only a GPU can show: streams, graphs, synchronisation, sizes, bits, the first call, and what
+products make of quantised norms.
+"""
 
 import os
 import subprocess
 import sys
+from random import Random
 
 import pytest
 import torch
+from torch.nn import functional as F
 
+import tilenorm
+from tests.guarded import guarded
 from tests.oracle import Truth
 from tests.tolerance import assert_close
+from tilenorm.ops.quantize import quantize
+from tilenorm.spec import NormSpec, Quantization
 
+from . import test_chain
 from .cuda_helpers import forms_and_widths, made, ops_seen, train
 from .helpers import (
     EACH_FORM,
-    EPS,
     FAMILY,
     NEEDS_GPU,
     PARAMETERS,
-    arguments_by_port,
     assert_step,
     call,
     expected_of,
@@ -27,9 +34,9 @@ from .helpers import (
 )
 
 pytestmark = NEEDS_GPU
+B = torch.bfloat16
 
 REGIMES = forms_and_widths([64, 4096, 65536], [4096], [("add_layer_norm", 65536)])
-SUMS = [(f"add_{norm}_norm", n) for norm in ("rms", "layer") for n in (64, 1001, 16384, 65536)]
 
 
 @EACH_FORM
@@ -91,20 +98,6 @@ def test_on_the_device_of_the_input(current, name):
         assert torch.cuda.current_device() == current
     assert all(t.device.index == 1 for t in got.values())
     assert same({n: t.to("cuda:0") for n, t in got.items()}, expected)
-
-
-@forms_and_widths([64, 1001, 4096, 12288, 65536], [4096], SUMS)
-def test_the_ops_give_the_bits_of_the_eager_path(form, n):
-    tensors, incoming = made(form, 333, n)
-    given = arguments_by_port(tensors)
-    made_by_op = op_call(form.op, given, n, eps=EPS, **form.options)
-    outputs = [made_by_op[name] for name in ("output", "residual_out") if name in made_by_op]
-    grads = torch.autograd.grad(outputs, list(tensors.values()), incoming)
-    expected = train(form, tensors, incoming)
-    assert same(dict(zip(expected, (*outputs, *grads), strict=True)), expected)
-    assert "sum" not in expected or torch.equal(expected["sum"], given["input"] + given["residual"])
-    numbers = ("mean", "rstd") if "layer" in form.op else ("rstd",)
-    assert all(made_by_op[name].shape == (333,) for name in numbers)
 
 
 def check_against_float64(form, rows, n):
@@ -186,3 +179,43 @@ def test_the_first_call_compiles_in_three_seconds(op, n, tmp_path):
     forward, backward = map(float, done.stdout.split())
     assert forward < most
     assert backward < most
+
+
+@pytest.mark.skipif(not hasattr(F, "scaled_mm"), reason="needs the F.scaled_mm of PyTorch 2.10")
+@pytest.mark.parametrize("scaling", ["row", "block"])
+def test_what_scaled_mm_makes_of_the_codes(scaling):
+    """As near to the product in float32 as 8-bit floats allow."""
+    x, w = (random(n, 2048, dtype=B, device="cuda", seed=n) for n in (512, 256))
+    q, scale, *_ = tilenorm.rms_norm_quantized(x, (2048,), scaling=scaling)
+    how = Quantization(scaling, layout="column" if scaling == "block" else "row")
+    codes, scales, _ = quantize(NormSpec("rms", 2048, "bfloat16", quantized=how), w)
+    recipe = F.ScalingType.RowWise if scaling == "row" else F.ScalingType.BlockWise1x128
+    scales = scales.t() if scaling == "row" else scales
+    found = F.scaled_mm(q, codes.t(), scale, recipe, scales, recipe, output_dtype=B).float()
+    expected = F.rms_norm(x.float(), (2048,)) @ w.float().t()
+    noise = (found - expected).square().sum() / expected.square().sum()
+    assert 10 * noise.log10() < -25  # decibels: an 8-bit float has 3 bits of mantissa
+
+
+@pytest.mark.filterwarnings("ignore::tilenorm.ReferenceWarning")  # float64
+@pytest.mark.parametrize("dtypes", test_chain.DTYPES[:3], ids=str)
+def test_chains(norm, dtypes):
+    """The error is at most twice that of the two functions; rows have the same bits anywhere."""
+    rng = Random(f"{norm} {dtypes}")
+    for hidden in (7, 128, 1001, 2304, 4096, 5376, 16384):
+        kinds = rng.choice(dtypes), rng.choice(dtypes)
+        tensors = test_chain.made(norm, 257, hidden, dtypes=dtypes, weights=kinds)
+        rows, parameters = ([t.cuda() for t in group] for group in tensors)
+        options = {"offset": rng.choice((0.0, 1.0)), "rounding": rng.choice(("late", "early"))}
+        with guarded():
+            found = test_chain.chain(norm, rows, (hidden,), parameters, **options)
+        apart = test_chain.apart(norm, rows, (hidden,), parameters, **options)
+        doubled = ([t.double() for t in group] for group in (rows, parameters))
+        exact = test_chain.apart(norm, next(doubled), (hidden,), next(doubled), **options)
+        for one, other, true in zip(found, apart, exact, strict=True):
+            few = 4 * torch.finfo(one.dtype).eps * true.abs().max()
+            assert (one - true).abs().max() <= 2 * (other - true).abs().max() + few
+        order = torch.randperm(257, device="cuda")
+        moved = [t[order] for t in rows]
+        permuted = test_chain.chain(norm, moved, (hidden,), parameters, **options)
+        assert all(torch.equal(p, t[order]) for p, t in zip(permuted, found, strict=True))

@@ -1,139 +1,210 @@
-"""The torch.library ops: their contracts, and what tracers make of them."""
+"""The torch.library ops: their contracts, fakes, decompositions, and what Inductor's generated code
+calls in their place.
 
-import itertools
-from functools import partial
+The calls of plain norms are drawn. Those of chained, modulated and rotated norms follow from the
+table of ops, and so do graphs of them, and each gradient alone.
+"""
+
+from random import Random
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
 from torch.testing._internal.two_tensor import TwoTensor
 
-from tilenorm.spec import Options
+import tilenorm
+from tilenorm.table import MODULATED_NORMS, OPS, ROTATED_NORMS
 
-from .helpers import (
-    ADD,
-    CALLS,
-    EPS,
-    GATED,
-    LAYER,
-    RMS,
-    arguments_by_port,
-    by_inductor,
-    leaves_of,
-    op_arguments,
-    op_call,
-    random,
-    step,
-    tensors_of,
-)
-from .passes import Seen, check_decomposition
+from . import helpers
+from .helpers import DTYPES, RMS, by_inductor, messages, op_call, random, tensors_of_op
+from .passes import Seen, changed, check_decomposition, detached, named
+from .pretended import by
+from .test_drawn import draw, laid_out
+from .test_modulated import compare
+from .uses import CHAINS
 
-OPS = torch.ops.tilenorm
-BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
+B, F32 = torch.bfloat16, torch.float32
+EACH_OP = pytest.mark.parametrize("name", [*CHAINS, *MODULATED_NORMS, *ROTATED_NORMS])
+EACH_WAY = pytest.mark.parametrize("served", ["reference", "sm_80", "sm_90"])
 
 
-def forward_arguments(form, tensors, save=True, offset=1.0, **options):
-    """The arguments of the op of a form."""
-    given = arguments_by_port(tensors)
-    hidden, options = tensors["input"].shape[-1], {"offset": offset, **form.options, **options}
-    return op_arguments(form.op, given, hidden, save, **options)
+def needing(op, arguments: tuple) -> tuple:
+    """The arguments of an op, those of a forward op that have a gradient requiring it."""
+    ports = OPS[op._opname].takes if op._opname in OPS else ()
+    for port, t in zip(ports, arguments, strict=False):
+        if t is not None:
+            t.requires_grad_(port.grad)
+    return arguments
 
 
-def op_of(form):
-    return getattr(OPS, form.op).default
+def check_alone(op, arguments: tuple, served: str, device: str = "cpu") -> tuple:
+    """The decomposition and what Inductor's code calls give the results of the op: these. It takes
+    mean and rstd in one dimension, too.
+    """
+    given = named(op, arguments)
+    flat = {n: given[n].reshape(-1) for n in ("mean", "rstd") if given.get(n) is not None}
+    with by(served, device):
+        found, bound = op(*arguments), by_inductor(op._opname)(*arguments)
+        assert not flat or all(map(torch.equal, op(*changed(op, arguments, **flat)), found))
+    check_decomposition(op, arguments)
+    for one, other in zip(bound, found, strict=True):
+        assert other.numel() == 0 if one is None else torch.equal(one, other)
+    return found
 
 
-def backward_arguments(form, tensors, **changes):
-    """Those with which a step calls norm_backward. changes: of some, by their names."""
+def test_drawn_calls(device, served, form):
+    """Also of no rows, and of rows apart; mean and rstd have the leading sizes of the rows."""
+    rng = Random(f"{form} {served}")
+    for dtype in rng.sample(DTYPES[1:], 2):
+        drawn = draw(rng, form, dtype, device)
+        tensors = {n: rng.choice((t, laid_out(rng, t))) for n, t in drawn.tensors.items()}
+        with Seen() as seen:
+            helpers.step(form, tensors, drawn.incoming, drawn.asked, **drawn.options)
+        x, dims = tensors["input"], drawn.options["dims"]
+        with by(served, device):
+            eager = helpers.call(form, tensors, **drawn.options)
+        for op, arguments in seen.calls:
+            found = check_alone(op, arguments, served, device)
+            if op._opname == form.op:
+                assert all(map(torch.equal, eager, found))
+                shapes = [t.shape for t in found[len(drawn.incoming) :]]
+                lead = x.shape[:-dims] if x.shape[-dims:].numel() else (0,)
+                assert shapes == [lead] * (2 if "layer" in form.op else 1)
+            if served == "kernels":
+                continue
+            opcheck(op, needing(op, arguments))
+            if op._opname == form.op:
+                arguments = changed(op, tuple(map(detached, arguments)), save=False)
+                assert op(*arguments)[-1].shape == (0,)
+                opcheck(op, arguments)
+
+
+def made(name: str, dtype: torch.dtype = F32, **sizes) -> dict[str, torch.Tensor]:
+    """Every tensor that an op takes; those that have a gradient require it."""
+    given = tensors_of_op(name, dtype, **sizes)
+    return {p.name: given[p.name].requires_grad_(p.grad) for p in OPS[name].takes}
+
+
+def call(name: str, given: dict, eps: float = 1e-6) -> tuple[torch.Tensor, ...]:
+    options = {} if name in MODULATED_NORMS else {"offset": 0.5}
+    shape = given["input"].shape[-1:]
+    found = getattr(tilenorm, name)(**given, normalized_shape=shape, eps=eps, **options)
+    return found if isinstance(found, tuple) else (found,)
+
+
+def leaves_of(given: dict) -> list[torch.Tensor]:
+    return [t for t in given.values() if t.requires_grad]
+
+
+def step(function, name: str, given: dict) -> list[torch.Tensor]:
+    """The results, and the gradient of each leaf."""
+    results = function(name, given)
+    dys = [random(*y.shape, dtype=y.dtype, seed=30 + i) for i, y in enumerate(results)]
+    return [*results, *torch.autograd.grad(results, leaves_of(given), dys)]
+
+
+def calls_of(name: str, dtype: torch.dtype = F32) -> list[tuple]:
+    """The op of a call and those of its gradients, each with its arguments, without gradients."""
     with Seen() as seen:
-        step(form, tensors, offset=1.0)
-    op, arguments = seen.calls[-1]
-    given = {argument.name: argument.default_value for argument in op._schema.arguments}
-    return tuple((given | dict(zip(given, arguments, strict=False)) | changes).values())
+        step(call, name, made(name, dtype))
+    assert seen.calls[0][0].name() == f"tilenorm::{name}" and len(seen.calls) > 1
+    return seen.calls
 
 
-INPUTS = {
-    "matrix": lambda device: random(3, 40, device=device),
-    "bfloat16": lambda device: random(3, 40, dtype=BF16, device=device),
-    "float64": lambda device: random(3, 40, dtype=F64, device=device),
-    "three dimensions": lambda device: random(2, 3, 40, device=device),
-    "one row": lambda device: random(40, device=device),
-    "no rows": lambda device: random(0, 40, device=device),
-    "no elements": lambda device: random(3, 0, device=device),
-    "transposed": lambda device: random(40, 3, device=device).t(),
-    "rows apart": lambda device: random(3, 48, device=device)[:, :40],
-}
-# form, shape, and what is not of the input's dtype or shape.
-FORMS = {name: (form, (3, 40), {}) for name, form in CALLS.items() if form is not RMS} | {
-    "residual float32": (ADD, (3, 40), {"dtype": BF16, "other": F32}),
-    "masked, residual float32": (
-        CALLS["add_rms_norm, masked"],
-        (3, 40),
-        {"dtype": BF16, "other": F32},
-    ),
-    "residual float64": (ADD, (3, 40), {"other": F64}),
-    "gate float32": (GATED, (3, 40), {"dtype": BF16, "other": F32, "parameter": F32}),
-    "heads": (LAYER, (2, 3, 8), {"parameter_shape": (3, 8)}),
-}
-ABSENT = ("weight",)
-MASKS = [[*m] for m in itertools.product((True, False), repeat=5) if sum(m) == 1]
+@EACH_OP
+@EACH_WAY
+def test_each_op_by_itself(served, name):
+    """What only a gradient needs, and gradients by their mask, are empty where none asks."""
+    for op, arguments in calls_of(name):
+        check_alone(op, arguments, served)
+        if served != "reference":
+            continue
+        opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
+        if "output_mask" in (given := named(op, arguments)):
+            nothing = [False] * len(given["output_mask"])
+            assert not any(t.numel() for t in op(*changed(op, arguments, output_mask=nothing)))
+        else:
+            results = op(*changed(op, arguments, save=False))
+            assert sum(t.numel() > 0 for t in results) == len(call(name, made(name)))
 
 
-def made(case, device, drop=()):
-    """A form and its tensors, which require grad, of a case of INPUTS or FORMS."""
-    if case in INPUTS:
-        form, x = RMS, INPUTS[case](device)
-        tensors = tensors_of(RMS, x.shape[-1], dtype=x.dtype, device=device)
-        tensors |= {"input": x.detach()}
-    else:
-        form, shape, options = FORMS[case]
-        tensors = tensors_of(form, *shape, device=device, **options)
-    return form, leaves_of({n: t for n, t in tensors.items() if n not in drop})
+@EACH_OP
+@pytest.mark.parametrize(
+    "utilities", [("test_autograd_registration",), pytest.param(None, marks=pytest.mark.slow)]
+)
+def test_the_op_with_gradients(name, utilities):
+    """All utilities: with symbolic sizes, too."""
+    op, arguments = calls_of(name, B)[0]
+    opcheck(op, needing(op, arguments), **({"test_utils": utilities} if utilities else {}))
 
 
-@pytest.mark.parametrize("save", [True, False])
-@pytest.mark.parametrize("case", [*INPUTS, *FORMS])
-def test_opcheck_forward(device, case, save):
-    form, tensors = made(case, device)
-    if not save:
-        tensors = {n: t.detach() for n, t in tensors.items()}
-    arguments = forward_arguments(form, tensors, save)
-    assert save or op_of(form)(*arguments)[-1].shape == (0,)
-    opcheck(op_of(form), arguments)
+@EACH_OP
+def test_graphs(name, dynamo):
+    given = {n: detached(t) for n, t in made(name).items()}
+    traced = make_fx(lambda given: call(name, given))(given)
+    op = getattr(torch.ops.tilenorm, name).default
+    assert op in [node.target for node in traced.graph.nodes]
+    compare(traced(given), call(name, given), 0.0)
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    compare(step(compiled, name, made(name)), step(call, name, made(name)), 1e-6)
 
 
-ROWS = {  # an input's shape, how long its rows are, and the leading sizes
-    "matrix": ((3, 40), 40, (3,)),
-    "three dimensions": ((2, 3, 40), 40, (2, 3)),
-    "two of them normalised": ((2, 3, 40), 120, (2,)),
-    "one row": ((40,), 40, ()),
-    "one row of two dimensions": ((3, 40), 120, ()),
-    "a dimension of 1 before the rows": ((2, 1, 40), 40, (2, 1)),
-    "a dimension of 1 after": ((2, 40, 1), 40, (2,)),
-    "rows of one element": ((2, 3, 1), 1, (2, 3)),
-    "no rows": ((2, 0, 40), 40, (2, 0)),
-    "no elements": ((3, 0), 0, (0,)),
-}
+@EACH_OP
+def test_second_derivatives_and_transforms(name):
+    given = made(name, torch.float64, lead=(2, 2), n=4)
+    ports = [port for port in OPS[name].takes if port.grad]
+    names, inputs = [port.name for port in ports], leaves_of(given)
+
+    def function(*tensors):
+        return call(name, given | dict(zip(names, tensors, strict=True)), 1e-3)
+
+    assert torch.autograd.gradcheck(function, inputs)
+    assert torch.autograd.gradgradcheck(function, inputs)
+    dims = tuple(None if port.lies == "affine" else 0 for port in ports)
+    compare(torch.func.vmap(function, dims)(*inputs), function(*inputs), 1e-12)
+    tangents = tuple(torch.ones_like(t) for t in inputs)
+    _, found = torch.func.jvp(function, tuple(inputs), tangents)
+    assert all(t.isfinite().all() for t in found)
 
 
-@pytest.mark.parametrize("case", ROWS)
-def test_statistics_have_the_shape_of_the_rows(device, case, norm):
-    """In the op, in its fake and in what Inductor's code calls; and the backward pass takes it."""
-    shape, hidden, rows = ROWS[case]
-    x = random(*shape, device=device)
-    name, taken = f"{norm}_norm", op_arguments(f"{norm}_norm", {"input": x}, hidden)
-    op, numbers = getattr(OPS, name), 2 if norm == "layer" else 1
-    found, meta = op(*taken), op(x.to("meta"), *taken[1:])
-    for results in (found, meta, by_inductor(name)(*taken)):
-        assert [t.shape for t in results[1:]] == [rows] * numbers
-        assert all(t.is_contiguous() for t in results[1:])
-    mean, rstd = found[1] if norm == "layer" else None, found[-1]
-    last = (*Options(hidden, norm), EPS, False, [True, False, False, False, False])
-    saved = (x, None, None, None, mean, rstd)
-    (dx, *_) = OPS.norm_backward(x, None, *saved, *last)
-    flat = (*saved[:4], mean if mean is None else mean.reshape(-1), rstd.reshape(-1))
-    assert torch.equal(dx, OPS.norm_backward(x, None, *flat, *last)[0])
-    assert torch.equal(dx, by_inductor("norm_backward")(x, None, *saved, *last)[0])
+@EACH_OP
+@EACH_WAY
+@pytest.mark.parametrize("lead", [(0, 6), (2, 0)], ids=str)
+def test_no_rows(lead, served, name):
+    given = made(name, lead=lead)
+    with by(served):
+        results = call(name, given)
+        grads = torch.autograd.grad(results, leaves_of(given), results)
+    for grad, leaf in zip(grads, leaves_of(given), strict=True):
+        assert grad.shape == leaf.shape and not grad.count_nonzero()
+
+
+@EACH_OP
+@EACH_WAY
+def test_some_gradients(served, name, recwarn):
+    """Each alone has the bits that it has beside others, where one result is used, too. A result
+    that is not used has a gradient of zeros.
+    """
+    given, how = made(name), {"retain_graph": True, "allow_unused": True}
+    leaves = leaves_of(given)
+    with by(served):
+        results = call(name, given)
+        dys = [random(*y.shape, seed=30 + i) for i, y in enumerate(results)]
+        for used in ([0], [1], [0, 1]):
+            some = [results[i] for i in used], [dys[i] for i in used]
+            every = torch.autograd.grad(some[0], leaves, some[1], **how)
+            zeros = [dy if i in used else torch.zeros_like(dy) for i, dy in enumerate(dys)]
+            expected = torch.autograd.grad(results, leaves, zeros, **how)
+            for leaf, one, other in zip(leaves, every, expected, strict=True):
+                (alone,) = torch.autograd.grad(some[0], [leaf], some[1], **how)
+                assert (alone is None) == (one is None)
+                if one is None:
+                    assert other is None or not other.any()
+                else:
+                    assert torch.equal(alone, one)
+                    compare([one], [other], 1e-4)
+    assert served == "reference" or not messages(list(recwarn))
 
 
 @pytest.mark.parametrize("x", [random(3, 40), random(0, 40), torch.empty(3, 40, device="meta")])
@@ -143,39 +214,17 @@ def test_a_row_length_that_no_dimensions_hold_is_refused(x):
 
 
 @pytest.mark.parametrize("grad", [True, False])
-def test_modes_and_subclasses_see_the_op(device, grad):
-    form, tensors = made("matrix", device)
-    arguments = forward_arguments(form, tensors)
+def test_subclasses_see_the_op(device, grad):
+    tensors = helpers.tensors_of(RMS, 3, 40, device=device)
+    x, *others = helpers.op_arguments("rms_norm", tensors, 40)
     with torch.set_grad_enabled(grad):
-        alone = OPS.rms_norm(*arguments)
-        with Seen() as seen:
-            found = OPS.rms_norm(*arguments)
-        assert seen.ops[0] is OPS.rms_norm.default
-        assert all(map(torch.equal, found, alone))
-        assert found[0].requires_grad is grad
-        inner = TwoTensor(arguments[0].detach(), arguments[0].detach())
-        assert type(OPS.rms_norm(inner, *arguments[1:])[0]) is TwoTensor
-
-
-@pytest.mark.parametrize("case", [*INPUTS, *FORMS])
-def test_opcheck_backward(device, case):
-    opcheck(OPS.norm_backward.default, backward_arguments(*made(case, device)))
-
-
-@pytest.mark.parametrize("case", ["matrix", "residual float32", "gate float32"])
-def test_decompositions_of_norm_backward(case):
-    """Of one gradient, of none, and of several terms with the output."""
-    check = partial(check_decomposition, OPS.norm_backward.default)
-    for mask in (*MASKS, [False] * 5):
-        check(backward_arguments(*made(case, "cpu"), grad_sum=None, output_mask=mask))
-    if case == "matrix":
-        terms = {f"grad_output_{i}": random(3, 40, seed=20 + i) for i in (2, 3)}
-        check(backward_arguments(*made(case, "cpu"), **terms, output=True))
-        check(backward_arguments(*made(case, "cpu", ABSENT)))
+        assert torch.ops.tilenorm.rms_norm(x.requires_grad_(), *others)[0].requires_grad is grad
+        inner = TwoTensor(x.detach(), x.detach())
+        assert type(torch.ops.tilenorm.rms_norm(inner, *others)[0]) is TwoTensor
 
 
 def test_a_backward_pass_without_rstd_says_so():
     x = random(3, 8).requires_grad_()
-    y = OPS.rms_norm(*forward_arguments(RMS, {"input": x}, save=False))[0]
+    y = op_call("rms_norm", {"input": x}, 8, save=False)["output"]
     with pytest.raises(RuntimeError, match="save was False, its backward needs it; pass True"):
         y.sum().backward()

@@ -17,7 +17,7 @@ from tilenorm.ops.registry import MAX_HIDDEN, MAX_ROWS, Device, refusals, select
 from tilenorm.spec import NormSpec
 from tilenorm.table import NORMS
 
-from .helpers import EACH_FORM, call, step, tensors_of
+from .helpers import EACH_FORM, FAMILY, call, step, tensors_of
 
 pytestmark = pytest.mark.usefixtures("no_memory")
 
@@ -27,34 +27,28 @@ CPU = Device("cpu")
 
 OLD_DRIVER = Device("cuda", Target.of("sm_90"), 12080)
 TURING = Device("cuda", Target("sm_75", 72), 13000)
-D = "float64"
 # Of each: the spec, what is said, the device, and how many rows there are.
-REFUSED = {
-    "cpu": (SPEC, "the input is on cpu", CPU, 1),
-    "meta": (SPEC, "the input is on meta", Device("meta"), 1),
-    "driver before r580": (SPEC, r"serves CUDA 12; cuTile takes CUDA 13 \(r580\)", OLD_DRIVER, 1),
-    "Turing": (SPEC, "sm_75: cuTile compiles for", TURING, 1),
-    "float64 input": (NormSpec("rms", 64, D), "input is float64; the kernels", H200, 1),
-    "no columns": (NormSpec("rms", 0, "float32"), "holds 0 elements; the kernels take 1", H200, 1),
-    "too wide": (
-        NormSpec("rms", MAX_HIDDEN + 1, "float32"),
-        "holds 262145 elements; the kernels take 1 to 262144",
-        H200,
-        1,
-    ),
-    "too many rows": (SPEC, "has 1073741825 rows; the kernels take up to", H200, MAX_ROWS + 1),
-} | {
-    f"float64 {name}": (NormSpec.of(op, 64, "float32", **{name: D}), f"{name} is float64", H200, 1)
-    for op, name in (
-        ("rms_norm", "weight"),
-        ("rms_norm", "bias"),
-        ("add_rms_norm", "residual"),
-        ("gated_rms_norm", "gate"),
-    )
-}
+REFUSED = [
+    (SPEC, "the input is on cpu", CPU, 1),
+    (SPEC, "the input is on meta", Device("meta"), 1),
+    (SPEC, r"serves CUDA 12; cuTile takes CUDA 13 \(r580\)", OLD_DRIVER, 1),
+    (SPEC, "sm_75: cuTile compiles for", TURING, 1),
+    (SPEC, "has 1073741825 rows; the kernels take up to", H200, MAX_ROWS + 1),
+    (NormSpec("rms", 64, "float64"), "input is float64; the kernels", H200, 1),
+]
+REFUSED += [
+    (NormSpec("rms", n, "float32"), f"holds {n} elements; the kernels take 1 to 262144", H200, 1)
+    for n in (0, MAX_HIDDEN + 1)
+]
+REFUSED += [
+    (NormSpec.of(op, 64, "float32", **{name: "float64"}), f"{name} is float64", H200, 1)
+    for op in ("rms_norm", "add_rms_norm", "gated_rms_norm")
+    for name in ("weight", "bias", FAMILY[op].other)
+    if name
+]
 
 
-@pytest.mark.parametrize("spec, reason, device, rows", REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize("spec, reason, device, rows", REFUSED)
 def test_refused(spec, reason, device, rows):
     with pytest.warns(
         tilenorm.ReferenceWarning, match=f"reference runs instead of cutile.*{reason}"

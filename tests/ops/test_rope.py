@@ -9,9 +9,8 @@ from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 import tilenorm
 from tests import layouts
-from tilenorm.ops import cutile, library, registry, shapes
+from tilenorm.ops import cutile, registry, shapes
 from tilenorm.spec import NormSpec, Rotation
-from tilenorm.table import OPS
 from tilenorm.tools.explain import explain_spec, planned_device
 
 from .helpers import NEEDS_GPU, random, slow
@@ -224,16 +223,6 @@ def test_positions_out_of_range(monkeypatch):
             positions = given["positions"].index_fill(0, torch.tensor([3]), wrong)
             with pytest.raises(IndexError, match="'positions' takes numbers from 0 to 4"):
                 call(given | {"positions": positions})
-
-
-def test_autocast_casts_queries_and_keys():
-    """As it casts the input of PyTorch's own norm, from 2.12 on."""
-    given = made(dtype=B)
-    tensors = tuple(given.get(port.name) for port in OPS[NAME].takes)
-    cast = library.autocast_tensors(OPS[NAME], tensors)
-    to = F32 if "rms" in library.AUTOCAST_NORMS else B
-    found = {p.name: t.dtype for p, t in zip(OPS[NAME].takes, cast, strict=True) if t is not None}
-    assert found == dict.fromkeys(given, B) | dict.fromkeys(LEAVES[:2], to)
 
 
 def test_symbolic_trace_of_heads_before_tokens():

@@ -18,13 +18,12 @@ from .helpers import (
     by_inductor,
     call,
     incoming_of,
-    leaves_of,
     random,
     same,
     step,
     tensors_of,
 )
-from .test_library import backward_arguments, forward_arguments
+from .passes import Seen, changed
 from .test_overrides import Subclass
 
 pytestmark = pytest.mark.usefixtures("way")
@@ -89,16 +88,13 @@ def check_each_in_turn(function, arguments, state) -> None:
 @pytest.mark.parametrize("of_inductor", [False, True], ids=["op", "bound"])
 def test_the_ops_and_what_inductor_calls(device, state, of_inductor):
     form = FAMILY["gated_layer_norm"]
-    tensors = leaves_of(tensors_of(form, 3, 16, device=device))
     terms = {f"grad_output_{i}": random(3, 16, device=device, seed=8 + i) for i in (2, 3)}
-    for name, arguments in (
-        (form.op, forward_arguments(form, tensors)),
-        ("norm_backward", backward_arguments(form, tensors)),
-        ("norm_backward", backward_arguments(form, tensors, **terms)),
-    ):
-        function = by_inductor(name) if of_inductor else getattr(torch.ops.tilenorm, name)
-        with torch.no_grad():
-            check_each_in_turn(function, arguments, state)
+    with Seen() as seen:
+        step(form, tensors_of(form, 3, 16, device=device))
+    backward, given = seen.calls[-1]
+    for op, arguments in (*seen.calls, (backward, changed(backward, given, **terms))):
+        function = by_inductor(op._opname) if of_inductor else op
+        check_each_in_turn(function, arguments, state)
 
 
 @pytest.mark.parametrize("state", ["negative", "imaginary"])
@@ -117,12 +113,3 @@ def test_a_sparse_gradient_is_refused_by_the_dispatcher(device):
     torch.autograd.grad(call(RMS, {"input": x})[0], x, dy)
     with pytest.raises(NotImplementedError, match="norm_backward"):
         torch.autograd.grad(call(RMS, {"input": x})[0], x, dy.to_sparse())
-
-
-def test_a_functional_wrapper_stays_one(device):
-    x = random(4, 16, device=device)
-    (expected,) = call(RMS, {"input": x})
-    for _ in range(2):
-        (got,) = call(RMS, {"input": torch._to_functional_tensor(x)})
-        assert torch._is_functional_tensor(got)
-        assert torch.equal(torch._from_functional_tensor(got), expected)

@@ -87,10 +87,7 @@ BY_PYTORCH = {
 }
 
 # Of F.layer_norm alone.
-LAYER_NORM = {
-    "bias complex": ((X, (8,), W, W + 0j), r"'bias' takes float16, .*, got torch.complex64"),
-    "eps None": ((X, (8,), {"eps": None}), r"'eps' takes a float, got NoneType"),
-}
+LAYER_NORM = {"eps None": ((X, (8,), {"eps": None}), r"'eps' takes a float, got NoneType")}
 
 EVERY: tuple[Row, ...] = (
     ({"normalized_shape": 8}, TypeError, "'normalized_shape' takes .* got int"),
