@@ -29,7 +29,7 @@ from ..launch.user_table import TableWarning
 from ..ops import cutile
 from ..ops.split import cutile as split
 from ..ops.split.library import KINDS
-from ..spec import TENSORS, NormSpec
+from ..spec import NormSpec
 from ..table import LIES, OPS
 from .cubin import Resources, resources
 from .explain import sizes_of, title
@@ -50,65 +50,66 @@ class Compiled(Resources):
 
 
 def arguments(
-    spec: NormSpec, needs: Needs | None, rows: int, made: Callable[..., Tensor], groups: int = 1
+    spec: NormSpec,
+    needs: Needs | None,
+    rows: int,
+    made: Callable[..., Tensor],
+    groups: int = 1,
+    sizes: Sizes | None = None,
 ) -> tuple[Any, ...]:
     """What a bound call takes. needs: of a backward pass; None is a forward pass.
 
     made: returns a contiguous tensor, given its dtype and its shape. groups: of modulated rows.
+    sizes: of heads that are rotated; None for those of sizes_of.
     """
+    roles = OPS[spec.op].roles
     if spec.rotation:
-        return rotated_arguments(spec, needs, sizes_of(spec, rows), made)
-    lead = (rows // spec.heads, spec.heads) if spec.heads else (rows,)
-    matrix, affine = (*lead, spec.hidden), (*lead[1:], spec.hidden)
-    shapes = {"rows": matrix, "mask": matrix, "affine": affine, "vector": (spec.hidden,)}
-    shapes |= {"scalar": (1,), "number": (rows,), "group": (groups, spec.hidden)}
-    dtypes = {name: getattr(spec, name) for name in TENSORS[1:]} | {"x": spec.dtype}
+        shapes = _rotated_shapes(spec, sizes or sizes_of(spec, rows))
+    else:
+        lead = (rows // spec.heads, spec.heads) if spec.heads else (rows,)
+        matrix, affine = (*lead, spec.hidden), (*lead[1:], spec.hidden)
+        lies = {"rows": matrix, "mask": matrix, "affine": affine, "vector": (spec.hidden,)}
+        lies |= {"scalar": (1,), "number": (rows,), "group": (groups, spec.hidden)}
+        shapes = {role: lies[LIES[role]] for role in (*roles, *spec.kept)}
+        shapes |= {"dy": matrix, "dsum": matrix}
+    dtypes = {role: spec.dtype_of(role) for role in shapes}
     if needs is None:
-        dtypes |= {role: spec.dtype_of(role) for role in OPS[spec.op].roles}
         given = spec.quantized and spec.quantized.scaling == "tensor"
         dtypes["given_scale"] = "float32" if given else None
-        ports = [(port.role, shapes[port.lies]) for port in OPS[spec.op].takes]
-        return tuple([made(dtypes[r], *shape) if dtypes[r] else None for r, shape in ports]), EPS
+        return tuple([made(dtypes[r], *shapes[r]) if dtypes[r] else None for r in roles]), EPS
     total, dy = spec.residual or spec.dtype, spec.skip or spec.dtype
-    dtypes |= {"x": total, "mean": "float32", "rstd": "float32", "input": spec.dtype}
-    saved = [made(dtypes[r], *shapes[LIES[r]]) for r in spec.kept]
-    first, *more = (made(dy, *matrix) for _ in range(needs.terms))
-    dsum = made(total, *matrix) if needs.dsum else None
+    dtypes |= {"x": total, "input": spec.dtype}
+    dtypes |= dict.fromkeys(("mean", "rstd", "key_rstd"), "float32")
+    saved = [made(dtypes[role], *shapes[role]) for role in spec.kept]
+    first, *more = (made(dy, *shapes["dy"]) for _ in range(needs.terms))
+    dsum = made(total, *shapes["dsum"]) if needs.dsum else None
     return first, dsum, saved, EPS, more
 
 
-def rotated_arguments(
-    spec: NormSpec, needs: Needs | None, sizes: Sizes, made: Callable[..., Tensor]
-) -> tuple[Any, ...]:
-    """As arguments, of heads that are rotated. Tables have a row for each token of a sequence."""
-    how, lead = spec.rotation, tuple(sizes[:2])
-    counts = {"": sizes.heads, "key_": sizes.key_heads}
-    heads = {f"{key}y": (*lead, count, how.head) for key, count in counts.items()}
-    shapes = {"x": heads["y"], "key": heads["key_y"], "positions": lead}
-    for key, count in counts.items():
-        shapes[f"{key}rstd"] = lead if spec.by_token else (*lead, count)
-        shapes[f"{key}weight"] = (count, how.head) if spec.by_token else (how.head,)
-    shapes |= dict.fromkeys(("cos", "sin"), (sizes.tokens, how.dim if how.full else how.dim // 2))
-    dtypes = {role: spec.dtype_of(role) for role in shapes} | dict.fromkeys(heads, spec.dtype)
-    dtypes |= {f"{key}rstd": "float32" for key in counts}
-    if needs is None:
-        roles = OPS[spec.op].roles
-        return tuple([made(dtypes[r], *shapes[r]) if dtypes[r] else None for r in roles]), EPS
-    order = (0, 2, 1, 3) if how.heads_first else range(4)
-    dys = [made(spec.dtype, *(shape[i] for i in order)) for shape in heads.values()]
-    saved = [made(dtypes[role], *shapes[role]) for role in spec.kept]
-    return dys[0], dys[1] if needs.dsum else None, saved, EPS, ()
+def _rotated_shapes(spec: NormSpec, sizes: Sizes) -> dict[str, tuple[int, ...]]:
+    """The shapes of heads that are rotated. Tables have a row for each token of a sequence, and the
+    gradient of the key stands where other norms have that of the sum.
+    """
+    how, (batch, tokens, *_) = spec.rotation, sizes
+    columns = how.dim if how.full else how.dim // 2
+    shapes = {"positions": (batch, tokens), "cos": (tokens, columns), "sin": (tokens, columns)}
+    for key, x, dy, heads in (
+        ("", "x", "dy", sizes.heads),
+        ("key_", "key", "dsum", sizes.key_heads),
+    ):
+        shapes[x] = batch, tokens, heads, how.head
+        shapes[dy] = (batch, heads, tokens, how.head) if how.heads_first else shapes[x]
+        shapes[f"{key}rstd"] = (batch, tokens) if spec.by_token else (batch, tokens, heads)
+        shapes[f"{key}weight"] = (heads, how.head) if spec.by_token else (how.head,)
+    return shapes
 
 
 def calls_of(plan: Plan, rows: int, groups: int = 1, sizes: Sizes | None = None) -> list[Call]:
-    """The calls of a plan for contiguous inputs, with tensors without memory. sizes: of heads that
-    are rotated.
+    """The calls of a plan for contiguous inputs, with tensors without memory. groups, sizes: as
+    those of arguments.
     """
-    spec, needs = plan.spec, getattr(plan, "needs", None)
-    if sizes:
-        given = rotated_arguments(spec, needs, sizes, _without_memory)
-    else:
-        given = arguments(spec, needs, rows, _without_memory, groups)
+    needs = getattr(plan, "needs", None)
+    given = arguments(plan.spec, needs, rows, _without_memory, groups, sizes)
     return _recorded(lambda run: cutile.bind(plan, run)(*given))
 
 
