@@ -37,9 +37,8 @@ def compile(
     """Compile a model like torch.compile(model, ...), with its norms replaced by tilenorm's ops.
 
     Each graph that TorchDynamo captures goes through tilenorm.integrations.fx.replace_norms before
-    it reaches the backend. The replacement happens before autograd, so the backward pass uses
-    tilenorm's gradients too. Inductor and AOTAutograd compute their cache keys from the graphs
-    after the replacement.
+    it reaches the backend, and autograd: the backward pass uses tilenorm's gradients too. Inductor
+    and AOTAutograd compute their cache keys from the graphs after the replacement.
 
     With Inductor, the op of a norm's gradient also takes over the additions around it, in the joint
     graph of forward and backward: up to four terms of dy, rounded after each addition as eager
@@ -67,9 +66,8 @@ def compile(
         backend, mode, options, dynamic, others: as in torch.compile.
 
     Returns:
-        What torch.compile returns, with an attribute `tilenorm_report`. It is a CompileReport of
-        the norms that were replaced and left so far, because torch.compile captures graphs when
-        the model is called.
+        What torch.compile returns, with an attribute `tilenorm_report`, a CompileReport of what
+        was replaced and left so far: torch.compile captures graphs when the model is called.
 
     Raises:
         TypeError: `where` is neither None nor a function, `options` is neither None nor a dict, or

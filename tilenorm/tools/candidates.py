@@ -119,8 +119,6 @@ class Search:
             tried = _rotated(spec, self.direction)
         elif self.direction == "forward":
             tried = chain(_forward(spec), _forward_chunks(spec))
-        elif spec.modulated:
-            tried = _by_group(spec)
         else:
             tried = chain(_backward(spec), _backward_chunks(spec, target))
         served = Served(spec.hidden, spec.widest_item, spec.aligned, target)
@@ -199,6 +197,8 @@ def _backward(spec: NormSpec) -> Iterator[Backward]:
             most = HEADS_SCRATCH if spec.heads and rows > 1 else REGISTERS
             for hints in _hints(BACKWARD_OCCUPANCY, rows * sum(widths), most):
                 yield Backward(widths, rows, hints=hints)
+        if spec.modulated:  # tiles of whole rows, which are gathered, alone
+            continue
         if _packs(spec):
             for hints in _hints(BACKWARD_OCCUPANCY, sum(widths), REGISTERS):
                 yield Backward(widths, hints=hints, packed=True)
@@ -209,14 +209,6 @@ def _backward(spec: NormSpec) -> Iterator[Backward]:
                 yield replace(config, reread=True)
                 if _packs(spec):
                     yield replace(config, packed=True, reread=True)
-
-
-def _by_group(spec: NormSpec) -> Iterator[Backward]:
-    """Tiles of whole rows, which are gathered."""
-    for widths in segmentations(spec.hidden):
-        for rows in _rows(widths, "backward"):
-            for hints in _hints(BACKWARD_OCCUPANCY, rows * sum(widths), REGISTERS):
-                yield Backward(widths, rows, hints=hints)
 
 
 def _rotated(spec: NormSpec, direction: str) -> Iterator[RopeForward | RopeBackward]:

@@ -81,7 +81,11 @@ class Trials:
         generator = torch.Generator(device).manual_seed(0)
         self._sets = [self._inputs(rows, device, generator) for _ in range(copies)]
         self._checked = self._inputs(checked, device, generator)
-        self._expected = self._reference(self._checked)
+        if self.needs is None:
+            expected = reference.bind_forward(self.spec)
+        else:
+            expected = reference.bind_backward(self.spec, self.needs)
+        self._expected = expected(*self._checked)
 
     def wrong(self, plan) -> str | None:
         """How the results of a plan differ from the reference, or None if only by rounding."""
@@ -139,11 +143,6 @@ class Trials:
         pairs = zip(self.spec.kept, saved, strict=True)
         saved = [t.abs() + 0.5 if role.endswith(("mean", "rstd")) else t for role, t in pairs]
         return dy, dsum, saved, *others
-
-    def _reference(self, inputs: tuple) -> tuple[Tensor | None, ...]:
-        if self.needs is None:
-            return reference.bind_forward(self.spec)(*inputs)
-        return reference.bind_backward(self.spec, self.needs)(*inputs)
 
 
 def tune(search: Search, how: How) -> Entry:

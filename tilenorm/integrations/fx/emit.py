@@ -13,7 +13,6 @@ from ...ops.layout import rows_shape
 from ...ops.sharding import is_distributed
 from . import calls
 from .calls import Tensors, derived, result_of
-from .modulation import groups_of, operand
 from .nodes import (
     DTYPES_16_BIT,
     Left,
@@ -30,6 +29,7 @@ from .nodes import (
     written,
 )
 from .norms import Gradient, Norm, alike, known
+from .term import groups_of, operand
 
 ATEN = torch.ops.aten
 SWAPPED = [0, 2, 1, 3]  # dimensions, with those of heads and tokens swapped
@@ -109,8 +109,8 @@ def emit_rotated(norms: tuple[Norm, ...]) -> None:
         call = calls.rotated_norm(
             first.at, [_heads_last(norm) for norm in norms], tables, weights,
             hidden=first.options.hidden, rotary_dim=int(known(first.at).shape[-1]),
-            interleaved=False, output_heads_first=how.contiguous, offset=first.offset,
-            rounding=first.rounding, eps=first.eps, save=any(map(_saves, norms)),
+            interleaved=False, output_heads_first=how.contiguous, offset=first.options.offset,
+            rounding=first.options.rounding, eps=first.eps, save=any(map(_saves, norms)),
         )  # fmt: skip
         order = SWAPPED if how.heads == 1 and not how.contiguous else None
         new = {
@@ -123,7 +123,7 @@ def emit_rotated(norms: tuple[Norm, ...]) -> None:
 def _common(norm: Norm) -> tuple:
     """What the norms of queries and of keys have to have in common."""
     rotation: Any = norm.rotation
-    how = norm.eps, norm.offset, norm.rounding, norm.weight is None, known(norm.x).dtype
+    how = norm.eps, norm.options[2:], norm.weight is None, known(norm.x).dtype
     return *rotation[:2], rotation.contiguous, *how, _of_token(norm)
 
 

@@ -13,7 +13,6 @@ from typing import Any
 from torch import Tensor
 from torch.fx import Node
 
-from .modulation import is_of_size_one
 from .nodes import (
     DTYPES_16_BIT,
     Left,
@@ -29,7 +28,15 @@ from .nodes import (
     users_of,
     value_of,
 )
-from .norms import PARAMETER_DTYPES, Norm, Rotation, check_tensors, known, same_sizes
+from .norms import (
+    PARAMETER_DTYPES,
+    Norm,
+    Rotation,
+    check_tensors,
+    is_of_size_one,
+    known,
+    same_sizes,
+)
 
 # Between a norm and its rotation: a dimension of heads, and heads in front of tokens.
 SWAPS = ("transpose", "permute", "swapaxes", "swapdims")
@@ -142,7 +149,8 @@ def _with_rotation(norm: Norm, path: list[Node], end: Node, cos: Node, sin: Node
     )
     parts = tuple(sorted({*norm.parts, norm.at, *inside}))
     rounding = _rounding(norm, (end, *nodes, path[0]))
-    how = {"rounding": rounding, "outputs": {"output": last}, "at": last, "parts": parts}
+    options = norm.options._replace(rounding=rounding)
+    how = {"options": options, "outputs": {"output": last}, "at": last, "parts": parts}
     return replace(norm, rotation=rotation, **how)
 
 
@@ -208,7 +216,7 @@ def _rounding(norm: Norm, nodes: tuple[Node, ...]) -> str:
     if not dtypes & set(DTYPES_16_BIT):
         return "late"
     weight = None if norm.weight is None else known(norm.weight).dtype
-    early = norm.rounding == "early" and weight == known(norm.x).dtype
+    early = norm.options.rounding == "early" and weight == known(norm.x).dtype
     if len(dtypes) == 1 and (weight is None or early):
         return "early"
     if norm.rounds_once:

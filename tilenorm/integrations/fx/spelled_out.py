@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch.fx import Node
 
+from ...spec import Options
 from .nodes import (
     DTYPES_16_BIT,
     NUMBERS,
@@ -63,7 +64,7 @@ def extended(norm: Norm, rounds_once: bool = False) -> Norm:
     y = norm.outputs.get("output")
     if y is None:
         return norm
-    reader = Reader(norm.x, norm.norm == "layer", norm.dims, rounds_once)
+    reader = Reader(norm.x, norm.options.norm == "layer", norm.dims, rounds_once)
     weight, bias = (p if p is None else before_exact_casts(p) for p in (norm.weight, norm.bias))
     reader.terms[y] = Term(degree=1, power=-0.5, eps=norm.eps, weight=weight, bias=bias)
     if any(node.users for node in norm.outputs.values() if node is not y):
@@ -177,11 +178,11 @@ def _norm(reader: Reader, end: Node, term: Term, found: Norm | None) -> Norm:
     }
     if found is not None:
         inside |= {*found.parts, *found.outputs.values()}
+    how = {"rounding": _rounding(reader, term, rounded), "activation": term.activation}
+    options = Options(reader.count, "layer" if reader.centred else "rms", term.offset, **how)
     norm = Norm(
-        "layer" if reader.centred else "rms", reader.x, term.weight, term.bias, reader.dims,
-        term.eps, term.offset, _rounding(reader, term, rounded), {"output": end}, end,
-        tuple(sorted(inside)), term.gate, term.activation, term.mod_scale, term.mod_shift,
-        reader.rounds_once,
+        options, reader.x, term.weight, term.bias, reader.dims, term.eps, {"output": end}, end,
+        tuple(sorted(inside)), term.gate, term.mod_scale, term.mod_shift, reader.rounds_once,
     )  # fmt: skip
     if norm.mod_scale is not None:  # else the op of the norm alone serves
         norm.check()

@@ -66,7 +66,7 @@ def set_class(module: nn.Module, cls: type[nn.Module]) -> None:
 
 
 def unpatch(model: nn.Module) -> tuple[str, ...]:
-    """Revert what `patch` did to the modules of a model. It needs no report.
+    """Revert what `patch` did to the modules of a model.
 
     It finds every patched module that named_modules() finds: in a model that was patched, in copies
     and pickles of it and averages over its steps (AveragedModel), and in what peft, Accelerate and

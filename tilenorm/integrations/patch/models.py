@@ -107,16 +107,13 @@ def patch(
 ) -> Report:
     """Make tilenorm compute the norms of a model. The model is changed in place.
 
-    patch recognises a norm by what it computes, not by its name. It makes a copy of the module with
-    random parameters and runs the copy on the CPU. The outputs and gradients in float32, bfloat16
-    and float16 must match tilenorm.rms_norm, layer_norm or a gated norm for one choice of weight
-    offset, rounding, groups and eps. The norms of torch.nn and most norms of Hugging Face's models
-    match. A module that looks like a norm and matches no choice is not patched, and the report
-    gives the reason. So is a module whose forward does more than compute, or branches on sizes or
-    values.
-
-    The runs decide which numbers of dimensions, dtypes and arguments tilenorm serves. Any other
-    call runs the forward of the module's own class, and raises what it raised before.
+    patch recognises a norm by what it computes, not by its name. It runs a copy of the module with
+    random parameters on the CPU. The outputs and gradients in float32, bfloat16 and float16 must
+    match tilenorm.rms_norm, layer_norm or a gated norm for one choice of weight offset, rounding,
+    groups and eps. A module that looks like a norm is not patched, and the report gives the reason,
+    if it matches no choice, does more than compute, or branches on sizes or values. The runs decide
+    which numbers of dimensions, dtypes and arguments tilenorm serves. Any other call runs the
+    forward of the module's own class, and raises what it raised before.
 
     A patched module is the same object, with the same parameters, hooks and attributes. A later
     change of its eps takes effect. Its class becomes a subclass of its former class, with the same
@@ -154,8 +151,8 @@ def patch(
             pass rounds once too, and they have other bits. It has not been timed on a GPU.
 
     Returns:
-        A report of the modules that were patched and of those that were not. str(report) is
-        readable. report.undo() reverts the patch, and so does tilenorm.unpatch(model).
+        A report, whose str() is readable. report.undo() and tilenorm.unpatch(model) revert the
+        patch.
 
     Raises:
         TypeError: model is not a module, where is neither a function nor None, or residual,
