@@ -110,7 +110,6 @@ def compile(
 
 
 def _entries(reports: str, name: str) -> property:
-    """The entries of this name of all of a CompileReport's reports."""
     return property(lambda self: tuple(e for r in getattr(self, reports) for e in getattr(r, name)))
 
 
@@ -121,13 +120,11 @@ class CompileReport:
     graph that was captured again, for other sizes, comes again. Code that an equal call of
     tilenorm.compile has compiled before is not compiled again, and stands in that call's report.
 
-    folds: what the gradients have taken over, and what not, for each joint graph of Inductor with
-    something to fold. A graph whose code AOTAutograd found in its cache has no entry. not_folding:
-    why no graph has one, or None.
+    folds: for each joint graph of Inductor with something to fold. A graph whose code AOTAutograd
+    found in its cache has no entry. not_folding: why no graph has one, or None.
 
-    Of all graphs together: replaced, (kind, node name) of each norm that became an op of tilenorm;
-    left, (node name, reason) of each other norm; folded, (kind, node name) of what each gradient
-    has taken over; unfolded, (node name, reason) of each sum or output that none has taken over.
+    Of all graphs together: replaced, left, as in Report; folded, unfolded, as folded and left in
+    Folds.
     """
 
     replaced = _entries("graphs", "replaced")

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import SymInt, Tensor
 from torch.fx import Node
-from torch.fx.node import map_arg
 
 from ...ops.layout import rows_shape
 from ...ops.sharding import is_distributed
@@ -50,9 +49,8 @@ def emit_forward(norm: Norm) -> str:
 
 
 def _emit(norm: Norm, tensors: Tensors, at: Node, sums: tuple[Node, ...] = ()) -> str:
-    """Replace a norm by the op of these tensors, before the node `at`. Returns the op's kind.
-
-    sums: the nodes of the sum that it normalises. Raises Left if DTensors do not allow it.
+    """Replace a norm by the op of these tensors, before the node `at`. Returns the op's kind. sums:
+    the nodes of the sum that it normalises. Raises Left if DTensors do not allow it.
     """
     given = [is_distributed(value_of(node)) for node in tensors if node is not None]
     if any(given) and not all(given):
@@ -64,7 +62,8 @@ def _emit(norm: Norm, tensors: Tensors, at: Node, sums: tuple[Node, ...] = ()) -
             of_rows = ("input",) if tensors.scale is not None else ("input", "gate")
             permuted = {name: _permuted(getattr(tensors, name), order) for name in of_rows}
             tensors = _alike(tensors._replace(**permuted), norm.x)
-            call = calls.norm(norm.at, tensors, norm.options, norm.eps, _saves(norm))
+            what = calls.arguments_of(tensors, norm.options, norm.eps, _saves(norm))
+            call = calls.called(*what, norm.at)
             new = {
                 old: _result(call, name, old, norm.x, order if name == "output" else None)
                 if old.users
@@ -87,9 +86,8 @@ def _emit(norm: Norm, tensors: Tensors, at: Node, sums: tuple[Node, ...] = ()) -
 
 
 def emit_rotated(norms: tuple[Norm, ...]) -> None:
-    """Replace a norm with its rotation, or those of queries and of keys with the same tables.
-
-    The op stands in the place of the first one. Raises Left if it cannot.
+    """Replace a norm with its rotation, or those of queries and of keys with the same tables, by an
+    op in the place of the first one. Raises Left if it cannot stand there.
     """
     at, first = min(norm.at for norm in norms), norms[0]
     how: Any = first.rotation
@@ -291,14 +289,12 @@ def _rows(statistic: Node, norm: Gradient) -> Node:
 
 
 def _take_over(new: dict[Node, Node | None], parts: tuple[Node, ...]) -> None:
-    """Replace old nodes by new ones (or by None), and erase the nodes that nothing uses any more.
-
-    new: the new node, or None, for each old node. parts: more nodes to erase if unused.
+    """Replace old nodes by new ones, or by None, and erase those of them, and of `parts`, that
+    nothing uses any more.
     """
     for old, node in new.items():
         for user in list(old.users):
-            given = (user.args, user.kwargs)
-            user.args, user.kwargs = map_arg(given, lambda n: node if n is old else n)  # noqa: B023
+            user.replace_input_with(old, node)
     for node in sorted({*parts, *new}, reverse=True):
         if all(map(is_idle, node.users)):
             erase(node)

@@ -121,9 +121,8 @@ class Norm:
 
 @dataclass(frozen=True)
 class Gradient:
-    """The gradients of a norm, computed by aten's op.
-
-    outputs, at: as in Norm. wanted: the names of the gradients to compute.
+    """The gradients of a norm, by aten's op. outputs, at: as in Norm. wanted: the names of those to
+    compute.
     """
 
     options: Options
@@ -184,7 +183,6 @@ def check_shape(name: str, value: Tensor, expected: Sequence[int | SymInt]) -> N
 
 
 def check_tensors(nodes: Tensors, dims: int, options: Options) -> None:
-    """Raise Left if the kernels do not support a norm's tensors."""
     x, affine = known(nodes.input), ("weight", "bias")
     tensors = {name: known(node) for name, node in nodes._asdict().items() if node is not None}
     for name, tensor in tensors.items():
@@ -251,9 +249,8 @@ def trailing(x: Tensor | None, dim: object) -> int:
 
 
 def match_fused(node: Node) -> Norm | Gradient | None:
-    """The norm or gradient that a single node computes, or None if it computes neither.
-
-    Raises Left if the node is a norm that tilenorm's op cannot replace.
+    """The norm or gradient that a single node computes, or None if it computes neither. Raises Left
+    if the node is a norm that tilenorm's op cannot replace.
     """
     name = name_of(node)
     if name not in (*FORWARD, *BACKWARD):
@@ -277,10 +274,7 @@ def match_fused(node: Node) -> Norm | Gradient | None:
 
 
 def _dims(args: dict) -> int:
-    """The number of dimensions that a call normalises together.
-
-    Raises Left unless they are the input's last ones.
-    """
+    """How many dimensions a call normalises. Raises Left unless they are the last ones."""
     shape, x = args["normalized_shape"], known(args["input"])
     sizes = values_of(shape) if isinstance(shape, Node) else shape
     if not isinstance(sizes, tuple | list):

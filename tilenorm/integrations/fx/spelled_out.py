@@ -36,9 +36,7 @@ ROUNDED = "each of its operations rounds to 16 bits, and tilenorm's op rounds on
 
 
 def match_spelled_out(node: Node, rounds_once: bool = False) -> Norm | None:
-    """The norm whose statistic a node computes, or None if there is none.
-
-    rounds_once: as of Reader.
+    """The norm whose statistic a node computes, or None. rounds_once: as of Reader.
 
     Raises Left if the nodes compute a norm that no single op can replace.
     """
@@ -56,10 +54,8 @@ def match_spelled_out(node: Node, rounds_once: bool = False) -> Norm | None:
 
 def extended(norm: Norm, rounds_once: bool = False) -> Norm:
     """One of PyTorch's norms, with the casts, weight, bias, gate and modulation that are applied to
-    its output.
-
-    The same norm if there are none, or if other nodes use its output or its statistics.
-    rounds_once: as of Reader.
+    its output; the same norm if there are none, or if other nodes use its results. rounds_once: as
+    of Reader.
     """
     y = norm.outputs.get("output")
     if y is None:
@@ -148,10 +144,7 @@ def _next(reader: Reader, node: Node, found: bool) -> Node | None:
 
 
 def _norm(reader: Reader, end: Node, term: Term, found: Norm | None) -> Norm:
-    """The norm that ends at a node. found: a norm in it.
-
-    Raises Left if an op of tilenorm is not the same.
-    """
+    """The norm that ends at a node. found: a norm in it. Raises Left if no op is the same."""
     if term.left is not None:
         raise Left(term.left)
     first = {reader.x, term.weight, term.bias, term.gate, term.mod_scale, term.mod_shift}

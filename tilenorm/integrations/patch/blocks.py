@@ -35,6 +35,7 @@ the statements otherwise.
 import ast
 import inspect
 import textwrap
+from collections.abc import Callable
 from functools import cache, partial, update_wrapper
 from types import CellType, CodeType, FunctionType
 from typing import Any
@@ -75,9 +76,9 @@ def patched_block(
     cls: type[nn.Module], norms: tuple[str, ...], kinds: tuple[str, ...]
 ) -> type[nn.Module]:
     """A subclass of a block's class with the same name, whose forward computes more at once with
-    the norms of these attributes. kinds: some of REWRITERS, in this order.
+    the norms of these attributes. kinds: some of REWRITERS, in this order. Decorators that keep the
+    function, as functools.wraps does, stay around the forward.
 
-    Decorators of the forward that keep the function, as functools.wraps does, stay around it.
     Raises Unrecognised if the forward has no such place, or cannot be rewritten.
     """
     wrappers, forward = [], cls.forward
@@ -164,10 +165,10 @@ def _like(
 
 class _Rewriter(ast.NodeTransformer):
     """Rewrites expressions, and statements that stand in a row. found: of which norms. functions:
-    what the forward uses of its module, by name.
+    what the forward uses of its module, by name. absent: why nothing was found.
     """
 
-    absent: str  # what there is none of where nothing is found
+    absent: str
 
     def __init__(self, this: str, norms: tuple[str, ...], functions: dict[str, Any]):
         self.this, self.norms, self.functions, self.found = this, norms, functions, []
@@ -179,8 +180,7 @@ class _Rewriter(ast.NodeTransformer):
                 setattr(node, name, self._rewritten(getattr(node, name)))
         return node
 
-    def _rewritten(self, statements: list[Any]) -> list[Any]:
-        raise NotImplementedError
+    _rewritten: Callable[[list[Any]], list[Any]]
 
     def _is_norm(self, called: ast.expr) -> bool:
         match called:

@@ -228,7 +228,6 @@ def content_of(cell: CellType) -> object:
 
 
 def _put(holder: partial, place: int, value: object) -> None:
-    """Replace the function of a partial, or an argument."""
     state = [holder.func, *holder.args]
     state[place] = value
     changed: Any = holder

@@ -29,8 +29,8 @@ Result = type[nn.Module] | str  # the patched class of a module, or the reason w
 
 
 class Patched(NamedTuple):
-    """A report entry for a patched module: its qualified names in the model, joined by commas; its
-    class before the patch; and the tilenorm function and options that compute its forward.
+    """A report entry for a patched module. name: its qualified names in the model, joined by
+    commas. cls: its class before the patch. how: the tilenorm function and options of its forward.
     """
 
     name: str
@@ -48,15 +48,13 @@ class Left(NamedTuple):
 
 @cache
 def patched_norm(cls: type[nn.Module], form: Form) -> type[nn.Module]:
-    """A subclass of cls with the same name, whose forward computes the form."""
     made, namespace = (patched_norm, cls, form), {"_tilenorm_form": form}
     return patched_subclass(cls, form.forward, made, form.describe, namespace)
 
 
 class Report:
-    """The result of `patch`: an entry for each module that looks like a norm.
-
-    patched: the entries of the patched modules. left: the entries of the others, with a reason.
+    """The result of `patch`: an entry for each module that looks like a norm, in `patched`, or with
+    a reason in `left`.
     """
 
     def __init__(self, patched: dict[nn.Module, Any], left: dict, names: dict[nn.Module, str]):
@@ -70,11 +68,8 @@ class Report:
         """Revert the patch: what `unpatch` does, for the modules of this report that are patched.
 
         Copies of these modules stay patched, also those that peft makes for modules_to_save.
-        tilenorm.unpatch(model) reverts every patched module of a model.
-
-        Raises:
-            RuntimeError: the patch has already been undone, or `unpatch` would raise. No module is
-                changed in these cases.
+        Raises RuntimeError, and changes no module, if the patch has already been undone, or if
+        `unpatch` would raise.
         """
         names = {m: name for m, name in self._modules.items() if isinstance(m, PatchedModule)}
         if self.patched and not names:
