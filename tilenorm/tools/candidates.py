@@ -64,10 +64,8 @@ HEADS_SCRATCH = 6 * 2048
 
 @dataclass(frozen=True)
 class Search:
-    """What is tuned: the forward or the backward pass of a spec on a target.
-
-    direction: "forward" saves what the backward pass needs; "backward" computes every gradient.
-    terms: how many tensors make up dy.
+    """What is tuned: a pass of a spec on a target. direction: "forward" saves what the backward
+    pass needs; "backward" computes every gradient. terms: how many tensors make up dy.
     """
 
     spec: NormSpec
@@ -247,7 +245,6 @@ def _chunks(
     spec: NormSpec, direction: str, occupancies: tuple, most: int | None = None
 ) -> Iterator[tuple[tuple[int, ...], bool, Hints]]:
     """(widths, packed, hints) for rows that blocks share. Each thread has a vector of each segment.
-
     most: elements of all chunks on a multiprocessor.
     """
     chunks = [n for n in CHUNKS[direction] if n < spec.hidden and spec.hidden >= SHARED_FROM]
@@ -280,9 +277,8 @@ def _loads(spec: NormSpec, widths: tuple[int, ...]) -> Iterator[tuple[Hints, boo
 def _hints(
     occupancies: tuple, elements: int, most: int | None = None, tma: bool = False
 ) -> list[Hints]:
-    """The hints that are tried.
-
-    elements: what one block holds. most: what all blocks on a multiprocessor may hold.
+    """The hints that are tried. elements: what one block holds. most: what all blocks on a
+    multiprocessor may hold.
     """
     found = []
     for occupancy, warps in product(occupancies, WARPS[tma]):

@@ -42,8 +42,6 @@ RESOURCES = " regs spill B  smem B"  # what resources_of writes
 
 @dataclass(frozen=True)
 class Compiled(Resources):
-    """One compiled kernel."""
-
     kernel: str
     hints: str
     seconds: float
@@ -105,18 +103,15 @@ def _rotated_shapes(spec: NormSpec, sizes: Sizes) -> dict[str, tuple[int, ...]]:
 
 
 def calls_of(plan: Plan, rows: int, groups: int = 1, sizes: Sizes | None = None) -> list[Call]:
-    """The calls of a plan for contiguous inputs, with tensors without memory. groups, sizes: as
-    those of arguments.
-    """
+    """The calls of a plan for contiguous tensors without memory. groups, sizes: as of arguments."""
     needs = getattr(plan, "needs", None)
     given = arguments(plan.spec, needs, rows, _without_memory, groups, sizes)
     return _recorded(lambda run: cutile.bind(plan, run)(*given))
 
 
 def piece_calls(spec: NormSpec, target: Target, rows: int) -> list[Call]:
-    """Every call of inference and of a training step whose rows are in pieces of spec.hidden.
-
-    Operations of their own do what only whole rows have.
+    """Every call of inference and of a training step whose rows are in pieces of spec.hidden. Other
+    operations do what only whole rows have.
     """
     spec = spec.without_joins
     needs, op = every_gradient(spec), OPS[spec.op]
@@ -165,8 +160,7 @@ def training_calls(
 ) -> list[Call]:
     """Every call that inference and training with contiguous tensors can make, for any M.
 
-    Training needs every gradient. With a residual, the sum x + residual has a gradient too. There
-    is no training without an output that has a gradient.
+    Training needs every gradient, also that of the sum x + residual.
     terms: of dy. The graph pass makes several where a step is compiled, and then a norm may have
     the gradient of a sum where nothing was added. output: the graph pass has the backward pass
     write y once more, except where it cannot.
@@ -241,9 +235,9 @@ def precompile(
     processes: int | None = None,
     calls: Callable[[NormSpec, Target], list[Call]] = training_calls,
 ) -> Iterator[list[Compiled]]:
-    """Compile the calls of each spec into cuTile's cache, on all cores. Needs no GPU.
+    """Compile the calls of each spec into cuTile's cache, on all cores. calls: training_calls, also
+    with its options bound, or piece_training_calls.
 
-    calls: training_calls, also with its options bound, or piece_training_calls.
     Raises CompileError when a kernel does not compile, RuntimeError when nothing would be kept.
     """
     counts = [len(calls(spec, target)) for spec in specs]

@@ -29,11 +29,9 @@ Choice = TypeVar("Choice")
 
 @dataclass(frozen=True)
 class How:
-    """How to search.
-
-    rows: of the timed input; None is as many as fit. seconds: time for timing, after compiling.
-    processes: that compile; None is all cores. spilled: bytes that a thread may spill. report:
-    called with each line of progress.
+    """How to search. rows: of the timed input; None is as many as fit. seconds: for timing, after
+    compiling. processes: that compile; None is all cores. spilled: bytes that a thread may spill.
+    report: called with each line of progress.
     """
 
     rows: int | None = None
@@ -45,10 +43,8 @@ class How:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A configuration and its compiled kernels.
-
-    failed: why the configuration does not compile, or None. together: how many blocks of the norm's
-    kernel have to run side by side on a multiprocessor.
+    """A configuration and its compiled kernels. failed: why it does not compile, or None. together:
+    how many blocks of the norm's kernel have to run side by side on a multiprocessor.
     """
 
     config: Config

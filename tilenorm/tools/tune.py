@@ -130,7 +130,6 @@ class Trials:
         return sample
 
     def _inputs(self, rows: int, device, generator) -> tuple:
-        """The arguments of a bound call."""
 
         def normal(dtype: str, *shape: int) -> Tensor:
             kind = getattr(torch, dtype)
@@ -212,9 +211,8 @@ def whole_rows(spec: NormSpec, rows: int) -> int:
 
 
 def _rows_in_memory(spec: NormSpec, terms: int) -> int:
-    """The rows of ELEMENTS elements, or fewer.
-
-    Two sets of inputs and outputs have to fit in half of the free memory.
+    """The rows of ELEMENTS elements, or fewer: two sets of inputs and outputs have to fit in half
+    of the free memory.
     """
     torch.cuda.empty_cache()  # frees what the previous search used
     free, _ = torch.cuda.mem_get_info()

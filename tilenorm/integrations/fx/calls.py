@@ -24,6 +24,7 @@ from ...table import TERMS as LAST_TERMS
 from .nodes import VALUES, Left, bind, is_idle, item_of, key_of, value_of, values_of
 
 FORWARD: dict[Any, Op] = {getattr(torch.ops.tilenorm, name).default: op for name, op in OPS.items()}
+ROTATED = torch.ops.tilenorm.rms_norm_rope.default
 NORM_BACKWARD = torch.ops.tilenorm.norm_backward.default
 FAKES: dict[Any, Callable] = {
     **{overload: partial(fake, KINDS[op.name]) for overload, op in FORWARD.items()},
@@ -75,33 +76,6 @@ def arguments_of(
     given = tensors._asdict() | options._asdict() | {"eps": eps, "save": save}
     given["norm_before_gate"] = not options.gate_first
     return op, given
-
-
-def rotated_norm(
-    like: Node, heads: list[Node], tables: list[Node], weights: list, **options
-) -> Node:
-    """A call of tilenorm::rms_norm_rope for queries, and for keys if there are two in `heads`.
-
-    heads: with heads behind tokens. Raises Left if the kernels do not support it.
-    """
-    op = torch.ops.tilenorm.rms_norm_rope.default
-    given = options | dict(zip(("cos", "sin"), tables, strict=True))
-    given |= dict(zip(("input", "key"), heads, strict=False))
-    given |= dict(zip(("weight", "key_weight"), weights, strict=False))
-    check_served(op, given)
-    return called(op, given, like)
-
-
-def norm_backward(
-    like: Node, dy: Node, saved: dict[str, Any], options: Options, results: set[str]
-) -> Node:
-    """A call of tilenorm::norm_backward. saved: by the names of the op's arguments. results: the
-    names of those that are computed.
-    """
-    mask = [name in results for name in results_of(NORM_BACKWARD)[:5]]
-    # Only second derivatives use eps. aten's op does not have it, so 0.0 stands for it here.
-    arguments = saved | options._asdict() | {"grad_output": dy, "eps": 0.0, "added": False}
-    return called(NORM_BACKWARD, arguments | {"output_mask": mask}, like)
 
 
 def results_of(op: OpOverload) -> list[str]:

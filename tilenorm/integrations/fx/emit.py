@@ -103,13 +103,14 @@ def emit_rotated(norms: tuple[Norm, ...]) -> None:
     if any(is_distributed(value_of(x)) for x in inputs):
         raise Left("its tensors are DTensors")
     with at.graph.inserting_before(at):
-        tables = [_without_heads(t, how.heads) for t in how[:2]]
-        call = calls.rotated_norm(
-            first.at, [_heads_last(norm) for norm in norms], tables, weights,
-            hidden=first.options.hidden, rotary_dim=int(known(first.at).shape[-1]),
-            interleaved=False, output_heads_first=how.contiguous, offset=first.options.offset,
-            rounding=first.options.rounding, eps=first.eps, save=any(map(_saves, norms)),
-        )  # fmt: skip
+        tables = [_without_heads(table, how.heads) for table in (how.cos, how.sin)]
+        given = first.options._asdict() | {"eps": first.eps, "save": any(map(_saves, norms))}
+        given |= {"rotary_dim": int(known(first.at).shape[-1]), "interleaved": False}
+        given |= {"output_heads_first": how.contiguous, "cos": tables[0], "sin": tables[1]}
+        given |= zip(("input", "key"), map(_heads_last, norms), strict=False)
+        given |= zip(("weight", "key_weight"), weights, strict=False)
+        calls.check_served(calls.ROTATED, given)
+        call = calls.called(calls.ROTATED, given, first.at)
         order = SWAPPED if how.heads == 1 and not how.contiguous else None
         new = {
             norm.at: _result(call, name, norm.at, norm.x, order)
@@ -153,10 +154,14 @@ def _without_heads(table: Node, heads: int) -> Node:
 def emit_backward(norm: Gradient) -> str:
     """Replace aten's gradient of a norm. Returns the new op's kind."""
     with norm.at.graph.inserting_before(norm.at):
-        saved = {"input": norm.x, "weight": norm.weight, "bias": norm.bias}
+        given = {"input": norm.x, "weight": norm.weight, "bias": norm.bias}
         for name, statistic in (("rstd", norm.rstd), ("mean", norm.mean)):
-            saved[name] = None if statistic is None else _rows(statistic, norm)
-        call = calls.norm_backward(norm.at, norm.dy, saved, norm.options, norm.wanted)
+            given[name] = None if statistic is None else _rows(statistic, norm)
+        # Only second derivatives use eps. aten's op does not have it, so 0.0 stands for it here.
+        given |= norm.options._asdict() | {"grad_output": norm.dy, "eps": 0.0, "added": False}
+        results = calls.results_of(calls.NORM_BACKWARD)[:5]
+        given["output_mask"] = [name in norm.wanted for name in results]
+        call = calls.called(calls.NORM_BACKWARD, given, norm.at)
         new = {
             old: _result(call, name, old, norm.x) if name in norm.wanted else None
             for name, old in norm.outputs.items()

@@ -26,10 +26,7 @@ FORWARD = (*SINGLE, "_fused_rms_norm", "native_layer_norm")
 BACKWARD = ("_fused_rms_norm_backward", "native_layer_norm_backward")
 # For each result of aten's ops: its name among the results of tilenorm's op.
 OUTPUTS = {"rms": ("output", "rstd"), "layer": ("output", "mean", "rstd")}
-GRADIENTS = {
-    "rms": ("grad_input", "grad_weight"),
-    "layer": ("grad_input", "grad_weight", "grad_bias"),
-}
+GRADIENTS = ("grad_input", "grad_weight", "grad_bias")  # the last one is LayerNorm's
 
 
 class Rotation(NamedTuple):
@@ -259,7 +256,7 @@ def match_fused(node: Node) -> Norm | Gradient | None:
     x, weight, bias, dims = args["input"], args["weight"], args.get("bias"), _dims(args)
     options = Options(hidden_of(known(x), dims), norm)
     if name in BACKWARD:
-        names = GRADIENTS[norm]
+        names = GRADIENTS[: 3 if norm == "layer" else 2]
         asked = {n for n, want in zip(names, args["output_mask"], strict=False) if want}
         absent = {"grad_weight": weight is None, "grad_bias": bias is None}
         wanted = frozenset(name for name in asked if not absent.get(name))

@@ -28,15 +28,7 @@ from .nodes import (
     users_of,
     value_of,
 )
-from .norms import (
-    PARAMETER_DTYPES,
-    Norm,
-    Rotation,
-    check_tensors,
-    is_of_size_one,
-    known,
-    same_sizes,
-)
+from .norms import PARAMETER_DTYPES, Norm, Rotation, check_tensors, known, same_sizes
 
 # Between a norm and its rotation: a dimension of heads, and heads in front of tokens.
 SWAPS = ("transpose", "permute", "swapaxes", "swapdims")
@@ -182,19 +174,12 @@ def _is_swapped(value: Tensor, before: Tensor) -> bool:
 def _heads(q: Tensor, *tables: Tensor) -> int:
     """The dimension of q's heads: that along which the tables are repeated."""
     for heads in (1, 2):
-        tokens = [n for i, n in enumerate(q.shape) if i not in (0, heads)]
-        if all(_fits(q, table, heads, tokens) for table in tables):
+        rest = *q.shape[1:heads], 1, *q.shape[heads + 1 :]
+        fitting = [(batch, *rest) for batch in (1, q.shape[0])]
+        if all(any(same_sizes(table.shape, shape) for shape in fitting) for table in tables):
             return heads
     shapes = [list(table.shape) for table in tables]
     raise Left(f"its cos and sin are {shapes}, its heads {list(q.shape)}")
-
-
-def _fits(q: Tensor, table: Tensor, heads: int, tokens: list) -> bool:
-    if table.dim() != 4 or not is_of_size_one(table.shape[heads]):
-        return False
-    rest = [n for i, n in enumerate(table.shape) if i not in (0, heads)]
-    batch = is_of_size_one(table.shape[0]) or same_sizes(table.shape[:1], q.shape[:1])
-    return batch and same_sizes(rest, tokens)
 
 
 def _table(node: Node, heads: int) -> Node:

@@ -218,42 +218,44 @@ class _Sums(_Rewriter):
 
     def _rewritten(self, statements: list[Any]) -> list[Any]:
         """The statements, with a sum and its norm as one call where the sum stands."""
-        made, place, total = [], 0, None  # the sum is made[place], and total is its name
-        for statement in statements:
-            match statement, self._norm_of(statement, total):
-                case ast.Assign(targets), (norm, by_group) if (
-                    not by_group or place == len(made) - 1
+        for number, statement in enumerate(statements):
+            match self._norm_of(statement):
+                case norm, x, by_group if first := self._sum_before(
+                    statements[:number], x, by_group
                 ):
-                    first = made[place]
-                    both = self._one_pass(norm, [first.value.left, first.value.right], by_group)
+                    terms = [first.value.left, first.value.right]
+                    first.value = self._one_pass(norm, terms, by_group)
                     normed = NORMED.format(len(self.found))
-                    names = ast.Tuple([*first.targets, ast.Name(normed, ast.Store())], ast.Store())
-                    made[place] = ast.copy_location(ast.Assign([names], both), first)
-                    taken = ast.Assign(targets, ast.Name(normed, ast.Load()))
-                    statement, total = ast.copy_location(taken, statement), None
-                case ast.Assign([ast.Name(name)], ast.BinOp(op=ast.Add())), _:
-                    place, total = len(made), name
-                case ast.Assign([ast.Name(copy)], ast.Name(name)), _ if copy != name == total:
-                    pass
-                case _:
-                    total = None
-            made.append(statement)
-        return made
+                    names = [*first.targets, ast.Name(normed, ast.Store())]
+                    first.targets = [ast.Tuple(names, ast.Store())]
+                    statement.value = ast.Name(normed, ast.Load())
+        return statements
 
-    def _norm_of(self, statement: ast.stmt, total: str | None) -> tuple[Any, list] | None:
-        """The norm in y = self.norm(total), and the scale and shift if it is modulated."""
+    def _norm_of(self, statement: ast.stmt) -> tuple[Any, str, list] | None:
+        """The norm and x in y = self.norm(x), and the scale and shift if it is modulated."""
         match statement:
-            case ast.Assign([ast.Name()], ast.Call(norm, [ast.Name(x)], [])) if (
-                x == total and self._is_norm(norm)
-            ):
-                return norm, []
+            case ast.Assign([ast.Name()], ast.Call(norm, [ast.Name(x)], [])) if self._is_norm(norm):
+                return norm, x, []
             case ast.Assign(
                 [ast.Name()],
                 ast.Subscript(
                     ast.Call(ast.Attribute(attr=attr), [norm, ast.Tuple([ast.Name(x)]), *by_group])
                 ),
-            ) if attr == ONE_PASS and x == total and not _names(by_group, total):
-                return norm, by_group
+            ) if attr == ONE_PASS and not _names(by_group, x):
+                return norm, x, by_group
+        return None
+
+    def _sum_before(self, statements: list[Any], x: str, by_group: list) -> Any:
+        """The last x = a + b, if nothing stands behind it, or copies of x and no modulation."""
+        for statement in reversed(statements):
+            match statement:
+                case ast.Assign([ast.Name(name)], ast.BinOp(op=ast.Add())) if name == x:
+                    return statement
+                case ast.Assign([ast.Name(copy)], ast.Name(name)) if (
+                    copy != x == name and not by_group
+                ):
+                    continue
+            return None
         return None
 
 

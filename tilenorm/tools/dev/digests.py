@@ -96,10 +96,8 @@ def cases(arch: str) -> list[Case]:
 
 
 def digests(arch: str, processes: int | None = None) -> Iterator[str]:
-    """The lines of every case of an architecture. Needs no GPU.
-
-    Raises CompileError when a kernel does not compile, RuntimeError when cuTile's cache is
-    off.
+    """The lines of every case of an architecture. Needs no GPU. Raises CompileError when a kernel
+    does not compile, RuntimeError when cuTile's cache is off.
     """
     work = cases(arch)
     with compiling(_codes, work, processes) as results:
