@@ -76,12 +76,11 @@ def digests(asked: argparse.Namespace) -> int:
 def tune(asked: argparse.Namespace) -> int:
     """Find the fastest configuration of each spec on this GPU, for the table that plans read."""
     from .tools import tune as tuning
-    from .tools.search import How
 
     device = options.tuned_device(asked)
     searches, arch = options.searches(asked, device), device.target.arch
     report = partial(print, file=sys.stderr, flush=True)
-    how = How(asked.rows, asked.seconds, asked.processes, asked.spills, report)
+    how = tuning.How(asked.rows, asked.seconds, asked.processes, asked.spills, report)
     if asked.dry_run:
         return _print(tuning.dry_run(searches, how))
     try:

@@ -10,12 +10,20 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 from multiprocessing import get_context
 from typing import Any
 
+import cuda.tile as ct
 import torch
 from cuda.tile._cext import default_tile_context
+from cuda.tile.compilation import (
+    ArrayConstraint,
+    CallingConvention,
+    ConstantConstraint,
+    KernelSignature,
+    ScalarConstraint,
+)
 from torch import Tensor
 
 from ..launch.calls import Call, Needs, Sizes, bound, every_gradient
@@ -33,7 +41,6 @@ from ..spec import NormSpec
 from ..table import LIES, OPS
 from .cubin import Resources, resources
 from .explain import sizes_of, title
-from .signature import signature
 
 Plan = ForwardPlan | BackwardPlan | RopeForwardPlan | RopeBackwardPlan
 EPS = 1e-6
@@ -310,6 +317,56 @@ def cubin_of(call: Call, arch: str) -> bytes:
     made = signature(call.kernel, call.arguments)
     cubin, *_ = call.kernel._compile(made, default_tile_context, capability)
     return cubin
+
+
+def signature(kernel: ct.kernel, arguments: tuple) -> KernelSignature:
+    """The signature with which a launch with these arguments would compile the kernel.
+
+    cuTile specialises a kernel on its arguments when it first sees them; its own function asks the
+    driver. On a machine with a driver the tests compare the results.
+    """
+    annotations = kernel._annotated_function.parameter_annotations
+    parameters = [_parameter(*pair) for pair in zip(arguments, annotations, strict=True)]
+    unnamed = KernelSignature(parameters, CallingConvention.cutile_python_v2())
+    return unnamed.with_mangled_symbol(kernel._pyfunc.__name__)
+
+
+def _parameter(argument, annotation=None):
+    """annotation: None for an item of a tuple, which is a tensor or a constant."""
+    if isinstance(argument, tuple):
+        return tuple(map(_parameter, argument))
+    if isinstance(argument, Tensor):
+        return constraint(argument)
+    if annotation is None:
+        return argument
+    if annotation.constant:
+        return ConstantConstraint(argument)
+    return ScalarConstraint(ct.float32 if isinstance(argument, float) else ct.int32)
+
+
+def constraint(array: Tensor) -> ArrayConstraint:
+    """What the compiler knows of a tensor, which may be without memory.
+
+    An extent or stride of 1 is a constant. The compiler knows whether an extent is divisible by 16,
+    whether a stride is divisible by 16 bytes, and whether the base address is divisible by 16.
+    """
+    dtype = getattr(ct, str(array.dtype).removeprefix("torch."))
+    vector, strides = 16 // array.itemsize, array.stride()
+    rows = sorted(zip(strides, array.shape, strict=True))
+    overlapping = any(outer[0] < inner[0] * inner[1] for inner, outer in pairwise(rows))
+    return ArrayConstraint(
+        dtype,
+        array.dim(),
+        index_dtype=ct.int32,
+        stride_lower_bound_incl=0,
+        alias_groups=(),
+        may_alias_internally=overlapping,
+        stride_constant=[1 if s == 1 else None for s in strides],
+        shape_constant=[1 if n == 1 else None for n in array.shape],
+        stride_divisible_by=[vector if s != 1 and s % vector == 0 else 1 for s in strides],
+        shape_divisible_by=[16 if n % 16 == 0 else 1 for n in array.shape],
+        base_addr_divisible_by=1 if array.data_ptr() % 16 else 16,
+    )
 
 
 def _compile_nth(item: tuple[NormSpec, Target, Callable, int]) -> Compiled:
