@@ -52,8 +52,7 @@ def _emit(norm: Norm, tensors: Tensors, at: Node, sums: tuple[Node, ...] = ()) -
     """Replace a norm by the op of these tensors, before the node `at`. Returns the op's kind. sums:
     the nodes of the sum that it normalises. Raises Left if DTensors do not allow it.
     """
-    given = [is_distributed(value_of(node)) for node in tensors if node is not None]
-    if any(given) and not all(given):
+    if len({is_distributed(value_of(node)) for node in tensors if node is not None}) > 1:
         raise Left("some of its tensors are DTensors, and others are not")
     order, before = norm.order, at.prev
     outputs = norm.outputs | ({"residual_out": sums[-1]} if sums else {})
@@ -123,18 +122,13 @@ def _common(norm: Norm) -> tuple:
     """What the norms of queries and of keys have to have in common."""
     rotation: Any = norm.rotation
     how = norm.eps, norm.options[2:], norm.weight is None, known(norm.x).dtype
-    return *rotation[:2], rotation.contiguous, *how, _of_token(norm)
-
-
-def _of_token(norm: Norm) -> bool:
-    """Whether all heads of a token are normalised together."""
-    return known(norm.x).dim() == 3
+    return *rotation[:2], rotation.contiguous, *how, known(norm.x).dim()
 
 
 def _heads_last(norm: Norm) -> Node:
     """The input of a norm that is rotated, as (batch, tokens, heads, elements)."""
     rotation: Any = norm.rotation
-    if _of_token(norm):
+    if known(norm.x).dim() == 3:  # all heads of a token are normalised together
         shape = list(known(norm.at).shape)
         if rotation.heads == 1:
             shape[1:3] = shape[2:0:-1]

@@ -155,20 +155,14 @@ def _swapped(path: list[Node]) -> bool:
         before, value = known(source), known(node)
         if value.dim() == 4 and before.dim() == 3 and same_sizes(value.shape[:2], before.shape[:2]):
             continue
-        if swapped or name_of(node) not in SWAPS or not _is_swapped(value, before):
+        if swapped or name_of(node) not in SWAPS or before.dim() != 4:
             raise Left(SWAPPED)
-        swapped = True
+        swap, swapped = before.transpose(1, 2), True
+        if not same_sizes((*value.shape, *value.stride()), (*swap.shape, *swap.stride())):
+            raise Left(SWAPPED)
     if known(path[-1]).dim() != 4:
         raise Left("it has no dimensions of samples, heads and tokens")
     return swapped
-
-
-def _is_swapped(value: Tensor, before: Tensor) -> bool:
-    """Whether a permutation of dimensions swaps the second and the third one of four."""
-    if before.dim() != 4:
-        return False
-    swap = before.transpose(1, 2)
-    return same_sizes(value.shape, swap.shape) and same_sizes(value.stride(), swap.stride())
 
 
 def _heads(q: Tensor, *tables: Tensor) -> int:

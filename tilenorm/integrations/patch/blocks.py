@@ -10,14 +10,12 @@ that it normalises, one call of add_rms_norm or add_layer_norm computes both:
     x = self.norm(a + b)          x = self.one_pass(self.norm, (a, b))[1]
 
 Where a modulation follows a patched norm, one call of modulated_rms_norm or modulated_layer_norm
-computes both, with or without the shift:
+computes both, with or without the shift, and a sum right before the norm too:
 
     self.norm(x) * (1 + a) + b    self.one_pass(self.norm, (x,), a, b)[1]
 
     x = self.norm(x)              x = self.one_pass(self.norm, (x,), a, b)[1]
     x = x * (1 + a) + b
-
-With a sum right before the norm, one call computes all three.
 
 Where queries and keys are normalised and then rotated, by a function with the numbers of Hugging
 Face's apply_rotary_pos_emb, one call of rms_norm_rope computes all:
@@ -26,9 +24,8 @@ Face's apply_rotary_pos_emb, one call of rms_norm_rope computes all:
     k = self.k_norm(y)            k = y
     q, k = apply(q, k, c, s)      q, k = self.rotated(apply, self.q_norm, self.k_norm, …)
 
-Heads and tokens may be swapped between, after a view of all heads of a token or without one.
-
-The call decides at every run whether tilenorm's function gives what the statements give, and runs
+Heads and tokens may be swapped between, after a view of all heads of a token or without one. A call
+decides at every run whether tilenorm's function gives what the statements give, and runs
 the statements otherwise.
 """
 
@@ -169,6 +166,7 @@ class _Rewriter(ast.NodeTransformer):
     """
 
     absent: str
+    _rewritten: Callable[[list[Any]], list[Any]]
 
     def __init__(self, this: str, norms: tuple[str, ...], functions: dict[str, Any]):
         self.this, self.norms, self.functions, self.found = this, norms, functions, []
@@ -179,8 +177,6 @@ class _Rewriter(ast.NodeTransformer):
             if isinstance(getattr(node, name, None), list):
                 setattr(node, name, self._rewritten(getattr(node, name)))
         return node
-
-    _rewritten: Callable[[list[Any]], list[Any]]
 
     def _is_norm(self, called: ast.expr) -> bool:
         match called:
