@@ -256,12 +256,10 @@ def match_fused(node: Node) -> Norm | Gradient | None:
     x, weight, bias, dims = args["input"], args["weight"], args.get("bias"), _dims(args)
     options = Options(hidden_of(known(x), dims), norm)
     if name in BACKWARD:
-        names = GRADIENTS[: 3 if norm == "layer" else 2]
-        asked = {n for n, want in zip(names, args["output_mask"], strict=False) if want}
-        absent = {"grad_weight": weight is None, "grad_bias": bias is None}
-        wanted = frozenset(name for name in asked if not absent.get(name))
-        mean, rstd, outputs = args.get("mean"), args["rstd"], _items(node, names)
-        dy = args["grad_out"]
+        masked = zip(GRADIENTS, (x, weight, bias), args["output_mask"], strict=False)
+        wanted = frozenset(name for name, like, want in masked if want and like is not None)
+        dy, mean, rstd = args["grad_out"], args.get("mean"), args["rstd"]
+        outputs = _items(node, GRADIENTS[: 3 if norm == "layer" else 2])
         return Gradient(options, dy, x, weight, bias, mean, rstd, dims, wanted, outputs, node)
     eps = default_eps(known(x)) if args["eps"] is None else number_of(args["eps"])
     if eps is None:
