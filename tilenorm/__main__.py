@@ -76,11 +76,11 @@ def digests(asked: argparse.Namespace) -> int:
 def tune(asked: argparse.Namespace) -> int:
     """Find the fastest configuration of each spec on this GPU, for the table that plans read."""
     from .tools import tune as tuning
-    from .tools.search import How
 
     device = options.tuned_device(asked)
     searches, arch = options.searches(asked, device), device.target.arch
-    how = How(asked.rows, asked.seconds, asked.processes, asked.spills, _report)
+    report = partial(print, file=sys.stderr, flush=True)
+    how = tuning.How(asked.rows, asked.seconds, asked.processes, asked.spills, report)
     if asked.dry_run:
         return _print(tuning.dry_run(searches, how))
     try:
@@ -106,10 +106,6 @@ def _print(text: Iterable[str]) -> int:
     for line in text:
         print(line, flush=True)
     return 0
-
-
-def _report(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:

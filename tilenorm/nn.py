@@ -9,6 +9,14 @@ from .ops.arguments import check_argument, check_option, sizes_of, wrong
 from .ops.functional import layer_norm, modulated_layer_norm, modulated_rms_norm, rms_norm
 
 
+def refuse_script(module: nn.Module) -> None:
+    """Raise NotImplementedError: torch.jit.script calls it, by the name __prepare_scriptable__."""
+    raise NotImplementedError(
+        f"{type(module).__name__}: torch.jit.script does not compile a norm of tilenorm: use"
+        " torch.export or torch.jit.trace, or undo tilenorm.patch where it made this module"
+    )
+
+
 class _WithOptions(nn.Module):
     """What both norms do with the options that torch.nn's have not."""
 
@@ -27,8 +35,7 @@ class _WithOptions(nn.Module):
         text += f", rounding={self.rounding!r}" if self.rounding != "late" else ""
         return super().extra_repr() + text
 
-    def __prepare_scriptable__(self):
-        refuse_script(self)
+    __prepare_scriptable__ = refuse_script
 
 
 class RMSNorm(_WithOptions, nn.RMSNorm):
@@ -115,8 +122,7 @@ class _Modulated(nn.Module):
         given |= {"weight": self.weight, "bias": getattr(self, "bias", None)}
         return self._function(input, self.normalized_shape, scale, shift, **given)
 
-    def __prepare_scriptable__(self):
-        refuse_script(self)
+    __prepare_scriptable__ = refuse_script
 
 
 class ModulatedRMSNorm(_Modulated, nn.RMSNorm):  # type: ignore[misc]
@@ -160,14 +166,6 @@ class ModulatedLayerNorm(_Modulated, nn.LayerNorm):  # type: ignore[misc]
     ):
         normalized_shape = _checked("ModulatedLayerNorm", normalized_shape, dtype)
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
-
-
-def refuse_script(module: nn.Module) -> None:
-    """Raise NotImplementedError: torch.jit.script calls it, by the name __prepare_scriptable__."""
-    raise NotImplementedError(
-        f"{type(module).__name__}: torch.jit.script does not compile a norm of tilenorm: use"
-        " torch.export or torch.jit.trace, or undo tilenorm.patch where it made this module"
-    )
 
 
 def _checked(name: str, shape, dtype, offset=0.0, rounding="late") -> tuple[int, ...]:

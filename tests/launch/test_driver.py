@@ -23,7 +23,7 @@ from tilenorm.launch.driver import Argument, Prepared, arguments_of, repeating
 from tilenorm.launch.target import Target
 from tilenorm.spec import NormSpec, Quantization
 from tilenorm.tools.cubin import attributes, sections
-from tilenorm.tools.signature import signature
+from tilenorm.tools.precompile import signature
 
 TARGET, CAPABILITY = Target.of("sm_90"), (9, 0)
 SPECS = {
@@ -294,7 +294,7 @@ from tests.launch.test_driver import SPECS, numbered
 from tilenorm.launch import driver, kernel
 from tilenorm.launch.calls import every_gradient
 from tilenorm.launch.target import Target
-from tilenorm.tools.signature import signature
+from tilenorm.tools.precompile import signature
 stand_in_compiler.Compiler(pathlib.Path({folder!r}), pytest.MonkeyPatch())
 target, seen = Target.of("sm_90"), 0
 for name, spec in SPECS.items():

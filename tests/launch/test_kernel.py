@@ -30,8 +30,7 @@ from tilenorm.launch.kernel import TIMEOUT, CompileError, Kernel, bounded, hinte
 from tilenorm.launch.target import Target
 from tilenorm.launch.toolchain import cache_problem
 from tilenorm.spec import NormSpec
-from tilenorm.tools.precompile import precompile
-from tilenorm.tools.signature import signature
+from tilenorm.tools.precompile import precompile, signature
 
 SPEC = NormSpec("rms", 64, "bfloat16", "bfloat16")
 TARGET, CAPABILITY = Target.of("sm_90"), (9, 0)

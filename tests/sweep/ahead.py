@@ -15,8 +15,7 @@ from tilenorm.launch.target import Target
 from tilenorm.ops import cutile
 from tilenorm.table import OPS
 from tilenorm.tools import precompile
-from tilenorm.tools.precompile import compile_call, compiling
-from tilenorm.tools.signature import signature
+from tilenorm.tools.precompile import compile_call, compiling, signature
 
 from ..layouts import Layout
 from .checks import ROWS

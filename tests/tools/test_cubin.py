@@ -12,7 +12,7 @@ from tilenorm.spec import NormSpec
 from tilenorm.tools import cubin
 from tilenorm.tools.candidates import Search
 from tilenorm.tools.precompile import calls_of, cubin_of
-from tilenorm.tools.search import plan_of
+from tilenorm.tools.tune import plan_of
 
 # Without spills and with; threads that only load; another version of the ELF format and three
 # launches, of blocks that share rows.

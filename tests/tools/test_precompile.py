@@ -21,8 +21,13 @@ from tilenorm.launch.target import MULTIPROCESSORS, Target
 from tilenorm.ops import cutile
 from tilenorm.spec import NormSpec
 from tilenorm.tools import precompile
-from tilenorm.tools.precompile import calls_of, piece_calls, piece_training_calls, training_calls
-from tilenorm.tools.signature import signature
+from tilenorm.tools.precompile import (
+    calls_of,
+    piece_calls,
+    piece_training_calls,
+    signature,
+    training_calls,
+)
 
 H200 = Target.of("sm_90")
 SPECS = [NormSpec("rms", n, "bfloat16") for n in (64, 128)]
@@ -165,7 +170,7 @@ import cuda.tile as ct
 import torch
 from cuda.tile.compilation import CallingConvention, KernelSignature
 from tests.stand_in_driver import arrays_of
-from tilenorm.tools.signature import signature
+from tilenorm.tools.precompile import signature
 
 @ct.kernel
 def kernel(X, n: int, eps: float, N: ct.Constant[int], WIDTHS: ct.Constant[tuple[int, ...]]):

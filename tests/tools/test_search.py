@@ -26,7 +26,7 @@ from tilenorm.spec import NormSpec
 from tilenorm.tools.candidates import Search, explicit
 from tilenorm.tools.dev.digests import rotations
 from tilenorm.tools.precompile import Compiled
-from tilenorm.tools.search import (
+from tilenorm.tools.tune import (
     MOST_SAMPLES,
     Candidate,
     How,

@@ -18,8 +18,7 @@ from tilenorm.launch.target import Target
 from tilenorm.spec import NormSpec, Rotation
 from tilenorm.tools import tune as tuning
 from tilenorm.tools.candidates import Search, explicit
-from tilenorm.tools.search import How, plan_of
-from tilenorm.tools.tune import Trials, whole_rows
+from tilenorm.tools.tune import How, Trials, plan_of, whole_rows
 
 H200 = cases.target("sm_90")
 SPECS = [

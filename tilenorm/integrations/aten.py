@@ -77,13 +77,11 @@ def disable() -> None:
 
 
 class Kernels:
-    """Replacements for the aten operators: one method per operator, with its name and arguments.
+    """Replacements for the aten operators: one method per operator, with its name and arguments. It
+    returns None if tilenorm's kernels do not support the call.
 
-    A method returns None if tilenorm's kernels do not support the call.
-
-    Args:
-        runner_of: takes a spec and a device index; returns the kernels' runner, or None if they do
-            not support the spec on that device.
+    runner_of: takes a spec and a device index; returns the kernels' runner, or None if they do not
+    support the spec on that device.
     """
 
     def __init__(self, runner_of: Callable[..., BoundNorm | None]):
@@ -162,9 +160,7 @@ class Kernels:
 
 class Override:
     """Registers the kernels under a dispatch key while a block is open or enable() is in effect.
-
-    PyTorch's operator registry belongs to the process. This class holds the matching state: the
-    number of open blocks, whether enable() is in effect, and the handle of the registration.
+    PyTorch's operator registry belongs to the process, and so does the state here.
     """
 
     def __init__(self, key: str, kernels: Kernels):

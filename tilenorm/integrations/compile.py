@@ -37,9 +37,8 @@ def compile(
     """Compile a model like torch.compile(model, ...), with its norms replaced by tilenorm's ops.
 
     Each graph that TorchDynamo captures goes through tilenorm.integrations.fx.replace_norms before
-    it reaches the backend. The replacement happens before autograd, so the backward pass uses
-    tilenorm's gradients too. Inductor and AOTAutograd compute their cache keys from the graphs
-    after the replacement.
+    it reaches the backend, and autograd: the backward pass uses tilenorm's gradients too. Inductor
+    and AOTAutograd compute their cache keys from the graphs after the replacement.
 
     With Inductor, the op of a norm's gradient also takes over the additions around it, in the joint
     graph of forward and backward: up to four terms of dy, rounded after each addition as eager
@@ -67,9 +66,8 @@ def compile(
         backend, mode, options, dynamic, others: as in torch.compile.
 
     Returns:
-        What torch.compile returns, with an attribute `tilenorm_report`. It is a CompileReport of
-        the norms that were replaced and left so far, because torch.compile captures graphs when
-        the model is called.
+        What torch.compile returns, with an attribute `tilenorm_report`, a CompileReport of what
+        was replaced and left so far: torch.compile captures graphs when the model is called.
 
     Raises:
         TypeError: `where` is neither None nor a function, `options` is neither None nor a dict, or
@@ -112,7 +110,6 @@ def compile(
 
 
 def _entries(reports: str, name: str) -> property:
-    """The entries of this name of all of a CompileReport's reports."""
     return property(lambda self: tuple(e for r in getattr(self, reports) for e in getattr(r, name)))
 
 
@@ -123,13 +120,11 @@ class CompileReport:
     graph that was captured again, for other sizes, comes again. Code that an equal call of
     tilenorm.compile has compiled before is not compiled again, and stands in that call's report.
 
-    folds: what the gradients have taken over, and what not, for each joint graph of Inductor with
-    something to fold. A graph whose code AOTAutograd found in its cache has no entry. not_folding:
-    why no graph has one, or None.
+    folds: for each joint graph of Inductor with something to fold. A graph whose code AOTAutograd
+    found in its cache has no entry. not_folding: why no graph has one, or None.
 
-    Of all graphs together: replaced, (kind, node name) of each norm that became an op of tilenorm;
-    left, (node name, reason) of each other norm; folded, (kind, node name) of what each gradient
-    has taken over; unfolded, (node name, reason) of each sum or output that none has taken over.
+    Of all graphs together: replaced, left, as in Report; folded, unfolded, as folded and left in
+    Folds.
     """
 
     replaced = _entries("graphs", "replaced")

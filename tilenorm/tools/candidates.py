@@ -64,10 +64,8 @@ HEADS_SCRATCH = 6 * 2048
 
 @dataclass(frozen=True)
 class Search:
-    """What is tuned: the forward or the backward pass of a spec on a target.
-
-    direction: "forward" saves what the backward pass needs; "backward" computes every gradient.
-    terms: how many tensors make up dy.
+    """What is tuned: a pass of a spec on a target. direction: "forward" saves what the backward
+    pass needs; "backward" computes every gradient. terms: how many tensors make up dy.
     """
 
     spec: NormSpec
@@ -119,8 +117,6 @@ class Search:
             tried = _rotated(spec, self.direction)
         elif self.direction == "forward":
             tried = chain(_forward(spec), _forward_chunks(spec))
-        elif spec.modulated:
-            tried = _by_group(spec)
         else:
             tried = chain(_backward(spec), _backward_chunks(spec, target))
         served = Served(spec.hidden, spec.widest_item, spec.aligned, target)
@@ -199,6 +195,8 @@ def _backward(spec: NormSpec) -> Iterator[Backward]:
             most = HEADS_SCRATCH if spec.heads and rows > 1 else REGISTERS
             for hints in _hints(BACKWARD_OCCUPANCY, rows * sum(widths), most):
                 yield Backward(widths, rows, hints=hints)
+        if spec.modulated:  # tiles of whole rows, which are gathered, alone
+            continue
         if _packs(spec):
             for hints in _hints(BACKWARD_OCCUPANCY, sum(widths), REGISTERS):
                 yield Backward(widths, hints=hints, packed=True)
@@ -209,14 +207,6 @@ def _backward(spec: NormSpec) -> Iterator[Backward]:
                 yield replace(config, reread=True)
                 if _packs(spec):
                     yield replace(config, packed=True, reread=True)
-
-
-def _by_group(spec: NormSpec) -> Iterator[Backward]:
-    """Tiles of whole rows, which are gathered."""
-    for widths in segmentations(spec.hidden):
-        for rows in _rows(widths, "backward"):
-            for hints in _hints(BACKWARD_OCCUPANCY, rows * sum(widths), REGISTERS):
-                yield Backward(widths, rows, hints=hints)
 
 
 def _rotated(spec: NormSpec, direction: str) -> Iterator[RopeForward | RopeBackward]:
@@ -255,7 +245,6 @@ def _chunks(
     spec: NormSpec, direction: str, occupancies: tuple, most: int | None = None
 ) -> Iterator[tuple[tuple[int, ...], bool, Hints]]:
     """(widths, packed, hints) for rows that blocks share. Each thread has a vector of each segment.
-
     most: elements of all chunks on a multiprocessor.
     """
     chunks = [n for n in CHUNKS[direction] if n < spec.hidden and spec.hidden >= SHARED_FROM]
@@ -288,9 +277,8 @@ def _loads(spec: NormSpec, widths: tuple[int, ...]) -> Iterator[tuple[Hints, boo
 def _hints(
     occupancies: tuple, elements: int, most: int | None = None, tma: bool = False
 ) -> list[Hints]:
-    """The hints that are tried.
-
-    elements: what one block holds. most: what all blocks on a multiprocessor may hold.
+    """The hints that are tried. elements: what one block holds. most: what all blocks on a
+    multiprocessor may hold.
     """
     found = []
     for occupancy, warps in product(occupancies, WARPS[tma]):

@@ -32,9 +32,8 @@ class Step:
 
 
 class ChainExplanation(NamedTuple):
-    """How a norm, an addition and a norm are served.
-
-    before, after: explanations of the two functions. refused: why they are not one pass, or None.
+    """How a norm, an addition and a norm are served: explanations of the two functions, and why
+    they are not one pass, or None.
     """
 
     before: "Explanation"
@@ -138,7 +137,6 @@ def _heads_last(given: dict) -> None:
 
 
 def _sizes(row: Op, tensors: tuple) -> Sizes | None:
-    """The sizes of a call of rotated heads."""
     if not row.rotated:
         return None
     *tokens, heads, _ = tensors[0].shape

@@ -88,7 +88,6 @@ def _not_compiled(spec: NormSpec, device: Device) -> str | None:
 
 
 def _toolchain(wrong: list[str]) -> Iterator[str]:
-    """Lines about the compiler and its cache."""
     if problem := compiler_problem():
         wrong.append(problem)
     try:
@@ -101,7 +100,6 @@ def _toolchain(wrong: list[str]) -> Iterator[str]:
 
 
 def _tables(wrong: list[str]) -> Iterator[str]:
-    """Lines about the user's own tables."""
     for arch in MULTIPROCESSORS:
         try:
             path = user_table.path_of(arch)

@@ -134,7 +134,6 @@ def _rotation(asked: argparse.Namespace, hidden: int, dtype: str, weight: str | 
 
 
 def _quantization(asked: argparse.Namespace, hidden: int) -> Quantization:
-    """What the options ask for, of rows of `hidden` elements."""
     scaling, group = asked.scaling, GROUPS[asked.scaling] or 1
     layout = asked.layout or LAYOUTS[scaling][0]
     if layout not in LAYOUTS[scaling]:

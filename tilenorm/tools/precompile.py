@@ -10,12 +10,20 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 from multiprocessing import get_context
 from typing import Any
 
+import cuda.tile as ct
 import torch
 from cuda.tile._cext import default_tile_context
+from cuda.tile.compilation import (
+    ArrayConstraint,
+    CallingConvention,
+    ConstantConstraint,
+    KernelSignature,
+    ScalarConstraint,
+)
 from torch import Tensor
 
 from ..launch.calls import Call, Needs, Sizes, bound, every_gradient
@@ -29,11 +37,10 @@ from ..launch.user_table import TableWarning
 from ..ops import cutile
 from ..ops.split import cutile as split
 from ..ops.split.library import KINDS
-from ..spec import TENSORS, NormSpec
+from ..spec import NormSpec
 from ..table import LIES, OPS
 from .cubin import Resources, resources
 from .explain import sizes_of, title
-from .signature import signature
 
 Plan = ForwardPlan | BackwardPlan | RopeForwardPlan | RopeBackwardPlan
 EPS = 1e-6
@@ -42,80 +49,76 @@ RESOURCES = " regs spill B  smem B"  # what resources_of writes
 
 @dataclass(frozen=True)
 class Compiled(Resources):
-    """One compiled kernel."""
-
     kernel: str
     hints: str
     seconds: float
 
 
 def arguments(
-    spec: NormSpec, needs: Needs | None, rows: int, made: Callable[..., Tensor], groups: int = 1
+    spec: NormSpec,
+    needs: Needs | None,
+    rows: int,
+    made: Callable[..., Tensor],
+    groups: int = 1,
+    sizes: Sizes | None = None,
 ) -> tuple[Any, ...]:
     """What a bound call takes. needs: of a backward pass; None is a forward pass.
 
     made: returns a contiguous tensor, given its dtype and its shape. groups: of modulated rows.
+    sizes: of heads that are rotated; None for those of sizes_of.
     """
+    roles = OPS[spec.op].roles
     if spec.rotation:
-        return rotated_arguments(spec, needs, sizes_of(spec, rows), made)
-    lead = (rows // spec.heads, spec.heads) if spec.heads else (rows,)
-    matrix, affine = (*lead, spec.hidden), (*lead[1:], spec.hidden)
-    shapes = {"rows": matrix, "mask": matrix, "affine": affine, "vector": (spec.hidden,)}
-    shapes |= {"scalar": (1,), "number": (rows,), "group": (groups, spec.hidden)}
-    dtypes = {name: getattr(spec, name) for name in TENSORS[1:]} | {"x": spec.dtype}
+        shapes = _rotated_shapes(spec, sizes or sizes_of(spec, rows))
+    else:
+        lead = (rows // spec.heads, spec.heads) if spec.heads else (rows,)
+        matrix, affine = (*lead, spec.hidden), (*lead[1:], spec.hidden)
+        lies = {"rows": matrix, "mask": matrix, "affine": affine, "vector": (spec.hidden,)}
+        lies |= {"scalar": (1,), "number": (rows,), "group": (groups, spec.hidden)}
+        shapes = {role: lies[LIES[role]] for role in (*roles, *spec.kept)}
+        shapes |= {"dy": matrix, "dsum": matrix}
+    dtypes = {role: spec.dtype_of(role) for role in shapes}
     if needs is None:
-        dtypes |= {role: spec.dtype_of(role) for role in OPS[spec.op].roles}
         given = spec.quantized and spec.quantized.scaling == "tensor"
         dtypes["given_scale"] = "float32" if given else None
-        ports = [(port.role, shapes[port.lies]) for port in OPS[spec.op].takes]
-        return tuple([made(dtypes[r], *shape) if dtypes[r] else None for r, shape in ports]), EPS
+        return tuple([made(dtypes[r], *shapes[r]) if dtypes[r] else None for r in roles]), EPS
     total, dy = spec.residual or spec.dtype, spec.skip or spec.dtype
-    dtypes |= {"x": total, "mean": "float32", "rstd": "float32", "input": spec.dtype}
-    saved = [made(dtypes[r], *shapes[LIES[r]]) for r in spec.kept]
-    first, *more = (made(dy, *matrix) for _ in range(needs.terms))
-    dsum = made(total, *matrix) if needs.dsum else None
+    dtypes |= {"x": total, "input": spec.dtype}
+    dtypes |= dict.fromkeys(("mean", "rstd", "key_rstd"), "float32")
+    saved = [made(dtypes[role], *shapes[role]) for role in spec.kept]
+    first, *more = (made(dy, *shapes["dy"]) for _ in range(needs.terms))
+    dsum = made(total, *shapes["dsum"]) if needs.dsum else None
     return first, dsum, saved, EPS, more
 
 
-def rotated_arguments(
-    spec: NormSpec, needs: Needs | None, sizes: Sizes, made: Callable[..., Tensor]
-) -> tuple[Any, ...]:
-    """As arguments, of heads that are rotated. Tables have a row for each token of a sequence."""
-    how, lead = spec.rotation, tuple(sizes[:2])
-    counts = {"": sizes.heads, "key_": sizes.key_heads}
-    heads = {f"{key}y": (*lead, count, how.head) for key, count in counts.items()}
-    shapes = {"x": heads["y"], "key": heads["key_y"], "positions": lead}
-    for key, count in counts.items():
-        shapes[f"{key}rstd"] = lead if spec.by_token else (*lead, count)
-        shapes[f"{key}weight"] = (count, how.head) if spec.by_token else (how.head,)
-    shapes |= dict.fromkeys(("cos", "sin"), (sizes.tokens, how.dim if how.full else how.dim // 2))
-    dtypes = {role: spec.dtype_of(role) for role in shapes} | dict.fromkeys(heads, spec.dtype)
-    dtypes |= {f"{key}rstd": "float32" for key in counts}
-    if needs is None:
-        roles = OPS[spec.op].roles
-        return tuple([made(dtypes[r], *shapes[r]) if dtypes[r] else None for r in roles]), EPS
-    order = (0, 2, 1, 3) if how.heads_first else range(4)
-    dys = [made(spec.dtype, *(shape[i] for i in order)) for shape in heads.values()]
-    saved = [made(dtypes[role], *shapes[role]) for role in spec.kept]
-    return dys[0], dys[1] if needs.dsum else None, saved, EPS, ()
+def _rotated_shapes(spec: NormSpec, sizes: Sizes) -> dict[str, tuple[int, ...]]:
+    """The shapes of heads that are rotated. Tables have a row for each token of a sequence, and the
+    gradient of the key stands where other norms have that of the sum.
+    """
+    how, (batch, tokens, *_) = spec.rotation, sizes
+    columns = how.dim if how.full else how.dim // 2
+    shapes = {"positions": (batch, tokens), "cos": (tokens, columns), "sin": (tokens, columns)}
+    for key, x, dy, heads in (
+        ("", "x", "dy", sizes.heads),
+        ("key_", "key", "dsum", sizes.key_heads),
+    ):
+        shapes[x] = batch, tokens, heads, how.head
+        shapes[dy] = (batch, heads, tokens, how.head) if how.heads_first else shapes[x]
+        shapes[f"{key}rstd"] = (batch, tokens) if spec.by_token else (batch, tokens, heads)
+        shapes[f"{key}weight"] = (heads, how.head) if spec.by_token else (how.head,)
+    return shapes
 
 
 def calls_of(plan: Plan, rows: int, groups: int = 1, sizes: Sizes | None = None) -> list[Call]:
-    """The calls of a plan for contiguous inputs, with tensors without memory. sizes: of heads that
-    are rotated.
-    """
-    spec, needs = plan.spec, getattr(plan, "needs", None)
-    if sizes:
-        given = rotated_arguments(spec, needs, sizes, _without_memory)
-    else:
-        given = arguments(spec, needs, rows, _without_memory, groups)
+    """The calls of a plan for contiguous tensors without memory. groups, sizes: as of arguments."""
+    needs = getattr(plan, "needs", None)
+    given = arguments(plan.spec, needs, rows, _without_memory, groups, sizes)
     return _recorded(lambda run: cutile.bind(plan, run)(*given))
 
 
 def piece_calls(spec: NormSpec, target: Target, rows: int) -> list[Call]:
-    """Every call of inference and of a training step whose rows are in pieces of spec.hidden.
-
-    Operations of their own do what only whole rows have.
+    """Every call of inference and of a training step whose rows are in pieces of spec.hidden. Other
+    operations do what only whole rows have.
     """
     spec = spec.without_joins
     needs, op = every_gradient(spec), OPS[spec.op]
@@ -164,8 +167,7 @@ def training_calls(
 ) -> list[Call]:
     """Every call that inference and training with contiguous tensors can make, for any M.
 
-    Training needs every gradient. With a residual, the sum x + residual has a gradient too. There
-    is no training without an output that has a gradient.
+    Training needs every gradient, also that of the sum x + residual.
     terms: of dy. The graph pass makes several where a step is compiled, and then a norm may have
     the gradient of a sum where nothing was added. output: the graph pass has the backward pass
     write y once more, except where it cannot.
@@ -240,9 +242,9 @@ def precompile(
     processes: int | None = None,
     calls: Callable[[NormSpec, Target], list[Call]] = training_calls,
 ) -> Iterator[list[Compiled]]:
-    """Compile the calls of each spec into cuTile's cache, on all cores. Needs no GPU.
+    """Compile the calls of each spec into cuTile's cache, on all cores. calls: training_calls, also
+    with its options bound, or piece_training_calls.
 
-    calls: training_calls, also with its options bound, or piece_training_calls.
     Raises CompileError when a kernel does not compile, RuntimeError when nothing would be kept.
     """
     counts = [len(calls(spec, target)) for spec in specs]
@@ -315,6 +317,56 @@ def cubin_of(call: Call, arch: str) -> bytes:
     made = signature(call.kernel, call.arguments)
     cubin, *_ = call.kernel._compile(made, default_tile_context, capability)
     return cubin
+
+
+def signature(kernel: ct.kernel, arguments: tuple) -> KernelSignature:
+    """The signature with which a launch with these arguments would compile the kernel.
+
+    cuTile specialises a kernel on its arguments when it first sees them; its own function asks the
+    driver. On a machine with a driver the tests compare the results.
+    """
+    annotations = kernel._annotated_function.parameter_annotations
+    parameters = [_parameter(*pair) for pair in zip(arguments, annotations, strict=True)]
+    unnamed = KernelSignature(parameters, CallingConvention.cutile_python_v2())
+    return unnamed.with_mangled_symbol(kernel._pyfunc.__name__)
+
+
+def _parameter(argument, annotation=None):
+    """annotation: None for an item of a tuple, which is a tensor or a constant."""
+    if isinstance(argument, tuple):
+        return tuple(map(_parameter, argument))
+    if isinstance(argument, Tensor):
+        return constraint(argument)
+    if annotation is None:
+        return argument
+    if annotation.constant:
+        return ConstantConstraint(argument)
+    return ScalarConstraint(ct.float32 if isinstance(argument, float) else ct.int32)
+
+
+def constraint(array: Tensor) -> ArrayConstraint:
+    """What the compiler knows of a tensor, which may be without memory.
+
+    An extent or stride of 1 is a constant. The compiler knows whether an extent is divisible by 16,
+    whether a stride is divisible by 16 bytes, and whether the base address is divisible by 16.
+    """
+    dtype = getattr(ct, str(array.dtype).removeprefix("torch."))
+    vector, strides = 16 // array.itemsize, array.stride()
+    rows = sorted(zip(strides, array.shape, strict=True))
+    overlapping = any(outer[0] < inner[0] * inner[1] for inner, outer in pairwise(rows))
+    return ArrayConstraint(
+        dtype,
+        array.dim(),
+        index_dtype=ct.int32,
+        stride_lower_bound_incl=0,
+        alias_groups=(),
+        may_alias_internally=overlapping,
+        stride_constant=[1 if s == 1 else None for s in strides],
+        shape_constant=[1 if n == 1 else None for n in array.shape],
+        stride_divisible_by=[vector if s != 1 and s % vector == 0 else 1 for s in strides],
+        shape_divisible_by=[16 if n % 16 == 0 else 1 for n in array.shape],
+        base_addr_divisible_by=1 if array.data_ptr() % 16 else 16,
+    )
 
 
 def _compile_nth(item: tuple[NormSpec, Target, Callable, int]) -> Compiled:

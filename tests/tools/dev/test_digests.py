@@ -60,7 +60,7 @@ def test_a_line_for_each_launch(some, capsys):
     assert main(["digests", "--arch", "sm_90", "--processes", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.rsplit(" ", 2)[1:][0] for line in lines] == ["launch:0"] * 3 + ["launch:1"]
-    assert lines[0].startswith("sm_90 forward rms_norm 128 bfloat16 weight:bfloat16 rows:1000 ")
+    assert lines[0].startswith("sm_90 forward rms_norm 128 bfloat16 (weight bfloat16, ")
     codes = [line.split()[-1] for line in lines]
     assert len(set(codes)) == 4 and all(len(code) == digests.DIGITS for code in codes)
     assert list(digests.digests("sm_90", 1)) == lines, "the same code has the same digest"

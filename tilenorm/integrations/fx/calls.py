@@ -1,7 +1,5 @@
-"""The calls of tilenorm's ops in graphs. No other file knows the order of arguments and results.
-
-Arguments and results have the names of the ops' schemas. The functions norm and norm_backward add
-a call to a graph; Call reads one.
+"""The calls of tilenorm's ops in graphs. No other file knows the order of arguments and results,
+which have the names of the ops' schemas.
 """
 
 import operator
@@ -26,6 +24,7 @@ from ...table import TERMS as LAST_TERMS
 from .nodes import VALUES, Left, bind, is_idle, item_of, key_of, value_of, values_of
 
 FORWARD: dict[Any, Op] = {getattr(torch.ops.tilenorm, name).default: op for name, op in OPS.items()}
+ROTATED = torch.ops.tilenorm.rms_norm_rope.default
 NORM_BACKWARD = torch.ops.tilenorm.norm_backward.default
 FAKES: dict[Any, Callable] = {
     **{overload: partial(fake, KINDS[op.name]) for overload, op in FORWARD.items()},
@@ -79,47 +78,11 @@ def arguments_of(
     return op, given
 
 
-def norm(like: Node, tensors: Tensors, options: Options, eps: float, save: bool) -> Node:
-    """A call of the op of a norm with the metadata of the node `like`."""
-    return _called(*arguments_of(tensors, options, eps, save), like)
-
-
-def rotated_norm(
-    like: Node, heads: list[Node], tables: list[Node], weights: list, **options
-) -> Node:
-    """A call of tilenorm::rms_norm_rope for queries, and for keys if there are two in `heads`.
-
-    heads: with heads behind tokens. Raises Left if the kernels do not support it.
-    """
-    op = torch.ops.tilenorm.rms_norm_rope.default
-    given = options | dict(zip(("cos", "sin"), tables, strict=True))
-    given |= dict(zip(("input", "key"), heads, strict=False))
-    given |= dict(zip(("weight", "key_weight"), weights, strict=False))
-    check_served(op, given)
-    return _called(op, given, like)
-
-
-def norm_backward(
-    like: Node, dy: Node, saved: dict[str, Any], options: Options, results: set[str]
-) -> Node:
-    """A call of tilenorm::norm_backward.
-
-    saved: what the forward pass saved, by the names of the op's arguments. results: the names of
-    those that are computed.
-    """
-    mask = [name in results for name in results_of(NORM_BACKWARD)[:5]]
-    # Only second derivatives use eps. aten's op does not have it, so 0.0 stands for it here.
-    arguments = saved | options._asdict() | {"grad_output": dy, "eps": 0.0, "added": False}
-    return _called(NORM_BACKWARD, arguments | {"output_mask": mask}, like)
-
-
 def results_of(op: OpOverload) -> list[str]:
-    """The names of an op's results, in order."""
     return [result.name for result in op._schema.returns]
 
 
 def result_of(call: Node, name: str, like: Node) -> Node:
-    """One result of a call, with the metadata of the node `like`."""
     place = results_of(call.target).index(name)
     return derived(operator.getitem, (call, place), values_of(call)[place], like)
 
@@ -134,10 +97,9 @@ def read_by(node: Node) -> tuple[Node | None, str | None]:
 
 
 class Call:
-    """A call of one of tilenorm's ops.
+    """A call of one of tilenorm's ops. arguments: all of them by name.
 
-    arguments: all of them by name. Raises Left if they do not fit the op's schema, or if a tensor
-    has no metadata.
+    Raises Left if they do not fit the op's schema, or if a tensor has no metadata.
     """
 
     def __init__(self, node: Node):
@@ -161,7 +123,6 @@ class Call:
         return Options._field_defaults.get(name)
 
     def readers(self, name: str) -> list[Node]:
-        """The nodes that read one result."""
         return [user for user in self.node.users if read_by(user) == (self.node, name)]
 
     def used(self, name: str) -> list[Node]:
@@ -195,11 +156,11 @@ class Call:
         self.node.meta[key_of(self.node)] = (*values[: names.index("output")], y)
 
 
-def _called(op: OpOverload, arguments: dict[str, Any], like: Node) -> Node:
-    call = like.graph.call_function(op, _in_order(op, arguments))
-    values = [value_of(a) if isinstance(a, Node) else a for a in call.args]
-    _describe(call, _values(op, tuple(values)), like)
-    return call
+def called(op: OpOverload, arguments: dict[str, Any], like: Node) -> Node:
+    """A call of an op with the metadata of the node `like`."""
+    given = _in_order(op, arguments)
+    values = tuple([value_of(a) if isinstance(a, Node) else a for a in given])
+    return derived(op, given, _values(op, values), like)
 
 
 def _in_order(op: OpOverload, arguments: dict[str, Any]) -> tuple:
@@ -218,13 +179,8 @@ def _values(op: OpOverload, arguments: tuple) -> tuple[Tensor, ...]:
         return op(*arguments)
 
 
-def derived(target, arguments: tuple, value: Tensor, like: Node, **kwargs) -> Node:
-    """A new call that returns one tensor, with the metadata of the node `like`."""
+def derived(target, arguments: tuple, value: object, like: Node, **kwargs) -> Node:
+    """A call that returns this value, with the other metadata of the node `like`."""
     node = like.graph.call_function(target, arguments, kwargs)
-    _describe(node, value, like)
+    node.meta = {k: v for k, v in like.meta.items() if k not in OF_VALUES} | {key_of(like): value}
     return node
-
-
-def _describe(node: Node, value: object, like: Node) -> None:
-    rest = {k: v for k, v in like.meta.items() if k not in OF_VALUES}
-    node.meta = rest | {key_of(like): value}

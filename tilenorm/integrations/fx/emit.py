@@ -7,13 +7,11 @@ from typing import Any
 import torch
 from torch import SymInt, Tensor
 from torch.fx import Node
-from torch.fx.node import map_arg
 
 from ...ops.layout import rows_shape
 from ...ops.sharding import is_distributed
 from . import calls
 from .calls import Tensors, derived, result_of
-from .modulation import groups_of, operand
 from .nodes import (
     DTYPES_16_BIT,
     Left,
@@ -30,6 +28,7 @@ from .nodes import (
     written,
 )
 from .norms import Gradient, Norm, alike, known
+from .term import groups_of, operand
 
 ATEN = torch.ops.aten
 SWAPPED = [0, 2, 1, 3]  # dimensions, with those of heads and tokens swapped
@@ -50,12 +49,10 @@ def emit_forward(norm: Norm) -> str:
 
 
 def _emit(norm: Norm, tensors: Tensors, at: Node, sums: tuple[Node, ...] = ()) -> str:
-    """Replace a norm by the op of these tensors, before the node `at`. Returns the op's kind.
-
-    sums: the nodes of the sum that it normalises. Raises Left if DTensors do not allow it.
+    """Replace a norm by the op of these tensors, before the node `at`. Returns the op's kind. sums:
+    the nodes of the sum that it normalises. Raises Left if DTensors do not allow it.
     """
-    given = [is_distributed(value_of(node)) for node in tensors if node is not None]
-    if any(given) and not all(given):
+    if len({is_distributed(value_of(node)) for node in tensors if node is not None}) > 1:
         raise Left("some of its tensors are DTensors, and others are not")
     order, before = norm.order, at.prev
     outputs = norm.outputs | ({"residual_out": sums[-1]} if sums else {})
@@ -64,7 +61,8 @@ def _emit(norm: Norm, tensors: Tensors, at: Node, sums: tuple[Node, ...] = ()) -
             of_rows = ("input",) if tensors.scale is not None else ("input", "gate")
             permuted = {name: _permuted(getattr(tensors, name), order) for name in of_rows}
             tensors = _alike(tensors._replace(**permuted), norm.x)
-            call = calls.norm(norm.at, tensors, norm.options, norm.eps, _saves(norm))
+            what = calls.arguments_of(tensors, norm.options, norm.eps, _saves(norm))
+            call = calls.called(*what, norm.at)
             new = {
                 old: _result(call, name, old, norm.x, order if name == "output" else None)
                 if old.users
@@ -87,9 +85,8 @@ def _emit(norm: Norm, tensors: Tensors, at: Node, sums: tuple[Node, ...] = ()) -
 
 
 def emit_rotated(norms: tuple[Norm, ...]) -> None:
-    """Replace a norm with its rotation, or those of queries and of keys with the same tables.
-
-    The op stands in the place of the first one. Raises Left if it cannot.
+    """Replace a norm with its rotation, or those of queries and of keys with the same tables, by an
+    op in the place of the first one. Raises Left if it cannot stand there.
     """
     at, first = min(norm.at for norm in norms), norms[0]
     how: Any = first.rotation
@@ -105,13 +102,14 @@ def emit_rotated(norms: tuple[Norm, ...]) -> None:
     if any(is_distributed(value_of(x)) for x in inputs):
         raise Left("its tensors are DTensors")
     with at.graph.inserting_before(at):
-        tables = [_without_heads(t, how.heads) for t in how[:2]]
-        call = calls.rotated_norm(
-            first.at, [_heads_last(norm) for norm in norms], tables, weights,
-            hidden=first.options.hidden, rotary_dim=int(known(first.at).shape[-1]),
-            interleaved=False, output_heads_first=how.contiguous, offset=first.offset,
-            rounding=first.rounding, eps=first.eps, save=any(map(_saves, norms)),
-        )  # fmt: skip
+        tables = [_without_heads(table, how.heads) for table in (how.cos, how.sin)]
+        given = first.options._asdict() | {"eps": first.eps, "save": any(map(_saves, norms))}
+        given |= {"rotary_dim": int(known(first.at).shape[-1]), "interleaved": False}
+        given |= {"output_heads_first": how.contiguous, "cos": tables[0], "sin": tables[1]}
+        given |= zip(("input", "key"), map(_heads_last, norms), strict=False)
+        given |= zip(("weight", "key_weight"), weights, strict=False)
+        calls.check_served(calls.ROTATED, given)
+        call = calls.called(calls.ROTATED, given, first.at)
         order = SWAPPED if how.heads == 1 and not how.contiguous else None
         new = {
             norm.at: _result(call, name, norm.at, norm.x, order)
@@ -123,19 +121,14 @@ def emit_rotated(norms: tuple[Norm, ...]) -> None:
 def _common(norm: Norm) -> tuple:
     """What the norms of queries and of keys have to have in common."""
     rotation: Any = norm.rotation
-    how = norm.eps, norm.offset, norm.rounding, norm.weight is None, known(norm.x).dtype
-    return *rotation[:2], rotation.contiguous, *how, _of_token(norm)
-
-
-def _of_token(norm: Norm) -> bool:
-    """Whether all heads of a token are normalised together."""
-    return known(norm.x).dim() == 3
+    how = norm.eps, norm.options[2:], norm.weight is None, known(norm.x).dtype
+    return *rotation[:2], rotation.contiguous, *how, known(norm.x).dim()
 
 
 def _heads_last(norm: Norm) -> Node:
     """The input of a norm that is rotated, as (batch, tokens, heads, elements)."""
     rotation: Any = norm.rotation
-    if _of_token(norm):
+    if known(norm.x).dim() == 3:  # all heads of a token are normalised together
         shape = list(known(norm.at).shape)
         if rotation.heads == 1:
             shape[1:3] = shape[2:0:-1]
@@ -155,10 +148,14 @@ def _without_heads(table: Node, heads: int) -> Node:
 def emit_backward(norm: Gradient) -> str:
     """Replace aten's gradient of a norm. Returns the new op's kind."""
     with norm.at.graph.inserting_before(norm.at):
-        saved = {"input": norm.x, "weight": norm.weight, "bias": norm.bias}
+        given = {"input": norm.x, "weight": norm.weight, "bias": norm.bias}
         for name, statistic in (("rstd", norm.rstd), ("mean", norm.mean)):
-            saved[name] = None if statistic is None else _rows(statistic, norm)
-        call = calls.norm_backward(norm.at, norm.dy, saved, norm.options, norm.wanted)
+            given[name] = None if statistic is None else _rows(statistic, norm)
+        # Only second derivatives use eps. aten's op does not have it, so 0.0 stands for it here.
+        given |= norm.options._asdict() | {"grad_output": norm.dy, "eps": 0.0, "added": False}
+        results = calls.results_of(calls.NORM_BACKWARD)[:5]
+        given["output_mask"] = [name in norm.wanted for name in results]
+        call = calls.called(calls.NORM_BACKWARD, given, norm.at)
         new = {
             old: _result(call, name, old, norm.x) if name in norm.wanted else None
             for name, old in norm.outputs.items()
@@ -291,14 +288,12 @@ def _rows(statistic: Node, norm: Gradient) -> Node:
 
 
 def _take_over(new: dict[Node, Node | None], parts: tuple[Node, ...]) -> None:
-    """Replace old nodes by new ones (or by None), and erase the nodes that nothing uses any more.
-
-    new: the new node, or None, for each old node. parts: more nodes to erase if unused.
+    """Replace old nodes by new ones, or by None, and erase those of them, and of `parts`, that
+    nothing uses any more.
     """
     for old, node in new.items():
         for user in list(old.users):
-            given = (user.args, user.kwargs)
-            user.args, user.kwargs = map_arg(given, lambda n: node if n is old else n)  # noqa: B023
+            user.replace_input_with(old, node)
     for node in sorted({*parts, *new}, reverse=True):
         if all(map(is_idle, node.users)):
             erase(node)

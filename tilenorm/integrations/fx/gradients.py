@@ -54,7 +54,6 @@ class Folds:
 
     @property
     def lines(self) -> list[str]:
-        """The entries as text."""
         lines = [f"  {name}: {kind} folded" for kind, name in self.folded]
         return lines + [f"  {name} does not fold: {why}" for name, why in self.left]
 
@@ -65,11 +64,8 @@ def fold_sums(graph: Graph, *, output: bool = False) -> Folds:
     The graph is one of aten's operations with tilenorm's ops: of make_fx, or of AOTAutograd, best
     its joint graph of forward and backward, because what is saved for the backward pass follows
     from that. The sum of dy's terms has the bits of the operations that it replaces. The sum with
-    dx is rounded once, and not twice.
-
-    output: whether y is written by the backward pass too, for what reads it there.
-
-    No node makes this raise: what is not understood stays, and the result tells why.
+    dx is rounded once, and not twice. output: whether y is written by the backward pass too, for
+    what reads it there. No node makes this raise: the result tells why something stays.
     """
     steps = [_terms, _sum]
     if output:
@@ -167,9 +163,8 @@ def _is_contiguous(value: Tensor) -> bool:
 
 
 def of_tangents(graph: Graph) -> set[Node]:
-    """The nodes of a joint graph that depend on the gradients that come into it.
-
-    These are the nodes of the backward pass.
+    """The nodes of the backward pass: those of a joint graph that depend on the gradients that come
+    into it.
     """
     found: set[Node] = set()
     for node in graph.nodes:
@@ -180,11 +175,11 @@ def of_tangents(graph: Graph) -> set[Node]:
 
 
 def _output(call: Call, backward: set[Node]) -> str | None:
-    """Have the backward pass read the output of a gradient in the place of y.
+    """Have the backward pass read the output of a gradient in the place of y, if it reads y.
 
     The inputs of the gradient are saved in any case. The partitioner of AOTAutograd saves y only if
-    the backward pass reads it. Returns None if it does not read y. Raises Left if y would be saved
-    all the same, or if the gradient cannot have the bits of y.
+    the backward pass reads it. Raises Left if y would be saved all the same, or if the gradient
+    cannot have the bits of y.
     """
     norm = _norm_of(call)
     if norm is None:

@@ -22,8 +22,7 @@ ALIASES = {
 }
 # Modules whose functions write to no tensor, apart from those that `writes` lists.
 PURE_MODULES = (*TORCH_MODULES, "torch._C._linalg", "torch._C._nn", "math", "builtins")
-# The metadata keys of a node's traced value: make_fx and torch.export use "val", TorchDynamo uses
-# "example_value".
+# The metadata keys of a node's traced value: of make_fx and torch.export, and of TorchDynamo.
 VALUES = ("val", "example_value")
 # Operators with a graph or a kernel of the user's, in a form that writes to no tensor.
 FUNCTIONAL = ("triton_kernel_wrapper_functional", "auto_functionalized", "auto_functionalized_v2")
@@ -104,10 +103,8 @@ def values_of(node: Node) -> Any:
 
 
 def value_of(node: object) -> Tensor | None:
-    """The fake tensor of a node, or its DTensor.
-
-    None for other tensor subclasses, torch.func wrappers and numbers. None also for a layout
-    without strides, such as that of a sparse tensor.
+    """The fake tensor of a node, or its DTensor. None for other tensor subclasses, for torch.func
+    wrappers, for numbers, and for layouts without strides.
     """
     value = values_of(node) if isinstance(node, Node) else None
     plain = isinstance(value, FakeTensor) or type(value) in (Tensor, torch.nn.Parameter)
@@ -142,9 +139,8 @@ def constant_of(value: object) -> float | None:
 
 
 def is_idle(node: Node) -> bool:
-    """Whether a node has no effect on results: a metadata check, or an unused detach.
-
-    torch.export inserts the metadata checks. Tracing autograd leaves the unused detach nodes.
+    """Whether a node has no effect on results: a metadata check, which torch.export inserts, or an
+    unused detach, which tracing autograd leaves.
     """
     if node.target is torch.ops.aten._assert_tensor_metadata.default:
         return True
@@ -164,7 +160,6 @@ def only_user(node: Node) -> Node | None:
 
 
 def is_recomputed(node: Node) -> bool:
-    """Whether activation checkpointing computes a node again."""
     return "recompute" in node.meta or "ac_graph_id" in node.meta
 
 
@@ -186,9 +181,8 @@ def erase(node: Node) -> None:
 def bind(node: Node) -> dict[str, Any]:
     """All arguments of a call by name, in the schema's order, with the schema's defaults.
 
-    The call is one of an op, or of PyTorch's function or method of an aten op's name.
-
-    Raises Left if no schema takes the arguments.
+    The call is one of an op, or of PyTorch's function or method of an aten op's name. Raises Left
+    if no schema takes the arguments.
     """
     target: Any = node.target
     is_op = isinstance(target, OpOverload)
@@ -203,9 +197,8 @@ def bind(node: Node) -> dict[str, Any]:
 
 @cache
 def _schemas(name: str) -> list:
-    """The schemas of the overloads of an aten op that take no output tensor.
-
-    Those whose names start with prim_ are TorchScript's.
+    """The schemas of the overloads of an aten op that take no output tensor, without TorchScript's,
+    whose names start with prim_.
     """
     packet = getattr(torch.ops.aten, name, None)
     overloads = [] if packet is None else packet.overloads()
@@ -252,7 +245,6 @@ def _fits(value: Any, kind: str) -> bool:
 
 
 def argument_of(node: Node) -> Any:
-    """The first argument of a call, or None."""
     return node.args[0] if node.args else node.kwargs.get("input", node.kwargs.get("self"))
 
 

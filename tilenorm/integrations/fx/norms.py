@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import SymInt, Tensor
 from torch.fx import Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.experimental.symbolic_shapes import is_concrete_int, statically_known_true
 
 from ...ops.arguments import default_eps
 from ...ops.registry import DTYPES
@@ -26,10 +26,7 @@ FORWARD = (*SINGLE, "_fused_rms_norm", "native_layer_norm")
 BACKWARD = ("_fused_rms_norm_backward", "native_layer_norm_backward")
 # For each result of aten's ops: its name among the results of tilenorm's op.
 OUTPUTS = {"rms": ("output", "rstd"), "layer": ("output", "mean", "rstd")}
-GRADIENTS = {
-    "rms": ("grad_input", "grad_weight"),
-    "layer": ("grad_input", "grad_weight", "grad_bias"),
-}
+GRADIENTS = ("grad_input", "grad_weight", "grad_bias")  # the last one is LayerNorm's
 
 
 class Rotation(NamedTuple):
@@ -53,29 +50,25 @@ class Norm:
     """The norm of x over its last `dims` dimensions.
 
     Attributes:
-        norm: "rms" or "layer".
         outputs: the nodes of output, mean and rstd, by their names.
         at: tilenorm's op goes to this node's place in the graph and takes over its metadata.
         parts: the nodes that compute the norm. Those that nothing else uses are erased.
-        mod_scale, mod_shift: what scales and shifts the norm by group: see modulation.py.
+        mod_scale, mod_shift: what scales and shifts the norm by group: see term.py.
         rounds_once: whether the op may round once where the graph rounds several times.
         apart: the node behind the norm that modulates or rotates it and that no op takes over, and
             the reason. rotation: if the op rotates the heads too.
     """
 
-    norm: str
+    options: Options
     x: Node
     weight: Node | None
     bias: Node | None
     dims: int
     eps: float
-    offset: float
-    rounding: str
     outputs: dict[str, Node]
     at: Node
     parts: tuple[Node, ...]
     gate: Node | None = None
-    activation: str = "silu"
     mod_scale: Node | None = None
     mod_shift: Node | None = None
     rounds_once: bool = False
@@ -84,17 +77,12 @@ class Norm:
 
     @property
     def kind(self) -> str:
+        name = f"{self.options.norm}_norm"
         if self.rotation is not None:
-            return f"{self.norm}_norm_rope"
+            return f"{name}_rope"
         if self.mod_scale is not None:
-            return f"modulated_{self.norm}_norm"
-        return f"{'gated_' if self.gate is not None else ''}{self.norm}_norm"
-
-    @property
-    def options(self) -> Options:
-        hidden = hidden_of(known(self.x), self.dims)
-        rest = {"rounding": self.rounding, "activation": self.activation}
-        return Options(hidden, self.norm, self.offset, **rest)
+            return f"modulated_{name}"
+        return name if self.gate is None else f"gated_{name}"
 
     @property
     def order(self) -> list[int]:
@@ -130,12 +118,11 @@ class Norm:
 
 @dataclass(frozen=True)
 class Gradient:
-    """The gradients of a norm, computed by aten's op.
-
-    outputs, at: as in Norm. wanted: the names of the gradients to compute.
+    """The gradients of a norm, by aten's op. outputs, at: as in Norm. wanted: the names of those to
+    compute.
     """
 
-    norm: str
+    options: Options
     dy: Node
     x: Node
     weight: Node | None
@@ -149,11 +136,7 @@ class Gradient:
 
     @property
     def kind(self) -> str:
-        return f"{self.norm}_norm_backward"
-
-    @property
-    def options(self) -> Options:
-        return Options(hidden_of(known(self.x), self.dims), self.norm)
+        return f"{self.options.norm}_norm_backward"
 
     def check(self) -> None:
         """Raise Left, with the reason, if tilenorm's op would give another result."""
@@ -197,7 +180,6 @@ def check_shape(name: str, value: Tensor, expected: Sequence[int | SymInt]) -> N
 
 
 def check_tensors(nodes: Tensors, dims: int, options: Options) -> None:
-    """Raise Left if the kernels do not support a norm's tensors."""
     x, affine = known(nodes.input), ("weight", "bias")
     tensors = {name: known(node) for name, node in nodes._asdict().items() if node is not None}
     for name, tensor in tensors.items():
@@ -219,19 +201,20 @@ def statistic_shape(x: Tensor, dims: int) -> tuple[int | SymInt, ...]:
 def hidden_of(x: Tensor, dims: int) -> int:
     """The number of elements normalised together. Raises Left if it is not known."""
     sizes = x.shape[x.dim() - dims :]
-    if not all(map(_is_known, sizes)):
+    if not all(map(is_concrete_int, sizes)):
         raise Left("the number of elements that it normalises together is symbolic")
     return math.prod(map(int, sizes))
-
-
-def _is_known(size: int | SymInt) -> bool:
-    return isinstance(size, int) or size.node.maybe_as_int() is not None
 
 
 def same_sizes(a: Sequence[int | SymInt], b: Sequence[int | SymInt]) -> bool:
     """Whether two lists of sizes are equal for all values of their symbols."""
     pairs = zip(a, b, strict=False)
     return len(a) == len(b) and all(statically_known_true(m == n) for m, n in pairs)
+
+
+def is_of_size_one(size: int | SymInt) -> bool:
+    """Whether a size is 1 for all values of its symbols."""
+    return statically_known_true(size == 1)
 
 
 def alike(value: Tensor | None, like: Tensor) -> bool:
@@ -243,7 +226,9 @@ def alike(value: Tensor | None, like: Tensor) -> bool:
 
 def parameter_fits(parameter: Tensor, x: Tensor, dims: int) -> bool:
     """Whether a parameter has one number per element of a row, or per element of each head."""
-    by_heads = dims == 1 and parameter.dim() == 2 < x.dim() and all(map(_is_known, parameter.shape))
+    by_heads = (
+        dims == 1 and parameter.dim() == 2 < x.dim() and all(map(is_concrete_int, parameter.shape))
+    )
     if parameter.dim() != dims and not by_heads:
         return False
     return parameter.dtype in PARAMETER_DTYPES and same_sizes(
@@ -261,35 +246,30 @@ def trailing(x: Tensor | None, dim: object) -> int:
 
 
 def match_fused(node: Node) -> Norm | Gradient | None:
-    """The norm or gradient that a single node computes, or None if it computes neither.
-
-    Raises Left if the node is a norm that tilenorm's op cannot replace.
+    """The norm or gradient that a single node computes, or None if it computes neither. Raises Left
+    if the node is a norm that tilenorm's op cannot replace.
     """
     name = name_of(node)
     if name not in (*FORWARD, *BACKWARD):
         return None
     args, norm = bind(node), "layer" if "layer" in name else "rms"
     x, weight, bias, dims = args["input"], args["weight"], args.get("bias"), _dims(args)
+    options = Options(hidden_of(known(x), dims), norm)
     if name in BACKWARD:
-        names = GRADIENTS[norm]
-        asked = {n for n, want in zip(names, args["output_mask"], strict=False) if want}
-        absent = {"grad_weight": weight is None, "grad_bias": bias is None}
-        wanted = frozenset(name for name in asked if not absent.get(name))
-        mean, rstd, outputs = args.get("mean"), args["rstd"], _items(node, names)
-        dy = args["grad_out"]
-        return Gradient(norm, dy, x, weight, bias, mean, rstd, dims, wanted, outputs, node)
+        masked = zip(GRADIENTS, (x, weight, bias), args["output_mask"], strict=False)
+        wanted = frozenset(name for name, like, want in masked if want and like is not None)
+        dy, mean, rstd = args["grad_out"], args.get("mean"), args["rstd"]
+        outputs = _items(node, GRADIENTS[: 3 if norm == "layer" else 2])
+        return Gradient(options, dy, x, weight, bias, mean, rstd, dims, wanted, outputs, node)
     eps = default_eps(known(x)) if args["eps"] is None else number_of(args["eps"])
     if eps is None:
         raise Left("its eps is a number that depends on data")
     outputs = {"output": node} if name in SINGLE else _items(node, OUTPUTS[norm])
-    return Norm(norm, x, weight, bias, dims, eps, 0.0, "late", outputs, node, (node,))
+    return Norm(options, x, weight, bias, dims, eps, outputs, node, (node,))
 
 
 def _dims(args: dict) -> int:
-    """The number of dimensions that a call normalises together.
-
-    Raises Left unless they are the input's last ones.
-    """
+    """How many dimensions a call normalises. Raises Left unless they are the last ones."""
     shape, x = args["normalized_shape"], known(args["input"])
     sizes = values_of(shape) if isinstance(shape, Node) else shape
     if not isinstance(sizes, tuple | list):

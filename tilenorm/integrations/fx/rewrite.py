@@ -64,19 +64,16 @@ def replace_norms(
     Every replaced node keeps its name, metadata, shape, strides and dtype. A norm is not replaced
     if tilenorm's op would change one of these, if it has another formula (an eps that is added to
     the root, the variance of a sample), if other nodes use its intermediate results, if an
-    intermediate result has 16 bits, if the kernels do not support its dtype or size, or if a node
-    in between writes to a tensor. The pass raises for no node. A node that has the name of an op of
-    a norm, and arguments that do not fit this op's schema, stays as it is. The report gives the
-    reason for each norm that stays.
+    intermediate result has 16 bits, if the kernels do not support its dtype or size, if a node in
+    between writes to a tensor, or if its arguments do not fit the op's schema. The report gives the
+    reason for each norm that stays. The pass raises for no node.
 
     Args:
         graph_module: its nodes need the metadata "val" or "example_value" that tracing gives.
         where: takes the node of a norm's output (of its tuple of results, for aten's fused ops)
             before it is replaced, and returns whether to replace the norm. None replaces all.
         fold: whether the gradients of a graph that holds some, from make_fx or AOTAutograd, take
-            over the additions around them. The op adds up to four terms of dy, with the bits of
-            the additions that it replaces. It also adds dx to another gradient, and rounds this
-            sum once instead of twice. tilenorm.compile does both by itself.
+            over the additions around them, as in tilenorm.compile.
         rounds_once: whether a modulation with its gate, and a rotation, may be taken over that the
             graph computes in 16 bits. The graph rounds after each operation. The op computes in
             float32 and rounds once, as the code does that Inductor makes of the graph.

@@ -13,7 +13,6 @@ from typing import Any
 from torch import Tensor
 from torch.fx import Node
 
-from .modulation import is_of_size_one
 from .nodes import (
     DTYPES_16_BIT,
     Left,
@@ -142,7 +141,8 @@ def _with_rotation(norm: Norm, path: list[Node], end: Node, cos: Node, sin: Node
     )
     parts = tuple(sorted({*norm.parts, norm.at, *inside}))
     rounding = _rounding(norm, (end, *nodes, path[0]))
-    how = {"rounding": rounding, "outputs": {"output": last}, "at": last, "parts": parts}
+    options = norm.options._replace(rounding=rounding)
+    how = {"options": options, "outputs": {"output": last}, "at": last, "parts": parts}
     return replace(norm, rotation=rotation, **how)
 
 
@@ -155,38 +155,25 @@ def _swapped(path: list[Node]) -> bool:
         before, value = known(source), known(node)
         if value.dim() == 4 and before.dim() == 3 and same_sizes(value.shape[:2], before.shape[:2]):
             continue
-        if swapped or name_of(node) not in SWAPS or not _is_swapped(value, before):
+        if swapped or name_of(node) not in SWAPS or before.dim() != 4:
             raise Left(SWAPPED)
-        swapped = True
+        swap, swapped = before.transpose(1, 2), True
+        if not same_sizes((*value.shape, *value.stride()), (*swap.shape, *swap.stride())):
+            raise Left(SWAPPED)
     if known(path[-1]).dim() != 4:
         raise Left("it has no dimensions of samples, heads and tokens")
     return swapped
 
 
-def _is_swapped(value: Tensor, before: Tensor) -> bool:
-    """Whether a permutation of dimensions swaps the second and the third one of four."""
-    if before.dim() != 4:
-        return False
-    swap = before.transpose(1, 2)
-    return same_sizes(value.shape, swap.shape) and same_sizes(value.stride(), swap.stride())
-
-
 def _heads(q: Tensor, *tables: Tensor) -> int:
     """The dimension of q's heads: that along which the tables are repeated."""
     for heads in (1, 2):
-        tokens = [n for i, n in enumerate(q.shape) if i not in (0, heads)]
-        if all(_fits(q, table, heads, tokens) for table in tables):
+        rest = *q.shape[1:heads], 1, *q.shape[heads + 1 :]
+        fitting = [(batch, *rest) for batch in (1, q.shape[0])]
+        if all(any(same_sizes(table.shape, shape) for shape in fitting) for table in tables):
             return heads
     shapes = [list(table.shape) for table in tables]
     raise Left(f"its cos and sin are {shapes}, its heads {list(q.shape)}")
-
-
-def _fits(q: Tensor, table: Tensor, heads: int, tokens: list) -> bool:
-    if table.dim() != 4 or not is_of_size_one(table.shape[heads]):
-        return False
-    rest = [n for i, n in enumerate(table.shape) if i not in (0, heads)]
-    batch = is_of_size_one(table.shape[0]) or same_sizes(table.shape[:1], q.shape[:1])
-    return batch and same_sizes(rest, tokens)
 
 
 def _table(node: Node, heads: int) -> Node:
@@ -208,7 +195,7 @@ def _rounding(norm: Norm, nodes: tuple[Node, ...]) -> str:
     if not dtypes & set(DTYPES_16_BIT):
         return "late"
     weight = None if norm.weight is None else known(norm.weight).dtype
-    early = norm.rounding == "early" and weight == known(norm.x).dtype
+    early = norm.options.rounding == "early" and weight == known(norm.x).dtype
     if len(dtypes) == 1 and (weight is None or early):
         return "early"
     if norm.rounds_once:

@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch.fx import Node
 
+from ...spec import Options
 from .nodes import (
     DTYPES_16_BIT,
     NUMBERS,
@@ -35,9 +36,7 @@ ROUNDED = "each of its operations rounds to 16 bits, and tilenorm's op rounds on
 
 
 def match_spelled_out(node: Node, rounds_once: bool = False) -> Norm | None:
-    """The norm whose statistic a node computes, or None if there is none.
-
-    rounds_once: as of Reader.
+    """The norm whose statistic a node computes, or None. rounds_once: as of Reader.
 
     Raises Left if the nodes compute a norm that no single op can replace.
     """
@@ -55,15 +54,13 @@ def match_spelled_out(node: Node, rounds_once: bool = False) -> Norm | None:
 
 def extended(norm: Norm, rounds_once: bool = False) -> Norm:
     """One of PyTorch's norms, with the casts, weight, bias, gate and modulation that are applied to
-    its output.
-
-    The same norm if there are none, or if other nodes use its output or its statistics.
-    rounds_once: as of Reader.
+    its output; the same norm if there are none, or if other nodes use its results. rounds_once: as
+    of Reader.
     """
     y = norm.outputs.get("output")
     if y is None:
         return norm
-    reader = Reader(norm.x, norm.norm == "layer", norm.dims, rounds_once)
+    reader = Reader(norm.x, norm.options.norm == "layer", norm.dims, rounds_once)
     weight, bias = (p if p is None else before_exact_casts(p) for p in (norm.weight, norm.bias))
     reader.terms[y] = Term(degree=1, power=-0.5, eps=norm.eps, weight=weight, bias=bias)
     if any(node.users for node in norm.outputs.values() if node is not y):
@@ -147,10 +144,7 @@ def _next(reader: Reader, node: Node, found: bool) -> Node | None:
 
 
 def _norm(reader: Reader, end: Node, term: Term, found: Norm | None) -> Norm:
-    """The norm that ends at a node. found: a norm in it.
-
-    Raises Left if an op of tilenorm is not the same.
-    """
+    """The norm that ends at a node. found: a norm in it. Raises Left if no op is the same."""
     if term.left is not None:
         raise Left(term.left)
     first = {reader.x, term.weight, term.bias, term.gate, term.mod_scale, term.mod_shift}
@@ -177,11 +171,11 @@ def _norm(reader: Reader, end: Node, term: Term, found: Norm | None) -> Norm:
     }
     if found is not None:
         inside |= {*found.parts, *found.outputs.values()}
+    how = {"rounding": _rounding(reader, term, rounded), "activation": term.activation}
+    options = Options(reader.count, "layer" if reader.centred else "rms", term.offset, **how)
     norm = Norm(
-        "layer" if reader.centred else "rms", reader.x, term.weight, term.bias, reader.dims,
-        term.eps, term.offset, _rounding(reader, term, rounded), {"output": end}, end,
-        tuple(sorted(inside)), term.gate, term.activation, term.mod_scale, term.mod_shift,
-        reader.rounds_once,
+        options, reader.x, term.weight, term.bias, reader.dims, term.eps, {"output": end}, end,
+        tuple(sorted(inside)), term.gate, term.mod_scale, term.mod_shift, reader.rounds_once,
     )  # fmt: skip
     if norm.mod_scale is not None:  # else the op of the norm alone serves
         norm.check()

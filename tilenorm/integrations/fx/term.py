@@ -4,7 +4,9 @@
     times act(gate), or times 1 + mod_scale and plus mod_shift, by group
 
 u is x, or x − mean(x) for LayerNorm. A norm is the term of scale 1, degree 1 and power −1/2,
-however it is written: x / sqrt(...), x times 1 / sqrt(...), or weight · x / sqrt(...).
+however it is written: x / sqrt(...), x times 1 / sqrt(...), or weight · x / sqrt(...). What lies by
+group has leading sizes of x, and then those of a row. In a graph it is often a view with sizes of 1
+in front of the row, such as scale[:, None].
 
 A rule takes a Reader and a node, and returns the node's term, or NOTHING if the normal form does
 not have it. spelled_out.py finds norms by the terms of a graph's nodes.
@@ -13,13 +15,15 @@ not have it. spelled_out.py finds norms by the terms of a graph's nodes.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from torch import SymInt, Tensor
 from torch.fx import Node
 
-from .modulation import groups_of, operand, scale_of
 from .nodes import (
     CASTS,
+    DTYPES_16_BIT,
     argument_of,
     before_exact_casts,
     bind,
@@ -36,12 +40,24 @@ from .nodes import (
     values_of,
     writes,
 )
-from .norms import hidden_of, known, parameter_fits, same_sizes, statistic_shape, trailing
+from .norms import (
+    PARAMETER_DTYPES,
+    hidden_of,
+    is_of_size_one,
+    known,
+    parameter_fits,
+    same_sizes,
+    statistic_shape,
+    trailing,
+)
 
 CLOSE = 1e-9  # no float32 result tells a scale that is this close to 1 from 1
 # PyTorch adds eps in this way where it decomposes its RMSNorm.
 ADDS_IN_PLACE = (torch.ops.aten.add_.Scalar, torch.ops.aten.add_.Tensor)
 POWERS = {"sqrt": 0.5, "rsqrt": -0.5, "square": 2.0, "reciprocal": -1.0}
+# Functions that may put in sizes of 1, or leave them out.
+VIEWS = ("unsqueeze", "squeeze", "view", "reshape", "_unsafe_view", "slice", "getitem")
+Sizes = tuple[int | SymInt, ...]
 OUTER_EPS = "its eps is added to the root of the mean square, not to the mean square"
 TENSOR_EPS = "its eps is a tensor, or a number that depends on data"
 
@@ -326,6 +342,78 @@ RULES: dict[str, Callable[["Reader", Node], Term]] = {
     **dict.fromkeys(CASTS, cast),
     **dict.fromkeys(("mean", "sum"), reduced),
 }
+
+
+def groups_of(node: object, x: Tensor, dims: int) -> Sizes | None:
+    """The leading sizes of x by which a node lies, without ones at their end; None if it does not.
+
+    dims: how many dimensions of x are a row.
+    """
+    value = value_of(node)
+    if value is None or value.dtype not in PARAMETER_DTYPES or value.device != x.device:
+        return None
+    groups = list(value.shape[: max(0, value.dim() - dims)])
+    while groups and is_of_size_one(groups[-1]):
+        groups.pop()
+    fits = same_sizes(value.shape[-dims:], x.shape[x.dim() - dims :])
+    fits = fits and len(groups) <= x.dim() - dims and same_sizes(groups, x.shape[: len(groups)])
+    return tuple(groups) if fits else None
+
+
+def operand(node: object, x: Tensor, dims: int, groups: Sizes | None = None) -> Node | None:
+    """What lies by group and meets x as this operand does, or None.
+
+    groups: the sizes by which it has to lie, if only these fit.
+    """
+    found, value = groups_of(node, x, dims), value_of(node)
+    if not isinstance(node, Node) or found is None or value.dim() not in (dims, x.dim()):
+        return None
+    return None if groups is not None and not same_sizes(found, groups) else _source(node, x, dims)
+
+
+def scale_of(node: Node, x: Tensor, dims: int) -> tuple[Node, bool, str | None] | None:
+    """The scale of a factor 1 + scale, whether the factor is rounded to 16 bits, and why no op
+    takes the scale, or None. Returns None for other factors.
+    """
+    scale, factor, rounds = None, node, False
+    while scale is None:
+        value = value_of(factor)
+        rounds = rounds or value is None or value.dtype in DTYPES_16_BIT
+        pairs = in_turn(operands_of("add", factor))
+        scale = next((a for a, b in pairs if isinstance(a, Node) and constant_of(b) == 1), None)
+        source = _viewed(factor) or cast_input(factor)
+        if scale is None and source is None:
+            return None
+        factor = source
+    groups = groups_of(scale, x, dims)
+    if groups is None or operand(node, x, dims, groups) is None:
+        value = value_of(node)
+        shape = "unknown" if value is None else list(value.shape)
+        return scale, rounds, f"1 + scale is {shape}, with no leading sizes of {list(x.shape)}"
+    return _source(scale, x, dims), rounds, None
+
+
+def _source(node: Node, x: Tensor, dims: int) -> Node:
+    """The first node that has the numbers of a node and lies by the same groups."""
+    while True:
+        node = before_exact_casts(node)
+        source = _viewed(node)
+        if source is None or groups_of(source, x, dims) is None:
+            return node
+        node = source
+
+
+def _viewed(node: Node) -> Node | None:
+    """The input of a view that puts in or leaves out nothing but sizes of 1, or None."""
+    source: Any = argument_of(node)
+    if name_of(node) not in VIEWS or value_of(source) is None or value_of(node) is None:
+        return None
+    index = item_of(node)[1] if name_of(node) == "getitem" else ()
+    parts = index if isinstance(index, tuple | list) else (index,)
+    if not all(part is None or part is ... or isinstance(part, slice) for part in parts):
+        return None
+    sizes = [[n for n in value_of(t).shape if not is_of_size_one(n)] for t in (node, source)]
+    return source if same_sizes(*sizes) else None
 
 
 class Reader:

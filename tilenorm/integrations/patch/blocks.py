@@ -10,14 +10,12 @@ that it normalises, one call of add_rms_norm or add_layer_norm computes both:
     x = self.norm(a + b)          x = self.one_pass(self.norm, (a, b))[1]
 
 Where a modulation follows a patched norm, one call of modulated_rms_norm or modulated_layer_norm
-computes both, with or without the shift:
+computes both, with or without the shift, and a sum right before the norm too:
 
     self.norm(x) * (1 + a) + b    self.one_pass(self.norm, (x,), a, b)[1]
 
     x = self.norm(x)              x = self.one_pass(self.norm, (x,), a, b)[1]
     x = x * (1 + a) + b
-
-With a sum right before the norm, one call computes all three.
 
 Where queries and keys are normalised and then rotated, by a function with the numbers of Hugging
 Face's apply_rotary_pos_emb, one call of rms_norm_rope computes all:
@@ -26,15 +24,15 @@ Face's apply_rotary_pos_emb, one call of rms_norm_rope computes all:
     k = self.k_norm(y)            k = y
     q, k = apply(q, k, c, s)      q, k = self.rotated(apply, self.q_norm, self.k_norm, …)
 
-Heads and tokens may be swapped between, after a view of all heads of a token or without one.
-
-The call decides at every run whether tilenorm's function gives what the statements give, and runs
+Heads and tokens may be swapped between, after a view of all heads of a token or without one. A call
+decides at every run whether tilenorm's function gives what the statements give, and runs
 the statements otherwise.
 """
 
 import ast
 import inspect
 import textwrap
+from collections.abc import Callable
 from functools import cache, partial, update_wrapper
 from types import CellType, CodeType, FunctionType
 from typing import Any
@@ -75,9 +73,9 @@ def patched_block(
     cls: type[nn.Module], norms: tuple[str, ...], kinds: tuple[str, ...]
 ) -> type[nn.Module]:
     """A subclass of a block's class with the same name, whose forward computes more at once with
-    the norms of these attributes. kinds: some of REWRITERS, in this order.
+    the norms of these attributes. kinds: some of REWRITERS, in this order. Decorators that keep the
+    function, as functools.wraps does, stay around the forward.
 
-    Decorators of the forward that keep the function, as functools.wraps does, stay around it.
     Raises Unrecognised if the forward has no such place, or cannot be rewritten.
     """
     wrappers, forward = [], cls.forward
@@ -164,10 +162,11 @@ def _like(
 
 class _Rewriter(ast.NodeTransformer):
     """Rewrites expressions, and statements that stand in a row. found: of which norms. functions:
-    what the forward uses of its module, by name.
+    what the forward uses of its module, by name. absent: why nothing was found.
     """
 
-    absent: str  # what there is none of where nothing is found
+    absent: str
+    _rewritten: Callable[[list[Any]], list[Any]]
 
     def __init__(self, this: str, norms: tuple[str, ...], functions: dict[str, Any]):
         self.this, self.norms, self.functions, self.found = this, norms, functions, []
@@ -178,9 +177,6 @@ class _Rewriter(ast.NodeTransformer):
             if isinstance(getattr(node, name, None), list):
                 setattr(node, name, self._rewritten(getattr(node, name)))
         return node
-
-    def _rewritten(self, statements: list[Any]) -> list[Any]:
-        raise NotImplementedError
 
     def _is_norm(self, called: ast.expr) -> bool:
         match called:
@@ -218,42 +214,44 @@ class _Sums(_Rewriter):
 
     def _rewritten(self, statements: list[Any]) -> list[Any]:
         """The statements, with a sum and its norm as one call where the sum stands."""
-        made, place, total = [], 0, None  # the sum is made[place], and total is its name
-        for statement in statements:
-            match statement, self._norm_of(statement, total):
-                case ast.Assign(targets), (norm, by_group) if (
-                    not by_group or place == len(made) - 1
+        for number, statement in enumerate(statements):
+            match self._norm_of(statement):
+                case norm, x, by_group if first := self._sum_before(
+                    statements[:number], x, by_group
                 ):
-                    first = made[place]
-                    both = self._one_pass(norm, [first.value.left, first.value.right], by_group)
+                    terms = [first.value.left, first.value.right]
+                    first.value = self._one_pass(norm, terms, by_group)
                     normed = NORMED.format(len(self.found))
-                    names = ast.Tuple([*first.targets, ast.Name(normed, ast.Store())], ast.Store())
-                    made[place] = ast.copy_location(ast.Assign([names], both), first)
-                    taken = ast.Assign(targets, ast.Name(normed, ast.Load()))
-                    statement, total = ast.copy_location(taken, statement), None
-                case ast.Assign([ast.Name(name)], ast.BinOp(op=ast.Add())), _:
-                    place, total = len(made), name
-                case ast.Assign([ast.Name(copy)], ast.Name(name)), _ if copy != name == total:
-                    pass
-                case _:
-                    total = None
-            made.append(statement)
-        return made
+                    names = [*first.targets, ast.Name(normed, ast.Store())]
+                    first.targets = [ast.Tuple(names, ast.Store())]
+                    statement.value = ast.Name(normed, ast.Load())
+        return statements
 
-    def _norm_of(self, statement: ast.stmt, total: str | None) -> tuple[Any, list] | None:
-        """The norm in y = self.norm(total), and the scale and shift if it is modulated."""
+    def _norm_of(self, statement: ast.stmt) -> tuple[Any, str, list] | None:
+        """The norm and x in y = self.norm(x), and the scale and shift if it is modulated."""
         match statement:
-            case ast.Assign([ast.Name()], ast.Call(norm, [ast.Name(x)], [])) if (
-                x == total and self._is_norm(norm)
-            ):
-                return norm, []
+            case ast.Assign([ast.Name()], ast.Call(norm, [ast.Name(x)], [])) if self._is_norm(norm):
+                return norm, x, []
             case ast.Assign(
                 [ast.Name()],
                 ast.Subscript(
                     ast.Call(ast.Attribute(attr=attr), [norm, ast.Tuple([ast.Name(x)]), *by_group])
                 ),
-            ) if attr == ONE_PASS and x == total and not _names(by_group, total):
-                return norm, by_group
+            ) if attr == ONE_PASS and not _names(by_group, x):
+                return norm, x, by_group
+        return None
+
+    def _sum_before(self, statements: list[Any], x: str, by_group: list) -> Any:
+        """The last x = a + b, if nothing stands behind it, or copies of x and no modulation."""
+        for statement in reversed(statements):
+            match statement:
+                case ast.Assign([ast.Name(name)], ast.BinOp(op=ast.Add())) if name == x:
+                    return statement
+                case ast.Assign([ast.Name(copy)], ast.Name(name)) if (
+                    copy != x == name and not by_group
+                ):
+                    continue
+            return None
         return None
 
 

@@ -66,7 +66,7 @@ def set_class(module: nn.Module, cls: type[nn.Module]) -> None:
 
 
 def unpatch(model: nn.Module) -> tuple[str, ...]:
-    """Revert what `patch` did to the modules of a model. It needs no report.
+    """Revert what `patch` did to the modules of a model.
 
     It finds every patched module that named_modules() finds: in a model that was patched, in copies
     and pickles of it and averages over its steps (AveragedModel), and in what peft, Accelerate and
@@ -160,19 +160,16 @@ def dispatching(cls: type[nn.Module]) -> FunctionType:
 
 
 def calls_of_class(module: nn.Module) -> list[Put]:
-    """For a module whose forward was replaced: the places that hold the forward of its class."""
+    """For a module whose forward was replaced: the places that hold the forward of its class, or of
+    a patch of it.
+    """
+    forward, patched = type(module).forward, dispatching.__code__.co_consts
     return [
         put
         for value, put in _reached(module)
         if put and type(value) is MethodType and value.__self__ is module
-        if _is_of_class(value, module)
+        if value.__func__ is forward or getattr(value.__func__, "__code__", None) in patched
     ]
-
-
-def _is_of_class(method: MethodType, module: nn.Module) -> bool:
-    """Whether a method runs the forward of the module's class, or of a patch of it."""
-    code: Any = getattr(method.__func__, "__code__", None)
-    return method.__func__ is type(module).forward or code in dispatching.__code__.co_consts
 
 
 def _reached(module: nn.Module) -> Iterator[tuple[object, Put | None]]:
@@ -228,7 +225,6 @@ def content_of(cell: CellType) -> object:
 
 
 def _put(holder: partial, place: int, value: object) -> None:
-    """Replace the function of a partial, or an argument."""
     state = [holder.func, *holder.args]
     state[place] = value
     changed: Any = holder

@@ -17,10 +17,9 @@ Dtypes = tuple[torch.dtype, torch.dtype | None, torch.dtype | None]  # input, ga
 
 @dataclass(frozen=True)
 class Form:
-    """What the forward of a norm module computes from its input, and from a gate if it takes one.
-
-    tilenorm serves the calls of the kinds that recognition compared. The forward of the module's
-    own class serves all others, and raises what it raised before.
+    """What the forward of a norm module computes from its input, and from a gate if it takes one,
+    in the calls of the kinds that recognition compared. The forward of the module's own class
+    serves all others, and raises what it raised before.
 
     Attributes:
         norm: "rms" or "layer".
@@ -212,7 +211,6 @@ class Form:
 
 
 def are_alike(a: Tensor | None, b: Tensor | None) -> bool:
-    """Whether both are tensors of one shape, dtype and device."""
     tensors = isinstance(a, Tensor) and isinstance(b, Tensor)
     return tensors and a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
 

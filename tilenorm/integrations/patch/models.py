@@ -29,8 +29,8 @@ Result = type[nn.Module] | str  # the patched class of a module, or the reason w
 
 
 class Patched(NamedTuple):
-    """A report entry for a patched module: its qualified names in the model, joined by commas; its
-    class before the patch; and the tilenorm function and options that compute its forward.
+    """A report entry for a patched module. name: its qualified names in the model, joined by
+    commas. cls: its class before the patch. how: the tilenorm function and options of its forward.
     """
 
     name: str
@@ -48,15 +48,13 @@ class Left(NamedTuple):
 
 @cache
 def patched_norm(cls: type[nn.Module], form: Form) -> type[nn.Module]:
-    """A subclass of cls with the same name, whose forward computes the form."""
     made, namespace = (patched_norm, cls, form), {"_tilenorm_form": form}
     return patched_subclass(cls, form.forward, made, form.describe, namespace)
 
 
 class Report:
-    """The result of `patch`: an entry for each module that looks like a norm.
-
-    patched: the entries of the patched modules. left: the entries of the others, with a reason.
+    """The result of `patch`: an entry for each module that looks like a norm, in `patched`, or with
+    a reason in `left`.
     """
 
     def __init__(self, patched: dict[nn.Module, Any], left: dict, names: dict[nn.Module, str]):
@@ -70,11 +68,8 @@ class Report:
         """Revert the patch: what `unpatch` does, for the modules of this report that are patched.
 
         Copies of these modules stay patched, also those that peft makes for modules_to_save.
-        tilenorm.unpatch(model) reverts every patched module of a model.
-
-        Raises:
-            RuntimeError: the patch has already been undone, or `unpatch` would raise. No module is
-                changed in these cases.
+        Raises RuntimeError, and changes no module, if the patch has already been undone, or if
+        `unpatch` would raise.
         """
         names = {m: name for m, name in self._modules.items() if isinstance(m, PatchedModule)}
         if self.patched and not names:
@@ -107,16 +102,13 @@ def patch(
 ) -> Report:
     """Make tilenorm compute the norms of a model. The model is changed in place.
 
-    patch recognises a norm by what it computes, not by its name. It makes a copy of the module with
-    random parameters and runs the copy on the CPU. The outputs and gradients in float32, bfloat16
-    and float16 must match tilenorm.rms_norm, layer_norm or a gated norm for one choice of weight
-    offset, rounding, groups and eps. The norms of torch.nn and most norms of Hugging Face's models
-    match. A module that looks like a norm and matches no choice is not patched, and the report
-    gives the reason. So is a module whose forward does more than compute, or branches on sizes or
-    values.
-
-    The runs decide which numbers of dimensions, dtypes and arguments tilenorm serves. Any other
-    call runs the forward of the module's own class, and raises what it raised before.
+    patch recognises a norm by what it computes, not by its name. It runs a copy of the module with
+    random parameters on the CPU. The outputs and gradients in float32, bfloat16 and float16 must
+    match tilenorm.rms_norm, layer_norm or a gated norm for one choice of weight offset, rounding,
+    groups and eps. A module that looks like a norm is not patched, and the report gives the reason,
+    if it matches no choice, does more than compute, or branches on sizes or values. The runs decide
+    which numbers of dimensions, dtypes and arguments tilenorm serves. Any other call runs the
+    forward of the module's own class, and raises what it raised before.
 
     A patched module is the same object, with the same parameters, hooks and attributes. A later
     change of its eps takes effect. Its class becomes a subclass of its former class, with the same
@@ -154,8 +146,8 @@ def patch(
             pass rounds once too, and they have other bits. It has not been timed on a GPU.
 
     Returns:
-        A report of the modules that were patched and of those that were not. str(report) is
-        readable. report.undo() reverts the patch, and so does tilenorm.unpatch(model).
+        A report, whose str() is readable. report.undo() and tilenorm.unpatch(model) revert the
+        patch.
 
     Raises:
         TypeError: model is not a module, where is neither a function nor None, or residual,

@@ -35,10 +35,8 @@ MATCHING_SHARE = 63 / 64
 
 
 class Rows(NamedTuple):
-    """The inputs that the forms of a module take.
-
-    tail: the sizes in which every input of a trial ends. sizes: as in Form. is_free: whether the
-    forward takes rows of every size.
+    """The inputs of a module. tail: the sizes in which every input of a trial ends. sizes: as in
+    Form. is_free: whether the forward takes rows of every size.
     """
 
     tail: tuple[int, ...]
@@ -47,10 +45,8 @@ class Rows(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """A run of a twin of a module.
-
-    kind: what the inputs are. dtypes: of the input, the gate and the parameters. inputs: the input,
-    and perhaps a gate.
+    """A run of a twin of a module. kind: what the inputs are, the input and perhaps a gate. dtypes:
+    of the input, the gate and the parameters.
     """
 
     kind: str
@@ -60,7 +56,6 @@ class Trial(NamedTuple):
     output: Tensor
 
     def fits(self, form: Form) -> bool:
-        """Whether a form computes the output."""
         y = form.compute(self.twin, *self.inputs, backend="reference")
         return y.dtype == self.output.dtype and matches(self.output, y)
 
@@ -107,7 +102,6 @@ class Trial(NamedTuple):
 
 def trials_of(module: nn.Module, numbers: list[int]) -> tuple[Rows, list[Trial]]:
     """Trials for each number of dimensions and combination of dtypes that the forward takes.
-
     numbers: of tensors to try to pass. Raises Refused if the forward takes no float32 rows.
     """
     reasons = []
@@ -128,9 +122,8 @@ def trials_of(module: nn.Module, numbers: list[int]) -> tuple[Rows, list[Trial]]
 
 
 def edges(module: nn.Module, rows: Rows, number: int, dims: int) -> Iterator[Trial]:
-    """Trials of inputs, and gates, that a forward may treat in another way.
-
-    A forward may refuse empty and strided inputs: tilenorm serves them all the same.
+    """Trials of inputs, and gates, that a forward may treat in another way. A forward may refuse
+    empty and strided inputs: tilenorm serves them all the same.
     """
 
     def pair(shape: tuple[int, ...]) -> list[Tensor]:
@@ -174,9 +167,8 @@ def _rows(module: nn.Module) -> Iterator[Rows]:
 
 
 def _dtypes(numbers: list[int], has_parameters: bool) -> list[Dtypes]:
-    """The dtypes of an input, a gate and parameters, those in float32 first.
-
-    Others are one of 16 bits for some, and float32 for the rest.
+    """The dtypes of an input, a gate and parameters, those in float32 first. Others are one of 16
+    bits for some, and float32 for the rest.
     """
     found = []
     for number, half in product(numbers, HALF):
@@ -191,9 +183,8 @@ def is_half(dtypes: Dtypes) -> bool:
 
 
 def _inputs(tail: tuple[int, ...], dtypes: Dtypes) -> list[Tensor]:
-    """An input, whose mean is half its standard deviation, and a gate if it has a dtype.
-
-    Their shape is (copies, scales, *tail).
+    """An input, whose mean is half its standard deviation, and a gate if it has a dtype, of the
+    shape (copies, scales, *tail).
     """
     scales = torch.tensor(SCALES[: MAX_HALF_SCALES if is_half(dtypes) else None])
     # With one copy, a norm over the batch dimension would look like a norm over the row.

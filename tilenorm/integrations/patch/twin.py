@@ -63,10 +63,8 @@ def random(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
 
 
 def run(twin: nn.Module, *inputs: Tensor) -> Tensor:
-    """The result of the class's forward, without hooks.
-
-    Raises Refused where the forward takes no such inputs, and Unrecognised where it does more than
-    compute.
+    """The result of the class's forward, without hooks. Raises Refused where it takes no such
+    inputs, and Unrecognised where it does more than compute.
     """
     before = state_of((vars(twin), inputs)), torch.get_rng_state()
     watch, collects = _Watch(), gc.isenabled()
@@ -136,9 +134,8 @@ class _Operators(TorchDispatchMode):
 
 
 class _Watch:
-    """A profile function that looks for effects of the functions that are not PyTorch's.
-
-    effect: what such a function does besides computing; "" for nothing.
+    """A profile function that looks for effects of the functions that are not PyTorch's. effect:
+    what such a function does besides computing; "" for nothing.
     """
 
     def __init__(self):
@@ -176,9 +173,8 @@ def _variables(frame: FrameType) -> list:
 
 
 def state_of(value: Any, objects: bool = True) -> object:
-    """A description of a value that differs after a change of it or of a container in it.
-
-    objects: whether attributes of other objects are part of it.
+    """A description of a value that differs after a change of it or of a container in it. objects:
+    whether attributes of other objects are part of it.
     """
     leaves, structure = tree_flatten(value)
     return structure, [_state_of_leaf(leaf, objects) for leaf in leaves]

@@ -16,8 +16,8 @@ from ...launch.plan import BackwardPlan, ForwardPlan, plan_backward, plan_forwar
 from ...launch.target import Target
 from ...launch.tuned import TABLES
 from ...spec import ITEM_BYTES, NormSpec, Quantization, Rotation
-from ...table import MODULATION, OPS
-from ..explain import token_rows
+from ...table import OPS
+from ..explain import title, token_rows
 from ..precompile import calls_of, compile_call, compiling, piece_calls
 
 LARGE, SMALL = 65537, 33  # rows of a large batch and of a small batch
@@ -61,24 +61,10 @@ class Case(NamedTuple):
         return plan_backward(self.spec, self.target, self.needs)
 
     def __str__(self) -> str:
-        spec, named = self.spec, ("weight", "bias", "residual", "gate", *MODULATION)
         done = "pieces" if self.pieces else "forward" if self.needs is None else "backward"
         asked = "saving " if self.save and not self.pieces else ""
         asked = asked if self.needs is None else f"{self.needs.label} "
-        parts = [
-            *(self.target.name, done, spec.op, str(spec.hidden), spec.dtype),
-            *(f"{name}:{dtype}" for name in named if (dtype := getattr(spec, name))),
-            "gate_first" if spec.gate_first else "",
-            "" if spec.rounding == "late" else spec.rounding,
-            "" if spec.activation == "silu" else spec.activation,
-            f"offset:{spec.offset:g}" if spec.offset else "",
-            f"heads:{spec.heads}" if spec.heads else "",
-            spec.quantized.label if spec.quantized else "",
-            spec.rotation.label if spec.rotation else "",
-            f"key:{spec.key_hidden or spec.hidden}" if spec.key else "",
-            f"{asked}rows:{self.rows}",
-        ]
-        return " ".join(filter(None, parts))
+        return f"{self.target.name} {done} {title(self.spec)} {asked}rows:{self.rows}"
 
 
 def cases(arch: str) -> list[Case]:
@@ -110,10 +96,8 @@ def cases(arch: str) -> list[Case]:
 
 
 def digests(arch: str, processes: int | None = None) -> Iterator[str]:
-    """The lines of every case of an architecture. Needs no GPU.
-
-    Raises CompileError when a kernel does not compile, RuntimeError when cuTile's cache is
-    off.
+    """The lines of every case of an architecture. Needs no GPU. Raises CompileError when a kernel
+    does not compile, RuntimeError when cuTile's cache is off.
     """
     work = cases(arch)
     with compiling(_codes, work, processes) as results:
