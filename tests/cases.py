@@ -87,12 +87,6 @@ def modulations(dtype: str) -> list[dict]:
     return variants(dtype, MODULATED_NORMS, 8)
 
 
-def every_variant(hidden: int) -> list[NormSpec]:
-    """Specs of one size in every dtype and variant."""
-    specs = [NormSpec(hidden=hidden, dtype=d, **more) for d in DTYPES for more in variants(d)]
-    return list(dict.fromkeys(specs))
-
-
 def target(arch: str) -> Target:
     """The target of the interpreter: so few multiprocessors that blocks take several rows."""
     return replace(Target.of(arch), multiprocessors=MULTIPROCESSORS)

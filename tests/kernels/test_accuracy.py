@@ -7,7 +7,6 @@ import torch
 
 from tests import cases
 from tests.executors import Inputs
-from tests.ops.helpers import slow
 from tilenorm.launch import calls
 from tilenorm.launch.calls import Needs, every_gradient
 from tilenorm.launch.plan import plan_forward
@@ -18,15 +17,9 @@ from tilenorm.table import OPTIONS
 from .helpers import check, each_spec, every_result, over
 
 
-@over(argvalues=cases.matrix("forward", shared=False))
+@over(argvalues=cases.matrix("forward", shared=False) + cases.matrix("forward", shared=True))
 def test_every_regime_forward(executor, spec):
     inputs = Inputs.random(spec, executor.rows_beyond_grid(spec, "forward"), executor.device)
-    check(spec, inputs, executor.forward(spec, inputs))
-
-
-@over(argvalues=cases.matrix("forward", shared=True))
-def test_every_regime_of_shared_rows_forward(executor, spec):
-    inputs = Inputs.random(spec, 3, executor.device)
     check(spec, inputs, executor.forward(spec, inputs))
 
 
@@ -108,26 +101,6 @@ def test_backward_gradients_do_not_depend_on_others(executor, spec, needs):
         return  # the other gradients decide which multiplications the compiler fuses
     for name, grad in grads.items():
         assert torch.equal(grad, every[name]), name
-
-
-NARROW = cases.every_variant(24)[::2] + cases.every_variant(37)[1::2]
-MORE = cases.every_variant(24)[1::2] + cases.every_variant(37)[::2]  # the others of each size
-# On sm_80 blocks share these rows. Some variants of each dtype are enough.
-SHARING = cases.every_variant(4104)[::8] + cases.every_variant(4107)[4::8]
-
-
-@pytest.mark.parametrize(
-    "executor, spec",
-    [("interpreter_sm_90", spec) for spec in NARROW]
-    + slow(*(("interpreter_sm_90", spec) for spec in MORE))
-    + [("gpu", spec) for spec in (*NARROW, *MORE)]
-    + [(executor, spec) for executor in ("interpreter_sm_80", "gpu") for spec in SHARING],
-    indirect=["executor"],
-    ids=cases.label,
-)
-def test_every_variant(executor, spec):
-    inputs = Inputs.random(spec, 2 if spec.hidden > cases.NARROW else 5, executor.device)
-    check(spec, inputs, every_result(executor, spec, inputs))
 
 
 @pytest.mark.parametrize("rows", [1, 2, 13, 131, 1031])

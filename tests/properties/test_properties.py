@@ -19,7 +19,7 @@ from . import batch
 from .batch import Batch
 from .rows import KINDS
 
-QUICK, MORE = (75, 60), (600, 300)  # examples, and the most elements of a row
+QUICK, MORE = (150, 60), (600, 300)  # examples, and the most elements of a row
 # On a GPU: so many specs with so many rows each, and the most elements of a row.
 SPECS, ROWS, WIDEST = 100, 200, 16384
 BLOCK = 10  # specs of a case of pytest
