@@ -45,6 +45,10 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+def nodes(paths: list[Path]) -> Iterator[tuple[Path, ast.AST]]:
+    return ((path, node) for path in paths for node in ast.walk(tree_of(path)))
+
+
 def imports(path: Path) -> Iterator[tuple[int, str]]:
     """The line and the absolute name of each import, those inside functions included."""
     package = path.relative_to(ROOT).with_suffix("").parts[:-1]
@@ -107,7 +111,7 @@ def modules_hold_no_mutable_state() -> Violations:
 
 def nothing_writes_to_a_table() -> Violations:
     """No `global` statements, and no assignments to an element of a name in capitals."""
-    for path, node in ((path, node) for path in PACKAGE for node in ast.walk(tree_of(path))):
+    for path, node in nodes(PACKAGE):
         if isinstance(node, ast.Global):
             yield path, node.lineno, f"global {', '.join(node.names)}"
         elif isinstance(node, ast.Assign | ast.AugAssign):
@@ -126,7 +130,7 @@ def files_are_short() -> Violations:
 
 def kernel_functions_are_short_and_helpers_take_few_parameters() -> Violations:
     """A kernel itself may take more: its arrays, and its constants in groups."""
-    for path, node in ((path, node) for path in KERNELS for node in ast.walk(tree_of(path))):
+    for path, node in nodes(KERNELS):
         if isinstance(node, ast.FunctionDef):
             lines = node.end_lineno - node.lineno + 1
             if lines > MAX_FUNCTION_LINES:
