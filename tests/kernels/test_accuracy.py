@@ -72,8 +72,8 @@ def test_every_regime_of_shared_rows_backward(executor, spec):
 
 @pytest.mark.parametrize("needs", (DX, DW_AND_DB), ids=lambda needs: needs.label)
 def test_gradients_of_shared_rows_do_not_depend_on_others(executor, needs):
-    """tests/ops/test_asked.py draws gradients of other rows, of which those with a gate have other
-    bits on a GPU: there the other gradients decide which multiplications the compiler fuses.
+    """tests/properties draws the gradients of other rows. With a gate they have other bits on a
+    GPU: there the other gradients decide which multiplications the compiler fuses.
     """
     inputs = replace(Inputs.random(SHORT, 13, executor.device), dsum=None)
     grads = check(SHORT, inputs, executor.backward(SHORT, inputs, needs))

@@ -7,12 +7,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilenorm.launch.calls import Needs
+from tilenorm.launch.calls import Needs, every_gradient
 from tilenorm.launch.target import Target
 from tilenorm.spec import NormSpec
 
 from .. import cases, layouts
 from ..executors import Compiler, Executor, Inputs
+from ..kernels.helpers import assert_same_bits
 from ..oracle import Truth
 from ..sweep.draw import Case
 from ..tolerance import assert_close
@@ -95,6 +96,15 @@ def check(executor: Executor, batch: Batch) -> None:
             chosen = [i for i, other in enumerate(batch.kinds) if other == kind and computable[i]]
             actual, value, scale, pytorch = (t[chosen] for t in results)
             _assert_close(f"{name} of {kind}", actual, Truth(value, scale), pytorch)
+
+
+def check_alone(executor: Executor, batch: Batch) -> None:
+    """Each gradient has the bits that it has where every gradient is needed."""
+    spec, inputs, needs = batch.case.spec, batch.inputs(executor.device), batch.needs
+    found = executor.backward(spec, inputs, needs)
+    assert set(found) == {name for name in cases.GRADIENTS if getattr(needs, name)}
+    every = executor.backward(spec, inputs, every_gradient(spec)._replace(dsum=needs.dsum))
+    assert_same_bits(found, {name: every[name] for name in found})
 
 
 def _computable(spec: NormSpec, rstd: Tensor, rows: int) -> list[bool]:

@@ -30,10 +30,11 @@ def drawn(count: int, seed: int, hidden: int, rows: int) -> list[Batch]:
     return list(map(Batch.of, draw.drawn(count, seed, draw.Limits(hidden, rows, hidden * rows))))
 
 
-def check_each(executor, batches: list[Batch]) -> None:
+def check_each(executor, batches: list[Batch], *checks) -> None:
     for found in batches:
         try:
-            batch.check(executor, found)
+            for check in (batch.check, *checks):
+                check(executor, found)
         except Exception as error:
             raise AssertionError(str(found)) from error
 
@@ -43,7 +44,7 @@ def check_each(executor, batches: list[Batch]) -> None:
 def test_drawn_batches(executor, examples):
     count, hidden = examples
     seed = cases.INTERPRETERS.index(executor.name) + 1
-    check_each(executor, drawn(count, seed, hidden, 8))
+    check_each(executor, drawn(count, seed, hidden, 8), batch.check_alone)
 
 
 def large() -> list[Batch]:
