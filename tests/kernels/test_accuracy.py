@@ -17,7 +17,7 @@ from tilenorm.table import OPTIONS
 from .helpers import assert_same_bits, check, each_spec, every_result, over
 
 
-@over(argvalues=cases.matrix("forward", shared=False) + cases.matrix("forward", shared=True))
+@over(argvalues=cases.matrix("forward"))
 def test_every_regime_forward(executor, spec):
     inputs = Inputs.random(spec, executor.rows_beyond_grid(spec, "forward"), executor.device)
     check(spec, inputs, executor.forward(spec, inputs))
@@ -53,19 +53,15 @@ SHORT = NormSpec("rms", 4104, "bfloat16", "bfloat16", "bfloat16", 1.0)
 DX, DW_AND_DB = Needs(True, False, False), Needs(False, True, True)
 
 
-@over(argvalues=cases.matrix("backward", shared=False))
+@over(argvalues=cases.matrix("backward"))
 def test_every_regime_backward(executor, spec):
-    inputs = Inputs.random(spec, executor.rows_beyond_grid(spec, "backward"), executor.device)
-    check(spec, inputs, executor.backward(spec, inputs))
-
-
-@over(argvalues=cases.matrix("backward", shared=True))
-def test_every_regime_of_shared_rows_backward(executor, spec):
-    needs = every_gradient(spec)
-    if executor.name != "gpu" and spec.hidden > SUMMED:
-        needs = needs._replace(dw=False, db=False)
-    # Some sets of blocks take two rows or more. If there are many sets, 13 rows save time.
-    rows = min(13, executor.rows_beyond_grid(spec, "backward"))
+    rows, needs = executor.rows_beyond_grid(spec, "backward"), every_gradient(spec)
+    if executor.name != "gpu":
+        # Some sets of blocks that share rows take two or more. Of many sets, few rows save time.
+        shared = cases.shares(cases.config("backward", spec, executor.target), spec.hidden)
+        rows = min(13, rows) if shared else rows
+        if spec.hidden > SUMMED:
+            needs = needs._replace(dw=False, db=False)
     inputs = Inputs.random(spec, rows, executor.device)
     check(spec, inputs, executor.backward(spec, inputs, needs))
 
