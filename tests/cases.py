@@ -87,12 +87,6 @@ def modulations(dtype: str) -> list[dict]:
     return variants(dtype, MODULATED_NORMS, 8)
 
 
-def every_variant(hidden: int) -> list[NormSpec]:
-    """Specs of one size in every dtype and variant."""
-    specs = [NormSpec(hidden=hidden, dtype=d, **more) for d in DTYPES for more in variants(d)]
-    return list(dict.fromkeys(specs))
-
-
 def target(arch: str) -> Target:
     """The target of the interpreter: so few multiprocessors that blocks take several rows."""
     return replace(Target.of(arch), multiprocessors=MULTIPROCESSORS)
@@ -168,24 +162,22 @@ def listed() -> list[NormSpec]:
     ]
 
 
-def matrix(direction: str, shared: bool) -> list[tuple[str, NormSpec]]:
-    """(executor, spec) of plans whose blocks share rows (`shared`) or hold whole rows."""
+def matrix(direction: str) -> list[tuple[str, NormSpec]]:
+    """(executor, spec) of every regime."""
     pairs, seen = [], set()
     narrow = [spec for spec in listed() if spec.hidden <= NARROW]
     for arch in dict.fromkeys((*INTERPRETED, *TABLES)):
         for spec in chain(ends(direction, arch), narrow):
-            if shared and spec.hidden > SHARED:
-                continue
             chosen = config(direction, spec, target(arch))
-            size = (spec.hidden, spec.dtype)
-            if shares(chosen, spec.hidden) == shared and (chosen, size) not in seen:
-                seen.add((chosen, size))
+            plan = chosen, spec.hidden, spec.dtype
+            wide = spec.hidden > SHARED and shares(chosen, spec.hidden)
+            if not wide and plan not in seen:
+                seen.add(plan)
                 pairs.append((f"interpreter_{arch}", spec))
     # The plans of a GPU are not known when tests are collected, and each spec costs a compile.
     # Regimes without a table end at powers of two, and HIDDEN has most of these.
     every = chain(listed(), *(ends(direction, arch) for arch in TABLES))
-    on_gpu = [s for s in dict.fromkeys(every) if (s.hidden > WIDEST_ROW) == shared]
-    return pairs + [("gpu", spec) for spec in on_gpu]
+    return pairs + [("gpu", spec) for spec in dict.fromkeys(every)]
 
 
 def some_needs(spec: NormSpec) -> list[Needs]:

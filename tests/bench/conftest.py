@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import tilenorm
-from bench import timing
+from bench import record, timing
+from bench.__main__ import main
 
 from ..distributed.conftest import world  # noqa: F401
 
@@ -43,6 +44,22 @@ def without_gpu(monkeypatch):
 def tiny(monkeypatch, without_gpu):
     """The bench runs on the CPU with few rows."""
     monkeypatch.setattr("bench.__main__.CPU_ELEMENTS", 4096)
+
+
+@pytest.fixture
+def again(tmp_path, capsys):
+    """A function that runs a command twice: the second time from its record, with equal output."""
+
+    def run(command: list[str]) -> tuple[record.Record, str, str]:
+        """The record, and what is printed to stdout and to stderr."""
+        path = str(tmp_path / "new" / "run.jsonl")
+        assert not main([*command, "--out", path])
+        out, err = capsys.readouterr()
+        assert not main(["--from", path])
+        assert capsys.readouterr().out == out
+        return record.load([path]), out, err
+
+    return run
 
 
 @pytest.fixture

@@ -3,51 +3,28 @@ import math
 import pytest
 import torch
 
-from bench import accuracy, record, report
+from bench import accuracy, report
 from bench.__main__ import main
-from bench.accuracy import INPUTS, SERVED, difficult_inputs, error_in_ulps, measure
+from bench.accuracy import INPUTS, difficult_inputs, error_in_ulps
 from bench.cases import OPS
 from bench.op import DTYPES, Case
 from bench.record import Accuracy
 from bench.report import worse
 
-from ..ops.pretended import pretended_gpu
-
 EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 BOTH = ["tilenorm", "torch"]
-QUICK = ("rms_norm", "add_layer_norm")
 
 
 @pytest.mark.filterwarnings("ignore::tilenorm.ReferenceWarning")
-def test_command_prints_a_table_and_writes_a_record(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    file = tmp_path / "a.jsonl"
+def test_command_prints_a_table_and_writes_a_record(without_gpu, again):
     options = ["--op", "rms_norm", "add_layer_norm", "--dtype", "bfloat16", "--provider", *BOTH]
-    sizes = ["--hidden", "48", "--rows", "8", "--out", str(file)]
-    assert main(["accuracy", *options, *sizes]) == 0
-    printed = capsys.readouterr().out
+    found, printed, _ = again(["accuracy", *options, "--hidden", "48", "--rows", "8"])
     assert "bfloat16: largest error against float64, in ulps" in printed
     assert "torch's error on the same inputs and 4 ulps: nowhere" in printed
     assert report.CPU_NOTICE in printed
-    found = record.load([file])
     assert len(found.accuracies) == 2 * len(INPUTS) * len(BOTH)
     assert not [line.error for line in found.accuracies if line.error]
     assert list(found.accuracies[0].ulps) == ["y", "dx", "dweight"]
-    assert main(["--from", str(file)]) == 0
-    assert capsys.readouterr().out == printed
-
-
-@pytest.mark.parametrize(
-    "of_kernels", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in SERVED]
-)
-def test_kernels_are_not_worse_than_twice_pytorch(of_kernels):
-    """By the interpreter of the kernels."""
-    op, m, n = OPS[of_kernels], OPS[of_kernels].heads or 6, 32 if OPS[of_kernels].heads else 96
-    with pretended_gpu():
-        cases = [Case(op.name, dtype, m, n) for dtype in ("bfloat16", "float32")]
-        lines = [line for case in cases for line in measure(op, case, BOTH, "cpu")]
-    assert not [line.error for line in lines if line.error]
-    assert worse(lines) == []
 
 
 def ulps(actual, true, dtype, of_rows=True):

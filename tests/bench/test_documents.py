@@ -21,12 +21,8 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "bench" / "results"
 DOCUMENTS = [ROOT / "README.md", ROOT / "bench" / "README.md"]
 
-each_document = pytest.mark.parametrize(
-    "path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT))
-)
 
-
-@each_document
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_text_between_markers_is_what_the_records_print(path):
     blocks = documents.blocks(path)
     assert path.read_text() == documents.rewritten(path)

@@ -1,4 +1,3 @@
-import json
 import os
 
 import pytest
@@ -14,9 +13,7 @@ from tilenorm.tools import precompile
 CASE = Case("rms_norm", "float32", 8, 16)
 
 
-def test_cold_and_warm_calls_run_in_two_processes_with_one_cache(
-    monkeypatch, without_gpu, tmp_path, capsys
-):
+def test_cold_and_warm_calls_run_in_two_processes_with_one_cache(monkeypatch, without_gpu, again):
     folders = []
 
     def run(function, timeout_s, places, **arguments):
@@ -25,22 +22,16 @@ def test_cold_and_warm_calls_run_in_two_processes_with_one_cache(
 
     monkeypatch.setattr(worker, "run", run)
     monkeypatch.setattr(first_call, "ROWS", 8)
-    path = str(tmp_path / "run.jsonl")
     options = ["--hidden", "16", "--dtype", "float32", "--provider", "torch", "quack"]
-    assert main(["first-call", *options, "--out", path]) == 0
-    out = capsys.readouterr().out
+    found, out, _ = again(["first-call", *options])
     assert len(folders) == 2 and len(set(folders)) == 1
     assert "absent: quack (needs a GPU)" in out
-    with open(path) as file:
-        found = [json.loads(line) for line in file][1:]
-    assert [(line["n"], line["dtype"], line["direction"]) for line in found] == [
+    assert [(line.n, line.dtype, line.direction) for line in found.first_calls] == [
         (*spec, way)
         for spec in ((512, "float16"), (16, "float32"))
         for way in ("forward", "backward")
     ]
-    assert all(line["cold_s"] > 0 and line["warm_s"] > 0 for line in found)
-    assert main(["--from", path]) == 0
-    assert capsys.readouterr().out == out
+    assert all(line.cold_s > 0 and line.warm_s > 0 for line in found.first_calls)
 
 
 def test_failure_is_shown_for_its_direction_alone(monkeypatch):

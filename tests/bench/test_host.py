@@ -4,30 +4,22 @@ import pytest
 import torch
 
 from bench import host, record
-from bench.__main__ import main
 from bench.cases import OPS
 from bench.command import Run
 
 
-def course(late: bool) -> Run:
-    return Run("cpu", {}, record.Record(), print, lambda: late)
-
-
 @pytest.mark.slow
-def test_the_command_measures_every_way(tmp_path, monkeypatch, capsys):
+def test_the_command_measures_every_way(again, monkeypatch):
     op = "add_layer_norm"
     monkeypatch.setattr(host.timing, "host", lambda call, device: (call(), [3, 4])[1])
-    path = str(tmp_path / "host.jsonl")
-    assert main(["host", "--op", op, "--provider", "torch", "tilenorm", "--out", path]) == 0
-    lines = record.load([path]).hosts
-    found = {(line.way, line.provider): line for line in lines}
+    written, out, _ = again(["host", "--op", op, "--provider", "torch", "tilenorm"])
+    found = {(line.way, line.provider): line for line in written.hosts}
     names = ("torch", "tilenorm")
     steps = {("step", name) for name in (*names, "compile", "tilenorm-compile")}
     assert found.keys() == {(way, n) for way in ("call", "batch") for n in names} | steps
-    for line in lines:
+    for line in written.hosts:
         assert not line.error and (line.forward_us, line.forward_cpu_us) == (3, 4)
         assert (line.forward_backward_us, line.forward_backward_cpu_us) == (3, 4)
-    out = capsys.readouterr().out
     for way in host.WAYS:
         assert f"{op}: host time of a {way} in µs (times torch's)" in out
 
@@ -48,27 +40,11 @@ def test_a_batch_has_three_dimensions_and_whole_parameters():
     assert load("torch")(x, weight).shape == x.shape
 
 
-def test_a_provider_that_fails_is_named_and_the_others_go_on(monkeypatch):
-    def load(name):
-        def run(x, w):
-            if name == "a":
-                raise ValueError("at most 64 columns")
-            return x * w
-
-        return run
-
-    given = host._given(OPS["rms_norm"], "cpu", "call")
-    monkeypatch.setattr(host, "_given", lambda *_: (*given[:2], load))
-    monkeypatch.setattr(host.timing, "host", lambda call, device: (call(), [3, 4])[1])
-    a, b = host.times(OPS["rms_norm"], ["a", "b"], course(False), "call", print)
-    assert a.error == "ValueError: at most 64 columns" and not b.error
-    assert host.times(OPS["rms_norm"], ["b"], course(True), "call", print) == []
-
-
 def test_norms_by_group_are_called_with_a_sample_and_codes_have_a_forward_alone():
     leaves, *_ = host._given(OPS["modulated_rms_norm gated"], "cpu", "call")
     assert [list(x.shape) for x in leaves] == [[1, 1024, 1024]] * 2 + [[1, 1024]] * 3
     assert OPS["modulated_rms_norm"].ways == ("call", "step")
     assert OPS["rms_norm_quantized row"].ways == ("call",)
-    (line,) = host.times(OPS["rms_norm_quantized row"], ["torch"], course(False), "call", print)
+    course = Run("cpu", {}, record.Record(), print, lambda: False)
+    (line,) = host.times(OPS["rms_norm_quantized row"], ["torch"], course, "call", print)
     assert line.forward_us and line.forward_backward_us is None and not line.error

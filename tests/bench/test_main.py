@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench import record, report
+from bench import report
 from bench.__main__ import main
 from bench.cases import OPS
 from bench.op import DIRECTIONS
@@ -16,24 +16,17 @@ RMS_NORM = ("--op", "rms_norm", "--dtype", "bfloat16")
 RELEASE = ("--suite", "release", "--dtype", "bfloat16")
 
 
-def test_command_prints_the_same_from_its_record(tmp_path, capsys):
-    path = str(tmp_path / "new" / "run.jsonl")
-    main([*RMS_NORM, "--hidden", "1024", "4096", "--out", path])
-    out, err = capsys.readouterr()
+def test_command_prints_the_same_from_its_record(again):
+    found, out, err = again([*RMS_NORM, "--hidden", "1024", "4096"])
     assert out.splitlines()[0] == out.splitlines()[-1] == report.CPU_NOTICE
     assert "absent: compile (needs a GPU)" in out
     assert err.count("\n") == 1 + 2 + 2 * 2 * 2  # notice, host times, N x provider x direction
-    found = record.load([path])
     assert found.runs[0]["command"].endswith("--hidden 1024 4096 --out run.jsonl")
     assert [*map(len, (found.hosts, found.copies, found.cells))] == [2, 2, 8]
-    main(["--from", path])
-    assert capsys.readouterr().out == out
 
 
-def test_every_op_of_a_suite_has_tables_and_each_shape_is_copied_once(tmp_path, capsys):
-    path = str(tmp_path / "run.jsonl")
-    main([*RELEASE, "--hidden", "128", "256", "1024", "--out", path])
-    out = capsys.readouterr().out
+def test_every_op_of_a_suite_has_tables_and_each_shape_is_copied_once(again):
+    found, out, _ = again([*RELEASE, "--hidden", "128", "256", "1024"])
     titles = [line.split(":")[0] for line in out.splitlines() if "% of a copy" in line]
     assert titles == [
         f"{op.name} {way}, bfloat16"
@@ -42,8 +35,7 @@ def test_every_op_of_a_suite_has_tables_and_each_shape_is_copied_once(tmp_path, 
         if way in op.directions
     ]
     assert all(status not in out for status in ("wrong", "failed", "refused"))
-    copies = record.load([path]).copies
-    assert len(copies) == len({(copy.m, copy.n) for copy in copies})
+    assert len(found.copies) == len({(copy.m, copy.n) for copy in found.copies})
 
 
 def test_provider_without_an_op_is_absent_from_that_op_alone(monkeypatch, capsys):
@@ -91,10 +83,9 @@ def test_size_outside_the_suite_is_refused_with_a_list_of_sizes():
         main(["--hidden", "1024", "77"])
 
 
-def test_sizes_are_measured_in_the_given_order_with_all_ops_of_a_size_together(tmp_path):
-    path = str(tmp_path / "run.jsonl")
+def test_sizes_are_measured_in_the_given_order_with_all_ops_of_a_size_together(again):
     both = ["--op", "rms_norm", "layer_norm", "--direction", "forward", "--provider", "torch"]
-    main([*RELEASE, *both, "--hidden", "512", "256", "--out", path])
-    assert [(cell.n, cell.op) for cell in record.load([path]).cells] == [
+    found, *_ = again([*RELEASE, *both, "--hidden", "512", "256"])
+    assert [(cell.n, cell.op) for cell in found.cells] == [
         (n, op) for n in (512, 256) for op in ("rms_norm", "layer_norm")
     ]

@@ -16,8 +16,8 @@ from bench.run import _prepare
 
 from .test_run import ran
 
-HAS = ("rms_norm_quantized tensor", "add_rms_norm_quantized tensor")
-HAS = (*HAS, "add_rms_norm_quantized block + y")
+HAS = {f"{op}_quantized tensor" for op in ("rms_norm", "add_rms_norm")}
+HAS |= {"add_rms_norm_quantized block + y"}
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
@@ -66,7 +66,7 @@ def flashinfer(monkeypatch):
 
 def test_flashinfer_is_measured_where_it_moves_the_same_bytes(flashinfer):
     absent = {op.name: PROVIDERS["flashinfer"].absent(op, "cuda") for op in OPS.values()}
-    assert {name for name, why in absent.items() if not why} == {*HAS}
+    assert {name for name, why in absent.items() if not why} == HAS
 
 
 @pytest.mark.filterwarnings("ignore::tilenorm.ReferenceWarning")

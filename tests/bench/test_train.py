@@ -18,13 +18,13 @@ from bench.record import Pair
 from bench.shapes import LLAMA, MODELS, tiny
 from bench.timing import Timer
 
-from ..ops.helpers import slow
+from ..ops.helpers import SLOW, slow
 from .test_record import rows_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::tilenorm.ReferenceWarning")
 FOREVER = float("inf")
 QUICK = ("Qwen3 8B", "ViT-L")
-OTHER_PAIR = pytest.param(("patch-compile", "compile"), marks=pytest.mark.slow)
+COMPILED = [("compile", "tilenorm-compile"), pytest.param(("patch-compile", "compile"), marks=SLOW)]
 
 
 class Clock(Timer):
@@ -161,7 +161,7 @@ def test_both_variants_train_the_same_weights(name):
     assert found["reports"][1].startswith(f"{norms} modules patched, 0 not patched")
 
 
-@pytest.mark.parametrize("names", [("compile", "tilenorm-compile"), OTHER_PAIR])
+@pytest.mark.parametrize("names", COMPILED)
 def test_compiled_variants_share_a_process_and_compile_once_each(graphs, names):
     found = pair.measure(names, settings_of(), 2, FOREVER)
     assert len(graphs) == 4  # of each variant a layer, which serves all layers, and the head
@@ -219,18 +219,14 @@ def test_bad_options_are_refused_before_anything_runs(without_gpu, options, mess
     assert message in f"{stopped.value} {capsys.readouterr().err}"
 
 
-def test_command_prints_the_same_from_its_record(monkeypatch, without_gpu, tmp_path, capsys):
+def test_command_prints_the_same_from_its_record(monkeypatch, without_gpu, again):
     def run(function, timeout_s, places=None, **arguments):
         return function(**arguments)
 
     monkeypatch.setattr(worker, "run", run)
-    path = str(tmp_path / "run.jsonl")
     command = ["train", "--tiny", "--pairs", "6", *PAIR]
-    command += ["--model", "Llama 3.2 1B", "ViT-L", "--layers", "1", "--out", path]
-    assert main(command) == 0
-    out, err = capsys.readouterr()
+    found, out, err = again([*command, "--model", "Llama 3.2 1B", "ViT-L", "--layers", "1"])
     assert err.count("6 of 6 pairs") == 2
-    found = record.load([path])
     assert found.runs[0]["command"].endswith("--layers 1 --out run.jsonl")
     for line, name in zip(found.pairs, ("Llama 3.2 1B", "ViT-L"), strict=True):
         assert line.label.startswith(f"{name}'s form in other sizes, 1 layers")
@@ -238,8 +234,6 @@ def test_command_prints_the_same_from_its_record(monkeypatch, without_gpu, tmp_p
         median, low, high = line.difference_us
         assert low <= median <= high
         assert f"{low / 1e3:+.2f} to {high / 1e3:+.2f}" in out
-    assert main(["--from", path]) == 0
-    assert capsys.readouterr().out == out
 
 
 def test_tensor_parallelism_is_for_the_form_of_llama(monkeypatch):

@@ -7,10 +7,16 @@ import torch
 from torch import Tensor
 
 from tests import cases
+from tests.ops.helpers import slow
 from tests.tolerance import assert_close
 
 over = partial(pytest.mark.parametrize, "executor, spec", indirect=["executor"], ids=cases.label)
 each_spec = partial(pytest.mark.parametrize, "spec", ids=cases.label)
+
+
+def seeds(quick: int, count: int):
+    """Parametrises with so many seeds, of which the first are quick."""
+    return pytest.mark.parametrize("seed", [*range(quick), *slow(*range(quick, count))])
 
 
 def every_result(executor, spec, inputs, **how) -> dict[str, Tensor]:

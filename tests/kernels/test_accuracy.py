@@ -7,7 +7,6 @@ import torch
 
 from tests import cases
 from tests.executors import Inputs
-from tests.ops.helpers import slow
 from tilenorm.launch import calls
 from tilenorm.launch.calls import Needs, every_gradient
 from tilenorm.launch.plan import plan_forward
@@ -15,18 +14,12 @@ from tilenorm.ops import cutile
 from tilenorm.spec import NormSpec
 from tilenorm.table import OPTIONS
 
-from .helpers import check, each_spec, every_result, over
+from .helpers import assert_same_bits, check, each_spec, every_result, over
 
 
-@over(argvalues=cases.matrix("forward", shared=False))
+@over(argvalues=cases.matrix("forward"))
 def test_every_regime_forward(executor, spec):
     inputs = Inputs.random(spec, executor.rows_beyond_grid(spec, "forward"), executor.device)
-    check(spec, inputs, executor.forward(spec, inputs))
-
-
-@over(argvalues=cases.matrix("forward", shared=True))
-def test_every_regime_of_shared_rows_forward(executor, spec):
-    inputs = Inputs.random(spec, 3, executor.device)
     check(spec, inputs, executor.forward(spec, inputs))
 
 
@@ -58,76 +51,31 @@ SUMMED = 20480
 # On sm_80, which has no table, blocks share rows of this spec in both directions.
 SHORT = NormSpec("rms", 4104, "bfloat16", "bfloat16", "bfloat16", 1.0)
 DX, DW_AND_DB = Needs(True, False, False), Needs(False, True, True)
-NEEDED = [
-    NormSpec(hidden=n, **fields)
-    for n in (24, 37)
-    for fields in (
-        {"norm": "rms", "dtype": "float32", "weight": "float32", "bias": "float32"},
-        {"norm": "layer", "dtype": "bfloat16", "weight": "bfloat16", "residual": "float32"},
-        {"norm": "rms", "dtype": "float32", "weight": "float32", "bias": "float32", "heads": 3}
-        | {"gate": "float32"},
-        {"norm": "rms", "dtype": "bfloat16", "weight": "float32", "gate": "bfloat16"}
-        | {"gate_first": True},
-    )
-]
 
 
-@over(argvalues=cases.matrix("backward", shared=False))
+@over(argvalues=cases.matrix("backward"))
 def test_every_regime_backward(executor, spec):
-    inputs = Inputs.random(spec, executor.rows_beyond_grid(spec, "backward"), executor.device)
-    check(spec, inputs, executor.backward(spec, inputs))
-
-
-@over(argvalues=cases.matrix("backward", shared=True))
-def test_every_regime_of_shared_rows_backward(executor, spec):
-    needs = every_gradient(spec)
-    if executor.name != "gpu" and spec.hidden > SUMMED:
-        needs = needs._replace(dw=False, db=False)
-    # Some sets of blocks take two rows or more. If there are many sets, 13 rows save time.
-    rows = min(13, executor.rows_beyond_grid(spec, "backward"))
+    rows, needs = executor.rows_beyond_grid(spec, "backward"), every_gradient(spec)
+    if executor.name != "gpu":
+        # Some sets of blocks that share rows take two or more. Of many sets, few rows save time.
+        shared = cases.shares(cases.config("backward", spec, executor.target), spec.hidden)
+        rows = min(13, rows) if shared else rows
+        if spec.hidden > SUMMED:
+            needs = needs._replace(dw=False, db=False)
     inputs = Inputs.random(spec, rows, executor.device)
     check(spec, inputs, executor.backward(spec, inputs, needs))
 
 
-@pytest.mark.parametrize(
-    "spec, needs",
-    [
-        pytest.param(spec, needs, id=f"{cases.label(spec)}-{needs.label}")
-        for spec in NEEDED
-        for needs in cases.some_needs(spec)
-    ]
-    + [pytest.param(SHORT, needs, id=f"shared-{needs.label}") for needs in (DX, DW_AND_DB)],
-)
-def test_backward_gradients_do_not_depend_on_others(executor, spec, needs):
-    inputs = Inputs.random(spec, 13, executor.device)
-    inputs = inputs if needs.dsum else replace(inputs, dsum=None)
-    grads = check(spec, inputs, executor.backward(spec, inputs, needs))
+@pytest.mark.parametrize("needs", (DX, DW_AND_DB), ids=lambda needs: needs.label)
+def test_gradients_of_shared_rows_do_not_depend_on_others(executor, needs):
+    """tests/properties draws the gradients of other rows. With a gate they have other bits on a
+    GPU: there the other gradients decide which multiplications the compiler fuses.
+    """
+    inputs = replace(Inputs.random(SHORT, 13, executor.device), dsum=None)
+    grads = check(SHORT, inputs, executor.backward(SHORT, inputs, needs))
     assert set(grads) == {name for name in cases.GRADIENTS if getattr(needs, name)}
-    every = executor.backward(spec, inputs, every_gradient(spec)._replace(dsum=needs.dsum))
-    if spec.gate and executor.name == "gpu":
-        return  # the other gradients decide which multiplications the compiler fuses
-    for name, grad in grads.items():
-        assert torch.equal(grad, every[name]), name
-
-
-NARROW = cases.every_variant(24)[::2] + cases.every_variant(37)[1::2]
-MORE = cases.every_variant(24)[1::2] + cases.every_variant(37)[::2]  # the others of each size
-# On sm_80 blocks share these rows. Some variants of each dtype are enough.
-SHARING = cases.every_variant(4104)[::8] + cases.every_variant(4107)[4::8]
-
-
-@pytest.mark.parametrize(
-    "executor, spec",
-    [("interpreter_sm_90", spec) for spec in NARROW]
-    + slow(*(("interpreter_sm_90", spec) for spec in MORE))
-    + [("gpu", spec) for spec in (*NARROW, *MORE)]
-    + [(executor, spec) for executor in ("interpreter_sm_80", "gpu") for spec in SHARING],
-    indirect=["executor"],
-    ids=cases.label,
-)
-def test_every_variant(executor, spec):
-    inputs = Inputs.random(spec, 2 if spec.hidden > cases.NARROW else 5, executor.device)
-    check(spec, inputs, every_result(executor, spec, inputs))
+    every = executor.backward(SHORT, inputs, every_gradient(SHORT)._replace(dsum=needs.dsum))
+    assert_same_bits(grads, {name: every[name] for name in grads})
 
 
 @pytest.mark.parametrize("rows", [1, 2, 13, 131, 1031])

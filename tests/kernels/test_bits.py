@@ -20,17 +20,17 @@ from .helpers import assert_same_bits, each_spec, every_result
 SPECS = (
     NormSpec("rms", 24, "bfloat16", "bfloat16", "bfloat16"),
     NormSpec("rms", 37, "float16", "float32"),
-    NormSpec("rms", 64, "float32", "float32", None, 1.0),
     NormSpec("rms", 1001, "bfloat16", "bfloat16"),
+    NormSpec("rms", 520, "float16", gate="float32", gate_first=True),
+    NormSpec("layer", 37, "float32", "float32", "float32", heads=4),
     NormSpec("rms", 5120, "bfloat16", "bfloat16"),
-    NormSpec("layer", 40, "bfloat16", "bfloat16", "bfloat16", residual="float32"),
     NormSpec("layer", 1536, "float16", "float16", "float16"),
     NormSpec("rms", 16392, "bfloat16", residual="bfloat16"),
+    NormSpec("rms", 64, "float32", "float32", None, 1.0),
+    NormSpec("layer", 40, "bfloat16", "bfloat16", "bfloat16", residual="float32"),
     NormSpec("rms", 12288, "bfloat16", "bfloat16", residual="bfloat16"),
     NormSpec("rms", 128, "bfloat16", "bfloat16", gate="bfloat16"),
-    NormSpec("rms", 520, "float16", gate="float32", gate_first=True),
     NormSpec("rms", 64, "bfloat16", "bfloat16", heads=3),
-    NormSpec("layer", 37, "float32", "float32", "float32", heads=4),
 )
 ROWS = 12
 

@@ -6,20 +6,13 @@ tests/ops/test_rope.py compares the bits of tensors that lie otherwise in memory
 from dataclasses import replace
 from random import Random
 
-import pytest
-
 from tests.cases import OF_KEY
 from tests.executors import Interpreter
 from tests.tolerance import assert_close
 from tilenorm.launch.calls import every_gradient
 
 from . import rope
-from .helpers import assert_same_bits, every_result
-
-
-def drawn(quick: int, count: int):
-    seeds = [pytest.param(n, marks=() if n < quick else pytest.mark.slow) for n in range(count)]
-    return pytest.mark.parametrize("seed", seeds)
+from .helpers import assert_same_bits, every_result, seeds
 
 
 def call_of(seed: int):
@@ -29,7 +22,7 @@ def call_of(seed: int):
     return Interpreter(rng.choice(("sm_80", "sm_90"))), spec, rope.Inputs.random(spec, sizes, seed)
 
 
-@drawn(24, 100)
+@seeds(24, 100)
 def test_accuracy(seed):
     """Within the budget, or, rounded early, of Hugging Face's bits, given the same rstd."""
     executor, spec, inputs = call_of(seed)
@@ -42,7 +35,7 @@ def test_accuracy(seed):
         assert_close(name, t, truths[name], truths[name].value.to(t.dtype))
 
 
-@drawn(6, 30)
+@seeds(6, 30)
 def test_bits_do_not_depend_on_padding_the_order_of_blocks_or_other_needed_gradients(seed):
     call = call_of(seed)
     expected = every_result(*call)
@@ -56,7 +49,7 @@ def test_bits_do_not_depend_on_padding_the_order_of_blocks_or_other_needed_gradi
         assert_same_bits(executor.backward(spec, inputs, needs), {name: expected[name]})
 
 
-@drawn(6, 30)
+@seeds(6, 30)
 def test_bits_of_a_token_do_not_depend_on_the_others(seed):
     rng = Random(seed)
     spec, sizes = rope.drawn(rng)

@@ -6,7 +6,6 @@ A call that repeats an earlier one gives the driver the arguments that cuTile wo
 import ctypes
 import importlib.util
 import struct
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +15,6 @@ from cuda.tile._cext import default_tile_context
 from tests import stand_in_driver
 from tests.executors import backward_calls, forward_calls
 from tests.ops.helpers import slow
-from tests.ops.test_concurrency import at_once
 from tilenorm.launch import driver, toolchain
 from tilenorm.launch.calls import every_gradient
 from tilenorm.launch.driver import Argument, Prepared, arguments_of, repeating
@@ -181,20 +179,6 @@ def test_calls_beside_each_other_have_arguments_of_their_own():
     assert repeat(1, [11, 12, 13])
     read = [(stream, arguments) for _, stream, _, arguments, _ in queue.seen[1:]]
     assert read == [(2, [23, 5, 21]), (2, [23, 22, 9]), (1, [13, 5, 11]), (1, [13, 12, 9])]
-
-
-def test_threads_at_once():
-    def work(number):
-        each = ([number << 32 | i, 0, number << 32 | i] for i in range(300))
-        return all(repeat(number, addresses) for addresses in each)
-
-    def compare(config, function, arguments, _):
-        stream = driver._Config.from_address(config).stream
-        [first] = (ctypes.c_void_p * 1).from_address(arguments)
-        return ctypes.c_uint64.from_address(first).value >> 32 != stream
-
-    repeat = repeating(compare, LAUNCHES, 3)
-    assert at_once([partial(work, number) for number in range(1, 5)]) == [True] * 4
 
 
 class Driver(SimpleNamespace):

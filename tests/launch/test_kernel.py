@@ -18,13 +18,12 @@ import pytest
 import torch
 from cuda.tile._cext import default_tile_context
 
-from tests.executors import backward_calls, forward_calls
+from tests.executors import forward_calls
 from tests.ops.helpers import NEEDS_GPU
 from tests.ops.test_concurrency import at_once
 from tests.stand_in_compiler import CRASH, ERROR
 from tilenorm.kernels.forward import row_forward
 from tilenorm.launch import disk_cache
-from tilenorm.launch.calls import Call, every_gradient
 from tilenorm.launch.config import Hints
 from tilenorm.launch.kernel import TIMEOUT, CompileError, Kernel, bounded, hinted
 from tilenorm.launch.target import Target
@@ -38,17 +37,16 @@ THREADS = 8
 ROWS_OF_16 = 16  # another signature than that of 1000 rows
 
 
-def forward_call(rows=1000):
-    [call] = forward_calls(SPEC, TARGET, rows, True)
-    return call
+def signature_of(rows=1000, spec=SPEC):
+    """That of the forward kernel."""
+    [call] = forward_calls(spec, TARGET, rows, True)
+    return signature(call.kernel, call.arguments)
 
 
 def compiled(kernel=None, rows=1000, capability=CAPABILITY):
     """What a launch of the forward kernel gets; of a new kernel, as in a new process."""
-    call = forward_call(rows)
-    made = signature(call.kernel, call.arguments)
-    kernel = kernel or Kernel(call.kernel._pyfunc)
-    return kernel._compile(made, default_tile_context, capability)
+    kernel = kernel or Kernel(row_forward._pyfunc)
+    return kernel._compile(signature_of(rows), default_tile_context, capability)
 
 
 @pytest.mark.parametrize("folder", ["cache", "off"])
@@ -56,11 +54,11 @@ def test_threads_share_one_compilation_and_one_failure(folder, compiler, monkeyp
     if folder == "off":
         monkeypatch.setattr(default_tile_context.config, "cache_dir", None)
     compiler.breaks(row_forward='sleep 0.3; echo cubin > "$3"; exit')
-    found = at_once([partial(compiled, Kernel(forward_call().kernel._pyfunc))] * THREADS)
+    found = at_once([partial(compiled, Kernel(row_forward._pyfunc))] * THREADS)
     assert len({id(result) for result in found}) == 1
     assert found[0][0] == b"cubin\n"
     compiler.breaks(row_forward=f"sleep 0.3; {CRASH}")
-    kernel = Kernel(forward_call(ROWS_OF_16).kernel._pyfunc)
+    kernel = Kernel(row_forward._pyfunc)
     found = at_once([partial(compiled, kernel, ROWS_OF_16)] * THREADS)
     assert all(type(error) is CompileError for error in found)
     assert len(set(map(str, found))) == 1
@@ -77,15 +75,14 @@ def test_threads_share_one_kernel(compiler, monkeypatch):
         begin(self, *args, **kwargs)
 
     monkeypatch.setattr(Kernel, "__init__", slowly)
-    kernel = forward_call().kernel
-    found = at_once([partial(hinted, kernel, Hints(occupancy=3))] * THREADS)
+    found = at_once([partial(hinted, row_forward, Hints(occupancy=3))] * THREADS)
     assert len(set(found)) == 1
     assert len(made) > 1  # the test was about a race
-    assert hinted(kernel, Hints(occupancy=3)) is found[0]
+    assert hinted(row_forward, Hints(occupancy=3)) is found[0]
 
 
 def test_devices_of_two_architectures_each_have_their_code(compiler):
-    kernel = Kernel(forward_call().kernel._pyfunc)
+    kernel = Kernel(row_forward._pyfunc)
     compiled(kernel)
     compiled(kernel, capability=(10, 0))
     assert compiler.runs("row_forward") == 2
@@ -93,7 +90,7 @@ def test_devices_of_two_architectures_each_have_their_code(compiler):
 
 def test_a_failure_is_told_in_one_line_and_not_tried_again(compiler):
     compiler.breaks(row_forward="printf 'error: one\\nmore\\n' >&2; exit 7")
-    kernel = Kernel(forward_call().kernel._pyfunc)
+    kernel = Kernel(row_forward._pyfunc)
     message = "its kernel row_forward does not compile for sm_90: Return code 7 one more"
     for _ in range(2):
         with pytest.raises(CompileError) as raised:
@@ -197,9 +194,11 @@ def fill(specs, number, started):
     """Compile the forward kernels of some specs, each process in another order."""
     started.wait()
     for i in range(len(specs)):
-        [call] = forward_calls(specs[(i + number) % len(specs)], TARGET, 1000, True)
-        made = signature(call.kernel, call.arguments)
-        assert call.kernel._compile(made, default_tile_context, CAPABILITY)[0] == b"cubin\n"
+        made, kernel = (
+            signature_of(spec=specs[(i + number) % len(specs)]),
+            Kernel(row_forward._pyfunc),
+        )
+        assert kernel._compile(made, default_tile_context, CAPABILITY)[0] == b"cubin\n"
 
 
 def test_processes_fill_one_cache(compiler):
@@ -223,19 +222,11 @@ def wrong(X):
     ct.store(X, (0,), "text")
 
 
-def test_the_kernel_of_an_error_is_named(compiler):
-    """Each of a step, and one with an error of the language."""
-    calls = backward_calls(SPEC, TARGET, 1000, every_gradient(SPEC))
-    calls += [Call(Kernel(wrong._pyfunc), (1,), (torch.empty(16),))]
-    for call in calls:
-        name = call.kernel._pyfunc.__name__
-        compiler.breaks(**{name: ERROR})
-        made = signature(call.kernel, call.arguments)
-        with pytest.raises(CompileError, match=f"its kernel {name} does not compile for sm_90"):
-            call.kernel._compile(made, default_tile_context, CAPABILITY)
-
-
-SIGNATURE = signature(row_forward, forward_calls(SPEC, Target.of("sm_90"), 1000, True)[0].arguments)
+def test_an_error_of_the_language_is_one_of_a_named_kernel(compiler):
+    kernel = Kernel(wrong._pyfunc)
+    made = signature(kernel, (torch.empty(16),))
+    with pytest.raises(CompileError, match="its kernel wrong does not compile for sm_90"):
+        kernel._compile(made, default_tile_context, CAPABILITY)
 
 
 @pytest.fixture
@@ -256,10 +247,10 @@ def traced(monkeypatch, tmp_path):
     disk_cache._origin.cache_clear()
 
 
-def cubin_of(signature=SIGNATURE, capability=(9, 0), **hints) -> bytes:
+def cubin_of(made=None, capability=CAPABILITY, **hints) -> bytes:
     """The cubin that a new kernel object gets, as in a new process."""
-    kernel = Kernel(row_forward._pyfunc, **hints)
-    cubin, _, *rest = kernel._compile(signature, default_tile_context, capability)
+    kernel, made = Kernel(row_forward._pyfunc, **hints), made or signature_of()
+    cubin, _, *rest = kernel._compile(made, default_tile_context, capability)
     assert rest == [None, ()]
     return cubin
 
@@ -267,16 +258,14 @@ def cubin_of(signature=SIGNATURE, capability=(9, 0), **hints) -> bytes:
 def test_a_kernel_is_traced_once(traced):
     assert [cubin_of(), cubin_of()] == [b"cubin 1"] * 2
     # A launch asks with a signature without a symbol, precompile with one that has a symbol.
-    assert cubin_of(SIGNATURE.with_symbol(None)) == b"cubin 1"
+    assert cubin_of(signature_of().with_symbol(None)) == b"cubin 1"
     assert len(traced) == 1
 
 
 def test_anything_that_changes_the_code_compiles_anew(traced, monkeypatch, tmp_path):
-    other = NormSpec("rms", 64, "float16", "bfloat16")
-    [call] = forward_calls(other, Target.of("sm_90"), 1000, True)
     found = [
         cubin_of(),
-        cubin_of(signature(row_forward, call.arguments)),
+        cubin_of(signature_of(spec=NormSpec("rms", 64, "float16", "bfloat16"))),
         cubin_of(capability=(10, 0)),
         cubin_of(occupancy=2),
         cubin_of(num_worker_warps=8),

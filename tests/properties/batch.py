@@ -1,20 +1,21 @@
-"""A drawn batch, whose rows are of drawn kinds, and the check of its results."""
+"""A drawn case of the sweep whose rows are of drawn kinds, and the check of its results."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from random import Random
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tilenorm.launch.calls import Needs
+from tilenorm.launch.calls import Needs, every_gradient
 from tilenorm.launch.target import Target
 from tilenorm.spec import NormSpec
-from tilenorm.table import NORMS
 
-from .. import cases, drawing, layouts
-from ..executors import WITH_ROWS, Compiler, Executor, Inputs
-from ..layouts import Layout
+from .. import cases, layouts
+from ..executors import Compiler, Executor, Inputs
+from ..kernels.helpers import assert_same_bits
 from ..oracle import Truth
+from ..sweep.draw import Case
 from ..tolerance import assert_close
 from .rows import KINDS
 
@@ -23,77 +24,49 @@ SUMS = ("dw", "db")
 EPS = (1e-6, 1e-5, 1.0, 1e-12, 0.0)
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """kinds: one for each extent of the first dimension, so with heads one for each token."""
 
-    spec: NormSpec
+    case: Case
     kinds: tuple[str, ...]
-    layouts: dict[str, Layout]
     needs: Needs
     eps: float
-    seed: int
+
+    @classmethod
+    def of(cls, case: Case) -> "Batch":
+        """LayerNorm of one or two elements has a gradient of zero, in which all terms cancel.
+
+        With the gate first the oracle's mean, which the backward pass gets, is that of another
+        x · act(z), and the rest is larger than the budget. So there are at least three elements.
+        """
+        rng, spec = Random(case.seed), case.spec
+        if spec.norm == "layer" and spec.gate_first:
+            case = replace(case, spec=replace(spec, hidden=max(3, spec.hidden)))
+        kinds = tuple(rng.choices([*KINDS], k=case.rows))
+        return cls(case, kinds, rng.choice(cases.some_needs(spec)), rng.choice(EPS))
 
     def inputs(self, device: str) -> Inputs:
-        rows = len(self.kinds) * (self.spec.heads or 1)
-        given = Inputs.random(self.spec, rows, "cpu", self.seed)
-        generator = torch.Generator().manual_seed(self.seed)
-        changed = {}
-        for name in (*WITH_ROWS, *PARAMETERS):
-            tensor = getattr(given, name)
-            if tensor is None:
-                continue
-            if name in WITH_ROWS:
-                values = tensor.float()
-                for row, kind in zip(values, self.kinds, strict=True):
-                    if fill := KINDS[kind].fills.get(name):
-                        fill(row, tensor.dtype, generator)
-                tensor = values.to(tensor.dtype)
-            changed[name] = self.layouts[name].filled(tensor.to(device))
+        case, rows = self.case, len(self.kinds) * (self.case.spec.heads or 1)
+        given = Inputs.random(case.spec, rows, "cpu", case.seed)
+        generator = torch.Generator().manual_seed(case.seed)
+
+        def filled(name: str, tensor: Tensor) -> Tensor:
+            values = tensor.float()
+            for row, kind in zip(values, self.kinds, strict=True):
+                if fill := KINDS[kind].fills.get(name):
+                    fill(row, tensor.dtype, generator)
+            return case.layout(name).filled(values.to(tensor.dtype).to(device))
+
+        given = given.with_rows(filled)
+        there = {n: t.to(device) for n in PARAMETERS if (t := getattr(given, n)) is not None}
+        for name, tensor in there.items():
+            layout = layouts.draw(Random(f"{case.seed} {name}"), case.row_shape, False)
+            there[name] = layout.filled(tensor)
         if given.layer_scale is not None:
-            changed["layer_scale"] = given.layer_scale.to(device)
+            there["layer_scale"] = given.layer_scale.to(device)
         if not self.needs.dsum:
-            changed["dsum"] = None
-        return replace(given, **changed, eps=self.eps)
-
-
-def draw(rng: Random, spec: NormSpec, rows: int) -> Batch:
-    """rows: of the input, rounded up to whole tokens if there are heads."""
-    heads = (spec.heads,) if spec.heads else ()
-    rows = -(-rows // (spec.heads or 1))
-    halves = rows % 2 == 0 and rng.choice((False, True))
-    shape = (rows, *heads, spec.hidden)
-    contiguous = Layout.contiguous(*((2, rows // 2, *shape[1:]) if halves else shape))
-
-    def layout(name: str) -> Layout:
-        if rng.choice((True, False)):
-            plain = Layout.contiguous(*heads, spec.hidden)
-            return contiguous if name in WITH_ROWS else plain
-        if name in WITH_ROWS:
-            return layouts.draw(rng, shape, halves)
-        return layouts.draw(rng, (*heads, spec.hidden), False)
-
-    return Batch(
-        spec,
-        tuple(rng.choice([*KINDS]) for _ in range(rows)),
-        {name: layout(name) for name in (*WITH_ROWS, *PARAMETERS)},
-        rng.choice(cases.some_needs(spec)),
-        rng.choice(EPS),
-        rng.randint(0, 1 << 30),
-    )
-
-
-def draw_spec(rng: Random, most: int) -> NormSpec:
-    """A spec of at most `most` elements.
-
-    LayerNorm of one or two elements has a gradient of zero, in which all terms cancel. With the
-    gate first the oracle's mean, which the backward pass gets, is that of another x · act(z), and
-    the rest is larger than the budget. So there are at least three elements.
-    """
-    spec = drawing.spec(rng, rng.choice(NORMS), rng.choice(cases.DTYPES), drawing.hidden(rng, most))
-    if spec.norm == "layer" and spec.gate_first:
-        return replace(spec, hidden=max(3, spec.hidden))
-    return spec
+            there["dsum"] = None
+        return replace(given, **there, eps=self.eps)
 
 
 def compile_ahead(item: tuple[Batch, Target]) -> None:
@@ -103,13 +76,13 @@ def compile_ahead(item: tuple[Batch, Target]) -> None:
 
 
 def _results(executor: Executor, batch: Batch, inputs: Inputs) -> dict[str, Tensor]:
-    found = executor.forward(batch.spec, inputs)
-    return found | executor.backward(batch.spec, inputs, batch.needs)
+    found = executor.forward(batch.case.spec, inputs)
+    return found | executor.backward(batch.case.spec, inputs, batch.needs)
 
 
 def check(executor: Executor, batch: Batch) -> None:
     """Each result is in the budget, for the rows of each kind apart."""
-    spec, inputs = batch.spec, batch.inputs(executor.device)
+    spec, inputs = batch.case.spec, batch.inputs(executor.device)
     truth, own = inputs.truth(spec), inputs.own(spec)
     computable = _computable(spec, truth["rstd"].value, len(batch.kinds))
     for name, actual in _results(executor, batch, inputs).items():
@@ -123,6 +96,15 @@ def check(executor: Executor, batch: Batch) -> None:
             chosen = [i for i, other in enumerate(batch.kinds) if other == kind and computable[i]]
             actual, value, scale, pytorch = (t[chosen] for t in results)
             _assert_close(f"{name} of {kind}", actual, Truth(value, scale), pytorch)
+
+
+def check_alone(executor: Executor, batch: Batch) -> None:
+    """Each gradient has the bits that it has where every gradient is needed."""
+    spec, inputs, needs = batch.case.spec, batch.inputs(executor.device), batch.needs
+    found = executor.backward(spec, inputs, needs)
+    assert set(found) == {name for name in cases.GRADIENTS if getattr(needs, name)}
+    every = executor.backward(spec, inputs, every_gradient(spec)._replace(dsum=needs.dsum))
+    assert_same_bits(found, {name: every[name] for name in found})
 
 
 def _computable(spec: NormSpec, rstd: Tensor, rows: int) -> list[bool]:

@@ -1,7 +1,6 @@
 """Drawn batches of any shape, layout, flags and kinds of rows are within the error budget."""
 
 from dataclasses import replace
-from random import Random
 from unittest.mock import patch
 
 import pytest
@@ -12,42 +11,45 @@ from tests.executors import Gpu, Inputs, Interpreter
 from tilenorm.kernels import backward, forward
 from tilenorm.launch.calls import every_gradient
 from tilenorm.spec import NormSpec
-from tilenorm.table import NORMS
 from tilenorm.tools.precompile import compiling
 
+from ..sweep import draw
+from ..sweep.draw import Case
 from . import batch
 from .batch import Batch
 from .rows import KINDS
 
-QUICK, MORE = (75, 60), (600, 300)  # examples, and the most elements of a row
-# On a GPU: so many specs with so many rows each, and the most elements of a row.
-SPECS, ROWS, WIDEST = 100, 200, 16384
+# Examples of each executor, and the most elements of a row.
+QUICK, MORE = (50, 60), (200, 300)
+# On a GPU: specs, the most rows of each, and the most elements of a row.
+SPECS, ROWS, WIDEST = 100, 400, 16384
 BLOCK = 10  # specs of a case of pytest
 
 
-def check_each(executor, drawn: dict[object, Batch]) -> None:
-    for seed, found in drawn.items():
+def drawn(count: int, seed: int, hidden: int, rows: int) -> list[Batch]:
+    return list(map(Batch.of, draw.drawn(count, seed, draw.Limits(hidden, rows, hidden * rows))))
+
+
+def check_each(executor, batches: list[Batch], *checks) -> None:
+    for found in batches:
         try:
-            batch.check(executor, found)
+            for check in (batch.check, *checks):
+                check(executor, found)
         except Exception as error:
-            raise AssertionError(f"batch of seed {seed}: {found}") from error
+            raise AssertionError(str(found)) from error
 
 
 @pytest.mark.parametrize("examples", [QUICK, pytest.param(MORE, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("executor", cases.INTERPRETERS, indirect=True)
 def test_drawn_batches(executor, examples):
     count, hidden = examples
-    drawn = {}
-    for number in range(count // len(cases.INTERPRETERS)):
-        rng = Random(f"{executor.name} {number}")
-        spec = batch.draw_spec(rng, hidden)
-        drawn[number] = batch.draw(rng, spec, rng.randint(1, 8))
-    check_each(executor, drawn)
+    seed = cases.INTERPRETERS.index(executor.name) + 1
+    check_each(executor, drawn(count, seed, hidden, 8), batch.check_alone)
 
 
 def large() -> list[Batch]:
     """The batches for a GPU."""
-    return [batch.draw(r, batch.draw_spec(r, WIDEST), ROWS) for r in map(Random, range(SPECS))]
+    return drawn(SPECS, 0, WIDEST, ROWS)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +64,7 @@ def compiled() -> list[Batch]:
 @pytest.mark.parametrize("executor", ["gpu"], indirect=True)
 @pytest.mark.parametrize("first", range(0, SPECS, BLOCK))
 def test_twenty_thousand_rows(executor, compiled, first):
-    check_each(executor, dict(enumerate(compiled[first : first + BLOCK], first)))
+    check_each(executor, compiled[first : first + BLOCK])
 
 
 SPEC = NormSpec("layer", 24, "bfloat16", "bfloat16", "float32", gate="bfloat16")
@@ -87,11 +89,10 @@ FAULTS = [
 
 @pytest.mark.parametrize("module, name, fault, kinds, found", FAULTS)
 def test_an_error_of_one_kind_of_row_is_found(module, name, fault, kinds, found):
-    drawn = batch.draw(Random(0), SPEC, len(kinds))
-    drawn = replace(drawn, kinds=kinds, eps=1e-6, needs=every_gradient(SPEC))
-    batch.check(Interpreter("sm_90"), drawn)
+    some = Batch(Case(SPEC, len(kinds), 0), kinds, every_gradient(SPEC), 1e-6)
+    batch.check(Interpreter("sm_90"), some)
     with patch.object(module, name, fault), pytest.raises(AssertionError, match=found):
-        batch.check(Interpreter("sm_90"), drawn)
+        batch.check(Interpreter("sm_90"), some)
 
 
 @pytest.mark.parametrize("hidden", [3, 7, 49, 112, 1000, 2600, 5121])
@@ -107,13 +108,10 @@ def test_the_mean_of_equal_numbers_is_that_number(dtype, hidden):
 
 
 def test_drawn_batches_have_every_kind():
-    """In so many batches as a GPU runs: each op, dtype, kind of rows and needed gradient."""
+    """In so many batches as a GPU runs: each kind of rows and needed gradient."""
     found = large()
-    assert sum(len(b.kinds) * (b.spec.heads or 1) for b in found) >= SPECS * ROWS
+    assert sum(len(b.kinds) * (b.case.spec.heads or 1) for b in found) >= 20_000
     assert {k for b in found for k in b.kinds} == set(KINDS)
-    assert {b.spec.op for b in found} == set(NORMS)
-    assert {b.spec.dtype for b in found} == set(cases.DTYPES)
     assert {b.eps for b in found} == set(batch.EPS)
     for field in (*cases.GRADIENTS, "dsum"):
         assert {getattr(b.needs, field) for b in found} == {False, True}
-    assert len({layout for b in found for layout in b.layouts.values()}) > SPECS

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests import cases
+from tests.kernels.test_bits import SPECS
 from tests.ops.helpers import NEEDS_GPU, slow
 from tests.ops.pretended import pretended_gpu
 from tilenorm.kernels import backward, forward
@@ -37,22 +38,7 @@ def test_drawn_cases_pass(executor, capsys):
     assert printed.startswith("2 specs, 0 failures")
 
 
-# Tiles of several rows and of one, tile loads, and shared rows; with whole vectors and without.
-REGIMES = (
-    NormSpec("rms", 24, "bfloat16", "bfloat16", "bfloat16"),
-    NormSpec("rms", 37, "float16", "float32"),
-    NormSpec("rms", 1001, "bfloat16", "bfloat16"),
-    NormSpec("rms", 520, "float16", gate="float32", gate_first=True),
-    NormSpec("layer", 37, "float32", "float32", "float32", heads=4),
-    NormSpec("rms", 5120, "bfloat16", "bfloat16"),
-)
-WIDE = (
-    NormSpec("layer", 1536, "float16", "float16", "float16"),
-    NormSpec("rms", 16392, "bfloat16", residual="bfloat16"),
-)
-
-
-@pytest.mark.parametrize("spec", [*REGIMES, *slow(*WIDE)], ids=cases.label)
+@pytest.mark.parametrize("spec", [*SPECS[:6], *slow(*SPECS[6:8])], ids=cases.label)
 def test_regimes_pass(spec, capsys):
     case = str(Case(spec, 6, 4))
     status, printed = run(capsys, "--executor", "interpreter_sm_90", "--case", case)
