@@ -112,17 +112,22 @@ def test_dtensors(placement, one_process_mesh, dynamo):
         torch.testing.assert_close(got.full_tensor(), expected.full_tensor())
 
 
-@pytest.mark.parametrize("placement", [Shard(1), Partial()], ids=str)
-def test_an_op_that_would_move_a_sum_leaves_it(placement, one_process_mesh, dynamo):
+# Placements of two terms, and the op of the norm of their sum.
+TERMS = [(Shard(1), Shard(1), "layer_norm"), (Partial(), Partial(), "layer_norm")]
+TERMS += [(Shard(0), Shard(0), "add_layer_norm"), (Shard(0), Partial(), "add_layer_norm")]
+
+
+@pytest.mark.parametrize("first, second, kind", TERMS, ids=str)
+def test_an_op_that_would_move_a_sum_leaves_it(first, second, kind, one_process_mesh, dynamo):
     """What follows the sum was traced for the placement that the sum has."""
 
     def function(x, residual):
         s = x + residual
         return F.layer_norm(s, (N,)), s * 1
 
-    terms = [DTensor.from_local(random(4, N), one_process_mesh, [placement]) for _ in range(2)]
+    terms = [DTensor.from_local(random(4, N), one_process_mesh, [p]) for p in (first, second)]
     replaced = by_dynamo(function, *terms)
-    assert kinds_of(replaced.report) == ["layer_norm"] and not replaced.report.left
+    assert kinds_of(replaced.report) == [kind] and not replaced.report.left
     for got, expected in zip(replaced.run(*terms), function(*terms), strict=True):
         assert got.placements == expected.placements
         torch.testing.assert_close(got.full_tensor(), expected.full_tensor())
