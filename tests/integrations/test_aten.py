@@ -196,7 +196,6 @@ SWITCHES = {
     "language": (lambda: getattr(NATIVE, DSL).disable(), lambda: getattr(NATIVE, DSL).enable()),
     "operator": (lambda: NATIVE.disable_operations(OP), lambda: NATIVE.enable_operations(OP)),
 }
-EACH_SWITCH = pytest.mark.parametrize("switch", SWITCHES)
 
 
 def who(override: CpuOverride, ran: list, dtype=torch.float32) -> str:
@@ -212,10 +211,12 @@ def who(override: CpuOverride, ran: list, dtype=torch.float32) -> str:
 
 
 @pytest.mark.parametrize("switch", [None, *(pytest.param(s, marks=NEEDS_ROUTER) for s in SWITCHES)])
-def test_drawn_blocks_and_switches(switch, request):
+def test_drawn_blocks_and_switches(switch, request, monkeypatch):
     """Kernels are in force from the first block or enable() to the last, and what is switched
-    meanwhile, by which PyTorch's router serves the rest, stays so.
+    meanwhile, by which PyTorch's router serves the rest, stays so. rms_norm_of_torch() follows it.
     """
+    monkeypatch.setattr(torch_private, "RMS_NORM_ON_CUDA", (OP, "CPU"))
+    monkeypatch.setitem(torch_private.NATIVE, DSL, "quack")
     rng, blocks, enabled, on = Random(str(switch)), 0, False, switch is not None
     ran = request.getfixturevalue("router") if switch else []
     function = native_router() and native_router()._register_overrides_from_graph
@@ -233,18 +234,5 @@ def test_drawn_blocks_and_switches(switch, request):
                 theirs = DSL if on else "ATen"
                 assert who(cpu, ran) == ("tilenorm" if blocks or enabled else theirs)
                 assert who(cpu, ran, torch.float64) == theirs
+                assert rms_norm_of_torch() == ("quack, else ATen" if on else "ATen")
     assert not native_router() or native_router()._register_overrides_from_graph is function
-
-
-@NEEDS_ROUTER
-@EACH_SWITCH
-def test_whose_rms_norm_it_is(router, switch, monkeypatch):
-    off, on = SWITCHES[switch]
-    monkeypatch.setattr(torch_private, "RMS_NORM_ON_CUDA", (OP, "CPU"))
-    assert rms_norm_of_torch() == f"{DSL}, else ATen"
-    monkeypatch.setitem(torch_private.NATIVE, DSL, "quack")
-    assert rms_norm_of_torch() == "quack, else ATen"
-    off()
-    assert rms_norm_of_torch() == "ATen"
-    on()
-    assert rms_norm_of_torch() == "quack, else ATen"

@@ -5,7 +5,6 @@ import operator
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
@@ -28,7 +27,6 @@ from .graphs import ATEN, NORM_BACKWARD, argument, by_hand, calls, kinds_of
 BF16, F32 = torch.bfloat16, torch.float32
 N = 40
 FORMS = {"rms": RMS, "layer": LAYER}
-FUNCTIONS = {"rms": F.rms_norm, "layer": F.layer_norm}
 MODULES = {"rms": nn.RMSNorm, "layer": nn.LayerNorm}
 NAMES = {"rms": ("input", "weight"), "layer": ("input", "weight", "bias")}
 EACH_NORM = pytest.mark.parametrize("norm", FORMS)
