@@ -115,16 +115,6 @@ def test_rows_alike(name, form, heads, dims):
         check_without_gradients(given, name, placements, outputs, all_reduces(forward, name))
 
 
-@pytest.mark.skipif("4" not in NAMES, reason="needs four ranks in one dimension")
-@on_every_rank
-def test_a_rank_without_columns():
-    """Five columns are 2, 2, 1 and 0. DTensor cuts three among four ranks not at all."""
-    for hidden in (5, 3):
-        given = case(LAYER, 4, 3, hidden)
-        found, _ = given.on(NAMES[-2], alike(given, [Shard(2)], [Shard(0)]), [[Shard(2)]])
-        given.compare(found, given.alone(), exact=False)
-
-
 @EACH_MESH
 @each(LAYER, ADD, GATED)
 @on_every_rank

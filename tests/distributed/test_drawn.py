@@ -10,7 +10,7 @@ from ..ops.helpers import FAMILY, incoming_of
 from .placing import P, R, case
 from .world import NAMES, mesh, on_every_rank
 
-N = 32  # whole vectors, as in test_rules
+N = 32  # whole vectors, as in test_calls
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 

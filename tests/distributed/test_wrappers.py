@@ -156,21 +156,6 @@ def test_a_norm_wrapped_alone(precision, offload, patched):
     assert gathers[0] > gathers[1]
 
 
-@pytest.mark.parametrize("order", ["patched, sharded", *slow("sharded, patched")])
-@on_every_rank
-def test_unpatch(order):
-    """The bits and collectives of a model that was never patched."""
-    model, x = block(PYTORCHS), rows_of(dist.get_rank())
-    for step in order.split(", "):
-        {"patched": tilenorm.patch, "sharded": sharded}[step](model)
-    steps(model, x)
-    assert tilenorm.unpatch(model) == ("first", "second")
-    y, gradients, collectives = steps(model, x)
-    other, others, expected = steps(sharded(block(PYTORCHS)), x)
-    assert torch.equal(y, other) and collectives == expected and sum(expected.values())
-    assert all(map(torch.equal, full(gradients).values(), full(others).values()))
-
-
 @pytest.mark.parametrize("offset", [1.0, *slow(0.0)])
 @on_every_rank
 def test_deferred_initialisation_on_meta(offset):

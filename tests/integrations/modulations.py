@@ -61,60 +61,21 @@ class DiT(nn.Module):
         return h + x
 
 
-class FluxSingle(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.both = AdaptiveNorm(1), nn.Linear(N, N)
-
-    def forward(self, x, emb):
-        normed, gate = self.norm(x, emb)
-        h = gate.unsqueeze(1) * self.both(normed)
-        return x + h
-
-
-class PixArt(nn.Module):
-    """The cross-attention adds to the sum before the second norm."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Parameter(random(6, N, seed=3) / N**0.5)
-        self.before, self.after = norm_of(), norm_of()
-        self.attention, self.cross, self.mlp = (nn.Linear(N, N) for _ in range(3))
-        self.time = nn.Linear(N, 6 * N)
-
-    def forward(self, x, emb):
-        table = self.table[None] + self.time(emb).reshape(x.shape[0], 6, -1)
-        shift, scale, gate, shift2, scale2, gate2 = table.chunk(6, dim=1)
-        normed = self.before(x)
-        normed = normed * (1 + scale) + shift
-        x = gate * self.attention(normed) + x
-        x = self.cross(x) + x
-        normed = self.after(x)
-        normed = normed * (1 + scale2) + shift2
-        return gate2 * self.mlp(normed) + x
-
-
 class Wan(nn.Module):
     """The modulation is in float32. The second norm has none."""
 
-    def __init__(self, by_token: bool = False):
+    def __init__(self):
         super().__init__()
         self.table = nn.Parameter(random(1, 6, N, seed=3) / N**0.5)
         self.norm1, self.norm3 = (Float32LayerNorm(N, EPS, False) for _ in range(2))
         self.norm2 = Float32LayerNorm(N, EPS)
         self.attention, self.cross, self.mlp = (nn.Linear(N, N) for _ in range(3))
-        self.time, self.by_token = nn.Linear(N, 6 * N), by_token
+        self.time = nn.Linear(N, 6 * N)
 
     def forward(self, x, emb):
-        if self.by_token:
-            emb = emb[:, None] + x.detach()
-            time = self.time(emb).unflatten(2, (6, -1))
-            parts = (self.table.unsqueeze(0) + time.float()).chunk(6, dim=2)
-            shift, scale, gate, shift2, scale2, gate2 = (t.squeeze(2) for t in parts)
-        else:
-            time = self.time(emb).unflatten(1, (6, -1))
-            parts = (self.table + time.float()).chunk(6, dim=1)
-            shift, scale, gate, shift2, scale2, gate2 = parts
+        time = self.time(emb).unflatten(1, (6, -1))
+        parts = (self.table + time.float()).chunk(6, dim=1)
+        shift, scale, gate, shift2, scale2, gate2 = parts
         normed = (self.norm1(x.float()) * (1 + scale) + shift).type_as(x)
         x = (x.float() + self.attention(normed) * gate).type_as(x)
         normed = self.norm2(x.float()).type_as(x)
@@ -165,13 +126,10 @@ RMS = "modulated_rms_norm"
 # The kinds of op that a stack of blocks becomes.
 MODELS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "DiT": (lambda: Stack(DiT(), DiT(), Last()), [LAYER, *[GATED] * 4]),
-    "Flux single": (lambda: Stack(FluxSingle(), FluxSingle(), Last()), [LAYER, GATED, GATED]),
-    "PixArt": (lambda: Stack(PixArt(), PixArt()), [LAYER, RESIDUAL, GATED, RESIDUAL]),
     "Wan": (
         lambda: Stack(Wan(), Wan(), Last()),
         [LAYER, "layer_norm", RESIDUAL, GATED, "layer_norm", RESIDUAL, GATED],
     ),
-    "Wan by token": (lambda: Wan(by_token=True), [LAYER, "layer_norm", RESIDUAL]),
     "Lumina": (lambda: Stack(Lumina(), Lumina()), [RMS, f"{RMS} with residual and gate"]),
 }
 

@@ -4,6 +4,7 @@ them, its errors without a usable GPU, and PyTorch's router of its own kernels b
 
 import sys
 import types
+from functools import partial
 from random import Random
 
 import pytest
@@ -78,19 +79,6 @@ def test_drawn_calls_of_the_operators(cpu, norm):
         same_results(cpu, backward, given, launches)
 
 
-@pytest.mark.parametrize("inside", ["forward", "backward"])
-def test_block_affects_only_the_pass_called_inside(cpu, inside):
-    x, dy, w = random(5, 40).requires_grad_(), random(5, 40, seed=1), random(40, seed=2)
-    call = {name: lambda f, *a: f(*a) for name in ("forward", "backward")} | {inside: cpu.around}
-    y = call["forward"](F.layer_norm, x, (40,), w)
-    (dx,) = call["backward"](torch.autograd.grad, y, x, dy)
-    assert cpu.launches == [{"forward": "row_forward", "backward": "norm_backward"}[inside]]
-    expected = F.layer_norm(x, (40,), w)
-    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
-    (expected,) = torch.autograd.grad(expected, x, dy)
-    torch.testing.assert_close(dx, expected, rtol=1e-5, atol=1e-5)
-
-
 def error_of(function, *arguments):
     """The type and the message of the exception that a call raises."""
     with pytest.raises((RuntimeError, TypeError, ValueError)) as raised:
@@ -138,32 +126,6 @@ def test_every_caller_runs_the_kernels(cpu, caller):
     expected, got = run(), cpu.around(run)
     assert cpu.launches
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
-
-
-def test_blocks_and_enable_together(cpu):
-    before = registered()
-
-    def is_active() -> bool:
-        cpu.launches.clear()
-        F.layer_norm(random(1, 8), (8,))
-        assert (registered() != before) == bool(cpu.launches)
-        return bool(cpu.launches)
-
-    cpu.ask(blocks=1)
-    cpu.ask(blocks=1)
-    cpu.ask(blocks=-1)
-    assert is_active(), "the end of a nested block ended the outer block"
-    cpu.ask(enabled=True)
-    cpu.ask(enabled=True)
-    cpu.ask(blocks=-1)
-    assert is_active(), "the end of a block undid enable()"
-    cpu.ask(blocks=1)
-    cpu.ask(enabled=False)
-    assert is_active(), "disable() ended an open block"
-    cpu.ask(blocks=-1)
-    assert not is_active()
-    cpu.ask(enabled=False)
-    assert not is_active()
 
 
 SM_90 = Target("sm_90", 132)
@@ -234,7 +196,6 @@ SWITCHES = {
     "language": (lambda: getattr(NATIVE, DSL).disable(), lambda: getattr(NATIVE, DSL).enable()),
     "operator": (lambda: NATIVE.disable_operations(OP), lambda: NATIVE.enable_operations(OP)),
 }
-EACH_SWITCH = pytest.mark.parametrize("switch", SWITCHES)
 
 
 def who(override: CpuOverride, ran: list, dtype=torch.float32) -> str:
@@ -249,61 +210,29 @@ def who(override: CpuOverride, ran: list, dtype=torch.float32) -> str:
     return DSL if ran else "tilenorm" if override.launches else "ATen"
 
 
-@NEEDS_ROUTER
-@EACH_SWITCH
-@pytest.mark.parametrize("on_at_first", [True, False])
-def test_an_override_stays_in_force(router, switch, on_at_first):
-    off, on = SWITCHES[switch]
-    with cpu_override() as cpu:
-        assert who(cpu, router) == DSL
-        if not on_at_first:
-            off()
-        before = registered()
-        cpu.ask(blocks=1)
-        for _ in range(2):
-            off()
-            assert who(cpu, router) == "tilenorm"
-            assert who(cpu, router, torch.float64) == "ATen"
-            on()
-            assert who(cpu, router) == "tilenorm"
-            assert who(cpu, router, torch.float64) == DSL
-        if not on_at_first:
-            off()
-        cpu.ask(blocks=-1)
-        assert len(registered()) == len(before)
-        assert who(cpu, router) == (DSL if on_at_first else "ATen")
-        on()
-        assert who(cpu, router) == who(cpu, router, torch.float64) == DSL
-
-
-@NEEDS_ROUTER
-@EACH_SWITCH
-def test_what_was_switched_inside_of_a_block_stays_so(router, switch):
-    off, on = SWITCHES[switch]
-    function = native_router()._register_overrides_from_graph
-    with cpu_override() as cpu:
-        cpu.around(off)
-        assert who(cpu, router) == "ATen"
-        cpu.around(on)
-        assert who(cpu, router) == DSL
-        cpu.ask(blocks=1)
-        with getattr(NATIVE, DSL).disabled(), NATIVE.operations_disabled(OP):
-            assert who(cpu, router) == "tilenorm"
-            cpu.ask(blocks=-1)
-            assert who(cpu, router) == "ATen"
-        assert who(cpu, router) == DSL
-    assert native_router()._register_overrides_from_graph is function
-
-
-@NEEDS_ROUTER
-@EACH_SWITCH
-def test_whose_rms_norm_it_is(router, switch, monkeypatch):
-    off, on = SWITCHES[switch]
+@pytest.mark.parametrize("switch", [None, *(pytest.param(s, marks=NEEDS_ROUTER) for s in SWITCHES)])
+def test_drawn_blocks_and_switches(switch, request, monkeypatch):
+    """Kernels are in force from the first block or enable() to the last, and what is switched
+    meanwhile, by which PyTorch's router serves the rest, stays so. rms_norm_of_torch() follows it.
+    """
     monkeypatch.setattr(torch_private, "RMS_NORM_ON_CUDA", (OP, "CPU"))
-    assert rms_norm_of_torch() == f"{DSL}, else ATen"
     monkeypatch.setitem(torch_private.NATIVE, DSL, "quack")
-    assert rms_norm_of_torch() == "quack, else ATen"
-    off()
-    assert rms_norm_of_torch() == "ATen"
-    on()
-    assert rms_norm_of_torch() == "quack, else ATen"
+    rng, blocks, enabled, on = Random(str(switch)), 0, False, switch is not None
+    ran = request.getfixturevalue("router") if switch else []
+    function = native_router() and native_router()._register_overrides_from_graph
+    with cpu_override() as cpu:
+        steps = {"begin": partial(cpu.ask, blocks=1), "end": partial(cpu.ask, blocks=-1)}
+        for name in ("enable", "disable"):
+            steps[name] = partial(cpu.ask, enabled=name == "enable")
+        steps |= dict(zip(("off", "on"), SWITCHES[switch], strict=True)) if switch else {}
+        for name in ["begin", *rng.choices([*steps, "end"], k=40), "on", "disable", *["end"] * 40]:
+            if name in steps and (blocks or name != "end"):
+                steps[name]()
+                blocks += {"begin": 1, "end": -1}.get(name, 0)
+                enabled = {"enable": True, "disable": False}.get(name, enabled)
+                on = {"on": True, "off": False}.get(name, on)
+                theirs = DSL if on else "ATen"
+                assert who(cpu, ran) == ("tilenorm" if blocks or enabled else theirs)
+                assert who(cpu, ran, torch.float64) == theirs
+                assert rms_norm_of_torch() == ("quack, else ATen" if on else "ATen")
+    assert not native_router() or native_router()._register_overrides_from_graph is function

@@ -105,6 +105,7 @@ def test_gradients_take_over_the_sums(name, stepwise, monkeypatch):
     assert ("sum" in [kind for kind, _ in report.folded]) == bool(rounded)
     saved, again = stepwise.saved, sum(counted(stepwise.backward[-1].graph, op) for op in NORMS)
     assert again == 2 * (name == "checkpointed")  # its forward pass keeps its tags
+    assert ("." in report.replaced[0][1]) == (name == "checkpointed")  # the subgraph's name
     stepwise.forward.clear()
     low, report = step(module, x, memory="low")
     assert [kind for kind, _ in report.folded].count("output") == outputs

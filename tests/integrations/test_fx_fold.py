@@ -114,16 +114,6 @@ def test_sums(name):
     assert not replace_norms(graph_module, fold=True).folds.folded
 
 
-def test_a_symbolic_number_of_rows_gets_no_guard():
-    function = SUMS["both"][0]
-    graph_module = make_fx(function, tracing_mode="symbolic")(*tensors_for(function))
-    (call,) = calls(graph_module, NORM_BACKWARD)
-    guards = graph_module.shape_env.guards
-    before = len(guards)
-    assert [kind for kind, _ in fold_sums(graph_module.graph).folded] == ["2 terms", "sum"]
-    assert len(guards) == before and isinstance(call.meta["val"][0].shape[0], torch.SymInt)
-
-
 def both_passes(x, w, up, tangents):
     """A norm, a product, and their gradients: a graph in the form of AOTAutograd's joint graphs."""
     h, rstd = torch.ops.tilenorm.rms_norm(x, w, None, N, 0.0, "late", EPS, True)

@@ -5,11 +5,9 @@ import operator
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from tilenorm.integrations.fx import replace_norms
 
@@ -29,7 +27,6 @@ from .graphs import ATEN, NORM_BACKWARD, argument, by_hand, calls, kinds_of
 BF16, F32 = torch.bfloat16, torch.float32
 N = 40
 FORMS = {"rms": RMS, "layer": LAYER}
-FUNCTIONS = {"rms": F.rms_norm, "layer": F.layer_norm}
 MODULES = {"rms": nn.RMSNorm, "layer": nn.LayerNorm}
 NAMES = {"rms": ("input", "weight"), "layer": ("input", "weight", "bias")}
 EACH_NORM = pytest.mark.parametrize("norm", FORMS)
@@ -98,29 +95,6 @@ def test_only_requested_gradients_are_computed(device, norm, mask, dtype, parame
     for got, expected in zip(results[-2:], stats, strict=False):
         eps = torch.finfo(expected.dtype).eps
         torch.testing.assert_close(got, expected, rtol=8 * eps, atol=8 * torch.finfo(F32).eps)
-
-
-@EACH_DEVICE
-@EACH_NORM
-def test_forward_and_gradients_in_one_graph(device, norm):
-    """aten decomposes RMSNorm on the CPU. The gradient uses its parts, so it is not replaced."""
-
-    def step(dy, x, *affine):
-        y = FUNCTIONS[norm](x, (N,), *affine, eps=EPS)
-        return y, *torch.autograd.grad(y, (x, *affine), dy)
-
-    tensors = {n: t.requires_grad_() for n, t in aten_tensors(norm, 7, N, device=device).items()}
-    dy = random(7, N, device=device, seed=9)
-    graph_module = make_fx(step)(dy, *tensors.values())
-    report = replace_norms(graph_module)
-    if norm == "rms" and device == "cpu":
-        ((name, reason),) = report.left
-        assert "use its intermediate result" in reason and name in str(report)
-    else:
-        assert len(calls(graph_module)) == len(calls(graph_module, NORM_BACKWARD)) == 1
-        assert not report.left
-    got = dict(zip(("output", *tensors), graph_module(dy, *tensors.values()), strict=True))
-    assert_step(got, expected_of(FORMS[norm], tensors, [dy]))
 
 
 @EACH_DEVICE

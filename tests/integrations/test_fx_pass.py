@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.fx import symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils.checkpoint import checkpoint
 
 from tilenorm.integrations.fx import replace_norms
 
@@ -20,7 +19,6 @@ from .graphs import (
     ATEN,
     NORMS,
     TRACERS,
-    by_dynamo,
     by_hand,
     calls,
     kinds_of,
@@ -421,20 +419,6 @@ def test_metadata_is_kept(function):
     output = graph_module.graph.output_node().args[0]
     assert (output.name, output.meta) == (name, meta)
     assert own.items() <= call.meta.items()
-
-
-def test_norm_inside_a_checkpoint(dynamo):
-    def function(x, weight):
-        return checkpoint(rms_of, x, weight, use_reentrant=False)
-
-    x, weight = random(3, N).requires_grad_(), random(N)
-    replaced = by_dynamo(function, x, weight)
-    ((kind, name),) = replaced.report.replaced
-    assert kind == "rms_norm"
-    assert "." in name
-    (dx,) = torch.autograd.grad(replaced.run(x, weight).sin().sum(), x)
-    y = rms_of(x, weight)
-    torch.testing.assert_close(dx, torch.autograd.grad(y.sin().sum(), x)[0])
 
 
 def symbolic_width():

@@ -1,13 +1,14 @@
 """The FX pass on norms as people spell them: one op, with the formula's numbers and bits."""
 
 import random as draw
+from itertools import product
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from ..ops.helpers import EPS, GATED, assert_step, expected_of, name_of, random, tensors_of
-from .graphs import TRACERS, argument, by_make_fx, calls, kinds_of, module_of, targets
+from .graphs import TRACERS, argument, calls, kinds_of, module_of, targets
 from .spellings import RMSES, SPELLINGS, N, every_spelling
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -49,11 +50,20 @@ CASTS = {
     "to the weight's": lambda y, x, w: y.to(w.dtype),
     "and back": lambda y, x, w: y.to(x.dtype).float(),
 }
+# Of x as it is stored, of a weight, and what a view makes of x.
+LAYOUTS = {
+    "rows": ((3, N), (N,), lambda x: x),
+    "heads": ((2, 3, 4, N), (4, N), lambda x: x),
+    "transposed": ((2, 4, 3, N), (N,), lambda x: x.transpose(1, 2)),
+}
 
 
 @pytest.mark.parametrize("examples", [60, pytest.param(200, marks=pytest.mark.slow)])
-def test_bits_are_kept_for_drawn_casts(examples):
-    """What a drawn expression does to x̂, a stage after the other, with a cast after some."""
+def test_bits_are_kept_for_drawn_casts(examples, dynamo):
+    """What a drawn expression does to x̂, a stage after the other, with a cast after some.
+
+    Among them are the norms of Llama, Gemma, OLMo 2 and T5.
+    """
     choose = draw.Random(7)
     made = set()
     for _ in range(examples):
@@ -72,17 +82,20 @@ def test_bits_are_kept_for_drawn_casts(examples):
                 y = CASTS[casts[stage]](y, x, w) if stage in casts else y
             return y
 
-        x, z = random(3, N, dtype=dtype), random(3, N, dtype=dtype, seed=1)
-        tensors = x, z, random(N, dtype=weight, seed=2), random(N, dtype=bias, seed=3)
-        replaced = by_make_fx(module_of(function), *tensors)
+        shape, row, view = LAYOUTS[layout := choose.choice(list(LAYOUTS))]
+        tracer = choose.choice((*["make_fx"] * 5, *TRACERS))
+        x, z = (view(random(*shape, dtype=dtype, seed=seed)) for seed in (0, 1))
+        tensors = x, z, random(*row, dtype=weight, seed=2), random(*row, dtype=bias, seed=3)
+        dynamo.reset()
+        replaced = TRACERS[tracer](module_of(function), *tensors)
         assert len(replaced.report.replaced) + len(replaced.report.left) == 1
         roundings = [argument(call, "rounding") for call in calls(replaced.graph_module)]
         made.update(zip(kinds_of(replaced.report), roundings, strict=True))
-        label = f"{dtype}, {factor} {weight}, bias {bias}, {steps}, casts {casts}, {gate}"
+        made.update([layout] if roundings and "weight" in steps else [])
+        label = (
+            f"{tracer}, {layout}, {dtype}, {factor} {weight}, bias {bias}, {steps}, {casts}, {gate}"
+        )
         got, expected = replaced.run(*tensors), function(*tensors)
+        assert got.stride() == expected.stride(), label
         assert got.dtype == expected.dtype and torch.equal(got, expected), label
-    assert made == {
-        (kind, rounding)
-        for kind in ("rms_norm", "gated_rms_norm")
-        for rounding in ("late", "early")
-    }
+    assert made == {*LAYOUTS, *product(("rms_norm", "gated_rms_norm"), ("late", "early"))}

@@ -9,12 +9,10 @@ from functools import partial
 
 import pytest
 import torch
-import transformers
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import tilenorm
-from tilenorm.integrations.patch.classes import PatchedModule
 
 from ..ops.helpers import EACH_DEVICE, name_of, slow
 from ..tolerance import TIMES_TORCH
@@ -102,31 +100,9 @@ def test_more_in_the_pass_of_a_norm(name, dtype, passes):
     assert len(passes) == PASSES[name]
 
 
-def hooked(model):
-    for part in model.modules():
-        part.register_forward_hook(lambda *_: None)
-    return model
-
-
-@pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "olmo2"])
-def test_rotation_of_norms_with_hooks(name, passes):
-    """They run as before, wherever they stand."""
-    check(name, "cpu", F32, hooked, rotation=True)
-    assert not passes
-
-
 @EACH_DEVICE
 @pytest.mark.parametrize("name", ["qwen3", *slow(*(n for n in TRANSFORMERS if n != "qwen3"))])
 def test_compiled(name, device, dynamo):
     dtype, backend = (BF16, "inductor") if device == "cuda" else (F32, "aot_eager")
     check(name, device, dtype, partial(torch.compile, fullgraph=True, backend=backend))
     assert dynamo.utils.counters["stats"]["unique_graphs"] == 1
-
-
-def test_saved_model_loads_unpatched(tmp_path):
-    model = built("llama")
-    tilenorm.patch(model)
-    model.save_pretrained(tmp_path)
-    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
-    assert not isinstance(loaded.model.norm, PatchedModule)
-    assert all(torch.equal(loaded.get_parameter(n), p) for n, p in model.named_parameters())
