@@ -45,6 +45,7 @@ class Arguments:
     mod_scale: Tensor | None = None
     mod_shift: Tensor | None = None
     mod_gate: Tensor | None = None
+    given_sum: Tensor | None = None  # see total
 
 
 def wide(t: Tensor) -> Tensor:
@@ -89,8 +90,10 @@ def total(spec: NormSpec, arguments: Arguments) -> Tensor:
     """The tensor that is normalised: x, or x + residual rounded to the residual's dtype.
 
     An addend is added to x first, and the sum is rounded to the addend's dtype. A mask and a layer
-    scale multiply x first.
+    scale multiply x first. given_sum, a kernel's own, takes its place.
     """
+    if arguments.given_sum is not None:
+        return arguments.given_sum
     found = branched(spec, arguments.x, arguments.dropout_mask, arguments.layer_scale)
     if arguments.mod_gate is not None:  # the product is not rounded
         found = wide(found) * by_row(wide(arguments.mod_gate), found)
@@ -123,19 +126,15 @@ def norm(spec: NormSpec, arguments: Arguments) -> dict[str, Truth]:
     y = (x_hat * gain + shift) * factor + added
     # Scale of x_hat: x_hat is a difference from the mean, and the mean's own error adds to it.
     spread = x_hat.abs() + (x_hat.abs().mean(-1, keepdim=True) if spec.norm == "layer" else 0.0)
-    mean_scale = u.abs().mean(-1)
     if arguments.mod_gate is not None:  # a kernel may round its product with x, and the sum, once
         spread = spread + sum(t.abs() for t in _terms(spec, arguments)) * rstd
-        # So an element of the sum may be the next number of the sum's dtype.
-        units = torch.finfo(arguments.residual.dtype).eps / torch.finfo(torch.float32).eps
-        mean_scale = mean_scale + u.abs().amax(-1) * units / spec.hidden
     plain_scale = spread * gain.abs() + shift.abs()
     out, out_scale = y, plain_scale * factor_scale + added.abs()
     if arguments.skip is not None:
         out, out_scale = y + arguments.skip.double(), out_scale + arguments.skip.double().abs()
     truths = {
         "y": Truth(out, out_scale),
-        "mean": Truth(mean.reshape(-1), mean_scale.reshape(-1)),
+        "mean": Truth(mean.reshape(-1), u.abs().mean(-1).reshape(-1)),
         "rstd": Truth(rstd.reshape(-1), rstd.reshape(-1)),
     }
     if arguments.residual is not None:

@@ -1,5 +1,6 @@
 """What the tests of kernels share."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -27,6 +28,11 @@ def every_result(executor, spec, inputs, **how) -> dict[str, Tensor]:
 def check(spec, inputs, results: dict[str, Tensor]) -> dict[str, Tensor]:
     """Each result is within the budget."""
     truth, own = inputs.truth(spec), inputs.own(spec)
+    if spec.mod_gate and "sum" in results:
+        # A sum that rounds its product once may be the next number of its dtype: y follows from it.
+        given = replace(inputs, given_sum=results["sum"])
+        truth = given.truth(spec) | {"sum": truth["sum"]}
+        own = given.own(spec) | {"sum": own["sum"]}
     for name, found in results.items():
         assert_close(name, found, truth[name], own[name])
     return results
