@@ -35,6 +35,7 @@ ROWS, FEW = 65537, 33
 WITH_SKIP = 32  # see heuristics.shipped_op
 BY_MORE = 16  # backward_of_more of sm_90.json has what spilled more
 BY_SHARING = 32
+BY_GATE = 40  # where no table serves a gate
 # Of heads that are rotated: in pairs, of others, and tokens of more than 4096.
 IN_PAIRS, BY_HEADS, BY_TOKENS = 64, 16, 80
 MOST_SHARED = 20480  # bytes of shared memory of rotated heads
@@ -72,8 +73,8 @@ def any_kind(rng: Random, seed: int) -> Case:
 def end_of_a_regime(rng: Random, seed: int) -> Case:
     """The last size of a regime, or the first, which is masked, of what a training step compiles.
 
-    Gates have no rules of their own: where no table serves, they spill up to 40 bytes. Inference of
-    rows that do not fill vectors and that blocks share spills up to 72 bytes.
+    Gates have no rules of their own: see BY_GATE. Inference of rows that do not fill vectors and
+    that blocks share spills up to 72 bytes.
     """
     arch, direction = TUNED[seed % len(TUNED)], cases.DIRECTIONS[seed // len(TUNED) % 2]
     dtype, aligned = rng.choice((("bfloat16", True), ("float32", True), ("bfloat16", False)))
@@ -198,6 +199,8 @@ def allowed_of_a_regime(case: Case, kernel: str) -> int:
     alike = kernel, stands_for(direction, spec), spec.widest_item
     spills = TABLES[case.target.name].spills if case.target.name in TABLES else {}
     allowed = WITH_SKIP if spec.skip else 0
+    if spec.gate and heuristics.source(spec, case.target, case.needs).startswith("heuristic"):
+        allowed = BY_GATE
     for (*key, hidden), spilled in spills.items():
         edge = cases.config(direction, replace(spec, hidden=hidden), case.target)
         if tuple(key) == alike and spec.hidden <= hidden and edge == chosen:
