@@ -12,7 +12,6 @@ from bench.pair import Settings, model_of
 from bench.shapes import LLAMA, MODELS, tiny
 
 from ..distributed.world import device, on_every_rank
-from ..ops.helpers import slow
 
 FOREVER = float("inf")
 
@@ -26,7 +25,8 @@ def measured(names, settings: Settings, pairs: int = 2) -> dict:
     return pair.measure(names, settings, pairs, FOREVER)
 
 
-@pytest.mark.parametrize("fsdp, tp", [(4, 1), *slow((2, 2))])
+@pytest.mark.slow
+@pytest.mark.parametrize("fsdp, tp", [(4, 1), (2, 2)])
 @on_every_rank
 def test_a_pair_over_a_mesh(fsdp, tp):
     """All ranks have the same fields, with losses as one process has them, the same in each run."""

@@ -141,7 +141,7 @@ def wrapped(precision: str, reshard: bool, offload: bool, patched: bool):
     return others
 
 
-WRAPPED = [("float32", True, False), ("bfloat16, float32 weights", False, True)]
+WRAPPED = [("float32", True, False)]
 WRAPPED += slow(*(p for p in product(PRECISIONS, [False], [False, True]) if p not in WRAPPED))
 
 

@@ -136,7 +136,7 @@ def drawn(rng: Random, device: str) -> tuple[dict, dict]:
 @pytest.mark.any_torch
 @pytest.mark.parametrize(
     "served, calls",
-    [("reference", 32), ("sm_80", 4), ("sm_90", 4), *slow(("sm_90", 32))]
+    [("reference", 32), ("sm_90", 4), *slow(("sm_80", 4), ("sm_90", 32))]
     + [pytest.param("cuda", 64, marks=NEEDS_GPU)],
 )
 def test_drawn_calls(served, calls):
