@@ -237,7 +237,7 @@ def _about_cells(record: Record) -> tuple[str, str]:
 
 def _about_pairs(record: Record) -> tuple[str, str]:
     asked, answers = [], []
-    for pair in [pair for pair in record.pairs if pair.pairs_us]:
+    for pair in record.timed_pairs:
         peaks = " → ".join(map(report.gib, pair.peak_bytes))
         asked.append(f"{pair.variant} beside {pair.base}")
         answers.append(f"{report.with_interval(pair.more_tokens, 100, '%')}, {peaks} GiB")

@@ -222,6 +222,11 @@ class Record:
     cells, copies, hosts, first_calls, precompiles, accuracies, pairs = map(_of, KINDS)
 
     @property
+    def timed_pairs(self) -> list[Pair]:
+        """Those for which there was time."""
+        return [pair for pair in self.pairs if pair.pairs_us]
+
+    @property
     def on_cpu(self) -> bool:
         return any(run["device"] == "cpu" for run in self.runs)
 

@@ -32,8 +32,7 @@ def tables(record: Record) -> Iterator[Table]:
     cells = grouped(record.cells, "op", "dtype", "direction")
     for op, dtype in ops_and_dtypes(record.cells):
         for direction in (*DIRECTIONS, INFERENCE):
-            here = cells.get((op, dtype, direction), [])
-            if here:
+            if here := cells.get((op, dtype, direction)):
                 yield _of_cells(here, record.copied if direction in DIRECTIONS else {})
     for hosts in grouped(record.hosts, "op", "way").values():
         yield _host_times(hosts)
@@ -208,9 +207,7 @@ def _pairs(pairs: Sequence[Pair]) -> Table:
 def gains(records: Iterable[Record]) -> str:
     """What the second variant of each pair gains, in Markdown."""
     rows = []
-    timed = ((r, pair) for r in records for pair in r.pairs if pair.pairs_us)
-    for record, pair in timed:
-        gpu = record.runs[0]["machine"].split()[1]
+    for gpu, pair in ((r.runs[0]["machine"].split()[1], p) for r in records for p in r.timed_pairs):
         gpus = f"{pair.gpus} × {gpu}" if pair.gpus > 1 else gpu
         ms = " → ".join(f"{us / 1e3:.1f}" for us in pair.medians_us)
         more, peaks = with_interval(pair.more_tokens, 100, "%"), map(gib, pair.peak_bytes)
