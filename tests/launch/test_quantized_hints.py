@@ -10,7 +10,7 @@ from tilenorm.launch.calls import Call
 from tilenorm.launch.config import Hints, RowForward, SharedForward
 from tilenorm.launch.plan import plan_forward
 from tilenorm.launch.target import Target
-from tilenorm.launch.tuned.quantized import FETCHED, SHARED
+from tilenorm.launch.tuned.quantized import ONE_ROW, SHARED
 from tilenorm.spec import NormSpec, Quantization
 from tilenorm.table import NORMS
 from tilenorm.tools.precompile import calls_of
@@ -40,12 +40,12 @@ def test_the_rows_are_cut_and_shared_among_threads_as_the_plain_norms(arch, seed
             continue
         fused += 1
         found, config = plan.compiled, plain.config
-        assert plan.config == config and plan.ordered == plain.ordered
+        assert plan.config == config
         assert found.hints.num_worker_warps == config.hints.num_worker_warps
         occupancy = found.hints.occupancy or 1
         assert occupancy * found.hints.threads <= THREADS
         free = {"hints": found.hints}
-        if plan.ordered and isinstance(config, RowForward):
+        if isinstance(config, RowForward) and config.rows == 1:
             assert not found.packed or spec.widest_item == 2
             free |= {"packed": found.packed, "fetch": found.fetch}
         if isinstance(config, SharedForward):
@@ -54,7 +54,7 @@ def test_the_rows_are_cut_and_shared_among_threads_as_the_plain_norms(arch, seed
     assert fused >= 20
 
 
-@pytest.mark.parametrize("rows", [*FETCHED.values(), *SHARED.values()], ids=str)
+@pytest.mark.parametrize("rows", [*ONE_ROW.values(), *SHARED.values()], ids=str)
 def test_more_elements_of_a_thread_have_no_fewer_registers(rows):
     assert list(rows) == sorted(rows)
     assert [registers for _, registers in rows] == sorted(registers for _, registers in rows)
@@ -68,7 +68,7 @@ def test_a_small_batch_has_the_hints_of_every_small_batch():
     """It has tiles for fewer blocks than fit, so that no registers have to be spared."""
     plan = plan_forward(spec_of("rms_norm", 2048), Target.of("sm_90"), False)
     small = replace(plan, small=True)
-    assert plan.fetches and small.ordered
+    assert plan.fetches
     assert small.hints == Hints(None, plan.config.hints.num_worker_warps)
 
 

@@ -38,16 +38,16 @@ def plan_forward(spec: NormSpec, target: Target, save: bool) -> "ForwardPlan | R
     """The plan for y and the sum, and for mean and rstd if `save`; of a quantised norm for q and
     the scales, or the plan of the plain norm where a cast follows its kernels (casts_apart).
 
-    The compiler may choose the order in which a thread adds, and the choice depends on the free
-    registers. An occupancy hint bounds the registers, so that a kernel that does not write mean and
-    rstd could give y other last bits. In this case the plan always writes mean and rstd.
+    Where a tile has several rows, the compiler chooses the order in which a thread adds, by the
+    registers that are left. An occupancy hint bounds them, so that a kernel that does not write
+    mean and rstd could give y other last bits. In this case the plan always writes mean and rstd.
     """
     if spec.rotation:
         return RopeForwardPlan(spec, target, heuristics.chosen(spec, target), save)
     plan = ForwardPlan(spec, target, heuristics.chosen(spec, target), save)
     if plan.casts_apart:
         return plan_forward(spec.unquantized, target, save)
-    return replace(plan, save=True) if plan.hints.occupancy and not plan.ordered else plan
+    return replace(plan, save=True) if plan.hints.occupancy and plan.config.rows > 1 else plan
 
 
 def chain_refused(spec: NormSpec, target: Target) -> str | None:
@@ -107,7 +107,7 @@ class ForwardPlan(Tiling):
         if self.small:
             hints = Hints(None, config.hints.num_worker_warps)
             return replace(config, hints=hints, packed=False, fetch=False)
-        return compiled_as(self.spec, config, self._free) if self.spec.quantized else config
+        return compiled_as(self.spec, config) if self.spec.quantized else config
 
     @property
     def hints(self) -> Hints:
@@ -119,33 +119,19 @@ class ForwardPlan(Tiling):
         """Why one kernel does not normalise and quantise, or None: see quantized.cast_apart."""
         if not self.spec.quantized:
             return None
-        return cast_apart(self.spec, self.target, self.config, self._free)
-
-    @property
-    def _free(self) -> bool:
-        """Whether the compiler chooses the order in which a row that is a tile is added up."""
-        return not self.ordered and self.config.rows == 1
+        return cast_apart(self.spec, self.target, self.config)
 
     @cached_property
     def _how(self) -> How:
         config = self.compiled
-        match config:
-            case RowForward():
-                return How(PACKED=config.packed, FETCH=config.fetch, ORDERED=self.ordered)
-            case StreamForward():
-                return How(TMA=config.tma, STORE=config.store)
-            case SharedForward():
-                return How(PACKED=config.packed, TOGETHER=config.together, **self._sharing)
+        how = {name: getattr(config, name.lower()) for name in ("PACKED", "FETCH", "TMA", "STORE")}
+        sharing = self._sharing if self.chunks > 1 else {}
+        return How(**how, TOGETHER=config.together, THREADS=config.hints.threads, **sharing)
 
     @property
     def fetches(self) -> bool:
         """Whether weights are read with the row. If so, small batches have a variant."""
         return isinstance(self.config, RowForward) and self.config.fetch
-
-    @property
-    def ordered(self) -> bool:
-        """Whether the kernel prescribes the order in which a thread adds."""
-        return self.fetches or self.chunks > 1
 
     @cached_property
     def _small_variant(self) -> "ForwardPlan":

@@ -7,43 +7,34 @@ from ..spec import FP8, NormSpec
 from .config import Config, RowForward, SharedForward
 from .target import REGISTERS, Target
 from .tuned.quantized import (
-    FETCHED,
-    IN_ORDER,
     MOST_OUTPUT_UNPACKED,
     MOST_UNPACKED,
-    OUT_OF_ORDER,
+    ONE_ROW,
     SHARED,
     TILES_OUT_OF_ORDER,
 )
 
 
-def _operation(spec: NormSpec) -> tuple[str, int]:
-    return spec.unquantized.op, spec.widest_item
-
-
-def compiled_as(spec: NormSpec, config: Config, free: bool) -> Config:
+def compiled_as(spec: NormSpec, config: Config) -> Config:
     """The configuration that the kernel of a quantised norm is compiled with.
 
     config: the plain norm's. q has to have the plain norm's bits, so that the rows of a tile, its
-    segments and its threads are the same. free: the kernel does not prescribe the order in which it
-    adds up a row; then the compiler has to choose the same. Otherwise what is read early or kept in
-    16 bits, and how many blocks a multiprocessor has, is chosen for the quantised norm, which has
-    more instructions and writes less.
+    segments and its threads are the same. What is read early or kept in 16 bits, and how many
+    blocks a multiprocessor has, is chosen for the quantised norm, which has more instructions and
+    writes less.
     """
-    if free:
-        # The compiler chooses the order by the registers that are left. Without an occupancy it
-        # mostly chooses the plain norm's; IN_ORDER has the other cases.
-        known = IN_ORDER.get(_operation(spec), ())
-        return _with(config, next((found for sizes, found in known if spec.hidden in sizes), None))
     elements = _elements(spec, config)
     if isinstance(config, SharedForward):
         fewer = _resident(config, SHARED[spec.norm], elements)
         return _with(config, min(fewer, config.hints.occupancy or 1))
-    if isinstance(config, RowForward) and config.fetch and not spec.residual:
+    if isinstance(config, RowForward) and config.rows == 1 and not spec.residual:
         sixteen = spec.widest_item == 2
         wide = elements if sixteen else elements * 1.25  # rows of float32 spill earlier
-        occupancy = _resident(config, FETCHED[spec.quantized.group > 0], wide)
+        rows = ONE_ROW[spec.quantized.group > 0]
+        # Rows of 16 bits are packed there, and those of float32 take all registers.
+        fits = sixteen or wide <= rows[-1][0]
         packed = sixteen and elements > MOST_UNPACKED
+        occupancy = _resident(config, rows, wide) if fits else None
         return _with(config, occupancy, packed=packed, fetch=False)
     return config
 
@@ -80,18 +71,16 @@ def _resident(config: Config, rows: tuple[tuple[int, int], ...], elements: float
     return REGISTERS // (registers * config.hints.threads)
 
 
-def cast_apart(spec: NormSpec, target: Target, config: Config, free: bool) -> str | None:
+def cast_apart(spec: NormSpec, target: Target, config: Config) -> str | None:
     """Why a cast in PyTorch's operations follows the plain norm's kernels, or None where one kernel
     does both.
-
-    free: the kernel does not prescribe the order in which it adds up a row.
     """
     if not target.has_fp8:
         return f"{target.arch}: cuTile has no 8-bit floats before sm_90"
     group = spec.quantized.group
     if group and any(width % group for width in config.segments(spec.hidden)):
         return f"the configuration {config} cuts groups of {group} elements"
-    tables = OUT_OF_ORDER if free else TILES_OUT_OF_ORDER if config.rows > 1 else {}
-    if spec.aligned and spec.hidden in tables.get(_operation(spec), ()):
+    operation = spec.unquantized.op, spec.widest_item
+    if config.rows > 1 and spec.aligned and spec.hidden in TILES_OUT_OF_ORDER.get(operation, ()):
         return "one kernel would add up these rows in another order than the plain norm's"
     return None

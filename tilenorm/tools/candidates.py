@@ -30,7 +30,7 @@ MOST_SPILLED = 64
 # The values that are tried for each field. Blocks without TMA have 4 warps by default; with 8 warps
 # a thread has half the registers.
 WARPS = {False: (None, 8), True: (4, 8)}
-ONE_TILE_OCCUPANCY = (None, 2, 3, 4, 8, 12, 16)  # here it only bounds the registers
+ONE_TILE_OCCUPANCY = (None, 2, 3, 4, 5, 8, 12, 16)  # here it only bounds the registers
 PACKED_OCCUPANCY = (None, 1, 2, 3, 4)
 FETCH_OCCUPANCY = (None, 2, 3, 4, 6)
 LOOP_OCCUPANCY = (1, 2, 3, 4, 5, 6, 8)

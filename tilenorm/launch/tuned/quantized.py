@@ -5,22 +5,11 @@ Compiled for sm_90 by tileiras 13.4.92, 2026-11-24 and 25. Timed on an NVIDIA H2
 bench/results/h200-quantized-hints.md.
 """
 
-# The keys of both tables are those of sm_90.json: (the plain norm's operation, bytes of an
-# element).
-#
-# The N for which no occupancy is known that keeps the plain norm's order of sums. For float32 from
-# 5121 on none was looked for. All other N were compiled at three sizes of each entry of the table
-# of sm_90, with y and without, for scales by row, by block and of the caller.
-OUT_OF_ORDER = {
-    ("layer_norm", 2): range(12289, 32769),
-    ("add_layer_norm", 2): range(8193, 16385),
-    ("layer_norm", 4): range(4097, 20481),
-    ("add_layer_norm", 4): range(5121, 16385),
-}
-# The same for tiles of several rows, which the compiler adds up in one order in one kernel, and may
-# add up in another order in another kernel. An H100 gave other bits for add_rms_norm of 64, and the
-# machine code for sm_90 has two orders in rms_norm of 24 to 64, add_rms_norm of 40 to 64 and
-# layer_norm of 96, 112, 768 and 776: see bench/results/h100-tests.md. float32 was not looked for.
+# The keys are those of sm_90.json: (the plain norm's operation, bytes of an element). For so many N
+# the compiler adds up a tile of several rows in another order in the quantised norm's kernel than
+# in the plain norm's. An H100 gave other bits for add_rms_norm of 64, and the machine code for
+# sm_90 has two orders in rms_norm of 24 to 64, add_rms_norm of 40 to 64 and layer_norm of 96, 112,
+# 768 and 776: see bench/results/h100-tests.md. float32 was not looked for.
 TILES_OUT_OF_ORDER = {
     ("rms_norm", 2): range(17, 65),
     ("add_rms_norm", 2): range(17, 65),
@@ -28,20 +17,11 @@ TILES_OUT_OF_ORDER = {
     ("rms_norm", 4): range(17, 65),
     ("add_rms_norm", 4): range(17, 65),
 }
-# For so many N, the occupancy that keeps the plain norm's order of sums. Without an occupancy the
-# compiler chooses another order there.
-IN_ORDER = {
-    ("rms_norm", 2): ((range(20481, 28673), 2),),
-    ("add_rms_norm", 2): ((range(4097, 8193), 2),),
-    ("add_layer_norm", 2): ((range(1537, 8193), 2), (range(20481, 24577), 2)),
-    ("layer_norm", 4): ((range(1537, 3073), 2),),
-    ("add_layer_norm", 4): ((range(257, 4097), 2), (range(4097, 5121), 6)),
-}
-# For plain norms whose weights are read with the row, so that the order of sums is prescribed:
-# (most elements of a thread, registers of a thread), by whether groups have a scale each. More
-# blocks on a multiprocessor are faster until they spill. Timed for bfloat16 of 2048, 5120, 8192 and
-# 16384.
-FETCHED = {
+# For tiles of one row without a residual: (most elements of a thread, registers of a thread), by
+# whether groups have a scale each. More blocks on a multiprocessor are faster until they spill.
+# Timed in bfloat16, rms_norm of 2048, 5120, 8192 and 16384, and on an H100 on 2026-11-26 layer_norm
+# by row of 4096 to 32768, beside the plain norm's occupancy and none.
+ONE_ROW = {
     False: ((32, 48), (40, 64), (64, 80), (80, 128)),
     True: ((24, 48), (40, 64), (64, 80), (80, 128)),
 }
