@@ -110,10 +110,10 @@ BITS = tuple(
 )
 
 
-def each(*left_out: str) -> list:
+def each(*left_out: str, quick: tuple[str, ...] = QUICK) -> list:
     """The names of the cases but of these, as parameters."""
     names = [name for name in CASES if name not in left_out]
-    return [n for n in names if n in QUICK] + slow(*(n for n in names if n not in QUICK))
+    return [n for n in names if n in quick] + slow(*(n for n in names if n not in quick))
 
 
 def assert_alike(got: Tensor, expected: Tensor) -> None:

@@ -71,6 +71,11 @@ def test_an_exported_program_of_aten_operators(name):
             assert_alike(got, expected)
 
 
+def test_a_process_that_insists_on_the_kernels_exports_too(monkeypatch):
+    monkeypatch.setenv("TILENORM_BACKEND", "cutile")
+    exported(CASES["rms_norm"]).run_decompositions(table())
+
+
 @each_form(CALLS, FEW)
 def test_the_graph_of_a_training_step(form):
     """make_fx, and whatever else takes a table, decomposes both directions."""
