@@ -9,9 +9,18 @@ from torch import Tensor, nn
 
 import tilenorm
 
-from .exported import BITS, BLOCK, CASES, PARAMETERS, Case, assert_alike, each
 from .helpers import slow
-from .test_export import exported, table
+from .test_export import (
+    BITS,
+    BLOCK,
+    CASES,
+    PARAMETERS,
+    Case,
+    assert_alike,
+    each,
+    exported,
+    table,
+)
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxscript")

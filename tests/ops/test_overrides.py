@@ -5,6 +5,7 @@ __torch_function__, and the ops below it: torch.fx, torch.jit.trace, modes, subc
 import inspect
 import io
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import symbolic_trace
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
 import tilenorm
@@ -184,27 +184,15 @@ def test_jit_trace_of_modules_and_of_a_traced_shape(device):
     assert torch.equal(traced(other), tilenorm.rms_norm(other, (N,)))
 
 
-def traced_by_jit(run, x):
-    torch.jit.trace(run, x, check_trace=False)
-
-
 def fake(run, x):
     with FakeTensorMode() as mode:
         run(mode.from_tensor(x))
 
 
-def functionalized(run, x):
+def functionalized(run, x, wrapped=True):
     torch._enable_functionalization(reapply_views=True)
     try:
-        run(torch._to_functional_tensor(x))
-    finally:
-        torch._disable_functionalization()
-
-
-def beside_functionalization(run, x):
-    torch._enable_functionalization(reapply_views=True)
-    try:
-        run(x)
+        run(torch._to_functional_tensor(x) if wrapped else x)
     finally:
         torch._disable_functionalization()
 
@@ -215,15 +203,11 @@ def with_a_key_of_the_thread(run, x):
 
 
 SURROUNDINGS = {
-    "jit": traced_by_jit,
-    "make_fx": lambda run, x: make_fx(run)(x),
     "fake": fake,
     "functionalize": lambda run, x: torch.func.functionalize(run)(x),
     "functional wrappers": functionalized,
-    "functionalization of the thread": beside_functionalization,
+    "functionalization of the thread": partial(functionalized, wrapped=False),
     "vmap": lambda run, x: torch.func.vmap(run)(x),
-    "grad": lambda run, x: torch.func.grad(lambda x: run(x).sum())(x),
-    "jvp": lambda run, x: torch.func.jvp(run, (x,), (x,)),
     "a key of the thread": with_a_key_of_the_thread,
 }
 

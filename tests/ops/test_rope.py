@@ -61,7 +61,7 @@ def step(given, dtype=None, **options):
 
 
 def in_double(given, **options):
-    """What `step` should give: by the reference, to which the kernels are held as to their oracle."""
+    """What `step` should give: by the reference. The kernels are held to an oracle, too."""
     there = {n: t.cpu() for n, t in given.items() if t is not None}
     exact = {n: t if n == "positions" else t.to(D) for n, t in there.items()}
     return step(exact, given["input"].dtype, **options)
