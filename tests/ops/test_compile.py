@@ -15,10 +15,9 @@ from torch._inductor.utils import run_and_get_code
 
 import tilenorm
 from tilenorm.ops import generated
-from tilenorm.spec import Quantization
-from tilenorm.table import NORMS, OPS, QUANTIZED_NORMS
+from tilenorm.table import OPS, QUANTIZED_NORMS
 
-from ..quantized import arguments, bits
+from ..quantized import bits
 from .helpers import (
     ADD,
     CALLS,
@@ -31,7 +30,7 @@ from .helpers import (
     step,
     tensors_of,
 )
-from .uses import USES, Use, of_function
+from .uses import USES, Use
 
 OPTIONS = {"offset": 1.0}
 B, F32 = torch.bfloat16, torch.float32
@@ -97,23 +96,11 @@ CODEGEN = "torch._inductor.codegen.custom_extern_kernel_codegen"
 
 
 def calls_of(device, every: bool) -> list[tuple[str, Use, dict[str, Tensor]]]:
-    """Ops with tensors of several dtypes and with options. every: all, and without parameters."""
+    """Ops with tensors of several dtypes. test_library.py has options and absent tensors."""
     found = []
-    dtypes_of = ((B, B), (F32, B), (B, F32))[: 3 if every else 2]
-    for op, dtypes in product(OPS if every else SOME, dtypes_of):
+    for op, dtypes in product(OPS if every else SOME, ((B, B), (F32, B))):
         if op not in QUANTIZED_NORMS or dtypes[0] == B:
             found.append((op, USES[op], USES[op].tensors(dtypes, device)))
-    for op, left in product(NORMS if every else (), ("weight", "bias")):
-        use = USES[op]._replace(parameters=(left,))
-        found.append((op, use, use.tensors((B, B), device)))
-    others = {"norm_before_gate": False, "activation": "sigmoid"}
-    for op, use in USES.items():
-        if op.startswith("gated"):
-            use = use._replace(make=partial(of_function, op, **others))
-            found.append((op, use, use.tensors((B, B), device)))
-    op, how = "layer_norm_quantized", Quantization("mx", layout="swizzled", output=True)
-    swizzled = USES[op]._replace(make=partial(of_function, op, **arguments(how)))
-    found.append((op, swizzled, swizzled.tensors((B, B), device)))
     scaled = USES["add_rms_norm"]._replace(parameters=("weight", "layer_scale"))
     return [*found, ("add_rms_norm", scaled, scaled.tensors((B, B), device))]
 

@@ -15,24 +15,19 @@ from .wrong_calls import Function, W, Wrong, X, with_keywords
 # Of the modules' constructors, with torch.nn's.
 MADE = (
     ((None,), r"'normalized_shape' takes an int or .*, got NoneType"),
-    (("8",), r"'normalized_shape' takes an int or .*, got \('8',\)"),
     (((8.0,),), r"'normalized_shape' takes an int or .*, got \(8\.0,\)"),
     ((-1,), r"'normalized_shape' takes .* from 0 on, got \(-1,\)"),
     ((2**70,), r"'normalized_shape' takes .* ints.*, got \(1180591"),
-    ((), "missing .* 'normalized_shape'"),
     ((8, {"dtype": "float32"}), r"'dtype' takes a torch.dtype .*, got str"),
     ((8, {"dtype": torch.int32}), r"'dtype' takes a floating.*, got torch.int32"),
     ((8, {"device": "nowhere"}), r"one of cpu, cuda.* device string: nowhere"),
     ((8, {"device": []}), r"device'? ?(must be torch.device, not |=)list"),
-    ((8, {"epsilon": 1.0}), "unexpected keyword argument 'epsilon'"),
 )
 
 # Of the modules' constructors alone.
 MADE_ALONE = (
     ((8, {"offset": "1"}), TypeError, "'offset' takes a float, got str"),
-    ((8, {"offset": None}), TypeError, "'offset' takes a float, got NoneType"),
     ((8, {"rounding": "Late"}), ValueError, "'rounding' takes .*, got 'Late'"),
-    ((8, {"rounding": None}), ValueError, "'rounding' takes .*, got None"),
 )
 
 # Of a module's forward, with torch.nn's.
@@ -40,8 +35,6 @@ FORWARD = (
     ((None,), "'input' takes a Tensor, got NoneType"),
     ((X.int(),), "'input' takes float16, .*, got torch.int32"),
     ((X[:, :7],), r"'input' takes .* \[8\], got \[3, 7\]"),
-    ((), "missing 1 required positional argument: '(x|input)'"),
-    ((X, X), "takes 2 positional arguments but 3 were given"),
 )
 
 # Attributes of a module that someone set, with torch.nn's.
@@ -65,7 +58,6 @@ COMPILED = (
     ((plus, {"mode": "default", "options": {"max_autotune": True}}), MODE_AND_OPTIONS),
     ((plus, {"backend": "nonsense"}), "backend: 'nonsense'.*list_backends"),
     ((plus, {"dynamic": "yes"}), r"to be a bool, got .*str|^$"),
-    ((plus, {"where_": 1}), "unexpected keyword argument 'where_'"),
 )
 
 
@@ -86,9 +78,7 @@ INTEGRATIONS = (
         lambda: len(tilenorm.patch(model()).patched),
         ((3,), TypeError, A_MODEL + "int"),
         ((nn.Linear,), TypeError, A_MODEL + "type"),
-        ((), TypeError, "missing .* 'model'"),
         ((MODEL, {"where": "0"}), TypeError, A_WHERE),
-        ((MODEL, plus), TypeError, "takes 1 positional"),
         ((MODEL, {"residual": 1}), TypeError, "takes a bool, got int"),
         ((PATCHED,), RuntimeError, "0 is already patched; tilenorm.unpatch"),
     ),
@@ -110,8 +100,6 @@ INTEGRATIONS = (
         replace_norms,
         lambda: replace_norms(GRAPH).left,
         ((LINEAR,), TypeError, A_GRAPH + "Linear"),
-        ((GRAPH.graph,), TypeError, A_GRAPH + "Graph"),
-        ((None,), TypeError, A_GRAPH + "NoneType"),
         ((GRAPH, {"fold": "all"}), TypeError, "'fold' takes a bool, got str"),
         ((GRAPH, {"where": "norm"}), TypeError, A_WHERE),
     ),
@@ -119,9 +107,6 @@ INTEGRATIONS = (
         tilenorm.explain,
         lambda: tilenorm.explain("rms_norm", X, (8,)).chosen,
         (("softmax",), ValueError, "'op' takes one of .*, got 'softmax'"),
-        (([],), ValueError, r"'op' takes one of rms_norm, .*, got \[\]"),
-        ((), TypeError, "missing .* 'op'"),
-        (("rms_norm", X), TypeError, "missing .* 'normalized_shape'"),
         (("rms_norm", X, (8,), {"epsilon": 1.0}), TypeError, "unexpected .* 'epsilon'"),
     ),
 )
