@@ -13,11 +13,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
 from torch.testing._internal.two_tensor import TwoTensor
 
-import tilenorm
 from tilenorm.table import MODULATED_NORMS, OPS, ROTATED_NORMS
 
 from . import helpers
-from .helpers import DTYPES, RMS, by_inductor, messages, op_call, random, tensors_of_op
+from .helpers import DTYPES, RMS, Form, by_inductor, messages, op_call, random, tensors_of_op
 from .passes import Seen, changed, check_decomposition, detached, named
 from .pretended import by
 from .test_drawn import draw, laid_out
@@ -25,7 +24,9 @@ from .test_modulated import compare
 from .uses import CHAINS
 
 B, F32 = torch.bfloat16, torch.float32
-EACH_OP = pytest.mark.parametrize("name", [*CHAINS, *MODULATED_NORMS, *ROTATED_NORMS])
+OTHERS = {name: Form(name) for name in MODULATED_NORMS}
+OTHERS |= {name: Form(name, {"offset": 0.5}) for name in (*CHAINS, *ROTATED_NORMS)}
+EACH_OP = pytest.mark.parametrize("name", OTHERS)
 ALL_UTILITIES = ("test_schema", "test_autograd_registration", "test_faketensor")
 ALL_UTILITIES += ("test_aot_dispatch_dynamic",)
 EACH_WAY = pytest.mark.parametrize("served", ["reference", "sm_80", "sm_90"])
@@ -90,28 +91,25 @@ def made(name: str, dtype: torch.dtype = F32, **sizes) -> dict[str, torch.Tensor
     return {p.name: given[p.name].requires_grad_(p.grad) for p in OPS[name].takes}
 
 
-def call(name: str, given: dict, eps: float = 1e-6) -> tuple[torch.Tensor, ...]:
-    options = {} if name in MODULATED_NORMS else {"offset": 0.5}
-    shape = given["input"].shape[-1:]
-    found = getattr(tilenorm, name)(**given, normalized_shape=shape, eps=eps, **options)
-    return found if isinstance(found, tuple) else (found,)
-
-
 def leaves_of(given: dict) -> list[torch.Tensor]:
     return [t for t in given.values() if t.requires_grad]
 
 
-def step(function, name: str, given: dict) -> list[torch.Tensor]:
-    """The results, and the gradient of each leaf."""
-    results = function(name, given)
-    dys = [random(*y.shape, dtype=y.dtype, seed=30 + i) for i, y in enumerate(results)]
-    return [*results, *torch.autograd.grad(results, leaves_of(given), dys)]
+def call(name: str, given: dict, **how) -> tuple[torch.Tensor, ...]:
+    return helpers.call(OTHERS[name], given, **how)
+
+
+def step(name: str, function=helpers.call) -> dict[str, torch.Tensor]:
+    asked = [port.name for port in OPS[name].takes if port.grad]
+    return helpers.step(OTHERS[name], tensors_of_op(name), asked=asked, function=function)
 
 
 def calls_of(name: str, dtype: torch.dtype = F32) -> list[tuple]:
     """The op of a call and those of its gradients, each with its arguments, without gradients."""
+    given = made(name, dtype)
     with Seen() as seen:
-        step(call, name, made(name, dtype))
+        results = call(name, given)
+        torch.autograd.grad(results, leaves_of(given), [torch.ones_like(y) for y in results])
     assert seen.calls[0][0].name() == f"tilenorm::{name}" and len(seen.calls) > 1
     return seen.calls
 
@@ -150,8 +148,8 @@ def test_graphs(name, dynamo):
     op = getattr(torch.ops.tilenorm, name).default
     assert op in [node.target for node in traced.graph.nodes]
     compare(traced(given), call(name, given), 0.0)
-    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
-    compare(step(compiled, name, made(name)), step(call, name, made(name)), 1e-6)
+    compiled = torch.compile(helpers.call, backend="aot_eager", fullgraph=True)
+    compare(step(name, compiled).values(), step(name).values(), 1e-6)
 
 
 @EACH_OP
@@ -161,7 +159,7 @@ def test_second_derivatives_and_transforms(name):
     names, inputs = [port.name for port in ports], leaves_of(given)
 
     def function(*tensors):
-        return call(name, given | dict(zip(names, tensors, strict=True)), 1e-3)
+        return call(name, given | dict(zip(names, tensors, strict=True)), eps=1e-3)
 
     assert torch.autograd.gradcheck(function, inputs)
     assert torch.autograd.gradgradcheck(function, inputs)

@@ -10,7 +10,6 @@ from tests import layouts
 from tilenorm.launch.calls import every_gradient
 from tilenorm.launch.plan import plan_backward, plan_forward
 from tilenorm.launch.target import Target
-from tilenorm.ops import registry
 from tilenorm.spec import NormSpec
 from tilenorm.tools.explain import explain_spec, planned_device
 from tilenorm.tools.precompile import calls_of, compile_call
@@ -114,14 +113,6 @@ def test_several_normalized_dimensions_and_heads():
         with pytest.warns(tilenorm.ReferenceWarning, match="a weight by heads"):
             found = call("layer", by_heads)
     compare(found, call("layer", by_heads, backend="reference"), 0.0)
-
-
-def test_refusals():
-    spec = NormSpec("rms", 8200, "bfloat16", mod_scale="bfloat16")
-    assert "rows are modulated" in registry.spec_refused(spec)
-    assert "8192 elements" in explain_spec(spec, 4, planned_device("sm_90")).refused["cutile"]
-    spec = NormSpec("rms", 8, "bfloat16", mod_scale="float64")
-    assert "scale is float64" in registry.spec_refused(spec)
 
 
 def test_explained(capsys):
