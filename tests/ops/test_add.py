@@ -1,11 +1,21 @@
-"""add_rms_norm and add_layer_norm: the gradient of a layer scale, which is a sum over rows, dropped
-elements, and tensors given twice. test_drawn.py compares bits with those of single operations.
+"""A norm, an addition and a norm as one call, which rounds where the two functions do. Of norms of
+sums: the gradient of a layer scale, dropped elements, and tensors given twice.
+test_drawn.py compares the bits of such sums with those of single operations.
 """
+
+from itertools import product
+from random import Random
 
 import pytest
 import torch
 
 import tilenorm
+from tests import layouts
+from tilenorm.launch import kernel
+from tilenorm.launch.plan import chain_refused
+from tilenorm.launch.target import Target
+from tilenorm.ops import cutile
+from tilenorm.spec import NormSpec
 
 from .helpers import (
     BRANCHED,
@@ -23,8 +33,116 @@ from .helpers import (
 )
 from .pretended import by
 
+B, H, F, D = torch.bfloat16, torch.float16, torch.float32, torch.float64
+DTYPES = ((B, B), (F, F), (H, H), (B, F), (F, B), (D, D))
+SERVED = ("reference", "sm_90", "sm_100")
+
+
+def chain(norm, rows, shape, parameters, **options):
+    function = getattr(tilenorm, f"{norm}_norm_add_{norm}_norm")
+    return function(*rows, shape, *parameters, **options)
+
+
+def apart(norm, rows, shape, parameters, **options):
+    end = len(parameters) // 2
+    before, after = (getattr(tilenorm, f"{norm}_norm{last}") for last in ("_add", ""))
+    total = before(*rows, shape, *parameters[:end], **options)
+    return after(total, shape, *parameters[end:], **options), total
+
+
+def made(norm, *shape, dtypes=(B, B), weights=(B, F)):
+    """The tensors that have rows, and the weight, and bias if it has one, of each norm."""
+    rows = [random(*shape, dtype=d, seed=i) for i, d in enumerate(dtypes)]
+    each = [d for d in weights for _ in range(2 if norm == "layer" else 1)]
+    return rows, [random(shape[-1], dtype=d, seed=7 + i) for i, d in enumerate(each)]
+
+
+def compare(found, expected, equal=True):
+    """Sums in another order move a number by a unit in the last place, or in that of the sum."""
+    for one, other in zip(found, expected, strict=True):
+        bound = 0.0 if equal else 4 * torch.finfo(one.dtype).eps
+        torch.testing.assert_close(one, other, rtol=bound, atol=bound)
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """What was launched in one pass."""
+    found, bind = [], cutile.bind_forward
+
+    def bound(plan, *arguments):
+        run = bind(plan, *arguments)
+        return (lambda *a: found.append(a) or run(*a)) if plan.spec.inner else run
+
+    monkeypatch.setattr(cutile, "bind_forward", bound)
+    return found
+
+
+@pytest.mark.parametrize("served", SERVED)
+def test_drawn_calls(served, norm, passes):
+    """In one pass where the kernels serve, with and without gradients, to the same bits."""
+    rng = Random(f"{served} {norm}")
+    with by(served):
+        for dtypes, save in product(DTYPES, (False, True)):
+            hidden = rng.choice((7, 40, 128, 1024, 2304, 5376))
+            shape = rng.choice(((1, hidden), (5, hidden), (2, 3, hidden), (0, hidden)))
+            weights = rng.choice(dtypes), rng.choice((H, F))
+            rows, parameters = made(norm, *shape, dtypes=dtypes, weights=weights)
+            if shape[0]:
+                rows[0] = layouts.draw(rng, shape, False).filled(rows[0])
+            rows[0].requires_grad_(save)
+            parameters = [rng.choice((w, w, None)) for w in parameters]
+            options = {"offset": rng.choice((0.0, 1.0)), "rounding": rng.choice(("late", "early"))}
+            options |= rng.choice(({}, {"eps": 1e-3}))
+            arguments = norm, rows, (hidden,), parameters
+            passes.clear()
+            found, expected = chain(*arguments, **options), apart(*arguments, **options)
+            again = chain(*arguments, **options)
+            in_one = served != "reference" and dtypes in DTYPES[:3]  # of one dtype, not float64
+            assert len(passes) == (2 if in_one else 0)
+            assert all(t.dtype == dtypes[1] and t.is_contiguous() for t in found)
+            assert all(map(torch.equal, found, again))
+            compare(found, expected, equal=served == "reference")
+
+
+def test_a_kernel_that_does_not_compile(monkeypatch):
+    calls = []
+
+    def fail(*arguments):
+        calls.append(arguments)
+        raise kernel.CompileError("no")
+
+    rows, parameters = made("rms", 3, 40)
+    with by("sm_100"):
+        expected = apart("rms", rows, (40,), parameters)
+        bind = cutile.bind_forward
+        monkeypatch.setattr(
+            cutile, "bind_forward", lambda plan, run: fail if plan.spec.inner else bind(plan, run)
+        )
+        for _ in range(2):
+            found = chain("rms", rows, (40,), parameters)
+            assert all(map(torch.equal, found, expected))
+    assert len(calls) == 1
+
+
+def spec_of(hidden: int, norm: str = "rms") -> NormSpec:
+    dtype = "bfloat16"
+    fields = {"weight": dtype, "bias": dtype if norm == "layer" else None, "offset": 1.0}
+    before, after = (NormSpec(norm, hidden, dtype, **fields, skip=s) for s in (dtype, None))
+    return NormSpec.chained(before, after)
+
+
+def test_what_one_pass_refuses():
+    assert "blocks share a row" in chain_refused(spec_of(65536), Target.of("sm_90"))
+
+
+def test_explained(capsys):
+    rows, weights = made("rms", 3, 40)
+    found = tilenorm.explain("rms_norm_add_rms_norm", *rows, (40,), *weights)
+    assert (found.before.spec.skip, found.after.spec.weight) == ("bfloat16", "float32")
+    assert found.refused in capsys.readouterr().out
+
+
 N = 40
-BF16, F32 = torch.bfloat16, torch.float32
 ADDS = {name: form for name, form in FAMILY.items() if form.other == "residual"}
 EACH_ADD = pytest.mark.parametrize("form", ADDS.values(), ids=ADDS)
 
@@ -32,8 +150,8 @@ EACH_ADD = pytest.mark.parametrize("form", ADDS.values(), ids=ADDS)
 @pytest.mark.parametrize("name", [n for n, f in BRANCHED.items() if "layer_scale" in f.branch])
 def test_the_gradient_of_the_layer_scale(device, name, served):
     form = BRANCHED[name]
-    tensors = tensors_of(form, 300, N, dtype=BF16, device=device)
-    tensors["layer_scale"] = tensors["layer_scale"].to(F32)
+    tensors = tensors_of(form, 300, N, dtype=B, device=device)
+    tensors["layer_scale"] = tensors["layer_scale"].to(F)
     with by(served, device):
         found = step(form, tensors)
     masked = before(form._replace(branch=form.branch[:-1]), tensors)
