@@ -187,11 +187,6 @@ def test_jit_trace_of_modules_and_of_a_traced_shape(device):
     assert torch.equal(traced(other), tilenorm.rms_norm(other, (N,)))
 
 
-def fake(run, x):
-    with FakeTensorMode() as mode:
-        run(mode.from_tensor(x))
-
-
 def functionalized(run, x, wrapped=True):
     torch._enable_functionalization(reapply_views=True)
     try:
@@ -206,7 +201,7 @@ def with_a_key_of_the_thread(run, x):
 
 
 SURROUNDINGS = {
-    "fake": fake,
+    "fake": lambda run, x: run(FakeTensorMode().from_tensor(x)),
     "functionalize": lambda run, x: torch.func.functionalize(run)(x),
     "functional wrappers": functionalized,
     "functionalization of the thread": partial(functionalized, wrapped=False),

@@ -160,7 +160,6 @@ USES = "{path} (tileiras 13.4.92) fails: it uses ptxas and libnvvm of "
 BROKEN = {
     "absent": (lambda c, _: c.path.unlink(), "tileiras is missing (nvidia-cuda-tileiras ", 0),
     "does not run": (unrunnable, "{path} does not run: ", 0),
-    "13.2": (lambda c, _: c.is_of("13.2.86"), "{path} is tileiras 13.2.86; the kernels need", 0),
     "alone": (alone, USES + "{folder}, where ptxas is missing, and needs", 1),
 } | {
     name: (
