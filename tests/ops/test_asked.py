@@ -167,13 +167,6 @@ def test_graphs_within_a_pass_of_another_graph(device, run, gradients_made):
     assert gradients_made == [expected, {"weight"}]
 
 
-def test_a_node_that_is_called_outside_of_a_pass_computes_all(device, gradients_made):
-    given = recorded(tensors_of(RMS, 3, 8, device=device))
-    (y,) = call(RMS, given)
-    y.grad_fn.apply(torch.ones_like(y), None)
-    assert gradients_made == [set(given)]
-
-
 @pytest.mark.parametrize("form", [LAYER, ADD, GATED], ids=["layer", "add", "gated"])
 def test_passes_of_several_threads_at_once(device, form):
     """Each thread asks for another part of one graph."""

@@ -51,14 +51,11 @@ FLAT = BASE.flatten()
 
 # Of each: the tensor, how long its rows are, and how many heads have weights of their own.
 IN_PLACE = {
-    "contiguous": (BASE, 32, 0),
     "k of qkv, heads in a row": (QKV[:, :, 1], 32, 0),
     "columns": (BASE[..., 8:24], 16, 0),
-    "four that collapse to two": (BASE.view(2, 2, 3, 2, 32)[..., :16], 16, 0),
     "one row of an odd stride": (random(1, 33)[:, :32], 32, 0),
     "rows that fill no vectors": (BASE[..., 1:18], 17, 0),
     "a start where alignment does not count": (FLAT[3 : 3 + 62].view(2, 31), 31, 0),
-    "one token": (BASE[0], 32, 6),
     "q of qkv": (QKV[:, :, 0], 8, 4),
     "heads apart": (random(4, 6, 64)[..., :32], 32, 6),
     "heads before tokens": (random(6, 4, 32).transpose(0, 1), 32, 6),

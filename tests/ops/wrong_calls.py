@@ -29,7 +29,6 @@ from .helpers import arguments_of, tensors_of_op
 
 X, W, HEADS, TWO_HEADS = torch.ones(3, 8), torch.ones(8), torch.ones(6, 8), torch.ones(2, 8)
 ROWS, GROUPS = torch.ones(2, 6, 8), torch.ones(2, 3, 8)
-FLOAT8 = X.to(torch.float8_e4m3fn)
 HUGE = 10**400
 NOT_SERVED = NotImplementedError
 ROPE = "rms_norm_rope"
@@ -63,13 +62,10 @@ class Function(NamedTuple):
 BY_PYTORCH = {
     # A class that has __torch_function__: these are PyTorch's own words.
     "input a class": ((torch.Tensor, (8,)), r"no implementation found for '.*_norm'"),
-    "input of ints": ((X.int(), (8,)), r"'input' takes float16, .*, got torch.int32"),
     "input of another first size": ((X, (4, 8)), r"'input' takes .* \[4, 8\], got \[3, 8\]"),
     "input a scalar": ((X[0, 0], (1,)), r"'input' takes at least the 1 dimensions .*, got 0"),
     "input a matrix": ((X, (2, 3, 8)), r"'input' takes at least the 3 dimensions .*, got 2"),
-    "input elsewhere": ((X.to("meta"), (8,), W), r"'weight' takes .* device meta, got cpu"),
     "shape a bool": ((X, True), r"'normalized_shape' takes a tuple of ints, got bool"),
-    "shape a set": ((X, {8}), r"'normalized_shape' takes a tuple of ints, got set"),
     "shape a tensor": ((X, W.int()), r"'normalized_shape' takes a tuple of ints, got Tensor"),
     "shape of floats": ((X, (8.0,)), r"'normalized_shape' takes a tuple of ints, got \(8\.0,\)"),
     "shape of bools": ((X[:, :1], (True,)), r"'normalized_shape' takes .*, got \(True,\)"),
@@ -78,7 +74,6 @@ BY_PYTORCH = {
     "shape empty": ((X, ()), r"'normalized_shape' takes at least one size, got \(\)"),
     "shape negative": ((X, (-1,)), r"'input' takes .* \[-1\], got \[3, 8\]"),
     "weight of another rank": ((X, (8,), W[None]), r"'weight' takes .* \[8\].*, got \[1, 8\]"),
-    "weight in float8": ((X, (8,), FLOAT8[0]), r"'weight' takes .*, got torch.float8_e4m3fn"),
     "eps a vector": ((X, (8,), {"eps": W[:1]}), r"'eps' takes a float.*, got"),
     "eps of a graph": ((X, (8,), {"eps": torch.ones((), requires_grad=True)}), r"eps"),
     "eps beyond floats": ((X, (8,), {"eps": HUGE}), r"'eps' takes .* no float holds"),
