@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.cpp_extension import CUDA_HOME
 
 import tilenorm
-from tilenorm.table import NOT_OF_ROWS, OPS, ROTATED_NORMS
+from tilenorm.table import NORMS, OPS, QUANTIZED_NORMS, ROTATED_NORMS
 
 from ..quantized import HOWS, arguments, label
 from .helpers import (
@@ -100,11 +100,12 @@ CASES |= {
 CASES["rms_norm, by heads"] = called(
     "rms_norm", {"input": random(3, 4, N), "weight": random(4, N, seed=1)}
 )
-INTERLEAVED = {name: {"interleaved": True} for name in ROTATED_NORMS}
+OPTIONS = {name: {"interleaved": True} for name in ROTATED_NORMS}
+OPTIONS |= {name: {"scaling": "row"} for name in QUANTIZED_NORMS}
 CASES |= {
-    name: called(name, tensors_of_op(name, lead=(3, 2), n=N), **INTERLEAVED.get(name, {}))
-    for name, op in OPS.items()
-    if op.calls or name in NOT_OF_ROWS
+    name: called(name, tensors_of_op(name, lead=(3, 2), n=N), **OPTIONS.get(name, {}))
+    for name in OPS
+    if name not in NORMS
 }
 for name in ("RMSNorm", "LayerNorm", "ModulatedRMSNorm", "ModulatedLayerNorm"):
     tensors = CASES["modulated_rms_norm"].tensors
@@ -118,10 +119,6 @@ CASES |= {
         **arguments(how),
     )
     for how in HOWS
-}
-CASES |= {
-    f"{op}_quantized": called(f"{op}_quantized", tensors_of(FAMILY[op], 3, N), scaling="row")
-    for op in ("layer_norm", "add_rms_norm", "add_layer_norm")
 }
 BLOCK = f"rms_norm_quantized, {label(HOWS[2])}"
 QUICK = ("add_layer_norm, two residuals", "rms_norm_add_rms_norm", "RMSNorm")
