@@ -215,7 +215,7 @@ def test_the_state_at_the_import_does_not_matter(state):
 # it runs tests of the bits of calls and of gradients.
 WITHOUT_EACH = """
 import os, sys
-import pytest, torch
+import cuda.tile, pytest, torch, torch._dynamo
 from tests.ops.private_names import absent, stand_ins
 
 drawn = ["tests/ops/test_drawn.py", "-k", "add_rms_norm-bfloat16"]
