@@ -20,7 +20,7 @@ from cuda.tile._cext import default_tile_context
 
 from tests.executors import forward_calls
 from tests.ops.helpers import NEEDS_GPU
-from tests.ops.test_concurrency import at_once
+from tests.ops.test_memory import at_once
 from tests.stand_in_compiler import CRASH, ERROR
 from tilenorm.kernels.forward import row_forward
 from tilenorm.launch import disk_cache

@@ -2,7 +2,7 @@
 
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import pytest
@@ -169,7 +169,10 @@ def leaves_of(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def incoming_of(tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
     """A gradient for each output."""
     first = "skip" if "skip" in tensors else "input"
-    likes = [tensors[name] for name in (first, "residual") if name in tensors]
+    return gradients_like([tensors[name] for name in (first, "residual") if name in tensors])
+
+
+def gradients_like(likes: Iterable[Tensor]) -> tuple[Tensor, ...]:
     return tuple(
         random(*like.shape, dtype=like.dtype, device=like.device, seed=10 + i)
         for i, like in enumerate(likes)
@@ -178,10 +181,12 @@ def incoming_of(tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
 
 def call(form: Form, tensors: dict[str, Tensor], dims=1, eps=EPS, **options) -> tuple[Tensor, ...]:
     """The outputs of tilenorm's function."""
-    shape = tensors["input"].shape[-dims:]
-    options = {**form.options, **options}
-    given = arguments_of(tensors)
-    outputs = getattr(tilenorm, form.op)(**given, normalized_shape=shape, eps=eps, **options)
+    given = {
+        "normalized_shape": tensors["input"].shape[-dims:],
+        "eps": eps,
+        **arguments_of(tensors),
+    }
+    outputs = getattr(tilenorm, form.op)(**{**given, **form.options, **options})
     return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
@@ -212,7 +217,7 @@ def step(
     for name in leaves.keys() - (tensors.keys() if asked is None else asked):
         leaves[name].requires_grad_(False)
     outputs = function(form, leaves, **options)
-    incoming = incoming_of(tensors) if incoming is None else incoming
+    incoming = gradients_like(outputs) if incoming is None else incoming
     used = [(y, dy) for y, dy in zip(outputs, incoming, strict=True) if dy is not None]
     trained = {n: t for n, t in leaves.items() if t.requires_grad}
     given, dys = zip(*used, strict=True)

@@ -1,25 +1,31 @@
-"""add_rms_norm and add_layer_norm: one residual or two, a dropout mask and a layer scale.
-
-A call has the bits of the same operations one after the other, and so have its gradients. That of
-the layer scale, a sum over rows, is within the error of float32.
+"""A norm, an addition and a norm as one call, which rounds where the two functions do. Of norms of
+sums: the gradient of a layer scale, dropped elements, and tensors given twice.
+test_drawn.py compares the bits of such sums with those of single operations.
 """
+
+from itertools import product
+from random import Random
 
 import pytest
 import torch
 
 import tilenorm
+from tests import layouts
+from tilenorm.launch import kernel
+from tilenorm.launch.plan import chain_refused
+from tilenorm.launch.target import Target
+from tilenorm.ops import cutile
+from tilenorm.spec import NormSpec
 
 from .helpers import (
     BRANCHED,
     EACH_JOINED,
     EPS,
     FAMILY,
-    JOINED,
     MASKED,
     before,
     call,
     incoming_of,
-    name_of,
     op_call,
     random,
     step,
@@ -27,83 +33,125 @@ from .helpers import (
 )
 from .pretended import by
 
+B, H, F, D = torch.bfloat16, torch.float16, torch.float32, torch.float64
+DTYPES = ((B, B), (F, F), (H, H), (B, F), (F, B), (D, D))
+SERVED = ("reference", "sm_90", "sm_100")
+
+
+def chain(norm, rows, shape, parameters, **options):
+    function = getattr(tilenorm, f"{norm}_norm_add_{norm}_norm")
+    return function(*rows, shape, *parameters, **options)
+
+
+def apart(norm, rows, shape, parameters, **options):
+    end = len(parameters) // 2
+    before, after = (getattr(tilenorm, f"{norm}_norm{last}") for last in ("_add", ""))
+    total = before(*rows, shape, *parameters[:end], **options)
+    return after(total, shape, *parameters[end:], **options), total
+
+
+def made(norm, *shape, dtypes=(B, B), weights=(B, F)):
+    """The tensors that have rows, and the weight, and bias if it has one, of each norm."""
+    rows = [random(*shape, dtype=d, seed=i) for i, d in enumerate(dtypes)]
+    each = [d for d in weights for _ in range(2 if norm == "layer" else 1)]
+    return rows, [random(shape[-1], dtype=d, seed=7 + i) for i, d in enumerate(each)]
+
+
+def compare(found, expected, equal=True):
+    """Sums in another order move a number by a unit in the last place, or in that of the sum."""
+    for one, other in zip(found, expected, strict=True):
+        bound = 0.0 if equal else 4 * torch.finfo(one.dtype).eps
+        torch.testing.assert_close(one, other, rtol=bound, atol=bound)
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """What was launched in one pass."""
+    found, bind = [], cutile.bind_forward
+
+    def bound(plan, *arguments):
+        run = bind(plan, *arguments)
+        return (lambda *a: found.append(a) or run(*a)) if plan.spec.inner else run
+
+    monkeypatch.setattr(cutile, "bind_forward", bound)
+    return found
+
+
+@pytest.mark.parametrize("served", SERVED)
+def test_drawn_calls(served, norm, passes):
+    """In one pass where the kernels serve, with and without gradients, to the same bits."""
+    rng = Random(f"{served} {norm}")
+    with by(served):
+        for dtypes, save in product(DTYPES, (False, True)):
+            hidden = rng.choice((7, 40, 128, 1024, 2304, 5376))
+            shape = rng.choice(((1, hidden), (5, hidden), (2, 3, hidden), (0, hidden)))
+            weights = rng.choice(dtypes), rng.choice((H, F))
+            rows, parameters = made(norm, *shape, dtypes=dtypes, weights=weights)
+            if shape[0]:
+                rows[0] = layouts.draw(rng, shape, False).filled(rows[0])
+            rows[0].requires_grad_(save)
+            parameters = [rng.choice((w, w, None)) for w in parameters]
+            options = {"offset": rng.choice((0.0, 1.0)), "rounding": rng.choice(("late", "early"))}
+            options |= rng.choice(({}, {"eps": 1e-3}))
+            arguments = norm, rows, (hidden,), parameters
+            passes.clear()
+            found, expected = chain(*arguments, **options), apart(*arguments, **options)
+            again = chain(*arguments, **options)
+            in_one = served != "reference" and dtypes in DTYPES[:3]  # of one dtype, not float64
+            assert len(passes) == (2 if in_one else 0)
+            assert all(t.dtype == dtypes[1] and t.is_contiguous() for t in found)
+            assert all(map(torch.equal, found, again))
+            compare(found, expected, equal=served == "reference")
+
+
+def test_a_kernel_that_does_not_compile(monkeypatch):
+    calls = []
+
+    def fail(*arguments):
+        calls.append(arguments)
+        raise kernel.CompileError("no")
+
+    rows, parameters = made("rms", 3, 40)
+    with by("sm_100"):
+        expected = apart("rms", rows, (40,), parameters)
+        bind = cutile.bind_forward
+        monkeypatch.setattr(
+            cutile, "bind_forward", lambda plan, run: fail if plan.spec.inner else bind(plan, run)
+        )
+        for _ in range(2):
+            found = chain("rms", rows, (40,), parameters)
+            assert all(map(torch.equal, found, expected))
+    assert len(calls) == 1
+
+
+def spec_of(hidden: int, norm: str = "rms") -> NormSpec:
+    dtype = "bfloat16"
+    fields = {"weight": dtype, "bias": dtype if norm == "layer" else None, "offset": 1.0}
+    before, after = (NormSpec(norm, hidden, dtype, **fields, skip=s) for s in (dtype, None))
+    return NormSpec.chained(before, after)
+
+
+def test_what_one_pass_refuses():
+    assert "blocks share a row" in chain_refused(spec_of(65536), Target.of("sm_90"))
+
+
+def test_explained(capsys):
+    rows, weights = made("rms", 3, 40)
+    found = tilenorm.explain("rms_norm_add_rms_norm", *rows, (40,), *weights)
+    assert (found.before.spec.skip, found.after.spec.weight) == ("bfloat16", "float32")
+    assert found.refused in capsys.readouterr().out
+
+
 N = 40
-F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 ADDS = {name: form for name, form in FAMILY.items() if form.other == "residual"}
 EACH_ADD = pytest.mark.parametrize("form", ADDS.values(), ids=ADDS)
-SUMS = ADDS | JOINED | BRANCHED
-# Dtypes of the input, of the residual that comes last, and of the first one or the layer scale.
-DTYPES = [(BF16, BF16, BF16), (F32, F32, F32), (BF16, F32, BF16), (BF16, F32, F32)]
-DTYPES += [(F16, F32, F32), (F32, BF16, F32), (F32, BF16, BF16), (BF16, F16, BF16)]
-DTYPES += [(F64, F64, F64), (F32, F64, F32), (F64, F32, F64)]
-CASES = [
-    pytest.param(form, dtypes, id="-".join([name, *map(name_of, dtypes)]))
-    for name, form in SUMS.items()
-    for dtypes in DTYPES
-    # With a layer scale, the residual has at least the digits of the input.
-    if "layer_scale" not in form.branch or dtypes[:2] not in ((F32, BF16), (F64, F32))
-]
-
-
-def made(form, *shape, dtypes=(F32, F32, F32), device="cpu"):
-    """The tensors of a form, with dtypes as in DTYPES."""
-    dtype, residual, more = dtypes
-    tensors = tensors_of(form, *shape, dtype=dtype, other=residual, device=device)
-    return {n: t.to(more) if n in ("addend", "layer_scale") else t for n, t in tensors.items()}
-
-
-def apart(form, tensors, **options):
-    rest = {n: t for n, t in tensors.items() if n in FAMILY[form.op].names}
-    return call(FAMILY[form.op], rest | {"input": before(form, tensors)}, **options)
-
-
-def plain(form, tensors):
-    """The norm without the addition."""
-    tensors = {n: tensors[n] for n in ("input", "weight", "bias") if n in tensors}
-    function = getattr(tilenorm, form.op.removeprefix("add_"))
-    return function(**tensors, normalized_shape=tensors["input"].shape[-1:], eps=EPS)
-
-
-def compare(found, expected):
-    """Gradients of the layer scale, and all but the sum on a GPU, may be added up in another order,
-    which tips a rounding.
-    """
-    assert found.keys() == expected.keys()
-    for name, other in expected.items():
-        assert found[name].dtype == other.dtype
-        if name == "layer_scale" or (other.is_cuda and name != "sum"):
-            close = {F16: 2e-2, BF16: 1e-1, F32: 1e-4, F64: 1e-10}
-            bound = max(close[other.dtype], close[expected["output"].dtype])
-            torch.testing.assert_close(found[name], other, rtol=bound, atol=bound)
-        else:
-            assert torch.equal(found[name], other), name
-
-
-@pytest.mark.parametrize("form, dtypes", CASES)
-def test_bits_are_those_of_the_operations_one_after_the_other(device, form, dtypes, served):
-    tensors = made(form, 7, N, dtypes=dtypes, device=device)
-    x, residual = before(form, tensors), tensors["residual"]
-    total, (dy, dsum) = (x + residual).to(residual.dtype), incoming_of(tensors)
-    with by(served, device):
-        y, added = call(form, tensors)
-        assert (y.dtype, added.dtype) == dtypes[:2]
-        assert torch.equal(added, total)
-        if x.dtype == dtypes[0]:
-            for incoming in ((dy, dsum), (dy, None), (None, dsum)):
-                compare(
-                    step(form, tensors, incoming), step(form, tensors, incoming, function=apart)
-                )
-        # A GPU may add up a row in another order where it is not alone in being read. The norm of a
-        # float16 sum is rounded to float16 before it becomes bfloat16.
-        exact = dtypes[1] == dtypes[0] or (dtypes[1] == F32 and dtypes[0] != F64)
-        if device == "cpu" and served == "reference" and exact:
-            assert torch.equal(y, plain(form, tensors | {"input": total}).to(dtypes[0]))
 
 
 @pytest.mark.parametrize("name", [n for n, f in BRANCHED.items() if "layer_scale" in f.branch])
 def test_the_gradient_of_the_layer_scale(device, name, served):
     form = BRANCHED[name]
-    tensors = made(form, 300, N, dtypes=(BF16, BF16, F32), device=device)
+    tensors = tensors_of(form, 300, N, dtype=B, device=device)
+    tensors["layer_scale"] = tensors["layer_scale"].to(F)
     with by(served, device):
         found = step(form, tensors)
     masked = before(form._replace(branch=form.branch[:-1]), tensors)

@@ -17,8 +17,7 @@ from tilenorm.ops import call as calls
 from tilenorm.table import NORMS
 
 from .helpers import TORCH
-from .wrong_calls import Function, Wrong, of_functions
-from .wrong_uses import of_integrations, of_modules
+from .wrong_calls import Function, Wrong, of_functions, of_integrations, of_modules
 
 FUNCTIONS = dict([*of_functions(), *of_modules(), *of_integrations()])
 PLANS = (bound._bound, plan.plan_forward, plan.plan_backward)

@@ -1,7 +1,8 @@
-"""What only a GPU can show: streams, graphs, synchronisation, sizes, bits, the first call, and what
-products make of quantised norms.
+"""What only a GPU can show: streams, graphs, synchronisation, sizes, bits, the first call, what
+products make of quantised norms, and memory: outputs, what is saved, and scratch; no copies.
 """
 
+import gc
 import os
 import subprocess
 import sys
@@ -15,11 +16,13 @@ import tilenorm
 from tests.guarded import guarded
 from tests.oracle import Truth
 from tests.tolerance import assert_close
+from tilenorm.launch.calls import every_gradient
+from tilenorm.launch.plan import plan_backward, plan_forward
 from tilenorm.ops.quantize import quantize
 from tilenorm.spec import NormSpec, Quantization
 
-from . import test_chain
-from .cuda_helpers import forms_and_widths, made, ops_seen, train
+from . import test_add
+from .cuda_helpers import forms_and_widths, made, ops_seen, target, train
 from .helpers import (
     EACH_FORM,
     FAMILY,
@@ -31,6 +34,7 @@ from .helpers import (
     op_call,
     random,
     same,
+    spec_of,
 )
 
 pytestmark = NEEDS_GPU
@@ -198,24 +202,110 @@ def test_what_scaled_mm_makes_of_the_codes(scaling):
 
 
 @pytest.mark.filterwarnings("ignore::tilenorm.ReferenceWarning")  # float64
-@pytest.mark.parametrize("dtypes", test_chain.DTYPES[:3], ids=str)
+@pytest.mark.parametrize("dtypes", test_add.DTYPES[:3], ids=str)
 def test_chains(norm, dtypes):
     """The error is at most twice that of the two functions; rows have the same bits anywhere."""
     rng = Random(f"{norm} {dtypes}")
     for hidden in (7, 128, 1001, 2304, 4096, 5376, 16384):
         kinds = rng.choice(dtypes), rng.choice(dtypes)
-        tensors = test_chain.made(norm, 257, hidden, dtypes=dtypes, weights=kinds)
+        tensors = test_add.made(norm, 257, hidden, dtypes=dtypes, weights=kinds)
         rows, parameters = ([t.cuda() for t in group] for group in tensors)
         options = {"offset": rng.choice((0.0, 1.0)), "rounding": rng.choice(("late", "early"))}
         with guarded():
-            found = test_chain.chain(norm, rows, (hidden,), parameters, **options)
-        apart = test_chain.apart(norm, rows, (hidden,), parameters, **options)
+            found = test_add.chain(norm, rows, (hidden,), parameters, **options)
+        apart = test_add.apart(norm, rows, (hidden,), parameters, **options)
         doubled = ([t.double() for t in group] for group in (rows, parameters))
-        exact = test_chain.apart(norm, next(doubled), (hidden,), next(doubled), **options)
+        exact = test_add.apart(norm, next(doubled), (hidden,), next(doubled), **options)
         for one, other, true in zip(found, apart, exact, strict=True):
             few = 4 * torch.finfo(one.dtype).eps * true.abs().max()
             assert (one - true).abs().max() <= 2 * (other - true).abs().max() + few
         order = torch.randperm(257, device="cuda")
         moved = [t[order] for t in rows]
-        permuted = test_chain.chain(norm, moved, (hidden,), parameters, **options)
+        permuted = test_add.chain(norm, moved, (hidden,), parameters, **options)
         assert all(torch.equal(p, t[order]) for p, t in zip(permuted, found, strict=True))
+
+
+ROWS = 4096
+WIDTHS = [256, 1000, 1024, 4096, 12288, 16384, 32768, 65536]
+
+
+def requested(which: str) -> int:
+    """Bytes that were asked for; what is allocated may be a larger block."""
+    return torch.cuda.memory_stats()[f"requested_bytes.all.{which}"]
+
+
+def peak_of(function) -> int:
+    """The bytes in use at the peak of a call, beyond those in use before it."""
+    gc.collect()  # what an earlier test left in a cycle would be freed meanwhile
+    torch.cuda.synchronize()
+    before = requested("current")
+    torch.cuda.reset_peak_memory_stats()
+    kept = function()
+    peak = requested("peak") - before
+    del kept
+    return peak
+
+
+def scratch_of(shape, most: int) -> int:
+    """Bytes of scratch in 32 bits, and no more than `most`."""
+    size = 4 * shape[0] * shape[1] if shape else 0
+    assert size <= most
+    return size
+
+
+def bytes_of(*tensors) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["no grad", "grad"])
+@forms_and_widths(WIDTHS, [4096], [("layer_norm", 65536), ("add_rms_norm", 65536)])
+def test_forward(form, n, grad):
+    tensors, _ = made(form, ROWS, n)
+    for tensor in tensors.values():
+        tensor.requires_grad_(grad)
+    outputs = call(form, tensors)  # the first call compiles
+    plan = plan_forward(spec_of(form, tensors), target(), grad)
+    stats = ROWS * 4 * ("layer" in form.op) + ROWS * 4 if plan.save else 0
+    # A slot or two for each block that shares a row.
+    slots = scratch_of(plan.slots(ROWS), ROWS * n * 2 // 128)
+    assert peak_of(lambda: call(form, tensors)) == bytes_of(*outputs) + stats + slots
+
+
+@forms_and_widths(WIDTHS, [4096], [("layer_norm", 65536), ("add_rms_norm", 65536)])
+def test_backward(form, n):
+    tensors, incoming = made(form, ROWS, n)
+    check_backward(form, tensors, incoming)
+
+
+def test_backward_of_a_residual_of_another_dtype():
+    form = FAMILY["add_rms_norm"]
+    check_backward(form, *made(form, ROWS, 4096, other=torch.float32))
+
+
+def check_backward(form, tensors, incoming):
+    leaves = list(tensors.values())
+    train(form, tensors, incoming)
+    outputs = call(form, tensors)
+    peak = peak_of(lambda: torch.autograd.grad(outputs, leaves, incoming))
+    spec = spec_of(form, tensors)
+    plan = plan_backward(spec, target(), every_gradient(spec))
+    # One gradient serves an input and a residual of one dtype.
+    own = [t for name, t in tensors.items() if name != "residual" or spec.residual != spec.dtype]
+    n = spec.hidden
+    sums = scratch_of(plan.partials(ROWS), 2 * 4 * target().multiprocessors * n * 4)
+    slots = scratch_of(plan.slots(ROWS), ROWS * n * 2 // 128)
+    assert peak <= bytes_of(*own) + sums + slots
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "gated_rms_norm", "add_layer_norm"])
+def test_frozen_parameters_take_no_scratch(name):
+    form = FAMILY[name]
+    tensors, incoming = made(form, ROWS, 4096)
+    for parameter in ("weight", "bias"):
+        tensors[parameter].requires_grad_(False)
+    leaves = [t for t in tensors.values() if t.requires_grad]
+    torch.autograd.grad(call(form, tensors), leaves, incoming)
+    outputs = call(form, tensors)
+    matrices = 2 if form.other == "gate" else 1
+    peak = peak_of(lambda: torch.autograd.grad(outputs, leaves, incoming))
+    assert peak == matrices * ROWS * 4096 * 2

@@ -13,8 +13,10 @@ from tests import layouts
 
 from .helpers import (
     DTYPES,
+    FAMILY,
     Form,
     assert_step,
+    before,
     call,
     expected_of,
     incoming_of,
@@ -102,7 +104,11 @@ def check_elsewhere(rng: Random, form: Form, drawn: Drawn, found: dict[str, Tens
     assert all(torch.equal(tensors[name], t) for name, t in drawn.tensors.items())
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+# float64 is served by the reference.
+SERVED = [(dtype, served) for dtype in DTYPES for served in ("reference", "kernels")][:-1]
+
+
+@pytest.mark.parametrize("dtype, served", SERVED, ids=name_of)
 def test_accuracy(device, served, form, dtype, gradients_made):
     rng = Random(f"{form} {dtype} {served}")
     for _ in range(EXAMPLES):
@@ -117,6 +123,8 @@ def test_accuracy(device, served, form, dtype, gradients_made):
                 assert gradients_made == wanted, "computed other gradients than asked for"
             check_elsewhere(rng, form, drawn, found)
             check_without_gradients(form, drawn, found)
+            if form.other == "residual":
+                check_addition(form, drawn, found)
         wanted = {n: (tensors[n].dtype, tensors[n].shape) for n in asked}
         assert {n: (t.dtype, t.shape) for n, t in found.items() if n in tensors} == wanted
         if tensors["input"].shape[-options["dims"] :].numel():
@@ -134,3 +142,27 @@ def check_without_gradients(form: Form, drawn: Drawn, found: dict[str, Tensor]) 
     for one, other, y in zip(plain, inferred, expected, strict=True):
         assert not one.requires_grad and other.is_inference()
         assert torch.equal(one, y) and torch.equal(other, y)
+
+
+def apart(form: Form, tensors: dict[str, Tensor], dims: int, **options) -> tuple[Tensor, ...]:
+    """What comes before the last addition by operations of PyTorch's."""
+    rest = {n: t for n, t in tensors.items() if n in FAMILY[form.op].names}
+    return call(FAMILY[form.op], rest | {"input": before(form, tensors)}, dims, **options)
+
+
+def check_addition(form: Form, drawn: Drawn, found: dict[str, Tensor]) -> None:
+    """Results have the bits of the operations one after the other. That of the layer scale, and all
+    but the sum on a GPU, may be added up in another order, which tips a rounding.
+    """
+    tensors, incoming, asked, options = drawn
+    x, residual = before(form, tensors), tensors["residual"]
+    assert torch.equal(found["sum"], (x + residual).to(residual.dtype))
+    if x.dtype != tensors["input"].dtype or not x.numel():
+        return
+    for name, other in step(form, tensors, incoming, asked, function=apart, **options).items():
+        if name == "layer_scale" or (other.is_cuda and name != "sum"):
+            close = {torch.float16: 2e-2, B: 1e-1, F32: 1e-4, F64: 1e-10}
+            bound = max(close[other.dtype], close[found["output"].dtype])
+            torch.testing.assert_close(found[name], other, rtol=bound, atol=bound)
+        else:
+            assert torch.equal(found[name], other), name

@@ -1,23 +1,152 @@
-"""Exported programs: decompositions, AOTInductor, and programs that version 0.2 exported."""
+"""Exported programs of every function and module: decompositions, AOTInductor, and programs that
+version 0.2 exported.
+"""
 
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.cpp_extension import CUDA_HOME
 
 import tilenorm
+from tilenorm.table import NORMS, OPS, QUANTIZED_NORMS, ROTATED_NORMS
 
-from .exported import CASES, assert_alike, each
-from .helpers import CALLS, FEW, TORCH, call, leaves_of, random, tensors_of
+from ..quantized import HOWS, arguments, label
+from .helpers import (
+    CALLS,
+    FAMILY,
+    FEW,
+    TORCH,
+    arguments_of,
+    call,
+    leaves_of,
+    random,
+    slow,
+    tensors_of,
+    tensors_of_op,
+)
 from .helpers import each as each_form
 
-OPS = torch.ops.tilenorm
+N = 256
+TAKEN = [port for op in OPS.values() for port in op.takes]
+PARAMETERS = {p.name for p in TAKEN if p.lies in ("affine", "vector", "table", "tokens")}
+
+
+class Called(nn.Module):
+    """A function of tilenorm. names: of the tensors that it is given, in their order."""
+
+    def __init__(self, op: str, names: tuple[str, ...], options: dict):
+        super().__init__()
+        self.op, self.names, self.options = op, names, options
+
+    def forward(self, a, b=None, c=None, d=None, e=None, f=None, g=None):
+        """With names, because PyTorch 2.9 exports guards of *tensors that it cannot run."""
+        tensors = [t for t in (a, b, c, d, e, f, g) if t is not None]
+        given = arguments_of(dict(zip(self.names, tensors, strict=True)))
+        found = getattr(tilenorm, self.op)(**given, normalized_shape=(N,), **self.options)
+        return found if isinstance(found, Tensor) else tuple(t for t in found if t is not None)
+
+
+class Case(NamedTuple):
+    """A module, and the tensors that it takes by name."""
+
+    module: nn.Module
+    tensors: dict[str, Tensor]
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        return tuple(self.tensors.values())
+
+    @property
+    def dynamic_shapes(self) -> tuple:
+        """Of torch.export: any number of rows."""
+        rows = torch.export.Dim("rows", min=2, max=1 << 20)
+        return tuple(None if n in PARAMETERS else {0: rows} for n in self.tensors)
+
+    def of_rows(self, rows: int) -> tuple[Tensor, ...]:
+        """Other inputs, with so many rows."""
+
+        def other(t: Tensor, seed: int) -> Tensor:
+            numbers = random(rows, *t.shape[1:], seed=seed)
+            return numbers > -1 if t.dtype == torch.bool else numbers.to(t.dtype)
+
+        named = enumerate(self.tensors.items())
+        return tuple(t if n in PARAMETERS else other(t, 7 + i) for i, (n, t) in named)
+
+    def outputs(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        found = self.module(*inputs)
+        return found if isinstance(found, tuple) else (found,)
+
+
+def called(op: str, tensors: dict[str, Tensor], **options) -> Case:
+    return Case(Called(op, tuple(tensors), options), tensors)
+
+
+CASES = {
+    name: called(form.op, tensors_of(form, 3, N), **form.options) for name, form in CALLS.items()
+}
+CASES |= {
+    f"{op}, 16 bits": called(
+        op, tensors_of(FAMILY[op], 3, N, dtype=dtype), offset=1.0, rounding="early"
+    )
+    for op, dtype in (("add_layer_norm", torch.bfloat16), ("gated_rms_norm", torch.float16))
+}
+CASES["rms_norm, by heads"] = called(
+    "rms_norm", {"input": random(3, 4, N), "weight": random(4, N, seed=1)}
+)
+OPTIONS = {name: {"interleaved": True} for name in ROTATED_NORMS}
+OPTIONS |= {name: {"scaling": "row"} for name in QUANTIZED_NORMS}
+CASES |= {
+    name: called(name, tensors_of_op(name, lead=(3, 2), n=N), **OPTIONS.get(name, {}))
+    for name in OPS
+    if name not in NORMS
+}
+for name in ("RMSNorm", "LayerNorm", "ModulatedRMSNorm", "ModulatedLayerNorm"):
+    tensors = CASES["modulated_rms_norm"].tensors
+    taken = ("input", "scale", "shift") if name.startswith("Mod") else ("input",)
+    module = getattr(tilenorm, name)(N).requires_grad_(False)
+    CASES[name] = Case(module, {n: tensors[n] for n in taken})
+CASES |= {
+    f"rms_norm_quantized, {label(how)}": called(
+        "rms_norm_quantized",
+        tensors_of_op("rms_norm_quantized", lead=(3, 2), n=N),
+        **arguments(how),
+    )
+    for how in HOWS
+}
+BLOCK = f"rms_norm_quantized, {label(HOWS[2])}"
+QUICK = ("add_layer_norm, two residuals", "rms_norm_add_rms_norm", "RMSNorm")
+QUICK += ("gated_rms_norm, 16 bits", BLOCK)
+# They look at the bits of numbers, for which ONNX has no operator.
+BITS = tuple(
+    f"rms_norm_quantized, {label(how)}" for how in HOWS if how.power_of_2 or how.scaling == "mx"
+)
+
+
+def each(*left_out: str, quick: tuple[str, ...] = QUICK) -> list:
+    """The names of the cases but of these, as parameters."""
+    names = [name for name in CASES if name not in left_out]
+    return [n for n in names if n in quick] + slow(*(n for n in names if n not in quick))
+
+
+def assert_alike(got: Tensor, expected: Tensor) -> None:
+    """8-bit numbers: but for few, which another last place of the norm rounds to their neighbours.
+    Others: by the tolerances of torch.testing.
+    """
+    assert got.shape == expected.shape and got.dtype == expected.dtype
+    if expected.dtype.itemsize == 1:
+        differ = got.view(torch.uint8).int() - expected.view(torch.uint8).int()
+        assert differ.abs().max() <= 1 and (differ != 0).double().mean() < 0.01
+    else:
+        torch.testing.assert_close(got, expected)
+
+
 # Of the ATen operators that are left, those that are not core.
 NOT_CORE = {"aten.view.dtype", "aten.__rshift__.Scalar", "aten.__lshift__.Scalar"}
 NOT_CORE |= {"aten._assert_tensor_metadata.default"}
@@ -71,6 +200,11 @@ def test_an_exported_program_of_aten_operators(name):
             assert_alike(got, expected)
 
 
+def test_a_process_that_insists_on_the_kernels_exports_too(monkeypatch):
+    monkeypatch.setenv("TILENORM_BACKEND", "cutile")
+    exported(CASES["rms_norm"]).run_decompositions(table())
+
+
 @each_form(CALLS, FEW)
 def test_the_graph_of_a_training_step(form):
     """make_fx, and whatever else takes a table, decomposes both directions."""
@@ -84,8 +218,8 @@ def test_the_graph_of_a_training_step(form):
     given = [*leaves_of(tensors).values()]
     for mode in ("real", "fake", "symbolic"):
         called = targets(make_fx(step, tracing_mode=mode)(*given).graph)
-        for op in (getattr(OPS, form.op), OPS.norm_backward):
-            assert called.count(op.default) == 1
+        for op in (form.op, "norm_backward"):
+            assert called.count(getattr(torch.ops.tilenorm, op).default) == 1
         assert not [t for t in called if "mean" in str(t)], "the reference was traced, not the op"
         traced = make_fx(step, tilenorm.decompositions(), mode)(*given)
         assert not [t for t in names_of(traced.graph) if "tilenorm" in t]
@@ -108,7 +242,8 @@ def program_of(device, strict=False):
 def test_an_exported_module_runs_for_any_number_of_rows(device, strict, tmp_path):
     block, program = program_of(device, strict)
     called = targets(program.graph)
-    assert all(called.count(op.default) == 1 for op in (OPS.rms_norm, OPS.layer_norm))
+    for op in (torch.ops.tilenorm.rms_norm, torch.ops.tilenorm.layer_norm):
+        assert called.count(op.default) == 1
     torch.export.save(program, tmp_path / "block.pt2")
     loaded = torch.export.load(tmp_path / "block.pt2").module()
     for rows in (2, 7):
@@ -149,7 +284,7 @@ def test_a_package_of_aot_inductor(device, decomposed, tmp_path):
         assert done.returncode and "Could not find schema for tilenorm::" in done.stderr
 
 
-N = 64
+NARROW = 64
 BEFORE = Path(__file__).parent / "exported_before.pt2"
 OF_2_13 = pytest.mark.skipif(TORCH < (2, 13), reason="the file is one of PyTorch 2.13")
 
@@ -157,18 +292,18 @@ OF_2_13 = pytest.mark.skipif(TORCH < (2, 13), reason="the file is one of PyTorch
 def now(x, r, w, b, v) -> tuple:
     """What the program does, by the functions of this version."""
     y, total = tilenorm.add_rms_norm(
-        x, r, (N,), w, dropout_mask=r > 0, dropout_scale=2.0, layer_scale=v
+        x, r, (NARROW,), w, dropout_mask=r > 0, dropout_scale=2.0, layer_scale=v
     )
-    q = tilenorm.rms_norm_quantized(x, (N,), w, scaling="row", return_output=True)
-    m = tilenorm.add_layer_norm_quantized(x, r, (N,), w, b, scaling="mx", return_amax=True)
+    q = tilenorm.rms_norm_quantized(x, (NARROW,), w, scaling="row", return_output=True)
+    m = tilenorm.add_layer_norm_quantized(x, r, (NARROW,), w, b, scaling="mx", return_amax=True)
     return (
-        tilenorm.rms_norm(x, (N,), w),
-        tilenorm.layer_norm(x, (N,), w, b),
+        tilenorm.rms_norm(x, (NARROW,), w),
+        tilenorm.layer_norm(x, (NARROW,), w, b),
         *(y, total),
-        *tilenorm.add_layer_norm(x, (x, r), (N,), w, b),
-        tilenorm.rms_norm_add(x, r, (N,), w),
-        tilenorm.gated_rms_norm(x, r, (N,), w, norm_before_gate=False, activation="sigmoid"),
-        *tilenorm.rms_norm_add_rms_norm(x, r, (N,), w, v),
+        *tilenorm.add_layer_norm(x, (x, r), (NARROW,), w, b),
+        tilenorm.rms_norm_add(x, r, (NARROW,), w),
+        tilenorm.gated_rms_norm(x, r, (NARROW,), w, norm_before_gate=False, activation="sigmoid"),
+        *tilenorm.rms_norm_add_rms_norm(x, r, (NARROW,), w, v),
         *(q.q.float(), q.scale, q.output),
         *(m.q.float(), m.scale.float(), m.amax, m.residual_out),
     )
@@ -180,7 +315,7 @@ def test_an_exported_program_runs(rows):
     program = torch.export.load(BEFORE)
     called = {node.target.name() for node in program.graph.nodes if "tilenorm" in str(node.target)}
     assert called == {f"tilenorm::{op}" for op in ("norm", "norm_quantized", "norm_add_norm")}
-    x, r = random(rows, N), random(rows, N, seed=1)
+    x, r = random(rows, NARROW), random(rows, NARROW, seed=1)
     parameters = [program.state_dict[name] for name in ("w", "b", "v")]
     found, expected = program.module()(x, r), now(x, r, *parameters)
     assert all(map(torch.equal, found, expected)) and len(found) == len(expected)
@@ -188,10 +323,10 @@ def test_an_exported_program_runs(rows):
 
 @OF_2_13
 def test_gradients_and_decompositions_of_the_ops_of_before():
-    x, w = random(3, N).requires_grad_(), random(N, seed=1).requires_grad_()
-    how = (N, "layer", 0.0, False, "late", "silu", 1.0, 1e-5, True)
+    x, w = random(3, NARROW).requires_grad_(), random(NARROW, seed=1).requires_grad_()
+    how = (NARROW, "layer", 0.0, False, "late", "silu", 1.0, 1e-5, True)
     y, _, mean, rstd = torch.ops.tilenorm.norm(x, None, None, w, None, *how)
-    expected = tilenorm.layer_norm(x, (N,), w)
+    expected = tilenorm.layer_norm(x, (NARROW,), w)
     assert torch.equal(y, expected) and mean.shape == rstd.shape == (3,)
     pairs = zip(*(torch.autograd.grad(t.sum(), (x, w)) for t in (y, expected)), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)

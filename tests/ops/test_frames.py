@@ -86,9 +86,7 @@ def test_frames_by_pytorchs_operators(name):
     "name, forward, both",
     [
         ("rms_norm", 1, 5),
-        ("layer_norm", 1, 7),
         ("add_rms_norm", 2, 6),
-        ("rms_norm_add", 1, 5),
         ("gated_rms_norm", 2, 6),
         ("rms_norm_add_rms_norm", 2, 10),
         ("modulated_rms_norm", 2, 11),

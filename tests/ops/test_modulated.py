@@ -10,10 +10,9 @@ from tests import layouts
 from tilenorm.launch.calls import every_gradient
 from tilenorm.launch.plan import plan_backward, plan_forward
 from tilenorm.launch.target import Target
-from tilenorm.ops import registry
 from tilenorm.spec import NormSpec
 from tilenorm.tools.explain import explain_spec, planned_device
-from tilenorm.tools.precompile import calls_of, compile_call, training_calls
+from tilenorm.tools.precompile import calls_of, compile_call
 
 from . import helpers
 from .helpers import Form, assert_step, expected_of, random, same, step
@@ -116,14 +115,6 @@ def test_several_normalized_dimensions_and_heads():
     compare(found, call("layer", by_heads, backend="reference"), 0.0)
 
 
-def test_refusals():
-    spec = NormSpec("rms", 8200, "bfloat16", mod_scale="bfloat16")
-    assert "rows are modulated" in registry.spec_refused(spec)
-    assert "8192 elements" in explain_spec(spec, 4, planned_device("sm_90")).refused["cutile"]
-    spec = NormSpec("rms", 8, "bfloat16", mod_scale="float64")
-    assert "scale is float64" in registry.spec_refused(spec)
-
-
 def test_explained(capsys):
     given = made((4, 6), (4,), 8)
     x, scale = given.pop("input"), given.pop("scale")
@@ -139,13 +130,6 @@ def spec_of(norm: str, hidden: int, gated: bool) -> NormSpec:
     before = {"residual": "bfloat16", "mod_gate": "bfloat16"} if gated else {}
     both = dict.fromkeys(("mod_scale", "mod_shift"), "bfloat16")
     return NormSpec(norm, hidden, "bfloat16", **before, **both)
-
-
-def test_what_is_compiled_ahead():
-    target = Target.of("sm_90")
-    calls = training_calls(spec_of("layer", 1152, True), target)
-    names = {call.kernel._pyfunc.__name__ for call in calls}
-    assert names == {"row_forward", "group_backward", "group_sum"}
 
 
 SLOW = pytest.mark.slow

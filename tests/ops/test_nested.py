@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import tilenorm
 
@@ -54,11 +54,11 @@ def test_as_pytorchs_function(device, op):
 
 BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 # A form, whether sizes are dynamic, and the backend. Inductor takes seconds for each.
-COMPILED = [(name, True, "aot_eager") for name in FEW] + [(FEW[0], None, "aot_eager")]
+COMPILED = [("rms_norm", None, "aot_eager"), ("add_rms_norm, two residuals", True, "aot_eager")]
 COMPILED += slow(
-    *((name, True, "aot_eager") for name in CALLS if name not in FEW),
+    *((name, True, "aot_eager") for name in CALLS if (name, True, "aot_eager") not in COMPILED),
     *((name, True, "inductor") for name in FEW),
-    (FEW[0], None, "inductor"),
+    ("rms_norm", None, "inductor"),
 )
 
 
@@ -83,11 +83,6 @@ def chain_inside(values, weight):
     return y.values(), total.values()
 
 
-def modules_inside(values, weight):
-    x = jagged(values)
-    return NORMS(x + x.sin()).values(), tilenorm.rms_norm(x.bfloat16(), (16,), weight).values()
-
-
 def transposed_inside(values, weight):
     x = jagged(values.view(-1, 2, 16)).transpose(1, 2)
     return tuple(t.values() for t in tilenorm.add_layer_norm(x, x.sin(), (16,), weight))
@@ -98,12 +93,8 @@ def other_lengths_inside(values, weight):
     return tilenorm.gated_rms_norm(x, other, (16,), weight).values()
 
 
-NORMS = nn.Sequential(tilenorm.RMSNorm(16), tilenorm.LayerNorm(16))
-INSIDE = (chain_inside, modules_inside, transposed_inside)
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("function", INSIDE)
+@pytest.mark.parametrize("function", [chain_inside, transposed_inside])
 def test_more_that_is_made_inside_a_compiled_function(dynamo, function, backend):
     run = torch.compile(function, backend=backend, fullgraph=True)
     found = []
@@ -134,16 +125,13 @@ REFUSED = (
     ("rms_norm", X.shape[1:], {"input": X}, ValueError, "after the ragged one"),
     ("rms_norm", (16,), {"input": BY_DIMENSION, "weight": random(3, 16)}, ValueError, "ragged one"),
     ("rms_norm", (16,), {"input": X, "weight": X}, RuntimeError, "'weight' takes no nested"),
-    ("rms_norm", (16,), {"input": DENSE, "weight": X}, RuntimeError, "'weight' takes"),
     ("rms_norm", (16,), {"input": HOLES}, RuntimeError, "holes"),
-    ("rms_norm", (16,), {"input": X, "weight": random(7)}, RuntimeError, "'weight' takes"),
     ("add_rms_norm", (16,), {"input": X, "residual": DENSE}, RuntimeError, "'residual'"),
     ("add_rms_norm", (16,), {"input": X, "residual": (DENSE, X)}, RuntimeError,
      r"'residual\[0\]' takes a nested tensor"),
     ("add_rms_norm", (16,), {"input": DENSE, "residual": X}, RuntimeError, "'input'"),
     ("gated_rms_norm", (16,), {"input": X, "gate": OTHER_LENGTHS}, RuntimeError,
      "'gate' takes the input's shape"),
-    ("gated_rms_norm", (16,), {"input": X, "gate": None}, TypeError, "'gate' takes a Tensor"),
 )  # fmt: skip
 
 

@@ -9,9 +9,18 @@ from torch import Tensor, nn
 
 import tilenorm
 
-from .exported import BITS, BLOCK, CASES, PARAMETERS, Case, assert_alike, each
 from .helpers import slow
-from .test_export import exported, table
+from .test_export import (
+    BITS,
+    BLOCK,
+    CASES,
+    PARAMETERS,
+    Case,
+    assert_alike,
+    each,
+    exported,
+    table,
+)
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxscript")
@@ -62,7 +71,7 @@ def by_dynamo(case: Case):
     return program.model_proto
 
 
-@pytest.mark.parametrize("name", each(*BITS))
+@pytest.mark.parametrize("name", each(*BITS, quick=("RMSNorm", "gated_rms_norm, 16 bits")))
 def test_a_module(name):
     assert_same_numbers(by_dynamo(CASES[name]), CASES[name])
 
@@ -91,15 +100,9 @@ def test_the_exporter_by_torchscript_knows_no_8_bit_floats():
         by_torchscript(CASES[BLOCK])
 
 
-@pytest.mark.parametrize("export", [by_dynamo, by_torchscript])
+@pytest.mark.parametrize("export", [by_torchscript, *slow(by_dynamo)])
 def test_a_patched_model(export):
     model = nn.Sequential(nn.RMSNorm(256), nn.Linear(256, 256), nn.ReLU(), nn.LayerNorm(256))
     assert len(tilenorm.patch(model).patched) == 2
     case = Case(model.requires_grad_(False), CASES["RMSNorm"].tensors)
     assert_same_numbers(export(case), case)
-
-
-def test_backend_does_not_matter(monkeypatch):
-    """A process that insists on the kernels exports too."""
-    monkeypatch.setenv("TILENORM_BACKEND", "cutile")
-    by_dynamo(CASES["rms_norm"])

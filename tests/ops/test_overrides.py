@@ -1,10 +1,15 @@
 """What traces or changes a program sees the public functions, as PyTorch's own, under
 __torch_function__, and the ops below it: torch.fx, torch.jit.trace, modes, subclasses.
+
+PyTorch's dispatcher resolves the state of a tensor whose memory does not hold its values before it
+calls a kernel. Such calls are compared with calls on the same values in memory of their own.
 """
 
 import inspect
 import io
 import pickle
+from functools import partial
+from random import Random
 
 import pytest
 import torch
@@ -12,14 +17,28 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import symbolic_trace
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
 import tilenorm
 from tilenorm.ops.direct import is_plain
 from tilenorm.table import OPS, QUANTIZED_NORMS
 
-from .helpers import FAMILY, RMS, arguments_of, call, random, same, step, tensors_of
+from .helpers import (
+    DTYPES,
+    FAMILY,
+    LAYER,
+    RMS,
+    arguments_of,
+    by_inductor,
+    call,
+    incoming_of,
+    random,
+    same,
+    step,
+    tensors_of,
+)
+from .passes import Seen as SeenOps
+from .passes import changed
 from .wrong_calls import right_of
 
 pytestmark = [
@@ -137,24 +156,6 @@ FORMS = ["rms_norm", "add_layer_norm", "gated_rms_norm, gate first"]
 EACH_FORM = pytest.mark.parametrize("form", [FAMILY[name] for name in FORMS], ids=FORMS)
 
 
-class Called(nn.Module):
-    """A function of a form's tensors, in their order."""
-
-    def __init__(self, form):
-        super().__init__()
-        self.form = form
-
-    def forward(self, *tensors):
-        return call(self.form, dict(zip(self.form.names, tensors, strict=True)))
-
-
-def changed(tensors):
-    return {
-        n: random(*t.shape, device=t.device, seed=20 + i)
-        for i, (n, t) in enumerate(tensors.items())
-    }
-
-
 @EACH_WAY
 @EACH_FORM
 @pytest.mark.parametrize("grad", [False, True])
@@ -164,12 +165,14 @@ def test_jit_trace_records_the_op(device, form, grad):
     call(form, tensors)  # what is remembered is not taken while tracing
     with torch.set_grad_enabled(grad):
         of = [t.clone().requires_grad_(grad) for t in tensors.values()]
-        traced = torch.jit.trace(Called(form), of, check_trace=True)
+        traced = torch.jit.trace(
+            lambda *given: call(form, dict(zip(tensors, given, strict=True))), of, check_trace=True
+        )
     assert f"tilenorm::{form.op}" in str(traced.graph)
     file = io.BytesIO()
     torch.jit.save(traced, file)
     file.seek(0)
-    other = changed(tensors_of(form, 5, N, device=device))
+    other = tensors_of(form, 5, N, device=device)
     for function in (traced, torch.jit.load(file)):
         got = step(form, other, function=lambda _, given: function(*given.values()))  # noqa: B023
         assert same(got, step(form, other))
@@ -184,27 +187,10 @@ def test_jit_trace_of_modules_and_of_a_traced_shape(device):
     assert torch.equal(traced(other), tilenorm.rms_norm(other, (N,)))
 
 
-def traced_by_jit(run, x):
-    torch.jit.trace(run, x, check_trace=False)
-
-
-def fake(run, x):
-    with FakeTensorMode() as mode:
-        run(mode.from_tensor(x))
-
-
-def functionalized(run, x):
+def functionalized(run, x, wrapped=True):
     torch._enable_functionalization(reapply_views=True)
     try:
-        run(torch._to_functional_tensor(x))
-    finally:
-        torch._disable_functionalization()
-
-
-def beside_functionalization(run, x):
-    torch._enable_functionalization(reapply_views=True)
-    try:
-        run(x)
+        run(torch._to_functional_tensor(x) if wrapped else x)
     finally:
         torch._disable_functionalization()
 
@@ -215,15 +201,11 @@ def with_a_key_of_the_thread(run, x):
 
 
 SURROUNDINGS = {
-    "jit": traced_by_jit,
-    "make_fx": lambda run, x: make_fx(run)(x),
-    "fake": fake,
+    "fake": lambda run, x: run(FakeTensorMode().from_tensor(x)),
     "functionalize": lambda run, x: torch.func.functionalize(run)(x),
     "functional wrappers": functionalized,
-    "functionalization of the thread": beside_functionalization,
+    "functionalization of the thread": partial(functionalized, wrapped=False),
     "vmap": lambda run, x: torch.func.vmap(run)(x),
-    "grad": lambda run, x: torch.func.grad(lambda x: run(x).sum())(x),
-    "jvp": lambda run, x: torch.func.jvp(run, (x,), (x,)),
     "a key of the thread": with_a_key_of_the_thread,
 }
 
@@ -251,3 +233,93 @@ def test_under_autocast_a_plain_call_stays_direct(device):
         assert is_plain(x)
     with torch.inference_mode():
         assert is_plain(x) and is_plain(call(RMS, {"input": x})[0])
+
+
+# What gives a tensor of some values a state. A zero tensor has values of its own.
+STATES = {
+    "plain": lambda x: x,
+    "negative": lambda x: torch._neg_view(-x),
+    "imaginary": lambda x: torch.complex(x, -x).conj().imag if x.dtype == torch.float32 else x,
+    "zero": lambda x: torch._efficientzerotensor(x.shape, dtype=x.dtype, device=x.device),
+    "copy on write": torch._lazy_clone,
+    "subclass": lambda x: x.as_subclass(Subclass),
+}
+DIFFERENTIABLE = ("plain", "negative", "imaginary", "subclass")  # as functions of x
+
+
+def materialised(x: Tensor | None) -> Tensor | None:
+    """The values in memory of their own."""
+    return None if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
+
+
+def results(form, tensors, incoming, recorded: bool) -> dict:
+    """What a call gives. Gradients go to the tensors as they are, states included."""
+    if recorded and any(dy is not None for dy in incoming):
+        return step(form, tensors, incoming)
+    return dict(enumerate(call(form, tensors)))
+
+
+@EACH_WAY
+def test_any_states_of_any_tensors(device, served):
+    rng = Random(served)
+    for _ in range(50):
+        form, recorded = rng.choice([*FAMILY.values()]), rng.random() < 0.5
+        shape, dtype = (rng.randint(0, 4), rng.choice((7, 16, 40))), rng.choice(DTYPES[1:3])
+        plain = tensors_of(form, *shape, dtype=dtype, device=device)
+        states = DIFFERENTIABLE if recorded else [*STATES]
+        tensors = {name: STATES[rng.choice(states)](t) for name, t in plain.items()}
+        drawn = [(rng.choice((None, *STATES)), dy) for dy in incoming_of(plain)]
+        incoming = [None if state is None else STATES[state](dy) for state, dy in drawn]
+        plain = {name: materialised(t) for name, t in tensors.items()}
+        expected = results(form, plain, [*map(materialised, incoming)], recorded)
+        for _ in range(2):
+            assert same(results(form, tensors, incoming, recorded), expected)
+
+
+EACH_STATE = pytest.mark.parametrize("state", [name for name in STATES if name != "subclass"])
+
+
+def check_each_in_turn(function, arguments, state) -> None:
+    """Each tensor in turn in a state, after a call of plain tensors."""
+    function(*arguments)
+    for place, value in enumerate(arguments):
+        if isinstance(value, Tensor):
+            other = [*arguments[:place], STATES[state](value), *arguments[place + 1 :]]
+            plain = [*arguments[:place], materialised(other[place]), *arguments[place + 1 :]]
+            for got, expected in zip(function(*other), function(*plain), strict=True):
+                absent = expected is None or not expected.numel()
+                assert absent or torch.equal(got, expected)
+
+
+@EACH_WAY
+@EACH_STATE
+@pytest.mark.parametrize("of_inductor", [False, True], ids=["op", "bound"])
+def test_the_ops_and_what_inductor_calls(device, state, of_inductor):
+    form = FAMILY["gated_layer_norm"]
+    terms = {f"grad_output_{i}": random(3, 16, device=device, seed=8 + i) for i in (2, 3)}
+    with SeenOps() as seen:
+        step(form, tensors_of(form, 3, 16, device=device))
+    backward, given = seen.calls[-1]
+    for op, arguments in (*seen.calls, (backward, changed(backward, given, **terms))):
+        function = by_inductor(op._opname) if of_inductor else op
+        check_each_in_turn(function, arguments, state)
+
+
+@EACH_WAY
+@pytest.mark.parametrize("state", ["negative", "imaginary"])
+def test_hooks_of_saved_tensors_may_return_any_state(device, state):
+    tensors = tensors_of(LAYER, 3, 16, device=device)
+    expected = step(LAYER, tensors)
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), STATES[state])
+    for _ in range(2):
+        with hooks:
+            got = step(LAYER, tensors)
+        assert same(got, expected)
+
+
+@EACH_WAY
+def test_a_sparse_gradient_is_refused_by_the_dispatcher(device):
+    x, dy = random(4, 16, device=device).requires_grad_(), random(4, 16, device=device)
+    torch.autograd.grad(call(RMS, {"input": x})[0], x, dy)
+    with pytest.raises(NotImplementedError, match="norm_backward"):
+        torch.autograd.grad(call(RMS, {"input": x})[0], x, dy.to_sparse())

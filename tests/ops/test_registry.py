@@ -1,6 +1,7 @@
 """Which implementation serves, and how the others' refusals are told."""
 
 import warnings
+from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from tilenorm.launch import toolchain
 from tilenorm.launch.target import MULTIPROCESSORS, Target
 from tilenorm.ops import reference, registry
 from tilenorm.ops.registry import MAX_HIDDEN, MAX_ROWS, Device, refusals, select
-from tilenorm.spec import NormSpec
+from tilenorm.spec import NormSpec, Rotation
 from tilenorm.table import NORMS
 
 from .helpers import EACH_FORM, FAMILY, call, step, tensors_of
@@ -35,6 +36,15 @@ REFUSED = [
     (SPEC, "sm_75: cuTile compiles for", TURING, 1),
     (SPEC, "has 1073741825 rows; the kernels take up to", H200, MAX_ROWS + 1),
     (NormSpec("rms", 64, "float64"), "input is float64; the kernels", H200, 1),
+]
+ROPE = NormSpec("rms", 64, "bfloat16", rotation=Rotation(64, 64))
+BY_TOKEN = replace(ROPE, hidden=640, key="bfloat16", key_hidden=64 * 129)
+REFUSED += [
+    (NormSpec("rms", 8200, "bfloat16", mod_scale="bfloat16"), "rows are modulated", H200, 1),
+    (NormSpec("rms", 8, "bfloat16", mod_scale="float64"), "scale is float64", H200, 1),
+    (replace(ROPE, rotation=Rotation(64, 64, table="float64")), "cos is float64", H200, 1),
+    (NormSpec("rms", 1024, "bfloat16", rotation=Rotation(64, 1024)), "up to 512 elem", H200, 1),
+    (BY_TOKEN, "up to 8192", H200, 1),
 ]
 REFUSED += [
     (NormSpec("rms", n, "float32"), f"holds {n} elements; the kernels take 1 to 262144", H200, 1)

@@ -34,8 +34,8 @@ GATED = NormSpec("rms", 96, "float32", "float32", gate="bfloat16", gate_first=Tr
 
 
 def widths_of(rng: Random, hidden: int) -> tuple[int, ...]:
-    """One to four pieces of any width."""
-    cuts = sorted(rng.sample(range(1, hidden), min(rng.randint(0, 3), hidden - 1)))
+    """One to four pieces of any width. A process may hold nothing of a row."""
+    cuts = sorted(rng.choice((0, rng.randint(0, hidden))) for _ in range(rng.randint(0, 3)))
     return tuple(b - a for a, b in zip((0, *cuts), (*cuts, hidden), strict=True))
 
 
@@ -48,7 +48,7 @@ def test_drawn_pieces(served, op):
     for seed, dtype in product(range(4), cases.DTYPES):
         # Operations of their own do what only whole rows have.
         spec = drawing.spec(rng, op, dtype, drawing.hidden(rng, widest)).without_joins
-        inputs = Inputs.random(spec, rng.randint(1, rows), device, seed)
+        inputs = Inputs.random(spec, rng.randint(0, rows), device, seed)
         widths, needs = widths_of(rng, spec.hidden), rng.choice(cases.some_needs(spec))
         if not needs.dsum:
             inputs = replace(inputs, dsum=None)
@@ -68,7 +68,7 @@ WIDE += slow((GATED, (33001, 17)), (LAYER, (20000, 40000)))
 def test_pieces_wider_than_a_block(spec, widths):
     """By vectors and by elements. A block takes the chunks of a row one after the other."""
     spec = replace(spec, hidden=sum(widths))
-    inputs = Inputs.random(spec, 2, "cpu")
+    inputs = Inputs.random(spec, 1, "cpu")
     with pretended_gpu("sm_80"), guarded():
         found = in_pieces(spec, inputs, widths)
     check(spec, inputs, found)
@@ -88,22 +88,6 @@ def test_means_that_are_far_apart(served, dtype):
         with by(served):
             found = in_pieces(spec, inputs, (10, 20, 30))
         check(spec, inputs, found)
-
-
-@EACH
-@pytest.mark.parametrize("spec", [LAYER, GATED], ids=cases.label)
-def test_pieces_without_columns_and_without_rows(served, spec):
-    """A process may hold nothing of a row, where there are more of them than columns."""
-    inputs = Inputs.random(spec, 5, "cpu")
-    with by(served):
-        expected = in_pieces(spec, inputs, (40, 56))
-        found = in_pieces(spec, inputs, (40, 0, 56, 0))
-        none = in_pieces(spec, Inputs.random(spec, 0, "cpu"), (40, 56))
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-    assert {name: t.numel() for name, t in none.items()} == {
-        name: t.numel() if name in ("dw", "db") else 0 for name, t in expected.items()
-    }
-    assert not none["dw"].any()
 
 
 @EACH

@@ -1,15 +1,19 @@
-"""Wrong calls of the functions: those that follow from the table of ops, and tables of the others.
+"""Wrong calls of the functions, the modules and the integrations: those that follow from the table
+of ops, and tables of the others.
 
 A row of a table is the wrong arguments, the exception's type and a pattern of what it has to say.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch.fx import symbolic_trace
 
 import tilenorm
+from tilenorm.integrations.fx import replace_norms
 from tilenorm.table import (
     FACTORS,
     MODULATED_NORMS,
@@ -25,7 +29,6 @@ from .helpers import arguments_of, tensors_of_op
 
 X, W, HEADS, TWO_HEADS = torch.ones(3, 8), torch.ones(8), torch.ones(6, 8), torch.ones(2, 8)
 ROWS, GROUPS = torch.ones(2, 6, 8), torch.ones(2, 3, 8)
-FLOAT8 = X.to(torch.float8_e4m3fn)
 HUGE = 10**400
 NOT_SERVED = NotImplementedError
 ROPE = "rms_norm_rope"
@@ -59,14 +62,10 @@ class Function(NamedTuple):
 BY_PYTORCH = {
     # A class that has __torch_function__: these are PyTorch's own words.
     "input a class": ((torch.Tensor, (8,)), r"no implementation found for '.*_norm'"),
-    "input of ints": ((X.int(), (8,)), r"'input' takes float16, .*, got torch.int32"),
-    "input in float8": ((FLOAT8, (8,)), r"'input' takes float16, .*, got torch.float8_e4m3fn"),
     "input of another first size": ((X, (4, 8)), r"'input' takes .* \[4, 8\], got \[3, 8\]"),
     "input a scalar": ((X[0, 0], (1,)), r"'input' takes at least the 1 dimensions .*, got 0"),
     "input a matrix": ((X, (2, 3, 8)), r"'input' takes at least the 3 dimensions .*, got 2"),
-    "input elsewhere": ((X.to("meta"), (8,), W), r"'weight' takes .* device meta, got cpu"),
     "shape a bool": ((X, True), r"'normalized_shape' takes a tuple of ints, got bool"),
-    "shape a set": ((X, {8}), r"'normalized_shape' takes a tuple of ints, got set"),
     "shape a tensor": ((X, W.int()), r"'normalized_shape' takes a tuple of ints, got Tensor"),
     "shape of floats": ((X, (8.0,)), r"'normalized_shape' takes a tuple of ints, got \(8\.0,\)"),
     "shape of bools": ((X[:, :1], (True,)), r"'normalized_shape' takes .*, got \(True,\)"),
@@ -75,15 +74,10 @@ BY_PYTORCH = {
     "shape empty": ((X, ()), r"'normalized_shape' takes at least one size, got \(\)"),
     "shape negative": ((X, (-1,)), r"'input' takes .* \[-1\], got \[3, 8\]"),
     "weight of another rank": ((X, (8,), W[None]), r"'weight' takes .* \[8\].*, got \[1, 8\]"),
-    "weight in float8": ((X, (8,), FLOAT8[0]), r"'weight' takes .*, got torch.float8_e4m3fn"),
     "eps a vector": ((X, (8,), {"eps": W[:1]}), r"'eps' takes a float.*, got"),
     "eps of a graph": ((X, (8,), {"eps": torch.ones((), requires_grad=True)}), r"eps"),
     "eps beyond floats": ((X, (8,), {"eps": HUGE}), r"'eps' takes .* no float holds"),
     "no arguments": ((), "missing .*'input' and 'normalized_shape'"),
-    "no shape": ((X,), "missing .*'normalized_shape'"),
-    "unknown keyword": ((X, (8,), {"epsilon": 1.0}), "unexpected keyword argument 'epsilon'"),
-    "input twice": ((X, (8,), {"input": X}), "multiple values for argument 'input'"),
-    "too many arguments": ((X, (8,), W, None, 1.0, 2, 3), "takes .* positional"),
 }
 
 # Of F.layer_norm alone.
@@ -283,3 +277,147 @@ def of_functions() -> Iterator[tuple[str, Function]]:
             wrong[what] = Wrong(ours, message, theirs, explained if message[0] == "'" else None)
         right = with_keywords(getattr(tilenorm, op), (right_of(op),))
         yield f"{op} as PyTorch's", Function(right, wrong)
+
+
+# Of each row: the arguments, for some the exception, and the message.
+# Of the modules' constructors, with torch.nn's.
+MADE = (
+    ((None,), r"'normalized_shape' takes an int or .*, got NoneType"),
+    (((8.0,),), r"'normalized_shape' takes an int or .*, got \(8\.0,\)"),
+    ((-1,), r"'normalized_shape' takes .* from 0 on, got \(-1,\)"),
+    ((2**70,), r"'normalized_shape' takes .* ints.*, got \(1180591"),
+    ((8, {"dtype": "float32"}), r"'dtype' takes a torch.dtype .*, got str"),
+    ((8, {"dtype": torch.int32}), r"'dtype' takes a floating.*, got torch.int32"),
+    ((8, {"device": "nowhere"}), r"one of cpu, cuda.* device string: nowhere"),
+    ((8, {"device": []}), r"device'? ?(must be torch.device, not |=)list"),
+)
+
+# Of the modules' constructors alone.
+MADE_ALONE = (
+    ((8, {"offset": "1"}), TypeError, "'offset' takes a float, got str"),
+    ((8, {"rounding": "Late"}), ValueError, "'rounding' takes .*, got 'Late'"),
+)
+
+# Of a module's forward, with torch.nn's.
+FORWARD = (
+    ((None,), "'input' takes a Tensor, got NoneType"),
+    ((X.int(),), "'input' takes float16, .*, got torch.int32"),
+    ((X[:, :7],), r"'input' takes .* \[8\], got \[3, 7\]"),
+)
+
+# Attributes of a module that someone set, with torch.nn's.
+SET = (
+    ({"eps": "1"}, "'eps' takes a float.*, got str"),
+    ({"weight": nn.Parameter(W[:7])}, r"'weight' takes .*, got \[7\]"),
+    ({"normalized_shape": (7,)}, r"'input' takes .* \[7\], got \[3, 8\]"),
+)
+
+
+def plus(x):
+    return x + 1
+
+
+MODE_AND_OPTIONS = "(Either mode or options|'mode' takes None beside options, got 'default')"
+# Of tilenorm.compile, with torch.compile's.
+COMPILED = (
+    ((3,), "callable function is expected, but .*int.* is provided"),
+    ((plus, {"mode": "mine"}), "mode=mine, should be one of: default"),
+    ((plus, {"options": {"mine": 1}}), "option mine, known options are"),
+    ((plus, {"mode": "default", "options": {"max_autotune": True}}), MODE_AND_OPTIONS),
+    ((plus, {"backend": "nonsense"}), "backend: 'nonsense'.*list_backends"),
+    ((plus, {"dynamic": "yes"}), r"to be a bool, got .*str|^$"),
+)
+
+
+def model():
+    return nn.Sequential(nn.LayerNorm(8))
+
+
+MODEL, PATCHED, LINEAR = model(), model(), nn.Linear(2, 2)
+tilenorm.patch(PATCHED)
+GRAPH = symbolic_trace(plus)
+A_MODEL, A_GRAPH = "'model' takes .*, got ", "'graph_module' takes a GraphModule, got "
+A_WHERE = "'where' takes .*, got str"
+LOW_ALONE = "'memory' takes 'low' with backend 'inductor' alone, got .*'eager'"
+# Of what PyTorch has no counterpart of: the function, a right call, and the wrong ones.
+INTEGRATIONS = (
+    (
+        tilenorm.patch,
+        lambda: len(tilenorm.patch(model()).patched),
+        ((3,), TypeError, A_MODEL + "int"),
+        ((nn.Linear,), TypeError, A_MODEL + "type"),
+        ((MODEL, {"where": "0"}), TypeError, A_WHERE),
+        ((MODEL, {"residual": 1}), TypeError, "takes a bool, got int"),
+        ((PATCHED,), RuntimeError, "0 is already patched; tilenorm.unpatch"),
+    ),
+    (
+        tilenorm.unpatch,
+        lambda: tilenorm.unpatch(MODEL),
+        ((nn.LayerNorm,), TypeError, A_MODEL + "type"),
+    ),
+    (
+        tilenorm.compile,
+        lambda: callable(tilenorm.compile(plus)),
+        ((plus, {"where": "norm"}), TypeError, A_WHERE),
+        ((plus, {"options": [1]}), TypeError, "'options' takes .* got list"),
+        ((plus, {"rotation": 1}), TypeError, "takes a bool, got int"),
+        ((plus, {"memory": "high"}), ValueError, "'memory' takes 'low' or None, got 'high'"),
+        ((plus, {"memory": "low", "backend": "eager"}), ValueError, LOW_ALONE),
+    ),
+    (
+        replace_norms,
+        lambda: replace_norms(GRAPH).left,
+        ((LINEAR,), TypeError, A_GRAPH + "Linear"),
+        ((GRAPH, {"fold": "all"}), TypeError, "'fold' takes a bool, got str"),
+        ((GRAPH, {"where": "norm"}), TypeError, A_WHERE),
+    ),
+    (
+        tilenorm.explain,
+        lambda: tilenorm.explain("rms_norm", X, (8,)).chosen,
+        (("softmax",), ValueError, "'op' takes one of .*, got 'softmax'"),
+        (("rms_norm", X, (8,), {"epsilon": 1.0}), TypeError, "unexpected .* 'epsilon'"),
+    ),
+)
+
+
+def named(wrong: list[Wrong]) -> dict[str, Wrong]:
+    return {f"{number}: {w.message}": w for number, w in enumerate(wrong)}
+
+
+def of_modules() -> Iterator[tuple[str, Function]]:
+    """Each module, by its name, and its forward."""
+    for name in ("RMSNorm", "LayerNorm"):
+        kinds = ours, _ = getattr(tilenorm, name), getattr(nn, name)
+        made = [_pair(kinds, *row) for row in MADE] + [_alone(ours, *row) for row in MADE_ALONE]
+        yield name, Function(lambda ours=ours: ours(8)(X), named(made))
+        modules = [kind(8) for kind in kinds]
+        called = [_pair(modules, *row) for row in FORWARD]
+        for attributes, message in SET:
+            changed = [_with_attributes(kind(8), attributes) for kind in kinds]
+            called.append(_pair(changed, (X,), message))
+        yield f"{name}(8)", Function(lambda module=modules[0]: module(X), named(called))
+
+
+def of_integrations() -> Iterator[tuple[str, Function]]:
+    """Each integration, by its name."""
+    for function, right, *rows in INTEGRATIONS:
+        wrong = [_alone(function, *row) for row in rows]
+        if function is tilenorm.compile:
+            wrong += [_pair((function, torch.compile), *row) for row in COMPILED]
+        yield function.__name__, Function(right, named(wrong))
+
+
+def _alone(function: Callable, arguments: tuple, kind: type[Exception], message: str) -> Wrong:
+    return Wrong(with_keywords(function, arguments), message, kind)
+
+
+def _pair(functions: Sequence[Callable], arguments: tuple, message: str) -> Wrong:
+    """Our call, and PyTorch's call with the same arguments."""
+    ours, theirs = (with_keywords(function, arguments) for function in functions)
+    return Wrong(ours, message, theirs)
+
+
+def _with_attributes(module: nn.Module, attributes: dict) -> nn.Module:
+    for name, value in attributes.items():
+        setattr(module, name, value)
+    return module

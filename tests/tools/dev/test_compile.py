@@ -17,7 +17,7 @@ import torch
 
 from tests import cases
 from tests.executors import with_arguments
-from tests.ops.test_chain import spec_of as spec_of_chain
+from tests.ops.test_add import spec_of as spec_of_chain
 from tilenorm.launch import heuristics
 from tilenorm.launch.calls import every_gradient
 from tilenorm.launch.target import TARGETS, Target
