@@ -309,3 +309,22 @@ def test_frozen_parameters_take_no_scratch(name):
     matrices = 2 if form.other == "gate" else 1
     peak = peak_of(lambda: torch.autograd.grad(outputs, leaves, incoming))
     assert peak == matrices * ROWS * 4096 * 2
+
+
+@forms_and_widths([64, 1001, 4096, 16384, 65536], [4096])
+def test_in_a_graph(form, n):
+    """Of calls that a graph captures, the first two prepare nothing and the third repeats. A replay
+    reads what its tensors hold then.
+    """
+    tensors, incoming = made(form, 300, n)
+    train(form, tensors, incoming)
+    for number in range(3):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = train(form, tensors, incoming)
+        with torch.no_grad():
+            for i, tensor in enumerate((*tensors.values(), *incoming)):
+                tensor.copy_(random(*tensor.shape, seed=8 * number + i))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert same(captured, train(form, tensors, incoming)), f"after {number} more calls"

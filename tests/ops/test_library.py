@@ -50,7 +50,8 @@ def check_alone(op, arguments: tuple, served: str, device: str = "cpu") -> tuple
     with by(served, device):
         found, bound = op(*arguments), by_inductor(op._opname)(*arguments)
         assert not flat or all(map(torch.equal, op(*changed(op, arguments, **flat)), found))
-    check_decomposition(op, arguments)
+    if device == "cpu":  # served by the reference, which has the same formula and lays out alike
+        check_decomposition(op, arguments)
     for one, other in zip(bound, found, strict=True):
         assert other.numel() == 0 if one is None else torch.equal(one, other)
     return found

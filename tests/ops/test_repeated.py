@@ -18,9 +18,7 @@ from tilenorm.ops import cutile, torch_private
 from tilenorm.ops.call import MOST_GUARDS, remembered
 from tilenorm.table import NORMS, OPS
 
-from .cuda_helpers import forms_and_widths, train
-from .cuda_helpers import made as made_on_gpu
-from .helpers import LAYER, NEEDS_GPU, RMS, call, random, same, step, tensors_of
+from .helpers import LAYER, RMS, call, random, same, step, tensors_of
 from .wrong_calls import right_of
 
 N = 64
@@ -262,23 +260,3 @@ def test_while_a_graph_is_captured_nothing_is_kept(device, monkeypatch):
     for _ in range(3):
         assert same(step(LAYER, tensors), first)
     assert len(asked) == 6
-
-
-@NEEDS_GPU
-@forms_and_widths([64, 1001, 4096, 16384, 65536], [4096])
-def test_in_a_graph(form, n):
-    """Of calls that a graph captures, the first two prepare nothing and the third repeats. A replay
-    reads what its tensors hold then.
-    """
-    tensors, incoming = made_on_gpu(form, 300, n)
-    train(form, tensors, incoming)
-    for number in range(3):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = train(form, tensors, incoming)
-        with torch.no_grad():
-            for i, tensor in enumerate((*tensors.values(), *incoming)):
-                tensor.copy_(random(*tensor.shape, seed=8 * number + i))
-        graph.replay()
-        torch.cuda.synchronize()
-        assert same(captured, train(form, tensors, incoming)), f"after {number} more calls"
