@@ -20,7 +20,7 @@ from .batch import Batch
 from .rows import KINDS
 
 # Examples of each executor, and the most elements of a row.
-QUICK, MORE = (50, 60), (200, 300)
+QUICK, MORE = (30, 60), (150, 300)
 # On a GPU: specs, the most rows of each, and the most elements of a row.
 SPECS, ROWS, WIDEST = 100, 400, 16384
 BLOCK = 10  # specs of a case of pytest
