@@ -116,22 +116,14 @@ def test_refusals_and_failures_are_recorded_and_the_run_goes_on(monkeypatch):
 
 def test_slice_of_a_fused_projection_keeps_its_strides_in_both_directions():
     op, case = OPS["head_rms_norm"], Case("head_rms_norm", "float32", 96, 16)
-    inputs = op.made(case, "cpu")
-    seen = []
+    inputs, seen = op.made(case, "cpu"), []
 
-    class Strides(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, weight):
-            seen.append(x.stride())
-            ctx.save_for_backward(x)
-            return x * weight
+    def strides(x, weight):
+        seen.append(x.stride())
+        return x * weight
 
-        @staticmethod
-        def backward(ctx, dy):
-            seen.append(ctx.saved_tensors[0].stride())
-            return dy, dy.sum(0)
-
-    repeatable_call(Strides.apply, inputs, op.output_grads(case, "cpu"), "backward")()
+    for direction in DIRECTIONS[:2]:
+        repeatable_call(strides, inputs, op.output_grads(case, "cpu"), direction)()
     assert seen == [inputs[0].stride()] * 2
 
 
@@ -158,10 +150,11 @@ def test_nothing_starts_after_the_time_limit_and_what_is_left_is_said(monkeypatc
     assert capsys.readouterr().err == "out of time after 0 of 3\n"
 
 
-NEW = ("modulated_layer_norm gated", "rms_norm_rope 16/8")
+QUICK = ("modulated_layer_norm gated", "rms_norm_rope 16/8")  # other ropes have more heads alone
+OTHERS = [name for name in OPS if name not in QUICK and "rope" not in name]
 
 
-@pytest.mark.parametrize("name", [*NEW, *slow(*(name for name in OPS if name not in NEW))])
+@pytest.mark.parametrize("name", [*QUICK, *slow(*OTHERS)])
 def test_the_kernels_serve_each_op_as_the_bench_calls_it(name):
     """By the interpreter of the kernels, with the right results in both directions."""
     op = OPS[name]
@@ -173,8 +166,3 @@ def test_the_kernels_serve_each_op_as_the_bench_calls_it(name):
         (way, "ok", "") for way in DIRECTIONS if way in op.directions
     ]
 
-
-def test_inference_is_timed_by_a_graph(gpu):
-    case = Case("rms_norm", "bfloat16", 4096, 4096)
-    _, *cells = ran(case, ["tilenorm", "torch"], ("inference",), gpu)
-    assert [(cell.status, cell.timing) for cell in cells] == [("ok", "graph")] * 2
