@@ -5,8 +5,6 @@ tests/tools/test_tune.py tests how tune measures.
 
 import json
 import re
-import subprocess
-import sys
 
 import cuda.tile._compile as cutile_compiler
 import pytest
@@ -14,7 +12,6 @@ import torch
 from cuda.tile._cext import default_tile_context
 
 from tests.stand_in_compiler import ERROR
-from tilenorm import __version__
 from tilenorm.__main__ import main
 from tilenorm.launch import heuristics, user_table
 from tilenorm.launch.config import Backward, Hints, RowForward
@@ -80,12 +77,6 @@ def test_info_without_a_gpu(capsys):
     out = capsys.readouterr().out
     assert "no NVIDIA GPU or no driver: the reference implementation serves every op" in out
     assert "rms_norm: reference\n    cutile refuses: the input is on cpu" in out
-
-
-def test_as_a_program():
-    command = [sys.executable, "-m", "tilenorm", "--version"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.returncode, done.stdout.strip()) == (0, __version__)
 
 
 EXPLAIN = "explain --arch sm_90 --hidden 256"

@@ -165,4 +165,3 @@ def test_the_kernels_serve_each_op_as_the_bench_calls_it(name):
     assert [(c.direction, c.status, c.error) for c in cells] == [
         (way, "ok", "") for way in DIRECTIONS if way in op.directions
     ]
-
