@@ -23,7 +23,7 @@ from .test_record import rows_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::tilenorm.ReferenceWarning")
 FOREVER = float("inf")
-QUICK = ("Qwen3 8B", "ViT-L")
+QUICK = ("Qwen3 8B",)
 COMPILED = [("compile", "tilenorm-compile"), pytest.param(("patch-compile", "compile"), marks=SLOW)]
 
 
