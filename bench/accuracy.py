@@ -19,9 +19,10 @@ from bench import check, command
 from bench.cases import AROUND, OPS, PLAIN
 from bench.op import DIRECTIONS, DTYPES, Case, Op
 from bench.providers import PROVIDERS
-from bench.record import Accuracy, first_line
+from bench.record import Accuracy
 from bench.report import worse
 from bench.run import repeatable_call
+from bench.text import first_line
 
 HIDDEN, HEAD_HIDDEN, ROWS = (4096,), (128,), 512
 SERVED = (*PLAIN, *AROUND, "head_rms_norm")

@@ -17,8 +17,9 @@ from bench import command, worker
 from bench.cases import AROUND, OPS, PLAIN
 from bench.op import DIRECTIONS, Case
 from bench.providers import PROVIDERS
-from bench.record import FirstCall, Precompile, first_line
+from bench.record import FirstCall, Precompile
 from bench.run import repeatable_call
+from bench.text import first_line
 
 HIDDEN = (1024, 4096, 8192, 16384)
 ROWS = 2048

@@ -19,7 +19,8 @@ from bench.check import as_tuple
 from bench.command import Run
 from bench.op import Op
 from bench.providers import PROVIDERS
-from bench.record import Host, first_line
+from bench.record import Host
+from bench.text import first_line
 
 N, STEP_N, NORMS = 1024, 512, 12
 WAYS = ("call", "batch", "step")

@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
 from bench import models, parallel
-from bench.record import first_line
 from bench.shapes import LLAMA, MODELS, Shape
+from bench.text import first_line
 from bench.timing import Timer
 
 LEARNING_RATE, SEED = 1e-4, 0

@@ -15,8 +15,8 @@ from bench import quantized, rotated
 from bench.cases import OPS
 from bench.op import EPS, Op
 from bench.quantized import Quantized, composed, quantize
-from bench.record import first_line
 from bench.rotated import Rotated
+from bench.text import first_line
 
 
 @dataclass(frozen=True)

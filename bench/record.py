@@ -361,9 +361,3 @@ def what(line: Line) -> tuple:
     """The key of what a line measures: two lines with equal keys measure the same thing."""
     names = "op dtype m n groups way direction provider arguments label base variant inputs"
     return type(line), *(getattr(line, name, None) for name in names.split())
-
-
-def first_line(error: BaseException) -> str:
-    """The type of an error and the first non-blank line of its message, cut to 200 characters."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return ": ".join([type(error).__name__, *lines[:1]])[:200]

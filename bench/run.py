@@ -13,8 +13,8 @@ from bench.cases import OPS
 from bench.command import Run, told
 from bench.op import DTYPES, HOST, INFERENCE, Case, Op
 from bench.providers import PROVIDERS
-from bench.record import Cell, Copy, first_line, what
-from bench.text import distinct
+from bench.record import Cell, Copy, what
+from bench.text import distinct, first_line
 
 # The number of elements of a copy is rounded up to a multiple of this.
 COPY_UNIT = 1 << 16

@@ -40,3 +40,9 @@ def grouped(lines: Iterable, *names: str) -> dict:
 def distinct(lines: Iterable, name: str) -> list:
     """The values of an attribute, in order."""
     return list(grouped(lines, name))
+
+
+def first_line(error: BaseException) -> str:
+    """The type of an error and the first non-blank line of its message, cut to 200 characters."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return ": ".join([type(error).__name__, *lines[:1]])[:200]

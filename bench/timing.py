@@ -14,7 +14,7 @@ from itertools import cycle, islice
 import torch
 
 from bench.check import as_tuple
-from bench.record import first_line
+from bench.text import first_line
 
 L2_MULTIPLE = 4
 MOST_SETS = 64

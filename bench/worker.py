@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.record import first_line
+from bench.text import first_line
 
 
 class WorkerError(Exception):

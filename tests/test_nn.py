@@ -94,13 +94,6 @@ def test_initial_and_reset_module_is_a_plain_norm(ours, offset):
     assert torch.equal(module(x), ours(24)(x))
 
 
-@EACH
-def test_reset_without_affine_does_nothing(ours):
-    module = ours(24, elementwise_affine=False, offset=1.0)
-    module.reset_parameters()
-    assert module.weight is None and not module.state_dict()
-
-
 @EACH_PAIR
 def test_repr_extends_pytorchs(ours, theirs):
     assert ours(24).extra_repr() == theirs(24).extra_repr()

@@ -9,7 +9,7 @@ from bench.command import Run
 
 
 @pytest.mark.slow
-def test_the_command_measures_every_way(again, monkeypatch):
+def test_the_command_measures_every_way(again, graphs, monkeypatch):
     op = "add_layer_norm"
     monkeypatch.setattr(host.timing, "host", lambda call, device: (call(), [3, 4])[1])
     written, out, _ = again(["host", "--op", op, "--provider", "torch", "tilenorm"])

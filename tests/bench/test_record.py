@@ -19,7 +19,6 @@ from bench.record import (
     Precompile,
     Record,
     estimate,
-    first_line,
     merge,
     read,
     to_json,
@@ -125,11 +124,6 @@ def test_records_of_one_machine_are_merged_into_one_report(record):
     assert lines[table + 2].split() == ["1024", "1000", "1000", "(25%)", "4000", "-"]
     with pytest.raises(ValueError, match="Another GPU"):
         merge([record, Record([{**RUN, "machine": "Another GPU"}])])
-
-
-def test_first_line_skips_blank_lines():
-    assert first_line(RuntimeError("\n\n  the reason \nand more")) == "RuntimeError: the reason"
-    assert first_line(KeyError()) == "KeyError"
 
 
 def test_plot_is_an_svg_with_a_style_for_every_provider(record, tmp_path):

@@ -6,6 +6,12 @@ import time
 import pytest
 
 from bench import worker
+from bench.text import first_line
+
+
+def test_first_line_skips_blank_lines():
+    assert first_line(RuntimeError("\n\n  the reason \nand more")) == "RuntimeError: the reason"
+    assert first_line(KeyError()) == "KeyError"
 
 
 def test_exception_of_the_function_is_raised_here():
@@ -20,10 +26,10 @@ def test_process_that_dies_is_reported_with_its_status():
 
 def test_function_that_takes_too_long_is_ended_with_its_child_processes(tmp_path):
     log = tmp_path / "log"
-    late = ["sh", "-c", f"sleep 2; echo still here > {log}"]
+    late = ["sh", "-c", f"sleep 1.5; echo still here > {log}"]
     with pytest.raises(worker.WorkerError, match="not done after 1 s"):
         worker.run(subprocess.run, 1.0, args=late)
-    time.sleep(2.0)
+    time.sleep(1.0)
     assert not log.exists()
 
 

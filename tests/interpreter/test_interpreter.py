@@ -198,12 +198,6 @@ def test_refused(error, message, kernel, grid, args, order):
         run(kernel, *args, grid=grid, order=order)
 
 
-def test_the_same_is_accepted_where_it_is_defined():
-    run(copy, torch.ones(8), torch.ones(8), 4, grid=(2,))
-    run(unchecked, torch.ones(4))
-    run(block_numbers, ints(1))
-
-
 def test_written_argument_must_not_overlap_another():
     memory = torch.zeros(2, 8)
     with pytest.raises(WRONG, match="'Y' is written and overlaps 'X'"):

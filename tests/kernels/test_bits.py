@@ -37,13 +37,11 @@ ROWS = 12
 
 @each_spec(argvalues=SPECS)
 @pytest.mark.parametrize("executor", cases.INTERPRETERS, indirect=True)
-@pytest.mark.parametrize(
-    "how", [{"fill": 1e30}, {"fill": -1e30}, {"order": "reverse"}, {"order": 1}], ids=str
-)
-def test_bits_do_not_depend_on_padding_or_the_order_of_blocks(executor, spec, how):
+def test_bits_do_not_depend_on_padding_or_the_order_of_blocks(executor, spec):
     inputs = Inputs.random(spec, ROWS, executor.device)
     expected = every_result(executor, spec, inputs)
-    assert_same_bits(every_result(executor, spec, inputs, **how), expected)
+    for how in {"fill": 1e30, "order": "reverse"}, {"fill": -1e30, "order": 1}:
+        assert_same_bits(every_result(executor, spec, inputs, **how), expected)
 
 
 ON_GPU = [

@@ -6,8 +6,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import threading
 import time
 from functools import partial
@@ -19,7 +17,6 @@ import torch
 from cuda.tile._cext import default_tile_context
 
 from tests.executors import forward_calls
-from tests.ops.helpers import NEEDS_GPU
 from tests.ops.test_memory import at_once
 from tests.stand_in_compiler import CRASH, ERROR
 from tilenorm.kernels.forward import row_forward
@@ -296,28 +293,3 @@ def test_a_damaged_cache_is_not_an_error(traced, tmp_path):
     cubin_of()
     (tmp_path / "cache.db").write_bytes(b"damaged")
     assert [cubin_of(), cubin_of()] == [b"cubin 2"] * 2
-
-
-PROGRAM = """
-import os, sys, torch, tilenorm
-from cuda.tile import _compile
-def refuse(*_, **__): raise AssertionError("traced")
-if sys.argv[1] == "again": _compile.get_function_hir = refuse
-x = torch.ones(5, {n}, device="cuda", requires_grad=True)
-w = torch.ones({n}, device="cuda", requires_grad=True)
-tilenorm.rms_norm(x, ({n},), w).sum().backward()
-print(w.grad.sum().item(), flush=True)
-os._exit(0)  # an ordinary end aborts if a thread of autograd still frees tensors: pytorch#190489
-"""
-
-
-@NEEDS_GPU
-@pytest.mark.parametrize("n", [64, 65536])
-def test_a_new_process_traces_nothing(tmp_path, n):
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("CUDA_TILE_")}
-    environment["CUDA_TILE_CACHE_DIR"] = str(tmp_path)
-    command = [sys.executable, "-c", PROGRAM.format(n=n)]
-    told = {"env": environment, "capture_output": True, "text": True}
-    first, again = (subprocess.run([*command, which], **told) for which in ("first", "again"))
-    assert (first.returncode, again.returncode) == (0, 0), first.stderr + again.stderr
-    assert first.stdout == again.stdout

@@ -46,11 +46,11 @@ def main(given: list[str] | None = None) -> int:
     arch = asked.executor.removeprefix("interpreter_")
     place = nullcontext() if arch == "gpu" else pretended_gpu(arch)
     with place, closing(ready(asked, until)) as cases:
-        for case, error in cases:
+        for case in cases:
             if ran and time.time() > until:
                 break
             ran += 1
-            for name, difference in [("compile", error)] if error else failures(case, asked):
+            for name, difference in failures(case, asked):
                 failed += 1
                 print(f"FAILED {name}: {difference}")
                 print(f"    {reproducer(case, name, asked)}", flush=True)
@@ -61,18 +61,15 @@ def main(given: list[str] | None = None) -> int:
     return 1 if failed else 0
 
 
-def ready(asked: argparse.Namespace, until: float) -> Iterator[tuple[Case, str]]:
-    """Each case, compiled where it runs on a GPU, and an error message of the compiler or ""."""
-    on_gpu = asked.executor == "gpu"
+def ready(asked: argparse.Namespace, until: float) -> Iterator[Case]:
+    """Each case, compiled where it runs on a GPU."""
     if asked.case:
-        yield asked.case, ""
-        return
-    cases = draw.drawn(asked.specs, asked.seed, draw.GPU if on_gpu else draw.INTERPRETER)
-    if on_gpu:
+        yield asked.case
+    elif asked.executor == "gpu":
         target = device_of("cuda", torch.cuda.current_device()).target
-        yield from ahead.compiled(cases, target, until)
+        yield from ahead.compiled(draw.drawn(asked.specs, asked.seed, draw.GPU), target, until)
     else:
-        yield from ((case, "") for case in cases)
+        yield from draw.drawn(asked.specs, asked.seed, draw.INTERPRETER)
 
 
 def failures(case: Case, asked: argparse.Namespace) -> Iterator[tuple[str, str]]:

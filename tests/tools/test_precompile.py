@@ -6,7 +6,6 @@ from random import Random
 from unittest.mock import patch
 
 import pytest
-from cuda.tile._cext import default_tile_context
 
 from tests import cases, stand_in_driver
 from tests.executors import Inputs, arguments_of, backward_calls, forward_calls
@@ -68,13 +67,6 @@ def test_no_more_processes_than_work(pools):
         with precompile.compiling(abs, work, 50) as results:
             assert list(results) == [abs(n) for n in work]
     assert pools == [2]
-
-
-def test_nothing_is_compiled_for_no_cache(pools, monkeypatch):
-    monkeypatch.setattr(default_tile_context.config, "cache_dir", None)
-    with pytest.raises(RuntimeError, match="cuTile's cache is off"):
-        next(precompile.precompile(SPECS, H200))
-    assert pools == []
 
 
 def test_the_command_takes_pieces(capsys, monkeypatch):

@@ -228,13 +228,13 @@ def allowed_of_quantized(case: Case, _: str) -> int:
 
 # What makes cases, how many are quick, how many there are, and what their kernels may spill.
 KINDS = (
-    (any_kind, 5, 80, lambda *_: 1 << 20),
-    (end_of_a_regime, 4, 120, allowed_of_a_regime),
-    (several_terms, 1, 50, allowed_of_terms),
-    (sharing_blocks, 2, 24, lambda *_: BY_SHARING),
+    (any_kind, 5, 64, lambda *_: 1 << 20),
+    (end_of_a_regime, 2, 90, allowed_of_a_regime),
+    (several_terms, 1, 40, allowed_of_terms),
+    (sharing_blocks, 1, 24, lambda *_: BY_SHARING),
     (pieces, 1, 24, lambda *_: 0),
-    (rotated, 2, 60, allowed_of_rotated),
-    (quantized, 1, 30, allowed_of_quantized),
+    (rotated, 1, 40, allowed_of_rotated),
+    (quantized, 1, 24, allowed_of_quantized),
     (chain, 1, 16, lambda *_: 0),
 )
 
