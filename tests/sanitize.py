@@ -1,4 +1,10 @@
-"""A small batch through every schedule, whatever the tables say about this GPU."""
+"""A small batch through every schedule, whatever the tables say about this GPU, for NVIDIA's
+compute-sanitizer:
+
+    compute-sanitizer --tool racecheck python -m tests.sanitize
+
+The tools are memcheck, initcheck, racecheck and synccheck. test_sanitize.py runs them all.
+"""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -20,8 +26,8 @@ from tilenorm.launch.target import Target
 from tilenorm.ops import cutile
 from tilenorm.spec import NormSpec
 
-from .. import cases
-from ..executors import EPS, Executor, Inputs
+from . import cases
+from .executors import EPS, Executor, Gpu, Inputs
 
 ROWS = 13  # tiles of four rows and one row that is left over
 
@@ -95,3 +101,9 @@ def launch(job: Job, inputs: Inputs, target: Target, run) -> None:
     more = [torch.zeros_like(inputs.dy)] * (job.terms - 1)
     bound = cutile.bind_backward(plan, spec.kept, run)
     bound(inputs.dy, inputs.dsum, inputs.saved(spec), more=more)
+
+
+if __name__ == "__main__":
+    for job, reason in run(Gpu()):
+        print(f"{job.name}: {reason or 'ran'}")
+    torch.cuda.synchronize()
