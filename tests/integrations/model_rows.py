@@ -71,6 +71,12 @@ DIFFUSERS = {
         | {"axes_dim_rope": ROPE, "axes_lens": (16, 16, 16), "cap_feat_dim": 24},
         TIME | PROMPT | MASK | {"hidden_states": (2, 4, 8, 8)},
     ),
+    "wan": Model(
+        "WanTransformer3DModel",
+        {"num_attention_heads": 2, "attention_head_dim": 16, "in_channels": 4, "out_channels": 4}
+        | {"text_dim": 24, "freq_dim": 32, "ffn_dim": 48, "num_layers": 1, "rope_max_seq_len": 16},
+        TIME | PROMPT | {"hidden_states": (2, 4, 1, 8, 8)},
+    ),
 }
 MODELS = TRANSFORMERS | DIFFUSERS
 

@@ -21,7 +21,7 @@ from .model_rows import MODELS, TRANSFORMERS, built, step
 BF16, F32 = torch.bfloat16, torch.float32
 # With residual, modulation and rotation: how many calls compute more than a norm.
 PASSES = {"llama": 2, "qwen3": 4, "gemma3_text": 4, "olmo2": 2, "bert": 4, "flux": 6, "lumina2": 5}
-PASSES |= {"gemma2": 2, "gpt_neox": 0}
+PASSES |= {"gemma2": 2, "gpt_neox": 0, "wan": 3}
 
 
 class InFloat64(TorchFunctionMode):
@@ -94,7 +94,7 @@ def test_outputs_and_gradients_under_autocast(name, device):
 
 
 @pytest.mark.parametrize("dtype", [BF16, *slow(F32)], ids=name_of)
-@each_model("qwen3", "gemma3_text", "olmo2", "bert", "flux")
+@each_model("qwen3", "gemma3_text", "olmo2", "bert", "wan")
 def test_more_in_the_pass_of_a_norm(name, dtype, passes):
     check(name, "cpu", dtype, residual=True, modulation=True, rotation=True)
     assert len(passes) == PASSES[name]

@@ -25,7 +25,6 @@ from ..ops.helpers import EACH_DEVICE, random
 from ..tolerance import FLOAT32_UNITS
 from . import norms
 from .drawn_norms import gated_norm, with_parts
-from .modulations import Float32LayerNorm
 from .norms import N
 
 RMS = "rms_norm offset=0.0 rounding=late eps=1e-06"
@@ -44,7 +43,6 @@ RECOGNISED = {
     "LayerNorm in float64": (lambda: nn.LayerNorm(N, dtype=torch.float64), LAYER),
     "RMSNorm": (lambda: nn.RMSNorm(N), RMS.replace("1e-06", "None")),
     "without a telling name": (norms.Scale, RMS.replace("0.0", "1.0")),
-    "cast around": (lambda: Float32LayerNorm(N), LAYER),
     "no images": (lambda: with_parts({"view": "no images"}), DRAWN),
     "gate first": (gated_norm, f"gated_{DRAWN} norm_before_gate=False activation=silu"),
     "sigmoid gate of a LayerNorm": (
