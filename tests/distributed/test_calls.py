@@ -142,22 +142,6 @@ def test_bytes_of_the_all_reduces(form):
         assert backward.seen == [("all_reduce", (8 if layer else 4) * 12)], backward.seen
 
 
-@EACH_MESH
-@on_every_rank
-def test_calls_that_differ_in_one_argument(name):
-    """DTensor's cache of rules tells norms, options and absent tensors apart."""
-    rows = [Shard(1)] * mesh(name).ndim
-    forms = [RMS, LAYER, ADD, GATED, FAMILY["add_layer_norm"], FAMILY["gated_layer_norm"]]
-    cases = [case(form, 7, 6, N) for form in (*forms, *reversed(forms))]
-    for given, drop in product(cases, ((), ("weight",), ("bias",), PARAMETERS)):
-        some = given._replace(tensors={n: t for n, t in given.tensors.items() if n not in drop})
-        for options in ({}, {"offset": 0.5})[: 1 if drop else 2]:
-            these = some._replace(options=options)
-            found, collectives = these.on(name, alike(these, rows), [rows] * these.outputs)
-            assert not collectives
-            these.compare(found, these.alone())
-
-
 @each(RMS, FAMILY["add_layer_norm"], GATED, FAMILY["gated_layer_norm, gate first"])
 @on_every_rank
 def test_only_what_is_asked_for_of_cut_rows(form):
