@@ -1,6 +1,6 @@
 """The functions on DTensors: each row of the table in ops/sharding.py, cut rows, and the rest."""
 
-from itertools import combinations_with_replacement, cycle, product
+from itertools import combinations_with_replacement, cycle
 from math import prod
 
 import pytest

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..ops.helpers import random
 
-SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
 SIZES |= {"num_attention_heads": 4}
 TEXT = SIZES | {"vocab_size": 128, "max_position_embeddings": 64}
 TEXT |= {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": None}
