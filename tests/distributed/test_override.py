@@ -2,26 +2,22 @@
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 
-import tilenorm
-
-from ..integrations.aten_helpers import cpu_override, recorded_passes
-from ..ops.helpers import NEEDS_GPU, random
+from ..integrations.aten_helpers import cpu_override
+from ..ops.helpers import random
 from .placing import R, counted, placed
-from .world import NAMES, TORCHRUN, mesh, on_every_rank
+from .world import EACH_MESH, mesh, on_every_rank
 
 N = 64
 NORMS = {"rms": torch.nn.functional.rms_norm, "layer": torch.nn.functional.layer_norm}
 EACH_NORM = pytest.mark.parametrize("norm", NORMS)
 
 
-def inputs(norm: str, device: str) -> tuple[list, torch.Tensor]:
+def inputs(norm: str) -> tuple[list, torch.Tensor]:
     """An input, a weight and, for a LayerNorm, a bias; and the output's gradient."""
     sizes = [(4, 6, N), (N,), (N,)][: 3 if norm == "layer" else 2]
-    tensors = [random(*size, device=device, seed=s) for s, size in enumerate(sizes)]
-    return tensors, random(4, 6, N, device=device, seed=9)
+    return [random(*size, seed=s) for s, size in enumerate(sizes)], random(4, 6, N, seed=9)
 
 
 def stepped(norm: str, tensors, dy) -> list[torch.Tensor]:
@@ -43,11 +39,11 @@ def compare(found, expected) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="ranks on GPUs have no override of the CPU")
 @EACH_NORM
-@pytest.mark.parametrize("name", NAMES)
+@EACH_MESH
 @on_every_rank
 def test_kernels_run_on_local_tensors(norm, name):
     """The interpreter runs the kernels in a GPU's place: the override is the CPU's."""
-    tensors, dy = inputs(norm, "cpu")
+    tensors, dy = inputs(norm)
     cut, whole = [Shard(1)] * mesh(name).ndim, [R] * mesh(name).ndim
     given = [placed(t, name, whole if t.dim() == 1 else cut) for t in tensors]
     with cpu_override() as cpu:
@@ -58,24 +54,3 @@ def test_kernels_run_on_local_tensors(norm, name):
         local = given[0].to_local().numel()  # 6 columns on 4 ranks: one may have none
         assert cpu.launches == (alone if local else [])
     assert not collectives
-
-
-@NEEDS_GPU
-@pytest.mark.skipif(TORCHRUN, reason="its mesh of one process is a process group of its own")
-@EACH_NORM
-def test_kernels_of_a_gpu_run_on_local_tensors(one_process_mesh, norm, monkeypatch):
-    passes = recorded_passes(monkeypatch)
-    tensors, dy = inputs(norm, "cuda")
-    on = init_device_mesh("cuda", (1,))
-
-    def cut(tensor):
-        placements = [R if tensor.dim() == 1 else Shard(1)]
-        return distribute_tensor(tensor, on, placements)
-
-    with tilenorm.override():
-        expected = stepped(norm, tensors, dy)
-        passes.clear()
-        found, collectives = counted(stepped, norm, [*map(cut, tensors)], cut(dy))
-    assert passes == ["forward", "backward"] and not collectives
-    for mine, other in zip(found, expected, strict=True):
-        assert torch.equal(mine.full_tensor(), other)
