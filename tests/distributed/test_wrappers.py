@@ -1,10 +1,9 @@
-"""FSDP2, DDP and pipelines: each row has the bits that one process gives it.
+"""FSDP2 and DDP: each row has the bits that one process gives it.
 
 Nothing but norms computes with more than one element, so that each row's bits must be those of one
 process, whichever rank has the row.
 """
 
-import copy
 from functools import partial
 from itertools import product
 
@@ -13,13 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.pipelining import PipelineStage, ScheduleZBVZeroBubble
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import tilenorm
 
-from ..ops.helpers import TORCH, random, slow
+from ..ops.helpers import random, slow
 from .placing import counted
 from .world import INDUCTOR, NAMES, device, mesh, on_every_rank, slow_but_first
 
@@ -175,9 +173,6 @@ def test_compiled_layers(backend):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
-ONE = NAMES[0]
-
-
 @pytest.mark.parametrize("static_graph", [True, *slow(False)])
 @on_every_rank
 def test_ddp(static_graph):
@@ -196,39 +191,3 @@ def test_ddp(static_graph):
         other, gradients, collectives = found(model)
         assert torch.equal(other, y) and collectives == others
         torch.testing.assert_close(gradients, means)
-
-
-MICROBATCHES = 4
-
-
-def loss(y, target):
-    return (y - target).square().sum()
-
-
-# PyTorch 2.9 and 2.11 ask a function of autograd's in Python for what it does not have.
-@pytest.mark.skipif(TORCH < (2, 13), reason="PyTorch errs in zero-bubble schedules")
-@on_every_rank
-def test_pipeline_that_computes_gradients_of_weights_later():
-    """The first of two ranks has the first and the last stage. Outputs have the bits of one
-    process, which adds up gradients of all microbatches at once. The gradients have both signs, so
-    their sums may be far smaller than they are.
-    """
-    group = mesh(ONE).get_group()
-    rank = dist.get_rank(group)
-    whole = nn.Sequential(*(block() for _ in range(4)))
-    x, target = (random(8, 6, N, device=device(), seed=s) for s in (1, 2))
-    modules = {i: copy.deepcopy(whole[i]) for i in (rank, 3 - rank)}
-    stages = [
-        PipelineStage(m, i, 4, torch.device(device()), group=group) for i, m in modules.items()
-    ]
-    how = {"loss_fn": loss, "scale_grads": False}
-    schedule = ScheduleZBVZeroBubble(stages, MICROBATCHES, **how)
-    y = schedule.step() if rank else schedule.step(x, target=target)
-    expected = whole(x)
-    loss(expected, target).backward()
-    assert rank or torch.equal(y, expected)
-    for i, module in modules.items():
-        for name, parameter in module.named_parameters():
-            other = whole[i].get_parameter(name).grad
-            largest = other.abs().max().item()
-            torch.testing.assert_close(parameter.grad, other, rtol=0, atol=1e-5 * largest)

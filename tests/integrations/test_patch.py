@@ -133,3 +133,12 @@ def test_norms_that_are_alike_are_tried_once(monkeypatch):
     kinds = [norms.Custom, partial(nn.LayerNorm, N), partial(nn.RMSNorm, N), partial(nn.RMSNorm, 8)]
     report = tilenorm.patch(nn.ModuleList(make() for make in kinds * 3))
     assert len(report.patched) == 12 and len(tried) == 4
+
+
+def test_exported():
+    model, x = Block(), random(5, N)
+    tilenorm.patch(model)
+    program = torch.export.export(model, (x,))
+    assert torch.equal(program.module()(x), model(x))
+    called = [str(node.target) for node in program.graph.nodes]
+    assert sum("tilenorm" in target for target in called) == 4
