@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import tilenorm
 
@@ -141,3 +142,15 @@ def test_small_norms_are_left_to_inductor(rows, stepwise):
     assert kinds_of(run.tilenorm_report) == ["rms_norm"]
     ((_, reason),) = run.tilenorm_report.left
     assert reason == "Inductor fuses a norm of 256 elements with its neighbours"
+
+
+def test_cut_rows_of_dtensors(one_process_mesh, dynamo):
+    """The functions in torch.compile itself, from PyTorch 2.9 on."""
+    x = distribute_tensor(random(ROWS, N), one_process_mesh, [Shard(1)]).requires_grad_()
+    run = torch.compile(tilenorm.layer_norm, backend="aot_eager", fullgraph=True)
+    results = [
+        (y := f(x, (N,)), *torch.autograd.grad(y.sin().sum(), x))
+        for f in (run, tilenorm.layer_norm)
+    ]
+    for got, expected in zip(*results, strict=True):
+        assert torch.equal(got.full_tensor(), expected.full_tensor())
