@@ -256,6 +256,7 @@ def test_what_is_refused():
             (plain, tilenorm.rms_norm, rows, (N,), w),
             (plain, tilenorm.rms_norm, x, (N,), whole),
             ("'weight' takes a DTensor", tilenorm.rms_norm, cut, (N,), w),
+            ("'input' takes no DTensor that is", tilenorm.modulated_rms_norm, cut, (N,), whole),
             ("'residual' takes a DTensor", tilenorm.add_rms_norm, cut, x, (N,)),
             (r"'residual\[0\]' takes a DTensor", tilenorm.add_rms_norm, cut, (x, cut), (N,)),
             (r"'residual\[0\]' takes the input's dtype .* are cut",)

@@ -188,6 +188,25 @@ def with_own_forward(block, *inputs) -> tuple:
     return inputs
 
 
+class PassesOn(nn.Module):
+    """As peft's wrappers: it has the norm's attributes, and another forward."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.inner = norm
+
+    def __getattr__(self, name):
+        return getattr(self._modules["inner"], name)
+
+    def forward(self, x):
+        return -self._modules["inner"](x)
+
+
+def wrapped(block, *inputs) -> tuple:
+    block.norm = PassesOn(block.norm)
+    return inputs
+
+
 def with_another_eps(block, *inputs) -> tuple:
     block.k_norm.variance_epsilon = 1e-2
     return inputs
@@ -203,6 +222,7 @@ CHANGES = {
         "hook": hooked,
         "wide weights": widened,
         "own forward": with_own_forward,
+        "wrapper": wrapped,
     },
     Modulated: {
         "not by group": lambda m, x, h, a, b: (x, h, OTHER, OTHER),
