@@ -30,12 +30,12 @@ def assert_no_less_accurate(got, eager, exact, label):
         assert (a.double() - c).abs().max().item() <= unit + 2 * (b - c).abs().max().item()
 
 
-@pytest.mark.parametrize("examples", [24, pytest.param(120, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [20, pytest.param(120, marks=pytest.mark.slow)])
 def test_drawn_spellings_are_one_op_that_is_no_less_accurate(examples, dynamo):
-    rng, kinds = Random(examples), set()
+    rng, tracers, kinds = Random(examples), Random(0), set()
     for _ in range(examples):
         name, op, function, tensors = drawn(rng)
-        trace = TRACERS[rng.choice((*["make_fx"] * 5, *TRACERS))]
+        trace = TRACERS[tracers.choice((*["make_fx"] * 5, *TRACERS))]
         dynamo.reset()
         replaced = trace(module_of(function), *tensors, rounds_once=True)
         assert kinds_of(replaced.report) == [op], f"{name}: {replaced.report}"
