@@ -6,8 +6,6 @@ import pytest
 import torch
 from torch.distributed.tensor import Shard
 
-import tilenorm
-
 from ..ops import test_modulated as modulated
 from ..ops import test_rope as rotated
 from ..ops.helpers import random
@@ -60,15 +58,6 @@ def test_modulated_rows(name, groups):
         found = check(name, lambda t: modulated.call("layer", t), given, at, [*given], dys, rows)
         if 1 not in cut or groups != (5, 3):
             assert not found, (rows, found)
-
-
-@on_every_rank
-def test_cut_rows_are_refused():
-    given, name = modulated.made((5, 6), (5,), 16), NAMES[0]
-    whole, cut = ([p] * mesh(name).ndim for p in (R, Shard(2)))
-    x, scale = placed(given["input"], name, cut), placed(given["scale"], name, whole)
-    with REFUSED:
-        tilenorm.modulated_rms_norm(x, (16,), scale)
 
 
 def rotated_tensors(with_positions: bool) -> dict:

@@ -7,7 +7,6 @@ import torch
 
 from tilenorm.integrations import aten
 from tilenorm.launch.target import Target
-from tilenorm.ops import cutile
 from tilenorm.ops.bound import BoundNorm
 from tilenorm.ops.registry import Device, cutile_implementation
 
@@ -59,20 +58,6 @@ def cpu_override():
 def cpu():
     with cpu_override() as override:
         yield override
-
-
-def recorded_passes(monkeypatch) -> list[str]:
-    """A list to which each pass that tilenorm's kernels run is added: "forward" or "backward"."""
-    passes = []
-    for name in ("forward", "backward"):
-        bind = getattr(cutile, f"bind_{name}")
-
-        def bound(*args, name=name, bind=bind):
-            function = bind(*args)
-            return lambda *a: passes.append(name) or function(*a)
-
-        monkeypatch.setattr(cutile, f"bind_{name}", bound)
-    return passes
 
 
 def registered() -> list[str]:

@@ -10,19 +10,15 @@ memory nor time. patch looks at norms on the CPU.
 import inspect
 import re
 import sys
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from textwrap import shorten
 
 import torch
 import transformers
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch import nn
 
 import tilenorm
 from tilenorm.integrations.patch.models import Left, Patched
-from tilenorm.integrations.patch.recognition import looks_like_a_norm
 
 FILE = Path(__file__).parents[2] / ".github" / "families.md"
 # Arguments of configs and models that cannot be built without them, or that add norms.
@@ -60,49 +56,37 @@ def versions() -> str:
     return f"transformers {transformers.__version__} and diffusers {diffusers.__version__}"
 
 
-def families() -> dict[str, Callable[[], nn.Module]]:
-    """For each family a function that builds a model."""
+def families() -> list[str]:
+    """The families of transformers, by the names of their configs, and the models of diffusers."""
     import diffusers
 
-    found = {
-        name: partial(_of_config, name)
-        for name in sorted(transformers.CONFIG_MAPPING)
-        if transformers.CONFIG_MAPPING[name] in transformers.MODEL_MAPPING
-    }
-    for name in sorted(dir(diffusers)):
-        cls = getattr(diffusers, name, None)
-        if inspect.isclass(cls) and issubclass(cls, diffusers.ModelMixin):
-            found[name] = partial(cls, **OPTIONS.get(name, {}))
-    del found["ModelMixin"]
-    return found
+    configs = transformers.CONFIG_MAPPING
+    found = [name for name in sorted(configs) if configs[name] in transformers.MODEL_MAPPING]
+    classes = {name: getattr(diffusers, name, None) for name in sorted(dir(diffusers))}
+    base = diffusers.ModelMixin
+    found += [n for n, c in classes.items() if inspect.isclass(c) and issubclass(c, base)]
+    return [name for name in found if name != "ModelMixin"]
 
 
-def _of_config(name: str) -> nn.Module:
-    config = transformers.CONFIG_MAPPING[name](**OPTIONS.get(name, {}))
-    return transformers.AutoModel.from_config(config)
+def built(family: str) -> nn.Module:
+    """A model of a family on the meta device."""
+    with torch.device("meta"):
+        if family in transformers.CONFIG_MAPPING:
+            config = transformers.CONFIG_MAPPING[family](**OPTIONS.get(family, {}))
+            return transformers.AutoModel.from_config(config)
+        import diffusers
+
+        return getattr(diffusers, family)(**OPTIONS.get(family, {}))
 
 
-def norms_of(model: nn.Module, known: dict[tuple, str | None] | None = None) -> list[str]:
-    """A line for each class of norm and what patch, which is called, does with it.
-
-    known: the lines of norms of other models. patch does not look at equal norms again.
-    """
-    known = {} if known is None else known
-    keys = {module: _key(module) for module in model.modules() if looks_like_a_norm(module)}
-    new = {key: module for module, key in keys.items() if key not in known}
-    chosen = set(new.values())
-    report = tilenorm.patch(model, where=lambda _, module: module in chosen)
+def norms_of(model: nn.Module) -> list[str]:
+    """A line for each class of norm and what patch, which is called, does with it."""
+    report = tilenorm.patch(model)
+    lines = set()
     for entry in (*report.patched, *report.left):
-        module = model.get_submodule(entry.name.split(", ")[0].replace("the model", ""))
-        if module in chosen:
-            known[keys[module]] = _line(module, entry)
-    return sorted({known[key] for key in keys.values()} - {None})
-
-
-def _key(module: nn.Module) -> tuple:
-    """Equal for modules of one class with parameters of one shape and attributes of one value."""
-    attributes = {n: v for n, v in vars(module).items() if n != "_modules" and "eps" not in n}
-    return type(module), repr(tree_map_only(Tensor, lambda t: t.to("meta"), attributes))
+        name = entry.name.split(", ")[0].replace("the model", "")
+        lines.add(_line(model.get_submodule(name), entry))
+    return sorted(lines - {None})
 
 
 def _line(module: nn.Module, entry: Patched | Left) -> str | None:
@@ -132,15 +116,14 @@ def title(norms: list[str]) -> str:
 
 def document() -> str:
     sections = {"Patched": [], "Partly patched": [], "Left": [], "Without norms": []}
-    failed, known = [], {}
-    for family, build in families().items():
+    failed = []
+    for family in families():
         try:
-            with torch.device("meta"):
-                model = build()
+            model = built(family)
         except Exception:  # whatever a missing package or a missing argument leads to
             failed.append(family)
         else:
-            norms = norms_of(model, known)
+            norms = norms_of(model)
             sections[title(norms)].append(row(family, norms) if norms else family)
     without = sections.pop("Without norms")
     head = HEAD.format(versions=versions(), count=len(without) + sum(map(len, sections.values())))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..ops.helpers import random
 
-SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
 SIZES |= {"num_attention_heads": 4}
 TEXT = SIZES | {"vocab_size": 128, "max_position_embeddings": 64}
 TEXT |= {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": None}
@@ -70,6 +70,12 @@ DIFFUSERS = {
         | {"num_refiner_layers": 1, "num_attention_heads": 2, "num_kv_heads": 1, "multiple_of": 16}
         | {"axes_dim_rope": ROPE, "axes_lens": (16, 16, 16), "cap_feat_dim": 24},
         TIME | PROMPT | MASK | {"hidden_states": (2, 4, 8, 8)},
+    ),
+    "wan": Model(
+        "WanTransformer3DModel",
+        {"num_attention_heads": 2, "attention_head_dim": 16, "in_channels": 4, "out_channels": 4}
+        | {"text_dim": 24, "freq_dim": 32, "ffn_dim": 48, "num_layers": 1, "rope_max_seq_len": 16},
+        TIME | PROMPT | {"hidden_states": (2, 4, 1, 8, 8)},
     ),
 }
 MODELS = TRANSFORMERS | DIFFUSERS

@@ -1,8 +1,4 @@
-"""Modulated norms as models write them, for tests of the FX pass and of patch.
-
-The blocks compute what diffusers' blocks of these models compute between their layers; linear
-layers stand for attention and MLP.
-"""
+"""Modulated norms as models write them, for tests of the FX pass."""
 
 from collections.abc import Callable
 from random import Random
@@ -10,137 +6,19 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..ops.helpers import EPS, random
 
 N, BATCH, TOKENS = 48, 2, 6
 
 
-def norm_of(affine: bool = False) -> nn.LayerNorm:
-    return nn.LayerNorm(N, eps=EPS, elementwise_affine=affine)
+LAYER, GATED = "modulated_layer_norm", "modulated_layer_norm with residual and gate"
 
 
-class Float32LayerNorm(nn.LayerNorm):
-    """Computes in float32, as Wan's does, whatever the input's dtype."""
-
-    def forward(self, x):
-        wide = [None if p is None else p.float() for p in (self.weight, self.bias)]
-        return F.layer_norm(x.float(), self.normalized_shape, *wide, self.eps).to(x.dtype)
-
-
-class AdaptiveNorm(nn.Module):
-    """A norm and its modulation, and `more` other chunks of the projection of an embedding."""
-
-    def __init__(self, more: int):
-        super().__init__()
-        self.norm, self.linear = norm_of(), nn.Linear(N, (2 + more) * N)
-        self.chunks = 2 + more
-
-    def forward(self, x, emb):
-        shift, scale, *others = self.linear(F.silu(emb)).chunk(self.chunks, dim=1)
-        x = self.norm(x) * (1 + scale[:, None]) + shift[:, None]
-        return x, *others
-
-
-class DiT(nn.Module):
-    """Also SD3 and the image stream of Flux."""
-
-    def __init__(self):
-        super().__init__()
-        self.before, self.after = AdaptiveNorm(4), norm_of()
-        self.attention, self.mlp = nn.Linear(N, N), nn.Linear(N, N)
-
-    def forward(self, x, emb):
-        normed, gate, shift, scale, last = self.before(x, emb)
-        h = gate.unsqueeze(1) * self.attention(normed)
-        x = h + x
-        normed = self.after(x)
-        normed = normed * (1 + scale[:, None]) + shift[:, None]
-        h = last.unsqueeze(1) * self.mlp(normed)
-        return h + x
-
-
-class Wan(nn.Module):
-    """The modulation is in float32. The second norm has none."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Parameter(random(1, 6, N, seed=3) / N**0.5)
-        self.norm1, self.norm3 = (Float32LayerNorm(N, EPS, False) for _ in range(2))
-        self.norm2 = Float32LayerNorm(N, EPS)
-        self.attention, self.cross, self.mlp = (nn.Linear(N, N) for _ in range(3))
-        self.time = nn.Linear(N, 6 * N)
-
-    def forward(self, x, emb):
-        time = self.time(emb).unflatten(1, (6, -1))
-        parts = (self.table + time.float()).chunk(6, dim=1)
-        shift, scale, gate, shift2, scale2, gate2 = parts
-        normed = (self.norm1(x.float()) * (1 + scale) + shift).type_as(x)
-        x = (x.float() + self.attention(normed) * gate).type_as(x)
-        normed = self.norm2(x.float()).type_as(x)
-        x = x + self.cross(normed)
-        normed = (self.norm3(x.float()) * (1 + scale2) + shift2).type_as(x)
-        return (x.float() + self.mlp(normed).float() * gate2).type_as(x)
-
-
-class Last(nn.Module):
-    """diffusers' AdaLayerNormContinuous."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm, self.linear = norm_of(), nn.Linear(N, 2 * N)
-
-    def forward(self, x, emb):
-        scale, shift = torch.chunk(self.linear(F.silu(emb).to(x.dtype)), 2, dim=1)
-        return self.norm(x) * (1 + scale)[:, None, :] + shift[:, None, :]
-
-
-class Lumina(nn.Module):
-    """An RMSNorm without shift."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm, self.linear = nn.RMSNorm(N, eps=EPS), nn.Linear(N, 2 * N)
-
-    def forward(self, x, emb):
-        scale, gate = self.linear(F.silu(emb)).chunk(2, dim=1)
-        return x + gate.unsqueeze(1) * (self.norm(x) * (1 + scale[:, None]))
-
-
-class Stack(nn.Module):
-    def __init__(self, *blocks: nn.Module):
-        super().__init__()
-        self.blocks = nn.ModuleList(blocks)
-
-    def forward(self, x, emb):
-        for block in self.blocks:
-            x = block(x, emb)
-        return x
-
-
-LAYER, RESIDUAL, GATED = (
-    f"modulated_layer_norm{more}" for more in ("", " with residual", " with residual and gate")
-)
-RMS = "modulated_rms_norm"
-# The kinds of op that a stack of blocks becomes.
-MODELS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
-    "DiT": (lambda: Stack(DiT(), DiT(), Last()), [LAYER, *[GATED] * 4]),
-    "Wan": (
-        lambda: Stack(Wan(), Wan(), Last()),
-        [LAYER, "layer_norm", RESIDUAL, GATED, "layer_norm", RESIDUAL, GATED],
-    ),
-    "Lumina": (lambda: Stack(Lumina(), Lumina()), [RMS, f"{RMS} with residual and gate"]),
-}
-
-
-def model_and_inputs(name: str, dtype: torch.dtype) -> tuple[nn.Module, Tensor, Tensor]:
-    torch.manual_seed(0)
-    module = MODELS[name][0]().to(dtype)
-    for part in module.modules():
-        if isinstance(part, Wan):  # as diffusers keeps it
-            part.table.data = part.table.data.float()
-    return module, random(BATCH, TOKENS, N, dtype=dtype), random(BATCH, N, dtype=dtype, seed=1)
+def gated(x, residual, gate, scale):
+    s = residual + gate[:, None] * x
+    return F.layer_norm(s, (N,), eps=EPS) * (1 + scale[:, None]), s
 
 
 class Drawn(NamedTuple):

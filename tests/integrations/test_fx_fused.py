@@ -99,8 +99,7 @@ def test_only_requested_gradients_are_computed(device, norm, mask, dtype, parame
 
 @EACH_DEVICE
 @EACH_NORM
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-def test_separate_forward_and_backward_graphs_of_aot_autograd(device, norm, dynamic, dynamo):
+def test_separate_forward_and_backward_graphs_of_aot_autograd(device, norm, dynamo):
     reports = []
 
     def compiler(graph_module, _):
@@ -109,9 +108,9 @@ def test_separate_forward_and_backward_graphs_of_aot_autograd(device, norm, dyna
 
     module = MODULES[norm](N, eps=EPS).to(device)
     backend = aot_autograd(fw_compiler=compiler, bw_compiler=compiler)
-    run = torch.compile(module, backend=backend, dynamic=dynamic, fullgraph=True)
+    run = torch.compile(module, backend=backend, dynamic=True, fullgraph=True)
     parameters = dict(module.named_parameters())
-    for rows in (3, 5) if dynamic else (3,):
+    for rows in (3, 5):
         x = random(2, rows, N, device=device).requires_grad_()
         dy = random(2, rows, N, device=device, seed=9)
         y = run(x)

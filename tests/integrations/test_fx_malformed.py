@@ -54,7 +54,7 @@ def graphs() -> dict[str, tuple[GraphModule, int]]:
     }
 
 
-@pytest.mark.parametrize("examples", [25, pytest.param(80, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [10, pytest.param(60, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["torch", "aten", "fused", "modulated", "rotated"])
 def test_drawn_malformed_calls(name, examples, graphs):
     """The other norms of the graph are replaced. A malformed call of a norm has a reason."""

@@ -1,6 +1,5 @@
 """The FX pass on norms that are scaled and shifted by group, as diffusers writes them."""
 
-from itertools import cycle, islice
 from random import Random
 
 import pytest
@@ -10,13 +9,13 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import tilenorm
 
-from ..ops.helpers import EPS, random
+from ..ops.helpers import random
 from .graphs import TRACERS, by_dynamo, by_make_fx, kinds_of, module_of, step
-from .modulations import BATCH, GATED, MODELS, TOKENS, N, drawn, model_and_inputs
+from .modulations import BATCH, GATED, TOKENS, N, drawn, gated
 from .stepwise import counted
 
 BF16, F32 = torch.bfloat16, torch.float32
-OPS = [getattr(torch.ops.tilenorm, f"modulated_{norm}_norm").default for norm in ("rms", "layer")]
+OP = torch.ops.tilenorm.modulated_layer_norm.default
 BACKWARD = torch.ops.tilenorm.modulated_norm_backward.default
 ROUNDED = "it stays behind its norm: each of its operations rounds to 16 bits"
 
@@ -33,10 +32,10 @@ def assert_no_less_accurate(got, eager, exact, label):
 
 @pytest.mark.parametrize("examples", [20, pytest.param(120, marks=pytest.mark.slow)])
 def test_drawn_spellings_are_one_op_that_is_no_less_accurate(examples, dynamo):
-    """The tracers take turns."""
-    rng, kinds = Random(examples), set()
-    for trace in islice(cycle(TRACERS.values()), examples):
+    rng, tracers, kinds = Random(examples), Random(0), set()
+    for _ in range(examples):
         name, op, function, tensors = drawn(rng)
+        trace = TRACERS[tracers.choice((*["make_fx"] * 5, *TRACERS))]
         dynamo.reset()
         replaced = trace(module_of(function), *tensors, rounds_once=True)
         assert kinds_of(replaced.report) == [op], f"{name}: {replaced.report}"
@@ -64,33 +63,22 @@ COMPILERS = {
 
 
 @pytest.mark.parametrize("compiler", COMPILERS)
-@pytest.mark.parametrize("name", ["DiT", "Wan"])
-def test_compiled_blocks(name, compiler, stepwise):
+def test_compiled(compiler, stepwise):
     """Inductor's own code rounds once too, if it is not told to round as eager code does."""
-    module, x, emb = model_and_inputs(name, BF16)
-    x.requires_grad_()
-    how = COMPILERS[compiler]
-    run = tilenorm.compile(module, where=lambda node: True, fullgraph=True, **how)
-    y = run(x, emb)
-    dy, leaves = random(*y.shape, dtype=BF16, seed=4), (x, *module.parameters())
-    grads = torch.autograd.grad(y, leaves, dy)
-    report, kinds = run.tilenorm_report, MODELS[name][1]
-    modulated = sum("modulated" in kind for kind in kinds)
+    tensors = [random(BATCH, TOKENS, N, dtype=BF16, seed=i) for i in range(2)]
+    tensors += [random(BATCH, N, dtype=BF16, seed=i) for i in (2, 3)]
+    run = tilenorm.compile(gated, where=lambda node: True, fullgraph=True, **COMPILERS[compiler])
+    got, expected = step(run, tensors), step(gated, tensors)
+    report = run.tilenorm_report
     if compiler == "inductor":
-        assert kinds_of(report) == kinds and not report.left
-        assert sum(counted(stepwise.forward[0].graph, op) for op in OPS) == modulated
-        assert counted(stepwise.backward[0].graph, BACKWARD) == modulated
+        assert kinds_of(report) == [GATED] and not report.left
+        assert counted(stepwise.forward[0].graph, OP) == 1
+        assert counted(stepwise.backward[0].graph, BACKWARD) == 1
     else:
-        assert len(report.left) == {"DiT": 5, "Wan": 1}[name]
-        assert all(ROUNDED in reason for _, reason in report.left)
-        assert len(report.replaced) == len(kinds)
-    for got, grad in zip(grads, torch.autograd.grad(module(x, emb), leaves, dy), strict=True):
-        torch.testing.assert_close(got, grad, rtol=2**-4, atol=2**-4 * grad.abs().max().item())
-
-
-def gated(x, residual, gate, scale):
-    s = residual + gate[:, None] * x
-    return F.layer_norm(s, (N,), eps=EPS) * (1 + scale[:, None]), s
+        assert kinds_of(report) == ["add_layer_norm"]
+        assert [reason.startswith(ROUNDED) for _, reason in report.left] == [True]
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=2**-4, atol=2**-4 * b.abs().max().item())
 
 
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)

@@ -15,17 +15,7 @@ from tilenorm.integrations.fx import replace_norms
 
 from ..ops.helpers import EPS, random
 from . import rotations
-from .graphs import (
-    ATEN,
-    NORMS,
-    TRACERS,
-    by_hand,
-    calls,
-    kinds_of,
-    module_of,
-    step,
-    targets,
-)
+from .graphs import ATEN, NORMS, TRACERS, by_hand, calls, kinds_of, module_of, step, targets
 from .modulations import BATCH, GATED, LAYER, TOKENS, N
 from .rotations import HEADS, D, rotate, split
 from .spellings import LAYERS, RMSES, mean, squares
@@ -167,14 +157,14 @@ def with_sum(function, *kinds):
     return Case(function, kinds, None, (ROWS, ROWS, ROW), "dynamo", True)
 
 
-def normed_sum(name, norm):
+def normed_sum(name):
     add, fused = SUMS[name]
 
     def function(x, r, w):
         total = add(x, r)
-        return getattr(F, norm)(total, ROW, w, eps=EPS), total * 2
+        return F.rms_norm(total, ROW, w, eps=EPS), total * 2
 
-    return with_sum(function, f"add_{norm}" if fused else norm)
+    return with_sum(function, "add_rms_norm" if fused else "rms_norm")
 
 
 def used_before_the_weight(x, r, w):
@@ -201,11 +191,7 @@ def two_norms(x, r, w):
     return F.rms_norm(total, ROW, w), F.layer_norm(total, ROW, w)
 
 
-CASES |= {
-    f"sum {name}, {norm}": normed_sum(name, norm)
-    for name in SUMS
-    for norm in ("rms_norm", "layer_norm")
-}
+CASES |= {f"sum {name}": normed_sum(name) for name in SUMS}
 CASES |= {
     f.__name__: with_sum(f, "rms_norm")
     for f in (used_before_the_weight, written_after_the_sum, gradients_off_between)
@@ -329,7 +315,6 @@ def rotated(function, kind="rms_norm", reason=None, count=1):
 
 
 CASES |= {
-    "rotated alone": rotated(one_query, "rms_norm_rope"),
     "two tables": rotated(two_tables, "rms_norm_rope", count=2),
     "two weights": rotated(two_weights, "rms_norm_rope", count=2),
     "query is used": rotated(query_is_used, reason="other nodes use its intermediate results"),

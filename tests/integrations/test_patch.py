@@ -1,6 +1,7 @@
 """tilenorm.patch: what a patched module keeps, undo, the report, and errors."""
 
 import inspect
+from functools import partial
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 from torch.func import functional_call
 
 import tilenorm
+from tilenorm.integrations.patch import models
 
 from ..ops.helpers import random
 from . import norms
@@ -121,3 +123,22 @@ def test_report_as_text():
         "  Custom runs rms_norm offset=0.0 rounding=late eps=1e-06: last",
         "  BatchNorm1d is not patched (it has tensors that are not parameters): b and c",
     ]
+
+
+def test_norms_that_are_alike_are_tried_once(monkeypatch):
+    tried, recognise = [], models.recognise
+    monkeypatch.setattr(
+        models, "recognise", lambda module: tried.append(module) or recognise(module)
+    )
+    kinds = [norms.Custom, partial(nn.LayerNorm, N), partial(nn.RMSNorm, N), partial(nn.RMSNorm, 8)]
+    report = tilenorm.patch(nn.ModuleList(make() for make in kinds * 3))
+    assert len(report.patched) == 12 and len(tried) == 4
+
+
+def test_exported():
+    model, x = Block(), random(5, N)
+    tilenorm.patch(model)
+    program = torch.export.export(model, (x,))
+    assert torch.equal(program.module()(x), model(x))
+    called = [str(node.target) for node in program.graph.nodes]
+    assert sum("tilenorm" in target for target in called) == 4

@@ -95,7 +95,7 @@ def runs_tilenorm(module: nn.Module) -> tuple[bool, Tensor]:
 
 
 @given(st.sampled_from(sorted(NORMS)), st.lists(st.sampled_from(STEPS)))
-@settings(max_examples=16, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_stored_forwards_in_any_order(name, steps):
     """After each step, the module's numbers are those of its class."""
     module, stored, report = NORMS[name](), [], None

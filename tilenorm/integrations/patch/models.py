@@ -207,9 +207,14 @@ def _result(module: nn.Module, made: Callable[[], type[nn.Module]]) -> Result:
 def _likeness(module: nn.Module) -> tuple | None:
     """A key that two modules share if recognition cannot tell them apart; None for no such key."""
     plain = {n: v for n, v in vars(module).items() if n not in _MODULE_ATTRIBUTES}
-    if module._buffers or module._modules or any(type(v) not in _PLAIN for v in plain.values()):
+    if module._buffers or module._modules or not all(map(_is_plain, plain.values())):
         return None
     parameters = {
         n: p is not None and (p.shape, p.is_floating_point()) for n, p in module._parameters.items()
     }
     return type(module), repr((parameters, plain))
+
+
+def _is_plain(value: object) -> bool:
+    """Whether a value's repr says all of it. PyTorch's norms have a tuple of sizes."""
+    return type(value) in _PLAIN or (type(value) is tuple and all(map(_is_plain, value)))

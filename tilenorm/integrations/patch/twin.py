@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, disable_fake_tensor_cache
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
@@ -106,7 +106,8 @@ def check_branches(twin: nn.Module, tail: tuple[int, ...], dims: int, number: in
     try:
         context = StatelessSymbolicContext(dynamic_sizes=kinds)
         x = fake.from_tensor(random(shape, torch.float32, 0), symbolic_context=context)
-        with fake, _Operators() as operators:
+        # What a cache would keep is not asked for again, and takes a third of patch's time.
+        with fake, disable_fake_tensor_cache(fake), _Operators() as operators:
             x.requires_grad_()
             type(twin).forward(twin, *(x, torch.empty_like(x))[:number])
     except Exception as error:

@@ -35,10 +35,10 @@ class How(NamedTuple):
     eps: float
     backend: str | None
 
-    @property
-    def last(self) -> tuple:
-        """The arguments that all ops take after their tensors."""
-        return *self.options, self.dims
+
+def last_of(how: How) -> tuple:
+    """The arguments that all ops take after their tensors. TorchDynamo 2.9 reads no property."""
+    return *how.options, how.dims
 
 
 def is_cut(x: Tensor, dims: int) -> bool:
@@ -98,7 +98,7 @@ def normalize(op: Op, given: dict[str, Any], how: How) -> tuple[Tensor, Tensor |
 def forward(how: How, tensors: tuple, save: bool) -> tuple[Tensor | None, ...]:
     """(y, sum, mean, rstd), the last two only if `save`. tensors: those of ROLES."""
     x, residual, gate, *parameters = tensors
-    ops, layer, last = torch.ops.tilenorm, how.options.norm == "layer", how.last
+    ops, layer, last = torch.ops.tilenorm, how.options.norm == "layer", last_of(how)
     first = gate if how.options.gate_first else None
     part, own, total = ops.row_sums(x, residual, first, *last, how.backend)
     whole, centered = _added_up(part), None
@@ -160,10 +160,10 @@ def _by_pieces(how: How, spec: NormSpec, needs, dy, dsum, saved: dict) -> Sequen
     x, gate, weight, bias, *statistics = saved.values()
     ops, dots = torch.ops.tilenorm, None
     if needs.dx or needs.dresidual or (needs.dgate and how.options.gate_first):
-        sums = ops.grad_sums(dy, x, gate, weight, *statistics, *how.last, how.backend)
+        sums = ops.grad_sums(dy, x, gate, weight, *statistics, *last_of(how), how.backend)
         dots = _added_up(sums)
     more = spec.residual is not None, list(needs.gradients), how.backend
-    return ops.grad_apply(dy, dsum, x, gate, weight, bias, *statistics, dots, *how.last, *more)
+    return ops.grad_apply(dy, dsum, x, gate, weight, bias, *statistics, dots, *last_of(how), *more)
 
 
 def _added_up(part: Any) -> Tensor:
