@@ -17,8 +17,8 @@ from torch.distributed.tensor.parallel import (
 import tilenorm
 
 from ..integrations.graphs import FeedForward, HuggingFaceNorm
-from ..ops.helpers import EPS, TORCH, random, slow
-from .placing import placed, profiled
+from ..ops.helpers import EPS, FAMILY, TORCH, call, incoming_of, random, slow, step
+from .placing import alike, case, placed, profiled
 from .world import INDUCTOR, NAMES, device, mesh, on_every_rank, slow_but_first
 
 N = 32
@@ -124,6 +124,35 @@ def test_compile_replaces_norms_under_sequence_parallelism(name, first, backend)
     torch.testing.assert_close(whole(found), whole(expected))
     with torch.inference_mode():
         torch.testing.assert_close(run(x).full_tensor(), eager(x).full_tensor())
+
+
+@pytest.mark.parametrize(
+    "op, backend",
+    [
+        ("rms_norm", "aot_eager"),
+        *(pytest.param(n, "aot_eager", marks=pytest.mark.slow) for n in [*FAMILY][1::2]),
+        pytest.param("add_rms_norm", "inductor", marks=INDUCTOR),
+    ],
+)
+@on_every_rank
+def test_compiled_functions(op, backend):
+    """The bits of eager calls, on the last mesh."""
+    name, form = NAMES[-1], FAMILY[op]
+    torch._dynamo.reset()
+    run = torch.compile(call, backend=backend, fullgraph=True)
+    given, rows = case(form, 4, 6, N), [Shard(1)] * (2 if "x" in name else 1)
+    tensors = given.placed(name, alike(given, rows))
+    incoming = [placed(dy, name, rows) for dy in incoming_of(given.tensors)]
+    expected = step(form, tensors, incoming)
+    step(form, tensors, incoming, function=run)  # compiles
+    found, collectives = profiled(step, form, tensors, incoming, function=run)
+    assert not collectives and found.keys() == expected.keys()
+    for n, result in found.items():
+        assert result.placements == expected[n].placements
+        assert torch.equal(result.to_local(), expected[n].to_local()), n
+    with torch.no_grad():
+        for result, other in zip(run(form, tensors), call(form, tensors), strict=True):
+            assert torch.equal(result.to_local(), other.to_local())
 
 
 class Attention(nn.Module):
