@@ -8,7 +8,7 @@ from torch.distributed.tensor import Shard
 
 from ..ops import test_modulated as modulated
 from ..ops import test_rope as rotated
-from ..ops.helpers import random
+from ..ops.helpers import call, random
 from ..ops.test_modulated import compare
 from .placing import R, counted, placed
 from .world import EACH_MESH, NAMES, mesh, on_every_rank, slow_but_first
@@ -93,11 +93,11 @@ def test_rotated_heads(name, with_positions):
 
 
 def heads_first(given):
-    return rotated.call(given, output_heads_first=True)
+    return call(rotated.ROPE, given, output_heads_first=True)
 
 
 def of_whole_tokens(given):
-    return rotated.call(given, normalized_shape=(4, 16))
+    return call(rotated.ROPE, given, normalized_shape=(4, 16))
 
 
 @on_every_rank
