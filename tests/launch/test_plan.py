@@ -142,11 +142,11 @@ def test_launches_cover_every_row_once(rows, hidden):
 
 
 def test_kernels_whose_order_depends_on_registers_always_write_rstd():
-    """Some that add up several rows of a tile, and differ only in writing rstd, have two orders."""
+    """Some compiled kernels that differ only in writing rstd add in another order."""
     kinds = set()
     for spec in SPECS:
         plans = [plan_forward(spec, H200, save) for save in (False, True)]
-        bounded, several = plans[0].config.hints.occupancy is not None, plans[0].config.rows > 1
-        kinds.add((bounded, several))
-        assert [plan.save for plan in plans] == [bounded and several, True]
+        bounded = plans[0].config.hints.occupancy is not None
+        kinds.add((bounded, plans[0].ordered))
+        assert [plan.save for plan in plans] == [bounded and not plans[0].ordered, True]
     assert len(kinds) == 4

@@ -38,8 +38,8 @@ def plan_forward(spec: NormSpec, target: Target, save: bool) -> "ForwardPlan | R
     """The plan for y and the sum, and for mean and rstd if `save`; of a quantised norm for q and
     the scales, or the plan of the plain norm where a cast follows its kernels (casts_apart).
 
-    Where a tile has several rows, the compiler chooses the order in which a thread adds, by the
-    registers that are left. An occupancy hint bounds them, so that a kernel that does not write
+    Where the kernel prescribes no order, the compiler chooses the one in which a thread adds, by
+    the registers that are left. An occupancy hint bounds them, so that a kernel that does not write
     mean and rstd could give y other last bits. In this case the plan always writes mean and rstd.
     """
     if spec.rotation:
@@ -47,7 +47,7 @@ def plan_forward(spec: NormSpec, target: Target, save: bool) -> "ForwardPlan | R
     plan = ForwardPlan(spec, target, heuristics.chosen(spec, target), save)
     if plan.casts_apart:
         return plan_forward(spec.unquantized, target, save)
-    return replace(plan, save=True) if plan.hints.occupancy and plan.config.rows > 1 else plan
+    return replace(plan, save=True) if plan.hints.occupancy and not plan.ordered else plan
 
 
 def chain_refused(spec: NormSpec, target: Target) -> str | None:
@@ -132,6 +132,11 @@ class ForwardPlan(Tiling):
     def fetches(self) -> bool:
         """Whether weights are read with the row. If so, small batches have a variant."""
         return isinstance(self.config, RowForward) and self.config.fetch
+
+    @property
+    def ordered(self) -> bool:
+        """Whether the kernel prescribes the order of a row's sum: see statistics.order_of."""
+        return self.chunks > 1 or (self.config.rows == 1 and self.spec.aligned)
 
     @cached_property
     def _small_variant(self) -> "ForwardPlan":

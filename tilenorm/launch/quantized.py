@@ -27,7 +27,8 @@ def compiled_as(spec: NormSpec, config: Config) -> Config:
     if isinstance(config, SharedForward):
         fewer = _resident(config, SHARED[spec.norm], elements)
         return _with(config, min(fewer, config.hints.occupancy or 1))
-    if isinstance(config, RowForward) and config.rows == 1 and not spec.residual:
+    one_row = isinstance(config, RowForward) and config.rows == 1 and spec.aligned
+    if one_row and not spec.residual:
         sixteen = spec.widest_item == 2
         wide = elements if sixteen else elements * 1.25  # rows of float32 spill earlier
         rows = ONE_ROW[spec.quantized.group > 0]
