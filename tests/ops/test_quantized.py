@@ -209,7 +209,7 @@ def test_transforms_are_refused():
     "arch, op, hidden, reason",
     [
         ("sm_80", "rms_norm", 128, "sm_80: cuTile has no 8-bit floats before sm_90"),
-        ("sm_90", "add_layer_norm", 10240, "would add up these rows in another order"),
+        ("sm_90", "layer_norm", 768, "would add up these rows in another order"),
     ],
 )
 def test_a_cast_follows_the_plain_norm(arch, op, hidden, reason):
