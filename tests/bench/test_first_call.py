@@ -1,12 +1,8 @@
 import os
 
-import pytest
-
 from bench import first_call, worker
 from bench.__main__ import main
-from bench.cases import OPS
 from bench.op import Case
-from bench.providers import Provider
 from tilenorm.spec import NormSpec
 from tilenorm.tools import precompile
 
@@ -34,18 +30,6 @@ def test_cold_and_warm_calls_run_in_two_processes_with_one_cache(monkeypatch, wi
     assert all(line.cold_s > 0 and line.warm_s > 0 for line in found.first_calls)
 
 
-def test_failure_is_shown_for_its_direction_alone(monkeypatch):
-    def forward_only(op):
-        return lambda x, w: op.eager(x.detach(), w.detach())
-
-    named = {"half": Provider("half", forward_only, on_cpu=True)}
-    monkeypatch.setattr(first_call, "PROVIDERS", named)
-    forward, backward = first_call.measure([CASE], "half", "cpu")
-    assert forward.cold_s > 0 and not forward.error
-    assert backward.cold_s is None
-    assert backward.error == "NotImplementedError: has a forward only"
-
-
 def test_failed_process_is_one_line(monkeypatch, without_gpu, capsys):
     def run(*arguments, **options):
         raise worker.WorkerError("not done after 1 s")
@@ -56,14 +40,13 @@ def test_failed_process_is_one_line(monkeypatch, without_gpu, capsys):
         assert capsys.readouterr().out.count("torch: not done after 1 s") == lines
 
 
-@pytest.mark.parametrize("op", ["rms_norm", "add_layer_norm"])
-def test_precompile_compiles_the_specs_that_are_called(monkeypatch, op):
+def test_precompile_compiles_the_specs_that_are_called(monkeypatch):
     specs = []
     monkeypatch.setattr(worker, "run", lambda function, timeout_s, argv: function(argv))
     monkeypatch.setattr(
         precompile, "precompile", lambda all, *rest: specs.extend(all) or [[] for _ in all]
     )
-    found = first_call.precompile(op, [64, 128], ["float32"], "sm_90")
+    found = first_call.precompile("add_layer_norm", [64, 128], ["float32"], "sm_90")
     assert found.seconds > 0
-    parameters = {"weight": "float32", "bias": "float32" if "bias" in OPS[op].columns else None}
-    assert specs == [NormSpec.of(op, n, "float32", **parameters) for n in (64, 128)]
+    parameters = {"weight": "float32", "bias": "float32"}
+    assert specs == [NormSpec.of("add_layer_norm", n, "float32", **parameters) for n in (64, 128)]

@@ -6,12 +6,6 @@ import time
 import pytest
 
 from bench import worker
-from bench.text import first_line
-
-
-def test_first_line_skips_blank_lines():
-    assert first_line(RuntimeError("\n\n  the reason \nand more")) == "RuntimeError: the reason"
-    assert first_line(KeyError()) == "KeyError"
 
 
 def test_exception_of_the_function_is_raised_here():
@@ -37,10 +31,3 @@ def test_function_runs_with_caches_in_the_given_folder_or_empty_ones(tmp_path):
     for places in (worker.caches(str(tmp_path)), None):
         place = worker.run(os.getenv, 60.0, places, key="CUDA_TILE_CACHE_DIR")
         assert os.path.exists(place) == bool(places)
-
-
-def test_every_compiler_keeps_its_cache_in_the_folder(tmp_path):
-    found = worker.caches(str(tmp_path))
-    assert len(set(found.values())) == len(found)
-    assert all(os.path.dirname(path) == str(tmp_path) for path in found.values())
-    assert all(os.path.isdir(path) for path in found.values())
