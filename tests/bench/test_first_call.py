@@ -2,11 +2,9 @@ import os
 
 from bench import first_call, worker
 from bench.__main__ import main
-from bench.op import Case
+from bench.providers import Provider
 from tilenorm.spec import NormSpec
 from tilenorm.tools import precompile
-
-CASE = Case("rms_norm", "float32", 8, 16)
 
 
 def test_cold_and_warm_calls_run_in_two_processes_with_one_cache(monkeypatch, without_gpu, again):
@@ -18,16 +16,21 @@ def test_cold_and_warm_calls_run_in_two_processes_with_one_cache(monkeypatch, wi
 
     monkeypatch.setattr(worker, "run", run)
     monkeypatch.setattr(first_call, "ROWS", 8)
-    options = ["--hidden", "16", "--dtype", "float32", "--provider", "torch", "quack"]
+    named = Provider("tilenorm", lambda op: lambda *given: op.eager(*given).detach(), on_cpu=True)
+    monkeypatch.setitem(first_call.PROVIDERS, "tilenorm", named)  # its backward fails
+    names = ["torch", "tilenorm", "quack"]
+    options = ["--hidden", "16", "--dtype", "float32", "--provider", *names]
     found, out, _ = again(["first-call", *options])
-    assert len(folders) == 2 and len(set(folders)) == 1
+    assert len(folders) == 4 and len(set(folders)) == 2
     assert "absent: quack (needs a GPU)" in out
-    assert [(line.n, line.dtype, line.direction) for line in found.first_calls] == [
-        (*spec, way)
-        for spec in ((512, "float16"), (16, "float32"))
-        for way in ("forward", "backward")
+    assert [(line.provider, line.n, line.direction) for line in found.first_calls] == [
+        (name, n, way) for name in names[:2] for n in (512, 16) for way in ("forward", "backward")
     ]
-    assert all(line.cold_s > 0 and line.warm_s > 0 for line in found.first_calls)
+    for line in found.first_calls:
+        if line.provider == "tilenorm" and line.direction == "backward":
+            assert line.error == "NotImplementedError: has a forward only" and not line.cold_s
+        else:
+            assert line.cold_s > 0 and line.warm_s > 0
 
 
 def test_failed_process_is_one_line(monkeypatch, without_gpu, capsys):

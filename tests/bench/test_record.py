@@ -1,6 +1,7 @@
 """Records are read, written and merged, and what does not belong together is refused."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -97,6 +98,7 @@ def test_a_table_of_a_release_and_another_commit_or_machine_is_refused(tmp_path)
     with pytest.raises(ValueError, match="beside no other commit's, got abc, def"):
         documents.rewritten(path)
     of_release = record.load([tmp_path / "a.jsonl"])
-    assert len(merge([of_release, of_release]).cells) == 1
+    later = Record(of_release.runs, [replace(of_release.cells[0], median_us=2.0)])
+    assert [cell.median_us for cell in merge([of_release, later]).cells] == [2.0]
     with pytest.raises(ValueError, match="Another GPU"):
         merge([of_release, Record([{**RUN, "machine": "Another GPU"}])])

@@ -8,12 +8,9 @@ import pytest
 from bench import worker
 
 
-def test_exception_of_the_function_is_raised_here():
+def test_exceptions_of_the_function_and_deaths_of_its_process_are_raised_here():
     with pytest.raises(worker.WorkerError, match="StatisticsError: mean requires at least one"):
         worker.run(statistics.mean, 60.0, data=[])
-
-
-def test_process_that_dies_is_reported_with_its_status():
     with pytest.raises(worker.WorkerError, match="exit status 3: no message"):
         worker.run(os._exit, 60.0, status=3)
 
