@@ -149,3 +149,11 @@ def test_token_sees_later_tokens_unless_attention_is_causal(name):
     before, after = (x[:, : LENGTH // 2] for x in seen)
     assert torch.equal(before, after) == MODELS[name].causal
     assert not torch.equal(seen[0][:, LENGTH // 2 :], seen[1][:, LENGTH // 2 :])
+
+
+def test_weights_are_those_of_a_seed_with_norms_of_one_and_biases_of_zero():
+    both = (dict(small("ViT-L")[0].named_parameters()) for _ in range(2))
+    for (name, first), again in zip(next(both).items(), next(both).values(), strict=True):
+        assert torch.equal(first, again), name
+        if first.ndim == 1:
+            assert (first == (0.0 if name.endswith("bias") else 1.0)).all(), name
